@@ -1,0 +1,76 @@
+// Shampoo (Gupta, Koren, Singer 2018, arXiv 1802.09568; blocking and grafting: Anil et al. 2020,
+// arXiv 2002.09018; Shi et al. 2023, arXiv 2309.06497) as stateless functions on tensors.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "optim/stacks.h"
+
+namespace torchium::optim::detail {
+
+// Names and defaults are those of ShampooOptions and of Python's torchium.Shampoo.
+struct ShampooHyperparameters {
+  at::Tensor lr;  // 0-dim; float64 on the CPU, or on the parameters' device
+  double eps = 1e-4;
+  int64_t update_freq = 100;
+  double weight_decay = 0.0;
+  double beta1 = 0.0;
+  double beta2 = 1.0;
+  double momentum = 0.0;
+  bool nesterov = false;
+  bool decoupled_weight_decay = false;
+  double relative_eps = 0.0;
+  int64_t block_size = 1024;
+  bool merge_dims = true;
+  std::optional<double> exponent;
+  std::string preconditioner_1d = "diagonal";  // or "full"
+  std::optional<std::string> grafting;         // "sgd", "adagrad", "rmsprop" or "adam"
+  double grafting_eps = 1e-8;
+  double grafting_beta2 = 0.999;  // resolved: never None here
+  int64_t start_preconditioning_step = 1;
+  std::string root_method = "auto";  // "auto", "eigh" or "newton"
+  bool maximize = false;
+  bool capturable = false;
+};
+
+// State of the parameters of one call. The caller owns every tensor; a step changes them in place.
+struct ShampooState {
+  std::vector<at::Tensor> steps;          // 0-dim float32 on the parameter's device, one a parameter
+  std::vector<at::Tensor> statistics;     // all slots of all parameters, in (param, slot) order
+  std::vector<at::Tensor> roots;          // the same order
+  std::vector<at::Tensor> root_failures;  // the same order; int32 [count]
+  std::vector<at::Tensor> diagonals;      // of the parameters with the diagonal rule, in order
+  std::vector<at::Tensor> exp_avgs;       // one a parameter if beta1 > 0, else empty
+  std::vector<at::Tensor> grafting_second_moments;  // one a parameter unless grafting is None or "sgd"
+  std::vector<at::Tensor> momentum_buffers;         // one a parameter if momentum > 0, else empty
+  at::Tensor status;                                // int64 [kStatusSize], see step_status.h
+};
+
+// Whether the parameter has a diagonal preconditioner: order 0 or 1 after squeezing and merging,
+// with preconditioner_1d = "diagonal". Such a parameter has no slots.
+bool has_diagonal_preconditioner(at::IntArrayRef shape, int64_t block_size, bool merge_dims,
+                                 const std::string& preconditioner_1d);
+
+// dtype of all state of a parameter but `step`: float64 for float64 parameters, else float32.
+at::ScalarType state_dtype(const at::Tensor& param);
+
+// Zero statistics, identity roots and zero failure counts for `params`, stacked by block shape.
+MatrixStacks shampoo_init_state(at::TensorList params, int64_t block_size, bool merge_dims,
+                                const std::string& preconditioner_1d);
+
+// One step of one parameter group. `params` and `grads` have the same length and no undefined
+// gradient. `host_steps` are the steps each parameter has taken, for the root schedule alone; empty:
+// read from state.steps, which must then lie on the CPU.
+void shampoo_step(const ShampooHyperparameters& hyperparameters, at::TensorList params,
+                  at::TensorList grads, ShampooState& state, at::IntArrayRef host_steps);
+
+// Renews all roots from the statistics, whatever the schedule says (capturable = true).
+void shampoo_update_preconditioners(const ShampooHyperparameters& hyperparameters,
+                                    at::TensorList params, ShampooState& state);
+
+}  // namespace torchium::optim::detail
