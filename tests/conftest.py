@@ -1,0 +1,1 @@
+"""Makes `import reference` work: pytest puts the folder of this file on the path."""
