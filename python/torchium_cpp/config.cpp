@@ -1,0 +1,15 @@
+#include "bindings.h"
+#include <torchium/config.h>
+
+namespace torchium::python {
+
+void bind_config(pybind11::module_& module) {
+  module.attr("torch_version") = TORCHIUM_TORCH_VERSION;
+  module.def("version", &torchium::version, "The version of libtorchium.");
+  module.def("built_with_cuda", &torchium::built_with_cuda,
+             "True if the CUDA kernels of Torchium are in this build.");
+  module.def("show_config", &torchium::show_config,
+             "Lines of 'name: value': versions, CUDA, BLAS, compiler and build type.");
+}
+
+}  // namespace torchium::python
