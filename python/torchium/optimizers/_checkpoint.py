@@ -1,0 +1,101 @@
+"""What a saved state dict must look like, checked before anything is loaded."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+State = dict[str, Tensor]
+
+
+def saved_groups(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Copies of the saved parameter groups that name the parameters of ``groups``.
+
+    Options that the checkpoint does not know keep their values.
+    """
+    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(
+            "state_dict must be a dict with the keys 'state' and 'param_groups', as state_dict() "
+            f"returns it, got {_describe(state_dict)}"
+        )
+    saved = state_dict["param_groups"]
+    if len(saved) != len(groups):
+        raise ValueError(
+            f"state_dict has {len(saved)} parameter groups, the optimizer has {len(groups)}"
+        )
+    merged = []
+    for index, (old, new) in enumerate(zip(groups, saved, strict=True)):
+        if len(old["params"]) != len(new["params"]):
+            raise ValueError(
+                f"parameter group {index} of state_dict has {len(new['params'])} parameters, "
+                f"that of the optimizer has {len(old['params'])}"
+            )
+        options = deepcopy({key: value for key, value in new.items() if key != "params"})
+        merged.append({**old, **options, "params": old["params"]})
+    return merged
+
+
+def saved_states(
+    state_dict: dict[str, Any], groups: list[dict[str, Any]]
+) -> dict[Tensor, dict[str, Any]]:
+    """The saved state of each parameter that has one."""
+    ids = (i for group in state_dict["param_groups"] for i in group["params"])
+    params = (p for group in groups for p in group["params"])
+    by_id = dict(zip(ids, params, strict=True))
+    unknown = [key for key in state_dict["state"] if key not in by_id]
+    if unknown:
+        raise ValueError(f"state_dict has state of {unknown[0]!r}, which is in no parameter group")
+    return {by_id[i]: state for i, state in state_dict["state"].items() if state}
+
+
+def check_state(
+    saved: dict[str, Any],
+    needed: State,
+    param_shape: torch.Size,
+    buffers: tuple[str, ...],
+    name: str,
+) -> None:
+    """Raises ValueError unless ``saved`` has all keys of ``needed``, in their shapes and kinds.
+
+    Keys in ``buffers``, of the parameter's shape, may be there as well.
+    """
+    if not isinstance(saved, dict):
+        raise ValueError(f"state of {name} must be a dict, got {_describe(saved)}")
+    for key, value in saved.items():
+        like = needed.get(key)
+        if like is None and key not in buffers:
+            continue
+        shape = param_shape if like is None else like.shape
+        if key == "step" and isinstance(value, (int, float)):
+            continue
+        if not isinstance(value, Tensor) or value.layout != torch.strided:
+            raise ValueError(f"{key!r} of {name} must be a dense tensor, got {_describe(value)}")
+        if value.shape != shape and not (key == "step" and value.numel() == 1):
+            raise ValueError(
+                f"{key!r} of {name} has shape {list(value.shape)} in state_dict, "
+                f"the optimizer needs {list(shape)}"
+            )
+        floating = like is None or like.dtype.is_floating_point
+        if value.dtype.is_complex or value.dtype.is_floating_point != floating:
+            raise ValueError(
+                f"{key!r} of {name} has dtype {value.dtype} in state_dict, the optimizer needs "
+                f"{'a floating-point' if floating else 'an integer'} one"
+            )
+    missing = sorted(needed.keys() - saved.keys())
+    extra = sorted(key for key in saved if key not in needed and key not in buffers)
+    if missing or extra:
+        raise ValueError(
+            f"state of {name} does not fit this optimizer and its options: "
+            f"missing {missing}, unexpected {extra}"
+        )
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a {value.layout} tensor of shape {list(value.shape)}"
+    if isinstance(value, dict):
+        return f"a dict with the keys {list(value)}"
+    return f"{type(value).__name__} {value!r}"[:200]

@@ -1,0 +1,155 @@
+"""Adagrad."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from torchium.optimizers._base import (
+    CoreOptimizer,
+    State,
+    StepArguments,
+    matrix_lists,
+    state_dtype,
+)
+from torchium.optimizers._options import Check, flag, integer, lr_tensor, number
+
+
+class Adagrad(CoreOptimizer):
+    r"""Divides the gradient by the root of the sum of its squares: by entries or by full matrices.
+
+    At the parameter's step :math:`t`, with :math:`g` the gradient (plus
+    :math:`\text{weight\_decay}\,\theta`) and
+    :math:`\gamma = \text{lr} / (1 + (t - 1)\,\text{lr\_decay})`:
+
+    - by default :math:`s \leftarrow s + g^2` and
+      :math:`\theta \leftarrow \theta - \gamma\,g / (\sqrt{s} + \text{eps})`, bit for bit the result of
+      :class:`torch.optim.Adagrad` on finite dense gradients. Its state dict can be loaded;
+    - with ``full_matrix`` the flattened parameter is cut into blocks of ``block_size`` entries, each
+      with a matrix :math:`G \leftarrow G + g g^\top`, and
+      :math:`\theta \leftarrow \theta - \gamma\,(G + \text{eps}\,I)^{-1/2} g`. Roots are due at
+      :math:`t = 1`, at powers of two below ``update_freq`` and at every multiple of ``update_freq``.
+
+    State is float32 (float64 for float64 parameters), also under bfloat16 and float16 parameters. A
+    gradient that is not finite skips the whole step of its group. A root that is not finite or not
+    accurate is never used: the matrix keeps its last good one, and three failures in a row raise
+    ``RuntimeError``.
+
+    Source: Duchi, Hazan, Singer, "Adaptive Subgradient Methods for Online Learning and Stochastic
+    Optimization", `JMLR 12, 2011 <https://jmlr.org/papers/v12/duchi11a.html>`_.
+
+    Args:
+        params (iterable): parameters, named parameters or dicts of parameter groups; dense, real,
+            float32, float64, bfloat16 or float16. Every option below may be set for a group.
+        lr (float or Tensor): learning rate, at least 0. A tensor has one element (default: 0.01).
+        lr_decay (float): decay of the learning rate (default: 0).
+        weight_decay (float): L2 penalty (default: 0).
+        initial_accumulator_value (float): start of :math:`s`, or of :math:`G` as a multiple of the
+            identity (default: 0).
+        eps (float): added to the denominator, or to :math:`G` (default: 1e-10).
+        full_matrix (bool): block full-matrix form (default: False).
+        block_size (int): entries of a block of the full-matrix form (default: 128).
+        update_freq (int): steps between two computations of the roots of the full-matrix form
+            (default: 1).
+        maximize (bool): go up instead of down (default: False).
+
+    Raises:
+        ValueError: an option is out of its range, or a parameter is sparse, complex, integer or a
+            ``DTensor``.
+
+    Example:
+        >>> model = torch.nn.Linear(10, 2)
+        >>> optimizer = torchium.Adagrad(model.parameters(), lr=0.1, full_matrix=True)
+        >>> loss = model(torch.randn(8, 10)).square().mean()
+        >>> loss.backward()
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
+    """
+
+    _CHECKS: ClassVar[dict[str, Check]] = {
+        "lr_decay": number(0.0),
+        "weight_decay": number(0.0),
+        "initial_accumulator_value": number(0.0),
+        "eps": number(0.0),
+        "full_matrix": flag,
+        "block_size": integer(1),
+        "update_freq": integer(1),
+        "maximize": flag,
+    }
+    _LAYOUT_OPTIONS = ("full_matrix", "block_size")
+    _ELEMENTWISE = ("step", "sum")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 0.01,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+        *,
+        full_matrix: bool = False,
+        block_size: int = 128,
+        update_freq: int = 1,
+        maximize: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "lr_decay": lr_decay,
+            "weight_decay": weight_decay,
+            "initial_accumulator_value": initial_accumulator_value,
+            "eps": eps,
+            "full_matrix": full_matrix,
+            "block_size": block_size,
+            "update_freq": update_freq,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults)
+
+    def _host_decides(self, group: dict[str, Any]) -> bool:
+        return bool(group["full_matrix"])
+
+    def _matrix_stacks(
+        self, params: list[Tensor], group: dict[str, Any]
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[int]]:
+        if not group["full_matrix"]:
+            return [], [], [], []
+        return torch.ops.torchium.adagrad_init_state(  # type: ignore[no-any-return]
+            params,
+            block_size=group["block_size"],
+            initial_accumulator_value=group["initial_accumulator_value"],
+        )
+
+    def _elementwise_state(self, param: Tensor, group: dict[str, Any], has_matrices: bool) -> State:
+        if group["full_matrix"]:
+            return {}
+        value = group["initial_accumulator_value"]
+        return {"sum": torch.full_like(param, value, dtype=state_dtype(param))}
+
+    def _needed_buffers(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ()
+
+    def _run_step(
+        self, step: StepArguments, states: list[State], status: Tensor, host_steps: list[int]
+    ) -> None:
+        group = step.group
+        torch.ops.torchium.adagrad_step_(
+            step.params,
+            step.grads,
+            [state["step"] for state in states],
+            [state["sum"] for state in states if "sum" in state],
+            *matrix_lists(states),
+            status,
+            lr=lr_tensor(group["lr"], step.device),
+            lr_decay=group["lr_decay"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            full_matrix=group["full_matrix"],
+            block_size=group["block_size"],
+            update_freq=group["update_freq"],
+            maximize=group["maximize"],
+            host_steps=host_steps,
+        )

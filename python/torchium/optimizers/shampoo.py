@@ -1,0 +1,315 @@
+"""Shampoo."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from torchium.optimizers._base import (
+    CoreOptimizer,
+    State,
+    StepArguments,
+    matrix_lists,
+    state_dtype,
+)
+from torchium.optimizers._options import (
+    Check,
+    choice,
+    flag,
+    integer,
+    lr_tensor,
+    number,
+    optional,
+    pair,
+)
+
+_BUFFERED_GRAFTING = ("adagrad", "rmsprop", "adam")
+
+
+class Shampoo(CoreOptimizer):
+    r"""Preconditions each mode of a gradient tensor by a root of its own second moment.
+
+    A gradient :math:`G` of order :math:`k` (after its unit dimensions are dropped, adjacent
+    dimensions merged and blocks of at most ``block_size`` cut) has one statistics matrix
+    :math:`L_i` a mode. At the parameter's step :math:`t`:
+
+    1. :math:`G \leftarrow G + \text{weight\_decay}\,\theta`, or with ``decoupled_weight_decay``
+       :math:`\theta \leftarrow (1 - \text{lr}\,\text{weight\_decay})\,\theta` before the update;
+    2. :math:`L_i \leftarrow \beta_2 L_i + (1 - \beta_2)\,\mathrm{mat}_i(G)\,\mathrm{mat}_i(G)^\top`,
+       a plain sum for :math:`\beta_2 = 1`;
+    3. when roots are due,
+       :math:`R_i = (L_i / (1 - \beta_2^t) + \text{eps}\,I)^{-1/(2k)}` (no correction for
+       :math:`\beta_2 = 1`);
+    4. the direction is :math:`G`, or its exponential average with :math:`\beta_1 > 0`, multiplied by
+       :math:`R_i` in every mode;
+    5. ``grafting`` scales the direction of each block to the norm that the grafted method's
+       direction has there;
+    6. momentum, and :math:`\theta \leftarrow \theta - \text{lr}\,d`.
+
+    Roots are due at :math:`t = 1`, at powers of two below ``update_freq`` and at every multiple of
+    ``update_freq``. In between, the last roots are used. Every parameter counts its own steps: one
+    without a gradient does not count.
+
+    Statistics, roots and averages are float32 (float64 for float64 parameters), also under bfloat16
+    and float16 parameters. A gradient that is not finite skips the whole step of its group. A root
+    that is not finite or not accurate is never used: the matrix keeps its last good one.
+
+    Sources: Gupta, Koren, Singer, "Shampoo: Preconditioned Stochastic Tensor Optimization",
+    ICML 2018, `arXiv:1802.09568 <https://arxiv.org/abs/1802.09568>`_; blocks and grafting: Anil,
+    Gupta, Koren, Regan, Singer, "Scalable Second Order Optimization for Deep Learning", 2020,
+    `arXiv:2002.09018 <https://arxiv.org/abs/2002.09018>`_; Shi et al., "A Distributed Data-Parallel
+    PyTorch Implementation of the Distributed Shampoo Optimizer", 2023,
+    `arXiv:2309.06497 <https://arxiv.org/abs/2309.06497>`_.
+
+    Args:
+        params (iterable): parameters, named parameters or dicts of parameter groups; dense, real,
+            float32, float64, bfloat16 or float16, of order 0 to 5. Every option below may be set
+            for a group.
+        lr (float or Tensor): learning rate, at least 0. A tensor has one element (default: 0.03).
+        eps (float): damping added to the statistics before the root (default: 1e-4).
+        update_freq (int): steps between two computations of the roots (default: 100).
+        weight_decay (float): L2 penalty, or decoupled decay (default: 0).
+        betas (tuple of two floats): decay of the average of the gradient, in [0, 1), and of the
+            statistics, in [0, 1]; 1 sums them (default: (0.0, 1.0)).
+        momentum (float): momentum of the preconditioned direction, in [0, 1) (default: 0).
+        nesterov (bool): Nesterov momentum; needs ``momentum`` (default: False).
+        decoupled_weight_decay (bool): decay the parameters instead of adding to the gradient
+            (default: False).
+        relative_eps (float): further damping, as a fraction of the largest eigenvalue (default: 0).
+        block_size (int): largest dimension of a block (default: 1024).
+        merge_dims (bool): merge adjacent dimensions of tensors of order above two while their
+            product stays within ``block_size``; a convolution becomes [out, in kh kw]
+            (default: True).
+        exponent (float, optional): negative power of the statistics instead of :math:`-1/(2k)`
+            (default: None).
+        preconditioner_1d (str): ``"diagonal"`` keeps the diagonal alone for parameters of order 0
+            and 1, as biases and norms are: :math:`(a + \text{eps})^{-1/2}`, renewed in every step;
+            ``"full"`` treats them as the others, with :math:`k = 1` (default: "diagonal").
+        grafting (str, optional): None, ``"sgd"``, ``"adagrad"``, ``"rmsprop"`` or ``"adam"``
+            (default: None).
+        grafting_eps (float): added to the denominator of the grafted method (default: 1e-8).
+        grafting_beta2 (float, optional): decay of the grafted second moment, in [0, 1). None:
+            ``betas[1]``, or 0.999 when that is 1 (default: None).
+        start_preconditioning_step (int): before this step the grafted direction, or the gradient,
+            is used (default: 1).
+        root_method (str): ``"eigh"``, ``"newton"`` or ``"auto"``; see
+            :func:`torchium.linalg.matrix_inverse_root` (default: "auto").
+        max_root_failures (int): failures of one root in a row after which ``RuntimeError`` is raised
+            (default: 3).
+        maximize (bool): go up instead of down (default: False).
+        capturable (bool): :meth:`step` never computes roots, so that it can be captured in a CUDA
+            graph; call :meth:`update_preconditioners` for them (default: False).
+
+    Raises:
+        ValueError: an option is out of its range, or a parameter is sparse, complex, integer or a
+            ``DTensor``.
+
+    .. note::
+        Schedulers that cycle momentum (``OneCycleLR``, ``CyclicLR``) cycle ``betas[0]``, as they do
+        for Adam. Pass them ``cycle_momentum=False`` to cycle the learning rate alone.
+
+    Example:
+        >>> model = torch.nn.Linear(10, 2)
+        >>> optimizer = torchium.Shampoo(model.parameters(), lr=0.1, grafting="adagrad")
+        >>> loss = model(torch.randn(8, 10)).square().mean()
+        >>> loss.backward()
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
+    """
+
+    _CHECKS: ClassVar[dict[str, Check]] = {
+        "eps": number(0.0),
+        "update_freq": integer(1),
+        "weight_decay": number(0.0),
+        "betas": pair(number(0.0, 1.0), number(0.0, 1.0, closed_high=True)),
+        "momentum": number(0.0, 1.0),
+        "nesterov": flag,
+        "decoupled_weight_decay": flag,
+        "relative_eps": number(0.0),
+        "block_size": integer(1),
+        "merge_dims": flag,
+        "exponent": optional(number(-float("inf"), 0.0)),
+        "preconditioner_1d": choice("diagonal", "full"),
+        "grafting": choice(None, "sgd", *_BUFFERED_GRAFTING),
+        "grafting_eps": number(0.0),
+        "grafting_beta2": optional(number(0.0, 1.0)),
+        "start_preconditioning_step": integer(1),
+        "root_method": choice("auto", "eigh", "newton"),
+        "max_root_failures": integer(1),
+        "maximize": flag,
+        "capturable": flag,
+    }
+    _LAYOUT_OPTIONS = ("block_size", "merge_dims", "preconditioner_1d")
+    _ELEMENTWISE = ("step", "diagonal")
+    _BUFFERS = ("exp_avg", "grafting_second_moment", "momentum_buffer")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 0.03,
+        eps: float = 1e-4,
+        update_freq: int = 100,
+        weight_decay: float = 0.0,
+        *,
+        betas: tuple[float, float] = (0.0, 1.0),
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        decoupled_weight_decay: bool = False,
+        relative_eps: float = 0.0,
+        block_size: int = 1024,
+        merge_dims: bool = True,
+        exponent: float | None = None,
+        preconditioner_1d: str = "diagonal",
+        grafting: str | None = None,
+        grafting_eps: float = 1e-8,
+        grafting_beta2: float | None = None,
+        start_preconditioning_step: int = 1,
+        root_method: str = "auto",
+        max_root_failures: int = 3,
+        maximize: bool = False,
+        capturable: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "eps": eps,
+            "update_freq": update_freq,
+            "weight_decay": weight_decay,
+            "betas": betas,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "relative_eps": relative_eps,
+            "block_size": block_size,
+            "merge_dims": merge_dims,
+            "exponent": exponent,
+            "preconditioner_1d": preconditioner_1d,
+            "grafting": grafting,
+            "grafting_eps": grafting_eps,
+            "grafting_beta2": grafting_beta2,
+            "start_preconditioning_step": start_preconditioning_step,
+            "root_method": root_method,
+            "max_root_failures": max_root_failures,
+            "maximize": maximize,
+            "capturable": capturable,
+        }
+        super().__init__(params, defaults)
+
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def update_preconditioners(self) -> None:
+        """Computes the roots of all statistics now, whatever the schedule says.
+
+        With ``capturable=True`` this is the only place where roots are computed: call it, or replay
+        a CUDA graph that captured it, every so many steps. Parameters that have taken no step are
+        left out.
+
+        Raises:
+            RuntimeError: as :meth:`step`.
+        """
+        self._raise_failures(self._monitor.poll())
+        for index, group in enumerate(self.param_groups):
+            params = [p for p in group["params"] if self._has_state(p)]
+            for device in sorted({p.device for p in params}, key=str):
+                on_device = [p for p in params if p.device == device]
+                self._launch_update(index, group, device, on_device)
+        self._raise_failures(self._monitor.poll())
+
+    def _launch_update(
+        self, index: int, group: dict[str, Any], device: torch.device, params: list[Tensor]
+    ) -> None:
+        states = [self.state[p] for p in params]
+        key = (index, device)
+        torch.ops.torchium.shampoo_update_preconditioners_(
+            params,
+            [state["step"] for state in states],
+            *matrix_lists(states),
+            self._monitor.status(key),
+            eps=group["eps"],
+            beta2=group["betas"][1],
+            relative_eps=group["relative_eps"],
+            block_size=group["block_size"],
+            merge_dims=group["merge_dims"],
+            exponent=group["exponent"],
+            preconditioner_1d=group["preconditioner_1d"],
+            root_method=group["root_method"],
+        )
+        self._monitor.watch(key, params)
+
+    def _check_combination(self, options: dict[str, Any]) -> None:
+        if options["nesterov"] and options["momentum"] == 0.0:
+            raise ValueError("nesterov=True needs momentum above 0, got momentum=0.0")
+
+    def _host_decides(self, group: dict[str, Any]) -> bool:
+        return not group["capturable"]
+
+    def _matrix_stacks(
+        self, params: list[Tensor], group: dict[str, Any]
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[int]]:
+        return torch.ops.torchium.shampoo_init_state(  # type: ignore[no-any-return]
+            params,
+            block_size=group["block_size"],
+            merge_dims=group["merge_dims"],
+            preconditioner_1d=group["preconditioner_1d"],
+        )
+
+    def _elementwise_state(self, param: Tensor, group: dict[str, Any], has_matrices: bool) -> State:
+        if has_matrices:
+            return {}
+        return {"diagonal": torch.zeros_like(param, dtype=state_dtype(param))}
+
+    def _needed_buffers(self, group: dict[str, Any]) -> tuple[str, ...]:
+        needed = (
+            group["betas"][0] > 0.0,
+            group["grafting"] in _BUFFERED_GRAFTING,
+            group["momentum"] > 0.0,
+        )
+        return tuple(key for key, use in zip(self._BUFFERS, needed, strict=True) if use)
+
+    def _run_step(
+        self, step: StepArguments, states: list[State], status: Tensor, host_steps: list[int]
+    ) -> None:
+        group = step.group
+        beta1, beta2 = group["betas"]
+        grafting_beta2 = group["grafting_beta2"]
+        if grafting_beta2 is None:
+            grafting_beta2 = beta2 if beta2 < 1.0 else 0.999
+        needed = self._needed_buffers(group)
+        exp_avgs, second_moments, momentum_buffers = (
+            [state[key] for state in states] if key in needed else [] for key in self._BUFFERS
+        )
+        torch.ops.torchium.shampoo_step_(
+            step.params,
+            step.grads,
+            [state["step"] for state in states],
+            *matrix_lists(states),
+            [state["diagonal"] for state in states if "diagonal" in state],
+            exp_avgs,
+            second_moments,
+            momentum_buffers,
+            status,
+            lr=lr_tensor(group["lr"], step.device),
+            eps=group["eps"],
+            update_freq=group["update_freq"],
+            weight_decay=group["weight_decay"],
+            beta1=beta1,
+            beta2=beta2,
+            momentum=group["momentum"],
+            nesterov=group["nesterov"],
+            decoupled_weight_decay=group["decoupled_weight_decay"],
+            relative_eps=group["relative_eps"],
+            block_size=group["block_size"],
+            merge_dims=group["merge_dims"],
+            exponent=group["exponent"],
+            preconditioner_1d=group["preconditioner_1d"],
+            grafting=group["grafting"],
+            grafting_eps=group["grafting_eps"],
+            grafting_beta2=grafting_beta2,
+            start_preconditioning_step=group["start_preconditioning_step"],
+            root_method=group["root_method"],
+            maximize=group["maximize"],
+            capturable=group["capturable"],
+            host_steps=host_steps,
+        )
