@@ -2,9 +2,17 @@
 
 from torchium_cpp import __version__
 
+from . import optimizers
 from ._config import show_config
+from ._registry import create_optimizer, get_available_optimizers
+from .optimizers import Adagrad, Shampoo
 
 __all__ = [
+    "Adagrad",
+    "Shampoo",
     "__version__",
+    "create_optimizer",
+    "get_available_optimizers",
+    "optimizers",
     "show_config",
 ]

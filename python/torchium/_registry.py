@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from torchium import optimizers
+from . import optimizers
 
-_OPTIMIZERS: dict[str, type[Optimizer]] = {
+_OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     name.lower(): getattr(optimizers, name) for name in optimizers.__all__
 }
 
@@ -36,4 +37,4 @@ def create_optimizer(name: str, params: ParamsT, **kwargs: Any) -> Optimizer:
         raise ValueError(
             f"name {name!r} is no optimizer; available: {', '.join(get_available_optimizers())}"
         )
-    return _OPTIMIZERS[name.lower()](params, **kwargs)  # type: ignore[call-arg]
+    return _OPTIMIZERS[name.lower()](params, **kwargs)

@@ -1,6 +1,6 @@
 """Optimizers: :class:`torch.optim.Optimizer` subclasses over the compiled core."""
 
-from torchium.optimizers.adagrad import Adagrad
-from torchium.optimizers.shampoo import Shampoo
+from .adagrad import Adagrad
+from .shampoo import Shampoo
 
 __all__ = ["Adagrad", "Shampoo"]

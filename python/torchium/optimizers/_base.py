@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from torchium.optimizers._checkpoint import State, check_state, saved_groups, saved_states
-from torchium.optimizers._monitor import MAX_CONSECUTIVE_SKIPS, Report, StatusMonitor, is_capturing
-from torchium.optimizers._options import Check, check_options, learning_rate
+from ._checkpoint import check_state, saved_groups, saved_states
+from ._monitor import MAX_CONSECUTIVE_SKIPS, Report, StatusMonitor, is_capturing
+from ._options import Check, check_options, learning_rate
+
+State = dict[str, Tensor]
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _MATRIX_KEYS = ("statistics", "roots", "root_failures")
@@ -115,7 +117,6 @@ class CoreOptimizer(Optimizer):
 
     # ---- groups
 
-    @torch._disable_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group, as :meth:`torch.optim.Optimizer.add_param_group` does.
 
@@ -176,7 +177,6 @@ class CoreOptimizer(Optimizer):
         self._raise_failures(self._monitor.poll())
         return loss
 
-    @torch._disable_dynamo
     def check_errors(self) -> None:
         """Waits for the steps so far and raises ``RuntimeError`` if one of them went wrong.
 
@@ -330,7 +330,6 @@ class CoreOptimizer(Optimizer):
 
     # ---- checkpoints
 
-    @torch._disable_dynamo
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what :meth:`state_dict` returned, on any device.

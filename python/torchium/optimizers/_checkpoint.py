@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-State = dict[str, Tensor]
-
 
 def saved_groups(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Copies of the saved parameter groups that name the parameters of ``groups``.
@@ -48,12 +46,15 @@ def saved_states(
     unknown = [key for key in state_dict["state"] if key not in by_id]
     if unknown:
         raise ValueError(f"state_dict has state of {unknown[0]!r}, which is in no parameter group")
+    malformed = [key for key, state in state_dict["state"].items() if not isinstance(state, dict)]
+    if malformed:
+        raise ValueError(f"state of {malformed[0]!r} in state_dict must be a dict of tensors")
     return {by_id[i]: state for i, state in state_dict["state"].items() if state}
 
 
 def check_state(
     saved: dict[str, Any],
-    needed: State,
+    needed: dict[str, Tensor],
     param_shape: torch.Size,
     buffers: tuple[str, ...],
     name: str,
@@ -62,8 +63,6 @@ def check_state(
 
     Keys in ``buffers``, of the parameter's shape, may be there as well.
     """
-    if not isinstance(saved, dict):
-        raise ValueError(f"state of {name} must be a dict, got {_describe(saved)}")
     for key, value in saved.items():
         like = needed.get(key)
         if like is None and key not in buffers:

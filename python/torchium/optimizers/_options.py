@@ -39,9 +39,9 @@ def integer(low: int) -> Check:
     """An integer of at least ``low``."""
 
     def check(name: str, value: Any) -> int:
-        if isinstance(value, numbers.Integral) and not isinstance(value, bool):
-            if (result := int(value)) >= low:
-                return result
+        whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+        if whole and int(value) >= low:
+            return int(value)
         raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
 
     return check

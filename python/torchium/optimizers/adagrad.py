@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from torchium.optimizers._base import (
+from ._base import (
     CoreOptimizer,
     State,
     StepArguments,
     matrix_lists,
     state_dtype,
 )
-from torchium.optimizers._options import Check, flag, integer, lr_tensor, number
+from ._options import Check, flag, integer, lr_tensor, number
 
 
 class Adagrad(CoreOptimizer):

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from torchium.optimizers._base import (
+from ._base import (
     CoreOptimizer,
     State,
     StepArguments,
     matrix_lists,
     state_dtype,
 )
-from torchium.optimizers._options import (
+from ._options import (
     Check,
     choice,
     flag,
@@ -197,7 +197,6 @@ class Shampoo(CoreOptimizer):
         }
         super().__init__(params, defaults)
 
-    @torch._disable_dynamo
     @torch.no_grad()
     def update_preconditioners(self) -> None:
         """Computes the roots of all statistics now, whatever the schedule says.
