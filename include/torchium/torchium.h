@@ -2,4 +2,6 @@
 #pragma once
 
 #include <torchium/config.h>
+#include <torchium/optim/adagrad.h>
+#include <torchium/optim/shampoo.h>
 #include <torchium/version.h>

@@ -1,0 +1,73 @@
+// Adagrad (Duchi, Hazan, Singer 2011, JMLR 12), diagonal or with full matrices of blocks, as a
+// libtorch optimizer.
+#pragma once
+
+#include "torchium/export.h"
+#include "torchium/optim/second_order_optimizer.h"
+
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace torchium::optim {
+
+/// Options of Adagrad; names and defaults are those of Python's `torchium.Adagrad`.
+struct TORCHIUM_API AdagradOptions
+    : public torch::optim::OptimizerCloneableOptions<AdagradOptions> {
+  AdagradOptions(double lr = 0.01);
+  /// Learning rate, >= 0.
+  TORCH_ARG(double, lr) = 0.01;
+  /// The rate of step t is lr / (1 + (t - 1) lr_decay); >= 0.
+  TORCH_ARG(double, lr_decay) = 0.0;
+  /// L2 penalty, >= 0.
+  TORCH_ARG(double, weight_decay) = 0.0;
+  /// First value of the accumulator (of its diagonal with full_matrix), >= 0.
+  TORCH_ARG(double, initial_accumulator_value) = 0.0;
+  /// Damping, >= 0: added to sqrt(sum), or to G with full_matrix.
+  TORCH_ARG(double, eps) = 1e-10;
+  /// (G + eps I)^(-1/2) g on blocks of the flattened parameter instead of g / (sqrt(sum) + eps).
+  TORCH_ARG(bool, full_matrix) = false;
+  /// Elements a block with full_matrix, >= 1.
+  TORCH_ARG(int64_t, block_size) = 128;
+  /// Steps between two computations of the roots with full_matrix, >= 1.
+  TORCH_ARG(int64_t, update_freq) = 1;
+  /// Ascend instead of descend.
+  TORCH_ARG(bool, maximize) = false;
+
+ public:
+  void serialize(torch::serialize::InputArchive& archive) override;
+  void serialize(torch::serialize::OutputArchive& archive) const override;
+  TORCHIUM_API friend bool operator==(const AdagradOptions& lhs, const AdagradOptions& rhs);
+  double get_lr() const override;
+  void set_lr(const double lr) override;
+};
+
+/// State of one parameter; it has matrices with full_matrix, else `sum`.
+struct TORCHIUM_API AdagradParamState : public MatrixParamState {
+  /// Sum of the squared gradients: the shape of the parameter, the state dtype.
+  TORCH_ARG(at::Tensor, sum);
+
+ public:
+  std::unique_ptr<torch::optim::OptimizerParamState> clone() const override;
+  std::vector<NamedTensor> parameter_shaped() override;
+};
+
+/// Adagrad. The diagonal form equals `torch.optim.Adagrad` bit for bit on finite dense gradients.
+class TORCHIUM_API Adagrad : public SecondOrderOptimizer {
+ public:
+  explicit Adagrad(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+                   AdagradOptions defaults = {});
+  explicit Adagrad(std::vector<at::Tensor> params, AdagradOptions defaults = {});
+
+ protected:
+  void check_options(const Options& options) const override;
+  std::unique_ptr<MatrixParamState> make_empty_state() const override;
+  void init_parameter_shaped(const Options& options, const at::Tensor& param,
+                             MatrixParamState& state) const override;
+  detail::MatrixStacks init_stacks(const Options& options, at::TensorList params) const override;
+  void step_group(const Options& options, detail::GroupStep& step) const override;
+  int64_t max_root_failures(const Options& options) const override;
+};
+
+}  // namespace torchium::optim

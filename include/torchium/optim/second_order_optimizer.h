@@ -1,0 +1,139 @@
+// What the optimizers of Torchium share: one call of the core a parameter group, the state as views
+// of stacked matrices, errors that are reported late instead of by a synchronisation, checkpoints.
+#pragma once
+
+#include "torchium/export.h"
+
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace torchium::optim {
+
+namespace detail {
+class GroupRuntime;
+class GroupRuntimes;
+struct GroupStep;
+struct MatrixStacks;
+}  // namespace detail
+
+/// State of one parameter: what every optimizer of Torchium keeps. A tensor that is absent is
+/// undefined. The state dtype is float64 for float64 parameters, else float32 (also for bfloat16
+/// and float16 parameters).
+struct TORCHIUM_API MatrixParamState : public torch::optim::OptimizerParamState {
+  /// Steps taken by this parameter: 0-dim float32 on the parameter's device.
+  TORCH_ARG(at::Tensor, step);
+  /// One tensor a slot (one mode of one block shape): [blocks, n, n] in the state dtype.
+  TORCH_ARG(std::vector<at::Tensor>, statistics);
+  /// The preconditioners in use, shaped as `statistics`.
+  TORCH_ARG(std::vector<at::Tensor>, roots);
+  /// Failed root computations in a row: int32 [blocks] a slot.
+  TORCH_ARG(std::vector<at::Tensor>, root_failures);
+
+ public:
+  /// Checkpoint key and address of a tensor member.
+  using NamedTensor = std::pair<std::string, at::Tensor*>;
+
+  /// The members that have the shape of the parameter and the state dtype.
+  virtual std::vector<NamedTensor> parameter_shaped() = 0;
+
+  /// All defined tensors under their checkpoint keys ("step", "statistics.0", ..., "exp_avg").
+  /// They share memory with the state.
+  std::vector<std::pair<std::string, at::Tensor>> tensors() const;
+
+  void serialize(torch::serialize::InputArchive& archive) override;
+  /// Writes copies, so that an archive holds neither whole stacks nor later steps.
+  void serialize(torch::serialize::OutputArchive& archive) const override;
+
+ private:
+  friend class SecondOrderOptimizer;
+  // `step` as far as the host knows it, for the root schedule on a GPU; -1: not known.
+  int64_t host_step_ = -1;
+};
+
+/// Base of the optimizers. All parameters must be dense, real, floating point (float64,
+/// float32, bfloat16 or float16).
+///
+/// A non-finite gradient skips the whole step of its group (of the group's parameters on the same
+/// device, if it has several): parameters and state do not change. The third skipped step in a row
+/// raises c10::Error. On a CPU the step itself raises; on a GPU one of the next steps does, without
+/// a synchronisation.
+class TORCHIUM_API SecondOrderOptimizer : public torch::optim::Optimizer {
+ public:
+  ~SecondOrderOptimizer() override;
+  SecondOrderOptimizer(SecondOrderOptimizer&&) noexcept;
+  SecondOrderOptimizer& operator=(SecondOrderOptimizer&&) noexcept;
+
+  /// One step of every group. Parameters without a gradient are left alone. `closure` is called
+  /// first, with gradients enabled; its result is returned.
+  /// Throws c10::ValueError, before any group changes, for options, parameters or gradients that do
+  /// not fit.
+  at::Tensor step(LossClosure closure = nullptr) override;
+
+  /// Adds a group. Without options it gets the defaults. Throws c10::ValueError, and adds nothing,
+  /// for bad options or parameters and for a parameter that the optimizer already has.
+  void add_param_group(const torch::optim::OptimizerParamGroup& param_group);
+
+  /// Waits for the device and raises c10::Error for what went wrong so far.
+  void check_errors();
+
+  /// Writes the options and the state of all parameters, as libtorch's optimizers do.
+  void save(torch::serialize::OutputArchive& archive) const override;
+
+  /// Replaces options and state. The archive must hold as many groups and parameters, and tensors
+  /// of the right shapes and dtypes; else it throws c10::ValueError and loads nothing.
+  void load(torch::serialize::InputArchive& archive) override;
+
+ protected:
+  using Options = torch::optim::OptimizerOptions;
+
+  explicit SecondOrderOptimizer(std::unique_ptr<Options> defaults);
+
+  // For constructors: checks the defaults and adds the groups.
+  void initialize(const std::vector<torch::optim::OptimizerParamGroup>& param_groups);
+  // Calls `update`, which renews preconditioners, with all parameters that have state.
+  using GroupUpdate = std::function<void(const Options&, detail::GroupStep&)>;
+  void update_groups(const GroupUpdate& update);
+  // Writes changed learning rates to the tensors that captured steps read.
+  void sync_learning_rates();
+
+  // Throws c10::ValueError for options of the wrong type or with a bad value.
+  virtual void check_options(const Options& options) const = 0;
+  virtual std::unique_ptr<MatrixParamState> make_empty_state() const = 0;
+  // Creates the parameter-shaped members that exist from the first step on.
+  virtual void init_parameter_shaped(const Options& options, const at::Tensor& param,
+                                     MatrixParamState& state) const = 0;
+  // Initial matrices of `params`.
+  virtual detail::MatrixStacks init_stacks(const Options& options, at::TensorList params) const = 0;
+  // One step of one group.
+  virtual void step_group(const Options& options, detail::GroupStep& step) const = 0;
+  // Failed roots of one matrix in a row after which a step raises.
+  virtual int64_t max_root_failures(const Options& options) const = 0;
+  // Whether steps may be captured in a CUDA graph: the host then decides nothing in a step.
+  virtual bool capturable(const Options& options) const;
+
+ private:
+  MatrixParamState* find_state(const at::Tensor& param) const;
+  std::vector<MatrixParamState*> states_of(const std::vector<at::Tensor>& params) const;
+  std::string describe(const at::Tensor& param) const;
+  void check_group(const Options& options, const std::vector<at::Tensor>& params,
+                   size_t group) const;
+  std::vector<at::Tensor> params_with_gradient(size_t group) const;
+  void init_states(size_t group, const std::vector<at::Tensor>& active);
+  void run_group(size_t group, std::vector<at::Tensor> params);
+  void finish_call(detail::GroupRuntime& runtime, std::vector<at::Tensor> params, bool is_step);
+  std::vector<int64_t> host_steps(const std::vector<MatrixParamState*>& states) const;
+  void read_reports(bool wait);
+  std::vector<std::unique_ptr<MatrixParamState>> fit_states(
+      size_t group, const Options& options,
+      std::vector<std::unique_ptr<MatrixParamState>> loaded) const;
+
+  std::unique_ptr<detail::GroupRuntimes> runtimes_;
+};
+
+}  // namespace torchium::optim

@@ -1,0 +1,121 @@
+// Shampoo (Gupta, Koren, Singer 2018, arXiv 1802.09568; blocks and grafting: Anil et al. 2020,
+// arXiv 2002.09018; Shi et al. 2023, arXiv 2309.06497) as a libtorch optimizer.
+#pragma once
+
+#include "torchium/export.h"
+#include "torchium/optim/second_order_optimizer.h"
+
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace torchium::optim {
+
+/// Options of Shampoo; names and defaults are those of Python's `torchium.Shampoo`.
+struct TORCHIUM_API ShampooOptions
+    : public torch::optim::OptimizerCloneableOptions<ShampooOptions> {
+  ShampooOptions(double lr = 0.03);
+  using betas_t = std::tuple<double, double>;
+  /// Learning rate, >= 0.
+  TORCH_ARG(double, lr) = 0.03;
+  /// Damping: the roots are those of L + eps I; >= 0.
+  TORCH_ARG(double, eps) = 1e-4;
+  /// Steps between two computations of the roots, >= 1.
+  TORCH_ARG(int64_t, update_freq) = 100;
+  /// L2 penalty, >= 0.
+  TORCH_ARG(double, weight_decay) = 0.0;
+  /// Decay of the averaged gradient, in [0, 1), and of the statistics, in [0, 1]; 1 sums them.
+  TORCH_ARG(betas_t, betas) = std::make_tuple(0.0, 1.0);
+  /// Momentum of the update, in [0, 1).
+  TORCH_ARG(double, momentum) = 0.0;
+  /// Nesterov's momentum; needs momentum > 0.
+  TORCH_ARG(bool, nesterov) = false;
+  /// p <- (1 - lr weight_decay) p instead of a penalty in the gradient.
+  TORCH_ARG(bool, decoupled_weight_decay) = false;
+  /// Further damping as a share of the largest eigenvalue, >= 0.
+  TORCH_ARG(double, relative_eps) = 0.0;
+  /// Dimensions longer than this are cut into blocks, >= 1.
+  TORCH_ARG(int64_t, block_size) = 1024;
+  /// Merge adjacent small dimensions of tensors of order above two.
+  TORCH_ARG(bool, merge_dims) = true;
+  /// Exponent of the roots; none: -1/(2k) for a tensor of order k.
+  TORCH_ARG(std::optional<double>, exponent) = std::nullopt;
+  /// "diagonal" or "full": the preconditioner of vectors and scalars.
+  TORCH_ARG(std::string, preconditioner_1d) = "diagonal";
+  /// The method whose step length each block takes: none, "sgd", "adagrad", "rmsprop" or "adam".
+  TORCH_ARG(std::optional<std::string>, grafting) = std::nullopt;
+  /// Added to the denominator of the grafted method, >= 0.
+  TORCH_ARG(double, grafting_eps) = 1e-8;
+  /// Decay of the grafted method's second moment, in [0, 1); none: betas[1], or 0.999 if that is 1.
+  TORCH_ARG(std::optional<double>, grafting_beta2) = std::nullopt;
+  /// Before this step the grafted direction (or the gradient) is used, >= 1.
+  TORCH_ARG(int64_t, start_preconditioning_step) = 1;
+  /// "auto", "eigh" or "newton".
+  TORCH_ARG(std::string, root_method) = "auto";
+  /// Failed roots of one matrix in a row after which a step raises, >= 1.
+  TORCH_ARG(int64_t, max_root_failures) = 3;
+  /// Ascend instead of descend.
+  TORCH_ARG(bool, maximize) = false;
+  /// step() leaves the roots alone, so that it can be captured in a CUDA graph; they change by
+  /// Shampoo::update_preconditioners().
+  TORCH_ARG(bool, capturable) = false;
+
+ public:
+  void serialize(torch::serialize::InputArchive& archive) override;
+  void serialize(torch::serialize::OutputArchive& archive) const override;
+  TORCHIUM_API friend bool operator==(const ShampooOptions& lhs, const ShampooOptions& rhs);
+  double get_lr() const override;
+  void set_lr(const double lr) override;
+};
+
+/// State of one parameter. The tensors below have its shape and the state dtype.
+struct TORCHIUM_API ShampooParamState : public MatrixParamState {
+  /// Diagonal of the statistics, for parameters with the diagonal rule; these have no matrices.
+  TORCH_ARG(at::Tensor, diagonal);
+  /// Average of the gradients, if betas[0] > 0.
+  TORCH_ARG(at::Tensor, exp_avg);
+  /// Second moment of "adagrad", "rmsprop" and "adam" grafting.
+  TORCH_ARG(at::Tensor, grafting_second_moment);
+  /// If momentum > 0.
+  TORCH_ARG(at::Tensor, momentum_buffer);
+
+ public:
+  std::unique_ptr<torch::optim::OptimizerParamState> clone() const override;
+  std::vector<NamedTensor> parameter_shaped() override;
+};
+
+/// Shampoo on parameters of order 0 to 5.
+///
+///     torchium::optim::Shampoo optimizer(model->parameters(),
+///                                        torchium::optim::ShampooOptions(0.1).update_freq(20));
+class TORCHIUM_API Shampoo : public SecondOrderOptimizer {
+ public:
+  explicit Shampoo(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+                   ShampooOptions defaults = {});
+  explicit Shampoo(std::vector<at::Tensor> params, ShampooOptions defaults = {});
+
+  /// Computes all roots from the statistics at once, whatever update_freq says. With
+  /// capturable = true this is the only thing that changes them.
+  void update_preconditioners();
+
+  /// With capturable = true a captured step reads its learning rate from a tensor on the device;
+  /// this writes what the options say to it. Call it before a replay, after a change of lr.
+  void sync_lr();
+
+ protected:
+  void check_options(const Options& options) const override;
+  std::unique_ptr<MatrixParamState> make_empty_state() const override;
+  void init_parameter_shaped(const Options& options, const at::Tensor& param,
+                             MatrixParamState& state) const override;
+  detail::MatrixStacks init_stacks(const Options& options, at::TensorList params) const override;
+  void step_group(const Options& options, detail::GroupStep& step) const override;
+  int64_t max_root_failures(const Options& options) const override;
+  bool capturable(const Options& options) const override;
+};
+
+}  // namespace torchium::optim
