@@ -1,12 +1,12 @@
 // Adagrad (Duchi, Hazan, Singer 2011, JMLR 12) with a diagonal or a block full-matrix accumulator.
 #pragma once
 
+#include "optim/stacks.h"
+
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <vector>
-
-#include "optim/stacks.h"
 
 namespace torchium::optim::detail {
 

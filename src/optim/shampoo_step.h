@@ -2,14 +2,14 @@
 // arXiv 2002.09018; Shi et al. 2023, arXiv 2309.06497) as stateless functions on tensors.
 #pragma once
 
+#include "optim/stacks.h"
+
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <optional>
 #include <string>
 #include <vector>
-
-#include "optim/stacks.h"
 
 namespace torchium::optim::detail {
 
@@ -40,15 +40,16 @@ struct ShampooHyperparameters {
 
 // State of the parameters of one call. The caller owns every tensor; a step changes them in place.
 struct ShampooState {
-  std::vector<at::Tensor> steps;          // 0-dim float32 on the parameter's device, one a parameter
-  std::vector<at::Tensor> statistics;     // all slots of all parameters, in (param, slot) order
-  std::vector<at::Tensor> roots;          // the same order
+  std::vector<at::Tensor> steps;       // 0-dim float32 on the parameter's device, one a parameter
+  std::vector<at::Tensor> statistics;  // all slots of all parameters, in (param, slot) order
+  std::vector<at::Tensor> roots;       // the same order
   std::vector<at::Tensor> root_failures;  // the same order; int32 [count]
   std::vector<at::Tensor> diagonals;      // of the parameters with the diagonal rule, in order
   std::vector<at::Tensor> exp_avgs;       // one a parameter if beta1 > 0, else empty
-  std::vector<at::Tensor> grafting_second_moments;  // one a parameter unless grafting is None or "sgd"
-  std::vector<at::Tensor> momentum_buffers;         // one a parameter if momentum > 0, else empty
-  at::Tensor status;                                // int64 [kStatusSize], see step_status.h
+  std::vector<at::Tensor>
+      grafting_second_moments;               // one a parameter unless grafting is None or "sgd"
+  std::vector<at::Tensor> momentum_buffers;  // one a parameter if momentum > 0, else empty
+  at::Tensor status;                         // int64 [kStatusSize], see step_status.h
 };
 
 // Whether the parameter has a diagonal preconditioner: order 0 or 1 after squeezing and merging,
@@ -56,16 +57,13 @@ struct ShampooState {
 bool has_diagonal_preconditioner(at::IntArrayRef shape, int64_t block_size, bool merge_dims,
                                  const std::string& preconditioner_1d);
 
-// dtype of all state of a parameter but `step`: float64 for float64 parameters, else float32.
-at::ScalarType state_dtype(const at::Tensor& param);
-
 // Zero statistics, identity roots and zero failure counts for `params`, stacked by block shape.
 MatrixStacks shampoo_init_state(at::TensorList params, int64_t block_size, bool merge_dims,
                                 const std::string& preconditioner_1d);
 
 // One step of one parameter group. `params` and `grads` have the same length and no undefined
-// gradient. `host_steps` are the steps each parameter has taken, for the root schedule alone; empty:
-// read from state.steps, which must then lie on the CPU.
+// gradient. `host_steps` are the steps each parameter has taken, for the root schedule alone;
+// empty: read from state.steps, which must then lie on the CPU.
 void shampoo_step(const ShampooHyperparameters& hyperparameters, at::TensorList params,
                   at::TensorList grads, ShampooState& state, at::IntArrayRef host_steps);
 

@@ -5,6 +5,8 @@
 // addresses and is right for any layout, so stacks can be rebuilt at any time.
 #pragma once
 
+#include "optim/blocking.h"
+
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -30,5 +32,47 @@ struct MatrixStacks {
   std::vector<at::Tensor> root_failures;  // [N] int32, zero
   std::vector<SlotPlacement> layout;      // ordered by (param, slot)
 };
+
+// dtype of all state of a parameter but `step`: float64 for float64 parameters, else float32.
+at::ScalarType state_dtype(const at::Tensor& param);
+
+// Stacks for `params` cut as `blockings` say; an empty Blocking (no shapes) has no matrices.
+MatrixStacks make_stacks(at::TensorList params, const std::vector<Blocking>& blockings);
+
+// Matrices of one block shape that are adjacent in memory, of one or more parameters.
+struct MatrixBatch {
+  struct Entry {
+    int64_t param;
+    const BlockShape* shape;
+    int64_t start;  // index of its first matrix in the batch
+  };
+  std::vector<int64_t> sizes;             // of a block
+  std::vector<Entry> entries;             // in the order of the parameters
+  int64_t count = 0;                      // matrices a mode
+  std::vector<at::Tensor> statistics;     // one a mode: [count, n, n]
+  std::vector<at::Tensor> roots;          // one a mode: [count, n, n]
+  std::vector<at::Tensor> root_failures;  // one a mode: [count]
+};
+
+// The slot views of all parameters, in (param, slot) order.
+struct SlotViews {
+  const std::vector<at::Tensor>& statistics;
+  const std::vector<at::Tensor>& roots;
+  const std::vector<at::Tensor>& root_failures;
+};
+
+// Groups slots into the largest batches that need no copy. Checks number and shape of the slots.
+// The batches refer to `blockings`.
+std::vector<MatrixBatch> find_batches(const std::vector<Blocking>& blockings,
+                                      const SlotViews& slots);
+
+// The blocks of one tensor a parameter, as [count, sizes...]. A view where nothing must move.
+at::Tensor pack(const MatrixBatch& batch, const std::vector<Blocking>& blockings,
+                const std::vector<at::Tensor>& tensors);
+
+// The inverse: writes the blocks of each entry to `tensors[entry.param]`, which becomes a view
+// where nothing must move (and is allocated by the first batch of its parameter otherwise).
+void unpack(const MatrixBatch& batch, const std::vector<Blocking>& blockings,
+            const at::Tensor& blocks, at::TensorList params, std::vector<at::Tensor>& tensors);
 
 }  // namespace torchium::optim::detail

@@ -9,11 +9,11 @@ namespace torchium::optim::detail {
 
 // Entries of the int64 tensor `status` [kStatusSize].
 enum StepStatusEntry : int64_t {
-  kConsecutiveSkips = 0,     // steps in a row that a non-finite gradient has skipped
-  kTotalSkips = 1,           // all skipped steps
-  kNonFiniteParameter = 2,   // index (in the step's list) of the first such gradient, else -1
+  kConsecutiveSkips = 0,         // steps in a row that a non-finite gradient has skipped
+  kTotalSkips = 1,               // all skipped steps
+  kNonFiniteParameter = 2,       // index (in the step's list) of the first such gradient, else -1
   kConsecutiveRootFailures = 3,  // largest count over all matrices of the group
-  kFailedParameter = 4,      // index (in the step's list) of that matrix' parameter, else -1
+  kFailedParameter = 4,          // index (in the step's list) of that matrix' parameter, else -1
   kStatusSize = 5,
 };
 

@@ -1,0 +1,128 @@
+#include "optim/adagrad_step.h"
+
+#include "optim/blocking.h"
+#include "optim/preconditioner.h"
+#include "optim/step_gate.h"
+#include "optim/step_inputs.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
+
+namespace torchium::optim::detail {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+
+// Blocks of the flattened parameters.
+std::vector<Blocking> flat_blockings(at::TensorList params, int64_t block_size) {
+  std::vector<Blocking> blockings;
+  blockings.reserve(params.size());
+  for (const auto& param : params) {
+    blockings.push_back(make_blocking({param.numel()}, block_size));
+  }
+  return blockings;
+}
+
+// lr / (1 + (t - 1) lr_decay)
+StepScalar decayed_learning_rate(const AdagradHyperparameters& h, const at::Tensor& step,
+                                 const StepScalar& lr) {
+  if (h.lr_decay == 0.0) {
+    return lr;
+  }
+  if (!lr.device.defined()) {
+    return {lr.host / (1.0 + (static_cast<double>(step.item<float>()) - 1.0) * h.lr_decay), {}};
+  }
+  return {0.0, lr.device / ((step.to(at::kDouble) - 1.0) * h.lr_decay + 1.0)};
+}
+
+// s <- s + g^2; p <- p - lr g / (sqrt(s) + eps). The order of operations is torch.optim.Adagrad's.
+void diagonal_update(const AdagradHyperparameters& h, at::Tensor param, const at::Tensor& g,
+                     at::Tensor& sum, const StepScalar& lr, const StepGate& gate) {
+  sum.addcmul_(g, g);
+  const at::Tensor root = sum.sqrt().add_(h.eps);
+  if (!lr.device.defined() && param.scalar_type() == g.scalar_type()) {
+    param.addcdiv_(g, root, -lr.host);
+  } else {
+    subtract_scaled_(param, gate.zero_if_skipped(g / root), lr);
+  }
+}
+
+// G <- G + g g^T; R = (G + eps I)^(-1/2) when due; returns R g of every parameter.
+Tensors full_matrix_directions(const AdagradHyperparameters& h, at::TensorList params,
+                               const Tensors& g, AdagradState& state,
+                               const std::vector<Blocking>& blockings,
+                               std::vector<MatrixBatch>& batches, at::IntArrayRef host_steps,
+                               const StepGate& gate) {
+  const auto t = steps_on_host(state.steps, host_steps);
+  std::vector<bool> due;
+  bool any_due = false;
+  for (const int64_t step : t) {
+    due.push_back(root_is_due(step, 1, h.update_freq));
+    any_due |= due.back();
+  }
+  const std::vector<StepScalar> no_correction(params.size());
+  const RootRule rule{h.eps, 0.0, -0.5, "auto"};
+  Tensors directions(params.size());
+  for (auto& batch : batches) {
+    const at::Tensor blocks = pack(batch, blockings, g);
+    update_statistics(batch, blocks, 1.0, gate);
+    if (any_due) {
+      update_roots(batch, rule, due, no_correction, gate);
+    }
+    unpack(batch, blockings, precondition(batch, blocks), params, directions);
+  }
+  if (any_due) {
+    record_root_failures(batches, state.status);
+  }
+  return directions;
+}
+
+}  // namespace
+
+MatrixStacks adagrad_init_state(at::TensorList params, int64_t block_size,
+                                double initial_accumulator_value) {
+  c10::NoGradGuard no_grad;
+  MatrixStacks stacks = make_stacks(params, flat_blockings(params, block_size));
+  for (auto& statistics : stacks.statistics) {
+    statistics.diagonal(0, 1, 2).fill_(initial_accumulator_value);
+  }
+  return stacks;
+}
+
+void adagrad_step(const AdagradHyperparameters& h, at::TensorList params, at::TensorList grads,
+                  AdagradState& state, at::IntArrayRef host_steps) {
+  c10::NoGradGuard no_grad;
+  if (params.empty()) {
+    return;
+  }
+  check_step_arguments(params, grads, state.steps, state.status, host_steps, h.full_matrix);
+  check_state_list(state.sums, params, !h.full_matrix, "sums");
+  std::vector<Blocking> blockings;
+  std::vector<MatrixBatch> batches;
+  if (h.full_matrix) {
+    blockings = flat_blockings(params, h.block_size);
+    batches = find_batches(blockings, {state.statistics, state.roots, state.root_failures});
+  }
+  const StepGate gate = StepGate::check(grads, state.status);
+  if (gate.skipped_on_host()) {
+    return;
+  }
+  gate.advance(state.steps);  // t <- t + 1
+  const Tensors g = signed_gradients(params, grads, h.maximize, h.weight_decay, gate);
+  const StepScalar lr = gate.learning_rate(h.lr);
+  Tensors directions;
+  if (h.full_matrix) {
+    directions = full_matrix_directions(h, params, g, state, blockings, batches, host_steps, gate);
+  }
+  for (size_t i = 0; i < params.size(); ++i) {
+    at::Tensor param = params[i];
+    const StepScalar decayed_lr = decayed_learning_rate(h, state.steps[i], lr);
+    if (h.full_matrix) {
+      subtract_scaled_(param, directions[i], decayed_lr);
+    } else {
+      diagonal_update(h, param, g[i], state.sums[i], decayed_lr, gate);
+    }
+  }
+}
+
+}  // namespace torchium::optim::detail

@@ -1,0 +1,196 @@
+#include "optim/preconditioner.h"
+
+#include "linalg/matrix_functions.h"
+#include "linalg/symmetric_update.h"
+#include "optim/step_status.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+
+namespace torchium::optim::detail {
+namespace {
+
+// mat_i(x): [count, n_i, product of the other sizes].
+at::Tensor matricize(const at::Tensor& blocks, int64_t mode) {
+  if (blocks.dim() == 2) {
+    return blocks.unsqueeze(-1);
+  }
+  if (blocks.dim() == 3) {
+    return mode == 0 ? blocks : blocks.transpose(1, 2);
+  }
+  return blocks.movedim(mode + 1, 1).flatten(2);
+}
+
+// x x_i R: multiplies mode i of every block by its symmetric R.
+at::Tensor mode_product(const at::Tensor& blocks, const at::Tensor& roots, int64_t mode) {
+  if (blocks.dim() == 2) {
+    return at::bmm(roots, blocks.unsqueeze(-1)).squeeze(-1);
+  }
+  if (blocks.dim() == 3) {
+    return mode == 0 ? at::bmm(roots, blocks) : at::bmm(blocks, roots);
+  }
+  const at::Tensor moved = blocks.movedim(mode + 1, 1);
+  return at::bmm(roots, moved.flatten(2)).view(moved.sizes()).movedim(1, mode + 1);
+}
+
+// Neighbouring due entries, as ranges of matrices that can be renewed in one call.
+struct DueRange {
+  int64_t start;
+  int64_t count;
+  std::vector<const MatrixBatch::Entry*> entries;
+};
+
+std::vector<DueRange> due_ranges(const MatrixBatch& batch, const std::vector<bool>& due) {
+  std::vector<DueRange> ranges;
+  for (const auto& entry : batch.entries) {
+    if (!due[entry.param]) {
+      continue;
+    }
+    const int64_t count = entry.shape->count();
+    if (!ranges.empty() && ranges.back().start + ranges.back().count == entry.start) {
+      ranges.back().count += count;
+      ranges.back().entries.push_back(&entry);
+    } else {
+      ranges.push_back({entry.start, count, {&entry}});
+    }
+  }
+  return ranges;
+}
+
+// L / c, where every parameter has its own c.
+at::Tensor corrected(const at::Tensor& statistics, const DueRange& range,
+                     const std::vector<StepScalar>& corrections) {
+  const StepScalar& first = corrections[range.entries[0]->param];
+  const bool uniform =
+      std::all_of(range.entries.begin(), range.entries.end(), [&](const MatrixBatch::Entry* entry) {
+        const StepScalar& other = corrections[entry->param];
+        return !other.device.defined() && !first.device.defined() && other.host == first.host;
+      });
+  if (uniform || range.entries.size() == 1) {
+    return first.divide(statistics);
+  }
+  std::vector<at::Tensor> each;
+  for (const auto* entry : range.entries) {
+    const StepScalar& c = corrections[entry->param];
+    const at::Tensor value = c.device.defined() ? c.device.to(statistics.scalar_type())
+                                                : at::scalar_tensor(c.host, statistics.options());
+    each.push_back(value.expand({entry->shape->count()}));
+  }
+  return statistics / at::cat(each).view({-1, 1, 1});
+}
+
+struct Candidate {
+  at::Tensor root;
+  at::Tensor accepted;  // [N] bool
+};
+
+Candidate compute_root(const at::Tensor& matrices, const RootRule& rule) {
+  const double inverse = -1.0 / rule.exponent;
+  const double root = std::round(inverse);
+  Candidate candidate;
+  if (root >= 1.0 && std::abs(inverse - root) < 1e-9 * root) {
+    auto result = linalg::detail::matrix_inverse_root(matrices, static_cast<int64_t>(root),
+                                                      rule.eps, rule.relative_eps, rule.method,
+                                                      linalg::detail::Residual::kEstimate);
+    candidate.root = std::move(result.root);
+    candidate.accepted = result.residual.le(kRootResidualTolerance);  // false for NaN
+  } else {
+    candidate.root =
+        linalg::detail::matrix_power(matrices, rule.exponent, rule.eps, rule.relative_eps);
+    candidate.accepted = at::ones({matrices.size(0)}, matrices.options().dtype(at::kBool));
+  }
+  // The sum of a matrix is finite only if all entries are; overflow of a sum counts as failure.
+  candidate.accepted.logical_and_(at::isfinite(candidate.root.sum({-2, -1})));
+  return candidate;
+}
+
+void renew(at::Tensor roots, at::Tensor failures, const Candidate& candidate,
+           const StepGate& gate) {
+  const at::Tensor accepted = gate.restrict(candidate.accepted);
+  if (roots.is_cpu() && accepted.all().item<bool>()) {
+    roots.copy_(candidate.root);
+    failures.zero_();
+    return;
+  }
+  roots.copy_(at::where(accepted.view({-1, 1, 1}), candidate.root, roots));
+  const at::Tensor counted = at::where(candidate.accepted, at::zeros_like(failures), failures + 1);
+  gate.assign_(failures, counted);
+}
+
+}  // namespace
+
+bool root_is_due(int64_t t, int64_t start, int64_t update_freq) {
+  if (t <= start) {
+    return t == start;
+  }
+  const bool power_of_two = (t & (t - 1)) == 0;
+  return t % update_freq == 0 || (t < update_freq && power_of_two);
+}
+
+void update_statistics(MatrixBatch& batch, const at::Tensor& gradients, double beta2,
+                       const StepGate& gate) {
+  for (size_t mode = 0; mode < batch.sizes.size(); ++mode) {
+    at::Tensor& statistics = batch.statistics[mode];
+    const at::Tensor matrix = matricize(gradients, static_cast<int64_t>(mode));
+    if (beta2 == 1.0) {
+      linalg::detail::symmetric_update_(statistics, matrix, 1.0, 1.0);
+    } else if (!gate.keep().defined()) {
+      linalg::detail::symmetric_update_(statistics, matrix, beta2, 1.0 - beta2);
+    } else {
+      at::Tensor product = at::empty_like(statistics);
+      linalg::detail::symmetric_update_(product, matrix, 0.0, 1.0);
+      gate.lerp_(statistics, product, 1.0 - beta2);
+    }
+  }
+}
+
+void update_roots(MatrixBatch& batch, const RootRule& rule, const std::vector<bool>& due,
+                  const std::vector<StepScalar>& corrections, const StepGate& gate) {
+  for (const DueRange& range : due_ranges(batch, due)) {
+    for (size_t mode = 0; mode < batch.sizes.size(); ++mode) {
+      const at::Tensor statistics = batch.statistics[mode].narrow(0, range.start, range.count);
+      const Candidate candidate = compute_root(corrected(statistics, range, corrections), rule);
+      renew(batch.roots[mode].narrow(0, range.start, range.count),
+            batch.root_failures[mode].narrow(0, range.start, range.count), candidate, gate);
+    }
+  }
+}
+
+at::Tensor precondition(const MatrixBatch& batch, const at::Tensor& gradients) {
+  at::Tensor direction = gradients;
+  for (size_t mode = 0; mode < batch.sizes.size(); ++mode) {
+    direction = mode_product(direction, batch.roots[mode], static_cast<int64_t>(mode));
+  }
+  return direction;
+}
+
+void record_root_failures(const std::vector<MatrixBatch>& batches, at::Tensor& status) {
+  std::vector<at::Tensor> largest;
+  std::vector<at::Tensor> params;
+  for (const auto& batch : batches) {
+    for (const auto& failures : batch.root_failures) {
+      if (failures.is_cpu() && failures.max().item<int>() == 0) {
+        continue;
+      }
+      for (const auto& entry : batch.entries) {
+        largest.push_back(failures.narrow(0, entry.start, entry.shape->count()).max());
+        params.push_back(at::full({}, entry.param, status.options()));
+      }
+    }
+  }
+  at::Tensor count = status.select(0, kConsecutiveRootFailures);
+  at::Tensor param = status.select(0, kFailedParameter);
+  if (largest.empty()) {
+    count.zero_();
+    param.fill_(-1);
+    return;
+  }
+  const auto [worst, index] = at::stack(largest).max(0);
+  count.copy_(worst);
+  const at::Tensor failed = at::stack(params).index_select(0, index.view({1})).squeeze(0);
+  param.copy_(at::where(worst.gt(0), failed, at::full_like(failed, -1)));
+}
+
+}  // namespace torchium::optim::detail

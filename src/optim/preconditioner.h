@@ -1,0 +1,50 @@
+// What Shampoo and full-matrix AdaGrad do with the matrices of one batch of blocks: gather
+// statistics, take roots, apply them.
+#pragma once
+
+#include "optim/stacks.h"
+#include "optim/step_gate.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace torchium::optim::detail {
+
+// A root R = (L / c + (eps + relative_eps s) I)^exponent.
+struct RootRule {
+  double eps = 0.0;
+  double relative_eps = 0.0;
+  double exponent = -0.5;
+  std::string method = "auto";
+};
+
+// Roots are accepted up to this residual (linalg/matrix_functions.h, InverseRoot::residual). A
+// right float32 root has about 1e-6, of an iteration at its floor about 1e-3; a failed one is far
+// off.
+constexpr double kRootResidualTolerance = 1e-2;
+
+// Whether a parameter's roots are renewed at its step t (counted from 1): first at `start`, then at
+// powers of two below update_freq and at its multiples.
+bool root_is_due(int64_t t, int64_t start, int64_t update_freq);
+
+// L_i <- beta2 L_i + (1 - beta2) mat_i(g) mat_i(g)^T for every mode i; beta2 = 1: a plain sum.
+// `gradients`: [count, sizes...].
+void update_statistics(MatrixBatch& batch, const at::Tensor& gradients, double beta2,
+                       const StepGate& gate);
+
+// Renews the roots of the entries that are `due` (one flag a parameter), from the statistics
+// divided by their parameter's `corrections`. A root that is non-finite or inaccurate is not taken:
+// the old one stays and its failures are counted.
+void update_roots(MatrixBatch& batch, const RootRule& rule, const std::vector<bool>& due,
+                  const std::vector<StepScalar>& corrections, const StepGate& gate);
+
+// g x_1 R_1 ... x_k R_k for blocks [count, sizes...].
+at::Tensor precondition(const MatrixBatch& batch, const at::Tensor& gradients);
+
+// Writes the largest count of failures in a row, and its parameter, to `status`.
+void record_root_failures(const std::vector<MatrixBatch>& batches, at::Tensor& status);
+
+}  // namespace torchium::optim::detail

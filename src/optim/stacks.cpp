@@ -1,0 +1,205 @@
+#include "optim/stacks.h"
+
+#include <ATen/ATen.h>
+
+#include <map>
+#include <tuple>
+
+namespace torchium::optim::detail {
+namespace {
+
+// Whether `next` lies directly behind the `count` matrices that begin at `first`.
+bool continues(const at::Tensor& first, int64_t count, const at::Tensor& next) {
+  const int64_t matrix_numel = next.numel() / std::max<int64_t>(next.size(0), 1);
+  return first.is_alias_of(next) &&
+         next.storage_offset() == first.storage_offset() + count * matrix_numel &&
+         first.scalar_type() == next.scalar_type();
+}
+
+// The `count` matrices that begin at `first`, as one tensor.
+at::Tensor widen(const at::Tensor& first, int64_t count) {
+  if (first.size(0) == count) {
+    return first;
+  }
+  std::vector<int64_t> sizes = first.sizes().vec();
+  sizes[0] = count;
+  return first.as_strided(sizes, first.strides(), first.storage_offset());
+}
+
+void check_slot(const at::Tensor& matrices, int64_t count, int64_t n, const char* name) {
+  const std::vector<int64_t> expected{count, n, n};
+  TORCH_CHECK_VALUE(matrices.sizes() == at::IntArrayRef(expected) && matrices.is_contiguous(), name,
+                    ": a slot has shape ", matrices.sizes(), " but the parameter's blocks need ",
+                    expected, " (contiguous); rebuild the state with init_state");
+}
+
+// Adds the slots of one block shape to a batch that they continue, or opens a new batch.
+class BatchFinder {
+ public:
+  explicit BatchFinder(const SlotViews& slots) : slots_(slots) {}
+
+  void add(int64_t param, const BlockShape& shape, size_t first_slot) {
+    const int64_t count = shape.count();
+    for (size_t mode = 0; mode < shape.sizes.size(); ++mode) {
+      check_slot(slots_.statistics[first_slot + mode], count, shape.sizes[mode], "statistics");
+      check_slot(slots_.roots[first_slot + mode], count, shape.sizes[mode], "roots");
+    }
+    auto [open, is_new] = open_.try_emplace(shape.sizes, batches_.size());
+    if (!is_new && !batch_continues(batches_[open->second], first_slot)) {
+      open->second = batches_.size();
+      is_new = true;
+    }
+    if (is_new) {
+      MatrixBatch batch{shape.sizes, {}, 0, {}, {}, {}};
+      for (size_t mode = 0; mode < shape.sizes.size(); ++mode) {
+        batch.statistics.push_back(slots_.statistics[first_slot + mode]);
+        batch.roots.push_back(slots_.roots[first_slot + mode]);
+        batch.root_failures.push_back(slots_.root_failures[first_slot + mode]);
+      }
+      batches_.push_back(std::move(batch));
+    }
+    MatrixBatch& batch = batches_[open->second];
+    batch.entries.push_back({param, &shape, batch.count});
+    batch.count += count;
+  }
+
+  std::vector<MatrixBatch> finish() {
+    for (auto& batch : batches_) {
+      for (size_t mode = 0; mode < batch.sizes.size(); ++mode) {
+        batch.statistics[mode] = widen(batch.statistics[mode], batch.count);
+        batch.roots[mode] = widen(batch.roots[mode], batch.count);
+        batch.root_failures[mode] = widen(batch.root_failures[mode], batch.count);
+      }
+    }
+    return std::move(batches_);
+  }
+
+ private:
+  bool batch_continues(const MatrixBatch& batch, size_t first_slot) const {
+    for (size_t mode = 0; mode < batch.sizes.size(); ++mode) {
+      if (!continues(batch.statistics[mode], batch.count, slots_.statistics[first_slot + mode]) ||
+          !continues(batch.roots[mode], batch.count, slots_.roots[first_slot + mode]) ||
+          !continues(batch.root_failures[mode], batch.count,
+                     slots_.root_failures[first_slot + mode])) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  const SlotViews& slots_;
+  std::vector<MatrixBatch> batches_;
+  std::map<std::vector<int64_t>, size_t> open_;  // block sizes -> the batch that may still grow
+};
+
+// The part of `blocks` [count, sizes...] that belongs to one entry, as [counts..., sizes...].
+at::Tensor entry_view(const at::Tensor& blocks, const MatrixBatch::Entry& entry) {
+  std::vector<int64_t> sizes = entry.shape->counts;
+  sizes.insert(sizes.end(), entry.shape->sizes.begin(), entry.shape->sizes.end());
+  return blocks.narrow(0, entry.start, entry.shape->count()).view(sizes);
+}
+
+std::vector<int64_t> batch_sizes(const MatrixBatch& batch) {
+  std::vector<int64_t> sizes{batch.count};
+  sizes.insert(sizes.end(), batch.sizes.begin(), batch.sizes.end());
+  return sizes;
+}
+
+}  // namespace
+
+at::ScalarType state_dtype(const at::Tensor& param) {
+  return param.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+MatrixStacks make_stacks(at::TensorList params, const std::vector<Blocking>& blockings) {
+  // Stack s serves the modes of one block shape on one device: s, s + 1, ... for modes 0, 1, ...
+  struct Shape {
+    int64_t first_stack;
+    int64_t count;
+  };
+  std::map<std::tuple<std::vector<int64_t>, std::string, at::ScalarType>, Shape> shapes;
+  std::vector<std::tuple<int64_t, at::Tensor, int64_t>> stacks;  // n, a parameter, matrices
+  MatrixStacks result;
+  for (size_t p = 0; p < params.size(); ++p) {
+    int64_t slot = 0;
+    for (const auto& shape : blockings[p].shapes) {
+      auto [found, is_new] =
+          shapes.try_emplace({shape.sizes, params[p].device().str(), state_dtype(params[p])},
+                             Shape{static_cast<int64_t>(stacks.size()), 0});
+      if (is_new) {
+        for (const int64_t n : shape.sizes) {
+          stacks.emplace_back(n, params[p], 0);
+        }
+      }
+      const int64_t count = shape.count();
+      for (size_t mode = 0; mode < shape.sizes.size(); ++mode, ++slot) {
+        const int64_t stack = found->second.first_stack + static_cast<int64_t>(mode);
+        result.layout.push_back({static_cast<int64_t>(p), slot, stack, found->second.count, count});
+        std::get<2>(stacks[stack]) += count;
+      }
+      found->second.count += count;
+    }
+  }
+  for (const auto& [n, param, count] : stacks) {
+    const auto options = at::TensorOptions().device(param.device()).dtype(state_dtype(param));
+    result.statistics.push_back(at::zeros({count, n, n}, options));
+    result.roots.push_back(at::eye(n, options).expand({count, n, n}).contiguous());
+    result.root_failures.push_back(at::zeros({count}, options.dtype(at::kInt)));
+  }
+  return result;
+}
+
+std::vector<MatrixBatch> find_batches(const std::vector<Blocking>& blockings,
+                                      const SlotViews& slots) {
+  size_t expected = 0;
+  for (const auto& blocking : blockings) {
+    expected += blocking.shapes.size() * blocking.dims.size();
+  }
+  TORCH_CHECK_VALUE(slots.statistics.size() == expected && slots.roots.size() == expected &&
+                        slots.root_failures.size() == expected,
+                    "statistics, roots and root_failures have ", slots.statistics.size(), ", ",
+                    slots.roots.size(), " and ", slots.root_failures.size(),
+                    " slots but the parameters have ", expected, "; pass the state of init_state");
+  BatchFinder finder(slots);
+  size_t slot = 0;
+  for (size_t p = 0; p < blockings.size(); ++p) {
+    for (const auto& shape : blockings[p].shapes) {
+      finder.add(static_cast<int64_t>(p), shape, slot);
+      slot += shape.sizes.size();
+    }
+  }
+  return finder.finish();
+}
+
+at::Tensor pack(const MatrixBatch& batch, const std::vector<Blocking>& blockings,
+                const std::vector<at::Tensor>& tensors) {
+  const auto& first = batch.entries.front();
+  const std::vector<int64_t> sizes = batch_sizes(batch);
+  if (batch.count == 1 && blockings[first.param].is_one_block()) {
+    return tensors[first.param].contiguous().view(sizes);
+  }
+  at::Tensor blocks = at::empty(sizes, tensors[first.param].options());
+  for (const auto& entry : batch.entries) {
+    const at::Tensor dense = tensors[entry.param].contiguous();
+    entry_view(blocks, entry).copy_(block_view(dense, blockings[entry.param], *entry.shape));
+  }
+  return blocks;
+}
+
+void unpack(const MatrixBatch& batch, const std::vector<Blocking>& blockings,
+            const at::Tensor& blocks, at::TensorList params, std::vector<at::Tensor>& tensors) {
+  for (const auto& entry : batch.entries) {
+    const auto& blocking = blockings[entry.param];
+    at::Tensor& target = tensors[entry.param];
+    if (blocking.is_one_block()) {
+      target = blocks.select(0, entry.start).view(params[entry.param].sizes());
+      continue;
+    }
+    if (!target.defined()) {
+      target = at::empty(params[entry.param].sizes(), blocks.options());
+    }
+    block_view(target, blocking, *entry.shape).copy_(entry_view(blocks, entry));
+  }
+}
+
+}  // namespace torchium::optim::detail

@@ -1,0 +1,164 @@
+#include "optim/step_gate.h"
+
+#include "optim/step_status.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+
+#include <atomic>
+#include <limits>
+#include <type_traits>
+
+namespace torchium::optim::detail {
+namespace {
+
+constexpr int64_t kElementsPerTask = int64_t{1} << 17;
+
+// NaN and Inf have all exponent bits set; integer compares vectorise where isfinite() does not.
+template <typename Bits>
+bool any_exponent_full(const void* data, int64_t count, Bits exponent) {
+  const auto* bits = static_cast<const Bits*>(data);
+  std::atomic<bool> found{false};
+  at::parallel_for(0, count, kElementsPerTask, [&](int64_t begin, int64_t end) {
+    Bits any = 0;
+    for (int64_t i = begin; i < end; ++i) {
+      any |= static_cast<Bits>((bits[i] & exponent) == exponent);
+    }
+    if (any != 0) {
+      found.store(true, std::memory_order_relaxed);
+    }
+  });
+  return found.load();
+}
+
+bool has_nonfinite_on_cpu(const at::Tensor& tensor) {
+  const at::Tensor dense = tensor.is_non_overlapping_and_dense() ? tensor : tensor.contiguous();
+  const void* data = dense.const_data_ptr();
+  const int64_t count = dense.numel();
+  switch (dense.scalar_type()) {
+    case at::kFloat:
+      return any_exponent_full<uint32_t>(data, count, 0x7f800000u);
+    case at::kDouble:
+      return any_exponent_full<uint64_t>(data, count, 0x7ff0000000000000ull);
+    case at::kBFloat16:
+      return any_exponent_full<uint16_t>(data, count, 0x7f80u);
+    case at::kHalf:
+      return any_exponent_full<uint16_t>(data, count, 0x7c00u);
+    default:
+      return !at::isfinite(dense).all().item<bool>();
+  }
+}
+
+bool record_skip_on_cpu(at::TensorList grads, at::Tensor& status) {
+  auto* entries = status.mutable_data_ptr<int64_t>();
+  status.unsafeGetTensorImpl()->bump_version();
+  entries[kNonFiniteParameter] = -1;
+  for (size_t i = 0; i < grads.size(); ++i) {
+    if (has_nonfinite_on_cpu(grads[i])) {
+      entries[kNonFiniteParameter] = static_cast<int64_t>(i);
+      ++entries[kConsecutiveSkips];
+      ++entries[kTotalSkips];
+      return true;
+    }
+  }
+  entries[kConsecutiveSkips] = 0;
+  return false;
+}
+
+// The same on a device, without a look at the result.
+at::Tensor record_skip_on_device(at::TensorList grads, at::Tensor& status) {
+  std::vector<at::Tensor> nonempty;
+  for (const auto& grad : grads) {
+    nonempty.push_back(grad.numel() > 0 ? grad : at::zeros({1}, grad.options()));
+  }
+  std::vector<at::Tensor> finite;
+  for (const auto& norm : at::_foreach_norm(nonempty, std::numeric_limits<double>::infinity())) {
+    finite.push_back(at::isfinite(norm));
+  }
+  const at::Tensor nonfinite = at::stack(finite).logical_not_();
+  const at::Tensor skipped = nonfinite.any();
+  const at::Tensor first = nonfinite.to(at::kInt).argmax();
+  const at::Tensor count = skipped.to(at::kLong);
+  at::Tensor consecutive = status.select(0, kConsecutiveSkips);
+  consecutive.add_(1).mul_(count);
+  status.select(0, kTotalSkips).add_(count);
+  status.select(0, kNonFiniteParameter).copy_(at::where(skipped, first, -1));
+  return skipped.logical_not();
+}
+
+}  // namespace
+
+at::Tensor StepScalar::divide(const at::Tensor& value) const {
+  if (device.defined()) {
+    return value / device;
+  }
+  return host == 1.0 ? value : value / host;
+}
+
+StepGate StepGate::check(at::TensorList grads, at::Tensor& status) {
+  StepGate gate;
+  if (grads.empty()) {
+    return gate;
+  }
+  if (grads[0].is_cpu()) {
+    gate.skipped_on_host_ = record_skip_on_cpu(grads, status);
+  } else {
+    gate.keep_ = record_skip_on_device(grads, status);
+  }
+  return gate;
+}
+
+at::Tensor StepGate::zero_if_skipped(const at::Tensor& value) const {
+  return keep_.defined() ? at::where(keep_, value, at::zeros({}, value.options())) : value;
+}
+
+StepScalar StepGate::learning_rate(const at::Tensor& lr) const {
+  if (keep_.defined()) {
+    return {0.0, lr.is_cpu() ? keep_.to(at::kDouble).mul_(lr.item<double>()) : keep_ * lr};
+  }
+  return lr.is_cpu() ? StepScalar{lr.item<double>(), {}} : StepScalar{0.0, lr};
+}
+
+void StepGate::advance(at::TensorList steps) const {
+  for (const at::Tensor& step : steps) {
+    if (keep_.defined()) {
+      step.add_(keep_);
+    } else {
+      step.add_(1);
+    }
+  }
+}
+
+void StepGate::assign_(at::Tensor& target, const at::Tensor& value) const {
+  target.copy_(keep_.defined() ? at::where(keep_, value, target) : value);
+}
+
+void StepGate::lerp_(at::Tensor& target, const at::Tensor& value, double weight) const {
+  if (keep_.defined()) {
+    target.lerp_(value, keep_.to(target.scalar_type()).mul_(weight));
+  } else {
+    target.lerp_(value, weight);
+  }
+}
+
+at::Tensor StepGate::restrict(const at::Tensor& accepted) const {
+  return keep_.defined() ? accepted.logical_and(keep_) : accepted;
+}
+
+void subtract_scaled_(at::Tensor& target, const at::Tensor& value, const StepScalar& scale) {
+  if (scale.device.defined()) {
+    target.sub_(value * scale.device);
+  } else {
+    target.add_(value, -scale.host);
+  }
+}
+
+void decay_(at::Tensor& target, double weight_decay, const StepScalar& scale) {
+  if (scale.device.defined()) {
+    target.mul_(1.0 - scale.device * weight_decay);
+  } else {
+    target.mul_(1.0 - scale.host * weight_decay);
+  }
+}
+
+}  // namespace torchium::optim::detail

@@ -1,0 +1,55 @@
+// Skips the whole step of a group when a gradient is not finite, without asking the device.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+namespace torchium::optim::detail {
+
+// A number of this step that the host knows, or that only the device knows.
+struct StepScalar {
+  double host = 1.0;
+  at::Tensor device;  // 0-dim; defined where the host does not know the number
+
+  at::Tensor divide(const at::Tensor& value) const;  // value / this
+};
+
+// On the CPU a step that must be skipped returns early. On a device every change passes through the
+// gate, which leaves the old value where `keep` is false.
+class StepGate {
+ public:
+  // Looks for NaN and Inf in `grads` and writes what it found to `status` (step_status.h).
+  static StepGate check(at::TensorList grads, at::Tensor& status);
+  // A gate that is open: for updates that no gradient decides.
+  static StepGate open() { return StepGate(); }
+
+  bool skipped_on_host() const { return skipped_on_host_; }
+
+  // `value` where the step is kept, zero where it is skipped (removes NaN and Inf).
+  at::Tensor zero_if_skipped(const at::Tensor& value) const;
+  // lr as a scale of updates: zero where the step is skipped.
+  StepScalar learning_rate(const at::Tensor& lr) const;
+  // t <- t + 1
+  void advance(at::TensorList steps) const;
+  // target <- value
+  void assign_(at::Tensor& target, const at::Tensor& value) const;
+  // target <- target + weight (value - target)
+  void lerp_(at::Tensor& target, const at::Tensor& value, double weight) const;
+  // matrices `accepted` [N] of a stack, less all of them where the step is skipped
+  at::Tensor restrict(const at::Tensor& accepted) const;
+
+  const at::Tensor& keep() const { return keep_; }
+
+ private:
+  bool skipped_on_host_ = false;
+  at::Tensor keep_;  // 0-dim bool on the device; undefined: the host knows that the step is kept
+};
+
+// target <- target - scale * value
+void subtract_scaled_(at::Tensor& target, const at::Tensor& value, const StepScalar& scale);
+
+// target <- (1 - weight_decay * scale) * target
+void decay_(at::Tensor& target, double weight_decay, const StepScalar& scale);
+
+}  // namespace torchium::optim::detail

@@ -1,0 +1,95 @@
+#include "optim/step_inputs.h"
+
+#include "optim/stacks.h"
+#include "optim/step_status.h"
+
+#include <ATen/ATen.h>
+
+namespace torchium::optim::detail {
+namespace {
+
+void check_dense_real(const at::Tensor& tensor, const char* name, size_t index) {
+  TORCH_CHECK_VALUE(tensor.defined(), name, "[", index, "] is undefined; leave it out of the step");
+  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, name, "[", index, "] has layout ",
+                    tensor.layout(), "; only dense tensors are supported, call to_dense() first");
+  TORCH_CHECK_VALUE(at::isFloatingType(tensor.scalar_type()), name, "[", index, "] has dtype ",
+                    tensor.scalar_type(), "; only real floating-point tensors are supported");
+}
+
+}  // namespace
+
+void check_step_arguments(at::TensorList params, at::TensorList grads,
+                          const std::vector<at::Tensor>& steps, const at::Tensor& status,
+                          at::IntArrayRef host_steps, bool schedule_on_host) {
+  TORCH_CHECK_VALUE(grads.size() == params.size() && steps.size() == params.size(),
+                    "a step needs one gradient and one step count a parameter, got ", params.size(),
+                    " params, ", grads.size(), " grads and ", steps.size(), " steps");
+  TORCH_CHECK_VALUE(status.defined() && status.scalar_type() == at::kLong &&
+                        status.numel() == kStatusSize && status.is_contiguous(),
+                    "status must be a contiguous int64 tensor of ", kStatusSize, " elements");
+  TORCH_CHECK_VALUE(host_steps.empty() || host_steps.size() == params.size(), "host_steps has ",
+                    host_steps.size(), " entries for ", params.size(),
+                    " params; pass one each, or none for parameters on the CPU");
+  for (size_t i = 0; i < params.size(); ++i) {
+    check_dense_real(params[i], "params", i);
+    check_dense_real(grads[i], "grads", i);
+    TORCH_CHECK_VALUE(grads[i].sizes() == params[i].sizes(), "grads[", i, "] has shape ",
+                      grads[i].sizes(), " but its parameter has shape ", params[i].sizes());
+    TORCH_CHECK_VALUE(
+        params[i].device() == status.device() && grads[i].device() == status.device() &&
+            steps[i].device() == status.device(),
+        "a step works on one device: params[", i, "] is on ", params[i].device(),
+        ", its gradient on ", grads[i].device(), ", its step count on ", steps[i].device(),
+        ", status on ", status.device(), "; call it once a device");
+    TORCH_CHECK_VALUE(steps[i].scalar_type() == at::kFloat && steps[i].numel() == 1, "steps[", i,
+                      "] must be one float32 number, got ", steps[i].scalar_type(), " of shape ",
+                      steps[i].sizes());
+  }
+  TORCH_CHECK_VALUE(status.is_cpu() || !host_steps.empty() || !schedule_on_host,
+                    "host_steps is empty, but the parameters are on ", status.device(),
+                    "; pass the number of steps that each has taken");
+}
+
+void check_state_list(const std::vector<at::Tensor>& state, at::TensorList params, bool needed,
+                      const char* name) {
+  if (!needed) {
+    return;
+  }
+  TORCH_CHECK_VALUE(state.size() == params.size(), name, " has ", state.size(), " tensors for ",
+                    params.size(), " params; these hyper-parameters need one each");
+  for (size_t i = 0; i < params.size(); ++i) {
+    TORCH_CHECK_VALUE(
+        state[i].sizes() == params[i].sizes() && state[i].scalar_type() == state_dtype(params[i]),
+        name, "[", i, "] is ", state[i].scalar_type(), state[i].sizes(),
+        " but its parameter needs ", state_dtype(params[i]), params[i].sizes());
+  }
+}
+
+std::vector<at::Tensor> signed_gradients(at::TensorList params, at::TensorList grads, bool maximize,
+                                         double weight_decay, const StepGate& gate) {
+  std::vector<at::Tensor> result;
+  result.reserve(params.size());
+  for (size_t i = 0; i < params.size(); ++i) {
+    at::Tensor g = grads[i].to(state_dtype(params[i]));
+    if (maximize) {
+      g = g.neg();
+    }
+    if (weight_decay != 0.0) {
+      g = g.add(params[i].to(g.scalar_type()), weight_decay);
+    }
+    result.push_back(gate.zero_if_skipped(g));
+  }
+  return result;
+}
+
+std::vector<int64_t> steps_on_host(const std::vector<at::Tensor>& steps,
+                                   at::IntArrayRef host_steps) {
+  std::vector<int64_t> result(steps.size());
+  for (size_t i = 0; i < steps.size(); ++i) {
+    result[i] =
+        host_steps.empty() ? static_cast<int64_t>(steps[i].item<float>()) : host_steps[i] + 1;
+  }
+  return result;
+}
+
+}  // namespace torchium::optim::detail

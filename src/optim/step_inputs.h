@@ -1,0 +1,34 @@
+// What every step does first: check its arguments and bring the gradients into working form.
+#pragma once
+
+#include "optim/step_gate.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+namespace torchium::optim::detail {
+
+// Raises ValueError, before anything changes, unless all parameters are dense, real and floating on
+// one device, each gradient fits its parameter, and there is one step count a parameter.
+// `schedule_on_host`: the host decides on roots, so that it needs to know the step counts.
+void check_step_arguments(at::TensorList params, at::TensorList grads,
+                          const std::vector<at::Tensor>& steps, const at::Tensor& status,
+                          at::IntArrayRef host_steps, bool schedule_on_host);
+
+// Checks a list of state tensors of the parameters' shapes and state dtype: one a parameter if
+// `needed`, else empty or unused.
+void check_state_list(const std::vector<at::Tensor>& state, at::TensorList params, bool needed,
+                      const char* name);
+
+// g: each gradient in the state's dtype, negated for `maximize`, plus weight_decay * parameter.
+// Returns the gradient itself where it needs no change: never write to the result.
+std::vector<at::Tensor> signed_gradients(at::TensorList params, at::TensorList grads, bool maximize,
+                                         double weight_decay, const StepGate& gate);
+
+// t of each parameter, as the host knows it: host_steps + 1, or `steps` of the CPU if that is
+// empty.
+std::vector<int64_t> steps_on_host(const std::vector<at::Tensor>& steps,
+                                   at::IntArrayRef host_steps);
+
+}  // namespace torchium::optim::detail
