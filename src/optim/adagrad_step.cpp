@@ -64,7 +64,7 @@ Tensors full_matrix_directions(const AdagradHyperparameters& h, at::TensorList p
   const RootRule rule{h.eps, 0.0, -0.5, "auto"};
   Tensors directions(params.size());
   for (auto& batch : batches) {
-    const at::Tensor blocks = pack(batch, blockings, g);
+    const at::Tensor blocks = pack(batch, blockings, g, {});
     update_statistics(batch, blocks, 1.0, gate);
     if (any_due) {
       update_roots(batch, rule, due, no_correction, gate);
@@ -108,7 +108,10 @@ void adagrad_step(const AdagradHyperparameters& h, at::TensorList params, at::Te
     return;
   }
   gate.advance(state.steps);  // t <- t + 1
-  const Tensors g = signed_gradients(params, grads, h.maximize, h.weight_decay, gate);
+  Tensors g;
+  for (size_t i = 0; i < params.size(); ++i) {
+    g.push_back(signed_gradient(params[i], grads[i], h.maximize, h.weight_decay, gate));
+  }
   const StepScalar lr = gate.learning_rate(h.lr);
   Tensors directions;
   if (h.full_matrix) {

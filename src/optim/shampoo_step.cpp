@@ -1,6 +1,7 @@
 #include "optim/shampoo_step.h"
 
 #include "optim/blocking.h"
+#include "optim/elementwise.h"
 #include "optim/preconditioner.h"
 #include "optim/step_gate.h"
 #include "optim/step_inputs.h"
@@ -54,52 +55,6 @@ std::vector<StepScalar> bias_corrections(const Tensors& steps, double beta) {
   return corrections;
 }
 
-// m: g, or its bias-corrected moving average (beta1 > 0).
-Tensors averaged_gradients(const ShampooHyperparameters& h, const Tensors& gradients,
-                           ShampooState& state, const StepGate& gate) {
-  if (h.beta1 == 0.0) {
-    return gradients;
-  }
-  const auto corrections = bias_corrections(state.steps, h.beta1);
-  Tensors averages;
-  averages.reserve(gradients.size());
-  for (size_t i = 0; i < gradients.size(); ++i) {
-    gate.lerp_(state.exp_avgs[i], gradients[i], 1.0 - h.beta1);
-    averages.push_back(corrections[i].divide(state.exp_avgs[i]));
-  }
-  return averages;
-}
-
-// v <- b v + (1 - b) g^2; b = 1: a plain sum.
-void update_second_moment(at::Tensor& moment, const at::Tensor& g, double beta,
-                          const StepGate& gate) {
-  if (beta == 1.0) {
-    moment.addcmul_(g, g);
-  } else if (gate.keep().defined()) {
-    gate.lerp_(moment, g * g, 1.0 - beta);
-  } else {
-    moment.mul_(beta).addcmul_(g, g, 1.0 - beta);
-  }
-}
-
-// Directions of the grafted method: m, or m / (sqrt(v / c) + grafting_eps).
-Tensors grafting_directions(const ShampooHyperparameters& h, const Tensors& gradients,
-                            const Tensors& averages, ShampooState& state, const StepGate& gate) {
-  if (!uses_second_moment(h)) {
-    return averages;
-  }
-  const double beta = *h.grafting == "adagrad" ? 1.0 : h.grafting_beta2;
-  const auto corrections = bias_corrections(state.steps, *h.grafting == "adam" ? beta : 1.0);
-  Tensors directions;
-  directions.reserve(gradients.size());
-  for (size_t i = 0; i < gradients.size(); ++i) {
-    at::Tensor& moment = state.grafting_second_moments[i];
-    update_second_moment(moment, gradients[i], beta, gate);
-    directions.push_back(averages[i] / corrections[i].divide(moment).sqrt().add_(h.grafting_eps));
-  }
-  return directions;
-}
-
 // d <- |f| / |d| d for each block of a stack [count, sizes...].
 at::Tensor graft(const at::Tensor& directions, const at::Tensor& grafted) {
   const at::Tensor norms = directions.flatten(1).norm(2, {1});
@@ -121,33 +76,74 @@ at::Tensor graft_diagonal(const at::Tensor& direction, const at::Tensor& grafted
   return at::cat(parts, 1).view(direction.sizes());
 }
 
-// Order 0 and 1: a <- b2 a + (1 - b2) g^2, direction m (a / c + eps)^(-1/2), at every step.
-void diagonal_directions(const ShampooHyperparameters& h, const std::vector<Blocking>& blockings,
-                         const Tensors& g, const Tensors& m, const Tensors& f, ShampooState& state,
-                         const std::vector<StepScalar>& corrections, const StepGate& gate,
-                         Tensors& d) {
-  for (size_t i = 0, next = 0; i < blockings.size(); ++i) {
-    if (!blockings[i].shapes.empty()) {
-      continue;
-    }
-    at::Tensor& diagonal = state.diagonals[next++];
-    update_second_moment(diagonal, g[i], h.beta2, gate);
-    d[i] = m[i] * corrections[i].divide(diagonal).add(h.eps).rsqrt_();
-    if (h.grafting.has_value()) {
-      d[i] = graft_diagonal(d[i], f[i], h.block_size);
-    }
-  }
+GradientRule gradient_rule(const ShampooHyperparameters& h) {
+  return {.maximize = h.maximize,
+          .weight_decay = h.decoupled_weight_decay ? 0.0 : h.weight_decay,
+          .beta1 = h.beta1,
+          .moment_beta = h.grafting == "adagrad" ? 1.0 : h.grafting_beta2,
+          .grafting_eps = h.grafting_eps,
+          .diagonal_beta = h.beta2,
+          .diagonal_eps = h.eps};
 }
 
-// buf <- momentum buf + d; d becomes buf, or d + momentum buf (Nesterov).
-at::Tensor apply_momentum(const ShampooHyperparameters& h, const at::Tensor& direction,
-                          at::Tensor& buffer, const StepGate& gate) {
-  if (gate.keep().defined()) {
-    gate.assign_(buffer, buffer * h.momentum + direction);
-  } else {
-    buffer.mul_(h.momentum).add_(direction);
+// What the gradients of all parameters become (elementwise.h), and the blocks they are written to.
+struct Gradients {
+  Tensors g, m, f, d;
+  Tensors g_blocks, m_blocks, f_blocks;  // one a batch; undefined where nothing is set aside
+};
+
+Gradients set_aside_gradients(const ShampooHyperparameters& h, at::TensorList params,
+                              const std::vector<Blocking>& blockings,
+                              const std::vector<MatrixBatch>& batches) {
+  const auto count = params.size();
+  Gradients all{Tensors(count), Tensors(count), Tensors(count), Tensors(count), {}, {}, {}};
+  for (const auto& batch : batches) {
+    const auto set_aside = [&](bool needed, Tensors& tensors) {
+      return needed ? set_aside_blocks(batch, blockings, params, tensors) : at::Tensor();
+    };
+    all.g_blocks.push_back(set_aside(true, all.g));
+    all.m_blocks.push_back(set_aside(h.beta1 > 0.0, all.m));
+    all.f_blocks.push_back(set_aside(uses_second_moment(h), all.f));
   }
-  return h.nesterov ? direction.add(buffer, h.momentum) : buffer;
+  return all;
+}
+
+// One pass over each gradient: g, m and f of every parameter, d of those with the diagonal rule.
+Gradients pass_over_gradients(const ShampooHyperparameters& h, at::TensorList params,
+                              at::TensorList grads, const std::vector<Blocking>& blockings,
+                              const std::vector<MatrixBatch>& batches,
+                              const std::vector<StepScalar>& corrections, ShampooState& state,
+                              const StepGate& gate) {
+  const GradientRule rule = gradient_rule(h);
+  const auto average_corrections = bias_corrections(state.steps, h.beta1);
+  const auto moment_corrections =
+      bias_corrections(state.steps, h.grafting == "adam" ? h.grafting_beta2 : 1.0);
+  Gradients all = set_aside_gradients(h, params, blockings, batches);
+  for (size_t i = 0, diagonal = 0; i < params.size(); ++i) {
+    const bool has_diagonal = blockings[i].shapes.empty();
+    GradientElements e{
+        .param = params[i],
+        .grad = grads[i],
+        .exp_avg = h.beta1 > 0.0 ? state.exp_avgs[i] : at::Tensor(),
+        .moment = uses_second_moment(h) ? state.grafting_second_moments[i] : at::Tensor(),
+        .diagonal = has_diagonal ? state.diagonals[diagonal++] : at::Tensor(),
+        .exp_avg_correction = average_corrections[i],
+        .moment_correction = moment_corrections[i],
+        .diagonal_correction = corrections[i],
+        .g = all.g[i],
+        .m = all.m[i],
+        .f = all.f[i],
+        .d = {}};
+    gradient_pass(rule, e, gate);
+    all.g[i] = e.g;
+    all.m[i] = e.m;
+    all.f[i] = e.f.defined() ? e.f : e.m;
+    all.d[i] = e.d;
+    if (has_diagonal && h.grafting.has_value()) {
+      all.d[i] = graft_diagonal(e.d, all.f[i], h.block_size);
+    }
+  }
+  return all;
 }
 
 RootRule root_rule(const ShampooHyperparameters& h, const MatrixBatch& batch) {
@@ -192,15 +188,13 @@ void use_grafting_at_first(const ShampooHyperparameters& h, const Schedule& sche
 void apply_updates(const ShampooHyperparameters& h, at::TensorList params,
                    const Tensors& directions, ShampooState& state, const StepGate& gate) {
   const StepScalar lr = gate.learning_rate(h.lr);
+  const UpdateRule rule{.decoupled_weight_decay = h.decoupled_weight_decay ? h.weight_decay : 0.0,
+                        .momentum = h.momentum,
+                        .nesterov = h.nesterov};
   for (size_t i = 0; i < params.size(); ++i) {
     at::Tensor param = params[i];
-    if (h.decoupled_weight_decay && h.weight_decay != 0.0) {
-      decay_(param, h.weight_decay, lr);  // p <- (1 - lr wd) p
-    }
-    const at::Tensor d = h.momentum > 0.0
-                             ? apply_momentum(h, directions[i], state.momentum_buffers[i], gate)
-                             : directions[i];
-    subtract_scaled_(param, d, lr);  // p <- p - lr d
+    at::Tensor* buffer = h.momentum > 0.0 ? &state.momentum_buffers[i] : nullptr;
+    apply_update(rule, lr, param, directions[i], buffer, gate);
   }
 }
 
@@ -253,31 +247,28 @@ void shampoo_step(const ShampooHyperparameters& h, at::TensorList params, at::Te
   const Schedule schedule = make_schedule(h, state.steps, host_steps);
   const auto corrections = bias_corrections(state.steps, h.beta2);  // c = 1 - b2^t
 
-  const double l2 = h.decoupled_weight_decay ? 0.0 : h.weight_decay;
-  const Tensors g = signed_gradients(params, grads, h.maximize, l2, gate);  // g + wd p
-  const Tensors m = averaged_gradients(h, g, state, gate);                  // EMA of g, or g
-  const Tensors f = grafting_directions(h, g, m, state, gate);  // m / (sqrt(v) + eps), or m
-  Tensors d(params.size());
+  // g + wd p; m: EMA of g, or g; f: m / (sqrt(v) + grafting_eps), or m; d: m (a / c + eps)^(-1/2)
+  Gradients x = pass_over_gradients(h, params, grads, blockings, batches, corrections, state, gate);
 
-  for (auto& batch : batches) {
-    const at::Tensor blocks = pack(batch, blockings, g);
-    update_statistics(batch, blocks, h.beta2, gate);  // L_i <- b2 L_i + (1-b2) mat_i(g) mat_i(g)^T
-    if (schedule.any_root_due) {                      // R_i <- (L_i / c + eps I)^(-1/(2k))
+  for (size_t b = 0; b < batches.size(); ++b) {
+    auto& batch = batches[b];
+    const at::Tensor g = pack(batch, blockings, x.g, x.g_blocks[b]);
+    update_statistics(batch, g, h.beta2, gate);  // L_i <- b2 L_i + (1 - b2) mat_i(g) mat_i(g)^T
+    if (schedule.any_root_due) {                 // R_i <- (L_i / c + eps I)^(-1/(2k))
       update_roots(batch, root_rule(h, batch), schedule.root_due, corrections, gate);
     }
-    const at::Tensor averages = h.beta1 == 0.0 ? blocks : pack(batch, blockings, m);
-    at::Tensor directions = precondition(batch, averages);  // m x_1 R_1 ... x_k R_k
-    if (h.grafting.has_value()) {                           // |f| / |d| d
-      directions = graft(directions, uses_second_moment(h) ? pack(batch, blockings, f) : averages);
+    const at::Tensor m = h.beta1 == 0.0 ? g : pack(batch, blockings, x.m, x.m_blocks[b]);
+    at::Tensor d = precondition(batch, m);  // m x_1 R_1 ... x_k R_k
+    if (h.grafting.has_value()) {           // |f| / |d| d
+      d = graft(d, uses_second_moment(h) ? pack(batch, blockings, x.f, x.f_blocks[b]) : m);
     }
-    unpack(batch, blockings, directions, params, d);
+    unpack(batch, blockings, d, params, x.d);
   }
-  diagonal_directions(h, blockings, g, m, f, state, corrections, gate, d);
   if (schedule.any_root_due) {
     record_root_failures(batches, state.status);
   }
-  use_grafting_at_first(h, schedule, state.steps, f, d);
-  apply_updates(h, params, d, state, gate);  // weight decay, momentum, p <- p - lr d
+  use_grafting_at_first(h, schedule, state.steps, x.f, x.d);
+  apply_updates(h, params, x.d, state, gate);  // weight decay, momentum, p <- p - lr d
 }
 
 void shampoo_update_preconditioners(const ShampooHyperparameters& h, at::TensorList params,

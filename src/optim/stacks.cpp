@@ -105,6 +105,19 @@ std::vector<int64_t> batch_sizes(const MatrixBatch& batch) {
   return sizes;
 }
 
+// Whether a batch is the single block of a single parameter, so that nothing needs packing.
+bool is_one_parameter(const MatrixBatch& batch, const std::vector<Blocking>& blockings) {
+  return batch.count == 1 && blockings[batch.entries.front().param].is_one_block();
+}
+
+// The block of a parameter that is one block, in the parameter's shape.
+at::Tensor whole_block(const at::Tensor& blocks, const MatrixBatch::Entry& entry,
+                       const at::Tensor& param) {
+  const auto strides = c10::contiguous_strides(param.sizes());
+  return blocks.as_strided(param.sizes(), strides,
+                           blocks.storage_offset() + entry.start * param.numel());
+}
+
 }  // namespace
 
 at::ScalarType state_dtype(const at::Tensor& param) {
@@ -171,28 +184,52 @@ std::vector<MatrixBatch> find_batches(const std::vector<Blocking>& blockings,
   return finder.finish();
 }
 
-at::Tensor pack(const MatrixBatch& batch, const std::vector<Blocking>& blockings,
-                const std::vector<at::Tensor>& tensors) {
-  const auto& first = batch.entries.front();
-  const std::vector<int64_t> sizes = batch_sizes(batch);
-  if (batch.count == 1 && blockings[first.param].is_one_block()) {
-    return tensors[first.param].contiguous().view(sizes);
+at::Tensor set_aside_blocks(const MatrixBatch& batch, const std::vector<Blocking>& blockings,
+                            at::TensorList params, std::vector<at::Tensor>& tensors) {
+  const at::Tensor& first = params[batch.entries.front().param];
+  if (is_one_parameter(batch, blockings)) {
+    return {};
   }
-  at::Tensor blocks = at::empty(sizes, tensors[first.param].options());
+  at::Tensor blocks = at::empty(batch_sizes(batch), first.options().dtype(state_dtype(first)));
   for (const auto& entry : batch.entries) {
-    const at::Tensor dense = tensors[entry.param].contiguous();
-    entry_view(blocks, entry).copy_(block_view(dense, blockings[entry.param], *entry.shape));
+    if (blockings[entry.param].is_one_block()) {
+      tensors[entry.param] = whole_block(blocks, entry, params[entry.param]);
+    }
+  }
+  return blocks;
+}
+
+at::Tensor pack(const MatrixBatch& batch, const std::vector<Blocking>& blockings,
+                const std::vector<at::Tensor>& tensors, at::Tensor blocks) {
+  const at::Tensor& first = tensors[batch.entries.front().param];
+  if (is_one_parameter(batch, blockings)) {
+    return first.contiguous().view(batch_sizes(batch));
+  }
+  if (!blocks.defined()) {
+    blocks = at::empty(batch_sizes(batch), first.options());
+  }
+  const int64_t block_numel = blocks.numel() / std::max<int64_t>(batch.count, 1);
+  for (const auto& entry : batch.entries) {
+    const at::Tensor& tensor = tensors[entry.param];
+    const int64_t offset = blocks.storage_offset() + entry.start * block_numel;
+    if (tensor.is_alias_of(blocks) && tensor.storage_offset() == offset) {
+      continue;  // written in place
+    }
+    entry_view(blocks, entry)
+        .copy_(block_view(tensor.contiguous(), blockings[entry.param], *entry.shape));
   }
   return blocks;
 }
 
 void unpack(const MatrixBatch& batch, const std::vector<Blocking>& blockings,
-            const at::Tensor& blocks, at::TensorList params, std::vector<at::Tensor>& tensors) {
+            const at::Tensor& maybe_strided, at::TensorList params,
+            std::vector<at::Tensor>& tensors) {
+  const at::Tensor blocks = maybe_strided.contiguous();
   for (const auto& entry : batch.entries) {
     const auto& blocking = blockings[entry.param];
     at::Tensor& target = tensors[entry.param];
     if (blocking.is_one_block()) {
-      target = blocks.select(0, entry.start).view(params[entry.param].sizes());
+      target = whole_block(blocks, entry, params[entry.param]);
       continue;
     }
     if (!target.defined()) {

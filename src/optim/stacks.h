@@ -66,9 +66,16 @@ struct SlotViews {
 std::vector<MatrixBatch> find_batches(const std::vector<Blocking>& blockings,
                                       const SlotViews& slots);
 
-// The blocks of one tensor a parameter, as [count, sizes...]. A view where nothing must move.
+// Memory for the blocks of one tensor a parameter, [count, sizes...]; points `tensors` of
+// parameters that are one block at their place in it, so that what is written there need not be
+// packed. Undefined where the whole batch is one such parameter.
+at::Tensor set_aside_blocks(const MatrixBatch& batch, const std::vector<Blocking>& blockings,
+                            at::TensorList params, std::vector<at::Tensor>& tensors);
+
+// The blocks of one tensor a parameter, [count, sizes...]: in `blocks` if defined, where what is in
+// place already is not moved; else a view where possible.
 at::Tensor pack(const MatrixBatch& batch, const std::vector<Blocking>& blockings,
-                const std::vector<at::Tensor>& tensors);
+                const std::vector<at::Tensor>& tensors, at::Tensor blocks);
 
 // The inverse: writes the blocks of each entry to `tensors[entry.param]`, which becomes a view
 // where nothing must move (and is allocated by the first batch of its parameter otherwise).

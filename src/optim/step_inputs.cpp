@@ -65,21 +65,16 @@ void check_state_list(const std::vector<at::Tensor>& state, at::TensorList param
   }
 }
 
-std::vector<at::Tensor> signed_gradients(at::TensorList params, at::TensorList grads, bool maximize,
-                                         double weight_decay, const StepGate& gate) {
-  std::vector<at::Tensor> result;
-  result.reserve(params.size());
-  for (size_t i = 0; i < params.size(); ++i) {
-    at::Tensor g = grads[i].to(state_dtype(params[i]));
-    if (maximize) {
-      g = g.neg();
-    }
-    if (weight_decay != 0.0) {
-      g = g.add(params[i].to(g.scalar_type()), weight_decay);
-    }
-    result.push_back(gate.zero_if_skipped(g));
+at::Tensor signed_gradient(const at::Tensor& param, const at::Tensor& grad, bool maximize,
+                           double weight_decay, const StepGate& gate) {
+  at::Tensor g = grad.to(state_dtype(param));
+  if (maximize) {
+    g = g.neg();
   }
-  return result;
+  if (weight_decay != 0.0) {
+    g = g.add(param.to(g.scalar_type()), weight_decay);
+  }
+  return gate.zero_if_skipped(g);
 }
 
 std::vector<int64_t> steps_on_host(const std::vector<at::Tensor>& steps,

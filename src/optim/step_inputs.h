@@ -21,10 +21,11 @@ void check_step_arguments(at::TensorList params, at::TensorList grads,
 void check_state_list(const std::vector<at::Tensor>& state, at::TensorList params, bool needed,
                       const char* name);
 
-// g: each gradient in the state's dtype, negated for `maximize`, plus weight_decay * parameter.
-// Returns the gradient itself where it needs no change: never write to the result.
-std::vector<at::Tensor> signed_gradients(at::TensorList params, at::TensorList grads, bool maximize,
-                                         double weight_decay, const StepGate& gate);
+// g: the gradient in the state's dtype, negated for `maximize`, plus weight_decay * parameter; zero
+// where the step is skipped. The gradient itself where it needs no change: never write to the
+// result.
+at::Tensor signed_gradient(const at::Tensor& param, const at::Tensor& grad, bool maximize,
+                           double weight_decay, const StepGate& gate);
 
 // t of each parameter, as the host knows it: host_steps + 1, or `steps` of the CPU if that is
 // empty.

@@ -1,0 +1,110 @@
+#include "optim/elementwise.h"
+
+#include "optim/elementwise_cpu.h"
+#include "optim/stacks.h"
+#include "optim/step_inputs.h"
+
+#include <ATen/ATen.h>
+
+namespace torchium::optim::detail {
+namespace {
+
+// v <- b v + (1 - b) g^2; b = 1: a plain sum.
+void update_second_moment(at::Tensor& moment, const at::Tensor& g, double beta,
+                          const StepGate& gate) {
+  if (beta == 1.0) {
+    moment.addcmul_(g, g);  // g is zero where the step is skipped
+  } else {
+    gate.lerp_(moment, g * g, 1.0 - beta);
+  }
+}
+
+// target <- value, into the memory that the caller has set aside, if any.
+void store(at::Tensor& target, const at::Tensor& value) {
+  if (target.defined()) {
+    target.copy_(value);
+  } else {
+    target = value;
+  }
+}
+
+void gradient_pass_any(const GradientRule& rule, GradientElements& e, const StepGate& gate) {
+  const at::Tensor g = signed_gradient(e.param, e.grad, rule.maximize, rule.weight_decay, gate);
+  at::Tensor m = g;
+  if (e.exp_avg.defined()) {
+    gate.lerp_(e.exp_avg, g, 1.0 - rule.beta1);
+    m = e.exp_avg_correction.divide(e.exp_avg);
+  }
+  store(e.g, g);
+  if (e.exp_avg.defined()) {
+    store(e.m, m);
+  } else {
+    e.m = e.g;
+  }
+  if (e.moment.defined()) {
+    update_second_moment(e.moment, g, rule.moment_beta, gate);
+    store(e.f, m / e.moment_correction.divide(e.moment).sqrt().add_(rule.grafting_eps));
+  }
+  if (e.diagonal.defined()) {
+    update_second_moment(e.diagonal, g, rule.diagonal_beta, gate);
+    store(e.d, m * e.diagonal_correction.divide(e.diagonal).add(rule.diagonal_eps).rsqrt_());
+  }
+}
+
+}  // namespace
+
+void gradient_pass(const GradientRule& rule, GradientElements& e, const StepGate& gate) {
+  const bool fuse = e.grad.scalar_type() == e.param.scalar_type() &&
+                    can_fuse(e.param, {e.grad, e.exp_avg, e.moment, e.diagonal});
+  if (!fuse) {
+    gradient_pass_any(rule, e, gate);
+    return;
+  }
+  const auto options = e.param.options().dtype(state_dtype(e.param));
+  const auto set_aside = [&](at::Tensor& target) {
+    if (!target.defined()) {
+      target = at::empty(e.param.sizes(), options);
+    }
+  };
+  const bool g_is_grad = !e.g.defined() && !rule.maximize && rule.weight_decay == 0.0 &&
+                         e.grad.scalar_type() == options.dtype();
+  if (!g_is_grad) {
+    set_aside(e.g);
+  }
+  if (e.exp_avg.defined()) {
+    set_aside(e.m);
+  }
+  if (e.moment.defined()) {
+    set_aside(e.f);
+  }
+  if (e.diagonal.defined()) {
+    set_aside(e.d);
+  }
+  gradient_pass_cpu(rule, e);
+  if (g_is_grad) {
+    e.g = e.grad;
+  }
+  if (!e.m.defined()) {
+    e.m = e.g;
+  }
+}
+
+void apply_update(const UpdateRule& rule, const StepScalar& lr, at::Tensor& param,
+                  const at::Tensor& direction, at::Tensor* momentum_buffer, const StepGate& gate) {
+  const at::Tensor buffer = momentum_buffer == nullptr ? at::Tensor() : *momentum_buffer;
+  if (!lr.device.defined() && can_fuse(param, {direction, buffer})) {
+    apply_update_cpu(rule, lr.host, param, direction, momentum_buffer);
+    return;
+  }
+  if (rule.decoupled_weight_decay != 0.0) {
+    decay_(param, rule.decoupled_weight_decay, lr);
+  }
+  at::Tensor d = direction;
+  if (momentum_buffer != nullptr) {
+    gate.assign_(*momentum_buffer, *momentum_buffer * rule.momentum + direction);
+    d = rule.nesterov ? direction.add(*momentum_buffer, rule.momentum) : *momentum_buffer;
+  }
+  subtract_scaled_(param, d, lr);
+}
+
+}  // namespace torchium::optim::detail

@@ -1,0 +1,55 @@
+// The element-wise work of a Shampoo step: what is made of a gradient before the matrix products,
+// and what is done with a direction after them. Symbols as in shampoo_step.cpp.
+#pragma once
+
+#include "optim/step_gate.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+namespace torchium::optim::detail {
+
+struct GradientRule {
+  bool maximize = false;
+  double weight_decay = 0.0;  // L2, added to the gradient
+  double beta1 = 0.0;         // 0: m = g
+  double moment_beta = 1.0;   // of the grafted method; 1: a plain sum
+  double grafting_eps = 0.0;
+  double diagonal_beta = 1.0;
+  double diagonal_eps = 0.0;
+};
+
+// One parameter. State that a rule does not need is undefined.
+struct GradientElements {
+  at::Tensor param;
+  at::Tensor grad;
+  at::Tensor exp_avg;
+  at::Tensor moment;    // of the grafted method
+  at::Tensor diagonal;  // of the diagonal rule
+  StepScalar exp_avg_correction;
+  StepScalar moment_correction;
+  StepScalar diagonal_correction;
+  // Results, in the state's dtype. Defined before the pass: where to write. `g` may be the gradient
+  // itself and `m` may be `g`: never write to a result.
+  at::Tensor g;  // the gradient, negated for maximize, with L2 weight decay
+  at::Tensor m;  // its bias-corrected moving average, or g
+  at::Tensor f;  // direction of the grafted method: m / (sqrt(v / c) + grafting_eps)
+  at::Tensor d;  // direction of the diagonal rule: m (a / c + eps)^(-1/2)
+};
+
+// Updates the state of one parameter and fills its results.
+void gradient_pass(const GradientRule& rule, GradientElements& elements, const StepGate& gate);
+
+struct UpdateRule {
+  double decoupled_weight_decay = 0.0;
+  double momentum = 0.0;
+  bool nesterov = false;
+};
+
+// p <- (1 - lr wd) p; buf <- momentum buf + d; p <- p - lr buf, or p - lr (d + momentum buf).
+// `momentum_buffer` is null without momentum.
+void apply_update(const UpdateRule& rule, const StepScalar& lr, at::Tensor& param,
+                  const at::Tensor& direction, at::Tensor* momentum_buffer, const StepGate& gate);
+
+}  // namespace torchium::optim::detail

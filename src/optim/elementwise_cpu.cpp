@@ -1,0 +1,197 @@
+#include "optim/elementwise_cpu.h"
+
+#include <ATen/Parallel.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <algorithm>
+#include <cmath>
+
+namespace torchium::optim::detail {
+namespace {
+
+constexpr int64_t kElementsPerTask = int64_t{1} << 15;
+constexpr int64_t kChunk = 512;  // of elements whose g and m stay in the first-level cache
+
+template <typename T>
+T* mutable_pointer(const at::Tensor& tensor) {
+  if (!tensor.defined()) {
+    return nullptr;
+  }
+  tensor.unsafeGetTensorImpl()->bump_version();
+  return tensor.mutable_data_ptr<T>();
+}
+
+template <typename T>
+T* result_pointer(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor.mutable_data_ptr<T>() : nullptr;
+}
+
+// Parameter dtype P, state dtype S.
+template <typename P, typename S>
+struct GradientPointers {
+  const P* param;
+  const P* grad;
+  S* exp_avg;
+  S* moment;
+  S* diagonal;
+  S* g;
+  S* m;
+  S* f;
+  S* d;
+};
+
+// v <- b v + (1 - b) g^2 on a chunk.
+template <typename S>
+void decay_and_add_square(S* moment, const S* g, S beta, S weight, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    moment[i] = beta * moment[i] + weight * g[i] * g[i];
+  }
+}
+
+template <typename S>
+S weight_of_new(double beta) {
+  return beta == 1.0 ? S(1) : S(1.0 - beta);
+}
+
+template <typename P, typename S>
+void gradient_chunk(const GradientRule& rule, const GradientElements& e,
+                    const GradientPointers<P, S>& x, int64_t begin, int64_t count) {
+  S g[kChunk];
+  S average[kChunk];
+  const S sign = rule.maximize ? S(-1) : S(1);
+  const P* grad = x.grad + begin;
+  for (int64_t i = 0; i < count; ++i) {
+    g[i] = sign * static_cast<S>(grad[i]);
+  }
+  if (rule.weight_decay != 0.0) {
+    const S decay = static_cast<S>(rule.weight_decay);
+    const P* param = x.param + begin;
+    for (int64_t i = 0; i < count; ++i) {
+      g[i] += decay * static_cast<S>(param[i]);
+    }
+  }
+  const S* m = g;
+  if (x.exp_avg != nullptr) {
+    const S weight = static_cast<S>(1.0 - rule.beta1);
+    const S inverse = static_cast<S>(1.0 / e.exp_avg_correction.host);
+    S* exp_avg = x.exp_avg + begin;
+    for (int64_t i = 0; i < count; ++i) {
+      exp_avg[i] += weight * (g[i] - exp_avg[i]);
+      average[i] = exp_avg[i] * inverse;
+    }
+    m = average;
+  }
+  if (x.moment != nullptr) {
+    S* moment = x.moment + begin;
+    decay_and_add_square(moment, g, static_cast<S>(rule.moment_beta),
+                         weight_of_new<S>(rule.moment_beta), count);
+    const S inverse = static_cast<S>(1.0 / e.moment_correction.host);
+    const S eps = static_cast<S>(rule.grafting_eps);
+    S* f = x.f + begin;
+    for (int64_t i = 0; i < count; ++i) {
+      f[i] = m[i] / (std::sqrt(moment[i] * inverse) + eps);
+    }
+  }
+  if (x.diagonal != nullptr) {
+    S* diagonal = x.diagonal + begin;
+    decay_and_add_square(diagonal, g, static_cast<S>(rule.diagonal_beta),
+                         weight_of_new<S>(rule.diagonal_beta), count);
+    const S inverse = static_cast<S>(1.0 / e.diagonal_correction.host);
+    const S eps = static_cast<S>(rule.diagonal_eps);
+    S* d = x.d + begin;
+    for (int64_t i = 0; i < count; ++i) {
+      d[i] = m[i] / std::sqrt(diagonal[i] * inverse + eps);
+    }
+  }
+  if (x.g != nullptr) {
+    std::copy(g, g + count, x.g + begin);
+  }
+  if (x.m != nullptr) {
+    std::copy(m, m + count, x.m + begin);
+  }
+}
+
+template <typename P, typename S>
+void run_gradient_pass(const GradientRule& rule, const GradientElements& e) {
+  const GradientPointers<P, S> pointers{
+      e.param.const_data_ptr<P>(),  e.grad.const_data_ptr<P>(),     mutable_pointer<S>(e.exp_avg),
+      mutable_pointer<S>(e.moment), mutable_pointer<S>(e.diagonal), result_pointer<S>(e.g),
+      result_pointer<S>(e.m),       result_pointer<S>(e.f),         result_pointer<S>(e.d)};
+  at::parallel_for(0, e.param.numel(), kElementsPerTask, [&](int64_t begin, int64_t end) {
+    for (int64_t at = begin; at < end; at += kChunk) {
+      gradient_chunk(rule, e, pointers, at, std::min(kChunk, end - at));
+    }
+  });
+}
+
+template <typename P, typename S>
+void run_update(const UpdateRule& rule, double lr, at::Tensor& param, const at::Tensor& direction,
+                at::Tensor* momentum_buffer) {
+  P* p = mutable_pointer<P>(param);
+  const S* d = direction.const_data_ptr<S>();
+  S* buffer = momentum_buffer == nullptr ? nullptr : mutable_pointer<S>(*momentum_buffer);
+  const S keep = static_cast<S>(1.0 - lr * rule.decoupled_weight_decay);
+  const S scale = static_cast<S>(lr);
+  const S momentum = static_cast<S>(rule.momentum);
+  at::parallel_for(0, param.numel(), kElementsPerTask, [&](int64_t begin, int64_t end) {
+    if (buffer == nullptr) {
+      for (int64_t i = begin; i < end; ++i) {
+        p[i] = static_cast<P>(keep * static_cast<S>(p[i]) - scale * d[i]);
+      }
+      return;
+    }
+    for (int64_t i = begin; i < end; ++i) {
+      buffer[i] = momentum * buffer[i] + d[i];
+      const S step = rule.nesterov ? d[i] + momentum * buffer[i] : buffer[i];
+      p[i] = static_cast<P>(keep * static_cast<S>(p[i]) - scale * step);
+    }
+  });
+}
+
+// Calls function<P, S>() for a parameter dtype P and its state dtype S.
+template <typename Function>
+void dispatch(at::ScalarType dtype, Function&& function) {
+  switch (dtype) {
+    case at::kDouble:
+      return function.template operator()<double, double>();
+    case at::kBFloat16:
+      return function.template operator()<at::BFloat16, float>();
+    case at::kHalf:
+      return function.template operator()<at::Half, float>();
+    default:
+      return function.template operator()<float, float>();
+  }
+}
+
+}  // namespace
+
+bool can_fuse(const at::Tensor& param, at::TensorList others) {
+  switch (param.scalar_type()) {
+    case at::kFloat:
+    case at::kDouble:
+    case at::kBFloat16:
+    case at::kHalf:
+      break;
+    default:
+      return false;
+  }
+  return param.is_cpu() && param.is_contiguous() &&
+         std::all_of(others.begin(), others.end(), [](const at::Tensor& other) {
+           return !other.defined() || (other.is_cpu() && other.is_contiguous());
+         });
+}
+
+void gradient_pass_cpu(const GradientRule& rule, const GradientElements& elements) {
+  dispatch(elements.param.scalar_type(),
+           [&]<typename P, typename S>() { run_gradient_pass<P, S>(rule, elements); });
+}
+
+void apply_update_cpu(const UpdateRule& rule, double lr, at::Tensor& param,
+                      const at::Tensor& direction, at::Tensor* momentum_buffer) {
+  dispatch(param.scalar_type(), [&]<typename P, typename S>() {
+    run_update<P, S>(rule, lr, param, direction, momentum_buffer);
+  });
+}
+
+}  // namespace torchium::optim::detail

@@ -1,0 +1,21 @@
+// The element-wise work of a Shampoo step on the CPU, fused: one pass before the matrix products
+// and one after them. elementwise.cpp does the same operation by operation for any tensor.
+#pragma once
+
+#include "optim/elementwise.h"
+
+namespace torchium::optim::detail {
+
+// Whether the fused loops can work on this parameter (float32, float64, bfloat16 or float16) and
+// its other tensors: all contiguous and on the CPU. Undefined tensors do not count.
+bool can_fuse(const at::Tensor& param, at::TensorList others);
+
+// Writes g, m, f and d of `elements` into its result tensors (undefined: not wanted). The gradient
+// has the dtype of the parameter.
+void gradient_pass_cpu(const GradientRule& rule, const GradientElements& elements);
+
+// See apply_update.
+void apply_update_cpu(const UpdateRule& rule, double lr, at::Tensor& param,
+                      const at::Tensor& direction, at::Tensor* momentum_buffer);
+
+}  // namespace torchium::optim::detail
