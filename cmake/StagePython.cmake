@@ -8,7 +8,8 @@ foreach(_package torchium torchium_cpp)
   file(GLOB_RECURSE _files RELATIVE "${SOURCE}" ${_source_globs})
   file(GLOB_RECURSE _staged RELATIVE "${DESTINATION}" ${_staged_globs})
 
-  list(REMOVE_ITEM _staged ${_files} torchium_cpp/_build_info.py) # the latter is generated there
+  list(REMOVE_ITEM _files torchium_cpp/_build_info.py) # an editable installation puts one there
+  list(REMOVE_ITEM _staged ${_files} torchium_cpp/_build_info.py) # generated there
   foreach(_file IN LISTS _staged)
     file(REMOVE "${DESTINATION}/${_file}")
   endforeach()

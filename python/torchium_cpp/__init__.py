@@ -1,7 +1,7 @@
 """The compiled part of Torchium: loads libtorchium, whose operators appear as torch.ops.torchium.
 
-The module `_C` (the C++ optimizer classes, build information) is imported only when it is asked for.
-It fits one version of Python; libtorchium fits all of them.
+The module `_C` (the C++ optimizer classes, build information) is imported only when it is asked
+for. It fits one version of Python; libtorchium fits all of them.
 """
 
 import importlib

@@ -1,0 +1,78 @@
+"""Checks that includes point one way: a layer includes itself and the layers before it.
+
+support <- cuda_kernels <- linalg <- gradients <- optim <- ops <- torchium_cpp (C++)
+torchium_cpp <- torchium (Python)
+
+A kernel moreover includes no tensor header (neither ATen nor torch), and no layer below torchium_cpp
+includes Python or pybind11. Public headers count as the layer that they belong to.
+usage: check_includes.py [ROOT]
+"""
+
+import re
+import sys
+from pathlib import Path
+
+LAYERS = ["support", "cuda_kernels", "linalg", "gradients", "optim", "ops", "torchium_cpp"]
+# Public headers that are no folder of their own.
+PUBLIC = {
+    "export": "support",
+    "config": "support",
+    "version": "support",
+    "memory": "support",
+    "linalg": "linalg",
+    "gradients": "gradients",
+    "optim": "optim",
+    "torchium": "torchium_cpp",  # the umbrella: for programs, not for the library's own sources
+}
+INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
+IMPORT = re.compile(r"^\s*(?:from|import)\s+torchium\b", re.MULTILINE)
+PYTHON_HEADERS = ("Python.h", "pybind11/", "torch/csrc/utils/pybind.h", "torch/extension.h")
+TENSOR_HEADERS = ("ATen/", "torch/", "c10/core/Tensor")
+
+
+def layer_of(path: str) -> str | None:
+    """The layer of a source or of an included path; None for headers that are not ours."""
+    parts = Path(path).parts
+    if parts[0] in ("src", "python") or parts[:2] == ("include", "torchium"):
+        parts = parts[1:]
+    if parts[0] == "torchium" and len(parts) > 1:
+        return PUBLIC.get(Path(parts[1]).name.split(".")[0])
+    return parts[0] if parts[0] in LAYERS else None
+
+
+def problems_of(source: str, text: str) -> list[str]:
+    """What is wrong with the includes of one C++ or CUDA file, named by its path from the root."""
+    layer = layer_of(source)
+    if layer is None:
+        return [f"{source}: belongs to no layer; add its header to PUBLIC of this script"]
+    found = []
+    for included in INCLUDE.findall(text):
+        other = layer_of(included)
+        if other and LAYERS.index(other) > LAYERS.index(layer):
+            found.append(f"{source}: layer {layer} includes {included} of the later layer {other}")
+        if layer != "torchium_cpp" and included.startswith(PYTHON_HEADERS):
+            found.append(f"{source}: includes {included}, but only torchium_cpp knows Python")
+        if layer == "cuda_kernels" and included.startswith(TENSOR_HEADERS):
+            found.append(f"{source}: includes {included}, but a kernel knows no tensor")
+    return found
+
+
+def main(root: Path) -> int:
+    problems = []
+    files = [
+        path
+        for folder in ("include", "src", "python")
+        for path in sorted((root / folder).rglob("*"))
+        if path.suffix in (".h", ".cpp", ".cu", ".cuh")
+    ]
+    for path in files:
+        problems += problems_of(str(path.relative_to(root)), path.read_text())
+    for path in sorted((root / "python" / "torchium_cpp").rglob("*.py")):
+        if IMPORT.search(path.read_text()):
+            problems.append(f"{path.relative_to(root)}: torchium_cpp imports torchium")
+    print("\n".join(problems) or f"include order: {len(files)} files")
+    return bool(problems)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parents[1]))
