@@ -28,9 +28,23 @@ enum class Residual {
 InverseRoot matrix_inverse_root(const at::Tensor& A, int64_t root, double eps, double relative_eps,
                                 const std::string& method, Residual residual);
 
-// (A + (eps + relative_eps s) I)^exponent for a real exponent. For negative exponents eigenvalues
-// are floored as above.
-at::Tensor matrix_power(const at::Tensor& A, double exponent, double eps, double relative_eps);
+struct MatrixPower {
+  at::Tensor power;    // [..., n, n], exactly symmetric
+  at::Tensor values;   // [..., n] float64: eigenvalues of the damped matrix
+  at::Tensor vectors;  // [..., n, n]
+};
+
+// (A + (eps + relative_eps s) I)^exponent for a real exponent, s the largest eigenvalue. Integer
+// exponents >= 0 are powers of indefinite matrices too; for others negative eigenvalues count as
+// zero, and for negative exponents eigenvalues are floored as above.
+MatrixPower matrix_power(const at::Tensor& A, double exponent, double eps, double relative_eps);
+
+// Gradient of `power` with respect to A, symmetric, from the eigenvalues and eigenvectors: Q (K o
+// Q^T G Q) Q^T with divided differences K (Daleckii-Krein; Higham 2008, Functions of Matrices,
+// theorem 3.11). Eigenvalues below the floor have no gradient, unless the exponent is an integer >=
+// 0.
+at::Tensor matrix_power_backward(const at::Tensor& grad, const at::Tensor& values,
+                                 const at::Tensor& vectors, double exponent, double relative_eps);
 
 // Eigenvalues [..., n] ascending, eigenvectors [..., n, n] in columns.
 std::tuple<at::Tensor, at::Tensor> eigh(const at::Tensor& A);

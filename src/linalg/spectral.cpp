@@ -1,0 +1,67 @@
+#include "linalg/spectral.h"
+
+#include "linalg/eigh.h"
+#include "linalg/symmetric_update.h"
+
+#include <ATen/ATen.h>
+
+#include <limits>
+#include <vector>
+
+namespace torchium::linalg::detail {
+
+at::Tensor as_stack(const at::Tensor& A) {
+  return A.reshape(
+      {c10::multiply_integers(A.sizes().slice(0, A.dim() - 2)), A.size(-2), A.size(-1)});
+}
+
+double smallest_normal(at::ScalarType dtype) {
+  return dtype == at::kFloat ? std::numeric_limits<float>::min()
+                             : std::numeric_limits<double>::min();
+}
+
+double saturation(at::ScalarType dtype) { return 1 / smallest_normal(dtype); }
+
+at::Tensor spectral_floor(const at::Tensor& values, at::ScalarType dtype,
+                          const at::Tensor& smallest) {
+  if (values.size(-1) == 0) {
+    return smallest.expand({values.size(0)});
+  }
+  const double noise = eigenvalue_noise(values.size(-1), dtype);
+  return at::maximum(values.abs().amax(-1) * noise, smallest);
+}
+
+DampedSpectrum damped_spectrum(const Normalized& input, double eps, double relative_eps) {
+  const auto [eigenvalues, vectors] = symmetric_eigensystem(input.matrix);
+  at::Tensor values = eigenvalues.to(at::kDouble);
+  at::Tensor damping = input.scale * eps;
+  if (values.size(-1) > 0) {
+    damping = damping + relative_eps * values.amax(-1).clamp_min_(0);
+  }
+  values = values + damping.unsqueeze(-1);
+  const at::ScalarType dtype = eigenvalues.scalar_type();
+  at::Tensor floor = spectral_floor(values, dtype, input.scale * smallest_normal(dtype));
+  return {values, vectors, damping, floor};
+}
+
+at::Tensor compose(const at::Tensor& vectors, const at::Tensor& f, bool non_negative) {
+  at::Tensor result = at::empty(vectors.sizes(), vectors.options());
+  if (non_negative) {
+    symmetric_update_(result, vectors * f.sqrt().to(vectors.scalar_type()).unsqueeze(-2), 0.0, 1.0);
+  } else {
+    symmetric_product_out(result, vectors * f.to(vectors.scalar_type()).unsqueeze(-2),
+                          vectors.mT());
+  }
+  return result;
+}
+
+void mark_non_finite(at::Tensor values, const at::Tensor& finite) {
+  if (finite.is_cpu() && finite.all().item<bool>()) {
+    return;
+  }
+  std::vector<int64_t> shape(values.dim(), 1);
+  shape[0] = values.size(0);
+  values.masked_fill_(finite.logical_not().view(shape), std::numeric_limits<double>::quiet_NaN());
+}
+
+}  // namespace torchium::linalg::detail

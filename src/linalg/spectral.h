@@ -1,0 +1,40 @@
+// Functions of symmetric matrices through their eigenvalues: what roots and powers share.
+#pragma once
+
+#include "linalg/symmetric_storage.h"
+
+#include <ATen/core/Tensor.h>
+
+namespace torchium::linalg::detail {
+
+// [..., n, n] -> [N, n, n], also for empty stacks.
+at::Tensor as_stack(const at::Tensor& A);
+
+double smallest_normal(at::ScalarType dtype);
+
+// Results saturate here, far enough below the largest number for the sums of a product.
+double saturation(at::ScalarType dtype);
+
+// S + (eps + relative_eps s) I by its eigenvalues, s = max(0, largest eigenvalue of S), in the
+// units of Normalized.
+struct DampedSpectrum {
+  at::Tensor values;   // [N, n] float64, damped
+  at::Tensor vectors;  // [N, n, n]
+  at::Tensor damping;  // [N] float64
+  at::Tensor floor;    // [N] float64: smaller values are rounding errors
+};
+
+DampedSpectrum damped_spectrum(const Normalized& input, double eps, double relative_eps);
+
+// Largest rounding error among damped eigenvalues `values` [N, n]; at least `smallest` [N] or
+// 0-dim.
+at::Tensor spectral_floor(const at::Tensor& values, at::ScalarType dtype,
+                          const at::Tensor& smallest);
+
+// Q diag(f) Q^T for f [N, n] float64, exactly symmetric. f >= 0 halves the work.
+at::Tensor compose(const at::Tensor& vectors, const at::Tensor& f, bool non_negative);
+
+// Fills values [N, ...] with NaN where `finite` [N] is false. On the CPU the common case is free.
+void mark_non_finite(at::Tensor values, const at::Tensor& finite);
+
+}  // namespace torchium::linalg::detail
