@@ -133,7 +133,7 @@ class CoreOptimizer(Optimizer):
             if len(set(group["params"])) != len(group["params"]):
                 raise ValueError(f"params of group {index} hold a parameter more than once")
             for param in group["params"]:
-                _check_dense(param, "parameter", _name(index, group, param))
+                _check_dense(param, _name(index, group, param))
         except ValueError:
             self.param_groups.pop()
             raise
@@ -195,7 +195,7 @@ class CoreOptimizer(Optimizer):
         for kind in {(type(g), g.layout, g.dtype) for g in grads}:
             if kind[0] is not Tensor or kind[1] is not torch.strided or kind[2] not in _DTYPES:
                 for param, grad in zip(params, grads, strict=True):
-                    _check_dense(grad, "gradient of parameter", _name(index, group, param))
+                    _check_dense(grad, f"gradient of {_name(index, group, param)}")
         devices = {p.device for p in params}
         if len(devices) == 1:
             return [StepArguments(index, group, devices.pop(), params, grads)]
@@ -421,8 +421,8 @@ def _name(index: int, group: dict[str, Any], param: Tensor | None) -> str:
     if param is None or position is None:
         return f"a parameter of group {index}"
     names = group.get("param_names")
-    label = repr(names[position]) if names else str(position)
-    return f"{label} of group {index} (shape {list(param.shape)})"
+    label = repr(names[position]) if names else position
+    return f"parameter {label} of group {index} (shape {list(param.shape)})"
 
 
 def _is_dtensor(tensor: Tensor) -> bool:
@@ -431,21 +431,20 @@ def _is_dtensor(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def _check_dense(tensor: Tensor, what: str, name: str) -> None:
+def _check_dense(tensor: Tensor, name: str) -> None:
     """Refuses tensors that the operators do not take."""
     if _is_dtensor(tensor):
         raise ValueError(
-            f"{what} {name} is a DTensor, which is not supported; "
-            "optimize the full tensor on each rank"
+            f"{name} is a DTensor, which is not supported; optimize the full tensor on each rank"
         )
     if tensor.layout != torch.strided:
         raise ValueError(
-            f"{what} {name} has layout {tensor.layout}; only dense tensors are supported, "
+            f"{name} has layout {tensor.layout}; only dense tensors are supported, "
             "for example with sparse=False of nn.Embedding"
         )
     if tensor.dtype not in _DTYPES:
         raise ValueError(
-            f"{what} {name} has dtype {tensor.dtype}; only real floating-point tensors "
+            f"{name} has dtype {tensor.dtype}; only real floating-point tensors "
             f"({', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}) are supported"
         )
 

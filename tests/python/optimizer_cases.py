@@ -1,0 +1,86 @@
+"""Optimizers, models and training loops that the contract tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torchium
+from torch import Tensor, nn
+
+Make = Callable[..., torch.optim.Optimizer]
+
+
+def _case(cls: type[torch.optim.Optimizer], **options: object) -> Make:
+    return lambda params, **more: cls(params, **{**options, **more})
+
+
+# Together they create every kind of state that there is.
+CASES: dict[str, Make] = {
+    "shampoo": _case(torchium.Shampoo, lr=0.05, update_freq=2),
+    "shampoo_all_buffers": _case(
+        torchium.Shampoo,
+        lr=0.05,
+        update_freq=3,
+        weight_decay=0.01,
+        betas=(0.9, 0.99),
+        momentum=0.9,
+        nesterov=True,
+        grafting="adam",
+        block_size=4,
+        preconditioner_1d="full",
+    ),
+    "adagrad": _case(torchium.Adagrad, lr=0.05, lr_decay=0.01, weight_decay=0.01),
+    "adagrad_full": _case(torchium.Adagrad, lr=0.05, full_matrix=True, block_size=8, update_freq=2),
+}
+
+
+def mlp(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Two linear layers with a norm between them: matrices of two sizes and vectors."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 3))
+    return model.to(device, dtype)
+
+
+def set_gradients(params: Iterable[Tensor], seed: int) -> None:
+    """Gives each parameter a gradient that depends on `seed`, its position and its shape alone."""
+    generator = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
+
+
+def run(
+    model: nn.Module, optimizer: torch.optim.Optimizer, first: int = 0, steps: int = 4
+) -> list[Tensor]:
+    """Steps `first` to `first + steps - 1` of a fixed sequence of gradients; the parameters then."""
+    for step in range(first, first + steps):
+        set_gradients(model.parameters(), step)
+        optimizer.step()
+    return values(model)
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def assert_same(actual: object, expected: object) -> None:
+    """Equal bit for bit, through any nesting of dicts and sequences."""
+    if isinstance(expected, dict):
+        assert isinstance(actual, dict) and actual.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_same(actual[key], value)
+    elif isinstance(expected, (list, tuple)):
+        assert type(actual) is type(expected) and len(actual) == len(expected)
+        for one, other in zip(actual, expected, strict=True):
+            assert_same(one, other)
+    elif isinstance(expected, Tensor):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+    else:
+        assert actual == expected
+
+
+def snapshot(optimizer: torch.optim.Optimizer) -> tuple[dict, list[Tensor]]:
+    """All that a failed call must leave as it is."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return optimizer.state_dict(), [p.detach().clone() for p in params]

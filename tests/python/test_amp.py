@@ -1,0 +1,123 @@
+"""Mixed precision: GradScaler, autocast and low-precision parameters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from optimizer_cases import CASES, assert_same, mlp, run, values
+from torch import nn
+from torch.amp import GradScaler
+
+all_cases = pytest.mark.parametrize("make", CASES.values(), ids=CASES.keys())
+
+
+def inputs_of(step: int, device: torch.device) -> torch.Tensor:
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).to(device)
+
+
+def train(make, device, *, scaler=None, unscale=False, clip=None, steps=6):
+    model = mlp(device)
+    optimizer = make(model.parameters())
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = model(inputs_of(step, device)).square().sum()
+        if scaler is None:
+            loss.backward()
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            continue
+        scaler.scale(loss).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+        scaler.step(optimizer)
+        scaler.update()
+    return values(model), optimizer
+
+
+@all_cases
+@pytest.mark.parametrize(("unscale", "clip"), [(False, None), (True, None), (True, 0.1)])
+def test_scaled_training_is_training(make, unscale, clip, device):
+    """A power of two scales and unscales without rounding."""
+    scaler = GradScaler(device.type, init_scale=1024.0)
+    scaled, _ = train(make, device, scaler=scaler, unscale=unscale, clip=clip)
+    plain, _ = train(make, device, clip=clip)
+    assert scaler.get_scale() == 1024.0
+    torch.testing.assert_close(scaled, plain, rtol=1e-6, atol=1e-7)
+
+
+@all_cases
+def test_overflowing_scale_skips_the_step_and_training_goes_on(make, device):
+    scaler = GradScaler(device.type, init_scale=2.0**127, growth_interval=1000)
+    model = mlp(device)
+    optimizer = make(model.parameters())
+    before = values(model)
+    skipped = 0
+    for step in range(80):
+        optimizer.zero_grad()
+        scaler.scale(model(inputs_of(step, device)).square().sum() * 1e4).backward()
+        scale = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        if scaler.get_scale() < scale:
+            skipped += 1
+            assert_same(values(model), before)
+            assert not any(optimizer.state.values())
+        else:
+            break
+    assert skipped > 3  # the optimizer itself would have raised
+    assert not torch.equal(values(model)[0], before[0])
+    assert optimizer.state[model[0].weight]["step"].item() == 1
+
+
+@all_cases
+def test_disabled_scaler_is_no_scaler(make):
+    device = torch.device("cpu")
+    with_scaler, _ = train(make, device, scaler=GradScaler("cpu", enabled=False))
+    without, _ = train(make, device)
+    assert_same(with_scaler, without)
+
+
+@all_cases
+def test_autocast_training_lowers_the_loss(make, device):
+    model = mlp(device)
+    optimizer = make(model.parameters())
+    inputs = inputs_of(0, device)
+    losses = []
+    for _ in range(40):
+        optimizer.zero_grad()
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            loss = nn.functional.mse_loss(model(inputs), torch.sin(inputs[:, :3]))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    for p in model.parameters():
+        assert p.dtype == torch.float32
+        assert all(t.dtype != torch.bfloat16 for t in optimizer.state[p].values())
+
+
+@all_cases
+def test_step_inside_autocast_is_the_same_step(make):
+    """The step must not be run in low precision because the loop is."""
+    inside, outside = mlp(), mlp()
+    expected = run(outside, make(outside.parameters()))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        run(inside, make(inside.parameters()))
+    assert_same(values(inside), expected)
+
+
+@all_cases
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_parameters_get_the_rounded_float32_step(make, dtype):
+    low, full = mlp(dtype=dtype), mlp()
+    full.load_state_dict(low.state_dict())
+    for p, q in zip(low.parameters(), full.parameters(), strict=True):
+        p.grad = torch.full_like(p, 0.5)
+        q.grad = torch.full_like(q, 0.5)
+    make(low.parameters()).step()
+    make(full.parameters()).step()
+    for p, q in zip(values(low), values(full), strict=True):
+        torch.testing.assert_close(p, q.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-3)

@@ -1,0 +1,357 @@
+"""Wrong options, parameters and gradients: refused by name, and nothing is changed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torchium
+from optimizer_cases import CASES, assert_same, mlp, run, set_gradients, snapshot
+from torch import nn
+
+all_cases = pytest.mark.parametrize("make", CASES.values(), ids=CASES.keys())
+
+NOT_FINITE = [math.nan, math.inf, -math.inf]
+NO_NUMBER = ["0.1", None, True, [0.1], 1j]
+NON_NEGATIVE = [-0.1, *NOT_FINITE, *NO_NUMBER]
+NO_FLAG = [None, 0, 1, "True"]
+NO_COUNT = [0, -3, 1.0, 2.5, "2", None, True, math.nan]
+
+BAD_OPTIONS = {
+    torchium.Shampoo: {
+        "lr": NON_NEGATIVE,
+        "eps": NON_NEGATIVE,
+        "update_freq": NO_COUNT,
+        "weight_decay": NON_NEGATIVE,
+        "betas": [
+            (-0.1, 1.0),
+            (1.0, 1.0),
+            (0.9, 1.1),
+            (0.9, -0.1),
+            (math.nan, 1.0),
+            (0.9, math.nan),
+            (0.9,),
+            (0.9, 0.9, 0.9),
+            0.9,
+            "ab",
+            None,
+        ],
+        "momentum": [1.0, *NON_NEGATIVE],
+        "nesterov": NO_FLAG,
+        "decoupled_weight_decay": NO_FLAG,
+        "relative_eps": NON_NEGATIVE,
+        "block_size": NO_COUNT,
+        "merge_dims": NO_FLAG,
+        "exponent": [0.0, 0.5, *NOT_FINITE, "-0.5", True],
+        "preconditioner_1d": ["Diagonal", "none", None, 1],
+        "grafting": ["SGD", "lamb", 1, False],
+        "grafting_eps": NON_NEGATIVE,
+        "grafting_beta2": [1.0, -0.1, *NOT_FINITE, "0.9", True],
+        "start_preconditioning_step": NO_COUNT,
+        "root_method": ["Newton", "svd", None, 1],
+        "max_root_failures": NO_COUNT,
+        "maximize": NO_FLAG,
+        "capturable": NO_FLAG,
+    },
+    torchium.Adagrad: {
+        "lr": NON_NEGATIVE,
+        "lr_decay": NON_NEGATIVE,
+        "weight_decay": NON_NEGATIVE,
+        "initial_accumulator_value": NON_NEGATIVE,
+        "eps": NON_NEGATIVE,
+        "full_matrix": NO_FLAG,
+        "block_size": NO_COUNT,
+        "update_freq": NO_COUNT,
+        "maximize": NO_FLAG,
+    },
+}
+BAD = [
+    (c, name, v) for c, options in BAD_OPTIONS.items() for name, vs in options.items() for v in vs
+]
+
+
+@pytest.mark.parametrize("cls", BAD_OPTIONS)
+def test_every_option_has_wrong_values_here(cls):
+    group = cls(mlp().parameters()).param_groups[0]
+    assert BAD_OPTIONS[cls].keys() == group.keys() - {"params"}
+
+
+@pytest.mark.parametrize(("cls", "name", "value"), BAD)
+def test_wrong_option_is_refused_by_name_and_value(cls, name, value):
+    shown = value[0] if name == "betas" and isinstance(value, tuple) else value
+    with pytest.raises(ValueError, match=name) as error:
+        cls(mlp().parameters(), **{name: value})
+    assert repr(shown) in str(error.value) or repr(value[1]) in str(error.value)
+
+    optimizer = cls(mlp().parameters())
+    with pytest.raises(ValueError, match=name):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], name: value})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("cls", BAD_OPTIONS)
+@pytest.mark.parametrize(
+    "lr",
+    [torch.tensor([0.1, 0.2]), torch.tensor(-0.1), torch.tensor(math.nan), torch.tensor(1)],
+    ids=["two", "negative", "nan", "integer"],
+)
+def test_wrong_lr_tensor_is_refused(cls, lr):
+    with pytest.raises(ValueError, match="lr"):
+        cls(mlp().parameters(), lr=lr)
+
+
+def test_nesterov_needs_momentum():
+    with pytest.raises(ValueError, match=r"nesterov=True needs momentum"):
+        torchium.Shampoo(mlp().parameters(), nesterov=True)
+
+
+@pytest.mark.parametrize("cls", BAD_OPTIONS)
+def test_unknown_option_is_refused(cls):
+    with pytest.raises(TypeError, match="learning_rate"):
+        cls(mlp().parameters(), learning_rate=0.1)
+
+
+def test_numbers_of_other_libraries_become_plain_python():
+    import numpy as np
+
+    optimizer = torchium.Shampoo(
+        mlp().parameters(), lr=np.float32(0.5), eps=1, update_freq=np.int64(7), betas=[0, 1]
+    )
+    group = optimizer.param_groups[0]
+    for name, kind in {"lr": float, "eps": float, "update_freq": int, "betas": tuple}.items():
+        assert type(group[name]) is kind, name
+    assert group["betas"] == (0.0, 1.0) and type(group["betas"][0]) is float
+
+
+# ---- parameters
+
+BAD_PARAMETERS = {
+    "complex": lambda: torch.ones(2, 2, dtype=torch.complex64),
+    "int64": lambda: torch.ones(2, 2, dtype=torch.int64),
+    "bool": lambda: torch.ones(2, 2, dtype=torch.bool),
+    "float8": lambda: torch.ones(2, 2).to(torch.float8_e4m3fn),
+    "sparse_coo": lambda: torch.eye(2).to_sparse(),
+    "sparse_csr": lambda: torch.eye(2).to_sparse_csr(),
+}
+
+
+@all_cases
+@pytest.mark.parametrize("kind", BAD_PARAMETERS)
+def test_wrong_parameter_is_refused_by_name(make, kind):
+    bad = BAD_PARAMETERS[kind]()
+    with pytest.raises(ValueError, match=f"'bad'.*{kind}"):
+        make([("good", nn.Parameter(torch.ones(2))), ("bad", bad)])
+    optimizer = make(mlp().parameters())
+    with pytest.raises(ValueError, match=f"parameter 0 of group 1.*{kind}"):
+        optimizer.add_param_group({"params": bad})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        pytest.skip("torch without torch.distributed")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield dist.device_mesh.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@all_cases
+def test_dtensor_is_refused_by_name(make, mesh):
+    from torch.distributed.tensor import distribute_tensor
+
+    parameter = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh))
+    with pytest.raises(ValueError, match=r"'shard'.*DTensor"):
+        make([("shard", parameter)])
+
+
+@all_cases
+def test_usual_mistakes_raise_as_in_pytorch(make):
+    p = nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(ValueError, match="empty parameter list"):
+        make([])
+    with pytest.raises(TypeError, match="iterable of Tensors or dicts"):
+        make(p)
+    with pytest.raises(ValueError, match="non-leaf"):
+        make([p * 2])
+    with pytest.raises(TypeError, match="can only optimize Tensors"):
+        make(["p"])
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        make([{"params": [p]}, {"params": [p]}])
+
+
+@all_cases
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_parameter_listed_twice_is_refused(make):
+    p = nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(ValueError, match="more than once"):
+        make([p, p])
+
+
+def test_more_than_five_dimensions_are_refused_and_nothing_changes():
+    six, two = nn.Parameter(torch.ones(2, 2, 2, 2, 2, 2)), nn.Parameter(torch.ones(2, 2))
+    optimizer = torchium.Shampoo([two, six], block_size=2, merge_dims=False)
+    set_gradients([two, six], 0)
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match="order"):
+        optimizer.step()
+    assert_same(snapshot(optimizer), before)
+
+
+# ---- gradients
+
+
+@all_cases
+def test_sparse_gradient_is_refused_before_any_group_changes(make):
+    embedding = nn.Embedding(5, 3, sparse=True)
+    model = mlp()
+    optimizer = make(
+        [
+            {"params": [(n, p) for n, p in model.named_parameters()]},
+            {"params": [("table", embedding.weight)]},
+        ]
+    )
+    set_gradients(model.parameters(), 0)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match=r"gradient of parameter 'table'.*sparse"):
+        optimizer.step()
+    assert_same(snapshot(optimizer), before)
+    embedding.weight.grad = embedding.weight.grad.to_dense()
+    optimizer.step()
+
+
+def poison(p: nn.Parameter, value: float) -> None:
+    p.grad.view(-1)[-1] = value
+
+
+@all_cases
+@pytest.mark.parametrize("value", NOT_FINITE)
+@pytest.mark.parametrize("which", [0, 1, 5])
+def test_one_gradient_that_is_not_finite_skips_the_step_of_its_group(make, value, which, device):
+    model, bystander = mlp(device), nn.Parameter(torch.ones(3, 3, device=device))
+    optimizer = make([{"params": list(model.parameters())}, {"params": [bystander]}])
+    set_gradients([bystander], 0)
+    run(model, optimizer)
+    optimizer.check_errors()
+    before = snapshot(optimizer)
+    set_gradients(model.parameters(), 4)
+    poison(list(model.parameters())[which], value)
+    optimizer.step()
+    optimizer.check_errors()
+    state_dict, params = snapshot(optimizer)
+    skipped = range(len(params) - 1)
+    assert_same(params[:-1], before[1][:-1])
+    assert_same([state_dict["state"][i] for i in skipped], [before[0]["state"][i] for i in skipped])
+    assert not torch.equal(params[-1], before[1][-1])
+
+
+@all_cases
+def test_skipped_steps_leave_no_trace_in_what_follows(make, device):
+    clean, skipping = mlp(device), mlp(device)
+    optimizers = [make(clean.parameters()), make(skipping.parameters())]
+    for step in range(9):
+        run(clean, optimizers[0], step, 1)
+        run(skipping, optimizers[1], step, 1)
+        for _ in range(step % 3):
+            set_gradients(skipping.parameters(), 50)
+            poison(skipping[0].weight, math.nan)
+            optimizers[1].step()
+        optimizers[1].check_errors()
+    assert_same(
+        [p.detach() for p in skipping.parameters()], [p.detach() for p in clean.parameters()]
+    )
+    assert_same(optimizers[1].state_dict(), optimizers[0].state_dict())
+
+
+@all_cases
+def test_very_first_gradient_may_be_skipped(make):
+    model, clean = mlp(), mlp()
+    optimizer = make(model.parameters())
+    set_gradients(model.parameters(), 9)
+    poison(model[0].weight, math.inf)
+    optimizer.step()
+    assert all(s["step"] == 0 for s in optimizer.state.values())
+    assert_same(run(model, optimizer), run(clean, make(clean.parameters())))
+
+
+@all_cases
+def test_third_skip_in_a_row_raises_naming_a_parameter(make):
+    model = mlp()
+    optimizer = make(model.named_parameters())
+    run(model, optimizer)
+    before = snapshot(optimizer)
+    for attempt in range(4):
+        set_gradients(model.parameters(), attempt)
+        poison(model[3].weight, math.nan)
+        if attempt < 2:
+            optimizer.step()
+            optimizer.check_errors()
+        else:
+            with pytest.raises(RuntimeError, match=r"'3.weight' of group 0"):
+                optimizer.step()
+            with pytest.raises(RuntimeError, match=r"'3.weight' of group 0"):
+                optimizer.check_errors()
+    assert_same(snapshot(optimizer), before)
+    run(model, optimizer, 5, 2)
+    optimizer.check_errors()
+
+
+@all_cases
+def test_a_good_step_between_skips_starts_the_count_again(make):
+    model = mlp()
+    optimizer = make(model.parameters())
+    for step in range(12):
+        set_gradients(model.parameters(), step)
+        if step % 3:
+            poison(model[0].weight, math.nan)
+        optimizer.step()
+    optimizer.check_errors()
+    assert optimizer.state[model[0].weight]["step"] == 4
+
+
+@all_cases
+def test_groups_are_all_stepped_before_one_raises(make):
+    bad, good = nn.Parameter(torch.ones(3, 3)), nn.Parameter(torch.ones(3, 3))
+    optimizer = make([{"params": [bad]}, {"params": [good]}])
+    for step in range(3):
+        set_gradients([bad, good], step)
+        poison(bad, math.nan)
+        if step < 2:
+            optimizer.step()
+    with pytest.raises(RuntimeError, match="parameter 0 of group 0"):
+        optimizer.step()
+    assert optimizer.state[good]["step"] == 3
+
+
+@pytest.mark.cuda
+@all_cases
+def test_on_a_gpu_the_third_skip_is_reported_late_but_never_lost(make):
+    model = mlp("cuda")
+    optimizer = make(model.named_parameters())
+    with pytest.raises(RuntimeError, match="'3.weight' of group 0"):
+        for step in range(1000):
+            set_gradients(model.parameters(), step)
+            poison(model[3].weight, math.nan)
+            optimizer.step()
+            if step == 2:
+                torch.cuda.synchronize()
+    assert step <= 4
+
+
+@pytest.mark.cuda
+@all_cases
+def test_on_a_gpu_check_errors_reports_at_once(make):
+    model = mlp("cuda")
+    optimizer = make(model.named_parameters())
+    for step in range(3):
+        set_gradients(model.parameters(), step)
+        poison(model[3].weight, math.nan)
+        if step < 2:
+            optimizer.step()
+    with pytest.raises(RuntimeError, match="'3.weight' of group 0"):
+        optimizer.step()
+        optimizer.check_errors()

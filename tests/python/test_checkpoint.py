@@ -1,0 +1,465 @@
+"""State dicts: what they hold, that runs continue from them bit for bit, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torchium
+from optimizer_cases import CASES, assert_same, mlp, run, set_gradients, snapshot, values
+from torch import Tensor, nn
+
+all_cases = pytest.mark.parametrize("make", CASES.values(), ids=CASES.keys())
+
+
+def through_a_file(state_dict: dict) -> dict:
+    buffer = io.BytesIO()
+    torch.save(state_dict, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+def tensors_of(state_dict: dict) -> list[Tensor]:
+    return [t for state in state_dict["state"].values() for t in state.values()]
+
+
+# ---- what a state dict is
+
+
+@all_cases
+def test_state_dict_holds_tensors_and_plain_python_only(make):
+    model = mlp()
+    optimizer = make(model.named_parameters())
+    run(model, optimizer)
+    state_dict = optimizer.state_dict()
+    assert all(type(t) is Tensor for t in tensors_of(state_dict))
+    assert type(state_dict["state"]) is dict
+
+    def plain(value: object) -> bool:
+        if isinstance(value, (list, tuple, dict)):
+            return all(map(plain, value.values() if isinstance(value, dict) else value))
+        return type(value) in (int, float, str, bool, type(None))
+
+    assert plain(state_dict["param_groups"])
+    assert_same(through_a_file(state_dict), state_dict)
+
+
+@all_cases
+def test_state_dict_is_a_snapshot_without_stacks(make):
+    model = mlp()
+    optimizer = make(model.parameters())
+    run(model, optimizer)
+    state_dict = optimizer.state_dict()
+    for tensor in tensors_of(state_dict):
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    kept = copy.deepcopy(state_dict)
+    run(model, optimizer, 4)
+    assert_same(state_dict, kept)
+
+
+def test_keys_of_the_state():
+    weight, bias = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(3))
+
+    def keys(optimizer):
+        set_gradients([weight, bias], 0)
+        optimizer.step()
+        return [set(optimizer.state[p]) for p in (weight, bias)]
+
+    slots = {f"{key}.{i}" for key in ("statistics", "roots", "root_failures") for i in range(2)}
+    assert keys(torchium.Shampoo([weight, bias])) == [{"step", *slots}, {"step", "diagonal"}]
+    buffers = {"exp_avg", "grafting_second_moment", "momentum_buffer"}
+    everything = torchium.Shampoo(
+        [weight, bias], betas=(0.9, 1.0), grafting="adagrad", momentum=0.9
+    )
+    assert keys(everything) == [{"step", *slots, *buffers}, {"step", "diagonal", *buffers}]
+    assert keys(torchium.Adagrad([weight, bias])) == [{"step", "sum"}] * 2
+    one_slot = {"step", "statistics.0", "roots.0", "root_failures.0"}
+    assert keys(torchium.Adagrad([weight, bias], full_matrix=True)) == [one_slot] * 2
+
+
+@all_cases
+def test_matrices_of_one_size_share_a_stack_and_its_order_is_that_of_the_group(make):
+    """Whatever the order in which the parameters came to have state."""
+    layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(4))
+    optimizer = make(layers.parameters())
+    params = list(layers.parameters())
+    for step, active in enumerate(([2], [0, 3], [0, 1, 2, 3])):
+        for p in params:
+            p.grad = None
+        set_gradients([params[i] for i in active], step)
+        optimizer.step()
+    for key in optimizer.state[params[0]]:
+        if key.startswith(("statistics", "roots")):
+            views = [optimizer.state[p][key] for p in params]
+            assert len({v.untyped_storage().data_ptr() for v in views}) == 1
+            offsets = [v.storage_offset() for v in views]
+            assert offsets == sorted(offsets) and len(set(offsets)) == 4
+
+
+# ---- going on
+
+
+@all_cases
+@pytest.mark.parametrize("steps", [0, 1, 5])
+def test_new_optimizer_continues_bit_for_bit(make, steps, device):
+    model = mlp(device)
+    optimizer = make(model.parameters())
+    run(model, optimizer, 0, steps)
+    other = mlp(device)
+    other.load_state_dict(model.state_dict())
+    other_optimizer = make(other.parameters(), lr=123.0)
+    other_optimizer.load_state_dict(through_a_file(optimizer.state_dict()))
+    expected = run(model, optimizer, steps, 6)
+    assert_same(run(other, other_optimizer, steps, 6), expected)
+    assert_same(other_optimizer.state_dict(), optimizer.state_dict())
+
+
+@all_cases
+def test_optimizer_that_ran_on_goes_back_bit_for_bit(make):
+    model = mlp()
+    optimizer = make(model.parameters())
+    run(model, optimizer)
+    saved = copy.deepcopy(model.state_dict()), optimizer.state_dict()
+    expected = run(model, optimizer, 4, 5)
+    run(model, optimizer, 100, 3)
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    assert_same(run(model, optimizer, 4, 5), expected)
+
+
+@all_cases
+def test_some_parameters_without_state_continue_bit_for_bit(make):
+    """The layout of the stacks must not tell the two runs apart."""
+    runs = []
+    for resumed in (False, True):
+        model = mlp()
+        optimizer = make(model.parameters())
+        params = list(model.parameters())
+        for step, active in enumerate((params[4:], params[:1], params[1:], params, params)):
+            if resumed and step == 2:
+                state_dict = through_a_file(optimizer.state_dict())
+                optimizer = make(model.parameters())
+                optimizer.load_state_dict(state_dict)
+            optimizer.zero_grad()
+            set_gradients(active, step)
+            optimizer.step()
+        runs.append((values(model), optimizer.state_dict()))
+    assert_same(runs[1], runs[0])
+
+
+FRESH_PROCESS = """
+import sys
+import torch
+from optimizer_cases import CASES, mlp, run
+
+name, checkpoint = sys.argv[1:]
+saved = torch.load(checkpoint, weights_only=True)
+model = mlp()
+model.load_state_dict(saved["model"])
+optimizer = CASES[name](model.parameters())
+optimizer.load_state_dict(saved["optimizer"])
+run(model, optimizer, 4, 6)
+torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint)
+"""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_fresh_process_continues_bit_for_bit(name, tmp_path):
+    model = mlp()
+    optimizer = CASES[name](model.parameters())
+    run(model, optimizer)
+    checkpoint = tmp_path / "checkpoint.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint)
+    subprocess.run(
+        [sys.executable, "-c", FRESH_PROCESS, name, str(checkpoint)],
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout=300,
+    )
+    run(model, optimizer, 4, 6)
+    resumed = torch.load(checkpoint, weights_only=True)
+    assert_same(resumed["optimizer"], optimizer.state_dict())
+    assert_same(resumed["model"], dict(model.state_dict()))
+
+
+@all_cases
+def test_loading_copies_and_never_changes_the_checkpoint(make):
+    model = mlp()
+    optimizer = make(model.parameters())
+    run(model, optimizer)
+    state_dict = optimizer.state_dict()
+    kept = copy.deepcopy(state_dict)
+    optimizer.load_state_dict(state_dict)
+    run(model, optimizer, 4)
+    optimizer.param_groups[0]["lr"] = 7.0
+    assert_same(state_dict, kept)
+
+
+@all_cases
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_state_of_low_precision_parameters_is_not_cast(make, dtype):
+    model = mlp(dtype=dtype)
+    optimizer = make(model.parameters())
+    run(model, optimizer)
+    other = mlp(dtype=dtype)
+    other.load_state_dict(model.state_dict())
+    other_optimizer = make(other.parameters())
+    other_optimizer.load_state_dict(through_a_file(optimizer.state_dict()))
+    assert_same(other_optimizer.state_dict(), optimizer.state_dict())
+    expected = run(model, optimizer, 4, 6)
+    assert_same(run(other, other_optimizer, 4, 6), expected)
+
+
+@pytest.mark.cuda
+@all_cases
+def test_checkpoints_cross_devices(make):
+    model = mlp("cuda")
+    optimizer = make(model.parameters())
+    run(model, optimizer)
+    state_dict = optimizer.state_dict()
+    other_optimizer = make(mlp().parameters())
+    other_optimizer.load_state_dict(state_dict)
+    assert all(t.device.type == "cpu" for t in tensors_of(other_optimizer.state_dict()))
+    back = make(mlp("cuda").parameters())
+    back.load_state_dict(other_optimizer.state_dict())
+    assert_same(back.state_dict(), state_dict)
+
+
+@all_cases
+def test_options_come_from_the_checkpoint_and_unknown_ones_stay(make):
+    optimizer = make(mlp().parameters(), lr=0.5)
+    state_dict = optimizer.state_dict()
+    state_dict["param_groups"][0]["initial_lr"] = 0.25
+    del state_dict["param_groups"][0]["eps"]
+    other = make(mlp().named_parameters(), eps=0.125)
+    other.load_state_dict(state_dict)
+    group = other.param_groups[0]
+    assert (group["lr"], group["initial_lr"], group["eps"]) == (0.5, 0.25, 0.125)
+    assert group["param_names"][0] == "0.weight"
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_state_of_pytorch_adagrad_loads_and_continues_bit_for_bit(steps, dtype):
+    model, other = mlp(dtype=dtype), mlp(dtype=dtype)
+    options = {"lr": 0.1, "lr_decay": 0.01, "weight_decay": 0.1, "initial_accumulator_value": 0.5}
+    optimizer = torch.optim.Adagrad(model.parameters(), **options)
+    run(model, optimizer, 0, steps)
+    other.load_state_dict(model.state_dict())
+    other_optimizer = torchium.Adagrad(other.parameters())
+    other_optimizer.load_state_dict(through_a_file(optimizer.state_dict()))
+    expected = run(model, optimizer, steps, 5)
+    assert_same(run(other, other_optimizer, steps, 5), expected)
+
+
+@all_cases
+def test_hooks_of_state_dict_and_load_state_dict(make):
+    model = mlp()
+    optimizer = make(model.parameters())
+    run(model, optimizer)
+    calls = []
+    optimizer.register_state_dict_pre_hook(lambda opt: calls.append("pre"))
+
+    def note(opt, state_dict):
+        calls.append("post")
+        return {**state_dict, "note": 1}
+
+    optimizer.register_state_dict_post_hook(note)
+    state_dict = optimizer.state_dict()
+    assert calls == ["pre", "post"] and state_dict["note"] == 1
+
+    def set_lr(opt, state_dict):
+        calls.append("load pre")
+        assert state_dict["note"] == 1
+        groups = copy.deepcopy(state_dict["param_groups"])
+        groups[0]["lr"] = 0.75
+        return {**state_dict, "param_groups": groups}
+
+    other = make(mlp().parameters())
+    other.register_load_state_dict_pre_hook(set_lr)
+    other.register_load_state_dict_post_hook(lambda opt: calls.append("load post"))
+    other.load_state_dict(state_dict)
+    assert calls[2:] == ["load pre", "load post"]
+    assert other.param_groups[0]["lr"] == 0.75
+
+
+# ---- what does not fit
+
+
+def _first(state_dict: dict) -> dict:
+    return state_dict["state"][0]
+
+
+def _matrix_key(state: dict) -> str:
+    return "statistics.0" if "statistics.0" in state else "sum"
+
+
+def drop_group(d):
+    d["param_groups"].pop()
+
+
+def drop_parameter(d):
+    d["param_groups"][0]["params"].pop()
+
+
+def drop_param_groups(d):
+    del d["param_groups"]
+
+
+def drop_matrix(d):
+    del _first(d)[_matrix_key(_first(d))]
+
+
+def drop_step(d):
+    del _first(d)["step"]
+
+
+def add_key(d):
+    _first(d)["exp_avg_sq"] = torch.zeros(5, 6)
+
+
+def reshape_matrix(d):
+    state = _first(d)
+    key = _matrix_key(state)
+    state[key] = torch.cat([state[key], state[key]])
+
+
+def transpose_parameter(d):
+    state = _first(d)
+    for key in state:
+        if state[key].dim() == 2:
+            state[key] = state[key].mT.contiguous()
+    if "statistics.0" in state:
+        state["statistics.0"] = torch.zeros(1, 17, 17)
+
+
+def make_sparse(d):
+    state = _first(d)
+    state[_matrix_key(state)] = state[_matrix_key(state)].to_sparse()
+
+
+def make_complex(d):
+    state = _first(d)
+    state[_matrix_key(state)] = state[_matrix_key(state)].to(torch.complex64)
+
+
+def make_integer(d):
+    state = _first(d)
+    state[_matrix_key(state)] = state[_matrix_key(state)].to(torch.int64)
+
+
+def make_text(d):
+    _first(d)[_matrix_key(_first(d))] = "a matrix"
+
+
+def state_is_no_dict(d):
+    d["state"][0] = torch.ones(3)
+
+
+def add_state_of_nobody(d):
+    d["state"][99] = dict(_first(d))
+
+
+def last_state_is_wrong(d):
+    del d["state"][5]["step"]
+
+
+def option_out_of_range(d):
+    d["param_groups"][-1]["lr"] = -1.0
+
+
+DAMAGES = {
+    drop_group: "parameter groups",
+    drop_parameter: "parameters",
+    drop_param_groups: "param_groups",
+    drop_matrix: "missing",
+    drop_step: "missing.*step",
+    add_key: "unexpected.*exp_avg_sq",
+    reshape_matrix: r"shape \[.*\].*needs \[.*\]",
+    transpose_parameter: r"shape \[.*\].*needs \[.*\]",
+    make_sparse: "dense",
+    make_complex: "dtype",
+    make_integer: "dtype",
+    make_text: "tensor",
+    state_is_no_dict: "dict",
+    add_state_of_nobody: "99",
+    last_state_is_wrong: "missing.*step",
+    option_out_of_range: "lr",
+}
+
+
+@all_cases
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda f: f.__name__)
+def test_checkpoint_that_does_not_fit_loads_nothing(make, damage):
+    model = mlp()
+    layers = [{"params": list(model[0].parameters())}]
+    layers.append({"params": [*model[1].parameters(), *model[3].parameters()]})
+    optimizer = make(layers)
+    run(model, optimizer)
+    state_dict = optimizer.state_dict()
+    state_dict["param_groups"][0]["lr"] = 0.125
+    damage(state_dict)
+    run(model, optimizer, 4, 1)
+    before = snapshot(optimizer)
+    groups = copy.deepcopy(
+        [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    )
+    with pytest.raises(ValueError, match=DAMAGES[damage]):
+        optimizer.load_state_dict(state_dict)
+    assert_same(snapshot(optimizer), before)
+    assert groups == [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    run(model, optimizer, 5, 1)
+
+
+@all_cases
+@pytest.mark.parametrize("state_dict", [None, [], {}, {"state": {}}, "text"])
+def test_what_is_no_state_dict_is_refused(make, state_dict):
+    with pytest.raises(ValueError, match="state_dict"):
+        make(mlp().parameters()).load_state_dict(state_dict)
+
+
+def test_the_message_names_the_parameter():
+    model = mlp()
+    optimizer = torchium.Shampoo(model.named_parameters())
+    run(model, optimizer)
+    state_dict = optimizer.state_dict()
+    state_dict["state"][0]["statistics.1"] = torch.zeros(1, 2, 2)
+    message = r"'statistics.1' of parameter '0.weight'.*shape \[1, 2, 2\].*needs \[1, 6, 6\]"
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("other", [torch.optim.SGD, torch.optim.Adam, *CASES])
+def test_state_of_another_kind_of_optimizer_is_refused(name, other):
+    model = mlp()
+    foreign = CASES[other] if isinstance(other, str) else other
+    optimizer = foreign(model.parameters(), lr=0.1)
+    if isinstance(optimizer, torch.optim.SGD):
+        optimizer.param_groups[0]["momentum"] = 0.9
+    run(model, optimizer)
+    same_class = type(CASES[name](mlp().parameters())) is type(optimizer)
+    loader = CASES[name](model.parameters())
+    if same_class:  # the options come with the checkpoint
+        loader.load_state_dict(optimizer.state_dict())
+        return
+    with pytest.raises(ValueError, match=r"missing|unexpected|shape"):
+        loader.load_state_dict(optimizer.state_dict())
+    assert not any(loader.state.values())
+
+
+@pytest.mark.parametrize("option", [{"block_size": 2}, {"preconditioner_1d": "full"}])
+def test_options_that_shape_the_state_cannot_change_under_it(option):
+    model = mlp()
+    optimizer = torchium.Shampoo(model.parameters())
+    run(model, optimizer)
+    optimizer.param_groups[0].update(option)
+    before = values(model)
+    with pytest.raises(ValueError, match=r"shape|missing"):
+        run(model, optimizer)
+    assert_same(values(model), before)
