@@ -20,7 +20,7 @@ CASES: dict[str, Make] = {
     "shampoo": _case(torchium.Shampoo, lr=0.05, update_freq=2),
     "shampoo_all_buffers": _case(
         torchium.Shampoo,
-        lr=0.05,
+        lr=0.005,
         update_freq=3,
         weight_decay=0.01,
         betas=(0.9, 0.99),
@@ -31,7 +31,9 @@ CASES: dict[str, Make] = {
         preconditioner_1d="full",
     ),
     "adagrad": _case(torchium.Adagrad, lr=0.05, lr_decay=0.01, weight_decay=0.01),
-    "adagrad_full": _case(torchium.Adagrad, lr=0.05, full_matrix=True, block_size=8, update_freq=2),
+    "adagrad_full": _case(
+        torchium.Adagrad, lr=0.05, eps=1e-2, full_matrix=True, block_size=8, update_freq=2
+    ),
 }
 
 

@@ -191,16 +191,6 @@ def test_parameter_listed_twice_is_refused(make):
         make([p, p])
 
 
-def test_more_than_five_dimensions_are_refused_and_nothing_changes():
-    six, two = nn.Parameter(torch.ones(2, 2, 2, 2, 2, 2)), nn.Parameter(torch.ones(2, 2))
-    optimizer = torchium.Shampoo([two, six], block_size=2, merge_dims=False)
-    set_gradients([two, six], 0)
-    before = snapshot(optimizer)
-    with pytest.raises(ValueError, match="order"):
-        optimizer.step()
-    assert_same(snapshot(optimizer), before)
-
-
 # ---- gradients
 
 

@@ -49,7 +49,9 @@ class Adagrad(CoreOptimizer):
         weight_decay (float): L2 penalty (default: 0).
         initial_accumulator_value (float): start of :math:`s`, or of :math:`G` as a multiple of the
             identity (default: 0).
-        eps (float): added to the denominator, or to :math:`G` (default: 1e-10).
+        eps (float): added to the denominator, or to :math:`G` (default: 1e-10). With ``full_matrix``
+            and ``update_freq`` above 1 a larger one is needed: a gradient outside of the span of
+            those that the last root has seen is divided by :math:`\sqrt{\text{eps}}`.
         full_matrix (bool): block full-matrix form (default: False).
         block_size (int): entries of a block of the full-matrix form (default: 128).
         update_freq (int): steps between two computations of the roots of the full-matrix form

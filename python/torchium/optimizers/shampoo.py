@@ -66,8 +66,8 @@ class Shampoo(CoreOptimizer):
 
     Args:
         params (iterable): parameters, named parameters or dicts of parameter groups; dense, real,
-            float32, float64, bfloat16 or float16, of order 0 to 5. Every option below may be set
-            for a group.
+            float32, float64, bfloat16 or float16, of any order. Every option below may be set for
+            a group.
         lr (float or Tensor): learning rate, at least 0. A tensor has one element (default: 0.03).
         eps (float): damping added to the statistics before the root (default: 1e-4).
         update_freq (int): steps between two computations of the roots (default: 100).
