@@ -120,9 +120,9 @@ void adagrad_step(const AdagradHyperparameters& h, at::TensorList params, at::Te
   for (size_t i = 0; i < params.size(); ++i) {
     at::Tensor param = params[i];
     const StepScalar decayed_lr = decayed_learning_rate(h, state.steps[i], lr);
-    if (h.full_matrix) {
+    if (h.full_matrix && directions[i].defined()) {
       subtract_scaled_(param, directions[i], decayed_lr);
-    } else {
+    } else if (!h.full_matrix) {
       diagonal_update(h, param, g[i], state.sums[i], decayed_lr, gate);
     }
   }

@@ -21,7 +21,7 @@ std::vector<Segment> segments(int64_t length, int64_t block_size) {
   if (whole > 0) {
     result.push_back({block_size, whole, 0});
   }
-  if (rest > 0 || result.empty()) {
+  if (rest > 0) {
     result.push_back({rest, 1, whole * block_size});
   }
   return result;
@@ -60,6 +60,9 @@ std::vector<int64_t> merged_dims(at::IntArrayRef shape, int64_t block_size, bool
 }
 
 Blocking make_blocking(std::vector<int64_t> dims, int64_t block_size) {
+  if (std::find(dims.begin(), dims.end(), 0) != dims.end()) {
+    return {std::move(dims), {}};
+  }
   Blocking blocking{std::move(dims), {BlockShape{}}};
   for (const int64_t length : blocking.dims) {
     std::vector<BlockShape> extended;

@@ -9,6 +9,7 @@
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
 #include <cmath>
 
 namespace torchium::optim::detail {
@@ -38,7 +39,8 @@ std::vector<Blocking> make_blockings(at::TensorList params, const ShampooHyperpa
   return make_blockings(params, h.block_size, h.merge_dims, h.preconditioner_1d == "diagonal");
 }
 
-// 1 - beta^t of each parameter; 1 for a plain sum (beta = 1).
+// 1 - beta^t of each parameter; 1 for a plain sum (beta = 1). A first step that was skipped has
+// t = 0, where 0 would make 0 / 0: it is answered as t = 1.
 std::vector<StepScalar> bias_corrections(const Tensors& steps, double beta) {
   std::vector<StepScalar> corrections(steps.size());
   if (beta == 1.0) {
@@ -46,9 +48,8 @@ std::vector<StepScalar> bias_corrections(const Tensors& steps, double beta) {
   }
   for (size_t i = 0; i < steps.size(); ++i) {
     if (steps[i].is_cpu()) {
-      corrections[i].host = 1.0 - std::pow(beta, steps[i].item<float>());
+      corrections[i].host = 1.0 - std::pow(beta, std::max(steps[i].item<float>(), 1.0f));
     } else {
-      // A first step that was skipped has t = 0: c = 0 would make 0 / 0.
       corrections[i].device = 1.0 - at::pow(beta, steps[i].to(at::kDouble).clamp_min(1.0));
     }
   }
@@ -219,7 +220,9 @@ void check_state(const ShampooHyperparameters& h, at::TensorList params, at::Ten
 
 bool has_diagonal_preconditioner(at::IntArrayRef shape, int64_t block_size, bool merge_dims,
                                  const std::string& preconditioner_1d) {
-  return preconditioner_1d == "diagonal" && merged_dims(shape, block_size, merge_dims).size() == 1;
+  const auto dims = merged_dims(shape, block_size, merge_dims);
+  return (preconditioner_1d == "diagonal" && dims.size() == 1) ||
+         make_blocking(dims, block_size).shapes.empty();
 }
 
 MatrixStacks shampoo_init_state(at::TensorList params, int64_t block_size, bool merge_dims,

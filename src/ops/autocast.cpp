@@ -1,0 +1,30 @@
+// Under autocast every operator computes as without it: a root or a statistic in half precision
+// would be wrong, and state must keep its dtype.
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+namespace torchium::ops {
+namespace {
+
+void call_without_autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  op.callBoxed(stack);
+}
+
+void register_operators(torch::Library& m) {
+  for (const char* name :
+       {"matrix_inverse_root", "matrix_inverse_root_info", "matrix_power", "eigh", "kron",
+        "kron_matmul", "kron_solve", "chunked_matmul", "spd_inverse", "spd_solve", "fused_mul_add",
+        "shampoo_init_state", "shampoo_step_", "shampoo_update_preconditioners_",
+        "adagrad_init_state", "adagrad_step_"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&call_without_autocast>());
+  }
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(torchium, AutocastCPU, m) { register_operators(m); }
+TORCH_LIBRARY_IMPL(torchium, AutocastCUDA, m) { register_operators(m); }
+
+}  // namespace torchium::ops
