@@ -69,11 +69,13 @@ def values(model: nn.Module) -> list[Tensor]:
 def assert_same(actual: object, expected: object) -> None:
     """Equal bit for bit, through any nesting of dicts and sequences."""
     if isinstance(expected, dict):
-        assert isinstance(actual, dict) and actual.keys() == expected.keys()
+        assert isinstance(actual, dict)
+        assert actual.keys() == expected.keys()
         for key, value in expected.items():
             assert_same(actual[key], value)
     elif isinstance(expected, (list, tuple)):
-        assert type(actual) is type(expected) and len(actual) == len(expected)
+        assert type(actual) is type(expected)
+        assert len(actual) == len(expected)
         for one, other in zip(actual, expected, strict=True):
             assert_same(one, other)
     elif isinstance(expected, Tensor):

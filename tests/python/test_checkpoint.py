@@ -98,7 +98,8 @@ def test_matrices_of_one_size_share_a_stack_and_its_order_is_that_of_the_group(m
             views = [optimizer.state[p][key] for p in params]
             assert len({v.untyped_storage().data_ptr() for v in views}) == 1
             offsets = [v.storage_offset() for v in views]
-            assert offsets == sorted(offsets) and len(set(offsets)) == 4
+            assert offsets == sorted(offsets)
+            assert len(set(offsets)) == 4
 
 
 # ---- going on
@@ -271,7 +272,8 @@ def test_hooks_of_state_dict_and_load_state_dict(make):
 
     optimizer.register_state_dict_post_hook(note)
     state_dict = optimizer.state_dict()
-    assert calls == ["pre", "post"] and state_dict["note"] == 1
+    assert calls == ["pre", "post"]
+    assert state_dict["note"] == 1
 
     def set_lr(opt, state_dict):
         calls.append("load pre")

@@ -149,7 +149,8 @@ def test_step_gives_no_parameter_and_no_state_a_graph(make):
     optimizer = make(model.parameters())
     run(model, optimizer)
     for p in model.parameters():
-        assert p.is_leaf and p.requires_grad
+        assert p.is_leaf
+        assert p.requires_grad
         assert all(not t.requires_grad and t.grad_fn is None for t in optimizer.state[p].values())
 
 
@@ -185,7 +186,8 @@ def test_parameters_without_a_gradient_keep_value_and_state(make):
         set_gradients(others, step)
         optimizer.step()
     assert_same([frozen, late.detach()], start)
-    assert not optimizer.state.get(frozen) and not optimizer.state.get(late)
+    assert not optimizer.state.get(frozen)
+    assert not optimizer.state.get(late)
 
     set_gradients([late], 3)
     optimizer.step()
@@ -302,7 +304,9 @@ def test_low_precision_parameters_have_float32_state(make, dtype, device):
     run(model, optimizer, steps=5)
     optimizer.check_errors()
     for p, b in zip(model.parameters(), before, strict=True):
-        assert p.dtype == dtype and torch.isfinite(p).all() and not torch.equal(p, b)
+        assert p.dtype == dtype
+        assert torch.isfinite(p).all()
+        assert not torch.equal(p, b)
         for key, tensor in optimizer.state[p].items():
             expected = torch.int32 if key.startswith("root_failures") else torch.float32
             assert tensor.dtype == expected, key
@@ -364,7 +368,8 @@ def test_parameters_of_any_order_move_and_stay_finite(make, shape, device):
         set_gradients([p], step)
         before = p.detach().clone()
         optimizer.step()
-        assert torch.isfinite(p).all() and not torch.equal(p, before)
+        assert torch.isfinite(p).all()
+        assert not torch.equal(p, before)
     optimizer.check_errors()
 
 

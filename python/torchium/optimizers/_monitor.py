@@ -73,7 +73,7 @@ class StatusMonitor:
                 else torch.empty_like(status, device="cpu", pin_memory=True)
             )
             values.copy_(status, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(status.device))
             self._pending.append(_Pending(key, params, values, event))
 
@@ -84,7 +84,7 @@ class StatusMonitor:
         reports = []
         while self._pending:
             event = self._pending[0].event
-            if event is not None and not event.query():  # type: ignore[no-untyped-call]
+            if event is not None and not event.query():
                 break
             reports.append(self._take(self._pending.popleft()))
         return reports
