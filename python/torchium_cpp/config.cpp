@@ -4,7 +4,6 @@
 namespace torchium::python {
 
 void bind_config(pybind11::module_& module) {
-  module.attr("torch_version") = TORCHIUM_TORCH_VERSION;
   module.def("version", &torchium::version, "The version of libtorchium.");
   module.def("built_with_cuda", &torchium::built_with_cuda,
              "True if the CUDA kernels of Torchium are in this build.");

@@ -1,0 +1,22 @@
+"""
+C++ objects of Torchium that are not operators on tensors.
+"""
+
+from __future__ import annotations
+
+__all__: list[str] = ["built_with_cuda", "show_config", "version"]
+
+def built_with_cuda() -> bool:
+    """
+    True if the CUDA kernels of Torchium are in this build.
+    """
+
+def show_config() -> str:
+    """
+    Lines of 'name: value': versions, CUDA, BLAS, compiler and build type.
+    """
+
+def version() -> str:
+    """
+    The version of libtorchium.
+    """

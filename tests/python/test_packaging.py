@@ -1,0 +1,264 @@
+"""The C++ package, the wheel, the version check and the choices of the build."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import torchium
+import torchium_cpp
+
+ROOT = Path(__file__).resolve().parents[2]
+TORCH_MINOR = ".".join(torch.__version__.split(".")[:2])
+
+
+def run(
+    *command: object, env: dict[str, str] | None = None, **options
+) -> subprocess.CompletedProcess:
+    """Runs a command with its output captured; the caller looks at the return code."""
+    return subprocess.run(
+        [str(part) for part in command],
+        env={**os.environ, **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **options,
+    )
+
+
+def succeed(*command: object, **options) -> str:
+    result = run(*command, **options)
+    assert result.returncode == 0, result.stdout
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def build_dir() -> Path:
+    """The CMake folder that holds the tested build: nothing here compiles the library again."""
+    # torchium_cpp is either staged at BUILD/python/torchium_cpp, or installed by `make`.
+    default = Path(torchium_cpp.__file__).resolve().parents[2]
+    folder = Path(os.environ.get("TORCHIUM_BUILD_DIR", default))
+    if not (folder / "CMakeCache.txt").exists() or shutil.which("cmake") is None:
+        pytest.skip(f"no CMake, or no build in {folder} (TORCHIUM_BUILD_DIR)")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def staged(build_dir: Path) -> Path:
+    """The folder of the built packages, for PYTHONPATH."""
+    return build_dir / "python"
+
+
+@pytest.fixture(scope="module")
+def prefix(build_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An installation of the C++ package."""
+    prefix = tmp_path_factory.mktemp("prefix")
+    succeed("cmake", "--install", build_dir, "--prefix", prefix)
+    return prefix
+
+
+@pytest.fixture(scope="module")
+def wheel(build_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built in the folder of the tested build."""
+    folder = tmp_path_factory.mktemp("wheel")
+    options = ("--no-build-isolation", "--no-deps", "--wheel-dir", folder)
+    succeed(
+        *(sys.executable, "-m", "pip", "wheel", *options, ROOT),
+        env={"TORCHIUM_BUILD_DIR": str(build_dir), "CMAKE_ARGS": ""},
+    )
+    (wheel,) = folder.glob("torchium-*.whl")
+    return wheel
+
+
+class TestCppPackage:
+    def test_program_outside_the_tree_trains(self, prefix: Path, tmp_path: Path) -> None:
+        succeed(
+            *("cmake", "-S", ROOT / "tests/consumer", "-B", tmp_path, "-DCMAKE_BUILD_TYPE=Debug"),
+            f"-DCMAKE_PREFIX_PATH={prefix}",
+        )
+        succeed("cmake", "--build", tmp_path)
+        output = succeed(tmp_path / "consumer", env={"LD_LIBRARY_PATH": ""})
+        assert f"torchium: {torchium.__version__}\n" in output
+
+    def test_installs_public_headers_only(self, prefix: Path) -> None:
+        names = {path.name for path in (prefix / "include").rglob("*.h")}
+        public = {path.name for path in (ROOT / "include").rglob("*.h")}
+        assert names == public | {"version.h"}
+
+    def test_refuses_a_libtorch_of_another_minor_version(
+        self, prefix: Path, tmp_path: Path
+    ) -> None:
+        libtorch = tmp_path / "libtorch"
+        built_against = Path(torch.__file__).parent
+        (libtorch / "include/torch/headeronly").mkdir(parents=True)
+        (libtorch / "include/torch/csrc/api/include/torch").mkdir(parents=True)
+        (libtorch / "include/torch/csrc/api/include/torch/torch.h").touch()
+        (libtorch / "lib").symlink_to(built_against / "lib")
+        header = (built_against / "include/torch/headeronly/version.h").read_text()
+        (libtorch / "include/torch/headeronly/version.h").write_text(
+            re.sub(r"(TORCH_VERSION_MINOR) \d+", r"\1 99", header)
+        )
+        result = run(
+            *("cmake", "-S", ROOT / "tests/consumer", "-B", tmp_path / "build"),
+            *(f"-DCMAKE_PREFIX_PATH={prefix}", f"-DTORCHIUM_TORCH_ROOT={libtorch}"),
+        )
+        assert result.returncode != 0
+        message = " ".join(result.stdout.split())
+        assert f"was built against torch {TORCH_MINOR}" in message
+        assert "2.99" in message
+
+
+class TestWheel:
+    def test_contents(self, wheel: Path) -> None:
+        names = set(zipfile.ZipFile(wheel).namelist())
+        expected = {
+            path.relative_to(ROOT / "python").as_posix()
+            for pattern in ("*.py", "*.pyi", "py.typed")
+            for path in (ROOT / "python").rglob(pattern)
+            if "egg-info" not in str(path)
+        }
+        assert {"torchium/py.typed", "torchium_cpp/py.typed", "torchium_cpp/_C.pyi"} <= expected
+        modules = {name for name in names if not re.search(r"\.dist-info/", name)}
+        libraries = {name for name in modules if name.endswith(".so")}
+        assert modules - libraries == expected | {"torchium_cpp/_build_info.py"}
+        assert "torchium_cpp/libtorchium.so" in libraries
+        others = libraries - {"torchium_cpp/libtorchium.so"}
+        assert all(name.startswith("torchium_cpp/_C.") for name in others)
+        assert len(others) == 1
+
+    def test_metadata(self, wheel: Path) -> None:
+        archive = zipfile.ZipFile(wheel)
+        (metadata,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        lines = archive.read(metadata).decode().splitlines()
+        assert f"Version: {torchium.__version__}" in lines
+        assert f"Requires-Dist: torch=={TORCH_MINOR}.*" in lines
+        assert "none-any" not in wheel.name
+
+    def test_libraries_find_torch_without_absolute_paths(self, wheel: Path, tmp_path: Path) -> None:
+        if shutil.which("readelf") is None:
+            pytest.skip("no readelf")
+        zipfile.ZipFile(wheel).extractall(tmp_path)
+        for library in (tmp_path / "torchium_cpp").glob("*.so"):
+            (rpath,) = re.findall(r"R(?:UN)?PATH.*\[(.*)\]", succeed("readelf", "-d", library))
+            assert all(part.startswith("$ORIGIN") for part in rpath.split(":")), rpath
+
+    def test_imports_from_where_it_is_unpacked(self, wheel: Path, tmp_path: Path) -> None:
+        zipfile.ZipFile(wheel).extractall(tmp_path)
+        code = "import torchium, torchium_cpp._C as c; print(torchium.__file__); c.show_config()"
+        output = succeed(
+            *(sys.executable, "-c", code), env={"PYTHONPATH": str(tmp_path)}, cwd=tmp_path
+        )
+        assert str(tmp_path) in output
+
+
+def with_build_info(staged: Path, folder: Path, **values: str) -> None:
+    """Copies the built packages to `folder` with other values in _build_info.py."""
+    for package in ("torchium", "torchium_cpp"):
+        shutil.copytree(staged / package, folder / package)
+    info = folder / "torchium_cpp/_build_info.py"
+    text = info.read_text()
+    for name, value in values.items():
+        text, count = re.subn(rf'^{name} = ".*"$', f'{name} = "{value}"', text, flags=re.MULTILINE)
+        assert count == 1
+    info.write_text(text)
+
+
+class TestVersionCheck:
+    def import_torchium(self, folder: Path) -> subprocess.CompletedProcess:
+        return run(
+            *(sys.executable, "-c", "import torchium"), env={"PYTHONPATH": str(folder)}, cwd=folder
+        )
+
+    def test_another_minor_version_is_refused(self, staged: Path, tmp_path: Path) -> None:
+        with_build_info(staged, tmp_path, TORCH_VERSION="2.10.1")
+        result = self.import_torchium(tmp_path)
+        assert result.returncode != 0
+        assert "ImportError" in result.stdout
+        assert "built against torch 2.10.1" in result.stdout
+        assert f"torch {torch.__version__} is installed" in result.stdout
+        assert "pip install --no-build-isolation" in result.stdout
+
+    def test_another_patch_version_is_accepted(self, staged: Path, tmp_path: Path) -> None:
+        with_build_info(staged, tmp_path, TORCH_VERSION=f"{TORCH_MINOR}.77")
+        result = self.import_torchium(tmp_path)
+        assert result.returncode == 0, result.stdout
+
+
+class TestShowConfig:
+    def test_names_what_the_build_consists_of(self) -> None:
+        lines = dict(line.split(": ", 1) for line in torchium.show_config().splitlines())
+        assert lines["torchium"] == torchium.__version__
+        assert lines["torch (running)"] == torch.__version__.split("+")[0]
+        expected = torchium_cpp._build_info.CUDA_VERSION or "not built"
+        assert lines["CUDA kernels"] == expected
+        assert {"CUDA architectures", "BLAS", "LAPACK", "compiler", "build type"} <= set(lines)
+        assert "unknown" not in lines.values()
+
+    def test_version_is_that_of_the_file(self) -> None:
+        assert torchium.__version__ == (ROOT / "VERSION").read_text().strip()
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="no CMake")
+class TestConfigure:
+    """What CMake decides; nothing is compiled."""
+
+    def configure(self, folder: Path, *options: str, **env: str) -> subprocess.CompletedProcess:
+        return run(
+            *("cmake", "-S", ROOT, "-B", folder, f"-DPython_EXECUTABLE={sys.executable}", *options),
+            env=env,
+        )
+
+    def test_cuda_on_without_nvcc_says_what_is_missing(self, tmp_path: Path) -> None:
+        result = self.configure(tmp_path, "-DTORCHIUM_CUDA=ON", CUDACXX="/nonexistent/nvcc")
+        assert result.returncode != 0
+        assert "no CUDA compiler (nvcc) was found" in " ".join(result.stdout.split())
+
+    def test_cuda_auto_without_nvcc_builds_for_the_cpu(self, tmp_path: Path) -> None:
+        result = self.configure(tmp_path, "-DTORCHIUM_CUDA=AUTO", CUDACXX="/nonexistent/nvcc")
+        assert result.returncode == 0, result.stdout
+        assert "TORCHIUM_CUDA=AUTO: nvcc not found" in result.stdout
+
+    def test_cuda_off_needs_no_nvcc_though_torch_has_cuda(self, tmp_path: Path) -> None:
+        result = self.configure(tmp_path, "-DTORCHIUM_CUDA=OFF", CUDACXX="/nonexistent/nvcc")
+        assert result.returncode == 0, result.stdout
+        assert (
+            "CUDA_VERSION: str | None = None"
+            in (tmp_path / "python/torchium_cpp/_build_info.py").read_text()
+        )
+
+    def test_another_value_is_refused(self, tmp_path: Path) -> None:
+        result = self.configure(tmp_path, "-DTORCHIUM_CUDA=maybe")
+        assert result.returncode != 0
+        assert "TORCHIUM_CUDA is 'maybe'" in result.stdout
+
+
+def test_build_without_torch_names_the_commands_that_work(tmp_path: Path) -> None:
+    """What a plain `pip install .` meets: an isolated environment with setuptools and no torch."""
+    import setuptools
+
+    site = Path(setuptools.__file__).parents[1]
+    for name in ("setuptools", "_distutils_hack", "pkg_resources"):
+        if (site / name).exists():
+            (tmp_path / name).symlink_to(site / name)
+    result = run(
+        *(sys.executable, "-S", "setup.py", "egg_info", "--egg-base", tmp_path),
+        cwd=ROOT,
+        env={"PYTHONPATH": str(tmp_path)},
+    )
+    assert result.returncode != 0
+    assert "make install PYTHON=path/to/python" in result.stdout
+    assert "pip install --no-build-isolation ." in result.stdout
+
+
+def test_stub_of_the_compiled_module_is_current(tmp_path: Path) -> None:
+    pytest.importorskip("pybind11_stubgen")
+    succeed(ROOT / "scripts/generate_stubs.sh", tmp_path)
+    generated = (tmp_path / "torchium_cpp/_C.pyi").read_text()
+    assert generated == (ROOT / "python/torchium_cpp/_C.pyi").read_text(), (
+        "Run scripts/generate_stubs.sh and commit python/torchium_cpp/_C.pyi"
+    )
