@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torchium
 from reference import ReferenceAdagrad, ReferenceShampoo
 from trajectory_problems import PROBLEMS, train
-
-import torchium
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}
 

@@ -1,0 +1,147 @@
+"""Timing, tables and checks that all benchmarks share."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from tabulate import tabulate
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def interleaved(
+    functions: dict[str, Callable[[], object]],
+    rounds: int,
+    prepare: dict[str, Callable[[], object]] | None = None,
+) -> dict[str, list[float]]:
+    """Seconds of every function in every round.
+
+    All functions run once a round, so that a slower or faster spell of the machine meets them all.
+    `prepare[name]` runs before that function, off the clock.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name, function in functions.items():
+            if prepare and name in prepare:
+                prepare[name]()
+            start = time.perf_counter()
+            function()
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
+    """Median over rounds of the ratio within a round."""
+    pairs = zip(numerators, denominators, strict=True)
+    return statistics.median(a / b for a, b in pairs)
+
+
+@dataclass
+class Report:
+    """Tables and checks of one benchmark, printed as they come and saved on request."""
+
+    title: str
+    lines: list[str] = field(default_factory=list)
+    checks: list[list[str]] = field(default_factory=list)
+    missed: int = 0
+
+    def __post_init__(self) -> None:
+        self.write(f"# {self.title}\n\n{machine()}\n")
+
+    def write(self, text: str) -> None:
+        print(text, flush=True)
+        self.lines.append(text)
+
+    def table(self, title: str, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        body = tabulate(rows, headers, tablefmt="github", floatfmt=".3g")
+        self.write(f"\n## {title}\n\n{body}\n")
+
+    def check(self, what: str, ratio: float, at_most: float) -> None:
+        passed = ratio <= at_most
+        self.missed += not passed
+        verdict = "pass" if passed else "MISS"
+        self.checks.append([what, f"{ratio:.3f}", f"<= {at_most:g}", verdict])
+
+    def skip(self, what: str, why: str) -> None:
+        self.checks.append([what, "-", "-", f"not measured: {why}"])
+
+    def finish(self, save_as: Path | None) -> int:
+        """Prints the checks; the number of missed targets."""
+        if self.checks:
+            self.table("Targets", ["what", "ratio", "target", "result"], self.checks)
+        if save_as is not None:
+            save_as.parent.mkdir(parents=True, exist_ok=True)
+            save_as.write_text("\n".join(self.lines))
+        return self.missed
+
+
+def machine() -> str:
+    cpu = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        names = [
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ]
+        cpu = names[0] if names else cpu
+    blas = "MKL" if torch.backends.mkl.is_available() else "OpenBLAS or other"
+    return (
+        f"{cpu}, {torch.get_num_threads()} threads, torch {torch.__version__}, {blas}, "
+        f"{time.strftime('%Y-%m-%d')}"
+    )
+
+
+def parse_arguments(description: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument(
+        "--save", action="store_true", help="write the tables to benchmarks/results/*.md"
+    )
+    parser.add_argument("--threads", type=int, help="threads of torch (default: torch's own)")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds of each timing")
+    arguments = parser.parse_args()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    return arguments
+
+
+def result_file(name: str, arguments: argparse.Namespace) -> Path | None:
+    return ROOT / "benchmarks" / "results" / f"{name}.md" if arguments.save else None
+
+
+def load_from_index(requirement: str, package: str, alias: str) -> ModuleType:
+    """Installs `requirement` into a folder of its own and imports its `package` as `alias`.
+
+    The alias is what lets an older package of our own name be timed in one process with ours.
+    Raises RuntimeError if it cannot be installed.
+    """
+    folder = ROOT / ".cache" / "benchmarks" / requirement
+    if not (folder / package).is_dir():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+        done = subprocess.run(
+            [*command, "--target", str(folder), requirement], capture_output=True, text=True
+        )
+        if done.returncode != 0:
+            raise RuntimeError(f"pip could not install {requirement}: {done.stderr.strip()}")
+    spec = importlib.util.spec_from_file_location(
+        alias,
+        folder / package / "__init__.py",
+        submodule_search_locations=[str(folder / package)],
+    )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[alias] = module
+    with contextlib.redirect_stdout(io.StringIO()):  # it greets on import
+        spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,26 @@
+"""Runs all benchmarks that this machine can run; what `make bench` calls.
+
+Exits with 1 if a target is missed.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+BENCHMARKS = ("shampoo_cpu.py", "roots_cpu.py")
+
+
+def main() -> int:
+    folder = Path(__file__).resolve().parent
+    # Each in its own process: threads, allocator and caches of one do not colour the next.
+    codes = [
+        subprocess.run([sys.executable, str(folder / name), *sys.argv[1:]]).returncode
+        for name in BENCHMARKS
+    ]
+    return int(any(codes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

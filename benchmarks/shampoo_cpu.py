@@ -1,0 +1,286 @@
+"""Shampoo on a CPU against its own matrix products, LAPACK, and other implementations."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import torch
+import torchium
+from common import (
+    Report,
+    interleaved,
+    load_from_index,
+    median_ratio,
+    parse_arguments,
+    result_file,
+)
+from torch import Tensor, nn
+
+NEVER = 10**9  # an update_freq that is not reached; roots are due at powers of two alone
+BATCHES = 8
+
+
+class Workload:
+    """The MLP 784-512-512-10 with gradients of a few batches of 128, used in turn."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(
+            nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)
+        )
+        self.gradients = []
+        for _ in range(BATCHES):
+            x, y = torch.randn(128, 784), torch.randint(10, (128,))
+            loss = nn.functional.cross_entropy(self.model(x), y)
+            self.gradients.append(torch.autograd.grad(loss, list(self.model.parameters())))
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return [p for p in self.model.parameters() if p.dim() == 2]
+
+    def optimizer(
+        self, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    ) -> tuple[torch.optim.Optimizer, Callable[[], None]]:
+        """An optimizer of its own copy of the parameters; a function that gives them gradients."""
+        params = [nn.Parameter(p.detach().clone()) for p in self.model.parameters()]
+        batches = itertools.cycle(self.gradients)
+
+        def feed() -> None:
+            for p, g in zip(params, next(batches), strict=True):
+                p.grad = g.clone()  # some of the optimizers write into it
+
+        return make_optimizer(params), feed
+
+
+def blocks(shape: Iterable[int], block_size: int) -> Iterable[tuple[int, ...]]:
+    """Shapes of all blocks of a matrix."""
+    cut = [[min(block_size, n - a) for a in range(0, n, block_size)] for n in shape]
+    return itertools.product(*cut)
+
+
+def bare_products(weights: list[Tensor], block_size: int) -> dict[str, Callable[[], None]]:
+    """The matrix products of one step alone, blocks of one shape as one batch.
+
+    "statistics": G G^T and G^T G in full; "directions": L G and (L G) R.
+    """
+    shapes = Counter(s for w in weights for s in blocks(w.shape, block_size))
+    stacks = []
+    for (m, n), count in shapes.items():
+        G = torch.randn(count, m, n)
+        outputs = [torch.empty(count, *s) for s in ((m, m), (n, n), (m, n), (m, n))]
+        stacks.append((G, torch.randn(count, m, m), torch.randn(count, n, n), *outputs))
+
+    def statistics_products() -> None:
+        for G, _, _, left, right, _, _ in stacks:
+            torch.bmm(G, G.mT, out=left)
+            torch.bmm(G.mT, G, out=right)
+
+    def direction_products() -> None:
+        for G, L, R, _, _, half, direction in stacks:
+            torch.bmm(L, G, out=half)
+            torch.bmm(half, R, out=direction)
+
+    return {"statistics": statistics_products, "directions": direction_products}
+
+
+def factors_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [
+        value.clone()
+        for state in optimizer.state.values()
+        for key, value in state.items()
+        if key.startswith("statistics")
+    ]
+
+
+def against_bare_products(report: Report, work: Workload, rounds: int) -> None:
+    rows = []
+    for block_size in (1024, 256):
+        products = bare_products(work.weights, block_size)
+        for product in products.values():
+            product()
+
+        def shampoo(update_freq: int, block_size: int = block_size):
+            return work.optimizer(
+                lambda ps: torchium.Shampoo(ps, update_freq=update_freq, block_size=block_size)
+            )
+
+        plain, feed = shampoo(NEVER)
+        for _ in range(32):  # the next power of two is out of reach of 31 rounds
+            feed()
+            plain.step()
+        t = interleaved({"step": plain.step, **products}, min(rounds, 31), {"step": feed})
+        bare = [s / 2 + d for s, d in zip(t["statistics"], t["directions"], strict=True)]
+        no_roots = [block_size, *medians(t["step"], bare), median_ratio(t["step"], bare)]
+
+        due, feed = shampoo(1)
+        feed()
+        due.step()
+        factors = factors_of(plain)
+        lapack = {"eigh": lambda factors=factors: [torch.linalg.eigh(f) for f in factors]}
+        t = interleaved(
+            {"step": due.step, **products, **lapack}, max(3, rounds // 3), {"step": feed}
+        )
+        bare = [
+            s / 2 + d + e
+            for s, d, e in zip(t["statistics"], t["directions"], t["eigh"], strict=True)
+        ]
+        with_roots = [*medians(t["step"], bare), median_ratio(t["step"], bare)]
+        rows.append(no_roots + with_roots)
+        if block_size == 1024:
+            report.check("step without roots due / its bare products", no_roots[-1], 1.3)
+            report.check("step with roots due / bare products + LAPACK eigh", with_roots[-1], 1.15)
+    report.table(
+        "One step of the MLP, ms",
+        ["block_size", "no roots", "products", "ratio", "roots due", "products + eigh", "ratio"],
+        rows,
+    )
+
+
+def medians(*seconds: list[float]) -> list[float]:
+    """Medians in milliseconds."""
+    return [1e3 * statistics.median(s) for s in seconds]
+
+
+def step_times(work: Workload, makers: dict[str, Callable], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each step of each optimizer after its first."""
+    steps, feeds = {}, {}
+    for name, make in makers.items():
+        optimizer, feeds[name] = work.optimizer(make)
+        feeds[name]()
+        optimizer.step()
+        steps[name] = optimizer.step
+    return interleaved(steps, rounds, feeds)
+
+
+def never_after_the_first(make: Callable, attribute: str) -> Callable:
+    """An optimizer whose roots are computed in its first step and never again."""
+
+    def made(params):
+        optimizer = make(params)
+        optimizer.register_step_post_hook(lambda *_: setattr(optimizer, attribute, NEVER))
+        return optimizer
+
+    return made
+
+
+def competitors(report: Report) -> dict[str, tuple[Callable, Callable, dict[str, object]]]:
+    """name -> (makes one without roots due, makes one with roots due, our equal options)."""
+    found = {}
+    try:
+        old = load_from_index("torchium==0.1.5", "torchium", "torchium_0_1_5")
+        found["torchium 0.1.5"] = (
+            lambda ps: old.Shampoo(ps, update_freq=NEVER),
+            lambda ps: old.Shampoo(ps, update_freq=1),
+            {},
+        )
+    except RuntimeError as error:
+        report.skip("faster than torchium 0.1.5", str(error).splitlines()[0])
+    try:
+        import pytorch_optimizer
+    except ImportError:
+        report.skip("faster than pytorch-optimizer", "pip install pytorch-optimizer")
+        return found
+    found["pytorch-optimizer Shampoo"] = (
+        never_after_the_first(pytorch_optimizer.Shampoo, "preconditioning_compute_steps"),
+        pytorch_optimizer.Shampoo,
+        {"preconditioner_1d": "full"},
+    )
+
+    def scalable(ps):
+        return pytorch_optimizer.ScalableShampoo(
+            ps, block_size=1024, start_preconditioning_step=1, preconditioning_compute_steps=1
+        )
+
+    found["pytorch-optimizer ScalableShampoo"] = (
+        never_after_the_first(scalable, "preconditioning_compute_steps"),
+        scalable,
+        {"preconditioner_1d": "full", "grafting": "sgd", "momentum": 0.9, "nesterov": True},
+    )
+    return found
+
+
+def against_others(report: Report, work: Workload, rounds: int) -> None:
+    rows = []
+    for name, (without_roots, with_roots, options) in competitors(report).items():
+        ours = {"": {}, ", block_size=256": {"block_size": 256}}
+
+        def makers(update_freq, theirs, options=options, ours=ours):
+            return {"theirs": theirs} | {
+                label: lambda ps, o=o: torchium.Shampoo(ps, update_freq=update_freq, **options, **o)
+                for label, o in ours.items()
+            }
+
+        plain = step_times(work, makers(NEVER, without_roots), 30)
+        regular = [i for i in range(30) if (i + 2) & (i + 1)]  # steps 2, 4, 8, ... are due
+        plain = {k: [v[i] for i in regular] for k, v in plain.items()}
+        due = step_times(work, makers(1, with_roots), max(3, rounds // 3))
+        ms = {k: medians(plain[k], due[k]) for k in plain}
+
+        def mean(label, update_freq, ms=ms):
+            without, with_roots = ms[label]
+            return (with_roots + (update_freq - 1) * without) / update_freq
+
+        for label, target in zip(ours, (1.0, 0.5), strict=True):
+            for what, times in (("a step without roots", plain), ("a step with roots", due)):
+                ratio = median_ratio(times[label], times["theirs"])
+                report.check(f"{what}{label} / {name}", ratio, target)
+            for freq in (10, 100):
+                ratio = mean(label, freq) / mean("theirs", freq)
+                report.check(f"mean step, update_freq={freq}{label} / {name}", ratio, target)
+        for label in ms:
+            shown = name if label == "theirs" else f"torchium{label}"
+            rows.append([shown, *ms[label], mean(label, 10), mean(label, 100)])
+    report.table(
+        "Others on the same MLP, ms (torchium rows: options equal to those of the row above them)",
+        ["optimizer", "no roots", "roots due", "mean, every 10", "mean, every 100"],
+        rows,
+    )
+    report.write(
+        "A step of torchium 0.1.5 without roots due is plain SGD with statistics: it applies no "
+        "preconditioner."
+    )
+
+
+def many_small_parameters(report: Report, rounds: int) -> None:
+    shapes = {
+        "1,000 matrices 8 x 8": [(8, 8)] * 1000,
+        "1,000 vectors of 16": [(16,)] * 1000,
+        "500 matrices 8 x 8, 500 vectors of 16": [(8, 8), (16,)] * 500,
+    }
+    rows = []
+    for name, sizes in shapes.items():
+        functions = {}
+        for label, make in {
+            "Shampoo": lambda ps: torchium.Shampoo(ps, update_freq=NEVER),
+            "Adam": lambda ps: torch.optim.Adam(ps, foreach=True),
+        }.items():
+            params = [nn.Parameter(torch.randn(s)) for s in sizes]
+            for p in params:
+                p.grad = torch.randn_like(p)
+            functions[label] = make(params).step
+        for _ in range(32):
+            for function in functions.values():
+                function()
+        t = interleaved(functions, min(rounds, 31))
+        ratio = median_ratio(t["Shampoo"], t["Adam"])
+        rows.append([name, *medians(*t.values()), ratio])
+        report.check(f"{name}: Shampoo / Adam foreach", ratio, 3.0)
+    report.table("Overhead, ms a step", ["parameters", "Shampoo", "Adam foreach", "ratio"], rows)
+
+
+def main() -> int:
+    arguments = parse_arguments(__doc__)
+    report = Report("Shampoo on a CPU")
+    work = Workload()
+    against_bare_products(report, work, arguments.rounds)
+    many_small_parameters(report, arguments.rounds)
+    against_others(report, work, arguments.rounds)
+    return report.finish(result_file("shampoo_cpu", arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
