@@ -21,13 +21,15 @@ from tabulate import tabulate
 
 ROOT = Path(__file__).resolve().parent.parent
 
+clock: Callable[[], float] = time.perf_counter
+
 
 def interleaved(
     functions: dict[str, Callable[[], object]],
     rounds: int,
     prepare: dict[str, Callable[[], object]] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds of every function in every round.
+    """Seconds of every function in every round, by the clock that --cpu-time chooses.
 
     All functions run once a round, so that a slower or faster spell of the machine meets them all.
     `prepare[name]` runs before that function, off the clock.
@@ -37,9 +39,9 @@ def interleaved(
         for name, function in functions.items():
             if prepare and name in prepare:
                 prepare[name]()
-            start = time.perf_counter()
+            start = clock()
             function()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(clock() - start)
     return seconds
 
 
@@ -100,7 +102,7 @@ def machine() -> str:
     blas = "MKL" if torch.backends.mkl.is_available() else "OpenBLAS or other"
     return (
         f"{cpu}, {torch.get_num_threads()} threads, torch {torch.__version__}, {blas}, "
-        f"{time.strftime('%Y-%m-%d')}"
+        f"{'CPU' if clock is time.thread_time else 'wall'} time, {time.strftime('%Y-%m-%d')}"
     )
 
 
@@ -111,7 +113,15 @@ def parse_arguments(description: str) -> argparse.Namespace:
     )
     parser.add_argument("--threads", type=int, help="threads of torch (default: torch's own)")
     parser.add_argument("--rounds", type=int, default=15, help="rounds of each timing")
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="one thread and its CPU seconds instead of wall time, for a machine that is busy",
+    )
     arguments = parser.parse_args()
+    if arguments.cpu_time:
+        global clock
+        clock, arguments.threads = time.thread_time, 1
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     return arguments
