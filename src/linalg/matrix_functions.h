@@ -37,7 +37,11 @@ struct MatrixPower {
 // (A + (eps + relative_eps s) I)^exponent for a real exponent, s the largest eigenvalue. Integer
 // exponents >= 0 are powers of indefinite matrices too; for others negative eigenvalues count as
 // zero, and for negative exponents eigenvalues are floored as above.
-MatrixPower matrix_power(const at::Tensor& A, double exponent, double eps, double relative_eps);
+MatrixPower matrix_power_with_eigensystem(const at::Tensor& A, double exponent, double eps,
+                                          double relative_eps);
+
+// The power alone.
+at::Tensor matrix_power(const at::Tensor& A, double exponent, double eps, double relative_eps);
 
 // Gradient of `power` with respect to A, symmetric, from the eigenvalues and eigenvectors: Q (K o
 // Q^T G Q) Q^T with divided differences K (Daleckii-Krein; Higham 2008, Functions of Matrices,

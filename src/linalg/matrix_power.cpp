@@ -45,7 +45,8 @@ at::Tensor divided_differences(const at::Tensor& values, const at::Tensor& floor
 
 }  // namespace
 
-MatrixPower matrix_power(const at::Tensor& A, double exponent, double eps, double relative_eps) {
+MatrixPower matrix_power_with_eigensystem(const at::Tensor& A, double exponent, double eps,
+                                          double relative_eps) {
   const Normalized input = normalize_symmetric(as_stack(A), eps);
   const DampedSpectrum spectrum = damped_spectrum(input, eps, relative_eps);
   at::Tensor base = spectrum.values;
@@ -66,6 +67,10 @@ MatrixPower matrix_power(const at::Tensor& A, double exponent, double eps, doubl
   result.values = result.values.view(A.sizes().slice(0, A.dim() - 1));
   result.vectors = result.vectors.view(A.sizes());
   return result;
+}
+
+at::Tensor matrix_power(const at::Tensor& A, double exponent, double eps, double relative_eps) {
+  return matrix_power_with_eigensystem(A, exponent, eps, relative_eps).power;
 }
 
 at::Tensor matrix_power_backward(const at::Tensor& grad, const at::Tensor& values,

@@ -95,7 +95,8 @@ InfoTuple inverse_root_info(const Tensor& A, int64_t root, double eps, double re
 // The power and what its derivative needs.
 PowerTuple power(const Tensor& A, double exponent, double eps, double relative_eps) {
   check_power(A, exponent, eps, relative_eps);
-  auto result = linalg::detail::matrix_power(to_compute_dtype(A), exponent, eps, relative_eps);
+  auto result = linalg::detail::matrix_power_with_eigensystem(to_compute_dtype(A), exponent, eps,
+                                                              relative_eps);
   return {to_dtype_of(A, result.power), result.values, result.vectors};
 }
 
