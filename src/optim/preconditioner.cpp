@@ -98,7 +98,7 @@ Candidate compute_root(const at::Tensor& matrices, const RootRule& rule) {
     candidate.accepted = result.residual.le(kRootResidualTolerance);  // false for NaN
   } else {
     candidate.root =
-        linalg::detail::matrix_power(matrices, rule.exponent, rule.eps, rule.relative_eps).power;
+        linalg::detail::matrix_power(matrices, rule.exponent, rule.eps, rule.relative_eps);
     candidate.accepted = at::ones({matrices.size(0)}, matrices.options().dtype(at::kBool));
   }
   // The sum of a matrix is finite only if all entries are; overflow of a sum counts as failure.

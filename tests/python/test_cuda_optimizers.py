@@ -1,0 +1,145 @@
+"""Optimizers on a CUDA device: like the CPU, without waiting for the device, and in CUDA graphs."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+import torchium
+from optimizer_cases import CASES, Make, assert_same, mlp, run, set_gradients, values
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.fixture(params=list(CASES))
+def make(request: pytest.FixtureRequest) -> Make:
+    return CASES[request.param]
+
+
+def close(actual: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float) -> None:
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a.cpu().double(), e.double(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 2e-3)])
+def test_follows_the_cpu(make: Make, dtype: torch.dtype, tolerance: float) -> None:
+    on_cpu, on_cuda = mlp(dtype=dtype), mlp("cuda", dtype)
+    expected = run(on_cpu, make(on_cpu.parameters()), steps=10)
+    actual = run(on_cuda, make(on_cuda.parameters()), steps=10)
+    close(actual, expected, tolerance)
+
+
+def test_bfloat16_parameters_keep_float32_state(make: Make) -> None:
+    model = mlp("cuda", torch.bfloat16)
+    optimizer = make(model.parameters())
+    assert all(v.isfinite().all() for v in run(model, optimizer, steps=5))
+    for state in optimizer.state.values():
+        assert {v.dtype for v in state.values()} <= {torch.float32, torch.int32}
+
+
+def test_a_step_without_roots_does_not_wait(make: Make) -> None:
+    model = mlp("cuda")
+    optimizer = make(
+        model.parameters(), **({} if make is CASES["adagrad"] else {"update_freq": 100})
+    )
+    run(model, optimizer, steps=2)
+    set_gradients(model.parameters(), 2)  # step 3 is neither a power of two nor a multiple of 100
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+
+
+def test_non_finite_gradients_skip_on_the_device(make: Make) -> None:
+    model = mlp("cuda")
+    optimizer = make(model.parameters())
+    run(model, optimizer, steps=3)
+    before = values(model)
+    state = copy.deepcopy(optimizer.state_dict()["state"])
+    set_gradients(model.parameters(), 7)
+    next(iter(model.parameters())).grad[0, 0] = float("nan")
+    optimizer.step()
+    optimizer.check_errors()
+    optimizer.step()
+    assert_same(values(model), before)
+    assert_same(optimizer.state_dict()["state"], state)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="finite"):
+        optimizer.check_errors()
+    assert_same(values(model), before)
+
+
+def test_a_finite_step_ends_the_count(make: Make) -> None:
+    model = mlp("cuda")
+    optimizer = make(model.parameters())
+    for step in range(6):
+        set_gradients(model.parameters(), step)
+        if step % 3:
+            next(iter(model.parameters())).grad.fill_(float("inf"))
+        optimizer.step()
+        optimizer.check_errors()
+    assert all(s["step"].item() == 2 for s in optimizer.state.values())
+
+
+def test_a_captured_step_equals_an_eager_one() -> None:
+    def optimizer(model: torch.nn.Module) -> torchium.Shampoo:
+        return torchium.Shampoo(
+            model.parameters(), lr=0.01, betas=(0.9, 0.99), grafting="adam", capturable=True
+        )
+
+    eager, captured = mlp("cuda"), mlp("cuda")
+    eager_optimizer, captured_optimizer = optimizer(eager), optimizer(captured)
+    for model, opt in ((eager, eager_optimizer), (captured, captured_optimizer)):
+        run(model, opt, steps=2)
+        opt.update_preconditioners()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="global"):
+        captured_optimizer.step()  # recorded, not run
+    for step in range(2, 6):
+        run(eager, eager_optimizer, first=step, steps=1)
+        generator = torch.Generator().manual_seed(step)
+        for p in captured.parameters():
+            p.grad.copy_(torch.randn(p.shape, generator=generator))
+        graph.replay()
+    captured_optimizer.check_errors()
+    close(values(captured), [v.cpu() for v in values(eager)], 1e-6)
+
+
+def test_capture_is_refused_where_the_host_decides() -> None:
+    model = mlp("cuda")
+    optimizer = torchium.Shampoo(model.parameters())
+    run(model, optimizer, steps=2)
+    with pytest.raises(RuntimeError, match="CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        optimizer.step()
+
+
+def test_checkpoints_move_between_devices(make: Make) -> None:
+    on_cuda = mlp("cuda", torch.float64)
+    first = make(on_cuda.parameters())
+    run(on_cuda, first, steps=3)
+    file = io.BytesIO()
+    torch.save({"model": on_cuda.state_dict(), "optimizer": first.state_dict()}, file)
+    file.seek(0)
+    checkpoint = torch.load(file, weights_only=True, map_location="cpu")
+    on_cpu = mlp(dtype=torch.float64)
+    on_cpu.load_state_dict(checkpoint["model"])
+    second = make(on_cpu.parameters())
+    second.load_state_dict(checkpoint["optimizer"])
+    again = mlp("cuda", torch.float64)
+    again.load_state_dict(checkpoint["model"])
+    third = make(again.parameters())
+    third.load_state_dict(second.state_dict())
+    expected = run(on_cuda, first, first=3)
+    assert_same(run(again, third, first=3), expected)
+    close(run(on_cpu, second, first=3), [v.cpu() for v in expected], 1e-8)
+
+
+def test_a_group_may_span_devices(make: Make) -> None:
+    reference, split = mlp(dtype=torch.float64), mlp(dtype=torch.float64)
+    split[3].to("cuda")
+    expected = run(reference, make(reference.parameters()), steps=5)
+    close(run(split, make(split.parameters()), steps=5), expected, 1e-9)
