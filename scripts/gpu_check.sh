@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+# usage: gpu_check.sh [BUILD]   (default: build; PYTHON=... chooses the Python, default python3)
+# On a machine with a CUDA device: the Python tests marked `cuda`, the C++ tests, compute-sanitizer and
+# the benchmarks, over a build that may have been made elsewhere: BUILD/python and BUILD/tests/cpp are
+# enough, and PYTHON may be of another version than the build's (there is no `_C` then). PYTHON needs the
+# torch of the build, numpy, scipy, pytest and hypothesis. Ends with a table; exits with 1 if a row failed.
+# Logs: BUILD/gpu_check/*.log
+set -uo pipefail
+cd "$(dirname "$0")/.."
+build=$(cd "${1:-build}" && pwd)
+python=${PYTHON:-python3}
+logs=$build/gpu_check
+mkdir -p "$logs"
+
+export PYTHONPATH=$build/python PYTHONDONTWRITEBYTECODE=1
+if ! description=$("$python" - << 'PY'
+import sys
+import torch
+import torchium
+
+if not torch.cuda.is_available():
+    sys.exit("no CUDA device")
+driver = torch._C._cuda_getDriverVersion()
+print(f"GPU {torch.cuda.get_device_name()}, driver for CUDA {driver // 1000}.{driver % 1000 // 10}")
+print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, Python {sys.version.split()[0]}")
+print(torchium.show_config(), end="")
+PY
+); then
+  echo "gpu_check needs a CUDA device and a Python with the torch that $build was built against." >&2
+  exit 1
+fi
+
+# The folder of torch's libraries, those of the NVIDIA packages beside it, and the toolkit's.
+library_path=$("$python" - << 'PY'
+from pathlib import Path
+import torch
+
+root = Path(torch.__file__).parent
+print(":".join(map(str, [root / "lib", *sorted(root.parent.glob("nvidia/*/lib"))])))
+PY
+)
+library_path=$library_path:${CUDA_HOME:-/usr/local/cuda}/lib64
+
+rows=()
+failed=0
+# check NAME COMMAND...: runs it with its output in NAME.log and adds a row to the table.
+check() {
+  local name=$1 start=$SECONDS result=passed
+  shift
+  echo "== $name: $*"
+  "$@" > "$logs/$name.log" 2>&1 || { result=FAILED; failed=1; }
+  [[ $result == passed ]] || tail -n 60 "$logs/$name.log"
+  local summary
+  summary=$(grep -E '^=+ .*(passed|failed|error|skipped)|^\[  (PASSED|FAILED) |ERROR SUMMARY|RACECHECK SUMMARY' \
+    "$logs/$name.log" | tail -n 1 | tr -d '=|')
+  rows+=("$(printf '%-22s %-8s %5ds  %s' "$name" "$result" $((SECONDS - start)) "$summary")")
+}
+# skip NAME REASON
+skip() { rows+=("$(printf '%-22s %-8s %5s   %s' "$1" skipped "" "$2")"); }
+
+check pytest-cuda "$python" -m pytest -q -m cuda -p no:cacheprovider tests/python
+if [[ -x $build/tests/cpp/torchium_tests ]]; then
+  check gtest env LD_LIBRARY_PATH="$library_path" GTEST_BRIEF=1 "$build/tests/cpp/torchium_tests"
+else
+  skip gtest "$build/tests/cpp/torchium_tests was not carried"
+fi
+if command -v compute-sanitizer > /dev/null; then
+  for tool in memcheck racecheck; do
+    check "sanitizer-$tool" compute-sanitizer --tool $tool --error-exitcode 1 "$python" scripts/gpu_smoke.py
+  done
+else
+  skip sanitizer "compute-sanitizer is not on PATH"
+fi
+check benchmarks "$python" benchmarks/run_all.py --device cuda
+cat "$logs/benchmarks.log"
+
+printf '\n%s\n\n' "$description"
+printf '%s\n' "${rows[@]}"
+exit $failed
