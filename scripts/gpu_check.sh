@@ -71,7 +71,7 @@ if command -v compute-sanitizer > /dev/null; then
 else
   skip sanitizer "compute-sanitizer is not on PATH"
 fi
-check benchmarks "$python" benchmarks/run_all.py --device cuda
+check benchmarks "$python" benchmarks/shampoo_cuda.py
 cat "$logs/benchmarks.log"
 
 printf '\n%s\n\n' "$description"

@@ -10,9 +10,9 @@ from types import ModuleType
 
 import torch
 
-from . import _build_info
+from ._build_info import TORCH_VERSION, VERSION
 
-__version__ = _build_info.VERSION
+__version__ = VERSION
 
 
 def _check_torch_version(running: str, built: str) -> None:
@@ -40,5 +40,5 @@ def __getattr__(name: str) -> ModuleType:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-_check_torch_version(torch.__version__, _build_info.TORCH_VERSION)
+_check_torch_version(torch.__version__, TORCH_VERSION)
 _load_library()

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torchium
 import torchium_cpp
+from torchium_cpp._build_info import CUDA_VERSION
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCH_MINOR = ".".join(torch.__version__.split(".")[:2])
@@ -194,7 +195,7 @@ class TestShowConfig:
         lines = dict(line.split(": ", 1) for line in torchium.show_config().splitlines())
         assert lines["torchium"] == torchium.__version__
         assert lines["torch (running)"] == torch.__version__.split("+")[0]
-        expected = torchium_cpp._build_info.CUDA_VERSION or "not built"
+        expected = CUDA_VERSION or "not built"
         assert lines["CUDA kernels"] == expected
         assert {"CUDA architectures", "BLAS", "LAPACK", "compiler", "build type"} <= set(lines)
         assert "unknown" not in lines.values()
