@@ -90,7 +90,7 @@ at::Tensor record_skip_on_device(at::TensorList grads, at::Tensor& status) {
 
 at::Tensor StepScalar::divide(const at::Tensor& value) const {
   if (device.defined()) {
-    return value / device;
+    return value / device.to(value.scalar_type());  // two 0-dim tensors would promote to float64
   }
   return host == 1.0 ? value : value / host;
 }

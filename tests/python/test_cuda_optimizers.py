@@ -1,4 +1,4 @@
-"""Optimizers on a CUDA device: like the CPU, without waiting for the device, and in CUDA graphs."""
+"""Optimizers on a CUDA device: like the CPU, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import io
 
 import pytest
 import torch
-import torchium
 from optimizer_cases import CASES, Make, assert_same, mlp, run, set_gradients, values
 
 pytestmark = pytest.mark.cuda
@@ -67,9 +66,13 @@ def test_non_finite_gradients_skip_on_the_device(make: Make) -> None:
     optimizer.step()
     assert_same(values(model), before)
     assert_same(optimizer.state_dict()["state"], state)
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="finite"):
+
+    def third() -> None:
+        optimizer.step()  # reports it already if the device is fast
         optimizer.check_errors()
+
+    with pytest.raises(RuntimeError, match="finite"):
+        third()
     assert_same(values(model), before)
 
 
@@ -83,38 +86,6 @@ def test_a_finite_step_ends_the_count(make: Make) -> None:
         optimizer.step()
         optimizer.check_errors()
     assert all(s["step"].item() == 2 for s in optimizer.state.values())
-
-
-def test_a_captured_step_equals_an_eager_one() -> None:
-    def optimizer(model: torch.nn.Module) -> torchium.Shampoo:
-        return torchium.Shampoo(
-            model.parameters(), lr=0.01, betas=(0.9, 0.99), grafting="adam", capturable=True
-        )
-
-    eager, captured = mlp("cuda"), mlp("cuda")
-    eager_optimizer, captured_optimizer = optimizer(eager), optimizer(captured)
-    for model, opt in ((eager, eager_optimizer), (captured, captured_optimizer)):
-        run(model, opt, steps=2)
-        opt.update_preconditioners()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="global"):
-        captured_optimizer.step()  # recorded, not run
-    for step in range(2, 6):
-        run(eager, eager_optimizer, first=step, steps=1)
-        generator = torch.Generator().manual_seed(step)
-        for p in captured.parameters():
-            p.grad.copy_(torch.randn(p.shape, generator=generator))
-        graph.replay()
-    captured_optimizer.check_errors()
-    close(values(captured), [v.cpu() for v in values(eager)], 1e-6)
-
-
-def test_capture_is_refused_where_the_host_decides() -> None:
-    model = mlp("cuda")
-    optimizer = torchium.Shampoo(model.parameters())
-    run(model, optimizer, steps=2)
-    with pytest.raises(RuntimeError, match="CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        optimizer.step()
 
 
 def test_checkpoints_move_between_devices(make: Make) -> None:
