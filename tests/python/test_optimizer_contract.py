@@ -296,6 +296,26 @@ def test_a_compiled_model_trains_as_the_model_itself(make):
 
 
 @all_cases
+def test_a_compiled_training_step_is_the_step(make):
+    torch._dynamo.reset()
+    plain, compiled = mlp(), mlp()
+    inputs = torch.linspace(-1, 1, 24).reshape(4, 6)
+
+    def train(model, optimizer):
+        optimizer.zero_grad()
+        model(inputs).square().sum().backward()
+        optimizer.step()
+
+    optimizer, other = make(plain.parameters()), make(compiled.parameters())
+    compiled_train = torch.compile(train, backend="eager")
+    for step in range(4):
+        optimizer.param_groups[0]["lr"] = other.param_groups[0]["lr"] = 0.01 / (1 + step)
+        train(plain, optimizer)
+        compiled_train(compiled, other)
+    assert_same(values(compiled), values(plain))
+
+
+@all_cases
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_parameters_have_float32_state(make, dtype, device):
     model = mlp(device, dtype)

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from ._checkpoint import check_state, saved_groups, saved_states
@@ -146,6 +147,8 @@ class CoreOptimizer(Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    # Nothing here gains from tracing, and every new learning rate would be traced again.
+    @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Performs one optimization step.
@@ -214,8 +217,8 @@ class CoreOptimizer(Optimizer):
             learning_rate("lr", group["lr"])
         options = tuple(group[name] for name in self._CHECKS)
         if self._checked_options.get(index) != options:
-            check_options(self._CHECKS, group)
-            self._checked_options[index] = options
+            group.update(check_options(self._CHECKS, group))
+            self._checked_options[index] = tuple(group[name] for name in self._CHECKS)
 
     def _initialise(self, step: StepArguments) -> None:
         """Gives the parameters of the step the state that they lack."""
