@@ -189,6 +189,25 @@ def test_fresh_process_continues_bit_for_bit(name, tmp_path):
 
 
 @all_cases
+def test_state_by_names_of_distributed_checkpoint(make):
+    """torch.distributed.checkpoint.state_dict, as trainers use it, on one process."""
+    from torch.distributed.checkpoint.state_dict import (
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    model, other = mlp(), mlp()
+    optimizer, other_optimizer = make(model.parameters()), make(other.parameters())
+    run(model, optimizer)
+    state_dict = get_optimizer_state_dict(model, optimizer)
+    assert "0.weight" in state_dict["state"]
+    other.load_state_dict(model.state_dict())
+    set_optimizer_state_dict(other, other_optimizer, state_dict)
+    expected = run(model, optimizer, 4, 5)
+    assert_same(run(other, other_optimizer, 4, 5), expected)
+
+
+@all_cases
 def test_loading_copies_and_never_changes_the_checkpoint(make):
     model = mlp()
     optimizer = make(model.parameters())
@@ -419,7 +438,20 @@ def test_checkpoint_that_does_not_fit_loads_nothing(make, damage):
 
 
 @all_cases
-@pytest.mark.parametrize("state_dict", [None, [], {}, {"state": {}}, "text"])
+@pytest.mark.parametrize(
+    "state_dict",
+    [
+        None,
+        [],
+        {},
+        {"state": {}},
+        "text",
+        {"state": [], "param_groups": []},
+        {"state": {}, "param_groups": [{"lr": 0.1}]},
+        {"state": {}, "param_groups": [[0, 1]]},
+    ],
+    ids=str,
+)
 def test_what_is_no_state_dict_is_refused(make, state_dict):
     with pytest.raises(ValueError, match="state_dict"):
         make(mlp().parameters()).load_state_dict(state_dict)

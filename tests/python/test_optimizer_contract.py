@@ -574,6 +574,20 @@ def test_pickled_optimizer_continues_bit_for_bit(make):
 
 
 @all_cases
+def test_a_copy_whose_first_step_fails_continues_bit_for_bit(make):
+    model = mlp()
+    optimizer = make(model.parameters())
+    run(model, optimizer)
+    other, other_optimizer = copy.deepcopy((model, optimizer))
+    other_optimizer.param_groups[0]["lr"] = -1.0
+    with pytest.raises(ValueError, match="lr"):
+        run(other, other_optimizer)
+    other_optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"]
+    expected = run(model, optimizer, 4, 6)
+    assert_same(run(other, other_optimizer, 4, 6), expected)
+
+
+@all_cases
 def test_whole_optimizer_goes_through_torch_save(make):
     model = mlp()
     optimizer = make(model.parameters())

@@ -7,7 +7,6 @@ of the set of parameters of its group that have state, so that a resumed run con
 
 from __future__ import annotations
 
-import sys
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -21,12 +20,12 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from ._checkpoint import check_state, saved_groups, saved_states
-from ._monitor import MAX_CONSECUTIVE_SKIPS, Report, StatusMonitor, is_capturing
+from ._monitor import MAX_CONSECUTIVE_SKIPS, Report, StatusMonitor, refuse_capture
 from ._options import Check, check_options, learning_rate
+from ._parameters import check_dense, is_plain, parameter_name, state_zeros
 
 State = dict[str, Tensor]
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _MATRIX_KEYS = ("statistics", "roots", "root_failures")
 
 
@@ -34,11 +33,6 @@ _MATRIX_KEYS = ("statistics", "roots", "root_failures")
 def matrix_keys(slot: int) -> tuple[str, ...]:
     """State keys of one slot: the matrices of one mode of one block shape of a parameter."""
     return tuple(f"{key}.{slot}" for key in _MATRIX_KEYS)
-
-
-def state_dtype(param: Tensor) -> torch.dtype:
-    """dtype of all state of a parameter but ``step``."""
-    return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
 def matrix_lists(states: Iterable[State]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
@@ -134,7 +128,7 @@ class CoreOptimizer(Optimizer):
             if len(set(group["params"])) != len(group["params"]):
                 raise ValueError(f"params of group {index} hold a parameter more than once")
             for param in group["params"]:
-                _check_dense(param, _name(index, group, param))
+                check_dense(param, parameter_name(index, group, param))
         except ValueError:
             self.param_groups.pop()
             raise
@@ -173,8 +167,7 @@ class CoreOptimizer(Optimizer):
                 loss = closure()
         # All groups are checked before any is changed.
         steps = [s for i, group in enumerate(self.param_groups) for s in self._arguments(i, group)]
-        for step in steps:
-            self._initialise(step)
+        self._add_state(steps, [self._missing_state(step) for step in steps])
         for step in steps:
             self._launch(step)
         self._raise_failures(self._monitor.poll())
@@ -195,10 +188,9 @@ class CoreOptimizer(Optimizer):
         grads = [p.grad for p in group["params"]]
         params = [p for p, g in zip(group["params"], grads, strict=True) if g is not None]
         grads = [g for g in grads if g is not None]
-        for kind in {(type(g), g.layout, g.dtype) for g in grads}:
-            if kind[0] is not Tensor or kind[1] is not torch.strided or kind[2] not in _DTYPES:
-                for param, grad in zip(params, grads, strict=True):
-                    _check_dense(grad, f"gradient of {_name(index, group, param)}")
+        if not all(is_plain(*kind) for kind in {(type(g), g.layout, g.dtype) for g in grads}):
+            for param, grad in zip(params, grads, strict=True):
+                check_dense(grad, f"gradient of {parameter_name(index, group, param)}")
         devices = {p.device for p in params}
         if len(devices) == 1:
             return [StepArguments(index, group, devices.pop(), params, grads)]
@@ -220,27 +212,35 @@ class CoreOptimizer(Optimizer):
             group.update(check_options(self._CHECKS, group))
             self._checked_options[index] = tuple(group[name] for name in self._CHECKS)
 
-    def _initialise(self, step: StepArguments) -> None:
-        """Gives the parameters of the step the state that they lack."""
-        group = step.group
-        layout = tuple(group[name] for name in self._LAYOUT_OPTIONS)
-        missing = not all(map(self._has_state, step.params))
-        if missing or self._layouts.get(step.group_index) != layout:
-            _refuse_capture(
-                step.device, "state has to be created; run some steps before the capture"
-            )
+    def _missing_state(self, step: StepArguments) -> dict[Tensor, State]:
+        """State that parameters of the step lack, or that must move for those to be stacked."""
+        group, index = step.group, step.group_index
+        state: dict[Tensor, State] = {}
+        if self._layouts.get(index) != self._layout(group) or not all(
+            map(self._has_state, step.params)
+        ):
             active = set(step.params)
             params = [p for p in group["params"] if p in active or self._has_state(p)]
             old = {p: self._own_state(p) for p in params if self._has_state(p)}
-            for param, state in self._stacked_state(step.group_index, group, params, old).items():
-                self.state[param].update(state)
-                if param.is_cuda and param not in old:
-                    self._host_steps[param] = 0
-            self._layouts[step.group_index] = layout
+            state = self._stacked_state(index, group, params, old)
         for key in self._needed_buffers(group):
             for param in step.params:
-                if key not in self.state[param]:
-                    self.state[param][key] = _zeros_like(param)
+                if key not in self.state.get(param, ()):
+                    state.setdefault(param, {}).setdefault(key, state_zeros(param))
+        if state:
+            refuse_capture(step.device, "state has to be created; run a step before the capture")
+        return state
+
+    def _add_state(self, steps: list[StepArguments], missing: list[dict[Tensor, State]]) -> None:
+        for step, states in zip(steps, missing, strict=True):
+            self._layouts[step.group_index] = self._layout(step.group)
+            for param, state in states.items():
+                if param.is_cuda and not self._has_state(param):
+                    self._host_steps[param] = 0
+                self.state[param].update(state)
+
+    def _layout(self, group: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(group[name] for name in self._LAYOUT_OPTIONS)
 
     def _launch(self, step: StepArguments) -> None:
         """Runs the operator; on a GPU this returns before the step is done."""
@@ -248,10 +248,10 @@ class CoreOptimizer(Optimizer):
         host_steps: list[int] = []
         if step.device.type == "cuda":
             if self._host_decides(step.group):
-                _refuse_capture(step.device, "the host decides in step() which roots are due")
+                refuse_capture(step.device, "the host decides in step() which roots are due")
                 host_steps = self._known_host_steps(step.params)
                 self._host_steps.update(zip(step.params, (n + 1 for n in host_steps), strict=True))
-            else:  # replays of a captured step advance the device's count alone
+            elif self._host_steps:  # replays of a captured step advance the device's count alone
                 for param in step.params:
                     self._host_steps.pop(param, None)
         key = (step.group_index, step.device)
@@ -264,7 +264,7 @@ class CoreOptimizer(Optimizer):
     def _known_host_steps(self, params: list[Tensor]) -> list[int]:
         """Steps each parameter has taken; read from the device where the host does not know."""
         unknown = [p for p in params if p not in self._host_steps]
-        if unknown:
+        if unknown:  # a wait, but only after a load or a copy
             counts = torch.stack([self.state[p]["step"] for p in unknown]).tolist()
             self._host_steps.update(zip(unknown, map(int, counts), strict=True))
         return [self._host_steps[p] for p in params]
@@ -302,13 +302,17 @@ class CoreOptimizer(Optimizer):
         stacked = self._fresh_state(group, params)
         for param, values in old.items():
             check_state(
-                values, stacked[param], param.shape, self._BUFFERS, _name(index, group, param)
+                values,
+                stacked[param],
+                param.shape,
+                self._BUFFERS,
+                parameter_name(index, group, param),
             )
         for param, values in old.items():
             state = stacked[param]
             for key, value in values.items():
                 if key not in state:
-                    state[key] = _zeros_like(param)
+                    state[key] = state_zeros(param)
                 if isinstance(value, Tensor):
                     state[key].copy_(value.reshape(state[key].shape))
                 else:
@@ -326,7 +330,7 @@ class CoreOptimizer(Optimizer):
     def _forget_derived(self) -> None:
         """Drops what can be rebuilt from the groups and the state."""
         self._monitor = StatusMonitor()
-        # Of each group: values of _LAYOUT_OPTIONS when its stacks were built.
+        # Of each group: what _layout() gave when its stacks were built.
         self._layouts: dict[int, tuple[Any, ...]] = {}
         self._checked_options: dict[int, tuple[Any, ...]] = {}
         self._host_steps: dict[Tensor, int] = {}
@@ -361,8 +365,7 @@ class CoreOptimizer(Optimizer):
         self.state = state
         self.param_groups = groups
         self._forget_derived()
-        for index, group in enumerate(groups):
-            self._layouts[index] = tuple(group[name] for name in self._LAYOUT_OPTIONS)
+        self._layouts = {index: self._layout(group) for index, group in enumerate(groups)}
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -391,13 +394,13 @@ class CoreOptimizer(Optimizer):
                 raise RuntimeError(
                     f"{type(self).__name__}: {report.consecutive_skips} steps in a row had a "
                     "gradient that is not finite and were skipped, the last one that of "
-                    f"{_name(report.group, group, report.non_finite)}; lower lr, clip gradients or "
+                    f"{parameter_name(report.group, group, report.non_finite)}; lower lr, clip gradients or "
                     "use a GradScaler"
                 )
             if report.root_failures >= self._max_root_failures(group):
                 raise RuntimeError(
                     f"{type(self).__name__}: the root of a preconditioner of "
-                    f"{_name(report.group, group, report.failed)} failed {report.root_failures} "
+                    f"{parameter_name(report.group, group, report.failed)} failed {report.root_failures} "
                     "times in a row; raise eps or relative_eps"
                 )
 
@@ -412,46 +415,3 @@ def _cloned(states: dict[Any, State]) -> dict[Any, State]:
         key: {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
         for key, state in states.items()
     }
-
-
-def _zeros_like(param: Tensor) -> Tensor:
-    return torch.zeros_like(param, dtype=state_dtype(param), requires_grad=False)
-
-
-def _name(index: int, group: dict[str, Any], param: Tensor | None) -> str:
-    """The parameter as messages call it: by its name where the optimizer was given names."""
-    position = next((i for i, p in enumerate(group["params"]) if p is param), None)
-    if param is None or position is None:
-        return f"a parameter of group {index}"
-    names = group.get("param_names")
-    label = repr(names[position]) if names else position
-    return f"parameter {label} of group {index} (shape {list(param.shape)})"
-
-
-def _is_dtensor(tensor: Tensor) -> bool:
-    # No tensor is a DTensor before its module, slow to import, is loaded.
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
-def _check_dense(tensor: Tensor, name: str) -> None:
-    """Refuses tensors that the operators do not take."""
-    if _is_dtensor(tensor):
-        raise ValueError(
-            f"{name} is a DTensor, which is not supported; optimize the full tensor on each rank"
-        )
-    if tensor.layout != torch.strided:
-        raise ValueError(
-            f"{name} has layout {tensor.layout}; only dense tensors are supported, "
-            "for example with sparse=False of nn.Embedding"
-        )
-    if tensor.dtype not in _DTYPES:
-        raise ValueError(
-            f"{name} has dtype {tensor.dtype}; only real floating-point tensors "
-            f"({', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}) are supported"
-        )
-
-
-def _refuse_capture(device: torch.device, reason: str) -> None:
-    if device.type == "cuda" and is_capturing():
-        raise RuntimeError(f"a CUDA graph cannot capture this step: {reason}")

@@ -14,10 +14,10 @@ def saved_groups(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> li
 
     Options that the checkpoint does not know keep their values.
     """
-    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
+    if not _is_state_dict(state_dict):
         raise ValueError(
-            "state_dict must be a dict with the keys 'state' and 'param_groups', as state_dict() "
-            f"returns it, got {_describe(state_dict)}"
+            "state_dict must be a dict with the dict 'state' and the list 'param_groups', as "
+            f"state_dict() returns it, got {_describe(state_dict)}"
         )
     saved = state_dict["param_groups"]
     if len(saved) != len(groups):
@@ -90,6 +90,15 @@ def check_state(
             f"state of {name} does not fit this optimizer and its options: "
             f"missing {missing}, unexpected {extra}"
         )
+
+
+def _is_state_dict(value: object) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("state"), dict):
+        return False
+    groups = value.get("param_groups")
+    return isinstance(groups, list) and all(
+        isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
+    )
 
 
 def _describe(value: object) -> str:

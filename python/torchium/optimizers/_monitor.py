@@ -19,6 +19,12 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+def refuse_capture(device: torch.device, reason: str) -> None:
+    """Raises RuntimeError while a CUDA graph is captured on the device of the parameters."""
+    if device.type == "cuda" and is_capturing():
+        raise RuntimeError(f"a CUDA graph cannot capture this step: {reason}")
+
+
 @dataclass(frozen=True)
 class Report:
     """What one step of the parameters of one group on one device came to."""
@@ -57,6 +63,7 @@ class StatusMonitor:
     def status(self, key: Key) -> Tensor:
         """The tensor that the next step of ``key`` updates."""
         if key not in self._statuses:
+            refuse_capture(key[1], "it is the first one; run a step before the capture")
             self._statuses[key] = torch.tensor([0, 0, -1, 0, -1], device=key[1])
         return self._statuses[key]
 

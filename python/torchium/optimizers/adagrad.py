@@ -8,14 +8,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ._base import (
-    CoreOptimizer,
-    State,
-    StepArguments,
-    matrix_lists,
-    state_dtype,
-)
+from ._base import CoreOptimizer, State, StepArguments, matrix_lists
 from ._options import Check, flag, integer, lr_tensor, number
+from ._parameters import state_zeros
 
 
 class Adagrad(CoreOptimizer):
@@ -128,8 +123,7 @@ class Adagrad(CoreOptimizer):
     def _elementwise_state(self, param: Tensor, group: dict[str, Any], has_matrices: bool) -> State:
         if group["full_matrix"]:
             return {}
-        value = group["initial_accumulator_value"]
-        return {"sum": torch.full_like(param, value, dtype=state_dtype(param))}
+        return {"sum": state_zeros(param).fill_(group["initial_accumulator_value"])}
 
     def _needed_buffers(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ()

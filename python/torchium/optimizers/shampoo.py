@@ -8,13 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ._base import (
-    CoreOptimizer,
-    State,
-    StepArguments,
-    matrix_lists,
-    state_dtype,
-)
+from ._base import CoreOptimizer, State, StepArguments, matrix_lists
 from ._options import (
     Check,
     choice,
@@ -25,6 +19,7 @@ from ._options import (
     optional,
     pair,
 )
+from ._parameters import state_zeros
 
 _BUFFERED_GRAFTING = ("adagrad", "rmsprop", "adam")
 
@@ -101,7 +96,8 @@ class Shampoo(CoreOptimizer):
             (default: 3).
         maximize (bool): go up instead of down (default: False).
         capturable (bool): :meth:`step` never computes roots, so that it can be captured in a CUDA
-            graph; call :meth:`update_preconditioners` for them (default: False).
+            graph; call :meth:`update_preconditioners` for them. A captured step keeps the ``lr``
+            that it was captured with, unless that is a tensor on the GPU (default: False).
 
     Raises:
         ValueError: an option is out of its range, or a parameter is sparse, complex, integer or a
@@ -257,7 +253,7 @@ class Shampoo(CoreOptimizer):
     def _elementwise_state(self, param: Tensor, group: dict[str, Any], has_matrices: bool) -> State:
         if has_matrices:
             return {}
-        return {"diagonal": torch.zeros_like(param, dtype=state_dtype(param))}
+        return {"diagonal": state_zeros(param)}
 
     def _needed_buffers(self, group: dict[str, Any]) -> tuple[str, ...]:
         needed = (

@@ -1,0 +1,60 @@
+"""Which tensors the operators take, how messages call them, and the dtype of their state."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def state_dtype(param: Tensor) -> torch.dtype:
+    """dtype of all state of a parameter but ``step``."""
+    return torch.float64 if param.dtype == torch.float64 else torch.float32
+
+
+def state_zeros(param: Tensor) -> Tensor:
+    """Fresh state of the parameter's shape and memory format."""
+    return torch.zeros_like(param, dtype=state_dtype(param), requires_grad=False)
+
+
+def parameter_name(index: int, group: dict[str, Any], param: Tensor | None) -> str:
+    """The parameter as messages call it: by its name where the optimizer was given names."""
+    position = next((i for i, p in enumerate(group["params"]) if p is param), None)
+    if param is None or position is None:
+        return f"a parameter of group {index}"
+    names = group.get("param_names")
+    label = repr(names[position]) if names else position
+    return f"parameter {label} of group {index} (shape {list(param.shape)})"
+
+
+def is_plain(kind: type, layout: torch.layout, dtype: torch.dtype) -> bool:
+    """Whether tensors of this kind need no closer look."""
+    return kind is Tensor and layout is torch.strided and dtype in _DTYPES
+
+
+def check_dense(tensor: Tensor, name: str) -> None:
+    """Refuses tensors that the operators do not take."""
+    if _is_dtensor(tensor):
+        raise ValueError(
+            f"{name} is a DTensor, which is not supported; optimize the full tensor on each rank"
+        )
+    if tensor.layout != torch.strided:
+        raise ValueError(
+            f"{name} has layout {tensor.layout}; only dense tensors are supported, "
+            "for example with sparse=False of nn.Embedding"
+        )
+    if tensor.dtype not in _DTYPES:
+        raise ValueError(
+            f"{name} has dtype {tensor.dtype}; only real floating-point tensors "
+            f"({', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}) are supported"
+        )
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    # No tensor is a DTensor before its module, slow to import, is loaded.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
