@@ -1,0 +1,121 @@
+#include "torchium/optim/adagrad.h"
+
+#include "optim/adagrad_step.h"
+#include "optim/group_step.h"
+#include "optim/option_checks.h"
+#include "optim/option_fields.h"
+
+#include <utility>
+
+namespace torchium::optim {
+namespace {
+
+// Failed roots of one matrix in a row after which a step raises (Shampoo's default).
+constexpr int64_t kMaxRootFailures = 3;
+
+const AdagradOptions& adagrad_options(const torch::optim::OptimizerOptions& options) {
+  const auto* result = dynamic_cast<const AdagradOptions*>(&options);
+  TORCH_CHECK_VALUE(result != nullptr, "a parameter group of Adagrad needs AdagradOptions");
+  return *result;
+}
+
+detail::AdagradHyperparameters hyperparameters(const AdagradOptions& o, at::Tensor lr) {
+  detail::AdagradHyperparameters h;
+  h.lr = std::move(lr);
+  h.lr_decay = o.lr_decay();
+  h.weight_decay = o.weight_decay();
+  h.initial_accumulator_value = o.initial_accumulator_value();
+  h.eps = o.eps();
+  h.full_matrix = o.full_matrix();
+  h.block_size = o.block_size();
+  h.update_freq = o.update_freq();
+  h.maximize = o.maximize();
+  return h;
+}
+
+}  // namespace
+
+AdagradOptions::AdagradOptions(double lr) : lr_(lr) {}
+
+double AdagradOptions::get_lr() const { return lr(); }
+void AdagradOptions::set_lr(const double lr) { this->lr(lr); }
+
+void AdagradOptions::serialize(torch::serialize::InputArchive& archive) {
+  detail::read_options(archive, *this);
+}
+void AdagradOptions::serialize(torch::serialize::OutputArchive& archive) const {
+  detail::write_options(archive, *this);
+}
+
+bool operator==(const AdagradOptions& lhs, const AdagradOptions& rhs) {
+  return detail::equal_options(lhs, rhs);
+}
+
+std::unique_ptr<torch::optim::OptimizerParamState> AdagradParamState::clone() const {
+  return std::make_unique<AdagradParamState>(*this);
+}
+
+std::vector<MatrixParamState::NamedTensor> AdagradParamState::parameter_shaped() {
+  return {{"sum", &sum()}};
+}
+
+Adagrad::Adagrad(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+                 AdagradOptions defaults)
+    : SecondOrderOptimizer(std::make_unique<AdagradOptions>(std::move(defaults))) {
+  initialize(param_groups);
+}
+
+Adagrad::Adagrad(std::vector<at::Tensor> params, AdagradOptions defaults)
+    : Adagrad({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}
+
+void Adagrad::check_options(const Options& options) const {
+  const auto& o = adagrad_options(options);
+  detail::check_at_least_zero("lr", o.lr());
+  detail::check_at_least_zero("lr_decay", o.lr_decay());
+  detail::check_at_least_zero("weight_decay", o.weight_decay());
+  detail::check_at_least_zero("initial_accumulator_value", o.initial_accumulator_value());
+  detail::check_at_least_zero("eps", o.eps());
+  detail::check_at_least_one("block_size", o.block_size());
+  detail::check_at_least_one("update_freq", o.update_freq());
+}
+
+std::unique_ptr<MatrixParamState> Adagrad::make_empty_state() const {
+  return std::make_unique<AdagradParamState>();
+}
+
+void Adagrad::init_parameter_shaped(const Options& options, const at::Tensor& param,
+                                    MatrixParamState& state) const {
+  const auto& o = adagrad_options(options);
+  if (!o.full_matrix()) {
+    static_cast<AdagradParamState&>(state).sum(
+        detail::parameter_shaped_zeros(param).fill_(o.initial_accumulator_value()));
+  }
+}
+
+detail::MatrixStacks Adagrad::init_stacks(const Options& options, at::TensorList params) const {
+  const auto& o = adagrad_options(options);
+  if (!o.full_matrix()) {
+    return {};
+  }
+  return detail::adagrad_init_state(params, o.block_size(), o.initial_accumulator_value());
+}
+
+void Adagrad::step_group(const Options& options, detail::GroupStep& step) const {
+  const auto& o = adagrad_options(options);
+  auto matrices = detail::matrix_lists(step.states);
+  detail::AdagradState state;
+  state.steps = detail::member_list(step.states, &MatrixParamState::step);
+  if (!o.full_matrix()) {
+    state.sums = detail::member_list(step.states, &AdagradParamState::sum);
+  }
+  state.statistics = std::move(matrices.statistics);
+  state.roots = std::move(matrices.roots);
+  state.root_failures = std::move(matrices.root_failures);
+  state.status = step.status;
+  detail::adagrad_step(hyperparameters(o, step.lr), step.params, step.grads, state,
+                       step.host_steps);
+}
+
+int64_t Adagrad::max_root_failures(const Options& options) const { return kMaxRootFailures; }
+
+}  // namespace torchium::optim

@@ -1,0 +1,52 @@
+// What an optimizer keeps for one group on one device besides its state; rebuilt when absent.
+#pragma once
+
+#include "optim/step_monitor.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <map>
+#include <tuple>
+
+namespace torchium::optim::detail {
+
+class GroupRuntime {
+ public:
+  GroupRuntime(size_t group, c10::Device device)
+      : group_(group), device_(device), monitor_(device) {}
+
+  size_t group() const { return group_; }
+  StepMonitor& monitor() { return monitor_; }
+
+  // `lr` as the core takes it: on the CPU, or in a tensor on the device that captured steps read.
+  at::Tensor learning_rate(double lr, bool capturable);
+  // Writes `lr` to that tensor, if there is one.
+  void sync_learning_rate(double lr);
+
+ private:
+  size_t group_;
+  c10::Device device_;
+  StepMonitor monitor_;
+  at::Tensor lr_;
+  double lr_value_ = 0.0;
+};
+
+class GroupRuntimes {
+ public:
+  GroupRuntime& at(size_t group, c10::Device device);
+  // Calls visit(runtime) for each, in the order of the groups.
+  template <typename Visitor>
+  void for_each(Visitor&& visit) {
+    for (auto& entry : runtimes_) {
+      visit(entry.second);
+    }
+  }
+  void clear() { runtimes_.clear(); }
+
+ private:
+  using Key = std::tuple<size_t, int, int>;  // group, device type, device index
+  std::map<Key, GroupRuntime> runtimes_;
+};
+
+}  // namespace torchium::optim::detail

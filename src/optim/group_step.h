@@ -1,0 +1,59 @@
+// What an optimizer class hands to one call of the core.
+#pragma once
+
+#include "torchium/optim/second_order_optimizer.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace torchium::optim::detail {
+
+// Parameters of one group on one device. All lists have one entry a parameter.
+struct GroupStep {
+  std::vector<at::Tensor> params;
+  std::vector<at::Tensor> grads;  // empty for an update of the roots alone
+  std::vector<MatrixParamState*> states;
+  at::Tensor lr;                    // 0-dim
+  at::Tensor status;                // step_status.h
+  std::vector<int64_t> host_steps;  // empty where the core reads `step` itself
+};
+
+// The matrices of all slots, in (parameter, slot) order.
+struct MatrixLists {
+  std::vector<at::Tensor> statistics;
+  std::vector<at::Tensor> roots;
+  std::vector<at::Tensor> root_failures;
+};
+MatrixLists matrix_lists(const std::vector<MatrixParamState*>& states);
+
+// One member of all states.
+template <typename State>
+std::vector<at::Tensor> member_list(const std::vector<MatrixParamState*>& states,
+                                    at::Tensor& (State::*member)() noexcept) {
+  std::vector<at::Tensor> list;
+  list.reserve(states.size());
+  for (auto* state : states) {
+    list.push_back((static_cast<State*>(state)->*member)());
+  }
+  return list;
+}
+
+// Zeros with the shape and memory format of the parameter, in its state dtype.
+at::Tensor parameter_shaped_zeros(const at::Tensor& param);
+
+// The same of a member: of all states, created where absent.
+template <typename State>
+std::vector<at::Tensor> created_member_list(const GroupStep& step,
+                                            at::Tensor& (State::*member)() noexcept) {
+  for (size_t i = 0; i < step.states.size(); ++i) {
+    at::Tensor& tensor = (static_cast<State*>(step.states[i])->*member)();
+    if (!tensor.defined()) {
+      tensor = parameter_shaped_zeros(step.params[i]);
+    }
+  }
+  return member_list(step.states, member);
+}
+
+}  // namespace torchium::optim::detail

@@ -1,0 +1,90 @@
+// One list of the options of an optimizer serves archives, comparison and the Python binding.
+#pragma once
+
+#include "torchium/optim/adagrad.h"
+#include "torchium/optim/shampoo.h"
+
+#include <c10/util/Exception.h>
+#include <torch/serialize/archive.h>
+
+#include <tuple>
+#include <type_traits>
+
+namespace torchium::optim::detail {
+
+template <typename T>
+struct OptionField {
+  const char* name;
+  T& value;
+};
+template <typename T>
+OptionField(const char*, T&) -> OptionField<T>;
+
+template <typename Options>
+requires std::is_same_v<std::remove_const_t<Options>, ShampooOptions>
+auto option_fields(Options& o) {
+  return std::make_tuple(
+      OptionField{"lr", o.lr()}, OptionField{"eps", o.eps()},
+      OptionField{"update_freq", o.update_freq()}, OptionField{"weight_decay", o.weight_decay()},
+      OptionField{"betas", o.betas()}, OptionField{"momentum", o.momentum()},
+      OptionField{"nesterov", o.nesterov()},
+      OptionField{"decoupled_weight_decay", o.decoupled_weight_decay()},
+      OptionField{"relative_eps", o.relative_eps()}, OptionField{"block_size", o.block_size()},
+      OptionField{"merge_dims", o.merge_dims()}, OptionField{"exponent", o.exponent()},
+      OptionField{"preconditioner_1d", o.preconditioner_1d()},
+      OptionField{"grafting", o.grafting()}, OptionField{"grafting_eps", o.grafting_eps()},
+      OptionField{"grafting_beta2", o.grafting_beta2()},
+      OptionField{"start_preconditioning_step", o.start_preconditioning_step()},
+      OptionField{"root_method", o.root_method()},
+      OptionField{"max_root_failures", o.max_root_failures()},
+      OptionField{"maximize", o.maximize()}, OptionField{"capturable", o.capturable()});
+}
+
+template <typename Options>
+requires std::is_same_v<std::remove_const_t<Options>, AdagradOptions>
+auto option_fields(Options& o) {
+  return std::make_tuple(OptionField{"lr", o.lr()}, OptionField{"lr_decay", o.lr_decay()},
+                         OptionField{"weight_decay", o.weight_decay()},
+                         OptionField{"initial_accumulator_value", o.initial_accumulator_value()},
+                         OptionField{"eps", o.eps()}, OptionField{"full_matrix", o.full_matrix()},
+                         OptionField{"block_size", o.block_size()},
+                         OptionField{"update_freq", o.update_freq()},
+                         OptionField{"maximize", o.maximize()});
+}
+
+// Calls visit(name, value) for every option.
+template <typename Options, typename Visitor>
+void visit_options(Options& options, Visitor&& visit) {
+  std::apply([&](auto... field) { (visit(field.name, field.value), ...); }, option_fields(options));
+}
+
+template <typename Options>
+void write_options(torch::serialize::OutputArchive& archive, const Options& options) {
+  visit_options(options, [&](const char* name, const auto& value) {
+    archive.write(name, c10::IValue(value));
+  });
+}
+
+template <typename Options>
+void read_options(torch::serialize::InputArchive& archive, Options& options) {
+  visit_options(options, [&](const char* name, auto& value) {
+    c10::IValue saved;
+    TORCH_CHECK_VALUE(archive.try_read(name, saved), "the archive has no option '", name,
+                      "'; it was not written by this kind of optimizer");
+    value = saved.to<std::decay_t<decltype(value)>>();
+  });
+}
+
+template <typename Options>
+bool equal_options(const Options& lhs, const Options& rhs) {
+  bool equal = true;
+  std::apply(
+      [&](auto... left) {
+        std::apply([&](auto... right) { equal = ((left.value == right.value) && ...); },
+                   option_fields(rhs));
+      },
+      option_fields(lhs));
+  return equal;
+}
+
+}  // namespace torchium::optim::detail

@@ -1,0 +1,184 @@
+#include "torchium/optim/shampoo.h"
+
+#include "optim/group_step.h"
+#include "optim/option_checks.h"
+#include "optim/option_fields.h"
+#include "optim/shampoo_step.h"
+
+#include <cmath>
+#include <utility>
+
+namespace torchium::optim {
+namespace {
+
+const ShampooOptions& shampoo_options(const torch::optim::OptimizerOptions& options) {
+  const auto* result = dynamic_cast<const ShampooOptions*>(&options);
+  TORCH_CHECK_VALUE(result != nullptr, "a parameter group of Shampoo needs ShampooOptions");
+  return *result;
+}
+
+bool uses_second_moment(const ShampooOptions& o) {
+  return o.grafting().has_value() && *o.grafting() != "sgd";
+}
+
+detail::ShampooHyperparameters hyperparameters(const ShampooOptions& o, at::Tensor lr) {
+  const auto [beta1, beta2] = o.betas();
+  detail::ShampooHyperparameters h;
+  h.lr = std::move(lr);
+  h.eps = o.eps();
+  h.update_freq = o.update_freq();
+  h.weight_decay = o.weight_decay();
+  h.beta1 = beta1;
+  h.beta2 = beta2;
+  h.momentum = o.momentum();
+  h.nesterov = o.nesterov();
+  h.decoupled_weight_decay = o.decoupled_weight_decay();
+  h.relative_eps = o.relative_eps();
+  h.block_size = o.block_size();
+  h.merge_dims = o.merge_dims();
+  h.exponent = o.exponent();
+  h.preconditioner_1d = o.preconditioner_1d();
+  h.grafting = o.grafting();
+  h.grafting_eps = o.grafting_eps();
+  h.grafting_beta2 = o.grafting_beta2().value_or(beta2 == 1.0 ? 0.999 : beta2);
+  h.start_preconditioning_step = o.start_preconditioning_step();
+  h.root_method = o.root_method();
+  h.maximize = o.maximize();
+  h.capturable = o.capturable();
+  return h;
+}
+
+// What the core needs of the states; members that the options ask for are created where absent.
+detail::ShampooState core_state(const ShampooOptions& o, const detail::GroupStep& step) {
+  auto matrices = detail::matrix_lists(step.states);
+  detail::ShampooState state;
+  state.steps = detail::member_list(step.states, &MatrixParamState::step);
+  state.statistics = std::move(matrices.statistics);
+  state.roots = std::move(matrices.roots);
+  state.root_failures = std::move(matrices.root_failures);
+  state.diagonals = detail::member_list(step.states, &ShampooParamState::diagonal);
+  std::erase_if(state.diagonals, [](const at::Tensor& tensor) { return !tensor.defined(); });
+  if (std::get<0>(o.betas()) > 0.0) {
+    state.exp_avgs = detail::created_member_list(step, &ShampooParamState::exp_avg);
+  }
+  if (uses_second_moment(o)) {
+    state.grafting_second_moments =
+        detail::created_member_list(step, &ShampooParamState::grafting_second_moment);
+  }
+  if (o.momentum() > 0.0) {
+    state.momentum_buffers = detail::created_member_list(step, &ShampooParamState::momentum_buffer);
+  }
+  state.status = step.status;
+  return state;
+}
+
+}  // namespace
+
+ShampooOptions::ShampooOptions(double lr) : lr_(lr) {}
+
+double ShampooOptions::get_lr() const { return lr(); }
+void ShampooOptions::set_lr(const double lr) { this->lr(lr); }
+
+void ShampooOptions::serialize(torch::serialize::InputArchive& archive) {
+  detail::read_options(archive, *this);
+}
+void ShampooOptions::serialize(torch::serialize::OutputArchive& archive) const {
+  detail::write_options(archive, *this);
+}
+
+bool operator==(const ShampooOptions& lhs, const ShampooOptions& rhs) {
+  return detail::equal_options(lhs, rhs);
+}
+
+std::unique_ptr<torch::optim::OptimizerParamState> ShampooParamState::clone() const {
+  return std::make_unique<ShampooParamState>(*this);
+}
+
+std::vector<MatrixParamState::NamedTensor> ShampooParamState::parameter_shaped() {
+  return {{"diagonal", &diagonal()},
+          {"exp_avg", &exp_avg()},
+          {"grafting_second_moment", &grafting_second_moment()},
+          {"momentum_buffer", &momentum_buffer()}};
+}
+
+Shampoo::Shampoo(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+                 ShampooOptions defaults)
+    : SecondOrderOptimizer(std::make_unique<ShampooOptions>(std::move(defaults))) {
+  initialize(param_groups);
+}
+
+Shampoo::Shampoo(std::vector<at::Tensor> params, ShampooOptions defaults)
+    : Shampoo({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}
+
+void Shampoo::check_options(const Options& options) const {
+  const auto& o = shampoo_options(options);
+  detail::check_at_least_zero("lr", o.lr());
+  detail::check_at_least_zero("eps", o.eps());
+  detail::check_at_least_one("update_freq", o.update_freq());
+  detail::check_at_least_zero("weight_decay", o.weight_decay());
+  detail::check_rate("betas[0]", std::get<0>(o.betas()), /*one_allowed=*/false);
+  detail::check_rate("betas[1]", std::get<1>(o.betas()), /*one_allowed=*/true);
+  detail::check_rate("momentum", o.momentum(), /*one_allowed=*/false);
+  TORCH_CHECK_VALUE(!o.nesterov() || o.momentum() > 0.0,
+                    "nesterov = true needs momentum > 0, got momentum = ", o.momentum());
+  detail::check_at_least_zero("relative_eps", o.relative_eps());
+  detail::check_at_least_one("block_size", o.block_size());
+  TORCH_CHECK_VALUE(!o.exponent() || (std::isfinite(*o.exponent()) && *o.exponent() < 0.0),
+                    "exponent must be a finite number below 0, got ", *o.exponent());
+  detail::check_choice("preconditioner_1d", o.preconditioner_1d(), {"diagonal", "full"});
+  if (o.grafting()) {
+    detail::check_choice("grafting", *o.grafting(), {"sgd", "adagrad", "rmsprop", "adam"});
+  }
+  detail::check_at_least_zero("grafting_eps", o.grafting_eps());
+  if (o.grafting_beta2()) {
+    detail::check_rate("grafting_beta2", *o.grafting_beta2(), /*one_allowed=*/false);
+  }
+  detail::check_at_least_one("start_preconditioning_step", o.start_preconditioning_step());
+  detail::check_choice("root_method", o.root_method(), {"auto", "eigh", "newton"});
+  detail::check_at_least_one("max_root_failures", o.max_root_failures());
+}
+
+std::unique_ptr<MatrixParamState> Shampoo::make_empty_state() const {
+  return std::make_unique<ShampooParamState>();
+}
+
+void Shampoo::init_parameter_shaped(const Options& options, const at::Tensor& param,
+                                    MatrixParamState& state) const {
+  const auto& o = shampoo_options(options);
+  if (detail::has_diagonal_preconditioner(param.sizes(), o.block_size(), o.merge_dims(),
+                                          o.preconditioner_1d())) {
+    static_cast<ShampooParamState&>(state).diagonal(detail::parameter_shaped_zeros(param));
+  }
+}
+
+detail::MatrixStacks Shampoo::init_stacks(const Options& options, at::TensorList params) const {
+  const auto& o = shampoo_options(options);
+  return detail::shampoo_init_state(params, o.block_size(), o.merge_dims(), o.preconditioner_1d());
+}
+
+void Shampoo::step_group(const Options& options, detail::GroupStep& step) const {
+  const auto& o = shampoo_options(options);
+  auto state = core_state(o, step);
+  detail::shampoo_step(hyperparameters(o, step.lr), step.params, step.grads, state,
+                       step.host_steps);
+}
+
+void Shampoo::update_preconditioners() {
+  update_groups([](const Options& options, detail::GroupStep& step) {
+    const auto& o = shampoo_options(options);
+    auto state = core_state(o, step);
+    detail::shampoo_update_preconditioners(hyperparameters(o, step.lr), step.params, state);
+  });
+}
+
+void Shampoo::sync_lr() { sync_learning_rates(); }
+
+int64_t Shampoo::max_root_failures(const Options& options) const {
+  return shampoo_options(options).max_root_failures();
+}
+
+bool Shampoo::capturable(const Options& options) const {
+  return shampoo_options(options).capturable();
+}
+
+}  // namespace torchium::optim

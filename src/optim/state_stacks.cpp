@@ -1,0 +1,80 @@
+#include "optim/state_stacks.h"
+
+#include <ATen/ATen.h>
+
+#include <utility>
+
+namespace torchium::optim::detail {
+namespace {
+
+// Views of stacks, one a slot of one parameter.
+struct Slots {
+  std::vector<at::Tensor> statistics;
+  std::vector<at::Tensor> roots;
+  std::vector<at::Tensor> root_failures;
+};
+
+std::vector<Slots> slot_views(const MatrixStacks& stacks, size_t param_count) {
+  std::vector<Slots> slots(param_count);
+  for (const auto& place : stacks.layout) {
+    auto& [statistics, roots, root_failures] = slots[place.param];
+    statistics.push_back(stacks.statistics[place.stack].narrow(0, place.start, place.count));
+    roots.push_back(stacks.roots[place.stack].narrow(0, place.start, place.count));
+    root_failures.push_back(stacks.root_failures[place.stack].narrow(0, place.start, place.count));
+  }
+  return slots;
+}
+
+void check_slots(const std::vector<at::Tensor>& values, const std::vector<at::Tensor>& needed,
+                 const std::string& key, const std::string& param) {
+  TORCH_CHECK_VALUE(values.size() == needed.size(), key, " of ", param, " has ", values.size(),
+                    " slots, but the optimizer's options and the parameter's shape need ",
+                    needed.size());
+  for (size_t slot = 0; slot < values.size(); ++slot) {
+    check_fits(values[slot], needed[slot], key + "." + std::to_string(slot), param);
+  }
+}
+
+void copy_slots(const std::vector<at::Tensor>& values, const std::vector<at::Tensor>& slots) {
+  for (size_t slot = 0; slot < slots.size(); ++slot) {
+    slots[slot].copy_(values[slot]);
+  }
+}
+
+}  // namespace
+
+void check_fits(const at::Tensor& value, const at::Tensor& needed, const std::string& key,
+                const std::string& param) {
+  TORCH_CHECK_VALUE(value.sizes() == needed.sizes(), key, " of ", param, " has shape ",
+                    value.sizes(), ", but the optimizer needs ", needed.sizes());
+  const auto dtype = value.scalar_type();
+  TORCH_CHECK_VALUE(at::isFloatingType(dtype) == at::isFloatingType(needed.scalar_type()) &&
+                        !at::isComplexType(dtype),
+                    key, " of ", param, " has dtype ", dtype, ", but the optimizer needs ",
+                    needed.scalar_type());
+}
+
+void move_into_stacks(const MatrixStacks& stacks, const std::vector<MatrixParamState*>& states,
+                      const ParamNames& names) {
+  std::vector<Slots> slots = slot_views(stacks, states.size());
+  for (size_t i = 0; i < states.size(); ++i) {
+    if (states[i]->step().defined()) {
+      const std::string param = names(i);
+      check_slots(states[i]->statistics(), slots[i].statistics, "statistics", param);
+      check_slots(states[i]->roots(), slots[i].roots, "roots", param);
+      check_slots(states[i]->root_failures(), slots[i].root_failures, "root_failures", param);
+    }
+  }
+  for (size_t i = 0; i < states.size(); ++i) {
+    if (states[i]->step().defined()) {
+      copy_slots(states[i]->statistics(), slots[i].statistics);
+      copy_slots(states[i]->roots(), slots[i].roots);
+      copy_slots(states[i]->root_failures(), slots[i].root_failures);
+    }
+    states[i]->statistics(std::move(slots[i].statistics));
+    states[i]->roots(std::move(slots[i].roots));
+    states[i]->root_failures(std::move(slots[i].root_failures));
+  }
+}
+
+}  // namespace torchium::optim::detail
