@@ -6,5 +6,6 @@
 namespace torchium::python {
 
 void bind_config(pybind11::module_& module);
+void bind_optimizers(pybind11::module_& module);
 
 }  // namespace torchium::python

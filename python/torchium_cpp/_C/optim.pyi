@@ -1,0 +1,60 @@
+"""The C++ optimizers, torchium::optim.
+
+Options are keyword arguments with the names and defaults of `torchium.Shampoo` and
+`torchium.Adagrad`; all, also the first ones, are passed by name.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+
+class SecondOrderOptimizer:
+    """torchium::optim::SecondOrderOptimizer."""
+
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        """One step; `closure` computes the gradients and returns the loss."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
+    def check_errors(self) -> None:
+        """Waits for the device and raises RuntimeError for what went wrong so far."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a dict with 'params' and, if wanted, options."""
+
+    def set_lr(self, lr: float) -> None:
+        """Sets the learning rate of all groups."""
+
+    def options(self, group: int = 0) -> dict[str, Any]:
+        """The options of a parameter group."""
+
+    def state(self, param: Tensor) -> dict[str, Tensor]:
+        """The state tensors of a parameter by name; they share memory with the optimizer."""
+
+    def save(self, path: str) -> None:
+        """Writes options and state to a file that C++ programs read by torch::load."""
+
+    def load(self, path: str) -> None:
+        """Reads what `save` wrote; ValueError, and nothing is loaded, if it does not fit."""
+
+    def save_bytes(self) -> bytes: ...
+    def load_bytes(self, data: bytes) -> None: ...
+
+class Shampoo(SecondOrderOptimizer):
+    """torchium::optim::Shampoo."""
+
+    def __init__(
+        self, params: Iterable[Tensor] | Iterable[dict[str, Any]], **options: Any
+    ) -> None: ...
+    def update_preconditioners(self) -> None:
+        """Computes all roots from the statistics at once."""
+
+    def sync_lr(self) -> None:
+        """Writes the learning rate to the tensor that captured steps read."""
+
+class Adagrad(SecondOrderOptimizer):
+    """torchium::optim::Adagrad."""
+
+    def __init__(
+        self, params: Iterable[Tensor] | Iterable[dict[str, Any]], **options: Any
+    ) -> None: ...

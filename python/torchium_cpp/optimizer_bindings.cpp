@@ -1,0 +1,205 @@
+// torchium_cpp._C.optim: the C++ optimizer classes, for programs that embed them and for tests that
+// compare both languages. Python programs use torchium.Shampoo and torchium.Adagrad.
+#include "bindings.h"
+#include "optim/option_fields.h"
+#include "torchium/optim/adagrad.h"
+#include "torchium/optim/shampoo.h"
+
+#include <ATen/core/Tensor.h>
+#include <torch/serialize/archive.h>
+
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace torchium::python {
+namespace {
+
+using optim::Adagrad;
+using optim::AdagradOptions;
+using optim::SecondOrderOptimizer;
+using optim::Shampoo;
+using optim::ShampooOptions;
+using torch::optim::OptimizerParamGroup;
+
+void translate_errors(std::exception_ptr error) {
+  try {
+    if (error) {
+      std::rethrow_exception(error);
+    }
+  } catch (const c10::ValueError& e) {
+    py::set_error(PyExc_ValueError, e.what_without_backtrace());
+  } catch (const c10::Error& e) {
+    py::set_error(PyExc_RuntimeError, e.what_without_backtrace());
+  }
+}
+
+// `base` with the options of `values`. Raises TypeError for an unknown name or a wrong type.
+template <typename Options>
+Options with_options(Options base, const py::dict& values) {
+  size_t used = 0;
+  optim::detail::visit_options(base, [&](const char* name, auto& value) {
+    if (!values.contains(name)) {
+      return;
+    }
+    ++used;
+    try {
+      value = values[name].template cast<std::decay_t<decltype(value)>>();
+    } catch (const py::cast_error&) {
+      throw py::type_error(std::string("option '") + name + "' has a wrong type: " +
+                           py::repr(values[name]).template cast<std::string>());
+    }
+  });
+  if (used != values.size()) {
+    std::string known;
+    optim::detail::visit_options(base, [&](const char* name, auto&) {
+      known += (known.empty() ? "" : ", ") + std::string(name);
+    });
+    throw py::type_error("unknown option in " + py::repr(values).cast<std::string>() +
+                         "; the options are " + known);
+  }
+  return base;
+}
+
+template <typename Options>
+OptimizerParamGroup make_group(const py::dict& group, const Options& defaults) {
+  if (!group.contains("params")) {
+    throw py::value_error("a parameter group needs the key 'params'");
+  }
+  std::vector<at::Tensor> params;
+  for (const auto& param : group["params"].cast<py::iterable>()) {
+    params.push_back(param.cast<at::Tensor>());
+  }
+  py::dict options;
+  for (const auto& [key, value] : group) {
+    if (!key.equal(py::str("params"))) {
+      options[key] = value;
+    }
+  }
+  return OptimizerParamGroup(std::move(params),
+                             std::make_unique<Options>(with_options(defaults, options)));
+}
+
+// `params`: tensors, or dicts of parameter groups.
+template <typename Optimizer, typename Options>
+std::unique_ptr<Optimizer> make_optimizer(const py::iterable& params, const py::kwargs& options) {
+  const Options defaults = with_options(Options(), options);
+  std::vector<OptimizerParamGroup> groups;
+  const py::list items(params);
+  if (!items.empty() && py::isinstance<py::dict>(items[0])) {
+    for (const auto& item : items) {
+      groups.push_back(make_group(item.cast<py::dict>(), defaults));
+    }
+  } else {
+    py::dict group;
+    group["params"] = items;
+    groups.push_back(make_group(group, defaults));
+  }
+  return std::make_unique<Optimizer>(groups, defaults);
+}
+
+py::dict state_of(const SecondOrderOptimizer& optimizer, const at::Tensor& param) {
+  py::dict result;
+  const auto found = optimizer.state().find(param.unsafeGetTensorImpl());
+  if (found != optimizer.state().end()) {
+    const auto& state = static_cast<const optim::MatrixParamState&>(*found->second);
+    for (const auto& [key, tensor] : state.tensors()) {
+      result[py::str(key)] = tensor;
+    }
+  }
+  return result;
+}
+
+template <typename Options>
+py::dict options_of(const SecondOrderOptimizer& optimizer, size_t group) {
+  py::dict result;
+  const auto& options = dynamic_cast<const Options&>(optimizer.param_groups().at(group).options());
+  optim::detail::visit_options(
+      options, [&](const char* name, const auto& value) { result[name] = py::cast(value); });
+  return result;
+}
+
+void set_lr(SecondOrderOptimizer& optimizer, double lr) {
+  for (auto& group : optimizer.param_groups()) {
+    group.options().set_lr(lr);
+  }
+}
+
+py::bytes save_to_bytes(const SecondOrderOptimizer& optimizer) {
+  std::ostringstream stream;
+  {
+    const py::gil_scoped_release no_gil;
+    torch::serialize::OutputArchive archive;
+    optimizer.save(archive);
+    archive.save_to(stream);
+  }
+  return py::bytes(stream.str());
+}
+
+void load_from_bytes(SecondOrderOptimizer& optimizer, const py::bytes& bytes) {
+  std::istringstream stream(bytes.cast<std::string>());
+  const py::gil_scoped_release no_gil;
+  torch::serialize::InputArchive archive;
+  archive.load_from(stream);
+  optimizer.load(archive);
+}
+
+void save_to_file(const SecondOrderOptimizer& optimizer, const std::string& path) {
+  torch::serialize::OutputArchive archive;
+  optimizer.save(archive);
+  archive.save_to(path);
+}
+
+void load_from_file(SecondOrderOptimizer& optimizer, const std::string& path) {
+  torch::serialize::InputArchive archive;
+  archive.load_from(path);
+  optimizer.load(archive);
+}
+
+template <typename Optimizer, typename Options>
+py::class_<Optimizer, SecondOrderOptimizer> bind_optimizer(py::module_& module, const char* name,
+                                                           const char* doc) {
+  return py::class_<Optimizer, SecondOrderOptimizer>(module, name, doc)
+      .def(py::init(&make_optimizer<Optimizer, Options>), py::arg("params"))
+      .def(
+          "add_param_group",
+          [](Optimizer& self, const py::dict& group) {
+            self.add_param_group(make_group(group, dynamic_cast<const Options&>(self.defaults())));
+          },
+          py::arg("param_group"), "Adds a dict with 'params' and, if wanted, options.")
+      .def("options", &options_of<Options>, py::arg("group") = 0,
+           "The options of a parameter group, as a dict.");
+}
+
+}  // namespace
+
+void bind_optimizers(py::module_& module) {
+  py::register_local_exception_translator(&translate_errors);
+  auto optim = module.def_submodule("optim", "The C++ optimizers, torchium::optim.");
+  using no_gil = py::call_guard<py::gil_scoped_release>;
+
+  py::class_<SecondOrderOptimizer>(optim, "SecondOrderOptimizer",
+                                   "torchium::optim::SecondOrderOptimizer")
+      .def("step", &SecondOrderOptimizer::step, py::arg("closure") = nullptr, no_gil(),
+           "One step; `closure` computes the gradients and returns the loss, a tensor.")
+      .def("zero_grad", &SecondOrderOptimizer::zero_grad, py::arg("set_to_none") = true)
+      .def("check_errors", &SecondOrderOptimizer::check_errors, no_gil(),
+           "Waits for the device and raises RuntimeError for what went wrong so far.")
+      .def("set_lr", &set_lr, py::arg("lr"), "Sets the learning rate of all groups.")
+      .def("state", &state_of, py::arg("param"),
+           "The state tensors of a parameter by name; they share memory with the optimizer.")
+      .def("save", &save_to_file, py::arg("path"), no_gil())
+      .def("load", &load_from_file, py::arg("path"), no_gil())
+      .def("save_bytes", &save_to_bytes)
+      .def("load_bytes", &load_from_bytes, py::arg("data"));
+
+  bind_optimizer<Shampoo, ShampooOptions>(optim, "Shampoo", "torchium::optim::Shampoo")
+      .def("update_preconditioners", &Shampoo::update_preconditioners, no_gil())
+      .def("sync_lr", &Shampoo::sync_lr, no_gil());
+  bind_optimizer<Adagrad, AdagradOptions>(optim, "Adagrad", "torchium::optim::Adagrad");
+}
+
+}  // namespace torchium::python
