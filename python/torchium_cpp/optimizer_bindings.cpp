@@ -12,6 +12,7 @@
 #include <pybind11/stl.h>
 #include <sstream>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -140,10 +141,10 @@ py::bytes save_to_bytes(const SecondOrderOptimizer& optimizer) {
 }
 
 void load_from_bytes(SecondOrderOptimizer& optimizer, const py::bytes& bytes) {
-  std::istringstream stream(bytes.cast<std::string>());
+  const auto data = bytes.cast<std::string_view>();
   const py::gil_scoped_release no_gil;
   torch::serialize::InputArchive archive;
-  archive.load_from(stream);
+  archive.load_from(data.data(), data.size());
   optimizer.load(archive);
 }
 
