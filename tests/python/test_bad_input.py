@@ -192,6 +192,17 @@ def test_parameter_listed_twice_is_refused(make):
         make([p, p])
 
 
+def test_out_of_memory_says_what_was_asked_for_and_what_to_lower():
+    """A petabyte, more than an address space holds."""
+    small, huge = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(2**24))
+    optimizer = torchium.Adagrad([small, huge], full_matrix=True, block_size=2**24)
+    set_gradients([small], 0)
+    huge.grad = huge.detach()
+    with pytest.raises(torch.OutOfMemoryError, match=r"2.1e\+06 GiB on cpu.*lower block_size"):
+        optimizer.step()
+    assert not optimizer.state
+
+
 # ---- gradients
 
 

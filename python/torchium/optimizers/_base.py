@@ -22,7 +22,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from ._checkpoint import check_state, saved_groups, saved_states
 from ._monitor import MAX_CONSECUTIVE_SKIPS, Report, StatusMonitor, refuse_capture
 from ._options import Check, check_options, learning_rate
-from ._parameters import check_dense, is_plain, parameter_name, state_zeros
+from ._parameters import check_dense, is_out_of_memory, is_plain, parameter_name, state_zeros
 
 State = dict[str, Tensor]
 
@@ -279,7 +279,7 @@ class CoreOptimizer(Optimizer):
         fresh: dict[Tensor, State] = {}
         for device, on_device in by_device.items():
             steps = torch.zeros(len(on_device), dtype=torch.float32, device=device)
-            *stacks, layout = self._matrix_stacks(on_device, group)
+            *stacks, layout = self._allocated_stacks(on_device, group)
             for i, param in enumerate(on_device):
                 fresh[param] = {"step": steps[i]}
             for row in range(0, len(layout), 5):
@@ -290,6 +290,22 @@ class CoreOptimizer(Optimizer):
                 state = fresh[param]
                 state.update(self._elementwise_state(param, group, len(state) > 1))
         return fresh
+
+    def _allocated_stacks(
+        self, params: list[Tensor], group: dict[str, Any]
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[int]]:
+        try:
+            return self._matrix_stacks(params, group)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            shapes = self._matrix_stacks([p.to("meta") for p in params], group)
+            size = sum(t.nbytes for tensors in shapes[:3] for t in tensors)
+            raise torch.OutOfMemoryError(
+                f"{type(self).__name__} needs {size / 2**30:.3g} GiB on {params[0].device} for the "
+                f"statistics and roots of {len(params)} parameters; lower block_size, now "
+                f"{group['block_size']}"
+            ) from error
 
     def _stacked_state(
         self,
