@@ -1,0 +1,175 @@
+// Trains an image classifier with one optimizer, or compares several under one budget. See kUsage.
+#include "image_data.h"
+#include "report.h"
+#include "training.h"
+#include <torchium/torchium.h>
+
+#include <torch/torch.h>
+
+#include <charconv>
+#include <functional>
+#include <iostream>
+#include <map>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace {
+
+constexpr const char* kUsage = R"(Usage: train_classifier [options]
+  --optimizer NAME   shampoo (default), adagrad, sgd or adamw
+  --compare          all four, one after the other, under the same budget
+  --lr LR            learning rate of --optimizer (default: the best of a small grid)
+  --model NAME       mlp (default) or convnet
+  --steps N          budget of a run in steps
+  --seconds S        budget of a run in seconds of training (default: 30)
+  --batch-size N     default: 128
+  --target LOSS      training loss to reach (default: 0.25)
+  --seed N           of the weights and the batches (default: 1)
+  --device NAME      cpu, cuda, ... (default: cuda where there is one)
+  --data-dir PATH    folder of the four IDX files (default: /usr/share/datasets/fashion-mnist)
+  --csv PATH         also write the loss curves: optimizer,steps,seconds,loss
+)";
+
+using Parameters = std::vector<torch::Tensor>;
+using OptimizerPointer = std::unique_ptr<torch::optim::Optimizer>;
+
+// Makes an optimizer with a learning rate.
+struct Choice {
+  double lr;  // the best final loss of a small grid on Fashion-MNIST
+  std::function<OptimizerPointer(Parameters, double)> make;
+};
+
+const std::map<std::string, Choice>& choices() {
+  using torch::optim::SGDOptions;
+  static const std::map<std::string, Choice> all{
+      {"shampoo",
+       {0.03,
+        [](Parameters params, double lr) -> OptimizerPointer {
+          return std::make_unique<torchium::optim::Shampoo>(std::move(params),
+                                                            torchium::optim::ShampooOptions(lr));
+        }}},
+      {"adagrad",
+       {0.01,
+        [](Parameters params, double lr) -> OptimizerPointer {
+          return std::make_unique<torchium::optim::Adagrad>(std::move(params),
+                                                            torchium::optim::AdagradOptions(lr));
+        }}},
+      {"sgd",
+       {0.1,
+        [](Parameters params, double lr) -> OptimizerPointer {
+          return std::make_unique<torch::optim::SGD>(std::move(params),
+                                                     SGDOptions(lr).momentum(0.9));
+        }}},
+      {"adamw", {0.001, [](Parameters params, double lr) -> OptimizerPointer {
+                   return std::make_unique<torch::optim::AdamW>(std::move(params),
+                                                                torch::optim::AdamWOptions(lr));
+                 }}}};
+  return all;
+}
+
+struct Arguments {
+  std::vector<std::string> optimizers{"shampoo"};
+  std::optional<double> lr;
+  std::string model = "mlp";
+  Budget budget;
+  int64_t batch_size = 128;
+  double target = 0.25;
+  uint64_t seed = 1;
+  std::string device = torch::cuda::is_available() ? "cuda" : "cpu";
+  std::filesystem::path data_dir = kSystemDirectory;
+  std::filesystem::path csv;
+};
+
+template <typename Number>
+Number positive(const std::string& name, const std::string& text) {
+  Number value{};
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size() || !(value > 0)) {
+    throw std::invalid_argument(name + " is '" + text + "'; it must be a positive number");
+  }
+  return value;
+}
+
+// Throws std::invalid_argument for what is not in kUsage.
+Arguments parse(const std::vector<std::string>& words) {
+  Arguments a;
+  bool compare = false;
+  const std::map<std::string, std::function<void(const std::string&, const std::string&)>> setters{
+      {"--optimizer", [&](auto&, auto& v) { a.optimizers = {v}; }},
+      {"--lr", [&](auto& n, auto& v) { a.lr = positive<double>(n, v); }},
+      {"--model", [&](auto&, auto& v) { a.model = v; }},
+      {"--steps", [&](auto& n, auto& v) { a.budget.steps = positive<int64_t>(n, v); }},
+      {"--seconds", [&](auto& n, auto& v) { a.budget.seconds = positive<double>(n, v); }},
+      {"--batch-size", [&](auto& n, auto& v) { a.batch_size = positive<int64_t>(n, v); }},
+      {"--target", [&](auto& n, auto& v) { a.target = positive<double>(n, v); }},
+      {"--seed", [&](auto& n, auto& v) { a.seed = positive<uint64_t>(n, v); }},
+      {"--device", [&](auto&, auto& v) { a.device = v; }},
+      {"--data-dir", [&](auto&, auto& v) { a.data_dir = v; }},
+      {"--csv", [&](auto&, auto& v) { a.csv = v; }}};
+  for (size_t i = 0; i < words.size(); ++i) {
+    if (words[i] == "--compare") {
+      compare = true;
+      a.optimizers = {"adagrad", "shampoo", "adamw", "sgd"};
+      continue;
+    }
+    const auto setter = setters.find(words[i]);
+    if (setter == setters.end() || i + 1 == words.size()) {
+      throw std::invalid_argument("cannot read '" + words[i] + "'");
+    }
+    setter->second(words[i], words[i + 1]);
+    ++i;
+  }
+  if (compare && (a.lr || a.optimizers.size() == 1)) {
+    throw std::invalid_argument("--lr and --optimizer do not go with --compare");
+  }
+  for (const auto& name : a.optimizers) {
+    if (choices().count(name) == 0) {
+      throw std::invalid_argument("--optimizer is '" + name +
+                                  "'; it must be shampoo, adagrad, sgd or adamw");
+    }
+  }
+  return a;
+}
+
+void run(const Arguments& a) {
+  const ImageData data = load_image_data(a.data_dir).to(torch::Device(a.device));
+  std::vector<Result> results;
+  for (const auto& name : a.optimizers) {
+    const Choice& choice = choices().at(name);
+    const auto make = [&](Parameters params) {
+      return choice.make(std::move(params), a.lr.value_or(choice.lr));
+    };
+    results.push_back(train({name, a.model, make, a.budget, a.batch_size, a.seed}, data));
+  }
+  std::cout << a.model << ", batch " << a.batch_size << ", " << a.device << ", "
+            << torch::get_num_threads() << " threads\n";
+  print_table(std::cout, results, a.target);
+  if (!a.csv.empty()) {
+    write_curves(a.csv, results);
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::vector<std::string> words(argv + 1, argv + argc);
+  if (words == std::vector<std::string>{"--help"}) {
+    std::cout << kUsage;
+    return 0;
+  }
+  try {
+    run(parse(words));
+  } catch (const std::invalid_argument& error) {
+    std::cerr << error.what() << "\n\n" << kUsage;
+    return 2;
+  } catch (const c10::Error& error) {
+    std::cerr << error.what_without_backtrace() << '\n';
+    return 1;
+  } catch (const std::exception& error) {
+    std::cerr << error.what() << '\n';
+    return 1;
+  }
+  return 0;
+}

@@ -1,0 +1,53 @@
+// One training run under a budget, and what it records.
+#pragma once
+
+#include "image_data.h"
+
+#include <torch/optim/optimizer.h>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+using MakeOptimizer =
+    std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<torch::Tensor>)>;
+
+// What one run may use: `steps`, or else `seconds` of training (evaluation not counted).
+struct Budget {
+  std::optional<int64_t> steps;
+  double seconds = 30.0;
+
+  // The share that is used, 0 to 1.
+  double progress(int64_t used_steps, double used_seconds) const;
+};
+
+struct Run {
+  std::string label;
+  std::string model;
+  MakeOptimizer make_optimizer;
+  Budget budget;
+  int64_t batch_size = 128;
+  uint64_t seed = 1;
+};
+
+// A point of the loss curve: the loss on the first 2,000 training images.
+struct Record {
+  int64_t steps;
+  double seconds;
+  double loss;
+};
+
+struct Result {
+  std::string label;
+  std::vector<Record> curve;
+  double test_accuracy = 0.0;
+
+  // The first point with a loss of at most `target`.
+  std::optional<Record> first_below(double target) const;
+};
+
+// Trains a fresh model. The same seed gives the same weights and batches. The learning rate falls
+// linearly to zero over the budget.
+Result train(const Run& run, const ImageData& data);
