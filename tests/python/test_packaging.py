@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import torchium
-import torchium_cpp
 from torchium_cpp._build_info import CUDA_VERSION
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,28 +38,9 @@ def succeed(*command: object, **options) -> str:
 
 
 @pytest.fixture(scope="module")
-def build_dir() -> Path:
-    """The CMake folder that holds the tested build: nothing here compiles the library again."""
-    # torchium_cpp is either staged at BUILD/python/torchium_cpp, or installed by `make`.
-    default = Path(torchium_cpp.__file__).resolve().parents[2]
-    folder = Path(os.environ.get("TORCHIUM_BUILD_DIR", default))
-    if not (folder / "CMakeCache.txt").exists() or shutil.which("cmake") is None:
-        pytest.skip(f"no CMake, or no build in {folder} (TORCHIUM_BUILD_DIR)")
-    return folder
-
-
-@pytest.fixture(scope="module")
 def staged(build_dir: Path) -> Path:
     """The folder of the built packages, for PYTHONPATH."""
     return build_dir / "python"
-
-
-@pytest.fixture(scope="module")
-def prefix(build_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An installation of the C++ package."""
-    prefix = tmp_path_factory.mktemp("prefix")
-    succeed("cmake", "--install", build_dir, "--prefix", prefix)
-    return prefix
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,165 @@
+"""Short runs of the examples, and every code block of README and the documentation."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torchium
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples" / "python"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+TUTORIAL_CPP = ROOT / "docs" / "tutorial_cpp.md"
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+def run_example(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    # One thread: the models are small, and two threads wait for each other on a busy machine.
+    return subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def checked_example(name: str, *arguments: str) -> str:
+    run = run_example(name, *arguments)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def table_rows(output: str) -> dict[str, list[str]]:
+    """The rows of the printed table: label -> its other cells."""
+    rule = next(line for line in output.splitlines() if line.startswith("---"))
+    rows = output.split(rule)[1].split("\n\n")[0].strip().splitlines()
+    cells = [re.split(r"\s{2,}", row.strip()) for row in rows]
+    return {label: rest for label, *rest in cells}
+
+
+@pytest.mark.parametrize("model", ["mlp", "convnet"])
+def test_compare_trains_every_optimizer(model: str, tmp_path: Path) -> None:
+    output = checked_example(
+        "train_classifier.py",
+        *("--compare", "--data", "digits", "--device", "cpu", "--model", model),
+        *("--steps", "150", "--target", "1.0", "--output", str(tmp_path)),
+    )
+    rows = table_rows(output)
+    assert set(rows) == {*torchium.get_available_optimizers(), "sgd", "adamw"}
+    for label, (loss, accuracy, steps, *_, steps_to_target, seconds_to_target) in rows.items():
+        # A network that has learnt nothing has loss log(10) = 2.3 and accuracy 10 %.
+        assert float(loss) < 0.5, label
+        assert float(accuracy.rstrip("%")) > 85, label
+        assert int(steps) == 150
+        assert 0 < int(steps_to_target) <= 150
+        assert float(seconds_to_target) >= 0
+    plot = tmp_path / f"{model}-digits.png"
+    assert plot.read_bytes().startswith(PNG_SIGNATURE)
+
+
+def test_settings_run_in_every_combination(tmp_path: Path) -> None:
+    output = checked_example(
+        "train_classifier.py",
+        *("--optimizer", "Shampoo", "--set", "lr=0.01/0.02", "--set", "grafting=None/adam"),
+        *("--set", "betas=(0.9,1.0)", "--data", "digits", "--device", "cpu", "--seconds", "0.2"),
+        *("--output", str(tmp_path)),
+    )
+    assert list(table_rows(output)) == [
+        "shampoo lr=0.01 grafting=None",
+        "shampoo lr=0.01 grafting=adam",
+        "shampoo lr=0.02 grafting=None",
+        "shampoo lr=0.02 grafting=adam",
+    ]
+
+
+def test_same_seed_gives_the_same_losses(tmp_path: Path) -> None:
+    arguments = ("--data", "digits", "--device", "cpu", "--steps", "20", "--output", str(tmp_path))
+    first, second = (table_rows(checked_example("train_classifier.py", *arguments)) for _ in "ab")
+    assert first["shampoo"][:2] == second["shampoo"][:2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--optimizer", "nosuch"], "invalid choice: 'nosuch'"),
+        (["--compare", "--set", "lr=1"], "--set belongs to --optimizer"),
+        (["--set", "lr"], "'lr' is not NAME=VALUE"),
+        (["--steps", "0"], "0 is not positive"),
+        (["--set", "block_size=0", "--data", "digits"], "block_size"),
+        (["--data-dir", "/nowhere"], "--data-dir /nowhere lacks train-images-idx3-ubyte.gz"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: list[str], message: str) -> None:
+    run = run_example("train_classifier.py", *arguments)
+    assert run.returncode != 0
+    assert message in run.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--dtype", "bfloat16"],
+        ["--dtype", "bfloat16", "--bf16-parameters"],
+        ["--dtype", "float16", "--clip-norm", "5"],
+    ],
+    ids=" ".join,
+)
+def test_amp_training_learns(arguments: list[str]) -> None:
+    output = checked_example(
+        "amp_training.py", "--data", "digits", "--device", "cpu", "--steps", "120", *arguments
+    )
+    accuracy = re.search(r"test accuracy ([\d.]+)%", output)
+    assert accuracy is not None
+    assert float(accuracy.group(1)) > 80
+
+
+def test_idx_files_are_read_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gzip
+
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from image_data import read_idx
+
+    path = tmp_path / "x.gz"
+    path.write_bytes(gzip.compress(bytes([0, 0, 8, 2, 0, 0, 0, 2, 0, 0, 0, 3]) + bytes(range(6))))
+    assert torch.equal(read_idx(path), torch.arange(6, dtype=torch.uint8).view(2, 3))
+    path.write_bytes(gzip.compress(bytes([0, 0, 13, 1, 0, 0, 0, 0])))
+    with pytest.raises(ValueError, match="not an IDX file of unsigned bytes"):
+        read_idx(path)
+
+
+def code_blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def pages_with(language: str) -> list[object]:
+    pages = [page for page in PAGES if code_blocks(page, language)]
+    return [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages]
+
+
+@pytest.mark.parametrize("page", pages_with("python"))
+def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    for number, block in enumerate(code_blocks(page, "python"), start=1):
+        exec(compile(block, f"{page.name}, block {number}", "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", pages_with("cpp"))
+def test_cpp_blocks_build_and_run(page: Path, prefix: Path, tmp_path: Path) -> None:
+    (cmake_lists,) = (b for b in code_blocks(TUTORIAL_CPP, "cmake") if "project(" in b)
+    (tmp_path / "CMakeLists.txt").write_text(cmake_lists)
+    configure = ["cmake", "-S", ".", "-B", "build", f"-DCMAKE_PREFIX_PATH={prefix}"]
+    if ccache := shutil.which("ccache"):
+        configure.append(f"-DCMAKE_CXX_COMPILER_LAUNCHER={ccache}")
+    for block in code_blocks(page, "cpp"):
+        (tmp_path / "train.cpp").write_text(block)
+        for command in (configure, ["cmake", "--build", "build"], ["build/train"]):
+            run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+            assert run.returncode == 0, run.stdout + run.stderr
