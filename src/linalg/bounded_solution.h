@@ -1,0 +1,16 @@
+// The last steps of a solver that works on a stack of matrices.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace torchium::linalg::detail {
+
+// [N, ...] -> [batch, ...].
+at::Tensor restore_batch(const at::Tensor& x, at::IntArrayRef batch);
+
+// result * factor, rounded to `dtype` and saturated at its largest number; NaN where `finite` is
+// false. result: [..., n, m]; factor and finite: [...], broadcast.
+at::Tensor bounded_solution(const at::Tensor& result, const at::Tensor& factor,
+                            const at::Tensor& finite, at::ScalarType dtype);
+
+}  // namespace torchium::linalg::detail

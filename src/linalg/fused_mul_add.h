@@ -1,0 +1,11 @@
+// a * b + c in one pass: see torchium/linalg/products.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace torchium::linalg::detail {
+
+// Any backend, meta tensors included.
+at::Tensor fused_mul_add(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c);
+
+}  // namespace torchium::linalg::detail

@@ -1,0 +1,74 @@
+#include <torchium/memory.h>
+
+#include <ATen/Context.h>
+#include <ATen/DeviceAccelerator.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <fstream>
+#include <limits>
+#include <string>
+#include <unistd.h>
+
+namespace torchium {
+namespace {
+
+constexpr int64_t kUnknown = std::numeric_limits<int64_t>::max();
+
+// The integer in the first line of a file, or kUnknown ("max", no such file).
+int64_t read_bytes(const char* path) {
+  std::ifstream file(path);
+  int64_t bytes = 0;
+  return file >> bytes ? bytes : kUnknown;
+}
+
+int64_t available_host_memory() {
+  std::ifstream meminfo("/proc/meminfo");
+  std::string key;
+  int64_t kilobytes = 0;
+  for (std::string unit; meminfo >> key >> kilobytes && std::getline(meminfo, unit);) {
+    if (key == "MemAvailable:") return kilobytes * 1024;
+  }
+  return static_cast<int64_t>(sysconf(_SC_AVPHYS_PAGES)) * sysconf(_SC_PAGESIZE);
+}
+
+// What is left of the memory limit of the control group (version 2) that this process sees as its
+// root.
+int64_t control_group_memory() {
+  const auto limit = read_bytes("/sys/fs/cgroup/memory.max");
+  const auto used = read_bytes("/sys/fs/cgroup/memory.current");
+  if (limit == kUnknown || used == kUnknown) return kUnknown;
+  return std::max<int64_t>(0, limit - used);
+}
+
+}  // namespace
+
+CudaMemoryInfo cuda_memory_info(std::optional<c10::Device> device) {
+  TORCH_CHECK_VALUE(!device || device->is_cpu() || device->is_cuda(),
+                    "cuda_memory_info: device is ", *device,
+                    "; it must be a CUDA device or the CPU");
+  if (!at::hasCUDA() || (device && device->is_cpu())) return {};
+  const auto count = at::accelerator::deviceCount();
+  const auto index =
+      device && device->has_index() ? device->index() : at::accelerator::getDeviceIndex();
+  TORCH_CHECK_VALUE(index < count, "cuda_memory_info: device is cuda:", static_cast<int>(index),
+                    "; there are ", static_cast<int>(count), " CUDA devices");
+  at::globalContext().lazyInitDevice(c10::kCUDA);
+  auto* allocator = at::getDeviceAllocator(c10::kCUDA);
+  const auto [free, total] = allocator->getMemoryInfo(index);
+  const auto stats = allocator->getDeviceStats(index);
+  constexpr auto all = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+  return {static_cast<int64_t>(total), static_cast<int64_t>(free),
+          stats.allocated_bytes[all].current, stats.reserved_bytes[all].current, true};
+}
+
+int64_t free_memory(c10::Device device) {
+  if (device.is_cuda()) {
+    const auto info = cuda_memory_info(device);
+    return info.free_memory + info.cached_memory - info.allocated_memory;
+  }
+  return std::min(available_host_memory(), control_group_memory());
+}
+
+}  // namespace torchium
