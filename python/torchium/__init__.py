@@ -2,7 +2,7 @@
 
 from torchium_cpp import __version__
 
-from . import optimizers
+from . import linalg, optimizers, utils
 from ._config import show_config
 from ._registry import create_optimizer, get_available_optimizers
 from .optimizers import Adagrad, Shampoo
@@ -13,6 +13,8 @@ __all__ = [
     "__version__",
     "create_optimizer",
     "get_available_optimizers",
+    "linalg",
     "optimizers",
     "show_config",
+    "utils",
 ]

@@ -1,0 +1,161 @@
+"""Kronecker products, products with bounded memory, and symmetric positive definite systems."""
+
+import torch
+from torch import Tensor
+
+_ops = torch.ops.torchium
+
+
+def kron(A: Tensor, B: Tensor) -> Tensor:
+    """Return the Kronecker product of each matrix of ``A`` with each of ``B``.
+
+    Args:
+        A: ``[..., m, n]``, floating point.
+        B: ``[..., p, q]``, of the same dtype; leading dimensions broadcast.
+
+    Returns:
+        ``[..., m p, n q]``. Differentiable.
+
+    Raises:
+        ValueError: dtypes, devices or leading dimensions that do not fit.
+    """
+    result: Tensor = _ops.kron(A, B)
+    return result
+
+
+def kron_matmul(A: Tensor, B: Tensor, X: Tensor) -> Tensor:
+    """Return ``kron(A, B) @ X`` without forming the Kronecker product.
+
+    One matrix product for each factor. bfloat16 and float16 are computed in float32.
+
+    Args:
+        A: ``[..., mA, nA]``, floating point.
+        B: ``[..., mB, nB]``, of the same dtype.
+        X: ``[..., nA nB, k]``, of the same dtype; leading dimensions broadcast.
+
+    Returns:
+        ``[..., mA mB, k]``. Differentiable.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+    """
+    result: Tensor = _ops.kron_matmul(A, B, X)
+    return result
+
+
+def kron_solve(A: Tensor, B: Tensor, X: Tensor, damping: float) -> Tensor:
+    """Return ``(kron(A, B) + damping I)^-1 X`` without forming the Kronecker product.
+
+    From the eigendecompositions of the factors (Van Loan 2000, "The ubiquitous Kronecker product"):
+    ``(Q_A x Q_B) (D_A x D_B + damping)^-1 (Q_A x Q_B)^T X``.
+
+    Eigenvalues of the damped product below ``finfo(dtype).eps`` times its largest are answered as if
+    they were that floor, so that singular factors have a finite answer; a zero matrix without
+    damping counts as one whose largest eigenvalue is 1. A pair with NaN or Inf in a factor is
+    answered by NaN, the others of the batch are not touched. bfloat16 and float16 are computed in
+    float32; float16 saturates.
+
+    Args:
+        A: ``[..., nA, nA]``, symmetric positive semi-definite; symmetrised, negative eigenvalues
+            count as zero.
+        B: ``[..., nB, nB]``, likewise, of the same dtype.
+        X: ``[..., nA nB, m]``, of the same dtype; leading dimensions broadcast.
+        damping: finite, not negative.
+
+    Returns:
+        ``[..., nA nB, m]``.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or a damping that do not fit.
+        RuntimeError: an operand requires grad while grad mode is on.
+    """
+    result: Tensor = _ops.kron_solve(A, B, X, damping)
+    return result
+
+
+def chunked_matmul(A: Tensor, B: Tensor, *, max_workspace_bytes: int | None = None) -> Tensor:
+    """Return ``A @ B`` with a bounded workspace.
+
+    The workspace is what is needed beside the operands and the result: float32 copies of bfloat16
+    and float16, and copies of operands with strides that BLAS cannot read. Leading dimensions that
+    broadcast are never copied out. A product that would need more is computed in tiles of rows,
+    columns and matrices. BLAS' own fixed workspace is not counted. The derivative keeps to the same
+    bound.
+
+    Args:
+        A: ``[..., m, k]``, floating point, at least two dimensions.
+        B: ``[..., k, n]``, of the same dtype; leading dimensions broadcast.
+        max_workspace_bytes: the bound; by default a quarter of the free memory of the device, at
+            least 64 MiB.
+
+    Returns:
+        ``[..., m, n]``, equal to ``torch.matmul`` up to rounding. Differentiable.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit, or a bound too small for one element
+            of the product.
+        torch.OutOfMemoryError: names the sizes and what to lower.
+    """
+    result: Tensor = _ops.chunked_matmul(A, B, max_workspace_bytes=max_workspace_bytes)
+    return result
+
+
+def spd_inverse(A: Tensor, *, damping: float = 0.0) -> Tensor:
+    """Return ``(A + damping I)^-1`` for symmetric positive semi-definite ``A``, by Cholesky.
+
+    A matrix whose factorisation meets a pivot below ``finfo(dtype).eps`` times its largest diagonal
+    entry is answered through its eigendecomposition, with the floor of :func:`kron_solve`; so zero
+    and rank-deficient matrices have a finite answer. On a GPU the host waits for the factorisation
+    once, to learn whether there is such a matrix. A matrix with NaN or Inf is answered by NaN, the
+    others of the batch are not touched. bfloat16 and float16 are computed in float32; float16
+    saturates.
+
+    Args:
+        A: ``[..., n, n]``, floating point; symmetrised.
+        damping: finite, not negative.
+
+    Returns:
+        ``[..., n, n]``, exactly symmetric.
+
+    Raises:
+        ValueError: a shape, dtype or damping that does not fit.
+        RuntimeError: ``A`` requires grad while grad mode is on.
+    """
+    result: Tensor = _ops.spd_inverse(A, damping=damping)
+    return result
+
+
+def spd_solve(A: Tensor, X: Tensor, *, damping: float = 0.0) -> Tensor:
+    """Return ``(A + damping I)^-1 X`` for symmetric positive semi-definite ``A``.
+
+    As :func:`spd_inverse`, without forming the inverse.
+
+    Args:
+        A: ``[..., n, n]``, floating point; symmetrised.
+        X: ``[..., n, m]``, of the same dtype; leading dimensions broadcast.
+        damping: finite, not negative.
+
+    Returns:
+        ``[..., n, m]``.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or a damping that do not fit.
+        RuntimeError: an operand requires grad while grad mode is on.
+    """
+    result: Tensor = _ops.spd_solve(A, X, damping=damping)
+    return result
+
+
+def fused_mul_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Return ``a * b + c`` in one pass over memory.
+
+    Shapes broadcast and dtypes promote as in ``torch.addcmul(c, a, b)``, which computes it on a CPU
+    and for operands that differ in shape or dtype or are strided; contiguous CUDA tensors of one
+    shape and dtype take a vectorised kernel in builds with CUDA. bfloat16 and float16 are computed in
+    float32 and rounded once. Differentiable.
+
+    Raises:
+        ValueError: an operand that is not a dense floating point tensor.
+    """
+    result: Tensor = _ops.fused_mul_add(a, b, c)
+    return result

@@ -1,0 +1,193 @@
+"""Matrix, gradient and memory operations, on a GPU where there is one and on the CPU as well.
+
+Every function takes tensors of any device and runs where they are; the names follow the original
+torchium package.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import linalg
+from .._per_sample import LossFunction, per_sample_gradients
+from ..optimizers import Shampoo
+
+__all__ = [
+    "CUDAGradientOps",
+    "CUDAMatrixOps",
+    "CUDAMemoryOps",
+    "CUDAShampoo",
+    "cuda_memory_info",
+    "get_cuda_device_count",
+    "get_optimal_device",
+    "is_cuda_available",
+    "matrix_sqrt_cuda",
+]
+
+
+class CUDAMatrixOps:
+    """Operations on matrices and batches of matrices."""
+
+    @staticmethod
+    def matrix_sqrt_inv_eigen(matrix: Tensor, power: float = -0.25, eps: float = 1e-8) -> Tensor:
+        """Return ``(matrix + eps I)^power``: :func:`torchium.linalg.matrix_power`.
+
+        Args:
+            matrix: ``[..., n, n]``, symmetric positive semi-definite.
+            power: any real number; a matrix power, not an elementwise one.
+            eps: added to every eigenvalue.
+        """
+        result: Tensor = torch.ops.torchium.matrix_power(matrix, power, eps=eps)
+        return result
+
+    @staticmethod
+    def kronecker_product_approx(A: Tensor, G: Tensor) -> Tensor:
+        """Return the Kronecker product of ``A`` and ``G``: :func:`torchium.linalg.kron`.
+
+        It is exact, and as large as it looks: to multiply by it or to solve with it,
+        :func:`torchium.linalg.kron_matmul` and :func:`torchium.linalg.kron_solve` never form it.
+        """
+        return linalg.kron(A, G)
+
+    @staticmethod
+    def batch_matrix_multiply(A_batch: Tensor, B_batch: Tensor) -> Tensor:
+        """Return the products of ``[batch, m, k]`` and ``[batch, k, n]``: ``[batch, m, n]``."""
+        for name, batch in (("A_batch", A_batch), ("B_batch", B_batch)):
+            if batch.dim() != 3:
+                raise ValueError(
+                    f"{name} has shape {tuple(batch.shape)}; it must have three dimensions "
+                    "(unsqueeze(0) a single matrix)"
+                )
+        if A_batch.shape[0] != B_batch.shape[0]:
+            raise ValueError(
+                f"A_batch holds {A_batch.shape[0]} matrices and B_batch {B_batch.shape[0]}; there "
+                "must be equally many"
+            )
+        return linalg.chunked_matmul(A_batch, B_batch)
+
+
+class CUDAGradientOps:
+    """Gradients beyond ``.grad``."""
+
+    @staticmethod
+    def per_sample_gradients(
+        model: nn.Module, loss_fn: LossFunction, inputs: Tensor, targets: Tensor
+    ) -> dict[str, Tensor]:
+        """Return parameter name -> ``[batch, *shape]``, the gradient of each sample's loss.
+
+        Pure: no ``.grad``, parameter, buffer or random state changes. ``loss_fn(output, target)``
+        sees each sample as a batch of one. A module that mixes samples or draws random numbers
+        (BatchNorm, Dropout in training mode) is a ValueError that names it.
+        """
+        return per_sample_gradients(model, loss_fn, inputs, targets)
+
+
+class CUDAMemoryOps:
+    """Operations that keep an eye on memory."""
+
+    @staticmethod
+    def memory_efficient_matmul(
+        A: Tensor, B: Tensor, *, max_workspace_bytes: int | None = None
+    ) -> Tensor:
+        """Return ``A @ B`` with a bounded workspace: :func:`torchium.linalg.chunked_matmul`."""
+        return linalg.chunked_matmul(A, B, max_workspace_bytes=max_workspace_bytes)
+
+    @staticmethod
+    def efficient_tensor_creation(
+        shape: Sequence[int],
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Return zeros of ``shape``; device and dtype default to torch's."""
+        return torch.zeros(tuple(shape), device=device, dtype=dtype)
+
+
+def is_cuda_available() -> bool:
+    """Whether there is a CUDA device that torch can use."""
+    return torch.cuda.is_available()
+
+
+def get_cuda_device_count() -> int:
+    """The number of CUDA devices; 0 without CUDA."""
+    return torch.cuda.device_count()
+
+
+def get_optimal_device() -> torch.device:
+    """The current CUDA device where there is one, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def cuda_memory_info(device: torch.device | str | int | None = None) -> dict[str, int | bool]:
+    """Return the memory of a CUDA device, in bytes.
+
+    Args:
+        device: the current CUDA device by default.
+
+    Returns:
+        ``total_memory`` and ``free_memory`` as the driver counts them, ``allocated_memory`` in live
+        tensors of this process, ``cached_memory`` reserved by torch's allocator (live tensors
+        included), and ``available``: whether there is such a device. For a CPU device, and on a
+        machine without CUDA, all are zero and ``available`` is False.
+
+    Raises:
+        ValueError: there is CUDA, but no such device; or a device that is neither CUDA nor CPU.
+    """
+    chosen = _cuda_index(device)
+    if chosen is None:
+        total = free = allocated = cached = 0
+    else:
+        free, total = torch.cuda.mem_get_info(chosen)
+        allocated = torch.cuda.memory_allocated(chosen)
+        cached = torch.cuda.memory_reserved(chosen)
+    return {
+        "total_memory": total,
+        "allocated_memory": allocated,
+        "free_memory": free,
+        "cached_memory": cached,
+        "available": chosen is not None,
+    }
+
+
+def _cuda_index(device: torch.device | str | int | None) -> int | None:
+    """The index of the CUDA device that is meant; None for the CPU or without CUDA."""
+    if device is not None:
+        # An int is an index of the accelerator, which on a machine without one would be an error.
+        device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        if device.type not in ("cuda", "cpu"):
+            raise ValueError(f"device is {device}; it must be a CUDA device or the CPU")
+    if not torch.cuda.is_available() or (device is not None and device.type == "cpu"):
+        return None
+    if device is None or device.index is None:
+        return torch.cuda.current_device()
+    if device.index >= torch.cuda.device_count():
+        raise ValueError(f"device is {device}; there are {torch.cuda.device_count()} CUDA devices")
+    return device.index
+
+
+class CUDAShampoo(Shampoo):
+    """:class:`torchium.Shampoo` with the three arguments of the original package's class."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.03,
+        eps: float = 1e-4,
+        update_freq: int = 100,
+    ) -> None:
+        super().__init__(params, lr=lr, eps=eps, update_freq=update_freq)
+
+
+def matrix_sqrt_cuda(input: Tensor, power: float) -> Tensor:
+    """Return ``input^power``, the matrix power of symmetric positive semi-definite matrices.
+
+    Args:
+        input: ``[..., n, n]``.
+        power: any real number; for negative ones eigenvalues are floored as
+            :func:`torchium.linalg.matrix_power` documents.
+    """
+    result: Tensor = torch.ops.torchium.matrix_power(input, power)
+    return result
