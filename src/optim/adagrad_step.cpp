@@ -62,17 +62,18 @@ Tensors full_matrix_directions(const AdagradHyperparameters& h, at::TensorList p
   }
   const std::vector<StepScalar> no_correction(params.size());
   const RootRule rule{h.eps, 0.0, -0.5, "auto"};
-  Tensors directions(params.size());
+  Tensors blocks;
   for (auto& batch : batches) {
-    const at::Tensor blocks = pack(batch, blockings, g, {});
-    update_statistics(batch, blocks, 1.0, gate);
-    if (any_due) {
-      update_roots(batch, rule, due, no_correction, gate);
-    }
-    unpack(batch, blockings, precondition(batch, blocks), params, directions);
+    blocks.push_back(pack(batch, blockings, g, {}));
+    update_statistics(batch, blocks.back(), 1.0, gate);
   }
   if (any_due) {
+    update_roots(batches, rule, due, no_correction, gate);
     record_root_failures(batches, state.status);
+  }
+  Tensors directions(params.size());
+  for (size_t b = 0; b < batches.size(); ++b) {
+    unpack(batches[b], blockings, precondition(batches[b], blocks[b]), params, directions);
   }
   return directions;
 }

@@ -8,6 +8,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
+#include <tuple>
 
 namespace torchium::optim::detail {
 namespace {
@@ -59,9 +61,21 @@ std::vector<DueRange> due_ranges(const MatrixBatch& batch, const std::vector<boo
   return ranges;
 }
 
+// One mode of a range of matrices whose roots are due.
+struct DueMatrices {
+  MatrixBatch* batch;
+  size_t mode;
+  const DueRange* range;
+
+  at::Tensor of(const std::vector<at::Tensor>& one_a_mode) const {
+    return one_a_mode[mode].narrow(0, range->start, range->count);
+  }
+};
+
 // L / c, where every parameter has its own c.
-at::Tensor corrected(const at::Tensor& statistics, const DueRange& range,
-                     const std::vector<StepScalar>& corrections) {
+at::Tensor corrected(const DueMatrices& matrices, const std::vector<StepScalar>& corrections) {
+  const at::Tensor statistics = matrices.of(matrices.batch->statistics);
+  const DueRange& range = *matrices.range;
   const StepScalar& first = corrections[range.entries[0]->param];
   const bool uniform =
       std::all_of(range.entries.begin(), range.entries.end(), [&](const MatrixBatch::Entry* entry) {
@@ -86,8 +100,8 @@ struct Candidate {
   at::Tensor accepted;  // [N] bool
 };
 
-Candidate compute_root(const at::Tensor& matrices, const RootRule& rule) {
-  const double inverse = -1.0 / rule.exponent;
+Candidate compute_root(const at::Tensor& matrices, const RootRule& rule, double exponent) {
+  const double inverse = -1.0 / exponent;
   const double root = std::round(inverse);
   Candidate candidate;
   if (root >= 1.0 && std::abs(inverse - root) < 1e-9 * root) {
@@ -97,8 +111,7 @@ Candidate compute_root(const at::Tensor& matrices, const RootRule& rule) {
     candidate.root = std::move(result.root);
     candidate.accepted = result.residual.le(kRootResidualTolerance);  // false for NaN
   } else {
-    candidate.root =
-        linalg::detail::matrix_power(matrices, rule.exponent, rule.eps, rule.relative_eps);
+    candidate.root = linalg::detail::matrix_power(matrices, exponent, rule.eps, rule.relative_eps);
     candidate.accepted = at::ones({matrices.size(0)}, matrices.options().dtype(at::kBool));
   }
   // The sum of a matrix is finite only if all entries are; overflow of a sum counts as failure.
@@ -117,6 +130,34 @@ void renew(at::Tensor roots, at::Tensor failures, const Candidate& candidate,
   roots.copy_(at::where(accepted.view({-1, 1, 1}), candidate.root, roots));
   const at::Tensor counted = at::where(candidate.accepted, at::zeros_like(failures), failures + 1);
   gate.assign_(failures, counted);
+}
+
+// Solving many matrices at once keeps all cores or a whole GPU busy; a solve needs several times
+// the memory of its matrices, so it takes no further ones beyond this many elements.
+constexpr int64_t kElementsPerSolve = int64_t{1} << 26;
+
+// Renews the next of `all` from `begin` on in one solve; returns the first that is left.
+size_t renew_next(const std::vector<DueMatrices>& all, size_t begin, const RootRule& rule,
+                  double exponent, const std::vector<StepScalar>& corrections,
+                  const StepGate& gate) {
+  std::vector<at::Tensor> inputs;
+  size_t end = begin;
+  for (int64_t elements = 0; end < all.size() && (end == begin || elements < kElementsPerSolve);
+       ++end) {
+    inputs.push_back(corrected(all[end], corrections));
+    elements += inputs.back().numel();
+  }
+  const Candidate candidate =
+      compute_root(inputs.size() == 1 ? inputs.front() : at::cat(inputs), rule, exponent);
+  for (int64_t start = 0; begin < end; ++begin) {
+    const MatrixBatch& batch = *all[begin].batch;
+    const int64_t count = all[begin].range->count;
+    renew(all[begin].of(batch.roots), all[begin].of(batch.root_failures),
+          {candidate.root.narrow(0, start, count), candidate.accepted.narrow(0, start, count)},
+          gate);
+    start += count;
+  }
+  return end;
 }
 
 }  // namespace
@@ -146,14 +187,26 @@ void update_statistics(MatrixBatch& batch, const at::Tensor& gradients, double b
   }
 }
 
-void update_roots(MatrixBatch& batch, const RootRule& rule, const std::vector<bool>& due,
-                  const std::vector<StepScalar>& corrections, const StepGate& gate) {
-  for (const DueRange& range : due_ranges(batch, due)) {
-    for (size_t mode = 0; mode < batch.sizes.size(); ++mode) {
-      const at::Tensor statistics = batch.statistics[mode].narrow(0, range.start, range.count);
-      const Candidate candidate = compute_root(corrected(statistics, range, corrections), rule);
-      renew(batch.roots[mode].narrow(0, range.start, range.count),
-            batch.root_failures[mode].narrow(0, range.start, range.count), candidate, gate);
+void update_roots(std::vector<MatrixBatch>& batches, const RootRule& rule,
+                  const std::vector<bool>& due, const std::vector<StepScalar>& corrections,
+                  const StepGate& gate) {
+  std::vector<std::vector<DueRange>> ranges;  // of each batch
+  ranges.reserve(batches.size());
+  std::map<std::tuple<at::ScalarType, double, int64_t>, std::vector<DueMatrices>> groups;
+  for (auto& batch : batches) {
+    const size_t order = batch.sizes.size();  // k
+    const double exponent = rule.exponent.value_or(-1.0 / (2.0 * static_cast<double>(order)));
+    ranges.push_back(due_ranges(batch, due));
+    for (const DueRange& range : ranges.back()) {
+      for (size_t mode = 0; mode < order; ++mode) {
+        groups[{batch.statistics[mode].scalar_type(), exponent, batch.sizes[mode]}].push_back(
+            {&batch, mode, &range});
+      }
+    }
+  }
+  for (const auto& [key, matrices] : groups) {
+    for (size_t next = 0; next < matrices.size();) {
+      next = renew_next(matrices, next, rule, std::get<1>(key), corrections, gate);
     }
   }
 }

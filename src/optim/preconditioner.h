@@ -1,5 +1,5 @@
-// What Shampoo and full-matrix AdaGrad do with the matrices of one batch of blocks: gather
-// statistics, take roots, apply them.
+// What Shampoo and full-matrix AdaGrad do with the matrices of their blocks: gather statistics,
+// take roots, apply them.
 #pragma once
 
 #include "optim/stacks.h"
@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -17,7 +18,7 @@ namespace torchium::optim::detail {
 struct RootRule {
   double eps = 0.0;
   double relative_eps = 0.0;
-  double exponent = -0.5;
+  std::optional<double> exponent;  // none: -1/(2k), k the order of the block
   std::string method = "auto";
 };
 
@@ -36,10 +37,12 @@ void update_statistics(MatrixBatch& batch, const at::Tensor& gradients, double b
                        const StepGate& gate);
 
 // Renews the roots of the entries that are `due` (one flag a parameter), from the statistics
-// divided by their parameter's `corrections`. A root that is non-finite or inaccurate is not taken:
+// divided by their parameter's `corrections`. Matrices of one size and exponent are solved
+// together, whatever their batch and mode. A root that is non-finite or inaccurate is not taken:
 // the old one stays and its failures are counted.
-void update_roots(MatrixBatch& batch, const RootRule& rule, const std::vector<bool>& due,
-                  const std::vector<StepScalar>& corrections, const StepGate& gate);
+void update_roots(std::vector<MatrixBatch>& batches, const RootRule& rule,
+                  const std::vector<bool>& due, const std::vector<StepScalar>& corrections,
+                  const StepGate& gate);
 
 // g x_1 R_1 ... x_k R_k for blocks [count, sizes...].
 at::Tensor precondition(const MatrixBatch& batch, const at::Tensor& gradients);

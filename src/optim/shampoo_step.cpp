@@ -147,9 +147,8 @@ Gradients pass_over_gradients(const ShampooHyperparameters& h, at::TensorList pa
   return all;
 }
 
-RootRule root_rule(const ShampooHyperparameters& h, const MatrixBatch& batch) {
-  const auto order = static_cast<double>(batch.sizes.size());  // k
-  return {h.eps, h.relative_eps, h.exponent.value_or(-1.0 / (2.0 * order)), h.root_method};
+RootRule root_rule(const ShampooHyperparameters& h) {
+  return {h.eps, h.relative_eps, h.exponent, h.root_method};
 }
 
 // What the host decides about each parameter.
@@ -253,22 +252,24 @@ void shampoo_step(const ShampooHyperparameters& h, at::TensorList params, at::Te
   // g + wd p; m: EMA of g, or g; f: m / (sqrt(v) + grafting_eps), or m; d: m (a / c + eps)^(-1/2)
   Gradients x = pass_over_gradients(h, params, grads, blockings, batches, corrections, state, gate);
 
+  Tensors g(batches.size());
   for (size_t b = 0; b < batches.size(); ++b) {
-    auto& batch = batches[b];
-    const at::Tensor g = pack(batch, blockings, x.g, x.g_blocks[b]);
-    update_statistics(batch, g, h.beta2, gate);  // L_i <- b2 L_i + (1 - b2) mat_i(g) mat_i(g)^T
-    if (schedule.any_root_due) {                 // R_i <- (L_i / c + eps I)^(-1/(2k))
-      update_roots(batch, root_rule(h, batch), schedule.root_due, corrections, gate);
-    }
-    const at::Tensor m = h.beta1 == 0.0 ? g : pack(batch, blockings, x.m, x.m_blocks[b]);
+    g[b] = pack(batches[b], blockings, x.g, x.g_blocks[b]);
+    // L_i <- b2 L_i + (1 - b2) mat_i(g) mat_i(g)^T
+    update_statistics(batches[b], g[b], h.beta2, gate);
+  }
+  if (schedule.any_root_due) {  // R_i <- (L_i / c + eps I)^(-1/(2k))
+    update_roots(batches, root_rule(h), schedule.root_due, corrections, gate);
+    record_root_failures(batches, state.status);
+  }
+  for (size_t b = 0; b < batches.size(); ++b) {
+    const auto& batch = batches[b];
+    const at::Tensor m = h.beta1 == 0.0 ? g[b] : pack(batch, blockings, x.m, x.m_blocks[b]);
     at::Tensor d = precondition(batch, m);  // m x_1 R_1 ... x_k R_k
     if (h.grafting.has_value()) {           // |f| / |d| d
       d = graft(d, uses_second_moment(h) ? pack(batch, blockings, x.f, x.f_blocks[b]) : m);
     }
     unpack(batch, blockings, d, params, x.d);
-  }
-  if (schedule.any_root_due) {
-    record_root_failures(batches, state.status);
   }
   use_grafting_at_first(h, schedule, state.steps, x.f, x.d);
   apply_updates(h, params, x.d, state, gate);  // weight decay, momentum, p <- p - lr d
@@ -284,9 +285,7 @@ void shampoo_update_preconditioners(const ShampooHyperparameters& h, at::TensorL
   auto batches = find_batches(blockings, {state.statistics, state.roots, state.root_failures});
   const auto corrections = bias_corrections(state.steps, h.beta2);
   const std::vector<bool> all(params.size(), true);
-  for (auto& batch : batches) {
-    update_roots(batch, root_rule(h, batch), all, corrections, StepGate::open());
-  }
+  update_roots(batches, root_rule(h), all, corrections, StepGate::open());
   record_root_failures(batches, state.status);
 }
 
