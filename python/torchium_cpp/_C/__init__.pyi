@@ -2,8 +2,6 @@
 
 from . import optim as optim
 
-torch_version: str
-
 def version() -> str:
     """The version of libtorchium."""
 
