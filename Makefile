@@ -21,7 +21,7 @@ export PATH := $(VENV)/bin:$(PATH)
 PIP := python -m pip --disable-pip-version-check
 SETUP_VENV := scripts/setup_venv.sh "$(VENV)" "$(PYTHON)" "$(TORCH)"
 
-.PHONY: demo test lint bench docs install clean package ctest pytest
+.PHONY: demo test lint bench docs install clean package
 .NOTPARALLEL:
 
 demo:
@@ -48,7 +48,7 @@ bench:
 docs:
 	$(SETUP_VENV) docs
 	$(MAKE) package
-	scripts/build_docs.sh
+	python -m sphinx -b html docs docs/_build/html
 
 # Compiles (only what has changed) and installs the packages into the virtual environment. The C++ tests
 # are built in the same folder, so nothing is compiled twice.

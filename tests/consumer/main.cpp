@@ -1,6 +1,7 @@
 // Fits a linear map with each optimizer; exits with 1 unless the loss falls to a tenth.
-#include <torch/torch.h>
 #include <torchium/torchium.h>
+
+#include <torch/torch.h>
 
 #include <iostream>
 

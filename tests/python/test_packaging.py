@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torchium
+import torchium_cpp
 from torchium_cpp._build_info import CUDA_VERSION
 
 ROOT = Path(__file__).resolve().parents[2]
