@@ -41,7 +41,8 @@ class ImageData:
     @property
     def image_shape(self) -> tuple[int, int, int]:
         """(channels, height, width) of one image."""
-        return tuple(self.train_images.shape[1:])
+        channels, height, width = self.train_images.shape[1:]
+        return channels, height, width
 
     def to(self, device: torch.device) -> ImageData:
         """The same data on `device`."""

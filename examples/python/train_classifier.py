@@ -144,7 +144,10 @@ def main(argv: list[str] | None = None) -> list[Result]:
     data = load_image_data(
         arguments.data, arguments.data_dir, cache_dir=REPOSITORY / ".data" / "fashion-mnist"
     ).to(torch.device(arguments.device))
-    budget = Budget(arguments.steps, arguments.seconds or DEFAULT_SECONDS[data.name])
+    if arguments.steps is not None:
+        budget = Budget(steps=arguments.steps)
+    else:
+        budget = Budget(seconds=arguments.seconds or DEFAULT_SECONDS[data.name])
     target = arguments.target or DEFAULT_TARGET[data.name]
 
     results = [

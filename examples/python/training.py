@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -20,15 +21,14 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Budget:
-    """What one run may use: `steps`, or else `seconds` of training (evaluation not counted)."""
+    """What one run may use: a number of `steps`, or of `seconds` of training without evaluation."""
 
-    steps: int | None = None
-    seconds: float | None = None
+    steps: float = math.inf
+    seconds: float = math.inf
 
     def progress(self, steps: int, seconds: float) -> float:
         """The share of the budget that is used, 0 to 1."""
-        used = steps / self.steps if self.steps is not None else seconds / self.seconds
-        return min(used, 1.0)
+        return min(max(steps / self.steps, seconds / self.seconds), 1.0)
 
 
 @dataclass
@@ -83,7 +83,8 @@ def train(
 ) -> Result:
     """Trains a fresh model. The same seed gives the same weights and batches.
 
-    The learning rate falls linearly to zero over the budget.
+    The learning rate falls linearly to zero over the budget. A run whose loss is no longer finite
+    ends early, with NaN as its last loss.
     """
     torch.manual_seed(seed)
     device = data.train_images.device
@@ -111,7 +112,11 @@ def train(
                     group["lr"] = rate * (1.0 - progress)
                 images, labels = next(batches)
                 optimizer.zero_grad()
-                nn.functional.cross_entropy(model(images), labels).backward()
+                loss = nn.functional.cross_entropy(model(images), labels)
+                if not loss.isfinite():
+                    progress = 1.0
+                    break
+                loss.backward()
                 optimizer.step()
                 steps += 1
                 progress = budget.progress(steps, clock.seconds)
