@@ -30,12 +30,17 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_default_options = {"members": True, "show-inheritance": True}
 
+# Every comment that stands above a declaration, or behind a member, documents it: Doxygen wants
+# three slashes, most headers have two.
+COMMENT_FILTER = r"sed -E 's@^( *)//( |$)@\1///\2@; s@; +// @; ///< @'"
+
 DOXYGEN_SETTINGS = f"""
 PROJECT_NAME = torchium
 INPUT = {HERE.parent / "include"}
 STRIP_FROM_INC_PATH = {HERE.parent / "include"}
 RECURSIVE = YES
 FILE_PATTERNS = *.h
+INPUT_FILTER = "{COMMENT_FILTER}"
 OUTPUT_DIRECTORY = {HERE / "_doxygen"}
 GENERATE_XML = YES
 GENERATE_HTML = NO
