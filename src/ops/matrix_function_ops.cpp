@@ -214,3 +214,45 @@ TORCH_LIBRARY_IMPL(torchium, Autograd, m) {
   m.impl("matrix_inverse_root_info", refuse_gradients_kernel<kRootRemedy>());
   m.impl("eigh", refuse_gradients_kernel<kEighRemedy>());
 }
+
+namespace torchium::linalg {
+namespace {
+
+template <typename Function>
+auto find_operator(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Function>();
+}
+
+}  // namespace
+
+at::Tensor matrix_inverse_root(const at::Tensor& A, int64_t root,
+                               const InverseRootOptions& options) {
+  static const auto op =
+      find_operator<at::Tensor(const at::Tensor&, int64_t, double, double, c10::string_view)>(
+          "torchium::matrix_inverse_root");
+  return op.call(A, root, options.eps, options.relative_eps, options.method);
+}
+
+InverseRootInfo matrix_inverse_root_info(const at::Tensor& A, int64_t root,
+                                         const InverseRootOptions& options) {
+  static const auto op =
+      find_operator<ops::InfoTuple(const at::Tensor&, int64_t, double, double, c10::string_view)>(
+          "torchium::matrix_inverse_root_info");
+  auto [X, residual, iterations, floor] =
+      op.call(A, root, options.eps, options.relative_eps, options.method);
+  return {X, residual, iterations, floor};
+}
+
+at::Tensor matrix_power(const at::Tensor& A, double exponent, double eps, double relative_eps) {
+  static const auto op = find_operator<at::Tensor(const at::Tensor&, double, double, double)>(
+      "torchium::matrix_power");
+  return op.call(A, exponent, eps, relative_eps);
+}
+
+std::tuple<at::Tensor, at::Tensor> eigh(const at::Tensor& A) {
+  static const auto op =
+      find_operator<std::tuple<at::Tensor, at::Tensor>(const at::Tensor&)>("torchium::eigh");
+  return op.call(A);
+}
+
+}  // namespace torchium::linalg

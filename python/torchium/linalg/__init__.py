@@ -1,5 +1,6 @@
 """Linear algebra on stacks of matrices: everything of ``torch.ops.torchium`` that is no optimizer."""
 
+from ._matrix_functions import InverseRootInfo, eigh, matrix_inverse_root, matrix_power
 from ._products import (
     chunked_matmul,
     fused_mul_add,
@@ -11,11 +12,15 @@ from ._products import (
 )
 
 __all__ = [
+    "InverseRootInfo",
     "chunked_matmul",
+    "eigh",
     "fused_mul_add",
     "kron",
     "kron_matmul",
     "kron_solve",
+    "matrix_inverse_root",
+    "matrix_power",
     "spd_inverse",
     "spd_solve",
 ]
