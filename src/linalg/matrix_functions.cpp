@@ -122,7 +122,10 @@ std::tuple<at::Tensor, at::Tensor> eigh(const at::Tensor& A) {
   const at::IntArrayRef batch = A.sizes().slice(0, A.dim() - 1);
   const Normalized input = normalize_symmetric(as_stack(A), 0.0);
   auto [values, vectors] = symmetric_eigensystem(input.matrix);
-  values = (values.to(at::kDouble) / input.scale.unsqueeze(-1)).to(A.scalar_type());
+  const double limit = A.scalar_type() == at::kFloat ? std::numeric_limits<float>::max()
+                                                     : std::numeric_limits<double>::max();
+  values = (values.to(at::kDouble) / input.scale.unsqueeze(-1)).clamp_(-limit, limit);
+  values = values.to(A.scalar_type());
   mark_non_finite(values, input.finite);
   mark_non_finite(vectors, input.finite);
   return {values.view(batch), vectors.view(A.sizes())};

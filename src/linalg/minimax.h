@@ -1,6 +1,8 @@
 // Coefficients of the minimax coupled iteration for inverse p-th roots.
 #pragma once
 
+#include <torchium/export.h>
+
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -17,7 +19,8 @@ struct MinimaxStep {
 // steps before left, widened by the rounding error of a step (`unit_roundoff`); the greedy choice
 // is optimal for the composition, as in Polar Express (Amsel et al. 2025, arXiv 2505.16932).
 // Computed at first use, then kept for the life of the process. Thread-safe.
-std::shared_ptr<const std::vector<MinimaxStep>> minimax_schedule(int64_t root, double lower,
-                                                                 double unit_roundoff);
+TORCHIUM_API std::shared_ptr<const std::vector<MinimaxStep>> minimax_schedule(int64_t root,
+                                                                              double lower,
+                                                                              double unit_roundoff);
 
 }  // namespace torchium::linalg::detail

@@ -1,0 +1,184 @@
+#include "linalg/minimax.h"
+#include "linalg/symmetric_update.h"
+#include <torchium/linalg/matrix_functions.h>
+
+#include <torch/torch.h>
+
+#include <cmath>
+#include <gtest/gtest.h>
+
+namespace {
+
+using torchium::linalg::detail::minimax_schedule;
+using torchium::linalg::detail::symmetric_product_out;
+using torchium::linalg::detail::symmetric_update_;
+
+torch::Tensor positive_definite(int64_t batch, int64_t n, torch::ScalarType dtype) {
+  torch::manual_seed(7);
+  const auto X = torch::randn({batch, n, n}, torch::kDouble);
+  return (X.matmul(X.mT()) / static_cast<double>(n) + 0.1 * torch::eye(n, torch::kDouble))
+      .to(dtype);
+}
+
+double relative_error(const torch::Tensor& actual, const torch::Tensor& expected) {
+  return ((actual.to(torch::kDouble) - expected).norm() / expected.norm()).item<double>();
+}
+
+bool is_symmetric(const torch::Tensor& A) { return torch::equal(A, A.mT()); }
+
+TEST(SymmetricUpdate, AgreesWithAFullProductInEveryLayout) {
+  // Orders on both sides of the tiled path, and tiles that do not divide them.
+  for (const int64_t n : {1, 5, 64, 191, 192, 256, 300, 520}) {
+    for (const int64_t k : {0, 1, 33}) {
+      torch::manual_seed(1);
+      const auto rows = torch::randn({3, n, k});
+      const auto columns = rows.mT().contiguous().mT();
+      const auto every_second = torch::randn({3, n, 2 * k}).slice(2, 0, 2 * k, 2);
+      for (const auto& X : {rows, columns, every_second}) {
+        auto C = positive_definite(3, n, torch::kFloat);
+        C = (C + C.mT()) / 2;
+        const auto X64 = X.to(torch::kDouble);
+        const auto expected = 0.9 * C.to(torch::kDouble) + 0.2 * X64.matmul(X64.mT());
+        symmetric_update_(C, X, 0.9, 0.2);
+        EXPECT_LT(relative_error(C, expected), 1e-6) << "n = " << n << ", k = " << k;
+        EXPECT_TRUE(is_symmetric(C));
+      }
+    }
+  }
+}
+
+TEST(SymmetricUpdate, OverwritesWithBetaZero) {
+  for (const int64_t n : {4, 260}) {
+    auto C = torch::full({2, n, n}, NAN, torch::kDouble);
+    const auto X = torch::ones({2, n, 3}, torch::kDouble);
+    symmetric_update_(C, X, 0.0, 1.0);
+    EXPECT_TRUE(torch::equal(C, torch::full({2, n, n}, 3.0, torch::kDouble)));
+  }
+}
+
+TEST(SymmetricUpdate, WritesIntoAViewOfAStack) {
+  auto stack = torch::zeros({4, 200, 200});
+  auto C = stack.narrow(0, 1, 2);
+  const auto X = torch::randn({2, 200, 8});
+  symmetric_update_(C, X, 1.0, 1.0);
+  EXPECT_TRUE(torch::allclose(stack.narrow(0, 1, 2), X.matmul(X.mT()), 1e-4, 1e-4));
+  EXPECT_EQ(stack[0].abs().sum().item<float>() + stack[3].abs().sum().item<float>(), 0.0f);
+}
+
+TEST(SymmetricUpdate, GivesTheSameBitsEachRun) {
+  const auto X = torch::randn({2, 512, 128});
+  auto first = torch::zeros({2, 512, 512});
+  symmetric_update_(first, X, 1.0, 1.0);
+  for (int run = 0; run < 5; ++run) {
+    auto again = torch::zeros({2, 512, 512});
+    symmetric_update_(again, X, 1.0, 1.0);
+    EXPECT_TRUE(torch::equal(first, again));
+  }
+}
+
+TEST(SymmetricProduct, OfCommutingMatrices) {
+  for (const int64_t n : {6, 300}) {
+    const auto A = positive_definite(2, n, torch::kDouble);
+    const auto square = A.matmul(A);
+    auto C = torch::empty_like(A);
+    symmetric_product_out(C, square, A);
+    EXPECT_LT(relative_error(C, square.matmul(A)), 1e-14);
+    EXPECT_TRUE(is_symmetric(C));
+  }
+}
+
+// The scalar iteration maps every x of [lower, 1] to x^(-1/p).
+TEST(Minimax, SchedulesConvergeOnTheWholeInterval) {
+  for (const double unit : {std::ldexp(1.0, -24), std::ldexp(1.0, -53)}) {
+    for (const int64_t p : {1, 2, 3, 4, 6, 8, 16, 100}) {
+      for (const double lower : {0.5, 1e-2, 1e-5, unit * 16}) {
+        const auto schedule = minimax_schedule(p, lower, unit);
+        EXPECT_LE(schedule->size(), 24u);
+        for (int i = 0; i <= 1000; ++i) {
+          const double x = std::pow(lower, 1 - i / 1000.0);
+          double root = 1, rest = x;
+          for (const auto& q : *schedule) {
+            const double factor = q.a + rest * (q.b + rest * q.c);
+            root *= factor;
+            rest *= std::pow(factor, static_cast<double>(p));
+          }
+          ASSERT_NEAR(root * std::pow(x, 1.0 / static_cast<double>(p)), 1.0, 4 * unit)
+              << "p = " << p << ", lower = " << lower << ", x = " << x;
+        }
+      }
+    }
+  }
+}
+
+// Equioscillation: no quadratic can do better than one whose error alternates on four points.
+TEST(Minimax, FirstStepEquioscillates) {
+  const double lower = 1e-4;
+  const auto q = minimax_schedule(4, lower, std::ldexp(1.0, -53))->front();
+  const auto error = [&](double x) { return 1 - std::pow(x, 0.25) * (q.a + x * (q.b + x * q.c)); };
+  std::vector<double> extrema;
+  double best = error(lower);
+  for (int i = 1; i <= 200000; ++i) {
+    const double e = error(std::pow(lower, 1 - i / 200000.0));
+    if (e * best < 0) {
+      extrema.push_back(best);
+      best = e;
+    } else if (std::abs(e) > std::abs(best)) {
+      best = e;
+    }
+  }
+  extrema.push_back(best);
+  ASSERT_EQ(extrema.size(), 4u);
+  for (const double e : extrema) {
+    EXPECT_NEAR(std::abs(e), std::abs(extrema[0]), 1e-6);
+  }
+}
+
+TEST(MatrixFunctions, InverseRootInEveryMethod) {
+  const auto A = positive_definite(3, 20, torch::kDouble);
+  for (const char* method : {"auto", "eigh", "newton"}) {
+    const auto X = torchium::linalg::matrix_inverse_root(A, 4, {.eps = 0.5, .method = method});
+    const auto damped = A + 0.5 * torch::eye(20, torch::kDouble);
+    EXPECT_LT(relative_error(X.matmul(X).matmul(X).matmul(X).matmul(damped),
+                             torch::eye(20, torch::kDouble).expand({3, 20, 20})),
+              1e-12);
+    EXPECT_TRUE(is_symmetric(X));
+  }
+}
+
+TEST(MatrixFunctions, InfoHasOneEntryAMatrix) {
+  const auto A = positive_definite(6, 5, torch::kFloat).view({2, 3, 5, 5});
+  const auto info = torchium::linalg::matrix_inverse_root_info(A, 2, {.method = "newton"});
+  EXPECT_EQ(info.root.sizes(), A.sizes());
+  for (const auto& t : {info.residual, info.iterations, info.floor}) {
+    EXPECT_EQ(t.sizes(), (std::vector<int64_t>{2, 3}));
+  }
+  EXPECT_TRUE((info.iterations > 0).all().item<bool>());
+  EXPECT_TRUE((info.residual < 1e-3).all().item<bool>());
+}
+
+TEST(MatrixFunctions, PowerIsDifferentiable) {
+  auto A = positive_definite(2, 4, torch::kDouble).requires_grad_();
+  torchium::linalg::matrix_power(A, 2.0).sum().backward();
+  // d sum(A A) / dA = 1 A^T + A^T 1, with 1 the matrix of ones.
+  const auto ones = torch::ones_like(A);
+  const auto expected = (ones.matmul(A.mT()) + A.mT().matmul(ones)).detach();
+  EXPECT_LT(relative_error(A.grad(), expected), 1e-12);
+}
+
+TEST(MatrixFunctions, EighAgreesWithItsInput) {
+  const auto A = positive_definite(5, 30, torch::kDouble);
+  const auto [values, Q] = torchium::linalg::eigh(A);
+  EXPECT_LT(relative_error((Q * values.unsqueeze(-2)).matmul(Q.mT()), A), 1e-13);
+}
+
+TEST(MatrixFunctions, WrongArgumentsRaiseValueError) {
+  using torchium::linalg::matrix_inverse_root;
+  EXPECT_THROW(matrix_inverse_root(torch::zeros({2, 3}), 2), c10::ValueError);
+  EXPECT_THROW(matrix_inverse_root(torch::eye(2), 0), c10::ValueError);
+  EXPECT_THROW(matrix_inverse_root(torch::eye(2), 2, {.eps = -1.0}), c10::ValueError);
+  EXPECT_THROW(matrix_inverse_root(torch::eye(2), 2, {.method = "qr"}), c10::ValueError);
+  EXPECT_THROW(torchium::linalg::matrix_power(torch::eye(2), NAN), c10::ValueError);
+  EXPECT_THROW(torchium::linalg::eigh(torch::eye(2, torch::kInt)), c10::ValueError);
+}
+
+}  // namespace
