@@ -116,7 +116,8 @@ def test_eigh(device, shape, dtype):
     S = symmetric_part(A.cpu())
     n = shape[-1]
     tolerance = 10 * n * rounding(dtype)
-    assert values.shape == shape and Q.shape == A.shape
+    assert values.shape == shape
+    assert Q.shape == A.shape
     assert (values.diff(dim=-1) >= 0).all()
     Q, values = Q.double().cpu(), values.double().cpu()
     norms = torch.linalg.matrix_norm(S)
@@ -158,7 +159,9 @@ def test_every_spectrum(n, batch, spectrum, magnitude, root, relative_eps, metho
     X, info = matrix_inverse_root(
         A, root, relative_eps=relative_eps, method=method, return_info=True
     )
-    assert X.isfinite().all() and info.residual.isfinite().all() and (info.floor > 0).all()
+    assert X.isfinite().all()
+    assert info.residual.isfinite().all()
+    assert (info.floor > 0).all()
     assert torch.equal(X, X.mT)
     s = torch.where(
         info.iterations > 0, newton_bound(A), torch.linalg.eigvalsh(A.double())[..., -1]
@@ -227,13 +230,16 @@ def test_non_finite_matrices_do_not_touch_their_neighbours(device, method, value
     powers, (values, vectors) = matrix_power(A, -0.5), eigh(A)
     A[1, 4, 2] = value
     X, info = matrix_inverse_root(A, 4, eps=1e-3, method=method, return_info=True)
-    assert X[1].isnan().all() and info.residual[1].isnan() and info.floor[1].isnan()
+    assert X[1].isnan().all()
+    assert info.residual[1].isnan()
+    assert info.floor[1].isnan()
     assert matrix_power(A, -0.5)[1].isnan().all()
     assert all(t[1].isnan().all() for t in eigh(A))
     for i in (0, 2):
         assert torch.equal(X[i], clean[i])
         assert torch.equal(matrix_power(A, -0.5)[i], powers[i])
-        assert torch.equal(eigh(A)[0][i], values[i]) and torch.equal(eigh(A)[1][i], vectors[i])
+        assert torch.equal(eigh(A)[0][i], values[i])
+        assert torch.equal(eigh(A)[1][i], vectors[i])
 
 
 # Shapes and dtypes
@@ -247,7 +253,8 @@ def test_shapes(device, shape, method):
     assert X.shape == matrix_power(A, 0.5).shape == shape
     assert all(t.shape == shape[:-2] for t in info)
     values, Q = eigh(A)
-    assert values.shape == shape[:-1] and Q.shape == shape
+    assert values.shape == shape[:-1]
+    assert Q.shape == shape
     assert torch.equal(X, torch.eye(shape[-1], device=device).expand(shape))
 
 
@@ -255,12 +262,14 @@ def test_shapes(device, shape, method):
 def test_half_precision_is_computed_in_float32(device, dtype):
     A = from_spectrum(torch.logspace(0, -2, 12, dtype=torch.float64)).to(device, dtype)
     X, info = matrix_inverse_root(A, 4, eps=1e-2, return_info=True)
-    assert X.dtype == dtype and info.residual.dtype == info.floor.dtype == torch.float32
+    assert X.dtype == dtype
+    assert info.residual.dtype == info.floor.dtype == torch.float32
     assert torch.equal(X, matrix_inverse_root(A.float(), 4, eps=1e-2).to(dtype))
     assert torch.equal(matrix_power(A, 0.5), matrix_power(A.float(), 0.5).to(dtype))
     assert eigh(A)[0].dtype == eigh(A)[1].dtype == dtype
     saturated = matrix_inverse_root(torch.zeros(3, 3, dtype=dtype, device=device), 1)
-    assert saturated.isfinite().all() and saturated[0, 0] > 6e4
+    assert saturated.isfinite().all()
+    assert saturated[0, 0] > 6e4
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -394,7 +403,8 @@ def test_second_derivative_is_refused():
 def test_gradient_in_half_precision():
     A = torch.eye(3, dtype=torch.bfloat16, requires_grad=True)
     matrix_power(A, -1.0).sum().backward()
-    assert A.grad.dtype == torch.bfloat16 and torch.allclose(A.grad, -torch.ones_like(A.grad))
+    assert A.grad.dtype == torch.bfloat16
+    assert torch.allclose(A.grad, -torch.ones_like(A.grad))
 
 
 # Operators
@@ -431,7 +441,8 @@ def test_autocast_does_not_lower_the_precision(device):
         expected = matrix_inverse_root(A, 4, eps=1e-3, method=method)
         with torch.autocast(device.type, dtype=torch.bfloat16):
             X = matrix_inverse_root(A, 4, eps=1e-3, method=method)
-        assert X.dtype == torch.float32 and torch.equal(X, expected)
+        assert X.dtype == torch.float32
+        assert torch.equal(X, expected)
 
 
 def test_public_names():
