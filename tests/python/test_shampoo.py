@@ -243,6 +243,24 @@ def test_failed_roots_keep_the_last_good_one_and_raise_in_the_end(max_root_failu
         optimizer.check_errors()
 
 
+def test_the_named_parameter_is_that_of_the_failure_whatever_has_gradients_later():
+    model = mlp()
+    optimizer = torchium.Shampoo(model.named_parameters(), update_freq=100, max_root_failures=2)
+    run(model, optimizer, 0, 6)
+    break_statistics(optimizer, model[3].weight)
+    run(model, optimizer, 6, 4)  # the first failure, at step 8
+    optimizer.param_groups[0]["max_root_failures"] = 1
+    optimizer.zero_grad()
+    model[3].weight.grad = torch.ones_like(model[3].weight)
+    with pytest.raises(RuntimeError, match=r"'3.weight' of group 0"):
+        optimizer.step()
+    set_gradients(model[1].parameters(), 0)
+    with pytest.raises(RuntimeError, match=r"'3.weight' of group 0"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match=r"'3.weight' of group 0"):
+        optimizer.check_errors()
+
+
 def test_a_good_root_starts_the_count_of_failures_again():
     model = mlp()
     optimizer = torchium.Shampoo(model.parameters(), update_freq=1)

@@ -405,6 +405,8 @@ class CoreOptimizer(Optimizer):
                     if param in self._host_steps:
                         self._host_steps[param] -= 1
         for report in reports:
+            if report.group >= len(self.param_groups):  # removed by hand since
+                continue
             group = self.param_groups[report.group]
             if report.consecutive_skips >= MAX_CONSECUTIVE_SKIPS:
                 raise RuntimeError(

@@ -57,6 +57,10 @@ class StatusMonitor:
         self._statuses: dict[Key, Tensor] = {}
         self._last_params: dict[Key, list[Tensor]] = {}
         self._total_skips: dict[Key, int] = {}
+        # The last count and index of each kind of failure, and the parameter that they mean.
+        self._culprits: dict[
+            tuple[int, torch.device, str], tuple[tuple[int, int], Tensor | None]
+        ] = {}
         self._pending: deque[_Pending] = deque()
         self._pinned: list[Tensor] = []
 
@@ -116,15 +120,25 @@ class StatusMonitor:
         self._total_skips[pending.key] = values[1]
         return self._report(pending.key, pending.params, values, skipped)
 
-    @staticmethod
-    def _report(key: Key, params: list[Tensor], values: list[int], skipped: bool) -> Report:
-        consecutive_skips, _, non_finite, root_failures, failed = values
+    def _report(self, key: Key, params: list[Tensor], values: list[int], skipped: bool) -> Report:
+        consecutive_skips, total_skips, non_finite, root_failures, failed = values
         return Report(
             key[0],
             params,
             skipped,
             consecutive_skips,
-            params[non_finite] if 0 <= non_finite < len(params) else None,
+            self._parameter((*key, "gradient"), (total_skips, non_finite), params),
             root_failures,
-            params[failed] if 0 <= failed < len(params) else None,
+            self._parameter((*key, "root"), (root_failures, failed), params),
         )
+
+    def _parameter(
+        self, kind: tuple[int, torch.device, str], entry: tuple[int, int], params: list[Tensor]
+    ) -> Tensor | None:
+        """The parameter of a count and an index, which counts in the list of the call that wrote it."""
+        known = self._culprits.get(kind)
+        if known is None or known[0] != entry:
+            index = entry[1]
+            known = entry, params[index] if 0 <= index < len(params) else None
+            self._culprits[kind] = known
+        return known[1]
