@@ -7,6 +7,7 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
+#include <c10/util/accumulate.h>
 
 namespace torchium::optim::detail {
 namespace {
@@ -18,7 +19,8 @@ std::vector<Blocking> flat_blockings(at::TensorList params, int64_t block_size) 
   std::vector<Blocking> blockings;
   blockings.reserve(params.size());
   for (const auto& param : params) {
-    blockings.push_back(make_blocking({param.numel()}, block_size));
+    // Not numel(), which a tensor with symbolic sizes does not answer.
+    blockings.push_back(make_blocking({c10::multiply_integers(param.sizes())}, block_size));
   }
   return blockings;
 }

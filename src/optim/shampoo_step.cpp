@@ -281,6 +281,7 @@ void shampoo_update_preconditioners(const ShampooHyperparameters& h, at::TensorL
   if (params.empty()) {
     return;
   }
+  check_parameters(params, state.steps, state.status);
   const auto blockings = make_blockings(params, h);
   auto batches = find_batches(blockings, {state.statistics, state.roots, state.root_failures});
   const auto corrections = bias_corrections(state.steps, h.beta2);

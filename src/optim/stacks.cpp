@@ -26,10 +26,9 @@ at::Tensor widen(const at::Tensor& first, int64_t count) {
   return first.as_strided(sizes, first.strides(), first.storage_offset());
 }
 
-void check_slot(const at::Tensor& matrices, int64_t count, int64_t n, const char* name) {
-  const std::vector<int64_t> expected{count, n, n};
-  TORCH_CHECK_VALUE(matrices.sizes() == at::IntArrayRef(expected) && matrices.is_contiguous(), name,
-                    ": a slot has shape ", matrices.sizes(), " but the parameter's blocks need ",
+void check_slot(const at::Tensor& slot, const std::vector<int64_t>& expected, const char* name) {
+  TORCH_CHECK_VALUE(slot.sizes() == at::IntArrayRef(expected) && slot.is_contiguous(), name,
+                    ": a slot has shape ", slot.sizes(), " but the parameter's blocks need ",
                     expected, " (contiguous); rebuild the state with init_state");
 }
 
@@ -41,8 +40,10 @@ class BatchFinder {
   void add(int64_t param, const BlockShape& shape, size_t first_slot) {
     const int64_t count = shape.count();
     for (size_t mode = 0; mode < shape.sizes.size(); ++mode) {
-      check_slot(slots_.statistics[first_slot + mode], count, shape.sizes[mode], "statistics");
-      check_slot(slots_.roots[first_slot + mode], count, shape.sizes[mode], "roots");
+      const int64_t n = shape.sizes[mode];
+      check_slot(slots_.statistics[first_slot + mode], {count, n, n}, "statistics");
+      check_slot(slots_.roots[first_slot + mode], {count, n, n}, "roots");
+      check_slot(slots_.root_failures[first_slot + mode], {count}, "root_failures");
     }
     auto [open, is_new] = open_.try_emplace(shape.sizes, batches_.size());
     if (!is_new && !batch_continues(batches_[open->second], first_slot)) {

@@ -18,32 +18,40 @@ void check_dense_real(const at::Tensor& tensor, const char* name, size_t index) 
 
 }  // namespace
 
-void check_step_arguments(at::TensorList params, at::TensorList grads,
-                          const std::vector<at::Tensor>& steps, const at::Tensor& status,
-                          at::IntArrayRef host_steps, bool schedule_on_host) {
-  TORCH_CHECK_VALUE(grads.size() == params.size() && steps.size() == params.size(),
-                    "a step needs one gradient and one step count a parameter, got ", params.size(),
-                    " params, ", grads.size(), " grads and ", steps.size(), " steps");
+void check_parameters(at::TensorList params, const std::vector<at::Tensor>& steps,
+                      const at::Tensor& status) {
+  TORCH_CHECK_VALUE(steps.size() == params.size(), "one step count a parameter is needed, got ",
+                    params.size(), " params and ", steps.size(), " steps");
   TORCH_CHECK_VALUE(status.defined() && status.scalar_type() == at::kLong &&
                         status.numel() == kStatusSize && status.is_contiguous(),
                     "status must be a contiguous int64 tensor of ", kStatusSize, " elements");
+  for (size_t i = 0; i < params.size(); ++i) {
+    check_dense_real(params[i], "params", i);
+    TORCH_CHECK_VALUE(params[i].device() == status.device() && steps[i].device() == status.device(),
+                      "a call works on one device: params[", i, "] is on ", params[i].device(),
+                      ", its step count on ", steps[i].device(), ", status on ", status.device(),
+                      "; call it once a device");
+    TORCH_CHECK_VALUE(steps[i].scalar_type() == at::kFloat && steps[i].numel() == 1, "steps[", i,
+                      "] must be one float32 number, got ", steps[i].scalar_type(), " of shape ",
+                      steps[i].sizes());
+  }
+}
+
+void check_step_arguments(at::TensorList params, at::TensorList grads,
+                          const std::vector<at::Tensor>& steps, const at::Tensor& status,
+                          at::IntArrayRef host_steps, bool schedule_on_host) {
+  check_parameters(params, steps, status);
+  TORCH_CHECK_VALUE(grads.size() == params.size(), "a step needs one gradient a parameter, got ",
+                    params.size(), " params and ", grads.size(), " grads");
   TORCH_CHECK_VALUE(host_steps.empty() || host_steps.size() == params.size(), "host_steps has ",
                     host_steps.size(), " entries for ", params.size(),
                     " params; pass one each, or none for parameters on the CPU");
   for (size_t i = 0; i < params.size(); ++i) {
-    check_dense_real(params[i], "params", i);
     check_dense_real(grads[i], "grads", i);
     TORCH_CHECK_VALUE(grads[i].sizes() == params[i].sizes(), "grads[", i, "] has shape ",
                       grads[i].sizes(), " but its parameter has shape ", params[i].sizes());
-    TORCH_CHECK_VALUE(
-        params[i].device() == status.device() && grads[i].device() == status.device() &&
-            steps[i].device() == status.device(),
-        "a step works on one device: params[", i, "] is on ", params[i].device(),
-        ", its gradient on ", grads[i].device(), ", its step count on ", steps[i].device(),
-        ", status on ", status.device(), "; call it once a device");
-    TORCH_CHECK_VALUE(steps[i].scalar_type() == at::kFloat && steps[i].numel() == 1, "steps[", i,
-                      "] must be one float32 number, got ", steps[i].scalar_type(), " of shape ",
-                      steps[i].sizes());
+    TORCH_CHECK_VALUE(grads[i].device() == params[i].device(), "grads[", i, "] is on ",
+                      grads[i].device(), " but its parameter is on ", params[i].device());
   }
   TORCH_CHECK_VALUE(status.is_cpu() || !host_steps.empty() || !schedule_on_host,
                     "host_steps is empty, but the parameters are on ", status.device(),

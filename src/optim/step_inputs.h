@@ -10,7 +10,11 @@
 namespace torchium::optim::detail {
 
 // Raises ValueError, before anything changes, unless all parameters are dense, real and floating on
-// one device, each gradient fits its parameter, and there is one step count a parameter.
+// one device, and there is one step count a parameter.
+void check_parameters(at::TensorList params, const std::vector<at::Tensor>& steps,
+                      const at::Tensor& status);
+
+// The same for a step, where each gradient must fit its parameter.
 // `schedule_on_host`: the host decides on roots, so that it needs to know the step counts.
 void check_step_arguments(at::TensorList params, at::TensorList grads,
                           const std::vector<at::Tensor>& steps, const at::Tensor& status,

@@ -138,6 +138,7 @@ BAD_PARAMETERS = {
 
 
 @all_cases
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 @pytest.mark.parametrize("kind", BAD_PARAMETERS)
 def test_wrong_parameter_is_refused_by_name(make, kind):
     bad = BAD_PARAMETERS[kind]()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import doctest
 import inspect
 import io
 import pickle
@@ -46,6 +47,19 @@ def test_available_optimizers_are_sorted_and_can_all_be_created():
     assert {"adagrad", "shampoo"} <= set(names)
     for name in names:
         assert torchium.create_optimizer(name, list(mlp().parameters()))
+
+
+@pytest.mark.parametrize(
+    "documented", [torchium.Shampoo, torchium.Adagrad, torchium.create_optimizer]
+)
+def test_examples_of_the_docstrings_run(documented):
+    names = {"torch": torch, "torchium": torchium, "model": mlp()}
+    (example,) = doctest.DocTestFinder(recurse=False).find(
+        documented, documented.__name__, globs=names
+    )
+    result = doctest.DocTestRunner().run(example)
+    assert result.attempted > 0
+    assert result.failed == 0
 
 
 SIGNATURES = {
