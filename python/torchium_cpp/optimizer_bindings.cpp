@@ -8,8 +8,12 @@
 #include <ATen/core/Tensor.h>
 #include <torch/serialize/archive.h>
 
+#include <functional>
+#include <memory>
+#include <optional>
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
+#include <pybind11/typing.h>
 #include <sstream>
 #include <string>
 #include <string_view>
@@ -25,6 +29,7 @@ using optim::SecondOrderOptimizer;
 using optim::Shampoo;
 using optim::ShampooOptions;
 using torch::optim::OptimizerParamGroup;
+using OptionDict = py::typing::Dict<py::str, py::object>;
 
 void translate_errors(std::exception_ptr error) {
   try {
@@ -84,9 +89,11 @@ OptimizerParamGroup make_group(const py::dict& group, const Options& defaults) {
                              std::make_unique<Options>(with_options(defaults, options)));
 }
 
+using Groups = py::typing::Iterable<py::typing::Union<at::Tensor, OptionDict>>;
+
 // `params`: tensors, or dicts of parameter groups.
 template <typename Optimizer, typename Options>
-std::unique_ptr<Optimizer> make_optimizer(const py::iterable& params, const py::kwargs& options) {
+std::unique_ptr<Optimizer> make_optimizer(const Groups& params, const py::KWArgs<py::object>& options) {
   const Options defaults = with_options(Options(), options);
   std::vector<OptimizerParamGroup> groups;
   const py::list items(params);
@@ -102,8 +109,9 @@ std::unique_ptr<Optimizer> make_optimizer(const py::iterable& params, const py::
   return std::make_unique<Optimizer>(groups, defaults);
 }
 
-py::dict state_of(const SecondOrderOptimizer& optimizer, const at::Tensor& param) {
-  py::dict result;
+py::typing::Dict<py::str, at::Tensor> state_of(const SecondOrderOptimizer& optimizer,
+                                               const at::Tensor& param) {
+  py::typing::Dict<py::str, at::Tensor> result;
   const auto found = optimizer.state().find(param.unsafeGetTensorImpl());
   if (found != optimizer.state().end()) {
     const auto& state = static_cast<const optim::MatrixParamState&>(*found->second);
@@ -115,12 +123,18 @@ py::dict state_of(const SecondOrderOptimizer& optimizer, const at::Tensor& param
 }
 
 template <typename Options>
-py::dict options_of(const SecondOrderOptimizer& optimizer, size_t group) {
-  py::dict result;
+OptionDict options_of(const SecondOrderOptimizer& optimizer, size_t group) {
+  OptionDict result;
   const auto& options = dynamic_cast<const Options&>(optimizer.param_groups().at(group).options());
   optim::detail::visit_options(
       options, [&](const char* name, const auto& value) { result[name] = py::cast(value); });
   return result;
+}
+
+std::optional<at::Tensor> step(SecondOrderOptimizer& optimizer,
+                               std::optional<std::function<at::Tensor()>> closure) {
+  const at::Tensor loss = optimizer.step(closure.value_or(nullptr));
+  return loss.defined() ? std::optional(loss) : std::nullopt;
 }
 
 void set_lr(SecondOrderOptimizer& optimizer, double lr) {
@@ -167,7 +181,7 @@ py::class_<Optimizer, SecondOrderOptimizer> bind_optimizer(py::module_& module, 
       .def(py::init(&make_optimizer<Optimizer, Options>), py::arg("params"))
       .def(
           "add_param_group",
-          [](Optimizer& self, const py::dict& group) {
+          [](Optimizer& self, const OptionDict& group) {
             self.add_param_group(make_group(group, dynamic_cast<const Options&>(self.defaults())));
           },
           py::arg("param_group"), "Adds a dict with 'params' and, if wanted, options.")
@@ -184,7 +198,7 @@ void bind_optimizers(py::module_& module) {
 
   py::class_<SecondOrderOptimizer>(optim, "SecondOrderOptimizer",
                                    "torchium::optim::SecondOrderOptimizer")
-      .def("step", &SecondOrderOptimizer::step, py::arg("closure") = nullptr, no_gil(),
+      .def("step", &step, py::arg("closure") = py::none(), no_gil(),
            "One step; `closure` computes the gradients and returns the loss, a tensor.")
       .def("zero_grad", &SecondOrderOptimizer::zero_grad, py::arg("set_to_none") = true)
       .def("check_errors", &SecondOrderOptimizer::check_errors, no_gil(),
@@ -192,14 +206,18 @@ void bind_optimizers(py::module_& module) {
       .def("set_lr", &set_lr, py::arg("lr"), "Sets the learning rate of all groups.")
       .def("state", &state_of, py::arg("param"),
            "The state tensors of a parameter by name; they share memory with the optimizer.")
-      .def("save", &save_to_file, py::arg("path"), no_gil())
-      .def("load", &load_from_file, py::arg("path"), no_gil())
+      .def("save", &save_to_file, py::arg("path"), no_gil(),
+           "Writes options and state to a file, which torch::load reads in C++.")
+      .def("load", &load_from_file, py::arg("path"), no_gil(),
+           "Reads what save() wrote. Raises ValueError, and loads nothing, if it does not fit.")
       .def("save_bytes", &save_to_bytes)
       .def("load_bytes", &load_from_bytes, py::arg("data"));
 
   bind_optimizer<Shampoo, ShampooOptions>(optim, "Shampoo", "torchium::optim::Shampoo")
-      .def("update_preconditioners", &Shampoo::update_preconditioners, no_gil())
-      .def("sync_lr", &Shampoo::sync_lr, no_gil());
+      .def("update_preconditioners", &Shampoo::update_preconditioners, no_gil(),
+           "Computes all roots from the statistics at once.")
+      .def("sync_lr", &Shampoo::sync_lr, no_gil(),
+           "Writes the learning rate to the tensor that captured steps read.");
   bind_optimizer<Adagrad, AdagradOptions>(optim, "Adagrad", "torchium::optim::Adagrad");
 }
 

@@ -42,7 +42,7 @@ inline void train(torch::optim::Optimizer& optimizer, const Tensors& params, int
     auto generator = torch::make_generator<torch::CPUGeneratorImpl>(1000 + t);
     for (auto param : params) {
       const auto noise = torch::randn(param.sizes(), generator, torch::kFloat);
-      set_grad(param, (param.detach() + noise).to(param.scalar_type()));
+      set_grad(param, param.detach() + noise.to(param.options().requires_grad(false)));
     }
     optimizer.step();
   }

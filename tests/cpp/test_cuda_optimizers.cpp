@@ -1,0 +1,154 @@
+// The C++ optimizers on a CUDA device: they follow the CPU and report errors without a
+// synchronisation. Skipped where there is no device.
+#include "optimizer_testing.h"
+#include "torchium/optim/adagrad.h"
+#include "torchium/optim/shampoo.h"
+
+namespace torchium::testing {
+namespace {
+
+using optim::Adagrad;
+using optim::AdagradOptions;
+using optim::Shampoo;
+using optim::ShampooOptions;
+
+class CudaOptimizers : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (!torch::cuda::is_available()) {
+      GTEST_SKIP() << "no CUDA device";
+    }
+  }
+};
+
+Tensors on_cuda(const Tensors& params) {
+  Tensors result;
+  for (const auto& param : params) {
+    result.push_back(parameter(param.detach().to(torch::kCUDA)));
+  }
+  return result;
+}
+
+ShampooOptions shampoo_options() {
+  return ShampooOptions(0.1)
+      .update_freq(3)
+      .block_size(4)
+      .betas({0.9, 0.99})
+      .momentum(0.9)
+      .grafting("adam");
+}
+
+// A step of which the gradient of parameter 2 is not finite.
+void skipped_step(torch::optim::Optimizer& optimizer, Tensors& params) {
+  for (auto& param : params) {
+    set_grad(param, torch::ones_like(param));
+  }
+  params[2].mutable_grad().fill_(kNaN);
+  optimizer.step();
+}
+
+template <typename Optimizer, typename Options>
+void expect_follows_the_cpu(const Options& options) {
+  const auto cpu_params = odd_parameters(torch::kDouble);
+  const auto cuda_params = on_cuda(cpu_params);
+  Optimizer cpu(cpu_params, options);
+  Optimizer cuda(cuda_params, options);
+  train(cpu, cpu_params, 0, 10);
+  train(cuda, cuda_params, 0, 10);
+  cuda.check_errors();
+  for (size_t i = 0; i < cpu_params.size(); ++i) {
+    expect_near(cuda_params[i].detach().cpu(), cpu_params[i].detach(), 1e-8);
+  }
+}
+
+TEST_F(CudaOptimizers, FollowTheCpu) {
+  expect_follows_the_cpu<Shampoo>(shampoo_options());
+  expect_follows_the_cpu<Shampoo>(ShampooOptions(0.1).preconditioner_1d("full"));
+  expect_follows_the_cpu<Adagrad>(AdagradOptions(0.1).lr_decay(0.1));
+  expect_follows_the_cpu<Adagrad>(AdagradOptions(0.1).full_matrix(true).update_freq(2));
+}
+
+// The host's step count, which decides on roots, is corrected once a skip is known.
+TEST_F(CudaOptimizers, SkippedStepsDoNotShiftTheRootSchedule) {
+  const auto cpu_params = odd_parameters(torch::kDouble);
+  auto cuda_params = on_cuda(cpu_params);
+  Shampoo cpu(cpu_params, shampoo_options().update_freq(4));
+  Shampoo cuda(cuda_params, shampoo_options().update_freq(4));
+  train(cpu, cpu_params, 0, 9);
+  train(cuda, cuda_params, 0, 3);
+  const auto before = copies(cuda_params);
+  skipped_step(cuda, cuda_params);
+  expect_equal(copies(cuda_params), before);
+  cuda.check_errors();  // one skipped step is no error
+  train(cuda, cuda_params, 3, 9);
+  for (size_t i = 0; i < cpu_params.size(); ++i) {
+    expect_near(cuda_params[i].detach().cpu(), cpu_params[i].detach(), 1e-8);
+  }
+}
+
+TEST_F(CudaOptimizers, ThirdSkippedStepIsReportedByALaterStep) {
+  auto params = on_cuda(odd_parameters());
+  Shampoo optimizer(params, shampoo_options());
+  train(optimizer, params, 0, 2);
+  const auto report = [&](auto&& find_out) {
+    const auto message = message_of<c10::Error>([&] {
+      for (int i = 0; i < 3; ++i) {
+        skipped_step(optimizer, params);
+      }
+      torch::cuda::synchronize();
+      find_out();
+    });
+    expect_contains(message, "3 steps in a row");
+    expect_contains(message, "parameter 2 of group 0 (shape [])");
+  };
+  report([&] { optimizer.step(); });
+  train(optimizer, params, 2, 4);
+  optimizer.check_errors();
+  report([&] { optimizer.check_errors(); });
+}
+
+// The report of three skips waits for its step although a good step has ended their count.
+TEST_F(CudaOptimizers, ReportsAreNotLost) {
+  auto params = on_cuda(odd_parameters());
+  Adagrad optimizer(params, AdagradOptions(0.1));
+  EXPECT_THROW(
+      {
+        for (int i = 0; i < 3; ++i) {
+          skipped_step(optimizer, params);
+        }
+        train(optimizer, params, 0, 1);
+        optimizer.check_errors();
+      },
+      c10::Error);
+}
+
+TEST_F(CudaOptimizers, ArchivesContinueBitForBit) {
+  const auto params = on_cuda(odd_parameters());
+  Shampoo optimizer(params, shampoo_options());
+  train(optimizer, params, 0, 5);
+  std::stringstream stream;
+  torch::save(optimizer, stream);
+  const auto resumed_params = parameters_like(params);
+  train(optimizer, params, 5, 10);
+  Shampoo resumed(resumed_params, shampoo_options());
+  torch::load(resumed, stream);
+  train(resumed, resumed_params, 5, 10);
+  expect_equal(copies(resumed_params), copies(params));
+}
+
+TEST_F(CudaOptimizers, GroupsMaySpanDevices) {
+  const auto cpu_params = odd_parameters();
+  Tensors mixed = parameters_like(cpu_params);
+  const auto cuda_params = on_cuda(cpu_params);
+  mixed.insert(mixed.end(), cuda_params.begin(), cuda_params.end());
+  Shampoo optimizer(mixed, shampoo_options());
+  train(optimizer, mixed, 0, 5);
+  optimizer.check_errors();
+  for (size_t i = 0; i < cuda_params.size(); ++i) {
+    EXPECT_TRUE(mixed[i].isfinite().all().item<bool>());
+    EXPECT_EQ(state_tensors(optimizer, cuda_params[i])[0].second.device().type(), torch::kCUDA);
+  }
+}
+
+}  // namespace
+}  // namespace torchium::testing
