@@ -8,9 +8,10 @@ namespace torchium::linalg::detail {
 // [N, ...] -> [batch, ...].
 at::Tensor restore_batch(const at::Tensor& x, at::IntArrayRef batch);
 
-// result * factor, rounded to `dtype` and saturated at its largest number; NaN where `finite` is
-// false. result: [..., n, m]; factor and finite: [...], broadcast.
-at::Tensor bounded_solution(const at::Tensor& result, const at::Tensor& factor,
-                            const at::Tensor& finite, at::ScalarType dtype);
+// result * factor in the same memory, saturated at the largest number of `dtype` and rounded to it;
+// NaN where `finite` is false. result: [..., n, m]; factor and finite: [...], broadcast. The answer
+// is contiguous.
+at::Tensor bounded_solution(at::Tensor result, const at::Tensor& factor, const at::Tensor& finite,
+                            at::ScalarType dtype);
 
 }  // namespace torchium::linalg::detail

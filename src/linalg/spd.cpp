@@ -94,8 +94,10 @@ at::Tensor spd_inverse(const at::Tensor& A, double damping) {
   check_spd_inverse(A, damping);
   if (A.numel() == 0) return at::empty(A.sizes(), A.options());
   const auto factor = factorise(A, damping);
-  const auto half = at::cholesky_inverse(factor.L).mul_(0.5);
-  return bounded_solution(half + half.mT(), factor.scale, factor.finite, A.scalar_type());
+  // LAPACK's layout is column by column, so that the transpose is contiguous.
+  auto inverse = as_stack(at::cholesky_inverse(factor.L).mT()).contiguous();
+  mirror_lower_(inverse);
+  return bounded_solution(inverse.view(A.sizes()), factor.scale, factor.finite, A.scalar_type());
 }
 
 at::Tensor spd_solve_meta(const at::Tensor& A, const at::Tensor& X, double damping) {

@@ -1,0 +1,116 @@
+#include <torchium/linalg/products.h>
+#include <torchium/memory.h>
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+#include <limits>
+
+namespace {
+
+namespace linalg = torchium::linalg;
+
+at::Tensor positive_definite(int64_t n) {
+  const auto X = torch::randn({n, 2 * n}, torch::kFloat64);
+  return X.matmul(X.mT()) + torch::eye(n, torch::kFloat64);
+}
+
+void expect_close(const at::Tensor& x, const at::Tensor& y, double tolerance = 1e-10) {
+  ASSERT_EQ(x.sizes(), y.sizes());
+  EXPECT_LE((x - y).abs().max().item<double>(), tolerance * (1 + y.abs().max().item<double>()));
+}
+
+TEST(Products, KroneckerOperatorsAgreeWithTheProductItself) {
+  torch::manual_seed(0);
+  const auto A = positive_definite(3), B = positive_definite(4);
+  const auto X = torch::randn({2, 12, 5}, torch::kFloat64);
+  const auto K = linalg::kron(A, B);
+  expect_close(K, torch::kron(A, B));
+  expect_close(linalg::kron_matmul(A, B, X), K.matmul(X));
+  const auto damped = K + 0.5 * torch::eye(12, torch::kFloat64);
+  expect_close(damped.matmul(linalg::kron_solve(A, B, X, 0.5)), X);
+}
+
+TEST(Products, SpdSolversInvert) {
+  torch::manual_seed(0);
+  const auto A = positive_definite(6), X = torch::randn({6, 2}, torch::kFloat64);
+  const auto damped = A + 0.5 * torch::eye(6, torch::kFloat64);
+  expect_close(damped.matmul(linalg::spd_inverse(A, 0.5)), torch::eye(6, torch::kFloat64));
+  expect_close(A.matmul(linalg::spd_solve(A, X)), X);
+}
+
+TEST(Products, ChunkedMatmulGivesTheProductInAnyWorkspace) {
+  torch::manual_seed(0);
+  const auto A = torch::randn({3, 1, 20, 30}).to(torch::kBFloat16);
+  const auto B = torch::randn({2, 30, 10}).to(torch::kBFloat16);
+  const auto whole = linalg::chunked_matmul(A, B);
+  for (const int64_t bytes : {300, 5000, 100000}) {
+    EXPECT_TRUE(torch::equal(linalg::chunked_matmul(A, B, bytes), whole)) << bytes;
+  }
+  EXPECT_THROW(linalg::chunked_matmul(A, B, 100), c10::ValueError);
+}
+
+TEST(Products, DerivativesReachCppPrograms) {
+  torch::manual_seed(0);
+  const auto with_grad = [](at::IntArrayRef shape) {
+    return torch::randn(shape, torch::TensorOptions(torch::kFloat64).requires_grad(true));
+  };
+  const auto a = with_grad({3, 1}), b = with_grad({4}), c = with_grad({});
+  linalg::fused_mul_add(a, b, c).sum().backward();
+  expect_close(a.grad(), b.detach().sum().expand({3, 1}));
+  expect_close(b.grad(), a.detach().sum().expand({4}));
+  expect_close(c.grad(), torch::tensor(12.0, torch::kFloat64));
+
+  const auto A = with_grad({2, 3, 4}), B = with_grad({4, 5});
+  linalg::chunked_matmul(A, B).sum().backward();
+  expect_close(A.grad(), B.detach().sum(1).expand({2, 3, 4}));
+  expect_close(B.grad(), A.detach().sum(at::IntArrayRef{0, 1}).unsqueeze(1).expand({4, 5}));
+
+  const auto X = with_grad({4, 1});
+  const auto identity = torch::eye(2, torch::kFloat64);
+  linalg::kron_matmul(identity, 3 * identity, X).sum().backward();
+  expect_close(X.grad(), torch::full({4, 1}, 3.0, torch::kFloat64));
+}
+
+TEST(Products, NoDerivativeIsAnError) {
+  const auto A = torch::eye(2).requires_grad_();
+  EXPECT_THROW(linalg::spd_inverse(A), c10::Error);
+  const torch::NoGradGuard no_grad;
+  expect_close(linalg::spd_inverse(A), torch::eye(2), 1e-6);
+}
+
+TEST(Products, WrongArgumentsAreValueErrors) {
+  const auto A = torch::eye(2);
+  EXPECT_THROW(linalg::kron(A, torch::eye(2, torch::kFloat64)), c10::ValueError);
+  EXPECT_THROW(linalg::kron_matmul(A, A, torch::eye(3)), c10::ValueError);
+  EXPECT_THROW(linalg::kron_solve(A, A, torch::eye(4), -1.0), c10::ValueError);
+  EXPECT_THROW(linalg::spd_solve(A, torch::eye(3)), c10::ValueError);
+  EXPECT_THROW(linalg::spd_inverse(A, std::numeric_limits<double>::infinity()), c10::ValueError);
+  EXPECT_THROW(linalg::fused_mul_add(A, A, A.to(torch::kInt)), c10::ValueError);
+  EXPECT_THROW(linalg::fused_mul_add(A, A, at::Tensor()), c10::Error);
+}
+
+TEST(Memory, CpuHasNoCudaMemory) {
+  const auto info = torchium::cuda_memory_info(torch::Device(torch::kCPU));
+  EXPECT_FALSE(info.available);
+  EXPECT_EQ(info.total_memory, 0);
+  EXPECT_GT(torchium::free_memory(torch::kCPU), int64_t{1} << 20);
+  EXPECT_THROW(torchium::cuda_memory_info(torch::Device(torch::kMeta)), c10::ValueError);
+}
+
+TEST(Memory, TheDefaultDeviceIsTheCurrentGpu) {
+  const auto info = torchium::cuda_memory_info();
+  EXPECT_EQ(info.available, torch::cuda::is_available());
+  if (!info.available) {
+    EXPECT_EQ(info.total_memory + info.free_memory + info.allocated_memory + info.cached_memory, 0);
+    return;
+  }
+  const auto tensor = torch::empty({1 << 20}, torch::kCUDA);
+  const auto after = torchium::cuda_memory_info();
+  EXPECT_GE(after.allocated_memory, info.allocated_memory + (int64_t{4} << 20));
+  EXPECT_LE(after.allocated_memory, after.cached_memory);
+  EXPECT_LE(after.free_memory, after.total_memory);
+  EXPECT_THROW(torchium::cuda_memory_info(torch::Device(torch::kCUDA, 99)), c10::ValueError);
+}
+
+}  // namespace
