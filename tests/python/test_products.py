@@ -164,6 +164,21 @@ def test_chunked_matmul_keeps_to_its_workspace(dtype, limit):
     assert result.nbytes <= allocated <= result.nbytes + limit
 
 
+@given(
+    m=st.integers(1, 300), k=st.integers(1, 20), n=st.integers(1, 300), spare=st.integers(5_000, 60_000)
+)
+@settings(max_examples=30, deadline=None)
+def test_chunked_matmul_keeps_to_any_workspace(m, k, n, spare):
+    A, B = randn(m, k, dtype=torch.float16), randn(k, n, dtype=torch.float16, seed=1)
+    limit = 8 * k + 4 + spare  # the least there can be, and some more
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        result = linalg.chunked_matmul(A, B, max_workspace_bytes=limit)
+    allocated = sum(
+        e.self_cpu_memory_usage for e in recorded.events() if e.self_cpu_memory_usage > 0
+    )
+    assert result.nbytes <= allocated <= result.nbytes + limit
+
+
 def test_chunked_matmul_needs_no_workspace_for_dense_float32():
     A, B = randn(2, 1, 30, 40, dtype=torch.float32), randn(3, 20, 40, dtype=torch.float32).mT
     torch.testing.assert_close(linalg.chunked_matmul(A, B, max_workspace_bytes=0), A @ B)
