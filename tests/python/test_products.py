@@ -165,7 +165,10 @@ def test_chunked_matmul_keeps_to_its_workspace(dtype, limit):
 
 
 @given(
-    m=st.integers(1, 300), k=st.integers(1, 20), n=st.integers(1, 300), spare=st.integers(5_000, 60_000)
+    m=st.integers(1, 300),
+    k=st.integers(1, 20),
+    n=st.integers(1, 300),
+    spare=st.integers(5_000, 60_000),
 )
 @settings(max_examples=30, deadline=None)
 def test_chunked_matmul_keeps_to_any_workspace(m, k, n, spare):

@@ -31,10 +31,11 @@ TORCHIUM_API at::Tensor kron_matmul(const at::Tensor& A, const at::Tensor& B, co
 // negative eigenvalues count as zero), X [..., nA nB, m] -> [..., nA nB, m]. damping: finite, not
 // negative.
 //
-// Floor: eigenvalues of A (x) B + damping I below epsilon(dtype) times the largest are answered as
-// if they were that; a zero matrix without damping counts as one whose largest eigenvalue is 1. So
-// the answer is finite unless it exceeds the range of the dtype; float16 saturates. It is NaN for a
-// matrix with NaN or Inf in A or B, and only for that one.
+// Floor: eigenvalues of A (x) B + damping I below (4 + sqrt(n) / 4) epsilon(dtype) times the
+// largest, what float arithmetic can tell from zero (summed over n = nA and n = nB), or below the
+// smallest normal number, are answered as if they were that. So the answer is finite: what exceeds
+// the range of the dtype saturates at its largest number. It is NaN for a pair with NaN or Inf in A
+// or B, and for that one only.
 TORCHIUM_API at::Tensor kron_solve(const at::Tensor& A, const at::Tensor& B, const at::Tensor& X,
                                    double damping);
 
@@ -56,15 +57,16 @@ TORCHIUM_API at::Tensor chunked_matmul(const at::Tensor& A, const at::Tensor& B,
 // (A + damping I)^-1, exactly symmetric: [..., n, n] -> [..., n, n]. A is symmetric positive
 // semi-definite (it is symmetrised); damping finite and not negative.
 //
-// By Cholesky. A matrix whose factorisation meets a pivot below epsilon(dtype) times its largest
-// diagonal entry, or none at all, is answered through its eigendecomposition instead, with the
-// floor of kron_solve; the other matrices of the batch are not touched by that. On a GPU the host
-// waits for the factorisation once, to learn whether there is such a matrix. NaN for a matrix with
-// NaN or Inf, and only for that one; float16 saturates.
+// By Cholesky. A matrix whose factorisation meets a pivot below (4 + sqrt(n) / 4) epsilon(dtype)
+// times its largest entry, or breaks down, is answered through its eigendecomposition instead,
+// eigenvalues below that fraction of the largest (or below the smallest normal number) as if they
+// were it; the other matrices of the batch are not touched by that. On a GPU the host waits for the
+// factorisation once, to learn whether there is such a matrix. What exceeds the range of the dtype
+// saturates at its largest number. NaN for a matrix with NaN or Inf, and for that one only.
 TORCHIUM_API at::Tensor spd_inverse(const at::Tensor& A, double damping = 0.0);
 
-// (A + damping I)^-1 X, as spd_inverse: A [..., n, n], X [..., n, m] -> [..., n, m]. The answer is
-// finite unless it exceeds the range of the dtype.
+// (A + damping I)^-1 X, as spd_inverse: A [..., n, n], X [..., n, m] -> [..., n, m]. X must be so far
+// from the end of the range that X divided by the relative floor, (4 + sqrt(n) / 4) epsilon, is in it.
 TORCHIUM_API at::Tensor spd_solve(const at::Tensor& A, const at::Tensor& X, double damping = 0.0);
 
 // a * b + c in one pass over memory and with one rounding of bfloat16 and float16 results; shapes

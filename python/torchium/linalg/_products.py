@@ -49,11 +49,12 @@ def kron_solve(A: Tensor, B: Tensor, X: Tensor, damping: float) -> Tensor:
     From the eigendecompositions of the factors (Van Loan 2000, "The ubiquitous Kronecker product"):
     ``(Q_A x Q_B) (D_A x D_B + damping)^-1 (Q_A x Q_B)^T X``.
 
-    Eigenvalues of the damped product below ``finfo(dtype).eps`` times its largest are answered as if
-    they were that floor, so that singular factors have a finite answer; a zero matrix without
-    damping counts as one whose largest eigenvalue is 1. A pair with NaN or Inf in a factor is
-    answered by NaN, the others of the batch are not touched. bfloat16 and float16 are computed in
-    float32; float16 saturates.
+    Eigenvalues of the damped product below ``(4 + sqrt(n) / 4) finfo(dtype).eps`` times its largest,
+    what floating point can tell from zero (summed over n = nA and n = nB), or below the smallest
+    normal number, are answered as if they were that floor. So singular factors have a finite answer;
+    what exceeds the range of the dtype saturates at its largest number. A pair with NaN or Inf in a
+    factor is answered by NaN, the others of the batch are not touched. bfloat16 and float16 are
+    computed in float32.
 
     Args:
         A: ``[..., nA, nA]``, symmetric positive semi-definite; symmetrised, negative eigenvalues
@@ -103,12 +104,13 @@ def chunked_matmul(A: Tensor, B: Tensor, *, max_workspace_bytes: int | None = No
 def spd_inverse(A: Tensor, *, damping: float = 0.0) -> Tensor:
     """Return ``(A + damping I)^-1`` for symmetric positive semi-definite ``A``, by Cholesky.
 
-    A matrix whose factorisation meets a pivot below ``finfo(dtype).eps`` times its largest diagonal
-    entry is answered through its eigendecomposition, with the floor of :func:`kron_solve`; so zero
-    and rank-deficient matrices have a finite answer. On a GPU the host waits for the factorisation
-    once, to learn whether there is such a matrix. A matrix with NaN or Inf is answered by NaN, the
-    others of the batch are not touched. bfloat16 and float16 are computed in float32; float16
-    saturates.
+    A matrix whose factorisation meets a pivot below ``(4 + sqrt(n) / 4) finfo(dtype).eps`` times its
+    largest entry, or breaks down, is answered through its eigendecomposition, eigenvalues below that
+    fraction of the largest (or below the smallest normal number) as if they were it. So zero and
+    rank-deficient matrices have a finite answer; what exceeds the range of the dtype saturates at
+    its largest number. On a GPU the host waits for the factorisation once, to learn whether there is
+    such a matrix. A matrix with NaN or Inf is answered by NaN, the others of the batch are not
+    touched. bfloat16 and float16 are computed in float32.
 
     Args:
         A: ``[..., n, n]``, floating point; symmetrised.
@@ -128,7 +130,8 @@ def spd_inverse(A: Tensor, *, damping: float = 0.0) -> Tensor:
 def spd_solve(A: Tensor, X: Tensor, *, damping: float = 0.0) -> Tensor:
     """Return ``(A + damping I)^-1 X`` for symmetric positive semi-definite ``A``.
 
-    As :func:`spd_inverse`, without forming the inverse.
+    As :func:`spd_inverse`, without forming the inverse. ``X`` must be so far from the end of the
+    range that ``X`` divided by the relative floor, ``(4 + sqrt(n) / 4) eps``, is in it.
 
     Args:
         A: ``[..., n, n]``, floating point; symmetrised.

@@ -39,8 +39,7 @@ class CUDAMatrixOps:
             power: any real number; a matrix power, not an elementwise one.
             eps: added to every eigenvalue.
         """
-        result: Tensor = torch.ops.torchium.matrix_power(matrix, power, eps=eps)
-        return result
+        return linalg.matrix_power(matrix, power, eps=eps)
 
     @staticmethod
     def kronecker_product_approx(A: Tensor, G: Tensor) -> Tensor:
@@ -189,5 +188,4 @@ def matrix_sqrt_cuda(input: Tensor, power: float) -> Tensor:
         power: any real number; for negative ones eigenvalues are floored as
             :func:`torchium.linalg.matrix_power` documents.
     """
-    result: Tensor = torch.ops.torchium.matrix_power(input, power)
-    return result
+    return linalg.matrix_power(input, power)
