@@ -25,30 +25,47 @@ at::Tensor probe(int64_t n, const at::TensorOptions& options) {
   return signs.to(options);
 }
 
-// |A X^p A - A|_F / |A|_F, A = S + damping I; X = root is in the units of the caller. For kEstimate
-// the norms are those of the products with one vector of random signs. In float64, because the
-// small eigenvalues of A, which matter least here, have the largest images under X^p.
-at::Tensor relative_residual(const Normalized& input, const at::Tensor& damping,
-                             const at::Tensor& root, int64_t p, Residual kind) {
+// |A X^p A - A|_F / |A|_F by matrix products, A = S + damping I; X = root is in the units of the
+// caller. In float64: the small eigenvalues of A, which matter least here, have the largest images
+// under X^p.
+at::Tensor exact_residual(const Normalized& input, const at::Tensor& damping,
+                          const at::Tensor& root, int64_t p) {
   at::Tensor A = input.matrix.to(at::kDouble, /*non_blocking=*/false, /*copy=*/true);
   A.diagonal(0, -2, -1).add_(damping.unsqueeze(-1));
   const at::Tensor X =
       root.to(at::kDouble) * input.scale.pow(-1.0 / static_cast<double>(p)).view({-1, 1, 1});
-  at::Tensor target = A;
-  at::Tensor image;
-  if (kind == Residual::kEstimate) {
-    target = at::matmul(A, probe(A.size(-1), A.options()));
-    image = target;
-    for (int64_t i = 0; i < p; ++i) {
-      image = at::matmul(X, image);
-    }
-  } else {
-    image = at::matmul(at::matrix_power(X, p), A);
+  const at::Tensor difference = at::matmul(A, at::matmul(at::matrix_power(X, p), A)).sub_(A);
+  return difference.square_().sum({-2, -1}).sqrt_().div_(
+      A.square_().sum({-2, -1}).sqrt_().clamp_min_(std::numeric_limits<double>::min()));
+}
+
+// The same for the images of one vector of random signs, at the cost of p + 2 products with it. The
+// dtype of the input is enough: what X^p magnifies, the last product with A makes small again.
+at::Tensor estimated_residual(const Normalized& input, const at::Tensor& damping,
+                              const at::Tensor& root, int64_t p) {
+  const auto column = [&](const at::Tensor& values) {
+    return values.to(root.scalar_type()).view({-1, 1, 1});
+  };
+  const at::Tensor shift = column(damping);
+  const at::Tensor unit = column(input.scale.pow(-1.0 / static_cast<double>(p)));
+  const auto times_A = [&](const at::Tensor& v) {
+    return at::matmul(input.matrix, v).add_(v * shift);
+  };
+  const at::Tensor target = times_A(probe(root.size(-1), root.options()));
+  at::Tensor image = target;
+  for (int64_t i = 0; i < p; ++i) {
+    image = at::matmul(root, image * unit);
   }
-  image = at::matmul(A, image).sub_(target);
+  const at::Tensor difference = times_A(image).sub_(target);
   const at::Tensor norm = target.square().sum({-2, -1}).sqrt_();
-  return image.square_().sum({-2, -1}).sqrt_().div_(
-      norm.clamp_min_(std::numeric_limits<double>::min()));
+  return difference.square_().sum({-2, -1}).sqrt_().div_(
+      norm.clamp_min_(smallest_normal(root.scalar_type())));
+}
+
+at::Tensor relative_residual(const Normalized& input, const at::Tensor& damping,
+                             const at::Tensor& root, int64_t p, Residual kind) {
+  return kind == Residual::kEstimate ? estimated_residual(input, damping, root, p)
+                                     : exact_residual(input, damping, root, p);
 }
 
 // A root in the units of the caller; damping and floor in those of Normalized.

@@ -24,7 +24,6 @@ detail::AdagradHyperparameters hyperparameters(const AdagradOptions& o, at::Tens
   h.lr = std::move(lr);
   h.lr_decay = o.lr_decay();
   h.weight_decay = o.weight_decay();
-  h.initial_accumulator_value = o.initial_accumulator_value();
   h.eps = o.eps();
   h.full_matrix = o.full_matrix();
   h.block_size = o.block_size();

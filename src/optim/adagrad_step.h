@@ -10,12 +10,12 @@
 
 namespace torchium::optim::detail {
 
-// Names and defaults are those of AdagradOptions and of Python's torchium.Adagrad.
+// Names and defaults are those of AdagradOptions and of Python's torchium.Adagrad. Its
+// initial_accumulator_value belongs to the initial state alone.
 struct AdagradHyperparameters {
   at::Tensor lr;  // 0-dim; float64 on the CPU, or on the parameters' device
   double lr_decay = 0.0;
   double weight_decay = 0.0;
-  double initial_accumulator_value = 0.0;
   double eps = 1e-10;
   bool full_matrix = false;
   int64_t block_size = 128;

@@ -22,7 +22,7 @@ def is_capturing() -> bool:
 def refuse_capture(device: torch.device, reason: str) -> None:
     """Raises RuntimeError while a CUDA graph is captured on the device of the parameters."""
     if device.type == "cuda" and is_capturing():
-        raise RuntimeError(f"a CUDA graph cannot capture this step: {reason}")
+        raise RuntimeError(f"a CUDA graph cannot capture this call: {reason}")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ._base import CoreOptimizer, State, StepArguments, matrix_lists
+from ._monitor import refuse_capture
 from ._options import (
     Check,
     choice,
@@ -197,12 +198,13 @@ class Shampoo(CoreOptimizer):
     def update_preconditioners(self) -> None:
         """Computes the roots of all statistics now, whatever the schedule says.
 
-        With ``capturable=True`` this is the only place where roots are computed: call it, or replay
-        a CUDA graph that captured it, every so many steps. Parameters that have taken no step are
-        left out.
+        With ``capturable=True`` this is the only place where roots are computed: call it between
+        the replays of a captured :meth:`step`, every so many of them. Parameters that have taken no
+        step are left out. The eigenvalue solver waits for the device, so that this itself cannot be
+        captured in a CUDA graph yet.
 
         Raises:
-            RuntimeError: as :meth:`step`.
+            RuntimeError: as :meth:`step`, or the current stream captures a graph.
         """
         self._raise_failures(self._monitor.poll())
         for index, group in enumerate(self.param_groups):
@@ -215,6 +217,7 @@ class Shampoo(CoreOptimizer):
     def _launch_update(
         self, index: int, group: dict[str, Any], device: torch.device, params: list[Tensor]
     ) -> None:
+        refuse_capture(device, "the eigenvalue solver of the roots waits for the device")
         states = [self.state[p] for p in params]
         key = (index, device)
         torch.ops.torchium.shampoo_update_preconditioners_(
