@@ -65,8 +65,9 @@ TORCHIUM_API at::Tensor chunked_matmul(const at::Tensor& A, const at::Tensor& B,
 // saturates at its largest number. NaN for a matrix with NaN or Inf, and for that one only.
 TORCHIUM_API at::Tensor spd_inverse(const at::Tensor& A, double damping = 0.0);
 
-// (A + damping I)^-1 X, as spd_inverse: A [..., n, n], X [..., n, m] -> [..., n, m]. X must be so far
-// from the end of the range that X divided by the relative floor, (4 + sqrt(n) / 4) epsilon, is in it.
+// (A + damping I)^-1 X, as spd_inverse: A [..., n, n], X [..., n, m] -> [..., n, m]. X must be so
+// far from the end of the range that X divided by the relative floor, (4 + sqrt(n) / 4) epsilon, is
+// in it.
 TORCHIUM_API at::Tensor spd_solve(const at::Tensor& A, const at::Tensor& X, double damping = 0.0);
 
 // a * b + c in one pass over memory and with one rounding of bfloat16 and float16 results; shapes

@@ -1,0 +1,174 @@
+"""spd_inverse, spd_solve, kron_solve: finite, and as accurate as LAPACK."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matrix_cases import (
+    ALL_FLOATS,
+    FLOATS,
+    SCALES,
+    SPECTRA,
+    eps,
+    floor,
+    norm,
+    randn,
+    rounding,
+    symmetric,
+)
+from reference import products as reference
+from torch import Tensor
+from torchium import linalg
+
+
+def check_residual(A: Tensor, X: Tensor, solution: Tensor, least: float) -> None:
+    """A X = B up to backward error, where eigenvalues below `least` count as `least`."""
+    A, X, solution = A.double(), X.double(), solution.double()
+    n = A.shape[-1]
+    unit = floor(n, torch.float32 if least > 1e-12 * norm(A).max() else torch.float64)
+    residual = norm(A @ solution - X)
+    largest = norm(A)
+    bound = 8 * n * unit * (largest * norm(solution) + norm(X)) + 2 * least * norm(solution)
+    assert (residual <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@settings(max_examples=60, deadline=None)
+@given(
+    kind=st.sampled_from(SPECTRA),
+    scale=st.sampled_from(SCALES),
+    n=st.integers(1, 20),
+    seed=st.integers(0, 50),
+)
+def test_spd_is_finite_and_has_a_small_residual(dtype, kind, scale, n, seed):
+    A = symmetric(kind, n, scale, seed).to(dtype)
+    X = randn(n, 3, dtype=dtype, seed=seed)
+    inverse, solution = linalg.spd_inverse(A), linalg.spd_solve(A, X)
+    assert inverse.isfinite().all()
+    assert solution.isfinite().all()
+    assert torch.equal(inverse, inverse.mT)
+    if kind == "zero":
+        tiny = torch.finfo(dtype).tiny
+        assert torch.equal(inverse, torch.eye(n, dtype=dtype) / tiny)
+        return
+    least = floor(n, dtype) * float(torch.linalg.matrix_norm(A.double(), 2))
+    assert norm(inverse) <= 4 * math.sqrt(n) / least
+    if scale < 1 and kind in ("rank_deficient", "one_huge"):
+        return  # the answer may saturate at the largest number
+    check_residual(A, torch.eye(n, dtype=dtype), inverse, least)
+    check_residual(A, X, solution, least)
+
+
+def allowed_error(lapack: Tensor, exact: Tensor, A: Tensor, dtype: torch.dtype) -> Tensor:
+    """Four times LAPACK's own error in the same dtype, and the roundings of input and result."""
+    n = A.shape[-1]
+    # The reference is float64 as well: it is no better than backward stability makes it.
+    own = floor(n, dtype) * torch.linalg.cond(A) if dtype == torch.float64 else n * eps(dtype)
+    return 4 * norm(lapack - exact) + (4 * own + 4 * rounding(dtype)) * norm(exact)
+
+
+@pytest.mark.parametrize("dtype", ALL_FLOATS)
+@pytest.mark.parametrize("damping", [0.0, 1e-3, 10.0])
+@pytest.mark.parametrize("n", [1, 7, 64])
+def test_spd_is_as_accurate_as_lapack(dtype, damping, n, device):
+    A = symmetric("spread", n, batch=(2, 3)).to(dtype).to(device)
+    X = randn(3, n, 4, dtype=dtype, seed=1).to(device)
+    damped = reference.damped(A, damping)
+    compute = torch.float32 if dtype.itemsize == 2 else dtype
+
+    exact, lapack = reference.spd_inverse(A, damping), torch.linalg.inv(damped.to(compute))
+    inverse = linalg.spd_inverse(A, damping=damping)
+    assert (norm(inverse - exact) <= allowed_error(lapack, exact, damped, dtype)).all()
+
+    exact = reference.spd_solve(A, X, damping)
+    lapack = torch.linalg.solve(damped.to(compute), X.to(compute))
+    solution = linalg.spd_solve(A, X, damping=damping)
+    assert solution.shape == (2, 3, n, 4)
+    assert solution.dtype == dtype
+    assert (norm(solution - exact) <= allowed_error(lapack, exact, damped, dtype)).all()
+
+
+def test_a_singular_or_non_finite_matrix_leaves_the_others_alone(device):
+    good = symmetric("spread", 5).float().to(device)
+    broken = torch.full((5, 5), math.nan, device=device)
+    stack = torch.stack([good, torch.zeros_like(good), broken, torch.ones_like(good), -good])
+    X = randn(5, 2, dtype=torch.float32).to(device)
+    for result, alone in [
+        (linalg.spd_inverse(stack), linalg.spd_inverse(good)),
+        (linalg.spd_solve(stack, X), linalg.spd_solve(good, X)),
+        (
+            linalg.kron_solve(stack, torch.ones(1, 1, device=device), X, 0.0),
+            linalg.kron_solve(good, torch.ones(1, 1, device=device), X, 0.0),
+        ),
+    ]:
+        torch.testing.assert_close(result[0], alone)
+        assert result[[1, 3, 4]].isfinite().all()
+        assert result[2].isnan().all()
+
+
+def test_non_symmetric_input_is_symmetrised():
+    A = randn(6, 6) + 10 * torch.eye(6)
+    X = randn(6, 2, seed=1)
+    S = (A + A.mT) / 2
+    torch.testing.assert_close(linalg.spd_inverse(A), linalg.spd_inverse(S))
+    torch.testing.assert_close(linalg.spd_solve(A, X), linalg.spd_solve(S, X))
+    B = torch.ones(1, 1).double()
+    torch.testing.assert_close(linalg.kron_solve(A, B, X, 0.1), linalg.kron_solve(S, B, X, 0.1))
+
+
+def test_float16_saturates():
+    A = torch.diag(torch.tensor([1.0, 0.0])).half()
+    limit = torch.finfo(torch.float16).max
+    assert linalg.spd_inverse(A).diagonal().tolist() == [1.0, limit]
+    assert linalg.spd_solve(A, torch.ones(2, 1).half()).flatten().tolist() == [1.0, limit]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@settings(max_examples=60, deadline=None)
+@given(
+    kinds=st.tuples(st.sampled_from(SPECTRA), st.sampled_from(SPECTRA)),
+    scales=st.tuples(st.sampled_from(SCALES), st.sampled_from(SCALES)),
+    nA=st.integers(1, 6),
+    nB=st.integers(1, 6),
+    damping=st.sampled_from([0.0, 1e-30, 1e-3, 1e30]),
+    seed=st.integers(0, 50),
+)
+def test_kron_solve_is_finite(dtype, kinds, scales, nA, nB, damping, seed):
+    A = symmetric(kinds[0], nA, scales[0], seed).to(dtype)
+    B = symmetric(kinds[1], nB, scales[1], seed + 1).to(dtype)
+    X = randn(nA * nB, 2, dtype=dtype, seed=seed)
+    solution = linalg.kron_solve(A, B, X, damping)
+    assert solution.isfinite().all()
+    product = reference.kron(A, B)
+    largest = float(torch.linalg.matrix_norm(product, 2)) + damping
+    least = 2 * floor(max(nA, nB), dtype) * largest
+    tiny = 1e3 * torch.finfo(dtype).tiny
+    if least > tiny and largest < 1 / tiny:  # else the answer saturates, or vanishes
+        check_residual(reference.damped(product, damping), X, solution, least)
+
+
+@pytest.mark.parametrize("dtype", ALL_FLOATS)
+@pytest.mark.parametrize("damping", [1e-4, 1e-2, 10.0])
+def test_kron_solve_is_as_accurate_as_lapack(dtype, damping, device):
+    A = symmetric("spread", 6, batch=(2, 1)).to(dtype).to(device)
+    B = symmetric("clustered", 9, seed=1, batch=(3,)).to(dtype).to(device)
+    X = randn(3, 54, 4, dtype=dtype, seed=1).to(device)
+    compute = torch.float32 if dtype.itemsize == 2 else dtype
+    exact = reference.kron_solve(A, B, X, damping)
+    K = reference.damped(
+        reference.kron(reference.damped(A, 0.0), reference.damped(B, 0.0)), damping
+    )
+    lapack = torch.linalg.solve(K.to(compute), X.to(compute))
+    # The eigenvalues are known to a few units of the largest: 1 / (d + damping) errs accordingly.
+    condition = torch.linalg.cond(K)
+    allowed = 4 * norm(lapack - exact) + 4 * (floor(9, dtype) * condition + rounding(dtype)) * norm(
+        exact
+    )
+    solution = linalg.kron_solve(A, B, X, damping)
+    assert solution.shape == (2, 3, 54, 4)
+    assert solution.dtype == dtype
+    assert (norm(solution - exact) <= allowed).all()
