@@ -20,8 +20,7 @@ import torchium
 
 if not torch.cuda.is_available():
     sys.exit("no CUDA device")
-driver = torch._C._cuda_getDriverVersion()
-print(f"GPU {torch.cuda.get_device_name()}, driver for CUDA {driver // 1000}.{driver % 1000 // 10}")
+print(f"GPU {torch.cuda.get_device_name()}")
 print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, Python {sys.version.split()[0]}")
 print(torchium.show_config(), end="")
 PY
