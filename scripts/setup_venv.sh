@@ -12,8 +12,13 @@ fail() {
   exit 1
 }
 
-stamp=$venv/.installed-$(printf '%s-' "$@")$torch
-if [[ -e $stamp && $stamp -nt $scripts/../pyproject.toml ]]; then
+# One stamp for each extra: `make test` needs what `make lint` needs and more.
+missing=()
+for extra in "$@"; do
+  stamp=$venv/.installed-$extra-torch-$torch
+  [[ -e $stamp && $stamp -nt $scripts/../pyproject.toml ]] || missing+=("$extra")
+done
+if ((${#missing[@]} == 0)); then
   exit 0
 fi
 
@@ -30,10 +35,12 @@ fi
 "$venv/bin/python" -m pip --version > /dev/null 2>&1 || "$venv/bin/python" -m ensurepip > /dev/null
 
 tools=$("$scripts/build_tools.sh")
-extras=$("$venv/bin/python" "$scripts/requirements.py" "$@")
+extras=$("$venv/bin/python" "$scripts/requirements.py" "${missing[@]}")
 mapfile -t requirements <<< "torch==$torch
 $tools
 $extras"
 echo "Installing into $venv: ${requirements[*]}"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "${requirements[@]}"
-touch "$stamp"
+for extra in "${missing[@]}"; do
+  touch "$venv/.installed-$extra-torch-$torch"
+done
