@@ -38,7 +38,7 @@ root = Path(torch.__file__).parent
 print(":".join(map(str, [root / "lib", *sorted(root.parent.glob("nvidia/*/lib"))])))
 PY
 )
-library_path=$library_path:${CUDA_HOME:-/usr/local/cuda}/lib64
+library_path=$build/python/torchium_cpp:$library_path:${CUDA_HOME:-/usr/local/cuda}/lib64
 
 rows=()
 failed=0

@@ -54,7 +54,7 @@ struct Tile {
 };
 
 // Tiles of a multiple of this keep the alignment that fast kernels ask for: on an H200 a bfloat16
-// product in tiles of 4095 columns took 6 times as long as in tiles of 4096.
+// product of order 8192 took 8.5 ms in tiles of 4095 columns and 1.76 ms in aligned ones.
 constexpr int64_t kAlignment = 64;
 
 int64_t aligned(int64_t size, int64_t limit) {
