@@ -10,10 +10,6 @@ import torch
 import torchium_cpp
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "cuda: needs a CUDA device")
-
-
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Each device there is a backend for; the CUDA case is skipped where there is none."""
