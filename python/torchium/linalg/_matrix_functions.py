@@ -87,8 +87,10 @@ def matrix_inverse_root(
         ValueError: wrong dtype, shape, root, damping or method.
         RuntimeError: ``A`` requires grad while gradients are recorded.
     """
+    X: Tensor
     if not return_info:
-        return _ops.matrix_inverse_root(A, root, eps=eps, relative_eps=relative_eps, method=method)
+        X = _ops.matrix_inverse_root(A, root, eps=eps, relative_eps=relative_eps, method=method)
+        return X
     X, residual, iterations, floor = _ops.matrix_inverse_root_info(
         A, root, eps=eps, relative_eps=relative_eps, method=method
     )
@@ -121,7 +123,8 @@ def matrix_power(
     Raises:
         ValueError: wrong dtype, shape, exponent or damping.
     """
-    return _ops.matrix_power(A, exponent, eps=eps, relative_eps=relative_eps)
+    result: Tensor = _ops.matrix_power(A, exponent, eps=eps, relative_eps=relative_eps)
+    return result
 
 
 def eigh(A: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,4 +144,5 @@ def eigh(A: Tensor) -> tuple[Tensor, Tensor]:
         ValueError: wrong dtype or shape.
         RuntimeError: ``A`` requires grad while gradients are recorded.
     """
-    return _ops.eigh(A)
+    result: tuple[Tensor, Tensor] = _ops.eigh(A)
+    return result
