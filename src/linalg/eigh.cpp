@@ -26,7 +26,8 @@ void solve_range(const at::Tensor& S, Eigensystem& out, int64_t begin, int64_t e
   at::Tensor values = out.values.slice(0, begin, end);
   at::Tensor vectors = out.vectors.slice(0, begin, end);
   try {
-    at::linalg_eigh_out(values, vectors, S.slice(0, begin, end));
+    // S is its own transpose; in LAPACK's layout it is copied without transposing.
+    at::linalg_eigh_out(values, vectors, S.slice(0, begin, end).mT());
   } catch (const c10::LinAlgError&) {
     if (end - begin == 1) {
       values.fill_(std::numeric_limits<double>::quiet_NaN());

@@ -105,10 +105,11 @@ SolverResult root_by_newton(const Normalized& input, int64_t p, double eps, doub
   return result;
 }
 
-// The faster method. On the CPU that is LAPACK but for stacks of small matrices, where the
-// iteration is ahead by a factor of two at most and needs a damping that is known to be large
-// enough.
-bool prefers_newton(const at::Tensor& A) { return !A.is_cpu() && A.size(-1) > 1; }
+// The faster method. On the CPU that is LAPACK, but for stacks of small matrices, where the
+// iteration is ahead by a factor of two at most and where its floor is higher. cuSOLVER solves
+// batches of orders up to 32 together and larger matrices one by one: on one H200 64 roots take 1.0
+// ms against 2.5 at n = 32, 172 against 2.1 at n = 128; one takes 23 against 1.8 at n = 512.
+bool prefers_newton(const at::Tensor& A) { return !A.is_cpu() && A.size(-1) > 32; }
 
 }  // namespace
 

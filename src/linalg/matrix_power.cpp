@@ -2,6 +2,7 @@
 #include "linalg/spectral.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Context.h>
 
 #include <cmath>
 
@@ -78,6 +79,7 @@ at::Tensor matrix_power_backward(const at::Tensor& grad, const at::Tensor& value
   if (exponent == 0 || grad.numel() == 0) {
     return at::zeros_like(grad, at::MemoryFormat::Contiguous);
   }
+  const at::NoTF32Guard full_precision;
   const int64_t n = grad.size(-1);
   const at::ScalarType dtype = vectors.scalar_type();
   const at::Tensor Q = as_stack(vectors);

@@ -4,6 +4,7 @@
 #include "linalg/minimax.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Context.h>
 
 #include <cmath>
 #include <limits>
@@ -98,6 +99,7 @@ class CoupledIteration {
 
 NewtonRoot newton_inverse_root(const Normalized& input, int64_t p, double eps,
                                double relative_eps) {
+  const at::NoTF32Guard full_precision;  // TF32 diverges below l = 1e-3
   const at::Tensor& S = input.matrix;
   const at::ScalarType dtype = S.scalar_type();
   const int64_t matrices = S.size(0);

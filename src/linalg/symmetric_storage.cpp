@@ -14,7 +14,7 @@ namespace torchium::linalg::detail {
 namespace {
 
 constexpr int64_t kTile = 32;
-constexpr int64_t kGrain = 16384;  // elements a thread should have to itself at least
+constexpr int64_t kGrain = 65536;  // elements a thread should have to itself at least
 
 // Calls body(matrix, first_row, last_row) for bands of kTile rows of every matrix, in parallel.
 template <typename Body>
@@ -29,20 +29,22 @@ void for_each_band(int64_t matrices, int64_t n, const Body& body) {
   });
 }
 
+// Copies the part of the strict lower triangle in rows [row, row_end) and columns [column,
+// column_end) onto the upper one, in squares that fit the first cache.
 template <typename scalar_t>
-void mirror_lower_cpu(scalar_t* data, int64_t matrices, int64_t n, int64_t batch_stride,
-                      int64_t row_stride) {
-  for_each_band(matrices, n, [=](int64_t matrix, int64_t first_row, int64_t last_row) {
-    scalar_t* C = data + matrix * batch_stride;
-    for (int64_t first_column = first_row; first_column < n; first_column += kTile) {
-      const int64_t last_column = std::min(n, first_column + kTile);
-      for (int64_t i = first_row; i < last_row; ++i) {
-        for (int64_t j = std::max(first_column, i + 1); j < last_column; ++j) {
-          C[i * row_stride + j] = C[j * row_stride + i];
+void mirror_block(scalar_t* C, int64_t stride, int64_t row, int64_t row_end, int64_t column,
+                  int64_t column_end) {
+  for (int64_t top = row; top < row_end; top += kTile) {
+    for (int64_t left = column; left < std::min(column_end, top + kTile); left += kTile) {
+      const int64_t bottom = std::min(row_end, top + kTile);
+      const int64_t right = std::min(column_end, left + kTile);
+      for (int64_t j = left; j < right; ++j) {
+        for (int64_t i = std::max(top, j + 1); i < bottom; ++i) {
+          C[j * stride + i] = C[i * stride + j];
         }
       }
     }
-  });
+  }
 }
 
 // The larger one, or NaN if either is.
@@ -134,7 +136,20 @@ void mirror_lower_(at::Tensor& C) {
   }
   TORCH_INTERNAL_ASSERT(n <= 1 || C.stride(2) == 1);
   AT_DISPATCH_FLOATING_TYPES(C.scalar_type(), "mirror_lower_", [&] {
-    mirror_lower_cpu(C.mutable_data_ptr<scalar_t>(), C.size(0), n, C.stride(0), C.stride(1));
+    scalar_t* data = C.mutable_data_ptr<scalar_t>();
+    const int64_t between = C.stride(0);
+    const int64_t stride = C.stride(1);
+    for_each_band(C.size(0), n, [=](int64_t matrix, int64_t first_row, int64_t last_row) {
+      mirror_block(data + matrix * between, stride, first_row, last_row, 0, last_row);
+    });
+  });
+}
+
+void mirror_lower_tile_(at::Tensor& C, int64_t row, int64_t rows, int64_t column, int64_t columns) {
+  TORCH_INTERNAL_ASSERT_DEBUG_ONLY(C.stride(1) == 1);
+  AT_DISPATCH_FLOATING_TYPES(C.scalar_type(), "mirror_lower_tile_", [&] {
+    mirror_block(C.mutable_data_ptr<scalar_t>(), C.stride(0), row, row + rows, column,
+                 column + columns);
   });
 }
 

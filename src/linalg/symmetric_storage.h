@@ -8,6 +8,10 @@ namespace torchium::linalg::detail {
 // Copies the lower triangle of every matrix of C [N, n, n] (rows contiguous) onto its upper one.
 void mirror_lower_(at::Tensor& C);
 
+// The same for the part of the lower triangle of one matrix C [n, n] that lies in the given rows
+// and columns. CPU only, serial.
+void mirror_lower_tile_(at::Tensor& C, int64_t row, int64_t rows, int64_t column, int64_t columns);
+
 // Input of a solver: the symmetric part of A. Where its entries are so large or small that squares
 // or sums could leave the range of the dtype it is brought to the scale of one by a power of two.
 struct Normalized {

@@ -3,6 +3,7 @@
 #include "linalg/symmetric_storage.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 
@@ -12,55 +13,90 @@
 namespace torchium::linalg::detail {
 namespace {
 
-// The lower triangle is cut into tiles of this many rows and at most so many columns: below 128
-// rows GEMM loses more speed than smaller tiles on the diagonal save, and tiles as wide as the
-// matrix cannot be shared evenly among threads.
-constexpr int64_t kTileRows = 128;
-constexpr int64_t kTileColumns = 256;
-// Below this order one full product is as fast.
+// The lower triangle is cut into row panels of at most this many rows: with fewer, GEMM loses more
+// speed than smaller blocks on the diagonal save.
+constexpr int64_t kPanelRows = 128;
+// Below this order one full product is as fast, whatever the number of threads.
 constexpr int64_t kMinTiledOrder = 192;
 
+int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+// Rows of the panels: an even share of the matrix, in whole vectors.
+int64_t panel_rows(int64_t n) {
+  const int64_t panels = (n + kPanelRows - 1) / kPanelRows;
+  return round_up((n + panels - 1) / panels, 16);
+}
+
+// Tiles pay when every thread gets some of full size. Otherwise the threaded GEMM of a full product
+// is faster: on two cores below n = 384 for one matrix, on eight below n = 900.
+bool use_tiles(int64_t matrices, int64_t n) {
+  const double panels = static_cast<double>(n) / kPanelRows;
+  return n >= kMinTiledOrder &&
+         static_cast<double>(matrices) * panels * (panels + 1) / 2 >= 3.0 * at::get_num_threads();
+}
+
+// Rows [row, row + rows) and columns [column, column + columns) of one matrix.
 struct Tile {
   int64_t matrix, row, rows, column, columns;
+  int64_t area() const { return rows * columns; }
 };
 
-// Tiles that cover the lower triangles of all matrices.
-std::vector<Tile> lower_tiles(int64_t matrices, int64_t n) {
+// Tiles that cover the lower triangles of all matrices: panels, cut only where one is more than a
+// thread's share. A block on the diagonal is never cut, so that tiles can be mirrored
+// independently.
+std::vector<Tile> lower_tiles(int64_t matrices, int64_t n, int64_t threads) {
+  const int64_t height = panel_rows(n);
+  const int64_t share = std::max<int64_t>(1, matrices * n * (n + height) / 2 / threads);
   std::vector<Tile> tiles;
   for (int64_t matrix = 0; matrix < matrices; ++matrix) {
-    for (int64_t row = 0; row < n; row += kTileRows) {
-      const int64_t rows = std::min(kTileRows, n - row);
-      for (int64_t column = 0; column < row + rows; column += kTileColumns) {
-        tiles.push_back({matrix, row, rows, column, std::min(kTileColumns, row + rows - column)});
+    for (int64_t row = 0; row < n; row += height) {
+      const int64_t rows = std::min(height, n - row);
+      const int64_t cuts = (rows * (row + rows) + share - 1) / share;
+      const int64_t width = round_up((row + rows + cuts - 1) / cuts, 16);
+      int64_t column = 0;
+      for (; column + width < row; column += width) {
+        tiles.push_back({matrix, row, rows, column, width});
       }
+      tiles.push_back({matrix, row, rows, column, row + rows - column});
     }
   }
   return tiles;
 }
 
-// Shares the tiles out by area. One parallel region for all of them, with serial GEMMs inside,
-// waits once where threaded GEMMs would wait at every tile.
-template <typename Body>
-void for_each_tile(const std::vector<Tile>& tiles, const Body& body) {
-  std::vector<int64_t> area(tiles.size() + 1, 0);
-  for (size_t i = 0; i < tiles.size(); ++i) {
-    area[i + 1] = area[i] + tiles[i].rows * tiles[i].columns;
+// Tiles of each thread: the largest first, each to the thread with the least work so far.
+std::vector<std::vector<Tile>> share_out(std::vector<Tile> tiles, int64_t threads) {
+  std::stable_sort(tiles.begin(), tiles.end(),
+                   [](const Tile& a, const Tile& b) { return a.area() > b.area(); });
+  std::vector<std::vector<Tile>> shares(threads);
+  std::vector<int64_t> work(threads, 0);
+  for (const Tile& tile : tiles) {
+    const auto least = std::min_element(work.begin(), work.end()) - work.begin();
+    shares[least].push_back(tile);
+    work[least] += tile.area();
   }
-  const auto first_tile = [&](int64_t share, int64_t shares) {
-    // The tile whose middle lies behind the border of the share.
-    const auto border = std::lower_bound(tiles.begin(), tiles.end(), share * area.back() / shares,
-                                         [&](const Tile& tile, int64_t at) {
-                                           const size_t i = &tile - tiles.data();
-                                           return (area[i] + area[i + 1]) / 2 < at;
-                                         });
-    return border - tiles.begin();
-  };
-  const int64_t shares = std::min<int64_t>(at::get_num_threads(), tiles.size());
-  at::parallel_for(0, shares, 1, [&](int64_t begin, int64_t end) {
+  return shares;
+}
+
+// One parallel region for all tiles, with serial GEMMs inside, waits once where threaded GEMMs
+// would wait at every tile.
+void tiled_addmm_(at::Tensor& C, const at::Tensor& X, const at::Tensor& Y, double beta,
+                  double alpha) {
+  const int64_t threads = at::get_num_threads();
+  const auto shares = share_out(lower_tiles(C.size(0), C.size(1), threads), threads);
+  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
     // A worker thread has its own dispatch state.
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    for (int64_t i = first_tile(begin, shares); i < first_tile(end, shares); ++i) {
-      body(tiles[i]);
+    for (int64_t share = begin; share < end; ++share) {
+      for (const auto& [matrix, row, rows, column, columns] : shares[share]) {
+        at::Tensor result = C.select(0, matrix);
+        result.narrow(0, row, rows)
+            .narrow(1, column, columns)
+            .addmm_(X.select(0, matrix).narrow(0, row, rows),
+                    Y.select(0, matrix).narrow(1, column, columns), beta, alpha);
+        mirror_lower_tile_(result, row, rows, column, columns);
+      }
     }
   });
 }
@@ -68,19 +104,13 @@ void for_each_tile(const std::vector<Tile>& tiles, const Body& body) {
 // C <- beta C + alpha X Y, where the result is symmetric.
 void symmetric_addmm_(at::Tensor& C, const at::Tensor& X, const at::Tensor& Y, double beta,
                       double alpha) {
-  const int64_t n = C.size(1);
-  if (!C.is_cpu() || n < kMinTiledOrder) {
-    C.baddbmm_(X, Y, beta, alpha);
+  const at::NoTF32Guard full_precision;
+  if (C.is_cpu() && use_tiles(C.size(0), C.size(1))) {
+    tiled_addmm_(C, X, Y, beta, alpha);
   } else {
-    for_each_tile(lower_tiles(C.size(0), n), [&](const Tile& tile) {
-      C.select(0, tile.matrix)
-          .narrow(0, tile.row, tile.rows)
-          .narrow(1, tile.column, tile.columns)
-          .addmm_(X.select(0, tile.matrix).narrow(0, tile.row, tile.rows),
-                  Y.select(0, tile.matrix).narrow(1, tile.column, tile.columns), beta, alpha);
-    });
+    C.baddbmm_(X, Y, beta, alpha);
+    mirror_lower_(C);
   }
-  mirror_lower_(C);
 }
 
 }  // namespace

@@ -445,5 +445,20 @@ def test_autocast_does_not_lower_the_precision(device):
         assert torch.equal(X, expected)
 
 
+@pytest.mark.cuda
+def test_tf32_does_not_lower_the_precision():
+    A = from_spectrum(torch.logspace(0, -6, 200, dtype=torch.float64)).float().cuda()
+    expected = damped_power(A.cpu(), -0.25, eps=1e-4)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        for method in ("eigh", "newton"):
+            X, info = matrix_inverse_root(A, 4, eps=1e-4, method=method, return_info=True)
+            assert relative_error(X, expected) < 2e-3
+            assert (info.iterations > 0) == (method == "newton")
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def test_public_names():
     assert torchium.linalg.matrix_inverse_root is matrix_inverse_root
