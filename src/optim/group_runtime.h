@@ -17,6 +17,7 @@ class GroupRuntime {
       : group_(group), device_(device), monitor_(device) {}
 
   size_t group() const { return group_; }
+  c10::Device device() const { return device_; }
   StepMonitor& monitor() { return monitor_; }
 
   // `lr` as the core takes it: on the CPU, or in a tensor on the device that captured steps read.

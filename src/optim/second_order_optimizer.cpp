@@ -3,12 +3,15 @@
 #include "optim/group_runtime.h"
 #include "optim/group_step.h"
 #include "optim/state_stacks.h"
+#include "support/stream_capture.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/irange.h>
 
 #include <algorithm>
+#include <optional>
 #include <unordered_set>
 #include <utility>
 
@@ -108,6 +111,24 @@ std::vector<at::Tensor> SecondOrderOptimizer::params_with_gradient(size_t group)
   return active;
 }
 
+void SecondOrderOptimizer::check_capture(const Options& options,
+                                         const std::vector<at::Tensor>& active) const {
+  std::optional<c10::Device> checked;
+  for (const auto& param : active) {
+    if (param.is_cpu() || (checked == param.device() && find_state(param) != nullptr)) {
+      continue;
+    }
+    checked = param.device();
+    if (torchium::detail::is_capturing(param.device())) {
+      TORCH_CHECK(capturable(options),
+                  "step() cannot be captured in a CUDA graph: the host decides in it which roots "
+                  "are due. Use Shampoo with capturable = true, and update_preconditioners()");
+      TORCH_CHECK(find_state(param) != nullptr, "step() cannot be captured yet: the state of ",
+                  describe(param), " has to be created; run some steps before the capture");
+    }
+  }
+}
+
 at::Tensor SecondOrderOptimizer::step(LossClosure closure) {
   const at::NoGradGuard no_grad;
   read_reports(/*wait=*/false);
@@ -116,11 +137,13 @@ at::Tensor SecondOrderOptimizer::step(LossClosure closure) {
     const at::AutoGradMode enable_grad(true);
     loss = closure();
   }
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   // All groups are checked before any is changed.
   std::vector<std::vector<at::Tensor>> active;
   for (const auto group : c10::irange(param_groups_.size())) {
     check_group(param_groups_[group].options(), param_groups_[group].params(), group);
     active.push_back(params_with_gradient(group));
+    check_capture(param_groups_[group].options(), active.back());
   }
   for (const auto group : c10::irange(param_groups_.size())) {
     init_states(group, active[group]);
@@ -134,6 +157,7 @@ at::Tensor SecondOrderOptimizer::step(LossClosure closure) {
 
 void SecondOrderOptimizer::update_groups(const GroupUpdate& update) {
   const at::NoGradGuard no_grad;
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   read_reports(/*wait=*/false);
   for (const auto group : c10::irange(param_groups_.size())) {
     check_group(param_groups_[group].options(), param_groups_[group].params(), group);
@@ -270,6 +294,12 @@ void SecondOrderOptimizer::check_errors() {
 
 void SecondOrderOptimizer::read_reports(bool wait) {
   runtimes_->for_each([&](detail::GroupRuntime& runtime) {
+    if (runtime.group() >= param_groups_.size()) {  // removed by hand since
+      return;
+    }
+    if (torchium::detail::is_capturing(runtime.device())) {  // events must not be queried now
+      return;
+    }
     const Options& options = param_groups_[runtime.group()].options();
     while (const auto report = runtime.monitor().next(wait)) {
       if (report->skipped && report->step_params) {
@@ -285,10 +315,10 @@ void SecondOrderOptimizer::read_reports(bool wait) {
           skips < detail::kMaxConsecutiveSkips, skips,
           " steps in a row had a gradient that is not finite and were skipped, the last one "
           "that of ",
-          describe(report->non_finite_parameter()), "; lower lr, clip gradients or scale the loss");
+          describe(report->non_finite_parameter), "; lower lr, clip gradients or scale the loss");
       const auto failures = report->entries[detail::kConsecutiveRootFailures];
       TORCH_CHECK(failures < max_root_failures(options), "the root of a preconditioner of ",
-                  describe(report->failed_parameter()), " failed ", failures,
+                  describe(report->failed_parameter), " failed ", failures,
                   " times in a row; raise eps or relative_eps");
     }
   });
@@ -296,7 +326,9 @@ void SecondOrderOptimizer::read_reports(bool wait) {
 
 void SecondOrderOptimizer::sync_learning_rates() {
   runtimes_->for_each([&](detail::GroupRuntime& runtime) {
-    runtime.sync_learning_rate(param_groups_[runtime.group()].options().get_lr());
+    if (runtime.group() < param_groups_.size()) {
+      runtime.sync_learning_rate(param_groups_[runtime.group()].options().get_lr());
+    }
   });
 }
 

@@ -7,21 +7,16 @@
 #include <utility>
 
 namespace torchium::optim::detail {
-namespace {
 
-at::Tensor find_param(const TensorVector& params, int64_t index) {
+void StepMonitor::Culprit::update(int64_t new_count, int64_t new_index,
+                                  const TensorVector& params) {
+  if (count == new_count && index == new_index) {
+    return;
+  }
+  count = new_count;
+  index = new_index;
   const bool known = params && index >= 0 && index < static_cast<int64_t>(params->size());
-  return known ? (*params)[index] : at::Tensor();
-}
-
-}  // namespace
-
-at::Tensor StepReport::non_finite_parameter() const {
-  return find_param(step_params, entries[kNonFiniteParameter]);
-}
-
-at::Tensor StepReport::failed_parameter() const {
-  return find_param(root_params, entries[kFailedParameter]);
+  param = known ? (*params)[index] : at::Tensor();
 }
 
 StepMonitor::StepMonitor(c10::Device device) {
@@ -32,7 +27,9 @@ StepMonitor::StepMonitor(c10::Device device) {
 }
 
 void StepMonitor::submit() {
-  Pending pending{{{}, false, step_params_, root_params_}, {}, std::nullopt};
+  Pending pending;
+  pending.report.step_params = step_params_;
+  pending.report.root_params = root_params_;
   if (status_.is_cpu()) {
     pending.host = status_.clone();
   } else {
@@ -65,8 +62,12 @@ std::optional<StepReport> StepMonitor::next(bool wait) {
   StepReport report = std::move(pending.report);
   std::copy_n(pending.host.const_data_ptr<int64_t>(), report.entries.size(),
               report.entries.begin());
-  report.skipped =
-      report.entries[kTotalSkips] > std::exchange(total_skips_, report.entries[kTotalSkips]);
+  const auto& entries = report.entries;
+  report.skipped = entries[kTotalSkips] > std::exchange(total_skips_, entries[kTotalSkips]);
+  non_finite_.update(entries[kTotalSkips], entries[kNonFiniteParameter], report.step_params);
+  failed_.update(entries[kConsecutiveRootFailures], entries[kFailedParameter], report.root_params);
+  report.non_finite_parameter = non_finite_.param;
+  report.failed_parameter = failed_.param;
   if (pending.event.has_value()) {
     free_hosts_.push_back(std::move(pending.host));
   }

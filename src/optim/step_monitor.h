@@ -21,12 +21,11 @@ using TensorVector = std::shared_ptr<const std::vector<at::Tensor>>;
 // What one call of the core reported.
 struct StepReport {
   std::array<int64_t, kStatusSize> entries{};
-  bool skipped = false;      // this step, by a non-finite gradient
-  TensorVector step_params;  // what kNonFiniteParameter counts
-  TensorVector root_params;  // what kFailedParameter counts
-
-  at::Tensor non_finite_parameter() const;  // undefined: none
-  at::Tensor failed_parameter() const;      // undefined: none
+  bool skipped = false;             // this step, by a non-finite gradient
+  TensorVector step_params;         // the parameters of the step, what kNonFiniteParameter counts
+  TensorVector root_params;         // what kFailedParameter counts
+  at::Tensor non_finite_parameter;  // undefined: none
+  at::Tensor failed_parameter;      // undefined: none
 };
 
 // The status of the parameters of one group on one device. Every submitted status is reported once,
@@ -55,7 +54,18 @@ class StepMonitor {
     std::optional<c10::Event> event;
   };
 
+  // The parameter that a count and an index in the status mean. The index counts in the list of the
+  // call that wrote it, so it is looked up when it changes and kept while later calls leave it.
+  struct Culprit {
+    int64_t count = -1;
+    int64_t index = -1;
+    at::Tensor param;
+    void update(int64_t new_count, int64_t new_index, const TensorVector& params);
+  };
+
   at::Tensor status_;
+  Culprit non_finite_;
+  Culprit failed_;
   TensorVector step_params_;
   TensorVector root_params_;
   int64_t total_skips_ = 0;

@@ -4,6 +4,11 @@
 #include "torchium/optim/adagrad.h"
 #include "torchium/optim/shampoo.h"
 
+#ifdef TORCHIUM_WITH_CUDA
+#include <ATen/cuda/CUDAGraph.h>
+#include <c10/cuda/CUDAGuard.h>
+#endif
+
 namespace torchium::testing {
 namespace {
 
@@ -135,6 +140,78 @@ TEST_F(CudaOptimizers, ArchivesContinueBitForBit) {
   train(resumed, resumed_params, 5, 10);
   expect_equal(copies(resumed_params), copies(params));
 }
+
+#ifdef TORCHIUM_WITH_CUDA
+TEST_F(CudaOptimizers, CapturedStepsEqualPlainOnes) {
+  const auto start = odd_parameters();
+  auto plain_params = on_cuda(start);
+  auto captured_params = on_cuda(start);
+  const auto options = shampoo_options().capturable(true);
+  Shampoo plain(plain_params, options);
+  Shampoo captured(captured_params, options);
+  const auto set_gradients = [](Tensors& params, int step) {
+    for (auto& param : params) {
+      const auto value = torch::full_like(param.detach(), 1.0 + step) + param.detach();
+      param.grad().defined() ? void(param.mutable_grad().copy_(value)) : set_grad(param, value);
+    }
+  };
+  set_gradients(plain_params, 0);
+  set_gradients(captured_params, 0);
+  plain.step();
+  captured.step();
+
+  const c10::cuda::CUDAStreamGuard stream(c10::cuda::getStreamFromPool());
+  at::cuda::CUDAGraph graph;
+  torch::cuda::synchronize();
+  graph.capture_begin();
+  captured.step();
+  graph.capture_end();
+  for (int step = 1; step < 6; ++step) {
+    for (auto* optimizer : {&plain, &captured}) {
+      optimizer->param_groups()[0].options().set_lr(0.1 / step);
+    }
+    captured.sync_lr();
+    set_gradients(plain_params, step);
+    set_gradients(captured_params, step);
+    plain.step();
+    graph.replay();
+    if (step % 2 == 0) {
+      plain.update_preconditioners();
+      captured.update_preconditioners();
+    }
+  }
+  captured.check_errors();
+  expect_equal(copies(captured_params), copies(plain_params));
+  expect_equal(all_state(captured), all_state(plain));
+  // A replayed step that is skipped is found by check_errors().
+  captured_params[2].mutable_grad().fill_(kNaN);
+  for (int step = 0; step < 3; ++step) {
+    graph.replay();
+  }
+  expect_contains(message_of<c10::Error>([&] { captured.check_errors(); }),
+                  "parameter 2 of group 0");
+}
+
+TEST_F(CudaOptimizers, CaptureIsRefusedWhereTheHostDecides) {
+  auto params = on_cuda(odd_parameters());
+  Shampoo decides(params, shampoo_options());
+  auto fresh_params = on_cuda(odd_parameters());
+  Shampoo fresh(fresh_params, shampoo_options().capturable(true));
+  train(decides, params, 0, 1);
+  for (auto& param : fresh_params) {
+    set_grad(param, torch::ones_like(param));
+  }
+  const c10::cuda::CUDAStreamGuard stream(c10::cuda::getStreamFromPool());
+  at::cuda::CUDAGraph graph;
+  torch::cuda::synchronize();
+  graph.capture_begin();
+  const auto refusal = message_of<c10::Error>([&] { decides.step(); });
+  const auto early = message_of<c10::Error>([&] { fresh.step(); });
+  graph.capture_end();
+  expect_contains(refusal, "capturable = true");
+  expect_contains(early, "run some steps before the capture");
+}
+#endif
 
 TEST_F(CudaOptimizers, GroupsMaySpanDevices) {
   const auto cpu_params = odd_parameters();

@@ -3,6 +3,8 @@
 #include "optimizer_testing.h"
 #include "torchium/optim/shampoo.h"
 
+#include <ATen/autocast_mode.h>
+
 #include <cmath>
 #include <functional>
 
@@ -328,6 +330,37 @@ TEST(Shampoo, GroupsAreSkippedOnTheirOwn) {
   optimizer.step();
   EXPECT_NEAR(good.item<float>(), -1.0F, 1e-6);
   EXPECT_EQ(bad.item<float>(), 0.0F);
+}
+
+// Squares of 1e30 overflow: the statistics have no root, and the parameter keeps its last one.
+TEST(Shampoo, FailedRootsAreNeverUsedAndThenRaise) {
+  auto good = parameter(torch::zeros({2, 2}));
+  auto bad = parameter(torch::zeros({3, 2}));
+  Shampoo optimizer({good, bad}, ShampooOptions(1e-30).update_freq(1).max_root_failures(2));
+  const auto step = [&](bool with_good) {
+    good.mutable_grad() = with_good ? torch::eye(2) : torch::Tensor();
+    bad.mutable_grad() = torch::full({3, 2}, 1e30F);
+    optimizer.step();
+  };
+  step(/*with_good=*/true);
+  expect_near(bad.detach(), torch::full({3, 2}, -1.0F));  // the identity
+  EXPECT_EQ(state_of(optimizer, bad).root_failures()[0].item<int>(), 1);
+  EXPECT_EQ(state_of(optimizer, good).root_failures()[0].item<int>(), 0);
+  const auto message = message_of<c10::Error>([&] { step(/*with_good=*/false); });
+  expect_contains(message, "parameter 1 of group 0 (shape [3, 2]) failed 2 times in a row");
+}
+
+TEST(Shampoo, AutocastDoesNotReachTheStep) {
+  const auto start = odd_parameters();
+  const auto plain_params = parameters_like(start);
+  const auto autocast_params = parameters_like(start);
+  Shampoo plain(plain_params, ShampooOptions(0.1));
+  Shampoo autocast(autocast_params, ShampooOptions(0.1));
+  train(plain, plain_params, 0, 3);
+  at::autocast::set_autocast_enabled(at::kCPU, true);
+  train(autocast, autocast_params, 0, 3);
+  at::autocast::set_autocast_enabled(at::kCPU, false);
+  expect_equal(copies(autocast_params), copies(plain_params));
 }
 
 TEST(Shampoo, BadOptionsAreRefused) {

@@ -124,6 +124,7 @@ class TORCHIUM_API SecondOrderOptimizer : public torch::optim::Optimizer {
   void check_group(const Options& options, const std::vector<at::Tensor>& params,
                    size_t group) const;
   std::vector<at::Tensor> params_with_gradient(size_t group) const;
+  void check_capture(const Options& options, const std::vector<at::Tensor>& active) const;
   void init_states(size_t group, const std::vector<at::Tensor>& active);
   void run_group(size_t group, std::vector<at::Tensor> params);
   void finish_call(detail::GroupRuntime& runtime, std::vector<at::Tensor> params, bool is_step);

@@ -62,7 +62,7 @@ struct TORCHIUM_API ShampooOptions
   /// Ascend instead of descend.
   TORCH_ARG(bool, maximize) = false;
   /// step() leaves the roots alone, so that it can be captured in a CUDA graph; they change by
-  /// Shampoo::update_preconditioners().
+  /// Shampoo::update_preconditioners(). On a GPU only check_errors() then reports errors.
   TORCH_ARG(bool, capturable) = false;
 
  public:

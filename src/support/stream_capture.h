@@ -1,0 +1,12 @@
+// CUDA graphs: whether the current stream records one.
+#pragma once
+
+#include <c10/core/Device.h>
+
+namespace torchium::detail {
+
+// True while the current stream of `device` is captured in a CUDA graph: the host must then neither
+// query events nor decide by values of the device. Always false in a build without CUDA.
+bool is_capturing(c10::Device device);
+
+}  // namespace torchium::detail
