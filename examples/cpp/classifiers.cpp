@@ -2,8 +2,6 @@
 
 #include <torch/torch.h>
 
-#include <stdexcept>
-
 namespace nn = torch::nn;
 
 nn::Sequential make_model(const std::string& name, torch::IntArrayRef image_shape) {
@@ -15,14 +13,11 @@ nn::Sequential make_model(const std::string& name, torch::IntArrayRef image_shap
     return nn::Sequential(nn::Flatten(), nn::Linear(channels * height * width, 512), nn::ReLU(),
                           nn::Linear(512, 512), nn::ReLU(), nn::Linear(512, kClasses));
   }
-  if (name == "convnet") {
-    return nn::Sequential(nn::Conv2d(nn::Conv2dOptions(channels, 16, 3).padding(1)), nn::ReLU(),
-                          nn::MaxPool2d(2), nn::Conv2d(nn::Conv2dOptions(16, 32, 3).padding(1)),
-                          nn::ReLU(), nn::MaxPool2d(2), nn::Flatten(),
-                          nn::Linear(32 * (height / 4) * (width / 4), 128), nn::ReLU(),
-                          nn::Linear(128, kClasses));
-  }
-  throw std::invalid_argument("--model is '" + name + "'; it must be mlp or convnet");
+  return nn::Sequential(nn::Conv2d(nn::Conv2dOptions(channels, 16, 3).padding(1)), nn::ReLU(),
+                        nn::MaxPool2d(2), nn::Conv2d(nn::Conv2dOptions(16, 32, 3).padding(1)),
+                        nn::ReLU(), nn::MaxPool2d(2), nn::Flatten(),
+                        nn::Linear(32 * (height / 4) * (width / 4), 128), nn::ReLU(),
+                        nn::Linear(128, kClasses));
 }
 
 Score evaluate(nn::Sequential& model, const torch::Tensor& images, const torch::Tensor& labels) {

@@ -20,7 +20,7 @@ namespace {
 constexpr const char* kUsage = R"(Usage: train_classifier [options]
   --optimizer NAME   shampoo (default), adagrad, sgd or adamw
   --compare          all four, one after the other, under the same budget
-  --lr LR            learning rate of --optimizer (default: the best of a small grid for the MLP)
+  --lr LR            learning rate of --optimizer (default: the best of a small grid)
   --model NAME       mlp (default) or convnet
   --steps N          budget of a run in steps
   --seconds S        budget of a run in seconds of training (default: 30)
@@ -35,41 +35,33 @@ constexpr const char* kUsage = R"(Usage: train_classifier [options]
 using Parameters = std::vector<torch::Tensor>;
 using OptimizerPointer = std::unique_ptr<torch::optim::Optimizer>;
 
-// Makes an optimizer with a learning rate.
+// An optimizer as docs/choosing_and_tuning.md found it best, for either model.
 struct Choice {
-  double lr;  // the best for the MLP in the grid of docs/choosing_and_tuning.md
+  std::map<std::string, double> learning_rates;
   std::function<OptimizerPointer(Parameters, double)> make;
 };
 
+template <typename Optimizer, typename Options>
+Choice choice(double mlp_rate, double convnet_rate, Options options) {
+  return {{{"mlp", mlp_rate}, {"convnet", convnet_rate}},
+          [options](Parameters params, double lr) mutable -> OptimizerPointer {
+            options.lr(lr);
+            return std::make_unique<Optimizer>(std::move(params), options);
+          }};
+}
+
 const std::map<std::string, Choice>& choices() {
-  using torch::optim::SGDOptions;
+  using namespace torchium::optim;
+  using torch::optim::AdamW, torch::optim::AdamWOptions, torch::optim::SGD,
+      torch::optim::SGDOptions;
   static const std::map<std::string, Choice> all{
+      {"adagrad", choice<Adagrad>(0.02, 0.02, AdagradOptions())},
+      {"adamw", choice<AdamW>(0.002, 0.004, AdamWOptions())},
+      {"sgd", choice<SGD>(0.1, 0.1, SGDOptions(0.1).momentum(0.9))},
       {"shampoo",
-       {0.003,
-        [](Parameters params, double lr) -> OptimizerPointer {
-          return std::make_unique<torchium::optim::Shampoo>(std::move(params),
-                                                            torchium::optim::ShampooOptions(lr)
-                                                                .betas({0.9, 1.0})
-                                                                .grafting("adam")
-                                                                .update_freq(20)
-                                                                .block_size(256));
-        }}},
-      {"adagrad",
-       {0.02,
-        [](Parameters params, double lr) -> OptimizerPointer {
-          return std::make_unique<torchium::optim::Adagrad>(std::move(params),
-                                                            torchium::optim::AdagradOptions(lr));
-        }}},
-      {"sgd",
-       {0.1,
-        [](Parameters params, double lr) -> OptimizerPointer {
-          return std::make_unique<torch::optim::SGD>(std::move(params),
-                                                     SGDOptions(lr).momentum(0.9));
-        }}},
-      {"adamw", {0.002, [](Parameters params, double lr) -> OptimizerPointer {
-                   return std::make_unique<torch::optim::AdamW>(std::move(params),
-                                                                torch::optim::AdamWOptions(lr));
-                 }}}};
+       choice<Shampoo>(
+           0.003, 0.01,
+           ShampooOptions().betas({0.9, 1.0}).grafting("adam").update_freq(20).block_size(256))}};
   return all;
 }
 
@@ -128,6 +120,9 @@ Arguments parse(const std::vector<std::string>& words) {
   if (compare && (a.lr || a.optimizers.size() == 1)) {
     throw std::invalid_argument("--lr and --optimizer do not go with --compare");
   }
+  if (a.model != "mlp" && a.model != "convnet") {
+    throw std::invalid_argument("--model is '" + a.model + "'; it must be mlp or convnet");
+  }
   for (const auto& name : a.optimizers) {
     if (choices().count(name) == 0) {
       throw std::invalid_argument("--optimizer is '" + name +
@@ -143,7 +138,7 @@ void run(const Arguments& a) {
   for (const auto& name : a.optimizers) {
     const Choice& choice = choices().at(name);
     const auto make = [&](Parameters params) {
-      return choice.make(std::move(params), a.lr.value_or(choice.lr));
+      return choice.make(std::move(params), a.lr.value_or(choice.learning_rates.at(a.model)));
     };
     results.push_back(train({name, a.model, make, a.budget, a.batch_size, a.seed}, data));
   }

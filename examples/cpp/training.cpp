@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <unistd.h>
 
@@ -127,6 +128,11 @@ Result train(const Run& run, const ImageData& data) {
     }
     clock.stop();
     record();
+    if (!std::isfinite(result.curve.back().loss)) {
+      std::fprintf(stderr, "%s has diverged after %lld steps\n", run.label.c_str(),
+                   static_cast<long long>(steps));
+      break;
+    }
   }
   result.test_accuracy = evaluate(model, data.test_images, data.test_labels).accuracy;
   return result;

@@ -68,9 +68,10 @@ void expect_follows_the_cpu(const Options& options) {
 
 TEST_F(CudaOptimizers, FollowTheCpu) {
   expect_follows_the_cpu<Shampoo>(shampoo_options());
-  expect_follows_the_cpu<Shampoo>(ShampooOptions(0.1).preconditioner_1d("full"));
+  // Much damping: the null space of the first statistics would make every rounding error grow.
+  expect_follows_the_cpu<Shampoo>(ShampooOptions(0.1).preconditioner_1d("full").eps(1.0));
   expect_follows_the_cpu<Adagrad>(AdagradOptions(0.1).lr_decay(0.1));
-  expect_follows_the_cpu<Adagrad>(AdagradOptions(0.1).full_matrix(true).update_freq(2));
+  expect_follows_the_cpu<Adagrad>(AdagradOptions(0.1).full_matrix(true).update_freq(2).eps(1.0));
 }
 
 // The host's step count, which decides on roots, is corrected once a skip is known.
