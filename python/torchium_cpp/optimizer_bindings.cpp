@@ -93,7 +93,8 @@ using Groups = py::typing::Iterable<py::typing::Union<at::Tensor, OptionDict>>;
 
 // `params`: tensors, or dicts of parameter groups.
 template <typename Optimizer, typename Options>
-std::unique_ptr<Optimizer> make_optimizer(const Groups& params, const py::KWArgs<py::object>& options) {
+std::unique_ptr<Optimizer> make_optimizer(const Groups& params,
+                                          const py::KWArgs<py::object>& options) {
   const Options defaults = with_options(Options(), options);
   std::vector<OptimizerParamGroup> groups;
   const py::list items(params);
