@@ -3,10 +3,12 @@
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
+#include <c10/util/bit_cast.h>
 
 #include <algorithm>
-#include <cmath>
+#include <array>
 #include <limits>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -14,7 +16,7 @@ namespace torchium::linalg::detail {
 namespace {
 
 constexpr int64_t kTile = 32;
-constexpr int64_t kGrain = 65536;  // elements a thread should have to itself at least
+constexpr int64_t kGrain = 16384;  // elements a thread should have to itself at least
 
 // Calls body(matrix, first_row, last_row) for bands of kTile rows of every matrix, in parallel.
 template <typename Body>
@@ -29,66 +31,84 @@ void for_each_band(int64_t matrices, int64_t n, const Body& body) {
   });
 }
 
+// A square of a matrix in the first cache. Matrices are read and written by rows alone and
+// transposed here: columns of a matrix whose rows are a power of two apart share a few cache lines.
+template <typename scalar_t>
+using Square = std::array<std::array<scalar_t, kTile>, kTile>;
+
 // Copies the part of the strict lower triangle in rows [row, row_end) and columns [column,
-// column_end) onto the upper one, in squares that fit the first cache.
+// column_end) onto the upper one.
 template <typename scalar_t>
 void mirror_block(scalar_t* C, int64_t stride, int64_t row, int64_t row_end, int64_t column,
                   int64_t column_end) {
+  Square<scalar_t> transposed;
   for (int64_t top = row; top < row_end; top += kTile) {
-    for (int64_t left = column; left < std::min(column_end, top + kTile); left += kTile) {
-      const int64_t bottom = std::min(row_end, top + kTile);
-      const int64_t right = std::min(column_end, left + kTile);
-      for (int64_t j = left; j < right; ++j) {
-        for (int64_t i = std::max(top, j + 1); i < bottom; ++i) {
-          C[j * stride + i] = C[i * stride + j];
+    const int64_t rows = std::min(kTile, row_end - top);
+    for (int64_t left = column; left < std::min(column_end, top + rows); left += kTile) {
+      const int64_t columns = std::min(kTile, column_end - left);
+      for (int64_t i = 0; i < rows; ++i) {
+        for (int64_t j = 0; j < columns; ++j) {
+          transposed[j][i] = C[(top + i) * stride + left + j];
         }
+      }
+      for (int64_t j = 0; j < columns; ++j) {
+        const int64_t below_diagonal = std::clamp<int64_t>(left + j + 1 - top, 0, rows);
+        std::copy(transposed[j].begin() + below_diagonal, transposed[j].begin() + rows,
+                  C + (left + j) * stride + top + below_diagonal);
       }
     }
   }
 }
 
-// The larger one, or NaN if either is.
+// |value| as an integer: these order like the magnitudes, with Inf above all numbers and NaN above
+// Inf.
 template <typename scalar_t>
-scalar_t larger_or_nan(scalar_t most, scalar_t value) {
-  return value > most || std::isnan(value) ? value : most;
+auto magnitude_bits(scalar_t value) {
+  using Bits = std::conditional_t<sizeof(scalar_t) == 4, int32_t, int64_t>;
+  return c10::bit_cast<Bits>(value) & std::numeric_limits<Bits>::max();
 }
 
 // Writes (A + A^T) / 2 of every matrix to S (contiguous) and max |A_ij| to `largest`, NaN if A
 // holds one. Halves are added, because a sum of two entries may overflow.
 template <typename scalar_t>
-void symmetric_part_cpu(const at::TensorAccessor<const scalar_t, 3>& A, scalar_t* S,
-                        double* largest) {
+void symmetric_part_cpu(const at::Tensor& A, scalar_t* S, double* largest) {
+  using Bits = decltype(magnitude_bits(scalar_t{}));
+  const scalar_t* data = A.const_data_ptr<scalar_t>();
   const int64_t n = A.size(1);
   const int64_t bands = (n + kTile - 1) / kTile;
-  std::vector<double> band_largest(A.size(0) * bands);
-  for_each_band(A.size(0), n, [&](int64_t matrix, int64_t first_row, int64_t last_row) {
-    const auto source = A[matrix];
+  std::vector<Bits> most(A.size(0) * bands);  // of each band
+  for_each_band(A.size(0), n, [&](int64_t matrix, int64_t top, int64_t bottom) {
+    const scalar_t* source = data + matrix * n * n;
     scalar_t* target = S + matrix * n * n;
-    scalar_t most = 0;
-    for (int64_t first_column = 0; first_column <= first_row; first_column += kTile) {
-      const int64_t last_column = std::min(n, first_column + kTile);
-      for (int64_t i = first_row; i < last_row; ++i) {
-        for (int64_t j = first_column; j < std::min(last_column, i + 1); ++j) {
-          const scalar_t lower = source[i][j];
-          const scalar_t upper = source[j][i];
-          const scalar_t mean = lower / 2 + upper / 2;
-          target[i * n + j] = mean;
-          target[j * n + i] = mean;
-          for (const scalar_t entry : {lower, upper}) {
-            most = larger_or_nan(most, std::abs(entry));
-          }
+    Square<scalar_t> upper;  // transposed
+    Bits band_most = 0;
+    for (int64_t left = 0; left < bottom; left += kTile) {
+      const int64_t rows = bottom - top;
+      const int64_t columns = std::min(kTile, n - left);
+      for (int64_t j = 0; j < columns; ++j) {
+        for (int64_t i = 0; i < rows; ++i) {
+          const scalar_t entry = source[(left + j) * n + top + i];
+          band_most = std::max(band_most, magnitude_bits(entry));
+          upper[j][i] = entry;
         }
       }
+      for (int64_t i = 0; i < rows; ++i) {
+        for (int64_t j = 0; j < columns; ++j) {
+          const scalar_t entry = source[(top + i) * n + left + j];
+          band_most = std::max(band_most, magnitude_bits(entry));
+          upper[j][i] = entry / 2 + upper[j][i] / 2;
+          target[(top + i) * n + left + j] = upper[j][i];
+        }
+      }
+      for (int64_t j = 0; j < columns; ++j) {
+        std::copy(upper[j].begin(), upper[j].begin() + rows, target + (left + j) * n + top);
+      }
     }
-    band_largest[matrix * bands + first_row / kTile] = static_cast<double>(most);
+    most[matrix * bands + top / kTile] = band_most;
   });
   for (int64_t matrix = 0; matrix < A.size(0); ++matrix) {
-    double most = 0;
-    for (int64_t band = 0; band < bands; ++band) {
-      const double value = band_largest[matrix * bands + band];
-      most = larger_or_nan(most, value);
-    }
-    largest[matrix] = most;
+    const auto first = most.begin() + matrix * bands;
+    largest[matrix] = c10::bit_cast<scalar_t>(*std::max_element(first, first + bands));
   }
 }
 
@@ -102,8 +122,8 @@ std::pair<at::Tensor, at::Tensor> symmetric_part(const at::Tensor& A) {
   at::Tensor S = at::empty(A.sizes(), A.options());
   at::Tensor largest = at::empty({A.size(0)}, A.options().dtype(at::kDouble));
   AT_DISPATCH_FLOATING_TYPES(A.scalar_type(), "symmetric_part", [&] {
-    symmetric_part_cpu<scalar_t>(A.accessor<const scalar_t, 3>(), S.mutable_data_ptr<scalar_t>(),
-                                 largest.mutable_data_ptr<double>());
+    symmetric_part_cpu(A.contiguous(), S.mutable_data_ptr<scalar_t>(),
+                       largest.mutable_data_ptr<double>());
   });
   return {S, largest};
 }
