@@ -16,6 +16,7 @@ namespace torchium::linalg::detail {
 namespace {
 
 constexpr int64_t kTile = 32;
+constexpr int64_t kSquare = 4;
 constexpr int64_t kGrain = 16384;  // elements a thread should have to itself at least
 
 // Calls body(matrix, first_row, last_row) for bands of kTile rows of every matrix, in parallel.
@@ -31,31 +32,54 @@ void for_each_band(int64_t matrices, int64_t n, const Body& body) {
   });
 }
 
-// A square of a matrix in the first cache. Matrices are read and written by rows alone and
-// transposed here: columns of a matrix whose rows are a power of two apart share a few cache lines.
+// Copies the square C[top.., left..], below the diagonal, onto its mirror image. Its size is known
+// to the compiler, so that it is transposed in registers.
 template <typename scalar_t>
-using Square = std::array<std::array<scalar_t, kTile>, kTile>;
+void mirror_square(scalar_t* C, int64_t stride, int64_t top, int64_t left) {
+  std::array<std::array<scalar_t, kSquare>, kSquare> transposed;
+  for (int64_t i = 0; i < kSquare; ++i) {
+    for (int64_t j = 0; j < kSquare; ++j) {
+      transposed[j][i] = C[(top + i) * stride + left + j];
+    }
+  }
+  for (int64_t j = 0; j < kSquare; ++j) {
+    for (int64_t i = 0; i < kSquare; ++i) {
+      C[(left + j) * stride + top + i] = transposed[j][i];
+    }
+  }
+}
 
 // Copies the part of the strict lower triangle in rows [row, row_end) and columns [column,
-// column_end) onto the upper one.
+// column_end) onto the upper one, square by square.
+template <typename scalar_t>
+void mirror_squares(scalar_t* C, int64_t stride, int64_t row, int64_t row_end, int64_t column,
+                    int64_t column_end) {
+  for (int64_t top = row; top < row_end; top += kSquare) {
+    const int64_t bottom = std::min(row_end, top + kSquare);
+    for (int64_t left = column; left < std::min(column_end, bottom); left += kSquare) {
+      const int64_t right = std::min(column_end, left + kSquare);
+      if (right <= top && bottom - top == kSquare && right - left == kSquare) {
+        mirror_square(C, stride, top, left);
+        continue;
+      }
+      for (int64_t j = left; j < right; ++j) {
+        for (int64_t i = std::max(top, j + 1); i < bottom; ++i) {
+          C[j * stride + i] = C[i * stride + j];
+        }
+      }
+    }
+  }
+}
+
+// The same, in blocks that stay in the first cache.
 template <typename scalar_t>
 void mirror_block(scalar_t* C, int64_t stride, int64_t row, int64_t row_end, int64_t column,
                   int64_t column_end) {
-  Square<scalar_t> transposed;
-  for (int64_t top = row; top < row_end; top += kTile) {
-    const int64_t rows = std::min(kTile, row_end - top);
-    for (int64_t left = column; left < std::min(column_end, top + rows); left += kTile) {
-      const int64_t columns = std::min(kTile, column_end - left);
-      for (int64_t i = 0; i < rows; ++i) {
-        for (int64_t j = 0; j < columns; ++j) {
-          transposed[j][i] = C[(top + i) * stride + left + j];
-        }
-      }
-      for (int64_t j = 0; j < columns; ++j) {
-        const int64_t below_diagonal = std::clamp<int64_t>(left + j + 1 - top, 0, rows);
-        std::copy(transposed[j].begin() + below_diagonal, transposed[j].begin() + rows,
-                  C + (left + j) * stride + top + below_diagonal);
-      }
+  constexpr int64_t kBlock = 16;
+  for (int64_t top = row; top < row_end; top += kBlock) {
+    const int64_t bottom = std::min(row_end, top + kBlock);
+    for (int64_t left = column; left < std::min(column_end, bottom); left += kBlock) {
+      mirror_squares(C, stride, top, bottom, left, std::min(column_end, left + kBlock));
     }
   }
 }
@@ -80,7 +104,9 @@ void symmetric_part_cpu(const at::Tensor& A, scalar_t* S, double* largest) {
   for_each_band(A.size(0), n, [&](int64_t matrix, int64_t top, int64_t bottom) {
     const scalar_t* source = data + matrix * n * n;
     scalar_t* target = S + matrix * n * n;
-    Square<scalar_t> upper;  // transposed
+    // Matrices are read and written by rows alone and transposed here, in the first cache: columns
+    // of a matrix whose rows are a power of two apart share a few cache lines.
+    std::array<std::array<scalar_t, kTile>, kTile> upper;
     Bits band_most = 0;
     for (int64_t left = 0; left < bottom; left += kTile) {
       const int64_t rows = bottom - top;
