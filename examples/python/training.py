@@ -13,7 +13,7 @@ from image_data import ImageData
 from torch import Tensor, nn
 from tqdm import tqdm
 
-RECORDS = 50  # points of a loss curve
+RECORDS = 30  # points of a loss curve
 LOSS_SAMPLES = 2000  # training images on which a point is measured
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
