@@ -166,6 +166,9 @@ void SecondOrderOptimizer::update_groups(const GroupUpdate& update) {
     std::vector<at::Tensor> params = param_groups_[group].params();
     std::erase_if(params, [this](const at::Tensor& param) { return find_state(param) == nullptr; });
     for (auto& [device, on_device] : split_by_device(std::move(params))) {
+      TORCH_CHECK(!torchium::detail::is_capturing(device),
+                  "update_preconditioners() cannot be captured in a CUDA graph: the eigenvalue "
+                  "solver of the roots waits for the device");
       detail::GroupRuntime& runtime = runtimes_->at(group, device);
       detail::GroupStep step;
       step.params = std::move(on_device);

@@ -208,8 +208,10 @@ TEST_F(CudaOptimizers, CaptureIsRefusedWhereTheHostDecides) {
   graph.capture_begin();
   const auto refusal = message_of<c10::Error>([&] { decides.step(); });
   const auto early = message_of<c10::Error>([&] { fresh.step(); });
+  const auto roots = message_of<c10::Error>([&] { decides.update_preconditioners(); });
   graph.capture_end();
   expect_contains(refusal, "capturable = true");
+  expect_contains(roots, "cannot be captured");
   expect_contains(early, "run some steps before the capture");
 }
 #endif

@@ -340,6 +340,18 @@ def test_capture_raises_while_the_host_decides_on_roots(when):
 
 
 @pytest.mark.cuda
+def test_capture_of_the_roots_raises():
+    model = mlp("cuda")
+    optimizer = torchium.Shampoo(model.parameters(), capturable=True)
+    run(model, optimizer, 0, 2)
+    with (
+        pytest.raises(RuntimeError, match="eigenvalue solver"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        optimizer.update_preconditioners()
+
+
+@pytest.mark.cuda
 def test_captured_step_beside_eager_roots_equals_the_eager_one():
     models = mlp("cuda"), mlp("cuda")
     optimizers = [
