@@ -66,5 +66,8 @@ if(Libtorch_FOUND AND NOT TARGET torchium::libtorch)
     INTERFACE_INCLUDE_DIRECTORIES
       "${Libtorch_ROOT}/include;${Libtorch_ROOT}/include/torch/csrc/api/include"
     INTERFACE_LINK_LIBRARIES "${_libraries}"
+    # torch's libraries find NCCL and the like beside them when they are loaded; the linker of a program
+    # would look in the system's folders and may find an older one.
+    INTERFACE_LINK_OPTIONS "LINKER:--allow-shlib-undefined"
     INTERFACE_COMPILE_FEATURES cxx_std_20)
 endif()
