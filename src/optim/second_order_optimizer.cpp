@@ -83,6 +83,9 @@ void SecondOrderOptimizer::add_param_group(const torch::optim::OptimizerParamGro
                       " is in the optimizer already; pass each parameter once");
   }
   Optimizer::add_param_group(param_group);
+  if (param_group.has_options()) {  // newer versions of libtorch mix them with the defaults
+    param_groups_.back().set_options(param_group.options().clone());
+  }
 }
 
 void SecondOrderOptimizer::check_group(const Options& options,
