@@ -23,6 +23,11 @@ def rounding(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps if dtype.itemsize == 2 else 0.0
 
 
+def subnormal(dtype: torch.dtype) -> float:
+    """Distance of the smallest numbers: what rounding to them may cost however small the result."""
+    return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+
+
 def floor(n: int, dtype: torch.dtype) -> float:
     """The floor under eigenvalues, in units of the largest: docs of spd_inverse."""
     return eps(dtype) * (4 + 0.25 * math.sqrt(n))
