@@ -49,10 +49,14 @@ bool has_nonfinite_on_cpu(const at::Tensor& tensor) {
   }
 }
 
-bool record_skip_on_cpu(at::TensorList grads, at::Tensor& status) {
+bool record_skip_on_cpu(at::TensorList grads, at::Tensor& status, const at::Tensor& found_inf) {
   auto* entries = status.mutable_data_ptr<int64_t>();
   status.unsafeGetTensorImpl()->bump_version();
   entries[kNonFiniteParameter] = -1;
+  if (found_inf.defined() && found_inf.item<double>() != 0.0) {
+    ++entries[kTotalSkips];
+    return true;
+  }
   for (size_t i = 0; i < grads.size(); ++i) {
     if (has_nonfinite_on_cpu(grads[i])) {
       entries[kNonFiniteParameter] = static_cast<int64_t>(i);
@@ -66,7 +70,8 @@ bool record_skip_on_cpu(at::TensorList grads, at::Tensor& status) {
 }
 
 // The same on a device, without a look at the result.
-at::Tensor record_skip_on_device(at::TensorList grads, at::Tensor& status) {
+at::Tensor record_skip_on_device(at::TensorList grads, at::Tensor& status,
+                                 const at::Tensor& found_inf) {
   std::vector<at::Tensor> nonempty;
   for (const auto& grad : grads) {
     nonempty.push_back(grad.numel() > 0 ? grad : at::zeros({1}, grad.options()));
@@ -76,13 +81,20 @@ at::Tensor record_skip_on_device(at::TensorList grads, at::Tensor& status) {
     finite.push_back(at::isfinite(norm));
   }
   const at::Tensor nonfinite = at::stack(finite).logical_not_();
-  const at::Tensor skipped = nonfinite.any();
   const at::Tensor first = nonfinite.to(at::kInt).argmax();
-  const at::Tensor count = skipped.to(at::kLong);
+  at::Tensor skipped = nonfinite.any();
+  at::Tensor at_fault = at::where(skipped, first, -1);
   at::Tensor consecutive = status.select(0, kConsecutiveSkips);
-  consecutive.add_(1).mul_(count);
-  status.select(0, kTotalSkips).add_(count);
-  status.select(0, kNonFiniteParameter).copy_(at::where(skipped, first, -1));
+  at::Tensor in_a_row = (consecutive + 1) * skipped;
+  if (found_inf.defined()) {
+    const at::Tensor overflow = found_inf.to(status.device()).ne(0).view({});
+    skipped = skipped.logical_or(overflow);
+    at_fault = at::where(overflow, -1, at_fault);
+    in_a_row = at::where(overflow, consecutive, in_a_row);
+  }
+  consecutive.copy_(in_a_row);
+  status.select(0, kTotalSkips).add_(skipped);
+  status.select(0, kNonFiniteParameter).copy_(at_fault);
   return skipped.logical_not();
 }
 
@@ -95,15 +107,15 @@ at::Tensor StepScalar::divide(const at::Tensor& value) const {
   return host == 1.0 ? value : value / host;
 }
 
-StepGate StepGate::check(at::TensorList grads, at::Tensor& status) {
+StepGate StepGate::check(at::TensorList grads, at::Tensor& status, const at::Tensor& found_inf) {
   StepGate gate;
   if (grads.empty()) {
     return gate;
   }
   if (grads[0].is_cpu()) {
-    gate.skipped_on_host_ = record_skip_on_cpu(grads, status);
+    gate.skipped_on_host_ = record_skip_on_cpu(grads, status, found_inf);
   } else {
-    gate.keep_ = record_skip_on_device(grads, status);
+    gate.keep_ = record_skip_on_device(grads, status, found_inf);
   }
   return gate;
 }

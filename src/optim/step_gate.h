@@ -20,7 +20,10 @@ struct StepScalar {
 class StepGate {
  public:
   // Looks for NaN and Inf in `grads` and writes what it found to `status` (step_status.h).
-  static StepGate check(at::TensorList grads, at::Tensor& status);
+  // found_inf: a GradScaler's verdict, one number, undefined without one. Where it is not zero the
+  // step is skipped because of the loss scale, which the scaler lowers: it counts in the total
+  // alone.
+  static StepGate check(at::TensorList grads, at::Tensor& status, const at::Tensor& found_inf = {});
   // A gate that is open: for updates that no gradient decides.
   static StepGate open() { return StepGate(); }
 
