@@ -1,17 +1,14 @@
-"""What all torchium optimizers share: groups, state, checkpoints and late error reports.
+"""What all torchium optimizers share: groups, the frame of a step, checkpoints, late error reports.
 
-The state of a parameter is ordinary tensors in ``self.state[p]``. Those that are worked on in
-batches are views of stacks (``src/optim/stacks.h``); a stack is a memory layout only, and a function
-of the set of parameters of its group that have state, so that a resumed run continues bit for bit.
+The state of a parameter is ordinary tensors in ``self.state[p]``.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar, overload
 
 import torch
@@ -19,32 +16,10 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from ._checkpoint import check_state, saved_groups, saved_states
-from ._monitor import MAX_CONSECUTIVE_SKIPS, Report, StatusMonitor, refuse_capture
+from ._checkpoint import saved_groups, saved_states
+from ._monitor import MAX_CONSECUTIVE_SKIPS, Report, StatusMonitor
 from ._options import Check, check_options, learning_rate
-from ._parameters import check_dense, is_out_of_memory, is_plain, parameter_name, state_zeros
-
-State = dict[str, Tensor]
-
-_MATRIX_KEYS = ("statistics", "roots", "root_failures")
-
-
-@cache
-def matrix_keys(slot: int) -> tuple[str, ...]:
-    """State keys of one slot: the matrices of one mode of one block shape of a parameter."""
-    return tuple(f"{key}.{slot}" for key in _MATRIX_KEYS)
-
-
-def matrix_lists(states: Iterable[State]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Statistics, roots and failure counts of all slots, in (parameter, slot) order."""
-    lists: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
-    for state in states:
-        slot = 0
-        while (keys := matrix_keys(slot))[0] in state:
-            for tensors, key in zip(lists, keys, strict=True):
-                tensors.append(state[key])
-            slot += 1
-    return lists
+from ._parameters import State, check_dense, is_plain, parameter_name
 
 
 @dataclass(frozen=True)
@@ -63,12 +38,8 @@ class CoreOptimizer(Optimizer):
 
     # Checks of all options but ``lr``.
     _CHECKS: ClassVar[dict[str, Check]]
-    # Options that the shapes of the state depend on.
-    _LAYOUT_OPTIONS: ClassVar[tuple[str, ...]]
-    # Keys of the state that is no matrix and always there, if it applies to the parameter.
-    _ELEMENTWISE: ClassVar[tuple[str, ...]]
-    # State of the parameter's shape that is made when an option first needs it.
-    _BUFFERS: ClassVar[tuple[str, ...]] = ()
+    # What to change when a root fails again and again.
+    _ROOT_REMEDY: ClassVar[str]
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         self._forget_derived()
@@ -81,28 +52,14 @@ class CoreOptimizer(Optimizer):
     # ---- what an optimizer defines
 
     @abstractmethod
-    def _matrix_stacks(
-        self, params: list[Tensor], group: dict[str, Any]
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[int]]:
-        """Fresh stacks of statistics, roots and failure counts, and their layout."""
+    def _step_groups(self) -> None:
+        """Checks all groups, then steps them."""
 
     @abstractmethod
-    def _elementwise_state(self, param: Tensor, group: dict[str, Any], has_matrices: bool) -> State:
-        """Fresh state of the parameter's shape that is always there."""
-
-    @abstractmethod
-    def _needed_buffers(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Those of ``_BUFFERS`` that a step with these options uses."""
-
-    @abstractmethod
-    def _run_step(
-        self, step: StepArguments, states: list[State], status: Tensor, host_steps: list[int]
-    ) -> None:
-        """Calls the step operator."""
-
-    @abstractmethod
-    def _host_decides(self, group: dict[str, Any]) -> bool:
-        """Whether the host decides in a step which roots are due."""
+    def _loaded_state(
+        self, index: int, group: dict[str, Any], saved: dict[Tensor, dict[str, Any]]
+    ) -> dict[Tensor, State]:
+        """Fresh state of the parameters in ``saved``, with the saved values, once they are checked."""
 
     def _check_combination(self, options: dict[str, Any]) -> None:
         """Raises ValueError for options that are right alone but not together."""
@@ -165,11 +122,7 @@ class CoreOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # All groups are checked before any is changed.
-        steps = [s for i, group in enumerate(self.param_groups) for s in self._arguments(i, group)]
-        self._add_state(steps, [self._missing_state(step) for step in steps])
-        for step in steps:
-            self._launch(step)
+        self._step_groups()
         self._raise_failures(self._monitor.poll())
         return loss
 
@@ -181,6 +134,10 @@ class CoreOptimizer(Optimizer):
         is raised.
         """
         self._raise_failures(self._monitor.wait())
+
+    def _all_arguments(self) -> list[StepArguments]:
+        """What a step of all groups takes, checked before any is changed."""
+        return [s for i, group in enumerate(self.param_groups) for s in self._arguments(i, group)]
 
     def _arguments(self, index: int, group: dict[str, Any]) -> list[StepArguments]:
         """What a step of the group takes, one entry a device, checked."""
@@ -212,52 +169,6 @@ class CoreOptimizer(Optimizer):
             group.update(check_options(self._CHECKS, group))
             self._checked_options[index] = tuple(group[name] for name in self._CHECKS)
 
-    def _missing_state(self, step: StepArguments) -> dict[Tensor, State]:
-        """State that parameters of the step lack, or that must move for those to be stacked."""
-        group, index = step.group, step.group_index
-        state: dict[Tensor, State] = {}
-        if self._layouts.get(index) != self._layout(group) or not all(
-            map(self._has_state, step.params)
-        ):
-            active = set(step.params)
-            params = [p for p in group["params"] if p in active or self._has_state(p)]
-            old = {p: self._own_state(p) for p in params if self._has_state(p)}
-            state = self._stacked_state(index, group, params, old)
-        for key in self._needed_buffers(group):
-            for param in step.params:
-                if key not in self.state.get(param, ()):
-                    state.setdefault(param, {}).setdefault(key, state_zeros(param))
-        if state:
-            refuse_capture(step.device, "state has to be created; run a step before the capture")
-        return state
-
-    def _add_state(self, steps: list[StepArguments], missing: list[dict[Tensor, State]]) -> None:
-        for step, states in zip(steps, missing, strict=True):
-            self._layouts[step.group_index] = self._layout(step.group)
-            for param, state in states.items():
-                if param.is_cuda and not self._has_state(param):
-                    self._host_steps[param] = 0
-                self.state[param].update(state)
-
-    def _layout(self, group: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(group[name] for name in self._LAYOUT_OPTIONS)
-
-    def _launch(self, step: StepArguments) -> None:
-        """Runs the operator; on a GPU this returns before the step is done."""
-        states = [self.state[p] for p in step.params]
-        host_steps: list[int] = []
-        if step.device.type == "cuda":
-            if self._host_decides(step.group):
-                refuse_capture(step.device, "the host decides in step() which roots are due")
-                host_steps = self._known_host_steps(step.params)
-                self._host_steps.update(zip(step.params, (n + 1 for n in host_steps), strict=True))
-            elif self._host_steps:  # replays of a captured step advance the device's count alone
-                for param in step.params:
-                    self._host_steps.pop(param, None)
-        key = (step.group_index, step.device)
-        self._run_step(step, states, self._monitor.status(key), host_steps)
-        self._monitor.watch(key, step.params)
-
     def _has_state(self, param: Tensor) -> bool:
         return "step" in self.state.get(param, ())
 
@@ -271,83 +182,9 @@ class CoreOptimizer(Optimizer):
 
     # ---- state
 
-    def _fresh_state(self, group: dict[str, Any], params: list[Tensor]) -> dict[Tensor, State]:
-        """State of parameters that have taken no step, in stacks."""
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for param in params:
-            by_device.setdefault(param.device, []).append(param)
-        fresh: dict[Tensor, State] = {}
-        for device, on_device in by_device.items():
-            steps = torch.zeros(len(on_device), dtype=torch.float32, device=device)
-            *stacks, layout = self._allocated_stacks(on_device, group)
-            for i, param in enumerate(on_device):
-                fresh[param] = {"step": steps[i]}
-            for row in range(0, len(layout), 5):
-                i, slot, stack, start, count = layout[row : row + 5]
-                for key, tensors in zip(matrix_keys(slot), stacks, strict=True):
-                    fresh[on_device[i]][key] = tensors[stack].narrow(0, start, count)
-            for param in on_device:
-                state = fresh[param]
-                state.update(self._elementwise_state(param, group, len(state) > 1))
-        return fresh
-
-    def _allocated_stacks(
-        self, params: list[Tensor], group: dict[str, Any]
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[int]]:
-        try:
-            return self._matrix_stacks(params, group)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            shapes = self._matrix_stacks([p.to("meta") for p in params], group)
-            size = sum(t.nbytes for tensors in shapes[:3] for t in tensors)
-            raise torch.OutOfMemoryError(
-                f"{type(self).__name__} needs {size / 2**30:.3g} GiB on {params[0].device} for the "
-                f"statistics and roots of {len(params)} parameters; lower block_size, now "
-                f"{group['block_size']}"
-            ) from error
-
-    def _stacked_state(
-        self,
-        index: int,
-        group: dict[str, Any],
-        params: list[Tensor],
-        old: dict[Tensor, dict[str, Any]],
-    ) -> dict[Tensor, State]:
-        """Fresh state of ``params`` in canonical stacks, with the values of ``old`` copied in."""
-        stacked = self._fresh_state(group, params)
-        for param, values in old.items():
-            check_state(
-                values,
-                stacked[param],
-                param.shape,
-                self._BUFFERS,
-                parameter_name(index, group, param),
-            )
-        for param, values in old.items():
-            state = stacked[param]
-            for key, value in values.items():
-                if key not in state:
-                    state[key] = state_zeros(param)
-                if isinstance(value, Tensor):
-                    state[key].copy_(value.reshape(state[key].shape))
-                else:
-                    state[key].fill_(value)
-        return stacked
-
-    def _own_state(self, param: Tensor) -> State:
-        """State of the parameter without what other code may keep there."""
-        return {
-            key: value
-            for key, value in self.state[param].items()
-            if key in self._ELEMENTWISE or key in self._BUFFERS or key.split(".")[0] in _MATRIX_KEYS
-        }
-
     def _forget_derived(self) -> None:
         """Drops what can be rebuilt from the groups and the state."""
         self._monitor = StatusMonitor()
-        # Of each group: what _layout() gave when its stacks were built.
-        self._layouts: dict[int, tuple[Any, ...]] = {}
         self._checked_options: dict[int, tuple[Any, ...]] = {}
         self._host_steps: dict[Tensor, int] = {}
 
@@ -375,13 +212,12 @@ class CoreOptimizer(Optimizer):
         for index, group in enumerate(groups):
             group["lr"] = learning_rate("lr", group["lr"])
             group.update(check_options(self._CHECKS, group))
-            params = [p for p in group["params"] if p in old]
-            state.update(self._stacked_state(index, group, params, {p: old[p] for p in params}))
+            saved = {p: old[p] for p in group["params"] if p in old}
+            state.update(self._loaded_state(index, group, saved))
 
         self.state = state
         self.param_groups = groups
         self._forget_derived()
-        self._layouts = {index: self._layout(group) for index, group in enumerate(groups)}
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -419,7 +255,7 @@ class CoreOptimizer(Optimizer):
                 raise RuntimeError(
                     f"{type(self).__name__}: the root of a preconditioner of "
                     f"{parameter_name(report.group, group, report.failed)} failed {report.root_failures} "
-                    "times in a row; raise eps or relative_eps"
+                    f"times in a row; {self._ROOT_REMEDY}"
                 )
 
 

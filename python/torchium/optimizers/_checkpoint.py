@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ._parameters import State, state_zeros
 
 
 def saved_groups(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -90,6 +93,26 @@ def check_state(
             f"state of {name} does not fit this optimizer and its options: "
             f"missing {missing}, unexpected {extra}"
         )
+
+
+def fill_state(
+    fresh: dict[Tensor, State],
+    saved: dict[Tensor, dict[str, Any]],
+    buffers: tuple[str, ...],
+    name: Callable[[Tensor], str],
+) -> None:
+    """Copies ``saved`` into ``fresh``, in the dtypes there, once all of it is checked."""
+    for param, values in saved.items():
+        check_state(values, fresh[param], param.shape, buffers, name(param))
+    for param, values in saved.items():
+        state = fresh[param]
+        for key, value in values.items():
+            if key not in state:
+                state[key] = state_zeros(param)
+            if isinstance(value, Tensor):
+                state[key].copy_(value.reshape(state[key].shape))
+            else:
+                state[key].fill_(value)
 
 
 def _is_state_dict(value: object) -> bool:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+State = dict[str, Tensor]  # of one parameter
+
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 

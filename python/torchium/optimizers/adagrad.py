@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ._base import CoreOptimizer, State, StepArguments, matrix_lists
+from ._base import StepArguments
 from ._options import Check, flag, integer, lr_tensor, number
-from ._parameters import state_zeros
+from ._parameters import State, state_zeros
+from ._stacked import StackedOptimizer, matrix_lists
 
 
-class Adagrad(CoreOptimizer):
+class Adagrad(StackedOptimizer):
     r"""Divides the gradient by the root of the sum of its squares: by entries or by full matrices.
 
     At the parameter's step :math:`t`, with :math:`g` the gradient (plus

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ._base import CoreOptimizer, State, StepArguments, matrix_lists
+from ._base import StepArguments
 from ._monitor import refuse_capture
 from ._options import (
     Check,
@@ -20,12 +20,13 @@ from ._options import (
     optional,
     pair,
 )
-from ._parameters import state_zeros
+from ._parameters import State, state_zeros
+from ._stacked import StackedOptimizer, matrix_lists
 
 _BUFFERED_GRAFTING = ("adagrad", "rmsprop", "adam")
 
 
-class Shampoo(CoreOptimizer):
+class Shampoo(StackedOptimizer):
     r"""Preconditions each mode of a gradient tensor by a root of its own second moment.
 
     A gradient :math:`G` of order :math:`k` (after its unit dimensions are dropped, adjacent

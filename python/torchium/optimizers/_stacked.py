@@ -1,0 +1,207 @@
+"""Optimizers whose state is batches of matrices: Shampoo, full-matrix Adagrad.
+
+The matrices of the parameters of a group are views of stacks (``src/optim/stacks.h``); a stack is a
+memory layout only, and a function of the set of parameters of its group that have state, so that a
+resumed run continues bit for bit.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ._base import CoreOptimizer, StepArguments
+from ._checkpoint import fill_state
+from ._monitor import refuse_capture
+from ._parameters import State, is_out_of_memory, parameter_name, state_zeros
+
+_MATRIX_KEYS = ("statistics", "roots", "root_failures")
+
+
+@cache
+def matrix_keys(slot: int) -> tuple[str, ...]:
+    """State keys of one slot: the matrices of one mode of one block shape of a parameter."""
+    return tuple(f"{key}.{slot}" for key in _MATRIX_KEYS)
+
+
+def matrix_lists(states: Iterable[State]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Statistics, roots and failure counts of all slots, in (parameter, slot) order."""
+    lists: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
+    for state in states:
+        slot = 0
+        while (keys := matrix_keys(slot))[0] in state:
+            for tensors, key in zip(lists, keys, strict=True):
+                tensors.append(state[key])
+            slot += 1
+    return lists
+
+
+class StackedOptimizer(CoreOptimizer):
+    """Base of the optimizers that keep the matrices of a group in stacks."""
+
+    # Options that the shapes of the state depend on.
+    _LAYOUT_OPTIONS: ClassVar[tuple[str, ...]]
+    # Keys of the state that is no matrix and always there, if it applies to the parameter.
+    _ELEMENTWISE: ClassVar[tuple[str, ...]]
+    # State of the parameter's shape that is made when an option first needs it.
+    _BUFFERS: ClassVar[tuple[str, ...]] = ()
+    _ROOT_REMEDY = "raise eps or relative_eps"
+
+    # Of each group: what _layout() gave when its stacks were built.
+    _layouts: dict[int, tuple[Any, ...]]
+
+    # ---- what an optimizer defines
+
+    @abstractmethod
+    def _matrix_stacks(
+        self, params: list[Tensor], group: dict[str, Any]
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[int]]:
+        """Fresh stacks of statistics, roots and failure counts, and their layout."""
+
+    @abstractmethod
+    def _elementwise_state(self, param: Tensor, group: dict[str, Any], has_matrices: bool) -> State:
+        """Fresh state of the parameter's shape that is always there."""
+
+    @abstractmethod
+    def _needed_buffers(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Those of ``_BUFFERS`` that a step with these options uses."""
+
+    @abstractmethod
+    def _run_step(
+        self, step: StepArguments, states: list[State], status: Tensor, host_steps: list[int]
+    ) -> None:
+        """Calls the step operator."""
+
+    @abstractmethod
+    def _host_decides(self, group: dict[str, Any]) -> bool:
+        """Whether the host decides in a step which roots are due."""
+
+    # ---- the step
+
+    def _step_groups(self) -> None:
+        steps = self._all_arguments()
+        self._add_state(steps, [self._missing_state(step) for step in steps])
+        for step in steps:
+            self._launch(step)
+
+    def _missing_state(self, step: StepArguments) -> dict[Tensor, State]:
+        """State that parameters of the step lack, or that must move for those to be stacked."""
+        group, index = step.group, step.group_index
+        state: dict[Tensor, State] = {}
+        if self._layouts.get(index) != self._layout(group) or not all(
+            map(self._has_state, step.params)
+        ):
+            active = set(step.params)
+            params = [p for p in group["params"] if p in active or self._has_state(p)]
+            old = {p: self._own_state(p) for p in params if self._has_state(p)}
+            state = self._stacked_state(index, group, params, old)
+        for key in self._needed_buffers(group):
+            for param in step.params:
+                if key not in self.state.get(param, ()):
+                    state.setdefault(param, {}).setdefault(key, state_zeros(param))
+        if state:
+            refuse_capture(step.device, "state has to be created; run a step before the capture")
+        return state
+
+    def _add_state(self, steps: list[StepArguments], missing: list[dict[Tensor, State]]) -> None:
+        for step, states in zip(steps, missing, strict=True):
+            self._layouts[step.group_index] = self._layout(step.group)
+            for param, state in states.items():
+                if param.is_cuda and not self._has_state(param):
+                    self._host_steps[param] = 0
+                self.state[param].update(state)
+
+    def _layout(self, group: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(group[name] for name in self._LAYOUT_OPTIONS)
+
+    def _launch(self, step: StepArguments) -> None:
+        """Runs the operator; on a GPU this returns before the step is done."""
+        states = [self.state[p] for p in step.params]
+        host_steps: list[int] = []
+        if step.device.type == "cuda":
+            if self._host_decides(step.group):
+                refuse_capture(step.device, "the host decides in step() which roots are due")
+                host_steps = self._known_host_steps(step.params)
+                self._host_steps.update(zip(step.params, (n + 1 for n in host_steps), strict=True))
+            elif self._host_steps:  # replays of a captured step advance the device's count alone
+                for param in step.params:
+                    self._host_steps.pop(param, None)
+        key = (step.group_index, step.device)
+        self._run_step(step, states, self._monitor.status(key), host_steps)
+        self._monitor.watch(key, step.params)
+
+    # ---- state
+
+    def _fresh_state(self, group: dict[str, Any], params: list[Tensor]) -> dict[Tensor, State]:
+        """State of parameters that have taken no step, in stacks."""
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for param in params:
+            by_device.setdefault(param.device, []).append(param)
+        fresh: dict[Tensor, State] = {}
+        for device, on_device in by_device.items():
+            steps = torch.zeros(len(on_device), dtype=torch.float32, device=device)
+            *stacks, layout = self._allocated_stacks(on_device, group)
+            for i, param in enumerate(on_device):
+                fresh[param] = {"step": steps[i]}
+            for row in range(0, len(layout), 5):
+                i, slot, stack, start, count = layout[row : row + 5]
+                for key, tensors in zip(matrix_keys(slot), stacks, strict=True):
+                    fresh[on_device[i]][key] = tensors[stack].narrow(0, start, count)
+            for param in on_device:
+                state = fresh[param]
+                state.update(self._elementwise_state(param, group, len(state) > 1))
+        return fresh
+
+    def _allocated_stacks(
+        self, params: list[Tensor], group: dict[str, Any]
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[int]]:
+        try:
+            return self._matrix_stacks(params, group)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            shapes = self._matrix_stacks([p.to("meta") for p in params], group)
+            size = sum(t.nbytes for tensors in shapes[:3] for t in tensors)
+            raise torch.OutOfMemoryError(
+                f"{type(self).__name__} needs {size / 2**30:.3g} GiB on {params[0].device} for the "
+                f"statistics and roots of {len(params)} parameters; lower block_size, now "
+                f"{group['block_size']}"
+            ) from error
+
+    def _stacked_state(
+        self,
+        index: int,
+        group: dict[str, Any],
+        params: list[Tensor],
+        old: dict[Tensor, dict[str, Any]],
+    ) -> dict[Tensor, State]:
+        """Fresh state of ``params`` in canonical stacks, with the values of ``old`` copied in."""
+        stacked = self._fresh_state(group, params)
+        fill_state(stacked, old, self._BUFFERS, lambda param: parameter_name(index, group, param))
+        return stacked
+
+    def _own_state(self, param: Tensor) -> State:
+        """State of the parameter without what other code may keep there."""
+        return {
+            key: value
+            for key, value in self.state[param].items()
+            if key in self._ELEMENTWISE or key in self._BUFFERS or key.split(".")[0] in _MATRIX_KEYS
+        }
+
+    def _loaded_state(
+        self, index: int, group: dict[str, Any], saved: dict[Tensor, dict[str, Any]]
+    ) -> dict[Tensor, State]:
+        return self._stacked_state(index, group, list(saved), saved)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._layouts = {i: self._layout(group) for i, group in enumerate(self.param_groups)}
+
+    def _forget_derived(self) -> None:
+        super()._forget_derived()
+        self._layouts = {}
