@@ -13,11 +13,26 @@ void call_without_autocast(const c10::OperatorHandle& op, torch::jit::Stack* sta
 }
 
 void register_operators(torch::Library& m) {
-  for (const char* name :
-       {"matrix_inverse_root", "matrix_inverse_root_info", "matrix_power", "eigh", "kron",
-        "kron_matmul", "kron_solve", "chunked_matmul", "spd_inverse", "spd_solve", "fused_mul_add",
-        "shampoo_init_state", "shampoo_step_", "shampoo_update_preconditioners_",
-        "adagrad_init_state", "adagrad_step_"}) {
+  for (const char* name : {"matrix_inverse_root",
+                           "matrix_inverse_root_info",
+                           "matrix_power",
+                           "eigh",
+                           "kron",
+                           "kron_matmul",
+                           "kron_solve",
+                           "chunked_matmul",
+                           "spd_inverse",
+                           "spd_solve",
+                           "fused_mul_add",
+                           "shampoo_init_state",
+                           "shampoo_step_",
+                           "shampoo_update_preconditioners_",
+                           "adagrad_init_state",
+                           "adagrad_step_",
+                           "kronecker_factors_update_",
+                           "per_sample_gradients",
+                           "natural_gradient_factorize",
+                           "natural_gradient_step_"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&call_without_autocast>());
   }
 }

@@ -1,0 +1,83 @@
+#include "gradients/dense_rows.h"
+
+#include <ATen/ATen.h>
+
+namespace torchium::gradients::detail {
+namespace {
+
+// Sums an output-shaped tensor over all but the sample and the dimensions that a bias has.
+at::Tensor sum_over_positions(const LayerUse& use, const at::Tensor& output) {
+  switch (use.kind) {
+    case LayerKind::kLinear:
+      return output.dim() == 1 ? output.unsqueeze(0)
+                               : output.reshape({output.size(0), -1, output.size(-1)}).sum(1);
+    case LayerKind::kConv2d:
+      return output.dim() == 3 ? output.sum(at::IntArrayRef({1, 2})).unsqueeze(0)
+                               : output.sum(at::IntArrayRef({2, 3}));
+    case LayerKind::kGroupNorm:
+      return output.dim() == 2 ? output : output.flatten(2).sum(2);
+    case LayerKind::kLayerNorm: {
+      const int64_t dims = use.settings[kNormalizedDims];
+      if (output.dim() == dims) {
+        return output.unsqueeze(0);
+      }
+      return output.dim() == dims + 1 ? output : output.flatten(1, output.dim() - dims - 1).sum(1);
+    }
+    case LayerKind::kEmbedding:
+      break;
+  }
+  TORCH_CHECK_VALUE(false, "a layer of kind ", name_of(use.kind), " has no bias");
+}
+
+// What the affine part of a norm multiplies by its weight.
+at::Tensor normalized(const LayerUse& use, at::ScalarType dtype) {
+  const at::Tensor input = use.input.to(dtype);
+  if (use.kind == LayerKind::kGroupNorm) {
+    return at::group_norm(input, use.settings[kNumGroups], {}, {}, use.eps);
+  }
+  const int64_t dims = use.settings[kNormalizedDims];
+  return at::layer_norm(input, input.sizes().slice(input.dim() - dims), {}, {}, use.eps);
+}
+
+// Where the dimensions of a bias lie in the output.
+at::IntArrayRef parameter_dims(const LayerUse& use, const at::Tensor& output) {
+  switch (use.kind) {
+    case LayerKind::kConv2d:
+      return output.sizes().slice(output.dim() - 3, 1);
+    case LayerKind::kGroupNorm:
+      return output.sizes().slice(1, 1);
+    case LayerKind::kLayerNorm:
+      return output.sizes().slice(output.dim() - use.settings[kNormalizedDims]);
+    case LayerKind::kLinear:
+    case LayerKind::kEmbedding:
+      break;
+  }
+  return output.sizes().slice(output.dim() - 1);
+}
+
+void check_shape(const LayerUse& use, at::IntArrayRef shape, const char* role, size_t use_index) {
+  const auto expected = parameter_dims(use, use.output_gradient);
+  TORCH_CHECK_VALUE(expected == shape, "uses[", use_index, "]: the ", role, " of a ",
+                    name_of(use.kind), " layer has shape ", shape, ", but its output gradient ",
+                    use.output_gradient.sizes(), " belongs to one of shape ", expected);
+}
+
+}  // namespace
+
+at::Tensor bias_rows(const LayerUse& use, at::IntArrayRef shape, at::ScalarType dtype,
+                     size_t use_index) {
+  check_shape(use, shape, "bias", use_index);
+  return sum_over_positions(use, use.output_gradient.to(dtype));
+}
+
+at::Tensor norm_weight_rows(const LayerUse& use, at::IntArrayRef shape, at::ScalarType dtype,
+                            size_t use_index) {
+  check_shape(use, shape, "weight", use_index);
+  TORCH_CHECK_VALUE(use.input.sizes() == use.output_gradient.sizes(), "uses[", use_index, "]: a ",
+                    name_of(use.kind), " layer got inputs of shape ", use.input.sizes(),
+                    " and output_gradients of shape ", use.output_gradient.sizes(),
+                    "; they must be the same");
+  return sum_over_positions(use, normalized(use, dtype) * use.output_gradient.to(dtype));
+}
+
+}  // namespace torchium::gradients::detail

@@ -1,0 +1,50 @@
+// The Jacobian J [n, P]: one row a sample, the gradient of its loss by all parameters. Never formed
+// as a whole: the blocks of linear, convolution and embedding weights stay in factors.
+#pragma once
+
+#include "gradients/jacobian_block.h"
+#include "gradients/layer_use.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <vector>
+
+namespace torchium::gradients::detail {
+
+// All samples of the uses: the sum over micro-batches. ValueError where uses of one micro-batch
+// disagree, or there are none. Works on tensors with symbolic sizes.
+c10::SymInt count_samples(const std::vector<LayerUse>& uses);
+
+class Jacobian {
+ public:
+  // Rows are ordered by micro-batch. Every output gradient counts `scale / loss_scale` times
+  // (loss_scale: a number on the device, or undefined for 1). A parameter that a micro-batch does
+  // not use has zero rows there. Raises ValueError where uses and parameters do not fit.
+  Jacobian(at::TensorList params, const std::vector<LayerUse>& uses, double scale = 1.0,
+           const at::Tensor& loss_scale = {});
+
+  int64_t samples() const { return samples_; }
+
+  // sum over the parameters p of weights[p] J_p J_p^T: [n, n] float64.
+  at::Tensor gram(at::ArrayRef<double> weights) const;
+  // J^T w for w [n]: one tensor a parameter, in its state dtype.
+  std::vector<at::Tensor> transpose_product(const at::Tensor& w) const;
+  // J x for x one tensor a parameter: [n] float64.
+  at::Tensor product(at::TensorList x) const;
+  // J: one tensor [n, *shape] a parameter, in its state dtype.
+  std::vector<at::Tensor> rows() const;
+
+ private:
+  struct Column {
+    at::ScalarType dtype;  // of the state
+    std::vector<int64_t> shape;
+    std::unique_ptr<JacobianBlock> block;  // null: no use, all zero
+  };
+
+  std::vector<Column> columns_;
+  int64_t samples_ = 0;
+  at::Tensor scale_;  // 0-dim float64
+};
+
+}  // namespace torchium::gradients::detail

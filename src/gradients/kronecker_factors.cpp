@@ -1,0 +1,103 @@
+#include "gradients/kronecker_factors.h"
+
+#include "gradients/patches.h"
+#include "linalg/symmetric_update.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+
+namespace torchium::gradients::detail {
+namespace {
+
+// Elements of unfolded patches that exist at a time.
+constexpr int64_t kMaxPatchElements = int64_t{1} << 22;
+
+void check_factor(const at::Tensor& factor, const char* name, int64_t groups, int64_t order,
+                  bool with_bias, const at::Tensor& input) {
+  const auto sizes = factor.sym_sizes();
+  const bool fits = sizes.size() == 3 && sizes[0] == groups && sizes[1] == sizes[2] &&
+                    (sizes[1] == order || (with_bias && sizes[1] == order + 1));
+  TORCH_CHECK_VALUE(fits, name, " has shape ", sizes, "; it must be [", groups, ", ", order, ", ",
+                    order, "]", with_bias ? ", or one row and column more for a bias" : "");
+  TORCH_CHECK_VALUE(factor.scalar_type() == at::kFloat || factor.scalar_type() == at::kDouble, name,
+                    " has dtype ", factor.scalar_type(), "; it must be float32 or float64");
+  TORCH_CHECK_VALUE(factor.is_contiguous() && factor.device() == input.device(), name,
+                    " must be contiguous and on ", input.device(), ", like the input");
+}
+
+// sum[g] += X[g] X[g]^T with X: [groups, vector, count], each vector with a 1 at its end where
+// `sum` has room for it.
+void add_second_moment_(at::Tensor& sum, const at::Tensor& X) {
+  const int64_t length = X.size(1);
+  at::Tensor inner = sum.narrow(1, 0, length).narrow(2, 0, length);
+  linalg::detail::symmetric_update_(inner, X, 1.0, 1.0);
+  if (sum.size(1) > length) {
+    const at::Tensor total = X.sum(2);
+    sum.select(1, length).narrow(1, 0, length).add_(total);
+    sum.select(2, length).narrow(1, 0, length).add_(total);
+    sum.select(1, length).select(1, length).add_(X.size(2));
+  }
+}
+
+// [n, groups, vector..., height, width] -> [groups, vector, n height width]
+at::Tensor vectors_of_groups(const at::Tensor& images, const WeightGeometry& weight) {
+  at::Tensor grouped = images.movedim(0, -3);
+  return grouped.reshape(
+      {weight.groups, -1, grouped.size(-3) * grouped.size(-2) * grouped.size(-1)});
+}
+
+void update_of_linear_(at::Tensor& A_sum, at::Tensor& G_sum, const LayerUse& use,
+                       const WeightGeometry& weight) {
+  const auto dtype = A_sum.scalar_type();
+  add_second_moment_(A_sum, use.input.to(dtype).reshape({1, -1, weight.fan_in}).mT());
+  add_second_moment_(G_sum, use.output_gradient.to(dtype).reshape({1, -1, weight.fan_out}).mT());
+}
+
+void update_of_conv2d_(at::Tensor& A_sum, at::Tensor& G_sum, const LayerUse& use,
+                       const WeightGeometry& weight) {
+  const auto dtype = A_sum.scalar_type();
+  const at::Tensor a = patches(use, weight, use.input.to(dtype));
+  const at::Tensor& gradient = use.output_gradient;
+  const at::Tensor g =
+      gradient.to(dtype).reshape({a.size(0), weight.groups, weight.fan_out, a.size(5), a.size(6)});
+  const int64_t samples = a.size(0);
+  const int64_t patch_elements = std::max<int64_t>(1, a.numel() / std::max<int64_t>(1, samples));
+  const int64_t chunk = std::max<int64_t>(1, kMaxPatchElements / patch_elements);
+  for (int64_t first = 0; first < samples; first += chunk) {
+    const int64_t count = std::min(chunk, samples - first);
+    add_second_moment_(A_sum, vectors_of_groups(a.narrow(0, first, count), weight));
+    add_second_moment_(G_sum, vectors_of_groups(g.narrow(0, first, count), weight));
+  }
+}
+
+}  // namespace
+
+void check_kronecker_factors(const at::Tensor& A_sum, const at::Tensor& G_sum, const LayerUse& use,
+                             at::IntArrayRef weight_shape) {
+  check_use_tensors(use, 0);
+  const WeightGeometry weight = weight_geometry(use, weight_shape, 0);
+  check_factor(A_sum, "A_sum", weight.groups, weight.fan_in, /*with_bias=*/true, use.input);
+  check_factor(G_sum, "G_sum", weight.groups, weight.fan_out, /*with_bias=*/false, use.input);
+  TORCH_CHECK_VALUE(A_sum.scalar_type() == G_sum.scalar_type(), "A_sum has dtype ",
+                    A_sum.scalar_type(), " and G_sum ", G_sum.scalar_type(),
+                    "; they must have the same");
+}
+
+void update_kronecker_factors_(at::Tensor& A_sum, at::Tensor& G_sum, const LayerUse& use,
+                               at::IntArrayRef weight_shape) {
+  c10::NoGradGuard no_grad;
+  check_kronecker_factors(A_sum, G_sum, use, weight_shape);
+  const WeightGeometry weight = weight_geometry(use, weight_shape, 0);
+  if (use.input.numel() == 0) {
+    return;
+  }
+  if (use.kind == LayerKind::kLinear) {
+    update_of_linear_(A_sum, G_sum, use, weight);
+  } else {
+    update_of_conv2d_(A_sum, G_sum, use, weight);
+  }
+}
+
+}  // namespace torchium::gradients::detail

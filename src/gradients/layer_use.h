@@ -1,0 +1,69 @@
+// One use of a layer in a forward pass, as captured: what it received and the gradient of its
+// output.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+namespace torchium::gradients::detail {
+
+enum class LayerKind : int64_t {
+  kLinear = 0,
+  kConv2d = 1,
+  kEmbedding = 2,
+  kLayerNorm = 3,
+  kGroupNorm = 4,
+};
+
+const char* name_of(LayerKind kind);
+
+// Meaning of LayerUse::settings.
+enum ConvSetting : size_t {
+  kStrideHeight = 0,
+  kStrideWidth = 1,
+  kPaddingHeight = 2,
+  kPaddingWidth = 3,
+  kDilationHeight = 4,
+  kDilationWidth = 5,
+  kGroups = 6,
+};
+constexpr size_t kPaddingIndex = 0;    // embedding: row without a gradient, -1: none
+constexpr size_t kNormalizedDims = 0;  // layer norm: how many trailing dimensions it normalises
+constexpr size_t kNumGroups = 0;       // group norm
+
+// Dimension 0 of `input` and `output_gradient` is the sample; a linear layer on a vector, a
+// convolution on [C, H, W] and a layer norm without leading dimensions see one sample.
+struct LayerUse {
+  LayerKind kind = LayerKind::kLinear;
+  int64_t weight = -1;  // index in the parameters of the call; -1: absent or without gradient
+  int64_t bias = -1;
+  // Uses in one backward pass share a micro-batch and its samples; others are other samples.
+  int64_t micro_batch = 0;
+  std::array<int64_t, 8> settings{};
+  double eps = 0.0;            // of a norm
+  at::Tensor input;            // what the layer received; embedding: integer indices
+  at::Tensor output_gradient;  // gradient of the loss by what it returned
+};
+
+// At the boundary of an operator uses are parallel lists: input, output gradient, eps, and a row of
+// integers [kind, weight, bias, micro_batch, settings...] each.
+constexpr size_t kUseRowSize = 12;
+
+// Raises ValueError where lengths differ or a kind is unknown.
+std::vector<LayerUse> parse_uses(at::TensorList inputs, at::TensorList output_gradients,
+                                 at::IntArrayRef rows, at::ArrayRef<double> eps);
+
+// Raises ValueError where an index is none of `params` parameters, or a tensor is not what such a
+// layer could have seen.
+void check_uses(const std::vector<LayerUse>& uses, int64_t params);
+
+// The part of it that looks at the tensors of one use.
+void check_use_tensors(const LayerUse& use, size_t index);
+
+// The number of samples that a use has seen. Works on tensors with symbolic sizes.
+c10::SymInt samples_of(const LayerUse& use);
+
+}  // namespace torchium::gradients::detail

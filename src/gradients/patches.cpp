@@ -1,0 +1,102 @@
+#include "gradients/patches.h"
+
+#include <ATen/ATen.h>
+
+namespace torchium::gradients::detail {
+namespace {
+
+// Output pixels along one dimension.
+c10::SymInt output_size(const c10::SymInt& input, int64_t kernel, int64_t stride, int64_t padding,
+                        int64_t dilation) {
+  return (input + 2 * padding - dilation * (kernel - 1) - 1) / stride + 1;
+}
+
+void check_linear(const LayerUse& use, at::IntArrayRef shape, size_t index) {
+  const auto in = use.input.sym_sizes();
+  const auto out = use.output_gradient.sym_sizes();
+  TORCH_CHECK_VALUE(shape.size() == 2 && in.back() == shape[1] && out.back() == shape[0] &&
+                        in.slice(0, in.size() - 1) == out.slice(0, out.size() - 1),
+                    "uses[", index, "]: a linear layer with a weight of shape ", shape,
+                    " got inputs of shape ", in, " and output_gradients of shape ", out,
+                    "; they must be [..., in] and [..., out] with the same leading dimensions");
+}
+
+void check_conv2d(const LayerUse& use, at::IntArrayRef shape, size_t index) {
+  const auto& s = use.settings;
+  TORCH_CHECK_VALUE(s[kStrideHeight] > 0 && s[kStrideWidth] > 0 && s[kPaddingHeight] >= 0 &&
+                        s[kPaddingWidth] >= 0 && s[kDilationHeight] > 0 && s[kDilationWidth] > 0 &&
+                        s[kGroups] > 0,
+                    "uses[", index, "]: conv2d settings ", at::IntArrayRef(s),
+                    "; stride, dilation and groups must be positive, padding not negative");
+  const auto in = use.input.sym_sizes();
+  const auto out = use.output_gradient.sym_sizes();
+  const size_t c = in.size() - 3;  // where the channels are
+  TORCH_CHECK_VALUE(
+      shape.size() == 4 && shape[0] % s[kGroups] == 0 && in[c] == shape[1] * s[kGroups] &&
+          out[c] == shape[0] && (c == 0 || in[0] == out[0]) &&
+          out[c + 1] == output_size(in[c + 1], shape[2], s[kStrideHeight], s[kPaddingHeight],
+                                    s[kDilationHeight]) &&
+          out[c + 2] == output_size(in[c + 2], shape[3], s[kStrideWidth], s[kPaddingWidth],
+                                    s[kDilationWidth]),
+      "uses[", index, "]: conv2d with a weight of shape ", shape, " and settings ",
+      at::IntArrayRef(s), " got inputs of shape ", in, " and output_gradients of shape ", out,
+      "; pass the (already padded) input, the gradient of the output and the layer's settings");
+}
+
+// The tensor with a dimension of samples in front.
+at::Tensor batched(const at::Tensor& image) {
+  return image.dim() == 3 ? image.unsqueeze(0) : image;
+}
+
+}  // namespace
+
+WeightGeometry weight_geometry(const LayerUse& use, at::IntArrayRef weight_shape,
+                               size_t use_index) {
+  if (use.kind == LayerKind::kLinear) {
+    check_linear(use, weight_shape, use_index);
+    return {1, weight_shape[1], weight_shape[0]};
+  }
+  TORCH_CHECK_VALUE(use.kind == LayerKind::kConv2d && use.input.dim() <= 4, "uses[", use_index,
+                    "] is a ", name_of(use.kind), " layer with an input of shape ",
+                    use.input.sym_sizes(),
+                    "; only linear and conv2d weights have Kronecker factors");
+  check_conv2d(use, weight_shape, use_index);
+  const int64_t groups = use.settings[kGroups];
+  return {groups, weight_shape[1] * weight_shape[2] * weight_shape[3], weight_shape[0] / groups,
+          weight_shape[2], weight_shape[3]};
+}
+
+at::Tensor patches(const LayerUse& use, const WeightGeometry& weight, const at::Tensor& input) {
+  const auto& s = use.settings;
+  const int64_t pad_height = s[kPaddingHeight];
+  const int64_t pad_width = s[kPaddingWidth];
+  at::Tensor x = batched(input);
+  if (pad_height > 0 || pad_width > 0) {
+    x = at::constant_pad_nd(x, {pad_width, pad_width, pad_height, pad_height});
+  }
+  const int64_t channels = x.size(1) / weight.groups;
+  const at::Tensor out = batched(use.output_gradient);
+  return x.as_strided({x.size(0), weight.groups, channels, weight.kernel_height,
+                       weight.kernel_width, out.size(2), out.size(3)},
+                      {x.stride(0), x.stride(1) * channels, x.stride(1),
+                       x.stride(2) * s[kDilationHeight], x.stride(3) * s[kDilationWidth],
+                       x.stride(2) * s[kStrideHeight], x.stride(3) * s[kStrideWidth]});
+}
+
+Positions positions(const LayerUse& use, const WeightGeometry& weight, at::ScalarType dtype) {
+  const at::Tensor input = use.input.to(dtype);
+  const at::Tensor gradient = use.output_gradient.to(dtype);
+  if (use.kind == LayerKind::kLinear) {
+    const int64_t n = input.dim() == 1 ? 1 : input.size(0);
+    const int64_t T =
+        input.dim() <= 2 ? 1 : c10::multiply_integers(input.sizes().slice(1, input.dim() - 2));
+    return {input.reshape({n, 1, T, weight.fan_in}), gradient.reshape({n, 1, T, weight.fan_out})};
+  }
+  const at::Tensor images = batched(gradient);
+  const int64_t n = images.size(0);
+  const int64_t T = images.size(2) * images.size(3);
+  return {patches(use, weight, input).reshape({n, weight.groups, weight.fan_in, T}).mT(),
+          images.reshape({n, weight.groups, weight.fan_out, T}).mT()};
+}
+
+}  // namespace torchium::gradients::detail

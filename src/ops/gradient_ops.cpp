@@ -1,0 +1,86 @@
+// Operators on what layers have seen: schemas and registration, no maths. See gradients/*.h.
+
+#include "gradients/jacobian.h"
+#include "gradients/kronecker_factors.h"
+#include "gradients/layer_use.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
+#include <torch/library.h>
+
+namespace torchium::ops {
+namespace {
+
+using gradients::detail::Jacobian;
+using gradients::detail::LayerUse;
+
+LayerUse one_use(const at::Tensor& input, const at::Tensor& output_gradient, at::IntArrayRef use) {
+  return gradients::detail::parse_uses({input}, {output_gradient}, use, {0.0})[0];
+}
+
+void kronecker_factors_update_(at::Tensor A_sum, at::Tensor G_sum, const at::Tensor& input,
+                               const at::Tensor& output_gradient, at::IntArrayRef use,
+                               at::IntArrayRef weight_shape) {
+  gradients::detail::update_kronecker_factors_(A_sum, G_sum, one_use(input, output_gradient, use),
+                                               weight_shape);
+}
+
+void kronecker_factors_update_meta(at::Tensor A_sum, at::Tensor G_sum, const at::Tensor& input,
+                                   const at::Tensor& output_gradient, at::IntArrayRef use,
+                                   at::IntArrayRef weight_shape) {
+  gradients::detail::check_kronecker_factors(A_sum, G_sum, one_use(input, output_gradient, use),
+                                             weight_shape);
+}
+
+std::vector<at::Tensor> per_sample_gradients(at::TensorList params, at::TensorList inputs,
+                                             at::TensorList output_gradients, at::IntArrayRef uses,
+                                             at::ArrayRef<double> use_eps, double scale) {
+  c10::NoGradGuard no_grad;
+  const auto parsed = gradients::detail::parse_uses(inputs, output_gradients, uses, use_eps);
+  std::vector<at::Tensor> rows = Jacobian(params, parsed, scale).rows();
+  for (size_t i = 0; i < rows.size(); ++i) {
+    rows[i] = rows[i].to(params[i].scalar_type());
+  }
+  return rows;
+}
+
+std::vector<at::Tensor> per_sample_gradients_meta(at::TensorList params, at::TensorList inputs,
+                                                  at::TensorList output_gradients,
+                                                  at::IntArrayRef uses,
+                                                  at::ArrayRef<double> use_eps, double scale) {
+  const auto parsed = gradients::detail::parse_uses(inputs, output_gradients, uses, use_eps);
+  gradients::detail::check_uses(parsed, static_cast<int64_t>(params.size()));
+  const c10::SymInt samples = gradients::detail::count_samples(parsed);
+  std::vector<at::Tensor> rows;
+  for (const auto& param : params) {
+    auto sizes = param.sym_sizes().vec();
+    sizes.insert(sizes.begin(), samples);
+    rows.push_back(at::empty_symint(sizes, param.options().requires_grad(false)));
+  }
+  return rows;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(torchium, m) {
+  // `use` is one row of `uses` below, of which kind and settings count.
+  m.def(
+      "kronecker_factors_update_(Tensor(a!) A_sum, Tensor(b!) G_sum, Tensor input, "
+      "Tensor output_gradient, *, int[] use, int[] weight_shape) -> ()");
+  // `uses`: a row [kind, weight, bias, micro_batch, s0..s7] a use, see gradients/layer_use.h.
+  m.def(
+      "per_sample_gradients(Tensor[] params, Tensor[] inputs, Tensor[] output_gradients, "
+      "int[] uses, float[] use_eps, *, float scale=1.0) -> Tensor[]");
+}
+
+TORCH_LIBRARY_IMPL(torchium, CompositeExplicitAutograd, m) {
+  m.impl("kronecker_factors_update_", kronecker_factors_update_);
+  m.impl("per_sample_gradients", per_sample_gradients);
+}
+
+TORCH_LIBRARY_IMPL(torchium, Meta, m) {
+  m.impl("kronecker_factors_update_", kronecker_factors_update_meta);
+  m.impl("per_sample_gradients", per_sample_gradients_meta);
+}
+
+}  // namespace torchium::ops
