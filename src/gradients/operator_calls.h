@@ -1,0 +1,34 @@
+// Reads the arguments of the operators that use a layer's parameters.
+#pragma once
+
+#include "gradients/layer_use.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <c10/util/ArrayRef.h>
+
+#include <optional>
+
+namespace torchium::gradients::detail {
+
+// What an operator was called with. `weight` and `bias` are the parameters themselves where a
+// gradient would reach them; undefined otherwise.
+struct LayerCall {
+  at::Tensor weight;
+  at::Tensor bias;
+  LayerUse use;  // without positions and gradient
+  // The operator adds `bias` to its first operand in place, perhaps to the product of a weight.
+  bool is_in_place_addition = false;
+};
+
+struct LayerOperator {
+  // None: no use of a layer that can be captured.
+  std::optional<LayerCall> (*read)(c10::ArrayRef<c10::IValue> arguments);
+  // Layers called within do not count: they may be given other dimensions than the caller's.
+  bool hides_calls;
+};
+
+// By the name in the operator's schema, which is compared by its address. Null: none of ours.
+const LayerOperator* find_layer_operator(const char* schema_name);
+
+}  // namespace torchium::gradients::detail

@@ -1,0 +1,56 @@
+// Sees the layers of a C++ model at work, without their help: a global callback of libtorch's
+// RecordFunction watches the operators that use a parameter and hooks their outputs.
+#pragma once
+
+#include "gradients/layer_use.h"
+#include "torchium/export.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+namespace torchium::gradients::detail {
+
+// Captures the uses of some parameters by these operators, called directly or by torch::nn:
+//   linear, addmm, matmul, mm (whose operand is the whole transpose of the parameter; a bias is
+//   addmm's first operand or what is added in place to the product), conv2d, convolution,
+//   embedding, layer_norm, native_layer_norm, group_norm, native_group_norm.
+// A use counts if gradients are recorded and reach the parameter. Dimension 0 of the input is the
+// sample. An operator within one of these, or within a recurrent layer (lstm, gru, ...), does not
+// count: there dimension 0 may be something else.
+//
+// Forward passes may run on any threads. The callback of the process is there only while some
+// capture is enabled: it costs every operator a few hundred nanoseconds.
+class TORCHIUM_API OperatorCapture {
+ public:
+  // Takes one use in the backward pass, on its thread, when the gradient by the layer's output is
+  // known. One call at a time. `weight` and `bias` are positions in `params`; `micro_batch` counts
+  // the backward passes since the last forget(). An exception leaves the backward pass.
+  using Receiver = std::function<void(LayerUse)>;
+
+  // Without a receiver the uses are kept for differentiate(). Disabled at first.
+  OperatorCapture(std::vector<at::Tensor> params, Receiver receiver = nullptr);
+  ~OperatorCapture();
+  OperatorCapture(const OperatorCapture&) = delete;
+  OperatorCapture& operator=(const OperatorCapture&) = delete;
+
+  // Whether forward passes are captured from now on.
+  void set_enabled(bool enabled);
+  // Counts micro-batches from zero again. The outputs of earlier forward passes stay hooked.
+  void forget();
+  // Raises what went wrong while forward passes were observed, once.
+  void raise_error();
+  // All uses so far with the gradients of `loss` by their outputs, as one micro-batch; nothing is
+  // accumulated in `.grad`, and no gradient by a parameter is computed. Frees the graph.
+  std::vector<LayerUse> differentiate(const at::Tensor& loss);
+
+  struct State;
+
+ private:
+  std::shared_ptr<State> state_;
+  bool is_enabled_ = false;
+};
+
+}  // namespace torchium::gradients::detail
