@@ -11,20 +11,6 @@
 namespace torchium::linalg::detail {
 namespace {
 
-// Random signs [n, 1], the same for every call.
-at::Tensor probe(int64_t n, const at::TensorOptions& options) {
-  at::Tensor signs = at::empty({n, 1}, at::kDouble);
-  double* data = signs.mutable_data_ptr<double>();
-  uint64_t state = 0x9E3779B97F4A7C15u;  // splitmix64
-  for (int64_t i = 0; i < n; ++i) {
-    uint64_t z = (state += 0x9E3779B97F4A7C15u);
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
-    data[i] = (z ^ (z >> 31)) & 1 ? 1.0 : -1.0;
-  }
-  return signs.to(options);
-}
-
 // |A X^p A - A|_F / |A|_F by matrix products, A = S + damping I; X = root is in the units of the
 // caller. In float64: the small eigenvalues of A, which matter least here, have the largest images
 // under X^p.
@@ -51,7 +37,7 @@ at::Tensor estimated_residual(const Normalized& input, const at::Tensor& damping
   const auto times_A = [&](const at::Tensor& v) {
     return at::matmul(input.matrix, v).add_(v * shift);
   };
-  const at::Tensor target = times_A(probe(root.size(-1), root.options()));
+  const at::Tensor target = times_A(random_signs(root.size(-1), root.options()));
   at::Tensor image = target;
   for (int64_t i = 0; i < p; ++i) {
     image = at::matmul(root, image * unit);

@@ -1,6 +1,5 @@
 #include "linalg/spectral.h"
 
-#include "linalg/eigh.h"
 #include "linalg/symmetric_update.h"
 
 #include <ATen/ATen.h>
@@ -18,6 +17,19 @@ at::Tensor as_stack(const at::Tensor& A) {
 double smallest_normal(at::ScalarType dtype) {
   return dtype == at::kFloat ? std::numeric_limits<float>::min()
                              : std::numeric_limits<double>::min();
+}
+
+at::Tensor random_signs(int64_t n, const at::TensorOptions& options) {
+  at::Tensor signs = at::empty({n, 1}, at::kDouble);
+  double* data = signs.mutable_data_ptr<double>();
+  uint64_t state = 0x9E3779B97F4A7C15u;  // splitmix64
+  for (int64_t i = 0; i < n; ++i) {
+    uint64_t z = (state += 0x9E3779B97F4A7C15u);
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    data[i] = (z ^ (z >> 31)) & 1 ? 1.0 : -1.0;
+  }
+  return signs.to(options);
 }
 
 double saturation(at::ScalarType dtype) { return 1 / smallest_normal(dtype); }
@@ -42,6 +54,15 @@ DampedSpectrum damped_spectrum(const Normalized& input, double eps, double relat
   const at::ScalarType dtype = eigenvalues.scalar_type();
   at::Tensor floor = spectral_floor(values, dtype, input.scale * smallest_normal(dtype));
   return {values, vectors, damping, floor};
+}
+
+at::Tensor spectral_residual(const at::Tensor& S, const Eigensystem& system) {
+  const at::Tensor z = random_signs(S.size(-1), S.options());
+  const at::Tensor image =
+      at::matmul(system.vectors, system.values.unsqueeze(-1) * at::matmul(system.vectors.mT(), z));
+  const at::Tensor difference = at::matmul(S, z).sub_(image).norm(2, {-2, -1});
+  const at::Tensor largest = system.values.abs().amax(-1);
+  return difference / (largest * z.norm()).clamp_min_(smallest_normal(S.scalar_type()));
 }
 
 at::Tensor compose(const at::Tensor& vectors, const at::Tensor& f, bool non_negative) {

@@ -1,9 +1,12 @@
 // Functions of symmetric matrices through their eigenvalues: what roots and powers share.
 #pragma once
 
+#include "linalg/eigh.h"
 #include "linalg/symmetric_storage.h"
 
 #include <ATen/core/Tensor.h>
+
+#include <cstdint>
 
 namespace torchium::linalg::detail {
 
@@ -11,6 +14,9 @@ namespace torchium::linalg::detail {
 at::Tensor as_stack(const at::Tensor& A);
 
 double smallest_normal(at::ScalarType dtype);
+
+// Random signs [n, 1], the same for every call: a probe for residuals.
+at::Tensor random_signs(int64_t n, const at::TensorOptions& options);
 
 // Results saturate here, far enough below the largest number for the sums of a product.
 double saturation(at::ScalarType dtype);
@@ -30,6 +36,10 @@ DampedSpectrum damped_spectrum(const Normalized& input, double eps, double relat
 // 0-dim.
 at::Tensor spectral_floor(const at::Tensor& values, at::ScalarType dtype,
                           const at::Tensor& smallest);
+
+// |S z - Q diag(values) Q^T z| / (|S| |z|) of each matrix of S [N, n, n], n > 0, for one vector z
+// of random signs; NaN where the eigenvalues are.
+at::Tensor spectral_residual(const at::Tensor& S, const Eigensystem& system);
 
 // Q diag(f) Q^T for f [N, n] float64, exactly symmetric. f >= 0 halves the work.
 at::Tensor compose(const at::Tensor& vectors, const at::Tensor& f, bool non_negative);

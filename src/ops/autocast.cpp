@@ -29,6 +29,8 @@ void register_operators(torch::Library& m) {
                            "shampoo_update_preconditioners_",
                            "adagrad_init_state",
                            "adagrad_step_",
+                           "kfac_init_state",
+                           "kfac_step_",
                            "kronecker_factors_update_",
                            "per_sample_gradients",
                            "natural_gradient_factorize",

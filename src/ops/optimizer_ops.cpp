@@ -1,5 +1,6 @@
-// Operators of the optimizers: schemas and registration, no maths. See optim/*_step.h.
+// Operators of Shampoo and AdaGrad: schemas and registration, no maths. See optim/*_step.h.
 
+#include "ops/in_place_fake.h"
 #include "optim/adagrad_step.h"
 #include "optim/shampoo_step.h"
 
@@ -128,14 +129,6 @@ void adagrad_step_(at::TensorList params, at::TensorList grads, at::TensorList s
                      .status = std::move(status)};
   optim::detail::adagrad_step(h, params, grads, state, host_steps);
 }
-
-// Fake implementation: a step changes its arguments in place and returns nothing.
-template <auto* kernel>
-struct InPlaceFake;
-template <typename... Args, void (*kernel)(Args...)>
-struct InPlaceFake<kernel> {
-  static void call(Args...) {}
-};
 
 }  // namespace
 

@@ -92,17 +92,18 @@ void gradient_pass(const GradientRule& rule, GradientElements& e, const StepGate
 void apply_update(const UpdateRule& rule, const StepScalar& lr, at::Tensor& param,
                   const at::Tensor& direction, at::Tensor* momentum_buffer, const StepGate& gate) {
   const at::Tensor buffer = momentum_buffer == nullptr ? at::Tensor() : *momentum_buffer;
-  if (!lr.device.defined() && can_fuse(param, {direction, buffer})) {
+  if (!lr.device.defined() && !rule.direction_scale.device.defined() &&
+      can_fuse(param, {direction, buffer})) {
     apply_update_cpu(rule, lr.host, param, direction, momentum_buffer);
     return;
   }
   if (rule.decoupled_weight_decay != 0.0) {
     decay_(param, rule.decoupled_weight_decay, lr);
   }
-  at::Tensor d = direction;
+  at::Tensor d = rule.direction_scale.multiply(direction);
   if (momentum_buffer != nullptr) {
-    gate.assign_(*momentum_buffer, *momentum_buffer * rule.momentum + direction);
-    d = rule.nesterov ? direction.add(*momentum_buffer, rule.momentum) : *momentum_buffer;
+    gate.assign_(*momentum_buffer, *momentum_buffer * rule.momentum + d);
+    d = rule.nesterov ? d.add(*momentum_buffer, rule.momentum) : *momentum_buffer;
   }
   subtract_scaled_(param, d, lr);
 }

@@ -45,6 +45,7 @@ struct UpdateRule {
   double decoupled_weight_decay = 0.0;
   double momentum = 0.0;
   bool nesterov = false;
+  StepScalar direction_scale = {};  // multiplies d first
 };
 
 // p <- (1 - lr wd) p; buf <- momentum buf + d; p <- p - lr buf, or p - lr (d + momentum buf).

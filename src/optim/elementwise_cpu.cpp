@@ -134,16 +134,18 @@ void run_update(const UpdateRule& rule, double lr, at::Tensor& param, const at::
   const S keep = static_cast<S>(1.0 - lr * rule.decoupled_weight_decay);
   const S scale = static_cast<S>(lr);
   const S momentum = static_cast<S>(rule.momentum);
+  const S direction_scale = static_cast<S>(rule.direction_scale.host);
   at::parallel_for(0, param.numel(), kElementsPerTask, [&](int64_t begin, int64_t end) {
     if (buffer == nullptr) {
       for (int64_t i = begin; i < end; ++i) {
-        p[i] = static_cast<P>(keep * static_cast<S>(p[i]) - scale * d[i]);
+        p[i] = static_cast<P>(keep * static_cast<S>(p[i]) - scale * (direction_scale * d[i]));
       }
       return;
     }
     for (int64_t i = begin; i < end; ++i) {
-      buffer[i] = momentum * buffer[i] + d[i];
-      const S step = rule.nesterov ? d[i] + momentum * buffer[i] : buffer[i];
+      const S scaled = direction_scale * d[i];
+      buffer[i] = momentum * buffer[i] + scaled;
+      const S step = rule.nesterov ? scaled + momentum * buffer[i] : buffer[i];
       p[i] = static_cast<P>(keep * static_cast<S>(p[i]) - scale * step);
     }
   });

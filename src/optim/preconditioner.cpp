@@ -2,7 +2,7 @@
 
 #include "linalg/matrix_functions.h"
 #include "linalg/symmetric_update.h"
-#include "optim/step_status.h"
+#include "optim/root_failures.h"
 
 #include <ATen/ATen.h>
 
@@ -220,30 +220,18 @@ at::Tensor precondition(const MatrixBatch& batch, const at::Tensor& gradients) {
 }
 
 void record_root_failures(const std::vector<MatrixBatch>& batches, at::Tensor& status) {
-  std::vector<at::Tensor> largest;
-  std::vector<at::Tensor> params;
+  std::vector<RootFailures> all;
   for (const auto& batch : batches) {
     for (const auto& failures : batch.root_failures) {
       if (failures.is_cpu() && failures.max().item<int>() == 0) {
         continue;
       }
       for (const auto& entry : batch.entries) {
-        largest.push_back(failures.narrow(0, entry.start, entry.shape->count()).max());
-        params.push_back(at::full({}, entry.param, status.options()));
+        all.push_back({failures.narrow(0, entry.start, entry.shape->count()), entry.param});
       }
     }
   }
-  at::Tensor count = status.select(0, kConsecutiveRootFailures);
-  at::Tensor param = status.select(0, kFailedParameter);
-  if (largest.empty()) {
-    count.zero_();
-    param.fill_(-1);
-    return;
-  }
-  const auto [worst, index] = at::stack(largest).max(0);
-  count.copy_(worst);
-  const at::Tensor failed = at::stack(params).index_select(0, index.view({1})).squeeze(0);
-  param.copy_(at::where(worst.gt(0), failed, at::full_like(failed, -1)));
+  record_root_failures(all, status);
 }
 
 }  // namespace torchium::optim::detail

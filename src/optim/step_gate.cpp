@@ -5,6 +5,7 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
+#include <algorithm>
 #include <atomic>
 #include <limits>
 #include <type_traits>
@@ -49,7 +50,21 @@ bool has_nonfinite_on_cpu(const at::Tensor& tensor) {
   }
 }
 
-bool record_skip_on_cpu(at::TensorList grads, at::Tensor& status, const at::Tensor& found_inf) {
+// Index of the first gradient that is not finite or has such a companion; -1: none.
+int64_t first_nonfinite(at::TensorList grads, const std::vector<Companion>& companions) {
+  const auto found = std::find_if(grads.begin(), grads.end(), has_nonfinite_on_cpu);
+  int64_t first = found == grads.end() ? -1 : found - grads.begin();
+  for (const auto& [tensor, gradient] : companions) {
+    const auto index = static_cast<int64_t>(gradient);
+    if ((first < 0 || index < first) && has_nonfinite_on_cpu(tensor)) {
+      first = index;
+    }
+  }
+  return first;
+}
+
+bool record_skip_on_cpu(at::TensorList grads, at::Tensor& status, const at::Tensor& found_inf,
+                        const std::vector<Companion>& companions) {
   auto* entries = status.mutable_data_ptr<int64_t>();
   status.unsafeGetTensorImpl()->bump_version();
   entries[kNonFiniteParameter] = -1;
@@ -57,29 +72,37 @@ bool record_skip_on_cpu(at::TensorList grads, at::Tensor& status, const at::Tens
     ++entries[kTotalSkips];
     return true;
   }
-  for (size_t i = 0; i < grads.size(); ++i) {
-    if (has_nonfinite_on_cpu(grads[i])) {
-      entries[kNonFiniteParameter] = static_cast<int64_t>(i);
-      ++entries[kConsecutiveSkips];
-      ++entries[kTotalSkips];
-      return true;
-    }
+  entries[kNonFiniteParameter] = first_nonfinite(grads, companions);
+  if (entries[kNonFiniteParameter] < 0) {
+    entries[kConsecutiveSkips] = 0;
+    return false;
   }
-  entries[kConsecutiveSkips] = 0;
-  return false;
+  ++entries[kConsecutiveSkips];
+  ++entries[kTotalSkips];
+  return true;
 }
 
 // The same on a device, without a look at the result.
 at::Tensor record_skip_on_device(at::TensorList grads, at::Tensor& status,
-                                 const at::Tensor& found_inf) {
+                                 const at::Tensor& found_inf,
+                                 const std::vector<Companion>& companions) {
   std::vector<at::Tensor> nonempty;
-  for (const auto& grad : grads) {
-    nonempty.push_back(grad.numel() > 0 ? grad : at::zeros({1}, grad.options()));
+  const auto append = [&](const at::Tensor& tensor) {
+    nonempty.push_back(tensor.numel() > 0 ? tensor : at::zeros({1}, tensor.options()));
+  };
+  std::for_each(grads.begin(), grads.end(), append);
+  for (const auto& companion : companions) {
+    append(companion.tensor);
   }
   std::vector<at::Tensor> finite;
   for (const auto& norm : at::_foreach_norm(nonempty, std::numeric_limits<double>::infinity())) {
     finite.push_back(at::isfinite(norm));
   }
+  for (size_t i = 0; i < companions.size(); ++i) {
+    at::Tensor& of_gradient = finite[companions[i].gradient];
+    of_gradient = of_gradient.logical_and(finite[grads.size() + i]);
+  }
+  finite.resize(grads.size());
   const at::Tensor nonfinite = at::stack(finite).logical_not_();
   const at::Tensor first = nonfinite.to(at::kInt).argmax();
   at::Tensor skipped = nonfinite.any();
@@ -107,15 +130,23 @@ at::Tensor StepScalar::divide(const at::Tensor& value) const {
   return host == 1.0 ? value : value / host;
 }
 
-StepGate StepGate::check(at::TensorList grads, at::Tensor& status, const at::Tensor& found_inf) {
+at::Tensor StepScalar::multiply(const at::Tensor& value) const {
+  if (device.defined()) {
+    return value * device.to(value.scalar_type());
+  }
+  return host == 1.0 ? value : value * host;
+}
+
+StepGate StepGate::check(at::TensorList grads, at::Tensor& status, const at::Tensor& found_inf,
+                         const std::vector<Companion>& companions) {
   StepGate gate;
   if (grads.empty()) {
     return gate;
   }
   if (grads[0].is_cpu()) {
-    gate.skipped_on_host_ = record_skip_on_cpu(grads, status, found_inf);
+    gate.skipped_on_host_ = record_skip_on_cpu(grads, status, found_inf, companions);
   } else {
-    gate.keep_ = record_skip_on_device(grads, status, found_inf);
+    gate.keep_ = record_skip_on_device(grads, status, found_inf, companions);
   }
   return gate;
 }

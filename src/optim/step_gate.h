@@ -12,18 +12,27 @@ struct StepScalar {
   double host = 1.0;
   at::Tensor device;  // 0-dim; defined where the host does not know the number
 
-  at::Tensor divide(const at::Tensor& value) const;  // value / this
+  at::Tensor divide(const at::Tensor& value) const;    // value / this
+  at::Tensor multiply(const at::Tensor& value) const;  // value * this
+};
+
+// A tensor that a step uses beside its gradients, and the gradient it counts with.
+struct Companion {
+  at::Tensor tensor;
+  size_t gradient;
 };
 
 // On the CPU a step that must be skipped returns early. On a device every change passes through the
 // gate, which leaves the old value where `keep` is false.
 class StepGate {
  public:
-  // Looks for NaN and Inf in `grads` and writes what it found to `status` (step_status.h).
+  // Looks for NaN and Inf in `grads` and their companions and writes what it found to `status`
+  // (step_status.h).
   // found_inf: a GradScaler's verdict, one number, undefined without one. Where it is not zero the
   // step is skipped because of the loss scale, which the scaler lowers: it counts in the total
   // alone.
-  static StepGate check(at::TensorList grads, at::Tensor& status, const at::Tensor& found_inf = {});
+  static StepGate check(at::TensorList grads, at::Tensor& status, const at::Tensor& found_inf = {},
+                        const std::vector<Companion>& companions = {});
   // A gate that is open: for updates that no gradient decides.
   static StepGate open() { return StepGate(); }
 

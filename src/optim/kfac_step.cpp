@@ -1,0 +1,180 @@
+#include "optim/kfac_step.h"
+
+#include "optim/elementwise.h"
+#include "optim/kfac_checks.h"
+#include "optim/kfac_direction.h"
+#include "optim/kfac_inverses.h"
+#include "optim/root_failures.h"
+#include "optim/stacks.h"
+#include "optim/step_gate.h"
+#include "optim/step_inputs.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <cmath>
+
+namespace torchium::optim::detail {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+
+// Looks at the gradients and at the captured sums, each of which counts with its weight.
+StepGate check_finite(const KfacHyperparameters& h, at::TensorList grads,
+                      const std::vector<KfacLayer>& layers, at::Tensor& status) {
+  std::vector<Companion> captured;
+  for (const KfacLayer& layer : layers) {
+    if (layer.samples > 0) {
+      captured.push_back({layer.A_sum, static_cast<size_t>(layer.weight)});
+      captured.push_back({layer.G_sum, static_cast<size_t>(layer.weight)});
+    }
+  }
+  return StepGate::check(grads, status, h.found_inf, captured);
+}
+
+// A <- d_k A + (1 - d_k) A_sum / (N T) and G <- d_k G + (1 - d_k) G_sum N^(+-1) / loss_scale^2 with
+// d_k = min(1 - 1/k, stat_decay) for the k-th update. A mean over the batch has divided the output
+// gradients by N: N^2 / N makes them those of single samples.
+void update_factors(const KfacHyperparameters& h, KfacLayer& layer, const StepGate& gate) {
+  const auto N = static_cast<double>(layer.samples);
+  const double A_scale = 1.0 / static_cast<double>(layer.rows);
+  const double G_scale = h.batch_averaged ? N : 1.0 / N;
+  if (layer.A.is_cpu()) {
+    const double loss_scale = h.loss_scale.defined() ? h.loss_scale.item<double>() : 1.0;
+    layer.factor_updates.add_(1);
+    const double d = std::min(1.0 - 1.0 / layer.factor_updates.item<double>(), layer.stat_decay);
+    layer.A.mul_(d).add_(layer.A_sum, (1.0 - d) * A_scale);
+    layer.G.mul_(d).add_(layer.G_sum, (1.0 - d) * G_scale / (loss_scale * loss_scale));
+    return;
+  }
+  gate.advance(layer.factor_updates);
+  const at::Tensor k = layer.factor_updates.to(at::kDouble).clamp_min_(1.0);
+  const at::Tensor d = (1.0 - k.reciprocal()).clamp_max_(layer.stat_decay);
+  const at::Tensor weight = gate.zero_if_skipped(1.0 - d).to(layer.A.scalar_type());
+  at::Tensor G_new = gate.zero_if_skipped(layer.G_sum) * G_scale;
+  if (h.loss_scale.defined()) {
+    const at::Tensor scale = h.loss_scale.to(G_new.options().dtype(at::kDouble)).view({});
+    G_new.mul_(scale.square().reciprocal_().to(G_new.scalar_type()));
+  }
+  layer.A.lerp_(gate.zero_if_skipped(layer.A_sum) * A_scale, weight);
+  layer.G.lerp_(G_new, weight);
+}
+
+void record_failures(const std::vector<KfacLayer>& layers, at::Tensor& status) {
+  if (std::none_of(layers.begin(), layers.end(), [](const auto& l) { return l.inverse_due; })) {
+    return;
+  }
+  std::vector<RootFailures> failures;
+  for (const KfacLayer& layer : layers) {
+    failures.push_back({layer.root_failures, layer.weight});
+  }
+  record_root_failures(failures, status);
+}
+
+// lr of each parameter; a tensor that many share is read once.
+std::vector<StepScalar> learning_rates(const std::vector<KfacParameterOptions>& options,
+                                       const StepGate& gate) {
+  std::vector<StepScalar> lrs;
+  for (size_t i = 0; i < options.size(); ++i) {
+    const bool shared = i > 0 && options[i].lr.is_same(options[i - 1].lr);
+    lrs.push_back(shared ? lrs.back() : gate.learning_rate(options[i].lr));
+  }
+  return lrs;
+}
+
+// min(1, sqrt(kl_clip / |sum v.g lr^2|)) over the parameters of the layers.
+StepScalar kl_scale(const std::optional<double>& kl_clip, const std::vector<KfacLayer>& layers,
+                    const Tensors& directions, const Tensors& g,
+                    const std::vector<StepScalar>& lrs) {
+  if (!kl_clip.has_value() || layers.empty()) {
+    return {};
+  }
+  StepScalar sum{0.0, {}};
+  for (const KfacLayer& layer : layers) {
+    for (const int64_t i : {layer.weight, layer.bias}) {
+      if (i < 0) {
+        continue;
+      }
+      const at::Tensor product = at::dot(directions[i].reshape(-1), g[i].reshape(-1));
+      if (!lrs[i].device.defined() && product.is_cpu()) {
+        sum.host += product.item<double>() * lrs[i].host * lrs[i].host;
+        continue;
+      }
+      at::Tensor lr = lrs[i].device.defined() ? lrs[i].device.to(at::kDouble)
+                                              : at::full({}, lrs[i].host, at::kDouble);
+      const at::Tensor term = product.to(at::kDouble) * lr.square();
+      sum.device = sum.device.defined() ? sum.device + term : term;
+    }
+  }
+  if (!sum.device.defined()) {
+    return {std::min(1.0, std::sqrt(*kl_clip / std::abs(sum.host))), {}};
+  }
+  return {0.0, (sum.device + sum.host).abs().reciprocal().mul(*kl_clip).sqrt().clamp_max(1.0)};
+}
+
+// V -> the preconditioned direction, for the weight and the bias of a layer.
+void precondition(const KfacLayer& layer, DampingSplit split, Tensors& directions) {
+  const at::Tensor bias = layer.bias < 0 ? at::Tensor() : directions[layer.bias];
+  const LayerTensors d = kfac_direction(layer, split, {directions[layer.weight], bias});
+  directions[layer.weight] = d.weight;
+  if (layer.bias >= 0) {
+    directions[layer.bias] = d.bias;
+  }
+}
+
+std::vector<bool> parameters_of(const std::vector<KfacLayer>& layers, size_t count) {
+  std::vector<bool> of_a_layer(count, false);
+  for (const KfacLayer& layer : layers) {
+    of_a_layer[layer.weight] = true;
+    if (layer.bias >= 0) {
+      of_a_layer[layer.bias] = true;
+    }
+  }
+  return of_a_layer;
+}
+
+}  // namespace
+
+void kfac_step(const KfacHyperparameters& h, at::TensorList params, at::TensorList grads,
+               std::vector<KfacLayer>& layers, KfacState& state) {
+  c10::NoGradGuard no_grad;
+  if (params.empty()) {
+    return;
+  }
+  check_kfac_arguments(h, params, grads, layers, state);
+  const StepGate gate = check_finite(h, grads, layers, state.status);
+  if (gate.skipped_on_host()) {
+    return;
+  }
+  gate.advance(state.steps);
+  for (KfacLayer& layer : layers) {
+    if (layer.samples > 0) {  // A <- d A + (1 - d) E[a a^T], G <- d G + (1 - d) E[g g^T]
+      update_factors(h, layer, gate);
+    }
+  }
+  update_inverses(layers, h.damping_split, gate);  // where due: (A + ..I)^-1, (G + ..I)^-1
+  record_failures(layers, state.status);
+
+  Tensors g;  // V = g + weight_decay p
+  for (size_t i = 0; i < params.size(); ++i) {
+    const auto& options = h.parameters[i];
+    g.push_back(signed_gradient(params[i], grads[i], options.maximize, options.weight_decay, gate));
+  }
+  Tensors d = g;
+  for (const KfacLayer& layer : layers) {  // d = (G + ..I)^-1 V (A + ..I)^-1
+    precondition(layer, h.damping_split, d);
+  }
+  const auto lrs = learning_rates(h.parameters, gate);
+  const StepScalar clip = kl_scale(h.kl_clip, layers, d, g, lrs);  // nu
+  const std::vector<bool> preconditioned = parameters_of(layers, params.size());
+  for (size_t i = 0; i < params.size(); ++i) {  // buf <- momentum buf + nu d; p <- p - lr buf
+    const UpdateRule rule{.momentum = h.parameters[i].momentum,
+                          .direction_scale = preconditioned[i] ? clip : StepScalar()};
+    at::Tensor param = params[i];
+    at::Tensor* buffer = rule.momentum > 0.0 ? &state.momentum_buffers[i] : nullptr;
+    apply_update(rule, lrs[i], param, d[i], buffer, gate);
+  }
+}
+
+}  // namespace torchium::optim::detail
