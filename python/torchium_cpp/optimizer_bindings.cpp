@@ -115,7 +115,7 @@ py::typing::Dict<py::str, at::Tensor> state_of(const SecondOrderOptimizer& optim
   py::typing::Dict<py::str, at::Tensor> result;
   const auto found = optimizer.state().find(param.unsafeGetTensorImpl());
   if (found != optimizer.state().end()) {
-    const auto& state = static_cast<const optim::MatrixParamState&>(*found->second);
+    const auto& state = static_cast<const optim::SecondOrderParamState&>(*found->second);
     for (const auto& [key, tensor] : state.tensors()) {
       result[py::str(key)] = tensor;
     }

@@ -10,9 +10,6 @@
 namespace torchium::optim {
 namespace {
 
-// Failed roots of one matrix in a row after which a step raises (Shampoo's default).
-constexpr int64_t kMaxRootFailures = 3;
-
 const AdagradOptions& adagrad_options(const torch::optim::OptimizerOptions& options) {
   const auto* result = dynamic_cast<const AdagradOptions*>(&options);
   TORCH_CHECK_VALUE(result != nullptr, "a parameter group of Adagrad needs AdagradOptions");
@@ -54,13 +51,13 @@ std::unique_ptr<torch::optim::OptimizerParamState> AdagradParamState::clone() co
   return std::make_unique<AdagradParamState>(*this);
 }
 
-std::vector<MatrixParamState::NamedTensor> AdagradParamState::parameter_shaped() {
+std::vector<SecondOrderParamState::NamedTensor> AdagradParamState::parameter_shaped() {
   return {{"sum", &sum()}};
 }
 
 Adagrad::Adagrad(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
                  AdagradOptions defaults)
-    : SecondOrderOptimizer(std::make_unique<AdagradOptions>(std::move(defaults))) {
+    : StackedOptimizer(std::make_unique<AdagradOptions>(std::move(defaults))) {
   initialize(param_groups);
 }
 
@@ -78,12 +75,12 @@ void Adagrad::check_options(const Options& options) const {
   detail::check_at_least_one("update_freq", o.update_freq());
 }
 
-std::unique_ptr<MatrixParamState> Adagrad::make_empty_state() const {
+std::unique_ptr<SecondOrderParamState> Adagrad::make_empty_state() const {
   return std::make_unique<AdagradParamState>();
 }
 
 void Adagrad::init_parameter_shaped(const Options& options, const at::Tensor& param,
-                                    MatrixParamState& state) const {
+                                    SecondOrderParamState& state) const {
   const auto& o = adagrad_options(options);
   if (!o.full_matrix()) {
     static_cast<AdagradParamState&>(state).sum(
@@ -103,7 +100,7 @@ void Adagrad::step_group(const Options& options, detail::GroupStep& step) const 
   const auto& o = adagrad_options(options);
   auto matrices = detail::matrix_lists(step.states);
   detail::AdagradState state;
-  state.steps = detail::member_list(step.states, &MatrixParamState::step);
+  state.steps = detail::member_list(step.states, &SecondOrderParamState::step);
   if (!o.full_matrix()) {
     state.sums = detail::member_list(step.states, &AdagradParamState::sum);
   }
@@ -114,7 +111,5 @@ void Adagrad::step_group(const Options& options, detail::GroupStep& step) const 
   detail::adagrad_step(hyperparameters(o, step.lr), step.params, step.grads, state,
                        step.host_steps);
 }
-
-int64_t Adagrad::max_root_failures(const Options& options) const { return kMaxRootFailures; }
 
 }  // namespace torchium::optim

@@ -1,8 +1,7 @@
 // Archives of the optimizers: libtorch's format, checked as a whole before anything is loaded.
 #include "optim/group_runtime.h"
 #include "optim/group_step.h"
-#include "optim/stacks.h"
-#include "optim/state_stacks.h"
+#include "optim/state_checks.h"
 #include "torchium/optim/second_order_optimizer.h"
 
 #include <ATen/ATen.h>
@@ -25,17 +24,6 @@ Value read(InputArchive& archive, const std::string& key) {
   TORCH_CHECK_VALUE(archive.try_read(key, value), "the archive has no entry '", key,
                     "'; it was not written by an optimizer of Torchium");
   return value;
-}
-
-// Slots are numbered: "statistics.0", "statistics.1", ...
-std::vector<at::Tensor> read_slots(InputArchive& archive, const std::string& key) {
-  std::vector<at::Tensor> slots;
-  at::Tensor slot;
-  while (archive.try_read(key + "." + std::to_string(slots.size()), slot, /*is_buffer=*/true)) {
-    slots.push_back(std::move(slot));
-    slot = at::Tensor();
-  }
-  return slots;
 }
 
 // One parameter group of an archive.
@@ -65,42 +53,27 @@ std::vector<SavedGroup> read_groups(InputArchive& archive) {
 
 }  // namespace
 
-std::vector<std::pair<std::string, at::Tensor>> MatrixParamState::tensors() const {
-  std::vector<std::pair<std::string, at::Tensor>> result;
-  const auto add = [&](const std::string& key, const at::Tensor& tensor) {
-    if (tensor.defined()) {
-      result.emplace_back(key, tensor);
-    }
-  };
-  const auto add_slots = [&](const std::string& key, const std::vector<at::Tensor>& slots) {
-    for (const auto slot : c10::irange(slots.size())) {
-      add(key + "." + std::to_string(slot), slots[slot]);
-    }
-  };
-  add("step", step());
-  add_slots("statistics", statistics());
-  add_slots("roots", roots());
-  add_slots("root_failures", root_failures());
+std::vector<std::pair<std::string, at::Tensor>> SecondOrderParamState::tensors() const {
+  std::vector<std::pair<std::string, at::Tensor>> result{{"step", step()}};
   // parameter_shaped() gives addresses for writing too; nothing is written here.
-  for (const auto& [key, tensor] : const_cast<MatrixParamState*>(this)->parameter_shaped()) {
-    add(key, *tensor);
+  for (const auto& [key, tensor] : const_cast<SecondOrderParamState*>(this)->parameter_shaped()) {
+    if (tensor->defined()) {
+      result.emplace_back(key, *tensor);
+    }
   }
   return result;
 }
 
-void MatrixParamState::serialize(OutputArchive& archive) const {
+void SecondOrderParamState::serialize(OutputArchive& archive) const {
   for (const auto& [key, tensor] : tensors()) {
     archive.write(key, tensor.clone(), /*is_buffer=*/true);
   }
 }
 
-void MatrixParamState::serialize(InputArchive& archive) {
+void SecondOrderParamState::serialize(InputArchive& archive) {
   TORCH_CHECK_VALUE(archive.try_read("step", step(), /*is_buffer=*/true),
                     "the archive has no step count of a parameter; it was not written by an "
                     "optimizer of Torchium");
-  statistics(read_slots(archive, "statistics"));
-  roots(read_slots(archive, "roots"));
-  root_failures(read_slots(archive, "root_failures"));
   for (const auto& [key, tensor] : parameter_shaped()) {
     archive.try_read(key, *tensor, /*is_buffer=*/true);
   }
@@ -121,7 +94,7 @@ void SecondOrderOptimizer::load(InputArchive& archive) {
   auto states_archive = read<InputArchive>(archive, "state");
 
   std::vector<std::unique_ptr<Options>> options;
-  std::vector<std::vector<std::unique_ptr<MatrixParamState>>> states;
+  std::vector<StateList> states;
   for (const auto group : c10::irange(saved_groups.size())) {
     auto& saved = saved_groups[group];
     const size_t param_count = param_groups_[group].params().size();
@@ -131,7 +104,7 @@ void SecondOrderOptimizer::load(InputArchive& archive) {
     options.push_back(defaults().clone());
     options.back()->serialize(saved.options);
     check_options(*options.back());
-    std::vector<std::unique_ptr<MatrixParamState>> loaded(param_count);
+    StateList loaded(param_count);
     for (const auto i : c10::irange(param_count)) {
       InputArchive state_archive;
       if (states_archive.try_read(saved.params[i], state_archive)) {
@@ -139,7 +112,7 @@ void SecondOrderOptimizer::load(InputArchive& archive) {
         loaded[i]->serialize(state_archive);
       }
     }
-    states.push_back(fit_states(group, *options.back(), std::move(loaded)));
+    states.push_back(fit_states(group, *options.back(), loaded));
   }
 
   // Everything fits: from here on nothing throws.
@@ -156,12 +129,13 @@ void SecondOrderOptimizer::load(InputArchive& archive) {
   }
 }
 
-std::vector<std::unique_ptr<MatrixParamState>> SecondOrderOptimizer::fit_states(
-    size_t group, const Options& options,
-    std::vector<std::unique_ptr<MatrixParamState>> loaded) const {
-  std::vector<std::unique_ptr<MatrixParamState>> fitted(loaded.size());
+SecondOrderOptimizer::StateList SecondOrderOptimizer::fit_states(size_t group,
+                                                                 const Options& options,
+                                                                 const StateList& loaded) const {
+  StateList fitted(loaded.size());
   std::vector<at::Tensor> params;
-  std::vector<MatrixParamState*> states;
+  std::vector<SecondOrderParamState*> sources;
+  std::vector<SecondOrderParamState*> targets;
   for (const auto i : c10::irange(loaded.size())) {
     if (loaded[i] == nullptr) {
       continue;
@@ -170,30 +144,26 @@ std::vector<std::unique_ptr<MatrixParamState>> SecondOrderOptimizer::fit_states(
     const std::string name = describe(param);
     fitted[i] = make_empty_state();
     init_parameter_shaped(options, param, *fitted[i]);
-    const auto sources = loaded[i]->parameter_shaped();
-    const auto targets = fitted[i]->parameter_shaped();
-    for (const auto k : c10::irange(targets.size())) {
-      const auto& [key, source] = sources[k];
+    const auto saved = loaded[i]->parameter_shaped();
+    const auto needed = fitted[i]->parameter_shaped();
+    for (const auto k : c10::irange(needed.size())) {
+      const auto& [key, source] = saved[k];
       if (source->defined()) {
         at::Tensor target = detail::parameter_shaped_zeros(param);
         detail::check_fits(*source, target, key, name);
-        *targets[k].second = target.copy_(*source);
+        *needed[k].second = target.copy_(*source);
       } else {
-        TORCH_CHECK_VALUE(!targets[k].second->defined(), "the archive has no ", key, " of ", name);
+        TORCH_CHECK_VALUE(!needed[k].second->defined(), "the archive has no ", key, " of ", name);
       }
     }
     at::Tensor step = at::zeros({}, at::TensorOptions(at::kFloat).device(param.device()));
     detail::check_fits(loaded[i]->step(), step, "step", name);
     fitted[i]->step(step.copy_(loaded[i]->step()));
-    fitted[i]->statistics(loaded[i]->statistics());
-    fitted[i]->roots(loaded[i]->roots());
-    fitted[i]->root_failures(loaded[i]->root_failures());
     params.push_back(param);
-    states.push_back(fitted[i].get());
+    sources.push_back(loaded[i].get());
+    targets.push_back(fitted[i].get());
   }
-  // Copies the matrices, so that nothing aliases the archive.
-  detail::move_into_stacks(init_stacks(options, params), states,
-                           [&](size_t i) { return describe(params[i]); });
+  fit_loaded(options, params, sources, targets);
   return fitted;
 }
 

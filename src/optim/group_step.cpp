@@ -1,26 +1,45 @@
 #include "optim/group_step.h"
 
 #include "optim/stacks.h"
+#include "torchium/optim/stacked_optimizer.h"
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+#include <utility>
+
 namespace torchium::optim::detail {
 
-MatrixLists matrix_lists(const std::vector<MatrixParamState*>& states) {
+MatrixLists matrix_lists(const std::vector<SecondOrderParamState*>& states) {
   MatrixLists lists;
   const auto append = [](std::vector<at::Tensor>& list, const std::vector<at::Tensor>& slots) {
     list.insert(list.end(), slots.begin(), slots.end());
   };
   for (const auto* state : states) {
-    append(lists.statistics, state->statistics());
-    append(lists.roots, state->roots());
-    append(lists.root_failures, state->root_failures());
+    const auto& matrices = static_cast<const MatrixParamState&>(*state);
+    append(lists.statistics, matrices.statistics());
+    append(lists.roots, matrices.roots());
+    append(lists.root_failures, matrices.root_failures());
   }
   return lists;
 }
 
 at::Tensor parameter_shaped_zeros(const at::Tensor& param) {
   return at::zeros_like(param, param.options().dtype(state_dtype(param)).requires_grad(false));
+}
+
+std::vector<std::pair<c10::Device, std::vector<at::Tensor>>> split_by_device(
+    std::vector<at::Tensor> params) {
+  std::vector<std::pair<c10::Device, std::vector<at::Tensor>>> result;
+  for (auto& param : params) {
+    auto found = std::find_if(result.begin(), result.end(),
+                              [&](const auto& entry) { return entry.first == param.device(); });
+    if (found == result.end()) {
+      found = result.emplace(result.end(), param.device(), std::vector<at::Tensor>());
+    }
+    found->second.push_back(std::move(param));
+  }
+  return result;
 }
 
 }  // namespace torchium::optim::detail

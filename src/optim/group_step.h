@@ -6,16 +6,17 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 namespace torchium::optim::detail {
 
-// Parameters of one group on one device. All lists have one entry a parameter.
+// Parameters on one device, of one group or of all. All lists have one entry a parameter.
 struct GroupStep {
   std::vector<at::Tensor> params;
-  std::vector<at::Tensor> grads;  // empty for an update of the roots alone
-  std::vector<MatrixParamState*> states;
-  at::Tensor lr;                    // 0-dim
+  std::vector<at::Tensor> grads;  // not used by an update of the roots alone
+  std::vector<SecondOrderParamState*> states;
+  at::Tensor lr;                    // 0-dim, of the group
   at::Tensor status;                // step_status.h
   std::vector<int64_t> host_steps;  // empty where the core reads `step` itself
 };
@@ -26,11 +27,11 @@ struct MatrixLists {
   std::vector<at::Tensor> roots;
   std::vector<at::Tensor> root_failures;
 };
-MatrixLists matrix_lists(const std::vector<MatrixParamState*>& states);
+MatrixLists matrix_lists(const std::vector<SecondOrderParamState*>& states);
 
 // One member of all states.
 template <typename State>
-std::vector<at::Tensor> member_list(const std::vector<MatrixParamState*>& states,
+std::vector<at::Tensor> member_list(const std::vector<SecondOrderParamState*>& states,
                                     at::Tensor& (State::*member)() noexcept) {
   std::vector<at::Tensor> list;
   list.reserve(states.size());
@@ -55,5 +56,9 @@ std::vector<at::Tensor> created_member_list(const GroupStep& step,
   }
   return member_list(step.states, member);
 }
+
+// The parameters of each device, in order.
+std::vector<std::pair<c10::Device, std::vector<at::Tensor>>> split_by_device(
+    std::vector<at::Tensor> params);
 
 }  // namespace torchium::optim::detail

@@ -2,7 +2,6 @@
 
 #include "optim/group_runtime.h"
 #include "optim/group_step.h"
-#include "optim/state_stacks.h"
 #include "support/stream_capture.h"
 
 #include <ATen/ATen.h>
@@ -30,21 +29,6 @@ void check_dense_real(const at::Tensor& tensor, const char* what, Name&& name) {
   TORCH_CHECK_VALUE(!tensor.unsafeGetTensorImpl()->is_python_dispatch(), what, name(),
                     " is a tensor subclass (for example a DTensor); only plain tensors are "
                     "supported");
-}
-
-// The parameters of each device, in order.
-std::vector<std::pair<c10::Device, std::vector<at::Tensor>>> split_by_device(
-    std::vector<at::Tensor> params) {
-  std::vector<std::pair<c10::Device, std::vector<at::Tensor>>> result;
-  for (auto& param : params) {
-    auto found = std::find_if(result.begin(), result.end(),
-                              [&](const auto& entry) { return entry.first == param.device(); });
-    if (found == result.end()) {
-      found = result.emplace(result.end(), param.device(), std::vector<at::Tensor>());
-    }
-    found->second.push_back(std::move(param));
-  }
-  return result;
 }
 
 }  // namespace
@@ -98,6 +82,12 @@ void SecondOrderOptimizer::check_group(const Options& options,
   }
 }
 
+void SecondOrderOptimizer::check_groups() const {
+  for (const auto group : c10::irange(param_groups_.size())) {
+    check_group(param_groups_[group].options(), param_groups_[group].params(), group);
+  }
+}
+
 std::vector<at::Tensor> SecondOrderOptimizer::params_with_gradient(size_t group) const {
   std::vector<at::Tensor> active;
   for (const auto& param : param_groups_[group].params()) {
@@ -142,121 +132,60 @@ at::Tensor SecondOrderOptimizer::step(LossClosure closure) {
   }
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   // All groups are checked before any is changed.
-  std::vector<std::vector<at::Tensor>> active;
+  check_groups();
+  ActiveParams active;
   for (const auto group : c10::irange(param_groups_.size())) {
-    check_group(param_groups_[group].options(), param_groups_[group].params(), group);
     active.push_back(params_with_gradient(group));
     check_capture(param_groups_[group].options(), active.back());
   }
-  for (const auto group : c10::irange(param_groups_.size())) {
-    init_states(group, active[group]);
-  }
-  for (const auto group : c10::irange(param_groups_.size())) {
-    run_group(group, std::move(active[group]));
-  }
+  check_step(active);
+  init_states(active);
+  step_groups(active);
   read_reports(/*wait=*/false);
   return loss;
 }
 
-void SecondOrderOptimizer::update_groups(const GroupUpdate& update) {
-  const at::NoGradGuard no_grad;
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  read_reports(/*wait=*/false);
-  for (const auto group : c10::irange(param_groups_.size())) {
-    check_group(param_groups_[group].options(), param_groups_[group].params(), group);
-  }
-  for (const auto group : c10::irange(param_groups_.size())) {
-    std::vector<at::Tensor> params = param_groups_[group].params();
-    std::erase_if(params, [this](const at::Tensor& param) { return find_state(param) == nullptr; });
-    for (auto& [device, on_device] : split_by_device(std::move(params))) {
-      TORCH_CHECK(!torchium::detail::is_capturing(device),
-                  "update_preconditioners() cannot be captured in a CUDA graph: the eigenvalue "
-                  "solver of the roots waits for the device");
-      detail::GroupRuntime& runtime = runtimes_->at(group, device);
-      detail::GroupStep step;
-      step.params = std::move(on_device);
-      step.states = states_of(step.params);
-      step.status = runtime.monitor().status();
-      update(param_groups_[group].options(), step);
-      finish_call(runtime, std::move(step.params), /*is_step=*/false);
-    }
-  }
-  read_reports(/*wait=*/false);
+void SecondOrderOptimizer::add_state(const at::Tensor& param,
+                                     std::unique_ptr<SecondOrderParamState> state) {
+  state->step(at::zeros({}, param.options().dtype(at::kFloat).requires_grad(false)));
+  state->host_step_ = 0;
+  state_[param.unsafeGetTensorImpl()] = std::move(state);
 }
 
-bool SecondOrderOptimizer::capturable(const Options& options) const { return false; }
-
-void SecondOrderOptimizer::init_states(size_t group, const std::vector<at::Tensor>& active) {
-  const bool missing = std::any_of(active.begin(), active.end(), [this](const at::Tensor& param) {
-    return find_state(param) == nullptr;
-  });
-  if (!missing) {
-    return;
-  }
-  // All parameters with state are stacked again, in the order of the group, so that the layout of
-  // the memory is a function of which parameters have state: a resumed run continues bit for bit.
+detail::GroupStep SecondOrderOptimizer::begin_call(size_t group, std::vector<at::Tensor> params) {
   const Options& options = param_groups_[group].options();
-  const std::unordered_set<at::TensorImpl*> wanted = [&] {
-    std::unordered_set<at::TensorImpl*> impls;
-    for (const auto& param : active) {
-      impls.insert(param.unsafeGetTensorImpl());
-    }
-    return impls;
-  }();
-  std::vector<at::Tensor> params;
-  std::vector<MatrixParamState*> states;
-  std::vector<std::pair<at::Tensor, std::unique_ptr<MatrixParamState>>> created;
-  for (const auto& param : param_groups_[group].params()) {
-    MatrixParamState* state = find_state(param);
-    if (state == nullptr) {
-      if (wanted.count(param.unsafeGetTensorImpl()) == 0) {
-        continue;
-      }
-      created.emplace_back(param, make_empty_state());
-      state = created.back().second.get();
-      init_parameter_shaped(options, param, *state);
-    }
-    params.push_back(param);
-    states.push_back(state);
+  const c10::Device device = params.front().device();
+  detail::GroupRuntime& runtime = runtimes_->at(group, device);
+  detail::GroupStep step;
+  step.params = std::move(params);
+  for (const auto& param : step.params) {
+    step.grads.push_back(param.grad());
+    step.states.push_back(find_state(param));
   }
-  detail::move_into_stacks(init_stacks(options, params), states,
-                           [&](size_t i) { return describe(params[i]); });
-  for (auto& [param, state] : created) {
-    state->step(at::zeros({}, param.options().dtype(at::kFloat).requires_grad(false)));
-    state->host_step_ = 0;
-    state_[param.unsafeGetTensorImpl()] = std::move(state);
+  step.lr = runtime.learning_rate(options.get_lr(), capturable(options));
+  step.status = runtime.monitor().status();
+  if (!device.is_cpu() && !capturable(options)) {
+    step.host_steps = host_steps(step.states);
   }
+  return step;
 }
 
-void SecondOrderOptimizer::run_group(size_t group, std::vector<at::Tensor> params) {
-  const Options& options = param_groups_[group].options();
-  for (auto& [device, on_device] : split_by_device(std::move(params))) {
-    detail::GroupRuntime& runtime = runtimes_->at(group, device);
-    const bool host_decides = !device.is_cpu() && !capturable(options);
-    detail::GroupStep step;
-    step.params = std::move(on_device);
-    step.states = states_of(step.params);
-    for (const auto& param : step.params) {
-      step.grads.push_back(param.grad());
-    }
-    step.lr = runtime.learning_rate(options.get_lr(), capturable(options));
-    step.status = runtime.monitor().status();
-    if (host_decides) {
-      step.host_steps = host_steps(step.states);
-    }
-    step_group(options, step);
-    for (auto* state : step.states) {
-      // A replayed graph advances only the device's count.
-      state->host_step_ = host_decides ? state->host_step_ + 1 : -1;
-    }
-    finish_call(runtime, std::move(step.params), /*is_step=*/true);
+void SecondOrderOptimizer::finish_step(size_t group, detail::GroupStep& step) {
+  for (auto* state : step.states) {
+    // A replayed graph advances only the device's count.
+    state->host_step_ = step.host_steps.empty() ? -1 : state->host_step_ + 1;
   }
+  submit_report(group, step, /*is_step=*/true);
 }
 
-void SecondOrderOptimizer::finish_call(detail::GroupRuntime& runtime,
-                                       std::vector<at::Tensor> params, bool is_step) {
-  const auto shared = std::make_shared<const std::vector<at::Tensor>>(std::move(params));
-  const bool is_capturable = capturable(param_groups_[runtime.group()].options());
+void SecondOrderOptimizer::finish_update(size_t group, detail::GroupStep& step) {
+  submit_report(group, step, /*is_step=*/false);
+}
+
+void SecondOrderOptimizer::submit_report(size_t group, detail::GroupStep& step, bool is_step) {
+  detail::GroupRuntime& runtime = runtimes_->at(group, step.status.device());
+  const auto shared = std::make_shared<const std::vector<at::Tensor>>(std::move(step.params));
+  const bool is_capturable = capturable(param_groups_[group].options());
   if (is_step) {
     runtime.monitor().set_step_params(shared);
   }
@@ -270,8 +199,8 @@ void SecondOrderOptimizer::finish_call(detail::GroupRuntime& runtime,
 }
 
 std::vector<int64_t> SecondOrderOptimizer::host_steps(
-    const std::vector<MatrixParamState*>& states) const {
-  std::vector<MatrixParamState*> unknown;
+    const std::vector<SecondOrderParamState*>& states) const {
+  std::vector<SecondOrderParamState*> unknown;
   std::vector<at::Tensor> steps;
   for (auto* state : states) {
     if (state->host_step_ < 0) {
@@ -310,7 +239,7 @@ void SecondOrderOptimizer::read_reports(bool wait) {
     while (const auto report = runtime.monitor().next(wait)) {
       if (report->skipped && report->step_params) {
         for (const auto& param : *report->step_params) {
-          MatrixParamState* state = find_state(param);
+          SecondOrderParamState* state = find_state(param);
           if (state != nullptr && state->host_step_ > 0) {
             --state->host_step_;
           }
@@ -324,33 +253,15 @@ void SecondOrderOptimizer::read_reports(bool wait) {
           describe(report->non_finite_parameter), "; lower lr, clip gradients or scale the loss");
       const auto failures = report->entries[detail::kConsecutiveRootFailures];
       TORCH_CHECK(failures < max_root_failures(options), "the root of a preconditioner of ",
-                  describe(report->failed_parameter), " failed ", failures,
-                  " times in a row; raise eps or relative_eps");
+                  describe(report->failed_parameter), " failed ", failures, " times in a row; ",
+                  root_remedy());
     }
   });
 }
 
-void SecondOrderOptimizer::sync_learning_rates() {
-  runtimes_->for_each([&](detail::GroupRuntime& runtime) {
-    if (runtime.group() < param_groups_.size()) {
-      runtime.sync_learning_rate(param_groups_[runtime.group()].options().get_lr());
-    }
-  });
-}
-
-MatrixParamState* SecondOrderOptimizer::find_state(const at::Tensor& param) const {
+SecondOrderParamState* SecondOrderOptimizer::find_state(const at::Tensor& param) const {
   const auto found = state_.find(param.unsafeGetTensorImpl());
-  return found == state_.end() ? nullptr : static_cast<MatrixParamState*>(found->second.get());
-}
-
-std::vector<MatrixParamState*> SecondOrderOptimizer::states_of(
-    const std::vector<at::Tensor>& params) const {
-  std::vector<MatrixParamState*> states;
-  states.reserve(params.size());
-  for (const auto& param : params) {
-    states.push_back(find_state(param));
-  }
-  return states;
+  return found == state_.end() ? nullptr : static_cast<SecondOrderParamState*>(found->second.get());
 }
 
 std::string SecondOrderOptimizer::describe(const at::Tensor& param) const {

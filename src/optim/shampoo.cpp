@@ -52,7 +52,7 @@ detail::ShampooHyperparameters hyperparameters(const ShampooOptions& o, at::Tens
 detail::ShampooState core_state(const ShampooOptions& o, const detail::GroupStep& step) {
   auto matrices = detail::matrix_lists(step.states);
   detail::ShampooState state;
-  state.steps = detail::member_list(step.states, &MatrixParamState::step);
+  state.steps = detail::member_list(step.states, &SecondOrderParamState::step);
   state.statistics = std::move(matrices.statistics);
   state.roots = std::move(matrices.roots);
   state.root_failures = std::move(matrices.root_failures);
@@ -94,7 +94,7 @@ std::unique_ptr<torch::optim::OptimizerParamState> ShampooParamState::clone() co
   return std::make_unique<ShampooParamState>(*this);
 }
 
-std::vector<MatrixParamState::NamedTensor> ShampooParamState::parameter_shaped() {
+std::vector<SecondOrderParamState::NamedTensor> ShampooParamState::parameter_shaped() {
   return {{"diagonal", &diagonal()},
           {"exp_avg", &exp_avg()},
           {"grafting_second_moment", &grafting_second_moment()},
@@ -103,7 +103,7 @@ std::vector<MatrixParamState::NamedTensor> ShampooParamState::parameter_shaped()
 
 Shampoo::Shampoo(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
                  ShampooOptions defaults)
-    : SecondOrderOptimizer(std::make_unique<ShampooOptions>(std::move(defaults))) {
+    : StackedOptimizer(std::make_unique<ShampooOptions>(std::move(defaults))) {
   initialize(param_groups);
 }
 
@@ -138,12 +138,12 @@ void Shampoo::check_options(const Options& options) const {
   detail::check_at_least_one("max_root_failures", o.max_root_failures());
 }
 
-std::unique_ptr<MatrixParamState> Shampoo::make_empty_state() const {
+std::unique_ptr<SecondOrderParamState> Shampoo::make_empty_state() const {
   return std::make_unique<ShampooParamState>();
 }
 
 void Shampoo::init_parameter_shaped(const Options& options, const at::Tensor& param,
-                                    MatrixParamState& state) const {
+                                    SecondOrderParamState& state) const {
   const auto& o = shampoo_options(options);
   if (detail::has_diagonal_preconditioner(param.sizes(), o.block_size(), o.merge_dims(),
                                           o.preconditioner_1d())) {

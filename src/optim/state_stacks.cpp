@@ -1,5 +1,7 @@
 #include "optim/state_stacks.h"
 
+#include "optim/state_checks.h"
+
 #include <ATen/ATen.h>
 
 #include <utility>
@@ -42,17 +44,6 @@ void copy_slots(const std::vector<at::Tensor>& values, const std::vector<at::Ten
 }
 
 }  // namespace
-
-void check_fits(const at::Tensor& value, const at::Tensor& needed, const std::string& key,
-                const std::string& param) {
-  TORCH_CHECK_VALUE(value.sizes() == needed.sizes(), key, " of ", param, " has shape ",
-                    value.sizes(), ", but the optimizer needs ", needed.sizes());
-  const auto dtype = value.scalar_type();
-  TORCH_CHECK_VALUE(at::isFloatingType(dtype) == at::isFloatingType(needed.scalar_type()) &&
-                        !at::isComplexType(dtype),
-                    key, " of ", param, " has dtype ", dtype, ", but the optimizer needs ",
-                    needed.scalar_type());
-}
 
 void move_into_stacks(const MatrixStacks& stacks, const std::vector<MatrixParamState*>& states,
                       const ParamNames& names) {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "optim/stacks.h"
-#include "torchium/optim/second_order_optimizer.h"
+#include "torchium/optim/stacked_optimizer.h"
 
 #include <functional>
 #include <string>
@@ -18,10 +18,5 @@ using ParamNames = std::function<std::string(size_t)>;
 // Throws c10::ValueError, and changes nothing, for matrices that do not fit.
 void move_into_stacks(const MatrixStacks& stacks, const std::vector<MatrixParamState*>& states,
                       const ParamNames& names);
-
-// Throws c10::ValueError unless `value` has the shape and the kind (floating point or integer) of
-// `needed`. `key` and `param` name it in the message.
-void check_fits(const at::Tensor& value, const at::Tensor& needed, const std::string& key,
-                const std::string& param);
 
 }  // namespace torchium::optim::detail

@@ -87,7 +87,7 @@ inline std::vector<std::pair<std::string, torch::Tensor>> state_tensors(
   if (found == optimizer.state().end()) {
     return {};
   }
-  return static_cast<const optim::MatrixParamState&>(*found->second).tensors();
+  return static_cast<const optim::SecondOrderParamState&>(*found->second).tensors();
 }
 
 inline Tensors all_state(const torch::optim::Optimizer& optimizer) {

@@ -1,5 +1,5 @@
-// What the optimizers of Torchium share: one call of the core a parameter group, the state as views
-// of stacked matrices, errors that are reported late instead of by a synchronisation, checkpoints.
+// What all optimizers of Torchium share: groups, the frame of a step, errors that are reported late
+// instead of by a synchronisation, checkpoints.
 #pragma once
 
 #include "torchium/export.h"
@@ -7,7 +7,6 @@
 #include <torch/optim/optimizer.h>
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -19,21 +18,14 @@ namespace detail {
 class GroupRuntime;
 class GroupRuntimes;
 struct GroupStep;
-struct MatrixStacks;
 }  // namespace detail
 
 /// State of one parameter: what every optimizer of Torchium keeps. A tensor that is absent is
 /// undefined. The state dtype is float64 for float64 parameters, else float32 (also for bfloat16
 /// and float16 parameters).
-struct TORCHIUM_API MatrixParamState : public torch::optim::OptimizerParamState {
+struct TORCHIUM_API SecondOrderParamState : public torch::optim::OptimizerParamState {
   /// Steps taken by this parameter: 0-dim float32 on the parameter's device.
   TORCH_ARG(at::Tensor, step);
-  /// One tensor a slot (one mode of one block shape): [blocks, n, n] in the state dtype.
-  TORCH_ARG(std::vector<at::Tensor>, statistics);
-  /// The preconditioners in use, shaped as `statistics`.
-  TORCH_ARG(std::vector<at::Tensor>, roots);
-  /// Failed root computations in a row: int32 [blocks] a slot.
-  TORCH_ARG(std::vector<at::Tensor>, root_failures);
 
  public:
   /// Checkpoint key and address of a tensor member.
@@ -42,9 +34,9 @@ struct TORCHIUM_API MatrixParamState : public torch::optim::OptimizerParamState 
   /// The members that have the shape of the parameter and the state dtype.
   virtual std::vector<NamedTensor> parameter_shaped() = 0;
 
-  /// All defined tensors under their checkpoint keys ("step", "statistics.0", ..., "exp_avg").
+  /// All defined tensors under their checkpoint keys ("step", "statistics.0", "exp_avg", ...).
   /// They share memory with the state.
-  std::vector<std::pair<std::string, at::Tensor>> tensors() const;
+  virtual std::vector<std::pair<std::string, at::Tensor>> tensors() const;
 
   void serialize(torch::serialize::InputArchive& archive) override;
   /// Writes copies, so that an archive holds neither whole stacks nor later steps.
@@ -52,7 +44,7 @@ struct TORCHIUM_API MatrixParamState : public torch::optim::OptimizerParamState 
 
  private:
   friend class SecondOrderOptimizer;
-  // `step` as far as the host knows it, for the root schedule on a GPU; -1: not known.
+  // `step` as far as the host knows it, for schedules on a GPU; -1: not known.
   int64_t host_step_ = -1;
 };
 
@@ -62,7 +54,7 @@ struct TORCHIUM_API MatrixParamState : public torch::optim::OptimizerParamState 
 /// A non-finite gradient skips the whole step of its group (of the group's parameters on the same
 /// device, if it has several): parameters and state do not change. The third skipped step in a row
 /// raises c10::Error. On a CPU the step itself raises; on a GPU one of the next steps does, without
-/// a synchronisation.
+/// a synchronisation. K-FAC and the natural gradient treat all groups as one here.
 class TORCHIUM_API SecondOrderOptimizer : public torch::optim::Optimizer {
  public:
   ~SecondOrderOptimizer() override;
@@ -91,48 +83,65 @@ class TORCHIUM_API SecondOrderOptimizer : public torch::optim::Optimizer {
 
  protected:
   using Options = torch::optim::OptimizerOptions;
+  // Of each group, the parameters that have a gradient.
+  using ActiveParams = std::vector<std::vector<at::Tensor>>;
+  using StateList = std::vector<std::unique_ptr<SecondOrderParamState>>;
 
   explicit SecondOrderOptimizer(std::unique_ptr<Options> defaults);
 
   // For constructors: checks the defaults and adds the groups.
   void initialize(const std::vector<torch::optim::OptimizerParamGroup>& param_groups);
-  // Calls `update`, which renews preconditioners, with all parameters that have state.
-  using GroupUpdate = std::function<void(const Options&, detail::GroupStep&)>;
-  void update_groups(const GroupUpdate& update);
-  // Writes changed learning rates to the tensors that captured steps read.
-  void sync_learning_rates();
+
+  // ---- what an optimizer defines
 
   // Throws c10::ValueError for options of the wrong type or with a bad value.
   virtual void check_options(const Options& options) const = 0;
-  virtual std::unique_ptr<MatrixParamState> make_empty_state() const = 0;
+  // Throws c10::ValueError for a step that cannot be taken. Nothing has changed yet.
+  virtual void check_step(const ActiveParams& active) const {}
+  virtual std::unique_ptr<SecondOrderParamState> make_empty_state() const = 0;
   // Creates the parameter-shaped members that exist from the first step on.
   virtual void init_parameter_shaped(const Options& options, const at::Tensor& param,
-                                     MatrixParamState& state) const = 0;
-  // Initial matrices of `params`.
-  virtual detail::MatrixStacks init_stacks(const Options& options, at::TensorList params) const = 0;
-  // One step of one group.
-  virtual void step_group(const Options& options, detail::GroupStep& step) const = 0;
-  // Failed roots of one matrix in a row after which a step raises.
-  virtual int64_t max_root_failures(const Options& options) const = 0;
+                                     SecondOrderParamState& state) const {}
+  // Creates the state of the parameters that have none.
+  virtual void init_states(const ActiveParams& active) = 0;
+  // One step of all groups.
+  virtual void step_groups(const ActiveParams& active) = 0;
+  // Gives `fitted`, fresh states of parameters of a group, what `loaded` holds besides the step
+  // count and the parameter-shaped members. Throws c10::ValueError for what does not fit.
+  virtual void fit_loaded(const Options& options, const std::vector<at::Tensor>& params,
+                          const std::vector<SecondOrderParamState*>& loaded,
+                          const std::vector<SecondOrderParamState*>& fitted) const {}
+  // Failed roots of one matrix in a row after which a step raises, and what to do about it.
+  virtual int64_t max_root_failures(const Options& options) const { return 3; }
+  virtual const char* root_remedy() const = 0;
   // Whether steps may be captured in a CUDA graph: the host then decides nothing in a step.
-  virtual bool capturable(const Options& options) const;
+  virtual bool capturable(const Options& options) const { return false; }
+
+  // ---- what it may use
+
+  SecondOrderParamState* find_state(const at::Tensor& param) const;
+  // "parameter 1 of group 0 (shape [3, 4])"
+  virtual std::string describe(const at::Tensor& param) const;
+  void check_groups() const;
+  // Makes `state` that of a parameter that has taken no step.
+  void add_state(const at::Tensor& param, std::unique_ptr<SecondOrderParamState> state);
+  // One call of the core for parameters on one device. Its report counts as one of `group`.
+  detail::GroupStep begin_call(size_t group, std::vector<at::Tensor> params);
+  void finish_step(size_t group, detail::GroupStep& step);
+  void finish_update(size_t group, detail::GroupStep& step);
+  // Steps each has taken, as the host knows it. Waits for the device only after a load or after
+  // captured steps.
+  std::vector<int64_t> host_steps(const std::vector<SecondOrderParamState*>& states) const;
+  void read_reports(bool wait);
+  detail::GroupRuntimes& runtimes() { return *runtimes_; }
 
  private:
-  MatrixParamState* find_state(const at::Tensor& param) const;
-  std::vector<MatrixParamState*> states_of(const std::vector<at::Tensor>& params) const;
-  std::string describe(const at::Tensor& param) const;
   void check_group(const Options& options, const std::vector<at::Tensor>& params,
                    size_t group) const;
   std::vector<at::Tensor> params_with_gradient(size_t group) const;
   void check_capture(const Options& options, const std::vector<at::Tensor>& active) const;
-  void init_states(size_t group, const std::vector<at::Tensor>& active);
-  void run_group(size_t group, std::vector<at::Tensor> params);
-  void finish_call(detail::GroupRuntime& runtime, std::vector<at::Tensor> params, bool is_step);
-  std::vector<int64_t> host_steps(const std::vector<MatrixParamState*>& states) const;
-  void read_reports(bool wait);
-  std::vector<std::unique_ptr<MatrixParamState>> fit_states(
-      size_t group, const Options& options,
-      std::vector<std::unique_ptr<MatrixParamState>> loaded) const;
+  void submit_report(size_t group, detail::GroupStep& step, bool is_step);
+  StateList fit_states(size_t group, const Options& options, const StateList& loaded) const;
 
   std::unique_ptr<detail::GroupRuntimes> runtimes_;
 };

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "torchium/export.h"
-#include "torchium/optim/second_order_optimizer.h"
+#include "torchium/optim/stacked_optimizer.h"
 
 #include <torch/optim/optimizer.h>
 
@@ -93,7 +93,7 @@ struct TORCHIUM_API ShampooParamState : public MatrixParamState {
 ///
 ///     torchium::optim::Shampoo optimizer(model->parameters(),
 ///                                        torchium::optim::ShampooOptions(0.1).update_freq(20));
-class TORCHIUM_API Shampoo : public SecondOrderOptimizer {
+class TORCHIUM_API Shampoo : public StackedOptimizer {
  public:
   explicit Shampoo(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
                    ShampooOptions defaults = {});
@@ -109,9 +109,9 @@ class TORCHIUM_API Shampoo : public SecondOrderOptimizer {
 
  protected:
   void check_options(const Options& options) const override;
-  std::unique_ptr<MatrixParamState> make_empty_state() const override;
+  std::unique_ptr<SecondOrderParamState> make_empty_state() const override;
   void init_parameter_shaped(const Options& options, const at::Tensor& param,
-                             MatrixParamState& state) const override;
+                             SecondOrderParamState& state) const override;
   detail::MatrixStacks init_stacks(const Options& options, at::TensorList params) const override;
   void step_group(const Options& options, detail::GroupStep& step) const override;
   int64_t max_root_failures(const Options& options) const override;

@@ -1,0 +1,62 @@
+// Optimizers whose state is batches of matrices: Shampoo and full-matrix Adagrad.
+#pragma once
+
+#include "torchium/export.h"
+#include "torchium/optim/second_order_optimizer.h"
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace torchium::optim {
+
+namespace detail {
+struct MatrixStacks;
+}  // namespace detail
+
+/// State of one parameter whose matrices are views of stacks that a group shares.
+struct TORCHIUM_API MatrixParamState : public SecondOrderParamState {
+  /// One tensor a slot (one mode of one block shape): [blocks, n, n] in the state dtype.
+  TORCH_ARG(std::vector<at::Tensor>, statistics);
+  /// The preconditioners in use, shaped as `statistics`.
+  TORCH_ARG(std::vector<at::Tensor>, roots);
+  /// Failed root computations in a row: int32 [blocks] a slot.
+  TORCH_ARG(std::vector<at::Tensor>, root_failures);
+
+ public:
+  std::vector<std::pair<std::string, at::Tensor>> tensors() const override;
+  using SecondOrderParamState::serialize;
+  void serialize(torch::serialize::InputArchive& archive) override;
+};
+
+/// Base of the optimizers that make one call of the core a parameter group.
+class TORCHIUM_API StackedOptimizer : public SecondOrderOptimizer {
+ protected:
+  using SecondOrderOptimizer::SecondOrderOptimizer;
+
+  // Calls `update`, which renews preconditioners, with all parameters that have state.
+  using GroupUpdate = std::function<void(const Options&, detail::GroupStep&)>;
+  void update_groups(const GroupUpdate& update);
+  // Writes changed learning rates to the tensors that captured steps read.
+  void sync_learning_rates();
+
+  // Initial matrices of `params`.
+  virtual detail::MatrixStacks init_stacks(const Options& options, at::TensorList params) const = 0;
+  // One step of one group.
+  virtual void step_group(const Options& options, detail::GroupStep& step) const = 0;
+
+  void init_states(const ActiveParams& active) override;
+  void step_groups(const ActiveParams& active) override;
+  void fit_loaded(const Options& options, const std::vector<at::Tensor>& params,
+                  const std::vector<SecondOrderParamState*>& loaded,
+                  const std::vector<SecondOrderParamState*>& fitted) const override;
+  const char* root_remedy() const override;
+
+ private:
+  void init_group_states(size_t group, const std::vector<at::Tensor>& active);
+};
+
+}  // namespace torchium::optim

@@ -1,0 +1,152 @@
+#include "torchium/optim/stacked_optimizer.h"
+
+#include "optim/group_runtime.h"
+#include "optim/group_step.h"
+#include "optim/state_stacks.h"
+#include "support/stream_capture.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/irange.h>
+#include <torch/serialize/archive.h>
+
+#include <algorithm>
+#include <unordered_set>
+#include <utility>
+
+namespace torchium::optim {
+
+void StackedOptimizer::init_states(const ActiveParams& active) {
+  for (const auto group : c10::irange(active.size())) {
+    init_group_states(group, active[group]);
+  }
+}
+
+void StackedOptimizer::init_group_states(size_t group, const std::vector<at::Tensor>& active) {
+  const bool missing = std::any_of(active.begin(), active.end(), [this](const at::Tensor& param) {
+    return find_state(param) == nullptr;
+  });
+  if (!missing) {
+    return;
+  }
+  // All parameters with state are stacked again, in the order of the group, so that the layout of
+  // the memory is a function of which parameters have state: a resumed run continues bit for bit.
+  const Options& options = param_groups_[group].options();
+  const std::unordered_set<at::TensorImpl*> wanted = [&] {
+    std::unordered_set<at::TensorImpl*> impls;
+    for (const auto& param : active) {
+      impls.insert(param.unsafeGetTensorImpl());
+    }
+    return impls;
+  }();
+  std::vector<at::Tensor> params;
+  std::vector<MatrixParamState*> states;
+  std::vector<std::pair<at::Tensor, std::unique_ptr<SecondOrderParamState>>> created;
+  for (const auto& param : param_groups_[group].params()) {
+    auto* state = static_cast<MatrixParamState*>(find_state(param));
+    if (state == nullptr) {
+      if (wanted.count(param.unsafeGetTensorImpl()) == 0) {
+        continue;
+      }
+      created.emplace_back(param, make_empty_state());
+      state = static_cast<MatrixParamState*>(created.back().second.get());
+      init_parameter_shaped(options, param, *state);
+    }
+    params.push_back(param);
+    states.push_back(state);
+  }
+  detail::move_into_stacks(init_stacks(options, params), states,
+                           [&](size_t i) { return describe(params[i]); });
+  for (auto& [param, state] : created) {
+    add_state(param, std::move(state));
+  }
+}
+
+void StackedOptimizer::step_groups(const ActiveParams& active) {
+  for (const auto group : c10::irange(active.size())) {
+    for (auto& [device, params] : detail::split_by_device(active[group])) {
+      detail::GroupStep step = begin_call(group, std::move(params));
+      step_group(param_groups_[group].options(), step);
+      finish_step(group, step);
+    }
+  }
+}
+
+void StackedOptimizer::update_groups(const GroupUpdate& update) {
+  const at::NoGradGuard no_grad;
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  read_reports(/*wait=*/false);
+  check_groups();
+  for (const auto group : c10::irange(param_groups_.size())) {
+    std::vector<at::Tensor> params = param_groups_[group].params();
+    std::erase_if(params, [this](const at::Tensor& param) { return find_state(param) == nullptr; });
+    for (auto& [device, on_device] : detail::split_by_device(std::move(params))) {
+      TORCH_CHECK(!torchium::detail::is_capturing(device),
+                  "update_preconditioners() cannot be captured in a CUDA graph: the eigenvalue "
+                  "solver of the roots waits for the device");
+      detail::GroupStep step = begin_call(group, std::move(on_device));
+      update(param_groups_[group].options(), step);
+      finish_update(group, step);
+    }
+  }
+  read_reports(/*wait=*/false);
+}
+
+void StackedOptimizer::sync_learning_rates() {
+  runtimes().for_each([&](detail::GroupRuntime& runtime) {
+    if (runtime.group() < param_groups_.size()) {
+      runtime.sync_learning_rate(param_groups_[runtime.group()].options().get_lr());
+    }
+  });
+}
+
+const char* StackedOptimizer::root_remedy() const { return "raise eps or relative_eps"; }
+
+void StackedOptimizer::fit_loaded(const Options& options, const std::vector<at::Tensor>& params,
+                                  const std::vector<SecondOrderParamState*>& loaded,
+                                  const std::vector<SecondOrderParamState*>& fitted) const {
+  std::vector<MatrixParamState*> states;
+  for (const auto i : c10::irange(fitted.size())) {
+    const auto& source = static_cast<const MatrixParamState&>(*loaded[i]);
+    states.push_back(static_cast<MatrixParamState*>(fitted[i]));
+    states.back()->statistics(source.statistics());
+    states.back()->roots(source.roots());
+    states.back()->root_failures(source.root_failures());
+  }
+  // Copies the matrices, so that nothing aliases the archive.
+  detail::move_into_stacks(init_stacks(options, params), states,
+                           [&](size_t i) { return describe(params[i]); });
+}
+
+std::vector<std::pair<std::string, at::Tensor>> MatrixParamState::tensors() const {
+  auto result = SecondOrderParamState::tensors();
+  const auto add_slots = [&](const std::string& key, const std::vector<at::Tensor>& slots) {
+    for (const auto slot : c10::irange(slots.size())) {
+      result.emplace_back(key + "." + std::to_string(slot), slots[slot]);
+    }
+  };
+  add_slots("statistics", statistics());
+  add_slots("roots", roots());
+  add_slots("root_failures", root_failures());
+  return result;
+}
+
+void MatrixParamState::serialize(torch::serialize::InputArchive& archive) {
+  SecondOrderParamState::serialize(archive);
+  // Slots are numbered: "statistics.0", "statistics.1", ...
+  const auto read_slots = [&](const std::string& key) {
+    std::vector<at::Tensor> slots;
+    at::Tensor slot;
+    while (archive.try_read(key + "." + std::to_string(slots.size()), slot, /*is_buffer=*/true)) {
+      slots.push_back(std::move(slot));
+      slot = at::Tensor();
+    }
+    return slots;
+  };
+  statistics(read_slots("statistics"));
+  roots(read_slots("roots"));
+  root_failures(read_slots("root_failures"));
+}
+
+}  // namespace torchium::optim
