@@ -5,9 +5,10 @@ from torchium_cpp import __version__
 from . import linalg, optimizers, utils
 from ._config import show_config
 from ._registry import create_optimizer, get_available_optimizers
-from .optimizers import Adagrad, Shampoo
+from .optimizers import KFAC, Adagrad, Shampoo
 
 __all__ = [
+    "KFAC",
     "Adagrad",
     "Shampoo",
     "__version__",

@@ -17,7 +17,7 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from ._checkpoint import saved_groups, saved_states
-from ._monitor import MAX_CONSECUTIVE_SKIPS, Report, StatusMonitor
+from ._monitor import JOINT, MAX_CONSECUTIVE_SKIPS, Report, StatusMonitor
 from ._options import Check, check_options, learning_rate
 from ._parameters import State, check_dense, is_plain, parameter_name
 
@@ -63,6 +63,9 @@ class CoreOptimizer(Optimizer):
 
     def _check_combination(self, options: dict[str, Any]) -> None:
         """Raises ValueError for options that are right alone but not together."""
+
+    def _check_saved_groups(self, state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> None:
+        """Raises ValueError for groups of a checkpoint that are right alone but not together."""
 
     def _max_root_failures(self, group: dict[str, Any]) -> int:
         return int(group.get("max_root_failures", 3))
@@ -207,6 +210,7 @@ class CoreOptimizer(Optimizer):
                 state_dict = hook_result
 
         groups = saved_groups(state_dict, self.param_groups)
+        self._check_saved_groups(state_dict, groups)
         old = saved_states(state_dict, groups)
         state: defaultdict[Tensor, Any] = defaultdict(dict)
         for index, group in enumerate(groups):
@@ -237,26 +241,37 @@ class CoreOptimizer(Optimizer):
         """Corrects the host's step counts by skipped steps, then raises for the first failure."""
         for report in reports:
             if report.skipped:
-                for param in report.params:
-                    if param in self._host_steps:
-                        self._host_steps[param] -= 1
+                self._note_skip(report.params)
         for report in reports:
             if report.group >= len(self.param_groups):  # removed by hand since
                 continue
-            group = self.param_groups[report.group]
             if report.consecutive_skips >= MAX_CONSECUTIVE_SKIPS:
                 raise RuntimeError(
                     f"{type(self).__name__}: {report.consecutive_skips} steps in a row had a "
                     "gradient that is not finite and were skipped, the last one that of "
-                    f"{parameter_name(report.group, group, report.non_finite)}; lower lr, clip gradients or "
+                    f"{self._culprit(report, report.non_finite)}; lower lr, clip gradients or "
                     "use a GradScaler"
                 )
-            if report.root_failures >= self._max_root_failures(group):
+            if report.root_failures >= self._max_root_failures(self.param_groups[report.group]):
                 raise RuntimeError(
                     f"{type(self).__name__}: the root of a preconditioner of "
-                    f"{parameter_name(report.group, group, report.failed)} failed {report.root_failures} "
+                    f"{self._culprit(report, report.failed)} failed {report.root_failures} "
                     f"times in a row; {self._ROOT_REMEDY}"
                 )
+
+    def _note_skip(self, params: list[Tensor]) -> None:
+        """Takes back what the host has counted for a step of ``params`` that was skipped."""
+        for param in params:
+            if param in self._host_steps:
+                self._host_steps[param] -= 1
+
+    def _culprit(self, report: Report, param: Tensor | None) -> str:
+        if report.group != JOINT:
+            return parameter_name(report.group, self.param_groups[report.group], param)
+        for index, group in enumerate(self.param_groups):
+            if any(p is param for p in group["params"]):
+                return parameter_name(index, group, param)
+        return "a parameter"
 
 
 def _clone_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 MAX_CONSECUTIVE_SKIPS = 3
 
 Key = tuple[int, torch.device]  # parameter group, device
+JOINT = -1  # instead of a group: all of them
 
 
 def is_capturing() -> bool:
@@ -27,7 +28,7 @@ def refuse_capture(device: torch.device, reason: str) -> None:
 
 @dataclass(frozen=True)
 class Report:
-    """What one step of the parameters of one group on one device came to."""
+    """What one step of the parameters of one group (or of all) on one device came to."""
 
     group: int
     params: list[Tensor]

@@ -33,6 +33,13 @@ def parameter_name(index: int, group: dict[str, Any], param: Tensor | None) -> s
     return f"parameter {label} of group {index} (shape {list(param.shape)})"
 
 
+def short_name(index: int, group: dict[str, Any], param: Tensor) -> str:
+    """The name that the optimizer was given, or where the parameter is."""
+    position = next(i for i, p in enumerate(group["params"]) if p is param)
+    names = group.get("param_names")
+    return names[position] if names else f"parameter {position} of group {index}"
+
+
 def is_plain(kind: type, layout: torch.layout, dtype: torch.dtype) -> bool:
     """Whether tensors of this kind need no closer look."""
     return kind is Tensor and layout is torch.strided and dtype in _DTYPES

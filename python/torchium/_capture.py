@@ -1,0 +1,426 @@
+"""Records what each use of a layer contributes to ``.grad``: its input and its output gradient.
+
+A forward hook on the layer hooks the output tensor, before an in-place activation can change it. What
+the hook of an output records counts only once the same backward pass has reached the parameter, so
+that passes for evaluation and ``torch.autograd.grad`` leave nothing behind.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.autograd import Variable
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.hooks import RemovableHandle
+
+from ._completeness import CompletenessCheck
+from ._layers import LayerKind, layer_input, layer_kind, may_mix_samples, mixes_samples
+
+NO_TASK = -1  # what torch calls the backward pass outside of one
+
+
+@dataclass(eq=False, slots=True)
+class Use:
+    """One use of a layer in a forward pass, and what a backward pass brought to it.
+
+    ``root`` is the whole backward pass, ``task`` the part of it that this use lies in: they differ
+    under reentrant checkpointing. ``reached`` names the parameters whose ``.grad`` has the
+    contribution of this use.
+    """
+
+    module: nn.Module
+    params: dict[str, Tensor]  # "weight" and "bias", where they are trained by the optimizer
+    input: Tensor
+    output_gradient: Tensor
+    root: int
+    task: int
+    reached: set[str] = field(default_factory=set)
+
+
+class _Saved(torch.autograd.Function):
+    """A node that keeps a tensor as autograd keeps one.
+
+    So it is offloaded, or dropped and computed again, where saved tensors are (activation
+    checkpointing), and a change in place is an error.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, saved: Tensor) -> Tensor:
+        ctx.save_for_backward(saved)
+        return anchor.new_empty(0)
+
+
+class _OutputHook:
+    """Hook of an output tensor: pairs its gradient with the input of the layer."""
+
+    __slots__ = ("_add", "_module", "_saved")
+
+    def __init__(
+        self, add: Callable[[Tensor, Tensor], None], saved: Tensor | None, module: nn.Module
+    ) -> None:
+        self._add = add
+        self._saved = saved
+        self._module = module
+
+    @_disable_dynamo
+    def __call__(self, gradient: Tensor) -> None:
+        if self._saved is None:
+            return
+        with torch.no_grad():
+            self._add(self._input(self._saved.grad_fn), gradient.detach())
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            self._saved = None  # the output may live on, the input need not
+
+    def _input(self, node: Any) -> Tensor:
+        try:
+            input: Tensor = node.saved_tensors[0]
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise RuntimeError(
+                f"the input of {self._module} was changed in place after the layer had used it; its "
+                "second-order information is lost. Change a copy, or use an operation that is not in "
+                "place"
+            ) from error
+        return input
+
+
+class _ModuleHook:
+    """Forward hook of a module, or of all modules, that does not keep the optimizer alive.
+
+    Its copy, in a model that was copied or pickled, belongs to no optimizer: it removes itself when
+    it is called. A copied optimizer makes its own hooks.
+    """
+
+    def __init__(self, method: Callable[..., None] | None) -> None:
+        self._method = None if method is None else weakref.WeakMethod(method)
+
+    @_disable_dynamo
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        method = None if self._method is None else self._method()
+        if method is not None:
+            method(module, args, kwargs, output)
+            return
+        for key in [key for key, hook in module._forward_hooks.items() if hook is self]:
+            module._forward_hooks.pop(key)
+            module._forward_hooks_with_kwargs.pop(key, None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _ModuleHook, (None,)
+
+
+class _ParameterHook:
+    """Hook of a parameter that does not keep the optimizer alive."""
+
+    __slots__ = ("_method",)
+
+    def __init__(self, method: Callable[[Tensor], None]) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    @_disable_dynamo
+    def __call__(self, param: Tensor) -> None:
+        method = self._method()
+        if method is not None:
+            method(param)
+
+
+class Capture:
+    """Finds the layers that own the parameters of an optimizer, and records their uses.
+
+    Args:
+        kinds: the kinds of layers that are recorded.
+        wants: a method of the optimizer, which it does not keep alive: whether the uses of a layer
+            with these parameters ("weight", "bias") are needed now.
+    """
+
+    def __init__(
+        self, kinds: frozenset[LayerKind], wants: Callable[[dict[str, Tensor]], bool]
+    ) -> None:
+        # All modules that own a parameter or may mix samples, and their names where they ran or in
+        # the model that was given.
+        self.modules: dict[nn.Module, str] = {}
+        self.owners: dict[Tensor, list[nn.Module]] = {}
+        self.ran = False  # whether one of the modules has run
+        self.completeness = CompletenessCheck()
+        self._kinds = kinds
+        self._wants = weakref.WeakMethod(wants)
+        self._params: set[Tensor] = set()
+        self._hooked_params: set[Tensor] = set()
+        self._scanned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._handles: list[RemovableHandle] = []
+        self._global_handle: RemovableHandle | None = None
+        # Uses whose gradient has not reached the parameter yet.
+        self._open: dict[Tensor, list[tuple[str, Use]]] = {}
+        # .grad of each parameter as the last backward pass left it.
+        self._gradients: dict[Tensor, weakref.ref[Tensor]] = {}
+        # The root of each running backward pass or part of one, and by thread, outermost first.
+        self._roots: dict[int, int] = {}
+        self._running: dict[int, list[int]] = {}
+        self._lock = threading.RLock()
+        weakref.finalize(self, _remove_all, self._handles)
+
+    # ---- parameters and their modules
+
+    def watch(self, params: Iterable[Tensor]) -> None:
+        """Adds parameters; those whose modules are not known are looked for in all that run."""
+        self._params.update(params)
+        for module in list(self.modules):
+            self.adopt(module, self.modules[module])
+        if self._global_handle is None and not self._params <= self.owners.keys():
+            hook = _ModuleHook(self._after_any_forward)
+            self._global_handle = register_module_forward_hook(hook, with_kwargs=True)
+            self._handles.append(self._global_handle)
+            self._scanned.clear()
+
+    def adopt(self, module: nn.Module, name: str) -> None:
+        """Hooks the module if it owns a parameter or may mix samples."""
+        owned = [p for p in module._parameters.values() if p is not None and p in self._params]
+        for param in owned:
+            owners = self.owners.setdefault(param, [])
+            if module not in owners:
+                owners.append(module)
+        if not owned and not may_mix_samples(module):
+            return
+        if module not in self.modules:
+            hook = _ModuleHook(self._after_forward)
+            self._handles.append(module.register_forward_hook(hook, prepend=True, with_kwargs=True))
+        self.modules[module] = name
+
+    def settle(self) -> None:
+        """Stops looking at all modules once the owners of all parameters are known.
+
+        For a step, not for a forward pass, in which a second owner may follow.
+        """
+        if self._global_handle is not None and self._params <= self.owners.keys():
+            self._global_handle.remove()
+            self._handles.remove(self._global_handle)
+            self._global_handle = None
+
+    def _after_any_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        if module in self._scanned:
+            return
+        self._scanned.add(module)
+        known = module in self.modules
+        for name, child in module.named_modules():
+            self.adopt(child, name)
+        if not known and module in self.modules:  # its own hook did not exist when it ran
+            self._after_forward(module, args, kwargs, output)
+
+    # ---- forward
+
+    def _after_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        self.ran = True
+        outer = self._root(torch._C._current_graph_task_id())
+        if outer == NO_TASK:
+            self._roots.clear()  # what is left is of passes that raised
+            self._running.clear()
+        if not isinstance(output, Tensor) or not output.requires_grad:
+            return
+        if torch._C._are_functorch_transforms_active():
+            return
+        if mixes_samples(module):
+            output.register_hook(partial(_weakly, weakref.WeakMethod(self._mixed), module, outer))
+        params = self._trained(module)
+        wants = self._wants()
+        if (
+            not params
+            or layer_kind(module) not in self._kinds
+            or wants is None
+            or not wants(params)
+        ):
+            return
+        for param in params.values():
+            self._hook_parameter(param)
+        anchor = next(iter(params.values()))
+        saved = _Saved.apply(anchor, layer_input(args, kwargs).detach())
+        add = partial(_weakly, weakref.WeakMethod(self._add), module, params, outer)
+        output.register_hook(_OutputHook(add, saved, module))
+
+    def _trained(self, module: nn.Module) -> dict[str, Tensor]:
+        own = module._parameters
+        return {
+            name: param
+            for name in ("weight", "bias")
+            if (param := own.get(name)) is not None
+            and param.requires_grad
+            and param in self._params
+        }
+
+    def _hook_parameter(self, param: Tensor) -> None:
+        if param in self._hooked_params:
+            return
+        self._hooked_params.add(param)
+        hook = _ParameterHook(self._after_accumulation)
+        self._handles.append(param.register_post_accumulate_grad_hook(hook))
+        self._handles.append(self.completeness.begin(param))
+
+    # ---- backward
+
+    def _root(self, task: int) -> int:
+        """The backward pass that a graph task, run inside of another one or not, belongs to."""
+        if task == NO_TASK:
+            return NO_TASK
+        root = self._roots.get(task)
+        if root is None:
+            running = self._running.setdefault(threading.get_ident(), [])
+            root = self._roots[running[-1]] if running else task
+            running.append(task)
+            self._roots[task] = root
+            end = partial(_weakly, weakref.WeakMethod(self._end), task)
+            Variable._execution_engine.queue_callback(end)
+        return root
+
+    def _end(self, task: int) -> None:
+        """Called when a graph task is done."""
+        with self._lock:
+            root = self._roots.pop(task, NO_TASK)
+            for running in self._running.values():
+                if task in running:
+                    running.remove(task)
+            if root == task:
+                self._drop(root)
+
+    def _add(
+        self,
+        module: nn.Module,
+        params: dict[str, Tensor],
+        outer: int,
+        input: Tensor,
+        output_gradient: Tensor,
+    ) -> None:
+        """Takes note of the gradient of an output; ``outer`` is the pass that ran the layer."""
+        if output_gradient.numel() == 0:
+            return
+        with self._lock:
+            task = torch._C._current_graph_task_id()
+            root = self._root(task)
+            if outer != NO_TASK:
+                self._roots[task] = root = outer
+            use = Use(module, params, input, output_gradient, root, task)
+            for name, param in params.items():
+                self._open.setdefault(param, []).append((name, use))
+            self._added(use)
+
+    def _after_accumulation(self, param: Tensor) -> None:
+        """Called when a backward pass has added to ``.grad`` of a parameter."""
+        with self._lock:
+            task = torch._C._current_graph_task_id()
+            if self._started_anew(param):
+                self._restart(param, self._root(task))
+            entries = self._open.pop(param, [])
+            waiting = [entry for entry in entries if entry[1].task != task]
+            if waiting:
+                self._open[param] = waiting
+            reached = [entry for entry in entries if entry[1].task == task]
+            self.completeness.compare(param, [use for _, use in reached])
+            for name, use in reached:
+                use.reached.add(name)
+                self._reached(name, use)
+
+    def _started_anew(self, param: Tensor) -> bool:
+        """Whether .grad was set to None since the last backward pass, and by another than us."""
+        last = self._gradients.get(param)
+        gradient = param.grad
+        if gradient is not None:
+            self._gradients[param] = weakref.ref(gradient)
+        # Under create_graph each pass makes a new tensor.
+        return last is not None and last() is not gradient and not torch.is_grad_enabled()
+
+    def _drop(self, root: int) -> None:
+        """Forgets the uses of a backward pass that did not reach their parameters."""
+        for param, entries in list(self._open.items()):
+            left = [entry for entry in entries if entry[1].root != root]
+            if left:
+                self._open[param] = left
+            else:
+                del self._open[param]
+
+    def forget(self) -> None:
+        """Forgets all uses: their gradients are used up, or gone."""
+        with self._lock:
+            self._open.clear()
+            self._gradients.clear()
+            self.completeness.forget()
+
+    # ---- what is done with the uses
+
+    def _added(self, use: Use) -> None:
+        """The output gradient of a use is known."""
+
+    def _reached(self, name: str, use: Use) -> None:
+        """The gradient of a parameter of the use has been added to ``.grad``."""
+
+    def _restart(self, param: Tensor, root: int) -> None:
+        """``.grad`` holds what ``root`` brought to it, and nothing from before."""
+
+    def _mixed(self, module: nn.Module, outer: int, gradient: Tensor) -> None:
+        """A backward pass has gone through a module that mixed samples."""
+
+
+class UseCapture(Capture):
+    """Keeps the uses until :meth:`forget`."""
+
+    def __init__(
+        self, kinds: frozenset[LayerKind], wants: Callable[[dict[str, Tensor]], bool]
+    ) -> None:
+        super().__init__(kinds, wants)
+        self._uses: dict[int, list[Use]] = {}  # by root
+        self._mixing: dict[int, nn.Module] = {}  # by root
+
+    def uses(self) -> list[list[Use]]:
+        """The uses whose gradients ``.grad`` holds, one list a backward pass."""
+        passes = ([use for use in uses if use.reached] for uses in self._uses.values())
+        return [uses for uses in passes if uses]
+
+    def mixing(self) -> nn.Module | None:
+        """A module that mixed the samples of one of these passes."""
+        roots = {use.root for uses in self.uses() for use in uses}
+        return next((module for root, module in self._mixing.items() if root in roots), None)
+
+    def forget(self) -> None:
+        super().forget()
+        self._uses.clear()
+        self._mixing.clear()
+
+    def _added(self, use: Use) -> None:
+        self._uses.setdefault(use.root, []).append(use)
+
+    def _drop(self, root: int) -> None:
+        super()._drop(root)
+        reached = [use for use in self._uses.pop(root, []) if use.reached]
+        if reached:
+            self._uses[root] = reached
+        else:
+            self._mixing.pop(root, None)
+
+    def _restart(self, param: Tensor, root: int) -> None:
+        self._uses = {key: uses for key, uses in self._uses.items() if key == root}
+
+    def _mixed(self, module: nn.Module, outer: int, gradient: Tensor) -> None:
+        root = self._root(torch._C._current_graph_task_id()) if outer == NO_TASK else outer
+        self._mixing.setdefault(root, module)
+
+
+def _weakly(method: weakref.WeakMethod[Callable[..., None]], *args: Any) -> None:
+    target = method()
+    if target is not None:
+        target(*args)
+
+
+def _remove_all(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()

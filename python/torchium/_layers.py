@@ -1,0 +1,172 @@
+"""The layers whose gradient is known sample by sample from their input and output gradient.
+
+``src/gradients/layer_use.h`` is the other side: kinds, settings and layouts must agree.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+_SETTINGS = 8  # integers that describe a layer to the core
+
+
+class LayerKind(IntEnum):
+    """``torchium::gradients::detail::LayerKind``."""
+
+    LINEAR = 0
+    CONV2D = 1
+    EMBEDDING = 2
+    LAYER_NORM = 3
+    GROUP_NORM = 4
+
+
+_CLASSES: dict[LayerKind, type[nn.Module]] = {
+    LayerKind.LINEAR: nn.Linear,
+    LayerKind.CONV2D: nn.Conv2d,
+    LayerKind.EMBEDDING: nn.Embedding,
+    LayerKind.LAYER_NORM: nn.LayerNorm,
+    LayerKind.GROUP_NORM: nn.GroupNorm,
+}
+
+ALL_KINDS = frozenset(LayerKind)
+MATRIX_KINDS = frozenset({LayerKind.LINEAR, LayerKind.CONV2D})
+
+
+def layer_kind(module: nn.Module) -> LayerKind | None:
+    """The kind of a layer that computes just what the class of its kind computes."""
+    for kind, cls in _CLASSES.items():
+        if isinstance(module, cls):
+            methods = ["forward", "_conv_forward"] if kind is LayerKind.CONV2D else ["forward"]
+            own = any(
+                getattr(type(module), name) is not getattr(cls, name) or name in vars(module)
+                for name in methods
+            )
+            return None if own else kind
+    return None
+
+
+def why_unsupported(module: nn.Module, kinds: frozenset[LayerKind] = ALL_KINDS) -> str | None:
+    """Why the parameters of the module have no per-sample gradients here; None: they have."""
+    kind = layer_kind(module)
+    if kind is None:
+        if isinstance(module, tuple(_CLASSES.values())):
+            return "has a forward of its own"
+        return "is of an unsupported type"
+    if kind not in kinds:
+        return "is of an unsupported type"
+    if isinstance(module, nn.Embedding):
+        options = {
+            "sparse": module.sparse,
+            "max_norm": module.max_norm,
+            "scale_grad_by_freq": module.scale_grad_by_freq,
+        }
+        for name, value in options.items():
+            if value not in (None, False):
+                return f"has {name}={value}"
+    return None
+
+
+def mixes_samples(module: nn.Module) -> bool:
+    """Whether the module, as it is now, normalises with the statistics of a batch."""
+    return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+
+
+def may_mix_samples(module: nn.Module) -> bool:
+    """Whether the module mixes samples in one of its modes."""
+    return isinstance(module, _BatchNorm)
+
+
+def layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """What a layer was called with: all of them call it ``input``."""
+    value: Tensor = args[0] if args else kwargs["input"]
+    return value
+
+
+def batched(module: nn.Module, input: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+    """Input and output (gradient) with a dimension of one sample where there is no batch."""
+    if isinstance(module, nn.Linear):
+        single = input.dim() == 1
+    elif isinstance(module, nn.Conv2d):
+        single = input.dim() == 3
+    elif isinstance(module, nn.Embedding):
+        single = input.dim() == 0
+    elif isinstance(module, nn.LayerNorm):
+        single = input.dim() == len(module.normalized_shape)
+    else:
+        single = False
+    return (input.unsqueeze(0), output.unsqueeze(0)) if single else (input, output)
+
+
+def _needs_padded_input(module: nn.Conv2d) -> bool:
+    left, right, top, bottom = module._reversed_padding_repeated_twice
+    return module.padding_mode != "zeros" or left != right or top != bottom
+
+
+def padded(module: nn.Module, input: Tensor) -> Tensor:
+    """The input with the padding that the core does not know: other modes, uneven sides."""
+    if not isinstance(module, nn.Conv2d) or not _needs_padded_input(module):
+        return input
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    return F.pad(input, module._reversed_padding_repeated_twice, mode=mode)
+
+
+def _padding(module: nn.Conv2d) -> tuple[int, int]:
+    """Zeros on each side of what :func:`padded` returns."""
+    if _needs_padded_input(module):
+        return 0, 0
+    left, _, top, _ = module._reversed_padding_repeated_twice
+    return top, left
+
+
+def settings(module: nn.Module) -> tuple[list[int], float]:
+    """The settings of the layer as the core takes them, and its eps."""
+    eps = 0.0
+    values: list[int]
+    if isinstance(module, nn.Conv2d):
+        values = [*module.stride, *_padding(module), *module.dilation, module.groups]
+    elif isinstance(module, nn.Embedding):
+        values = [-1 if module.padding_idx is None else module.padding_idx]
+    elif isinstance(module, nn.LayerNorm):
+        values, eps = [len(module.normalized_shape)], module.eps
+    elif isinstance(module, nn.GroupNorm):
+        values, eps = [module.num_groups], module.eps
+    else:
+        values = []
+    return values + [0] * (_SETTINGS - len(values)), eps
+
+
+def summed_gradient(
+    module: nn.Module, param: Tensor, input: Tensor, output_gradient: Tensor
+) -> Tensor:
+    """What one use of the layer adds to the gradient of its weight or bias, by autograd."""
+    with torch.enable_grad(), torch.autocast(input.device.type, enabled=False):
+        own = param.detach().requires_grad_()
+        weight, bias = (
+            own if value is param else value
+            for value in (getattr(module, name, None) for name in ("weight", "bias"))
+        )
+        if input.is_floating_point():
+            input = input.to(param.dtype)
+        output = _forward(module, padded(module, input), weight, bias)
+        return torch.autograd.grad(output, own, output_gradient.to(output.dtype))[0]
+
+
+def _forward(module: nn.Module, input: Tensor, weight: Any, bias: Any) -> Tensor:
+    if isinstance(module, nn.Linear):
+        return F.linear(input, weight, bias)
+    if isinstance(module, nn.Conv2d):
+        return F.conv2d(
+            input, weight, bias, module.stride, _padding(module), module.dilation, module.groups
+        )
+    if isinstance(module, nn.Embedding):
+        return F.embedding(input, weight, module.padding_idx)
+    if isinstance(module, nn.LayerNorm):
+        return F.layer_norm(input, list(module.normalized_shape), weight, bias, module.eps)
+    assert isinstance(module, nn.GroupNorm)
+    return F.group_norm(input, module.num_groups, weight, bias, module.eps)

@@ -1,0 +1,149 @@
+"""The factors of K-FAC, from capture to state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._capture import Capture, Use
+from .._layers import MATRIX_KINDS, batched, layer_kind, padded, settings, why_unsupported
+from ._parameters import State, state_dtype
+
+_FACTORS = ("A", "G")
+_COUNTS = ("factor_updates", "root_failures")
+_ROOTS = ("A_inverse", "G_inverse")
+_EIGEN = ("A_eigenvectors", "G_eigenvectors", "A_eigenvalues", "G_eigenvalues")
+FACTOR_KEYS = frozenset((*_FACTORS, *_COUNTS, *_ROOTS, *_EIGEN))
+
+
+@dataclass
+class FactorSums:
+    """What the uses of a weight since the last step add up to."""
+
+    A: Tensor
+    G: Tensor
+    samples: dict[int, int] = field(default_factory=dict)  # of each backward pass
+    rows: int = 0
+
+
+class FactorCapture(Capture):
+    """Adds each use of a weight to the sums of its layer as soon as its gradient is there."""
+
+    def __init__(self, wants: Callable[[dict[str, Tensor]], bool]) -> None:
+        super().__init__(MATRIX_KINDS, wants)
+        self.sums: dict[Tensor, FactorSums] = {}
+        # Order of A where there is state already: that of a weight, or one more for its bias.
+        self.orders: dict[Tensor, int] = {}
+
+    def problem(self, param: Tensor) -> str | None:
+        """Why no layer preconditions the parameter; None: one does."""
+        owners = self.owners.get(param)
+        if not owners:
+            return "in no module that has run"
+        for module in owners:
+            if why_unsupported(module, MATRIX_KINDS):
+                return type(module).__name__
+        weight = self.weight_beside(param)
+        if weight is None or weight not in self._params or not weight.requires_grad:
+            return "its weight is not trained"
+        bias = self.joint_bias(weight)
+        if param is not weight and (param is not bias or not self.has_room(weight)):
+            return "not the one bias of its weight"
+        if not self.completeness.incomplete.isdisjoint({weight, bias}):
+            return "also used outside of its layer"
+        return None
+
+    def weight_beside(self, param: Tensor) -> Tensor | None:
+        """The weight of the layer that has the parameter; a weight itself."""
+        return self.owners[param][0]._parameters.get("weight")
+
+    def has_room(self, weight: Tensor) -> bool:
+        """Whether the factors of the weight include its bias."""
+        return self.orders.get(weight) != weight[0].numel()
+
+    def joint_bias(self, weight: Tensor) -> Tensor | None:
+        """The bias that shares the factors of the weight: the same one wherever that is used."""
+        owners = self.owners[weight]
+        bias = owners[0]._parameters.get("bias")
+        if bias is None or bias not in self._params or not bias.requires_grad:
+            return None
+        return bias if set(self.owners[bias]) == set(owners) else None
+
+    def groups(self, weight: Tensor) -> int:
+        return int(getattr(self.owners[weight][0], "groups", 1))
+
+    def forget(self) -> None:
+        super().forget()
+        self.sums.clear()
+
+    def _restart(self, param: Tensor, root: int) -> None:
+        self.sums.pop(param, None)
+
+    def _reached(self, name: str, use: Use) -> None:
+        if name != "weight":
+            return
+        weight = use.params["weight"]
+        input, output_gradient = batched(
+            use.module, padded(use.module, use.input), use.output_gradient
+        )
+        sums = self.sums.get(weight)
+        if sums is None:
+            sums = self.sums[weight] = self._zero_sums(weight)
+        kind = layer_kind(use.module)
+        assert kind is not None
+        torch.ops.torchium.kronecker_factors_update_(
+            sums.A,
+            sums.G,
+            input,
+            output_gradient,
+            use=[kind, -1, -1, 0, *settings(use.module)[0]],
+            weight_shape=weight.shape,
+        )
+        # Several uses in one pass are of the same samples.
+        samples = input.shape[0]
+        sums.samples[use.root] = max(samples, sums.samples.get(use.root, 0))
+        sums.rows += output_gradient.numel() // weight.shape[0]
+
+    def _zero_sums(self, weight: Tensor) -> FactorSums:
+        groups = self.groups(weight)
+        order = self.orders.get(weight)
+        if order is None:
+            order = weight[0].numel() + (self.joint_bias(weight) is not None)
+        options: Any = {"dtype": state_dtype(weight), "device": weight.device}
+        fan_out = weight.shape[0] // groups
+        return FactorSums(
+            torch.zeros(groups, order, order, **options),
+            torch.zeros(groups, fan_out, fan_out, **options),
+        )
+
+
+def root_keys(damping_split: str) -> tuple[str, ...]:
+    """Keys of what the damped inverse of a layer is kept as."""
+    return _EIGEN if damping_split == "exact" else _ROOTS
+
+
+def fresh_factors(weight: Tensor, has_bias: bool, groups: int, damping_split: str) -> State:
+    """State of a layer that has seen nothing."""
+    A, G, *roots, factor_updates, root_failures = torch.ops.torchium.kfac_init_state(
+        weight, has_bias=has_bias, groups=groups, damping_split=damping_split
+    )
+    state = {"A": A, "G": G, "factor_updates": factor_updates, "root_failures": root_failures}
+    return state | dict(zip(root_keys(damping_split), roots, strict=False))
+
+
+def saved_factors(weight: Tensor, saved: dict[str, Any], damping_split: str) -> State:
+    """State of the layer that ``saved`` may be of: its module is not known yet.
+
+    ``A`` tells the number of groups, and whether it has a row for a bias.
+    """
+    groups, has_bias = 1, False
+    A = saved.get("A")
+    if weight.dim() in (2, 4) and isinstance(A, Tensor) and A.dim() == 3:
+        has_bias = A.shape[-1] == weight[0].numel() + 1
+        if A.shape[0] > 0 and weight.shape[0] % A.shape[0] == 0:
+            groups = A.shape[0]
+    return fresh_factors(weight, has_bias, groups, damping_split)

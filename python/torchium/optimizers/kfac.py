@@ -1,0 +1,332 @@
+"""K-FAC."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+
+from ._capturing import CapturingOptimizer, JointStep, ParamsOrModel, all_zero, fresh_step
+from ._checkpoint import fill_state
+from ._factors import (
+    FACTOR_KEYS,
+    FactorCapture,
+    FactorSums,
+    fresh_factors,
+    root_keys,
+    saved_factors,
+)
+from ._options import Check, choice, flag, integer, number, optional
+from ._parameters import State, parameter_name
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A weight of a step that is preconditioned, and the bias that shares its factors."""
+
+    weight: Tensor
+    bias: Tensor | None
+    sums: FactorSums | None  # None: the factors stay
+    inverse_due: bool
+
+    def row(self, index: dict[Tensor, int]) -> list[int]:
+        """The layer as the operator takes it; ``index`` is the place of each parameter."""
+        samples = 0 if self.sums is None else sum(self.sums.samples.values())
+        rows = 0 if self.sums is None else self.sums.rows
+        bias = -1 if self.bias is None else index[self.bias]
+        return [index[self.weight], bias, samples, rows, int(self.inverse_due)]
+
+
+class KFAC(CapturingOptimizer):
+    r"""Preconditions the gradient of each layer by the Kronecker factors of its Fisher matrix.
+
+    For a layer with inputs :math:`a` (a 1 appended for the bias) and gradients :math:`g` of the loss
+    of single samples by its outputs, :math:`A = E[a a^\top]` and :math:`G = E[g g^\top]`
+    approximate the block of the empirical Fisher matrix by :math:`A \otimes G`. With :math:`V` the
+    gradient of weight and bias in ``.grad``, in this order:
+
+    1. :math:`V \leftarrow V + \text{weight\_decay}\,\theta`;
+    2. the direction :math:`D = (G + \sqrt{\text{damping}}/\pi\,I)^{-1}\, V\,
+       (A + \pi \sqrt{\text{damping}}\,I)^{-1}`, or with ``damping_split="exact"``
+       :math:`(A \otimes G + \text{damping}\,I)^{-1} V`;
+    3. the KL clip scales the directions of all layers together by
+       :math:`\min(1, \sqrt{\text{kl\_clip} / |\sum \text{lr}^2\, V \cdot D|})`;
+    4. momentum, and :math:`\theta \leftarrow \theta - \text{lr}\,D`.
+
+    Factors are captured at the steps 1, 1 + ``TCov``, ... and averaged:
+    :math:`A \leftarrow d_k A + (1 - d_k) A_\text{new}` with
+    :math:`d_k = \min(1 - 1/k, \text{stat\_decay})` for the k-th update. Inverses are due at the
+    steps 1, 1 + ``TInv``, .... Layers with several positions a sample (sequences, convolutions) sum
+    over them: :math:`A = \sum a a^\top / (N T)`, :math:`G = \sum g g^\top / N`.
+
+    Layers are ``nn.Linear`` (any leading dimensions; dimension 0 is the sample) and ``nn.Conv2d``,
+    also if a weight is shared or a layer is used several times. Other parameters, and weights that
+    are also used outside of their layer, take steps of SGD with momentum; a warning lists them once,
+    and so does :meth:`report`. Micro-batches with loss / k, one ``backward()`` each, equal one batch.
+    Passes without ``backward()`` between two steps leave no trace. ``zero_grad()`` of the optimizer
+    forgets what was captured, and so does every step.
+
+    A gradient that is not finite skips the whole step. A root that is not finite or not accurate is
+    never used: the layer keeps its last good one, and three failures in a row raise
+    ``RuntimeError``. State is float32 (float64 for float64 parameters).
+
+    Sources: Martens, Grosse, "Optimizing Neural Networks with Kronecker-factored Approximate
+    Curvature", ICML 2015, `arXiv:1503.05671 <https://arxiv.org/abs/1503.05671>`_; convolutions:
+    Grosse, Martens, ICML 2016, `arXiv:1602.01407 <https://arxiv.org/abs/1602.01407>`_; shared
+    weights ("expand"): Eschenhagen et al., NeurIPS 2023,
+    `arXiv:2311.00636 <https://arxiv.org/abs/2311.00636>`_; the KL clip: Ba, Grosse, Martens,
+    "Distributed Second-Order Optimization using Kronecker-Factored Approximations", ICLR 2017.
+
+    Args:
+        params_or_model (nn.Module or iterable): the model, or parameters, named parameters or dicts
+            of parameter groups: then their layers are found when they run. Parameters are dense,
+            real, float32, float64, bfloat16 or float16, all on one device. Every option but
+            ``batch_averaged``, ``kl_clip`` and ``damping_split`` may be set for a group; the group of
+            its weight decides for a layer.
+        lr (float or Tensor): learning rate, at least 0. A tensor has one element (default: 0.001).
+        momentum (float): momentum of the direction, in [0, 1) (default: 0.9).
+        weight_decay (float): L2 penalty (default: 0).
+        damping (float): added to the Fisher matrix, at least 0 (default: 1e-3).
+        TCov (int): steps between two updates of the factors (default: 10).
+        TInv (int): steps between two inversions of the factors (default: 100).
+        batch_averaged (bool): the loss is a mean over the samples, and no sum (default: True).
+        eps (float): floor of the eigenvalues of a factor (default: 1e-8).
+        stat_decay (float): decay of the averages of the factors, in [0, 1] (default: 0.95).
+        kl_clip (float, optional): bound of the step in the metric of the Fisher matrix, above 0.
+            None: no bound (default: 1e-3).
+        damping_split (str): ``"pi"``, with :math:`\pi^2` the ratio of the mean eigenvalues of A and G;
+            ``"plain"``, with :math:`\pi = 1`; or ``"exact"`` (default: "pi").
+        grad_scaler (GradScaler, optional): scales the loss, under mixed precision; its scale is taken
+            out of the factors. It may be set later as an attribute; a copy of the optimizer has none
+            (default: None).
+        maximize (bool): go up instead of down (default: False).
+
+    Raises:
+        ValueError: an option is out of its range or, where it must not, differs between groups; a
+            parameter is sparse, complex, integer or a ``DTensor``.
+
+    .. note::
+        The hooks work under ``torch.compile``, with a break of the graph at each layer. Under
+        ``torch.distributed`` with more than one process :meth:`step` raises ``RuntimeError``.
+
+    Example:
+        >>> model = torch.nn.Linear(10, 2)
+        >>> optimizer = torchium.KFAC(model, lr=0.1)
+        >>> loss = model(torch.randn(8, 10)).square().mean()
+        >>> loss.backward()
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
+    """
+
+    _CHECKS: ClassVar[dict[str, Check]] = {
+        "momentum": number(0.0, 1.0),
+        "weight_decay": number(0.0),
+        "damping": number(0.0),
+        "TCov": integer(1),
+        "TInv": integer(1),
+        "batch_averaged": flag,
+        "eps": number(0.0),
+        "stat_decay": number(0.0, 1.0, closed_high=True),
+        "kl_clip": optional(number(0.0, open_low=True)),
+        "damping_split": choice("pi", "plain", "exact"),
+        "maximize": flag,
+    }
+    _SHARED = ("batch_averaged", "kl_clip", "damping_split")
+    _OWN_OPTION = "TCov"
+    _capture: FactorCapture
+
+    def __init__(
+        self,
+        params_or_model: ParamsOrModel,
+        lr: float | Tensor = 0.001,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        damping: float = 1e-3,
+        TCov: int = 10,
+        TInv: int = 100,
+        batch_averaged: bool = True,
+        eps: float = 1e-8,
+        *,
+        stat_decay: float = 0.95,
+        kl_clip: float | None = 1e-3,
+        damping_split: str = "pi",
+        grad_scaler: GradScaler | None = None,
+        maximize: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "damping": damping,
+            "TCov": TCov,
+            "TInv": TInv,
+            "batch_averaged": batch_averaged,
+            "eps": eps,
+            "stat_decay": stat_decay,
+            "kl_clip": kl_clip,
+            "damping_split": damping_split,
+            "maximize": maximize,
+        }
+        super().__init__(params_or_model, defaults, grad_scaler)
+
+    def report(self) -> dict[str, list[str]]:
+        """Names of the parameters that are ``"preconditioned"`` and of those that ``"fallback"``.
+
+        Both lists are those of the last step that a parameter took; one without a name is called by
+        its place. A layer joins the first list with its first factors.
+        """
+        params = [p for group in self.param_groups for p in group["params"] if self._has_state(p)]
+        done = {
+            "preconditioned": [p for p in params if p not in self._fallback],
+            "fallback": [p for p in params if p in self._fallback],
+        }
+        return {key: [self._short_name(p) for p in value] for key, value in done.items()}
+
+    # ---- capture
+
+    def _init_capture(self) -> None:
+        self._capture = FactorCapture(self._wants)
+        # Parameters that took their last step without factors, and why.
+        self._fallback: dict[Tensor, str] = {}
+        self._warned: set[Tensor] = set()
+
+    def _wants(self, params: dict[str, Tensor]) -> bool:
+        """Whether the factors of a layer are due."""
+        weight = params.get("weight")
+        if weight is None or self._host_step(weight) % self._group_of(weight)["TCov"]:
+            return False
+        if "A" in self.state.get(weight, ()):
+            self._capture.orders[weight] = self.state[weight]["A"].shape[-1]
+        return True
+
+    # ---- the step
+
+    def _step_joint(self, step: JointStep) -> None:
+        self._capture.completeness.resolve()
+        layers = self._layers(step)
+        self._note_fallback(step, layers)
+        self._add_common_state(step, [momentum > 0.0 for momentum in step.per_param("momentum")])
+        for layer in layers:
+            self._add_factors(layer)
+        self._run_step(step, layers, self._found_inf(step))
+        self._has_factors.update((layer.weight, True) for layer in layers)
+        self._count_step(step)
+
+    def _layers(self, step: JointStep) -> list[_Layer]:
+        """The layers that have factors, or get their first ones."""
+        capture, active = self._capture, set(step.params)
+        layers = []
+        for param in step.params:
+            if capture.problem(param) is not None or capture.weight_beside(param) is not param:
+                continue
+            sums, has_factors = capture.sums.get(param), self._knows_factors(param)
+            if sums is None and not has_factors:
+                continue
+            bias = capture.joint_bias(param) if capture.has_room(param) else None
+            due = self._host_step(param) % self._group_of(param)["TInv"] == 0
+            layers.append(
+                _Layer(param, bias if bias in active else None, sums, due or not has_factors)
+            )
+        return layers
+
+    def _knows_factors(self, weight: Tensor) -> bool:
+        """Whether the layer has factors; read from the device where the host does not know."""
+        if weight not in self._has_factors:
+            # A wait, but only after a load, a copy or a skipped step.
+            updates = self.state.get(weight, {}).get("factor_updates")
+            self._has_factors[weight] = updates is not None and updates.item() > 0
+        return self._has_factors[weight]
+
+    def _note_fallback(self, step: JointStep, layers: list[_Layer]) -> None:
+        """Keeps the parameters that no factors precondition for report(), and warns of new ones."""
+        done = {p for layer in layers for p in (layer.weight, layer.bias)}
+        for param in step.params:
+            if param in done:
+                self._fallback.pop(param, None)
+            else:
+                self._fallback[param] = self._capture.problem(param) or "not seen in use"
+        new = [p for p in step.params if p in self._fallback and p not in self._warned]
+        if not new or (not self._capture.ran and all_zero(step.grads)):
+            return
+        self._warned.update(new)
+        names = ", ".join(f"{self._short_name(p)} ({self._fallback[p]})" for p in new)
+        warnings.warn(
+            f"KFAC takes steps of SGD with momentum for parameters that it cannot precondition: {names}",
+            stacklevel=2,
+        )
+
+    def _add_factors(self, layer: _Layer) -> None:
+        weight = layer.weight
+        if "A" not in self.state[weight]:
+            has_bias = self._capture.joint_bias(weight) is not None
+            split = self._group_of(weight)["damping_split"]
+            groups = self._capture.groups(weight)
+            self.state[weight].update(fresh_factors(weight, has_bias, groups, split))
+
+    def _run_step(self, step: JointStep, layers: list[_Layer], found_inf: Tensor | None) -> None:
+        states = [self.state[p] for p in step.params]
+        of_layers = [self.state[layer.weight] for layer in layers]
+        groups = [self._group_of(layer.weight) for layer in layers]
+        options = step.groups[0]
+        nothing = torch.empty(0, device=step.device)
+        roots: list[list[Tensor]] = [
+            [state[key] for state in of_layers] for key in root_keys(options["damping_split"])
+        ]
+        roots += [[nothing] * len(layers)] * (4 - len(roots))
+        index = {p: i for i, p in enumerate(step.params)}
+        torch.ops.torchium.kfac_step_(
+            step.params,
+            step.grads,
+            [state["step"] for state in states],
+            [state.get("momentum_buffer", nothing) for state in states],
+            self._status(step),
+            [state["A"] for state in of_layers],
+            [state["G"] for state in of_layers],
+            *roots,
+            [state["factor_updates"] for state in of_layers],
+            [state["root_failures"] for state in of_layers],
+            [nothing if layer.sums is None else layer.sums.A for layer in layers],
+            [nothing if layer.sums is None else layer.sums.G for layer in layers],
+            [number for layer in layers for number in layer.row(index)],
+            lrs=step.lrs(),
+            momentums=step.per_param("momentum"),
+            weight_decays=step.per_param("weight_decay"),
+            maximize=step.per_param("maximize"),
+            dampings=[group["damping"] for group in groups],
+            stat_decays=[group["stat_decay"] for group in groups],
+            floors=[group["eps"] for group in groups],
+            batch_averaged=options["batch_averaged"],
+            kl_clip=options["kl_clip"],
+            damping_split=options["damping_split"],
+            loss_scale=self._loss_scale(),
+            found_inf=found_inf,
+        )
+
+    def _note_skip(self, params: list[Tensor]) -> None:
+        super()._note_skip(params)
+        for param in params:
+            self._has_factors.pop(param, None)
+
+    # ---- state
+
+    def _forget_derived(self) -> None:
+        super()._forget_derived()
+        self._has_factors: dict[Tensor, bool] = {}
+        self._capture.orders.clear()
+
+    def _loaded_state(
+        self, index: int, group: dict[str, Any], saved: dict[Tensor, dict[str, Any]]
+    ) -> dict[Tensor, State]:
+        fresh: dict[Tensor, State] = {}
+        for param, values in saved.items():
+            fresh[param] = {"step": fresh_step(param)}
+            if not FACTOR_KEYS.isdisjoint(values) and param.dim() in (2, 4) and param.numel() > 0:
+                fresh[param] |= saved_factors(param, values, group["damping_split"])
+        fill_state(
+            fresh, saved, ("momentum_buffer",), lambda param: parameter_name(index, group, param)
+        )
+        return fresh
