@@ -151,6 +151,16 @@ StepGate StepGate::check(at::TensorList grads, at::Tensor& status, const at::Ten
   return gate;
 }
 
+StepGate StepGate::narrowed(const at::Tensor& accepted) const {
+  StepGate gate = *this;
+  if (accepted.is_cpu()) {
+    gate.skipped_on_host_ |= !accepted.item<bool>();
+  } else {
+    gate.keep_ = restrict(accepted);
+  }
+  return gate;
+}
+
 at::Tensor StepGate::zero_if_skipped(const at::Tensor& value) const {
   return keep_.defined() ? at::where(keep_, value, at::zeros({}, value.options())) : value;
 }

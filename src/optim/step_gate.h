@@ -36,6 +36,9 @@ class StepGate {
   // A gate that is open: for updates that no gradient decides.
   static StepGate open() { return StepGate(); }
 
+  // This gate, closed also where `accepted` (0-dim bool) is false.
+  StepGate narrowed(const at::Tensor& accepted) const;
+
   bool skipped_on_host() const { return skipped_on_host_; }
 
   // `value` where the step is kept, zero where it is skipped (removes NaN and Inf).

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from reference import products
+from reference import per_sample
 from torch import nn
 from torchium.utils.cuda_kernels import CUDAGradientOps
 
@@ -52,7 +52,7 @@ def test_per_sample_gradients(kind, reduction, device):
     model, inputs, targets = model_and_batch(kind, device)
     loss_fn = nn.CrossEntropyLoss(reduction=reduction)
     gradients = CUDAGradientOps.per_sample_gradients(model, loss_fn, inputs, targets)
-    expected = products.per_sample_gradients(copy.deepcopy(model), loss_fn, inputs, targets)
+    expected = per_sample.per_sample_gradients(copy.deepcopy(model), loss_fn, inputs, targets)
     assert gradients.keys() == expected.keys()
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected[name])

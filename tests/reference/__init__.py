@@ -7,14 +7,20 @@ paper; nothing is batched, fused or done in place for speed.
 
 from .adagrad import ReferenceAdagrad
 from .blocking import blocks_of, preconditioned_shape
+from .natural_gradient import ReferenceNaturalGradient, fisher, natural_gradient
+from .per_sample import per_sample_gradients
 from .roots import damped_power, root_is_due
 from .shampoo import ReferenceShampoo
 
 __all__ = [
     "ReferenceAdagrad",
+    "ReferenceNaturalGradient",
     "ReferenceShampoo",
     "blocks_of",
     "damped_power",
+    "fisher",
+    "natural_gradient",
+    "per_sample_gradients",
     "preconditioned_shape",
     "root_is_due",
 ]

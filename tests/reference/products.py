@@ -32,15 +32,3 @@ def spd_solve(A: Tensor, X: Tensor, damping: float) -> Tensor:
 
 def kron_solve(A: Tensor, B: Tensor, X: Tensor, damping: float) -> Tensor:
     return spd_solve(kron(damped(A, 0.0), damped(B, 0.0)), X, damping)
-
-
-def per_sample_gradients(model, loss_fn, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """One backward pass a sample."""
-    names, parameters = zip(
-        *[(n, p) for n, p in model.named_parameters() if p.requires_grad], strict=True
-    )
-    rows = []
-    for i in range(inputs.shape[0]):
-        loss = loss_fn(model(inputs[i : i + 1]), targets[i : i + 1])
-        rows.append(torch.autograd.grad(loss, parameters, materialize_grads=True))
-    return {n: torch.stack(r) for n, r in zip(names, zip(*rows, strict=True), strict=True)}

@@ -1,0 +1,20 @@
+// Lists of tensors, one a parameter, as one long vector.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+namespace torchium::optim::detail {
+
+using ParameterVector = std::vector<at::Tensor>;
+
+// <x_p, y_p> of every parameter p: float64 [parameters].
+at::Tensor dots(at::TensorList x, at::TensorList y);
+// <x, y>: 0-dim float64.
+at::Tensor dot(at::TensorList x, at::TensorList y);
+
+// x <- x + scale y, for a 0-dim `scale` of any dtype.
+void add_scaled_(ParameterVector& x, at::TensorList y, const at::Tensor& scale);
+
+}  // namespace torchium::optim::detail

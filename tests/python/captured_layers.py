@@ -1,0 +1,206 @@
+"""What the layers of a model receive and give back, collected by autograd alone, and models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Batch = tuple[Tensor, Tensor]
+KINDS = {nn.Linear: 0, nn.Conv2d: 1, nn.Embedding: 2, nn.LayerNorm: 3, nn.GroupNorm: 4}
+
+
+@dataclass
+class Captured:
+    """Arguments of the operators, in the order of their schemas."""
+
+    params: list[Tensor]
+    inputs: list[Tensor] = field(default_factory=list)
+    output_gradients: list[Tensor] = field(default_factory=list)
+    uses: list[int] = field(default_factory=list)
+    use_eps: list[float] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)  # of the mean loss, one a parameter
+    samples: int = 0
+
+    @property
+    def arguments(self) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[int], list[float]]:
+        return self.params, self.inputs, self.output_gradients, self.uses, self.use_eps
+
+    @property
+    def layers(self) -> tuple[list[Tensor], list[Tensor], list[int], list[float]]:
+        return self.inputs, self.output_gradients, self.uses, self.use_eps
+
+
+def settings_of(module: nn.Module) -> list[int]:
+    if isinstance(module, nn.Conv2d):
+        settings = [*module.stride, *module.padding, *module.dilation, module.groups]
+    elif isinstance(module, nn.Embedding):
+        settings = [-1 if module.padding_idx is None else module.padding_idx]
+    elif isinstance(module, nn.LayerNorm):
+        settings = [len(module.normalized_shape)]
+    elif isinstance(module, nn.GroupNorm):
+        settings = [module.num_groups]
+    else:
+        settings = []
+    return settings + [0] * (8 - len(settings))
+
+
+def forward(
+    model: nn.Module, inputs: Tensor
+) -> tuple[Tensor, list[tuple[nn.Module, Tensor, Tensor]]]:
+    """The output, and the (layer, input, output) of every layer that ran."""
+    calls: list[tuple[nn.Module, Tensor, Tensor]] = []
+    handles = [
+        module.register_forward_hook(lambda m, x, y: calls.append((m, x[0].detach(), y)))
+        for module in model.modules()
+        if type(module) in KINDS
+    ]
+    output = model(inputs)
+    for handle in handles:
+        handle.remove()
+    return output, calls
+
+
+def capture(
+    model: nn.Module, loss_fn: Callable[[Tensor, Tensor], Tensor], batches: Sequence[Batch]
+) -> Captured:
+    """One backward pass a batch, of its share of the mean loss of all samples."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    index = {p: i for i, p in enumerate(params)}
+    result = Captured(params, samples=sum(len(x) for x, _ in batches))
+    result.gradients = [torch.zeros_like(p) for p in params]
+    for micro_batch, (inputs, targets) in enumerate(batches):
+        output, calls = forward(model, inputs)
+        loss = loss_fn(output, targets) * (len(inputs) / result.samples)
+        outputs = [output for _, _, output in calls]
+        found = torch.autograd.grad(loss, [*outputs, *params], materialize_grads=True)
+        for total, gradient in zip(result.gradients, found[len(outputs) :], strict=True):
+            total += gradient
+        for (module, x, _), gradient in zip(calls, found, strict=False):
+            weight, bias = (
+                index.get(getattr(module, name, None), -1) for name in ("weight", "bias")
+            )
+            result.inputs.append(x)
+            result.output_gradients.append(gradient)
+            result.use_eps.append(getattr(module, "eps", 0.0))
+            result.uses += [KINDS[type(module)], weight, bias, micro_batch, *settings_of(module)]
+    return result
+
+
+class Sequence4d(nn.Module):
+    """Linear layers on two dimensions of positions, one of them used twice, and a frozen bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.second = nn.Linear(6, 6)
+        self.norm = nn.LayerNorm((3, 6))
+        self.last = nn.Linear(6, 3, bias=False)
+        self.first.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:  # [n, 2, 3, 4]
+        x = torch.tanh(self.second(torch.tanh(self.first(x))))
+        return self.last(self.norm(self.second(x))).mean((1, 2))
+
+
+class Language(nn.Module):
+    """Looks words up, mixes neighbours, and maps back to words, with the same table if `tied`."""
+
+    def __init__(self, tied: bool, words: int = 7) -> None:
+        super().__init__()
+        self.table = nn.Embedding(words, 5, padding_idx=0)
+        self.norm = nn.LayerNorm(5)
+        self.mix = nn.Linear(5, 5)
+        self.out = nn.Linear(5, words)
+        if tied:
+            self.out.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:  # [n, T] -> [n, words]
+        e = self.table(x)
+        return self.out(e + torch.tanh(self.mix(self.norm(e)))).cumsum(1)[:, -1] / x.shape[1]
+
+
+class TwoTables(nn.Module):
+    """The same table read with two sequences, and one parameter that no sample reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 4)
+        self.unused = nn.Parameter(torch.ones(3, 2))
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:  # [n, T]
+        return self.out(torch.cat([self.table(x).sum(1), self.table(x[:, :1]).square().sum(1)], 1))
+
+
+class SharedEverywhere(nn.Module):
+    """One vector as bias of two layers and weight of a norm; one matrix as two convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(2, 4, 3, padding=1)
+        self.norm = nn.GroupNorm(2, 4)
+        self.plain = nn.Conv2d(2, 4, 1)
+        self.grouped = nn.Conv2d(4, 4, 1, groups=2, bias=False)
+        self.out = nn.Linear(4, 3)
+        self.norm.weight = self.first.bias
+        self.grouped.weight = self.plain.weight
+
+    def forward(self, x: Tensor) -> Tensor:  # [n, 2, h, w]
+        y = torch.tanh(self.norm(self.first(x)) + self.plain(x))
+        return self.out(self.grouped(y).mean((2, 3)))
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(4, 6, (3, 2), stride=(2, 1), padding=(1, 2), dilation=(1, 2), groups=2),
+        nn.GroupNorm(3, 6),
+        nn.ReLU(),
+        nn.Conv2d(6, 6, 3, padding=2, dilation=2, groups=6),
+        nn.Tanh(),
+        nn.Conv2d(6, 5, 1, bias=False),
+        nn.LayerNorm([5, 4, 9]),
+        nn.Flatten(),
+        nn.Linear(5 * 4 * 9, 3),
+    )
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 3))
+
+
+# name -> model, shape of one sample (None: indices), classes
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, int]] = {
+    "mlp": (mlp, (5,), 0, 3),
+    "sequence": (Sequence4d, (2, 3, 4), 0, 3),
+    "convolutions": (convolutions, (4, 7, 7), 0, 3),
+    "embedding": (lambda: Language(tied=False), (6,), 7, 7),
+    "tied_embedding": (lambda: Language(tied=True), (6,), 7, 7),
+    "two_tables": (TwoTables, (6,), 50, 3),
+    "shared_everywhere": (SharedEverywhere, (2, 5, 4), 0, 3),
+}
+
+
+def model_and_batch(
+    name: str,
+    samples: int = 5,
+    dtype: torch.dtype = torch.float64,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> tuple[nn.Module, Batch]:
+    make, shape, words, classes = MODELS[name]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = make()
+        for p in model.parameters():  # norms start at ones and zeros
+            p.data += 0.1 * torch.randn_like(p)
+        inputs = torch.randint(words, (samples, *shape)) if words else torch.randn(samples, *shape)
+        targets = torch.randint(classes, (samples,))
+    inputs = inputs if words else inputs.to(dtype)
+    return model.to(device, dtype), (inputs.to(device), targets.to(device))
+
+
+loss_fn = F.cross_entropy

@@ -1,0 +1,304 @@
+"""kronecker_factors_update_ and per_sample_gradients against one backward pass a sample."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torchium  # noqa: F401  registers the operators
+from captured_layers import MODELS, Batch, capture, loss_fn, model_and_batch
+from reference import per_sample_gradients
+from torch import Tensor, nn
+from torch.library import opcheck
+
+ops = torch.ops.torchium
+
+
+def rows_of(model: nn.Module, batches: list[Batch]) -> list[Tensor]:
+    """The Jacobian in float64, one tensor a parameter."""
+    model = copy.deepcopy(model).double()
+    blocks = []
+    for inputs, targets in batches:
+        inputs = inputs.double() if inputs.is_floating_point() else inputs
+        blocks.append(per_sample_gradients(model, loss_fn, inputs, targets))
+    return [torch.cat([b[name] for b in blocks]) for name in blocks[0]]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_are_gradients_of_single_samples(name, device):
+    model, batch = model_and_batch(name, device=device)
+    captured = capture(model, loss_fn, [batch])
+    rows = ops.per_sample_gradients(*captured.arguments, scale=captured.samples)
+    for row, expected in zip(rows, rows_of(model, [batch]), strict=True):
+        torch.testing.assert_close(row, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["sequence", "convolutions", "tied_embedding", "two_tables"])
+def test_micro_batches_are_more_samples(name, device):
+    """With more or fewer positions a sample in each, and one that leaves parameters out."""
+    model, batch = model_and_batch(name, device=device)
+    _, other = model_and_batch(name, samples=3, device=device, seed=1)
+    if name in ("tied_embedding", "two_tables"):
+        other = other[0][:, :4], other[1]
+    captured = capture(model, loss_fn, [batch, other])
+    rows = ops.per_sample_gradients(*captured.arguments, scale=captured.samples)
+    for row, expected in zip(rows, rows_of(model, [batch, other]), strict=True):
+        torch.testing.assert_close(row, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close([r.mean(0) for r in rows], captured.gradients)
+
+
+def test_a_parameter_has_zero_rows_where_a_micro_batch_does_not_use_it():
+    x, g = torch.randn(2, 3), torch.randn(2, 4)
+    params = [torch.zeros(4, 3), torch.zeros(4), torch.zeros(4, 3)]
+    uses = [[0, 0, 1, 0, *[0] * 8], [0, 2, -1, 7, *[0] * 8]]
+    first, bias, second = ops.per_sample_gradients(
+        params, [x, x], [g, g], [*uses[0], *uses[1]], [0.0, 0.0]
+    )
+    outer = g.unsqueeze(2) * x.unsqueeze(1)
+    zero = torch.zeros(2, 4, 3)
+    torch.testing.assert_close(first, torch.cat([outer, zero]))
+    torch.testing.assert_close(second, torch.cat([zero, outer]))
+    torch.testing.assert_close(bias, torch.cat([g, torch.zeros(2, 4)]))
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Linear(3, 2), (3,)),
+        (nn.Conv2d(2, 4, 2, groups=2), (2, 4, 3)),
+        (nn.LayerNorm((4, 3)), (4, 3)),
+    ],
+)
+def test_an_input_without_a_batch_is_one_sample(layer, shape):
+    layer = layer.double()
+    x = torch.randn(shape, dtype=torch.float64)
+    output = layer(x)
+    weights = torch.randn_like(output)
+    gradients = torch.autograd.grad((output * weights).sum(), list(layer.parameters()))
+    kind = {nn.Linear: 0, nn.Conv2d: 1, nn.LayerNorm: 3}[type(layer)]
+    settings = {0: [0] * 8, 1: [1, 1, 0, 0, 1, 1, 2, 0], 3: [2, *[0] * 7]}[kind]
+    rows = ops.per_sample_gradients(
+        list(layer.parameters()), [x], [weights], [kind, 0, 1, 0, *settings], [1e-5]
+    )
+    for row, expected in zip(rows, gradients, strict=True):
+        torch.testing.assert_close(row, expected.unsqueeze(0))
+
+
+@pytest.mark.parametrize("name", ["mlp", "convolutions", "tied_embedding"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_have_the_precision_of_the_parameters(name, dtype, device):
+    """What was captured is exact here, so that all error is that of the sums over positions."""
+    model, batch = model_and_batch(name, dtype=dtype, device=device)
+    captured = capture(model, loss_fn, [batch])
+    rows = ops.per_sample_gradients(*captured.arguments, scale=captured.samples)
+    captured64 = copy.deepcopy(captured)
+    captured64.params = [p.double() for p in captured.params]
+    expected = ops.per_sample_gradients(*captured64.arguments, scale=captured.samples)
+    for row, reference in zip(rows, expected, strict=True):
+        assert row.dtype == dtype
+        # Two roundings to the dtype of the parameter at most: of the sum and of the result.
+        tolerance = 2 * torch.finfo(dtype).eps + 40 * torch.finfo(torch.float32).eps
+        assert (row - reference).norm() <= tolerance * reference.norm()
+
+
+def test_rows_under_autocast_are_those_without_it():
+    model, batch = model_and_batch("mlp", dtype=torch.float32)
+    captured = capture(model, loss_fn, [batch])
+    expected = ops.per_sample_gradients(*captured.arguments)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rows = ops.per_sample_gradients(*captured.arguments)
+    for row, reference in zip(rows, expected, strict=True):
+        assert torch.equal(row, reference)
+
+
+# name -> weight shape, input shape, output gradient shape, settings
+FACTOR_CASES = {
+    "linear": ((4, 3), (6, 3), (6, 4), []),
+    "linear_vector": ((4, 3), (3,), (4,), []),
+    "linear_sequence": ((4, 3), (6, 5, 2, 3), (6, 5, 2, 4), []),
+    "linear_wide": ((300, 260), (40, 260), (40, 300), []),
+    "conv": ((4, 3, 2, 3), (5, 3, 6, 7), (5, 4, 5, 5), [1, 1, 0, 0, 1, 1, 1, 0]),
+    "conv_image": ((4, 3, 2, 3), (3, 6, 7), (4, 5, 5), [1, 1, 0, 0, 1, 1, 1, 0]),
+    "conv_groups": ((4, 2, 3, 3), (5, 4, 7, 7), (5, 4, 4, 5), [2, 1, 1, 1, 1, 2, 2, 0]),
+    "conv_depthwise": ((6, 1, 3, 3), (5, 3, 5, 5), (5, 6, 5, 5), [1, 1, 1, 1, 1, 1, 3, 0]),
+    "conv_pixel": ((4, 3, 1, 1), (5, 3, 5, 4), (5, 4, 5, 4), [1, 1, 0, 0, 1, 1, 1, 0]),
+}
+
+
+def factor_case(name: str, with_bias: bool, device, dtype=torch.float64, state=torch.float64):
+    """Sums that hold something already, an input and an output gradient."""
+    shape, input_shape, gradient_shape, settings = FACTOR_CASES[name]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(input_shape, generator=generator).to(device, dtype)
+    g = torch.randn(gradient_shape, generator=generator).to(device, dtype)
+    groups = settings[6] if settings else 1
+    a = math.prod(shape[1:])
+    sums = [
+        torch.eye(k, device=device, dtype=state).expand(groups, k, k).contiguous()
+        for k in (a + with_bias, shape[0] // groups)
+    ]
+    row = [int(bool(settings)), -1, -1, 0, *settings, *[0] * (8 - len(settings))]
+    return sums, x, g, {"use": row, "weight_shape": list(shape)}
+
+
+def expected_factors(sums, x: Tensor, g: Tensor, options) -> list[Tensor]:
+    """The definition, one position at a time, with torch's unfold for convolutions."""
+    A, G = (s.double().clone() for s in sums)
+    x, g = x.double(), g.double()
+    s = options["use"][4:]
+    if options["use"][0] == 0:
+        pairs = zip(x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1]), strict=True)
+        vectors = [(0, a, b) for a, b in pairs]
+    else:
+        x, g = (t if t.dim() == 4 else t.unsqueeze(0) for t in (x, g))
+        kernel = options["weight_shape"][2:]
+        columns = nn.functional.unfold(x, kernel, s[4:6], s[2:4], s[:2])
+        groups = s[6]
+        a = columns.unflatten(1, (groups, -1))
+        b = g.flatten(2).unflatten(1, (groups, -1))
+        vectors = [
+            (k, a[n, k, :, t], b[n, k, :, t])
+            for n in range(a.shape[0])
+            for k in range(groups)
+            for t in range(a.shape[3])
+        ]
+    for group, a, b in vectors:
+        if A.shape[1] == len(a) + 1:
+            a = torch.cat([a, a.new_ones(1)])
+        A[group] += torch.outer(a, a)
+        G[group] += torch.outer(b, b)
+    return [A, G]
+
+
+@pytest.mark.parametrize("name", FACTOR_CASES)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_kronecker_factors_are_sums_of_outer_products(name, with_bias, device):
+    sums, x, g, options = factor_case(name, with_bias, device)
+    expected = expected_factors(sums, x, g, options)
+    ops.kronecker_factors_update_(*sums, x, g, **options)
+    torch.testing.assert_close(sums, expected, rtol=1e-12, atol=1e-12)
+    for factor in sums:
+        assert torch.equal(factor, factor.mT)
+
+
+@pytest.mark.parametrize("name", ["linear_sequence", "conv_groups"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_kronecker_factors_are_float32_for_any_input(name, dtype, device):
+    sums, x, g, options = factor_case(name, True, device, dtype, torch.float32)
+    expected = expected_factors(sums, x, g, options)
+    ops.kronecker_factors_update_(*sums, x, g, **options)
+    for factor, reference in zip(sums, expected, strict=True):
+        assert factor.dtype == torch.float32
+        assert (factor - reference).norm() <= 1e-6 * reference.norm()
+
+
+@pytest.mark.parametrize("name", ["linear", "conv_groups"])
+def test_layout_of_the_captured_tensors_does_not_matter(name):
+    sums, x, g, options = factor_case(name, True, "cpu")
+    expected = expected_factors(sums, x, g, options)
+    x, g = (torch.stack([t, -t], -1)[..., 0] for t in (x, g))
+    if x.dim() == 4:
+        x = x.to(memory_format=torch.channels_last)
+    ops.kronecker_factors_update_(*sums, x, g, **options)
+    torch.testing.assert_close(sums, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_long_convolution_is_unfolded_in_pieces():
+    """More patches than are held at a time."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 32, 80, 80, generator=generator)
+    g = torch.randn(3, 2, 78, 78, generator=generator)
+    sums = [torch.zeros(1, k, k) for k in (32 * 9, 2)]
+    row = [1, -1, -1, 0, 1, 1, 0, 0, 1, 1, 1, 0]
+    ops.kronecker_factors_update_(*sums, x, g, use=row, weight_shape=[2, 32, 3, 3])
+    columns = nn.functional.unfold(x, 3).transpose(0, 1).flatten(1).double()
+    expected = columns @ columns.mT
+    assert (sums[0][0] - expected).norm() <= 1e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("name", ["linear_sequence", "conv_groups"])
+def test_opcheck_of_factors(name, device):
+    sums, x, g, options = factor_case(name, True, device)
+    opcheck(ops.kronecker_factors_update_.default, (*sums, x, g), options)
+
+
+@pytest.mark.parametrize("name", ["mlp", "convolutions", "tied_embedding"])
+def test_opcheck_of_rows(name, device):
+    model, batch = model_and_batch(name, device=device)
+    captured = capture(model, loss_fn, [batch])
+    captured.params = [p.detach() for p in captured.params]
+    opcheck(ops.per_sample_gradients.default, captured.arguments, {"scale": 2.0})
+
+
+def wrong_factors(change: dict):
+    sums, x, g, options = factor_case("conv_groups", True, "cpu")
+    arguments = {"A_sum": sums[0], "G_sum": sums[1], "input": x, "output_gradient": g, **options}
+    return {**arguments, **change}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"A_sum": torch.zeros(2, 17, 17).double()}, r"A_sum has shape \[2, 17, 17\]; it must be"),
+        ({"A_sum": torch.zeros(2, 19, 19).int()}, "A_sum has dtype Int"),
+        ({"A_sum": torch.zeros(2, 19, 19)}, "A_sum has dtype Float and G_sum Double"),
+        ({"G_sum": torch.zeros(1, 2, 2).double()}, r"G_sum has shape \[1, 2, 2\]"),
+        ({"input": torch.zeros(5, 4, 7, 7, dtype=torch.int64)}, "inputs.0. of a conv2d layer is"),
+        ({"input": torch.zeros(5, 4, 9, 7)}, r"inputs of shape \[5, 4, 9, 7\]"),
+        ({"output_gradient": torch.zeros(5, 4, 4)}, "output gradient"),
+        ({"weight_shape": [4, 2, 3]}, r"weight of shape \[4, 2, 3\]"),
+        ({"use": [2, -1, -1, 0, *[0] * 8]}, "embedding layer is"),
+        ({"use": [9, -1, -1, 0, *[0] * 8]}, "has kind 9"),
+        ({"use": [1, -1, -1, 0, 0, 1, 1, 1, 1, 2, 2, 0]}, "stride, dilation and groups"),
+        ({"use": [1, -1]}, "12 integers"),
+    ],
+)
+def test_wrong_factors_are_refused_and_nothing_changes(change, message):
+    arguments = wrong_factors(change)
+    before = [arguments["A_sum"].clone(), arguments["G_sum"].clone()]
+    with pytest.raises(ValueError, match=message):
+        ops.kronecker_factors_update_(**arguments)
+    torch.testing.assert_close([arguments["A_sum"], arguments["G_sum"]], before)
+
+
+def one_use(**change) -> dict:
+    x, g = torch.randn(2, 3), torch.randn(2, 4)
+    arguments = {
+        "params": [torch.zeros(4, 3), torch.zeros(4)],
+        "inputs": [x],
+        "output_gradients": [g],
+        "uses": [0, 0, 1, 0, *[0] * 8],
+        "use_eps": [0.0],
+    }
+    return {**arguments, **change}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_eps": []}, "0 use_eps"),
+        ({"uses": [0, 2, 1, 0, *[0] * 8]}, "weight is parameter 2 of 2"),
+        ({"uses": [0, 0, -2, 0, *[0] * 8]}, "bias is parameter -2 of 2"),
+        ({"uses": [0, 1, -1, 0, *[0] * 8]}, r"weight of shape \[4\]"),
+        ({"uses": [0, -1, 0, 0, *[0] * 8]}, r"the bias of a linear layer has shape \[4, 3\]"),
+        ({"uses": [3, 1, -1, 0, 1, *[0] * 7]}, r"layer_norm layer got inputs of shape \[2, 3\]"),
+        ({"inputs": [torch.zeros(2, 3).to_sparse()]}, "it must be a dense"),
+        ({"output_gradients": [torch.randn(3, 4)]}, "same leading dimensions"),
+        ({"inputs": [torch.zeros(0, 3)], "output_gradients": [torch.zeros(0, 4)]}, "no samples"),
+        ({"inputs": [], "output_gradients": [], "uses": [], "use_eps": []}, "no samples"),
+        (
+            {
+                "inputs": [torch.randn(2, 3), torch.randn(3, 3)],
+                "output_gradients": [torch.randn(2, 4), torch.randn(3, 4)],
+                "uses": [0, 0, 1, 0, *[0] * 8, 0, 0, 1, 0, *[0] * 8],
+                "use_eps": [0.0, 0.0],
+            },
+            r"uses\[1\] \(linear\) has seen 3 samples but uses\[0\]",
+        ),
+    ],
+)
+def test_wrong_uses_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        ops.per_sample_gradients(**one_use(**change))
