@@ -24,6 +24,7 @@ void check_options(const KfacHyperparameters& h, at::TensorList params, const Kf
     const KfacParameterOptions& options = h.parameters[i];
     TORCH_CHECK_VALUE(options.lr.defined() && options.lr.numel() == 1, "lrs[", i,
                       "] must be one number");
+    check_at_least_zero("momentum", options.momentum);
     if (options.momentum > 0.0) {
       with_momentum.push_back(params[i]);
       if (i < state.momentum_buffers.size()) {

@@ -7,18 +7,23 @@ paper; nothing is batched, fused or done in place for speed.
 
 from .adagrad import ReferenceAdagrad
 from .blocking import blocks_of, preconditioned_shape
+from .kfac import Layer, ReferenceKFAC, capture, layers_of
 from .natural_gradient import ReferenceNaturalGradient, fisher, natural_gradient
 from .per_sample import per_sample_gradients
 from .roots import damped_power, root_is_due
 from .shampoo import ReferenceShampoo
 
 __all__ = [
+    "Layer",
     "ReferenceAdagrad",
+    "ReferenceKFAC",
     "ReferenceNaturalGradient",
     "ReferenceShampoo",
     "blocks_of",
+    "capture",
     "damped_power",
     "fisher",
+    "layers_of",
     "natural_gradient",
     "per_sample_gradients",
     "preconditioned_shape",

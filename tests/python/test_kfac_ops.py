@@ -1,0 +1,488 @@
+"""The operator of a K-FAC step against the float64 reference and hand-built solves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kfac_operator import OperatorKFAC, Problem, ops
+from optimizer_cases import assert_same
+from reference import Layer, ReferenceKFAC
+from torch import Tensor
+from torch.library import opcheck
+
+SPLITS = ["pi", "plain", "exact"]
+OPTIONS: dict[str, tuple[dict, dict]] = {  # of groups, of the whole optimizer
+    "defaults": ({}, {}),
+    "every_step": ({"lr": 0.1, "TCov": 1, "TInv": 1}, {"kl_clip": None}),
+    "schedules": ({"lr": 0.1, "TCov": 2, "TInv": 3, "stat_decay": 0.6}, {"kl_clip": 0.1}),
+    "no_momentum": ({"lr": 0.1, "TCov": 1, "TInv": 2, "momentum": 0.0}, {}),
+    "weight_decay": ({"lr": 0.1, "TCov": 1, "TInv": 2, "weight_decay": 0.1}, {"kl_clip": 1.0}),
+    "maximize": ({"lr": 0.1, "TCov": 1, "TInv": 2, "maximize": True, "weight_decay": 0.1}, {}),
+    "damping_0": ({"lr": 0.1, "damping": 0.0, "eps": 1e-2, "TCov": 1, "TInv": 1}, {}),
+}
+
+
+def one_group(problem: Problem, **options: Any) -> list[dict]:
+    return [{"params": problem.params, **options}]
+
+
+def run_both(
+    make_groups: Any, dtype: torch.dtype, device: Any, samples: int, shared: dict
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Parameters after a few steps of the operator and of the reference."""
+    ours, theirs = Problem(dtype, device), Problem()
+    optimizer = OperatorKFAC(make_groups(ours), ours.layers, **shared)
+    reference = ReferenceKFAC(make_groups(theirs), theirs.layers, **shared)
+    for _ in range(7):
+        optimizer.step(ours.batch(samples))
+        reference.step(theirs.batch(samples))
+    return ours.params, theirs.params
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("dtype", "samples"), [(torch.float64, 2), (torch.float32, 12)])
+def test_steps_follow_the_reference(name, split, dtype, samples, device):
+    """With 2 samples the factors are singular: float32 cannot tell their zero eigenvalues."""
+    options, shared = OPTIONS[name]
+    ours, theirs = run_both(
+        lambda problem: one_group(problem, **options),
+        dtype,
+        device,
+        samples,
+        {**shared, "damping_split": split},
+    )
+    tolerance = 1e-9 if dtype == torch.float64 else 2e-4
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p.cpu().double(), q, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_parameters_have_their_own_options(split, device):
+    """Weight and bias of one layer in different groups; schedules and damping by the weight."""
+
+    def groups(problem: Problem) -> list[dict]:
+        biases = [layer.bias for layer in problem.layers if layer.bias is not None]
+        weights = [layer.weight for layer in problem.layers]
+        return [
+            {"params": biases, "lr": 0.3, "momentum": 0.0, "damping": 7.0, "TCov": 1},
+            {"params": weights[:2], "lr": 0.1, "damping": 0.1, "eps": 1e-3, "TCov": 1, "TInv": 2},
+            {"params": weights[2:], "lr": 0.2, "momentum": 0.5, "maximize": True, "TCov": 2},
+            {"params": problem.others, "lr": 0.05, "weight_decay": 0.1},
+        ]
+
+    ours, theirs = run_both(groups, torch.float64, device, 3, {"damping_split": split})
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p.cpu(), q, rtol=1e-9, atol=1e-9)
+
+
+def single_layer(
+    weight: Tensor, bias: Tensor | None = None, groups: int = 1, **options: Any
+) -> tuple[list[Tensor], Layer, OperatorKFAC]:
+    """One layer with an optimizer whose update is the direction itself."""
+    params = [p for p in (weight, bias) if p is not None]
+    layer = Layer(weight, bias, groups)
+    of_group = {"lr": 1.0, "momentum": 0.0, "TCov": 1, "TInv": 1}
+    of_group |= {k: v for k, v in options.items() if k in ("damping", "eps", "lr")}
+    rest = {"kl_clip": None} | {k: v for k, v in options.items() if k not in of_group}
+    return params, layer, OperatorKFAC([{"params": params, **of_group}], [layer], **rest)
+
+
+def update_of(params: list[Tensor], optimizer: OperatorKFAC, captured: dict) -> list[Tensor]:
+    before = [p.clone() for p in params]
+    optimizer.step(captured)
+    return [old - new for old, new in zip(before, params, strict=True)]
+
+
+@pytest.mark.parametrize("damping", [1e-4, 1e-2, 1.0])
+def test_one_sample_exact_is_the_dense_damped_empirical_fisher(damping, device):
+    """Without weight sharing A (x) G of one sample is g g^T of its gradient."""
+    torch.manual_seed(1)
+    weight = torch.randn(5, 4, dtype=torch.float64, device=device)
+    bias = torch.randn(5, dtype=torch.float64, device=device)
+    options = {"damping": damping, "eps": 1e-14, "damping_split": "exact"}
+    params, layer, optimizer = single_layer(weight, bias, **options)
+    a, g = torch.randn(1, 1, 5, dtype=torch.float64), torch.randn(1, 1, 5, dtype=torch.float64)
+    a[..., -1] = 1.0
+    for p in params:
+        p.grad = torch.randn_like(p)
+    j = torch.outer(g[0, 0], a[0, 0]).flatten()  # rows of [weight, bias]
+    V = layer.join(weight.grad, bias.grad).flatten().cpu()
+    expected = torch.linalg.solve(torch.outer(j, j) + damping * torch.eye(25, dtype=V.dtype), V)
+    d = update_of(params, optimizer, {0: [(a, g)]})
+    actual = layer.join(*d).flatten().cpu()
+    assert (actual - expected).norm() < 1e-8 * expected.norm()
+
+
+@pytest.mark.parametrize("split", ["pi", "plain"])
+def test_split_damping_equals_a_solve_by_hand(split):
+    a = torch.tensor([[1.0, 2.0], [3.0, -1.0]], dtype=torch.float64)
+    g = torch.tensor([[2.0, 0.0, 1.0], [-1.0, 1.0, 0.5]], dtype=torch.float64)
+    params, _, optimizer = single_layer(
+        torch.zeros(3, 2, dtype=torch.float64), damping=0.09, eps=0.0, damping_split=split
+    )
+    params[0].grad = torch.arange(6, dtype=torch.float64).view(3, 2)
+    A, G = a.T @ a / 2, g.T @ g / 2
+    pi = (A.trace() / 2 / (G.trace() / 3)).sqrt() if split == "pi" else 1.0
+    expected = (
+        torch.linalg.inv(G + 0.3 / pi * torch.eye(3, dtype=G.dtype))
+        @ params[0].grad
+        @ torch.linalg.inv(A + 0.3 * pi * torch.eye(2, dtype=A.dtype))
+    )
+    samples = [(x.view(1, 1, -1), y.view(1, 1, -1)) for x, y in zip(a, g, strict=True)]
+    (actual,) = update_of(params, optimizer, {0: samples})
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_kl_clip_bounds_the_step(split):
+    """|sum v.g lr^2| is kl_clip after a step that was clipped; others are not scaled."""
+    clipped, free = Problem(), Problem()
+    optimizers = [
+        OperatorKFAC(
+            one_group(problem, lr=lr, momentum=0.0), problem.layers, kl_clip=k, damping_split=split
+        )
+        for problem, lr, k in [(clipped, 0.1, 1e-4), (free, 0.1, None)]
+    ]
+    start = [p.clone() for p in clipped.params]
+    for problem, optimizer in zip((clipped, free), optimizers, strict=True):
+        optimizer.step(problem.batch())
+    preconditioned = len(start) - len(clipped.others)
+    steps = [p - q for p, q in zip(start, clipped.params, strict=True)]
+    unscaled = [p - q for p, q in zip(start, free.params, strict=True)]
+    kl = sum(
+        (0.1 * step * p.grad).sum()
+        for step, p in zip(unscaled[:preconditioned], free.params, strict=False)
+    )
+    scale = (1e-4 / kl).sqrt()
+    assert scale < 0.5
+    for i, (step, full) in enumerate(zip(steps, unscaled, strict=True)):
+        expected = scale * full if i < preconditioned else full
+        torch.testing.assert_close(step, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_layer_that_never_ran_takes_its_gradient(split):
+    problem = Problem()
+    optimizer = OperatorKFAC(
+        one_group(problem, lr=1.0, momentum=0.0), problem.layers, damping_split=split, kl_clip=None
+    )
+    before = [p.clone() for p in problem.params]
+    problem.batch()
+    optimizer.step({})
+    for old, p in zip(before, problem.params, strict=True):
+        torch.testing.assert_close(old - p, p.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("zero", ["a", "g", "both"])
+@pytest.mark.parametrize("eps", [0.0, 1e-8])
+def test_zero_factors_stay_finite(split, zero, eps, device):
+    weight = torch.ones(3, 4, device=device)
+    params, _, optimizer = single_layer(weight, damping=1e-3, eps=eps, damping_split=split)
+    params[0].grad = torch.full_like(weight, 0.1)
+    a, g = torch.ones(1, 2, 4), torch.ones(1, 2, 3)
+    captured = {0: [(a * (zero == "g"), g * (zero == "a"))]}
+    (step,) = update_of(params, optimizer, captured)
+    assert step.isfinite().all()
+    assert (step * params[0].grad).sum() > 0
+    assert optimizer.states[0]["root_failures"].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_bias_without_gradient_counts_as_zero(split):
+    """A frozen bias: its row of A stays, its direction is not used."""
+    problem = Problem()
+    linear = problem.layers[0]
+    captured = problem.batch()
+    steps = []
+    for has_gradient in (True, False):
+        weight, bias = linear.weight.clone(), linear.bias.clone()
+        params, _, optimizer = single_layer(weight, bias, damping_split=split)
+        weight.grad = linear.weight.grad
+        bias.grad = torch.zeros_like(bias) if has_gradient else None
+        steps.append(update_of(params, optimizer, {0: captured[0]}))
+    torch.testing.assert_close(steps[1][0], steps[0][0], rtol=1e-12, atol=1e-12)
+    assert steps[1][1].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("batch_averaged", [True, False])
+def test_loss_scale_and_mean_cancel(batch_averaged, device):
+    """The same factors from the gradients of a mean, of a sum and of a scaled loss."""
+    plain, scaled = Problem(device=device), Problem(device=device)
+    first = OperatorKFAC(one_group(plain, lr=0.1), plain.layers)
+    second = OperatorKFAC(one_group(scaled, lr=0.1), scaled.layers, batch_averaged=batch_averaged)
+    for _ in range(2):
+        first.step(plain.batch())
+        second.step(scaled.batch(), loss_scale=2.0**14)
+    for p, q in zip(plain.params, scaled.params, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
+
+
+def tensors_of(optimizer: OperatorKFAC) -> list[Tensor]:
+    """All that a step may change but status."""
+    state = [t for layer in optimizer.states for t in layer.values()]
+    return [*optimizer.options, *optimizer.steps.values(), *optimizer.buffers.values(), *state]
+
+
+def position(optimizer: OperatorKFAC, param: Tensor) -> int:
+    return next(i for i, p in enumerate(optimizer.options) if p is param)
+
+
+def clones(tensors: list[Tensor]) -> list[Tensor]:
+    return [t.detach().clone() for t in tensors]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("where", ["gradient", "a", "g"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_non_finite_number_skips_the_step(split, where, bad, device):
+    problem = Problem(torch.float32, device)
+    optimizer = OperatorKFAC(
+        one_group(problem, lr=0.1, TCov=1, TInv=1), problem.layers, damping_split=split
+    )
+    optimizer.step(problem.batch())
+    before = clones(tensors_of(optimizer))
+    for skips in (1, 2):
+        captured = problem.batch()
+        if where == "gradient":
+            problem.layers[1].weight.grad[0, 0] = bad
+        else:
+            captured[1][2][where == "g"][0, 0, 0] = bad
+        optimizer.step(captured)
+        assert_same(clones(tensors_of(optimizer)), before)
+        index = position(optimizer, problem.layers[1].weight)
+        assert optimizer.status.tolist() == [skips, skips, index, 0, -1]
+    optimizer.step(problem.batch())
+    assert optimizer.status.tolist() == [0, 2, -1, 0, -1]
+    assert all(t.isfinite().all() for t in tensors_of(optimizer))
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_found_inf_skips_the_step_without_blame(finite, device):
+    problem = Problem(torch.float32, device)
+    optimizer = OperatorKFAC(one_group(problem, lr=0.1), problem.layers)
+    optimizer.step(problem.batch())
+    before = clones(tensors_of(optimizer))
+    for skips in range(1, 5):
+        captured = problem.batch()
+        if not finite:
+            problem.others[0].grad.fill_(float("inf"))
+        optimizer.step(captured, found_inf=True)
+        assert_same(clones(tensors_of(optimizer)), before)
+        assert optimizer.status.tolist() == [0, skips, -1, 0, -1]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("factor", ["A", "G"])
+def test_a_failed_root_keeps_the_last_good_pair(split, factor, device):
+    problem = Problem(device=device)
+    optimizer = OperatorKFAC(
+        one_group(problem, lr=0.1, TCov=1, TInv=1, stat_decay=0.5),
+        problem.layers,
+        damping_split=split,
+    )
+    optimizer.step(problem.batch())
+    layer = 2  # the grouped convolution: its second group fails
+    state = optimizer.states[layer]
+    good = state[factor][1].clone()
+    roots = ["A_roots", "G_roots"] + ["A_eigenvalues", "G_eigenvalues"] * (split == "exact")
+    before = {key: state[key].clone() for key in roots}
+    index = position(optimizer, problem.layers[layer].weight)
+    for failures in (1, 2, 3):
+        state[factor][1].fill_(float("nan"))
+        optimizer.step(problem.batch())
+        counts = [failures, 0] if factor == "A" else [0, failures]
+        assert state["root_failures"].tolist() == counts
+        assert optimizer.status.tolist() == [0, 0, -1, failures, index]
+        for key in roots:
+            torch.testing.assert_close(state[key][1], before[key][1], rtol=0, atol=0)
+            assert not torch.equal(state[key][0], before[key][0])
+    assert all(p.isfinite().all() for p in optimizer.options)
+    state[factor][1].copy_(good)
+    optimizer.step(problem.batch())
+    assert state["root_failures"].tolist() == [0, 0]
+    assert optimizer.status.tolist() == [0, 0, -1, 0, -1]
+    assert not torch.equal(state["A_roots"][1], before["A_roots"][1])
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_first_root_that_fails_leaves_the_gradient(split):
+    params, _, optimizer = single_layer(
+        torch.zeros(3, 4), damping=0.0, eps=0.0, damping_split=split
+    )
+    params[0].grad = torch.ones(3, 4)
+    zero = {0: [(torch.zeros(1, 1, 4), torch.zeros(1, 1, 3))]}
+    if split == "exact":  # its damping is added later: what fails is a factor
+        optimizer.states[0]["A"].fill_(float("nan"))
+    (step,) = update_of(params, optimizer, zero)
+    assert_same(step, params[0].grad)
+    assert optimizer.states[0]["root_failures"].max() == 1
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_any_memory_layout_gives_the_same_step(split):
+    def permuted(layer: Layer) -> Layer:
+        weight = layer.weight
+        if weight.dim() == 4:
+            weight = weight.to(memory_format=torch.channels_last)
+        else:
+            weight = weight.T.contiguous().T
+        return Layer(weight, layer.bias, layer.groups)
+
+    plain, other = Problem(), Problem()
+    other.layers = [permuted(layer) for layer in other.layers]
+    results = []
+    for problem in (plain, other):
+        optimizer = OperatorKFAC(
+            one_group(problem, lr=0.1, TCov=1, TInv=2, weight_decay=0.1),
+            problem.layers,
+            damping_split=split,
+        )
+        for _ in range(3):
+            captured = problem.batch()
+            for layer in problem.layers:
+                layer.weight.grad = layer.weight.grad.clone()  # in the layout of the weight
+            optimizer.step(captured)
+        results.append([p.contiguous() for p in problem.params])
+    strides = [layer.weight.stride() for layer in plain.layers]
+    assert strides != [layer.weight.stride() for layer in other.layers]
+    torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_parameters_have_float32_state(split, dtype, device):
+    half, full = Problem(dtype, device), Problem(torch.float32, device)
+    for p, q in zip(full.params, half.params, strict=True):
+        p.copy_(q)
+    optimizers = [
+        OperatorKFAC(one_group(problem, lr=0.1), problem.layers, damping_split=split)
+        for problem in (half, full)
+    ]
+    captured = half.batch()
+    full.batch()
+    for p, q in zip(full.params, half.params, strict=True):
+        p.grad.copy_(q.grad)
+    for optimizer in optimizers:
+        optimizer.step(captured)
+    for state in optimizers[0].states:
+        floating = [t for t in state.values() if t.is_floating_point()]
+        assert {t.dtype for t in floating} == {torch.float32}
+    for p, q in zip(half.params, full.params, strict=True):
+        torch.testing.assert_close(p, q.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+# The operators as such
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_opcheck(split, device):
+    problem = Problem(torch.float32, device)
+    optimizer = OperatorKFAC(one_group(problem, TCov=1), problem.layers, damping_split=split)
+    positional, options = optimizer.arguments(problem.batch(), loss_scale=2.0, found_inf=False)
+    opcheck(ops.kfac_step_.default, positional, options)
+    weight = problem.layers[2].weight
+    options = {"has_bias": True, "groups": 2, "damping_split": split}
+    opcheck(ops.kfac_init_state.default, (weight,), options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_does_not_reach_into_a_step(dtype, device):
+    results = []
+    for enabled in (False, True):
+        problem = Problem(torch.float32, device)
+        with torch.autocast(device.type, dtype=dtype, enabled=enabled):
+            optimizer = OperatorKFAC(one_group(problem, lr=0.1), problem.layers)
+            positional, options = optimizer.arguments(problem.batch())
+            ops.kfac_step_(*positional, **options)
+        results.append(clones(tensors_of(optimizer)))
+    assert_same(results[1], results[0])
+
+
+def test_initial_state():
+    weight = torch.zeros(4, 3, 2, 2, dtype=torch.bfloat16)
+    state = ops.kfac_init_state(weight, has_bias=True, groups=2, damping_split="exact")
+    A, G, A_root, G_root, A_eigenvalues, G_eigenvalues, factor_updates, root_failures = state
+    assert (A.shape, G.shape, A.dtype) == ((2, 13, 13), (2, 2, 2), torch.float32)
+    assert A.count_nonzero() == G.count_nonzero() == 0
+    assert_same(A_root, torch.eye(13).repeat(2, 1, 1))
+    assert_same(G_root, torch.eye(2).repeat(2, 1, 1))
+    assert_same(A_eigenvalues, torch.full((2, 13), -1.0))
+    assert_same(G_eigenvalues, torch.full((2, 2), -1.0))
+    assert_same(factor_updates, torch.zeros(()))
+    assert_same(root_failures, torch.zeros(2, dtype=torch.int32))
+    for bad in ({"groups": 3}, {"groups": 0}, {"damping_split": "sum"}):
+        with pytest.raises(ValueError, match=str(next(iter(bad.values())))):
+            ops.kfac_init_state(
+                weight, **{"has_bias": True, "groups": 2, "damping_split": "pi"} | bad
+            )
+    with pytest.raises(ValueError, match=r"\[4\]"):
+        ops.kfac_init_state(torch.zeros(4), has_bias=True, groups=1, damping_split="pi")
+
+
+LISTS = range(1, 15)  # of the positional arguments, less the parameters and the layers
+STATUS = 4
+
+
+@pytest.mark.parametrize("damage", ["shorter", "wrong shape"])
+def test_lists_that_do_not_fit_are_refused_and_nothing_changes(damage):
+    for which in LISTS:
+        problem = Problem()
+        optimizer = OperatorKFAC(one_group(problem, TCov=1), problem.layers, damping_split="exact")
+        positional, options = optimizer.arguments(problem.batch())
+        before = clones(tensors_of(optimizer))
+        if which == STATUS or damage == "shorter":
+            positional[which] = positional[which][:-1]
+        else:
+            positional[which] = [torch.zeros(7, 7, dtype=t.dtype) for t in positional[which]]
+        with pytest.raises(ValueError, match=r"\d"):
+            ops.kfac_step_(*positional, **options)
+        assert_same(clones(tensors_of(optimizer)), before)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ([9, 1, 4, 12, 1], r"params\[9\]"),
+        ([-1, 1, 4, 12, 1], r"params\[-1\]"),
+        ([0, 0, 4, 12, 1], "another layer"),
+        ([0, 3, 4, 12, 1], r"bias of layer 0 has shape \[4, 2, 3, 2\]"),
+        ([0, 1, 4, 3, 1], "4 samples in 3 rows"),
+        ([0, 1, 4, 12], "rows of weight"),
+    ],
+)
+def test_layers_that_do_not_fit_are_refused(row, message):
+    problem = Problem()
+    optimizer = OperatorKFAC(one_group(problem, TCov=1), problem.layers)
+    positional, options = optimizer.arguments(problem.batch())
+    before = clones(tensors_of(optimizer))
+    positional[-1] = row + positional[-1][5:]
+    with pytest.raises(ValueError, match=message):
+        ops.kfac_step_(*positional, **options)
+    assert_same(clones(tensors_of(optimizer)), before)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("kl_clip", 0.0, "kl_clip"),
+        ("damping_split", "sum", "damping_split.*'sum'"),
+        ("dampings", [-1.0] * 4, "damping.*-1"),
+        ("floors", [-1.0] * 4, "eps.*-1"),
+        ("stat_decays", [1.5] * 4, "stat_decay.*1.5"),
+        ("momentums", [-1.0] * 8, "momentum.*-1"),
+        ("momentums", [0.9], "momentums has 1"),
+        ("lrs", [torch.ones(2)] * 8, "lrs"),
+        ("loss_scale", torch.ones(2), "loss_scale"),
+        ("found_inf", torch.ones(2), "found_inf"),
+    ],
+)
+def test_options_out_of_range_are_refused(name, value, message):
+    problem = Problem()
+    optimizer = OperatorKFAC(one_group(problem, TCov=1), problem.layers)
+    positional, options = optimizer.arguments(problem.batch())
+    with pytest.raises(ValueError, match=message):
+        ops.kfac_step_(*positional, **{**options, name: value})

@@ -1,0 +1,237 @@
+"""K-FAC with the empirical Fisher (Martens and Grosse 2015, arXiv 1503.05671; convolutions: Grosse
+and Martens 2016, arXiv 1602.01407), sample by sample.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Of one sample: inputs a [groups, T, a] (1 appended for a bias) and gradients of its loss by the
+# outputs g [groups, T, o/groups] at T positions.
+Sample = tuple[Tensor, Tensor]
+
+
+@dataclass
+class Layer:
+    """Parameters of one preconditioned layer; weight [o, c/groups, ...]."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    groups: int = 1
+
+    def join(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """V [groups, o/groups, a] from a tensor of the weight's shape and one of the bias'."""
+        V = weight.reshape(self.groups, len(weight) // self.groups, -1)
+        return V if bias is None else torch.cat([V, bias.reshape(self.groups, -1, 1)], dim=-1)
+
+    def split(self, V: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The inverse of join."""
+        if self.bias is None:
+            return V.reshape(self.weight.shape), None
+        return V[..., :-1].reshape(self.weight.shape), V[..., -1].flatten()
+
+
+class ReferenceKFAC:
+    """Changes float64 parameters in place by their `.grad`; options as those of torchium.KFAC.
+
+    A parameter whose gradient is None is left out of the step, and its step count stays.
+    """
+
+    def __init__(
+        self,
+        param_groups: Sequence[dict[str, Any]],
+        layers: Sequence[Layer],
+        *,
+        kl_clip: float | None = 1e-3,
+        damping_split: str = "pi",
+    ) -> None:
+        defaults = {"lr": 0.001, "momentum": 0.9, "weight_decay": 0.0, "damping": 1e-3}
+        defaults |= {"TCov": 10, "TInv": 100, "eps": 1e-8, "stat_decay": 0.95, "maximize": False}
+        self.options = {
+            p: defaults | {k: v for k, v in group.items() if k != "params"}
+            for group in param_groups
+            for p in group["params"]
+        }
+        self.layers = list(layers)
+        self.kl_clip = kl_clip
+        self.damping_split = damping_split
+        self.state: dict[Tensor, dict[str, Any]] = {p: {"step": 0} for p in self.options}
+
+    @torch.no_grad()
+    def step(self, captured: dict[int, list[Sample]]) -> None:
+        """One step. captured: the samples of each layer (by its index) since the last one."""
+        active = [p for p in self.options if p.grad is not None]
+        if not all(p.grad.isfinite().all() for p in active):
+            return
+        V = {p: self._gradient(p) for p in active}
+        directions = dict(V)
+        preconditioned = []
+        for i, layer in enumerate(self.layers):
+            if layer.weight in V:
+                self._update_layer(layer, captured.get(i, []))
+                self._precondition(layer, V, directions)
+                preconditioned += [p for p in (layer.weight, layer.bias) if p in V]
+        for p in active:
+            self.state[p]["step"] += 1
+
+        scale = 1.0
+        if self.kl_clip is not None and preconditioned:
+            kl = sum(
+                (directions[p] * V[p]).sum().item() * self.options[p]["lr"] ** 2
+                for p in preconditioned
+            )
+            scale = min(1.0, math.sqrt(self.kl_clip / abs(kl))) if kl else 1.0
+        for p in preconditioned:
+            directions[p] = scale * directions[p]
+        for p in active:
+            o, state = self.options[p], self.state[p]
+            previous = state.get("momentum_buffer", torch.zeros_like(p))
+            state["momentum_buffer"] = o["momentum"] * previous + directions[p]
+            p.sub_(o["lr"] * state["momentum_buffer"])
+
+    def _gradient(self, p: Tensor) -> Tensor:
+        o = self.options[p]
+        return (-p.grad if o["maximize"] else p.grad) + o["weight_decay"] * p
+
+    def _update_layer(self, layer: Layer, samples: list[Sample]) -> None:
+        """Factors and inverses, where due."""
+        o, state = self.options[layer.weight], self.state[layer.weight]
+        t = state["step"]
+        if t % o["TCov"] == 0 and samples:
+            A, G = factors(samples)
+            state["k"] = k = state.get("k", 0) + 1
+            d = min(1 - 1 / k, o["stat_decay"])
+            state["A"] = d * state.get("A", torch.zeros_like(A)) + (1 - d) * A
+            state["G"] = d * state.get("G", torch.zeros_like(G)) + (1 - d) * G
+        if "A" in state and (t % o["TInv"] == 0 or "solve" not in state):
+            state["solve"] = [
+                damped_solver(A, G, o["damping"], o["eps"], self.damping_split)
+                for A, G in zip(state["A"], state["G"], strict=True)
+            ]
+
+    def _precondition(self, layer: Layer, V: dict, directions: dict) -> None:
+        solvers = self.state[layer.weight].get("solve")
+        if solvers is None:
+            return
+        matrices = layer.join(V[layer.weight], None if layer.bias is None else V[layer.bias])
+        solved = torch.stack([solve(M) for solve, M in zip(solvers, matrices, strict=True)])
+        weight, bias = layer.split(solved)
+        directions[layer.weight] = weight
+        if layer.bias is not None:
+            directions[layer.bias] = bias
+
+
+def factors(samples: list[Sample]) -> tuple[Tensor, Tensor]:
+    """A = sum a a^T / (N T) and G = sum g g^T / N."""
+    A, G, rows = 0.0, 0.0, 0
+    for a, g in samples:
+        A = A + sum(torch.einsum("gi,gj->gij", a[:, t], a[:, t]) for t in range(a.shape[1]))
+        G = G + sum(torch.einsum("gi,gj->gij", g[:, t], g[:, t]) for t in range(g.shape[1]))
+        rows += a.shape[1]
+    return A / rows, G / len(samples)
+
+
+def damped_solver(
+    A: Tensor, G: Tensor, damping: float, eps: float, split: str
+) -> Callable[[Tensor], Tensor]:
+    """The map V -> (damped Kronecker product of G and A)^-1 V for one pair of factors."""
+    pi = 1.0
+    if split == "pi":
+        pi = math.sqrt(max(mean_diagonal(A), eps) / max(mean_diagonal(G), eps))
+    A, G = floored(A, eps), floored(G, eps)
+    if split == "exact":
+        F = torch.kron(G, A) + damping * torch.eye(len(A) * len(G), dtype=A.dtype)
+        return lambda V: torch.linalg.solve(F, V.flatten()).view(V.shape)
+    A = A + pi * math.sqrt(damping) * torch.eye(len(A), dtype=A.dtype)
+    G = G + math.sqrt(damping) / pi * torch.eye(len(G), dtype=A.dtype)
+    return lambda V: torch.linalg.solve(G, V) @ torch.linalg.inv(A)
+
+
+def mean_diagonal(M: Tensor) -> float:
+    return M.diagonal().mean().item()
+
+
+def floored(M: Tensor, eps: float) -> Tensor:
+    """M with its eigenvalues raised to at least eps."""
+    values, vectors = torch.linalg.eigh(M)
+    return vectors @ torch.diag(values.clamp_min(eps)) @ vectors.T
+
+
+# From a model to samples
+
+
+def layers_of(model: nn.Module) -> list[Layer]:
+    """Layer of each Linear and Conv2d whose weight no other has, in the order of the modules."""
+    layers: dict[Tensor, Layer] = {}
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.Conv2d)):
+            groups = getattr(module, "groups", 1)
+            layers.setdefault(module.weight, Layer(module.weight, module.bias, groups))
+    return list(layers.values())
+
+
+def capture(
+    model: nn.Module, layers: Sequence[Layer], batch: Iterable[tuple[Tensor, Tensor]], loss_fn
+) -> dict[int, list[Sample]]:
+    """Samples of every layer: one forward and backward pass of loss_fn(model(x), y) a sample.
+
+    batch: pairs (x, y) of single samples with a batch dimension of one.
+    """
+    index = {layer.weight: i for i, layer in enumerate(layers)}
+    captured: dict[int, list[Sample]] = {i: [] for i in range(len(layers))}
+    for x, y in batch:
+        uses: list[tuple[nn.Module, Tensor, Tensor]] = []  # module, its input and its output
+
+        def remember(module, inputs, output, uses=uses):
+            uses.append((module, inputs[0].detach().clone(), output))
+
+        hooks = [m.register_forward_hook(remember) for m in model.modules()]
+        loss = loss_fn(model(x), y)
+        for hook in hooks:
+            hook.remove()
+        uses = [use for use in uses if getattr(use[0], "weight", None) in index]
+        gradients = torch.autograd.grad(loss, [output for *_, output in uses])
+        rows: dict[int, list[Sample]] = {}
+        for (module, a, _), g in zip(uses, gradients, strict=True):
+            rows.setdefault(index[module.weight], []).append(position_rows(module, a, g))
+        for i, pairs in rows.items():  # several uses are more positions
+            captured[i].append(tuple(torch.cat(side, dim=1) for side in zip(*pairs, strict=True)))
+    return captured
+
+
+def position_rows(module: nn.Module, a: Tensor, g: Tensor) -> Sample:
+    """Input and output gradient of one use for one sample, as rows of positions."""
+    if isinstance(module, nn.Conv2d):
+        a, g = convolution_rows(module, a, g)
+    else:
+        a, g = a.reshape(1, -1, a.shape[-1]), g.reshape(1, -1, g.shape[-1])
+    if module.bias is not None:
+        a = torch.cat([a, torch.ones_like(a[..., :1])], dim=-1)
+    return a, g
+
+
+def convolution_rows(module: nn.Conv2d, a: Tensor, g: Tensor) -> Sample:
+    """Patches [groups, T, c/groups kh kw] and gradients [groups, T, o/groups], T = height width."""
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    a = nn.functional.pad(a, module._reversed_padding_repeated_twice, mode=mode)
+    patches = []
+    for channels in a[0].chunk(module.groups):
+        rows = []
+        for y in range(g.shape[-2]):
+            for x in range(g.shape[-1]):
+                (sy, sx), (dy, dx) = module.stride, module.dilation
+                kh, kw = module.kernel_size
+                window = channels[
+                    :,
+                    y * sy : y * sy + dy * (kh - 1) + 1 : dy,
+                    x * sx : x * sx + dx * (kw - 1) + 1 : dx,
+                ]
+                rows.append(window.flatten())
+        patches.append(torch.stack(rows))
+    return torch.stack(patches), g[0].flatten(1).unflatten(0, (module.groups, -1)).mT
