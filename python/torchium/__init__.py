@@ -4,18 +4,21 @@ from torchium_cpp import __version__
 
 from . import linalg, optimizers, utils
 from ._config import show_config
+from ._per_sample import per_sample_gradients
 from ._registry import create_optimizer, get_available_optimizers
-from .optimizers import KFAC, Adagrad, Shampoo
+from .optimizers import KFAC, Adagrad, NaturalGradient, Shampoo
 
 __all__ = [
     "KFAC",
     "Adagrad",
+    "NaturalGradient",
     "Shampoo",
     "__version__",
     "create_optimizer",
     "get_available_optimizers",
     "linalg",
     "optimizers",
+    "per_sample_gradients",
     "show_config",
     "utils",
 ]

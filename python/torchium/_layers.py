@@ -88,19 +88,30 @@ def layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return value
 
 
-def batched(module: nn.Module, input: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-    """Input and output (gradient) with a dimension of one sample where there is no batch."""
+def is_single(module: nn.Module, input: Tensor) -> bool:
+    """Whether the layer received one sample without a dimension for samples."""
     if isinstance(module, nn.Linear):
-        single = input.dim() == 1
-    elif isinstance(module, nn.Conv2d):
-        single = input.dim() == 3
-    elif isinstance(module, nn.Embedding):
-        single = input.dim() == 0
-    elif isinstance(module, nn.LayerNorm):
-        single = input.dim() == len(module.normalized_shape)
-    else:
-        single = False
-    return (input.unsqueeze(0), output.unsqueeze(0)) if single else (input, output)
+        return input.dim() == 1
+    if isinstance(module, nn.Conv2d):
+        return input.dim() == 3
+    if isinstance(module, nn.Embedding):
+        return input.dim() == 0
+    return isinstance(module, nn.LayerNorm) and input.dim() == len(module.normalized_shape)
+
+
+def samples(module: nn.Module, input: Tensor) -> int:
+    """How many samples the layer received."""
+    return 1 if is_single(module, input) else input.shape[0]
+
+
+def core_tensors(
+    module: nn.Module, input: Tensor, output_gradient: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Input and output gradient as the core takes them: padded, dimension 0 the sample."""
+    input = padded(module, input)
+    if is_single(module, input):
+        return input.unsqueeze(0), output_gradient.unsqueeze(0)
+    return input, output_gradient
 
 
 def _needs_padded_input(module: nn.Conv2d) -> bool:
@@ -124,21 +135,23 @@ def _padding(module: nn.Conv2d) -> tuple[int, int]:
     return top, left
 
 
-def settings(module: nn.Module) -> tuple[list[int], float]:
-    """The settings of the layer as the core takes them, and its eps."""
-    eps = 0.0
-    values: list[int]
+def use_row(module: nn.Module, weight: int, bias: int, micro_batch: int) -> tuple[list[int], float]:
+    """A use as the core takes it, and the eps of a norm.
+
+    ``weight`` and ``bias`` are positions in the parameters of the call, -1 for none.
+    """
+    kind, eps, settings = layer_kind(module), 0.0, list[int]()
+    assert kind is not None
     if isinstance(module, nn.Conv2d):
-        values = [*module.stride, *_padding(module), *module.dilation, module.groups]
+        settings = [*module.stride, *_padding(module), *module.dilation, module.groups]
     elif isinstance(module, nn.Embedding):
-        values = [-1 if module.padding_idx is None else module.padding_idx]
+        settings = [-1 if module.padding_idx is None else module.padding_idx]
     elif isinstance(module, nn.LayerNorm):
-        values, eps = [len(module.normalized_shape)], module.eps
+        settings, eps = [len(module.normalized_shape)], module.eps
     elif isinstance(module, nn.GroupNorm):
-        values, eps = [module.num_groups], module.eps
-    else:
-        values = []
-    return values + [0] * (_SETTINGS - len(values)), eps
+        settings, eps = [module.num_groups], module.eps
+    settings += [0] * (_SETTINGS - len(settings))
+    return [int(kind), weight, bias, micro_batch, *settings], eps
 
 
 def summed_gradient(

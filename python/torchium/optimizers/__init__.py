@@ -2,6 +2,7 @@
 
 from .adagrad import Adagrad
 from .kfac import KFAC
+from .natural_gradient import NaturalGradient
 from .shampoo import Shampoo
 
-__all__ = ["KFAC", "Adagrad", "Shampoo"]
+__all__ = ["KFAC", "Adagrad", "NaturalGradient", "Shampoo"]

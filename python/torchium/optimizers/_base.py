@@ -38,7 +38,8 @@ class CoreOptimizer(Optimizer):
 
     # Checks of all options but ``lr``.
     _CHECKS: ClassVar[dict[str, Check]]
-    # What to change when a root fails again and again.
+    # What may fail beside a gradient, and what to change when it does so again and again.
+    _ROOT: ClassVar[str] = "the root of a preconditioner of"
     _ROOT_REMEDY: ClassVar[str]
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
@@ -254,7 +255,7 @@ class CoreOptimizer(Optimizer):
                 )
             if report.root_failures >= self._max_root_failures(self.param_groups[report.group]):
                 raise RuntimeError(
-                    f"{type(self).__name__}: the root of a preconditioner of "
+                    f"{type(self).__name__}: {self._ROOT} "
                     f"{self._culprit(report, report.failed)} failed {report.root_failures} "
                     f"times in a row; {self._ROOT_REMEDY}"
                 )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._capture import Capture, Use
-from .._layers import MATRIX_KINDS, batched, layer_kind, padded, settings, why_unsupported
+from .._layers import MATRIX_KINDS, core_tensors, use_row, why_unsupported
 from ._parameters import State, state_dtype
 
 _FACTORS = ("A", "G")
@@ -87,20 +87,16 @@ class FactorCapture(Capture):
         if name != "weight":
             return
         weight = use.params["weight"]
-        input, output_gradient = batched(
-            use.module, padded(use.module, use.input), use.output_gradient
-        )
+        input, output_gradient = core_tensors(use.module, use.input, use.output_gradient)
         sums = self.sums.get(weight)
         if sums is None:
             sums = self.sums[weight] = self._zero_sums(weight)
-        kind = layer_kind(use.module)
-        assert kind is not None
         torch.ops.torchium.kronecker_factors_update_(
             sums.A,
             sums.G,
             input,
             output_gradient,
-            use=[kind, -1, -1, 0, *settings(use.module)[0]],
+            use=use_row(use.module, -1, -1, 0)[0],
             weight_shape=weight.shape,
         )
         # Several uses in one pass are of the same samples.
