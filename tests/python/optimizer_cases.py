@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import pytest
 import torch
 import torchium
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ def _case(cls: type[torch.optim.Optimizer], **options: object) -> Make:
     return lambda params, **more: cls(params, **{**options, **more})
 
 
-# Together they create every kind of state that there is.
+# Together they create every kind of state that there is. These take any gradients:
 CASES: dict[str, Make] = {
     "shampoo": _case(torchium.Shampoo, lr=0.05, update_freq=2),
     "shampoo_all_buffers": _case(
@@ -36,6 +37,24 @@ CASES: dict[str, Make] = {
     ),
 }
 
+# These take the gradients of a backward pass:
+CAPTURING_CASES: dict[str, Make] = {
+    "kfac": _case(torchium.KFAC, lr=0.02, TCov=2, TInv=3, weight_decay=0.01, kl_clip=None),
+    "kfac_exact": _case(torchium.KFAC, lr=0.05, momentum=0.0, TCov=1, damping_split="exact"),
+    "natural_gradient": _case(torchium.NaturalGradient, lr=0.1, damping=0.1, momentum=0.5),
+    "natural_gradient_between": _case(
+        torchium.NaturalGradient, lr=0.1, damping=0.1, update_freq=3, max_norm=1.0
+    ),
+}
+ALL_CASES = {**CASES, **CAPTURING_CASES}
+
+plain_cases = pytest.mark.parametrize("make", CASES.values(), ids=CASES.keys())
+capturing_cases = pytest.mark.parametrize(
+    "make", CAPTURING_CASES.values(), ids=CAPTURING_CASES.keys()
+)
+all_cases = pytest.mark.parametrize("make", ALL_CASES.values(), ids=ALL_CASES.keys())
+ignore_fallback = pytest.mark.filterwarnings("ignore:KFAC takes steps of SGD")
+
 
 def mlp(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> nn.Module:
     """Two linear layers with a norm between them: matrices of two sizes and vectors."""
@@ -52,12 +71,30 @@ def set_gradients(params: Iterable[Tensor], seed: int) -> None:
         p.grad = torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
 
 
+def backward(model: nn.Module, seed: int, sign: float = 1.0) -> None:
+    """Gives the parameters of an mlp() the gradients of a batch that depends on `seed`."""
+    generator = torch.Generator().manual_seed(seed)
+    parameter = next(model.parameters())
+    inputs, weights = torch.randn(2, 8, 6, generator=generator).to(parameter.device)
+    model.zero_grad()
+    outputs = model(inputs.to(parameter.dtype))
+    (sign * outputs * weights[:, :3].to(parameter.dtype)).sum(1).mean().backward()
+
+
+def give_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    """Gives each parameter of an mlp() a gradient that the optimizer takes."""
+    if isinstance(optimizer, (torchium.KFAC, torchium.NaturalGradient)):
+        backward(model, seed)
+    else:
+        set_gradients(model.parameters(), seed)
+
+
 def run(
     model: nn.Module, optimizer: torch.optim.Optimizer, first: int = 0, steps: int = 4
 ) -> list[Tensor]:
     """Steps `first` to `first + steps - 1` of a fixed sequence of gradients; the parameters then."""
     for step in range(first, first + steps):
-        set_gradients(model.parameters(), step)
+        give_gradients(model, optimizer, step)
         optimizer.step()
     return values(model)
 

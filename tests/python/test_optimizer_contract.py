@@ -11,11 +11,30 @@ import pickle
 import pytest
 import torch
 import torchium
-from optimizer_cases import CASES, assert_same, mlp, run, set_gradients, snapshot, values
+from optimizer_cases import (
+    CAPTURING_CASES,
+    CASES,
+    all_cases,
+    assert_same,
+    backward,
+    capturing_cases,
+    give_gradients,
+    ignore_fallback,
+    mlp,
+    plain_cases,
+    run,
+    set_gradients,
+    snapshot,
+    values,
+)
 from torch import nn
 from torch.optim import lr_scheduler
 
-all_cases = pytest.mark.parametrize("make", CASES.values(), ids=CASES.keys())
+pytestmark = ignore_fallback
+
+KFAC_CASES = {name: make for name, make in CAPTURING_CASES.items() if "kfac" in name}
+# All parameters may have any gradients: those of no layer fall back to SGD.
+plain_or_kfac_cases = pytest.mark.parametrize("make", [*CASES.values(), *KFAC_CASES.values()])
 
 
 # ---- names and signatures
@@ -24,6 +43,8 @@ all_cases = pytest.mark.parametrize("make", CASES.values(), ids=CASES.keys())
 def test_the_package_and_its_module_export_the_same_classes():
     assert torchium.Shampoo is torchium.optimizers.Shampoo
     assert torchium.Adagrad is torchium.optimizers.Adagrad
+    assert torchium.KFAC is torchium.optimizers.KFAC
+    assert torchium.NaturalGradient is torchium.optimizers.NaturalGradient
 
 
 def test_create_optimizer_by_name_in_any_case():
@@ -33,6 +54,9 @@ def test_create_optimizer_by_name_in_any_case():
     assert optimizer.param_groups[0]["lr"] == 0.5
     assert optimizer.param_groups[0]["momentum"] == 0.9
     assert type(torchium.create_optimizer("adagrad", params)) is torchium.Adagrad
+    assert type(torchium.create_optimizer("kfac", mlp())) is torchium.KFAC
+    by_name = torchium.create_optimizer("NaturalGradient", params, solver="cg")
+    assert type(by_name) is torchium.NaturalGradient
 
 
 @pytest.mark.parametrize("name", ["sgdd", "", "shampoo ", None, 3])
@@ -44,13 +68,21 @@ def test_create_optimizer_lists_the_names_for_an_unknown_one(name):
 def test_available_optimizers_are_sorted_and_can_all_be_created():
     names = torchium.get_available_optimizers()
     assert names == sorted(names) == [n.lower() for n in names]
-    assert {"adagrad", "shampoo"} <= set(names)
+    assert {"adagrad", "kfac", "naturalgradient", "shampoo"} <= set(names)
     for name in names:
         assert torchium.create_optimizer(name, list(mlp().parameters()))
 
 
 @pytest.mark.parametrize(
-    "documented", [torchium.Shampoo, torchium.Adagrad, torchium.create_optimizer]
+    "documented",
+    [
+        torchium.Shampoo,
+        torchium.Adagrad,
+        torchium.KFAC,
+        torchium.NaturalGradient,
+        torchium.create_optimizer,
+        torchium.per_sample_gradients,
+    ],
 )
 def test_examples_of_the_docstrings_run(documented):
     names = {"torch": torch, "torchium": torchium, "model": mlp()}
@@ -95,6 +127,35 @@ SIGNATURES = {
         },
         {"full_matrix": False, "block_size": 128, "update_freq": 1, "maximize": False},
     ),
+    torchium.KFAC: (
+        {
+            "lr": 0.001,
+            "momentum": 0.9,
+            "weight_decay": 0.0,
+            "damping": 1e-3,
+            "TCov": 10,
+            "TInv": 100,
+            "batch_averaged": True,
+            "eps": 1e-8,
+        },
+        {
+            "stat_decay": 0.95,
+            "kl_clip": 1e-3,
+            "damping_split": "pi",
+            "grad_scaler": None,
+            "maximize": False,
+        },
+    ),
+    torchium.NaturalGradient: (
+        {"lr": 0.01, "damping": 1e-3, "update_freq": 1, "eps": 1e-8},
+        {
+            "momentum": 0.0,
+            "max_norm": None,
+            "solver": "auto",
+            "grad_scaler": None,
+            "maximize": False,
+        },
+    ),
 }
 
 
@@ -102,13 +163,15 @@ SIGNATURES = {
 def test_signature_and_defaults(cls):
     positional, keyword_only = SIGNATURES[cls]
     parameters = list(inspect.signature(cls).parameters.values())
-    assert parameters[0].name == "params"
+    takes_model = cls in (torchium.KFAC, torchium.NaturalGradient)
+    assert parameters[0].name == ("params_or_model" if takes_model else "params")
     rest = parameters[1:]
     assert [p.name for p in rest if p.kind is p.POSITIONAL_OR_KEYWORD] == list(positional)
     assert {p.name for p in rest if p.kind is p.KEYWORD_ONLY} == set(keyword_only)
     expected = {**positional, **keyword_only}
     assert {p.name: p.default for p in rest} == expected
     group = cls(mlp().parameters()).param_groups[0]
+    expected.pop("grad_scaler", None)
     assert {k: v for k, v in group.items() if k != "params"} == expected
 
 
@@ -154,6 +217,7 @@ def test_closure_runs_once_with_gradients_and_its_loss_is_returned(make):
         assert not torch.is_grad_enabled()
     assert len(calls) == 1
     assert all(not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    optimizer.zero_grad()
     assert optimizer.step() is None
 
 
@@ -183,7 +247,7 @@ def test_step_leaves_the_gradients_alone(make):
     model = mlp()
     optimizer = make(model.parameters())
     for step in range(3):
-        set_gradients(model.parameters(), step)
+        give_gradients(model, optimizer, step)
         before = [p.grad.clone() for p in model.parameters()]
         optimizer.step()
         assert_same([p.grad for p in model.parameters()], before)
@@ -196,25 +260,31 @@ def test_parameters_without_a_gradient_keep_value_and_state(make):
     frozen, late, *others = model.parameters()
     frozen.requires_grad_(False)
     start = [frozen.clone(), late.detach().clone()]
-    for step in range(3):
-        set_gradients(others, step)
+
+    def step_of(active, step):
+        give_gradients(model, optimizer, step)
+        for p in model.parameters():
+            if all(p is not a for a in active):
+                p.grad = None
         optimizer.step()
+
+    for step in range(3):
+        step_of(others, step)
     assert_same([frozen, late.detach()], start)
     assert not optimizer.state.get(frozen)
     assert not optimizer.state.get(late)
 
-    set_gradients([late], 3)
-    optimizer.step()
+    step_of([late, *others], 3)
     assert optimizer.state[late]["step"].item() == 1
     assert optimizer.state[others[0]]["step"].item() == 4
 
     kept = copy.deepcopy(dict(optimizer.state[late]))
-    late.grad = None
-    optimizer.step()
+    step_of(others, 4)
     assert_same(dict(optimizer.state[late]), kept)
+    assert_same(frozen, start[0])
 
 
-@all_cases
+@plain_cases
 def test_a_late_parameter_moves_as_one_that_starts_alone(make):
     """Each parameter has its own step count, root schedule and bias correction."""
     model, lonely = mlp(), mlp()
@@ -257,13 +327,14 @@ def test_zero_grad_sets_to_none_or_to_zero(make):
 @all_cases
 def test_maximize_is_the_step_of_the_negated_gradient(make):
     up, down = mlp(), mlp()
-    options = {"weight_decay": 0.0}
-    up_optimizer = make(up.parameters(), maximize=True, **options)
-    down_optimizer = make(down.parameters(), **options)
-    for step in range(3):
-        set_gradients(up.parameters(), step)
-        for p, q in zip(up.parameters(), down.parameters(), strict=True):
-            q.grad = -p.grad
+    up_optimizer = make(up.parameters(), maximize=True)
+    down_optimizer = make(down.parameters())
+    for group in (*up_optimizer.param_groups, *down_optimizer.param_groups):
+        if "weight_decay" in group:
+            group["weight_decay"] = 0.0
+    for step in range(4):
+        backward(up, step)
+        backward(down, step, sign=-1.0)
         up_optimizer.step()
         down_optimizer.step()
     assert_same(values(up), values(down))
@@ -329,6 +400,12 @@ def test_a_compiled_training_step_is_the_step(make):
     assert_same(values(compiled), values(plain))
 
 
+def computed_state(state):
+    """State but for what was captured: that is kept as it came."""
+    captured = ("inputs", "output_gradients", "uses", "use_eps", "loss_scale")
+    return {key: value for key, value in state.items() if key.split(".")[0] not in captured}
+
+
 @all_cases
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_parameters_have_float32_state(make, dtype, device):
@@ -341,7 +418,7 @@ def test_low_precision_parameters_have_float32_state(make, dtype, device):
         assert p.dtype == dtype
         assert torch.isfinite(p).all()
         assert not torch.equal(p, b)
-        for key, tensor in optimizer.state[p].items():
+        for key, tensor in computed_state(optimizer.state[p]).items():
             expected = torch.int32 if key.startswith("root_failures") else torch.float32
             assert tensor.dtype == expected, key
 
@@ -352,12 +429,12 @@ def test_float64_parameters_have_float64_state(make):
     optimizer = make(model.parameters())
     run(model, optimizer)
     for p in model.parameters():
-        for key, tensor in optimizer.state[p].items():
-            if key != "step" and not key.startswith("root_failures"):
+        for key, tensor in computed_state(optimizer.state[p]).items():
+            if key not in ("step", "factor_updates") and not key.startswith("root_failures"):
                 assert tensor.dtype == torch.float64, key
 
 
-@all_cases
+@plain_cases
 def test_parameters_of_several_dtypes_share_a_group(make):
     together, apart = mlp(), mlp()
     for model in (together, apart):
@@ -375,7 +452,7 @@ def test_parameters_of_several_dtypes_share_a_group(make):
         torch.testing.assert_close(p, q)
 
 
-@all_cases
+@plain_cases
 def test_the_memory_format_of_a_parameter_does_not_matter(make):
     plain, strided = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3)
     strided.load_state_dict(plain.state_dict())
@@ -390,7 +467,7 @@ def test_the_memory_format_of_a_parameter_does_not_matter(make):
     torch.testing.assert_close(values(strided), values(plain), rtol=1e-5, atol=1e-6)
 
 
-@all_cases
+@plain_or_kfac_cases
 @pytest.mark.parametrize(
     "shape",
     [(), (1,), (7,), (1, 7), (7, 1), (1, 1), (3, 4, 5), (2, 3, 2, 3), (2, 1, 3, 2, 2), (9, 5)],
@@ -407,13 +484,13 @@ def test_parameters_of_any_order_move_and_stay_finite(make, shape, device):
     optimizer.check_errors()
 
 
-@all_cases
+@plain_or_kfac_cases
 def test_empty_parameters_are_harmless(make):
     model, alone = mlp(), mlp()
     empty = nn.Parameter(torch.empty(0, 3))
     optimizer, other = make([empty, *model.parameters()]), make(alone.parameters())
     for step in range(3):
-        set_gradients(model.parameters(), step)
+        give_gradients(model, optimizer, step)
         empty.grad = torch.zeros_like(empty)
         optimizer.step()
         run(alone, other, step, 1)
@@ -424,7 +501,7 @@ def test_empty_parameters_are_harmless(make):
 # ---- groups, learning rates, changed options
 
 
-@all_cases
+@plain_cases
 def test_groups_with_their_own_options_equal_separate_optimizers(make):
     together, apart = mlp(), mlp()
     optimizer = make(
@@ -446,7 +523,7 @@ def test_groups_with_their_own_options_equal_separate_optimizers(make):
     assert_same(values(together), values(apart))
 
 
-@all_cases
+@plain_cases
 def test_group_added_in_mid_training_equals_a_later_optimizer(make):
     together, apart = mlp(), mlp()
     optimizer = make(together[0].parameters())
@@ -522,12 +599,13 @@ def test_reduce_on_plateau_lowers_the_learning_rate(make):
     assert optimizer.param_groups[0]["lr"] == lr * 0.25
 
 
-@all_cases
+@plain_or_kfac_cases
 def test_options_set_in_mid_run_are_checked_before_anything_changes(make):
     model = mlp()
     optimizer = make(model.parameters())
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
     run(model, optimizer)
+    give_gradients(model, optimizer, 4)
     set_gradients(optimizer.param_groups[1]["params"], 0)
     for name, value in {"lr": -1.0, "eps": float("inf"), "weight_decay": -0.5}.items():
         good = optimizer.param_groups[1][name]
@@ -571,7 +649,7 @@ def test_model_and_optimizer_copied_together_continue_bit_for_bit(make, device):
     assert_same(other_optimizer.state_dict(), optimizer.state_dict())
 
 
-@all_cases
+@plain_cases
 def test_pickled_optimizer_continues_bit_for_bit(make):
     model = mlp()
     optimizer = make(model.parameters())
@@ -585,6 +663,25 @@ def test_pickled_optimizer_continues_bit_for_bit(make):
         other.step()
     assert_same([p.detach() for p in params], expected)
     other.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
+@capturing_cases
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+@pytest.mark.parametrize(
+    "form", [nn.Module.parameters, lambda model: model], ids=["params", "model"]
+)
+def test_optimizer_copied_without_its_model_is_refused(make, copied, form):
+    model = mlp()
+    optimizer = make(form(model))
+    run(model, optimizer)
+    other = copied(optimizer)
+    backward(model, 4)
+    set_gradients(other.param_groups[0]["params"], 4)
+    before = snapshot(other)
+    with pytest.raises(RuntimeError, match=r"copy.deepcopy\(\(model, optimizer\)\)"):
+        other.step()
+    assert_same(snapshot(other), before)
+    optimizer.step()
 
 
 @all_cases
@@ -614,7 +711,7 @@ def test_whole_optimizer_goes_through_torch_save(make):
     assert_same(run(other, other_optimizer, 4, 4), expected)
 
 
-@all_cases
+@plain_cases
 def test_pickle_holds_no_stacks(make):
     """A view that drags its stack along would make the pickle grow with the square."""
     layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(16))
@@ -629,7 +726,7 @@ def test_pickle_holds_no_stacks(make):
     assert len(pickle.dumps(optimizer)) < held + weights + 1000 * tensors
 
 
-@all_cases
+@plain_or_kfac_cases
 def test_a_thousand_parameters_cost_little_more_than_adam(make):
     """The bound of the benchmark is 3; this one only catches a quadratic or per-tensor slip."""
     import timeit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._capture import Use
-from .._layers import ALL_KINDS, core_tensors, samples, use_row
+from .._layers import ALL_KINDS, LayerKind, core_tensors, use_row
 from ._parameters import State
 
 _TENSORS = ("inputs", "output_gradients")
@@ -30,38 +30,44 @@ class _BatchUse:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """All uses of a batch, its number of samples and what a scaler multiplied the loss by."""
+    """All uses of a batch, and what a scaler multiplied its loss by."""
 
     uses: list[_BatchUse]
-    samples: int
     loss_scale: Tensor | None
 
+    @property
+    def samples(self) -> int:
+        return sum({use.row[3]: use.input.shape[0] for use in self.uses}.values())
+
     @staticmethod
-    def of(passes: Sequence[Sequence[Use]], loss_scale: Tensor | None) -> Batch:
-        """The batch of some backward passes, each of other samples."""
-        uses = [
-            _BatchUse(
-                use.params["weight"] if "weight" in use.reached else None,
-                use.params["bias"] if "bias" in use.reached else None,
-                *core_tensors(use.module, use.input, use.output_gradient),
-                *use_row(use.module, -1, -1, micro_batch),
-            )
-            for micro_batch, uses in enumerate(passes)
-            for use in uses
-        ]
-        count = sum(samples(uses[0].module, uses[0].input) for uses in passes)
-        return Batch(uses, count, loss_scale)
+    def of(
+        passes: Sequence[Sequence[Use]], params: Iterable[Tensor], loss_scale: Tensor | None
+    ) -> Batch:
+        """What some backward passes, each of other samples, have brought to ``params``."""
+        active = set(params)
+        uses = []
+        for micro_batch, one_pass in enumerate(passes):
+            for use in one_pass:
+                reached = {
+                    name: param
+                    for name, param in use.params.items()
+                    if name in use.reached and param in active
+                }
+                if reached:
+                    tensors = core_tensors(use.module, use.input, use.output_gradient)
+                    row, eps = use_row(use.module, -1, -1, micro_batch)
+                    weight, bias = reached.get("weight"), reached.get("bias")
+                    uses.append(_BatchUse(weight, bias, *tensors, row, eps))
+        return Batch(uses, loss_scale)
 
     def arguments(
         self, params: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor], list[int], list[float]]:
-        """Inputs, output gradients, rows and eps of the uses of ``params``."""
+        """Inputs, output gradients, rows and eps of the uses, for a call on ``params``."""
         index: dict[Tensor | None, int] = {p: i for i, p in enumerate(params)}
         inputs, output_gradients, rows, eps = [], [], [], []
         for use in self.uses:
             weight, bias = index.get(use.weight, -1), index.get(use.bias, -1)
-            if weight < 0 and bias < 0:
-                continue
             inputs.append(use.input)
             output_gradients.append(use.output_gradient)
             rows += [use.row[0], weight, bias, *use.row[3:]]
@@ -122,8 +128,7 @@ class Batch:
         if not found:
             return None
         uses = [found[place] for place in sorted(found)]
-        sizes = {use.row[3]: use.input.shape[0] for use in uses}
-        return Batch(uses, sum(sizes.values()), loss_scale)
+        return Batch(uses, loss_scale)
 
 
 def is_batch_key(key: str) -> bool:
@@ -147,11 +152,24 @@ def fresh_batch(param: Tensor, saved: dict[str, Any], params: int, name: str) ->
         "use_eps": torch.empty(len(rows), dtype=torch.float64),
         "loss_scale": torch.empty((), device=param.device),
     }
-    for key in (f"{kind}.{j}" for kind in _TENSORS for j in range(len(rows))):
-        value = saved.get(key)
-        like = value if isinstance(value, Tensor) and value.layout == torch.strided else rows
-        fresh[key] = torch.empty_like(like, device=param.device)
+    for j, (kind, *_) in enumerate(rows.tolist()):
+        input, output_gradient = (f"{tensors}.{j}" for tensors in _TENSORS)
+        gradient = fresh[output_gradient] = _room(saved.get(output_gradient), torch.float32, param)
+        dtype = torch.int64 if kind == LayerKind.EMBEDDING else torch.float32
+        values = _room(saved.get(input), dtype, param)
+        fresh[input] = values.new_empty(
+            gradient.shape[:1] + values.shape[1:]
+        )  # equally many samples
     return fresh
+
+
+def _room(value: Any, dtype: torch.dtype, param: Tensor) -> Tensor:
+    """An empty tensor for ``value``, if that is a dense tensor and as ``dtype`` is."""
+    if isinstance(value, Tensor) and value.layout == torch.strided:
+        if value.is_floating_point() == dtype.is_floating_point:
+            dtype = value.dtype
+        return torch.empty_like(value, dtype=dtype, device=param.device)
+    return torch.empty(0, dtype=dtype, device=param.device)
 
 
 def _are_uses(rows: Tensor, params: int) -> bool:
@@ -159,6 +177,6 @@ def _are_uses(rows: Tensor, params: int) -> bool:
     if rows.dtype != torch.int64 or rows.dim() != 2 or rows.shape[1] != _ROW + 1:
         return False
     return all(
-        kind in ALL_KINDS and -1 <= min(weight, bias) and 0 <= max(weight, bias) < params
+        kind in ALL_KINDS and min(weight, bias) >= -1 and 0 <= max(weight, bias) < params
         for kind, weight, bias, *_ in rows.tolist()
     )

@@ -134,10 +134,10 @@ def fresh_factors(weight: Tensor, has_bias: bool, groups: int, damping_split: st
 def saved_factors(weight: Tensor, saved: dict[str, Any], damping_split: str) -> State:
     """State of the layer that ``saved`` may be of: its module is not known yet.
 
-    ``A`` tells the number of groups, and whether it has a row for a bias.
+    ``A``, or a root of it, tells the number of groups, and whether there is a row for a bias.
     """
     groups, has_bias = 1, False
-    A = saved.get("A")
+    A = next((saved[key] for key in ("A", "A_inverse", "A_eigenvectors") if key in saved), None)
     if weight.dim() in (2, 4) and isinstance(A, Tensor) and A.dim() == 3:
         has_bias = A.shape[-1] == weight[0].numel() + 1
         if A.shape[0] > 0 and weight.shape[0] % A.shape[0] == 0:

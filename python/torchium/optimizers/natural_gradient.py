@@ -274,8 +274,9 @@ class NaturalGradient(CapturingOptimizer):
             return
         if refresh:
             self._check_capture(step, passes)
-        stored = None if refresh else self._stored_batch()
-        batch = Batch.of(passes, self._loss_scale()) if stored is None else stored
+        batch = None if refresh else self._stored_batch()
+        if batch is None:
+            batch = Batch.of(passes, step.params, self._loss_scale())
         self._add_common_state(step, [self._has_momentum(step)] * len(step.params))
         factorization = self._factorized(step, batch)
         before = self._host_step(step.params[0])
