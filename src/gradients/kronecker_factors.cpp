@@ -27,17 +27,23 @@ void check_factor(const at::Tensor& factor, const char* name, int64_t groups, in
                     " must be contiguous and on ", input.device(), ", like the input");
 }
 
-// sum[g] += X[g] X[g]^T with X: [groups, vector, count], each vector with a 1 at its end where
-// `sum` has room for it.
-void add_second_moment_(at::Tensor& sum, const at::Tensor& X) {
+// sum[g] <- X[g] X[g]^T, plus sum[g] to accumulate, with X: [groups, vector, count], each vector
+// with a 1 at its end where `sum` has room for it.
+void second_moment_(at::Tensor& sum, const at::Tensor& X, bool accumulate) {
   const int64_t length = X.size(1);
+  const double beta = accumulate ? 1.0 : 0.0;
   at::Tensor inner = sum.narrow(1, 0, length).narrow(2, 0, length);
-  linalg::detail::symmetric_update_(inner, X, 1.0, 1.0);
+  linalg::detail::symmetric_update_(inner, X, beta, 1.0);
   if (sum.size(1) > length) {
-    const at::Tensor total = X.sum(2);
-    sum.select(1, length).narrow(1, 0, length).add_(total);
-    sum.select(2, length).narrow(1, 0, length).add_(total);
-    sum.select(1, length).select(1, length).add_(X.size(2));
+    at::Tensor row = sum.select(1, length).narrow(1, 0, length);
+    at::Tensor corner = sum.select(1, length).select(1, length);
+    if (!accumulate) {
+      row.zero_();
+      corner.zero_();
+    }
+    row.add_(X.sum(2));
+    sum.select(2, length).narrow(1, 0, length).copy_(row);
+    corner.add_(X.size(2));
   }
 }
 
@@ -49,14 +55,16 @@ at::Tensor vectors_of_groups(const at::Tensor& images, const WeightGeometry& wei
 }
 
 void update_of_linear_(at::Tensor& A_sum, at::Tensor& G_sum, const LayerUse& use,
-                       const WeightGeometry& weight) {
+                       const WeightGeometry& weight, bool accumulate) {
   const auto dtype = A_sum.scalar_type();
-  add_second_moment_(A_sum, use.input.to(dtype).reshape({1, -1, weight.fan_in}).mT());
-  add_second_moment_(G_sum, use.output_gradient.to(dtype).reshape({1, -1, weight.fan_out}).mT());
+  const at::Tensor a = use.input.to(dtype).reshape({1, -1, weight.fan_in});
+  const at::Tensor g = use.output_gradient.to(dtype).reshape({1, -1, weight.fan_out});
+  second_moment_(A_sum, a.mT(), accumulate);
+  second_moment_(G_sum, g.mT(), accumulate);
 }
 
 void update_of_conv2d_(at::Tensor& A_sum, at::Tensor& G_sum, const LayerUse& use,
-                       const WeightGeometry& weight) {
+                       const WeightGeometry& weight, bool accumulate) {
   const auto dtype = A_sum.scalar_type();
   const at::Tensor a = patches(use, weight, use.input.to(dtype));
   const at::Tensor& gradient = use.output_gradient;
@@ -67,8 +75,9 @@ void update_of_conv2d_(at::Tensor& A_sum, at::Tensor& G_sum, const LayerUse& use
   const int64_t chunk = std::max<int64_t>(1, kMaxPatchElements / patch_elements);
   for (int64_t first = 0; first < samples; first += chunk) {
     const int64_t count = std::min(chunk, samples - first);
-    add_second_moment_(A_sum, vectors_of_groups(a.narrow(0, first, count), weight));
-    add_second_moment_(G_sum, vectors_of_groups(g.narrow(0, first, count), weight));
+    const bool add = accumulate || first > 0;
+    second_moment_(A_sum, vectors_of_groups(a.narrow(0, first, count), weight), add);
+    second_moment_(G_sum, vectors_of_groups(g.narrow(0, first, count), weight), add);
   }
 }
 
@@ -86,17 +95,21 @@ void check_kronecker_factors(const at::Tensor& A_sum, const at::Tensor& G_sum, c
 }
 
 void update_kronecker_factors_(at::Tensor& A_sum, at::Tensor& G_sum, const LayerUse& use,
-                               at::IntArrayRef weight_shape) {
+                               at::IntArrayRef weight_shape, bool accumulate) {
   c10::NoGradGuard no_grad;
   check_kronecker_factors(A_sum, G_sum, use, weight_shape);
   const WeightGeometry weight = weight_geometry(use, weight_shape, 0);
   if (use.input.numel() == 0) {
+    if (!accumulate) {
+      A_sum.zero_();
+      G_sum.zero_();
+    }
     return;
   }
   if (use.kind == LayerKind::kLinear) {
-    update_of_linear_(A_sum, G_sum, use, weight);
+    update_of_linear_(A_sum, G_sum, use, weight, accumulate);
   } else {
-    update_of_conv2d_(A_sum, G_sum, use, weight);
+    update_of_conv2d_(A_sum, G_sum, use, weight, accumulate);
   }
 }
 

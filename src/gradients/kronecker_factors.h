@@ -14,8 +14,9 @@ namespace torchium::gradients::detail {
 // a 1 at its end, for the bias. G_sum: [groups, o, o], o output channels of a group. Both float32
 // or float64, contiguous, symmetric, and exactly symmetric afterwards. ValueError on other shapes,
 // with nothing changed. Only kind, settings and tensors of the use count.
+// accumulate = false: what the sums hold before is overwritten, and need not be set.
 void update_kronecker_factors_(at::Tensor& A_sum, at::Tensor& G_sum, const LayerUse& use,
-                               at::IntArrayRef weight_shape);
+                               at::IntArrayRef weight_shape, bool accumulate = true);
 
 // The checks of the above alone. Usable on tensors with symbolic sizes.
 void check_kronecker_factors(const at::Tensor& A_sum, const at::Tensor& G_sum, const LayerUse& use,

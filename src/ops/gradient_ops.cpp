@@ -20,14 +20,14 @@ LayerUse one_use(const at::Tensor& input, const at::Tensor& output_gradient, at:
 
 void kronecker_factors_update_(at::Tensor A_sum, at::Tensor G_sum, const at::Tensor& input,
                                const at::Tensor& output_gradient, at::IntArrayRef use,
-                               at::IntArrayRef weight_shape) {
+                               at::IntArrayRef weight_shape, bool accumulate) {
   gradients::detail::update_kronecker_factors_(A_sum, G_sum, one_use(input, output_gradient, use),
-                                               weight_shape);
+                                               weight_shape, accumulate);
 }
 
 void kronecker_factors_update_meta(at::Tensor A_sum, at::Tensor G_sum, const at::Tensor& input,
                                    const at::Tensor& output_gradient, at::IntArrayRef use,
-                                   at::IntArrayRef weight_shape) {
+                                   at::IntArrayRef weight_shape, bool /*accumulate*/) {
   gradients::detail::check_kronecker_factors(A_sum, G_sum, one_use(input, output_gradient, use),
                                              weight_shape);
 }
@@ -66,7 +66,7 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
   // `use` is one row of `uses` below, of which kind and settings count.
   m.def(
       "kronecker_factors_update_(Tensor(a!) A_sum, Tensor(b!) G_sum, Tensor input, "
-      "Tensor output_gradient, *, int[] use, int[] weight_shape) -> ()");
+      "Tensor output_gradient, *, int[] use, int[] weight_shape, bool accumulate=True) -> ()");
   // `uses`: a row [kind, weight, bias, micro_batch, s0..s7] a use, see gradients/layer_use.h.
   m.def(
       "per_sample_gradients(Tensor[] params, Tensor[] inputs, Tensor[] output_gradients, "

@@ -89,6 +89,14 @@ void gradient_pass(const GradientRule& rule, GradientElements& e, const StepGate
   }
 }
 
+void scale_and_add_(at::Tensor& target, double decay, const at::Tensor& value, double weight) {
+  if (can_fuse(target, {value})) {
+    scale_and_add_cpu_(target, decay, value, weight);
+  } else {
+    target.mul_(decay).add_(value, weight);
+  }
+}
+
 void apply_update(const UpdateRule& rule, const StepScalar& lr, at::Tensor& param,
                   const at::Tensor& direction, at::Tensor* momentum_buffer, const StepGate& gate) {
   const at::Tensor buffer = momentum_buffer == nullptr ? at::Tensor() : *momentum_buffer;

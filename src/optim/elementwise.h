@@ -1,5 +1,5 @@
-// The element-wise work of a Shampoo step: what is made of a gradient before the matrix products,
-// and what is done with a direction after them. Symbols as in shampoo_step.cpp.
+// The element-wise work of a step: what is made of a gradient before the matrix products,
+// and what is done with a direction after them. Symbols as in shampoo_step.cpp and kfac_step.cpp.
 #pragma once
 
 #include "optim/step_gate.h"
@@ -40,6 +40,9 @@ struct GradientElements {
 
 // Updates the state of one parameter and fills its results.
 void gradient_pass(const GradientRule& rule, GradientElements& elements, const StepGate& gate);
+
+// target <- decay target + weight value, both of one dtype.
+void scale_and_add_(at::Tensor& target, double decay, const at::Tensor& value, double weight);
 
 struct UpdateRule {
   double decoupled_weight_decay = 0.0;

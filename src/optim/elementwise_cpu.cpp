@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 namespace torchium::optim::detail {
 namespace {
@@ -125,6 +126,15 @@ void run_gradient_pass(const GradientRule& rule, const GradientElements& e) {
   });
 }
 
+template <typename S>
+void run_scale_and_add(S* target, const S* value, S decay, S weight, int64_t count) {
+  at::parallel_for(0, count, kElementsPerTask, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      target[i] = decay * target[i] + weight * value[i];
+    }
+  });
+}
+
 template <typename P, typename S>
 void run_update(const UpdateRule& rule, double lr, at::Tensor& param, const at::Tensor& direction,
                 at::Tensor* momentum_buffer) {
@@ -187,6 +197,15 @@ bool can_fuse(const at::Tensor& param, at::TensorList others) {
 void gradient_pass_cpu(const GradientRule& rule, const GradientElements& elements) {
   dispatch(elements.param.scalar_type(),
            [&]<typename P, typename S>() { run_gradient_pass<P, S>(rule, elements); });
+}
+
+void scale_and_add_cpu_(at::Tensor& target, double decay, const at::Tensor& value, double weight) {
+  dispatch(target.scalar_type(), [&]<typename P, typename S>() {
+    if constexpr (std::is_same_v<P, S>) {
+      run_scale_and_add(mutable_pointer<S>(target), value.const_data_ptr<S>(),
+                        static_cast<S>(decay), static_cast<S>(weight), target.numel());
+    }
+  });
 }
 
 void apply_update_cpu(const UpdateRule& rule, double lr, at::Tensor& param,

@@ -1,4 +1,4 @@
-// The element-wise work of a Shampoo step on the CPU, fused: one pass before the matrix products
+// The element-wise work of a step on the CPU, fused: one pass before the matrix products
 // and one after them. elementwise.cpp does the same operation by operation for any tensor.
 #pragma once
 
@@ -13,6 +13,9 @@ bool can_fuse(const at::Tensor& param, at::TensorList others);
 // Writes g, m, f and d of `elements` into its result tensors (undefined: not wanted). The gradient
 // has the dtype of the parameter.
 void gradient_pass_cpu(const GradientRule& rule, const GradientElements& elements);
+
+// See scale_and_add_; float32 or float64.
+void scale_and_add_cpu_(at::Tensor& target, double decay, const at::Tensor& value, double weight);
 
 // See apply_update.
 void apply_update_cpu(const UpdateRule& rule, double lr, at::Tensor& param,

@@ -20,14 +20,16 @@ namespace {
 
 using Tensors = std::vector<at::Tensor>;
 
-// Looks at the gradients and at the captured sums, each of which counts with its weight.
+// Looks at the gradients and at the captured sums, each of which counts with its weight. A sum of
+// x x^T is finite if its diagonal is (Cauchy and Schwarz).
 StepGate check_finite(const KfacHyperparameters& h, at::TensorList grads,
                       const std::vector<KfacLayer>& layers, at::Tensor& status) {
   std::vector<Companion> captured;
   for (const KfacLayer& layer : layers) {
     if (layer.samples > 0) {
-      captured.push_back({layer.A_sum, static_cast<size_t>(layer.weight)});
-      captured.push_back({layer.G_sum, static_cast<size_t>(layer.weight)});
+      for (const at::Tensor& sum : {layer.A_sum, layer.G_sum}) {
+        captured.push_back({sum.diagonal(0, -2, -1), static_cast<size_t>(layer.weight)});
+      }
     }
   }
   return StepGate::check(grads, status, h.found_inf, captured);
@@ -44,8 +46,8 @@ void update_factors(const KfacHyperparameters& h, KfacLayer& layer, const StepGa
     const double loss_scale = h.loss_scale.defined() ? h.loss_scale.item<double>() : 1.0;
     layer.factor_updates.add_(1);
     const double d = std::min(1.0 - 1.0 / layer.factor_updates.item<double>(), layer.stat_decay);
-    layer.A.mul_(d).add_(layer.A_sum, (1.0 - d) * A_scale);
-    layer.G.mul_(d).add_(layer.G_sum, (1.0 - d) * G_scale / (loss_scale * loss_scale));
+    scale_and_add_(layer.A, d, layer.A_sum, (1.0 - d) * A_scale);
+    scale_and_add_(layer.G, d, layer.G_sum, (1.0 - d) * G_scale / (loss_scale * loss_scale));
     return;
   }
   gate.advance(layer.factor_updates);

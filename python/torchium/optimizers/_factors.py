@@ -88,9 +88,10 @@ class FactorCapture(Capture):
             return
         weight = use.params["weight"]
         input, output_gradient = core_tensors(use.module, use.input, use.output_gradient)
-        sums = self.sums.get(weight)
-        if sums is None:
-            sums = self.sums[weight] = self._zero_sums(weight)
+        seen = weight in self.sums
+        if not seen:
+            self.sums[weight] = self._new_sums(weight)
+        sums = self.sums[weight]
         torch.ops.torchium.kronecker_factors_update_(
             sums.A,
             sums.G,
@@ -98,13 +99,14 @@ class FactorCapture(Capture):
             output_gradient,
             use=use_row(use.module, -1, -1, 0)[0],
             weight_shape=weight.shape,
+            accumulate=seen,
         )
         # Several uses in one pass are of the same samples.
         samples = input.shape[0]
         sums.samples[use.root] = max(samples, sums.samples.get(use.root, 0))
         sums.rows += output_gradient.numel() // weight.shape[0]
 
-    def _zero_sums(self, weight: Tensor) -> FactorSums:
+    def _new_sums(self, weight: Tensor) -> FactorSums:
         groups = self.groups(weight)
         order = self.orders.get(weight)
         if order is None:
@@ -112,8 +114,8 @@ class FactorCapture(Capture):
         options: Any = {"dtype": state_dtype(weight), "device": weight.device}
         fan_out = weight.shape[0] // groups
         return FactorSums(
-            torch.zeros(groups, order, order, **options),
-            torch.zeros(groups, fan_out, fan_out, **options),
+            torch.empty(groups, order, order, **options),
+            torch.empty(groups, fan_out, fan_out, **options),
         )
 
 
