@@ -99,6 +99,12 @@ def run(
     return values(model)
 
 
+def computed_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """State but for what was captured: that is kept as it came."""
+    captured = ("inputs", "output_gradients", "uses", "use_eps", "loss_scale")
+    return {key: value for key, value in state.items() if key.split(".")[0] not in captured}
+
+
 def values(model: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 

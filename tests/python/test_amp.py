@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import pytest
 import torch
-from optimizer_cases import CASES, assert_same, mlp, run, values
+from optimizer_cases import (
+    all_cases,
+    assert_same,
+    capturing_cases,
+    computed_state,
+    give_gradients,
+    ignore_fallback,
+    mlp,
+    plain_cases,
+    run,
+    snapshot,
+    values,
+)
 from torch import nn
 from torch.amp import GradScaler
 
-all_cases = pytest.mark.parametrize("make", CASES.values(), ids=CASES.keys())
+pytestmark = ignore_fallback
 
 
 def inputs_of(step: int, device: torch.device) -> torch.Tensor:
@@ -18,6 +30,8 @@ def inputs_of(step: int, device: torch.device) -> torch.Tensor:
 def train(make, device, *, scaler=None, unscale=False, clip=None, steps=6):
     model = mlp(device)
     optimizer = make(model.parameters())
+    if hasattr(optimizer, "grad_scaler"):
+        optimizer.grad_scaler = scaler
     for step in range(steps):
         optimizer.zero_grad()
         loss = model(inputs_of(step, device)).square().sum()
@@ -53,6 +67,8 @@ def test_overflowing_scale_skips_the_step_and_training_goes_on(make, device):
     scaler = GradScaler(device.type, init_scale=2.0**127, growth_interval=1000)
     model = mlp(device)
     optimizer = make(model.parameters())
+    if hasattr(optimizer, "grad_scaler"):
+        optimizer.grad_scaler = scaler
     before = values(model)
     skipped = 0
     for step in range(80):
@@ -64,7 +80,7 @@ def test_overflowing_scale_skips_the_step_and_training_goes_on(make, device):
         if scaler.get_scale() < scale:
             skipped += 1
             assert_same(values(model), before)
-            assert not any(optimizer.state.values())
+            assert all(not state["step"] for state in optimizer.state.values())
         else:
             break
     assert skipped > 3  # the optimizer itself would have raised
@@ -96,7 +112,7 @@ def test_autocast_training_lowers_the_loss(make, device):
     assert losses[-1] < 0.5 * losses[0]
     for p in model.parameters():
         assert p.dtype == torch.float32
-        assert all(t.dtype != torch.bfloat16 for t in optimizer.state[p].values())
+        assert all(t.dtype != torch.bfloat16 for t in computed_state(optimizer.state[p]).values())
 
 
 @all_cases
@@ -104,12 +120,15 @@ def test_step_inside_autocast_is_the_same_step(make):
     """The step must not be run in low precision because the loop is."""
     inside, outside = mlp(), mlp()
     expected = run(outside, make(outside.parameters()))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        run(inside, make(inside.parameters()))
+    optimizer = make(inside.parameters())
+    for step in range(4):
+        give_gradients(inside, optimizer, step)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            optimizer.step()
     assert_same(values(inside), expected)
 
 
-@all_cases
+@plain_cases
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_parameters_get_the_rounded_float32_step(make, dtype):
     low, full = mlp(dtype=dtype), mlp()
@@ -121,3 +140,79 @@ def test_low_precision_parameters_get_the_rounded_float32_step(make, dtype):
     make(full.parameters()).step()
     for p, q in zip(values(low), values(full), strict=True):
         torch.testing.assert_close(p, q.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-3)
+
+
+# ---- optimizers that see the scaled gradients of outputs
+
+
+@capturing_cases
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_model_takes_the_step_of_the_float32_one(make, dtype):
+    low, full = mlp(dtype=dtype), mlp()
+    full.load_state_dict(low.state_dict())
+    start = values(full)
+    moved = []
+    for model in (low, full):
+        inputs = inputs_of(0, torch.device("cpu")).to(next(model.parameters()).dtype)
+        optimizer = make(model.parameters())
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        moved.append(
+            torch.cat([(p - q).flatten() for p, q in zip(values(model), start, strict=True)])
+        )
+    assert (moved[0] - moved[1]).norm() < 0.1 * moved[1].norm()
+
+
+@capturing_cases
+def test_a_scaler_that_the_optimizer_does_not_know_is_refused(make):
+    model = mlp()
+    optimizer = make(model.parameters())
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(model(inputs_of(0, torch.device("cpu"))).square().mean()).backward()
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match=r"pass grad_scaler=scaler"):
+        scaler.step(optimizer)
+    assert_same(snapshot(optimizer), before)
+
+
+@capturing_cases
+def test_a_copy_has_no_scaler(make):
+    """A copy of the scaler would keep its scale for ever."""
+    import copy
+
+    scaler = GradScaler("cpu")
+    model = mlp()
+    optimizer = make(model, grad_scaler=scaler)
+    assert optimizer.grad_scaler is scaler
+    assert copy.deepcopy((model, optimizer))[1].grad_scaler is None
+
+
+@capturing_cases
+@pytest.mark.parametrize("scaler", [1024.0, "scaler", torch.ones(())], ids=str)
+def test_what_is_no_scaler_is_refused(make, scaler):
+    with pytest.raises(ValueError, match="grad_scaler must be"):
+        make(mlp(), grad_scaler=scaler)
+
+
+@capturing_cases
+def test_a_step_that_the_scaler_skips_forgets_its_captures(make):
+    """Also the state that follows has no trace of it."""
+    device = torch.device("cpu")
+    results = []
+    for overflow in (False, True):
+        scaler = GradScaler("cpu", init_scale=1024.0, backoff_factor=1.0 - 2.0**-20)
+        model = mlp()
+        optimizer = make(model, grad_scaler=scaler)
+        for step in range(5):
+            if overflow and step == 3:
+                optimizer.zero_grad()
+                scaler.scale(model(inputs_of(9, device)).square().mean() * 1e38).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                scaler.update(1024.0)
+            model.zero_grad()
+            scaler.scale(model(inputs_of(step, device)).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        results.append((values(model), optimizer.state_dict()))
+    assert_same(results[1], results[0])

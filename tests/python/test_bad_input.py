@@ -7,10 +7,21 @@ import math
 import pytest
 import torch
 import torchium
-from optimizer_cases import CASES, assert_same, mlp, run, set_gradients, snapshot
+from optimizer_cases import (
+    all_cases,
+    assert_same,
+    capturing_cases,
+    give_gradients,
+    ignore_fallback,
+    mlp,
+    plain_cases,
+    run,
+    set_gradients,
+    snapshot,
+)
 from torch import nn
 
-all_cases = pytest.mark.parametrize("make", CASES.values(), ids=CASES.keys())
+pytestmark = ignore_fallback
 
 NOT_FINITE = [math.nan, math.inf, -math.inf]
 NO_NUMBER = ["0.1", None, True, [0.1], 1j]
@@ -63,6 +74,30 @@ BAD_OPTIONS = {
         "full_matrix": NO_FLAG,
         "block_size": NO_COUNT,
         "update_freq": NO_COUNT,
+        "maximize": NO_FLAG,
+    },
+    torchium.KFAC: {
+        "lr": NON_NEGATIVE,
+        "momentum": [1.0, *NON_NEGATIVE],
+        "weight_decay": NON_NEGATIVE,
+        "damping": NON_NEGATIVE,
+        "TCov": NO_COUNT,
+        "TInv": NO_COUNT,
+        "batch_averaged": NO_FLAG,
+        "eps": NON_NEGATIVE,
+        "stat_decay": [1.1, *NON_NEGATIVE],
+        "kl_clip": [0.0, -0.1, *NOT_FINITE, "0.1", True],
+        "damping_split": ["Pi", "none", None, 1],
+        "maximize": NO_FLAG,
+    },
+    torchium.NaturalGradient: {
+        "lr": NON_NEGATIVE,
+        "damping": [0.0, *NON_NEGATIVE],
+        "update_freq": NO_COUNT,
+        "eps": [0.0, *NON_NEGATIVE],
+        "momentum": [1.0, *NON_NEGATIVE],
+        "max_norm": [0.0, -0.1, *NOT_FINITE, "0.1", True],
+        "solver": ["Gram", "svd", None, 1],
         "maximize": NO_FLAG,
     },
 }
@@ -207,7 +242,7 @@ def test_out_of_memory_says_what_was_asked_for_and_what_to_lower():
 # ---- gradients
 
 
-@all_cases
+@plain_cases
 def test_sparse_gradient_is_refused_before_any_group_changes(make):
     embedding = nn.Embedding(5, 3, sparse=True)
     model = mlp()
@@ -231,7 +266,7 @@ def poison(p: nn.Parameter, value: float) -> None:
     p.grad.view(-1)[-1] = value
 
 
-@all_cases
+@plain_cases
 @pytest.mark.parametrize("value", NOT_FINITE)
 @pytest.mark.parametrize("which", [0, 1, 5])
 def test_one_gradient_that_is_not_finite_skips_the_step_of_its_group(make, value, which, device):
@@ -260,7 +295,7 @@ def test_skipped_steps_leave_no_trace_in_what_follows(make, device):
         run(clean, optimizers[0], step, 1)
         run(skipping, optimizers[1], step, 1)
         for _ in range(step % 3):
-            set_gradients(skipping.parameters(), 50)
+            give_gradients(skipping, optimizers[1], 50)
             poison(skipping[0].weight, math.nan)
             optimizers[1].step()
         optimizers[1].check_errors()
@@ -274,7 +309,7 @@ def test_skipped_steps_leave_no_trace_in_what_follows(make, device):
 def test_very_first_gradient_may_be_skipped(make):
     model, clean = mlp(), mlp()
     optimizer = make(model.parameters())
-    set_gradients(model.parameters(), 9)
+    give_gradients(model, optimizer, 9)
     poison(model[0].weight, math.inf)
     optimizer.step()
     assert all(s["step"] == 0 for s in optimizer.state.values())
@@ -288,7 +323,7 @@ def test_third_skip_in_a_row_raises_naming_a_parameter(make):
     run(model, optimizer)
     before = snapshot(optimizer)
     for attempt in range(4):
-        set_gradients(model.parameters(), attempt)
+        give_gradients(model, optimizer, attempt)
         poison(model[3].weight, math.nan)
         if attempt < 2:
             optimizer.step()
@@ -308,7 +343,7 @@ def test_a_good_step_between_skips_starts_the_count_again(make):
     model = mlp()
     optimizer = make(model.parameters())
     for step in range(12):
-        set_gradients(model.parameters(), step)
+        give_gradients(model, optimizer, step)
         if step % 3:
             poison(model[0].weight, math.nan)
         optimizer.step()
@@ -316,7 +351,26 @@ def test_a_good_step_between_skips_starts_the_count_again(make):
     assert optimizer.state[model[0].weight]["step"] == 4
 
 
-@all_cases
+@capturing_cases
+@pytest.mark.parametrize("value", NOT_FINITE)
+@pytest.mark.parametrize("which", [0, 1, 2, 5])
+def test_one_gradient_that_is_not_finite_skips_the_step_of_all_groups(make, value, which, device):
+    """Factors and samples of all groups belong together."""
+    model = mlp(device)
+    params = list(model.parameters())
+    optimizer = make([{"params": params[:3]}, {"params": params[3:]}])
+    run(model, optimizer)
+    optimizer.check_errors()
+    before = snapshot(optimizer)
+    give_gradients(model, optimizer, 4)
+    poison(params[which], value)
+    optimizer.step()
+    optimizer.check_errors()
+    assert_same(snapshot(optimizer), before)
+    run(model, optimizer, 5, 2)
+
+
+@plain_cases
 def test_groups_are_all_stepped_before_one_raises(make):
     bad, good = nn.Parameter(torch.ones(3, 3)), nn.Parameter(torch.ones(3, 3))
     optimizer = make([{"params": [bad]}, {"params": [good]}])
@@ -331,7 +385,7 @@ def test_groups_are_all_stepped_before_one_raises(make):
 
 
 def step_with_nan(model, optimizer):
-    set_gradients(model.parameters(), 0)
+    give_gradients(model, optimizer, 0)
     poison(model[3].weight, math.nan)
     optimizer.step()
 
@@ -371,3 +425,51 @@ def test_on_a_gpu_check_errors_reports_at_once(make):
         third()
     run(model, optimizer)
     optimizer.check_errors()
+
+
+# ---- what belongs to all groups together
+
+
+SHARED = {
+    torchium.KFAC: {"batch_averaged": False, "kl_clip": None, "damping_split": "exact"},
+    torchium.NaturalGradient: {"update_freq": 2, "eps": 1e-3, "max_norm": 1.0, "solver": "cg"},
+}
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "value"),
+    [(c, name, v) for c, values in SHARED.items() for name, v in values.items()],
+)
+def test_options_of_all_groups_must_agree(cls, name, value):
+    model = mlp()
+    optimizer = cls(model[0].parameters())
+    first = optimizer.param_groups[0][name]
+    message = f"{name} must be the same in all parameter groups.*{first!r} in group 0.*{value!r}"
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": list(model[3].parameters()), name: value})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": [*model[1].parameters(), *model[3].parameters()]})
+    run(model, optimizer, steps=1)
+
+    optimizer.param_groups[1][name] = value
+    state_dict = optimizer.state_dict()
+    before = snapshot(optimizer)
+    give_gradients(model, optimizer, 1)
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    optimizer.param_groups[1][name] = first
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(state_dict)
+    assert_same(snapshot(optimizer)[1], before[1])
+
+
+@pytest.mark.cuda
+@capturing_cases
+def test_parameters_on_two_devices_are_refused(make):
+    model = mlp()
+    model[0].cuda()
+    optimizer = make(model)
+    inputs = torch.ones(4, 6, device="cuda")
+    model[3](model[1](model[0](inputs).cpu())).sum().backward()
+    with pytest.raises(ValueError, match=r"one device.*cpu and cuda:0"):
+        optimizer.step()

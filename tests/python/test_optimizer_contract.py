@@ -18,6 +18,7 @@ from optimizer_cases import (
     assert_same,
     backward,
     capturing_cases,
+    computed_state,
     give_gradients,
     ignore_fallback,
     mlp,
@@ -398,12 +399,6 @@ def test_a_compiled_training_step_is_the_step(make):
         train(plain, optimizer)
         compiled_train(compiled, other)
     assert_same(values(compiled), values(plain))
-
-
-def computed_state(state):
-    """State but for what was captured: that is kept as it came."""
-    captured = ("inputs", "output_gradients", "uses", "use_eps", "loss_scale")
-    return {key: value for key, value in state.items() if key.split(".")[0] not in captured}
 
 
 @all_cases

@@ -98,7 +98,7 @@ class CapturingOptimizer(CoreOptimizer):
 
     def _loss_scale(self) -> Tensor | None:
         """What the gradients of the captured outputs are too large by; None: 1."""
-        if self.grad_scaler is None:
+        if self.grad_scaler is None or not self.grad_scaler.is_enabled():
             return None
         scale: Tensor | None = self.grad_scaler._get_scale_async()
         return scale

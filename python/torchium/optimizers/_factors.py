@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,10 +32,19 @@ class FactorSums:
 
 
 class FactorCapture(Capture):
-    """Adds each use of a weight to the sums of its layer as soon as its gradient is there."""
+    """Adds each use of a weight to the sums of its layer as soon as its gradient is there.
 
-    def __init__(self, wants: Callable[[dict[str, Tensor]], bool]) -> None:
+    ``loss_scale`` is a method of the optimizer, which it does not keep alive: what a scaler has
+    multiplied the loss by, or None.
+    """
+
+    def __init__(
+        self,
+        wants: Callable[[dict[str, Tensor]], bool],
+        loss_scale: Callable[[], Tensor | None],
+    ) -> None:
         super().__init__(MATRIX_KINDS, wants)
+        self._loss_scale = weakref.WeakMethod(loss_scale)
         self.sums: dict[Tensor, FactorSums] = {}
         # Order of A where there is state already: that of a weight, or one more for its bias.
         self.orders: dict[Tensor, int] = {}
@@ -88,6 +98,11 @@ class FactorCapture(Capture):
             return
         weight = use.params["weight"]
         input, output_gradient = core_tensors(use.module, use.input, use.output_gradient)
+        loss_scale = self._loss_scale()
+        scale = None if loss_scale is None else loss_scale()
+        if scale is not None:  # here, since the square of it may be too large
+            scale = scale.to(output_gradient.device, non_blocking=True)
+            output_gradient = output_gradient.to(state_dtype(weight)) / scale
         seen = weight in self.sums
         if not seen:
             self.sums[weight] = self._new_sums(weight)

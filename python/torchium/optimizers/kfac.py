@@ -189,7 +189,7 @@ class KFAC(CapturingOptimizer):
     # ---- capture
 
     def _init_capture(self) -> None:
-        self._capture = FactorCapture(self._wants)
+        self._capture = FactorCapture(self._wants, self._loss_scale)
         # Parameters that took their last step without factors, and why.
         self._fallback: dict[Tensor, str] = {}
         self._warned: set[Tensor] = set()
@@ -302,7 +302,7 @@ class KFAC(CapturingOptimizer):
             batch_averaged=options["batch_averaged"],
             kl_clip=options["kl_clip"],
             damping_split=options["damping_split"],
-            loss_scale=self._loss_scale(),
+            loss_scale=None,  # taken out of the sums already
             found_inf=found_inf,
         )
 
