@@ -5,5 +5,6 @@
 #include <torchium/linalg.h>
 #include <torchium/memory.h>
 #include <torchium/optim/adagrad.h>
+#include <torchium/optim/kfac.h>
 #include <torchium/optim/shampoo.h>
 #include <torchium/version.h>

@@ -72,6 +72,8 @@ struct OperatorCapture::State {
   int64_t trainable_position(const at::Tensor& param) const;
   // Whether the current backward pass accumulates a gradient in the parameter at a position.
   bool is_accumulated(int64_t position) const;
+  // Whether the parameter at a position (or none, -1) has no gradient now.
+  bool has_no_gradient(int64_t position) const;
   // A use that has its gradient now.
   void receive(PendingUse& use, const at::Tensor& gradient);
 
@@ -301,6 +303,11 @@ bool OperatorCapture::State::is_accumulated(int64_t position) const {
   return found != executed->end() && found->second.needed_;
 }
 
+bool OperatorCapture::State::has_no_gradient(int64_t position) const {
+  const auto impl = position < 0 ? nullptr : params[position].lock();
+  return impl != nullptr && !at::Tensor(impl).grad().defined();
+}
+
 void OperatorCapture::State::receive(PendingUse& use, const at::Tensor& gradient) {
   const at::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
@@ -319,7 +326,9 @@ void OperatorCapture::State::receive(PendingUse& use, const at::Tensor& gradient
   const int64_t task = use.outer_task >= 0 ? use.outer_task : autograd::get_current_graph_task_id();
   const auto count = static_cast<int64_t>(micro_batches.size());
   layer.micro_batch = micro_batches.try_emplace(task, count).first->second;
-  receiver(std::move(layer));
+  const bool weight_starts_anew = has_no_gradient(layer.weight);
+  const bool bias_starts_anew = has_no_gradient(layer.bias);
+  receiver({std::move(layer), weight_starts_anew, bias_starts_anew});
 }
 
 OperatorCapture::OperatorCapture(std::vector<at::Tensor> params, Receiver receiver)

@@ -13,6 +13,16 @@
 
 namespace torchium::gradients::detail {
 
+struct CapturedUse {
+  // `weight` and `bias` are positions in the list of the capture; -1: not there, frozen, or not
+  // accumulated by this backward pass. `micro_batch` counts the backward passes.
+  LayerUse use;
+  // The gradient of the weight (bias) was undefined when this backward pass came: what earlier
+  // passes have brought to it is gone.
+  bool weight_starts_anew = false;
+  bool bias_starts_anew = false;
+};
+
 // Captures the uses of some parameters by these operators, called directly or by torch::nn:
 //   linear, addmm, matmul, mm (whose operand is the whole transpose of the parameter; a bias is
 //   addmm's first operand or what is added in place to the product), conv2d, convolution,
@@ -26,9 +36,8 @@ namespace torchium::gradients::detail {
 class TORCHIUM_API OperatorCapture {
  public:
   // Takes one use in the backward pass, on its thread, when the gradient by the layer's output is
-  // known. One call at a time. `weight` and `bias` are positions in `params`; `micro_batch` counts
-  // the backward passes since the last forget(). An exception leaves the backward pass.
-  using Receiver = std::function<void(LayerUse)>;
+  // known. One call at a time. An exception leaves the backward pass.
+  using Receiver = std::function<void(CapturedUse)>;
 
   // Without a receiver the uses are kept for differentiate(). Disabled at first.
   OperatorCapture(std::vector<at::Tensor> params, Receiver receiver = nullptr);

@@ -83,6 +83,7 @@ void SecondOrderOptimizer::save(OutputArchive& archive) const {
   // The members that differ between optimizers are virtual, so their bases are enough.
   torch::optim::serialize<torch::optim::OptimizerParamState, torch::optim::OptimizerOptions>(
       archive, *this);
+  save_more(archive);
 }
 
 void SecondOrderOptimizer::load(InputArchive& archive) {
@@ -115,6 +116,13 @@ void SecondOrderOptimizer::load(InputArchive& archive) {
     states.push_back(fit_states(group, *options.back(), loaded));
   }
 
+  std::vector<const Options*> all_options;
+  for (const auto& entry : options) {
+    all_options.push_back(entry.get());
+  }
+  check_together(all_options);
+  const auto replace_more = read_more(archive);
+
   // Everything fits: from here on nothing throws.
   state_.clear();
   runtimes_->clear();
@@ -126,6 +134,9 @@ void SecondOrderOptimizer::load(InputArchive& archive) {
             std::move(states[group][i]);
       }
     }
+  }
+  if (replace_more) {
+    replace_more();
   }
 }
 

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <initializer_list>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -25,6 +26,11 @@ inline void check_rate(const char* name, double value, bool one_allowed) {
 
 inline void check_at_least_one(const char* name, int64_t value) {
   TORCH_CHECK_VALUE(value >= 1, name, " must be at least 1, got ", value);
+}
+
+inline void check_positive_or_none(const char* name, const std::optional<double>& value) {
+  TORCH_CHECK_VALUE(!value || (std::isfinite(*value) && *value > 0.0), name,
+                    " must be a finite number above 0, or none, got ", *value);
 }
 
 inline void check_choice(const char* name, const std::string& value,

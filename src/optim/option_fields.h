@@ -2,13 +2,18 @@
 #pragma once
 
 #include "torchium/optim/adagrad.h"
+#include "torchium/optim/kfac.h"
 #include "torchium/optim/shampoo.h"
 
 #include <c10/util/Exception.h>
+#include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
+#include <set>
+#include <string>
 #include <tuple>
 #include <type_traits>
+#include <vector>
 
 namespace torchium::optim::detail {
 
@@ -52,6 +57,18 @@ auto option_fields(Options& o) {
                          OptionField{"maximize", o.maximize()});
 }
 
+template <typename Options>
+requires std::is_same_v<std::remove_const_t<Options>, KFACOptions>
+auto option_fields(Options& o) {
+  return std::make_tuple(
+      OptionField{"lr", o.lr()}, OptionField{"momentum", o.momentum()},
+      OptionField{"weight_decay", o.weight_decay()}, OptionField{"damping", o.damping()},
+      OptionField{"TCov", o.TCov()}, OptionField{"TInv", o.TInv()},
+      OptionField{"batch_averaged", o.batch_averaged()}, OptionField{"eps", o.eps()},
+      OptionField{"stat_decay", o.stat_decay()}, OptionField{"kl_clip", o.kl_clip()},
+      OptionField{"damping_split", o.damping_split()}, OptionField{"maximize", o.maximize()});
+}
+
 // Calls visit(name, value) for every option.
 template <typename Options, typename Visitor>
 void visit_options(Options& options, Visitor&& visit) {
@@ -85,6 +102,25 @@ bool equal_options(const Options& lhs, const Options& rhs) {
       },
       option_fields(lhs));
   return equal;
+}
+
+// Throws c10::ValueError unless these options are the same in all groups.
+template <typename Options>
+void check_equal_in_all(const char* optimizer,
+                        const std::vector<const torch::optim::OptimizerOptions*>& groups,
+                        const std::set<std::string>& names) {
+  for (size_t group = 1; group < groups.size(); ++group) {
+    const auto first = option_fields(dynamic_cast<const Options&>(*groups[0]));
+    const auto other = option_fields(dynamic_cast<const Options&>(*groups[group]));
+    const auto check = [&](const auto& a, const auto& b) {
+      TORCH_CHECK_VALUE(names.count(a.name) == 0 || a.value == b.value, a.name,
+                        " must be the same in all parameter groups of ", optimizer, ", but group ",
+                        group, " differs from group 0");
+    };
+    std::apply(
+        [&](const auto&... a) { std::apply([&](const auto&... b) { (check(a, b), ...); }, other); },
+        first);
+  }
 }
 
 }  // namespace torchium::optim::detail

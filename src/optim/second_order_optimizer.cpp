@@ -51,8 +51,11 @@ void SecondOrderOptimizer::initialize(
 
 void SecondOrderOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& param_group) {
   const auto& params = param_group.params();
-  check_group(param_group.has_options() ? param_group.options() : defaults(), params,
-              param_groups_.size());
+  const Options& options = param_group.has_options() ? param_group.options() : defaults();
+  check_group(options, params, param_groups_.size());
+  auto all_options = options_of_groups();
+  all_options.push_back(&options);
+  check_together(all_options);
   std::unordered_set<const void*> known;
   for (const auto& group : param_groups_) {
     for (const auto& param : group.params()) {
@@ -86,6 +89,15 @@ void SecondOrderOptimizer::check_groups() const {
   for (const auto group : c10::irange(param_groups_.size())) {
     check_group(param_groups_[group].options(), param_groups_[group].params(), group);
   }
+  check_together(options_of_groups());
+}
+
+std::vector<const SecondOrderOptimizer::Options*> SecondOrderOptimizer::options_of_groups() const {
+  std::vector<const Options*> options;
+  for (const auto& group : param_groups_) {
+    options.push_back(&group.options());
+  }
+  return options;
 }
 
 std::vector<at::Tensor> SecondOrderOptimizer::params_with_gradient(size_t group) const {
@@ -138,9 +150,7 @@ at::Tensor SecondOrderOptimizer::step(LossClosure closure) {
     active.push_back(params_with_gradient(group));
     check_capture(param_groups_[group].options(), active.back());
   }
-  check_step(active);
-  init_states(active);
-  step_groups(active);
+  take_step(active);
   read_reports(/*wait=*/false);
   return loss;
 }
@@ -244,6 +254,7 @@ void SecondOrderOptimizer::read_reports(bool wait) {
             --state->host_step_;
           }
         }
+        note_skip(*report->step_params);
       }
       const auto skips = report->entries[detail::kConsecutiveSkips];
       TORCH_CHECK(

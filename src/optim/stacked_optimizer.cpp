@@ -17,12 +17,6 @@
 
 namespace torchium::optim {
 
-void StackedOptimizer::init_states(const ActiveParams& active) {
-  for (const auto group : c10::irange(active.size())) {
-    init_group_states(group, active[group]);
-  }
-}
-
 void StackedOptimizer::init_group_states(size_t group, const std::vector<at::Tensor>& active) {
   const bool missing = std::any_of(active.begin(), active.end(), [this](const at::Tensor& param) {
     return find_state(param) == nullptr;
@@ -63,7 +57,10 @@ void StackedOptimizer::init_group_states(size_t group, const std::vector<at::Ten
   }
 }
 
-void StackedOptimizer::step_groups(const ActiveParams& active) {
+void StackedOptimizer::take_step(const ActiveParams& active) {
+  for (const auto group : c10::irange(active.size())) {
+    init_group_states(group, active[group]);
+  }
   for (const auto group : c10::irange(active.size())) {
     for (auto& [device, params] : detail::split_by_device(active[group])) {
       detail::GroupStep step = begin_call(group, std::move(params));

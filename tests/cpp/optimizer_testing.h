@@ -102,6 +102,21 @@ inline Tensors all_state(const torch::optim::Optimizer& optimizer) {
   return result;
 }
 
+inline std::string saved(const torch::optim::Optimizer& optimizer) {
+  std::ostringstream stream;
+  torch::serialize::OutputArchive archive;
+  optimizer.save(archive);
+  archive.save_to(stream);
+  return stream.str();
+}
+
+inline void load(torch::optim::Optimizer& optimizer, const std::string& data) {
+  std::istringstream stream(data);
+  torch::serialize::InputArchive archive;
+  archive.load_from(stream);
+  optimizer.load(archive);
+}
+
 // Runs `action` and returns the message of the exception of type Error that it throws.
 template <typename Error, typename Action>
 std::string message_of(Action&& action) {

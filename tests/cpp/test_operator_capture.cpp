@@ -14,6 +14,7 @@ namespace {
 
 namespace nn = torch::nn;
 namespace F = torch::nn::functional;
+using gradients::detail::CapturedUse;
 using gradients::detail::LayerKind;
 using gradients::detail::LayerUse;
 using gradients::detail::OperatorCapture;
@@ -23,12 +24,16 @@ using torch::indexing::Slice;
 class Recorder {
  public:
   explicit Recorder(const Tensors& params)
-      : capture_(params, [this](LayerUse use) { uses.push_back(std::move(use)); }) {
+      : capture_(params, [this](CapturedUse captured) {
+          uses.push_back(std::move(captured.use));
+          starts_anew = captured.weight_starts_anew || captured.bias_starts_anew;
+        }) {
     capture_.set_enabled(true);
   }
   OperatorCapture* operator->() { return &capture_; }
 
   std::vector<LayerUse> uses;
+  bool starts_anew = false;  // the last use
 
  private:
   OperatorCapture capture_;
@@ -341,6 +346,23 @@ TEST(OperatorCapture, TellsBackwardPassesApart) {
   EXPECT_EQ(recorder.uses[3].micro_batch, 1);
 }
 
+TEST(OperatorCapture, TellsThatGradientsStartAnew) {
+  nn::Linear layer(3, 4);
+  Recorder recorder(layer->parameters());
+  const auto pass = [&] {
+    layer(torch::relu(layer->weight.new_ones({2, 3}))).sum().backward();
+    return recorder.starts_anew;
+  };
+  EXPECT_TRUE(pass());
+  EXPECT_FALSE(pass());
+  layer->bias.mutable_grad() = torch::Tensor();
+  EXPECT_TRUE(pass());
+  layer->zero_grad();
+  EXPECT_TRUE(pass());
+  layer->zero_grad(/*set_to_none=*/false);
+  EXPECT_FALSE(pass());
+}
+
 // A forward and backward pass within a backward pass, as activation checkpointing has them.
 struct Checkpoint : public torch::autograd::Function<Checkpoint> {
   static torch::Tensor forward(torch::autograd::AutogradContext* context, torch::Tensor x,
@@ -443,7 +465,7 @@ TEST(OperatorCapture, IsSafeOnManyThreads) {
   std::atomic<bool> stop{false};
   std::thread other([&] {  // captures come and go meanwhile
     while (!stop) {
-      OperatorCapture passing(model->parameters(), [](LayerUse) {});
+      OperatorCapture passing(model->parameters(), [](CapturedUse) {});
       passing.set_enabled(true);
     }
   });
@@ -504,7 +526,7 @@ TEST(OperatorCapture, HoldsNoParameters) {
   {
     nn::Linear layer(3, 4);
     weak = c10::weak_intrusive_ptr<at::TensorImpl>(layer->weight.getIntrusivePtr());
-    OperatorCapture capture(layer->parameters(), [](LayerUse) {});
+    OperatorCapture capture(layer->parameters(), [](CapturedUse) {});
     capture.set_enabled(true);
     layer(torch::randn({2, 3})).sum().backward();
   }
@@ -536,7 +558,7 @@ TEST(OperatorCapture, ErrorsOfOperatorsAreTheirOwn) {
 
 TEST(OperatorCapture, ErrorsOfTheReceiverLeaveTheBackwardPass) {
   nn::Linear layer(3, 4);
-  OperatorCapture capture(layer->parameters(), [](LayerUse) { TORCH_CHECK(false, "no room"); });
+  OperatorCapture capture(layer->parameters(), [](CapturedUse) { TORCH_CHECK(false, "no room"); });
   capture.set_enabled(true);
   const auto loss = layer(torch::randn({2, 3})).sum();
   expect_contains(message_of<c10::Error>([&] { loss.backward(); }), "no room");

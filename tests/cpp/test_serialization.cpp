@@ -17,21 +17,6 @@ using optim::SecondOrderOptimizer;
 using optim::Shampoo;
 using optim::ShampooOptions;
 
-std::string saved(const torch::optim::Optimizer& optimizer) {
-  std::ostringstream stream;
-  torch::serialize::OutputArchive archive;
-  optimizer.save(archive);
-  archive.save_to(stream);
-  return stream.str();
-}
-
-void load(torch::optim::Optimizer& optimizer, const std::string& data) {
-  std::istringstream stream(data);
-  torch::serialize::InputArchive archive;
-  archive.load_from(stream);
-  optimizer.load(archive);
-}
-
 struct Case {
   std::string name;
   std::function<std::unique_ptr<SecondOrderOptimizer>(const Tensors&)> make;

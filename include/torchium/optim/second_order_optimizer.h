@@ -7,6 +7,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -96,21 +97,28 @@ class TORCHIUM_API SecondOrderOptimizer : public torch::optim::Optimizer {
 
   // Throws c10::ValueError for options of the wrong type or with a bad value.
   virtual void check_options(const Options& options) const = 0;
-  // Throws c10::ValueError for a step that cannot be taken. Nothing has changed yet.
-  virtual void check_step(const ActiveParams& active) const {}
+  // Throws c10::ValueError for options of all groups that do not fit together.
+  virtual void check_together(const std::vector<const Options*>& groups) const {}
   virtual std::unique_ptr<SecondOrderParamState> make_empty_state() const = 0;
   // Creates the parameter-shaped members that exist from the first step on.
   virtual void init_parameter_shaped(const Options& options, const at::Tensor& param,
                                      SecondOrderParamState& state) const {}
-  // Creates the state of the parameters that have none.
-  virtual void init_states(const ActiveParams& active) = 0;
-  // One step of all groups.
-  virtual void step_groups(const ActiveParams& active) = 0;
+  // One step of all groups, all of which are checked; creates the state that is missing. What it
+  // refuses itself, it refuses before it changes anything.
+  virtual void take_step(const ActiveParams& active) = 0;
   // Gives `fitted`, fresh states of parameters of a group, what `loaded` holds besides the step
   // count and the parameter-shaped members. Throws c10::ValueError for what does not fit.
   virtual void fit_loaded(const Options& options, const std::vector<at::Tensor>& params,
                           const std::vector<SecondOrderParamState*>& loaded,
                           const std::vector<SecondOrderParamState*>& fitted) const {}
+  // What an archive holds besides options and the state of parameters. read_more() checks it and
+  // returns the action that replaces what is there, called once everything is checked.
+  virtual void save_more(torch::serialize::OutputArchive& archive) const {}
+  virtual std::function<void()> read_more(torch::serialize::InputArchive& archive) {
+    return nullptr;
+  }
+  // Called when a step of these parameters turns out to have been skipped.
+  virtual void note_skip(const std::vector<at::Tensor>& params) {}
   // Failed roots of one matrix in a row after which a step raises, and what to do about it.
   virtual int64_t max_root_failures(const Options& options) const { return 3; }
   virtual const char* root_remedy() const = 0;
@@ -136,6 +144,7 @@ class TORCHIUM_API SecondOrderOptimizer : public torch::optim::Optimizer {
   detail::GroupRuntimes& runtimes() { return *runtimes_; }
 
  private:
+  std::vector<const Options*> options_of_groups() const;
   void check_group(const Options& options, const std::vector<at::Tensor>& params,
                    size_t group) const;
   std::vector<at::Tensor> params_with_gradient(size_t group) const;

@@ -48,8 +48,7 @@ class TORCHIUM_API StackedOptimizer : public SecondOrderOptimizer {
   // One step of one group.
   virtual void step_group(const Options& options, detail::GroupStep& step) const = 0;
 
-  void init_states(const ActiveParams& active) override;
-  void step_groups(const ActiveParams& active) override;
+  void take_step(const ActiveParams& active) override;
   void fit_loaded(const Options& options, const std::vector<at::Tensor>& params,
                   const std::vector<SecondOrderParamState*>& loaded,
                   const std::vector<SecondOrderParamState*>& fitted) const override;

@@ -1,0 +1,152 @@
+// K-FAC (Martens and Grosse 2015, arXiv 1503.05671; convolutions: Grosse and Martens 2016, arXiv
+// 1602.01407; several positions: "expand" of Eschenhagen et al. 2023, arXiv 2311.00636) as a
+// libtorch optimizer.
+#pragma once
+
+#include "torchium/export.h"
+#include "torchium/optim/capturing_optimizer.h"
+
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace torchium::optim {
+
+namespace detail {
+class FactorCapture;
+struct PreconditionedLayer;
+}  // namespace detail
+
+/// Options of KFAC; names and defaults are those of Python's `torchium.KFAC`. batch_averaged,
+/// kl_clip and damping_split must be the same in all groups; for the others, the group of the
+/// weight decides for a layer.
+struct TORCHIUM_API KFACOptions : public torch::optim::OptimizerCloneableOptions<KFACOptions> {
+  KFACOptions(double lr = 0.001);
+  /// Learning rate, >= 0.
+  TORCH_ARG(double, lr) = 0.001;
+  /// Momentum of the direction, in [0, 1).
+  TORCH_ARG(double, momentum) = 0.9;
+  /// L2 penalty, >= 0.
+  TORCH_ARG(double, weight_decay) = 0.0;
+  /// Added to the Fisher matrix, >= 0.
+  TORCH_ARG(double, damping) = 1e-3;
+  /// Steps between two updates of the factors, >= 1. A new value counts from the next step on.
+  TORCH_ARG(int64_t, TCov) = 10;
+  /// Steps between two inversions of the factors, >= 1.
+  TORCH_ARG(int64_t, TInv) = 100;
+  /// The loss is a mean over the samples, and no sum.
+  TORCH_ARG(bool, batch_averaged) = true;
+  /// Floor of the eigenvalues of a factor, >= 0.
+  TORCH_ARG(double, eps) = 1e-8;
+  /// Decay of the averages of the factors, in [0, 1].
+  TORCH_ARG(double, stat_decay) = 0.95;
+  /// Bound of the step in the metric of the Fisher matrix, > 0; none: no bound.
+  TORCH_ARG(std::optional<double>, kl_clip) = 1e-3;
+  /// "pi" (pi^2 is the ratio of the mean eigenvalues of A and G), "plain" (pi = 1) or "exact".
+  TORCH_ARG(std::string, damping_split) = "pi";
+  /// Ascend instead of descend.
+  TORCH_ARG(bool, maximize) = false;
+
+ public:
+  void serialize(torch::serialize::InputArchive& archive) override;
+  void serialize(torch::serialize::OutputArchive& archive) const override;
+  TORCHIUM_API friend bool operator==(const KFACOptions& lhs, const KFACOptions& rhs);
+  double get_lr() const override;
+  void set_lr(const double lr) override;
+};
+
+/// State of one parameter. The weight of a layer has the factors of the layer: stacks of one matrix
+/// a channel group, in the state dtype. a is the fan-in of a group, and one more if there is a
+/// bias.
+struct TORCHIUM_API KFACParamState : public SecondOrderParamState {
+  /// If momentum > 0: the shape of the parameter.
+  TORCH_ARG(at::Tensor, momentum_buffer);
+  /// [groups, a, a]: average of a a^T over samples and positions.
+  TORCH_ARG(at::Tensor, A);
+  /// [groups, o / groups, o / groups]: average of g g^T over samples, summed over positions.
+  TORCH_ARG(at::Tensor, G);
+  /// "pi" and "plain": the damped inverses.
+  TORCH_ARG(at::Tensor, A_inverse);
+  TORCH_ARG(at::Tensor, G_inverse);
+  /// "exact": eigenvectors, in columns.
+  TORCH_ARG(at::Tensor, A_eigenvectors);
+  TORCH_ARG(at::Tensor, G_eigenvectors);
+  /// "exact": [groups, a] and [groups, o / groups].
+  TORCH_ARG(at::Tensor, A_eigenvalues);
+  TORCH_ARG(at::Tensor, G_eigenvalues);
+  /// Updates of the factors so far: 0-dim float32.
+  TORCH_ARG(at::Tensor, factor_updates);
+  /// Failures in a row of A's and G's inversion: int32 [2].
+  TORCH_ARG(at::Tensor, root_failures);
+
+ public:
+  std::unique_ptr<torch::optim::OptimizerParamState> clone() const override;
+  std::vector<NamedTensor> parameter_shaped() override;
+  /// Keys and addresses of the members that only a weight with factors has.
+  std::vector<NamedTensor> factors();
+  std::vector<std::pair<std::string, at::Tensor>> tensors() const override;
+  using SecondOrderParamState::serialize;
+  void serialize(torch::serialize::InputArchive& archive) override;
+};
+
+/// Which parameters the last steps preconditioned, by their names in the model.
+struct KFACReport {
+  std::vector<std::string> preconditioned;
+  /// Those that take steps of SGD with momentum.
+  std::vector<std::string> fallback;
+};
+
+/// K-FAC for linear layers and two-dimensional convolutions, as modules or as operators
+/// (CapturingOptimizer). Other parameters, and those within recurrent and transformer layers, take
+/// steps of SGD with momentum; a warning names them once.
+///
+///     torchium::optim::KFAC optimizer(*model, torchium::optim::KFACOptions(0.01).TInv(20));
+class TORCHIUM_API KFAC : public CapturingOptimizer {
+ public:
+  /// All trainable parameters of the model, which is not kept.
+  explicit KFAC(const torch::nn::Module& model, KFACOptions defaults = {});
+  /// Groups of its parameters.
+  KFAC(const torch::nn::Module& model,
+       const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+       KFACOptions defaults = {});
+  ~KFAC() override;
+  KFAC(KFAC&&) noexcept;
+  KFAC& operator=(KFAC&&) noexcept;
+
+  KFACReport report() const;
+
+ protected:
+  void check_options(const Options& options) const override;
+  void check_together(const std::vector<const Options*>& groups) const override;
+  std::unique_ptr<SecondOrderParamState> make_empty_state() const override;
+  void take_joint_step(const detail::JointStep& step) override;
+  void forget_captures() override;
+  void note_skip(const std::vector<at::Tensor>& params) override;
+  void fit_loaded(const Options& options, const std::vector<at::Tensor>& params,
+                  const std::vector<SecondOrderParamState*>& loaded,
+                  const std::vector<SecondOrderParamState*>& fitted) const override;
+  void save_more(torch::serialize::OutputArchive& archive) const override;
+  std::function<void()> read_more(torch::serialize::InputArchive& archive) override;
+
+ private:
+  struct Notes;
+
+  KFACParamState* state_of(const at::Tensor& param) const;
+  bool has_factors(const at::Tensor& weight) const;
+  std::vector<detail::PreconditionedLayer> find_layers(const detail::JointStep& step);
+  void note_fallback(const detail::JointStep& step,
+                     const std::vector<detail::PreconditionedLayer>& layers);
+  void create_states(const detail::JointStep& step,
+                     const std::vector<detail::PreconditionedLayer>& layers);
+  std::string why_not(const at::Tensor& param) const;
+
+  std::unique_ptr<detail::FactorCapture> capture_;
+  std::unique_ptr<Notes> notes_;
+};
+
+}  // namespace torchium::optim

@@ -1,0 +1,51 @@
+// What the modules of a model say about its parameters: names, and layers whose samples cannot be
+// told apart.
+#pragma once
+
+#include "torchium/export.h"
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/nn/module.h>
+
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace torchium::gradients::detail {
+
+// Where a parameter stands in a model. Shared ones are listed where they come first.
+struct ParameterPlace {
+  std::string name;    // in the model, as "0.weight"
+  std::string module;  // "'0' (Linear)"
+  // Why its gradient is not known sample by sample, as "is of an unsupported type"; empty: it may
+  // be. That of a module outside of torch::nn is known where it calls layers' operators.
+  std::string problem;
+  // Within a module that gives its layers time or position as the first dimension.
+  bool samples_are_hidden = false;
+};
+
+// Looks at a model once, and keeps neither its parameters nor its modules alive.
+class TORCHIUM_API ModelLayers {
+ public:
+  explicit ModelLayers(const torch::nn::Module& model);
+
+  // Null: none of the model's parameters.
+  const ParameterPlace* find(const at::Tensor& param) const;
+  // All parameters with their places, in the model's order; those that still exist.
+  std::vector<std::pair<at::Tensor, const ParameterPlace*>> parameters() const;
+  // Throws c10::ValueError, naming it, for a module that normalises with statistics of the batch.
+  void refuse_mixed_samples() const;
+
+ private:
+  void add_module(const std::string& name, const torch::nn::Module& module,
+                  bool samples_are_hidden);
+
+  std::vector<c10::weak_intrusive_ptr<at::TensorImpl>> order_;
+  std::unordered_map<const at::TensorImpl*, ParameterPlace> places_;
+  std::vector<std::pair<std::string, std::weak_ptr<const torch::nn::Module>>> batch_norms_;
+};
+
+}  // namespace torchium::gradients::detail

@@ -1,0 +1,110 @@
+#include "torchium/optim/capturing_optimizer.h"
+
+#include "gradients/model_layers.h"
+#include "optim/group_runtime.h"
+#include "optim/joint_step.h"
+
+#include <ATen/ATen.h>
+#include <c10/util/irange.h>
+
+#include <utility>
+
+namespace torchium::optim {
+
+CapturingOptimizer::CapturingOptimizer(const torch::nn::Module& model,
+                                       std::unique_ptr<Options> defaults)
+    : SecondOrderOptimizer(std::move(defaults)),
+      layers_(std::make_unique<gradients::detail::ModelLayers>(model)) {}
+
+CapturingOptimizer::~CapturingOptimizer() = default;
+CapturingOptimizer::CapturingOptimizer(CapturingOptimizer&&) noexcept = default;
+CapturingOptimizer& CapturingOptimizer::operator=(CapturingOptimizer&&) noexcept = default;
+
+void CapturingOptimizer::initialize(
+    const std::vector<torch::optim::OptimizerParamGroup>& param_groups) {
+  SecondOrderOptimizer::initialize(param_groups);
+  forget_captures();
+}
+
+void CapturingOptimizer::initialize_with_model() {
+  std::vector<at::Tensor> params;
+  for (const auto& [param, place] : layers_->parameters()) {
+    if (param.requires_grad()) {
+      params.push_back(param);
+    }
+  }
+  initialize({torch::optim::OptimizerParamGroup(std::move(params))});
+}
+
+void CapturingOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& param_group) {
+  SecondOrderOptimizer::add_param_group(param_group);
+  forget_captures();
+}
+
+at::Tensor CapturingOptimizer::step(LossClosure closure) {
+  at::Tensor loss;
+  try {
+    loss = SecondOrderOptimizer::step(std::move(closure));
+  } catch (...) {
+    forget_captures();
+    throw;
+  }
+  forget_captures();
+  return loss;
+}
+
+void CapturingOptimizer::zero_grad(bool set_to_none) {
+  SecondOrderOptimizer::zero_grad(set_to_none);
+  forget_captures();
+}
+
+void CapturingOptimizer::take_step(const ActiveParams& active) {
+  detail::JointStep step;
+  for (const auto group : c10::irange(active.size())) {
+    const Options& options = param_groups_[group].options();
+    const at::Tensor lr = at::scalar_tensor(options.get_lr(), at::kDouble);
+    for (const auto& param : active[group]) {
+      step.positions.emplace(param.unsafeGetTensorImpl(), step.params.size());
+      step.params.push_back(param);
+      step.options.push_back(&options);
+      step.lrs.push_back(lr);
+    }
+  }
+  for (const auto& param : step.params) {
+    TORCH_CHECK_VALUE(param.device() == step.params.front().device(), describe(param), " is on ",
+                      param.device(), " and ", describe(step.params.front()), " on ",
+                      step.params.front().device(),
+                      "; all parameters must be on one device: use one optimizer a device");
+  }
+  if (!step.params.empty()) {
+    take_joint_step(step);
+  }
+}
+
+std::vector<at::Tensor> CapturingOptimizer::all_params() const {
+  std::vector<at::Tensor> params;
+  for (const auto& group : param_groups_) {
+    params.insert(params.end(), group.params().begin(), group.params().end());
+  }
+  return params;
+}
+
+int64_t CapturingOptimizer::host_step(const at::Tensor& param) const {
+  SecondOrderParamState* state = find_state(param);
+  return state == nullptr ? 0 : host_steps({state}).front();
+}
+
+std::string CapturingOptimizer::name_of(const at::Tensor& param) const {
+  const auto* place = layers_->find(param);
+  return place != nullptr ? place->name : SecondOrderOptimizer::describe(param);
+}
+
+std::string CapturingOptimizer::describe(const at::Tensor& param) const {
+  const auto* place = layers_->find(param);
+  const std::string position = SecondOrderOptimizer::describe(param);
+  return place != nullptr ? "'" + place->name + "', " + position : position;
+}
+
+const char* CapturingOptimizer::root_remedy() const { return "raise damping or lower lr"; }
+
+}  // namespace torchium::optim

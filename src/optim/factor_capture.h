@@ -1,0 +1,63 @@
+// What a K-FAC optimizer captures: the sums of its factors, as soon as the gradients are there.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <vector>
+
+namespace torchium::gradients::detail {
+class OperatorCapture;
+}
+
+namespace torchium::optim::detail {
+
+// What the uses of a weight since the last step add up to (KfacLayer).
+struct FactorSums {
+  at::Tensor A;
+  at::Tensor G;
+  // Of each backward pass; several uses in one are of the same samples.
+  std::map<int64_t, int64_t> samples_of_pass;
+  int64_t rows = 0;
+
+  int64_t samples() const;
+};
+
+// A layer as the first use of its weight has shown it.
+struct FactorLayer {
+  at::Tensor bias;            // shares the factors; undefined: none does
+  bool has_bias_row = false;  // A has a row for a bias
+  int64_t groups = 1;
+  bool is_embedding = false;  // the weight is also used by embedding(), which has no factors
+};
+
+class FactorCapture {
+ public:
+  FactorCapture();
+  ~FactorCapture();
+
+  // Watches these parameters, and no others from now on.
+  void watch(const std::vector<at::Tensor>& params);
+  // Whether the factors of a weight are due; one entry a watched parameter.
+  void set_due(const std::vector<bool>& due);
+
+  // Null: its factors were not due, or it was not used.
+  FactorSums* sums(const at::Tensor& weight) const;
+  // Null: not known to be the weight of a linear layer or of a convolution.
+  const FactorLayer* layer(const at::Tensor& weight) const;
+  // For a weight with state.
+  void set_layer(const at::Tensor& weight, FactorLayer layer);
+  void forget_layers();
+
+  void forget();
+  void raise_error();
+
+ private:
+  struct Data;
+  std::shared_ptr<Data> data_;
+  std::unique_ptr<gradients::detail::OperatorCapture> capture_;
+};
+
+}  // namespace torchium::optim::detail

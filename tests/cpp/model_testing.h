@@ -1,0 +1,80 @@
+// Models and batches for the tests of optimizers that watch layers.
+#pragma once
+
+#include "optimizer_testing.h"
+
+namespace torchium::testing {
+
+namespace nn = torch::nn;
+
+inline nn::Sequential make_mlp(torch::Dtype dtype = torch::kDouble) {
+  torch::manual_seed(1);
+  nn::Sequential model(nn::Linear(5, 7), nn::Tanh(), nn::Linear(7, 4), nn::Tanh(),
+                       nn::Linear(4, 3));
+  model->to(dtype);
+  return model;
+}
+
+inline nn::Sequential make_convnet(torch::Dtype dtype = torch::kDouble) {
+  torch::manual_seed(2);
+  nn::Sequential model(nn::Conv2d(nn::Conv2dOptions(2, 4, 3).groups(2)), nn::GroupNorm(2, 4),
+                       nn::ReLU(nn::ReLUOptions(true)),
+                       nn::Conv2d(nn::Conv2dOptions(4, 3, 2).stride(2).bias(false)), nn::Tanh(),
+                       nn::Flatten(), nn::Linear(12, 3));
+  model->to(dtype);
+  return model;
+}
+
+// The parameters of one model become those of another.
+inline void copy_parameters(const nn::Module& from, const nn::Module& to) {
+  const torch::NoGradGuard no_grad;
+  const auto source = from.parameters();
+  auto target = to.parameters();
+  for (size_t i = 0; i < source.size(); ++i) {
+    target[i].copy_(source[i]);
+  }
+}
+
+struct Batch {
+  torch::Tensor inputs;
+  torch::Tensor targets;
+};
+
+// A batch that depends on the step alone.
+inline Batch make_batch(int step, torch::IntArrayRef sample_shape, int64_t size = 6,
+                        torch::Dtype dtype = torch::kDouble) {
+  auto generator = torch::make_generator<torch::CPUGeneratorImpl>(100 + step);
+  std::vector<int64_t> shape{size};
+  shape.insert(shape.end(), sample_shape.begin(), sample_shape.end());
+  return {torch::randn(shape, generator, torch::kDouble).to(dtype),
+          torch::randint(3, {size}, generator, torch::kLong)};
+}
+
+inline torch::Tensor cross_entropy(const torch::Tensor& output, const torch::Tensor& targets) {
+  return nn::functional::cross_entropy(output, targets);
+}
+
+// One step on the mean loss of a batch.
+template <typename Optimizer>
+void train_on(Optimizer& optimizer, nn::Sequential& model, const Batch& batch) {
+  optimizer.zero_grad();
+  cross_entropy(model->forward(batch.inputs), batch.targets).backward();
+  optimizer.step();
+}
+
+inline const std::vector<int64_t> kMlpSample{5};
+inline const std::vector<int64_t> kImageSample{2, 6, 6};
+
+// Collects the warnings of its scope.
+class Warnings : public c10::WarningHandler {
+ public:
+  Warnings() : guard_(this) {}
+  void process(const c10::Warning& warning) override { text += warning.msg(); }
+
+  std::string text;
+
+ private:
+  c10::WarningUtils::WarningHandlerGuard guard_;
+};
+
+}  // namespace torchium::testing
