@@ -183,6 +183,27 @@ def test_kronecker_factors_are_sums_of_outer_products(name, with_bias, device):
         assert torch.equal(factor, factor.mT)
 
 
+@pytest.mark.parametrize("name", FACTOR_CASES)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_kronecker_factors_overwrite_memory_that_was_never_set(name, with_bias, device):
+    sums, x, g, options = factor_case(name, with_bias, device)
+    expected = expected_factors([torch.zeros_like(s) for s in sums], x, g, options)
+    for factor in sums:
+        factor.fill_(float("nan"))
+    ops.kronecker_factors_update_(*sums, x, g, **options, accumulate=False)
+    torch.testing.assert_close(sums, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["linear", "linear_sequence", "conv_groups"])
+def test_kronecker_factors_of_no_samples_are_zero(name, device):
+    sums, x, g, options = factor_case(name, True, device)
+    before = [factor.clone() for factor in sums]
+    ops.kronecker_factors_update_(*sums, x[:0], g[:0], **options)
+    torch.testing.assert_close(sums, before, rtol=0, atol=0)
+    ops.kronecker_factors_update_(*sums, x[:0], g[:0], **options, accumulate=False)
+    assert sum(factor.count_nonzero() for factor in sums) == 0
+
+
 @pytest.mark.parametrize("name", ["linear_sequence", "conv_groups"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_kronecker_factors_are_float32_for_any_input(name, dtype, device):

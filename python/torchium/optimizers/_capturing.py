@@ -39,7 +39,8 @@ class JointStep:
 
     def lrs(self) -> list[Tensor]:
         """The learning rate of each parameter, one tensor a group."""
-        tensors = {id(g): lr_tensor(g["lr"], self.device) for g in self.groups}
+        groups = {id(g): g for g in self.groups}
+        tensors = {key: lr_tensor(g["lr"], self.device) for key, g in groups.items()}
         return [tensors[id(g)] for g in self.groups]
 
 
