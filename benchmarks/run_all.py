@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-BENCHMARKS = ("shampoo_cpu.py", "roots_cpu.py")
+BENCHMARKS = ("shampoo_cpu.py", "kfac_cpu.py", "roots_cpu.py")
 
 
 def main() -> int:

@@ -68,8 +68,9 @@ class FactorCapture(Capture):
         return None
 
     def weight_beside(self, param: Tensor) -> Tensor | None:
-        """The weight of the layer that has the parameter; a weight itself."""
-        return self.owners[param][0]._parameters.get("weight")
+        """The weight of the layer that has the parameter, which may be that weight, or None."""
+        owners = self.owners.get(param)
+        return owners[0]._parameters.get("weight") if owners else None
 
     def has_room(self, weight: Tensor) -> bool:
         """Whether the factors of the weight include its bias."""

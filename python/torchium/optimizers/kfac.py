@@ -221,7 +221,7 @@ class KFAC(CapturingOptimizer):
         capture, active = self._capture, set(step.params)
         layers = []
         for param in step.params:
-            if capture.problem(param) is not None or capture.weight_beside(param) is not param:
+            if capture.weight_beside(param) is not param or capture.problem(param) is not None:
                 continue
             sums, has_factors = capture.sums.get(param), self._knows_factors(param)
             if sums is None and not has_factors:
