@@ -167,13 +167,23 @@ def floored(M: Tensor, eps: float) -> Tensor:
 
 
 def layers_of(model: nn.Module) -> list[Layer]:
-    """Layer of each Linear and Conv2d whose weight no other has, in the order of the modules."""
-    layers: dict[Tensor, Layer] = {}
+    """The layer of each trained weight of Linear and Conv2d modules, in their order.
+
+    A bias shares the factors of its weight if the same modules have both, and it is trained.
+    """
+    owners: dict[Tensor, list[nn.Module]] = {}
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Conv2d)):
-            groups = getattr(module, "groups", 1)
-            layers.setdefault(module.weight, Layer(module.weight, module.bias, groups))
-    return list(layers.values())
+            for param in module.parameters():
+                owners.setdefault(param, []).append(module)
+    layers = []
+    for weight, modules in owners.items():
+        if weight is modules[0].weight and weight.requires_grad:
+            bias = modules[0].bias
+            joint = bias is not None and bias.requires_grad and owners[bias] == modules
+            groups = getattr(modules[0], "groups", 1)
+            layers.append(Layer(weight, bias if joint else None, groups))
+    return layers
 
 
 def capture(
@@ -199,19 +209,20 @@ def capture(
         gradients = torch.autograd.grad(loss, [output for *_, output in uses])
         rows: dict[int, list[Sample]] = {}
         for (module, a, _), g in zip(uses, gradients, strict=True):
-            rows.setdefault(index[module.weight], []).append(position_rows(module, a, g))
+            i = index[module.weight]
+            rows.setdefault(i, []).append(position_rows(module, a, g, layers[i].bias is not None))
         for i, pairs in rows.items():  # several uses are more positions
             captured[i].append(tuple(torch.cat(side, dim=1) for side in zip(*pairs, strict=True)))
     return captured
 
 
-def position_rows(module: nn.Module, a: Tensor, g: Tensor) -> Sample:
+def position_rows(module: nn.Module, a: Tensor, g: Tensor, with_bias: bool) -> Sample:
     """Input and output gradient of one use for one sample, as rows of positions."""
     if isinstance(module, nn.Conv2d):
         a, g = convolution_rows(module, a, g)
     else:
         a, g = a.reshape(1, -1, a.shape[-1]), g.reshape(1, -1, g.shape[-1])
-    if module.bias is not None:
+    if with_bias:
         a = torch.cat([a, torch.ones_like(a[..., :1])], dim=-1)
     return a, g
 
