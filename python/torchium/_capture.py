@@ -7,6 +7,7 @@ that passes for evaluation and ``torch.autograd.grad`` leave nothing behind.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -22,7 +23,14 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.hooks import RemovableHandle
 
 from ._completeness import CompletenessCheck
-from ._layers import LayerKind, layer_input, layer_kind, may_mix_samples, mixes_samples
+from ._layers import (
+    LayerKind,
+    computed_output,
+    layer_input,
+    layer_kind,
+    may_mix_samples,
+    mixes_samples,
+)
 
 NO_TASK = -1  # what torch calls the backward pass outside of one
 
@@ -61,21 +69,27 @@ class _Saved(torch.autograd.Function):
 class _OutputHook:
     """Hook of an output tensor: pairs its gradient with the input of the layer."""
 
-    __slots__ = ("_add", "_module", "_saved")
+    __slots__ = ("_add", "_module", "_saved", "_shape")
 
     def __init__(
-        self, add: Callable[[Tensor, Tensor], None], saved: Tensor | None, module: nn.Module
+        self,
+        add: Callable[[Tensor, Tensor], None],
+        saved: Tensor | None,
+        module: nn.Module,
+        shape: torch.Size,
     ) -> None:
         self._add = add
         self._saved = saved
         self._module = module
+        self._shape = shape
 
     @_disable_dynamo
     def __call__(self, gradient: Tensor) -> None:
         if self._saved is None:
             return
         with torch.no_grad():
-            self._add(self._input(self._saved.grad_fn), gradient.detach())
+            gradient = gradient.detach().reshape(self._shape)
+            self._add(self._input(self._saved.grad_fn), gradient)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             self._saved = None  # the output may live on, the input need not
 
@@ -173,6 +187,9 @@ class Capture:
 
     def watch(self, params: Iterable[Tensor]) -> None:
         """Adds parameters; those whose modules are not known are looked for in all that run."""
+        dynamo = sys.modules.get("torch._dynamo")
+        if dynamo is not None:
+            dynamo.reset_code_caches()  # a compiled model does not look for new hooks
         self._params.update(params)
         for module in list(self.modules):
             self.adopt(module, self.modules[module])
@@ -211,10 +228,11 @@ class Capture:
     ) -> None:
         if module in self._scanned:
             return
-        self._scanned.add(module)
         known = module in self.modules
         for name, child in module.named_modules():
             self.adopt(child, name)
+            if child in self.modules:  # else other parameters may be in their places for now
+                self._scanned.add(module)
         if not known and module in self.modules:  # its own hook did not exist when it ran
             self._after_forward(module, args, kwargs, output)
 
@@ -248,7 +266,7 @@ class Capture:
         anchor = next(iter(params.values()))
         saved = _Saved.apply(anchor, layer_input(args, kwargs).detach())
         add = partial(_weakly, weakref.WeakMethod(self._add), module, params, outer)
-        output.register_hook(_OutputHook(add, saved, module))
+        computed_output(output).register_hook(_OutputHook(add, saved, module, output.shape))
 
     def _trained(self, module: nn.Module) -> dict[str, Tensor]:
         own = module._parameters

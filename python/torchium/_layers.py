@@ -88,6 +88,15 @@ def layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return value
 
 
+def computed_output(output: Tensor) -> Tensor:
+    """The tensor that the layer has computed: an output may be a view of it, in another shape.
+
+    A change in place of the view takes it out of the graph; its base stays.
+    """
+    base = output._base
+    return output if base is None or base.numel() != output.numel() else base
+
+
 def is_single(module: nn.Module, input: Tensor) -> bool:
     """Whether the layer received one sample without a dimension for samples."""
     if isinstance(module, nn.Linear):

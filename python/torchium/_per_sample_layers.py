@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_leaves
 
-from ._layers import core_tensors, layer_input, samples, use_row, why_unsupported
+from ._layers import computed_output, core_tensors, layer_input, samples, use_row, why_unsupported
 
 
 @dataclass
@@ -62,7 +62,7 @@ class _Recorder:
             if (param := module._parameters.get(name)) is not None and param in self._positions
         }
         input_edge = get_gradient_edge(input) if input.requires_grad else None
-        output_edge = get_gradient_edge(output)
+        output_edge = get_gradient_edge(computed_output(output))
         self.uses.append(
             _Use(module, params, input.detach(), input_edge, output_edge, output.shape)
         )
@@ -171,6 +171,7 @@ def _rows(
     for use, gradient in zip(uses, gradients, strict=True):
         if gradient is None:  # the loss does not depend on this output
             gradient = torch.zeros((), device=use.input.device).expand(use.output_shape)
+        gradient = gradient.reshape(use.output_shape)
         input, output_gradient = core_tensors(use.module, use.input, gradient)
         row, eps = use_row(use.module, use.params.get("weight", -1), use.params.get("bias", -1), 0)
         inputs.append(input)

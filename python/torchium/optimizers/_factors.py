@@ -60,6 +60,8 @@ class FactorCapture(Capture):
         weight = self.weight_beside(param)
         if weight is None or weight not in self._params or not weight.requires_grad:
             return "its weight is not trained"
+        if len({getattr(module, "groups", 1) for module in self.owners[weight]}) > 1:
+            return "used by convolutions of different groups"
         bias = self.joint_bias(weight)
         if param is not weight and (param is not bias or not self.has_room(weight)):
             return "not the one bias of its weight"

@@ -1,0 +1,612 @@
+"""What optimizers see of a model at work: the same in all ways to write the same training step."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+import torchium
+from optimizer_cases import assert_same, snapshot, values
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules import module as nn_module
+from torch.utils.checkpoint import checkpoint
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:KFAC takes steps of SGD",
+    "ignore:Using `torch.compile\\(module\\)` when there are global",
+)
+
+OPTIMIZERS = {
+    "kfac": lambda params: torchium.KFAC(params, lr=0.1, TCov=2, TInv=2, kl_clip=None),
+    "natural_gradient": lambda params: torchium.NaturalGradient(params, lr=0.1, damping=0.1),
+}
+both = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+
+Forward = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Net(nn.Module):
+    """A convolution, a norm, and linear layers, one of them used twice."""
+
+    def __init__(self, inplace: bool = True) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3, padding="same", padding_mode="circular")
+        self.norm = nn.LayerNorm(36)
+        self.twice = nn.Linear(36, 36)
+        self.last = nn.Linear(36, 3)
+        self.activation = nn.ReLU(inplace=inplace)
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.norm(self.activation(self.conv(x)).flatten(1))
+
+    def head(self, x: Tensor) -> Tensor:
+        x = self.activation(self.twice(x))
+        return self.last(self.activation(self.twice(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x))
+
+
+def net(device: torch.device | str = "cpu", **options: bool) -> Net:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Net(**options).to(device)
+
+
+def batch(step: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(8, 2, 3, 3, generator=generator)
+    return x.to(device), torch.randint(3, (8,), generator=generator).to(device)
+
+
+def backward(model: nn.Module, step: int, forward: Forward | None = None) -> None:
+    x, y = batch(step, next(model.parameters()).device)
+    F.cross_entropy(model(x) if forward is None else forward(model, x), y).backward()
+
+
+def train(model, optimizer, forward=None, before=None, steps=4) -> list[Tensor]:
+    """Parameters after some steps; `before` is done ahead of each backward pass."""
+    for step in range(steps):
+        optimizer.zero_grad()
+        if before is not None:
+            before(model, step)
+        backward(model, step, forward)
+        optimizer.step()
+    return values(model)
+
+
+def expected(make) -> list[Tensor]:
+    """Of plain training."""
+    model = net()
+    return train(model, make(model))
+
+
+# ---- what leaves no trace
+
+
+def evaluate_without_graph(model, step):
+    with torch.no_grad():
+        model(batch(step + 50)[0])
+    with torch.inference_mode():
+        model(batch(step + 51)[0])
+
+
+def evaluate_with_graph(model, step):
+    model(batch(step + 50)[0])
+
+
+def gradient_of_the_input(model, step):
+    x, y = batch(step + 50)
+    x.requires_grad_()
+    torch.autograd.grad(F.cross_entropy(model(x), y), x)
+
+
+def discarded_backward(model, step):
+    backward(model, step + 50)
+    model.zero_grad()  # not the optimizer's
+
+
+def failing_backward(model, step):
+    def refuse(gradient):
+        raise KeyError("a hook of the user")
+
+    x, y = batch(step + 50)
+    features = model.features(x)
+    features.register_hook(refuse)
+    with pytest.raises(KeyError):
+        F.cross_entropy(model.head(features), y).backward()
+    model.zero_grad()
+
+
+def functional_transforms(model, step):
+    params = {n: p.detach() for n, p in model.named_parameters()}
+    x, y = batch(step + 50)
+
+    def loss(params, x, y):
+        return F.cross_entropy(torch.func.functional_call(model, params, (x[None],)), y[None])
+
+    torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(params, x, y)
+
+
+def per_sample_gradients(model, step):
+    torchium.per_sample_gradients(model, F.cross_entropy, *batch(step + 50))
+
+
+@both
+@pytest.mark.parametrize(
+    "before",
+    [
+        evaluate_without_graph,
+        evaluate_with_graph,
+        gradient_of_the_input,
+        discarded_backward,
+        failing_backward,
+        functional_transforms,
+        per_sample_gradients,
+    ],
+)
+def test_other_passes_leave_no_trace(make, before):
+    model = net(inplace=before is not functional_transforms)
+    assert_same(train(model, make(model.parameters()), before=before), expected(make))
+
+
+# ---- ways to write the forward pass
+
+
+def by_keyword(model, x):
+    x = model.conv(input=x).relu().flatten(1)
+    return model.head(model.norm(input=x))
+
+
+def checkpointed(**options) -> Forward:
+    def forward(model, x):
+        x = checkpoint(model.features, x.requires_grad_(), **options)
+        return checkpoint(model.head, x, **options)
+
+    return forward
+
+
+def nested_checkpoints(**options) -> Forward:
+    def forward(model, x):
+        def inner(x):
+            return model.head(checkpoint(model.features, x, **options))
+
+        return checkpoint(inner, x.requires_grad_(), **options)
+
+    return forward
+
+
+def deeper_checkpoints(model, x):
+    """Reentrant ones, the outer of which runs nothing but the inner one."""
+
+    def inner(x):
+        return checkpoint(model.features, x, use_reentrant=True)
+
+    return model.head(checkpoint(inner, x.requires_grad_(), use_reentrant=True))
+
+
+def offloaded(model, x):
+    with torch.autograd.graph.save_on_cpu():
+        return model(x)
+
+
+def under_full_backward_hooks(model, x):
+    handles = [m.register_full_backward_hook(lambda *_: None) for m in model.modules()]
+    try:
+        return model(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def with_a_later_hook(model, x):
+    """It replaces the output, and so does not belong to the layer."""
+    handle = model.last.register_forward_hook(lambda module, args, output: output * 1.0)
+    try:
+        return model(x)
+    finally:
+        handle.remove()
+
+
+@both
+@pytest.mark.parametrize(
+    "forward",
+    [
+        by_keyword,
+        checkpointed(use_reentrant=True),
+        checkpointed(use_reentrant=False),
+        nested_checkpoints(use_reentrant=True),
+        nested_checkpoints(use_reentrant=False),
+        deeper_checkpoints,
+        offloaded,
+        under_full_backward_hooks,
+        with_a_later_hook,
+    ],
+    ids=lambda f: f.__qualname__,
+)
+def test_the_way_the_forward_pass_is_written_does_not_matter(make, forward):
+    model = net(inplace=forward is not under_full_backward_hooks)  # torch refuses the two together
+    trained = train(model, make(model), forward=forward)
+    torch.testing.assert_close(trained, expected(make), rtol=1e-5, atol=1e-6)
+
+
+@both
+def test_activations_in_place_do_not_matter(make):
+    model = net(inplace=False)
+    assert_same(train(model, make(model)), expected(make))
+
+
+@both
+@pytest.mark.parametrize("shape", [(6,), (4, 6), (4, 3, 6), (4, 2, 3, 6)], ids=str)
+def test_activations_in_place_after_linear_layers_of_any_input(make, shape):
+    """Which may return views, and a change in place of those is another matter to autograd."""
+    results = []
+    for inplace in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(inplace), nn.Linear(5, 4), nn.ReLU(inplace))
+        optimizer = make(model)
+        x = torch.randn(shape)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        results.append(values(model))
+    assert_same(results[1], results[0])
+
+
+@both
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda model: model.parameters(),
+        lambda model: model.named_parameters(),
+        lambda model: [
+            {"params": model.conv.parameters()},
+            {"params": [*model.norm.parameters(), *model.twice.parameters()]},
+            {"params": model.last.parameters()},
+        ],
+        lambda model: nn.ModuleDict({"inner": model}),
+    ],
+    ids=["parameters", "named", "groups", "outer_model"],
+)
+def test_the_form_of_the_first_argument_does_not_matter(make, form):
+    model = net()
+    assert_same(train(model, make(form(model))), expected(make))
+
+
+@both
+def test_weight_and_bias_may_be_in_different_groups(make):
+    model = net()
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    optimizer = make([{"params": weights}, {"params": others}])
+    for actual, plain in zip(train(model, optimizer), expected(make), strict=True):
+        torch.testing.assert_close(actual, plain, rtol=1e-4, atol=1e-5)
+
+
+@both
+def test_micro_batches_equal_one_batch(make):
+    model = net().double()
+    whole = copy.deepcopy(model)
+    optimizers = [make(model), make(whole)]
+    for step in range(4):
+        x, y = batch(step)
+        x = x.double()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for part in (slice(0, 4), slice(4, 8)):
+            (F.cross_entropy(model(x[part]), y[part]) / 2).backward()
+        F.cross_entropy(whole(x), y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(values(model), values(whole), rtol=1e-9, atol=1e-10)
+
+
+@both
+def test_micro_batches_after_one_forward_pass_each(make):
+    """All forward passes first, then all backward passes."""
+    model, interleaved = net().double(), net().double()
+    optimizers = [make(model), make(interleaved)]
+    for step in range(3):
+        x, y = batch(step)
+        parts = [(x[:4].double(), y[:4]), (x[4:].double(), y[4:])]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for loss in [F.cross_entropy(model(a), b) / 2 for a, b in parts]:
+            loss.backward()
+        for a, b in parts:
+            (F.cross_entropy(interleaved(a), b) / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same(values(model), values(interleaved))
+
+
+@both
+def test_backward_may_run_in_another_thread(make):
+    model = net()
+    optimizer = make(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        thread = threading.Thread(target=backward, args=(model, step))
+        thread.start()
+        thread.join()
+        optimizer.step()
+    assert_same(values(model), expected(make))
+
+
+@both
+def test_a_graph_that_is_kept_may_be_used_again(make):
+    model = net()
+    optimizer = make(model)
+    for step in range(4):
+        x, y = batch(step)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward(retain_graph=True)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(values(model), expected(make))
+
+
+@both
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("compiled_first", [False, True])
+@pytest.mark.parametrize("form", [lambda m: m, nn.Module.parameters], ids=["model", "parameters"])
+def test_a_compiled_model_is_seen(make, backend, compiled_first, form):
+    torch._dynamo.reset()
+    model = net()
+    compiled = torch.compile(model, backend=backend)
+    if compiled_first:
+        compiled(batch(0)[0]).sum().backward()
+        model.zero_grad()
+    optimizer = make(form(model))
+    trained = train(model, optimizer, forward=lambda _, x: compiled(x))
+    torch.testing.assert_close(trained, expected(make), rtol=1e-5, atol=1e-6)
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_gives_about_the_same_direction(make, dtype, device):
+    steps = []
+    for enabled in (False, True):
+        model = net(device)
+        optimizer = make(model)
+        start = values(model)
+        with torch.autocast(device.type, dtype=dtype, enabled=enabled):
+            x, y = batch(0, device)
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        steps.append(
+            torch.cat([(p - s).flatten() for p, s in zip(values(model), start, strict=True)])
+        )
+    assert F.cosine_similarity(steps[0], steps[1], dim=0) > 0.99
+
+
+@both
+def test_frozen_layers_and_parts_under_no_grad(make):
+    """As a model whose first part is a fixed function."""
+    model, reference = net(), net()
+    for module in (model.conv, model.norm, reference.conv, reference.norm):
+        module.requires_grad_(False)
+    optimizer, other = (
+        make(model),
+        make([*reference.twice.parameters(), *reference.last.parameters()]),
+    )
+
+    def features_without_graph(model, x):
+        with torch.no_grad():
+            features = model.features(x)
+        return model.head(features)
+
+    trained = train(model, optimizer, forward=features_without_graph)
+    assert_same(trained, train(reference, other))
+    assert not optimizer.state.get(model.conv.weight)
+
+
+@both
+def test_unbatched_inputs_are_one_sample(make):
+    one, batched = net(), net()
+    optimizers = [make(one), make(batched)]
+    x, y = batch(0)
+    F.cross_entropy(one.head(one.norm(one.conv(x[0]).relu().flatten())), y[0]).backward()
+    F.cross_entropy(batched(x[:1]), y[:1]).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    torch.testing.assert_close(values(one), values(batched), rtol=1e-5, atol=1e-6)
+
+
+@both
+def test_an_input_changed_in_place_is_an_error_that_names_the_layer(make):
+    """Under autocast autograd keeps a copy, and would not tell."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = make(model)
+    x = torch.randn(3, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = model(x)
+    x += 1.0
+    with pytest.raises(RuntimeError, match=r"input of Linear\(.*changed in place"):
+        y.sum().backward()
+    optimizer.zero_grad()
+
+
+# ---- finding the layers
+
+
+def global_hooks() -> int:
+    return len(nn_module._global_forward_hooks)
+
+
+@both
+def test_the_global_hook_goes_when_all_layers_are_found(make):
+    model = net()
+    before = global_hooks()
+    optimizer = make(model)
+    assert global_hooks() == before  # the model tells
+    optimizer = make(model.parameters())
+    assert global_hooks() == before + 1
+    backward(model, 0)
+    assert global_hooks() == before + 1
+    optimizer.step()
+    assert global_hooks() == before
+    optimizer.add_param_group({"params": list(nn.Linear(2, 2).parameters())})
+    assert global_hooks() == before + 1
+    del optimizer
+    gc.collect()
+    assert global_hooks() == before
+
+
+@both
+def test_a_second_owner_of_a_tied_weight_is_seen(make):
+    """It runs after the first one has been found."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+            self.b.weight = self.a.weight
+
+        def forward(self, x):
+            return self.b(torch.tanh(self.a(x)))
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(4, 4, bias=False)
+
+        def forward(self, x):
+            return self.a(torch.tanh(self.a(x)))
+
+    tied, twice = Tied(), Twice()
+    twice.load_state_dict({"a.weight": tied.a.weight})
+    x = torch.randn(5, 4)
+    for model in (tied, twice):
+        optimizer = make(model.parameters())
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    torch.testing.assert_close(tied.a.weight, twice.a.weight)
+
+
+@both
+def test_a_layer_added_in_mid_training_is_found(make):
+    model = net()
+    optimizer = make(
+        [*model.conv.parameters(), *model.norm.parameters(), *model.twice.parameters()]
+    )
+    backward(model, 0)
+    optimizer.step()
+    optimizer.add_param_group({"params": list(model.last.parameters())})
+    for step in range(1, 4):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+    assert optimizer.state[model.last.weight]["step"] == 3
+    if isinstance(optimizer, torchium.KFAC):
+        assert optimizer.state[model.last.weight]["factor_updates"] == 2
+
+
+# ---- lives
+
+
+def freed(reference: weakref.ref) -> bool:
+    gc.collect()
+    return reference() is None
+
+
+@both
+def test_everything_goes_with_the_optimizer(make):
+    make(net())  # torch keeps the frames of the first optimizer of a process
+    model = net()
+    optimizer = make(model.parameters())
+    backward(model, 0)
+    reference, capture = weakref.ref(optimizer), weakref.ref(optimizer._capture)
+    before = [len(m._forward_hooks) for m in model.modules()]
+    assert sum(before) > 0
+    del optimizer
+    assert freed(reference)
+    assert freed(capture)
+    assert not any(m._forward_hooks or m._forward_hooks_with_kwargs for m in model.modules())
+    assert not any(p._post_accumulate_grad_hooks or p._backward_hooks for p in model.parameters())
+    backward(model, 1)
+
+
+@both
+def test_the_optimizer_may_go_between_forward_and_backward(make):
+    model = net()
+    optimizer = make(model)
+    x, y = batch(0)
+    loss = F.cross_entropy(model(x), y)
+    del optimizer
+    gc.collect()
+    loss.backward()
+
+
+@both
+def test_inputs_are_freed_by_the_backward_pass(make):
+    """Though the output, and so its hooks, may live on."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    optimizer = make(model)
+    inputs = []
+    model[2].register_forward_pre_hook(lambda m, args: inputs.append(weakref.ref(args[0])))
+    output = model(torch.randn(3, 4))
+    assert inputs[0]() is not None
+    output.sum().backward()
+    optimizer.step()
+    assert freed(inputs[0])
+    assert output.grad_fn is not None
+
+
+@both
+def test_checkpointing_saves_the_memory_of_the_inputs(make):
+    model = net()
+    make(model)
+    inputs = []
+    model.last.register_forward_pre_hook(lambda m, args: inputs.append(weakref.ref(args[0])))
+    x, y = batch(0)
+    output = checkpointed(use_reentrant=False)(model, x)
+    assert freed(inputs[0])
+    F.cross_entropy(output, y).backward()
+
+
+@both
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_of_the_model_belongs_to_no_optimizer(make, copied):
+    model = net()
+    optimizer = make(model)
+    train(model, optimizer, steps=1)
+    other = copied(model)
+    start = values(other)
+    optimizer.zero_grad()
+    backward(model, 1)
+    backward(other, 60)
+    optimizer.step()
+    assert not any(m._forward_hooks or m._forward_hooks_with_kwargs for m in other.modules())
+    assert_same(values(other), start)
+    plain = net()
+    assert_same(values(model), train(plain, make(plain), steps=2))
+
+
+@both
+def test_more_than_one_process_is_refused(make, monkeypatch):
+    model = net()
+    optimizer = make(model)
+    backward(model, 0)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    before = snapshot(optimizer)
+    with pytest.raises(RuntimeError, match=r"does not combine what 2 processes capture"):
+        optimizer.step()
+    assert_same(snapshot(optimizer), before)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    backward(model, 0)
+    optimizer.step()
