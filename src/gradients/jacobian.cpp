@@ -127,32 +127,26 @@ std::unique_ptr<JacobianBlock> embedding_block(const std::vector<Piece>& pieces,
                                           join(pieces, e, samples, 1), shape[0]);
 }
 
-// An embedding is a linear layer whose output gradient and input change places: row k of the table
-// receives e where the index is k.
-Positions one_hot_positions(const Piece& piece, at::IntArrayRef shape, at::ScalarType dtype) {
-  const Lookup one = lookup(piece, shape, dtype);
-  const at::Tensor hot = at::zeros({piece.rows, one.indices.size(1), shape[0]}, one.e.options())
-                             .scatter_(2, one.indices.unsqueeze(2), 1);
-  return {one.e.unsqueeze(1), hot.unsqueeze(1)};
-}
-
-Positions positions_of(const Piece& piece, at::IntArrayRef shape, at::ScalarType dtype) {
-  return piece.is_embedding()
-             ? one_hot_positions(piece, shape, dtype)
-             : positions(*piece.use, weight_geometry(*piece.use, shape, piece.use_index), dtype);
-}
-
-std::unique_ptr<JacobianBlock> pair_block(const std::vector<Piece>& pieces, at::IntArrayRef shape,
-                                          at::ScalarType dtype, int64_t samples) {
-  std::vector<at::Tensor> A;
-  std::vector<at::Tensor> G;
-  for (const auto& piece : pieces) {
-    Positions one = positions_of(piece, shape, dtype);
-    A.push_back(std::move(one.A));
-    G.push_back(std::move(one.G));
+// The positions of a linear, convolution or embedding weight. An embedding is a linear layer whose
+// input and output gradient have changed places: row k of the table receives e where the index is
+// k.
+PositionSource position_source(const Piece& piece, at::IntArrayRef shape, at::ScalarType dtype) {
+  if (!piece.is_embedding()) {
+    return PositionSource(*piece.use, weight_geometry(*piece.use, shape, piece.use_index), dtype);
   }
-  return std::make_unique<PairBlock>(
-      Positions{join(pieces, A, samples, 2), join(pieces, G, samples, 2)}, shape);
+  const Lookup one = lookup(piece, shape, dtype);
+  const at::Tensor one_hot = at::zeros({piece.rows, one.indices.size(1), shape[0]}, one.e.options())
+                                 .scatter_(2, one.indices.unsqueeze(2), 1);
+  return PositionSource({one.e.unsqueeze(0), one_hot.unsqueeze(0)});
+}
+
+PairBlock pair_block(const std::vector<Piece>& pieces, at::IntArrayRef shape, at::ScalarType dtype,
+                     int64_t samples) {
+  std::vector<PairBlock::Use> uses;
+  for (const auto& piece : pieces) {
+    uses.push_back({position_source(piece, shape, dtype), piece.first_row});
+  }
+  return PairBlock(std::move(uses), pieces[0].groups(), shape, samples);
 }
 
 at::Tensor rows_of(const Piece& piece, at::IntArrayRef shape, at::ScalarType dtype) {
@@ -162,8 +156,10 @@ at::Tensor rows_of(const Piece& piece, at::IntArrayRef shape, at::ScalarType dty
   if (!piece.is_pair() && !piece.is_embedding()) {
     return norm_weight_rows(*piece.use, shape, dtype, piece.use_index);
   }
+  Piece alone = piece;
+  alone.first_row = 0;
   const at::Tensor ones = at::ones({piece.rows}, piece.use->output_gradient.options().dtype(dtype));
-  return PairBlock(positions_of(piece, shape, dtype), shape).weighted_rows(ones);
+  return pair_block({alone}, shape, dtype, piece.rows).weighted_rows(ones);
 }
 
 std::unique_ptr<JacobianBlock> dense_block(const std::vector<Piece>& pieces, at::IntArrayRef shape,
@@ -192,7 +188,7 @@ std::unique_ptr<JacobianBlock> make_block(const std::vector<Piece>& pieces, at::
   if (all([&](const Piece& piece) {
         return (piece.is_pair() || piece.is_embedding()) && piece.groups() == pieces[0].groups();
       })) {
-    return pair_block(pieces, shape, dtype, samples);
+    return std::make_unique<PairBlock>(pair_block(pieces, shape, dtype, samples));
   }
   return dense_block(pieces, shape, dtype, samples);
 }
@@ -254,22 +250,40 @@ at::Tensor Jacobian::gram(at::ArrayRef<double> weights) const {
   return K.mul_(scale_.square());
 }
 
-std::vector<at::Tensor> Jacobian::transpose_product(const at::Tensor& w) const {
+std::vector<at::Tensor> Jacobian::transpose_product(const at::Tensor& w,
+                                                    at::ArrayRef<double> scales) const {
   const at::Tensor scaled = w * scale_;
   std::vector<at::Tensor> result;
-  for (const auto& column : columns_) {
-    const auto options = w.options().dtype(column.dtype);
-    result.push_back(column.block ? column.block->transpose_product(scaled.to(column.dtype))
-                                  : at::zeros(column.shape, options));
+  for (size_t p = 0; p < columns_.size(); ++p) {
+    const auto& [dtype, shape, block] = columns_[p];
+    if (!block) {
+      result.push_back(at::zeros(shape, scale_.options().dtype(dtype)));
+      continue;
+    }
+    const at::Tensor of_column = scales.empty() ? scaled : scaled * scales[p];
+    result.push_back(block->transpose_product(of_column.to(dtype)));
   }
   return result;
 }
 
-at::Tensor Jacobian::product(at::TensorList x) const {
+Jacobian::Sketch Jacobian::sketch(at::TensorList x, const at::Tensor& w) const {
+  const at::Tensor scaled = w * scale_;
+  Sketch result;
+  for (size_t p = 0; p < columns_.size(); ++p) {
+    const auto& [dtype, shape, block] = columns_[p];
+    auto [of_x, of_product] =
+        block ? block->sketch(x[p], scaled.to(dtype)) : std::pair{x[p], at::zeros_like(x[p])};
+    result.of_x.push_back(std::move(of_x));
+    result.of_transpose_product.push_back(std::move(of_product));
+  }
+  return result;
+}
+
+at::Tensor Jacobian::product(at::TensorList x, at::ArrayRef<double> scales) const {
   at::Tensor result = at::zeros({samples_}, scale_.options());
   for (size_t p = 0; p < columns_.size(); ++p) {
     if (columns_[p].block) {
-      result.add_(columns_[p].block->product(x[p]));
+      result.add_(columns_[p].block->product(x[p]), scales.empty() ? 1.0 : scales[p]);
     }
   }
   return result.mul_(scale_);

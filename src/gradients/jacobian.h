@@ -28,10 +28,19 @@ class Jacobian {
 
   // sum over the parameters p of weights[p] J_p J_p^T: [n, n] float64.
   at::Tensor gram(at::ArrayRef<double> weights) const;
-  // J^T w for w [n]: one tensor a parameter, in its state dtype.
-  std::vector<at::Tensor> transpose_product(const at::Tensor& w) const;
-  // J x for x one tensor a parameter: [n] float64.
-  at::Tensor product(at::TensorList x) const;
+  // J_p^T w, times scales[p] if given, for w [n]: one tensor a parameter, in its state dtype.
+  std::vector<at::Tensor> transpose_product(const at::Tensor& w,
+                                            at::ArrayRef<double> scales = {}) const;
+  // A random linear image of a vector x with one tensor a parameter, and the same one of J^T w.
+  // Vectors whose images agree are equal, but for an event that is all but impossible; it costs
+  // less than J^T w.
+  struct Sketch {
+    std::vector<at::Tensor> of_x;
+    std::vector<at::Tensor> of_transpose_product;
+  };
+  Sketch sketch(at::TensorList x, const at::Tensor& w) const;
+  // The sum of J_p x_p, times scales[p] if given, for x one tensor a parameter: [n] float64.
+  at::Tensor product(at::TensorList x, at::ArrayRef<double> scales = {}) const;
   // J: one tensor [n, *shape] a parameter, in its state dtype.
   std::vector<at::Tensor> rows() const;
 

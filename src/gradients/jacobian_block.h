@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <utility>
 
 namespace torchium::gradients::detail {
 
@@ -20,6 +21,11 @@ class JacobianBlock {
   virtual at::Tensor transpose_product(const at::Tensor& w) const = 0;
   // J x for x of the parameter's shape and the state dtype: [n] float64.
   virtual at::Tensor product(const at::Tensor& x) const = 0;
+  // A random linear image of x and the same of J^T w: smaller where that saves work, of about the
+  // same norm (Freivalds 1977; Johnson and Lindenstrauss 1984).
+  virtual std::pair<at::Tensor, at::Tensor> sketch(const at::Tensor& x, const at::Tensor& w) const {
+    return {x, transpose_product(w)};
+  }
   // diag(w) J for w [n] of the state dtype: [n, *shape].
   virtual at::Tensor weighted_rows(const at::Tensor& w) const = 0;
 };

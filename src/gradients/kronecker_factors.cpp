@@ -11,9 +11,6 @@
 namespace torchium::gradients::detail {
 namespace {
 
-// Elements of unfolded patches that exist at a time.
-constexpr int64_t kMaxPatchElements = int64_t{1} << 22;
-
 void check_factor(const at::Tensor& factor, const char* name, int64_t groups, int64_t order,
                   bool with_bias, const at::Tensor& input) {
   const auto sizes = factor.sym_sizes();
@@ -47,40 +44,6 @@ void second_moment_(at::Tensor& sum, const at::Tensor& X, bool accumulate) {
   }
 }
 
-// [n, groups, vector..., height, width] -> [groups, vector, n height width]
-at::Tensor vectors_of_groups(const at::Tensor& images, const WeightGeometry& weight) {
-  at::Tensor grouped = images.movedim(0, -3);
-  return grouped.reshape(
-      {weight.groups, -1, grouped.size(-3) * grouped.size(-2) * grouped.size(-1)});
-}
-
-void update_of_linear_(at::Tensor& A_sum, at::Tensor& G_sum, const LayerUse& use,
-                       const WeightGeometry& weight, bool accumulate) {
-  const auto dtype = A_sum.scalar_type();
-  const at::Tensor a = use.input.to(dtype).reshape({1, -1, weight.fan_in});
-  const at::Tensor g = use.output_gradient.to(dtype).reshape({1, -1, weight.fan_out});
-  second_moment_(A_sum, a.mT(), accumulate);
-  second_moment_(G_sum, g.mT(), accumulate);
-}
-
-void update_of_conv2d_(at::Tensor& A_sum, at::Tensor& G_sum, const LayerUse& use,
-                       const WeightGeometry& weight, bool accumulate) {
-  const auto dtype = A_sum.scalar_type();
-  const at::Tensor a = patches(use, weight, use.input.to(dtype));
-  const at::Tensor& gradient = use.output_gradient;
-  const at::Tensor g =
-      gradient.to(dtype).reshape({a.size(0), weight.groups, weight.fan_out, a.size(5), a.size(6)});
-  const int64_t samples = a.size(0);
-  const int64_t patch_elements = std::max<int64_t>(1, a.numel() / std::max<int64_t>(1, samples));
-  const int64_t chunk = std::max<int64_t>(1, kMaxPatchElements / patch_elements);
-  for (int64_t first = 0; first < samples; first += chunk) {
-    const int64_t count = std::min(chunk, samples - first);
-    const bool add = accumulate || first > 0;
-    second_moment_(A_sum, vectors_of_groups(a.narrow(0, first, count), weight), add);
-    second_moment_(G_sum, vectors_of_groups(g.narrow(0, first, count), weight), add);
-  }
-}
-
 }  // namespace
 
 void check_kronecker_factors(const at::Tensor& A_sum, const at::Tensor& G_sum, const LayerUse& use,
@@ -106,10 +69,12 @@ void update_kronecker_factors_(at::Tensor& A_sum, at::Tensor& G_sum, const Layer
     }
     return;
   }
-  if (use.kind == LayerKind::kLinear) {
-    update_of_linear_(A_sum, G_sum, use, weight, accumulate);
-  } else {
-    update_of_conv2d_(A_sum, G_sum, use, weight, accumulate);
+  const PositionSource source(use, weight, A_sum.scalar_type());
+  for (int64_t first = 0; first < source.samples(); first += source.piece()) {
+    const int64_t count = std::min(source.piece(), source.samples() - first);
+    const auto [A, G] = source.of_samples(first, count);
+    second_moment_(A_sum, A.flatten(1, 2).mT(), accumulate || first > 0);
+    second_moment_(G_sum, G.flatten(1, 2).mT(), accumulate || first > 0);
   }
 }
 

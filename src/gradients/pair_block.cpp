@@ -1,34 +1,77 @@
 #include "gradients/pair_block.h"
 
 #include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 namespace torchium::gradients::detail {
 namespace {
 
-// Samples first and second, both stacks of positions, as float64 matrices [groups, samples T, k].
-at::Tensor as_columns(const at::Tensor& stack, int64_t first, int64_t count) {
-  const at::Tensor samples = stack.narrow(0, first, count).to(at::kDouble);
-  return samples.transpose(0, 1).reshape({stack.size(1), count * stack.size(2), stack.size(3)});
+// Elements of explicit rows that exist at a time.
+constexpr int64_t kMaxRowElements = int64_t{1} << 23;
+// Samples of one side of a product of pairs at most: only blocks on and below the diagonal of the
+// result are computed.
+constexpr int64_t kMaxPairSamples = 128;
+// A matrix that is ten times above a threshold has images below it with a probability of 1e-7.
+constexpr int64_t kRandomVectors = 8;
+constexpr uint64_t kRandomSeed = 0x5deece66d;
+
+// rows [n, groups, fan_out, fan_in] <- beta rows + sum_t G[group, i, t] A[group, i, t]^T
+void add_rows_(at::Tensor rows, const Positions& x, double beta) {
+  const int64_t groups = x.A.size(0);
+  const int64_t samples = x.A.size(1);
+  if (groups <= samples) {
+    for (int64_t group = 0; group < groups; ++group) {
+      rows.select(1, group).baddbmm_(x.G[group].mT(), x.A[group], beta);
+    }
+  } else {
+    for (int64_t i = 0; i < samples; ++i) {
+      rows.select(0, i).baddbmm_(x.G.select(1, i).mT(), x.A.select(1, i), beta);
+    }
+  }
+}
+
+Positions weighted(const Positions& x, const at::Tensor& w) {
+  return {x.A, x.G * w.view({1, -1, 1, 1})};
 }
 
 }  // namespace
 
-PairBlock::PairBlock(Positions positions, at::IntArrayRef shape)
-    : A_(std::move(positions.A)), G_(std::move(positions.G)), shape_(shape.vec()) {}
+PairBlock::PairBlock(std::vector<Use> uses, int64_t groups, at::IntArrayRef shape, int64_t samples)
+    : uses_(std::move(uses)),
+      groups_(groups),
+      fan_in_(c10::multiply_integers(shape.slice(1))),
+      fan_out_(shape[0] / groups),
+      shape_(shape.vec()),
+      samples_(samples) {}
+
+template <typename Visit>
+void PairBlock::for_each_piece(const Visit& visit) const {
+  for (const auto& [source, first_row] : uses_) {
+    for (int64_t first = 0; first < source.samples(); first += source.piece()) {
+      const int64_t count = std::min(source.piece(), source.samples() - first);
+      visit(source.of_samples(first, count), first_row + first);
+    }
+  }
+}
 
 void PairBlock::add_gram_(at::Tensor& K, double weight) const {
-  const double n = static_cast<double>(A_.size(0));
-  const double T = static_cast<double>(A_.size(2));
-  const double p = static_cast<double>(A_.size(3));
-  const double o = static_cast<double>(G_.size(3));
-  // Multiplications a group. A pair of samples needs T^2 inner products of each kind, or, once
-  // every row is formed, one of length p o.
-  const double by_pairs = n * n * T * T * (p + o);
-  const double by_rows = n * T * p * o + n * n * p * o;
+  double positions = 0;  // of all samples
+  for (const auto& use : uses_) {
+    positions += static_cast<double>(use.source.samples() * use.source.positions());
+  }
+  const double n = static_cast<double>(samples_);
+  const double p = static_cast<double>(fan_in_);
+  const double o = static_cast<double>(fan_out_);
+  // Multiplications a group. Every pair of positions needs an inner product of either kind; or,
+  // once all rows are formed, every pair of samples needs one of length p o.
+  const double by_pairs = positions * positions * (p + o);
+  const double by_rows = positions * p * o + n * n * p * o;
+  const at::NoTF32Guard full_precision;
   if (by_pairs <= by_rows) {
     add_gram_by_pairs_(K, weight);
   } else {
@@ -36,71 +79,119 @@ void PairBlock::add_gram_(at::Tensor& K, double weight) const {
   }
 }
 
-// K_ij += weight * sum over groups, t and s of (a_it . a_js) (g_it . g_js)
+// K_ij += weight * sum over groups, t and s of (A_it . A_js) (G_it . G_js)
 void PairBlock::add_gram_by_pairs_(at::Tensor& K, double weight) const {
-  const int64_t n = A_.size(0);
-  const int64_t groups = A_.size(1);
-  const int64_t T = A_.size(2);
-  const int64_t of_sample = std::max<int64_t>(1, groups * T * std::max(A_.size(3), G_.size(3)));
-  const int64_t of_pair = std::max<int64_t>(1, groups * T * T);
-  int64_t chunk = std::max<int64_t>(1, kMaxWorkspaceElements / of_sample);
-  while (chunk > 1 && chunk * chunk > kMaxWorkspaceElements / of_pair) {
-    chunk /= 2;
+  struct Piece {
+    const Use* use;
+    int64_t first;
+    int64_t count;
+    int64_t row() const { return use->first_row + first; }
+  };
+  std::vector<Piece> pieces;
+  for (const auto& use : uses_) {
+    const int64_t T = std::max<int64_t>(1, use.source.positions());
+    const int64_t of_sample = groups_ * T * std::max({fan_in_, fan_out_, T});
+    const int64_t count =
+        std::clamp<int64_t>(kMaxWorkspaceElements / of_sample, 1, kMaxPairSamples);
+    for (int64_t first = 0; first < use.source.samples(); first += count) {
+      pieces.push_back({&use, first, std::min(count, use.source.samples() - first)});
+    }
   }
-  for (int64_t i = 0; i < n; i += chunk) {
-    const int64_t rows = std::min(chunk, n - i);
-    const at::Tensor A_i = as_columns(A_, i, rows);
-    const at::Tensor G_i = as_columns(G_, i, rows);
-    for (int64_t j = 0; j <= i; j += chunk) {
-      const int64_t columns = std::min(chunk, n - j);
-      const at::Tensor A_j = j == i ? A_i : as_columns(A_, j, columns);
-      const at::Tensor G_j = j == i ? G_i : as_columns(G_, j, columns);
-      const at::Tensor products = at::bmm(A_i, A_j.mT()).mul_(at::bmm(G_i, G_j.mT()));
-      const at::Tensor sums =
-          products.view({groups, rows, T, columns, T}).sum(at::IntArrayRef({0, 2, 4}));
-      K.narrow(0, i, rows).narrow(1, j, columns).add_(sums, weight);
-      if (j < i) {
-        K.narrow(0, j, columns).narrow(1, i, rows).add_(sums.t(), weight);
+  const auto positions = [](const Piece& piece) {
+    return piece.use->source.of_samples(piece.first, piece.count).to(at::kDouble);
+  };
+  for (size_t a = 0; a < pieces.size(); ++a) {
+    const Positions x = positions(pieces[a]);
+    for (size_t b = 0; b <= a; ++b) {
+      const Positions y = a == b ? x : positions(pieces[b]);
+      at::Tensor sums = at::bmm(x.A.flatten(1, 2), y.A.flatten(1, 2).mT());
+      sums.mul_(at::bmm(x.G.flatten(1, 2), y.G.flatten(1, 2).mT()));
+      sums = sums.view({groups_, x.A.size(1), x.A.size(2), y.A.size(1), y.A.size(2)});
+      sums = sums.size(2) * sums.size(4) == 1 ? sums.squeeze(4).squeeze(2)
+                                              : sums.sum(at::IntArrayRef({2, 4}));
+      for (int64_t group = 0; group < groups_; ++group) {
+        K.narrow(0, pieces[a].row(), pieces[a].count)
+            .narrow(1, pieces[b].row(), pieces[b].count)
+            .add_(sums[group], weight);
+        if (a != b) {
+          K.narrow(0, pieces[b].row(), pieces[b].count)
+              .narrow(1, pieces[a].row(), pieces[a].count)
+              .add_(sums[group].t(), weight);
+        }
       }
     }
   }
 }
 
 void PairBlock::add_gram_by_rows_(at::Tensor& K, double weight) const {
-  const int64_t n = A_.size(0);
-  const int64_t of_output = std::max<int64_t>(1, n * A_.size(1) * A_.size(3));
-  const int64_t chunk = std::max<int64_t>(1, kMaxWorkspaceElements / of_output);
-  for (int64_t first = 0; first < G_.size(3); first += chunk) {
-    const at::Tensor G = G_.narrow(3, first, std::min(chunk, G_.size(3) - first));
-    add_product_of_rows_(K, at::matmul(G.mT(), A_).flatten(1), weight);
+  const int64_t of_output = samples_ * groups_ * fan_in_;
+  const int64_t chunk = std::max<int64_t>(1, kMaxRowElements / of_output);
+  for (int64_t first = 0; first < fan_out_; first += chunk) {
+    const int64_t outputs = std::min(chunk, fan_out_ - first);
+    at::Tensor rows;
+    for_each_piece([&](const Positions& x, int64_t row) {
+      if (!rows.defined()) {
+        rows = at::zeros({samples_, groups_, outputs, fan_in_}, x.A.options());
+      }
+      add_rows_(rows.narrow(0, row, x.A.size(1)), {x.A, x.G.narrow(3, first, outputs)}, 1.0);
+    });
+    add_product_of_rows_(K, rows.flatten(1), weight);
   }
 }
 
 at::Tensor PairBlock::transpose_product(const at::Tensor& w) const {
   const at::NoTF32Guard full_precision;
-  const at::Tensor weighted = G_ * w.view({-1, 1, 1, 1});
-  if (A_.size(1) == 1) {
-    return at::mm(weighted.reshape({-1, G_.size(3)}).t(), A_.reshape({-1, A_.size(3)}))
-        .view(shape_);
-  }
-  at::Tensor result = at::zeros({A_.size(1), G_.size(3), A_.size(3)}, A_.options());
-  for (int64_t i = 0; i < A_.size(0); ++i) {
-    result.baddbmm_(weighted.select(0, i).mT(), A_.select(0, i));
-  }
+  at::Tensor result = at::empty({groups_, fan_out_, fan_in_}, w.options());
+  double beta = 0.0;
+  for_each_piece([&](const Positions& x, int64_t row) {
+    const auto [A, G] = weighted(x, w.narrow(0, row, x.A.size(1)));
+    result.baddbmm_(G.flatten(1, 2).mT(), A.flatten(1, 2), beta);
+    beta = 1.0;
+  });
   return result.view(shape_);
 }
 
 at::Tensor PairBlock::product(const at::Tensor& x) const {
   const at::NoTF32Guard full_precision;
-  const at::Tensor matrices = x.reshape({A_.size(1), G_.size(3), A_.size(3)});
-  return (at::matmul(A_, matrices.mT()) * G_).sum(at::IntArrayRef({1, 2, 3}), false, at::kDouble);
+  const at::Tensor matrices = x.reshape({groups_, fan_out_, fan_in_}).mT();
+  const at::Tensor result = at::zeros({samples_}, x.options());
+  for_each_piece([&](const Positions& y, int64_t row) {
+    const at::Tensor outputs = at::bmm(y.A.flatten(1, 2), matrices).view(y.G.sizes());
+    result.narrow(0, row, y.A.size(1)).add_((outputs * y.G).sum(at::IntArrayRef({0, 2, 3})));
+  });
+  return result.to(at::kDouble);
+}
+
+std::pair<at::Tensor, at::Tensor> PairBlock::sketch(const at::Tensor& x,
+                                                    const at::Tensor& w) const {
+  const at::NoTF32Guard full_precision;
+  const at::Generator generator = at::detail::createCPUGenerator(kRandomSeed);
+  const at::Tensor Q =
+      at::randn({fan_in_, kRandomVectors}, generator, w.options().device(at::kCPU))
+          .mul_(1.0 / std::sqrt(static_cast<double>(kRandomVectors)))  // keeps norms on average
+          .to(w.device());
+  at::Tensor of_product = at::zeros({groups_, fan_out_, kRandomVectors}, w.options());
+  for_each_piece([&](const Positions& y, int64_t row) {
+    const auto [A, G] = weighted(y, w.narrow(0, row, y.A.size(1)));
+    of_product.baddbmm_(G.flatten(1, 2).mT(),
+                        at::bmm(A.flatten(1, 2), Q.expand({groups_, -1, -1})));
+  });
+  return {at::mm(x.reshape({-1, fan_in_}), Q), of_product.view({-1, kRandomVectors})};
 }
 
 at::Tensor PairBlock::weighted_rows(const at::Tensor& w) const {
   const at::NoTF32Guard full_precision;
-  std::vector<int64_t> sizes{A_.size(0)};
-  sizes.insert(sizes.end(), shape_.begin(), shape_.end());
-  return at::matmul((G_ * w.view({-1, 1, 1, 1})).mT(), A_).reshape(sizes);
+  const bool covered = uses_.size() == 1 && uses_[0].source.samples() == samples_;
+  const std::vector<int64_t> sizes{samples_, groups_, fan_out_, fan_in_};
+  at::Tensor rows = covered ? at::empty(sizes, w.options()) : at::zeros(sizes, w.options());
+  for_each_piece([&](const Positions& x, int64_t row) {
+    const int64_t count = x.A.size(1);
+    add_rows_(rows.narrow(0, row, count), weighted(x, w.narrow(0, row, count)),
+              covered ? 0.0 : 1.0);
+  });
+  auto shape = shape_;
+  shape.insert(shape.begin(), samples_);
+  return rows.view(shape);
 }
 
 }  // namespace torchium::gradients::detail

@@ -3,28 +3,44 @@
 #include "gradients/jacobian_block.h"
 #include "gradients/patches.h"
 
+#include <utility>
 #include <vector>
 
 namespace torchium::gradients::detail {
 
-// A linear or convolution weight: row i is, for each group, sum_t G[i, group, t] A[i, group, t]^T.
+// A linear or convolution weight: the row of a sample is, for each group, the sum over the
+// positions t of all its uses of G[group, i, t] A[group, i, t]^T.
 class PairBlock : public JacobianBlock {
  public:
-  // `shape` is that of the weight: [groups * fan_out, fan_in...].
-  PairBlock(Positions positions, at::IntArrayRef shape);
+  struct Use {
+    PositionSource source;
+    int64_t first_row;  // of the sample that comes first in `source`
+  };
+
+  // `shape` is that of the weight: [groups * fan_out, fan_in...]; `samples` all rows of J.
+  PairBlock(std::vector<Use> uses, int64_t groups, at::IntArrayRef shape, int64_t samples);
 
   void add_gram_(at::Tensor& K, double weight) const override;
   at::Tensor transpose_product(const at::Tensor& w) const override;
   at::Tensor product(const at::Tensor& x) const override;
+  // Matrices are multiplied from the right by a few random vectors.
+  std::pair<at::Tensor, at::Tensor> sketch(const at::Tensor& x, const at::Tensor& w) const override;
   at::Tensor weighted_rows(const at::Tensor& w) const override;
 
  private:
   void add_gram_by_pairs_(at::Tensor& K, double weight) const;
   void add_gram_by_rows_(at::Tensor& K, double weight) const;
 
-  at::Tensor A_;  // [n, groups, T, fan_in]
-  at::Tensor G_;  // [n, groups, T, fan_out]
+  // Calls visit(positions, first row) for all pieces of all uses.
+  template <typename Visit>
+  void for_each_piece(const Visit& visit) const;
+
+  std::vector<Use> uses_;
+  int64_t groups_;
+  int64_t fan_in_;
+  int64_t fan_out_;
   std::vector<int64_t> shape_;
+  int64_t samples_;
 };
 
 }  // namespace torchium::gradients::detail

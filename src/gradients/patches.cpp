@@ -2,8 +2,14 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+#include <utility>
+
 namespace torchium::gradients::detail {
 namespace {
+
+// Elements of unfolded patches that exist at a time.
+constexpr int64_t kMaxPatchElements = int64_t{1} << 22;
 
 // Output pixels along one dimension.
 c10::SymInt output_size(const c10::SymInt& input, int64_t kernel, int64_t stride, int64_t padding,
@@ -48,6 +54,25 @@ at::Tensor batched(const at::Tensor& image) {
   return image.dim() == 3 ? image.unsqueeze(0) : image;
 }
 
+// What a convolution multiplies by its weight: [n, groups, channels, kh, kw, height, width], the
+// last two of the output. A view of the (zero-padded) input, that overlaps itself.
+at::Tensor patches(const LayerUse& use, const WeightGeometry& weight, const at::Tensor& input) {
+  const auto& s = use.settings;
+  const int64_t pad_height = s[kPaddingHeight];
+  const int64_t pad_width = s[kPaddingWidth];
+  at::Tensor x = batched(input);
+  if (pad_height > 0 || pad_width > 0) {
+    x = at::constant_pad_nd(x, {pad_width, pad_width, pad_height, pad_height});
+  }
+  const int64_t channels = x.size(1) / weight.groups;
+  const at::Tensor out = batched(use.output_gradient);
+  return x.as_strided({x.size(0), weight.groups, channels, weight.kernel_height,
+                       weight.kernel_width, out.size(2), out.size(3)},
+                      {x.stride(0), x.stride(1) * channels, x.stride(1),
+                       x.stride(2) * s[kDilationHeight], x.stride(3) * s[kDilationWidth],
+                       x.stride(2) * s[kStrideHeight], x.stride(3) * s[kStrideWidth]});
+}
+
 }  // namespace
 
 WeightGeometry weight_geometry(const LayerUse& use, at::IntArrayRef weight_shape,
@@ -66,37 +91,44 @@ WeightGeometry weight_geometry(const LayerUse& use, at::IntArrayRef weight_shape
           weight_shape[2], weight_shape[3]};
 }
 
-at::Tensor patches(const LayerUse& use, const WeightGeometry& weight, const at::Tensor& input) {
-  const auto& s = use.settings;
-  const int64_t pad_height = s[kPaddingHeight];
-  const int64_t pad_width = s[kPaddingWidth];
-  at::Tensor x = batched(input);
-  if (pad_height > 0 || pad_width > 0) {
-    x = at::constant_pad_nd(x, {pad_width, pad_width, pad_height, pad_height});
-  }
-  const int64_t channels = x.size(1) / weight.groups;
-  const at::Tensor out = batched(use.output_gradient);
-  return x.as_strided({x.size(0), weight.groups, channels, weight.kernel_height,
-                       weight.kernel_width, out.size(2), out.size(3)},
-                      {x.stride(0), x.stride(1) * channels, x.stride(1),
-                       x.stride(2) * s[kDilationHeight], x.stride(3) * s[kDilationWidth],
-                       x.stride(2) * s[kStrideHeight], x.stride(3) * s[kStrideWidth]});
-}
-
-Positions positions(const LayerUse& use, const WeightGeometry& weight, at::ScalarType dtype) {
+PositionSource::PositionSource(const LayerUse& use, const WeightGeometry& weight,
+                               at::ScalarType dtype) {
   const at::Tensor input = use.input.to(dtype);
   const at::Tensor gradient = use.output_gradient.to(dtype);
   if (use.kind == LayerKind::kLinear) {
-    const int64_t n = input.dim() == 1 ? 1 : input.size(0);
-    const int64_t T =
+    samples_ = input.dim() == 1 ? 1 : input.size(0);
+    positions_ =
         input.dim() <= 2 ? 1 : c10::multiply_integers(input.sizes().slice(1, input.dim() - 2));
-    return {input.reshape({n, 1, T, weight.fan_in}), gradient.reshape({n, 1, T, weight.fan_out})};
+    piece_ = samples_;
+    whole_ = {input.reshape({1, samples_, positions_, weight.fan_in}),
+              gradient.reshape({1, samples_, positions_, weight.fan_out})};
+    return;
   }
-  const at::Tensor images = batched(gradient);
-  const int64_t n = images.size(0);
-  const int64_t T = images.size(2) * images.size(3);
-  return {patches(use, weight, input).reshape({n, weight.groups, weight.fan_in, T}).mT(),
-          images.reshape({n, weight.groups, weight.fan_out, T}).mT()};
+  patches_ = patches(use, weight, input);
+  gradients_ = batched(gradient).unflatten(1, {weight.groups, weight.fan_out});
+  samples_ = patches_.size(0);
+  positions_ = patches_.size(5) * patches_.size(6);
+  const int64_t elements = weight.groups * weight.fan_in * positions_;
+  piece_ = std::max<int64_t>(1, kMaxPatchElements / std::max<int64_t>(1, elements));
+}
+
+PositionSource::PositionSource(Positions whole)
+    : whole_(std::move(whole)),
+      samples_(whole_.A.size(1)),
+      positions_(whole_.A.size(2)),
+      piece_(samples_) {}
+
+Positions PositionSource::of_samples(int64_t first, int64_t count) const {
+  if (whole_.A.defined()) {
+    return whole_.narrow(first, count);
+  }
+  // [groups, vector, n, T]: pixels of one sample after those of another, for products that sum over
+  // both.
+  const auto vectors = [&](const at::Tensor& images) {
+    const at::Tensor grouped = images.narrow(0, first, count).movedim(0, -3);
+    return grouped.reshape({grouped.size(0), -1, count, positions_}).permute({0, 2, 3, 1});
+  };
+  return {vectors(patches_), vectors(gradients_)};
 }
 
 }  // namespace torchium::gradients::detail

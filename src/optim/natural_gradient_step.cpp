@@ -41,6 +41,10 @@ bool uses_conjugate_gradients(const at::Tensor& factorization) {
   return !factorization.defined() || factorization.numel() == 0;
 }
 
+bool has_momentum(const NaturalGradientHyperparameters& h) {
+  return std::any_of(h.momentums.begin(), h.momentums.end(), [](double mu) { return mu != 0.0; });
+}
+
 void check_arguments(const NaturalGradientHyperparameters& h, at::TensorList params,
                      at::TensorList grads, const NaturalGradientState& state,
                      const at::Tensor& factorization) {
@@ -52,13 +56,11 @@ void check_arguments(const NaturalGradientHyperparameters& h, at::TensorList par
                     "lrs, momentums and maximize have ", h.lrs.size(), ", ", h.momentums.size(),
                     " and ", h.maximize.size(), " entries for ", params.size(),
                     " params; pass one each");
-  bool with_momentum = false;
   for (const double momentum : h.momentums) {
     TORCH_CHECK_VALUE(momentum >= 0 && momentum < 1, "momentum is ", momentum,
                       "; it must be in [0, 1)");
-    with_momentum |= momentum != 0.0;
   }
-  check_state_list(state.momentum_buffers, params, with_momentum, "momentum_buffers");
+  check_state_list(state.momentum_buffers, params, has_momentum(h), "momentum_buffers");
   TORCH_CHECK_VALUE(h.eps > 0 && std::isfinite(h.eps), "eps is ", h.eps,
                     "; it must be a finite number > 0");
   TORCH_CHECK_VALUE(!h.max_norm || *h.max_norm > 0, "max_norm is ", h.max_norm.value_or(0.0),
@@ -111,61 +113,66 @@ std::vector<double> gradient_roundings(at::TensorList grads, const CapturedBatch
   return roundings;
 }
 
-// The gradient as v = c J^T 1 / n + r: its part along the mean of the captured gradients, and what
-// clipping or weight decay has added to it.
+// The gradient as v = c u + r, u = J^T 1 / n: its part along the mean of the captured gradients,
+// and what clipping or weight decay has added to it.
 struct GradientSplit {
   at::Tensor c;       // 0-dim float64
   ParameterVector r;  // empty: zero
 };
 
-// |r| within rounding counts as zero: it would be multiplied by 1 / damping.
-GradientSplit split_gradient(const Jacobian& J, const ParameterVector& v,
-                             const std::vector<double>& roundings) {
-  const auto options = v[0].options().dtype(at::kDouble);
-  const double n = static_cast<double>(J.samples());
-  const ParameterVector u = J.transpose_product(at::full({J.samples()}, 1.0 / n, options));
+// With r orthogonal to u. Within rounding it counts as zero: it would be multiplied by 1 / damping.
+GradientSplit split(const ParameterVector& v, const ParameterVector& u,
+                    const std::vector<double>& roundings) {
   const at::Tensor uu = dot(u, u);
-  const at::Tensor c = at::where(uu > 0, dot(v, u) / uu, at::zeros({}, options));
+  const at::Tensor c = at::where(uu > 0, dot(v, u) / uu, 0.0);
   ParameterVector r;
   for (const auto& tensor : v) {
     r.push_back(tensor.clone());
   }
   add_scaled_(r, u, c.neg());
-  const at::Tensor weights = at::tensor(roundings, at::TensorOptions(at::kDouble)).to(uu.device());
-  const at::Tensor negligible = dot(r, r) <= (weights.square() * dots(v, v)).sum();
-  if (negligible.is_cpu() && negligible.item<bool>()) {
-    return {c, {}};
-  }
+  const at::Tensor weights = at::tensor(roundings, at::TensorOptions(at::kDouble)).to(c.device());
+  const at::Tensor negligible = dot(r, r) <= dot({weights.square_()}, {dots(v, v)});
   if (!negligible.is_cpu()) {
     for (auto& tensor : r) {
       tensor.masked_fill_(negligible, 0);
     }
+    return {c, r};
   }
-  return {c, r};
+  return negligible.item<bool>() ? GradientSplit{c, {}} : GradientSplit{c, r};
 }
 
-// mu d_prev; empty without momentum.
-ParameterVector momentum_part(const NaturalGradientHyperparameters& h,
-                              const NaturalGradientState& state) {
-  if (std::all_of(h.momentums.begin(), h.momentums.end(), [](double mu) { return mu == 0.0; })) {
-    return {};
+GradientSplit split_gradient(const Jacobian& J, const ParameterVector& v,
+                             const std::vector<double>& roundings) {
+  const at::Tensor mean = at::full({J.samples()}, 1.0 / static_cast<double>(J.samples()),
+                                   v[0].options().dtype(at::kDouble));
+  if (v[0].is_cpu()) {
+    // Mostly r = 0, which random images of v and u tell as well, for a fraction of the work.
+    const auto [of_v, of_u] = J.sketch(v, mean);
+    GradientSplit of_images = split(of_v, of_u, roundings);
+    if (of_images.r.empty()) {
+      return of_images;
+    }
   }
-  ParameterVector result;
-  for (size_t p = 0; p < h.momentums.size(); ++p) {
-    result.push_back(state.momentum_buffers[p] * h.momentums[p]);
-  }
-  return result;
+  return split(v, J.transpose_product(mean), roundings);
 }
 
-// x <- x + y, where an empty vector is zero.
-ParameterVector sum_of(ParameterVector x, ParameterVector y) {
-  if (x.empty()) {
-    return y;
+// Tensors x_p times numbers; no tensors mean zero.
+struct ScaledVector {
+  ParameterVector x;
+  std::vector<double> scales;
+};
+
+// x <- x + y
+void add_(ParameterVector& x, const ScaledVector& y) {
+  for (size_t p = 0; p < y.x.size(); ++p) {
+    x[p].add_(y.x[p], y.scales[p]);
   }
-  for (size_t p = 0; p < y.size(); ++p) {
-    x[p].add_(y[p]);
-  }
-  return x;
+}
+
+// mu d_prev
+ScaledVector momentum_part(const NaturalGradientHyperparameters& h,
+                           const NaturalGradientState& state) {
+  return has_momentum(h) ? ScaledVector{state.momentum_buffers, h.momentums} : ScaledVector{};
 }
 
 // Lambda^-1 x
@@ -177,43 +184,48 @@ ParameterVector divided_by_dampings(const std::vector<double>& dampings, const P
   return result;
 }
 
-// mu d_prev + (F + Lambda)^-1 (v - F mu d_prev) in sample space. With v = c J^T 1 / n + r,
+// d = mu d_prev + (F + Lambda)^-1 (v - F mu d_prev) in sample space. With v = c J^T 1 / n + r,
 // x = mu d_prev + Lambda^-1 r and S = J Lambda^-1 J^T / n + I it is
 //   x + Lambda^-1 J^T S^-1 (c 1 - J x) / n.
-// r would do for all of v, but loses the digits that Lambda^-1 v and the second term have in
-// common.
+// With r for all of v (c = 0) the two terms would cancel, and lose their digits.
 ParameterVector gram_direction(const NaturalGradientHyperparameters& h, const Jacobian& J,
-                               const GradientSplit& v, const ParameterVector& previous,
+                               const GradientSplit& v, const ScaledVector& previous,
                                const at::Tensor& L) {
-  const ParameterVector x = sum_of(divided_by_dampings(h.dampings, v.r), previous);
+  ScaledVector x = previous;
+  if (!v.r.empty()) {
+    x = {divided_by_dampings(h.dampings, v.r), std::vector<double>(v.r.size(), 1.0)};
+    add_(x.x, previous);
+  }
   at::Tensor y = v.c.expand({J.samples()});
-  if (!x.empty()) {
-    y = y - J.product(x);
+  if (!x.x.empty()) {
+    y = y - J.product(x.x, x.scales);
   }
   const double n = static_cast<double>(J.samples());
   const at::Tensor w = at::cholesky_solve(y.unsqueeze(1), L).squeeze(1).div_(n);
-  return sum_of(divided_by_dampings(h.dampings, J.transpose_product(w)), x);
+  std::vector<double> inverse_dampings;
+  for (const double damping : h.dampings) {
+    inverse_dampings.push_back(1.0 / damping);
+  }
+  ParameterVector d = J.transpose_product(w, inverse_dampings);
+  add_(d, x);
+  return d;
 }
 
 // The same in parameter space.
 ConjugateGradientsResult cg_direction(const NaturalGradientHyperparameters& h, const Jacobian& J,
-                                      ParameterVector v, const ParameterVector& previous) {
+                                      ParameterVector v, const ScaledVector& previous) {
   const double n = static_cast<double>(J.samples());
-  const auto fisher = [&](const ParameterVector& x) {
-    return J.transpose_product(J.product(x).div_(n));
-  };
   const auto damped_fisher = [&](const ParameterVector& x) {
-    ParameterVector result = fisher(x);
-    for (size_t p = 0; p < x.size(); ++p) {
-      result[p].add_(x[p], h.dampings[p]);
-    }
+    ParameterVector result = J.transpose_product(J.product(x).div_(n));
+    add_(result, {x, h.dampings});
     return result;
   };
   const auto precondition = [&](const ParameterVector& x) {
     return divided_by_dampings(h.dampings, x);
   };
-  if (!previous.empty()) {
-    const ParameterVector known = fisher(previous);
+  if (!previous.x.empty()) {
+    const ParameterVector known =
+        J.transpose_product(J.product(previous.x, previous.scales).div_(n));
     for (size_t p = 0; p < v.size(); ++p) {
       v[p] = v[p] - known[p];
     }
@@ -231,7 +243,7 @@ ConjugateGradientsResult cg_direction(const NaturalGradientHyperparameters& h, c
   const ConjugateGradientsRule rule{std::max(h.eps, 4 * floor),
                                     std::min<int64_t>(4 * rank + 20, 1000)};
   ConjugateGradientsResult result = conjugate_gradients(damped_fisher, precondition, v, rule);
-  result.x = sum_of(std::move(result.x), previous);
+  add_(result.x, previous);
   return result;
 }
 

@@ -9,7 +9,8 @@ namespace torchium::optim::detail {
 
 using ParameterVector = std::vector<at::Tensor>;
 
-// <x_p, y_p> of every parameter p: float64 [parameters].
+// <x_p, y_p> of every parameter p: float64 [parameters]. On the CPU all products and sums are
+// float64, and the same for any number of threads.
 at::Tensor dots(at::TensorList x, at::TensorList y);
 // <x, y>: 0-dim float64.
 at::Tensor dot(at::TensorList x, at::TensorList y);
