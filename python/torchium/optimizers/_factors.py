@@ -97,7 +97,7 @@ class FactorCapture(Capture):
         self.sums.pop(param, None)
 
     def _reached(self, name: str, use: Use) -> None:
-        if name != "weight":
+        if name != "weight" or self.problem(use.params["weight"]) is not None:
             return
         weight = use.params["weight"]
         input, output_gradient = core_tensors(use.module, use.input, use.output_gradient)

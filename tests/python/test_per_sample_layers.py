@@ -1,0 +1,394 @@
+"""torchium.per_sample_gradients in one pass over the batch: which models take it, and its results."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torchium
+from captured_layers import MODELS, loss_fn, model_and_batch
+from optimizer_cases import assert_same, snapshot
+from reference.per_sample import per_sample_gradients as reference_gradients
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torchium import _per_sample
+
+
+@pytest.fixture
+def passes(monkeypatch) -> list[str]:
+    """The names of the ways that were taken."""
+    taken: list[str] = []
+
+    def watched(name: str):
+        original = getattr(_per_sample, name)
+
+        def call(*args):
+            result = original(*args)
+            if result is not None:
+                taken.append(name)
+            return result
+
+        return call
+
+    for name in ("layer_gradients", "_by_vmap"):
+        monkeypatch.setattr(_per_sample, name, watched(name))
+    return taken
+
+
+ONE_PASS, BY_VMAP = ["layer_gradients"], ["_by_vmap"]
+
+
+def assert_right(model: nn.Module, inputs: Tensor, targets: Tensor, loss=loss_fn) -> None:
+    expected = reference_gradients(copy.deepcopy(model), loss, inputs, targets)
+    gradients = torchium.per_sample_gradients(model, loss, inputs, targets)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        assert gradient.dtype == expected[name].dtype
+        torch.testing.assert_close(gradient, expected[name], msg=name)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"two_tables"}))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_supported_models_take_one_pass(name, dtype, device, passes):
+    model, batch = model_and_batch(name, samples=6, dtype=dtype, device=device)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    assert_right(model, *batch)
+    assert passes == ONE_PASS
+
+
+def test_the_static_method_and_the_old_name_are_the_function():
+    model, batch = model_and_batch("mlp")
+    expected = torchium.per_sample_gradients(model, loss_fn, *batch)
+    for cls in (torchium.NaturalGradient, torchium.utils.cuda_kernels.CUDAGradientOps):
+        name = "per_sample_gradients"
+        function = getattr(cls, name, None) or cls.compute_per_sample_gradients
+        assert_same(function(model, loss_fn, *batch), expected)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("kind", ["cross_entropy", "mse", "by_hand"])
+def test_losses_of_single_samples(reduction, kind, passes):
+    """Each sample is a batch of one, so that means and sums are the same."""
+    model, (x, y) = model_and_batch("mlp")
+    losses = {
+        "cross_entropy": (nn.CrossEntropyLoss(reduction=reduction), y),
+        "mse": (
+            lambda o, t: F.mse_loss(o, t, reduction="none").mean(1).sum(),
+            torch.randn(5, 3).double(),
+        ),
+        "by_hand": (lambda o, t: o.gather(1, t[:, None]).exp().log1p(), y),
+    }
+    loss, targets = losses[kind]
+    assert_right(model, x, targets, loss)
+    assert passes == ONE_PASS
+
+
+class Several(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 3), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return {"a": self.a(x), "b": (self.b(x), x)}
+
+
+def test_models_with_several_outputs(passes):
+    model = Several().double()
+
+    def loss(output, target):
+        assert output["a"].shape == (1, 3)
+        return (output["a"].square().sum() * output["b"][0].mean() - target).square().mean()
+
+    assert_right(model, torch.randn(5, 4).double(), torch.randn(5).double(), loss)
+    assert passes == ONE_PASS
+
+
+class InPlaceSequences(nn.Module):
+    """A linear layer on sequences returns a view."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 3), nn.SiLU(inplace=True)
+        )
+
+    def forward(self, x):
+        return self.layers(x).sum(1)
+
+
+def test_activations_in_place_on_views(passes):
+    model = InPlaceSequences().double()
+    assert_right(model, torch.randn(5, 3, 4).double(), torch.randint(3, (5,)))
+    assert passes == ONE_PASS
+
+
+@pytest.mark.parametrize("padding_mode", ["zeros", "reflect", "replicate", "circular"])
+@pytest.mark.parametrize("padding", ["same", "valid", (1, 2)])
+@pytest.mark.parametrize("kernel", [(3, 3), (2, 4)], ids=str)
+def test_every_padding_of_a_convolution(padding_mode, padding, kernel, passes):
+    layer = nn.Conv2d(2, 3, kernel, padding=padding, padding_mode=padding_mode)
+    model = nn.Sequential(layer, nn.Tanh(), nn.Flatten(), nn.LazyLinear(3)).double()
+    x = torch.randn(4, 2, 5, 6).double()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # uneven sides are padded in a copy, as torch warns
+        model(x)
+        assert_right(model, x, torch.randint(3, (4,)))
+    assert passes == ONE_PASS
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant: bool):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 5), nn.Tanh())
+        self.out = nn.Linear(5, 3)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        return self.out(checkpoint(self.inner, x, use_reentrant=self.use_reentrant))
+
+
+def test_checkpointed_models(passes):
+    model = Checkpointed(use_reentrant=False).double()
+    assert_right(model, torch.randn(5, 4).double(), torch.randint(3, (5,)))
+    assert passes == ONE_PASS
+
+
+def test_layers_that_the_loss_does_not_need_have_zero_rows(passes):
+    model = Several().double()
+    x, y = torch.randn(5, 4).double(), torch.randint(3, (5,))
+    assert_right(model, x, y, lambda output, target: F.cross_entropy(output["a"], target))
+    assert passes == ONE_PASS
+
+
+def test_frozen_parameters_are_left_out(passes):
+    model, batch = model_and_batch("mlp")
+    model[0].weight.requires_grad_(False)
+    model[2].requires_grad_(False)
+    assert_right(model, *batch)
+    assert passes == ONE_PASS
+
+
+def test_a_model_with_nothing_to_train_has_no_gradients():
+    model, batch = model_and_batch("mlp")
+    assert torchium.per_sample_gradients(model.requires_grad_(False), loss_fn, *batch) == {}
+
+
+def test_one_sample_and_integer_inputs(passes):
+    model, (x, y) = model_and_batch("embedding")
+    assert_right(model, x[:1], y[:1])
+    assert passes == ONE_PASS
+
+
+# ---- models that need the slow way
+
+
+class Scaled(nn.Module):
+    """A parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 3), nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return self.layer(x) * self.scale
+
+
+class UsedOutside(nn.Module):
+    """The weight of a layer is used where no hook sees it."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.b(F.linear(torch.tanh(self.a(x)), self.a.weight))
+
+
+class Regularized(UsedOutside):
+    def forward(self, x):
+        return self.b(self.a(x)) + self.b.weight.square().mean()
+
+
+class LearnedInput(nn.Module):
+    """A layer that is fed by another layer's parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.layer = nn.Linear(4, 5, bias=False), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.layer(self.query.weight[: len(x)] * 1.0) * 0 + self.layer(x)
+
+
+class Positions(nn.Module):
+    """A table is looked up once for all samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(9, 4), nn.Embedding(5, 4)
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, x):
+        positions = self.positions(torch.arange(x.shape[1]))
+        return self.out(self.tokens(x) + positions).mean(1)
+
+
+class Coordinates(nn.Module):
+    """The same with coordinates that go through a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("grid", torch.linspace(-1, 1, 20).view(5, 4).double())
+        self.of_grid, self.out = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.out(x.unsqueeze(1) * torch.tanh(self.of_grid(self.grid))).mean(1)
+
+
+class Folded(nn.Module):
+    """A layer sees samples and positions in one dimension."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 3)
+
+    def forward(self, x):
+        return self.layer(x.view(-1, 2)).view(len(x), 2, 3).sum(1)
+
+
+class OwnForward(nn.Linear):
+    def forward(self, input):
+        return super().forward(input.square())
+
+
+SLOW = {
+    "parameter": (Scaled, (4,)),
+    "used_outside": (UsedOutside, (4,)),
+    "regularized": (Regularized, (4,)),
+    "fed_by_a_parameter": (LearnedInput, (4,)),
+    "positions": (Positions, None),
+    "coordinates": (Coordinates, (4,)),
+    "folded": (Folded, (4,)),
+    "own_forward": (lambda: OwnForward(4, 3), (4,)),
+    "convolution_1d": (lambda: nn.Sequential(nn.Conv1d(2, 3, 2), nn.Flatten()), (2, 2)),
+    "no_graph": (lambda: nn.Sequential(nn.Linear(4, 3), nn.Threshold(1e9, 0.5)), (4,)),
+}
+
+
+@pytest.mark.parametrize("kind", SLOW)
+@pytest.mark.parametrize("samples", [1, 3, 5])
+def test_other_models_are_right_too(kind, samples, passes):
+    """With 5 samples there are as many of them as positions."""
+    make, shape = SLOW[kind]
+    torch.manual_seed(0)
+    model = make().double()
+    x = torch.randint(9, (samples, 5)) if shape is None else torch.randn(samples, *shape).double()
+    assert_right(model, x, torch.randint(3, (samples,)))
+    alone = samples == 1 and kind == "positions"  # then a position is the sample's
+    assert passes in ([BY_VMAP, ONE_PASS] if alone or kind == "no_graph" else [BY_VMAP])
+
+
+# ---- purity
+
+
+def test_attached_optimizers_hooks_and_gradients_see_nothing(passes):
+    model, batch = model_and_batch("convolutions", dtype=torch.float32)
+    x, y = batch
+    optimizers = [torchium.KFAC(model), torchium.NaturalGradient(model.parameters())]
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 3.0)
+        p.register_hook(lambda gradient: pytest.fail("a gradient has reached a parameter"))
+    hooks = [len(m._forward_hooks) for m in model.modules()]
+    before = [snapshot(optimizer) for optimizer in optimizers]
+    states = torch.get_rng_state()
+    with torch.no_grad():
+        gradients = torchium.per_sample_gradients(model, loss_fn, x, y)
+    assert passes == ONE_PASS
+    assert not any(g.requires_grad for g in gradients.values())
+    assert [len(m._forward_hooks) for m in model.modules()] == hooks
+    assert_same([snapshot(optimizer) for optimizer in optimizers], before)
+    assert all((p.grad == 3.0).all() for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), states)
+    assert not optimizers[0]._capture.sums
+    assert not optimizers[1]._capture.uses()
+
+
+def test_hooks_go_when_the_model_raises():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(4, 3))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        torchium.per_sample_gradients(model, loss_fn, torch.randn(2, 4), torch.zeros(2).long())
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_random_numbers_of_the_loss_are_refused():
+    model, (x, y) = model_and_batch("mlp")
+    state = torch.get_rng_state()
+
+    def loss(output, target):
+        return F.cross_entropy(output + torch.randn_like(output), target)
+
+    with pytest.raises(ValueError, match="draws random numbers"):
+        torchium.per_sample_gradients(model, loss, x, y)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# ---- another implementation
+
+
+def random_network(seed: int) -> tuple[nn.Module, Tensor]:
+    """Some layers of random widths, and inputs for them."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    samples = draw(1, 6)
+    layers: list[nn.Module] = []
+    if seed % 2:
+        groups, width = draw(1, 2), 2 * draw(1, 3)
+        layers += [
+            nn.Conv2d(2, width, draw(1, 3), stride=draw(1, 2), padding=draw(0, 2), groups=groups),
+            nn.GroupNorm(2, width),
+            nn.ReLU(),
+            nn.Conv2d(width, 4, 2, dilation=draw(1, 2), bias=bool(draw(0, 1))),
+            nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(),
+        ]
+        inputs = torch.randn(samples, 2, 7, 7, generator=generator)
+        features = 16
+    else:
+        words, features = draw(3, 9), draw(2, 6)
+        layers += [nn.Embedding(words, features), nn.LayerNorm(features), nn.Linear(features, 5)]
+        layers += [nn.Tanh(), nn.Flatten()]
+        length = draw(1, 4)
+        inputs = torch.randint(words, (samples, length), generator=generator)
+        features = 5 * length
+    for _ in range(draw(0, 2)):
+        width = draw(1, 7)
+        layers += [nn.Linear(features, width, bias=bool(draw(0, 1))), nn.Tanh()]
+        features = width
+    layers.append(nn.Linear(features, 3))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for layer in layers:
+            if hasattr(layer, "reset_parameters"):
+                layer.reset_parameters()
+    inputs = inputs.double() if inputs.is_floating_point() else inputs
+    return nn.Sequential(*layers).double(), inputs
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("seed", range(20))
+def test_opacus_agrees_on_random_networks(seed, passes):
+    grad_sample = pytest.importorskip("opacus.grad_sample")
+    model, inputs = random_network(seed)
+    targets = torch.randint(3, (len(inputs),))
+    gradients = torchium.per_sample_gradients(model, F.cross_entropy, inputs, targets)
+    assert passes == ONE_PASS
+    other = grad_sample.GradSampleModule(copy.deepcopy(model), loss_reduction="mean")
+    F.cross_entropy(other(inputs), targets).backward()
+    for name, p in other._module.named_parameters():
+        torch.testing.assert_close(gradients[name], p.grad_sample, rtol=1e-9, atol=1e-10, msg=name)
