@@ -2,12 +2,14 @@
 
 #include <ATen/ATen.h>
 
+#include <cmath>
+
 namespace torchium::optim::detail {
 namespace {
 
-// a / b, zero where b is not positive: after convergence the iterates stay where they are.
+// a / b, zero where b is: after convergence the iterates stay where they are. NaN stays NaN.
 at::Tensor safe_ratio(const at::Tensor& a, const at::Tensor& b) {
-  return at::where(b > 0, a / b, at::zeros_like(a));
+  return at::where(b <= 0, 0.0, a / b);
 }
 
 }  // namespace
@@ -32,9 +34,12 @@ ConjugateGradientsResult conjugate_gradients(
   at::Tensor rz = dot(r, z);
   result.relative_residual = safe_ratio(b_norm, b_norm);
   while (result.iterations < rule.max_iterations) {
-    if (result.iterations % interval == 0 &&
-        !(result.relative_residual.item<double>() > rule.tolerance)) {  // or it is not a number
-      break;
+    if (result.iterations % interval == 0) {
+      const double residual = result.relative_residual.item<double>();
+      // NaN in b reaches x in the first iteration.
+      if (residual <= rule.tolerance || (std::isnan(residual) && result.iterations > 0)) {
+        break;
+      }
     }
     const ParameterVector Ap = apply(p);
     const at::Tensor alpha = safe_ratio(rz, dot(p, Ap));

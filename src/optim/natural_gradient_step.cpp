@@ -124,7 +124,7 @@ struct GradientSplit {
 GradientSplit split(const ParameterVector& v, const ParameterVector& u,
                     const std::vector<double>& roundings) {
   const at::Tensor uu = dot(u, u);
-  const at::Tensor c = at::where(uu > 0, dot(v, u) / uu, 0.0);
+  const at::Tensor c = at::where(uu == 0, 0.0, dot(v, u) / uu);
   ParameterVector r;
   for (const auto& tensor : v) {
     r.push_back(tensor.clone());

@@ -2,57 +2,67 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torchium  # noqa: F401  registers the operators
 from captured_layers import MODELS, Captured, capture, loss_fn, model_and_batch
 from reference import ReferenceNaturalGradient
 from torch import Tensor
+from torch.library import opcheck
 
 ops = torch.ops.torchium
 DAMPINGS = [1e-7, 1e-5, 1e-3, 1e-1, 1.0]
 
 
+def spread(option: object, count: int) -> list:
+    """An option of every parameter."""
+    return option if isinstance(option, list) else [option] * count
+
+
 class Step:
     """An optimizer of bare operators: what a face does, without its options and hooks."""
 
-    def __init__(self, params: list[Tensor], **options) -> None:
+    def __init__(
+        self,
+        params: list[Tensor],
+        lr: float | list[float] = 1.0,
+        damping: float | list[float] = 1e-3,
+        update_freq: int = 1,
+        *,
+        momentum: float | list[float] = 0.0,
+        maximize: bool | list[bool] = False,
+        **options,
+    ) -> None:
+        count, device = len(params), params[0].device
         self.params = params
-        n = len(params)
-        self.damping = options.pop("damping", 1e-3)
-        self.solver = options.pop("solver", "gram")
-        self.update_freq = options.pop("update_freq", 1)
-        lr, momentum, maximize = (
-            options.pop(key, default)
-            for key, default in (("lr", 1.0), ("momentum", 0.0), ("maximize", False))
-        )
-        spread = lambda x: x if isinstance(x, list) else [x] * n  # noqa: E731
-        self.damping = spread(self.damping)
+        self.update_freq = update_freq
         self.options = {
-            "lrs": [torch.tensor(x, dtype=torch.float64) for x in spread(lr)],
-            "dampings": self.damping,
-            "momentums": spread(momentum),
-            "maximize": spread(maximize),
+            "lrs": [torch.tensor(x, dtype=torch.float64) for x in spread(lr, count)],
+            "dampings": spread(damping, count),
+            "momentums": spread(momentum, count),
+            "maximize": spread(maximize, count),
             "eps": 1e-13,
             "max_norm": None,
-            "solver": self.solver,
+            "solver": "gram",
             **options,
         }
-        device = params[0].device
         self.steps = [torch.zeros((), device=device) for _ in params]
-        dtypes = [torch.float64 if p.dtype == torch.float64 else torch.float32 for p in params]
-        self.buffers = [torch.zeros_like(p, dtype=d) for p, d in zip(params, dtypes, strict=True)]
+        state = [torch.float64 if p.dtype == torch.float64 else torch.float32 for p in params]
+        self.buffers = [torch.zeros_like(p, dtype=d) for p, d in zip(params, state, strict=True)]
         self.status = torch.tensor([0, 0, -1, 0, -1], device=device)
         self.count = 0
 
     def __call__(self, captured: Captured, gradients: list[Tensor] | None = None, **more) -> Tensor:
-        more = {"scale": float(captured.samples), **more}
-        scale = {k: v for k, v in more.items() if k in ("scale", "loss_scale")}
+        """`gradients`: those of the captured batch, unless given."""
         if refreshed := self.count % self.update_freq == 0:
             self.layers = captured.layers
-            self.factorization = ops.natural_gradient_factorize(
-                self.params, *self.layers, dampings=self.damping, solver=self.solver, **scale
-            )
+            self.scale = {
+                "scale": float(captured.samples),
+                "loss_scale": more.pop("loss_scale", None),
+            }
+            self.factorization = self.factorize()
         self.count += 1
         return ops.natural_gradient_step_(
             self.params,
@@ -62,10 +72,12 @@ class Step:
             self.status,
             *self.layers,
             self.factorization,
-            refreshed=refreshed,
-            **self.options,
-            **more,
+            **{**self.options, "refreshed": refreshed, **self.scale, **more},
         )
+
+    def factorize(self) -> Tensor:
+        options = {"dampings": self.options["dampings"], "solver": self.options["solver"]}
+        return ops.natural_gradient_factorize(self.params, *self.layers, **options, **self.scale)
 
 
 def copies(params: list[Tensor]) -> list[Tensor]:
@@ -73,35 +85,376 @@ def copies(params: list[Tensor]) -> list[Tensor]:
 
 
 def rows_of(captured: Captured) -> list[Tensor]:
-    """Tested against single-sample backward passes in test_gradient_ops.py."""
-    params = [p.double() for p in captured.params]
+    """The Jacobian. The operator is tested against single-sample backward passes elsewhere."""
+    params = [p.detach().double() for p in captured.params]
     return ops.per_sample_gradients(params, *captured.layers, scale=captured.samples)
 
 
-def reference_step(reference: ReferenceNaturalGradient, captured: Captured, gradients=None):
-    for p, g in zip(reference.params, gradients or captured.gradients, strict=True):
+def reference_step(
+    reference: ReferenceNaturalGradient, captured: Captured, gradients: list[Tensor] | None = None
+) -> None:
+    gradients = captured.gradients if gradients is None else gradients
+    for p, g in zip(reference.params, gradients, strict=True):
         p.grad = g.double().cpu()
     reference.step([r.cpu() for r in rows_of(captured)])
 
 
-def assert_updates_close(params, before, expected, tolerance):
+def joined(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([t.double().cpu().flatten() for t in tensors])
+
+
+def assert_updates_close(params, before, expected, tolerance: float) -> None:
     """The change of all parameters together."""
-    update, exact = (
-        torch.cat([(p - b.to(p)).double().cpu().flatten() for p, b in zip(x, before, strict=True)])
-        for x in (params, expected)
-    )
-    assert (update - exact).norm() <= tolerance * exact.norm()
+    exact = joined(expected) - joined(before)
     assert exact.norm() > 0
+    assert (joined(params) - joined(expected)).norm() <= tolerance * exact.norm()
+
+
+def case(name: str, device="cpu", dtype=torch.float64, **batch) -> Captured:
+    model, data = model_and_batch(name, device=device, dtype=dtype, **batch)
+    captured = capture(model, loss_fn, [data])
+    captured.params = copies(captured.params)
+    return captured
+
+
+def with_noise(gradients: list[Tensor], relative: float) -> list[Tensor]:
+    """Every element off by up to `relative` of itself."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        g * (1 + relative * (2 * torch.rand(g.shape, generator=generator, dtype=g.dtype) - 1))
+        for g in gradients
+    ]
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("damping", DAMPINGS)
 @pytest.mark.parametrize("solver", ["gram", "cg"])
 def test_direction_is_the_dense_solve(name, damping, solver, device):
-    model, batch = model_and_batch(name, device=device)
-    captured = capture(model, loss_fn, [batch])
+    captured = case(name, device)
     params = copies(captured.params)
-    expected = [p.clone().cpu() for p in params]
+    expected = [p.cpu() for p in copies(params)]
     reference_step(ReferenceNaturalGradient(expected, 1.0, damping), captured)
-    Step(params, damping=damping, solver=solver)(captured)
+    report = Step(params, damping=damping, solver=solver)(captured)
     assert_updates_close(params, captured.params, expected, 1e-6)
+    iterations, residual, by_cg = report.tolist()
+    assert by_cg == (solver == "cg")
+    assert (iterations > 0) == (solver == "cg")
+    assert residual <= 1e-13
+
+
+@pytest.mark.parametrize("solver", ["gram", "cg"])
+def test_more_samples_than_parameters(solver, device):
+    captured = case("mlp", device, samples=150)
+    assert sum(p.numel() for p in captured.params) < 150
+    params = copies(captured.params)
+    expected = [p.cpu() for p in copies(params)]
+    reference_step(ReferenceNaturalGradient(expected, 1.0, 1e-4), captured)
+    Step(params, damping=1e-4, solver=solver)(captured)
+    assert_updates_close(params, captured.params, expected, 1e-6)
+
+
+# What stands between the gradient of the batch and the step.
+CHANGES = {
+    "norm_clipping": lambda g, p: [0.1 * x for x in g],
+    "value_clipping": lambda g, p: [x.clamp(-0.01, 0.01) for x in g],
+    "weight_decay": lambda g, p: [x + 0.1 * y for x, y in zip(g, p, strict=True)],
+    "one_element": lambda g, p: [x + 1e-3 * (torch.arange(x.numel()).view_as(x) == 1) for x in g],
+    "opposite": lambda g, p: [-x for x in g],
+    "zero": lambda g, p: [torch.zeros_like(x) for x in g],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("damping", [1e-6, 1e-2])
+@pytest.mark.parametrize("solver", ["gram", "cg"])
+def test_gradients_that_are_not_the_mean_of_the_samples(change, damping, solver):
+    captured = case("mlp")
+    gradients = CHANGES[change](captured.gradients, captured.params)
+    params, expected = copies(captured.params), copies(captured.params)
+    reference_step(ReferenceNaturalGradient(expected, 1.0, damping), captured, gradients)
+    Step(params, damping=damping, solver=solver)(captured, gradients)
+    if change == "zero":
+        torch.testing.assert_close(params, captured.params, rtol=0, atol=0)
+    else:
+        assert_updates_close(params, captured.params, expected, 1e-6)
+
+
+OPTIONS = {
+    "momentum": {"momentum": 0.9},
+    "update_freq": {"update_freq": 3},
+    "update_freq_and_momentum": {"update_freq": 2, "momentum": 0.7},
+    "max_norm": {"max_norm": 0.5, "momentum": 0.5},
+    "large_max_norm": {"max_norm": 1e6},
+    "maximize": {"maximize": True, "momentum": 0.5},
+    "groups": {
+        "lr": [0.1, 0.2, 0.1, 0.3, 0.1, 0.1],
+        "damping": [1e-3, 1e-1, 1e-2, 1e-3, 1e-3, 1.0],
+        "momentum": [0.9, 0.0, 0.5, 0.9, 0.9, 0.0],
+        "maximize": [False, True, False, False, False, False],
+        "update_freq": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("solver", ["gram", "cg"])
+def test_several_steps(name, solver, device):
+    """Each on another batch, with gradients that nearly are its mean: some are clipped."""
+    options = {"lr": 0.1, "damping": 1e-3, **OPTIONS[name]}
+    params = copies(case("mlp", device).params)
+    expected = [p.cpu() for p in copies(params)]
+    step = Step(params, solver=solver, **options)
+    reference = ReferenceNaturalGradient(expected, **options)
+    before = copies(params)
+    for seed in range(5):
+        captured = case("mlp", device, samples=4 + seed, seed=0)
+        gradients = (
+            captured.gradients if seed != 2 else [g.clamp(-0.1, 0.1) for g in captured.gradients]
+        )
+        reference_step(reference, captured, gradients)
+        step(captured, gradients)
+        assert_updates_close(params, before, expected, 1e-6)
+    assert [s.item() for s in step.steps] == [5] * len(params)
+    assert step.status.tolist() == [0, 0, -1, 0, -1]
+
+
+@pytest.mark.parametrize("name", ["sequence", "convolutions", "tied_embedding"])
+@pytest.mark.parametrize("solver", ["gram", "cg"])
+def test_micro_batches_are_one_batch(name, solver):
+    model, (inputs, targets) = model_and_batch(name, samples=7)
+    whole = capture(model, loss_fn, [(inputs, targets)])
+    pieces = [(inputs[i], targets[i]) for i in (slice(0, 2), slice(2, 3), slice(3, 7))]
+    parts = capture(model, loss_fn, pieces)
+    results = []
+    for captured in (whole, parts):
+        params = copies(captured.params)
+        Step(params, solver=solver)(captured)
+        results.append(params)
+    assert_updates_close(results[1], whole.params, results[0], 1e-9)
+
+
+@pytest.mark.parametrize("solver", ["gram", "cg"])
+def test_a_loss_scale_cancels(solver, device):
+    captured = case("mlp", device)
+    scaled = copy.deepcopy(captured)
+    scaled.output_gradients = [1024 * g for g in captured.output_gradients]
+    results = []
+    for data, loss_scale in ((captured, None), (scaled, torch.tensor(1024.0, device=device))):
+        params = copies(captured.params)
+        Step(params, solver=solver)(data, captured.gradients, loss_scale=loss_scale)
+        results.append(params)
+    assert torch.equal(joined(results[0]), joined(results[1]))
+
+
+@pytest.mark.parametrize("damping", DAMPINGS)
+def test_float32_is_as_good_as_its_products(damping, device):
+    """The bound of J^T w in float32, |computed - exact| <= (n + 4) u |J|^T |w|, and of v in the same
+    way; w itself comes from float64."""
+    captured = case("mlp", device, torch.float32, samples=16)
+    n, unit = captured.samples, 2.0**-24
+    J = torch.cat([r.flatten(1) for r in rows_of(captured)], 1).cpu()
+    S = J @ J.mT / (n * damping) + torch.eye(n, dtype=J.dtype)
+    w = torch.linalg.solve(S, torch.full((n,), 1 / n, dtype=J.dtype)) / damping
+    exact, v = J.mT @ w, J.mean(0)
+    rounding = (J.abs().mT @ w.abs()).norm() + (J.abs().mean(0)).norm() / v.norm() * exact.norm()
+    step = Step(copies(captured.params), damping=damping, momentum=0.5)
+    step(captured)
+    assert (joined(step.buffers) - exact).norm() <= 2 * (n + 4) * unit * rounding
+
+
+@pytest.mark.parametrize("damping", [1e-6, 1e-3])
+@pytest.mark.parametrize("where", ["parameters", "layers"])
+def test_rounding_of_a_bfloat16_gradient_is_not_taken_for_a_signal(damping, where, device):
+    """It would be divided by the damping. Layers alone: float32 parameters under autocast."""
+    dtype = torch.bfloat16 if where == "parameters" else torch.float32
+    captured = case("mlp", device, dtype, samples=16)
+    if where == "layers":
+        captured.output_gradients = [g.bfloat16() for g in captured.output_gradients]
+    exact = copies([p.double().cpu() for p in captured.params])
+    rows = rows_of(captured)
+    mean = [r.mean(0) for r in rows]
+    reference = ReferenceNaturalGradient(exact, 1.0, damping)
+    before = copies(exact)
+    reference_step(reference, captured, mean)
+    step = Step(copies(captured.params), damping=damping, momentum=0.5)
+    step(captured, [g.to(dtype) for g in with_noise([m.cpu() for m in mean], 2.0**-9)])
+    direction = joined(before) - joined(exact)
+    error = (joined(step.buffers) - direction).norm() / direction.norm()
+    assert error <= 2 * torch.finfo(torch.bfloat16).eps
+    # The same rounding is a signal where everything is float64.
+    captured.output_gradients = [g.double() for g in captured.output_gradients]
+    captured.inputs = [x.double() for x in captured.inputs]
+    captured.params = [p.double() for p in captured.params]
+    step = Step(captured.params, damping=damping, momentum=0.5)
+    step(captured, [g.to(device) for g in with_noise([m.cpu() for m in mean], 2.0**-9)])
+    assert (joined(step.buffers) - direction).norm() / direction.norm() > error
+
+
+def test_a_step_leaves_its_inputs_alone():
+    captured = case("mlp")
+    for update_freq in (1, 2):
+        step = Step(copies(captured.params), momentum=0.5, update_freq=update_freq)
+        tensors = [*captured.gradients, *captured.inputs, *captured.output_gradients]
+        before = copies(tensors)
+        step(captured)
+        factor = step.factorization.clone()
+        step(captured)
+        assert all(torch.equal(x, y) for x, y in zip(tensors, before, strict=True))
+        assert torch.equal(step.factorization, factor)
+
+
+def state_of(step: Step) -> list[Tensor]:
+    return copies([*step.params, *step.buffers])
+
+
+@pytest.mark.parametrize("solver", ["gram", "cg"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_skips_the_step(solver, bad, device):
+    captured = case("mlp", device)
+    step = Step(copies(captured.params), solver=solver, momentum=0.5)
+    step(captured)
+    before = state_of(step)
+    gradients = copies(captured.gradients)
+    gradients[3].view(-1)[0] = bad
+    for count in (1, 2):
+        step(captured, gradients)
+        assert step.status.tolist() == [count, count, 3, 0, -1]
+    torch.testing.assert_close(state_of(step), before, rtol=0, atol=0)
+    assert [s.item() for s in step.steps] == [1] * len(step.params)
+    step(captured)
+    assert step.status.tolist() == [0, 2, -1, 0, -1]
+    assert not torch.equal(joined(state_of(step)), joined(before))
+
+
+def test_found_inf_skips_the_step_and_is_no_failure(device):
+    captured = case("mlp", device)
+    step = Step(copies(captured.params), momentum=0.5)
+    before = state_of(step)
+    step(captured, found_inf=torch.tensor(1.0, device=device))
+    assert step.status.tolist() == [0, 1, -1, 0, -1]
+    torch.testing.assert_close(state_of(step), before, rtol=0, atol=0)
+    step(captured, found_inf=torch.tensor(0.0, device=device))
+    assert not torch.equal(joined(state_of(step)), joined(before))
+
+
+@pytest.mark.parametrize("solver", ["gram", "cg"])
+def test_a_direction_that_is_not_finite_counts_as_failed(solver, device):
+    """A finite gradient, but not what the layers have seen."""
+    captured = case("mlp", device)
+    step = Step(copies(captured.params), solver=solver, momentum=0.5)
+    step(captured)
+    before = state_of(step)
+    broken = copy.deepcopy(captured)
+    broken.output_gradients[0][1, 2] = float("nan")
+    for count in (1, 2):
+        step(broken)
+        consecutive, total, nan, failures, parameter = step.status.tolist()
+        assert (consecutive, total, nan, failures) == (0, 0, -1, count)
+        assert parameter >= 0
+    torch.testing.assert_close(state_of(step), before, rtol=0, atol=0)
+    step(captured)
+    assert step.status.tolist() == [0, 0, -1, 0, -1]
+    assert not torch.equal(joined(state_of(step)), joined(before))
+
+
+def test_auto_solves_in_the_smaller_space():
+    few, many = case("mlp", samples=5), case("mlp", samples=150)
+    for captured, solver, size in (
+        (few, "auto", 5),
+        (many, "auto", 0),
+        (few, "cg", 0),
+        (many, "gram", 150),
+    ):
+        step = Step(copies(captured.params), solver=solver)
+        report = step(captured)
+        assert step.factorization.shape == (size, size)
+        assert step.factorization.dtype == torch.float64
+        assert bool(report[2]) == (size == 0)
+
+
+def test_the_factorization_is_that_of_the_damped_gram_matrix():
+    captured = case("tied_embedding")
+    dampings = [10.0**-i for i in range(len(captured.params))]
+    step = Step(copies(captured.params), damping=dampings)
+    step(captured)
+    S = torch.eye(captured.samples, dtype=torch.float64)
+    for rows, damping in zip(rows_of(captured), dampings, strict=True):
+        S += rows.flatten(1) @ rows.flatten(1).mT / damping / captured.samples
+    L = step.factorization
+    torch.testing.assert_close(L @ L.mT, S, rtol=1e-12, atol=0)
+
+
+def test_conjugate_gradients_stop_at_the_tolerance():
+    captured = case("mlp", samples=60)
+    iterations = []
+    for eps in (1e-1, 1e-4, 1e-12):
+        step = Step(copies(captured.params), solver="cg", eps=eps, damping=1e-2)
+        report = step(captured)
+        iterations.append(report[0].item())
+        assert 0 < report[1].item() <= eps
+    assert iterations == sorted(set(iterations))
+
+
+def test_autocast_does_not_reach_into_a_step():
+    captured = case("mlp", dtype=torch.float32)
+    results = []
+    for enabled in (False, True):
+        step = Step(copies(captured.params))
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            step(captured)
+        results.append(joined(step.params))
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("solver", ["gram", "cg"])
+def test_opcheck(solver, device):
+    captured = case("mlp", device)
+    step = Step(copies(captured.params), solver=solver, momentum=0.5)
+    step(captured)
+    arguments = [step.params, captured.gradients, step.steps, step.buffers, step.status]
+    arguments += [*captured.layers, step.factorization]
+    opcheck(
+        ops.natural_gradient_step_.default,
+        tuple(arguments),
+        {**step.options, "refreshed": True, **step.scale},
+        # The number of samples is data to the shapes of what lies between.
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dampings": [1e-3]}, "dampings has 1 entries for 6 params"),
+        ({"dampings": [0.0] * 6}, "damping is 0; it must be a finite number > 0"),
+        ({"dampings": [float("inf")] * 6}, "damping is inf"),
+        ({"momentums": [1.0] * 6}, r"momentum is 1; it must be in \[0, 1\)"),
+        ({"momentums": [-0.1] * 6}, "momentum is -0.1"),
+        ({"maximize": []}, "maximize have 6, 6 and 0 entries for 6 params"),
+        ({"lrs": []}, "lrs, momentums and maximize have 0"),
+        ({"eps": 0.0}, "eps is 0"),
+        ({"max_norm": 0.0}, "max_norm is 0; it must be positive"),
+        ({"solver": "lu"}, "solver is 'lu'; it must be 'auto', 'gram' or 'cg'"),
+        ({"factorization": None}, "solver 'gram' needs a factorization"),
+        ({"factorization": torch.eye(4).double()}, "but the uses hold 5 samples"),
+        ({"steps": []}, "6 params and 0 steps"),
+        ({"grads": []}, "6 params and 0 grads"),
+        ({"momentum_buffers": []}, "momentum_buffers has 0 tensors for 6 params"),
+        ({"status": torch.zeros(3)}, "status must be"),
+        ({"inputs": []}, "got 0 inputs"),
+    ],
+)
+def test_wrong_arguments_are_refused_and_nothing_changes(change, message):
+    captured = case("mlp")
+    step = Step(copies(captured.params), momentum=0.5)
+    step(captured)
+    names = ["params", "grads", "steps", "momentum_buffers", "status"]
+    values = [step.params, captured.gradients, step.steps, step.buffers, step.status]
+    names += ["inputs", "output_gradients", "uses", "use_eps", "factorization"]
+    values += [*captured.layers, step.factorization]
+    arguments = {**dict(zip(names, values, strict=True)), **step.options, **step.scale}
+    before = copies([*state_of(step), *step.steps, step.status])
+    with pytest.raises(ValueError, match=message):
+        ops.natural_gradient_step_(**{**arguments, "refreshed": True, **change})
+    after = [*state_of(step), *step.steps, step.status]
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
