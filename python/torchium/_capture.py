@@ -157,6 +157,8 @@ class Capture:
             with these parameters ("weight", "bias") are needed now.
     """
 
+    _sees_mixing = False  # whether modules that mix samples are of interest
+
     def __init__(
         self, kinds: frozenset[LayerKind], wants: Callable[[dict[str, Tensor]], bool]
     ) -> None:
@@ -200,13 +202,13 @@ class Capture:
             self._scanned.clear()
 
     def adopt(self, module: nn.Module, name: str) -> None:
-        """Hooks the module if it owns a parameter or may mix samples."""
+        """Hooks the module if it owns a parameter, or may mix samples where that is of interest."""
         owned = [p for p in module._parameters.values() if p is not None and p in self._params]
         for param in owned:
             owners = self.owners.setdefault(param, [])
             if module not in owners:
                 owners.append(module)
-        if not owned and not may_mix_samples(module):
+        if not owned and not (self._sees_mixing and may_mix_samples(module)):
             return
         if module not in self.modules:
             hook = _ModuleHook(self._after_forward)
@@ -246,11 +248,9 @@ class Capture:
         if outer == NO_TASK:
             self._roots.clear()  # what is left is of passes that raised
             self._running.clear()
-        if not isinstance(output, Tensor) or not output.requires_grad:
+        if not isinstance(output, Tensor) or not output.requires_grad or _is_transformed():
             return
-        if torch._C._are_functorch_transforms_active():
-            return
-        if mixes_samples(module):
+        if self._sees_mixing and mixes_samples(module):
             output.register_hook(partial(_weakly, weakref.WeakMethod(self._mixed), module, outer))
         params = self._trained(module)
         wants = self._wants()
@@ -335,6 +335,8 @@ class Capture:
 
     def _after_accumulation(self, param: Tensor) -> None:
         """Called when a backward pass has added to ``.grad`` of a parameter."""
+        if not self._open and not self._gradients:  # nothing was wanted
+            return
         with self._lock:
             task = torch._C._current_graph_task_id()
             if self._started_anew(param):
@@ -392,6 +394,8 @@ class Capture:
 class UseCapture(Capture):
     """Keeps the uses until :meth:`forget`."""
 
+    _sees_mixing = True
+
     def __init__(
         self, kinds: frozenset[LayerKind], wants: Callable[[dict[str, Tensor]], bool]
     ) -> None:
@@ -431,6 +435,15 @@ class UseCapture(Capture):
     def _mixed(self, module: nn.Module, outer: int, gradient: Tensor) -> None:
         root = self._root(torch._C._current_graph_task_id()) if outer == NO_TASK else outer
         self._mixing.setdefault(root, module)
+
+
+def _is_transformed() -> bool:
+    """Whether the model runs to be differentiated or written down by another than autograd."""
+    return (
+        torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+        or torch.compiler.is_exporting()
+    )
 
 
 def _weakly(method: weakref.WeakMethod[Callable[..., None]], *args: Any) -> None:

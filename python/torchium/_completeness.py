@@ -80,8 +80,9 @@ class CompletenessCheck:
         results, self._results = self._results, []
         if not results:
             return
-        norms = torch.stack([norms.cpu() for _, norms in results])
-        for (param, _), (difference, bound) in zip(results, norms.tolist(), strict=True):
+        device = results[0][1].device
+        norms = torch.stack([norms.to(device) for _, norms in results]).tolist()
+        for (param, _), (difference, bound) in zip(results, norms, strict=True):
             if not math.isfinite(difference) or not math.isfinite(bound):
                 continue  # the step is skipped; the next gradient tells
             handle = self._handles.pop(param, None)

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 pytestmark = pytest.mark.filterwarnings(
     "ignore:KFAC takes steps of SGD",
     "ignore:Using `torch.compile\\(module\\)` when there are global",
+    "ignore:`torch.jit.trace",
 )
 
 OPTIMIZERS = {
@@ -135,6 +136,13 @@ def functional_transforms(model, step):
     torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(params, x, y)
 
 
+def traced_and_exported(model, step):
+    x, _ = batch(step + 50)
+    torch.jit.trace(model, x)
+    program = torch.export.export(model, (x,), strict=False)
+    assert not [n for n in program.graph.nodes if "new_empty" in str(n.target)]
+
+
 def per_sample_gradients(model, step):
     torchium.per_sample_gradients(model, F.cross_entropy, *batch(step + 50))
 
@@ -149,6 +157,7 @@ def per_sample_gradients(model, step):
         discarded_backward,
         failing_backward,
         functional_transforms,
+        traced_and_exported,
         per_sample_gradients,
     ],
 )

@@ -76,7 +76,7 @@ class FactorCapture(Capture):
 
     def has_room(self, weight: Tensor) -> bool:
         """Whether the factors of the weight include its bias."""
-        return self.orders.get(weight) != weight[0].numel()
+        return self.orders.get(weight) != _fan_in(weight)
 
     def joint_bias(self, weight: Tensor) -> Tensor | None:
         """The bias that shares the factors of the weight: the same one wherever that is used."""
@@ -128,13 +128,17 @@ class FactorCapture(Capture):
         groups = self.groups(weight)
         order = self.orders.get(weight)
         if order is None:
-            order = weight[0].numel() + (self.joint_bias(weight) is not None)
+            order = _fan_in(weight) + (self.joint_bias(weight) is not None)
         options: Any = {"dtype": state_dtype(weight), "device": weight.device}
         fan_out = weight.shape[0] // groups
         return FactorSums(
             torch.empty(groups, order, order, **options),
             torch.empty(groups, fan_out, fan_out, **options),
         )
+
+
+def _fan_in(weight: Tensor) -> int:
+    return weight.numel() // weight.shape[0]
 
 
 def root_keys(damping_split: str) -> tuple[str, ...]:
@@ -159,7 +163,7 @@ def saved_factors(weight: Tensor, saved: dict[str, Any], damping_split: str) -> 
     groups, has_bias = 1, False
     A = next((saved[key] for key in ("A", "A_inverse", "A_eigenvectors") if key in saved), None)
     if weight.dim() in (2, 4) and isinstance(A, Tensor) and A.dim() == 3:
-        has_bias = A.shape[-1] == weight[0].numel() + 1
+        has_bias = A.shape[-1] == _fan_in(weight) + 1
         if A.shape[0] > 0 and weight.shape[0] % A.shape[0] == 0:
             groups = A.shape[0]
     return fresh_factors(weight, has_bias, groups, damping_split)
