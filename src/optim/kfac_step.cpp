@@ -56,7 +56,8 @@ void update_factors(const KfacHyperparameters& h, KfacLayer& layer, const StepGa
   const at::Tensor weight = gate.zero_if_skipped(1.0 - d).to(layer.A.scalar_type());
   at::Tensor G_new = gate.zero_if_skipped(layer.G_sum) * G_scale;
   if (h.loss_scale.defined()) {
-    const at::Tensor scale = h.loss_scale.to(G_new.options().dtype(at::kDouble)).view({});
+    const at::Tensor scale =
+        h.loss_scale.to(G_new.options().dtype(at::kDouble)).view(at::IntArrayRef{});
     G_new.mul_(scale.square().reciprocal_().to(G_new.scalar_type()));
   }
   layer.A.lerp_(gate.zero_if_skipped(layer.A_sum) * A_scale, weight);

@@ -110,7 +110,7 @@ at::Tensor record_skip_on_device(at::TensorList grads, at::Tensor& status,
   at::Tensor consecutive = status.select(0, kConsecutiveSkips);
   at::Tensor in_a_row = (consecutive + 1) * skipped;
   if (found_inf.defined()) {
-    const at::Tensor overflow = found_inf.to(status.device()).ne(0).view({});
+    const at::Tensor overflow = found_inf.to(status.device()).ne(0).view(at::IntArrayRef{});
     skipped = skipped.logical_or(overflow);
     at_fault = at::where(overflow, -1, at_fault);
     in_a_row = at::where(overflow, consecutive, in_a_row);

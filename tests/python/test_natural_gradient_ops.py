@@ -277,7 +277,7 @@ def test_rounding_of_a_bfloat16_gradient_is_not_taken_for_a_signal(damping, wher
     before = copies(exact)
     reference_step(reference, captured, mean)
     step = Step(copies(captured.params), damping=damping, momentum=0.5)
-    step(captured, [g.to(dtype) for g in with_noise([m.cpu() for m in mean], 2.0**-9)])
+    step(captured, [g.to(device, dtype) for g in with_noise([m.cpu() for m in mean], 2.0**-9)])
     direction = joined(before) - joined(exact)
     error = (joined(step.buffers) - direction).norm() / direction.norm()
     assert error <= 2 * torch.finfo(torch.bfloat16).eps
