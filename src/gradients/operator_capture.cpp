@@ -8,6 +8,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -16,6 +17,7 @@
 #include <mutex>
 #include <shared_mutex>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 
 #ifndef NDEBUG
@@ -34,6 +36,7 @@ struct PendingUse {
   LayerUse layer;
   int64_t outer_task = -1;  // the backward pass that this forward pass is a part of
   std::vector<int64_t> output_sizes;
+  std::shared_ptr<autograd::Node> input_node;  // without a receiver: of the input, if it has one
 };
 using PendingUses = std::vector<std::shared_ptr<PendingUse>>;
 
@@ -85,8 +88,12 @@ struct OperatorCapture::State {
   std::mutex mutex;                                    // for what follows
   std::unordered_map<int64_t, int64_t> micro_batches;  // by backward pass (graph task)
   std::exception_ptr error;
-  PendingUses uses;  // without a receiver
-  autograd::edge_list outputs;
+  // Without a receiver:
+  PendingUses uses;
+  autograd::edge_list outputs;  // of each
+  // What an addition has made of the output of a use, with the output.
+  std::vector<std::pair<std::shared_ptr<autograd::Node>, std::shared_ptr<autograd::Node>>>
+      additions;
 };
 
 namespace {
@@ -166,6 +173,9 @@ void note_call(const LayerCall& call, CallContext& context) {
     use->layer.bias = bias;
     use->layer.input = call.use.input.detach();
     use->outer_task = autograd::get_current_graph_task_id();
+    if (!capture->receiver) {
+      use->input_node = call.use.input.grad_fn();
+    }
     context.uses.push_back(std::move(use));
   });
 }
@@ -226,6 +236,14 @@ void note_output(const at::Tensor& output, CallContext& context) {
   }
 }
 
+void note_addition(const at::Tensor& output, const PendingUse& use) {
+  const auto capture = use.capture.lock();
+  if (capture != nullptr && !capture->receiver) {
+    const std::lock_guard lock(capture->mutex);
+    capture->additions.emplace_back(output.grad_fn(), last_product.node.lock());
+  }
+}
+
 void end(const at::RecordFunction& function, at::ObserverContext* observed) {
   if (observed == nullptr) {
     return;
@@ -236,10 +254,11 @@ void end(const at::RecordFunction& function, at::ObserverContext* observed) {
     if (outputs.empty() || !outputs.front().isTensor()) {
       return;
     }
+    const at::Tensor& output = outputs.front().toTensor();
     for (auto& [use, bias] : context.completed) {
       use->layer.bias = bias;
+      note_addition(output, *use);
     }
-    const at::Tensor& output = outputs.front().toTensor();
     if (!context.uses.empty() && output.requires_grad()) {
       note_output(output, context);
     }
@@ -364,10 +383,50 @@ void OperatorCapture::raise_error() {
   }
 }
 
+int64_t OperatorCapture::parameter_used_otherwise(const at::Tensor& loss) const {
+  const std::lock_guard lock(state_->mutex);
+  // Nodes behind which a use has its parameters, and where the graph goes on.
+  std::unordered_map<autograd::Node*, autograd::Node*> next_of_use;
+  for (size_t i = 0; i < state_->uses.size(); ++i) {
+    next_of_use[state_->outputs[i].function.get()] = state_->uses[i]->input_node.get();
+  }
+  for (const auto& [sum, product] : state_->additions) {
+    next_of_use[sum.get()] = product.get();
+  }
+  std::unordered_set<autograd::Node*> seen{nullptr};
+  std::vector<autograd::Node*> waiting{loss.grad_fn().get()};
+  while (!waiting.empty()) {
+    autograd::Node* node = waiting.back();
+    waiting.pop_back();
+    if (!seen.insert(node).second) {
+      continue;
+    }
+    if (const auto* leaf = dynamic_cast<const autograd::AccumulateGrad*>(node)) {
+      const int64_t found = state_->position(leaf->variable);
+      if (found >= 0) {
+        return found;
+      }
+    }
+    const auto use = next_of_use.find(node);
+    if (use != next_of_use.end()) {
+      waiting.push_back(use->second);
+      continue;
+    }
+    for (const auto& edge : node->next_edges()) {
+      waiting.push_back(edge.function.get());
+    }
+  }
+  return -1;
+}
+
 std::vector<LayerUse> OperatorCapture::differentiate(const at::Tensor& loss) {
   const std::lock_guard lock(state_->mutex);
   const auto pending = std::exchange(state_->uses, {});
   const auto outputs = std::exchange(state_->outputs, {});
+  state_->additions.clear();
+  if (!loss.requires_grad()) {
+    return {};
+  }
   const auto gradients = autograd::Engine::get_default_engine().execute(
       {autograd::impl::gradient_edge(loss)}, {at::ones_like(loss)}, /*keep_graph=*/false,
       /*create_graph=*/false, /*accumulate_grad=*/false, outputs);

@@ -51,6 +51,9 @@ class TORCHIUM_API OperatorCapture {
   void forget();
   // Raises what went wrong while forward passes were observed, once.
   void raise_error();
+  // Without a receiver: the position of a parameter that `loss` depends on by another way than the
+  // uses so far; -1: there is none.
+  int64_t parameter_used_otherwise(const at::Tensor& loss) const;
   // All uses so far with the gradients of `loss` by their outputs, as one micro-batch; nothing is
   // accumulated in `.grad`, and no gradient by a parameter is computed. Frees the graph.
   std::vector<LayerUse> differentiate(const at::Tensor& loss);

@@ -28,6 +28,11 @@ inline void check_at_least_one(const char* name, int64_t value) {
   TORCH_CHECK_VALUE(value >= 1, name, " must be at least 1, got ", value);
 }
 
+inline void check_positive(const char* name, double value) {
+  TORCH_CHECK_VALUE(std::isfinite(value) && value > 0.0, name,
+                    " must be a finite number above 0, got ", value);
+}
+
 inline void check_positive_or_none(const char* name, const std::optional<double>& value) {
   TORCH_CHECK_VALUE(!value || (std::isfinite(*value) && *value > 0.0), name,
                     " must be a finite number above 0, or none, got ", *value);

@@ -3,6 +3,7 @@
 
 #include "torchium/optim/adagrad.h"
 #include "torchium/optim/kfac.h"
+#include "torchium/optim/natural_gradient.h"
 #include "torchium/optim/shampoo.h"
 
 #include <c10/util/Exception.h>
@@ -67,6 +68,16 @@ auto option_fields(Options& o) {
       OptionField{"batch_averaged", o.batch_averaged()}, OptionField{"eps", o.eps()},
       OptionField{"stat_decay", o.stat_decay()}, OptionField{"kl_clip", o.kl_clip()},
       OptionField{"damping_split", o.damping_split()}, OptionField{"maximize", o.maximize()});
+}
+
+template <typename Options>
+requires std::is_same_v<std::remove_const_t<Options>, NaturalGradientOptions>
+auto option_fields(Options& o) {
+  return std::make_tuple(OptionField{"lr", o.lr()}, OptionField{"damping", o.damping()},
+                         OptionField{"update_freq", o.update_freq()}, OptionField{"eps", o.eps()},
+                         OptionField{"momentum", o.momentum()},
+                         OptionField{"max_norm", o.max_norm()}, OptionField{"solver", o.solver()},
+                         OptionField{"maximize", o.maximize()});
 }
 
 // Calls visit(name, value) for every option.

@@ -263,7 +263,7 @@ void SecondOrderOptimizer::read_reports(bool wait) {
           "that of ",
           describe(report->non_finite_parameter), "; lower lr, clip gradients or scale the loss");
       const auto failures = report->entries[detail::kConsecutiveRootFailures];
-      TORCH_CHECK(failures < max_root_failures(options), "the root of a preconditioner of ",
+      TORCH_CHECK(failures < max_root_failures(options), root_name(), " ",
                   describe(report->failed_parameter), " failed ", failures, " times in a row; ",
                   root_remedy());
     }

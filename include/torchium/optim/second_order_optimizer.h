@@ -122,6 +122,8 @@ class TORCHIUM_API SecondOrderOptimizer : public torch::optim::Optimizer {
   // Failed roots of one matrix in a row after which a step raises, and what to do about it.
   virtual int64_t max_root_failures(const Options& options) const { return 3; }
   virtual const char* root_remedy() const = 0;
+  // What failed, followed by the parameter.
+  virtual const char* root_name() const { return "the root of a preconditioner of"; }
   // Whether steps may be captured in a CUDA graph: the host then decides nothing in a step.
   virtual bool capturable(const Options& options) const { return false; }
 

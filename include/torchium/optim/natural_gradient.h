@@ -1,0 +1,151 @@
+// Natural gradient (Amari 1998; in the space of samples: Ren, Goldfarb 2019, arXiv 1906.02353;
+// momentum: SPRING, Goldshlager, Abrahamsen, Lin 2024, arXiv 2401.10190) as a libtorch optimizer.
+#pragma once
+
+#include "torchium/export.h"
+#include "torchium/gradients.h"
+#include "torchium/optim/capturing_optimizer.h"
+
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace torchium::optim {
+
+namespace detail {
+class BatchCapture;
+struct KeptBatch;
+}  // namespace detail
+
+/// Options of NaturalGradient; names and defaults are those of Python's `torchium.NaturalGradient`.
+/// Groups may differ in lr, damping, momentum and maximize alone.
+struct TORCHIUM_API NaturalGradientOptions
+    : public torch::optim::OptimizerCloneableOptions<NaturalGradientOptions> {
+  NaturalGradientOptions(double lr = 0.01);
+  /// Learning rate, >= 0.
+  TORCH_ARG(double, lr) = 0.01;
+  /// Added to the Fisher matrix, > 0.
+  TORCH_ARG(double, damping) = 1e-3;
+  /// Steps between two Fisher matrices, >= 1. A new value counts from the next step on.
+  TORCH_ARG(int64_t, update_freq) = 1;
+  /// Relative tolerance of conjugate gradients, > 0 (float32 parameters end near 1e-6).
+  TORCH_ARG(double, eps) = 1e-8;
+  /// Momentum, in [0, 1).
+  TORCH_ARG(double, momentum) = 0.0;
+  /// Bound of the norm of the direction, > 0; none: no bound.
+  TORCH_ARG(std::optional<double>, max_norm) = std::nullopt;
+  /// "gram" (a factorisation), "cg" (conjugate gradients) or "auto" (the first for up to 4096
+  /// samples if these are no more than the parameters).
+  TORCH_ARG(std::string, solver) = "auto";
+  /// Ascend instead of descend.
+  TORCH_ARG(bool, maximize) = false;
+
+ public:
+  void serialize(torch::serialize::InputArchive& archive) override;
+  void serialize(torch::serialize::OutputArchive& archive) const override;
+  TORCHIUM_API friend bool operator==(const NaturalGradientOptions& lhs,
+                                      const NaturalGradientOptions& rhs);
+  double get_lr() const override;
+  void set_lr(const double lr) override;
+};
+
+/// State of one parameter. With update_freq > 1 it has a part of the batch of the last refresh:
+/// what the J layer uses have seen whose weight (or else bias) it is.
+struct TORCHIUM_API NaturalGradientParamState : public SecondOrderParamState {
+  /// The last direction, if momentum > 0 in any group: the shape of the parameter.
+  TORCH_ARG(at::Tensor, momentum_buffer);
+  /// [J, 13] int64 on the CPU: kind, weight, bias, micro-batch, eight settings, place among all
+  /// uses. Weight and bias are positions in the parameters of all groups.
+  TORCH_ARG(at::Tensor, uses);
+  /// [J] float64 on the CPU: eps of norms.
+  TORCH_ARG(at::Tensor, use_eps);
+  /// 0-dim: what the output gradients are too large by.
+  TORCH_ARG(at::Tensor, loss_scale);
+  /// Of each use, as captured.
+  TORCH_ARG(std::vector<at::Tensor>, inputs);
+  TORCH_ARG(std::vector<at::Tensor>, output_gradients);
+
+ public:
+  std::unique_ptr<torch::optim::OptimizerParamState> clone() const override;
+  std::vector<NamedTensor> parameter_shaped() override;
+  std::vector<std::pair<std::string, at::Tensor>> tensors() const override;
+  using SecondOrderParamState::serialize;
+  void serialize(torch::serialize::InputArchive& archive) override;
+};
+
+/// How a step was solved.
+struct NaturalGradientReport {
+  /// "gram" or "cg"; empty before the first step.
+  std::string solver;
+  /// How many the Fisher matrix has.
+  int64_t samples = 0;
+  /// Of conjugate gradients, else 0.
+  int64_t iterations = 0;
+  double relative_residual = 0.0;
+};
+
+/// Natural gradient with the damped empirical Fisher matrix of the batch, for a loss that is a mean
+/// over the samples. Every parameter must get its gradient from the operators of
+/// CapturingOptimizer.
+///
+/// The constructors throw c10::ValueError for a layer of torch::nn with trainable parameters that
+/// is not supported, recurrent and transformer layers among them. step() throws it, and changes
+/// nothing, for a batch that cannot be taken apart: BatchNorm in training, a parameter whose use
+/// was not captured, layers that disagree on the number of samples.
+///
+///     torchium::optim::NaturalGradient optimizer(
+///         *model, torchium::optim::NaturalGradientOptions(0.1).damping(1e-2));
+class TORCHIUM_API NaturalGradient : public CapturingOptimizer {
+ public:
+  /// All trainable parameters of the model, which is not kept.
+  explicit NaturalGradient(const torch::nn::Module& model, NaturalGradientOptions defaults = {});
+  /// Groups of its parameters.
+  NaturalGradient(const torch::nn::Module& model,
+                  const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+                  NaturalGradientOptions defaults = {});
+  ~NaturalGradient() override;
+  NaturalGradient(NaturalGradient&&) noexcept;
+  NaturalGradient& operator=(NaturalGradient&&) noexcept;
+
+  /// torchium::per_sample_gradients().
+  static torch::OrderedDict<std::string, at::Tensor> compute_per_sample_gradients(
+      const torch::nn::Module& model, const ForwardFunction& forward, const LossFunction& loss_fn,
+      const at::Tensor& inputs, const at::Tensor& targets);
+
+  /// Of the last step; waits for the device.
+  NaturalGradientReport report() const;
+
+ protected:
+  void check_options(const Options& options) const override;
+  void check_together(const std::vector<const Options*>& groups) const override;
+  std::unique_ptr<SecondOrderParamState> make_empty_state() const override;
+  void take_joint_step(const detail::JointStep& step) override;
+  void forget_captures() override;
+  const char* root_name() const override;
+  void fit_loaded(const Options& options, const std::vector<at::Tensor>& params,
+                  const std::vector<SecondOrderParamState*>& loaded,
+                  const std::vector<SecondOrderParamState*>& fitted) const override;
+  std::function<void()> read_more(torch::serialize::InputArchive& archive) override;
+
+ private:
+  struct Notes;
+
+  NaturalGradientParamState* state_of(const at::Tensor& param) const;
+  void check_known_layers(const std::vector<at::Tensor>& params) const;
+  bool is_refresh() const;
+  void check_capture(const detail::JointStep& step, const detail::KeptBatch& batch) const;
+  bool create_states(const detail::JointStep& step);
+  const at::Tensor& factorized(const detail::JointStep& step,
+                               const std::shared_ptr<const detail::KeptBatch>& batch);
+  void keep(std::shared_ptr<const detail::KeptBatch> batch);
+
+  std::unique_ptr<detail::BatchCapture> capture_;
+  std::unique_ptr<Notes> notes_;
+};
+
+}  // namespace torchium::optim

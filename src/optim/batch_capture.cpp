@@ -1,0 +1,108 @@
+#include "optim/batch_capture.h"
+
+#include "gradients/jacobian.h"
+#include "gradients/operator_capture.h"
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+namespace torchium::optim::detail {
+
+using gradients::detail::CapturedUse;
+using gradients::detail::LayerUse;
+using gradients::detail::OperatorCapture;
+
+int64_t KeptBatch::samples() const { return gradients::detail::count_samples(uses).expect_int(); }
+
+// Shared with the capture, whose backward passes may run on other threads.
+struct BatchCapture::Data {
+  struct Entry {
+    LayerUse use;
+    int64_t input_version;
+  };
+  std::vector<at::Tensor> params;
+  std::map<int64_t, std::vector<Entry>> passes;  // by micro-batch
+
+  void receive(CapturedUse captured);
+  void start_anew(int64_t param, int64_t micro_batch);
+};
+
+void BatchCapture::Data::receive(CapturedUse captured) {
+  LayerUse& use = captured.use;
+  if (captured.weight_starts_anew) {
+    start_anew(use.weight, use.micro_batch);
+  }
+  if (captured.bias_starts_anew) {
+    start_anew(use.bias, use.micro_batch);
+  }
+  const int64_t version = use.input._version();
+  passes[use.micro_batch].push_back({std::move(use), version});
+}
+
+// If earlier passes have used the parameter, their gradients are gone, and so are their samples.
+void BatchCapture::Data::start_anew(int64_t param, int64_t micro_batch) {
+  const bool is_used_before = std::any_of(passes.begin(), passes.end(), [&](const auto& pass) {
+    return pass.first != micro_batch &&
+           std::any_of(pass.second.begin(), pass.second.end(), [&](const Entry& entry) {
+             return entry.use.weight == param || entry.use.bias == param;
+           });
+  });
+  if (is_used_before) {
+    std::erase_if(passes, [&](const auto& pass) { return pass.first != micro_batch; });
+  }
+}
+
+BatchCapture::BatchCapture() : data_(std::make_shared<Data>()) {}
+BatchCapture::~BatchCapture() = default;
+
+void BatchCapture::watch(const std::vector<at::Tensor>& params) {
+  const bool is_known = capture_ != nullptr && params.size() == data_->params.size() &&
+                        std::equal(params.begin(), params.end(), data_->params.begin(),
+                                   [](const auto& a, const auto& b) { return a.is_same(b); });
+  if (is_known) {
+    return;
+  }
+  capture_ = nullptr;
+  data_->params = params;
+  data_->passes.clear();
+  capture_ = std::make_unique<OperatorCapture>(
+      params, [data = data_](CapturedUse captured) { data->receive(std::move(captured)); });
+}
+
+void BatchCapture::set_enabled(bool enabled) { capture_->set_enabled(enabled); }
+
+KeptBatch BatchCapture::batch(const std::vector<bool>& active) const {
+  const auto kept = [&](int64_t param) { return param >= 0 && active[param] ? param : -1; };
+  KeptBatch batch;
+  int64_t micro_batch = 0;
+  for (const auto& [pass, entries] : data_->passes) {
+    const size_t before = batch.uses.size();
+    for (const auto& [use, input_version] : entries) {
+      const int64_t weight = kept(use.weight);
+      const int64_t bias = kept(use.bias);
+      if (weight < 0 && bias < 0) {
+        continue;
+      }
+      TORCH_CHECK_VALUE(use.input._version() == input_version, "the input ", use.input.sizes(),
+                        " of a ", gradients::detail::name_of(use.kind),
+                        " layer was changed in place after the backward pass; fill another tensor "
+                        "with the next batch until step() has been called");
+      batch.uses.push_back(use);
+      batch.uses.back().weight = weight;
+      batch.uses.back().bias = bias;
+      batch.uses.back().micro_batch = micro_batch;
+    }
+    micro_batch += batch.uses.size() > before ? 1 : 0;
+  }
+  return batch;
+}
+
+void BatchCapture::forget() {
+  data_->passes.clear();
+  capture_->forget();
+}
+
+void BatchCapture::raise_error() { capture_->raise_error(); }
+
+}  // namespace torchium::optim::detail

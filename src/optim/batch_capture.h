@@ -1,0 +1,56 @@
+// The batch of a natural gradient step: what all layers have seen.
+#pragma once
+
+#include "gradients/layer_use.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <vector>
+
+namespace torchium::gradients::detail {
+class OperatorCapture;
+}
+
+namespace torchium::optim::detail {
+
+// Uses in the order of their micro-batches, which count from 0. Weights and biases are positions in
+// the parameters of all groups.
+struct KeptBatch {
+  std::vector<gradients::detail::LayerUse> uses;
+
+  int64_t samples() const;
+  // The same with positions in another list of parameters; `position(i)` is -1 for one that is not
+  // in it.
+  template <typename Position>
+  std::vector<gradients::detail::LayerUse> uses_in(Position&& position) const {
+    auto result = uses;
+    for (auto& use : result) {
+      use.weight = use.weight < 0 ? -1 : position(use.weight);
+      use.bias = use.bias < 0 ? -1 : position(use.bias);
+    }
+    return result;
+  }
+};
+
+class BatchCapture {
+ public:
+  BatchCapture();
+  ~BatchCapture();
+
+  // Watches these parameters, and no others from now on.
+  void watch(const std::vector<at::Tensor>& params);
+  void set_enabled(bool enabled);
+  // What was captured, as far as it belongs to `active` parameters; one entry a watched parameter.
+  // Throws c10::ValueError if an input was changed in place since.
+  KeptBatch batch(const std::vector<bool>& active) const;
+  void forget();
+  void raise_error();
+
+ private:
+  struct Data;
+  std::shared_ptr<Data> data_;
+  std::unique_ptr<gradients::detail::OperatorCapture> capture_;
+};
+
+}  // namespace torchium::optim::detail

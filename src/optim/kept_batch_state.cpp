@@ -1,0 +1,223 @@
+#include "optim/kept_batch_state.h"
+
+#include <ATen/ATen.h>
+#include <c10/util/irange.h>
+#include <torch/serialize/archive.h>
+
+#include <array>
+#include <map>
+#include <utility>
+
+namespace torchium::optim {
+
+using gradients::detail::LayerKind;
+using gradients::detail::LayerUse;
+
+namespace {
+
+constexpr int64_t kRowSize = 13;  // LayerUse as integers, and its place among all uses
+
+std::array<int64_t, kRowSize> row_of(const LayerUse& use, int64_t place) {
+  std::array<int64_t, kRowSize> row{static_cast<int64_t>(use.kind), use.weight, use.bias,
+                                    use.micro_batch};
+  std::copy(use.settings.begin(), use.settings.end(), row.begin() + 4);
+  row.back() = place;
+  return row;
+}
+
+LayerUse use_of(const int64_t* row) {
+  LayerUse use;
+  use.kind = static_cast<LayerKind>(row[0]);
+  use.weight = row[1];
+  use.bias = row[2];
+  use.micro_batch = row[3];
+  std::copy_n(row + 4, use.settings.size(), use.settings.begin());
+  return use;
+}
+
+bool are_uses(const at::Tensor& rows, int64_t param_count) {
+  if (rows.scalar_type() != at::kLong || rows.dim() != 2 || rows.size(1) != kRowSize) {
+    return false;
+  }
+  const at::Tensor cpu = rows.cpu().contiguous();
+  for (const auto j : c10::irange(cpu.size(0))) {
+    const int64_t* row = cpu.const_data_ptr<int64_t>() + j * kRowSize;
+    const bool has_kind = row[0] >= 0 && row[0] <= static_cast<int64_t>(LayerKind::kGroupNorm);
+    const auto is_param = [&](int64_t i) { return i >= -1 && i < param_count; };
+    if (!has_kind || !is_param(row[1]) || !is_param(row[2]) || std::max(row[1], row[2]) < 0) {
+      return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+std::unique_ptr<torch::optim::OptimizerParamState> NaturalGradientParamState::clone() const {
+  return std::make_unique<NaturalGradientParamState>(*this);
+}
+
+std::vector<SecondOrderParamState::NamedTensor> NaturalGradientParamState::parameter_shaped() {
+  return {{"momentum_buffer", &momentum_buffer()}};
+}
+
+std::vector<std::pair<std::string, at::Tensor>> NaturalGradientParamState::tensors() const {
+  auto result = SecondOrderParamState::tensors();
+  if (!uses().defined()) {
+    return result;
+  }
+  result.emplace_back("uses", uses());
+  result.emplace_back("use_eps", use_eps());
+  result.emplace_back("loss_scale", loss_scale());
+  for (const auto j : c10::irange(inputs().size())) {
+    result.emplace_back("inputs." + std::to_string(j), inputs()[j]);
+    result.emplace_back("output_gradients." + std::to_string(j), output_gradients()[j]);
+  }
+  return result;
+}
+
+void NaturalGradientParamState::serialize(torch::serialize::InputArchive& archive) {
+  SecondOrderParamState::serialize(archive);
+  if (!archive.try_read("uses", uses(), /*is_buffer=*/true)) {
+    return;
+  }
+  archive.try_read("use_eps", use_eps(), /*is_buffer=*/true);
+  archive.try_read("loss_scale", loss_scale(), /*is_buffer=*/true);
+  at::Tensor input;
+  at::Tensor gradient;
+  for (size_t j = 0;
+       archive.try_read("inputs." + std::to_string(j), input, /*is_buffer=*/true) &&
+       archive.try_read("output_gradients." + std::to_string(j), gradient, /*is_buffer=*/true);
+       ++j) {
+    inputs().push_back(std::exchange(input, {}));
+    output_gradients().push_back(std::exchange(gradient, {}));
+  }
+}
+
+namespace detail {
+
+void clear_batch(const std::vector<at::Tensor>& params, const BatchStateOf& state_of) {
+  for (const auto& param : params) {
+    if (auto* state = state_of(param)) {
+      state->uses({}).use_eps({}).loss_scale({});
+      state->inputs({}).output_gradients({});
+    }
+  }
+}
+
+void write_batch(const KeptBatch& batch, const std::vector<at::Tensor>& params,
+                 const BatchStateOf& state_of) {
+  std::map<int64_t, std::vector<int64_t>> places_of;  // of the uses of each owner
+  for (const auto place : c10::irange(batch.uses.size())) {
+    const LayerUse& use = batch.uses[place];
+    places_of[use.weight >= 0 ? use.weight : use.bias].push_back(static_cast<int64_t>(place));
+  }
+  for (const auto& [owner, places] : places_of) {
+    const auto count = static_cast<int64_t>(places.size());
+    at::Tensor rows = at::empty({count, kRowSize}, at::kLong);
+    at::Tensor eps = at::empty({count}, at::kDouble);
+    NaturalGradientParamState& state = *state_of(params[owner]);
+    for (const auto j : c10::irange(count)) {
+      const LayerUse& use = batch.uses[places[j]];
+      const auto row = row_of(use, places[j]);
+      std::copy(row.begin(), row.end(), rows.mutable_data_ptr<int64_t>() + j * kRowSize);
+      eps.mutable_data_ptr<double>()[j] = use.eps;
+      state.inputs().push_back(use.input.clone());
+      state.output_gradients().push_back(use.output_gradient.clone());
+    }
+    state.uses(rows).use_eps(eps);
+    state.loss_scale(at::ones({}, at::TensorOptions(at::kFloat).device(params[owner].device())));
+  }
+}
+
+std::shared_ptr<const KeptBatch> read_batch(const std::vector<at::Tensor>& params,
+                                            const BatchStateOf& state_of) {
+  std::map<int64_t, LayerUse> found;  // by place
+  for (const auto& param : params) {
+    const auto* state = state_of(param);
+    if (state == nullptr || !state->uses().defined()) {
+      continue;
+    }
+    for (const auto j : c10::irange(state->uses().size(0))) {
+      const int64_t* row = state->uses().const_data_ptr<int64_t>() + j * kRowSize;
+      LayerUse use = use_of(row);
+      use.eps = state->use_eps().const_data_ptr<double>()[j];
+      use.input = state->inputs()[j];
+      use.output_gradient = state->output_gradients()[j];
+      found.emplace(row[kRowSize - 1], std::move(use));
+    }
+  }
+  if (found.empty()) {
+    return nullptr;
+  }
+  auto batch = std::make_shared<KeptBatch>();
+  for (auto& [place, use] : found) {
+    batch->uses.push_back(std::move(use));
+  }
+  return batch;
+}
+
+void fit_batch(const NaturalGradientParamState& loaded, NaturalGradientParamState& fitted,
+               const at::Tensor& param, int64_t param_count, const std::string& name) {
+  if (!loaded.uses().defined()) {
+    return;
+  }
+  const at::Tensor& rows = loaded.uses();
+  const auto fits = [&](const at::Tensor& tensor, int64_t size) {
+    return tensor.defined() && tensor.scalar_type() == at::kDouble &&
+           tensor.sizes() == at::IntArrayRef({size});
+  };
+  TORCH_CHECK_VALUE(are_uses(rows, param_count) && fits(loaded.use_eps(), rows.size(0)) &&
+                        loaded.loss_scale().defined() && loaded.loss_scale().numel() == 1 &&
+                        loaded.inputs().size() == static_cast<size_t>(rows.size(0)),
+                    "the batch of ", name,
+                    " in the archive is not that of layers of the optimizer");
+  fitted.uses(rows.cpu().clone(at::MemoryFormat::Contiguous));
+  fitted.use_eps(loaded.use_eps().cpu().clone(at::MemoryFormat::Contiguous));
+  fitted.loss_scale(loaded.loss_scale().to(param.device(), /*non_blocking=*/false, /*copy=*/true));
+  for (const auto j : c10::irange(loaded.inputs().size())) {
+    LayerUse use = use_of(fitted.uses().const_data_ptr<int64_t>() + j * kRowSize);
+    use.input = loaded.inputs()[j].to(param.device(), /*non_blocking=*/false, /*copy=*/true);
+    use.output_gradient =
+        loaded.output_gradients()[j].to(param.device(), /*non_blocking=*/false, /*copy=*/true);
+    gradients::detail::check_use_tensors(use, j);
+    fitted.inputs().push_back(use.input);
+    fitted.output_gradients().push_back(use.output_gradient);
+  }
+}
+
+void check_samples(const KeptBatch& batch,
+                   const std::function<std::string(int64_t)>& name_of_param) {
+  const auto name = [&](const LayerUse& use) {
+    return "the layer of '" + name_of_param(use.weight >= 0 ? use.weight : use.bias) + "'";
+  };
+  struct Pass {
+    const LayerUse* first = nullptr;
+    const LayerUse* positions = nullptr;  // an embedding of a vector of indices
+    const LayerUse* tokens = nullptr;     // one of a matrix with as many columns
+  };
+  std::map<int64_t, Pass> passes;
+  for (const LayerUse& use : batch.uses) {
+    Pass& pass = passes[use.micro_batch];
+    pass.first = pass.first == nullptr ? &use : pass.first;
+    const auto count = gradients::detail::samples_of(*pass.first);
+    const auto samples = gradients::detail::samples_of(use);
+    TORCH_CHECK_VALUE(samples == count, name(*pass.first), " has seen ", count,
+                      " samples in dimension 0 of its input, ", name(use), " ", samples,
+                      "; dimension 0 must be the sample in all layers (expand positions to "
+                      "[batch, ...])");
+    if (use.kind == LayerKind::kEmbedding && use.input.dim() == 1) {
+      pass.positions = &use;
+    } else if (use.kind == LayerKind::kEmbedding && use.input.dim() > 1 &&
+               use.input.size(1) == count) {
+      pass.tokens = &use;
+    }
+    TORCH_CHECK_VALUE(pass.positions == nullptr || pass.tokens == nullptr, name(*pass.positions),
+                      " has looked up ", count,
+                      " indices, which may be samples or positions: ", name(*pass.tokens),
+                      " has seen ", pass.tokens->input.sizes(), "; expand positions to that shape");
+  }
+}
+
+}  // namespace detail
+}  // namespace torchium::optim
