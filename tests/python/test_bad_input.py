@@ -11,6 +11,7 @@ from optimizer_cases import (
     all_cases,
     assert_same,
     capturing_cases,
+    computed_state,
     give_gradients,
     ignore_fallback,
     mlp,
@@ -302,7 +303,10 @@ def test_skipped_steps_leave_no_trace_in_what_follows(make, device):
     assert_same(
         [p.detach() for p in skipping.parameters()], [p.detach() for p in clean.parameters()]
     )
-    assert_same(optimizers[1].state_dict(), optimizers[0].state_dict())
+    states = [optimizer.state_dict()["state"].values() for optimizer in optimizers]
+    if device.type == "cuda":  # a batch is kept before the host knows that its step was skipped
+        states = [map(computed_state, of_params) for of_params in states]
+    assert_same(*map(list, states))
 
 
 @all_cases

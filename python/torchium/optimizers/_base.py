@@ -121,13 +121,13 @@ class CoreOptimizer(Optimizer):
                 step; :meth:`check_errors` reports it at once.
             ValueError: a gradient is sparse or complex. Nothing is changed then.
         """
-        self._raise_failures(self._monitor.poll())
+        self._raise_failures()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._step_groups()
-        self._raise_failures(self._monitor.poll())
+        self._raise_failures()
         return loss
 
     def check_errors(self) -> None:
@@ -137,7 +137,8 @@ class CoreOptimizer(Optimizer):
         call this where a wait does not hurt, for example once an epoch. See :meth:`step` for what
         is raised.
         """
-        self._raise_failures(self._monitor.wait())
+        self._note(self._monitor.wait())
+        self._raise_failures()
 
     def _all_arguments(self) -> list[StepArguments]:
         """What a step of all groups takes, checked before any is changed."""
@@ -189,6 +190,7 @@ class CoreOptimizer(Optimizer):
     def _forget_derived(self) -> None:
         """Drops what can be rebuilt from the groups and the state."""
         self._monitor = StatusMonitor()
+        self._reports: list[Report] = []  # that may still have to be raised
         self._checked_options: dict[int, tuple[Any, ...]] = {}
         self._host_steps: dict[Tensor, int] = {}
 
@@ -238,11 +240,20 @@ class CoreOptimizer(Optimizer):
 
     # ---- failures
 
-    def _raise_failures(self, reports: Sequence[Report]) -> None:
-        """Corrects the host's step counts by skipped steps, then raises for the first failure."""
+    def _poll(self) -> None:
+        """Takes note of the steps that are known to be done, without waiting."""
+        self._note(self._monitor.poll())
+
+    def _note(self, reports: Sequence[Report]) -> None:
         for report in reports:
             if report.skipped:
                 self._note_skip(report.params)
+        self._reports += reports
+
+    def _raise_failures(self) -> None:
+        """Raises for the first failure of the steps that are known to be done."""
+        self._poll()
+        reports, self._reports = self._reports, []
         for report in reports:
             if report.group >= len(self.param_groups):  # removed by hand since
                 continue

@@ -196,6 +196,7 @@ class KFAC(CapturingOptimizer):
 
     def _wants(self, params: dict[str, Tensor]) -> bool:
         """Whether the factors of a layer are due."""
+        self._poll()
         weight = params.get("weight")
         if weight is None or self._host_step(weight) % self._group_of(weight)["TCov"]:
             return False

@@ -104,9 +104,9 @@ class NaturalGradient(CapturingOptimizer):
     _OWN_OPTION = "solver"
     _ROOT = "the natural gradient by"
     _capture: UseCapture
-    # Steps of the optimizer so far, the batch of the last refresh, and its factorisation with what it
+    # Whether the next step is a refresh, the batch of the last one, and its factorisation with what it
     # depends on; None: to be found out.
-    _steps_taken: int | None
+    _refresh: bool | None
     _batch: Batch | None
     _factorization: tuple[tuple[Any, ...], Tensor] | None
 
@@ -170,15 +170,20 @@ class NaturalGradient(CapturingOptimizer):
         self._result: tuple[int, Tensor] | None = None
 
     def _wants(self, params: dict[str, Tensor]) -> bool:
+        self._poll()
         return self._is_refresh()
 
     def _is_refresh(self) -> bool:
-        """Whether the next step takes its Fisher matrix from its own batch."""
-        if self._steps_taken is None:
+        """Whether the next step takes its Fisher matrix from its own batch.
+
+        The first forward pass decides, though a GPU may report later that a step was skipped.
+        """
+        if self._refresh is None:
             params = [p for p in self._all_params() if self._has_state(p)]
-            self._steps_taken = max(self._known_host_steps(params), default=0)
-        update_freq = self.param_groups[0]["update_freq"]
-        return self._steps_taken % update_freq == 0 or self._stored_batch() is None
+            steps = max(self._known_host_steps(params), default=0)
+            is_due = steps % self.param_groups[0]["update_freq"] == 0
+            self._refresh = is_due or self._stored_batch() is None
+        return self._refresh
 
     def _stored_batch(self) -> Batch | None:
         """The batch of the last refresh, if it was kept for later steps."""
@@ -190,10 +195,6 @@ class NaturalGradient(CapturingOptimizer):
         return [p for group in self.param_groups for p in group["params"]]
 
     # ---- what cannot be seen
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        self._steps_taken = None
 
     def _check_known_layers(self) -> None:
         """Refuses layers of which it is known at once that they are not supported."""
@@ -282,7 +283,7 @@ class NaturalGradient(CapturingOptimizer):
         before = self._host_step(step.params[0])
         self._run_step(step, batch, factorization, refresh, self._found_inf(step))
         self._count_step(step)
-        self._steps_taken = None
+        self._refresh = None
         if refresh and not self._is_skipped(step.params[0], before):
             self._keep(batch)
 
@@ -295,7 +296,7 @@ class NaturalGradient(CapturingOptimizer):
         for param in step.params:
             self.state[param]["step"] += 1
             self._host_steps[param] += 1
-        self._steps_taken = None
+        self._refresh = None
 
     @staticmethod
     def _has_momentum(step: JointStep) -> bool:
@@ -372,7 +373,7 @@ class NaturalGradient(CapturingOptimizer):
 
     def _forget_derived(self) -> None:
         super()._forget_derived()
-        self._steps_taken = None
+        self._refresh = None
         self._batch = None
         self._factorization = None
 

@@ -207,13 +207,13 @@ class Shampoo(StackedOptimizer):
         Raises:
             RuntimeError: as :meth:`step`, or the current stream captures a graph.
         """
-        self._raise_failures(self._monitor.poll())
+        self._raise_failures()
         for index, group in enumerate(self.param_groups):
             params = [p for p in group["params"] if self._has_state(p)]
             for device in sorted({p.device for p in params}, key=str):
                 on_device = [p for p in params if p.device == device]
                 self._launch_update(index, group, device, on_device)
-        self._raise_failures(self._monitor.poll())
+        self._raise_failures()
 
     def _launch_update(
         self, index: int, group: dict[str, Any], device: torch.device, params: list[Tensor]
