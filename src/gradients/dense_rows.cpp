@@ -9,8 +9,10 @@ namespace {
 at::Tensor sum_over_positions(const LayerUse& use, const at::Tensor& output) {
   switch (use.kind) {
     case LayerKind::kLinear:
-      return output.dim() == 1 ? output.unsqueeze(0)
-                               : output.reshape({output.size(0), -1, output.size(-1)}).sum(1);
+      if (output.dim() <= 2) {
+        return output.dim() == 1 ? output.unsqueeze(0) : output;
+      }
+      return output.flatten(1, output.dim() - 2).sum(1);
     case LayerKind::kConv2d:
       return output.dim() == 3 ? output.sum(at::IntArrayRef({1, 2})).unsqueeze(0)
                                : output.sum(at::IntArrayRef({2, 3}));

@@ -49,6 +49,7 @@ class Jacobian {
     at::ScalarType dtype;  // of the state
     std::vector<int64_t> shape;
     std::unique_ptr<JacobianBlock> block;  // null: no use, all zero
+    int64_t shared_bias;                   // see jacobian_pieces.h
   };
 
   std::vector<Column> columns_;

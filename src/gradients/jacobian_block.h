@@ -17,6 +17,11 @@ class JacobianBlock {
   // K += weight * J J^T, with K [n, n] float64, symmetric. Sums are float64: an error in K is
   // multiplied by 1 / damping later.
   virtual void add_gram_(at::Tensor& K, double weight) const = 0;
+  // The same for J and, with `bias_weight`, for the bias that has exactly the uses of this weight,
+  // by products that both share. False: nothing was added, because that would save nothing.
+  virtual bool add_gram_with_bias_(at::Tensor& K, double weight, double bias_weight) const {
+    return false;
+  }
   // J^T w for w [n] of the state dtype: a tensor of the parameter's shape.
   virtual at::Tensor transpose_product(const at::Tensor& w) const = 0;
   // J x for x of the parameter's shape and the state dtype: [n] float64.

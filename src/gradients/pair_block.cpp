@@ -59,7 +59,9 @@ void PairBlock::for_each_piece(const Visit& visit) const {
   }
 }
 
-void PairBlock::add_gram_(at::Tensor& K, double weight) const {
+// Multiplications a group. Every pair of positions needs an inner product of either kind; or, once
+// all rows are formed, every pair of samples needs one of length p o.
+bool PairBlock::saves_by_pairs() const {
   double positions = 0;  // of all samples
   for (const auto& use : uses_) {
     positions += static_cast<double>(use.source.samples() * use.source.positions());
@@ -67,20 +69,28 @@ void PairBlock::add_gram_(at::Tensor& K, double weight) const {
   const double n = static_cast<double>(samples_);
   const double p = static_cast<double>(fan_in_);
   const double o = static_cast<double>(fan_out_);
-  // Multiplications a group. Every pair of positions needs an inner product of either kind; or,
-  // once all rows are formed, every pair of samples needs one of length p o.
-  const double by_pairs = positions * positions * (p + o);
-  const double by_rows = positions * p * o + n * n * p * o;
-  const at::NoTF32Guard full_precision;
-  if (by_pairs <= by_rows) {
-    add_gram_by_pairs_(K, weight);
+  return positions * positions * (p + o) <= positions * p * o + n * n * p * o;
+}
+
+void PairBlock::add_gram_(at::Tensor& K, double weight) const {
+  if (saves_by_pairs()) {
+    add_gram_by_pairs_(K, weight, 0.0);
   } else {
     add_gram_by_rows_(K, weight);
   }
 }
 
-// K_ij += weight * sum over groups, t and s of (A_it . A_js) (G_it . G_js)
-void PairBlock::add_gram_by_pairs_(at::Tensor& K, double weight) const {
+bool PairBlock::add_gram_with_bias_(at::Tensor& K, double weight, double bias_weight) const {
+  if (!saves_by_pairs()) {
+    return false;
+  }
+  add_gram_by_pairs_(K, weight, bias_weight);
+  return true;
+}
+
+// K_ij += sum over groups, t and s of (weight * A_it . A_js + bias_weight) (G_it . G_js)
+void PairBlock::add_gram_by_pairs_(at::Tensor& K, double weight, double bias_weight) const {
+  const at::NoTF32Guard full_precision;
   struct Piece {
     const Use* use;
     int64_t first;
@@ -104,7 +114,10 @@ void PairBlock::add_gram_by_pairs_(at::Tensor& K, double weight) const {
     const Positions x = positions(pieces[a]);
     for (size_t b = 0; b <= a; ++b) {
       const Positions y = a == b ? x : positions(pieces[b]);
-      at::Tensor sums = at::bmm(x.A.flatten(1, 2), y.A.flatten(1, 2).mT());
+      at::Tensor sums = at::bmm(x.A.flatten(1, 2), y.A.flatten(1, 2).mT()).mul_(weight);
+      if (bias_weight != 0.0) {
+        sums.add_(bias_weight);
+      }
       sums.mul_(at::bmm(x.G.flatten(1, 2), y.G.flatten(1, 2).mT()));
       sums = sums.view({groups_, x.A.size(1), x.A.size(2), y.A.size(1), y.A.size(2)});
       sums = sums.size(2) * sums.size(4) == 1 ? sums.squeeze(4).squeeze(2)
@@ -112,11 +125,11 @@ void PairBlock::add_gram_by_pairs_(at::Tensor& K, double weight) const {
       for (int64_t group = 0; group < groups_; ++group) {
         K.narrow(0, pieces[a].row(), pieces[a].count)
             .narrow(1, pieces[b].row(), pieces[b].count)
-            .add_(sums[group], weight);
+            .add_(sums[group]);
         if (a != b) {
           K.narrow(0, pieces[b].row(), pieces[b].count)
               .narrow(1, pieces[a].row(), pieces[a].count)
-              .add_(sums[group].t(), weight);
+              .add_(sums[group].t());
         }
       }
     }
@@ -124,6 +137,7 @@ void PairBlock::add_gram_by_pairs_(at::Tensor& K, double weight) const {
 }
 
 void PairBlock::add_gram_by_rows_(at::Tensor& K, double weight) const {
+  const at::NoTF32Guard full_precision;
   const int64_t of_output = samples_ * groups_ * fan_in_;
   const int64_t chunk = std::max<int64_t>(1, kMaxRowElements / of_output);
   for (int64_t first = 0; first < fan_out_; first += chunk) {
@@ -167,16 +181,16 @@ std::pair<at::Tensor, at::Tensor> PairBlock::sketch(const at::Tensor& x,
   const at::NoTF32Guard full_precision;
   const at::Generator generator = at::detail::createCPUGenerator(kRandomSeed);
   const at::Tensor Q =
-      at::randn({fan_in_, kRandomVectors}, generator, w.options().device(at::kCPU))
+      at::randn({1, kRandomVectors, fan_out_}, generator, w.options().device(at::kCPU))
           .mul_(1.0 / std::sqrt(static_cast<double>(kRandomVectors)))  // keeps norms on average
-          .to(w.device());
-  at::Tensor of_product = at::zeros({groups_, fan_out_, kRandomVectors}, w.options());
+          .to(w.device())
+          .expand({groups_, -1, -1});
+  at::Tensor of_product = at::zeros({groups_, kRandomVectors, fan_in_}, w.options());
   for_each_piece([&](const Positions& y, int64_t row) {
     const auto [A, G] = weighted(y, w.narrow(0, row, y.A.size(1)));
-    of_product.baddbmm_(G.flatten(1, 2).mT(),
-                        at::bmm(A.flatten(1, 2), Q.expand({groups_, -1, -1})));
+    of_product.baddbmm_(at::bmm(Q, G.flatten(1, 2).mT()), A.flatten(1, 2));
   });
-  return {at::mm(x.reshape({-1, fan_in_}), Q), of_product.view({-1, kRandomVectors})};
+  return {at::bmm(Q, x.reshape({groups_, fan_out_, fan_in_})), of_product};
 }
 
 at::Tensor PairBlock::weighted_rows(const at::Tensor& w) const {

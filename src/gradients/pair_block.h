@@ -21,14 +21,16 @@ class PairBlock : public JacobianBlock {
   PairBlock(std::vector<Use> uses, int64_t groups, at::IntArrayRef shape, int64_t samples);
 
   void add_gram_(at::Tensor& K, double weight) const override;
+  bool add_gram_with_bias_(at::Tensor& K, double weight, double bias_weight) const override;
   at::Tensor transpose_product(const at::Tensor& w) const override;
   at::Tensor product(const at::Tensor& x) const override;
-  // Matrices are multiplied from the right by a few random vectors.
+  // Matrices are multiplied from the left by a few random vectors.
   std::pair<at::Tensor, at::Tensor> sketch(const at::Tensor& x, const at::Tensor& w) const override;
   at::Tensor weighted_rows(const at::Tensor& w) const override;
 
  private:
-  void add_gram_by_pairs_(at::Tensor& K, double weight) const;
+  bool saves_by_pairs() const;
+  void add_gram_by_pairs_(at::Tensor& K, double weight, double bias_weight) const;
   void add_gram_by_rows_(at::Tensor& K, double weight) const;
 
   // Calls visit(positions, first row) for all pieces of all uses.

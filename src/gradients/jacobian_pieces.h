@@ -1,0 +1,36 @@
+// How the block of one parameter is put together from its uses.
+#pragma once
+
+#include "gradients/jacobian_block.h"
+#include "gradients/layer_use.h"
+
+#include <memory>
+#include <vector>
+
+namespace torchium::gradients::detail {
+
+// One use of one parameter, and the rows of the Jacobian that it adds to.
+struct Piece {
+  const LayerUse* use;
+  size_t use_index;
+  bool is_bias;
+  int64_t first_row;
+  int64_t rows;
+
+  bool is_embedding() const { return !is_bias && use->kind == LayerKind::kEmbedding; }
+  bool is_pair() const {
+    return !is_bias && (use->kind == LayerKind::kLinear || use->kind == LayerKind::kConv2d);
+  }
+  int64_t groups() const { return use->kind == LayerKind::kConv2d ? use->settings[kGroups] : 1; }
+};
+
+// The block of a parameter of this shape, in the state dtype; null without pieces. ValueError where
+// a use cannot be one of such a parameter.
+std::unique_ptr<JacobianBlock> make_block(const std::vector<Piece>& pieces, at::IntArrayRef shape,
+                                          at::ScalarType dtype, int64_t samples);
+
+// The parameter that is the bias in all uses of parameter p, a linear or convolution weight, and in
+// no others; -1 if there is none. `pieces` are those of all parameters, ordered by their uses.
+int64_t shared_bias(const std::vector<std::vector<Piece>>& pieces, size_t p);
+
+}  // namespace torchium::gradients::detail
