@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.hooks import RemovableHandle
 
 from ._completeness import CompletenessCheck
+from ._hooks import ModuleHook, OutputHook, ParameterHook, Saved, weakly
 from ._layers import (
     LayerKind,
     computed_output,
@@ -51,101 +51,6 @@ class Use:
     root: int
     task: int
     reached: set[str] = field(default_factory=set)
-
-
-class _Saved(torch.autograd.Function):
-    """A node that keeps a tensor as autograd keeps one.
-
-    So it is offloaded, or dropped and computed again, where saved tensors are (activation
-    checkpointing), and a change in place is an error.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, saved: Tensor) -> Tensor:
-        ctx.save_for_backward(saved)
-        return anchor.new_empty(0)
-
-
-class _OutputHook:
-    """Hook of an output tensor: pairs its gradient with the input of the layer."""
-
-    __slots__ = ("_add", "_module", "_saved", "_shape")
-
-    def __init__(
-        self,
-        add: Callable[[Tensor, Tensor], None],
-        saved: Tensor | None,
-        module: nn.Module,
-        shape: torch.Size,
-    ) -> None:
-        self._add = add
-        self._saved = saved
-        self._module = module
-        self._shape = shape
-
-    @_disable_dynamo
-    def __call__(self, gradient: Tensor) -> None:
-        if self._saved is None:
-            return
-        with torch.no_grad():
-            gradient = gradient.detach().reshape(self._shape)
-            self._add(self._input(self._saved.grad_fn), gradient)
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
-            self._saved = None  # the output may live on, the input need not
-
-    def _input(self, node: Any) -> Tensor:
-        try:
-            input: Tensor = node.saved_tensors[0]
-        except RuntimeError as error:
-            if "modified by an inplace operation" not in str(error):
-                raise
-            raise RuntimeError(
-                f"the input of {self._module} was changed in place after the layer had used it; its "
-                "second-order information is lost. Change a copy, or use an operation that is not in "
-                "place"
-            ) from error
-        return input
-
-
-class _ModuleHook:
-    """Forward hook of a module, or of all modules, that does not keep the optimizer alive.
-
-    Its copy, in a model that was copied or pickled, belongs to no optimizer: it removes itself when
-    it is called. A copied optimizer makes its own hooks.
-    """
-
-    def __init__(self, method: Callable[..., None] | None) -> None:
-        self._method = None if method is None else weakref.WeakMethod(method)
-
-    @_disable_dynamo
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        method = None if self._method is None else self._method()
-        if method is not None:
-            method(module, args, kwargs, output)
-            return
-        for key in [key for key, hook in module._forward_hooks.items() if hook is self]:
-            module._forward_hooks.pop(key)
-            module._forward_hooks_with_kwargs.pop(key, None)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _ModuleHook, (None,)
-
-
-class _ParameterHook:
-    """Hook of a parameter that does not keep the optimizer alive."""
-
-    __slots__ = ("_method",)
-
-    def __init__(self, method: Callable[[Tensor], None]) -> None:
-        self._method = weakref.WeakMethod(method)
-
-    @_disable_dynamo
-    def __call__(self, param: Tensor) -> None:
-        method = self._method()
-        if method is not None:
-            method(param)
 
 
 class Capture:
@@ -196,7 +101,7 @@ class Capture:
         for module in list(self.modules):
             self.adopt(module, self.modules[module])
         if self._global_handle is None and not self._params <= self.owners.keys():
-            hook = _ModuleHook(self._after_any_forward)
+            hook = ModuleHook(self._after_any_forward)
             self._global_handle = register_module_forward_hook(hook, with_kwargs=True)
             self._handles.append(self._global_handle)
             self._scanned.clear()
@@ -211,7 +116,7 @@ class Capture:
         if not owned and not (self._sees_mixing and may_mix_samples(module)):
             return
         if module not in self.modules:
-            hook = _ModuleHook(self._after_forward)
+            hook = ModuleHook(self._after_forward)
             self._handles.append(module.register_forward_hook(hook, prepend=True, with_kwargs=True))
         self.modules[module] = name
 
@@ -251,7 +156,7 @@ class Capture:
         if not isinstance(output, Tensor) or not output.requires_grad or _is_transformed():
             return
         if self._sees_mixing and mixes_samples(module):
-            output.register_hook(partial(_weakly, weakref.WeakMethod(self._mixed), module, outer))
+            output.register_hook(partial(weakly, weakref.WeakMethod(self._mixed), module, outer))
         params = self._trained(module)
         wants = self._wants()
         if (
@@ -264,9 +169,9 @@ class Capture:
         for param in params.values():
             self._hook_parameter(param)
         anchor = next(iter(params.values()))
-        saved = _Saved.apply(anchor, layer_input(args, kwargs).detach())
-        add = partial(_weakly, weakref.WeakMethod(self._add), module, params, outer)
-        computed_output(output).register_hook(_OutputHook(add, saved, module, output.shape))
+        saved = Saved.apply(anchor, layer_input(args, kwargs).detach())
+        add = partial(weakly, weakref.WeakMethod(self._add), module, params, outer)
+        computed_output(output).register_hook(OutputHook(add, saved, module, output.shape))
 
     def _trained(self, module: nn.Module) -> dict[str, Tensor]:
         own = module._parameters
@@ -282,7 +187,7 @@ class Capture:
         if param in self._hooked_params:
             return
         self._hooked_params.add(param)
-        hook = _ParameterHook(self._after_accumulation)
+        hook = ParameterHook(self._after_accumulation)
         self._handles.append(param.register_post_accumulate_grad_hook(hook))
         self._handles.append(self.completeness.begin(param))
 
@@ -298,7 +203,7 @@ class Capture:
             root = self._roots[running[-1]] if running else task
             running.append(task)
             self._roots[task] = root
-            end = partial(_weakly, weakref.WeakMethod(self._end), task)
+            end = partial(weakly, weakref.WeakMethod(self._end), task)
             Variable._execution_engine.queue_callback(end)
         return root
 
@@ -444,12 +349,6 @@ def _is_transformed() -> bool:
         or torch._C._get_tracing_state() is not None
         or torch.compiler.is_exporting()
     )
-
-
-def _weakly(method: weakref.WeakMethod[Callable[..., None]], *args: Any) -> None:
-    target = method()
-    if target is not None:
-        target(*args)
 
 
 def _remove_all(handles: list[RemovableHandle]) -> None:

@@ -1,0 +1,113 @@
+"""Hooks of modules, outputs and parameters that do not keep alive what they report to."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+
+
+class Saved(torch.autograd.Function):
+    """A node that keeps a tensor as autograd keeps one.
+
+    So it is offloaded, or dropped and computed again, where saved tensors are (activation
+    checkpointing), and a change in place is an error.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, saved: Tensor) -> Tensor:
+        ctx.save_for_backward(saved)
+        return anchor.new_empty(0)
+
+
+class OutputHook:
+    """Hook of an output tensor: pairs its gradient with the input of the layer."""
+
+    __slots__ = ("_add", "_module", "_saved", "_shape")
+
+    def __init__(
+        self,
+        add: Callable[[Tensor, Tensor], None],
+        saved: Tensor | None,
+        module: nn.Module,
+        shape: torch.Size,
+    ) -> None:
+        self._add = add
+        self._saved = saved
+        self._module = module
+        self._shape = shape
+
+    @_disable_dynamo
+    def __call__(self, gradient: Tensor) -> None:
+        if self._saved is None:
+            return
+        with torch.no_grad():
+            gradient = gradient.detach().reshape(self._shape)
+            self._add(self._input(self._saved.grad_fn), gradient)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            self._saved = None  # the output may live on, the input need not
+
+    def _input(self, node: Any) -> Tensor:
+        try:
+            input: Tensor = node.saved_tensors[0]
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise RuntimeError(
+                f"the input of {self._module} was changed in place after the layer had used it; its "
+                "second-order information is lost. Change a copy, or use an operation that is not in "
+                "place"
+            ) from error
+        return input
+
+
+class ModuleHook:
+    """Forward hook of a module, or of all modules, that does not keep the optimizer alive.
+
+    Its copy, in a model that was copied or pickled, belongs to no optimizer: it removes itself when
+    it is called. A copied optimizer makes its own hooks.
+    """
+
+    def __init__(self, method: Callable[..., None] | None) -> None:
+        self._method = None if method is None else weakref.WeakMethod(method)
+
+    @_disable_dynamo
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        method = None if self._method is None else self._method()
+        if method is not None:
+            method(module, args, kwargs, output)
+            return
+        for key in [key for key, hook in module._forward_hooks.items() if hook is self]:
+            module._forward_hooks.pop(key)
+            module._forward_hooks_with_kwargs.pop(key, None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ModuleHook, (None,)
+
+
+class ParameterHook:
+    """Hook of a parameter that does not keep the optimizer alive."""
+
+    __slots__ = ("_method",)
+
+    def __init__(self, method: Callable[[Tensor], None]) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    @_disable_dynamo
+    def __call__(self, param: Tensor) -> None:
+        method = self._method()
+        if method is not None:
+            method(param)
+
+
+def weakly(method: weakref.WeakMethod[Callable[..., None]], *args: Any) -> None:
+    """Calls the method if its object is still alive."""
+    target = method()
+    if target is not None:
+        target(*args)
