@@ -82,27 +82,37 @@ bool record_skip_on_cpu(at::TensorList grads, at::Tensor& status, const at::Tens
   return true;
 }
 
+// isfinite of every tensor as a whole, 0-dim.
+std::vector<at::Tensor> are_finite(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> nonempty;
+  for (const auto& tensor : tensors) {
+    nonempty.push_back(tensor.numel() > 0 ? tensor : at::zeros({1}, tensor.options()));
+  }
+  std::vector<at::Tensor> finite;
+  if (!nonempty.empty()) {
+    finite = at::_foreach_norm(nonempty, std::numeric_limits<double>::infinity());
+  }
+  for (auto& norm : finite) {
+    norm = at::isfinite(norm);
+  }
+  return finite;
+}
+
 // The same on a device, without a look at the result.
 at::Tensor record_skip_on_device(at::TensorList grads, at::Tensor& status,
                                  const at::Tensor& found_inf,
                                  const std::vector<Companion>& companions) {
-  std::vector<at::Tensor> nonempty;
-  const auto append = [&](const at::Tensor& tensor) {
-    nonempty.push_back(tensor.numel() > 0 ? tensor : at::zeros({1}, tensor.options()));
-  };
-  std::for_each(grads.begin(), grads.end(), append);
+  std::vector<at::Tensor> finite = are_finite(grads.vec());
+  std::vector<at::Tensor> beside;
   for (const auto& companion : companions) {
-    append(companion.tensor);
+    beside.push_back(companion.tensor);
   }
-  std::vector<at::Tensor> finite;
-  for (const auto& norm : at::_foreach_norm(nonempty, std::numeric_limits<double>::infinity())) {
-    finite.push_back(at::isfinite(norm));
-  }
+  // A call of its own: tensors of two dtypes are not worked on together.
+  beside = are_finite(beside);
   for (size_t i = 0; i < companions.size(); ++i) {
     at::Tensor& of_gradient = finite[companions[i].gradient];
-    of_gradient = of_gradient.logical_and(finite[grads.size() + i]);
+    of_gradient = of_gradient.logical_and(beside[i]);
   }
-  finite.resize(grads.size());
   const at::Tensor nonfinite = at::stack(finite).logical_not_();
   const at::Tensor first = nonfinite.to(at::kInt).argmax();
   at::Tensor skipped = nonfinite.any();
