@@ -33,7 +33,7 @@ test:
 	$(SETUP_VENV) test lint examples
 	$(MAKE) lint
 	$(MAKE) package CMAKE_FLAGS="-DTORCHIUM_BUILD_TESTS=ON"
-	GTEST_BRIEF=1 ctest --test-dir "$(BUILD)" --verbose
+	ctest --test-dir "$(BUILD)" --verbose
 	python -m pytest
 
 lint:

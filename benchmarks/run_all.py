@@ -9,7 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-BENCHMARKS = ("shampoo_cpu.py", "kfac_cpu.py", "roots_cpu.py")
+BENCHMARKS = (
+    "shampoo_cpu.py",
+    "kfac_cpu.py",
+    "natural_gradient_cpu.py",
+    "per_sample_cpu.py",
+    "roots_cpu.py",
+)
 
 
 def main() -> int:
