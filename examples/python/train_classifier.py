@@ -29,11 +29,19 @@ TORCH_OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 # The best learning rates of a small grid on Fashion-MNIST (docs/choosing_and_tuning.md) and the other
 # options. An optimizer that is not listed runs with its own defaults.
 LEARNING_RATES: dict[str, dict[str, float]] = {
-    "mlp": {"adagrad": 0.02, "adamw": 0.002, "sgd": 0.1, "shampoo": 0.003},
-    "convnet": {"adagrad": 0.04, "adamw": 0.008, "sgd": 0.1, "shampoo": 0.01},
+    "mlp": {
+        **{"adagrad": 0.02, "adamw": 0.002, "sgd": 0.1},
+        **{"kfac": 0.01, "naturalgradient": 6.0, "shampoo": 0.003},
+    },
+    "convnet": {
+        **{"adagrad": 0.04, "adamw": 0.008, "sgd": 0.1},
+        **{"kfac": 0.01, "naturalgradient": 6.0, "shampoo": 0.01},
+    },
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "sgd": {"momentum": 0.9},
+    "kfac": {"damping": 0.01, "TCov": 5, "TInv": 20},
+    "naturalgradient": {"damping": 30.0, "momentum": 0.9},
     "shampoo": {"betas": (0.9, 1.0), "grafting": "adam", "update_freq": 20, "block_size": 256},
 }
 
