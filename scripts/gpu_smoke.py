@@ -1,28 +1,75 @@
 """A few steps of every optimizer on odd shapes on a CUDA device; gpu_check.sh runs it under
 compute-sanitizer, which makes it some hundred times slower: keep it small."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import torch
 import torchium
+from torch import Tensor, nn
 
 SHAPES = [(33, 17), (1, 7), (7, 1), (64,), (), (3, 5, 4)]
+# Every matrix function in each step.
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "adagrad": [{}, {"full_matrix": True, "eps": 1e-4}],
+    "kfac": [{"TCov": 1, "TInv": 1, "damping_split": split} for split in ("pi", "exact")],
+    "naturalgradient": [{"solver": solver, "momentum": 0.5} for solver in ("gram", "cg")],
+    "shampoo": [{"update_freq": 1}],
+}
+SEE_LAYERS = ("kfac", "naturalgradient")
+
+
+class SmallModel(nn.Module):
+    """One of each layer whose uses are captured; K-FAC takes SGD steps for some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 12)
+        self.convolution = nn.Conv2d(2, 6, 3, padding=1, groups=2)
+        self.group_norm = nn.GroupNorm(3, 6)
+        self.linear = nn.Linear(36, 17)
+        self.layer_norm = nn.LayerNorm(17)
+        self.last = nn.Linear(17, 5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens).view(-1, 2, 2, 3)
+        x = self.group_norm(self.convolution(x)).relu()
+        return self.last(self.layer_norm(self.linear(x.flatten(1))))
+
+
+def plain_steps(name: str, options: dict[str, Any]) -> list[Tensor]:
+    parameters = [torch.randn(shape, device="cuda", requires_grad=True) for shape in SHAPES]
+    optimizer = torchium.create_optimizer(name, parameters, lr=0.01, **options)
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    return parameters
+
+
+def model_steps(name: str, options: dict[str, Any]) -> list[Tensor]:
+    model = SmallModel().cuda()
+    optimizer = torchium.create_optimizer(name, model, lr=0.01, **options)
+    tokens, targets = torch.randint(11, (9,), device="cuda"), torch.randint(5, (9,), device="cuda")
+    for _ in range(2):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(tokens), targets).backward()
+        optimizer.step()
+    torchium.per_sample_gradients(model, nn.functional.cross_entropy, tokens, targets)
+    return list(model.parameters())
 
 
 def main() -> None:
     torch.manual_seed(0)
     for name in torchium.get_available_optimizers():
-        parameters = [torch.randn(shape, device="cuda", requires_grad=True) for shape in SHAPES]
-        optimizer = torchium.create_optimizer(name, parameters, lr=0.01)
-        for group in optimizer.param_groups:
-            if "update_freq" in group:
-                group["update_freq"] = 1  # so that each step computes roots
-        for _ in range(2):
-            for parameter in parameters:
-                parameter.grad = torch.randn_like(parameter)
-            optimizer.step()
-        torch.cuda.synchronize()
-        finite = all(bool(parameter.isfinite().all()) for parameter in parameters)
-        print(f"{name}: {'finite' if finite else 'NOT FINITE'}")
-        assert finite
+        for options in OPTIONS[name]:
+            steps = model_steps if name in SEE_LAYERS else plain_steps
+            parameters = steps(name, options)
+            torch.cuda.synchronize()
+            finite = all(bool(parameter.isfinite().all()) for parameter in parameters)
+            print(f"{name} {options}: {'finite' if finite else 'NOT FINITE'}")
+            assert finite
 
 
 if __name__ == "__main__":
