@@ -30,12 +30,20 @@ TORCH_OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 # options. An optimizer that is not listed runs with its own defaults.
 LEARNING_RATES: dict[str, dict[str, float]] = {
     "mlp": {
-        **{"adagrad": 0.02, "adamw": 0.002, "sgd": 0.1},
-        **{"kfac": 0.01, "naturalgradient": 6.0, "shampoo": 0.003},
+        "adagrad": 0.02,
+        "adamw": 0.002,
+        "sgd": 0.1,
+        "kfac": 0.01,
+        "naturalgradient": 6.0,
+        "shampoo": 0.003,
     },
     "convnet": {
-        **{"adagrad": 0.04, "adamw": 0.008, "sgd": 0.1},
-        **{"kfac": 0.01, "naturalgradient": 6.0, "shampoo": 0.01},
+        "adagrad": 0.04,
+        "adamw": 0.008,
+        "sgd": 0.1,
+        "kfac": 0.01,
+        "naturalgradient": 6.0,
+        "shampoo": 0.01,
     },
 }
 OPTIONS: dict[str, dict[str, Any]] = {
