@@ -1,5 +1,5 @@
-"""A few steps of every optimizer on odd shapes on a CUDA device; gpu_check.sh runs it under
-compute-sanitizer, which makes it some hundred times slower: keep it small."""
+"""A few steps of every optimizer on odd shapes, and roots of every size class, on a CUDA device;
+gpu_check.sh runs it under compute-sanitizer, which makes it some hundred times slower: keep it small."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import torchium
 from torch import Tensor, nn
 
+ORDERS = (1, 16, 17, 40, 65, 128, 130, 330)  # of matrices, for every kernel
 SHAPES = [(33, 17), (1, 7), (7, 1), (64,), (), (3, 5, 4)]
 # Every matrix function in each step.
 OPTIONS: dict[str, list[dict[str, Any]]] = {
@@ -60,8 +61,21 @@ def model_steps(name: str, options: dict[str, Any]) -> list[Tensor]:
     return list(model.parameters())
 
 
+def roots() -> None:
+    for n in ORDERS:
+        A = torch.randn(3, n, n, device="cuda")
+        A = A @ A.mT
+        A[1, 0, -1] = torch.nan
+        for root in (1, 4):
+            X = torchium.linalg.matrix_inverse_root(A, root, relative_eps=1e-4, method="newton")
+            assert X[0].isfinite().all()
+            assert X[1].isnan().all()
+        print(f"roots of {n} x {n}: finite")
+
+
 def main() -> None:
     torch.manual_seed(0)
+    roots()
     for name in torchium.get_available_optimizers():
         for options in OPTIONS[name]:
             steps = model_steps if name in SEE_LAYERS else plain_steps

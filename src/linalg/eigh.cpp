@@ -1,5 +1,7 @@
 #include "linalg/eigh.h"
 
+#include "linalg/batched_syev.h"
+
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -49,6 +51,11 @@ Eigensystem symmetric_eigensystem(const at::Tensor& S) {
   Eigensystem out{at::empty({matrices, n}, S.options()),
                   at::empty({matrices, n, n}, S.options()).mT()};
   if (S.numel() == 0) {
+    return out;
+  }
+  if (has_batched_syev(S)) {
+    out.vectors.copy_(S.mT());  // S is its own transpose
+    batched_syev_(out.values, out.vectors);
     return out;
   }
   if (!S.is_cpu() || !one_matrix_per_thread(matrices, n)) {

@@ -1,4 +1,5 @@
-// Symmetric eigendecomposition of stacks of matrices, with every core busy on the CPU.
+// Symmetric eigendecomposition of stacks of matrices: with every core busy on the CPU, all matrices
+// at once on a CUDA device.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,8 +11,8 @@ struct Eigensystem {
   at::Tensor vectors;  // [N, n, n] in columns; the memory layout is column by column
 };
 
-// S: [N, n, n] float32 or float64, symmetric and finite; only the lower triangle is read. A matrix
-// for which the solver does not converge gets NaN.
+// S: [N, n, n] float32 or float64, symmetric and finite; only one triangle is read. A matrix for
+// which the solver does not converge gets NaN. On a CUDA device nothing is read on the host.
 Eigensystem symmetric_eigensystem(const at::Tensor& S);
 
 // Rounding error of the eigenvalues of a matrix of order n, in units of the largest one. Larger

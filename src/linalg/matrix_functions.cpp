@@ -1,11 +1,13 @@
 #include "linalg/matrix_functions.h"
 
+#include "linalg/device_newton.h"
 #include "linalg/eigh.h"
 #include "linalg/newton.h"
 #include "linalg/spectral.h"
 
 #include <ATen/ATen.h>
 
+#include <cmath>
 #include <limits>
 
 namespace torchium::linalg::detail {
@@ -25,8 +27,9 @@ at::Tensor exact_residual(const Normalized& input, const at::Tensor& damping,
       A.square_().sum({-2, -1}).sqrt_().clamp_min_(std::numeric_limits<double>::min()));
 }
 
-// The same for the images of one vector of random signs, at the cost of p + 2 products with it. The
-// dtype of the input is enough: what X^p magnifies, the last product with A makes small again.
+// The same by the image of one vector of random signs, at the cost of p + 2 products with it. The
+// dtype of the input is enough: what X^p magnifies, the last product with A makes small again. The
+// norm of A is that of its parts: the image A v may be small by chance.
 at::Tensor estimated_residual(const Normalized& input, const at::Tensor& damping,
                               const at::Tensor& root, int64_t p) {
   const auto column = [&](const at::Tensor& values) {
@@ -43,7 +46,8 @@ at::Tensor estimated_residual(const Normalized& input, const at::Tensor& damping
     image = at::matmul(root, image * unit);
   }
   const at::Tensor difference = times_A(image).sub_(target);
-  const at::Tensor norm = target.square().sum({-2, -1}).sqrt_();
+  const at::Tensor norm = input.matrix.square().sum({-2, -1}).sqrt_().add_(
+      shift.view({-1}), std::sqrt(static_cast<double>(root.size(-1))));
   return difference.square_().sum({-2, -1}).sqrt_().div_(
       norm.clamp_min_(smallest_normal(root.scalar_type())));
 }
@@ -68,17 +72,28 @@ SolverResult root_by_eigh(const Normalized& input, int64_t p, double eps, double
           at::zeros({f.size(0)}, f.options().dtype(at::kLong)), spectrum.floor};
 }
 
-// A matrix whose residual is larger is answered by eigh.
-constexpr double kNewtonResidualTolerance = 1e-2;
+// Roots that failed become top^(-1/p) I, without the host knowing.
+SolverResult replace_on_device(const NewtonRoot& newton, const Normalized& input,
+                               const at::Tensor& residual, int64_t p) {
+  const double exponent = -1.0 / static_cast<double>(p);
+  const at::Tensor limit = (newton.floor / input.scale).pow_(exponent).mul_(kLargestNewtonRoot);
+  const at::Tensor accepted = residual.le(kNewtonResidualTolerance)
+                                  .logical_and_(newton.root.abs().amax({-2, -1}).le(limit));
+  const at::Tensor identity = at::eye(newton.root.size(-1), newton.root.options());
+  const at::Tensor scale = (newton.top / input.scale).pow_(exponent).to(newton.root.scalar_type());
+  return {at::where(accepted.view({-1, 1, 1}), newton.root, identity * scale.view({-1, 1, 1})),
+          newton.damping, newton.iterations * accepted, newton.floor};
+}
 
-// The coupled iteration, and eigh for the matrices that it fails for: eigenvalues below its floor,
-// negative ones above all.
-SolverResult root_by_newton(const Normalized& input, int64_t p, double eps, double relative_eps) {
-  NewtonRoot newton = newton_inverse_root(input, p, eps, relative_eps);
+// Where eigh can take over, it does so earlier.
+constexpr double kResidualForEigh = 1e-2;
+
+// Roots that failed are computed by eigh.
+SolverResult replace_by_eigh(const NewtonRoot& newton, const Normalized& input,
+                             const at::Tensor& residual, int64_t p, double eps,
+                             double relative_eps) {
   SolverResult result{newton.root, newton.damping, newton.iterations, newton.floor};
-  const at::Tensor residual =
-      relative_residual(input, newton.damping, newton.root, p, Residual::kEstimate);
-  const at::Tensor failed = residual.le(kNewtonResidualTolerance).logical_not_().nonzero().view(-1);
+  const at::Tensor failed = residual.le(kResidualForEigh).logical_not_().nonzero().view(-1);
   if (failed.numel() > 0) {
     const Normalized rest{input.matrix.index_select(0, failed), input.scale.index_select(0, failed),
                           input.finite.index_select(0, failed)};
@@ -91,33 +106,76 @@ SolverResult root_by_newton(const Normalized& input, int64_t p, double eps, doub
   return result;
 }
 
+// The coupled iteration; matrices that it fails for, those with eigenvalues below minus its floor
+// above all, are answered otherwise.
+SolverResult root_by_newton(const Normalized& input, int64_t p, double eps, double relative_eps) {
+  const NewtonRoot newton = newton_inverse_root(input, p, eps, relative_eps);
+  const at::Tensor residual =
+      relative_residual(input, newton.damping, newton.root, p, Residual::kEstimate);
+  return input.matrix.is_cpu() ? replace_by_eigh(newton, input, residual, p, eps, relative_eps)
+                               : replace_on_device(newton, input, residual, p);
+}
+
+// In the units of the caller, with NaN for matrices that are not finite.
+InverseRoot finished(const Normalized& input, const SolverResult& solved, int64_t p,
+                     Residual residual) {
+  const at::ScalarType dtype = solved.root.scalar_type();
+  InverseRoot result{solved.root, at::Tensor(), solved.iterations,
+                     (solved.floor / input.scale).to(dtype)};
+  if (residual != Residual::kNone) {
+    result.residual = relative_residual(input, solved.damping, solved.root, p, residual).to(dtype);
+    mark_non_finite(result.residual, input.finite);
+  }
+  mark_non_finite(result.root, input.finite);
+  mark_non_finite(result.floor, input.finite);
+  return result;
+}
+
+// By our own kernels, which estimate the residual themselves.
+InverseRoot root_by_kernels(const at::Tensor& A, int64_t p, double eps, double relative_eps,
+                            Residual residual) {
+  const DeviceRoot solved = device_inverse_root(A, p, eps, relative_eps);
+  InverseRoot result{solved.root, solved.residual, solved.iterations,
+                     solved.floor.to(A.scalar_type())};
+  if (residual == Residual::kExact) {
+    const Normalized input = normalize_symmetric(A, eps);
+    result.residual =
+        exact_residual(input, solved.damping * input.scale, solved.root, p).to(A.scalar_type());
+  }
+  return result;
+}
+
 // The faster method. On the CPU that is LAPACK, but for stacks of small matrices, where the
-// iteration is ahead by a factor of two at most and where its floor is higher. cuSOLVER solves
-// batches of orders up to 32 together and larger matrices one by one: on one H200 64 roots take 1.0
-// ms against 2.5 at n = 32, 172 against 2.1 at n = 128; one takes 23 against 1.8 at n = 512.
-bool prefers_newton(const at::Tensor& A) { return !A.is_cpu() && A.size(-1) > 32; }
+// iteration is ahead by a factor of two at most and where its floor is higher. On a CUDA device it
+// is the iteration wherever there are kernels for it, by a factor of 4 to 15; without them, in
+// float64 for one, cuSOLVER is ahead for small orders.
+bool prefers_newton(const at::Tensor& A, int64_t root) {
+  return !A.is_cpu() && (A.size(-1) > 32 || has_device_root(A, root));
+}
 
 }  // namespace
 
 InverseRoot matrix_inverse_root(const at::Tensor& A, int64_t root, double eps, double relative_eps,
                                 const std::string& method, Residual residual) {
   const at::IntArrayRef batch = A.sizes().slice(0, A.dim() - 2);
-  const Normalized input = normalize_symmetric(as_stack(A), eps);
+  const at::Tensor stack = as_stack(A);
   const bool by_newton =
-      A.numel() > 0 && (method == "newton" || (method == "auto" && prefers_newton(A)));
-  const SolverResult solved = by_newton ? root_by_newton(input, root, eps, relative_eps)
-                                        : root_by_eigh(input, root, eps, relative_eps);
-  InverseRoot result{solved.root, at::Tensor(), solved.iterations.view(batch),
-                     (solved.floor / input.scale).to(A.scalar_type())};
+      A.numel() > 0 && (method == "newton" || (method == "auto" && prefers_newton(stack, root)));
+  InverseRoot result;
+  if (by_newton && has_device_root(stack, root)) {
+    result = root_by_kernels(stack, root, eps, relative_eps, residual);
+  } else {
+    const Normalized input = normalize_symmetric(stack, eps);
+    result = finished(input,
+                      by_newton ? root_by_newton(input, root, eps, relative_eps)
+                                : root_by_eigh(input, root, eps, relative_eps),
+                      root, residual);
+  }
   if (residual != Residual::kNone) {
-    result.residual =
-        relative_residual(input, solved.damping, solved.root, root, residual).to(A.scalar_type());
-    mark_non_finite(result.residual, input.finite);
     result.residual = result.residual.view(batch);
   }
-  mark_non_finite(result.root, input.finite);
-  mark_non_finite(result.floor, input.finite);
   result.root = result.root.view(A.sizes());
+  result.iterations = result.iterations.view(batch);
   result.floor = result.floor.view(batch);
   return result;
 }

@@ -9,17 +9,41 @@
 
 namespace torchium::linalg::detail {
 
+// What keeps the iteration inside the precision of a dtype, for matrices of order n.
+struct NewtonLimits {
+  double unit_roundoff;
+  double noise;  // of the eigenvalues, in units of the bound: null ones are so far below zero
+  double lowest_start;    // of the interval
+  double smallest_floor;  // even a null matrix is answered as if its eigenvalues were this
+
+  // The interval starts at max(damping, kNoiseMargin (noise - damping), lowest_start), all in units
+  // of its upper end: the iteration diverges on negative eigenvalues of the size of the lower end,
+  // and grows by a factor of three at a quarter of it. Damping lifts the noise.
+  static constexpr double kNoiseMargin = 8.0;
+
+  // The lowest start is at least 2^lowest_rung.
+  int64_t lowest_rung() const;
+};
+NewtonLimits newton_limits(int64_t n, at::ScalarType dtype);
+
+// A root with a larger residual has failed. Right float32 roots come close at the lowest floor:
+// there an error of 1e-3 in the root is one of 0.1 in the residual.
+constexpr double kNewtonResidualTolerance = 0.25;
+// So has one with an entry above this times floor^(-1/p): negative eigenvalues.
+constexpr double kLargestNewtonRoot = 64.0;
+
 struct NewtonRoot {
   at::Tensor root;        // [N, n, n], in the units of A
-  at::Tensor damping;     // [N] float64, in the units of Normalized, as is the floor
+  at::Tensor damping;     // [N] float64, in the units of Normalized, as are floor and top
   at::Tensor iterations;  // [N] int64
   at::Tensor floor;       // [N] float64
+  at::Tensor top;         // [N] float64: the spectrum of the damped matrix is in [0, top]
 };
 
 // (A + (eps + relative_eps bound) I)^(-1/p) by the minimax coupled iteration; bound = min(Frobenius
 // norm, largest absolute row sum) of A is at least its largest eigenvalue. A is positive
-// semi-definite up to rounding. The spectral bounds are read on the host, which chooses the
-// iterations of each matrix.
+// semi-definite up to rounding. On a CUDA device nothing is read on the host: each matrix chooses
+// its iterations there.
 NewtonRoot newton_inverse_root(const Normalized& input, int64_t p, double eps, double relative_eps);
 
 }  // namespace torchium::linalg::detail

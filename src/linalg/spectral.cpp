@@ -20,16 +20,10 @@ double smallest_normal(at::ScalarType dtype) {
 }
 
 at::Tensor random_signs(int64_t n, const at::TensorOptions& options) {
-  at::Tensor signs = at::empty({n, 1}, at::kDouble);
-  double* data = signs.mutable_data_ptr<double>();
-  uint64_t state = 0x9E3779B97F4A7C15u;  // splitmix64
-  for (int64_t i = 0; i < n; ++i) {
-    uint64_t z = (state += 0x9E3779B97F4A7C15u);
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
-    data[i] = (z ^ (z >> 31)) & 1 ? 1.0 : -1.0;
-  }
-  return signs.to(options);
+  constexpr int64_t kFactor = 0x5851F42D4C957F2D;
+  at::Tensor hash = at::arange(1, n + 1, options.dtype(at::kLong)).mul_(kFactor);
+  hash = hash.bitwise_xor_(hash.bitwise_right_shift(31)).mul_(kFactor);
+  return hash.bitwise_right_shift(40).bitwise_and_(1).mul_(2).sub_(1).to(options).unsqueeze_(-1);
 }
 
 double saturation(at::ScalarType dtype) { return 1 / smallest_normal(dtype); }

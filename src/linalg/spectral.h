@@ -15,7 +15,8 @@ at::Tensor as_stack(const at::Tensor& A);
 
 double smallest_normal(at::ScalarType dtype);
 
-// Random signs [n, 1], the same for every call: a probe for residuals.
+// Random signs [n, 1], the same for every call: a probe for residuals. A hash of the row, made on
+// the device.
 at::Tensor random_signs(int64_t n, const at::TensorOptions& options);
 
 // Results saturate here, far enough below the largest number for the sums of a product.

@@ -2,7 +2,6 @@
 
 #include "linalg/eigh.h"
 #include "linalg/spectral.h"
-#include "optim/preconditioner.h"
 
 #include <ATen/ATen.h>
 
@@ -13,6 +12,9 @@
 
 namespace torchium::optim::detail {
 namespace {
+
+// Eigensystems are accepted up to this residual; right ones have about 1e-6 in float32.
+constexpr double kEigensystemTolerance = 1e-2;
 
 // One of the two factors of a layer, and what is made of it.
 struct Factor {
@@ -77,7 +79,7 @@ void solve(const std::vector<Factor*>& factors, DampingSplit split) {
   }
   // The sum of a matrix is finite only if all entries are; overflow of a sum counts as failure.
   const at::Tensor accepted = linalg::detail::spectral_residual(input.matrix, system)
-                                  .le(kRootResidualTolerance)
+                                  .le(kEigensystemTolerance)
                                   .logical_and_(input.finite)
                                   .logical_and_(at::isfinite(roots.sum({-2, -1})));
   const auto root = roots.split_with_sizes(counts);

@@ -79,9 +79,10 @@ void StackedOptimizer::update_groups(const GroupUpdate& update) {
     std::vector<at::Tensor> params = param_groups_[group].params();
     std::erase_if(params, [this](const at::Tensor& param) { return find_state(param) == nullptr; });
     for (auto& [device, on_device] : detail::split_by_device(std::move(params))) {
-      TORCH_CHECK(!torchium::detail::is_capturing(device),
-                  "update_preconditioners() cannot be captured in a CUDA graph: the eigenvalue "
-                  "solver of the roots waits for the device");
+      TORCH_CHECK(
+          capturable(param_groups_[group].options()) || !torchium::detail::is_capturing(device),
+          "update_preconditioners() cannot be captured in a CUDA graph: it reports failures to the "
+          "host. Use Shampoo with capturable = true, and check_errors()");
       detail::GroupStep step = begin_call(group, std::move(on_device));
       update(param_groups_[group].options(), step);
       finish_update(group, step);

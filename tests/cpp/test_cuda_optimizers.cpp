@@ -193,6 +193,35 @@ TEST_F(CudaOptimizers, CapturedStepsEqualPlainOnes) {
                   "parameter 2 of group 0");
 }
 
+TEST_F(CudaOptimizers, CapturedRootsEqualPlainOnes) {
+  const auto start = odd_parameters();
+  auto plain_params = on_cuda(start);
+  auto captured_params = on_cuda(start);
+  const auto options = shampoo_options().capturable(true);
+  Shampoo plain(plain_params, options);
+  Shampoo captured(captured_params, options);
+  train(plain, plain_params, 0, 2);
+  train(captured, captured_params, 0, 2);
+  plain.update_preconditioners();
+  captured.update_preconditioners();
+
+  const c10::cuda::CUDAStreamGuard stream(c10::cuda::getStreamFromPool());
+  at::cuda::CUDAGraph graph;
+  torch::cuda::synchronize();
+  graph.capture_begin();
+  captured.update_preconditioners();
+  graph.capture_end();
+  for (int step = 2; step < 5; ++step) {
+    train(plain, plain_params, step, step + 1);
+    train(captured, captured_params, step, step + 1);
+    plain.update_preconditioners();
+    graph.replay();
+  }
+  captured.check_errors();
+  expect_equal(copies(captured_params), copies(plain_params));
+  expect_equal(all_state(captured), all_state(plain));
+}
+
 TEST_F(CudaOptimizers, CaptureIsRefusedWhereTheHostDecides) {
   auto params = on_cuda(odd_parameters());
   Shampoo decides(params, shampoo_options());

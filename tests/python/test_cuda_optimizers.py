@@ -38,18 +38,22 @@ def test_bfloat16_parameters_keep_float32_state(make: Make) -> None:
         assert {v.dtype for v in state.values()} <= {torch.float32, torch.int32}
 
 
-def test_a_step_without_roots_does_not_wait(make: Make) -> None:
+def test_a_step_does_not_wait(make: Make) -> None:
     model = mlp("cuda")
-    optimizer = make(
-        model.parameters(), **({} if make is CASES["adagrad"] else {"update_freq": 100})
-    )
+    roots = {} if make is CASES["adagrad"] else {"update_freq": 1}
+    optimizer = make(model.parameters(), **roots)
     run(model, optimizer, steps=2)
-    set_gradients(model.parameters(), 2)  # step 3 is neither a power of two nor a multiple of 100
+    set_gradients(model.parameters(), 2)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1 << 28)  # about 0.15 s
+    asleep = torch.cuda.Event()
+    asleep.record()
     torch.cuda.set_sync_debug_mode("error")
     try:
         optimizer.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert not asleep.query()
     torch.cuda.synchronize()
 
 

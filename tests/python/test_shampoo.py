@@ -340,15 +340,43 @@ def test_capture_raises_while_the_host_decides_on_roots(when):
 
 
 @pytest.mark.cuda
-def test_capture_of_the_roots_raises():
+def test_capture_of_the_roots_raises_while_failures_are_reported():
     model = mlp("cuda")
-    optimizer = torchium.Shampoo(model.parameters(), capturable=True)
+    optimizer = torchium.Shampoo(model.parameters())
     run(model, optimizer, 0, 2)
     with (
-        pytest.raises(RuntimeError, match="eigenvalue solver"),
+        pytest.raises(RuntimeError, match="capturable=True"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         optimizer.update_preconditioners()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("root_method", ["auto", "eigh", "newton"])
+def test_captured_roots_equal_eager_ones(root_method):
+    models = mlp("cuda"), mlp("cuda")
+    optimizers = [
+        torchium.Shampoo(m.parameters(), capturable=True, root_method=root_method, momentum=0.9)
+        for m in models
+    ]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        run(model, optimizer, 0, 2)
+        optimizer.update_preconditioners()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizers[0].update_preconditioners()
+    for step in range(2, 6):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            run(model, optimizer, step, 1)
+        graph.replay()
+        optimizers[1].update_preconditioners()
+    optimizers[0].check_errors()
+    assert_same(values(models[0]), values(models[1]))
+    break_statistics(optimizers[0], models[0][0].weight)
+    for _ in range(3):
+        graph.replay()
+    with pytest.raises(RuntimeError, match="root"):
+        optimizers[0].check_errors()
 
 
 @pytest.mark.cuda

@@ -35,11 +35,16 @@ struct InverseRootInfo {
 // s is the largest eigenvalue ("eigh") or an upper bound of it, the smaller one of the Frobenius
 // norm and the largest absolute row sum ("newton"). Eigenvalues of the damped matrix below a floor
 // cannot be told from rounding errors and are answered as if they were the floor, which is not
-// added to the others: the floor is (4 + sqrt(n) / 4) u times the largest eigenvalue for "eigh" and
-// about 8 to 16 times that bound for "newton", u = 2^-23 in float32 and 2^-52 in float64, and at
-// least the smallest normal number (64 times it for "newton"), so that a zero matrix has a finite
-// root. The answer of "newton" below its floor is right to a factor of 53 for root 1, 9 for 2, 4
-// for 4, 2 for 8. "auto" takes the faster one. Not differentiable: use matrix_power.
+// added to the others. With u = 2^-23 in float32 and 2^-52 in float64 the floor is
+// (4 + sqrt(n) / 4) u times the largest eigenvalue for "eigh"; for "newton" it is the damping where
+// that is above 32 u s (n up to 128) or 8 u s, and about 32 u s without damping. It is at least the
+// smallest normal number (64 times it for "newton"), so that a zero matrix has a finite root. The
+// answer of "newton" below its floor is right to a factor of 60 for root 1, 10 for 2, 4.5 for 4, 2
+// for 8. "auto" takes the faster one.
+//
+// A matrix for which the iteration fails, because it has negative eigenvalues, is answered by
+// "eigh" on the CPU. On a CUDA device nothing is read on the host: it is answered by a multiple of
+// the identity there. Its `iterations` is 0. Not differentiable: use matrix_power.
 TORCHIUM_API at::Tensor matrix_inverse_root(const at::Tensor& A, int64_t root,
                                             const InverseRootOptions& options = {});
 

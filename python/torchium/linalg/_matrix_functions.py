@@ -62,10 +62,11 @@ def matrix_inverse_root(
     Eigenvalues of the damped matrix below a floor cannot be told from rounding errors. They are
     answered as if they were the floor, which is not added to the others, so that the result is
     finite for every finite ``A``. With u the machine epsilon the floor is ``(4 + sqrt(n)/4) u``
-    times the largest eigenvalue for ``"eigh"`` and 8 to 16 times that, times ``s``, for
-    ``"newton"``; at least the smallest normal number (64 times it for ``"newton"``), so that the
-    root of a zero matrix is finite too. ``"newton"`` answers smaller eigenvalues right to a factor
-    of 53 for root 1, 9 for 2, 4 for 4, 2 for 8.
+    times the largest eigenvalue for ``"eigh"``; for ``"newton"`` it is the damping where that is
+    above ``32 u s`` (n up to 128) or ``8 u s``, and about ``32 u s`` without damping. It is at
+    least the smallest normal number (64 times it for ``"newton"``), so that the root of a zero
+    matrix is finite too. ``"newton"`` answers smaller eigenvalues right to a factor of 60 for root
+    1, 10 for 2, 4.5 for 4, 2 for 8.
 
     Args:
         A: ``[..., n, n]``, positive semi-definite, float32 or float64; float16 and bfloat16 are
@@ -74,8 +75,10 @@ def matrix_inverse_root(
         eps: damping, finite and not negative.
         relative_eps: damping in units of ``s``, finite and not negative.
         method: ``"eigh"``, LAPACK or cuSOLVER; ``"newton"``, the minimax coupled iteration: matrix
-            products alone, more accurate than ``eigh`` as long as the damping is above its floor,
-            and replaced by ``eigh`` for matrices for which it fails; ``"auto"``, the faster one.
+            products alone, more accurate than ``eigh`` as long as the damping is above its floor;
+            ``"auto"``, the faster one. A matrix for which the iteration fails, because it has
+            negative eigenvalues, is answered by ``eigh`` on a CPU and by a multiple of the identity
+            on a GPU, where nothing is read on the host; its ``iterations`` is 0.
         return_info: also return an :class:`InverseRootInfo`; its residual costs products in
             float64.
 
@@ -130,8 +133,9 @@ def matrix_power(
 def eigh(A: Tensor) -> tuple[Tensor, Tensor]:
     """Return the eigenvalues, ascending, and the orthonormal eigenvectors of symmetric matrices.
 
-    As ``torch.linalg.eigh``, with the matrices of a batch shared out among the cores, and NaN for a
-    matrix that holds NaN or Inf, and only for that one, in place of an error.
+    As ``torch.linalg.eigh``, with the matrices of a batch shared out among the cores or solved
+    together on a GPU, where nothing is read on the host, and NaN for a matrix that holds NaN or Inf,
+    and only for that one, in place of an error.
 
     Args:
         A: ``[..., n, n]``, as for :func:`matrix_inverse_root`.

@@ -201,11 +201,11 @@ class Shampoo(StackedOptimizer):
 
         With ``capturable=True`` this is the only place where roots are computed: call it between
         the replays of a captured :meth:`step`, every so many of them. Parameters that have taken no
-        step are left out. The eigenvalue solver waits for the device, so that this itself cannot be
-        captured in a CUDA graph yet.
+        step are left out. With ``capturable=True`` this itself can be captured in a CUDA graph, after
+        it has run once.
 
         Raises:
-            RuntimeError: as :meth:`step`, or the current stream captures a graph.
+            RuntimeError: as :meth:`step`, or a graph is captured without ``capturable=True``.
         """
         self._raise_failures()
         for index, group in enumerate(self.param_groups):
@@ -218,7 +218,8 @@ class Shampoo(StackedOptimizer):
     def _launch_update(
         self, index: int, group: dict[str, Any], device: torch.device, params: list[Tensor]
     ) -> None:
-        refuse_capture(device, "the eigenvalue solver of the roots waits for the device")
+        if not group["capturable"]:
+            refuse_capture(device, "it reports failures to the host; set capturable=True")
         states = [self.state[p] for p in params]
         key = (index, device)
         torch.ops.torchium.shampoo_update_preconditioners_(

@@ -1,0 +1,44 @@
+// What the kernels for inverse p-th roots share.
+#pragma once
+
+#include "cuda_kernels/minimax_ladder.h"
+
+#include <cstdint>
+
+namespace torchium::cuda_kernels {
+
+// Intervals [2^rung, 1] with steps for a float32 iteration: 24 rungs of up to 10 steps.
+using SmallLadder = MinimaxLadder<256>;
+
+struct NewtonRule {
+  int n;
+  int p;
+  double eps, relative_eps;  // damping = eps + relative_eps bound
+  double noise;              // rounding noise of the eigenvalues, in units of the bound
+  // The interval starts at max(damping, noise_margin (noise - damping), lowest_start) in units of
+  // its upper end: linalg/newton.h.
+  double noise_margin, lowest_start;
+  double smallest_floor;
+  // X is kept times `first`, so that it stays inside the range of fp16.
+  float first;
+  // A root with a larger residual, or an entry above largest_root floor^(-1/p), is replaced by
+  // top^(-1/p) I, the spectrum being in [0, top]; its iterations are 0, and its residual is above
+  // the tolerance.
+  float residual_tolerance;
+  float largest_root;
+};
+
+// Stacks of `matrices` float32 matrices. A matrix that holds NaN or Inf gets NaN for everything,
+// and 0 iterations.
+struct InverseRoot {
+  const float* A;       // [matrices, n, n], contiguous; its symmetric part counts
+  float* root;          // [matrices, n, n]: (A + damping I)^(-1/p), exactly symmetric
+  float* residual;      // [matrices]: |D X^p D v - D v| / |D|_F, D = A + damping I, v random signs
+  double* damping;      // [matrices]
+  double* floor;        // [matrices]
+  int64_t* iterations;  // [matrices]
+  int64_t matrices;
+  NewtonRule rule;
+};
+
+}  // namespace torchium::cuda_kernels

@@ -1,0 +1,70 @@
+// What a kernel decides about one matrix before the coupled iteration.
+#pragma once
+
+#include "cuda_kernels/inverse_root.h"
+
+#include <cfloat>
+#include <cmath>
+
+namespace torchium::cuda_kernels {
+
+// The iteration runs on M = (scale S + damping I) / top, S the symmetric part of A.
+struct NewtonPlan {
+  float scale;  // a power of two
+  float inverse_top;
+  float shift;   // damping / top
+  float factor;  // from the root of M to the root of A
+  float limit;   // of the entries of the root of M
+  float norm;    // at least |M|_F, and about it
+  int rung;      // the spectrum of M is in [2^rung, 1]
+  int steps;     // 0 for a matrix that is not finite
+};
+
+// 2^-e that brings the larger of `largest` and eps to [1/2, 1), as far as there is one.
+__device__ inline float newton_scale(float largest, double eps) {
+  int exponent = 0;
+  frexpf(fmaxf(largest, static_cast<float>(fmin(eps, double{FLT_MAX}))), &exponent);
+  return ldexpf(1.0f, max(-126, min(126, -exponent)));
+}
+
+// Both norms are of scale S: the largest absolute row sum and |scale S|_F. Writes damping and floor
+// in units of A.
+template <typename Ladder>
+__device__ NewtonPlan plan_newton(const NewtonRule& rule, const Ladder& ladder, bool finite,
+                                  double scale, double row_sum, double frobenius,
+                                  double* damping_of_A, double* floor_of_A) {
+  constexpr double kUnit = FLT_EPSILON / 2;
+  const double bound = fmin(row_sum, frobenius) * (1 + 2 * kUnit * rule.n);
+  const double damping = scale * rule.eps + rule.relative_eps * bound;
+  const double top = fmax((bound + damping) * (1 + 2 * kUnit),
+                          scale * (rule.smallest_floor / (rule.noise_margin * rule.noise)));
+  const double relative = damping / top;
+  const double start =
+      fmax(fmax(relative, rule.noise_margin * (rule.noise - relative)), rule.lowest_start);
+  int exponent = 0;
+  frexp(start, &exponent);
+  const int rung = max(ladder.lowest_rung, min(exponent - 1, 0));
+  const double power = -1.0 / rule.p;
+  *damping_of_A = finite ? damping / scale : NAN;
+  *floor_of_A = finite ? top / scale * exp2(static_cast<double>(rung)) : NAN;
+  return {static_cast<float>(scale),
+          static_cast<float>(1 / top),
+          static_cast<float>(relative),
+          static_cast<float>(pow(top / scale, power)),
+          static_cast<float>(rule.largest_root * exp2(rung * power)),
+          static_cast<float>(frobenius / top + relative * sqrt(static_cast<double>(rule.n))),
+          rung,
+          finite ? ladder.lengths[rung - ladder.lowest_rung] : 0};
+}
+
+// Results saturate at the largest number.
+__device__ inline float saturated(float x) { return fminf(fmaxf(x, -FLT_MAX), FLT_MAX); }
+
+// A random sign: a hash of the row.
+__device__ inline float probe_sign(int row) {
+  uint32_t hash = (row + 1) * 0x9E3779B1u;
+  hash = (hash ^ (hash >> 15)) * 0x85EBCA77u;
+  return (hash >> 16) & 1 ? 1.0f : -1.0f;
+}
+
+}  // namespace torchium::cuda_kernels
