@@ -1,8 +1,9 @@
 #include "optim/natural_gradient_step.h"
 
 #include "gradients/jacobian.h"
-#include "optim/conjugate_gradients.h"
 #include "optim/elementwise.h"
+#include "optim/gradient_rounding.h"
+#include "optim/natural_gradient_direction.h"
 #include "optim/parameter_vectors.h"
 #include "optim/step_gate.h"
 #include "optim/step_inputs.h"
@@ -78,173 +79,10 @@ void check_factorization(const at::Tensor& factorization, const Jacobian& J) {
                     " samples; pass that of natural_gradient_factorize for the same uses");
 }
 
-// Rounding error of a gradient, relative to its norm, that was computed in this dtype.
-double rounding_of(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kDouble:
-      return 1e-12;
-    case at::kHalf:
-      return 2.0 * std::numeric_limits<at::Half>::epsilon();
-    case at::kBFloat16:
-      return 2.0 * std::numeric_limits<at::BFloat16>::epsilon();
-    default:
-      return 1e-5;
-  }
-}
-
-// How well the gradient of each parameter is known. The layer may have computed it in a lower
-// precision than its own, as under autocast.
-std::vector<double> gradient_roundings(at::TensorList grads, const CapturedBatch& batch) {
-  std::vector<double> roundings;
-  for (const auto& grad : grads) {
-    roundings.push_back(rounding_of(grad.scalar_type()));
-  }
-  for (const auto& use : batch.uses) {
-    double rounding = rounding_of(use.output_gradient.scalar_type());
-    if (at::isFloatingType(use.input.scalar_type())) {
-      rounding = std::max(rounding, rounding_of(use.input.scalar_type()));
-    }
-    for (const int64_t p : {use.weight, use.bias}) {
-      if (p >= 0) {
-        roundings[p] = std::max(roundings[p], rounding);
-      }
-    }
-  }
-  return roundings;
-}
-
-// The gradient as v = c u + r, u = J^T 1 / n: its part along the mean of the captured gradients,
-// and what clipping or weight decay has added to it.
-struct GradientSplit {
-  at::Tensor c;       // 0-dim float64
-  ParameterVector r;  // empty: zero
-};
-
-// With r orthogonal to u. Within rounding it counts as zero: it would be multiplied by 1 / damping.
-GradientSplit split(const ParameterVector& v, const ParameterVector& u,
-                    const std::vector<double>& roundings) {
-  const at::Tensor uu = dot(u, u);
-  const at::Tensor c = at::where(uu == 0, 0.0, dot(v, u) / uu);
-  ParameterVector r;
-  for (const auto& tensor : v) {
-    r.push_back(tensor.clone());
-  }
-  add_scaled_(r, u, c.neg());
-  const at::Tensor weights = at::tensor(roundings, at::TensorOptions(at::kDouble)).to(c.device());
-  const at::Tensor negligible = dot(r, r) <= dot({weights.square_()}, {dots(v, v)});
-  if (!negligible.is_cpu()) {
-    for (auto& tensor : r) {
-      tensor.masked_fill_(negligible, 0);
-    }
-    return {c, r};
-  }
-  return negligible.item<bool>() ? GradientSplit{c, {}} : GradientSplit{c, r};
-}
-
-GradientSplit split_gradient(const Jacobian& J, const ParameterVector& v,
-                             const std::vector<double>& roundings) {
-  const at::Tensor mean = at::full({J.samples()}, 1.0 / static_cast<double>(J.samples()),
-                                   v[0].options().dtype(at::kDouble));
-  if (v[0].is_cpu()) {
-    // Mostly r = 0, which random images of v and u tell as well, for a fraction of the work.
-    const auto [of_v, of_u] = J.sketch(v, mean);
-    GradientSplit of_images = split(of_v, of_u, roundings);
-    if (of_images.r.empty()) {
-      return of_images;
-    }
-  }
-  return split(v, J.transpose_product(mean), roundings);
-}
-
-// Tensors x_p times numbers; no tensors mean zero.
-struct ScaledVector {
-  ParameterVector x;
-  std::vector<double> scales;
-};
-
-// x <- x + y
-void add_(ParameterVector& x, const ScaledVector& y) {
-  for (size_t p = 0; p < y.x.size(); ++p) {
-    x[p].add_(y.x[p], y.scales[p]);
-  }
-}
-
 // mu d_prev
 ScaledVector momentum_part(const NaturalGradientHyperparameters& h,
                            const NaturalGradientState& state) {
   return has_momentum(h) ? ScaledVector{state.momentum_buffers, h.momentums} : ScaledVector{};
-}
-
-// Lambda^-1 x
-ParameterVector divided_by_dampings(const std::vector<double>& dampings, const ParameterVector& x) {
-  ParameterVector result;
-  for (size_t p = 0; p < x.size(); ++p) {
-    result.push_back(x[p] / dampings[p]);
-  }
-  return result;
-}
-
-// d = mu d_prev + (F + Lambda)^-1 (v - F mu d_prev) in sample space. With v = c J^T 1 / n + r,
-// x = mu d_prev + Lambda^-1 r and S = J Lambda^-1 J^T / n + I it is
-//   x + Lambda^-1 J^T S^-1 (c 1 - J x) / n.
-// With r for all of v (c = 0) the two terms would cancel, and lose their digits.
-ParameterVector gram_direction(const NaturalGradientHyperparameters& h, const Jacobian& J,
-                               const GradientSplit& v, const ScaledVector& previous,
-                               const at::Tensor& L) {
-  ScaledVector x = previous;
-  if (!v.r.empty()) {
-    x = {divided_by_dampings(h.dampings, v.r), std::vector<double>(v.r.size(), 1.0)};
-    add_(x.x, previous);
-  }
-  at::Tensor y = v.c.expand({J.samples()});
-  if (!x.x.empty()) {
-    y = y - J.product(x.x, x.scales);
-  }
-  const double n = static_cast<double>(J.samples());
-  const at::Tensor w = at::cholesky_solve(y.unsqueeze(1), L).squeeze(1).div_(n);
-  std::vector<double> inverse_dampings;
-  for (const double damping : h.dampings) {
-    inverse_dampings.push_back(1.0 / damping);
-  }
-  ParameterVector d = J.transpose_product(w, inverse_dampings);
-  add_(d, x);
-  return d;
-}
-
-// The same in parameter space.
-ConjugateGradientsResult cg_direction(const NaturalGradientHyperparameters& h, const Jacobian& J,
-                                      ParameterVector v, const ScaledVector& previous) {
-  const double n = static_cast<double>(J.samples());
-  const auto damped_fisher = [&](const ParameterVector& x) {
-    ParameterVector result = J.transpose_product(J.product(x).div_(n));
-    add_(result, {x, h.dampings});
-    return result;
-  };
-  const auto precondition = [&](const ParameterVector& x) {
-    return divided_by_dampings(h.dampings, x);
-  };
-  if (!previous.x.empty()) {
-    const ParameterVector known =
-        J.transpose_product(J.product(previous.x, previous.scales).div_(n));
-    for (size_t p = 0; p < v.size(); ++p) {
-      v[p] = v[p] - known[p];
-    }
-  }
-  int64_t size = 0;
-  double floor = 0.0;
-  for (const auto& tensor : v) {
-    size += tensor.numel();
-    floor = std::max(floor, tensor.scalar_type() == at::kDouble
-                                ? std::numeric_limits<double>::epsilon()
-                                : std::numeric_limits<float>::epsilon());
-  }
-  // As many iterations as F has non-zero eigenvalues, and one, would do without rounding.
-  const int64_t rank = std::min(size, J.samples());
-  const ConjugateGradientsRule rule{std::max(h.eps, 4 * floor),
-                                    std::min<int64_t>(4 * rank + 20, 1000)};
-  ConjugateGradientsResult result = conjugate_gradients(damped_fisher, precondition, v, rule);
-  add_(result.x, previous);
-  return result;
 }
 
 // Counts a direction that is not finite like the failure of a root.
@@ -298,7 +136,7 @@ at::Tensor natural_gradient_step(const NaturalGradientHyperparameters& h, at::Te
                                  bool refreshed, const at::Tensor& found_inf) {
   c10::NoGradGuard no_grad;
   const bool by_cg = uses_conjugate_gradients(factorization);
-  const at::Tensor report = at::zeros({3}, state.status.options().dtype(at::kDouble)).fill_(0.0);
+  const at::Tensor report = at::zeros({3}, state.status.options().dtype(at::kDouble));
   if (params.empty()) {
     return report;
   }
@@ -317,15 +155,17 @@ at::Tensor natural_gradient_step(const NaturalGradientHyperparameters& h, at::Te
   }
   ParameterVector d;
   if (by_cg) {
-    ConjugateGradientsResult solution = cg_direction(h, J, v, momentum_part(h, state));
+    ConjugateGradientsResult solution =
+        cg_direction(J, h.dampings, h.eps, v, momentum_part(h, state));
     d = std::move(solution.x);
     report.select(0, 0).fill_(solution.iterations);
     report.select(0, 1).copy_(solution.relative_residual);
     report.select(0, 2).fill_(1);
   } else {
-    const GradientSplit split = refreshed ? split_gradient(J, v, gradient_roundings(grads, batch))
-                                          : GradientSplit{at::zeros({}, report.options()), v};
-    d = gram_direction(h, J, split, momentum_part(h, state), factorization);
+    const GradientSplit split = refreshed
+                                    ? split_gradient(J, v, gradient_roundings(grads, batch.uses))
+                                    : GradientSplit{at::zeros({}, report.options()), v};
+    d = gram_direction(J, h.dampings, split, momentum_part(h, state), factorization);
   }
   const at::Tensor squares = dots(d, d);
   record_failure(squares, gate, state.status);

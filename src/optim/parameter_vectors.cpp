@@ -76,4 +76,10 @@ void add_scaled_(ParameterVector& x, at::TensorList y, const at::Tensor& scale) 
   }
 }
 
+void add_(ParameterVector& x, const ScaledVector& y) {
+  for (size_t p = 0; p < y.x.size(); ++p) {
+    x[p].add_(y.x[p], y.scales[p]);
+  }
+}
+
 }  // namespace torchium::optim::detail

@@ -9,6 +9,12 @@ namespace torchium::optim::detail {
 
 using ParameterVector = std::vector<at::Tensor>;
 
+// Tensors x_p times numbers; no tensors mean zero.
+struct ScaledVector {
+  ParameterVector x;
+  std::vector<double> scales;
+};
+
 // <x_p, y_p> of every parameter p: float64 [parameters]. On the CPU all products and sums are
 // float64, and the same for any number of threads.
 at::Tensor dots(at::TensorList x, at::TensorList y);
@@ -17,5 +23,7 @@ at::Tensor dot(at::TensorList x, at::TensorList y);
 
 // x <- x + scale y, for a 0-dim `scale` of any dtype.
 void add_scaled_(ParameterVector& x, at::TensorList y, const at::Tensor& scale);
+// x <- x + y
+void add_(ParameterVector& x, const ScaledVector& y);
 
 }  // namespace torchium::optim::detail
