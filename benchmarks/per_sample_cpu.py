@@ -68,7 +68,7 @@ def torchium_rows(model: nn.Module, x: Tensor, y: Tensor) -> Run:
 
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "MLP 784-512-512-10, batch 64": (lambda: mlp(512), (64, 784)),
-    "MLP 784-1024-1024-10, batch 256": (lambda: mlp(1024), (256, 784)),
+    "MLP 784-512-512-10, batch 256": (lambda: mlp(512), (256, 784)),
     "ConvNet of the examples, batch 256": (convnet, (256, 1, 28, 28)),
 }
 METHODS = {
