@@ -1,11 +1,14 @@
 // torchium_cpp._C.optim: the C++ optimizer classes, for programs that embed them and for tests that
-// compare both languages. Python programs use torchium.Shampoo and torchium.Adagrad.
+// compare both languages. Python programs use torchium.Shampoo, torchium.KFAC, ...
 #include "bindings.h"
 #include "optim/option_fields.h"
 #include "torchium/optim/adagrad.h"
+#include "torchium/optim/kfac.h"
+#include "torchium/optim/natural_gradient.h"
 #include "torchium/optim/shampoo.h"
 
 #include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
 #include <torch/serialize/archive.h>
 
 #include <functional>
@@ -17,6 +20,7 @@
 #include <sstream>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -25,6 +29,11 @@ namespace {
 
 using optim::Adagrad;
 using optim::AdagradOptions;
+using optim::CapturingOptimizer;
+using optim::KFAC;
+using optim::KFACOptions;
+using optim::NaturalGradient;
+using optim::NaturalGradientOptions;
 using optim::SecondOrderOptimizer;
 using optim::Shampoo;
 using optim::ShampooOptions;
@@ -107,7 +116,12 @@ std::unique_ptr<Optimizer> make_optimizer(const Groups& params,
     group["params"] = items;
     groups.push_back(make_group(group, defaults));
   }
-  return std::make_unique<Optimizer>(groups, defaults);
+  if constexpr (std::is_base_of_v<CapturingOptimizer, Optimizer>) {
+    // Uses of the parameters are seen in Python too; their names are not known.
+    return std::make_unique<Optimizer>(torch::nn::Module(), groups, defaults);
+  } else {
+    return std::make_unique<Optimizer>(groups, defaults);
+  }
 }
 
 py::typing::Dict<py::str, at::Tensor> state_of(const SecondOrderOptimizer& optimizer,
@@ -119,6 +133,26 @@ py::typing::Dict<py::str, at::Tensor> state_of(const SecondOrderOptimizer& optim
     for (const auto& [key, tensor] : state.tensors()) {
       result[py::str(key)] = tensor;
     }
+  }
+  return result;
+}
+
+OptionDict report_of(const KFAC& optimizer) {
+  const auto report = optimizer.report();
+  OptionDict result;
+  result["preconditioned"] = py::cast(report.preconditioned);
+  result["fallback"] = py::cast(report.fallback);
+  return result;
+}
+
+OptionDict report_of(const NaturalGradient& optimizer) {
+  const auto report = optimizer.report();
+  OptionDict result;
+  if (!report.solver.empty()) {
+    result["solver"] = py::cast(report.solver);
+    result["samples"] = py::cast(report.samples);
+    result["iterations"] = py::cast(report.iterations);
+    result["relative_residual"] = py::cast(report.relative_residual);
   }
   return result;
 }
@@ -190,6 +224,16 @@ py::class_<Optimizer, SecondOrderOptimizer> bind_optimizer(py::module_& module, 
            "The options of a parameter group, as a dict.");
 }
 
+template <typename Optimizer, typename Options>
+void bind_capturing_optimizer(py::module_& module, const char* name, const char* doc) {
+  bind_optimizer<Optimizer, Options>(module, name, doc)
+      .def("zero_grad", &Optimizer::zero_grad, py::arg("set_to_none") = true,
+           py::call_guard<py::gil_scoped_release>())
+      .def(
+          "report", [](const Optimizer& self) { return report_of(self); },
+          "What the optimizer has done, as a dict.");
+}
+
 }  // namespace
 
 void bind_optimizers(py::module_& module) {
@@ -220,6 +264,9 @@ void bind_optimizers(py::module_& module) {
       .def("sync_lr", &Shampoo::sync_lr, no_gil(),
            "Writes the learning rate to the tensor that captured steps read.");
   bind_optimizer<Adagrad, AdagradOptions>(optim, "Adagrad", "torchium::optim::Adagrad");
+  bind_capturing_optimizer<KFAC, KFACOptions>(optim, "KFAC", "torchium::optim::KFAC");
+  bind_capturing_optimizer<NaturalGradient, NaturalGradientOptions>(
+      optim, "NaturalGradient", "torchium::optim::NaturalGradient");
 }
 
 }  // namespace torchium::python

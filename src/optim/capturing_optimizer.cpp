@@ -96,11 +96,11 @@ int64_t CapturingOptimizer::host_step(const at::Tensor& param) const {
 
 std::string CapturingOptimizer::name_of(const at::Tensor& param) const {
   const auto* place = layers_->find(param);
-  return place != nullptr ? place->name : SecondOrderOptimizer::describe(param);
+  return place != nullptr ? place->name : place_of(param);
 }
 
 std::string CapturingOptimizer::describe(const at::Tensor& param) const {
-  const auto* place = layers_->find(param);
+  const auto* place = param.defined() ? layers_->find(param) : nullptr;
   const std::string position = SecondOrderOptimizer::describe(param);
   return place != nullptr ? "'" + place->name + "', " + position : position;
 }

@@ -257,7 +257,7 @@ std::string KFAC::why_not(const at::Tensor& param) const {
     return place->module + " " + place->problem;
   }
   if (layer != nullptr && layer->is_embedding) {
-    return "also used by an embedding";
+    return "used by an embedding";
   }
   return "not seen as the weight or bias of a linear layer or convolution";
 }

@@ -275,16 +275,21 @@ SecondOrderParamState* SecondOrderOptimizer::find_state(const at::Tensor& param)
   return found == state_.end() ? nullptr : static_cast<SecondOrderParamState*>(found->second.get());
 }
 
-std::string SecondOrderOptimizer::describe(const at::Tensor& param) const {
+std::string SecondOrderOptimizer::place_of(const at::Tensor& param) const {
   for (const auto group : c10::irange(param_groups_.size())) {
     const auto& params = param_groups_[group].params();
     for (const auto i : c10::irange(params.size())) {
       if (params[i].is_same(param)) {
-        return c10::str("parameter ", i, " of group ", group, " (shape ", param.sizes(), ")");
+        return c10::str("parameter ", i, " of group ", group);
       }
     }
   }
   return "a parameter";
+}
+
+std::string SecondOrderOptimizer::describe(const at::Tensor& param) const {
+  return param.defined() ? c10::str(place_of(param), " (shape ", param.sizes(), ")")
+                         : "a parameter";
 }
 
 }  // namespace torchium::optim

@@ -9,38 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torchium
-from torch import Tensor, nn
+from parity_tools import assert_same, make, set_lr, state_of
+from torch import nn
 from trajectory_cases import BASE, CASES, OPTIONS
 from trajectory_problems import PROBLEMS, train
 
-try:
-    from torchium_cpp import _C
-except ImportError as error:
-    pytest.skip(f"the compiled module is not importable: {error}", allow_module_level=True)
+pytest.importorskip("torchium_cpp._C", exc_type=ImportError)
 
+# Those that take any gradients; for the others see test_parity_capturing.py.
 OPTIMIZERS = ("Shampoo", "Adagrad")
-
-
-def make(language: str, name: str, params: Any, **options: Any) -> Any:
-    return getattr(torchium if language == "python" else _C.optim, name)(params, **options)
-
-
-def state_of(optimizer: Any, param: Tensor) -> dict[str, Tensor]:
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return dict(optimizer.state[param])
-    return optimizer.state(param)
-
-
-def set_lr(optimizer: Any, lr: float) -> None:
-    if isinstance(optimizer, torch.optim.Optimizer):
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-    else:
-        optimizer.set_lr(lr)
-
-
-def assert_same(a: Any, b: Any) -> None:
-    torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 def run(language: str, name: str, problem: str, dtype: torch.dtype, **options: Any):
@@ -56,10 +33,11 @@ def run(language: str, name: str, problem: str, dtype: torch.dtype, **options: A
     return history, [state_of(optimizer, p) for p in params]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "KFAC", "NaturalGradient"])
 def test_options_have_the_same_names_and_defaults(name):
     signature = inspect.signature(getattr(torchium, name).__init__).parameters
-    python = {k: p.default for k, p in signature.items() if k not in ("self", "params")}
+    only_python = ("self", "params", "params_or_model", "grad_scaler")  # libtorch has no scaler
+    python = {k: p.default for k, p in signature.items() if k not in only_python}
     cpp = make("cpp", name, [nn.Parameter(torch.zeros(2))]).options()
     assert list(python) == list(cpp)
     for key, default in python.items():
@@ -200,6 +178,23 @@ def test_a_cpp_archive_goes_on_like_an_uninterrupted_python_run(full_matrix):
         ("Adagrad", {"eps": -1.0}),
         ("Adagrad", {"block_size": 0}),
         ("Adagrad", {"update_freq": 0}),
+        ("KFAC", {"lr": -1.0}),
+        ("KFAC", {"momentum": 1.0}),
+        ("KFAC", {"weight_decay": -0.1}),
+        ("KFAC", {"damping": -1.0}),
+        ("KFAC", {"TCov": 0}),
+        ("KFAC", {"TInv": 0}),
+        ("KFAC", {"eps": -1.0}),
+        ("KFAC", {"stat_decay": 1.1}),
+        ("KFAC", {"kl_clip": 0.0}),
+        ("KFAC", {"damping_split": "half"}),
+        ("NaturalGradient", {"lr": -1.0}),
+        ("NaturalGradient", {"damping": 0.0}),
+        ("NaturalGradient", {"update_freq": 0}),
+        ("NaturalGradient", {"eps": 0.0}),
+        ("NaturalGradient", {"momentum": 1.0}),
+        ("NaturalGradient", {"max_norm": 0.0}),
+        ("NaturalGradient", {"solver": "lu"}),
     ],
 )
 def test_both_refuse_the_same_options(name, options):

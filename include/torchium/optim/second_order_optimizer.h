@@ -130,6 +130,8 @@ class TORCHIUM_API SecondOrderOptimizer : public torch::optim::Optimizer {
   // ---- what it may use
 
   SecondOrderParamState* find_state(const at::Tensor& param) const;
+  // "parameter 1 of group 0"
+  std::string place_of(const at::Tensor& param) const;
   // "parameter 1 of group 0 (shape [3, 4])"
   virtual std::string describe(const at::Tensor& param) const;
   void check_groups() const;

@@ -200,14 +200,20 @@ class KFAC(CapturingOptimizer):
         weight = params.get("weight")
         if weight is None or self._host_step(weight) % self._group_of(weight)["TCov"]:
             return False
-        if "A" in self.state.get(weight, ()):
-            self._capture.orders[weight] = self.state[weight]["A"].shape[-1]
+        self._note_order(weight)
         return True
+
+    def _note_order(self, param: Tensor) -> None:
+        """Tells the capture what the factors of a weight have room for, if it has some."""
+        if "A" in self.state.get(param, ()):
+            self._capture.orders[param] = self.state[param]["A"].shape[-1]
 
     # ---- the step
 
     def _step_joint(self, step: JointStep) -> None:
         self._capture.completeness.resolve()
+        for param in step.params:
+            self._note_order(param)
         layers = self._layers(step)
         self._note_fallback(step, layers)
         self._add_common_state(step, [momentum > 0.0 for momentum in step.per_param("momentum")])

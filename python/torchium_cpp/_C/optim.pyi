@@ -1,7 +1,8 @@
 """The C++ optimizers, torchium::optim.
 
-Options are keyword arguments with the names and defaults of `torchium.Shampoo` and
-`torchium.Adagrad`; all, also the first ones, are passed by name.
+Options are keyword arguments with the names and defaults of the optimizers of `torchium`; all, also
+the first ones, are passed by name. `KFAC` and `NaturalGradient` see the layers of Python models too,
+but have no `grad_scaler`.
 """
 
 from collections.abc import Callable, Iterable
@@ -58,3 +59,21 @@ class Adagrad(SecondOrderOptimizer):
     def __init__(
         self, params: Iterable[Tensor] | Iterable[dict[str, Any]], **options: Any
     ) -> None: ...
+
+class KFAC(SecondOrderOptimizer):
+    """torchium::optim::KFAC."""
+
+    def __init__(
+        self, params: Iterable[Tensor] | Iterable[dict[str, Any]], **options: Any
+    ) -> None: ...
+    def report(self) -> dict[str, Any]:
+        """What the optimizer has done."""
+
+class NaturalGradient(SecondOrderOptimizer):
+    """torchium::optim::NaturalGradient."""
+
+    def __init__(
+        self, params: Iterable[Tensor] | Iterable[dict[str, Any]], **options: Any
+    ) -> None: ...
+    def report(self) -> dict[str, Any]:
+        """What the optimizer has done."""

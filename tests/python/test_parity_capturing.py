@@ -1,0 +1,239 @@
+"""The C++ and the Python K-FAC and natural gradient are the same, bit for bit on the CPU.
+
+The C++ optimizers watch the operators of libtorch, which a Python model runs too. The models have one
+forward pass for both, so that only the optimizers can differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from parity_tools import assert_same, make, set_lr, state_of
+from torch import Tensor, nn
+
+pytest.importorskip("torchium_cpp._C", exc_type=ImportError)
+
+LANGUAGES = ("python", "cpp")
+STEPS = 12
+BATCH = 8
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+class Words(nn.Module):
+    """An embedding, a norm and a layer that is used twice, on sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(6, 4, padding_idx=0)
+        self.twice = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 3, bias=False)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        x = torch.tanh(self.twice(self.embedding(indices)))
+        return self.head(self.norm(self.twice(x))).mean(1)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(5, 7), nn.ReLU(inplace=True), nn.Linear(7, 4), nn.Tanh(), nn.Linear(4, 3)
+    )
+
+
+def convnet() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1, groups=2), nn.GroupNorm(2, 4), nn.ReLU(inplace=True),
+        nn.Conv2d(4, 3, (2, 3), stride=2, padding=(0, 1), dilation=(2, 1), bias=False), nn.Tanh(),
+        nn.Flatten(), nn.Linear(18, 3),
+    )  # fmt: skip
+
+
+def sequence_mlp() -> nn.Module:
+    """In-place activations of three-dimensional outputs, which are views."""
+    return nn.Sequential(
+        nn.Linear(5, 7), nn.ReLU(inplace=True), nn.Linear(7, 3), nn.Flatten(), nn.Linear(12, 3)
+    )
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
+    "mlp": (mlp, lambda seed: torch.randn(BATCH, 5, generator=generator(seed))),
+    "convnet": (convnet, lambda seed: torch.randn(BATCH, 2, 6, 6, generator=generator(seed))),
+    "words": (Words, lambda seed: torch.randint(6, (BATCH, 3), generator=generator(seed))),
+    "sequence": (sequence_mlp, lambda seed: torch.randn(BATCH, 4, 5, generator=generator(seed))),
+}
+
+KFAC: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "pi": dict(TCov=2, TInv=3),
+    "plain": dict(TCov=2, TInv=3, damping_split="plain"),
+    "exact": dict(TCov=2, TInv=3, damping_split="exact"),
+    "every_step": dict(TCov=1, TInv=1, momentum=0.0, kl_clip=None, lr=0.01),
+    "weight_decay": dict(TCov=3, TInv=4, weight_decay=0.1, maximize=True),
+    "sum_of_losses": dict(TCov=2, TInv=2, batch_averaged=False, stat_decay=0.5, damping=0.1),
+}
+NATURAL_GRADIENT: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "gram": dict(solver="gram", damping=0.1),
+    "cg": dict(solver="cg", damping=0.1, eps=1e-5),
+    "momentum": dict(momentum=0.9, damping=0.1),
+    "cg_momentum": dict(solver="cg", momentum=0.5, damping=0.1),
+    "update_freq": dict(update_freq=3, damping=0.5),
+    "update_freq_momentum": dict(update_freq=4, momentum=0.5, damping=0.5, max_norm=0.5),
+    "cg_update_freq": dict(solver="cg", update_freq=3, damping=0.5),
+    "max_norm": dict(max_norm=0.05, maximize=True),
+}
+CASES = [("KFAC", options) for options in KFAC.values()] + [
+    ("NaturalGradient", options) for options in NATURAL_GRADIENT.values()
+]
+CASE_IDS = [f"kfac_{case}" for case in KFAC] + [f"natural_{case}" for case in NATURAL_GRADIENT]
+cases = pytest.mark.parametrize(("name", "options"), CASES, ids=CASE_IDS)
+
+pytestmark = pytest.mark.filterwarnings("ignore:KFAC takes steps of SGD")
+
+
+class Run:
+    """A model and its optimizer, in one language."""
+
+    def __init__(self, language: str, name: str, model: str, groups: Any = None, **options: Any):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.model = MODELS[model][0]()
+        self.batch = MODELS[model][1]
+        self.params = list(self.model.parameters())
+        self.make = lambda: make(
+            language,
+            name,
+            groups(self.params) if groups else self.params,
+            **{"lr": 0.05, **options},
+        )
+        self.optimizer = self.make()
+        self.sign = -1.0 if options.get("maximize") else 1.0
+        self.history: list[list[Tensor]] = []
+
+    def loss(self, seed: int, part: slice = slice(None)) -> Tensor:
+        targets = torch.randint(3, (BATCH,), generator=generator(seed))
+        outputs = self.model(self.batch(seed)[part])
+        return self.sign * nn.functional.cross_entropy(outputs, targets[part])
+
+    def step(self, seed: int) -> None:
+        self.optimizer.zero_grad()
+        self.loss(seed).backward()
+        self.optimizer.step()
+        self.record()
+
+    def record(self) -> None:
+        self.history.append([p.detach().clone() for p in self.params])
+
+    def states(self) -> list[dict[str, Tensor]]:
+        return [state_of(self.optimizer, p) for p in self.params]
+
+
+def assert_twins(python: Run, cpp: Run) -> None:
+    for step, (a, b) in enumerate(zip(python.history, cpp.history, strict=True)):
+        assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True)), f"step {step}"
+    assert all(p.isfinite().all() for p in python.params)
+    assert not torch.equal(python.history[0][0], python.history[-1][0])
+    assert [sorted(s) for s in python.states()] == [sorted(s) for s in cpp.states()]
+    assert_same(python.states(), cpp.states())
+    assert python.optimizer.report() == cpp.optimizer.report()
+
+
+def twins(name: str, model: str, **options: Any) -> tuple[Run, Run]:
+    python, cpp = (Run(language, name, model, **options) for language in LANGUAGES)
+    return python, cpp
+
+
+@pytest.mark.parametrize("model", MODELS)
+@cases
+def test_trajectory_and_state(name, options, model):
+    python, cpp = twins(name, model, **options)
+    for run in (python, cpp):
+        for step in range(STEPS):
+            run.step(step)
+    assert_twins(python, cpp)
+
+
+@pytest.mark.parametrize("name", ["KFAC", "NaturalGradient"])
+def test_groups_and_schedules(name):
+    options = [{"damping": 0.2, "momentum": 0.5}, {"lr": 0.0}, {"damping": 0.5}]
+
+    def groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
+        parts = (params[:1], params[1:3], params[3:5])  # the last bias comes later
+        return [{"params": part, **more} for part, more in zip(parts, options, strict=True)]
+
+    python, cpp = twins(name, "mlp", groups=groups, damping=0.1)
+    for run in (python, cpp):
+        for step in range(STEPS):
+            if step == 5:
+                run.optimizer.add_param_group({"params": run.params[5:]})
+            if step > 5:
+                set_lr(run.optimizer, 0.1 / step)
+            run.step(step)
+    assert_twins(python, cpp)
+
+
+@cases
+def test_micro_batches_and_other_passes(name, options):
+    python, cpp = twins(name, "convnet", **options)
+    for run in (python, cpp):
+        for step in range(STEPS):
+            run.model(run.batch(50 + step))  # no backward pass
+            x = run.batch(60 + step).requires_grad_()
+            torch.autograd.grad(run.model(x).sum(), x)
+            run.loss(70 + step).backward()
+            run.optimizer.zero_grad()
+            for part in (slice(0, 4), slice(4, 8)):
+                (run.loss(step, part) / 2).backward()
+            run.optimizer.step()
+            run.record()
+    assert_twins(python, cpp)
+
+
+@cases
+def test_skipped_steps(name, options):
+    python, cpp = twins(name, "mlp", **options)
+    for run in (python, cpp):
+        for step in range(STEPS):
+            if step % 4 == 1:
+                run.optimizer.zero_grad()
+                (run.loss(step) * math.nan).backward()
+                run.optimizer.step()
+            run.step(step)
+    assert_twins(python, cpp)
+
+
+@cases
+def test_a_cpp_archive_goes_on_like_an_uninterrupted_python_run(name, options):
+    for pause in (1, 4, 5):
+        python, cpp = twins(name, "convnet", **options)
+        for run in (python, cpp):
+            for step in range(STEPS):
+                if step == pause and run is cpp:
+                    archive = run.optimizer.save_bytes()
+                    run.optimizer = run.make()
+                    run.optimizer.load_bytes(archive)
+                run.step(step)
+        assert_twins(python, cpp)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", ["KFAC", "NaturalGradient"])
+def test_other_dtypes(name, dtype):
+    def convert(run: Run) -> Run:
+        batch = run.batch
+        run.model.to(dtype)
+        run.batch = lambda seed: batch(seed).to(dtype)
+        return run
+
+    python, cpp = map(convert, twins(name, "mlp", damping=0.1))
+    for run in (python, cpp):
+        for step in range(STEPS):
+            run.step(step)
+    assert_twins(python, cpp)
