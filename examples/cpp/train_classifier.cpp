@@ -13,13 +13,14 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 namespace {
 
 constexpr const char* kUsage = R"(Usage: train_classifier [options]
-  --optimizer NAME   shampoo (default), adagrad, sgd or adamw
-  --compare          all four, one after the other, under the same budget
+  --optimizer NAME   shampoo (default), kfac, naturalgradient, adagrad, sgd or adamw
+  --compare          all six, one after the other, under the same budget
   --lr LR            learning rate of --optimizer (default: the best of a small grid)
   --model NAME       mlp (default) or convnet
   --steps N          budget of a run in steps
@@ -32,21 +33,24 @@ constexpr const char* kUsage = R"(Usage: train_classifier [options]
   --csv PATH         also write the loss curves: optimizer,steps,seconds,loss
 )";
 
-using Parameters = std::vector<torch::Tensor>;
 using OptimizerPointer = std::unique_ptr<torch::optim::Optimizer>;
 
 // An optimizer as docs/choosing_and_tuning.md found it best, for either model.
 struct Choice {
   std::map<std::string, double> learning_rates;
-  std::function<OptimizerPointer(Parameters, double)> make;
+  std::function<OptimizerPointer(const torch::nn::Module&, double)> make;
 };
 
 template <typename Optimizer, typename Options>
 Choice choice(double mlp_rate, double convnet_rate, Options options) {
   return {{{"mlp", mlp_rate}, {"convnet", convnet_rate}},
-          [options](Parameters params, double lr) mutable -> OptimizerPointer {
+          [options](const torch::nn::Module& model, double lr) mutable -> OptimizerPointer {
             options.lr(lr);
-            return std::make_unique<Optimizer>(std::move(params), options);
+            if constexpr (std::is_constructible_v<Optimizer, const torch::nn::Module&, Options>) {
+              return std::make_unique<Optimizer>(model, options);
+            } else {
+              return std::make_unique<Optimizer>(model.parameters(), options);
+            }
           }};
 }
 
@@ -57,6 +61,9 @@ const std::map<std::string, Choice>& choices() {
   static const std::map<std::string, Choice> all{
       {"adagrad", choice<Adagrad>(0.02, 0.02, AdagradOptions())},
       {"adamw", choice<AdamW>(0.002, 0.004, AdamWOptions())},
+      {"kfac", choice<KFAC>(0.01, 0.01, KFACOptions().damping(0.01).TCov(5).TInv(20))},
+      {"naturalgradient",
+       choice<NaturalGradient>(6.0, 6.0, NaturalGradientOptions().damping(30.0).momentum(0.9))},
       {"sgd", choice<SGD>(0.1, 0.1, SGDOptions(0.1).momentum(0.9))},
       {"shampoo",
        choice<Shampoo>(
@@ -107,7 +114,7 @@ Arguments parse(const std::vector<std::string>& words) {
   for (size_t i = 0; i < words.size(); ++i) {
     if (words[i] == "--compare") {
       compare = true;
-      a.optimizers = {"adagrad", "shampoo", "adamw", "sgd"};
+      a.optimizers = {"adagrad", "kfac", "naturalgradient", "shampoo", "adamw", "sgd"};
       continue;
     }
     const auto setter = setters.find(words[i]);
@@ -125,8 +132,9 @@ Arguments parse(const std::vector<std::string>& words) {
   }
   for (const auto& name : a.optimizers) {
     if (choices().count(name) == 0) {
-      throw std::invalid_argument("--optimizer is '" + name +
-                                  "'; it must be shampoo, adagrad, sgd or adamw");
+      throw std::invalid_argument(
+          "--optimizer is '" + name +
+          "'; it must be shampoo, kfac, naturalgradient, adagrad, sgd or adamw");
     }
   }
   return a;
@@ -137,8 +145,8 @@ void run(const Arguments& a) {
   std::vector<Result> results;
   for (const auto& name : a.optimizers) {
     const Choice& choice = choices().at(name);
-    const auto make = [&](Parameters params) {
-      return choice.make(std::move(params), a.lr.value_or(choice.learning_rates.at(a.model)));
+    const auto make = [&](const torch::nn::Module& model) {
+      return choice.make(model, a.lr.value_or(choice.learning_rates.at(a.model)));
     };
     results.push_back(train({name, a.model, make, a.budget, a.batch_size, a.seed}, data));
   }

@@ -95,7 +95,7 @@ Result train(const Run& run, const ImageData& data) {
   const auto device = data.train_images.device();
   auto model = make_model(run.model, data.train_images.sizes());
   model->to(device);
-  const auto optimizer = run.make_optimizer(model->parameters());
+  const auto optimizer = run.make_optimizer(*model);
   torch::optim::OptimizerOptions& options = optimizer->param_groups()[0].options();
   const double first_lr = options.get_lr();
 

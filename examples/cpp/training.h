@@ -3,6 +3,7 @@
 
 #include "image_data.h"
 
+#include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
 #include <functional>
@@ -11,8 +12,9 @@
 #include <string>
 #include <vector>
 
+// Makes the optimizer of a model's parameters.
 using MakeOptimizer =
-    std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<torch::Tensor>)>;
+    std::function<std::unique_ptr<torch::optim::Optimizer>(const torch::nn::Module&)>;
 
 // What one run may use: `steps`, or else `seconds` of training (evaluation not counted).
 struct Budget {

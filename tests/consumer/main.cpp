@@ -4,6 +4,7 @@
 #include <torch/torch.h>
 
 #include <iostream>
+#include <type_traits>
 
 template <typename Optimizer, typename Options>
 bool fits(const char* name, const Options& options) {
@@ -11,7 +12,13 @@ bool fits(const char* name, const Options& options) {
   const auto inputs = torch::randn({64, 8});
   const auto targets = inputs.matmul(torch::randn({8, 3}));
   torch::nn::Linear model(8, 3);
-  Optimizer optimizer(model->parameters(), options);
+  auto optimizer = [&] {
+    if constexpr (std::is_constructible_v<Optimizer, const torch::nn::Module&, Options>) {
+      return Optimizer(*model, options);
+    } else {
+      return Optimizer(model->parameters(), options);
+    }
+  }();
 
   double first = 0, last = 0;
   for (int step = 0; step < 60; ++step) {
@@ -31,5 +38,8 @@ int main() {
   std::cout << torchium::show_config();
   const bool shampoo = fits<Shampoo>("Shampoo", ShampooOptions(0.3).update_freq(2));
   const bool adagrad = fits<Adagrad>("Adagrad", AdagradOptions(0.3));
-  return shampoo && adagrad ? 0 : 1;
+  const bool kfac = fits<KFAC>("KFAC", KFACOptions(0.3).TCov(1).TInv(1).kl_clip(std::nullopt));
+  const bool natural =
+      fits<NaturalGradient>("NaturalGradient", NaturalGradientOptions(0.3).max_norm(1.0));
+  return shampoo && adagrad && kfac && natural ? 0 : 1;
 }
