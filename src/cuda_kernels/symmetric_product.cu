@@ -18,6 +18,7 @@ constexpr int kSharedBytes = kStages * kStageBytes + 1024;
 constexpr int kStride = kTile + 8;
 static_assert(4 * kTile * kStride * 2 <= kStages * kStageBytes);
 
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
 __device__ void copy_async(uint32_t target, const void* source, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
                "r"(valid ? 16 : 0)
@@ -45,7 +46,7 @@ class TileProduct {
     shares_ = row_ == column_ && arguments.A.data == arguments.B.data;
   }
 
-  [[maybe_unused]] __device__ void run() {  // on Hopper
+  __device__ void run() {
     float sum[64];
     accumulate(sum);
     finish(sum);
@@ -219,6 +220,7 @@ class TileProduct {
   int row_, column_;
   bool shares_;
 };
+#endif
 
 __global__ void __launch_bounds__(kThreads, 1)
     symmetric_product_kernel(const __grid_constant__ SymmetricProduct arguments, int tiles) {
