@@ -1,6 +1,10 @@
 #include "gradients/embedding_block.h"
 
+#include "gradients/embedding_gram.h"
+#include "gradients/random_vectors.h"
+
 #include <ATen/ATen.h>
+#include <ATen/Context.h>
 
 #include <algorithm>
 #include <tuple>
@@ -35,6 +39,10 @@ EmbeddingBlock::EmbeddingBlock(at::Tensor indices, at::Tensor e, int64_t table_r
     : indices_(std::move(indices)), e_(std::move(e)), table_rows_(table_rows) {}
 
 void EmbeddingBlock::add_gram_(at::Tensor& K, double weight) const {
+  if (K.is_cpu()) {
+    add_embedding_gram_on_cpu_(K, indices_, e_, weight);
+    return;
+  }
   const int64_t n = indices_.size(0);
   const bool many_rows = indices_.numel() < table_rows_;
   const at::Tensor indices = many_rows ? renumbered(indices_) : indices_;
@@ -47,9 +55,18 @@ void EmbeddingBlock::add_gram_(at::Tensor& K, double weight) const {
   }
 }
 
-at::Tensor EmbeddingBlock::transpose_product(const at::Tensor& w) const {
-  return at::embedding_dense_backward(e_ * w.view({-1, 1, 1}), indices_, table_rows_,
+at::Tensor EmbeddingBlock::add_up(const at::Tensor& e, const at::Tensor& w) const {
+  return at::embedding_dense_backward(e * w.view({-1, 1, 1}), indices_, table_rows_,
                                       /*padding_idx=*/-1, /*scale_grad_by_freq=*/false);
+}
+
+at::Tensor EmbeddingBlock::transpose_product(const at::Tensor& w) const { return add_up(e_, w); }
+
+std::pair<at::Tensor, at::Tensor> EmbeddingBlock::sketch(const at::Tensor& x,
+                                                         const at::Tensor& w) const {
+  const at::NoTF32Guard full_precision;
+  const at::Tensor Q = random_vectors(e_.size(2), w.options()).t();
+  return {at::mm(x, Q), add_up(at::matmul(e_, Q), w)};
 }
 
 at::Tensor EmbeddingBlock::product(const at::Tensor& x) const {

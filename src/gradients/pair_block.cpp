@@ -1,11 +1,11 @@
 #include "gradients/pair_block.h"
 
+#include "gradients/random_vectors.h"
+
 #include <ATen/ATen.h>
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 
 #include <algorithm>
-#include <cmath>
 #include <utility>
 
 namespace torchium::gradients::detail {
@@ -16,9 +16,6 @@ constexpr int64_t kMaxRowElements = int64_t{1} << 23;
 // Samples of one side of a product of pairs at most: only blocks on and below the diagonal of the
 // result are computed.
 constexpr int64_t kMaxPairSamples = 128;
-// A matrix that is ten times above a threshold has images below it with a probability of 1e-7.
-constexpr int64_t kRandomVectors = 8;
-constexpr uint64_t kRandomSeed = 0x5deece66d;
 
 // rows [n, groups, fan_out, fan_in] <- beta rows + sum_t G[group, i, t] A[group, i, t]^T
 void add_rows_(at::Tensor rows, const Positions& x, double beta) {
@@ -179,13 +176,8 @@ at::Tensor PairBlock::product(const at::Tensor& x) const {
 std::pair<at::Tensor, at::Tensor> PairBlock::sketch(const at::Tensor& x,
                                                     const at::Tensor& w) const {
   const at::NoTF32Guard full_precision;
-  const at::Generator generator = at::detail::createCPUGenerator(kRandomSeed);
-  const at::Tensor Q =
-      at::randn({1, kRandomVectors, fan_out_}, generator, w.options().device(at::kCPU))
-          .mul_(1.0 / std::sqrt(static_cast<double>(kRandomVectors)))  // keeps norms on average
-          .to(w.device())
-          .expand({groups_, -1, -1});
-  at::Tensor of_product = at::zeros({groups_, kRandomVectors, fan_in_}, w.options());
+  const at::Tensor Q = random_vectors(fan_out_, w.options()).expand({groups_, -1, -1});
+  at::Tensor of_product = at::zeros({groups_, Q.size(1), fan_in_}, w.options());
   for_each_piece([&](const Positions& y, int64_t row) {
     const auto [A, G] = weighted(y, w.narrow(0, row, y.A.size(1)));
     of_product.baddbmm_(at::bmm(Q, G.flatten(1, 2).mT()), A.flatten(1, 2));

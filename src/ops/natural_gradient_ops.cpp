@@ -1,6 +1,7 @@
 // Operators of the natural gradient: schemas and registration, no maths. See
 // optim/natural_gradient_step.h.
 
+#include "gradients/jacobian.h"
 #include "optim/natural_gradient_step.h"
 
 #include <ATen/ATen.h>
@@ -56,6 +57,24 @@ at::Tensor natural_gradient_step_(at::TensorList params, at::TensorList grads, a
       factorization.value_or(at::Tensor()), refreshed, found_inf.value_or(at::Tensor()));
 }
 
+at::Tensor natural_gradient_factorize_meta(at::TensorList params, at::TensorList inputs,
+                                           at::TensorList output_gradients, at::IntArrayRef uses,
+                                           at::ArrayRef<double> use_eps,
+                                           at::ArrayRef<double> dampings, std::string solver,
+                                           double scale,
+                                           const std::optional<at::Tensor>& loss_scale) {
+  const auto parsed = gradients::detail::parse_uses(inputs, output_gradients, uses, use_eps);
+  c10::SymInt size = 0;
+  for (const auto& param : params) {
+    size += param.sym_numel();
+  }
+  c10::SymInt order = gradients::detail::count_samples(parsed);
+  if (!optim::detail::solves_in_sample_space(solver, order, size)) {
+    order = 0;
+  }
+  return at::empty_symint({order, order}, output_gradients[0].options().dtype(at::kDouble));
+}
+
 at::Tensor natural_gradient_step_meta(
     at::TensorList params, at::TensorList grads, at::TensorList steps,
     at::TensorList momentum_buffers, at::Tensor status, at::TensorList inputs,
@@ -93,6 +112,7 @@ TORCH_LIBRARY_IMPL(torchium, CompositeExplicitAutograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(torchium, Meta, m) {
+  m.impl("natural_gradient_factorize", natural_gradient_factorize_meta);
   m.impl("natural_gradient_step_", natural_gradient_step_meta);
 }
 

@@ -107,11 +107,17 @@ StepScalar step_size(const StepScalar& lr, bool maximize, const at::Tensor& norm
 
 }  // namespace
 
+bool solves_in_sample_space(const std::string& solver, const c10::SymInt& samples,
+                            const c10::SymInt& elements) {
+  check_solver(solver);
+  return solver == "gram" ||
+         (solver == "auto" && samples <= elements && samples <= kMaxGramSamples);
+}
+
 at::Tensor natural_gradient_factorize(at::TensorList params, const CapturedBatch& batch,
                                       const std::vector<double>& dampings,
                                       const std::string& solver) {
   c10::NoGradGuard no_grad;
-  check_solver(solver);
   check_dampings(dampings, params.size());
   const Jacobian J(params, batch.uses, batch.scale, batch.loss_scale);
   const int64_t n = J.samples();
@@ -121,7 +127,7 @@ at::Tensor natural_gradient_factorize(at::TensorList params, const CapturedBatch
     size += params[p].numel();
     weights.push_back(1.0 / (dampings[p] * static_cast<double>(n)));
   }
-  if (solver == "cg" || (solver == "auto" && (n > size || n > kMaxGramSamples))) {
+  if (!solves_in_sample_space(solver, n, size)) {
     return at::empty({0, 0}, batch.uses[0].output_gradient.options().dtype(at::kDouble));
   }
   at::Tensor S = J.gram(weights);

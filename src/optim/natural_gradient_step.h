@@ -42,9 +42,14 @@ struct NaturalGradientState {
   at::Tensor status;                         // step_status.h
 };
 
+// Whether `solver` means a factorisation: "gram", or "auto" with at most as many samples as
+// elements of parameters, and at most 4096. Else it means conjugate gradients. ValueError on other
+// names.
+bool solves_in_sample_space(const std::string& solver, const c10::SymInt& samples,
+                            const c10::SymInt& elements);
+
 // The Cholesky factor L [n, n] float64 of S = J Lambda^-1 J^T / n + I, Lambda the dampings; NaN
-// where S is not positive definite. Empty [0, 0] where `solver` means conjugate gradients: "cg", or
-// "auto" with more samples than parameters or than 4096.
+// where S is not positive definite. Empty [0, 0] where `solver` means conjugate gradients.
 at::Tensor natural_gradient_factorize(at::TensorList params, const CapturedBatch& batch,
                                       const std::vector<double>& dampings,
                                       const std::string& solver);
