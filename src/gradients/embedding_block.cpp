@@ -43,6 +43,9 @@ void EmbeddingBlock::add_gram_(at::Tensor& K, double weight) const {
     add_embedding_gram_on_cpu_(K, indices_, e_, weight);
     return;
   }
+  if (indices_.numel() == 0) {
+    return;
+  }
   const int64_t n = indices_.size(0);
   const bool many_rows = indices_.numel() < table_rows_;
   const at::Tensor indices = many_rows ? renumbered(indices_) : indices_;
