@@ -179,8 +179,9 @@ at::Tensor natural_gradient_step(const NaturalGradientHyperparameters& h, at::Te
   if (accepted.skipped_on_host()) {
     return report;
   }
-  const at::Tensor norm_factor = h.max_norm ? (*h.max_norm / squares.sum().sqrt_()).clamp_max_(1.0)
-                                            : at::ones({}, report.options());
+  const at::Tensor norm_factor =
+      h.max_norm ? accepted.zero_if_skipped((*h.max_norm / squares.sum().sqrt_()).clamp_max_(1.0))
+                 : at::ones({}, report.options());
   for (size_t p = 0; p < params.size(); ++p) {
     at::Tensor param = params[p];
     const at::Tensor direction = accepted.zero_if_skipped(d[p]);
