@@ -133,7 +133,8 @@ at::Tensor natural_gradient_factorize(at::TensorList params, const CapturedBatch
   at::Tensor S = J.gram(weights);
   S.diagonal().add_(1.0);
   const auto [L, info] = at::linalg_cholesky_ex(S);
-  return at::where(info == 0, L, std::numeric_limits<double>::quiet_NaN());
+  // cuSOLVER's factor lies in columns; the fake implementation promises rows.
+  return at::where(info == 0, L, std::numeric_limits<double>::quiet_NaN()).contiguous();
 }
 
 at::Tensor natural_gradient_step(const NaturalGradientHyperparameters& h, at::TensorList params,
