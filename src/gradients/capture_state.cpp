@@ -52,9 +52,40 @@ bool OperatorCapture::State::is_accumulated(int64_t position) const {
   return found != executed->end() && found->second.needed_;
 }
 
-bool OperatorCapture::State::has_no_gradient(int64_t position) const {
+int64_t OperatorCapture::State::pass_of(int64_t task) {
+  const auto count = static_cast<int64_t>(passes.size());
+  const auto [found, is_new] = passes.try_emplace(task, count);
+  const int64_t pass = found->second;
+  if (is_new && task == autograd::get_current_graph_task_id()) {
+    autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), task, pass] {
+      if (const auto state = weak.lock()) {
+        const std::lock_guard lock(state->mutex);
+        const auto known = state->passes.find(task);
+        if (known != state->passes.end() && known->second == pass) {  // not forgotten meanwhile
+          state->ended_passes.insert(pass);
+        }
+      }
+    });
+  }
+  return pass;
+}
+
+void OperatorCapture::State::arrive(int64_t position, int64_t pass, std::vector<int64_t>& gone) {
   const auto impl = position < 0 ? nullptr : params[position].lock();
-  return impl != nullptr && !at::Tensor(impl).grad().defined();
+  if (impl == nullptr) {
+    return;
+  }
+  auto& earlier = passes_of_param[position];
+  if (!at::Tensor(impl).grad().defined()) {
+    std::erase_if(earlier, [&](int64_t other) {
+      const bool is_gone = other != pass && ended_passes.count(other) != 0;
+      if (is_gone) {
+        gone.push_back(other);
+      }
+      return is_gone;
+    });
+  }
+  earlier.insert(pass);
 }
 
 void OperatorCapture::State::receive(PendingUse& use, const at::Tensor& gradient) {
@@ -73,16 +104,18 @@ void OperatorCapture::State::receive(PendingUse& use, const at::Tensor& gradient
   }
   layer.output_gradient = without_history(gradient).reshape(use.output_sizes);
   const int64_t task = use.outer_task >= 0 ? use.outer_task : autograd::get_current_graph_task_id();
-  const auto count = static_cast<int64_t>(micro_batches.size());
-  layer.micro_batch = micro_batches.try_emplace(task, count).first->second;
-  const bool weight_starts_anew = has_no_gradient(layer.weight);
-  const bool bias_starts_anew = has_no_gradient(layer.bias);
-  receiver({std::move(layer), weight_starts_anew, bias_starts_anew});
+  layer.micro_batch = pass_of(task);
+  std::vector<int64_t> gone;
+  arrive(layer.weight, layer.micro_batch, gone);
+  arrive(layer.bias, layer.micro_batch, gone);
+  receiver({std::move(layer), std::move(gone)});
 }
 
 void OperatorCapture::forget() {
   const std::lock_guard lock(state_->mutex);
-  state_->micro_batches.clear();
+  state_->passes.clear();
+  state_->ended_passes.clear();
+  state_->passes_of_param.clear();
 }
 
 void OperatorCapture::raise_error() {

@@ -11,6 +11,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -28,7 +29,7 @@ struct PendingUse {
 };
 using PendingUses = std::vector<std::shared_ptr<PendingUse>>;
 
-struct OperatorCapture::State {
+struct OperatorCapture::State : public std::enable_shared_from_this<State> {
   State(const std::vector<at::Tensor>& params, Receiver receiver);
 
   // Position of a parameter in the list; -1: not in it.
@@ -37,8 +38,11 @@ struct OperatorCapture::State {
   int64_t trainable_position(const at::Tensor& param) const;
   // Whether the current backward pass accumulates a gradient in the parameter at a position.
   bool is_accumulated(int64_t position) const;
-  // Whether the parameter at a position (or none, -1) has no gradient now.
-  bool has_no_gradient(int64_t position) const;
+  // The number of the current backward pass; `task` is its graph task.
+  int64_t pass_of(int64_t task);
+  // Notes that a backward pass has come to the parameter at a position (or none, -1), and adds to
+  // `gone` the ended ones whose gradient is gone.
+  void arrive(int64_t position, int64_t pass, std::vector<int64_t>& gone);
   // A use that has its gradient now.
   void receive(PendingUse& use, const at::Tensor& gradient);
 
@@ -47,8 +51,10 @@ struct OperatorCapture::State {
   std::vector<c10::weak_intrusive_ptr<at::TensorImpl>> params;
   std::unordered_map<const at::TensorImpl*, int64_t> positions;
 
-  std::mutex mutex;                                    // for what follows
-  std::unordered_map<int64_t, int64_t> micro_batches;  // by backward pass (graph task)
+  std::mutex mutex;                             // for what follows
+  std::unordered_map<int64_t, int64_t> passes;  // numbers of backward passes, by graph task
+  std::set<int64_t> ended_passes;
+  std::unordered_map<int64_t, std::set<int64_t>> passes_of_param;  // by position
   std::exception_ptr error;
   // Without a receiver:
   PendingUses uses;

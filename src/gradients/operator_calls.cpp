@@ -101,7 +101,8 @@ Reading convolution_call(Arguments a, at::Tensor input, const std::vector<int64_
                          const std::vector<int64_t>& padding, const std::vector<int64_t>& dilation,
                          int64_t groups) {
   const at::Tensor& weight = a[1].toTensor();
-  if (weight.dim() != 4) {
+  const auto is_plane = [](const auto& list) { return list.size() == 1 || list.size() == 2; };
+  if (weight.dim() != 4 || !is_plane(stride) || !is_plane(padding) || !is_plane(dilation)) {
     return std::nullopt;
   }
   LayerCall call = make_call(LayerKind::kConv2d, weight, tensor_or_none(a[2]), std::move(input));
@@ -118,10 +119,10 @@ Reading conv2d(Arguments a) {
 // "valid" and "same"; "same" pads one more zero behind than before where the total is odd.
 Reading conv2d_with_named_padding(Arguments a) {
   const auto dilation = a[5].toIntVector();
+  const at::Tensor& weight = a[1].toTensor();
   at::Tensor input = a[0].toTensor();
   std::vector<int64_t> padding{0, 0};
-  if (a[4].toStringRef() == "same") {
-    const at::Tensor& weight = a[1].toTensor();
+  if (a[4].toStringRef() == "same" && weight.dim() == 4 && !dilation.empty()) {
     const int64_t height = dilation.front() * (weight.size(2) - 1);
     const int64_t width = dilation.back() * (weight.size(3) - 1);
     padding = {height / 2, width / 2};

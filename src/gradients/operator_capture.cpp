@@ -62,25 +62,32 @@ struct CallContext : public at::ObserverContext {
   ~CallContext() override { hiding_operators -= hides_calls ? 1 : 0; }
 
   const bool hides_calls;
+  std::exception_ptr error;
   PendingUses uses;
   // Uses that an addition completes, with the position of the bias.
   std::vector<std::pair<std::shared_ptr<PendingUse>, int64_t>> completed;
 };
 
-// Exceptions of callbacks would be lost: every capture raises them later.
+// Runs a part of a callback, in which exceptions would be lost: the first is kept.
 template <typename Action>
-void keep_errors(Action&& action) noexcept {
+void keep_error(std::exception_ptr& error, Action&& action) noexcept {
   try {
     action();
   } catch (...) {
-    const auto error = std::current_exception();
-    Registry::instance().for_each([&](const auto& capture) {
-      const std::lock_guard lock(capture->mutex);
-      if (capture->error == nullptr) {
-        capture->error = error;
-      }
-    });
+    if (error == nullptr) {
+      error = std::current_exception();
+    }
   }
+}
+
+// Every capture raises it later.
+void report_error(const std::exception_ptr& error) {
+  Registry::instance().for_each([&](const auto& capture) {
+    const std::lock_guard lock(capture->mutex);
+    if (capture->error == nullptr) {
+      capture->error = error;
+    }
+  });
 }
 
 // The use of the last product that `target` is the result of, in the same capture.
@@ -131,17 +138,13 @@ std::unique_ptr<at::ObserverContext> start(const at::RecordFunction& function) {
   if (hiding_operators > 0 || !at::GradMode::is_enabled()) {
     return nullptr;
   }
-  std::unique_ptr<CallContext> context;
-  keep_errors([&] {
-    const LayerOperator* layer_operator = find_layer_operator(function.name());
-    if (layer_operator == nullptr) {
-      return;
-    }
-    const auto call = layer_operator->read(function.inputs());
-    if (call.has_value() || layer_operator->hides_calls) {
-      context = std::make_unique<CallContext>(layer_operator->hides_calls);
-    }
-    if (call.has_value()) {
+  const LayerOperator* layer_operator = find_layer_operator(function.name());
+  if (layer_operator == nullptr) {
+    return nullptr;
+  }
+  auto context = std::make_unique<CallContext>(layer_operator->hides_calls);
+  keep_error(context->error, [&] {
+    if (const auto call = layer_operator->read(function.inputs())) {
       note_call(*call, *context);
     }
   });
@@ -195,12 +198,12 @@ void end(const at::RecordFunction& function, at::ObserverContext* observed) {
   if (observed == nullptr) {
     return;
   }
-  keep_errors([&] {
-    auto& context = static_cast<CallContext&>(*observed);
-    const auto& outputs = function.outputs();  // none if the operator has thrown
-    if (outputs.empty() || !outputs.front().isTensor()) {
-      return;
-    }
+  auto& context = static_cast<CallContext&>(*observed);
+  const auto& outputs = function.outputs();
+  if (outputs.empty() || !outputs.front().isTensor()) {  // the operator has thrown
+    return;
+  }
+  keep_error(context.error, [&] {
     const at::Tensor& output = outputs.front().toTensor();
     for (auto& [use, bias] : context.completed) {
       use->layer.bias = bias;
@@ -210,6 +213,9 @@ void end(const at::RecordFunction& function, at::ObserverContext* observed) {
       note_output(output, context);
     }
   });
+  if (context.error != nullptr) {
+    report_error(context.error);
+  }
 }
 
 void Registry::add(const std::shared_ptr<OperatorCapture::State>& capture) {

@@ -17,10 +17,9 @@ struct CapturedUse {
   // `weight` and `bias` are positions in the list of the capture; -1: not there, frozen, or not
   // accumulated by this backward pass. `micro_batch` counts the backward passes.
   LayerUse use;
-  // The gradient of the weight (bias) was undefined when this backward pass came: what earlier
-  // passes have brought to it is gone.
-  bool weight_starts_anew = false;
-  bool bias_starts_anew = false;
+  // Earlier backward passes of the weight or bias, ended ones, whose gradient is gone: it was
+  // undefined when this pass came. Each is named once for each of the two.
+  std::vector<int64_t> gone_passes;
 };
 
 // Captures the uses of some parameters by these operators, called directly or by torch::nn:

@@ -25,32 +25,15 @@ struct BatchCapture::Data {
   std::map<int64_t, std::vector<Entry>> passes;  // by micro-batch
 
   void receive(CapturedUse captured);
-  void start_anew(int64_t param, int64_t micro_batch);
 };
 
 void BatchCapture::Data::receive(CapturedUse captured) {
   LayerUse& use = captured.use;
-  if (captured.weight_starts_anew) {
-    start_anew(use.weight, use.micro_batch);
-  }
-  if (captured.bias_starts_anew) {
-    start_anew(use.bias, use.micro_batch);
+  for (const int64_t pass : captured.gone_passes) {
+    passes.erase(pass);
   }
   const int64_t version = use.input._version();
   passes[use.micro_batch].push_back({std::move(use), version});
-}
-
-// If earlier passes have used the parameter, their gradients are gone, and so are their samples.
-void BatchCapture::Data::start_anew(int64_t param, int64_t micro_batch) {
-  const bool is_used_before = std::any_of(passes.begin(), passes.end(), [&](const auto& pass) {
-    return pass.first != micro_batch &&
-           std::any_of(pass.second.begin(), pass.second.end(), [&](const Entry& entry) {
-             return entry.use.weight == param || entry.use.bias == param;
-           });
-  });
-  if (is_used_before) {
-    std::erase_if(passes, [&](const auto& pass) { return pass.first != micro_batch; });
-  }
 }
 
 BatchCapture::BatchCapture() : data_(std::make_shared<Data>()) {}

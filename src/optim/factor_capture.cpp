@@ -71,10 +71,10 @@ void FactorCapture::Data::receive(const CapturedUse& captured) {
   }
   const FactorLayer& layer = layer_of(use);
   FactorSums& factor_sums = sums[weight.unsafeGetTensorImpl()];
-  const bool has_other_passes =
-      std::any_of(factor_sums.samples_of_pass.begin(), factor_sums.samples_of_pass.end(),
-                  [&](const auto& entry) { return entry.first != use.micro_batch; });
-  if (!factor_sums.A.defined() || (captured.weight_starts_anew && has_other_passes)) {
+  const bool is_gone =
+      std::any_of(captured.gone_passes.begin(), captured.gone_passes.end(),
+                  [&](int64_t pass) { return factor_sums.samples_of_pass.count(pass) != 0; });
+  if (!factor_sums.A.defined() || is_gone) {
     const int64_t fan_out = weight.size(0) / layer.groups;
     const int64_t order = weight.numel() / weight.size(0) + (layer.has_bias_row ? 1 : 0);
     const auto options = weight.options().dtype(state_dtype(weight)).requires_grad(false);

@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <map>
+#include <thread>
 
 namespace torchium::testing {
 namespace {
@@ -382,6 +383,57 @@ TEST(Kfac, FallsBackForAWeightThatIsAnEmbeddingToo) {
   optimizer.step();
   expect_contains(warnings.text, "embedding.weight (used by an embedding)");
   EXPECT_EQ(optimizer.report().fallback, std::vector<std::string>{"embedding.weight"});
+}
+
+// Their layers receive time or position as the first dimension.
+TEST(Kfac, FallsBackWithinTransformerLayers) {
+  nn::TransformerEncoderLayer layer(nn::TransformerEncoderLayerOptions(4, 2).dropout(0.0));
+  nn::Linear head(4, 3);
+  nn::Module model;
+  model.register_module("layer", layer);
+  model.register_module("head", head);
+  KFAC optimizer(model, KFACOptions(0.1));
+  Warnings warnings;
+  const auto x = layer(torch::randn({5, 6, 4}));
+  cross_entropy(head(x.mean(0)), torch::randint(3, {6}, torch::kLong)).backward();
+  optimizer.step();
+  EXPECT_EQ(optimizer.report().preconditioned,
+            (std::vector<std::string>{"head.weight", "head.bias"}));
+  expect_contains(warnings.text,
+                  "layer.linear1.weight (layer 'layer.linear1' (Linear) takes samples in another "
+                  "dimension than the first)");
+}
+
+TEST(Kfac, TakesMicroBatchesOfSeveralThreads) {
+  expect_as_usual(&make_mlp, kMlpSample, [](auto& optimizer, auto& model, const auto& batch) {
+    optimizer.zero_grad();
+    std::vector<std::thread> threads;
+    for (int part = 0; part < 3; ++part) {
+      threads.emplace_back([&, part] {
+        const auto output = model->forward(batch.inputs.narrow(0, 2 * part, 2));
+        (cross_entropy(output, batch.targets.narrow(0, 2 * part, 2)) / 3).backward();
+      });
+    }
+    for (auto& thread : threads) {
+      thread.join();
+    }
+    optimizer.step();
+  });
+}
+
+TEST(Kfac, KeepsNoModules) {
+  std::weak_ptr<nn::Module> module;
+  std::vector<torch::Tensor> params;
+  std::unique_ptr<KFAC> optimizer;
+  {
+    auto model = make_mlp();
+    module = model.ptr();
+    optimizer = std::make_unique<KFAC>(*model, KFACOptions(0.1));
+    train(*optimizer, model, kMlpSample, 0, 1);
+  }
+  EXPECT_TRUE(module.expired());
+  optimizer->zero_grad();
+  optimizer->step();
 }
 
 TEST(Kfac, LeavesFrozenAndUnusedParametersAlone) {

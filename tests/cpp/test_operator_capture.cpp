@@ -2,9 +2,12 @@
 // must explain the gradients: that is checked with products written down here.
 #include "gradients/operator_capture.h"
 #include "optimizer_testing.h"
+#include "torchium/optim/kfac.h"
+#include "torchium/optim/natural_gradient.h"
 
 #include <ATen/autocast_mode.h>
 #include <ATen/record_function.h>
+#include <torch/library.h>
 
 #include <atomic>
 #include <thread>
@@ -26,14 +29,14 @@ class Recorder {
   explicit Recorder(const Tensors& params)
       : capture_(params, [this](CapturedUse captured) {
           uses.push_back(std::move(captured.use));
-          starts_anew = captured.weight_starts_anew || captured.bias_starts_anew;
+          gone_passes = std::move(captured.gone_passes);
         }) {
     capture_.set_enabled(true);
   }
   OperatorCapture* operator->() { return &capture_; }
 
   std::vector<LayerUse> uses;
-  bool starts_anew = false;  // the last use
+  std::vector<int64_t> gone_passes;  // as the last use told
 
  private:
   OperatorCapture capture_;
@@ -346,21 +349,31 @@ TEST(OperatorCapture, TellsBackwardPassesApart) {
   EXPECT_EQ(recorder.uses[3].micro_batch, 1);
 }
 
-TEST(OperatorCapture, TellsThatGradientsStartAnew) {
+TEST(OperatorCapture, TellsWhichGradientsAreGone) {
+  using Passes = std::vector<int64_t>;
   nn::Linear layer(3, 4);
   Recorder recorder(layer->parameters());
   const auto pass = [&] {
-    layer(torch::relu(layer->weight.new_ones({2, 3}))).sum().backward();
-    return recorder.starts_anew;
+    recorder.gone_passes = {-1};
+    layer(torch::ones({2, 3})).sum().backward();
+    return recorder.gone_passes;
   };
-  EXPECT_TRUE(pass());
-  EXPECT_FALSE(pass());
+  EXPECT_EQ(pass(), Passes{});
+  EXPECT_EQ(pass(), Passes{});
   layer->bias.mutable_grad() = torch::Tensor();
-  EXPECT_TRUE(pass());
+  EXPECT_EQ(pass(), (Passes{0, 1}));
   layer->zero_grad();
-  EXPECT_TRUE(pass());
+  EXPECT_EQ(pass(), (Passes{0, 1, 2, 2}));  // three of the weight, one of the bias
   layer->zero_grad(/*set_to_none=*/false);
-  EXPECT_FALSE(pass());
+  EXPECT_EQ(pass(), Passes{});
+  recorder->forget();
+  layer->zero_grad();
+  EXPECT_EQ(pass(), Passes{});
+  nn::Linear late(4, 4);
+  Recorder both({layer->weight, late->weight});
+  layer(torch::ones({2, 3})).sum().backward();
+  late(layer(torch::ones({2, 3}))).sum().backward();  // its first gradient
+  EXPECT_EQ(both.gone_passes, Passes{});
 }
 
 // A forward and backward pass within a backward pass, as activation checkpointing has them.
@@ -551,9 +564,55 @@ TEST(OperatorCapture, ErrorsOfOperatorsAreTheirOwn) {
   nn::Linear layer(3, 4);
   Recorder recorder(layer->parameters());
   EXPECT_THROW(layer(torch::randn({2, 5})), c10::Error);
+  const auto kernel = parameter(torch::randn({3, 2, 3, 3}));
+  const auto image = torch::randn({1, 2, 5, 5});
+  EXPECT_THROW(torch::conv2d(image, kernel, {}, at::IntArrayRef{}), c10::Error);
+  EXPECT_THROW(torch::conv2d(image, layer->weight, {}, 1, "same"), c10::Error);
   layer(torch::randn({2, 3})).sum().backward();
   EXPECT_EQ(recorder.uses.size(), 1U);
   recorder->raise_error();
+}
+
+// Makes the capture fail, but no operator: under this key detach() throws.
+constexpr auto kFailing = c10::DispatchKey::TESTING_ONLY_GenericMode;
+TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, m) {
+  m.fallback(torch::CppFunction::makeFallthrough());
+}
+TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericMode, m) {
+  m.impl("detach", [](const at::Tensor& tensor) -> at::Tensor {
+    TORCH_CHECK(false, "the capture has failed");
+    return tensor;
+  });
+}
+
+TEST(OperatorCapture, ErrorsOfCallbacksAreKept) {
+  nn::Linear layer(3, 4);
+  Recorder recorder(layer->parameters());
+  {
+    const c10::impl::IncludeDispatchKeyGuard failing(kFailing);
+    EXPECT_NO_THROW(layer(torch::randn({2, 3})));
+  }
+  layer(torch::randn({2, 3})).sum().backward();
+  EXPECT_EQ(recorder.uses.size(), 1U);
+  const auto raise = [&] { recorder->raise_error(); };
+  expect_contains(message_of<c10::Error>(raise), "the capture has failed");
+  raise();  // once
+}
+
+TEST(OperatorCapture, ErrorsOfCallbacksAreRaisedByTheStep) {
+  nn::Linear layer(3, 4);
+  optim::NaturalGradient natural(*layer);
+  optim::KFAC kfac(*layer);
+  torch::Tensor output;
+  {
+    const c10::impl::IncludeDispatchKeyGuard failing(kFailing);
+    output = layer(torch::randn({2, 3}));
+  }
+  output.sum().backward();
+  const auto before = copies(layer->parameters());
+  expect_contains(message_of<c10::Error>([&] { natural.step(); }), "the capture has failed");
+  expect_contains(message_of<c10::Error>([&] { kfac.step(); }), "the capture has failed");
+  expect_equal(copies(layer->parameters()), before);
 }
 
 TEST(OperatorCapture, ErrorsOfTheReceiverLeaveTheBackwardPass) {

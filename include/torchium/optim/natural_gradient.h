@@ -90,8 +90,9 @@ struct NaturalGradientReport {
 };
 
 /// Natural gradient with the damped empirical Fisher matrix of the batch, for a loss that is a mean
-/// over the samples. Every parameter must get its gradient from the operators of
-/// CapturingOptimizer.
+/// over the samples. Every parameter must be used by the operators of CapturingOptimizer. What else
+/// reaches its gradient, as a penalty in the loss, is a part of the gradient, but not of the Fisher
+/// matrix.
 ///
 /// The constructors throw c10::ValueError for a layer of torch::nn with trainable parameters that
 /// is not supported, recurrent and transformer layers among them. step() throws it, and changes
