@@ -89,9 +89,20 @@ std::vector<at::Tensor> CapturingOptimizer::all_params() const {
   return params;
 }
 
-int64_t CapturingOptimizer::host_step(const at::Tensor& param) const {
-  SecondOrderParamState* state = find_state(param);
-  return state == nullptr ? 0 : host_steps({state}).front();
+std::vector<int64_t> CapturingOptimizer::steps_taken(const std::vector<at::Tensor>& params) const {
+  std::vector<SecondOrderParamState*> states;
+  for (const auto& param : params) {
+    if (auto* state = find_state(param)) {
+      states.push_back(state);
+    }
+  }
+  const auto known = host_steps(states);
+  auto next = known.begin();
+  std::vector<int64_t> result;
+  for (const auto& param : params) {
+    result.push_back(find_state(param) == nullptr ? 0 : *next++);
+  }
+  return result;
 }
 
 std::string CapturingOptimizer::name_of(const at::Tensor& param) const {

@@ -187,20 +187,21 @@ KFACParamState* KFAC::state_of(const at::Tensor& param) const {
 // ---- capture
 
 void KFAC::forget_captures() {
-  const auto is_watched = [&](const at::Tensor& param) {
-    const auto* place = layers().find(param);
-    return place == nullptr || !place->samples_are_hidden;
-  };
   std::vector<at::Tensor> watched;
-  std::vector<bool> due;
+  std::vector<int64_t> TCovs;
   for (const auto& group : param_groups_) {
-    const int64_t TCov = kfac_options(group.options()).TCov();
     for (const auto& param : group.params()) {
-      if (is_watched(param)) {
+      const auto* place = layers().find(param);
+      if (place == nullptr || !place->samples_are_hidden) {
         watched.push_back(param);
-        due.push_back(param.dim() >= 2 && host_step(param) % TCov == 0);
+        TCovs.push_back(kfac_options(group.options()).TCov());
       }
     }
+  }
+  const auto steps = steps_taken(watched);
+  std::vector<bool> due;
+  for (const auto i : c10::irange(watched.size())) {
+    due.push_back(watched[i].dim() >= 2 && steps[i] % TCovs[i] == 0);
   }
   capture_->watch(watched);
   capture_->forget();
@@ -233,6 +234,7 @@ void KFAC::note_skip(const std::vector<at::Tensor>& params) {
 // The layers that have factors, or get their first ones.
 std::vector<detail::PreconditionedLayer> KFAC::find_layers(const detail::JointStep& step) {
   std::vector<detail::PreconditionedLayer> found;
+  const auto steps = steps_taken(step.params);
   for (const auto i : c10::irange(step.params.size())) {
     const at::Tensor& weight = step.params[i];
     const detail::FactorLayer* layer = capture_->layer(weight);
@@ -244,7 +246,7 @@ std::vector<detail::PreconditionedLayer> KFAC::find_layers(const detail::JointSt
     if (sums == nullptr && !known) {
       continue;
     }
-    const bool due = host_step(weight) % kfac_options(*step.options[i]).TInv() == 0;
+    const bool due = steps[i] % kfac_options(*step.options[i]).TInv() == 0;
     found.push_back({static_cast<int64_t>(i), step.position(layer->bias), sums, due || !known});
   }
   return found;

@@ -143,18 +143,12 @@ bool NaturalGradient::is_refresh() const {
   if (param_groups_.empty()) {
     return true;
   }
-  std::vector<SecondOrderParamState*> states;
-  for (const auto& param : all_params()) {
-    if (auto* state = find_state(param)) {
-      states.push_back(state);
-    }
-  }
-  int64_t steps_taken = 0;
-  for (const int64_t count : host_steps(states)) {
-    steps_taken = std::max(steps_taken, count);
+  int64_t taken = 0;
+  for (const int64_t count : steps_taken(all_params())) {
+    taken = std::max(taken, count);
   }
   const auto& o = natural_gradient_options(param_groups_.front().options());
-  return steps_taken % o.update_freq() == 0 || notes_->kept_batch == nullptr;
+  return taken % o.update_freq() == 0 || notes_->kept_batch == nullptr;
 }
 
 // ---- what cannot be seen
@@ -268,14 +262,14 @@ void NaturalGradient::take_joint_step(const detail::JointStep& joint) {
         detail::member_list(step.states, &NaturalGradientParamState::momentum_buffer);
   }
   state.status = step.status;
-  const int64_t before = host_step(joint.params.front());
+  const auto before = steps_taken({joint.params.front()});
   notes_->result = detail::natural_gradient_step(h, step.params, step.grads, state,
                                                  core_batch(*batch, joint, all_params()), L,
                                                  refresh, /*found_inf=*/{});
   notes_->samples = batch->samples();
   finish_step(0, step);
   // On the CPU a skipped step is known at once.
-  if (refresh && host_step(joint.params.front()) > before) {
+  if (refresh && steps_taken({joint.params.front()}) > before) {
     keep(std::move(batch));
   }
 }

@@ -40,6 +40,6 @@ int main() {
   const bool adagrad = fits<Adagrad>("Adagrad", AdagradOptions(0.3));
   const bool kfac = fits<KFAC>("KFAC", KFACOptions(0.3).TCov(1).TInv(1).kl_clip(std::nullopt));
   const bool natural =
-      fits<NaturalGradient>("NaturalGradient", NaturalGradientOptions(0.3).max_norm(1.0));
+      fits<NaturalGradient>("NaturalGradient", NaturalGradientOptions(1.0).damping(1.0));
   return shampoo && adagrad && kfac && natural ? 0 : 1;
 }

@@ -67,8 +67,8 @@ class TORCHIUM_API CapturingOptimizer : public SecondOrderOptimizer {
   std::string name_of(const at::Tensor& param) const;
   std::string describe(const at::Tensor& param) const override;
   std::vector<at::Tensor> all_params() const;
-  // Steps a parameter has taken; 0 without state.
-  int64_t host_step(const at::Tensor& param) const;
+  // Steps each parameter has taken; 0 without state.
+  std::vector<int64_t> steps_taken(const std::vector<at::Tensor>& params) const;
 
   void take_step(const ActiveParams& active) override;
   const char* root_remedy() const override;
