@@ -1,0 +1,184 @@
+// Options and state of KFAC, and what its archives hold.
+#include "optim/factor_capture.h"
+#include "optim/kfac_parts.h"
+#include "optim/kfac_step.h"
+#include "optim/option_fields.h"
+#include "optim/state_checks.h"
+#include "torchium/optim/kfac.h"
+
+#include <ATen/ATen.h>
+#include <c10/util/irange.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace torchium::optim {
+namespace {
+
+int64_t fan_in(const at::Tensor& weight) {
+  return weight.size(0) == 0 ? 0 : weight.numel() / weight.size(0);
+}
+
+}  // namespace
+
+KFACOptions::KFACOptions(double lr) : lr_(lr) {}
+
+double KFACOptions::get_lr() const { return lr(); }
+void KFACOptions::set_lr(const double lr) { this->lr(lr); }
+
+void KFACOptions::serialize(torch::serialize::InputArchive& archive) {
+  detail::read_options(archive, *this);
+}
+void KFACOptions::serialize(torch::serialize::OutputArchive& archive) const {
+  detail::write_options(archive, *this);
+}
+
+bool operator==(const KFACOptions& lhs, const KFACOptions& rhs) {
+  return detail::equal_options(lhs, rhs);
+}
+
+std::unique_ptr<torch::optim::OptimizerParamState> KFACParamState::clone() const {
+  return std::make_unique<KFACParamState>(*this);
+}
+
+std::vector<SecondOrderParamState::NamedTensor> KFACParamState::parameter_shaped() {
+  return {{"momentum_buffer", &momentum_buffer()}};
+}
+
+std::vector<SecondOrderParamState::NamedTensor> KFACParamState::factors() {
+  return {{"A", &A()},
+          {"G", &G()},
+          {"A_inverse", &A_inverse()},
+          {"G_inverse", &G_inverse()},
+          {"A_eigenvectors", &A_eigenvectors()},
+          {"G_eigenvectors", &G_eigenvectors()},
+          {"A_eigenvalues", &A_eigenvalues()},
+          {"G_eigenvalues", &G_eigenvalues()},
+          {"factor_updates", &factor_updates()},
+          {"root_failures", &root_failures()}};
+}
+
+std::vector<std::pair<std::string, at::Tensor>> KFACParamState::tensors() const {
+  auto result = SecondOrderParamState::tensors();
+  // factors() gives addresses for writing too; nothing is written here.
+  for (const auto& [key, tensor] : const_cast<KFACParamState*>(this)->factors()) {
+    if (tensor->defined()) {
+      result.emplace_back(key, *tensor);
+    }
+  }
+  return result;
+}
+
+void KFACParamState::serialize(torch::serialize::InputArchive& archive) {
+  SecondOrderParamState::serialize(archive);
+  for (const auto& [key, tensor] : factors()) {
+    archive.try_read(key, *tensor, /*is_buffer=*/true);
+  }
+}
+
+namespace detail {
+
+const KFACOptions& kfac_options(const torch::optim::OptimizerOptions& options) {
+  const auto* result = dynamic_cast<const KFACOptions*>(&options);
+  TORCH_CHECK_VALUE(result != nullptr, "a parameter group of KFAC needs KFACOptions");
+  return *result;
+}
+
+void add_factors(KFACParamState& state, const at::Tensor& weight, bool has_bias, int64_t groups,
+                 const std::string& damping_split) {
+  const auto split = parse_damping_split(damping_split);
+  const auto layer = kfac_init_state(weight, has_bias, groups, split);
+  state.A(layer.A).G(layer.G);
+  state.factor_updates(layer.factor_updates).root_failures(layer.root_failures);
+  if (split == DampingSplit::kExact) {
+    state.A_eigenvectors(layer.A_root).G_eigenvectors(layer.G_root);
+    state.A_eigenvalues(layer.A_eigenvalues).G_eigenvalues(layer.G_eigenvalues);
+  } else {
+    state.A_inverse(layer.A_root).G_inverse(layer.G_root);
+  }
+}
+
+}  // namespace detail
+
+void KFAC::fit_loaded(const Options& options, const std::vector<at::Tensor>& params,
+                      const std::vector<SecondOrderParamState*>& loaded,
+                      const std::vector<SecondOrderParamState*>& fitted) const {
+  for (const auto i : c10::irange(params.size())) {
+    const at::Tensor& weight = params[i];
+    auto& source = static_cast<KFACParamState&>(*loaded[i]);
+    auto& target = static_cast<KFACParamState&>(*fitted[i]);
+    if (!source.A().defined() || weight.dim() < 2) {
+      continue;
+    }
+    // The order of A tells whether it has a row for a bias.
+    const bool has_stack =
+        source.A().dim() == 3 && source.A().size(0) > 0 && weight.size(0) % source.A().size(0) == 0;
+    const int64_t groups = has_stack ? source.A().size(0) : 1;
+    const bool has_bias_row = source.A().size(-1) == fan_in(weight) + 1;
+    detail::add_factors(target, weight, has_bias_row, groups,
+                        detail::kfac_options(options).damping_split());
+    const auto sources = source.factors();
+    const auto targets = target.factors();
+    for (const auto k : c10::irange(targets.size())) {
+      const auto& [key, tensor] = targets[k];
+      if (tensor->defined()) {
+        TORCH_CHECK_VALUE(sources[k].second->defined(), "the archive has no ", key, " of ",
+                          describe(weight));
+        detail::check_fits(*sources[k].second, *tensor, key, describe(weight));
+        tensor->copy_(*sources[k].second);
+      }
+    }
+  }
+}
+
+// Which bias shares the factors of which weight: rows of two positions in all_params(), -1 for
+// none.
+void KFAC::save_more(torch::serialize::OutputArchive& archive) const {
+  const auto params = all_params();
+  const auto position = [&](const at::Tensor& param) -> int64_t {
+    const auto found = std::find_if(params.begin(), params.end(),
+                                    [&](const auto& other) { return other.is_same(param); });
+    return found == params.end() ? -1 : found - params.begin();
+  };
+  std::vector<int64_t> rows;
+  for (const auto i : c10::irange(params.size())) {
+    KFACParamState* state = state_of(params[i]);
+    const auto* layer = capture_->layer(params[i]);
+    if (state != nullptr && state->A().defined() && layer != nullptr) {
+      rows.insert(rows.end(), {static_cast<int64_t>(i), position(layer->bias)});
+    }
+  }
+  archive.write("layers", at::tensor(rows, at::kLong).view({-1, 2}), /*is_buffer=*/true);
+}
+
+std::function<void()> KFAC::read_more(torch::serialize::InputArchive& archive) {
+  at::Tensor rows;
+  TORCH_CHECK_VALUE(archive.try_read("layers", rows, /*is_buffer=*/true),
+                    "the archive has no entry 'layers'; it was not written by KFAC");
+  const auto params = all_params();
+  const auto count = static_cast<int64_t>(params.size());
+  TORCH_CHECK_VALUE(rows.scalar_type() == at::kLong && rows.dim() == 2 && rows.size(1) == 2 &&
+                        (rows < count).all().item<bool>() && (rows >= -1).all().item<bool>() &&
+                        (rows.select(1, 0) >= 0).all().item<bool>(),
+                    "the entry 'layers' of the archive does not fit the optimizer's ", count,
+                    " parameters");
+  return [this, rows, params] {
+    *notes_ = Notes();
+    capture_->forget_layers();
+    for (const auto i : c10::irange(rows.size(0))) {
+      const at::Tensor& weight = params[rows[i][0].item<int64_t>()];
+      const auto bias = rows[i][1].item<int64_t>();
+      const KFACParamState* state = state_of(weight);
+      if (state != nullptr && state->A().defined()) {
+        detail::FactorLayer layer;
+        layer.bias = bias >= 0 ? params[bias] : at::Tensor();
+        layer.has_bias_row = state->A().size(-1) == fan_in(weight) + 1;
+        layer.groups = state->A().size(0);
+        capture_->set_layer(weight, std::move(layer));
+      }
+    }
+    forget_captures();
+  };
+}
+
+}  // namespace torchium::optim
