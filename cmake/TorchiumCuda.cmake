@@ -1,29 +1,43 @@
-# TORCHIUM_CUDA=AUTO|ON|OFF decides whether the CUDA sources are built; sets TORCHIUM_WITH_CUDA.
+# TORCHIUM_CUDA=AUTO|ON|OFF decides whether the CUDA sources are built, TORCHIUM_ARCHS for which GPUs;
+# sets TORCHIUM_WITH_CUDA.
 
 set(TORCHIUM_CUDA "AUTO" CACHE STRING "Build the CUDA kernels: AUTO (if nvcc is found), ON or OFF")
 set_property(CACHE TORCHIUM_CUDA PROPERTY STRINGS AUTO ON OFF)
 if(NOT TORCHIUM_CUDA MATCHES "^(AUTO|ON|OFF)$")
   message(FATAL_ERROR "TORCHIUM_CUDA is '${TORCHIUM_CUDA}'; it must be AUTO, ON or OFF.")
 endif()
+set(TORCHIUM_ARCHS "" CACHE STRING
+    "GPU architectures in torch's spelling, as 8.0;9.0a;12.0+PTX (empty: $TORCH_CUDA_ARCH_LIST, else 9.0a)")
+
+# Torch's spelling of architectures ("9.0a 8.0+PTX") as CMake's ("90a-real;80").
+function(torchium_cuda_architectures torch_spelling result)
+  string(REGEX REPLACE "[ ,;]+" ";" _archs "${torch_spelling}")
+  set(_architectures "")
+  foreach(_arch IN LISTS _archs)
+    if(NOT _arch MATCHES "^([0-9]+)\\.([0-9][af]?)(\\+PTX)?$")
+      message(FATAL_ERROR
+        "TORCHIUM_ARCHS or TORCH_CUDA_ARCH_LIST names the architecture '${_arch}'; write compute "
+        "capabilities as 8.0, 9.0a or 12.0+PTX, separated by semicolons.")
+    endif()
+    set(_kind "-real")
+    if(CMAKE_MATCH_3) # for later GPUs as well
+      set(_kind "")
+    endif()
+    list(APPEND _architectures "${CMAKE_MATCH_1}${CMAKE_MATCH_2}${_kind}")
+  endforeach()
+  set(${result} "${_architectures}" PARENT_SCOPE)
+endfunction()
 
 set(TORCHIUM_WITH_CUDA OFF)
 if(NOT TORCHIUM_CUDA STREQUAL "OFF")
-  if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-    # Torch's spelling of architectures ("9.0a 8.0") as CMake's ("90a-real;80-real").
+  if(TORCHIUM_ARCHS)
+    torchium_cuda_architectures("${TORCHIUM_ARCHS}" CMAKE_CUDA_ARCHITECTURES)
+  elseif(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
     set(_archs "$ENV{TORCH_CUDA_ARCH_LIST}")
     if(NOT _archs)
       set(_archs "9.0a")
     endif()
-    string(REGEX REPLACE "[ ,;]+" ";" _archs "${_archs}")
-    set(CMAKE_CUDA_ARCHITECTURES "")
-    foreach(_arch IN LISTS _archs)
-      string(REPLACE "." "" _arch "${_arch}")
-      if(_arch MATCHES "^(.*)\\+PTX$")
-        list(APPEND CMAKE_CUDA_ARCHITECTURES "${CMAKE_MATCH_1}")
-      else()
-        list(APPEND CMAKE_CUDA_ARCHITECTURES "${_arch}-real")
-      endif()
-    endforeach()
+    torchium_cuda_architectures("${_archs}" CMAKE_CUDA_ARCHITECTURES)
   endif()
   include(CheckLanguage)
   if(NOT CMAKE_CUDA_COMPILER AND "$ENV{CUDACXX}" STREQUAL "")

@@ -224,6 +224,18 @@ class TestConfigure:
         assert result.returncode != 0
         assert "TORCHIUM_CUDA is 'maybe'" in result.stdout
 
+    def test_architectures_are_given_in_the_spelling_of_torch(self, tmp_path: Path) -> None:
+        result = self.configure(tmp_path, "-DTORCHIUM_ARCHS=8.0;9.0a;12.0+PTX")
+        if "nvcc not found" in result.stdout:
+            pytest.skip("no CUDA toolkit")
+        assert result.returncode == 0, result.stdout
+        assert "for 80-real;90a-real;120\n" in result.stdout
+
+    def test_an_unknown_architecture_is_refused(self, tmp_path: Path) -> None:
+        result = self.configure(tmp_path, "-DTORCHIUM_ARCHS=8.0;hopper")
+        assert result.returncode != 0
+        assert "names the architecture 'hopper'" in " ".join(result.stdout.split())
+
 
 def test_build_without_torch_names_the_commands_that_work(tmp_path: Path) -> None:
     """What a plain `pip install .` meets: an isolated environment with setuptools and no torch."""
