@@ -14,9 +14,13 @@ void call_without_autocast(const c10::OperatorHandle& op, torch::jit::Stack* sta
 
 void register_operators(torch::Library& m) {
   for (const char* name : {"matrix_inverse_root",
+                           "matrix_inverse_root.list",
                            "matrix_inverse_root_info",
+                           "matrix_inverse_root_info.list",
                            "matrix_power",
+                           "matrix_power.list",
                            "eigh",
+                           "eigh.list",
                            "kron",
                            "kron_matmul",
                            "kron_solve",

@@ -1,5 +1,6 @@
 // Operators and C++ functions of torchium/linalg/matrix_functions.h.
 #include "linalg/matrix_functions.h"
+#include "linalg/operand_checks.h"
 #include "ops/refuse_gradients.h"
 #include <torchium/linalg/matrix_functions.h>
 
@@ -16,18 +17,13 @@ namespace torchium::ops {
 namespace {
 
 using at::Tensor;
+using linalg::detail::compute_dtype;
 using InfoTuple = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using PowerTuple = std::tuple<Tensor, Tensor, Tensor>;
 
 void check_matrix(const char* op, const Tensor& A) {
-  TORCH_CHECK_VALUE(
-      at::isFloatingType(A.scalar_type()) && !at::isFloat8Type(A.scalar_type()), op,
-      ": A has dtype ", A.scalar_type(),
-      "; it must be float32, float64, float16 or bfloat16. Convert it, e.g. A.to(float32).");
-  TORCH_CHECK_VALUE(A.layout() == at::kStrided, op, ": A has layout ", A.layout(),
-                    "; it must be a dense tensor. Use A.to_dense().");
-  TORCH_CHECK_VALUE(A.dim() >= 2 && A.sym_size(-1) == A.sym_size(-2), op, ": A has shape ",
-                    A.sym_sizes(), "; it must be [..., n, n], a stack of square matrices.");
+  linalg::detail::check_floating(op, {"A", A});
+  linalg::detail::check_square(op, {"A", A});
 }
 
 void check_not_negative(const char* op, const char* name, double value) {
@@ -56,10 +52,6 @@ void check_power(const Tensor& A, double exponent, double eps, double relative_e
   TORCH_CHECK_VALUE(std::isfinite(exponent), "matrix_power: exponent is ", exponent,
                     "; it must be a finite number.");
   check_damping("matrix_power", eps, relative_eps);
-}
-
-at::ScalarType compute_dtype(const Tensor& A) {
-  return A.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
 Tensor to_compute_dtype(const Tensor& A) { return A.to(compute_dtype(A)); }

@@ -2,16 +2,17 @@
 
 #include "linalg/eigh.h"
 #include "linalg/spectral.h"
+#include "linalg/stack_groups.h"
 
 #include <ATen/ATen.h>
 
 #include <algorithm>
 #include <cmath>
-#include <map>
-#include <utility>
 
 namespace torchium::optim::detail {
 namespace {
+
+using linalg::detail::StackGroup;
 
 // Eigensystems are accepted up to this residual; right ones have about 1e-6 in float32.
 constexpr double kEigensystemTolerance = 1e-2;
@@ -53,22 +54,21 @@ LayerFactors make_factors(KfacLayer& layer, DampingSplit split) {
   return factors;
 }
 
-// Eigensystems of all factors (of one size): their eigenvectors, or (F + shift I)^-1.
-void solve(const std::vector<Factor*>& factors, DampingSplit split) {
-  std::vector<at::Tensor> inputs;
+// Eigensystems of the factors of a group: their eigenvectors, or (F + shift I)^-1.
+void solve(const std::vector<Factor*>& factors, at::TensorList matrices, const StackGroup& group,
+           DampingSplit split) {
   std::vector<at::Tensor> floors;
   std::vector<at::Tensor> shifts;
-  std::vector<int64_t> counts;
-  for (const Factor* factor : factors) {
-    counts.push_back(factor->matrices.size(0));
-    inputs.push_back(factor->matrices);
-    floors.push_back(
-        at::full({counts.back()}, factor->floor, factor->matrices.options().dtype(at::kDouble)));
+  for (const size_t i : group) {
+    const Factor& factor = *factors[i];
+    floors.push_back(at::full({factor.matrices.size(0)}, factor.floor,
+                              factor.matrices.options().dtype(at::kDouble)));
     if (split != DampingSplit::kExact) {
-      shifts.push_back(factor->shift);
+      shifts.push_back(factor.shift);
     }
   }
-  const auto input = linalg::detail::normalize_symmetric(at::cat(inputs), /*eps=*/0.0);
+  const auto input = linalg::detail::normalize_symmetric(
+      linalg::detail::joined_stacks(matrices, group), /*eps=*/0.0);
   const auto system = linalg::detail::symmetric_eigensystem(input.matrix);
   const at::Tensor values = at::maximum(system.values.to(at::kDouble) / input.scale.unsqueeze(-1),
                                         at::cat(floors).unsqueeze(-1));
@@ -82,13 +82,14 @@ void solve(const std::vector<Factor*>& factors, DampingSplit split) {
                                   .le(kEigensystemTolerance)
                                   .logical_and_(input.finite)
                                   .logical_and_(at::isfinite(roots.sum({-2, -1})));
-  const auto root = roots.split_with_sizes(counts);
-  const auto eigenvalues = values.split_with_sizes(counts);
-  const auto verdict = accepted.split_with_sizes(counts);
-  for (size_t i = 0; i < factors.size(); ++i) {
-    factors[i]->root = root[i];
-    factors[i]->eigenvalues = eigenvalues[i];
-    factors[i]->accepted = verdict[i];
+  const auto root = linalg::detail::split_by_stack(roots, matrices, group);
+  const auto eigenvalues = linalg::detail::split_by_stack(values, matrices, group);
+  const auto verdict = linalg::detail::split_by_stack(accepted, matrices, group);
+  for (size_t k = 0; k < group.size(); ++k) {
+    Factor& factor = *factors[group[k]];
+    factor.root = root[k];
+    factor.eigenvalues = eigenvalues[k];
+    factor.accepted = verdict[k];
   }
 }
 
@@ -124,17 +125,19 @@ void update_inverses(std::vector<KfacLayer>& layers, DampingSplit split, const S
       due.push_back(make_factors(layer, split));
     }
   }
-  std::map<std::pair<at::ScalarType, int64_t>, std::vector<Factor*>> by_size;
-  for (LayerFactors& factors : due) {
-    for (Factor* factor : {&factors.A, &factors.G}) {
-      by_size[{factor->matrices.scalar_type(), factor->matrices.size(-1)}].push_back(factor);
+  std::vector<Factor*> factors;
+  std::vector<at::Tensor> matrices;
+  for (LayerFactors& layer : due) {
+    for (Factor* factor : {&layer.A, &layer.G}) {
+      factors.push_back(factor);
+      matrices.push_back(factor->matrices);
     }
   }
-  for (const auto& [size, factors] : by_size) {
-    solve(factors, split);
+  for (const auto& group : linalg::detail::group_by_order(matrices)) {
+    solve(factors, matrices, group, split);
   }
-  for (LayerFactors& factors : due) {
-    take(factors, split, gate);
+  for (LayerFactors& layer : due) {
+    take(layer, split, gate);
   }
 }
 

@@ -1,6 +1,7 @@
 #include "optim/preconditioner.h"
 
 #include "linalg/matrix_functions.h"
+#include "linalg/stack_groups.h"
 #include "linalg/symmetric_update.h"
 #include "optim/root_failures.h"
 
@@ -9,7 +10,6 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
-#include <tuple>
 
 namespace torchium::optim::detail {
 namespace {
@@ -132,32 +132,28 @@ void renew(at::Tensor roots, at::Tensor failures, const Candidate& candidate,
   gate.assign_(failures, counted);
 }
 
-// Solving many matrices at once keeps all cores or a whole GPU busy; a solve needs several times
-// the memory of its matrices, so it takes no further ones beyond this many elements.
-constexpr int64_t kElementsPerSolve = int64_t{1} << 26;
-
-// Renews the next of `all` from `begin` on in one solve; returns the first that is left.
-size_t renew_next(const std::vector<DueMatrices>& all, size_t begin, const RootRule& rule,
-                  double exponent, const std::vector<StepScalar>& corrections,
-                  const StepGate& gate) {
-  std::vector<at::Tensor> inputs;
-  size_t end = begin;
-  for (int64_t elements = 0; end < all.size() && (end == begin || elements < kElementsPerSolve);
-       ++end) {
-    inputs.push_back(corrected(all[end], corrections));
-    elements += inputs.back().numel();
+// Renews the roots of all these matrices, those of one order in one solve.
+void renew_all(const std::vector<DueMatrices>& all, const RootRule& rule, double exponent,
+               const std::vector<StepScalar>& corrections, const StepGate& gate) {
+  std::vector<at::Tensor> statistics;
+  for (const DueMatrices& matrices : all) {
+    statistics.push_back(matrices.of(matrices.batch->statistics));
   }
-  const Candidate candidate =
-      compute_root(inputs.size() == 1 ? inputs.front() : at::cat(inputs), rule, exponent);
-  for (int64_t start = 0; begin < end; ++begin) {
-    const MatrixBatch& batch = *all[begin].batch;
-    const int64_t count = all[begin].range->count;
-    renew(all[begin].of(batch.roots), all[begin].of(batch.root_failures),
-          {candidate.root.narrow(0, start, count), candidate.accepted.narrow(0, start, count)},
-          gate);
-    start += count;
+  for (const auto& group : linalg::detail::group_by_order(statistics)) {
+    std::vector<at::Tensor> inputs = statistics;
+    for (const size_t i : group) {
+      inputs[i] = corrected(all[i], corrections);
+    }
+    const Candidate candidate =
+        compute_root(linalg::detail::joined_stacks(inputs, group), rule, exponent);
+    const auto roots = linalg::detail::split_by_stack(candidate.root, inputs, group);
+    const auto accepted = linalg::detail::split_by_stack(candidate.accepted, inputs, group);
+    for (size_t k = 0; k < group.size(); ++k) {
+      const DueMatrices& matrices = all[group[k]];
+      renew(matrices.of(matrices.batch->roots), matrices.of(matrices.batch->root_failures),
+            {roots[k], accepted[k]}, gate);
+    }
   }
-  return end;
 }
 
 }  // namespace
@@ -192,22 +188,19 @@ void update_roots(std::vector<MatrixBatch>& batches, const RootRule& rule,
                   const StepGate& gate) {
   std::vector<std::vector<DueRange>> ranges;  // of each batch
   ranges.reserve(batches.size());
-  std::map<std::tuple<at::ScalarType, double, int64_t>, std::vector<DueMatrices>> groups;
+  std::map<double, std::vector<DueMatrices>> by_exponent;
   for (auto& batch : batches) {
     const size_t order = batch.sizes.size();  // k
     const double exponent = rule.exponent.value_or(-1.0 / (2.0 * static_cast<double>(order)));
     ranges.push_back(due_ranges(batch, due));
     for (const DueRange& range : ranges.back()) {
       for (size_t mode = 0; mode < order; ++mode) {
-        groups[{batch.statistics[mode].scalar_type(), exponent, batch.sizes[mode]}].push_back(
-            {&batch, mode, &range});
+        by_exponent[exponent].push_back({&batch, mode, &range});
       }
     }
   }
-  for (const auto& [key, matrices] : groups) {
-    for (size_t next = 0; next < matrices.size();) {
-      next = renew_next(matrices, next, rule, std::get<1>(key), corrections, gate);
-    }
+  for (const auto& [exponent, matrices] : by_exponent) {
+    renew_all(matrices, rule, exponent, corrections, gate);
   }
 }
 

@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <gtest/gtest.h>
+#include <vector>
 
 namespace {
 
@@ -154,6 +155,32 @@ TEST(MatrixFunctions, InfoHasOneEntryAMatrix) {
   }
   EXPECT_TRUE((info.iterations > 0).all().item<bool>());
   EXPECT_TRUE((info.residual < 1e-3).all().item<bool>());
+}
+
+TEST(MatrixFunctions, ListsGiveEveryEntryWhatItHasAlone) {
+  const std::vector<torch::Tensor> A{positive_definite(3, 6, torch::kDouble),
+                                     positive_definite(2, 4, torch::kFloat),
+                                     positive_definite(4, 6, torch::kDouble).view({2, 2, 6, 6})};
+  const auto roots = torchium::linalg::matrix_inverse_root(A, 4, {.eps = 0.1});
+  const auto infos = torchium::linalg::matrix_inverse_root_info(A, 4, {.eps = 0.1});
+  const auto powers = torchium::linalg::matrix_power(A, -0.25, 0.1);
+  const auto [values, vectors] = torchium::linalg::eigh(A);
+  ASSERT_EQ(roots.size(), A.size());
+  ASSERT_EQ(infos.size(), A.size());
+  for (size_t i = 0; i < A.size(); ++i) {
+    const double tolerance = A[i].scalar_type() == torch::kDouble ? 1e-13 : 1e-4;
+    const auto alone = torchium::linalg::matrix_inverse_root(A[i], 4, {.eps = 0.1});
+    EXPECT_EQ(roots[i].sizes(), A[i].sizes());
+    EXPECT_EQ(roots[i].scalar_type(), A[i].scalar_type());
+    for (const auto& X : {roots[i], infos[i].root, powers[i]}) {
+      EXPECT_LT(relative_error(X, alone.to(torch::kDouble)), tolerance);
+    }
+    EXPECT_EQ(infos[i].residual.sizes(), A[i].sizes().slice(0, A[i].dim() - 2));
+    const auto composed = (vectors[i] * values[i].unsqueeze(-2)).matmul(vectors[i].mT());
+    EXPECT_LT(relative_error(composed, A[i].to(torch::kDouble)), tolerance);
+  }
+  EXPECT_THROW(torchium::linalg::matrix_inverse_root({torch::eye(2), torch::zeros(3)}, 2),
+               c10::ValueError);
 }
 
 TEST(MatrixFunctions, PowerIsDifferentiable) {

@@ -4,6 +4,10 @@
 // float16 and bfloat16 are computed in float32. A matrix that is not symmetric is replaced by
 // (A + A^T) / 2. Wrong arguments raise c10::ValueError; a matrix that holds NaN or Inf gives NaN
 // for itself alone. Results are finite for every finite A: they saturate at the largest number.
+//
+// A list of stacks of mixed orders, dtypes and devices gives a list of results. Matrices of one
+// order, dtype and device are solved together, so that nothing is launched for each matrix; their
+// results are views of one stack.
 #pragma once
 
 #include <torchium/export.h>
@@ -13,6 +17,7 @@
 #include <cstdint>
 #include <string>
 #include <tuple>
+#include <vector>
 
 namespace torchium::linalg {
 
@@ -47,10 +52,14 @@ struct InverseRootInfo {
 // the identity there. Its `iterations` is 0. Not differentiable: use matrix_power.
 TORCHIUM_API at::Tensor matrix_inverse_root(const at::Tensor& A, int64_t root,
                                             const InverseRootOptions& options = {});
+TORCHIUM_API std::vector<at::Tensor> matrix_inverse_root(at::TensorList A, int64_t root,
+                                                         const InverseRootOptions& options = {});
 
 // The same with what is known about the result.
 TORCHIUM_API InverseRootInfo matrix_inverse_root_info(const at::Tensor& A, int64_t root,
                                                       const InverseRootOptions& options = {});
+TORCHIUM_API std::vector<InverseRootInfo> matrix_inverse_root_info(
+    at::TensorList A, int64_t root, const InverseRootOptions& options = {});
 
 // (A + (eps + relative_eps s) I)^exponent for any finite exponent, exactly symmetric; s is the
 // largest eigenvalue.
@@ -61,9 +70,12 @@ TORCHIUM_API InverseRootInfo matrix_inverse_root_info(const at::Tensor& A, int64
 // eigenvalues coincide (Daleckii-Krein; Higham 2008, "Functions of Matrices", theorem 3.11).
 TORCHIUM_API at::Tensor matrix_power(const at::Tensor& A, double exponent, double eps = 0.0,
                                      double relative_eps = 0.0);
+TORCHIUM_API std::vector<at::Tensor> matrix_power(at::TensorList A, double exponent,
+                                                  double eps = 0.0, double relative_eps = 0.0);
 
 // Eigenvalues [..., n], ascending, and orthonormal eigenvectors [..., n, n] in columns. Not
 // differentiable: use at::linalg_eigh.
 TORCHIUM_API std::tuple<at::Tensor, at::Tensor> eigh(const at::Tensor& A);
+TORCHIUM_API std::tuple<std::vector<at::Tensor>, std::vector<at::Tensor>> eigh(at::TensorList A);
 
 }  // namespace torchium::linalg

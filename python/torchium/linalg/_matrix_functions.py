@@ -1,7 +1,13 @@
-"""Roots, powers and eigenvalues of symmetric matrices, batched over leading dimensions."""
+"""Roots, powers and eigenvalues of symmetric matrices, batched over leading dimensions.
+
+Each takes one stack of matrices, or a list or tuple of stacks of mixed orders, dtypes and devices and
+then returns lists. All matrices of one order, dtype and device are solved together, so that nothing
+is launched for each matrix; their results are views of one stack.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, overload
 
 import torch
@@ -45,15 +51,44 @@ def matrix_inverse_root(
 ) -> tuple[Tensor, InverseRootInfo]: ...
 
 
+@overload
 def matrix_inverse_root(
-    A: Tensor,
+    A: Sequence[Tensor],
+    root: int,
+    *,
+    eps: float = 0.0,
+    relative_eps: float = 0.0,
+    method: str = "auto",
+    return_info: Literal[False] = False,
+) -> list[Tensor]: ...
+
+
+@overload
+def matrix_inverse_root(
+    A: Sequence[Tensor],
+    root: int,
+    *,
+    eps: float = 0.0,
+    relative_eps: float = 0.0,
+    method: str = "auto",
+    return_info: Literal[True],
+) -> tuple[list[Tensor], list[InverseRootInfo]]: ...
+
+
+def matrix_inverse_root(
+    A: Tensor | Sequence[Tensor],
     root: int,
     *,
     eps: float = 0.0,
     relative_eps: float = 0.0,
     method: str = "auto",
     return_info: bool = False,
-) -> Tensor | tuple[Tensor, InverseRootInfo]:
+) -> (
+    Tensor
+    | tuple[Tensor, InverseRootInfo]
+    | list[Tensor]
+    | tuple[list[Tensor], list[InverseRootInfo]]
+):
     """Return ``(A + (eps + relative_eps s) I)^(-1/root)``, exactly symmetric.
 
     ``s`` is the largest eigenvalue (``"eigh"``), or the smaller one of the Frobenius norm and the
@@ -70,7 +105,8 @@ def matrix_inverse_root(
 
     Args:
         A: ``[..., n, n]``, positive semi-definite, float32 or float64; float16 and bfloat16 are
-            computed in float32 and saturate. Replaced by ``(A + A^T)/2`` if not symmetric.
+            computed in float32 and saturate. Replaced by ``(A + A^T)/2`` if not symmetric. Or a list
+            or tuple of such stacks, of mixed orders, dtypes and devices.
         root: any positive integer.
         eps: damping, finite and not negative.
         relative_eps: damping in units of ``s``, finite and not negative.
@@ -79,30 +115,46 @@ def matrix_inverse_root(
             ``"auto"``, the faster one. A matrix for which the iteration fails, because it has
             negative eigenvalues, is answered by ``eigh`` on a CPU and by a multiple of the identity
             on a GPU, where nothing is read on the host; its ``iterations`` is 0.
-        return_info: also return an :class:`InverseRootInfo`; its residual costs products in
-            float64.
+        return_info: also return an :class:`InverseRootInfo` (for a list: a list of them); its
+            residual costs products in float64.
 
     Returns:
         ``[..., n, n]`` of the dtype of ``A``; NaN for a matrix that holds NaN or Inf, and only for
-        that one. Not differentiable: use :func:`matrix_power`.
+        that one. For a list the list of the roots. Not differentiable: use :func:`matrix_power`.
 
     Raises:
-        ValueError: wrong dtype, shape, root, damping or method.
+        ValueError: wrong dtype, shape, root, damping or method; names the entry of a list.
         RuntimeError: ``A`` requires grad while gradients are recorded.
     """
-    X: Tensor
+    options = {"eps": eps, "relative_eps": relative_eps, "method": method}
+    if isinstance(A, Tensor):
+        if not return_info:
+            X: Tensor = _ops.matrix_inverse_root.default(A, root, **options)
+            return X
+        X, *info = _ops.matrix_inverse_root_info.default(A, root, **options)
+        return X, InverseRootInfo(*info)
     if not return_info:
-        X = _ops.matrix_inverse_root(A, root, eps=eps, relative_eps=relative_eps, method=method)
-        return X
-    X, residual, iterations, floor = _ops.matrix_inverse_root_info(
-        A, root, eps=eps, relative_eps=relative_eps, method=method
-    )
-    return X, InverseRootInfo(residual, iterations, floor)
+        roots: list[Tensor] = _ops.matrix_inverse_root.list(A, root, **options)
+        return roots
+    roots, *infos = _ops.matrix_inverse_root_info.list(A, root, **options)
+    return roots, [InverseRootInfo(*info) for info in zip(*infos, strict=True)]
+
+
+@overload
+def matrix_power(
+    A: Tensor, exponent: float, *, eps: float = 0.0, relative_eps: float = 0.0
+) -> Tensor: ...
+
+
+@overload
+def matrix_power(
+    A: Sequence[Tensor], exponent: float, *, eps: float = 0.0, relative_eps: float = 0.0
+) -> list[Tensor]: ...
 
 
 def matrix_power(
-    A: Tensor, exponent: float, *, eps: float = 0.0, relative_eps: float = 0.0
-) -> Tensor:
+    A: Tensor | Sequence[Tensor], exponent: float, *, eps: float = 0.0, relative_eps: float = 0.0
+) -> Tensor | list[Tensor]:
     """Return ``(A + (eps + relative_eps s) I)^exponent``, exactly symmetric.
 
     ``s`` is the largest eigenvalue, or zero if that is negative. Integer exponents ``>= 0`` hold for
@@ -121,16 +173,27 @@ def matrix_power(
         relative_eps: damping in units of ``s``, finite and not negative.
 
     Returns:
-        ``[..., n, n]`` of the dtype of ``A``.
+        ``[..., n, n]`` of the dtype of ``A``; for a list the list of the powers.
 
     Raises:
-        ValueError: wrong dtype, shape, exponent or damping.
+        ValueError: wrong dtype, shape, exponent or damping; names the entry of a list.
     """
-    result: Tensor = _ops.matrix_power(A, exponent, eps=eps, relative_eps=relative_eps)
+    operator = _ops.matrix_power.default if isinstance(A, Tensor) else _ops.matrix_power.list
+    result: Tensor | list[Tensor] = operator(A, exponent, eps=eps, relative_eps=relative_eps)
     return result
 
 
-def eigh(A: Tensor) -> tuple[Tensor, Tensor]:
+@overload
+def eigh(A: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def eigh(A: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]: ...
+
+
+def eigh(
+    A: Tensor | Sequence[Tensor],
+) -> tuple[Tensor, Tensor] | tuple[list[Tensor], list[Tensor]]:
     """Return the eigenvalues, ascending, and the orthonormal eigenvectors of symmetric matrices.
 
     As ``torch.linalg.eigh``, with the matrices of a batch shared out among the cores or solved
@@ -142,11 +205,13 @@ def eigh(A: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns:
         Eigenvalues ``[..., n]`` and eigenvectors ``[..., n, n]`` in columns, of the dtype of ``A``.
-        Not differentiable: use ``torch.linalg.eigh``.
+        For a list the list of the eigenvalues and that of the eigenvectors. Not differentiable: use
+        ``torch.linalg.eigh``.
 
     Raises:
-        ValueError: wrong dtype or shape.
+        ValueError: wrong dtype or shape; names the entry of a list.
         RuntimeError: ``A`` requires grad while gradients are recorded.
     """
-    result: tuple[Tensor, Tensor] = _ops.eigh(A)
+    operator = _ops.eigh.default if isinstance(A, Tensor) else _ops.eigh.list
+    result: tuple[Tensor, Tensor] | tuple[list[Tensor], list[Tensor]] = operator(A)
     return result

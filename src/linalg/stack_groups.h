@@ -1,0 +1,26 @@
+// Stacks of matrices of different orders, solved with one call for each order.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <vector>
+
+namespace torchium::linalg::detail {
+
+using StackGroup = std::vector<size_t>;  // positions in a list of stacks, ascending
+
+// The stacks [..., n, n] that are one problem: of one order, dtype and device. A solve needs
+// several times the memory of its matrices, so a group takes no further stack once it has 2^26
+// elements, which keep all cores or a whole GPU busy. Usable on tensors with symbolic sizes.
+std::vector<StackGroup> group_by_order(at::TensorList stacks);
+
+// The stacks of a group as one: [N, n, n], where N is the sum of their matrices.
+at::Tensor joined_stacks(at::TensorList stacks, const StackGroup& group);
+
+// What was computed for joined_stacks, [N, ...], cut for the stacks of the group again: views with
+// the leading dimensions of each stack.
+std::vector<at::Tensor> split_by_stack(const at::Tensor& result, at::TensorList stacks,
+                                       const StackGroup& group);
+
+}  // namespace torchium::linalg::detail
