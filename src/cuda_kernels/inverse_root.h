@@ -7,7 +7,7 @@
 
 namespace torchium::cuda_kernels {
 
-// Intervals [2^rung, 1] with steps for a float32 iteration: 24 rungs of up to 10 steps.
+// Intervals [2^rung, 1] with quadratic steps for a float32 iteration: 24 rungs of up to 10 steps.
 using SmallLadder = MinimaxLadder<256>;
 
 struct NewtonRule {

@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kThreads)
   const int row = blockIdx.x % (bands * bands) / bands * kBand;
   const int column = blockIdx.x % bands * kBand;
   const NewtonPlan plan = plans[matrix];
-  if (plan.steps == 0) return;
+  if (plan.steps == NewtonPlan::kNotFinite) return;
   __shared__ SymmetricTile tile;
   tile.load(A + matrix * n * n, n, row, column);
   __syncthreads();
@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(kThreads)
   const int rows = (rule.n + kWarps - 1) / kWarps;  // blocks of them
   const int64_t matrix = blockIdx.x / rows;
   const int row = blockIdx.x % rows * kWarps + threadIdx.x / 32;
-  if (row >= rule.n || steps[matrix] == 0) return;
+  if (row >= rule.n || steps[matrix] == NewtonPlan::kNotFinite) return;
   const RootOfM X(roots, rule, steps[matrix], matrix);
   const int lane = threadIdx.x % 32;
   const int64_t start = int64_t{row} * roots.X[0].order;
@@ -243,7 +243,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t matrix = blockIdx.x;
   const int n = arguments.rule.n;
   const NewtonPlan plan = plans[matrix];
-  if (plan.steps == 0) {
+  if (plan.steps == NewtonPlan::kNotFinite) {
     if (threadIdx.x == 0) {
       arguments.residual[matrix] = NAN;
       arguments.iterations[matrix] = 0;
@@ -279,9 +279,9 @@ __global__ void __launch_bounds__(kThreads)
   const int row = blockIdx.x % n;
   const NewtonPlan plan = plans[matrix];
   float* out = arguments.root + (matrix * n + row) * n;
-  if (plan.steps == 0 || arguments.iterations[matrix] == 0) {
+  if (plan.steps == NewtonPlan::kNotFinite || arguments.iterations[matrix] == 0) {
     for (int j = threadIdx.x; j < n; j += kThreads) {
-      out[j] = plan.steps == 0 ? NAN : row == j ? plan.factor : 0.0f;
+      out[j] = plan.steps == NewtonPlan::kNotFinite ? NAN : row == j ? plan.factor : 0.0f;
     }
     return;
   }

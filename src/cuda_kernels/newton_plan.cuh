@@ -10,6 +10,8 @@ namespace torchium::cuda_kernels {
 
 // The iteration runs on M = (scale S + damping I) / top, S the symmetric part of A.
 struct NewtonPlan {
+  static constexpr int kNotFinite = -1;
+
   float scale;  // a power of two
   float inverse_top;
   float shift;   // damping / top
@@ -17,7 +19,7 @@ struct NewtonPlan {
   float limit;   // of the entries of the root of M
   float norm;    // at least |M|_F, and about it
   int rung;      // the spectrum of M is in [2^rung, 1]
-  int steps;     // 0 for a matrix that is not finite
+  int steps;     // quadratic ones; kNotFinite for a matrix that is not finite
 };
 
 // 2^-e that brings the larger of `largest` and eps to [1/2, 1), as far as there is one.
@@ -54,7 +56,7 @@ __device__ NewtonPlan plan_newton(const NewtonRule& rule, const Ladder& ladder, 
           static_cast<float>(rule.largest_root * exp2(rung * power)),
           static_cast<float>(frobenius / top + relative * sqrt(static_cast<double>(rule.n))),
           rung,
-          finite ? ladder.lengths[rung - ladder.lowest_rung] : 0};
+          finite ? ladder.lengths[rung - ladder.lowest_rung] : NewtonPlan::kNotFinite};
 }
 
 // Results saturate at the largest number.

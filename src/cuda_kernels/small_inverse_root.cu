@@ -72,7 +72,7 @@ class SmallRoot {
   __device__ void run(int64_t matrix) {
     load(matrix);
     make_plan(matrix);
-    if (plan_.steps == 0) {
+    if (plan_.steps == NewtonPlan::kNotFinite) {
       write_nan(matrix);
       return;
     }

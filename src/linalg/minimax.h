@@ -23,4 +23,25 @@ TORCHIUM_API std::shared_ptr<const std::vector<MinimaxStep>> minimax_schedule(in
                                                                               double lower,
                                                                               double unit_roundoff);
 
+// A last step of degree 6 whose four products may be as coarse as fp16, because |W| is small:
+//   Z = M - center I,  S = Z^2,  V = Z S + f S + g Z,
+//   W = a I + b Z + c S + d V + e V^2,  X <- X + X W,
+// where 1 + W(x) is the minimax polynomial of x^(-1/p). Z, S and V vanish at the center, so that
+// their rounding errors shrink with the interval.
+struct LastStep {
+  double center, a, b, c, d, e, f, g;
+};
+
+struct LastStepSchedule {
+  std::vector<MinimaxStep> steps;  // before the last one; may be none
+  LastStep last;
+  double error;  // max |1 - x^(1/p) (1 + W(x))| of the last step
+};
+
+// As minimax_schedule, but for float32 ends with a LastStep as soon as that is accurate enough: its
+// own error and the rounding error of its products are at most max(u / sqrt(lower), 8e-6) together
+// and below 2e-5, with u = 2 unit_roundoff. The rest of the root has an error of u / sqrt(lower).
+TORCHIUM_API std::shared_ptr<const LastStepSchedule> last_step_schedule(int64_t root, double lower,
+                                                                        double unit_roundoff);
+
 }  // namespace torchium::linalg::detail
