@@ -8,8 +8,6 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <unordered_set>
-
 namespace torchium::gradients::detail {
 namespace {
 
@@ -88,6 +86,33 @@ void OperatorCapture::State::arrive(int64_t position, int64_t pass, std::vector<
   earlier.insert(pass);
 }
 
+void OperatorCapture::State::look_for_other_uses(const PendingUse& use, const LayerUse& layer) {
+  bool is_done = true;
+  for (const int64_t position : {layer.weight, layer.bias}) {
+    is_done = is_done && (position < 0 || searched.count(position) != 0);
+  }
+  if (is_done) {
+    return;
+  }
+  searched.insert({layer.weight, layer.bias});
+  const auto* graph = autograd::get_current_graph_task_nodes_in_graph();
+  if (graph == nullptr || !searched_tasks.insert(autograd::get_current_graph_task_id()).second) {
+    return;
+  }
+  const auto captured = nodes.alive();
+  std::vector<autograd::Node*> running;
+  for (const auto& [node, other] : captured) {
+    if (other.get() == &use) {
+      running.push_back(const_cast<autograd::Node*>(node));
+    }
+  }
+  for (const int64_t position : find_uncaptured(*this, captured, roots_of(*graph, running))) {
+    if (is_accumulated(position)) {
+      used_otherwise.insert(position);
+    }
+  }
+}
+
 void OperatorCapture::State::receive(PendingUse& use, const at::Tensor& gradient) {
   const at::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
@@ -102,6 +127,7 @@ void OperatorCapture::State::receive(PendingUse& use, const at::Tensor& gradient
   if (!gradient.defined() || !layer.input.defined() || (layer.weight < 0 && layer.bias < 0)) {
     return;
   }
+  look_for_other_uses(use, layer);
   layer.output_gradient = without_history(gradient).reshape(use.output_sizes);
   const int64_t task = use.outer_task >= 0 ? use.outer_task : autograd::get_current_graph_task_id();
   layer.micro_batch = pass_of(task);
@@ -116,6 +142,8 @@ void OperatorCapture::forget() {
   state_->passes.clear();
   state_->ended_passes.clear();
   state_->passes_of_param.clear();
+  state_->searched_tasks.clear();
+  state_->processes = 1;
 }
 
 void OperatorCapture::raise_error() {
@@ -129,47 +157,30 @@ void OperatorCapture::raise_error() {
   }
 }
 
+int64_t OperatorCapture::processes() const {
+  const std::lock_guard lock(state_->mutex);
+  return state_->processes;
+}
+
+bool OperatorCapture::is_used_otherwise(int64_t position) const {
+  const std::lock_guard lock(state_->mutex);
+  return state_->used_otherwise.count(position) != 0;
+}
+
 int64_t OperatorCapture::parameter_used_otherwise(const at::Tensor& loss) const {
   const std::lock_guard lock(state_->mutex);
-  // Nodes behind which a use has its parameters, and where the graph goes on.
-  std::unordered_map<autograd::Node*, autograd::Node*> next_of_use;
-  for (size_t i = 0; i < state_->uses.size(); ++i) {
-    next_of_use[state_->outputs[i].function.get()] = state_->uses[i]->input_node.get();
+  if (!loss.requires_grad()) {
+    return -1;
   }
-  for (const auto& [sum, product] : state_->additions) {
-    next_of_use[sum.get()] = product.get();
-  }
-  std::unordered_set<autograd::Node*> seen{nullptr};
-  std::vector<autograd::Node*> waiting{loss.grad_fn().get()};
-  while (!waiting.empty()) {
-    autograd::Node* node = waiting.back();
-    waiting.pop_back();
-    if (!seen.insert(node).second) {
-      continue;
-    }
-    if (const auto* leaf = dynamic_cast<const autograd::AccumulateGrad*>(node)) {
-      const int64_t found = state_->position(leaf->variable);
-      if (found >= 0) {
-        return found;
-      }
-    }
-    const auto use = next_of_use.find(node);
-    if (use != next_of_use.end()) {
-      waiting.push_back(use->second);
-      continue;
-    }
-    for (const auto& edge : node->next_edges()) {
-      waiting.push_back(edge.function.get());
-    }
-  }
-  return -1;
+  const auto root = autograd::impl::gradient_edge(loss).function;
+  const auto found = find_uncaptured(*state_, state_->nodes.alive(), {root.get()});
+  return found.empty() ? -1 : *found.begin();
 }
 
 std::vector<LayerUse> OperatorCapture::differentiate(const at::Tensor& loss) {
   const std::lock_guard lock(state_->mutex);
   const auto pending = std::exchange(state_->uses, {});
   const auto outputs = std::exchange(state_->outputs, {});
-  state_->additions.clear();
   if (!loss.requires_grad()) {
     return {};
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "gradients/operator_capture.h"
+#include "gradients/uncaptured_uses.h"
 
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/edge.h>
@@ -13,6 +14,7 @@
 #include <mutex>
 #include <set>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -24,8 +26,8 @@ struct PendingUse {
   LayerUse layer;
   int64_t outer_task = -1;  // the backward pass that this forward pass is a part of
   std::vector<int64_t> output_sizes;
-  std::shared_ptr<torch::autograd::Node>
-      input_node;  // without a receiver: of the input, if it has one
+  std::weak_ptr<torch::autograd::Node> input_node;  // of the input, if it has one
+  int64_t input_position = -1;                      // of the input, if it is a parameter
 };
 using PendingUses = std::vector<std::shared_ptr<PendingUse>>;
 
@@ -43,6 +45,9 @@ struct OperatorCapture::State : public std::enable_shared_from_this<State> {
   // Notes that a backward pass has come to the parameter at a position (or none, -1), and adds to
   // `gone` the ended ones whose gradient is gone.
   void arrive(int64_t position, int64_t pass, std::vector<int64_t>& gone);
+  // Looks once for each parameter of a use whether the current backward pass, which has come to it,
+  // reaches parameters in other ways too.
+  void look_for_other_uses(const PendingUse& use, const LayerUse& layer);
   // A use that has its gradient now.
   void receive(PendingUse& use, const at::Tensor& gradient);
 
@@ -56,13 +61,14 @@ struct OperatorCapture::State : public std::enable_shared_from_this<State> {
   std::set<int64_t> ended_passes;
   std::unordered_map<int64_t, std::set<int64_t>> passes_of_param;  // by position
   std::exception_ptr error;
+  int64_t processes = 1;  // the most that an exchange between processes was of
+  CapturedNodes nodes;
+  std::unordered_set<int64_t> searched_tasks;  // graph tasks in which other uses were looked for
+  std::set<int64_t> searched;                  // positions for which that was done
+  std::set<int64_t> used_otherwise;            // positions of which one was found
   // Without a receiver:
   PendingUses uses;
   torch::autograd::edge_list outputs;  // of each
-  // What an addition has made of the output of a use, with the output.
-  std::vector<
-      std::pair<std::shared_ptr<torch::autograd::Node>, std::shared_ptr<torch::autograd::Node>>>
-      additions;
 };
 
 }  // namespace torchium::gradients::detail

@@ -1,6 +1,7 @@
 #include "gradients/operator_capture.h"
 
 #include "gradients/capture_state.h"
+#include "gradients/collectives.h"
 #include "gradients/operator_calls.h"
 
 #include <ATen/ATen.h>
@@ -9,6 +10,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <shared_mutex>
 
 #ifndef NDEBUG
@@ -127,14 +129,24 @@ void note_call(const LayerCall& call, CallContext& context) {
     use->layer.bias = bias;
     use->layer.input = call.use.input.detach();
     use->outer_task = autograd::get_current_graph_task_id();
-    if (!capture->receiver) {
-      use->input_node = call.use.input.grad_fn();
-    }
+    use->input_node = call.use.input.grad_fn();
+    use->input_position = capture->trainable_position(call.use.input);
     context.uses.push_back(std::move(use));
   });
 }
 
+void note_exchange(const at::RecordFunction& function) {
+  const int64_t processes = processes_of(function);
+  if (processes > 1) {
+    Registry::instance().for_each([&](const auto& capture) {
+      const std::lock_guard lock(capture->mutex);
+      capture->processes = std::max(capture->processes, processes);
+    });
+  }
+}
+
 std::unique_ptr<at::ObserverContext> start(const at::RecordFunction& function) {
+  note_exchange(function);
   if (hiding_operators > 0 || !at::GradMode::is_enabled()) {
     return nullptr;
   }
@@ -172,6 +184,10 @@ void note_output(const at::Tensor& output, CallContext& context) {
       continue;
     }
     use->output_sizes = output.sizes().vec();
+    {
+      const std::lock_guard lock(capture->mutex);
+      capture->nodes.add(edge.function, use);
+    }
     if (capture->receiver) {
       hooked.register_hook([use](const at::Tensor& gradient) {
         if (const auto receiving = use->capture.lock()) {
@@ -186,11 +202,12 @@ void note_output(const at::Tensor& output, CallContext& context) {
   }
 }
 
-void note_addition(const at::Tensor& output, const PendingUse& use) {
-  const auto capture = use.capture.lock();
-  if (capture != nullptr && !capture->receiver) {
+// The sum belongs to the use; in a view, its base too has a new node.
+void note_addition(const at::Tensor& output, const std::shared_ptr<PendingUse>& use) {
+  if (const auto capture = use->capture.lock()) {
     const std::lock_guard lock(capture->mutex);
-    capture->additions.emplace_back(output.grad_fn(), last_product.node.lock());
+    capture->nodes.add(output.grad_fn(), use);
+    capture->nodes.add(autograd::impl::gradient_edge(tensor_to_hook(output)).function, use);
   }
 }
 
@@ -207,7 +224,7 @@ void end(const at::RecordFunction& function, at::ObserverContext* observed) {
     const at::Tensor& output = outputs.front().toTensor();
     for (auto& [use, bias] : context.completed) {
       use->layer.bias = bias;
-      note_addition(output, *use);
+      note_addition(output, use);
     }
     if (!context.uses.empty() && output.requires_grad()) {
       note_output(output, context);
@@ -244,6 +261,16 @@ OperatorCapture::OperatorCapture(std::vector<at::Tensor> params, Receiver receiv
     : state_(std::make_shared<State>(params, std::move(receiver))) {}
 
 OperatorCapture::~OperatorCapture() { set_enabled(false); }
+
+int64_t OperatorCapture::position(const at::Tensor& param) const { return state_->position(param); }
+
+bool OperatorCapture::watches(const std::vector<at::Tensor>& params) const {
+  bool result = params.size() == state_->params.size();
+  for (size_t i = 0; result && i < params.size(); ++i) {
+    result = position(params[i]) == static_cast<int64_t>(i);
+  }
+  return result;
+}
 
 void OperatorCapture::set_enabled(bool enabled) {
   if (enabled == is_enabled_) {

@@ -44,10 +44,21 @@ class TORCHIUM_API OperatorCapture {
   OperatorCapture(const OperatorCapture&) = delete;
   OperatorCapture& operator=(const OperatorCapture&) = delete;
 
+  // The position of a parameter in the list; -1: not in it.
+  int64_t position(const at::Tensor& param) const;
+  // Whether these are its parameters, in this order.
+  bool watches(const std::vector<at::Tensor>& params) const;
   // Whether forward passes are captured from now on.
   void set_enabled(bool enabled);
   // Counts micro-batches from zero again. The outputs of earlier forward passes stay hooked.
   void forget();
+  // How many processes have exchanged tensors since forget(), while some capture was enabled; 1:
+  // none that was seen (collectives.h).
+  int64_t processes() const;
+  // Whether a backward pass that came to a captured use has also reached the parameter at this
+  // position by another way. Looked for once for each parameter, when its first use is received.
+  // The last operator of the loss is not looked at.
+  bool is_used_otherwise(int64_t position) const;
   // Raises what went wrong while forward passes were observed, once.
   void raise_error();
   // Without a receiver: the position of a parameter that `loss` depends on by another way than the

@@ -3,7 +3,6 @@
 #include "gradients/jacobian.h"
 #include "gradients/operator_capture.h"
 
-#include <algorithm>
 #include <map>
 #include <utility>
 
@@ -21,7 +20,6 @@ struct BatchCapture::Data {
     LayerUse use;
     int64_t input_version;
   };
-  std::vector<at::Tensor> params;
   std::map<int64_t, std::vector<Entry>> passes;  // by micro-batch
 
   void receive(CapturedUse captured);
@@ -40,14 +38,10 @@ BatchCapture::BatchCapture() : data_(std::make_shared<Data>()) {}
 BatchCapture::~BatchCapture() = default;
 
 void BatchCapture::watch(const std::vector<at::Tensor>& params) {
-  const bool is_known = capture_ != nullptr && params.size() == data_->params.size() &&
-                        std::equal(params.begin(), params.end(), data_->params.begin(),
-                                   [](const auto& a, const auto& b) { return a.is_same(b); });
-  if (is_known) {
+  if (capture_ != nullptr && capture_->watches(params)) {
     return;
   }
   capture_ = nullptr;
-  data_->params = params;
   data_->passes.clear();
   capture_ = std::make_unique<OperatorCapture>(
       params, [data = data_](CapturedUse captured) { data->receive(std::move(captured)); });
@@ -87,5 +81,11 @@ void BatchCapture::forget() {
 }
 
 void BatchCapture::raise_error() { capture_->raise_error(); }
+
+int64_t BatchCapture::processes() const { return capture_->processes(); }
+
+bool BatchCapture::is_used_otherwise(int64_t param) const {
+  return capture_->is_used_otherwise(param);
+}
 
 }  // namespace torchium::optim::detail

@@ -46,6 +46,9 @@ class BatchCapture {
   KeptBatch batch(const std::vector<bool>& active) const;
   void forget();
   void raise_error();
+  // OperatorCapture's.
+  int64_t processes() const;
+  bool is_used_otherwise(int64_t param) const;
 
  private:
   struct Data;

@@ -81,6 +81,12 @@ void CapturingOptimizer::take_step(const ActiveParams& active) {
   }
 }
 
+void CapturingOptimizer::refuse_processes(int64_t processes) const {
+  TORCH_CHECK(processes <= 1, processes,
+              " processes have exchanged tensors, but what they capture is not combined yet, so "
+              "that their parameters would drift apart; train in one process");
+}
+
 std::vector<at::Tensor> CapturingOptimizer::all_params() const {
   std::vector<at::Tensor> params;
   for (const auto& group : param_groups_) {

@@ -93,10 +93,7 @@ FactorCapture::FactorCapture() : data_(std::make_shared<Data>()) {}
 FactorCapture::~FactorCapture() = default;
 
 void FactorCapture::watch(const std::vector<at::Tensor>& params) {
-  const bool is_known = capture_ != nullptr && params.size() == data_->params.size() &&
-                        std::equal(params.begin(), params.end(), data_->params.begin(),
-                                   [](const auto& a, const auto& b) { return a.is_same(b); });
-  if (is_known) {
+  if (capture_ != nullptr && capture_->watches(params)) {
     return;
   }
   capture_ = nullptr;
@@ -121,6 +118,8 @@ const FactorLayer* FactorCapture::layer(const at::Tensor& weight) const {
   return found == data_->layers.end() ? nullptr : &found->second;
 }
 
+bool FactorCapture::is_joint_bias(const at::Tensor& param) const { return data_->is_joint(param); }
+
 void FactorCapture::set_layer(const at::Tensor& weight, FactorLayer layer) {
   data_->layers[weight.unsafeGetTensorImpl()] = std::move(layer);
 }
@@ -138,6 +137,13 @@ void FactorCapture::raise_error() {
   if (capture_ != nullptr) {
     capture_->raise_error();
   }
+}
+
+int64_t FactorCapture::processes() const { return capture_ == nullptr ? 1 : capture_->processes(); }
+
+bool FactorCapture::is_used_otherwise(const at::Tensor& param) const {
+  return capture_ != nullptr && param.defined() &&
+         capture_->is_used_otherwise(capture_->position(param));
 }
 
 }  // namespace torchium::optim::detail

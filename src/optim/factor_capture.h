@@ -47,12 +47,17 @@ class FactorCapture {
   FactorSums* sums(const at::Tensor& weight) const;
   // Null: not known to be the weight of a linear layer or of a convolution.
   const FactorLayer* layer(const at::Tensor& weight) const;
+  // Whether the parameter is the bias of a FactorLayer.
+  bool is_joint_bias(const at::Tensor& param) const;
   // For a weight with state.
   void set_layer(const at::Tensor& weight, FactorLayer layer);
   void forget_layers();
 
   void forget();
   void raise_error();
+  // OperatorCapture's.
+  int64_t processes() const;
+  bool is_used_otherwise(const at::Tensor& param) const;
 
  private:
   struct Data;

@@ -147,7 +147,8 @@ std::vector<detail::PreconditionedLayer> KFAC::find_layers(const detail::JointSt
   for (const auto i : c10::irange(step.params.size())) {
     const at::Tensor& weight = step.params[i];
     const detail::FactorLayer* layer = capture_->layer(weight);
-    if (layer == nullptr || layer->is_embedding) {
+    if (layer == nullptr || layer->is_embedding || capture_->is_used_otherwise(weight) ||
+        capture_->is_used_otherwise(layer->bias)) {
       continue;
     }
     detail::FactorSums* sums = capture_->sums(weight);
@@ -169,6 +170,13 @@ std::string KFAC::why_not(const at::Tensor& param) const {
   }
   if (layer != nullptr && layer->is_embedding) {
     return "used by an embedding";
+  }
+  if (capture_->is_used_otherwise(param) ||
+      (layer != nullptr && capture_->is_used_otherwise(layer->bias))) {
+    return "also used otherwise than by a linear layer or convolution";
+  }
+  if (capture_->is_joint_bias(param)) {
+    return "the bias of a weight that falls back";
   }
   return "not seen as the weight or bias of a linear layer or convolution";
 }
@@ -227,6 +235,7 @@ void KFAC::create_states(const detail::JointStep& step,
 
 void KFAC::take_joint_step(const detail::JointStep& joint) {
   capture_->raise_error();
+  refuse_processes(capture_->processes());
   const auto found = find_layers(joint);
   note_fallback(joint, found);
   create_states(joint, found);

@@ -182,11 +182,12 @@ void NaturalGradient::check_capture(const detail::JointStep& step, const KeptBat
     }
   }
   for (const auto i : c10::irange(params.size())) {
-    TORCH_CHECK_VALUE(is_used[i] || step.position(params[i]) < 0, "the gradient of ",
-                      describe(params[i]),
-                      " does not come from an operator that NaturalGradient captures (linear, "
-                      "conv2d, embedding, layer_norm, group_norm) with the parameter itself; "
-                      "freeze it, or use it so");
+    const bool is_known = is_used[i] && !capture_->is_used_otherwise(i);
+    TORCH_CHECK_VALUE(
+        is_known || step.position(params[i]) < 0, "the gradient of ", describe(params[i]),
+        " does not come from operators alone that NaturalGradient captures (linear, "
+        "conv2d, embedding, layer_norm, group_norm) with the parameter itself; freeze "
+        "it, use it only so, or add the gradient of a penalty after backward()");
   }
   detail::check_samples(batch, [&](int64_t i) { return name_of(params[i]); });
 }
@@ -229,6 +230,7 @@ const at::Tensor& NaturalGradient::factorized(const detail::JointStep& step,
 
 void NaturalGradient::take_joint_step(const detail::JointStep& joint) {
   capture_->raise_error();
+  refuse_processes(capture_->processes());
   const bool refresh = is_refresh();
   auto batch = notes_->kept_batch;
   if (refresh) {

@@ -30,6 +30,12 @@ struct JointStep;
 ///
 /// What was captured is dropped by every step(), by zero_grad(), and for a parameter whose gradient
 /// was set to undefined since. All parameters must be on one device.
+///
+/// step() throws c10::Error, and changes nothing, if several processes have exchanged tensors since
+/// the captures were last dropped: what they capture is not combined, so that their parameters
+/// would drift apart. Seen are the operators of a c10d::ProcessGroup and what NCCL reports of
+/// itself. Not seen is a backend without a c10d::ProcessGroup that reports nothing, as Gloo and
+/// MPI, nor an exchange while the optimizer does not capture.
 class TORCHIUM_API CapturingOptimizer : public SecondOrderOptimizer {
  public:
   ~CapturingOptimizer() override;
@@ -69,6 +75,9 @@ class TORCHIUM_API CapturingOptimizer : public SecondOrderOptimizer {
   std::vector<at::Tensor> all_params() const;
   // Steps each parameter has taken; 0 without state.
   std::vector<int64_t> steps_taken(const std::vector<at::Tensor>& params) const;
+
+  // Throws c10::Error if `processes`, that have exchanged tensors, are several.
+  void refuse_processes(int64_t processes) const;
 
   void take_step(const ActiveParams& active) override;
   const char* root_remedy() const override;

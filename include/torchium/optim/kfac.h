@@ -102,8 +102,8 @@ struct KFACReport {
 };
 
 /// K-FAC for linear layers and two-dimensional convolutions, as modules or as operators
-/// (CapturingOptimizer). Other parameters, and those within recurrent and transformer layers, take
-/// steps of SGD with momentum; a warning names them once.
+/// (CapturingOptimizer). Other parameters, those that are used in another way too, and those within
+/// recurrent and transformer layers take steps of SGD with momentum; a warning names them once.
 ///
 ///     torchium::optim::KFAC optimizer(*model, torchium::optim::KFACOptions(0.01).TInv(20));
 class TORCHIUM_API KFAC : public CapturingOptimizer {

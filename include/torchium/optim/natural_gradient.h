@@ -90,14 +90,15 @@ struct NaturalGradientReport {
 };
 
 /// Natural gradient with the damped empirical Fisher matrix of the batch, for a loss that is a mean
-/// over the samples. Every parameter must be used by the operators of CapturingOptimizer. What else
-/// reaches its gradient, as a penalty in the loss, is a part of the gradient, but not of the Fisher
-/// matrix.
+/// over the samples. Every parameter must be used by the operators of CapturingOptimizer, and by no
+/// other. What is added to its gradient after that, as weight decay, is a part of the gradient, but
+/// not of the Fisher matrix.
 ///
 /// The constructors throw c10::ValueError for a layer of torch::nn with trainable parameters that
 /// is not supported, recurrent and transformer layers among them. step() throws it, and changes
-/// nothing, for a batch that cannot be taken apart: BatchNorm in training, a parameter whose use
-/// was not captured, layers that disagree on the number of samples.
+/// nothing, for a batch that cannot be taken apart: BatchNorm in training, a parameter with
+/// uses that were not captured (looked for in its first backward pass), layers that disagree on the
+/// number of samples.
 ///
 ///     torchium::optim::NaturalGradient optimizer(
 ///         *model, torchium::optim::NaturalGradientOptions(0.1).damping(1e-2));

@@ -1,0 +1,15 @@
+// Sees when a program exchanges tensors with other processes.
+#pragma once
+
+#include <ATen/record_function.h>
+
+#include <cstdint>
+
+namespace torchium::gradients::detail {
+
+// How many processes take part in an observed call: 1 unless it is an operator of c10d on a
+// c10d::ProcessGroup, as its methods run them, or a collective that a backend (NCCL) reports
+// itself.
+int64_t processes_of(const at::RecordFunction& function);
+
+}  // namespace torchium::gradients::detail
