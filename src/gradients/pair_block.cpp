@@ -1,6 +1,7 @@
 #include "gradients/pair_block.h"
 
 #include "gradients/random_vectors.h"
+#include "support/huge_pages.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Context.h>
@@ -189,7 +190,10 @@ at::Tensor PairBlock::weighted_rows(const at::Tensor& w) const {
   const at::NoTF32Guard full_precision;
   const bool covered = uses_.size() == 1 && uses_[0].source.samples() == samples_;
   const std::vector<int64_t> sizes{samples_, groups_, fan_out_, fan_in_};
-  at::Tensor rows = covered ? at::empty(sizes, w.options()) : at::zeros(sizes, w.options());
+  const at::Tensor rows = torchium::detail::empty_in_huge_pages(sizes, w.options());
+  if (!covered) {
+    rows.zero_();
+  }
   for_each_piece([&](const Positions& x, int64_t row) {
     const int64_t count = x.A.size(1);
     add_rows_(rows.narrow(0, row, count), weighted(x, w.narrow(0, row, count)),

@@ -63,6 +63,18 @@ def test_a_parameter_has_zero_rows_where_a_micro_batch_does_not_use_it():
     torch.testing.assert_close(bias, torch.cat([g, torch.zeros(2, 4)]))
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_rows_of_many_megabytes(micro_batches, device):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.zeros(1200, 1100, device=device)
+    x, g = (torch.randn(8, size, generator=generator).to(device) for size in (1100, 1200))
+    uses = [number for i in range(micro_batches) for number in [0, 0, -1, i, *[0] * 8]]
+    pieces = [list(t.chunk(micro_batches)) for t in (x, g)]
+    (rows,) = ops.per_sample_gradients([weight], *pieces, uses, [0.0] * micro_batches)
+    assert rows.nbytes > 32 << 20
+    assert torch.equal(rows, g.unsqueeze(2) * x.unsqueeze(1))
+
+
 @pytest.mark.parametrize(
     ("layer", "shape"),
     [
