@@ -42,12 +42,11 @@ def layer_kind(module: nn.Module) -> LayerKind | None:
     """The kind of a layer that computes just what the class of its kind computes."""
     for kind, cls in _CLASSES.items():
         if isinstance(module, cls):
-            methods = ["forward", "_conv_forward"] if kind is LayerKind.CONV2D else ["forward"]
-            own = any(
-                getattr(type(module), name) is not getattr(cls, name) or name in vars(module)
-                for name in methods
-            )
-            return None if own else kind
+            methods = ("forward", "_conv_forward") if kind is LayerKind.CONV2D else ("forward",)
+            for name in methods:
+                if name in module.__dict__ or getattr(type(module), name) is not getattr(cls, name):
+                    return None
+            return kind
     return None
 
 

@@ -15,6 +15,8 @@ from .._layers import ALL_KINDS, LayerKind, core_tensors, use_row
 from ._parameters import State
 
 _TENSORS = ("inputs", "output_gradients")
+# Inputs, output gradients, rows and eps of uses.
+Layers = tuple[list[Tensor], list[Tensor], list[int], list[float]]
 _ROW = 12  # integers of a use at the boundary of an operator
 
 
@@ -60,10 +62,8 @@ class Batch:
                     uses.append(_BatchUse(weight, bias, *tensors, row, eps))
         return Batch(uses, loss_scale)
 
-    def arguments(
-        self, params: Sequence[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor], list[int], list[float]]:
-        """Inputs, output gradients, rows and eps of the uses, for a call on ``params``."""
+    def arguments(self, params: Sequence[Tensor]) -> Layers:
+        """The uses as the operators take them, for a call on ``params``."""
         index: dict[Tensor | None, int] = {p: i for i, p in enumerate(params)}
         inputs, output_gradients, rows, eps = [], [], [], []
         for use in self.uses:

@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import GradScaler
 from .._capture import Use, UseCapture
 from .._layers import ALL_KINDS, samples, why_unsupported
 from .._per_sample import LossFunction, per_sample_gradients
-from ._batch import Batch, fresh_batch, is_batch_key
+from ._batch import Batch, Layers, fresh_batch, is_batch_key
 from ._capturing import CapturingOptimizer, JointStep, ParamsOrModel, all_zero, fresh_step
 from ._checkpoint import fill_state
 from ._options import Check, choice, flag, integer, number, optional
@@ -198,12 +198,10 @@ class NaturalGradient(CapturingOptimizer):
 
     def _check_known_layers(self) -> None:
         """Refuses layers of which it is known at once that they are not supported."""
-        for param in self._all_params():
-            if param.requires_grad:
-                self._check_owners(param)
+        self._check_owners([p for p in self._all_params() if p.requires_grad])
 
-    def _check_owners(self, param: Tensor) -> None:
-        for module in self._capture.owners.get(param, ()):
+    def _check_owners(self, params: list[Tensor]) -> None:
+        for module in {m: None for p in params for m in self._capture.owners.get(p, ())}:
             reason = why_unsupported(module)
             if reason is not None:
                 raise ValueError(
@@ -214,8 +212,7 @@ class NaturalGradient(CapturingOptimizer):
 
     def _check_capture(self, step: JointStep, passes: list[list[Use]]) -> None:
         """Refuses gradients whose samples are not known, before anything is changed."""
-        for param in step.params:
-            self._check_owners(param)
+        self._check_owners(step.params)
         mixing = self._capture.mixing()
         if mixing is not None:
             raise ValueError(
@@ -279,9 +276,10 @@ class NaturalGradient(CapturingOptimizer):
         if batch is None:
             batch = Batch.of(passes, step.params, self._loss_scale())
         self._add_common_state(step, [self._has_momentum(step)] * len(step.params))
-        factorization = self._factorized(step, batch)
+        layers = batch.arguments(step.params)
+        factorization = self._factorized(step, batch, layers)
         before = self._host_step(step.params[0])
-        self._run_step(step, batch, factorization, refresh, self._found_inf(step))
+        self._run_step(step, batch, layers, factorization, refresh, self._found_inf(step))
         self._count_step(step)
         self._refresh = None
         if refresh and not self._is_skipped(step.params[0], before):
@@ -306,14 +304,14 @@ class NaturalGradient(CapturingOptimizer):
         """Whether the step was skipped, as far as the host knows now: on the CPU."""
         return param.is_cpu and int(self.state[param]["step"].item()) == before
 
-    def _factorized(self, step: JointStep, batch: Batch) -> Tensor:
+    def _factorized(self, step: JointStep, batch: Batch, layers: Layers) -> Tensor:
         """The factorisation of the batch for these parameters: kept while it can be used again."""
         solver, dampings = step.groups[0]["solver"], step.per_param("damping")
         key = (batch, solver, dampings, [id(p) for p in step.params])
         if self._factorization is None or self._factorization[0] != key:
             factorization = torch.ops.torchium.natural_gradient_factorize(
                 step.params,
-                *batch.arguments(step.params),
+                *layers,
                 dampings=dampings,
                 solver=solver,
                 scale=float(batch.samples),
@@ -326,6 +324,7 @@ class NaturalGradient(CapturingOptimizer):
         self,
         step: JointStep,
         batch: Batch,
+        layers: Layers,
         factorization: Tensor,
         refresh: bool,
         found_inf: Tensor | None,
@@ -338,7 +337,7 @@ class NaturalGradient(CapturingOptimizer):
             [state["step"] for state in states],
             [state["momentum_buffer"] for state in states] if self._has_momentum(step) else [],
             self._status(step),
-            *batch.arguments(step.params),
+            *layers,
             factorization,
             lrs=step.lrs(),
             dampings=step.per_param("damping"),
