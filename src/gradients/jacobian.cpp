@@ -112,6 +112,16 @@ std::vector<at::Tensor> Jacobian::transpose_product(const at::Tensor& w,
   return result;
 }
 
+void Jacobian::add_transpose_product_(at::TensorList x, const at::Tensor& w,
+                                      at::ArrayRef<double> scales) const {
+  const at::Tensor scaled = w * scale_;
+  for (size_t p = 0; p < columns_.size(); ++p) {
+    if (columns_[p].block) {
+      columns_[p].block->add_transpose_product_(x[p], (scaled * scales[p]).to(columns_[p].dtype));
+    }
+  }
+}
+
 Jacobian::Sketch Jacobian::sketch(at::TensorList x, const at::Tensor& w) const {
   const at::Tensor scaled = w * scale_;
   Sketch result;

@@ -31,6 +31,9 @@ class Jacobian {
   // J_p^T w, times scales[p] if given, for w [n]: one tensor a parameter, in its state dtype.
   std::vector<at::Tensor> transpose_product(const at::Tensor& w,
                                             at::ArrayRef<double> scales = {}) const;
+  // x_p += scales[p] J_p^T w, for contiguous tensors in the state dtypes that no use looks at.
+  void add_transpose_product_(at::TensorList x, const at::Tensor& w,
+                              at::ArrayRef<double> scales) const;
   // A random linear image of a vector x with one tensor a parameter, and the same one of J^T w.
   // Vectors whose images agree are equal, but for an event that is all but impossible; it costs
   // less than J^T w.

@@ -24,6 +24,10 @@ class JacobianBlock {
   }
   // J^T w for w [n] of the state dtype: a tensor of the parameter's shape.
   virtual at::Tensor transpose_product(const at::Tensor& w) const = 0;
+  // x += J^T w for a contiguous x of the parameter's shape and the state dtype.
+  virtual void add_transpose_product_(const at::Tensor& x, const at::Tensor& w) const {
+    x.add_(transpose_product(w));
+  }
   // J x for x of the parameter's shape and the state dtype: [n] float64.
   virtual at::Tensor product(const at::Tensor& x) const = 0;
   // A random linear image of x and the same of J^T w: smaller where that saves work, of about the

@@ -151,16 +151,25 @@ void PairBlock::add_gram_by_rows_(at::Tensor& K, double weight) const {
   }
 }
 
-at::Tensor PairBlock::transpose_product(const at::Tensor& w) const {
+void PairBlock::scale_and_add_transpose_product_(const at::Tensor& x, double beta,
+                                                 const at::Tensor& w) const {
   const at::NoTF32Guard full_precision;
-  at::Tensor result = at::empty({groups_, fan_out_, fan_in_}, w.options());
-  double beta = 0.0;
-  for_each_piece([&](const Positions& x, int64_t row) {
-    const auto [A, G] = weighted(x, w.narrow(0, row, x.A.size(1)));
-    result.baddbmm_(G.flatten(1, 2).mT(), A.flatten(1, 2), beta);
+  const at::Tensor matrices = x.view({groups_, fan_out_, fan_in_});
+  for_each_piece([&](const Positions& y, int64_t row) {
+    const auto [A, G] = weighted(y, w.narrow(0, row, y.A.size(1)));
+    matrices.baddbmm_(G.flatten(1, 2).mT(), A.flatten(1, 2), beta);
     beta = 1.0;
   });
-  return result.view(shape_);
+}
+
+at::Tensor PairBlock::transpose_product(const at::Tensor& w) const {
+  const at::Tensor result = at::empty(shape_, w.options());
+  scale_and_add_transpose_product_(result, 0.0, w);
+  return result;
+}
+
+void PairBlock::add_transpose_product_(const at::Tensor& x, const at::Tensor& w) const {
+  scale_and_add_transpose_product_(x, 1.0, w);
 }
 
 at::Tensor PairBlock::product(const at::Tensor& x) const {

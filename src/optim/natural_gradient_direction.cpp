@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 namespace torchium::optim::detail {
@@ -20,11 +21,7 @@ GradientSplit split(const ParameterVector& v, const ParameterVector& u,
     r.push_back(tensor.clone());
   }
   add_scaled_(r, u, c.neg());
-  const at::Tensor squares = dots(v, v);
-  at::Tensor bound = at::zeros_like(c);
-  for (size_t p = 0; p < v.size(); ++p) {
-    bound.add_(squares[static_cast<int64_t>(p)], roundings[p] * roundings[p]);
-  }
+  const at::Tensor bound = at::dot(dots(v, v), at::tensor(roundings, c.options()).square_());
   const at::Tensor negligible = dot(r, r) <= bound;
   if (!negligible.is_cpu()) {
     for (auto& tensor : r) {
@@ -62,11 +59,11 @@ GradientSplit split_gradient(const Jacobian& J, const ParameterVector& v,
 }
 
 // With v = c J^T 1 / n + r, x = mu d_prev + Lambda^-1 r and S = J Lambda^-1 J^T / n + I it is
-//   d = x + Lambda^-1 J^T S^-1 (c 1 - J x) / n.
+//   d = x + Lambda^-1 J^T w,  w = S^-1 (c 1 - J x) / n.
 // With r for all of v (c = 0) the two terms would cancel, and lose their digits.
-ParameterVector gram_direction(const Jacobian& J, const std::vector<double>& dampings,
-                               const GradientSplit& v, const ScaledVector& previous,
-                               const at::Tensor& L) {
+SampleSpaceSolution solve_in_sample_space(const Jacobian& J, const std::vector<double>& dampings,
+                                          const GradientSplit& v, const ScaledVector& previous,
+                                          const at::Tensor& L) {
   ScaledVector x = previous;
   if (!v.r.empty()) {
     x = {divided_by_dampings(dampings, v.r), std::vector<double>(v.r.size(), 1.0)};
@@ -77,14 +74,26 @@ ParameterVector gram_direction(const Jacobian& J, const std::vector<double>& dam
     y = y - J.product(x.x, x.scales);
   }
   const double n = static_cast<double>(J.samples());
-  const at::Tensor w = at::cholesky_solve(y.unsqueeze(1), L).squeeze(1).div_(n);
+  return {x, at::cholesky_solve(y.unsqueeze(1), L).squeeze(1).div_(n)};
+}
+
+ParameterVector direction(const Jacobian& J, const std::vector<double>& dampings,
+                          const SampleSpaceSolution& solution) {
   std::vector<double> inverse_dampings;
   for (const double damping : dampings) {
     inverse_dampings.push_back(1.0 / damping);
   }
-  ParameterVector d = J.transpose_product(w, inverse_dampings);
-  add_(d, x);
+  ParameterVector d = J.transpose_product(solution.w, inverse_dampings);
+  add_(d, solution.x);
   return d;
+}
+
+// The row J_ip of sample i and parameter p has |J_ip|^2 / (damping_p n) <= S_ii = |L_i|^2.
+at::Tensor largest_entry(const at::Tensor& w, const at::Tensor& L,
+                         const std::vector<double>& dampings) {
+  const double n = static_cast<double>(w.size(0));
+  const double least = *std::min_element(dampings.begin(), dampings.end());
+  return at::dot(w.abs(), at::linalg_vector_norm(L, 2, 1)).mul_(std::sqrt(n / least));
 }
 
 ConjugateGradientsResult cg_direction(const Jacobian& J, const std::vector<double>& dampings,

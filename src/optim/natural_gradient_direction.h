@@ -25,10 +25,25 @@ struct GradientSplit {
 GradientSplit split_gradient(const gradients::detail::Jacobian& J, const ParameterVector& v,
                              const std::vector<double>& roundings);
 
-// Solved in sample space. previous: mu d_prev. L: the Cholesky factor of J Lambda^-1 J^T / n + I.
-ParameterVector gram_direction(const gradients::detail::Jacobian& J,
-                               const std::vector<double>& dampings, const GradientSplit& v,
-                               const ScaledVector& previous, const at::Tensor& L);
+// d = x + Lambda^-1 J^T w
+struct SampleSpaceSolution {
+  ScaledVector x;
+  at::Tensor w;  // [n] float64
+};
+
+// previous: mu d_prev. L: the Cholesky factor of J Lambda^-1 J^T / n + I.
+SampleSpaceSolution solve_in_sample_space(const gradients::detail::Jacobian& J,
+                                          const std::vector<double>& dampings,
+                                          const GradientSplit& v, const ScaledVector& previous,
+                                          const at::Tensor& L);
+
+ParameterVector direction(const gradients::detail::Jacobian& J, const std::vector<double>& dampings,
+                          const SampleSpaceSolution& solution);
+
+// A bound of the entries of Lambda^-1 J^T w and of their sums over some of the samples: 0-dim
+// float64, NaN where w or L are.
+at::Tensor largest_entry(const at::Tensor& w, const at::Tensor& L,
+                         const std::vector<double>& dampings);
 
 // Solved in parameter space by conjugate gradients, to a relative residual of `eps`, or what the
 // dtype of v allows.

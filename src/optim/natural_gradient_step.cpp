@@ -1,6 +1,7 @@
 #include "optim/natural_gradient_step.h"
 
 #include "gradients/jacobian.h"
+#include "linalg/operand_checks.h"
 #include "optim/elementwise.h"
 #include "optim/gradient_rounding.h"
 #include "optim/natural_gradient_direction.h"
@@ -23,6 +24,8 @@ using gradients::detail::Jacobian;
 
 // Above this order the factorisation costs more than conjugate gradients.
 constexpr int64_t kMaxGramSamples = 4096;
+// Directions with larger entries are looked at before they are applied.
+constexpr double kLargestSafeEntry = 1e30;
 
 void check_solver(const std::string& solver) {
   TORCH_CHECK_VALUE(solver == "auto" || solver == "gram" || solver == "cg", "solver is '", solver,
@@ -96,6 +99,39 @@ void record_failure(const at::Tensor& squares, const StepGate& gate, at::Tensor&
   gate.assign_(index, first);
 }
 
+// Whether p <- p - lr d needs no d: the update can be added to the parameters as it is computed,
+// which saves most of the memory that a step goes through. The host must know before that d is
+// finite, and no use may look at a parameter.
+bool can_add_directly(const NaturalGradientHyperparameters& h, at::TensorList params,
+                      const CapturedBatch& batch, const SampleSpaceSolution& solution,
+                      const at::Tensor& L) {
+  if (!L.is_cpu() || has_momentum(h) || h.max_norm || !solution.x.x.empty()) {
+    return false;
+  }
+  for (const auto& param : params) {
+    if (!param.is_contiguous() || param.scalar_type() != linalg::detail::compute_dtype(param) ||
+        std::any_of(batch.uses.begin(), batch.uses.end(), [&](const auto& use) {
+          return use.input.is_alias_of(param) || use.output_gradient.is_alias_of(param);
+        })) {
+      return false;
+    }
+  }
+  // Far below the largest number of the dtype: products with parts of the rows must be finite too.
+  return largest_entry(solution.w, L, h.dampings).item<double>() < kLargestSafeEntry;
+}
+
+// p <- p - lr Lambda^-1 J^T w  (+ for maximize), on the CPU.
+void add_directly(const NaturalGradientHyperparameters& h, at::TensorList params, const Jacobian& J,
+                  const at::Tensor& w, at::Tensor& status) {
+  std::vector<double> scales;
+  for (size_t p = 0; p < params.size(); ++p) {
+    scales.push_back((h.maximize[p] ? 1.0 : -1.0) * h.lrs[p].item<double>() / h.dampings[p]);
+  }
+  status.select(0, kConsecutiveRootFailures).zero_();
+  status.select(0, kFailedParameter).fill_(-1);
+  J.add_transpose_product_(params, w, scales);
+}
+
 // lr, with its sign and the factor that keeps the direction within max_norm.
 StepScalar step_size(const StepScalar& lr, bool maximize, const at::Tensor& norm_factor) {
   const double sign = maximize ? -1.0 : 1.0;
@@ -103,6 +139,29 @@ StepScalar step_size(const StepScalar& lr, bool maximize, const at::Tensor& norm
     return {0.0, lr.device * norm_factor * sign};
   }
   return {lr.host * norm_factor.item<double>() * sign, {}};
+}
+
+// d_prev <- d;  p <- p - lr d min(1, max_norm / |d|)  (+ for maximize), if d is finite.
+void apply_direction(const NaturalGradientHyperparameters& h, at::TensorList params,
+                     const ParameterVector& d, NaturalGradientState& state, const StepGate& gate) {
+  const at::Tensor squares = dots(d, d);
+  record_failure(squares, gate, state.status);
+  const StepGate accepted = gate.narrowed(squares.isfinite().all());
+  if (accepted.skipped_on_host()) {
+    return;
+  }
+  const at::Tensor norm_factor =
+      h.max_norm ? accepted.zero_if_skipped((*h.max_norm / squares.sum().sqrt_()).clamp_max_(1.0))
+                 : at::ones({}, squares.options());
+  for (size_t p = 0; p < params.size(); ++p) {
+    at::Tensor param = params[p];
+    const at::Tensor direction = accepted.zero_if_skipped(d[p]);
+    if (h.momentums[p] != 0.0) {
+      accepted.assign_(state.momentum_buffers[p], direction);
+    }
+    apply_update({}, step_size(accepted.learning_rate(h.lrs[p]), h.maximize[p], norm_factor), param,
+                 direction, nullptr, accepted);
+  }
 }
 
 }  // namespace
@@ -172,26 +231,15 @@ at::Tensor natural_gradient_step(const NaturalGradientHyperparameters& h, at::Te
     const GradientSplit split = refreshed
                                     ? split_gradient(J, v, gradient_roundings(grads, batch.uses))
                                     : GradientSplit{at::zeros({}, report.options()), v};
-    d = gram_direction(J, h.dampings, split, momentum_part(h, state), factorization);
-  }
-  const at::Tensor squares = dots(d, d);
-  record_failure(squares, gate, state.status);
-  const StepGate accepted = gate.narrowed(squares.isfinite().all());
-  if (accepted.skipped_on_host()) {
-    return report;
-  }
-  const at::Tensor norm_factor =
-      h.max_norm ? accepted.zero_if_skipped((*h.max_norm / squares.sum().sqrt_()).clamp_max_(1.0))
-                 : at::ones({}, report.options());
-  for (size_t p = 0; p < params.size(); ++p) {
-    at::Tensor param = params[p];
-    const at::Tensor direction = accepted.zero_if_skipped(d[p]);
-    if (h.momentums[p] != 0.0) {
-      accepted.assign_(state.momentum_buffers[p], direction);
+    const SampleSpaceSolution solution =
+        solve_in_sample_space(J, h.dampings, split, momentum_part(h, state), factorization);
+    if (can_add_directly(h, params, batch, solution, factorization)) {
+      add_directly(h, params, J, solution.w, state.status);
+      return report;
     }
-    apply_update({}, step_size(accepted.learning_rate(h.lrs[p]), h.maximize[p], norm_factor), param,
-                 direction, nullptr, accepted);
+    d = direction(J, h.dampings, solution);
   }
+  apply_direction(h, params, d, state, gate);
   return report;
 }
 

@@ -56,14 +56,15 @@ double dot_on_cpu(const at::Tensor& x, const at::Tensor& y) {
 }  // namespace
 
 at::Tensor dots(at::TensorList x, at::TensorList y) {
+  if (std::equal(x.begin(), x.end(), y.begin(), can_fuse)) {
+    std::vector<double> sums(x.size());
+    std::transform(x.begin(), x.end(), y.begin(), sums.begin(), dot_on_cpu);
+    return at::tensor(sums);
+  }
   std::vector<at::Tensor> sums;
   for (size_t p = 0; p < x.size(); ++p) {
-    if (can_fuse(x[p], y[p])) {
-      sums.push_back(at::scalar_tensor(dot_on_cpu(x[p], y[p]), at::TensorOptions(at::kDouble)));
-    } else {
-      // The sum of products is pairwise, where a dot product would add them up one by one.
-      sums.push_back((x[p] * y[p]).sum().to(at::kDouble));
-    }
+    // The sum of products is pairwise, where a dot product would add them up one by one.
+    sums.push_back((x[p] * y[p]).sum().to(at::kDouble));
   }
   return at::stack(sums);
 }

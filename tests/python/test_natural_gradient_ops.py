@@ -338,10 +338,11 @@ def test_found_inf_skips_the_step_and_is_no_failure(device):
 
 
 @pytest.mark.parametrize("solver", ["gram", "cg"])
-def test_a_direction_that_is_not_finite_counts_as_failed(solver, device):
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_a_direction_that_is_not_finite_counts_as_failed(solver, momentum, device):
     """A finite gradient, but not what the layers have seen."""
     captured = case("mlp", device)
-    step = Step(copies(captured.params), solver=solver, momentum=0.5)
+    step = Step(copies(captured.params), solver=solver, momentum=momentum)
     step(captured)
     before = state_of(step)
     broken = copy.deepcopy(captured)
@@ -355,6 +356,57 @@ def test_a_direction_that_is_not_finite_counts_as_failed(solver, device):
     step(captured)
     assert step.status.tolist() == [0, 0, -1, 0, -1]
     assert not torch.equal(joined(state_of(step)), joined(before))
+
+
+NO_LIMIT = 1e100  # a max_norm that changes nothing, but takes the norm of the whole direction
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_updates_added_as_they_are_computed_are_those_of_a_direction(name, dtype, maximize, device):
+    captured = case(name, device, dtype)
+    count = len(captured.params)
+    options = {
+        "lr": [0.1 * (i + 1) for i in range(count)],
+        "damping": [1e-3 * (i + 1) for i in range(count)],
+        "maximize": maximize,
+    }
+    params, expected = copies(captured.params), copies(captured.params)
+    Step(params, **options)(captured)
+    Step(expected, **options, max_norm=NO_LIMIT)(captured)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    assert_updates_close(params, captured.params, expected, tolerance)
+
+
+def test_parameters_of_any_strides(device):
+    captured = case("mlp", device)
+    params = [p.t().contiguous().t() if p.dim() == 2 else p.clone() for p in captured.params]
+    assert not params[0].is_contiguous()
+    expected = copies(captured.params)
+    Step(params)(captured)
+    Step(expected)(captured)
+    assert_updates_close(params, captured.params, expected, 1e-12)
+
+
+def test_an_update_does_not_change_what_later_ones_are_computed_from(device):
+    """The second layer has received the weight of the first one."""
+    generator = torch.Generator().manual_seed(0)
+    first, second, x, g, h = (
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
+        for shape in [(5, 4), (3, 4), (5, 4), (5, 5), (5, 3)]
+    )
+    uses = [0, 0, -1, 0, *[0] * 8, 0, 1, -1, 0, *[0] * 8]
+    results = []
+    for received in (first.clone(), first):
+        captured = Captured([first, second], [x, received], [g, h], uses, [0.0, 0.0], samples=5)
+        captured.gradients = [row.mean(0) for row in rows_of(captured)]
+        step = Step([first, second.clone()])
+        before = first.clone()
+        step(captured)
+        results.append(copies(step.params))
+        first.copy_(before)
+    torch.testing.assert_close(*results, rtol=0, atol=1e-12)
 
 
 def test_auto_solves_in_the_smaller_space():
