@@ -24,6 +24,9 @@ FUNCTIONS: dict[str, Function] = {
     "root and info": lambda A: matrix_inverse_root(
         A, 2, eps=1e-3, method="newton", return_info=True
     ),
+    "roots of a list": lambda A: tuple(
+        matrix_inverse_root([A, A[0], A.double(), 2 * A[1:]], 4, eps=1e-3, method="newton")
+    ),
 }
 
 
