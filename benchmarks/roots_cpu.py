@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import statistics
 import sys
+from collections.abc import Callable
 
 import torch
 import torchium
@@ -11,8 +14,12 @@ from common import Report, interleaved, parse_arguments, result_file
 from torch import Tensor
 
 ROOT = 4
-STACKS = ((64, 64), (16, 128), (8, 256), (2, 512), (1, 1024))  # matrices, n
+ORDERS = (32, 64, 96, 128, 192, 256, 512, 1024, 2048)
+COUNTS = (1, 4, 32)
+LARGEST_STACK = 4 * 1024**2  # elements: larger ones take minutes and tell nothing new
 CONDITION = 1e4
+SHORTEST_ROUND = 2e-2  # seconds: shorter calls are repeated
+AT_MOST = 1.1  # "auto" over the fastest
 
 
 def matrices(count: int, n: int) -> Tensor:
@@ -29,31 +36,67 @@ def power_by_eigh(A: Tensor, exponent: float) -> Tensor:
     return (Q * eigenvalues.clamp(min=1e-30).pow(exponent).unsqueeze(-2)) @ Q.mT
 
 
+def methods(A: Tensor) -> dict[str, Callable[[], Tensor]]:
+    ours = {
+        method: functools.partial(torchium.linalg.matrix_inverse_root, A, ROOT, method=method)
+        for method in ("eigh", "newton", "auto")
+    }
+    return {"torch eigh": functools.partial(power_by_eigh, A, -1 / ROOT), **ours}
+
+
+def repeated(function: Callable[[], Tensor], times: int) -> Callable[[], None]:
+    def call() -> None:
+        for _ in range(times):
+            function()
+
+    return call
+
+
+def milliseconds(functions: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str, float]:
+    """Of one call of each function, the median over rounds."""
+    (first,) = interleaved({"": functions["auto"]}, 1)[""]
+    times = max(1, math.ceil(SHORTEST_ROUND / first))
+    repeats = {name: repeated(function, times) for name, function in functions.items()}
+    seconds = interleaved(repeats, rounds if times > 1 else max(3, rounds // 3))
+    return {name: 1e3 * statistics.median(each) / times for name, each in seconds.items()}
+
+
+def measure(report: Report, threads: int, rounds: int) -> None:
+    torch.set_num_threads(threads)
+    rows = []
+    for n in ORDERS:
+        for count in COUNTS:
+            if count > 1 and count * n * n > LARGEST_STACK:
+                continue
+            A = matrices(count, n)
+            exact = power_by_eigh(A, -1 / ROOT)
+            functions = methods(A.float())
+            errors = {
+                name: ((function().double() - exact).norm() / exact.norm()).item()
+                for name, function in functions.items()
+            }
+            ms = milliseconds(functions, rounds)
+            fastest = min(ms[name] for name in functions if name != "auto")
+            rows.append([n, count, *ms.values(), errors["eigh"], errors["newton"], errors["auto"]])
+            report.check(
+                f'"auto" / fastest, n = {n}, {count} matrices, {threads} threads',
+                ms["auto"] / fastest,
+                AT_MOST,
+            )
+    report.table(
+        f"Milliseconds a stack, {threads} threads",
+        ["n", "matrices", *functions, "error of eigh", "of newton", "of auto"],
+        rows,
+    )
+
+
 def main() -> int:
     arguments = parse_arguments(__doc__)
     report = Report(f"Inverse roots on a CPU (p = {ROOT}, float32, condition {CONDITION:.0e})")
-    rows = []
-    for count, n in STACKS:
-        exact = matrices(count, n)
-        A = exact.float()
-        exact = power_by_eigh(A.double(), -1 / ROOT)
-        methods = {
-            "torch eigh": lambda A=A: power_by_eigh(A, -1 / ROOT),
-            **{
-                method: lambda A=A, m=method: torchium.linalg.matrix_inverse_root(A, ROOT, method=m)
-                for method in ("eigh", "newton", "auto")
-            },
-        }
-        errors = {
-            k: ((f().double() - exact).norm() / exact.norm()).item() for k, f in methods.items()
-        }
-        seconds = interleaved(methods, max(3, arguments.rounds // 3))
-        for name in methods:
-            ms = 1e3 * statistics.median(seconds[name]) / count
-            rows.append([n, count, name, ms, errors[name]])
-    report.table(
-        "One matrix of a stack", ["n", "stack", "method", "ms a matrix", "relative error"], rows
-    )
+    all_threads = torch.get_num_threads()
+    one_alone = arguments.threads or all_threads == 1
+    for threads in [all_threads] if one_alone else [1, all_threads]:
+        measure(report, threads, arguments.rounds)
     return report.finish(result_file("roots_cpu", arguments))
 
 

@@ -24,19 +24,25 @@ bool one_matrix_per_thread(int64_t matrices, int64_t n) {
   return matrices > 1 && static_cast<double>(rounds) < static_cast<double>(matrices) / speedup;
 }
 
+void solve(const at::Tensor& S, Eigensystem& out);
+
 void solve_range(const at::Tensor& S, Eigensystem& out, int64_t begin, int64_t end) {
-  at::Tensor values = out.values.slice(0, begin, end);
-  at::Tensor vectors = out.vectors.slice(0, begin, end);
+  Eigensystem range{out.values.slice(0, begin, end), out.vectors.slice(0, begin, end)};
+  solve(S.slice(0, begin, end), range);
+}
+
+// Into `out`, whose layout is LAPACK's.
+void solve(const at::Tensor& S, Eigensystem& out) {
   try {
     // S is its own transpose; in LAPACK's layout it is copied without transposing.
-    at::linalg_eigh_out(values, vectors, S.slice(0, begin, end).mT());
+    at::linalg_eigh_out(out.values, out.vectors, S.mT());
   } catch (const c10::LinAlgError&) {
-    if (end - begin == 1) {
-      values.fill_(std::numeric_limits<double>::quiet_NaN());
-      vectors.fill_(std::numeric_limits<double>::quiet_NaN());
+    if (S.size(0) == 1) {
+      out.values.fill_(std::numeric_limits<double>::quiet_NaN());
+      out.vectors.fill_(std::numeric_limits<double>::quiet_NaN());
       return;
     }
-    for (int64_t i = begin; i < end; ++i) {
+    for (int64_t i = 0; i < S.size(0); ++i) {
       solve_range(S, out, i, i + 1);
     }
   }
@@ -59,7 +65,7 @@ Eigensystem symmetric_eigensystem(const at::Tensor& S) {
     return out;
   }
   if (!S.is_cpu() || !one_matrix_per_thread(matrices, n)) {
-    solve_range(S, out, 0, matrices);
+    solve(S, out);
     return out;
   }
   at::parallel_for(0, matrices, 1, [&](int64_t begin, int64_t end) {

@@ -6,6 +6,7 @@
 #include "linalg/spectral.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 
 #include <cmath>
 #include <limits>
@@ -38,16 +39,17 @@ at::Tensor estimated_residual(const Normalized& input, const at::Tensor& damping
   const at::Tensor shift = column(damping);
   const at::Tensor unit = column(input.scale.pow(-1.0 / static_cast<double>(p)));
   const auto times_A = [&](const at::Tensor& v) {
-    return at::matmul(input.matrix, v).add_(v * shift);
+    return at::bmm(input.matrix, v).add_(v * shift);
   };
-  const at::Tensor target = times_A(random_signs(root.size(-1), root.options()));
+  const int64_t n = root.size(-1);
+  const at::Tensor target = times_A(random_signs(n, root.options()).expand({root.size(0), n, 1}));
   at::Tensor image = target;
   for (int64_t i = 0; i < p; ++i) {
-    image = at::matmul(root, image * unit);
+    image = at::bmm(root, image * unit);
   }
   const at::Tensor difference = times_A(image).sub_(target);
   const at::Tensor norm = input.matrix.square().sum({-2, -1}).sqrt_().add_(
-      shift.view({-1}), std::sqrt(static_cast<double>(root.size(-1))));
+      shift.view({-1}), std::sqrt(static_cast<double>(n)));
   return difference.square_().sum({-2, -1}).sqrt_().div_(
       norm.clamp_min_(smallest_normal(root.scalar_type())));
 }
@@ -60,16 +62,16 @@ at::Tensor relative_residual(const Normalized& input, const at::Tensor& damping,
 
 // A root in the units of the caller; damping and floor in those of Normalized.
 struct SolverResult {
-  at::Tensor root, damping, iterations, floor;
+  at::Tensor root, damping, floor;
+  at::Tensor iterations = {};  // undefined: 0
 };
 
 SolverResult root_by_eigh(const Normalized& input, int64_t p, double eps, double relative_eps) {
   const DampedSpectrum spectrum = damped_spectrum(input, eps, relative_eps);
-  const at::Tensor f =
-      (at::maximum(spectrum.values, spectrum.floor.unsqueeze(-1)) / input.scale.unsqueeze(-1))
-          .pow_(-1.0 / static_cast<double>(p));
-  return {compose(spectrum.vectors, f, /*non_negative=*/true), spectrum.damping,
-          at::zeros({f.size(0)}, f.options().dtype(at::kLong)), spectrum.floor};
+  const at::Tensor f = at::maximum(spectrum.values, spectrum.floor.unsqueeze(-1))
+                           .div_(input.scale.unsqueeze(-1))
+                           .pow_(-1.0 / static_cast<double>(p));
+  return {compose(spectrum.vectors, f, /*non_negative=*/true), spectrum.damping, spectrum.floor};
 }
 
 // Roots that failed become top^(-1/p) I, without the host knowing.
@@ -82,7 +84,7 @@ SolverResult replace_on_device(const NewtonRoot& newton, const Normalized& input
   const at::Tensor identity = at::eye(newton.root.size(-1), newton.root.options());
   const at::Tensor scale = (newton.top / input.scale).pow_(exponent).to(newton.root.scalar_type());
   return {at::where(accepted.view({-1, 1, 1}), newton.root, identity * scale.view({-1, 1, 1})),
-          newton.damping, newton.iterations * accepted, newton.floor};
+          newton.damping, newton.floor, newton.iterations * accepted};
 }
 
 // Where eigh can take over, it does so earlier.
@@ -92,7 +94,7 @@ constexpr double kResidualForEigh = 1e-2;
 SolverResult replace_by_eigh(const NewtonRoot& newton, const Normalized& input,
                              const at::Tensor& residual, int64_t p, double eps,
                              double relative_eps) {
-  SolverResult result{newton.root, newton.damping, newton.iterations, newton.floor};
+  SolverResult result{newton.root, newton.damping, newton.floor, newton.iterations};
   const at::Tensor failed = residual.le(kResidualForEigh).logical_not_().nonzero().view(-1);
   if (failed.numel() > 0) {
     const Normalized rest{input.matrix.index_select(0, failed), input.scale.index_select(0, failed),
@@ -100,7 +102,7 @@ SolverResult replace_by_eigh(const NewtonRoot& newton, const Normalized& input,
     const SolverResult solved = root_by_eigh(rest, p, eps, relative_eps);
     result.root.index_copy_(0, failed, solved.root);
     result.damping.index_copy_(0, failed, solved.damping);
-    result.iterations.index_copy_(0, failed, solved.iterations);
+    result.iterations.index_fill_(0, failed, 0);
     result.floor.index_copy_(0, failed, solved.floor);
   }
   return result;
@@ -119,14 +121,18 @@ SolverResult root_by_newton(const Normalized& input, int64_t p, double eps, doub
 // In the units of the caller, with NaN for matrices that are not finite.
 InverseRoot finished(const Normalized& input, const SolverResult& solved, int64_t p,
                      Residual residual) {
-  const at::ScalarType dtype = solved.root.scalar_type();
-  InverseRoot result{solved.root, at::Tensor(), solved.iterations,
-                     (solved.floor / input.scale).to(dtype)};
-  if (residual != Residual::kNone) {
-    result.residual = relative_residual(input, solved.damping, solved.root, p, residual).to(dtype);
-    mark_non_finite(result.residual, input.finite);
-  }
+  InverseRoot result{solved.root, {}, {}, {}};
   mark_non_finite(result.root, input.finite);
+  if (residual == Residual::kNone) {
+    return result;
+  }
+  const at::ScalarType dtype = solved.root.scalar_type();
+  result.iterations = solved.iterations.defined()
+                          ? solved.iterations
+                          : at::zeros_like(solved.floor, solved.floor.options().dtype(at::kLong));
+  result.residual = relative_residual(input, solved.damping, solved.root, p, residual).to(dtype);
+  result.floor = (solved.floor / input.scale).to(dtype);
+  mark_non_finite(result.residual, input.finite);
   mark_non_finite(result.floor, input.finite);
   return result;
 }
@@ -145,12 +151,22 @@ InverseRoot root_by_kernels(const at::Tensor& A, int64_t p, double eps, double r
   return result;
 }
 
-// The faster method. On the CPU that is LAPACK, but for stacks of small matrices, where the
-// iteration is ahead by a factor of two at most and where its floor is higher. On a CUDA device it
-// is the iteration wherever there are kernels for it, by a factor of 4 to 15; without them, in
-// float64 for one, cuSOLVER is ahead for small orders.
+// On the CPU the iteration beats LAPACK in float32 for small matrices (docs/roots.md), if every
+// thread gets enough of them: the fixed cost of its many steps is that of a few small eigenvalue
+// problems, which LAPACK solves one a thread. At n = 96 the two are about as fast, above LAPACK is.
+constexpr int64_t kLargestNewtonOrder = 96;
+constexpr int64_t kMatricesPerThread = 3;
+constexpr int64_t kElementsPerThread = 6144;
+
+// The faster method. On a CUDA device it is the iteration wherever there are kernels for it, by a
+// factor of 4 to 15; without them, in float64 for one, cuSOLVER is ahead for small orders.
 bool prefers_newton(const at::Tensor& A, int64_t root) {
-  return !A.is_cpu() && (A.size(-1) > 32 || has_device_root(A, root));
+  if (!A.is_cpu()) {
+    return A.size(-1) > 32 || has_device_root(A, root);
+  }
+  const int64_t threads = at::get_num_threads();
+  return A.scalar_type() == at::kFloat && A.size(-1) <= kLargestNewtonOrder &&
+         A.size(0) >= kMatricesPerThread * threads && A.numel() >= kElementsPerThread * threads;
 }
 
 }  // namespace
@@ -171,12 +187,12 @@ InverseRoot matrix_inverse_root(const at::Tensor& A, int64_t root, double eps, d
                                 : root_by_eigh(input, root, eps, relative_eps),
                       root, residual);
   }
+  result.root = result.root.view(A.sizes());
   if (residual != Residual::kNone) {
     result.residual = result.residual.view(batch);
+    result.iterations = result.iterations.view(batch);
+    result.floor = result.floor.view(batch);
   }
-  result.root = result.root.view(A.sizes());
-  result.iterations = result.iterations.view(batch);
-  result.floor = result.floor.view(batch);
   return result;
 }
 

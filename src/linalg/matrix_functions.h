@@ -18,7 +18,7 @@ struct InverseRoot {
 };
 
 enum class Residual {
-  kNone,      // `residual` is undefined
+  kNone,      // and no more than the root: what is known about it is undefined
   kEstimate,  // by a fixed random-sign probe: O(n^2) a matrix
   kExact,     // by matrix products
 };

@@ -4,6 +4,8 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+#include <cmath>
 #include <limits>
 #include <vector>
 
@@ -37,17 +39,48 @@ at::Tensor spectral_floor(const at::Tensor& values, at::ScalarType dtype,
   return at::maximum(values.abs().amax(-1) * noise, smallest);
 }
 
+namespace {
+
+// The same as below, row by row: for small stacks on the CPU the tensor operations would take
+// longer than their arithmetic. Eigenvalues are ascending, or all NaN.
+DampedSpectrum damp_on_host(const Eigensystem& system, const Normalized& input, double eps,
+                            double relative_eps) {
+  const at::ScalarType dtype = system.values.scalar_type();
+  DampedSpectrum spectrum{system.values.to(at::kDouble), system.vectors,
+                          at::empty_like(input.scale), at::empty_like(input.scale)};
+  const int64_t n = system.values.size(-1);
+  const double noise = eigenvalue_noise(n, dtype);
+  const double* scale = input.scale.const_data_ptr<double>();
+  double* damping = spectrum.damping.mutable_data_ptr<double>();
+  double* floor = spectrum.floor.mutable_data_ptr<double>();
+  for (int64_t i = 0; i < system.values.size(0); ++i) {
+    double* values = spectrum.values.mutable_data_ptr<double>() + i * n;
+    damping[i] = scale[i] * eps + relative_eps * std::max(values[n - 1], 0.0);
+    for (int64_t j = 0; j < n; ++j) {
+      values[j] += damping[i];
+    }
+    const double largest = std::max(std::abs(values[n - 1]), std::abs(values[0]));
+    floor[i] = std::max(largest * noise, scale[i] * smallest_normal(dtype));
+  }
+  return spectrum;
+}
+
+}  // namespace
+
 DampedSpectrum damped_spectrum(const Normalized& input, double eps, double relative_eps) {
-  const auto [eigenvalues, vectors] = symmetric_eigensystem(input.matrix);
-  at::Tensor values = eigenvalues.to(at::kDouble);
+  const Eigensystem system = symmetric_eigensystem(input.matrix);
+  if (system.values.is_cpu() && system.values.numel() > 0) {
+    return damp_on_host(system, input, eps, relative_eps);
+  }
+  at::Tensor values = system.values.to(at::kDouble);
   at::Tensor damping = input.scale * eps;
   if (values.size(-1) > 0) {
     damping = damping + relative_eps * values.amax(-1).clamp_min_(0);
   }
   values = values + damping.unsqueeze(-1);
-  const at::ScalarType dtype = eigenvalues.scalar_type();
+  const at::ScalarType dtype = system.values.scalar_type();
   at::Tensor floor = spectral_floor(values, dtype, input.scale * smallest_normal(dtype));
-  return {values, vectors, damping, floor};
+  return {values, system.vectors, damping, floor};
 }
 
 at::Tensor spectral_residual(const at::Tensor& S, const Eigensystem& system) {
@@ -71,8 +104,11 @@ at::Tensor compose(const at::Tensor& vectors, const at::Tensor& f, bool non_nega
 }
 
 void mark_non_finite(at::Tensor values, const at::Tensor& finite) {
-  if (finite.is_cpu() && finite.all().item<bool>()) {
-    return;
+  if (finite.is_cpu()) {
+    const bool* flags = finite.const_data_ptr<bool>();
+    if (std::all_of(flags, flags + finite.numel(), [](bool flag) { return flag; })) {
+      return;
+    }
   }
   std::vector<int64_t> shape(values.dim(), 1);
   shape[0] = values.size(0);

@@ -7,9 +7,9 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <limits>
 #include <type_traits>
-#include <utility>
 #include <vector>
 
 namespace torchium::linalg::detail {
@@ -138,20 +138,23 @@ void symmetric_part_cpu(const at::Tensor& A, scalar_t* S, double* largest) {
   }
 }
 
-// (A + A^T) / 2 and max |A_ij| [N] float64.
-std::pair<at::Tensor, at::Tensor> symmetric_part(const at::Tensor& A) {
-  if (!A.is_cpu()) {
-    const auto [low, high] = A.flatten(1).aminmax(1);
-    const at::Tensor half = A * 0.5;
-    return {half + half.mT(), at::maximum(high, low.neg()).to(at::kDouble)};
-  }
-  at::Tensor S = at::empty(A.sizes(), A.options());
-  at::Tensor largest = at::empty({A.size(0)}, A.options().dtype(at::kDouble));
-  AT_DISPATCH_FLOATING_TYPES(A.scalar_type(), "symmetric_part", [&] {
-    symmetric_part_cpu(A.contiguous(), S.mutable_data_ptr<scalar_t>(),
-                       largest.mutable_data_ptr<double>());
-  });
-  return {S, largest};
+// Exponents up to this are those of powers of two whose reciprocal is normal too.
+int64_t largest_exponent(at::ScalarType dtype) {
+  return (dtype == at::kFloat ? std::numeric_limits<float>::max_exponent
+                              : std::numeric_limits<double>::max_exponent) -
+         2;
+}
+
+// 1 while squares and their sums are far inside the range of the dtype, else the power of two that
+// brings the magnitude to [1/2, 1), as far as there is one.
+double scale_for(double magnitude, at::ScalarType dtype) {
+  const int64_t limit = largest_exponent(dtype);
+  int exponent = 0;
+  std::frexp(magnitude, &exponent);
+  const bool moderate = std::abs(exponent) <= limit / 4;
+  return moderate
+             ? 1.0
+             : std::ldexp(1.0, static_cast<int>(std::clamp<int64_t>(-exponent, -limit, limit)));
 }
 
 // 2^exponent as float64, exact: the biased exponent is written into the bits.
@@ -161,15 +164,60 @@ at::Tensor power_of_two(const at::Tensor& exponent) {
   return at::bitwise_left_shift(exponent.to(at::kLong) + kBias, kFractionBits).view(at::kDouble);
 }
 
-// 1 while squares and their sums are far inside the range of the dtype, else the power of two that
-// brings the magnitude to [1/2, 1), as far as there is one.
 at::Tensor scale_for(const at::Tensor& magnitude, at::ScalarType dtype) {
-  const int64_t limit = (dtype == at::kFloat ? std::numeric_limits<float>::max_exponent
-                                             : std::numeric_limits<double>::max_exponent) -
-                        2;
+  const int64_t limit = largest_exponent(dtype);
   const at::Tensor exponent = std::get<1>(at::frexp(magnitude));
   const at::Tensor moderate = exponent.abs() <= limit / 4;
   return power_of_two(exponent.neg().clamp_(-limit, limit).masked_fill_(moderate, 0));
+}
+
+void set_identity_where_not_finite(Normalized& input) {
+  const at::Tensor identity = at::eye(input.matrix.size(-1), input.matrix.options());
+  input.matrix = at::where(input.finite.view({-1, 1, 1}), input.matrix, identity);
+}
+
+void multiply_by_scale(Normalized& input) {
+  input.matrix.mul_(input.scale.to(input.matrix.scalar_type()).view({-1, 1, 1}));
+}
+
+Normalized normalize_on_device(const at::Tensor& A, double eps) {
+  const auto [low, high] = A.flatten(1).aminmax(1);
+  const at::Tensor largest = at::maximum(high, low.neg()).to(at::kDouble);
+  const at::Tensor half = A * 0.5;
+  const at::Tensor finite = largest.isfinite();
+  const at::Tensor magnitude = at::where(finite, largest, 0.5).clamp_min_(eps);
+  Normalized input{half + half.mT(), scale_for(magnitude, A.scalar_type()), finite};
+  multiply_by_scale(input);
+  set_identity_where_not_finite(input);
+  return input;
+}
+
+// Without a tensor operation for each number of a matrix: for one small matrix those would take as
+// long as its eigenvalues.
+Normalized normalize_on_host(const at::Tensor& A, double eps) {
+  Normalized input{at::empty(A.sizes(), A.options()),
+                   at::empty({A.size(0)}, A.options().dtype(at::kDouble)),
+                   at::empty({A.size(0)}, A.options().dtype(at::kBool))};
+  double* scale = input.scale.mutable_data_ptr<double>();  // at first max |A_ij|
+  AT_DISPATCH_FLOATING_TYPES(A.scalar_type(), "normalize_on_host", [&] {
+    symmetric_part_cpu(A.contiguous(), input.matrix.mutable_data_ptr<scalar_t>(), scale);
+  });
+  bool* finite = input.finite.mutable_data_ptr<bool>();
+  bool all_finite = true;
+  bool all_moderate = true;
+  for (int64_t i = 0; i < A.size(0); ++i) {
+    finite[i] = std::isfinite(scale[i]);
+    scale[i] = scale_for(std::max(finite[i] ? scale[i] : 0.5, eps), A.scalar_type());
+    all_finite = all_finite && finite[i];
+    all_moderate = all_moderate && scale[i] == 1.0;
+  }
+  if (!all_moderate) {
+    multiply_by_scale(input);
+  }
+  if (!all_finite) {
+    set_identity_where_not_finite(input);
+  }
+  return input;
 }
 
 }  // namespace
@@ -205,18 +253,7 @@ Normalized normalize_symmetric(const at::Tensor& A, double eps) {
             at::ones({A.size(0)}, A.options().dtype(at::kDouble)),
             at::ones({A.size(0)}, A.options().dtype(at::kBool))};
   }
-  auto [matrix, largest] = symmetric_part(A);
-  const at::Tensor finite = largest.isfinite();
-  const at::Tensor scale =
-      scale_for(at::where(finite, largest, 0.5).clamp_min_(eps), A.scalar_type());
-  const auto on_host = [&](const at::Tensor& flag) { return A.is_cpu() && flag.item<bool>(); };
-  if (!on_host((scale == 1).all())) {
-    matrix.mul_(scale.to(A.scalar_type()).view({-1, 1, 1}));
-  }
-  if (!on_host(finite.all())) {
-    matrix = at::where(finite.view({-1, 1, 1}), matrix, at::eye(A.size(-1), A.options()));
-  }
-  return {matrix, scale, finite};
+  return A.is_cpu() ? normalize_on_host(A, eps) : normalize_on_device(A, eps);
 }
 
 }  // namespace torchium::linalg::detail
