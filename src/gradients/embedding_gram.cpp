@@ -1,9 +1,7 @@
 #include "gradients/embedding_gram.h"
 
+#include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/mm.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <numeric>
@@ -108,7 +106,42 @@ void add_group(double* K, int64_t n, const Lookups& lookups, int64_t begin, int6
   }
 }
 
+// The same indices counted from zero without gaps: at most one number a position, in an order that
+// is of no importance to products of two rows. Nothing is read by the host.
+at::Tensor renumbered(const at::Tensor& indices) {
+  const auto [sorted, order] = at::sort(indices.flatten());
+  const at::Tensor is_new = at::zeros_like(sorted);
+  is_new.narrow(0, 1, sorted.numel() - 1)
+      .copy_(sorted.narrow(0, 1, sorted.numel() - 1) != sorted.narrow(0, 0, sorted.numel() - 1));
+  return at::empty_like(sorted).scatter_(0, order, is_new.cumsum(0)).view(indices.sizes());
+}
+
 }  // namespace
+
+at::Tensor scatter_lookups(const at::Tensor& indices, const at::Tensor& e, int64_t table_rows) {
+  const int64_t n = indices.size(0);
+  const at::Tensor first = at::arange(n, indices.options()).mul_(table_rows).unsqueeze(1);
+  // Not index_add_, whose order of summation on a GPU changes from run to run.
+  return at::embedding_dense_backward(e, indices + first, n * table_rows, /*padding_idx=*/-1,
+                                      /*scale_grad_by_freq=*/false)
+      .view({n, table_rows, e.size(2)});
+}
+
+void add_embedding_gram_(at::Tensor& K, const at::Tensor& indices, const at::Tensor& e,
+                         int64_t table_rows, double weight, int64_t max_workspace) {
+  if (indices.numel() == 0) {
+    return;
+  }
+  const int64_t n = indices.size(0);
+  const bool many_rows = indices.numel() < table_rows;
+  const at::Tensor rows = many_rows ? renumbered(indices) : indices;
+  const int64_t row_count = many_rows ? indices.numel() : table_rows;
+  const int64_t chunk = std::max<int64_t>(1, max_workspace / (n * row_count));
+  for (int64_t first = 0; first < e.size(2); first += chunk) {
+    const at::Tensor columns = e.narrow(2, first, std::min(chunk, e.size(2) - first));
+    add_product_of_rows_(K, scatter_lookups(rows, columns, row_count).flatten(1), weight);
+  }
+}
 
 void add_embedding_gram_on_cpu_(at::Tensor& K, const at::Tensor& indices, const at::Tensor& e,
                                 double weight) {
