@@ -62,8 +62,49 @@ void train_on(Optimizer& optimizer, nn::Sequential& model, const Batch& batch) {
   optimizer.step();
 }
 
+// An archive gives its options to the optimizer that loads it.
+template <typename Optimizer, typename Options>
+void expect_restored_options(const Options& options) {
+  const nn::Linear model(2, 2);
+  Optimizer source(*model, options);
+  Optimizer target(*model);
+  load(target, saved(source));
+  const auto& loaded = static_cast<Options&>(target.param_groups()[0].options());
+  EXPECT_TRUE(loaded == options);
+  EXPECT_FALSE(loaded == Options());
+}
+
+inline void expect_foreign_archive_refused(torch::optim::Optimizer& optimizer) {
+  torch::optim::SGD sgd(optimizer.param_groups()[0].params(), torch::optim::SGDOptions(0.1));
+  expect_contains(message_of<c10::ValueError>([&] { load(optimizer, saved(sgd)); }),
+                  "was not written by this kind of optimizer");
+}
+
+// Loads an archive into an optimizer that it does not fit, which must stay as it is.
+inline std::string refusal_to_load(torch::optim::Optimizer& optimizer, const std::string& data) {
+  const auto before = all_state(optimizer);
+  const auto message = message_of<c10::ValueError>([&] { load(optimizer, data); });
+  expect_equal(all_state(optimizer), before);
+  return message;
+}
+
 inline const std::vector<int64_t> kMlpSample{5};
 inline const std::vector<int64_t> kImageSample{2, 6, 6};
+
+// 60 steps on one batch from make_mlp() end below `ratio` of the loss of SGD with momentum.
+template <typename Optimizer>
+void expect_faster_than_momentum(Optimizer& optimizer, nn::Sequential& model, double ratio) {
+  const auto data = make_batch(0, kMlpSample, 64);
+  const auto train_loss = [&](auto& trainer, nn::Sequential& trained) {
+    for (int step = 0; step < 60; ++step) {
+      train_on(trainer, trained, data);
+    }
+    return cross_entropy(trained->forward(data.inputs), data.targets).template item<double>();
+  };
+  auto sgd_model = make_mlp();
+  torch::optim::SGD sgd(sgd_model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+  EXPECT_LT(train_loss(optimizer, model), ratio * train_loss(sgd, sgd_model));
+}
 
 // Collects the warnings of its scope.
 class Warnings : public c10::WarningHandler {

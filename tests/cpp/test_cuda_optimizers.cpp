@@ -143,13 +143,43 @@ TEST_F(CudaOptimizers, ArchivesContinueBitForBit) {
 }
 
 #ifdef TORCHIUM_WITH_CUDA
+// The graph of an action; its stream is the current one as long as it lives.
+class CapturedGraph {
+ public:
+  template <typename Action>
+  explicit CapturedGraph(Action&& action) {
+    torch::cuda::synchronize();
+    graph_.capture_begin();
+    action();
+    graph_.capture_end();
+  }
+  void replay() { graph_.replay(); }
+
+ private:
+  const c10::cuda::CUDAStreamGuard stream_{c10::cuda::getStreamFromPool()};
+  at::cuda::CUDAGraph graph_;
+};
+
+// Two optimizers of equal parameters; of one, calls are to be captured.
+struct PlainAndCaptured {
+  Tensors plain_params = on_cuda(odd_parameters());
+  Tensors captured_params = on_cuda(odd_parameters());
+  Shampoo plain{plain_params, shampoo_options().capturable(true)};
+  Shampoo captured{captured_params, shampoo_options().capturable(true)};
+
+  void expect_alike() {
+    captured.check_errors();
+    expect_equal(copies(captured_params), copies(plain_params));
+    expect_equal(all_state(captured), all_state(plain));
+  }
+};
+
 TEST_F(CudaOptimizers, CapturedStepsEqualPlainOnes) {
-  const auto start = odd_parameters();
-  auto plain_params = on_cuda(start);
-  auto captured_params = on_cuda(start);
-  const auto options = shampoo_options().capturable(true);
-  Shampoo plain(plain_params, options);
-  Shampoo captured(captured_params, options);
+  PlainAndCaptured pair;
+  Tensors& plain_params = pair.plain_params;
+  Tensors& captured_params = pair.captured_params;
+  Shampoo& plain = pair.plain;
+  Shampoo& captured = pair.captured;
   const auto set_gradients = [](Tensors& params, int step) {
     for (auto& param : params) {
       const auto value = torch::full_like(param.detach(), 1.0 + step) + param.detach();
@@ -161,12 +191,7 @@ TEST_F(CudaOptimizers, CapturedStepsEqualPlainOnes) {
   plain.step();
   captured.step();
 
-  const c10::cuda::CUDAStreamGuard stream(c10::cuda::getStreamFromPool());
-  at::cuda::CUDAGraph graph;
-  torch::cuda::synchronize();
-  graph.capture_begin();
-  captured.step();
-  graph.capture_end();
+  CapturedGraph graph([&] { captured.step(); });
   for (int step = 1; step < 6; ++step) {
     for (auto* optimizer : {&plain, &captured}) {
       optimizer->param_groups()[0].options().set_lr(0.1 / step);
@@ -181,9 +206,7 @@ TEST_F(CudaOptimizers, CapturedStepsEqualPlainOnes) {
       captured.update_preconditioners();
     }
   }
-  captured.check_errors();
-  expect_equal(copies(captured_params), copies(plain_params));
-  expect_equal(all_state(captured), all_state(plain));
+  pair.expect_alike();
   // A replayed step that is skipped is found by check_errors().
   captured_params[2].mutable_grad().fill_(kNaN);
   for (int step = 0; step < 3; ++step) {
@@ -194,32 +217,24 @@ TEST_F(CudaOptimizers, CapturedStepsEqualPlainOnes) {
 }
 
 TEST_F(CudaOptimizers, CapturedRootsEqualPlainOnes) {
-  const auto start = odd_parameters();
-  auto plain_params = on_cuda(start);
-  auto captured_params = on_cuda(start);
-  const auto options = shampoo_options().capturable(true);
-  Shampoo plain(plain_params, options);
-  Shampoo captured(captured_params, options);
+  PlainAndCaptured pair;
+  Tensors& plain_params = pair.plain_params;
+  Tensors& captured_params = pair.captured_params;
+  Shampoo& plain = pair.plain;
+  Shampoo& captured = pair.captured;
   train(plain, plain_params, 0, 2);
   train(captured, captured_params, 0, 2);
   plain.update_preconditioners();
   captured.update_preconditioners();
 
-  const c10::cuda::CUDAStreamGuard stream(c10::cuda::getStreamFromPool());
-  at::cuda::CUDAGraph graph;
-  torch::cuda::synchronize();
-  graph.capture_begin();
-  captured.update_preconditioners();
-  graph.capture_end();
+  CapturedGraph graph([&] { captured.update_preconditioners(); });
   for (int step = 2; step < 5; ++step) {
     train(plain, plain_params, step, step + 1);
     train(captured, captured_params, step, step + 1);
     plain.update_preconditioners();
     graph.replay();
   }
-  captured.check_errors();
-  expect_equal(copies(captured_params), copies(plain_params));
-  expect_equal(all_state(captured), all_state(plain));
+  pair.expect_alike();
 }
 
 TEST_F(CudaOptimizers, CaptureIsRefusedWhereTheHostDecides) {
@@ -231,14 +246,14 @@ TEST_F(CudaOptimizers, CaptureIsRefusedWhereTheHostDecides) {
   for (auto& param : fresh_params) {
     set_grad(param, torch::ones_like(param));
   }
-  const c10::cuda::CUDAStreamGuard stream(c10::cuda::getStreamFromPool());
-  at::cuda::CUDAGraph graph;
-  torch::cuda::synchronize();
-  graph.capture_begin();
-  const auto refusal = message_of<c10::Error>([&] { decides.step(); });
-  const auto early = message_of<c10::Error>([&] { fresh.step(); });
-  const auto roots = message_of<c10::Error>([&] { decides.update_preconditioners(); });
-  graph.capture_end();
+  std::string refusal;
+  std::string roots;
+  std::string early;
+  const CapturedGraph graph([&] {
+    refusal = message_of<c10::Error>([&] { decides.step(); });
+    early = message_of<c10::Error>([&] { fresh.step(); });
+    roots = message_of<c10::Error>([&] { decides.update_preconditioners(); });
+  });
   expect_contains(refusal, "capturable = true");
   expect_contains(roots, "cannot be captured");
   expect_contains(early, "run some steps before the capture");

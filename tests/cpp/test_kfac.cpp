@@ -526,18 +526,9 @@ TEST(Kfac, KeepsStateInFloat32OfLowPrecisionParameters) {
 }
 
 TEST(Kfac, LearnsFasterThanMomentum) {
-  const auto data = make_batch(0, kMlpSample, 64);
-  const auto train_loss = [&](auto& optimizer, nn::Sequential& model) {
-    for (int step = 0; step < 60; ++step) {
-      train_on(optimizer, model, data);
-    }
-    return cross_entropy(model->forward(data.inputs), data.targets).template item<double>();
-  };
   auto model = make_mlp();
   KFAC kfac(*model, KFACOptions(0.1).TCov(1).TInv(5).kl_clip(0.1));
-  auto sgd_model = make_mlp();
-  torch::optim::SGD sgd(sgd_model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
-  EXPECT_LT(train_loss(kfac, model), 0.7 * train_loss(sgd, sgd_model));
+  expect_faster_than_momentum(kfac, model, 0.7);
 }
 
 // ---- failures
@@ -669,10 +660,7 @@ TEST(KfacArchives, ThatDoNotFitLoadNothing) {
     auto other = make_kfac(other_model, "pi");
     auto batch = make_batch(0, kMlpSample);
     train_on(other, other_model, batch);
-    const auto before = all_state(other);
-    const auto message = message_of<c10::ValueError>([&] { load(other, data); });
-    expect_equal(all_state(other), before);
-    return message;
+    return refusal_to_load(other, data);
   };
   torch::manual_seed(0);
   nn::Sequential fewer(nn::Linear(5, 7), nn::Linear(7, 3));
@@ -687,32 +675,22 @@ TEST(KfacArchives, ThatDoNotFitLoadNothing) {
   expect_contains(refused(wider), "momentum_buffer of '2.weight', parameter 2 of group 0");
   auto exact = make_kfac(model, "exact");
   train(exact, model, kMlpSample, 0, 1);
-  torch::optim::SGD sgd(model->parameters(), torch::optim::SGDOptions(0.1));
-  sgd.step();
-  expect_contains(message_of<c10::ValueError>([&] { load(exact, saved(sgd)); }),
-                  "was not written by this kind of optimizer");
+  expect_foreign_archive_refused(exact);
 }
 
 TEST(KfacArchives, RestoreOptions) {
-  const nn::Linear model(2, 2);
-  const auto options = KFACOptions(0.5)
-                           .momentum(0.8)
-                           .weight_decay(0.1)
-                           .damping(0.2)
-                           .TCov(3)
-                           .TInv(7)
-                           .batch_averaged(false)
-                           .eps(1e-6)
-                           .stat_decay(0.9)
-                           .kl_clip(std::nullopt)
-                           .damping_split("plain")
-                           .maximize(true);
-  KFAC source(*model, options);
-  KFAC target(*model);
-  load(target, saved(source));
-  const auto& loaded = static_cast<KFACOptions&>(target.param_groups()[0].options());
-  EXPECT_TRUE(loaded == options);
-  EXPECT_FALSE(loaded == KFACOptions(0.5));
+  expect_restored_options<KFAC>(KFACOptions(0.5)
+                                    .momentum(0.8)
+                                    .weight_decay(0.1)
+                                    .damping(0.2)
+                                    .TCov(3)
+                                    .TInv(7)
+                                    .batch_averaged(false)
+                                    .eps(1e-6)
+                                    .stat_decay(0.9)
+                                    .kl_clip(std::nullopt)
+                                    .damping_split("plain")
+                                    .maximize(true));
 }
 
 TEST(Kfac, MayBeMovedAndOutlivedByTheModel) {

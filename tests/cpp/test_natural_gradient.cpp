@@ -374,18 +374,9 @@ TEST(NaturalGradientTest, RunsWithLowPrecisionParameters) {
 }
 
 TEST(NaturalGradientTest, LearnsFasterThanMomentum) {
-  const auto data = make_batch(0, kMlpSample, 64);
-  const auto train_loss = [&](auto& optimizer, nn::Sequential& model) {
-    for (int step = 0; step < 60; ++step) {
-      train_on(optimizer, model, data);
-    }
-    return cross_entropy(model->forward(data.inputs), data.targets).template item<double>();
-  };
   auto model = make_mlp();
   NaturalGradient natural(*model, NaturalGradientOptions(0.1).damping(0.01));
-  auto sgd_model = make_mlp();
-  torch::optim::SGD sgd(sgd_model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
-  EXPECT_LT(train_loss(natural, model), 0.5 * train_loss(sgd, sgd_model));
+  expect_faster_than_momentum(natural, model, 0.5);
 }
 
 // ---- refusals
@@ -564,36 +555,24 @@ TEST(NaturalGradientArchives, ThatDoNotFitLoadNothing) {
     other_model->to(torch::kDouble);
     NaturalGradient other(*other_model, options);
     train(other, problem, *other_model, 0, 1);
-    const auto before = all_state(other);
-    const auto message = refusal([&] { load(other, data); });
-    expect_equal(all_state(other), before);
-    return message;
+    return refusal_to_load(other, data);
   };
   expect_contains(refused(nn::Sequential(nn::Linear(5, 7), nn::Linear(7, 3))),
                   "has 6 parameters, but that of the optimizer has 4");
   expect_contains(refused(nn::Sequential(nn::Linear(5, 7), nn::Linear(7, 5), nn::Linear(5, 3))),
                   "momentum_buffer of '1.weight'");
-  torch::optim::SGD sgd(model->parameters(), torch::optim::SGDOptions(0.1));
-  expect_contains(refusal([&] { load(optimizer, saved(sgd)); }),
-                  "was not written by this kind of optimizer");
+  expect_foreign_archive_refused(optimizer);
 }
 
 TEST(NaturalGradientArchives, RestoreOptions) {
-  const nn::Linear model(2, 2);
-  const auto options = NaturalGradientOptions(0.5)
-                           .damping(0.2)
-                           .update_freq(3)
-                           .eps(1e-6)
-                           .momentum(0.8)
-                           .max_norm(2.0)
-                           .solver("cg")
-                           .maximize(true);
-  NaturalGradient source(*model, options);
-  NaturalGradient target(*model);
-  load(target, saved(source));
-  const auto& loaded = static_cast<NaturalGradientOptions&>(target.param_groups()[0].options());
-  EXPECT_TRUE(loaded == options);
-  EXPECT_FALSE(loaded == NaturalGradientOptions(0.5));
+  expect_restored_options<NaturalGradient>(NaturalGradientOptions(0.5)
+                                               .damping(0.2)
+                                               .update_freq(3)
+                                               .eps(1e-6)
+                                               .momentum(0.8)
+                                               .max_norm(2.0)
+                                               .solver("cg")
+                                               .maximize(true));
 }
 
 TEST(NaturalGradientArchives, HoldNoBatchThatIsNotNeeded) {

@@ -136,6 +136,28 @@ class TwoTables(nn.Module):
         return self.out(torch.cat([self.table(x).sum(1), self.table(x[:, :1]).square().sum(1)], 1))
 
 
+class Scaled(nn.Module):
+    """A parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 3), nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return self.layer(x) * self.scale
+
+
+class UsedOutside(nn.Module):
+    """The weight of a layer is used where no hook sees it."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.b(F.linear(torch.tanh(self.a(x)), self.a.weight))
+
+
 class SharedEverywhere(nn.Module):
     """One vector as bias of two layers and weight of a norm; one matrix as two convolutions."""
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from cuda_waits import no_waits
 from reference.matrix_functions import damped_power, from_spectrum, newton_bound, relative_error
 from torch import Tensor
 from torchium.linalg import eigh, matrix_inverse_root, matrix_power
@@ -81,15 +82,8 @@ def test_nothing_waits_for_the_device(name: str, n: int, dtype: torch.dtype) -> 
     A = stack(n, dtype)
     function = FUNCTIONS[name]
     expected = function(A)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(1 << 28)  # about 0.15 s
-    asleep = torch.cuda.Event()
-    asleep.record()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits() as asleep:
         result = function(A)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert name not in FEW_LAUNCHES or not asleep.query()
     assert_equal(result, expected)
 

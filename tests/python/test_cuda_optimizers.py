@@ -7,6 +7,7 @@ import io
 
 import pytest
 import torch
+from cuda_waits import no_waits
 from optimizer_cases import CASES, Make, assert_same, mlp, run, set_gradients, values
 
 pytestmark = pytest.mark.cuda
@@ -44,15 +45,8 @@ def test_a_step_does_not_wait(make: Make) -> None:
     optimizer = make(model.parameters(), **roots)
     run(model, optimizer, steps=2)
     set_gradients(model.parameters(), 2)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(1 << 28)  # about 0.15 s
-    asleep = torch.cuda.Event()
-    asleep.record()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits() as asleep:
         optimizer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert not asleep.query()
     torch.cuda.synchronize()
 

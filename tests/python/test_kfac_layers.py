@@ -8,9 +8,9 @@ import warnings
 import pytest
 import torch
 import torchium
+from captured_layers import Scaled, UsedOutside
 from optimizer_cases import ALL_CASES, assert_same, ignore_fallback, mlp, run, values
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 
 def train(model: nn.Module, optimizer, inputs, steps: int = 2) -> list[str]:
@@ -63,24 +63,6 @@ class TwoGroupings(nn.Module):
         return self.b(self.a(x.view(-1, 2, 2, 1)))
 
 
-class UsedOutside(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.b(F.linear(torch.tanh(self.a(x)), self.a.weight))
-
-
-class Raw(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer, self.scale = nn.Linear(4, 3), nn.Parameter(torch.ones(3))
-
-    def forward(self, x):
-        return self.layer(x) * self.scale
-
-
 class Attention(nn.Module):
     """It uses the weight of its output layer without running that."""
 
@@ -124,7 +106,7 @@ FALLBACK = {
         UsedOutside,
         dict.fromkeys(["a.weight", "a.bias"], "also used outside of its layer"),
     ),
-    "raw": (Raw, {"scale": "Raw"}),
+    "raw": (Scaled, {"scale": "Scaled"}),
     "attention": (
         Attention,
         {

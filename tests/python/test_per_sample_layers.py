@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 import torchium
-from captured_layers import MODELS, loss_fn, model_and_batch
+from captured_layers import MODELS, Scaled, UsedOutside, loss_fn, model_and_batch
 from optimizer_cases import assert_same, snapshot
 from reference.per_sample import per_sample_gradients as reference_gradients
 from torch import Tensor, nn
@@ -183,28 +183,6 @@ def test_one_sample_and_integer_inputs(passes):
 
 
 # ---- models that need the slow way
-
-
-class Scaled(nn.Module):
-    """A parameter of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.scale = nn.Linear(4, 3), nn.Parameter(torch.ones(3))
-
-    def forward(self, x):
-        return self.layer(x) * self.scale
-
-
-class UsedOutside(nn.Module):
-    """The weight of a layer is used where no hook sees it."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.b(F.linear(torch.tanh(self.a(x)), self.a.weight))
 
 
 class Regularized(UsedOutside):
