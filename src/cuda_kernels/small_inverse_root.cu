@@ -2,6 +2,8 @@
 #include "cuda_kernels/small_inverse_root.h"
 #include "cuda_kernels/split_mma.cuh"
 
+#include <cuda_pipeline.h>
+
 namespace torchium::cuda_kernels {
 namespace {
 
@@ -13,6 +15,7 @@ struct Layout {
   static constexpr int kWarpsAcross = N / kTile;
   static constexpr int kWarps = N < 32 ? 2 : kWarpsAcross * kWarpsAcross;
   static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kShares = kThreads / N;  // threads of a row in a product with a vector
   static constexpr int kRowTiles = kTile / 16;  // of an mma
   static constexpr int kColumnTiles = kTile / 8;
   static constexpr int kStride = N + 8;        // rows start in different banks
@@ -22,11 +25,36 @@ struct Layout {
 
 template <int N>
 struct SplitMatrix {
+  static constexpr bool kIsSplit = true;
   __half* hi;
   __half* lo;
   __device__ explicit SplitMatrix(__half* data) : hi(data), lo(data + Layout<N>::kHalves) {}
   __device__ float at(int offset) const { return join(hi[offset], lo[offset]); }
+  // Neighbours in a row.
+  __device__ float2 pair(int offset) const {
+    const auto high = *reinterpret_cast<const __half2*>(hi + offset);
+    const auto low = *reinterpret_cast<const __half2*>(lo + offset);
+    return {join(high.x, low.x), join(high.y, low.y)};
+  }
+  __device__ void store(int offset, float x, float y) const {
+    store_split(hi + offset, lo + offset, x, y);
+  }
 };
+
+// Entries that are one half each, or the high parts of a split matrix.
+struct HalfMatrix {
+  static constexpr bool kIsSplit = false;
+  __half* hi;
+  __device__ float2 pair(int offset) const {
+    return __half22float2(*reinterpret_cast<const __half2*>(hi + offset));
+  }
+  __device__ void store(int offset, float x, float y) const {
+    *reinterpret_cast<__half2*>(hi + offset) = __floats2half2_rn(x, y);
+  }
+};
+
+__device__ float2 operator+(float2 a, float2 b) { return {a.x + b.x, a.y + b.y}; }
+__device__ float2 operator*(float a, float2 b) { return {a * b.x, a * b.y}; }
 
 // Sums (or maxima) over the block, the same in every thread; NaN wins a maximum. `scratch` has one
 // float a warp, and may be used again after the next barrier but one.
@@ -51,18 +79,19 @@ class SmallRoot {
   using Accumulators = float[L::kRowTiles][L::kColumnTiles][4];
 
  public:
-  __device__ SmallRoot(const InverseRoot& arguments, const SmallLadder& ladder, __half* shared,
-                       float* scratch, float (*vectors)[N], NewtonPlan* plan)
+  __device__ SmallRoot(const InverseRoot& arguments, const RootLadder& ladder, __half* shared,
+                       float* scratch, float (*vectors)[N], float (*shares)[N], NewtonPlan* plan)
       : args_(arguments),
         ladder_(ladder),
         n_(arguments.rule.n),
         M_(shared),
         X_(shared + 2 * L::kHalves),
         Q_(shared + 4 * L::kHalves),
-        dense_(reinterpret_cast<float*>(shared)),
-        staging_(reinterpret_cast<float*>(shared + 2 * L::kHalves)),
+        dense_(reinterpret_cast<float*>(shared + 2 * L::kHalves)),
+        staging_(reinterpret_cast<float*>(shared + 4 * L::kHalves)),
         scratch_(scratch),
         vectors_(vectors),
+        shares_(shares),
         plan_(*plan),
         warp_(threadIdx.x / 32),
         lane_(threadIdx.x % 32),
@@ -70,7 +99,8 @@ class SmallRoot {
         column_(warp_ % L::kWarpsAcross * L::kTile) {}
 
   __device__ void run(int64_t matrix) {
-    load(matrix);
+    start_load(matrix);
+    finish_load();
     make_plan(matrix);
     if (plan_.steps == NewtonPlan::kNotFinite) {
       write_nan(matrix);
@@ -78,8 +108,9 @@ class SmallRoot {
     }
     fill_M();
     iterate();
+    start_load(matrix);
     const float largest = symmetrise();
-    load(matrix);
+    finish_load();
     float residual = probe_residual(/*by_identity=*/false);
     const bool accepted = residual <= args_.rule.residual_tolerance && largest <= plan_.limit;
     if (!accepted) residual = probe_residual(/*by_identity=*/true);
@@ -87,13 +118,26 @@ class SmallRoot {
   }
 
  private:
-  // A into the staging area, in rows of n + 1.
-  __device__ void load(int64_t matrix) {
-    const float* A = args_.A + matrix * n_ * n_;
-    __syncthreads();
-    for (int i = threadIdx.x; i < n_ * n_; i += L::kThreads) {
-      staging_[i / n_ * (n_ + 1) + i % n_] = A[i];
+  // body(row, column) for the entries of the leading block of an order; neighbours in a row are
+  // neighbours in a warp.
+  template <typename Body>
+  __device__ void for_each_entry(int order, const Body& body) const {
+    for (int i = warp_; i < order; i += L::kWarps) {
+      for (int j = lane_; j < order; j += 32) body(i, j);
     }
+  }
+
+  // A into the staging area, in rows of n + 1.
+  __device__ void start_load(int64_t matrix) {
+    const float* A = args_.A + matrix * n_ * n_;
+    for_each_entry(n_, [&](int i, int j) {
+      __pipeline_memcpy_async(staging_ + i * (n_ + 1) + j, A + i * n_ + j, sizeof(float));
+    });
+    __pipeline_commit();
+  }
+
+  __device__ void finish_load() {
+    __pipeline_wait_prior(0);
     __syncthreads();
   }
 
@@ -104,10 +148,10 @@ class SmallRoot {
 
   __device__ void make_plan(int64_t matrix) {
     float largest = 0;
-    for (int i = threadIdx.x; i < n_ * n_; i += L::kThreads) {
-      const float x = fabsf(staging_[i / n_ * (n_ + 1) + i % n_]);
+    for_each_entry(n_, [&](int i, int j) {
+      const float x = fabsf(staging_[i * (n_ + 1) + j]);
       largest = largest > x || largest != largest ? largest : x;
-    }
+    });
     largest = reduce<N, false>(largest, scratch_);
     const bool finite = largest <= FLT_MAX;
     const float scale = newton_scale(largest, args_.rule.eps);
@@ -138,21 +182,20 @@ class SmallRoot {
   // M = (S + damping I) / top, zero outside n x n.
   __device__ void fill_M() {
     const int padded = min(N, (n_ + L::kTile - 1) / L::kTile * L::kTile);
-    for (int e = threadIdx.x; e < padded * padded; e += L::kThreads) {
-      const int i = e / padded, j = e % padded;
+    for_each_entry(padded, [&](int i, int j) {
       float x = 0;
       if (i < n_ && j < n_) {
         x = symmetric(i, j) * plan_.scale * plan_.inverse_top;
         if (i == j) x += plan_.shift;
       }
       split(x, M_.hi[i * L::kStride + j], M_.lo[i * L::kStride + j]);
-    }
+    });
     __syncthreads();
   }
 
   // c = A B for the tile of this warp.
-  __device__ void multiply(const SplitMatrix<N>& A, const SplitMatrix<N>& B,
-                           Accumulators& c) const {
+  template <typename Matrix>
+  __device__ void multiply(const Matrix& A, const Matrix& B, Accumulators& c) const {
     Accumulators cross;
 #pragma unroll
     for (int i = 0; i < L::kRowTiles; ++i) {
@@ -169,31 +212,39 @@ class SmallRoot {
 #pragma unroll
       for (int i = 0; i < L::kRowTiles; ++i) {
         load_matrices(a_hi[i], A.hi + a_offset + 16 * i * L::kStride + k);
-        load_matrices(a_lo[i], A.lo + a_offset + 16 * i * L::kStride + k);
+        if constexpr (Matrix::kIsSplit) {
+          load_matrices(a_lo[i], A.lo + a_offset + 16 * i * L::kStride + k);
+        }
       }
 #pragma unroll
       for (int j = 0; j < L::kColumnTiles; j += 2) {
         uint32_t b_hi[4], b_lo[4];
         load_transposed_matrices(b_hi, B.hi + b_offset + k * L::kStride + 8 * j);
-        load_transposed_matrices(b_lo, B.lo + b_offset + k * L::kStride + 8 * j);
+        if constexpr (Matrix::kIsSplit) {
+          load_transposed_matrices(b_lo, B.lo + b_offset + k * L::kStride + 8 * j);
+        }
 #pragma unroll
         for (int i = 0; i < L::kRowTiles; ++i) {
 #pragma unroll
           for (int side = 0; side < 2; ++side) {
             mma(c[i][j + side], a_hi[i], b_hi[2 * side], b_hi[2 * side + 1]);
-            mma(cross[i][j + side], a_hi[i], b_lo[2 * side], b_lo[2 * side + 1]);
-            mma(cross[i][j + side], a_lo[i], b_hi[2 * side], b_hi[2 * side + 1]);
+            if constexpr (Matrix::kIsSplit) {
+              mma(cross[i][j + side], a_hi[i], b_lo[2 * side], b_lo[2 * side + 1]);
+              mma(cross[i][j + side], a_lo[i], b_hi[2 * side], b_hi[2 * side + 1]);
+            }
           }
         }
       }
     }
+    if constexpr (Matrix::kIsSplit) {
 #pragma unroll
-    for (int i = 0; i < L::kRowTiles; ++i) {
+      for (int i = 0; i < L::kRowTiles; ++i) {
 #pragma unroll
-      for (int j = 0; j < L::kColumnTiles; ++j) {
+        for (int j = 0; j < L::kColumnTiles; ++j) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          c[i][j][e] = fmaf(cross[i][j][e], 1.0f / kLowScale, c[i][j][e]);
+          for (int e = 0; e < 4; ++e) {
+            c[i][j][e] = fmaf(cross[i][j][e], 1.0f / kLowScale, c[i][j][e]);
+          }
         }
       }
     }
@@ -216,10 +267,6 @@ class SmallRoot {
 
   __device__ bool has_work() const { return row_ < n_ && column_ < n_; }
 
-  __device__ static void store(const SplitMatrix<N>& A, int offset, float x, float y) {
-    store_split(A.hi + offset, A.lo + offset, x, y);
-  }
-
   // C <- A B, where C may be A or B.
   __device__ void multiply_into(const SplitMatrix<N>& C, const SplitMatrix<N>& A,
                                 const SplitMatrix<N>& B) const {
@@ -228,116 +275,148 @@ class SmallRoot {
     __syncthreads();
     if (has_work()) {
       for_each_pair(c, [&](int row, int column, float x, float y) {
-        store(C, row * L::kStride + column, x, y);
+        C.store(row * L::kStride + column, x, y);
       });
     }
     __syncthreads();
   }
 
-  // Q <- a I + b M + c M^2
-  __device__ void evaluate(const double* step) const {
-    const auto a = static_cast<float>(step[0]);
-    const auto b = static_cast<float>(step[1]);
-    const auto c = static_cast<float>(step[2]);
-    Accumulators square;
+  // C <- factor A B + rest + diagonal I, where C is neither A nor B. rest(offset): two neighbours.
+  template <typename Result, typename Matrix, typename Rest>
+  __device__ void combine_into(const Result& C, float factor, const Matrix& A, const Matrix& B,
+                               const Rest& rest, float diagonal) const {
     if (has_work()) {
-      multiply(M_, M_, square);
-      for_each_pair(square, [&](int row, int column, float x, float y) {
+      Accumulators c;
+      multiply(A, B, c);
+      for_each_pair(c, [&](int row, int column, float x, float y) {
         const int offset = row * L::kStride + column;
-        x = fmaf(c, x, b * M_.at(offset));
-        y = fmaf(c, y, b * M_.at(offset + 1));
-        if (row == column && row < n_) x += a;
-        if (row == column + 1 && row < n_) y += a;
-        store(Q_, offset, x, y);
+        float2 sum = rest(offset) + factor * float2{x, y};
+        if (row == column && row < n_) sum.x += diagonal;
+        if (row == column + 1 && row < n_) sum.y += diagonal;
+        C.store(offset, sum.x, sum.y);
       });
     }
     __syncthreads();
   }
 
-  // X <- first Q
-  __device__ void start_X() const {
+  // X <- first times a matrix of entry(row, column).
+  template <typename Entry>
+  __device__ void start_X(const Entry& entry) const {
     if (has_work()) {
       for (int e = lane_; e < L::kTile * L::kTile; e += 32) {
-        const int offset = (row_ + e / L::kTile) * L::kStride + column_ + e % L::kTile;
-        split(args_.rule.first * Q_.at(offset), X_.hi[offset], X_.lo[offset]);
+        const int row = row_ + e / L::kTile, column = column_ + e % L::kTile;
+        const int offset = row * L::kStride + column;
+        split(args_.rule.first * entry(row, column), X_.hi[offset], X_.lo[offset]);
       }
     }
     __syncthreads();
   }
 
-  // The root of M times `first`, to X in split form.
+  // The root of M times `first`, to M in split form.
   __device__ void iterate() const {
-    const int index = (plan_.rung - ladder_.lowest_rung) * ladder_.steps;
-    for (int k = 0; k < plan_.steps; ++k) {
-      evaluate(ladder_.coefficients + 3 * (index + k));
+    const int rung = plan_.rung - ladder_.lowest_rung;
+    const float* step = ladder_.coefficients + 3 * rung * ladder_.steps;
+    for (int k = 0; k < plan_.steps; ++k, step += 3) {
+      combine_into(
+          Q_, step[2], M_, M_, [&](int offset) { return step[1] * M_.pair(offset); }, step[0]);
       if (k == 0) {
-        start_X();
+        start_X([&](int row, int column) { return Q_.at(row * L::kStride + column); });
       } else {
         multiply_into(X_, X_, Q_);
       }
-      if (k + 1 == plan_.steps) return;
       for (int p = args_.rule.p;; p /= 2) {  // M <- M Q^p
         if (p % 2 == 1) multiply_into(M_, M_, Q_);
         if (p == 1) break;
         multiply_into(Q_, Q_, Q_);
       }
     }
+    if (plan_.steps == 0) {
+      start_X([](int row, int column) { return row == column ? 1.0f : 0.0f; });
+    }
+    take_last_step(ladder_.last[rung]);
   }
 
-  // The root of M as floats, in rows of n + 1 where M was; the largest magnitude.
+  // M <- X + X W (root_ladder.h). S, V and W take half the place of Q each.
+  __device__ void take_last_step(const LastStep& step) const {
+    for (int i = threadIdx.x; i < n_; i += L::kThreads) {
+      const int offset = i * (L::kStride + 1);
+      split(M_.at(offset) - step.center, M_.hi[offset], M_.lo[offset]);
+    }
+    __syncthreads();
+    const HalfMatrix Z{M_.hi}, X{X_.hi}, S{Q_.hi}, V{Q_.lo}, W{Q_.hi};
+    combine_into(
+        S, 1, Z, Z,
+        [](int) {
+          return float2{0, 0};
+        },
+        0);
+    combine_into(
+        V, 1, Z, S, [&](int i) { return step.f * S.pair(i) + step.g * M_.pair(i); }, 0);
+    combine_into(
+        W, step.e, V, V,
+        [&](int i) { return step.b * M_.pair(i) + step.c * S.pair(i) + step.d * V.pair(i); },
+        step.a);
+    combine_into(
+        M_, 1, X, W, [&](int i) { return X_.pair(i); }, 0);
+  }
+
+  // The root of M as floats, in rows of n + 1 where X was; the largest magnitude.
   __device__ float symmetrise() const {
     const float unit = 0.5f / args_.rule.first;
     float largest = 0;
-    for (int e = threadIdx.x; e < n_ * n_; e += L::kThreads) {
-      const int i = e / n_, j = e % n_;
-      const float x = unit * (X_.at(i * L::kStride + j) + X_.at(j * L::kStride + i));
+    for_each_entry(n_, [&](int i, int j) {
+      const float x = unit * (M_.at(i * L::kStride + j) + M_.at(j * L::kStride + i));
       dense_[i * (n_ + 1) + j] = x;
       largest = largest > fabsf(x) || largest != largest ? largest : fabsf(x);
-    }
+    });
     return reduce<N, false>(largest, scratch_);
   }
 
-  // out = D in, or X in, or in.
-  enum class Operator { kDamped, kRoot, kIdentity };
-  __device__ void apply(Operator op, const float* in, float* out) const {
-    for (int i = warp_; i < n_; i += L::kWarps) {
-      float sum = 0;
-      if (op == Operator::kIdentity) {
-        sum = in[i];
-      } else {
-        for (int j = lane_; j < n_; j += 32) {
-          float x = op == Operator::kRoot ? dense_[i * (n_ + 1) + j]
-                                          : symmetric(i, j) * plan_.scale * plan_.inverse_top;
-          if (op == Operator::kDamped && i == j) x += plan_.shift;
-          sum = fmaf(x, in[j], sum);
-        }
+  // out = A in, where A is symmetric and entry(i, j) is of A. Neighbours in a warp take
+  // neighbouring rows.
+  template <typename Entry>
+  __device__ void apply(const Entry& entry, const float* in, float* out) const {
+    const int row = threadIdx.x % N;
+    const int share = threadIdx.x / N;  // of the columns
+    float sum = 0;
+    if (row < n_) {
+      for (int j = share; j < n_; j += L::kShares) sum = fmaf(entry(j, row), in[j], sum);
+    }
+    shares_[share][row] = sum;
+    __syncthreads();
+    if (share == 0) {
 #pragma unroll
-        for (int offset = 16; offset > 0; offset /= 2) {
-          sum += __shfl_xor_sync(0xffffffff, sum, offset);
-        }
-      }
-      if (lane_ == 0) out[i] = sum;
+      for (int other = 1; other < L::kShares; ++other) sum += shares_[other][row];
+      out[row] = sum;
     }
     __syncthreads();
   }
 
   // |D X^p D v - D v| / |D|_F, everything in units of top.
   __device__ float probe_residual(bool by_identity) const {
-    float* target = vectors_[0];
+    const auto damped = [&](int i, int j) {
+      const float x = symmetric(i, j) * plan_.scale * plan_.inverse_top;
+      return i == j ? x + plan_.shift : x;
+    };
+    const auto root = [&](int i, int j) {
+      return by_identity ? (i == j ? 1.0f : 0.0f) : dense_[i * (n_ + 1) + j];
+    };
+    float *target = vectors_[0], *in = vectors_[1], *out = vectors_[2];
     __syncthreads();
-    for (int i = threadIdx.x; i < n_; i += L::kThreads) vectors_[1][i] = probe_sign(i);
+    for (int i = threadIdx.x; i < n_; i += L::kThreads) in[i] = probe_sign(i);
     __syncthreads();
-    apply(Operator::kDamped, vectors_[1], target);
-    apply(Operator::kIdentity, target, vectors_[1]);
-    int current = 1;
-    for (int power = by_identity ? args_.rule.p : 0; power < args_.rule.p;
-         ++power, current = 3 - current) {
-      apply(Operator::kRoot, vectors_[current], vectors_[3 - current]);
+    apply(damped, in, target);
+    apply(root, target, out);
+    for (int power = 1; power < args_.rule.p; ++power) {
+      const auto previous = out;
+      out = in;
+      in = previous;
+      apply(root, in, out);
     }
-    apply(Operator::kDamped, vectors_[current], vectors_[3 - current]);
+    apply(damped, out, in);
     float difference = 0;
     for (int i = threadIdx.x; i < n_; i += L::kThreads) {
-      const float error = vectors_[3 - current][i] - target[i];
+      const float error = in[i] - target[i];
       difference = fmaf(error, error, difference);
     }
     return sqrtf(reduce<N, true>(difference, scratch_)) / plan_.norm;
@@ -345,14 +424,13 @@ class SmallRoot {
 
   __device__ void write(int64_t matrix, bool accepted, float residual) const {
     float* root = args_.root + matrix * n_ * n_;
-    for (int e = threadIdx.x; e < n_ * n_; e += L::kThreads) {
-      const int i = e / n_, j = e % n_;
+    for_each_entry(n_, [&](int i, int j) {
       const float identity = i == j ? 1.0f : 0.0f;
-      root[e] = saturated(plan_.factor * (accepted ? dense_[i * (n_ + 1) + j] : identity));
-    }
+      root[i * n_ + j] = saturated(plan_.factor * (accepted ? dense_[i * (n_ + 1) + j] : identity));
+    });
     if (threadIdx.x == 0) {
       args_.residual[matrix] = residual;
-      args_.iterations[matrix] = accepted ? plan_.steps : 0;
+      args_.iterations[matrix] = accepted ? plan_.steps + 1 : 0;
     }
   }
 
@@ -366,13 +444,14 @@ class SmallRoot {
   }
 
   const InverseRoot& args_;
-  const SmallLadder& ladder_;
+  const RootLadder& ladder_;
   const int n_;
   const SplitMatrix<N> M_, X_, Q_;
-  float* const dense_;    // in the place of M
-  float* const staging_;  // in the place of X and Q
+  float* const dense_;    // in the place of X
+  float* const staging_;  // in the place of Q
   float* const scratch_;
   float (*const vectors_)[N];
+  float (*const shares_)[N];
   NewtonPlan& plan_;
   const int warp_, lane_, row_, column_;
 };
@@ -380,16 +459,17 @@ class SmallRoot {
 template <int N>
 __global__ void __launch_bounds__(Layout<N>::kThreads)
     small_inverse_root_kernel(const __grid_constant__ InverseRoot arguments,
-                              const __grid_constant__ SmallLadder ladder) {
+                              const __grid_constant__ RootLadder ladder) {
   extern __shared__ __align__(16) __half shared[];
   __shared__ float scratch[Layout<N>::kWarps];
   __shared__ float vectors[3][N];
+  __shared__ float shares[Layout<N>::kShares][N];
   __shared__ NewtonPlan plan;
-  SmallRoot<N>(arguments, ladder, shared, scratch, vectors, &plan).run(blockIdx.x);
+  SmallRoot<N>(arguments, ladder, shared, scratch, vectors, shares, &plan).run(blockIdx.x);
 }
 
 template <int N>
-cudaError_t launch(const InverseRoot& arguments, const SmallLadder& ladder, cudaStream_t stream) {
+cudaError_t launch(const InverseRoot& arguments, const RootLadder& ladder, cudaStream_t stream) {
   constexpr int kBytes = Layout<N>::kSharedBytes;
   const cudaError_t error = cudaFuncSetAttribute(
       small_inverse_root_kernel<N>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
@@ -404,14 +484,14 @@ cudaError_t launch(const InverseRoot& arguments, const SmallLadder& ladder, cuda
 
 int small_inverse_root_shared_bytes(int n) {
   // Beside it the vectors, the plan and the like.
-  constexpr int kStatic = 2048;
+  constexpr int kStatic = 4096;
   if (n <= 16) return kStatic + Layout<16>::kSharedBytes;
   if (n <= 32) return kStatic + Layout<32>::kSharedBytes;
   if (n <= 64) return kStatic + Layout<64>::kSharedBytes;
   return kStatic + Layout<128>::kSharedBytes;
 }
 
-cudaError_t small_inverse_root(const InverseRoot& arguments, const SmallLadder& ladder,
+cudaError_t small_inverse_root(const InverseRoot& arguments, const RootLadder& ladder,
                                cudaStream_t stream) {
   if (arguments.matrices == 0) return cudaSuccess;
   if (arguments.rule.n <= 16) return launch<16>(arguments, ladder, stream);

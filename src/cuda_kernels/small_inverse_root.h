@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda_kernels/inverse_root.h"
+#include "cuda_kernels/root_ladder.h"
 
 #include <cuda_runtime_api.h>
 
@@ -13,7 +14,7 @@ constexpr int kLargestSmallOrder = 128;
 int small_inverse_root_shared_bytes(int n);
 
 // n from 1 to kLargestSmallOrder; compute capability 8.0 upward. Returns the error of the launch.
-cudaError_t small_inverse_root(const InverseRoot& arguments, const SmallLadder& ladder,
+cudaError_t small_inverse_root(const InverseRoot& arguments, const RootLadder& ladder,
                                cudaStream_t stream);
 
 }  // namespace torchium::cuda_kernels

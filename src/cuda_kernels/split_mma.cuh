@@ -20,11 +20,11 @@ __device__ inline float join(__half hi, __half lo) {
 }
 
 __device__ inline void store_split(__half* hi, __half* lo, float x, float y) {
-  __half2 high, low;
-  split(x, high.x, low.x);
-  split(y, high.y, low.y);
+  const __half2 high = __floats2half2_rn(x, y);
+  const float2 rounded = __half22float2(high);
   *reinterpret_cast<__half2*>(hi) = high;
-  *reinterpret_cast<__half2*>(lo) = low;
+  *reinterpret_cast<__half2*>(lo) =
+      __floats2half2_rn((x - rounded.x) * kLowScale, (y - rounded.y) * kLowScale);
 }
 
 __device__ inline uint32_t shared_address(const void* pointer) {

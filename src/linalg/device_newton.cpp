@@ -13,6 +13,7 @@
 #include "cuda_kernels/small_inverse_root.h"
 #include "cuda_kernels/symmetric_product.h"
 #include "linalg/minimax_schedules.h"
+#include "linalg/root_ladder.h"
 
 #include <ATen/cuda/CUDAContextLight.h>
 #include <c10/cuda/CUDAException.h>
@@ -44,9 +45,9 @@ constexpr int64_t kBufferBytes = int64_t{1} << 30;
 // take 12 % more time.
 constexpr int kExactSteps = 3;
 
-// The ladder of the p-th root; null if it has more rungs or steps than the kernels can take. Kept
-// for the life of the process.
-const SmallLadder* root_ladder(int64_t p, const NewtonLimits& limits) {
+// The purely quadratic ladder of the p-th root; null if it has more rungs or steps than the kernels
+// can take. Kept for the life of the process.
+const SmallLadder* quadratic_ladder(int64_t p, const NewtonLimits& limits) {
   static std::mutex mutex;
   static std::map<std::pair<int64_t, int64_t>, std::unique_ptr<SmallLadder>> ladders;
   const int64_t lowest = limits.lowest_rung();
@@ -196,7 +197,10 @@ bool has_device_root(const at::Tensor& A, int64_t p) {
       n <= cuda_kernels::kLargestSmallOrder
           ? device->major >= 8 && cuda_kernels::small_inverse_root_shared_bytes(n) <= shared_bytes
           : cuda_kernels::has_symmetric_product(device->major, device->minor, shared_bytes);
-  return has_kernel && root_ladder(p, newton_limits(n, at::kFloat)) != nullptr;
+  const NewtonLimits limits = newton_limits(n, at::kFloat);
+  return has_kernel &&
+         (n <= cuda_kernels::kLargestSmallOrder ? root_ladder(p, limits.lowest_rung()) != nullptr
+                                                : quadratic_ladder(p, limits) != nullptr);
 }
 
 DeviceRoot device_inverse_root(const at::Tensor& A, int64_t p, double eps, double relative_eps) {
@@ -229,12 +233,12 @@ DeviceRoot device_inverse_root(const at::Tensor& A, int64_t p, double eps, doubl
                .first = p == 1 ? 0x1p-10f : 1.0f,
                .residual_tolerance = static_cast<float>(kNewtonResidualTolerance),
                .largest_root = static_cast<float>(kLargestNewtonRoot)}};
-  const SmallLadder& ladder = *root_ladder(p, limits);
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   if (arguments.rule.n <= cuda_kernels::kLargestSmallOrder) {
-    C10_CUDA_CHECK(cuda_kernels::small_inverse_root(arguments, ladder, stream));
+    C10_CUDA_CHECK(
+        cuda_kernels::small_inverse_root(arguments, *root_ladder(p, limits.lowest_rung()), stream));
   } else {
-    large_inverse_root(arguments, ladder, options, stream);
+    large_inverse_root(arguments, *quadratic_ladder(p, limits), options, stream);
   }
   return result;
 }

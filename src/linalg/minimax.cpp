@@ -257,12 +257,17 @@ double last_step_tolerance(double lower, double unit_roundoff) {
   return std::clamp(2 * unit_roundoff / std::sqrt(lower), 8e-6, 2e-5);
 }
 
-// Rounding error of a last step in single fp16 products, relative to the root. Measured for p = 1
-// to 8 and random eigenvectors, n = 64, where it is within a factor of two; multiples of the
-// identity see up to four times as much.
-double last_step_rounding(const Polynomial<6>& q, const Interval& interval) {
-  const double largest = std::max(std::abs(q(interval.lower) - 1), std::abs(q(interval.upper) - 1));
-  return 0x1p-13 * largest;
+// Whether 1 + W = q may be evaluated in single fp16 products. Their rounding error relative to the
+// root is about 2^-13 max |W|: measured for p = 1 to 8 and random eigenvectors, n = 64, within a
+// factor of two; multiples of the identity see up to four times as much. An error of X W is one of
+// the largest entries of X, 2^-12 max |W| lower^(-1/p), also in the directions of the largest
+// eigenvalues. X^p M has p times that: it decides for p = 1.
+bool may_be_last(const Approximation<6>& last, const Interval& interval, double p, double lower,
+                 double tolerance) {
+  const double largest =
+      std::max(std::abs(last.q(interval.lower) - 1), std::abs(last.q(interval.upper) - 1));
+  return last.error + 0x1p-13 * largest <= tolerance &&
+         p * 0x1p-12 * largest * std::pow(lower, -1 / p) <= 0.1;
 }
 
 LastStepSchedule make_last_step_schedule(int64_t root, double lower, double unit_roundoff) {
@@ -271,11 +276,11 @@ LastStepSchedule make_last_step_schedule(int64_t root, double lower, double unit
   LastStepSchedule result{};
   for (;;) {
     const Interval& interval = spectrum.interval();
-    const auto [q, error] = approximate<6>(root, interval);
-    const bool is_last = error + last_step_rounding(q, interval) <= tolerance;
-    if (is_last || static_cast<int>(result.steps.size()) == kMaxSteps) {
-      result.last = last_step(q, (interval.lower + interval.upper) / 2);
-      result.error = error;
+    const auto last = approximate<6>(root, interval);
+    if (may_be_last(last, interval, static_cast<double>(root), lower, tolerance) ||
+        static_cast<int>(result.steps.size()) == kMaxSteps) {
+      result.last = last_step(last.q, (interval.lower + interval.upper) / 2);
+      result.error = last.error;
       return result;
     }
     const auto step = approximate<2>(root, interval);

@@ -39,8 +39,8 @@ struct LastStepSchedule {
 };
 
 // As minimax_schedule, but for float32 ends with a LastStep as soon as that is accurate enough: its
-// own error and the rounding error of its products are at most max(u / sqrt(lower), 8e-6) together
-// and below 2e-5, with u = 2 unit_roundoff. The rest of the root has an error of u / sqrt(lower).
+// own error and the rounding error of its products are at most u / sqrt(lower) together, not below
+// 8e-6 and not above 2e-5, with u = 2 unit_roundoff. The steps before it leave u / sqrt(lower).
 TORCHIUM_API std::shared_ptr<const LastStepSchedule> last_step_schedule(int64_t root, double lower,
                                                                         double unit_roundoff);
 

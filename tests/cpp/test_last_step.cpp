@@ -122,15 +122,15 @@ TEST(LastStep, LaddersHoldTheSchedulesInFloat) {
   }
 }
 
-torch::Tensor rounded(const torch::Tensor& A) { return A.to(torch::kHalf).to(torch::kFloat); }
+torch::Tensor rounded(const torch::Tensor& A) { return A.to(torch::kHalf).to(A.scalar_type()); }
 torch::Tensor half_product(const torch::Tensor& A, const torch::Tensor& B) {
   return rounded(A).matmul(rounded(B));
 }
 
-// The whole iteration in float32, the last step with operands rounded to fp16.
+// The whole iteration in the precision of M, the last step with operands rounded to fp16.
 torch::Tensor inverse_root(torch::Tensor M, int64_t p, int rung) {
   const auto schedule = last_step_schedule(p, std::exp2(rung), kUnit);
-  const auto I = torch::eye(M.size(0));
+  const auto I = torch::eye(M.size(0), M.options());
   auto X = I;
   for (const auto& step : schedule->steps) {
     const auto q = step.a * I + step.b * M + step.c * M.matmul(M);
@@ -147,10 +147,14 @@ torch::Tensor inverse_root(torch::Tensor M, int64_t p, int rung) {
   return X + half_product(X, W);
 }
 
-TEST(LastStep, RoundingToHalvesIsWithinTheTolerance) {
+torch::Tensor random_basis(int64_t n) {
   torch::manual_seed(3);
+  return std::get<0>(torch::linalg_qr(torch::randn({n, n}, torch::kDouble)));
+}
+
+TEST(LastStep, RoundingToHalvesIsWithinTheTolerance) {
   const int64_t n = 48;
-  const auto Q = std::get<0>(torch::linalg_qr(torch::randn({n, n}, torch::kDouble)));
+  const auto Q = random_basis(n);
   for (const int64_t p : {1, 2, 3, 4, 6, 8}) {
     for (const int rung : {-12, -10, -7, -4, -1}) {
       const auto spectrum = torch::exp2(torch::linspace(rung, 0, n, torch::kDouble));
@@ -161,6 +165,18 @@ TEST(LastStep, RoundingToHalvesIsWithinTheTolerance) {
       EXPECT_LT(((X - root).norm() / root.norm()).item<double>(), 2 * (own + 2e-5))
           << "p = " << p << ", rung = " << rung;
     }
+  }
+}
+
+// The largest entries of X must not drown the directions of the largest eigenvalues.
+TEST(LastStep, RoundingToHalvesKeepsTheResidualSmall) {
+  const int64_t n = 48;
+  const auto Q = random_basis(n);
+  const auto M = (Q * torch::exp2(torch::linspace(-18, 0, n, torch::kDouble))).matmul(Q.t());
+  for (const int64_t p : {1, 2, 3, 4, 6, 8}) {
+    const auto X = inverse_root(M, p, -18);
+    const auto residual = M.matmul(torch::matrix_power(X, p)).matmul(M) - M;
+    EXPECT_LT((residual.norm() / M.norm()).item<double>(), 0.1) << "p = " << p;
   }
 }
 
