@@ -64,6 +64,7 @@ at::Tensor relative_residual(const Normalized& input, const at::Tensor& damping,
 struct SolverResult {
   at::Tensor root, damping, floor;
   at::Tensor iterations = {};  // undefined: 0
+  at::Tensor estimate = {};    // of the residual, if it is known already
 };
 
 SolverResult root_by_eigh(const Normalized& input, int64_t p, double eps, double relative_eps) {
@@ -94,7 +95,7 @@ constexpr double kResidualForEigh = 1e-2;
 SolverResult replace_by_eigh(const NewtonRoot& newton, const Normalized& input,
                              const at::Tensor& residual, int64_t p, double eps,
                              double relative_eps) {
-  SolverResult result{newton.root, newton.damping, newton.floor, newton.iterations};
+  SolverResult result{newton.root, newton.damping, newton.floor, newton.iterations, residual};
   const at::Tensor failed = residual.le(kResidualForEigh).logical_not_().nonzero().view(-1);
   if (failed.numel() > 0) {
     const Normalized rest{input.matrix.index_select(0, failed), input.scale.index_select(0, failed),
@@ -103,6 +104,8 @@ SolverResult replace_by_eigh(const NewtonRoot& newton, const Normalized& input,
     result.root.index_copy_(0, failed, solved.root);
     result.damping.index_copy_(0, failed, solved.damping);
     result.iterations.index_fill_(0, failed, 0);
+    result.estimate.index_copy_(0, failed,
+                                estimated_residual(rest, solved.damping, solved.root, p));
     result.floor.index_copy_(0, failed, solved.floor);
   }
   return result;
@@ -130,7 +133,10 @@ InverseRoot finished(const Normalized& input, const SolverResult& solved, int64_
   result.iterations = solved.iterations.defined()
                           ? solved.iterations
                           : at::zeros_like(solved.floor, solved.floor.options().dtype(at::kLong));
-  result.residual = relative_residual(input, solved.damping, solved.root, p, residual).to(dtype);
+  result.residual =
+      residual == Residual::kEstimate && solved.estimate.defined()
+          ? solved.estimate
+          : relative_residual(input, solved.damping, solved.root, p, residual).to(dtype);
   result.floor = (solved.floor / input.scale).to(dtype);
   mark_non_finite(result.residual, input.finite);
   mark_non_finite(result.floor, input.finite);
@@ -153,10 +159,17 @@ InverseRoot root_by_kernels(const at::Tensor& A, int64_t p, double eps, double r
 
 // On the CPU the iteration beats LAPACK in float32 for small matrices (docs/roots.md), if every
 // thread gets enough of them: the fixed cost of its many steps is that of a few small eigenvalue
-// problems, which LAPACK solves one a thread. At n = 96 the two are about as fast, above LAPACK is.
-constexpr int64_t kLargestNewtonOrder = 96;
+// problems, which LAPACK solves one a thread.
 constexpr int64_t kMatricesPerThread = 3;
 constexpr int64_t kElementsPerThread = 6144;
+
+// Up to this order, where the two are about as fast: a step takes a product more for each squaring.
+int64_t largest_newton_order(int64_t root) {
+  if (root <= 4) {
+    return 96;
+  }
+  return root <= 8 ? 64 : 0;
+}
 
 // The faster method. On a CUDA device it is the iteration wherever there are kernels for it, by a
 // factor of 4 to 15; without them, in float64 for one, cuSOLVER is ahead for small orders.
@@ -165,7 +178,7 @@ bool prefers_newton(const at::Tensor& A, int64_t root) {
     return A.size(-1) > 32 || has_device_root(A, root);
   }
   const int64_t threads = at::get_num_threads();
-  return A.scalar_type() == at::kFloat && A.size(-1) <= kLargestNewtonOrder &&
+  return A.scalar_type() == at::kFloat && A.size(-1) <= largest_newton_order(root) &&
          A.size(0) >= kMatricesPerThread * threads && A.numel() >= kElementsPerThread * threads;
 }
 

@@ -140,26 +140,29 @@ def test_info_reports_the_residual(device, method):
 
 
 @pytest.mark.parametrize(
-    ("count", "n", "dtype", "by_newton"),
+    ("count", "n", "root", "dtype", "by_newton"),
     [
-        (32, 32, torch.float32, True),
-        (32, 96, torch.float32, True),
-        (3, 64, torch.float32, True),
-        (2, 64, torch.float32, False),
-        (8, 16, torch.float32, False),
-        (32, 128, torch.float32, False),
-        (32, 64, torch.float64, False),
+        (32, 32, 4, torch.float32, True),
+        (32, 96, 4, torch.float32, True),
+        (3, 64, 4, torch.float32, True),
+        (32, 64, 8, torch.float32, True),
+        (2, 64, 4, torch.float32, False),
+        (8, 16, 4, torch.float32, False),
+        (32, 128, 4, torch.float32, False),
+        (32, 96, 6, torch.float32, False),
+        (32, 32, 16, torch.float32, False),
+        (32, 64, 4, torch.float64, False),
     ],
 )
-def test_auto_takes_the_faster_method_on_a_cpu(count, n, dtype, by_newton):
+def test_auto_takes_the_faster_method_on_a_cpu(count, n, root, dtype, by_newton):
     A = from_spectrum(SPECTRA["log_uniform"](n).expand(count, n)).to(dtype)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        X, info = matrix_inverse_root(A, 4, return_info=True)
+        X, info = matrix_inverse_root(A, root, return_info=True)
         assert (info.iterations > 0).tolist() == [by_newton] * count
         method = "newton" if by_newton else "eigh"
-        assert torch.equal(X, matrix_inverse_root(A, 4, method=method))
+        assert torch.equal(X, matrix_inverse_root(A, root, method=method))
     finally:
         torch.set_num_threads(before)
 
