@@ -1,227 +1,358 @@
-"""Inverse fourth roots on a CUDA device: time, error and workspace of each method; needs one."""
+"""Inverse fourth roots on a CUDA device: time, error and workspace of each method.
+
+Operations and bytes are those of a model, so that methods can be compared: a product of general
+matrices is 2 n^3 operations, one of symmetric matrices n^3, and three times that for operands in
+two fp16 terms. Bytes count every operand that is read from memory and every result that is written
+once, as if nothing stayed in the cache between two products; up to n = 128 our kernel reads the
+matrix and writes its root.
+"""
 
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from common import Report
-from torch import Tensor
-from torchium.linalg import eigh, matrix_inverse_root
-
-ROOT = 4
-# n, matrices, microseconds a matrix that are wanted
-SIZES = (
-    (16, 4096, None),
-    (32, 4096, None),
-    (64, 4096, 0.9),
-    (128, 2048, 2.4),
-    (256, 512, 6.0),
-    (512, 256, 28.0),
-    (1024, 64, 170.0),
-    (2048, 16, 1200.0),
+from roots_baselines import (
+    ROOT,
+    Method,
+    damped,
+    exact_root,
+    float32_eigh_root,
+    float32_iteration,
+    gradient_statistics,
+    log_uniform,
+    newton_of,
+    scaled,
+    with_tf32,
 )
+from roots_roofline import TITLE as ROOFLINE
+from torch import Tensor
+from torchium.linalg import matrix_inverse_root
+
 DAMPINGS = (1e-6, 1e-4)  # in units of the largest eigenvalue
-DISTINCT = 4  # matrices that errors are taken over; the stack repeats them
 
 
-def gradient_statistics(n: int) -> Tensor:
-    """Averages of G G^T, G of low rank with noise: [DISTINCT, n, n], condition about 5e3."""
-    rank = max(1, n // 8)
-    U = torch.randn(DISTINCT, n, rank, device="cuda")
-    L = torch.zeros(DISTINCT, n, n, device="cuda")
-    for _ in range(20):
-        G = U @ torch.randn(DISTINCT, rank, n, device="cuda") / math.sqrt(rank)
-        G += 0.06 * torch.randn(DISTINCT, n, n, device="cuda")
-        L = 0.9 * L + 0.1 * (G @ G.mT) / n
-    return L
+@dataclass(frozen=True)
+class Size:
+    n: int
+    matrices: int
+    wanted: tuple[float | None, float | None] = (None, None)  # us a matrix, for each damping
+    best: float | None = None  # us a matrix that would be outstanding, for the first
 
 
-def log_uniform(n: int) -> Tensor:
-    """Eigenvalues log-uniform in [1e-8, 1]: [DISTINCT, n, n]."""
-    Q = torch.linalg.qr(torch.randn(DISTINCT, n, n, device="cuda", dtype=torch.float64)).Q
-    spectrum = 10 ** (-8 * torch.rand(DISTINCT, 1, n, device="cuda", dtype=torch.float64))
-    spectrum[..., 0] = 1.0
-    return ((Q * spectrum) @ Q.mT).float()
+SIZES = (
+    Size(16, 4096),
+    Size(32, 4096),
+    Size(64, 4096, (0.9, None), 0.27),
+    Size(128, 2048, (2.4, None), 0.9),
+    Size(256, 512, (6.0, None), 3.6),
+    Size(512, 256, (28.0, None), 17.0),
+    Size(1024, 64, (170.0, 140.0), 110.0),
+    Size(2048, 16, (1200.0, None), 900.0),
+)
+DRY_SIZES = (Size(16, 8), Size(40, 8), Size(136, 8, (1e6, None), 1e5))
+
+DISTINCT = 4  # matrices that errors are taken over; stacks repeat them
+ALL_VARIANTS = 1024  # the order at which every variant of the coupled Newton iteration is run
+DASH_MICROSECONDS = 287.0  # its 10 steps in fp16, n = 1024, one matrix of a stack on an H200
+MOST_WORKSPACE = 8.0  # n^2 floats a matrix
+ERROR_OVER_FLOAT32 = 3.0
+PLOTTED = ("ours", "coupled Newton, fp16, 10 steps")
+WORKSPACE = 6  # its column
+LONG = 0.25  # seconds: longer calls are timed once
 
 
-def scaled(A: Tensor) -> Tensor:
-    """The symmetric part, with a largest eigenvalue of 1."""
-    S = (A + A.mT) / 2
-    return S / eigh(S.double())[0][:, -1:, None].float()
+@dataclass(frozen=True)
+class Cost:
+    """Of one matrix."""
+
+    operations: float
+    bytes: float
 
 
-def damped(A: Tensor, damping: float) -> Tensor:
-    result = A.clone()
-    result.diagonal(0, -2, -1).add_(damping)
-    return result
+def cost_of_ours(n: int, iterations: int, has_last_step: bool) -> Cost:
+    """Quadratic steps X q, M q^4 with q = a I + b M + c M^2, and for some kernels a last step of
+    degree 6 in four coarse products (docs/roots.md)."""
+    quadratic = iterations - has_last_step
+    # The first X is q, and the last M is not needed.
+    split = max(0, 5 * quadratic - (1 if has_last_step else 4))
+    coarse = 4 if has_last_step else 0
+    operations = (3 * split + coarse) * n**3
+    if n <= 128:
+        return Cost(operations, 8 * n**2)
+    ends = 20 * n**2  # A to M, then X and A to the root
+    return Cost(operations, (12 * split + 6 * coarse) * n**2 + ends)
 
 
-def exact_root(D: Tensor, damping: float) -> Tensor:
-    values, Q = eigh(D.double())
-    return (Q * values.clamp(min=damping).pow(-1 / ROOT).unsqueeze(-2)) @ Q.mT
+def cost_of_coupled_newton(n: int, steps: int, element: int) -> Cost:
+    products = 4 * (steps - 1)
+    return Cost(2 * products * n**3, (3 * products + 2 * steps) * element * n**2)
 
 
-def float32_eigh_root(D: Tensor, damping: float) -> Tensor:
-    """Eigenvalues below the damping count as the damping."""
-    values, Q = eigh(D)
-    f = values.double().clamp(min=damping).pow(-1 / ROOT).float()
-    return (Q * f.unsqueeze(-2)) @ Q.mT
+@dataclass(frozen=True)
+class Competitor:
+    name: str
+    function: Method
+    on_all: bool = True  # else on DISTINCT matrices
+    is_timed: bool = True
+    is_root: bool = True
+    cost: Cost | None = None
 
 
-def coupled_newton(D: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
-    """X <- X T, M <- T^p M with T = ((p + 1) I - M) / p, from M = z D, X = z^(1/p) I with
-    z = (p + 1) / (2 |D|_F): the iteration of DASH (fp16 and tf32) and of Distributed Shampoo
-    (float32), without early exit."""
-    n = D.shape[-1]
-    z = (ROOT + 1) / (2 * torch.linalg.matrix_norm(D))[:, None, None]
-    M = (D * z).to(dtype)
-    identity = torch.eye(n, device=D.device, dtype=dtype)
-    X = None
-    for step in range(steps):
-        T = torch.add((1 + 1 / ROOT) * identity, M, alpha=-1 / ROOT)
-        X = T if X is None else X @ T
-        if step + 1 < steps:
-            T = T @ T
-            M = M @ (T @ T)
-    return X.float() * z.pow(1 / ROOT)
+def coupled(n: int, steps: int, kind: str, on_all: bool = True) -> Competitor:
+    function = newton_of(steps, torch.half if kind == "fp16" else torch.float)
+    return Competitor(
+        f"coupled Newton, {kind}, {steps} steps",
+        with_tf32(function) if kind == "tf32" else function,
+        on_all,
+        cost=cost_of_coupled_newton(n, steps, 2 if kind == "fp16" else 4),
+    )
 
 
-def with_tf32(function: Callable[[Tensor, float], Tensor]) -> Callable[[Tensor, float], Tensor]:
-    def call(D: Tensor, damping: float) -> Tensor:
-        torch.backends.cuda.matmul.allow_tf32 = True
-        try:
-            return function(D, damping)
-        finally:
-            torch.backends.cuda.matmul.allow_tf32 = False
+def competitors(n: int, is_first: bool) -> list[Competitor]:
+    """The slow ones are timed on the first input of an order alone."""
+    batched = Competitor("XsyevBatched", float32_eigh_root, on_all=is_first, is_timed=is_first)
+    chosen = [batched, coupled(n, 10, "fp16")]
+    if is_first:
+        alone = Competitor(
+            "torch.linalg.eigh alone",
+            lambda D, damping: torch.linalg.eigh(D)[1],
+            on_all=False,
+            is_root=False,
+        )
+        chosen = [alone, *chosen, coupled(n, 30, "float32", on_all=False)]
+    if n == ALL_VARIANTS:
+        chosen += [coupled(n, 30, "fp16"), coupled(n, 10, "tf32"), coupled(n, 30, "tf32")]
+    return chosen
 
-    return call
 
+@dataclass
+class Clock:
+    """Times and memory of one device; on a CPU, for a dry run, without memory."""
 
-def microseconds(function: Callable[[], object], rounds: int) -> float:
-    """Median over rounds, by events; the first call warms up."""
-    function()
-    times = []
-    for _ in range(rounds):
+    device: str
+    rounds: int
+
+    def once(self, function: Callable[[], object]) -> float:
+        """Seconds."""
+        if self.device == "cpu":
+            start = time.perf_counter()
+            function()
+            return time.perf_counter() - start
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         function()
         end.record()
+        end.synchronize()
+        return 1e-3 * start.elapsed_time(end)
+
+    def seconds(self, function: Callable[[], object]) -> float:
+        """The median over rounds; the first call warms up."""
+        rounds = 1 if self.once(function) > LONG else self.rounds
+        return statistics.median(self.once(function) for _ in range(rounds))
+
+    def workspace(self, function: Callable[[], Tensor]) -> tuple[Tensor, float | None]:
+        """The result, and the bytes beyond it at the peak."""
+        if self.device == "cpu":
+            return function(), None
         torch.cuda.synchronize()
-        times.append(1e3 * start.elapsed_time(end))
-    return statistics.median(times)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        result = function()
+        return result, torch.cuda.max_memory_allocated() - before - result.nbytes
 
 
-def workspace(function: Callable[[], Tensor], matrices: int, n: int) -> float:
-    """Memory beyond the result at its peak, in floats over n^2 a matrix."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    result = function()
-    peak = torch.cuda.max_memory_allocated() - before - result.nbytes
-    return peak / 4 / matrices / n / n
-
-
-def error(X: Tensor, expected: Tensor) -> float:
+def errors(X: Tensor, expected: Tensor) -> Tensor:
+    """Relative Frobenius error of each of the distinct matrices."""
     difference = torch.linalg.matrix_norm(X[:DISTINCT].double() - expected)
-    return float((difference / torch.linalg.matrix_norm(expected)).max())
+    return difference / torch.linalg.matrix_norm(expected)
 
 
-def fp16_peak() -> float:
-    """TFLOP/s of a large fp16 product on random data."""
-    A, B = (torch.randn(8192, 8192, device="cuda", dtype=torch.half) for _ in range(2))
-    return 2 * 8192**3 / microseconds(lambda: A @ B, 10) * 1e-6
+def repeated(A: Tensor, matrices: int) -> Tensor:
+    return A.repeat(matrices // A.shape[0], 1, 1)
 
 
-Method = Callable[[Tensor, float], Tensor]  # of the damped matrices and the damping
+@dataclass
+class Roofs:
+    peak: float  # TFLOP/s of a large fp16 product on random data
+    memory: float  # GB/s of a copy
+
+    @classmethod
+    def measure(cls, clock: Clock) -> Roofs:
+        n = 8192 if clock.device != "cpu" else 256
+        A, B, C = (torch.randn(n, n, device=clock.device).half() for _ in range(3))
+        product = clock.seconds(lambda: torch.mm(A, B, out=C))
+        elements = 16 * n**2
+        source, target = (torch.zeros(elements, device=clock.device) for _ in range(2))
+        copy = clock.seconds(lambda: target.copy_(source))
+        return cls(2 * n**3 / product * 1e-12, 2 * source.nbytes / copy * 1e-9)
 
 
-def methods(n: int) -> dict[str, tuple[Method, bool]]:
-    """Each method, and whether it is timed on DISTINCT matrices instead of all."""
+@dataclass
+class Measurement:
+    """One input: a family of matrices with one damping."""
 
-    def newton(steps: int, dtype: torch.dtype) -> Method:
-        return lambda D, damping: coupled_newton(D, steps, dtype)
-
-    return {
-        "torch.linalg.eigh alone": (lambda D, damping: torch.linalg.eigh(D)[1], True),
-        "XsyevBatched": (float32_eigh_root, False),
-        "coupled Newton, fp16, 10 steps": (newton(10, torch.half), False),
-        "coupled Newton, fp16, 30 steps": (newton(30, torch.half), n > 512),
-        "coupled Newton, tf32, 10 steps": (with_tf32(newton(10, torch.float)), n > 512),
-        "coupled Newton, tf32, 30 steps": (with_tf32(newton(30, torch.float)), n > 512),
-        "coupled Newton, float32, 30 steps": (newton(30, torch.float), True),
-    }
+    name: str
+    A: Tensor  # [DISTINCT, n, n]
+    damping: float
+    is_first: bool
+    matrices: int
 
 
-def measure(report: Report, n: int, matrices: int, wanted: float | None, rounds: int) -> None:
-    rows = []
-    for family in (gradient_statistics, log_uniform):
-        A = scaled(family(n))
-        for damping in DAMPINGS:
-            D = damped(A, damping)
-            expected = exact_root(D, damping)
-            name = f"{family.__name__}, damping {damping:g}"
+@dataclass
+class Benchmark:
+    clock: Clock
+    report: Report
+    roofs: Roofs
+    points: list[list[object]] = field(default_factory=list)
+    summary: list[list[object]] = field(default_factory=list)
 
-            def row(method: str, call: Callable[[], Tensor], count: int) -> float:
-                us = microseconds(call, rounds) / count
-                of_root = "alone" not in method
-                rows.append(
-                    [
-                        name,  # noqa: B023
-                        method,
-                        us,
-                        error(call(), expected) if of_root else None,  # noqa: B023
-                        workspace(call, count, n),
-                    ]
-                )
-                return us
+    def row(
+        self, case: Measurement, method: Competitor, stack: Tensor, expected: Tensor
+    ) -> tuple[list[object], float | None, Tensor | None]:
+        """A row of the table, us a matrix, and the errors."""
+        count, n = stack.shape[:2]
 
-            many = A.repeat(matrices // DISTINCT, 1, 1)
-            ours = lambda: matrix_inverse_root(  # noqa: E731
-                many,  # noqa: B023
-                ROOT,
-                eps=damping,  # noqa: B023
-                method="newton",
+        def call() -> Tensor:
+            return method.function(stack, case.damping)
+
+        us = 1e6 * self.clock.seconds(call) / count if method.is_timed else None
+        result, workspace = self.clock.workspace(call)
+        floats = None if workspace is None else workspace / 4 / count / n**2
+        off = errors(result, expected) if method.is_root else None
+        cost = method.cost
+        rate = cost.operations / us * 1e-6 if cost and us else None
+        row = [case.name, method.name, us, rate, rate and rate / self.roofs.peak]
+        row += [cost and cost.bytes * 1e-6, floats, None if off is None else float(off.max())]
+        if case.is_first and method.name in PLOTTED:
+            label = f"{method.name}, n = {n}"
+            self.points.append([label, cost.operations / cost.bytes, rate])
+        return row, us, off
+
+    def ours(self, case: Measurement, expected: Tensor) -> tuple[list[object], float, Tensor]:
+        n = case.A.shape[-1]
+
+        def root(A: Tensor, damping: float) -> Tensor:
+            return matrix_inverse_root(A, ROOT, eps=damping, method="newton")
+
+        _, info = matrix_inverse_root(
+            case.A, ROOT, eps=case.damping, method="newton", return_info=True
+        )
+        iterations = int(info.iterations.max())
+        reference, float32_steps = float32_iteration(case.A, case.damping)
+        has_last_step = iterations < int(float32_steps.max())  # it stands for two quadratic ones
+        ours = Competitor("ours", root, cost=cost_of_ours(n, iterations, has_last_step))
+        row, us, off = self.row(case, ours, repeated(case.A, case.matrices), expected)
+        in_float32 = errors(reference, expected)
+        if row[WORKSPACE] is not None:
+            self.report.check(
+                f"n = {n}, {case.name}: workspace", row[WORKSPACE] / MOST_WORKSPACE, 1
             )
-            us = row("ours", ours, matrices)
-            _, info = matrix_inverse_root(A, ROOT, eps=damping, method="newton", return_info=True)
-            products = 5 * info.iterations.max().item() - 4
-            rows[-1] += [products, 2 * products * n**3 / us * 1e-6]
-            if wanted and damping == DAMPINGS[0]:
-                report.check(f"n = {n}, {name}", us / wanted, 1.0)
-            many = D.repeat(matrices // DISTINCT, 1, 1)
-            for method, (function, few) in methods(n).items():
-                stack = D if few else many
-                row(method, lambda: function(stack, damping), stack.shape[0])  # noqa: B023
-    report.table(
-        f"{matrices} matrices, n = {n}",
-        ["input", "method", "us a matrix", "error", "workspace / n^2", "products", "TFLOP/s"],
-        rows,
-    )
+        by_iteration = float32_steps > 0
+        if bool(by_iteration.any()):
+            what = f"n = {n}, {case.name}: error / that with float32 products"
+            ratio = float((off / in_float32)[by_iteration].max())
+            self.report.check(what, ratio, ERROR_OVER_FLOAT32)
+        return [*row, float(in_float32.max())], us, off
+
+    def measure(self, case: Measurement, size: Size) -> list[list[object]]:
+        D = damped(case.A, case.damping)
+        expected = exact_root(D, case.damping)
+        row, us, off = self.ours(case, expected)
+        rows, times = [row], {"ours": us}
+        many = repeated(D, case.matrices)
+        for method in competitors(size.n, case.is_first):
+            stack = many if method.on_all else D
+            row, times[method.name], error = self.row(case, method, stack, expected)
+            rows.append([*row, None])
+            if method.function is float32_eigh_root:
+                what = f"n = {size.n}, {case.name}: error / that of float32 eigh"
+                self.report.check(what, float(off.max() / error.max()), 1.0)
+        wanted = size.wanted[DAMPINGS.index(case.damping)]
+        if wanted:
+            self.report.check(f"n = {size.n}, {case.name}: us a matrix", us / wanted, 1.0)
+        if case.is_first:
+            self.compare(size, times)
+        return rows
+
+    def compare(self, size: Size, times: dict[str, float]) -> None:
+        dash = times["coupled Newton, fp16, 10 steps"]
+        eighs = (times["torch.linalg.eigh alone"], times["XsyevBatched"])
+        row = [size.n, size.matrices, times["ours"], size.wanted[0], size.best, *eighs, dash]
+        self.summary.append(row)
+        if size.n == ALL_VARIANTS:
+            what = (
+                f"n = {size.n}: coupled Newton, fp16, 10 steps / {DASH_MICROSECONDS:g} us of DASH"
+            )
+            self.report.check(what, dash / DASH_MICROSECONDS, 1.1)
+
+    def run(self, size: Size) -> None:
+        rows = []
+        for family in (gradient_statistics, log_uniform):
+            A = scaled(family(DISTINCT, size.n, self.clock.device))
+            for damping in DAMPINGS:
+                name = f"{family.__name__}, damping {damping:g}"
+                case = Measurement(name, A, damping, not rows, size.matrices)
+                rows += self.measure(case, size)
+        headers = ["input", "method", "us a matrix", "TFLOP/s", "share of fp16 peak", "MB moved"]
+        headers += ["workspace / n^2", "error", "error with float32 products"]
+        self.report.table(f"{size.matrices} matrices, n = {size.n}", headers, rows)
+
+    def finish(self) -> None:
+        methods = ["torch.linalg.eigh", "XsyevBatched", "coupled Newton, fp16, 10 steps"]
+        self.report.table(
+            f"Microseconds a matrix, gradient statistics, damping {DAMPINGS[0]:g}",
+            ["n", "matrices", "ours", "wanted", "outstanding", *methods],
+            self.summary,
+        )
+        headers = ["method", "operations a byte", "TFLOP/s"]
+        points = sorted(self.points, key=lambda point: point[0].startswith("coupled"))
+        self.report.table(ROOFLINE, headers, points)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", type=Path, help="write the tables to this file")
+    parser.add_argument("--plot", type=Path, help="write the roofline to this PNG")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1e9, help="no new size after this time")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="small stacks on the CPU: shows that all of it runs; the numbers mean nothing",
+    )
     arguments = parser.parse_args()
     torch.manual_seed(0)
     start = time.monotonic()
-    report = Report(f"Inverse fourth roots on {torch.cuda.get_device_name()}")
-    report.write(f"fp16 tensor peak, 8192^3: {fp16_peak():.0f} TFLOP/s")
-    for n, matrices, wanted in SIZES:
+    device = "cpu" if arguments.dry_run else "cuda"
+    name = "a CPU: a dry run" if arguments.dry_run else torch.cuda.get_device_name()
+    clock = Clock(device, arguments.rounds)
+    report = Report(f"Inverse fourth roots on {name}")
+    roofs = Roofs.measure(clock)
+    report.write(
+        f"Measured in this run: memory {roofs.memory:.0f} GB/s, fp16 {roofs.peak:.3g} TFLOP/s "
+        f"(a copy, and a product of order 8192)."
+    )
+    benchmark = Benchmark(clock, report, roofs)
+    for size in DRY_SIZES if arguments.dry_run else SIZES:
         if time.monotonic() - start > arguments.seconds:
-            report.skip(f"n = {n}", "out of time")
+            report.skip(f"n = {size.n}", "out of time")
             continue
-        measure(report, n, matrices, wanted, arguments.rounds)
-    return report.finish(arguments.save)
+        benchmark.run(size)
+    benchmark.finish()
+    missed = report.finish(arguments.save)
+    if arguments.plot:
+        from roots_roofline import draw
+
+        draw("\n".join(report.lines), arguments.plot)
+    return 0 if arguments.dry_run else missed
 
 
 if __name__ == "__main__":

@@ -1,0 +1,28 @@
+"""The benchmark of inverse roots on a CUDA device, as far as a machine without one can run it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "roots.py"
+
+
+def test_a_dry_run_writes_its_tables_and_its_plot(tmp_path: Path) -> None:
+    pytest.importorskip("tabulate")
+    pytest.importorskip("matplotlib")
+    tables, plot = tmp_path / "roots.md", tmp_path / "roofline.png"
+    arguments = ["--dry-run", "--rounds", "1", "--save", tables, "--plot", plot]
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    text = tables.read_text()
+    for column in ("share of fp16 peak", "MB moved", "error with float32 products"):
+        assert column in text
+    for what in ("error / that with float32 products", "error / that of float32 eigh"):
+        assert text.count(what) == 12  # three orders, two families, two dampings
+    assert plot.read_bytes().startswith(b"\x89PNG")
