@@ -120,7 +120,7 @@ PositionSource::PositionSource(Positions whole)
 
 Positions PositionSource::of_samples(int64_t first, int64_t count) const {
   if (whole_.A.defined()) {
-    return whole_.narrow(first, count);
+    return count == samples_ ? whole_ : whole_.narrow(first, count);
   }
   // [groups, vector, n, T]: pixels of one sample after those of another, for products that sum over
   // both.

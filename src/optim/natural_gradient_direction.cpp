@@ -11,6 +11,22 @@ namespace {
 
 using gradients::detail::Jacobian;
 
+// A bound of |r|^2 where r is nothing but the rounding of v.
+at::Tensor largest_square_of_rounding(const ParameterVector& v,
+                                      const std::vector<double>& roundings) {
+  const at::Tensor squares = dots(v, v);
+  return at::dot(squares, at::tensor(roundings, squares.options()).square_());
+}
+
+// The c of v = c u, on the CPU; none where that is not so.
+std::optional<double> multiple_on_cpu(const ParameterVector& v, const ParameterVector& u,
+                                      const std::vector<double>& roundings) {
+  const double uu = dot(u, u).item<double>();
+  const double c = uu == 0.0 ? 0.0 : dot(v, u).item<double>() / uu;
+  const double bound = largest_square_of_rounding(v, roundings).item<double>();
+  return squared_distance_on_cpu(v, u, c) <= bound ? std::optional(c) : std::nullopt;
+}
+
 // v = c u + r. On a device r is always formed, because the host must not ask whether it is zero.
 GradientSplit split(const ParameterVector& v, const ParameterVector& u,
                     const std::vector<double>& roundings) {
@@ -21,8 +37,7 @@ GradientSplit split(const ParameterVector& v, const ParameterVector& u,
     r.push_back(tensor.clone());
   }
   add_scaled_(r, u, c.neg());
-  const at::Tensor bound = at::dot(dots(v, v), at::tensor(roundings, c.options()).square_());
-  const at::Tensor negligible = dot(r, r) <= bound;
+  const at::Tensor negligible = dot(r, r) <= largest_square_of_rounding(v, roundings);
   if (!negligible.is_cpu()) {
     for (auto& tensor : r) {
       tensor.masked_fill_(negligible, 0);
@@ -30,6 +45,12 @@ GradientSplit split(const ParameterVector& v, const ParameterVector& u,
     return {c, r};
   }
   return negligible.item<bool>() ? GradientSplit{c, {}} : GradientSplit{c, r};
+}
+
+// 1 / n for each sample
+at::Tensor weights_of_mean(const Jacobian& J, const ParameterVector& v) {
+  return at::full({J.samples()}, 1.0 / static_cast<double>(J.samples()),
+                  v[0].options().dtype(at::kDouble));
 }
 
 // Lambda^-1 x
@@ -43,19 +64,20 @@ ParameterVector divided_by_dampings(const std::vector<double>& dampings, const P
 
 }  // namespace
 
+Jacobian::Sketch sketch_gradient(const Jacobian& J, const ParameterVector& v) {
+  return J.sketch(v, weights_of_mean(J, v));
+}
+
 GradientSplit split_gradient(const Jacobian& J, const ParameterVector& v,
-                             const std::vector<double>& roundings) {
-  const at::Tensor mean = at::full({J.samples()}, 1.0 / static_cast<double>(J.samples()),
-                                   v[0].options().dtype(at::kDouble));
-  if (v[0].is_cpu()) {
-    // Mostly r = 0, which random images of v and u tell as well, for a fraction of the work.
-    const auto [of_v, of_u] = J.sketch(v, mean);
-    GradientSplit of_images = split(of_v, of_u, roundings);
-    if (of_images.r.empty()) {
-      return of_images;
+                             const std::vector<double>& roundings,
+                             const std::optional<Jacobian::Sketch>& images) {
+  if (images) {
+    const auto c = multiple_on_cpu(images->of_x, images->of_transpose_product, roundings);
+    if (c) {
+      return {at::scalar_tensor(*c, at::TensorOptions(at::kDouble)), {}};
     }
   }
-  return split(v, J.transpose_product(mean), roundings);
+  return split(v, J.transpose_product(weights_of_mean(J, v)), roundings);
 }
 
 // With v = c J^T 1 / n + r, x = mu d_prev + Lambda^-1 r and S = J Lambda^-1 J^T / n + I it is

@@ -9,6 +9,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <vector>
 
 namespace torchium::optim::detail {
@@ -20,10 +21,15 @@ struct GradientSplit {
   ParameterVector r;  // empty: zero
 };
 
+// Random images of v and u. Mostly r = 0, which they tell for a fraction of the work.
+gradients::detail::Jacobian::Sketch sketch_gradient(const gradients::detail::Jacobian& J,
+                                                    const ParameterVector& v);
+
 // With r orthogonal to u. A part r within the `roundings` of v (gradient_rounding.h) counts as
-// zero, because it would be divided by the damping.
+// zero, because it would be divided by the damping. images: of sketch_gradient, on the CPU.
 GradientSplit split_gradient(const gradients::detail::Jacobian& J, const ParameterVector& v,
-                             const std::vector<double>& roundings);
+                             const std::vector<double>& roundings,
+                             const std::optional<gradients::detail::Jacobian::Sketch>& images);
 
 // d = x + Lambda^-1 J^T w
 struct SampleSpaceSolution {

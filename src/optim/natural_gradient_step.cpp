@@ -16,6 +16,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <optional>
 
 namespace torchium::optim::detail {
 namespace {
@@ -97,6 +98,17 @@ void record_failure(const at::Tensor& squares, const StepGate& gate, at::Tensor&
   at::Tensor index = status.select(0, kFailedParameter);
   gate.assign_(count, (count + 1) * any);
   gate.assign_(index, first);
+}
+
+// The gradients in the state's dtype.
+ParameterVector working_gradients(at::TensorList params, at::TensorList grads,
+                                  const StepGate& gate) {
+  ParameterVector result;
+  for (size_t p = 0; p < params.size(); ++p) {
+    result.push_back(
+        signed_gradient(params[p], grads[p], /*maximize=*/false, /*weight_decay=*/0.0, gate));
+  }
+  return result;
 }
 
 // Whether p <- p - lr d needs no d: the update can be added to the parameters as it is computed,
@@ -209,16 +221,20 @@ at::Tensor natural_gradient_step(const NaturalGradientHyperparameters& h, at::Te
   check_arguments(h, params, grads, state, factorization);
   const Jacobian J(params, batch.uses, batch.scale, batch.loss_scale);
   check_factorization(factorization, J);
-  const StepGate gate = StepGate::check(grads, state.status, found_inf);
+  std::optional<Jacobian::Sketch> images;
+  if (refreshed && !by_cg && params[0].is_cpu()) {
+    images = sketch_gradient(J, working_gradients(params, grads, StepGate::open()));
+  }
+  const bool are_finite =
+      images && std::none_of(images->of_x.begin(), images->of_x.end(), has_nonfinite_on_cpu);
+  // A gradient whose image is finite is finite too, and it is larger.
+  const StepGate gate =
+      StepGate::check(are_finite ? at::TensorList(images->of_x) : grads, state.status, found_inf);
   if (gate.skipped_on_host()) {
     return report;
   }
   gate.advance(state.steps);
-  ParameterVector v;
-  for (size_t p = 0; p < params.size(); ++p) {
-    v.push_back(
-        signed_gradient(params[p], grads[p], /*maximize=*/false, /*weight_decay=*/0.0, gate));
-  }
+  const ParameterVector v = working_gradients(params, grads, gate);
   ParameterVector d;
   if (by_cg) {
     ConjugateGradientsResult solution =
@@ -228,9 +244,9 @@ at::Tensor natural_gradient_step(const NaturalGradientHyperparameters& h, at::Te
     report.select(0, 1).copy_(solution.relative_residual);
     report.select(0, 2).fill_(1);
   } else {
-    const GradientSplit split = refreshed
-                                    ? split_gradient(J, v, gradient_roundings(grads, batch.uses))
-                                    : GradientSplit{at::zeros({}, report.options()), v};
+    const GradientSplit split =
+        refreshed ? split_gradient(J, v, gradient_roundings(grads, batch.uses), images)
+                  : GradientSplit{at::zeros({}, report.options()), v};
     const SampleSpaceSolution solution =
         solve_in_sample_space(J, h.dampings, split, momentum_part(h, state), factorization);
     if (can_add_directly(h, params, batch, solution, factorization)) {

@@ -32,24 +32,6 @@ bool any_exponent_full(const void* data, int64_t count, Bits exponent) {
   return found.load();
 }
 
-bool has_nonfinite_on_cpu(const at::Tensor& tensor) {
-  const at::Tensor dense = tensor.is_non_overlapping_and_dense() ? tensor : tensor.contiguous();
-  const void* data = dense.const_data_ptr();
-  const int64_t count = dense.numel();
-  switch (dense.scalar_type()) {
-    case at::kFloat:
-      return any_exponent_full<uint32_t>(data, count, 0x7f800000u);
-    case at::kDouble:
-      return any_exponent_full<uint64_t>(data, count, 0x7ff0000000000000ull);
-    case at::kBFloat16:
-      return any_exponent_full<uint16_t>(data, count, 0x7f80u);
-    case at::kHalf:
-      return any_exponent_full<uint16_t>(data, count, 0x7c00u);
-    default:
-      return !at::isfinite(dense).all().item<bool>();
-  }
-}
-
 // Index of the first gradient that is not finite or has such a companion; -1: none.
 int64_t first_nonfinite(at::TensorList grads, const std::vector<Companion>& companions) {
   const auto found = std::find_if(grads.begin(), grads.end(), has_nonfinite_on_cpu);
@@ -132,6 +114,24 @@ at::Tensor record_skip_on_device(at::TensorList grads, at::Tensor& status,
 }
 
 }  // namespace
+
+bool has_nonfinite_on_cpu(const at::Tensor& tensor) {
+  const at::Tensor dense = tensor.is_non_overlapping_and_dense() ? tensor : tensor.contiguous();
+  const void* data = dense.const_data_ptr();
+  const int64_t count = dense.numel();
+  switch (dense.scalar_type()) {
+    case at::kFloat:
+      return any_exponent_full<uint32_t>(data, count, 0x7f800000u);
+    case at::kDouble:
+      return any_exponent_full<uint64_t>(data, count, 0x7ff0000000000000ull);
+    case at::kBFloat16:
+      return any_exponent_full<uint16_t>(data, count, 0x7f80u);
+    case at::kHalf:
+      return any_exponent_full<uint16_t>(data, count, 0x7c00u);
+    default:
+      return !at::isfinite(dense).all().item<bool>();
+  }
+}
 
 at::Tensor StepScalar::divide(const at::Tensor& value) const {
   if (device.defined()) {

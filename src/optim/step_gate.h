@@ -61,6 +61,9 @@ class StepGate {
   at::Tensor keep_;  // 0-dim bool on the device; undefined: the host knows that the step is kept
 };
 
+// Whether a tensor on the CPU holds NaN or Inf.
+bool has_nonfinite_on_cpu(const at::Tensor& tensor);
+
 // target <- target - scale * value
 void subtract_scaled_(at::Tensor& target, const at::Tensor& value, const StepScalar& scale);
 
