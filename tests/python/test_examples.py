@@ -63,6 +63,18 @@ def test_compare_trains_every_optimizer(model: str, tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(PNG_SIGNATURE)
 
 
+@pytest.mark.parametrize("optimizer", ["kfac", "naturalgradient"])
+def test_the_best_loss_of_sgd_is_reached_in_fewer_steps(optimizer: str, tmp_path: Path) -> None:
+    common = ("--data", "digits", "--device", "cpu", "--steps", "150", "--output", str(tmp_path))
+    sgd = table_rows(checked_example("train_classifier.py", "--optimizer", "sgd", *common))
+    best = sgd["sgd"][0]  # of a rate that falls to zero, the last loss
+    rows = table_rows(
+        checked_example("train_classifier.py", "--optimizer", optimizer, "--target", best, *common)
+    )
+    *_, steps_to_target, _ = rows[optimizer]
+    assert int(steps_to_target) <= 120
+
+
 def test_settings_run_in_every_combination(tmp_path: Path) -> None:
     output = checked_example(
         "train_classifier.py",
