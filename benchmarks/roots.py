@@ -211,6 +211,7 @@ class Benchmark:
     clock: Clock
     report: Report
     roofs: Roofs
+    has_last_step: bool = False  # for the current order
     points: list[list[object]] = field(default_factory=list)
     summary: list[list[object]] = field(default_factory=list)
 
@@ -247,8 +248,9 @@ class Benchmark:
         )
         iterations = int(info.iterations.max())
         reference, float32_steps = float32_iteration(case.A, case.damping)
-        has_last_step = iterations < int(float32_steps.max())  # it stands for two quadratic ones
-        ours = Competitor("ours", root, cost=cost_of_ours(n, iterations, has_last_step))
+        if case.is_first:  # a last step stands for two quadratic ones
+            self.has_last_step = iterations < int(float32_steps.max())
+        ours = Competitor("ours", root, cost=cost_of_ours(n, iterations, self.has_last_step))
         row, us, off = self.row(case, ours, repeated(case.A, case.matrices), expected)
         in_float32 = errors(reference, expected)
         if row[WORKSPACE] is not None:
