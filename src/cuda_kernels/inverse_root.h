@@ -1,14 +1,9 @@
 // What the kernels for inverse p-th roots share.
 #pragma once
 
-#include "cuda_kernels/minimax_ladder.h"
-
 #include <cstdint>
 
 namespace torchium::cuda_kernels {
-
-// Intervals [2^rung, 1] with quadratic steps for a float32 iteration: 24 rungs of up to 10 steps.
-using SmallLadder = MinimaxLadder<256>;
 
 struct NewtonRule {
   int n;

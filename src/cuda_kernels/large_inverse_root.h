@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda_kernels/inverse_root.h"
+#include "cuda_kernels/root_ladder.h"
 #include "cuda_kernels/split_matrices.h"
 
 #include <cstddef>
@@ -10,44 +11,65 @@
 
 namespace torchium::cuda_kernels {
 
-constexpr int kMostSteps = 16;
+// Memory of one stack beside its matrices. All matrices end with the last step of the ladder: one
+// with fewer quadratic steps than the longest schedule starts later.
+struct LargeWorkspace {
+  // Without memory: to learn `bytes`.
+  LargeWorkspace(void* memory, int64_t matrices, int order);
 
-// Memory of one stack beside its matrices.
-class LargeWorkspace {
- public:
-  static size_t bytes(int64_t matrices, int n);
-  LargeWorkspace(void* memory, int64_t matrices, int n);
+  size_t bytes;
+  struct SpectralBound* bounds;  // [matrices]: scale 0 if not finite
+  struct NewtonPlan* plans;      // [matrices]
+  double* images;                // [matrices, order]
+  double* partials;              // [matrices, bands, 3]
+  float* vectors;                // [3, matrices, order]
+  float* largest;                // [matrices, order]: of the rows of the root
+  float* squares;                // [matrices, product_sums(order)]: of S
+  // [matrices]: the first quadratic step; ladder.steps without any, more if not finite. Before
+  // start_inverse_root zero for all that are finite.
+  int* starts;
+  float* units;  // [matrices]: by which M is multiplied where it starts
 
-  // Of step k: [matrices, 3] a, b, c of q.
-  const float* coefficients(int step) const { return coefficients_ + 3 * matrices_ * step; }
-  const int* steps() const { return steps_; }  // [matrices]
+  // Coefficients of products (symmetric_product.h), [matrices, 4]. Of q = a I + b M + c M^2 at
+  // step k, and of M q^p, which where a matrix starts makes up for its new unit:
+  float* quadratic(int step) const { return row(step); }
+  float* power(int step) const { return row(RootLadder::kMaxSteps + step); }
+  // Of Z (the last M q^p), V and q = I + W of the last step (root_ladder.h). V is kept with a
+  // multiple of I, which makes its square that part of W which depends on V.
+  float* last_Z() const { return row(2 * RootLadder::kMaxSteps); }
+  float* last_V() const { return row(2 * RootLadder::kMaxSteps + 1); }
+  float* last_q() const { return row(2 * RootLadder::kMaxSteps + 2); }
 
  private:
-  friend struct LargeKernels;
+  float* row(int index) const { return coefficients_ + 4 * matrices_ * index; }
+
   int64_t matrices_;
-  struct NewtonPlan* plans_;  // [matrices]
-  double* images_;            // [matrices, n]
-  double* partials_;          // [matrices, bands, 3]
-  float* vectors_;            // [3, matrices, n]
-  float* coefficients_;       // [kMostSteps, matrices, 3]
-  float* largest_;            // [matrices, n]: of the rows of the root
-  int* steps_;
+  float* coefficients_;  // [2 kMaxSteps + 3, matrices, 4]
 };
 
-// Chooses the steps of every matrix and writes M = (A + damping I) / top in split form. The ladder
-// has at most kMostSteps steps. Returns the error of the launches.
-cudaError_t begin_inverse_root(const InverseRoot& arguments, const SmallLadder& ladder,
-                               const LargeWorkspace& workspace, const SplitMatrices& M,
+// Where the iteration finds its matrices. Those of a step may lie in the places of M and S; Z may
+// not.
+struct LargeOperands {
+  SplitMatrices M, S;  // the matrix in a first unit, and its square
+  struct Step {
+    SplitMatrices M, q, X;  // of matrices that start here: M, and q in two places
+  } steps[RootLadder::kMaxSteps];
+  SplitMatrices Z;  // of the last step; of single halves
+  SplitMatrices X;  // before the last step
+};
+
+// M = (A + damping I) / top, where top bounds the spectrum. Returns the error of the launches.
+cudaError_t fill_inverse_root(const InverseRoot& arguments, const LargeWorkspace& workspace,
+                              const SplitMatrices& M, cudaStream_t stream);
+
+// From S = M^2 and the sums of its squares: |S|_F^(1/2) is a better bound, close to the largest
+// eigenvalue. Chooses the steps of every matrix and takes the product of the first one.
+cudaError_t start_inverse_root(const InverseRoot& arguments, const RootLadder& ladder,
+                               const LargeWorkspace& workspace, const LargeOperands& operands,
                                cudaStream_t stream);
 
-// Where the root of M is for matrices that take k + 1 steps. From the second step on it is kept
-// times rule.first.
-struct RootOfSteps {
-  SplitMatrices X[kMostSteps];
-};
-
-// Judges the roots and writes everything but damping and floor.
+// Judges the roots X of M and writes everything but damping and floor.
 cudaError_t finish_inverse_root(const InverseRoot& arguments, const LargeWorkspace& workspace,
-                                const RootOfSteps& roots, cudaStream_t stream);
+                                const SplitMatrices& X, cudaStream_t stream);
 
 }  // namespace torchium::cuda_kernels

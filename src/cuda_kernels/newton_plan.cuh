@@ -22,6 +22,11 @@ struct NewtonPlan {
   int steps;     // quadratic ones; kNotFinite for a matrix that is not finite
 };
 
+// All norms are of scale S, as are damping and top.
+struct SpectralBound {
+  double scale, frobenius, damping, top;
+};
+
 // 2^-e that brings the larger of `largest` and eps to [1/2, 1), as far as there is one.
 __device__ inline float newton_scale(float largest, double eps) {
   int exponent = 0;
@@ -29,32 +34,41 @@ __device__ inline float newton_scale(float largest, double eps) {
   return ldexpf(1.0f, max(-126, min(126, -exponent)));
 }
 
-// Both norms are of scale S: the largest absolute row sum and |scale S|_F. Writes damping and floor
-// in units of A.
-template <typename Ladder>
-__device__ NewtonPlan plan_newton(const NewtonRule& rule, const Ladder& ladder, bool finite,
-                                  double scale, double row_sum, double frobenius,
-                                  double* damping_of_A, double* floor_of_A) {
+// The smallest top that keeps even the root of a null matrix finite.
+__device__ inline double least_top(const NewtonRule& rule, double scale) {
+  return scale * (rule.smallest_floor / (rule.noise_margin * rule.noise));
+}
+
+// From the largest absolute row sum and the Frobenius norm.
+__device__ inline SpectralBound bound_spectrum(const NewtonRule& rule, double scale, double row_sum,
+                                               double frobenius) {
   constexpr double kUnit = FLT_EPSILON / 2;
   const double bound = fmin(row_sum, frobenius) * (1 + 2 * kUnit * rule.n);
   const double damping = scale * rule.eps + rule.relative_eps * bound;
-  const double top = fmax((bound + damping) * (1 + 2 * kUnit),
-                          scale * (rule.smallest_floor / (rule.noise_margin * rule.noise)));
-  const double relative = damping / top;
+  const double top = fmax((bound + damping) * (1 + 2 * kUnit), least_top(rule, scale));
+  return {scale, frobenius, damping, top};
+}
+
+// Writes damping and floor in units of A.
+template <typename Ladder>
+__device__ NewtonPlan plan_newton(const NewtonRule& rule, const Ladder& ladder, bool finite,
+                                  const SpectralBound& bound, double* damping_of_A,
+                                  double* floor_of_A) {
+  const double top = bound.top, relative = bound.damping / top;
   const double start =
       fmax(fmax(relative, rule.noise_margin * (rule.noise - relative)), rule.lowest_start);
   int exponent = 0;
   frexp(start, &exponent);
   const int rung = max(ladder.lowest_rung, min(exponent - 1, 0));
   const double power = -1.0 / rule.p;
-  *damping_of_A = finite ? damping / scale : NAN;
-  *floor_of_A = finite ? top / scale * exp2(static_cast<double>(rung)) : NAN;
-  return {static_cast<float>(scale),
+  *damping_of_A = finite ? bound.damping / bound.scale : NAN;
+  *floor_of_A = finite ? top / bound.scale * exp2(static_cast<double>(rung)) : NAN;
+  return {static_cast<float>(bound.scale),
           static_cast<float>(1 / top),
           static_cast<float>(relative),
-          static_cast<float>(pow(top / scale, power)),
+          static_cast<float>(pow(top / bound.scale, power)),
           static_cast<float>(rule.largest_root * exp2(rung * power)),
-          static_cast<float>(frobenius / top + relative * sqrt(static_cast<double>(rule.n))),
+          static_cast<float>(bound.frobenius / top + relative * sqrt(static_cast<double>(rule.n))),
           rung,
           finite ? ladder.lengths[rung - ladder.lowest_rung] : NewtonPlan::kNotFinite};
 }

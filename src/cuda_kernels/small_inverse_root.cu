@@ -173,7 +173,8 @@ class SmallRoot {
     most = reduce<N, false>(most, scratch_);
     square = reduce<N, true>(square, scratch_);
     if (threadIdx.x == 0) {
-      plan_ = plan_newton(args_.rule, ladder_, finite, scale, most, sqrtf(square),
+      plan_ = plan_newton(args_.rule, ladder_, finite,
+                          bound_spectrum(args_.rule, scale, most, sqrtf(square)),
                           args_.damping + matrix, args_.floor + matrix);
     }
     __syncthreads();

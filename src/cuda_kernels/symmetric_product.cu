@@ -1,239 +1,579 @@
+#include "cuda_kernels/pipeline.cuh"
 #include "cuda_kernels/split_mma.cuh"
 #include "cuda_kernels/symmetric_product.h"
+#include "cuda_kernels/tile_map.h"
+#include "cuda_kernels/tile_schedule.cuh"
 #include "cuda_kernels/wgmma.cuh"
+
+#include <algorithm>
 
 namespace torchium::cuda_kernels {
 namespace {
 
-// A block computes one tile of C, its two warpgroups one half of the rows each.
-constexpr int kTile = 128;
-constexpr int kDepth = 64;  // of a stage, along k: rows of 128 bytes
-constexpr int kThreads = 256;
-constexpr int kStages = 3;
-constexpr int kTileBytes = kTile * kDepth * 2;
-constexpr int kStageBytes = 4 * kTileBytes;  // hi and lo of A and B
-constexpr int kSharedBytes = kStages * kStageBytes + 1024;
+// A cluster of two blocks takes two tiles at a time. In each block two warpgroups compute half of
+// the rows each, one warp loads operands, and one for each warpgroup moves results.
+constexpr int kTile = kProductTile;
+constexpr int kBlocks = 2;
+constexpr int kThreads = 384;
+constexpr int kTileBytes = 2 * kBoxBytes;    // of an operand
+constexpr int kStageBytes = 2 * kTileBytes;  // A and B
+constexpr int kStages = 5;
+// For each warpgroup: half of the rows of D and E, then of C, then half of the columns of the
+// mirror image.
+constexpr int kStagingBytes = 4 * kBoxBytes;
+constexpr int kStagingAt = kStages * kStageBytes;
+constexpr int kBarriersAt = kStagingAt + 2 * kStagingBytes;
+constexpr int kBarriers = 2 * kStages + 4;
+constexpr int kTasksAt = kBarriersAt + 8 * kBarriers;
 
-// Results pass through shared memory, in rows that start in different banks.
-constexpr int kStride = kTile + 8;
-static_assert(4 * kTile * kStride * 2 <= kStages * kStageBytes);
+// A tile of this block. Found beforehand: nobody waits for device memory between tiles.
+struct Task {
+  TilePosition tile;
+  uint8_t state;
+  static constexpr uint8_t kNone = 0;     // neither block of the cluster has work
+  static constexpr uint8_t kOther = 1;    // only the other one
+  static constexpr uint8_t kStarts = 2;   // the matrix starts at latest_start
+  static constexpr uint8_t kStarted = 3;  // before
+
+  __device__ bool is_mine() const { return state >= kStarts; }
+};
+constexpr int kMostTasks = 90;
+constexpr int kSharedBytes = kTasksAt + kMostTasks * static_cast<int>(sizeof(Task)) + 1024;
+static_assert(kSharedBytes <= 227 * 1024);
+
+constexpr int kSumsOfTile = 8;
+
+__host__ __device__ int product_sums_of(int order) {
+  const int side = (order + kTile - 1) / kTile;
+  return side * (side + 1) / 2 * kSumsOfTile;
+}
+
+struct TileMaps {
+  TileMap A, B, C, D, E;
+};
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-__device__ void copy_async(uint32_t target, const void* source, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
-               "r"(valid ? 16 : 0)
-               : "memory");
-}
 
-__device__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-template <int pending>
-__device__ void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
-}
-
-class TileProduct {
+// Where a ring of `slots` barriers stands.
+template <int slots>
+class Position {
  public:
-  __device__ TileProduct(const SymmetricProduct& arguments, char* shared, int64_t matrix, int tile)
-      : args_(arguments), shared_(shared), matrix_(matrix), order_(arguments.A.order) {
-    // Tiles of the lower triangle, row by row.
-    int row = static_cast<int>((sqrtf(8.0f * tile + 1.0f) - 1.0f) / 2.0f);
-    while (row * (row + 1) / 2 > tile) --row;
-    while ((row + 1) * (row + 2) / 2 <= tile) ++row;
-    row_ = row * kTile;
-    column_ = (tile - row * (row + 1) / 2) * kTile;
-    // On the diagonal of a square both operands are the same tile.
-    shares_ = row_ == column_ && arguments.A.data == arguments.B.data;
-  }
-
-  __device__ void run() {
-    float sum[64];
-    accumulate(sum);
-    finish(sum);
-    __syncthreads();  // the products have been read out of the stages
-    stage_result(sum);
-    __syncthreads();
-    write(row_, column_, 0);
-    if (row_ != column_) write(column_, row_, 2);
+  __device__ uint32_t slot() const { return slot_; }
+  __device__ uint32_t previous_slot() const { return slot_ == 0 ? slots - 1 : slot_ - 1; }
+  __device__ uint32_t parity() const { return parity_; }
+  __device__ void advance() {
+    slot_ = slot_ + 1 == slots ? 0 : slot_ + 1;
+    if (slot_ == 0) parity_ ^= 1;
   }
 
  private:
-  __device__ uint32_t stage(int k) const {
-    return shared_address(shared_) + k % kStages * kStageBytes;
+  uint32_t slot_ = 0, parity_ = 0;
+};
+
+// What all roles know.
+struct Block {
+  const SymmetricProduct& args;
+  uint32_t shared;
+  Task* tasks;  // [kMostTasks]
+  uint32_t rank;
+
+  __device__ uint32_t stage(uint32_t slot) const { return shared + slot * kStageBytes; }
+  __device__ uint32_t staging(int group) const {
+    return shared + kStagingAt + group * kStagingBytes;
+  }
+  __device__ uint32_t barrier(int index) const { return shared + kBarriersAt + 8 * index; }
+  // Operands are in the stage, or nobody in the cluster needs them any more.
+  __device__ uint32_t full(uint32_t slot) const { return barrier(slot); }
+  __device__ uint32_t empty(uint32_t slot) const { return barrier(kStages + slot); }
+  // The staging area may be used by its warpgroup (and holds D and E), or by the warp that writes.
+  __device__ uint32_t ready(int group) const { return barrier(2 * kStages + group); }
+  __device__ uint32_t staged(int group) const { return barrier(2 * kStages + 2 + group); }
+
+  __device__ void initialize() const {
+    for (uint32_t slot = 0; slot < kStages; ++slot) {
+      initialize_barrier(full(slot), 1);
+      // Both warpgroups of both blocks: either block copies into the other's stages.
+      initialize_barrier(empty(slot), 2 * kBlocks);
+    }
+    for (int group = 0; group < 2; ++group) {
+      initialize_barrier(ready(group), 1);
+      initialize_barrier(staged(group), 128);
+    }
+    publish_barriers();
   }
 
-  // One of the four tiles of a stage: rows [row, row + kTile), halves [k, k + kDepth).
-  __device__ void load_tile(uint32_t target, const __half* source, int row, int k) const {
-#pragma unroll
-    for (int i = 0; i < kTile * kDepth / 8 / kThreads; ++i) {
-      const int piece = i * kThreads + threadIdx.x;
-      const int r = piece / (kDepth / 8), c = piece % (kDepth / 8);
-      const bool valid = row + r < order_ && k + 8 * c < order_;
-      const int64_t offset = valid ? int64_t{row + r} * order_ + k + 8 * c : 0;
-      copy_async(target + r * (kDepth * 2) + (c ^ (r % 8)) * 16, source + offset, valid);
+  __device__ bool is_active(int matrix) const {
+    return matrix < args.matrices && args.starts[matrix] <= args.latest_start;
+  }
+
+  // All threads; seen after the next barrier.
+  __device__ void find_tasks(int first_pair) const {
+    const TileSchedule schedule(args.A.order, args.matrices);
+    const int clusters = gridDim.x / kBlocks;
+    for (int i = threadIdx.x; i < kMostTasks; i += kThreads) {
+      const int pair = first_pair + blockIdx.x / kBlocks + i * clusters;
+      Task task{{}, Task::kNone};
+      if (pair < schedule.pairs()) {
+        task.tile = schedule.tile(pair, rank);
+        if (is_active(task.tile.matrix)) {
+          const bool starts = args.starts[task.tile.matrix] == args.latest_start;
+          task.state = starts ? Task::kStarts : Task::kStarted;
+        } else if (is_active(schedule.tile(pair, rank ^ 1).matrix)) {
+          task.state = Task::kOther;
+        }
+      }
+      tasks[i] = task;
     }
   }
 
-  __device__ void load_stage(int index) const {
-    const int k = index * kDepth;
-    const uint32_t target = stage(index);
-    load_tile(target, args_.A.hi(matrix_), row_, k);
-    load_tile(target + kTileBytes, args_.A.lo(matrix_), row_, k);
-    if (!shares_) {
-      load_tile(target + 2 * kTileBytes, args_.B.hi(matrix_), column_, k);
-      load_tile(target + 3 * kTileBytes, args_.B.lo(matrix_), column_, k);
+  // On the diagonal of a square both operands are the same tile.
+  __device__ bool shares(const TilePosition& tile) const {
+    return tile.row == tile.column && args.A.data == args.B.data;
+  }
+
+  // Boxes along k.
+  __device__ int stages() const {
+    return (args.A.order * (args.single ? 1 : 2) + kBoxHalves - 1) / kBoxHalves;
+  }
+
+  // body(task) for every task of this cluster with an active matrix.
+  template <typename Body>
+  __device__ void for_each_task(const Body& body) const {
+    for (int i = 0; i < kMostTasks; ++i) {
+      if (tasks[i].state != Task::kNone) body(tasks[i]);
     }
+  }
+};
+
+// Loads A and B; one thread.
+__device__ void load_operands(const Block& block, const TileMaps& maps) {
+  Position<kStages> position;
+  block.for_each_task([&](const Task& task) {
+    const TilePosition tile = task.tile;
+    const bool is_mine = task.is_mine();
+    const bool has_B = !block.shares(tile);
+    for (int index = 0; index < block.stages(); ++index, position.advance()) {
+      const uint32_t target = block.stage(position.slot()), full = block.full(position.slot());
+      wait_for(block.empty(position.slot()), position.parity() ^ 1);
+      if (!is_mine) {
+        arrive(full);
+        continue;
+      }
+      arrive_and_expect(full, (has_B ? 2 : 1) * kTileBytes);
+      const int x = index * kBoxHalves;
+      for (uint32_t half = 0; half < 2; ++half) {
+        const int y = tile.row + half * kBoxRows;
+        const uint32_t a = target + half * kBoxBytes;
+        if (!tile.shares_row) {
+          copy_box(a, maps.A, x, y, tile.matrix, full);
+        } else if (half == block.rank) {
+          copy_box_to_all(a, maps.A, x, y, tile.matrix, full, (1 << kBlocks) - 1);
+        }
+        if (has_B) {
+          copy_box(a + kTileBytes, maps.B, x, tile.column + half * kBoxRows, tile.matrix, full);
+        }
+      }
+    }
+  });
+}
+
+// Moves D and E to the staging area of a warpgroup, and C from there; one thread.
+class Mover {
+ public:
+  __device__ Mover(const Block& block, const TileMaps& maps, int group)
+      : block_(block), args_(block.args), maps_(maps), group_(group) {}
+
+  // On the diagonal the part above it comes from the mirror image of the second half.
+  __device__ void run() {
+    block_.for_each_task([&](const Task& task) {
+      if (!task.is_mine()) return;
+      const TilePosition& tile = task.tile;
+      const int row = tile.row + group_ * kBoxRows;
+      const bool is_diagonal = tile.row == tile.column;
+      load(tile, row);
+      write(task, {row, tile.column, 1, is_diagonal && group_ == 0 ? kTile / 2 : kTile, 1});
+      if (is_diagonal && group_ == 0) return;
+      arrive(block_.ready(group_));
+      write(task, {tile.column, row, is_diagonal ? 1 : 2, kTile / 2, 2});
+    });
+  }
+
+ private:
+  // Where the staged boxes go: `height` below each other, `width` columns. Boxes side by side are
+  // `stride` boxes apart in the staging area.
+  struct Part {
+    int row, column, height, width, stride;
+  };
+
+  static __device__ int columns_of_box(bool single) { return single ? kBoxHalves : kBoxHalves / 2; }
+
+  __device__ void load(const TilePosition& tile, int row) const {
+    const uint32_t ready = block_.ready(group_);
+    const bool has_D = args_.D.data != nullptr, has_E = args_.E.data != nullptr;
+    const int boxes_of_D = has_D ? kTile / columns_of_box(args_.single_D) : 0;
+    const int boxes_of_E = has_E ? kTile / kBoxHalves : 0;
+    arrive_and_expect(ready, (boxes_of_D + boxes_of_E) * kBoxBytes);
+    const int left = args_.single_D ? tile.column : 2 * tile.column;
+    for (int i = 0; i < boxes_of_D; ++i) {
+      copy_box(box(i), maps_.D, left + i * kBoxHalves, row, tile.matrix, ready);
+    }
+    for (int i = 0; i < boxes_of_E; ++i) {
+      copy_box(box(2 + i), maps_.E, tile.column + i * kBoxHalves, row, tile.matrix, ready);
+    }
+  }
+
+  __device__ void write(const Task& task, const Part& part) {
+    wait_for(block_.staged(group_), parity_);
+    parity_ ^= 1;
+    const int z = task.tile.matrix;
+    const int left = args_.single_C ? part.column : 2 * part.column;
+    for (int i = 0; i < part.width / columns_of_box(args_.single_C); ++i) {
+      for (int j = 0; j < part.height; ++j) {
+        const int x = left + i * kBoxHalves, y = part.row + j * kBoxRows;
+        const uint32_t source = box(i * part.stride + j);
+        write_box(source, maps_.C, x, y, z);
+      }
+    }
+    wait_for_writes();
+  }
+
+  __device__ uint32_t box(int index) const { return block_.staging(group_) + index * kBoxBytes; }
+
+  const Block& block_;
+  const SymmetricProduct& args_;
+  const TileMaps& maps_;
+  const int group_;
+  uint32_t parity_ = 0;
+};
+
+// One of the two warpgroups that compute.
+template <bool single>
+class Consumer {
+ public:
+  __device__ explicit Consumer(const Block& block)
+      : block_(block),
+        args_(block.args),
+        group_(threadIdx.x / 128 - 1),
+        thread_(threadIdx.x % 128),
+        warp_(thread_ / 32),
+        lane_(thread_ % 32) {}
+
+  __device__ void run() {
+    block_.for_each_task([&](const Task& task) {
+      if (!task.is_mine()) {
+        skip();
+        return;
+      }
+      const float4 coefficients = coefficients_of(task);  // on its way during the product
+      float x[64];
+      accumulate(block_.shares(task.tile), x);
+      wait_until_ready();
+      finish(task.tile, coefficients, x);
+      if (args_.squares != nullptr) add_squares(task.tile, x);
+      store(task.tile, x);
+    });
+  }
+
+ private:
+  // Takes part in the stages of the other block.
+  __device__ void skip() {
+    for (int index = 0; index < block_.stages(); ++index, position_.advance()) {
+      wait_for(block_.full(position_.slot()), position_.parity());
+      release(position_.slot());
+    }
+  }
+
+  // Nobody in this warpgroup reads the stage any more.
+  __device__ void release(uint32_t slot) const {
+    if (thread_ < kBlocks) arrive_at(block_.empty(slot), thread_);
   }
 
   // sum = A B of this tile. B is symmetric: its rows serve as columns.
-  __device__ void accumulate(float (&sum)[64]) const {
-    const int stages = (order_ + kDepth - 1) / kDepth;
+  __device__ void accumulate(bool shares, float (&sum)[64]) {
     float main[64], cross[64];
+    const int stages = block_.stages();
+    const int per_sum = single ? stages : args_.terms_per_sum / kSplitPadding;
 #pragma unroll
     for (int i = 0; i < 64; ++i) sum[i] = 0;
-    load_stage(0);
-    commit_copies();
-    for (int first = 0; first < stages; first += args_.stages_per_sum) {
-      const int end = min(stages, first + args_.stages_per_sum);
-      for (int index = first; index < end; ++index) {
-        wait_for_copies<0>();
-        // The copies are ordinary writes to shared memory, which the tensor cores do not see yet.
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        __syncthreads();
-        // All products but those of the stage before are done: its place is not written.
-        if (index + 1 < stages) load_stage(index + 1);
-        commit_copies();
-        multiply_stage(index, index > first, index > 0, main, cross);
+      // The wait at the end of each sum is unconditional: else the compiler, which must know that
+      // no product is under way where registers are read, serialises all of them.
+#pragma unroll 1
+    for (int index = 0; index < stages;) {
+      const int end = min(stages, index + per_sum);
+      int is_later = 0;
+#pragma unroll 1
+      do {
+        const uint32_t slot = position_.slot(), previous = position_.previous_slot();
+        wait_for(block_.full(slot), position_.parity());
+        position_.advance();
+        multiply(slot, shares, is_later, index > 0, main, cross);
         wgmma_wait<1>();
-      }
+        if (is_later) release(previous);
+        is_later = 1;
+      } while (++index < end);
       wgmma_wait<0>();
+      release(position_.previous_slot());
 #pragma unroll
       for (int i = 0; i < 64; ++i) sum[i] += main[i];
     }
+    if (!single) {
 #pragma unroll
-    for (int i = 0; i < 64; ++i) sum[i] = fmaf(cross[i], 1.0f / kLowScale, sum[i]);
+      for (int i = 0; i < 64; ++i) sum[i] = fmaf(cross[i], 1.0f / kLowScale, sum[i]);
+    }
   }
 
-  __device__ void multiply_stage(int index, int add_main, int add_cross, float (&main)[64],
-                                 float (&cross)[64]) const {
-    const uint32_t A = stage(index) + threadIdx.x / 128 * (kTileBytes / 2);
-    const uint32_t B = stage(index) + (shares_ ? 0 : 2 * kTileBytes);
+  // A box has 64 halves along k: 32 hi and their lo, or for a single product 64 terms.
+  __device__ void multiply(uint32_t slot, bool shares, int add_main, int add_cross,
+                           float (&main)[64], float (&cross)[64]) const {
+    const uint32_t A = block_.stage(slot) + group_ * kBoxBytes;
+    const uint32_t B = block_.stage(slot) + (shares ? 0 : kTileBytes);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < kDepth * 2; k += 32) {  // bytes
-      const uint64_t a_hi = tile_descriptor(A + k);
-      const uint64_t a_lo = tile_descriptor(A + kTileBytes + k);
-      const uint64_t b_hi = tile_descriptor(B + k);
-      const uint64_t b_lo = tile_descriptor(B + kTileBytes + k);
-      wgmma_64x128x16(main, a_hi, b_hi, k > 0 || add_main);
-      wgmma_64x128x16(cross, a_hi, b_lo, k > 0 || add_cross);
-      wgmma_64x128x16(cross, a_lo, b_hi, 1);
+    for (int k = 0; k < kBoxHalves; k += 32) {  // bytes
+      const uint64_t a_first = tile_descriptor(A + k);
+      const uint64_t a_second = tile_descriptor(A + kBoxHalves + k);
+      const uint64_t b_first = tile_descriptor(B + k);
+      const uint64_t b_second = tile_descriptor(B + kBoxHalves + k);
+      wgmma_64x128x16(main, a_first, b_first, k > 0 || add_main);
+      if (single) {
+        wgmma_64x128x16(main, a_second, b_second, 1);
+      } else {
+        wgmma_64x128x16(cross, a_first, b_second, k > 0 || add_cross);
+        wgmma_64x128x16(cross, a_second, b_first, 1);
+      }
     }
     wgmma_commit();
   }
 
-  // body(row, column, i): i and i + 1 are the elements of this tile at (row, column), (row,
-  // column + 1).
-  template <typename Body>
-  __device__ void for_each_pair(const Body& body) const {
-    const int first_row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
-    const int first_column = threadIdx.x % 4 * 2;
+  // One sum a warp of each tile; a tile below the diagonal counts twice.
+  __device__ void add_squares(const TilePosition& tile, const float (&x)[64]) const {
+    float sum = 0;
 #pragma unroll
-    for (int j = 0; j < 16; ++j) {
+    for (int i = 0; i < 64; ++i) sum = fmaf(x[i], x[i], sum);
 #pragma unroll
-      for (int side = 0; side < 2; ++side) {
-        body(first_row + 8 * side, first_column + 8 * j, 4 * j + 2 * side);
+    for (int offset = 16; offset > 0; offset /= 2) {
+      sum += __shfl_xor_sync(0xffffffff, sum, offset);
+    }
+    if (lane_ != 0) return;
+    const int row = tile.row / kTile;
+    const int index =
+        (row * (row + 1) / 2 + tile.column / kTile) * kSumsOfTile + 4 * group_ + warp_;
+    const int64_t first = int64_t{tile.matrix} * product_sums_of(args_.A.order);
+    args_.squares[first + index] = tile.row == tile.column ? sum : 2 * sum;
+  }
+
+  __device__ float4 coefficients_of(const Task& task) const {
+    if (args_.coefficients != nullptr) {
+      return reinterpret_cast<const float4*>(args_.coefficients)[task.tile.matrix];
+    }
+    return {0, task.state == Task::kStarts ? args_.latest_factor : 1, 1, 0};
+  }
+
+  __device__ void wait_until_ready() {
+    wait_for(block_.ready(group_), ready_parity_);
+    ready_parity_ ^= 1;
+  }
+
+  // From the product to the elements of C. x[4 j + 2 h + e] is in row 16 warp + lane / 4 + 8 h and
+  // column 8 j + lane % 4 * 2 + e of this half of the tile.
+  __device__ void finish(const TilePosition& tile, const float4& c, float (&x)[64]) const {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) x[i] *= c.y;
+    if (args_.D.data != nullptr) add_staged(args_.single_D, 0, c.z, x);
+    if (args_.E.data != nullptr) add_staged(true, 2 * kBoxBytes, c.w, x);
+    if (tile.row == tile.column) add_to_diagonal(args_.n - tile.row, c.x, x);
+  }
+
+  __device__ void add_to_diagonal(int rows, float a, float (&x)[64]) const {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) {
+      const int row = group_ * kBoxRows + 16 * warp_ + lane_ / 4 + i / 2 % 2 * 8;
+      if (row == i / 4 * 8 + lane_ % 4 * 2 + i % 2 && row < rows) x[i] += a;
+    }
+  }
+
+  // Two 8 x 8 parts below each other, and two to the right of them: what this lane passes to
+  // ldmatrix and stmatrix for the columns from 8 j.
+  __device__ uint32_t staged_at(int j, bool is_single) const {
+    const int row = 16 * warp_ + lane_ % 16;
+    const int column = 8 * j + lane_ / 16 * 8;
+    return piece(is_single ? column / 64 : column / 32, row, is_single ? column % 64 : column % 32);
+  }
+
+  // The same parts, transposed.
+  __device__ uint32_t mirrored_at(int j, bool is_single) const {
+    const int row = 8 * j + lane_ / 16 * 8 + lane_ % 8;
+    const int column = 16 * warp_ + lane_ / 8 % 2 * 8;
+    return piece((is_single ? 0 : column / 32 * 2) + row / kBoxRows, row % kBoxRows,
+                 is_single ? column : column % 32);
+  }
+
+  __device__ uint32_t piece(int box, int row, int column) const {
+    return block_.staging(group_) + box * kBoxBytes + row * 128 + ((column / 8) ^ (row % 8)) * 16;
+  }
+
+  // lo is 64 bytes behind hi, whatever the permutation.
+  static __device__ uint32_t low(uint32_t address) { return address ^ 64; }
+
+  __device__ void add_staged(bool is_single, int offset, float factor, float (&x)[64]) const {
+#pragma unroll
+    for (int j = 0; j < 16; j += 2) {
+      uint32_t hi[4], lo[4]{};
+      const uint32_t address = staged_at(j, is_single) + offset;
+      load_matrices(hi, address);
+      if (!is_single) load_matrices(lo, low(address));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 d = join_pair(hi[i], lo[i]);
+        x[4 * j + 2 * i] = fmaf(factor, d.x, x[4 * j + 2 * i]);
+        x[4 * j + 2 * i + 1] = fmaf(factor, d.y, x[4 * j + 2 * i + 1]);
       }
     }
   }
 
-  // From the product to the elements of C.
-  __device__ void finish(float (&x)[64]) const {
-    const float alpha = args_.alpha;
-    if (args_.coefficients == nullptr) {
+  // Through shared memory to C, and mirrored.
+  __device__ void store(const TilePosition& tile, const float (&x)[64]) {
+    uint32_t hi[32], lo[32];
 #pragma unroll
-      for (int i = 0; i < 64; ++i) x[i] *= alpha;
-      return;
+    for (int i = 0; i < 32; ++i) split_pair(x[2 * i], x[2 * i + 1], hi[i], lo[i]);
+    const bool is_diagonal = tile.row == tile.column;
+    if (is_diagonal && group_ == 0) symmetrise<0>(hi, lo);
+    if (is_diagonal && group_ == 1) symmetrise<1>(hi, lo);
+    stage<false>(hi, lo);
+    if (is_diagonal && group_ == 0) return;
+    wait_until_ready();
+    stage<true>(hi, lo);
+  }
+
+  // Makes the square on the diagonal its lower triangle and the mirror image of that. What a
+  // product has below the diagonal and above it differs by rounding, which the iteration amplifies.
+  template <int group>
+  __device__ void symmetrise(uint32_t (&hi)[32], uint32_t (&lo)[32]) const {
+    constexpr int kFirst = 8 * group, kEnd = kFirst + 8;  // columns 8 j
+#pragma unroll
+    for (int j = kFirst; j < kEnd; j += 2) {
+      store_matrices<false>(staged_at(j, false), hi + 2 * j);
+      store_matrices<false>(low(staged_at(j, false)), lo + 2 * j);
     }
-    const float* coefficients = args_.coefficients + 3 * matrix_;
-    const float a = alpha * coefficients[0];
-    const float b = alpha * coefficients[1];
-    const float c = alpha * coefficients[2];
-    const __half* hi = args_.A.hi(matrix_);
-    const __half* lo = args_.A.lo(matrix_);
-    for_each_pair([&](int r, int s, int i) {
-      const int row = row_ + r, column = column_ + s;
-      if (row >= order_ || column >= order_) return;
-      const int64_t offset = int64_t{row} * order_ + column;
-      const __half2 high = *reinterpret_cast<const __half2*>(hi + offset);
-      const __half2 low = *reinterpret_cast<const __half2*>(lo + offset);
-      x[i] = fmaf(c, x[i], b * join(high.x, low.x));
-      x[i + 1] = fmaf(c, x[i + 1], b * join(high.y, low.y));
-      if (row == column && row < args_.n) x[i] += a;
-      if (row == column + 1 && row < args_.n) x[i + 1] += a;
-    });
-  }
-
-  __device__ __half* staged(int which) const {
-    return reinterpret_cast<__half*>(shared_) + which * kTile * kStride;
-  }
-
-  // hi and lo of the tile (0 and 1) and of its mirror image (2 and 3). A tile on the diagonal is
-  // its own mirror image: its lower triangle counts.
-  __device__ void stage_result(const float (&x)[64]) const {
-    const bool diagonal = row_ == column_;
-    const int mirrored = diagonal ? 0 : 2;
-    for_each_pair([&](int r, int s, int i) {
+    warpgroup_sync(1 + group);
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        if (diagonal && s + e > r) continue;
-        __half hi, lo;
-        split(x[i + e], hi, lo);
-        staged(0)[r * kStride + s + e] = hi;
-        staged(1)[r * kStride + s + e] = lo;
-        if (diagonal && s + e == r) continue;
-        staged(mirrored)[(s + e) * kStride + r] = hi;
-        staged(mirrored + 1)[(s + e) * kStride + r] = lo;
-      }
-    });
-  }
-
-  __device__ void write(int row, int column, int which) const {
-    __half* const targets[2] = {args_.C.hi(matrix_), args_.C.lo(matrix_)};
+    for (int j = kFirst; j < kEnd; j += 2) {
+      const int row = 8 * (j - kFirst) + lane_ / 16 * 8 + lane_ % 8;
+      const int column = group * kBoxRows + 16 * warp_ + lane_ / 8 % 2 * 8;
+      const uint32_t address = piece(column / 32, row, column % 32);
+      uint32_t mirrored_hi[4], mirrored_lo[4];
+      load_transposed_matrices(mirrored_hi, address);
+      load_transposed_matrices(mirrored_lo, low(address));
 #pragma unroll
-    for (int part = 0; part < 2; ++part) {
-      const __half* source = staged(which + part);
-      for (int piece = threadIdx.x; piece < kTile * kTile / 8; piece += kThreads) {
-        const int r = piece / (kTile / 8), c = piece % (kTile / 8) * 8;
-        if (row + r < order_ && column + c < order_) {
-          *reinterpret_cast<uint4*>(targets[part] + int64_t{row + r} * order_ + column + c) =
-              *reinterpret_cast<const uint4*>(source + r * kStride + c);
-        }
+      for (int i = 0; i < 4; ++i) {
+        const int above =
+            8 * (j - kFirst) + i / 2 * 8 + lane_ % 4 * 2 - (16 * warp_ + i % 2 * 8 + lane_ / 4);
+        hi[2 * j + i] = choose(above, hi[2 * j + i], mirrored_hi[i]);
+        lo[2 * j + i] = choose(above, lo[2 * j + i], mirrored_lo[i]);
       }
     }
+    warpgroup_sync(1 + group);
   }
 
+  // Of two neighbours those above the diagonal from the mirror image: the first is `above` columns
+  // right of it.
+  static __device__ uint32_t choose(int above, uint32_t own, uint32_t mirrored) {
+    if (above > 0) return mirrored;
+    return above == 0 ? __byte_perm(own, mirrored, 0x7610) : own;
+  }
+
+  template <bool is_mirrored>
+  __device__ void stage(const uint32_t (&hi)[32], const uint32_t (&lo)[32]) const {
+#pragma unroll
+    for (int j = 0; j < 16; j += 2) {
+      const uint32_t address =
+          is_mirrored ? mirrored_at(j, args_.single_C) : staged_at(j, args_.single_C);
+      store_matrices<is_mirrored>(address, hi + 2 * j);
+      if (!args_.single_C) store_matrices<is_mirrored>(low(address), lo + 2 * j);
+    }
+    publish_shared();
+    arrive(block_.staged(group_));
+  }
+
+  const Block& block_;
   const SymmetricProduct& args_;
-  char* const shared_;
-  const int64_t matrix_;
-  const int order_;
-  int row_, column_;
-  bool shares_;
+  const int group_, thread_, warp_, lane_;
+  Position<kStages> position_;
+  uint32_t ready_parity_ = 0;
 };
 #endif
 
-__global__ void __launch_bounds__(kThreads, 1)
-    symmetric_product_kernel(const __grid_constant__ SymmetricProduct arguments, int tiles) {
+template <bool single>
+__global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 1)
+    symmetric_product_kernel(const __grid_constant__ SymmetricProduct arguments,
+                             const __grid_constant__ TileMaps maps, int first_pair) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  const int64_t matrix = blockIdx.x / tiles;
-  if (arguments.steps[matrix] <= arguments.step) return;
   extern __shared__ char shared[];
-  char* aligned = shared + (1024 - shared_address(shared) % 1024) % 1024;
-  TileProduct(arguments, aligned, matrix, blockIdx.x % tiles).run();
+  const uint32_t start = shared_address(shared);
+  const uint32_t padding = (1024 - start % 1024) % 1024;
+  const Block block{arguments, start + padding,
+                    reinterpret_cast<Task*>(shared + padding + kTasksAt), rank_in_cluster()};
+  if (threadIdx.x == 0) block.initialize();
+  block.find_tasks(first_pair);
+  cluster_sync();
+  if (threadIdx.x < 128) {
+    give_registers<24>();
+    if (threadIdx.x == 0) load_operands(block, maps);
+    if (threadIdx.x == 32) Mover(block, maps, 0).run();
+    if (threadIdx.x == 64) Mover(block, maps, 1).run();
+  } else {
+    take_registers<240>();
+    Consumer<single>(block).run();
+  }
+  __syncwarp();
+  cluster_sync();  // the other block may still arrive here
 #endif
 }
 
+cudaError_t make_tile_maps(const SymmetricProduct& arguments, TileMaps& maps) {
+  struct Source {
+    const SplitMatrices& matrices;
+    bool single;
+    TileMap& map;
+  };
+  for (const Source& source :
+       {Source{arguments.A, arguments.single, maps.A},
+        Source{arguments.B, arguments.single, maps.B},
+        Source{arguments.C, arguments.single_C, maps.C},
+        Source{arguments.D, arguments.single_D, maps.D}, Source{arguments.E, true, maps.E}}) {
+    if (source.matrices.data == nullptr) continue;
+    const cudaError_t error =
+        make_tile_map(source.matrices, arguments.matrices, source.single, source.map);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+template <bool single>
+cudaError_t launch(const SymmetricProduct& arguments, cudaStream_t stream) {
+  TileMaps maps{};
+  cudaError_t error = make_tile_maps(arguments, maps);
+  if (error != cudaSuccess) return error;
+  error = cudaFuncSetAttribute(symmetric_product_kernel<single>,
+                               cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  if (error != cudaSuccess) return error;
+  int device = 0, processors = 0;
+  error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return error;
+  const TileSchedule schedule(arguments.A.order, arguments.matrices);
+  const int clusters = std::min(processors / kBlocks, schedule.pairs());
+  for (int pair = 0; pair < schedule.pairs(); pair += clusters * kMostTasks) {
+    symmetric_product_kernel<single>
+        <<<clusters * kBlocks, kThreads, kSharedBytes, stream>>>(arguments, maps, pair);
+  }
+  return cudaGetLastError();
+}
+
 }  // namespace
+
+int product_sums(int order) { return product_sums_of(order); }
 
 bool has_symmetric_product(int major, int minor, int shared_bytes) {
 #ifdef TORCHIUM_HAS_SM90A
@@ -245,14 +585,7 @@ bool has_symmetric_product(int major, int minor, int shared_bytes) {
 
 cudaError_t symmetric_product(const SymmetricProduct& arguments, cudaStream_t stream) {
   if (arguments.matrices == 0) return cudaSuccess;
-  const cudaError_t error = cudaFuncSetAttribute(
-      symmetric_product_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-  if (error != cudaSuccess) return error;
-  const int side = (arguments.A.order + kTile - 1) / kTile;
-  const int tiles = side * (side + 1) / 2;
-  symmetric_product_kernel<<<static_cast<unsigned>(arguments.matrices * tiles), kThreads,
-                             kSharedBytes, stream>>>(arguments, tiles);
-  return cudaGetLastError();
+  return arguments.single ? launch<true>(arguments, stream) : launch<false>(arguments, stream);
 }
 
 }  // namespace torchium::cuda_kernels

@@ -9,20 +9,30 @@
 
 namespace torchium::cuda_kernels {
 
-// C = alpha (a I + b A + c A B) with the coefficients of each matrix, or C = alpha A B. Only the
-// lower triangle is computed; it is mirrored.
+// C = a I + b A B + c D + d E. Only tiles on and below the diagonal are computed; C is exactly
+// symmetric.
 struct SymmetricProduct {
-  SplitMatrices A, B, C;  // C is neither A nor B
+  SplitMatrices A, B, C;   // C is none of the others
+  SplitMatrices D{}, E{};  // without data: left out
   int64_t matrices;
-  int n;  // of the part that is not padding
-  float alpha;
-  const float* coefficients;  // [matrices, 3]: a, b, c; null: 0, 0, 1
-  const int* steps;           // [matrices]: matrices with steps <= step are left alone
-  int step;
-  // The tensor cores truncate as they accumulate: sums over this many stages of 64 products are
-  // added in float32.
-  int stages_per_sum;
+  int n;                                // of the part that is not padding
+  const float* coefficients = nullptr;  // [matrices, 4]: a, b, c, d of each; null: see factor
+  // Without coefficients C = f A B, f = 1 or, for matrices that start at latest_start, this.
+  float latest_factor = 1;
+  const int* starts;  // [matrices]: those that start after latest_start are left alone
+  int latest_start;
+  // Operands whose lower halves count as zero. A single product takes a third of the arithmetic.
+  bool single = false;  // A, B and E
+  bool single_D = false;
+  bool single_C = false;
+  // The tensor cores truncate as they accumulate: sums over this many terms, a multiple of 32, are
+  // added in float32. For a single product there is one sum.
+  int terms_per_sum = 256;
+  float* squares = nullptr;  // [matrices, product_sums]: add up to |C|_F^2; null: left out
 };
+
+// Partial sums of squares of a matrix.
+int product_sums(int order);
 
 // Whether this build and the current device (its compute capability and the shared memory that a
 // block may have) have the kernel.

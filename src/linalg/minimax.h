@@ -17,7 +17,8 @@ struct MinimaxStep {
 // Steps that take X = I, M to X <- X q(M), M <- q(M)^p M with |1 - M| within rounding for any
 // spectrum of M in [lower, 1]. Each q minimises max |1 - x^(1/p) q(x)| over the interval that the
 // steps before left, widened by the rounding error of a step (`unit_roundoff`); the greedy choice
-// is optimal for the composition, as in Polar Express (Amsel et al. 2025, arXiv 2505.16932).
+// is optimal for the composition, as in Polar Express (Amsel et al. 2025, arXiv 2505.16932). Where
+// the interval begins within 256 unit_roundoff, errors of middle eigenvalues count twice.
 // Computed at first use, then kept for the life of the process. Thread-safe.
 TORCHIUM_API std::shared_ptr<const std::vector<MinimaxStep>> minimax_schedule(int64_t root,
                                                                               double lower,
@@ -40,7 +41,7 @@ struct LastStepSchedule {
 
 // As minimax_schedule, but for float32 ends with a LastStep as soon as that is accurate enough: its
 // own error and the rounding error of its products are at most u / sqrt(lower) together, not below
-// 8e-6 and not above 2e-5, with u = 2 unit_roundoff. The steps before it leave u / sqrt(lower).
+// 8e-6 and not above 3e-5, with u = 2 unit_roundoff. The steps before it leave u / sqrt(lower).
 TORCHIUM_API std::shared_ptr<const LastStepSchedule> last_step_schedule(int64_t root, double lower,
                                                                         double unit_roundoff);
 

@@ -142,10 +142,9 @@ NewtonLimits newton_limits(int64_t n, at::ScalarType dtype) {
   const double u = 2 * unit;
   // Measured noise: 0.2 u for statistics of rank one, 5 u for Q D Q^T.
   const double noise = 3 * u * std::max(1.0, std::sqrt(static_cast<double>(n)) / 32);
-  // The first steps bring some eigenvalues of middle size down to about 400 times the lower end.
-  // Where a matrix has few eigenvalues, one of them decides: residuals for n up to 64 came to 0.07
-  // with 32 u and to 0.6 with 8 u, for n = 128 to 0.01 with 8 u.
-  const double lowest_start = n <= 128 ? 32 * u : std::max(8 * u, noise);
+  // Errors of the smallest eigenvalues, and of those of middle size (minimax.cpp), grow with the
+  // inverse of the lower end. A small matrix has fewer entries that they average over.
+  const double lowest_start = n <= 128 ? 16 * u : std::max(8 * u, noise);
   // The iteration overshoots on null eigenvalues, by a factor of 60 at most (p = 1): the result
   // must not overflow.
   return {unit, noise, lowest_start, 64 * smallest};

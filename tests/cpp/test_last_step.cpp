@@ -48,7 +48,7 @@ TEST(LastStep, IsAsAccurateAsItSaysOnTheWholeInterval) {
     for (int rung = -22; rung <= 0; ++rung) {
       const double lower = std::exp2(rung);
       const auto schedule = last_step_schedule(p, lower, kUnit);
-      EXPECT_LE(schedule->error, 2e-5);
+      EXPECT_LE(schedule->error, 3e-5);
       EXPECT_LE(schedule->steps.size(), minimax_schedule(p, lower, kUnit)->size());
       for (int i = 0; i <= 500; ++i) {
         const double x = std::pow(lower, 1 - i / 500.0);
@@ -162,7 +162,7 @@ TEST(LastStep, RoundingToHalvesIsWithinTheTolerance) {
       const auto root = (Q * spectrum.pow(-1.0 / static_cast<double>(p))).matmul(Q.t());
       const auto X = inverse_root(M.to(torch::kFloat), p, rung).to(torch::kDouble);
       const double own = std::exp2(-23 - 0.5 * rung);  // of the steps before the last one
-      EXPECT_LT(((X - root).norm() / root.norm()).item<double>(), 2 * (own + 2e-5))
+      EXPECT_LT(((X - root).norm() / root.norm()).item<double>(), 2 * (own + 3e-5))
           << "p = " << p << ", rung = " << rung;
     }
   }

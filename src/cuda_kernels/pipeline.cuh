@@ -1,0 +1,128 @@
+// Hopper's copies of tiles between device memory and the shared memory of a cluster, and the
+// barriers between the warps that copy and those that compute (sm_90a).
+#pragma once
+
+#include <cstdint>
+#include <cuda.h>
+
+namespace torchium::cuda_kernels {
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+// Barriers are 8 bytes of shared memory, named by their address.
+__device__ inline void initialize_barrier(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes initialised barriers visible to the copies and to the cluster.
+__device__ inline void publish_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ inline void arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ inline void arrive_and_expect(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+// At the same barrier of block `rank` of the cluster.
+__device__ inline void arrive_at(uint32_t barrier, uint32_t rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
+      "}\n" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
+
+// Waits for the end of the phase of this parity; that before the first has parity 1.
+__device__ inline void wait_for(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// A box at column x, row y, plane z to `target`; its bytes are counted at `barrier`.
+__device__ inline void copy_box(uint32_t target, const CUtensorMap& map, int x, int y, int z,
+                                uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(target),
+      "l"(reinterpret_cast<uint64_t>(&map)), "r"(x), "r"(y), "r"(z), "r"(barrier)
+      : "memory");
+}
+
+// The same to all blocks of the mask, each at its own target and barrier.
+__device__ inline void copy_box_to_all(uint32_t target, const CUtensorMap& map, int x, int y, int z,
+                                       uint32_t barrier, uint16_t mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(target),
+      "l"(reinterpret_cast<uint64_t>(&map)), "r"(x), "r"(y), "r"(z), "r"(barrier), "h"(mask)
+      : "memory");
+}
+
+// A box of this block back to device memory, what lies outside of the matrix left out. Shared
+// memory must have been published before.
+__device__ inline void write_box(uint32_t source, const CUtensorMap& map, int x, int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(
+          reinterpret_cast<uint64_t>(&map)),
+      "r"(x), "r"(y), "r"(z), "r"(source)
+      : "memory");
+}
+
+// Waits until the boxes that this thread wrote have left shared memory.
+__device__ inline void wait_for_writes() {
+  asm volatile(
+      "cp.async.bulk.commit_group;\n"
+      "cp.async.bulk.wait_group.read 0;" ::
+          : "memory");
+}
+
+// Ordinary writes of this thread to shared memory, before copies and tensor cores read them.
+__device__ inline void publish_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ inline uint32_t rank_in_cluster() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ inline void cluster_sync() {
+  asm volatile(
+      "barrier.cluster.arrive.release;\n"
+      "barrier.cluster.wait.acquire;" ::
+          : "memory");
+}
+
+// A barrier among the 128 threads of a warpgroup; id: 1 to 15.
+__device__ inline void warpgroup_sync(int id) {
+  asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory");
+}
+
+template <int registers>
+__device__ inline void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
+}
+template <int registers>
+__device__ inline void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
+}
+
+#endif
+
+}  // namespace torchium::cuda_kernels

@@ -1,0 +1,23 @@
+// How Hopper's copy engine finds the tiles of matrices.
+#pragma once
+
+#include "cuda_kernels/split_matrices.h"
+
+#include <cstdint>
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+namespace torchium::cuda_kernels {
+
+// A box: 64 rows of 128 bytes, that is 32 columns of split matrices or 64 of single ones, as
+// wgmma.cuh wants them; zeros outside of the matrix.
+constexpr int kBoxRows = 64;
+constexpr int kBoxHalves = 64;  // of a row
+constexpr int kBoxBytes = kBoxRows * kBoxHalves * 2;
+
+// Coordinates: half of the row, row, matrix.
+using TileMap = CUtensorMap;
+
+cudaError_t make_tile_map(const SplitMatrices& matrices, int64_t count, bool single, TileMap& map);
+
+}  // namespace torchium::cuda_kernels
