@@ -212,13 +212,18 @@ LastStep last_step(const Polynomial<6>& q, double center) {
   return {center, w[0] - 1, w[1] - d * g, c, d, e, f, g};
 }
 
-// The weight of errors at inner minima. A step with the best q takes some eigenvalues of middle
-// size to the lower end of the next interval, far below the largest, whose rounding errors all of M
-// shares: there they and their eigenvectors lose digits, and if one was the largest before, so does
-// the residual. Half the error there keeps them 10 (p = 100) to 1e4 (p = 1) times above, and makes
-// the lower end no more than 19 % smaller. Where precision is no matter, the best q.
-double inner_weight(const Interval& interval, double unit_roundoff) {
-  return interval.lower < 256 * unit_roundoff ? 0.5 : 1.0;
+// The best q, or where precision matters a q that keeps eigenvalues of middle size up. The best one
+// takes some of them to the lower end of the next interval, far below the largest, whose rounding
+// errors all of M shares: there they and their eigenvectors lose digits, and if one was the largest
+// before, so does the residual. Inner minima 256 times above the lower end (or errors half as large
+// there, which is 10 times for p = 100) make that end no more than 19 % smaller.
+Approximation<2> quadratic_step(int64_t root, const Interval& interval, double unit_roundoff) {
+  const auto best = approximate<2>(root, interval);
+  if (interval.lower >= 256 * unit_roundoff) {
+    return best;
+  }
+  const double minimum = std::pow(256.0, 1 / static_cast<double>(root)) * (1 - best.error);
+  return approximate<2>(root, interval, std::clamp((1 - minimum) / best.error, 0.5, 1.0));
 }
 
 // The intervals that hold the spectrum of M before each step.
@@ -250,8 +255,7 @@ std::vector<MinimaxStep> make_schedule(int64_t root, double lower, double unit_r
   Spectrum spectrum(root, lower, unit_roundoff);
   std::vector<MinimaxStep> steps;
   while (static_cast<int>(steps.size()) < kMaxSteps) {
-    const Interval& interval = spectrum.interval();
-    const auto [q, error] = approximate<2>(root, interval, inner_weight(interval, unit_roundoff));
+    const auto [q, error] = quadratic_step(root, spectrum.interval(), unit_roundoff);
     steps.push_back(quadratic(q));
     if (error <= 2 * unit_roundoff) {
       break;
@@ -294,7 +298,7 @@ LastStepSchedule make_last_step_schedule(int64_t root, double lower, double unit
       result.error = last.error;
       return result;
     }
-    const auto step = approximate<2>(root, interval, inner_weight(interval, unit_roundoff));
+    const auto step = quadratic_step(root, interval, unit_roundoff);
     result.steps.push_back(quadratic(step.q));
     spectrum.step(step.error);
   }

@@ -18,7 +18,7 @@ struct MinimaxStep {
 // spectrum of M in [lower, 1]. Each q minimises max |1 - x^(1/p) q(x)| over the interval that the
 // steps before left, widened by the rounding error of a step (`unit_roundoff`); the greedy choice
 // is optimal for the composition, as in Polar Express (Amsel et al. 2025, arXiv 2505.16932). Where
-// the interval begins within 256 unit_roundoff, errors of middle eigenvalues count twice.
+// the interval begins within 256 unit_roundoff, eigenvalues of middle size are kept up.
 // Computed at first use, then kept for the life of the process. Thread-safe.
 TORCHIUM_API std::shared_ptr<const std::vector<MinimaxStep>> minimax_schedule(int64_t root,
                                                                               double lower,
