@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import io
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -31,16 +32,18 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Seconds of every function in every round, by the clock that --cpu-time chooses.
 
-    All functions run once a round, so that a slower or faster spell of the machine meets them all.
-    `prepare[name]` runs before that function, off the clock.
+    All functions run once a round, so that a slower or faster spell of the machine meets them all,
+    and in another order every round, because what runs before a function decides what memory and
+    caches it finds. `prepare[name]` runs before that function, off the clock.
     """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
+    shuffle = random.Random(0).sample
     for _ in range(rounds):
-        for name, function in functions.items():
+        for name in shuffle(list(functions), len(functions)):
             if prepare and name in prepare:
                 prepare[name]()
             start = clock()
-            function()
+            functions[name]()
             seconds[name].append(clock() - start)
     return seconds
 
