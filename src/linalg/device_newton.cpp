@@ -23,6 +23,10 @@ namespace torchium::linalg::detail {
 
 #ifdef TORCHIUM_WITH_CUDA
 
+// Entries of the roots of matrices that are no worse than singular, in units of floor^(-1/p): for p
+// = 1 the last step, which is far outside of its interval there, leaves up to 98.
+constexpr float kLargestDeviceRoot = 2 * static_cast<float>(kLargestNewtonRoot);
+
 bool has_device_root(const at::Tensor& A, int64_t p) {
   if (!A.is_cuda() || A.scalar_type() != at::kFloat || A.numel() == 0 ||
       p > std::numeric_limits<int>::max()) {
@@ -67,7 +71,7 @@ DeviceRoot device_inverse_root(const at::Tensor& A, int64_t p, double eps, doubl
                // The root of M is at most 2^22 for p = 1, 2^11 for p = 2.
                .first = p == 1 ? 0x1p-10f : 1.0f,
                .residual_tolerance = static_cast<float>(kNewtonResidualTolerance),
-               .largest_root = static_cast<float>(kLargestNewtonRoot)}};
+               .largest_root = kLargestDeviceRoot}};
   const cuda_kernels::RootLadder& ladder = *root_ladder(p, limits.lowest_rung());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   if (arguments.rule.n <= cuda_kernels::kLargestSmallOrder) {

@@ -145,9 +145,9 @@ NewtonLimits newton_limits(int64_t n, at::ScalarType dtype) {
   // Errors of the smallest eigenvalues, and of those of middle size (minimax.cpp), grow with the
   // inverse of the lower end. A small matrix has fewer entries that they average over.
   const double lowest_start = n <= 128 ? 16 * u : std::max(8 * u, noise);
-  // The iteration overshoots on null eigenvalues, by a factor of 100 at most (p = 1): the result
+  // The iteration overshoots on null eigenvalues, by a factor of 60 at most (p = 1): the result
   // must not overflow.
-  return {unit, noise, lowest_start, 128 * smallest};
+  return {unit, noise, lowest_start, 64 * smallest};
 }
 
 int64_t NewtonLimits::lowest_rung() const {

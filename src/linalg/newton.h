@@ -30,7 +30,7 @@ NewtonLimits newton_limits(int64_t n, at::ScalarType dtype);
 // there an error of 1e-3 in the root is one of 0.1 in the residual.
 constexpr double kNewtonResidualTolerance = 0.25;
 // So has one with an entry above this times floor^(-1/p): negative eigenvalues.
-constexpr double kLargestNewtonRoot = 128.0;
+constexpr double kLargestNewtonRoot = 64.0;
 
 struct NewtonRoot {
   at::Tensor root;        // [N, n, n], in the units of A

@@ -43,9 +43,9 @@ struct InverseRootInfo {
 // added to the others. With u = 2^-23 in float32 and 2^-52 in float64 the floor is
 // (4 + sqrt(n) / 4) u times the largest eigenvalue for "eigh"; for "newton" it is the damping where
 // that is above 16 u s (n up to 128) or 8 u s, and about 24 u s without damping. It is at least the
-// smallest normal number (128 times it for "newton"), so that a zero matrix has a finite root. The
-// answer of "newton" below its floor is right to a factor of 100 for root 1, 10 for 2, 4.5 for 4, 2
-// for 8. "auto" takes the faster one.
+// smallest normal number (64 times it for "newton"), so that a zero matrix has a finite root. The
+// answer of "newton" below its floor is right to a factor of 60 for root 1 (100 on a GPU), 10 for
+// 2, 4.5 for 4, 2 for 8. "auto" takes the faster one.
 //
 // A matrix for which the iteration fails, because it has negative eigenvalues, is answered by
 // "eigh" on the CPU. On a CUDA device nothing is read on the host: it is answered by a multiple of

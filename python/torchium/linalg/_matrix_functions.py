@@ -99,9 +99,9 @@ def matrix_inverse_root(
     finite for every finite ``A``. With u the machine epsilon the floor is ``(4 + sqrt(n)/4) u``
     times the largest eigenvalue for ``"eigh"``; for ``"newton"`` it is the damping where that is
     above ``16 u s`` (n up to 128) or ``8 u s``, and about ``24 u s`` without damping. It is at
-    least the smallest normal number (128 times it for ``"newton"``), so that the root of a zero
-    matrix is finite too. ``"newton"`` answers smaller eigenvalues right to a factor of 100 for root
-    1, 10 for 2, 4.5 for 4, 2 for 8.
+    least the smallest normal number (64 times it for ``"newton"``), so that the root of a zero
+    matrix is finite too. ``"newton"`` answers smaller eigenvalues right to a factor of 60 for root
+    1 (100 on a GPU), 10 for 2, 4.5 for 4, 2 for 8.
 
     Args:
         A: ``[..., n, n]``, positive semi-definite, float32 or float64; float16 and bfloat16 are
