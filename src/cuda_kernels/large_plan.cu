@@ -144,10 +144,7 @@ __global__ void __launch_bounds__(kThreads)
                  const __grid_constant__ LargeOperands operands, const NewtonPlan* plans,
                  const int* starts, const float* units, int64_t blocks_of_matrix) {
   const int order = operands.M.order;
-  const int64_t matrix = blockIdx.x / blocks_of_matrix;
-  const int64_t index = blockIdx.x % blocks_of_matrix * kThreads + threadIdx.x;
-  const auto row = static_cast<int>(index / (order / 8));
-  const auto column = static_cast<int>(index % (order / 8)) * 8;
+  const auto [matrix, row, column] = piece_of_thread(order, blocks_of_matrix);
   const int start = starts[matrix];
   if (row >= order || start > ladder.steps) return;
   const float unit = units[matrix];
@@ -166,7 +163,7 @@ __global__ void __launch_bounds__(kThreads)
         X[i] = 1;
       }
     }
-    store_eight_single(operands.Z.matrix(matrix) + int64_t{row} * order + column, M);
+    store_eight<false>(operands.Z.matrix(matrix) + int64_t{row} * order + column, M);
     store_eight(operands.X.at(matrix, row, column), X);
     return;
   }
@@ -242,7 +239,7 @@ cudaError_t start_inverse_root(const InverseRoot& arguments, const RootLadder& l
       arguments, ladder, w.bounds, w.images, w.squares,
       {w.plans, w.starts, as_float4(w.quadratic(0)), as_float4(w.power(0)), as_float4(w.last_Z()),
        w.units, w.vectors, order, product_sums(order)});
-  const int64_t blocks_of_matrix = (int64_t{order} * (order / 8) + kThreads - 1) / kThreads;
+  const int64_t blocks_of_matrix = blocks_of_pieces(order);
   start_kernel<<<blocks(matrices * blocks_of_matrix), kThreads, 0, stream>>>(
       arguments, ladder, operands, w.plans, w.starts, w.units, blocks_of_matrix);
   return cudaGetLastError();

@@ -110,20 +110,13 @@ __device__ void write_row(float* out, int count, const float (&x)[8]) {
   }
 }
 
-int64_t blocks_of_root(int order) {
-  return (int64_t{order} * (order / 8) + kThreads - 1) / kThreads;
-}
-
 // The root of A from that of M, eight neighbours a thread.
 __global__ void __launch_bounds__(kThreads)
     write_root_kernel(const __grid_constant__ InverseRoot arguments,
                       const __grid_constant__ SplitMatrices X, const NewtonPlan* plans,
                       int64_t blocks_of_matrix) {
   const int n = arguments.rule.n;
-  const int64_t matrix = blockIdx.x / blocks_of_matrix;
-  const int64_t index = blockIdx.x % blocks_of_matrix * kThreads + threadIdx.x;
-  const auto row = static_cast<int>(index / (X.order / 8));
-  const auto column = static_cast<int>(index % (X.order / 8)) * 8;
+  const auto [matrix, row, column] = piece_of_thread(X.order, blocks_of_matrix);
   if (row >= n || column >= n) return;
   const NewtonPlan plan = plans[matrix];
   const bool is_finite = plan.steps != NewtonPlan::kNotFinite;
@@ -160,7 +153,7 @@ cudaError_t finish_inverse_root(const InverseRoot& arguments, const LargeWorkspa
       arguments.A, n, in, X.order, w.images, nullptr);
   judge_kernel<<<blocks(matrices), kThreads, 0, stream>>>(arguments, w.plans, w.images, w.vectors,
                                                           in, X.order, w.largest);
-  const int64_t blocks_of_matrix = blocks_of_root(X.order);
+  const int64_t blocks_of_matrix = blocks_of_pieces(X.order);
   write_root_kernel<<<blocks(matrices * blocks_of_matrix), kThreads, 0, stream>>>(
       arguments, X, w.plans, blocks_of_matrix);
   return cudaGetLastError();

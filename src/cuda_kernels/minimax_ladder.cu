@@ -5,10 +5,9 @@ namespace {
 
 constexpr int kThreads = 128;
 
-template <typename T>
 __global__ void __launch_bounds__(kThreads)
-    select_schedules_kernel(const __grid_constant__ LargeLadder ladder, const int64_t* rungs,
-                            int64_t matrices, T* coefficients, int64_t* lengths) {
+    select_schedules_kernel(const __grid_constant__ MinimaxLadder ladder, const int64_t* rungs,
+                            int64_t matrices, double* coefficients, int64_t* lengths) {
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (i >= matrices) return;
   const int64_t rung = rungs[i] - ladder.lowest_rung;
@@ -17,25 +16,19 @@ __global__ void __launch_bounds__(kThreads)
   for (int k = 0; k < ladder.steps; ++k) {
     for (int c = 0; c < 3; ++c) {
       coefficients[(k * matrices + i) * 3 + c] =
-          static_cast<T>(ladder.coefficients[(rung * ladder.steps + k) * 3 + c]);
+          ladder.coefficients[(rung * ladder.steps + k) * 3 + c];
     }
   }
 }
 
 }  // namespace
 
-template <typename T>
-void select_schedules(const LargeLadder& ladder, const int64_t* rungs, int64_t matrices,
-                      T* coefficients, int64_t* lengths, cudaStream_t stream) {
+void select_schedules(const MinimaxLadder& ladder, const int64_t* rungs, int64_t matrices,
+                      double* coefficients, int64_t* lengths, cudaStream_t stream) {
   if (matrices == 0) return;
   const int64_t blocks = (matrices + kThreads - 1) / kThreads;
-  select_schedules_kernel<T><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(
+  select_schedules_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(
       ladder, rungs, matrices, coefficients, lengths);
 }
-
-template void select_schedules(const LargeLadder&, const int64_t*, int64_t, float*, int64_t*,
-                               cudaStream_t);
-template void select_schedules(const LargeLadder&, const int64_t*, int64_t, double*, int64_t*,
-                               cudaStream_t);
 
 }  // namespace torchium::cuda_kernels

@@ -10,29 +10,20 @@ namespace torchium::cuda_kernels {
 
 // q(x) = a + b x + c x^2 of step k of the schedule for [2^(lowest_rung + r), 1] is
 // coefficients[(r * steps + k) * 3]. Steps behind the length of a schedule are q = 1.
-template <int capacity>
 struct MinimaxLadder {
   static constexpr int kMaxRungs = 64;
-  static constexpr int kCapacity = capacity;  // rungs * steps at most
+  static constexpr int kCapacity = 1024;  // rungs * steps at most
 
   int lowest_rung;
   int rungs;
   int steps;
   int lengths[kMaxRungs];
-  double coefficients[3 * capacity];
+  double coefficients[3 * kCapacity];
 };
 
-using LargeLadder = MinimaxLadder<1024>;
-
 // For matrices i whose rungs[i] is on the ladder: coefficients[k, i, :], k < steps, and lengths[i].
-// coefficients: [steps, matrices, 3]; T: float or double. The caller checks cudaGetLastError().
-template <typename T>
-void select_schedules(const LargeLadder& ladder, const int64_t* rungs, int64_t matrices,
-                      T* coefficients, int64_t* lengths, cudaStream_t stream);
-
-extern template void select_schedules(const LargeLadder&, const int64_t*, int64_t, float*, int64_t*,
-                                      cudaStream_t);
-extern template void select_schedules(const LargeLadder&, const int64_t*, int64_t, double*,
-                                      int64_t*, cudaStream_t);
+// coefficients: [steps, matrices, 3]. The caller checks cudaGetLastError().
+void select_schedules(const MinimaxLadder& ladder, const int64_t* rungs, int64_t matrices,
+                      double* coefficients, int64_t* lengths, cudaStream_t stream);
 
 }  // namespace torchium::cuda_kernels

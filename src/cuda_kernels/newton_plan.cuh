@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda_kernels/inverse_root.h"
+#include "cuda_kernels/root_ladder.h"
 
 #include <cfloat>
 #include <cmath>
@@ -50,10 +51,9 @@ __device__ inline SpectralBound bound_spectrum(const NewtonRule& rule, double sc
 }
 
 // Writes damping and floor in units of A.
-template <typename Ladder>
-__device__ NewtonPlan plan_newton(const NewtonRule& rule, const Ladder& ladder, bool finite,
-                                  const SpectralBound& bound, double* damping_of_A,
-                                  double* floor_of_A) {
+__device__ inline NewtonPlan plan_newton(const NewtonRule& rule, const RootLadder& ladder,
+                                         bool finite, const SpectralBound& bound,
+                                         double* damping_of_A, double* floor_of_A) {
   const double top = bound.top, relative = bound.damping / top;
   const double start =
       fmax(fmax(relative, rule.noise_margin * (rule.noise - relative)), rule.lowest_start);

@@ -220,9 +220,9 @@ class SmallRoot {
 #pragma unroll
       for (int j = 0; j < L::kColumnTiles; j += 2) {
         uint32_t b_hi[4], b_lo[4];
-        load_transposed_matrices(b_hi, B.hi + b_offset + k * L::kStride + 8 * j);
+        load_matrices<true>(b_hi, B.hi + b_offset + k * L::kStride + 8 * j);
         if constexpr (Matrix::kIsSplit) {
-          load_transposed_matrices(b_lo, B.lo + b_offset + k * L::kStride + 8 * j);
+          load_matrices<true>(b_lo, B.lo + b_offset + k * L::kStride + 8 * j);
         }
 #pragma unroll
         for (int i = 0; i < L::kRowTiles; ++i) {

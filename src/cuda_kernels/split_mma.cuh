@@ -52,6 +52,7 @@ __device__ inline void load_eight(const __half* hi, float (&x)[8]) {
   }
 }
 
+template <bool has_low = true>
 __device__ inline void store_eight(__half* hi, const float (&x)[8]) {
   uint4 high, low;
   split_pair(x[0], x[1], high.x, low.x);
@@ -59,25 +60,14 @@ __device__ inline void store_eight(__half* hi, const float (&x)[8]) {
   split_pair(x[4], x[5], high.z, low.z);
   split_pair(x[6], x[7], high.w, low.w);
   *reinterpret_cast<uint4*>(hi) = high;
-  *reinterpret_cast<uint4*>(hi + kSplitPadding) = low;
-}
-
-// Without lo.
-__device__ inline void store_eight_single(__half* hi, const float (&x)[8]) {
-  uint4 high, low;
-  split_pair(x[0], x[1], high.x, low.x);
-  split_pair(x[2], x[3], high.y, low.y);
-  split_pair(x[4], x[5], high.z, low.z);
-  split_pair(x[6], x[7], high.w, low.w);
-  *reinterpret_cast<uint4*>(hi) = high;
+  if (has_low) *reinterpret_cast<uint4*>(hi + kSplitPadding) = low;
 }
 
 __device__ inline void store_split(__half* hi, __half* lo, float x, float y) {
-  const __half2 high = __floats2half2_rn(x, y);
-  const float2 rounded = __half22float2(high);
-  *reinterpret_cast<__half2*>(hi) = high;
-  *reinterpret_cast<__half2*>(lo) =
-      __floats2half2_rn((x - rounded.x) * kLowScale, (y - rounded.y) * kLowScale);
+  uint32_t high, low;
+  split_pair(x, y, high, low);
+  *reinterpret_cast<uint32_t*>(hi) = high;
+  *reinterpret_cast<uint32_t*>(lo) = low;
 }
 
 __device__ inline uint32_t shared_address(const void* pointer) {
@@ -85,24 +75,23 @@ __device__ inline uint32_t shared_address(const void* pointer) {
 }
 
 // Four 8 x 8 matrices of halves; lane i gives the address of row i % 8 of matrix i / 8.
+template <bool is_transposed = false>
 __device__ inline void load_matrices(uint32_t (&r)[4], uint32_t row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(row)
-               : "memory");
+  if (is_transposed) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(row)
+                 : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(row)
+                 : "memory");
+  }
 }
+template <bool is_transposed = false>
 __device__ inline void load_matrices(uint32_t (&r)[4], const __half* row) {
-  load_matrices(r, shared_address(row));
-}
-
-__device__ inline void load_transposed_matrices(uint32_t (&r)[4], uint32_t row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(row)
-               : "memory");
-}
-__device__ inline void load_transposed_matrices(uint32_t (&r)[4], const __half* row) {
-  load_transposed_matrices(r, shared_address(row));
+  load_matrices<is_transposed>(r, shared_address(row));
 }
 
 #if __CUDA_ARCH__ >= 900

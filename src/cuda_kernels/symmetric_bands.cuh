@@ -15,10 +15,25 @@ constexpr int kRowsPerWarp = kBand / kWarps;
 
 __host__ __device__ inline int bands_of(int n) { return (n + kBand - 1) / kBand; }
 
-inline int64_t padded(int n) { return int64_t{bands_of(n)} * kBand; }
 static_assert(kBand == kSplitPadding);
 
 inline unsigned blocks(int64_t count) { return static_cast<unsigned>(count); }
+
+// Eight neighbours of a row, one such piece a thread, for passes over split matrices.
+struct Piece {
+  int64_t matrix;
+  int row, column;  // the row may lie behind the last one
+};
+
+inline int64_t blocks_of_pieces(int order) {
+  return (int64_t{order} * (order / 8) + kThreads - 1) / kThreads;
+}
+
+__device__ inline Piece piece_of_thread(int order, int64_t blocks_of_matrix) {
+  const int64_t index = blockIdx.x % blocks_of_matrix * kThreads + threadIdx.x;
+  return {blockIdx.x / blocks_of_matrix, static_cast<int>(index / (order / 8)),
+          static_cast<int>(index % (order / 8)) * 8};
+}
 
 __device__ inline float larger(float a, float b) { return a > b || a != a ? a : b; }  // NaN wins
 

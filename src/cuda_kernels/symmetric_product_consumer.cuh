@@ -225,8 +225,8 @@ class Consumer {
       const int column = group * kBoxRows + 16 * warp_ + lane_ / 8 % 2 * 8;
       const uint32_t address = piece(column / 32, row, column % 32);
       uint32_t mirrored_hi[4], mirrored_lo[4];
-      load_transposed_matrices(mirrored_hi, address);
-      load_transposed_matrices(mirrored_lo, low(address));
+      load_matrices<true>(mirrored_hi, address);
+      load_matrices<true>(mirrored_lo, low(address));
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int above =

@@ -53,10 +53,10 @@ class Mover {
       const int row = tile.row + group_ * kBoxRows;
       const bool is_diagonal = tile.row == tile.column;
       load(tile, row);
-      write(task, {row, tile.column, 1, is_diagonal && group_ == 0 ? kTile / 2 : kTile, 1});
+      write(tile.matrix, {row, tile.column, 1, is_diagonal && group_ == 0 ? kTile / 2 : kTile, 1});
       if (is_diagonal && group_ == 0) return;
       arrive(block_.ready(group_));
-      write(task, {tile.column, row, is_diagonal ? 1 : 2, kTile / 2, 2});
+      write(tile.matrix, {tile.column, row, is_diagonal ? 1 : 2, kTile / 2, 2});
     });
   }
 
@@ -84,16 +84,14 @@ class Mover {
     }
   }
 
-  __device__ void write(const Task& task, const Part& part) {
+  __device__ void write(int matrix, const Part& part) {
     wait_for(block_.staged(group_), parity_);
     parity_ ^= 1;
-    const int z = task.tile.matrix;
     const int left = args_.single_C ? part.column : 2 * part.column;
     for (int i = 0; i < part.width / columns_of_box(args_.single_C); ++i) {
       for (int j = 0; j < part.height; ++j) {
         const int x = left + i * kBoxHalves, y = part.row + j * kBoxRows;
-        const uint32_t source = box(i * part.stride + j);
-        write_box(source, maps_.C, x, y, z);
+        write_box(box(i * part.stride + j), maps_.C, x, y, matrix);
       }
     }
     wait_for_writes();

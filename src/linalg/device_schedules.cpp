@@ -17,7 +17,7 @@ namespace torchium::linalg::detail {
 
 #ifdef TORCHIUM_WITH_CUDA
 
-using cuda_kernels::LargeLadder;
+using cuda_kernels::MinimaxLadder;
 
 bool has_device_schedules(const at::Tensor& S) { return S.is_cuda(); }
 
@@ -29,9 +29,9 @@ DeviceSchedules schedules_of_rungs(const at::Tensor& rungs, int64_t lowest_rung,
   DeviceSchedules result{at::empty({steps, matrices, 3}, rungs.options().dtype(at::kDouble)),
                          at::empty({matrices}, rungs.options())};
   const c10::cuda::CUDAGuard guard(rungs.device());
-  const int64_t most = std::min(LargeLadder::kMaxRungs, LargeLadder::kCapacity / steps);
+  const int64_t most = std::min(MinimaxLadder::kMaxRungs, MinimaxLadder::kCapacity / steps);
   for (int64_t begin = lowest_rung; begin <= 0; begin += most) {
-    const auto ladder = schedules.ladder<LargeLadder>(begin, std::min<int64_t>(1, begin + most));
+    const auto ladder = schedules.ladder(begin, std::min<int64_t>(1, begin + most));
     cuda_kernels::select_schedules(*ladder, rungs.const_data_ptr<int64_t>(), matrices,
                                    result.coefficients.mutable_data_ptr<double>(),
                                    result.lengths.mutable_data_ptr<int64_t>(),

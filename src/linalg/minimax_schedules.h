@@ -1,6 +1,7 @@
 // The schedules of all intervals [2^rung, 1], as the argument of a kernel. CUDA builds only.
 #pragma once
 
+#include "cuda_kernels/minimax_ladder.h"
 #include "linalg/minimax.h"
 
 #include <algorithm>
@@ -24,10 +25,9 @@ class MinimaxSchedules {
 
   size_t longest() const { return longest_; }  // steps
 
-  // Ladder: a cuda_kernels::MinimaxLadder that holds the rungs [begin, end).
-  template <typename Ladder>
-  std::unique_ptr<Ladder> ladder(int64_t begin, int64_t end) const {
-    auto result = std::make_unique<Ladder>();
+  // The rungs [begin, end).
+  std::unique_ptr<cuda_kernels::MinimaxLadder> ladder(int64_t begin, int64_t end) const {
+    auto result = std::make_unique<cuda_kernels::MinimaxLadder>();
     result->lowest_rung = static_cast<int>(begin);
     result->rungs = static_cast<int>(end - begin);
     result->steps = static_cast<int>(longest_);

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torchium.linalg import eigh, matrix_inverse_root, matrix_power
 
 FLOATS = [torch.float32, torch.float64]
 ALL_FLOATS = [*FLOATS, torch.bfloat16, torch.float16]
 SPECTRA = ["spread", "clustered", "rank_deficient", "one_huge", "zero"]
 SCALES = [1e-30, 1.0, 1e30]
+
+Function = Callable[[Tensor], object]
+FUNCTIONS: dict[str, Function] = {
+    "eigh": eigh,
+    "power": lambda A: matrix_power(A, -0.3, eps=1e-3),
+    "root by eigh": lambda A: matrix_inverse_root(A, 4, eps=1e-3, method="eigh"),
+    "root by newton": lambda A: matrix_inverse_root(A, 4, eps=1e-3, method="newton"),
+}
 
 
 def eps(dtype: torch.dtype) -> float:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+import matrix_cases
 import pytest
 import torch
+from matrix_cases import Function
 from optimizer_cases import CASES, mlp, run
 from reference.matrix_functions import from_spectrum
 from torch import Tensor
-from torchium.linalg import eigh, matrix_inverse_root, matrix_power
+from torchium.linalg import matrix_inverse_root
 
 pytestmark = [
     pytest.mark.cuda,
@@ -17,12 +17,8 @@ pytestmark = [
 ]
 
 ORDERS = [5, 33, 100, 200]  # of every kernel
-Function = Callable[[Tensor], object]
 FUNCTIONS: dict[str, Function] = {
-    "eigh": eigh,
-    "power": lambda A: matrix_power(A, -0.3, eps=1e-3),
-    "root by eigh": lambda A: matrix_inverse_root(A, 4, eps=1e-3, method="eigh"),
-    "root by newton": lambda A: matrix_inverse_root(A, 4, eps=1e-3, method="newton"),
+    **matrix_cases.FUNCTIONS,
     "root and info": lambda A: matrix_inverse_root(A, 2, eps=1e-3, return_info=True),
 }
 
