@@ -34,6 +34,14 @@ struct InverseRoot {
   int64_t* iterations;  // [matrices]
   int64_t matrices;
   NewtonRule rule;
+  // [matrices]: each A stands for A / divisor; null: for itself.
+  const double* divisors = nullptr;
+  // [matrices]: failures in a row of roots that are renewed. An accepted root whose entries are in
+  // the range of float32 sets them to 0; any other is not written and counts one more. Null: every
+  // root is written.
+  int32_t* failures = nullptr;
+  // With failures: if this is false, neither they nor the roots change. Null: true.
+  const bool* keep = nullptr;
 };
 
 }  // namespace torchium::cuda_kernels

@@ -27,12 +27,15 @@ __global__ void __launch_bounds__(kThreads)
   most = combine_warp(most, larger);
   square = warp_sum(square);
   if (threadIdx.x % 32 != 0) return;
-  const bool is_finite = largest <= FLT_MAX;
-  const double scale = newton_scale(largest, arguments.rule.eps);
-  bounds[matrix] = is_finite
-                       ? bound_spectrum(arguments.rule, scale, scale * most, scale * sqrt(square))
-                       : SpectralBound{};
-  starts[matrix] = is_finite ? 0 : INT_MAX;
+  const double divisor = divisor_of(arguments, matrix);
+  largest = static_cast<float>(largest / divisor);
+  const bool has_root = largest <= FLT_MAX && is_kept(arguments);
+  const double divided = newton_scale(largest, arguments.rule.eps, divisor);
+  const double scale = divided / divisor;
+  bounds[matrix] = has_root ? bound_spectrum(arguments.rule, divided, divisor, scale * most,
+                                             scale * sqrt(square))
+                            : SpectralBound{};
+  starts[matrix] = has_root ? 0 : INT_MAX;
 }
 
 // M = (scale S + damping I) / top, one tile on or below the diagonal and its mirror image a block.
@@ -97,7 +100,7 @@ __device__ void write_coefficients(const PlanOutputs& out, const RootLadder& lad
 // The bound |S|_F^(1/2) of M, whose squares the tensor cores have truncated.
 __device__ SpectralBound refined(SpectralBound bound, const NewtonRule& rule, double squares) {
   constexpr double kSlack = 1.0 + 0x1p-14;
-  const double top = fmax(bound.top * sqrt(sqrt(squares)) * kSlack, least_top(rule, bound.scale));
+  const double top = fmax(bound.top * sqrt(sqrt(squares)) * kSlack, least_top(rule, bound.divided));
   bound.top = fmin(bound.top, top);
   return bound;
 }

@@ -73,6 +73,7 @@ __global__ void __launch_bounds__(kThreads)
     if (threadIdx.x == 0) {
       arguments.residual[matrix] = NAN;
       arguments.iterations[matrix] = 0;
+      count_failure(arguments, matrix, /*accepted=*/false);
     }
     return;
   }
@@ -91,9 +92,10 @@ __global__ void __launch_bounds__(kThreads)
   most = block_largest(most, maxima);
   if (threadIdx.x == 0) {
     const auto residual = static_cast<float>(sqrt(difference) / plan.norm);
-    const bool accepted = residual <= arguments.rule.residual_tolerance && most <= plan.limit;
+    const bool accepted = accepts(arguments, plan, residual, most);
     arguments.iterations[matrix] = accepted ? plan.steps + 1 : 0;
     arguments.residual[matrix] = accepted ? residual : 1.0f;
+    count_failure(arguments, matrix, accepted);
   }
 }
 
@@ -120,8 +122,10 @@ __global__ void __launch_bounds__(kThreads)
   if (row >= n || column >= n) return;
   const NewtonPlan plan = plans[matrix];
   const bool is_finite = plan.steps != NewtonPlan::kNotFinite;
+  const bool accepted = is_finite && arguments.iterations[matrix] > 0;
+  if (!accepted && arguments.failures != nullptr) return;
   float x[8];
-  if (is_finite && arguments.iterations[matrix] > 0) {
+  if (accepted) {
     load_eight(X.at(matrix, row, column), x);
     const float factor = plan.factor * unit_of_root(arguments.rule, plan);
 #pragma unroll

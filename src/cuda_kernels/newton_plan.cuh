@@ -9,11 +9,12 @@
 
 namespace torchium::cuda_kernels {
 
-// The iteration runs on M = (scale S + damping I) / top, S the symmetric part of A.
+// The iteration runs on M = (scale S + damping I) / top, S the symmetric part of A. Of A / divisor
+// the scale is a power of two.
 struct NewtonPlan {
   static constexpr int kNotFinite = -1;
 
-  float scale;  // a power of two
+  float scale;  // of A
   float inverse_top;
   float shift;   // damping / top
   float factor;  // from the root of M to the root of A
@@ -25,14 +26,40 @@ struct NewtonPlan {
 
 // All norms are of scale S, as are damping and top.
 struct SpectralBound {
-  double scale, frobenius, damping, top;
+  double scale;    // of A
+  double divided;  // of A / divisor
+  double frobenius, damping, top;
 };
 
-// 2^-e that brings the larger of `largest` and eps to [1/2, 1), as far as there is one.
-__device__ inline float newton_scale(float largest, double eps) {
+// Whether roots may be renewed.
+__device__ inline bool is_kept(const InverseRoot& arguments) {
+  return arguments.keep == nullptr || *arguments.keep;
+}
+
+// One thread of a matrix.
+__device__ inline void count_failure(const InverseRoot& arguments, int64_t matrix, bool accepted) {
+  if (arguments.failures == nullptr || !is_kept(arguments)) return;
+  arguments.failures[matrix] = accepted ? 0 : arguments.failures[matrix] + 1;
+}
+
+// Whether the root of M with entries up to `largest` is right.
+__device__ inline bool accepts(const InverseRoot& arguments, const NewtonPlan& plan, float residual,
+                               float largest) {
+  return residual <= arguments.rule.residual_tolerance && largest <= plan.limit &&
+         (arguments.failures == nullptr || largest * plan.factor <= FLT_MAX);
+}
+
+__device__ inline double divisor_of(const InverseRoot& arguments, int64_t matrix) {
+  return arguments.divisors == nullptr ? 1.0 : arguments.divisors[matrix];
+}
+
+// 2^-e that brings the larger of `largest`, of A / divisor, and eps to [1/2, 1), as far as there is
+// one and as it remains finite over the divisor.
+__device__ inline float newton_scale(float largest, double eps, double divisor) {
   int exponent = 0;
   frexpf(fmaxf(largest, static_cast<float>(fmin(eps, double{FLT_MAX}))), &exponent);
-  return ldexpf(1.0f, max(-126, min(126, -exponent)));
+  const int most = 126 + min(0, ilogb(divisor));
+  return ldexpf(1.0f, max(-126, min(most, -exponent)));
 }
 
 // The smallest top that keeps even the root of a null matrix finite.
@@ -40,17 +67,17 @@ __device__ inline double least_top(const NewtonRule& rule, double scale) {
   return scale * (rule.smallest_floor / (rule.noise_margin * rule.noise));
 }
 
-// From the largest absolute row sum and the Frobenius norm.
-__device__ inline SpectralBound bound_spectrum(const NewtonRule& rule, double scale, double row_sum,
-                                               double frobenius) {
+// From the scale of A / divisor, and the largest absolute row sum and Frobenius norm of scale S.
+__device__ inline SpectralBound bound_spectrum(const NewtonRule& rule, double scale, double divisor,
+                                               double row_sum, double frobenius) {
   constexpr double kUnit = FLT_EPSILON / 2;
   const double bound = fmin(row_sum, frobenius) * (1 + 2 * kUnit * rule.n);
   const double damping = scale * rule.eps + rule.relative_eps * bound;
   const double top = fmax((bound + damping) * (1 + 2 * kUnit), least_top(rule, scale));
-  return {scale, frobenius, damping, top};
+  return {scale / divisor, scale, frobenius, damping, top};
 }
 
-// Writes damping and floor in units of A.
+// Writes damping and floor in units of A / divisor.
 __device__ inline NewtonPlan plan_newton(const NewtonRule& rule, const RootLadder& ladder,
                                          bool finite, const SpectralBound& bound,
                                          double* damping_of_A, double* floor_of_A) {
@@ -61,12 +88,12 @@ __device__ inline NewtonPlan plan_newton(const NewtonRule& rule, const RootLadde
   frexp(start, &exponent);
   const int rung = max(ladder.lowest_rung, min(exponent - 1, 0));
   const double power = -1.0 / rule.p;
-  *damping_of_A = finite ? bound.damping / bound.scale : NAN;
-  *floor_of_A = finite ? top / bound.scale * exp2(static_cast<double>(rung)) : NAN;
+  *damping_of_A = finite ? bound.damping / bound.divided : NAN;
+  *floor_of_A = finite ? top / bound.divided * exp2(static_cast<double>(rung)) : NAN;
   return {static_cast<float>(bound.scale),
           static_cast<float>(1 / top),
           static_cast<float>(relative),
-          static_cast<float>(pow(top / bound.scale, power)),
+          static_cast<float>(pow(top / bound.divided, power)),
           static_cast<float>(rule.largest_root * exp2(rung * power)),
           static_cast<float>(bound.frobenius / top + relative * sqrt(static_cast<double>(rule.n))),
           rung,

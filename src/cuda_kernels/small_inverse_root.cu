@@ -99,6 +99,7 @@ class SmallRoot {
         column_(warp_ % L::kWarpsAcross * L::kTile) {}
 
   __device__ void run(int64_t matrix) {
+    if (!is_kept(args_)) return;
     start_load(matrix);
     finish_load();
     make_plan(matrix);
@@ -112,7 +113,7 @@ class SmallRoot {
     const float largest = symmetrise();
     finish_load();
     float residual = probe_residual(/*by_identity=*/false);
-    const bool accepted = residual <= args_.rule.residual_tolerance && largest <= plan_.limit;
+    const bool accepted = accepts(args_, plan_, residual, largest);
     if (!accepted) residual = probe_residual(/*by_identity=*/true);
     write(matrix, accepted, residual);
   }
@@ -153,8 +154,11 @@ class SmallRoot {
       largest = largest > x || largest != largest ? largest : x;
     });
     largest = reduce<N, false>(largest, scratch_);
+    const double divisor = divisor_of(args_, matrix);
+    if (args_.divisors != nullptr) largest = static_cast<float>(largest / divisor);
     const bool finite = largest <= FLT_MAX;
-    const float scale = newton_scale(largest, args_.rule.eps);
+    const float divided = newton_scale(largest, args_.rule.eps, divisor);
+    const float scale = args_.divisors == nullptr ? divided : static_cast<float>(divided / divisor);
 
     float most = 0, square = 0;
     for (int i = warp_; i < n_; i += L::kWarps) {
@@ -174,7 +178,7 @@ class SmallRoot {
     square = reduce<N, true>(square, scratch_);
     if (threadIdx.x == 0) {
       plan_ = plan_newton(args_.rule, ladder_, finite,
-                          bound_spectrum(args_.rule, scale, most, sqrtf(square)),
+                          bound_spectrum(args_.rule, divided, divisor, most, sqrtf(square)),
                           args_.damping + matrix, args_.floor + matrix);
     }
     __syncthreads();
@@ -425,22 +429,26 @@ class SmallRoot {
 
   __device__ void write(int64_t matrix, bool accepted, float residual) const {
     float* root = args_.root + matrix * n_ * n_;
-    for_each_entry(n_, [&](int i, int j) {
+    const bool is_written = accepted || args_.failures == nullptr;
+    for_each_entry(is_written ? n_ : 0, [&](int i, int j) {
       const float identity = i == j ? 1.0f : 0.0f;
       root[i * n_ + j] = saturated(plan_.factor * (accepted ? dense_[i * (n_ + 1) + j] : identity));
     });
     if (threadIdx.x == 0) {
       args_.residual[matrix] = residual;
       args_.iterations[matrix] = accepted ? plan_.steps + 1 : 0;
+      count_failure(args_, matrix, accepted);
     }
   }
 
   __device__ void write_nan(int64_t matrix) const {
     float* root = args_.root + matrix * n_ * n_;
-    for (int e = threadIdx.x; e < n_ * n_; e += L::kThreads) root[e] = NAN;
+    const int entries = args_.failures == nullptr ? n_ * n_ : 0;
+    for (int e = threadIdx.x; e < entries; e += L::kThreads) root[e] = NAN;
     if (threadIdx.x == 0) {
       args_.residual[matrix] = NAN;
       args_.iterations[matrix] = 0;
+      count_failure(args_, matrix, /*accepted=*/false);
     }
   }
 

@@ -42,44 +42,84 @@ bool has_device_root(const at::Tensor& A, int64_t p) {
   return has_kernel && root_ladder(p, newton_limits(n, at::kFloat).lowest_rung()) != nullptr;
 }
 
-DeviceRoot device_inverse_root(const at::Tensor& A, int64_t p, double eps, double relative_eps) {
-  const c10::cuda::CUDAGuard guard(A.device());
-  const at::Tensor input = A.contiguous();
-  const int64_t matrices = A.size(0);
-  const auto options = A.options();
+namespace {
+
+// What the kernels write of each matrix beside its root.
+struct Verdicts {
+  explicit Verdicts(const at::Tensor& A)
+      : residual(at::empty({A.size(0)}, A.options())),
+        damping(at::empty({A.size(0)}, A.options().dtype(at::kDouble))),
+        iterations(at::empty({A.size(0)}, A.options().dtype(at::kLong))),
+        floor(at::empty({A.size(0)}, A.options().dtype(at::kDouble))) {}
+
+  at::Tensor residual, damping, iterations, floor;
+};
+
+cuda_kernels::InverseRoot root_arguments(const at::Tensor& A, int64_t p, double eps,
+                                         double relative_eps, const at::Tensor& root,
+                                         const Verdicts& verdicts) {
   const NewtonLimits limits = newton_limits(A.size(-1), at::kFloat);
-  DeviceRoot result{at::empty_like(input), at::empty({matrices}, options),
-                    at::empty({matrices}, options.dtype(at::kDouble)),
-                    at::empty({matrices}, options.dtype(at::kLong)),
-                    at::empty({matrices}, options.dtype(at::kDouble))};
-  const cuda_kernels::InverseRoot arguments{
-      .A = input.const_data_ptr<float>(),
-      .root = result.root.mutable_data_ptr<float>(),
-      .residual = result.residual.mutable_data_ptr<float>(),
-      .damping = result.damping.mutable_data_ptr<double>(),
-      .floor = result.floor.mutable_data_ptr<double>(),
-      .iterations = result.iterations.mutable_data_ptr<int64_t>(),
-      .matrices = matrices,
-      .rule = {.n = static_cast<int>(A.size(-1)),
-               .p = static_cast<int>(p),
-               .eps = eps,
-               .relative_eps = relative_eps,
-               .noise = limits.noise,
-               .noise_margin = NewtonLimits::kNoiseMargin,
-               .lowest_start = limits.lowest_start,
-               .smallest_floor = limits.smallest_floor,
-               // The root of M is at most 2^22 for p = 1, 2^11 for p = 2.
-               .first = p == 1 ? 0x1p-10f : 1.0f,
-               .residual_tolerance = static_cast<float>(kNewtonResidualTolerance),
-               .largest_root = kLargestDeviceRoot}};
-  const cuda_kernels::RootLadder& ladder = *root_ladder(p, limits.lowest_rung());
+  return {.A = A.const_data_ptr<float>(),
+          .root = root.mutable_data_ptr<float>(),
+          .residual = verdicts.residual.mutable_data_ptr<float>(),
+          .damping = verdicts.damping.mutable_data_ptr<double>(),
+          .floor = verdicts.floor.mutable_data_ptr<double>(),
+          .iterations = verdicts.iterations.mutable_data_ptr<int64_t>(),
+          .matrices = A.size(0),
+          .rule = {.n = static_cast<int>(A.size(-1)),
+                   .p = static_cast<int>(p),
+                   .eps = eps,
+                   .relative_eps = relative_eps,
+                   .noise = limits.noise,
+                   .noise_margin = NewtonLimits::kNoiseMargin,
+                   .lowest_start = limits.lowest_start,
+                   .smallest_floor = limits.smallest_floor,
+                   // The root of M is at most 2^22 for p = 1, 2^11 for p = 2.
+                   .first = p == 1 ? 0x1p-10f : 1.0f,
+                   .residual_tolerance = static_cast<float>(kNewtonResidualTolerance),
+                   .largest_root = kLargestDeviceRoot}};
+}
+
+void run(const cuda_kernels::InverseRoot& arguments, const at::TensorOptions& options) {
+  const int64_t n = arguments.rule.n;
+  const cuda_kernels::RootLadder& ladder =
+      *root_ladder(arguments.rule.p, newton_limits(n, at::kFloat).lowest_rung());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  if (arguments.rule.n <= cuda_kernels::kLargestSmallOrder) {
+  if (n <= cuda_kernels::kLargestSmallOrder) {
     C10_CUDA_CHECK(cuda_kernels::small_inverse_root(arguments, ladder, stream));
   } else {
     large_inverse_root(arguments, ladder, options, stream);
   }
-  return result;
+}
+
+}  // namespace
+
+DeviceRoot device_inverse_root(const at::Tensor& A, int64_t p, double eps, double relative_eps) {
+  const c10::cuda::CUDAGuard guard(A.device());
+  const at::Tensor input = A.contiguous();
+  const at::Tensor root = at::empty_like(input);
+  const Verdicts verdicts(input);
+  run(root_arguments(input, p, eps, relative_eps, root, verdicts), A.options());
+  return {root, verdicts.residual, verdicts.damping, verdicts.iterations, verdicts.floor};
+}
+
+void renew_inverse_roots(const at::Tensor& A, const at::Tensor& divisors, int64_t p, double eps,
+                         double relative_eps, const RenewedRoots& renewed) {
+  TORCH_INTERNAL_ASSERT(A.is_contiguous() && renewed.roots.is_contiguous() &&
+                        renewed.failures.is_contiguous());
+  const c10::cuda::CUDAGuard guard(A.device());
+  const Verdicts verdicts(A);
+  cuda_kernels::InverseRoot arguments =
+      root_arguments(A, p, eps, relative_eps, renewed.roots, verdicts);
+  arguments.failures = renewed.failures.mutable_data_ptr<int32_t>();
+  if (divisors.defined()) {
+    TORCH_INTERNAL_ASSERT(divisors.is_contiguous());
+    arguments.divisors = divisors.const_data_ptr<double>();
+  }
+  if (renewed.keep.defined()) {
+    arguments.keep = renewed.keep.const_data_ptr<bool>();
+  }
+  run(arguments, A.options());
 }
 
 #else
@@ -87,6 +127,11 @@ DeviceRoot device_inverse_root(const at::Tensor& A, int64_t p, double eps, doubl
 bool has_device_root(const at::Tensor& A, int64_t p) { return false; }
 
 DeviceRoot device_inverse_root(const at::Tensor& A, int64_t p, double eps, double relative_eps) {
+  TORCH_INTERNAL_ASSERT(false, "built without CUDA");
+}
+
+void renew_inverse_roots(const at::Tensor& A, const at::Tensor& divisors, int64_t p, double eps,
+                         double relative_eps, const RenewedRoots& renewed) {
   TORCH_INTERNAL_ASSERT(false, "built without CUDA");
 }
 

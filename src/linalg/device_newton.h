@@ -24,4 +24,20 @@ struct DeviceRoot {
 // of the identity; its `iterations` is 0. Nothing is read on the host.
 DeviceRoot device_inverse_root(const at::Tensor& A, int64_t p, double eps, double relative_eps);
 
+// Roots that are renewed in place, of N matrices on one device.
+struct RenewedRoots {
+  at::Tensor roots;     // [N, n, n] float32, contiguous
+  at::Tensor failures;  // [N] int32, contiguous: failures in a row
+  at::Tensor keep;      // 0-dim bool: whether anything may change; undefined: yes
+};
+
+// Writes (A / c + (eps + relative_eps s) I)^(-1/p) to the roots, s the bound of A / c. A matrix
+// whose root is not accepted, because A / c is not finite, the residual is above 0.25 or the root
+// leaves the range of float32, keeps its old root and counts one more failure; the others count
+// none. A: [N, n, n] as has_device_root asks for, contiguous. divisors: the c of each matrix, [N]
+// float64, contiguous; undefined: 1. No memory beyond the workspace of device_inverse_root; nothing
+// is read on the host.
+void renew_inverse_roots(const at::Tensor& A, const at::Tensor& divisors, int64_t p, double eps,
+                         double relative_eps, const RenewedRoots& renewed);
+
 }  // namespace torchium::linalg::detail

@@ -184,6 +184,8 @@ cuda_kernels::InverseRoot part_of(cuda_kernels::InverseRoot stack, int64_t begin
   stack.damping += begin;
   stack.floor += begin;
   stack.iterations += begin;
+  if (stack.divisors != nullptr) stack.divisors += begin;
+  if (stack.failures != nullptr) stack.failures += begin;
   stack.matrices = count;
   return stack;
 }

@@ -7,8 +7,6 @@
 namespace torchium::linalg::detail {
 namespace {
 
-constexpr int64_t kElementsPerGroup = int64_t{1} << 26;
-
 bool belong_together(const at::Tensor& A, const at::Tensor& B) {
   return A.scalar_type() == B.scalar_type() && A.device() == B.device() &&
          A.sym_size(-1) == B.sym_size(-1);
@@ -20,7 +18,7 @@ c10::SymIntArrayRef batch_of(const at::Tensor& stack) {
 
 }  // namespace
 
-std::vector<StackGroup> group_by_order(at::TensorList stacks) {
+std::vector<StackGroup> group_by_order(at::TensorList stacks, int64_t enough) {
   struct Open {
     size_t group;  // that takes further stacks
     c10::SymInt elements;
@@ -34,7 +32,7 @@ std::vector<StackGroup> group_by_order(at::TensorList stacks) {
     if (found == open.end()) {
       found = open.insert(open.end(), {groups.size(), 0});
       groups.emplace_back();
-    } else if (found->elements >= kElementsPerGroup) {
+    } else if (found->elements >= enough) {
       *found = {groups.size(), 0};
       groups.emplace_back();
     }

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <vector>
 
 namespace torchium::linalg::detail {
@@ -11,9 +12,9 @@ namespace torchium::linalg::detail {
 using StackGroup = std::vector<size_t>;  // positions in a list of stacks, ascending
 
 // The stacks [..., n, n] that are one problem: of one order, dtype and device. A solve needs
-// several times the memory of its matrices, so a group takes no further stack once it has 2^26
-// elements, which keep all cores or a whole GPU busy. Usable on tensors with symbolic sizes.
-std::vector<StackGroup> group_by_order(at::TensorList stacks);
+// several times the memory of its matrices, so a group takes no further stack once it has `enough`
+// elements; 2^26 keep all cores or a whole GPU busy. Usable on tensors with symbolic sizes.
+std::vector<StackGroup> group_by_order(at::TensorList stacks, int64_t enough = int64_t{1} << 26);
 
 // The stacks of a group as one: [N, n, n], where N is the sum of their matrices.
 at::Tensor joined_stacks(at::TensorList stacks, const StackGroup& group);

@@ -1,6 +1,8 @@
 #include "optim/preconditioner.h"
 
+#include "linalg/device_newton.h"
 #include "linalg/matrix_functions.h"
+#include "linalg/newton.h"
 #include "linalg/stack_groups.h"
 #include "linalg/symmetric_update.h"
 #include "optim/root_failures.h"
@@ -10,6 +12,7 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
+#include <optional>
 
 namespace torchium::optim::detail {
 namespace {
@@ -72,27 +75,50 @@ struct DueMatrices {
   }
 };
 
-// L / c, where every parameter has its own c.
-at::Tensor corrected(const DueMatrices& matrices, const std::vector<StepScalar>& corrections) {
-  const at::Tensor statistics = matrices.of(matrices.batch->statistics);
-  const DueRange& range = *matrices.range;
-  const StepScalar& first = corrections[range.entries[0]->param];
-  const bool uniform =
-      std::all_of(range.entries.begin(), range.entries.end(), [&](const MatrixBatch::Entry* entry) {
-        const StepScalar& other = corrections[entry->param];
-        return !other.device.defined() && !first.device.defined() && other.host == first.host;
-      });
-  if (uniform || range.entries.size() == 1) {
-    return first.divide(statistics);
+using DueGroup = std::vector<DueMatrices>;
+
+// The matrices of one order, dtype and device. A group has about `enough` elements at most.
+std::vector<DueGroup> by_order(const DueGroup& all, int64_t enough) {
+  std::vector<at::Tensor> statistics;
+  for (const DueMatrices& matrices : all) {
+    statistics.push_back(matrices.of(matrices.batch->statistics));
+  }
+  std::vector<DueGroup> groups;
+  for (const auto& group : linalg::detail::group_by_order(statistics, enough)) {
+    groups.emplace_back();
+    for (const size_t i : group) {
+      groups.back().push_back(all[i]);
+    }
+  }
+  return groups;
+}
+
+// The c of all matrices, [N] float64; undefined where it is 1.
+at::Tensor divisors(const DueGroup& group, const std::vector<StepScalar>& corrections) {
+  const auto options = group[0].batch->statistics[0].options().dtype(at::kDouble);
+  const StepScalar& first = corrections[group[0].range->entries[0]->param];
+  bool is_uniform = !first.device.defined();
+  int64_t count = 0;
+  for (const DueMatrices& matrices : group) {
+    count += matrices.range->count;
+    for (const auto* entry : matrices.range->entries) {
+      const StepScalar& other = corrections[entry->param];
+      is_uniform &= !other.device.defined() && other.host == first.host;
+    }
+  }
+  if (is_uniform) {
+    return first.host == 1.0 ? at::Tensor() : at::full({count}, first.host, options);
   }
   std::vector<at::Tensor> each;
-  for (const auto* entry : range.entries) {
-    const StepScalar& c = corrections[entry->param];
-    const at::Tensor value = c.device.defined() ? c.device.to(statistics.scalar_type())
-                                                : at::scalar_tensor(c.host, statistics.options());
-    each.push_back(value.expand({entry->shape->count()}));
+  for (const DueMatrices& matrices : group) {
+    for (const auto* entry : matrices.range->entries) {
+      const StepScalar& c = corrections[entry->param];
+      const at::Tensor value =
+          c.device.defined() ? c.device.to(at::kDouble) : at::scalar_tensor(c.host, options);
+      each.push_back(value.expand({entry->shape->count()}));
+    }
   }
-  return statistics / at::cat(each).view({-1, 1, 1});
+  return at::cat(each);
 }
 
 struct Candidate {
@@ -100,14 +126,20 @@ struct Candidate {
   at::Tensor accepted;  // [N] bool
 };
 
-Candidate compute_root(const at::Tensor& matrices, const RootRule& rule, double exponent) {
+// p, if the exponent is -1/p.
+std::optional<int64_t> integer_root(double exponent) {
   const double inverse = -1.0 / exponent;
   const double root = std::round(inverse);
+  const bool is_integer = root >= 1.0 && std::abs(inverse - root) < 1e-9 * root;
+  return is_integer ? std::optional(static_cast<int64_t>(root)) : std::nullopt;
+}
+
+Candidate compute_root(const at::Tensor& matrices, const RootRule& rule, double exponent) {
   Candidate candidate;
-  if (root >= 1.0 && std::abs(inverse - root) < 1e-9 * root) {
-    auto result = linalg::detail::matrix_inverse_root(matrices, static_cast<int64_t>(root),
-                                                      rule.eps, rule.relative_eps, rule.method,
-                                                      linalg::detail::Residual::kEstimate);
+  if (const auto root = integer_root(exponent)) {
+    auto result =
+        linalg::detail::matrix_inverse_root(matrices, *root, rule.eps, rule.relative_eps,
+                                            rule.method, linalg::detail::Residual::kEstimate);
     candidate.root = std::move(result.root);
     candidate.accepted = result.residual.le(kRootResidualTolerance);  // false for NaN
   } else {
@@ -119,8 +151,7 @@ Candidate compute_root(const at::Tensor& matrices, const RootRule& rule, double 
   return candidate;
 }
 
-void renew(at::Tensor roots, at::Tensor failures, const Candidate& candidate,
-           const StepGate& gate) {
+void take(at::Tensor roots, at::Tensor failures, const Candidate& candidate, const StepGate& gate) {
   const at::Tensor accepted = gate.restrict(candidate.accepted);
   if (roots.is_cpu() && accepted.all().item<bool>()) {
     roots.copy_(candidate.root);
@@ -132,27 +163,81 @@ void renew(at::Tensor roots, at::Tensor failures, const Candidate& candidate,
   gate.assign_(failures, counted);
 }
 
-// Renews the roots of all these matrices, those of one order in one solve.
-void renew_all(const std::vector<DueMatrices>& all, const RootRule& rule, double exponent,
-               const std::vector<StepScalar>& corrections, const StepGate& gate) {
-  std::vector<at::Tensor> statistics;
-  for (const DueMatrices& matrices : all) {
-    statistics.push_back(matrices.of(matrices.batch->statistics));
+// Solves the matrices of one order elsewhere and takes what is accepted.
+void renew_by_copies(const DueGroup& group, const RootRule& rule, double exponent,
+                     const std::vector<StepScalar>& corrections, const StepGate& gate) {
+  std::vector<at::Tensor> inputs;
+  linalg::detail::StackGroup all;
+  for (const DueMatrices& matrices : group) {
+    const at::Tensor statistics = matrices.of(matrices.batch->statistics);
+    const at::Tensor c = divisors({matrices}, corrections);
+    all.push_back(inputs.size());
+    inputs.push_back(c.defined() ? statistics / c.to(statistics.scalar_type()).view({-1, 1, 1})
+                                 : statistics);
   }
-  for (const auto& group : linalg::detail::group_by_order(statistics)) {
-    std::vector<at::Tensor> inputs = statistics;
-    for (const size_t i : group) {
-      inputs[i] = corrected(all[i], corrections);
+  const Candidate candidate =
+      compute_root(linalg::detail::joined_stacks(inputs, all), rule, exponent);
+  const auto roots = linalg::detail::split_by_stack(candidate.root, inputs, all);
+  const auto accepted = linalg::detail::split_by_stack(candidate.accepted, inputs, all);
+  for (const size_t i : all) {
+    const MatrixBatch& batch = *group[i].batch;
+    take(group[i].of(batch.roots), group[i].of(batch.root_failures), {roots[i], accepted[i]}, gate);
+  }
+}
+
+static_assert(kRootResidualTolerance == linalg::detail::kNewtonResidualTolerance);
+
+// The same by the kernels for p-th roots, which renew roots where they are. Several stacks are
+// joined and written back.
+void renew_in_place(const DueGroup& group, const RootRule& rule, int64_t p,
+                    const std::vector<StepScalar>& corrections, const StepGate& gate) {
+  std::vector<at::Tensor> statistics, roots, failures;
+  std::vector<int64_t> counts;
+  for (const DueMatrices& matrices : group) {
+    statistics.push_back(matrices.of(matrices.batch->statistics));
+    roots.push_back(matrices.of(matrices.batch->roots));
+    failures.push_back(matrices.of(matrices.batch->root_failures));
+    counts.push_back(matrices.range->count);
+  }
+  const auto renew = [&](const at::Tensor& A, const at::Tensor& X, const at::Tensor& failed) {
+    linalg::detail::renew_inverse_roots(A, divisors(group, corrections), p, rule.eps,
+                                        rule.relative_eps, {X, failed, gate.keep()});
+  };
+  if (group.size() == 1) {
+    renew(statistics[0], roots[0], failures[0]);
+    return;
+  }
+  const at::Tensor joined_roots = at::cat(roots), joined_failures = at::cat(failures);
+  renew(at::cat(statistics), joined_roots, joined_failures);
+  at::_foreach_copy_(roots, joined_roots.split_with_sizes(counts));
+  at::_foreach_copy_(failures, joined_failures.split_with_sizes(counts));
+}
+
+// Of one solve of small matrices, for which launches count more than memory. Stacks with more
+// elements are solved by themselves.
+constexpr int64_t kElementsInPlace = int64_t{1} << 22;
+constexpr int64_t kElementsByCopies = int64_t{1} << 26;
+
+// Renews the roots of all these matrices, those of one order in few solves.
+void renew_all(const DueGroup& all, const RootRule& rule, double exponent,
+               const std::vector<StepScalar>& corrections, const StepGate& gate) {
+  const std::optional<int64_t> p = integer_root(exponent);
+  DueGroup small, others;
+  for (const DueMatrices& matrices : all) {
+    const at::Tensor statistics = matrices.of(matrices.batch->statistics);
+    if (!p || rule.method == "eigh" || !linalg::detail::has_device_root(statistics, *p)) {
+      others.push_back(matrices);
+    } else if (statistics.numel() <= kElementsInPlace) {
+      small.push_back(matrices);
+    } else {
+      renew_in_place({matrices}, rule, *p, corrections, gate);
     }
-    const Candidate candidate =
-        compute_root(linalg::detail::joined_stacks(inputs, group), rule, exponent);
-    const auto roots = linalg::detail::split_by_stack(candidate.root, inputs, group);
-    const auto accepted = linalg::detail::split_by_stack(candidate.accepted, inputs, group);
-    for (size_t k = 0; k < group.size(); ++k) {
-      const DueMatrices& matrices = all[group[k]];
-      renew(matrices.of(matrices.batch->roots), matrices.of(matrices.batch->root_failures),
-            {roots[k], accepted[k]}, gate);
-    }
+  }
+  for (const DueGroup& group : by_order(small, kElementsInPlace)) {
+    renew_in_place(group, rule, *p, corrections, gate);
+  }
+  for (const DueGroup& group : by_order(others, kElementsByCopies)) {
+    renew_by_copies(group, rule, exponent, corrections, gate);
   }
 }
 
@@ -188,7 +273,7 @@ void update_roots(std::vector<MatrixBatch>& batches, const RootRule& rule,
                   const StepGate& gate) {
   std::vector<std::vector<DueRange>> ranges;  // of each batch
   ranges.reserve(batches.size());
-  std::map<double, std::vector<DueMatrices>> by_exponent;
+  std::map<double, DueGroup> by_exponent;
   for (auto& batch : batches) {
     const size_t order = batch.sizes.size();  // k
     const double exponent = rule.exponent.value_or(-1.0 / (2.0 * static_cast<double>(order)));
