@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torchium
@@ -19,6 +21,12 @@ ALONE = [(64, 1100), (200, 110), (1024, 5)]
 OPTIONS = {"lr": 0.1, "eps": EPS, "update_freq": 1}
 
 
+@functools.cache
+def spread(n: int, seed: int) -> Tensor:
+    """Two matrices with eigenvalues from 1 to 1e-4."""
+    return from_spectrum(torch.logspace(0, -4, n, dtype=torch.float64).expand(2, n), seed).float()
+
+
 class Blocks:
     """One parameter of `blocks` blocks [n, n], two stacks of statistics, after a step with the
     gradient zero."""
@@ -29,15 +37,10 @@ class Blocks:
             [self.param], block_size=n, merge_dims=False, **{**OPTIONS, **options}
         )
         self.step()
-        spectrum = torch.logspace(0, -4, n, dtype=torch.float64)
+        scale = torch.linspace(1, 2, blocks, device="cuda").view(-1, 1, 1)
         for mode in range(2):
-            self.state(f"statistics.{mode}").copy_(
-                from_spectrum(spectrum.expand(min(blocks, 4), n), seed + mode)
-                .float()
-                .repeat(-(-blocks // 4), 1, 1)[:blocks]
-                .cuda()
-                * torch.linspace(1, 2, blocks, device="cuda").view(-1, 1, 1)
-            )
+            L = spread(n, seed + mode).cuda().repeat(blocks // 2 + 1, 1, 1)[:blocks]
+            self.state(f"statistics.{mode}").copy_(L * scale)
 
     def step(self, gradient: float = 0.0) -> None:
         self.param.grad = torch.full_like(self.param, gradient)
@@ -50,10 +53,7 @@ class Blocks:
         return [self.state(f"{name}.{mode}").clone() for mode in range(2)]
 
     def composed(self, c: float) -> list[Tensor]:
-        return [
-            matrix_inverse_root(L / c, 4, eps=EPS, method="newton")
-            for L in self.copies("statistics")
-        ]
+        return [matrix_inverse_root(L / c, 4, eps=EPS) for L in self.copies("statistics")]
 
 
 @pytest.mark.parametrize("capturable", [False, True])
@@ -68,8 +68,8 @@ def test_as_roots_of_divided_statistics(n: int, blocks: int, capturable: bool) -
     case.step()  # c = 0.75, and the statistics are halved
     case.optimizer.update_preconditioners()
     for L, X in zip(case.copies("statistics"), case.copies("roots"), strict=True):
-        exact = damped_power(L[-4:].double().cpu() / 0.75, -0.25, eps=EPS)
-        assert (relative_error(X[-4:], exact) <= 1e-4).all()
+        exact = damped_power(L[-2:].double().cpu() / 0.75, -0.25, eps=EPS)
+        assert (relative_error(X[-2:], exact) <= 1e-4).all()
         assert torch.equal(X, X.mT)
     assert not torch.cat(case.copies("root_failures")).any()
 
@@ -98,7 +98,7 @@ def test_a_failed_root_is_kept_and_counted(n: int, blocks: int, decay: float) ->
 @pytest.mark.parametrize(("n", "blocks"), [*JOINED, *ALONE])
 def test_a_skipped_step_changes_nothing(n: int, blocks: int) -> None:
     case = Blocks(n, blocks, betas=(0.0, 0.5))
-    case.state("statistics.0")[0, 0, 0] = torch.inf
+    case.state("statistics.0")[0].neg_()
     case.state("root_failures.1")[-1] = 2
     before = [case.copies(name) for name in ("statistics", "roots", "root_failures")]
     case.step(gradient=torch.nan)
