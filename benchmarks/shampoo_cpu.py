@@ -246,6 +246,72 @@ def against_others(report: Report, work: Workload, rounds: int) -> None:
     )
 
 
+# What Distributed Shampoo takes where the targets were set, and the targets: ms of a step with roots
+# due and of one without.
+DISTRIBUTED_SHAMPOO_MS = (156.0, 15.6)
+TARGET_MS = (95.0, 12.0)
+
+
+def against_distributed_shampoo(report: Report, work: Workload, rounds: int) -> None:
+    """Blocks of 256, Adam grafting, averaged gradients, one thread."""
+    options = {"lr": 1e-3, "betas": (0.9, 0.999)}
+    ours = {"block_size": 256, "grafting": "adam", "eps": 1e-12, "preconditioner_1d": "full"}
+
+    def shampoo(update_freq: int) -> Callable:
+        return lambda ps: torchium.Shampoo(ps, update_freq=update_freq, **options, **ours)
+
+    with_roots, without = {"torchium": shampoo(1)}, {"torchium": shampoo(NEVER)}
+    try:
+        from distributed_shampoo import AdamPreconditionerConfig, DistributedShampoo
+    except ImportError:
+        report.skip(
+            "faster than Distributed Shampoo",
+            "put a copy of github.com/facebookresearch/optimizers on PYTHONPATH",
+        )
+    else:
+
+        def theirs(ps):
+            return DistributedShampoo(
+                ps,
+                **options,
+                epsilon=1e-12,
+                max_preconditioner_dim=256,
+                precondition_frequency=1,
+                start_preconditioning_step=1,
+                grafting_config=AdamPreconditionerConfig(beta2=0.999, epsilon=1e-8),
+            )
+
+        def theirs_without(ps):
+            optimizer = theirs(ps)
+            (group,) = optimizer.param_groups
+            optimizer.register_step_post_hook(
+                lambda *_: group.__setitem__("precondition_frequency", NEVER)
+            )
+            return optimizer
+
+        with_roots["Distributed Shampoo"] = theirs
+        without["Distributed Shampoo"] = theirs_without
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    due = step_times(work, with_roots, max(3, rounds // 3))
+    plain = step_times(work, without, 30)
+    torch.set_num_threads(threads)
+    regular = [i for i in range(30) if (i + 2) & (i + 1)]  # steps 2, 4, 8, ... are due
+    plain = {name: [seconds[i] for i in regular] for name, seconds in plain.items()}
+    report.table(
+        "MLP 784-512-512-10, blocks of 256, Adam grafting, one thread, ms",
+        ["optimizer", "roots due", "no roots"],
+        [[name, *medians(due[name], plain[name])] for name in due],
+    )
+    if len(due) > 1:
+        for what, t, theirs_ms, target_ms in zip(
+            ("with", "without"), (due, plain), DISTRIBUTED_SHAMPOO_MS, TARGET_MS, strict=True
+        ):
+            ratio = median_ratio(t["torchium"], t["Distributed Shampoo"])
+            target = round(target_ms / theirs_ms, 2)
+            report.check(f"step {what} roots due, one thread / Distributed Shampoo", ratio, target)
+
+
 def many_small_parameters(report: Report, rounds: int) -> None:
     shapes = {
         "1,000 matrices 8 x 8": [(8, 8)] * 1000,
@@ -280,6 +346,7 @@ def main() -> int:
     against_bare_products(report, work, arguments.rounds)
     many_small_parameters(report, arguments.rounds)
     against_others(report, work, arguments.rounds)
+    against_distributed_shampoo(report, work, arguments.rounds)
     return report.finish(result_file("shampoo_cpu", arguments))
 
 

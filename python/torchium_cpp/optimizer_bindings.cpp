@@ -37,6 +37,7 @@ using optim::NaturalGradientOptions;
 using optim::SecondOrderOptimizer;
 using optim::Shampoo;
 using optim::ShampooOptions;
+using torch::optim::AdamWOptions;
 using torch::optim::OptimizerParamGroup;
 using OptionDict = py::typing::Dict<py::str, py::object>;
 
@@ -157,6 +158,74 @@ OptionDict report_of(const NaturalGradient& optimizer) {
   return result;
 }
 
+// AdamWOptions with those of `values` that are AdamW's, which are moved out of it.
+AdamWOptions take_adamw_options(AdamWOptions base, py::dict& values) {
+  const auto take = [&](const char* name, auto& value) {
+    if (values.contains(name)) {
+      value = values.attr("pop")(name).template cast<std::decay_t<decltype(value)>>();
+    }
+  };
+  take("lr", base.lr());
+  take("betas", base.betas());
+  take("eps", base.eps());
+  take("weight_decay", base.weight_decay());
+  take("amsgrad", base.amsgrad());
+  return base;
+}
+
+// Options of dicts of parameter groups are AdamW's alone.
+std::unique_ptr<Shampoo> shampoo_from_adamw(const Groups& params,
+                                            const py::KWArgs<py::object>& hyperparameters) {
+  py::dict rest(hyperparameters);
+  const AdamWOptions defaults = take_adamw_options({}, rest);
+  with_options(ShampooOptions(), rest);  // raises for unknown names
+  std::vector<OptimizerParamGroup> groups;
+  const py::list items(params);
+  if (items.empty() || !py::isinstance<py::dict>(items[0])) {
+    groups.emplace_back(items.cast<std::vector<at::Tensor>>());
+  } else {
+    for (const auto& item : items) {
+      py::dict values = item.attr("copy")();
+      const auto tensors = values.attr("pop")("params").cast<std::vector<at::Tensor>>();
+      groups.emplace_back(tensors,
+                          std::make_unique<AdamWOptions>(take_adamw_options(defaults, values)));
+    }
+  }
+  return std::make_unique<Shampoo>(Shampoo::from_adamw(
+      groups, defaults,
+      [&](ShampooOptions& options) { options = with_options(std::move(options), rest); }));
+}
+
+py::typing::Dict<py::str, int64_t> memory_of(const optim::GroupMemory& group) {
+  py::typing::Dict<py::str, int64_t> result;
+  result["elements"] = group.elements;
+  result["parameters"] = group.parameters;
+  result["statistics"] = group.state.statistics;
+  result["roots"] = group.state.roots;
+  result["averages"] = group.state.averages;
+  result["grafting_second_moments"] = group.state.grafting_second_moments;
+  result["momentum_buffers"] = group.state.momentum_buffers;
+  result["diagonals"] = group.state.diagonals;
+  result["counters"] = group.state.counters;
+  result["temporaries"] = group.temporaries;
+  return result;
+}
+
+py::typing::List<py::typing::Dict<py::str, int64_t>> memory_report_of(const Shampoo& optimizer) {
+  const auto report = optimizer.memory_report();
+  py::typing::List<py::typing::Dict<py::str, int64_t>> result;
+  for (const auto& group : report.groups) {
+    result.append(memory_of(group));
+  }
+  return result;
+}
+
+std::string memory_table_of(const Shampoo& optimizer) {
+  std::ostringstream stream;
+  stream << optimizer.memory_report();
+  return stream.str();
+}
+
 template <typename Options>
 OptionDict options_of(const SecondOrderOptimizer& optimizer, size_t group) {
   OptionDict result;
@@ -259,6 +328,10 @@ void bind_optimizers(py::module_& module) {
       .def("load_bytes", &load_from_bytes, py::arg("data"));
 
   bind_optimizer<Shampoo, ShampooOptions>(optim, "Shampoo", "torchium::optim::Shampoo")
+      .def_static("from_adamw", &shampoo_from_adamw, py::arg("params"),
+                  "Takes the options of AdamW, and those of Shampoo except eps.")
+      .def("memory_report", &memory_report_of, "Bytes by kind, a dict for each group.")
+      .def("memory_table", &memory_table_of, "The same as C++ programs print it.")
       .def("update_preconditioners", &Shampoo::update_preconditioners, no_gil(),
            "Computes all roots from the statistics at once.")
       .def("sync_lr", &Shampoo::sync_lr, no_gil(),

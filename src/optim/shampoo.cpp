@@ -3,6 +3,7 @@
 #include "optim/group_step.h"
 #include "optim/option_checks.h"
 #include "optim/option_fields.h"
+#include "optim/shampoo_memory.h"
 #include "optim/shampoo_step.h"
 
 #include <cmath>
@@ -70,6 +71,29 @@ detail::ShampooState core_state(const ShampooOptions& o, const detail::GroupStep
   }
   state.status = step.status;
   return state;
+}
+
+// Bytes of the tensors that are there.
+StateMemory state_memory(const SecondOrderParamState& state) {
+  const std::pair<std::string, int64_t StateMemory::*> kinds[] = {
+      {"statistics", &StateMemory::statistics},
+      {"root_failures", &StateMemory::counters},
+      {"roots", &StateMemory::roots},
+      {"step", &StateMemory::counters},
+      {"diagonal", &StateMemory::diagonals},
+      {"exp_avg", &StateMemory::averages},
+      {"grafting_second_moment", &StateMemory::grafting_second_moments},
+      {"momentum_buffer", &StateMemory::momentum_buffers}};
+  StateMemory memory;
+  for (const auto& [key, tensor] : state.tensors()) {
+    const std::string name = key.substr(0, key.find('.'));  // "roots.0" -> "roots"
+    for (const auto& [kind, member] : kinds) {
+      if (name == kind) {
+        memory.*member += static_cast<int64_t>(tensor.nbytes());
+      }
+    }
+  }
+  return memory;
 }
 
 }  // namespace
@@ -172,6 +196,33 @@ void Shampoo::update_preconditioners() {
 }
 
 void Shampoo::sync_lr() { sync_learning_rates(); }
+
+MemoryReport Shampoo::memory_report() const {
+  MemoryReport report;
+  for (const auto& group : param_groups_) {
+    const auto h = hyperparameters(shampoo_options(group.options()), {});
+    GroupMemory memory;
+    std::vector<at::Tensor> counted;
+    std::vector<at::Tensor> planned;  // will have state
+    for (const auto& param : group.params()) {
+      const SecondOrderParamState* state = find_state(param);
+      if (state != nullptr) {
+        memory.state += state_memory(*state);
+      } else if (param.requires_grad()) {
+        planned.push_back(param);
+      } else {
+        continue;
+      }
+      counted.push_back(param);
+      memory.elements += param.numel();
+      memory.parameters += static_cast<int64_t>(param.nbytes());
+    }
+    memory.state += detail::shampoo_state_memory(h, planned);
+    memory.temporaries = detail::shampoo_step_temporaries(h, counted);
+    report.groups.push_back(memory);
+  }
+  return report;
+}
 
 int64_t Shampoo::max_root_failures(const Options& options) const {
   return shampoo_options(options).max_root_failures();

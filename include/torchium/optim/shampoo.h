@@ -3,11 +3,15 @@
 #pragma once
 
 #include "torchium/export.h"
+#include "torchium/optim/memory_report.h"
 #include "torchium/optim/stacked_optimizer.h"
 
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
 #include <torch/optim/optimizer.h>
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -66,6 +70,14 @@ struct TORCHIUM_API ShampooOptions
   TORCH_ARG(bool, capturable) = false;
 
  public:
+  /// What takes the place of AdamW: Adam is grafted, lr, betas and decoupled weight decay are kept,
+  /// grafting_eps is AdamW's eps and eps its square; beside them grafting = "adam",
+  /// relative_eps = 1e-5 and update_freq = 10, found by benchmarks/from_adamw.py.
+  /// Throws c10::ValueError for amsgrad = true and an eps below 0.
+  static ShampooOptions from_adamw(const torch::optim::AdamWOptions& adamw = {});
+  /// The same for Adam, whose weight decay is an L2 penalty.
+  static ShampooOptions from_adamw(const torch::optim::AdamOptions& adam);
+
   void serialize(torch::serialize::InputArchive& archive) override;
   void serialize(torch::serialize::OutputArchive& archive) const override;
   TORCHIUM_API friend bool operator==(const ShampooOptions& lhs, const ShampooOptions& rhs);
@@ -99,6 +111,28 @@ class TORCHIUM_API Shampoo : public StackedOptimizer {
                    ShampooOptions defaults = {});
   explicit Shampoo(std::vector<at::Tensor> params, ShampooOptions defaults = {});
 
+  /// Sets what from_adamw() shall not choose itself; called with the options of every group.
+  using AdjustOptions = std::function<void(ShampooOptions&)>;
+
+  /// The Shampoo that takes the place of `optimizer`: its parameter groups, with
+  /// ShampooOptions::from_adamw() of their options. Every block of a matrix takes a step of the
+  /// length that AdamW would take there; parameters of order 0 and 1 step as with AdamW. The state
+  /// starts fresh. `optimizer` is not changed, and must not be stepped any more.
+  ///
+  ///     auto optimizer = torchium::optim::Shampoo::from_adamw(
+  ///         adamw, [](auto& options) { options.update_freq(20); });
+  static Shampoo from_adamw(const torch::optim::AdamW& optimizer,
+                            const AdjustOptions& adjust = nullptr);
+  static Shampoo from_adamw(const torch::optim::Adam& optimizer,
+                            const AdjustOptions& adjust = nullptr);
+  /// The same for parameter groups, whose options, if any, are AdamWOptions or AdamOptions.
+  static Shampoo from_adamw(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+                            const torch::optim::AdamWOptions& defaults = {},
+                            const AdjustOptions& adjust = nullptr);
+  static Shampoo from_adamw(std::vector<at::Tensor> params,
+                            const torch::optim::AdamWOptions& defaults = {},
+                            const AdjustOptions& adjust = nullptr);
+
   /// Computes all roots from the statistics at once, whatever update_freq says. With
   /// capturable = true this is the only thing that changes them.
   void update_preconditioners();
@@ -106,6 +140,10 @@ class TORCHIUM_API Shampoo : public StackedOptimizer {
   /// With capturable = true a captured step reads its learning rate from a tensor on the device;
   /// this writes what the options say to it. Call it before a replay, after a change of lr.
   void sync_lr();
+
+  /// Bytes of the state, and of what a step allocates besides: for parameters that have state what
+  /// it takes, for the others that require a gradient what it will take. Allocates nothing.
+  MemoryReport memory_report() const;
 
  protected:
   void check_options(const Options& options) const override;

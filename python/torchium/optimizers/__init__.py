@@ -1,5 +1,8 @@
 """Optimizers: :class:`torch.optim.Optimizer` subclasses over the compiled core."""
 
+from ._memory import GroupMemory as GroupMemory
+from ._memory import MemoryReport as MemoryReport
+from ._memory import StateMemory as StateMemory
 from .adagrad import Adagrad
 from .kfac import KFAC
 from .natural_gradient import NaturalGradient

@@ -6,9 +6,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import Optimizer, ParamsT
 
+from ._adamw import adopt
 from ._base import StepArguments
+from ._memory import GroupMemory, MemoryReport, state_memory
 from ._monitor import refuse_capture
 from ._options import (
     Check,
@@ -195,6 +197,47 @@ class Shampoo(StackedOptimizer):
         }
         super().__init__(params, defaults)
 
+    @classmethod
+    def from_adamw(
+        cls, optimizer_or_params: Optimizer | ParamsT, **hyperparameters: Any
+    ) -> Shampoo:
+        """The Shampoo that takes the place of AdamW: same step lengths, better directions.
+
+        It grafts Adam and keeps AdamW's ``lr``, ``betas``, ``eps`` and decoupled weight decay, so
+        that learning rates and schedules that were right for AdamW are right here. Every block of a
+        matrix takes a step of the length that AdamW would take there; parameters of order 0 and 1, as
+        biases and norms are, step as with AdamW. Its other options were chosen by experiment
+        (``docs/choosing_and_tuning.md``) and may be given too. State starts fresh: the statistics
+        are those of no earlier step, and one step count serves all bias corrections.
+
+        Args:
+            optimizer_or_params (Optimizer or iterable): a :class:`torch.optim.AdamW`, or a
+                :class:`torch.optim.Adam`, whose weight decay is an L2 penalty: parameter groups are
+                taken over with all their options, names of parameters and keys of schedulers. It is
+                not changed, and must not be stepped any more. Or parameters, named parameters or
+                dicts of parameter groups, where ``eps`` and ``betas`` are AdamW's too.
+            **hyperparameters: AdamW's, unless an optimizer is given: ``lr`` (default: 1e-3),
+                ``betas`` (default: (0.9, 0.999)), ``eps`` (default: 1e-8), ``weight_decay``
+                (default: 1e-2), ``maximize``; ``foreach`` and ``fused`` say how PyTorch runs its own
+                step and are ignored. And all other options of :class:`Shampoo`, beside its defaults
+                here: ``grafting="adam"``, ``relative_eps=1e-5``, ``update_freq=10``. ``eps`` of
+                Shampoo becomes the square of AdamW's, ``grafting_eps`` is AdamW's ``eps``.
+                ``capturable`` is Shampoo's: it is not taken over from an optimizer, because roots
+                are then left to :meth:`update_preconditioners`.
+
+        Raises:
+            ValueError: ``amsgrad=True`` or ``differentiable=True``; another kind of optimizer; an
+                option of AdamW beside an optimizer; or as the constructor does.
+
+        Example:
+            >>> model = torch.nn.Linear(10, 2)
+            >>> optimizer = torchium.Shampoo.from_adamw(model.parameters(), lr=1e-3)
+            >>> adamw = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95))
+            >>> optimizer = torchium.Shampoo.from_adamw(adamw, update_freq=20)
+        """
+        params, options = adopt(optimizer_or_params, hyperparameters)
+        return cls(params, **options)
+
     @torch.no_grad()
     def update_preconditioners(self) -> None:
         """Computes the roots of all statistics now, whatever the schedule says.
@@ -214,6 +257,52 @@ class Shampoo(StackedOptimizer):
                 on_device = [p for p in params if p.device == device]
                 self._launch_update(index, group, device, on_device)
         self._raise_failures()
+
+    def memory_report(self) -> MemoryReport:
+        """Bytes of the state, and of what a step allocates besides.
+
+        Parameters that have state count with what it takes, the others that require a gradient with
+        what it will take. Nothing is allocated for that.
+
+        The ``temporaries`` of a step are an estimate, an upper bound on a CPU for contiguous
+        parameters: the gradients, their averages and the grafted directions in blocks, the
+        directions, and where roots are due six times the largest stack of statistics of one order
+        (eight for ``root_method="newton"``).
+
+        Returns:
+            A report whose ``groups`` and ``total`` hold the bytes by kind; ``print`` shows a table.
+
+        Example:
+            >>> print(torchium.Shampoo(model.parameters()).memory_report())
+        """
+        return MemoryReport(tuple(self._group_memory(group) for group in self.param_groups))
+
+    def _group_memory(self, group: dict[str, Any]) -> GroupMemory:
+        with_state = [p for p in group["params"] if self._has_state(p)]
+        planned = [p for p in group["params"] if not self._has_state(p) and p.requires_grad]
+        counted = with_state + planned
+        shapes = [p.detach().to("meta") for p in planned]
+        fresh = list(self._fresh_state(group, shapes).values())
+        buffers = [
+            {key: state_zeros(shape) for key in self._needed_buffers(group)} for shape in shapes
+        ]
+        return GroupMemory(
+            elements=sum(p.numel() for p in counted),
+            parameters=sum(p.nbytes for p in counted),
+            state=state_memory([*(self.state[p] for p in with_state), *fresh, *buffers]),
+            temporaries=torch.ops.torchium.shampoo_step_temporaries(
+                counted,
+                weight_decay=group["weight_decay"],
+                beta1=group["betas"][0],
+                decoupled_weight_decay=group["decoupled_weight_decay"],
+                block_size=group["block_size"],
+                merge_dims=group["merge_dims"],
+                preconditioner_1d=group["preconditioner_1d"],
+                grafting=group["grafting"],
+                root_method=group["root_method"],
+                maximize=group["maximize"],
+            ),
+        )
 
     def _launch_update(
         self, index: int, group: dict[str, Any], device: torch.device, params: list[Tensor]

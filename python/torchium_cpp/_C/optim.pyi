@@ -53,6 +53,18 @@ class Shampoo(SecondOrderOptimizer):
     def sync_lr(self) -> None:
         """Writes the learning rate to the tensor that captured steps read."""
 
+    @staticmethod
+    def from_adamw(
+        params: Iterable[Tensor] | Iterable[dict[str, Any]], **hyperparameters: Any
+    ) -> Shampoo:
+        """Takes the options of AdamW (alone, in dicts of groups) and those of Shampoo except eps."""
+
+    def memory_report(self) -> list[dict[str, int]]:
+        """Bytes by kind, a dict for each group."""
+
+    def memory_table(self) -> str:
+        """The same as C++ programs print it."""
+
 class Adagrad(SecondOrderOptimizer):
     """torchium::optim::Adagrad."""
 

@@ -1,0 +1,53 @@
+// How much memory an optimizer takes.
+#pragma once
+
+#include "torchium/export.h"
+
+#include <cstdint>
+#include <iosfwd>
+#include <vector>
+
+namespace torchium::optim {
+
+/// Bytes of the state of an optimizer, by kind.
+struct TORCHIUM_API StateMemory {
+  /// Second moments of the modes of each block.
+  int64_t statistics = 0;
+  /// The preconditioners in use.
+  int64_t roots = 0;
+  /// Averages of the gradients.
+  int64_t averages = 0;
+  /// Second moments of the grafted method.
+  int64_t grafting_second_moments = 0;
+  int64_t momentum_buffers = 0;
+  /// Diagonal statistics of the parameters of order 0 and 1.
+  int64_t diagonals = 0;
+  /// Step counts and counts of failed roots.
+  int64_t counters = 0;
+
+  int64_t total() const;
+  StateMemory& operator+=(const StateMemory& other);
+};
+
+/// Memory of a parameter group, or of all.
+struct TORCHIUM_API GroupMemory {
+  /// Numbers in the parameters that are counted.
+  int64_t elements = 0;
+  /// Bytes of these parameters.
+  int64_t parameters = 0;
+  StateMemory state;
+  /// Bytes that a step allocates and frees again, at most, as Shampoo::memory_report() estimates
+  /// them. Groups step one after the other: of all groups it is the largest.
+  int64_t temporaries = 0;
+};
+
+/// Memory of an optimizer. `<<` writes a table with one column a group.
+struct TORCHIUM_API MemoryReport {
+  std::vector<GroupMemory> groups;
+
+  /// Of all groups together.
+  GroupMemory total() const;
+  TORCHIUM_API friend std::ostream& operator<<(std::ostream& stream, const MemoryReport& report);
+};
+
+}  // namespace torchium::optim

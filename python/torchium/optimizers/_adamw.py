@@ -1,0 +1,104 @@
+"""What Shampoo takes over from AdamW, and what it adds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from ._options import number
+
+# Shampoo's own options where the caller says nothing else, found by benchmarks/from_adamw.py.
+# C++ has the same in src/optim/from_adamw.cpp.
+OPTIONS_BESIDE_ADAMW: dict[str, Any] = {
+    "grafting": "adam",
+    "relative_eps": 1e-5,
+    "update_freq": 10,
+}
+ADAMW_DEFAULTS: dict[str, Any] = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 1e-2,
+    "decoupled_weight_decay": True,
+}
+# How PyTorch runs its own step; without a meaning for ours.
+_IMPLEMENTATION = ("foreach", "fused")
+# What an AdamW instance says itself. Its `capturable` is not taken over: see Shampoo.from_adamw.
+_OF_THE_INSTANCE = (
+    *ADAMW_DEFAULTS,
+    *_IMPLEMENTATION,
+    "amsgrad",
+    "maximize",
+    "differentiable",
+)
+
+
+def adopt(
+    optimizer_or_params: Optimizer | ParamsT, hyperparameters: Mapping[str, Any]
+) -> tuple[ParamsT, dict[str, Any]]:
+    """The parameter groups and the default options of the Shampoo that takes over."""
+    if not isinstance(optimizer_or_params, Optimizer):
+        return _groups_of_params(optimizer_or_params), {
+            **OPTIONS_BESIDE_ADAMW,
+            **shampoo_options({**ADAMW_DEFAULTS, **hyperparameters}),
+        }
+    if not isinstance(optimizer_or_params, torch.optim.Adam):  # AdamW is a subclass
+        raise ValueError(
+            "optimizer_or_params must be a torch.optim.AdamW or torch.optim.Adam, or parameters, "
+            f"got {type(optimizer_or_params).__name__}"
+        )
+    known = sorted(name for name in hyperparameters if name in _OF_THE_INSTANCE)
+    if known:
+        raise ValueError(
+            f"{known[0]}={hyperparameters[known[0]]!r} cannot be given beside an optimizer, which "
+            "has its own; set it in the param_groups of either optimizer, or pass parameters"
+        )
+    options = {**OPTIONS_BESIDE_ADAMW, **hyperparameters}
+    groups = [
+        {**shampoo_options({**group, "capturable": False}), **hyperparameters}
+        | {"params": list(group["params"])}
+        for group in optimizer_or_params.param_groups
+    ]
+    defaults = shampoo_options({**optimizer_or_params.defaults, "capturable": False})
+    return groups, {**defaults, **options}
+
+
+def shampoo_options(adamw: Mapping[str, Any]) -> dict[str, Any]:
+    """Shampoo's options for those of AdamW; all others are left as they are.
+
+    Raises ValueError for what Shampoo cannot do.
+    """
+    options = {key: value for key, value in adamw.items() if key not in _IMPLEMENTATION}
+    if options.pop("amsgrad", False):
+        raise ValueError("amsgrad=True is not supported by Shampoo; use amsgrad=False")
+    if options.pop("differentiable", False):
+        raise ValueError(
+            "differentiable=True is not supported: no gradient flows through a step of Shampoo"
+        )
+    if "betas" in options:
+        options["betas"] = _plain_numbers(options["betas"])
+    if "eps" in options:
+        eps = number(0.0)("eps", options["eps"])
+        # (a + eps^2)^(-1/2) of the diagonal rule is close to Adam's 1 / (sqrt(a) + eps).
+        options["eps"] = eps * eps
+        options.setdefault("grafting_eps", eps)
+    return options
+
+
+def _groups_of_params(params: ParamsT) -> ParamsT:
+    """Groups whose own options are AdamW's become groups with Shampoo's."""
+    if isinstance(params, Tensor) or not isinstance(params, Iterable):
+        return params  # torch's own message is clear
+    items: list[Any] = [shampoo_options(p) if isinstance(p, dict) else p for p in params]
+    return items
+
+
+def _plain_numbers(betas: Any) -> Any:
+    """Tensors with one element, which torch's own optimizers take too, as numbers."""
+    if not isinstance(betas, (tuple, list)):
+        return betas
+    return tuple(beta.item() if isinstance(beta, Tensor) else beta for beta in betas)

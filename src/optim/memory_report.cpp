@@ -1,0 +1,120 @@
+#include "torchium/optim/memory_report.h"
+
+#include <algorithm>
+#include <functional>
+#include <iomanip>
+#include <ostream>
+#include <sstream>
+#include <string>
+#include <vector>
+
+namespace torchium::optim {
+namespace {
+
+struct Row {
+  const char* name;
+  std::function<int64_t(const GroupMemory&)> bytes;
+};
+
+const std::vector<Row>& rows() {
+  static const std::vector<Row> all{
+      {"parameters", [](const auto& g) { return g.parameters; }},
+      {"statistics", [](const auto& g) { return g.state.statistics; }},
+      {"roots", [](const auto& g) { return g.state.roots; }},
+      {"averages", [](const auto& g) { return g.state.averages; }},
+      {"grafting second moments", [](const auto& g) { return g.state.grafting_second_moments; }},
+      {"momentum buffers", [](const auto& g) { return g.state.momentum_buffers; }},
+      {"diagonals", [](const auto& g) { return g.state.diagonals; }},
+      {"counters", [](const auto& g) { return g.state.counters; }},
+      {"state", [](const auto& g) { return g.state.total(); }},
+      {"temporaries of a step", [](const auto& g) { return g.temporaries; }},
+  };
+  return all;
+}
+
+// "1234567" -> "1,234,567"
+std::string with_commas(int64_t value) {
+  const std::string digits = std::to_string(value);
+  std::string result;
+  for (size_t i = 0; i < digits.size(); ++i) {
+    if (i > 0 && (digits.size() - i) % 3 == 0) {
+      result += ',';
+    }
+    result += digits[i];
+  }
+  return result;
+}
+
+std::string one_decimal(double value) {
+  std::ostringstream stream;
+  stream << std::fixed << std::setprecision(1) << value;
+  return stream.str();
+}
+
+}  // namespace
+
+int64_t StateMemory::total() const {
+  return statistics + roots + averages + grafting_second_moments + momentum_buffers + diagonals +
+         counters;
+}
+
+StateMemory& StateMemory::operator+=(const StateMemory& other) {
+  statistics += other.statistics;
+  roots += other.roots;
+  averages += other.averages;
+  grafting_second_moments += other.grafting_second_moments;
+  momentum_buffers += other.momentum_buffers;
+  diagonals += other.diagonals;
+  counters += other.counters;
+  return *this;
+}
+
+GroupMemory MemoryReport::total() const {
+  GroupMemory sum;
+  for (const auto& group : groups) {
+    sum.elements += group.elements;
+    sum.parameters += group.parameters;
+    sum.state += group.state;
+    sum.temporaries = std::max(sum.temporaries, group.temporaries);
+  }
+  return sum;
+}
+
+std::ostream& operator<<(std::ostream& stream, const MemoryReport& report) {
+  std::vector<std::vector<std::string>> table{{"bytes"}};  // lines of cells
+  for (const auto& row : rows()) {
+    table.push_back({row.name});
+  }
+  table.push_back({"state, bytes a number"});
+  const auto add_column = [&](const std::string& name, const GroupMemory& group) {
+    auto line = table.begin();
+    (line++)->push_back(name);
+    for (const auto& row : rows()) {
+      (line++)->push_back(with_commas(row.bytes(group)));
+    }
+    line->push_back(group.elements == 0 ? "-"
+                                        : one_decimal(static_cast<double>(group.state.total()) /
+                                                      static_cast<double>(group.elements)));
+  };
+  for (size_t i = 0; i < report.groups.size(); ++i) {
+    add_column("group " + std::to_string(i), report.groups[i]);
+  }
+  add_column("total", report.total());
+  std::vector<size_t> widths(table.front().size(), 0);
+  for (const auto& line : table) {
+    for (size_t i = 0; i < line.size(); ++i) {
+      widths[i] = std::max(widths[i], line[i].size());
+    }
+  }
+  for (size_t row = 0; row < table.size(); ++row) {
+    std::ostringstream line;
+    line << std::left << std::setw(static_cast<int>(widths[0])) << table[row][0] << std::right;
+    for (size_t i = 1; i < widths.size(); ++i) {
+      line << "  " << std::setw(static_cast<int>(widths[i])) << table[row][i];
+    }
+    stream << line.str() << (row + 1 < table.size() ? "\n" : "");
+  }
+  return stream;
+}
+
+}  // namespace torchium::optim

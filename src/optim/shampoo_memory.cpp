@@ -1,0 +1,150 @@
+#include "optim/shampoo_memory.h"
+
+#include "linalg/stack_groups.h"
+#include "optim/blocking.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <map>
+#include <vector>
+
+namespace torchium::optim::detail {
+namespace {
+
+// Stacks without memory, whose sizes and dtypes are those that init_state would make.
+MatrixStacks planned_stacks(const ShampooHyperparameters& h, at::TensorList params) {
+  std::vector<at::Tensor> shapes;
+  for (const auto& param : params) {
+    shapes.push_back(at::empty(param.sizes(), param.options().device(at::kMeta)));
+  }
+  return shampoo_init_state(shapes, h.block_size, h.merge_dims, h.preconditioner_1d);
+}
+
+int64_t total_bytes(const std::vector<at::Tensor>& tensors) {
+  int64_t bytes = 0;
+  for (const auto& tensor : tensors) {
+    bytes += static_cast<int64_t>(tensor.nbytes());
+  }
+  return bytes;
+}
+
+int64_t state_bytes(const at::Tensor& param) {  // of one tensor of the parameter's shape
+  return param.numel() * static_cast<int64_t>(c10::elementSize(state_dtype(param)));
+}
+
+bool is_diagonal(const ShampooHyperparameters& h, const at::Tensor& param) {
+  return has_diagonal_preconditioner(param.sizes(), h.block_size, h.merge_dims,
+                                     h.preconditioner_1d);
+}
+
+bool uses_second_moment(const ShampooHyperparameters& h) {
+  return h.grafting.has_value() && *h.grafting != "sgd";
+}
+
+// Whether a step reads the gradient where it lies, instead of a changed copy.
+bool uses_gradient_itself(const ShampooHyperparameters& h, const at::Tensor& param) {
+  return !h.maximize && (h.weight_decay == 0.0 || h.decoupled_weight_decay) &&
+         param.scalar_type() == state_dtype(param);
+}
+
+// All blocks of one shape of a group.
+struct BatchMemory {
+  int64_t count = 0;
+  int64_t bytes = 0;           // of all
+  bool one_parameter = false;  // a single block, which is a whole parameter: nothing is packed
+  int64_t unpacked = 0;        // what is kept then
+};
+
+// What the gradients become lives until the end of a step: g, its average m and the grafted
+// direction f, in blocks, and again in the parameter's shape where that is cut; the direction d of
+// a diagonal.
+struct GradientMemory {
+  int64_t kept = 0;  // without the blocks
+  int64_t largest_diagonal = 0;
+  std::map<std::vector<int64_t>, BatchMemory> batches;
+};
+
+GradientMemory gradient_memory(const ShampooHyperparameters& h, at::TensorList params) {
+  GradientMemory memory;
+  const int64_t derived = (h.beta1 > 0.0) + uses_second_moment(h);  // m and f
+  for (const auto& param : params) {
+    const int64_t bytes = state_bytes(param);
+    const int64_t own = derived + (uses_gradient_itself(h, param) ? 0 : 1);
+    if (is_diagonal(h, param)) {
+      memory.kept += (own + 1) * bytes;
+      memory.largest_diagonal = std::max(memory.largest_diagonal, bytes);
+      continue;
+    }
+    const Blocking blocking =
+        make_blocking(merged_dims(param.sizes(), h.block_size, h.merge_dims), h.block_size);
+    for (const auto& shape : blocking.shapes) {
+      BatchMemory& batch = memory.batches[shape.sizes];
+      batch.one_parameter = batch.count == 0 && blocking.is_one_block();
+      batch.count += shape.count();
+      batch.bytes += shape.count() * c10::multiply_integers(shape.sizes) *
+                     static_cast<int64_t>(c10::elementSize(state_dtype(param)));
+      batch.unpacked = own * bytes;
+    }
+    if (!blocking.is_one_block()) {
+      memory.kept += own * bytes;
+    }
+  }
+  return memory;
+}
+
+// A root by eigenvectors needs six tensors of the size of its matrices at once: two of the input
+// with its bias correction, its symmetric part, eigenvectors, scaled eigenvectors, the result. The
+// coupled iteration keeps eight, and "auto" takes it on a CPU for small matrices alone. Besides
+// there are a few float64 vectors, of eigenvalues above all.
+int64_t root_temporaries(const ShampooHyperparameters& h, at::TensorList params) {
+  constexpr int64_t kBytesOfVectors = 5 * sizeof(double);  // a row
+  const int64_t copies = h.root_method == "newton" ? 8 : 6;
+  const auto statistics = planned_stacks(h, params).statistics;
+  int64_t largest = 0;
+  for (const auto& group : linalg::detail::group_by_order(statistics)) {
+    int64_t bytes = 0;
+    for (const size_t i : group) {
+      const at::Tensor& stack = statistics[i];
+      bytes += copies * static_cast<int64_t>(stack.nbytes()) +
+               stack.size(0) * stack.size(1) * kBytesOfVectors;
+    }
+    largest = std::max(largest, bytes);
+  }
+  return largest;
+}
+
+}  // namespace
+
+StateMemory shampoo_state_memory(const ShampooHyperparameters& h, at::TensorList params) {
+  const MatrixStacks stacks = planned_stacks(h, params);
+  StateMemory memory;
+  memory.statistics = total_bytes(stacks.statistics);
+  memory.roots = total_bytes(stacks.roots);
+  memory.counters = total_bytes(stacks.root_failures);
+  for (const auto& param : params) {
+    const int64_t bytes = state_bytes(param);
+    memory.counters += static_cast<int64_t>(c10::elementSize(at::kFloat));
+    memory.diagonals += is_diagonal(h, param) ? bytes : 0;
+    memory.averages += h.beta1 > 0.0 ? bytes : 0;
+    memory.grafting_second_moments += uses_second_moment(h) ? bytes : 0;
+    memory.momentum_buffers += h.momentum > 0.0 ? bytes : 0;
+  }
+  return memory;
+}
+
+int64_t shampoo_step_temporaries(const ShampooHyperparameters& h, at::TensorList params) {
+  GradientMemory memory = gradient_memory(h, params);
+  const int64_t packed = 1 + (h.beta1 > 0.0) + uses_second_moment(h);  // g, m and f
+  int64_t directions = 0;
+  int64_t largest_batch = 0;
+  for (const auto& [sizes, batch] : memory.batches) {
+    memory.kept += batch.one_parameter ? batch.unpacked : packed * batch.bytes;
+    directions += batch.bytes;
+    largest_batch = std::max(largest_batch, batch.bytes);
+  }
+  return memory.kept + std::max({2 * memory.largest_diagonal, root_temporaries(h, params),
+                                 directions + largest_batch});
+}
+
+}  // namespace torchium::optim::detail

@@ -1,0 +1,151 @@
+"""Shampoo.memory_report against the tensors that there are, and what a step allocates."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torchium
+from optimizer_cases import set_gradients
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+SHAPES = ((40, 24), (24,), (), (16, 8, 3, 3), (40, 24), (7, 1), (6, 5, 4), (0, 3))
+CASES = {
+    "defaults": {},
+    "cut": {"block_size": 16, "merge_dims": False},
+    "everything": {
+        "block_size": 16,
+        "betas": (0.9, 0.99),
+        "momentum": 0.9,
+        "grafting": "adam",
+        "preconditioner_1d": "full",
+    },
+    "sgd": {"grafting": "sgd", "betas": (0.9, 1.0)},
+}
+cases = pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in SHAPES]
+
+
+def stepped(optimizer: torchium.Shampoo) -> torchium.Shampoo:
+    set_gradients([p for group in optimizer.param_groups for p in group["params"]], 0)
+    optimizer.step()
+    return optimizer
+
+
+def real_bytes(optimizer: torchium.Shampoo, *keys: str) -> int:
+    return sum(
+        value.nbytes
+        for state in optimizer.state.values()
+        for key, value in state.items()
+        if not keys or key.split(".")[0] in keys
+    )
+
+
+@cases
+@dtypes
+def test_is_the_size_of_the_state(options, dtype):
+    optimizer = torchium.Shampoo(parameters(dtype), **options)
+    planned = optimizer.memory_report()
+    assert not optimizer.state
+    report = stepped(optimizer).memory_report()
+    assert report == planned
+    state = report.total.state
+    assert state.total == real_bytes(optimizer)
+    assert state.statistics == real_bytes(optimizer, "statistics") > 0
+    assert state.roots == real_bytes(optimizer, "roots") == state.statistics
+    assert state.averages == real_bytes(optimizer, "exp_avg")
+    assert state.grafting_second_moments == real_bytes(optimizer, "grafting_second_moment")
+    assert state.momentum_buffers == real_bytes(optimizer, "momentum_buffer")
+    assert state.diagonals == real_bytes(optimizer, "diagonal")
+    assert state.counters == real_bytes(optimizer, "step", "root_failures") > 0
+
+
+def test_groups_and_total():
+    params = parameters()
+    optimizer = torchium.Shampoo(
+        [{"params": params[:3]}, {"params": params[3:], "grafting": "adam"}], block_size=16
+    )
+    first, second = optimizer.memory_report().groups
+    total = optimizer.memory_report().total
+    assert first.elements == 40 * 24 + 24 + 1
+    assert first.parameters == 4 * first.elements
+    assert first.state.grafting_second_moments == 0
+    assert second.state.grafting_second_moments == second.parameters
+    assert total.state == first.state + second.state
+    assert total.temporaries == max(first.temporaries, second.temporaries)
+
+
+def test_counts_parameters_that_have_or_may_get_a_gradient():
+    trained, late, frozen = (nn.Parameter(torch.ones(8, 8)) for _ in range(3))
+    frozen.requires_grad_(False)
+    optimizer = torchium.Shampoo([trained, late, frozen])
+    set_gradients([trained], 0)
+    optimizer.step()
+    one = torchium.Shampoo([nn.Parameter(torch.ones(8, 8))]).memory_report().total
+    total = optimizer.memory_report().total
+    assert total.elements == 2 * one.elements
+    assert total.state.total == 2 * one.state.total
+    trained.requires_grad_(False)  # its state is still there
+    assert optimizer.memory_report().total == total
+
+
+def test_allocates_nothing():
+    optimizer = torchium.Shampoo([nn.Parameter(torch.empty(1 << 20, 1 << 11, device="meta"))])
+    total = optimizer.memory_report().total
+    # 1024 x 2 blocks of 1024 x 1024 with two statistics and two roots each
+    assert total.state.statistics == total.state.roots == 1024 * 2 * 2 * 1024 * 1024 * 4
+
+
+def test_table():
+    optimizer = torchium.Shampoo(
+        [{"params": [nn.Parameter(torch.ones(20, 10))]}, {"params": [nn.Parameter(torch.ones(5))]}]
+    )
+    lines = str(optimizer.memory_report()).splitlines()
+    assert lines[0].split() == ["bytes", "group", "0", "group", "1", "total"]
+    assert lines[2].split() == ["statistics", "2,000", "0", "2,000"]
+    assert lines[-1].split() == ["state,", "bytes", "a", "number", "20.1", "4.8", "19.7"]
+    assert len({len(line) for line in lines}) == 1
+    empty = torchium.Shampoo([nn.Parameter(torch.ones(2), requires_grad=False)]).memory_report()
+    assert str(empty).splitlines()[-1].split()[-1] == "-"
+
+
+def peak_of_a_step(optimizer: torchium.Shampoo) -> int:
+    """Bytes that a step has allocated at its peak beyond what it found."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        optimizer.step()
+    events = profiler.profiler.kineto_results.events()
+    memory = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    peak = current = 0
+    for _, nbytes in memory:
+        current += nbytes
+        peak = max(peak, current)
+    return peak
+
+
+MLP = ((512, 784), (512,), (512, 512), (512,), (10, 512), (10,))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options"),
+    [
+        (MLP, {}),
+        (MLP, {"block_size": 256, "grafting": "adam", "betas": (0.9, 0.999)}),
+        (MLP, {"block_size": 128, "weight_decay": 0.1, "update_freq": 10**6}),
+        (((256, 256),) * 4, {"betas": (0.9, 0.99), "grafting": "adam", "root_method": "newton"}),
+        (((1 << 16,), (100,)), {"betas": (0.9, 0.99), "grafting": "adam"}),
+        (((64, 3, 7, 7), (128, 64, 3, 3), (128,)), {"betas": (0.9, 0.99), "grafting": "adam"}),
+    ],
+)
+def test_temporaries_bound_what_a_step_allocates(shapes, options):
+    optimizer = torchium.Shampoo([nn.Parameter(torch.ones(shape)) for shape in shapes], **options)
+    stepped(optimizer)
+    params = optimizer.param_groups[0]["params"]
+    optimizer.param_groups[0]["update_freq"] = options.get("update_freq", 2)
+    set_gradients(params, 1)
+    peak = peak_of_a_step(optimizer)
+    assert peak > 0
+    assert 0.6 <= peak / optimizer.memory_report().total.temporaries <= 1.0
