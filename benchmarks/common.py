@@ -70,8 +70,14 @@ class Report:
         print(text, flush=True)
         self.lines.append(text)
 
-    def table(self, title: str, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        body = tabulate(rows, headers, tablefmt="github", floatfmt=".3g")
+    def table(
+        self,
+        title: str,
+        headers: Sequence[str],
+        rows: Sequence[Sequence[object]],
+        floatfmt: str = ".3g",
+    ) -> None:
+        body = tabulate(rows, headers, tablefmt="github", floatfmt=floatfmt)
         self.write(f"\n## {title}\n\n{body}\n")
 
     def check(self, what: str, ratio: float, at_most: float) -> None:

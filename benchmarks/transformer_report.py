@@ -1,0 +1,140 @@
+"""Tables and the plot of the runs of the character Transformer."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from common import Report
+from transformer_training import Run
+
+BASELINE = "AdamW"
+CHECKED = "Shampoo-10"
+MOST_STEPS = 0.6  # of AdamW's, until AdamW's final loss
+MOST_SECONDS = 0.85
+MOST_OPTIMIZER_MS = 3.0
+
+
+def best_lr(runs: Sequence[Run], optimizer: str) -> float | None:
+    """The learning rate with the lowest final validation loss among runs of one seed."""
+    tried = [run for run in runs if run.optimizer == optimizer]
+    return min(tried, key=lambda run: run.final).lr if tried else None
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """Mean and half the range: three runs are too few for a deviation."""
+    half = (max(values) - min(values)) / 2
+    return f"{statistics.mean(values):.{digits}f} ± {half:.{digits}f}"
+
+
+def grid_table(report: Report, runs: Sequence[Run], names: Sequence[str]) -> None:
+    rates = sorted({run.lr for run in runs})
+    rows, at_edge = [], []
+    for name in names:
+        losses = {run.lr: run.final for run in runs if run.optimizer == name}
+        if not losses:
+            continue
+        rows.append([name, *(losses.get(lr) for lr in rates)])
+        best = min(losses, key=lambda lr: losses[lr])
+        if best in (min(losses), max(losses)):
+            at_edge.append(name)
+    report.table(
+        "Final validation loss for each learning rate, one seed",
+        ["optimizer", *(f"{lr:g}" for lr in rates)],
+        rows,
+        ".5g",
+    )
+    if at_edge:
+        report.write(f"Best at an end of its grid: {', '.join(at_edge)}.")
+
+
+def crossings(runs: Sequence[Run], loss: float) -> list[tuple[float, float]] | None:
+    """Steps and seconds to `loss` of every run; None if one of them does not get there."""
+    found = [run.first_below(loss) for run in runs]
+    return None if None in found else [pair for pair in found if pair is not None]
+
+
+def comparison(report: Report, final: dict[str, list[Run]]) -> None:
+    """`final`: the runs of each optimizer at its best learning rate, one for each seed."""
+    baseline = final.get(BASELINE)
+    if not baseline:
+        report.skip(f"comparison with {BASELINE}", "no run of it")
+        return
+    target = statistics.mean(run.final for run in baseline)
+    steps = statistics.mean(run.steps[-1] for run in baseline)
+    seconds = statistics.mean(run.seconds[-1] for run in baseline)
+    rows = []
+    for name, runs in final.items():
+        optimizer_ms = statistics.mean(statistics.mean(run.optimizer_ms) for run in runs)
+        step_ms = statistics.mean(1e3 * run.seconds[-1] / run.steps[-1] for run in runs)
+        row = [name, runs[0].lr, len(runs)]
+        row += [spread([min(run.validation_losses) for run in runs], 4)]
+        row += [spread([run.final for run in runs], 4)]
+        row += [spread([run.train_losses[-1] for run in runs], 4)]
+        ends = [(float(run.steps[-1]), run.seconds[-1]) for run in runs]
+        reached = ends if name == BASELINE else crossings(runs, target)
+        what = f"{name}: {{}} to {BASELINE}'s final loss / {BASELINE}'s"
+        if reached is None:
+            row += ["-"] * 4
+            if name == CHECKED:
+                report.check(what.format("steps"), float("inf"), MOST_STEPS)
+                report.check(what.format("seconds"), float("inf"), MOST_SECONDS)
+        else:
+            to_steps, to_seconds = ([pair[i] for pair in reached] for i in (0, 1))
+            ratios = (statistics.mean(to_steps) / steps, statistics.mean(to_seconds) / seconds)
+            row += [spread(to_steps, 0), spread(to_seconds, 2), *(f"{r:.3f}" for r in ratios)]
+            if name == CHECKED:
+                report.check(what.format("steps"), ratios[0], MOST_STEPS)
+                report.check(what.format("seconds"), ratios[1], MOST_SECONDS)
+        if name == CHECKED:
+            what = f"{name}: ms of optimizer a step / {MOST_OPTIMIZER_MS:g}"
+            report.check(what, optimizer_ms / MOST_OPTIMIZER_MS, 1.0)
+        rows.append([*row, step_ms, optimizer_ms])
+    headers = ["optimizer", "lr", "seeds", "best validation loss", "final", "final training loss"]
+    headers += [f"{what} to {target:.4f}" for what in ("steps", "seconds")]
+    headers += ["steps / AdamW's", "seconds / AdamW's", "ms a step", "of it the optimizer"]
+    report.table(
+        f"At the best learning rate; {BASELINE} ends at {target:.4f}", headers, rows, ".4g"
+    )
+
+
+def mean_curve(
+    runs: Sequence[Run], axis: Callable[[Run], list[float]]
+) -> tuple[list[float], list[list[float]]]:
+    """Means of an axis, and the losses of all runs, at every record that all of them have."""
+    axes = zip(*(axis(run) for run in runs), strict=False)
+    losses = zip(*(run.validation_losses for run in runs), strict=False)
+    return [statistics.mean(values) for values in axes], [list(values) for values in losses]
+
+
+def draw(final: dict[str, list[Run]], path: Path) -> None:
+    """Validation loss against steps and against seconds: means and ranges over the seeds."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # draws without a display
+    from matplotlib import pyplot as plt
+
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True)
+    axes = (
+        ("steps", lambda run: [float(step) for step in run.steps]),
+        ("seconds of training", lambda run: run.seconds),
+    )
+    for panel, (label, axis) in zip(panels, axes, strict=True):
+        for name, runs in final.items():
+            x, losses = mean_curve(runs, axis)
+            line = panel.plot(x, list(map(statistics.mean, losses)), label=name, linewidth=1.4)[0]
+            low, high = list(map(min, losses)), list(map(max, losses))
+            panel.fill_between(x, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+        if BASELINE in final:
+            target = statistics.mean(run.final for run in final[BASELINE])
+            panel.axhline(target, color="grey", linewidth=0.8, linestyle=":")
+            panel.set_ylim(top=2 * target)
+        panel.set(xlabel=label)
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("validation loss, nats a character")
+    panels[1].legend(frameon=False)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

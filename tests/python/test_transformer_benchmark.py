@@ -1,0 +1,125 @@
+"""The benchmark on the character Transformer, on the CPU with a tiny model, and its text."""
+
+from __future__ import annotations
+
+import io
+import json
+import lzma
+import math
+import random
+import struct
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+NAMES = ("AdamW", "Muon", "Shampoo-1", "Shampoo-10", "Shampoo-100")
+sys.path.insert(0, str(FOLDER))
+
+import bible_text  # noqa: E402
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, FOLDER / "transformer.py", "--device", "cpu", "--tiny", *arguments]
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True)
+
+
+def test_a_tiny_run_in_two_parts_writes_its_tables_and_its_plot(tmp_path: Path) -> None:
+    pytest.importorskip("tabulate")
+    pytest.importorskip("matplotlib")
+    common = ["--runs", tmp_path / "runs", "--grid", "1e-3", "1e-2", "--seeds", "1", "2"]
+    first = run(*common, "--optimizers", "AdamW", "Muon")
+    assert first.returncode == 0, first.stderr
+    tables, plot = tmp_path / "tables.md", tmp_path / "curves.png"
+    second = run(*common, "--save", tables, "--plot", plot)
+    assert second.returncode == 0, second.stderr
+    assert "AdamW, lr" not in second.stdout  # known already
+    parts = sorted((tmp_path / "runs").glob("*.json"))
+    runs = [run for part in parts for run in json.loads(part.read_text())]
+    assert len(parts) == 2
+    assert len(runs) == len(NAMES) * 4
+    for values in runs:
+        assert values["steps"] == [4, 8, 12]
+        assert len(values["optimizer_ms"]) == 12
+        for key in ("seconds", "train_losses", "validation_losses", "optimizer_ms"):
+            assert all(math.isfinite(value) and value > 0 for value in values[key])
+        assert values["validation_losses"][-1] < math.log(256)
+    text = tables.read_text()
+    for name in NAMES:
+        assert text.count(f"| {name} ") == 2  # the grid and the comparison
+    assert "Shampoo-10: seconds to AdamW's final loss / AdamW's" in text
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def compressed(text: bytes) -> bytes:
+    """What Unix's compress makes of a text, without its header; the table is emptied once."""
+    bits: list[int] = []
+
+    def emit(code: int, width: int) -> None:
+        bits.extend(code >> i & 1 for i in range(width))
+
+    def restarted() -> tuple[dict[bytes, int], int]:
+        return {bytes([i]): i for i in range(256)}, 257
+
+    table, free = restarted()
+    width, start, string, cleared = 9, 0, b"", False
+    for position in range(len(text)):
+        character = text[position : position + 1]
+        if string + character in table:
+            string += character
+            continue
+        emit(table[string], width)
+        table[string + character] = free
+        free += 1
+        string = character
+        if free > 1 << width:  # the reader is one entry behind
+            width += 1
+            start = len(bits)
+        if not cleared and position > len(text) // 2:
+            emit(bible_text.CLEAR, width)
+            bits.extend([0] * (-(len(bits) - start) % (8 * width)))
+            (table, free), width, start, cleared = restarted(), 9, len(bits), True
+    emit(table[string], width)
+    bits.extend([0] * (-len(bits) % 8))
+    octets = (bits[i : i + 8] for i in range(0, len(bits), 8))
+    return bytes(sum(bit << i for i, bit in enumerate(octet)) for octet in octets)
+
+
+def package_of(text: bytes, window: int) -> bytes:
+    """A .deb that holds `text` as bible-kjv-text does, in windows of that many bytes."""
+    windows = [compressed(text[i : i + window]) for i in range(0, len(text), window)]
+    starts = [0x5C + 4 * (len(windows) + 1)]
+    for part in windows:
+        starts.append(starts[-1] + len(part))
+    header = bytes(0x58) + struct.pack(f">{len(starts) + 1}I", len(windows), *starts)
+    data = header + b"".join(windows)
+    tar = io.BytesIO()
+    with tarfile.open(fileobj=tar, mode="w") as archive:
+        member = tarfile.TarInfo(bible_text.MEMBER)
+        member.size = len(data)
+        archive.addfile(member, io.BytesIO(data))
+    package = b"!<arch>\n"
+    for name, content in (
+        ("debian-binary", b"2.0"),
+        ("data.tar.xz", lzma.compress(tar.getvalue())),
+    ):
+        package += f"{name:16}{0:12}{0:6}{0:6}{'100644':8}{len(content):10}`\n".encode()
+        package += content + b"\n" * (len(content) % 2)
+    return package
+
+
+def test_the_text_is_read_from_a_package() -> None:
+    generator = random.Random(0)
+    words = [bytes(generator.choices(b"abcdefgh", k=generator.randint(1, 9))) for _ in range(500)]
+    verses = b" ".join(generator.choices(words, k=20_000))
+    data = bible_text.unpacked(package_of(b"An edition.\n" + verses, 1 << 15))
+    assert bible_text.decoded(data) == verses
+
+
+def test_another_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / bible_text.TEXT_NAME).write_bytes(b"Ge1:1 In the beginning")
+    with pytest.raises(FileNotFoundError, match=r"bible-kjv\.txt holds another text"):
+        bible_text.load_bible(tmp_path)
