@@ -49,11 +49,14 @@ def test_a_tiny_run_writes_all_rows(tmp_path: Path) -> None:
             captured = rows["torchium Shampoo, every 10, CUDA graphs", tf32, "i^-1"]
             assert captured[-1] == "RuntimeError: CUDA graphs need a CUDA device"
         assert float(rows["AdamW foreach", "no", "i^-1"][3]) > 0
-        parts = table(text, f"{name}: a step with roots, by its parts")
-        assert len(parts) == 4 * len(step_profile.SHARES)
-        for i in range(0, len(parts), len(step_profile.SHARES)):
-            percent = [float(row[3]) for row in parts[i : i + len(step_profile.SHARES)]]
-            assert sum(percent) == pytest.approx(100, abs=1)
+        parts = table(text, f"{name}: time of the kernels of a step, by its parts")
+        each = len(step_profile.SHARES) + 1
+        assert len(parts) == 6 * each
+        for i in range(0, len(parts), each):
+            assert sum(float(row[3]) for row in parts[i : i + each - 1]) == pytest.approx(
+                100, abs=1
+            )
+            assert parts[i + each - 1][1] == "all"
     assert len(table(text, "The model of 103 M against its targets")) == 10
 
 
