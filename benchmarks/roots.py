@@ -79,11 +79,11 @@ class Cost:
 
 def cost_of_ours(n: int, iterations: int, has_last_step: bool) -> Cost:
     """Quadratic steps X q, M q^4 with q = a I + b M + c M^2, and for some kernels a last step of
-    degree 6 in four coarse products (docs/roots.md)."""
+    degree 6 in three coarse products and a split one (docs/roots.md)."""
     quadratic = iterations - has_last_step
     # The first X is q, and the last M is not needed.
-    split = max(0, 5 * quadratic - (1 if has_last_step else 4))
-    coarse = 4 if has_last_step else 0
+    split = 5 * quadratic if has_last_step else max(0, 5 * quadratic - 4)
+    coarse = 3 if has_last_step else 0
     operations = (3 * split + coarse) * n**3
     if n <= 128:
         return Cost(operations, 8 * n**2)

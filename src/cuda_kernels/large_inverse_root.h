@@ -52,7 +52,7 @@ struct LargeWorkspace {
 struct LargeOperands {
   SplitMatrices M, S;  // the matrix in a first unit, and its square
   struct Step {
-    SplitMatrices M, q, X;  // of matrices that start here: M, and q in two places
+    SplitMatrices M, X;  // of matrices that start here: M, and X = q
   } steps[RootLadder::kMaxSteps];
   SplitMatrices Z;  // of the last step; of single halves
   SplitMatrices X;  // before the last step

@@ -180,7 +180,6 @@ __global__ void __launch_bounds__(kThreads)
     if (has_diagonal && row == column + i) S[i] += q[0];
     M[i] /= unit;
   }
-  store_eight(step.q.at(matrix, row, column), S);
   store_eight(step.X.at(matrix, row, column), S);
   if (step.M.data != operands.M.data) store_eight(step.M.at(matrix, row, column), M);
 }

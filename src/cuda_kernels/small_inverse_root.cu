@@ -286,13 +286,15 @@ class SmallRoot {
     __syncthreads();
   }
 
-  // C <- factor A B + rest + diagonal I, where C is neither A nor B. rest(offset): two neighbours.
-  template <typename Result, typename Matrix, typename Rest>
+  // C <- factor A B + rest + diagonal I. rest(offset): two neighbours. Where C shares memory with A
+  // or B, is_in_place.
+  template <bool is_in_place = false, typename Result, typename Matrix, typename Rest>
   __device__ void combine_into(const Result& C, float factor, const Matrix& A, const Matrix& B,
                                const Rest& rest, float diagonal) const {
+    Accumulators c;
+    if (has_work()) multiply(A, B, c);
+    if (is_in_place) __syncthreads();
     if (has_work()) {
-      Accumulators c;
-      multiply(A, B, c);
       for_each_pair(c, [&](int row, int column, float x, float y) {
         const int offset = row * L::kStride + column;
         float2 sum = rest(offset) + factor * float2{x, y};
@@ -341,14 +343,15 @@ class SmallRoot {
     take_last_step(ladder_.last[rung]);
   }
 
-  // M <- X + X W (root_ladder.h). S, V and W take half the place of Q each.
+  // M <- X + X W (root_ladder.h). S and V take half the place of Q each, W takes all of it: its
+  // product with X is one of split matrices, because rounding either would be most of the error.
   __device__ void take_last_step(const LastStep& step) const {
     for (int i = threadIdx.x; i < n_; i += L::kThreads) {
       const int offset = i * (L::kStride + 1);
       split(M_.at(offset) - step.center, M_.hi[offset], M_.lo[offset]);
     }
     __syncthreads();
-    const HalfMatrix Z{M_.hi}, X{X_.hi}, S{Q_.hi}, V{Q_.lo}, W{Q_.hi};
+    const HalfMatrix Z{M_.hi}, S{Q_.hi}, V{Q_.lo};
     combine_into(
         S, 1, Z, Z,
         [](int) {
@@ -357,12 +360,12 @@ class SmallRoot {
         0);
     combine_into(
         V, 1, Z, S, [&](int i) { return step.f * S.pair(i) + step.g * M_.pair(i); }, 0);
-    combine_into(
-        W, step.e, V, V,
+    combine_into</*is_in_place=*/true>(
+        Q_, step.e, V, V,
         [&](int i) { return step.b * M_.pair(i) + step.c * S.pair(i) + step.d * V.pair(i); },
         step.a);
     combine_into(
-        M_, 1, X, W, [&](int i) { return X_.pair(i); }, 0);
+        M_, 1, X_, Q_, [&](int i) { return X_.pair(i); }, 0);
   }
 
   // The root of M as floats, in rows of n + 1 where X was; the largest magnitude.

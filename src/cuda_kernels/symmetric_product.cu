@@ -26,7 +26,9 @@ __global__ void TORCHIUM_CLUSTER __launch_bounds__(kThreads, 1)
   const uint32_t padding = (1024 - start % 1024) % 1024;
   const Block block{arguments, start + padding,
                     reinterpret_cast<Task*>(shared + padding + kTasksAt), rank_in_cluster()};
+  launch_dependents();
   if (threadIdx.x == 0) block.initialize();
+  wait_for_prerequisites();
   block.find_tasks(first_pair);
   cluster_sync();
   if (threadIdx.x < 128) {
@@ -53,7 +55,8 @@ cudaError_t make_tile_maps(const SymmetricProduct& arguments, TileMaps& maps) {
        {Source{arguments.A, arguments.single, maps.A},
         Source{arguments.B, arguments.single, maps.B},
         Source{arguments.C, arguments.single_C, maps.C},
-        Source{arguments.D, arguments.single_D, maps.D}, Source{arguments.E, true, maps.E}}) {
+        Source{arguments.D, arguments.single_D, maps.D}, Source{arguments.E, true, maps.E},
+        Source{arguments.first_B, arguments.single, maps.first_B}}) {
     if (source.matrices.data == nullptr) continue;
     const cudaError_t error =
         make_tile_map(source.matrices, arguments.matrices, source.single, source.map);
@@ -77,11 +80,21 @@ cudaError_t launch(const SymmetricProduct& arguments, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   const TileSchedule schedule(arguments.A.order, arguments.matrices);
   const int clusters = std::min(processors / kBlocks, schedule.pairs());
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = clusters * kBlocks;
+  config.blockDim = kThreads;
+  config.dynamicSmemBytes = kSharedBytes;
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = 1;
   for (int pair = 0; pair < schedule.pairs(); pair += clusters * kMostTasks) {
-    symmetric_product_kernel<single>
-        <<<clusters * kBlocks, kThreads, kSharedBytes, stream>>>(arguments, maps, pair);
+    error = cudaLaunchKernelEx(&config, symmetric_product_kernel<single>, arguments, maps, pair);
+    if (error != cudaSuccess) return error;
   }
-  return cudaGetLastError();
+  return cudaSuccess;
 }
 
 }  // namespace

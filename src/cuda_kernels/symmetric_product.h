@@ -14,6 +14,9 @@ namespace torchium::cuda_kernels {
 struct SymmetricProduct {
   SplitMatrices A, B, C;   // C is none of the others
   SplitMatrices D{}, E{};  // without data: left out
+  // Stands for B, and for A where that is the same, of matrices that start at latest_start. Without
+  // data: B.
+  SplitMatrices first_B{};
   int64_t matrices;
   int n;                                // of the part that is not padding
   const float* coefficients = nullptr;  // [matrices, 4]: a, b, c, d of each; null: see factor

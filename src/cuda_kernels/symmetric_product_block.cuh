@@ -51,7 +51,7 @@ __host__ __device__ inline int product_sums_of(int order) {
 }
 
 struct TileMaps {
-  TileMap A, B, C, D, E;
+  TileMap A, B, C, D, E, first_B;
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL

@@ -14,6 +14,9 @@ __device__ inline void load_operands(const Block& block, const TileMaps& maps) {
     const TilePosition tile = task.tile;
     const bool is_mine = task.is_mine();
     const bool has_B = !block.shares(tile);
+    const bool is_first = block.args.first_B.data != nullptr && task.state == Task::kStarts;
+    const TileMap& B = is_first ? maps.first_B : maps.B;
+    const TileMap& A = is_first && block.args.A.data == block.args.B.data ? B : maps.A;
     for (int index = 0; index < block.stages(); ++index, position.advance()) {
       const uint32_t target = block.stage(position.slot()), full = block.full(position.slot());
       wait_for(block.empty(position.slot()), position.parity() ^ 1);
@@ -27,12 +30,12 @@ __device__ inline void load_operands(const Block& block, const TileMaps& maps) {
         const int y = tile.row + half * kBoxRows;
         const uint32_t a = target + half * kBoxBytes;
         if (!tile.shares_row) {
-          copy_box(a, maps.A, x, y, tile.matrix, full);
+          copy_box(a, A, x, y, tile.matrix, full);
         } else if (half == block.rank) {
-          copy_box_to_all(a, maps.A, x, y, tile.matrix, full, (1 << kBlocks) - 1);
+          copy_box_to_all(a, A, x, y, tile.matrix, full, (1 << kBlocks) - 1);
         }
         if (has_B) {
-          copy_box(a + kTileBytes, maps.B, x, tile.column + half * kBoxRows, tile.matrix, full);
+          copy_box(a + kTileBytes, B, x, tile.column + half * kBoxRows, tile.matrix, full);
         }
       }
     }

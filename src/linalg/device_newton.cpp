@@ -5,6 +5,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
+#include <algorithm>
 #include <limits>
 
 #ifdef TORCHIUM_WITH_CUDA
@@ -27,6 +28,19 @@ namespace torchium::linalg::detail {
 // = 1 the last step, which is far outside of its interval there, leaves up to 98.
 constexpr float kLargestDeviceRoot = 2 * static_cast<float>(kLargestNewtonRoot);
 
+namespace {
+
+// The kernels take an interval that is twice as long for small matrices: their schedules, which end
+// with the last step, need no step more for it, and errors close to the floor are three times
+// smaller. Residuals are about the same.
+NewtonLimits device_limits(int64_t n) {
+  NewtonLimits limits = newton_limits(n, at::kFloat);
+  limits.lowest_start = std::max(16 * limits.unit_roundoff, limits.noise);
+  return limits;
+}
+
+}  // namespace
+
 bool has_device_root(const at::Tensor& A, int64_t p) {
   if (!A.is_cuda() || A.scalar_type() != at::kFloat || A.numel() == 0 ||
       p > std::numeric_limits<int>::max()) {
@@ -39,7 +53,7 @@ bool has_device_root(const at::Tensor& A, int64_t p) {
       n <= cuda_kernels::kLargestSmallOrder
           ? device->major >= 8 && cuda_kernels::small_inverse_root_shared_bytes(n) <= shared_bytes
           : cuda_kernels::has_symmetric_product(device->major, device->minor, shared_bytes);
-  return has_kernel && root_ladder(p, newton_limits(n, at::kFloat).lowest_rung()) != nullptr;
+  return has_kernel && root_ladder(p, device_limits(n).lowest_rung()) != nullptr;
 }
 
 namespace {
@@ -58,7 +72,7 @@ struct Verdicts {
 cuda_kernels::InverseRoot root_arguments(const at::Tensor& A, int64_t p, double eps,
                                          double relative_eps, const at::Tensor& root,
                                          const Verdicts& verdicts) {
-  const NewtonLimits limits = newton_limits(A.size(-1), at::kFloat);
+  const NewtonLimits limits = device_limits(A.size(-1));
   return {.A = A.const_data_ptr<float>(),
           .root = root.mutable_data_ptr<float>(),
           .residual = verdicts.residual.mutable_data_ptr<float>(),
@@ -83,7 +97,7 @@ cuda_kernels::InverseRoot root_arguments(const at::Tensor& A, int64_t p, double 
 void run(const cuda_kernels::InverseRoot& arguments, const at::TensorOptions& options) {
   const int64_t n = arguments.rule.n;
   const cuda_kernels::RootLadder& ladder =
-      *root_ladder(arguments.rule.p, newton_limits(n, at::kFloat).lowest_rung());
+      *root_ladder(arguments.rule.p, device_limits(n).lowest_rung());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   if (n <= cuda_kernels::kLargestSmallOrder) {
     C10_CUDA_CHECK(cuda_kernels::small_inverse_root(arguments, ladder, stream));

@@ -20,7 +20,7 @@ using cuda_kernels::SplitMatrices;
 using cuda_kernels::SymmetricProduct;
 
 // Buffers of large matrices take at most this, unless one matrix alone needs more. Half of it costs
-// 2 % of the time at n = 1024, where there are many matrices, but 3 % at 512 and 6 % at 2048.
+// 2 to 4 % of the time at n = 512 and 1024, but 6 % at 2048.
 constexpr int64_t buffer_bytes(int order) {
   return order > 512 && order <= 1024 ? int64_t{1} << 29 : int64_t{1} << 30;
 }
@@ -29,6 +29,14 @@ constexpr int64_t kBuffers = 4;
 // Errors of the first steps grow with those of the smallest eigenvalues: shorter sums there make
 // the error of the root four times smaller (n = 1024), as much as in all steps.
 constexpr int kExactSteps = 3;
+
+// Terms of a sum; the fewer entries a matrix has, the fewer its errors average over.
+int terms_of_sum(int step, int order) {
+  if (step >= kExactSteps) {
+    return 256;
+  }
+  return order <= 256 ? 32 : 64;
+}
 
 // The products of one stack, in order. M, X, q and a product take one buffer each; a product goes
 // to a free one, and the buffers change their roles. So all places are known beforehand.
@@ -80,7 +88,7 @@ class LargeIteration {
     product.n = arguments_.rule.n;
     product.starts = workspace_.starts;
     product.latest_start = k;
-    product.terms_per_sum = k < kExactSteps ? 64 : 256;
+    product.terms_per_sum = terms_of_sum(k, A.order);
     return product;
   }
   SymmetricProduct& multiply(const SplitMatrices& A, const SplitMatrices& B, const SplitMatrices& C,
@@ -105,10 +113,10 @@ class LargeIteration {
     first_square_.squares = workspace_.squares;
   }
 
-  // q = a I + b M + c M^2, X <- X q, M <- M q^p. Those that start here have q and X = q already.
+  // q = a I + b M + c M^2, X <- X q, M <- M q^p. Those that start here have q already, as their X.
   void quadratic_step(int k) {
     const SplitMatrices q = take(), next = take();
-    operands_.steps[k] = {M_, q, next};
+    operands_.steps[k] = {M_, next};
     if (k > 0) {
       SymmetricProduct& polynomial = multiply(M_, M_, q, k - 1);
       polynomial.D = M_;
@@ -124,12 +132,13 @@ class LargeIteration {
     last.single_C = is_last_step;
   }
 
-  // M <- M q^p by repeated squaring of q, which is lost.
+  // M <- M q^p by repeated squaring of q, which is lost. Of those that start here X is q.
   void multiply_by_power(SplitMatrices q, int k) {
+    SplitMatrices first_q = X_;
     for (int p = arguments_.rule.p;; p /= 2) {
       if (p % 2 == 1) {
         const SplitMatrices next = take();
-        multiply(M_, q, next, k);
+        multiply(M_, q, next, k).first_B = first_q;
         free_.push_back(std::exchange(M_, next));
       }
       if (p == 1) {
@@ -137,8 +146,9 @@ class LargeIteration {
         return;
       }
       const SplitMatrices square = take();
-      multiply(q, q, square, k);
+      multiply(q, q, square, k).first_B = first_q;
       free_.push_back(std::exchange(q, square));
+      first_q = {};
     }
   }
 
