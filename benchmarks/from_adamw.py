@@ -24,7 +24,7 @@ sys.path.append(str(ROOT / "examples" / "python"))
 from image_data import ImageData, load_image_data
 from training import Budget, train
 
-STEPS = {"mlp": 500, "convnet": 300}
+STEPS = {"mlp": 300, "convnet": 200}
 # The best of AdamW: part 2 shows it.
 ADAMW_RATE = {"mlp": 0.002, "convnet": 0.008}
 RATES = {"mlp": (0.001, 0.002, 0.004), "convnet": (0.004, 0.008, 0.016)}
@@ -32,12 +32,12 @@ RATES = {"mlp": (0.001, 0.002, 0.004), "convnet": (0.004, 0.008, 0.016)}
 # What each default could be instead. statistics_beta2 is the decay of the statistics alone: the
 # second moment that is grafted keeps AdamW's.
 ALTERNATIVES: dict[str, Sequence[Any]] = {
-    "relative_eps": (1e-6, 1e-5, 1e-4, 1e-3),
-    "update_freq": (1, 10, 100),
-    "exponent": (None, -0.375, -0.5),
-    "statistics_beta2": (0.95, 0.99, 0.999, 1.0),
-    "start_preconditioning_step": (1, 10, 50),
-    "block_size": (128, 256, 512, 1024),
+    "exponent": (None, -0.375),
+    "relative_eps": (1e-6, 1e-5, 1e-3),
+    "update_freq": (1, 100),
+    "statistics_beta2": (0.95, 0.99, 1.0),
+    "start_preconditioning_step": (10, 50),
+    "block_size": (128, 256, 512),
 }
 
 Make = Callable[[Any], torch.optim.Optimizer]

@@ -72,7 +72,7 @@ struct TORCHIUM_API ShampooOptions
  public:
   /// What takes the place of AdamW: Adam is grafted, lr, betas and decoupled weight decay are kept,
   /// grafting_eps is AdamW's eps and eps its square; beside them grafting = "adam",
-  /// relative_eps = 1e-5 and update_freq = 10, found by benchmarks/from_adamw.py.
+  /// exponent = -0.5, relative_eps = 1e-4 and update_freq = 10, found by benchmarks/from_adamw.py.
   /// Throws c10::ValueError for amsgrad = true and an eps below 0.
   static ShampooOptions from_adamw(const torch::optim::AdamWOptions& adamw = {});
   /// The same for Adam, whose weight decay is an L2 penalty.

@@ -15,7 +15,8 @@ from ._options import number
 # C++ has the same in src/optim/from_adamw.cpp.
 OPTIONS_BESIDE_ADAMW: dict[str, Any] = {
     "grafting": "adam",
-    "relative_eps": 1e-5,
+    "exponent": -0.5,
+    "relative_eps": 1e-4,
     "update_freq": 10,
 }
 ADAMW_DEFAULTS: dict[str, Any] = {

@@ -220,8 +220,9 @@ class Shampoo(StackedOptimizer):
                 ``betas`` (default: (0.9, 0.999)), ``eps`` (default: 1e-8), ``weight_decay``
                 (default: 1e-2), ``maximize``; ``foreach`` and ``fused`` say how PyTorch runs its own
                 step and are ignored. And all other options of :class:`Shampoo`, beside its defaults
-                here: ``grafting="adam"``, ``relative_eps=1e-5``, ``update_freq=10``. ``eps`` of
-                Shampoo becomes the square of AdamW's, ``grafting_eps`` is AdamW's ``eps``.
+                here: ``grafting="adam"``, ``exponent=-0.5``, ``relative_eps=1e-4``,
+                ``update_freq=10``. ``eps`` of Shampoo becomes the square of AdamW's,
+                ``grafting_eps`` is AdamW's ``eps``.
                 ``capturable`` is Shampoo's: it is not taken over from an optimizer, because roots
                 are then left to :meth:`update_preconditioners`.
 
