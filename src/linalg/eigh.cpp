@@ -3,16 +3,50 @@
 #include "linalg/batched_syev.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <optional>
 #include <tuple>
+
+// Of MKL, where torch has it: the number of threads that LAPACK takes on the calling thread, 0 for
+// the global number. Returns the one before.
+extern "C" int MKL_Set_Num_Threads_Local(int threads) __attribute__((weak));
 
 namespace torchium::linalg::detail {
 namespace {
+
+// LAPACK on one thread. Inside of a parallel region MKL, whose number of threads torch sets for
+// good, hands parts of a matrix to threads that never come: above n = 512 eigenvectors would be
+// garbage.
+class SerialLapack {
+ public:
+  SerialLapack() {
+    at::get_num_threads();  // else torch sets MKL's number when a thread asks it the first time
+    before_ = sets_threads() ? MKL_Set_Num_Threads_Local(1) : 0;
+  }
+  ~SerialLapack() {
+    if (sets_threads()) {
+      MKL_Set_Num_Threads_Local(before_);
+    }
+  }
+  SerialLapack(const SerialLapack&) = delete;
+  SerialLapack& operator=(const SerialLapack&) = delete;
+
+  static bool is_possible() { return sets_threads() || !at::hasMKL(); }
+
+ private:
+  static bool sets_threads() { return MKL_Set_Num_Threads_Local != nullptr; }
+
+  int before_;
+};
+
+// Up to this order LAPACK gains nothing from threads, but waits for them.
+constexpr int64_t kLargestSerialOrder = 128;
 
 // Whether one matrix a thread beats one matrix after the other with a threaded LAPACK. LAPACK
 // gains nothing from threads for small orders and little for large ones: on two cores 1.0 at
@@ -21,7 +55,8 @@ bool one_matrix_per_thread(int64_t matrices, int64_t n) {
   const int64_t threads = at::get_num_threads();
   const double speedup = std::min(static_cast<double>(threads), 1.0 + n / 1200.0);
   const int64_t rounds = (matrices + threads - 1) / threads;
-  return matrices > 1 && static_cast<double>(rounds) < static_cast<double>(matrices) / speedup;
+  return matrices > 1 && SerialLapack::is_possible() &&
+         static_cast<double>(rounds) < static_cast<double>(matrices) / speedup;
 }
 
 void solve(const at::Tensor& S, Eigensystem& out);
@@ -64,13 +99,22 @@ Eigensystem symmetric_eigensystem(const at::Tensor& S) {
     batched_syev_(out.values, out.vectors);
     return out;
   }
-  if (!S.is_cpu() || !one_matrix_per_thread(matrices, n)) {
+  if (!S.is_cpu()) {
+    solve(S, out);
+    return out;
+  }
+  if (!one_matrix_per_thread(matrices, n)) {
+    std::optional<SerialLapack> serial;
+    if (n <= kLargestSerialOrder) {
+      serial.emplace();
+    }
     solve(S, out);
     return out;
   }
   at::parallel_for(0, matrices, 1, [&](int64_t begin, int64_t end) {
     // A worker thread has its own dispatch state.
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const SerialLapack serial;
     solve_range(S, out, begin, end);
   });
   return out;

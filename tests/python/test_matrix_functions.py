@@ -167,6 +167,22 @@ def test_auto_takes_the_faster_method_on_a_cpu(count, n, root, dtype, by_newton)
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("dtype", REAL)
+@pytest.mark.parametrize("n", [40, 640])  # threaded LAPACKs part the work of large matrices
+def test_eigh_shares_matrices_out_among_threads(n, dtype):
+    A = from_spectrum(SPECTRA["log_uniform"](n).expand(4, n)).to(dtype)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        values, Q = eigh(A)
+    finally:
+        torch.set_num_threads(before)
+    tolerance = n * torch.finfo(dtype).eps
+    torch.testing.assert_close(A @ Q, Q * values.unsqueeze(-2), rtol=0, atol=tolerance)
+    identity = torch.eye(n, dtype=dtype).expand_as(A)
+    torch.testing.assert_close(Q.mT @ Q, identity, rtol=0, atol=tolerance)
+
+
 # Any finite symmetric matrix has a finite root
 
 
