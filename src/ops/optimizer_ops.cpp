@@ -44,7 +44,8 @@ void shampoo_step_(at::TensorList params, at::TensorList grads, at::TensorList s
                    bool merge_dims, std::optional<double> exponent, std::string preconditioner_1d,
                    std::optional<std::string> grafting, double grafting_eps, double grafting_beta2,
                    int64_t start_preconditioning_step, std::string root_method, bool maximize,
-                   bool capturable, at::IntArrayRef host_steps) {
+                   bool capturable, at::IntArrayRef host_steps,
+                   std::optional<std::string> matmul_precision) {
   const ShampooHyperparameters h{.lr = lr,
                                  .eps = eps,
                                  .update_freq = update_freq,
@@ -64,6 +65,7 @@ void shampoo_step_(at::TensorList params, at::TensorList grads, at::TensorList s
                                  .grafting_beta2 = grafting_beta2,
                                  .start_preconditioning_step = start_preconditioning_step,
                                  .root_method = std::move(root_method),
+                                 .matmul_precision = std::move(matmul_precision),
                                  .maximize = maximize,
                                  .capturable = capturable};
   ShampooState state{.steps = steps.vec(),
@@ -146,7 +148,8 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
       "bool nesterov, bool decoupled_weight_decay, float relative_eps, int block_size, "
       "bool merge_dims, float? exponent, str preconditioner_1d, str? grafting, "
       "float grafting_eps, float grafting_beta2, int start_preconditioning_step, "
-      "str root_method, bool maximize, bool capturable, int[] host_steps) -> ()");
+      "str root_method, bool maximize, bool capturable, int[] host_steps, "
+      "str? matmul_precision=None) -> ()");
   m.def(
       "shampoo_update_preconditioners_(Tensor[] params, Tensor[] steps, "
       "Tensor(a!)[] statistics, Tensor(b!)[] roots, Tensor(c!)[] root_failures, "

@@ -42,6 +42,7 @@ auto option_fields(Options& o) {
       OptionField{"grafting_beta2", o.grafting_beta2()},
       OptionField{"start_preconditioning_step", o.start_preconditioning_step()},
       OptionField{"root_method", o.root_method()},
+      OptionField{"matmul_precision", o.matmul_precision()},
       OptionField{"max_root_failures", o.max_root_failures()},
       OptionField{"maximize", o.maximize()}, OptionField{"capturable", o.capturable()});
 }
@@ -96,10 +97,17 @@ void write_options(torch::serialize::OutputArchive& archive, const Options& opti
 template <typename Options>
 void read_options(torch::serialize::InputArchive& archive, Options& options) {
   visit_options(options, [&](const char* name, auto& value) {
+    using Value = std::decay_t<decltype(value)>;
     c10::IValue saved;
-    TORCH_CHECK_VALUE(archive.try_read(name, saved), "the archive has no option '", name,
+    const bool found = archive.try_read(name, saved);
+    if constexpr (std::is_same_v<Value, std::optional<std::string>>) {
+      if (!found) {
+        return;  // an option that the version which wrote the archive did not have: not set
+      }
+    }
+    TORCH_CHECK_VALUE(found, "the archive has no option '", name,
                       "'; it was not written by this kind of optimizer");
-    value = saved.to<std::decay_t<decltype(value)>>();
+    value = saved.to<Value>();
   });
 }
 

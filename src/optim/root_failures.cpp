@@ -4,9 +4,47 @@
 
 #include <ATen/ATen.h>
 
+#ifdef TORCHIUM_WITH_CUDA
+#include "cuda_kernels/shampoo_step.h"
+#include "optim/kernel_tables.h"
+
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
+
 namespace torchium::optim::detail {
+namespace {
+
+#ifdef TORCHIUM_WITH_CUDA
+void record_on_device(const std::vector<RootFailures>& all, at::Tensor& status) {
+  const c10::cuda::CUDAGuard guard(status.device());
+  KernelTables<cuda_kernels::FailureEntry> tables;
+  for (const auto& [counts, param] : all) {
+    tables.add({.failures = counts.const_data_ptr<int>(),
+                .matrices = static_cast<int>(counts.numel()),
+                .index = static_cast<int>(param)},
+               1);
+  }
+  bool is_first = true;
+  for (const auto& table : tables) {
+    C10_CUDA_CHECK(cuda_kernels::record_failures(table, status.mutable_data_ptr<int64_t>(),
+                                                 is_first, c10::cuda::getCurrentCUDAStream()));
+    is_first = false;
+  }
+  status.unsafeGetTensorImpl()->bump_version();
+}
+#endif
+
+}  // namespace
 
 void record_root_failures(const std::vector<RootFailures>& all, at::Tensor& status) {
+#ifdef TORCHIUM_WITH_CUDA
+  if (status.is_cuda() && !all.empty()) {
+    record_on_device(all, status);
+    return;
+  }
+#endif
   std::vector<at::Tensor> largest;
   std::vector<at::Tensor> params;
   for (const auto& [counts, param] : all) {

@@ -44,6 +44,7 @@ detail::ShampooHyperparameters hyperparameters(const ShampooOptions& o, at::Tens
   h.grafting_beta2 = o.grafting_beta2().value_or(beta2 == 1.0 ? 0.999 : beta2);
   h.start_preconditioning_step = o.start_preconditioning_step();
   h.root_method = o.root_method();
+  h.matmul_precision = o.matmul_precision();
   h.maximize = o.maximize();
   h.capturable = o.capturable();
   return h;
@@ -159,6 +160,9 @@ void Shampoo::check_options(const Options& options) const {
   }
   detail::check_at_least_one("start_preconditioning_step", o.start_preconditioning_step());
   detail::check_choice("root_method", o.root_method(), {"auto", "eigh", "newton"});
+  if (o.matmul_precision()) {
+    detail::check_choice("matmul_precision", *o.matmul_precision(), {"highest", "high"});
+  }
   detail::check_at_least_one("max_root_failures", o.max_root_failures());
 }
 

@@ -38,10 +38,6 @@ bool is_diagonal(const ShampooHyperparameters& h, const at::Tensor& param) {
                                      h.preconditioner_1d);
 }
 
-bool uses_second_moment(const ShampooHyperparameters& h) {
-  return h.grafting.has_value() && *h.grafting != "sgd";
-}
-
 // Whether a step reads the gradient where it lies, instead of a changed copy.
 bool uses_gradient_itself(const ShampooHyperparameters& h, const at::Tensor& param) {
   return !h.maximize && (h.weight_decay == 0.0 || h.decoupled_weight_decay) &&

@@ -2,11 +2,14 @@
 
 #include "optim/blocking.h"
 #include "optim/elementwise.h"
+#include "optim/fused_step.h"
 #include "optim/preconditioner.h"
 #include "optim/step_gate.h"
 #include "optim/step_inputs.h"
 
 #include <ATen/ATen.h>
+#include <ATen/record_function.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
@@ -16,10 +19,6 @@ namespace torchium::optim::detail {
 namespace {
 
 using Tensors = std::vector<at::Tensor>;
-
-bool uses_second_moment(const ShampooHyperparameters& h) {
-  return h.grafting.has_value() && *h.grafting != "sgd";
-}
 
 // The blocks of each parameter; none for those with the diagonal rule.
 std::vector<Blocking> make_blockings(at::TensorList params, int64_t block_size, bool merge_dims,
@@ -54,6 +53,12 @@ std::vector<StepScalar> bias_corrections(const Tensors& steps, double beta) {
     }
   }
   return corrections;
+}
+
+Corrections bias_corrections(const ShampooHyperparameters& h, const Tensors& steps) {
+  return {.exp_avg = bias_corrections(steps, h.beta1),
+          .second_moment = bias_corrections(steps, h.grafting == "adam" ? h.grafting_beta2 : 1.0),
+          .statistics = bias_corrections(steps, h.beta2)};
 }
 
 // d <- |f| / |d| d for each block of a stack [count, sizes...].
@@ -95,12 +100,13 @@ struct Gradients {
 
 Gradients set_aside_gradients(const ShampooHyperparameters& h, at::TensorList params,
                               const std::vector<Blocking>& blockings,
-                              const std::vector<MatrixBatch>& batches) {
+                              const std::vector<MatrixBatch>& batches, const FusedStep& fused) {
   const auto count = params.size();
   Gradients all{Tensors(count), Tensors(count), Tensors(count), Tensors(count), {}, {}, {}};
   for (const auto& batch : batches) {
     const auto set_aside = [&](bool needed, Tensors& tensors) {
-      return needed ? set_aside_blocks(batch, blockings, params, tensors) : at::Tensor();
+      return needed && !fused.serves(batch) ? set_aside_blocks(batch, blockings, params, tensors)
+                                            : at::Tensor();
     };
     all.g_blocks.push_back(set_aside(true, all.g));
     all.m_blocks.push_back(set_aside(h.beta1 > 0.0, all.m));
@@ -109,28 +115,30 @@ Gradients set_aside_gradients(const ShampooHyperparameters& h, at::TensorList pa
   return all;
 }
 
-// One pass over each gradient: g, m and f of every parameter, d of those with the diagonal rule.
+// One pass over each gradient that no kernel serves: g, m and f of the parameter, d of those with
+// the diagonal rule.
 Gradients pass_over_gradients(const ShampooHyperparameters& h, at::TensorList params,
                               at::TensorList grads, const std::vector<Blocking>& blockings,
-                              const std::vector<MatrixBatch>& batches,
-                              const std::vector<StepScalar>& corrections, ShampooState& state,
+                              const std::vector<MatrixBatch>& batches, const FusedStep& fused,
+                              const Corrections& corrections, ShampooState& state,
                               const StepGate& gate) {
   const GradientRule rule = gradient_rule(h);
-  const auto average_corrections = bias_corrections(state.steps, h.beta1);
-  const auto moment_corrections =
-      bias_corrections(state.steps, h.grafting == "adam" ? h.grafting_beta2 : 1.0);
-  Gradients all = set_aside_gradients(h, params, blockings, batches);
+  Gradients all = set_aside_gradients(h, params, blockings, batches, fused);
   for (size_t i = 0, diagonal = 0; i < params.size(); ++i) {
     const bool has_diagonal = blockings[i].shapes.empty();
+    const at::Tensor diagonal_state = has_diagonal ? state.diagonals[diagonal++] : at::Tensor();
+    if (fused.serves()[i]) {
+      continue;
+    }
     GradientElements e{
         .param = params[i],
         .grad = grads[i],
         .exp_avg = h.beta1 > 0.0 ? state.exp_avgs[i] : at::Tensor(),
         .moment = uses_second_moment(h) ? state.grafting_second_moments[i] : at::Tensor(),
-        .diagonal = has_diagonal ? state.diagonals[diagonal++] : at::Tensor(),
-        .exp_avg_correction = average_corrections[i],
-        .moment_correction = moment_corrections[i],
-        .diagonal_correction = corrections[i],
+        .diagonal = diagonal_state,
+        .exp_avg_correction = corrections.exp_avg[i],
+        .moment_correction = corrections.second_moment[i],
+        .diagonal_correction = corrections.statistics[i],
         .g = all.g[i],
         .m = all.m[i],
         .f = all.f[i],
@@ -175,8 +183,12 @@ Schedule make_schedule(const ShampooHyperparameters& h, const Tensors& steps,
 
 // Before start_preconditioning_step the direction is the grafted one (m without grafting).
 void use_grafting_at_first(const ShampooHyperparameters& h, const Schedule& schedule,
-                           const Tensors& steps, const Tensors& f, Tensors& d) {
+                           const FusedStep& fused, const Tensors& steps, const Tensors& f,
+                           Tensors& d) {
   for (size_t i = 0; i < d.size(); ++i) {
+    if (fused.serves()[i]) {
+      continue;
+    }
     if (!schedule.started[i]) {
       d[i] = f[i];
     } else if (h.capturable && h.start_preconditioning_step > 1) {
@@ -185,17 +197,32 @@ void use_grafting_at_first(const ShampooHyperparameters& h, const Schedule& sche
   }
 }
 
-void apply_updates(const ShampooHyperparameters& h, at::TensorList params,
+void apply_updates(const ShampooHyperparameters& h, at::TensorList params, const FusedStep& fused,
                    const Tensors& directions, ShampooState& state, const StepGate& gate) {
+  if (fused.serves_all()) {
+    return;
+  }
   const StepScalar lr = gate.learning_rate(h.lr);
   const UpdateRule rule{.decoupled_weight_decay = h.decoupled_weight_decay ? h.weight_decay : 0.0,
                         .momentum = h.momentum,
                         .nesterov = h.nesterov};
   for (size_t i = 0; i < params.size(); ++i) {
+    if (fused.serves()[i]) {
+      continue;
+    }
     at::Tensor param = params[i];
     at::Tensor* buffer = h.momentum > 0.0 ? &state.momentum_buffers[i] : nullptr;
     apply_update(rule, lr, param, directions[i], buffer, gate);
   }
+}
+
+// Looks for non-finite gradients; t <- t + 1 if there are none.
+StepGate begin_step(at::TensorList grads, ShampooState& state) {
+  const StepGate gate = StepGate::check(grads, state.status);
+  if (!gate.skipped_on_host()) {
+    gate.advance(state.steps);
+  }
+  return gate;
 }
 
 void check_state(const ShampooHyperparameters& h, at::TensorList params, at::TensorList grads,
@@ -216,6 +243,10 @@ void check_state(const ShampooHyperparameters& h, at::TensorList params, at::Ten
 }
 
 }  // namespace
+
+bool uses_second_moment(const ShampooHyperparameters& h) {
+  return h.grafting.has_value() && *h.grafting != "sgd";
+}
 
 bool has_diagonal_preconditioner(at::IntArrayRef shape, int64_t block_size, bool merge_dims,
                                  const std::string& preconditioner_1d) {
@@ -239,31 +270,47 @@ void shampoo_step(const ShampooHyperparameters& h, at::TensorList params, at::Te
   }
   const auto blockings = make_blockings(params, h);
   check_state(h, params, grads, state, blockings, host_steps);
-  auto batches = find_batches(blockings, {state.statistics, state.roots, state.root_failures});
+  const c10::DeviceGuard guard(params[0].device());
+  FusedStep fused(h, params, grads, blockings, state);  // the kernels of a GPU
+  auto batches =
+      find_batches(blockings, {state.statistics, state.roots, state.root_failures}, fused.serves());
 
-  const StepGate gate = StepGate::check(grads, state.status);
+  const StepGate gate = fused.is_available() ? fused.begin(batches) : begin_step(grads, state);
   if (gate.skipped_on_host()) {
     return;
   }
-  gate.advance(state.steps);  // t <- t + 1
   const Schedule schedule = make_schedule(h, state.steps, host_steps);
-  const auto corrections = bias_corrections(state.steps, h.beta2);  // c = 1 - b2^t
+  const Corrections corrections = fused.is_available() ? fused.corrections(schedule.any_root_due)
+                                                       : bias_corrections(h, state.steps);
 
   // g + wd p; m: EMA of g, or g; f: m / (sqrt(v) + grafting_eps), or m; d: m (a / c + eps)^(-1/2)
-  Gradients x = pass_over_gradients(h, params, grads, blockings, batches, corrections, state, gate);
+  fused.gather();
+  Gradients x =
+      pass_over_gradients(h, params, grads, blockings, batches, fused, corrections, state, gate);
 
   Tensors g(batches.size());
   for (size_t b = 0; b < batches.size(); ++b) {
-    g[b] = pack(batches[b], blockings, x.g, x.g_blocks[b]);
+    RECORD_FUNCTION("torchium::statistics", {});
     // L_i <- b2 L_i + (1 - b2) mat_i(g) mat_i(g)^T
-    update_statistics(batches[b], g[b], h.beta2, gate);
+    if (fused.serves(batches[b])) {
+      fused.update_statistics(batches[b], b);
+    } else {
+      g[b] = pack(batches[b], blockings, x.g, x.g_blocks[b]);
+      update_statistics(batches[b], g[b], h.beta2, gate);
+    }
   }
   if (schedule.any_root_due) {  // R_i <- (L_i / c + eps I)^(-1/(2k))
-    update_roots(batches, root_rule(h), schedule.root_due, corrections, gate);
+    RECORD_FUNCTION("torchium::roots", {});
+    update_roots(batches, root_rule(h), schedule.root_due, corrections.statistics, gate);
     record_root_failures(batches, state.status);
   }
   for (size_t b = 0; b < batches.size(); ++b) {
+    RECORD_FUNCTION("torchium::precondition", {});
     const auto& batch = batches[b];
+    if (fused.serves(batch)) {
+      fused.precondition(batch, b);
+      continue;
+    }
     const at::Tensor m = h.beta1 == 0.0 ? g[b] : pack(batch, blockings, x.m, x.m_blocks[b]);
     at::Tensor d = precondition(batch, m);  // m x_1 R_1 ... x_k R_k
     if (h.grafting.has_value()) {           // |f| / |d| d
@@ -271,8 +318,10 @@ void shampoo_step(const ShampooHyperparameters& h, at::TensorList params, at::Te
     }
     unpack(batch, blockings, d, params, x.d);
   }
-  use_grafting_at_first(h, schedule, state.steps, x.f, x.d);
-  apply_updates(h, params, x.d, state, gate);  // weight decay, momentum, p <- p - lr d
+  // Weight decay, momentum, p <- p - lr d.
+  fused.update();
+  use_grafting_at_first(h, schedule, fused, state.steps, x.f, x.d);
+  apply_updates(h, params, fused, x.d, state, gate);
 }
 
 void shampoo_update_preconditioners(const ShampooHyperparameters& h, at::TensorList params,

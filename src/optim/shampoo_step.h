@@ -34,9 +34,15 @@ struct ShampooHyperparameters {
   double grafting_beta2 = 0.999;  // resolved: never None here
   int64_t start_preconditioning_step = 1;
   std::string root_method = "auto";  // "auto", "eigh" or "newton"
+  // Of the products with gradients on a GPU: "highest" or "high" (linalg/stack_products.h); none:
+  // as torch's own products.
+  std::optional<std::string> matmul_precision;
   bool maximize = false;
   bool capturable = false;
 };
+
+// Whether grafting keeps a second moment of its own.
+bool uses_second_moment(const ShampooHyperparameters& hyperparameters);
 
 // State of the parameters of one call. The caller owns every tensor; a step changes them in place.
 struct ShampooState {

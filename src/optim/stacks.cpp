@@ -4,6 +4,7 @@
 
 #include <map>
 #include <tuple>
+#include <utility>
 
 namespace torchium::optim::detail {
 namespace {
@@ -37,7 +38,7 @@ class BatchFinder {
  public:
   explicit BatchFinder(const SlotViews& slots) : slots_(slots) {}
 
-  void add(int64_t param, const BlockShape& shape, size_t first_slot) {
+  void add(int64_t param, bool flag, const BlockShape& shape, size_t first_slot) {
     const int64_t count = shape.count();
     for (size_t mode = 0; mode < shape.sizes.size(); ++mode) {
       const int64_t n = shape.sizes[mode];
@@ -45,7 +46,7 @@ class BatchFinder {
       check_slot(slots_.roots[first_slot + mode], {count, n, n}, "roots");
       check_slot(slots_.root_failures[first_slot + mode], {count}, "root_failures");
     }
-    auto [open, is_new] = open_.try_emplace(shape.sizes, batches_.size());
+    auto [open, is_new] = open_.try_emplace({shape.sizes, flag}, batches_.size());
     if (!is_new && !batch_continues(batches_[open->second], first_slot)) {
       open->second = batches_.size();
       is_new = true;
@@ -90,7 +91,8 @@ class BatchFinder {
 
   const SlotViews& slots_;
   std::vector<MatrixBatch> batches_;
-  std::map<std::vector<int64_t>, size_t> open_;  // block sizes -> the batch that may still grow
+  // Block sizes and flag -> the batch that may still grow.
+  std::map<std::pair<std::vector<int64_t>, bool>, size_t> open_;
 };
 
 // The part of `blocks` [count, sizes...] that belongs to one entry, as [counts..., sizes...].
@@ -164,7 +166,7 @@ MatrixStacks make_stacks(at::TensorList params, const std::vector<Blocking>& blo
 }
 
 std::vector<MatrixBatch> find_batches(const std::vector<Blocking>& blockings,
-                                      const SlotViews& slots) {
+                                      const SlotViews& slots, const std::vector<bool>& flags) {
   size_t expected = 0;
   for (const auto& blocking : blockings) {
     expected += blocking.shapes.size() * blocking.dims.size();
@@ -178,7 +180,7 @@ std::vector<MatrixBatch> find_batches(const std::vector<Blocking>& blockings,
   size_t slot = 0;
   for (size_t p = 0; p < blockings.size(); ++p) {
     for (const auto& shape : blockings[p].shapes) {
-      finder.add(static_cast<int64_t>(p), shape, slot);
+      finder.add(static_cast<int64_t>(p), !flags.empty() && flags[p], shape, slot);
       slot += shape.sizes.size();
     }
   }

@@ -62,9 +62,10 @@ struct SlotViews {
 };
 
 // Groups slots into the largest batches that need no copy. Checks number and shape of the slots.
-// The batches refer to `blockings`.
+// The batches refer to `blockings`. Parameters with different flags never share a batch; no flags:
+// all are alike.
 std::vector<MatrixBatch> find_batches(const std::vector<Blocking>& blockings,
-                                      const SlotViews& slots);
+                                      const SlotViews& slots, const std::vector<bool>& flags = {});
 
 // Memory for the blocks of one tensor a parameter, [count, sizes...]; points `tensors` of
 // parameters that are one block at their place in it, so that what is written there need not be

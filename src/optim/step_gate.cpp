@@ -9,6 +9,7 @@
 #include <atomic>
 #include <limits>
 #include <type_traits>
+#include <utility>
 
 namespace torchium::optim::detail {
 namespace {
@@ -158,6 +159,12 @@ StepGate StepGate::check(at::TensorList grads, at::Tensor& status, const at::Ten
   } else {
     gate.keep_ = record_skip_on_device(grads, status, found_inf, companions);
   }
+  return gate;
+}
+
+StepGate StepGate::of(at::Tensor keep) {
+  StepGate gate;
+  gate.keep_ = std::move(keep);
   return gate;
 }
 

@@ -33,6 +33,8 @@ class StepGate {
   // alone.
   static StepGate check(at::TensorList grads, at::Tensor& status, const at::Tensor& found_inf = {},
                         const std::vector<Companion>& companions = {});
+  // A gate that `keep`, 0-dim bool on a device, closes.
+  static StepGate of(at::Tensor keep);
   // A gate that is open: for updates that no gradient decides.
   static StepGate open() { return StepGate(); }
 

@@ -1,0 +1,97 @@
+// The parameters of a step as a table in the arguments of a kernel, so that one launch serves
+// hundreds of them and nothing is copied to the device beforehand.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define TORCHIUM_HOST_DEVICE __host__ __device__
+#else
+#define TORCHIUM_HOST_DEVICE
+#endif
+
+namespace torchium::cuda_kernels {
+
+enum class ElementType : uint8_t { kFloat, kBFloat16, kHalf, kDouble };
+
+// Arguments of a kernel may take 32,764 bytes.
+constexpr int kTableBytes = 32 * 1024 - 256;
+
+// A list of entries, each of which has some consecutive tiles: the work of one thread block.
+template <typename Entry>
+struct Table {
+  static constexpr int kCapacity = (kTableBytes - 16) / sizeof(Entry);
+
+  int count = 0;
+  int first_tile = 0;  // of the first entry
+  int end_tile = 0;
+  Entry entries[kCapacity];
+};
+
+// What a step looks through beforehand.
+enum class ScanKind : uint8_t { kGradient, kAverage, kParameter };
+
+// A gradient, the average of one or a parameter, whatever its shape.
+struct ScanEntry {
+  const void* data;
+  int64_t elements;
+  int first_tile;
+  int index;  // of the parameter in the step
+  ElementType type;
+  ScanKind kind;
+};
+constexpr int64_t kScanTile = 1 << 14;  // elements
+
+// The count of steps of a parameter.
+struct StepEntry {
+  float* step;
+};
+
+// A parameter of order one or two after merging, seen as a matrix that is cut into blocks. All its
+// tensors have one memory layout; state is float32 and null where it is not used.
+struct ParameterEntry {
+  void* param;
+  const void* grad;
+  float* exp_avg;
+  float* second_moment;  // of the grafted method
+  float* momentum_buffer;
+  float* diagonal;  // of the diagonal rule; null: the parameter has matrices
+  // Where its blocks begin in the stacks, in elements: whole ones, those cut short in columns, in
+  // rows, in both.
+  int64_t stacks[4];
+  uint8_t in_halves;  // bit i: blocks of stacks[i] go to stacks of halves
+  int rows, columns;
+  // Column c lies at (c % inner) (columns / inner) + c / inner of its row: 1, or the kernel
+  // positions of a convolution in channels-last layout.
+  int inner;
+  int first_tile;
+  int index;  // of the parameter in the step
+  ElementType param_type, grad_type;
+  bool by_fours;  // rows of blocks may be read four elements at a time
+};
+
+// How a parameter is cut into tiles: rows of blocks into strips of equal height.
+struct TileGrid {
+  static constexpr int kTileElements = 1 << 13;
+  static constexpr int kMaxStrips = 256;
+
+  int block_columns;  // blocks side by side
+  int strip_rows;
+  int strips;  // of a whole block
+  int tiles;
+
+  TORCHIUM_HOST_DEVICE TileGrid(int rows, int columns, int block_size) {
+    const int height = rows < block_size ? rows : block_size;
+    const int width = columns < block_size ? columns : block_size;
+    const int fitting = kTileElements / width, least = (height + kMaxStrips - 1) / kMaxStrips;
+    strip_rows = fitting > least ? fitting : least;
+    strip_rows = strip_rows < height ? strip_rows : height;
+    strips = (block_size + strip_rows - 1) / strip_rows;
+    block_columns = (columns + block_size - 1) / block_size;
+    const int rest = rows % block_size;
+    tiles = block_columns * (rows / block_size * strips + (rest + strip_rows - 1) / strip_rows);
+  }
+};
+
+}  // namespace torchium::cuda_kernels

@@ -1,0 +1,366 @@
+#include "cuda_kernels/half_parts.cuh"
+#include "cuda_kernels/shampoo_step.h"
+
+#include <type_traits>
+
+namespace torchium::cuda_kernels {
+namespace {
+
+using ParameterTable = Table<ParameterEntry>;
+
+// One tile: some rows of one block of a parameter.
+struct Tile {
+  const ParameterEntry& parameter;
+  int64_t row, column;    // of its first element, in the parameter
+  int rows, columns;      // of the tile; columns is the width of the block
+  int64_t stack;          // offset of its first element in the stacks
+  bool in_halves;         // which kind of stacks that is
+  int first_strip, step;  // tiles of its block: first_strip, first_strip + step, ...
+  int strips;
+
+  __device__ Tile(const ParameterEntry& entry, int index, int block_size) : parameter(entry) {
+    const TileGrid grid(entry.rows, entry.columns, block_size);
+    const int local = index - entry.first_tile;
+    const int strip = local / grid.block_columns, block_column = local % grid.block_columns;
+    const int block_row = strip / grid.strips, strip_of_block = strip % grid.strips;
+    const bool last_row = block_row == entry.rows / block_size;
+    const bool last_column = block_column == entry.columns / block_size;
+    const int height = last_row ? entry.rows % block_size : block_size;
+    columns = last_column ? entry.columns % block_size : block_size;
+    rows = min(grid.strip_rows, height - strip_of_block * grid.strip_rows);
+    row = int64_t{block_row} * block_size + strip_of_block * grid.strip_rows;
+    column = int64_t{block_column} * block_size;
+    const int whole_columns = entry.columns / block_size;
+    const int block = (last_row ? 0 : block_row) * (last_column ? 1 : whole_columns) +
+                      (last_column ? 0 : block_column);
+    const int kind = 2 * last_row + last_column;
+    in_halves = entry.in_halves >> kind & 1;
+    stack =
+        entry.stacks[kind] + (int64_t{block} * height + strip_of_block * grid.strip_rows) * columns;
+    first_strip = entry.first_tile + block_row * grid.strips * grid.block_columns + block_column;
+    step = grid.block_columns;
+    strips = (height + grid.strip_rows - 1) / grid.strip_rows;
+  }
+
+  // Calls body(offset in the parameter, offset in the stacks) for every N neighbours.
+  template <int N, typename Body>
+  __device__ void for_each(const Body& body) const {
+    const int across = columns / N;
+    const int inner = parameter.inner, outer = parameter.columns / inner;
+    for (int i = static_cast<int>(threadIdx.x); i < rows * across; i += kElementThreads) {
+      const int r = i / across, c = static_cast<int>(column) + i % across * N;
+      const int place = inner == 1 ? c : c % inner * outer + c / inner;
+      body((row + r) * parameter.columns + place, stack + int64_t{i} * N);
+    }
+  }
+};
+
+// Adds the partial sums of a block, the same in all threads.
+__device__ float block_squares(const float* partials, const Tile& tile) {
+  __shared__ float total;
+  float sum = 0;
+  for (int i = static_cast<int>(threadIdx.x); i < tile.strips; i += kElementThreads) {
+    sum += partials[tile.first_strip + i * tile.step];
+  }
+  sum = sum_of_block(sum);
+  if (threadIdx.x == 0) total = sum;
+  __syncthreads();
+  const float result = total;
+  __syncthreads();
+  return result;
+}
+
+// x + weight (y - x) as torch rounds it.
+__device__ float lerp(float x, float y, float weight) {
+  return weight < 0.5f ? x + weight * (y - x) : y - (y - x) * (1 - weight);
+}
+
+// StepNumbers as the elements need them.
+struct Corrections {
+  float exp_avg, second_moment, statistics;
+
+  __device__ explicit Corrections(const StepNumbers& numbers)
+      : exp_avg(static_cast<float>(numbers.exp_avg)),
+        second_moment(static_cast<float>(numbers.second_moment)),
+        statistics(static_cast<float>(numbers.statistics)) {}
+};
+
+// What the step makes of N neighbouring elements, and what it needs again later.
+template <int N>
+class Elements {
+ public:
+  __device__ Elements(const ElementRule& rule, const ParameterEntry& entry,
+                      const Corrections& corrections, int64_t offset)
+      : rule_(rule), entry_(entry), corrections_(corrections), offset_(offset) {}
+
+  // The gradient, negated for maximize, with L2 weight decay.
+  __device__ Lanes<N> gradient() const {
+    Lanes<N> g = load_elements<N>(entry_.grad, entry_.grad_type, offset_);
+    if (rule_.maximize) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) g.lane[i] = -g.lane[i];
+    }
+    if (rule_.weight_decay != 0) {
+      const Lanes<N> p = load_elements<N>(entry_.param, entry_.param_type, offset_);
+#pragma unroll
+      for (int i = 0; i < N; ++i) g.lane[i] = fmaf(rule_.weight_decay, p.lane[i], g.lane[i]);
+    }
+    return g;
+  }
+  // m of the state as it is, or g without an average.
+  __device__ Lanes<N> average() const {
+    return entry_.exp_avg == nullptr ? gradient()
+                                     : corrected(load_floats<N>(entry_.exp_avg, offset_));
+  }
+  // The same, after the state has moved on to g.
+  __device__ Lanes<N> moved_average(const Lanes<N>& g) const {
+    if (entry_.exp_avg == nullptr) return g;
+    Lanes<N> average = load_floats<N>(entry_.exp_avg, offset_);
+#pragma unroll
+    for (int i = 0; i < N; ++i) average.lane[i] = lerp(average.lane[i], g.lane[i], 1 - rule_.beta1);
+    store_floats<N>(entry_.exp_avg, offset_, average);
+    return corrected(average);
+  }
+  // A second moment, zero without one; also after it has moved on to g.
+  __device__ Lanes<N> moment(const float* state) const {
+    return state == nullptr ? Lanes<N>{} : load_floats<N>(state, offset_);
+  }
+  __device__ Lanes<N> moved_moment(float* state, const Lanes<N>& g, float beta) const {
+    Lanes<N> v = moment(state);
+    if (state == nullptr) return v;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const float square = g.lane[i] * g.lane[i];
+      v.lane[i] = beta == 1 ? v.lane[i] + square : lerp(v.lane[i], square, 1 - beta);
+    }
+    store_floats<N>(state, offset_, v);
+    return v;
+  }
+  // f = m / (sqrt(v / c) + eps), or m
+  __device__ Lanes<N> grafted(Lanes<N> m, const Lanes<N>& v) const {
+    if (entry_.second_moment == nullptr) return m;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      m.lane[i] /= sqrtf(v.lane[i] / corrections_.second_moment) + rule_.grafting_eps;
+    }
+    return m;
+  }
+  // d = m (a / c + eps)^(-1/2)
+  __device__ Lanes<N> by_diagonal(Lanes<N> m, const Lanes<N>& a) const {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      m.lane[i] *= rsqrtf(a.lane[i] / corrections_.statistics + rule_.diagonal_eps);
+    }
+    return m;
+  }
+
+ private:
+  __device__ Lanes<N> corrected(Lanes<N> average) const {
+#pragma unroll
+    for (int i = 0; i < N; ++i) average.lane[i] /= corrections_.exp_avg;
+    return average;
+  }
+
+  const ElementRule& rule_;
+  const ParameterEntry& entry_;
+  const Corrections& corrections_;
+  int64_t offset_;
+};
+
+template <int N>
+__device__ float squares(const Lanes<N>& x) {
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < N; ++i) sum = fmaf(x.lane[i], x.lane[i], sum);
+  return sum;
+}
+
+// g and m, to their stacks.
+template <int N>
+__device__ void store_blocks(const StepBuffers& buffers, const Tile& tile, int64_t place,
+                             const Lanes<N>& g, const Lanes<N>& m) {
+  const bool has_average = tile.parameter.exp_avg != nullptr;
+  if (tile.in_halves) {
+    const float gradient_scale = buffers.control->gradient_scale;
+    store_parts<N>(buffers.gradients_hi, buffers.gradients_lo, place, g, gradient_scale);
+    if (!has_average) return;
+    const float average_scale = buffers.control->average_scale;
+    store_parts<N>(buffers.averages_hi, buffers.averages_lo, place, m, average_scale);
+  } else {
+    store_floats<N>(buffers.gradients, place, g);
+    if (has_average) store_floats<N>(buffers.averages, place, m);
+  }
+}
+
+template <int N>
+__device__ void gather_tile(const ElementRule& rule, const StepBuffers& buffers, const Tile& tile,
+                            int index) {
+  const ParameterEntry& entry = tile.parameter;
+  const Corrections corrections(buffers.numbers[entry.index]);
+  const bool has_matrices = entry.diagonal == nullptr;
+  float grafted_squares = 0, direction_squares = 0;
+  tile.for_each<N>([&](int64_t offset, int64_t place) {
+    const Elements<N> elements(rule, entry, corrections, offset);
+    const Lanes<N> g = elements.gradient();
+    const Lanes<N> m = elements.moved_average(g);
+    const Lanes<N> v = elements.moved_moment(entry.second_moment, g, rule.moment_beta);
+    const Lanes<N> a = elements.moved_moment(entry.diagonal, g, rule.diagonal_beta);
+    if (has_matrices) {
+      store_blocks(buffers, tile, place, g, m);
+    } else if (rule.grafting) {
+      direction_squares += squares(elements.by_diagonal(m, a));
+    }
+    if (rule.grafting) grafted_squares += squares(elements.grafted(m, v));
+  });
+  if (!rule.grafting) return;
+  grafted_squares = sum_of_block(grafted_squares);
+  if (!has_matrices) direction_squares = sum_of_block(direction_squares);
+  if (threadIdx.x == 0) {
+    buffers.grafted_squares[index] = grafted_squares;
+    if (!has_matrices) buffers.direction_squares[index] = direction_squares;
+  }
+}
+
+// Zeros, for the products of a step that is skipped.
+__device__ void clear_tile(const StepBuffers& buffers, const Tile& tile) {
+  if (tile.parameter.diagonal != nullptr) return;
+  tile.for_each<1>(
+      [&](int64_t, int64_t place) { store_blocks<1>(buffers, tile, place, {0}, {0}); });
+}
+
+__global__ void __launch_bounds__(kElementThreads)
+    gather_kernel(const __grid_constant__ ElementRule rule,
+                  const __grid_constant__ ParameterTable parameters,
+                  const __grid_constant__ StepBuffers buffers) {
+  const int index = parameters.first_tile + static_cast<int>(blockIdx.x);
+  const Tile tile(entry_of_tile(parameters, index), index, rule.block_size);
+  if (!buffers.control->keep) {
+    clear_tile(buffers, tile);
+  } else if (tile.parameter.by_fours) {
+    gather_tile<4>(rule, buffers, tile, index);
+  } else {
+    gather_tile<1>(rule, buffers, tile, index);
+  }
+}
+
+__global__ void __launch_bounds__(kElementThreads)
+    sum_directions_kernel(const __grid_constant__ ElementRule rule,
+                          const __grid_constant__ ParameterTable parameters,
+                          const __grid_constant__ StepBuffers buffers) {
+  const int index = parameters.first_tile + static_cast<int>(blockIdx.x);
+  const Tile tile(entry_of_tile(parameters, index), index, rule.block_size);
+  if (tile.parameter.diagonal != nullptr) return;
+  float sum = 0;
+  const auto add = [&](auto lanes) {
+    constexpr int N = decltype(lanes)::value;
+    tile.for_each<N>(
+        [&](int64_t, int64_t place) { sum += squares(load_floats<N>(buffers.directions, place)); });
+  };
+  if (tile.parameter.by_fours) {
+    add(std::integral_constant<int, 4>());
+  } else {
+    add(std::integral_constant<int, 1>());
+  }
+  sum = sum_of_block(sum);
+  if (threadIdx.x == 0) buffers.direction_squares[index] = sum;
+}
+
+// p <- (1 - lr wd) p - lr d, or by momentum.
+template <int N>
+__device__ void move_parameter(const ElementRule& rule, const ParameterEntry& entry, float lr,
+                               int64_t offset, Lanes<N> d) {
+  Lanes<N> p = load_elements<N>(entry.param, entry.param_type, offset);
+  if (rule.decoupled_weight_decay != 0) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) p.lane[i] *= 1 - lr * rule.decoupled_weight_decay;
+  }
+  if (entry.momentum_buffer != nullptr) {
+    Lanes<N> buffer = load_floats<N>(entry.momentum_buffer, offset);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      buffer.lane[i] = fmaf(rule.momentum, buffer.lane[i], d.lane[i]);
+      d.lane[i] = rule.nesterov ? fmaf(rule.momentum, buffer.lane[i], d.lane[i]) : buffer.lane[i];
+    }
+    store_floats<N>(entry.momentum_buffer, offset, buffer);
+  }
+#pragma unroll
+  for (int i = 0; i < N; ++i) p.lane[i] = fmaf(-lr, d.lane[i], p.lane[i]);
+  store_elements<N>(entry.param, entry.param_type, offset, p);
+}
+
+template <int N>
+__device__ void update_tile(const ElementRule& rule, const StepBuffers& buffers, const Tile& tile,
+                            float lr, float scale) {
+  const ParameterEntry& entry = tile.parameter;
+  const StepNumbers numbers = buffers.numbers[entry.index];
+  const Corrections corrections(numbers);
+  tile.for_each<N>([&](int64_t offset, int64_t place) {
+    const Elements<N> elements(rule, entry, corrections, offset);
+    Lanes<N> d;
+    if (numbers.started == 0) {
+      d = elements.grafted(elements.average(), elements.moment(entry.second_moment));
+    } else {
+      d = entry.diagonal == nullptr
+              ? load_floats<N>(buffers.directions, place)
+              : elements.by_diagonal(elements.average(), elements.moment(entry.diagonal));
+#pragma unroll
+      for (int i = 0; i < N; ++i) d.lane[i] *= scale;
+    }
+    move_parameter(rule, entry, lr, offset, d);
+  });
+}
+
+__device__ float learning_rate(const LearningRate& lr) {
+  if (lr.device == nullptr) return static_cast<float>(lr.host);
+  return lr.is_double ? static_cast<float>(*static_cast<const double*>(lr.device))
+                      : *static_cast<const float*>(lr.device);
+}
+
+__global__ void __launch_bounds__(kElementThreads)
+    update_kernel(const __grid_constant__ ElementRule rule,
+                  const __grid_constant__ ParameterTable parameters,
+                  const __grid_constant__ StepBuffers buffers, LearningRate lr) {
+  if (!buffers.control->keep) return;
+  const int index = parameters.first_tile + static_cast<int>(blockIdx.x);
+  const Tile tile(entry_of_tile(parameters, index), index, rule.block_size);
+  float scale = 1;  // |f| / |d|
+  if (rule.grafting) {
+    const float f = block_squares(buffers.grafted_squares, tile);
+    const float d = block_squares(buffers.direction_squares, tile);
+    scale = d > 0 ? sqrtf(f) / sqrtf(d) : 0;
+  }
+  if (tile.parameter.by_fours) {
+    update_tile<4>(rule, buffers, tile, learning_rate(lr), scale);
+  } else {
+    update_tile<1>(rule, buffers, tile, learning_rate(lr), scale);
+  }
+}
+
+unsigned tiles_of(const ParameterTable& parameters) {
+  return static_cast<unsigned>(parameters.end_tile - parameters.first_tile);
+}
+
+}  // namespace
+
+cudaError_t gather_gradients(const ElementRule& rule, const ParameterTable& parameters,
+                             const StepBuffers& buffers, cudaStream_t stream) {
+  gather_kernel<<<tiles_of(parameters), kElementThreads, 0, stream>>>(rule, parameters, buffers);
+  return cudaGetLastError();
+}
+
+cudaError_t sum_directions(const ElementRule& rule, const ParameterTable& parameters,
+                           const StepBuffers& buffers, cudaStream_t stream) {
+  sum_directions_kernel<<<tiles_of(parameters), kElementThreads, 0, stream>>>(rule, parameters,
+                                                                              buffers);
+  return cudaGetLastError();
+}
+
+cudaError_t update_parameters(const ElementRule& rule, const ParameterTable& parameters,
+                              const StepBuffers& buffers, const LearningRate& lr,
+                              cudaStream_t stream) {
+  update_kernel<<<tiles_of(parameters), kElementThreads, 0, stream>>>(rule, parameters, buffers,
+                                                                      lr);
+  return cudaGetLastError();
+}
+
+}  // namespace torchium::cuda_kernels

@@ -1,0 +1,201 @@
+#include "cuda_kernels/half_parts.cuh"
+#include "cuda_kernels/shampoo_step.h"
+
+#include <cfloat>
+#include <climits>
+
+namespace torchium::cuda_kernels {
+namespace {
+
+constexpr int kControlThreads = 256;
+
+// The largest magnitude of 16 bytes of numbers, as their bits without the sign, which order as the
+// numbers do; NaN is above Inf.
+template <typename Bits>
+__device__ Bits largest_of(const uint4& bytes, Bits magnitude) {
+  const auto* values = reinterpret_cast<const Bits*>(&bytes);
+  Bits most = 0;
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(bytes) / sizeof(Bits)); ++i) {
+    most = max(most, static_cast<Bits>(values[i] & magnitude));
+  }
+  return most;
+}
+
+template <typename Bits>
+__device__ Bits largest_of_tile(const ScanEntry& entry, int64_t begin, Bits magnitude) {
+  constexpr int kPerVector = sizeof(uint4) / sizeof(Bits);
+  const auto* data = static_cast<const Bits*>(entry.data);
+  const int64_t end = min(begin + kScanTile, entry.elements);
+  Bits most = 0;
+  int64_t i = begin;
+  if (reinterpret_cast<uintptr_t>(data) % sizeof(uint4) == 0) {
+    const int64_t vectors_end = begin + (end - begin) / kPerVector * kPerVector;
+    for (i += threadIdx.x * kPerVector; i < vectors_end; i += kElementThreads * kPerVector) {
+      most = max(most, largest_of(*reinterpret_cast<const uint4*>(data + i), magnitude));
+    }
+    i = vectors_end;
+  }
+  for (i += threadIdx.x; i < end; i += kElementThreads) {
+    most = max(most, static_cast<Bits>(data[i] & magnitude));
+  }
+  return most;
+}
+
+// As bits of a float. NaN and Inf stay what they are; a double that is too large for a float
+// becomes the largest one.
+__device__ unsigned largest_as_float(const ScanEntry& entry, int64_t begin) {
+  switch (entry.type) {
+    case ElementType::kDouble: {
+      const uint64_t bits = largest_of_tile<uint64_t>(entry, begin, 0x7fffffffffffffff);
+      const double value = __longlong_as_double(static_cast<int64_t>(bits));
+      const bool finite = bits < 0x7ff0000000000000;
+      return __float_as_uint(finite ? fminf(static_cast<float>(value), FLT_MAX)
+                                    : static_cast<float>(value)) &
+             0x7fffffff;
+    }
+    case ElementType::kBFloat16:
+      return unsigned{largest_of_tile<uint16_t>(entry, begin, 0x7fff)} << 16;
+    case ElementType::kHalf: {
+      const auto bits =
+          static_cast<unsigned short>(largest_of_tile<uint16_t>(entry, begin, 0x7fff));
+      return __float_as_uint(__half2float(__ushort_as_half(bits))) & 0x7fffffff;
+    }
+    default:
+      return largest_of_tile<uint32_t>(entry, begin, 0x7fffffff);
+  }
+}
+
+constexpr unsigned kInfinity = 0x7f800000;
+
+__global__ void initialize_kernel(StepControl* control) {
+  *control = {};
+  control->first_nonfinite = INT_MAX;
+}
+
+__global__ void __launch_bounds__(kElementThreads)
+    scan_kernel(const __grid_constant__ Table<ScanEntry> entries, StepControl* control) {
+  const int tile = entries.first_tile + static_cast<int>(blockIdx.x);
+  const ScanEntry& entry = entry_of_tile(entries, tile);
+  const unsigned most = largest_as_float(entry, (tile - entry.first_tile) * kScanTile);
+  if (most < kInfinity) {
+    record_largest(most, &control->largest[static_cast<int>(entry.kind)]);
+  } else if (entry.kind == ScanKind::kGradient) {
+    atomicMin(&control->first_nonfinite, entry.index);
+  }
+}
+
+// optim/step_status.h
+enum Status {
+  kConsecutiveSkips,
+  kTotalSkips,
+  kNonFiniteParameter,
+  kConsecutiveRootFailures,
+  kFailedParameter
+};
+
+__global__ void decide_step_kernel(StepRule rule, StepControl* control, int64_t* status) {
+  const bool keep = control->first_nonfinite == INT_MAX;
+  status[kConsecutiveSkips] = keep ? 0 : status[kConsecutiveSkips] + 1;
+  status[kTotalSkips] += keep ? 0 : 1;
+  status[kNonFiniteParameter] = keep ? -1 : control->first_nonfinite;
+  control->keep = keep;
+
+  const auto largest = [&](ScanKind kind) {
+    return double{__uint_as_float(control->largest[static_cast<int>(kind)])};
+  };
+  const double gradient =
+      largest(ScanKind::kGradient) + fabs(rule.weight_decay) * largest(ScanKind::kParameter);
+  // m = (beta1 m' + (1 - beta1) g) / (1 - beta1^t)
+  const double average =
+      gradient + (rule.beta1 < 1 ? rule.beta1 / (1 - rule.beta1) : 0) * largest(ScanKind::kAverage);
+  control->gradient_scale = scale_for(static_cast<float>(gradient));
+  control->average_scale = scale_for(static_cast<float>(average));
+
+  const bool is_sum = rule.beta2 == 1;
+  const double alpha = !keep ? 0 : is_sum ? 1 : 1 - rule.beta2;
+  const auto beta = static_cast<float>(!keep || is_sum ? 1 : rule.beta2);
+  const double scale = control->gradient_scale;
+  control->update[0] = static_cast<float>(alpha);
+  control->update[1] = beta;
+  control->update_by_halves[0] = static_cast<float>(alpha / (scale * scale));
+  control->update_by_halves[1] = static_cast<float>(alpha / (scale * scale * kLowHalfScale));
+  control->update_by_halves[2] = beta;
+  control->update_by_halves[3] = 1;
+}
+
+__device__ double correction(double beta, double t) { return beta == 1 ? 1 : 1 - pow(beta, t); }
+
+__global__ void __launch_bounds__(kControlThreads)
+    advance_steps_kernel(StepRule rule, const __grid_constant__ Table<StepEntry> steps,
+                         const StepControl* control, StepNumbers* numbers) {
+  const int i = static_cast<int>(blockIdx.x) * kControlThreads + static_cast<int>(threadIdx.x);
+  if (i >= steps.count) return;
+  float* step = steps.entries[i].step;
+  const float t = *step + (control->keep ? 1.0f : 0.0f);
+  *step = t;
+  const double at_least_one = fmaxf(t, 1.0f);
+  numbers[steps.first_tile + i] = {
+      correction(rule.beta1, at_least_one), correction(rule.moment_beta, at_least_one),
+      correction(rule.beta2, at_least_one), t >= rule.start ? 1.0 : 0.0};
+}
+
+// One block. Of equal counts the first entry's.
+__global__ void __launch_bounds__(kControlThreads)
+    record_failures_kernel(const __grid_constant__ Table<FailureEntry> table, int64_t* status,
+                           bool is_first) {
+  __shared__ unsigned long long largest;  // count, then how far its entry is from the end
+  if (threadIdx.x == 0) largest = 0;
+  __syncthreads();
+  unsigned long long mine = 0;
+  for (int i = static_cast<int>(threadIdx.x); i < table.count; i += kControlThreads) {
+    int most = 0;
+    for (int j = 0; j < table.entries[i].matrices; ++j) {
+      most = max(most, table.entries[i].failures[j]);
+    }
+    mine = max(mine, static_cast<unsigned long long>(most) << 32 | (table.count - i));
+  }
+  atomicMax(&largest, mine);
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  const auto count = static_cast<int64_t>(largest >> 32);
+  if (is_first || count > status[kConsecutiveRootFailures]) {
+    const int entry = table.count - static_cast<int>(largest & 0xffffffff);
+    status[kConsecutiveRootFailures] = count;
+    status[kFailedParameter] = count > 0 ? table.entries[entry].index : -1;
+  }
+}
+
+}  // namespace
+
+cudaError_t initialize_control(StepControl* control, cudaStream_t stream) {
+  initialize_kernel<<<1, 1, 0, stream>>>(control);
+  return cudaGetLastError();
+}
+
+cudaError_t scan(const Table<ScanEntry>& entries, StepControl* control, cudaStream_t stream) {
+  scan_kernel<<<entries.end_tile - entries.first_tile, kElementThreads, 0, stream>>>(entries,
+                                                                                     control);
+  return cudaGetLastError();
+}
+
+cudaError_t decide_step(const StepRule& rule, StepControl* control, int64_t* status,
+                        cudaStream_t stream) {
+  decide_step_kernel<<<1, 1, 0, stream>>>(rule, control, status);
+  return cudaGetLastError();
+}
+
+cudaError_t advance_steps(const StepRule& rule, const Table<StepEntry>& steps,
+                          const StepControl* control, StepNumbers* numbers, cudaStream_t stream) {
+  const int blocks = (steps.count + kControlThreads - 1) / kControlThreads;
+  advance_steps_kernel<<<blocks, kControlThreads, 0, stream>>>(rule, steps, control, numbers);
+  return cudaGetLastError();
+}
+
+cudaError_t record_failures(const Table<FailureEntry>& entries, int64_t* status, bool is_first,
+                            cudaStream_t stream) {
+  record_failures_kernel<<<1, kControlThreads, 0, stream>>>(entries, status, is_first);
+  return cudaGetLastError();
+}
+
+}  // namespace torchium::cuda_kernels

@@ -1,0 +1,63 @@
+// The element-wise work of a Shampoo step on a GPU in a few launches for all parameters of a group
+// (cuda_kernels/shampoo_step.h). On a CPU, and in a build without CUDA, it serves no parameter.
+#pragma once
+
+#include "optim/blocking.h"
+#include "optim/shampoo_step.h"
+#include "optim/stacks.h"
+#include "optim/step_gate.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace torchium::optim::detail {
+
+// 1 - beta^t of each parameter; 1 where nothing is to be corrected.
+struct Corrections {
+  std::vector<StepScalar> exp_avg;
+  std::vector<StepScalar> second_moment;  // of the grafted method
+  std::vector<StepScalar> statistics;     // c
+};
+
+class FusedStep {
+ public:
+  // The current device is that of the parameters.
+  FusedStep(const ShampooHyperparameters& hyperparameters, at::TensorList params,
+            at::TensorList grads, const std::vector<Blocking>& blockings, ShampooState& state);
+  ~FusedStep();
+  FusedStep(const FusedStep&) = delete;
+  FusedStep& operator=(const FusedStep&) = delete;
+
+  // Whether this device has the kernels: only then may the step begin here.
+  bool is_available() const { return work_ != nullptr; }
+  // Parameters that the kernels serve: of order one or two, in a usual memory layout, with float32
+  // state. The others take the path of elementwise.h. One flag a parameter.
+  const std::vector<bool>& serves() const { return serves_; }
+  bool serves(const MatrixBatch& batch) const { return serves_[batch.entries.front().param]; }
+  bool serves_all() const;
+
+  // Looks for NaN and Inf in all gradients, counts the step in the status and in `steps`. The
+  // batches are those of the whole step.
+  StepGate begin(const std::vector<MatrixBatch>& batches);
+  // Of the parameters that it does not serve; with `statistics` those of all parameters.
+  Corrections corrections(bool statistics) const;
+
+  // One pass over the gradients, which fills the blocks of the batches that it serves.
+  void gather();
+  // L_i <- b2 L_i + (1 - b2) mat_i(g) mat_i(g)^T of batch b.
+  void update_statistics(MatrixBatch& batch, size_t b);
+  // d = m x_1 R_1 ... x_k R_k of batch b, which replaces m.
+  void precondition(const MatrixBatch& batch, size_t b);
+  // Grafting, momentum, weight decay, p <- p - lr d.
+  void update();
+
+ private:
+  struct Work;
+  std::vector<bool> serves_;
+  std::unique_ptr<Work> work_;
+};
+
+}  // namespace torchium::optim::detail

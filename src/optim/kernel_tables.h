@@ -1,0 +1,36 @@
+// Tables of kernels (cuda_kernels/parameter_table.h) for lists of any length. CUDA builds only.
+#pragma once
+
+#include "cuda_kernels/parameter_table.h"
+
+#include <vector>
+
+namespace torchium::optim::detail {
+
+// Spreads entries, each with a number of tiles, over as many tables as they need.
+template <typename Entry>
+class KernelTables {
+ public:
+  void add(Entry entry, int tiles) {
+    if (tables_.empty() || tables_.back().count == cuda_kernels::Table<Entry>::kCapacity) {
+      tables_.emplace_back();
+      tables_.back().first_tile = tiles_;
+    }
+    cuda_kernels::Table<Entry>& table = tables_.back();
+    if constexpr (requires { entry.first_tile; }) {
+      entry.first_tile = tiles_;
+    }
+    table.entries[table.count++] = entry;
+    tiles_ += tiles;
+    table.end_tile = tiles_;
+  }
+  int tiles() const { return tiles_; }
+  auto begin() const { return tables_.begin(); }
+  auto end() const { return tables_.end(); }
+
+ private:
+  std::vector<cuda_kernels::Table<Entry>> tables_;
+  int tiles_ = 0;
+};
+
+}  // namespace torchium::optim::detail

@@ -1,0 +1,146 @@
+#ifdef TORCHIUM_WITH_CUDA
+#include "optim/parameter_entries.h"
+
+#include "optim/stacks.h"
+
+#include <ATen/ops/empty_like.h>
+
+#include <algorithm>
+#include <limits>
+
+namespace torchium::optim::detail {
+namespace {
+
+using cuda_kernels::ElementType;
+
+bool same_layout(const at::Tensor& tensor, const at::Tensor& param) {
+  return (tensor.is_contiguous() && param.is_contiguous()) || tensor.strides() == param.strides();
+}
+
+// ParameterEntry::inner; 0 for a layout that the kernels do not know.
+int64_t inner_dimension(const at::Tensor& param, const Blocking& blocking, bool merge_dims) {
+  if (param.is_contiguous()) {
+    return 1;
+  }
+  if (merge_dims && param.dim() == 4 && blocking.order() <= 2 &&
+      param.is_contiguous(at::MemoryFormat::ChannelsLast)) {
+    return param.size(2) * param.size(3);
+  }
+  return 0;
+}
+
+// Four elements of `tensor` can be read at once.
+bool aligned_to_four(const at::Tensor& tensor) {
+  return !tensor.defined() || reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) %
+                                      (4 * static_cast<uintptr_t>(tensor.element_size())) ==
+                                  0;
+}
+
+float* floats(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor.mutable_data_ptr<float>() : nullptr;
+}
+
+}  // namespace
+
+ElementType element_type(at::ScalarType type) {
+  switch (type) {
+    case at::kBFloat16:
+      return ElementType::kBFloat16;
+    case at::kHalf:
+      return ElementType::kHalf;
+    case at::kDouble:
+      return ElementType::kDouble;
+    default:
+      return ElementType::kFloat;
+  }
+}
+
+std::vector<ElementwiseState> elementwise_states(const ShampooHyperparameters& h,
+                                                 const std::vector<Blocking>& blockings,
+                                                 const ShampooState& state) {
+  std::vector<ElementwiseState> all(blockings.size());
+  for (size_t i = 0, diagonal = 0; i < blockings.size(); ++i) {
+    all[i] = {h.beta1 > 0.0 ? state.exp_avgs[i] : at::Tensor(),
+              uses_second_moment(h) ? state.grafting_second_moments[i] : at::Tensor(),
+              h.momentum > 0.0 ? state.momentum_buffers[i] : at::Tensor(),
+              blockings[i].shapes.empty() ? state.diagonals[diagonal++] : at::Tensor()};
+  }
+  return all;
+}
+
+bool has_entry(const ShampooHyperparameters& h, const at::Tensor& param, const Blocking& blocking,
+               const ElementwiseState& state) {
+  const auto tensors = state.all();
+  return blocking.order() <= 2 && state_dtype(param) == at::kFloat &&
+         param.numel() < std::numeric_limits<int>::max() &&
+         inner_dimension(param, blocking, h.merge_dims) != 0 &&
+         std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
+           return !tensor.defined() || same_layout(tensor, param);
+         });
+}
+
+at::Tensor readable_gradient(const at::Tensor& grad, const at::Tensor& param, bool has_entry) {
+  const auto type = grad.scalar_type();
+  const bool is_16_bit = type == at::kBFloat16 || type == at::kHalf;
+  if (!has_entry) {
+    return type == at::kFloat || type == at::kDouble || is_16_bit ? grad : grad.to(at::kFloat);
+  }
+  if ((type == at::kFloat || is_16_bit) && same_layout(grad, param)) {
+    return grad;
+  }
+  return at::empty_like(param, grad.options().dtype(at::kFloat)).copy_(grad);
+}
+
+void fill_entry(cuda_kernels::ParameterEntry& entry, const ShampooHyperparameters& h,
+                const at::Tensor& param, const at::Tensor& grad, const Blocking& blocking,
+                const ElementwiseState& state) {
+  const bool is_matrix = !blocking.shapes.empty() && blocking.order() == 2;
+  const int block_size = kernel_block_size(h);
+  entry.param = param.mutable_data_ptr();
+  entry.grad = grad.const_data_ptr();
+  entry.exp_avg = floats(state.exp_avg);
+  entry.second_moment = floats(state.second_moment);
+  entry.momentum_buffer = floats(state.momentum_buffer);
+  entry.diagonal = floats(state.diagonal);
+  entry.rows = is_matrix ? static_cast<int>(blocking.dims[0]) : 1;
+  entry.columns = static_cast<int>(param.numel() / entry.rows);
+  entry.inner = static_cast<int>(inner_dimension(param, blocking, h.merge_dims));
+  entry.param_type = element_type(param.scalar_type());
+  entry.grad_type = element_type(grad.scalar_type());
+  const auto tensors = state.all();
+  entry.by_fours = entry.inner == 1 && entry.columns % 4 == 0 &&
+                   (entry.columns <= block_size || block_size % 4 == 0) && aligned_to_four(param) &&
+                   aligned_to_four(grad) &&
+                   std::all_of(tensors.begin(), tensors.end(), aligned_to_four);
+}
+
+int kernel_block_size(const ShampooHyperparameters& h) {
+  return static_cast<int>(std::min<int64_t>(h.block_size, 1 << 30));
+}
+
+cuda_kernels::StepRule step_rule(const ShampooHyperparameters& h) {
+  return {.beta1 = h.beta1 > 0.0 ? h.beta1 : 1.0,
+          .moment_beta = h.grafting == "adam" ? h.grafting_beta2 : 1.0,
+          .beta2 = h.beta2,
+          .start = static_cast<double>(h.start_preconditioning_step),
+          .weight_decay = h.decoupled_weight_decay ? 0.0 : h.weight_decay};
+}
+
+cuda_kernels::ElementRule element_rule(const ShampooHyperparameters& h) {
+  const auto decay = static_cast<float>(h.weight_decay);
+  return {.block_size = kernel_block_size(h),
+          .maximize = h.maximize,
+          .weight_decay = h.decoupled_weight_decay ? 0.0f : decay,
+          .decoupled_weight_decay = h.decoupled_weight_decay ? decay : 0.0f,
+          .beta1 = static_cast<float>(h.beta1),
+          .moment_beta = h.grafting == "adagrad" ? 1.0f : static_cast<float>(h.grafting_beta2),
+          .diagonal_beta = static_cast<float>(h.beta2),
+          .grafting_eps = static_cast<float>(h.grafting_eps),
+          .diagonal_eps = static_cast<float>(h.eps),
+          .momentum = static_cast<float>(h.momentum),
+          .nesterov = h.nesterov,
+          .grafting = h.grafting.has_value()};
+}
+
+}  // namespace torchium::optim::detail
+#endif

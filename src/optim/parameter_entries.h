@@ -1,0 +1,48 @@
+// Parameters as the kernels of a fused step see them (cuda_kernels/parameter_table.h). CUDA builds
+// only.
+#pragma once
+
+#include "cuda_kernels/shampoo_step.h"
+#include "optim/blocking.h"
+#include "optim/shampoo_step.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+namespace torchium::optim::detail {
+
+// State of the shape of one parameter; undefined where it has none.
+struct ElementwiseState {
+  at::Tensor exp_avg, second_moment, momentum_buffer, diagonal;
+
+  std::vector<at::Tensor> all() const {
+    return {exp_avg, second_moment, momentum_buffer, diagonal};
+  }
+};
+std::vector<ElementwiseState> elementwise_states(const ShampooHyperparameters& hyperparameters,
+                                                 const std::vector<Blocking>& blockings,
+                                                 const ShampooState& state);
+
+// Whether the kernels can take the parameter: of order one or two, in a usual memory layout that
+// its state shares, with float32 state.
+bool has_entry(const ShampooHyperparameters& hyperparameters, const at::Tensor& param,
+               const Blocking& blocking, const ElementwiseState& state);
+
+// The gradient in a type that the kernels read, and in the layout of its parameter if that has an
+// entry.
+at::Tensor readable_gradient(const at::Tensor& grad, const at::Tensor& param, bool has_entry);
+
+// Fills all but the places of blocks, `first_tile` and `index`.
+void fill_entry(cuda_kernels::ParameterEntry& entry, const ShampooHyperparameters& hyperparameters,
+                const at::Tensor& param, const at::Tensor& grad, const Blocking& blocking,
+                const ElementwiseState& state);
+
+cuda_kernels::ElementType element_type(at::ScalarType type);
+
+// block_size as the kernels count it.
+int kernel_block_size(const ShampooHyperparameters& hyperparameters);
+cuda_kernels::StepRule step_rule(const ShampooHyperparameters& hyperparameters);
+cuda_kernels::ElementRule element_rule(const ShampooHyperparameters& hyperparameters);
+
+}  // namespace torchium::optim::detail

@@ -1,0 +1,246 @@
+"""Shampoo's fused step on a CUDA device, against the same steps in float64 on the CPU."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torchium
+from torch import Tensor, nn
+
+pytestmark = pytest.mark.cuda
+
+# Blocks whole and cut in each dimension, one column wide, sizes that are no multiple of four, orders
+# zero to three, convolutions.
+SHAPES = [
+    (24, 40), (7, 5), (33, 70), (64, 64), (3, 129), (1, 9), (11, 1), (), (1,), (37,), (64,), (200,),
+    (8, 3, 3, 3), (16, 8, 1, 1), (1, 8, 3, 3), (20, 30, 40), (0,),
+]  # fmt: skip
+# A large eps: roots of rounded statistics must not differ more than the steps may.
+BASE = {"lr": 0.05, "eps": 0.3, "update_freq": 2, "block_size": 32}
+OPTIONS = {
+    "plain": {},
+    "averages": {"betas": (0.9, 0.95), "momentum": 0.9, "decoupled_weight_decay": True}
+    | {"weight_decay": 0.1, "grafting": "adam"},
+    "nesterov": {"betas": (0.5, 0.99), "momentum": 0.8, "nesterov": True, "weight_decay": 0.1},
+    "sgd": {"grafting": "sgd", "maximize": True},
+    "adagrad": {"grafting": "adagrad", "betas": (0.8, 1.0), "weight_decay": 0.01},
+    "rmsprop": {"grafting": "rmsprop", "grafting_beta2": 0.9, "start_preconditioning_step": 3},
+    "late": {"betas": (0.9, 0.99), "start_preconditioning_step": 4},
+    "full_vectors": {"preconditioner_1d": "full", "grafting": "adam", "betas": (0.9, 0.99)},
+    "blocks_of_one": {"block_size": 1, "grafting": "sgd", "betas": (0.0, 0.9)},
+    "whole": {"block_size": 512, "relative_eps": 1e-6, "betas": (0.9, 0.99)},
+}
+
+
+def parameters(device: str, dtype: torch.dtype, channels_last: bool = False) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    values = [torch.randn(shape, generator=generator).to(device, dtype) for shape in SHAPES]
+    if channels_last:
+        values = [v.to(memory_format=torch.channels_last) if v.dim() == 4 else v for v in values]
+    return [nn.Parameter(v) for v in values]
+
+
+def give_gradients(params: list[nn.Parameter], seed: int) -> None:
+    """The same rounded numbers for every device and dtype, in sizes that differ between parameters."""
+    generator = torch.Generator().manual_seed(seed)
+    for i, p in enumerate(params):
+        gradient = torch.randn(p.shape, generator=generator).bfloat16() * 2.0 ** (i % 5 - 3)
+        p.grad = torch.empty_like(p).copy_(gradient)
+
+
+def trajectory(params: list[nn.Parameter], steps: int, **options: object) -> list[Tensor]:
+    optimizer = torchium.Shampoo(params, **{**BASE, **options})
+    for seed in range(steps):
+        give_gradients(params, seed)
+        if seed == 2:
+            params[3].grad = params[9].grad = None
+        optimizer.step()
+    optimizer.check_errors()
+    return [p.detach().cpu().double() for p in params]
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
+def test_follows_float64_on_the_cpu(options: dict[str, object], channels_last: bool) -> None:
+    start = [p.detach().double() for p in parameters("cpu", torch.float64)]
+    expected = trajectory(parameters("cpu", torch.float64, channels_last), 6, **options)
+    actual = trajectory(parameters("cuda", torch.float32, channels_last), 6, **options)
+    for shape, s, a, e in zip(SHAPES, start, actual, expected, strict=True):
+        moved = (e - s).norm()
+        assert (a - e).norm() <= 2e-4 * moved + 1e-6, (shape, (a - e).norm(), moved)
+
+
+@pytest.mark.parametrize(
+    ("precision", "low", "high"), [("highest", 0.0, 3e-6), ("high", 3e-5, 1e-3)]
+)
+def test_precision_of_products(precision: str, low: float, high: float) -> None:
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.zeros(192, 160, device="cuda"))
+    g = torch.randn(2, 192, 160)
+    optimizer = torchium.Shampoo(
+        [p], lr=1.0, eps=1e-2, betas=(0.0, 0.9), matmul_precision=precision
+    )
+    p.grad = g[0].cuda()
+    optimizer.step()
+    state = {key: value.cpu().double() for key, value in optimizer.state[p].items()}
+    for mode, factor in enumerate((g[0], g[0].T)):
+        expected = 0.1 * factor.double() @ factor.double().T
+        error = (state[f"statistics.{mode}"][0] - expected).norm() / expected.norm()
+        assert low / 4 <= error < high
+    optimizer.param_groups[0]["update_freq"] = 1000
+    optimizer.state[p]["step"].fill_(4)  # no root is due
+    optimizer._host_steps[p] = 4
+    before = p.detach().cpu().double()
+    p.grad = g[1].cuda()
+    optimizer.step()
+    expected = state["roots.0"][0] @ g[1].double() @ state["roots.1"][0]
+    error = (before - p.detach().cpu().double() - expected).norm() / expected.norm()
+    assert low <= error < high
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_parameters(dtype: torch.dtype) -> None:
+    options = OPTIONS["averages"]
+    reference = trajectory(parameters("cpu", torch.float64), 4, **options)
+    start = [p.detach().double() for p in parameters("cpu", torch.float64)]
+    params = parameters("cuda", dtype)
+    actual = trajectory(params, 4, **options)
+    for p, s, a, e in zip(params, start, actual, reference, strict=True):
+        rounding = torch.finfo(dtype).eps * (s.norm() + e.norm()) * 2
+        assert (a - e).norm() <= 0.05 * (e - s).norm() + rounding, p.shape
+
+
+def test_gradients_of_another_dtype() -> None:
+    a, b = (nn.Parameter(torch.ones(40, 24, device="cuda")) for _ in range(2))
+    b.data = b.data.to(torch.bfloat16)
+    for p in (a, b):
+        p.grad = torch.linspace(-1, 1, 960, device="cuda").view(40, 24).to(p.dtype)
+        torchium.Shampoo([p], lr=0.1).step()
+    torch.testing.assert_close(a.data, b.data.float(), rtol=2e-2, atol=1e-2)
+
+
+def test_more_parameters_than_a_table_holds() -> None:
+    def run(device: str, dtype: torch.dtype) -> list[Tensor]:
+        torch.manual_seed(3)
+        shapes = [(3 + i % 5, 4 + i % 3) if i % 4 else (5 + i % 7,) for i in range(1500)]
+        params = [nn.Parameter(torch.randn(s).to(device, dtype)) for s in shapes]
+        optimizer = torchium.Shampoo(params, lr=0.1, eps=1e-2, update_freq=2, grafting="sgd")
+        for _ in range(3):
+            for p in params:
+                p.grad = torch.randn(p.shape).to(device, dtype)
+            optimizer.step()
+        optimizer.check_errors()
+        return [p.detach().cpu().double() for p in params]
+
+    for a, e in zip(run("cuda", torch.float32), run("cpu", torch.float64), strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-3, atol=1e-4)
+
+
+def test_a_gradient_may_be_strided_or_expanded() -> None:
+    base = torch.randn(24, 40, dtype=torch.float64)
+    for make in (
+        lambda x: x.t().contiguous().t(),
+        lambda x: x[:1].expand(24, 40),
+        lambda x: x.repeat_interleave(2, 1)[:, ::2],
+    ):
+        results = []
+        for device, dtype in (("cpu", torch.float64), ("cuda", torch.float32)):
+            p = nn.Parameter(torch.ones(24, 40, device=device, dtype=dtype))
+            p.grad = make(base.to(device, dtype))
+            torchium.Shampoo([p], lr=0.1, eps=1e-2).step()
+            results.append(p.detach().cpu().double())
+        torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("victim", [0, 2, 9, 12, 15])
+def test_a_skipped_step_changes_no_bit(value: float, victim: int) -> None:
+    params = parameters("cuda", torch.float32)
+    options = {**BASE, **OPTIONS["averages"], "update_freq": 1}
+    optimizer = torchium.Shampoo(params, **options)
+    for seed in range(2):
+        give_gradients(params, seed)
+        optimizer.step()
+    before = [p.detach().clone() for p in params]
+    state = copy.deepcopy(optimizer.state_dict()["state"])
+    give_gradients(params, 5)
+    params[victim].grad.view(-1)[-1] = value
+    optimizer.step()
+    optimizer.check_errors()
+    for p, b in zip(params, before, strict=True):
+        assert torch.equal(p, b)
+    for i, saved in state.items():
+        for key, tensor in saved.items():
+            assert torch.equal(optimizer.state_dict()["state"][i][key], tensor), (i, key)
+
+
+def test_steps_are_bit_identical_and_resume_so() -> None:
+    options = OPTIONS["averages"]
+    expected = trajectory(parameters("cuda", torch.float32), 6, **options)
+    for a, e in zip(
+        trajectory(parameters("cuda", torch.float32), 6, **options), expected, strict=True
+    ):
+        assert torch.equal(a, e)
+    params = parameters("cuda", torch.float32)
+    optimizer = torchium.Shampoo(params, **{**BASE, **options})
+    for seed in range(6):
+        if seed == 4:
+            saved = copy.deepcopy(optimizer.state_dict())
+            params = [nn.Parameter(p.detach().clone()) for p in params]
+            optimizer = torchium.Shampoo(params, **BASE)
+            optimizer.load_state_dict(saved)
+        give_gradients(params, seed)
+        if seed == 2:
+            params[3].grad = params[9].grad = None
+        optimizer.step()
+    for p, e in zip(params, expected, strict=True):
+        assert torch.equal(p.detach().cpu().double(), e)
+
+
+def test_a_captured_step_follows_an_eager_one() -> None:
+    options = {**BASE, **OPTIONS["averages"], "capturable": True}
+    eager, captured = (parameters("cuda", torch.float32) for _ in range(2))
+    first, second = (torchium.Shampoo(p, **options) for p in (eager, captured))
+    for params, optimizer in ((eager, first), (captured, second)):
+        give_gradients(params, 0)
+        optimizer.step()
+        optimizer.update_preconditioners()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="global"):
+        second.step()
+    for seed in range(1, 5):
+        give_gradients(eager, seed)
+        first.step()
+        with torch.no_grad():
+            for p, e in zip(captured, eager, strict=True):
+                p.grad.copy_(e.grad)
+        graph.replay()
+        for optimizer in (first, second):
+            optimizer.update_preconditioners()
+    for p, e in zip(captured, eager, strict=True):
+        assert torch.equal(p, e)
+
+
+def launches(optimizer: torchium.Shampoo) -> int:
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        optimizer.step()
+        torch.cuda.synchronize()
+    events = [event for event in profiler.events() if event.device_type.name == "CUDA"]
+    return len(events)
+
+
+def test_launches_do_not_grow_with_the_number_of_parameters() -> None:
+    counts = []
+    for number in (4, 64):
+        params = [nn.Parameter(torch.randn(16, 24, device="cuda")) for _ in range(number)]
+        params += [nn.Parameter(torch.randn(24, device="cuda")) for _ in range(number)]
+        optimizer = torchium.Shampoo(params, update_freq=100, grafting="adam", betas=(0.9, 0.99))
+        for seed in range(5):
+            give_gradients(params, seed)
+            optimizer.step()
+        counts.append(launches(optimizer))
+    assert counts[0] == counts[1] < 30
