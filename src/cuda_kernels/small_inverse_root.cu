@@ -198,7 +198,8 @@ class SmallRoot {
     __syncthreads();
   }
 
-  // c = A B for the tile of this warp.
+  // c = A B for the tile of this warp. The tensor cores truncate as they accumulate: of split
+  // matrices only sums over 16 terms are theirs, which are added in float32.
   template <typename Matrix>
   __device__ void multiply(const Matrix& A, const Matrix& B, Accumulators& c) const {
     Accumulators cross;
@@ -232,8 +233,13 @@ class SmallRoot {
         for (int i = 0; i < L::kRowTiles; ++i) {
 #pragma unroll
           for (int side = 0; side < 2; ++side) {
-            mma(c[i][j + side], a_hi[i], b_hi[2 * side], b_hi[2 * side + 1]);
-            if constexpr (Matrix::kIsSplit) {
+            if constexpr (!Matrix::kIsSplit) {
+              mma(c[i][j + side], a_hi[i], b_hi[2 * side], b_hi[2 * side + 1]);
+            } else {
+              float sum[4] = {};
+              mma(sum, a_hi[i], b_hi[2 * side], b_hi[2 * side + 1]);
+#pragma unroll
+              for (int e = 0; e < 4; ++e) c[i][j + side][e] += sum[e];
               mma(cross[i][j + side], a_hi[i], b_lo[2 * side], b_lo[2 * side + 1]);
               mma(cross[i][j + side], a_lo[i], b_hi[2 * side], b_hi[2 * side + 1]);
             }
