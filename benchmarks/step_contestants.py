@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import inspect
 import io
 import sys
 from collections.abc import Callable, Iterator
@@ -40,7 +39,7 @@ class Contestant:
     cycle: int  # steps after which their costs repeat
     tf32: bool = False
     exponent: float = 1.0  # of the gradients' spectra
-    is_ours: bool = False
+    is_ours: bool = False  # its parts are profiled
 
 
 class Captured:
@@ -87,9 +86,7 @@ def need_cuda(params: Parameters) -> None:
 
 
 def shampoo(params: Parameters, block_size: int, tf32: bool, **options: object) -> torchium.Shampoo:
-    # An explicit precision where there is the option; it follows torch's setting otherwise.
-    if "matmul_precision" in inspect.signature(torchium.Shampoo).parameters:
-        options["matmul_precision"] = "high" if tf32 else "highest"
+    options["matmul_precision"] = "high" if tf32 else "highest"
     return torchium.Shampoo.from_adamw(params, lr=LR, betas=BETAS, block_size=block_size, **options)
 
 
@@ -112,7 +109,23 @@ def ours(model: Model) -> Iterator[Contestant]:
         name = f"torchium Shampoo, every {CYCLE}, CUDA graphs"
         return Contestant(name, make, CYCLE, tf32, is_ours=True)
 
+    # With statistics and roots alone, as others count their state.
+    def plain(params: Parameters, tf32: bool) -> torchium.Shampoo:
+        options = {
+            "betas": (0.0, 0.99),
+            "grafting": "sgd",
+            "relative_eps": 1e-4,
+            "update_freq": CYCLE,
+        }
+        options |= {
+            "block_size": model.block_size,
+            "matmul_precision": "high" if tf32 else "highest",
+        }
+        return torchium.Shampoo(params, lr=LR, **options)
+
     for tf32 in (False, True):
+        name = f"torchium Shampoo, no averages, every {CYCLE}"
+        yield Contestant(name, lambda ps, tf32=tf32: plain(ps, tf32), CYCLE, tf32)
         yield eager(1, tf32, 1.0)
         yield eager(1, tf32, 2.0)
         yield eager(CYCLE, tf32, 1.0)

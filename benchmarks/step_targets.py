@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from step import Entry
 
 EVERY_STEP, EVERY_TENTH = "torchium Shampoo, every 1", "torchium Shampoo, every 10"
+NO_AVERAGES = "torchium Shampoo, no averages, every 10"
 GRAPHS = "torchium Shampoo, every 10, CUDA graphs"
 FUSED = "AdamW fused"
 MOST_OVER_ADAMW = 5.0  # a captured step away from roots, on models whose launches dominate
@@ -62,7 +63,8 @@ def against_table(report: Report, entries: Sequence[Entry]) -> None:
         if every_step is None or tenth is None:
             continue
         mean, _, without = tenth.times()
-        state, peak = (None if b is None else b * 1e-9 for b in (tenth.state, tenth.peak))
+        plain = find(entries, NO_AVERAGES, tf32) or tenth  # as others count their state
+        state, peak = (None if b is None else b * 1e-9 for b in (plain.state, plain.peak))
         values = (every_step.times()[0], mean, without, state, peak)
         for target, value in zip(TARGETS, values, strict=True):
             setting = "TF32" if tf32 else "every product float32-accurate"

@@ -41,10 +41,6 @@ static_assert(kConsecutiveSkips == 0 && kTotalSkips == 1 && kNonFiniteParameter 
 static_assert(sizeof(StepControl) % sizeof(float) == 0);
 static_assert(sizeof(StepNumbers) == 4 * sizeof(double));
 
-// Directions are computed so many elements at a time, which bounds the memory for operands and for
-// what lies between two products. Fewer than eight matrices of order 1024 leave the GPU half idle.
-constexpr int64_t kElementsInFlight = int64_t{1} << 23;
-
 void changed(const at::Tensor& tensor) {
   if (tensor.defined()) {
     tensor.unsafeGetTensorImpl()->bump_version();

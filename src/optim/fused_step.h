@@ -15,6 +15,10 @@
 
 namespace torchium::optim::detail {
 
+// Directions are computed so many elements at a time, which bounds the memory for operands and for
+// what lies between two products. Fewer than eight matrices of order 1024 leave the GPU half idle.
+constexpr int64_t kElementsInFlight = int64_t{1} << 23;
+
 // 1 - beta^t of each parameter; 1 where nothing is to be corrected.
 struct Corrections {
   std::vector<StepScalar> exp_avg;

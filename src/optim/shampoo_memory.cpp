@@ -2,6 +2,7 @@
 
 #include "linalg/stack_groups.h"
 #include "optim/blocking.h"
+#include "optim/fused_step.h"
 
 #include <ATen/ATen.h>
 
@@ -110,6 +111,48 @@ int64_t root_temporaries(const ShampooHyperparameters& h, at::TensorList params)
   return largest;
 }
 
+// The same by the kernels for roots, which renew them in place: the buffers of large matrices
+// (linalg/large_inverse_root.cpp), and copies of small stacks that are joined.
+int64_t root_temporaries_on_device(const ShampooHyperparameters& h, at::TensorList params) {
+  constexpr int64_t kJoinedElements = int64_t{1} << 23;
+  if (h.root_method == "eigh") {
+    return root_temporaries(h, params);
+  }
+  std::map<int64_t, int64_t> matrices;  // of each order
+  for (const at::Tensor& stack : planned_stacks(h, params).statistics) {
+    matrices[stack.size(1)] += stack.size(0);
+  }
+  int64_t largest = 0;
+  for (const auto& [n, count] : matrices) {
+    const int64_t padded = (n + 31) / 32 * 32;
+    const int64_t limit = padded > 512 && padded <= 1024 ? int64_t{1} << 29 : int64_t{1} << 30;
+    const int64_t buffers = std::min(16 * padded * padded * count, limit + 16 * padded * padded);
+    const int64_t joined = 3 * 4 * std::min(n * n * count, kJoinedElements);
+    largest = std::max(largest, (n > 128 ? buffers + buffers / 16 : 0) + joined);
+  }
+  return largest;
+}
+
+// A step by the kernels of a GPU: g and m in blocks of floats or of two halves, directions, and
+// what the products need for one part of the largest batch.
+int64_t temporaries_on_device(const ShampooHyperparameters& h, at::TensorList params) {
+  constexpr int64_t kFloat = sizeof(float);
+  int64_t blocks = 0, largest_part = 0;
+  for (const auto& [sizes, batch] : gradient_memory(h, params).batches) {
+    const int64_t elements = c10::multiply_integers(sizes);
+    const int64_t at_once =
+        std::min(batch.count, std::max<int64_t>(1, kElementsInFlight / elements));
+    int64_t part = 2 * elements;  // R_1 m as floats and as halves
+    for (const int64_t n : sizes) {
+      part += n * n;
+    }
+    blocks += kFloat * batch.count * elements;
+    largest_part = std::max(largest_part, kFloat * at_once * part);
+  }
+  const int64_t gradients = (h.beta1 > 0.0 ? 2 : 1) * blocks;
+  return gradients + std::max(root_temporaries_on_device(h, params), blocks + largest_part);
+}
+
 }  // namespace
 
 StateMemory shampoo_state_memory(const ShampooHyperparameters& h, at::TensorList params) {
@@ -130,6 +173,9 @@ StateMemory shampoo_state_memory(const ShampooHyperparameters& h, at::TensorList
 }
 
 int64_t shampoo_step_temporaries(const ShampooHyperparameters& h, at::TensorList params) {
+  if (!params.empty() && params[0].is_cuda()) {
+    return temporaries_on_device(h, params);
+  }
   GradientMemory memory = gradient_memory(h, params);
   const int64_t packed = 1 + (h.beta1 > 0.0) + uses_second_moment(h);  // g, m and f
   int64_t directions = 0;

@@ -15,7 +15,7 @@ StateMemory shampoo_state_memory(const ShampooHyperparameters& hyperparameters,
                                  at::TensorList params);
 
 // Bytes that a step of one group allocates and frees again, at its peak, if all roots are due. An
-// upper bound for contiguous parameters and gradients on a CPU; the same count elsewhere.
+// upper bound for contiguous parameters and gradients, on a GPU with the kernels and float32 state.
 int64_t shampoo_step_temporaries(const ShampooHyperparameters& hyperparameters,
                                  at::TensorList params);
 

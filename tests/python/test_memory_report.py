@@ -149,3 +149,30 @@ def test_temporaries_bound_what_a_step_allocates(shapes, options):
     peak = peak_of_a_step(optimizer)
     assert peak > 0
     assert 0.6 <= peak / optimizer.memory_report().total.temporaries <= 1.0
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("precision", ["highest", "high"])
+@pytest.mark.parametrize(
+    "options",
+    [{"grafting": "sgd"}, {"grafting": "adam", "betas": (0.9, 0.99)}],
+    ids=["sgd", "adam"],
+)
+@pytest.mark.parametrize(
+    "shapes", [((2048, 2048),) * 4, ((640, 1920),) * 3, ((96, 64),) * 400, MLP], ids=str
+)
+def test_temporaries_on_a_gpu(
+    shapes: tuple[tuple[int, ...], ...], options: dict[str, object], precision: str
+) -> None:
+    params = [nn.Parameter(torch.randn(shape, device="cuda")) for shape in shapes]
+    optimizer = torchium.Shampoo(params, update_freq=1, matmul_precision=precision, **options)
+    for p in params:
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    optimizer.step()
+    peak = torch.cuda.max_memory_allocated() - before
+    expected = optimizer.memory_report().total.temporaries
+    assert peak <= expected + 2**20  # the allocator rounds up
+    assert peak >= 0.3 * expected
