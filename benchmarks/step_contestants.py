@@ -109,23 +109,21 @@ def ours(model: Model) -> Iterator[Contestant]:
         name = f"torchium Shampoo, every {CYCLE}, CUDA graphs"
         return Contestant(name, make, CYCLE, tf32, is_ours=True)
 
-    # With statistics and roots alone, as others count their state.
-    def plain(params: Parameters, tf32: bool) -> torchium.Shampoo:
-        options = {
-            "betas": (0.0, 0.99),
-            "grafting": "sgd",
-            "relative_eps": 1e-4,
-            "update_freq": CYCLE,
-        }
-        options |= {
-            "block_size": model.block_size,
-            "matmul_precision": "high" if tf32 else "highest",
-        }
-        return torchium.Shampoo(params, lr=LR, **options)
+    # As others are measured: roots of power -1/4, and no averages beside statistics and roots.
+    def plain(update_freq: int, tf32: bool) -> Contestant:
+        options = {"betas": (0.0, 0.99), "grafting": "sgd", "relative_eps": 1e-4}
+        options |= {"update_freq": update_freq, "block_size": model.block_size}
+        options |= {"matmul_precision": "high" if tf32 else "highest"}
+        return Contestant(
+            f"torchium Shampoo, no averages, every {update_freq}",
+            lambda ps: torchium.Shampoo(ps, lr=LR, **options),
+            1 if update_freq == 1 else CYCLE,
+            tf32,
+        )
 
     for tf32 in (False, True):
-        name = f"torchium Shampoo, no averages, every {CYCLE}"
-        yield Contestant(name, lambda ps, tf32=tf32: plain(ps, tf32), CYCLE, tf32)
+        yield plain(1, tf32)
+        yield plain(CYCLE, tf32)
         yield eager(1, tf32, 1.0)
         yield eager(1, tf32, 2.0)
         yield eager(CYCLE, tf32, 1.0)

@@ -57,7 +57,7 @@ def test_a_tiny_run_writes_all_rows(tmp_path: Path) -> None:
                 100, abs=1
             )
             assert parts[i + each - 1][1] == "all"
-    assert len(table(text, "The model of 103 M against its targets")) == 10
+    assert len(table(text, "The model of 103 M against its targets")) == 16
 
 
 def event(name: str, category: str, start: float, length: float, **arguments: object) -> dict:
