@@ -61,9 +61,10 @@ struct TORCHIUM_API ShampooOptions
   TORCH_ARG(int64_t, start_preconditioning_step) = 1;
   /// "auto", "eigh" or "newton".
   TORCH_ARG(std::string, root_method) = "auto";
-  /// Of the products with gradients on a GPU: "highest" (float32) or "high" (TF32: statistics and
-  /// directions err by about 3e-4 of their norm); none: as torch's own products, float32 unless
-  /// at::globalContext() allows TF32. A CPU computes in float32.
+  /// Of the products with gradients on a GPU: "highest" (of operands of at least 22 bits) or "high"
+  /// (of 11 bits, as TF32's: statistics and directions err by about 4e-4 of their norm); none: as
+  /// torch's own products, "highest" unless at::globalContext() allows TF32. A CPU computes in
+  /// float32.
   TORCH_ARG(std::optional<std::string>, matmul_precision) = std::nullopt;
   /// Failed roots of one matrix in a row after which a step raises, >= 1.
   TORCH_ARG(int64_t, max_root_failures) = 3;

@@ -96,10 +96,11 @@ class Shampoo(StackedOptimizer):
             is used (default: 1).
         root_method (str): ``"eigh"``, ``"newton"`` or ``"auto"``; see
             :func:`torchium.linalg.matrix_inverse_root` (default: "auto").
-        matmul_precision (str, optional): of the products with gradients on a GPU. ``"highest"``:
-            float32; ``"high"``: TF32, whose statistics and directions err by about 3e-4 of their
-            norm; None: what :func:`torch.set_float32_matmul_precision` says. A CPU computes in
-            float32 (default: None).
+        matmul_precision (str, optional): of the products with gradients on a GPU. ``"highest"``: of
+            operands of at least 22 bits; ``"high"``: of 11 bits, as TF32's, so that statistics and
+            directions err by about 4e-4 of their norm; None: what
+            :func:`torch.set_float32_matmul_precision` says. A CPU computes in float32
+            (default: None).
         max_root_failures (int): failures of one root in a row after which ``RuntimeError`` is raised
             (default: 3).
         maximize (bool): go up instead of down (default: False).
