@@ -78,9 +78,9 @@ __global__ void __launch_bounds__(kElementThreads)
   const int tile = entries.first_tile + static_cast<int>(blockIdx.x);
   const ScanEntry& entry = entry_of_tile(entries, tile);
   const unsigned most = largest_as_float(entry, (tile - entry.first_tile) * kScanTile);
-  if (most < kInfinity) {
-    record_largest(most, &control->largest[static_cast<int>(entry.kind)]);
-  } else if (entry.kind == ScanKind::kGradient) {
+  const bool is_finite = most < kInfinity;
+  record_largest(is_finite ? most : 0, &control->largest[static_cast<int>(entry.kind)]);
+  if (!is_finite && entry.kind == ScanKind::kGradient) {
     atomicMin(&control->first_nonfinite, entry.index);
   }
 }
