@@ -72,13 +72,22 @@ def test_follows_float64_on_the_cpu(options: dict[str, object], channels_last: b
         assert (a - e).norm() <= 2e-4 * moved + 1e-6, (shape, (a - e).norm(), moved)
 
 
+# Small products are float32 or TF32, large ones of halves.
 @pytest.mark.parametrize(
-    ("precision", "low", "high"), [("highest", 0.0, 3e-6), ("high", 3e-5, 1e-3)]
+    ("shape", "precision", "low", "high"),
+    [
+        ((192, 160), "highest", 0.0, 3e-6),
+        ((192, 160), "high", 3e-5, 1e-3),
+        ((1024, 1024), "highest", 0.0, 1e-5),
+        ((1024, 1024), "high", 3e-5, 1e-3),
+    ],
 )
-def test_precision_of_products(precision: str, low: float, high: float) -> None:
+def test_precision_of_products(
+    shape: tuple[int, int], precision: str, low: float, high: float
+) -> None:
     torch.manual_seed(0)
-    p = nn.Parameter(torch.zeros(192, 160, device="cuda"))
-    g = torch.randn(2, 192, 160)
+    p = nn.Parameter(torch.zeros(shape, device="cuda"))
+    g = torch.randn(2, *shape)
     optimizer = torchium.Shampoo(
         [p], lr=1.0, eps=1e-2, betas=(0.0, 0.9), matmul_precision=precision
     )
@@ -98,6 +107,25 @@ def test_precision_of_products(precision: str, low: float, high: float) -> None:
     expected = state["roots.0"][0] @ g[1].double() @ state["roots.1"][0]
     error = (before - p.detach().cpu().double() - expected).norm() / expected.norm()
     assert low <= error < high
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_a_skipped_step_of_halves_changes_no_bit(precision: str) -> None:
+    p = nn.Parameter(torch.randn(1024, 1024, device="cuda"))
+    options = {**BASE, **OPTIONS["averages"], "block_size": 1024}
+    optimizer = torchium.Shampoo([p], matmul_precision=precision, **options)
+    for _ in range(2):
+        p.grad = torch.randn_like(p)
+        optimizer.step()
+    before = p.detach().clone()
+    state = {key: value.clone() for key, value in optimizer.state[p].items()}
+    p.grad = torch.randn_like(p)
+    p.grad[500, 700] = float("nan")
+    optimizer.step()
+    optimizer.check_errors()
+    assert torch.equal(p, before)
+    for key, value in optimizer.state[p].items():
+        assert torch.equal(value, state[key]), key
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
