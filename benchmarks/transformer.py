@@ -131,7 +131,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--optimizers", nargs="+", default=list(OPTIMIZERS), choices=list(OPTIMIZERS)
     )
-    parser.add_argument("--grid", nargs="+", type=float, default=[1e-3, 2e-3, 4e-3])
+    parser.add_argument("--grid", nargs="+", type=float, default=[5e-4, 1e-3, 2e-3, 4e-3])
     parser.add_argument("--tuning-seed", type=int, default=0)
     parser.add_argument("--seeds", nargs="*", type=int, default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=1000)
