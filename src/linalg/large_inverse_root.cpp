@@ -3,6 +3,7 @@
 
 #include "cuda_kernels/large_inverse_root.h"
 #include "cuda_kernels/symmetric_product.h"
+#include "linalg/device_newton.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>
@@ -19,11 +20,6 @@ using cuda_kernels::LargeWorkspace;
 using cuda_kernels::SplitMatrices;
 using cuda_kernels::SymmetricProduct;
 
-// Buffers of large matrices take at most this, unless one matrix alone needs more. Half of it costs
-// 2 to 4 % of the time at n = 512 and 1024, but 6 % at 2048.
-constexpr int64_t buffer_bytes(int order) {
-  return order > 512 && order <= 1024 ? int64_t{1} << 29 : int64_t{1} << 30;
-}
 constexpr int64_t kBuffers = 4;
 
 // Errors of the first steps grow with those of the smallest eigenvalues: shorter sums there make
@@ -212,7 +208,7 @@ void large_inverse_root(const cuda_kernels::InverseRoot& arguments,
   const int n = arguments.rule.n;
   const auto order = static_cast<int>((n + kPadding - 1) / kPadding * kPadding);
   const int64_t bytes_of_matrix = kBuffers * 4 * order * order;
-  const int64_t part = std::clamp<int64_t>(buffer_bytes(order) / bytes_of_matrix, 1,
+  const int64_t part = std::clamp<int64_t>(large_root_buffer_limit(order) / bytes_of_matrix, 1,
                                            std::max<int64_t>(1, arguments.matrices));
   const at::Tensor buffers = at::empty({kBuffers, part, 2, order, order}, options.dtype(at::kHalf));
   const auto bytes = static_cast<int64_t>(LargeWorkspace(nullptr, part, order).bytes);

@@ -1,5 +1,6 @@
 #include "optim/shampoo_memory.h"
 
+#include "linalg/device_newton.h"
 #include "linalg/stack_groups.h"
 #include "optim/blocking.h"
 #include "optim/fused_step.h"
@@ -111,8 +112,8 @@ int64_t root_temporaries(const ShampooHyperparameters& h, at::TensorList params)
   return largest;
 }
 
-// The same by the kernels for roots, which renew them in place: the buffers of large matrices
-// (linalg/large_inverse_root.cpp), and copies of small stacks that are joined.
+// The same by the kernels for roots, which renew them in place: the buffers of large
+// matrices, and copies of small stacks that are joined.
 int64_t root_temporaries_on_device(const ShampooHyperparameters& h, at::TensorList params) {
   constexpr int64_t kJoinedElements = int64_t{1} << 23;
   if (h.root_method == "eigh") {
@@ -125,8 +126,9 @@ int64_t root_temporaries_on_device(const ShampooHyperparameters& h, at::TensorLi
   int64_t largest = 0;
   for (const auto& [n, count] : matrices) {
     const int64_t padded = (n + 31) / 32 * 32;
-    const int64_t limit = padded > 512 && padded <= 1024 ? int64_t{1} << 29 : int64_t{1} << 30;
-    const int64_t buffers = std::min(16 * padded * padded * count, limit + 16 * padded * padded);
+    const int64_t of_one = 16 * padded * padded;
+    const int64_t buffers =
+        std::min(of_one * count, linalg::detail::large_root_buffer_limit(padded) + of_one);
     const int64_t joined = 3 * 4 * std::min(n * n * count, kJoinedElements);
     largest = std::max(largest, (n > 128 ? buffers + buffers / 16 : 0) + joined);
   }
