@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from common import Report
-from transformer_training import Run
+from convergence_training import Run
 
 BASELINE = "AdamW"
 CHECKED = "Shampoo-10"

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 from bible_text import load_bible
 from common import ROOT, Report
+from convergence_report import best_lr, comparison, draw, grid_table
+from convergence_training import OPTIMIZERS, Run, Settings, train
 from transformer_model import Shape, Text, Transformer
-from transformer_report import best_lr, comparison, draw, grid_table
-from transformer_training import OPTIMIZERS, Run, Settings, train
 
 TINY = Settings(Shape(layers=2, width=32, heads=2, context=32), 4, 12, 2, 4)
 

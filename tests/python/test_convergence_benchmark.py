@@ -23,7 +23,7 @@ import bible_text  # noqa: E402
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, FOLDER / "transformer.py", "--device", "cpu", "--tiny", *arguments]
+    command = [sys.executable, FOLDER / "convergence.py", "--device", "cpu", "--tiny", *arguments]
     return subprocess.run(list(map(str, command)), capture_output=True, text=True)
 
 
