@@ -1,4 +1,4 @@
-"""Training a character Transformer on the King James Bible: ours against AdamW and Muon.
+"""Training a character Transformer or a ConvNet: ours against AdamW and Muon.
 
 Every optimizer gets the same learning rates on one seed; with the best of them it is run again on
 the other seeds. Runs are kept in a folder, and those that are there already are not repeated: so
@@ -17,11 +17,17 @@ from pathlib import Path
 import torch
 from bible_text import load_bible
 from common import ROOT, Report
+from convergence_optimizers import BETAS, OPTIMIZERS, WEIGHT_DECAY
 from convergence_report import best_lr, comparison, draw, grid_table
-from convergence_training import OPTIMIZERS, Run, Settings, train
-from transformer_model import Shape, Text, Transformer
+from convergence_task import Settings, Task
+from convergence_training import Run, train
+from convnet_task import ConvNetTask, load_images
+from transformer_model import Shape
+from transformer_task import TransformerTask
 
-TINY = Settings(Shape(layers=2, width=32, heads=2, context=32), 4, 12, 2, 4)
+TASKS = (TransformerTask.name, ConvNetTask.name)
+TINY_SHAPE = Shape(layers=2, width=32, heads=2, context=32)
+TINY = Settings(batch=4, steps=12, warm_up=2, evaluate_every=4)
 
 
 class Runs:
@@ -47,19 +53,20 @@ class Runs:
 class Experiment:
     """Which runs there are to be, and which of them there are."""
 
-    def __init__(self, arguments: argparse.Namespace, text: Text, settings: Settings) -> None:
+    def __init__(self, arguments: argparse.Namespace, task: Task, settings: Settings) -> None:
         self.names: list[str] = arguments.optimizers
-        self.grid: list[float] = arguments.grid
+        self.grid: list[float] = arguments.grid or list(task.grid)
         self.tuning_seed: int = arguments.tuning_seed
         self.seeds: list[int] = arguments.seeds
-        self.text, self.settings = text, settings
-        self.runs = Runs(arguments.runs)
+        self.task, self.settings = task, settings
+        self.runs = Runs(arguments.runs or ROOT / ".cache" / task.name)
         self.end = time.monotonic() + arguments.seconds
         self.left_out = 0
 
     def comparable(self) -> list[Run]:
-        """Known runs of the same length under the same conditions."""
-        wanted = (self.settings.steps, self.settings.conditions(self.text.train.device))
+        """Known runs of this task, of the same length and under the same conditions."""
+        conditions = self.settings.conditions(self.task.device)
+        wanted = (self.task.name, self.settings.steps, conditions)
         return [run for run in self.runs.known.values() if run.key[3:] == wanted]
 
     def need(self, name: str, lr: float, seed: int) -> None:
@@ -68,7 +75,7 @@ class Experiment:
         if time.monotonic() > self.end:
             self.left_out += 1
             return
-        run = train(self.text, self.settings, name, lr, seed)
+        run = train(self.task, self.settings, name, lr, seed)
         self.runs.add(run)
         ms = sum(run.optimizer_ms) / len(run.optimizer_ms)
         print(
@@ -84,7 +91,7 @@ class Experiment:
         """First calls of kernels and libraries, which no run should pay for."""
         short = dataclasses.replace(self.settings, steps=3, warm_up=1, evaluate_every=3)
         for name in self.names:
-            train(self.text, short, name, 1e-5, 0)
+            train(self.task, short, name, 1e-5, 0)
 
     def run(self) -> None:
         self.warm_up()
@@ -112,37 +119,45 @@ class Experiment:
         return result
 
 
-def describe(report: Report, text: Text, settings: Settings) -> None:
-    shape = settings.shape
-    parameters = sum(p.numel() for p in Transformer(text.symbols, shape).parameters())
-    products = "bfloat16 autocast" if text.train.is_cuda else "no autocast"
+def make_task(arguments: argparse.Namespace) -> Task:
+    """Raises FileNotFoundError: its data are not there and cannot be had."""
+    folder, device = arguments.data_dir, arguments.device
+    if arguments.task == ConvNetTask.name:
+        name = "digits" if arguments.tiny else "fashion-mnist"
+        return ConvNetTask(load_images(name, folder), device)
+    if arguments.tiny:
+        return TransformerTask(Path(__file__).read_bytes(), TINY_SHAPE, device)
+    return TransformerTask(load_bible(folder or ROOT / ".data"), Shape(), device)
+
+
+def describe(report: Report, task: Task, settings: Settings) -> None:
     report.write(
-        f"{shape.layers} layers, width {shape.width}, {parameters / 1e6:.3g} M parameters; "
-        f"{settings.batch} sequences of {shape.context} characters a step, {settings.steps} steps, "
-        f"{settings.warm_up} of warm-up, then a cosine to zero; {products}. "
-        f"{len(text.train):,} characters to train on, {len(text.validation):,} to validate on. "
-        f"Seconds are those of training alone ({settings.conditions(text.train.device)})."
+        f"{task.describe(settings)} {settings.steps} steps, {settings.warm_up} of warm-up, then a "
+        f"cosine to zero; betas {BETAS[0]:g} and {BETAS[1]:g}, weight decay {WEIGHT_DECAY:g} of "
+        "weights. Seconds are those of training alone "
+        f"({settings.conditions(task.device)})."
     )
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--task", choices=TASKS, default=TASKS[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument(
         "--optimizers", nargs="+", default=list(OPTIMIZERS), choices=list(OPTIMIZERS)
     )
-    parser.add_argument("--grid", nargs="+", type=float, default=[5e-4, 1e-3, 2e-3, 4e-3])
+    parser.add_argument("--grid", nargs="+", type=float, help="default: that of the task")
     parser.add_argument("--tuning-seed", type=int, default=0)
     parser.add_argument("--seeds", nargs="*", type=int, default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--graph", action="store_true", help="capture forward and backward pass")
     parser.add_argument(
-        "--tf32", action="store_true", help="float32 products of the optimizers may use TF32"
+        "--tf32", action="store_true", help="float32 products and convolutions may use TF32"
     )
+    parser.add_argument("--runs", type=Path, help="folder of the runs (default: .cache/TASK)")
     parser.add_argument(
-        "--runs", type=Path, default=ROOT / ".cache" / "transformer", help="folder of the runs"
+        "--data-dir", type=Path, help="folder of the text, or of the .gz files of Fashion-MNIST"
     )
-    parser.add_argument("--data-dir", type=Path, default=ROOT / ".data", help="folder of the text")
     parser.add_argument("--seconds", type=float, default=1e9, help="no new run after this time")
     parser.add_argument("--report-only", action="store_true", help="start no run")
     parser.add_argument("--save", type=Path, help="write the tables to this file")
@@ -150,8 +165,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--tiny",
         action="store_true",
-        help="a small model on the text of this program, 12 steps: shows that all of it runs; the "
-        "numbers mean nothing",
+        help="12 steps on small data: a small Transformer on the text of this program, the ConvNet "
+        "on scikit-learn's digits. Shows that all of it runs; the numbers mean nothing",
     )
     return parser.parse_args()
 
@@ -160,31 +175,29 @@ def main() -> int:
     arguments = parse_arguments()
     if arguments.tf32:
         torch.set_float32_matmul_precision("high")
-    if arguments.tiny:
-        content, settings = Path(__file__).read_bytes(), TINY
-    else:
-        try:
-            content = load_bible(arguments.data_dir)
-        except FileNotFoundError as error:
-            print(error, file=sys.stderr)
-            return 2
-        settings = Settings(steps=arguments.steps, graph=arguments.graph)
-    text = Text(content, arguments.device)
-    experiment = Experiment(arguments, text, settings)
+    torch.backends.cudnn.allow_tf32 = arguments.tf32
+    try:
+        task = make_task(arguments)
+    except FileNotFoundError as error:
+        print(error, file=sys.stderr)
+        return 2
+    settings = TINY
+    if not arguments.tiny:
+        settings = Settings(task.batch, arguments.steps, graph=arguments.graph)
+    experiment = Experiment(arguments, task, settings)
     if not arguments.report_only:
         experiment.run()
-    is_cuda = text.train.is_cuda
-    name = torch.cuda.get_device_name() if is_cuda else "a CPU"
-    report = Report(f"A character Transformer on {name}")
-    describe(report, text, settings)
+    name = torch.cuda.get_device_name() if task.device.type == "cuda" else "a CPU"
+    report = Report(f"{task.title} on {name}")
+    describe(report, task, settings)
     if experiment.left_out:
         report.skip(f"{experiment.left_out} runs", "out of time")
     grid_table(report, experiment.tuning(), list(OPTIMIZERS))
     final = experiment.final()
-    comparison(report, final)
+    comparison(report, final, task.targets)
     missed = report.finish(arguments.save)
     if arguments.plot and final:
-        draw(final, arguments.plot)
+        draw(final, task.loss_unit, arguments.plot)
     return 0 if arguments.tiny else missed
 
 

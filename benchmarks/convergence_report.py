@@ -1,19 +1,17 @@
-"""Tables and the plot of the runs of the character Transformer."""
+"""Tables and the plot of the runs of a task."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from common import Report
+from convergence_task import Targets
 from convergence_training import Run
 
 BASELINE = "AdamW"
-CHECKED = "Shampoo-10"
-MOST_STEPS = 0.6  # of AdamW's, until AdamW's final loss
-MOST_SECONDS = 0.85
-MOST_OPTIMIZER_MS = 3.0
 
 
 def best_lr(runs: Sequence[Run], optimizer: str) -> float | None:
@@ -55,15 +53,30 @@ def crossings(runs: Sequence[Run], loss: float) -> list[tuple[float, float]] | N
     return None if None in found else [pair for pair in found if pair is not None]
 
 
-def comparison(report: Report, final: dict[str, list[Run]]) -> None:
+def check_targets(
+    report: Report, targets: Targets, ratios: Sequence[float], optimizer_ms: float
+) -> None:
+    """`ratios`: steps and seconds to the baseline's final loss, over the baseline's."""
+    name = targets.optimizer
+    most = (targets.steps, targets.seconds)
+    for what, ratio, at_most in zip(("steps", "seconds"), ratios, most, strict=True):
+        report.check(f"{name}: {what} to {BASELINE}'s final loss / {BASELINE}'s", ratio, at_most)
+    what = f"{name}: ms of optimizer a step / {targets.optimizer_ms:g}"
+    report.check(what, optimizer_ms / targets.optimizer_ms, 1.0)
+
+
+def comparison(report: Report, final: dict[str, list[Run]], targets: Targets | None) -> None:
     """`final`: the runs of each optimizer at its best learning rate, one for each seed."""
     baseline = final.get(BASELINE)
     if not baseline:
         report.skip(f"comparison with {BASELINE}", "no run of it")
         return
     target = statistics.mean(run.final for run in baseline)
-    steps = statistics.mean(run.steps[-1] for run in baseline)
-    seconds = statistics.mean(run.seconds[-1] for run in baseline)
+    whole = [
+        statistics.mean(run.steps[-1] for run in baseline),
+        statistics.mean(run.seconds[-1] for run in baseline),
+    ]
+    with_accuracy = all(run.accuracies for runs in final.values() for run in runs)
     rows = []
     for name, runs in final.items():
         optimizer_ms = statistics.mean(statistics.mean(run.optimizer_ms) for run in runs)
@@ -72,26 +85,22 @@ def comparison(report: Report, final: dict[str, list[Run]]) -> None:
         row += [spread([min(run.validation_losses) for run in runs], 4)]
         row += [spread([run.final for run in runs], 4)]
         row += [spread([run.train_losses[-1] for run in runs], 4)]
+        if with_accuracy:
+            row += [spread([100 * run.accuracies[-1] for run in runs], 2)]
         ends = [(float(run.steps[-1]), run.seconds[-1]) for run in runs]
         reached = ends if name == BASELINE else crossings(runs, target)
-        what = f"{name}: {{}} to {BASELINE}'s final loss / {BASELINE}'s"
+        ratios = [math.inf, math.inf]
         if reached is None:
             row += ["-"] * 4
-            if name == CHECKED:
-                report.check(what.format("steps"), float("inf"), MOST_STEPS)
-                report.check(what.format("seconds"), float("inf"), MOST_SECONDS)
         else:
             to_steps, to_seconds = ([pair[i] for pair in reached] for i in (0, 1))
-            ratios = (statistics.mean(to_steps) / steps, statistics.mean(to_seconds) / seconds)
+            ratios = [statistics.mean(to_steps) / whole[0], statistics.mean(to_seconds) / whole[1]]
             row += [spread(to_steps, 0), spread(to_seconds, 2), *(f"{r:.3f}" for r in ratios)]
-            if name == CHECKED:
-                report.check(what.format("steps"), ratios[0], MOST_STEPS)
-                report.check(what.format("seconds"), ratios[1], MOST_SECONDS)
-        if name == CHECKED:
-            what = f"{name}: ms of optimizer a step / {MOST_OPTIMIZER_MS:g}"
-            report.check(what, optimizer_ms / MOST_OPTIMIZER_MS, 1.0)
+        if targets and name == targets.optimizer:
+            check_targets(report, targets, ratios, optimizer_ms)
         rows.append([*row, step_ms, optimizer_ms])
     headers = ["optimizer", "lr", "seeds", "best validation loss", "final", "final training loss"]
+    headers += ["final accuracy, %"] * with_accuracy
     headers += [f"{what} to {target:.4f}" for what in ("steps", "seconds")]
     headers += ["steps / AdamW's", "seconds / AdamW's", "ms a step", "of it the optimizer"]
     report.table(
@@ -108,7 +117,7 @@ def mean_curve(
     return [statistics.mean(values) for values in axes], [list(values) for values in losses]
 
 
-def draw(final: dict[str, list[Run]], path: Path) -> None:
+def draw(final: dict[str, list[Run]], loss_unit: str, path: Path) -> None:
     """Validation loss against steps and against seconds: means and ranges over the seeds."""
     import matplotlib
 
@@ -132,7 +141,7 @@ def draw(final: dict[str, list[Run]], path: Path) -> None:
             panel.set_ylim(top=2 * target)
         panel.set(xlabel=label)
         panel.grid(alpha=0.3)
-    panels[0].set_ylabel("validation loss, nats a character")
+    panels[0].set_ylabel(f"validation loss, {loss_unit}")
     panels[1].legend(frameon=False)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)

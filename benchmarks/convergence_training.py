@@ -1,4 +1,4 @@
-"""Training runs of the character Transformer, and what they record."""
+"""Training runs, and what they record."""
 
 from __future__ import annotations
 
@@ -8,73 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-import torchium
-from torch import Tensor
-from torch.optim import Optimizer
-from transformer_model import Shape, Text, Transformer, loss_of
-
-BETAS = (0.9, 0.95)
-WEIGHT_DECAY = 0.1  # of matrices
-
-Optimizers = list[Optimizer]  # they share the parameters of one model
-
-
-def adamw(model: Transformer, lr: float, without: frozenset[int] = frozenset()) -> Optimizer:
-    """For all parameters but those `without`, by id."""
-    params = [p for p in model.parameters() if id(p) not in without]
-    groups = [
-        {"params": [p for p in params if p.dim() == 2], "weight_decay": WEIGHT_DECAY},
-        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    is_cuda = params[0].is_cuda
-    return torch.optim.AdamW(groups, lr=lr, betas=BETAS, fused=is_cuda or None)
-
-
-def muon(model: Transformer, lr: float) -> Optimizers:
-    """Muon for the hidden matrices, with steps of AdamW's root mean square, and AdamW for the rest."""
-    hidden = model.hidden_matrices()
-    rest = adamw(model, lr, frozenset(map(id, hidden)))
-    options = {"weight_decay": WEIGHT_DECAY, "adjust_lr_fn": "match_rms_adamw"}
-    return [torch.optim.Muon(hidden, lr=lr, **options), rest]
-
-
-def shampoo(update_freq: int) -> Callable[[Transformer, float], Optimizers]:
-    def make(model: Transformer, lr: float) -> Optimizers:
-        return [torchium.Shampoo.from_adamw(adamw(model, lr), update_freq=update_freq)]
-
-    return make
-
-
-OPTIMIZERS: dict[str, Callable[[Transformer, float], Optimizers]] = {
-    "AdamW": lambda model, lr: [adamw(model, lr)],
-    "Muon": muon,
-    "Shampoo-1": shampoo(1),
-    "Shampoo-10": shampoo(10),
-    "Shampoo-100": shampoo(100),
-}
-
-
-@dataclass(frozen=True)
-class Settings:
-    shape: Shape = field(default_factory=Shape)
-    batch: int = 64
-    steps: int = 1000
-    warm_up: int = 50
-    evaluate_every: int = 50
-    graph: bool = False  # forward and backward pass as one CUDA graph
-
-    def conditions(self, device: torch.device) -> str:
-        """What the seconds of a run depend on; only runs with the same are compared."""
-        is_cuda = device.type == "cuda"
-        name = torch.cuda.get_device_name(device) if is_cuda else "CPU"
-        precision = torch.get_float32_matmul_precision()
-        return f"{name}, {'graph' if self.graph else 'eager'}, float32 products: {precision}"
-
-    def learning_rate(self, step: int) -> float:
-        """The share of the peak at `step`, from 0: linear warm-up, then a cosine to zero."""
-        if step < self.warm_up:
-            return (step + 1) / self.warm_up
-        return 0.5 + 0.5 * math.cos(math.pi * (step - self.warm_up) / (self.steps - self.warm_up))
+from convergence_optimizers import OPTIMIZERS
+from convergence_task import Settings, Task
+from torch import Tensor, nn
 
 
 @dataclass
@@ -91,10 +27,12 @@ class Run:
     train_losses: list[float] = field(default_factory=list)  # mean since the last record
     validation_losses: list[float] = field(default_factory=list)
     optimizer_ms: list[float] = field(default_factory=list)  # of every step
+    accuracies: list[float] = field(default_factory=list)  # on the held-out data, if it has classes
+    task: str = "transformer"
 
     @property
     def key(self) -> tuple[object, ...]:
-        return self.optimizer, self.lr, self.seed, self.length, self.conditions
+        return self.optimizer, self.lr, self.seed, self.task, self.length, self.conditions
 
     @property
     def final(self) -> float:
@@ -145,59 +83,58 @@ def synchronize(device: torch.device) -> None:
 
 
 def gradient_function(
-    model: Transformer, text: Text, settings: Settings, starts: Tensor
+    task: Task, model: nn.Module, settings: Settings, example: Tensor
 ) -> Callable[[Tensor], Tensor]:
-    """A function of the starts of a batch that sets the gradients and returns the loss."""
+    """A function of the places of a batch that sets the gradients and returns the loss."""
 
-    def compute(batch: Tensor) -> Tensor:
+    def compute(places: Tensor) -> Tensor:
         for p in model.parameters():
             p.grad = None
-        loss = loss_of(model, *text.batch(batch, settings.shape.context))
+        loss = task.loss(model, places)
         loss.backward()
         return loss.detach()
 
     if not settings.graph:
         return compute
-    batch = starts.clone()
+    places = example.clone()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
-            compute(batch)
+            compute(places)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        loss = compute(batch)
+        loss = compute(places)
 
-    def replay(starts: Tensor) -> Tensor:
-        batch.copy_(starts)
+    def replay(batch: Tensor) -> Tensor:
+        places.copy_(batch)
         graph.replay()
         return loss
 
     return replay
 
 
-def train(text: Text, settings: Settings, name: str, lr: float, seed: int) -> Run:
+def train(task: Task, settings: Settings, name: str, lr: float, seed: int) -> Run:
     """A fresh model; the same seed gives the same weights and batches to every optimizer.
 
     The host waits for the device at records alone. A run whose loss is not finite ends there.
     """
     torch.manual_seed(seed)
-    device = text.train.device
-    context = settings.shape.context
-    model = Transformer(text.symbols, settings.shape).to(device)
-    optimizers = OPTIMIZERS[name](model, lr)
+    device = task.device
+    model = task.model().to(device)
+    optimizers = OPTIMIZERS[name](task, model, lr)
     groups = [(group, group["lr"]) for o in optimizers for group in o.param_groups]
-    starts = text.starts(settings.steps, settings.batch, context, seed)
-    compute = gradient_function(model, text, settings, starts[0])
-    run = Run(name, lr, seed, settings.steps, settings.conditions(device))
+    batches = task.draw(settings.steps, settings.batch, seed)
+    compute = gradient_function(task, model, settings, batches[0])
+    run = Run(name, lr, seed, settings.steps, settings.conditions(device), task=task.name)
     watch = Stopwatch(device.type == "cuda")
     total = torch.zeros((), device=device)
     seconds = 0.0
     synchronize(device)
     begin = time.perf_counter()
     for step in range(settings.steps):
-        total += compute(starts[step])
+        total += compute(batches[step])
         for group, peak in groups:
             group["lr"] = peak * settings.learning_rate(step)
         start = watch.mark()
@@ -211,7 +148,10 @@ def train(text: Text, settings: Settings, name: str, lr: float, seed: int) -> Ru
             run.steps.append(step + 1)
             run.seconds.append(seconds)
             run.train_losses.append(float(total) / count)
-            run.validation_losses.append(float(text.validation_loss(model, context)))
+            validation_loss, accuracy = task.evaluate(model)
+            run.validation_losses.append(validation_loss)
+            if accuracy is not None:
+                run.accuracies.append(accuracy)
             total.zero_()
             if not math.isfinite(run.validation_losses[-1]):
                 break

@@ -1,14 +1,11 @@
-"""A Transformer that predicts the next character, and the text it is trained on."""
+"""A Transformer that predicts the next character."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
-
-VALIDATION_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -75,46 +72,3 @@ class Transformer(nn.Module):
     def hidden_matrices(self) -> list[nn.Parameter]:
         """The matrices between the embeddings and the head."""
         return [p for p in self.layers.parameters() if p.dim() == 2]
-
-
-def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Cross entropy in nats a character; with bfloat16 products on a CUDA device."""
-    # Without a cache of weights in bfloat16, which a captured graph could not renew.
-    with torch.autocast(x.device.type, torch.bfloat16, x.is_cuda, cache_enabled=False):
-        logits = model(x)
-    return nn.functional.cross_entropy(logits.float().flatten(0, 1), y.flatten())
-
-
-class Text:
-    """A text on a device: its first part for training, the last tenth for validation."""
-
-    def __init__(self, text: bytes, device: str) -> None:
-        symbols, characters = torch.frombuffer(bytearray(text), dtype=torch.uint8).unique(
-            return_inverse=True
-        )
-        self.symbols = len(symbols)
-        split = round((1 - VALIDATION_SHARE) * len(characters))
-        characters = characters.to(device)
-        self.train, self.validation = characters[:split], characters[split:]
-
-    def starts(self, steps: int, batch: int, context: int, seed: int) -> Tensor:
-        """Where the sequences of every batch of a run begin: [steps, batch]."""
-        generator = torch.Generator().manual_seed(seed)
-        last = len(self.train) - context - 1
-        drawn = torch.randint(last + 1, (steps, batch), generator=generator)
-        return drawn.to(self.train.device)
-
-    def batch(self, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
-        """Sequences [batch, context] and the characters that follow theirs."""
-        places = starts[:, None] + torch.arange(context + 1, device=starts.device)
-        sequences = self.train[places]
-        return sequences[:, :-1], sequences[:, 1:]
-
-    @torch.no_grad()
-    def validation_loss(self, model: nn.Module, context: int, batch: int = 256) -> Tensor:
-        """The mean over the whole validation text, cut into sequences that do not overlap."""
-        count = (len(self.validation) - 1) // context
-        x = self.validation[: count * context].view(count, context)
-        y = self.validation[1 : count * context + 1].view(count, context)
-        parts = zip(x.split(batch), y.split(batch), strict=True)
-        return torch.stack([loss_of(model, a, b) * len(a) for a, b in parts]).sum() / count

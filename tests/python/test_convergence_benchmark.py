@@ -1,4 +1,4 @@
-"""The benchmark on the character Transformer, on the CPU with a tiny model, and its text."""
+"""The benchmark of convergence, on the CPU with little data, and the text of its Transformer."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+import torch
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 NAMES = ("AdamW", "Muon", "Shampoo-1", "Shampoo-10", "Shampoo-100")
@@ -27,10 +28,16 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(list(map(str, command)), capture_output=True, text=True)
 
 
-def test_a_tiny_run_in_two_parts_writes_its_tables_and_its_plot(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("task", "classes"), [("transformer", 256), ("convnet", 10)])
+def test_a_tiny_run_in_two_parts_writes_its_tables_and_its_plot(
+    task: str, classes: int, tmp_path: Path
+) -> None:
     pytest.importorskip("tabulate")
     pytest.importorskip("matplotlib")
-    common = ["--runs", tmp_path / "runs", "--grid", "1e-3", "1e-2", "--seeds", "1"]
+    if task == "convnet":
+        pytest.importorskip("sklearn")
+    common = ["--task", task, "--runs", tmp_path / "runs"]
+    common += ["--grid", "1e-4", "1e-3", "--seeds", "1"]
     first = run(*common, "--optimizers", "AdamW", "Muon")
     assert first.returncode == 0, first.stderr
     tables, plot = tmp_path / "tables.md", tmp_path / "curves.png"
@@ -42,16 +49,46 @@ def test_a_tiny_run_in_two_parts_writes_its_tables_and_its_plot(tmp_path: Path) 
     assert len(parts) == 2
     assert len(runs) == len(NAMES) * 3
     for values in runs:
+        assert values["task"] == task
         assert values["steps"] == [4, 8, 12]
         assert len(values["optimizer_ms"]) == 12
         for key in ("seconds", "train_losses", "validation_losses", "optimizer_ms"):
             assert all(math.isfinite(value) and value > 0 for value in values[key])
-        assert values["validation_losses"][-1] < math.log(256)
+        assert values["validation_losses"][-1] < math.log(classes)
+        assert len(values["accuracies"]) == (3 if task == "convnet" else 0)
     text = tables.read_text()
     for name in NAMES:
         assert text.count(f"| {name} ") == 2  # the grid and the comparison
-    assert "Shampoo-10: seconds to AdamW's final loss / AdamW's" in text
+    assert ("final accuracy, %" in text) == (task == "convnet")
+    target = "Shampoo-10: seconds to AdamW's final loss / AdamW's"
+    assert (target in text) == (task == "transformer")
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_stored_runs_that_name_no_task_are_those_of_the_transformer(tmp_path: Path) -> None:
+    pytest.importorskip("tabulate")
+    from convergence import Runs
+
+    stored = {"optimizer": "Muon", "lr": 0.1, "seed": 1, "length": 2, "conditions": "CPU"}
+    (tmp_path / "runs.json").write_text(json.dumps([stored, {**stored, "task": "convnet"}]))
+    keys = [("Muon", 0.1, 1, task, 2, "CPU") for task in ("transformer", "convnet")]
+    assert list(Runs(tmp_path).known) == keys
+
+
+def test_muon_steps_a_convolution_as_a_matrix() -> None:
+    pytest.importorskip("tabulate")
+    from convergence_optimizers import MatrixMuon
+
+    torch.manual_seed(0)
+    convolution = torch.nn.Parameter(torch.randn(4, 2, 3, 3))
+    matrix = torch.nn.Parameter(convolution.detach().flatten(1).clone())
+    ours, theirs = MatrixMuon([convolution], lr=0.1), torch.optim.Muon([matrix], lr=0.1)
+    for _ in range(2):
+        convolution.grad = torch.randn(4, 2, 3, 3)
+        matrix.grad = convolution.grad.flatten(1).clone()
+        ours.step()
+        theirs.step()
+    torch.testing.assert_close(convolution.flatten(1), matrix, rtol=0, atol=0)
 
 
 def compressed(text: bytes) -> bytes:

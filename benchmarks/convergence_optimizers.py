@@ -1,0 +1,72 @@
+"""The optimizers that are compared: all have the same weight decay, which only weights have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torchium
+from convergence_task import Task
+from torch import nn
+from torch.optim import Optimizer
+
+BETAS = (0.9, 0.95)
+WEIGHT_DECAY = 0.1  # of weights; biases and scales have none
+
+Optimizers = list[Optimizer]  # they share the parameters of one model
+Make = Callable[[Task, nn.Module, float], Optimizers]
+
+
+def adamw(model: nn.Module, lr: float, without: Sequence[nn.Parameter] = ()) -> Optimizer:
+    """For all parameters but those `without`."""
+    left_out = set(map(id, without))
+    params = [p for p in model.parameters() if id(p) not in left_out]
+    groups = [
+        {"params": [p for p in params if p.dim() >= 2], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    is_cuda = params[0].is_cuda
+    return torch.optim.AdamW(groups, lr=lr, betas=BETAS, fused=is_cuda or None)
+
+
+class MatrixMuon(torch.optim.Muon):
+    """Muon, which takes matrices alone, for convolutions too.
+
+    A convolution [outputs, inputs, height, width] is stepped as the matrix [outputs, the rest],
+    which shares its memory.
+    """
+
+    def __init__(self, weights: Sequence[nn.Parameter], **options: Any) -> None:
+        matrices = [p if p.dim() == 2 else p.detach().flatten(1) for p in weights]
+        pairs = zip(weights, matrices, strict=True)
+        self._convolutions = [(p, matrix) for p, matrix in pairs if p is not matrix]
+        super().__init__(matrices, **options)
+
+    def step(self, closure: Any = None) -> Any:
+        for p, matrix in self._convolutions:
+            matrix.grad = None if p.grad is None else p.grad.flatten(1)
+        return super().step(closure)
+
+
+def muon(task: Task, model: nn.Module, lr: float) -> Optimizers:
+    """Muon for the hidden weights, with steps of AdamW's root mean square, and AdamW for the rest."""
+    hidden = task.hidden(model)
+    options = {"weight_decay": WEIGHT_DECAY, "adjust_lr_fn": "match_rms_adamw"}
+    return [MatrixMuon(hidden, lr=lr, **options), adamw(model, lr, hidden)]
+
+
+def shampoo(update_freq: int) -> Make:
+    def make(task: Task, model: nn.Module, lr: float) -> Optimizers:
+        return [torchium.Shampoo.from_adamw(adamw(model, lr), update_freq=update_freq)]
+
+    return make
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "AdamW": lambda task, model, lr: [adamw(model, lr)],
+    "Muon": muon,
+    "Shampoo-1": shampoo(1),
+    "Shampoo-10": shampoo(10),
+    "Shampoo-100": shampoo(100),
+}

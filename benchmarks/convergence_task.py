@@ -1,0 +1,83 @@
+"""What the optimizers are compared on: the interface of a task."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Settings:
+    batch: int
+    steps: int = 1000
+    warm_up: int = 50
+    evaluate_every: int = 50
+    graph: bool = False  # forward and backward pass as one CUDA graph
+
+    def conditions(self, device: torch.device) -> str:
+        """What the seconds of a run depend on; only runs with the same are compared."""
+        is_cuda = device.type == "cuda"
+        name = torch.cuda.get_device_name(device) if is_cuda else "CPU"
+        precision = torch.get_float32_matmul_precision()
+        return f"{name}, {'graph' if self.graph else 'eager'}, float32 products: {precision}"
+
+    def learning_rate(self, step: int) -> float:
+        """The share of the peak at `step`, from 0: linear warm-up, then a cosine to zero."""
+        if step < self.warm_up:
+            return (step + 1) / self.warm_up
+        return 0.5 + 0.5 * math.cos(math.pi * (step - self.warm_up) / (self.steps - self.warm_up))
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The most that an optimizer may take."""
+
+    optimizer: str
+    steps: float  # until AdamW's final loss, as a share of AdamW's
+    seconds: float
+    optimizer_ms: float  # a step
+
+
+class Task(ABC):
+    """A model and its data, which are on `device`.
+
+    A batch is drawn as the places of its examples in the data: all batches of a run are drawn
+    before it starts.
+    """
+
+    name: str  # of --task, and in stored runs
+    title: str
+    loss_unit: str
+    batch: int  # examples a step
+    grid: Sequence[float]  # default learning rates
+    targets: Targets | None = None
+    device: torch.device
+
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """A fresh model on the CPU; its weights depend on torch's seed."""
+
+    @abstractmethod
+    def hidden(self, model: nn.Module) -> list[nn.Parameter]:
+        """The weights between the first layer and the last one."""
+
+    @abstractmethod
+    def draw(self, steps: int, batch: int, seed: int) -> Tensor:
+        """The places of all batches of a run: int64 [steps, batch] on the device."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, places: Tensor) -> Tensor:
+        """The mean loss of one batch."""
+
+    @abstractmethod
+    def evaluate(self, model: nn.Module) -> tuple[float, float | None]:
+        """Mean loss on all held-out data, and the accuracy if it is a classification."""
+
+    @abstractmethod
+    def describe(self, settings: Settings) -> str:
+        """Model, batches, precision and data, in one sentence or two."""
