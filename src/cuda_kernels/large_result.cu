@@ -13,23 +13,37 @@ __device__ float unit_of_root(const NewtonRule& rule, const NewtonPlan& plan) {
 }
 
 constexpr int kRowsAtOnce = 4;  // of a warp
+static_assert(kRowsAtOnce == 4, "sum_of_rows halves twice");
 
-// out = X in, kRowsAtOnce rows a warp; also the largest magnitude of each row if asked for.
-// Vectors: [matrices, order]. A lane takes eight hi or eight lo at a time.
-__global__ void __launch_bounds__(kThreads)
-    apply_root_kernel(const __grid_constant__ NewtonRule rule,
-                      const __grid_constant__ SplitMatrices X, const NewtonPlan* plans,
-                      const float* in, float* out, float* largest) {
-  const int groups = X.order / (kWarps * kRowsAtOnce);
-  const int64_t matrix = blockIdx.x / groups;
-  const int row = (blockIdx.x % groups * kWarps + threadIdx.x / 32) * kRowsAtOnce;
-  const NewtonPlan plan = plans[matrix];
-  if (plan.steps == NewtonPlan::kNotFinite) return;
+// Of one number a row the sum over the warp, which every eighth lane returns for row lane / 8: each
+// of the first two steps halves what a lane carries.
+__device__ float sum_of_rows(const float (&rows)[kRowsAtOnce]) {
+  const int lane = threadIdx.x % 32;
+  const bool upper = lane & 16, odd = lane & 8;
+  float pair[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float sent = upper ? rows[i] : rows[2 + i];
+    pair[i] = (upper ? rows[2 + i] : rows[i]) + __shfl_xor_sync(0xffffffff, sent, 16);
+  }
+  const float sent = odd ? pair[0] : pair[1];
+  float sum = (odd ? pair[1] : pair[0]) + __shfl_xor_sync(0xffffffff, sent, 8);
+#pragma unroll
+  for (int offset = 4; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffff, sum, offset);
+  return sum;
+}
+
+// out = X in for kRowsAtOnce rows, by one warp; also the largest magnitude of each row if asked
+// for. A lane takes eight hi or eight lo at a time.
+template <bool with_largest>
+__device__ void apply_root(const SplitMatrices& X, int64_t matrix, int row, float unit,
+                           const float* in, float* out, float* largest) {
   const int lane = threadIdx.x % 32;
   const bool is_hi = lane % 8 < 4;
-  const float* v = in + matrix * X.order + lane % 4 * 8;
+  const float* v = in + lane % 4 * 8;
   const __half* A = X.matrix(matrix) + int64_t{2} * row * X.order + lane % 8 * 8;
   float sums[kRowsAtOnce] = {}, most[kRowsAtOnce] = {};
+#pragma unroll 2
   for (int chunk = lane / 8; chunk < X.order / kSplitPadding; chunk += 4) {
     const float4 first = *reinterpret_cast<const float4*>(v + chunk * kSplitPadding);
     const float4 second = *reinterpret_cast<const float4*>(v + chunk * kSplitPadding + 4);
@@ -44,31 +58,49 @@ __global__ void __launch_bounds__(kThreads)
       for (int i = 0; i < 4; ++i) {
         const float2 x = __half22float2(*reinterpret_cast<const __half2*>(&pairs[i]));
         sums[r] = fmaf(x.x, factors[i].x, fmaf(x.y, factors[i].y, sums[r]));
-        most[r] = larger(most[r], larger(fabsf(x.x), fabsf(x.y)));
+        if (with_largest) most[r] = larger(most[r], larger(fabsf(x.x), fabsf(x.y)));
       }
     }
   }
-  const float unit = unit_of_root(rule, plan);
 #pragma unroll
   for (int r = 0; r < kRowsAtOnce; ++r) {
-    const float sum =
-        combine_warp(is_hi ? sums[r] : sums[r] / kLowScale, [](float a, float b) { return a + b; });
+    if (!is_hi) sums[r] /= kLowScale;
+    if (!with_largest) continue;
     const float magnitude = combine_warp(is_hi ? most[r] : 0, larger);
-    if (lane != 0) continue;
-    out[matrix * X.order + row + r] = unit * sum;
-    if (largest != nullptr) largest[matrix * X.order + row + r] = unit * magnitude;
+    if (lane == 0) largest[row + r] = unit * magnitude;
   }
+  const float sum = sum_of_rows(sums);
+  if (lane % 8 == 0) out[row + lane / 8] = unit * sum;
 }
 
-// Residual and verdict of every matrix: iterations are 0 for a root that is not accepted. images =
-// S w for w = X^p D v.
+// The same for all rows. Vectors: [matrices, order].
+template <bool with_largest>
 __global__ void __launch_bounds__(kThreads)
-    judge_kernel(const __grid_constant__ InverseRoot arguments, const NewtonPlan* plans,
-                 const double* images, const float* targets, const float* last, int order,
-                 const float* largest) {
-  const int64_t matrix = blockIdx.x;
-  const int n = arguments.rule.n;
+    apply_root_kernel(const __grid_constant__ NewtonRule rule,
+                      const __grid_constant__ SplitMatrices X, const NewtonPlan* plans,
+                      const float* in, float* out, float* largest) {
+  const int groups = X.order / (kWarps * kRowsAtOnce);
+  const int64_t matrix = blockIdx.x / groups;
+  const int row = (blockIdx.x % groups * kWarps + threadIdx.x / 32) * kRowsAtOnce;
   const NewtonPlan plan = plans[matrix];
+  if (plan.steps == NewtonPlan::kNotFinite) return;
+  const int64_t first = matrix * X.order;
+  apply_root<with_largest>(X, matrix, row, unit_of_root(rule, plan), in + first, out + first,
+                           with_largest ? largest + first : nullptr);
+}
+
+// Vectors of one matrix that its verdict needs: images = S w for w = X^p D v, the largest magnitude
+// of each row of X, and D v.
+struct Evidence {
+  const double* images;
+  const float *root_images, *largest, *targets;
+};
+
+// Residual and verdict of a matrix: iterations are 0 for a root that is not accepted. All threads
+// of a block.
+template <int warps>
+__device__ void judge(const InverseRoot& arguments, int64_t matrix, const NewtonPlan& plan,
+                      const Evidence& evidence) {
   if (plan.steps == NewtonPlan::kNotFinite) {
     if (threadIdx.x == 0) {
       arguments.residual[matrix] = NAN;
@@ -77,19 +109,19 @@ __global__ void __launch_bounds__(kThreads)
     }
     return;
   }
-  __shared__ double sums[kWarps];
-  __shared__ float maxima[kWarps];
+  __shared__ double sums[warps];
+  __shared__ float maxima[warps];
   const double unit = double{plan.scale} * plan.inverse_top;
   double difference = 0;
   float most = 0;
-  for (int i = threadIdx.x; i < n; i += kThreads) {
-    const int64_t j = matrix * order + i;
-    const double error = images[j] * unit + double{plan.shift} * last[j] - targets[j];
+  for (int i = threadIdx.x; i < arguments.rule.n; i += 32 * warps) {
+    const double error = evidence.images[i] * unit + double{plan.shift} * evidence.root_images[i] -
+                         evidence.targets[i];
     difference += error * error;
-    most = larger(most, largest[j]);
+    most = larger(most, evidence.largest[i]);
   }
-  difference = block_sum(difference, sums);
-  most = block_largest(most, maxima);
+  difference = block_sum<warps>(difference, sums);
+  most = block_largest<warps>(most, maxima);
   if (threadIdx.x == 0) {
     const auto residual = static_cast<float>(sqrt(difference) / plan.norm);
     const bool accepted = accepts(arguments, plan, residual, most);
@@ -97,6 +129,15 @@ __global__ void __launch_bounds__(kThreads)
     arguments.residual[matrix] = accepted ? residual : 1.0f;
     count_failure(arguments, matrix, accepted);
   }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    judge_kernel(const __grid_constant__ InverseRoot arguments, const NewtonPlan* plans,
+                 const double* images, const float* targets, const float* root_images, int order,
+                 const float* largest) {
+  const int64_t matrix = blockIdx.x, first = matrix * order;
+  judge<kWarps>(arguments, matrix, plans[matrix],
+                {images + first, root_images + first, largest + first, targets + first});
 }
 
 // Eight neighbours of a row, of which `count` are inside of the matrix.
@@ -112,18 +153,12 @@ __device__ void write_row(float* out, int count, const float (&x)[8]) {
   }
 }
 
-// The root of A from that of M, eight neighbours a thread.
-__global__ void __launch_bounds__(kThreads)
-    write_root_kernel(const __grid_constant__ InverseRoot arguments,
-                      const __grid_constant__ SplitMatrices X, const NewtonPlan* plans,
-                      int64_t blocks_of_matrix) {
+// The root of A from that of M: eight neighbours.
+__device__ void write_root(const InverseRoot& arguments, const SplitMatrices& X,
+                           const NewtonPlan& plan, bool accepted, const Piece& piece) {
   const int n = arguments.rule.n;
-  const auto [matrix, row, column] = piece_of_thread(X.order, blocks_of_matrix);
+  const auto [matrix, row, column] = piece;
   if (row >= n || column >= n) return;
-  const NewtonPlan plan = plans[matrix];
-  const bool is_finite = plan.steps != NewtonPlan::kNotFinite;
-  const bool accepted = is_finite && arguments.iterations[matrix] > 0;
-  if (!accepted && arguments.failures != nullptr) return;
   float x[8];
   if (accepted) {
     load_eight(X.at(matrix, row, column), x);
@@ -131,10 +166,101 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[i] = saturated(factor * x[i]);
   } else {
+    const bool is_finite = plan.steps != NewtonPlan::kNotFinite;
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[i] = !is_finite ? NAN : row == column + i ? plan.factor : 0.0f;
   }
   write_row(arguments.root + (matrix * n + row) * n + column, n - column, x);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    write_root_kernel(const __grid_constant__ InverseRoot arguments,
+                      const __grid_constant__ SplitMatrices X, const NewtonPlan* plans,
+                      int64_t blocks_of_matrix) {
+  const Piece piece = piece_of_thread(X.order, blocks_of_matrix);
+  const bool accepted = arguments.iterations[piece.matrix] > 0;
+  if (!accepted && arguments.failures != nullptr) return;
+  write_root(arguments, X, plans[piece.matrix], accepted, piece);
+}
+
+constexpr int kMostInBlock = 256;  // order
+constexpr int kBlockThreads = 1024, kBlockWarps = kBlockThreads / 32;
+
+// image = S w by one block, n at most kMostInBlock: A is read once, for its rows and its columns.
+__device__ void apply_symmetric_part(const float* A, int n, const float* w, double* image) {
+  constexpr int kParts = 4, kColumns = kMostInBlock / 32;  // of a lane
+  __shared__ double parts[kParts][kMostInBlock];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  double columns[kColumns] = {};
+#pragma unroll 2
+  for (int row = warp; row < n; row += kBlockWarps) {
+    double sum = 0;
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+      const int column = lane + 32 * i;
+      const double x = column < n ? A[row * n + column] : 0;
+      sum += column < n ? x * w[column] : 0;
+      columns[i] += x * w[row];
+    }
+    sum = warp_sum(sum);
+    if (lane == 0) image[row] = sum;
+  }
+  for (int turn = 0; turn < kBlockWarps / kParts; ++turn) {  // in order: sums are reproducible
+    if (warp / kParts == turn) {
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) {
+        double& part = parts[warp % kParts][lane + 32 * i];
+        part = turn == 0 ? columns[i] : part + columns[i];
+      }
+    }
+    __syncthreads();
+  }
+  for (int i = threadIdx.x; i < n; i += kBlockThreads) {
+    image[i] = (image[i] + parts[0][i] + parts[1][i] + parts[2][i] + parts[3][i]) / 2;
+  }
+  __syncthreads();
+}
+
+// All of the above in one launch, one block a matrix. So few matrices are under way that they
+// remain in the L2 cache: X and A come from memory once.
+__global__ void __launch_bounds__(kBlockThreads, 1)
+    result_kernel(const __grid_constant__ InverseRoot arguments,
+                  const __grid_constant__ SplitMatrices X, const NewtonPlan* plans,
+                  const float* targets) {
+  __shared__ float vectors[3][kMostInBlock], largest[kMostInBlock];
+  __shared__ double images[kMostInBlock];
+  const int64_t matrix = blockIdx.x;
+  const NewtonRule& rule = arguments.rule;
+  const NewtonPlan plan = plans[matrix];
+  const float* in = vectors[0];
+  if (plan.steps != NewtonPlan::kNotFinite) {
+    const int i = threadIdx.x;
+    if (i < X.order) vectors[0][i] = targets[matrix * X.order + i];
+    __syncthreads();
+    for (int power = 0; power < rule.p; ++power) {
+      float* out = vectors[1 + power % 2];
+      const float unit = unit_of_root(rule, plan);
+      for (int row = threadIdx.x / 32 * kRowsAtOnce; row < X.order;
+           row += kBlockWarps * kRowsAtOnce) {
+        if (power == 0) {
+          apply_root<true>(X, matrix, row, unit, in, out, largest);
+        } else {
+          apply_root<false>(X, matrix, row, unit, in, out, nullptr);
+        }
+      }
+      __syncthreads();
+      in = out;
+    }
+    apply_symmetric_part(arguments.A + matrix * rule.n * rule.n, rule.n, in, images);
+  }
+  judge<kBlockWarps>(arguments, matrix, plan, {images, in, largest, vectors[0]});
+  __syncthreads();
+  const bool accepted = arguments.iterations[matrix] > 0;
+  if (!accepted && arguments.failures != nullptr) return;
+  const int pieces_of_row = X.order / 8;
+  for (int i = threadIdx.x; i < X.order * pieces_of_row; i += kBlockThreads) {
+    write_root(arguments, X, plan, accepted, {matrix, i / pieces_of_row, i % pieces_of_row * 8});
+  }
 }
 
 }  // namespace
@@ -143,13 +269,18 @@ cudaError_t finish_inverse_root(const InverseRoot& arguments, const LargeWorkspa
                                 const SplitMatrices& X, cudaStream_t stream) {
   const int n = arguments.rule.n;
   const int64_t matrices = arguments.matrices;
+  if (X.order <= kMostInBlock) {
+    result_kernel<<<blocks(matrices), kBlockThreads, 0, stream>>>(arguments, X, w.plans, w.vectors);
+    return cudaGetLastError();
+  }
   const float* in = w.vectors;
   float* out = w.vectors + matrices * X.order;
   float* spare = out + matrices * X.order;
   const int64_t groups = X.order / (kWarps * kRowsAtOnce);
   for (int power = 0; power < arguments.rule.p; ++power) {
-    apply_root_kernel<<<blocks(matrices * groups), kThreads, 0, stream>>>(
-        arguments.rule, X, w.plans, in, out, power == 0 ? w.largest : nullptr);
+    const auto apply = power == 0 ? apply_root_kernel<true> : apply_root_kernel<false>;
+    apply<<<blocks(matrices * groups), kThreads, 0, stream>>>(arguments.rule, X, w.plans, in, out,
+                                                              w.largest);
     in = out;
     std::swap(out, spare);
   }

@@ -51,23 +51,25 @@ __device__ inline double warp_sum(double x) {
 }
 
 // The same in all threads of the block.
+template <int warps = kWarps>
 __device__ inline double block_sum(double x, double* scratch) {
   x = warp_sum(x);
   __syncthreads();
   if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
   __syncthreads();
   double sum = 0;
-  for (int warp = 0; warp < kWarps; ++warp) sum += scratch[warp];
+  for (int warp = 0; warp < warps; ++warp) sum += scratch[warp];
   return sum;
 }
 
+template <int warps = kWarps>
 __device__ inline float block_largest(float x, float* scratch) {
   x = combine_warp(x, larger);
   __syncthreads();
   if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
   __syncthreads();
   float largest = 0;
-  for (int warp = 0; warp < kWarps; ++warp) largest = larger(largest, scratch[warp]);
+  for (int warp = 0; warp < warps; ++warp) largest = larger(largest, scratch[warp]);
   return largest;
 }
 
