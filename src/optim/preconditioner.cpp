@@ -8,6 +8,7 @@
 #include "optim/root_failures.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <cmath>
@@ -121,6 +122,12 @@ at::Tensor divisors(const DueGroup& group, const std::vector<StepScalar>& correc
   return at::cat(each);
 }
 
+// Of one solve of small matrices, for which launches count more than memory. Stacks with more
+// elements are solved by themselves.
+constexpr int64_t kElementsInPlace = int64_t{1} << 22;
+constexpr int64_t kElementsByCopies = int64_t{1} << 26;
+constexpr int64_t kElementsByCopiesOnCpu = int64_t{1} << 18;
+
 struct Candidate {
   at::Tensor root;
   at::Tensor accepted;  // [N] bool
@@ -163,25 +170,76 @@ void take(at::Tensor roots, at::Tensor failures, const Candidate& candidate, con
   gate.assign_(failures, counted);
 }
 
-// Solves the matrices of one order elsewhere and takes what is accepted.
-void renew_by_copies(const DueGroup& group, const RootRule& rule, double exponent,
-                     const std::vector<StepScalar>& corrections, const StepGate& gate) {
+// Matrices of one stack whose roots are solved for elsewhere.
+struct Renewal {
+  at::Tensor statistics;
+  at::Tensor divisors;  // undefined: 1
+  at::Tensor roots, failures;
+
+  Renewal part(int64_t begin, int64_t count) const {
+    const auto slice = [&](const at::Tensor& x) { return x.narrow(0, begin, count); };
+    return {slice(statistics), divisors.defined() ? slice(divisors) : divisors, slice(roots),
+            slice(failures)};
+  }
+  at::Tensor corrected() const {
+    return divisors.defined() ? statistics / divisors.to(statistics.scalar_type()).view({-1, 1, 1})
+                              : statistics;
+  }
+};
+
+// One solve for all of them; takes what is accepted.
+void solve_and_take(const std::vector<Renewal>& renewals, const RootRule& rule, double exponent,
+                    const StepGate& gate) {
   std::vector<at::Tensor> inputs;
   linalg::detail::StackGroup all;
-  for (const DueMatrices& matrices : group) {
-    const at::Tensor statistics = matrices.of(matrices.batch->statistics);
-    const at::Tensor c = divisors({matrices}, corrections);
+  for (const Renewal& renewal : renewals) {
     all.push_back(inputs.size());
-    inputs.push_back(c.defined() ? statistics / c.to(statistics.scalar_type()).view({-1, 1, 1})
-                                 : statistics);
+    inputs.push_back(renewal.corrected());
   }
   const Candidate candidate =
       compute_root(linalg::detail::joined_stacks(inputs, all), rule, exponent);
   const auto roots = linalg::detail::split_by_stack(candidate.root, inputs, all);
   const auto accepted = linalg::detail::split_by_stack(candidate.accepted, inputs, all);
   for (const size_t i : all) {
-    const MatrixBatch& batch = *group[i].batch;
-    take(group[i].of(batch.roots), group[i].of(batch.root_failures), {roots[i], accepted[i]}, gate);
+    take(renewals[i].roots, renewals[i].failures, {roots[i], accepted[i]}, gate);
+  }
+}
+
+// Matrices of a stack that one solve takes: on the CPU so few that its temporaries stay in the
+// cache and are not given back to the system, but as many for each thread.
+int64_t matrices_at_once(const at::Tensor& stack) {
+  if (!stack.is_cpu() || stack.size(0) == 0) {
+    return std::max<int64_t>(1, stack.size(0));
+  }
+  const int64_t elements = stack.numel() / stack.size(0), threads = at::get_num_threads();
+  const int64_t few = std::max<int64_t>(1, kElementsByCopiesOnCpu / std::max<int64_t>(1, elements));
+  return (few + threads - 1) / threads * threads;
+}
+
+// Solves for roots elsewhere: matrices of one order together, those of a large stack a part at a
+// time.
+void renew_by_copies(const DueGroup& all, const RootRule& rule, double exponent,
+                     const std::vector<StepScalar>& corrections, const StepGate& gate) {
+  std::vector<Renewal> parts;
+  std::vector<at::Tensor> statistics;
+  for (const DueMatrices& matrices : all) {
+    const MatrixBatch& batch = *matrices.batch;
+    const Renewal whole{matrices.of(batch.statistics), divisors({matrices}, corrections),
+                        matrices.of(batch.roots), matrices.of(batch.root_failures)};
+    const int64_t count = whole.statistics.size(0), at_once = matrices_at_once(whole.statistics);
+    for (int64_t begin = 0; begin < count; begin += at_once) {
+      parts.push_back(whole.part(begin, std::min(at_once, count - begin)));
+      statistics.push_back(parts.back().statistics);
+    }
+  }
+  const bool on_cpu = !parts.empty() && statistics[0].is_cpu();
+  const int64_t enough = on_cpu ? kElementsByCopiesOnCpu : kElementsByCopies;
+  for (const auto& group : linalg::detail::group_by_order(statistics, enough)) {
+    std::vector<Renewal> together;
+    for (const size_t i : group) {
+      together.push_back(parts[i]);
+    }
+    solve_and_take(together, rule, exponent, gate);
   }
 }
 
@@ -213,11 +271,6 @@ void renew_in_place(const DueGroup& group, const RootRule& rule, int64_t p,
   at::_foreach_copy_(failures, joined_failures.split_with_sizes(counts));
 }
 
-// Of one solve of small matrices, for which launches count more than memory. Stacks with more
-// elements are solved by themselves.
-constexpr int64_t kElementsInPlace = int64_t{1} << 22;
-constexpr int64_t kElementsByCopies = int64_t{1} << 26;
-
 // Renews the roots of all these matrices, those of one order in few solves.
 void renew_all(const DueGroup& all, const RootRule& rule, double exponent,
                const std::vector<StepScalar>& corrections, const StepGate& gate) {
@@ -236,9 +289,7 @@ void renew_all(const DueGroup& all, const RootRule& rule, double exponent,
   for (const DueGroup& group : by_order(small, kElementsInPlace)) {
     renew_in_place(group, rule, *p, corrections, gate);
   }
-  for (const DueGroup& group : by_order(others, kElementsByCopies)) {
-    renew_by_copies(group, rule, exponent, corrections, gate);
-  }
+  renew_by_copies(others, rule, exponent, corrections, gate);
 }
 
 }  // namespace
