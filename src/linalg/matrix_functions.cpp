@@ -28,6 +28,22 @@ at::Tensor exact_residual(const Normalized& input, const at::Tensor& damping,
       A.square_().sum({-2, -1}).sqrt_().clamp_min_(std::numeric_limits<double>::min()));
 }
 
+// On the CPU a batched product with one column is several times slower than BLAS's with a vector.
+constexpr int64_t kSmallestVectorOrder = 64;
+
+// [N, n, n] times [N, n, 1].
+at::Tensor times_columns(const at::Tensor& matrices, const at::Tensor& columns) {
+  if (!matrices.is_cpu() || matrices.size(-1) < kSmallestVectorOrder) {
+    return at::bmm(matrices, columns);
+  }
+  at::Tensor images = at::empty(columns.sizes(), columns.options());
+  for (int64_t i = 0; i < matrices.size(0); ++i) {
+    at::Tensor image = images.select(0, i).select(-1, 0);
+    at::mv_out(image, matrices.select(0, i), columns.select(0, i).select(-1, 0));
+  }
+  return images;
+}
+
 // The same by the image of one vector of random signs, at the cost of p + 2 products with it. The
 // dtype of the input is enough: what X^p magnifies, the last product with A makes small again. The
 // norm of A is that of its parts: the image A v may be small by chance.
@@ -39,13 +55,13 @@ at::Tensor estimated_residual(const Normalized& input, const at::Tensor& damping
   const at::Tensor shift = column(damping);
   const at::Tensor unit = column(input.scale.pow(-1.0 / static_cast<double>(p)));
   const auto times_A = [&](const at::Tensor& v) {
-    return at::bmm(input.matrix, v).add_(v * shift);
+    return times_columns(input.matrix, v).add_(v * shift);
   };
   const int64_t n = root.size(-1);
   const at::Tensor target = times_A(random_signs(n, root.options()).expand({root.size(0), n, 1}));
   at::Tensor image = target;
   for (int64_t i = 0; i < p; ++i) {
-    image = at::bmm(root, image * unit);
+    image = times_columns(root, image * unit);
   }
   const at::Tensor difference = times_A(image).sub_(target);
   const at::Tensor norm = input.matrix.square().sum({-2, -1}).sqrt_().add_(
