@@ -59,10 +59,13 @@ skip() { rows+=("$(printf '%-22s %-8s %5s   %s' "$1" skipped "" "$2")"); }
 
 # One after the other: the sanitizer, which keeps the device busy, slows down whatever runs beside it.
 workers=()
+threads=$(nproc)
 if "$python" -c "import xdist" 2> /dev/null; then
-  workers=(-n "$(($(nproc) < 8 ? $(nproc) : 8))")
+  count=$(($(nproc) < 8 ? $(nproc) : 8))
+  workers=(-n "$count")
+  threads=$(($(nproc) / count))  # more threads than cores wait for each other
 fi
-check pytest-cuda "$python" -m pytest -q -m cuda -p no:cacheprovider ${workers[@]+"${workers[@]}"} tests/python
+check pytest-cuda env OMP_NUM_THREADS="$threads" "$python" -m pytest -q -m cuda -p no:cacheprovider ${workers[@]+"${workers[@]}"} tests/python
 if [[ -x $build/tests/cpp/torchium_tests ]]; then
   check gtest env LD_LIBRARY_PATH="$library_path" GTEST_BRIEF=1 "$build/tests/cpp/torchium_tests"
 else
