@@ -110,12 +110,14 @@ def ours(model: Model) -> Iterator[Contestant]:
         return Contestant(name, make, CYCLE, tf32, is_ours=True)
 
     # As others are measured: roots of power -1/4, and no averages beside statistics and roots.
-    def plain(update_freq: int, tf32: bool) -> Contestant:
+    def plain(update_freq: int, tf32: bool, root_dtype: torch.dtype | None = None) -> Contestant:
         options = {"betas": (0.0, 0.99), "grafting": "sgd", "relative_eps": 1e-4}
+        options |= {"root_dtype": root_dtype}
         options |= {"update_freq": update_freq, "block_size": model.block_size}
         options |= {"matmul_precision": "high" if tf32 else "highest"}
         return Contestant(
-            f"torchium Shampoo, no averages, every {update_freq}",
+            f"torchium Shampoo, no averages{', 16-bit roots' if root_dtype else ''}, "
+            f"every {update_freq}",
             lambda ps: torchium.Shampoo(ps, lr=LR, **options),
             1 if update_freq == 1 else CYCLE,
             tf32,
@@ -124,6 +126,7 @@ def ours(model: Model) -> Iterator[Contestant]:
     for tf32 in (False, True):
         yield plain(1, tf32)
         yield plain(CYCLE, tf32)
+        yield plain(CYCLE, tf32, torch.bfloat16)
         yield eager(1, tf32, 1.0)
         yield eager(1, tf32, 2.0)
         yield eager(CYCLE, tf32, 1.0)

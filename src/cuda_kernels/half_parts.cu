@@ -21,32 +21,36 @@ __global__ void __launch_bounds__(kElementThreads)
 }
 
 __global__ void __launch_bounds__(kElementThreads)
-    find_largest_on_diagonals_kernel(const float* x, int64_t n, unsigned* largest) {
-  const float* matrix = x + int64_t{blockIdx.x} * n * n;
+    find_largest_on_diagonals_kernel(const void* x, ElementType type, int64_t n,
+                                     unsigned* largest) {
+  const int64_t first = int64_t{blockIdx.x} * n * n;
   unsigned most = 0;
   for (int64_t i = threadIdx.x; i < n; i += kElementThreads) {
-    most = max(most, magnitude_bits(matrix[i * (n + 1)]));
+    most = max(most, magnitude_bits(load_elements<1>(x, type, first + i * (n + 1)).lane[0]));
   }
   record_largest(most, largest);
 }
 
 template <int N>
 __global__ void __launch_bounds__(kElementThreads)
-    split_halves_kernel(const float* x, int64_t lanes, const unsigned* largest, __half* hi,
-                        __half* lo, float* scale) {
+    split_halves_kernel(const void* x, ElementType type, int64_t lanes, const unsigned* largest,
+                        __half* hi, __half* lo, float* scale) {
   // Entries off the diagonal of a positive matrix are no larger than those on it but for rounding.
   const float factor = scale_for(2 * __uint_as_float(*largest));
   const int64_t index = int64_t{blockIdx.x} * kElementThreads + threadIdx.x;
   if (index == 0) *scale = factor;
-  if (index < lanes) store_parts<N>(hi, lo, index * N, load_floats<N>(x, index * N), factor);
+  if (index < lanes) {
+    store_parts<N>(hi, lo, index * N, load_elements<N>(x, type, index * N), factor);
+  }
 }
 
 template <int N>
-void launch_split(const float* x, int64_t elements, const unsigned* largest, __half* hi, __half* lo,
-                  float* scale, cudaStream_t stream) {
+void launch_split(const void* x, ElementType type, int64_t elements, const unsigned* largest,
+                  __half* hi, __half* lo, float* scale, cudaStream_t stream) {
   const int64_t lanes = elements / N;
   const auto blocks = static_cast<unsigned>((lanes + kElementThreads - 1) / kElementThreads);
-  split_halves_kernel<N><<<blocks, kElementThreads, 0, stream>>>(x, lanes, largest, hi, lo, scale);
+  split_halves_kernel<N>
+      <<<blocks, kElementThreads, 0, stream>>>(x, type, lanes, largest, hi, lo, scale);
 }
 
 __global__ void undo_scales_kernel(const float* first, const float* second, float* coefficients) {
@@ -78,23 +82,23 @@ cudaError_t find_largest(const float* x, int64_t elements, unsigned* largest, cu
   return cudaGetLastError();
 }
 
-cudaError_t find_largest_on_diagonals(const float* x, int64_t matrices, int64_t n,
+cudaError_t find_largest_on_diagonals(const void* x, ElementType type, int64_t matrices, int64_t n,
                                       unsigned* largest, cudaStream_t stream) {
   const cudaError_t error = cudaMemsetAsync(largest, 0, sizeof(unsigned), stream);
   if (error != cudaSuccess) return error;
   find_largest_on_diagonals_kernel<<<static_cast<unsigned>(matrices), kElementThreads, 0, stream>>>(
-      x, n, largest);
+      x, type, n, largest);
   return cudaGetLastError();
 }
 
-cudaError_t split_halves(const float* x, int64_t elements, const unsigned* largest, __half* hi,
-                         __half* lo, float* scale, cudaStream_t stream) {
+cudaError_t split_halves(const void* x, ElementType type, int64_t elements, const unsigned* largest,
+                         __half* hi, __half* lo, float* scale, cudaStream_t stream) {
   const bool by_fours = elements % 4 == 0 && is_aligned(x, 16) && is_aligned(hi, 8) &&
                         (lo == nullptr || is_aligned(lo, 8));
   if (by_fours) {
-    launch_split<4>(x, elements, largest, hi, lo, scale, stream);
+    launch_split<4>(x, type, elements, largest, hi, lo, scale, stream);
   } else {
-    launch_split<1>(x, elements, largest, hi, lo, scale, stream);
+    launch_split<1>(x, type, elements, largest, hi, lo, scale, stream);
   }
   return cudaGetLastError();
 }

@@ -83,8 +83,10 @@ void gemm(const Coefficients& c, const Factor& A, const Factor& B, at::Tensor& C
     gemm_of_parts(handle, alpha, a, A.operation, b, B.operation, beta, C, compute);
   };
   add(A.stack.high, B.stack.high, c.alpha, c.beta);
-  if (A.stack.low.defined()) {
+  if (B.stack.low.defined()) {
     add(A.stack.high, B.stack.low, c.cross_alpha, c.one);
+  }
+  if (A.stack.low.defined()) {
     add(A.stack.low, B.stack.high, c.cross_alpha, c.one);
   }
   TORCH_CUDABLAS_CHECK(cublasSetPointerMode(handle, CUBLAS_POINTER_MODE_HOST));
@@ -108,18 +110,22 @@ __half* halves(const at::Tensor& tensor) {
 StackOperand operand_of_halves(const at::Tensor& stack, Largest where, MatmulPrecision precision) {
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   StackOperand operand{at::empty_like(stack, stack.options().dtype(at::kHalf)), {}, {}};
-  if (precision == MatmulPrecision::kHighest) {
+  const bool is_float = stack.scalar_type() == at::kFloat;
+  if (precision == MatmulPrecision::kHighest && is_float) {  // 8 bits need no second half
     operand.low = at::empty_like(operand.high);
   }
-  const at::Tensor numbers = at::empty({2}, stack.options());
+  const at::Tensor numbers = at::empty({2}, stack.options().dtype(at::kFloat));
   auto* largest = reinterpret_cast<unsigned*>(numbers.mutable_data_ptr<float>());
   operand.scale = numbers.select(0, 1);
-  const float* x = stack.const_data_ptr<float>();
+  const void* x = stack.const_data_ptr();
+  const auto type =
+      is_float ? cuda_kernels::ElementType::kFloat : cuda_kernels::ElementType::kBFloat16;
   C10_CUDA_CHECK(where == Largest::kOnDiagonal
-                     ? cuda_kernels::find_largest_on_diagonals(x, stack.size(0), stack.size(1),
-                                                               largest, stream)
-                     : cuda_kernels::find_largest(x, stack.numel(), largest, stream));
-  C10_CUDA_CHECK(cuda_kernels::split_halves(x, stack.numel(), largest, halves(operand.high),
+                     ? cuda_kernels::find_largest_on_diagonals(x, type, stack.size(0),
+                                                               stack.size(1), largest, stream)
+                     : cuda_kernels::find_largest(stack.const_data_ptr<float>(), stack.numel(),
+                                                  largest, stream));
+  C10_CUDA_CHECK(cuda_kernels::split_halves(x, type, stack.numel(), largest, halves(operand.high),
                                             halves(operand.low),
                                             operand.scale.mutable_data_ptr<float>(), stream));
   return operand;

@@ -25,7 +25,7 @@ MatmulPrecision matmul_precision(const std::optional<std::string>& name);
 bool use_halves(int64_t multiplications, MatmulPrecision precision);
 
 // A contiguous stack [N, rows, columns]: floats in `high`, or halves with a common scale. `low` is
-// what the halves in `high` lack, for kHighest.
+// what the halves in `high` lack, for kHighest; undefined: nothing.
 struct StackOperand {
   at::Tensor high, low;
   at::Tensor scale;  // of halves: 0-dim float32
@@ -34,6 +34,7 @@ struct StackOperand {
 // Where the largest magnitude of a stack is.
 enum class Largest { kAnywhere, kOnDiagonal };
 
+// Of floats, or of bfloat16 whose largest is on the diagonal.
 StackOperand operand_of_halves(const at::Tensor& stack, Largest where, MatmulPrecision precision);
 
 // C <- beta C + alpha X X^T, X: [N, n, k], or alpha X^T X, X: [N, k, n], for a contiguous C [N, n,

@@ -14,7 +14,8 @@ namespace {
 int64_t shampoo_step_temporaries(at::TensorList params, double weight_decay, double beta1,
                                  bool decoupled_weight_decay, int64_t block_size, bool merge_dims,
                                  std::string preconditioner_1d, std::optional<std::string> grafting,
-                                 std::string root_method, bool maximize) {
+                                 std::string root_method, bool maximize,
+                                 std::optional<std::string> root_dtype) {
   optim::detail::ShampooHyperparameters h;
   h.weight_decay = weight_decay;
   h.beta1 = beta1;
@@ -24,6 +25,7 @@ int64_t shampoo_step_temporaries(at::TensorList params, double weight_decay, dou
   h.preconditioner_1d = std::move(preconditioner_1d);
   h.grafting = std::move(grafting);
   h.root_method = std::move(root_method);
+  h.root_dtype = std::move(root_dtype);
   h.maximize = maximize;
   return optim::detail::shampoo_step_temporaries(h, params);
 }
@@ -34,7 +36,7 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
   m.def(
       "shampoo_step_temporaries(Tensor[] params, *, float weight_decay, float beta1, "
       "bool decoupled_weight_decay, int block_size, bool merge_dims, str preconditioner_1d, "
-      "str? grafting, str root_method, bool maximize) -> int");
+      "str? grafting, str root_method, bool maximize, str? root_dtype=None) -> int");
 }
 
 TORCH_LIBRARY_IMPL(torchium, CompositeExplicitAutograd, m) {

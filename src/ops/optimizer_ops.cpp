@@ -29,9 +29,9 @@ Stacks flatten(MatrixStacks stacks) {
 }
 
 Stacks shampoo_init_state(at::TensorList params, int64_t block_size, bool merge_dims,
-                          std::string preconditioner_1d) {
-  return flatten(
-      optim::detail::shampoo_init_state(params, block_size, merge_dims, preconditioner_1d));
+                          std::string preconditioner_1d, std::optional<std::string> root_dtype) {
+  return flatten(optim::detail::shampoo_init_state(params, block_size, merge_dims,
+                                                   preconditioner_1d, root_dtype));
 }
 
 void shampoo_step_(at::TensorList params, at::TensorList grads, at::TensorList steps,
@@ -137,8 +137,8 @@ void adagrad_step_(at::TensorList params, at::TensorList grads, at::TensorList s
 TORCH_LIBRARY_FRAGMENT(torchium, m) {
   m.def(
       "shampoo_init_state(Tensor[] params, *, int block_size, bool merge_dims, "
-      "str preconditioner_1d) -> (Tensor[] statistics, Tensor[] roots, Tensor[] root_failures, "
-      "int[] layout)");
+      "str preconditioner_1d, str? root_dtype=None) -> (Tensor[] statistics, Tensor[] roots, "
+      "Tensor[] root_failures, int[] layout)");
   m.def(
       "shampoo_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] steps, "
       "Tensor(c!)[] statistics, Tensor(d!)[] roots, Tensor(e!)[] root_failures, "

@@ -233,7 +233,7 @@ void FusedStep::precondition(const MatrixBatch& batch, size_t b) {
   work_->stacks->set_aside_directions();
   const auto as_operand = [&](const at::Tensor& stack, Largest where) {
     return w.stacks->is_of_halves(b) ? operand_of_halves(stack, where, w.precision)
-                                     : StackOperand{stack, {}, {}};
+                                     : StackOperand{stack.to(at::kFloat), {}, {}};
   };
   const int64_t block = c10::multiply_integers(batch.sizes);
   const int64_t at_once = std::max<int64_t>(1, kElementsInFlight / block);

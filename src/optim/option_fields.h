@@ -41,7 +41,7 @@ auto option_fields(Options& o) {
       OptionField{"grafting", o.grafting()}, OptionField{"grafting_eps", o.grafting_eps()},
       OptionField{"grafting_beta2", o.grafting_beta2()},
       OptionField{"start_preconditioning_step", o.start_preconditioning_step()},
-      OptionField{"root_method", o.root_method()},
+      OptionField{"root_method", o.root_method()}, OptionField{"root_dtype", o.root_dtype()},
       OptionField{"matmul_precision", o.matmul_precision()},
       OptionField{"max_root_failures", o.max_root_failures()},
       OptionField{"maximize", o.maximize()}, OptionField{"capturable", o.capturable()});

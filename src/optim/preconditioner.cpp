@@ -126,12 +126,34 @@ at::Tensor divisors(const DueGroup& group, const std::vector<StepScalar>& correc
 // elements are solved by themselves.
 constexpr int64_t kElementsInPlace = int64_t{1} << 22;
 constexpr int64_t kElementsByCopies = int64_t{1} << 26;
-constexpr int64_t kElementsByCopiesOnCpu = int64_t{1} << 18;
 
 struct Candidate {
   at::Tensor root;
   at::Tensor accepted;  // [N] bool
 };
+
+// Matrices of one stack whose roots are renewed.
+struct Renewal {
+  at::Tensor statistics;
+  at::Tensor divisors;  // undefined: 1
+  at::Tensor roots, failures;
+
+  Renewal part(int64_t begin, int64_t count) const {
+    const auto slice = [&](const at::Tensor& x) { return x.narrow(0, begin, count); };
+    return {slice(statistics), divisors.defined() ? slice(divisors) : divisors, slice(roots),
+            slice(failures)};
+  }
+  at::Tensor corrected() const {
+    return divisors.defined() ? statistics / divisors.to(statistics.scalar_type()).view({-1, 1, 1})
+                              : statistics;
+  }
+};
+
+Renewal renewal(const DueMatrices& matrices, const std::vector<StepScalar>& corrections) {
+  const MatrixBatch& batch = *matrices.batch;
+  return {matrices.of(batch.statistics), divisors({matrices}, corrections),
+          matrices.of(batch.roots), matrices.of(batch.root_failures)};
+}
 
 // p, if the exponent is -1/p.
 std::optional<int64_t> integer_root(double exponent) {
@@ -158,34 +180,24 @@ Candidate compute_root(const at::Tensor& matrices, const RootRule& rule, double 
   return candidate;
 }
 
+// Kept roots may have fewer bits, and then a smaller largest number.
+void keep_roots(at::Tensor kept, const at::Tensor& roots) {
+  constexpr double kLargestBFloat16 = 0x1.FEp127;
+  const bool is_rounded = kept.scalar_type() != roots.scalar_type();
+  kept.copy_(is_rounded ? roots.clamp(-kLargestBFloat16, kLargestBFloat16) : roots);
+}
+
 void take(at::Tensor roots, at::Tensor failures, const Candidate& candidate, const StepGate& gate) {
   const at::Tensor accepted = gate.restrict(candidate.accepted);
   if (roots.is_cpu() && accepted.all().item<bool>()) {
-    roots.copy_(candidate.root);
+    keep_roots(roots, candidate.root);
     failures.zero_();
     return;
   }
-  roots.copy_(at::where(accepted.view({-1, 1, 1}), candidate.root, roots));
+  keep_roots(roots, at::where(accepted.view({-1, 1, 1}), candidate.root, roots));
   const at::Tensor counted = at::where(candidate.accepted, at::zeros_like(failures), failures + 1);
   gate.assign_(failures, counted);
 }
-
-// Matrices of one stack whose roots are solved for elsewhere.
-struct Renewal {
-  at::Tensor statistics;
-  at::Tensor divisors;  // undefined: 1
-  at::Tensor roots, failures;
-
-  Renewal part(int64_t begin, int64_t count) const {
-    const auto slice = [&](const at::Tensor& x) { return x.narrow(0, begin, count); };
-    return {slice(statistics), divisors.defined() ? slice(divisors) : divisors, slice(roots),
-            slice(failures)};
-  }
-  at::Tensor corrected() const {
-    return divisors.defined() ? statistics / divisors.to(statistics.scalar_type()).view({-1, 1, 1})
-                              : statistics;
-  }
-};
 
 // One solve for all of them; takes what is accepted.
 void solve_and_take(const std::vector<Renewal>& renewals, const RootRule& rule, double exponent,
@@ -205,17 +217,6 @@ void solve_and_take(const std::vector<Renewal>& renewals, const RootRule& rule, 
   }
 }
 
-// Matrices of a stack that one solve takes: on the CPU so few that its temporaries stay in the
-// cache and are not given back to the system, but as many for each thread.
-int64_t matrices_at_once(const at::Tensor& stack) {
-  if (!stack.is_cpu() || stack.size(0) == 0) {
-    return std::max<int64_t>(1, stack.size(0));
-  }
-  const int64_t elements = stack.numel() / stack.size(0), threads = at::get_num_threads();
-  const int64_t few = std::max<int64_t>(1, kElementsByCopiesOnCpu / std::max<int64_t>(1, elements));
-  return (few + threads - 1) / threads * threads;
-}
-
 // Solves for roots elsewhere: matrices of one order together, those of a large stack a part at a
 // time.
 void renew_by_copies(const DueGroup& all, const RootRule& rule, double exponent,
@@ -223,10 +224,11 @@ void renew_by_copies(const DueGroup& all, const RootRule& rule, double exponent,
   std::vector<Renewal> parts;
   std::vector<at::Tensor> statistics;
   for (const DueMatrices& matrices : all) {
-    const MatrixBatch& batch = *matrices.batch;
-    const Renewal whole{matrices.of(batch.statistics), divisors({matrices}, corrections),
-                        matrices.of(batch.roots), matrices.of(batch.root_failures)};
-    const int64_t count = whole.statistics.size(0), at_once = matrices_at_once(whole.statistics);
+    const Renewal whole = renewal(matrices, corrections);
+    const int64_t count = whole.statistics.size(0);
+    const int64_t at_once = whole.statistics.is_cpu()
+                                ? matrices_at_once_on_cpu(whole.statistics.size(-1))
+                                : std::max<int64_t>(1, count);
     for (int64_t begin = 0; begin < count; begin += at_once) {
       parts.push_back(whole.part(begin, std::min(at_once, count - begin)));
       statistics.push_back(parts.back().statistics);
@@ -245,10 +247,30 @@ void renew_by_copies(const DueGroup& all, const RootRule& rule, double exponent,
 
 static_assert(kRootResidualTolerance == linalg::detail::kNewtonResidualTolerance);
 
-// The same by the kernels for p-th roots, which renew roots where they are. Several stacks are
-// joined and written back.
-void renew_in_place(const DueGroup& group, const RootRule& rule, int64_t p,
-                    const std::vector<StepScalar>& corrections, const StepGate& gate) {
+// The same by the kernels for p-th roots, which renew roots where they are.
+void renew_in_place(const Renewal& all, const RootRule& rule, int64_t p, const StepGate& gate) {
+  const auto renew = [&](const Renewal& part, const at::Tensor& roots) {
+    linalg::detail::renew_inverse_roots(part.statistics, part.divisors, p, rule.eps,
+                                        rule.relative_eps, {roots, part.failures, gate.keep()});
+  };
+  if (all.roots.scalar_type() == all.statistics.scalar_type()) {
+    renew(all, all.roots);
+    return;
+  }
+  // Roots with fewer bits are renewed as copies, of a part at a time.
+  const int64_t count = all.roots.size(0), elements = all.roots.size(1) * all.roots.size(2);
+  const int64_t at_once = std::max<int64_t>(1, kElementsOfCopies / std::max<int64_t>(1, elements));
+  for (int64_t begin = 0; begin < count; begin += at_once) {
+    const Renewal part = all.part(begin, std::min(at_once, count - begin));
+    const at::Tensor roots = part.roots.to(part.statistics.scalar_type());
+    renew(part, roots);
+    keep_roots(part.roots, roots);
+  }
+}
+
+// Several stacks are joined and written back.
+void renew_joined(const DueGroup& group, const RootRule& rule, int64_t p,
+                  const std::vector<StepScalar>& corrections, const StepGate& gate) {
   std::vector<at::Tensor> statistics, roots, failures;
   std::vector<int64_t> counts;
   for (const DueMatrices& matrices : group) {
@@ -257,18 +279,11 @@ void renew_in_place(const DueGroup& group, const RootRule& rule, int64_t p,
     failures.push_back(matrices.of(matrices.batch->root_failures));
     counts.push_back(matrices.range->count);
   }
-  const auto renew = [&](const at::Tensor& A, const at::Tensor& X, const at::Tensor& failed) {
-    linalg::detail::renew_inverse_roots(A, divisors(group, corrections), p, rule.eps,
-                                        rule.relative_eps, {X, failed, gate.keep()});
-  };
-  if (group.size() == 1) {
-    renew(statistics[0], roots[0], failures[0]);
-    return;
-  }
-  const at::Tensor joined_roots = at::cat(roots), joined_failures = at::cat(failures);
-  renew(at::cat(statistics), joined_roots, joined_failures);
-  at::_foreach_copy_(roots, joined_roots.split_with_sizes(counts));
-  at::_foreach_copy_(failures, joined_failures.split_with_sizes(counts));
+  const Renewal joined{at::cat(statistics), divisors(group, corrections), at::cat(roots),
+                       at::cat(failures)};
+  renew_in_place(joined, rule, p, gate);
+  at::_foreach_copy_(roots, joined.roots.split_with_sizes(counts));
+  at::_foreach_copy_(failures, joined.failures.split_with_sizes(counts));
 }
 
 // Renews the roots of all these matrices, those of one order in few solves.
@@ -283,11 +298,15 @@ void renew_all(const DueGroup& all, const RootRule& rule, double exponent,
     } else if (statistics.numel() <= kElementsInPlace) {
       small.push_back(matrices);
     } else {
-      renew_in_place({matrices}, rule, *p, corrections, gate);
+      renew_in_place(renewal(matrices, corrections), rule, *p, gate);
     }
   }
   for (const DueGroup& group : by_order(small, kElementsInPlace)) {
-    renew_in_place(group, rule, *p, corrections, gate);
+    if (group.size() == 1) {
+      renew_in_place(renewal(group[0], corrections), rule, *p, gate);
+    } else {
+      renew_joined(group, rule, *p, corrections, gate);
+    }
   }
   renew_by_copies(others, rule, exponent, corrections, gate);
 }
@@ -300,6 +319,12 @@ bool root_is_due(int64_t t, int64_t start, int64_t update_freq) {
   }
   const bool power_of_two = (t & (t - 1)) == 0;
   return t % update_freq == 0 || (t < update_freq && power_of_two);
+}
+
+int64_t matrices_at_once_on_cpu(int64_t n) {
+  const int64_t threads = at::get_num_threads();
+  const int64_t few = std::max<int64_t>(1, kElementsByCopiesOnCpu / std::max<int64_t>(1, n * n));
+  return (few + threads - 1) / threads * threads;
 }
 
 void update_statistics(MatrixBatch& batch, const at::Tensor& gradients, double beta2,
@@ -343,7 +368,8 @@ void update_roots(std::vector<MatrixBatch>& batches, const RootRule& rule,
 at::Tensor precondition(const MatrixBatch& batch, const at::Tensor& gradients) {
   at::Tensor direction = gradients;
   for (size_t mode = 0; mode < batch.sizes.size(); ++mode) {
-    direction = mode_product(direction, batch.roots[mode], static_cast<int64_t>(mode));
+    const at::Tensor roots = batch.roots[mode].to(direction.scalar_type());
+    direction = mode_product(direction, roots, static_cast<int64_t>(mode));
   }
   return direction;
 }

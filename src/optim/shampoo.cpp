@@ -44,6 +44,7 @@ detail::ShampooHyperparameters hyperparameters(const ShampooOptions& o, at::Tens
   h.grafting_beta2 = o.grafting_beta2().value_or(beta2 == 1.0 ? 0.999 : beta2);
   h.start_preconditioning_step = o.start_preconditioning_step();
   h.root_method = o.root_method();
+  h.root_dtype = o.root_dtype();
   h.matmul_precision = o.matmul_precision();
   h.maximize = o.maximize();
   h.capturable = o.capturable();
@@ -160,6 +161,9 @@ void Shampoo::check_options(const Options& options) const {
   }
   detail::check_at_least_one("start_preconditioning_step", o.start_preconditioning_step());
   detail::check_choice("root_method", o.root_method(), {"auto", "eigh", "newton"});
+  if (o.root_dtype()) {
+    detail::check_choice("root_dtype", *o.root_dtype(), {"bfloat16"});
+  }
   if (o.matmul_precision()) {
     detail::check_choice("matmul_precision", *o.matmul_precision(), {"highest", "high"});
   }
@@ -181,7 +185,8 @@ void Shampoo::init_parameter_shaped(const Options& options, const at::Tensor& pa
 
 detail::MatrixStacks Shampoo::init_stacks(const Options& options, at::TensorList params) const {
   const auto& o = shampoo_options(options);
-  return detail::shampoo_init_state(params, o.block_size(), o.merge_dims(), o.preconditioner_1d());
+  return detail::shampoo_init_state(params, o.block_size(), o.merge_dims(), o.preconditioner_1d(),
+                                    o.root_dtype());
 }
 
 void Shampoo::step_group(const Options& options, detail::GroupStep& step) const {

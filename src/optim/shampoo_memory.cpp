@@ -1,9 +1,9 @@
 #include "optim/shampoo_memory.h"
 
 #include "linalg/device_newton.h"
-#include "linalg/stack_groups.h"
 #include "optim/blocking.h"
 #include "optim/fused_step.h"
+#include "optim/preconditioner.h"
 
 #include <ATen/ATen.h>
 
@@ -20,7 +20,7 @@ MatrixStacks planned_stacks(const ShampooHyperparameters& h, at::TensorList para
   for (const auto& param : params) {
     shapes.push_back(at::empty(param.sizes(), param.options().device(at::kMeta)));
   }
-  return shampoo_init_state(shapes, h.block_size, h.merge_dims, h.preconditioner_1d);
+  return shampoo_init_state(shapes, h.block_size, h.merge_dims, h.preconditioner_1d, h.root_dtype);
 }
 
 int64_t total_bytes(const std::vector<at::Tensor>& tensors) {
@@ -91,23 +91,56 @@ GradientMemory gradient_memory(const ShampooHyperparameters& h, at::TensorList p
   return memory;
 }
 
+// Of all matrices of one order.
+struct OrderMemory {
+  std::vector<int64_t> stacks = {};  // matrices of each
+  int64_t matrices = 0;
+  int64_t bytes = 0;  // of their statistics
+};
+
+std::map<int64_t, OrderMemory> memory_of_orders(const ShampooHyperparameters& h,
+                                                at::TensorList params) {
+  std::map<int64_t, OrderMemory> orders;
+  for (const at::Tensor& stack : planned_stacks(h, params).statistics) {
+    orders[stack.size(1)].stacks.push_back(stack.size(0));
+    orders[stack.size(1)].matrices += stack.size(0);
+    orders[stack.size(1)].bytes += static_cast<int64_t>(stack.nbytes());
+  }
+  return orders;
+}
+
+// The most matrices that one solve on a CPU takes (preconditioner.cpp): parts of stacks, until they
+// are enough.
+int64_t most_together_on_cpu(int64_t n, const std::vector<int64_t>& stacks) {
+  const int64_t at_once = matrices_at_once_on_cpu(n);
+  int64_t most = 0, together = 0;
+  for (const int64_t count : stacks) {
+    for (int64_t begin = 0; begin < count; begin += at_once) {
+      together = together * n * n < kElementsByCopiesOnCpu ? together : 0;
+      together += std::min(at_once, count - begin);
+      most = std::max(most, together);
+    }
+  }
+  return most;
+}
+
 // A root by eigenvectors needs six tensors of the size of its matrices at once: two of the input
 // with its bias correction, its symmetric part, eigenvectors, scaled eigenvectors, the result. The
 // coupled iteration keeps eight, and "auto" takes it on a CPU for small matrices alone. Besides
-// there are a few float64 vectors, of eigenvalues above all.
+// there are a few float64 vectors, of eigenvalues above all. On a CPU a solve takes part of the
+// matrices.
 int64_t root_temporaries(const ShampooHyperparameters& h, at::TensorList params) {
   constexpr int64_t kBytesOfVectors = 5 * sizeof(double);  // a row
   const int64_t copies = h.root_method == "newton" ? 8 : 6;
-  const auto statistics = planned_stacks(h, params).statistics;
+  const bool on_cpu = params.empty() || params[0].is_cpu();
   int64_t largest = 0;
-  for (const auto& group : linalg::detail::group_by_order(statistics)) {
-    int64_t bytes = 0;
-    for (const size_t i : group) {
-      const at::Tensor& stack = statistics[i];
-      bytes += copies * static_cast<int64_t>(stack.nbytes()) +
-               stack.size(0) * stack.size(1) * kBytesOfVectors;
+  for (const auto& [n, order] : memory_of_orders(h, params)) {
+    if (order.bytes == 0) {
+      continue;
     }
-    largest = std::max(largest, bytes);
+    const int64_t together = on_cpu ? most_together_on_cpu(n, order.stacks) : order.matrices;
+    const int64_t bytes = copies * (order.bytes / order.matrices) * together;
+    largest = std::max(largest, bytes + together * n * kBytesOfVectors);
   }
   return largest;
 }
@@ -119,17 +152,20 @@ int64_t root_temporaries_on_device(const ShampooHyperparameters& h, at::TensorLi
   if (h.root_method == "eigh") {
     return root_temporaries(h, params);
   }
-  std::map<int64_t, int64_t> matrices;  // of each order
-  for (const at::Tensor& stack : planned_stacks(h, params).statistics) {
-    matrices[stack.size(1)] += stack.size(0);
-  }
   int64_t largest = 0;
-  for (const auto& [n, count] : matrices) {
+  for (const auto& [n, order] : memory_of_orders(h, params)) {
+    const int64_t count = order.matrices;
+    if (order.bytes == 0) {
+      continue;
+    }
     const int64_t padded = (n + 31) / 32 * 32;
     const int64_t of_one = 16 * padded * padded;
     const int64_t buffers =
         std::min(of_one * count, linalg::detail::large_root_buffer_limit(padded) + of_one);
-    const int64_t joined = 3 * 4 * std::min(n * n * count, kJoinedElements);
+    int64_t joined = 3 * 4 * std::min(n * n * count, kJoinedElements);
+    if (h.root_dtype.has_value()) {  // copies of the roots, twice as they are rounded
+      joined += 2 * 4 * n * n * std::min(count, std::max<int64_t>(1, kElementsOfCopies / (n * n)));
+    }
     largest = std::max(largest, (n > 128 ? buffers + buffers / 16 : 0) + joined);
   }
   return largest;
@@ -146,7 +182,7 @@ int64_t temporaries_on_device(const ShampooHyperparameters& h, at::TensorList pa
         std::min(batch.count, std::max<int64_t>(1, kElementsInFlight / elements));
     int64_t part = 2 * elements;  // R_1 m as floats and as halves
     for (const int64_t n : sizes) {
-      part += n * n;
+      part += (h.root_dtype.has_value() ? 2 : 1) * n * n;
     }
     blocks += kFloat * batch.count * elements;
     largest_part = std::max(largest_part, kFloat * at_once * part);
@@ -185,7 +221,12 @@ int64_t shampoo_step_temporaries(const ShampooHyperparameters& h, at::TensorList
   for (const auto& [sizes, batch] : memory.batches) {
     memory.kept += batch.one_parameter ? batch.unpacked : packed * batch.bytes;
     directions += batch.bytes;
-    largest_batch = std::max(largest_batch, batch.bytes);
+    int64_t roots = 0;  // of one mode, where they are kept with fewer bits
+    if (h.root_dtype.has_value()) {
+      const int64_t n = *std::max_element(sizes.begin(), sizes.end());
+      roots = batch.bytes / c10::multiply_integers(sizes) * n * n;
+    }
+    largest_batch = std::max(largest_batch, batch.bytes + roots);
   }
   return memory.kept + std::max({2 * memory.largest_diagonal, root_temporaries(h, params),
                                  directions + largest_batch});

@@ -256,10 +256,12 @@ bool has_diagonal_preconditioner(at::IntArrayRef shape, int64_t block_size, bool
 }
 
 MatrixStacks shampoo_init_state(at::TensorList params, int64_t block_size, bool merge_dims,
-                                const std::string& preconditioner_1d) {
+                                const std::string& preconditioner_1d,
+                                const std::optional<std::string>& root_dtype) {
   c10::NoGradGuard no_grad;
   return make_stacks(
-      params, make_blockings(params, block_size, merge_dims, preconditioner_1d == "diagonal"));
+      params, make_blockings(params, block_size, merge_dims, preconditioner_1d == "diagonal"),
+      root_dtype);
 }
 
 void shampoo_step(const ShampooHyperparameters& h, at::TensorList params, at::TensorList grads,

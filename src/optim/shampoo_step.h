@@ -34,6 +34,8 @@ struct ShampooHyperparameters {
   double grafting_beta2 = 0.999;  // resolved: never None here
   int64_t start_preconditioning_step = 1;
   std::string root_method = "auto";  // "auto", "eigh" or "newton"
+  // Of the roots that are kept: "bfloat16"; none: the state dtype. A step goes by the tensors.
+  std::optional<std::string> root_dtype = std::nullopt;
   // Of the products with gradients on a GPU: "highest" or "high" (linalg/stack_products.h); none:
   // as torch's own products.
   std::optional<std::string> matmul_precision;
@@ -48,7 +50,7 @@ bool uses_second_moment(const ShampooHyperparameters& hyperparameters);
 struct ShampooState {
   std::vector<at::Tensor> steps;       // 0-dim float32 on the parameter's device, one a parameter
   std::vector<at::Tensor> statistics;  // all slots of all parameters, in (param, slot) order
-  std::vector<at::Tensor> roots;       // the same order
+  std::vector<at::Tensor> roots;       // the same order; all of one dtype (see root_dtype)
   std::vector<at::Tensor> root_failures;  // the same order; int32 [count]
   std::vector<at::Tensor> diagonals;      // of the parameters with the diagonal rule, in order
   std::vector<at::Tensor> exp_avgs;       // one a parameter if beta1 > 0, else empty
@@ -65,7 +67,8 @@ bool has_diagonal_preconditioner(at::IntArrayRef shape, int64_t block_size, bool
 
 // Zero statistics, identity roots and zero failure counts for `params`, stacked by block shape.
 MatrixStacks shampoo_init_state(at::TensorList params, int64_t block_size, bool merge_dims,
-                                const std::string& preconditioner_1d);
+                                const std::string& preconditioner_1d,
+                                const std::optional<std::string>& root_dtype);
 
 // One step of one parameter group. `params` and `grads` have the same length and no undefined
 // gradient. `host_steps` are the steps each parameter has taken, for the root schedule alone;

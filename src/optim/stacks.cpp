@@ -127,7 +127,8 @@ at::ScalarType state_dtype(const at::Tensor& param) {
   return param.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-MatrixStacks make_stacks(at::TensorList params, const std::vector<Blocking>& blockings) {
+MatrixStacks make_stacks(at::TensorList params, const std::vector<Blocking>& blockings,
+                         const std::optional<std::string>& root_dtype) {
   // Stack s serves the modes of one block shape on one device: s, s + 1, ... for modes 0, 1, ...
   struct Shape {
     int64_t first_stack;
@@ -159,7 +160,8 @@ MatrixStacks make_stacks(at::TensorList params, const std::vector<Blocking>& blo
   for (const auto& [n, param, count] : stacks) {
     const auto options = at::TensorOptions().device(param.device()).dtype(state_dtype(param));
     result.statistics.push_back(at::zeros({count, n, n}, options));
-    result.roots.push_back(at::eye(n, options).expand({count, n, n}).contiguous());
+    const auto of_roots = root_dtype.has_value() ? options.dtype(at::kBFloat16) : options;
+    result.roots.push_back(at::eye(n, of_roots).expand({count, n, n}).contiguous());
     result.root_failures.push_back(at::zeros({count}, options.dtype(at::kInt)));
   }
   return result;

@@ -10,6 +10,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
+#include <string>
 #include <vector>
 
 namespace torchium::optim::detail {
@@ -28,7 +30,7 @@ struct SlotPlacement {
 // The matrices of a list of parameters. Every vector has one tensor a stack.
 struct MatrixStacks {
   std::vector<at::Tensor> statistics;     // [N, n, n], zero
-  std::vector<at::Tensor> roots;          // [N, n, n], identity
+  std::vector<at::Tensor> roots;          // [N, n, n], identity, in the state dtype or bfloat16
   std::vector<at::Tensor> root_failures;  // [N] int32, zero
   std::vector<SlotPlacement> layout;      // ordered by (param, slot)
 };
@@ -37,7 +39,9 @@ struct MatrixStacks {
 at::ScalarType state_dtype(const at::Tensor& param);
 
 // Stacks for `params` cut as `blockings` say; an empty Blocking (no shapes) has no matrices.
-MatrixStacks make_stacks(at::TensorList params, const std::vector<Blocking>& blockings);
+// root_dtype: "bfloat16", or none for the state dtype.
+MatrixStacks make_stacks(at::TensorList params, const std::vector<Blocking>& blockings,
+                         const std::optional<std::string>& root_dtype = std::nullopt);
 
 // Matrices of one block shape that are adjacent in memory, of one or more parameters.
 struct MatrixBatch {

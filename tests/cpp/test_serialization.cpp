@@ -194,6 +194,7 @@ TEST(ArchiveOptions, AreRestored) {
                            .grafting_beta2(0.95)
                            .start_preconditioning_step(3)
                            .root_method("eigh")
+                           .root_dtype("bfloat16")
                            .matmul_precision("high")
                            .max_root_failures(5)
                            .maximize(true)

@@ -42,6 +42,7 @@ TEST(Shampoo, DefaultsAreThoseOfPython) {
   EXPECT_FALSE(options.grafting_beta2().has_value());
   EXPECT_EQ(options.start_preconditioning_step(), 1);
   EXPECT_EQ(options.root_method(), "auto");
+  EXPECT_FALSE(options.root_dtype().has_value());
   EXPECT_FALSE(options.matmul_precision().has_value());
   EXPECT_EQ(options.max_root_failures(), 3);
   EXPECT_FALSE(options.maximize());
@@ -405,6 +406,7 @@ TEST(Shampoo, BadOptionsAreRefused) {
       {"grafting_beta2 must be", [](auto& o) { o.grafting_beta2(1.0); }},
       {"start_preconditioning_step must be", [](auto& o) { o.start_preconditioning_step(0); }},
       {"root_method must be", [](auto& o) { o.root_method("svd"); }},
+      {"root_dtype must be", [](auto& o) { o.root_dtype("float16"); }},
       {"matmul_precision must be", [](auto& o) { o.matmul_precision("tf32"); }},
       {"max_root_failures must be", [](auto& o) { o.max_root_failures(0); }},
   };

@@ -62,6 +62,7 @@ BAD_OPTIONS = {
         "grafting_beta2": [1.0, -0.1, *NOT_FINITE, "0.9", True],
         "start_preconditioning_step": NO_COUNT,
         "root_method": ["Newton", "svd", None, 1],
+        "root_dtype": ["float16", torch.float16, torch.float32, 16],
         "matmul_precision": ["tf32", "medium", 1],
         "max_root_failures": NO_COUNT,
         "maximize": NO_FLAG,

@@ -135,6 +135,7 @@ MLP = ((512, 784), (512,), (512, 512), (512,), (10, 512), (10,))
         (MLP, {}),
         (MLP, {"block_size": 256, "grafting": "adam", "betas": (0.9, 0.999)}),
         (MLP, {"block_size": 128, "weight_decay": 0.1, "update_freq": 10**6}),
+        (MLP, {"root_dtype": torch.bfloat16, "block_size": 256}),
         (((256, 256),) * 4, {"betas": (0.9, 0.99), "grafting": "adam", "root_method": "newton"}),
         (((1 << 16,), (100,)), {"betas": (0.9, 0.99), "grafting": "adam"}),
         (((64, 3, 7, 7), (128, 64, 3, 3), (128,)), {"betas": (0.9, 0.99), "grafting": "adam"}),

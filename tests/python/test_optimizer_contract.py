@@ -113,6 +113,7 @@ SIGNATURES = {
             "grafting_beta2": None,
             "start_preconditioning_step": 1,
             "root_method": "auto",
+            "root_dtype": None,
             "matmul_precision": None,
             "max_root_failures": 3,
             "maximize": False,
