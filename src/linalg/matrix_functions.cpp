@@ -6,6 +6,7 @@
 #include "linalg/spectral.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Context.h>
 #include <ATen/Parallel.h>
 
 #include <cmath>
@@ -179,12 +180,21 @@ InverseRoot root_by_kernels(const at::Tensor& A, int64_t p, double eps, double r
 constexpr int64_t kMatricesPerThread = 3;
 constexpr int64_t kElementsPerThread = 6144;
 
+// MKL has slower products for processors that are not Intel's.
+bool has_fast_products() {
+#ifdef __x86_64__
+  return !at::hasMKL() || __builtin_cpu_is("intel");
+#else
+  return true;
+#endif
+}
+
 // Up to this order, where the two are about as fast: a step takes a product more for each squaring.
 int64_t largest_newton_order(int64_t root) {
-  if (root <= 4) {
-    return 96;
+  if (root > 8) {
+    return 0;
   }
-  return root <= 8 ? 64 : 0;
+  return !has_fast_products() ? 32 : root <= 4 ? 96 : 64;
 }
 
 // The faster method. On a CUDA device it is the iteration wherever there are kernels for it, by a

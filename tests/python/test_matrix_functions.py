@@ -1,6 +1,8 @@
 """Roots, powers and eigenvalues against float64, in multiples of LAPACK's own error."""
 
 import math
+import platform
+from pathlib import Path
 
 import pytest
 import torch
@@ -139,13 +141,20 @@ def test_info_reports_the_residual(device, method):
         assert (info.iterations > 0) == (method == "newton")
 
 
+def has_fast_products() -> bool:
+    """MKL has slower products for processors that are not Intel's."""
+    if platform.machine() != "x86_64" or not torch.backends.mkl.is_available():
+        return True
+    return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+
+
 @pytest.mark.parametrize(
     ("count", "n", "root", "dtype", "by_newton"),
     [
         (32, 32, 4, torch.float32, True),
-        (32, 96, 4, torch.float32, True),
-        (3, 64, 4, torch.float32, True),
-        (32, 64, 8, torch.float32, True),
+        (32, 96, 4, torch.float32, has_fast_products()),
+        (3, 64, 4, torch.float32, has_fast_products()),
+        (32, 64, 8, torch.float32, has_fast_products()),
         (2, 64, 4, torch.float32, False),
         (8, 16, 4, torch.float32, False),
         (32, 128, 4, torch.float32, False),
