@@ -179,11 +179,13 @@ class CoreOptimizer(Optimizer):
 
     def _known_host_steps(self, params: list[Tensor]) -> list[int]:
         """Steps each parameter has taken; read from the device where the host does not know."""
-        unknown = [p for p in params if p not in self._host_steps]
-        if unknown:  # a wait, but only after a load or a copy
+        known = [self._host_steps.get(p) for p in params]
+        if None in known:  # a wait, but only after a load or a copy
+            unknown = [p for p, count in zip(params, known, strict=True) if count is None]
             counts = torch.stack([self.state[p]["step"] for p in unknown]).tolist()
             self._host_steps.update(zip(unknown, map(int, counts), strict=True))
-        return [self._host_steps[p] for p in params]
+            known = [self._host_steps[p] for p in params]
+        return known  # type: ignore[return-value]
 
     # ---- state
 

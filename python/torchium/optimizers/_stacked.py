@@ -31,14 +31,18 @@ def matrix_keys(slot: int) -> tuple[str, ...]:
 
 def matrix_lists(states: Iterable[State]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Statistics, roots and failure counts of all slots, in (parameter, slot) order."""
-    lists: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
+    # Runs in every step for all parameters of a model: no call more than needed.
+    statistics: list[Tensor] = []
+    roots: list[Tensor] = []
+    root_failures: list[Tensor] = []
     for state in states:
         slot = 0
         while (keys := matrix_keys(slot))[0] in state:
-            for tensors, key in zip(lists, keys, strict=True):
-                tensors.append(state[key])
+            statistics.append(state[keys[0]])
+            roots.append(state[keys[1]])
+            root_failures.append(state[keys[2]])
             slot += 1
-    return lists
+    return statistics, roots, root_failures
 
 
 class StackedOptimizer(CoreOptimizer):
@@ -93,16 +97,15 @@ class StackedOptimizer(CoreOptimizer):
         """State that parameters of the step lack, or that must move for those to be stacked."""
         group, index = step.group, step.group_index
         state: dict[Tensor, State] = {}
-        if self._layouts.get(index) != self._layout(group) or not all(
-            map(self._has_state, step.params)
-        ):
+        present: list[State] = [self.state.get(p, {}) for p in step.params]
+        if self._layouts.get(index) != self._layout(group) or not all("step" in s for s in present):
             active = set(step.params)
             params = [p for p in group["params"] if p in active or self._has_state(p)]
             old = {p: self._own_state(p) for p in params if self._has_state(p)}
             state = self._stacked_state(index, group, params, old)
         for key in self._needed_buffers(group):
-            for param in step.params:
-                if key not in self.state.get(param, ()):
+            for param, found in zip(step.params, present, strict=True):
+                if key not in found:
                     state.setdefault(param, {}).setdefault(key, state_zeros(param))
         if state:
             refuse_capture(step.device, "state has to be created; run a step before the capture")
