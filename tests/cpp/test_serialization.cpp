@@ -38,6 +38,8 @@ std::vector<Case> cases() {
   all.betas({0.9, 0.99}).momentum(0.9).nesterov(true).grafting("adam").weight_decay(0.01);
   auto full = shampoo;
   full.preconditioner_1d("full").exponent(-0.3).grafting_beta2(0.9);
+  auto rounded = shampoo;
+  rounded.root_dtype("bfloat16");
   const auto adagrad = AdagradOptions(0.1).lr_decay(0.01);
   auto matrix = adagrad;
   matrix.full_matrix(true).block_size(8).update_freq(2);
@@ -46,6 +48,7 @@ std::vector<Case> cases() {
           make_case<Shampoo>("shampoo_bfloat16", all, torch::kBFloat16),
           make_case<Shampoo>("shampoo_double", all, torch::kDouble),
           make_case<Shampoo>("shampoo_full", full),
+          make_case<Shampoo>("shampoo_16_bit_roots", rounded),
           make_case<Adagrad>("adagrad", adagrad),
           make_case<Adagrad>("adagrad_full", matrix)};
 }

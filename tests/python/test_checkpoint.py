@@ -197,9 +197,9 @@ import sys
 import torch
 from optimizer_cases import ALL_CASES, mlp, run
 
-name, checkpoint = sys.argv[1:]
+name, device, checkpoint = sys.argv[1:]
 saved = torch.load(checkpoint, weights_only=True)
-model = mlp()
+model = mlp(device)
 model.load_state_dict(saved["model"])
 optimizer = ALL_CASES[name](model.parameters())
 optimizer.load_state_dict(saved["optimizer"])
@@ -209,14 +209,14 @@ torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, c
 
 
 @pytest.mark.parametrize("name", ALL_CASES)
-def test_fresh_process_continues_bit_for_bit(name, tmp_path):
-    model = mlp()
+def test_fresh_process_continues_bit_for_bit(name, tmp_path, device):
+    model = mlp(device)
     optimizer = ALL_CASES[name](model.parameters())
     run(model, optimizer)
     checkpoint = tmp_path / "checkpoint.pt"
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint)
     subprocess.run(
-        [sys.executable, "-c", FRESH_PROCESS, name, str(checkpoint)],
+        [sys.executable, "-c", FRESH_PROCESS, name, str(device), str(checkpoint)],
         check=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         timeout=300,

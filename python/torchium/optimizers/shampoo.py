@@ -59,8 +59,8 @@ class Shampoo(StackedOptimizer):
     ``update_freq``. In between, the last roots are used. Every parameter counts its own steps: one
     without a gradient does not count.
 
-    Statistics, roots and averages are float32 (float64 for float64 parameters), also under bfloat16
-    and float16 parameters. A gradient that is not finite skips the whole step of its group. A root
+    Statistics, roots (but for ``root_dtype``) and averages are float32 (float64 for float64
+    parameters), also under bfloat16 and float16 parameters. A gradient that is not finite skips the whole step of its group. A root
     that is not finite or not accurate is never used: the matrix keeps its last good one.
 
     Sources: Gupta, Koren, Singer, "Shampoo: Preconditioned Stochastic Tensor Optimization",
