@@ -173,3 +173,24 @@ def test_many_matrices_of_different_scale(n: int) -> None:
     condition = (values.amax(-1) + 1e-5) / (values.amin(-1) + 1e-5)
     error = relative_error(X, expected)
     assert (error <= 100 * torch.finfo(torch.float32).eps * condition.clamp(min=8)).all()
+
+
+@pytest.mark.parametrize("n", [2500, 4096, 8192])
+def test_large_orders(n: int) -> None:
+    """Eigenvectors are those of a reflection, so that the root is known without a solver."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    v = torch.randn(n, 1, generator=generator, device="cuda", dtype=torch.float64)
+    v /= v.norm()
+
+    def reflected(values: Tensor) -> Tensor:
+        """Q D Q, Q = I - 2 v v^T."""
+        image = values.unsqueeze(-1) * v
+        product = torch.diag(values) - 2 * image @ v.mT
+        product -= 2 * v @ image.mT
+        return product + 4 * (v.mT @ image) * v @ v.mT
+
+    values = torch.logspace(0, -2, n, device="cuda", dtype=torch.float64)
+    A = reflected(values).float()
+    X = matrix_inverse_root(A, 4, method="newton")
+    expected = reflected(values**-0.25)
+    assert (X - expected).norm() < 1e-4 * expected.norm()
