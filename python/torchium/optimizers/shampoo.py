@@ -60,8 +60,9 @@ class Shampoo(StackedOptimizer):
     without a gradient does not count.
 
     Statistics, roots (but for ``root_dtype``) and averages are float32 (float64 for float64
-    parameters), also under bfloat16 and float16 parameters. A gradient that is not finite skips the whole step of its group. A root
-    that is not finite or not accurate is never used: the matrix keeps its last good one.
+    parameters), also under bfloat16 and float16 parameters. A gradient that is not finite skips the
+    whole step of its group. A root that is not finite or not accurate is never used: the matrix
+    keeps its last good one.
 
     Sources: Gupta, Koren, Singer, "Shampoo: Preconditioned Stochastic Tensor Optimization",
     ICML 2018, `arXiv:1802.09568 <https://arxiv.org/abs/1802.09568>`_; blocks and grafting: Anil,
