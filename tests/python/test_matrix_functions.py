@@ -278,8 +278,10 @@ def test_newton_is_replaced_by_eigh_for_indefinite_matrices_on_a_cpu():
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("method", METHODS)
 def test_non_finite_matrices_do_not_touch_their_neighbours(device, method, value):
-    # Of an order that keeps all matrices aligned: some BLAS libraries round otherwise elsewhere.
-    A = from_spectrum(SPECTRA["log_uniform"](16).expand(3, 16)).to(device, torch.float32)
+    # The iteration on a CPU moves neighbours, and some BLAS libraries round otherwise where a matrix
+    # is aligned otherwise: of order 16 all are aligned alike.
+    n = 16 if method == "newton" and device.type == "cpu" else 9
+    A = from_spectrum(SPECTRA["log_uniform"](n).expand(3, n)).to(device, torch.float32)
     clean = matrix_inverse_root(A, 4, eps=1e-3, method=method)
     powers, (values, vectors) = matrix_power(A, -0.5), eigh(A)
     A[1, 4, 2] = value
