@@ -13,11 +13,11 @@ __device__ float unit_of_root(const NewtonRule& rule, const NewtonPlan& plan) {
 }
 
 constexpr int kRowsAtOnce = 4;  // of a warp
-static_assert(kRowsAtOnce == 4, "sum_of_rows halves twice");
 
 // Of one number a row the sum over the warp, which every eighth lane returns for row lane / 8: each
 // of the first two steps halves what a lane carries.
 __device__ float sum_of_rows(const float (&rows)[kRowsAtOnce]) {
+  static_assert(kRowsAtOnce == 4);
   const int lane = threadIdx.x % 32;
   const bool upper = lane & 16, odd = lane & 8;
   float pair[2];

@@ -102,9 +102,13 @@ std::map<int64_t, OrderMemory> memory_of_orders(const ShampooHyperparameters& h,
                                                 at::TensorList params) {
   std::map<int64_t, OrderMemory> orders;
   for (const at::Tensor& stack : planned_stacks(h, params).statistics) {
-    orders[stack.size(1)].stacks.push_back(stack.size(0));
-    orders[stack.size(1)].matrices += stack.size(0);
-    orders[stack.size(1)].bytes += static_cast<int64_t>(stack.nbytes());
+    if (stack.numel() == 0) {
+      continue;
+    }
+    OrderMemory& order = orders[stack.size(1)];
+    order.stacks.push_back(stack.size(0));
+    order.matrices += stack.size(0);
+    order.bytes += static_cast<int64_t>(stack.nbytes());
   }
   return orders;
 }
@@ -135,9 +139,6 @@ int64_t root_temporaries(const ShampooHyperparameters& h, at::TensorList params)
   const bool on_cpu = params.empty() || params[0].is_cpu();
   int64_t largest = 0;
   for (const auto& [n, order] : memory_of_orders(h, params)) {
-    if (order.bytes == 0) {
-      continue;
-    }
     const int64_t together = on_cpu ? most_together_on_cpu(n, order.stacks) : order.matrices;
     const int64_t bytes = copies * (order.bytes / order.matrices) * together;
     largest = std::max(largest, bytes + together * n * kBytesOfVectors);
@@ -155,9 +156,6 @@ int64_t root_temporaries_on_device(const ShampooHyperparameters& h, at::TensorLi
   int64_t largest = 0;
   for (const auto& [n, order] : memory_of_orders(h, params)) {
     const int64_t count = order.matrices;
-    if (order.bytes == 0) {
-      continue;
-    }
     const int64_t padded = (n + 31) / 32 * 32;
     const int64_t of_one = 16 * padded * padded;
     const int64_t buffers =

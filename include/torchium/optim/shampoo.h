@@ -62,7 +62,7 @@ struct TORCHIUM_API ShampooOptions
   /// "auto", "eigh" or "newton".
   TORCH_ARG(std::string, root_method) = "auto";
   /// Of the roots that are kept: "bfloat16" halves their memory, each entry errs by 0.4 % at most;
-  /// none: the state dtype. Counts for parameters that have no state yet.
+  /// none: the state dtype. A change counts when state is made, for a new parameter, or loaded.
   TORCH_ARG(std::optional<std::string>, root_dtype) = std::nullopt;
   /// Of the products with gradients on a GPU: "highest" (of operands of at least 22 bits) or "high"
   /// (of 11 bits, as TF32's: statistics and directions err by about 4e-4 of their norm); none: as
