@@ -94,8 +94,8 @@ __device__ void store_elements(void* data, ElementType type, int64_t offset, con
 }
 
 // The entry that a tile belongs to.
-template <typename Entry>
-__device__ const Entry& entry_of_tile(const Table<Entry>& table, int tile) {
+template <typename Entry, int bytes>
+__device__ const Entry& entry_of_tile(const Table<Entry, bytes>& table, int tile) {
   int low = 0, high = table.count;
   while (high - low > 1) {
     const int middle = (low + high) / 2;

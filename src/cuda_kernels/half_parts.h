@@ -13,20 +13,31 @@ namespace torchium::cuda_kernels {
 
 constexpr float kLowHalfScale = 2048.0f;
 
-// largest <- the largest magnitude of x, as the bits of a float, which order as floats do.
-cudaError_t find_largest(const float* x, int64_t elements, unsigned* largest, cudaStream_t stream);
+// A contiguous stack of matrices, each [rows, columns].
+struct HalfStack {
+  __half* hi;
+  __half* lo;    // behind hi; null: counts as zero
+  float* scale;  // on the device
+  int rows, columns;
+};
 
-// The same of the diagonals of [matrices, n, n] of any type.
-cudaError_t find_largest_on_diagonals(const void* x, ElementType type, int64_t matrices, int64_t n,
-                                      unsigned* largest, cudaStream_t stream);
+// A stack of floats or bfloat16, and where its halves go.
+struct SplitEntry {
+  const void* x;
+  HalfStack halves;
+  unsigned* largest;  // magnitude of x, as the bits of a float, which order as floats do
+  int matrices;
+  int first_tile;
+  ElementType type;
+};
+constexpr int64_t kSplitTile = 1 << 13;  // elements
 
-// hi, lo and *scale of [elements] none of which is above twice *largest; lo may be null.
-cudaError_t split_halves(const void* x, ElementType type, int64_t elements, const unsigned* largest,
-                         __half* hi, __half* lo, float* scale, cudaStream_t stream);
+// *largest <- max(*largest, the largest magnitude on the diagonals) of square matrices. One tile a
+// matrix.
+cudaError_t find_largest_on_diagonals(const Table<SplitEntry>& entries, cudaStream_t stream);
 
-// What a product of operands with these two scales is multiplied by, for C <- alpha A B + beta C:
-// alpha of hi hi, alpha of hi lo and lo hi, beta = 0, and 1.
-cudaError_t undo_scales(const float* first, const float* second, float* coefficients,
-                        cudaStream_t stream);
+// hi, lo and *scale, where no element is above twice *largest. A tile has kSplitTile elements of a
+// stack.
+cudaError_t split_halves(const Table<SplitEntry>& entries, cudaStream_t stream);
 
 }  // namespace torchium::cuda_kernels

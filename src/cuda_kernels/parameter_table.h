@@ -15,19 +15,42 @@ namespace torchium::cuda_kernels {
 
 enum class ElementType : uint8_t { kFloat, kBFloat16, kHalf, kDouble };
 
-// Arguments of a kernel may take 32,764 bytes.
+// Arguments of a kernel may take 32,764 bytes. They are copied several times, which takes as long
+// as the rest of a launch.
 constexpr int kTableBytes = 32 * 1024 - 256;
+constexpr int kShortTableBytes = 6 * 1024;
 
 // A list of entries, each of which has some consecutive tiles: the work of one thread block.
-template <typename Entry>
+template <typename Entry, int bytes = kTableBytes>
 struct Table {
-  static constexpr int kCapacity = (kTableBytes - 16) / sizeof(Entry);
+  static constexpr int kCapacity = (bytes - 16) / sizeof(Entry);
+
+  Table() {}  // leaves the entries as they are
+  int tiles() const { return end_tile - first_tile; }
 
   int count = 0;
   int first_tile = 0;  // of the first entry
   int end_tile = 0;
   Entry entries[kCapacity];
 };
+
+template <typename Entry>
+using ShortTable = Table<Entry, kShortTableBytes>;
+
+// launch(table), or if they fit in there with a short one that has the same entries.
+template <typename Entry, typename Launch>
+void launch_shortest(const Table<Entry>& table, const Launch& launch) {
+  if (table.count > ShortTable<Entry>::kCapacity) {
+    launch(table);
+    return;
+  }
+  ShortTable<Entry> fitting;
+  fitting.count = table.count;
+  fitting.first_tile = table.first_tile;
+  fitting.end_tile = table.end_tile;
+  std::copy_n(table.entries, table.count, fitting.entries);
+  launch(fitting);
+}
 
 // What a step looks through beforehand.
 enum class ScanKind : uint8_t { kGradient, kAverage, kParameter };

@@ -9,6 +9,22 @@ namespace torchium::cuda_kernels {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
+// Where a ring of `slots` barriers stands.
+template <int slots>
+class Position {
+ public:
+  __device__ uint32_t slot() const { return slot_; }
+  __device__ uint32_t previous_slot() const { return slot_ == 0 ? slots - 1 : slot_ - 1; }
+  __device__ uint32_t parity() const { return parity_; }
+  __device__ void advance() {
+    slot_ = slot_ + 1 == slots ? 0 : slot_ + 1;
+    if (slot_ == 0) parity_ ^= 1;
+  }
+
+ private:
+  uint32_t slot_ = 0, parity_ = 0;
+};
+
 // Barriers are 8 bytes of shared memory, named by their address.
 __device__ inline void initialize_barrier(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -63,7 +79,17 @@ __device__ inline void copy_box(uint32_t target, const CUtensorMap& map, int x, 
       : "memory");
 }
 
-// The same to all blocks of the mask, each at its own target and barrier.
+// The same of a stack whose matrices have several parts.
+__device__ inline void copy_box_of_part(uint32_t target, const CUtensorMap& map, int x, int y,
+                                        int z, int part, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(target),
+      "l"(reinterpret_cast<uint64_t>(&map)), "r"(x), "r"(y), "r"(z), "r"(part), "r"(barrier)
+      : "memory");
+}
+
+// copy_box to all blocks of the mask, each at its own target and barrier.
 __device__ inline void copy_box_to_all(uint32_t target, const CUtensorMap& map, int x, int y, int z,
                                        uint32_t barrier, uint16_t mask) {
   asm volatile(

@@ -6,7 +6,8 @@
 namespace torchium::cuda_kernels {
 namespace {
 
-using ParameterTable = Table<ParameterEntry>;
+template <int bytes>
+using ParameterTable = Table<ParameterEntry, bytes>;
 
 // One tile: some rows of one block of a parameter.
 struct Tile {
@@ -228,9 +229,10 @@ __device__ void clear_tile(const StepBuffers& buffers, const Tile& tile) {
       [&](int64_t, int64_t place) { store_blocks<1>(buffers, tile, place, {0}, {0}); });
 }
 
+template <int bytes>
 __global__ void __launch_bounds__(kElementThreads)
     gather_kernel(const __grid_constant__ ElementRule rule,
-                  const __grid_constant__ ParameterTable parameters,
+                  const __grid_constant__ ParameterTable<bytes> parameters,
                   const __grid_constant__ StepBuffers buffers) {
   const int index = parameters.first_tile + static_cast<int>(blockIdx.x);
   const Tile tile(entry_of_tile(parameters, index), index, rule.block_size);
@@ -243,9 +245,10 @@ __global__ void __launch_bounds__(kElementThreads)
   }
 }
 
+template <int bytes>
 __global__ void __launch_bounds__(kElementThreads)
     sum_directions_kernel(const __grid_constant__ ElementRule rule,
-                          const __grid_constant__ ParameterTable parameters,
+                          const __grid_constant__ ParameterTable<bytes> parameters,
                           const __grid_constant__ StepBuffers buffers) {
   const int index = parameters.first_tile + static_cast<int>(blockIdx.x);
   const Tile tile(entry_of_tile(parameters, index), index, rule.block_size);
@@ -316,9 +319,10 @@ __device__ float learning_rate(const LearningRate& lr) {
                       : *static_cast<const float*>(lr.device);
 }
 
+template <int bytes>
 __global__ void __launch_bounds__(kElementThreads)
     update_kernel(const __grid_constant__ ElementRule rule,
-                  const __grid_constant__ ParameterTable parameters,
+                  const __grid_constant__ ParameterTable<bytes> parameters,
                   const __grid_constant__ StepBuffers buffers, LearningRate lr) {
   if (!buffers.control->keep) return;
   const int index = parameters.first_tile + static_cast<int>(blockIdx.x);
@@ -336,30 +340,30 @@ __global__ void __launch_bounds__(kElementThreads)
   }
 }
 
-unsigned tiles_of(const ParameterTable& parameters) {
-  return static_cast<unsigned>(parameters.end_tile - parameters.first_tile);
-}
-
 }  // namespace
 
-cudaError_t gather_gradients(const ElementRule& rule, const ParameterTable& parameters,
+cudaError_t gather_gradients(const ElementRule& rule, const Table<ParameterEntry>& parameters,
                              const StepBuffers& buffers, cudaStream_t stream) {
-  gather_kernel<<<tiles_of(parameters), kElementThreads, 0, stream>>>(rule, parameters, buffers);
+  launch_shortest(parameters, [&](const auto& table) {
+    gather_kernel<<<table.tiles(), kElementThreads, 0, stream>>>(rule, table, buffers);
+  });
   return cudaGetLastError();
 }
 
-cudaError_t sum_directions(const ElementRule& rule, const ParameterTable& parameters,
+cudaError_t sum_directions(const ElementRule& rule, const Table<ParameterEntry>& parameters,
                            const StepBuffers& buffers, cudaStream_t stream) {
-  sum_directions_kernel<<<tiles_of(parameters), kElementThreads, 0, stream>>>(rule, parameters,
-                                                                              buffers);
+  launch_shortest(parameters, [&](const auto& table) {
+    sum_directions_kernel<<<table.tiles(), kElementThreads, 0, stream>>>(rule, table, buffers);
+  });
   return cudaGetLastError();
 }
 
-cudaError_t update_parameters(const ElementRule& rule, const ParameterTable& parameters,
+cudaError_t update_parameters(const ElementRule& rule, const Table<ParameterEntry>& parameters,
                               const StepBuffers& buffers, const LearningRate& lr,
                               cudaStream_t stream) {
-  update_kernel<<<tiles_of(parameters), kElementThreads, 0, stream>>>(rule, parameters, buffers,
-                                                                      lr);
+  launch_shortest(parameters, [&](const auto& table) {
+    update_kernel<<<table.tiles(), kElementThreads, 0, stream>>>(rule, table, buffers, lr);
+  });
   return cudaGetLastError();
 }
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda_kernels/parameter_table.h"
+#include "cuda_kernels/stack_product.h"
 
 #include <cstdint>
 #include <cuda_fp16.h>
@@ -18,10 +19,9 @@ struct StepControl {
   unsigned largest[3];  // magnitudes of each ScanKind, as bits of floats
   // Of g and m in stacks of halves (half_parts.h).
   float gradient_scale, average_scale;
-  // Statistics L <- beta L + alpha g g^T: alpha, beta of floats g, then of halves alpha, alpha of
-  // hi lo and lo hi, beta, 1. alpha is 0 and beta 1 where the step is skipped.
-  float update[2];
-  float update_by_halves[4];
+  // Statistics L <- beta L + alpha g g^T, of floats g and of halves. alpha is 0 and beta 1 where
+  // the step is skipped.
+  GramUpdate update, update_by_halves;
 };
 
 // Numbers of one parameter that depend on its step t.

@@ -73,8 +73,9 @@ __global__ void initialize_kernel(StepControl* control) {
   control->first_nonfinite = INT_MAX;
 }
 
+template <int bytes>
 __global__ void __launch_bounds__(kElementThreads)
-    scan_kernel(const __grid_constant__ Table<ScanEntry> entries, StepControl* control) {
+    scan_kernel(const __grid_constant__ Table<ScanEntry, bytes> entries, StepControl* control) {
   const int tile = entries.first_tile + static_cast<int>(blockIdx.x);
   const ScanEntry& entry = entry_of_tile(entries, tile);
   const unsigned most = largest_as_float(entry, (tile - entry.first_tile) * kScanTile);
@@ -116,18 +117,15 @@ __global__ void decide_step_kernel(StepRule rule, StepControl* control, int64_t*
   const double alpha = !keep ? 0 : is_sum ? 1 : 1 - rule.beta2;
   const auto beta = static_cast<float>(!keep || is_sum ? 1 : rule.beta2);
   const double scale = control->gradient_scale;
-  control->update[0] = static_cast<float>(alpha);
-  control->update[1] = beta;
-  control->update_by_halves[0] = static_cast<float>(alpha / (scale * scale));
-  control->update_by_halves[1] = static_cast<float>(alpha / (scale * scale * kLowHalfScale));
-  control->update_by_halves[2] = beta;
-  control->update_by_halves[3] = 1;
+  control->update = {static_cast<float>(alpha), beta};
+  control->update_by_halves = {static_cast<float>(alpha / (scale * scale)), beta};
 }
 
 __device__ double correction(double beta, double t) { return beta == 1 ? 1 : 1 - pow(beta, t); }
 
+template <int bytes>
 __global__ void __launch_bounds__(kControlThreads)
-    advance_steps_kernel(StepRule rule, const __grid_constant__ Table<StepEntry> steps,
+    advance_steps_kernel(StepRule rule, const __grid_constant__ Table<StepEntry, bytes> steps,
                          const StepControl* control, StepNumbers* numbers) {
   const int i = static_cast<int>(blockIdx.x) * kControlThreads + static_cast<int>(threadIdx.x);
   if (i >= steps.count) return;
@@ -141,9 +139,10 @@ __global__ void __launch_bounds__(kControlThreads)
 }
 
 // One block. Of equal counts the first entry's.
+template <int bytes>
 __global__ void __launch_bounds__(kControlThreads)
-    record_failures_kernel(const __grid_constant__ Table<FailureEntry> table, int64_t* status,
-                           bool is_first) {
+    record_failures_kernel(const __grid_constant__ Table<FailureEntry, bytes> table,
+                           int64_t* status, bool is_first) {
   __shared__ unsigned long long largest;  // count, then how far its entry is from the end
   if (threadIdx.x == 0) largest = 0;
   __syncthreads();
@@ -174,8 +173,9 @@ cudaError_t initialize_control(StepControl* control, cudaStream_t stream) {
 }
 
 cudaError_t scan(const Table<ScanEntry>& entries, StepControl* control, cudaStream_t stream) {
-  scan_kernel<<<entries.end_tile - entries.first_tile, kElementThreads, 0, stream>>>(entries,
-                                                                                     control);
+  launch_shortest(entries, [&](const auto& table) {
+    scan_kernel<<<table.tiles(), kElementThreads, 0, stream>>>(table, control);
+  });
   return cudaGetLastError();
 }
 
@@ -188,13 +188,17 @@ cudaError_t decide_step(const StepRule& rule, StepControl* control, int64_t* sta
 cudaError_t advance_steps(const StepRule& rule, const Table<StepEntry>& steps,
                           const StepControl* control, StepNumbers* numbers, cudaStream_t stream) {
   const int blocks = (steps.count + kControlThreads - 1) / kControlThreads;
-  advance_steps_kernel<<<blocks, kControlThreads, 0, stream>>>(rule, steps, control, numbers);
+  launch_shortest(steps, [&](const auto& table) {
+    advance_steps_kernel<<<blocks, kControlThreads, 0, stream>>>(rule, table, control, numbers);
+  });
   return cudaGetLastError();
 }
 
 cudaError_t record_failures(const Table<FailureEntry>& entries, int64_t* status, bool is_first,
                             cudaStream_t stream) {
-  record_failures_kernel<<<1, kControlThreads, 0, stream>>>(entries, status, is_first);
+  launch_shortest(entries, [&](const auto& table) {
+    record_failures_kernel<<<1, kControlThreads, 0, stream>>>(table, status, is_first);
+  });
   return cudaGetLastError();
 }
 

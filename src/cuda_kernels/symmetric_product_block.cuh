@@ -56,22 +56,6 @@ struct TileMaps {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// Where a ring of `slots` barriers stands.
-template <int slots>
-class Position {
- public:
-  __device__ uint32_t slot() const { return slot_; }
-  __device__ uint32_t previous_slot() const { return slot_ == 0 ? slots - 1 : slot_ - 1; }
-  __device__ uint32_t parity() const { return parity_; }
-  __device__ void advance() {
-    slot_ = slot_ + 1 == slots ? 0 : slot_ + 1;
-    if (slot_ == 0) parity_ ^= 1;
-  }
-
- private:
-  uint32_t slot_ = 0, parity_ = 0;
-};
-
 // What all roles know.
 struct Block {
   const SymmetricProduct& args;

@@ -1,6 +1,7 @@
 // How Hopper's copy engine finds the tiles of matrices.
 #pragma once
 
+#include "cuda_kernels/half_parts.h"
 #include "cuda_kernels/split_matrices.h"
 
 #include <cstdint>
@@ -19,5 +20,9 @@ constexpr int kBoxBytes = kBoxRows * kBoxHalves * 2;
 using TileMap = CUtensorMap;
 
 cudaError_t make_tile_map(const SplitMatrices& matrices, int64_t count, bool single, TileMap& map);
+
+// Of 64 rows and 64 columns. Coordinates: column, row, matrix, part: 0 for hi, 1 for lo, which is
+// zeros where there is none.
+cudaError_t make_tile_map(const HalfStack& stack, int64_t matrices, TileMap& map);
 
 }  // namespace torchium::cuda_kernels

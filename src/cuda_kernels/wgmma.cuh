@@ -1,16 +1,20 @@
-// Warpgroup products of Hopper (sm_90a). Operands lie in shared memory in rows of 64 halves, 128
-// bytes, whose 16-byte pieces are permuted: piece c of row r is at c ^ (r % 8). Tiles start at
-// multiples of 1024 bytes.
+// Warpgroup products of Hopper (sm_90a). Operands lie in shared memory in boxes of 64 rows of 64
+// halves, 128 bytes, whose 16-byte pieces are permuted: piece c of row r is at c ^ (r % 8). Boxes
+// start at multiples of 1024 bytes.
 #pragma once
 
 #include <cstdint>
 
 namespace torchium::cuda_kernels {
 
+// Rows of the operand in rows of boxes one below the other, or with is_transposed in columns of
+// boxes side by side, which follow one another in memory.
+template <bool is_transposed = false>
 __device__ inline uint64_t tile_descriptor(uint32_t shared_address) {
+  constexpr uint64_t kBetweenBoxes = is_transposed ? 64 * 128 / 16 : 1;
   constexpr uint64_t kBetweenEightRows = 1024 / 16;
   constexpr uint64_t kSwizzle128 = 1;
-  return (shared_address & 0x3FFFF) / 16 | uint64_t{1} << 16 | kBetweenEightRows << 32 |
+  return (shared_address & 0x3FFFF) / 16 | kBetweenBoxes << 16 | kBetweenEightRows << 32 |
          kSwizzle128 << 62;
 }
 
@@ -25,9 +29,11 @@ __device__ inline void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
-// d = A B^T, or d += A B^T with accumulate = 1. A: 64 x 16 halves, B: 128 x 16. Thread t of the
-// four warps holds of rows 16 (t / 32) + t % 32 / 4 and that plus 8, for j < 16, the columns 8 j +
-// t % 4 * 2 and that plus 1: d[4 j], d[4 j + 1] and d[4 j + 2], d[4 j + 3].
+// d = A B^T, or d += A B^T with accumulate = 1. A: 64 x 16 halves, B: 128 x 16, each transposed in
+// shared memory where its flag says so. Thread t of the four warps holds of rows 16 (t / 32) + t %
+// 32 / 4 and that plus 8, for j < 16, the columns 8 j + t % 4 * 2 and that plus 1: d[4 j], d[4 j +
+// 1] and d[4 j + 2], d[4 j + 3].
+template <bool is_A_transposed = false, bool is_B_transposed = false>
 __device__ inline void wgmma_64x128x16(float (&d)[64], uint64_t A, uint64_t B, int accumulate) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   asm volatile(
@@ -43,7 +49,7 @@ __device__ inline void wgmma_64x128x16(float (&d)[64], uint64_t A, uint64_t B, i
       "%40, %41, %42, %43, %44, %45, %46, %47, "
       "%48, %49, %50, %51, %52, %53, %54, %55, "
       "%56, %57, %58, %59, %60, %61, %62, %63}, "
-      "%64, %65, p, 1, 1, 0, 0;\n"
+      "%64, %65, p, 1, 1, %67, %68;\n"
       "}\n"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
         "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
@@ -55,7 +61,7 @@ __device__ inline void wgmma_64x128x16(float (&d)[64], uint64_t A, uint64_t B, i
         "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
         "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
         "+f"(d[63])
-      : "l"(A), "l"(B), "r"(accumulate));
+      : "l"(A), "l"(B), "r"(accumulate), "n"(int{is_A_transposed}), "n"(int{is_B_transposed}));
 #endif
 }
 

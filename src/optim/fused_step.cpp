@@ -2,9 +2,9 @@
 
 #ifdef TORCHIUM_WITH_CUDA
 #include "cuda_kernels/shampoo_step.h"
-#include "linalg/stack_products.h"
 #include "optim/kernel_tables.h"
 #include "optim/parameter_entries.h"
+#include "optim/step_products.h"
 #include "optim/step_stacks.h"
 #include "optim/step_status.h"
 
@@ -16,6 +16,8 @@
 #include <cstddef>
 #include <optional>
 #endif
+
+#include <c10/util/accumulate.h>
 
 #include <algorithm>
 
@@ -31,9 +33,7 @@ using cuda_kernels::StepControl;
 using cuda_kernels::StepEntry;
 using cuda_kernels::StepNumbers;
 using cuda_kernels::TileGrid;
-using linalg::detail::Largest;
 using linalg::detail::MatmulPrecision;
-using linalg::detail::StackOperand;
 
 static_assert(kConsecutiveSkips == 0 && kTotalSkips == 1 && kNonFiniteParameter == 2 &&
                   kConsecutiveRootFailures == 3 && kFailedParameter == 4,
@@ -65,6 +65,7 @@ struct FusedStep::Work {
   at::Tensor numbers = {};             // [P, 4]: StepNumbers
   std::vector<ParameterEntry> entries = {};
   KernelTables<ParameterEntry> tables = {};
+  const std::vector<MatrixBatch>* batches = nullptr;  // of the whole step
   std::optional<StepStacks> stacks = {};
   at::Tensor grafted_squares = {}, direction_squares = {};  // [tiles]
 
@@ -78,6 +79,7 @@ struct FusedStep::Work {
   at::Tensor control_floats(size_t offset, int64_t count) const {
     return control.view(at::kFloat).narrow(0, static_cast<int64_t>(offset / sizeof(float)), count);
   }
+  StepProducts products() const { return {*batches, *stacks, precision, stream}; }
   // One of StepNumbers, of the parameters that are not served or of all.
   std::vector<StepScalar> number(int64_t place, bool of_all) const {
     std::vector<StepScalar> scalars(params.size());
@@ -159,6 +161,7 @@ StepGate FusedStep::begin(const std::vector<MatrixBatch>& batches) {
   RECORD_FUNCTION("torchium::elementwise", {});
   Work& w = *work_;
   w.entries.resize(w.params.size());
+  w.batches = &batches;
   w.stacks.emplace(batches, serves_, w.h.block_size, w.precision, w.options, w.h.beta1 > 0.0);
   w.stacks->place(w.entries);
   w.control = at::empty({sizeof(StepControl) / sizeof(int)}, w.options.dtype(at::kInt));
@@ -193,8 +196,7 @@ void FusedStep::gather() {
   }
   RECORD_FUNCTION("torchium::elementwise", {});
   Work& w = *work_;
-  w.stacks->set_aside(w.control_floats(offsetof(StepControl, gradient_scale), 1),
-                      w.control_floats(offsetof(StepControl, average_scale), 1));
+  w.stacks->set_aside();
   for (size_t i = 0; i < w.params.size(); ++i) {
     if (!serves_[i] || w.params[i].numel() == 0) {
       continue;
@@ -216,40 +218,30 @@ void FusedStep::gather() {
   }
 }
 
-void FusedStep::update_statistics(MatrixBatch& batch, size_t b) {
+void FusedStep::update_statistics() {
+  if (!is_available()) {
+    return;
+  }
+  RECORD_FUNCTION("torchium::statistics", {});
   const Work& w = *work_;
-  const at::Tensor coefficients = w.stacks->is_of_halves(b)
-                                      ? w.control_floats(offsetof(StepControl, update_by_halves), 4)
-                                      : w.control_floats(offsetof(StepControl, update), 2);
-  const StackOperand g = w.stacks->gradient(b);
-  for (size_t mode = 0; mode < batch.sizes.size(); ++mode) {
-    gram_update_(batch.statistics[mode], g, /*transposed=*/mode == 1, coefficients, w.precision);
-    changed(batch.statistics[mode]);
+  w.products().update_statistics(&w.device_control()->update_by_halves,
+                                 w.control_floats(offsetof(StepControl, update), 2));
+  for (const MatrixBatch& batch : *w.batches) {
+    for (const at::Tensor& statistics : batch.statistics) {
+      changed(statistics);
+    }
   }
 }
 
-void FusedStep::precondition(const MatrixBatch& batch, size_t b) {
+void FusedStep::precondition() {
+  if (!is_available()) {
+    return;
+  }
+  RECORD_FUNCTION("torchium::precondition", {});
   const Work& w = *work_;
   work_->stacks->set_aside_directions();
-  const auto as_operand = [&](const at::Tensor& stack, Largest where) {
-    return w.stacks->is_of_halves(b) ? operand_of_halves(stack, where, w.precision)
-                                     : StackOperand{stack.to(at::kFloat), {}, {}};
-  };
-  const int64_t block = c10::multiply_integers(batch.sizes);
-  const int64_t at_once = std::max<int64_t>(1, kElementsInFlight / block);
-  for (int64_t start = 0; start < batch.count; start += at_once) {
-    const int64_t count = std::min(at_once, batch.count - start);
-    const auto root = [&](size_t mode) {
-      return as_operand(batch.roots[mode].narrow(0, start, count), Largest::kOnDiagonal);
-    };
-    at::Tensor direction = w.stacks->direction(b, start, count);
-    const bool is_vector = batch.sizes.size() == 1;
-    at::Tensor left = is_vector ? direction : at::empty_like(direction);
-    multiply_stacks_out(left, root(0), w.stacks->average(b, start, count), w.precision);  // R_1 m
-    if (!is_vector) {  // R_1 m R_2
-      multiply_stacks_out(direction, as_operand(left, Largest::kAnywhere), root(1), w.precision);
-    }
-  }
+  StepControl* control = w.device_control();
+  w.products().precondition(w.h.beta1 > 0.0 ? &control->average_scale : &control->gradient_scale);
 }
 
 void FusedStep::update() {
@@ -293,10 +285,18 @@ namespace {
 StepGate FusedStep::begin(const std::vector<MatrixBatch>& batches) { refuse(); }
 Corrections FusedStep::corrections(bool) const { refuse(); }
 void FusedStep::gather() {}
-void FusedStep::update_statistics(MatrixBatch&, size_t) { refuse(); }
-void FusedStep::precondition(const MatrixBatch&, size_t) { refuse(); }
+void FusedStep::update_statistics() {}
+void FusedStep::precondition() {}
 void FusedStep::update() {}
 #endif
+
+int64_t elements_in_flight(const std::vector<int64_t>& sizes) {
+  int64_t elements = c10::multiply_integers(sizes);
+  for (const int64_t n : sizes) {
+    elements += n * n;
+  }
+  return elements / static_cast<int64_t>(sizes.size() + 1);
+}
 
 bool FusedStep::serves_all() const {
   return std::find(serves_.begin(), serves_.end(), false) == serves_.end();

@@ -15,9 +15,12 @@
 
 namespace torchium::optim::detail {
 
-// Directions are computed so many elements at a time, which bounds the memory for operands and for
-// what lies between two products. Fewer than eight matrices of order 1024 leave the GPU half idle.
+// Directions are computed so many elements at a time, which bounds the memory for operands and
+// keeps what lies between two products in the L2 cache. Fewer than eight matrices of order 1024
+// leave a GPU half idle.
 constexpr int64_t kElementsInFlight = int64_t{1} << 23;
+// What a block and its roots count for: their mean.
+int64_t elements_in_flight(const std::vector<int64_t>& sizes);
 
 // 1 - beta^t of each parameter; 1 where nothing is to be corrected.
 struct Corrections {
@@ -35,7 +38,8 @@ class FusedStep {
   FusedStep(const FusedStep&) = delete;
   FusedStep& operator=(const FusedStep&) = delete;
 
-  // Whether this device has the kernels: only then may the step begin here.
+  // Whether this device has the kernels: only then may the step begin here, and only then do the
+  // other methods anything.
   bool is_available() const { return work_ != nullptr; }
   // Parameters that the kernels serve: of order one or two, in a usual memory layout, with float32
   // state. The others take the path of elementwise.h. One flag a parameter.
@@ -44,17 +48,17 @@ class FusedStep {
   bool serves_all() const;
 
   // Looks for NaN and Inf in all gradients, counts the step in the status and in `steps`. The
-  // batches are those of the whole step.
+  // batches are those of the whole step and live as long as this.
   StepGate begin(const std::vector<MatrixBatch>& batches);
   // Of the parameters that it does not serve; with `statistics` those of all parameters.
   Corrections corrections(bool statistics) const;
 
   // One pass over the gradients, which fills the blocks of the batches that it serves.
   void gather();
-  // L_i <- b2 L_i + (1 - b2) mat_i(g) mat_i(g)^T of batch b.
-  void update_statistics(MatrixBatch& batch, size_t b);
-  // d = m x_1 R_1 ... x_k R_k of batch b, which replaces m.
-  void precondition(const MatrixBatch& batch, size_t b);
+  // L_i <- b2 L_i + (1 - b2) mat_i(g) mat_i(g)^T of the batches that it serves.
+  void update_statistics();
+  // d = m x_1 R_1 ... x_k R_k of the same.
+  void precondition();
   // Grafting, momentum, weight decay, p <- p - lr d.
   void update();
 

@@ -169,24 +169,20 @@ int64_t root_temporaries_on_device(const ShampooHyperparameters& h, at::TensorLi
   return largest;
 }
 
-// A step by the kernels of a GPU: g and m in blocks of floats or of two halves, directions, and
-// what the products need for one part of the largest batch.
+// A step by the kernels of a GPU: g and m in blocks of floats or of two halves, directions, and of
+// one part of the matrices the operands of the products: roots and what lies between two products.
 int64_t temporaries_on_device(const ShampooHyperparameters& h, at::TensorList params) {
   constexpr int64_t kFloat = sizeof(float);
-  int64_t blocks = 0, largest_part = 0;
+  int64_t blocks = 0, operands = 0, most_operands = 0;
   for (const auto& [sizes, batch] : gradient_memory(h, params).batches) {
-    const int64_t elements = c10::multiply_integers(sizes);
-    const int64_t at_once =
-        std::min(batch.count, std::max<int64_t>(1, kElementsInFlight / elements));
-    int64_t part = 2 * elements;  // R_1 m as floats and as halves
-    for (const int64_t n : sizes) {
-      part += (h.root_dtype.has_value() ? 2 : 1) * n * n;
-    }
-    blocks += kFloat * batch.count * elements;
-    largest_part = std::max(largest_part, kFloat * at_once * part);
+    const auto operands_of_one = static_cast<int64_t>(sizes.size() + 1) * elements_in_flight(sizes);
+    blocks += batch.count * c10::multiply_integers(sizes);
+    operands += batch.count * operands_of_one;
+    most_operands = std::max(most_operands, std::max(operands_of_one, 3 * kElementsInFlight));
   }
-  const int64_t gradients = (h.beta1 > 0.0 ? 2 : 1) * blocks;
-  return gradients + std::max(root_temporaries_on_device(h, params), blocks + largest_part);
+  const int64_t gradients = (h.beta1 > 0.0 ? 2 : 1) * kFloat * blocks;
+  const int64_t products = kFloat * (blocks + std::min(operands, most_operands));
+  return gradients + std::max(root_temporaries_on_device(h, params), products);
 }
 
 }  // namespace

@@ -290,13 +290,11 @@ void shampoo_step(const ShampooHyperparameters& h, at::TensorList params, at::Te
   Gradients x =
       pass_over_gradients(h, params, grads, blockings, batches, fused, corrections, state, gate);
 
+  fused.update_statistics();  // L_i <- b2 L_i + (1 - b2) mat_i(g) mat_i(g)^T
   Tensors g(batches.size());
   for (size_t b = 0; b < batches.size(); ++b) {
-    RECORD_FUNCTION("torchium::statistics", {});
-    // L_i <- b2 L_i + (1 - b2) mat_i(g) mat_i(g)^T
-    if (fused.serves(batches[b])) {
-      fused.update_statistics(batches[b], b);
-    } else {
+    if (!fused.serves(batches[b])) {
+      RECORD_FUNCTION("torchium::statistics", {});
       g[b] = pack(batches[b], blockings, x.g, x.g_blocks[b]);
       update_statistics(batches[b], g[b], h.beta2, gate);
     }
@@ -306,16 +304,16 @@ void shampoo_step(const ShampooHyperparameters& h, at::TensorList params, at::Te
     update_roots(batches, root_rule(h), schedule.root_due, corrections.statistics, gate);
     record_root_failures(batches, state.status);
   }
+  fused.precondition();  // m x_1 R_1 ... x_k R_k
   for (size_t b = 0; b < batches.size(); ++b) {
-    RECORD_FUNCTION("torchium::precondition", {});
     const auto& batch = batches[b];
     if (fused.serves(batch)) {
-      fused.precondition(batch, b);
       continue;
     }
+    RECORD_FUNCTION("torchium::precondition", {});
     const at::Tensor m = h.beta1 == 0.0 ? g[b] : pack(batch, blockings, x.m, x.m_blocks[b]);
-    at::Tensor d = precondition(batch, m);  // m x_1 R_1 ... x_k R_k
-    if (h.grafting.has_value()) {           // |f| / |d| d
+    at::Tensor d = precondition(batch, m);
+    if (h.grafting.has_value()) {  // |f| / |d| d
       d = graft(d, uses_second_moment(h) ? pack(batch, blockings, x.f, x.f_blocks[b]) : m);
     }
     unpack(batch, blockings, d, params, x.d);

@@ -1,19 +1,23 @@
 #ifdef TORCHIUM_WITH_CUDA
 #include "optim/step_stacks.h"
 
+#include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
 namespace torchium::optim::detail {
 namespace {
 
-using linalg::detail::StackOperand;
+using cuda_kernels::HalfStack;
+using linalg::detail::MatmulPrecision;
 
 constexpr int64_t kAlignment = 32;  // elements
 
-__half* halves(const at::Tensor& tensor) {
-  return tensor.defined() ? reinterpret_cast<__half*>(tensor.mutable_data_ptr<at::Half>())
-                          : nullptr;
+__half* part_of_halves(const at::Tensor& halves, int64_t part) {
+  return halves.defined() && part < halves.size(0)
+             ? reinterpret_cast<__half*>(halves.mutable_data_ptr<at::Half>()) +
+                   part * halves.size(1)
+             : nullptr;
 }
 
 // The address of element 0 of a stack that begins at `origin`.
@@ -21,11 +25,17 @@ float* from_zero(const at::Tensor& stack, int64_t origin) {
   return stack.defined() ? stack.mutable_data_ptr<float>() - origin : nullptr;
 }
 
+bool has_products_of_halves(const at::Device& device) {
+  const cudaDeviceProp* properties = at::cuda::getDeviceProperties(device.index());
+  return cuda_kernels::has_stack_product(properties->major, properties->minor,
+                                         static_cast<int>(properties->sharedMemPerBlockOptin));
+}
+
 }  // namespace
 
 StepStacks::StepStacks(const std::vector<MatrixBatch>& batches, const std::vector<bool>& serves,
-                       int64_t block_size, linalg::detail::MatmulPrecision precision,
-                       at::TensorOptions options, bool has_average)
+                       int64_t block_size, MatmulPrecision precision, at::TensorOptions options,
+                       bool has_average)
     : batches_(batches),
       block_size_(block_size),
       precision_(precision),
@@ -36,17 +46,15 @@ StepStacks::StepStacks(const std::vector<MatrixBatch>& batches, const std::vecto
 }
 
 void StepStacks::find_places(const std::vector<bool>& serves) {
+  const bool has_kernel = has_products_of_halves(options_.device());
   for (const bool of_halves : {true, false}) {
     for (size_t b = 0; b < batches_.size(); ++b) {
-      const MatrixBatch& batch = batches_[b];
-      if (!serves[batch.entries.front().param]) {
-        continue;
-      }
-      const auto& sizes = batch.sizes;
-      const int64_t elements = batch.count * c10::multiply_integers(sizes);
-      if (of_halves == (sizes.size() == 2 &&
-                        linalg::detail::use_halves(elements * (sizes[0] + sizes[1]), precision_))) {
-        places_[b] = {end_, of_halves};
+      const auto& sizes = batches_[b].sizes;
+      const bool fits =
+          has_kernel && sizes.size() == 2 && cuda_kernels::fits_stack_product(sizes[0], sizes[1]);
+      if (serves[batches_[b].entries.front().param] && fits == of_halves) {
+        places_[b] = {end_, true, of_halves};
+        const int64_t elements = batches_[b].count * c10::multiply_integers(sizes);
         end_ += (elements + kAlignment - 1) / kAlignment * kAlignment;
       }
     }
@@ -68,67 +76,63 @@ void StepStacks::place(std::vector<cuda_kernels::ParameterEntry>& entries) const
   }
 }
 
-void StepStacks::set_aside(const at::Tensor& gradient_scale, const at::Tensor& average_scale) {
-  const auto set_aside_halves = [&](StackOperand& stacks, const at::Tensor& scale) {
-    const auto as_halves = options_.dtype(at::kHalf);
-    stacks.high = at::empty({end_of_halves_}, as_halves);
-    if (precision_ == linalg::detail::MatmulPrecision::kHighest) {
-      stacks.low = at::empty({end_of_halves_}, as_halves);
-    }
-    stacks.scale = scale;
-  };
+void StepStacks::set_aside() {
+  const auto as_halves = options_.dtype(at::kHalf);
+  const int64_t parts = precision_ == MatmulPrecision::kHighest ? 2 : 1;
   gradients_ = at::empty({end_ - end_of_halves_}, options_);
-  set_aside_halves(gradient_halves_, gradient_scale);
+  gradient_halves_ = at::empty({parts, end_of_halves_}, as_halves);
   if (has_average_) {
     averages_ = at::empty_like(gradients_);
-    set_aside_halves(average_halves_, average_scale);
+    average_halves_ = at::empty_like(gradient_halves_);
   }
 }
 
-void StepStacks::set_aside_directions() {
-  if (!directions_.defined()) {
-    directions_ = at::empty({end_}, options_);
-  }
+void StepStacks::set_aside_directions() { directions_ = at::empty({end_}, options_); }
+
+at::Tensor StepStacks::part(size_t b, const at::Tensor& stack, int64_t origin) const {
+  const auto& batch = batches_[b];
+  const int64_t rows = batch.sizes[0], columns = batch.sizes.size() == 1 ? 1 : batch.sizes[1];
+  return stack.narrow(0, places_[b].first - origin, batch.count * rows * columns)
+      .view({batch.count, rows, columns});
 }
 
-at::Tensor StepStacks::part(size_t b, const at::Tensor& stack, int64_t origin, int64_t start,
-                            int64_t count) const {
+at::Tensor StepStacks::gradient(size_t b) const { return part(b, gradients_, end_of_halves_); }
+
+at::Tensor StepStacks::average(size_t b) const {
+  return part(b, has_average_ ? averages_ : gradients_, end_of_halves_);
+}
+
+at::Tensor StepStacks::direction(size_t b) const { return part(b, directions_, 0); }
+
+float* StepStacks::direction_floats(size_t b, int64_t start) const {
+  const int64_t first = places_[b].first + start * c10::multiply_integers(batches_[b].sizes);
+  return directions_.mutable_data_ptr<float>() + first;
+}
+
+HalfStack StepStacks::halves(const at::Tensor& stacks, size_t b, int64_t start,
+                             float* scale) const {
   const auto& sizes = batches_[b].sizes;
-  const int64_t rows = sizes[0], columns = sizes.size() == 1 ? 1 : sizes[1];
-  const int64_t block = rows * columns;
-  return stack.narrow(0, places_[b].first - origin + start * block, count * block)
-      .view({count, rows, columns});
+  const int64_t first = places_[b].first + start * c10::multiply_integers(sizes);
+  __half* low = part_of_halves(stacks, 1);
+  return {part_of_halves(stacks, 0) + first, low == nullptr ? nullptr : low + first, scale,
+          static_cast<int>(sizes[0]), static_cast<int>(sizes[1])};
 }
 
-StackOperand StepStacks::operand(size_t b, const at::Tensor& floats, const StackOperand& halves,
-                                 int64_t start, int64_t count) const {
-  if (!is_of_halves(b)) {
-    return {part(b, floats, end_of_halves_, start, count), {}, {}};
-  }
-  return {part(b, halves.high, 0, start, count),
-          halves.low.defined() ? part(b, halves.low, 0, start, count) : at::Tensor(), halves.scale};
+HalfStack StepStacks::gradient_halves(size_t b, float* scale) const {
+  return halves(gradient_halves_, b, 0, scale);
 }
 
-StackOperand StepStacks::gradient(size_t b) const {
-  return operand(b, gradients_, gradient_halves_, 0, batches_[b].count);
-}
-
-StackOperand StepStacks::average(size_t b, int64_t start, int64_t count) const {
-  return has_average_ ? operand(b, averages_, average_halves_, start, count)
-                      : operand(b, gradients_, gradient_halves_, start, count);
-}
-
-at::Tensor StepStacks::direction(size_t b, int64_t start, int64_t count) const {
-  return part(b, directions_, 0, start, count);
+HalfStack StepStacks::average_halves(size_t b, int64_t start, float* scale) const {
+  return halves(has_average_ ? average_halves_ : gradient_halves_, b, start, scale);
 }
 
 void StepStacks::fill(cuda_kernels::StepBuffers& buffers) const {
   buffers.gradients = from_zero(gradients_, end_of_halves_);
   buffers.averages = from_zero(averages_, end_of_halves_);
-  buffers.gradients_hi = halves(gradient_halves_.high);
-  buffers.gradients_lo = halves(gradient_halves_.low);
-  buffers.averages_hi = halves(average_halves_.high);
-  buffers.averages_lo = halves(average_halves_.low);
+  buffers.gradients_hi = part_of_halves(gradient_halves_, 0);
+  buffers.gradients_lo = part_of_halves(gradient_halves_, 1);
+  buffers.averages_hi = part_of_halves(average_halves_, 0);
+  buffers.averages_lo = part_of_halves(average_halves_, 1);
   buffers.directions = from_zero(directions_, 0);
 }
 

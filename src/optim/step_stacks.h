@@ -12,8 +12,8 @@
 
 namespace torchium::optim::detail {
 
-// Stacks of g, and of m unless that is g: of floats or, where that makes products faster, of halves
-// (cuda_kernels/half_parts.h). Directions are floats.
+// Stacks of g, and of m unless that is g: of halves (cuda_kernels/half_parts.h) where the device
+// has a kernel for their products, else of floats. Directions are floats.
 class StepStacks {
  public:
   // `serves`: one flag a parameter; batches of others have no place here.
@@ -24,17 +24,23 @@ class StepStacks {
   // Tells the parameters where their blocks begin. entries: one a parameter.
   void place(std::vector<cuda_kernels::ParameterEntry>& entries) const;
 
-  // Allocates all but directions. Scales of halves: 0-dim, on the device.
-  void set_aside(const at::Tensor& gradient_scale, const at::Tensor& average_scale);
-  // Allocates directions if they are not there yet. Later than the rest: roots, which come in
-  // between, need memory themselves.
+  // Allocates all but directions.
+  void set_aside();
+  // Allocates directions. Later than the rest: roots, which come in between, need memory
+  // themselves.
   void set_aside_directions();
 
+  bool serves(size_t b) const { return places_[b].is_served; }
   bool is_of_halves(size_t b) const { return places_[b].of_halves; }
-  // Matrices [start, start + count) of batch b, [count, n_1, n_2], n_2 = 1 for order one.
-  linalg::detail::StackOperand gradient(size_t b) const;
-  linalg::detail::StackOperand average(size_t b, int64_t start, int64_t count) const;
-  at::Tensor direction(size_t b, int64_t start, int64_t count) const;
+
+  // All matrices of batch b, from matrix `start` on.
+  cuda_kernels::HalfStack gradient_halves(size_t b, float* scale) const;
+  cuda_kernels::HalfStack average_halves(size_t b, int64_t start, float* scale) const;
+  float* direction_floats(size_t b, int64_t start) const;
+  // The same of floats, [count, n_1, n_2], n_2 = 1 for order one.
+  at::Tensor gradient(size_t b) const;
+  at::Tensor average(size_t b) const;
+  at::Tensor direction(size_t b) const;
 
   // The addresses that kernels write to.
   void fill(cuda_kernels::StepBuffers& buffers) const;
@@ -42,15 +48,14 @@ class StepStacks {
  private:
   struct Place {
     int64_t first = 0;  // element of the stacks; multiples of kAlignment
+    bool is_served = false;
     bool of_halves = false;
   };
 
   void find_places(const std::vector<bool>& serves);
-  at::Tensor part(size_t b, const at::Tensor& stack, int64_t origin, int64_t start,
-                  int64_t count) const;
-  linalg::detail::StackOperand operand(size_t b, const at::Tensor& floats,
-                                       const linalg::detail::StackOperand& halves, int64_t start,
-                                       int64_t count) const;
+  at::Tensor part(size_t b, const at::Tensor& stack, int64_t origin) const;
+  cuda_kernels::HalfStack halves(const at::Tensor& stacks, size_t b, int64_t start,
+                                 float* scale) const;
 
   const std::vector<MatrixBatch>& batches_;
   int64_t block_size_;
@@ -60,7 +65,7 @@ class StepStacks {
   std::vector<Place> places_;  // of each batch; those of halves come first
   int64_t end_of_halves_ = 0, end_ = 0;
   at::Tensor gradients_, averages_, directions_;  // floats; the first two begin at end_of_halves_
-  linalg::detail::StackOperand gradient_halves_, average_halves_;
+  at::Tensor gradient_halves_, average_halves_;   // [1 or 2, end_of_halves_]: hi, lo
 };
 
 }  // namespace torchium::optim::detail

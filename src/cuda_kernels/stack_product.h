@@ -1,0 +1,47 @@
+// Products of stacks of matrices of any shape on the tensor cores of Hopper, many stacks in one
+// launch. Operands are halves (half_parts.h), results float32.
+#pragma once
+
+#include "cuda_kernels/half_parts.h"
+
+#include <cstdint>
+#include <cuda_runtime_api.h>
+
+namespace torchium::cuda_kernels {
+
+enum class ProductKind : uint8_t {
+  kRowGram,      // A A^T
+  kColumnGram,   // A^T A
+  kGeneral,      // A B
+  kBySymmetric,  // A B, B symmetric
+};
+
+// C <- A B for each matrix of a stack, or for Gram matrices C <- beta C + alpha A A^T, of which
+// only tiles on and below the diagonal are read and computed; C becomes exactly symmetric. C is
+// contiguous.
+struct StackProduct {
+  HalfStack A, B;  // B is not used for Gram matrices
+  float* C;
+  int64_t matrices;
+  unsigned* largest = nullptr;  // raised to the largest magnitude of C, as bits; null: left out
+};
+
+// Factors of an update of Gram matrices, for all stacks. Scales are theirs to undo.
+struct GramUpdate {
+  float alpha, beta;
+};
+
+// Whether this build and a device have the kernel.
+bool has_stack_product(int major, int minor, int shared_bytes);
+
+// Rows of operands: columns in multiples of 8, addresses of 16 bytes.
+inline bool fits_stack_product(int64_t rows, int64_t columns) {
+  return rows > 0 && columns > 0 && rows % 8 == 0 && columns % 8 == 0;
+}
+
+// All `count` products. update: on the device, for Gram matrices alone. single: lower halves count
+// as zero, which takes a third of the arithmetic. Returns the error of the launch.
+cudaError_t stack_products(ProductKind kind, const StackProduct* products, int count,
+                           const GramUpdate* update, bool single, cudaStream_t stream);
+
+}  // namespace torchium::cuda_kernels

@@ -1,0 +1,225 @@
+#ifdef TORCHIUM_WITH_CUDA
+#include "optim/step_products.h"
+
+#include "cuda_kernels/stack_product.h"
+#include "optim/fused_step.h"
+#include "optim/kernel_tables.h"
+#include "optim/parameter_entries.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/cuda/CUDAException.h>
+
+#include <algorithm>
+
+namespace torchium::optim::detail {
+
+using cuda_kernels::HalfStack;
+using cuda_kernels::ProductKind;
+using cuda_kernels::SplitEntry;
+using cuda_kernels::StackProduct;
+
+namespace {
+
+using SplitTables = KernelTables<SplitEntry>;
+
+// What a stack takes of the memory for halves.
+int64_t padded(int64_t elements) {
+  constexpr int64_t kAlignment = 32;
+  return (elements + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+int64_t halves_of(const std::vector<int64_t>& sizes, int64_t count) {
+  return padded(count * sizes[0] * sizes[0]) + padded(count * sizes[1] * sizes[1]) +
+         padded(count * sizes[0] * sizes[1]);
+}
+
+void split(const SplitTables& tables, cudaStream_t stream) {
+  for (const auto& table : tables) {
+    C10_CUDA_CHECK(cuda_kernels::split_halves(table, stream));
+  }
+}
+
+}  // namespace
+
+// Memory for the operands of one part: halves, and of each stack its largest magnitude and scale.
+class StepProducts::PartOperands {
+ public:
+  PartOperands(int64_t halves, int64_t stacks, bool is_single, const at::TensorOptions& options)
+      : has_low_(!is_single),
+        halves_(at::empty({has_low_ ? 2 : 1, halves}, options.dtype(at::kHalf))),
+        numbers_(at::empty({2, stacks}, options)) {}
+
+  // Before the first part.
+  void clear(cudaStream_t stream) const {
+    C10_CUDA_CHECK(cudaMemsetAsync(numbers_.mutable_data_ptr<float>(), 0,
+                                   numbers_.size(1) * sizeof(unsigned), stream));
+  }
+  // Stacks of earlier parts are not needed any more.
+  void begin_part() { used_ = 0; }
+
+  // The halves of x, [matrices, rows, columns], which are yet to be made.
+  SplitEntry take(const void* x, cuda_kernels::ElementType type, int64_t matrices, int64_t rows,
+                  int64_t columns) {
+    auto* halves = reinterpret_cast<__half*>(halves_.mutable_data_ptr<at::Half>()) + used_;
+    auto* numbers = numbers_.mutable_data_ptr<float>() + stacks_++;
+    // 8 bits need no second half.
+    const bool has_low = has_low_ && type == cuda_kernels::ElementType::kFloat;
+    used_ += padded(matrices * rows * columns);
+    return {
+        .x = x,
+        .halves = {halves, has_low ? halves + halves_.size(1) : nullptr, numbers + numbers_.size(1),
+                   static_cast<int>(rows), static_cast<int>(columns)},
+        .largest = reinterpret_cast<unsigned*>(numbers),
+        .matrices = static_cast<int>(matrices),
+        .first_tile = 0,
+        .type = type};
+  }
+
+ private:
+  bool has_low_;
+  at::Tensor halves_;   // [1 or 2, elements]: hi, lo
+  at::Tensor numbers_;  // [2, stacks]: largest magnitudes as bits, scales
+  int64_t used_ = 0, stacks_ = 0;
+};
+
+void StepProducts::update_statistics(const cuda_kernels::GramUpdate* by_halves,
+                                     const at::Tensor& coefficients) const {
+  std::vector<StackProduct> products[2];
+  for (size_t b = 0; b < batches_.size(); ++b) {
+    const MatrixBatch& batch = batches_[b];
+    for (size_t mode = 0; stacks_.serves(b) && mode < batch.sizes.size(); ++mode) {
+      at::Tensor statistics = batch.statistics[mode];
+      if (stacks_.is_of_halves(b)) {
+        products[mode].push_back({.A = stacks_.gradient_halves(b, nullptr),
+                                  .B = {},
+                                  .C = statistics.mutable_data_ptr<float>(),
+                                  .matrices = batch.count});
+      } else {
+        gram_update_(statistics, stacks_.gradient(b), /*transposed=*/mode == 1, coefficients,
+                     precision_);
+      }
+    }
+  }
+  for (const int mode : {0, 1}) {
+    const auto kind = mode == 0 ? ProductKind::kRowGram : ProductKind::kColumnGram;
+    C10_CUDA_CHECK(cuda_kernels::stack_products(kind, products[mode].data(),
+                                                static_cast<int>(products[mode].size()), by_halves,
+                                                is_single_, stream_));
+  }
+}
+
+std::vector<std::vector<StepProducts::Piece>> StepProducts::parts_of_halves() const {
+  std::vector<std::vector<Piece>> parts;
+  int64_t room = 0;
+  for (size_t b = 0; b < batches_.size(); ++b) {
+    if (!stacks_.is_of_halves(b)) {
+      continue;
+    }
+    const int64_t elements = elements_in_flight(batches_[b].sizes);
+    for (int64_t start = 0; start < batches_[b].count;) {
+      if (parts.empty() || room < elements) {
+        parts.emplace_back();
+        room = std::max(kElementsInFlight, elements);
+      }
+      const int64_t count = std::min(batches_[b].count - start, room / elements);
+      parts.back().push_back({b, start, count});
+      start += count;
+      room -= count * elements;
+    }
+  }
+  return parts;
+}
+
+void StepProducts::precondition(float* average_scale) const {
+  const auto parts = parts_of_halves();
+  if (!parts.empty()) {
+    int64_t halves = 0, pieces = 0;
+    for (const auto& part : parts) {
+      int64_t of_part = 0;
+      for (const auto& [b, start, count] : part) {
+        of_part += halves_of(batches_[b].sizes, count);
+      }
+      halves = std::max(halves, of_part);
+      pieces += static_cast<int64_t>(part.size());
+    }
+    const auto options = batches_[parts[0][0].batch].statistics[0].options();
+    PartOperands operands(halves, 3 * pieces, is_single_, options);
+    operands.clear(stream_);
+    for (const auto& part : parts) {
+      precondition_part(part, operands, average_scale);
+    }
+  }
+  for (size_t b = 0; b < batches_.size(); ++b) {
+    if (stacks_.serves(b) && !stacks_.is_of_halves(b)) {
+      precondition_floats(b);
+    }
+  }
+}
+
+// R_1 m lies in the memory of the directions until its halves are made.
+void StepProducts::precondition_part(const std::vector<Piece>& part, PartOperands& operands,
+                                     float* average_scale) const {
+  SplitTables by_matrix, roots, between;
+  std::vector<StackProduct> first, second;
+  const auto add = [](SplitTables& tables, const SplitEntry& entry) {
+    const int64_t elements = int64_t{entry.matrices} * entry.halves.rows * entry.halves.columns;
+    tables.add(entry, static_cast<int>((elements + cuda_kernels::kSplitTile - 1) /
+                                       cuda_kernels::kSplitTile));
+    return entry.halves;
+  };
+  operands.begin_part();
+  for (const auto& [b, start, count] : part) {
+    const MatrixBatch& batch = batches_[b];
+    const auto root = [&](size_t mode) {
+      const at::Tensor& all = batch.roots[mode];
+      const int64_t n = batch.sizes[mode];
+      const auto* data = static_cast<const char*>(all.const_data_ptr());
+      const SplitEntry entry = operands.take(data + start * n * n * all.element_size(),
+                                             element_type(all.scalar_type()), count, n, n);
+      by_matrix.add(entry, entry.matrices);
+      return add(roots, entry);
+    };
+    float* direction = stacks_.direction_floats(b, start);
+    const SplitEntry left = operands.take(direction, cuda_kernels::ElementType::kFloat, count,
+                                          batch.sizes[0], batch.sizes[1]);
+    first.push_back({.A = root(0),
+                     .B = stacks_.average_halves(b, start, average_scale),
+                     .C = direction,
+                     .matrices = count,
+                     .largest = left.largest});
+    second.push_back({.A = add(between, left), .B = root(1), .C = direction, .matrices = count});
+  }
+  for (const auto& table : by_matrix) {
+    C10_CUDA_CHECK(cuda_kernels::find_largest_on_diagonals(table, stream_));
+  }
+  split(roots, stream_);
+  const auto multiply = [&](ProductKind kind, const std::vector<StackProduct>& products) {
+    C10_CUDA_CHECK(cuda_kernels::stack_products(
+        kind, products.data(), static_cast<int>(products.size()), nullptr, is_single_, stream_));
+  };
+  multiply(ProductKind::kGeneral, first);  // R_1 m
+  split(between, stream_);
+  multiply(ProductKind::kBySymmetric, second);  // R_1 m R_2
+}
+
+void StepProducts::precondition_floats(size_t b) const {
+  const MatrixBatch& batch = batches_[b];
+  const bool is_vector = batch.sizes.size() == 1;
+  const int64_t at_once = std::max<int64_t>(1, kElementsInFlight / elements_in_flight(batch.sizes));
+  for (int64_t start = 0; start < batch.count; start += at_once) {
+    const int64_t count = std::min(at_once, batch.count - start);
+    const auto root = [&](size_t mode) {
+      return batch.roots[mode].narrow(0, start, count).to(at::kFloat);
+    };
+    at::Tensor direction = stacks_.direction(b).narrow(0, start, count);
+    at::Tensor left = is_vector ? direction : at::empty_like(direction);
+    multiply_stacks_out(left, root(0), stacks_.average(b).narrow(0, start, count), precision_);
+    if (!is_vector) {
+      multiply_stacks_out(direction, left, root(1), precision_);
+    }
+  }
+}
+
+}  // namespace torchium::optim::detail
+#endif

@@ -1,0 +1,53 @@
+// The matrix products of a fused step, of all blocks in few launches. CUDA builds only.
+#pragma once
+
+#include "cuda_kernels/shampoo_step.h"
+#include "linalg/stack_products.h"
+#include "optim/stacks.h"
+#include "optim/step_stacks.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <cuda_runtime_api.h>
+#include <vector>
+
+namespace torchium::optim::detail {
+
+class StepProducts {
+ public:
+  StepProducts(const std::vector<MatrixBatch>& batches, const StepStacks& stacks,
+               linalg::detail::MatmulPrecision precision, cudaStream_t stream)
+      : batches_(batches),
+        stacks_(stacks),
+        precision_(precision),
+        is_single_(precision == linalg::detail::MatmulPrecision::kHigh),
+        stream_(stream) {}
+
+  // L_i <- b2 L_i + (1 - b2) mat_i(g) mat_i(g)^T. coefficients: alpha, beta for g of floats.
+  void update_statistics(const cuda_kernels::GramUpdate* by_halves,
+                         const at::Tensor& coefficients) const;
+  // d = m x_1 R_1 ... x_k R_k; average_scale: of m in halves.
+  void precondition(float* average_scale) const;
+
+ private:
+  // Some matrices of a batch.
+  struct Piece {
+    size_t batch;
+    int64_t start, count;
+  };
+  class PartOperands;
+
+  std::vector<std::vector<Piece>> parts_of_halves() const;
+  void precondition_part(const std::vector<Piece>& part, PartOperands& operands,
+                         float* average_scale) const;
+  void precondition_floats(size_t b) const;
+
+  const std::vector<MatrixBatch>& batches_;
+  const StepStacks& stacks_;
+  linalg::detail::MatmulPrecision precision_;
+  bool is_single_;  // halves without lower ones
+  cudaStream_t stream_;
+};
+
+}  // namespace torchium::optim::detail
