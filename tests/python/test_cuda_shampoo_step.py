@@ -288,7 +288,7 @@ def blocks_of_shape(x: Tensor, rows: int, columns: int, block_size: int) -> Tens
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    return float((actual.double() - expected).norm() / expected.norm())
+    return float((actual.detach().double() - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("root_dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -306,10 +306,12 @@ def test_products_of_many_block_shapes_share_launches(
         params, lr=1.0, eps=1e-2, betas=(0.0, 0.9), update_freq=1000, block_size=1024,
         matmul_precision=precision, root_dtype=root_dtype,
     )  # fmt: skip
-    for _ in range(2):
+    # New gradients have parts that the roots do not shrink, beside which rounding is small.
+    for step in range(3):
         for p in params:
             p.grad = torch.randn_like(p)
-        optimizer.step()
+        if step < 2:
+            optimizer.step()
     before = [p.detach().clone() for p in params]
     states = [{k: v.clone() for k, v in optimizer.state[p].items()} for p in params]
     assert launches(optimizer) < 40  # the third step, in which no root is due
@@ -318,7 +320,9 @@ def test_products_of_many_block_shapes_share_launches(
         for slot in range(0, sum(key.startswith("roots.") for key in state), 2):
             old = [state[f"statistics.{slot + mode}"].double() for mode in range(2)]
             sizes = [statistics.size(-1) for statistics in old]
-            moved, g = (blocks_of_shape(x, *sizes, 1024).double() for x in (was - p, p.grad))
+            moved, g = (
+                blocks_of_shape(x, *sizes, 1024).double() for x in (was - p.detach(), p.grad)
+            )
             roots = [state[f"roots.{slot + mode}"].double() for mode in range(2)]
             error = relative_error(moved, roots[0] @ g @ roots[1])
             assert error < bound, (p.shape, sizes, error)
