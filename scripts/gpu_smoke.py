@@ -77,19 +77,22 @@ def roots() -> None:
 
 
 def steps_by_halves() -> None:
-    """A matrix that is large enough for products of halves; no roots."""
-    parameter = nn.Parameter(torch.zeros(708, 900, device="cuda"))
-    for precision in ("highest", "high"):
+    """Products of halves, of whole tiles and parts of them; no roots."""
+    shapes = [(264, 392), (136, 24), (8, 200)]
+    parameters = [nn.Parameter(torch.zeros(shape, device="cuda")) for shape in shapes]
+    for precision, root_dtype in (("highest", None), ("high", None), ("highest", torch.bfloat16)):
         optimizer = torchium.Shampoo(
-            [parameter],
+            parameters,
             betas=(0.9, 0.99),
             grafting="adam",
             start_preconditioning_step=100,
             matmul_precision=precision,
+            root_dtype=root_dtype,
         )
-        parameter.grad = torch.randn_like(parameter)
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
         optimizer.step()
-        assert parameter.isfinite().all()
+        assert all(bool(parameter.isfinite().all()) for parameter in parameters)
     print("steps by products of halves: finite")
 
 
