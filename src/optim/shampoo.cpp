@@ -189,6 +189,12 @@ detail::MatrixStacks Shampoo::init_stacks(const Options& options, at::TensorList
                                     o.root_dtype());
 }
 
+bool Shampoo::roots_fit(const Options& options, const MatrixParamState& state) const {
+  const bool asked = shampoo_options(options).root_dtype().has_value();
+  const auto& roots = state.roots();
+  return roots.empty() || (roots.front().scalar_type() == at::kBFloat16) == asked;
+}
+
 void Shampoo::step_group(const Options& options, detail::GroupStep& step) const {
   const auto& o = shampoo_options(options);
   auto state = core_state(o, step);

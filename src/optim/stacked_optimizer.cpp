@@ -18,15 +18,16 @@
 namespace torchium::optim {
 
 void StackedOptimizer::init_group_states(size_t group, const std::vector<at::Tensor>& active) {
-  const bool missing = std::any_of(active.begin(), active.end(), [this](const at::Tensor& param) {
-    return find_state(param) == nullptr;
+  const Options& options = param_groups_[group].options();
+  const bool fits = std::all_of(active.begin(), active.end(), [&](const at::Tensor& param) {
+    const auto* state = static_cast<const MatrixParamState*>(find_state(param));
+    return state != nullptr && roots_fit(options, *state);
   });
-  if (!missing) {
+  if (fits) {
     return;
   }
   // All parameters with state are stacked again, in the order of the group, so that the layout of
   // the memory is a function of which parameters have state: a resumed run continues bit for bit.
-  const Options& options = param_groups_[group].options();
   const std::unordered_set<at::TensorImpl*> wanted = [&] {
     std::unordered_set<at::TensorImpl*> impls;
     for (const auto& param : active) {
@@ -56,6 +57,8 @@ void StackedOptimizer::init_group_states(size_t group, const std::vector<at::Ten
     add_state(param, std::move(state));
   }
 }
+
+bool StackedOptimizer::roots_fit(const Options&, const MatrixParamState&) const { return true; }
 
 void StackedOptimizer::take_step(const ActiveParams& active) {
   for (const auto group : c10::irange(active.size())) {

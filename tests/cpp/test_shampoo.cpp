@@ -101,6 +101,19 @@ TEST(Shampoo, RootsAreKeptBetweenUpdates) {
   EXPECT_FALSE(torch::equal(state_of(optimizer, param).roots()[0], roots));
 }
 
+TEST(Shampoo, AChangedRootDtypeConvertsTheRoots) {
+  auto param = parameter(torch::zeros({2, 2}));
+  Shampoo optimizer({param}, plain_options().update_freq(100));
+  set_grad(param, torch::tensor({{2.0F, 1.0F}, {0.5F, 8.0F}}));
+  optimizer.step();
+  optimizer.step();  // no roots at step 3
+  const auto roots = state_of(optimizer, param).roots()[0].clone();
+  static_cast<ShampooOptions&>(optimizer.param_groups()[0].options()).root_dtype("bfloat16");
+  optimizer.step();
+  expect_equal({state_of(optimizer, param).roots()[0]}, {roots.to(torch::kBFloat16)});
+  EXPECT_EQ(state_of(optimizer, param).step().item<float>(), 3.0F);
+}
+
 TEST(Shampoo, WeightDecay) {
   auto l2 = parameter(torch::full({1}, 2.0F));
   auto decoupled = parameter(torch::full({1}, 2.0F));

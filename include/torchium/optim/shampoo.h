@@ -62,7 +62,7 @@ struct TORCHIUM_API ShampooOptions
   /// "auto", "eigh" or "newton".
   TORCH_ARG(std::string, root_method) = "auto";
   /// Of the roots that are kept: "bfloat16" halves their memory, each entry errs by 0.4 % at most;
-  /// none: the state dtype. A change counts when state is made, for a new parameter, or loaded.
+  /// none: the state dtype. A change converts the roots in the next step.
   TORCH_ARG(std::optional<std::string>, root_dtype) = std::nullopt;
   /// Of the products with gradients on a GPU: "highest" (of operands of at least 22 bits) or "high"
   /// (of 11 bits, as TF32's: statistics and directions err by about 4e-4 of their norm); none: as
@@ -159,6 +159,7 @@ class TORCHIUM_API Shampoo : public StackedOptimizer {
   void init_parameter_shaped(const Options& options, const at::Tensor& param,
                              SecondOrderParamState& state) const override;
   detail::MatrixStacks init_stacks(const Options& options, at::TensorList params) const override;
+  bool roots_fit(const Options& options, const MatrixParamState& state) const override;
   void step_group(const Options& options, detail::GroupStep& step) const override;
   int64_t max_root_failures(const Options& options) const override;
   bool capturable(const Options& options) const override;
