@@ -5,6 +5,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
+#include <algorithm>
+
 namespace torchium::optim::detail {
 namespace {
 
@@ -23,6 +25,14 @@ __half* part_of_halves(const at::Tensor& halves, int64_t part) {
 // The address of element 0 of a stack that begins at `origin`.
 float* from_zero(const at::Tensor& stack, int64_t origin) {
   return stack.defined() ? stack.mutable_data_ptr<float>() - origin : nullptr;
+}
+
+// Matrices that other code put into the state may lie anywhere.
+bool is_aligned(const std::vector<at::Tensor>& stacks) {
+  constexpr uintptr_t kVector = 16;  // bytes that kernels read at once
+  return std::all_of(stacks.begin(), stacks.end(), [](const at::Tensor& stack) {
+    return reinterpret_cast<uintptr_t>(stack.const_data_ptr()) % kVector == 0;
+  });
 }
 
 bool has_products_of_halves(const at::Device& device) {

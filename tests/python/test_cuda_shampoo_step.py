@@ -276,6 +276,26 @@ def test_launches_do_not_grow_with_the_number_of_parameters() -> None:
     assert counts[0] == counts[1] < 20
 
 
+def test_matrices_of_the_state_may_lie_anywhere() -> None:
+    """Other code may put tensors into the state; these begin one element behind an aligned one."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(64, 40, device="cuda")) for _ in range(2)]
+    optimizers = [torchium.Shampoo([p], matmul_precision="highest") for p in params]
+    params[1].data.copy_(params[0])
+    for step in range(3):
+        gradient = torch.randn_like(params[0])
+        for p, optimizer in zip(params, optimizers, strict=True):
+            p.grad = gradient
+            optimizer.step()
+        for key, value in optimizers[1].state[params[1]].items():
+            if step == 0 and value.dim() == 3:
+                elsewhere = torch.empty(value.numel() + 1, device="cuda")[1:].view_as(value)
+                optimizers[1].state[params[1]][key] = elsewhere.copy_(value)
+    for key, value in optimizers[0].state[params[0]].items():
+        torch.testing.assert_close(optimizers[1].state[params[1]][key], value, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(params[1], params[0], rtol=1e-5, atol=1e-6)
+
+
 def blocks_of_shape(x: Tensor, rows: int, columns: int, block_size: int) -> Tensor:
     """[count, rows, columns]: whole blocks, or what is left of the last ones."""
     sides = []
