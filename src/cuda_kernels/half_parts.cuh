@@ -30,7 +30,7 @@ __device__ void store_parts(__half* hi, __half* lo, int64_t offset, Lanes<N> x, 
   store_halves<N, __half>(lo, offset, x);
 }
 
-// Raises *largest to the largest `bits` of the threads of a block, all of which must call this.
+// Raises *largest to the largest `bits` of the threads of a warp, all of which must call this.
 __device__ inline void record_largest(unsigned bits, unsigned* largest) {
   bits = __reduce_max_sync(0xffffffff, bits);
   if (threadIdx.x % 32 == 0 && bits > *largest) atomicMax(largest, bits);

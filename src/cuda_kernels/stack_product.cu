@@ -62,6 +62,9 @@ cudaError_t add_product(ProductKind kind, const StackProduct& product, ProductTa
              : make_tile_map(product.B, product.matrices, entry.B);
 }
 
+constexpr int kMostSharedBytes = std::max(Layout<ProductKind::kRowGram, true>::kSharedBytes,
+                                          Layout<ProductKind::kRowGram, false>::kSharedBytes);
+
 template <ProductKind kind, bool single>
 cudaError_t launch(const ProductTable& table, cudaStream_t stream) {
   constexpr int kSharedBytes = Layout<kind, single>::kSharedBytes;
@@ -97,8 +100,7 @@ cudaError_t launch(ProductKind kind, const ProductTable& table, cudaStream_t str
 
 bool has_stack_product(int major, int minor, int shared_bytes) {
 #ifdef TORCHIUM_HAS_SM90A
-  return major == 9 && minor == 0 &&
-         shared_bytes >= Layout<ProductKind::kRowGram, false>::kSharedBytes;
+  return major == 9 && minor == 0 && shared_bytes >= kMostSharedBytes;
 #else
   return false;
 #endif

@@ -18,12 +18,13 @@ enum class ProductKind : uint8_t {
 
 // C <- A B for each matrix of a stack, or for Gram matrices C <- beta C + alpha A A^T, of which
 // only tiles on and below the diagonal are read and computed; C becomes exactly symmetric. C is
-// contiguous.
+// contiguous, finite also for beta = 0, and begins like rows of A and B at a multiple of 16 bytes.
 struct StackProduct {
   HalfStack A, B;  // B is not used for Gram matrices
   float* C;
   int64_t matrices;
-  unsigned* largest = nullptr;  // raised to the largest magnitude of C, as bits; null: left out
+  // Raised to the largest magnitude of C, as bits; null: left out. Not for Gram matrices.
+  unsigned* largest = nullptr;
 };
 
 // Factors of an update of Gram matrices, for all stacks. Scales are theirs to undo.
@@ -34,7 +35,8 @@ struct GramUpdate {
 // Whether this build and a device have the kernel.
 bool has_stack_product(int major, int minor, int shared_bytes);
 
-// Rows of operands: columns in multiples of 8, addresses of 16 bytes.
+// Of a block, whose rows are those of operands and whose sizes those of its Gram matrices: all must
+// begin at multiples of 16 bytes.
 inline bool fits_stack_product(int64_t rows, int64_t columns) {
   return rows > 0 && columns > 0 && rows % 8 == 0 && columns % 8 == 0;
 }

@@ -52,6 +52,7 @@ cudaError_t make_tile_map(const HalfStack& stack, int64_t matrices, TileMap& map
   const cuuint64_t parts = stack.lo == nullptr ? 1 : 2;
   const cuuint64_t sizes[] = {columns, rows, count, parts};
   const cuuint64_t of_matrix = 2 * columns * rows;
+  // Parts are any multiple of 16 bytes apart.
   const cuuint64_t strides[] = {2 * columns, of_matrix,
                                 parts == 1 ? of_matrix : 2 * (stack.lo - stack.hi)};
   return encode(stack.hi, 4, sizes, strides, map);

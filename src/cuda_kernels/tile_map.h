@@ -16,9 +16,9 @@ constexpr int kBoxRows = 64;
 constexpr int kBoxHalves = 64;  // of a row
 constexpr int kBoxBytes = kBoxRows * kBoxHalves * 2;
 
-// Coordinates: half of the row, row, matrix.
 using TileMap = CUtensorMap;
 
+// Coordinates: half of the row, row, matrix.
 cudaError_t make_tile_map(const SplitMatrices& matrices, int64_t count, bool single, TileMap& map);
 
 // Of 64 rows and 64 columns. Coordinates: column, row, matrix, part: 0 for hi, 1 for lo, which is

@@ -55,12 +55,11 @@ void gemm(cublasPointerMode_t mode, const float* alpha, const Factor& A, const F
 
 }  // namespace
 
-void gram_update_(at::Tensor& C, const at::Tensor& X, bool transposed,
-                  const at::Tensor& coefficients, MatmulPrecision precision) {
-  const float* alpha = coefficients.const_data_ptr<float>();
+void gram_update_(at::Tensor& C, const at::Tensor& X, bool transposed, const float* alpha,
+                  const float* beta, MatmulPrecision precision) {
   const Factor first{X, transposed ? CUBLAS_OP_N : CUBLAS_OP_T};
   const Factor second{X, transposed ? CUBLAS_OP_T : CUBLAS_OP_N};
-  gemm(CUBLAS_POINTER_MODE_DEVICE, alpha, first, second, alpha + 1, C, precision);
+  gemm(CUBLAS_POINTER_MODE_DEVICE, alpha, first, second, beta, C, precision);
 }
 
 void multiply_stacks_out(at::Tensor& out, const at::Tensor& A, const at::Tensor& B,

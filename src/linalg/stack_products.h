@@ -19,9 +19,9 @@ enum class MatmulPrecision {
 MatmulPrecision matmul_precision(const std::optional<std::string>& name);
 
 // C <- beta C + alpha X X^T, X: [N, n, k], or alpha X^T X, X: [N, k, n], for contiguous X and C [N,
-// n, n]. coefficients: [2] alpha, beta, on the device.
-void gram_update_(at::Tensor& C, const at::Tensor& X, bool transposed,
-                  const at::Tensor& coefficients, MatmulPrecision precision);
+// n, n]. alpha and beta are on the device.
+void gram_update_(at::Tensor& C, const at::Tensor& X, bool transposed, const float* alpha,
+                  const float* beta, MatmulPrecision precision);
 
 // out [N, m, n] <- A [N, m, k] B [N, k, n]; all are contiguous, and out neither of the others.
 void multiply_stacks_out(at::Tensor& out, const at::Tensor& A, const at::Tensor& B,

@@ -17,8 +17,6 @@
 #include <optional>
 #endif
 
-#include <c10/util/accumulate.h>
-
 #include <algorithm>
 
 namespace torchium::optim::detail {
@@ -38,7 +36,7 @@ using linalg::detail::MatmulPrecision;
 static_assert(kConsecutiveSkips == 0 && kTotalSkips == 1 && kNonFiniteParameter == 2 &&
                   kConsecutiveRootFailures == 3 && kFailedParameter == 4,
               "cuda_kernels/step_control.cu writes these places");
-static_assert(sizeof(StepControl) % sizeof(float) == 0);
+static_assert(sizeof(StepControl) % sizeof(int) == 0);
 static_assert(sizeof(StepNumbers) == 4 * sizeof(double));
 
 void changed(const at::Tensor& tensor) {
@@ -74,10 +72,6 @@ struct FusedStep::Work {
   }
   StepNumbers* device_numbers() const {
     return reinterpret_cast<StepNumbers*>(numbers.mutable_data_ptr<double>());
-  }
-  // Fields of StepControl, as floats.
-  at::Tensor control_floats(size_t offset, int64_t count) const {
-    return control.view(at::kFloat).narrow(0, static_cast<int64_t>(offset / sizeof(float)), count);
   }
   StepProducts products() const { return {*batches, *stacks, precision, stream}; }
   // One of StepNumbers, of the parameters that are not served or of all.
@@ -224,8 +218,7 @@ void FusedStep::update_statistics() {
   }
   RECORD_FUNCTION("torchium::statistics", {});
   const Work& w = *work_;
-  w.products().update_statistics(&w.device_control()->update_by_halves,
-                                 w.control_floats(offsetof(StepControl, update), 2));
+  w.products().update_statistics(w.device_control());
   for (const MatrixBatch& batch : *w.batches) {
     for (const at::Tensor& statistics : batch.statistics) {
       changed(statistics);
@@ -289,14 +282,6 @@ void FusedStep::update_statistics() {}
 void FusedStep::precondition() {}
 void FusedStep::update() {}
 #endif
-
-int64_t elements_in_flight(const std::vector<int64_t>& sizes) {
-  int64_t elements = c10::multiply_integers(sizes);
-  for (const int64_t n : sizes) {
-    elements += n * n;
-  }
-  return elements / static_cast<int64_t>(sizes.size() + 1);
-}
 
 bool FusedStep::serves_all() const {
   return std::find(serves_.begin(), serves_.end(), false) == serves_.end();

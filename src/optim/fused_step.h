@@ -15,13 +15,6 @@
 
 namespace torchium::optim::detail {
 
-// Directions are computed so many elements at a time, which bounds the memory for operands and
-// keeps what lies between two products in the L2 cache. Fewer than eight matrices of order 1024
-// leave a GPU half idle.
-constexpr int64_t kElementsInFlight = int64_t{1} << 23;
-// What a block and its roots count for: their mean.
-int64_t elements_in_flight(const std::vector<int64_t>& sizes);
-
 // 1 - beta^t of each parameter; 1 where nothing is to be corrected.
 struct Corrections {
   std::vector<StepScalar> exp_avg;
@@ -48,7 +41,7 @@ class FusedStep {
   bool serves_all() const;
 
   // Looks for NaN and Inf in all gradients, counts the step in the status and in `steps`. The
-  // batches are those of the whole step and live as long as this.
+  // batches are those of the whole step and live until update().
   StepGate begin(const std::vector<MatrixBatch>& batches);
   // Of the parameters that it does not serve; with `statistics` those of all parameters.
   Corrections corrections(bool statistics) const;

@@ -2,7 +2,6 @@
 
 #include "linalg/device_newton.h"
 #include "optim/blocking.h"
-#include "optim/fused_step.h"
 #include "optim/preconditioner.h"
 
 #include <ATen/ATen.h>
@@ -175,10 +174,9 @@ int64_t temporaries_on_device(const ShampooHyperparameters& h, at::TensorList pa
   constexpr int64_t kFloat = sizeof(float);
   int64_t blocks = 0, operands = 0, most_operands = 0;
   for (const auto& [sizes, batch] : gradient_memory(h, params).batches) {
-    const auto operands_of_one = static_cast<int64_t>(sizes.size() + 1) * elements_in_flight(sizes);
     blocks += batch.count * c10::multiply_integers(sizes);
-    operands += batch.count * operands_of_one;
-    most_operands = std::max(most_operands, std::max(operands_of_one, 3 * kElementsInFlight));
+    operands += batch.count * operand_elements(sizes);
+    most_operands = std::max({most_operands, operand_elements(sizes), kOperandsInFlight});
   }
   const int64_t gradients = (h.beta1 > 0.0 ? 2 : 1) * kFloat * blocks;
   const int64_t products = kFloat * (blocks + std::min(operands, most_operands));

@@ -26,6 +26,12 @@ void StackedOptimizer::init_group_states(size_t group, const std::vector<at::Ten
   if (fits) {
     return;
   }
+  for (const auto& param : active) {
+    TORCH_CHECK(
+        !torchium::detail::is_capturing(param.device()),
+        "a CUDA graph cannot capture this call: state has to be created or converted; run a "
+        "step before the capture");
+  }
   // All parameters with state are stacked again, in the order of the group, so that the layout of
   // the memory is a function of which parameters have state: a resumed run continues bit for bit.
   const std::unordered_set<at::TensorImpl*> wanted = [&] {

@@ -123,6 +123,14 @@ at::Tensor whole_block(const at::Tensor& blocks, const MatrixBatch::Entry& entry
 
 }  // namespace
 
+int64_t operand_elements(const std::vector<int64_t>& sizes) {
+  int64_t elements = c10::multiply_integers(sizes);
+  for (const int64_t n : sizes) {
+    elements += n * n;
+  }
+  return elements;
+}
+
 at::ScalarType state_dtype(const at::Tensor& param) {
   return param.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }

@@ -58,6 +58,13 @@ struct MatrixBatch {
   std::vector<at::Tensor> root_failures;  // one a mode: [count]
 };
 
+// What the products for the direction of one block read: it and its roots, in elements.
+int64_t operand_elements(const std::vector<int64_t>& sizes);
+// On a GPU directions are computed with so many at a time, which bounds the memory for operands and
+// keeps what lies between two products in the L2 cache. Fewer than eight matrices of order 1024
+// leave a GPU half idle.
+constexpr int64_t kOperandsInFlight = 3 * (int64_t{1} << 23);
+
 // The slot views of all parameters, in (param, slot) order.
 struct SlotViews {
   const std::vector<at::Tensor>& statistics;

@@ -2,7 +2,6 @@
 #include "optim/step_products.h"
 
 #include "cuda_kernels/stack_product.h"
-#include "optim/fused_step.h"
 #include "optim/kernel_tables.h"
 #include "optim/parameter_entries.h"
 
@@ -14,7 +13,6 @@
 
 namespace torchium::optim::detail {
 
-using cuda_kernels::HalfStack;
 using cuda_kernels::ProductKind;
 using cuda_kernels::SplitEntry;
 using cuda_kernels::StackProduct;
@@ -22,17 +20,6 @@ using cuda_kernels::StackProduct;
 namespace {
 
 using SplitTables = KernelTables<SplitEntry>;
-
-// What a stack takes of the memory for halves.
-int64_t padded(int64_t elements) {
-  constexpr int64_t kAlignment = 32;
-  return (elements + kAlignment - 1) / kAlignment * kAlignment;
-}
-
-int64_t halves_of(const std::vector<int64_t>& sizes, int64_t count) {
-  return padded(count * sizes[0] * sizes[0]) + padded(count * sizes[1] * sizes[1]) +
-         padded(count * sizes[0] * sizes[1]);
-}
 
 void split(const SplitTables& tables, cudaStream_t stream) {
   for (const auto& table : tables) {
@@ -65,7 +52,7 @@ class StepProducts::PartOperands {
     auto* numbers = numbers_.mutable_data_ptr<float>() + stacks_++;
     // 8 bits need no second half.
     const bool has_low = has_low_ && type == cuda_kernels::ElementType::kFloat;
-    used_ += padded(matrices * rows * columns);
+    used_ += matrices * rows * columns;  // a multiple of 64: sizes are those of the kernel
     return {
         .x = x,
         .halves = {halves, has_low ? halves + halves_.size(1) : nullptr, numbers + numbers_.size(1),
@@ -83,8 +70,7 @@ class StepProducts::PartOperands {
   int64_t used_ = 0, stacks_ = 0;
 };
 
-void StepProducts::update_statistics(const cuda_kernels::GramUpdate* by_halves,
-                                     const at::Tensor& coefficients) const {
+void StepProducts::update_statistics(const cuda_kernels::StepControl* control) const {
   std::vector<StackProduct> products[2];
   for (size_t b = 0; b < batches_.size(); ++b) {
     const MatrixBatch& batch = batches_[b];
@@ -96,16 +82,16 @@ void StepProducts::update_statistics(const cuda_kernels::GramUpdate* by_halves,
                                   .C = statistics.mutable_data_ptr<float>(),
                                   .matrices = batch.count});
       } else {
-        gram_update_(statistics, stacks_.gradient(b), /*transposed=*/mode == 1, coefficients,
-                     precision_);
+        gram_update_(statistics, stacks_.gradient(b), /*transposed=*/mode == 1,
+                     &control->update.alpha, &control->update.beta, precision_);
       }
     }
   }
   for (const int mode : {0, 1}) {
     const auto kind = mode == 0 ? ProductKind::kRowGram : ProductKind::kColumnGram;
     C10_CUDA_CHECK(cuda_kernels::stack_products(kind, products[mode].data(),
-                                                static_cast<int>(products[mode].size()), by_halves,
-                                                is_single_, stream_));
+                                                static_cast<int>(products[mode].size()),
+                                                &control->update_by_halves, is_single_, stream_));
   }
 }
 
@@ -116,11 +102,11 @@ std::vector<std::vector<StepProducts::Piece>> StepProducts::parts_of_halves() co
     if (!stacks_.is_of_halves(b)) {
       continue;
     }
-    const int64_t elements = elements_in_flight(batches_[b].sizes);
+    const int64_t elements = operand_elements(batches_[b].sizes);
     for (int64_t start = 0; start < batches_[b].count;) {
       if (parts.empty() || room < elements) {
         parts.emplace_back();
-        room = std::max(kElementsInFlight, elements);
+        room = std::max(kOperandsInFlight, elements);
       }
       const int64_t count = std::min(batches_[b].count - start, room / elements);
       parts.back().push_back({b, start, count});
@@ -138,7 +124,7 @@ void StepProducts::precondition(float* average_scale) const {
     for (const auto& part : parts) {
       int64_t of_part = 0;
       for (const auto& [b, start, count] : part) {
-        of_part += halves_of(batches_[b].sizes, count);
+        of_part += count * operand_elements(batches_[b].sizes);
       }
       halves = std::max(halves, of_part);
       pieces += static_cast<int64_t>(part.size());
@@ -206,7 +192,7 @@ void StepProducts::precondition_part(const std::vector<Piece>& part, PartOperand
 void StepProducts::precondition_floats(size_t b) const {
   const MatrixBatch& batch = batches_[b];
   const bool is_vector = batch.sizes.size() == 1;
-  const int64_t at_once = std::max<int64_t>(1, kElementsInFlight / elements_in_flight(batch.sizes));
+  const int64_t at_once = std::max<int64_t>(1, kOperandsInFlight / operand_elements(batch.sizes));
   for (int64_t start = 0; start < batch.count; start += at_once) {
     const int64_t count = std::min(at_once, batch.count - start);
     const auto root = [&](size_t mode) {

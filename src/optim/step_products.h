@@ -6,8 +6,6 @@
 #include "optim/stacks.h"
 #include "optim/step_stacks.h"
 
-#include <ATen/core/Tensor.h>
-
 #include <cstdint>
 #include <cuda_runtime_api.h>
 #include <vector>
@@ -24,9 +22,8 @@ class StepProducts {
         is_single_(precision == linalg::detail::MatmulPrecision::kHigh),
         stream_(stream) {}
 
-  // L_i <- b2 L_i + (1 - b2) mat_i(g) mat_i(g)^T. coefficients: alpha, beta for g of floats.
-  void update_statistics(const cuda_kernels::GramUpdate* by_halves,
-                         const at::Tensor& coefficients) const;
+  // L_i <- b2 L_i + (1 - b2) mat_i(g) mat_i(g)^T. control: on the device.
+  void update_statistics(const cuda_kernels::StepControl* control) const;
   // d = m x_1 R_1 ... x_k R_k; average_scale: of m in halves.
   void precondition(float* average_scale) const;
 

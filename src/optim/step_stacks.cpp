@@ -27,12 +27,19 @@ float* from_zero(const at::Tensor& stack, int64_t origin) {
   return stack.defined() ? stack.mutable_data_ptr<float>() - origin : nullptr;
 }
 
-// Matrices that other code put into the state may lie anywhere.
-bool is_aligned(const std::vector<at::Tensor>& stacks) {
+// Matrices that other code put into the state may lie anywhere and have any dtype.
+bool can_be_read_by_vectors(const at::Tensor& stack) {
   constexpr uintptr_t kVector = 16;  // bytes that kernels read at once
-  return std::all_of(stacks.begin(), stacks.end(), [](const at::Tensor& stack) {
-    return reinterpret_cast<uintptr_t>(stack.const_data_ptr()) % kVector == 0;
-  });
+  const auto type = stack.scalar_type();
+  return (type == at::kFloat || type == at::kBFloat16) &&
+         reinterpret_cast<uintptr_t>(stack.const_data_ptr()) % kVector == 0;
+}
+
+bool fits_kernel(const MatrixBatch& batch) {
+  const auto& sizes = batch.sizes;
+  return sizes.size() == 2 && cuda_kernels::fits_stack_product(sizes[0], sizes[1]) &&
+         std::all_of(batch.statistics.begin(), batch.statistics.end(), can_be_read_by_vectors) &&
+         std::all_of(batch.roots.begin(), batch.roots.end(), can_be_read_by_vectors);
 }
 
 bool has_products_of_halves(const at::Device& device) {
@@ -59,12 +66,10 @@ void StepStacks::find_places(const std::vector<bool>& serves) {
   const bool has_kernel = has_products_of_halves(options_.device());
   for (const bool of_halves : {true, false}) {
     for (size_t b = 0; b < batches_.size(); ++b) {
-      const auto& sizes = batches_[b].sizes;
-      const bool fits =
-          has_kernel && sizes.size() == 2 && cuda_kernels::fits_stack_product(sizes[0], sizes[1]);
+      const bool fits = has_kernel && fits_kernel(batches_[b]);
       if (serves[batches_[b].entries.front().param] && fits == of_halves) {
         places_[b] = {end_, true, of_halves};
-        const int64_t elements = batches_[b].count * c10::multiply_integers(sizes);
+        const int64_t elements = batches_[b].count * c10::multiply_integers(batches_[b].sizes);
         end_ += (elements + kAlignment - 1) / kAlignment * kAlignment;
       }
     }

@@ -72,7 +72,7 @@ def test_follows_float64_on_the_cpu(options: dict[str, object], channels_last: b
         assert (a - e).norm() <= 2e-4 * moved + 1e-6, (shape, (a - e).norm(), moved)
 
 
-# Products of blocks with odd sizes are float32 or TF32, others of halves.
+# Products of blocks whose sizes are no multiples of 8 are float32 or TF32, others of halves.
 @pytest.mark.parametrize(
     ("shape", "precision", "low", "high"),
     [
