@@ -64,7 +64,7 @@ __device__ void apply_root(const SplitMatrices& X, int64_t matrix, int row, floa
   }
 #pragma unroll
   for (int r = 0; r < kRowsAtOnce; ++r) {
-    if (!is_hi) sums[r] /= kLowScale;
+    if (!is_hi) sums[r] /= kLowHalfScale;
     if (!with_largest) continue;
     const float magnitude = combine_warp(is_hi ? most[r] : 0, larger);
     if (lane == 0) largest[row + r] = unit * magnitude;

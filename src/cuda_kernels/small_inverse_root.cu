@@ -254,7 +254,7 @@ class SmallRoot {
         for (int j = 0; j < L::kColumnTiles; ++j) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            c[i][j][e] = fmaf(cross[i][j][e], 1.0f / kLowScale, c[i][j][e]);
+            c[i][j][e] = fmaf(cross[i][j][e], 1.0f / kLowHalfScale, c[i][j][e]);
           }
         }
       }

@@ -3,6 +3,7 @@
 // accumulated in float32 (Ootomo and Yokota 2022, arXiv 2203.03341).
 #pragma once
 
+#include "cuda_kernels/half_parts.h"
 #include "cuda_kernels/split_matrices.h"
 
 #include <cstdint>
@@ -10,31 +11,30 @@
 
 namespace torchium::cuda_kernels {
 
-constexpr float kLowScale = 2048.0f;
-
 __device__ inline void split(float x, __half& hi, __half& lo) {
   hi = __float2half_rn(x);
-  lo = __float2half_rn((x - __half2float(hi)) * kLowScale);
+  lo = __float2half_rn((x - __half2float(hi)) * kLowHalfScale);
 }
 
 // lo goes kSplitPadding behind hi.
 __device__ inline void store_split(__half* hi, float x) { split(x, hi[0], hi[kSplitPadding]); }
 
 __device__ inline float join(__half hi, __half lo) {
-  return fmaf(__half2float(lo), 1.0f / kLowScale, __half2float(hi));
+  return fmaf(__half2float(lo), 1.0f / kLowHalfScale, __half2float(hi));
 }
 
 __device__ inline float2 join_pair(uint32_t hi, uint32_t lo) {
   const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&hi));
   const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&lo));
-  return {fmaf(low.x, 1.0f / kLowScale, high.x), fmaf(low.y, 1.0f / kLowScale, high.y)};
+  return {fmaf(low.x, 1.0f / kLowHalfScale, high.x), fmaf(low.y, 1.0f / kLowHalfScale, high.y)};
 }
 
 // hi and lo of two floats, as pairs of halves.
 __device__ inline void split_pair(float x, float y, uint32_t& hi, uint32_t& lo) {
   const __half2 high = __floats2half2_rn(x, y);
   const float2 rounded = __half22float2(high);
-  const __half2 low = __floats2half2_rn((x - rounded.x) * kLowScale, (y - rounded.y) * kLowScale);
+  const __half2 low =
+      __floats2half2_rn((x - rounded.x) * kLowHalfScale, (y - rounded.y) * kLowHalfScale);
   hi = *reinterpret_cast<const uint32_t*>(&high);
   lo = *reinterpret_cast<const uint32_t*>(&low);
 }

@@ -81,7 +81,7 @@ class Consumer {
     }
     if (!single) {
 #pragma unroll
-      for (int i = 0; i < 64; ++i) sum[i] = fmaf(cross[i], 1.0f / kLowScale, sum[i]);
+      for (int i = 0; i < 64; ++i) sum[i] = fmaf(cross[i], 1.0f / kLowHalfScale, sum[i]);
     }
   }
 
