@@ -1,3 +1,4 @@
+#include "cuda_kernels/processor_count.h"
 #include "cuda_kernels/stack_product.h"
 #include "cuda_kernels/stack_product_block.cuh"
 #include "cuda_kernels/stack_product_consumer.cuh"
@@ -72,10 +73,8 @@ cudaError_t launch(const ProductTable& table, cudaStream_t stream) {
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (error != cudaSuccess) return error;
-  int device = 0, processors = 0;
-  error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  int processors = 0;
+  error = count_processors(processors);
   if (error != cudaSuccess) return error;
   const int blocks = std::min(table.tiles, Layout<kind, single>::kBlocks * processors);
   kernel<<<blocks, Layout<kind, single>::kThreads, kSharedBytes, stream>>>(table);

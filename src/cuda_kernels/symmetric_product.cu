@@ -1,3 +1,4 @@
+#include "cuda_kernels/processor_count.h"
 #include "cuda_kernels/symmetric_product.h"
 #include "cuda_kernels/symmetric_product_consumer.cuh"
 #include "cuda_kernels/symmetric_product_movers.cuh"
@@ -73,10 +74,8 @@ cudaError_t launch(const SymmetricProduct& arguments, cudaStream_t stream) {
   error = cudaFuncSetAttribute(symmetric_product_kernel<single>,
                                cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (error != cudaSuccess) return error;
-  int device = 0, processors = 0;
-  error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  int processors = 0;
+  error = count_processors(processors);
   if (error != cudaSuccess) return error;
   const TileSchedule schedule(arguments.A.order, arguments.matrices);
   const int clusters = std::min(processors / kBlocks, schedule.pairs());

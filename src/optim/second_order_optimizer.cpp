@@ -120,7 +120,7 @@ void SecondOrderOptimizer::check_capture(const Options& options,
                                          const std::vector<at::Tensor>& active) const {
   std::optional<c10::Device> checked;
   for (const auto& param : active) {
-    if (param.is_cpu() || (checked == param.device() && find_state(param) != nullptr)) {
+    if (param.is_cpu() || (checked == param.device() && state_is_ready(options, param))) {
       continue;
     }
     checked = param.device();
@@ -128,8 +128,9 @@ void SecondOrderOptimizer::check_capture(const Options& options,
       TORCH_CHECK(capturable(options),
                   "step() cannot be captured in a CUDA graph: the host decides in it which roots "
                   "are due. Use Shampoo with capturable = true, and update_preconditioners()");
-      TORCH_CHECK(find_state(param) != nullptr, "step() cannot be captured yet: the state of ",
-                  describe(param), " has to be created; run some steps before the capture");
+      TORCH_CHECK(state_is_ready(options, param), "step() cannot be captured yet: the state of ",
+                  describe(param),
+                  " has to be created or converted; run some steps before the capture");
     }
   }
 }

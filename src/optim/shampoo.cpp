@@ -189,9 +189,14 @@ detail::MatrixStacks Shampoo::init_stacks(const Options& options, at::TensorList
                                     o.root_dtype());
 }
 
-bool Shampoo::roots_fit(const Options& options, const MatrixParamState& state) const {
+// Roots may be kept in another dtype than the options ask for by now.
+bool Shampoo::state_is_ready(const Options& options, const at::Tensor& param) const {
+  const auto* state = static_cast<const ShampooParamState*>(find_state(param));
+  if (state == nullptr) {
+    return false;
+  }
   const bool asked = shampoo_options(options).root_dtype().has_value();
-  const auto& roots = state.roots();
+  const auto& roots = state->roots();
   return roots.empty() || (roots.front().scalar_type() == at::kBFloat16) == asked;
 }
 

@@ -19,18 +19,9 @@ namespace torchium::optim {
 
 void StackedOptimizer::init_group_states(size_t group, const std::vector<at::Tensor>& active) {
   const Options& options = param_groups_[group].options();
-  const bool fits = std::all_of(active.begin(), active.end(), [&](const at::Tensor& param) {
-    const auto* state = static_cast<const MatrixParamState*>(find_state(param));
-    return state != nullptr && roots_fit(options, *state);
-  });
-  if (fits) {
+  if (std::all_of(active.begin(), active.end(),
+                  [&](const at::Tensor& param) { return state_is_ready(options, param); })) {
     return;
-  }
-  for (const auto& param : active) {
-    TORCH_CHECK(
-        !torchium::detail::is_capturing(param.device()),
-        "a CUDA graph cannot capture this call: state has to be created or converted; run a "
-        "step before the capture");
   }
   // All parameters with state are stacked again, in the order of the group, so that the layout of
   // the memory is a function of which parameters have state: a resumed run continues bit for bit.
@@ -63,8 +54,6 @@ void StackedOptimizer::init_group_states(size_t group, const std::vector<at::Ten
     add_state(param, std::move(state));
   }
 }
-
-bool StackedOptimizer::roots_fit(const Options&, const MatrixParamState&) const { return true; }
 
 void StackedOptimizer::take_step(const ActiveParams& active) {
   for (const auto group : c10::irange(active.size())) {

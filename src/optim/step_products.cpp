@@ -91,7 +91,7 @@ void StepProducts::update_statistics(const cuda_kernels::StepControl* control) c
     const auto kind = mode == 0 ? ProductKind::kRowGram : ProductKind::kColumnGram;
     C10_CUDA_CHECK(cuda_kernels::stack_products(kind, products[mode].data(),
                                                 static_cast<int>(products[mode].size()),
-                                                &control->update_by_halves, is_single_, stream_));
+                                                &control->update_by_halves, is_single(), stream_));
   }
 }
 
@@ -130,7 +130,7 @@ void StepProducts::precondition(float* average_scale) const {
       pieces += static_cast<int64_t>(part.size());
     }
     const auto options = batches_[parts[0][0].batch].statistics[0].options();
-    PartOperands operands(halves, 3 * pieces, is_single_, options);
+    PartOperands operands(halves, 3 * pieces, is_single(), options);
     operands.clear(stream_);
     for (const auto& part : parts) {
       precondition_part(part, operands, average_scale);
@@ -182,7 +182,7 @@ void StepProducts::precondition_part(const std::vector<Piece>& part, PartOperand
   split(roots, stream_);
   const auto multiply = [&](ProductKind kind, const std::vector<StackProduct>& products) {
     C10_CUDA_CHECK(cuda_kernels::stack_products(
-        kind, products.data(), static_cast<int>(products.size()), nullptr, is_single_, stream_));
+        kind, products.data(), static_cast<int>(products.size()), nullptr, is_single(), stream_));
   };
   multiply(ProductKind::kGeneral, first);  // R_1 m
   split(between, stream_);

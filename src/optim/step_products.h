@@ -16,11 +16,7 @@ class StepProducts {
  public:
   StepProducts(const std::vector<MatrixBatch>& batches, const StepStacks& stacks,
                linalg::detail::MatmulPrecision precision, cudaStream_t stream)
-      : batches_(batches),
-        stacks_(stacks),
-        precision_(precision),
-        is_single_(precision == linalg::detail::MatmulPrecision::kHigh),
-        stream_(stream) {}
+      : batches_(batches), stacks_(stacks), precision_(precision), stream_(stream) {}
 
   // L_i <- b2 L_i + (1 - b2) mat_i(g) mat_i(g)^T. control: on the device.
   void update_statistics(const cuda_kernels::StepControl* control) const;
@@ -35,6 +31,8 @@ class StepProducts {
   };
   class PartOperands;
 
+  // Halves without lower ones.
+  bool is_single() const { return precision_ == linalg::detail::MatmulPrecision::kHigh; }
   std::vector<std::vector<Piece>> parts_of_halves() const;
   void precondition_part(const std::vector<Piece>& part, PartOperands& operands,
                          float* average_scale) const;
@@ -43,7 +41,6 @@ class StepProducts {
   const std::vector<MatrixBatch>& batches_;
   const StepStacks& stacks_;
   linalg::detail::MatmulPrecision precision_;
-  bool is_single_;  // halves without lower ones
   cudaStream_t stream_;
 };
 

@@ -103,6 +103,11 @@ class TORCHIUM_API SecondOrderOptimizer : public torch::optim::Optimizer {
   // Creates the parameter-shaped members that exist from the first step on.
   virtual void init_parameter_shaped(const Options& options, const at::Tensor& param,
                                      SecondOrderParamState& state) const {}
+  // Whether a step with these options can take the state of the parameter as it is; otherwise the
+  // step creates or converts it, which no CUDA graph may capture.
+  virtual bool state_is_ready(const Options& options, const at::Tensor& param) const {
+    return find_state(param) != nullptr;
+  }
   // One step of all groups, all of which are checked; creates the state that is missing. What it
   // refuses itself, it refuses before it changes anything.
   virtual void take_step(const ActiveParams& active) = 0;

@@ -159,7 +159,7 @@ class TORCHIUM_API Shampoo : public StackedOptimizer {
   void init_parameter_shaped(const Options& options, const at::Tensor& param,
                              SecondOrderParamState& state) const override;
   detail::MatrixStacks init_stacks(const Options& options, at::TensorList params) const override;
-  bool roots_fit(const Options& options, const MatrixParamState& state) const override;
+  bool state_is_ready(const Options& options, const at::Tensor& param) const override;
   void step_group(const Options& options, detail::GroupStep& step) const override;
   int64_t max_root_failures(const Options& options) const override;
   bool capturable(const Options& options) const override;

@@ -45,8 +45,6 @@ class TORCHIUM_API StackedOptimizer : public SecondOrderOptimizer {
 
   // Initial matrices of `params`.
   virtual detail::MatrixStacks init_stacks(const Options& options, at::TensorList params) const = 0;
-  // Whether the roots of a state are kept as the options ask for; else it is stacked again.
-  virtual bool roots_fit(const Options& options, const MatrixParamState& state) const;
   // One step of one group.
   virtual void step_group(const Options& options, detail::GroupStep& step) const = 0;
 
