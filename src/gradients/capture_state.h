@@ -1,6 +1,7 @@
 // What the callbacks of an OperatorCapture work on.
 #pragma once
 
+#include "gradients/graph_node.h"
 #include "gradients/operator_capture.h"
 #include "gradients/uncaptured_uses.h"
 
@@ -26,8 +27,8 @@ struct PendingUse {
   LayerUse layer;
   int64_t outer_task = -1;  // the backward pass that this forward pass is a part of
   std::vector<int64_t> output_sizes;
-  std::weak_ptr<torch::autograd::Node> input_node;  // of the input, if it has one
-  int64_t input_position = -1;                      // of the input, if it is a parameter
+  WeakNode input_node;          // of the input, if it has one
+  int64_t input_position = -1;  // of the input, if it is a parameter
 };
 using PendingUses = std::vector<std::shared_ptr<PendingUse>>;
 

@@ -2,6 +2,7 @@
 
 #include "gradients/capture_state.h"
 #include "gradients/collectives.h"
+#include "gradients/graph_node.h"
 #include "gradients/operator_calls.h"
 
 #include <ATen/ATen.h>
@@ -52,7 +53,7 @@ thread_local int hiding_operators = 0;
 // The node that computed the last product on this thread, and its uses: an addition in place of a
 // bias belongs to them.
 thread_local struct {
-  std::weak_ptr<autograd::Node> node;
+  WeakNode node;
   std::vector<std::weak_ptr<PendingUse>> uses;
 } last_product;
 

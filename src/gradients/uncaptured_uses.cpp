@@ -57,7 +57,7 @@ void append_behind_use(const OperatorCapture::State& capture, const CapturedNode
 
 }  // namespace
 
-void CapturedNodes::add(const std::shared_ptr<Node>& node, const std::shared_ptr<PendingUse>& use) {
+void CapturedNodes::add(const NodePointer& node, const std::shared_ptr<PendingUse>& use) {
   if (entries_.size() >= next_cleaning_) {
     std::erase_if(entries_,
                   [](const auto& entry) { return entry.node.expired() || entry.use.expired(); });

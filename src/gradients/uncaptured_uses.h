@@ -1,6 +1,7 @@
 // Finds uses of parameters in a graph of autograd that no capture has seen.
 #pragma once
 
+#include "gradients/graph_node.h"
 #include "gradients/operator_capture.h"
 
 #include <torch/csrc/autograd/function.h>
@@ -22,14 +23,13 @@ class CapturedNodes {
   using Map = std::unordered_map<const torch::autograd::Node*, std::shared_ptr<PendingUse>>;
 
   // The operators of the use lie between this node, its input and its parameters.
-  void add(const std::shared_ptr<torch::autograd::Node>& node,
-           const std::shared_ptr<PendingUse>& use);
+  void add(const NodePointer& node, const std::shared_ptr<PendingUse>& use);
   // Those that are still there.
   Map alive() const;
 
  private:
   struct Entry {
-    std::weak_ptr<torch::autograd::Node> node;
+    WeakNode node;
     std::weak_ptr<PendingUse> use;
   };
   std::vector<Entry> entries_;
