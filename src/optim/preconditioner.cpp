@@ -11,6 +11,7 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <map>
 #include <optional>
@@ -317,8 +318,9 @@ bool root_is_due(int64_t t, int64_t start, int64_t update_freq) {
   if (t <= start) {
     return t == start;
   }
-  const bool power_of_two = (t & (t - 1)) == 0;
-  return t % update_freq == 0 || (t < update_freq && power_of_two);
+  const auto octave = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(t)));
+  const int64_t interval = std::max<int64_t>(1, octave / 4);
+  return t % update_freq == 0 || (interval < update_freq && t % interval == 0);
 }
 
 int64_t matrices_at_once_on_cpu(int64_t n) {

@@ -28,7 +28,8 @@ struct RootRule {
 constexpr double kRootResidualTolerance = 0.25;
 
 // Whether a parameter's roots are renewed at its step t (counted from 1): first at `start`, then at
-// powers of two below update_freq and at its multiples.
+// every multiple of update_freq, and four times between a power of two and the next (1 to 8, 10,
+// 12, 14, 16, 20, ...) while these lie closer together.
 bool root_is_due(int64_t t, int64_t start, int64_t update_freq);
 
 // L_i <- beta2 L_i + (1 - beta2) mat_i(g) mat_i(g)^T for every mode i; beta2 = 1: a plain sum.

@@ -89,14 +89,15 @@ TEST(Shampoo, RootsAreKeptBetweenUpdates) {
   Shampoo optimizer({param}, plain_options().update_freq(100));
   const auto grad = torch::diag(torch::tensor({2.0F, 8.0F}));
   set_grad(param, grad);
-  optimizer.step();  // roots at steps 1, 2, 4
-  optimizer.step();
+  for (int step = 1; step <= 8; ++step) {
+    optimizer.step();
+  }  // roots at steps 1 to 8, 10, 12, ...
   const auto roots = state_of(optimizer, param).roots()[0].clone();
   const auto before = param.detach().clone();
   optimizer.step();
   expect_equal({state_of(optimizer, param).roots()[0]}, {roots});
-  // The cached root, not the gradient: the step of step 2 again.
-  expect_near(before - param.detach(), std::sqrt(0.5) * torch::eye(2));
+  // The cached root, not the gradient: the step of step 8 again.
+  expect_near(before - param.detach(), std::sqrt(0.125) * torch::eye(2));
   optimizer.step();
   EXPECT_FALSE(torch::equal(state_of(optimizer, param).roots()[0], roots));
 }
@@ -105,13 +106,14 @@ TEST(Shampoo, AChangedRootDtypeConvertsTheRoots) {
   auto param = parameter(torch::zeros({2, 2}));
   Shampoo optimizer({param}, plain_options().update_freq(100));
   set_grad(param, torch::tensor({{2.0F, 1.0F}, {0.5F, 8.0F}}));
-  optimizer.step();
-  optimizer.step();  // no roots at step 3
+  for (int step = 1; step <= 8; ++step) {
+    optimizer.step();
+  }  // no roots at step 9
   const auto roots = state_of(optimizer, param).roots()[0].clone();
   static_cast<ShampooOptions&>(optimizer.param_groups()[0].options()).root_dtype("bfloat16");
   optimizer.step();
   expect_equal({state_of(optimizer, param).roots()[0]}, {roots.to(torch::kBFloat16)});
-  EXPECT_EQ(state_of(optimizer, param).step().item<float>(), 3.0F);
+  EXPECT_EQ(state_of(optimizer, param).step().item<float>(), 9.0F);
 }
 
 TEST(Shampoo, WeightDecay) {

@@ -145,7 +145,7 @@ def test_full_matrix_form_does_not_care_for_rotations():
 
 
 def test_roots_are_kept_between_updates():
-    """Due at 1, at powers of two below update_freq and at its multiples; kept otherwise."""
+    """Due at multiples of update_freq and, at first, four times between powers of two; else kept."""
     p = nn.Parameter(torch.ones(4))
     optimizer = torchium.Adagrad([p], full_matrix=True, update_freq=5)
     due, previous = [], None
@@ -156,7 +156,7 @@ def test_roots_are_kept_between_updates():
         if previous is None or not torch.equal(root, previous):
             due.append(step)
         previous = root
-    assert due == [1, 2, 4, 5, 10]
+    assert due == [1, 2, 3, 4, 5, 6, 7, 8, 10]
 
 
 @pytest.mark.cuda

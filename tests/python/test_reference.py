@@ -71,8 +71,9 @@ def test_damped_power_by_hand():
 
 def test_schedule():
     due = [t for t in range(1, 31) if root_is_due(t, 10)]
-    assert due == [1, 2, 4, 8, 10, 20, 30]
-    assert [t for t in range(1, 31) if root_is_due(t, 10, start=3)] == [3, 4, 8, 10, 20, 30]
+    assert due == [*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 30]
+    assert [t for t in range(30, 81) if root_is_due(t, 10)] == [30, 32, 40, 48, 50, 56, 60, 70, 80]
+    assert [t for t in range(1, 17) if root_is_due(t, 10, start=5)] == [5, 6, 7, 8, 10, 12, 14, 16]
     assert [t for t in range(1, 6) if root_is_due(t, 1)] == [1, 2, 3, 4, 5]
     assert [t for t in range(1, 6) if root_is_due(t, 1, start=4)] == [4, 5]
 
@@ -187,15 +188,15 @@ def test_before_the_start_the_grafted_direction_is_used():
 def test_roots_are_cached_between_updates():
     """Statistics go on, but a step without roots due applies the last root, not the gradient."""
     p = torch.zeros(3, 3, dtype=torch.float64)
-    reference = ReferenceShampoo([p], lr=1.0, eps=0.1, update_freq=4)
-    gradients = [randn(3, 3, seed=s) for s in range(3)]
+    reference = ReferenceShampoo([p], lr=1.0, eps=0.1, update_freq=100)
+    gradients = [randn(3, 3, seed=s) for s in range(9)]  # no root is due at step 9
     for g in gradients:
         before = p.clone()
         p.grad = g
         reference.step()
-    L = sum(g @ g.T for g in gradients[:2])
-    R = sum(g.T @ g for g in gradients[:2])
-    expected = damped_power(L, -0.25, 0.1) @ gradients[2] @ damped_power(R, -0.25, 0.1)
+    L = sum(g @ g.T for g in gradients[:8])
+    R = sum(g.T @ g for g in gradients[:8])
+    expected = damped_power(L, -0.25, 0.1) @ gradients[8] @ damped_power(R, -0.25, 0.1)
     torch.testing.assert_close(before - p, expected, **CLOSE)
 
 

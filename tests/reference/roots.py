@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -27,5 +29,6 @@ def root_is_due(step: int, update_freq: int, start: int = 1) -> bool:
     """Whether the `step`-th step of a parameter (from 1) renews its roots."""
     if step <= start:
         return step == start
-    is_power_of_two = step & (step - 1) == 0
-    return step % update_freq == 0 or (is_power_of_two and step < update_freq)
+    octave = 2 ** math.floor(math.log2(step))
+    interval = max(1, octave // 4)
+    return step % update_freq == 0 or (interval < update_freq and step % interval == 0)

@@ -27,7 +27,8 @@ class Adagrad(StackedOptimizer):
     - with ``full_matrix`` the flattened parameter is cut into blocks of ``block_size`` entries, each
       with a matrix :math:`G \leftarrow G + g g^\top`, and
       :math:`\theta \leftarrow \theta - \gamma\,(G + \text{eps}\,I)^{-1/2} g`. Roots are due at
-      :math:`t = 1`, at powers of two below ``update_freq`` and at every multiple of ``update_freq``.
+      every multiple of ``update_freq`` and, while they lie closer together, at steps 1 to 8, 10, 12,
+      14, 16, 20, ...: four between a power of two and the next.
 
     State is float32 (float64 for float64 parameters), also under bfloat16 and float16 parameters. A
     gradient that is not finite skips the whole step of its group. A root that is not finite or not

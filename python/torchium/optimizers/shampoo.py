@@ -55,8 +55,9 @@ class Shampoo(StackedOptimizer):
        direction has there;
     6. momentum, and :math:`\theta \leftarrow \theta - \text{lr}\,d`.
 
-    Roots are due at :math:`t = 1`, at powers of two below ``update_freq`` and at every multiple of
-    ``update_freq``. In between, the last roots are used. Every parameter counts its own steps: one
+    Roots are due at every multiple of ``update_freq`` and, while they lie closer together, at steps 1
+    to 8, 10, 12, 14, 16, 20, ...: four between a power of two and the next, because statistics change
+    fastest at first. In between, the last roots are used. Every parameter counts its own steps: one
     without a gradient does not count.
 
     Statistics, roots (but for ``root_dtype``) and averages are float32 (float64 for float64
