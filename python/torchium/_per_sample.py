@@ -1,24 +1,26 @@
 """Gradients of the loss of each sample of a batch."""
 
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._pytree import tree_map
 
 from ._layers import mixes_samples
-from ._per_sample_layers import layer_gradients
+from ._per_sample_layers import SampleLoss, layer_gradients
+from ._sample_trees import SampleTree, count_samples
 
-LossFunction = Callable[[Tensor, Tensor], Tensor]
+LossFunction = Callable[[Any, Any], Tensor]
 
 
 def per_sample_gradients(
-    model: nn.Module, loss_fn: LossFunction, inputs: Tensor, targets: Tensor
+    model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any
 ) -> dict[str, Tensor]:
     """Return the gradient of the loss of every single sample, for every trainable parameter.
 
@@ -27,24 +29,34 @@ def per_sample_gradients(
     Pure: no ``.grad``, parameter, buffer or random state changes. Works under ``torch.no_grad()``.
 
     Args:
-        model: any module that treats samples apart; frozen parameters are left out.
+        model: any module; frozen parameters are left out.
         loss_fn: ``loss_fn(output, target)`` -> one number.
-        inputs: ``[batch, ...]``.
-        targets: ``[batch, ...]``.
+        inputs: ``[batch, ...]``; a dict of such tensors is passed as keyword arguments
+            (``model(**inputs)``), a tuple or list as positional ones. They may be nested, and hold
+            None, bool and str, which are the same for all samples.
+        targets: ``[batch, ...]``, or nested in the same way, for ``loss_fn``; None where it needs
+            none.
 
     Returns:
-        name -> ``[batch, *parameter.shape]``, in the parameter's dtype; names as in
-        ``model.named_parameters()``.
+        name -> ``[batch, *parameter.shape]``, in the parameter's dtype, without a graph; names as
+        in ``model.named_parameters()``.
 
     Raises:
         ValueError: batch sizes that differ or are zero; a loss of more than one number; a module
             (named) whose output for a sample depends on other samples, on random numbers or on
             statistics that it changes.
 
-    One pass over the batch and one product a layer, where Linear, Conv2d, Embedding, LayerNorm and
-    GroupNorm layers have all trainable parameters and dimension 0 of what they receive is the sample
-    (Goodfellow 2015, `arXiv:1510.01799 <https://arxiv.org/abs/1510.01799>`_). For other models
-    ``vmap(grad)`` of the pass of a single sample, which is slower.
+    Three ways lead to the same rows:
+
+    - One pass over the batch and one product a layer, where Linear, Conv2d, Embedding, LayerNorm and
+      GroupNorm layers have all trainable parameters (Goodfellow 2015, `arXiv:1510.01799
+      <https://arxiv.org/abs/1510.01799>`_). The forward pass is one of single samples under
+      ``torch.func.vmap``, so that the dimension of the samples is known in every layer, wherever the
+      model has moved it.
+    - ``vmap(grad)`` of the pass of a single sample for other layers, about 1.5 times as slow.
+    - One backward pass a sample for what ``vmap`` does not support: RNN, LSTM and GRU, checkpointed
+      segments, decisions by values, samples written into a buffer. It is slow, and a warning names
+      the reason.
 
     Example:
         >>> model = torch.nn.Linear(10, 2)
@@ -54,42 +66,122 @@ def per_sample_gradients(
         >>> gradients["weight"].shape
         torch.Size([8, 2, 10])
     """
-    _check_batch(inputs, targets)
+    input_tree = SampleTree("inputs", inputs, shared=(bool, str, type(None)))
+    target_tree = SampleTree("targets", targets, shared=(type(None),))
+    count_samples(input_tree, target_tree)
     _check_modules(model)
     parameters: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    inputs, targets = inputs.detach(), targets.detach()
+    tensors = input_tree.tensors + target_tree.tensors
+    sample_loss = _sample_loss(model, loss_fn, input_tree, target_tree)
+    with _without_random_numbers(tensors[0].device):
+        reason = _why_not_vmap(model)
+        if reason is None:
+            try:
+                return _all_together(model, sample_loss, parameters, tensors)
+            # What vmap does not support shows as errors of many kinds. One of the model or of the
+            # loss comes again below, as PyTorch words it.
+            except Exception as error:
+                if "random operation" in str(error):
+                    raise
+                reason = f"vmap refuses it ({str(error).strip().splitlines()[0]})"
+        with _kept_flat_weights(model):
+            gradients = _one_by_one(sample_loss, parameters, tensors)
+    warnings.warn(
+        "per_sample_gradients takes the samples one by one, which is slow for a batch: in "
+        f"{type(model).__name__}, {reason}",
+        stacklevel=2,
+    )
+    return gradients
 
-    def sample_loss(output: Any, target: Tensor) -> Tensor:
-        loss = loss_fn(tree_map(lambda t: t.unsqueeze(0), output), target.unsqueeze(0))
-        return _one_number(loss)
 
-    with _without_random_numbers(inputs.device):
-        gradients = layer_gradients(model, sample_loss, parameters, inputs, targets)
+def _sample_loss(
+    model: nn.Module, loss_fn: LossFunction, inputs: SampleTree, targets: SampleTree
+) -> SampleLoss:
+    """The loss of one sample, a function of parameters and tensors without a batch dimension."""
+    frozen = {n: p.detach() for n, p in model.named_parameters() if not p.requires_grad}
+
+    def sample_loss(parameters: dict[str, Tensor], tensors: tuple[Tensor, ...]) -> Tensor:
+        batch = [t.unsqueeze(0) for t in tensors]
+        arguments = inputs.with_tensors(batch[: len(inputs.tensors)])
+        target = targets.with_tensors(batch[len(inputs.tensors) :])
+        kwargs = arguments if isinstance(arguments, dict) else {}
+        args = tuple(arguments) if isinstance(arguments, (tuple, list)) else (arguments,)
+        # Copies: a module that counts its calls in a buffer must not count this one.
+        buffers = {n: b.detach().clone() for n, b in model.named_buffers()}
+        output = functional_call(model, {**parameters, **frozen, **buffers}, () if kwargs else args, kwargs)
+        return _one_number(loss_fn(output, target))
+
+    return sample_loss
+
+
+def _all_together(
+    model: nn.Module,
+    sample_loss: SampleLoss,
+    parameters: dict[str, Tensor],
+    tensors: list[Tensor],
+) -> dict[str, Tensor]:
+    """The gradients by torch.func: by the layers where possible."""
+    with _attention_for_vmap(tensors[0].device):
+        gradients = layer_gradients(model, sample_loss, parameters, tensors)
         if gradients is None:
-            gradients = _by_vmap(model, loss_fn, parameters, inputs, targets)
+            gradients = _by_vmap(sample_loss, parameters, tensors)
     return gradients
 
 
 def _by_vmap(
-    model: nn.Module,
-    loss_fn: LossFunction,
-    parameters: dict[str, Tensor],
-    inputs: Tensor,
-    targets: Tensor,
+    sample_loss: SampleLoss, parameters: dict[str, Tensor], tensors: list[Tensor]
 ) -> dict[str, Tensor]:
-    """The gradients by torch.func, for any model."""
-    frozen = {n: p.detach() for n, p in model.named_parameters() if n not in parameters}
-
-    def sample_loss(params: dict[str, Tensor], sample: Tensor, target: Tensor) -> Tensor:
-        # Copies: a module that counts its calls in a buffer must not count this one.
-        buffers = {n: b.detach().clone() for n, b in model.named_buffers()}
-        output = functional_call(model, {**params, **frozen, **buffers}, (sample.unsqueeze(0),))
-        return _one_number(loss_fn(output, target.unsqueeze(0)))
-
-    gradients = vmap(grad(sample_loss), in_dims=(None, 0, 0), randomness="error")
-    detached = {n: p.detach() for n, p in parameters.items()}
-    result: dict[str, Tensor] = gradients(detached, inputs, targets)
+    """The gradients of any model that vmap supports."""
+    # Copies: an embedding with max_norm changes its weight.
+    copies = {n: p.detach().clone() for n, p in parameters.items()}
+    gradients = vmap(grad(sample_loss), in_dims=(None, 0), randomness="error")
+    with torch.no_grad():
+        result: dict[str, Tensor] = gradients(copies, tuple(tensors))
     return result
+
+
+def _one_by_one(
+    sample_loss: SampleLoss, parameters: dict[str, Tensor], tensors: list[Tensor]
+) -> dict[str, Tensor]:
+    """The gradients of any model, by one backward pass a sample."""
+    own = {n: p.detach().clone().requires_grad_() for n, p in parameters.items()}
+    samples = len(tensors[0])
+    rows = {n: p.new_zeros(samples, *p.shape) for n, p in parameters.items()}
+    for i in range(samples):
+        with torch.enable_grad():
+            loss = sample_loss(own, tuple(t[i] for t in tensors))
+        if not own or not loss.requires_grad:
+            continue
+        found = torch.autograd.grad(loss, list(own.values()), allow_unused=True)
+        for row, gradient in zip(rows.values(), found, strict=True):
+            if gradient is not None:
+                row[i] = gradient.to_dense() if gradient.is_sparse else gradient
+    return rows
+
+
+@contextmanager
+def _kept_flat_weights(model: nn.Module) -> Iterator[None]:
+    """Gives recurrent layers back the list of weights that functional_call has changed."""
+    layers = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
+    kept = [(list(m._flat_weights), list(m._flat_weight_refs)) for m in layers]
+    try:
+        yield
+    finally:
+        for layer, (weights, references) in zip(layers, kept, strict=True):
+            layer._flat_weights, layer._flat_weight_refs = weights, references
+
+
+def _why_not_vmap(model: nn.Module) -> str | None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.RNNBase):
+            where = f"model.{name}" if name else "model"
+            return f"vmap does not support {where} ({type(module).__name__})"
+    return None
+
+
+def _attention_for_vmap(device: torch.device) -> AbstractContextManager[None]:
+    """On a CPU vmap knows one implementation of scaled_dot_product_attention; others it loops over."""
+    return sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else nullcontext()
 
 
 def _one_number(loss: Tensor) -> Tensor:
@@ -133,17 +225,6 @@ def _random_states(device: torch.device) -> list[Tensor]:
     return states
 
 
-def _check_batch(inputs: Tensor, targets: Tensor) -> None:
-    for name, value in (("inputs", inputs), ("targets", targets)):
-        if not isinstance(value, Tensor) or value.dim() == 0:
-            raise ValueError(f"{name} must be a tensor with a batch dimension, not {value!r}")
-    if inputs.shape[0] != targets.shape[0] or inputs.shape[0] == 0:
-        raise ValueError(
-            f"inputs hold {inputs.shape[0]} samples and targets {targets.shape[0]}; there must be "
-            "equally many, at least one"
-        )
-
-
 def _check_modules(model: nn.Module) -> None:
     for name, module in model.named_modules():
         reason = _why_not_per_sample(module)
@@ -154,6 +235,10 @@ def _check_modules(model: nn.Module) -> None:
 
 def _why_not_per_sample(module: nn.Module) -> str | None:
     """What keeps the module's output for a sample from being a function of that sample alone."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return (
+            "is scripted, and its parameters cannot be replaced; pass the module it was made from"
+        )
     if mixes_samples(module):
         return (
             "normalises with the statistics of the batch, so a sample has no gradient of its own; "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,22 +10,77 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.func import functional_call, vmap
-from torch.utils._pytree import tree_leaves
+from torch.func import vmap
 
-from ._layers import computed_output, core_tensors, layer_input, samples, use_row, why_unsupported
+from ._layers import layer_input, padded, use_row, why_unsupported
+
+SampleLoss = Callable[[dict[str, Tensor], tuple[Tensor, ...]], Tensor]
+_NAMES = ("weight", "bias")
 
 
 @dataclass
 class _Use:
-    """One use of a layer in the forward pass."""
+    """One use of a layer in the forward pass. Dimension 0 of input and output is the sample."""
 
     module: nn.Module
     params: dict[str, int]  # "weight" and "bias", where trainable: positions in the parameters
     input: Tensor
+    input_version: int
     input_edge: GradientEdge | None
     output_edge: GradientEdge
     output_shape: torch.Size
+
+
+class _Tap(torch.autograd.Function):
+    """Shows a recorder the tensors of all samples of a layer that runs under vmap.
+
+    Returns ``output``. Only vmap knows which dimension of a tensor is the sample: it passes that to
+    the static method ``vmap``. ``index`` is of each sample, so that the method is called for a layer
+    that all samples share too.
+    """
+
+    @staticmethod
+    def forward(
+        recorder: _Recorder, module: nn.Module, index: Tensor, input: Tensor, output: Tensor
+    ) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, None, gradient
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: tuple[int | None, ...],
+        recorder: _Recorder,
+        module: nn.Module,
+        index: Tensor,
+        input: Tensor,
+        output: Tensor,
+    ) -> tuple[Tensor, int | None]:
+        _, _, of_samples, input_dim, output_dim = in_dims
+        if (
+            of_samples is None or not output.requires_grad
+        ):  # a vmap of the model itself, or no graph
+            recorder.complete = False
+            return output, output_dim
+        # A tensor of its own, no view: a change in place of a view takes its node out of the graph.
+        if output_dim is None:
+            output = output.expand(info.batch_size, *output.shape).clone()
+        else:
+            output = output.movedim(output_dim, 0)
+            output = torch.ops.aten._unsafe_view(output, output.shape)
+        if input_dim is None:
+            input = input.expand(info.batch_size, *input.shape)
+        else:
+            input = input.movedim(input_dim, 0)
+        recorder.record(module, input, output)
+        return output, 0
 
 
 class _Recorder:
@@ -33,7 +88,8 @@ class _Recorder:
 
     def __init__(self, layers: list[nn.Module], params: list[Tensor]) -> None:
         self.uses: list[_Use] = []
-        self.complete = True  # False: a layer ran where no graph was recorded
+        self.complete = True  # False: a layer ran in a way that cannot be recorded
+        self.index: Tensor | None = None  # of the sample, under vmap
         self._layers = layers
         self._positions = {p: i for i, p in enumerate(params)}
 
@@ -51,74 +107,79 @@ class _Recorder:
     @_disable_dynamo
     def _after_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
-    ) -> None:
-        if not output.requires_grad:
-            self.complete = False
-            return
-        input = layer_input(args, kwargs)
-        params = {
-            name: self._positions[param]
-            for name in ("weight", "bias")
-            if (param := module._parameters.get(name)) is not None and param in self._positions
-        }
+    ) -> Tensor:
+        result: Tensor = _Tap.apply(self, module, self.index, layer_input(args, kwargs), output)
+        return result
+
+    def record(self, module: nn.Module, input: Tensor, output: Tensor) -> None:
+        own = {name: module._parameters.get(name) for name in _NAMES}
+        if any(getattr(module, name, None) is not param for name, param in own.items()):
+            self.complete = False  # a weight that is computed, maybe from parameters
+        params = {n: self._positions[p] for n, p in own.items() if p in self._positions}
         input_edge = get_gradient_edge(input) if input.requires_grad else None
-        output_edge = get_gradient_edge(computed_output(output))
         self.uses.append(
-            _Use(module, params, input.detach(), input_edge, output_edge, output.shape)
+            _Use(
+                module,
+                params,
+                input.detach(),
+                input._version,
+                input_edge,
+                get_gradient_edge(output),
+                output.shape,
+            )
         )
 
 
 def layer_gradients(
     model: nn.Module,
-    sample_loss: Callable[[Any, Tensor], Tensor],
+    sample_loss: SampleLoss,
     parameters: dict[str, Tensor],
-    inputs: Tensor,
-    targets: Tensor,
+    tensors: list[Tensor],
 ) -> dict[str, Tensor] | None:
-    """Gradients of ``sample_loss(output, target)`` of each sample, name -> [batch, *shape].
+    """Gradients of ``sample_loss(parameters, sample)`` of each sample, name -> [batch, *shape].
 
-    ``parameters`` are the trainable ones. None where the layers do not tell: other layers have
-    parameters, a parameter is used outside of its layer, or dimension 0 of what a layer receives is
-    not the sample.
+    ``parameters`` are the trainable ones of ``model``, and dimension 0 of ``tensors`` is the sample.
+    None where the layers do not tell: other modules have parameters, or a parameter is used outside
+    of its layer.
     """
     trainable = set(parameters.values())
     layers = [m for m in model.modules() if not trainable.isdisjoint(_own_parameters(m))]
-    if any(why_unsupported(layer) for layer in layers):
+    if not all(_is_known(layer) for layer in layers):
         return None
     # Copies, so that gradients are computed by nothing else, and no hook of an optimizer sees them.
     own = {name: p.detach().requires_grad_() for name, p in parameters.items()}
     with torch.enable_grad(), _Recorder(layers, list(own.values())) as recorder:
-        output = _call(model, own, inputs)
-        if not recorder.complete or not _is_batch_of(len(inputs), output):
-            return None
-        losses = vmap(sample_loss, randomness="error")(output, targets)
+
+        def recorded_loss(index: Tensor, sample: tuple[Tensor, ...]) -> Tensor:
+            recorder.index = index
+            return sample_loss(own, sample)
+
+        indices = torch.arange(len(tensors[0]), device=tensors[0].device)
+        losses = vmap(recorded_loss, randomness="error")(indices, tuple(tensors))
     uses = recorder.uses
-    if losses.grad_fn is None or not uses or _used_outside(losses.grad_fn, uses):
+    if not recorder.complete or losses.grad_fn is None or not uses:
         return None
-    if not _see_samples(model, layers, own, inputs, uses):
+    if _used_outside(losses.grad_fn, uses, set(own.values())) or _overwritten(uses):
         return None
     edges = [use.output_edge for use in uses]
-    ones = torch.ones_like(losses)
-    gradients = torch.autograd.grad(losses, edges, ones, allow_unused=True)
-    return dict(zip(own, _rows(list(own.values()), uses, gradients), strict=True))
+    gradients = torch.autograd.grad(losses, edges, torch.ones_like(losses), allow_unused=True)
+    return dict(zip(own, _rows(list(parameters.values()), uses, gradients), strict=True))
 
 
 def _own_parameters(module: nn.Module) -> list[Tensor]:
     return [p for p in module._parameters.values() if p is not None]
 
 
-def _call(model: nn.Module, parameters: dict[str, Tensor], inputs: Tensor) -> Any:
-    # Copies: a module that counts its calls in a buffer must not count this one.
-    buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
-    return functional_call(model, {**parameters, **buffers}, (inputs.detach(),))
+def _is_known(layer: nn.Module) -> bool:
+    trainable = {n: p for n, p in layer._parameters.items() if p is not None and p.requires_grad}
+    return (
+        why_unsupported(layer) is None
+        and trainable.keys() <= set(_NAMES)
+        and all(p.is_floating_point() for p in trainable.values())
+    )
 
 
-def _is_batch_of(count: int, output: Any) -> bool:
-    leaves = tree_leaves(output)
-    return all(isinstance(t, Tensor) and t.dim() > 0 and t.shape[0] == count for t in leaves)
-
-
-def _used_outside(root: Node, uses: list[_Use]) -> bool:
+def _used_outside(root: Node, uses: list[_Use], parameters: set[Tensor]) -> bool:
     """Whether the graph reaches a parameter by another way than through the layers."""
     inputs = {use.output_edge.node: use.input_edge for use in uses}
     seen: set[Node] = set()
@@ -133,35 +194,15 @@ def _used_outside(root: Node, uses: list[_Use]) -> bool:
             following = [] if edge is None else [edge.node]
         else:
             following = [n for n, _ in node.next_functions if n is not None]
-            if hasattr(node, "variable"):
+            if getattr(node, "variable", None) in parameters:
                 return True
         waiting += following
     return False
 
 
-def _see_samples(
-    model: nn.Module,
-    layers: list[nn.Module],
-    parameters: dict[str, Tensor],
-    inputs: Tensor,
-    uses: list[_Use],
-) -> bool:
-    """Whether dimension 0 of what each layer receives is the sample.
-
-    A layer that is fed from elsewhere, with positions for example, may receive as many rows by
-    chance: a pass over one sample tells.
-    """
-    if any(samples(use.module, use.input) != len(inputs) for use in uses):
-        return False
-    storage = inputs.untyped_storage().data_ptr()
-    sources = [use.input for use in uses if use.input_edge is None]
-    if len(inputs) == 1 or all(s.untyped_storage().data_ptr() == storage for s in sources):
-        return True
-    with torch.enable_grad(), _Recorder(layers, list(parameters.values())) as recorder:
-        _call(model, parameters, inputs[:1])
-    return [use.module for use in recorder.uses] == [use.module for use in uses] and all(
-        samples(use.module, use.input) == 1 for use in recorder.uses
-    )
+def _overwritten(uses: list[_Use]) -> bool:
+    """Whether the model has changed in place what a layer received: autograd then refuses it."""
+    return any(use.input._version != use.input_version for use in uses)
 
 
 def _rows(
@@ -171,14 +212,26 @@ def _rows(
     for use, gradient in zip(uses, gradients, strict=True):
         if gradient is None:  # the loss does not depend on this output
             gradient = torch.zeros((), device=use.input.device).expand(use.output_shape)
-        gradient = gradient.reshape(use.output_shape)
-        input, output_gradient = core_tensors(use.module, use.input, gradient)
         row, eps = use_row(use.module, use.params.get("weight", -1), use.params.get("bias", -1), 0)
-        inputs.append(input)
-        output_gradients.append(output_gradient)
-        rows += row
-        use_eps.append(eps)
-    result: list[Tensor] = torch.ops.torchium.per_sample_gradients(
-        params, inputs, output_gradients, rows, use_eps
-    )
+        for input, output_gradient in _as_core_takes(use, gradient):
+            inputs.append(padded(use.module, input))
+            output_gradients.append(output_gradient)
+            rows += row
+            use_eps.append(eps)
+    with torch.no_grad():
+        result: list[Tensor] = torch.ops.torchium.per_sample_gradients(
+            params, inputs, output_gradients, rows, use_eps
+        )
     return result
+
+
+def _as_core_takes(use: _Use, gradient: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Input and output gradient, by the images of a sample where the layer takes a batch of them."""
+    module, input = use.module, use.input
+    has_images = isinstance(module, nn.GroupNorm) or (
+        isinstance(module, nn.Conv2d) and input.dim() == 5
+    )
+    if not has_images:
+        yield input, gradient
+        return
+    yield from zip(input.unbind(1), gradient.unbind(1), strict=True)

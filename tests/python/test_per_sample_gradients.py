@@ -113,6 +113,7 @@ class Noisy(nn.Linear):
         (nn.LSTM(5, 5, 2, dropout=0.1), r"model\.0 \(LSTM\) drops out at random"),
         (Noisy(5, 3), "draws random numbers"),
         (nn.RReLU(), r"model\.0 \(RReLU\) draws random slopes"),
+        (torch.jit.script(nn.Linear(5, 5)), r"model\.0 \(RecursiveScriptModule\) is scripted"),
     ],
 )
 def test_per_sample_gradients_refuse(layer, message):
@@ -138,17 +139,29 @@ def test_dropout_of_zero_is_no_dropout():
 @pytest.mark.parametrize(
     ("inputs", "targets", "message"),
     [
-        (torch.ones(2, 5), torch.zeros(3).long(), "inputs hold 2 samples and targets 3"),
-        (torch.ones(0, 5), torch.zeros(0).long(), "inputs hold 0 samples"),
-        (torch.tensor(1.0), torch.zeros(1).long(), "inputs must be a tensor"),
-        (torch.ones(2, 5), [0, 1], "targets must be a tensor"),
+        (torch.ones(2, 5), torch.zeros(3).long(), "inputs holds 2 samples and targets 3"),
+        (torch.ones(0, 5), torch.zeros(0).long(), "inputs holds 0 samples"),
+        (torch.tensor(1.0), torch.zeros(1).long(), r"inputs must have a batch .* shape \(\)"),
+        (torch.ones(2, 5), [0, 1], r"targets\[0\] must be a tensor .* of type int"),
+        ([True], torch.zeros(2).long(), "inputs must hold a tensor"),
+        (
+            {"input": torch.ones(2, 5), "mask": {"left": torch.ones(1, 5)}},
+            torch.zeros(2).long(),
+            r"inputs\['input'\] holds 2 samples and inputs\['mask'\]\['left'\] 1",
+        ),
+        (
+            {"input": torch.full((2, 5), 123.0), "mask": object()},
+            torch.zeros(2).long(),
+            r"inputs\['mask'\] must be a tensor with a batch dimension; it is of type object",
+        ),
     ],
 )
 def test_per_sample_gradients_refuse_batches(inputs, targets, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as caught:
         CUDAGradientOps.per_sample_gradients(
             nn.Linear(5, 3), nn.CrossEntropyLoss(), inputs, targets
         )
+    assert "123" not in str(caught.value)  # no contents
 
 
 def test_per_sample_gradients_need_one_number():

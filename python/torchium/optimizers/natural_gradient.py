@@ -139,7 +139,7 @@ class NaturalGradient(CapturingOptimizer):
 
     @staticmethod
     def compute_per_sample_gradients(
-        model: nn.Module, loss_fn: LossFunction, inputs: Tensor, targets: Tensor
+        model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any
     ) -> dict[str, Tensor]:
         """The gradient of the loss of every sample: :func:`torchium.per_sample_gradients`."""
         return per_sample_gradients(model, loss_fn, inputs, targets)

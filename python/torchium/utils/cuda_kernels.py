@@ -72,7 +72,7 @@ class CUDAGradientOps:
 
     @staticmethod
     def per_sample_gradients(
-        model: nn.Module, loss_fn: LossFunction, inputs: Tensor, targets: Tensor
+        model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any
     ) -> dict[str, Tensor]:
         """Return parameter name -> ``[batch, *shape]``, the gradient of each sample's loss.
 
