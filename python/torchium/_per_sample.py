@@ -108,7 +108,9 @@ def _sample_loss(
         args = tuple(arguments) if isinstance(arguments, (tuple, list)) else (arguments,)
         # Copies: a module that counts its calls in a buffer must not count this one.
         buffers = {n: b.detach().clone() for n, b in model.named_buffers()}
-        output = functional_call(model, {**parameters, **frozen, **buffers}, () if kwargs else args, kwargs)
+        output = functional_call(
+            model, {**parameters, **frozen, **buffers}, () if kwargs else args, kwargs
+        )
         return _one_number(loss_fn(output, target))
 
     return sample_loss

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 
@@ -16,6 +17,11 @@ class SampleTree:
     """
 
     def __init__(self, name: str, value: Any, shared: tuple[type, ...]) -> None:
+        if isinstance(value, PackedSequence):
+            raise ValueError(
+                f"{name} is a PackedSequence, which has no batch dimension; pass the padded batch "
+                "and the lengths, and pack them in the model"
+            )
         # A mapping of another class (a tokenizer's result) would be a single leaf.
         value = dict(value) if isinstance(value, Mapping) else value
         paths, self._spec = tree_flatten_with_path(value)

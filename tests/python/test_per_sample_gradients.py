@@ -8,6 +8,7 @@ import pytest
 import torch
 from reference import per_sample
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence
 from torchium.utils.cuda_kernels import CUDAGradientOps
 
 
@@ -143,6 +144,7 @@ def test_dropout_of_zero_is_no_dropout():
         (torch.ones(0, 5), torch.zeros(0).long(), "inputs holds 0 samples"),
         (torch.tensor(1.0), torch.zeros(1).long(), r"inputs must have a batch .* shape \(\)"),
         (torch.ones(2, 5), [0, 1], r"targets\[0\] must be a tensor .* of type int"),
+        (pack_sequence([torch.ones(2, 5)]), torch.zeros(1).long(), "PackedSequence, which has no"),
         ([True], torch.zeros(2).long(), "inputs must hold a tensor"),
         (
             {"input": torch.ones(2, 5), "mask": {"left": torch.ones(1, 5)}},
