@@ -1,4 +1,4 @@
-# make demo | test | lint | bench | docs | install | clean
+# make demo | test | zoo | lint | bench | docs | install | clean
 #
 # PYTHON         the Python that makes the virtual environment; for `make install` the one that gets
 #                torchium (default: the project's virtual environment)
@@ -21,7 +21,7 @@ export PATH := $(VENV)/bin:$(PATH)
 PIP := python -m pip --disable-pip-version-check
 SETUP_VENV := scripts/setup_venv.sh "$(VENV)" "$(PYTHON)" "$(TORCH)"
 
-.PHONY: demo test lint bench docs install clean package
+.PHONY: demo test zoo lint bench docs install clean package
 .NOTPARALLEL:
 
 demo:
@@ -35,6 +35,12 @@ test:
 	$(MAKE) package CMAKE_FLAGS="-DTORCHIUM_BUILD_TESTS=ON"
 	ctest --test-dir "$(BUILD)" --verbose
 	python -m pytest
+
+# `make test` trains the same models at a small size.
+zoo:
+	$(SETUP_VENV) test
+	$(MAKE) package
+	TORCHIUM_ZOO=whole python -m pytest tests/zoo
 
 lint:
 	$(SETUP_VENV) lint

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # usage: gpu_check.sh [BUILD]   (default: build; PYTHON=... chooses the Python, default python3)
-# On a machine with a CUDA device: the Python tests marked `cuda`, the C++ tests, compute-sanitizer and
+# On a machine with a CUDA device: the Python tests marked `cuda`, the zoo, the C++ tests, compute-sanitizer and
 # the benchmarks, over a build that may have been made elsewhere: BUILD/python and BUILD/tests/cpp are
 # enough, and PYTHON may be of another version than the build's (there is no `_C` then). PYTHON needs the
-# torch of the build, numpy, scipy, pytest and hypothesis. Ends with a table; exits with 1 if a row failed.
+# torch of the build, numpy, scipy, pytest and hypothesis; for all of the zoo transformers and timm. Ends with a table; exits with 1 if a row failed.
 # Logs: BUILD/gpu_check/*.log
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -65,7 +65,9 @@ if "$python" -c "import xdist" 2> /dev/null; then
   workers=(-n "$count")
   threads=$(($(nproc) / count))  # more threads than cores wait for each other
 fi
-check pytest-cuda env OMP_NUM_THREADS="$threads" "$python" -m pytest -q -m cuda -p no:cacheprovider ${workers[@]+"${workers[@]}"} tests/python
+pytest=(env "OMP_NUM_THREADS=$threads" "$python" -m pytest -q -m cuda -p no:cacheprovider ${workers[@]+"${workers[@]}"})
+check pytest-cuda "${pytest[@]}" tests/python
+check zoo-cuda "${pytest[@]}" tests/zoo
 if [[ -x $build/tests/cpp/torchium_tests ]]; then
   check gtest env LD_LIBRARY_PATH="$library_path" GTEST_BRIEF=1 "$build/tests/cpp/torchium_tests"
 else

@@ -1,4 +1,4 @@
-"""Shared by all Python tests: devices, the visible skip of tests that need CUDA, the tested build."""
+"""Shared by all Python tests: the tested build."""
 
 import os
 import shutil
@@ -6,14 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 import torchium_cpp
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    """Each device there is a backend for; the CUDA case is skipped where there is none."""
-    return torch.device(request.param)
 
 
 @pytest.fixture(scope="session")
@@ -33,11 +26,3 @@ def prefix(build_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     prefix = tmp_path_factory.mktemp("prefix")
     subprocess.run(["cmake", "--install", build_dir, "--prefix", prefix], check=True)
     return prefix
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if item.get_closest_marker("cuda"):
-            item.add_marker(pytest.mark.skip(reason="no CUDA device"))

@@ -1,0 +1,47 @@
+"""The optimizers of the zoo, each with the settings that its documentation recommends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torchium
+from task import MakeOptimizer
+from torch import nn
+from torch.optim import Optimizer
+
+
+def _of_parameters(cls: type[Optimizer], **options: Any) -> MakeOptimizer:
+    return lambda model: cls(model.parameters(), **options)
+
+
+def _of_model(cls: type[Optimizer], **options: Any) -> MakeOptimizer:
+    return lambda model: cls(model, **options)
+
+
+def _from_adamw(model: nn.Module) -> Optimizer:
+    return torchium.Shampoo.from_adamw(model.parameters(), lr=3e-3)
+
+
+# K-FAC's of docs/choosing_and_tuning.md
+_TUNED_KFAC: dict[str, Any] = {"lr": 0.01, "damping": 0.01, "TCov": 5, "TInv": 20}
+
+SETTINGS: dict[str, MakeOptimizer] = {
+    "shampoo": _of_parameters(torchium.Shampoo),
+    "shampoo_adam": _of_parameters(
+        torchium.Shampoo,
+        lr=0.003,
+        betas=(0.9, 1.0),
+        grafting="adam",
+        update_freq=20,
+        block_size=256,
+    ),
+    "shampoo_from_adamw": _from_adamw,
+    "adagrad": _of_parameters(torchium.Adagrad, lr=0.02),
+    "adagrad_full": _of_parameters(torchium.Adagrad, lr=0.05, full_matrix=True),
+    "kfac": _of_model(torchium.KFAC),
+    "kfac_pi": _of_model(torchium.KFAC, **_TUNED_KFAC),
+    "kfac_plain": _of_model(torchium.KFAC, **_TUNED_KFAC, damping_split="plain"),
+    "kfac_exact": _of_model(torchium.KFAC, **_TUNED_KFAC, damping_split="exact"),
+    "natural_gradient": _of_model(torchium.NaturalGradient),
+}
+REFUSING = ("natural_gradient",)

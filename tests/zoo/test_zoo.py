@@ -1,0 +1,118 @@
+"""Every kind of model is trained by every optimizer; or natural gradient names a layer it refuses.
+
+``TORCHIUM_ZOO=whole`` takes the models at their whole size.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import awkward_data
+import language_models
+import pytest
+import sequence_models
+import special_losses
+import torch
+import training_styles
+import vision_models
+from optimizer_settings import REFUSING, SETTINGS
+from task import Size, Task
+from torch import Tensor, nn
+
+SIZE = Size(whole=os.environ.get("TORCHIUM_ZOO") == "whole")
+FAMILIES = (
+    awkward_data,
+    sequence_models,
+    vision_models,
+    language_models,
+    special_losses,
+    training_styles,
+)
+KINDS = {name: build for family in FAMILIES for name, build in family.KINDS.items()}
+GUIDE = Path(__file__).resolve().parents[2] / "docs" / "choosing_and_tuning.md"
+REFUSED_HEADING = "Layers that natural gradient refuses"
+
+# K-FAC lists the layers that take plain steps.
+pytestmark = pytest.mark.filterwarnings("ignore:KFAC")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small products are slower with more of them."""
+    threads = torch.get_num_threads()
+    if not SIZE.whole:
+        torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def refused_layers() -> set[str]:
+    """The classes that begin the bullets of the guide's list."""
+    _, _, rest = GUIDE.read_text().partition(f"# {REFUSED_HEADING}\n")
+    section = re.split(r"^#+ ", rest, maxsplit=1, flags=re.MULTILINE)[0]
+    return set(re.findall(r"^[-*] `([\w.]+)`", section, flags=re.MULTILINE))
+
+
+def is_documented(refusal: ValueError, model: nn.Module) -> bool:
+    """Whether the refusal names a layer of the model that is of a class in the guide's list.
+
+    ``Module`` in the list stands for those outside of torch.nn that own bare parameters.
+    """
+    found = re.search(r"layer '([^']*)' \((\w+)\)|layer of type (\w+)", str(refusal))
+    assert found, f"no layer is named: {refusal}"
+    name, cls = found[1] or "", found[2] or found[3]
+    layer = next(
+        m for n, m in model.named_modules() if (n == name or not name) and type(m).__name__ == cls
+    )
+    listed = refused_layers()
+    if any(base.__name__ in listed for base in type(layer).__mro__ if base is not nn.Module):
+        return True
+    is_own = not type(layer).__module__.startswith("torch.nn.modules")
+    return is_own and "Module" in listed and any(True for _ in layer.parameters(recurse=False))
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors(item)
+
+
+def built(kind: str, device: torch.device) -> Task:
+    torch.manual_seed(0)
+    return KINDS[kind](SIZE).to(device)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_zoo(kind: str, setting: str, device: torch.device) -> None:
+    with torch.random.fork_rng():
+        task = built(kind, device)
+        before = [p.detach().clone() for p in task.model.parameters()]
+        first = task.measured()
+        try:
+            optimizers, last = task.train(SETTINGS[setting])
+        except ValueError as error:
+            if setting not in REFUSING or not is_documented(error, task.model):
+                raise
+            for parameter, value in zip(task.model.parameters(), before, strict=True):
+                assert torch.equal(parameter, value)
+            pytest.skip(str(error).partition(";")[0])
+
+    for name, parameter in task.model.named_parameters():
+        assert parameter.isfinite().all(), name
+    for optimizer in optimizers:
+        optimizer.check_errors()
+        state = optimizer.state_dict()["state"]
+        assert state
+        for values in state.values():
+            for key, value in values.items():
+                assert all(tensor.isfinite().all() for tensor in tensors(value)), key
+    assert math.isfinite(first)
+    assert last < (1 - task.fall) * first, f"{first:.4f} -> {last:.4f}"
