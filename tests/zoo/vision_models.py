@@ -74,14 +74,11 @@ def unet(size: Size) -> Task:
 def resnet(size: Size) -> Task:
     models = pytest.importorskip("timm.models.resnet")
     width = size.of(4, 32)
-    stages = size.of(2, 4)
     model = models.ResNet(
         models.BasicBlock,
-        layers=(size.of(1, 2),) * stages,
-        channels=(width, width, 2 * width, 2 * width)[4 - stages :],
+        layers=(size.of(1, 2),) * 4,
+        channels=(width, width, 2 * width, 2 * width),
         num_classes=CLASSES,
-        stem_width=width,
-        stem_type="deep",
     )
     return Task(model, images(3, size.of(16, 64), 8), cross_entropy)
 
