@@ -185,6 +185,30 @@ def lora_parametrized(size: Size) -> Task:
     return Task(model, clusters((features,), 32), cross_entropy, fall=0.03)
 
 
+class Experts(nn.Module):
+    """Each sample goes to one expert; an expert without samples has no gradient in that step."""
+
+    def __init__(self, features: int, width: int, experts: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(features, experts)
+        self.experts = nn.ModuleList(perceptron(features, width) for _ in range(experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(1).max(1)
+        outputs = x.new_zeros(len(x), CLASSES)
+        for index, expert in enumerate(self.experts):
+            (rows,) = torch.where(chosen == index)
+            if len(rows):
+                outputs = outputs.index_add(0, rows, weights[rows, None] * expert(x[rows]))
+        return outputs
+
+
+def experts(size: Size) -> Task:
+    features = size.of(8, 100)
+    model = Experts(features, size.of(8, 64), size.of(4, 8))
+    return Task(model, clusters((features,), size.of(8, 64)), cross_entropy)
+
+
 KINDS: dict[str, Callable[[Size], Task]] = {
     "autoencoder": autoencoder,
     "dense_graph": _graph(sparse=False),
@@ -194,4 +218,5 @@ KINDS: dict[str, Callable[[Size], Task]] = {
     "weight_norm": weight_norm,
     "lora": lora,
     "lora_parametrized": lora_parametrized,
+    "experts": experts,
 }

@@ -51,29 +51,30 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def refused_layers() -> set[str]:
-    """The classes that begin the bullets of the guide's list."""
+def documented_refusals() -> list[str]:
+    """The texts that begin the bullets of the guide's list."""
     _, _, rest = GUIDE.read_text().partition(f"# {REFUSED_HEADING}\n")
     section = re.split(r"^#+ ", rest, maxsplit=1, flags=re.MULTILINE)[0]
-    return set(re.findall(r"^[-*] `([\w.]+)`", section, flags=re.MULTILINE))
+    return re.findall(r"^[-*] `([^`]+)`", section, flags=re.MULTILINE)
 
 
 def is_documented(refusal: ValueError, model: nn.Module) -> bool:
-    """Whether the refusal names a layer of the model that is of a class in the guide's list.
+    """Whether the refusal names a part of the model and holds a text of the guide's list.
 
-    ``Module`` in the list stands for those outside of torch.nn that own bare parameters.
+    A layer of torch.nn has to be in the list by its type: "is of an unsupported type" is not enough.
     """
-    found = re.search(r"layer '([^']*)' \((\w+)\)|layer of type (\w+)", str(refusal))
-    assert found, f"no layer is named: {refusal}"
-    name, cls = found[1] or "", found[2] or found[3]
-    layer = next(
-        m for n, m in model.named_modules() if (n == name or not name) and type(m).__name__ == cls
+    message = str(refusal)
+    quoted = set(re.findall(r"'([^']+)'", message))
+    names = {name for name, _ in [*model.named_modules(), *model.named_parameters()]}
+    classes = {type(m).__name__: type(m) for m in model.modules()}
+    named = [classes[word] for word in re.findall(r"\w+", message) if word in classes]
+    assert quoted & names or named, f"no layer is named: {message}"
+    is_stock = any(cls.__module__.startswith("torch.nn.modules") for cls in named)
+    return any(
+        text in message
+        for text in documented_refusals()
+        if not (is_stock and text == "is of an unsupported type")
     )
-    listed = refused_layers()
-    if any(base.__name__ in listed for base in type(layer).__mro__ if base is not nn.Module):
-        return True
-    is_own = not type(layer).__module__.startswith("torch.nn.modules")
-    return is_own and "Module" in listed and any(True for _ in layer.parameters(recurse=False))
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
