@@ -1,6 +1,7 @@
 #include "linalg/eigh.h"
 
 #include "linalg/batched_syev.h"
+#include "linalg/checked_eigh.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Context.h>
@@ -11,7 +12,6 @@
 #include <cmath>
 #include <limits>
 #include <optional>
-#include <tuple>
 
 // Of MKL, where torch has it: the number of threads that LAPACK takes on the calling thread, 0 for
 // the global number. Returns the one before.
@@ -59,30 +59,6 @@ bool one_matrix_per_thread(int64_t matrices, int64_t n) {
          static_cast<double>(rounds) < static_cast<double>(matrices) / speedup;
 }
 
-void solve(const at::Tensor& S, Eigensystem& out);
-
-void solve_range(const at::Tensor& S, Eigensystem& out, int64_t begin, int64_t end) {
-  Eigensystem range{out.values.slice(0, begin, end), out.vectors.slice(0, begin, end)};
-  solve(S.slice(0, begin, end), range);
-}
-
-// Into `out`, whose layout is LAPACK's.
-void solve(const at::Tensor& S, Eigensystem& out) {
-  try {
-    // S is its own transpose; in LAPACK's layout it is copied without transposing.
-    at::linalg_eigh_out(out.values, out.vectors, S.mT());
-  } catch (const c10::LinAlgError&) {
-    if (S.size(0) == 1) {
-      out.values.fill_(std::numeric_limits<double>::quiet_NaN());
-      out.vectors.fill_(std::numeric_limits<double>::quiet_NaN());
-      return;
-    }
-    for (int64_t i = 0; i < S.size(0); ++i) {
-      solve_range(S, out, i, i + 1);
-    }
-  }
-}
-
 }  // namespace
 
 Eigensystem symmetric_eigensystem(const at::Tensor& S) {
@@ -100,7 +76,7 @@ Eigensystem symmetric_eigensystem(const at::Tensor& S) {
     return out;
   }
   if (!S.is_cpu()) {
-    solve(S, out);
+    at::linalg_eigh_out(out.values, out.vectors, S.mT());
     return out;
   }
   if (!one_matrix_per_thread(matrices, n)) {
@@ -108,14 +84,15 @@ Eigensystem symmetric_eigensystem(const at::Tensor& S) {
     if (n <= kLargestSerialOrder) {
       serial.emplace();
     }
-    solve(S, out);
+    solve_checked(S, out.values, out.vectors);
     return out;
   }
   at::parallel_for(0, matrices, 1, [&](int64_t begin, int64_t end) {
     // A worker thread has its own dispatch state.
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const SerialLapack serial;
-    solve_range(S, out, begin, end);
+    solve_checked(S.slice(0, begin, end), out.values.slice(0, begin, end),
+                  out.vectors.slice(0, begin, end));
   });
   return out;
 }

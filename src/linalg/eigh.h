@@ -11,8 +11,9 @@ struct Eigensystem {
   at::Tensor vectors;  // [N, n, n] in columns; the memory layout is column by column
 };
 
-// S: [N, n, n] float32 or float64, symmetric and finite; only one triangle is read. A matrix for
-// which the solver does not converge gets NaN. On a CUDA device nothing is read on the host.
+// S: [N, n, n] float32 or float64, contiguous, symmetric, finite and of a moderate scale
+// (Normalized). On the CPU the answer is always finite (checked_eigh.h). On a CUDA device, where
+// nothing is read on the host, a matrix for which the solver does not converge gets NaN.
 Eigensystem symmetric_eigensystem(const at::Tensor& S);
 
 // Rounding error of the eigenvalues of a matrix of order n, in units of the largest one. Larger

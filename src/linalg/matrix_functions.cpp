@@ -24,7 +24,10 @@ at::Tensor exact_residual(const Normalized& input, const at::Tensor& damping,
   A.diagonal(0, -2, -1).add_(damping.unsqueeze(-1));
   const at::Tensor X =
       root.to(at::kDouble) * input.scale.pow(-1.0 / static_cast<double>(p)).view({-1, 1, 1});
-  const at::Tensor difference = at::matmul(A, at::matmul(at::matrix_power(X, p), A)).sub_(A);
+  // From both sides: X^p alone would lose the digits of the large eigenvalues.
+  const at::Tensor left = at::matmul(A, at::matrix_power(X, p - p / 2));
+  const at::Tensor right = at::matmul(at::matrix_power(X, p / 2), A);
+  const at::Tensor difference = at::matmul(left, right).sub_(A);
   return difference.square_().sum({-2, -1}).sqrt_().div_(
       A.square_().sum({-2, -1}).sqrt_().clamp_min_(std::numeric_limits<double>::min()));
 }
@@ -154,6 +157,9 @@ InverseRoot finished(const Normalized& input, const SolverResult& solved, int64_
       residual == Residual::kEstimate && solved.estimate.defined()
           ? solved.estimate
           : relative_residual(input, solved.damping, solved.root, p, residual).to(dtype);
+  // A power of a root with rounding errors overflows for very large p.
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  result.residual = result.residual.nan_to_num(kInfinity, kInfinity);
   result.floor = (solved.floor / input.scale).to(dtype);
   mark_non_finite(result.residual, input.finite);
   mark_non_finite(result.floor, input.finite);
@@ -214,8 +220,8 @@ InverseRoot matrix_inverse_root(const at::Tensor& A, int64_t root, double eps, d
                                 const std::string& method, Residual residual) {
   const at::IntArrayRef batch = A.sizes().slice(0, A.dim() - 2);
   const at::Tensor stack = as_stack(A);
-  const bool by_newton =
-      A.numel() > 0 && (method == "newton" || (method == "auto" && prefers_newton(stack, root)));
+  const bool by_newton = A.numel() > 0 && root <= kLargestIteratedRoot &&
+                         (method == "newton" || (method == "auto" && prefers_newton(stack, root)));
   InverseRoot result;
   if (by_newton && has_device_root(stack, root)) {
     result = root_by_kernels(stack, root, eps, relative_eps, residual);

@@ -17,6 +17,10 @@ struct InverseRoot {
   at::Tensor floor;       // [...]: eigenvalues of A_d below it are answered as if they were it
 };
 
+// Roots above are by eigenvalues, whatever the method: a residual takes p products with the root,
+// which is the identity but for few rounding errors then.
+constexpr int64_t kLargestIteratedRoot = 256;
+
 enum class Residual {
   kNone,      // and no more than the root: what is known about it is undefined
   kEstimate,  // by a fixed random-sign probe: O(n^2) a matrix

@@ -103,6 +103,14 @@ at::Tensor compose(const at::Tensor& vectors, const at::Tensor& f, bool non_nega
   return result;
 }
 
+at::Tensor is_finite(const at::Tensor& matrices) {
+  if (matrices.numel() == 0) {
+    return at::ones({matrices.size(0)}, matrices.options().dtype(at::kBool));
+  }
+  const auto [low, high] = matrices.flatten(1).aminmax(1);  // of NaN if there is one
+  return low.isfinite().logical_and_(high.isfinite());
+}
+
 void mark_non_finite(at::Tensor values, const at::Tensor& finite) {
   if (finite.is_cpu()) {
     const bool* flags = finite.const_data_ptr<bool>();

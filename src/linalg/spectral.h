@@ -45,6 +45,9 @@ at::Tensor spectral_residual(const at::Tensor& S, const Eigensystem& system);
 // Q diag(f) Q^T for f [N, n] float64, exactly symmetric. f >= 0 halves the work.
 at::Tensor compose(const at::Tensor& vectors, const at::Tensor& f, bool non_negative);
 
+// Whether all entries are finite, [N] bool, of matrices [N, n, n].
+at::Tensor is_finite(const at::Tensor& matrices);
+
 // Fills values [N, ...] with NaN where `finite` [N] is false. On the CPU the common case is free.
 void mark_non_finite(at::Tensor values, const at::Tensor& finite);
 

@@ -1,4 +1,5 @@
 // Operators and C++ functions of torchium/linalg/matrix_functions.h.
+#include "linalg/checked_eigh.h"
 #include "linalg/matrix_functions.h"
 #include "linalg/operand_checks.h"
 #include "ops/refuse_gradients.h"
@@ -154,6 +155,7 @@ constexpr char kEighRemedy[] = "Use torch.linalg.eigh, or pass A.detach().";
 }  // namespace torchium::ops
 
 TORCH_LIBRARY_FRAGMENT(torchium, m) {
+  m.def("eigh_retries() -> int", [] { return torchium::linalg::detail::eigh_retries(); });
   m.def(
       "matrix_inverse_root(Tensor A, int root, *, float eps=0.0, float relative_eps=0.0, "
       "str method=\"auto\") -> Tensor");
@@ -234,6 +236,8 @@ at::Tensor matrix_power(const at::Tensor& A, double exponent, double eps, double
       "torchium::matrix_power");
   return op.call(A, exponent, eps, relative_eps);
 }
+
+int64_t eigh_retries() { return detail::eigh_retries(); }
 
 std::tuple<at::Tensor, at::Tensor> eigh(const at::Tensor& A) {
   static const auto op =

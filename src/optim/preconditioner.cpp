@@ -3,6 +3,7 @@
 #include "linalg/device_newton.h"
 #include "linalg/matrix_functions.h"
 #include "linalg/newton.h"
+#include "linalg/spectral.h"
 #include "linalg/stack_groups.h"
 #include "linalg/symmetric_update.h"
 #include "optim/root_failures.h"
@@ -156,11 +157,13 @@ Renewal renewal(const DueMatrices& matrices, const std::vector<StepScalar>& corr
           matrices.of(batch.roots), matrices.of(batch.root_failures)};
 }
 
-// p, if the exponent is -1/p.
+// p, if the exponent is -1/p and p no larger than what the iteration takes. Other exponents are by
+// eigenvalues.
 std::optional<int64_t> integer_root(double exponent) {
   const double inverse = -1.0 / exponent;
   const double root = std::round(inverse);
-  const bool is_integer = root >= 1.0 && std::abs(inverse - root) < 1e-9 * root;
+  const bool is_integer = root >= 1.0 && root <= linalg::detail::kLargestIteratedRoot &&
+                          std::abs(inverse - root) < 1e-9 * root;
   return is_integer ? std::optional(static_cast<int64_t>(root)) : std::nullopt;
 }
 
@@ -176,8 +179,7 @@ Candidate compute_root(const at::Tensor& matrices, const RootRule& rule, double 
     candidate.root = linalg::detail::matrix_power(matrices, exponent, rule.eps, rule.relative_eps);
     candidate.accepted = at::ones({matrices.size(0)}, matrices.options().dtype(at::kBool));
   }
-  // The sum of a matrix is finite only if all entries are; overflow of a sum counts as failure.
-  candidate.accepted.logical_and_(at::isfinite(candidate.root.sum({-2, -1})));
+  candidate.accepted.logical_and_(linalg::detail::is_finite(candidate.root));
   return candidate;
 }
 

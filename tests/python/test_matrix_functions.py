@@ -2,6 +2,7 @@
 
 import math
 import platform
+import time
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,31 @@ def test_inverse_root_is_as_accurate_as_lapack(device, n, dtype, method, root):
     assert relative_error(X, expected) <= allowed
     assert torch.equal(X, X.mT)
     assert info.residual <= 100 * root * rounding(dtype) / eps
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("root", [100, 256, 257, 10**6, 2**40])
+def test_large_roots_take_no_longer_than_others(device, root, method):
+    A = from_spectrum(torch.logspace(0, -5, 64, dtype=torch.float64)).to(device)
+    start = time.perf_counter()
+    X, info = matrix_inverse_root(A, root, eps=1e-3, method=method, return_info=True)
+    assert time.perf_counter() - start < 20  # it was minutes
+    assert relative_error(X, damped_power(A.cpu(), -1 / root, eps=1e-3)) < 1e-9
+    assert (info.iterations > 0) == (method == "newton" and root <= 256)
+    assert matrix_inverse_root(A.float(), root, eps=1e-3, method=method).isfinite().all()
+
+
+@pytest.mark.parametrize("exponent", [-1e-6, -1e-12, -(2.0**-40)])
+def test_small_exponents_of_shampoo(device, exponent):
+    weight = torch.nn.Parameter(torch.ones(32, 32, device=device))
+    optimizer = torchium.Shampoo([weight], lr=0.1, exponent=exponent, update_freq=1)
+    start = time.perf_counter()
+    for _ in range(4):
+        weight.grad = torch.randn(32, 32, generator=torch.Generator().manual_seed(0)).to(device)
+        optimizer.step()
+    optimizer.check_errors()
+    assert time.perf_counter() - start < 20
+    assert weight.isfinite().all()
 
 
 @pytest.mark.parametrize("root", [2, 4])

@@ -78,4 +78,8 @@ TORCHIUM_API std::vector<at::Tensor> matrix_power(at::TensorList A, double expon
 TORCHIUM_API std::tuple<at::Tensor, at::Tensor> eigh(const at::Tensor& A);
 TORCHIUM_API std::tuple<std::vector<at::Tensor>, std::vector<at::Tensor>> eigh(at::TensorList A);
 
+// Symmetric matrices of this process, the optimizers' included, for which LAPACK did not converge
+// or was wrong, and which were solved again another way (docs/roots.md). CPU only.
+TORCHIUM_API int64_t eigh_retries();
+
 }  // namespace torchium::linalg

@@ -1,6 +1,12 @@
 """Linear algebra on stacks of matrices: everything of ``torch.ops.torchium`` that is no optimizer."""
 
-from ._matrix_functions import InverseRootInfo, eigh, matrix_inverse_root, matrix_power
+from ._matrix_functions import (
+    InverseRootInfo,
+    eigh,
+    eigh_retries,
+    matrix_inverse_root,
+    matrix_power,
+)
 from ._products import (
     chunked_matmul,
     fused_mul_add,
@@ -15,6 +21,7 @@ __all__ = [
     "InverseRootInfo",
     "chunked_matmul",
     "eigh",
+    "eigh_retries",
     "fused_mul_add",
     "kron",
     "kron_matmul",

@@ -112,7 +112,7 @@ def matrix_inverse_root(
         relative_eps: damping in units of ``s``, finite and not negative.
         method: ``"eigh"``, LAPACK or cuSOLVER; ``"newton"``, the minimax coupled iteration: matrix
             products alone, more accurate than ``eigh`` as long as the damping is above its floor;
-            ``"auto"``, the faster one. A matrix for which the iteration fails, because it has
+            ``"auto"``, the faster one. Roots above 256 are by ``eigh`` in any case. A matrix for which the iteration fails, because it has
             negative eigenvalues, is answered by ``eigh`` on a CPU and by a multiple of the identity
             on a GPU, where nothing is read on the host; its ``iterations`` is 0.
         return_info: also return an :class:`InverseRootInfo` (for a list: a list of them); its
@@ -124,7 +124,8 @@ def matrix_inverse_root(
 
     Raises:
         ValueError: wrong dtype, shape, root, damping or method; names the entry of a list.
-        RuntimeError: ``A`` requires grad while gradients are recorded.
+        RuntimeError: ``A`` requires grad while gradients are recorded, or has a tangent of
+            forward-mode differentiation.
     """
     options = {"eps": eps, "relative_eps": relative_eps, "method": method}
     if isinstance(A, Tensor):
@@ -162,8 +163,8 @@ def matrix_power(
     eigenvalues count as zero for positive exponents, and as the floor of
     :func:`matrix_inverse_root` for negative ones. The result saturates instead of overflowing.
 
-    Differentiable once, also where eigenvalues coincide (Daleckii-Krein; Higham 2008, "Functions of
-    Matrices", theorem 3.11). Eigenvalues below the floor have no gradient unless the exponent is an
+    Differentiable once, in reverse and in forward mode and under ``torch.func``, also where
+    eigenvalues coincide (Daleckii-Krein; Higham 2008, "Functions of Matrices", theorem 3.11). Eigenvalues below the floor have no gradient unless the exponent is an
     integer ``>= 0``.
 
     Args:
@@ -198,7 +199,8 @@ def eigh(
 
     As ``torch.linalg.eigh``, with the matrices of a batch shared out among the cores or solved
     together on a GPU, where nothing is read on the host, and NaN for a matrix that holds NaN or Inf,
-    and only for that one, in place of an error.
+    and only for that one, in place of an error. On a CPU every finite matrix has a finite answer, also
+    where LAPACK does not converge (:func:`eigh_retries`).
 
     Args:
         A: ``[..., n, n]``, as for :func:`matrix_inverse_root`.
@@ -210,8 +212,20 @@ def eigh(
 
     Raises:
         ValueError: wrong dtype or shape; names the entry of a list.
-        RuntimeError: ``A`` requires grad while gradients are recorded.
+        RuntimeError: ``A`` requires grad while gradients are recorded, or has a tangent of
+            forward-mode differentiation.
     """
     operator = _ops.eigh.default if isinstance(A, Tensor) else _ops.eigh.list
     result: tuple[Tensor, Tensor] | tuple[list[Tensor], list[Tensor]] = operator(A)
     return result
+
+
+def eigh_retries() -> int:
+    """Return how many symmetric matrices of this process had to be solved again, on a CPU.
+
+    LAPACK does not converge, or is wrong without a word, for some matrices, sparse ones of low rank
+    above all. Every answer is checked; such a matrix is solved in another way, slower and as
+    accurately. The optimizers' matrices are counted too.
+    """
+    retries: int = _ops.eigh_retries()
+    return retries
