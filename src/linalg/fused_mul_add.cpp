@@ -48,19 +48,28 @@ at::Tensor fused_mul_add_cuda(const at::Tensor& a, const at::Tensor& b, const at
 }
 #endif
 
-}  // namespace
-
-at::Tensor fused_mul_add(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c) {
+void check_operands(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c) {
   for (const auto& operand : {Operand{"a", a}, Operand{"b", b}, Operand{"c", c}}) {
     check_floating("fused_mul_add", operand);
   }
+}
+
+}  // namespace
+
+at::Tensor fused_mul_add_by_torch(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c) {
+  check_operands(a, b, c);
+  return at::addcmul(c, a, b);
+}
+
+at::Tensor fused_mul_add(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c) {
 #ifdef TORCHIUM_WITH_CUDA
+  check_operands(a, b, c);
   if (c.is_cuda() && alike_and_contiguous(c, c) && alike_and_contiguous(a, c) &&
       alike_and_contiguous(b, c)) {
     return fused_mul_add_cuda(a, b, c);
   }
 #endif
-  return at::addcmul(c, a, b);
+  return fused_mul_add_by_torch(a, b, c);
 }
 
 }  // namespace torchium::linalg::detail

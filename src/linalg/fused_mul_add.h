@@ -8,4 +8,7 @@ namespace torchium::linalg::detail {
 // Any backend, meta tensors included.
 at::Tensor fused_mul_add(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c);
 
+// By differentiable operators.
+at::Tensor fused_mul_add_by_torch(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c);
+
 }  // namespace torchium::linalg::detail

@@ -54,6 +54,10 @@ at::Tensor matrix_power(const at::Tensor& A, double exponent, double eps, double
 at::Tensor matrix_power_backward(const at::Tensor& grad, const at::Tensor& values,
                                  const at::Tensor& vectors, double exponent, double relative_eps);
 
+// Derivative of `power` in the direction `tangent` of A: Q (K o Q^T T Q) Q^T likewise.
+at::Tensor matrix_power_forward(const at::Tensor& tangent, const at::Tensor& values,
+                                const at::Tensor& vectors, double exponent, double relative_eps);
+
 // Eigenvalues [..., n] ascending, eigenvectors [..., n, n] in columns.
 std::tuple<at::Tensor, at::Tensor> eigh(const at::Tensor& A);
 

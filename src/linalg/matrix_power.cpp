@@ -74,31 +74,64 @@ at::Tensor matrix_power(const at::Tensor& A, double exponent, double eps, double
   return matrix_power_with_eigensystem(A, exponent, eps, relative_eps).power;
 }
 
-at::Tensor matrix_power_backward(const at::Tensor& grad, const at::Tensor& values,
-                                 const at::Tensor& vectors, double exponent, double relative_eps) {
-  if (exponent == 0 || grad.numel() == 0) {
-    return at::zeros_like(grad, at::MemoryFormat::Contiguous);
+namespace {
+
+// Q (K o Q^T X Q) Q^T with the symmetric part of X and what the damping, which moves with the
+// largest eigenvalue, adds to the inner matrix [N, n, n] before and after the product with K.
+template <typename Before, typename After>
+at::Tensor through_eigenbasis(const at::Tensor& X, const at::Tensor& values,
+                              const at::Tensor& vectors, double exponent, const Before& before,
+                              const After& after) {
+  if (exponent == 0 || X.numel() == 0) {
+    return at::zeros_like(X, at::MemoryFormat::Contiguous);
   }
   const at::NoTF32Guard full_precision;
-  const int64_t n = grad.size(-1);
   const at::ScalarType dtype = vectors.scalar_type();
   const at::Tensor Q = as_stack(vectors);
-  const at::Tensor G = as_stack(grad);
-  const at::Tensor damped = values.reshape({-1, n});
+  const at::Tensor direction = as_stack(X);
+  const at::Tensor damped = values.reshape({-1, X.size(-1)});
   const at::Tensor floor =
       spectral_floor(damped, dtype, at::full({}, smallest_normal(dtype), damped.options()));
   const double limit = saturation(dtype);
   const at::Tensor slopes =
       divided_differences(damped, floor, exponent).clamp_(-limit, limit).to(dtype);
-  at::Tensor inner = at::matmul(Q.mT(), at::matmul((G + G.mT()).mul_(0.5), Q)).mul_(slopes);
-  if (relative_eps > 0) {
-    // The damping moves with the largest eigenvalue, whose gradient is the last entry.
-    const at::Tensor trace = inner.diagonal(0, -2, -1).sum(-1);
-    const at::Tensor largest_is_positive = damped.select(-1, n - 1) > 0;
-    inner.select(-1, n - 1).select(-1, n - 1).add_(trace * largest_is_positive, relative_eps);
-  }
+  const at::Tensor symmetric = (direction + direction.mT()).mul_(0.5);
+  at::Tensor inner = at::matmul(Q.mT(), at::matmul(symmetric, Q));
+  const at::Tensor largest_is_positive = damped.select(-1, -1) > 0;
+  before(inner, largest_is_positive);
+  inner.mul_(slopes);
+  after(inner, largest_is_positive);
   const at::Tensor result = at::matmul(Q, at::matmul(inner, Q.mT()));
-  return (result + result.mT()).mul_(0.5).view(grad.sizes());
+  return (result + result.mT()).mul_(0.5).view(X.sizes());
+}
+
+void no_change(at::Tensor&, const at::Tensor&) {}
+
+// The last entry of the diagonals of [N, n, n]: that of the largest eigenvalue.
+at::Tensor last_entry(const at::Tensor& inner) { return inner.select(-1, -1).select(-1, -1); }
+
+}  // namespace
+
+at::Tensor matrix_power_backward(const at::Tensor& grad, const at::Tensor& values,
+                                 const at::Tensor& vectors, double exponent, double relative_eps) {
+  return through_eigenbasis(grad, values, vectors, exponent, no_change,
+                            [=](at::Tensor& inner, const at::Tensor& largest_is_positive) {
+                              if (relative_eps == 0) return;
+                              const at::Tensor trace = inner.diagonal(0, -2, -1).sum(-1);
+                              last_entry(inner).add_(trace * largest_is_positive, relative_eps);
+                            });
+}
+
+at::Tensor matrix_power_forward(const at::Tensor& tangent, const at::Tensor& values,
+                                const at::Tensor& vectors, double exponent, double relative_eps) {
+  return through_eigenbasis(
+      tangent, values, vectors, exponent,
+      [=](at::Tensor& inner, const at::Tensor& largest_is_positive) {
+        if (relative_eps == 0) return;
+        const at::Tensor moved = last_entry(inner) * largest_is_positive * relative_eps;
+        inner.diagonal(0, -2, -1).add_(moved.unsqueeze(-1));
+      },
+      no_change);
 }
 
 }  // namespace torchium::linalg::detail

@@ -97,11 +97,20 @@ Tensor power_alone(const Tensor& A, double exponent, double eps, double relative
   return std::get<0>(power(A, exponent, eps, relative_eps));
 }
 
-Tensor power_backward(const Tensor& grad, const Tensor& values, const Tensor& vectors,
-                      double exponent, double relative_eps) {
-  const Tensor result = linalg::detail::matrix_power_backward(
-      grad.to(vectors.scalar_type()), values, vectors, exponent, relative_eps);
-  return to_dtype_of(grad, result);
+// The halves of the derivative. A: what the result depends on beside its gradient or tangent, for
+// autograd.
+Tensor power_backward(const Tensor& grad, const Tensor& /*A*/, const Tensor& values,
+                      const Tensor& vectors, double exponent, double relative_eps) {
+  return to_dtype_of(
+      grad, linalg::detail::matrix_power_backward(grad.to(vectors.scalar_type()), values, vectors,
+                                                  exponent, relative_eps));
+}
+
+Tensor power_forward(const Tensor& tangent, const Tensor& /*A*/, const Tensor& values,
+                     const Tensor& vectors, double exponent, double relative_eps) {
+  return to_dtype_of(tangent,
+                     linalg::detail::matrix_power_forward(tangent.to(vectors.scalar_type()), values,
+                                                          vectors, exponent, relative_eps));
 }
 
 std::tuple<Tensor, Tensor> eigensystem(const Tensor& A) {
@@ -138,8 +147,9 @@ Tensor power_alone_meta(const Tensor& A, double exponent, double eps, double rel
   return std::get<0>(power_meta(A, exponent, eps, relative_eps));
 }
 
-Tensor power_backward_meta(const Tensor& grad, const Tensor&, const Tensor&, double, double) {
-  return grad.new_empty_symint(grad.sym_sizes());
+Tensor power_half_meta(const Tensor& direction, const Tensor&, const Tensor&, const Tensor&, double,
+                       double) {
+  return direction.new_empty_symint(direction.sym_sizes());
 }
 
 std::tuple<Tensor, Tensor> eigensystem_meta(const Tensor& A) {
@@ -165,14 +175,16 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
   m.def("eigh(Tensor A) -> (Tensor eigenvalues, Tensor eigenvectors)");
   m.def(
       "matrix_power(Tensor A, float exponent, *, float eps=0.0, float relative_eps=0.0) -> Tensor");
-  // The two halves of its derivative.
+  // The parts of its derivative.
   m.def(
       "_matrix_power(Tensor A, float exponent, float eps, float relative_eps) -> "
       "(Tensor power, Tensor eigenvalues, Tensor eigenvectors)");
   m.def(
-      "_matrix_power_backward(Tensor grad, Tensor eigenvalues, Tensor eigenvectors, float "
-      "exponent, "
-      "float relative_eps) -> Tensor");
+      "_matrix_power_backward(Tensor grad, Tensor A, Tensor eigenvalues, Tensor eigenvectors, "
+      "float exponent, float relative_eps) -> Tensor");
+  m.def(
+      "_matrix_power_forward(Tensor tangent, Tensor A, Tensor eigenvalues, Tensor eigenvectors, "
+      "float exponent, float relative_eps) -> Tensor");
 }
 
 // Every backend, so that one that does not fit reaches the checks.
@@ -184,6 +196,7 @@ TORCH_LIBRARY_IMPL(torchium, CompositeExplicitAutograd, m) {
   m.impl("matrix_power", power_alone);
   m.impl("_matrix_power", power);
   m.impl("_matrix_power_backward", power_backward);
+  m.impl("_matrix_power_forward", power_forward);
 }
 
 TORCH_LIBRARY_IMPL(torchium, Meta, m) {
@@ -193,7 +206,8 @@ TORCH_LIBRARY_IMPL(torchium, Meta, m) {
   m.impl("eigh", eigensystem_meta);
   m.impl("matrix_power", power_alone_meta);
   m.impl("_matrix_power", power_meta);
-  m.impl("_matrix_power_backward", power_backward_meta);
+  m.impl("_matrix_power_backward", power_half_meta);
+  m.impl("_matrix_power_forward", power_half_meta);
 }
 
 TORCH_LIBRARY_IMPL(torchium, Autograd, m) {

@@ -5,6 +5,7 @@
 #include "linalg/fused_mul_add.h"
 #include "linalg/kronecker.h"
 #include "linalg/spd.h"
+#include "ops/derivative.h"
 #include "ops/refuse_gradients.h"
 #include <torchium/linalg/products.h>
 
@@ -12,13 +13,14 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
+
+#include <optional>
+#include <vector>
 
 namespace torchium::linalg {
 namespace {
 
-using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 // The operator `name`, with the signature of the function that is given.
@@ -33,75 +35,53 @@ constexpr char kUseInverse[] =
     "Call it under torch.no_grad(), detach() the argument, or use torch.linalg.inv.";
 
 // G = dL/d(A B) gives dL/dA = G B^T and dL/dB = A^T G, summed over broadcast dimensions.
-class ChunkedMatmul : public torch::autograd::Function<ChunkedMatmul> {
- public:
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& A, const at::Tensor& B,
-                            std::optional<int64_t> max_workspace_bytes) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    context->save_for_backward({A, B});
-    context->saved_data["max_workspace_bytes"] = max_workspace_bytes;
-    return chunked_matmul(A, B, max_workspace_bytes);
-  }
-
-  static variable_list backward(AutogradContext* context, variable_list grads) {
-    const auto saved = context->get_saved_variables();
-    const auto &A = saved[0], &B = saved[1], &G = grads[0];
-    const auto limit = context->saved_data["max_workspace_bytes"].toOptional<int64_t>();
-    at::Tensor grad_A, grad_B;
-    if (!G.defined()) return {grad_A, grad_B, {}};
-    if (context->needs_input_grad(0)) {
-      grad_A = at::sum_to(chunked_matmul(G, B.mT(), limit), A.sym_sizes());
+ops::Derivative chunked_matmul_derivative(std::optional<int64_t> limit) {
+  const auto backward = [=](const at::Tensor& G, const variable_list& saved,
+                            const std::vector<bool>& wanted) {
+    const auto &A = saved[0], &B = saved[1];
+    variable_list result(2);
+    if (wanted[0]) {
+      result[0] = at::sum_to(chunked_matmul(G, B.mT(), limit), A.sym_sizes());
     }
-    if (context->needs_input_grad(1)) {
-      if (B.dim() == 2) {
-        // The sum over the batch is part of the product: no [batch, k, n] is formed.
-        grad_B = chunked_matmul(A.flatten(0, -2).mT(), G.flatten(0, -2), limit);
-      } else {
-        grad_B = at::sum_to(chunked_matmul(A.mT(), G, limit), B.sym_sizes());
-      }
-    }
-    return {grad_A, grad_B, {}};
-  }
-};
-
-// G = dL/d(a b + c) gives dL/da = G b, dL/db = G a and dL/dc = G, summed over broadcast dimensions.
-class FusedMulAdd : public torch::autograd::Function<FusedMulAdd> {
- public:
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& a, const at::Tensor& b,
-                            const at::Tensor& c) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    context->save_for_backward({a, b});
-    context->saved_data["c_sizes"] = c.sym_sizes();
-    context->saved_data["c_dtype"] = c.scalar_type();
-    return fused_mul_add(a, b, c);
-  }
-
-  static variable_list backward(AutogradContext* context, variable_list grads) {
-    const auto saved = context->get_saved_variables();
-    const auto &a = saved[0], &b = saved[1], &G = grads[0];
-    variable_list result(3);
-    if (!G.defined()) return result;
-    if (context->needs_input_grad(0)) {
-      result[0] = at::sum_to(G * b, a.sym_sizes()).to(a.scalar_type());
-    }
-    if (context->needs_input_grad(1)) {
-      result[1] = at::sum_to(G * a, b.sym_sizes()).to(b.scalar_type());
-    }
-    if (context->needs_input_grad(2)) {
-      result[2] = at::sum_to(G, context->saved_data["c_sizes"].toSymIntVector())
-                      .to(context->saved_data["c_dtype"].toScalarType());
+    if (wanted[1]) {
+      // With one B the sum over the batch is part of the product: no [batch, k, n] is formed.
+      result[1] = B.dim() == 2 ? chunked_matmul(A.flatten(0, -2).mT(), G.flatten(0, -2), limit)
+                               : at::sum_to(chunked_matmul(A.mT(), G, limit), B.sym_sizes());
     }
     return result;
-  }
-};
+  };
+  const auto forward = [=](const variable_list& tangents, const variable_list& saved) {
+    at::Tensor sum;
+    if (tangents[0].defined()) {
+      sum = chunked_matmul(tangents[0], saved[1], limit);
+    }
+    if (tangents[1].defined()) {
+      const at::Tensor term = chunked_matmul(saved[0], tangents[1], limit);
+      sum = sum.defined() ? sum + term : term;
+    }
+    return sum;
+  };
+  return {"ChunkedMatmulBackward", backward, forward};
+}
 
 at::Tensor chunked_matmul_autograd(const at::Tensor& A, const at::Tensor& B,
                                    std::optional<int64_t> max_workspace_bytes) {
-  return ChunkedMatmul::apply(A, B, max_workspace_bytes);
+  at::Tensor product;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    product = chunked_matmul(A, B, max_workspace_bytes);
+  }
+  return ops::with_derivative(product, {A, B}, {A, B},
+                              chunked_matmul_derivative(max_workspace_bytes));
 }
 
+// torch's own operator is differentiable and computes the same.
 at::Tensor fused_mul_add_autograd(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c) {
-  return FusedMulAdd::apply(a, b, c);
+  if (ops::needs_derivative({a, b, c})) {
+    return detail::fused_mul_add_by_torch(a, b, c);
+  }
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return fused_mul_add(a, b, c);
 }
 
 }  // namespace

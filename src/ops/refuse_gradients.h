@@ -1,5 +1,7 @@
-// Autograd kernel of operators without a derivative: an error instead of a silent detach.
+// Autograd kernel of operators without a derivative: an error instead of a silent detach or zero.
 #pragma once
+
+#include "ops/derivative.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -8,18 +10,23 @@
 
 namespace torchium::ops {
 
-// Boxed kernel: raises if a tensor argument requires grad while gradients are recorded, else calls
-// the operator below autograd. Remedy: a char array at namespace scope, what to use instead.
+// Boxed kernel: raises if a tensor argument requires grad while gradients are recorded, or has a
+// tangent of forward-mode differentiation; else calls the operator below autograd. Remedy: a char
+// array at namespace scope, what to use instead.
 template <const auto& Remedy>
 void refuse_gradients(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  if (c10::GradMode::is_enabled()) {
-    const auto& parameters = op.schema().arguments();
-    const auto arguments = torch::jit::last(*stack, parameters.size());
-    for (size_t i = 0; i < parameters.size(); ++i) {
-      TORCH_CHECK(!(arguments[i].isTensor() && arguments[i].toTensor().requires_grad()),
-                  op.schema().name(), " has no derivative, but ", parameters[i].name(),
-                  " requires grad. ", static_cast<const char*>(Remedy));
+  const auto& parameters = op.schema().arguments();
+  const auto arguments = torch::jit::last(*stack, parameters.size());
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    if (!arguments[i].isTensor()) {
+      continue;
     }
+    const at::Tensor& tensor = arguments[i].toTensor();
+    const bool requires_grad = c10::GradMode::is_enabled() && tensor.requires_grad();
+    TORCH_CHECK(!requires_grad && !has_tangent(tensor), op.schema().name(),
+                " has no derivative, but ", parameters[i].name(),
+                requires_grad ? " requires grad. " : " has a tangent. ",
+                static_cast<const char*>(Remedy));
   }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   op.callBoxed(stack);

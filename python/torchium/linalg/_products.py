@@ -68,7 +68,8 @@ def kron_solve(A: Tensor, B: Tensor, X: Tensor, damping: float) -> Tensor:
 
     Raises:
         ValueError: shapes, dtypes, devices or a damping that do not fit.
-        RuntimeError: an operand requires grad while grad mode is on.
+        RuntimeError: an operand requires grad while grad mode is on, or has a tangent of
+            forward-mode differentiation.
     """
     result: Tensor = _ops.kron_solve(A, B, X, damping)
     return result
@@ -121,7 +122,8 @@ def spd_inverse(A: Tensor, *, damping: float = 0.0) -> Tensor:
 
     Raises:
         ValueError: a shape, dtype or damping that does not fit.
-        RuntimeError: ``A`` requires grad while grad mode is on.
+        RuntimeError: ``A`` requires grad while grad mode is on, or has a tangent of forward-mode
+            differentiation.
     """
     result: Tensor = _ops.spd_inverse(A, damping=damping)
     return result
@@ -143,7 +145,8 @@ def spd_solve(A: Tensor, X: Tensor, *, damping: float = 0.0) -> Tensor:
 
     Raises:
         ValueError: shapes, dtypes, devices or a damping that do not fit.
-        RuntimeError: an operand requires grad while grad mode is on.
+        RuntimeError: an operand requires grad while grad mode is on, or has a tangent of
+            forward-mode differentiation.
     """
     result: Tensor = _ops.spd_solve(A, X, damping=damping)
     return result
