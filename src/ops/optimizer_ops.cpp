@@ -114,7 +114,7 @@ void adagrad_step_(at::TensorList params, at::TensorList grads, at::TensorList s
                    at::TensorList root_failures, at::Tensor status, const at::Tensor& lr,
                    double lr_decay, double weight_decay, double eps, bool full_matrix,
                    int64_t block_size, int64_t update_freq, bool maximize,
-                   at::IntArrayRef host_steps) {
+                   at::IntArrayRef host_steps, std::string root_method) {
   const AdagradHyperparameters h{.lr = lr,
                                  .lr_decay = lr_decay,
                                  .weight_decay = weight_decay,
@@ -122,6 +122,7 @@ void adagrad_step_(at::TensorList params, at::TensorList grads, at::TensorList s
                                  .full_matrix = full_matrix,
                                  .block_size = block_size,
                                  .update_freq = update_freq,
+                                 .root_method = std::move(root_method),
                                  .maximize = maximize};
   AdagradState state{.steps = steps.vec(),
                      .sums = sums.vec(),
@@ -162,7 +163,8 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
       "adagrad_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] steps, Tensor(c!)[] sums, "
       "Tensor(d!)[] statistics, Tensor(e!)[] roots, Tensor(f!)[] root_failures, "
       "Tensor(g!) status, *, Tensor lr, float lr_decay, float weight_decay, float eps, "
-      "bool full_matrix, int block_size, int update_freq, bool maximize, int[] host_steps) -> ()");
+      "bool full_matrix, int block_size, int update_freq, bool maximize, int[] host_steps, "
+      "str root_method=\"auto\") -> ()");
 }
 
 TORCH_LIBRARY_IMPL(torchium, CompositeExplicitAutograd, m) {

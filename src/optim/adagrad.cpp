@@ -25,6 +25,7 @@ detail::AdagradHyperparameters hyperparameters(const AdagradOptions& o, at::Tens
   h.full_matrix = o.full_matrix();
   h.block_size = o.block_size();
   h.update_freq = o.update_freq();
+  h.root_method = o.root_method();
   h.maximize = o.maximize();
   return h;
 }
@@ -73,6 +74,7 @@ void Adagrad::check_options(const Options& options) const {
   detail::check_at_least_zero("eps", o.eps());
   detail::check_at_least_one("block_size", o.block_size());
   detail::check_at_least_one("update_freq", o.update_freq());
+  detail::check_choice("root_method", o.root_method(), {"auto", "eigh", "newton"});
 }
 
 std::unique_ptr<SecondOrderParamState> Adagrad::make_empty_state() const {
@@ -110,6 +112,11 @@ void Adagrad::step_group(const Options& options, detail::GroupStep& step) const 
   state.status = step.status;
   detail::adagrad_step(hyperparameters(o, step.lr), step.params, step.grads, state,
                        step.host_steps);
+}
+
+const char* Adagrad::root_remedy() const {
+  return "raise eps, set root_method to 'eigh', or clip gradients so large that their sum "
+         "overflows";
 }
 
 }  // namespace torchium::optim

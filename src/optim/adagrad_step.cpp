@@ -63,7 +63,7 @@ Tensors full_matrix_directions(const AdagradHyperparameters& h, at::TensorList p
     any_due |= due.back();
   }
   const std::vector<StepScalar> no_correction(params.size());
-  const RootRule rule{h.eps, 0.0, -0.5, "auto"};
+  const RootRule rule{h.eps, 0.0, -0.5, h.root_method};
   Tensors blocks;
   for (auto& batch : batches) {
     blocks.push_back(pack(batch, blockings, g, {}));

@@ -78,11 +78,15 @@ void KFAC::check_options(const Options& options) const {
   detail::check_rate("stat_decay", o.stat_decay(), /*one_allowed=*/true);
   detail::check_positive_or_none("kl_clip", o.kl_clip());
   detail::check_choice("damping_split", o.damping_split(), {"pi", "plain", "exact"});
+  detail::check_choice("root_method", o.root_method(), {"auto", "eigh", "newton"});
+  TORCH_CHECK_VALUE(o.root_method() != "newton" || o.damping_split() != "exact",
+                    "root_method='newton' has no eigenvectors, which damping_split='exact' needs; "
+                    "use 'eigh' or 'auto'");
 }
 
 void KFAC::check_together(const std::vector<const Options*>& groups) const {
-  detail::check_equal_in_all<KFACOptions>("KFAC", groups,
-                                          {"batch_averaged", "kl_clip", "damping_split"});
+  detail::check_equal_in_all<KFACOptions>(
+      "KFAC", groups, {"batch_averaged", "kl_clip", "damping_split", "root_method"});
 }
 
 std::unique_ptr<SecondOrderParamState> KFAC::make_empty_state() const {
@@ -139,6 +143,11 @@ void KFAC::note_skip(const std::vector<at::Tensor>& params) {
 }
 
 // ---- the step
+
+const char* KFAC::root_remedy() const {
+  return "raise damping, set root_method to 'eigh', or clip gradients so large that factors "
+         "overflow";
+}
 
 // The layers that have factors, or get their first ones.
 std::vector<detail::PreconditionedLayer> KFAC::find_layers(const detail::JointStep& step) {
@@ -246,6 +255,7 @@ void KFAC::take_joint_step(const detail::JointStep& joint) {
   h.batch_averaged = shared.batch_averaged();
   h.kl_clip = shared.kl_clip();
   h.damping_split = detail::parse_damping_split(shared.damping_split());
+  h.root_method = shared.root_method();
   for (const auto i : c10::irange(joint.params.size())) {
     const auto& o = detail::kfac_options(*joint.options[i]);
     h.parameters.push_back({joint.lrs[i], o.momentum(), o.weight_decay(), o.maximize()});

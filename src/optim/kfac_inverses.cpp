@@ -1,6 +1,8 @@
 #include "optim/kfac_inverses.h"
 
 #include "linalg/eigh.h"
+#include "linalg/matrix_functions.h"
+#include "linalg/newton.h"
 #include "linalg/spectral.h"
 #include "linalg/stack_groups.h"
 
@@ -54,42 +56,93 @@ LayerFactors make_factors(KfacLayer& layer, DampingSplit split) {
   return factors;
 }
 
-// Eigensystems of the factors of a group: their eigenvectors, or (F + shift I)^-1.
-void solve(const std::vector<Factor*>& factors, at::TensorList matrices, const StackGroup& group,
-           DampingSplit split) {
+// The factors of one order, as one stack.
+struct Stack {
+  at::Tensor matrices;  // [N, n, n]
+  at::Tensor floors;    // [N] float64
+  at::Tensor shifts;    // [N] float64; undefined with kExact
+};
+
+Stack join(const std::vector<Factor*>& factors, at::TensorList matrices, const StackGroup& group) {
   std::vector<at::Tensor> floors;
   std::vector<at::Tensor> shifts;
   for (const size_t i : group) {
     const Factor& factor = *factors[i];
     floors.push_back(at::full({factor.matrices.size(0)}, factor.floor,
                               factor.matrices.options().dtype(at::kDouble)));
-    if (split != DampingSplit::kExact) {
+    if (factor.shift.defined()) {
       shifts.push_back(factor.shift);
     }
   }
-  const auto input = linalg::detail::normalize_symmetric(
-      linalg::detail::joined_stacks(matrices, group), /*eps=*/0.0);
+  return {linalg::detail::joined_stacks(matrices, group), at::cat(floors),
+          shifts.empty() ? at::Tensor() : at::cat(shifts)};
+}
+
+struct Solution {
+  at::Tensor roots;     // [N, n, n]: inverses, or eigenvectors with kExact
+  at::Tensor values;    // [N, n]: eigenvalues; undefined where the iteration made the inverse
+  at::Tensor accepted;  // [N] bool
+};
+
+at::Tensor saturated(const at::Tensor& values, at::ScalarType dtype) {
+  return values.clamp_max(linalg::detail::saturation(dtype));
+}
+
+// By eigenvalues: eigenvectors, or (F + shift I)^-1.
+Solution solve_by_eigh(const Stack& stack) {
+  const at::ScalarType dtype = stack.matrices.scalar_type();
+  const auto input = linalg::detail::normalize_symmetric(stack.matrices, /*eps=*/0.0);
   const auto system = linalg::detail::symmetric_eigensystem(input.matrix);
-  const at::Tensor values = at::maximum(system.values.to(at::kDouble) / input.scale.unsqueeze(-1),
-                                        at::cat(floors).unsqueeze(-1));
+  const at::Tensor values =
+      saturated(at::maximum(system.values.to(at::kDouble) / input.scale.unsqueeze(-1),
+                            stack.floors.unsqueeze(-1)),
+                dtype);
   at::Tensor roots = system.vectors;
-  if (split != DampingSplit::kExact) {
-    const at::Tensor inverses = (values + at::cat(shifts).unsqueeze(-1)).reciprocal_();
+  if (stack.shifts.defined()) {
+    const at::Tensor inverses =
+        saturated((values + stack.shifts.unsqueeze(-1)).reciprocal_(), dtype);
     roots = linalg::detail::compose(system.vectors, inverses, /*non_negative=*/true);
   }
-  // The sum of a matrix is finite only if all entries are; overflow of a sum counts as failure.
   const at::Tensor accepted = linalg::detail::spectral_residual(input.matrix, system)
                                   .le(kEigensystemTolerance)
                                   .logical_and_(input.finite)
-                                  .logical_and_(at::isfinite(roots.sum({-2, -1})));
-  const auto root = linalg::detail::split_by_stack(roots, matrices, group);
-  const auto eigenvalues = linalg::detail::split_by_stack(values, matrices, group);
-  const auto verdict = linalg::detail::split_by_stack(accepted, matrices, group);
+                                  .logical_and_(linalg::detail::is_finite(roots));
+  return {roots, values, accepted};
+}
+
+// (F + s I)^-1 = (F / s + I)^-1 / s with s = shift + floor, all of one damping then. Below 2^-100
+// of the largest entry s is nothing, and F / s would overflow.
+Solution solve_by_root(const Stack& stack, const std::string& method) {
+  const at::ScalarType dtype = stack.matrices.scalar_type();
+  const at::Tensor least = (stack.matrices.flatten(1).abs().amax(1).to(at::kDouble) * 0x1p-100)
+                               .clamp_min_(1 / linalg::detail::saturation(dtype));
+  const at::Tensor s = at::maximum(stack.shifts + stack.floors, least).view({-1, 1, 1});
+  const auto solved = linalg::detail::matrix_inverse_root(
+      (stack.matrices / s).to(dtype), /*root=*/1, /*eps=*/1.0, /*relative_eps=*/0.0, method,
+      linalg::detail::Residual::kEstimate);
+  const double limit = linalg::detail::saturation(dtype);
+  const at::Tensor roots = (solved.root / s).clamp_(-limit, limit).to(dtype);
+  const at::Tensor accepted = solved.residual.le(linalg::detail::kNewtonResidualTolerance)
+                                  .logical_and_(linalg::detail::is_finite(roots));
+  return {roots, {}, accepted};
+}
+
+void solve(const std::vector<Factor*>& factors, at::TensorList matrices, const StackGroup& group,
+           const std::string& root_method) {
+  const Stack stack = join(factors, matrices, group);
+  const bool by_eigh = root_method == "eigh" || !stack.shifts.defined();
+  const Solution solution = by_eigh ? solve_by_eigh(stack) : solve_by_root(stack, root_method);
+  const auto root = linalg::detail::split_by_stack(solution.roots, matrices, group);
+  const auto accepted = linalg::detail::split_by_stack(solution.accepted, matrices, group);
   for (size_t k = 0; k < group.size(); ++k) {
-    Factor& factor = *factors[group[k]];
-    factor.root = root[k];
-    factor.eigenvalues = eigenvalues[k];
-    factor.accepted = verdict[k];
+    factors[group[k]]->root = root[k];
+    factors[group[k]]->accepted = accepted[k];
+  }
+  if (solution.values.defined()) {
+    const auto values = linalg::detail::split_by_stack(solution.values, matrices, group);
+    for (size_t k = 0; k < group.size(); ++k) {
+      factors[group[k]]->eigenvalues = values[k];
+    }
   }
 }
 
@@ -118,7 +171,8 @@ void take(LayerFactors& factors, DampingSplit split, const StepGate& gate) {
 
 }  // namespace
 
-void update_inverses(std::vector<KfacLayer>& layers, DampingSplit split, const StepGate& gate) {
+void update_inverses(std::vector<KfacLayer>& layers, DampingSplit split,
+                     const std::string& root_method, const StepGate& gate) {
   std::vector<LayerFactors> due;
   for (KfacLayer& layer : layers) {
     if (layer.inverse_due) {
@@ -134,7 +188,7 @@ void update_inverses(std::vector<KfacLayer>& layers, DampingSplit split, const S
     }
   }
   for (const auto& group : linalg::detail::group_by_order(matrices)) {
-    solve(factors, matrices, group, split);
+    solve(factors, matrices, group, root_method);
   }
   for (LayerFactors& layer : due) {
     take(layer, split, gate);

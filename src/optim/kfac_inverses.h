@@ -4,13 +4,16 @@
 #include "optim/kfac_layer.h"
 #include "optim/step_gate.h"
 
+#include <string>
 #include <vector>
 
 namespace torchium::optim::detail {
 
 // Renews A_root, G_root and the eigenvalues of the layers whose inverse is due. Factors of one size
-// are one eigenvalue problem. A pair (A, G) of a group is taken together or not at all: where one
+// are solved together. A pair (A, G) of a group is taken together or not at all: where one
 // of the two fails, both old ones stay, and the failure is counted.
-void update_inverses(std::vector<KfacLayer>& layers, DampingSplit split, const StepGate& gate);
+// root_method: "eigh", "newton" or "auto", of matrix_inverse_root; kExact is by "eigh" always.
+void update_inverses(std::vector<KfacLayer>& layers, DampingSplit split,
+                     const std::string& root_method, const StepGate& gate);
 
 }  // namespace torchium::optim::detail

@@ -50,13 +50,13 @@ auto option_fields(Options& o) {
 template <typename Options>
 requires std::is_same_v<std::remove_const_t<Options>, AdagradOptions>
 auto option_fields(Options& o) {
-  return std::make_tuple(OptionField{"lr", o.lr()}, OptionField{"lr_decay", o.lr_decay()},
-                         OptionField{"weight_decay", o.weight_decay()},
-                         OptionField{"initial_accumulator_value", o.initial_accumulator_value()},
-                         OptionField{"eps", o.eps()}, OptionField{"full_matrix", o.full_matrix()},
-                         OptionField{"block_size", o.block_size()},
-                         OptionField{"update_freq", o.update_freq()},
-                         OptionField{"maximize", o.maximize()});
+  return std::make_tuple(
+      OptionField{"lr", o.lr()}, OptionField{"lr_decay", o.lr_decay()},
+      OptionField{"weight_decay", o.weight_decay()},
+      OptionField{"initial_accumulator_value", o.initial_accumulator_value()},
+      OptionField{"eps", o.eps()}, OptionField{"full_matrix", o.full_matrix()},
+      OptionField{"block_size", o.block_size()}, OptionField{"update_freq", o.update_freq()},
+      OptionField{"root_method", o.root_method()}, OptionField{"maximize", o.maximize()});
 }
 
 template <typename Options>
@@ -68,7 +68,8 @@ auto option_fields(Options& o) {
       OptionField{"TCov", o.TCov()}, OptionField{"TInv", o.TInv()},
       OptionField{"batch_averaged", o.batch_averaged()}, OptionField{"eps", o.eps()},
       OptionField{"stat_decay", o.stat_decay()}, OptionField{"kl_clip", o.kl_clip()},
-      OptionField{"damping_split", o.damping_split()}, OptionField{"maximize", o.maximize()});
+      OptionField{"damping_split", o.damping_split()}, OptionField{"root_method", o.root_method()},
+      OptionField{"maximize", o.maximize()});
 }
 
 template <typename Options>
@@ -100,9 +101,10 @@ void read_options(torch::serialize::InputArchive& archive, Options& options) {
     using Value = std::decay_t<decltype(value)>;
     c10::IValue saved;
     const bool found = archive.try_read(name, saved);
-    if constexpr (std::is_same_v<Value, std::optional<std::string>>) {
+    if constexpr (std::is_same_v<Value, std::optional<std::string>> ||
+                  std::is_same_v<Value, std::string>) {
       if (!found) {
-        return;  // an option that the version which wrote the archive did not have: not set
+        return;  // an option that the version which wrote the archive did not have keeps its value
       }
     }
     TORCH_CHECK_VALUE(found, "the archive has no option '", name,

@@ -252,4 +252,9 @@ bool Shampoo::capturable(const Options& options) const {
   return shampoo_options(options).capturable();
 }
 
+const char* Shampoo::root_remedy() const {
+  return "raise eps or relative_eps, set root_method to 'eigh', or clip gradients so large that "
+         "statistics overflow";
+}
+
 }  // namespace torchium::optim

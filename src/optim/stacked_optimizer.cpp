@@ -97,8 +97,6 @@ void StackedOptimizer::sync_learning_rates() {
   });
 }
 
-const char* StackedOptimizer::root_remedy() const { return "raise eps or relative_eps"; }
-
 void StackedOptimizer::fit_loaded(const Options& options, const std::vector<at::Tensor>& params,
                                   const std::vector<SecondOrderParamState*>& loaded,
                                   const std::vector<SecondOrderParamState*>& fitted) const {

@@ -40,6 +40,7 @@ CASES: dict[str, Make] = {
 # These take the gradients of a backward pass:
 CAPTURING_CASES: dict[str, Make] = {
     "kfac": _case(torchium.KFAC, lr=0.02, TCov=2, TInv=3, weight_decay=0.01, kl_clip=None),
+    "kfac_newton": _case(torchium.KFAC, lr=0.02, TCov=2, TInv=3, root_method="newton"),
     "kfac_exact": _case(torchium.KFAC, lr=0.05, momentum=0.0, TCov=1, damping_split="exact"),
     "natural_gradient": _case(torchium.NaturalGradient, lr=0.1, damping=0.1, momentum=0.5),
     "natural_gradient_between": _case(

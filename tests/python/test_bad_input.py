@@ -77,6 +77,7 @@ BAD_OPTIONS = {
         "full_matrix": NO_FLAG,
         "block_size": NO_COUNT,
         "update_freq": NO_COUNT,
+        "root_method": ["Newton", "svd", None, 1],
         "maximize": NO_FLAG,
     },
     torchium.KFAC: {
@@ -91,6 +92,7 @@ BAD_OPTIONS = {
         "stat_decay": [1.1, *NON_NEGATIVE],
         "kl_clip": [0.0, -0.1, *NOT_FINITE, "0.1", True],
         "damping_split": ["Pi", "none", None, 1],
+        "root_method": ["Newton", "svd", None, 1],
         "maximize": NO_FLAG,
     },
     torchium.NaturalGradient: {
@@ -437,7 +439,12 @@ def test_on_a_gpu_check_errors_reports_at_once(make):
 
 
 SHARED = {
-    torchium.KFAC: {"batch_averaged": False, "kl_clip": None, "damping_split": "exact"},
+    torchium.KFAC: {
+        "batch_averaged": False,
+        "kl_clip": None,
+        "damping_split": "exact",
+        "root_method": "newton",
+    },
     torchium.NaturalGradient: {"update_freq": 2, "eps": 1e-3, "max_norm": 1.0, "solver": "cg"},
 }
 

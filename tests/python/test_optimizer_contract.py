@@ -128,7 +128,13 @@ SIGNATURES = {
             "initial_accumulator_value": 0.0,
             "eps": 1e-10,
         },
-        {"full_matrix": False, "block_size": 128, "update_freq": 1, "maximize": False},
+        {
+            "full_matrix": False,
+            "block_size": 128,
+            "update_freq": 1,
+            "root_method": "auto",
+            "maximize": False,
+        },
     ),
     torchium.KFAC: (
         {
@@ -145,6 +151,7 @@ SIGNATURES = {
             "stat_decay": 0.95,
             "kl_clip": 1e-3,
             "damping_split": "pi",
+            "root_method": "eigh",
             "grad_scaler": None,
             "maximize": False,
         },

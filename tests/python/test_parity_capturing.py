@@ -73,6 +73,7 @@ KFAC: dict[str, dict[str, Any]] = {
     "defaults": {},
     "pi": dict(TCov=2, TInv=3),
     "plain": dict(TCov=2, TInv=3, damping_split="plain"),
+    "newton": dict(TCov=2, TInv=3, root_method="newton"),
     "exact": dict(TCov=2, TInv=3, damping_split="exact"),
     "every_step": dict(TCov=1, TInv=1, momentum=0.0, kl_clip=None, lr=0.01),
     "weight_decay": dict(TCov=3, TInv=4, weight_decay=0.1, maximize=True),

@@ -8,6 +8,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 namespace torchium::optim {
@@ -32,6 +33,8 @@ struct TORCHIUM_API AdagradOptions
   TORCH_ARG(int64_t, block_size) = 128;
   /// Steps between two computations of the roots with full_matrix, >= 1.
   TORCH_ARG(int64_t, update_freq) = 1;
+  /// Of the roots with full_matrix: "auto", "eigh" or "newton" (linalg/matrix_functions.h).
+  TORCH_ARG(std::string, root_method) = "auto";
   /// Ascend instead of descend.
   TORCH_ARG(bool, maximize) = false;
 
@@ -67,6 +70,7 @@ class TORCHIUM_API Adagrad : public StackedOptimizer {
                              SecondOrderParamState& state) const override;
   detail::MatrixStacks init_stacks(const Options& options, at::TensorList params) const override;
   void step_group(const Options& options, detail::GroupStep& step) const override;
+  const char* root_remedy() const override;
 };
 
 }  // namespace torchium::optim

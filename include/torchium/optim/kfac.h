@@ -23,8 +23,8 @@ struct PreconditionedLayer;
 }  // namespace detail
 
 /// Options of KFAC; names and defaults are those of Python's `torchium.KFAC`. batch_averaged,
-/// kl_clip and damping_split must be the same in all groups; for the others, the group of the
-/// weight decides for a layer.
+/// kl_clip, damping_split and root_method must be the same in all groups; for the others, the group
+/// of the weight decides for a layer.
 struct TORCHIUM_API KFACOptions : public torch::optim::OptimizerCloneableOptions<KFACOptions> {
   KFACOptions(double lr = 0.001);
   /// Learning rate, >= 0.
@@ -49,6 +49,8 @@ struct TORCHIUM_API KFACOptions : public torch::optim::OptimizerCloneableOptions
   TORCH_ARG(std::optional<double>, kl_clip) = 1e-3;
   /// "pi" (pi^2 is the ratio of the mean eigenvalues of A and G), "plain" (pi = 1) or "exact".
   TORCH_ARG(std::string, damping_split) = "pi";
+  /// Of the inverses: "eigh", "newton" (not with "exact") or "auto" (linalg/matrix_functions.h).
+  TORCH_ARG(std::string, root_method) = "eigh";
   /// Ascend instead of descend.
   TORCH_ARG(bool, maximize) = false;
 
@@ -125,6 +127,7 @@ class TORCHIUM_API KFAC : public CapturingOptimizer {
   void check_together(const std::vector<const Options*>& groups) const override;
   std::unique_ptr<SecondOrderParamState> make_empty_state() const override;
   void take_joint_step(const detail::JointStep& step) override;
+  const char* root_remedy() const override;
   void forget_captures() override;
   void note_skip(const std::vector<at::Tensor>& params) override;
   void fit_loaded(const Options& options, const std::vector<at::Tensor>& params,

@@ -161,6 +161,7 @@ class TORCHIUM_API Shampoo : public StackedOptimizer {
   detail::MatrixStacks init_stacks(const Options& options, at::TensorList params) const override;
   bool state_is_ready(const Options& options, const at::Tensor& param) const override;
   void step_group(const Options& options, detail::GroupStep& step) const override;
+  const char* root_remedy() const override;
   int64_t max_root_failures(const Options& options) const override;
   bool capturable(const Options& options) const override;
 };

@@ -52,7 +52,6 @@ class TORCHIUM_API StackedOptimizer : public SecondOrderOptimizer {
   void fit_loaded(const Options& options, const std::vector<at::Tensor>& params,
                   const std::vector<SecondOrderParamState*>& loaded,
                   const std::vector<SecondOrderParamState*>& fitted) const override;
-  const char* root_remedy() const override;
 
  private:
   void init_group_states(size_t group, const std::vector<at::Tensor>& active);

@@ -54,7 +54,6 @@ class StackedOptimizer(CoreOptimizer):
     _ELEMENTWISE: ClassVar[tuple[str, ...]]
     # State of the parameter's shape that is made when an option first needs it.
     _BUFFERS: ClassVar[tuple[str, ...]] = ()
-    _ROOT_REMEDY = "raise eps or relative_eps"
 
     # Of each group: what _layout() gave when its stacks were built.
     _layouts: dict[int, tuple[Any, ...]]

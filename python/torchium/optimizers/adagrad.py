@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ._base import StepArguments
-from ._options import Check, flag, integer, lr_tensor, number
+from ._options import Check, choice, flag, integer, lr_tensor, number
 from ._parameters import State, state_zeros
 from ._stacked import StackedOptimizer, matrix_lists
 
@@ -53,6 +53,8 @@ class Adagrad(StackedOptimizer):
         block_size (int): entries of a block of the full-matrix form (default: 128).
         update_freq (int): steps between two computations of the roots of the full-matrix form
             (default: 1).
+        root_method (str): ``"eigh"``, ``"newton"`` or ``"auto"`` for the roots of the full-matrix
+            form; see :func:`torchium.linalg.matrix_inverse_root` (default: "auto").
         maximize (bool): go up instead of down (default: False).
 
     Raises:
@@ -68,6 +70,9 @@ class Adagrad(StackedOptimizer):
         >>> optimizer.zero_grad()
     """
 
+    _ROOT_REMEDY = (
+        "raise eps, set root_method to 'eigh', or clip gradients so large that their sum overflows"
+    )
     _CHECKS: ClassVar[dict[str, Check]] = {
         "lr_decay": number(0.0),
         "weight_decay": number(0.0),
@@ -76,6 +81,7 @@ class Adagrad(StackedOptimizer):
         "full_matrix": flag,
         "block_size": integer(1),
         "update_freq": integer(1),
+        "root_method": choice("auto", "eigh", "newton"),
         "maximize": flag,
     }
     _LAYOUT_OPTIONS = ("full_matrix", "block_size")
@@ -93,6 +99,7 @@ class Adagrad(StackedOptimizer):
         full_matrix: bool = False,
         block_size: int = 128,
         update_freq: int = 1,
+        root_method: str = "auto",
         maximize: bool = False,
     ) -> None:
         defaults = {
@@ -104,6 +111,7 @@ class Adagrad(StackedOptimizer):
             "full_matrix": full_matrix,
             "block_size": block_size,
             "update_freq": update_freq,
+            "root_method": root_method,
             "maximize": maximize,
         }
         super().__init__(params, defaults)
@@ -148,6 +156,7 @@ class Adagrad(StackedOptimizer):
             full_matrix=group["full_matrix"],
             block_size=group["block_size"],
             update_freq=group["update_freq"],
+            root_method=group["root_method"],
             maximize=group["maximize"],
             host_steps=host_steps,
         )

@@ -85,8 +85,8 @@ class KFAC(CapturingOptimizer):
         params_or_model (nn.Module or iterable): the model, or parameters, named parameters or dicts
             of parameter groups: then their layers are found when they run. Parameters are dense,
             real, float32, float64, bfloat16 or float16, all on one device. Every option but
-            ``batch_averaged``, ``kl_clip`` and ``damping_split`` may be set for a group; the group of
-            its weight decides for a layer.
+            ``batch_averaged``, ``kl_clip``, ``damping_split`` and ``root_method`` may be set for a
+            group; the group of its weight decides for a layer.
         lr (float or Tensor): learning rate, at least 0. A tensor has one element (default: 0.001).
         momentum (float): momentum of the direction, in [0, 1) (default: 0.9).
         weight_decay (float): L2 penalty (default: 0).
@@ -100,6 +100,9 @@ class KFAC(CapturingOptimizer):
             None: no bound (default: 1e-3).
         damping_split (str): ``"pi"``, with :math:`\pi^2` the ratio of the mean eigenvalues of A and G;
             ``"plain"``, with :math:`\pi = 1`; or ``"exact"`` (default: "pi").
+        root_method (str): how inverses are computed, ``"eigh"``, ``"newton"`` or ``"auto"``, the
+            faster one; see :func:`torchium.linalg.matrix_inverse_root`. ``"exact"`` needs
+            eigenvectors, and so ``"eigh"`` or ``"auto"``, which are the same there (default: "eigh").
         grad_scaler (GradScaler, optional): scales the loss, under mixed precision; its scale is taken
             out of the factors. It may be set later as an attribute; a copy of the optimizer has none
             (default: None).
@@ -122,6 +125,9 @@ class KFAC(CapturingOptimizer):
         >>> optimizer.zero_grad()
     """
 
+    _ROOT_REMEDY = (
+        "raise damping, set root_method to 'eigh', or clip gradients so large that factors overflow"
+    )
     _CHECKS: ClassVar[dict[str, Check]] = {
         "momentum": number(0.0, 1.0),
         "weight_decay": number(0.0),
@@ -133,9 +139,10 @@ class KFAC(CapturingOptimizer):
         "stat_decay": number(0.0, 1.0, closed_high=True),
         "kl_clip": optional(number(0.0, open_low=True)),
         "damping_split": choice("pi", "plain", "exact"),
+        "root_method": choice("auto", "eigh", "newton"),
         "maximize": flag,
     }
-    _SHARED = ("batch_averaged", "kl_clip", "damping_split")
+    _SHARED = ("batch_averaged", "kl_clip", "damping_split", "root_method")
     _OWN_OPTION = "TCov"
     _capture: FactorCapture
 
@@ -154,6 +161,7 @@ class KFAC(CapturingOptimizer):
         stat_decay: float = 0.95,
         kl_clip: float | None = 1e-3,
         damping_split: str = "pi",
+        root_method: str = "eigh",
         grad_scaler: GradScaler | None = None,
         maximize: bool = False,
     ) -> None:
@@ -169,9 +177,18 @@ class KFAC(CapturingOptimizer):
             "stat_decay": stat_decay,
             "kl_clip": kl_clip,
             "damping_split": damping_split,
+            "root_method": root_method,
             "maximize": maximize,
         }
         super().__init__(params_or_model, defaults, grad_scaler)
+
+    def _check_combination(self, options: dict[str, Any]) -> None:
+        super()._check_combination(options)
+        if options["root_method"] == "newton" and options["damping_split"] == "exact":
+            raise ValueError(
+                "root_method='newton' has no eigenvectors, which damping_split='exact' needs; use "
+                "'eigh' or 'auto'"
+            )
 
     def report(self) -> dict[str, list[str]]:
         """Names of the parameters that are ``"preconditioned"`` and of those that ``"fallback"``.
@@ -309,6 +326,7 @@ class KFAC(CapturingOptimizer):
             batch_averaged=options["batch_averaged"],
             kl_clip=options["kl_clip"],
             damping_split=options["damping_split"],
+            root_method=options["root_method"],
             loss_scale=None,  # taken out of the sums already
             found_inf=found_inf,
         )

@@ -138,6 +138,10 @@ class Shampoo(StackedOptimizer):
         >>> optimizer.zero_grad()
     """
 
+    _ROOT_REMEDY = (
+        "raise eps or relative_eps, set root_method to 'eigh', or clip gradients so large that "
+        "statistics overflow"
+    )
     _CHECKS: ClassVar[dict[str, Check]] = {
         "eps": number(0.0),
         "update_freq": integer(1),
