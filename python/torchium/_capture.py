@@ -18,11 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.hooks import RemovableHandle
 
 from ._completeness import CompletenessCheck
-from ._hooks import ModuleHook, OutputHook, ParameterHook, Saved, weakly
+from ._hooks import (
+    ModuleHook,
+    OutputHook,
+    ParameterHook,
+    RegistrationHook,
+    Saved,
+    register_any_forward_hook,
+    weakly,
+)
 from ._layers import (
     LayerKind,
     computed_output,
@@ -77,9 +85,12 @@ class Capture:
         self._wants = weakref.WeakMethod(wants)
         self._params: set[Tensor] = set()
         self._hooked_params: set[Tensor] = set()
+        self._hooked_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._scanned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._handles: list[RemovableHandle] = []
         self._global_handle: RemovableHandle | None = None
+        # Of each thread: the module whose call the hook of all modules has seen just now.
+        self._seen = threading.local()
         # Uses whose gradient has not reached the parameter yet.
         self._open: dict[Tensor, list[tuple[str, Use]]] = {}
         # .grad of each parameter as the last backward pass left it.
@@ -87,8 +98,10 @@ class Capture:
         # The root of each running backward pass or part of one, and by thread, outermost first.
         self._roots: dict[int, int] = {}
         self._running: dict[int, list[int]] = {}
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # for all of it: threads share the hooks
         weakref.finalize(self, _remove_all, self._handles)
+        hook = RegistrationHook(self._after_registration)
+        self._handles.append(register_module_parameter_registration_hook(hook))
 
     # ---- parameters and their modules
 
@@ -97,62 +110,89 @@ class Capture:
         dynamo = sys.modules.get("torch._dynamo")
         if dynamo is not None:
             dynamo.reset_code_caches()  # a compiled model does not look for new hooks
-        self._params.update(params)
-        for module in list(self.modules):
-            self.adopt(module, self.modules[module])
-        if self._global_handle is None and not self._params <= self.owners.keys():
-            hook = ModuleHook(self._after_any_forward)
-            self._global_handle = register_module_forward_hook(hook, with_kwargs=True)
-            self._handles.append(self._global_handle)
-            self._scanned.clear()
+        with self._lock:
+            self._params.update(params)
+            for module in list(self.modules):
+                self.adopt(module, self.modules[module])
+            if self._global_handle is None and not self._params <= self.owners.keys():
+                hook = ModuleHook(self._after_any_forward)
+                self._global_handle = register_any_forward_hook(hook)
+                self._handles.append(self._global_handle)
+                self._scanned.clear()
 
     def adopt(self, module: nn.Module, name: str) -> None:
         """Hooks the module if it owns a parameter, or may mix samples where that is of interest."""
-        owned = [p for p in module._parameters.values() if p is not None and p in self._params]
-        for param in owned:
-            owners = self.owners.setdefault(param, [])
-            if module not in owners:
-                owners.append(module)
-        if not owned and not (self._sees_mixing and may_mix_samples(module)):
-            return
-        if module not in self.modules:
-            hook = ModuleHook(self._after_forward)
+        with self._lock:
+            params = [p for p in module._parameters.values() if p is not None]
+            owned = [p for p in params if p in self._params]
+            for param in owned:
+                owners = self.owners.setdefault(param, [])
+                if module not in owners:
+                    owners.append(module)
+            if owned or (self._sees_mixing and may_mix_samples(module)):
+                self._hook(module)
+                self.modules[module] = name
+
+    def _hook(self, module: nn.Module) -> None:
+        if module not in self._hooked_modules:
+            self._hooked_modules.add(module)
+            hook = ModuleHook(self._after_own_forward)
             self._handles.append(module.register_forward_hook(hook, prepend=True, with_kwargs=True))
-        self.modules[module] = name
+
+    def _after_registration(self, module: nn.Module, param: Tensor) -> None:
+        """Hooks modules that get a known parameter later; they count as its owners once they run."""
+        with self._lock:
+            if param in self._params:
+                self._hook(module)
 
     def settle(self) -> None:
         """Stops looking at all modules once the owners of all parameters are known.
 
         For a step, not for a forward pass, in which a second owner may follow.
         """
-        if self._global_handle is not None and self._params <= self.owners.keys():
-            self._global_handle.remove()
-            self._handles.remove(self._global_handle)
-            self._global_handle = None
+        with self._lock:
+            if self._global_handle is not None and self._params <= self.owners.keys():
+                self._global_handle.remove()
+                self._handles.remove(self._global_handle)
+                self._global_handle = None
+                self._seen = threading.local()
 
     def _after_any_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        if module in self._scanned:
-            return
-        known = module in self.modules
-        for name, child in module.named_modules():
-            self.adopt(child, name)
-            if child in self.modules:  # else other parameters may be in their places for now
-                self._scanned.add(module)
-        if not known and module in self.modules:  # its own hook did not exist when it ran
-            self._after_forward(module, args, kwargs, output)
+        with self._lock:
+            if module not in self._scanned:
+                for name, child in module.named_modules():
+                    self.adopt(child, name)
+                    if child in self.modules:  # else other parameters may be in their places now
+                        self._scanned.add(module)
+            # Its own hook may not have been there when it was called, and else comes next.
+            if module in self.modules:
+                self._seen.module = module
+                self._after_forward(module, args, kwargs, output)
 
     # ---- forward
+
+    def _after_own_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        with self._lock:
+            if getattr(self._seen, "module", None) is module:
+                self._seen.module = None
+                return
+            if module not in self.modules:
+                self.adopt(module, "")
+            if module in self.modules:
+                self._after_forward(module, args, kwargs, output)
 
     def _after_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         self.ran = True
         outer = self._root(torch._C._current_graph_task_id())
-        if outer == NO_TASK:
-            self._roots.clear()  # what is left is of passes that raised
-            self._running.clear()
+        if outer == NO_TASK:  # what is left of this thread is of passes that raised
+            for task in self._running.pop(threading.get_ident(), ()):
+                self._roots.pop(task, None)
         if not isinstance(output, Tensor) or not output.requires_grad or _is_transformed():
             return
         if self._sees_mixing and mixes_samples(module):
@@ -240,9 +280,9 @@ class Capture:
 
     def _after_accumulation(self, param: Tensor) -> None:
         """Called when a backward pass has added to ``.grad`` of a parameter."""
-        if not self._open and not self._gradients:  # nothing was wanted
-            return
         with self._lock:
+            if not self._open and not self._gradients:  # nothing was wanted
+                return
             task = torch._C._current_graph_task_id()
             if self._started_anew(param):
                 self._restart(param, self._root(task))
@@ -251,7 +291,7 @@ class Capture:
             if waiting:
                 self._open[param] = waiting
             reached = [entry for entry in entries if entry[1].task == task]
-            self.completeness.compare(param, [use for _, use in reached])
+            self.completeness.compare(param, task, [use for _, use in reached])
             for name, use in reached:
                 use.reached.add(name)
                 self._reached(name, use)
@@ -279,6 +319,8 @@ class Capture:
         with self._lock:
             self._open.clear()
             self._gradients.clear()
+            self._roots.clear()
+            self._running.clear()
             self.completeness.forget()
 
     # ---- what is done with the uses
@@ -307,24 +349,33 @@ class UseCapture(Capture):
         super().__init__(kinds, wants)
         self._uses: dict[int, list[Use]] = {}  # by root
         self._mixing: dict[int, nn.Module] = {}  # by root
+        self._mixing_calls: set[int] = set()  # roots that went through a normalisation of a batch
+        self._searched: set[int] = set()  # tasks in which one was looked for
 
     def uses(self) -> list[list[Use]]:
         """The uses whose gradients ``.grad`` holds, one list a backward pass."""
         passes = ([use for use in uses if use.reached] for uses in self._uses.values())
         return [uses for uses in passes if uses]
 
-    def mixing(self) -> nn.Module | None:
-        """A module that mixed the samples of one of these passes."""
+    def mixing(self) -> nn.Module | str | None:
+        """The module, or the function if it was none, that mixed the samples of one of these passes."""
         roots = {use.root for uses in self.uses() for use in uses}
-        return next((module for root, module in self._mixing.items() if root in roots), None)
+        modules = [module for root, module in self._mixing.items() if root in roots]
+        return next(iter(modules), None if roots.isdisjoint(self._mixing_calls) else "batch_norm")
 
     def forget(self) -> None:
         super().forget()
         self._uses.clear()
         self._mixing.clear()
+        self._mixing_calls.clear()
+        self._searched.clear()
 
     def _added(self, use: Use) -> None:
         self._uses.setdefault(use.root, []).append(use)
+        if use.task not in self._searched:
+            self._searched.add(use.task)
+            if torch.ops.torchium.backward_pass_mixes_samples():
+                self._mixing_calls.add(use.root)
 
     def _drop(self, root: int) -> None:
         super()._drop(root)
@@ -333,13 +384,15 @@ class UseCapture(Capture):
             self._uses[root] = reached
         else:
             self._mixing.pop(root, None)
+            self._mixing_calls.discard(root)
 
     def _restart(self, param: Tensor, root: int) -> None:
         self._uses = {key: uses for key, uses in self._uses.items() if key == root}
 
     def _mixed(self, module: nn.Module, outer: int, gradient: Tensor) -> None:
-        root = self._root(torch._C._current_graph_task_id()) if outer == NO_TASK else outer
-        self._mixing.setdefault(root, module)
+        with self._lock:
+            root = self._root(torch._C._current_graph_task_id()) if outer == NO_TASK else outer
+            self._mixing.setdefault(root, module)
 
 
 def _is_transformed() -> bool:

@@ -12,11 +12,11 @@ import weakref
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
-from ._layers import summed_gradient
+from ._layers import MATRIX_KINDS, layer_kind, summed_gradient
 
 if TYPE_CHECKING:
     from ._capture import Use
@@ -32,7 +32,8 @@ class CompletenessCheck:
 
     def __init__(self) -> None:
         self._handles: dict[Tensor, RemovableHandle] = {}  # of parameters still to be compared
-        self._arrived: dict[Tensor, Tensor] = {}  # gradients on their way to .grad
+        # Gradients on their way to .grad, by parameter and graph task: of several threads at once.
+        self._arrived: dict[tuple[Tensor, int], Tensor] = {}
         # Of each comparison: the parameter, and the difference and what may be rounding [2].
         self._results: list[tuple[Tensor, Tensor]] = []
         # Parameters that have gradients from elsewhere than their recorded uses.
@@ -46,16 +47,18 @@ class CompletenessCheck:
         def hook(gradient: Tensor) -> None:
             this, target = check(), key()
             if this is not None and target is not None:
-                this._arrived[target] = gradient.detach()
+                task = torch._C._current_graph_task_id()
+                # .grad takes its memory, and other threads add to that.
+                this._arrived[target, task] = gradient.detach().clone()
 
         handle: RemovableHandle = param.register_hook(hook)
         _move_to_front(param, handle)
         self._handles[param] = handle
         return handle
 
-    def compare(self, param: Tensor, uses: list[Use]) -> None:
-        """Compares the gradient that has just arrived with that of the uses, if there are any."""
-        arrived = self._arrived.pop(param, None)
+    def compare(self, param: Tensor, task: int, uses: list[Use]) -> None:
+        """Compares the gradient that the graph task brought with that of its uses, if there are any."""
+        arrived = self._arrived.pop((param, task), None)
         if arrived is None or not uses or param not in self._handles:
             return
         with torch.no_grad():
@@ -121,7 +124,7 @@ def _tolerance(param: Tensor, use: Use) -> float:
 def _scale(param: Tensor, use: Use) -> Tensor:
     """A bound of the gradient: norm of the output gradient times that of what it is multiplied by."""
     gradient: Tensor = torch.linalg.vector_norm(use.output_gradient, dtype=torch.float64)
-    if param is use.params.get("weight") and isinstance(use.module, (nn.Linear, nn.Conv2d)):
+    if param is use.params.get("weight") and layer_kind(use.module) in MATRIX_KINDS:
         input: Tensor = torch.linalg.vector_norm(use.input, dtype=torch.float64)
         patch = math.prod(param.shape[2:])  # each entry of an image is in so many patches
         return gradient * input * math.sqrt(patch)

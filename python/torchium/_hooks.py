@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.nn.modules import module as nn_module
+from torch.utils.hooks import RemovableHandle
 
 
 class Saved(torch.autograd.Function):
@@ -89,6 +91,29 @@ class ModuleHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ModuleHook, (None,)
+
+
+def register_any_forward_hook(hook: ModuleHook) -> RemovableHandle:
+    """Hooks all modules that run."""
+    handle = nn_module.register_module_forward_hook(hook, with_kwargs=True)
+    # torch's handle leaves this entry behind, for which every compiled model warns.
+    handle.extra_dict_ref += (weakref.ref(nn_module._global_forward_hooks_with_kwargs),)
+    return handle
+
+
+class RegistrationHook:
+    """Hook of all modules, called when one gets a parameter, that does not keep the optimizer alive."""
+
+    __slots__ = ("_method",)
+
+    def __init__(self, method: Callable[[nn.Module, Tensor], None]) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    @_disable_dynamo
+    def __call__(self, module: nn.Module, name: str, param: Tensor | None) -> None:
+        method = self._method()
+        if method is not None and param is not None:
+            method(module, param)
 
 
 class ParameterHook:

@@ -12,18 +12,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrize import ParametrizationList
 
 _SETTINGS = 8  # integers that describe a layer to the core
 
 
 class LayerKind(IntEnum):
-    """``torchium::gradients::detail::LayerKind``."""
+    """``torchium::gradients::detail::LayerKind``, and one that the core knows as ``LINEAR``."""
 
     LINEAR = 0
     CONV2D = 1
     EMBEDDING = 2
     LAYER_NORM = 3
     GROUP_NORM = 4
+    TRANSPOSED_LINEAR = 5  # Conv1D of transformers: a linear layer with a weight [in, out]
 
 
 _CLASSES: dict[LayerKind, type[nn.Module]] = {
@@ -34,27 +36,44 @@ _CLASSES: dict[LayerKind, type[nn.Module]] = {
     LayerKind.GROUP_NORM: nn.GroupNorm,
 }
 
-ALL_KINDS = frozenset(LayerKind)
-MATRIX_KINDS = frozenset({LayerKind.LINEAR, LayerKind.CONV2D})
+ALL_KINDS = frozenset(_CLASSES)
+MATRIX_KINDS = frozenset({LayerKind.LINEAR, LayerKind.CONV2D, LayerKind.TRANSPOSED_LINEAR})
+
+
+def _known_class(cls: type[nn.Module]) -> tuple[LayerKind, type[nn.Module]] | None:
+    """The kind of the layers of a class, and the class that it inherits that from."""
+    for kind, known in _CLASSES.items():
+        if issubclass(cls, known):
+            return kind, known
+    for base in cls.__mro__:  # by name: transformers need not be installed
+        if base.__qualname__ == "Conv1D" and base.__module__.startswith("transformers."):
+            return LayerKind.TRANSPOSED_LINEAR, base
+    return None
 
 
 def layer_kind(module: nn.Module) -> LayerKind | None:
     """The kind of a layer that computes just what the class of its kind computes."""
-    for kind, cls in _CLASSES.items():
-        if isinstance(module, cls):
-            methods = ("forward", "_conv_forward") if kind is LayerKind.CONV2D else ("forward",)
-            for name in methods:
-                if name in module.__dict__ or getattr(type(module), name) is not getattr(cls, name):
-                    return None
-            return kind
-    return None
+    found = _known_class(type(module))
+    if found is None:
+        return None
+    kind, cls = found
+    methods = ("forward", "_conv_forward") if kind is LayerKind.CONV2D else ("forward",)
+    for name in methods:
+        if name in module.__dict__ or getattr(type(module), name) is not getattr(cls, name):
+            return None
+    return kind
+
+
+def has_transposed_weight(module: nn.Module) -> bool:
+    """Whether the weight of the layer is [in, out]."""
+    return layer_kind(module) is LayerKind.TRANSPOSED_LINEAR
 
 
 def why_unsupported(module: nn.Module, kinds: frozenset[LayerKind] = ALL_KINDS) -> str | None:
     """Why the parameters of the module have no per-sample gradients here; None: they have."""
     kind = layer_kind(module)
     if kind is None:
-        if isinstance(module, tuple(_CLASSES.values())):
+        if _known_class(type(module)) is not None:
             return "has a forward of its own"
         return "is of an unsupported type"
     if kind not in kinds:
@@ -69,6 +88,20 @@ def why_unsupported(module: nn.Module, kinds: frozenset[LayerKind] = ALL_KINDS) 
             if value not in (None, False):
                 return f"has {name}={value}"
     return None
+
+
+def computed_weight(module: nn.Module) -> str | None:
+    """By what the weight of a layer is computed from other parameters; None: it is a parameter."""
+    if isinstance(module, ParametrizationList):
+        return ", ".join(type(step).__name__.lstrip("_") for step in module)
+    parametrized = getattr(module, "parametrizations", {})
+    if isinstance(parametrized, nn.ModuleDict) and "weight" in parametrized:
+        return computed_weight(parametrized["weight"])
+    if "weight" in module._parameters or not isinstance(getattr(module, "weight", None), Tensor):
+        return None
+    hooks = module._forward_pre_hooks.values()
+    names = [type(hook).__name__ for hook in hooks if getattr(hook, "name", None) == "weight"]
+    return names[0] if names else "code of the model"
 
 
 def mixes_samples(module: nn.Module) -> bool:
@@ -98,7 +131,7 @@ def computed_output(output: Tensor) -> Tensor:
 
 def is_single(module: nn.Module, input: Tensor) -> bool:
     """Whether the layer received one sample without a dimension for samples."""
-    if isinstance(module, nn.Linear):
+    if layer_kind(module) in (LayerKind.LINEAR, LayerKind.TRANSPOSED_LINEAR):
         return input.dim() == 1
     if isinstance(module, nn.Conv2d):
         return input.dim() == 3
@@ -150,6 +183,8 @@ def use_row(module: nn.Module, weight: int, bias: int, micro_batch: int) -> tupl
     """
     kind, eps, settings = layer_kind(module), 0.0, list[int]()
     assert kind is not None
+    if kind is LayerKind.TRANSPOSED_LINEAR:  # the core is given the transpose of its weight
+        kind = LayerKind.LINEAR
     if isinstance(module, nn.Conv2d):
         settings = [*module.stride, *_padding(module), *module.dilation, module.groups]
     elif isinstance(module, nn.Embedding):
@@ -179,6 +214,8 @@ def summed_gradient(
 
 
 def _forward(module: nn.Module, input: Tensor, weight: Any, bias: Any) -> Tensor:
+    if has_transposed_weight(module):
+        return F.linear(input, weight.mT, bias)
     if isinstance(module, nn.Linear):
         return F.linear(input, weight, bias)
     if isinstance(module, nn.Conv2d):

@@ -143,6 +143,8 @@ OptionDict report_of(const KFAC& optimizer) {
   OptionDict result;
   result["preconditioned"] = py::cast(report.preconditioned);
   result["fallback"] = py::cast(report.fallback);
+  result["diagonal_A"] = py::cast(report.diagonal_A);
+  result["diagonal_G"] = py::cast(report.diagonal_G);
   return result;
 }
 

@@ -1,5 +1,7 @@
 #include "gradients/capture_state.h"
 
+#include "gradients/mixed_samples.h"
+
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -19,8 +21,9 @@ at::Tensor without_history(const at::Tensor& tensor) {
 
 }  // namespace
 
-OperatorCapture::State::State(const std::vector<at::Tensor>& tensors, Receiver receiver)
-    : receiver(std::move(receiver)) {
+OperatorCapture::State::State(const std::vector<at::Tensor>& tensors, Receiver receiver,
+                              bool takes_transposed)
+    : receiver(std::move(receiver)), takes_transposed(takes_transposed) {
   for (const at::Tensor& param : tensors) {
     positions.emplace(param.unsafeGetTensorImpl(), static_cast<int64_t>(params.size()));
     params.emplace_back(param.getIntrusivePtr());
@@ -113,6 +116,13 @@ void OperatorCapture::State::look_for_other_uses(const PendingUse& use, const La
   }
 }
 
+void OperatorCapture::State::look_for_mixed_samples(int64_t pass) {
+  const bool is_new = tasks_seen_for_mixing.insert(autograd::get_current_graph_task_id()).second;
+  if (is_new && backward_pass_mixes_samples()) {
+    mixing_passes.insert(pass);
+  }
+}
+
 void OperatorCapture::State::receive(PendingUse& use, const at::Tensor& gradient) {
   const at::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
@@ -134,7 +144,8 @@ void OperatorCapture::State::receive(PendingUse& use, const at::Tensor& gradient
   std::vector<int64_t> gone;
   arrive(layer.weight, layer.micro_batch, gone);
   arrive(layer.bias, layer.micro_batch, gone);
-  receiver({std::move(layer), std::move(gone)});
+  look_for_mixed_samples(layer.micro_batch);
+  receiver({std::move(layer), use.has_transposed_weight, std::move(gone)});
 }
 
 void OperatorCapture::forget() {
@@ -143,6 +154,8 @@ void OperatorCapture::forget() {
   state_->ended_passes.clear();
   state_->passes_of_param.clear();
   state_->searched_tasks.clear();
+  state_->mixing_passes.clear();
+  state_->tasks_seen_for_mixing.clear();
   state_->processes = 1;
 }
 
@@ -160,6 +173,11 @@ void OperatorCapture::raise_error() {
 int64_t OperatorCapture::processes() const {
   const std::lock_guard lock(state_->mutex);
   return state_->processes;
+}
+
+bool OperatorCapture::mixes_samples(int64_t pass) const {
+  const std::lock_guard lock(state_->mutex);
+  return state_->mixing_passes.count(pass) != 0;
 }
 
 bool OperatorCapture::is_used_otherwise(int64_t position) const {

@@ -25,6 +25,7 @@ namespace torchium::gradients::detail {
 struct PendingUse {
   std::weak_ptr<OperatorCapture::State> capture;
   LayerUse layer;
+  bool has_transposed_weight = false;
   int64_t outer_task = -1;  // the backward pass that this forward pass is a part of
   std::vector<int64_t> output_sizes;
   WeakNode input_node;          // of the input, if it has one
@@ -33,7 +34,7 @@ struct PendingUse {
 using PendingUses = std::vector<std::shared_ptr<PendingUse>>;
 
 struct OperatorCapture::State : public std::enable_shared_from_this<State> {
-  State(const std::vector<at::Tensor>& params, Receiver receiver);
+  State(const std::vector<at::Tensor>& params, Receiver receiver, bool takes_transposed);
 
   // Position of a parameter in the list; -1: not in it.
   int64_t position(const at::Tensor& param) const;
@@ -49,10 +50,13 @@ struct OperatorCapture::State : public std::enable_shared_from_this<State> {
   // Looks once for each parameter of a use whether the current backward pass, which has come to it,
   // reaches parameters in other ways too.
   void look_for_other_uses(const PendingUse& use, const LayerUse& layer);
+  // Notes whether the current backward pass, with this number, mixes samples (mixed_samples.h).
+  void look_for_mixed_samples(int64_t pass);
   // A use that has its gradient now.
   void receive(PendingUse& use, const at::Tensor& gradient);
 
   const Receiver receiver;
+  const bool takes_transposed;
   // Weak references keep the addresses from being used again.
   std::vector<c10::weak_intrusive_ptr<at::TensorImpl>> params;
   std::unordered_map<const at::TensorImpl*, int64_t> positions;
@@ -64,6 +68,8 @@ struct OperatorCapture::State : public std::enable_shared_from_this<State> {
   std::exception_ptr error;
   int64_t processes = 1;  // the most that an exchange between processes was of
   CapturedNodes nodes;
+  std::set<int64_t> mixing_passes;             // backward passes that mix samples
+  std::set<int64_t> tasks_seen_for_mixing;     // graph tasks in which that was looked for
   std::unordered_set<int64_t> searched_tasks;  // graph tasks in which other uses were looked for
   std::set<int64_t> searched;                  // positions for which that was done
   std::set<int64_t> used_otherwise;            // positions of which one was found

@@ -14,19 +14,36 @@ namespace {
 void check_factor(const at::Tensor& factor, const char* name, int64_t groups, int64_t order,
                   bool with_bias, const at::Tensor& input) {
   const auto sizes = factor.sym_sizes();
-  const bool fits = sizes.size() == 3 && sizes[0] == groups && sizes[1] == sizes[2] &&
+  const bool fits = (sizes.size() == 3 || sizes.size() == 2) && sizes[0] == groups &&
+                    sizes[1] == sizes.back() &&
                     (sizes[1] == order || (with_bias && sizes[1] == order + 1));
   TORCH_CHECK_VALUE(fits, name, " has shape ", sizes, "; it must be [", groups, ", ", order, ", ",
-                    order, "]", with_bias ? ", or one row and column more for a bias" : "");
+                    order, "] or its diagonal [", groups, ", ", order, "]",
+                    with_bias ? ", or one row and column more for a bias" : "");
   TORCH_CHECK_VALUE(factor.scalar_type() == at::kFloat || factor.scalar_type() == at::kDouble, name,
                     " has dtype ", factor.scalar_type(), "; it must be float32 or float64");
   TORCH_CHECK_VALUE(factor.is_contiguous() && factor.device() == input.device(), name,
                     " must be contiguous and on ", input.device(), ", like the input");
 }
 
+// The diagonal of what second_moment_() adds up, [groups, vector].
+void squares_(at::Tensor& sum, const at::Tensor& X, bool accumulate) {
+  if (!accumulate) {
+    sum.zero_();
+  }
+  sum.narrow(1, 0, X.size(1)).add_(X.square().sum(2));
+  if (sum.size(1) > X.size(1)) {
+    sum.select(1, X.size(1)).add_(X.size(2));
+  }
+}
+
 // sum[g] <- X[g] X[g]^T, plus sum[g] to accumulate, with X: [groups, vector, count], each vector
 // with a 1 at its end where `sum` has room for it.
 void second_moment_(at::Tensor& sum, const at::Tensor& X, bool accumulate) {
+  if (sum.dim() == 2) {
+    squares_(sum, X, accumulate);
+    return;
+  }
   const int64_t length = X.size(1);
   const double beta = accumulate ? 1.0 : 0.0;
   at::Tensor inner = sum.narrow(1, 0, length).narrow(2, 0, length);

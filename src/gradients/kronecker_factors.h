@@ -12,8 +12,9 @@ namespace torchium::gradients::detail {
 // linear layer or the patch of a convolution, g the output gradient.
 // A_sum: [groups, a, a], where a is the fan-in of a group, or one more: then each input vector gets
 // a 1 at its end, for the bias. G_sum: [groups, o, o], o output channels of a group. Both float32
-// or float64, contiguous, symmetric, and exactly symmetric afterwards. ValueError on other shapes,
-// with nothing changed. Only kind, settings and tensors of the use count.
+// or float64, contiguous, symmetric, and exactly symmetric afterwards. Without its last dimension a
+// sum is the diagonal alone. ValueError on other shapes, with nothing changed. Only kind, settings
+// and tensors of the use count.
 // accumulate = false: what the sums hold before is overwritten, and need not be set.
 void update_kronecker_factors_(at::Tensor& A_sum, at::Tensor& G_sum, const LayerUse& use,
                                at::IntArrayRef weight_shape, bool accumulate = true);

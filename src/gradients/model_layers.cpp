@@ -82,7 +82,8 @@ void ModelLayers::add_module(const std::string& name, const nn::Module& module,
   const std::string description = name.empty() ? "the model (" + type_name(module) + ")"
                                                : "layer '" + name + "' (" + type_name(module) + ")";
   for (const auto& param : module.named_parameters(/*recurse=*/false)) {
-    ParameterPlace place{prefix + param.key(), description, problem_of(module), samples_are_hidden};
+    ParameterPlace place{prefix + param.key(), description, type_name(module), problem_of(module),
+                         samples_are_hidden};
     if (samples_are_hidden && place.problem.empty()) {
       place.problem = "takes samples in another dimension than the first";
     }

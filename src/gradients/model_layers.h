@@ -20,6 +20,7 @@ namespace torchium::gradients::detail {
 struct ParameterPlace {
   std::string name;    // in the model, as "0.weight"
   std::string module;  // "'0' (Linear)"
+  std::string type;    // "Linear"
   // Why its gradient is not known sample by sample, as "is of an unsupported type"; empty: it may
   // be. That of a module outside of torch::nn is known where it calls layers' operators.
   std::string problem;

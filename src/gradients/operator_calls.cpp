@@ -59,10 +59,17 @@ LayerCall make_call(LayerKind kind, at::Tensor weight, at::Tensor bias, at::Tens
 
 Reading product(const at::Tensor& input, const at::Tensor& operand, at::Tensor bias) {
   at::Tensor weight = untransposed(operand);
+  const bool is_itself =
+      !weight.defined() && operand.dim() == 2 && operand.requires_grad() && operand.is_leaf();
+  if (is_itself) {
+    weight = operand;
+  }
   if (!weight.defined() && !bias.defined()) {
     return std::nullopt;
   }
-  return make_call(LayerKind::kLinear, std::move(weight), std::move(bias), input);
+  LayerCall call = make_call(LayerKind::kLinear, std::move(weight), std::move(bias), input);
+  call.has_transposed_weight = is_itself;
+  return call;
 }
 
 Reading linear(Arguments a) {

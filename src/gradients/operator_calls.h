@@ -16,7 +16,8 @@ namespace torchium::gradients::detail {
 struct LayerCall {
   at::Tensor weight;
   at::Tensor bias;
-  LayerUse use;  // without positions and gradient
+  LayerUse use;                        // without positions and gradient
+  bool has_transposed_weight = false;  // linear: the weight is [in, out]
   // The operator adds `bias` to its first operand in place, perhaps to the product of a weight.
   bool is_in_place_addition = false;
 };

@@ -110,6 +110,17 @@ std::shared_ptr<PendingUse> product_use(const at::Tensor& target,
   return nullptr;
 }
 
+// What [samples * positions, in] is a view of: dimension 0 is to be the sample.
+at::Tensor with_samples(const at::Tensor& input) {
+  if (input.dim() != 2 || !input.is_view() || !input.is_contiguous()) {
+    return input;
+  }
+  const at::Tensor base(input._base());
+  const bool is_whole = base.dim() > 2 && base.is_contiguous() && base.numel() == input.numel() &&
+                        base.size(0) > 0 && input.size(0) % base.size(0) == 0;
+  return is_whole ? input.view({base.size(0), input.size(0) / base.size(0), input.size(1)}) : input;
+}
+
 void note_call(const LayerCall& call, CallContext& context) {
   Registry::instance().for_each([&](const std::shared_ptr<OperatorCapture::State>& capture) {
     const int64_t bias = capture->trainable_position(call.bias);
@@ -119,7 +130,13 @@ void note_call(const LayerCall& call, CallContext& context) {
         return;
       }
     }
-    const int64_t weight = capture->trainable_position(call.weight);
+    const int64_t input_position = capture->trainable_position(call.use.input);
+    // A product of two parameters has no samples.
+    const bool is_transposed =
+        call.has_transposed_weight && capture->takes_transposed && input_position < 0;
+    const int64_t weight = call.has_transposed_weight && !is_transposed
+                               ? -1
+                               : capture->trainable_position(call.weight);
     if (weight < 0 && bias < 0) {
       return;
     }
@@ -128,10 +145,12 @@ void note_call(const LayerCall& call, CallContext& context) {
     use->layer = call.use;
     use->layer.weight = weight;
     use->layer.bias = bias;
-    use->layer.input = call.use.input.detach();
+    const at::Tensor input = is_transposed ? with_samples(call.use.input) : call.use.input;
+    use->layer.input = input.detach();
+    use->has_transposed_weight = is_transposed;
     use->outer_task = autograd::get_current_graph_task_id();
     use->input_node = call.use.input.grad_fn();
-    use->input_position = capture->trainable_position(call.use.input);
+    use->input_position = input_position;
     context.uses.push_back(std::move(use));
   });
 }
@@ -185,6 +204,11 @@ void note_output(const at::Tensor& output, CallContext& context) {
       continue;
     }
     use->output_sizes = output.sizes().vec();
+    if (use->has_transposed_weight) {  // dimensions as those of the input
+      const auto leading = use->layer.input.sizes();
+      use->output_sizes.assign(leading.begin(), leading.end() - 1);
+      use->output_sizes.push_back(output.size(-1));
+    }
     {
       const std::lock_guard lock(capture->mutex);
       capture->nodes.add(edge.function, use);
@@ -258,8 +282,9 @@ void Registry::remove(const OperatorCapture::State* capture) {
 
 }  // namespace
 
-OperatorCapture::OperatorCapture(std::vector<at::Tensor> params, Receiver receiver)
-    : state_(std::make_shared<State>(params, std::move(receiver))) {}
+OperatorCapture::OperatorCapture(std::vector<at::Tensor> params, Receiver receiver,
+                                 bool takes_transposed)
+    : state_(std::make_shared<State>(params, std::move(receiver), takes_transposed)) {}
 
 OperatorCapture::~OperatorCapture() { set_enabled(false); }
 

@@ -17,15 +17,17 @@ struct CapturedUse {
   // `weight` and `bias` are positions in the list of the capture; -1: not there, frozen, or not
   // accumulated by this backward pass. `micro_batch` counts the backward passes.
   LayerUse use;
+  bool has_transposed_weight = false;  // linear: the weight is [in, out]
   // Earlier backward passes of the weight or bias, ended ones, whose gradient is gone: it was
   // undefined when this pass came. Each is named once for each of the two.
   std::vector<int64_t> gone_passes;
 };
 
 // Captures the uses of some parameters by these operators, called directly or by torch::nn:
-//   linear, addmm, matmul, mm (whose operand is the whole transpose of the parameter; a bias is
-//   addmm's first operand or what is added in place to the product), conv2d, convolution,
-//   embedding, layer_norm, native_layer_norm, group_norm, native_group_norm.
+//   linear, addmm, matmul, mm (whose operand is the whole transpose of the parameter, or, on
+//   demand, the parameter itself; a bias is addmm's first operand or what is added in place to the
+//   product), conv2d, convolution, embedding, layer_norm, native_layer_norm, group_norm,
+//   native_group_norm.
 // A use counts if gradients are recorded and reach the parameter. Dimension 0 of the input is the
 // sample. An operator within one of these, or within a recurrent layer (lstm, gru, ...), does not
 // count: there dimension 0 may be something else.
@@ -39,7 +41,11 @@ class TORCHIUM_API OperatorCapture {
   using Receiver = std::function<void(CapturedUse)>;
 
   // Without a receiver the uses are kept for differentiate(). Disabled at first.
-  OperatorCapture(std::vector<at::Tensor> params, Receiver receiver = nullptr);
+  // takes_transposed: products with a parameter [in, out] itself are captured too. What looks at
+  // the matrix [samples * positions, in] alone gets [samples, positions, in] where it is a view of
+  // such a tensor.
+  OperatorCapture(std::vector<at::Tensor> params, Receiver receiver = nullptr,
+                  bool takes_transposed = false);
   ~OperatorCapture();
   OperatorCapture(const OperatorCapture&) = delete;
   OperatorCapture& operator=(const OperatorCapture&) = delete;
@@ -59,6 +65,9 @@ class TORCHIUM_API OperatorCapture {
   // position by another way. Looked for once for each parameter, when its first use is received.
   // The last operator of the loss is not looked at.
   bool is_used_otherwise(int64_t position) const;
+  // Whether a backward pass (CapturedUse) has gone through a normalisation with the statistics of
+  // the batch, as a function call or a module (mixed_samples.h).
+  bool mixes_samples(int64_t pass) const;
   // Raises what went wrong while forward passes were observed, once.
   void raise_error();
   // Without a receiver: the position of a parameter that `loss` depends on by another way than the

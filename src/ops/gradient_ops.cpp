@@ -3,6 +3,7 @@
 #include "gradients/jacobian.h"
 #include "gradients/kronecker_factors.h"
 #include "gradients/layer_use.h"
+#include "gradients/mixed_samples.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
@@ -71,9 +72,11 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
   m.def(
       "per_sample_gradients(Tensor[] params, Tensor[] inputs, Tensor[] output_gradients, "
       "int[] uses, float[] use_eps, *, float scale=1.0) -> Tensor[]");
+  m.def("backward_pass_mixes_samples() -> bool");
 }
 
 TORCH_LIBRARY_IMPL(torchium, CompositeExplicitAutograd, m) {
+  m.impl("backward_pass_mixes_samples", gradients::detail::backward_pass_mixes_samples);
   m.impl("kronecker_factors_update_", kronecker_factors_update_);
   m.impl("per_sample_gradients", per_sample_gradients);
 }

@@ -14,9 +14,11 @@ using optim::detail::KfacLayer;
 using optim::detail::KfacState;
 
 std::vector<at::Tensor> kfac_init_state(const at::Tensor& weight, bool has_bias, int64_t groups,
-                                        std::string damping_split) {
+                                        std::string damping_split, bool diagonal_A,
+                                        bool diagonal_G) {
   KfacLayer layer = optim::detail::kfac_init_state(
-      weight, has_bias, groups, optim::detail::parse_damping_split(damping_split));
+      weight, has_bias, groups, optim::detail::parse_damping_split(damping_split), diagonal_A,
+      diagonal_G);
   return {layer.A,
           layer.G,
           layer.A_root,
@@ -111,8 +113,8 @@ void kfac_step_(at::TensorList params, at::TensorList grads, at::TensorList step
 
 TORCH_LIBRARY_FRAGMENT(torchium, m) {
   m.def(
-      "kfac_init_state(Tensor weight, *, bool has_bias, int groups, str damping_split) "
-      "-> Tensor[]");
+      "kfac_init_state(Tensor weight, *, bool has_bias, int groups, str damping_split, "
+      "bool diagonal_A=False, bool diagonal_G=False) -> Tensor[]");
   m.def(
       "kfac_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] steps, "
       "Tensor(c!)[] momentum_buffers, Tensor(d!) status, Tensor(e!)[] A, Tensor(f!)[] G, "

@@ -3,6 +3,7 @@
 #include "gradients/jacobian.h"
 #include "gradients/operator_capture.h"
 
+#include <algorithm>
 #include <map>
 #include <utility>
 
@@ -48,6 +49,11 @@ void BatchCapture::watch(const std::vector<at::Tensor>& params) {
 }
 
 void BatchCapture::set_enabled(bool enabled) { capture_->set_enabled(enabled); }
+
+bool BatchCapture::mixes_samples() const {
+  return std::any_of(data_->passes.begin(), data_->passes.end(),
+                     [&](const auto& entry) { return capture_->mixes_samples(entry.first); });
+}
 
 KeptBatch BatchCapture::batch(const std::vector<bool>& active) const {
   const auto kept = [&](int64_t param) { return param >= 0 && active[param] ? param : -1; };

@@ -49,6 +49,8 @@ class BatchCapture {
   // OperatorCapture's.
   int64_t processes() const;
   bool is_used_otherwise(int64_t param) const;
+  // Whether one of the captured backward passes does (OperatorCapture).
+  bool mixes_samples() const;
 
  private:
   struct Data;

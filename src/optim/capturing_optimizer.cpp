@@ -42,6 +42,7 @@ void CapturingOptimizer::add_param_group(const torch::optim::OptimizerParamGroup
 }
 
 at::Tensor CapturingOptimizer::step(LossClosure closure) {
+  refuse_moved_from();
   at::Tensor loss;
   try {
     loss = SecondOrderOptimizer::step(std::move(closure));
@@ -54,6 +55,7 @@ at::Tensor CapturingOptimizer::step(LossClosure closure) {
 }
 
 void CapturingOptimizer::zero_grad(bool set_to_none) {
+  refuse_moved_from();
   SecondOrderOptimizer::zero_grad(set_to_none);
   forget_captures();
 }

@@ -80,6 +80,7 @@ void SecondOrderParamState::serialize(InputArchive& archive) {
 }
 
 void SecondOrderOptimizer::save(OutputArchive& archive) const {
+  refuse_moved_from();
   // The members that differ between optimizers are virtual, so their bases are enough.
   torch::optim::serialize<torch::optim::OptimizerParamState, torch::optim::OptimizerOptions>(
       archive, *this);
@@ -87,6 +88,7 @@ void SecondOrderOptimizer::save(OutputArchive& archive) const {
 }
 
 void SecondOrderOptimizer::load(InputArchive& archive) {
+  refuse_moved_from();
   const at::NoGradGuard no_grad;
   auto saved_groups = read_groups(archive);
   TORCH_CHECK_VALUE(saved_groups.size() == param_groups_.size(), "the archive has ",

@@ -25,15 +25,20 @@ int64_t FactorSums::samples() const {
   return total;
 }
 
+at::Tensor FactorLayer::matrix(const at::Tensor& weight) const {
+  return is_transposed ? weight.detach().t() : weight;
+}
+
 // Shared with the capture, whose backward passes may run on other threads.
 struct FactorCapture::Data {
   std::vector<at::Tensor> params;
   std::vector<bool> due;
+  std::vector<int64_t> max_factor_sizes;
   std::unordered_map<const at::TensorImpl*, FactorLayer> layers;
   std::unordered_map<const at::TensorImpl*, FactorSums> sums;
 
   void receive(const CapturedUse& captured);
-  FactorLayer& layer_of(const LayerUse& use);
+  FactorLayer& layer_of(const CapturedUse& captured);
   bool is_joint(const at::Tensor& bias) const;
 };
 
@@ -42,7 +47,15 @@ bool FactorCapture::Data::is_joint(const at::Tensor& bias) const {
                      [&](const auto& entry) { return entry.second.bias.is_same(bias); });
 }
 
-FactorLayer& FactorCapture::Data::layer_of(const LayerUse& use) {
+// Order of A and of G.
+std::pair<int64_t, int64_t> orders(const FactorLayer& layer, const at::Tensor& weight) {
+  const at::Tensor matrix = layer.matrix(weight);
+  return {matrix.numel() / matrix.size(0) + (layer.has_bias_row ? 1 : 0),
+          matrix.size(0) / layer.groups};
+}
+
+FactorLayer& FactorCapture::Data::layer_of(const CapturedUse& captured) {
+  const LayerUse& use = captured.use;
   const auto [found, is_new] = layers.try_emplace(params[use.weight].unsafeGetTensorImpl());
   FactorLayer& layer = found->second;
   if (is_new) {
@@ -53,6 +66,15 @@ FactorLayer& FactorCapture::Data::layer_of(const LayerUse& use) {
     if (use.kind == LayerKind::kConv2d) {
       layer.groups = use.settings[gradients::detail::kGroups];
     }
+    layer.is_transposed = captured.has_transposed_weight;
+    const auto [a, o] = orders(layer, params[use.weight]);
+    layer.diagonal_A = a > max_factor_sizes[use.weight];
+    layer.diagonal_G = o > max_factor_sizes[use.weight];
+  }
+  if (use.kind == LayerKind::kEmbedding) {
+    layer.problem = "looked up as an embedding";
+  } else if (layer.is_transposed != captured.has_transposed_weight) {
+    layer.problem = "used as [in, out] and as [out, in]";
   }
   return layer;
 }
@@ -65,27 +87,34 @@ void FactorCapture::Data::receive(const CapturedUse& captured) {
   const at::Tensor& weight = params[use.weight];
   if (use.kind != LayerKind::kLinear && use.kind != LayerKind::kConv2d) {
     if (use.kind == LayerKind::kEmbedding) {
-      layer_of(use).is_embedding = true;
+      layer_of(captured);
     }
     return;
   }
-  const FactorLayer& layer = layer_of(use);
+  const FactorLayer& layer = layer_of(captured);
+  if (!layer.problem.empty()) {
+    return;
+  }
   FactorSums& factor_sums = sums[weight.unsafeGetTensorImpl()];
   const bool is_gone =
       std::any_of(captured.gone_passes.begin(), captured.gone_passes.end(),
                   [&](int64_t pass) { return factor_sums.samples_of_pass.count(pass) != 0; });
   if (!factor_sums.A.defined() || is_gone) {
-    const int64_t fan_out = weight.size(0) / layer.groups;
-    const int64_t order = weight.numel() / weight.size(0) + (layer.has_bias_row ? 1 : 0);
+    const auto [a, o] = orders(layer, weight);
     const auto options = weight.options().dtype(state_dtype(weight)).requires_grad(false);
+    const auto zeros = [&](int64_t n, bool diagonal) {
+      return diagonal ? at::zeros({layer.groups, n}, options)
+                      : at::zeros({layer.groups, n, n}, options);
+    };
     factor_sums = FactorSums();
-    factor_sums.A = at::zeros({layer.groups, order, order}, options);
-    factor_sums.G = at::zeros({layer.groups, fan_out, fan_out}, options);
+    factor_sums.A = zeros(a, layer.diagonal_A);
+    factor_sums.G = zeros(o, layer.diagonal_G);
   }
-  gradients::detail::update_kronecker_factors_(factor_sums.A, factor_sums.G, use, weight.sizes());
+  const at::Tensor matrix = layer.matrix(weight);
+  gradients::detail::update_kronecker_factors_(factor_sums.A, factor_sums.G, use, matrix.sizes());
   int64_t& samples = factor_sums.samples_of_pass[use.micro_batch];
   samples = std::max(samples, gradients::detail::samples_of(use).expect_int());
-  factor_sums.rows += use.output_gradient.numel() / weight.size(0);
+  factor_sums.rows += use.output_gradient.numel() / matrix.size(0);
 }
 
 FactorCapture::FactorCapture() : data_(std::make_shared<Data>()) {}
@@ -100,11 +129,14 @@ void FactorCapture::watch(const std::vector<at::Tensor>& params) {
   data_->params = params;
   data_->due.assign(params.size(), false);
   capture_ = std::make_unique<OperatorCapture>(
-      params, [data = data_](const CapturedUse& captured) { data->receive(captured); });
+      params, [data = data_](const CapturedUse& captured) { data->receive(captured); },
+      /*takes_transposed=*/true);
 }
 
-void FactorCapture::set_due(const std::vector<bool>& due) {
+void FactorCapture::set_due(const std::vector<bool>& due,
+                            const std::vector<int64_t>& max_factor_sizes) {
   data_->due = due;
+  data_->max_factor_sizes = max_factor_sizes;
   capture_->set_enabled(std::any_of(due.begin(), due.end(), [](bool d) { return d; }));
 }
 

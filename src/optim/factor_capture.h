@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <string>
 #include <vector>
 
 namespace torchium::gradients::detail {
@@ -30,7 +31,13 @@ struct FactorLayer {
   at::Tensor bias;            // shares the factors; undefined: none does
   bool has_bias_row = false;  // A has a row for a bias
   int64_t groups = 1;
-  bool is_embedding = false;  // the weight is also used by embedding(), which has no factors
+  bool is_transposed = false;  // the weight is [in, out]
+  bool diagonal_A = false;     // only the diagonal of a factor is kept
+  bool diagonal_G = false;
+  std::string problem;  // why the weight has no factors, as "also looked up as an embedding"
+
+  // The weight as [out, ...].
+  at::Tensor matrix(const at::Tensor& weight) const;
 };
 
 class FactorCapture {
@@ -40,8 +47,9 @@ class FactorCapture {
 
   // Watches these parameters, and no others from now on.
   void watch(const std::vector<at::Tensor>& params);
-  // Whether the factors of a weight are due; one entry a watched parameter.
-  void set_due(const std::vector<bool>& due);
+  // Whether the factors of a weight are due, and the largest order of one that is kept as a matrix;
+  // one entry a watched parameter.
+  void set_due(const std::vector<bool>& due, const std::vector<int64_t>& max_factor_sizes);
 
   // Null: its factors were not due, or it was not used.
   FactorSums* sums(const at::Tensor& weight) const;

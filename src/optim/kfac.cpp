@@ -6,12 +6,14 @@
 #include "optim/joint_step.h"
 #include "optim/kfac_parts.h"
 #include "optim/kfac_step.h"
+#include "optim/message_summary.h"
 #include "optim/option_checks.h"
 #include "optim/option_fields.h"
 
 #include <ATen/ATen.h>
 #include <c10/util/irange.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace torchium::optim {
@@ -82,6 +84,7 @@ void KFAC::check_options(const Options& options) const {
   TORCH_CHECK_VALUE(o.root_method() != "newton" || o.damping_split() != "exact",
                     "root_method='newton' has no eigenvectors, which damping_split='exact' needs; "
                     "use 'eigh' or 'auto'");
+  detail::check_at_least_one("max_factor_size", o.max_factor_size());
 }
 
 void KFAC::check_together(const std::vector<const Options*>& groups) const {
@@ -102,12 +105,15 @@ KFACParamState* KFAC::state_of(const at::Tensor& param) const {
 void KFAC::forget_captures() {
   std::vector<at::Tensor> watched;
   std::vector<int64_t> TCovs;
+  std::vector<int64_t> max_factor_sizes;
   for (const auto& group : param_groups_) {
     for (const auto& param : group.params()) {
       const auto* place = layers().find(param);
       if (place == nullptr || !place->samples_are_hidden) {
         watched.push_back(param);
-        TCovs.push_back(detail::kfac_options(group.options()).TCov());
+        const auto& o = detail::kfac_options(group.options());
+        TCovs.push_back(o.TCov());
+        max_factor_sizes.push_back(o.max_factor_size());
       }
     }
   }
@@ -118,7 +124,7 @@ void KFAC::forget_captures() {
   }
   capture_->watch(watched);
   capture_->forget();
-  capture_->set_due(due);
+  capture_->set_due(due, max_factor_sizes);
 }
 
 bool KFAC::has_factors(const at::Tensor& weight) const {
@@ -156,7 +162,7 @@ std::vector<detail::PreconditionedLayer> KFAC::find_layers(const detail::JointSt
   for (const auto i : c10::irange(step.params.size())) {
     const at::Tensor& weight = step.params[i];
     const detail::FactorLayer* layer = capture_->layer(weight);
-    if (layer == nullptr || layer->is_embedding || capture_->is_used_otherwise(weight) ||
+    if (layer == nullptr || !layer->problem.empty() || capture_->is_used_otherwise(weight) ||
         capture_->is_used_otherwise(layer->bias)) {
       continue;
     }
@@ -175,10 +181,10 @@ std::string KFAC::why_not(const at::Tensor& param) const {
   const auto* place = layers().find(param);
   const detail::FactorLayer* layer = capture_->layer(param);
   if (place != nullptr && !place->problem.empty()) {
-    return place->module + " " + place->problem;
+    return place->type + " " + place->problem;
   }
-  if (layer != nullptr && layer->is_embedding) {
-    return "used by an embedding";
+  if (layer != nullptr && !layer->problem.empty()) {
+    return layer->problem;
   }
   if (capture_->is_used_otherwise(param) ||
       (layer != nullptr && capture_->is_used_otherwise(layer->bias))) {
@@ -200,7 +206,7 @@ void KFAC::note_fallback(const detail::JointStep& step,
       done[layer.bias] = true;
     }
   }
-  std::string names;
+  detail::NamesByKind names;
   for (const auto i : c10::irange(step.params.size())) {
     const auto* impl = step.params[i].unsafeGetTensorImpl();
     if (done[i]) {
@@ -209,13 +215,13 @@ void KFAC::note_fallback(const detail::JointStep& step,
     }
     notes_->fallback.insert(impl);
     if (notes_->warned.insert(impl).second) {
-      names += (names.empty() ? "" : ", ") + name_of(step.params[i]) + " (" +
-               why_not(step.params[i]) + ")";
+      names[why_not(step.params[i])].push_back(name_of(step.params[i]));
     }
   }
   if (!names.empty()) {
-    TORCH_WARN("KFAC takes steps of SGD with momentum for parameters that it cannot precondition: ",
-               names);
+    TORCH_WARN("KFAC preconditions ", std::count(done.begin(), done.end(), true), " of ",
+               done.size(), " parameters. It takes steps of SGD with momentum for ",
+               detail::summary(names), ". report() names all of them");
   }
 }
 
@@ -231,14 +237,24 @@ void KFAC::create_states(const detail::JointStep& step,
       buffer = detail::parameter_shaped_zeros(param);
     }
   }
+  detail::NamesByKind diagonal;
   for (const auto& layer : layers) {
     const at::Tensor& weight = step.params[layer.weight];
     KFACParamState& state = *state_of(weight);
     if (!state.A().defined()) {
-      const detail::FactorLayer& seen = *capture_->layer(weight);
-      detail::add_factors(state, weight, seen.has_bias_row, seen.groups,
+      detail::add_factors(state, weight, *capture_->layer(weight),
                           detail::kfac_options(*step.options[layer.weight]).damping_split());
+      for (const auto& [name, factor] : {std::pair("A", state.A()), std::pair("G", state.G())}) {
+        if (factor.dim() == 2) {
+          diagonal[c10::str("a factor ", name)].push_back(
+              c10::str(name_of(weight), " (", factor.size(-1), ")"));
+        }
+      }
     }
+  }
+  if (!diagonal.empty()) {
+    TORCH_WARN("KFAC keeps only the diagonal of factors above max_factor_size: ",
+               detail::summary(diagonal));
   }
 }
 
@@ -282,7 +298,16 @@ void KFAC::take_joint_step(const detail::JointStep& joint) {
   state.steps = detail::member_list(step.states, &SecondOrderParamState::step);
   state.momentum_buffers = detail::member_list(step.states, &KFACParamState::momentum_buffer);
   state.status = step.status;
-  detail::kfac_step(h, step.params, step.grads, layers, state);
+  auto params = step.params;
+  auto grads = step.grads;
+  for (const auto& entry : found) {  // the core takes weights as [out, ...]
+    const auto* layer = capture_->layer(params[entry.weight]);
+    for (auto* tensors : {&grads, &state.momentum_buffers, &params}) {
+      at::Tensor& tensor = (*tensors)[entry.weight];
+      tensor = tensor.defined() ? layer->matrix(tensor) : tensor;
+    }
+  }
+  detail::kfac_step(h, params, grads, layers, state);
   if (!step.status.is_cpu()) {  // on the CPU a skipped step is known at once
     for (const auto& entry : found) {
       notes_->with_factors.insert(joint.params[entry.weight].unsafeGetTensorImpl());
@@ -292,11 +317,19 @@ void KFAC::take_joint_step(const detail::JointStep& joint) {
 }
 
 KFACReport KFAC::report() const {
+  refuse_moved_from();
   KFACReport report;
   for (const auto& param : all_params()) {
     if (find_state(param) != nullptr) {
       const bool falls_back = notes_->fallback.count(param.unsafeGetTensorImpl()) != 0;
       (falls_back ? report.fallback : report.preconditioned).push_back(name_of(param));
+      const KFACParamState& state = *state_of(param);
+      if (state.A().defined() && state.A().dim() == 2) {
+        report.diagonal_A.push_back(name_of(param));
+      }
+      if (state.G().defined() && state.G().dim() == 2) {
+        report.diagonal_G.push_back(name_of(param));
+      }
     }
   }
   return report;

@@ -15,8 +15,23 @@
 namespace torchium::optim {
 namespace {
 
-int64_t fan_in(const at::Tensor& weight) {
-  return weight.size(0) == 0 ? 0 : weight.numel() / weight.size(0);
+// The layer that saved factors may be of: their shapes tell the number of groups, whether there is
+// a row for a bias and which are diagonals; also which dimension of a weight that is not square is
+// the input.
+detail::FactorLayer layer_of_factors(const at::Tensor& weight, const at::Tensor& A,
+                                     const at::Tensor& G) {
+  detail::FactorLayer layer;
+  layer.diagonal_A = A.dim() == 2;
+  layer.diagonal_G = G.defined() && G.dim() == 2;
+  layer.is_transposed = weight.dim() == 2 && G.defined() && G.dim() >= 2 &&
+                        weight.size(0) != weight.size(1) && G.size(-1) == weight.size(1);
+  const at::Tensor matrix = layer.matrix(weight);
+  if (A.dim() >= 2 && A.size(0) > 0 && matrix.size(0) % A.size(0) == 0) {
+    layer.groups = A.size(0);
+  }
+  const int64_t fan_in = matrix.size(0) == 0 ? 0 : matrix.numel() / matrix.size(0);
+  layer.has_bias_row = A.dim() >= 2 && A.size(-1) == fan_in + 1;
+  return layer;
 }
 
 }  // namespace
@@ -84,10 +99,11 @@ const KFACOptions& kfac_options(const torch::optim::OptimizerOptions& options) {
   return *result;
 }
 
-void add_factors(KFACParamState& state, const at::Tensor& weight, bool has_bias, int64_t groups,
+void add_factors(KFACParamState& state, const at::Tensor& weight, const FactorLayer& seen,
                  const std::string& damping_split) {
   const auto split = parse_damping_split(damping_split);
-  const auto layer = kfac_init_state(weight, has_bias, groups, split);
+  const auto layer = kfac_init_state(seen.matrix(weight), seen.has_bias_row, seen.groups, split,
+                                     seen.diagonal_A, seen.diagonal_G);
   state.A(layer.A).G(layer.G);
   state.factor_updates(layer.factor_updates).root_failures(layer.root_failures);
   if (split == DampingSplit::kExact) {
@@ -110,12 +126,7 @@ void KFAC::fit_loaded(const Options& options, const std::vector<at::Tensor>& par
     if (!source.A().defined() || weight.dim() < 2) {
       continue;
     }
-    // The order of A tells whether it has a row for a bias.
-    const bool has_stack =
-        source.A().dim() == 3 && source.A().size(0) > 0 && weight.size(0) % source.A().size(0) == 0;
-    const int64_t groups = has_stack ? source.A().size(0) : 1;
-    const bool has_bias_row = source.A().size(-1) == fan_in(weight) + 1;
-    detail::add_factors(target, weight, has_bias_row, groups,
+    detail::add_factors(target, weight, layer_of_factors(weight, source.A(), source.G()),
                         detail::kfac_options(options).damping_split());
     const auto sources = source.factors();
     const auto targets = target.factors();
@@ -132,7 +143,7 @@ void KFAC::fit_loaded(const Options& options, const std::vector<at::Tensor>& par
 }
 
 // Which bias shares the factors of which weight: rows of two positions in all_params(), -1 for
-// none.
+// none, and whether the weight is [in, out].
 void KFAC::save_more(torch::serialize::OutputArchive& archive) const {
   const auto params = all_params();
   const auto position = [&](const at::Tensor& param) -> int64_t {
@@ -145,10 +156,11 @@ void KFAC::save_more(torch::serialize::OutputArchive& archive) const {
     KFACParamState* state = state_of(params[i]);
     const auto* layer = capture_->layer(params[i]);
     if (state != nullptr && state->A().defined() && layer != nullptr) {
-      rows.insert(rows.end(), {static_cast<int64_t>(i), position(layer->bias)});
+      rows.insert(rows.end(), {static_cast<int64_t>(i), position(layer->bias),
+                               static_cast<int64_t>(layer->is_transposed)});
     }
   }
-  archive.write("layers", at::tensor(rows, at::kLong).view({-1, 2}), /*is_buffer=*/true);
+  archive.write("layers", at::tensor(rows, at::kLong).view({-1, 3}), /*is_buffer=*/true);
 }
 
 std::function<void()> KFAC::read_more(torch::serialize::InputArchive& archive) {
@@ -157,7 +169,8 @@ std::function<void()> KFAC::read_more(torch::serialize::InputArchive& archive) {
                     "the archive has no entry 'layers'; it was not written by KFAC");
   const auto params = all_params();
   const auto count = static_cast<int64_t>(params.size());
-  TORCH_CHECK_VALUE(rows.scalar_type() == at::kLong && rows.dim() == 2 && rows.size(1) == 2 &&
+  TORCH_CHECK_VALUE(rows.scalar_type() == at::kLong && rows.dim() == 2 &&
+                        (rows.size(1) == 2 || rows.size(1) == 3) &&  // 2: before [in, out] weights
                         (rows < count).all().item<bool>() && (rows >= -1).all().item<bool>() &&
                         (rows.select(1, 0) >= 0).all().item<bool>(),
                     "the entry 'layers' of the archive does not fit the optimizer's ", count,
@@ -170,10 +183,9 @@ std::function<void()> KFAC::read_more(torch::serialize::InputArchive& archive) {
       const auto bias = rows[i][1].item<int64_t>();
       const KFACParamState* state = state_of(weight);
       if (state != nullptr && state->A().defined()) {
-        detail::FactorLayer layer;
+        auto layer = layer_of_factors(weight, state->A(), state->G());
         layer.bias = bias >= 0 ? params[bias] : at::Tensor();
-        layer.has_bias_row = state->A().size(-1) == fan_in(weight) + 1;
-        layer.groups = state->A().size(0);
+        layer.is_transposed = rows.size(1) == 3 && rows[i][2].item<int64_t>() != 0;
         capture_->set_layer(weight, std::move(layer));
       }
     }

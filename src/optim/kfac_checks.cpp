@@ -62,11 +62,11 @@ void check_layer(const KfacLayer& layer, size_t index, const KfacHyperparameters
   const at::Tensor& weight = claim(layer.weight, params, taken, "the weight", index);
   TORCH_CHECK_VALUE(weight.dim() >= 2 && weight.numel() > 0, "the weight of layer ", index,
                     " has shape ", weight.sizes(), "; a matrix or a convolution kernel is needed");
-  TORCH_CHECK_VALUE(layer.A.defined() && layer.A.dim() == 3 && layer.A.size(0) > 0 &&
-                        weight.size(0) % layer.A.size(0) == 0,
-                    "A[", index, "] must be [groups, a, a] with groups a divisor of ",
-                    weight.size(0), ", got shape ",
-                    layer.A.defined() ? layer.A.sizes() : at::IntArrayRef{});
+  TORCH_CHECK_VALUE(
+      layer.A.defined() && (layer.A.dim() == 2 || layer.A.dim() == 3) && layer.A.size(0) > 0 &&
+          weight.size(0) % layer.A.size(0) == 0,
+      "A[", index, "] must be [groups, a, a] or [groups, a] with groups a divisor of ",
+      weight.size(0), ", got shape ", layer.A.defined() ? layer.A.sizes() : at::IntArrayRef{});
   const int64_t groups = layer.A.size(0);
   const int64_t o = weight.size(0) / groups;
   const int64_t fan_in = weight.numel() / weight.size(0);
@@ -85,17 +85,22 @@ void check_layer(const KfacLayer& layer, size_t index, const KfacHyperparameters
   const auto check = [&](const at::Tensor& tensor, at::IntArrayRef sizes, const char* name) {
     check_tensor(tensor, sizes, state_dtype(weight), weight, name, index);
   };
-  check(layer.A, {groups, a, a}, "A");
-  check(layer.G, {groups, o, o}, "G");
-  check(layer.A_root, {groups, a, a}, "A_roots");
-  check(layer.G_root, {groups, o, o}, "G_roots");
+  // The number of dimensions of a factor says whether it is a diagonal alone.
+  const auto shape = [&](const at::Tensor& factor, int64_t n) {
+    return factor.defined() && factor.dim() == 2 ? std::vector<int64_t>{groups, n}
+                                                 : std::vector<int64_t>{groups, n, n};
+  };
+  check(layer.A, shape(layer.A, a), "A");
+  check(layer.G, shape(layer.G, o), "G");
+  check(layer.A_root, shape(layer.A, a), "A_roots");
+  check(layer.G_root, shape(layer.G, o), "G_roots");
   if (h.damping_split == DampingSplit::kExact) {
     check(layer.A_eigenvalues, {groups, a}, "A_eigenvalues");
     check(layer.G_eigenvalues, {groups, o}, "G_eigenvalues");
   }
   if (layer.samples > 0) {
-    check(layer.A_sum, {groups, a, a}, "A_sums");
-    check(layer.G_sum, {groups, o, o}, "G_sums");
+    check(layer.A_sum, shape(layer.A, a), "A_sums");
+    check(layer.G_sum, shape(layer.G, o), "G_sums");
   }
   TORCH_CHECK_VALUE(layer.samples >= 0 && layer.rows >= layer.samples, "layer ", index, " has ",
                     layer.samples, " samples in ", layer.rows,

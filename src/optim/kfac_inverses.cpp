@@ -21,10 +21,10 @@ constexpr double kEigensystemTolerance = 1e-2;
 
 // One of the two factors of a layer, and what is made of it.
 struct Factor {
-  at::Tensor matrices;  // [groups, n, n]
+  at::Tensor matrices;  // [groups, n, n], or their diagonals [groups, n]
   at::Tensor shift;     // [groups] float64, added to the eigenvalues of an inverse
   double floor;
-  at::Tensor root = {};         // [groups, n, n]
+  at::Tensor root = {};         // as the matrices
   at::Tensor eigenvalues = {};  // [groups, n] float64, floored
   at::Tensor accepted = {};     // [groups] bool
 };
@@ -37,7 +37,8 @@ struct LayerFactors {
 
 // Mean of the diagonal of each matrix, not below `floor`.
 at::Tensor mean_diagonal(const at::Tensor& matrices, double floor) {
-  const at::Tensor mean = matrices.diagonal(0, -2, -1).mean(-1, false, at::kDouble);
+  const at::Tensor diagonals = matrices.dim() == 2 ? matrices : matrices.diagonal(0, -2, -1);
+  const at::Tensor mean = diagonals.mean(-1, false, at::kDouble);
   const double smallest = std::max(floor, linalg::detail::smallest_normal(matrices.scalar_type()));
   return at::where(mean.gt(smallest), mean, at::full_like(mean, smallest));
 }
@@ -146,6 +147,16 @@ void solve(const std::vector<Factor*>& factors, at::TensorList matrices, const S
   }
 }
 
+// The same of a factor that is its diagonal: the identity has its eigenvectors.
+void solve_diagonal(Factor& factor, DampingSplit split) {
+  factor.eigenvalues = factor.matrices.to(at::kDouble).clamp_min(factor.floor);
+  factor.root = split == DampingSplit::kExact
+                    ? at::ones_like(factor.matrices)
+                    : (factor.eigenvalues + factor.shift.unsqueeze(-1)).reciprocal_();
+  const at::Tensor largest = factor.root.to(factor.matrices.scalar_type()).amax(-1);
+  factor.accepted = at::isfinite(factor.matrices.sum(-1)).logical_and_(at::isfinite(largest));
+}
+
 // target [groups, ...] <- value where `accepted` [groups].
 void assign_accepted(at::Tensor& target, const at::Tensor& value, const at::Tensor& accepted) {
   std::vector<int64_t> sizes(target.dim(), 1);
@@ -183,8 +194,12 @@ void update_inverses(std::vector<KfacLayer>& layers, DampingSplit split,
   std::vector<at::Tensor> matrices;
   for (LayerFactors& layer : due) {
     for (Factor* factor : {&layer.A, &layer.G}) {
-      factors.push_back(factor);
-      matrices.push_back(factor->matrices);
+      if (factor->matrices.dim() == 2) {
+        solve_diagonal(*factor, split);
+      } else {
+        factors.push_back(factor);
+        matrices.push_back(factor->matrices);
+      }
     }
   }
   for (const auto& group : linalg::detail::group_by_order(matrices)) {

@@ -15,7 +15,8 @@ enum class DampingSplit {
 };
 
 // A weight [o, c, ...] of `groups` channel groups, seen as V [groups, o/groups, a] with a =
-// numel/o, plus one column for the bias. All factors and roots are stacks, one matrix a group.
+// numel/o, plus one column for the bias. All factors and roots are stacks, one matrix a group. A
+// factor [groups, n, n] may also be its diagonal alone, [groups, n]; its sum and root are then too.
 struct KfacLayer {
   int64_t weight = 0;  // index in the parameters of the step
   int64_t bias = -1;   // -1: none; if A has a row for it, its gradient counts as zero

@@ -22,8 +22,10 @@ namespace detail {
 // Throws c10::ValueError for options of another optimizer.
 const KFACOptions& kfac_options(const torch::optim::OptimizerOptions& options);
 
-// Creates the factors of a weight that has none; the arguments are those of kfac_init_state().
-void add_factors(KFACParamState& state, const at::Tensor& weight, bool has_bias, int64_t groups,
+struct FactorLayer;
+
+// Creates the factors of a weight that has none.
+void add_factors(KFACParamState& state, const at::Tensor& weight, const FactorLayer& layer,
                  const std::string& damping_split);
 
 }  // namespace detail

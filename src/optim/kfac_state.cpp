@@ -14,7 +14,7 @@ DampingSplit parse_damping_split(const std::string& name) {
 }
 
 KfacLayer kfac_init_state(const at::Tensor& weight, bool has_bias, int64_t groups,
-                          DampingSplit damping_split) {
+                          DampingSplit damping_split, bool diagonal_A, bool diagonal_G) {
   TORCH_CHECK_VALUE(weight.dim() >= 2,
                     "weight must be a matrix or a convolution kernel, got shape ", weight.sizes());
   check_at_least_one("groups", groups);
@@ -23,15 +23,19 @@ KfacLayer kfac_init_state(const at::Tensor& weight, bool has_bias, int64_t group
   const int64_t o = weight.size(0) / groups;
   const int64_t a = c10::multiply_integers(weight.sizes().slice(1)) + (has_bias ? 1 : 0);
   const auto options = at::TensorOptions().dtype(state_dtype(weight)).device(weight.device());
+  const auto zeros = [&](int64_t n, bool diagonal) {
+    return diagonal ? at::zeros({groups, n}, options) : at::zeros({groups, n, n}, options);
+  };
   // Memory of its own for every group: expanded identities must not be written to.
-  const auto identities = [&](int64_t n) {
-    return at::eye(n, options).expand({groups, n, n}).contiguous();
+  const auto identities = [&](int64_t n, bool diagonal) {
+    return diagonal ? at::ones({groups, n}, options)
+                    : at::eye(n, options).expand({groups, n, n}).contiguous();
   };
   KfacLayer layer;
-  layer.A = at::zeros({groups, a, a}, options);
-  layer.G = at::zeros({groups, o, o}, options);
-  layer.A_root = identities(a);
-  layer.G_root = identities(o);
+  layer.A = zeros(a, diagonal_A);
+  layer.G = zeros(o, diagonal_G);
+  layer.A_root = identities(a, diagonal_A);
+  layer.G_root = identities(o, diagonal_G);
   const bool exact = damping_split == DampingSplit::kExact;
   layer.A_eigenvalues = exact ? at::full({groups, a}, -1.0, options) : at::empty({0}, options);
   layer.G_eigenvalues = exact ? at::full({groups, o}, -1.0, options) : at::empty({0}, options);

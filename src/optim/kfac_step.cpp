@@ -28,8 +28,8 @@ StepGate check_finite(const KfacHyperparameters& h, at::TensorList grads,
   for (const KfacLayer& layer : layers) {
     if (layer.samples > 0) {
       for (const at::Tensor& sum : {layer.A_sum, layer.G_sum}) {
-        captured.push_back(
-            {sum.diagonal(0, -2, -1).contiguous(), static_cast<size_t>(layer.weight)});
+        const at::Tensor diagonal = sum.dim() == 2 ? sum : sum.diagonal(0, -2, -1);
+        captured.push_back({diagonal.contiguous(), static_cast<size_t>(layer.weight)});
       }
     }
   }

@@ -43,8 +43,10 @@ struct KfacState {
 DampingSplit parse_damping_split(const std::string& name);
 
 // State of the layer of `weight` [o, ...] before its first step. `has_bias`: A has a row for it.
+// `diagonal_A`, `diagonal_G`: of the factor only the diagonal is kept.
 KfacLayer kfac_init_state(const at::Tensor& weight, bool has_bias, int64_t groups,
-                          DampingSplit damping_split);
+                          DampingSplit damping_split, bool diagonal_A = false,
+                          bool diagonal_G = false);
 
 // One step of all parameters of an optimizer on one device. `params` and `grads` have the same
 // length and no undefined gradient. Parameters of no layer take a step of SGD with momentum.

@@ -168,6 +168,11 @@ void NaturalGradient::check_known_layers(const std::vector<at::Tensor>& params) 
 void NaturalGradient::check_capture(const detail::JointStep& step, const KeptBatch& batch) const {
   check_known_layers(step.params);
   layers().refuse_mixed_samples();
+  TORCH_CHECK_VALUE(
+      !capture_->mixes_samples(),
+      "batch_norm() with training = true, called in the forward pass, normalised with "
+      "the statistics of the batch, so that a sample has no gradient of its own; "
+      "call it with training = false and running statistics, or use group_norm()");
   TORCH_CHECK_VALUE(!batch.uses.empty(),
                     "NaturalGradient has captured no backward pass since the last step or "
                     "zero_grad(); make the optimizer before the forward pass, and call backward() "
@@ -294,6 +299,7 @@ void NaturalGradient::keep(std::shared_ptr<const KeptBatch> batch) {
 }
 
 NaturalGradientReport NaturalGradient::report() const {
+  refuse_moved_from();
   NaturalGradientReport report;
   if (notes_->result.defined()) {
     const at::Tensor result = notes_->result.cpu();

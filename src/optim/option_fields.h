@@ -12,6 +12,7 @@
 
 #include <set>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <type_traits>
 #include <vector>
@@ -69,7 +70,7 @@ auto option_fields(Options& o) {
       OptionField{"batch_averaged", o.batch_averaged()}, OptionField{"eps", o.eps()},
       OptionField{"stat_decay", o.stat_decay()}, OptionField{"kl_clip", o.kl_clip()},
       OptionField{"damping_split", o.damping_split()}, OptionField{"root_method", o.root_method()},
-      OptionField{"maximize", o.maximize()});
+      OptionField{"max_factor_size", o.max_factor_size()}, OptionField{"maximize", o.maximize()});
 }
 
 template <typename Options>
@@ -106,6 +107,9 @@ void read_options(torch::serialize::InputArchive& archive, Options& options) {
       if (!found) {
         return;  // an option that the version which wrote the archive did not have keeps its value
       }
+    }
+    if (!found && std::string_view(name) == "max_factor_size") {
+      return;  // such a version of KFAC: the default
     }
     TORCH_CHECK_VALUE(found, "the archive has no option '", name,
                       "'; it was not written by this kind of optimizer");

@@ -41,6 +41,11 @@ SecondOrderOptimizer::~SecondOrderOptimizer() = default;
 SecondOrderOptimizer::SecondOrderOptimizer(SecondOrderOptimizer&&) noexcept = default;
 SecondOrderOptimizer& SecondOrderOptimizer::operator=(SecondOrderOptimizer&&) noexcept = default;
 
+void SecondOrderOptimizer::refuse_moved_from() const {
+  TORCH_CHECK(runtimes_ != nullptr,
+              "this optimizer was moved from and holds nothing; use the one that it was moved to");
+}
+
 void SecondOrderOptimizer::initialize(
     const std::vector<torch::optim::OptimizerParamGroup>& param_groups) {
   check_options(defaults());
@@ -50,6 +55,7 @@ void SecondOrderOptimizer::initialize(
 }
 
 void SecondOrderOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& param_group) {
+  refuse_moved_from();
   const auto& params = param_group.params();
   const Options& options = param_group.has_options() ? param_group.options() : defaults();
   check_group(options, params, param_groups_.size());
@@ -136,6 +142,7 @@ void SecondOrderOptimizer::check_capture(const Options& options,
 }
 
 at::Tensor SecondOrderOptimizer::step(LossClosure closure) {
+  refuse_moved_from();
   const at::NoGradGuard no_grad;
   read_reports(/*wait=*/false);
   at::Tensor loss;
@@ -234,6 +241,7 @@ std::vector<int64_t> SecondOrderOptimizer::host_steps(
 }
 
 void SecondOrderOptimizer::check_errors() {
+  refuse_moved_from();
   runtimes_->for_each([](detail::GroupRuntime& runtime) { runtime.monitor().submit(); });
   read_reports(/*wait=*/true);
 }

@@ -69,6 +69,7 @@ void StackedOptimizer::take_step(const ActiveParams& active) {
 }
 
 void StackedOptimizer::update_groups(const GroupUpdate& update) {
+  refuse_moved_from();
   const at::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   read_reports(/*wait=*/false);

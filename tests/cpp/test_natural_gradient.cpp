@@ -439,6 +439,29 @@ TEST(NaturalGradientTest, RefusesBatchNormInTraining) {
   EXPECT_EQ(optimizer.report().samples, 6);
 }
 
+TEST(NaturalGradientTest, RefusesBatchNormThatIsAFunctionCall) {
+  nn::Sequential model(nn::Linear(5, 4), nn::Linear(4, 3));
+  const auto loss = [&](bool training) {
+    const auto batch = make_batch(0, kMlpSample, 6, torch::kFloat);
+    const auto x = model[0]->as<nn::Linear>()->forward(batch.inputs);
+    const auto y = torch::batch_norm(x, {}, {}, torch::zeros({4}), torch::ones({4}), training, 0.1,
+                                     1e-5, /*cudnn_enabled=*/false);
+    return cross_entropy(model[1]->as<nn::Linear>()->forward(y), batch.targets);
+  };
+  expect_refused_step(
+      *model, [&] { return loss(true); }, "batch_norm() with training = true");
+  NaturalGradient optimizer(*model, NaturalGradientOptions(0.1));
+  loss(false).backward();
+  optimizer.step();
+  const auto batch = make_batch(0, kMlpSample, 6, torch::kFloat);
+  optimizer.zero_grad();
+  const auto images = model[0]->as<nn::Linear>()->forward(batch.inputs).view({6, 2, 2, 1});
+  const auto normalised = torch::instance_norm(images, {}, {}, {}, {}, true, 0.1, 1e-5, false);
+  cross_entropy(model[1]->as<nn::Linear>()->forward(normalised.flatten(1)), batch.targets)
+      .backward();
+  optimizer.step();
+}
+
 TEST(NaturalGradientTest, RefusesGradientsFromElsewhere) {
   struct Net : public nn::Module {
     Net() {

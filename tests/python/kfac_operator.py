@@ -16,7 +16,7 @@ ops = torch.ops.torchium
 STATE = ["A", "G", "A_roots", "G_roots", "A_eigenvalues", "G_eigenvalues"]
 STATE += ["factor_updates", "root_failures"]
 DEFAULTS = {"lr": 0.001, "momentum": 0.9, "weight_decay": 0.0, "maximize": False}
-LAYER_DEFAULTS = {"damping": 1e-3, "TCov": 10, "TInv": 100, "eps": 1e-8, "stat_decay": 0.95}
+LAYER_DEFAULTS = {"damping": 1e-3, "TCov": 5, "TInv": 10, "eps": 1e-8, "stat_decay": 0.95}
 
 
 class OperatorKFAC:

@@ -54,7 +54,9 @@ capturing_cases = pytest.mark.parametrize(
     "make", CAPTURING_CASES.values(), ids=CAPTURING_CASES.keys()
 )
 all_cases = pytest.mark.parametrize("make", ALL_CASES.values(), ids=ALL_CASES.keys())
-ignore_fallback = pytest.mark.filterwarnings("ignore:KFAC takes steps of SGD")
+ignore_fallback = pytest.mark.filterwarnings(
+    "ignore:KFAC preconditions", "ignore:KFAC keeps only the diagonal"
+)
 
 
 def mlp(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -19,7 +19,7 @@ from torch.nn.modules import module as nn_module
 from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:KFAC takes steps of SGD",
+    "ignore:KFAC preconditions",
     "ignore:Using `torch.compile\\(module\\)` when there are global",
     "ignore:`torch.jit.trace",
 )

@@ -181,6 +181,33 @@ class Sequences(nn.Module):
         return x.sum((1, 2))
 
 
+class Conv1D(nn.Module):
+    """That of transformers, which need not be installed: a linear layer with a weight [in, out]."""
+
+    __module__ = "transformers.pytorch_utils"
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf = nf
+        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.zeros(nf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        size_out = (*x.shape[:-1], self.nf)
+        return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight).view(size_out)
+
+
+class Transposed(nn.Module):
+    """Linear layers with weights [in, out], on sequences and on vectors, one of them square."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.square, self.out = Conv1D(5, 2), Conv1D(5, 5), Conv1D(3, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.square(torch.tanh(self.first(x.unflatten(1, (2, 2))))))
+        return self.out(x.sum(1))
+
+
 def convolutions() -> nn.Module:
     """Groups, dilation, stride, padding of every kind, biases, and parameters of other layers."""
     return nn.Sequential(
@@ -204,11 +231,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "tied": (Tied, (4,)),
     "sequences": (Sequences, (4,)),
     "convolutions": (convolutions, (2, 6, 7)),
+    "transposed": (Transposed, (4,)),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "defaults": {"lr": 0.05},
     "schedules": {"lr": 0.1, "TCov": 2, "TInv": 3, "stat_decay": 0.6, "kl_clip": 0.01},
     "every_step": {"lr": 0.1, "TCov": 1, "TInv": 1, "weight_decay": 0.01, "damping": 0.1},
+    "diagonals": {"lr": 0.1, "TCov": 1, "TInv": 2, "max_factor_size": 5, "damping": 0.01},
 }
 
 

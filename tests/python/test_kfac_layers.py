@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import copy
 import re
 import warnings
 
@@ -96,7 +98,7 @@ class FrozenWeight(nn.Module):
 
 # model -> reasons of the parameters that fall back
 FALLBACK = {
-    "tied_embedding": (Tied, {"table.weight": "Embedding"}),
+    "tied_embedding": (Tied, {"table.weight": "Embedding and Linear"}),
     "two_biases": (
         TwoBiases,
         dict.fromkeys(["a.bias", "b.bias"], "not the one bias of its weight"),
@@ -125,10 +127,24 @@ FALLBACK = {
             nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 3)
         ),
         {
-            "0.parametrizations.weight.original0": "ParametrizationList",
-            "0.parametrizations.weight.original1": "ParametrizationList",
-            "0.bias": "its weight is not trained",
+            "0.parametrizations.weight.original0": "weight computed by WeightNorm",
+            "0.parametrizations.weight.original1": "weight computed by WeightNorm",
+            "0.bias": "weight computed by WeightNorm",
         },
+    ),
+    "weight_norm_by_a_hook": (
+        lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 3)),
+        dict.fromkeys(["0.weight_g", "0.weight_v", "0.bias"], "weight computed by WeightNorm"),
+    ),
+    "spectral_norm": (
+        lambda: nn.Sequential(
+            nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)),
+            nn.utils.spectral_norm(nn.Linear(4, 3)),
+        ),
+        dict.fromkeys(
+            ["0.parametrizations.weight.original", "0.bias", "1.weight_orig", "1.bias"],
+            "weight computed by SpectralNorm",
+        ),
     ),
     "frozen_weight": (FrozenWeight, {"a.bias": "its weight is not trained"}),
     "norms": (
@@ -164,7 +180,9 @@ def test_other_parameters_take_sgd_steps_and_are_named_once(kind, form):
     for name, p in fallback.items():
         torch.testing.assert_close(p.detach(), by_hand[name])
 
-    assert dict(re.findall(r"([\w.]+) \(([^()]*)\)", message)) == reasons
+    assert message.startswith(f"KFAC preconditions {len(names - set(reasons))} of {len(names)} ")
+    kinds = {kind: int(count) for count, kind in re.findall(r"(\d+) \(([^:]*): ", message)}
+    assert kinds == collections.Counter(reasons.values())
     report = optimizer.report()
     assert set(report["fallback"]) == set(reasons)
     assert set(report["preconditioned"]) == names - set(reasons)
@@ -177,10 +195,11 @@ def test_other_parameters_take_sgd_steps_and_are_named_once(kind, form):
 def test_no_warning_without_a_reason_for_one():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     optimizer = torchium.KFAC(model.parameters())
-    assert optimizer.report() == {"preconditioned": [], "fallback": []}
+    nothing = {"preconditioned": [], "fallback": [], "diagonal_A": [], "diagonal_G": []}
+    assert optimizer.report() == nothing
     assert train(model, optimizer, torch.randn(5, 4)) == []
     names = [f"parameter {i} of group 0" for i in range(4)]
-    assert optimizer.report() == {"preconditioned": names, "fallback": []}
+    assert optimizer.report() == {**nothing, "preconditioned": names}
 
 
 def test_gradients_without_any_layer_are_told():
@@ -188,7 +207,7 @@ def test_gradients_without_any_layer_are_told():
     optimizer = torchium.KFAC(nn.Linear(3, 2).parameters())
     for p in optimizer.param_groups[0]["params"]:
         p.grad = torch.ones_like(p)
-    with pytest.warns(UserWarning, match=r"parameter 0 of group 0 \(in no module that has run\)"):
+    with pytest.warns(UserWarning, match="0 of 2 .*in no module that has run: parameter 0"):
         optimizer.step()
 
 
@@ -335,3 +354,87 @@ def test_a_checkpoint_loads_before_the_layers_are_known():
     assert_same(run(other, loaded, 4, 5), expected)
     assert loaded.report() == optimizer.report()
     assert_same(values(other), values(model))
+
+
+# ---- messages and large factors
+
+
+def test_the_warning_about_many_parameters_is_short_and_begins_with_their_number():
+    norms = {f"a_rather_long_name_of_a_stage_{i}": nn.LayerNorm(4) for i in range(60)}
+    model = nn.Sequential(collections.OrderedDict({**norms, "table": nn.GroupNorm(2, 4)}))
+    optimizer = torchium.KFAC(model)
+    (message,) = train(model, optimizer, torch.randn(5, 4))
+    assert message.startswith("KFAC preconditions 0 of 122 parameters")
+    assert "120 (LayerNorm: " in message
+    assert "2 (GroupNorm: table.weight, table.bias)" in message
+    assert len(message) < 1000
+    assert len(optimizer.report()["fallback"]) == 122
+
+
+def test_a_wide_layer_keeps_diagonals_and_says_so():
+    """The matrix would have 600,001^2 entries: 1.4 TB."""
+    model = nn.Sequential(nn.Linear(600_000, 2), nn.Linear(2, 3))
+    optimizer = torchium.KFAC(model)
+    (message,) = train(model, optimizer, torch.randn(4, 600_000), steps=2)
+    assert "max_factor_size" in message
+    assert "0.weight (600001)" in message
+    state = optimizer.state[model[0].weight]
+    assert state["A"].shape == state["A_inverse"].shape == (1, 600_001)
+    assert state["G"].shape == (1, 2, 2)
+    assert optimizer.report()["diagonal_A"] == ["0.weight"]
+    assert optimizer.report()["diagonal_G"] == []
+
+
+@pytest.mark.parametrize("split", ["pi", "exact"])
+def test_diagonal_factors_go_through_checkpoints(split):
+    torch.manual_seed(0)
+    options = {"lr": 0.1, "TCov": 1, "max_factor_size": 4, "damping_split": split}
+    model, x = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), torch.randn(5, 4)
+    optimizer = torchium.KFAC(model, **options)
+    train(model, optimizer, x)
+    other = copy.deepcopy(model)
+    loaded = torchium.KFAC(other, **{**options, "max_factor_size": 100})
+    loaded.load_state_dict(optimizer.state_dict())
+    for m, o in ((model, optimizer), (other, loaded)):
+        train(m, o, x)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+    broken = optimizer.state_dict()
+    broken["state"][0]["A"] = torch.zeros(1, 7)
+    with pytest.raises(ValueError, match=r"'A' of .*\[1, 7\].*\[1, 5\]"):
+        loaded.load_state_dict(broken)
+
+
+# ---- transformers
+
+
+def test_gpt2_is_preconditioned_but_for_its_tables_and_norms():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    model = transformers.GPT2LMHeadModel(config)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    optimizer = torchium.KFAC(model)
+    x = torch.arange(64).reshape(4, 16) % 7
+    losses, messages = [], []
+    for _ in range(40):
+        optimizer.zero_grad()
+        loss = model(input_ids=x, labels=x).loss
+        loss.backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        messages += [str(w.message) for w in caught]
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+    assert "1 (Embedding and Linear: transformer.wte.weight)" in messages[0]
+    layers = {name for name in optimizer.report()["preconditioned"]}
+    assert layers == {
+        f"transformer.h.{block}.{layer}.{name}"
+        for block in range(2)
+        for layer in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+        for name in ("weight", "bias")
+    }

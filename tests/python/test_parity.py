@@ -188,6 +188,7 @@ def test_a_cpp_archive_goes_on_like_an_uninterrupted_python_run(full_matrix):
         ("KFAC", {"stat_decay": 1.1}),
         ("KFAC", {"kl_clip": 0.0}),
         ("KFAC", {"damping_split": "half"}),
+        ("KFAC", {"max_factor_size": 0}),
         ("NaturalGradient", {"lr": -1.0}),
         ("NaturalGradient", {"damping": 0.0}),
         ("NaturalGradient", {"update_freq": 0}),

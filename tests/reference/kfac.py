@@ -19,22 +19,27 @@ Sample = tuple[Tensor, Tensor]
 
 @dataclass
 class Layer:
-    """Parameters of one preconditioned layer; weight [o, c/groups, ...]."""
+    """Parameters of one preconditioned layer; weight [o, c/groups, ...], or [a, o] if transposed."""
 
     weight: Tensor
     bias: Tensor | None = None
     groups: int = 1
+    transposed: bool = False
 
     def join(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         """V [groups, o/groups, a] from a tensor of the weight's shape and one of the bias'."""
+        if self.transposed:
+            weight = weight.mT
         V = weight.reshape(self.groups, len(weight) // self.groups, -1)
         return V if bias is None else torch.cat([V, bias.reshape(self.groups, -1, 1)], dim=-1)
 
     def split(self, V: Tensor) -> tuple[Tensor, Tensor | None]:
         """The inverse of join."""
-        if self.bias is None:
-            return V.reshape(self.weight.shape), None
-        return V[..., :-1].reshape(self.weight.shape), V[..., -1].flatten()
+        weight = V if self.bias is None else V[..., :-1]
+        if self.transposed:
+            weight = weight[0].mT
+        bias = None if self.bias is None else V[..., -1].flatten()
+        return weight.reshape(self.weight.shape), bias
 
 
 class ReferenceKFAC:
@@ -52,7 +57,8 @@ class ReferenceKFAC:
         damping_split: str = "pi",
     ) -> None:
         defaults = {"lr": 0.001, "momentum": 0.9, "weight_decay": 0.0, "damping": 1e-3}
-        defaults |= {"TCov": 10, "TInv": 100, "eps": 1e-8, "stat_decay": 0.95, "maximize": False}
+        defaults |= {"TCov": 5, "TInv": 10, "eps": 1e-8, "stat_decay": 0.95, "maximize": False}
+        defaults |= {"max_factor_size": 5000}
         self.options = {
             p: defaults | {k: v for k, v in group.items() if k != "params"}
             for group in param_groups
@@ -104,7 +110,7 @@ class ReferenceKFAC:
         o, state = self.options[layer.weight], self.state[layer.weight]
         t = state["step"]
         if t % o["TCov"] == 0 and samples:
-            A, G = factors(samples)
+            A, G = (kept(F, o["max_factor_size"]) for F in factors(samples))
             state["k"] = k = state.get("k", 0) + 1
             d = min(1 - 1 / k, o["stat_decay"])
             state["A"] = d * state.get("A", torch.zeros_like(A)) + (1 - d) * A
@@ -137,6 +143,13 @@ def factors(samples: list[Sample]) -> tuple[Tensor, Tensor]:
     return A / rows, G / len(samples)
 
 
+def kept(F: Tensor, max_factor_size: int) -> Tensor:
+    """What is kept of a factor [groups, n, n]: above the limit its diagonal."""
+    if F.shape[-1] <= max_factor_size:
+        return F
+    return torch.diag_embed(F.diagonal(dim1=-2, dim2=-1))
+
+
 def damped_solver(
     A: Tensor, G: Tensor, damping: float, eps: float, split: str
 ) -> Callable[[Tensor], Tensor]:
@@ -167,13 +180,13 @@ def floored(M: Tensor, eps: float) -> Tensor:
 
 
 def layers_of(model: nn.Module) -> list[Layer]:
-    """The layer of each trained weight of Linear and Conv2d modules, in their order.
+    """The layer of each trained weight of Linear, Conv2d and Conv1D of transformers, in their order.
 
     A bias shares the factors of its weight if the same modules have both, and it is trained.
     """
     owners: dict[Tensor, list[nn.Module]] = {}
     for module in model.modules():
-        if isinstance(module, (nn.Linear, nn.Conv2d)):
+        if isinstance(module, (nn.Linear, nn.Conv2d)) or is_transposed(module):
             for param in module.parameters():
                 owners.setdefault(param, []).append(module)
     layers = []
@@ -182,8 +195,13 @@ def layers_of(model: nn.Module) -> list[Layer]:
             bias = modules[0].bias
             joint = bias is not None and bias.requires_grad and owners[bias] == modules
             groups = getattr(modules[0], "groups", 1)
-            layers.append(Layer(weight, bias if joint else None, groups))
+            transposed = is_transposed(modules[0])
+            layers.append(Layer(weight, bias if joint else None, groups, transposed))
     return layers
+
+
+def is_transposed(module: nn.Module) -> bool:
+    return type(module).__name__ == "Conv1D"
 
 
 def capture(

@@ -35,11 +35,11 @@ class ReferenceNaturalGradient:
     def __init__(
         self,
         params: Iterable[Tensor],
-        lr: float | Sequence[float] = 0.01,
-        damping: float | Sequence[float] = 1e-3,
+        lr: float | Sequence[float] = 0.1,
+        damping: float | Sequence[float] = 1.0,
         update_freq: int = 1,
         *,
-        momentum: float | Sequence[float] = 0.0,
+        momentum: float | Sequence[float] = 0.9,
         max_norm: float | None = None,
         maximize: bool | Sequence[bool] = False,
     ) -> None:

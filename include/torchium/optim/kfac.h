@@ -36,9 +36,9 @@ struct TORCHIUM_API KFACOptions : public torch::optim::OptimizerCloneableOptions
   /// Added to the Fisher matrix, >= 0.
   TORCH_ARG(double, damping) = 1e-3;
   /// Steps between two updates of the factors, >= 1. A new value counts from the next step on.
-  TORCH_ARG(int64_t, TCov) = 10;
+  TORCH_ARG(int64_t, TCov) = 5;
   /// Steps between two inversions of the factors, >= 1.
-  TORCH_ARG(int64_t, TInv) = 100;
+  TORCH_ARG(int64_t, TInv) = 10;
   /// The loss is a mean over the samples, and no sum.
   TORCH_ARG(bool, batch_averaged) = true;
   /// Floor of the eigenvalues of a factor, >= 0.
@@ -51,6 +51,9 @@ struct TORCHIUM_API KFACOptions : public torch::optim::OptimizerCloneableOptions
   TORCH_ARG(std::string, damping_split) = "pi";
   /// Of the inverses: "eigh", "newton" (not with "exact") or "auto" (linalg/matrix_functions.h).
   TORCH_ARG(std::string, root_method) = "eigh";
+  /// Of a factor of a larger order only the diagonal is kept, >= 1. A new value counts for factors
+  /// that do not exist yet.
+  TORCH_ARG(int64_t, max_factor_size) = 5000;
   /// Ascend instead of descend.
   TORCH_ARG(bool, maximize) = false;
 
@@ -64,7 +67,8 @@ struct TORCHIUM_API KFACOptions : public torch::optim::OptimizerCloneableOptions
 
 /// State of one parameter. The weight of a layer has the factors of the layer: stacks of one matrix
 /// a channel group, in the state dtype. a is the fan-in of a group, and one more if there is a
-/// bias.
+/// bias; o are all outputs. Of a factor above max_factor_size the diagonal alone is kept, [groups,
+/// n] instead of [groups, n, n]; then its inverse or eigenvectors (the identity) are too.
 struct TORCHIUM_API KFACParamState : public SecondOrderParamState {
   /// If momentum > 0: the shape of the parameter.
   TORCH_ARG(at::Tensor, momentum_buffer);
@@ -101,11 +105,16 @@ struct KFACReport {
   std::vector<std::string> preconditioned;
   /// Those that take steps of SGD with momentum.
   std::vector<std::string> fallback;
+  /// Weights of which a factor is kept as its diagonal.
+  std::vector<std::string> diagonal_A;
+  std::vector<std::string> diagonal_G;
 };
 
 /// K-FAC for linear layers and two-dimensional convolutions, as modules or as operators
-/// (CapturingOptimizer). Other parameters, those that are used in another way too, and those within
-/// recurrent and transformer layers take steps of SGD with momentum; a warning names them once.
+/// (CapturingOptimizer), also x W with a weight [in, out], as addmm(b, x, W). Other parameters,
+/// those that are used in another way too (a head that is also looked up as an embedding), and
+/// those within recurrent and transformer layers take steps of SGD with momentum; a warning counts
+/// them and names some, report() all.
 ///
 ///     torchium::optim::KFAC optimizer(*model, torchium::optim::KFACOptions(0.01).TInv(20));
 class TORCHIUM_API KFAC : public CapturingOptimizer {

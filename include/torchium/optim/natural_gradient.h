@@ -26,17 +26,17 @@ struct KeptBatch;
 /// Groups may differ in lr, damping, momentum and maximize alone.
 struct TORCHIUM_API NaturalGradientOptions
     : public torch::optim::OptimizerCloneableOptions<NaturalGradientOptions> {
-  NaturalGradientOptions(double lr = 0.01);
+  NaturalGradientOptions(double lr = 0.1);
   /// Learning rate, >= 0.
-  TORCH_ARG(double, lr) = 0.01;
-  /// Added to the Fisher matrix, > 0.
-  TORCH_ARG(double, damping) = 1e-3;
+  TORCH_ARG(double, lr) = 0.1;
+  /// Added to the Fisher matrix, > 0: in units of the squared gradient of a sample.
+  TORCH_ARG(double, damping) = 1.0;
   /// Steps between two Fisher matrices, >= 1. A new value counts from the next step on.
   TORCH_ARG(int64_t, update_freq) = 1;
   /// Relative tolerance of conjugate gradients, > 0 (float32 parameters end near 1e-6).
   TORCH_ARG(double, eps) = 1e-8;
   /// Momentum, in [0, 1).
-  TORCH_ARG(double, momentum) = 0.0;
+  TORCH_ARG(double, momentum) = 0.9;
   /// Bound of the norm of the direction, > 0; none: no bound.
   TORCH_ARG(std::optional<double>, max_norm) = std::nullopt;
   /// "gram" (a factorisation), "cg" (conjugate gradients) or "auto" (the first for up to 4096

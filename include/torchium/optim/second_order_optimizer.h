@@ -56,6 +56,9 @@ struct TORCHIUM_API SecondOrderParamState : public torch::optim::OptimizerParamS
 /// device, if it has several): parameters and state do not change. The third skipped step in a row
 /// raises c10::Error. On a CPU the step itself raises; on a GPU one of the next steps does, without
 /// a synchronisation. K-FAC and the natural gradient treat all groups as one here.
+///
+/// An optimizer that was moved from holds nothing: step() and whatever else needs parameters,
+/// options or state throws c10::Error until another optimizer is moved into it.
 class TORCHIUM_API SecondOrderOptimizer : public torch::optim::Optimizer {
  public:
   ~SecondOrderOptimizer() override;
@@ -135,6 +138,8 @@ class TORCHIUM_API SecondOrderOptimizer : public torch::optim::Optimizer {
   // ---- what it may use
 
   SecondOrderParamState* find_state(const at::Tensor& param) const;
+  // Throws c10::Error if this optimizer was moved from.
+  void refuse_moved_from() const;
   // "parameter 1 of group 0"
   std::string place_of(const at::Tensor& param) const;
   // "parameter 1 of group 0 (shape [3, 4])"

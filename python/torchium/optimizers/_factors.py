@@ -8,10 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._capture import Capture, Use
-from .._layers import MATRIX_KINDS, core_tensors, use_row, why_unsupported
+from .._layers import (
+    MATRIX_KINDS,
+    computed_weight,
+    core_tensors,
+    has_transposed_weight,
+    use_row,
+    why_unsupported,
+)
 from ._parameters import State, state_dtype
 
 _FACTORS = ("A", "G")
@@ -25,7 +32,7 @@ FACTOR_KEYS = frozenset((*_FACTORS, *_COUNTS, *_ROOTS, *_EIGEN))
 class FactorSums:
     """What the uses of a weight since the last step add up to."""
 
-    A: Tensor
+    A: Tensor  # [groups, a, a], or its diagonal [groups, a]
     G: Tensor
     samples: dict[int, int] = field(default_factory=dict)  # of each backward pass
     rows: int = 0
@@ -46,20 +53,26 @@ class FactorCapture(Capture):
         super().__init__(MATRIX_KINDS, wants)
         self._loss_scale = weakref.WeakMethod(loss_scale)
         self.sums: dict[Tensor, FactorSums] = {}
-        # Order of A where there is state already: that of a weight, or one more for its bias.
-        self.orders: dict[Tensor, int] = {}
+        # Shapes of A and G where there is state already.
+        self.shapes: dict[Tensor, tuple[torch.Size, torch.Size]] = {}
+        # Largest order of a factor that is kept as a matrix.
+        self.limits: dict[Tensor, int] = {}
 
     def problem(self, param: Tensor) -> str | None:
         """Why no layer preconditions the parameter; None: one does."""
         owners = self.owners.get(param)
         if not owners:
             return "in no module that has run"
-        for module in owners:
-            if why_unsupported(module, MATRIX_KINDS):
-                return type(module).__name__
+        reason = _problem_of_layers(owners)
+        if reason is not None:
+            return reason
         weight = self.weight_beside(param)
         if weight is None or weight not in self._params or not weight.requires_grad:
             return "its weight is not trained"
+        if _problem_of_layers(self.owners[weight]) is not None:
+            return "its weight falls back"
+        if len({has_transposed_weight(module) for module in self.owners[weight]}) > 1:
+            return "used as [in, out] and as [out, in]"
         if len({getattr(module, "groups", 1) for module in self.owners[weight]}) > 1:
             return "used by convolutions of different groups"
         bias = self.joint_bias(weight)
@@ -76,7 +89,8 @@ class FactorCapture(Capture):
 
     def has_room(self, weight: Tensor) -> bool:
         """Whether the factors of the weight include its bias."""
-        return self.orders.get(weight) != _fan_in(weight)
+        known = self.shapes.get(weight)
+        return known is None or known[0][-1] != _fan_in(self.matrix(weight))
 
     def joint_bias(self, weight: Tensor) -> Tensor | None:
         """The bias that shares the factors of the weight: the same one wherever that is used."""
@@ -85,6 +99,11 @@ class FactorCapture(Capture):
         if bias is None or bias not in self._params or not bias.requires_grad:
             return None
         return bias if set(self.owners[bias]) == set(owners) else None
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """The weight as [out, ...]: a view of that of a layer that has it as [in, out]."""
+        transposed = has_transposed_weight(self.owners[weight][0])
+        return weight.detach().mT if transposed else weight
 
     def groups(self, weight: Tensor) -> int:
         return int(getattr(self.owners[weight][0], "groups", 1))
@@ -116,29 +135,44 @@ class FactorCapture(Capture):
             input,
             output_gradient,
             use=use_row(use.module, -1, -1, 0)[0],
-            weight_shape=weight.shape,
+            weight_shape=self.matrix(weight).shape,
             accumulate=seen,
         )
         # Several uses in one pass are of the same samples.
         samples = input.shape[0]
         sums.samples[use.root] = max(samples, sums.samples.get(use.root, 0))
-        sums.rows += output_gradient.numel() // weight.shape[0]
+        sums.rows += output_gradient.numel() // self.matrix(weight).shape[0]
 
     def _new_sums(self, weight: Tensor) -> FactorSums:
-        groups = self.groups(weight)
-        order = self.orders.get(weight)
-        if order is None:
-            order = _fan_in(weight) + (self.joint_bias(weight) is not None)
         options: Any = {"dtype": state_dtype(weight), "device": weight.device}
-        fan_out = weight.shape[0] // groups
-        return FactorSums(
-            torch.empty(groups, order, order, **options),
-            torch.empty(groups, fan_out, fan_out, **options),
-        )
+        A, G = self.shapes.get(weight) or self.new_shapes(weight)
+        return FactorSums(torch.empty(A, **options), torch.empty(G, **options))
+
+    def new_shapes(self, weight: Tensor) -> tuple[torch.Size, torch.Size]:
+        """Shapes of the factors of a layer without any; those above its limit are diagonals."""
+        groups, matrix, limit = self.groups(weight), self.matrix(weight), self.limits[weight]
+        a = _fan_in(matrix) + (self.joint_bias(weight) is not None)
+        o = matrix.shape[0] // groups
+        return _factor_shape(groups, a, a > limit), _factor_shape(groups, o, o > limit)
+
+
+def _problem_of_layers(modules: list[nn.Module]) -> str | None:
+    """Why the weight of these layers has no factors; None: nothing speaks against it."""
+    for module in modules:
+        how = computed_weight(module)
+        if how is not None:
+            return f"weight computed by {how}"
+        if why_unsupported(module, MATRIX_KINDS):
+            return " and ".join(dict.fromkeys(type(m).__name__ for m in modules))
+    return None
 
 
 def _fan_in(weight: Tensor) -> int:
     return weight.numel() // weight.shape[0]
+
+
+def _factor_shape(groups: int, order: int, diagonal: bool) -> torch.Size:
+    return torch.Size((groups, order) if diagonal else (groups, order, order))
 
 
 def root_keys(damping_split: str) -> tuple[str, ...]:
@@ -146,10 +180,17 @@ def root_keys(damping_split: str) -> tuple[str, ...]:
     return _EIGEN if damping_split == "exact" else _ROOTS
 
 
-def fresh_factors(weight: Tensor, has_bias: bool, groups: int, damping_split: str) -> State:
-    """State of a layer that has seen nothing."""
+def fresh_factors(
+    matrix: Tensor, A_shape: torch.Size, G_shape: torch.Size, damping_split: str
+) -> State:
+    """State of a layer that has seen nothing; ``matrix`` is its weight as [out, ...]."""
     A, G, *roots, factor_updates, root_failures = torch.ops.torchium.kfac_init_state(
-        weight, has_bias=has_bias, groups=groups, damping_split=damping_split
+        matrix,
+        has_bias=A_shape[-1] != _fan_in(matrix),
+        groups=A_shape[0],
+        damping_split=damping_split,
+        diagonal_A=len(A_shape) == 2,
+        diagonal_G=len(G_shape) == 2,
     )
     state = {"A": A, "G": G, "factor_updates": factor_updates, "root_failures": root_failures}
     return state | dict(zip(root_keys(damping_split), roots, strict=False))
@@ -158,12 +199,25 @@ def fresh_factors(weight: Tensor, has_bias: bool, groups: int, damping_split: st
 def saved_factors(weight: Tensor, saved: dict[str, Any], damping_split: str) -> State:
     """State of the layer that ``saved`` may be of: its module is not known yet.
 
-    ``A``, or a root of it, tells the number of groups, and whether there is a row for a bias.
+    The factors, or roots of them, tell the number of groups, whether there is a row for a bias, which
+    are diagonals, and which dimension of a weight is the input.
     """
-    groups, has_bias = 1, False
-    A = next((saved[key] for key in ("A", "A_inverse", "A_eigenvectors") if key in saved), None)
-    if weight.dim() in (2, 4) and isinstance(A, Tensor) and A.dim() == 3:
-        has_bias = A.shape[-1] == _fan_in(weight) + 1
-        if A.shape[0] > 0 and weight.shape[0] % A.shape[0] == 0:
-            groups = A.shape[0]
-    return fresh_factors(weight, has_bias, groups, damping_split)
+    A, G = (_saved_shape(saved, factor) for factor in _FACTORS)
+    matrix, groups = weight, 1
+    if weight.dim() == 2 and G[-1:] == weight.shape[1:] != weight.shape[:1]:
+        matrix = weight.detach().mT
+    if A[:1] and A[0] > 0 and matrix.shape[0] % A[0] == 0:
+        groups = A[0]
+    has_bias = A[-1:] == (_fan_in(matrix) + 1,)
+    return fresh_factors(
+        matrix,
+        _factor_shape(groups, _fan_in(matrix) + has_bias, len(A) == 2),
+        _factor_shape(groups, matrix.shape[0] // groups, len(G) == 2),
+        damping_split,
+    )
+
+
+def _saved_shape(saved: dict[str, Any], factor: str) -> tuple[int, ...]:
+    keys = (factor, f"{factor}_inverse", f"{factor}_eigenvectors")
+    found = next((saved[key] for key in keys if key in saved), None)
+    return tuple(found.shape) if isinstance(found, Tensor) and found.dim() in (2, 3) else ()

@@ -22,6 +22,7 @@ from ._factors import (
 )
 from ._options import Check, choice, flag, integer, number, optional
 from ._parameters import State, parameter_name
+from ._summary import summary
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,11 @@ class KFAC(CapturingOptimizer):
     steps 1, 1 + ``TInv``, .... Layers with several positions a sample (sequences, convolutions) sum
     over them: :math:`A = \sum a a^\top / (N T)`, :math:`G = \sum g g^\top / N`.
 
-    Layers are ``nn.Linear`` (any leading dimensions; dimension 0 is the sample) and ``nn.Conv2d``,
-    also if a weight is shared or a layer is used several times. Other parameters, and weights that
-    are also used outside of their layer, take steps of SGD with momentum; a warning lists them once,
-    and so does :meth:`report`. Micro-batches with loss / k, one ``backward()`` each, equal one batch.
+    Layers are ``nn.Linear`` (any leading dimensions; dimension 0 is the sample), the ``Conv1D`` of
+    transformers, and ``nn.Conv2d``, also if a weight is shared or a layer is used several times. Other
+    parameters, and weights that are also used outside of their layer or looked up by an
+    ``nn.Embedding`` (tied heads), take steps of SGD with momentum; a warning counts them once, and
+    :meth:`report` names them. Micro-batches with loss / k, one ``backward()`` each, equal one batch.
     Passes without ``backward()`` between two steps leave no trace. ``zero_grad()`` of the optimizer
     forgets what was captured, and so does every step.
 
@@ -91,8 +93,8 @@ class KFAC(CapturingOptimizer):
         momentum (float): momentum of the direction, in [0, 1) (default: 0.9).
         weight_decay (float): L2 penalty (default: 0).
         damping (float): added to the Fisher matrix, at least 0 (default: 1e-3).
-        TCov (int): steps between two updates of the factors (default: 10).
-        TInv (int): steps between two inversions of the factors (default: 100).
+        TCov (int): steps between two updates of the factors (default: 5).
+        TInv (int): steps between two inversions of the factors (default: 10).
         batch_averaged (bool): the loss is a mean over the samples, and no sum (default: True).
         eps (float): floor of the eigenvalues of a factor (default: 1e-8).
         stat_decay (float): decay of the averages of the factors, in [0, 1] (default: 0.95).
@@ -103,6 +105,10 @@ class KFAC(CapturingOptimizer):
         root_method (str): how inverses are computed, ``"eigh"``, ``"newton"`` or ``"auto"``, the
             faster one; see :func:`torchium.linalg.matrix_inverse_root`. ``"exact"`` needs
             eigenvectors, and so ``"eigh"`` or ``"auto"``, which are the same there (default: "eigh").
+        max_factor_size (int): of a factor of a larger order only the diagonal is kept; a warning and
+            :meth:`report` name those. A factor of order n takes :math:`8 n^2` bytes with its inverse,
+            and an inversion of order :math:`n^3` operations. A new value counts for factors that do not
+            exist yet (default: 5000).
         grad_scaler (GradScaler, optional): scales the loss, under mixed precision; its scale is taken
             out of the factors. It may be set later as an attribute; a copy of the optimizer has none
             (default: None).
@@ -140,6 +146,7 @@ class KFAC(CapturingOptimizer):
         "kl_clip": optional(number(0.0, open_low=True)),
         "damping_split": choice("pi", "plain", "exact"),
         "root_method": choice("auto", "eigh", "newton"),
+        "max_factor_size": integer(1),
         "maximize": flag,
     }
     _SHARED = ("batch_averaged", "kl_clip", "damping_split", "root_method")
@@ -153,8 +160,8 @@ class KFAC(CapturingOptimizer):
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         damping: float = 1e-3,
-        TCov: int = 10,
-        TInv: int = 100,
+        TCov: int = 5,
+        TInv: int = 10,
         batch_averaged: bool = True,
         eps: float = 1e-8,
         *,
@@ -162,6 +169,7 @@ class KFAC(CapturingOptimizer):
         kl_clip: float | None = 1e-3,
         damping_split: str = "pi",
         root_method: str = "eigh",
+        max_factor_size: int = 5000,
         grad_scaler: GradScaler | None = None,
         maximize: bool = False,
     ) -> None:
@@ -178,6 +186,7 @@ class KFAC(CapturingOptimizer):
             "kl_clip": kl_clip,
             "damping_split": damping_split,
             "root_method": root_method,
+            "max_factor_size": max_factor_size,
             "maximize": maximize,
         }
         super().__init__(params_or_model, defaults, grad_scaler)
@@ -194,13 +203,18 @@ class KFAC(CapturingOptimizer):
         """Names of the parameters that are ``"preconditioned"`` and of those that ``"fallback"``.
 
         Both lists are those of the last step that a parameter took; one without a name is called by
-        its place. A layer joins the first list with its first factors.
+        its place. A layer joins the first list with its first factors. ``"diagonal_A"`` and
+        ``"diagonal_G"`` name the weights of which that factor is kept as its diagonal.
         """
         params = [p for group in self.param_groups for p in group["params"] if self._has_state(p)]
         done = {
             "preconditioned": [p for p in params if p not in self._fallback],
             "fallback": [p for p in params if p in self._fallback],
         }
+        for factor in ("A", "G"):
+            done[f"diagonal_{factor}"] = [
+                p for p in params if factor in self.state[p] and self.state[p][factor].dim() == 2
+            ]
         return {key: [self._short_name(p) for p in value] for key, value in done.items()}
 
     # ---- capture
@@ -217,25 +231,26 @@ class KFAC(CapturingOptimizer):
         weight = params.get("weight")
         if weight is None or self._host_step(weight) % self._group_of(weight)["TCov"]:
             return False
-        self._note_order(weight)
+        self._note_shapes(weight)
         return True
 
-    def _note_order(self, param: Tensor) -> None:
-        """Tells the capture what the factors of a weight have room for, if it has some."""
-        if "A" in self.state.get(param, ()):
-            self._capture.orders[param] = self.state[param]["A"].shape[-1]
+    def _note_shapes(self, param: Tensor) -> None:
+        """Tells the capture of the factors of a weight, and how large new ones may be."""
+        self._capture.limits[param] = self._group_of(param)["max_factor_size"]
+        state = self.state.get(param, {})
+        if "A" in state:
+            self._capture.shapes[param] = state["A"].shape, state["G"].shape
 
     # ---- the step
 
     def _step_joint(self, step: JointStep) -> None:
         self._capture.completeness.resolve()
         for param in step.params:
-            self._note_order(param)
+            self._note_shapes(param)
         layers = self._layers(step)
         self._note_fallback(step, layers)
         self._add_common_state(step, [momentum > 0.0 for momentum in step.per_param("momentum")])
-        for layer in layers:
-            self._add_factors(layer)
+        self._add_factors(layers)
         self._run_step(step, layers, self._found_inf(step))
         self._has_factors.update((layer.weight, True) for layer in layers)
         self._count_step(step)
@@ -277,19 +292,31 @@ class KFAC(CapturingOptimizer):
         if not new or (not self._capture.ran and all_zero(step.grads)):
             return
         self._warned.update(new)
-        names = ", ".join(f"{self._short_name(p)} ({self._fallback[p]})" for p in new)
+        names: dict[str, list[str]] = {}
+        for param in new:
+            names.setdefault(self._fallback[param], []).append(self._short_name(param))
         warnings.warn(
-            f"KFAC takes steps of SGD with momentum for parameters that it cannot precondition: {names}",
+            f"KFAC preconditions {len(done - {None})} of {len(step.params)} parameters. It takes steps "
+            f"of SGD with momentum for {summary(names)}. report() names all of them",
             stacklevel=2,
         )
 
-    def _add_factors(self, layer: _Layer) -> None:
-        weight = layer.weight
-        if "A" not in self.state[weight]:
-            has_bias = self._capture.joint_bias(weight) is not None
+    def _add_factors(self, layers: list[_Layer]) -> None:
+        """Makes the factors that layers lack, and warns of those that are diagonals."""
+        diagonal: dict[str, list[str]] = {}
+        for weight in (layer.weight for layer in layers if "A" not in self.state[layer.weight]):
+            matrix, shapes = self._capture.matrix(weight), self._capture.new_shapes(weight)
             split = self._group_of(weight)["damping_split"]
-            groups = self._capture.groups(weight)
-            self.state[weight].update(fresh_factors(weight, has_bias, groups, split))
+            self.state[weight].update(fresh_factors(matrix, *shapes, split))
+            for factor, shape in zip("AG", shapes, strict=True):
+                if len(shape) == 2:
+                    name = f"{self._short_name(weight)} ({shape[-1]})"
+                    diagonal.setdefault(f"a factor {factor}", []).append(name)
+        if diagonal:
+            warnings.warn(
+                f"KFAC keeps only the diagonal of factors above max_factor_size: {summary(diagonal)}",
+                stacklevel=2,
+            )
 
     def _run_step(self, step: JointStep, layers: list[_Layer], found_inf: Tensor | None) -> None:
         states = [self.state[p] for p in step.params]
@@ -302,11 +329,18 @@ class KFAC(CapturingOptimizer):
         ]
         roots += [[nothing] * len(layers)] * (4 - len(roots))
         index = {p: i for i, p in enumerate(step.params)}
+        params, grads = list(step.params), list(step.grads)
+        buffers = [state.get("momentum_buffer", nothing) for state in states]
+        for layer in layers:
+            if self._capture.matrix(layer.weight) is not layer.weight:
+                for tensors in (params, grads, buffers):
+                    i = index[layer.weight]
+                    tensors[i] = tensors[i].detach().mT if tensors[i].dim() == 2 else tensors[i]
         torch.ops.torchium.kfac_step_(
-            step.params,
-            step.grads,
+            params,
+            grads,
             [state["step"] for state in states],
-            [state.get("momentum_buffer", nothing) for state in states],
+            buffers,
             self._status(step),
             [state["A"] for state in of_layers],
             [state["G"] for state in of_layers],
@@ -341,7 +375,7 @@ class KFAC(CapturingOptimizer):
     def _forget_derived(self) -> None:
         super()._forget_derived()
         self._has_factors: dict[Tensor, bool] = {}
-        self._capture.orders.clear()
+        self._capture.shapes.clear()
 
     def _loaded_state(
         self, index: int, group: dict[str, Any], saved: dict[Tensor, dict[str, Any]]

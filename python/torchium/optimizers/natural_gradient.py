@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from .._capture import Use, UseCapture
-from .._layers import ALL_KINDS, samples, why_unsupported
+from .._layers import ALL_KINDS, computed_weight, samples, why_unsupported
 from .._per_sample import LossFunction, per_sample_gradients
 from ._batch import Batch, Layers, fresh_batch, is_batch_key
 from ._capturing import CapturingOptimizer, JointStep, ParamsOrModel, all_zero, fresh_step
@@ -57,12 +57,14 @@ class NaturalGradient(CapturingOptimizer):
             of parameter groups: then their layers are found when they run. Parameters are dense,
             real, float32, float64, bfloat16 or float16, all on one device. Groups may differ in
             ``lr``, ``damping``, ``momentum`` and ``maximize``.
-        lr (float or Tensor): learning rate, at least 0. A tensor has one element (default: 0.01).
-        damping (float): added to the Fisher matrix, above 0 (default: 1e-3).
+        lr (float or Tensor): learning rate, at least 0. A tensor has one element (default: 0.1).
+        damping (float): added to the Fisher matrix, above 0: in units of the squared gradient of a
+            sample. Far below those, all samples count alike, those that are fitted too, and late steps
+            overshoot (default: 1).
         update_freq (int): steps between two Fisher matrices (default: 1).
         eps (float): relative tolerance of conjugate gradients, above 0 (default: 1e-8; float32
             parameters end near 1e-6).
-        momentum (float): momentum, in [0, 1) (default: 0).
+        momentum (float): momentum, in [0, 1) (default: 0.9).
         max_norm (float, optional): bound of the norm of the direction, above 0 (default: None).
         solver (str): ``"gram"``, the factorisation; ``"cg"``, conjugate gradients; ``"auto"``, the
             first for up to 4096 samples if these are no more than the parameters (default: "auto").
@@ -113,12 +115,12 @@ class NaturalGradient(CapturingOptimizer):
     def __init__(
         self,
         params_or_model: ParamsOrModel,
-        lr: float | Tensor = 0.01,
-        damping: float = 1e-3,
+        lr: float | Tensor = 0.1,
+        damping: float = 1.0,
         update_freq: int = 1,
         eps: float = 1e-8,
         *,
-        momentum: float = 0.0,
+        momentum: float = 0.9,
         max_norm: float | None = None,
         solver: str = "auto",
         grad_scaler: GradScaler | None = None,
@@ -202,7 +204,9 @@ class NaturalGradient(CapturingOptimizer):
 
     def _check_owners(self, params: list[Tensor]) -> None:
         for module in {m: None for p in params for m in self._capture.owners.get(p, ())}:
-            reason = why_unsupported(module)
+            how = computed_weight(module)
+            computed = None if how is None else f"has a weight computed by {how}"
+            reason = computed or why_unsupported(module)
             if reason is not None:
                 raise ValueError(
                     f"NaturalGradient cannot see the samples of {self._module_name(module)}, which "
@@ -214,11 +218,17 @@ class NaturalGradient(CapturingOptimizer):
         """Refuses gradients whose samples are not known, before anything is changed."""
         self._check_owners(step.params)
         mixing = self._capture.mixing()
-        if mixing is not None:
+        if isinstance(mixing, nn.Module):
             raise ValueError(
                 f"{self._module_name(mixing)} normalised with the statistics of the batch, so that the "
                 "samples have no gradients of their own; call .eval() on it (with running "
                 "statistics) or use GroupNorm"
+            )
+        if mixing is not None:
+            raise ValueError(
+                f"{mixing}(training=True), called in the forward pass, normalised with the statistics "
+                "of the batch, so that the samples have no gradients of their own; call it with "
+                "training=False and running statistics, or use group_norm"
             )
         if not passes:
             raise ValueError(

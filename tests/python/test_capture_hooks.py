@@ -1,0 +1,218 @@
+"""Hooks of optimizers that capture: they leave no trace, find new modules, and serve many threads."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+import threading
+import warnings
+
+import pytest
+import torch
+import torchium
+from optimizer_cases import values
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.modules import module as nn_module
+
+OPTIMIZERS = {
+    "kfac": lambda params: torchium.KFAC(params, lr=0.1, TCov=1, TInv=1, kl_clip=None),
+    "natural_gradient": lambda params: torchium.NaturalGradient(params, lr=0.1, damping=0.1),
+}
+both = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def batch(step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, 4, generator=generator), torch.randint(3, (8,), generator=generator)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 0) -> None:
+    x, y = batch(number)
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+
+# ---- no trace
+
+
+def traces() -> list[int]:
+    hooks = [getattr(nn_module, name) for name in dir(nn_module) if name.startswith("_global_")]
+    return [len(entries) for entries in hooks if isinstance(entries, dict)]
+
+
+@both
+def test_optimizers_leave_no_trace_in_torch(make):
+    gc.collect()
+    before = traces()
+    for _ in range(5):
+        model = mlp()
+        optimizer = make(model.parameters())
+        step(model, optimizer)
+        unused = make(mlp().parameters())  # it still looks for its layers when it goes
+        del optimizer, unused
+        gc.collect()
+    assert traces() == before
+
+
+@both
+def test_compiled_models_do_not_warn_of_optimizers_that_are_gone(make):
+    for _ in range(3):
+        model = mlp()
+        step(model, make(model.parameters()))
+    gc.collect()
+    torch.compiler.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.compile(mlp(), backend="eager")(torch.randn(2, 4))
+
+
+# ---- modules that come later
+
+
+def with_new_layers(model: nn.Sequential) -> nn.Sequential:
+    """The same parameters in other modules."""
+    layers = []
+    for old in model:
+        layer = nn.Tanh()
+        if isinstance(old, nn.Linear):
+            layer = nn.Linear(old.in_features, old.out_features)
+            layer.weight, layer.bias = old.weight, old.bias
+        layers.append(layer)
+    return nn.Sequential(*layers)
+
+
+@both
+@pytest.mark.parametrize("form", ["model", "parameters"])
+def test_new_modules_around_known_parameters_are_seen(make, form):
+    results = []
+    for renewed in (False, True):
+        model = mlp()
+        optimizer = make(model if form == "model" else model.parameters())
+        for number in range(6):
+            step(model, optimizer, number)
+            if renewed and number == 2:
+                model = with_new_layers(model)
+        if isinstance(optimizer, torchium.KFAC):
+            assert optimizer.state[model[0].weight]["factor_updates"] == 6
+        results.append(values(model))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@both
+def test_one_of_two_layers_that_share_a_weight_may_be_new(make):
+    """The other one still runs: no gradient is missing, part of it is."""
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+            self.uses_both = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.tanh(self.a(x))
+            return self.b(x) if self.uses_both else x
+
+    results = []
+    for late in (False, True):
+        torch.manual_seed(0)
+        model = Shared()
+        weight = model.a.weight
+        if late:
+            optimizer = make([weight])
+        else:
+            model.b.weight = weight
+            optimizer = make(model)
+        step(model, optimizer)
+        model.b.weight, model.uses_both = weight, True
+        step(model, optimizer, 1)
+        results.append(weight.detach())
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+@both
+def test_a_list_of_the_parameters_is_no_layer(make):
+    """It never runs."""
+    results = []
+    for listed in (False, True):
+        model = mlp()
+        optimizer = make(model)
+        step(model, optimizer)
+        kept = nn.ParameterList(model.parameters()) if listed else None
+        step(model, optimizer, 1)
+        results.append(values(model))
+        del kept
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+# ---- threads
+
+
+@pytest.fixture
+def eager_switching():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def train_in_threads(model, optimizer, numbers: range) -> None:
+    """One forward and backward pass a thread, all at once, then one step."""
+    barrier, errors = threading.Barrier(len(numbers)), []
+
+    def run(number: int) -> None:
+        x, y = batch(number)
+        try:
+            barrier.wait()
+            (F.cross_entropy(model(x), y) / len(numbers)).backward()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in numbers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    optimizer.step()
+
+
+@both
+@pytest.mark.parametrize("form", ["model", "parameters"])
+def test_threads_may_share_the_first_pass(make, form, eager_switching):
+    start = nn.Sequential(
+        *(m for _ in range(4) for m in (nn.Linear(4, 4), nn.Tanh())), nn.Linear(4, 3)
+    )
+    start.double()
+    expected = copy.deepcopy(start)
+    optimizer = make(expected)
+    for number in range(4):
+        x, y = (t.double() if t.is_floating_point() else t for t in batch(number))
+        (F.cross_entropy(expected(x), y) / 4).backward()
+    optimizer.step()
+    for _ in range(40):
+        model = copy.deepcopy(start)
+        optimizer = make(model if form == "model" else model.parameters())
+        train_in_threads(Doubled(model), optimizer, range(4))
+        for ours, theirs in zip(values(model), values(expected), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
+
+
+class Doubled(nn.Module):
+    """Takes float32 inputs as float64."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x.double())
