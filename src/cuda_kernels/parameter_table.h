@@ -63,12 +63,17 @@ struct ScanEntry {
   int index;  // of the parameter in the step
   ElementType type;
   ScanKind kind;
+  // The step can work with magnitudes up to largest / sqrt(*step + 1) in gradients and parameters.
+  const float* step;
+  double largest;
 };
 constexpr int64_t kScanTile = 1 << 14;  // elements
 
-// The count of steps of a parameter.
+// The count of steps of a parameter, and what it was when an average began; null: 0.
 struct StepEntry {
   float* step;
+  const float* exp_avg_start;
+  const float* second_moment_start;
 };
 
 // A parameter of order one or two after merging, seen as a matrix that is cut into blocks. All its

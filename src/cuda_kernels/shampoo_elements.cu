@@ -1,6 +1,7 @@
 #include "cuda_kernels/half_parts.cuh"
 #include "cuda_kernels/shampoo_step.h"
 
+#include <cfloat>
 #include <type_traits>
 
 namespace torchium::cuda_kernels {
@@ -142,7 +143,8 @@ class Elements {
     if (entry_.second_moment == nullptr) return m;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      m.lane[i] /= sqrtf(v.lane[i] / corrections_.second_moment) + rule_.grafting_eps;
+      const float divisor = sqrtf(v.lane[i] / corrections_.second_moment) + rule_.grafting_eps;
+      m.lane[i] = divisor > 0 ? m.lane[i] / divisor : 0;
     }
     return m;
   }
@@ -150,7 +152,8 @@ class Elements {
   __device__ Lanes<N> by_diagonal(Lanes<N> m, const Lanes<N>& a) const {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      m.lane[i] *= rsqrtf(a.lane[i] / corrections_.statistics + rule_.diagonal_eps);
+      const float damped = a.lane[i] / corrections_.statistics + rule_.diagonal_eps;
+      m.lane[i] = damped > 0 ? m.lane[i] * rsqrtf(damped) : 0;
     }
     return m;
   }
@@ -268,11 +271,27 @@ __global__ void __launch_bounds__(kElementThreads)
   if (threadIdx.x == 0) buffers.direction_squares[index] = sum;
 }
 
-// p <- (1 - lr wd) p - lr d, or by momentum.
+__device__ float largest_of(ElementType type) {
+  switch (type) {
+    case ElementType::kHalf:
+      return 65504.0f;
+    case ElementType::kBFloat16:
+      return 0x1.FEp127f;
+    default:
+      return FLT_MAX;
+  }
+}
+
+__device__ float saturated(float x, float largest) { return fminf(fmaxf(x, -largest), largest); }
+
+// p <- (1 - lr wd) p - lr d, or by momentum. Entries of d that are not finite count as zero, and p
+// stops at the largest number of its type.
 template <int N>
 __device__ void move_parameter(const ElementRule& rule, const ParameterEntry& entry, float lr,
                                int64_t offset, Lanes<N> d) {
   Lanes<N> p = load_elements<N>(entry.param, entry.param_type, offset);
+#pragma unroll
+  for (int i = 0; i < N; ++i) d.lane[i] = isfinite(d.lane[i]) ? d.lane[i] : 0;
   if (rule.decoupled_weight_decay != 0) {
 #pragma unroll
     for (int i = 0; i < N; ++i) p.lane[i] *= 1 - lr * rule.decoupled_weight_decay;
@@ -281,13 +300,15 @@ __device__ void move_parameter(const ElementRule& rule, const ParameterEntry& en
     Lanes<N> buffer = load_floats<N>(entry.momentum_buffer, offset);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      buffer.lane[i] = fmaf(rule.momentum, buffer.lane[i], d.lane[i]);
+      buffer.lane[i] = saturated(fmaf(rule.momentum, buffer.lane[i], d.lane[i]), FLT_MAX);
       d.lane[i] = rule.nesterov ? fmaf(rule.momentum, buffer.lane[i], d.lane[i]) : buffer.lane[i];
     }
     store_floats<N>(entry.momentum_buffer, offset, buffer);
   }
 #pragma unroll
-  for (int i = 0; i < N; ++i) p.lane[i] = fmaf(-lr, d.lane[i], p.lane[i]);
+  for (int i = 0; i < N; ++i) {
+    p.lane[i] = saturated(fmaf(-lr, d.lane[i], p.lane[i]), largest_of(entry.param_type));
+  }
   store_elements<N>(entry.param, entry.param_type, offset, p);
 }
 

@@ -14,8 +14,8 @@ namespace torchium::cuda_kernels {
 
 // What a step knows on the device alone.
 struct StepControl {
-  int first_nonfinite;  // index of the first gradient with NaN or Inf; INT_MAX: none
-  bool keep;            // false: the step is skipped
+  int first_unfit;  // index of the first parameter that the step cannot work with; INT_MAX: none
+  bool keep;        // false: the step is skipped
   unsigned largest[3];  // magnitudes of each ScanKind, as bits of floats
   // Of g and m in stacks of halves (half_parts.h).
   float gradient_scale, average_scale;
@@ -41,7 +41,7 @@ struct StepRule {
 // Sets `control` before its first use.
 cudaError_t initialize_control(StepControl* control, cudaStream_t stream);
 
-// Finds the first gradient that is not finite, and the largest magnitudes.
+// Finds the first parameter that the step cannot work with, and the largest magnitudes.
 cudaError_t scan(const Table<ScanEntry>& entries, StepControl* control, cudaStream_t stream);
 
 // Decides whether the step is kept, counts it in `status` (optim/step_status.h) and fills the rest

@@ -42,35 +42,25 @@ __device__ Bits largest_of_tile(const ScanEntry& entry, int64_t begin, Bits magn
   return most;
 }
 
-// As bits of a float. NaN and Inf stay what they are; a double that is too large for a float
-// becomes the largest one.
-__device__ unsigned largest_as_float(const ScanEntry& entry, int64_t begin) {
+// As a double, which holds the magnitudes of all types.
+__device__ double largest_magnitude(const ScanEntry& entry, int64_t begin) {
   switch (entry.type) {
-    case ElementType::kDouble: {
-      const uint64_t bits = largest_of_tile<uint64_t>(entry, begin, 0x7fffffffffffffff);
-      const double value = __longlong_as_double(static_cast<int64_t>(bits));
-      const bool finite = bits < 0x7ff0000000000000;
-      return __float_as_uint(finite ? fminf(static_cast<float>(value), FLT_MAX)
-                                    : static_cast<float>(value)) &
-             0x7fffffff;
-    }
+    case ElementType::kDouble:
+      return __longlong_as_double(
+          static_cast<int64_t>(largest_of_tile<uint64_t>(entry, begin, 0x7fffffffffffffff)));
     case ElementType::kBFloat16:
-      return unsigned{largest_of_tile<uint16_t>(entry, begin, 0x7fff)} << 16;
-    case ElementType::kHalf: {
-      const auto bits =
-          static_cast<unsigned short>(largest_of_tile<uint16_t>(entry, begin, 0x7fff));
-      return __float_as_uint(__half2float(__ushort_as_half(bits))) & 0x7fffffff;
-    }
+      return __uint_as_float(unsigned{largest_of_tile<uint16_t>(entry, begin, 0x7fff)} << 16);
+    case ElementType::kHalf:
+      return __half2float(__ushort_as_half(
+          static_cast<unsigned short>(largest_of_tile<uint16_t>(entry, begin, 0x7fff))));
     default:
-      return largest_of_tile<uint32_t>(entry, begin, 0x7fffffff);
+      return __uint_as_float(largest_of_tile<uint32_t>(entry, begin, 0x7fffffff));
   }
 }
 
-constexpr unsigned kInfinity = 0x7f800000;
-
 __global__ void initialize_kernel(StepControl* control) {
   *control = {};
-  control->first_nonfinite = INT_MAX;
+  control->first_unfit = INT_MAX;
 }
 
 template <int bytes>
@@ -78,11 +68,12 @@ __global__ void __launch_bounds__(kElementThreads)
     scan_kernel(const __grid_constant__ Table<ScanEntry, bytes> entries, StepControl* control) {
   const int tile = entries.first_tile + static_cast<int>(blockIdx.x);
   const ScanEntry& entry = entry_of_tile(entries, tile);
-  const unsigned most = largest_as_float(entry, (tile - entry.first_tile) * kScanTile);
-  const bool is_finite = most < kInfinity;
-  record_largest(is_finite ? most : 0, &control->largest[static_cast<int>(entry.kind)]);
-  if (!is_finite && entry.kind == ScanKind::kGradient) {
-    atomicMin(&control->first_nonfinite, entry.index);
+  const double most = largest_magnitude(entry, (tile - entry.first_tile) * kScanTile);
+  const bool fits = most * sqrt(*entry.step + 1.0) <= entry.largest;  // false for NaN
+  const float recorded = fits ? fminf(static_cast<float>(most), FLT_MAX) : 0;
+  record_largest(__float_as_uint(recorded), &control->largest[static_cast<int>(entry.kind)]);
+  if (!fits && entry.kind != ScanKind::kAverage) {
+    atomicMin(&control->first_unfit, entry.index);
   }
 }
 
@@ -96,10 +87,10 @@ enum Status {
 };
 
 __global__ void decide_step_kernel(StepRule rule, StepControl* control, int64_t* status) {
-  const bool keep = control->first_nonfinite == INT_MAX;
+  const bool keep = control->first_unfit == INT_MAX;
   status[kConsecutiveSkips] = keep ? 0 : status[kConsecutiveSkips] + 1;
   status[kTotalSkips] += keep ? 0 : 1;
-  status[kNonFiniteParameter] = keep ? -1 : control->first_nonfinite;
+  status[kNonFiniteParameter] = keep ? -1 : control->first_unfit;
   control->keep = keep;
 
   const auto largest = [&](ScanKind kind) {
@@ -132,10 +123,13 @@ __global__ void __launch_bounds__(kControlThreads)
   float* step = steps.entries[i].step;
   const float t = *step + (control->keep ? 1.0f : 0.0f);
   *step = t;
-  const double at_least_one = fmaxf(t, 1.0f);
+  const auto since = [&](const float* start) {
+    return fmaxf(start == nullptr ? t : t - *start, 1.0f);
+  };
   numbers[steps.first_tile + i] = {
-      correction(rule.beta1, at_least_one), correction(rule.moment_beta, at_least_one),
-      correction(rule.beta2, at_least_one), t >= rule.start ? 1.0 : 0.0};
+      correction(rule.beta1, since(steps.entries[i].exp_avg_start)),
+      correction(rule.moment_beta, since(steps.entries[i].second_moment_start)),
+      correction(rule.beta2, since(nullptr)), t >= rule.start ? 1.0 : 0.0};
 }
 
 // One block. Of equal counts the first entry's.

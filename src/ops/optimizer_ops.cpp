@@ -38,6 +38,7 @@ void shampoo_step_(at::TensorList params, at::TensorList grads, at::TensorList s
                    at::TensorList statistics, at::TensorList roots, at::TensorList root_failures,
                    at::TensorList diagonals, at::TensorList exp_avgs,
                    at::TensorList grafting_second_moments, at::TensorList momentum_buffers,
+                   at::TensorList exp_avg_starts, at::TensorList second_moment_starts,
                    at::Tensor status, const at::Tensor& lr, double eps, int64_t update_freq,
                    double weight_decay, double beta1, double beta2, double momentum, bool nesterov,
                    bool decoupled_weight_decay, double relative_eps, int64_t block_size,
@@ -76,6 +77,8 @@ void shampoo_step_(at::TensorList params, at::TensorList grads, at::TensorList s
                      .exp_avgs = exp_avgs.vec(),
                      .grafting_second_moments = grafting_second_moments.vec(),
                      .momentum_buffers = momentum_buffers.vec(),
+                     .exp_avg_starts = exp_avg_starts.vec(),
+                     .second_moment_starts = second_moment_starts.vec(),
                      .status = std::move(status)};
   optim::detail::shampoo_step(h, params, grads, state, host_steps);
 }
@@ -144,7 +147,8 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
       "shampoo_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] steps, "
       "Tensor(c!)[] statistics, Tensor(d!)[] roots, Tensor(e!)[] root_failures, "
       "Tensor(f!)[] diagonals, Tensor(g!)[] exp_avgs, Tensor(h!)[] grafting_second_moments, "
-      "Tensor(i!)[] momentum_buffers, Tensor(j!) status, *, Tensor lr, float eps, "
+      "Tensor(i!)[] momentum_buffers, Tensor[] exp_avg_starts, Tensor[] second_moment_starts, "
+      "Tensor(j!) status, *, Tensor lr, float eps, "
       "int update_freq, float weight_decay, float beta1, float beta2, float momentum, "
       "bool nesterov, bool decoupled_weight_decay, float relative_eps, int block_size, "
       "bool merge_dims, float? exponent, str preconditioner_1d, str? grafting, "

@@ -90,6 +90,12 @@ void Adagrad::init_parameter_shaped(const Options& options, const at::Tensor& pa
   }
 }
 
+std::string Adagrad::layout(const Options& options) const {
+  const auto& o = adagrad_options(options);
+  return c10::str("full_matrix = ", o.full_matrix() ? "true" : "false",
+                  ", block_size = ", o.block_size());
+}
+
 detail::MatrixStacks Adagrad::init_stacks(const Options& options, at::TensorList params) const {
   const auto& o = adagrad_options(options);
   if (!o.full_matrix()) {

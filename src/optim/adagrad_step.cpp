@@ -9,6 +9,8 @@
 #include <c10/core/GradMode.h>
 #include <c10/util/accumulate.h>
 
+#include <limits>
+
 namespace torchium::optim::detail {
 namespace {
 
@@ -41,9 +43,16 @@ StepScalar decayed_learning_rate(const AdagradHyperparameters& h, const at::Tens
 void diagonal_update(const AdagradHyperparameters& h, at::Tensor param, const at::Tensor& g,
                      at::Tensor& sum, const StepScalar& lr, const StepGate& gate) {
   sum.addcmul_(g, g);
-  const at::Tensor root = sum.sqrt().add_(h.eps);
+  at::Tensor root = sum.sqrt().add_(h.eps);
+  if (h.eps == 0.0) {  // 0 / 0 becomes 0
+    root.masked_fill_(root.eq(0), std::numeric_limits<double>::infinity());
+  }
   if (!lr.device.defined() && param.scalar_type() == g.scalar_type()) {
     param.addcdiv_(g, root, -lr.host);
+    if (lr.host > 1.0) {  // |g| / root <= 1: a smaller step ends within the numbers of the dtype
+      const double most = largest_number(param.scalar_type());
+      param.clamp_(-most, most);
+    }
   } else {
     subtract_scaled_(param, gate.zero_if_skipped(g / root), lr);
   }
@@ -106,7 +115,9 @@ void adagrad_step(const AdagradHyperparameters& h, at::TensorList params, at::Te
     blockings = flat_blockings(params, h.block_size);
     batches = find_batches(blockings, {state.statistics, state.roots, state.root_failures});
   }
-  const StepGate gate = StepGate::check(grads, state.status);
+  const std::vector<double> weight_decays(params.size(), h.weight_decay);
+  const StepGate gate =
+      StepGate::check(examined_gradients(params, grads, state.steps, weight_decays), state.status);
   if (gate.skipped_on_host()) {
     return;
   }
@@ -124,7 +135,7 @@ void adagrad_step(const AdagradHyperparameters& h, at::TensorList params, at::Te
     at::Tensor param = params[i];
     const StepScalar decayed_lr = decayed_learning_rate(h, state.steps[i], lr);
     if (h.full_matrix && directions[i].defined()) {
-      subtract_scaled_(param, directions[i], decayed_lr);
+      subtract_scaled_(param, finite_entries(directions[i]), decayed_lr);
     } else if (!h.full_matrix) {
       diagonal_update(h, param, g[i], state.sums[i], decayed_lr, gate);
     }

@@ -1,6 +1,7 @@
 // Archives of the optimizers: libtorch's format, checked as a whole before anything is loaded.
 #include "optim/group_runtime.h"
 #include "optim/group_step.h"
+#include "optim/stacks.h"
 #include "optim/state_checks.h"
 #include "torchium/optim/second_order_optimizer.h"
 
@@ -9,6 +10,7 @@
 #include <c10/util/irange.h>
 #include <torch/optim/serialize.h>
 
+#include <algorithm>
 #include <unordered_map>
 #include <utility>
 
@@ -55,13 +57,37 @@ std::vector<SavedGroup> read_groups(InputArchive& archive) {
 
 std::vector<std::pair<std::string, at::Tensor>> SecondOrderParamState::tensors() const {
   std::vector<std::pair<std::string, at::Tensor>> result{{"step", step()}};
-  // parameter_shaped() gives addresses for writing too; nothing is written here.
-  for (const auto& [key, tensor] : const_cast<SecondOrderParamState*>(this)->parameter_shaped()) {
-    if (tensor->defined()) {
-      result.emplace_back(key, *tensor);
+  // These give addresses for writing too; nothing is written here.
+  auto* self = const_cast<SecondOrderParamState*>(this);
+  for (const auto& members : {self->counts(), self->parameter_shaped()}) {
+    for (const auto& [key, tensor] : members) {
+      if (tensor->defined()) {
+        result.emplace_back(key, *tensor);
+      }
     }
   }
   return result;
+}
+
+bool SecondOrderParamState::is_of(const at::Tensor& param) {
+  const auto dtype = detail::state_dtype(param);
+  const auto shaped = parameter_shaped();
+  return step().device() == param.device() &&
+         std::all_of(shaped.begin(), shaped.end(), [&](const NamedTensor& member) {
+           const at::Tensor& tensor = *member.second;
+           return !tensor.defined() ||
+                  (tensor.scalar_type() == dtype && tensor.device() == param.device());
+         });
+}
+
+void SecondOrderParamState::convert_to(const at::Tensor& param) {
+  step(step().to(param.device()));
+  for (const auto& [key, tensor] : counts()) {
+    *tensor = tensor->defined() ? tensor->to(param.device()) : *tensor;
+  }
+  for (const auto& [key, tensor] : parameter_shaped()) {
+    *tensor = tensor->defined() ? tensor->to(param.device(), detail::state_dtype(param)) : *tensor;
+  }
 }
 
 void SecondOrderParamState::serialize(OutputArchive& archive) const {
@@ -74,8 +100,10 @@ void SecondOrderParamState::serialize(InputArchive& archive) {
   TORCH_CHECK_VALUE(archive.try_read("step", step(), /*is_buffer=*/true),
                     "the archive has no step count of a parameter; it was not written by an "
                     "optimizer of Torchium");
-  for (const auto& [key, tensor] : parameter_shaped()) {
-    archive.try_read(key, *tensor, /*is_buffer=*/true);
+  for (const auto& members : {counts(), parameter_shaped()}) {
+    for (const auto& [key, tensor] : members) {
+      archive.try_read(key, *tensor, /*is_buffer=*/true);
+    }
   }
 }
 
@@ -169,14 +197,30 @@ SecondOrderOptimizer::StateList SecondOrderOptimizer::fit_states(size_t group,
         TORCH_CHECK_VALUE(!needed[k].second->defined(), "the archive has no ", key, " of ", name);
       }
     }
-    at::Tensor step = at::zeros({}, at::TensorOptions(at::kFloat).device(param.device()));
-    detail::check_fits(loaded[i]->step(), step, "step", name);
-    fitted[i]->step(step.copy_(loaded[i]->step()));
+    const auto fitted_count = [&](const at::Tensor& saved, const std::string& key) {
+      at::Tensor count = at::zeros({}, at::TensorOptions(at::kFloat).device(param.device()));
+      detail::check_fits(saved, count, key, name);
+      return count.copy_(saved);
+    };
+    fitted[i]->step(fitted_count(loaded[i]->step(), "step"));
+    const auto counts = fitted[i]->counts();
+    const auto saved_counts = loaded[i]->counts();
+    for (const auto k : c10::irange(counts.size())) {
+      const auto& [key, source] = saved_counts[k];
+      if (source->defined()) {
+        *counts[k].second = fitted_count(*source, key);
+      }
+    }
     params.push_back(param);
     sources.push_back(loaded[i].get());
     targets.push_back(fitted[i].get());
   }
   fit_loaded(options, params, sources, targets);
+  for (const auto i : c10::irange(targets.size())) {
+    for (const auto& [key, tensor] : targets[i]->tensors()) {
+      detail::check_numbers(tensor, key, describe(params[i]));
+    }
+  }
   return fitted;
 }
 

@@ -6,6 +6,8 @@
 
 #include <ATen/ATen.h>
 
+#include <limits>
+
 namespace torchium::optim::detail {
 namespace {
 
@@ -17,6 +19,13 @@ void update_second_moment(at::Tensor& moment, const at::Tensor& g, double beta,
   } else {
     gate.lerp_(moment, g * g, 1.0 - beta);
   }
+}
+
+// 1 / 0 becomes 0: without damping, entries whose gradients have all been zero do not move.
+at::Tensor without_zeros(at::Tensor divisor, double damping) {
+  return damping > 0.0
+             ? divisor
+             : divisor.masked_fill_(divisor.eq(0), std::numeric_limits<double>::infinity());
 }
 
 // target <- value, into the memory that the caller has set aside, if any.
@@ -43,11 +52,13 @@ void gradient_pass_any(const GradientRule& rule, GradientElements& e, const Step
   }
   if (e.moment.defined()) {
     update_second_moment(e.moment, g, rule.moment_beta, gate);
-    store(e.f, m / e.moment_correction.divide(e.moment).sqrt().add_(rule.grafting_eps));
+    const at::Tensor root = e.moment_correction.divide(e.moment).sqrt().add_(rule.grafting_eps);
+    store(e.f, m / without_zeros(root, rule.grafting_eps));
   }
   if (e.diagonal.defined()) {
     update_second_moment(e.diagonal, g, rule.diagonal_beta, gate);
-    store(e.d, m * e.diagonal_correction.divide(e.diagonal).add(rule.diagonal_eps).rsqrt_());
+    const at::Tensor damped = e.diagonal_correction.divide(e.diagonal).add(rule.diagonal_eps);
+    store(e.d, m * without_zeros(damped, rule.diagonal_eps).rsqrt_());
   }
 }
 
@@ -108,9 +119,10 @@ void apply_update(const UpdateRule& rule, const StepScalar& lr, at::Tensor& para
   if (rule.decoupled_weight_decay != 0.0) {
     decay_(param, rule.decoupled_weight_decay, lr);
   }
-  at::Tensor d = rule.direction_scale.multiply(direction);
+  at::Tensor d = finite_entries(rule.direction_scale.multiply(direction));
   if (momentum_buffer != nullptr) {
-    gate.assign_(*momentum_buffer, *momentum_buffer * rule.momentum + d);
+    const double most = largest_number(momentum_buffer->scalar_type());
+    gate.assign_(*momentum_buffer, (*momentum_buffer * rule.momentum + d).clamp_(-most, most));
     d = rule.nesterov ? d.add(*momentum_buffer, rule.momentum) : *momentum_buffer;
   }
   subtract_scaled_(param, d, lr);

@@ -52,6 +52,8 @@ struct UpdateRule {
 };
 
 // p <- (1 - lr wd) p; buf <- momentum buf + d; p <- p - lr buf, or p - lr (d + momentum buf).
+// Entries of d that are not finite count as zero; p and buf stop at the largest number of their
+// dtype.
 // `momentum_buffer` is null without momentum.
 void apply_update(const UpdateRule& rule, const StepScalar& lr, at::Tensor& param,
                   const at::Tensor& direction, at::Tensor* momentum_buffer, const StepGate& gate);

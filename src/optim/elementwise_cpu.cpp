@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <type_traits>
 
 namespace torchium::optim::detail {
@@ -91,7 +92,8 @@ void gradient_chunk(const GradientRule& rule, const GradientElements& e,
     const S eps = static_cast<S>(rule.grafting_eps);
     S* f = x.f + begin;
     for (int64_t i = 0; i < count; ++i) {
-      f[i] = m[i] / (std::sqrt(moment[i] * inverse) + eps);
+      const S divisor = std::sqrt(moment[i] * inverse) + eps;
+      f[i] = divisor > S(0) ? m[i] / divisor : S(0);
     }
   }
   if (x.diagonal != nullptr) {
@@ -102,7 +104,8 @@ void gradient_chunk(const GradientRule& rule, const GradientElements& e,
     const S eps = static_cast<S>(rule.diagonal_eps);
     S* d = x.d + begin;
     for (int64_t i = 0; i < count; ++i) {
-      d[i] = m[i] / std::sqrt(diagonal[i] * inverse + eps);
+      const S damped = diagonal[i] * inverse + eps;
+      d[i] = damped > S(0) ? m[i] / std::sqrt(damped) : S(0);
     }
   }
   if (x.g != nullptr) {
@@ -135,6 +138,19 @@ void run_scale_and_add(S* target, const S* value, S decay, S weight, int64_t cou
   });
 }
 
+// x if it is finite, else 0.
+template <typename S>
+S finite_or_zero(S x) {
+  return std::abs(x) <= std::numeric_limits<S>::max() ? x : S(0);
+}
+
+// x, or the nearest number of type P.
+template <typename P, typename S>
+S saturated(S x) {
+  const S most = static_cast<S>(std::numeric_limits<P>::max());
+  return std::min(std::max(x, -most), most);
+}
+
 template <typename P, typename S>
 void run_update(const UpdateRule& rule, double lr, at::Tensor& param, const at::Tensor& direction,
                 at::Tensor* momentum_buffer) {
@@ -148,15 +164,16 @@ void run_update(const UpdateRule& rule, double lr, at::Tensor& param, const at::
   at::parallel_for(0, param.numel(), kElementsPerTask, [&](int64_t begin, int64_t end) {
     if (buffer == nullptr) {
       for (int64_t i = begin; i < end; ++i) {
-        p[i] = static_cast<P>(keep * static_cast<S>(p[i]) - scale * (direction_scale * d[i]));
+        const S step = finite_or_zero(direction_scale * d[i]);
+        p[i] = static_cast<P>(saturated<P>(keep * static_cast<S>(p[i]) - scale * step));
       }
       return;
     }
     for (int64_t i = begin; i < end; ++i) {
-      const S scaled = direction_scale * d[i];
-      buffer[i] = momentum * buffer[i] + scaled;
+      const S scaled = finite_or_zero(direction_scale * d[i]);
+      buffer[i] = saturated<S>(momentum * buffer[i] + scaled);
       const S step = rule.nesterov ? scaled + momentum * buffer[i] : buffer[i];
-      p[i] = static_cast<P>(keep * static_cast<S>(p[i]) - scale * step);
+      p[i] = static_cast<P>(saturated<P>(keep * static_cast<S>(p[i]) - scale * step));
     }
   });
 }

@@ -14,6 +14,7 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <cstddef>
+#include <limits>
 #include <optional>
 #endif
 
@@ -101,10 +102,11 @@ struct FusedStep::Work {
   void scan_all();
 };
 
-// All gradients; where operands are halves also what else bounds them.
+// All gradients, and with L2 weight decay the parameters; where operands are halves also the
+// averages, which bound them.
 void FusedStep::Work::scan_all() {
   KernelTables<ScanEntry> table;
-  const auto add = [&](const at::Tensor& tensor, size_t i, ScanKind kind) {
+  const auto add = [&](const at::Tensor& tensor, size_t i, ScanKind kind, double largest) {
     const int64_t tiles = (tensor.numel() + cuda_kernels::kScanTile - 1) / cuda_kernels::kScanTile;
     if (tiles > 0) {
       table.add({.data = tensor.const_data_ptr(),
@@ -112,7 +114,9 @@ void FusedStep::Work::scan_all() {
                  .first_tile = 0,
                  .index = static_cast<int>(i),
                  .type = element_type(tensor.scalar_type()),
-                 .kind = kind},
+                 .kind = kind,
+                 .step = state.steps[i].const_data_ptr<float>(),
+                 .largest = largest},
                 static_cast<int>(tiles));
     }
   };
@@ -120,13 +124,16 @@ void FusedStep::Work::scan_all() {
     if (!grads[i].is_non_overlapping_and_dense()) {
       grads[i] = grads[i].contiguous();
     }
-    add(grads[i], i, ScanKind::kGradient);
     if (entries[i].in_halves != 0 && h.beta1 > 0.0) {
-      add(state.exp_avgs[i], i, ScanKind::kAverage);
+      add(state.exp_avgs[i], i, ScanKind::kAverage, std::numeric_limits<double>::infinity());
     }
-    if (entries[i].in_halves != 0 && h.weight_decay != 0.0 && !h.decoupled_weight_decay) {
-      add(params[i], i, ScanKind::kParameter);
-    }
+  }
+  const std::vector<double> weight_decays(params.size(), step_rule(h).weight_decay);
+  for (const Examined& each : examined_gradients(params, grads, state.steps, weight_decays)) {
+    const bool is_gradient = each.tensor.is_same(grads[each.param]);
+    const at::Tensor dense =
+        each.tensor.is_non_overlapping_and_dense() ? each.tensor : each.tensor.contiguous();
+    add(dense, each.param, is_gradient ? ScanKind::kGradient : ScanKind::kParameter, each.largest);
   }
   for (const auto& part : table) {
     C10_CUDA_CHECK(cuda_kernels::scan(part, device_control(), stream));
@@ -167,9 +174,14 @@ StepGate FusedStep::begin(const std::vector<MatrixBatch>& batches) {
   C10_CUDA_CHECK(cuda_kernels::decide_step(rule, w.device_control(),
                                            w.state.status.mutable_data_ptr<int64_t>(), w.stream));
   KernelTables<StepEntry> steps;
-  for (const at::Tensor& step : w.state.steps) {
-    steps.add({step.mutable_data_ptr<float>()}, 1);
-    changed(step);
+  const auto start = [](const std::vector<at::Tensor>& starts, size_t i) {
+    return starts.empty() ? nullptr : starts[i].const_data_ptr<float>();
+  };
+  for (size_t i = 0; i < w.params.size(); ++i) {
+    steps.add({w.state.steps[i].mutable_data_ptr<float>(), start(w.state.exp_avg_starts, i),
+               start(w.state.second_moment_starts, i)},
+              1);
+    changed(w.state.steps[i]);
   }
   for (const auto& table : steps) {
     C10_CUDA_CHECK(

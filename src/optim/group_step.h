@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -55,6 +56,35 @@ std::vector<at::Tensor> created_member_list(const GroupStep& step,
     }
   }
   return member_list(step.states, member);
+}
+
+// Creates an average of the parameters that have none, though they have state: its `start` is the
+// number of steps they have taken.
+template <typename State>
+void start_late(const GroupStep& step, at::Tensor& (State::*average)() noexcept,
+                at::Tensor& (State::*start)() noexcept) {
+  for (size_t i = 0; i < step.states.size(); ++i) {
+    auto& state = static_cast<State&>(*step.states[i]);
+    if (!(state.*average)().defined()) {
+      (state.*average)() = parameter_shaped_zeros(step.params[i]);
+      (state.*start)() = state.step().clone();
+    }
+  }
+}
+
+// The starts of all states, 0 where there is none; empty where no state has one.
+template <typename State>
+std::vector<at::Tensor> start_list(const std::vector<SecondOrderParamState*>& states,
+                                   at::Tensor& (State::*start)() noexcept) {
+  auto list = member_list(states, start);
+  const bool any = std::any_of(list.begin(), list.end(), [](const auto& t) { return t.defined(); });
+  if (!any) {
+    return {};
+  }
+  for (size_t i = 0; i < list.size(); ++i) {
+    list[i] = list[i].defined() ? list[i] : states[i]->step().new_zeros({});
+  }
+  return list;
 }
 
 // The parameters of each device, in order.

@@ -61,6 +61,19 @@ std::vector<SecondOrderParamState::NamedTensor> NaturalGradientParamState::param
   return {{"momentum_buffer", &momentum_buffer()}};
 }
 
+// What was captured keeps its dtype.
+void NaturalGradientParamState::convert_to(const at::Tensor& param) {
+  SecondOrderParamState::convert_to(param);
+  for (auto* tensors : {&inputs(), &output_gradients()}) {
+    for (at::Tensor& tensor : *tensors) {
+      tensor = tensor.to(param.device());
+    }
+  }
+  if (loss_scale().defined()) {
+    loss_scale(loss_scale().to(param.device()));
+  }
+}
+
 std::vector<std::pair<std::string, at::Tensor>> NaturalGradientParamState::tensors() const {
   auto result = SecondOrderParamState::tensors();
   if (!uses().defined()) {

@@ -171,8 +171,10 @@ std::vector<detail::PreconditionedLayer> KFAC::find_layers(const detail::JointSt
     if (sums == nullptr && !known) {
       continue;
     }
-    const bool due = steps[i] % detail::kfac_options(*step.options[i]).TInv() == 0;
-    found.push_back({static_cast<int64_t>(i), step.position(layer->bias), sums, due || !known});
+    const auto& options = detail::kfac_options(*step.options[i]);
+    const bool due = !known || steps[i] % options.TInv() == 0 ||
+                     !detail::has_roots(*state_of(weight), options.damping_split());
+    found.push_back({static_cast<int64_t>(i), step.position(layer->bias), sums, due});
   }
   return found;
 }
@@ -225,12 +227,33 @@ void KFAC::note_fallback(const detail::JointStep& step,
   }
 }
 
+// Refuses state of parameters that have got another shape, before anything is changed.
+void KFAC::check_states(const detail::JointStep& step) const {
+  for (const auto& param : step.params) {
+    KFACParamState* state = state_of(param);
+    if (state == nullptr) {
+      continue;
+    }
+    check_shapes(param, *state);
+    if (!state->A().defined()) {
+      continue;
+    }
+    TORCH_CHECK_VALUE(detail::factors_fit(param, state->A(), state->G()), describe(param),
+                      " has got another shape since its factors A ",
+                      state->A().sizes(), " and G ", state->G().sizes(),
+                      " were made; erase it from state() to start afresh");
+  }
+}
+
 void KFAC::create_states(const detail::JointStep& step,
                          const std::vector<detail::PreconditionedLayer>& layers) {
   for (const auto i : c10::irange(step.params.size())) {
     const at::Tensor& param = step.params[i];
     if (find_state(param) == nullptr) {
       add_state(param, make_empty_state());
+    }
+    if (!state_of(param)->is_of(param)) {
+      state_of(param)->convert_to(param);
     }
     at::Tensor& buffer = state_of(param)->momentum_buffer();
     if (detail::kfac_options(*step.options[i]).momentum() > 0.0 && !buffer.defined()) {
@@ -241,15 +264,17 @@ void KFAC::create_states(const detail::JointStep& step,
   for (const auto& layer : layers) {
     const at::Tensor& weight = step.params[layer.weight];
     KFACParamState& state = *state_of(weight);
+    const auto& split = detail::kfac_options(*step.options[layer.weight]).damping_split();
     if (!state.A().defined()) {
-      detail::add_factors(state, weight, *capture_->layer(weight),
-                          detail::kfac_options(*step.options[layer.weight]).damping_split());
+      detail::add_factors(state, weight, *capture_->layer(weight), split);
       for (const auto& [name, factor] : {std::pair("A", state.A()), std::pair("G", state.G())}) {
         if (factor.dim() == 2) {
           diagonal[c10::str("a factor ", name)].push_back(
               c10::str(name_of(weight), " (", factor.size(-1), ")"));
         }
       }
+    } else if (!detail::has_roots(state, split)) {
+      detail::reset_roots(state, weight, split);
     }
   }
   if (!diagonal.empty()) {
@@ -261,6 +286,7 @@ void KFAC::create_states(const detail::JointStep& step,
 void KFAC::take_joint_step(const detail::JointStep& joint) {
   capture_->raise_error();
   refuse_processes(capture_->processes());
+  check_states(joint);
   const auto found = find_layers(joint);
   note_fallback(joint, found);
   create_states(joint, found);

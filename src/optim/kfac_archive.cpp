@@ -3,6 +3,7 @@
 #include "optim/kfac_parts.h"
 #include "optim/kfac_step.h"
 #include "optim/option_fields.h"
+#include "optim/stacks.h"
 #include "optim/state_checks.h"
 #include "torchium/optim/kfac.h"
 
@@ -13,28 +14,6 @@
 #include <utility>
 
 namespace torchium::optim {
-namespace {
-
-// The layer that saved factors may be of: their shapes tell the number of groups, whether there is
-// a row for a bias and which are diagonals; also which dimension of a weight that is not square is
-// the input.
-detail::FactorLayer layer_of_factors(const at::Tensor& weight, const at::Tensor& A,
-                                     const at::Tensor& G) {
-  detail::FactorLayer layer;
-  layer.diagonal_A = A.dim() == 2;
-  layer.diagonal_G = G.defined() && G.dim() == 2;
-  layer.is_transposed = weight.dim() == 2 && G.defined() && G.dim() >= 2 &&
-                        weight.size(0) != weight.size(1) && G.size(-1) == weight.size(1);
-  const at::Tensor matrix = layer.matrix(weight);
-  if (A.dim() >= 2 && A.size(0) > 0 && matrix.size(0) % A.size(0) == 0) {
-    layer.groups = A.size(0);
-  }
-  const int64_t fan_in = matrix.size(0) == 0 ? 0 : matrix.numel() / matrix.size(0);
-  layer.has_bias_row = A.dim() >= 2 && A.size(-1) == fan_in + 1;
-  return layer;
-}
-
-}  // namespace
 
 KFACOptions::KFACOptions(double lr) : lr_(lr) {}
 
@@ -91,7 +70,48 @@ void KFACParamState::serialize(torch::serialize::InputArchive& archive) {
   }
 }
 
+bool KFACParamState::is_of(const at::Tensor& param) {
+  return SecondOrderParamState::is_of(param) &&
+         (!A().defined() || A().scalar_type() == detail::state_dtype(param));
+}
+
+void KFACParamState::convert_to(const at::Tensor& param) {
+  SecondOrderParamState::convert_to(param);
+  for (const auto& [key, tensor] : factors()) {
+    if (tensor->defined()) {
+      const bool is_count = tensor == &factor_updates() || tensor == &root_failures();
+      *tensor =
+          tensor->to(param.device(), is_count ? tensor->scalar_type() : detail::state_dtype(param));
+    }
+  }
+}
+
 namespace detail {
+namespace {
+
+int64_t fan_in(const at::Tensor& matrix) {
+  return matrix.size(0) == 0 ? 0 : matrix.numel() / matrix.size(0);
+}
+
+// Zero factors and what is made of them before the first inversion.
+KfacLayer fresh_layer(const at::Tensor& weight, const FactorLayer& layer, DampingSplit split) {
+  return kfac_init_state(layer.matrix(weight), layer.has_bias_row, layer.groups, split,
+                         layer.diagonal_A, layer.diagonal_G);
+}
+
+void set_roots(KFACParamState& state, const KfacLayer& fresh, DampingSplit split) {
+  state.root_failures(fresh.root_failures);
+  state.A_inverse({}).G_inverse({});
+  state.A_eigenvectors({}).G_eigenvectors({}).A_eigenvalues({}).G_eigenvalues({});
+  if (split == DampingSplit::kExact) {
+    state.A_eigenvectors(fresh.A_root).G_eigenvectors(fresh.G_root);
+    state.A_eigenvalues(fresh.A_eigenvalues).G_eigenvalues(fresh.G_eigenvalues);
+  } else {
+    state.A_inverse(fresh.A_root).G_inverse(fresh.G_root);
+  }
+}
+
+}  // namespace
 
 const KFACOptions& kfac_options(const torch::optim::OptimizerOptions& options) {
   const auto* result = dynamic_cast<const KFACOptions*>(&options);
@@ -99,19 +119,45 @@ const KFACOptions& kfac_options(const torch::optim::OptimizerOptions& options) {
   return *result;
 }
 
+bool factors_fit(const at::Tensor& weight, const at::Tensor& A, const at::Tensor& G) {
+  const auto fits = [&](const at::Tensor& matrix) {
+    const int64_t rows_of_bias = A.size(-1) - fan_in(matrix);
+    return (rows_of_bias == 0 || rows_of_bias == 1) && A.size(0) * G.size(-1) == matrix.size(0);
+  };
+  return weight.dim() >= 2 && (fits(weight) || (weight.dim() == 2 && fits(weight.mT())));
+}
+
+FactorLayer layer_of_factors(const at::Tensor& weight, const at::Tensor& A, const at::Tensor& G) {
+  FactorLayer layer;
+  layer.diagonal_A = A.dim() == 2;
+  layer.diagonal_G = G.defined() && G.dim() == 2;
+  layer.is_transposed = weight.dim() == 2 && G.defined() && G.dim() >= 2 &&
+                        weight.size(0) != weight.size(1) && G.size(-1) == weight.size(1);
+  const at::Tensor matrix = layer.matrix(weight);
+  if (A.dim() >= 2 && A.size(0) > 0 && matrix.size(0) % A.size(0) == 0) {
+    layer.groups = A.size(0);
+  }
+  layer.has_bias_row = A.dim() >= 2 && A.size(-1) == fan_in(matrix) + 1;
+  return layer;
+}
+
 void add_factors(KFACParamState& state, const at::Tensor& weight, const FactorLayer& seen,
                  const std::string& damping_split) {
   const auto split = parse_damping_split(damping_split);
-  const auto layer = kfac_init_state(seen.matrix(weight), seen.has_bias_row, seen.groups, split,
-                                     seen.diagonal_A, seen.diagonal_G);
-  state.A(layer.A).G(layer.G);
-  state.factor_updates(layer.factor_updates).root_failures(layer.root_failures);
-  if (split == DampingSplit::kExact) {
-    state.A_eigenvectors(layer.A_root).G_eigenvectors(layer.G_root);
-    state.A_eigenvalues(layer.A_eigenvalues).G_eigenvalues(layer.G_eigenvalues);
-  } else {
-    state.A_inverse(layer.A_root).G_inverse(layer.G_root);
-  }
+  const auto fresh = fresh_layer(weight, seen, split);
+  state.A(fresh.A).G(fresh.G).factor_updates(fresh.factor_updates);
+  set_roots(state, fresh, split);
+}
+
+bool has_roots(KFACParamState& state, const std::string& damping_split) {
+  return (damping_split == "exact" ? state.A_eigenvectors() : state.A_inverse()).defined();
+}
+
+void reset_roots(KFACParamState& state, const at::Tensor& weight,
+                 const std::string& damping_split) {
+  const auto split = parse_damping_split(damping_split);
+  set_roots(state, fresh_layer(weight, layer_of_factors(weight, state.A(), state.G()), split),
+            split);
 }
 
 }  // namespace detail
@@ -126,7 +172,7 @@ void KFAC::fit_loaded(const Options& options, const std::vector<at::Tensor>& par
     if (!source.A().defined() || weight.dim() < 2) {
       continue;
     }
-    detail::add_factors(target, weight, layer_of_factors(weight, source.A(), source.G()),
+    detail::add_factors(target, weight, detail::layer_of_factors(weight, source.A(), source.G()),
                         detail::kfac_options(options).damping_split());
     const auto sources = source.factors();
     const auto targets = target.factors();
@@ -183,7 +229,7 @@ std::function<void()> KFAC::read_more(torch::serialize::InputArchive& archive) {
       const auto bias = rows[i][1].item<int64_t>();
       const KFACParamState* state = state_of(weight);
       if (state != nullptr && state->A().defined()) {
-        auto layer = layer_of_factors(weight, state->A(), state->G());
+        auto layer = detail::layer_of_factors(weight, state->A(), state->G());
         layer.bias = bias >= 0 ? params[bias] : at::Tensor();
         layer.is_transposed = rows.size(1) == 3 && rows[i][2].item<int64_t>() != 0;
         capture_->set_layer(weight, std::move(layer));

@@ -28,5 +28,20 @@ struct FactorLayer;
 void add_factors(KFACParamState& state, const at::Tensor& weight, const FactorLayer& layer,
                  const std::string& damping_split);
 
+// Whether a layer with factors has what `damping_split` makes of them.
+bool has_roots(KFACParamState& state, const std::string& damping_split);
+
+// Replaces what another damping_split has made of the factors by that of none yet.
+void reset_roots(KFACParamState& state, const at::Tensor& weight, const std::string& damping_split);
+
+// Whether the factors are those of a layer with this weight, as [out, in] or [in, out], with or
+// without a bias.
+bool factors_fit(const at::Tensor& weight, const at::Tensor& A, const at::Tensor& G);
+
+// The layer that factors may be of: their shapes say the number of groups, whether there is a row
+// for a bias and which are diagonals; also which dimension of a weight that is not square is the
+// input.
+FactorLayer layer_of_factors(const at::Tensor& weight, const at::Tensor& A, const at::Tensor& G);
+
 }  // namespace detail
 }  // namespace torchium::optim

@@ -20,29 +20,47 @@ namespace {
 
 using Tensors = std::vector<at::Tensor>;
 
-// Looks at the gradients and at the captured sums, each of which counts with its weight. A sum of
-// x x^T is finite if its diagonal is (Cauchy and Schwarz).
-StepGate check_finite(const KfacHyperparameters& h, at::TensorList grads,
-                      const std::vector<KfacLayer>& layers, at::Tensor& status) {
-  std::vector<Companion> captured;
-  for (const KfacLayer& layer : layers) {
-    if (layer.samples > 0) {
-      for (const at::Tensor& sum : {layer.A_sum, layer.G_sum}) {
-        const at::Tensor diagonal = sum.dim() == 2 ? sum : sum.diagonal(0, -2, -1);
-        captured.push_back({diagonal.contiguous(), static_cast<size_t>(layer.weight)});
-      }
-    }
+// Of the sums that factors are made of; far enough from the largest number for their rounding.
+double largest_factor(at::ScalarType dtype) { return largest_number(dtype) / 4.0; }
+
+// What captured sums are multiplied by: a mean over the batch has divided the output gradients by
+// N, and N^2 / N makes them those of single samples.
+double scale_of_A(const KfacLayer& layer) { return 1.0 / static_cast<double>(layer.rows); }
+double scale_of_G(const KfacHyperparameters& h, const KfacLayer& layer) {
+  const auto N = static_cast<double>(layer.samples);
+  return h.batch_averaged ? N : 1.0 / N;
+}
+
+// Looks at the gradients and at the captured sums, each of which counts with its weight. The
+// largest entry of a sum of x x^T is on its diagonal (Cauchy and Schwarz).
+StepGate check_finite(const KfacHyperparameters& h, at::TensorList params, at::TensorList grads,
+                      const std::vector<KfacLayer>& layers, KfacState& state) {
+  std::vector<double> weight_decays;
+  for (const auto& options : h.parameters) {
+    weight_decays.push_back(options.weight_decay);
   }
-  return StepGate::check(grads, status, h.found_inf, captured);
+  auto examined = examined_gradients(params, grads, state.steps, weight_decays);
+  for (const KfacLayer& layer : layers) {
+    if (layer.samples == 0) {
+      continue;
+    }
+    const auto weight = static_cast<size_t>(layer.weight);
+    const double largest = largest_factor(layer.A.scalar_type());
+    const auto add = [&](const at::Tensor& sum, double scale) {
+      const at::Tensor diagonal = sum.dim() == 2 ? sum : sum.diagonal(0, -2, -1);
+      examined.push_back({diagonal.contiguous(), weight, largest / std::max(scale, 1.0), {}});
+    };
+    add(layer.A_sum, scale_of_A(layer));
+    add(layer.G_sum, scale_of_G(h, layer));
+  }
+  return StepGate::check(examined, state.status, h.found_inf);
 }
 
 // A <- d_k A + (1 - d_k) A_sum / (N T) and G <- d_k G + (1 - d_k) G_sum N^(+-1) / loss_scale^2 with
-// d_k = min(1 - 1/k, stat_decay) for the k-th update. A mean over the batch has divided the output
-// gradients by N: N^2 / N makes them those of single samples.
+// d_k = min(1 - 1/k, stat_decay) for the k-th update.
 void update_factors(const KfacHyperparameters& h, KfacLayer& layer, const StepGate& gate) {
-  const auto N = static_cast<double>(layer.samples);
-  const double A_scale = 1.0 / static_cast<double>(layer.rows);
-  const double G_scale = h.batch_averaged ? N : 1.0 / N;
+  const double A_scale = scale_of_A(layer);
+  const double G_scale = scale_of_G(h, layer);
   if (layer.A.is_cpu()) {
     const double loss_scale = h.loss_scale.defined() ? h.loss_scale.item<double>() : 1.0;
     layer.factor_updates.add_(1);
@@ -147,7 +165,7 @@ void kfac_step(const KfacHyperparameters& h, at::TensorList params, at::TensorLi
     return;
   }
   check_kfac_arguments(h, params, grads, layers, state);
-  const StepGate gate = check_finite(h, grads, layers, state.status);
+  const StepGate gate = check_finite(h, params, grads, layers, state);
   if (gate.skipped_on_host()) {
     return;
   }

@@ -199,6 +199,26 @@ void NaturalGradient::check_capture(const detail::JointStep& step, const KeptBat
 
 // ---- the step
 
+// State of parameters that were moved or cast goes with them.
+void NaturalGradient::convert_states(const detail::JointStep& step) {
+  bool converted = false;
+  for (const auto& param : step.params) {
+    auto* state = state_of(param);
+    if (state != nullptr) {
+      check_shapes(param, *state);
+    }
+    if (state != nullptr && !state->is_of(param)) {
+      state->convert_to(param);
+      converted = true;
+    }
+  }
+  if (converted) {
+    notes_->factorization = {};
+    notes_->kept_batch =
+        detail::read_batch(all_params(), [&](const auto& param) { return state_of(param); });
+  }
+}
+
 // Returns whether there are momentum buffers.
 bool NaturalGradient::create_states(const detail::JointStep& step) {
   const bool has_momentum = std::any_of(
@@ -236,6 +256,7 @@ const at::Tensor& NaturalGradient::factorized(const detail::JointStep& step,
 void NaturalGradient::take_joint_step(const detail::JointStep& joint) {
   capture_->raise_error();
   refuse_processes(capture_->processes());
+  convert_states(joint);
   const bool refresh = is_refresh();
   auto batch = notes_->kept_batch;
   if (refresh) {

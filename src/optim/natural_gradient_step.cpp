@@ -111,6 +111,25 @@ ParameterVector working_gradients(at::TensorList params, at::TensorList grads,
   return result;
 }
 
+// Looks at the gradients, or first at their images, which are smaller: a gradient whose image is
+// finite and not too large is so too, or nearly.
+StepGate check_gradients(at::TensorList params, at::TensorList grads, NaturalGradientState& state,
+                         const std::optional<Jacobian::Sketch>& images,
+                         const at::Tensor& found_inf) {
+  const std::vector<double> no_decay(params.size(), 0.0);
+  const auto examined = examined_gradients(params, grads, state.steps, no_decay);
+  if (images) {
+    auto of_images = examined;
+    for (size_t p = 0; p < params.size(); ++p) {
+      of_images[p].tensor = images->of_x[p];
+    }
+    if (all_fit_on_cpu(of_images)) {
+      return StepGate::check({}, state.status, found_inf);
+    }
+  }
+  return StepGate::check(examined, state.status, found_inf);
+}
+
 // Whether p <- p - lr d needs no d: the update can be added to the parameters as it is computed,
 // which saves most of the memory that a step goes through. The host must know before that d is
 // finite, and no use may look at a parameter.
@@ -225,11 +244,7 @@ at::Tensor natural_gradient_step(const NaturalGradientHyperparameters& h, at::Te
   if (refreshed && !by_cg && params[0].is_cpu()) {
     images = sketch_gradient(J, working_gradients(params, grads, StepGate::open()));
   }
-  const bool are_finite =
-      images && std::none_of(images->of_x.begin(), images->of_x.end(), has_nonfinite_on_cpu);
-  // A gradient whose image is finite is finite too, and it is larger.
-  const StepGate gate =
-      StepGate::check(are_finite ? at::TensorList(images->of_x) : grads, state.status, found_inf);
+  const StepGate gate = check_gradients(params, grads, state, images, found_inf);
   if (gate.skipped_on_host()) {
     return report;
   }

@@ -2,6 +2,8 @@
 
 #include "optim/group_runtime.h"
 #include "optim/group_step.h"
+#include "optim/stacks.h"
+#include "optim/step_gate.h"
 #include "support/stream_capture.h"
 
 #include <ATen/ATen.h>
@@ -16,6 +18,25 @@
 
 namespace torchium::optim {
 namespace {
+
+// The dtype that squares of the parameter's gradient are computed in, and how large that may be.
+std::string limit_of(const at::Tensor& param) {
+  if (!param.defined()) {
+    return "the dtype of the state";
+  }
+  const auto dtype = detail::state_dtype(param);
+  return c10::str(dtype == at::kDouble ? "float64" : "float32", " (above ",
+                  detail::largest_gradient(param.numel(), dtype), " / sqrt(step))");
+}
+
+bool overlaps_itself(const at::Tensor& tensor) {
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    if (tensor.size(d) > 1 && tensor.stride(d) == 0) {
+      return true;
+    }
+  }
+  return false;
+}
 
 // Refuses what the core does not take. `what` and `name` say which tensor it is.
 template <typename Name>
@@ -86,8 +107,12 @@ void SecondOrderOptimizer::check_group(const Options& options,
   check_options(options);
   for (const auto i : c10::irange(params.size())) {
     TORCH_CHECK_VALUE(params[i].defined(), "parameter ", i, " of group ", group, " is undefined");
-    check_dense_real(params[i], "parameter ",
-                     [&] { return std::to_string(i) + " of group " + std::to_string(group); });
+    const auto name = [&] { return std::to_string(i) + " of group " + std::to_string(group); };
+    check_dense_real(params[i], "parameter ", name);
+    TORCH_CHECK_VALUE(!overlaps_itself(params[i]), "parameter ", name(),
+                      " is expanded: several of its elements, of shape ", params[i].sizes(),
+                      " and strides ", params[i].strides(),
+                      ", share memory; optimize the tensor that it expands");
   }
 }
 
@@ -268,8 +293,8 @@ void SecondOrderOptimizer::read_reports(bool wait) {
       const auto skips = report->entries[detail::kConsecutiveSkips];
       TORCH_CHECK(
           skips < detail::kMaxConsecutiveSkips, skips,
-          " steps in a row had a gradient that is not finite and were skipped, the last one "
-          "that of ",
+          " steps in a row had a gradient that is not finite or too large to square in ",
+          limit_of(report->non_finite_parameter), " and were skipped, the last one that of ",
           describe(report->non_finite_parameter), "; lower lr, clip gradients or scale the loss");
       const auto failures = report->entries[detail::kConsecutiveRootFailures];
       TORCH_CHECK(failures < max_root_failures(options), root_name(), " ",
@@ -282,6 +307,15 @@ void SecondOrderOptimizer::read_reports(bool wait) {
 SecondOrderParamState* SecondOrderOptimizer::find_state(const at::Tensor& param) const {
   const auto found = state_.find(param.unsafeGetTensorImpl());
   return found == state_.end() ? nullptr : static_cast<SecondOrderParamState*>(found->second.get());
+}
+
+void SecondOrderOptimizer::check_shapes(const at::Tensor& param,
+                                        SecondOrderParamState& state) const {
+  for (const auto& [key, tensor] : state.parameter_shaped()) {
+    TORCH_CHECK_VALUE(!tensor->defined() || tensor->sizes() == param.sizes(), describe(param),
+                      " has got another shape since its ", key, " ", tensor->sizes(),
+                      " was made; erase it from state() to start afresh");
+  }
 }
 
 std::string SecondOrderOptimizer::place_of(const at::Tensor& param) const {

@@ -62,11 +62,17 @@ detail::ShampooState core_state(const ShampooOptions& o, const detail::GroupStep
   state.diagonals = detail::member_list(step.states, &ShampooParamState::diagonal);
   std::erase_if(state.diagonals, [](const at::Tensor& tensor) { return !tensor.defined(); });
   if (std::get<0>(o.betas()) > 0.0) {
-    state.exp_avgs = detail::created_member_list(step, &ShampooParamState::exp_avg);
+    detail::start_late(step, &ShampooParamState::exp_avg, &ShampooParamState::exp_avg_start);
+    state.exp_avgs = detail::member_list(step.states, &ShampooParamState::exp_avg);
+    state.exp_avg_starts = detail::start_list(step.states, &ShampooParamState::exp_avg_start);
   }
   if (uses_second_moment(o)) {
+    detail::start_late(step, &ShampooParamState::grafting_second_moment,
+                       &ShampooParamState::grafting_second_moment_start);
     state.grafting_second_moments =
-        detail::created_member_list(step, &ShampooParamState::grafting_second_moment);
+        detail::member_list(step.states, &ShampooParamState::grafting_second_moment);
+    state.second_moment_starts =
+        detail::start_list(step.states, &ShampooParamState::grafting_second_moment_start);
   }
   if (o.momentum() > 0.0) {
     state.momentum_buffers = detail::created_member_list(step, &ShampooParamState::momentum_buffer);
@@ -82,6 +88,8 @@ StateMemory state_memory(const SecondOrderParamState& state) {
       {"root_failures", &StateMemory::counters},
       {"roots", &StateMemory::roots},
       {"step", &StateMemory::counters},
+      {"exp_avg_start", &StateMemory::counters},
+      {"grafting_second_moment_start", &StateMemory::counters},
       {"diagonal", &StateMemory::diagonals},
       {"exp_avg", &StateMemory::averages},
       {"grafting_second_moment", &StateMemory::grafting_second_moments},
@@ -125,6 +133,11 @@ std::vector<SecondOrderParamState::NamedTensor> ShampooParamState::parameter_sha
           {"exp_avg", &exp_avg()},
           {"grafting_second_moment", &grafting_second_moment()},
           {"momentum_buffer", &momentum_buffer()}};
+}
+
+std::vector<SecondOrderParamState::NamedTensor> ShampooParamState::counts() {
+  return {{"exp_avg_start", &exp_avg_start()},
+          {"grafting_second_moment_start", &grafting_second_moment_start()}};
 }
 
 Shampoo::Shampoo(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
@@ -189,15 +202,23 @@ detail::MatrixStacks Shampoo::init_stacks(const Options& options, at::TensorList
                                     o.root_dtype());
 }
 
-// Roots may be kept in another dtype than the options ask for by now.
-bool Shampoo::state_is_ready(const Options& options, const at::Tensor& param) const {
-  const auto* state = static_cast<const ShampooParamState*>(find_state(param));
-  if (state == nullptr) {
-    return false;
+std::string Shampoo::layout(const Options& options) const {
+  const auto& o = shampoo_options(options);
+  return c10::str("block_size = ", o.block_size(),
+                  ", merge_dims = ", o.merge_dims() ? "true" : "false", ", preconditioner_1d = '",
+                  o.preconditioner_1d(), "', root_dtype = ", o.root_dtype().value_or("none"));
+}
+
+void Shampoo::init_averages(const Options& options, const at::Tensor& param,
+                            SecondOrderParamState& state) const {
+  const auto& o = shampoo_options(options);
+  auto& averages = static_cast<ShampooParamState&>(state);
+  if (std::get<0>(o.betas()) > 0.0) {
+    averages.exp_avg(detail::parameter_shaped_zeros(param));
   }
-  const bool asked = shampoo_options(options).root_dtype().has_value();
-  const auto& roots = state->roots();
-  return roots.empty() || (roots.front().scalar_type() == at::kBFloat16) == asked;
+  if (uses_second_moment(o)) {
+    averages.grafting_second_moment(detail::parameter_shaped_zeros(param));
+  }
 }
 
 void Shampoo::step_group(const Options& options, detail::GroupStep& step) const {

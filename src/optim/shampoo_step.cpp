@@ -38,27 +38,30 @@ std::vector<Blocking> make_blockings(at::TensorList params, const ShampooHyperpa
   return make_blockings(params, h.block_size, h.merge_dims, h.preconditioner_1d == "diagonal");
 }
 
-// 1 - beta^t of each parameter; 1 for a plain sum (beta = 1). A first step that was skipped has
-// t = 0, where 0 would make 0 / 0: it is answered as t = 1.
-std::vector<StepScalar> bias_corrections(const Tensors& steps, double beta) {
+// 1 - beta^t of each parameter, t counted from `starts` (empty: 0); 1 for a plain sum (beta = 1). A
+// first step that was skipped has t = 0, where 0 would make 0 / 0: it is answered as t = 1.
+std::vector<StepScalar> bias_corrections(const Tensors& steps, double beta,
+                                         const Tensors& starts = {}) {
   std::vector<StepScalar> corrections(steps.size());
   if (beta == 1.0) {
     return corrections;
   }
   for (size_t i = 0; i < steps.size(); ++i) {
-    if (steps[i].is_cpu()) {
-      corrections[i].host = 1.0 - std::pow(beta, std::max(steps[i].item<float>(), 1.0f));
+    const at::Tensor t = starts.empty() ? steps[i] : steps[i] - starts[i];
+    if (t.is_cpu()) {
+      corrections[i].host = 1.0 - std::pow(beta, std::max(t.item<float>(), 1.0f));
     } else {
-      corrections[i].device = 1.0 - at::pow(beta, steps[i].to(at::kDouble).clamp_min(1.0));
+      corrections[i].device = 1.0 - at::pow(beta, t.to(at::kDouble).clamp_min(1.0));
     }
   }
   return corrections;
 }
 
-Corrections bias_corrections(const ShampooHyperparameters& h, const Tensors& steps) {
-  return {.exp_avg = bias_corrections(steps, h.beta1),
-          .second_moment = bias_corrections(steps, h.grafting == "adam" ? h.grafting_beta2 : 1.0),
-          .statistics = bias_corrections(steps, h.beta2)};
+Corrections bias_corrections(const ShampooHyperparameters& h, const ShampooState& state) {
+  const double moment_beta = h.grafting == "adam" ? h.grafting_beta2 : 1.0;
+  return {.exp_avg = bias_corrections(state.steps, h.beta1, state.exp_avg_starts),
+          .second_moment = bias_corrections(state.steps, moment_beta, state.second_moment_starts),
+          .statistics = bias_corrections(state.steps, h.beta2)};
 }
 
 // d <- |f| / |d| d for each block of a stack [count, sizes...].
@@ -216,13 +219,27 @@ void apply_updates(const ShampooHyperparameters& h, at::TensorList params, const
   }
 }
 
-// Looks for non-finite gradients; t <- t + 1 if there are none.
-StepGate begin_step(at::TensorList grads, ShampooState& state) {
-  const StepGate gate = StepGate::check(grads, state.status);
+// t <- t + 1 unless a gradient skips the step.
+StepGate begin_step(const ShampooHyperparameters& h, at::TensorList params, at::TensorList grads,
+                    ShampooState& state) {
+  const std::vector<double> weight_decays(params.size(),
+                                          h.decoupled_weight_decay ? 0.0 : h.weight_decay);
+  const StepGate gate =
+      StepGate::check(examined_gradients(params, grads, state.steps, weight_decays), state.status);
   if (!gate.skipped_on_host()) {
     gate.advance(state.steps);
   }
   return gate;
+}
+
+void check_starts(const Tensors& starts, at::TensorList params, const char* name) {
+  TORCH_CHECK_VALUE(starts.empty() || starts.size() == params.size(), name, " has ", starts.size(),
+                    " tensors for ", params.size(), " params; pass one each, or none");
+  for (size_t i = 0; i < starts.size(); ++i) {
+    TORCH_CHECK_VALUE(starts[i].scalar_type() == at::kFloat && starts[i].numel() == 1 &&
+                          starts[i].device() == params[i].device(),
+                      name, "[", i, "] must be one float32 number on ", params[i].device());
+  }
 }
 
 void check_state(const ShampooHyperparameters& h, at::TensorList params, at::TensorList grads,
@@ -233,6 +250,8 @@ void check_state(const ShampooHyperparameters& h, at::TensorList params, at::Ten
   check_state_list(state.grafting_second_moments, params, uses_second_moment(h),
                    "grafting_second_moments");
   check_state_list(state.momentum_buffers, params, h.momentum > 0.0, "momentum_buffers");
+  check_starts(state.exp_avg_starts, params, "exp_avg_starts");
+  check_starts(state.second_moment_starts, params, "second_moment_starts");
   Tensors with_diagonal;
   for (size_t i = 0; i < params.size(); ++i) {
     if (blockings[i].shapes.empty()) {
@@ -277,13 +296,14 @@ void shampoo_step(const ShampooHyperparameters& h, at::TensorList params, at::Te
   auto batches =
       find_batches(blockings, {state.statistics, state.roots, state.root_failures}, fused.serves());
 
-  const StepGate gate = fused.is_available() ? fused.begin(batches) : begin_step(grads, state);
+  const StepGate gate =
+      fused.is_available() ? fused.begin(batches) : begin_step(h, params, grads, state);
   if (gate.skipped_on_host()) {
     return;
   }
   const Schedule schedule = make_schedule(h, state.steps, host_steps);
-  const Corrections corrections = fused.is_available() ? fused.corrections(schedule.any_root_due)
-                                                       : bias_corrections(h, state.steps);
+  const Corrections corrections =
+      fused.is_available() ? fused.corrections(schedule.any_root_due) : bias_corrections(h, state);
 
   // g + wd p; m: EMA of g, or g; f: m / (sqrt(v) + grafting_eps), or m; d: m (a / c + eps)^(-1/2)
   fused.gather();

@@ -57,7 +57,10 @@ struct ShampooState {
   std::vector<at::Tensor>
       grafting_second_moments;               // one a parameter unless grafting is None or "sgd"
   std::vector<at::Tensor> momentum_buffers;  // one a parameter if momentum > 0, else empty
-  at::Tensor status;                         // int64 [kStatusSize], see step_status.h
+  // Steps that each parameter had taken when its exp_avg, or its second moment, was made: 0-dim
+  // float32, one a parameter. Empty: all were made before the first step.
+  std::vector<at::Tensor> exp_avg_starts, second_moment_starts;
+  at::Tensor status;  // int64 [kStatusSize], see step_status.h
 };
 
 // Whether the parameter has a diagonal preconditioner: order 0 or 1 after squeezing and merging,

@@ -17,10 +17,50 @@
 
 namespace torchium::optim {
 
+bool StackedOptimizer::state_is_ready(const Options& options, const at::Tensor& param) const {
+  auto* state = static_cast<MatrixParamState*>(find_state(param));
+  return state != nullptr && state->layout_ == layout(options) && param.sizes() == state->sizes_ &&
+         state->is_of(param);
+}
+
+bool StackedOptimizer::all_ready(size_t group, const std::vector<at::Tensor>& active) const {
+  return std::all_of(active.begin(), active.end(), [&](const at::Tensor& param) {
+    return state_is_ready(param_groups_[group].options(), param);
+  });
+}
+
+// Refuses state that was made for other options or another shape, if that makes a difference.
+void StackedOptimizer::check_group_states(size_t group,
+                                          const std::vector<at::Tensor>& active) const {
+  const Options& options = param_groups_[group].options();
+  if (all_ready(group, active)) {
+    return;
+  }
+  for (const auto& param : param_groups_[group].params()) {
+    auto* state = static_cast<MatrixParamState*>(find_state(param));
+    if (state == nullptr || state_is_ready(options, param)) {
+      continue;
+    }
+    const at::Tensor shape_alone = at::empty_like(param, param.options().device(at::kMeta));
+    const auto fresh = make_empty_state();
+    init_parameter_shaped(options, shape_alone, *fresh);
+    bool fits = detail::slots_fit(init_stacks(options, {shape_alone}), *state);
+    const auto needed = fresh->parameter_shaped();
+    const auto found = state->parameter_shaped();
+    for (const auto k : c10::irange(needed.size())) {
+      fits &= !needed[k].second->defined() || found[k].second->defined();
+      fits &= !found[k].second->defined() || found[k].second->sizes() == param.sizes();
+    }
+    TORCH_CHECK_VALUE(fits, "the state of ", describe(param), " was made for shape ", state->sizes_,
+                      " with ", state->layout_, ", and a step with ", layout(options),
+                      " cannot use it; change that back, or erase the parameter from state() to "
+                      "start afresh");
+  }
+}
+
 void StackedOptimizer::init_group_states(size_t group, const std::vector<at::Tensor>& active) {
   const Options& options = param_groups_[group].options();
-  if (std::all_of(active.begin(), active.end(),
-                  [&](const at::Tensor& param) { return state_is_ready(options, param); })) {
+  if (all_ready(group, active)) {
     return;
   }
   // All parameters with state are stacked again, in the order of the group, so that the layout of
@@ -44,18 +84,28 @@ void StackedOptimizer::init_group_states(size_t group, const std::vector<at::Ten
       created.emplace_back(param, make_empty_state());
       state = static_cast<MatrixParamState*>(created.back().second.get());
       init_parameter_shaped(options, param, *state);
+      init_averages(options, param, *state);
+    } else {
+      state->convert_to(param);
     }
     params.push_back(param);
     states.push_back(state);
   }
   detail::move_into_stacks(init_stacks(options, params), states,
                            [&](size_t i) { return describe(params[i]); });
+  for (const auto i : c10::irange(states.size())) {
+    states[i]->layout_ = layout(options);
+    states[i]->sizes_ = params[i].sizes().vec();
+  }
   for (auto& [param, state] : created) {
     add_state(param, std::move(state));
   }
 }
 
 void StackedOptimizer::take_step(const ActiveParams& active) {
+  for (const auto group : c10::irange(active.size())) {
+    check_group_states(group, active[group]);
+  }
   for (const auto group : c10::irange(active.size())) {
     init_group_states(group, active[group]);
   }
@@ -105,6 +155,8 @@ void StackedOptimizer::fit_loaded(const Options& options, const std::vector<at::
   for (const auto i : c10::irange(fitted.size())) {
     const auto& source = static_cast<const MatrixParamState&>(*loaded[i]);
     states.push_back(static_cast<MatrixParamState*>(fitted[i]));
+    states.back()->layout_ = layout(options);
+    states.back()->sizes_ = params[i].sizes().vec();
     states.back()->statistics(source.statistics());
     states.back()->roots(source.roots());
     states.back()->root_failures(source.root_failures());
@@ -125,6 +177,11 @@ std::vector<std::pair<std::string, at::Tensor>> MatrixParamState::tensors() cons
   add_slots("roots", roots());
   add_slots("root_failures", root_failures());
   return result;
+}
+
+bool MatrixParamState::is_of(const at::Tensor& param) {
+  return SecondOrderParamState::is_of(param) &&
+         (statistics().empty() || statistics().front().scalar_type() == detail::state_dtype(param));
 }
 
 void MatrixParamState::serialize(torch::serialize::InputArchive& archive) {

@@ -12,4 +12,8 @@ namespace torchium::optim::detail {
 void check_fits(const at::Tensor& value, const at::Tensor& needed, const std::string& key,
                 const std::string& param);
 
+// Throws c10::ValueError for state that no run can have: NaN and Inf, and negative counts and sums
+// of squares. Waits for the device.
+void check_numbers(const at::Tensor& value, const std::string& key, const std::string& param);
+
 }  // namespace torchium::optim::detail

@@ -4,6 +4,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace torchium::optim::detail {
@@ -44,6 +45,17 @@ void copy_slots(const std::vector<at::Tensor>& values, const std::vector<at::Ten
 }
 
 }  // namespace
+
+bool slots_fit(const MatrixStacks& stacks, const MatrixParamState& state) {
+  const Slots needed = slot_views(stacks, 1).front();
+  const auto fit = [](const std::vector<at::Tensor>& values, const std::vector<at::Tensor>& like) {
+    return std::equal(
+        values.begin(), values.end(), like.begin(), like.end(),
+        [](const at::Tensor& a, const at::Tensor& b) { return a.sizes() == b.sizes(); });
+  };
+  return fit(state.statistics(), needed.statistics) && fit(state.roots(), needed.roots) &&
+         fit(state.root_failures(), needed.root_failures);
+}
 
 void move_into_stacks(const MatrixStacks& stacks, const std::vector<MatrixParamState*>& states,
                       const ParamNames& names) {

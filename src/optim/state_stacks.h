@@ -13,6 +13,10 @@ namespace torchium::optim::detail {
 // The name of a parameter in messages, by its position in a list.
 using ParamNames = std::function<std::string(size_t)>;
 
+// Whether the matrices of a state have the numbers and shapes of `stacks`, made for its parameter
+// alone.
+bool slots_fit(const MatrixStacks& stacks, const MatrixParamState& state);
+
 // Makes the matrices of `states` views of `stacks`, whose layout counts parameters in that order,
 // and copies the values they had. A state without `step` is new and takes the initial values.
 // Throws c10::ValueError, and changes nothing, for matrices that do not fit.

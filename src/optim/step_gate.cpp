@@ -1,5 +1,6 @@
 #include "optim/step_gate.h"
 
+#include "optim/stacks.h"
 #include "optim/step_status.h"
 
 #include <ATen/ATen.h>
@@ -7,24 +8,35 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
+#include <cstring>
 #include <limits>
-#include <type_traits>
+#include <map>
 #include <utility>
 
 namespace torchium::optim::detail {
 namespace {
 
 constexpr int64_t kElementsPerTask = int64_t{1} << 17;
+// Above the sum of 1/t over as many steps as a float32 count tells apart.
+constexpr double kSumOverSteps = 32.0;
 
-// NaN and Inf have all exponent bits set; integer compares vectorise where isfinite() does not.
-template <typename Bits>
-bool any_exponent_full(const void* data, int64_t count, Bits exponent) {
-  const auto* bits = static_cast<const Bits*>(data);
+// Magnitudes order as their bits do, and NaN is above Inf; integer compares vectorise where those
+// of numbers do not.
+template <typename T, typename Bits>
+bool any_above(const at::Tensor& dense, double largest) {
+  const auto most = static_cast<double>(std::numeric_limits<T>::max());
+  const auto bound = static_cast<T>(std::min(largest, most));
+  Bits limit;
+  static_assert(sizeof(limit) == sizeof(bound));
+  std::memcpy(&limit, &bound, sizeof(limit));
+  const auto* bits = static_cast<const Bits*>(dense.const_data_ptr());
+  constexpr Bits kMagnitude = std::numeric_limits<Bits>::max();
   std::atomic<bool> found{false};
-  at::parallel_for(0, count, kElementsPerTask, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, dense.numel(), kElementsPerTask, [&](int64_t begin, int64_t end) {
     Bits any = 0;
     for (int64_t i = begin; i < end; ++i) {
-      any |= static_cast<Bits>((bits[i] & exponent) == exponent);
+      any |= static_cast<Bits>((bits[i] & kMagnitude) > limit);
     }
     if (any != 0) {
       found.store(true, std::memory_order_relaxed);
@@ -33,21 +45,38 @@ bool any_exponent_full(const void* data, int64_t count, Bits exponent) {
   return found.load();
 }
 
-// Index of the first gradient that is not finite or has such a companion; -1: none.
-int64_t first_nonfinite(at::TensorList grads, const std::vector<Companion>& companions) {
-  const auto found = std::find_if(grads.begin(), grads.end(), has_nonfinite_on_cpu);
-  int64_t first = found == grads.end() ? -1 : found - grads.begin();
-  for (const auto& [tensor, gradient] : companions) {
-    const auto index = static_cast<int64_t>(gradient);
-    if ((first < 0 || index < first) && has_nonfinite_on_cpu(tensor)) {
+// Whether a tensor on the CPU holds NaN or a magnitude above `largest`.
+bool exceeds_on_cpu(const at::Tensor& tensor, double largest) {
+  const at::Tensor dense = tensor.is_non_overlapping_and_dense() ? tensor : tensor.contiguous();
+  switch (dense.scalar_type()) {
+    case at::kFloat:
+      return any_above<float, int32_t>(dense, largest);
+    case at::kDouble:
+      return any_above<double, int64_t>(dense, largest);
+    case at::kBFloat16:
+      return any_above<at::BFloat16, int16_t>(dense, largest);
+    case at::kHalf:
+      return any_above<at::Half, int16_t>(dense, largest);
+    default:
+      return !dense.to(at::kDouble).abs().le(largest).all().item<bool>();
+  }
+}
+
+// Index of the first parameter that the step cannot work with; -1: none.
+int64_t first_unfit(const std::vector<Examined>& all) {
+  int64_t first = -1;
+  for (const auto& [tensor, param, largest, steps] : all) {
+    const auto index = static_cast<int64_t>(param);
+    const double t = steps.defined() ? steps.item<double>() + 1.0 : 1.0;
+    if ((first < 0 || index < first) && exceeds_on_cpu(tensor, largest / std::sqrt(t))) {
       first = index;
     }
   }
   return first;
 }
 
-bool record_skip_on_cpu(at::TensorList grads, at::Tensor& status, const at::Tensor& found_inf,
-                        const std::vector<Companion>& companions) {
+bool record_skip_on_cpu(const std::vector<Examined>& examined, at::Tensor& status,
+                        const at::Tensor& found_inf) {
   auto* entries = status.mutable_data_ptr<int64_t>();
   status.unsafeGetTensorImpl()->bump_version();
   entries[kNonFiniteParameter] = -1;
@@ -55,7 +84,7 @@ bool record_skip_on_cpu(at::TensorList grads, at::Tensor& status, const at::Tens
     ++entries[kTotalSkips];
     return true;
   }
-  entries[kNonFiniteParameter] = first_nonfinite(grads, companions);
+  entries[kNonFiniteParameter] = first_unfit(examined);
   if (entries[kNonFiniteParameter] < 0) {
     entries[kConsecutiveSkips] = 0;
     return false;
@@ -65,40 +94,50 @@ bool record_skip_on_cpu(at::TensorList grads, at::Tensor& status, const at::Tens
   return true;
 }
 
-// isfinite of every tensor as a whole, 0-dim.
-std::vector<at::Tensor> are_finite(const std::vector<at::Tensor>& tensors) {
-  std::vector<at::Tensor> nonempty;
-  for (const auto& tensor : tensors) {
-    nonempty.push_back(tensor.numel() > 0 ? tensor : at::zeros({1}, tensor.options()));
+// The largest magnitude of each tensor as a share of what it may be at t = 1: 0-dim float64; NaN
+// for NaN.
+std::vector<at::Tensor> shares_of_largest(const std::vector<Examined>& all) {
+  std::map<at::ScalarType, std::vector<size_t>> by_dtype;  // which are not worked on together
+  for (size_t i = 0; i < all.size(); ++i) {
+    by_dtype[all[i].tensor.scalar_type()].push_back(i);
   }
-  std::vector<at::Tensor> finite;
-  if (!nonempty.empty()) {
-    finite = at::_foreach_norm(nonempty, std::numeric_limits<double>::infinity());
+  std::vector<at::Tensor> shares(all.size());
+  for (const auto& [dtype, indices] : by_dtype) {
+    std::vector<at::Tensor> nonempty;
+    for (const size_t i : indices) {
+      const at::Tensor& tensor = all[i].tensor;
+      nonempty.push_back(tensor.numel() > 0 ? tensor : at::zeros({1}, tensor.options()));
+    }
+    const auto norms = at::_foreach_norm(nonempty, std::numeric_limits<double>::infinity());
+    for (size_t k = 0; k < indices.size(); ++k) {
+      shares[indices[k]] = norms[k].to(at::kDouble).div_(all[indices[k]].largest);
+    }
   }
-  for (auto& norm : finite) {
-    norm = at::isfinite(norm);
-  }
-  return finite;
+  return shares;
 }
 
 // The same on a device, without a look at the result.
-at::Tensor record_skip_on_device(at::TensorList grads, at::Tensor& status,
-                                 const at::Tensor& found_inf,
-                                 const std::vector<Companion>& companions) {
-  std::vector<at::Tensor> finite = are_finite(grads.vec());
-  std::vector<at::Tensor> beside;
-  for (const auto& companion : companions) {
-    beside.push_back(companion.tensor);
+at::Tensor record_skip_on_device(const std::vector<Examined>& examined, at::Tensor& status,
+                                 const at::Tensor& found_inf) {
+  std::vector<at::Tensor> steps;
+  const at::Tensor none = at::zeros({}, status.options().dtype(at::kFloat));
+  for (const Examined& each : examined) {
+    steps.push_back(each.steps.defined() ? each.steps : none);
   }
-  // A call of its own: tensors of two dtypes are not worked on together.
-  beside = are_finite(beside);
-  for (size_t i = 0; i < companions.size(); ++i) {
-    at::Tensor& of_gradient = finite[companions[i].gradient];
-    of_gradient = of_gradient.logical_and(beside[i]);
+  const at::Tensor t = at::stack(steps).to(at::kDouble).add_(1.0);
+  const auto fits = at::stack(shares_of_largest(examined)).mul_(t.sqrt_()).le(1.0).unbind();
+  std::map<size_t, at::Tensor> of_params;  // in order
+  for (size_t i = 0; i < examined.size(); ++i) {
+    at::Tensor& of_param = of_params[examined[i].param];
+    of_param = of_param.defined() ? of_param.logical_and(fits[i]) : fits[i];
   }
-  const at::Tensor nonfinite = at::stack(finite).logical_not_();
-  const at::Tensor first = nonfinite.to(at::kInt).argmax();
-  at::Tensor skipped = nonfinite.any();
+  std::vector<at::Tensor> in_order;
+  for (const auto& [param, fit] : of_params) {
+    in_order.push_back(fit);
+  }
+  const at::Tensor unfit = at::stack(in_order).logical_not_();
+  const at::Tensor first = unfit.to(at::kInt).argmax();
+  at::Tensor skipped = unfit.any();
   at::Tensor at_fault = at::where(skipped, first, -1);
   at::Tensor consecutive = status.select(0, kConsecutiveSkips);
   at::Tensor in_a_row = (consecutive + 1) * skipped;
@@ -116,22 +155,27 @@ at::Tensor record_skip_on_device(at::TensorList grads, at::Tensor& status,
 
 }  // namespace
 
-bool has_nonfinite_on_cpu(const at::Tensor& tensor) {
-  const at::Tensor dense = tensor.is_non_overlapping_and_dense() ? tensor : tensor.contiguous();
-  const void* data = dense.const_data_ptr();
-  const int64_t count = dense.numel();
-  switch (dense.scalar_type()) {
-    case at::kFloat:
-      return any_exponent_full<uint32_t>(data, count, 0x7f800000u);
-    case at::kDouble:
-      return any_exponent_full<uint64_t>(data, count, 0x7ff0000000000000ull);
-    case at::kBFloat16:
-      return any_exponent_full<uint16_t>(data, count, 0x7f80u);
-    case at::kHalf:
-      return any_exponent_full<uint16_t>(data, count, 0x7c00u);
-    default:
-      return !at::isfinite(dense).all().item<bool>();
+bool all_fit_on_cpu(const std::vector<Examined>& examined) { return first_unfit(examined) < 0; }
+
+double largest_gradient(int64_t numel, at::ScalarType dtype) {
+  return std::sqrt(largest_number(dtype) /
+                   (kSumOverSteps * static_cast<double>(std::max<int64_t>(numel, 1))));
+}
+
+std::vector<Examined> examined_gradients(at::TensorList params, at::TensorList grads,
+                                         const std::vector<at::Tensor>& steps,
+                                         const std::vector<double>& weight_decays) {
+  std::vector<Examined> examined;
+  for (size_t i = 0; i < params.size(); ++i) {
+    const double largest = largest_gradient(params[i].numel(), state_dtype(params[i]));
+    if (weight_decays[i] == 0.0) {
+      examined.push_back({grads[i], i, largest, steps[i]});
+    } else {
+      examined.push_back({grads[i], i, largest / 2, steps[i]});
+      examined.push_back({params[i], i, largest / 2 / weight_decays[i], steps[i]});
+    }
   }
+  return examined;
 }
 
 at::Tensor StepScalar::divide(const at::Tensor& value) const {
@@ -148,16 +192,13 @@ at::Tensor StepScalar::multiply(const at::Tensor& value) const {
   return host == 1.0 ? value : value * host;
 }
 
-StepGate StepGate::check(at::TensorList grads, at::Tensor& status, const at::Tensor& found_inf,
-                         const std::vector<Companion>& companions) {
+StepGate StepGate::check(const std::vector<Examined>& examined, at::Tensor& status,
+                         const at::Tensor& found_inf) {
   StepGate gate;
-  if (grads.empty()) {
-    return gate;
-  }
-  if (grads[0].is_cpu()) {
-    gate.skipped_on_host_ = record_skip_on_cpu(grads, status, found_inf, companions);
+  if (status.is_cpu()) {
+    gate.skipped_on_host_ = record_skip_on_cpu(examined, status, found_inf);
   } else {
-    gate.keep_ = record_skip_on_device(grads, status, found_inf, companions);
+    gate.keep_ = record_skip_on_device(examined, status, found_inf);
   }
   return gate;
 }
@@ -215,12 +256,29 @@ at::Tensor StepGate::restrict(const at::Tensor& accepted) const {
   return keep_.defined() ? accepted.logical_and(keep_) : accepted;
 }
 
+double largest_number(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kDouble:
+      return std::numeric_limits<double>::max();
+    case at::kBFloat16:
+      return std::numeric_limits<at::BFloat16>::max();
+    case at::kHalf:
+      return std::numeric_limits<at::Half>::max();
+    default:
+      return std::numeric_limits<float>::max();
+  }
+}
+
+at::Tensor finite_entries(const at::Tensor& value) { return value.nan_to_num(0.0, 0.0, 0.0); }
+
 void subtract_scaled_(at::Tensor& target, const at::Tensor& value, const StepScalar& scale) {
   if (scale.device.defined()) {
     target.sub_(value * scale.device);
   } else {
     target.add_(value, -scale.host);
   }
+  const double most = largest_number(target.scalar_type());
+  target.clamp_(-most, most);
 }
 
 void decay_(at::Tensor& target, double weight_decay, const StepScalar& scale) {

@@ -1,4 +1,5 @@
-// Skips the whole step of a group when a gradient is not finite, without asking the device.
+// Skips the whole step of a group when a gradient is not finite or too large to square, without
+// asking the device.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,23 +17,36 @@ struct StepScalar {
   at::Tensor multiply(const at::Tensor& value) const;  // value * this
 };
 
-// A tensor that a step uses beside its gradients, and the gradient it counts with.
-struct Companion {
+// A tensor that a step looks at before it changes anything.
+struct Examined {
   at::Tensor tensor;
-  size_t gradient;
+  size_t param;      // index in the step of the parameter it counts with
+  double largest;    // magnitude that the step can still work with
+  at::Tensor steps;  // t - 1 of the parameter: divides `largest` by sqrt(t); undefined: t = 1
 };
+
+// The largest entry at t = 1 of a gradient of `numel` elements, in steps with state of `dtype`:
+// sqrt(largest number / (32 numel)). Sums of squares over all elements and over the first 2^24
+// steps are finite then, since sum 1/t < 18, and so are norms, moments and statistics.
+double largest_gradient(int64_t numel, at::ScalarType dtype);
+
+// The gradients; with L2 weight decay their parameters too, half a limit each. `weight_decays`: one
+// a parameter.
+std::vector<Examined> examined_gradients(at::TensorList params, at::TensorList grads,
+                                         const std::vector<at::Tensor>& steps,
+                                         const std::vector<double>& weight_decays);
 
 // On the CPU a step that must be skipped returns early. On a device every change passes through the
 // gate, which leaves the old value where `keep` is false.
 class StepGate {
  public:
-  // Looks for NaN and Inf in `grads` and their companions and writes what it found to `status`
+  // Looks for entries that are not finite or too large, and writes what it found to `status`
   // (step_status.h).
   // found_inf: a GradScaler's verdict, one number, undefined without one. Where it is not zero the
   // step is skipped because of the loss scale, which the scaler lowers: it counts in the total
   // alone.
-  static StepGate check(at::TensorList grads, at::Tensor& status, const at::Tensor& found_inf = {},
-                        const std::vector<Companion>& companions = {});
+  static StepGate check(const std::vector<Examined>& examined, at::Tensor& status,
+                        const at::Tensor& found_inf = {});
   // A gate that `keep`, 0-dim bool on a device, closes.
   static StepGate of(at::Tensor keep);
   // A gate that is open: for updates that no gradient decides.
@@ -63,10 +77,15 @@ class StepGate {
   at::Tensor keep_;  // 0-dim bool on the device; undefined: the host knows that the step is kept
 };
 
-// Whether a tensor on the CPU holds NaN or Inf.
-bool has_nonfinite_on_cpu(const at::Tensor& tensor);
+// Whether the step can work with all of these, which are on the CPU.
+bool all_fit_on_cpu(const std::vector<Examined>& examined);
 
-// target <- target - scale * value
+double largest_number(at::ScalarType dtype);
+
+// `value` with zeros for NaN and Inf.
+at::Tensor finite_entries(const at::Tensor& value);
+
+// target <- target - scale * value, within the numbers of its dtype.
 void subtract_scaled_(at::Tensor& target, const at::Tensor& value, const StepScalar& scale);
 
 // target <- (1 - weight_decay * scale) * target

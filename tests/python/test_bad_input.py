@@ -212,6 +212,37 @@ def test_dtensor_is_refused_by_name(make, mesh):
 
 
 @all_cases
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_flat_shards_of_fsdp_are_refused_by_name(make, mesh, use_orig_params):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(
+        mlp(), device_id=torch.device("cpu"), use_orig_params=use_orig_params
+    )
+    with pytest.raises(
+        ValueError, match=r"flat shard of FullyShardedDataParallel.*DistributedData"
+    ):
+        make(model.parameters())
+    optimizer = make(mlp().parameters())
+    with pytest.raises(ValueError, match=r"parameter 0 of group 1.*FullyShardedDataParallel"):
+        optimizer.add_param_group({"params": list(model.parameters())})
+    assert len(optimizer.param_groups) == 1
+
+
+@all_cases
+@pytest.mark.parametrize(
+    "expanded",
+    [lambda: torch.ones(1, 3).expand(4, 3), lambda: torch.ones(()).expand(2)],
+    ids=["rows", "scalar"],
+)
+def test_expanded_parameters_are_refused_before_anything_is_written(make, expanded):
+    bad = expanded().requires_grad_()
+    with pytest.raises(ValueError, match=r"'bad'.*expanded.*strides"):
+        make([("good", nn.Parameter(torch.ones(2))), ("bad", bad)])
+    make([nn.Parameter(torch.ones(1, 3).expand(1, 3)), nn.Parameter(torch.ones(4, 1)[:, :1])])
+
+
+@all_cases
 def test_usual_mistakes_raise_as_in_pytorch(make):
     p = nn.Parameter(torch.ones(2, 2))
     with pytest.raises(ValueError, match="empty parameter list"):

@@ -532,13 +532,51 @@ def test_state_of_another_kind_of_optimizer_is_refused(name, other):
     assert not any(loader.state.values())
 
 
-@pytest.mark.parametrize("option", [{"block_size": 2}, {"preconditioner_1d": "full"}])
-def test_options_that_shape_the_state_cannot_change_under_it(option):
+def bad_numbers(state: dict) -> dict[str, list[float]]:
+    """What the entries of each tensor of a saved state cannot be."""
+    bad = {
+        key: [float("nan"), float("inf"), float("-inf")]
+        for key, value in state.items()
+        if value.is_floating_point()
+    }
+    for key in ("step", "factor_updates", "sum", "diagonal", "grafting_second_moment"):
+        if key in bad:
+            bad[key].append(-1.0)
+    return bad
+
+
+@pytest.mark.parametrize("name", ALL_CASES)
+def test_numbers_that_no_run_has_are_refused_by_the_name_of_their_key(name):
     model = mlp()
+    optimizer = ALL_CASES[name](model.named_parameters())
+    run(model, optimizer)
+    good = optimizer.state_dict()
+    run(model, optimizer, 4, 1)
+    before = snapshot(optimizer)
+    tried = 0
+    for index, state in good["state"].items():
+        for key, values_of_key in bad_numbers(state).items():
+            for value in values_of_key:
+                bad = copy.deepcopy(good)
+                bad["state"][index][key].view(-1)[-1:] = value
+                wrong = "not finite" if value != -1.0 else "below 0"
+                parameter = bad["param_groups"][0]["param_names"][index]
+                with pytest.raises(
+                    ValueError, match=f"'{key}' of parameter '{parameter}'.*{wrong}"
+                ):
+                    optimizer.load_state_dict(bad)
+                tried += 1
+    assert tried > 10
+    assert_same(snapshot(optimizer), before)
+    optimizer.load_state_dict(good)
+
+
+def test_numbers_too_large_for_the_dtype_of_the_state_are_refused():
+    model = mlp(dtype=torch.float64)
     optimizer = torchium.Shampoo(model.parameters())
     run(model, optimizer)
-    optimizer.param_groups[0].update(option)
-    before = values(model)
-    with pytest.raises(ValueError, match=r"shape|missing"):
-        run(model, optimizer)
-    assert_same(values(model), before)
+    state_dict = optimizer.state_dict()
+    state_dict["state"][0]["statistics.0"][0, 0, 0] = 1e200
+    with pytest.raises(ValueError, match=r"'statistics.0' of parameter 0 .*not finite"):
+        torchium.Shampoo(mlp().parameters()).load_state_dict(state_dict)
+    optimizer.load_state_dict(state_dict)

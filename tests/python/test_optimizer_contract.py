@@ -745,3 +745,34 @@ def test_a_thousand_parameters_cost_little_more_than_adam(make):
 
     adam = seconds(torch.optim.Adam(params, foreach=True))
     assert seconds(make(params)) < 10 * adam
+
+
+# ---- surroundings
+
+
+@all_cases
+def test_the_default_device_does_not_matter(make):
+    """Whatever tensors the optimizer makes are where its parameters are, or on the CPU."""
+    plain, elsewhere = mlp(), mlp()
+    optimizer, other = make(plain.parameters()), make(elsewhere.parameters())
+    inputs = [torch.linspace(-1, 1, 24).reshape(4, 6) + step for step in range(5)]
+
+    def train(model, optimizer):
+        for x in inputs:
+            optimizer.zero_grad()
+            model(x).square().sum(1).mean().backward()
+            optimizer.step()
+        optimizer.check_errors()
+        state_dict = optimizer.state_dict()
+        optimizer.load_state_dict(state_dict)
+        return state_dict
+
+    expected = train(plain, optimizer)
+    torch.set_default_device("meta")
+    try:
+        found = train(elsewhere, other)
+    finally:
+        torch.set_default_device(None)
+    assert_same(values(elsewhere), values(plain))
+    assert_same(found, expected)
+    assert not torch.equal(values(plain)[0], values(mlp())[0])

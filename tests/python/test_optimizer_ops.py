@@ -58,7 +58,8 @@ def arguments(name: str, device: torch.device | str = "cpu") -> tuple[object, li
     options |= {"nesterov": True, "decoupled_weight_decay": False, "grafting": "adam"}
     options |= {"grafting_eps": 1e-8, "grafting_beta2": 0.99, "start_preconditioning_step": 1}
     options |= {"maximize": False, "capturable": False, "host_steps": host_steps}
-    positional = [params, grads, steps, *state, diagonals, *zeros[1:], status]
+    starts = [torch.zeros_like(step) for step in steps]
+    positional = [params, grads, steps, *state, diagonals, *zeros[1:], starts, starts, status]
     return ops.shampoo_step_, positional, {**roots, **options}
 
 

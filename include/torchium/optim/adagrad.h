@@ -68,6 +68,7 @@ class TORCHIUM_API Adagrad : public StackedOptimizer {
   std::unique_ptr<SecondOrderParamState> make_empty_state() const override;
   void init_parameter_shaped(const Options& options, const at::Tensor& param,
                              SecondOrderParamState& state) const override;
+  std::string layout(const Options& options) const override;
   detail::MatrixStacks init_stacks(const Options& options, at::TensorList params) const override;
   void step_group(const Options& options, detail::GroupStep& step) const override;
   const char* root_remedy() const override;

@@ -96,6 +96,8 @@ struct TORCHIUM_API KFACParamState : public SecondOrderParamState {
   /// Keys and addresses of the members that only a weight with factors has.
   std::vector<NamedTensor> factors();
   std::vector<std::pair<std::string, at::Tensor>> tensors() const override;
+  bool is_of(const at::Tensor& param) override;
+  void convert_to(const at::Tensor& param) override;
   using SecondOrderParamState::serialize;
   void serialize(torch::serialize::InputArchive& archive) override;
 };
@@ -153,6 +155,7 @@ class TORCHIUM_API KFAC : public CapturingOptimizer {
   std::vector<detail::PreconditionedLayer> find_layers(const detail::JointStep& step);
   void note_fallback(const detail::JointStep& step,
                      const std::vector<detail::PreconditionedLayer>& layers);
+  void check_states(const detail::JointStep& step) const;
   void create_states(const detail::JointStep& step,
                      const std::vector<detail::PreconditionedLayer>& layers);
   std::string why_not(const at::Tensor& param) const;

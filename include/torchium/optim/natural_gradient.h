@@ -73,6 +73,7 @@ struct TORCHIUM_API NaturalGradientParamState : public SecondOrderParamState {
  public:
   std::unique_ptr<torch::optim::OptimizerParamState> clone() const override;
   std::vector<NamedTensor> parameter_shaped() override;
+  void convert_to(const at::Tensor& param) override;
   std::vector<std::pair<std::string, at::Tensor>> tensors() const override;
   using SecondOrderParamState::serialize;
   void serialize(torch::serialize::InputArchive& archive) override;
@@ -141,6 +142,7 @@ class TORCHIUM_API NaturalGradient : public CapturingOptimizer {
   void check_known_layers(const std::vector<at::Tensor>& params) const;
   bool is_refresh() const;
   void check_capture(const detail::JointStep& step, const detail::KeptBatch& batch) const;
+  void convert_states(const detail::JointStep& step);
   bool create_states(const detail::JointStep& step);
   const at::Tensor& factorized(const detail::JointStep& step,
                                const std::shared_ptr<const detail::KeptBatch>& batch);

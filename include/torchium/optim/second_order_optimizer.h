@@ -35,6 +35,16 @@ struct TORCHIUM_API SecondOrderParamState : public torch::optim::OptimizerParamS
   /// The members that have the shape of the parameter and the state dtype.
   virtual std::vector<NamedTensor> parameter_shaped() = 0;
 
+  /// The members that count steps, as `step` does, beside it.
+  virtual std::vector<NamedTensor> counts() { return {}; }
+
+  /// Brings all members to the device of `param` and to its state dtype, after it was moved or
+  /// cast.
+  virtual void convert_to(const at::Tensor& param);
+
+  /// Whether convert_to() has nothing to do.
+  virtual bool is_of(const at::Tensor& param);
+
   /// All defined tensors under their checkpoint keys ("step", "statistics.0", "exp_avg", ...).
   /// They share memory with the state.
   virtual std::vector<std::pair<std::string, at::Tensor>> tensors() const;
@@ -140,6 +150,8 @@ class TORCHIUM_API SecondOrderOptimizer : public torch::optim::Optimizer {
   SecondOrderParamState* find_state(const at::Tensor& param) const;
   // Throws c10::Error if this optimizer was moved from.
   void refuse_moved_from() const;
+  // Throws c10::ValueError if the parameter got another shape since its state was made.
+  void check_shapes(const at::Tensor& param, SecondOrderParamState& state) const;
   // "parameter 1 of group 0"
   std::string place_of(const at::Tensor& param) const;
   // "parameter 1 of group 0 (shape [3, 4])"

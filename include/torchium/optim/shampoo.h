@@ -103,10 +103,15 @@ struct TORCHIUM_API ShampooParamState : public MatrixParamState {
   TORCH_ARG(at::Tensor, grafting_second_moment);
   /// If momentum > 0.
   TORCH_ARG(at::Tensor, momentum_buffer);
+  /// What `step` was when these averages were made; undefined: 0. Their bias corrections count from
+  /// there, so that betas[0] and grafting may be switched on in mid-run. 0-dim float32.
+  TORCH_ARG(at::Tensor, exp_avg_start);
+  TORCH_ARG(at::Tensor, grafting_second_moment_start);
 
  public:
   std::unique_ptr<torch::optim::OptimizerParamState> clone() const override;
   std::vector<NamedTensor> parameter_shaped() override;
+  std::vector<NamedTensor> counts() override;
 };
 
 /// Shampoo on parameters of order 0 to 5.
@@ -159,7 +164,9 @@ class TORCHIUM_API Shampoo : public StackedOptimizer {
   void init_parameter_shaped(const Options& options, const at::Tensor& param,
                              SecondOrderParamState& state) const override;
   detail::MatrixStacks init_stacks(const Options& options, at::TensorList params) const override;
-  bool state_is_ready(const Options& options, const at::Tensor& param) const override;
+  std::string layout(const Options& options) const override;
+  void init_averages(const Options& options, const at::Tensor& param,
+                     SecondOrderParamState& state) const override;
   void step_group(const Options& options, detail::GroupStep& step) const override;
   const char* root_remedy() const override;
   int64_t max_root_failures(const Options& options) const override;

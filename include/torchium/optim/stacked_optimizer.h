@@ -28,8 +28,16 @@ struct TORCHIUM_API MatrixParamState : public SecondOrderParamState {
 
  public:
   std::vector<std::pair<std::string, at::Tensor>> tensors() const override;
+  /// The matrices are converted when they are stacked again.
+  bool is_of(const at::Tensor& param) override;
   using SecondOrderParamState::serialize;
   void serialize(torch::serialize::InputArchive& archive) override;
+
+ private:
+  friend class StackedOptimizer;
+  // What it was made for: layout() of the options, and the shape of the parameter.
+  std::string layout_;
+  std::vector<int64_t> sizes_;
 };
 
 /// Base of the optimizers that make one call of the core a parameter group.
@@ -43,17 +51,25 @@ class TORCHIUM_API StackedOptimizer : public SecondOrderOptimizer {
   // Writes changed learning rates to the tensors that captured steps read.
   void sync_learning_rates();
 
+  // The options that the shapes and dtypes of the state depend on, as messages name them.
+  virtual std::string layout(const Options& options) const = 0;
+  // Creates the averages that these options need from the first step on.
+  virtual void init_averages(const Options& options, const at::Tensor& param,
+                             SecondOrderParamState& state) const {}
   // Initial matrices of `params`.
   virtual detail::MatrixStacks init_stacks(const Options& options, at::TensorList params) const = 0;
   // One step of one group.
   virtual void step_group(const Options& options, detail::GroupStep& step) const = 0;
 
+  bool state_is_ready(const Options& options, const at::Tensor& param) const override;
   void take_step(const ActiveParams& active) override;
   void fit_loaded(const Options& options, const std::vector<at::Tensor>& params,
                   const std::vector<SecondOrderParamState*>& loaded,
                   const std::vector<SecondOrderParamState*>& fitted) const override;
 
  private:
+  bool all_ready(size_t group, const std::vector<at::Tensor>& active) const;
+  void check_group_states(size_t group, const std::vector<at::Tensor>& active) const;
   void init_group_states(size_t group, const std::vector<at::Tensor>& active);
 };
 

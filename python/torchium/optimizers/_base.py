@@ -16,10 +16,18 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from ._checkpoint import saved_groups, saved_states
+from ._checkpoint import check_numbers, foreign_states, saved_groups, saved_states
 from ._monitor import JOINT, MAX_CONSECUTIVE_SKIPS, Report, StatusMonitor
 from ._options import Check, check_options, learning_rate
-from ._parameters import State, check_dense, is_plain, parameter_name
+from ._parameters import (
+    State,
+    check_dense,
+    check_parameter,
+    is_plain,
+    largest_gradient,
+    parameter_name,
+    state_dtype,
+)
 
 
 @dataclass(frozen=True)
@@ -38,7 +46,9 @@ class CoreOptimizer(Optimizer):
 
     # Checks of all options but ``lr``.
     _CHECKS: ClassVar[dict[str, Check]]
-    # What may fail beside a gradient, and what to change when it does so again and again.
+    # What may skip a step.
+    _EXAMINED: ClassVar[str] = "a gradient"
+    # What may fail beside it, and what to change when it does so again and again.
     _ROOT: ClassVar[str] = "the root of a preconditioner of"
     _ROOT_REMEDY: ClassVar[str]
 
@@ -77,7 +87,8 @@ class CoreOptimizer(Optimizer):
         """Adds a parameter group, as :meth:`torch.optim.Optimizer.add_param_group` does.
 
         Options left out are the optimizer's. Raises ``ValueError``, and adds nothing, for an option
-        out of its range and for a sparse, complex, integer or ``DTensor`` parameter.
+        out of its range and for a sparse, complex, integer, expanded, ``DTensor`` or flattened
+        (``FullyShardedDataParallel``) parameter.
         """
         super().add_param_group(param_group)
         try:
@@ -89,7 +100,7 @@ class CoreOptimizer(Optimizer):
             if len(set(group["params"])) != len(group["params"]):
                 raise ValueError(f"params of group {index} hold a parameter more than once")
             for param in group["params"]:
-                check_dense(param, parameter_name(index, group, param))
+                check_parameter(param, parameter_name(index, group, param))
         except ValueError:
             self.param_groups.pop()
             raise
@@ -116,7 +127,8 @@ class CoreOptimizer(Optimizer):
             What ``closure`` returned, else None.
 
         Raises:
-            RuntimeError: a gradient was not finite in three steps of a group in a row, or a root
+            RuntimeError: a gradient was not finite, or too large to square (``docs/design.md``,
+                "Numerical contract"), in three steps of a group in a row, or a root
                 failed ``max_root_failures`` times in a row. On a GPU this is reported by a later
                 step; :meth:`check_errors` reports it at once.
             ValueError: a gradient is sparse or complex. Nothing is changed then.
@@ -177,6 +189,11 @@ class CoreOptimizer(Optimizer):
     def _has_state(self, param: Tensor) -> bool:
         return "step" in self.state.get(param, ())
 
+    def _start_afresh(self, index: int, group: dict[str, Any], param: Tensor) -> str:
+        """How a message says to get rid of state."""
+        position = next(i for i, p in enumerate(group["params"]) if p is param)
+        return f"del optimizer.state[optimizer.param_groups[{index}]['params'][{position}]]"
+
     def _known_host_steps(self, params: list[Tensor]) -> list[int]:
         """Steps each parameter has taken; read from the device where the host does not know."""
         known = [self._host_steps.get(p) for p in params]
@@ -205,7 +222,8 @@ class CoreOptimizer(Optimizer):
         State keeps the optimizer's own dtype (float32 under bfloat16 parameters) and is copied, so
         that the checkpoint is never changed by later steps. Options of the parameter groups come
         from the checkpoint. A checkpoint that does not fit raises ``ValueError``, with both shapes,
-        and loads nothing.
+        and so does one with NaN, Inf or a negative count; it loads nothing then. An average that it
+        lacks, as ``exp_avg``, starts with the next step.
         """
         if isinstance(state_dict, dict):
             state_dict = state_dict.copy()
@@ -222,9 +240,13 @@ class CoreOptimizer(Optimizer):
             group["lr"] = learning_rate("lr", group["lr"])
             group.update(check_options(self._CHECKS, group))
             saved = {p: old[p] for p in group["params"] if p in old}
-            state.update(self._loaded_state(index, group, saved))
+            loaded = self._loaded_state(index, group, saved)
+            for param, values in loaded.items():
+                check_numbers(values, parameter_name(index, group, param))
+            state.update(loaded)
 
         self.state = state
+        self.state.update(foreign_states(state_dict))
         self.param_groups = groups
         self._forget_derived()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -261,8 +283,9 @@ class CoreOptimizer(Optimizer):
                 continue
             if report.consecutive_skips >= MAX_CONSECUTIVE_SKIPS:
                 raise RuntimeError(
-                    f"{type(self).__name__}: {report.consecutive_skips} steps in a row had a "
-                    "gradient that is not finite and were skipped, the last one that of "
+                    f"{type(self).__name__}: {report.consecutive_skips} steps in a row had "
+                    f"{self._EXAMINED} that is not finite or too large to square"
+                    f"{self._limit(report.non_finite)} and were skipped, the last one that of "
                     f"{self._culprit(report, report.non_finite)}; lower lr, clip gradients or "
                     "use a GradScaler"
                 )
@@ -279,6 +302,13 @@ class CoreOptimizer(Optimizer):
             if param in self._host_steps:
                 self._host_steps[param] -= 1
 
+    def _limit(self, param: Tensor | None) -> str:
+        if param is None:
+            return ""
+        dtype = str(state_dtype(param)).removeprefix("torch.")
+        step = int(self.state[param]["step"].item()) + 1 if self._has_state(param) else 1
+        return f" in {dtype} (above {largest_gradient(param, step):.2g})"
+
     def _culprit(self, report: Report, param: Tensor | None) -> str:
         if report.group != JOINT:
             return parameter_name(report.group, self.param_groups[report.group], param)
@@ -293,8 +323,13 @@ def _clone_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     return {**state_dict, "state": _cloned(state_dict["state"])}
 
 
-def _cloned(states: dict[Any, State]) -> dict[Any, State]:
+def _cloned(states: dict[Any, Any]) -> dict[Any, Any]:
+    """The same with copies of the tensors; other code may keep anything beside the state of parameters."""
     return {
-        key: {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+        key: (
+            {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+            if isinstance(state, dict)
+            else state
+        )
         for key, state in states.items()
     }

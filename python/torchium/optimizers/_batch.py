@@ -15,6 +15,7 @@ from .._layers import ALL_KINDS, LayerKind, core_tensors, use_row
 from ._parameters import State
 
 _TENSORS = ("inputs", "output_gradients")
+ON_CPU = ("uses", "use_eps")  # keys of state that stays there
 # Inputs, output gradients, rows and eps of uses.
 Layers = tuple[list[Tensor], list[Tensor], list[int], list[float]]
 _ROW = 12  # integers of a use at the boundary of an operator
@@ -98,8 +99,10 @@ class Batch:
             ]
             one = torch.ones((), device=owner.device)
             result[owner] = {
-                "uses": torch.tensor(rows),
-                "use_eps": torch.tensor([u.eps for _, u in uses], dtype=torch.float64),
+                "uses": torch.tensor(rows, device="cpu"),
+                "use_eps": torch.tensor(
+                    [u.eps for _, u in uses], dtype=torch.float64, device="cpu"
+                ),
                 "loss_scale": one if self.loss_scale is None else self.loss_scale.clone(),
             }
             for j, (_, use) in enumerate(uses):
@@ -149,7 +152,7 @@ def fresh_batch(param: Tensor, saved: dict[str, Any], params: int, name: str) ->
         )
     fresh = {
         "uses": torch.empty_like(rows, device="cpu"),
-        "use_eps": torch.empty(len(rows), dtype=torch.float64),
+        "use_eps": torch.empty(len(rows), dtype=torch.float64, device="cpu"),
         "loss_scale": torch.empty((), device=param.device),
     }
     for j, (kind, *_) in enumerate(rows.tolist()):

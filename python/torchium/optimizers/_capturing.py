@@ -20,7 +20,15 @@ from .._capture import Capture
 from ._base import CoreOptimizer
 from ._monitor import JOINT, refuse_capture
 from ._options import lr_tensor
-from ._parameters import parameter_name, short_name, state_zeros
+from ._parameters import (
+    State,
+    check_unsharded,
+    fresh_step,
+    parameter_name,
+    short_name,
+    state_dtype,
+    state_zeros,
+)
 
 ParamsOrModel = ParamsT | nn.Module
 
@@ -49,6 +57,8 @@ class CapturingOptimizer(CoreOptimizer):
 
     # Options that must be the same in all groups.
     _SHARED: ClassVar[tuple[str, ...]]
+    # Keys of the state that is in the state dtype.
+    _IN_STATE_DTYPE: ClassVar[frozenset[str]] = frozenset({"momentum_buffer"})
     # An option that no other optimizer has.
     _OWN_OPTION: ClassVar[str]
     _ROOT_REMEDY = "raise damping or lower lr"
@@ -174,6 +184,8 @@ class CapturingOptimizer(CoreOptimizer):
             self._group_by_param = None  # groups are plain dicts that anybody may change
             step = self._joint_step()
             if step is not None:
+                self._check_old_state(step)
+                self._convert_state(step)
                 refuse_capture(step.device, "the host decides in step() what is captured")
                 self._step_joint(step)
         finally:
@@ -220,6 +232,47 @@ class CapturingOptimizer(CoreOptimizer):
             [step.group for step in steps for _ in step.params],
             steps[0].device,
         )
+
+    def _check_old_state(self, step: JointStep) -> None:
+        """Raises ValueError for state that does not fit its parameter, before anything is changed."""
+        for param in step.params:
+            buffer = self.state.get(param, {}).get("momentum_buffer")
+            if buffer is not None and buffer.shape != param.shape:
+                raise ValueError(self._misfit(param, f"'momentum_buffer' {list(buffer.shape)}"))
+            if not self._has_state(param):
+                check_unsharded(param, self._full_name(param))
+
+    def _misfit(self, param: Tensor, state: str) -> str:
+        group = self._group_of(param)
+        index = next(i for i, g in enumerate(self.param_groups) if g is group)
+        return (
+            f"{self._full_name(param)} has got another shape since its {state} was made; "
+            f"{self._start_afresh(index, group, param)} to start afresh"
+        )
+
+    def _convert_state(self, step: JointStep) -> bool:
+        """Whether state had to follow its parameter to another device or dtype."""
+        moved = [p for p in step.params if self._has_state(p) and not self._is_beside(p)]
+        for param in moved:
+            state = self.state[param]
+            for key, value in self._own_state(param).items():
+                dtype = state_dtype(param) if key in self._IN_STATE_DTYPE else value.dtype
+                state[key] = value.to(param.device, dtype)
+            self._host_steps.pop(param, None)
+        return bool(moved)
+
+    def _is_beside(self, param: Tensor) -> bool:
+        """Whether the state of the parameter has its device and the dtype that it needs."""
+        state = self.state[param]
+        dtype = state_dtype(param)
+        return state["step"].device == param.device and all(
+            state[key].dtype == dtype for key in self._IN_STATE_DTYPE & state.keys()
+        )
+
+    def _own_state(self, param: Tensor) -> State:
+        """State of the parameter on its device, without what other code may keep there."""
+        own = {"step", *self._IN_STATE_DTYPE}
+        return {k: v for k, v in self.state[param].items() if k in own}
 
     def _add_common_state(self, step: JointStep, with_buffer: Iterable[bool]) -> None:
         """Makes the state that parameters lack for this step."""
@@ -271,11 +324,6 @@ class CapturingOptimizer(CoreOptimizer):
             self._capture.watch(group["params"])
         self._adopt(modules)
         self._is_copy = bool(modules)
-
-
-def fresh_step(param: Tensor) -> Tensor:
-    """The step count of a parameter that has taken none."""
-    return torch.zeros((), dtype=torch.float32, device=param.device)
 
 
 def all_zero(tensors: list[Tensor]) -> bool:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._parameters import State, state_zeros
+from ._parameters import State, fresh_step, state_zeros
+
+# Counts and sums of squares.
+_NON_NEGATIVE = (
+    "step",
+    "exp_avg_start",
+    "grafting_second_moment_start",
+    "factor_updates",
+    "grafting_second_moment",
+    "diagonal",
+    "sum",
+)
 
 
 def saved_groups(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -42,35 +54,76 @@ def saved_groups(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> li
 def saved_states(
     state_dict: dict[str, Any], groups: list[dict[str, Any]]
 ) -> dict[Tensor, dict[str, Any]]:
-    """The saved state of each parameter that has one."""
+    """The saved state of each parameter that has one.
+
+    Entries under names, which other code keeps beside those of parameters, are left out.
+    """
     ids = (i for group in state_dict["param_groups"] for i in group["params"])
     params = (p for group in groups for p in group["params"])
     by_id = dict(zip(ids, params, strict=True))
-    unknown = [key for key in state_dict["state"] if key not in by_id]
+    of_params = {key: s for key, s in state_dict["state"].items() if not is_foreign(key, by_id)}
+    unknown = [key for key in of_params if key not in by_id]
     if unknown:
         raise ValueError(f"state_dict has state of {unknown[0]!r}, which is in no parameter group")
-    malformed = [key for key, state in state_dict["state"].items() if not isinstance(state, dict)]
+    malformed = [key for key, state in of_params.items() if not isinstance(state, dict)]
     if malformed:
         raise ValueError(f"state of {malformed[0]!r} in state_dict must be a dict of tensors")
-    return {by_id[i]: state for i, state in state_dict["state"].items() if state}
+    return {by_id[i]: state for i, state in of_params.items() if state}
+
+
+def foreign_states(state_dict: dict[str, Any]) -> dict[Any, Any]:
+    """Copies of the entries of the saved state that belong to no parameter but to other code."""
+    ids = {i for group in state_dict["param_groups"] for i in group["params"]}
+    return {k: deepcopy(v) for k, v in state_dict["state"].items() if is_foreign(k, ids)}
+
+
+def is_foreign(key: object, ids: Container[Any]) -> bool:
+    """Whether the entry of a saved state belongs to no parameter: these have numbers."""
+    return key not in ids and not isinstance(key, int)
+
+
+@dataclass(frozen=True)
+class OptionalState:
+    """Keys of state that is there once an option has needed it."""
+
+    buffers: tuple[str, ...] = ()  # of the parameter's shape
+    counts: tuple[str, ...] = ()  # as ``step``
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.buffers or key in self.counts
+
+    def shape(self, key: str, param_shape: torch.Size) -> torch.Size:
+        return param_shape if key in self.buffers else torch.Size()
+
+    def zeros(self, key: str, param: Tensor) -> Tensor:
+        return state_zeros(param) if key in self.buffers else fresh_step(param)
+
+
+def check_numbers(state: State, name: str) -> None:
+    """Raises ValueError for loaded state that no run can have; waits for the device."""
+    for key, value in state.items():
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            raise ValueError(f"{key!r} of {name} in state_dict has entries that are not finite")
+        if key in _NON_NEGATIVE and bool((value < 0).any()):
+            raise ValueError(f"{key!r} of {name} in state_dict has entries below 0")
 
 
 def check_state(
     saved: dict[str, Any],
     needed: dict[str, Tensor],
     param_shape: torch.Size,
-    buffers: tuple[str, ...],
+    optional: OptionalState,
     name: str,
 ) -> None:
     """Raises ValueError unless ``saved`` has all keys of ``needed``, in their shapes and kinds.
 
-    Keys in ``buffers``, of the parameter's shape, may be there as well.
+    What is ``optional`` may be there as well.
     """
     for key, value in saved.items():
         like = needed.get(key)
-        if like is None and key not in buffers:
+        if like is None and key not in optional:
             continue
-        shape = param_shape if like is None else like.shape
+        shape = like.shape if like is not None else optional.shape(key, param_shape)
         if key == "step" and isinstance(value, (int, float)):
             continue
         if not isinstance(value, Tensor) or value.layout != torch.strided:
@@ -87,7 +140,7 @@ def check_state(
                 f"{'a floating-point' if floating else 'an integer'} one"
             )
     missing = sorted(needed.keys() - saved.keys())
-    extra = sorted(key for key in saved if key not in needed and key not in buffers)
+    extra = sorted(key for key in saved if key not in needed and key not in optional)
     if missing or extra:
         raise ValueError(
             f"state of {name} does not fit this optimizer and its options: "
@@ -98,17 +151,17 @@ def check_state(
 def fill_state(
     fresh: dict[Tensor, State],
     saved: dict[Tensor, dict[str, Any]],
-    buffers: tuple[str, ...],
+    optional: OptionalState,
     name: Callable[[Tensor], str],
 ) -> None:
     """Copies ``saved`` into ``fresh``, in the dtypes there, once all of it is checked."""
     for param, values in saved.items():
-        check_state(values, fresh[param], param.shape, buffers, name(param))
+        check_state(values, fresh[param], param.shape, optional, name(param))
     for param, values in saved.items():
         state = fresh[param]
         for key, value in values.items():
             if key not in state:
-                state[key] = state_zeros(param)
+                state[key] = optional.zeros(key, param)
             if isinstance(value, Tensor):
                 state[key].copy_(value.reshape(state[key].shape))
             else:

@@ -21,11 +21,11 @@ from .._layers import (
 )
 from ._parameters import State, state_dtype
 
-_FACTORS = ("A", "G")
-_COUNTS = ("factor_updates", "root_failures")
+FACTORS = ("A", "G")
+COUNT_KEYS = ("factor_updates", "root_failures")
 _ROOTS = ("A_inverse", "G_inverse")
 _EIGEN = ("A_eigenvectors", "G_eigenvectors", "A_eigenvalues", "G_eigenvalues")
-FACTOR_KEYS = frozenset((*_FACTORS, *_COUNTS, *_ROOTS, *_EIGEN))
+FACTOR_KEYS = frozenset((*FACTORS, *COUNT_KEYS, *_ROOTS, *_EIGEN))
 
 
 @dataclass
@@ -173,6 +173,15 @@ def _fan_in(weight: Tensor) -> int:
 
 def _factor_shape(groups: int, order: int, diagonal: bool) -> torch.Size:
     return torch.Size((groups, order) if diagonal else (groups, order, order))
+
+
+def factors_fit(weight: Tensor, A: Tensor, G: Tensor) -> bool:
+    """Whether the factors are those of a layer with this weight, with or without a bias."""
+    matrices = [weight, weight.mT] if weight.dim() == 2 else [weight]  # [in, out] as well
+    return weight.dim() >= 2 and any(
+        A.shape[-1] - _fan_in(matrix) in (0, 1) and A.shape[0] * G.shape[-1] == matrix.shape[0]
+        for matrix in matrices
+    )
 
 
 def root_keys(damping_split: str) -> tuple[str, ...]:

@@ -19,6 +19,8 @@ _KINDS = {
     "diagonal": "diagonals",
     "root_failures": "counters",
     "step": "counters",
+    "exp_avg_start": "counters",
+    "grafting_second_moment_start": "counters",
 }
 
 

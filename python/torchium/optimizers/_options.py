@@ -107,6 +107,6 @@ def check_options(checks: dict[str, Check], options: dict[str, Any]) -> dict[str
 def lr_tensor(lr: float | Tensor, device: torch.device) -> Tensor:
     """``lr`` as the operators take it: 0-dim, float64 on the CPU or any float on ``device``."""
     if not isinstance(lr, Tensor):
-        return torch.scalar_tensor(lr, dtype=torch.float64)
+        return torch.scalar_tensor(lr, dtype=torch.float64, device="cpu")
     lr = lr.detach().reshape(())
     return lr.to(torch.float64) if lr.is_cpu else lr.to(device, non_blocking=True)

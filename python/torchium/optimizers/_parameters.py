@@ -1,7 +1,8 @@
-"""Which tensors the operators take, how messages call them, and the dtype of their state."""
+"""Which tensors the operators take, how messages call them, and their state."""
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
@@ -21,6 +22,20 @@ def state_dtype(param: Tensor) -> torch.dtype:
 def state_zeros(param: Tensor) -> Tensor:
     """Fresh state of the parameter's shape and memory format."""
     return torch.zeros_like(param, dtype=state_dtype(param), requires_grad=False)
+
+
+def fresh_step(param: Tensor) -> Tensor:
+    """The step count of a parameter that has taken none."""
+    return torch.zeros((), dtype=torch.float32, device=param.device)
+
+
+def largest_gradient(param: Tensor, step: int) -> float:
+    """The largest entry of a gradient that step number ``step`` of the parameter can work with.
+
+    The same as ``largest_gradient`` of ``src/optim/step_gate.h``.
+    """
+    most = torch.finfo(state_dtype(param)).max
+    return math.sqrt(most / (32 * max(param.numel(), 1) * step))
 
 
 def parameter_name(index: int, group: dict[str, Any], param: Tensor | None) -> str:
@@ -60,6 +75,27 @@ def check_dense(tensor: Tensor, name: str) -> None:
         raise ValueError(
             f"{name} has dtype {tensor.dtype}; only real floating-point tensors "
             f"({', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}) are supported"
+        )
+
+
+def check_parameter(param: Tensor, name: str) -> None:
+    """Refuses parameters that the operators do not take, or cannot do justice to."""
+    check_dense(param, name)
+    if any(n > 1 and s == 0 for n, s in zip(param.shape, param.stride(), strict=True)):
+        raise ValueError(
+            f"{name} is expanded: elements of it share memory (strides {list(param.stride())}); "
+            "optimize the tensor that it expands"
+        )
+    check_unsharded(param, name)
+
+
+def check_unsharded(param: Tensor, name: str) -> None:
+    """Refuses the flat shards of FullyShardedDataParallel, whose rows and columns are lost."""
+    if getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False):
+        raise ValueError(
+            f"{name} is a flat shard of FullyShardedDataParallel, which has lost the shape that "
+            "preconditioners need; train in one process or with DistributedDataParallel (the "
+            "DTensor parameters of fully_shard are not supported either)"
         )
 
 

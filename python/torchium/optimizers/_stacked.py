@@ -8,7 +8,7 @@ resumed run continues bit for bit.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from functools import cache
 from typing import Any, ClassVar
 
@@ -16,9 +16,16 @@ import torch
 from torch import Tensor
 
 from ._base import CoreOptimizer, StepArguments
-from ._checkpoint import fill_state
+from ._checkpoint import OptionalState, fill_state
 from ._monitor import refuse_capture
-from ._parameters import State, is_out_of_memory, parameter_name, state_zeros
+from ._parameters import (
+    State,
+    check_unsharded,
+    is_out_of_memory,
+    parameter_name,
+    state_dtype,
+    state_zeros,
+)
 
 _MATRIX_KEYS = ("statistics", "roots", "root_failures")
 
@@ -45,6 +52,13 @@ def matrix_lists(states: Iterable[State]) -> tuple[list[Tensor], list[Tensor], l
     return statistics, roots, root_failures
 
 
+def start_list(states: list[State], key: str) -> list[Tensor]:
+    """What ``step`` was when an average began, of each state; empty if all began with the first step."""
+    if not any(key in state for state in states):
+        return []
+    return [s[key] if key in s else torch.zeros_like(s["step"]) for s in states]
+
+
 class StackedOptimizer(CoreOptimizer):
     """Base of the optimizers that keep the matrices of a group in stacks."""
 
@@ -54,9 +68,13 @@ class StackedOptimizer(CoreOptimizer):
     _ELEMENTWISE: ClassVar[tuple[str, ...]]
     # State of the parameter's shape that is made when an option first needs it.
     _BUFFERS: ClassVar[tuple[str, ...]] = ()
+    # Of those with a bias correction: the key of the step count that it began with.
+    _STARTS: ClassVar[dict[str, str]] = {}
 
-    # Of each group: what _layout() gave when its stacks were built.
-    _layouts: dict[int, tuple[Any, ...]]
+    # Groups whose matrices are in stacks.
+    _stacked: set[int]
+    # Of each parameter: what its state was last found right for (_fitting()).
+    _found_right: dict[Tensor, tuple[Any, ...]]
 
     # ---- what an optimizer defines
 
@@ -95,28 +113,96 @@ class StackedOptimizer(CoreOptimizer):
     def _missing_state(self, step: StepArguments) -> dict[Tensor, State]:
         """State that parameters of the step lack, or that must move for those to be stacked."""
         group, index = step.group, step.group_index
+        needs = self._needs(group)
+        changed = [p for p in step.params if self._found_right.get(p) != self._fitting(p, needs)]
+        if not changed and index in self._stacked:
+            return {}
+        old = {p: self._own_state(p) for p in group["params"] if self._has_state(p)}
+        fits = self._check_old_state(index, group, old)
         state: dict[Tensor, State] = {}
-        present: list[State] = [self.state.get(p, {}) for p in step.params]
-        if self._layouts.get(index) != self._layout(group) or not all("step" in s for s in present):
-            active = set(step.params)
-            params = [p for p in group["params"] if p in active or self._has_state(p)]
-            old = {p: self._own_state(p) for p in params if self._has_state(p)}
+        new = {p for p in changed if p not in old}
+        if new or not fits or index not in self._stacked:
+            for param in new:
+                check_unsharded(param, parameter_name(index, group, param))
+            params = [p for p in group["params"] if p in new or p in old]
             state = self._stacked_state(index, group, params, old)
         for key in self._needed_buffers(group):
-            for param, found in zip(step.params, present, strict=True):
-                if key not in found:
-                    state.setdefault(param, {}).setdefault(key, state_zeros(param))
+            for param in changed:
+                if key not in old.get(param, ()):
+                    made = state.setdefault(param, {})
+                    made[key] = state_zeros(param)
+                    if param in old and key in self._STARTS:
+                        made[self._STARTS[key]] = old[param]["step"].to(param.device, copy=True)
         if state:
             refuse_capture(step.device, "state has to be created; run a step before the capture")
         return state
 
     def _add_state(self, steps: list[StepArguments], missing: list[dict[Tensor, State]]) -> None:
         for step, states in zip(steps, missing, strict=True):
-            self._layouts[step.group_index] = self._layout(step.group)
             for param, state in states.items():
                 if param.is_cuda and not self._has_state(param):
                     self._host_steps[param] = 0
+                elif "step" in state:  # may come from another device
+                    self._host_steps.pop(param, None)
                 self.state[param].update(state)
+            needs = self._needs(step.group)
+            self._found_right.update((p, self._fitting(p, needs)) for p in step.params)
+            self._stacked.add(step.group_index)
+
+    def _needs(self, group: dict[str, Any]) -> tuple[Any, ...]:
+        """What state must fit beside its parameter."""
+        return self._layout(group), self._needed_buffers(group)
+
+    def _fitting(self, param: Tensor, needs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Changes when the state of the parameter may not be right any more."""
+        return (*needs, param.shape, param.dtype, param.device, len(self.state.get(param, ())))
+
+    def _check_old_state(self, index: int, group: dict[str, Any], old: dict[Tensor, State]) -> bool:
+        """Whether the state of parameters has their device and dtype.
+
+        Raises ValueError for state that was made for other options or another shape.
+        """
+        shapes = [param.detach().to("meta") for param in old]
+        fresh = list(self._fresh_state(group, shapes).values())
+        fits = True
+        for (param, state), needed in zip(old.items(), fresh, strict=True):
+            averages = {k: param.shape for k in self._BUFFERS if k in state}
+            found = {k: v.shape for k, v in state.items() if k not in self._STARTS.values()}
+            if found != {k: v.shape for k, v in needed.items()} | averages:
+                raise ValueError(self._misfit(index, group, param, needed.keys() - state.keys()))
+            dtypes = {k: v.dtype for k, v in needed.items()} | dict.fromkeys(
+                averages, state_dtype(param)
+            )
+            fits &= all(
+                state[k].dtype == dtype and state[k].device == param.device
+                for k, dtype in dtypes.items()
+            )
+        return fits
+
+    def _misfit(self, index: int, group: dict[str, Any], param: Tensor, missing: Set[str]) -> str:
+        """Why a step cannot use the state of the parameter, and what to do."""
+        name = parameter_name(index, group, param)
+        afresh = f"delete it ({self._start_afresh(index, group, param)}) to start afresh"
+        then = self._found_right.get(param)
+        if then is not None:
+            now = self._fitting(param, self._needs(group))
+            was = dict(zip(self._LAYOUT_OPTIONS, then[0], strict=True))
+            changes = [
+                f"{option} from {was[option]!r} to {group[option]!r}"
+                for option in self._LAYOUT_OPTIONS
+                if was[option] != group[option]
+            ]
+            if now[2] != then[2]:
+                changes.append(f"its shape from {list(then[2])} to {list(now[2])}")
+            if changes:
+                return (
+                    f"the state of {name} does not fit after the change of {' and '.join(changes)}; "
+                    f"change that back, or {afresh}"
+                )
+        if missing:
+            return f"the state of {name} has lost {', '.join(map(repr, sorted(missing)))}; {afresh}"
+        options = ", ".join(f"{option}={group[option]!r}" for option in self._LAYOUT_OPTIONS)
+        return f"the state of {name} was made for another shape or for other options than {options}; {afresh}"
 
     def _layout(self, group: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(group[name] for name in self._LAYOUT_OPTIONS)
@@ -184,7 +270,8 @@ class StackedOptimizer(CoreOptimizer):
     ) -> dict[Tensor, State]:
         """Fresh state of ``params`` in canonical stacks, with the values of ``old`` copied in."""
         stacked = self._fresh_state(group, params)
-        fill_state(stacked, old, self._BUFFERS, lambda param: parameter_name(index, group, param))
+        optional = OptionalState(self._BUFFERS, tuple(self._STARTS.values()))
+        fill_state(stacked, old, optional, lambda param: parameter_name(index, group, param))
         return stacked
 
     def _own_state(self, param: Tensor) -> State:
@@ -192,7 +279,10 @@ class StackedOptimizer(CoreOptimizer):
         return {
             key: value
             for key, value in self.state[param].items()
-            if key in self._ELEMENTWISE or key in self._BUFFERS or key.split(".")[0] in _MATRIX_KEYS
+            if key in self._ELEMENTWISE
+            or key in self._BUFFERS
+            or key in self._STARTS.values()
+            or key.split(".")[0] in _MATRIX_KEYS
         }
 
     def _loaded_state(
@@ -202,8 +292,9 @@ class StackedOptimizer(CoreOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._layouts = {i: self._layout(group) for i, group in enumerate(self.param_groups)}
+        self._stacked = set(range(len(self.param_groups)))
 
     def _forget_derived(self) -> None:
         super()._forget_derived()
-        self._layouts = {}
+        self._stacked = set()
+        self._found_right = {}

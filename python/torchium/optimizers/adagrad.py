@@ -31,9 +31,9 @@ class Adagrad(StackedOptimizer):
       14, 16, 20, ...: four between a power of two and the next.
 
     State is float32 (float64 for float64 parameters), also under bfloat16 and float16 parameters. A
-    gradient that is not finite skips the whole step of its group. A root that is not finite or not
-    accurate is never used: the matrix keeps its last good one, and three failures in a row raise
-    ``RuntimeError``.
+    gradient that is not finite, or too large to square (as for :class:`Shampoo`), skips the whole
+    step of its group. A root that is not finite or not accurate is never used: the matrix keeps its
+    last good one, and three failures in a row raise ``RuntimeError``.
 
     Source: Duchi, Hazan, Singer, "Adaptive Subgradient Methods for Online Learning and Stochastic
     Optimization", `JMLR 12, 2011 <https://jmlr.org/papers/v12/duchi11a.html>`_.
@@ -58,8 +58,8 @@ class Adagrad(StackedOptimizer):
         maximize (bool): go up instead of down (default: False).
 
     Raises:
-        ValueError: an option is out of its range, or a parameter is sparse, complex, integer or a
-            ``DTensor``.
+        ValueError: an option is out of its range, or a parameter is sparse, complex, integer,
+            expanded, a ``DTensor`` or a flat shard of ``FullyShardedDataParallel``.
 
     Example:
         >>> model = torch.nn.Linear(10, 2)

@@ -10,18 +10,21 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from ._capturing import CapturingOptimizer, JointStep, ParamsOrModel, all_zero, fresh_step
-from ._checkpoint import fill_state
+from ._capturing import CapturingOptimizer, JointStep, ParamsOrModel, all_zero
+from ._checkpoint import OptionalState, fill_state
 from ._factors import (
+    COUNT_KEYS,
     FACTOR_KEYS,
+    FACTORS,
     FactorCapture,
     FactorSums,
+    factors_fit,
     fresh_factors,
     root_keys,
     saved_factors,
 )
 from ._options import Check, choice, flag, integer, number, optional
-from ._parameters import State, parameter_name
+from ._parameters import State, fresh_step, parameter_name
 from ._summary import summary
 
 
@@ -72,9 +75,10 @@ class KFAC(CapturingOptimizer):
     Passes without ``backward()`` between two steps leave no trace. ``zero_grad()`` of the optimizer
     forgets what was captured, and so does every step.
 
-    A gradient that is not finite skips the whole step. A root that is not finite or not accurate is
-    never used: the layer keeps its last good one, and three failures in a row raise
-    ``RuntimeError``. State is float32 (float64 for float64 parameters).
+    A gradient that is not finite, or too large to square (as for :class:`Shampoo`), skips the whole
+    step, and so do inputs and output gradients of layers whose sums of squares overflow. A root that
+    is not finite or not accurate is never used: the layer keeps its last good one, and three
+    failures in a row raise ``RuntimeError``. State is float32 (float64 for float64 parameters).
 
     Sources: Martens, Grosse, "Optimizing Neural Networks with Kronecker-factored Approximate
     Curvature", ICML 2015, `arXiv:1503.05671 <https://arxiv.org/abs/1503.05671>`_; convolutions:
@@ -116,7 +120,8 @@ class KFAC(CapturingOptimizer):
 
     Raises:
         ValueError: an option is out of its range or, where it must not, differs between groups; a
-            parameter is sparse, complex, integer or a ``DTensor``.
+            parameter is sparse, complex, integer, expanded, a ``DTensor`` or a flat shard of
+            ``FullyShardedDataParallel``.
 
     .. note::
         The hooks work under ``torch.compile``, with a break of the graph at each layer. Under
@@ -151,6 +156,8 @@ class KFAC(CapturingOptimizer):
     }
     _SHARED = ("batch_averaged", "kl_clip", "damping_split", "root_method")
     _OWN_OPTION = "TCov"
+    _EXAMINED = "a gradient (or an input or output gradient of its layer)"
+    _IN_STATE_DTYPE = frozenset({"momentum_buffer"}) | FACTOR_KEYS - {*COUNT_KEYS}
     _capture: FactorCapture
 
     def __init__(
@@ -238,7 +245,7 @@ class KFAC(CapturingOptimizer):
         """Tells the capture of the factors of a weight, and how large new ones may be."""
         self._capture.limits[param] = self._group_of(param)["max_factor_size"]
         state = self.state.get(param, {})
-        if "A" in state:
+        if {*FACTORS} <= state.keys() and factors_fit(param, state["A"], state["G"]):
             self._capture.shapes[param] = state["A"].shape, state["G"].shape
 
     # ---- the step
@@ -266,10 +273,10 @@ class KFAC(CapturingOptimizer):
             if sums is None and not has_factors:
                 continue
             bias = capture.joint_bias(param) if capture.has_room(param) else None
-            due = self._host_step(param) % self._group_of(param)["TInv"] == 0
-            layers.append(
-                _Layer(param, bias if bias in active else None, sums, due or not has_factors)
-            )
+            group = self._group_of(param)
+            due = not has_factors or self._host_step(param) % group["TInv"] == 0
+            due = due or not self._has_roots(param, group["damping_split"])
+            layers.append(_Layer(param, bias if bias in active else None, sums, due))
         return layers
 
     def _knows_factors(self, weight: Tensor) -> bool:
@@ -301,14 +308,22 @@ class KFAC(CapturingOptimizer):
             stacklevel=2,
         )
 
+    def _has_roots(self, weight: Tensor, damping_split: str) -> bool:
+        """Whether a layer with factors has what this rule makes of them."""
+        return all(key in self.state.get(weight, ()) for key in root_keys(damping_split))
+
     def _add_factors(self, layers: list[_Layer]) -> None:
-        """Makes the factors that layers lack, and warns of those that are diagonals."""
+        """Makes the factors and roots that layers lack, and warns of factors that are diagonals."""
         diagonal: dict[str, list[str]] = {}
-        for weight in (layer.weight for layer in layers if "A" not in self.state[layer.weight]):
+        for weight in (layer.weight for layer in layers):
+            state, split = self.state[weight], self._group_of(weight)["damping_split"]
+            if "A" in state:
+                if not self._has_roots(weight, split):  # damping_split has changed
+                    self._reset_roots(weight, split)
+                continue
             matrix, shapes = self._capture.matrix(weight), self._capture.new_shapes(weight)
-            split = self._group_of(weight)["damping_split"]
-            self.state[weight].update(fresh_factors(matrix, *shapes, split))
-            for factor, shape in zip("AG", shapes, strict=True):
+            state.update(fresh_factors(matrix, *shapes, split))
+            for factor, shape in zip(FACTORS, shapes, strict=True):
                 if len(shape) == 2:
                     name = f"{self._short_name(weight)} ({shape[-1]})"
                     diagonal.setdefault(f"a factor {factor}", []).append(name)
@@ -317,6 +332,33 @@ class KFAC(CapturingOptimizer):
                 f"KFAC keeps only the diagonal of factors above max_factor_size: {summary(diagonal)}",
                 stacklevel=2,
             )
+
+    def _reset_roots(self, weight: Tensor, damping_split: str) -> None:
+        state = self.state[weight]
+        fresh = saved_factors(weight, state, damping_split)
+        for key in FACTOR_KEYS - {*FACTORS, "factor_updates"}:
+            state.pop(key, None)
+        state.update({k: v for k, v in fresh.items() if k not in state})
+
+    def _own_state(self, param: Tensor) -> State:
+        counts = {k: v for k, v in self.state[param].items() if k in COUNT_KEYS}
+        return super()._own_state(param) | counts
+
+    def _check_old_state(self, step: JointStep) -> None:
+        super()._check_old_state(step)
+        for param in step.params:
+            state = self.state.get(param, {})
+            if FACTOR_KEYS.isdisjoint(state):
+                continue
+            lost = [key for key in (*FACTORS, *COUNT_KEYS) if key not in state]
+            if lost:
+                raise ValueError(
+                    f"the state of {self._full_name(param)} has lost {lost[0]!r}; delete all of it to "
+                    "start afresh"
+                )
+            if not factors_fit(param, state["A"], state["G"]):
+                shapes = f"factors A {list(state['A'].shape)} and G {list(state['G'].shape)}"
+                raise ValueError(self._misfit(param, shapes))
 
     def _run_step(self, step: JointStep, layers: list[_Layer], found_inf: Tensor | None) -> None:
         states = [self.state[p] for p in step.params]
@@ -386,6 +428,9 @@ class KFAC(CapturingOptimizer):
             if not FACTOR_KEYS.isdisjoint(values) and param.dim() in (2, 4) and param.numel() > 0:
                 fresh[param] |= saved_factors(param, values, group["damping_split"])
         fill_state(
-            fresh, saved, ("momentum_buffer",), lambda param: parameter_name(index, group, param)
+            fresh,
+            saved,
+            OptionalState(("momentum_buffer",)),
+            lambda param: parameter_name(index, group, param),
         )
         return fresh

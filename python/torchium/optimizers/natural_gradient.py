@@ -11,11 +11,11 @@ from torch.amp.grad_scaler import GradScaler
 from .._capture import Use, UseCapture
 from .._layers import ALL_KINDS, computed_weight, samples, why_unsupported
 from .._per_sample import LossFunction, per_sample_gradients
-from ._batch import Batch, Layers, fresh_batch, is_batch_key
-from ._capturing import CapturingOptimizer, JointStep, ParamsOrModel, all_zero, fresh_step
-from ._checkpoint import fill_state
+from ._batch import ON_CPU, Batch, Layers, fresh_batch, is_batch_key
+from ._capturing import CapturingOptimizer, JointStep, ParamsOrModel, all_zero
+from ._checkpoint import OptionalState, fill_state
 from ._options import Check, choice, flag, integer, number, optional
-from ._parameters import State, parameter_name
+from ._parameters import State, fresh_step, parameter_name
 
 
 class NaturalGradient(CapturingOptimizer):
@@ -44,7 +44,8 @@ class NaturalGradient(CapturingOptimizer):
     With ``update_freq`` k only each k-th step captures its batch. In between, that batch, which is
     then part of the state, preconditions the gradients.
 
-    A gradient that is not finite skips the whole step; three in a row raise ``RuntimeError``.
+    A gradient that is not finite, or too large to square (as for :class:`Shampoo`), skips the whole
+    step; three in a row raise ``RuntimeError``.
 
     Sources: Amari, "Natural Gradient Works Efficiently in Learning", Neural Computation 10, 1998; in
     the space of samples: Ren, Goldfarb, 2019, `arXiv:1906.02353
@@ -75,7 +76,8 @@ class NaturalGradient(CapturingOptimizer):
 
     Raises:
         ValueError: an option is out of its range or, where it must not, differs between groups; a
-            parameter is sparse, complex, integer or a ``DTensor``; a layer of the model is not
+            parameter is sparse, complex, integer, expanded, a ``DTensor`` or a flat shard of
+            ``FullyShardedDataParallel``; a layer of the model is not
             supported. :meth:`step` raises it, and changes nothing, for a batch that cannot be taken
             apart: BatchNorm in training, a layer that is not supported, a weight that is also used
             outside of its layer, layers that disagree on the number of samples.
@@ -111,6 +113,8 @@ class NaturalGradient(CapturingOptimizer):
     _refresh: bool | None
     _batch: Batch | None
     _factorization: tuple[tuple[Any, ...], Tensor] | None
+    # Of the parameters, when that batch was kept.
+    _kept_shapes: dict[Tensor, torch.Size]
 
     def __init__(
         self,
@@ -186,6 +190,9 @@ class NaturalGradient(CapturingOptimizer):
             is_due = steps % self.param_groups[0]["update_freq"] == 0
             self._refresh = is_due or self._stored_batch() is None
         return self._refresh
+
+    def _any_state(self) -> bool:
+        return any(self._has_state(p) for p in self._all_params())
 
     def _stored_batch(self) -> Batch | None:
         """The batch of the last refresh, if it was kept for later steps."""
@@ -277,7 +284,7 @@ class NaturalGradient(CapturingOptimizer):
     def _step_joint(self, step: JointStep) -> None:
         refresh = self._is_refresh()
         passes = self._capture.uses() if refresh else []
-        if refresh and not passes and not any(self.state.values()) and all_zero(step.grads):
+        if refresh and not passes and not self._any_state() and all_zero(step.grads):
             self._start(step)
             return
         if refresh:
@@ -317,7 +324,7 @@ class NaturalGradient(CapturingOptimizer):
     def _factorized(self, step: JointStep, batch: Batch, layers: Layers) -> Tensor:
         """The factorisation of the batch for these parameters: kept while it can be used again."""
         solver, dampings = step.groups[0]["solver"], step.per_param("damping")
-        key = (batch, solver, dampings, [id(p) for p in step.params])
+        key = (batch, solver, dampings, [(id(p), p.dtype, p.device) for p in step.params])
         if self._factorization is None or self._factorization[0] != key:
             factorization = torch.ops.torchium.natural_gradient_factorize(
                 step.params,
@@ -374,9 +381,27 @@ class NaturalGradient(CapturingOptimizer):
             return
         for param, state in batch.state(self._all_params()).items():
             self.state[param].update(state)
+        self._kept_shapes = {param: param.shape for param in self._all_params()}
         kept = self._stored_batch()
         if kept is not None and factorization is not None:
             self._factorization = (kept, *factorization[0][1:]), factorization[1]
+
+    def _own_state(self, param: Tensor) -> State:
+        batch = {k: v for k, v in self.state[param].items() if is_batch_key(k)}
+        return super()._own_state(param) | {k: v for k, v in batch.items() if k not in ON_CPU}
+
+    def _check_old_state(self, step: JointStep) -> None:
+        super()._check_old_state(step)
+        for param in step.params:
+            shape = self._kept_shapes.get(param, param.shape)
+            if shape != param.shape and not self._is_refresh():
+                raise ValueError(self._misfit(param, f"batch (for shape {list(shape)})"))
+
+    def _convert_state(self, step: JointStep) -> bool:
+        moved = super()._convert_state(step)
+        if moved:
+            self._batch = self._factorization = None
+        return moved
 
     # ---- state
 
@@ -385,6 +410,7 @@ class NaturalGradient(CapturingOptimizer):
         self._refresh = None
         self._batch = None
         self._factorization = None
+        self._kept_shapes = {}
 
     def _loaded_state(
         self, index: int, group: dict[str, Any], saved: dict[Tensor, dict[str, Any]]
@@ -397,5 +423,5 @@ class NaturalGradient(CapturingOptimizer):
             fresh[param] = {"step": fresh_step(param)}
             if any(map(is_batch_key, values)):
                 fresh[param] |= fresh_batch(param, values, len(self._all_params()), name(param))
-        fill_state(fresh, saved, ("momentum_buffer",), name)
+        fill_state(fresh, saved, OptionalState(("momentum_buffer",)), name)
         return fresh

@@ -23,7 +23,7 @@ from ._options import (
     pair,
 )
 from ._parameters import State, state_zeros
-from ._stacked import StackedOptimizer, matrix_lists
+from ._stacked import StackedOptimizer, matrix_lists, start_list
 
 _BUFFERED_GRAFTING = ("adagrad", "rmsprop", "adam")
 
@@ -61,8 +61,9 @@ class Shampoo(StackedOptimizer):
     without a gradient does not count.
 
     Statistics, roots (but for ``root_dtype``) and averages are float32 (float64 for float64
-    parameters), also under bfloat16 and float16 parameters. A gradient that is not finite skips the
-    whole step of its group. A root that is not finite or not accurate is never used: the matrix
+    parameters), also under bfloat16 and float16 parameters. A gradient that is not finite, or too
+    large to square (in float32 above 3.3e18 divided by the square root of its elements and steps),
+    skips the whole step of its group. A root that is not finite or not accurate is never used: the matrix
     keeps its last good one.
 
     Sources: Gupta, Koren, Singer, "Shampoo: Preconditioned Stochastic Tensor Optimization",
@@ -122,8 +123,8 @@ class Shampoo(StackedOptimizer):
             that it was captured with, unless that is a tensor on the GPU (default: False).
 
     Raises:
-        ValueError: an option is out of its range, or a parameter is sparse, complex, integer or a
-            ``DTensor``.
+        ValueError: an option is out of its range, or a parameter is sparse, complex, integer,
+            expanded, a ``DTensor`` or a flat shard of ``FullyShardedDataParallel``.
 
     .. note::
         Schedulers that cycle momentum (``OneCycleLR``, ``CyclicLR``) cycle ``betas[0]``, as they do
@@ -169,6 +170,7 @@ class Shampoo(StackedOptimizer):
     _LAYOUT_OPTIONS = ("block_size", "merge_dims", "preconditioner_1d", "root_dtype")
     _ELEMENTWISE = ("step", "diagonal")
     _BUFFERS = ("exp_avg", "grafting_second_moment", "momentum_buffer")
+    _STARTS: ClassVar[dict[str, str]] = {key: f"{key}_start" for key in _BUFFERS[:2]}
 
     def __init__(
         self,
@@ -409,6 +411,7 @@ class Shampoo(StackedOptimizer):
             exp_avgs,
             second_moments,
             momentum_buffers,
+            *(start_list(states, key) for key in self._STARTS.values()),
             status,
             lr=lr_tensor(group["lr"], step.device),
             eps=group["eps"],

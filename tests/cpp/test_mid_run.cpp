@@ -1,0 +1,311 @@
+// What changes between two steps (dtypes, options, shapes), numbers that are too large, and
+// archives with numbers that no run has.
+#include "model_testing.h"
+#include "torchium/optim/adagrad.h"
+#include "torchium/optim/kfac.h"
+#include "torchium/optim/natural_gradient.h"
+#include "torchium/optim/shampoo.h"
+
+#include <cmath>
+#include <functional>
+#include <memory>
+
+namespace torchium::testing {
+namespace {
+
+using optim::Adagrad;
+using optim::AdagradOptions;
+using optim::KFAC;
+using optim::KFACOptions;
+using optim::KFACParamState;
+using optim::NaturalGradient;
+using optim::NaturalGradientOptions;
+using optim::Shampoo;
+using optim::ShampooOptions;
+using optim::ShampooParamState;
+
+template <typename Options>
+Options& options_of(torch::optim::Optimizer& optimizer, size_t group = 0) {
+  return static_cast<Options&>(optimizer.param_groups()[group].options());
+}
+
+double step_of(const torch::optim::Optimizer& optimizer, const torch::Tensor& param) {
+  return state_tensors(optimizer, param).front().second.item<double>();
+}
+
+bool all_finite(const Tensors& tensors) {
+  for (const auto& tensor : tensors) {
+    if (!tensor.isfinite().all().item<bool>()) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// ---- large numbers
+
+TEST(HugeGradients, SkipTheStepAndAreNamed) {
+  for (const auto& [dtype, huge, text] :
+       {std::tuple{torch::kFloat, 1e20, "too large to square in float32 (above"},
+        std::tuple{torch::kDouble, 1e155, "too large to square in float64 (above"}}) {
+    auto params = odd_parameters(dtype);
+    Shampoo shampoo(params, ShampooOptions(0.1).grafting("sgd"));
+    Adagrad adagrad(params);
+    for (torch::optim::Optimizer* optimizer :
+         std::initializer_list<torch::optim::Optimizer*>{&shampoo, &adagrad}) {
+      train(*optimizer, params, 0, 2);
+      const auto state = all_state(*optimizer);
+      const auto values = copies(params);
+      params[3].mutable_grad().view(-1)[0] = huge;
+      optimizer->step();
+      optimizer->step();
+      expect_contains(message_of<c10::Error>([&] { optimizer->step(); }), text);
+      expect_equal(all_state(*optimizer), state);
+      expect_equal(copies(params), values);
+      train(*optimizer, params, 2, 3);
+      EXPECT_TRUE(all_finite(all_state(*optimizer)));
+    }
+  }
+}
+
+TEST(HugeGradients, OfLayersSkipTheStep) {
+  auto model = make_mlp(torch::kFloat);
+  KFAC kfac(*model);
+  NaturalGradient natural(*model, NaturalGradientOptions(0.1).damping(0.1));
+  const auto values = copies(model->parameters());
+  const auto batch = make_batch(0, kMlpSample, 6, torch::kFloat);
+  for (auto* optimizer : std::initializer_list<optim::SecondOrderOptimizer*>{&kfac, &natural}) {
+    for (int attempt = 0; attempt < 2; ++attempt) {
+      optimizer->zero_grad();
+      (cross_entropy(model->forward(batch.inputs), batch.targets) * 1e25).backward();
+      optimizer->step();
+    }
+    expect_equal(copies(model->parameters()), values);
+  }
+}
+
+TEST(HugeGradients, TheLimitIsThatOfTheElementsAndSteps) {
+  auto param = parameter(torch::ones({40, 25}));
+  Adagrad optimizer({param});
+  for (int step = 1; step < 4; ++step) {
+    const double limit = std::sqrt(std::numeric_limits<float>::max() / (32.0 * 1000 * step));
+    set_grad(param, torch::full({40, 25}, 1.001 * limit));
+    optimizer.step();
+    EXPECT_EQ(step_of(optimizer, param), step - 1);
+    set_grad(param, torch::full({40, 25}, 0.999 * limit));
+    optimizer.step();
+    EXPECT_EQ(step_of(optimizer, param), step);
+    EXPECT_TRUE(all_finite(all_state(optimizer)));
+  }
+}
+
+TEST(HugeUpdates, StopAtTheLargestNumber) {
+  for (const auto dtype : {torch::kHalf, torch::kBFloat16, torch::kFloat}) {
+    auto param = parameter(torch::full({3, 2}, 60000.0).to(dtype));
+    Shampoo optimizer({param}, ShampooOptions(1e38).momentum(0.9));
+    for (int step = 0; step < 3; ++step) {
+      set_grad(param, -torch::ones({3, 2}).to(dtype));
+      optimizer.step();
+    }
+    EXPECT_TRUE(all_finite({param})) << dtype;
+    EXPECT_TRUE(all_finite(all_state(optimizer))) << dtype;
+  }
+}
+
+// ---- dtypes
+
+TEST(CastModels, TakeTheirStateAlong) {
+  auto params = odd_parameters();
+  const auto all =
+      ShampooOptions(0.1).betas({0.9, 0.99}).momentum(0.9).grafting("adam").block_size(4);
+  Shampoo optimizer(params, all);
+  train(optimizer, params, 0, 3);
+  Tensors doubles;
+  for (const auto& param : params) {
+    doubles.push_back(parameter(param.detach().to(torch::kDouble)));
+  }
+  Shampoo other(doubles, all);
+  load(other, saved(optimizer));
+  for (auto& param : params) {
+    param.set_data(param.detach().to(torch::kDouble));
+    param.mutable_grad().reset();
+  }
+  train(optimizer, params, 3, 6);
+  train(other, doubles, 3, 6);
+  expect_equal(copies(params), copies(doubles));
+  expect_equal(all_state(optimizer), all_state(other));
+}
+
+template <typename Optimizer, typename Options>
+void expect_state_to_follow(const Options& options) {
+  auto model = make_mlp(torch::kFloat);
+  Optimizer optimizer(*model, options);
+  for (int step = 0; step < 3; ++step) {
+    train_on(optimizer, model, make_batch(step, kMlpSample, 6, torch::kFloat));
+  }
+  model->to(torch::kDouble);
+  for (int step = 3; step < 6; ++step) {
+    train_on(optimizer, model, make_batch(step, kMlpSample));
+  }
+  EXPECT_EQ(step_of(optimizer, model->parameters()[0]), 6);
+  EXPECT_TRUE(all_finite(copies(model->parameters())));
+}
+
+TEST(CastModels, OfLayersTakeTheirStateAlong) {
+  expect_state_to_follow<KFAC>(KFACOptions(0.01).TCov(2));
+  expect_state_to_follow<KFAC>(KFACOptions(0.01).TCov(2).damping_split("exact"));
+  expect_state_to_follow<NaturalGradient>(NaturalGradientOptions(0.1).damping(0.1).momentum(0.5));
+  expect_state_to_follow<NaturalGradient>(NaturalGradientOptions(0.1).damping(0.1).update_freq(2));
+}
+
+// ---- options and shapes
+
+template <typename Options>
+void expect_refused(optim::SecondOrderOptimizer& optimizer, Tensors& params,
+                    const std::function<void(Options&)>& change, const std::string& was) {
+  train(optimizer, params, 0, 2);
+  const auto good = options_of<Options>(optimizer, 1);
+  change(options_of<Options>(optimizer, 1));
+  const auto state = all_state(optimizer);
+  const auto values = copies(params);
+  const auto message = message_of<c10::ValueError>([&] { optimizer.step(); });
+  expect_contains(message, "of group 1");
+  expect_contains(message, was);
+  expect_equal(all_state(optimizer), state);
+  expect_equal(copies(params), values);
+  options_of<Options>(optimizer, 1) = good;
+  train(optimizer, params, 2, 3);
+}
+
+template <typename Optimizer, typename Options>
+Optimizer two_groups(const Tensors& params, const Options& options) {
+  const torch::optim::OptimizerParamGroup first({params.begin(), params.begin() + 4});
+  const torch::optim::OptimizerParamGroup second({params.begin() + 4, params.end()});
+  return Optimizer({first, second}, options);
+}
+
+TEST(ChangedOptions, ThatTheStateCannotFollowAreRefusedByName) {
+  auto params = odd_parameters();
+  auto shampoo = two_groups<Shampoo>(params, ShampooOptions(0.1).block_size(4));
+  expect_refused<ShampooOptions>(
+      shampoo, params, [](auto& o) { o.block_size(2); }, "with block_size = 4");
+  expect_refused<ShampooOptions>(
+      shampoo, params, [](auto& o) { o.preconditioner_1d("full"); },
+      "preconditioner_1d = 'diagonal'");
+  auto adagrad = two_groups<Adagrad>(params, AdagradOptions(0.1));
+  expect_refused<AdagradOptions>(
+      adagrad, params, [](auto& o) { o.full_matrix(true); }, "with full_matrix = false");
+}
+
+TEST(ChangedShapes, AreRefusedByName) {
+  auto param = parameter(torch::ones({4, 3}));
+  Shampoo optimizer({param}, ShampooOptions(0.1).momentum(0.9));
+  train(optimizer, {param}, 0, 2);
+  param.mutable_grad().reset();
+  param.set_data(torch::ones({5, 3}));
+  set_grad(param, torch::ones({5, 3}));
+  expect_contains(message_of<c10::ValueError>([&] { optimizer.step(); }),
+                  "the state of parameter 0 of group 0 (shape [5, 3]) was made for shape [4, 3]");
+}
+
+TEST(ChangedDampingSplits, MakeNewInverses) {
+  auto model = make_mlp();
+  KFAC optimizer(*model, KFACOptions(0.01).TCov(1).damping_split("pi"));
+  const auto weight = model->parameters()[0];
+  const auto state = [&]() -> KFACParamState& {
+    return static_cast<KFACParamState&>(*optimizer.state().at(weight.unsafeGetTensorImpl()));
+  };
+  int step = 0;
+  for (const std::string split : {"pi", "exact", "plain"}) {
+    options_of<KFACOptions>(optimizer).damping_split(split);
+    train_on(optimizer, model, make_batch(step++, kMlpSample));
+    train_on(optimizer, model, make_batch(step++, kMlpSample));
+    EXPECT_EQ(state().A_inverse().defined(), split != "exact");
+    EXPECT_EQ(state().A_eigenvectors().defined(), split == "exact");
+    EXPECT_EQ(state().factor_updates().item<float>(), static_cast<float>(step));
+    const auto& root = split == "exact" ? state().A_eigenvectors() : state().A_inverse();
+    EXPECT_FALSE(torch::equal(root[0], torch::eye(root.size(-1), root.options())));
+  }
+}
+
+TEST(ExpandedParameters, AreRefused) {
+  const auto expanded = torch::ones({1, 3}).expand({4, 3}).requires_grad_();
+  const auto message = message_of<c10::ValueError>([&] { Shampoo optimizer({expanded}); });
+  expect_contains(message, "parameter 0 of group 0 is expanded");
+}
+
+// ---- averages that start late
+
+TEST(LateAverages, HaveStepsOfTheRightLength) {
+  auto param = parameter(torch::ones({6, 4}));
+  Shampoo optimizer({param}, ShampooOptions(1e-3).grafting("sgd"));
+  for (int step = 0; step < 200; ++step) {
+    set_grad(param, torch::ones({6, 4}));
+    optimizer.step();
+  }
+  options_of<ShampooOptions>(optimizer).grafting("adam").betas({0.9, 1.0});
+  const auto length = [&](Shampoo& stepped, torch::Tensor& p) {
+    const auto before = p.detach().clone();
+    set_grad(p, torch::ones({6, 4}));
+    stepped.step();
+    return (p.detach() - before).norm().item<double>();
+  };
+  for (int step = 0; step < 3; ++step) {
+    EXPECT_NEAR(length(optimizer, param), 1e-3 * std::sqrt(24.0), 1e-6);
+  }
+  const auto& state =
+      static_cast<ShampooParamState&>(*optimizer.state().at(param.unsafeGetTensorImpl()));
+  EXPECT_EQ(state.exp_avg_start().item<float>(), 200);
+  EXPECT_EQ(state.grafting_second_moment_start().item<float>(), 200);
+
+  auto resumed_param = parameter(param.detach());
+  Shampoo resumed({resumed_param});
+  load(resumed, saved(optimizer));
+  expect_equal(all_state(resumed), all_state(optimizer));
+  EXPECT_NEAR(length(resumed, resumed_param), 1e-3 * std::sqrt(24.0), 1e-6);
+}
+
+// ---- archives
+
+TEST(ArchivesOfBadNumbers, AreRefusedByKey) {
+  const auto options =
+      ShampooOptions(0.1).betas({0.9, 0.99}).momentum(0.9).grafting("adam").block_size(4);
+  auto params = odd_parameters();
+  for (const std::string key : {"step", "statistics.0", "roots.1", "exp_avg",
+                                "grafting_second_moment", "momentum_buffer"}) {
+    for (const double value : {kNaN, kInfinity, -1.0}) {
+      if (value == -1.0 && key != "step" && key != "grafting_second_moment") {
+        continue;
+      }
+      Shampoo source(params, options);
+      train(source, params, 0, 2);
+      for (auto& [name, tensor] : state_tensors(source, params[0])) {
+        if (name == key) {
+          tensor.view(-1)[-1] = value;
+        }
+      }
+      Shampoo target(params, options);
+      const auto message = refusal_to_load(target, saved(source));
+      expect_contains(message, key + " of parameter 0 of group 0");
+      expect_contains(message, value == -1.0 ? "below 0" : "not finite");
+      EXPECT_TRUE(target.state().empty());
+    }
+  }
+}
+
+TEST(ArchivesOfBadNumbers, OfLayersAreRefusedByKey) {
+  auto model = make_mlp(torch::kFloat);
+  KFAC source(*model, KFACOptions(0.01));
+  train_on(source, model, make_batch(0, kMlpSample, 6, torch::kFloat));
+  auto tensors = state_tensors(source, model->parameters()[0]);
+  for (auto& [key, tensor] : tensors) {
+    if (key == "A_inverse") {
+      tensor.view(-1)[0] = kNaN;
+    }
+  }
+  KFAC target(*model);
+  expect_contains(refusal_to_load(target, saved(source)), "A_inverse of '0.weight'");
+}
+
+}  // namespace
+}  // namespace torchium::testing
