@@ -36,6 +36,7 @@ LEARNING_RATES: dict[str, dict[str, float]] = {
         "kfac": 0.01,
         "naturalgradient": 6.0,
         "shampoo": 0.003,
+        "shampoow": 0.004,
     },
     "convnet": {
         "adagrad": 0.04,
@@ -44,6 +45,7 @@ LEARNING_RATES: dict[str, dict[str, float]] = {
         "kfac": 0.01,
         "naturalgradient": 6.0,
         "shampoo": 0.01,
+        "shampoow": 0.008,
     },
 }
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -6,13 +6,14 @@ from . import linalg, optimizers, utils
 from ._config import show_config
 from ._per_sample import per_sample_gradients
 from ._registry import create_optimizer, get_available_optimizers
-from .optimizers import KFAC, Adagrad, NaturalGradient, Shampoo
+from .optimizers import KFAC, Adagrad, NaturalGradient, Shampoo, ShampooW
 
 __all__ = [
     "KFAC",
     "Adagrad",
     "NaturalGradient",
     "Shampoo",
+    "ShampooW",
     "__version__",
     "create_optimizer",
     "get_available_optimizers",

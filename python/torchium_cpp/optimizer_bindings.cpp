@@ -222,9 +222,25 @@ py::typing::List<py::typing::Dict<py::str, int64_t>> memory_report_of(const Sham
   return result;
 }
 
-std::string memory_table_of(const Shampoo& optimizer) {
+py::typing::List<OptionDict> rules_of(const Shampoo& optimizer) {
+  py::typing::List<OptionDict> result;
+  for (const auto& parameter : optimizer.report().parameters) {
+    OptionDict line;
+    line["name"] = py::cast(parameter.name);
+    line["shape"] = py::tuple(py::cast(parameter.shape));
+    line["group"] = py::cast(parameter.group);
+    line["rule"] = py::cast(parameter.rule);
+    line["detail"] = py::cast(parameter.detail);
+    line["state_bytes"] = py::cast(parameter.state_bytes);
+    result.append(line);
+  }
+  return result;
+}
+
+template <typename Report>
+std::string text_of(const Report& report) {
   std::ostringstream stream;
-  stream << optimizer.memory_report();
+  stream << report;
   return stream.str();
 }
 
@@ -333,7 +349,13 @@ void bind_optimizers(py::module_& module) {
       .def_static("from_adamw", &shampoo_from_adamw, py::arg("params"),
                   "Takes the options of AdamW, and those of Shampoo except eps.")
       .def("memory_report", &memory_report_of, "Bytes by kind, a dict for each group.")
-      .def("memory_table", &memory_table_of, "The same as C++ programs print it.")
+      .def(
+          "memory_table", [](const Shampoo& self) { return text_of(self.memory_report()); },
+          "The same as C++ programs print it.")
+      .def("report", &rules_of, "The rule of each parameter, a dict for each.")
+      .def(
+          "report_table", [](const Shampoo& self) { return text_of(self.report()); },
+          "The same as C++ programs print it.")
       .def("update_preconditioners", &Shampoo::update_preconditioners, no_gil(),
            "Computes all roots from the statistics at once.")
       .def("sync_lr", &Shampoo::sync_lr, no_gil(),

@@ -76,6 +76,13 @@ struct StepEntry {
   const float* second_moment_start;
 };
 
+// What the direction of a parameter is made of.
+enum class Direction : uint8_t {
+  kMatrices,  // products with its blocks
+  kDiagonal,
+  kGrafted,  // the grafted method's own direction
+};
+
 // A parameter of order one or two after merging, seen as a matrix that is cut into blocks. All its
 // tensors have one memory layout; state is float32 and null where it is not used.
 struct ParameterEntry {
@@ -84,7 +91,7 @@ struct ParameterEntry {
   float* exp_avg;
   float* second_moment;  // of the grafted method
   float* momentum_buffer;
-  float* diagonal;  // of the diagonal rule; null: the parameter has matrices
+  float* diagonal;  // of Direction::kDiagonal
   // Where its blocks begin in the stacks, in elements: whole ones, those cut short in columns, in
   // rows, in both.
   int64_t stacks[4];
@@ -96,6 +103,7 @@ struct ParameterEntry {
   int first_tile;
   int index;  // of the parameter in the step
   ElementType param_type, grad_type;
+  Direction direction;
   bool by_fours;  // rows of blocks may be read four elements at a time
 };
 

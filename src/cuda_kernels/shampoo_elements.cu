@@ -201,7 +201,8 @@ __device__ void gather_tile(const ElementRule& rule, const StepBuffers& buffers,
                             int index) {
   const ParameterEntry& entry = tile.parameter;
   const Corrections corrections(buffers.numbers[entry.index]);
-  const bool has_matrices = entry.diagonal == nullptr;
+  const bool has_matrices = entry.direction == Direction::kMatrices;
+  const bool takes_norms = rule.grafting && entry.direction != Direction::kGrafted;
   float grafted_squares = 0, direction_squares = 0;
   tile.for_each<N>([&](int64_t offset, int64_t place) {
     const Elements<N> elements(rule, entry, corrections, offset);
@@ -211,12 +212,12 @@ __device__ void gather_tile(const ElementRule& rule, const StepBuffers& buffers,
     const Lanes<N> a = elements.moved_moment(entry.diagonal, g, rule.diagonal_beta);
     if (has_matrices) {
       store_blocks(buffers, tile, place, g, m);
-    } else if (rule.grafting) {
+    } else if (takes_norms) {
       direction_squares += squares(elements.by_diagonal(m, a));
     }
-    if (rule.grafting) grafted_squares += squares(elements.grafted(m, v));
+    if (takes_norms) grafted_squares += squares(elements.grafted(m, v));
   });
-  if (!rule.grafting) return;
+  if (!takes_norms) return;
   grafted_squares = sum_of_block(grafted_squares);
   if (!has_matrices) direction_squares = sum_of_block(direction_squares);
   if (threadIdx.x == 0) {
@@ -227,7 +228,7 @@ __device__ void gather_tile(const ElementRule& rule, const StepBuffers& buffers,
 
 // Zeros, for the products of a step that is skipped.
 __device__ void clear_tile(const StepBuffers& buffers, const Tile& tile) {
-  if (tile.parameter.diagonal != nullptr) return;
+  if (tile.parameter.direction != Direction::kMatrices) return;
   tile.for_each<1>(
       [&](int64_t, int64_t place) { store_blocks<1>(buffers, tile, place, {0}, {0}); });
 }
@@ -255,7 +256,7 @@ __global__ void __launch_bounds__(kElementThreads)
                           const __grid_constant__ StepBuffers buffers) {
   const int index = parameters.first_tile + static_cast<int>(blockIdx.x);
   const Tile tile(entry_of_tile(parameters, index), index, rule.block_size);
-  if (tile.parameter.diagonal != nullptr) return;
+  if (tile.parameter.direction != Direction::kMatrices) return;
   float sum = 0;
   const auto add = [&](auto lanes) {
     constexpr int N = decltype(lanes)::value;
@@ -321,10 +322,10 @@ __device__ void update_tile(const ElementRule& rule, const StepBuffers& buffers,
   tile.for_each<N>([&](int64_t offset, int64_t place) {
     const Elements<N> elements(rule, entry, corrections, offset);
     Lanes<N> d;
-    if (numbers.started == 0) {
+    if (numbers.started == 0 || entry.direction == Direction::kGrafted) {
       d = elements.grafted(elements.average(), elements.moment(entry.second_moment));
     } else {
-      d = entry.diagonal == nullptr
+      d = entry.direction == Direction::kMatrices
               ? load_floats<N>(buffers.directions, place)
               : elements.by_diagonal(elements.average(), elements.moment(entry.diagonal));
 #pragma unroll
@@ -349,7 +350,7 @@ __global__ void __launch_bounds__(kElementThreads)
   const int index = parameters.first_tile + static_cast<int>(blockIdx.x);
   const Tile tile(entry_of_tile(parameters, index), index, rule.block_size);
   float scale = 1;  // |f| / |d|
-  if (rule.grafting) {
+  if (rule.grafting && tile.parameter.direction != Direction::kGrafted) {
     const float f = block_squares(buffers.grafted_squares, tile);
     const float d = block_squares(buffers.direction_squares, tile);
     scale = d > 0 ? sqrtf(f) / sqrtf(d) : 0;

@@ -80,7 +80,7 @@ struct StepBuffers {
 };
 
 // Updates the averages and writes g and m to their blocks; zeros where the step is skipped. Sums
-// the squares of f, and of d by the diagonal rule.
+// the squares of f, and of d by the diagonal rule; none of those with Direction::kGrafted.
 cudaError_t gather_gradients(const ElementRule& rule, const Table<ParameterEntry>& parameters,
                              const StepBuffers& buffers, cudaStream_t stream);
 

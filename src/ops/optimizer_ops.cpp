@@ -29,9 +29,16 @@ Stacks flatten(MatrixStacks stacks) {
 }
 
 Stacks shampoo_init_state(at::TensorList params, int64_t block_size, bool merge_dims,
-                          std::string preconditioner_1d, std::optional<std::string> root_dtype) {
-  return flatten(optim::detail::shampoo_init_state(params, block_size, merge_dims,
-                                                   preconditioner_1d, root_dtype));
+                          std::string preconditioner_1d, std::optional<std::string> root_dtype,
+                          bool preconditioned, std::optional<int64_t> max_preconditioned_dim) {
+  ShampooHyperparameters h;
+  h.block_size = block_size;
+  h.merge_dims = merge_dims;
+  h.preconditioner_1d = std::move(preconditioner_1d);
+  h.preconditioned = preconditioned;
+  h.max_preconditioned_dim = max_preconditioned_dim;
+  h.root_dtype = std::move(root_dtype);
+  return flatten(optim::detail::shampoo_init_state(h, params));
 }
 
 void shampoo_step_(at::TensorList params, at::TensorList grads, at::TensorList steps,
@@ -46,7 +53,8 @@ void shampoo_step_(at::TensorList params, at::TensorList grads, at::TensorList s
                    std::optional<std::string> grafting, double grafting_eps, double grafting_beta2,
                    int64_t start_preconditioning_step, std::string root_method, bool maximize,
                    bool capturable, at::IntArrayRef host_steps,
-                   std::optional<std::string> matmul_precision) {
+                   std::optional<std::string> matmul_precision, bool preconditioned,
+                   std::optional<int64_t> max_preconditioned_dim) {
   const ShampooHyperparameters h{.lr = lr,
                                  .eps = eps,
                                  .update_freq = update_freq,
@@ -61,6 +69,8 @@ void shampoo_step_(at::TensorList params, at::TensorList grads, at::TensorList s
                                  .merge_dims = merge_dims,
                                  .exponent = exponent,
                                  .preconditioner_1d = std::move(preconditioner_1d),
+                                 .preconditioned = preconditioned,
+                                 .max_preconditioned_dim = max_preconditioned_dim,
                                  .grafting = std::move(grafting),
                                  .grafting_eps = grafting_eps,
                                  .grafting_beta2 = grafting_beta2,
@@ -88,7 +98,9 @@ void shampoo_update_preconditioners_(at::TensorList params, at::TensorList steps
                                      at::TensorList root_failures, at::Tensor status, double eps,
                                      double beta2, double relative_eps, int64_t block_size,
                                      bool merge_dims, std::optional<double> exponent,
-                                     std::string preconditioner_1d, std::string root_method) {
+                                     std::string preconditioner_1d, std::string root_method,
+                                     bool preconditioned,
+                                     std::optional<int64_t> max_preconditioned_dim) {
   ShampooHyperparameters h;
   h.eps = eps;
   h.beta2 = beta2;
@@ -97,6 +109,8 @@ void shampoo_update_preconditioners_(at::TensorList params, at::TensorList steps
   h.merge_dims = merge_dims;
   h.exponent = exponent;
   h.preconditioner_1d = std::move(preconditioner_1d);
+  h.preconditioned = preconditioned;
+  h.max_preconditioned_dim = max_preconditioned_dim;
   h.root_method = std::move(root_method);
   ShampooState state;
   state.steps = steps.vec();
@@ -141,7 +155,8 @@ void adagrad_step_(at::TensorList params, at::TensorList grads, at::TensorList s
 TORCH_LIBRARY_FRAGMENT(torchium, m) {
   m.def(
       "shampoo_init_state(Tensor[] params, *, int block_size, bool merge_dims, "
-      "str preconditioner_1d, str? root_dtype=None) -> (Tensor[] statistics, Tensor[] roots, "
+      "str preconditioner_1d, str? root_dtype=None, bool preconditioned=True, "
+      "int? max_preconditioned_dim=None) -> (Tensor[] statistics, Tensor[] roots, "
       "Tensor[] root_failures, int[] layout)");
   m.def(
       "shampoo_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] steps, "
@@ -154,12 +169,14 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
       "bool merge_dims, float? exponent, str preconditioner_1d, str? grafting, "
       "float grafting_eps, float grafting_beta2, int start_preconditioning_step, "
       "str root_method, bool maximize, bool capturable, int[] host_steps, "
-      "str? matmul_precision=None) -> ()");
+      "str? matmul_precision=None, bool preconditioned=True, int? max_preconditioned_dim=None) "
+      "-> ()");
   m.def(
       "shampoo_update_preconditioners_(Tensor[] params, Tensor[] steps, "
       "Tensor(a!)[] statistics, Tensor(b!)[] roots, Tensor(c!)[] root_failures, "
       "Tensor(d!) status, *, float eps, float beta2, float relative_eps, int block_size, "
-      "bool merge_dims, float? exponent, str preconditioner_1d, str root_method) -> ()");
+      "bool merge_dims, float? exponent, str preconditioner_1d, str root_method, "
+      "bool preconditioned=True, int? max_preconditioned_dim=None) -> ()");
   m.def(
       "adagrad_init_state(Tensor[] params, *, int block_size, float initial_accumulator_value) "
       "-> (Tensor[] statistics, Tensor[] roots, Tensor[] root_failures, int[] layout)");

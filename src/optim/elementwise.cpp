@@ -128,4 +128,17 @@ void apply_update(const UpdateRule& rule, const StepScalar& lr, at::Tensor& para
   subtract_scaled_(param, d, lr);
 }
 
+void grafted_step(const GradientRule& gradient_rule, const UpdateRule& update_rule,
+                  const StepScalar& lr, GradientElements& e, at::Tensor* momentum_buffer,
+                  const StepGate& gate) {
+  const at::Tensor buffer = momentum_buffer == nullptr ? at::Tensor() : *momentum_buffer;
+  if (!lr.device.defined() && e.grad.scalar_type() == e.param.scalar_type() &&
+      can_fuse(e.param, {e.grad, e.exp_avg, e.moment, buffer})) {
+    grafted_step_cpu(gradient_rule, update_rule, lr.host, e, momentum_buffer);
+    return;
+  }
+  gradient_pass(gradient_rule, e, gate);
+  apply_update(update_rule, lr, e.param, e.f, momentum_buffer, gate);
+}
+
 }  // namespace torchium::optim::detail

@@ -58,4 +58,10 @@ struct UpdateRule {
 void apply_update(const UpdateRule& rule, const StepScalar& lr, at::Tensor& param,
                   const at::Tensor& direction, at::Tensor* momentum_buffer, const StepGate& gate);
 
+// The whole step of a parameter whose direction is that of the grafted method: gradient_pass(),
+// then apply_update() with f. On a CPU it is one pass that allocates nothing.
+void grafted_step(const GradientRule& gradient_rule, const UpdateRule& update_rule,
+                  const StepScalar& lr, GradientElements& elements, at::Tensor* momentum_buffer,
+                  const StepGate& gate);
+
 }  // namespace torchium::optim::detail

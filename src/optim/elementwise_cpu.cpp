@@ -178,6 +178,67 @@ void run_update(const UpdateRule& rule, double lr, at::Tensor& param, const at::
   });
 }
 
+// See grafted_step. One loop, so that everything stays in registers: `average` and `buffer` are
+// null where the flags say so.
+template <bool has_average, bool has_momentum, typename P, typename S>
+void grafted_range(const GradientRule& rule, const UpdateRule& update, const GradientElements& e,
+                   double lr, P* __restrict p, const P* __restrict grad, S* __restrict average,
+                   S* __restrict moment, S* __restrict buffer, int64_t count) {
+  const S sign = rule.maximize ? S(-1) : S(1), decay = static_cast<S>(rule.weight_decay);
+  const S average_weight = static_cast<S>(1.0 - rule.beta1);
+  const S average_scale = static_cast<S>(1.0 / e.exp_avg_correction.host);
+  const S moment_beta = static_cast<S>(rule.moment_beta);
+  const S moment_weight = weight_of_new<S>(rule.moment_beta);
+  const S moment_scale = static_cast<S>(1.0 / e.moment_correction.host);
+  const S eps = static_cast<S>(rule.grafting_eps), scale = static_cast<S>(lr);
+  const S keep = static_cast<S>(1.0 - lr * update.decoupled_weight_decay);
+  const S momentum = static_cast<S>(update.momentum);
+  for (int64_t i = 0; i < count; ++i) {
+    const S old = static_cast<S>(p[i]);
+    const S g = sign * static_cast<S>(grad[i]) + decay * old;
+    S m = g;
+    if constexpr (has_average) {
+      average[i] += average_weight * (g - average[i]);
+      m = average[i] * average_scale;
+    }
+    moment[i] = moment_beta * moment[i] + moment_weight * g * g;
+    S d = m / (std::sqrt(moment[i] * moment_scale) + eps);
+    if constexpr (has_momentum) {
+      buffer[i] = momentum * buffer[i] + d;
+      d = update.nesterov ? d + momentum * buffer[i] : buffer[i];
+    }
+    p[i] = static_cast<P>(keep * old - scale * d);
+  }
+}
+
+template <typename P, typename S>
+void run_grafted_step(const GradientRule& rule, const UpdateRule& update, double lr,
+                      GradientElements& e, at::Tensor* momentum_buffer) {
+  const P* grad = e.grad.const_data_ptr<P>();
+  S* average = mutable_pointer<S>(e.exp_avg);
+  S* moment = mutable_pointer<S>(e.moment);
+  S* buffer = momentum_buffer == nullptr ? nullptr : mutable_pointer<S>(*momentum_buffer);
+  P* p = mutable_pointer<P>(e.param);
+  const auto run = [&](auto has_average_type, auto has_momentum_type) {
+    constexpr bool has_average = decltype(has_average_type)::value;
+    constexpr bool has_momentum = decltype(has_momentum_type)::value;
+    at::parallel_for(0, e.param.numel(), kElementsPerTask, [&](int64_t begin, int64_t end) {
+      grafted_range<has_average, has_momentum>(
+          rule, update, e, lr, p + begin, grad + begin, has_average ? average + begin : nullptr,
+          moment + begin, has_momentum ? buffer + begin : nullptr, end - begin);
+    });
+  };
+  if (average != nullptr && buffer != nullptr) {
+    run(std::true_type(), std::true_type());
+  } else if (average != nullptr) {
+    run(std::true_type(), std::false_type());
+  } else if (buffer != nullptr) {
+    run(std::false_type(), std::true_type());
+  } else {
+    run(std::false_type(), std::false_type());
+  }
+}
+
 // Calls function<P, S>() for a parameter dtype P and its state dtype S.
 template <typename Function>
 void dispatch(at::ScalarType dtype, Function&& function) {
@@ -214,6 +275,13 @@ bool can_fuse(const at::Tensor& param, at::TensorList others) {
 void gradient_pass_cpu(const GradientRule& rule, const GradientElements& elements) {
   dispatch(elements.param.scalar_type(),
            [&]<typename P, typename S>() { run_gradient_pass<P, S>(rule, elements); });
+}
+
+void grafted_step_cpu(const GradientRule& gradient_rule, const UpdateRule& update_rule, double lr,
+                      GradientElements& elements, at::Tensor* momentum_buffer) {
+  dispatch(elements.param.scalar_type(), [&]<typename P, typename S>() {
+    run_grafted_step<P, S>(gradient_rule, update_rule, lr, elements, momentum_buffer);
+  });
 }
 
 void scale_and_add_cpu_(at::Tensor& target, double decay, const at::Tensor& value, double weight) {

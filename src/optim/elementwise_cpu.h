@@ -21,4 +21,8 @@ void scale_and_add_cpu_(at::Tensor& target, double decay, const at::Tensor& valu
 void apply_update_cpu(const UpdateRule& rule, double lr, at::Tensor& param,
                       const at::Tensor& direction, at::Tensor* momentum_buffer);
 
+// See grafted_step.
+void grafted_step_cpu(const GradientRule& gradient_rule, const UpdateRule& update_rule, double lr,
+                      GradientElements& elements, at::Tensor* momentum_buffer);
+
 }  // namespace torchium::optim::detail

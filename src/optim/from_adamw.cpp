@@ -41,21 +41,22 @@ ShampooOptions adopt(const torch::optim::OptimizerOptions& options) {
   return ShampooOptions::from_adamw(*adam);
 }
 
+ShampooOptions adjusted(ShampooOptions options, const Shampoo::AdjustOptions& adjust) {
+  if (adjust) {
+    adjust(options);
+  }
+  return options;
+}
+
 Shampoo adopt(const std::vector<OptimizerParamGroup>& groups, ShampooOptions defaults,
               const Shampoo::AdjustOptions& adjust) {
-  const auto adjusted = [&](ShampooOptions options) {
-    if (adjust) {
-      adjust(options);
-    }
-    return options;
-  };
   std::vector<OptimizerParamGroup> adopted;
   for (const auto& group : groups) {
     adopted.emplace_back(group.params(),
-                         std::make_unique<ShampooOptions>(
-                             adjusted(group.has_options() ? adopt(group.options()) : defaults)));
+                         std::make_unique<ShampooOptions>(adjusted(
+                             group.has_options() ? adopt(group.options()) : defaults, adjust)));
   }
-  return Shampoo(adopted, adjusted(std::move(defaults)));
+  return Shampoo(adopted, adjusted(std::move(defaults), adjust));
 }
 
 }  // namespace
@@ -86,6 +87,12 @@ Shampoo Shampoo::from_adamw(std::vector<at::Tensor> params,
                             const torch::optim::AdamWOptions& defaults,
                             const AdjustOptions& adjust) {
   return from_adamw({OptimizerParamGroup(std::move(params))}, defaults, adjust);
+}
+
+Shampoo Shampoo::from_adamw(const torch::nn::Module& model,
+                            const torch::optim::AdamWOptions& defaults,
+                            const AdjustOptions& adjust) {
+  return Shampoo(model, adjusted(ShampooOptions::from_adamw(defaults), adjust));
 }
 
 }  // namespace torchium::optim

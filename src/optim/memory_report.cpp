@@ -1,5 +1,7 @@
 #include "torchium/optim/memory_report.h"
 
+#include "optim/text_table.h"
+
 #include <algorithm>
 #include <functional>
 #include <iomanip>
@@ -30,19 +32,6 @@ const std::vector<Row>& rows() {
       {"temporaries of a step", [](const auto& g) { return g.temporaries; }},
   };
   return all;
-}
-
-// "1234567" -> "1,234,567"
-std::string with_commas(int64_t value) {
-  const std::string digits = std::to_string(value);
-  std::string result;
-  for (size_t i = 0; i < digits.size(); ++i) {
-    if (i > 0 && (digits.size() - i) % 3 == 0) {
-      result += ',';
-    }
-    result += digits[i];
-  }
-  return result;
 }
 
 std::string one_decimal(double value) {
@@ -90,7 +79,7 @@ std::ostream& operator<<(std::ostream& stream, const MemoryReport& report) {
     auto line = table.begin();
     (line++)->push_back(name);
     for (const auto& row : rows()) {
-      (line++)->push_back(with_commas(row.bytes(group)));
+      (line++)->push_back(detail::with_commas(row.bytes(group)));
     }
     line->push_back(group.elements == 0 ? "-"
                                         : one_decimal(static_cast<double>(group.state.total()) /
@@ -100,20 +89,7 @@ std::ostream& operator<<(std::ostream& stream, const MemoryReport& report) {
     add_column("group " + std::to_string(i), report.groups[i]);
   }
   add_column("total", report.total());
-  std::vector<size_t> widths(table.front().size(), 0);
-  for (const auto& line : table) {
-    for (size_t i = 0; i < line.size(); ++i) {
-      widths[i] = std::max(widths[i], line[i].size());
-    }
-  }
-  for (size_t row = 0; row < table.size(); ++row) {
-    std::ostringstream line;
-    line << std::left << std::setw(static_cast<int>(widths[0])) << table[row][0] << std::right;
-    for (size_t i = 1; i < widths.size(); ++i) {
-      line << "  " << std::setw(static_cast<int>(widths[i])) << table[row][i];
-    }
-    stream << line.str() << (row + 1 < table.size() ? "\n" : "");
-  }
+  detail::write_table(stream, table, 1);
   return stream;
 }
 

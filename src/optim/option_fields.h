@@ -23,9 +23,13 @@ template <typename T>
 struct OptionField {
   const char* name;
   T& value;
+  bool may_be_absent = false;  // from the archives of versions that did not have it
 };
 template <typename T>
 OptionField(const char*, T&) -> OptionField<T>;
+template <typename T>
+OptionField(const char*, T&, bool) -> OptionField<T>;
+constexpr bool kAddedLater = true;
 
 template <typename Options>
 requires std::is_same_v<std::remove_const_t<Options>, ShampooOptions>
@@ -39,11 +43,14 @@ auto option_fields(Options& o) {
       OptionField{"relative_eps", o.relative_eps()}, OptionField{"block_size", o.block_size()},
       OptionField{"merge_dims", o.merge_dims()}, OptionField{"exponent", o.exponent()},
       OptionField{"preconditioner_1d", o.preconditioner_1d()},
+      OptionField{"preconditioned", o.preconditioned(), kAddedLater},
+      OptionField{"max_preconditioned_dim", o.max_preconditioned_dim(), kAddedLater},
       OptionField{"grafting", o.grafting()}, OptionField{"grafting_eps", o.grafting_eps()},
       OptionField{"grafting_beta2", o.grafting_beta2()},
       OptionField{"start_preconditioning_step", o.start_preconditioning_step()},
-      OptionField{"root_method", o.root_method()}, OptionField{"root_dtype", o.root_dtype()},
-      OptionField{"matmul_precision", o.matmul_precision()},
+      OptionField{"root_method", o.root_method()},
+      OptionField{"root_dtype", o.root_dtype(), kAddedLater},
+      OptionField{"matmul_precision", o.matmul_precision(), kAddedLater},
       OptionField{"max_root_failures", o.max_root_failures()},
       OptionField{"maximize", o.maximize()}, OptionField{"capturable", o.capturable()});
 }
@@ -57,7 +64,7 @@ auto option_fields(Options& o) {
       OptionField{"initial_accumulator_value", o.initial_accumulator_value()},
       OptionField{"eps", o.eps()}, OptionField{"full_matrix", o.full_matrix()},
       OptionField{"block_size", o.block_size()}, OptionField{"update_freq", o.update_freq()},
-      OptionField{"root_method", o.root_method()}, OptionField{"maximize", o.maximize()});
+      OptionField{"root_method", o.root_method(), kAddedLater}, OptionField{"maximize", o.maximize()});
 }
 
 template <typename Options>
@@ -69,8 +76,8 @@ auto option_fields(Options& o) {
       OptionField{"TCov", o.TCov()}, OptionField{"TInv", o.TInv()},
       OptionField{"batch_averaged", o.batch_averaged()}, OptionField{"eps", o.eps()},
       OptionField{"stat_decay", o.stat_decay()}, OptionField{"kl_clip", o.kl_clip()},
-      OptionField{"damping_split", o.damping_split()}, OptionField{"root_method", o.root_method()},
-      OptionField{"max_factor_size", o.max_factor_size()}, OptionField{"maximize", o.maximize()});
+      OptionField{"damping_split", o.damping_split()}, OptionField{"root_method", o.root_method(), kAddedLater},
+      OptionField{"max_factor_size", o.max_factor_size(), kAddedLater}, OptionField{"maximize", o.maximize()});
 }
 
 template <typename Options>
@@ -96,25 +103,19 @@ void write_options(torch::serialize::OutputArchive& archive, const Options& opti
   });
 }
 
+// Options that the version which wrote the archive did not have keep their values.
 template <typename Options>
 void read_options(torch::serialize::InputArchive& archive, Options& options) {
-  visit_options(options, [&](const char* name, auto& value) {
-    using Value = std::decay_t<decltype(value)>;
+  const auto read = [&](auto field) {
     c10::IValue saved;
-    const bool found = archive.try_read(name, saved);
-    if constexpr (std::is_same_v<Value, std::optional<std::string>> ||
-                  std::is_same_v<Value, std::string>) {
-      if (!found) {
-        return;  // an option that the version which wrote the archive did not have keeps its value
-      }
-    }
-    if (!found && std::string_view(name) == "max_factor_size") {
-      return;  // such a version of KFAC: the default
-    }
-    TORCH_CHECK_VALUE(found, "the archive has no option '", name,
+    const bool found = archive.try_read(field.name, saved);
+    TORCH_CHECK_VALUE(found || field.may_be_absent, "the archive has no option '", field.name,
                       "'; it was not written by this kind of optimizer");
-    value = saved.to<Value>();
-  });
+    if (found) {
+      field.value = saved.to<std::decay_t<decltype(field.value)>>();
+    }
+  };
+  std::apply([&](auto... field) { (read(field), ...); }, option_fields(options));
 }
 
 template <typename Options>

@@ -1,6 +1,7 @@
 #ifdef TORCHIUM_WITH_CUDA
 #include "optim/parameter_entries.h"
 
+#include "optim/shampoo_rules.h"
 #include "optim/stacks.h"
 
 #include <ATen/ops/empty_like.h>
@@ -36,6 +37,17 @@ bool aligned_to_four(const at::Tensor& tensor) {
                                   0;
 }
 
+cuda_kernels::Direction direction(ParameterRule rule) {
+  switch (rule) {
+    case ParameterRule::kMatrices:
+      return cuda_kernels::Direction::kMatrices;
+    case ParameterRule::kDiagonal:
+      return cuda_kernels::Direction::kDiagonal;
+    default:
+      return cuda_kernels::Direction::kGrafted;
+  }
+}
+
 float* floats(const at::Tensor& tensor) {
   return tensor.defined() ? tensor.mutable_data_ptr<float>() : nullptr;
 }
@@ -60,10 +72,11 @@ std::vector<ElementwiseState> elementwise_states(const ShampooHyperparameters& h
                                                  const ShampooState& state) {
   std::vector<ElementwiseState> all(blockings.size());
   for (size_t i = 0, diagonal = 0; i < blockings.size(); ++i) {
+    const bool has_diagonal = parameter_rule(h, blockings[i].dims) == ParameterRule::kDiagonal;
     all[i] = {h.beta1 > 0.0 ? state.exp_avgs[i] : at::Tensor(),
               uses_second_moment(h) ? state.grafting_second_moments[i] : at::Tensor(),
               h.momentum > 0.0 ? state.momentum_buffers[i] : at::Tensor(),
-              blockings[i].shapes.empty() ? state.diagonals[diagonal++] : at::Tensor()};
+              has_diagonal ? state.diagonals[diagonal++] : at::Tensor()};
   }
   return all;
 }
@@ -71,7 +84,10 @@ std::vector<ElementwiseState> elementwise_states(const ShampooHyperparameters& h
 bool has_entry(const ShampooHyperparameters& h, const at::Tensor& param, const Blocking& blocking,
                const ElementwiseState& state) {
   const auto tensors = state.all();
-  return blocking.order() <= 2 && state_dtype(param) == at::kFloat &&
+  // The blocks of a diagonal are counted in the contiguous order.
+  const bool in_order = param.is_contiguous() || blocking.order() == 1 ||
+                        parameter_rule(h, blocking.dims) != ParameterRule::kDiagonal;
+  return blocking.order() <= 2 && in_order && state_dtype(param) == at::kFloat &&
          param.numel() < std::numeric_limits<int>::max() &&
          inner_dimension(param, blocking, h.merge_dims) != 0 &&
          std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
@@ -94,7 +110,10 @@ at::Tensor readable_gradient(const at::Tensor& grad, const at::Tensor& param, bo
 void fill_entry(cuda_kernels::ParameterEntry& entry, const ShampooHyperparameters& h,
                 const at::Tensor& param, const at::Tensor& grad, const Blocking& blocking,
                 const ElementwiseState& state) {
-  const bool is_matrix = !blocking.shapes.empty() && blocking.order() == 2;
+  entry.direction = direction(parameter_rule(h, blocking.dims));
+  // The blocks of a diagonal, which grafting gives their norms, are those of the flat parameter.
+  const bool is_matrix =
+      blocking.order() == 2 && entry.direction != cuda_kernels::Direction::kDiagonal;
   const int block_size = kernel_block_size(h);
   entry.param = param.mutable_data_ptr();
   entry.grad = grad.const_data_ptr();

@@ -1,9 +1,12 @@
 #include "torchium/optim/shampoo.h"
 
+#include "gradients/model_layers.h"
 #include "optim/group_step.h"
+#include "optim/model_groups.h"
 #include "optim/option_checks.h"
 #include "optim/option_fields.h"
 #include "optim/shampoo_memory.h"
+#include "optim/shampoo_rules.h"
 #include "optim/shampoo_step.h"
 
 #include <cmath>
@@ -39,6 +42,8 @@ detail::ShampooHyperparameters hyperparameters(const ShampooOptions& o, at::Tens
   h.merge_dims = o.merge_dims();
   h.exponent = o.exponent();
   h.preconditioner_1d = o.preconditioner_1d();
+  h.preconditioned = o.preconditioned();
+  h.max_preconditioned_dim = o.max_preconditioned_dim();
   h.grafting = o.grafting();
   h.grafting_eps = o.grafting_eps();
   h.grafting_beta2 = o.grafting_beta2().value_or(beta2 == 1.0 ? 0.999 : beta2);
@@ -149,6 +154,12 @@ Shampoo::Shampoo(const std::vector<torch::optim::OptimizerParamGroup>& param_gro
 Shampoo::Shampoo(std::vector<at::Tensor> params, ShampooOptions defaults)
     : Shampoo({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}
 
+Shampoo::Shampoo(const torch::nn::Module& model, ShampooOptions defaults)
+    : StackedOptimizer(std::make_unique<ShampooOptions>(defaults)),
+      layers_(std::make_shared<gradients::detail::ModelLayers>(model)) {
+  initialize(detail::model_groups(model, defaults));
+}
+
 void Shampoo::check_options(const Options& options) const {
   const auto& o = shampoo_options(options);
   detail::check_at_least_zero("lr", o.lr());
@@ -165,6 +176,9 @@ void Shampoo::check_options(const Options& options) const {
   TORCH_CHECK_VALUE(!o.exponent() || (std::isfinite(*o.exponent()) && *o.exponent() < 0.0),
                     "exponent must be a finite number below 0, got ", *o.exponent());
   detail::check_choice("preconditioner_1d", o.preconditioner_1d(), {"diagonal", "full"});
+  if (o.max_preconditioned_dim()) {
+    detail::check_at_least_one("max_preconditioned_dim", *o.max_preconditioned_dim());
+  }
   if (o.grafting()) {
     detail::check_choice("grafting", *o.grafting(), {"sgd", "adagrad", "rmsprop", "adam"});
   }
@@ -189,24 +203,45 @@ std::unique_ptr<SecondOrderParamState> Shampoo::make_empty_state() const {
 
 void Shampoo::init_parameter_shaped(const Options& options, const at::Tensor& param,
                                     SecondOrderParamState& state) const {
-  const auto& o = shampoo_options(options);
-  if (detail::has_diagonal_preconditioner(param.sizes(), o.block_size(), o.merge_dims(),
-                                          o.preconditioner_1d())) {
+  const auto h = hyperparameters(shampoo_options(options), {});
+  if (detail::rule_of_shape(h, param.sizes()) == detail::ParameterRule::kDiagonal) {
     static_cast<ShampooParamState&>(state).diagonal(detail::parameter_shaped_zeros(param));
   }
 }
 
 detail::MatrixStacks Shampoo::init_stacks(const Options& options, at::TensorList params) const {
-  const auto& o = shampoo_options(options);
-  return detail::shampoo_init_state(params, o.block_size(), o.merge_dims(), o.preconditioner_1d(),
-                                    o.root_dtype());
+  return detail::shampoo_init_state(hyperparameters(shampoo_options(options), {}), params);
+}
+
+void Shampoo::check_state(const Options& options, const at::Tensor& param,
+                          const SecondOrderParamState& found) const {
+  const auto h = hyperparameters(shampoo_options(options), {});
+  const auto& state = static_cast<const ShampooParamState&>(found);
+  const auto rule = detail::rule_of_shape(h, param.sizes());
+  TORCH_CHECK_VALUE(
+      state.statistics().empty() == (rule != detail::ParameterRule::kMatrices) &&
+          state.diagonal().defined() == (rule == detail::ParameterRule::kDiagonal),
+      describe(param), " has state of another rule than its options ask for now (",
+      detail::describe_rule(h, param.sizes()).rule,
+      "): preconditioned, max_preconditioned_dim, preconditioner_1d and, without matrices, "
+      "grafting cannot change after its first step; set them back");
+}
+
+std::string Shampoo::describe(const at::Tensor& param) const {
+  const auto* place = layers_ && param.defined() ? layers_->find(param) : nullptr;
+  const std::string position = StackedOptimizer::describe(param);
+  return place != nullptr ? "'" + place->name + "', " + position : position;
 }
 
 std::string Shampoo::layout(const Options& options) const {
   const auto& o = shampoo_options(options);
   return c10::str("block_size = ", o.block_size(),
                   ", merge_dims = ", o.merge_dims() ? "true" : "false", ", preconditioner_1d = '",
-                  o.preconditioner_1d(), "', root_dtype = ", o.root_dtype().value_or("none"));
+                  o.preconditioner_1d(), "', preconditioned = ",
+                  o.preconditioned() ? "true" : "false", ", max_preconditioned_dim = ",
+                  o.max_preconditioned_dim() ? std::to_string(*o.max_preconditioned_dim()) : "none",
+                  ", grafting = ", o.grafting().value_or("none"),
+                  ", root_dtype = ", o.root_dtype().value_or("none"));
 }
 
 void Shampoo::init_averages(const Options& options, const at::Tensor& param,
@@ -229,6 +264,13 @@ void Shampoo::step_group(const Options& options, detail::GroupStep& step) const 
 }
 
 void Shampoo::update_preconditioners() {
+  for (const auto& group : param_groups_) {
+    for (const auto& param : group.params()) {
+      if (const auto* state = find_state(param)) {
+        check_state(group.options(), param, *state);
+      }
+    }
+  }
   update_groups([](const Options& options, detail::GroupStep& step) {
     const auto& o = shampoo_options(options);
     auto state = core_state(o, step);
@@ -261,6 +303,32 @@ MemoryReport Shampoo::memory_report() const {
     memory.state += detail::shampoo_state_memory(h, planned);
     memory.temporaries = detail::shampoo_step_temporaries(h, counted);
     report.groups.push_back(memory);
+  }
+  return report;
+}
+
+ShampooReport Shampoo::report() const {
+  ShampooReport report;
+  for (size_t group = 0; group < param_groups_.size(); ++group) {
+    const auto h = hyperparameters(shampoo_options(param_groups_[group].options()), {});
+    for (const auto& param : param_groups_[group].params()) {
+      const auto* place = layers_ ? layers_->find(param) : nullptr;
+      ParameterReport line{.name = place != nullptr ? place->name : place_of(param),
+                           .shape = param.sizes().vec(),
+                           .group = group,
+                           .rule = "none",
+                           .detail = "requires no gradient"};
+      const SecondOrderParamState* state = find_state(param);
+      if (state != nullptr || param.requires_grad()) {
+        auto text = detail::describe_rule(h, param.sizes());
+        line.rule = std::move(text.rule);
+        line.detail = std::move(text.detail);
+        line.state_bytes =
+            (state != nullptr ? state_memory(*state) : detail::shampoo_state_memory(h, {param}))
+                .total();
+      }
+      report.parameters.push_back(std::move(line));
+    }
   }
   return report;
 }

@@ -3,6 +3,7 @@
 #include "linalg/device_newton.h"
 #include "optim/blocking.h"
 #include "optim/preconditioner.h"
+#include "optim/shampoo_rules.h"
 
 #include <ATen/ATen.h>
 
@@ -19,7 +20,7 @@ MatrixStacks planned_stacks(const ShampooHyperparameters& h, at::TensorList para
   for (const auto& param : params) {
     shapes.push_back(at::empty(param.sizes(), param.options().device(at::kMeta)));
   }
-  return shampoo_init_state(shapes, h.block_size, h.merge_dims, h.preconditioner_1d, h.root_dtype);
+  return shampoo_init_state(h, shapes);
 }
 
 int64_t total_bytes(const std::vector<at::Tensor>& tensors) {
@@ -32,11 +33,6 @@ int64_t total_bytes(const std::vector<at::Tensor>& tensors) {
 
 int64_t state_bytes(const at::Tensor& param) {  // of one tensor of the parameter's shape
   return param.numel() * static_cast<int64_t>(c10::elementSize(state_dtype(param)));
-}
-
-bool is_diagonal(const ShampooHyperparameters& h, const at::Tensor& param) {
-  return has_diagonal_preconditioner(param.sizes(), h.block_size, h.merge_dims,
-                                     h.preconditioner_1d);
 }
 
 // Whether a step reads the gradient where it lies, instead of a changed copy.
@@ -68,7 +64,11 @@ GradientMemory gradient_memory(const ShampooHyperparameters& h, at::TensorList p
   for (const auto& param : params) {
     const int64_t bytes = state_bytes(param);
     const int64_t own = derived + (uses_gradient_itself(h, param) ? 0 : 1);
-    if (is_diagonal(h, param)) {
+    const ParameterRule rule = rule_of_shape(h, param.sizes());
+    if (rule == ParameterRule::kGrafted) {
+      continue;  // one pass that sets nothing aside
+    }
+    if (rule == ParameterRule::kDiagonal) {
       memory.kept += (own + 1) * bytes;
       memory.largest_diagonal = std::max(memory.largest_diagonal, bytes);
       continue;
@@ -194,7 +194,7 @@ StateMemory shampoo_state_memory(const ShampooHyperparameters& h, at::TensorList
   for (const auto& param : params) {
     const int64_t bytes = state_bytes(param);
     memory.counters += static_cast<int64_t>(c10::elementSize(at::kFloat));
-    memory.diagonals += is_diagonal(h, param) ? bytes : 0;
+    memory.diagonals += rule_of_shape(h, param.sizes()) == ParameterRule::kDiagonal ? bytes : 0;
     memory.averages += h.beta1 > 0.0 ? bytes : 0;
     memory.grafting_second_moments += uses_second_moment(h) ? bytes : 0;
     memory.momentum_buffers += h.momentum > 0.0 ? bytes : 0;

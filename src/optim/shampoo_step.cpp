@@ -4,6 +4,7 @@
 #include "optim/elementwise.h"
 #include "optim/fused_step.h"
 #include "optim/preconditioner.h"
+#include "optim/shampoo_rules.h"
 #include "optim/step_gate.h"
 #include "optim/step_inputs.h"
 
@@ -20,22 +21,17 @@ namespace {
 
 using Tensors = std::vector<at::Tensor>;
 
-// The blocks of each parameter; none for those with the diagonal rule.
-std::vector<Blocking> make_blockings(at::TensorList params, int64_t block_size, bool merge_dims,
-                                     bool diagonal_1d) {
+// The blocks of each parameter; none for those that no matrices precondition.
+std::vector<Blocking> make_blockings(at::TensorList params, const ShampooHyperparameters& h) {
   std::vector<Blocking> blockings;
   blockings.reserve(params.size());
   for (const auto& param : params) {
-    auto dims = merged_dims(param.sizes(), block_size, merge_dims);
-    blockings.push_back(diagonal_1d && dims.size() == 1
-                            ? Blocking{std::move(dims), {}}
-                            : make_blocking(std::move(dims), block_size));
+    auto dims = merged_dims(param.sizes(), h.block_size, h.merge_dims);
+    blockings.push_back(parameter_rule(h, dims) == ParameterRule::kMatrices
+                            ? make_blocking(std::move(dims), h.block_size)
+                            : Blocking{std::move(dims), {}});
   }
   return blockings;
-}
-
-std::vector<Blocking> make_blockings(at::TensorList params, const ShampooHyperparameters& h) {
-  return make_blockings(params, h.block_size, h.merge_dims, h.preconditioner_1d == "diagonal");
 }
 
 // 1 - beta^t of each parameter, t counted from `starts` (empty: 0); 1 for a plain sum (beta = 1). A
@@ -118,8 +114,27 @@ Gradients set_aside_gradients(const ShampooHyperparameters& h, at::TensorList pa
   return all;
 }
 
+// The gradient of one parameter and the state that is made of it. `diagonal` counts those with the
+// diagonal rule.
+GradientElements gradient_elements(const ShampooHyperparameters& h, size_t i, at::TensorList params,
+                                   at::TensorList grads, const Corrections& corrections,
+                                   const ShampooState& state, const at::Tensor& diagonal) {
+  return {.param = params[i],
+          .grad = grads[i],
+          .exp_avg = h.beta1 > 0.0 ? state.exp_avgs[i] : at::Tensor(),
+          .moment = uses_second_moment(h) ? state.grafting_second_moments[i] : at::Tensor(),
+          .diagonal = diagonal,
+          .exp_avg_correction = corrections.exp_avg[i],
+          .moment_correction = corrections.second_moment[i],
+          .diagonal_correction = corrections.statistics[i],
+          .g = {},
+          .m = {},
+          .f = {},
+          .d = {}};
+}
+
 // One pass over each gradient that no kernel serves: g, m and f of the parameter, d of those with
-// the diagonal rule.
+// the diagonal rule. Those with the grafted rule are left to apply_updates().
 Gradients pass_over_gradients(const ShampooHyperparameters& h, at::TensorList params,
                               at::TensorList grads, const std::vector<Blocking>& blockings,
                               const std::vector<MatrixBatch>& batches, const FusedStep& fused,
@@ -128,24 +143,16 @@ Gradients pass_over_gradients(const ShampooHyperparameters& h, at::TensorList pa
   const GradientRule rule = gradient_rule(h);
   Gradients all = set_aside_gradients(h, params, blockings, batches, fused);
   for (size_t i = 0, diagonal = 0; i < params.size(); ++i) {
-    const bool has_diagonal = blockings[i].shapes.empty();
+    const ParameterRule of_param = parameter_rule(h, blockings[i].dims);
+    const bool has_diagonal = of_param == ParameterRule::kDiagonal;
     const at::Tensor diagonal_state = has_diagonal ? state.diagonals[diagonal++] : at::Tensor();
-    if (fused.serves()[i]) {
+    if (fused.serves()[i] || of_param == ParameterRule::kGrafted) {
       continue;
     }
-    GradientElements e{
-        .param = params[i],
-        .grad = grads[i],
-        .exp_avg = h.beta1 > 0.0 ? state.exp_avgs[i] : at::Tensor(),
-        .moment = uses_second_moment(h) ? state.grafting_second_moments[i] : at::Tensor(),
-        .diagonal = diagonal_state,
-        .exp_avg_correction = corrections.exp_avg[i],
-        .moment_correction = corrections.second_moment[i],
-        .diagonal_correction = corrections.statistics[i],
-        .g = all.g[i],
-        .m = all.m[i],
-        .f = all.f[i],
-        .d = {}};
+    GradientElements e = gradient_elements(h, i, params, grads, corrections, state, diagonal_state);
+    e.g = all.g[i];
+    e.m = all.m[i];
+    e.f = all.f[i];
     gradient_pass(rule, e, gate);
     all.g[i] = e.g;
     all.m[i] = e.m;
@@ -189,7 +196,7 @@ void use_grafting_at_first(const ShampooHyperparameters& h, const Schedule& sche
                            const FusedStep& fused, const Tensors& steps, const Tensors& f,
                            Tensors& d) {
   for (size_t i = 0; i < d.size(); ++i) {
-    if (fused.serves()[i]) {
+    if (fused.serves()[i] || !d[i].defined()) {  // the grafted rule has no start
       continue;
     }
     if (!schedule.started[i]) {
@@ -200,8 +207,11 @@ void use_grafting_at_first(const ShampooHyperparameters& h, const Schedule& sche
   }
 }
 
-void apply_updates(const ShampooHyperparameters& h, at::TensorList params, const FusedStep& fused,
-                   const Tensors& directions, ShampooState& state, const StepGate& gate) {
+// Parameters with the grafted rule have no direction yet: theirs is f, in one pass with the update.
+void apply_updates(const ShampooHyperparameters& h, at::TensorList params, at::TensorList grads,
+                   const std::vector<Blocking>& blockings, const FusedStep& fused,
+                   const Tensors& directions, const Corrections& corrections, ShampooState& state,
+                   const StepGate& gate) {
   if (fused.serves_all()) {
     return;
   }
@@ -215,7 +225,12 @@ void apply_updates(const ShampooHyperparameters& h, at::TensorList params, const
     }
     at::Tensor param = params[i];
     at::Tensor* buffer = h.momentum > 0.0 ? &state.momentum_buffers[i] : nullptr;
-    apply_update(rule, lr, param, directions[i], buffer, gate);
+    if (parameter_rule(h, blockings[i].dims) == ParameterRule::kGrafted) {
+      GradientElements e = gradient_elements(h, i, params, grads, corrections, state, {});
+      grafted_step(gradient_rule(h), rule, lr, e, buffer, gate);
+    } else {
+      apply_update(rule, lr, param, directions[i], buffer, gate);
+    }
   }
 }
 
@@ -254,7 +269,7 @@ void check_state(const ShampooHyperparameters& h, at::TensorList params, at::Ten
   check_starts(state.second_moment_starts, params, "second_moment_starts");
   Tensors with_diagonal;
   for (size_t i = 0; i < params.size(); ++i) {
-    if (blockings[i].shapes.empty()) {
+    if (parameter_rule(h, blockings[i].dims) == ParameterRule::kDiagonal) {
       with_diagonal.push_back(params[i]);
     }
   }
@@ -267,20 +282,9 @@ bool uses_second_moment(const ShampooHyperparameters& h) {
   return h.grafting.has_value() && *h.grafting != "sgd";
 }
 
-bool has_diagonal_preconditioner(at::IntArrayRef shape, int64_t block_size, bool merge_dims,
-                                 const std::string& preconditioner_1d) {
-  const auto dims = merged_dims(shape, block_size, merge_dims);
-  return (preconditioner_1d == "diagonal" && dims.size() == 1) ||
-         make_blocking(dims, block_size).shapes.empty();
-}
-
-MatrixStacks shampoo_init_state(at::TensorList params, int64_t block_size, bool merge_dims,
-                                const std::string& preconditioner_1d,
-                                const std::optional<std::string>& root_dtype) {
+MatrixStacks shampoo_init_state(const ShampooHyperparameters& h, at::TensorList params) {
   c10::NoGradGuard no_grad;
-  return make_stacks(
-      params, make_blockings(params, block_size, merge_dims, preconditioner_1d == "diagonal"),
-      root_dtype);
+  return make_stacks(params, make_blockings(params, h), h.root_dtype);
 }
 
 void shampoo_step(const ShampooHyperparameters& h, at::TensorList params, at::TensorList grads,
@@ -341,7 +345,7 @@ void shampoo_step(const ShampooHyperparameters& h, at::TensorList params, at::Te
   // Weight decay, momentum, p <- p - lr d.
   fused.update();
   use_grafting_at_first(h, schedule, fused, state.steps, x.f, x.d);
-  apply_updates(h, params, fused, x.d, state, gate);
+  apply_updates(h, params, grads, blockings, fused, x.d, corrections, state, gate);
 }
 
 void shampoo_update_preconditioners(const ShampooHyperparameters& h, at::TensorList params,

@@ -29,7 +29,9 @@ struct ShampooHyperparameters {
   bool merge_dims = true;
   std::optional<double> exponent;
   std::string preconditioner_1d = "diagonal";  // or "full"
-  std::optional<std::string> grafting;         // "sgd", "adagrad", "rmsprop" or "adam"
+  bool preconditioned = true;
+  std::optional<int64_t> max_preconditioned_dim = 16384;
+  std::optional<std::string> grafting;  // "sgd", "adagrad", "rmsprop" or "adam"
   double grafting_eps = 1e-8;
   double grafting_beta2 = 0.999;  // resolved: never None here
   int64_t start_preconditioning_step = 1;
@@ -52,7 +54,7 @@ struct ShampooState {
   std::vector<at::Tensor> statistics;  // all slots of all parameters, in (param, slot) order
   std::vector<at::Tensor> roots;       // the same order; all of one dtype (see root_dtype)
   std::vector<at::Tensor> root_failures;  // the same order; int32 [count]
-  std::vector<at::Tensor> diagonals;      // of the parameters with the diagonal rule, in order
+  std::vector<at::Tensor> diagonals;      // of those with ParameterRule::kDiagonal, in order
   std::vector<at::Tensor> exp_avgs;       // one a parameter if beta1 > 0, else empty
   std::vector<at::Tensor>
       grafting_second_moments;               // one a parameter unless grafting is None or "sgd"
@@ -63,15 +65,10 @@ struct ShampooState {
   at::Tensor status;  // int64 [kStatusSize], see step_status.h
 };
 
-// Whether the parameter has a diagonal preconditioner: order 0 or 1 after squeezing and merging,
-// with preconditioner_1d = "diagonal". Such a parameter has no slots.
-bool has_diagonal_preconditioner(at::IntArrayRef shape, int64_t block_size, bool merge_dims,
-                                 const std::string& preconditioner_1d);
-
-// Zero statistics, identity roots and zero failure counts for `params`, stacked by block shape.
-MatrixStacks shampoo_init_state(at::TensorList params, int64_t block_size, bool merge_dims,
-                                const std::string& preconditioner_1d,
-                                const std::optional<std::string>& root_dtype);
+// Zero statistics, identity roots and zero failure counts for `params`, stacked by block shape;
+// parameters that no matrices precondition (optim/shampoo_rules.h) have no slots.
+MatrixStacks shampoo_init_state(const ShampooHyperparameters& hyperparameters,
+                                at::TensorList params);
 
 // One step of one parameter group. `params` and `grads` have the same length and no undefined
 // gradient. `host_steps` are the steps each parameter has taken, for the root schedule alone;

@@ -55,6 +55,7 @@ void StackedOptimizer::check_group_states(size_t group,
                       " with ", state->layout_, ", and a step with ", layout(options),
                       " cannot use it; change that back, or erase the parameter from state() to "
                       "start afresh");
+    check_state(options, param, *state);
   }
 }
 

@@ -31,6 +31,9 @@ CASES: dict[str, Make] = {
         block_size=4,
         preconditioner_1d="full",
     ),
+    "shampoo_w": _case(  # the wider weight of mlp() is not preconditioned
+        torchium.ShampooW, lr=0.01, update_freq=2, max_preconditioned_dim=5
+    ),
     "adagrad": _case(torchium.Adagrad, lr=0.05, lr_decay=0.01, weight_decay=0.01),
     "adagrad_full": _case(
         torchium.Adagrad, lr=0.05, eps=1e-2, full_matrix=True, block_size=8, update_freq=2

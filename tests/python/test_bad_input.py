@@ -57,6 +57,8 @@ BAD_OPTIONS = {
         "merge_dims": NO_FLAG,
         "exponent": [0.0, 0.5, *NOT_FINITE, "-0.5", True],
         "preconditioner_1d": ["Diagonal", "none", None, 1],
+        "preconditioned": NO_FLAG,
+        "max_preconditioned_dim": [n for n in NO_COUNT if n is not None],
         "grafting": ["SGD", "lamb", 1, False],
         "grafting_eps": NON_NEGATIVE,
         "grafting_beta2": [1.0, -0.1, *NOT_FINITE, "0.9", True],

@@ -29,6 +29,11 @@ OPTIONS = {
     "rmsprop": {"grafting": "rmsprop", "grafting_beta2": 0.9, "start_preconditioning_step": 3},
     "late": {"betas": (0.9, 0.99), "start_preconditioning_step": 4},
     "full_vectors": {"preconditioner_1d": "full", "grafting": "adam", "betas": (0.9, 0.99)},
+    "unpreconditioned": {"preconditioned": False, "grafting": "sgd", "betas": (0.9, 0.95)},
+    "unpreconditioned_adam": {"preconditioned": False, "grafting": "adam", "betas": (0.9, 0.95)}
+    | {"momentum": 0.5, "weight_decay": 0.1},
+    "limit": {"max_preconditioned_dim": 39, "grafting": "adam", "betas": (0.9, 0.95)},
+    "limit_plain": {"max_preconditioned_dim": 39, "momentum": 0.5},
     "blocks_of_one": {"block_size": 1, "grafting": "sgd", "betas": (0.0, 0.9)},
     "whole": {"block_size": 512, "relative_eps": 1e-6, "betas": (0.9, 0.99)},
 }

@@ -78,6 +78,7 @@ def test_available_optimizers_are_sorted_and_can_all_be_created():
     "documented",
     [
         torchium.Shampoo,
+        torchium.ShampooW,
         torchium.Adagrad,
         torchium.KFAC,
         torchium.NaturalGradient,
@@ -108,6 +109,8 @@ SIGNATURES = {
             "merge_dims": True,
             "exponent": None,
             "preconditioner_1d": "diagonal",
+            "preconditioned": True,
+            "max_preconditioned_dim": 16384,
             "grafting": None,
             "grafting_eps": 1e-8,
             "grafting_beta2": None,

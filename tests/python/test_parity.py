@@ -165,6 +165,7 @@ def test_a_cpp_archive_goes_on_like_an_uninterrupted_python_run(full_matrix):
         ("Shampoo", {"relative_eps": -1.0}),
         ("Shampoo", {"block_size": 0}),
         ("Shampoo", {"preconditioner_1d": "none"}),
+        ("Shampoo", {"max_preconditioned_dim": 0}),
         ("Shampoo", {"grafting": "lion"}),
         ("Shampoo", {"grafting_eps": -1.0}),
         ("Shampoo", {"grafting_beta2": 1.5}),

@@ -42,6 +42,14 @@ SHAMPOO: dict[str, dict[str, Any]] = {
     "grafting_adagrad_ema": dict(grafting="adagrad", betas=(0.9, 0.95), grafting_eps=1e-3),
     "grafting_rmsprop_ema": dict(grafting="rmsprop", betas=(0.9, 0.95), grafting_beta2=0.9),
     "grafting_adam_ema": dict(grafting="adam", betas=(0.9, 0.95), preconditioner_1d="full"),
+    "unpreconditioned": dict(preconditioned=False),
+    "unpreconditioned_sgd": dict(preconditioned=False, grafting="sgd", betas=(0.9, 0.95)),
+    "unpreconditioned_adam": dict(
+        preconditioned=False, grafting="adam", betas=(0.9, 0.95), momentum=0.5, nesterov=True,
+        weight_decay=0.1, decoupled_weight_decay=True, start_preconditioning_step=5, lr=1e-3,
+    ),
+    "limit": dict(max_preconditioned_dim=9, grafting="adam", betas=(0.9, 0.95), weight_decay=0.1),
+    "limit_plain": dict(max_preconditioned_dim=8),
     "everything": dict(
         betas=(0.9, 0.95), momentum=0.7, nesterov=True, weight_decay=0.05,
         decoupled_weight_decay=True, relative_eps=1e-3, merge_dims=False, exponent=-0.2,

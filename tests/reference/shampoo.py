@@ -37,6 +37,8 @@ class ReferenceShampoo:
         merge_dims: bool = True,
         exponent: float | None = None,
         preconditioner_1d: str = "diagonal",
+        preconditioned: bool = True,
+        max_preconditioned_dim: int | None = 16384,
         grafting: str | None = None,
         grafting_eps: float = 1e-8,
         grafting_beta2: float | None = None,
@@ -57,6 +59,8 @@ class ReferenceShampoo:
         self.merge_dims = merge_dims
         self.exponent = exponent
         self.preconditioner_1d = preconditioner_1d
+        self.preconditioned = preconditioned
+        self.max_preconditioned_dim = max_preconditioned_dim
         self.grafting = grafting
         self.grafting_eps = grafting_eps
         if grafting_beta2 is None:
@@ -121,8 +125,12 @@ class ReferenceShampoo:
     ) -> Tensor:
         """m preconditioned block by block, each block scaled to the norm of its grafted one."""
         shape = preconditioned_shape(g.shape, self.block_size, self.merge_dims)
-        diagonal = len(shape) <= 1 and self.preconditioner_1d == "diagonal"
-        shape = shape or [1]
+        excluded = not self._is_preconditioned(shape)
+        if excluded and self.grafting in ("adagrad", "rmsprop", "adam"):
+            assert graft is not None
+            return graft
+        diagonal = excluded or (len(shape) <= 1 and self.preconditioner_1d == "diagonal")
+        shape = [g.numel()] if excluded else shape or [1]
         direction = torch.empty(shape, dtype=g.dtype)
         for block in blocks_of(shape, self.block_size):
             key = tuple((piece.start, piece.stop) for piece in block)
@@ -137,6 +145,10 @@ class ReferenceShampoo:
                 d = d * (graft.reshape(shape)[block].norm() / norm if norm > 0 else 0.0)
             direction[block] = d
         return direction.reshape(g.shape)
+
+    def _is_preconditioned(self, shape: list[int]) -> bool:
+        limit = self.max_preconditioned_dim
+        return self.preconditioned and (limit is None or max(shape, default=1) <= limit)
 
     def _diagonal_rule(self, g: Tensor, m: Tensor, state: dict[str, Any], t: int) -> Tensor:
         state["diagonal"] = self._accumulate(state.get("diagonal", torch.zeros_like(g)), g**2)

@@ -4,19 +4,26 @@
 
 #include "torchium/export.h"
 #include "torchium/optim/memory_report.h"
+#include "torchium/optim/shampoo_report.h"
 #include "torchium/optim/stacked_optimizer.h"
 
+#include <torch/nn/module.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/optimizer.h>
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
+
+namespace torchium::gradients::detail {
+class ModelLayers;
+}
 
 namespace torchium::optim {
 
@@ -51,6 +58,15 @@ struct TORCHIUM_API ShampooOptions
   TORCH_ARG(std::optional<double>, exponent) = std::nullopt;
   /// "diagonal" or "full": the preconditioner of vectors and scalars.
   TORCH_ARG(std::string, preconditioner_1d) = "diagonal";
+  /// false: no matrices precondition the parameters. They take the direction of the grafted method
+  /// itself, whose state they have, where grafting is "adagrad", "rmsprop" or "adam" (as
+  /// from_adamw() has it, where their step is AdamW's); else m (a / c + eps)^(-1/2) by the diagonal
+  /// of the statistics.
+  TORCH_ARG(bool, preconditioned) = true;
+  /// A parameter with a longer dimension, after merge_dims, is treated as with
+  /// preconditioned = false: an embedding or a head with a large vocabulary. Matrices of its other
+  /// dimension alone would cost more than all else of its step. None: no limit; else >= 1.
+  TORCH_ARG(std::optional<int64_t>, max_preconditioned_dim) = 16384;
   /// The method whose step length each block takes: none, "sgd", "adagrad", "rmsprop" or "adam".
   TORCH_ARG(std::optional<std::string>, grafting) = std::nullopt;
   /// Added to the denominator of the grafted method, >= 0.
@@ -116,13 +132,17 @@ struct TORCHIUM_API ShampooParamState : public MatrixParamState {
 
 /// Shampoo on parameters of order 0 to 5.
 ///
-///     torchium::optim::Shampoo optimizer(model->parameters(),
+///     torchium::optim::Shampoo optimizer(*model,
 ///                                        torchium::optim::ShampooOptions(0.1).update_freq(20));
 class TORCHIUM_API Shampoo : public StackedOptimizer {
  public:
   explicit Shampoo(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
                    ShampooOptions defaults = {});
   explicit Shampoo(std::vector<at::Tensor> params, ShampooOptions defaults = {});
+  /// All parameters of the model, each once, under their names there. The parameters of
+  /// torch::nn::Embedding and EmbeddingBag, also where a head shares them, are a second group, with
+  /// preconditioned = false. The model is not kept.
+  explicit Shampoo(const torch::nn::Module& model, ShampooOptions defaults = {});
 
   /// Sets what from_adamw() shall not choose itself; called with the options of every group.
   using AdjustOptions = std::function<void(ShampooOptions&)>;
@@ -145,6 +165,11 @@ class TORCHIUM_API Shampoo : public StackedOptimizer {
   static Shampoo from_adamw(std::vector<at::Tensor> params,
                             const torch::optim::AdamWOptions& defaults = {},
                             const AdjustOptions& adjust = nullptr);
+  /// The same for the parameters of a model, in the groups of Shampoo(model): embeddings step as
+  /// with AdamW.
+  static Shampoo from_adamw(const torch::nn::Module& model,
+                            const torch::optim::AdamWOptions& defaults = {},
+                            const AdjustOptions& adjust = nullptr);
 
   /// Computes all roots from the statistics at once, whatever update_freq says. With
   /// capturable = true this is the only thing that changes them.
@@ -158,19 +183,29 @@ class TORCHIUM_API Shampoo : public StackedOptimizer {
   /// it takes, for the others that require a gradient what it will take. Allocates nothing.
   MemoryReport memory_report() const;
 
+  /// What it does with each parameter: the rule, the blocks or the reason, and the bytes of state.
+  ShampooReport report() const;
+
  protected:
   void check_options(const Options& options) const override;
   std::unique_ptr<SecondOrderParamState> make_empty_state() const override;
   void init_parameter_shaped(const Options& options, const at::Tensor& param,
                              SecondOrderParamState& state) const override;
   detail::MatrixStacks init_stacks(const Options& options, at::TensorList params) const override;
+  void check_state(const Options& options, const at::Tensor& param,
+                   const SecondOrderParamState& state) const override;
   std::string layout(const Options& options) const override;
   void init_averages(const Options& options, const at::Tensor& param,
                      SecondOrderParamState& state) const override;
   void step_group(const Options& options, detail::GroupStep& step) const override;
   const char* root_remedy() const override;
+  std::string describe(const at::Tensor& param) const override;
   int64_t max_root_failures(const Options& options) const override;
   bool capturable(const Options& options) const override;
+
+ private:
+  // Of the model that it was given, else null.
+  std::shared_ptr<const gradients::detail::ModelLayers> layers_;
 };
 
 }  // namespace torchium::optim

@@ -56,6 +56,10 @@ class TORCHIUM_API StackedOptimizer : public SecondOrderOptimizer {
   // Creates the averages that these options need from the first step on.
   virtual void init_averages(const Options& options, const at::Tensor& param,
                              SecondOrderParamState& state) const {}
+  // Throws c10::ValueError where the state of a parameter has the right shapes, but these options
+  // need another kind.
+  virtual void check_state(const Options& options, const at::Tensor& param,
+                           const SecondOrderParamState& state) const {}
   // Initial matrices of `params`.
   virtual detail::MatrixStacks init_stacks(const Options& options, at::TensorList params) const = 0;
   // One step of one group.

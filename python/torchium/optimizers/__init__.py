@@ -3,9 +3,12 @@
 from ._memory import GroupMemory as GroupMemory
 from ._memory import MemoryReport as MemoryReport
 from ._memory import StateMemory as StateMemory
+from ._report import ParameterReport as ParameterReport
+from ._report import ShampooReport as ShampooReport
 from .adagrad import Adagrad
 from .kfac import KFAC
 from .natural_gradient import NaturalGradient
 from .shampoo import Shampoo
+from .shampoo_w import ShampooW
 
-__all__ = ["KFAC", "Adagrad", "NaturalGradient", "Shampoo"]
+__all__ = ["KFAC", "Adagrad", "NaturalGradient", "Shampoo", "ShampooW"]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import Optimizer
 
 from ._options import number
 
@@ -18,19 +18,17 @@ OPTIONS_BESIDE_ADAMW: dict[str, Any] = {
     "exponent": -0.5,
     "relative_eps": 1e-4,
     "update_freq": 10,
-}
-ADAMW_DEFAULTS: dict[str, Any] = {
-    "lr": 1e-3,
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "weight_decay": 1e-2,
     "decoupled_weight_decay": True,
 }
 # How PyTorch runs its own step; without a meaning for ours.
 _IMPLEMENTATION = ("foreach", "fused")
 # What an AdamW instance says itself. Its `capturable` is not taken over: see Shampoo.from_adamw.
 _OF_THE_INSTANCE = (
-    *ADAMW_DEFAULTS,
+    "lr",
+    "betas",
+    "eps",
+    "weight_decay",
+    "decoupled_weight_decay",
     *_IMPLEMENTATION,
     "amsgrad",
     "maximize",
@@ -39,18 +37,13 @@ _OF_THE_INSTANCE = (
 
 
 def adopt(
-    optimizer_or_params: Optimizer | ParamsT, hyperparameters: Mapping[str, Any]
-) -> tuple[ParamsT, dict[str, Any]]:
-    """The parameter groups and the default options of the Shampoo that takes over."""
-    if not isinstance(optimizer_or_params, Optimizer):
-        return _groups_of_params(optimizer_or_params), {
-            **OPTIONS_BESIDE_ADAMW,
-            **shampoo_options({**ADAMW_DEFAULTS, **hyperparameters}),
-        }
-    if not isinstance(optimizer_or_params, torch.optim.Adam):  # AdamW is a subclass
+    optimizer: Optimizer, hyperparameters: Mapping[str, Any]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Parameter groups and defaults, in AdamW's terms, of what takes the place of ``optimizer``."""
+    if not isinstance(optimizer, torch.optim.Adam):  # AdamW is a subclass
         raise ValueError(
             "optimizer_or_params must be a torch.optim.AdamW or torch.optim.Adam, or parameters, "
-            f"got {type(optimizer_or_params).__name__}"
+            f"got {type(optimizer).__name__}"
         )
     known = sorted(name for name in hyperparameters if name in _OF_THE_INSTANCE)
     if known:
@@ -58,14 +51,11 @@ def adopt(
             f"{known[0]}={hyperparameters[known[0]]!r} cannot be given beside an optimizer, which "
             "has its own; set it in the param_groups of either optimizer, or pass parameters"
         )
-    options = {**OPTIONS_BESIDE_ADAMW, **hyperparameters}
     groups = [
-        {**shampoo_options({**group, "capturable": False}), **hyperparameters}
-        | {"params": list(group["params"])}
-        for group in optimizer_or_params.param_groups
+        {**group, "capturable": False, **hyperparameters, "params": list(group["params"])}
+        for group in optimizer.param_groups
     ]
-    defaults = shampoo_options({**optimizer_or_params.defaults, "capturable": False})
-    return groups, {**defaults, **options}
+    return groups, {**optimizer.defaults, "capturable": False, **hyperparameters}
 
 
 def shampoo_options(adamw: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,14 +78,6 @@ def shampoo_options(adamw: Mapping[str, Any]) -> dict[str, Any]:
         options["eps"] = eps * eps
         options.setdefault("grafting_eps", eps)
     return options
-
-
-def _groups_of_params(params: ParamsT) -> ParamsT:
-    """Groups whose own options are AdamW's become groups with Shampoo's."""
-    if isinstance(params, Tensor) or not isinstance(params, Iterable):
-        return params  # torch's own message is clear
-    items: list[Any] = [shampoo_options(p) if isinstance(p, dict) else p for p in params]
-    return items
 
 
 def _plain_numbers(betas: Any) -> Any:

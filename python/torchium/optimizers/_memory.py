@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from torch import Tensor
 
 from ._parameters import State
+from ._tables import aligned
 
 # Keys of the state of a parameter, without the number of a slot -> the kind that they count as.
 _KINDS = {
@@ -114,14 +115,7 @@ class MemoryReport:
                 ),
             ],
         ]
-        widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
-        return "\n".join(
-            "  ".join(
-                [cells[0].ljust(widths[0])]
-                + [c.rjust(w) for c, w in zip(cells[1:], widths[1:], strict=True)]
-            )
-            for cells in table
-        )
+        return aligned(table, left=1)
 
 
 def state_memory(states: Iterable[State]) -> StateMemory:

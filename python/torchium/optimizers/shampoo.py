@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from ._adamw import adopt
 from ._base import StepArguments
 from ._memory import GroupMemory, MemoryReport, state_memory
+from ._model_groups import model_groups
 from ._monitor import refuse_capture
 from ._options import (
     Check,
@@ -22,8 +23,12 @@ from ._options import (
     optional,
     pair,
 )
-from ._parameters import State, state_zeros
+from ._parameters import State, parameter_name, short_name, state_zeros
+from ._report import ParameterReport, ShampooReport
 from ._stacked import StackedOptimizer, matrix_lists, start_list
+
+if TYPE_CHECKING:
+    from .shampoo_w import ShampooW
 
 _BUFFERED_GRAFTING = ("adagrad", "rmsprop", "adam")
 
@@ -74,9 +79,11 @@ class Shampoo(StackedOptimizer):
     `arXiv:2309.06497 <https://arxiv.org/abs/2309.06497>`_.
 
     Args:
-        params (iterable): parameters, named parameters or dicts of parameter groups; dense, real,
-            float32, float64, bfloat16 or float16, of any order. Every option below may be set for
-            a group.
+        params (Module or iterable): a model: all its parameters, each once, under their names
+            there; those of ``nn.Embedding`` and ``nn.EmbeddingBag``, also where a head shares them,
+            are a second group, with ``preconditioned=False``. Or parameters, named parameters or
+            dicts of parameter groups. All are dense, real, float32, float64, bfloat16 or float16, of
+            any order. Every option below may be set for a group.
         lr (float or Tensor): learning rate, at least 0. A tensor has one element (default: 0.03).
         eps (float): damping added to the statistics before the root (default: 1e-4).
         update_freq (int): steps between two computations of the roots (default: 100).
@@ -97,6 +104,14 @@ class Shampoo(StackedOptimizer):
         preconditioner_1d (str): ``"diagonal"`` keeps the diagonal alone for parameters of order 0
             and 1, as biases and norms are: :math:`(a + \text{eps})^{-1/2}`, renewed in every step;
             ``"full"`` treats them as the others, with :math:`k = 1` (default: "diagonal").
+        preconditioned (bool): False: no matrices precondition the parameters. They take the
+            direction of the grafted method itself, with its state alone, where ``grafting`` is
+            ``"adagrad"``, ``"rmsprop"`` or ``"adam"``: in a :class:`ShampooW` that is AdamW's step.
+            Else they take the diagonal rule above (default: True).
+        max_preconditioned_dim (int, optional): parameters with a longer dimension, after
+            ``merge_dims``, are treated as with ``preconditioned=False``: an embedding or a head with
+            a large vocabulary. Matrices of its other dimension alone would cost more than all else
+            of its step. None: no limit (default: 16384).
         grafting (str, optional): None, ``"sgd"``, ``"adagrad"``, ``"rmsprop"`` or ``"adam"``
             (default: None).
         grafting_eps (float): added to the denominator of the grafted method (default: 1e-8).
@@ -156,6 +171,8 @@ class Shampoo(StackedOptimizer):
         "merge_dims": flag,
         "exponent": optional(number(-float("inf"), 0.0)),
         "preconditioner_1d": choice("diagonal", "full"),
+        "preconditioned": flag,
+        "max_preconditioned_dim": optional(integer(1)),
         "grafting": choice(None, "sgd", *_BUFFERED_GRAFTING),
         "grafting_eps": number(0.0),
         "grafting_beta2": optional(number(0.0, 1.0)),
@@ -167,14 +184,22 @@ class Shampoo(StackedOptimizer):
         "maximize": flag,
         "capturable": flag,
     }
-    _LAYOUT_OPTIONS = ("block_size", "merge_dims", "preconditioner_1d", "root_dtype")
+    _LAYOUT_OPTIONS = (
+        "block_size",
+        "merge_dims",
+        "preconditioner_1d",
+        "preconditioned",
+        "max_preconditioned_dim",
+        "grafting",
+        "root_dtype",
+    )
     _ELEMENTWISE = ("step", "diagonal")
     _BUFFERS = ("exp_avg", "grafting_second_moment", "momentum_buffer")
     _STARTS: ClassVar[dict[str, str]] = {key: f"{key}_start" for key in _BUFFERS[:2]}
 
     def __init__(
         self,
-        params: ParamsT,
+        params: ParamsT | nn.Module,
         lr: float | Tensor = 0.03,
         eps: float = 1e-4,
         update_freq: int = 100,
@@ -189,6 +214,8 @@ class Shampoo(StackedOptimizer):
         merge_dims: bool = True,
         exponent: float | None = None,
         preconditioner_1d: str = "diagonal",
+        preconditioned: bool = True,
+        max_preconditioned_dim: int | None = 16384,
         grafting: str | None = None,
         grafting_eps: float = 1e-8,
         grafting_beta2: float | None = None,
@@ -214,6 +241,8 @@ class Shampoo(StackedOptimizer):
             "merge_dims": merge_dims,
             "exponent": exponent,
             "preconditioner_1d": preconditioner_1d,
+            "preconditioned": preconditioned,
+            "max_preconditioned_dim": max_preconditioned_dim,
             "grafting": grafting,
             "grafting_eps": grafting_eps,
             "grafting_beta2": grafting_beta2,
@@ -225,36 +254,29 @@ class Shampoo(StackedOptimizer):
             "maximize": maximize,
             "capturable": capturable,
         }
-        super().__init__(params, defaults)
+        super().__init__(
+            model_groups(params) if isinstance(params, nn.Module) else params, defaults
+        )
 
-    @classmethod
+    @staticmethod
     def from_adamw(
-        cls, optimizer_or_params: Optimizer | ParamsT, **hyperparameters: Any
-    ) -> Shampoo:
-        """The Shampoo that takes the place of AdamW: same step lengths, better directions.
+        optimizer_or_params: Optimizer | ParamsT | nn.Module, **hyperparameters: Any
+    ) -> ShampooW:
+        """A :class:`ShampooW` in the place of an AdamW, or with AdamW's keywords.
 
-        It grafts Adam and keeps AdamW's ``lr``, ``betas``, ``eps`` and decoupled weight decay, so
-        that learning rates and schedules that were right for AdamW are right here. Every block of a
-        matrix takes a step of the length that AdamW would take there; parameters of order 0 and 1, as
-        biases and norms are, step as with AdamW. Its other options were chosen by experiment
-        (``docs/choosing_and_tuning.md``) and may be given too. State starts fresh: the statistics
-        are those of no earlier step, and one step count serves all bias corrections.
+        Every block of a matrix takes a step of the length that AdamW would take there; parameters of
+        order 0 and 1, as biases and norms are, and those that are not ``preconditioned`` step as
+        with AdamW. State starts fresh: the statistics are those of no earlier step, and one step
+        count serves all bias corrections.
 
         Args:
-            optimizer_or_params (Optimizer or iterable): a :class:`torch.optim.AdamW`, or a
+            optimizer_or_params (Optimizer, Module or iterable): a :class:`torch.optim.AdamW`, or a
                 :class:`torch.optim.Adam`, whose weight decay is an L2 penalty: parameter groups are
                 taken over with all their options, names of parameters and keys of schedulers. It is
-                not changed, and must not be stepped any more. Or parameters, named parameters or
-                dicts of parameter groups, where ``eps`` and ``betas`` are AdamW's too.
-            **hyperparameters: AdamW's, unless an optimizer is given: ``lr`` (default: 1e-3),
-                ``betas`` (default: (0.9, 0.999)), ``eps`` (default: 1e-8), ``weight_decay``
-                (default: 1e-2), ``maximize``; ``foreach`` and ``fused`` say how PyTorch runs its own
-                step and are ignored. And all other options of :class:`Shampoo`, beside its defaults
-                here: ``grafting="adam"``, ``exponent=-0.5``, ``relative_eps=1e-4``,
-                ``update_freq=10``. ``eps`` of Shampoo becomes the square of AdamW's,
-                ``grafting_eps`` is AdamW's ``eps``.
-                ``capturable`` is Shampoo's: it is not taken over from an optimizer, because roots
-                are then left to :meth:`update_preconditioners`.
+                not changed, and must not be stepped any more. Or what :class:`ShampooW` takes.
+            **hyperparameters: those of :class:`ShampooW`; beside an optimizer only what AdamW does
+                not have. ``capturable`` is not taken over from an optimizer, because roots are then
+                left to :meth:`update_preconditioners`.
 
         Raises:
             ValueError: ``amsgrad=True`` or ``differentiable=True``; another kind of optimizer; an
@@ -262,12 +284,16 @@ class Shampoo(StackedOptimizer):
 
         Example:
             >>> model = torch.nn.Linear(10, 2)
-            >>> optimizer = torchium.Shampoo.from_adamw(model.parameters(), lr=1e-3)
+            >>> optimizer = torchium.Shampoo.from_adamw(model, lr=1e-3)
             >>> adamw = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95))
             >>> optimizer = torchium.Shampoo.from_adamw(adamw, update_freq=20)
         """
-        params, options = adopt(optimizer_or_params, hyperparameters)
-        return cls(params, **options)
+        from .shampoo_w import ShampooW  # a subclass of this one
+
+        if not isinstance(optimizer_or_params, Optimizer):
+            return ShampooW(optimizer_or_params, **hyperparameters)
+        groups, options = adopt(optimizer_or_params, hyperparameters)
+        return ShampooW(groups, **options)
 
     @torch.no_grad()
     def update_preconditioners(self) -> None:
@@ -284,6 +310,8 @@ class Shampoo(StackedOptimizer):
         self._raise_failures()
         for index, group in enumerate(self.param_groups):
             params = [p for p in group["params"] if self._has_state(p)]
+            if self._layouts.get(index) != self._layout(group):
+                self._check_rules(index, group, {p: self.state[p] for p in params})
             for device in sorted({p.device for p in params}, key=str):
                 on_device = [p for p in params if p.device == device]
                 self._launch_update(index, group, device, on_device)
@@ -308,19 +336,59 @@ class Shampoo(StackedOptimizer):
         """
         return MemoryReport(tuple(self._group_memory(group) for group in self.param_groups))
 
+    def report(self) -> ShampooReport:
+        """What it does with each parameter: the rule, the blocks or the reason, the bytes of state.
+
+        Nothing is allocated for that.
+
+        Returns:
+            A report with one entry a parameter in ``parameters``; ``print`` shows a table.
+
+        Example:
+            >>> print(torchium.Shampoo(model).report())
+        """
+        lines = []
+        for index, group in enumerate(self.param_groups):
+            planned = self._planned_state(group)
+            rules = zip(*self._rules(group, group["params"]), strict=True)
+            for param, (rule, detail) in zip(group["params"], rules, strict=True):
+                state = self.state[param] if self._has_state(param) else planned.get(param)
+                if state is None:
+                    state, rule, detail = {}, "none", "requires no gradient"
+                name, size = short_name(index, group, param), state_memory([state]).total
+                lines.append(ParameterReport(name, tuple(param.shape), index, rule, detail, size))
+        return ShampooReport(tuple(lines))
+
+    def _rules(self, group: dict[str, Any], params: list[Tensor]) -> tuple[list[str], list[str]]:
+        """The rule of each parameter, and what there is to say about it."""
+        return torch.ops.torchium.shampoo_rules(  # type: ignore[no-any-return]
+            params,
+            block_size=group["block_size"],
+            merge_dims=group["merge_dims"],
+            preconditioner_1d=group["preconditioner_1d"],
+            preconditioned=group["preconditioned"],
+            max_preconditioned_dim=group["max_preconditioned_dim"],
+            exponent=group["exponent"],
+            grafting=group["grafting"],
+        )
+
+    def _planned_state(self, group: dict[str, Any]) -> dict[Tensor, State]:
+        """The state that parameters without one will have, on the device "meta"."""
+        planned = [p for p in group["params"] if not self._has_state(p) and p.requires_grad]
+        shapes = [p.detach().to("meta") for p in planned]
+        fresh = self._fresh_state(group, shapes)
+        for shape, state in fresh.items():
+            state.update({key: state_zeros(shape) for key in self._needed_buffers(group)})
+        return {param: fresh[shape] for param, shape in zip(planned, shapes, strict=True)}
+
     def _group_memory(self, group: dict[str, Any]) -> GroupMemory:
         with_state = [p for p in group["params"] if self._has_state(p)]
-        planned = [p for p in group["params"] if not self._has_state(p) and p.requires_grad]
-        counted = with_state + planned
-        shapes = [p.detach().to("meta") for p in planned]
-        fresh = list(self._fresh_state(group, shapes).values())
-        buffers = [
-            {key: state_zeros(shape) for key in self._needed_buffers(group)} for shape in shapes
-        ]
+        planned = self._planned_state(group)
+        counted = [*with_state, *planned]
         return GroupMemory(
             elements=sum(p.numel() for p in counted),
             parameters=sum(p.nbytes for p in counted),
-            state=state_memory([*(self.state[p] for p in with_state), *fresh, *buffers]),
+            state=state_memory([*(self.state[p] for p in with_state), *planned.values()]),
             temporaries=torch.ops.torchium.shampoo_step_temporaries(
                 counted,
                 weight_decay=group["weight_decay"],
@@ -329,6 +397,8 @@ class Shampoo(StackedOptimizer):
                 block_size=group["block_size"],
                 merge_dims=group["merge_dims"],
                 preconditioner_1d=group["preconditioner_1d"],
+                preconditioned=group["preconditioned"],
+                max_preconditioned_dim=group["max_preconditioned_dim"],
                 grafting=group["grafting"],
                 root_method=group["root_method"],
                 maximize=group["maximize"],
@@ -355,6 +425,8 @@ class Shampoo(StackedOptimizer):
             merge_dims=group["merge_dims"],
             exponent=group["exponent"],
             preconditioner_1d=group["preconditioner_1d"],
+            preconditioned=group["preconditioned"],
+            max_preconditioned_dim=group["max_preconditioned_dim"],
             root_method=group["root_method"],
         )
         self._monitor.watch(key, params)
@@ -374,13 +446,44 @@ class Shampoo(StackedOptimizer):
             block_size=group["block_size"],
             merge_dims=group["merge_dims"],
             preconditioner_1d=group["preconditioner_1d"],
+            preconditioned=group["preconditioned"],
+            max_preconditioned_dim=group["max_preconditioned_dim"],
             root_dtype=group["root_dtype"],
         )
 
     def _elementwise_state(self, param: Tensor, group: dict[str, Any], has_matrices: bool) -> State:
-        if has_matrices:
-            return {}
-        return {"diagonal": state_zeros(param)}
+        (rule,), _ = self._rules(group, [param])
+        return {"diagonal": state_zeros(param)} if rule == "diagonal" else {}
+
+    def _stacked_state(
+        self,
+        index: int,
+        group: dict[str, Any],
+        params: list[Tensor],
+        old: dict[Tensor, dict[str, Any]],
+    ) -> dict[Tensor, State]:
+        self._check_rules(index, group, old)
+        return super()._stacked_state(index, group, params, old)
+
+    def _check_rules(
+        self, index: int, group: dict[str, Any], old: dict[Tensor, dict[str, Any]]
+    ) -> None:
+        """Refuses state of parameters that matrices precondition by now, or no more."""
+        rules = zip(*self._rules(group, list(old)), strict=True)
+        for (param, state), (rule, detail) in zip(old.items(), rules, strict=True):
+            name = parameter_name(index, group, param)
+            if "statistics.0" in state and rule != "preconditioned":
+                raise ValueError(
+                    f"unexpected matrices in the state of {name}, which none precondition by the "
+                    f"options of its group ({detail}); set them back, for a checkpoint of an earlier "
+                    "version preconditioned=True and max_preconditioned_dim=None"
+                )
+            if "statistics.0" not in state and rule == "preconditioned":
+                raise ValueError(
+                    f"matrices are missing from the state of {name}, which are to precondition it by "
+                    "the options of its group; set back preconditioned, max_preconditioned_dim and "
+                    "preconditioner_1d, which cannot change after its first step"
+                )
 
     def _needed_buffers(self, group: dict[str, Any]) -> tuple[str, ...]:
         needed = (
@@ -427,6 +530,8 @@ class Shampoo(StackedOptimizer):
             merge_dims=group["merge_dims"],
             exponent=group["exponent"],
             preconditioner_1d=group["preconditioner_1d"],
+            preconditioned=group["preconditioned"],
+            max_preconditioned_dim=group["max_preconditioned_dim"],
             grafting=group["grafting"],
             grafting_eps=group["grafting_eps"],
             grafting_beta2=grafting_beta2,

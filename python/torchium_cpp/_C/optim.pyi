@@ -65,6 +65,12 @@ class Shampoo(SecondOrderOptimizer):
     def memory_table(self) -> str:
         """The same as C++ programs print it."""
 
+    def report(self) -> list[dict[str, Any]]:
+        """The rule of each parameter, a dict for each."""
+
+    def report_table(self) -> str:
+        """The same as C++ programs print it."""
+
 class Adagrad(SecondOrderOptimizer):
     """torchium::optim::Adagrad."""
 

@@ -1,0 +1,89 @@
+"""Shampoo with AdamW's signature."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
+
+from ._adamw import OPTIONS_BESIDE_ADAMW, shampoo_options
+from .shampoo import Shampoo
+
+
+class ShampooW(Shampoo):
+    """The Shampoo that takes the place of AdamW: same signature and step lengths, better directions.
+
+    It grafts Adam and keeps the meaning of AdamW's ``lr``, ``betas``, ``eps`` and decoupled weight
+    decay, so that learning rates and schedules that were right for AdamW are right here. Every block
+    of a matrix takes a step of the length that AdamW would take there; parameters of order 0 and 1,
+    as biases and norms are, and those that are not ``preconditioned`` step as with AdamW. The
+    options beside AdamW's were chosen by experiment (``docs/choosing_and_tuning.md``).
+    It stands where a class is expected that is called as :class:`torch.optim.AdamW`, as in
+    ``optimizer_cls_and_kwargs`` of a Trainer; :meth:`Shampoo.from_adamw` makes one too.
+
+    Args:
+        params (Module or iterable): as :class:`Shampoo` takes it. ``eps`` and ``betas`` of parameter
+            groups are AdamW's, also those of :meth:`add_param_group`.
+        lr (float or Tensor): learning rate (default: 1e-3).
+        betas (tuple of two floats): decay of the averages of the gradient, and of its square and
+            the statistics (default: (0.9, 0.999)).
+        eps (float): AdamW's; ``grafting_eps`` of Shampoo, whose own ``eps`` becomes its square
+            (default: 1e-8).
+        weight_decay (float): decoupled weight decay (default: 1e-2).
+        amsgrad (bool): must be False.
+        maximize (bool): go up instead of down (default: False).
+        foreach, fused: say how PyTorch runs its own step, and are ignored.
+        capturable (bool): as in :class:`Shampoo`: roots are then left to
+            :meth:`update_preconditioners` (default: False).
+        differentiable (bool): must be False.
+        **options: all other options of :class:`Shampoo`, beside its defaults here:
+            ``grafting="adam"``, ``exponent=-0.5``, ``relative_eps=1e-4``, ``update_freq=10``.
+
+    ``param_groups`` and checkpoints hold Shampoo's options, so that a :class:`Shampoo` with the same
+    ones can load a checkpoint of this class, and the other way round.
+
+    Raises:
+        ValueError: ``amsgrad=True`` or ``differentiable=True``; or as :class:`Shampoo` does.
+
+    Example:
+        >>> model = torch.nn.Linear(10, 2)
+        >>> optimizer = torchium.ShampooW(model, lr=1e-3, weight_decay=0.05)
+    """
+
+    def __init__(
+        self,
+        params: ParamsT | nn.Module,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        **options: Any,
+    ) -> None:
+        adamw = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "capturable": capturable,
+            "differentiable": differentiable,
+        }
+        super().__init__(params, **{**OPTIONS_BESIDE_ADAMW, **shampoo_options(adamw | options)})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a parameter group, whose ``eps`` and ``betas`` are AdamW's.
+
+        Options left out are the optimizer's. Raises ``ValueError``, and adds nothing, as
+        :meth:`Shampoo.add_param_group`.
+        """
+        is_group = isinstance(param_group, dict)  # else torch's own message is clear
+        super().add_param_group(shampoo_options(param_group) if is_group else param_group)
