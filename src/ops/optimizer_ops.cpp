@@ -54,7 +54,7 @@ void shampoo_step_(at::TensorList params, at::TensorList grads, at::TensorList s
                    int64_t start_preconditioning_step, std::string root_method, bool maximize,
                    bool capturable, at::IntArrayRef host_steps,
                    std::optional<std::string> matmul_precision, bool preconditioned,
-                   std::optional<int64_t> max_preconditioned_dim) {
+                   std::optional<int64_t> max_preconditioned_dim, int64_t exponent_warmup) {
   const ShampooHyperparameters h{.lr = lr,
                                  .eps = eps,
                                  .update_freq = update_freq,
@@ -68,6 +68,7 @@ void shampoo_step_(at::TensorList params, at::TensorList grads, at::TensorList s
                                  .block_size = block_size,
                                  .merge_dims = merge_dims,
                                  .exponent = exponent,
+                                 .exponent_warmup = exponent_warmup,
                                  .preconditioner_1d = std::move(preconditioner_1d),
                                  .preconditioned = preconditioned,
                                  .max_preconditioned_dim = max_preconditioned_dim,
@@ -169,8 +170,8 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
       "bool merge_dims, float? exponent, str preconditioner_1d, str? grafting, "
       "float grafting_eps, float grafting_beta2, int start_preconditioning_step, "
       "str root_method, bool maximize, bool capturable, int[] host_steps, "
-      "str? matmul_precision=None, bool preconditioned=True, int? max_preconditioned_dim=None) "
-      "-> ()");
+      "str? matmul_precision=None, bool preconditioned=True, int? max_preconditioned_dim=None, "
+      "int exponent_warmup=0) -> ()");
   m.def(
       "shampoo_update_preconditioners_(Tensor[] params, Tensor[] steps, "
       "Tensor(a!)[] statistics, Tensor(b!)[] roots, Tensor(c!)[] root_failures, "

@@ -65,11 +65,11 @@ Tensors full_matrix_directions(const AdagradHyperparameters& h, at::TensorList p
                                std::vector<MatrixBatch>& batches, at::IntArrayRef host_steps,
                                const StepGate& gate) {
   const auto t = steps_on_host(state.steps, host_steps);
-  std::vector<bool> due;
+  std::vector<int64_t> due_steps;
   bool any_due = false;
   for (const int64_t step : t) {
-    due.push_back(root_is_due(step, 1, h.update_freq));
-    any_due |= due.back();
+    due_steps.push_back(root_is_due(step, 1, h.update_freq) ? step : 0);
+    any_due |= due_steps.back() != 0;
   }
   const std::vector<StepScalar> no_correction(params.size());
   const RootRule rule{h.eps, 0.0, -0.5, h.root_method};
@@ -79,7 +79,7 @@ Tensors full_matrix_directions(const AdagradHyperparameters& h, at::TensorList p
     update_statistics(batch, blocks.back(), 1.0, gate);
   }
   if (any_due) {
-    update_roots(batches, rule, due, no_correction, gate);
+    update_roots(batches, rule, due_steps, no_correction, gate);
     record_root_failures(batches, state.status);
   }
   Tensors directions(params.size());

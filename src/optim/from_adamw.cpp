@@ -13,7 +13,12 @@ using torch::optim::OptimizerParamGroup;
 
 // Python has the same in python/torchium/optimizers/_adamw.py.
 ShampooOptions options_beside_adamw() {
-  return ShampooOptions().grafting("adam").exponent(-0.5).relative_eps(1e-4).update_freq(10);
+  return ShampooOptions()
+      .grafting("adam")
+      .exponent(-0.5)
+      .exponent_warmup(100)
+      .relative_eps(1e-3)
+      .update_freq(10);
 }
 
 template <typename AdamOptions>

@@ -42,6 +42,7 @@ auto option_fields(Options& o) {
       OptionField{"decoupled_weight_decay", o.decoupled_weight_decay()},
       OptionField{"relative_eps", o.relative_eps()}, OptionField{"block_size", o.block_size()},
       OptionField{"merge_dims", o.merge_dims()}, OptionField{"exponent", o.exponent()},
+      OptionField{"exponent_warmup", o.exponent_warmup(), kAddedLater},
       OptionField{"preconditioner_1d", o.preconditioner_1d()},
       OptionField{"preconditioned", o.preconditioned(), kAddedLater},
       OptionField{"max_preconditioned_dim", o.max_preconditioned_dim(), kAddedLater},

@@ -45,23 +45,28 @@ at::Tensor mode_product(const at::Tensor& blocks, const at::Tensor& roots, int64
 
 // Neighbouring due entries, as ranges of matrices that can be renewed in one call.
 struct DueRange {
+  double exponent;
   int64_t start;
   int64_t count;
   std::vector<const MatrixBatch::Entry*> entries;
 };
 
-std::vector<DueRange> due_ranges(const MatrixBatch& batch, const std::vector<bool>& due) {
+std::vector<DueRange> due_ranges(const MatrixBatch& batch, const RootRule& rule,
+                                 const std::vector<int64_t>& due_steps) {
   std::vector<DueRange> ranges;
   for (const auto& entry : batch.entries) {
-    if (!due[entry.param]) {
+    const int64_t t = due_steps[entry.param];
+    if (t == 0) {
       continue;
     }
+    const double exponent = root_exponent(rule, static_cast<int64_t>(batch.sizes.size()), t);
     const int64_t count = entry.shape->count();
-    if (!ranges.empty() && ranges.back().start + ranges.back().count == entry.start) {
+    if (!ranges.empty() && ranges.back().start + ranges.back().count == entry.start &&
+        ranges.back().exponent == exponent) {
       ranges.back().count += count;
       ranges.back().entries.push_back(&entry);
     } else {
-      ranges.push_back({entry.start, count, {&entry}});
+      ranges.push_back({exponent, entry.start, count, {&entry}});
     }
   }
   return ranges;
@@ -316,6 +321,16 @@ void renew_all(const DueGroup& all, const RootRule& rule, double exponent,
 
 }  // namespace
 
+double root_exponent(const RootRule& rule, int64_t order, int64_t t) {
+  const double first = 2.0 * static_cast<double>(order);  // p of -1/(2k)
+  const double last = rule.exponent.has_value() ? -1.0 / *rule.exponent : first;
+  if (t >= rule.exponent_warmup) {
+    return rule.exponent.value_or(-1.0 / first);
+  }
+  const double progress = static_cast<double>(t) / static_cast<double>(rule.exponent_warmup);
+  return -1.0 / (first + std::trunc((last - first) * progress));
+}
+
 bool root_is_due(int64_t t, int64_t start, int64_t update_freq) {
   if (t <= start) {
     return t == start;
@@ -349,18 +364,16 @@ void update_statistics(MatrixBatch& batch, const at::Tensor& gradients, double b
 }
 
 void update_roots(std::vector<MatrixBatch>& batches, const RootRule& rule,
-                  const std::vector<bool>& due, const std::vector<StepScalar>& corrections,
-                  const StepGate& gate) {
+                  const std::vector<int64_t>& due_steps,
+                  const std::vector<StepScalar>& corrections, const StepGate& gate) {
   std::vector<std::vector<DueRange>> ranges;  // of each batch
   ranges.reserve(batches.size());
   std::map<double, DueGroup> by_exponent;
   for (auto& batch : batches) {
-    const size_t order = batch.sizes.size();  // k
-    const double exponent = rule.exponent.value_or(-1.0 / (2.0 * static_cast<double>(order)));
-    ranges.push_back(due_ranges(batch, due));
+    ranges.push_back(due_ranges(batch, rule, due_steps));
     for (const DueRange& range : ranges.back()) {
-      for (size_t mode = 0; mode < order; ++mode) {
-        by_exponent[exponent].push_back({&batch, mode, &range});
+      for (size_t mode = 0; mode < batch.sizes.size(); ++mode) {
+        by_exponent[range.exponent].push_back({&batch, mode, &range});
       }
     }
   }

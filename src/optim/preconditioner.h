@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <string>
 #include <vector>
@@ -20,7 +21,16 @@ struct RootRule {
   double relative_eps = 0.0;
   std::optional<double> exponent;  // none: -1/(2k), k the order of the block
   std::string method = "auto";
+  int64_t exponent_warmup = 0;  // see root_exponent()
 };
+
+// The exponent -1/p of the roots of a block of order k that are renewed in step t. While
+// t < exponent_warmup, p goes from 2k to that of the rule by whole numbers, in equal intervals of t:
+// with few samples small eigenvalues are mostly noise, and would take most of a step.
+double root_exponent(const RootRule& rule, int64_t order, int64_t t);
+
+// A step after every warm-up.
+constexpr int64_t kLateStep = std::numeric_limits<int64_t>::max();
 
 // Roots are accepted up to this residual (linalg/matrix_functions.h, InverseRoot::residual). A
 // right float32 root has about 1e-6, of an iteration at its floor up to 0.07; a failed one is far
@@ -37,13 +47,13 @@ bool root_is_due(int64_t t, int64_t start, int64_t update_freq);
 void update_statistics(MatrixBatch& batch, const at::Tensor& gradients, double beta2,
                        const StepGate& gate);
 
-// Renews the roots of the entries that are `due` (one flag a parameter), from the statistics
-// divided by their parameter's `corrections`. Matrices of one size and exponent are solved
+// Renews the roots of the entries whose parameter is due, from the statistics divided by its
+// `corrections`. `due_steps`: the step t of each parameter that is due, 0 of the others. Matrices of one size and exponent are solved
 // together, whatever their batch and mode. A root that is non-finite or inaccurate is not taken:
 // the old one stays and its failures are counted.
 void update_roots(std::vector<MatrixBatch>& batches, const RootRule& rule,
-                  const std::vector<bool>& due, const std::vector<StepScalar>& corrections,
-                  const StepGate& gate);
+                  const std::vector<int64_t>& due_steps,
+                  const std::vector<StepScalar>& corrections, const StepGate& gate);
 
 // Of roots with fewer bits than the statistics that are renewed at once on a GPU.
 constexpr int64_t kElementsOfCopies = int64_t{1} << 25;

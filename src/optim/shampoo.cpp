@@ -41,6 +41,7 @@ detail::ShampooHyperparameters hyperparameters(const ShampooOptions& o, at::Tens
   h.block_size = o.block_size();
   h.merge_dims = o.merge_dims();
   h.exponent = o.exponent();
+  h.exponent_warmup = o.exponent_warmup();
   h.preconditioner_1d = o.preconditioner_1d();
   h.preconditioned = o.preconditioned();
   h.max_preconditioned_dim = o.max_preconditioned_dim();
@@ -175,6 +176,8 @@ void Shampoo::check_options(const Options& options) const {
   detail::check_at_least_one("block_size", o.block_size());
   TORCH_CHECK_VALUE(!o.exponent() || (std::isfinite(*o.exponent()) && *o.exponent() < 0.0),
                     "exponent must be a finite number below 0, got ", *o.exponent());
+  TORCH_CHECK_VALUE(o.exponent_warmup() >= 0, "exponent_warmup must be at least 0, got ",
+                    o.exponent_warmup());
   detail::check_choice("preconditioner_1d", o.preconditioner_1d(), {"diagonal", "full"});
   if (o.max_preconditioned_dim()) {
     detail::check_at_least_one("max_preconditioned_dim", *o.max_preconditioned_dim());

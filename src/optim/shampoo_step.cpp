@@ -166,12 +166,12 @@ Gradients pass_over_gradients(const ShampooHyperparameters& h, at::TensorList pa
 }
 
 RootRule root_rule(const ShampooHyperparameters& h) {
-  return {h.eps, h.relative_eps, h.exponent, h.root_method};
+  return {h.eps, h.relative_eps, h.exponent, h.root_method, h.exponent_warmup};
 }
 
 // What the host decides about each parameter.
 struct Schedule {
-  std::vector<bool> root_due;
+  std::vector<int64_t> due_steps;  // t where a root is due, else 0
   std::vector<bool> started;  // false: still the first steps, which use the grafted direction
   bool any_root_due = false;
 };
@@ -184,7 +184,7 @@ Schedule make_schedule(const ShampooHyperparameters& h, const Tensors& steps,
   for (size_t i = 0; i < steps.size(); ++i) {
     const bool due =
         !h.capturable && root_is_due(t[i], h.start_preconditioning_step, h.update_freq);
-    schedule.root_due.push_back(due);
+    schedule.due_steps.push_back(due ? t[i] : 0);
     schedule.started.push_back(!host_knows || t[i] >= h.start_preconditioning_step);
     schedule.any_root_due |= due;
   }
@@ -325,7 +325,7 @@ void shampoo_step(const ShampooHyperparameters& h, at::TensorList params, at::Te
   }
   if (schedule.any_root_due) {  // R_i <- (L_i / c + eps I)^(-1/(2k))
     RECORD_FUNCTION("torchium::roots", {});
-    update_roots(batches, root_rule(h), schedule.root_due, corrections.statistics, gate);
+    update_roots(batches, root_rule(h), schedule.due_steps, corrections.statistics, gate);
     record_root_failures(batches, state.status);
   }
   fused.precondition();  // m x_1 R_1 ... x_k R_k
@@ -358,7 +358,7 @@ void shampoo_update_preconditioners(const ShampooHyperparameters& h, at::TensorL
   const auto blockings = make_blockings(params, h);
   auto batches = find_batches(blockings, {state.statistics, state.roots, state.root_failures});
   const auto corrections = bias_corrections(state.steps, h.beta2);
-  const std::vector<bool> all(params.size(), true);
+  const std::vector<int64_t> all(params.size(), kLateStep);
   update_roots(batches, root_rule(h), all, corrections, StepGate::open());
   record_root_failures(batches, state.status);
 }

@@ -56,6 +56,7 @@ BAD_OPTIONS = {
         "block_size": NO_COUNT,
         "merge_dims": NO_FLAG,
         "exponent": [0.0, 0.5, *NOT_FINITE, "-0.5", True],
+        "exponent_warmup": [-1, 1.5, "100", True, None],
         "preconditioner_1d": ["Diagonal", "none", None, 1],
         "preconditioned": NO_FLAG,
         "max_preconditioned_dim": [n for n in NO_COUNT if n is not None],

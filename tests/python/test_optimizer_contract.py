@@ -108,6 +108,7 @@ SIGNATURES = {
             "block_size": 1024,
             "merge_dims": True,
             "exponent": None,
+            "exponent_warmup": 0,
             "preconditioner_1d": "diagonal",
             "preconditioned": True,
             "max_preconditioned_dim": 16384,

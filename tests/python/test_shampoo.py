@@ -37,6 +37,23 @@ def test_roots_are_due_often_at_first(update_freq, expected):
     assert roots_change_at(17, update_freq=update_freq) == expected
 
 
+def test_exponent_warmup_counts_the_steps_of_each_parameter():
+    """L^(-1/p), p from 4 to 2, counted in the own steps of each parameter."""
+    early, late = (nn.Parameter(torch.zeros(4, 4, dtype=torch.float64)) for _ in range(2))
+    optimizer = torchium.Shampoo(
+        [early, late], update_freq=1, eps=1e-3, exponent=-0.5, exponent_warmup=4
+    )
+    expected = {early: [4, 3, 3, 2, 2], late: [None, None, 4, 3, 3]}
+    for step in range(5):
+        set_gradients([early, late] if step >= 2 else [early], step)
+        optimizer.step()
+        for p, orders in expected.items():
+            if orders[step] is not None:
+                L = optimizer.state[p]["statistics.0"][0]
+                root = torchium.linalg.matrix_inverse_root(L, orders[step], eps=1e-3)
+                torch.testing.assert_close(optimizer.state[p]["roots.0"][0], root)
+
+
 def test_first_step_by_hand():
     """G = diag(3, 4) has the statistics diag(9, 16) in both modes: the direction is the identity."""
     p = nn.Parameter(torch.zeros(2, 2, dtype=torch.float64))

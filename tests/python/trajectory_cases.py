@@ -49,6 +49,7 @@ SHAMPOO: dict[str, dict[str, Any]] = {
         weight_decay=0.1, decoupled_weight_decay=True, start_preconditioning_step=5, lr=1e-3,
     ),
     "limit": dict(max_preconditioned_dim=9, grafting="adam", betas=(0.9, 0.95), weight_decay=0.1),
+    "exponent_warmup": dict(exponent=-0.5, exponent_warmup=12, relative_eps=1e-2, update_freq=3),
     "limit_plain": dict(max_preconditioned_dim=8),
     "everything": dict(
         betas=(0.9, 0.95), momentum=0.7, nesterov=True, weight_decay=0.05,

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -36,6 +37,7 @@ class ReferenceShampoo:
         block_size: int = 1024,
         merge_dims: bool = True,
         exponent: float | None = None,
+        exponent_warmup: int = 0,
         preconditioner_1d: str = "diagonal",
         preconditioned: bool = True,
         max_preconditioned_dim: int | None = 16384,
@@ -58,6 +60,7 @@ class ReferenceShampoo:
         self.block_size = block_size
         self.merge_dims = merge_dims
         self.exponent = exponent
+        self.exponent_warmup = exponent_warmup
         self.preconditioner_1d = preconditioner_1d
         self.preconditioned = preconditioned
         self.max_preconditioned_dim = max_preconditioned_dim
@@ -161,7 +164,7 @@ class ReferenceShampoo:
             L = state.get(f"L{i}", torch.zeros(len(G), len(G), dtype=g.dtype))
             state[f"L{i}"] = self._accumulate(L, G @ G.T)
             if root_is_due(t, self.update_freq, self.start):
-                exponent = -1 / (2 * k) if self.exponent is None else self.exponent
+                exponent = self._exponent(k, t)
                 state[f"R{i}"] = damped_power(
                     state[f"L{i}"] / self._bias_correction(t), exponent, self.eps, self.relative_eps
                 )
@@ -170,6 +173,13 @@ class ReferenceShampoo:
         for i in range(k):
             m = multiply_mode(state[f"R{i}"], m, i)
         return m
+
+    def _exponent(self, k: int, t: int) -> float:
+        if t >= self.exponent_warmup:
+            return -1 / (2 * k) if self.exponent is None else self.exponent
+        first = 2 * k
+        last = first if self.exponent is None else -1 / self.exponent
+        return -1 / (first + math.trunc((last - first) * (t / self.exponent_warmup)))
 
     def _accumulate(self, previous: Tensor, new: Tensor) -> Tensor:
         if self.beta2 == 1:

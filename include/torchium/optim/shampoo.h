@@ -56,6 +56,9 @@ struct TORCHIUM_API ShampooOptions
   TORCH_ARG(bool, merge_dims) = true;
   /// Exponent of the roots; none: -1/(2k) for a tensor of order k.
   TORCH_ARG(std::optional<double>, exponent) = std::nullopt;
+  /// In this many first steps of a parameter the exponent goes from -1/(2k) to `exponent`, as -1/p
+  /// with p in whole steps; update_preconditioners() and capturable steps use `exponent` at once.
+  TORCH_ARG(int64_t, exponent_warmup) = 0;
   /// "diagonal" or "full": the preconditioner of vectors and scalars.
   TORCH_ARG(std::string, preconditioner_1d) = "diagonal";
   /// false: no matrices precondition the parameters. They take the direction of the grafted method
@@ -96,7 +99,8 @@ struct TORCHIUM_API ShampooOptions
  public:
   /// What takes the place of AdamW: Adam is grafted, lr, betas and decoupled weight decay are kept,
   /// grafting_eps is AdamW's eps and eps its square; beside them grafting = "adam",
-  /// exponent = -0.5, relative_eps = 1e-4 and update_freq = 10, found by benchmarks/from_adamw.py.
+  /// exponent = -0.5, exponent_warmup = 100, relative_eps = 1e-3 and update_freq = 10, found by
+  /// benchmarks/from_adamw.py and benchmarks/early_steps.py.
   /// Throws c10::ValueError for amsgrad = true and an eps below 0.
   static ShampooOptions from_adamw(const torch::optim::AdamWOptions& adamw = {});
   /// The same for Adam, whose weight decay is an L2 penalty.

@@ -16,7 +16,8 @@ from ._options import number
 OPTIONS_BESIDE_ADAMW: dict[str, Any] = {
     "grafting": "adam",
     "exponent": -0.5,
-    "relative_eps": 1e-4,
+    "exponent_warmup": 100,
+    "relative_eps": 1e-3,
     "update_freq": 10,
     "decoupled_weight_decay": True,
 }

@@ -101,6 +101,11 @@ class Shampoo(StackedOptimizer):
             (default: True).
         exponent (float, optional): negative power of the statistics instead of :math:`-1/(2k)`
             (default: None).
+        exponent_warmup (int): in this many first steps of a parameter the exponent goes from
+            :math:`-1/(2k)` to ``exponent``, as :math:`-1/p` with :math:`p` in whole steps at equal
+            intervals: with few samples small eigenvalues are mostly noise and would take most of a
+            step. :meth:`update_preconditioners` and ``capturable`` steps use ``exponent`` at once
+            (default: 0).
         preconditioner_1d (str): ``"diagonal"`` keeps the diagonal alone for parameters of order 0
             and 1, as biases and norms are: :math:`(a + \text{eps})^{-1/2}`, renewed in every step;
             ``"full"`` treats them as the others, with :math:`k = 1` (default: "diagonal").
@@ -170,6 +175,7 @@ class Shampoo(StackedOptimizer):
         "block_size": integer(1),
         "merge_dims": flag,
         "exponent": optional(number(-float("inf"), 0.0)),
+        "exponent_warmup": integer(0),
         "preconditioner_1d": choice("diagonal", "full"),
         "preconditioned": flag,
         "max_preconditioned_dim": optional(integer(1)),
@@ -213,6 +219,7 @@ class Shampoo(StackedOptimizer):
         block_size: int = 1024,
         merge_dims: bool = True,
         exponent: float | None = None,
+        exponent_warmup: int = 0,
         preconditioner_1d: str = "diagonal",
         preconditioned: bool = True,
         max_preconditioned_dim: int | None = 16384,
@@ -240,6 +247,7 @@ class Shampoo(StackedOptimizer):
             "block_size": block_size,
             "merge_dims": merge_dims,
             "exponent": exponent,
+            "exponent_warmup": exponent_warmup,
             "preconditioner_1d": preconditioner_1d,
             "preconditioned": preconditioned,
             "max_preconditioned_dim": max_preconditioned_dim,
@@ -529,6 +537,7 @@ class Shampoo(StackedOptimizer):
             block_size=group["block_size"],
             merge_dims=group["merge_dims"],
             exponent=group["exponent"],
+            exponent_warmup=group["exponent_warmup"],
             preconditioner_1d=group["preconditioner_1d"],
             preconditioned=group["preconditioned"],
             max_preconditioned_dim=group["max_preconditioned_dim"],
