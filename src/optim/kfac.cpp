@@ -239,9 +239,8 @@ void KFAC::check_states(const detail::JointStep& step) const {
       continue;
     }
     TORCH_CHECK_VALUE(detail::factors_fit(param, state->A(), state->G()), describe(param),
-                      " has got another shape since its factors A ",
-                      state->A().sizes(), " and G ", state->G().sizes(),
-                      " were made; erase it from state() to start afresh");
+                      " has got another shape since its factors A ", state->A().sizes(), " and G ",
+                      state->G().sizes(), " were made; erase it from state() to start afresh");
   }
 }
 

@@ -59,13 +59,14 @@ auto option_fields(Options& o) {
 template <typename Options>
 requires std::is_same_v<std::remove_const_t<Options>, AdagradOptions>
 auto option_fields(Options& o) {
-  return std::make_tuple(
-      OptionField{"lr", o.lr()}, OptionField{"lr_decay", o.lr_decay()},
-      OptionField{"weight_decay", o.weight_decay()},
-      OptionField{"initial_accumulator_value", o.initial_accumulator_value()},
-      OptionField{"eps", o.eps()}, OptionField{"full_matrix", o.full_matrix()},
-      OptionField{"block_size", o.block_size()}, OptionField{"update_freq", o.update_freq()},
-      OptionField{"root_method", o.root_method(), kAddedLater}, OptionField{"maximize", o.maximize()});
+  return std::make_tuple(OptionField{"lr", o.lr()}, OptionField{"lr_decay", o.lr_decay()},
+                         OptionField{"weight_decay", o.weight_decay()},
+                         OptionField{"initial_accumulator_value", o.initial_accumulator_value()},
+                         OptionField{"eps", o.eps()}, OptionField{"full_matrix", o.full_matrix()},
+                         OptionField{"block_size", o.block_size()},
+                         OptionField{"update_freq", o.update_freq()},
+                         OptionField{"root_method", o.root_method(), kAddedLater},
+                         OptionField{"maximize", o.maximize()});
 }
 
 template <typename Options>
@@ -77,8 +78,10 @@ auto option_fields(Options& o) {
       OptionField{"TCov", o.TCov()}, OptionField{"TInv", o.TInv()},
       OptionField{"batch_averaged", o.batch_averaged()}, OptionField{"eps", o.eps()},
       OptionField{"stat_decay", o.stat_decay()}, OptionField{"kl_clip", o.kl_clip()},
-      OptionField{"damping_split", o.damping_split()}, OptionField{"root_method", o.root_method(), kAddedLater},
-      OptionField{"max_factor_size", o.max_factor_size(), kAddedLater}, OptionField{"maximize", o.maximize()});
+      OptionField{"damping_split", o.damping_split()},
+      OptionField{"root_method", o.root_method(), kAddedLater},
+      OptionField{"max_factor_size", o.max_factor_size(), kAddedLater},
+      OptionField{"maximize", o.maximize()});
 }
 
 template <typename Options>

@@ -364,8 +364,8 @@ void update_statistics(MatrixBatch& batch, const at::Tensor& gradients, double b
 }
 
 void update_roots(std::vector<MatrixBatch>& batches, const RootRule& rule,
-                  const std::vector<int64_t>& due_steps,
-                  const std::vector<StepScalar>& corrections, const StepGate& gate) {
+                  const std::vector<int64_t>& due_steps, const std::vector<StepScalar>& corrections,
+                  const StepGate& gate) {
   std::vector<std::vector<DueRange>> ranges;  // of each batch
   ranges.reserve(batches.size());
   std::map<double, DueGroup> by_exponent;

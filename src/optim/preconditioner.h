@@ -25,8 +25,8 @@ struct RootRule {
 };
 
 // The exponent -1/p of the roots of a block of order k that are renewed in step t. While
-// t < exponent_warmup, p goes from 2k to that of the rule by whole numbers, in equal intervals of t:
-// with few samples small eigenvalues are mostly noise, and would take most of a step.
+// t < exponent_warmup, p goes from 2k to that of the rule by whole numbers, in equal intervals of
+// t: with few samples small eigenvalues are mostly noise, and would take most of a step.
 double root_exponent(const RootRule& rule, int64_t order, int64_t t);
 
 // A step after every warm-up.
@@ -48,12 +48,12 @@ void update_statistics(MatrixBatch& batch, const at::Tensor& gradients, double b
                        const StepGate& gate);
 
 // Renews the roots of the entries whose parameter is due, from the statistics divided by its
-// `corrections`. `due_steps`: the step t of each parameter that is due, 0 of the others. Matrices of one size and exponent are solved
-// together, whatever their batch and mode. A root that is non-finite or inaccurate is not taken:
-// the old one stays and its failures are counted.
+// `corrections`. `due_steps`: the step t of each parameter that is due, 0 of the others. Matrices
+// of one size and exponent are solved together, whatever their batch and mode. A root that is
+// non-finite or inaccurate is not taken: the old one stays and its failures are counted.
 void update_roots(std::vector<MatrixBatch>& batches, const RootRule& rule,
-                  const std::vector<int64_t>& due_steps,
-                  const std::vector<StepScalar>& corrections, const StepGate& gate);
+                  const std::vector<int64_t>& due_steps, const std::vector<StepScalar>& corrections,
+                  const StepGate& gate);
 
 // Of roots with fewer bits than the statistics that are renewed at once on a GPU.
 constexpr int64_t kElementsOfCopies = int64_t{1} << 25;

@@ -238,13 +238,13 @@ std::string Shampoo::describe(const at::Tensor& param) const {
 
 std::string Shampoo::layout(const Options& options) const {
   const auto& o = shampoo_options(options);
-  return c10::str("block_size = ", o.block_size(),
-                  ", merge_dims = ", o.merge_dims() ? "true" : "false", ", preconditioner_1d = '",
-                  o.preconditioner_1d(), "', preconditioned = ",
-                  o.preconditioned() ? "true" : "false", ", max_preconditioned_dim = ",
-                  o.max_preconditioned_dim() ? std::to_string(*o.max_preconditioned_dim()) : "none",
-                  ", grafting = ", o.grafting().value_or("none"),
-                  ", root_dtype = ", o.root_dtype().value_or("none"));
+  return c10::str(
+      "block_size = ", o.block_size(), ", merge_dims = ", o.merge_dims() ? "true" : "false",
+      ", preconditioner_1d = '", o.preconditioner_1d(),
+      "', preconditioned = ", o.preconditioned() ? "true" : "false", ", max_preconditioned_dim = ",
+      o.max_preconditioned_dim() ? std::to_string(*o.max_preconditioned_dim()) : "none",
+      ", grafting = ", o.grafting().value_or("none"),
+      ", root_dtype = ", o.root_dtype().value_or("none"));
 }
 
 void Shampoo::init_averages(const Options& options, const at::Tensor& param,

@@ -172,7 +172,7 @@ RootRule root_rule(const ShampooHyperparameters& h) {
 // What the host decides about each parameter.
 struct Schedule {
   std::vector<int64_t> due_steps;  // t where a root is due, else 0
-  std::vector<bool> started;  // false: still the first steps, which use the grafted direction
+  std::vector<bool> started;       // false: still the first steps, which use the grafted direction
   bool any_root_due = false;
 };
 

@@ -28,7 +28,7 @@ struct ShampooHyperparameters {
   int64_t block_size = 1024;
   bool merge_dims = true;
   std::optional<double> exponent;
-  int64_t exponent_warmup = 0;  // in steps; see root_exponent() in preconditioner.h
+  int64_t exponent_warmup = 0;                 // in steps; see root_exponent() in preconditioner.h
   std::string preconditioner_1d = "diagonal";  // or "full"
   bool preconditioned = true;
   std::optional<int64_t> max_preconditioned_dim = 16384;
