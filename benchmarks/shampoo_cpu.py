@@ -7,6 +7,7 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 import torchium
@@ -347,12 +348,37 @@ def many_small_parameters(report: Report, rounds: int) -> None:
     report.table("Overhead, ms a step", ["parameters", "Shampoo", "Adam foreach", "ratio"], rows)
 
 
+def large_embedding(report: Report, rounds: int) -> None:
+    """Embedding(50000, 768), which no matrices precondition."""
+    makers = {
+        "Shampoo.from_adamw": torchium.Shampoo.from_adamw,
+        "AdamW fused": partial(torch.optim.AdamW, fused=True),
+        "AdamW foreach": partial(torch.optim.AdamW, foreach=True),
+    }
+    steps = {}
+    for name, make in makers.items():
+        p = nn.Parameter(torch.randn(50000, 768))
+        p.grad = torch.randn_like(p)
+        optimizer = make([p])
+        optimizer.step()
+        steps[name] = optimizer.step
+        if name == "Shampoo.from_adamw":
+            state = sum(value.nbytes for value in optimizer.state[p].values()) / p.nbytes
+    t = interleaved(steps, min(rounds, 15))
+    for name in list(makers)[1:]:
+        ratio = median_ratio(t["Shampoo.from_adamw"], t[name])
+        report.check(f"Embedding(50000, 768): from_adamw / {name}", ratio, 2.0)
+    report.check("Embedding(50000, 768): state / parameter", state, 3.2)
+    report.table("Embedding(50000, 768), ms a step", list(makers), [medians(*t.values())])
+
+
 def main() -> int:
     arguments = parse_arguments(__doc__)
     report = Report("Shampoo on a CPU")
     work = Workload()
     against_bare_products(report, work, arguments.rounds)
     many_small_parameters(report, arguments.rounds)
+    large_embedding(report, arguments.rounds)
     against_others(report, work, arguments.rounds)
     against_distributed_shampoo(report, work, arguments.rounds)
     return report.finish(result_file("shampoo_cpu", arguments))

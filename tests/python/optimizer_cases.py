@@ -31,8 +31,8 @@ CASES: dict[str, Make] = {
         block_size=4,
         preconditioner_1d="full",
     ),
-    "shampoo_w": _case(  # the wider weight of mlp() is not preconditioned
-        torchium.ShampooW, lr=0.01, update_freq=2, max_preconditioned_dim=5
+    "shampoo_unpreconditioned": _case(
+        torchium.Shampoo, lr=0.01, betas=(0.9, 0.99), grafting="adam", preconditioned=False
     ),
     "adagrad": _case(torchium.Adagrad, lr=0.05, lr_decay=0.01, weight_decay=0.01),
     "adagrad_full": _case(

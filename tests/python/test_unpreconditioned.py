@@ -157,6 +157,9 @@ def test_it_cannot_be_switched_in_mid_run(option):
     set_gradients(params, 2)
     with pytest.raises(ValueError, match=r"parameter 0 of group 0.*(preconditioned|diagonal)"):
         optimizer.step()
+    if option == {"preconditioned": True}:
+        with pytest.raises(ValueError, match=r"matrices are missing.*parameter 0 of group 0"):
+            optimizer.update_preconditioners()
     assert_same([p.detach() for p in params], before)
 
 

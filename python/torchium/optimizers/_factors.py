@@ -211,7 +211,7 @@ def saved_factors(weight: Tensor, saved: dict[str, Any], damping_split: str) -> 
     The factors, or roots of them, tell the number of groups, whether there is a row for a bias, which
     are diagonals, and which dimension of a weight is the input.
     """
-    A, G = (_saved_shape(saved, factor) for factor in _FACTORS)
+    A, G = (_saved_shape(saved, factor) for factor in FACTORS)
     matrix, groups = weight, 1
     if weight.dim() == 2 and G[-1:] == weight.shape[1:] != weight.shape[:1]:
         matrix = weight.detach().mT

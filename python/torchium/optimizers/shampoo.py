@@ -492,6 +492,11 @@ class Shampoo(StackedOptimizer):
                     "the options of its group; set back preconditioned, max_preconditioned_dim and "
                     "preconditioner_1d, which cannot change after its first step"
                 )
+            if rule in _BUFFERED_GRAFTING and "grafting_second_moment" not in state:
+                raise ValueError(
+                    f"grafting_second_moment is missing from the state of {name}, which takes the "
+                    f"direction of grafting={rule!r} by the options of its group ({detail})"
+                )
 
     def _needed_buffers(self, group: dict[str, Any]) -> tuple[str, ...]:
         needed = (
