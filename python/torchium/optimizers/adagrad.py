@@ -49,7 +49,8 @@ class Adagrad(StackedOptimizer):
         eps (float): added to the denominator, or to :math:`G` (default: 1e-10). With ``full_matrix``
             and ``update_freq`` above 1 a larger one is needed: a gradient outside of the span of
             those that the last root has seen is divided by :math:`\sqrt{\text{eps}}`.
-        full_matrix (bool): block full-matrix form (default: False).
+        full_matrix (bool): block full-matrix form (default: False). Its state is ``2 block_size``
+            times the parameter: put embeddings and other large parameters into a group without it.
         block_size (int): entries of a block of the full-matrix form (default: 128).
         update_freq (int): steps between two computations of the roots of the full-matrix form
             (default: 1).
