@@ -179,7 +179,10 @@ Candidate compute_root(const at::Tensor& matrices, const RootRule& rule, double 
         linalg::detail::matrix_inverse_root(matrices, *root, rule.eps, rule.relative_eps,
                                             rule.method, linalg::detail::Residual::kEstimate);
     candidate.root = std::move(result.root);
-    candidate.accepted = result.residual.le(kRootResidualTolerance);  // false for NaN
+    // On the CPU eigenvalues are checked, and replace what the iteration fails for. There a
+    // residual is large only for a matrix below the floor; it is NaN for one that is not finite.
+    candidate.accepted = matrices.is_cpu() ? result.residual.isnan().logical_not_()
+                                           : result.residual.le(kRootResidualTolerance);
   } else {
     candidate.root = linalg::detail::matrix_power(matrices, exponent, rule.eps, rule.relative_eps);
     candidate.accepted = at::ones({matrices.size(0)}, matrices.options().dtype(at::kBool));

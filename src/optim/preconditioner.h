@@ -32,7 +32,7 @@ double root_exponent(const RootRule& rule, int64_t order, int64_t t);
 // A step after every warm-up.
 constexpr int64_t kLateStep = std::numeric_limits<int64_t>::max();
 
-// Roots are accepted up to this residual (linalg/matrix_functions.h, InverseRoot::residual). A
+// On a GPU roots are accepted up to this residual (linalg/matrix_functions.h). A
 // right float32 root has about 1e-6, of an iteration at its floor up to 0.07; a failed one is far
 // off.
 constexpr double kRootResidualTolerance = 0.25;

@@ -38,7 +38,7 @@ std::vector<torch::Tensor> matrices(int64_t n) {
           1e-20 * X.matmul(X.mT())};
 }
 
-double norm(const torch::Tensor& x) { return x.norm().item<double>(); }
+double frobenius(const torch::Tensor& x) { return x.norm().item<double>(); }
 
 TEST(CheckedEigh, IsRightHoweverManyAttemptsFail) {
   for (const int attempts : {0, 1, 2}) {
@@ -53,9 +53,9 @@ TEST(CheckedEigh, IsRightHoweverManyAttemptsFail) {
         const auto identity = torch::eye(n, torch::kDouble);
         const double tolerance = 8 * unit * static_cast<double>(n);
         for (int64_t i = 0; i < A.size(0); ++i) {
-          EXPECT_LE(norm(S[i].matmul(Q[i]) - Q[i] * D[i]), tolerance * norm(S[i]))
+          EXPECT_LE(frobenius(S[i].matmul(Q[i]) - Q[i] * D[i]), tolerance * frobenius(S[i]))
               << "attempts " << attempts << ", n = " << n << ", matrix " << i;
-          EXPECT_LE(norm(Q[i].mT().matmul(Q[i]) - identity), tolerance);
+          EXPECT_LE(frobenius(Q[i].mT().matmul(Q[i]) - identity), tolerance);
           EXPECT_TRUE((D[i].diff() >= 0).all().item<bool>());
         }
       }

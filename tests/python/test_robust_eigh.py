@@ -174,6 +174,22 @@ def root_failures(optimizer: torch.optim.Optimizer) -> int:
     return int(torch.stack(failures).max())
 
 
+@pytest.mark.parametrize("scale", [1e-22, 1e-20, 1e-10, 1e10, 1e18])
+@pytest.mark.parametrize("method", ["auto", "eigh", "newton"])
+def test_statistics_of_any_scale(method, scale):
+    weight = nn.Parameter(torch.ones(40, 24))
+    optimizer = torchium.Shampoo(
+        [weight], lr=1e-3, eps=0.0, update_freq=1, root_method=method, grafting="sgd"
+    )
+    for step in range(4):
+        weight.grad = scale * torch.randn(40, 24, generator=generator(step))
+        optimizer.step()
+        assert root_failures(optimizer) == 0
+    roots = [v for k, v in optimizer.state[weight].items() if k.startswith("roots")]
+    assert all(root.isfinite().all() for root in roots)
+    assert not any(torch.equal(root[0], torch.eye(len(root[0]))) for root in roots)
+
+
 OPTIMIZERS = {
     "shampoo": lambda p: torchium.Shampoo(p, lr=0.01, update_freq=1, block_size=256),
     "shampoo without damping": lambda p: torchium.Shampoo(

@@ -45,7 +45,7 @@ struct InverseRootInfo {
 // that is above 16 u s (n up to 128) or 8 u s, and about 24 u s without damping. It is at least the
 // smallest normal number (64 times it for "newton"), so that a zero matrix has a finite root. The
 // answer of "newton" below its floor is right to a factor of 60 for root 1 (100 on a GPU), 10 for
-// 2, 4.5 for 4, 2 for 8. "auto" takes the faster one.
+// 2, 4.5 for 4, 2 for 8. "auto" takes the faster one. Roots above 256 are by "eigh" in any case.
 //
 // A matrix for which the iteration fails, because it has negative eigenvalues, is answered by
 // "eigh" on the CPU. On a CUDA device nothing is read on the host: it is answered by a multiple of
@@ -66,8 +66,9 @@ TORCHIUM_API std::vector<InverseRootInfo> matrix_inverse_root_info(
 //
 // Integer exponents >= 0 hold for indefinite matrices too. For others A is taken to be positive
 // semi-definite: negative eigenvalues count as zero for positive exponents, and eigenvalues below
-// the floor of matrix_inverse_root as the floor for negative ones. Differentiable once, also where
-// eigenvalues coincide (Daleckii-Krein; Higham 2008, "Functions of Matrices", theorem 3.11).
+// the floor of matrix_inverse_root as the floor for negative ones. Differentiable once, in reverse
+// and in forward mode, also where eigenvalues coincide (Daleckii-Krein; Higham 2008, "Functions of
+// Matrices", theorem 3.11).
 TORCHIUM_API at::Tensor matrix_power(const at::Tensor& A, double exponent, double eps = 0.0,
                                      double relative_eps = 0.0);
 TORCHIUM_API std::vector<at::Tensor> matrix_power(at::TensorList A, double exponent,

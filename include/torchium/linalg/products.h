@@ -5,8 +5,9 @@
 // broadcast. bfloat16 and float16 are computed in float32 and rounded once, at the end; autocast
 // does not reach inside. A wrong operand is a c10::ValueError that names it; nothing is changed.
 //
-// Derivatives: kron, kron_matmul, chunked_matmul and fused_mul_add, of any order. kron_solve,
-// spd_inverse and spd_solve refuse operands that require grad while grad mode is on.
+// Derivatives: kron, kron_matmul, chunked_matmul and fused_mul_add, of any order, in reverse and in
+// forward mode. kron_solve, spd_inverse and spd_solve refuse operands that require grad while grad
+// mode is on, and those that have a tangent.
 #pragma once
 
 #include <torchium/export.h>
