@@ -18,9 +18,16 @@ using LossFunction = std::function<at::Tensor(const at::Tensor& output, const at
 /// The gradient of the loss of every single sample, for every trainable parameter.
 ///
 /// Row i of an entry is the gradient of `loss_fn(forward(inputs[i:i+1]), targets[i:i+1])`, so that
-/// the mean of the rows is the gradient of a mean loss. `forward` is called on the whole batch and
-/// on one sample. Pure: no gradient, parameter, buffer or random state changes; also within a
-/// NoGradGuard.
+/// the mean of the rows is the gradient of a mean loss. Pure: no gradient, parameter, buffer or
+/// random state changes; also within a NoGradGuard.
+///
+/// One pass over the batch gives all rows where the parameters are used by the operators linear
+/// (addmm, matmul, mm), conv2d, embedding, layer_norm or group_norm, whose input has the sample in
+/// dimension 0. That is checked: rows must depend on the loss of their own sample alone, the first
+/// sample must be seen in the same way when it is alone, and each one in the same way when the
+/// batch is rolled by one. All other models (recurrent layers, attention, time in dimension 0,
+/// positions that samples share) are taken sample by sample, which is slow for a batch; a warning
+/// says why. Hooks of parameters run then, as in torch::autograd::grad().
 ///
 ///     auto gradients = torchium::per_sample_gradients(
 ///         *model, [&](const auto& x) { return model->forward(x); },
@@ -28,16 +35,15 @@ using LossFunction = std::function<at::Tensor(const at::Tensor& output, const at
 ///         inputs, targets);
 ///     gradients["0.weight"];  // [batch, out, in]
 ///
-/// @param model owns the parameters. Each must be used by the operators linear (addmm, matmul, mm),
-///   conv2d, embedding, layer_norm or group_norm, whose input has the sample in dimension 0.
-/// @param forward inputs [batch, ...] -> output [batch, ...].
+/// @param model owns the parameters; frozen ones are left out.
+/// @param forward inputs [batch, ...] -> output [batch, ...]; called on batches of one too.
 /// @param loss_fn (output [1, ...], target [1, ...]) -> one number.
 /// @param inputs, targets [batch, ...].
 /// @return name -> [batch, shape of the parameter...], in the parameter's dtype and the order of
 ///   named_parameters(); a shared parameter under its first name.
 /// @throws c10::ValueError for batch sizes that differ or are zero, a loss of more than one number,
-///   a layer (named) that is not supported or whose output for a sample depends on others, and for
-///   a model that draws random numbers.
+///   a layer (named) that normalises with the statistics of the batch, and for a model that draws
+///   random numbers.
 TORCHIUM_API torch::OrderedDict<std::string, at::Tensor> per_sample_gradients(
     const torch::nn::Module& model, const ForwardFunction& forward, const LossFunction& loss_fn,
     const at::Tensor& inputs, const at::Tensor& targets);

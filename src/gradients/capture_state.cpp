@@ -10,6 +10,8 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
+
 namespace torchium::gradients::detail {
 namespace {
 
@@ -195,24 +197,42 @@ int64_t OperatorCapture::parameter_used_otherwise(const at::Tensor& loss) const 
   return found.empty() ? -1 : *found.begin();
 }
 
-std::vector<LayerUse> OperatorCapture::differentiate(const at::Tensor& loss) {
+bool OperatorCapture::has_overwritten_input() const {
   const std::lock_guard lock(state_->mutex);
-  const auto pending = std::exchange(state_->uses, {});
-  const auto outputs = std::exchange(state_->outputs, {});
-  if (!loss.requires_grad()) {
-    return {};
+  return std::any_of(state_->uses.begin(), state_->uses.end(), [](const auto& use) {
+    const at::Tensor& input = use->layer.input;
+    return !input.is_inference() && input._version() != use->input_version;
+  });
+}
+
+std::vector<LayerUse> OperatorCapture::differentiate(const at::Tensor& losses,
+                                                     const at::Tensor& factors, bool keep) {
+  const std::lock_guard lock(state_->mutex);
+  const auto pending = state_->uses;
+  const auto outputs = state_->outputs;
+  if (!keep) {
+    state_->uses.clear();
+    state_->outputs.clear();
+  }
+  std::vector<LayerUse> uses;
+  for (const auto& use : pending) {
+    uses.push_back(use->layer);
+  }
+  if (!losses.defined() || !losses.requires_grad() || uses.empty()) {
+    return uses;
   }
   const auto gradients = autograd::Engine::get_default_engine().execute(
-      {autograd::impl::gradient_edge(loss)}, {at::ones_like(loss)}, /*keep_graph=*/false,
+      {autograd::impl::gradient_edge(losses)},
+      {factors.defined() ? factors : at::ones_like(losses)}, /*keep_graph=*/keep,
       /*create_graph=*/false, /*accumulate_grad=*/false, outputs);
-  std::vector<LayerUse> uses;
   for (size_t i = 0; i < pending.size(); ++i) {
     if (gradients[i].defined()) {
-      uses.push_back(std::move(pending[i]->layer));
-      uses.back().output_gradient = gradients[i].reshape(pending[i]->output_sizes);
+      uses[i].output_gradient = gradients[i].reshape(pending[i]->output_sizes);
     }
   }
   return uses;
 }
+
+std::vector<LayerUse> OperatorCapture::take_uses() { return differentiate({}); }
 
 }  // namespace torchium::gradients::detail

@@ -26,7 +26,8 @@ struct PendingUse {
   std::weak_ptr<OperatorCapture::State> capture;
   LayerUse layer;
   bool has_transposed_weight = false;
-  int64_t outer_task = -1;  // the backward pass that this forward pass is a part of
+  uint32_t input_version = 0;  // of what the layer received, when it did
+  int64_t outer_task = -1;     // the backward pass that this forward pass is a part of
   std::vector<int64_t> output_sizes;
   WeakNode input_node;          // of the input, if it has one
   int64_t input_position = -1;  // of the input, if it is a parameter

@@ -148,6 +148,7 @@ void note_call(const LayerCall& call, CallContext& context) {
     const at::Tensor input = is_transposed ? with_samples(call.use.input) : call.use.input;
     use->layer.input = input.detach();
     use->has_transposed_weight = is_transposed;
+    use->input_version = call.use.input.is_inference() ? 0 : call.use.input._version();
     use->outer_task = autograd::get_current_graph_task_id();
     use->input_node = call.use.input.grad_fn();
     use->input_position = input_position;

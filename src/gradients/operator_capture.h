@@ -73,9 +73,16 @@ class TORCHIUM_API OperatorCapture {
   // Without a receiver: the position of a parameter that `loss` depends on by another way than the
   // uses so far; -1: there is none.
   int64_t parameter_used_otherwise(const at::Tensor& loss) const;
-  // All uses so far with the gradients of `loss` by their outputs, as one micro-batch; nothing is
-  // accumulated in `.grad`, and no gradient by a parameter is computed. Frees the graph.
-  std::vector<LayerUse> differentiate(const at::Tensor& loss);
+  // Without a receiver: whether what a layer has received was changed in place afterwards.
+  bool has_overwritten_input() const;
+  // Without a receiver: all uses so far, as one micro-batch, with the gradients of the sum of
+  // `losses`, each times its factor if given, by their outputs; undefined where the losses do not
+  // depend on them. Nothing is accumulated in `.grad`, and no gradient by a parameter is computed.
+  // Frees the graph and forgets the uses, unless they are kept for another call.
+  std::vector<LayerUse> differentiate(const at::Tensor& losses, const at::Tensor& factors = {},
+                                      bool keep = false);
+  // Without a receiver: all uses so far without gradients, which are forgotten.
+  std::vector<LayerUse> take_uses();
 
   struct State;
 

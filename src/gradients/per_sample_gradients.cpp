@@ -1,6 +1,7 @@
 #include "gradients/jacobian.h"
 #include "gradients/model_layers.h"
 #include "gradients/operator_capture.h"
+#include "gradients/sample_checks.h"
 #include "torchium/gradients.h"
 
 #include <ATen/ATen.h>
@@ -8,8 +9,10 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/irange.h>
+#include <torch/csrc/autograd/autograd.h>
 
 #include <mutex>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -99,31 +102,120 @@ void check_batch(const at::Tensor& inputs, const at::Tensor& targets) {
                     "; there must be equally many, at least one");
 }
 
-at::Tensor sum_of_losses(const LossFunction& loss_fn, const at::Tensor& output,
-                         const at::Tensor& targets) {
-  std::vector<at::Tensor> losses;
-  for (const auto i : c10::irange(targets.size(0))) {
-    const at::Tensor loss = loss_fn(output.narrow(0, i, 1), targets.narrow(0, i, 1));
+// What is differentiated.
+struct SampleLoss {
+  const torch::nn::Module& model;
+  const ForwardFunction& forward;
+  const LossFunction& loss_fn;
+
+  at::Tensor of(const at::Tensor& output, const at::Tensor& target) const {
+    const at::Tensor loss = loss_fn(output, target);
     TORCH_CHECK_VALUE(loss.defined() && loss.numel() == 1, "loss_fn returned shape ",
                       loss.defined() ? loss.sizes() : at::IntArrayRef(),
                       " for one sample; it must return one number, e.g. a mean or a sum");
-    losses.push_back(loss.reshape({}));
+    return loss.reshape({});
   }
-  return at::stack(losses).sum();
+
+  // Of each sample: [batch].
+  at::Tensor of_each(const at::Tensor& output, const at::Tensor& targets) const {
+    std::vector<at::Tensor> losses;
+    for (const auto i : c10::irange(targets.size(0))) {
+      losses.push_back(of(output.narrow(0, i, 1), targets.narrow(0, i, 1)));
+    }
+    return at::stack(losses);
+  }
+};
+
+at::Tensor captured_output(OperatorCapture& capture, const SampleLoss& loss,
+                           const at::Tensor& inputs) {
+  capture.set_enabled(true);
+  at::Tensor output = loss.forward(inputs);
+  capture.set_enabled(false);
+  capture.raise_error();
+  return output;
 }
 
-// Raises ValueError where a parameter gets a gradient that no use explains, or dimension 0 of what
-// a layer has received may not be the sample.
-void check_uses(const std::vector<LayerUse>& uses, const std::vector<LayerUse>& uses_of_one,
-                int64_t samples, const std::vector<std::string>& names) {
-  for (const auto i : c10::irange(uses.size())) {
-    const LayerUse& use = uses[i];
-    const bool sees_one =
-        i < uses_of_one.size() && gradients::detail::samples_of(uses_of_one[i]) == 1;
-    TORCH_CHECK_VALUE(
-        gradients::detail::samples_of(use) == samples && sees_one, "the layer of '",
-        names[use.weight >= 0 ? use.weight : use.bias], "' received ", use.input.sizes(), " for ",
-        samples, " samples; dimension 0 must be the sample (expand positions to [batch, ...])");
+// Sets the uses of one pass over all samples, and returns why dimension 0 of what the layers have
+// seen may not be the sample; empty: it is.
+std::string see_samples(OperatorCapture& capture, const SampleLoss& loss, const at::Tensor& inputs,
+                        const at::Tensor& targets, const std::vector<std::string>& names,
+                        std::vector<LayerUse>& uses) {
+  const int64_t samples = inputs.size(0);
+  // Until the graph of a pass is gone: it may have saved a buffer.
+  std::optional<KeptBuffers> buffers(std::in_place, loss.model);
+  const at::Tensor output = captured_output(capture, loss, inputs);
+  if (output.dim() == 0 || output.size(0) != samples) {
+    return c10::str("forward returned shape ", output.sizes(), " for ", samples, " samples");
+  }
+  const at::Tensor losses = loss.of_each(output, targets);
+  const int64_t other = capture.parameter_used_otherwise(losses);
+  if (other >= 0) {
+    return c10::str("the loss depends on '", names[other],
+                    "' not only by the operators that are captured (linear, conv2d, embedding, "
+                    "layer_norm, group_norm), with the parameter itself");
+  }
+  if (capture.has_overwritten_input()) {
+    return "what a layer has received was changed in place";
+  }
+  uses = capture.differentiate(losses, {}, /*keep=*/samples > 1);
+  for (const LayerUse& use : uses) {
+    if (gradients::detail::samples_of(use) != samples) {
+      return c10::str("the layer of '", names[use.weight >= 0 ? use.weight : use.bias],
+                      "' received ", use.input.sizes(), " for ", samples, " samples");
+    }
+  }
+  if (samples == 1) {
+    return "";
+  }
+  const at::Tensor factors = gradients::detail::sample_factors(samples, losses.options());
+  const auto scaled = capture.differentiate(losses, factors);
+  if (!gradients::detail::are_scaled(uses, scaled, factors)) {
+    return "rows that a layer has seen depend on the losses of other samples";
+  }
+  buffers.emplace(loss.model);
+  const at::Tensor first = captured_output(capture, loss, inputs.narrow(0, 0, 1));
+  const at::Tensor first_loss = loss.of(first, targets.narrow(0, 0, 1));
+  if (!gradients::detail::begin_with(uses, capture.differentiate(first_loss))) {
+    return "layers see the first sample in another way when it is alone";
+  }
+  buffers.emplace(loss.model);
+  const at::Tensor rolled = captured_output(capture, loss, inputs.roll(1, 0));
+  const auto rolled_uses = capture.take_uses();
+  if (!gradients::detail::are_rolled(uses, rolled_uses) ||
+      !gradients::detail::rows_agree(rolled, output.roll(1, 0))) {
+    return "layers see a sample in another way when it stands at another place in the batch";
+  }
+  return "";
+}
+
+std::vector<at::Tensor> zero_rows(const std::vector<at::Tensor>& params, int64_t samples) {
+  std::vector<at::Tensor> rows;
+  for (const auto& param : params) {
+    auto shape = param.sizes().vec();
+    shape.insert(shape.begin(), samples);
+    rows.push_back(at::zeros(shape, param.options().requires_grad(false)));
+  }
+  return rows;
+}
+
+// `rows` are zero before.
+void set_rows_one_by_one(std::vector<at::Tensor>& rows, const SampleLoss& loss,
+                         const std::vector<at::Tensor>& params, const at::Tensor& inputs,
+                         const at::Tensor& targets) {
+  for (const auto i : c10::irange(inputs.size(0))) {
+    const KeptBuffers buffers(loss.model);
+    const at::Tensor value = loss.of(loss.forward(inputs.narrow(0, i, 1)), targets.narrow(0, i, 1));
+    if (!value.requires_grad()) {
+      continue;
+    }
+    const auto found = torch::autograd::grad({value}, params, /*grad_outputs=*/{},
+                                             /*retain_graph=*/std::nullopt,
+                                             /*create_graph=*/false, /*allow_unused=*/true);
+    for (const auto p : c10::irange(params.size())) {
+      if (found[p].defined()) {
+        rows[p][i].copy_(found[p].is_sparse() ? found[p].to_dense() : found[p]);
+      }
+    }
   }
 }
 
@@ -139,58 +231,51 @@ torch::OrderedDict<std::string, at::Tensor> per_sample_gradients(const torch::nn
   layers.refuse_mixed_samples();
   std::vector<at::Tensor> params;
   std::vector<std::string> names;
+  std::string reason;  // for taking the samples one by one
   for (const auto& [param, place] : layers.parameters()) {
     if (!param.requires_grad()) {
       continue;
     }
-    TORCH_CHECK_VALUE(place->problem.empty(), "per_sample_gradients cannot see the samples of ",
-                      place->module, ", which ", place->problem, "; freeze its parameter '",
-                      place->name, "'");
+    if (reason.empty() && !place->problem.empty()) {
+      reason = place->module + " " + place->problem;
+    }
     params.push_back(param);
     names.push_back(place->name);
   }
 
-  const at::AutoGradMode enable_grad(true);
-  const KeptBuffers buffers(model);
+  const SampleLoss loss{model, forward, loss_fn};
   KeptRandomState random_state(inputs.device());
-  OperatorCapture capture(params);
-  const auto uses_of = [&](const at::Tensor& batch, const at::Tensor& batch_targets) {
-    capture.set_enabled(true);
-    const at::Tensor output = forward(batch);
-    capture.set_enabled(false);
-    capture.raise_error();
-    TORCH_CHECK_VALUE(output.dim() > 0 && output.size(0) == batch.size(0),
-                      "forward returned shape ", output.sizes(), " for ", batch.size(0),
-                      " samples; dimension 0 must be the sample");
-    const at::Tensor loss = sum_of_losses(loss_fn, output, batch_targets);
-    const int64_t other = capture.parameter_used_otherwise(loss);
-    TORCH_CHECK_VALUE(other < 0, "the loss depends on '", names[other],
-                      "' not only by the operators that per_sample_gradients captures (linear, "
-                      "conv2d, embedding, layer_norm, group_norm), with the parameter itself");
-    return capture.differentiate(loss);
+  const auto refuse_random_numbers = [&] {
+    TORCH_CHECK_VALUE(!random_state.has_changed(),
+                      "forward or loss_fn draws random numbers, so the gradient of a sample is not "
+                      "defined; call eval() on the model or set the dropout probabilities to 0");
   };
-  const auto uses = uses_of(inputs.detach(), targets);
-  if (inputs.size(0) > 1) {
-    check_uses(uses, uses_of(inputs.detach().narrow(0, 0, 1), targets.narrow(0, 0, 1)),
-               inputs.size(0), names);
+  std::vector<LayerUse> uses;
+  if (reason.empty()) {
+    const at::AutoGradMode enable_grad(true);
+    OperatorCapture capture(params);
+    reason = see_samples(capture, loss, inputs.detach(), targets, names, uses);
+    refuse_random_numbers();
+    std::erase_if(uses, [](const LayerUse& use) { return !use.output_gradient.defined(); });
   }
-  TORCH_CHECK_VALUE(!random_state.has_changed(),
-                    "forward or loss_fn draws random numbers, so the gradient of a sample is not "
-                    "defined; call eval() on the model or set the dropout probabilities to 0");
-
-  const at::NoGradGuard no_grad;
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  torch::OrderedDict<std::string, at::Tensor> result;
   std::vector<at::Tensor> rows;
-  if (!uses.empty()) {
+  if (!uses.empty() && reason.empty()) {
+    const at::NoGradGuard no_grad;
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     rows = gradients::detail::Jacobian(params, uses).rows();
+  } else {
+    rows = zero_rows(params, inputs.size(0));
   }
+  if (!reason.empty()) {
+    TORCH_WARN_ONCE(
+        "per_sample_gradients takes the samples one by one, which is slow for a batch: ", reason);
+    const at::AutoGradMode enable_grad(true);
+    set_rows_one_by_one(rows, loss, params, inputs.detach(), targets);
+    refuse_random_numbers();
+  }
+  torch::OrderedDict<std::string, at::Tensor> result;
   for (const auto i : c10::irange(params.size())) {
-    auto shape = params[i].sizes().vec();
-    shape.insert(shape.begin(), inputs.size(0));
-    const auto options = params[i].options().requires_grad(false);
-    result.insert(names[i],
-                  uses.empty() ? at::zeros(shape, options) : rows[i].to(params[i].scalar_type()));
+    result.insert(names[i], rows[i].to(params[i].scalar_type()));
   }
   return result;
 }

@@ -1,0 +1,171 @@
+// Per-sample gradients of models that move, mix or hide the samples of a batch, against a loop.
+#include "model_testing.h"
+#include "torchium/gradients.h"
+
+namespace torchium::testing {
+namespace {
+
+struct Layers : public nn::Module {
+  Layers() {
+    torch::manual_seed(0);
+    a = register_module("a", nn::Linear(4, 4));
+    b = register_module("b", nn::Linear(4, 4));
+    norm = register_module("norm", nn::LayerNorm(nn::LayerNormOptions({4})));
+    positions = register_module("positions", nn::Embedding(8, 4));
+    calls = register_buffer("calls", torch::zeros({}, torch::kDouble));
+    to(torch::kDouble);
+  }
+  nn::Linear a{nullptr};
+  nn::Linear b{nullptr};
+  nn::LayerNorm norm{nullptr};
+  nn::Embedding positions{nullptr};
+  torch::Tensor calls;
+};
+
+using Forward = std::function<torch::Tensor(Layers&, const torch::Tensor&)>;  // [n, T, 4] -> [n, 4]
+
+torch::Tensor by_lengths(const torch::Tensor& x) { return x.sum({1, 2}).argsort(); }
+
+std::vector<std::pair<std::string, Forward>> forwards() {
+  return {
+      {"plain", [](Layers& m, const auto& x) { return m.b(torch::tanh(m.a(x))).sum(1); }},
+      {"time_first",
+       [](Layers& m, const auto& x) {
+         return m.norm(m.b(torch::tanh(m.a(x.transpose(0, 1))))).sum(0);
+       }},
+      {"last_step", [](Layers& m, const auto& x) { return m.a(x.transpose(0, 1))[-1]; }},
+      {"in_reverse_and_back",
+       [](Layers& m, const auto& x) { return m.b(torch::tanh(m.a(x.flip(0)))).flip(0).sum(1); }},
+      {"sorted_and_back",
+       [](Layers& m, const auto& x) {
+         const auto order = by_lengths(x);
+         return m.a(x.index({order})).index({order.argsort()}).exp().sum(1);
+       }},
+      {"in_reverse", [](Layers& m, const auto& x) { return m.a(x.flip(0)).sum(1); }},
+      {"rolled", [](Layers& m, const auto& x) { return m.b(m.a(x).roll(1, 0)).sum(1); }},
+      {"sorted", [](Layers& m, const auto& x) { return m.a(x.index({by_lengths(x)})).sum(1); }},
+      {"all_but_the_first_exchanged",
+       [](Layers& m, const auto& x) {
+         return m.a(torch::cat({x.narrow(0, 0, 1), x.narrow(0, 1, x.size(0) - 1).flip(0)})).sum(1);
+       }},
+      {"centred", [](Layers& m, const auto& x) { return m.a(torch::exp(x - x.mean(0))).sum(1); }},
+      {"added_up", [](Layers& m, const auto& x) { return m.a(x.cumsum(0)).sum(1); }},
+      {"mixed_behind_layers",
+       [](Layers& m, const auto& x) {
+         const auto y = m.a(x.mean(1));
+         return y + 0.1 * y.mean(0);
+       }},
+      {"zero_for_now",
+       [](Layers& m, const auto& x) {
+         const torch::NoGradGuard no_grad;
+         m.b->weight.zero_();
+         m.b->bias.zero_();
+         const torch::AutoGradMode grad(true);
+         return m.a(x).sum(1) + m.b(x - x.mean(0)).sum(1);
+       }},
+      {"shared_positions",
+       [](Layers& m, const auto& x) {
+         return m.a(x + m.positions(torch::arange(x.size(1)))).exp().sum(1);
+       }},
+      {"used_otherwise",
+       [](Layers& m, const auto& x) { return m.a(x).sum(1) + m.b->weight.square().sum(); }},
+      {"folded",
+       [](Layers& m, const auto& x) {
+         return m.a(x.reshape({-1, 4})).view_as(x).exp().sum(1);
+       }},
+      {"counted",
+       [](Layers& m, const auto& x) {
+         m.calls += 1;
+         return m.a(x).sum(1) * m.calls;
+       }},
+  };
+}
+
+torch::Tensor loop_gradient(Layers& model, const Forward& forward, const torch::Tensor& param,
+                            const torch::Tensor& inputs, const torch::Tensor& targets) {
+  Tensors rows;
+  for (int64_t i = 0; i < inputs.size(0); ++i) {
+    model.calls.zero_();
+    const auto loss =
+        cross_entropy(forward(model, inputs.narrow(0, i, 1)), targets.narrow(0, i, 1));
+    const auto gradient = torch::autograd::grad({loss}, {param}, {}, true, false, true)[0];
+    rows.push_back(gradient.defined() ? gradient : torch::zeros_like(param));
+  }
+  model.calls.zero_();
+  return torch::stack(rows);
+}
+
+void expect_rows_of_a_loop(const std::string& name, const Forward& forward,
+                           const torch::Tensor& inputs, const torch::Tensor& targets) {
+  Layers model;
+  const auto rows = per_sample_gradients(
+      model, [&](const torch::Tensor& x) { return forward(model, x); }, &cross_entropy, inputs,
+      targets);
+  EXPECT_EQ(model.calls.item<double>(), 0.0);
+  for (const auto& [key, row] : rows.pairs()) {
+    SCOPED_TRACE(name + ", " + key);
+    EXPECT_FALSE(row.requires_grad());
+    expect_near(row, loop_gradient(model, forward, model.named_parameters()[key], inputs, targets),
+                1e-10);
+  }
+}
+
+TEST(PerSampleGradientsOf, ModelsThatMoveOrMixSamples) {
+  for (const auto& [name, forward] : forwards()) {
+    for (const auto& [samples, time] : std::vector<std::pair<int64_t, int64_t>>{
+             {5, 5}, {5, 1}, {2, 2}, {1, 1}, {1, 3}, {4, 3}, {9, 4}}) {
+      torch::manual_seed(1);
+      expect_rows_of_a_loop(name, forward, torch::randn({samples, time, 4}, torch::kDouble),
+                            torch::randint(4, {samples}));
+    }
+  }
+}
+
+// Only the targets say which sample a row belongs to.
+TEST(PerSampleGradientsOf, EqualSamples) {
+  const auto inputs = torch::randn({1, 3, 4}, torch::kDouble).expand({5, 3, 4});
+  expect_rows_of_a_loop("in_reverse_and_back", forwards()[3].second, inputs,
+                        torch::tensor({0, 1, 2, 3, 1}));
+}
+
+template <typename Model>
+void expect_rows_of_a_stock_model(Model model, torch::IntArrayRef sample,
+                                  const std::function<torch::Tensor(Model&, torch::Tensor)>& run) {
+  torch::manual_seed(0);
+  model->to(torch::kDouble);
+  auto sizes = sample.vec();
+  sizes.insert(sizes.begin(), 4);
+  const auto inputs = torch::randn(sizes, torch::kDouble);
+  const auto targets = torch::rand({4}, torch::kDouble);
+  const auto loss = [](const auto& y, const auto& t) { return y.square().sum() * t.sum(); };
+  const auto rows = per_sample_gradients(
+      *model, [&](const torch::Tensor& x) { return run(model, x); }, loss, inputs, targets);
+  const auto params = model->named_parameters();
+  ASSERT_EQ(rows.keys(), params.keys());
+  for (int64_t i = 0; i < 4; ++i) {
+    const auto value = loss(run(model, inputs.narrow(0, i, 1)), targets.narrow(0, i, 1));
+    const auto expected = torch::autograd::grad({value}, model->parameters());
+    for (size_t p = 0; p < expected.size(); ++p) {
+      expect_near(rows[p].value()[i], expected[p], 1e-10);
+    }
+  }
+}
+
+TEST(PerSampleGradientsOf, LayersOfOtherKinds) {
+  expect_rows_of_a_stock_model<nn::LSTM>(
+      nn::LSTM(nn::LSTMOptions(3, 4).num_layers(2)), {4, 3},
+      [](auto& m, auto x) { return std::get<0>(m(x.transpose(0, 1))).sum(0); });
+  expect_rows_of_a_stock_model<nn::GRU>(nn::GRU(nn::GRUOptions(3, 4).batch_first(true)), {5, 3},
+                                        [](auto& m, auto x) { return std::get<0>(m(x)).sum(1); });
+  expect_rows_of_a_stock_model<nn::MultiheadAttention>(
+      nn::MultiheadAttention(4, 2), {4, 4}, [](auto& m, auto x) {
+        x = x.transpose(0, 1);
+        return std::get<0>(m(x, x, x)).transpose(0, 1);
+      });
+  expect_rows_of_a_stock_model<nn::Conv1d>(nn::Conv1d(2, 3, 2), {2, 5},
+                                           [](auto& m, auto x) { return m(x); });
+  expect_rows_of_a_stock_model<nn::PReLU>(nn::PReLU(), {5}, [](auto& m, auto x) { return m(x); });
+}
+
+}  // namespace
+}  // namespace torchium::testing
