@@ -401,7 +401,7 @@ def test_diagonal_factors_go_through_checkpoints(split):
         assert torch.equal(p, q)
     broken = optimizer.state_dict()
     broken["state"][0]["A"] = torch.zeros(1, 7)
-    with pytest.raises(ValueError, match=r"'A' of .*\[1, 7\].*\[1, 5\]"):
+    with pytest.raises(ValueError, match=r"'A' of .*\[1, 7\]"):
         loaded.load_state_dict(broken)
 
 

@@ -14,6 +14,7 @@ from reference.per_sample import per_sample_gradients
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 DAMPINGS = [1e-7, 1e-5, 1e-3, 1e-1, 1.0]
 SOLVERS = ["gram", "cg"]
@@ -332,6 +333,47 @@ def test_batch_norm_in_training_is_refused_by_name(affine, form):
     optimizer.zero_grad()
     model(x).mean().backward()
     optimizer.step()
+
+
+class FunctionalNorm(nn.Module):
+    """Normalises by a function call behind its last layer, or in front of it."""
+
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.last = nn.Linear(4, 4), nn.Linear(4, 4), last
+        self.norm = F.batch_norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        def normalised(x: Tensor) -> Tensor:
+            return self.norm(x, torch.zeros(4), torch.ones(4), training=self.training)
+
+        return normalised(self.b(self.a(x))) if self.last else self.b(normalised(self.a(x)))
+
+
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("checkpointed", [True, False])
+def test_batch_norm_called_as_a_function_is_refused_by_name(last, checkpointed):
+    model = FunctionalNorm(last)
+    optimizer = torchium.NaturalGradient(model)
+    x, y = torch.randn(5, 4), torch.randint(4, (5,))
+    before = values(model)
+    output = checkpoint(model, x, use_reentrant=False) if checkpointed else model(x)
+    loss_fn(output, y).backward()
+    with pytest.raises(ValueError, match=r"batch_norm\(training=True\)"):
+        optimizer.step()
+    assert_same(values(model), before)
+    model.eval()
+    step(optimizer, model, (x, y))
+    assert optimizer.report()["samples"] == 5
+
+
+def test_instance_norm_called_as_a_function_mixes_no_samples():
+    """Within, it is batch_norm of one sample with many channels."""
+    model = FunctionalNorm(last=False)
+    model.norm = lambda x, *args, **options: F.instance_norm(x.view(-1, 2, 2)).flatten(1)
+    optimizer = torchium.NaturalGradient(model)
+    step(optimizer, model, (torch.randn(5, 4), torch.randint(4, (5,))))
+    assert optimizer.report()["samples"] == 5
 
 
 def test_batch_norm_without_running_statistics_is_refused_in_any_mode():
