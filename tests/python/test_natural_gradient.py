@@ -277,7 +277,11 @@ UNSUPPORTED = {
     "patched": (patched, r"layer '1' \(Linear\), which has a forward of its own"),
     "weight_norm": (
         lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
-        r"\(ParametrizationList\), which is of an unsupported type",
+        r"which has a weight computed by WeightNorm",
+    ),
+    "weight_norm_by_a_hook": (
+        lambda: nn.utils.weight_norm(nn.Linear(4, 4)),
+        r"layer '1' \(Linear\), which has a weight computed by WeightNorm",
     ),
 }
 
