@@ -51,8 +51,9 @@ void StackedOptimizer::check_group_states(size_t group,
       fits &= !needed[k].second->defined() || found[k].second->defined();
       fits &= !found[k].second->defined() || found[k].second->sizes() == param.sizes();
     }
-    TORCH_CHECK_VALUE(fits, "the state of ", describe(param), " was made for shape ", state->sizes_,
-                      " with ", state->layout_, ", and a step with ", layout(options),
+    TORCH_CHECK_VALUE(fits, "the state of ", describe(param), " was made for shape ",
+                      at::IntArrayRef(state->sizes_), " with ", state->layout_,
+                      ", and a step with ", layout(options),
                       " cannot use it; change that back, or erase the parameter from state() to "
                       "start afresh");
     check_state(options, param, *state);
@@ -128,6 +129,8 @@ void StackedOptimizer::update_groups(const GroupUpdate& update) {
   for (const auto group : c10::irange(param_groups_.size())) {
     std::vector<at::Tensor> params = param_groups_[group].params();
     std::erase_if(params, [this](const at::Tensor& param) { return find_state(param) == nullptr; });
+    check_group_states(group, params);
+    init_group_states(group, params);
     for (auto& [device, on_device] : detail::split_by_device(std::move(params))) {
       TORCH_CHECK(
           capturable(param_groups_[group].options()) || !torchium::detail::is_capturing(device),

@@ -30,7 +30,7 @@ at::Tensor widen(const at::Tensor& first, int64_t count) {
 void check_slot(const at::Tensor& slot, const std::vector<int64_t>& expected, const char* name) {
   TORCH_CHECK_VALUE(slot.sizes() == at::IntArrayRef(expected) && slot.is_contiguous(), name,
                     ": a slot has shape ", slot.sizes(), " but the parameter's blocks need ",
-                    expected, " (contiguous); rebuild the state with init_state");
+                    expected, " (contiguous)");
 }
 
 // Adds the slots of one block shape to a batch that they continue, or opens a new batch.
@@ -185,7 +185,7 @@ std::vector<MatrixBatch> find_batches(const std::vector<Blocking>& blockings,
                         slots.root_failures.size() == expected,
                     "statistics, roots and root_failures have ", slots.statistics.size(), ", ",
                     slots.roots.size(), " and ", slots.root_failures.size(),
-                    " slots but the parameters have ", expected, "; pass the state of init_state");
+                    " slots but the parameters have ", expected);
   BatchFinder finder(slots);
   size_t slot = 0;
   for (size_t p = 0; p < blockings.size(); ++p) {

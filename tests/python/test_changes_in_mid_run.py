@@ -246,6 +246,18 @@ def test_merged_dimensions_cannot_change_under_the_state():
         optimizer.step()
 
 
+def test_an_update_of_preconditioners_takes_and_refuses_the_same_changes():
+    model = mlp()
+    optimizer = torchium.Shampoo(model.named_parameters(), update_freq=100)
+    run(model, optimizer)
+    model.double()
+    optimizer.update_preconditioners()
+    assert optimizer.state[model[0].weight]["roots.0"].dtype == torch.float64
+    optimizer.param_groups[0]["block_size"] = 2
+    with pytest.raises(ValueError, match=r"'0.weight'.*block_size from 1024 to 2"):
+        optimizer.update_preconditioners()
+
+
 def test_a_lost_matrix_is_named():
     model = mlp()
     optimizer = torchium.Shampoo(model.named_parameters())

@@ -149,6 +149,16 @@ class StackedOptimizer(CoreOptimizer):
             self._found_right.update((p, self._fitting(p, needs)) for p in step.params)
             self._stacked.add(step.group_index)
 
+    def _fit_old_state(self, index: int, group: dict[str, Any], params: list[Tensor]) -> None:
+        """Makes the state of ``params`` fit them and the options; ValueError where it cannot."""
+        needs = self._needs(group)
+        if all(self._found_right.get(p) == self._fitting(p, needs) for p in params):
+            return
+        old = {p: self._own_state(p) for p in params}
+        if not self._check_old_state(index, group, old):
+            for param, state in self._stacked_state(index, group, params, old).items():
+                self.state[param].update(state)
+
     def _needs(self, group: dict[str, Any]) -> tuple[Any, ...]:
         """What state must fit beside its parameter."""
         return self._layout(group), self._needed_buffers(group)

@@ -318,8 +318,7 @@ class Shampoo(StackedOptimizer):
         self._raise_failures()
         for index, group in enumerate(self.param_groups):
             params = [p for p in group["params"] if self._has_state(p)]
-            if self._layouts.get(index) != self._layout(group):
-                self._check_rules(index, group, {p: self.state[p] for p in params})
+            self._fit_old_state(index, group, params)
             for device in sorted({p.device for p in params}, key=str):
                 on_device = [p for p in params if p.device == device]
                 self._launch_update(index, group, device, on_device)
