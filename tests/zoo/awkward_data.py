@@ -64,12 +64,12 @@ def tied_embedding(size: Size) -> Task:
     vocabulary = size.of(200, 10_000)
     batches = next_words(vocabulary, size.of(6, 32), size.of(8, 16))
     return Task(
-        TiedLanguageModel(vocabulary, size.of(8, 64)), batches, of_outputs(word_loss), fall=0.02
+        TiedLanguageModel(vocabulary, size.of(8, 32)), batches, of_outputs(word_loss), fall=0.02
     )
 
 
 def bag_of_words(size: Size) -> Task:
-    vocabulary = size.of(300, 5_000)
+    vocabulary = size.of(300, 3_000)
     batches = [
         (F.one_hot(words, vocabulary).sum(1).float(), targets)
         for words, targets in texts(vocabulary, 12, 32)
@@ -194,7 +194,7 @@ def click_batch(rows: list[int], numbers: int, samples: int) -> Batch:
 
 
 def click_rate(size: Size) -> Task:
-    rows = [size.of(50, 20_000), size.of(10, 1000), 3]
+    rows = [size.of(50, 10_000), size.of(10, 1000), 3]
     batches = [click_batch(rows, 4, size.of(32, 256)) for _ in range(4)]
     loss = of_outputs(F.binary_cross_entropy_with_logits)
     return Task(ClickModel(rows, 4, size.of(8, 16)), batches, loss, fall=0.05)

@@ -28,7 +28,7 @@ def _made(config: str, model: str, **options: Any) -> nn.Module:
 
 def bert(size: Size) -> Task:
     """A classifier of padded texts."""
-    vocabulary, width = size.of(60, 5_000), size.of(8, 64)
+    vocabulary, width = size.of(60, 2_000), size.of(8, 64)
     model = _made(
         "BertConfig",
         "BertForSequenceClassification",
@@ -57,7 +57,7 @@ def _language_task(model: nn.Module, vocabulary: int, size: Size) -> Task:
 
 def gpt2(size: Size) -> Task:
     """Head and embedding are tied, and Conv1D is in place of linear layers."""
-    vocabulary = size.of(60, 5_000)
+    vocabulary = size.of(60, 2_000)
     model = _made(
         "GPT2Config",
         "GPT2LMHeadModel",
@@ -77,7 +77,7 @@ def gpt2(size: Size) -> Task:
 
 def llama(size: Size) -> Task:
     """RMSNorm, rotary positions, gated layers, fewer heads of keys than of queries."""
-    vocabulary, width = size.of(60, 5_000), size.of(8, 64)
+    vocabulary, width = size.of(60, 2_000), size.of(8, 64)
     model = _made(
         "LlamaConfig",
         "LlamaForCausalLM",
@@ -94,7 +94,7 @@ def llama(size: Size) -> Task:
 
 def t5(size: Size) -> Task:
     """Encoder and decoder with one table of words, and biases of relative positions."""
-    vocabulary, width = size.of(60, 5_000), size.of(8, 64)
+    vocabulary, width = size.of(60, 2_000), size.of(8, 64)
     model = _made(
         "T5Config",
         "T5ForConditionalGeneration",

@@ -26,7 +26,7 @@ class RecurrentClassifier(nn.Module):
 
 def _recurrent(cell: type[nn.RNNBase]) -> Callable[[Size], Task]:
     def build(size: Size) -> Task:
-        vocabulary = size.of(60, 5_000)
+        vocabulary = size.of(60, 2_000)
         model = RecurrentClassifier(cell, vocabulary, size.of(8, 64), size.of(1, 2))
         return Task(model, texts(vocabulary, size.of(6, 24), 32), cross_entropy, fall=0.05)
 
@@ -80,7 +80,7 @@ class EncoderClassifier(nn.Module):
 
 def _encoder(batch_first: bool) -> Callable[[Size], Task]:
     def build(size: Size) -> Task:
-        vocabulary, length = size.of(60, 5_000), size.of(6, 24)
+        vocabulary, length = size.of(60, 2_000), size.of(6, 24)
         model = EncoderClassifier(vocabulary, size.of(8, 64), length, size.of(1, 2), batch_first)
         return Task(model, texts(vocabulary, length, 16), cross_entropy, fall=0.05)
 
@@ -125,7 +125,7 @@ class TextConvolution(nn.Module):
 
 
 def conv1d(size: Size) -> Task:
-    vocabulary = size.of(60, 5_000)
+    vocabulary = size.of(60, 2_000)
     model = TextConvolution(vocabulary, size.of(8, 64))
     return Task(model, texts(vocabulary, size.of(8, 24), 32), cross_entropy, fall=0.05)
 
