@@ -40,9 +40,8 @@ class TextClassifier(nn.Module):
 
 def embedding(size: Size) -> Task:
     vocabulary = size.of(500, 50_000)
-    return Task(
-        TextClassifier(vocabulary, size.of(8, 16)), texts(vocabulary, 12, 32), cross_entropy
-    )
+    model = TextClassifier(vocabulary, size.of(8, 16))
+    return Task(model, texts(vocabulary, 12, 32), cross_entropy, fall=0.05)
 
 
 class TiedLanguageModel(nn.Module):
