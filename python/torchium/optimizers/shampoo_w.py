@@ -38,7 +38,8 @@ class ShampooW(Shampoo):
             :meth:`update_preconditioners` (default: False).
         differentiable (bool): must be False.
         **options: all other options of :class:`Shampoo`, beside its defaults here:
-            ``grafting="adam"``, ``exponent=-0.5``, ``relative_eps=1e-4``, ``update_freq=10``.
+            ``grafting="adam"``, ``exponent=-0.5``, ``exponent_warmup=100``, ``relative_eps=1e-3``,
+            ``update_freq=10``.
 
     ``param_groups`` and checkpoints hold Shampoo's options, so that a :class:`Shampoo` with the same
     ones can load a checkpoint of this class, and the other way round.
