@@ -195,7 +195,7 @@ std::string KFAC::why_not(const at::Tensor& param) const {
   if (capture_->is_joint_bias(param)) {
     return "the bias of a weight that falls back";
   }
-  return "not seen as the weight or bias of a linear layer or convolution";
+  return "not seen as weight or bias of a linear layer or convolution";
 }
 
 // Keeps the parameters that no factors precondition for report(), and warns of new ones.
