@@ -402,7 +402,7 @@ TEST(Kfac, FallsBackWithinTransformerLayers) {
             (std::vector<std::string>{"head.weight", "head.bias"}));
   expect_contains(warnings.text,
                   "(Linear takes samples in another dimension than the first: "
-                  "layer.linear1.weight, ");
+                  "layer.self_attn.out_proj.weight, ");
 }
 
 TEST(Kfac, TakesMicroBatchesOfSeveralThreads) {
