@@ -62,8 +62,10 @@ struct TORCHIUM_API SecondOrderParamState : public torch::optim::OptimizerParamS
 /// Base of the optimizers. All parameters must be dense, real, floating point (float64,
 /// float32, bfloat16 or float16).
 ///
-/// A non-finite gradient skips the whole step of its group (of the group's parameters on the same
-/// device, if it has several): parameters and state do not change. The third skipped step in a row
+/// A gradient that is not finite, or too large to square (in float32 above 3.3e18 divided by the
+/// square root of its elements and steps), skips the whole step of its group (of the group's
+/// parameters on the same device, if it has several): parameters and state do not change. State
+/// follows its parameter to another dtype or device. The third skipped step in a row
 /// raises c10::Error. On a CPU the step itself raises; on a GPU one of the next steps does, without
 /// a synchronisation. K-FAC and the natural gradient treat all groups as one here.
 ///
