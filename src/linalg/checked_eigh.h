@@ -1,8 +1,8 @@
 // Eigensystems of symmetric matrices on the CPU, whatever LAPACK makes of them.
 //
 // LAPACK's divide and conquer does not converge, or returns NaN, for some sparse matrices of low
-// rank: numbers underflow on the way (MKL in torch 2.11, float32, Gram matrices of four rows: every
-// fifth of order 512). So rows without couplings are left out, every answer is checked, and a wrong
+// rank: numbers underflow on the way (MKL in torch 2.11, float32, Gram matrices of four rows: each
+// third of order 512). So rows without couplings are left out, every answer is checked, and a wrong
 // one is made again: in float64 and with a shift, which keeps intermediate numbers away from zero,
 // and at last by Jacobi's method, which cannot fail.
 #pragma once

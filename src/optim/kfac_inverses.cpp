@@ -85,23 +85,15 @@ struct Solution {
   at::Tensor accepted;  // [N] bool
 };
 
-at::Tensor saturated(const at::Tensor& values, at::ScalarType dtype) {
-  return values.clamp_max(linalg::detail::saturation(dtype));
-}
-
 // By eigenvalues: eigenvectors, or (F + shift I)^-1.
 Solution solve_by_eigh(const Stack& stack) {
-  const at::ScalarType dtype = stack.matrices.scalar_type();
   const auto input = linalg::detail::normalize_symmetric(stack.matrices, /*eps=*/0.0);
   const auto system = linalg::detail::symmetric_eigensystem(input.matrix);
-  const at::Tensor values =
-      saturated(at::maximum(system.values.to(at::kDouble) / input.scale.unsqueeze(-1),
-                            stack.floors.unsqueeze(-1)),
-                dtype);
+  const at::Tensor values = at::maximum(system.values.to(at::kDouble) / input.scale.unsqueeze(-1),
+                                        stack.floors.unsqueeze(-1));
   at::Tensor roots = system.vectors;
   if (stack.shifts.defined()) {
-    const at::Tensor inverses =
-        saturated((values + stack.shifts.unsqueeze(-1)).reciprocal_(), dtype);
+    const at::Tensor inverses = (values + stack.shifts.unsqueeze(-1)).reciprocal_();
     roots = linalg::detail::compose(system.vectors, inverses, /*non_negative=*/true);
   }
   const at::Tensor accepted = linalg::detail::spectral_residual(input.matrix, system)
@@ -112,17 +104,15 @@ Solution solve_by_eigh(const Stack& stack) {
 }
 
 // (F + s I)^-1 = (F / s + I)^-1 / s with s = shift + floor, all of one damping then. Below 2^-100
-// of the largest entry s is nothing, and F / s would overflow.
+// of the largest entry s is nothing, and F / s would overflow. A zero matrix without damping fails.
 Solution solve_by_root(const Stack& stack, const std::string& method) {
   const at::ScalarType dtype = stack.matrices.scalar_type();
-  const at::Tensor least = (stack.matrices.flatten(1).abs().amax(1).to(at::kDouble) * 0x1p-100)
-                               .clamp_min_(1 / linalg::detail::saturation(dtype));
+  const at::Tensor least = stack.matrices.flatten(1).abs().amax(1).to(at::kDouble) * 0x1p-100;
   const at::Tensor s = at::maximum(stack.shifts + stack.floors, least).view({-1, 1, 1});
   const auto solved = linalg::detail::matrix_inverse_root(
       (stack.matrices / s).to(dtype), /*root=*/1, /*eps=*/1.0, /*relative_eps=*/0.0, method,
       linalg::detail::Residual::kEstimate);
-  const double limit = linalg::detail::saturation(dtype);
-  const at::Tensor roots = (solved.root / s).clamp_(-limit, limit).to(dtype);
+  const at::Tensor roots = (solved.root / s).to(dtype);
   const at::Tensor accepted = solved.residual.le(linalg::detail::kNewtonResidualTolerance)
                                   .logical_and_(linalg::detail::is_finite(roots));
   return {roots, {}, accepted};
