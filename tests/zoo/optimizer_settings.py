@@ -36,6 +36,7 @@ SETTINGS: dict[str, MakeOptimizer] = {
         block_size=256,
     ),
     "shampoo_from_adamw": _from_adamw,
+    "shampoo_w": _of_model(torchium.ShampooW, lr=3e-3),
     "adagrad": _of_parameters(torchium.Adagrad, lr=0.02),
     "adagrad_full": _of_parameters(torchium.Adagrad, lr=0.05, full_matrix=True),
     "kfac": _of_model(torchium.KFAC),
