@@ -75,7 +75,8 @@ def test_large_roots_take_no_longer_than_others(device, root, method):
     X, info = matrix_inverse_root(A, root, eps=1e-3, method=method, return_info=True)
     assert time.perf_counter() - start < 20  # it was minutes
     assert relative_error(X, damped_power(A.cpu(), -1 / root, eps=1e-3)) < 1e-9
-    assert (info.iterations > 0) == (method == "newton" and root <= 256)
+    iterates = method == "newton" or (method == "auto" and device.type == "cuda")
+    assert (info.iterations > 0) == (iterates and root <= 256)
     assert matrix_inverse_root(A.float(), root, eps=1e-3, method=method).isfinite().all()
 
 
