@@ -34,7 +34,8 @@ common = importlib.import_module("opacus.tests.grad_samples.common")
 
 
 def names_in(test: Any) -> tuple[str, ...]:
-    return test.hypothesis.inner_test.__code__.co_names
+    test = test.hypothesis.inner_test if hasattr(test, "hypothesis") else test
+    return test.__code__.co_names
 
 
 def find_cases() -> list[tuple[type[unittest.TestCase], str]]:
