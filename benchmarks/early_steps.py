@@ -7,11 +7,13 @@ Transformer with its schedule, after 50, 100, 300 and 1,000 steps. The target: n
 from __future__ import annotations
 
 import argparse
+import ast
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torchium
@@ -44,7 +46,7 @@ DATA = {"digits": "digits", "fashion": "fashion-mnist"}
 Make = Callable[[nn.Module, float], Optimizer]
 
 
-def optimizers(options: dict[str, float]) -> dict[str, Make]:
+def optimizers(options: dict[str, Any]) -> dict[str, Make]:
     """AdamW, and the Shampoo that takes its place with roots every 10 and every 100 steps."""
 
     def shampoo(update_freq: int) -> Make:
@@ -154,7 +156,7 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     pairs = (option.split("=") for option in arguments.options)
-    arguments.options = {name: float(value) for name, value in pairs}
+    arguments.options = {name: ast.literal_eval(value) for name, value in pairs}
     torch.set_float32_matmul_precision("high")
     where = torch.cuda.get_device_name() if arguments.device == "cuda" else "a CPU"
     report = Report(f"The first steps of Shampoo.from_adamw on {where}")

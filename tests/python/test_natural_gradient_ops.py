@@ -200,7 +200,7 @@ OPTIONS = {
 @pytest.mark.parametrize("solver", ["gram", "cg"])
 def test_several_steps(name, solver, device):
     """Each on another batch, with gradients that nearly are its mean: some are clipped."""
-    options = {"lr": 0.1, "damping": 1e-3, **OPTIONS[name]}
+    options = {"lr": 0.1, "damping": 1e-3, "momentum": 0.0, **OPTIONS[name]}
     params = copies(case("mlp", device).params)
     expected = [p.cpu() for p in copies(params)]
     step = Step(params, solver=solver, **options)

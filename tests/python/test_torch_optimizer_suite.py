@@ -119,7 +119,7 @@ INFOS = {
     "natural_gradient": _info(
         torchium.NaturalGradient,
         {name: kwargs for name, kwargs in COMMON.items() if "weight_decay" not in kwargs}
-        | {"momentum": {"momentum": 0.5}, "between": {"update_freq": 3, "damping": 0.1}},
+        | {"momentum": {"momentum": 0.5}, "between": {"update_freq": 3}},
         [*COMMON_ERRORS[:2], ({"damping": 0.0}, "damping must be")],
     ),
 }
