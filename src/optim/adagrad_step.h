@@ -20,7 +20,7 @@ struct AdagradHyperparameters {
   bool full_matrix = false;
   int64_t block_size = 128;
   int64_t update_freq = 1;
-  std::string root_method = "auto";  // "auto", "eigh" or "newton"
+  std::string root_method = "eigh";  // "auto", "eigh" or "newton"
   bool maximize = false;
 };
 

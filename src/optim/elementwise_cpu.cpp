@@ -202,12 +202,12 @@ void grafted_range(const GradientRule& rule, const UpdateRule& update, const Gra
       m = average[i] * average_scale;
     }
     moment[i] = moment_beta * moment[i] + moment_weight * g * g;
-    S d = m / (std::sqrt(moment[i] * moment_scale) + eps);
+    S d = finite_or_zero(m / (std::sqrt(moment[i] * moment_scale) + eps));
     if constexpr (has_momentum) {
-      buffer[i] = momentum * buffer[i] + d;
+      buffer[i] = saturated<S>(momentum * buffer[i] + d);
       d = update.nesterov ? d + momentum * buffer[i] : buffer[i];
     }
-    p[i] = static_cast<P>(keep * old - scale * d);
+    p[i] = static_cast<P>(saturated<P>(keep * old - scale * d));
   }
 }
 

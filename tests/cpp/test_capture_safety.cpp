@@ -248,8 +248,7 @@ TEST(CaptureSafety, KfacFallsBackForAWeightThatIsUsedOtherwise) {
   expect_near(model.table->weight, twin.table->weight, 1e-6);
   expect_near(model.table->bias, twin.table->bias, 1e-6);
   expect_contains(warnings.text,
-                  "table.weight (also used otherwise than by a linear layer or convolution), "
-                  "table.bias (the bias of a weight that falls back)");
+                  "1 (used as [in, out] and as [out, in]: table.weight)");
 }
 
 // ---- several processes

@@ -601,7 +601,7 @@ TEST(NaturalGradientArchives, RestoreOptions) {
 TEST(NaturalGradientArchives, HoldNoBatchThatIsNotNeeded) {
   const Problem problem = problems()[0];
   auto model = make_mlp();
-  NaturalGradient optimizer(*model);
+  NaturalGradient optimizer(*model, NaturalGradientOptions().momentum(0.0));
   train(optimizer, problem, *model, 0, 2);
   for (const auto& param : model->parameters()) {
     ASSERT_EQ(state_tensors(optimizer, param).size(), 1U);  // the step count

@@ -34,7 +34,11 @@ class Blocks:
     def __init__(self, n: int, blocks: int, seed: int = 0, **options: object) -> None:
         self.param = nn.Parameter(torch.zeros(blocks * n, n, device="cuda"))
         self.optimizer = torchium.Shampoo(
-            [self.param], block_size=n, merge_dims=False, **{**OPTIONS, **options}
+            [self.param],
+            block_size=n,
+            merge_dims=False,
+            max_preconditioned_dim=None,
+            **{**OPTIONS, **options},
         )
         self.step()
         scale = torch.linspace(1, 2, blocks, device="cuda").view(-1, 1, 1)

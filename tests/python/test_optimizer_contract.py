@@ -136,7 +136,7 @@ SIGNATURES = {
             "full_matrix": False,
             "block_size": 128,
             "update_freq": 1,
-            "root_method": "auto",
+            "root_method": "eigh",
             "maximize": False,
         },
     ),

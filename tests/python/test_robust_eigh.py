@@ -174,7 +174,7 @@ def root_failures(optimizer: torch.optim.Optimizer) -> int:
     return int(torch.stack(failures).max())
 
 
-@pytest.mark.parametrize("scale", [1e-22, 1e-20, 1e-10, 1e10, 1e18])
+@pytest.mark.parametrize("scale", [1e-22, 1e-20, 1e-10, 1e10, 1e16])
 @pytest.mark.parametrize("method", ["auto", "eigh", "newton"])
 def test_statistics_of_any_scale(method, scale):
     weight = nn.Parameter(torch.ones(40, 24))

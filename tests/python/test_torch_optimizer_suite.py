@@ -30,7 +30,7 @@ from torch.testing._internal.common_optimizers import (
 
 pytestmark = ignore_fallback
 # That import forbids every later test of the process to set flags of backends.
-torch.backends.__allow_nonbracketed_mutation_flag = True
+torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
 
 
 def _inputs(cases: dict[str, dict[str, Any]]) -> Callable[..., list[OptimizerInput]]:

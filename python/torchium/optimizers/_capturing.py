@@ -258,7 +258,6 @@ class CapturingOptimizer(CoreOptimizer):
             for key, value in self._own_state(param).items():
                 dtype = state_dtype(param) if key in self._IN_STATE_DTYPE else value.dtype
                 state[key] = value.to(param.device, dtype)
-            self._host_steps.pop(param, None)
         return bool(moved)
 
     def _is_beside(self, param: Tensor) -> bool:

@@ -55,7 +55,8 @@ class Adagrad(StackedOptimizer):
         update_freq (int): steps between two computations of the roots of the full-matrix form
             (default: 1).
         root_method (str): ``"eigh"``, ``"newton"`` or ``"auto"`` for the roots of the full-matrix
-            form; see :func:`torchium.linalg.matrix_inverse_root` (default: "auto").
+            form; see :func:`torchium.linalg.matrix_inverse_root`. The sums have low rank at first and
+            almost no damping, which eigenvectors bear best (default: "eigh").
         maximize (bool): go up instead of down (default: False).
 
     Raises:
@@ -100,7 +101,7 @@ class Adagrad(StackedOptimizer):
         full_matrix: bool = False,
         block_size: int = 128,
         update_freq: int = 1,
-        root_method: str = "auto",
+        root_method: str = "eigh",
         maximize: bool = False,
     ) -> None:
         defaults = {

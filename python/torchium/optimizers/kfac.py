@@ -247,6 +247,8 @@ class KFAC(CapturingOptimizer):
         state = self.state.get(param, {})
         if {*FACTORS} <= state.keys() and factors_fit(param, state["A"], state["G"]):
             self._capture.shapes[param] = state["A"].shape, state["G"].shape
+        else:
+            self._capture.shapes.pop(param, None)
 
     # ---- the step
 
