@@ -149,20 +149,21 @@ std::vector<at::Tensor> SecondOrderOptimizer::params_with_gradient(size_t group)
 
 void SecondOrderOptimizer::check_capture(const Options& options,
                                          const std::vector<at::Tensor>& active) const {
-  std::optional<c10::Device> checked;
+  std::optional<c10::Device> not_capturing;
   for (const auto& param : active) {
-    if (param.is_cpu() || (checked == param.device() && state_is_ready(options, param))) {
+    if (param.is_cpu() || not_capturing == param.device()) {
       continue;
     }
-    checked = param.device();
-    if (torchium::detail::is_capturing(param.device())) {
-      TORCH_CHECK(capturable(options),
-                  "step() cannot be captured in a CUDA graph: the host decides in it which roots "
-                  "are due. Use Shampoo with capturable = true, and update_preconditioners()");
-      TORCH_CHECK(state_is_ready(options, param), "step() cannot be captured yet: the state of ",
-                  describe(param),
-                  " has to be created or converted; run some steps before the capture");
+    if (!torchium::detail::is_capturing(param.device())) {
+      not_capturing = param.device();
+      continue;
     }
+    TORCH_CHECK(capturable(options),
+                "step() cannot be captured in a CUDA graph: the host decides in it which roots "
+                "are due. Use Shampoo with capturable = true, and update_preconditioners()");
+    TORCH_CHECK(state_is_ready(options, param), "step() cannot be captured yet: the state of ",
+                describe(param),
+                " has to be created or converted; run some steps before the capture");
   }
 }
 

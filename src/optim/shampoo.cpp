@@ -267,13 +267,6 @@ void Shampoo::step_group(const Options& options, detail::GroupStep& step) const 
 }
 
 void Shampoo::update_preconditioners() {
-  for (const auto& group : param_groups_) {
-    for (const auto& param : group.params()) {
-      if (const auto* state = find_state(param)) {
-        check_state(group.options(), param, *state);
-      }
-    }
-  }
   update_groups([](const Options& options, detail::GroupStep& step) {
     const auto& o = shampoo_options(options);
     auto state = core_state(o, step);

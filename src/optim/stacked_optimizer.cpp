@@ -17,16 +17,21 @@
 
 namespace torchium::optim {
 
-bool StackedOptimizer::state_is_ready(const Options& options, const at::Tensor& param) const {
+bool StackedOptimizer::is_ready(const std::string& needed_layout, const at::Tensor& param) const {
   auto* state = static_cast<MatrixParamState*>(find_state(param));
-  return state != nullptr && state->layout_ == layout(options) && param.sizes() == state->sizes_ &&
+  return state != nullptr && state->layout_ == needed_layout && param.sizes() == state->sizes_ &&
          state->is_of(param);
 }
 
+bool StackedOptimizer::state_is_ready(const Options& options, const at::Tensor& param) const {
+  return is_ready(layout(options), param);
+}
+
 bool StackedOptimizer::all_ready(size_t group, const std::vector<at::Tensor>& active) const {
-  return std::all_of(active.begin(), active.end(), [&](const at::Tensor& param) {
-    return state_is_ready(param_groups_[group].options(), param);
-  });
+  // Runs in every step: one layout for the parameters of a model.
+  const std::string needed_layout = layout(param_groups_[group].options());
+  return std::all_of(active.begin(), active.end(),
+                     [&](const at::Tensor& param) { return is_ready(needed_layout, param); });
 }
 
 // Refuses state that was made for other options or another shape, if that makes a difference.
@@ -126,12 +131,16 @@ void StackedOptimizer::update_groups(const GroupUpdate& update) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   read_reports(/*wait=*/false);
   check_groups();
+  std::vector<std::vector<at::Tensor>> with_state;
   for (const auto group : c10::irange(param_groups_.size())) {
-    std::vector<at::Tensor> params = param_groups_[group].params();
-    std::erase_if(params, [this](const at::Tensor& param) { return find_state(param) == nullptr; });
-    check_group_states(group, params);
-    init_group_states(group, params);
-    for (auto& [device, on_device] : detail::split_by_device(std::move(params))) {
+    with_state.push_back(param_groups_[group].params());
+    std::erase_if(with_state.back(),
+                  [this](const at::Tensor& param) { return find_state(param) == nullptr; });
+    check_group_states(group, with_state.back());
+  }
+  for (const auto group : c10::irange(param_groups_.size())) {
+    init_group_states(group, with_state[group]);
+    for (auto& [device, on_device] : detail::split_by_device(std::move(with_state[group]))) {
       TORCH_CHECK(
           capturable(param_groups_[group].options()) || !torchium::detail::is_capturing(device),
           "update_preconditioners() cannot be captured in a CUDA graph: it reports failures to the "
@@ -168,6 +177,9 @@ void StackedOptimizer::fit_loaded(const Options& options, const std::vector<at::
   // Copies the matrices, so that nothing aliases the archive.
   detail::move_into_stacks(init_stacks(options, params), states,
                            [&](size_t i) { return describe(params[i]); });
+  for (const auto i : c10::irange(states.size())) {
+    check_state(options, params[i], *states[i]);
+  }
 }
 
 std::vector<std::pair<std::string, at::Tensor>> MatrixParamState::tensors() const {

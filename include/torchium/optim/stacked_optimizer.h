@@ -56,8 +56,7 @@ class TORCHIUM_API StackedOptimizer : public SecondOrderOptimizer {
   // Creates the averages that these options need from the first step on.
   virtual void init_averages(const Options& options, const at::Tensor& param,
                              SecondOrderParamState& state) const {}
-  // Throws c10::ValueError where the state of a parameter has the right shapes, but these options
-  // need another kind.
+  // Throws c10::ValueError where these options need another kind of state than the parameter has.
   virtual void check_state(const Options& options, const at::Tensor& param,
                            const SecondOrderParamState& state) const {}
   // Initial matrices of `params`.
@@ -72,6 +71,7 @@ class TORCHIUM_API StackedOptimizer : public SecondOrderOptimizer {
                   const std::vector<SecondOrderParamState*>& fitted) const override;
 
  private:
+  bool is_ready(const std::string& needed_layout, const at::Tensor& param) const;
   bool all_ready(size_t group, const std::vector<at::Tensor>& active) const;
   void check_group_states(size_t group, const std::vector<at::Tensor>& active) const;
   void init_group_states(size_t group, const std::vector<at::Tensor>& active);

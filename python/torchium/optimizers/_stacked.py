@@ -140,10 +140,10 @@ class StackedOptimizer(CoreOptimizer):
     def _add_state(self, steps: list[StepArguments], missing: list[dict[Tensor, State]]) -> None:
         for step, states in zip(steps, missing, strict=True):
             for param, state in states.items():
-                if param.is_cuda and not self._has_state(param):
-                    self._host_steps[param] = 0
-                elif "step" in state:  # may come from another device
+                if not param.is_cuda:  # counted on a CUDA device alone
                     self._host_steps.pop(param, None)
+                elif not self._has_state(param):
+                    self._host_steps[param] = 0
                 self.state[param].update(state)
             needs = self._needs(step.group)
             self._found_right.update((p, self._fitting(p, needs)) for p in step.params)

@@ -316,8 +316,13 @@ class Shampoo(StackedOptimizer):
             RuntimeError: as :meth:`step`, or a graph is captured without ``capturable=True``.
         """
         self._raise_failures()
-        for index, group in enumerate(self.param_groups):
-            params = [p for p in group["params"] if self._has_state(p)]
+        with_state = [
+            [p for p in group["params"] if self._has_state(p)] for group in self.param_groups
+        ]
+        for index, (group, params) in enumerate(zip(self.param_groups, with_state, strict=True)):
+            self._check_changed_options(index, group)
+            self._check_old_state(index, group, {p: self._own_state(p) for p in params})
+        for index, (group, params) in enumerate(zip(self.param_groups, with_state, strict=True)):
             self._fit_old_state(index, group, params)
             for device in sorted({p.device for p in params}, key=str):
                 on_device = [p for p in params if p.device == device]
