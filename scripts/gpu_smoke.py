@@ -14,12 +14,16 @@ SHAPES = [(33, 17), (1, 7), (7, 1), (64,), (), (3, 5, 4)]
 # Every matrix function in each step.
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "adagrad": [{}, {"full_matrix": True, "eps": 1e-4}],
-    "kfac": [{"TCov": 1, "TInv": 1, "damping_split": split} for split in ("pi", "exact")],
+    "kfac": [
+        {"TCov": 1, "TInv": 1, "damping_split": split, "max_factor_size": size}
+        for split, size in (("pi", 5000), ("exact", 5000), ("plain", 16))
+    ],
     "naturalgradient": [{"solver": solver, "momentum": 0.5} for solver in ("gram", "cg")],
     "shampoo": [
         {"update_freq": 1},
         {"betas": (0.9, 0.99), "grafting": "adam", "momentum": 0.9, "block_size": 16},
     ],
+    "shampoow": [{"max_preconditioned_dim": 40}],
 }
 SEE_LAYERS = ("kfac", "naturalgradient")
 
