@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # usage: gpu_check.sh [BUILD]   (default: build; PYTHON=... chooses the Python, default python3)
-# On a machine with a CUDA device: the Python tests marked `cuda`, the zoo, the C++ tests, compute-sanitizer and
-# the benchmarks, over a build that may have been made elsewhere: BUILD/python and BUILD/tests/cpp are
+# On a machine with a CUDA device: the Python tests marked `cuda`, the zoo, the C++ tests,
+# compute-sanitizer and the benchmarks, over a build that may have been made elsewhere: BUILD/python and BUILD/tests/cpp are
 # enough, and PYTHON may be of another version than the build's (there is no `_C` then). PYTHON needs the
-# torch of the build, numpy, scipy, pytest and hypothesis; for all of the zoo transformers and timm. Ends with a table; exits with 1 if a row failed.
+# torch of the build, numpy, scipy, pytest and hypothesis; for all of the zoo transformers and timm. Ends
+# with a table; exits with 1 if a row failed.
 # Logs: BUILD/gpu_check/*.log
 set -uo pipefail
 cd "$(dirname "$0")/.."

@@ -139,7 +139,7 @@ def layer_gradients(
     """Gradients of ``sample_loss(parameters, sample)`` of each sample, name -> [batch, *shape].
 
     ``parameters`` are the trainable ones of ``model``, and dimension 0 of ``tensors`` is the sample.
-    None where the layers do not tell: other modules have parameters, or a parameter is used outside
+    None where the layers do not suffice: other modules have parameters, or a parameter is used outside
     of its layer.
     """
     trainable = set(parameters.values())

@@ -283,7 +283,10 @@ __device__ float largest_of(ElementType type) {
   }
 }
 
-__device__ float saturated(float x, float largest) { return fminf(fmaxf(x, -largest), largest); }
+// NaN stays NaN, as on the CPU: fmaxf() would hide it.
+__device__ float saturated(float x, float largest) {
+  return isnan(x) ? x : fminf(fmaxf(x, -largest), largest);
+}
 
 // p <- (1 - lr wd) p - lr d, or by momentum. Entries of d that are not finite count as zero, and p
 // stops at the largest number of its type.

@@ -1,5 +1,7 @@
 #include "ops/derivative.h"
 
+#include "gradients/graph_node.h"
+
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
@@ -15,10 +17,9 @@
 namespace torchium::ops {
 namespace {
 
+using gradients::detail::NodePointer;
 using torch::autograd::Node;
 using torch::autograd::SavedVariable;
-// A std::shared_ptr, or the c10::intrusive_ptr of later versions of torch.
-using NodePointer = decltype(torch::autograd::Edge::function);
 
 template <typename Pointer>
 Pointer owner(auto* node) {

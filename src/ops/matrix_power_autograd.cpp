@@ -54,8 +54,7 @@ Tensor matrix_power_autograd(const Tensor& A, double exponent, double eps, doubl
 
 constexpr char kOnce[] =
     "torchium::matrix_power can be differentiated once only. For second derivatives compose it "
-    "from "
-    "torch.linalg.eigh.";
+    "from torch.linalg.eigh.";
 
 // Boxed kernel of the parts of the derivative. An error comes when one is differentiated in turn,
 // not when create_graph=True is set or when A requires grad further outside.

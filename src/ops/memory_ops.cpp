@@ -1,4 +1,5 @@
-// Operators that tell the rules and the memory of an optimizer: schemas and registration, no maths.
+// Operators that report the rules and the memory of an optimizer: schemas and registration, no
+// maths.
 
 #include "optim/shampoo_memory.h"
 #include "optim/shampoo_rules.h"

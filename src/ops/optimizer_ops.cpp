@@ -186,7 +186,7 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
       "Tensor(d!)[] statistics, Tensor(e!)[] roots, Tensor(f!)[] root_failures, "
       "Tensor(g!) status, *, Tensor lr, float lr_decay, float weight_decay, float eps, "
       "bool full_matrix, int block_size, int update_freq, bool maximize, int[] host_steps, "
-      "str root_method=\"auto\") -> ()");
+      "str root_method=\"eigh\") -> ()");
 }
 
 TORCH_LIBRARY_IMPL(torchium, CompositeExplicitAutograd, m) {

@@ -40,8 +40,8 @@ class FusedStep {
   bool serves(const MatrixBatch& batch) const { return serves_[batch.entries.front().param]; }
   bool serves_all() const;
 
-  // Looks for NaN and Inf in all gradients, counts the step in the status and in `steps`. The
-  // batches are those of the whole step and live until update().
+  // Looks for gradients that are not finite or too large, counts the step in the status and in
+  // `steps`. The batches are those of the whole step and live until update().
   StepGate begin(const std::vector<MatrixBatch>& batches);
   // Of the parameters that it does not serve; with `statistics` those of all parameters.
   Corrections corrections(bool statistics) const;

@@ -175,8 +175,8 @@ void kfac_step(const KfacHyperparameters& h, at::TensorList params, at::TensorLi
       update_factors(h, layer, gate);
     }
   }
-  update_inverses(layers, h.damping_split, h.root_method,
-                  gate);  // where due: (A + ..I)^-1, (G + ..I)^-1
+  // Where due: (A + ..I)^-1, (G + ..I)^-1.
+  update_inverses(layers, h.damping_split, h.root_method, gate);
   record_failures(layers, state.status);
 
   Tensors g;  // V = g + weight_decay p

@@ -111,8 +111,8 @@ ParameterVector working_gradients(at::TensorList params, at::TensorList grads,
   return result;
 }
 
-// Looks at the gradients, or first at their images, which are smaller: a gradient whose image is
-// finite and not too large is so too, or nearly.
+// Examines the gradients, or first their images, which are smaller: that of a gradient which is not
+// finite is not finite either, and that of one which is far too large is large too.
 StepGate check_gradients(at::TensorList params, at::TensorList grads, NaturalGradientState& state,
                          const std::optional<Jacobian::Sketch>& images,
                          const at::Tensor& found_inf) {

@@ -18,7 +18,7 @@ namespace torchium::optim::detail {
 namespace {
 
 constexpr int64_t kElementsPerTask = int64_t{1} << 17;
-// Above the sum of 1/t over as many steps as a float32 count tells apart.
+// Above the sum of 1/t over the 2^24 steps that a float32 can count.
 constexpr double kSumOverSteps = 32.0;
 
 // Magnitudes order as their bits do, and NaN is above Inf; integer compares vectorise where those

@@ -21,7 +21,7 @@ using TensorVector = std::shared_ptr<const std::vector<at::Tensor>>;
 // What one call of the core reported.
 struct StepReport {
   std::array<int64_t, kStatusSize> entries{};
-  bool skipped = false;             // this step, by a non-finite gradient
+  bool skipped = false;             // this step, by a gradient not finite or too large
   TensorVector step_params;         // the parameters of the step, what kNonFiniteParameter counts
   TensorVector root_params;         // what kFailedParameter counts
   at::Tensor non_finite_parameter;  // undefined: none

@@ -9,7 +9,7 @@ namespace torchium::optim::detail {
 
 // Entries of the int64 tensor `status` [kStatusSize].
 enum StepStatusEntry : int64_t {
-  kConsecutiveSkips = 0,         // steps in a row that a non-finite gradient has skipped
+  kConsecutiveSkips = 0,         // steps in a row skipped by a gradient not finite or too large
   kTotalSkips = 1,               // all skipped steps
   kNonFiniteParameter = 2,       // index (in the step's list) of the first such gradient, else -1
   kConsecutiveRootFailures = 3,  // largest count over all matrices of the group

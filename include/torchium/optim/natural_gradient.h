@@ -101,8 +101,7 @@ struct NaturalGradientReport {
 /// uses that were not captured (looked for in its first backward pass), layers that disagree on the
 /// number of samples.
 ///
-///     torchium::optim::NaturalGradient optimizer(
-///         *model, torchium::optim::NaturalGradientOptions(0.1).damping(1e-2));
+///     torchium::optim::NaturalGradient optimizer(*model);
 class TORCHIUM_API NaturalGradient : public CapturingOptimizer {
  public:
   /// All trainable parameters of the model, which is not kept.

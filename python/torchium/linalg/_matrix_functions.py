@@ -112,9 +112,10 @@ def matrix_inverse_root(
         relative_eps: damping in units of ``s``, finite and not negative.
         method: ``"eigh"``, LAPACK or cuSOLVER; ``"newton"``, the minimax coupled iteration: matrix
             products alone, more accurate than ``eigh`` as long as the damping is above its floor;
-            ``"auto"``, the faster one. Roots above 256 are by ``eigh`` in any case. A matrix for which the iteration fails, because it has
-            negative eigenvalues, is answered by ``eigh`` on a CPU and by a multiple of the identity
-            on a GPU, where nothing is read on the host; its ``iterations`` is 0.
+            ``"auto"``, the faster one. Roots above 256 are by ``eigh`` in any case. A matrix for
+            which the iteration fails, because it has negative eigenvalues, is solved by ``eigh`` on
+            a CPU; on a GPU, where nothing is read on the host, its root is a multiple of the
+            identity. Its ``iterations`` is 0.
         return_info: also return an :class:`InverseRootInfo` (for a list: a list of them); its
             residual costs products in float64.
 
@@ -164,8 +165,8 @@ def matrix_power(
     :func:`matrix_inverse_root` for negative ones. The result saturates instead of overflowing.
 
     Differentiable once, in reverse and in forward mode and under ``torch.func``, also where
-    eigenvalues coincide (Daleckii-Krein; Higham 2008, "Functions of Matrices", theorem 3.11). Eigenvalues below the floor have no gradient unless the exponent is an
-    integer ``>= 0``.
+    eigenvalues coincide (Daleckii-Krein; Higham 2008, "Functions of Matrices", theorem 3.11).
+    Eigenvalues below the floor have no gradient unless the exponent is an integer ``>= 0``.
 
     Args:
         A: ``[..., n, n]``, as for :func:`matrix_inverse_root`.

@@ -11,7 +11,8 @@ from torch.optim.optimizer import Optimizer
 
 from ._options import number
 
-# Shampoo's own options where the caller says nothing else, found by benchmarks/from_adamw.py.
+# Shampoo's own options where the caller says nothing else, found by benchmarks/from_adamw.py and
+# benchmarks/early_steps.py.
 # C++ has the same in src/optim/from_adamw.cpp.
 OPTIONS_BESIDE_ADAMW: dict[str, Any] = {
     "grafting": "adam",

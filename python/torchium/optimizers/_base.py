@@ -223,7 +223,7 @@ class CoreOptimizer(Optimizer):
         that the checkpoint is never changed by later steps. Options of the parameter groups come
         from the checkpoint. A checkpoint that does not fit raises ``ValueError``, with both shapes,
         and so does one with NaN, Inf or a negative count; it loads nothing then. An average that it
-        lacks, as ``exp_avg``, starts with the next step.
+        lacks, as ``exp_avg``, starts with the next step, unless a parameter steps by it alone.
         """
         if isinstance(state_dict, dict):
             state_dict = state_dict.copy()

@@ -187,6 +187,7 @@ class CapturingOptimizer(CoreOptimizer):
                 self._check_old_state(step)
                 self._convert_state(step)
                 refuse_capture(step.device, "the host decides in step() what is captured")
+                self._known_host_steps([p for p in step.params if self._has_state(p)])
                 self._step_joint(step)
         finally:
             self._capture.forget()

@@ -157,7 +157,7 @@ class FactorCapture(Capture):
 
 
 def _problem_of_layers(modules: list[nn.Module]) -> str | None:
-    """Why the weight of these layers has no factors; None: nothing speaks against it."""
+    """Why the weight of these layers has no factors; None: it has."""
     for module in modules:
         how = computed_weight(module)
         if how is not None:
@@ -208,8 +208,8 @@ def fresh_factors(
 def saved_factors(weight: Tensor, saved: dict[str, Any], damping_split: str) -> State:
     """State of the layer that ``saved`` may be of: its module is not known yet.
 
-    The factors, or roots of them, tell the number of groups, whether there is a row for a bias, which
-    are diagonals, and which dimension of a weight is the input.
+    The shapes of the factors, or of their roots, give the number of groups, whether there is a row for
+    a bias, which are diagonals, and which dimension of a weight is the input.
     """
     A, G = (_saved_shape(saved, factor) for factor in FACTORS)
     matrix, groups = weight, 1

@@ -32,7 +32,7 @@ class Report:
 
     group: int
     params: list[Tensor]
-    skipped: bool  # whether a non-finite gradient skipped this very step
+    skipped: bool  # whether a gradient, not finite or too large, skipped this very step
     consecutive_skips: int
     non_finite: Tensor | None  # the first parameter with such a gradient
     root_failures: int  # the largest number of failures in a row of one matrix

@@ -242,7 +242,7 @@ class KFAC(CapturingOptimizer):
         return True
 
     def _note_shapes(self, param: Tensor) -> None:
-        """Tells the capture of the factors of a weight, and how large new ones may be."""
+        """Gives the capture the shapes of a weight's factors, and the limit of new ones."""
         self._capture.limits[param] = self._group_of(param)["max_factor_size"]
         state = self.state.get(param, {})
         if {*FACTORS} <= state.keys() and factors_fit(param, state["A"], state["G"]):

@@ -274,8 +274,7 @@ class Shampoo(StackedOptimizer):
 
         Every block of a matrix takes a step of the length that AdamW would take there; parameters of
         order 0 and 1, as biases and norms are, and those that are not ``preconditioned`` step as
-        with AdamW. State starts fresh: the statistics are those of no earlier step, and one step
-        count serves all bias corrections.
+        with AdamW. State starts fresh, without AdamW's averages.
 
         Args:
             optimizer_or_params (Optimizer, Module or iterable): a :class:`torch.optim.AdamW`, or a
