@@ -247,8 +247,7 @@ TEST(CaptureSafety, KfacFallsBackForAWeightThatIsUsedOtherwise) {
   }
   expect_near(model.table->weight, twin.table->weight, 1e-6);
   expect_near(model.table->bias, twin.table->bias, 1e-6);
-  expect_contains(warnings.text,
-                  "1 (used as [in, out] and as [out, in]: table.weight)");
+  expect_contains(warnings.text, "1 (used as [in, out] and as [out, in]: table.weight)");
 }
 
 // ---- several processes
