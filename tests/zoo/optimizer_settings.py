@@ -23,7 +23,7 @@ def _from_adamw(model: nn.Module) -> Optimizer:
 
 
 # More damping and fresher inverses than docs/choosing_and_tuning.md has: batches are small here.
-_TUNED_KFAC: dict[str, Any] = {"lr": 0.01, "damping": 0.03, "TCov": 5, "TInv": 10}
+_TUNED_KFAC: dict[str, Any] = {"lr": 0.01, "damping": 0.1, "TCov": 5, "TInv": 10}
 
 SETTINGS: dict[str, MakeOptimizer] = {
     "shampoo": _of_parameters(torchium.Shampoo),

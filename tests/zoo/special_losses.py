@@ -122,7 +122,7 @@ def distance(task: Task) -> float:
 
 def adversaries(size: Size) -> Task:
     """Two optimizers, one of which takes gradients through the other's part."""
-    model = Adversaries(size.of(16, 128))
+    model = Adversaries(size.of(16, 32))
     batches = [(torch.tensor([2.0, -1.0]) + torch.randn(64, 2),) for _ in range(4)]
     return Task(
         model,

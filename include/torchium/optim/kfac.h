@@ -26,15 +26,15 @@ struct PreconditionedLayer;
 /// kl_clip, damping_split and root_method must be the same in all groups; for the others, the group
 /// of the weight decides for a layer.
 struct TORCHIUM_API KFACOptions : public torch::optim::OptimizerCloneableOptions<KFACOptions> {
-  KFACOptions(double lr = 0.001);
+  KFACOptions(double lr = 0.003);
   /// Learning rate, >= 0.
-  TORCH_ARG(double, lr) = 0.001;
+  TORCH_ARG(double, lr) = 0.003;
   /// Momentum of the direction, in [0, 1).
   TORCH_ARG(double, momentum) = 0.9;
   /// L2 penalty, >= 0.
   TORCH_ARG(double, weight_decay) = 0.0;
   /// Added to the Fisher matrix, >= 0.
-  TORCH_ARG(double, damping) = 1e-3;
+  TORCH_ARG(double, damping) = 0.01;
   /// Steps between two updates of the factors, >= 1. A new value counts from the next step on.
   TORCH_ARG(int64_t, TCov) = 5;
   /// Steps between two inversions of the factors, >= 1.

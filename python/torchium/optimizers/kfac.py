@@ -93,10 +93,10 @@ class KFAC(CapturingOptimizer):
             real, float32, float64, bfloat16 or float16, all on one device. Every option but
             ``batch_averaged``, ``kl_clip``, ``damping_split`` and ``root_method`` may be set for a
             group; the group of its weight decides for a layer.
-        lr (float or Tensor): learning rate, at least 0. A tensor has one element (default: 0.001).
+        lr (float or Tensor): learning rate, at least 0. A tensor has one element (default: 0.003).
         momentum (float): momentum of the direction, in [0, 1) (default: 0.9).
         weight_decay (float): L2 penalty (default: 0).
-        damping (float): added to the Fisher matrix, at least 0 (default: 1e-3).
+        damping (float): added to the Fisher matrix, at least 0 (default: 0.01).
         TCov (int): steps between two updates of the factors (default: 5).
         TInv (int): steps between two inversions of the factors (default: 10).
         batch_averaged (bool): the loss is a mean over the samples, and no sum (default: True).
@@ -163,10 +163,10 @@ class KFAC(CapturingOptimizer):
     def __init__(
         self,
         params_or_model: ParamsOrModel,
-        lr: float | Tensor = 0.001,
+        lr: float | Tensor = 0.003,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
-        damping: float = 1e-3,
+        damping: float = 0.01,
         TCov: int = 5,
         TInv: int = 10,
         batch_averaged: bool = True,
