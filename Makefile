@@ -72,4 +72,4 @@ else
 endif
 
 clean:
-	rm -rf build build-torch-* dist demo docs/_build docs/_doxygen python/*.egg-info
+	rm -rf build build-torch-* dist demo docs/_build docs/_doxygen python/*.egg-info python/torchium_cpp/include python/torchium_cpp/share

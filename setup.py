@@ -7,8 +7,9 @@ and once for the package. Here both share one folder, and a second build compile
 Environment: TORCHIUM_CUDA (AUTO, ON or OFF), TORCHIUM_BUILD_DIR (the CMake folder), CMAKE_ARGS.
 """
 
-import importlib.metadata
+import importlib.util
 import os
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
+VERSION = (ROOT / "VERSION").read_text().strip()
 NO_TORCH = """
 torchium is built against the torch that is installed, and this build sees none. (pip builds in an
 isolated environment unless told otherwise.) Run
@@ -31,14 +33,18 @@ or, where torch>=2.11, setuptools>=77, cmake>=3.25 and ninja are installed,
 
     pip install --no-build-isolation .
 """
+# Commands that only look at the sources: what makes an sdist, and what pip asks before it builds.
+WITHOUT_TORCH = {"sdist", "egg_info", "clean"}
 
 
-def installed_torch() -> str:
-    """The version of the torch that this build uses; exits with the remedy where there is none."""
-    try:
-        return importlib.metadata.version("torch").split("+")[0]
-    except importlib.metadata.PackageNotFoundError:
-        sys.exit(NO_TORCH)
+def torch_build() -> tuple[str, str] | None:
+    """The minor version of the torch that this build uses and its CUDA, as ("2.11", "cu130")."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    version = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    minor = ".".join(version["__version__"].split(".")[:2])
+    return minor, f"cu{version['cuda'].replace('.', '')}" if version["cuda"] else "cpu"
 
 
 class CMakeBuild(build_ext):
@@ -65,7 +71,7 @@ class CMakeBuild(build_ext):
         if "TORCHIUM_BUILD_DIR" in os.environ:
             return Path(os.environ["TORCHIUM_BUILD_DIR"]).resolve()
         # A folder for each Python and torch: CMake's cache must not mix them.
-        return ROOT / "build" / f"{sysconfig.get_config_var('SOABI')}-torch{installed_torch()}"
+        return ROOT / "build" / f"{sysconfig.get_config_var('SOABI')}-torch{'-'.join(TORCH)}"
 
 
 class FreshBuildPy(build_py):
@@ -77,13 +83,18 @@ class FreshBuildPy(build_py):
         super().run()
 
 
-if "sdist" in sys.argv:
-    requirement = "torch>=2.11"
+TORCH = None if "sdist" in sys.argv else torch_build()
+if TORCH is not None:
+    # cmake/TorchiumVersion.cmake computes the same version for `torchium.__version__`.
+    version = f"{VERSION}+torch{'.'.join(TORCH)}"
+    requirement = f"torch=={TORCH[0]}.*"
+elif WITHOUT_TORCH & set(sys.argv[1:]):
+    version, requirement = VERSION, "torch>=2.11"
 else:
-    major, minor = installed_torch().split(".")[:2]
-    requirement = f"torch=={major}.{minor}.*"
+    sys.exit(NO_TORCH)
 
 setup(
+    version=version,
     install_requires=[requirement],
     ext_modules=[Extension("torchium_cpp._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild, "build_py": FreshBuildPy},

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -59,14 +60,48 @@ def wheel(build_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return wheel
 
 
+@pytest.fixture(scope="module")
+def site_packages(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as `pip install` leaves it: the wheel unpacked beside torch."""
+    folder = tmp_path_factory.mktemp("site-packages")
+    zipfile.ZipFile(wheel).extractall(folder)
+    installed = Path(torch.__file__).parents[1]
+    for name in ("torch", "nvidia"):
+        if (installed / name).exists():
+            (folder / name).symlink_to(installed / name)
+    return folder
+
+
+# Compiles in seconds: it does without torch/torch.h.
+SHORT_PROGRAM = """
+#include <ATen/ATen.h>
+#include <torchium/config.h>
+#include <torchium/linalg.h>
+
+#include <iostream>
+
+int main() {
+  const auto root = torchium::linalg::matrix_inverse_root(at::eye(3).mul(16), 4);
+  std::cout << torchium::show_config() << "root: " << root[0][0].item<float>() << '\\n';
+}
+"""
+
+
+def build_consumer(
+    prefix: Path | str, folder: Path, sources: Path = ROOT / "tests/consumer"
+) -> Path:
+    """Builds the program outside the tree against the package below `prefix`."""
+    succeed(
+        *("cmake", "-S", sources, "-B", folder, "-DCMAKE_BUILD_TYPE=Debug"),
+        f"-DCMAKE_PREFIX_PATH={prefix}",
+    )
+    succeed("cmake", "--build", folder)
+    return folder / "consumer"
+
+
 class TestCppPackage:
     def test_program_outside_the_tree_trains(self, prefix: Path, tmp_path: Path) -> None:
-        succeed(
-            *("cmake", "-S", ROOT / "tests/consumer", "-B", tmp_path, "-DCMAKE_BUILD_TYPE=Debug"),
-            f"-DCMAKE_PREFIX_PATH={prefix}",
-        )
-        succeed("cmake", "--build", tmp_path)
-        output = succeed(tmp_path / "consumer", env={"LD_LIBRARY_PATH": ""})
+        output = succeed(build_consumer(prefix, tmp_path), env={"LD_LIBRARY_PATH": ""})
         assert f"torchium: {torchium.__version__}\n" in output
 
     def test_installs_public_headers_only(self, prefix: Path) -> None:
@@ -113,7 +148,13 @@ class TestWheel:
         } <= expected
         modules = {name for name in names if not re.search(r"\.dist-info/", name)}
         libraries = {name for name in modules if name.endswith(".so")}
-        assert modules - libraries == expected | {"torchium_cpp/_build_info.py"}
+        headers = {path.relative_to(ROOT).as_posix() for path in (ROOT / "include").rglob("*.h")}
+        headers.add("include/torchium/version.h")
+        package = ("Config", "ConfigVersion", "Targets", "Targets-release")
+        scripts = {f"share/cmake/Torchium/Torchium{part}.cmake" for part in package}
+        scripts.add("share/cmake/Torchium/FindLibtorch.cmake")
+        for_cpp = {f"torchium_cpp/{name}" for name in headers | scripts}
+        assert modules - libraries == expected | for_cpp | {"torchium_cpp/_build_info.py"}
         assert "torchium_cpp/libtorchium.so" in libraries
         others = libraries - {"torchium_cpp/libtorchium.so"}
         assert all(name.startswith("torchium_cpp/_C.") for name in others)
@@ -124,6 +165,8 @@ class TestWheel:
         (metadata,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
         lines = archive.read(metadata).decode().splitlines()
         assert f"Version: {torchium.__version__}" in lines
+        assert f"+torch{TORCH_MINOR}." in torchium.__version__
+        assert wheel.name.startswith(f"torchium-{torchium.__version__}-")
         assert f"Requires-Dist: torch=={TORCH_MINOR}.*" in lines
         assert "none-any" not in wheel.name
 
@@ -135,13 +178,35 @@ class TestWheel:
             (rpath,) = re.findall(r"R(?:UN)?PATH.*\[(.*)\]", succeed("readelf", "-d", library))
             assert all(part.startswith("$ORIGIN") for part in rpath.split(":")), rpath
 
-    def test_imports_from_where_it_is_unpacked(self, wheel: Path, tmp_path: Path) -> None:
-        zipfile.ZipFile(wheel).extractall(tmp_path)
+    def run_python(self, code: str, site_packages: Path) -> str:
+        return succeed(
+            *(sys.executable, "-c", code),
+            env={"PYTHONPATH": str(site_packages)},
+            cwd=site_packages,
+        ).strip()
+
+    def test_imports_from_where_it_is_unpacked(self, site_packages: Path) -> None:
         code = "import torchium, torchium_cpp._C as c; print(torchium.__file__); c.show_config()"
-        output = succeed(
-            *(sys.executable, "-c", code), env={"PYTHONPATH": str(tmp_path)}, cwd=tmp_path
-        )
-        assert str(tmp_path) in output
+        assert str(site_packages) in self.run_python(code, site_packages)
+
+    def test_installed_version_is_that_of_the_module(self, site_packages: Path) -> None:
+        code = "import importlib.metadata as m, torchium as t; print(m.version('torchium'), t.__version__)"
+        installed, of_module = self.run_python(code, site_packages).split()
+        assert installed == of_module == torchium.__version__
+
+    def test_program_in_cpp_builds_against_it(self, site_packages: Path, tmp_path: Path) -> None:
+        code = "import torchium; print(torchium.utils.cmake_prefix_path)"
+        prefix = self.run_python(code, site_packages)
+        assert Path(prefix).is_relative_to(site_packages)
+        scripts = "".join(path.read_text() for path in Path(prefix).rglob("*.cmake"))
+        assert str(Path(torch.__file__).parents[1]) not in scripts
+        shutil.copy(ROOT / "tests/consumer/CMakeLists.txt", tmp_path)
+        (tmp_path / "main.cpp").write_text(SHORT_PROGRAM)
+        program = build_consumer(prefix, tmp_path / "build", sources=tmp_path)
+        output = succeed(program, env={"LD_LIBRARY_PATH": ""})
+        assert f"torchium: {torchium.__version__}\n" in output
+        assert "root: 0.5\n" in output
+        assert str(site_packages) in succeed("ldd", program, env={"LD_LIBRARY_PATH": ""})
 
 
 def with_build_info(staged: Path, folder: Path, **values: str) -> None:
@@ -188,7 +253,9 @@ class TestShowConfig:
         assert "unknown" not in lines.values()
 
     def test_version_is_that_of_the_file(self) -> None:
-        assert torchium.__version__ == (ROOT / "VERSION").read_text().strip()
+        version = (ROOT / "VERSION").read_text().strip()
+        assert torchium.__version__.split("+")[0] == version
+        assert f"version: {version}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="no CMake")
@@ -237,22 +304,43 @@ class TestConfigure:
         assert "names the architecture 'hopper'" in " ".join(result.stdout.split())
 
 
-def test_build_without_torch_names_the_commands_that_work(tmp_path: Path) -> None:
-    """What a plain `pip install .` meets: an isolated environment with setuptools and no torch."""
-    import setuptools
+class TestWithoutTorch:
+    """An isolated environment with setuptools and no torch, as pip and build make them."""
 
-    site = Path(setuptools.__file__).parents[1]
-    for name in ("setuptools", "_distutils_hack", "pkg_resources"):
-        if (site / name).exists():
-            (tmp_path / name).symlink_to(site / name)
-    result = run(
-        *(sys.executable, "-S", "setup.py", "egg_info", "--egg-base", tmp_path),
-        cwd=ROOT,
-        env={"PYTHONPATH": str(tmp_path)},
-    )
-    assert result.returncode != 0
-    assert "make install PYTHON=path/to/python" in result.stdout
-    assert "pip install --no-build-isolation ." in result.stdout
+    def run(self, folder: Path, *command: str) -> subprocess.CompletedProcess:
+        import setuptools
+
+        site = Path(setuptools.__file__).parents[1]
+        for pattern in ("setuptools", "setuptools-*.dist-info", "_distutils_hack", "pkg_resources"):
+            for path in site.glob(pattern):
+                (folder / path.name).symlink_to(path)
+        return run(*(sys.executable, "-S", *command), cwd=ROOT, env={"PYTHONPATH": str(folder)})
+
+    def test_build_names_the_commands_that_work(self, tmp_path: Path) -> None:
+        result = self.run(tmp_path, "setup.py", "dist_info", "--output-dir", str(tmp_path))
+        assert result.returncode != 0
+        assert "make install PYTHON=path/to/python" in result.stdout
+        assert "pip install --no-build-isolation ." in result.stdout
+
+    def test_sdist_is_made(self, tmp_path: Path) -> None:
+        code = f"""
+from setuptools import build_meta
+assert build_meta.get_requires_for_build_sdist() == []
+print(build_meta.build_sdist({str(tmp_path)!r}))
+"""
+        result = self.run(tmp_path, "-c", code)
+        assert result.returncode == 0, result.stdout
+        version = (ROOT / "VERSION").read_text().strip()
+        with tarfile.open(tmp_path / f"torchium-{version}.tar.gz") as archive:
+            names = {name.partition("/")[2] for name in archive.getnames()}
+        for name in (
+            "setup.py",
+            "cmake/TorchiumVersion.cmake",
+            "src/CMakeLists.txt",
+            "docs/index.md",
+        ):
+            assert name in names
+        assert not [name for name in names if name.endswith(".so")]
 
 
 class TestStubs:

@@ -1,5 +1,17 @@
-"""Utilities beside the optimizers."""
+"""Utilities beside the optimizers.
+
+`cmake_prefix_path` is the folder that CMake needs to find the installed package, as
+`torch.utils.cmake_prefix_path` is for torch:
+
+    cmake -S . -B build -DCMAKE_PREFIX_PATH="$(python -c 'import torchium; print(torchium.utils.cmake_prefix_path)')"
+"""
+
+from pathlib import Path
+
+import torchium_cpp
 
 from . import cuda_kernels
 
-__all__ = ["cuda_kernels"]
+cmake_prefix_path = str(Path(torchium_cpp.__file__).resolve().parent / "share" / "cmake")
+
+__all__ = ["cmake_prefix_path", "cuda_kernels"]
