@@ -1,0 +1,35 @@
+"""The messages in docs/troubleshooting.md are messages of the sources."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/troubleshooting.md").read_text()
+PATTERNS = ("python/**/*.py", "src/**/*.cpp", "include/**/*.h", "cmake/*", "setup.py")
+
+
+def messages() -> list[str]:
+    """The code that begins a row of a table whose first column holds messages."""
+    tables = re.findall(r"^\| message \|.*\n\|[-|]+\n((?:\|.*\n?)+)", PAGE, flags=re.MULTILINE)
+    rows = "".join(tables).splitlines()
+    return [found[1] for row in rows if (found := re.match(r"\| `([^`]+)`(?: \(\w+\))? \|", row))]
+
+
+@pytest.fixture(scope="module")
+def sources() -> str:
+    """All sources, with the parts of a string joined."""
+    files = sorted(path for pattern in PATTERNS for path in ROOT.glob(pattern) if path.is_file())
+    text = "\n".join(path.read_text() for path in files)
+    return re.sub(r'"\s+f?"', "", text)
+
+
+def test_tables_are_found() -> None:
+    assert len(messages()) > 20
+
+
+@pytest.mark.parametrize("message", messages())
+def test_message_is_in_the_sources(message: str, sources: str) -> None:
+    missing = [part for part in message.split("…") if part.strip() not in sources]
+    assert not missing
