@@ -7,8 +7,8 @@
 
 namespace torchium {
 
-/// The version of the loaded library, for example "0.2.0". It can differ from the macro
-/// TORCHIUM_VERSION of <torchium/version.h>, which is that of the headers.
+/// The version of the loaded library, for example "0.2.0+torch2.11.cu130". It can differ from the
+/// macro TORCHIUM_VERSION of <torchium/version.h>, which is that of the headers.
 TORCHIUM_API std::string version();
 
 /// True if the CUDA kernels of Torchium are in this build.

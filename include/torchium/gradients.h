@@ -18,16 +18,16 @@ using LossFunction = std::function<at::Tensor(const at::Tensor& output, const at
 /// The gradient of the loss of every single sample, for every trainable parameter.
 ///
 /// Row i of an entry is the gradient of `loss_fn(forward(inputs[i:i+1]), targets[i:i+1])`, so that
-/// the mean of the rows is the gradient of a mean loss. Pure: no gradient, parameter, buffer or
-/// random state changes; also within a NoGradGuard.
+/// the mean of the rows is the gradient of a mean loss. No gradient, parameter, buffer or random
+/// state changes. Works within a NoGradGuard too.
 ///
-/// One pass over the batch gives all rows where the parameters are used by the operators linear
-/// (addmm, matmul, mm), conv2d, embedding, layer_norm or group_norm, whose input has the sample in
-/// dimension 0. That is checked: rows must depend on the loss of their own sample alone, the first
-/// sample must be seen in the same way when it is alone, and each one in the same way when the
-/// batch is rolled by one. All other models (recurrent layers, attention, time in dimension 0,
-/// positions that samples share) are taken sample by sample, which is slow for a batch; a warning
-/// says why. Hooks of parameters run then, as in torch::autograd::grad().
+/// One pass over the batch gives all rows if the parameters are used only by linear (addmm, matmul,
+/// mm), conv2d, embedding, layer_norm or group_norm, with the sample in dimension 0 of the input.
+/// This is checked: each row must depend on the loss of its own sample alone, the first sample must
+/// give the same values when it is alone in the batch, and all samples the same when the batch is
+/// rolled by one. All other models (recurrent layers, attention, time in dimension 0, positions
+/// that samples share) need one pass per sample, which is slow for a batch; a warning says why.
+/// Hooks of parameters run in that case, as in torch::autograd::grad().
 ///
 ///     auto gradients = torchium::per_sample_gradients(
 ///         *model, [&](const auto& x) { return model->forward(x); },
@@ -41,8 +41,8 @@ using LossFunction = std::function<at::Tensor(const at::Tensor& output, const at
 /// @param inputs, targets [batch, ...].
 /// @return name -> [batch, shape of the parameter...], in the parameter's dtype and the order of
 ///   named_parameters(); a shared parameter under its first name.
-/// @throws c10::ValueError for batch sizes that differ or are zero, a loss of more than one number,
-///   a layer (named) that normalises with the statistics of the batch, and for a model that draws
+/// @throws c10::ValueError if batch sizes differ or are zero, if the loss is more than one number,
+///   if a layer normalises with the statistics of the batch (it is named), or if the model draws
 ///   random numbers.
 TORCHIUM_API torch::OrderedDict<std::string, at::Tensor> per_sample_gradients(
     const torch::nn::Module& model, const ForwardFunction& forward, const LossFunction& loss_fn,

@@ -1,4 +1,4 @@
-// Memory of the GPU and of the host, in bytes. Works in every build; without a GPU all is zero.
+// Memory of the GPU and of the host, in bytes. Works in every build; without a GPU all are zero.
 #pragma once
 
 #include <torchium/export.h>
@@ -18,13 +18,14 @@ struct CudaMemoryInfo {
   bool available = false;        // whether there is such a device
 };
 
-// Of `device`, the current CUDA device by default. All zero and not available for a CPU device or
-// on a machine without CUDA. c10::ValueError: no such CUDA device, or another kind of device.
+// The memory of `device`, by default the current CUDA device. For a CPU device, or without CUDA,
+// all are zero and `available` is false. c10::ValueError: there is no such CUDA device, or the
+// device is of another kind.
 TORCHIUM_API CudaMemoryInfo cuda_memory_info(std::optional<c10::Device> device = std::nullopt);
 
-// What an allocation on the device could get: for CUDA the free memory of the driver and what
-// PyTorch's allocator holds unused; for the CPU the memory available on the machine, or left in the
-// process' control group if that is less.
+// How much an allocation on the device could get. CUDA: the free memory of the driver plus the
+// unused memory of PyTorch's allocator. CPU: the available memory of the machine, or what is left
+// in the control group of the process if that is less.
 TORCHIUM_API int64_t free_memory(c10::Device device);
 
 }  // namespace torchium

@@ -1,4 +1,4 @@
-"""Linear algebra on stacks of matrices: everything of ``torch.ops.torchium`` that is no optimizer."""
+"""Linear algebra on stacks of matrices: the operators of ``torch.ops.torchium`` beside the optimizers."""
 
 from ._matrix_functions import (
     InverseRootInfo,

@@ -1,8 +1,8 @@
 """Roots, powers and eigenvalues of symmetric matrices, batched over leading dimensions.
 
-Each takes one stack of matrices, or a list or tuple of stacks of mixed orders, dtypes and devices and
-then returns lists. All matrices of one order, dtype and device are solved together, so that nothing
-is launched for each matrix; their results are views of one stack.
+Each takes one stack of matrices, or a list or tuple of stacks of mixed orders, dtypes and devices,
+and then returns lists. Matrices of equal order, dtype and device are solved together, without a
+launch per matrix; their results are views of one stack.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class InverseRootInfo(NamedTuple):
 
     #: ``|D X^p D - D|_F / |D|_F`` with ``D`` the damped matrix and ``X`` the root.
     residual: Tensor
-    #: Steps of the coupled iteration, int64; 0 where the answer is by ``eigh``.
+    #: Steps of the coupled iteration, int64; 0 for roots by ``eigh``.
     iterations: Tensor
-    #: Eigenvalues of the damped matrix below it are answered as if they were it.
+    #: Smaller eigenvalues of the damped matrix count as this value.
     floor: Tensor
 
 
@@ -91,16 +91,15 @@ def matrix_inverse_root(
 ):
     """Return ``(A + (eps + relative_eps s) I)^(-1/root)``, exactly symmetric.
 
-    ``s`` is the largest eigenvalue (``"eigh"``), or the smaller one of the Frobenius norm and the
-    largest absolute row sum, which bound it (``"newton"``).
+    ``s`` is the largest eigenvalue for ``"eigh"``. For ``"newton"`` it is an upper bound of it: the
+    smaller of the Frobenius norm and the largest absolute row sum.
 
-    Eigenvalues of the damped matrix below a floor cannot be told from rounding errors. They are
-    answered as if they were the floor, which is not added to the others, so that the result is
-    finite for every finite ``A``. With u the machine epsilon the floor is ``(4 + sqrt(n)/4) u``
-    times the largest eigenvalue for ``"eigh"``; for ``"newton"`` it is the damping where that is
-    above ``16 u s`` (n up to 128) or ``8 u s``, and about ``24 u s`` without damping. It is at
-    least the smallest normal number (64 times it for ``"newton"``), so that the root of a zero
-    matrix is finite too. ``"newton"`` answers smaller eigenvalues right to a factor of 60 for root
+    Eigenvalues of the damped matrix that rounding errors hide count as a floor, which is not added
+    to the others. So the result is finite for every finite ``A``. With u the machine epsilon, the
+    floor is ``(4 + sqrt(n)/4) u`` times the largest eigenvalue for ``"eigh"``. For ``"newton"`` it is
+    the damping if that exceeds ``16 u s`` (n up to 128) or ``8 u s``, and about ``24 u s`` without
+    damping. It is at least the smallest normal number (64 times that for ``"newton"``), so the root
+    of a zero matrix is finite too. Below its floor, ``"newton"`` is right to a factor of 60 for root
     1 (100 on a GPU), 10 for 2, 4.5 for 4, 2 for 8.
 
     Args:
@@ -110,18 +109,19 @@ def matrix_inverse_root(
         root: any positive integer.
         eps: damping, finite and not negative.
         relative_eps: damping in units of ``s``, finite and not negative.
-        method: ``"eigh"``, LAPACK or cuSOLVER; ``"newton"``, the minimax coupled iteration: matrix
-            products alone, more accurate than ``eigh`` as long as the damping is above its floor;
-            ``"auto"``, the faster one. Roots above 256 are by ``eigh`` in any case. A matrix for
-            which the iteration fails, because it has negative eigenvalues, is solved by ``eigh`` on
-            a CPU; on a GPU, where nothing is read on the host, its root is a multiple of the
-            identity. Its ``iterations`` is 0.
+        method: ``"eigh"``, LAPACK or cuSOLVER; ``"newton"``, the minimax coupled iteration, which
+            uses matrix products alone and is more accurate than ``eigh`` if the damping is above its
+            floor; or ``"auto"``, the faster of the two. Roots above 256 always use ``eigh``. If the
+            iteration fails, because the matrix has negative eigenvalues, ``iterations`` is 0. A CPU
+            then uses ``eigh``; a GPU, whose results the host does not read, returns a multiple of
+            the identity.
         return_info: also return an :class:`InverseRootInfo` (for a list: a list of them); its
             residual costs products in float64.
 
     Returns:
-        ``[..., n, n]`` of the dtype of ``A``; NaN for a matrix that holds NaN or Inf, and only for
-        that one. For a list the list of the roots. Not differentiable: use :func:`matrix_power`.
+        ``[..., n, n]`` of the dtype of ``A``. A matrix that holds NaN or Inf yields NaN; the other
+        results are not affected. For a list, the list of roots. Not differentiable: use
+        :func:`matrix_power`.
 
     Raises:
         ValueError: wrong dtype, shape, root, damping or method; names the entry of a list.
@@ -159,9 +159,9 @@ def matrix_power(
 ) -> Tensor | list[Tensor]:
     """Return ``(A + (eps + relative_eps s) I)^exponent``, exactly symmetric.
 
-    ``s`` is the largest eigenvalue, or zero if that is negative. Integer exponents ``>= 0`` hold for
-    indefinite matrices too; for others ``A`` is taken to be positive semi-definite: negative
-    eigenvalues count as zero for positive exponents, and as the floor of
+    ``s`` is the largest eigenvalue, or zero if that is negative. Integer exponents ``>= 0`` are
+    defined for indefinite matrices too. For other exponents ``A`` is taken to be positive
+    semi-definite: negative eigenvalues count as zero for positive exponents, and as the floor of
     :func:`matrix_inverse_root` for negative ones. The result saturates instead of overflowing.
 
     Differentiable once, in reverse and in forward mode and under ``torch.func``, also where
@@ -198,17 +198,17 @@ def eigh(
 ) -> tuple[Tensor, Tensor] | tuple[list[Tensor], list[Tensor]]:
     """Return the eigenvalues, ascending, and the orthonormal eigenvectors of symmetric matrices.
 
-    As ``torch.linalg.eigh``, with the matrices of a batch shared out among the cores or solved
-    together on a GPU, where nothing is read on the host, and NaN for a matrix that holds NaN or Inf,
-    and only for that one, in place of an error. On a CPU every finite matrix has a finite answer, also
-    where LAPACK does not converge (:func:`eigh_retries`).
+    As ``torch.linalg.eigh``, but the matrices of a batch are distributed over the cores, or solved
+    together on a GPU without a host synchronisation. A matrix that holds NaN or Inf yields NaN
+    instead of an error; the other results are not affected. On a CPU every finite matrix has a finite
+    result, also if LAPACK does not converge (:func:`eigh_retries`).
 
     Args:
         A: ``[..., n, n]``, as for :func:`matrix_inverse_root`.
 
     Returns:
         Eigenvalues ``[..., n]`` and eigenvectors ``[..., n, n]`` in columns, of the dtype of ``A``.
-        For a list the list of the eigenvalues and that of the eigenvectors. Not differentiable: use
+        For a list, the list of eigenvalues and the list of eigenvectors. Not differentiable: use
         ``torch.linalg.eigh``.
 
     Raises:
@@ -222,11 +222,11 @@ def eigh(
 
 
 def eigh_retries() -> int:
-    """Return how many symmetric matrices of this process had to be solved again, on a CPU.
+    """Return how many symmetric matrices of this process were solved again, on a CPU.
 
-    LAPACK does not converge, or is wrong without a word, for some matrices, sparse ones of low rank
-    above all. Every answer is checked; such a matrix is solved in another way, slower and as
-    accurately. The optimizers' matrices are counted too.
+    For some matrices, mostly sparse ones of low rank, LAPACK does not converge or is silently wrong.
+    Every result is checked. Where the check fails, the matrix is solved by a slower method of the
+    same accuracy. The count includes the matrices of the optimizers.
     """
     retries: int = _ops.eigh_retries()
     return retries

@@ -26,7 +26,7 @@ def kron(A: Tensor, B: Tensor) -> Tensor:
 def kron_matmul(A: Tensor, B: Tensor, X: Tensor) -> Tensor:
     """Return ``kron(A, B) @ X`` without forming the Kronecker product.
 
-    One matrix product for each factor. bfloat16 and float16 are computed in float32.
+    One matrix product per factor. bfloat16 and float16 are computed in float32.
 
     Args:
         A: ``[..., mA, nA]``, floating point.
@@ -49,12 +49,12 @@ def kron_solve(A: Tensor, B: Tensor, X: Tensor, damping: float) -> Tensor:
     From the eigendecompositions of the factors (Van Loan 2000, "The ubiquitous Kronecker product"):
     ``(Q_A x Q_B) (D_A x D_B + damping)^-1 (Q_A x Q_B)^T X``.
 
-    Eigenvalues of the damped product below ``(4 + sqrt(n) / 4) finfo(dtype).eps`` times its largest,
-    what floating point can tell from zero (summed over n = nA and n = nB), or below the smallest
-    normal number, are answered as if they were that floor. So singular factors have a finite answer;
-    what exceeds the range of the dtype saturates at its largest number. A pair with NaN or Inf in a
-    factor is answered by NaN, the others of the batch are not touched. bfloat16 and float16 are
-    computed in float32.
+    The floor is ``(4 + sqrt(n) / 4) finfo(dtype).eps``, summed over n = nA and n = nB, times the
+    largest eigenvalue of the damped product, and at least the smallest normal number. Smaller
+    eigenvalues, which rounding errors hide, count as the floor. So singular factors have a finite
+    result; what exceeds the range of the dtype saturates at its largest number. A pair with NaN or
+    Inf in a factor yields NaN; the other results are not affected. bfloat16 and float16 are computed
+    in float32.
 
     Args:
         A: ``[..., nA, nA]``, symmetric positive semi-definite; symmetrised, negative eigenvalues
@@ -78,11 +78,10 @@ def kron_solve(A: Tensor, B: Tensor, X: Tensor, damping: float) -> Tensor:
 def chunked_matmul(A: Tensor, B: Tensor, *, max_workspace_bytes: int | None = None) -> Tensor:
     """Return ``A @ B`` with a bounded workspace.
 
-    The workspace is what is needed beside the operands and the result: float32 copies of bfloat16
-    and float16, and copies of operands with strides that BLAS cannot read. Leading dimensions that
-    broadcast are never copied out. A product that would need more is computed in tiles of rows,
-    columns and matrices. BLAS' own fixed workspace is not counted. The derivative keeps to the same
-    bound.
+    The workspace is the memory in addition to operands and result: float32 copies of bfloat16 and
+    float16, and copies of operands with strides that BLAS cannot read. Broadcast leading dimensions
+    are never copied. A product that would need more is computed in tiles of rows, columns and
+    matrices. BLAS' own fixed workspace is not counted. The derivative has the same bound.
 
     Args:
         A: ``[..., m, k]``, floating point, at least two dimensions.
@@ -105,13 +104,13 @@ def chunked_matmul(A: Tensor, B: Tensor, *, max_workspace_bytes: int | None = No
 def spd_inverse(A: Tensor, *, damping: float = 0.0) -> Tensor:
     """Return ``(A + damping I)^-1`` for symmetric positive semi-definite ``A``, by Cholesky.
 
-    A matrix whose factorisation meets a pivot below ``(4 + sqrt(n) / 4) finfo(dtype).eps`` times its
-    largest entry, or breaks down, is answered through its eigendecomposition, eigenvalues below that
-    fraction of the largest (or below the smallest normal number) as if they were it. So zero and
-    rank-deficient matrices have a finite answer; what exceeds the range of the dtype saturates at
-    its largest number. On a GPU the host waits for the factorisation once, to learn whether there is
-    such a matrix. A matrix with NaN or Inf is answered by NaN, the others of the batch are not
-    touched. bfloat16 and float16 are computed in float32.
+    If the factorisation of a matrix breaks down, or meets a pivot below
+    ``(4 + sqrt(n) / 4) finfo(dtype).eps`` times its largest entry, that matrix is solved by its
+    eigendecomposition. Its eigenvalues below that fraction of the largest, or below the smallest
+    normal number, count as that floor. So zero and rank-deficient matrices have a finite result; what
+    exceeds the range of the dtype saturates at its largest number. On a GPU the host waits once, to
+    learn whether there is such a matrix. A matrix with NaN or Inf yields NaN; the other results are
+    not affected. bfloat16 and float16 are computed in float32.
 
     Args:
         A: ``[..., n, n]``, floating point; symmetrised.
@@ -132,8 +131,8 @@ def spd_inverse(A: Tensor, *, damping: float = 0.0) -> Tensor:
 def spd_solve(A: Tensor, X: Tensor, *, damping: float = 0.0) -> Tensor:
     """Return ``(A + damping I)^-1 X`` for symmetric positive semi-definite ``A``.
 
-    As :func:`spd_inverse`, without forming the inverse. ``X`` must be so far from the end of the
-    range that ``X`` divided by the relative floor, ``(4 + sqrt(n) / 4) eps``, is in it.
+    As :func:`spd_inverse`, without forming the inverse. ``X`` divided by the relative floor,
+    ``(4 + sqrt(n) / 4) eps``, must be within the range of the dtype.
 
     Args:
         A: ``[..., n, n]``, floating point; symmetrised.
@@ -155,10 +154,9 @@ def spd_solve(A: Tensor, X: Tensor, *, damping: float = 0.0) -> Tensor:
 def fused_mul_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """Return ``a * b + c`` in one pass over memory.
 
-    Shapes broadcast and dtypes promote as in ``torch.addcmul(c, a, b)``, which computes it on a CPU
-    and for operands that differ in shape or dtype or are strided; contiguous CUDA tensors of one
-    shape and dtype take a vectorised kernel in builds with CUDA. bfloat16 and float16 are computed in
-    float32 and rounded once. Differentiable.
+    Shapes broadcast and dtypes promote as in ``torch.addcmul(c, a, b)``. Contiguous CUDA tensors of
+    equal shape and dtype use a vectorised kernel in builds with CUDA; all else is computed by
+    ``torch.addcmul``. bfloat16 and float16 are computed in float32 and rounded once. Differentiable.
 
     Raises:
         ValueError: an operand that is not a dense floating point tensor.

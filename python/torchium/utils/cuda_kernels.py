@@ -1,7 +1,7 @@
-"""Matrix, gradient and memory operations, on a GPU where there is one and on the CPU as well.
+"""Matrix, gradient and memory operations for tensors on any device.
 
-Every function takes tensors of any device and runs where they are; the names follow the original
-torchium package.
+Every function runs on the device of its tensors, a GPU or the CPU. The names are those of the
+original torchium package.
 """
 
 from collections.abc import Iterable, Sequence
@@ -45,8 +45,8 @@ class CUDAMatrixOps:
     def kronecker_product_approx(A: Tensor, G: Tensor) -> Tensor:
         """Return the Kronecker product of ``A`` and ``G``: :func:`torchium.linalg.kron`.
 
-        It is exact, and as large as it looks: to multiply by it or to solve with it,
-        :func:`torchium.linalg.kron_matmul` and :func:`torchium.linalg.kron_solve` never form it.
+        It is exact and is formed in full. To multiply by it or to solve with it without forming it,
+        use :func:`torchium.linalg.kron_matmul` and :func:`torchium.linalg.kron_solve`.
         """
         return linalg.kron(A, G)
 
@@ -76,15 +76,15 @@ class CUDAGradientOps:
     ) -> dict[str, Tensor]:
         """Return parameter name -> ``[batch, *shape]``, the gradient of each sample's loss.
 
-        Pure: no ``.grad``, parameter, buffer or random state changes. ``loss_fn(output, target)``
-        sees each sample as a batch of one. A module that mixes samples or draws random numbers
-        (BatchNorm, Dropout in training mode) is a ValueError that names it.
+        No ``.grad``, parameter, buffer or random state changes. ``loss_fn(output, target)`` is
+        called with batches of one sample. A module that mixes samples or draws random numbers
+        (BatchNorm, Dropout in training mode) raises a ValueError that names it.
         """
         return per_sample_gradients(model, loss_fn, inputs, targets)
 
 
 class CUDAMemoryOps:
-    """Operations that keep an eye on memory."""
+    """Operations with bounded memory."""
 
     @staticmethod
     def memory_efficient_matmul(
@@ -114,7 +114,7 @@ def get_cuda_device_count() -> int:
 
 
 def get_optimal_device() -> torch.device:
-    """The current CUDA device where there is one, else the CPU."""
+    """The current CUDA device if there is one, else the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -152,7 +152,7 @@ def cuda_memory_info(device: torch.device | str | int | None = None) -> dict[str
 
 
 def _cuda_index(device: torch.device | str | int | None) -> int | None:
-    """The index of the CUDA device that is meant; None for the CPU or without CUDA."""
+    """The index of the CUDA device; None for the CPU or without CUDA."""
     if device is not None:
         # An int is an index of the accelerator, which on a machine without one would be an error.
         device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
@@ -185,7 +185,7 @@ def matrix_sqrt_cuda(input: Tensor, power: float) -> Tensor:
 
     Args:
         input: ``[..., n, n]``.
-        power: any real number; for negative ones eigenvalues are floored as
-            :func:`torchium.linalg.matrix_power` documents.
+        power: any real number. For negative ones, small eigenvalues are floored as in
+            :func:`torchium.linalg.matrix_power`.
     """
     return linalg.matrix_power(input, power)
