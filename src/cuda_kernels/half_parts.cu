@@ -18,14 +18,14 @@ __global__ void __launch_bounds__(kElementThreads)
   record_largest(most, entry.largest);
 }
 
-// Stacks of halves have columns in multiples of eight, so that four neighbours are always aligned.
+// Stacks of fp16 parts have columns in multiples of 8, so that four neighbours are always aligned.
 template <int bytes>
 __global__ void __launch_bounds__(kElementThreads)
     split_halves_kernel(const __grid_constant__ Table<SplitEntry, bytes> table) {
   const int tile = table.first_tile + static_cast<int>(blockIdx.x);
   const SplitEntry& entry = entry_of_tile(table, tile);
   const HalfStack& halves = entry.halves;
-  // Entries off the diagonal of a positive matrix are no larger than those on it but for rounding.
+  // Up to rounding, no entry of a positive matrix is larger than the largest one on its diagonal.
   const float scale = scale_for(2 * __uint_as_float(*entry.largest));
   if (tile == entry.first_tile && threadIdx.x == 0) *halves.scale = scale;
   const int64_t elements = int64_t{entry.matrices} * halves.rows * halves.columns;

@@ -1,6 +1,6 @@
-// Floats as one or two halves with a common scale, for the tensor cores: x s = hi + lo / 2048, s a
-// power of two that brings the largest magnitude below 2^15. hi alone has 11 bits, both have 22,
-// down to 2^-29 of the largest (Ootomo and Yokota 2022, arXiv 2203.03341).
+// x s = hi + lo / 2048: floats as one or two fp16 numbers with a common scale s, for the tensor
+// cores. s is a power of two that brings the largest magnitude below 2^15. hi alone has 11 bits,
+// both have 22, down to 2^-29 of the largest (Ootomo and Yokota 2022, arXiv 2203.03341).
 #pragma once
 
 #include "cuda_kernels/parameter_table.h"
@@ -16,12 +16,12 @@ constexpr float kLowHalfScale = 2048.0f;
 // A contiguous stack of matrices, each [rows, columns].
 struct HalfStack {
   __half* hi;
-  __half* lo;    // behind hi; null: counts as zero
+  __half* lo;    // lo of each element; null: counts as zero
   float* scale;  // on the device
   int rows, columns;
 };
 
-// A stack of floats or bfloat16, and where its halves go.
+// A stack of floats or bfloat16, and the destination of its fp16 parts.
 struct SplitEntry {
   const void* x;
   HalfStack halves;
@@ -32,8 +32,8 @@ struct SplitEntry {
 };
 constexpr int64_t kSplitTile = 1 << 13;  // elements
 
-// *largest <- max(*largest, the largest magnitude on the diagonals) of square matrices. One tile a
-// matrix.
+// *largest <- max(*largest, the largest magnitude on the diagonals) of square matrices. One tile
+// per matrix.
 cudaError_t find_largest_on_diagonals(const Table<SplitEntry>& entries, cudaStream_t stream);
 
 // hi, lo and *scale, where no element is above twice *largest. A tile has kSplitTile elements of a

@@ -1,4 +1,4 @@
-// What the kernels for inverse p-th roots share.
+// Shared by the kernels for inverse p-th roots.
 #pragma once
 
 #include <cstdint>
@@ -23,8 +23,8 @@ struct NewtonRule {
   float largest_root;
 };
 
-// Stacks of `matrices` float32 matrices. A matrix that holds NaN or Inf gets NaN for everything,
-// and 0 iterations.
+// Stacks of `matrices` float32 matrices. For a matrix that holds NaN or Inf, all results are NaN
+// and `iterations` is 0.
 struct InverseRoot {
   const float* A;       // [matrices, n, n], contiguous; its symmetric part counts
   float* root;          // [matrices, n, n]: (A + damping I)^(-1/p), exactly symmetric
@@ -34,10 +34,10 @@ struct InverseRoot {
   int64_t* iterations;  // [matrices]
   int64_t matrices;
   NewtonRule rule;
-  // [matrices]: each A stands for A / divisor; null: for itself.
+  // [matrices]: the root is that of A / divisor; null: of A.
   const double* divisors = nullptr;
-  // [matrices]: failures in a row of roots that are renewed. An accepted root whose entries are in
-  // the range of float32 sets them to 0; any other is not written and counts one more. Null: every
+  // [matrices]: consecutive failures of roots that are renewed. An accepted root whose entries are
+  // in the range of float32 resets the count to 0; any other is not written and adds 1. Null: every
   // root is written.
   int32_t* failures = nullptr;
   // With failures: if this is false, neither they nor the roots change. Null: true.

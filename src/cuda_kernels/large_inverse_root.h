@@ -11,10 +11,10 @@
 
 namespace torchium::cuda_kernels {
 
-// Memory of one stack beside its matrices. All matrices end with the last step of the ladder: one
-// with fewer quadratic steps than the longest schedule starts later.
+// Workspace of one stack. All matrices end with the last step together: one with fewer quadratic
+// steps than the longest schedule starts later.
 struct LargeWorkspace {
-  // Without memory: to learn `bytes`.
+  // Without memory, to compute `bytes`.
   LargeWorkspace(void* memory, int64_t matrices, int order);
 
   size_t bytes;
@@ -31,7 +31,7 @@ struct LargeWorkspace {
   float* units;  // [matrices]: by which M is multiplied where it starts
 
   // Coefficients of products (symmetric_product.h), [matrices, 4]. Of q = a I + b M + c M^2 at
-  // step k, and of M q^p, which where a matrix starts makes up for its new unit:
+  // step k, and of M q^p, which compensates for the new unit of a matrix that starts:
   float* quadratic(int step) const { return row(step); }
   float* power(int step) const { return row(RootLadder::kMaxSteps + step); }
   // Of Z (the last M q^p), V and q = I + W of the last step (root_ladder.h). V is kept with a
@@ -47,14 +47,14 @@ struct LargeWorkspace {
   float* coefficients_;  // [2 kMaxSteps + 3, matrices, 4]
 };
 
-// Where the iteration finds its matrices. Those of a step may lie in the places of M and S; Z may
-// not.
+// The matrices of the iteration. Those of a step may use the memory of M and S, but Z must have its
+// own.
 struct LargeOperands {
   SplitMatrices M, S;  // the matrix in a first unit, and its square
   struct Step {
     SplitMatrices M, X;  // of matrices that start here: M, and X = q
   } steps[RootLadder::kMaxSteps];
-  SplitMatrices Z;  // of the last step; of single halves
+  SplitMatrices Z;  // of the last step; single fp16 parts
   SplitMatrices X;  // before the last step
 };
 
@@ -63,12 +63,12 @@ cudaError_t fill_inverse_root(const InverseRoot& arguments, const LargeWorkspace
                               const SplitMatrices& M, cudaStream_t stream);
 
 // From S = M^2 and the sums of its squares: |S|_F^(1/2) is a better bound, close to the largest
-// eigenvalue. Chooses the steps of every matrix and takes the product of the first one.
+// eigenvalue. Chooses the steps of every matrix and computes the product of the first one.
 cudaError_t start_inverse_root(const InverseRoot& arguments, const RootLadder& ladder,
                                const LargeWorkspace& workspace, const LargeOperands& operands,
                                cudaStream_t stream);
 
-// Judges the roots X of M and writes everything but damping and floor.
+// Checks the roots X of M and writes all outputs except damping and floor.
 cudaError_t finish_inverse_root(const InverseRoot& arguments, const LargeWorkspace& workspace,
                                 const SplitMatrices& X, cudaStream_t stream);
 

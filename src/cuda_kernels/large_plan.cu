@@ -8,7 +8,7 @@
 namespace torchium::cuda_kernels {
 namespace {
 
-// Sums the bands of each matrix; one warp a matrix.
+// Sums the bands of each matrix; one warp per matrix.
 __global__ void __launch_bounds__(kThreads)
     bound_kernel(const __grid_constant__ InverseRoot arguments, const double* partials,
                  SpectralBound* bounds, int* starts) {
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads)
   starts[matrix] = has_root ? 0 : INT_MAX;
 }
 
-// M = (scale S + damping I) / top, one tile on or below the diagonal and its mirror image a block.
+// M = (scale S + damping I) / top. Each block: one tile on or below the diagonal and its mirror.
 __global__ void __launch_bounds__(kThreads)
     fill_kernel(const float* A, int n, const SpectralBound* bounds, SplitMatrices M) {
   const int bands = M.order / kBand, tiles = bands * (bands + 1) / 2;
@@ -105,7 +105,7 @@ __device__ SpectralBound refined(SpectralBound bound, const NewtonRule& rule, do
   return bound;
 }
 
-// One block a matrix: its plan, the coefficients of its steps and target = D v in units of top.
+// One block per matrix: its plan, the coefficients of its steps and target = D v in units of top.
 __global__ void __launch_bounds__(kThreads)
     plan_kernel(const __grid_constant__ InverseRoot arguments,
                 const __grid_constant__ RootLadder ladder, const SpectralBound* bounds,
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// What a step, or the last one, needs of the matrices that start there; eight neighbours a thread.
+// Inputs of a step, or the last one, for matrices that start there; eight neighbours per thread.
 __global__ void __launch_bounds__(kThreads)
     start_kernel(const __grid_constant__ InverseRoot arguments,
                  const __grid_constant__ RootLadder ladder,

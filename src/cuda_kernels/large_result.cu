@@ -14,8 +14,8 @@ __device__ float unit_of_root(const NewtonRule& rule, const NewtonPlan& plan) {
 
 constexpr int kRowsAtOnce = 4;  // of a warp
 
-// Of one number a row the sum over the warp, which every eighth lane returns for row lane / 8: each
-// of the first two steps halves what a lane carries.
+// Sums over the warp of one number per row; every eighth lane returns the sum of row lane / 8. Each
+// of the first two steps halves the number of values per lane.
 __device__ float sum_of_rows(const float (&rows)[kRowsAtOnce]) {
   static_assert(kRowsAtOnce == 4);
   const int lane = threadIdx.x % 32;
@@ -89,15 +89,15 @@ __global__ void __launch_bounds__(kThreads)
                            with_largest ? largest + first : nullptr);
 }
 
-// Vectors of one matrix that its verdict needs: images = S w for w = X^p D v, the largest magnitude
-// of each row of X, and D v.
+// Vectors of one matrix for the check of its root: images = S w for w = X^p D v, the largest
+// magnitude of each row of X, and D v.
 struct Evidence {
   const double* images;
   const float *root_images, *largest, *targets;
 };
 
-// Residual and verdict of a matrix: iterations are 0 for a root that is not accepted. All threads
-// of a block.
+// Residual of a root and whether it is accepted: iterations are 0 if not. Called by all threads of
+// a block.
 template <int warps>
 __device__ void judge(const InverseRoot& arguments, int64_t matrix, const NewtonPlan& plan,
                       const Evidence& evidence) {
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kThreads)
                 {images + first, root_images + first, largest + first, targets + first});
 }
 
-// Eight neighbours of a row, of which `count` are inside of the matrix.
+// Eight neighbours of a row; the first `count` are inside of the matrix.
 __device__ void write_row(float* out, int count, const float (&x)[8]) {
   if (count >= 8 && reinterpret_cast<uintptr_t>(out) % sizeof(float4) == 0) {
     reinterpret_cast<float4*>(out)[0] = {x[0], x[1], x[2], x[3]};
@@ -221,8 +221,8 @@ __device__ void apply_symmetric_part(const float* A, int n, const float* w, doub
   __syncthreads();
 }
 
-// All of the above in one launch, one block a matrix. So few matrices are under way that they
-// remain in the L2 cache: X and A come from memory once.
+// All of the above in one launch, one block per matrix. So few matrices are processed at a time
+// that they remain in the L2 cache: X and A are read from memory once.
 __global__ void __launch_bounds__(kBlockThreads, 1)
     result_kernel(const __grid_constant__ InverseRoot arguments,
                   const __grid_constant__ SplitMatrices X, const NewtonPlan* plans,

@@ -1,4 +1,4 @@
-// The parameters of a step as a table in the arguments of a kernel, so that one launch serves
+// The parameters of a step as a table in the arguments of a kernel, so that one launch processes
 // hundreds of them and nothing is copied to the device beforehand.
 #pragma once
 
@@ -20,7 +20,7 @@ enum class ElementType : uint8_t { kFloat, kBFloat16, kHalf, kDouble };
 constexpr int kTableBytes = 32 * 1024 - 256;
 constexpr int kShortTableBytes = 6 * 1024;
 
-// A list of entries, each of which has some consecutive tiles: the work of one thread block.
+// A list of entries. Each has consecutive tiles; a tile is the work of one thread block.
 template <typename Entry, int bytes = kTableBytes>
 struct Table {
   static constexpr int kCapacity = (bytes - 16) / sizeof(Entry);
@@ -52,10 +52,10 @@ void launch_shortest(const Table<Entry>& table, const Launch& launch) {
   launch(fitting);
 }
 
-// What a step looks through beforehand.
+// The tensors that are scanned before a step.
 enum class ScanKind : uint8_t { kGradient, kAverage, kParameter };
 
-// A gradient, the average of one or a parameter, whatever its shape.
+// A gradient, its average, or a parameter, of any shape.
 struct ScanEntry {
   const void* data;
   int64_t elements;
@@ -69,14 +69,14 @@ struct ScanEntry {
 };
 constexpr int64_t kScanTile = 1 << 14;  // elements
 
-// The count of steps of a parameter, and what it was when an average began; null: 0.
+// The step count of a parameter, and its value when an average began; null: 0.
 struct StepEntry {
   float* step;
   const float* exp_avg_start;
   const float* second_moment_start;
 };
 
-// What the direction of a parameter is made of.
+// How the direction of a parameter is computed.
 enum class Direction : uint8_t {
   kMatrices,  // products with its blocks
   kDiagonal,
@@ -95,7 +95,7 @@ struct ParameterEntry {
   // Where its blocks begin in the stacks, in elements: whole ones, those cut short in columns, in
   // rows, in both.
   int64_t stacks[4];
-  uint8_t in_halves;  // bit i: blocks of stacks[i] go to stacks of halves
+  uint8_t in_halves;  // bit i: blocks of stacks[i] go to stacks of fp16
   int rows, columns;
   // Column c lies at (c % inner) (columns / inner) + c / inner of its row: 1, or the kernel
   // positions of a convolution in channels-last layout.

@@ -12,7 +12,7 @@ struct LastStep {
 };
 
 // q(x) = a + b x + c x^2 of step k of the schedule for [2^(lowest_rung + r), 1] is
-// coefficients[(r * steps + k) * 3]. Steps behind the length of a schedule are q = 1.
+// coefficients[(r * steps + k) * 3]. Steps beyond the length of a schedule are q = 1.
 struct RootLadder {
   static constexpr int kMaxRungs = 24;
   static constexpr int kMaxSteps = 15;

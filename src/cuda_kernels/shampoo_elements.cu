@@ -87,7 +87,7 @@ struct Corrections {
         statistics(static_cast<float>(numbers.statistics)) {}
 };
 
-// What the step makes of N neighbouring elements, and what it needs again later.
+// The results of a step for N neighbouring elements, and the values that it needs again later.
 template <int N>
 class Elements {
  public:

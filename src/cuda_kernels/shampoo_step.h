@@ -1,6 +1,6 @@
-// The element-wise work of a Shampoo step on a GPU, for all parameters of a group at once: what
-// happens to the gradients before the matrix products and to the directions behind them. Symbols as
-// in optim/shampoo_step.cpp.
+// The elementwise work of a Shampoo step on a GPU, for all parameters of a group at once: on the
+// gradients before the matrix products, and on the directions after them. Symbols as in
+// optim/shampoo_step.cpp.
 #pragma once
 
 #include "cuda_kernels/parameter_table.h"
@@ -12,15 +12,15 @@
 
 namespace torchium::cuda_kernels {
 
-// What a step knows on the device alone.
+// Values of a step that exist only on the device.
 struct StepControl {
   int first_unfit;  // index of the first parameter that the step cannot work with; INT_MAX: none
   bool keep;        // false: the step is skipped
   unsigned largest[3];  // magnitudes of each ScanKind, as bits of floats
-  // Of g and m in stacks of halves (half_parts.h).
+  // Of g and m in stacks of fp16 parts (half_parts.h).
   float gradient_scale, average_scale;
-  // Statistics L <- beta L + alpha g g^T, of floats g and of halves. alpha is 0 and beta 1 where
-  // the step is skipped.
+  // Statistics L <- beta L + alpha g g^T, for float and for fp16 g. If the step is skipped, alpha
+  // is 0 and beta 1.
   GramUpdate update, update_by_halves;
 };
 
@@ -66,11 +66,11 @@ struct ElementRule {
   bool grafting;  // otherwise a direction keeps its norm
 };
 
-// Buffers of one step. Partial sums of squares: one a tile.
+// Buffers of one step. Partial sums of squares: one per tile.
 struct StepBuffers {
   const StepControl* control;
   const StepNumbers* numbers;
-  // Stacks of blocks of g, and of m unless that is g; of floats or halves.
+  // Stacks of blocks of g, and of m unless that is g; of floats or fp16 parts.
   float *gradients, *averages;
   __half *gradients_hi, *gradients_lo;  // lo null: not asked for
   __half *averages_hi, *averages_lo;

@@ -41,7 +41,7 @@ struct SplitMatrix {
   }
 };
 
-// Entries that are one half each, or the high parts of a split matrix.
+// Entries of one fp16 number each, or the hi parts of a split matrix.
 struct HalfMatrix {
   static constexpr bool kIsSplit = false;
   __half* hi;
@@ -57,7 +57,7 @@ __device__ float2 operator+(float2 a, float2 b) { return {a.x + b.x, a.y + b.y};
 __device__ float2 operator*(float a, float2 b) { return {a * b.x, a * b.y}; }
 
 // Sums (or maxima) over the block, the same in every thread; NaN wins a maximum. `scratch` has one
-// float a warp, and may be used again after the next barrier but one.
+// float per warp, and may be reused after the second barrier from here.
 template <int N, bool is_sum>
 __device__ float reduce(float x, float* scratch) {
   const auto combine = [](float a, float b) { return is_sum ? a + b : (a > b || a != a ? a : b); };
@@ -142,7 +142,7 @@ class SmallRoot {
     __syncthreads();
   }
 
-  // An entry of the symmetric part of A. Halves are added, because a sum may overflow.
+  // An entry of the symmetric part of A, as a / 2 + b / 2, because a + b may overflow.
   __device__ float symmetric(int i, int j) const {
     return 0.5f * staging_[i * (n_ + 1) + j] + 0.5f * staging_[j * (n_ + 1) + i];
   }
@@ -198,8 +198,8 @@ class SmallRoot {
     __syncthreads();
   }
 
-  // c = A B for the tile of this warp. The tensor cores truncate as they accumulate: of split
-  // matrices only sums over 16 terms are theirs, which are added in float32.
+  // c = A B for the tile of this warp. The tensor cores truncate as they accumulate: for split
+  // matrices they sum only 16 terms, and these sums are added in float32.
   template <typename Matrix>
   __device__ void multiply(const Matrix& A, const Matrix& B, Accumulators& c) const {
     Accumulators cross;
@@ -349,8 +349,8 @@ class SmallRoot {
     take_last_step(ladder_.last[rung]);
   }
 
-  // M <- X + X W (root_ladder.h). S and V take half the place of Q each, W takes all of it: its
-  // product with X is one of split matrices, because rounding either would be most of the error.
+  // M <- X + X W (root_ladder.h). S and V use half the memory of Q each, W all of it: its product
+  // with X is one of split matrices, because rounding either would be most of the error.
   __device__ void take_last_step(const LastStep& step) const {
     for (int i = threadIdx.x; i < n_; i += L::kThreads) {
       const int offset = i * (L::kStride + 1);

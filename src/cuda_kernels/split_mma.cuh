@@ -1,5 +1,5 @@
-// Products in nearly float32 precision on tensor cores: a float x is kept as two halves, hi =
-// half(x) and lo = half((x - hi) 2^11), and a product is hi hi + (hi lo + lo hi) / 2^11,
+// Products in nearly float32 precision on tensor cores: a float x is split into hi = fp16(x) and
+// lo = fp16((x - hi) 2^11), and a product is hi hi + (hi lo + lo hi) / 2^11,
 // accumulated in float32 (Ootomo and Yokota 2022, arXiv 2203.03341).
 #pragma once
 
@@ -29,7 +29,7 @@ __device__ inline float2 join_pair(uint32_t hi, uint32_t lo) {
   return {fmaf(low.x, 1.0f / kLowHalfScale, high.x), fmaf(low.y, 1.0f / kLowHalfScale, high.y)};
 }
 
-// hi and lo of two floats, as pairs of halves.
+// hi and lo of two floats, as pairs of fp16 numbers.
 __device__ inline void split_pair(float x, float y, uint32_t& hi, uint32_t& lo) {
   const __half2 high = __floats2half2_rn(x, y);
   const float2 rounded = __half22float2(high);
@@ -74,7 +74,7 @@ __device__ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Four 8 x 8 matrices of halves; lane i gives the address of row i % 8 of matrix i / 8.
+// Four 8 x 8 fp16 matrices; lane i passes the address of row i % 8 of matrix i / 8.
 template <bool is_transposed = false>
 __device__ inline void load_matrices(uint32_t (&r)[4], uint32_t row) {
   if (is_transposed) {

@@ -1,5 +1,5 @@
 // Products of stacks of matrices of any shape on the tensor cores of Hopper, many stacks in one
-// launch. Operands are halves (half_parts.h), results float32.
+// launch. Operands are fp16 parts (half_parts.h), results float32.
 #pragma once
 
 #include "cuda_kernels/half_parts.h"
@@ -16,9 +16,10 @@ enum class ProductKind : uint8_t {
   kBySymmetric,  // A B, B symmetric
 };
 
-// C <- A B for each matrix of a stack, or for Gram matrices C <- beta C + alpha A A^T, of which
-// only tiles on and below the diagonal are read and computed; C becomes exactly symmetric. C is
-// contiguous, finite also for beta = 0, and begins like rows of A and B at a multiple of 16 bytes.
+// C <- A B for each matrix of a stack. Gram matrices: C <- beta C + alpha A A^T, where only tiles
+// on and below the diagonal are read and computed, and C becomes exactly symmetric. C is
+// contiguous, and finite even if beta = 0. C and the rows of A and B begin at multiples of 16
+// bytes.
 struct StackProduct {
   HalfStack A, B;  // B is not used for Gram matrices
   float* C;
@@ -27,7 +28,7 @@ struct StackProduct {
   unsigned* largest = nullptr;
 };
 
-// Factors of an update of Gram matrices, for all stacks. Scales are theirs to undo.
+// Factors of an update of Gram matrices, for all stacks. They include the inverse of the scales.
 struct GramUpdate {
   float alpha, beta;
 };
@@ -35,14 +36,14 @@ struct GramUpdate {
 // Whether this build and a device have the kernel.
 bool has_stack_product(int major, int minor, int shared_bytes);
 
-// Of a block, whose rows are those of operands and whose sizes those of its Gram matrices: all must
-// begin at multiples of 16 bytes.
+// For blocks with these rows and columns: rows of operands and of Gram matrices must begin at
+// multiples of 16 bytes.
 inline bool fits_stack_product(int64_t rows, int64_t columns) {
   return rows > 0 && columns > 0 && rows % 8 == 0 && columns % 8 == 0;
 }
 
-// All `count` products. update: on the device, for Gram matrices alone. single: lower halves count
-// as zero, which takes a third of the arithmetic. Returns the error of the launch.
+// All `count` products. update: on the device, for Gram matrices only. single: lo parts count as
+// zero, which takes a third of the arithmetic. Returns the error of the launch.
 cudaError_t stack_products(ProductKind kind, const StackProduct* products, int count,
                            const GramUpdate* update, bool single, cudaStream_t stream);
 

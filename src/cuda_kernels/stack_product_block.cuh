@@ -1,4 +1,4 @@
-// What all warps of a block of stack_product.h share: the layout of shared memory, its barriers,
+// Shared by all warps of a block of stack_product.h: the layout of shared memory, its barriers,
 // the tiles of the block; and the thread that loads operands.
 #pragma once
 
@@ -27,7 +27,7 @@ constexpr int kStagedColumns = 16;
 using Staged = float[16][kStagedColumns + 4];
 constexpr int kChunks = kTile / kStagedColumns;
 
-// Products of single halves leave room for two blocks on a processor: one stores while the other
+// Products of hi alone leave room for two blocks on a processor: one stores while the other
 // computes. Updates need the registers of both.
 template <ProductKind kind, bool single>
 struct Layout {
@@ -45,7 +45,7 @@ struct Layout {
   static_assert(kBlocks * (kSharedBytes + 1024) <= 228 * 1024);
 };
 
-// What a kernel knows of one stack. C is M x N, a sum over K terms.
+// The kernel's description of one stack. C is M x N, a sum over K terms.
 struct ProductEntry {
   TileMap A, B;
   const float *scale_A, *scale_B;

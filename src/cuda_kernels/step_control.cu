@@ -9,8 +9,8 @@ namespace {
 
 constexpr int kControlThreads = 256;
 
-// The largest magnitude of 16 bytes of numbers, as their bits without the sign, which order as the
-// numbers do; NaN is above Inf.
+// The largest magnitude in 16 bytes of numbers, as bits without the sign, which have the order of
+// the magnitudes; NaN is above Inf.
 template <typename Bits>
 __device__ Bits largest_of(const uint4& bytes, Bits magnitude) {
   const auto* values = reinterpret_cast<const Bits*>(&bytes);

@@ -19,7 +19,7 @@ static_assert(kBand == kSplitPadding);
 
 inline unsigned blocks(int64_t count) { return static_cast<unsigned>(count); }
 
-// Eight neighbours of a row, one such piece a thread, for passes over split matrices.
+// Eight neighbours of a row per thread, for passes over split matrices.
 struct Piece {
   int64_t matrix;
   int row, column;  // the row may lie behind the last one
@@ -73,10 +73,10 @@ __device__ inline float block_largest(float x, float* scratch) {
   return largest;
 }
 
-// A tile of a matrix and the transposed of its mirror image, zero outside of n x n.
+// A tile of a matrix and the transpose of its mirror image, zero outside of n x n.
 class SymmetricTile {
  public:
-  // What a thread brings of a tile and its mirror image.
+  // The elements of a tile and its mirror image that a thread loads.
   struct Part {
     float direct[kRowsPerWarp], mirror[kRowsPerWarp];
   };
@@ -101,7 +101,7 @@ class SymmetricTile {
       mirror_[threadIdx.x / 32 + i * kWarps][threadIdx.x % 32] = part.mirror[i];
     }
   }
-  // Of the symmetric part. Halves are added, because a sum may overflow.
+  // Of the symmetric part, as a / 2 + b / 2, because a + b may overflow.
   __device__ float at(int r, int c) const { return 0.5f * direct_[r][c] + 0.5f * mirror_[c][r]; }
 
  private:

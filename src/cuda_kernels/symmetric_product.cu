@@ -10,7 +10,7 @@ namespace {
 
 using namespace symmetric_product_detail;
 
-// Compilers for earlier architectures do not take the attribute.
+// Compilers for earlier architectures do not support the attribute.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define TORCHIUM_CLUSTER __cluster_dims__(kBlocks, 1, 1)
 #else

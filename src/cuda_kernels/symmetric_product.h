@@ -24,7 +24,7 @@ struct SymmetricProduct {
   float latest_factor = 1;
   const int* starts;  // [matrices]: those that start after latest_start are left alone
   int latest_start;
-  // Operands whose lower halves count as zero. A single product takes a third of the arithmetic.
+  // Operands whose lo parts count as zero. A single product takes a third of the arithmetic.
   bool single = false;  // A, B and E
   bool single_D = false;
   bool single_C = false;

@@ -1,4 +1,4 @@
-// What all warps of a block that computes symmetric products share: the layout of shared memory,
+// Shared by all warps of a block that computes symmetric products: the layout of shared memory,
 // its barriers, and the tiles of the block.
 #pragma once
 
@@ -28,7 +28,7 @@ constexpr int kBarriersAt = kStagingAt + 2 * kStagingBytes;
 constexpr int kBarriers = 2 * kStages + 4;
 constexpr int kTasksAt = kBarriersAt + 8 * kBarriers;
 
-// A tile of this block. Found beforehand: nobody waits for device memory between tiles.
+// A tile of this block. Read beforehand: no warp waits for device memory between tiles.
 struct Task {
   TilePosition tile;
   uint8_t state;
@@ -56,7 +56,7 @@ struct TileMaps {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// What all roles know.
+// Shared by all roles.
 struct Block {
   const SymmetricProduct& args;
   uint32_t shared;
@@ -68,7 +68,7 @@ struct Block {
     return shared + kStagingAt + group * kStagingBytes;
   }
   __device__ uint32_t barrier(int index) const { return shared + kBarriersAt + 8 * index; }
-  // Operands are in the stage, or nobody in the cluster needs them any more.
+  // Operands are in the stage, or no block of the cluster needs them any more.
   __device__ uint32_t full(uint32_t slot) const { return barrier(slot); }
   __device__ uint32_t empty(uint32_t slot) const { return barrier(kStages + slot); }
   // The staging area may be used by its warpgroup (and holds D and E), or by the warp that writes.

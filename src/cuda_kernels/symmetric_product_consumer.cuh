@@ -46,12 +46,12 @@ class Consumer {
     }
   }
 
-  // Nobody in this warpgroup reads the stage any more.
+  // No warp of this group reads the stage any more.
   __device__ void release(uint32_t slot) const {
     if (thread_ < kBlocks) arrive_at(block_.empty(slot), thread_);
   }
 
-  // sum = A B of this tile. B is symmetric: its rows serve as columns.
+  // sum = A B of this tile. B is symmetric: its rows are its columns.
   __device__ void accumulate(bool shares, float (&sum)[64]) {
     float main[64], cross[64];
     const int stages = block_.stages();
@@ -85,7 +85,7 @@ class Consumer {
     }
   }
 
-  // A box has 64 halves along k: 32 hi and their lo, or for a single product 64 terms.
+  // A box has 64 fp16 numbers along k: 32 hi and their lo, or for a single product 64 hi.
   __device__ void multiply(uint32_t slot, bool shares, int add_main, int add_cross,
                            float (&main)[64], float (&cross)[64]) const {
     const uint32_t A = block_.stage(slot) + group_ * kBoxBytes;
@@ -108,7 +108,7 @@ class Consumer {
     wgmma_commit();
   }
 
-  // One sum a warp of each tile; a tile below the diagonal counts twice.
+  // One sum per warp of each tile; a tile below the diagonal counts twice.
   __device__ void add_squares(const TilePosition& tile, const float (&x)[64]) const {
     float sum = 0;
 #pragma unroll
@@ -175,7 +175,7 @@ class Consumer {
     return block_.staging(group_) + box * kBoxBytes + row * 128 + ((column / 8) ^ (row % 8)) * 16;
   }
 
-  // lo is 64 bytes behind hi, whatever the permutation.
+  // lo is 64 bytes behind hi, in every permutation.
   static __device__ uint32_t low(uint32_t address) { return address ^ 64; }
 
   __device__ void add_staged(bool is_single, int offset, float factor, float (&x)[64]) const {

@@ -1,4 +1,4 @@
-// The warps that load operands of symmetric products and move what their warpgroups stage.
+// The warps that load operands of symmetric products and move the results that are staged.
 #pragma once
 
 #include "cuda_kernels/symmetric_product_block.cuh"

@@ -21,7 +21,7 @@ struct Encoder {
   }
 };
 
-// Boxes of halves in `rank` dimensions, of which the first two are columns and rows.
+// Boxes of fp16 numbers in `rank` dimensions; the first two are columns and rows.
 cudaError_t encode(const __half* data, int rank, const cuuint64_t* sizes, const cuuint64_t* strides,
                    TileMap& map) {
   static const Encoder encoder;

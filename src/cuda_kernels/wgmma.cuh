@@ -1,6 +1,6 @@
 // Warpgroup products of Hopper (sm_90a). Operands lie in shared memory in boxes of 64 rows of 64
-// halves, 128 bytes, whose 16-byte pieces are permuted: piece c of row r is at c ^ (r % 8). Boxes
-// start at multiples of 1024 bytes.
+// fp16 numbers, 128 bytes, whose 16-byte pieces are permuted: piece c of row r is at c ^ (r % 8).
+// Boxes start at multiples of 1024 bytes.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ __device__ inline void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
-// d = A B^T, or d += A B^T with accumulate = 1. A: 64 x 16 halves, B: 128 x 16, each transposed in
+// d = A B^T, or d += A B^T with accumulate = 1. A: 64 x 16 fp16, B: 128 x 16, each transposed in
 // shared memory where its flag says so. Thread t of the four warps holds of rows 16 (t / 32) + t %
 // 32 / 4 and that plus 8, for j < 16, the columns 8 j + t % 4 * 2 and that plus 1: d[4 j], d[4 j +
 // 1] and d[4 j + 2], d[4 j + 3].
