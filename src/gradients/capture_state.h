@@ -1,4 +1,4 @@
-// What the callbacks of an OperatorCapture work on.
+// The state that the callbacks of an OperatorCapture share.
 #pragma once
 
 #include "gradients/graph_node.h"
@@ -45,13 +45,13 @@ struct OperatorCapture::State : public std::enable_shared_from_this<State> {
   bool is_accumulated(int64_t position) const;
   // The number of the current backward pass; `task` is its graph task.
   int64_t pass_of(int64_t task);
-  // Notes that a backward pass has come to the parameter at a position (or none, -1), and adds to
-  // `gone` the ended ones whose gradient is gone.
+  // Records that a backward pass has reached the parameter at a position (or none, -1), and adds to
+  // `gone` the finished passes whose gradient no longer exists.
   void arrive(int64_t position, int64_t pass, std::vector<int64_t>& gone);
-  // Looks once for each parameter of a use whether the current backward pass, which has come to it,
-  // reaches parameters in other ways too.
+  // Checks once per parameter of a use whether the current backward pass, which has reached it,
+  // also reaches parameters in other ways.
   void look_for_other_uses(const PendingUse& use, const LayerUse& layer);
-  // Notes whether the current backward pass, with this number, mixes samples (mixed_samples.h).
+  // Records whether the current backward pass, with this number, mixes samples (mixed_samples.h).
   void look_for_mixed_samples(int64_t pass);
   // A use that has its gradient now.
   void receive(PendingUse& use, const at::Tensor& gradient);
@@ -67,13 +67,13 @@ struct OperatorCapture::State : public std::enable_shared_from_this<State> {
   std::set<int64_t> ended_passes;
   std::unordered_map<int64_t, std::set<int64_t>> passes_of_param;  // by position
   std::exception_ptr error;
-  int64_t processes = 1;  // the most that an exchange between processes was of
+  int64_t processes = 1;  // the most that took part in an exchange
   CapturedNodes nodes;
   std::set<int64_t> mixing_passes;             // backward passes that mix samples
-  std::set<int64_t> tasks_seen_for_mixing;     // graph tasks in which that was looked for
-  std::unordered_set<int64_t> searched_tasks;  // graph tasks in which other uses were looked for
-  std::set<int64_t> searched;                  // positions for which that was done
-  std::set<int64_t> used_otherwise;            // positions of which one was found
+  std::set<int64_t> tasks_seen_for_mixing;     // graph tasks that were checked for it
+  std::unordered_set<int64_t> searched_tasks;  // graph tasks that were searched for other uses
+  std::set<int64_t> searched;                  // positions that were searched for
+  std::set<int64_t> used_otherwise;            // positions with other uses
   // Without a receiver:
   PendingUses uses;
   torch::autograd::edge_list outputs;  // of each

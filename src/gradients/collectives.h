@@ -7,8 +7,8 @@
 
 namespace torchium::gradients::detail {
 
-// How many processes take part in an observed call: 1 unless it is an operator of c10d on a
-// c10d::ProcessGroup, as its methods run them, or a collective that a backend (NCCL) reports
+// How many processes take part in an observed call. 1 unless it is an operator of c10d on a
+// c10d::ProcessGroup (its methods call these), or a collective that a backend (NCCL) reports
 // itself.
 int64_t processes_of(const at::RecordFunction& function);
 

@@ -1,4 +1,4 @@
-// Per-sample gradients of biases and of the weights of norms, formed as they are.
+// Per-sample gradients of biases and of the weights of norms, formed explicitly.
 #pragma once
 
 #include "gradients/layer_use.h"
@@ -7,8 +7,8 @@
 
 namespace torchium::gradients::detail {
 
-// [n, *shape] in `dtype`. ValueError, naming `use_index`, unless the use can be one of a parameter
-// of this shape.
+// [n, *shape] in `dtype`. ValueError, naming `use_index`, unless the use fits a parameter of this
+// shape.
 at::Tensor bias_rows(const LayerUse& use, at::IntArrayRef shape, at::ScalarType dtype,
                      size_t use_index);
 

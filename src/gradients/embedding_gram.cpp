@@ -11,12 +11,12 @@
 namespace torchium::gradients::detail {
 namespace {
 
-// Samples that have looked up one row of the table, from which on a matrix product is faster than
+// If at least so many samples have looked up one row of the table, a matrix product is faster than
 // single inner products.
 constexpr int64_t kMinProductSamples = 16;
 
-// What the samples have looked up, by row of the table: entry k is the sum of all e of one sample
-// at one row.
+// The lookups of all samples, by row of the table: entry k is the sum of all e of one sample at one
+// row.
 struct Lookups {
   std::vector<int64_t> samples;  // of every entry
   std::vector<int64_t> groups;   // where the entries of each row of the table begin, and the end
@@ -106,8 +106,8 @@ void add_group(double* K, int64_t n, const Lookups& lookups, int64_t begin, int6
   }
 }
 
-// The same indices counted from zero without gaps: at most one number a position, in an order that
-// is of no importance to products of two rows. Nothing is read by the host.
+// The same indices renumbered from zero without gaps, at most one number per position. Their order
+// does not matter for products of two rows. Nothing is read by the host.
 at::Tensor renumbered(const at::Tensor& indices) {
   const auto [sorted, order] = at::sort(indices.flatten());
   const at::Tensor is_new = at::zeros_like(sorted);

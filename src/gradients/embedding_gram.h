@@ -1,4 +1,4 @@
-// Inner products of the rows of a Jacobian that belong to an embedding, by what they share.
+// Inner products of the rows of a Jacobian that belong to an embedding, by their common indices.
 #pragma once
 
 #include "gradients/jacobian_block.h"
@@ -16,14 +16,14 @@ TORCHIUM_API at::Tensor scatter_lookups(const at::Tensor& indices, const at::Ten
 
 // K_ij += weight * sum over t and s with indices[i, t] = indices[j, s] of e[i, t] . e[j, s].
 // K: [n, n] float64, contiguous; indices: [n, T] int64 below `table_rows`; e: [n, T, dim] float32
-// or float64. On any device, without a wait; costs a product of the scattered rows, of as many
-// columns of e at a time as `max_workspace` elements hold (at least one).
+// or float64. On any device, without a host synchronisation. Costs a product of the scattered rows,
+// with as many columns of e at a time as `max_workspace` elements hold (at least one).
 TORCHIUM_API void add_embedding_gram_(at::Tensor& K, const at::Tensor& indices, const at::Tensor& e,
                                       int64_t table_rows, double weight,
                                       int64_t max_workspace = kMaxWorkspaceElements);
 
-// The same on a CPU alone. Costs one inner product a pair of samples and row of the table that both
-// have looked up.
+// The same, on a CPU only. Costs one inner product per pair of samples and row of the table that
+// both have looked up.
 TORCHIUM_API void add_embedding_gram_on_cpu_(at::Tensor& K, const at::Tensor& indices,
                                              const at::Tensor& e, double weight);
 

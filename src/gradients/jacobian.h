@@ -1,5 +1,5 @@
-// The Jacobian J [n, P]: one row a sample, the gradient of its loss by all parameters. Never formed
-// as a whole: the blocks of linear, convolution and embedding weights stay in factors.
+// The Jacobian J [n, P]: one row per sample, the gradient of its loss by all parameters. Never
+// formed as a whole: the blocks of linear, convolution and embedding weights stay in factors.
 #pragma once
 
 #include "gradients/jacobian_block.h"
@@ -28,23 +28,23 @@ class Jacobian {
 
   // sum over the parameters p of weights[p] J_p J_p^T: [n, n] float64.
   at::Tensor gram(at::ArrayRef<double> weights) const;
-  // J_p^T w, times scales[p] if given, for w [n]: one tensor a parameter, in its state dtype.
+  // J_p^T w, times scales[p] if given, for w [n]: one tensor per parameter, in its state dtype.
   std::vector<at::Tensor> transpose_product(const at::Tensor& w,
                                             at::ArrayRef<double> scales = {}) const;
-  // x_p += scales[p] J_p^T w, for contiguous tensors in the state dtypes that no use looks at.
+  // x_p += scales[p] J_p^T w, for contiguous tensors in the state dtypes that no use refers to.
   void add_transpose_product_(at::TensorList x, const at::Tensor& w,
                               at::ArrayRef<double> scales) const;
-  // A random linear image of a vector x with one tensor a parameter, and the same one of J^T w.
-  // Vectors whose images agree are equal, but for an event that is all but impossible; it costs
-  // less than J^T w.
+  // A random linear image of a vector x with one tensor per parameter, and the same image of J^T w.
+  // Vectors with equal images are equal, with a probability very close to one. Costs less than
+  // J^T w.
   struct Sketch {
     std::vector<at::Tensor> of_x;
     std::vector<at::Tensor> of_transpose_product;
   };
   Sketch sketch(at::TensorList x, const at::Tensor& w) const;
-  // The sum of J_p x_p, times scales[p] if given, for x one tensor a parameter: [n] float64.
+  // The sum of J_p x_p, times scales[p] if given, for x with one tensor per parameter: [n] float64.
   at::Tensor product(at::TensorList x, at::ArrayRef<double> scales = {}) const;
-  // J: one tensor [n, *shape] a parameter, in its state dtype.
+  // J: one tensor [n, *shape] per parameter, in its state dtype.
   std::vector<at::Tensor> rows() const;
 
  private:

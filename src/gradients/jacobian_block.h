@@ -8,8 +8,8 @@
 
 namespace torchium::gradients::detail {
 
-// J: one row a sample, its gradient by one parameter. Kept in a factored form in the state dtype of
-// the parameter (float64 for float64, else float32).
+// J: one row per sample, its gradient by one parameter. Kept in a factored form in the state dtype
+// of the parameter (float64 for float64, else float32).
 class JacobianBlock {
  public:
   virtual ~JacobianBlock() = default;
@@ -18,7 +18,7 @@ class JacobianBlock {
   // multiplied by 1 / damping later.
   virtual void add_gram_(at::Tensor& K, double weight) const = 0;
   // The same for J and, with `bias_weight`, for the bias that has exactly the uses of this weight,
-  // by products that both share. False: nothing was added, because that would save nothing.
+  // by products that both share. Returns false and adds nothing if that would save no work.
   virtual bool add_gram_with_bias_(at::Tensor& K, double weight, double bias_weight) const {
     return false;
   }
@@ -30,8 +30,8 @@ class JacobianBlock {
   }
   // J x for x of the parameter's shape and the state dtype: [n] float64.
   virtual at::Tensor product(const at::Tensor& x) const = 0;
-  // A random linear image of x and the same of J^T w: smaller where that saves work, of about the
-  // same norm (Freivalds 1977; Johnson and Lindenstrauss 1984).
+  // A random linear image of x, and the same image of J^T w. It has about the same norm, and is
+  // smaller where that saves work (Freivalds 1977; Johnson and Lindenstrauss 1984).
   virtual std::pair<at::Tensor, at::Tensor> sketch(const at::Tensor& x, const at::Tensor& w) const {
     return {x, transpose_product(w)};
   }

@@ -24,8 +24,8 @@ struct Piece {
   int64_t groups() const { return use->kind == LayerKind::kConv2d ? use->settings[kGroups] : 1; }
 };
 
-// The block of a parameter of this shape, in the state dtype; null without pieces. ValueError where
-// a use cannot be one of such a parameter.
+// The block of a parameter of this shape, in the state dtype; null without pieces. ValueError if a
+// use does not fit a parameter of this shape.
 std::unique_ptr<JacobianBlock> make_block(const std::vector<Piece>& pieces, at::IntArrayRef shape,
                                           at::ScalarType dtype, int64_t samples);
 

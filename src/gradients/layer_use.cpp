@@ -5,7 +5,7 @@
 namespace torchium::gradients::detail {
 namespace {
 
-// Dimensions of an input that has no dimension of samples.
+// The number of dimensions of an input without a sample dimension.
 int64_t dims_of_a_sample(const LayerUse& use) {
   switch (use.kind) {
     case LayerKind::kLinear:

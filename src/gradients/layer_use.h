@@ -1,4 +1,4 @@
-// One use of a layer in a forward pass, as captured: what it received and the gradient of its
+// One captured call of a layer in a forward pass: its input, and the gradient of the loss at its
 // output.
 #pragma once
 
@@ -40,12 +40,12 @@ struct LayerUse {
   LayerKind kind = LayerKind::kLinear;
   int64_t weight = -1;  // index in the parameters of the call; -1: absent or without gradient
   int64_t bias = -1;
-  // Uses in one backward pass share a micro-batch and its samples; others are other samples.
+  // Uses in one backward pass share a micro-batch and its samples; other passes, other samples.
   int64_t micro_batch = 0;
   std::array<int64_t, 8> settings{};
   double eps = 0.0;            // of a norm
-  at::Tensor input;            // what the layer received; embedding: integer indices
-  at::Tensor output_gradient;  // gradient of the loss by what it returned
+  at::Tensor input;            // input of the layer; embedding: integer indices
+  at::Tensor output_gradient;  // gradient of the loss by its output
 };
 
 // At the boundary of an operator uses are parallel lists: input, output gradient, eps, and a row of
@@ -56,8 +56,8 @@ constexpr size_t kUseRowSize = 12;
 std::vector<LayerUse> parse_uses(at::TensorList inputs, at::TensorList output_gradients,
                                  at::IntArrayRef rows, at::ArrayRef<double> eps);
 
-// Raises ValueError where an index is none of `params` parameters, or a tensor is not what such a
-// layer could have seen.
+// Raises ValueError if an index is not one of the `params` parameters, or if a tensor does not fit
+// the layer.
 void check_uses(const std::vector<LayerUse>& uses, int64_t params);
 
 // The part of it that looks at the tensors of one use.

@@ -1,5 +1,5 @@
-// What the modules of a model say about its parameters: names, and layers whose samples cannot be
-// told apart.
+// What is known about parameters from the modules of a model: names, and layers whose samples
+// cannot be separated.
 #pragma once
 
 #include "torchium/export.h"
@@ -21,8 +21,8 @@ struct ParameterPlace {
   std::string name;    // in the model, as "0.weight"
   std::string module;  // "'0' (Linear)"
   std::string type;    // "Linear"
-  // Why its gradient is not known sample by sample, as "is of an unsupported type"; empty: it may
-  // be. That of a module outside of torch::nn is known where it calls layers' operators.
+  // Why its gradient is not known sample by sample, such as "is of an unsupported type"; empty: it
+  // may be known. A module outside of torch::nn is supported if it calls the operators of layers.
   std::string problem;
   // Within a module that gives its layers time or position as the first dimension.
   bool samples_are_hidden = false;
@@ -33,7 +33,7 @@ class TORCHIUM_API ModelLayers {
  public:
   explicit ModelLayers(const torch::nn::Module& model);
 
-  // Null: none of the model's parameters.
+  // Null: not a parameter of the model.
   const ParameterPlace* find(const at::Tensor& param) const;
   // All parameters with their places, in the model's order; those that still exist.
   std::vector<std::pair<at::Tensor, const ParameterPlace*>> parameters() const;

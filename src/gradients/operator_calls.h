@@ -23,13 +23,13 @@ struct LayerCall {
 };
 
 struct LayerOperator {
-  // None: no use of a layer that can be captured.
+  // None: not a layer call that can be captured.
   std::optional<LayerCall> (*read)(c10::ArrayRef<c10::IValue> arguments);
-  // Layers called within do not count: they may be given other dimensions than the caller's.
+  // Layers called within do not count: their dimensions may differ from the caller's.
   bool hides_calls;
 };
 
-// By the name in the operator's schema, which is compared by its address. Null: none of ours.
+// By the name in the operator's schema, which is compared by its address. Null: not listed here.
 const LayerOperator* find_layer_operator(const char* schema_name);
 
 }  // namespace torchium::gradients::detail

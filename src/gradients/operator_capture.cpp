@@ -24,7 +24,7 @@ namespace {
 
 namespace autograd = torch::autograd;
 
-// All enabled captures, and the callback that is there as long as there are some.
+// All enabled captures, and the callback, which exists as long as there are some.
 class Registry {
  public:
   static Registry& instance() {
@@ -50,7 +50,7 @@ class Registry {
 
 // Of this thread: how many operators that hide calls are running.
 thread_local int hiding_operators = 0;
-// The node that computed the last product on this thread, and its uses: an addition in place of a
+// The node that computed the last product on this thread, and its uses: an in-place addition of a
 // bias belongs to them.
 thread_local struct {
   WeakNode node;
@@ -71,7 +71,7 @@ struct CallContext : public at::ObserverContext {
   std::vector<std::pair<std::shared_ptr<PendingUse>, int64_t>> completed;
 };
 
-// Runs a part of a callback, in which exceptions would be lost: the first is kept.
+// Runs a part of a callback, where exceptions would be lost, and keeps the first one.
 template <typename Action>
 void keep_error(std::exception_ptr& error, Action&& action) noexcept {
   try {
@@ -184,8 +184,9 @@ std::unique_ptr<at::ObserverContext> start(const at::RecordFunction& function) {
   return context;
 }
 
-// The tensor whose hooks see the gradient by `output` whatever happens to it in place: for a view
-// (of a product of more than two dimensions, for example) autograd then leaves out its own node.
+// The tensor whose hooks receive the gradient by `output` even if it is changed in place: for a
+// view (of a product of more than two dimensions, for example) autograd then leaves out its own
+// node.
 at::Tensor tensor_to_hook(const at::Tensor& output) {
   if (!output.is_view()) {
     return output;

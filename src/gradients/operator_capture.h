@@ -1,5 +1,5 @@
-// Sees the layers of a C++ model at work, without their help: a global callback of libtorch's
-// RecordFunction watches the operators that use a parameter and hooks their outputs.
+// Captures the layer calls of a C++ model without changes to the model: a global callback of
+// libtorch's RecordFunction watches the operators that use a parameter and hooks their outputs.
 #pragma once
 
 #include "gradients/layer_use.h"
@@ -18,8 +18,9 @@ struct CapturedUse {
   // accumulated by this backward pass. `micro_batch` counts the backward passes.
   LayerUse use;
   bool has_transposed_weight = false;  // linear: the weight is [in, out]
-  // Earlier backward passes of the weight or bias, ended ones, whose gradient is gone: it was
-  // undefined when this pass came. Each is named once for each of the two.
+  // Finished backward passes of the weight or bias whose gradient no longer exists: it was
+  // undefined when this pass reached them. Each is listed once for the weight and once for the
+  // bias.
   std::vector<int64_t> gone_passes;
 };
 
@@ -36,14 +37,14 @@ struct CapturedUse {
 // capture is enabled: it costs every operator a few hundred nanoseconds.
 class TORCHIUM_API OperatorCapture {
  public:
-  // Takes one use in the backward pass, on its thread, when the gradient by the layer's output is
-  // known. One call at a time. An exception leaves the backward pass.
+  // Receives one use in the backward pass, on its thread, once the gradient by the layer's output
+  // is known. One call at a time. An exception propagates out of the backward pass.
   using Receiver = std::function<void(CapturedUse)>;
 
   // Without a receiver the uses are kept for differentiate(). Disabled at first.
-  // takes_transposed: products with a parameter [in, out] itself are captured too. What looks at
-  // the matrix [samples * positions, in] alone gets [samples, positions, in] where it is a view of
-  // such a tensor.
+  // takes_transposed: products with a parameter [in, out] itself are captured too. An input
+  // [samples * positions, in] that is a view of a tensor [samples, positions, in] is captured as
+  // that tensor.
   OperatorCapture(std::vector<at::Tensor> params, Receiver receiver = nullptr,
                   bool takes_transposed = false);
   ~OperatorCapture();
@@ -61,19 +62,19 @@ class TORCHIUM_API OperatorCapture {
   // How many processes have exchanged tensors since forget(), while some capture was enabled; 1:
   // none that was seen (collectives.h).
   int64_t processes() const;
-  // Whether a backward pass that came to a captured use has also reached the parameter at this
-  // position by another way. Looked for once for each parameter, when its first use is received.
-  // The last operator of the loss is not looked at.
+  // Whether a backward pass that reached a captured use has also reached the parameter at this
+  // position in another way. Checked once per parameter, when its first use is received. The last
+  // operator of the loss is not examined.
   bool is_used_otherwise(int64_t position) const;
   // Whether a backward pass (CapturedUse) has gone through a normalisation with the statistics of
   // the batch, as a function call or a module (mixed_samples.h).
   bool mixes_samples(int64_t pass) const;
-  // Raises what went wrong while forward passes were observed, once.
+  // Rethrows, once, an exception that occurred while forward passes were observed.
   void raise_error();
-  // Without a receiver: the position of a parameter that `loss` depends on by another way than the
+  // Without a receiver: the position of a parameter that `loss` depends on in another way than the
   // uses so far; -1: there is none.
   int64_t parameter_used_otherwise(const at::Tensor& loss) const;
-  // Without a receiver: whether what a layer has received was changed in place afterwards.
+  // Without a receiver: whether the input of a layer was changed in place afterwards.
   bool has_overwritten_input() const;
   // Without a receiver: all uses so far, as one micro-batch, with the gradients of the sum of
   // `losses`, each times its factor if given, by their outputs; undefined where the losses do not

@@ -57,8 +57,8 @@ void PairBlock::for_each_piece(const Visit& visit) const {
   }
 }
 
-// Multiplications a group. Every pair of positions needs an inner product of either kind; or, once
-// all rows are formed, every pair of samples needs one of length p o.
+// Multiplications per group. Every pair of positions needs an inner product of either kind. Or,
+// once all rows are formed, every pair of samples needs one of length p o.
 bool PairBlock::saves_by_pairs() const {
   double positions = 0;  // of all samples
   for (const auto& use : uses_) {

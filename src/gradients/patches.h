@@ -18,13 +18,13 @@ struct WeightGeometry {
   int64_t kernel_width = 1;
 };
 
-// Raises ValueError, naming `use_index`, unless the use can be one of a weight of this shape.
+// Raises ValueError, naming `use_index`, unless the use fits a weight of this shape.
 // Usable on tensors with symbolic sizes.
 WeightGeometry weight_geometry(const LayerUse& use, at::IntArrayRef weight_shape, size_t use_index);
 
-// What a weight multiplies and what comes back: the gradient of sample i by the matrix of a group
-// is sum_t G[group, i, t] A[group, i, t]^T. A linear layer has one position t per sample and middle
-// dimension of its input, a convolution one per output pixel. Dimensions 1 and 2 can be viewed as
+// The gradient of sample i by the matrix of a group is sum_t G[group, i, t] A[group, i, t]^T, with
+// inputs A and output gradients G. A linear layer has one position t per index of the middle
+// dimensions of its input, a convolution one per output pixel. Dimensions 1 and 2 can be viewed as
 // one.
 struct Positions {
   at::Tensor A;  // [groups, n, T, fan_in]

@@ -23,7 +23,7 @@ using gradients::detail::LayerUse;
 using gradients::detail::ModelLayers;
 using gradients::detail::OperatorCapture;
 
-// Gives buffers their values back when it is destroyed, as a module may count its calls in one.
+// Restores the values of buffers when it is destroyed: a module may count its calls in one.
 class KeptBuffers {
  public:
   explicit KeptBuffers(const torch::nn::Module& model) {
@@ -51,7 +51,7 @@ class KeptBuffers {
   std::vector<Entry> kept_;
 };
 
-// Gives the generators of random numbers their state back when it is destroyed.
+// Restores the state of the random number generators when it is destroyed.
 class KeptRandomState {
  public:
   explicit KeptRandomState(c10::Device device) {

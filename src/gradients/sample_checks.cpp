@@ -23,7 +23,7 @@ double unit_of(at::ScalarType dtype) {
   }
 }
 
-// By which `other` is compared with the same call of a layer.
+// Whether both lists hold the same layer calls, and `agree` is true of every pair.
 template <typename Agree>
 bool all_agree(const std::vector<LayerUse>& uses, const std::vector<LayerUse>& others,
                Agree&& agree) {

@@ -1,4 +1,4 @@
-// Whether what a layer has seen belongs to the samples of a batch, row by row.
+// Whether the captured tensors of a layer belong to the samples of a batch, row by row.
 #pragma once
 
 #include "gradients/layer_use.h"
@@ -9,15 +9,15 @@
 
 namespace torchium::gradients::detail {
 
-// One factor a sample, [samples], for the gradients of the losses: a row that depends on the loss
-// of its own sample is scaled by its factor. They are powers of two, by which nothing rounds.
+// One factor per sample, [samples], for the gradients of the losses: a row that depends on the loss
+// of its own sample alone is scaled by its factor. Powers of two, so that nothing is rounded.
 at::Tensor sample_factors(int64_t samples, const at::TensorOptions& options);
 
 // Whether the rows of each output gradient are those of the same use scaled by `factors`.
 bool are_scaled(const std::vector<LayerUse>& uses, const std::vector<LayerUse>& scaled,
                 const at::Tensor& factors);
 
-// Whether a pass over the first sample has seen the first row of each use.
+// Whether a pass over the first sample alone has the first row of each use.
 bool begin_with(const std::vector<LayerUse>& uses, const std::vector<LayerUse>& of_first);
 
 // Whether the layers have received the same rows, rolled by one, in a pass over the rolled batch.

@@ -25,13 +25,14 @@ Node* take_last(std::vector<Node*>& nodes) {
   return node;
 }
 
-// The position of the parameter in which the node accumulates; -1: it does not, or in none of ours.
+// The position of the parameter in which the node accumulates; -1: there is none, or it is not
+// ours.
 int64_t accumulates_in(const OperatorCapture::State& capture, const Node* node) {
   const auto* leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(node);
   return leaf == nullptr ? -1 : capture.position(leaf->variable);
 }
 
-// Where the graph goes on behind a captured use, but for its weight and bias.
+// The next edges of the graph after a captured use, without its weight and bias.
 void append_behind_use(const OperatorCapture::State& capture, const CapturedNodes::Map& captured,
                        const Node& start, const PendingUse& use, std::vector<Node*>& nodes) {
   const auto input = use.input_node.lock();

@@ -1,4 +1,4 @@
-// Finds uses of parameters in a graph of autograd that no capture has seen.
+// Finds uses of parameters in an autograd graph that no capture has recorded.
 #pragma once
 
 #include "gradients/graph_node.h"
@@ -17,14 +17,14 @@ namespace torchium::gradients::detail {
 
 struct PendingUse;
 
-// The nodes of autograd that captured uses have made; keeps none of them alive.
+// The autograd nodes of captured uses; keeps none of them alive.
 class CapturedNodes {
  public:
   using Map = std::unordered_map<const torch::autograd::Node*, std::shared_ptr<PendingUse>>;
 
   // The operators of the use lie between this node, its input and its parameters.
   void add(const NodePointer& node, const std::shared_ptr<PendingUse>& use);
-  // Those that are still there.
+  // Those that still exist.
   Map alive() const;
 
  private:
@@ -36,14 +36,14 @@ class CapturedNodes {
   size_t next_cleaning_ = 64;
 };
 
-// Positions of the parameters that a graph leads to from `roots` by another way than as weight or
+// Positions of the parameters that a graph reaches from `roots` in another way than as weight or
 // bias of a captured use.
 std::set<int64_t> find_uncaptured(const OperatorCapture::State& capture,
                                   const CapturedNodes::Map& captured,
                                   const std::vector<torch::autograd::Node*>& roots);
 
-// Where the graph of a running backward pass begins. The engine tells all its nodes but the first
-// if that is a single one; `running` is one that may be it.
+// Where the graph of a running backward pass begins. The engine lists all of its nodes except a
+// single first one; `running` is a candidate for that.
 std::vector<torch::autograd::Node*> roots_of(
     const std::unordered_set<torch::autograd::Node*>& nodes,
     const std::vector<torch::autograd::Node*>& running);

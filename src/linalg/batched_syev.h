@@ -10,7 +10,7 @@ bool has_batched_syev(const at::Tensor& S);
 
 // Eigenvalues [N, n], ascending, and eigenvectors of the matrices that `vectors` [N, n, n] holds,
 // which they overwrite: the transposed of `vectors` is contiguous, float32 or float64, N and n > 0.
-// cusolverDnXsyevBatched: nothing is read on the host. A matrix for which it fails gets NaN.
+// cusolverDnXsyevBatched: nothing is read on the host. Where it fails, the result is NaN.
 void batched_syev_(at::Tensor& values, at::Tensor& vectors);
 
 }  // namespace torchium::linalg::detail

@@ -9,8 +9,8 @@ namespace torchium::linalg::detail {
 at::Tensor restore_batch(const at::Tensor& x, at::IntArrayRef batch);
 
 // result * factor in the same memory, saturated at the largest number of `dtype` and rounded to it;
-// NaN where `finite` is false. result: [..., n, m]; factor and finite: [...], broadcast. The answer
-// is contiguous.
+// NaN where `finite` is false. result: [..., n, m]; factor and finite: [...], broadcast. Returns a
+// contiguous tensor.
 at::Tensor bounded_solution(at::Tensor result, const at::Tensor& factor, const at::Tensor& finite,
                             at::ScalarType dtype);
 

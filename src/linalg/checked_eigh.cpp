@@ -21,7 +21,7 @@ namespace {
 std::atomic<int64_t> retries{0};
 std::atomic<int> failing_attempts{0};
 
-// Couplings so small that products with them underflow are none.
+// Off-diagonal entries so small that products with them underflow count as zero.
 template <typename scalar_t>
 bool is_coupled(const scalar_t* row, int64_t i, int64_t n) {
   constexpr scalar_t kNegligible =
@@ -77,7 +77,7 @@ std::vector<scalar_t> signs(int64_t n) {
   return z;
 }
 
-// LAPACK errs by 1 to 10 units of eigenvalue_noise(); what is wrong is far off.
+// LAPACK's errors are 1 to 10 units of eigenvalue_noise(); wrong results are far off.
 constexpr double kTolerance = 100.0;
 
 // |S z - Q D Q^T z| <= tolerance |S| |z| and |z - Q Q^T z| <= tolerance |z|.
@@ -125,7 +125,7 @@ bool solve_by_lapack(const at::Tensor& S, at::Tensor values, at::Tensor vectors)
   }
 }
 
-// Of S + shift I. The shift is so small that it costs no digits, and far above what underflows.
+// Of S + shift I. The shift is small enough to cost no digits, and far above what underflows.
 bool solve_shifted(const at::Tensor& S, Solution& solution) {
   if (failing_attempts >= 2) {
     return false;
@@ -172,7 +172,7 @@ void solve_coupled(const at::Tensor& S, at::Tensor values, at::Tensor vectors) {
   }
 }
 
-// An uncoupled row has the eigenvalue S_ii and a unit vector; the coupled ones are a smaller
+// An uncoupled row has the eigenvalue S_ii and a unit vector; the coupled rows are a smaller
 // problem.
 template <typename scalar_t>
 void solve_by_parts(const at::Tensor& S, const std::vector<int64_t>& coupled, at::Tensor values,

@@ -16,7 +16,7 @@
 namespace torchium::linalg::detail {
 namespace {
 
-// Workspaces up to this size are taken without asking how much memory is free.
+// Workspaces up to this size are allocated without a query of the free memory.
 constexpr int64_t kSmallWorkspaceBytes = int64_t{64} << 20;
 constexpr int64_t kFreeMemoryFraction = 4;
 
@@ -33,8 +33,8 @@ std::vector<c10::SymInt> check_chunked_matmul(const at::Tensor& A, const at::Ten
   return sizes;
 }
 
-// What one matrix product needs beside its operands and its result. A copied operand costs
-// bytes for each element that is in the workspace at a time.
+// The memory of one matrix product in addition to its operands and its result. A copied operand
+// costs bytes per element that is in the workspace at a time.
 struct CopyPlan {
   int64_t A_bytes = 0;       // an element of A: converted, or made contiguous
   int64_t B_bytes = 0;       // an element of B
@@ -53,7 +53,7 @@ struct Tile {
   int64_t columns;
 };
 
-// Tiles of a multiple of this keep the alignment that fast kernels ask for: on an H200 a bfloat16
+// Tiles of a multiple of this keep the alignment that fast kernels need: on an H200 a bfloat16
 // product of order 8192 took 8.5 ms in tiles of 4095 columns and 1.76 ms in aligned ones.
 constexpr int64_t kAlignment = 64;
 
@@ -220,7 +220,7 @@ class ChunkedProduct {
   at::Tensor A_buffer_, B_buffer_, result_buffer_;
 };
 
-// Runs `compute`; an allocator's error comes back with the sizes and the remedy.
+// Runs `compute`; adds the sizes and the remedy to an error of the allocator.
 template <typename Compute>
 at::Tensor explain_out_of_memory(at::IntArrayRef sizes, const at::Tensor& A, const at::Tensor& B,
                                  std::optional<int64_t> max_workspace_bytes, Compute compute) {

@@ -24,14 +24,14 @@ namespace torchium::linalg::detail {
 
 #ifdef TORCHIUM_WITH_CUDA
 
-// Entries of the roots of matrices that are no worse than singular, in units of floor^(-1/p): for p
-// = 1 the last step, which is far outside of its interval there, leaves up to 98.
+// A bound of the entries of roots of semi-definite matrices, in units of floor^(-1/p): for p = 1
+// the last step, which is far outside of its interval there, leaves up to 98.
 constexpr float kLargestDeviceRoot = 2 * static_cast<float>(kLargestNewtonRoot);
 
 namespace {
 
-// The kernels take an interval that is twice as long for small matrices: their schedules, which end
-// with the last step, need no step more for it, and errors close to the floor are three times
+// For small matrices the kernels use an interval that is twice as long: their schedules, which end
+// with the last step, need no further step for it, and errors close to the floor are three times
 // smaller. Residuals are about the same.
 NewtonLimits device_limits(int64_t n) {
   NewtonLimits limits = newton_limits(n, at::kFloat);

@@ -1,5 +1,5 @@
-// The coupled iteration for stacks of float32 matrices by kernels of our own: up to n = 128 in one
-// launch, above on Hopper's tensor cores.
+// The coupled iteration for stacks of float32 matrices by torchium's kernels: up to n = 128 in one
+// launch, above that on Hopper's tensor cores.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,9 +11,9 @@ namespace torchium::linalg::detail {
 // Whether device_inverse_root can take A [N, n, n].
 bool has_device_root(const at::Tensor& A, int64_t p);
 
-// Bytes that the buffers of matrices of this order, above 128, take at most, unless one matrix
-// alone needs more: 4 n^2 floats a matrix, n rounded up to a multiple of 32. Half of it costs 2 to
-// 4 % of the time at n = 512 and 1024, but 6 % at 2048.
+// An upper bound of the bytes of the buffers for matrices of this order, above 128, unless one
+// matrix alone needs more: 4 n^2 floats per matrix, n rounded up to a multiple of 32. Half of it
+// costs 2 to 4 % of the time at n = 512 and 1024, but 6 % at 2048.
 constexpr int64_t large_root_buffer_limit(int64_t order) {
   return order > 512 && order <= 1024 ? int64_t{1} << 29 : int64_t{1} << 30;
 }

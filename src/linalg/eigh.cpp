@@ -45,10 +45,10 @@ class SerialLapack {
   int before_;
 };
 
-// Up to this order LAPACK gains nothing from threads, but waits for them.
+// Up to this order LAPACK gains nothing from threads and loses time waiting for them.
 constexpr int64_t kLargestSerialOrder = 128;
 
-// Whether one matrix a thread beats one matrix after the other with a threaded LAPACK. LAPACK
+// Whether one matrix per thread beats one matrix at a time with a threaded LAPACK. LAPACK
 // gains nothing from threads for small orders and little for large ones: on two cores 1.0 at
 // n = 128, 1.24 at 256, 1.45 at 512, 1.7 at 784.
 bool one_matrix_per_thread(int64_t matrices, int64_t n) {

@@ -12,8 +12,8 @@ struct Eigensystem {
 };
 
 // S: [N, n, n] float32 or float64, contiguous, symmetric, finite and of a moderate scale
-// (Normalized). On the CPU the answer is always finite (checked_eigh.h). On a CUDA device, where
-// nothing is read on the host, a matrix for which the solver does not converge gets NaN.
+// (Normalized). On the CPU the result is always finite (checked_eigh.h). On a CUDA device, where
+// nothing is read on the host, the result is NaN if the solver does not converge.
 Eigensystem symmetric_eigensystem(const at::Tensor& S);
 
 // Rounding error of the eigenvalues of a matrix of order n, in units of the largest one. Larger

@@ -34,11 +34,11 @@ int terms_of_sum(int step, int order) {
   return order <= 256 ? 32 : 64;
 }
 
-// The products of one stack, in order. M, X, q and a product take one buffer each; a product goes
-// to a free one, and the buffers change their roles. So all places are known beforehand.
+// The products of one stack, in order. M, X, q and a product take one buffer each; a product is
+// written to a free one, and the buffers change their roles. So all addresses are known beforehand.
 class LargeIteration {
  public:
-  // buffers: [4, matrices, 2, order, order] halves.
+  // buffers: [4, matrices, 2, order, order] fp16 numbers.
   LargeIteration(const cuda_kernels::InverseRoot& arguments, const cuda_kernels::RootLadder& ladder,
                  const LargeWorkspace& workspace, const at::Tensor& buffers)
       : arguments_(arguments), ladder_(ladder), workspace_(workspace) {
@@ -148,7 +148,7 @@ class LargeIteration {
     }
   }
 
-  // X <- X q, q = I + W from products of single halves.
+  // X <- X q, q = I + W from products of single fp16 parts.
   void last_step() {
     const int k = ladder_.steps;
     const SplitMatrices Z = M_, S{Z.data + Z.elements(), Z.order}, V = take(), q = take();

@@ -10,8 +10,8 @@
 
 namespace torchium::linalg::detail {
 
-// options: of the matrices of the stack. Workspace: 4 n^2 floats a matrix, for as many matrices at
-// a time as fit into 1 GiB, for orders from 513 to 1024 into 512 MiB. Nothing is read on the host.
+// options: of the matrices of the stack. Workspace: 4 n^2 floats per matrix, for as many matrices
+// at a time as fit into 1 GiB, or 512 MiB for orders from 513 to 1024. Nothing is read on the host.
 void large_inverse_root(const cuda_kernels::InverseRoot& arguments,
                         const cuda_kernels::RootLadder& ladder, const at::TensorOptions& options,
                         cudaStream_t stream);

@@ -131,8 +131,8 @@ SolverResult replace_by_eigh(const NewtonRoot& newton, const Normalized& input,
   return result;
 }
 
-// The coupled iteration; matrices that it fails for, those with eigenvalues below minus its floor
-// above all, are answered otherwise.
+// The coupled iteration. Where it fails, mostly because of eigenvalues below minus its floor, the
+// result is replaced.
 SolverResult root_by_newton(const Normalized& input, int64_t p, double eps, double relative_eps) {
   const NewtonRoot newton = newton_inverse_root(input, p, eps, relative_eps);
   const at::Tensor residual =
@@ -166,7 +166,7 @@ InverseRoot finished(const Normalized& input, const SolverResult& solved, int64_
   return result;
 }
 
-// By our own kernels, which estimate the residual themselves.
+// By torchium's kernels, which estimate the residual themselves.
 InverseRoot root_by_kernels(const at::Tensor& A, int64_t p, double eps, double relative_eps,
                             Residual residual) {
   const DeviceRoot solved = device_inverse_root(A, p, eps, relative_eps);
@@ -182,11 +182,11 @@ InverseRoot root_by_kernels(const at::Tensor& A, int64_t p, double eps, double r
 
 // On the CPU the iteration beats LAPACK in float32 for small matrices (docs/roots.md), if every
 // thread gets enough of them: the fixed cost of its many steps is that of a few small eigenvalue
-// problems, which LAPACK solves one a thread.
+// problems, which LAPACK solves one per thread.
 constexpr int64_t kMatricesPerThread = 3;
 constexpr int64_t kElementsPerThread = 6144;
 
-// MKL has slower products for processors that are not Intel's.
+// MKL's products are slower on processors that are not Intel's.
 bool has_fast_products() {
 #ifdef __x86_64__
   return !at::hasMKL() || __builtin_cpu_is("intel");
@@ -195,7 +195,7 @@ bool has_fast_products() {
 #endif
 }
 
-// Up to this order, where the two are about as fast: a step takes a product more for each squaring.
+// Up to this order the two are about equally fast: each squaring adds a product to a step.
 int64_t largest_newton_order(int64_t root) {
   if (root > 8) {
     return 0;

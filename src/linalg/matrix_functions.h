@@ -14,11 +14,11 @@ struct InverseRoot {
   at::Tensor root;        // [..., n, n], the dtype of the input, exactly symmetric
   at::Tensor residual;    // [...]: |A_d X^p A_d - A_d|_F / |A_d|_F, A_d the damped input
   at::Tensor iterations;  // [...] int64; 0 for eigh
-  at::Tensor floor;       // [...]: eigenvalues of A_d below it are answered as if they were it
+  at::Tensor floor;       // [...]: smaller eigenvalues of A_d count as this value
 };
 
-// Roots above are by eigenvalues, whatever the method: a residual takes p products with the root,
-// which is the identity but for few rounding errors then.
+// Roots above this use eigenvalues, whatever the method: a residual takes p products with the root,
+// which is then the identity up to a few rounding errors.
 constexpr int64_t kLargestIteratedRoot = 256;
 
 enum class Residual {
@@ -39,7 +39,7 @@ struct MatrixPower {
 };
 
 // (A + (eps + relative_eps s) I)^exponent for a real exponent, s the largest eigenvalue. Integer
-// exponents >= 0 are powers of indefinite matrices too; for others negative eigenvalues count as
+// exponents >= 0 are defined for indefinite matrices too. For others, negative eigenvalues count as
 // zero, and for negative exponents eigenvalues are floored as above.
 MatrixPower matrix_power_with_eigensystem(const at::Tensor& A, double exponent, double eps,
                                           double relative_eps);

@@ -212,11 +212,11 @@ LastStep last_step(const Polynomial<6>& q, double center) {
   return {center, w[0] - 1, w[1] - d * g, c, d, e, f, g};
 }
 
-// The best q, or where precision matters a q that keeps eigenvalues of middle size up. The best one
-// takes some of them to the lower end of the next interval, far below the largest, whose rounding
-// errors all of M shares: there they and their eigenvectors lose digits, and if one was the largest
-// before, so does the residual. Inner minima 256 times above the lower end (or errors half as large
-// there, which is 10 times for p = 100) make that end no more than 19 % smaller.
+// The minimax q, or where precision matters a q that keeps eigenvalues of middle size large. The
+// minimax q maps some of them to the lower end of the next interval. The rounding errors of M have
+// the size of its largest entries: there they and their eigenvectors lose digits, and so does the
+// residual if one was the largest. Inner minima 256 times above the lower end (or errors half as
+// large there, which is 10 times for p = 100) make that end no more than 19 % smaller.
 Approximation<2> quadratic_step(int64_t root, const Interval& interval, double unit_roundoff) {
   const auto best = approximate<2>(root, interval);
   if (interval.lower >= 256 * unit_roundoff) {

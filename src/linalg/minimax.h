@@ -14,11 +14,11 @@ struct MinimaxStep {
   double a, b, c;
 };
 
-// Steps that take X = I, M to X <- X q(M), M <- q(M)^p M with |1 - M| within rounding for any
+// Steps X <- X q(M), M <- q(M)^p M, from X = I, after which |1 - M| is within rounding for every
 // spectrum of M in [lower, 1]. Each q minimises max |1 - x^(1/p) q(x)| over the interval that the
-// steps before left, widened by the rounding error of a step (`unit_roundoff`); the greedy choice
-// is optimal for the composition, as in Polar Express (Amsel et al. 2025, arXiv 2505.16932). Where
-// the interval begins within 256 unit_roundoff, eigenvalues of middle size are kept up.
+// earlier steps leave, widened by the rounding error of a step (`unit_roundoff`); the greedy choice
+// is optimal for the composition, as in Polar Express (Amsel et al. 2025, arXiv 2505.16932). If the
+// interval begins below 256 unit_roundoff, eigenvalues of middle size are kept from becoming small.
 // Computed at first use, then kept for the life of the process. Thread-safe.
 TORCHIUM_API std::shared_ptr<const std::vector<MinimaxStep>> minimax_schedule(int64_t root,
                                                                               double lower,
@@ -39,9 +39,9 @@ struct LastStepSchedule {
   double error;  // max |1 - x^(1/p) (1 + W(x))| of the last step
 };
 
-// As minimax_schedule, but for float32 ends with a LastStep as soon as that is accurate enough: its
-// own error and the rounding error of its products are at most u / sqrt(lower) together, not below
-// 8e-6 and not above 3e-5, with u = 2 unit_roundoff. The steps before it leave u / sqrt(lower).
+// As minimax_schedule, but for float32 it ends with a LastStep as soon as that is accurate enough:
+// its own error and the rounding error of its products together are at most u / sqrt(lower),
+// clamped to [8e-6, 3e-5], with u = 2 unit_roundoff. The earlier steps leave u / sqrt(lower).
 TORCHIUM_API std::shared_ptr<const LastStepSchedule> last_step_schedule(int64_t root, double lower,
                                                                         double unit_roundoff);
 

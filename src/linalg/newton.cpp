@@ -98,7 +98,7 @@ class CoupledIteration {
   at::Tensor M_, X_, q_, spare_;
 };
 
-// The schedules that the rungs choose, and the root; the host reads the rungs.
+// The root by the schedules of the rungs, which the host reads.
 std::pair<at::Tensor, at::Tensor> iterate_by_host(const at::Tensor& M, const at::Tensor& rungs,
                                                   int64_t p, double unit) {
   const at::Tensor on_host = rungs.cpu();
@@ -123,8 +123,8 @@ std::pair<at::Tensor, at::Tensor> iterate_by_host(const at::Tensor& M, const at:
   return {root, iterations.to(M.device())};
 }
 
-// The same without reading the rungs: every matrix takes the steps of the longest schedule, those
-// behind its own are the identity.
+// The same without reading the rungs: every matrix takes the steps of the longest schedule; steps
+// beyond its own schedule are the identity.
 std::pair<at::Tensor, at::Tensor> iterate_by_device(const at::Tensor& M, const at::Tensor& rungs,
                                                     int64_t lowest_rung, int64_t p, double unit) {
   const auto [coefficients, iterations] = schedules_of_rungs(rungs, lowest_rung, p, unit);

@@ -14,7 +14,7 @@ struct NewtonLimits {
   double unit_roundoff;
   double noise;  // of the eigenvalues, in units of the bound: null ones are so far below zero
   double lowest_start;    // of the interval
-  double smallest_floor;  // even a null matrix is answered as if its eigenvalues were this
+  double smallest_floor;  // the floor of a null matrix
 
   // The interval starts at max(damping, kNoiseMargin (noise - damping), lowest_start), all in units
   // of its upper end: the iteration diverges on negative eigenvalues of the size of the lower end,
@@ -26,10 +26,10 @@ struct NewtonLimits {
 };
 NewtonLimits newton_limits(int64_t n, at::ScalarType dtype);
 
-// A root with a larger residual has failed. Right float32 roots come close at the lowest floor:
-// there an error of 1e-3 in the root is one of 0.1 in the residual.
+// A root with a larger residual has failed. Correct float32 roots come close to it at the lowest
+// floor: there an error of 1e-3 in the root is an error of 0.1 in the residual.
 constexpr double kNewtonResidualTolerance = 0.25;
-// So has one with an entry above this times floor^(-1/p): negative eigenvalues.
+// A root with an entry above this times floor^(-1/p) has failed too: negative eigenvalues.
 constexpr double kLargestNewtonRoot = 64.0;
 
 struct NewtonRoot {
@@ -42,8 +42,8 @@ struct NewtonRoot {
 
 // (A + (eps + relative_eps bound) I)^(-1/p) by the minimax coupled iteration; bound = min(Frobenius
 // norm, largest absolute row sum) of A is at least its largest eigenvalue. A is positive
-// semi-definite up to rounding. On a CUDA device nothing is read on the host: each matrix chooses
-// its iterations there.
+// semi-definite up to rounding. On a CUDA device nothing is read on the host: the number of
+// iterations of each matrix is chosen on the device.
 NewtonRoot newton_inverse_root(const Normalized& input, int64_t p, double eps, double relative_eps);
 
 }  // namespace torchium::linalg::detail

@@ -8,8 +8,8 @@
 
 namespace torchium::linalg::detail {
 
-// The ladder of the p-th root, rungs lowest_rung to 0; null if it has more rungs or steps than the
-// kernels can take. Kept for the life of the process. Thread-safe.
+// The schedules for the p-th root, rungs lowest_rung to 0; null if there are more rungs or steps
+// than the kernels support. Kept for the life of the process. Thread-safe.
 TORCHIUM_API const cuda_kernels::RootLadder* root_ladder(int64_t p, int64_t lowest_rung);
 
 }  // namespace torchium::linalg::detail

@@ -41,8 +41,8 @@ at::Tensor spectral_floor(const at::Tensor& values, at::ScalarType dtype,
 
 namespace {
 
-// The same as below, row by row: for small stacks on the CPU the tensor operations would take
-// longer than their arithmetic. Eigenvalues are ascending, or all NaN.
+// The same as below, row by row: for small stacks on the CPU the overhead of tensor operations
+// would exceed their arithmetic. Eigenvalues are ascending, or all NaN.
 DampedSpectrum damp_on_host(const Eigensystem& system, const Normalized& input, double eps,
                             double relative_eps) {
   const at::ScalarType dtype = system.values.scalar_type();

@@ -1,4 +1,4 @@
-// Functions of symmetric matrices through their eigenvalues: what roots and powers share.
+// Functions of symmetric matrices by their eigenvalues: shared by roots and powers.
 #pragma once
 
 #include "linalg/eigh.h"

@@ -24,7 +24,7 @@ std::vector<StackGroup> group_by_order(at::TensorList stacks, int64_t enough) {
     c10::SymInt elements;
   };
   std::vector<StackGroup> groups;
-  std::vector<Open> open;  // one for each kind of stack
+  std::vector<Open> open;  // one per kind of stack
   for (size_t i = 0; i < stacks.size(); ++i) {
     auto found = std::find_if(open.begin(), open.end(), [&](const Open& each) {
       return belong_together(stacks[groups[each.group].front()], stacks[i]);

@@ -1,4 +1,4 @@
-// Stacks of matrices of different orders, solved with one call for each order.
+// Stacks of matrices of different orders, solved with one call per order.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,16 +11,16 @@ namespace torchium::linalg::detail {
 
 using StackGroup = std::vector<size_t>;  // positions in a list of stacks, ascending
 
-// The stacks [..., n, n] that are one problem: of one order, dtype and device. A solve needs
-// several times the memory of its matrices, so a group takes no further stack once it has `enough`
-// elements; 2^26 keep all cores or a whole GPU busy. Usable on tensors with symbolic sizes.
+// Groups of stacks [..., n, n] that are solved together: equal order, dtype and device. A solve
+// needs several times the memory of its matrices, so a group takes no further stack once it has
+// `enough` elements; 2^26 keep all cores or a whole GPU busy. Works on tensors with symbolic sizes.
 std::vector<StackGroup> group_by_order(at::TensorList stacks, int64_t enough = int64_t{1} << 26);
 
 // The stacks of a group as one: [N, n, n], where N is the sum of their matrices.
 at::Tensor joined_stacks(at::TensorList stacks, const StackGroup& group);
 
-// What was computed for joined_stacks, [N, ...], cut for the stacks of the group again: views with
-// the leading dimensions of each stack.
+// Splits a result for joined_stacks, [N, ...], into the stacks of the group again: views with the
+// leading dimensions of each stack.
 std::vector<at::Tensor> split_by_stack(const at::Tensor& result, at::TensorList stacks,
                                        const StackGroup& group);
 

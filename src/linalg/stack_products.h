@@ -15,7 +15,7 @@ enum class MatmulPrecision {
   kHigh,     // TF32, or operands of 11 bits each
 };
 
-// "highest" or "high"; none: what torch does at present.
+// "highest" or "high"; none: torch's current setting.
 MatmulPrecision matmul_precision(const std::optional<std::string>& name);
 
 // C <- beta C + alpha X X^T, X: [N, n, k], or alpha X^T X, X: [N, k, n], for contiguous X and C [N,

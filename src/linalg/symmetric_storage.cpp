@@ -93,7 +93,7 @@ auto magnitude_bits(scalar_t value) {
 }
 
 // Writes (A + A^T) / 2 of every matrix to S (contiguous) and max |A_ij| to `largest`, NaN if A
-// holds one. Halves are added, because a sum of two entries may overflow.
+// holds one. Computed as A_ij / 2 + A_ji / 2, because a sum of two entries may overflow.
 template <typename scalar_t>
 void symmetric_part_cpu(const at::Tensor& A, scalar_t* S, double* largest) {
   using Bits = decltype(magnitude_bits(scalar_t{}));
@@ -192,8 +192,8 @@ Normalized normalize_on_device(const at::Tensor& A, double eps) {
   return input;
 }
 
-// Without a tensor operation for each number of a matrix: for one small matrix those would take as
-// long as its eigenvalues.
+// Without a tensor operation per number: for one small matrix those would take as long as its
+// eigenvalues.
 Normalized normalize_on_host(const at::Tensor& A, double eps) {
   Normalized input{at::empty(A.sizes(), A.options()),
                    at::empty({A.size(0)}, A.options().dtype(at::kDouble)),

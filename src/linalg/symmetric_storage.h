@@ -1,4 +1,4 @@
-// Passes over stacks of symmetric matrices that touch memory, not arithmetic.
+// Passes over stacks of symmetric matrices that are bound by memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,8 +12,8 @@ void mirror_lower_(at::Tensor& C);
 // and columns. CPU only, serial.
 void mirror_lower_tile_(at::Tensor& C, int64_t row, int64_t rows, int64_t column, int64_t columns);
 
-// Input of a solver: the symmetric part of A. Where its entries are so large or small that squares
-// or sums could leave the range of the dtype it is brought to the scale of one by a power of two.
+// Input of a solver: the symmetric part of A. If its entries are so large or small that squares or
+// sums could leave the range of the dtype, it is scaled to about one by a power of two.
 struct Normalized {
   at::Tensor matrix;  // [N, n, n]: scale * (A + A^T) / 2; the identity where A is not finite
   at::Tensor scale;   // [N] float64: powers of two, inside the normal range of A's dtype

@@ -12,7 +12,7 @@ namespace torchium::linalg::detail {
 // same dtype, any strides. beta = 0 overwrites C.
 TORCHIUM_API void symmetric_update_(at::Tensor& C, const at::Tensor& X, double beta, double alpha);
 
-// C <- X Y for X and Y whose product is symmetric, such as polynomials of one symmetric matrix.
+// C <- X Y for X and Y whose product is symmetric, as for polynomials of one symmetric matrix.
 // C: [N, n, n], not overlapping X or Y, exactly symmetric afterwards; X: [N, n, k]; Y: [N, k, n].
 TORCHIUM_API void symmetric_product_out(at::Tensor& C, const at::Tensor& X, const at::Tensor& Y);
 

@@ -1,5 +1,5 @@
-// cuSOLVER as torch brings it. Torch loads it at the first use of its own solvers, so that nothing
-// here links against it: `import torchium` needs no cuSOLVER.
+// The cuSOLVER of torch's installation, loaded at its first use, as torch does. Nothing here links
+// against it: `import torchium` needs no cuSOLVER.
 #pragma once
 
 #ifdef TORCHIUM_WITH_CUDA
@@ -26,9 +26,10 @@ const CusolverFunctions& cusolver();
 // Raises RuntimeError with the name of the call unless `status` is a success.
 void check_cusolver(cusolverStatus_t status, const char* call);
 
-// Exclusive use, by the calling thread, of a handle of the current device. Each stream has its own;
-// in the capture of a CUDA graph, where none can be made, any handle of the device serves. Handles
-// live as long as the process: when it ends, the driver may be gone before a destructor would run.
+// Exclusive use, by the calling thread, of a handle of the current device. Each stream has its own.
+// During the capture of a CUDA graph none can be made, and any handle of the device is used.
+// Handles live as long as the process: at its end the driver may be gone before a destructor would
+// run.
 class CusolverLease {
  public:
   // Raises RuntimeError if `stream` is captured and the device has no handle yet.
@@ -47,7 +48,7 @@ class CusolverLease {
     std::vector<char> host_workspace;
   };
 
-  std::lock_guard<std::mutex> lock_;  // calls launch and return: one lock serves all devices
+  std::lock_guard<std::mutex> lock_;  // calls launch and return: one lock for all devices
   Entry* entry_;
 };
 

@@ -13,7 +13,7 @@
 namespace torchium::detail {
 namespace {
 
-// Bytes from which on malloc gives a block a mapping of its own, so that the advice ends with it.
+// From this size on, malloc maps each block separately, so that the advice ends with the block.
 constexpr size_t kLarge = size_t{32} << 20;
 
 // Only an advice: what it returns does not matter.

@@ -5,8 +5,8 @@
 
 namespace torchium::detail {
 
-// True while the current stream of `device` is captured in a CUDA graph: the host must then neither
-// query events nor decide by values of the device. Always false in a build without CUDA.
+// True while the current stream of `device` is captured in a CUDA graph. The host must then neither
+// query events nor depend on values of the device. Always false in a build without CUDA.
 bool is_capturing(c10::Device device);
 
 }  // namespace torchium::detail

@@ -207,7 +207,7 @@ def is_transposed(module: nn.Module) -> bool:
 def capture(
     model: nn.Module, layers: Sequence[Layer], batch: Iterable[tuple[Tensor, Tensor]], loss_fn
 ) -> dict[int, list[Sample]]:
-    """Samples of every layer: one forward and backward pass of loss_fn(model(x), y) a sample.
+    """Samples of every layer: one forward and backward pass of loss_fn(model(x), y) per sample.
 
     batch: pairs (x, y) of single samples with a batch dimension of one.
     """

@@ -29,7 +29,7 @@ class ReferenceNaturalGradient:
     """Changes float64 `params` in place by their `.grad` and the per-sample gradients of a batch.
 
     Options as those of torchium.NaturalGradient; `lr`, `damping`, `momentum` and `maximize` are
-    numbers, or sequences with one a parameter.
+    numbers, or sequences with one entry per parameter.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class ReferenceNaturalGradient:
 
     @torch.no_grad()
     def step(self, rows: Sequence[Tensor]) -> None:
-        """`rows`: one [n, *shape] a parameter; looked at when a refresh is due."""
+        """`rows`: one [n, *shape] per parameter; read when a refresh is due."""
         if self.steps % self.update_freq == 0:
             self.rows = torch.cat([r.flatten(1) for r in rows], 1)
         self.steps += 1

@@ -1,4 +1,4 @@
-"""Gradients of the loss of each sample, by one backward pass a sample."""
+"""Gradients of the loss of each sample, by one backward pass per sample."""
 
 from __future__ import annotations
 

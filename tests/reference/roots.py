@@ -7,14 +7,14 @@ import math
 import torch
 from torch import Tensor
 
-# Eigenvalues below n * FLOOR of the largest are beyond what float64 eigenvalues can tell from zero.
+# Eigenvalues below n * FLOOR of the largest are hidden by rounding errors in float64.
 FLOOR = torch.finfo(torch.float64).eps
 
 
 def damped_power(A: Tensor, exponent: float, eps: float = 0.0, relative_eps: float = 0.0) -> Tensor:
     """(A + (eps + relative_eps * s) I)^exponent, s the largest eigenvalue of the symmetric A.
 
-    For a negative exponent an eigenvalue below the floor is answered as if it were the floor.
+    For a negative exponent, eigenvalues below the floor count as the floor.
     """
     n = A.shape[-1]
     eigenvalues, Q = torch.linalg.eigh((A + A.T) / 2)
