@@ -74,7 +74,7 @@ def site_packages(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 # Compiles in seconds: it does without torch/torch.h.
 SHORT_PROGRAM = """
-#include <ATen/ATen.h>
+#include <ATen/ops/eye.h>
 #include <torchium/config.h>
 #include <torchium/linalg.h>
 
