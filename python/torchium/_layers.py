@@ -75,6 +75,11 @@ def why_unsupported(module: nn.Module, kinds: frozenset[LayerKind] = ALL_KINDS) 
     if kind is None:
         if _known_class(type(module)) is not None:
             return "has a forward of its own"
+        if may_mix_samples(module):
+            return (
+                "is of an unsupported type, and normalises with the statistics of the batch unless "
+                ".eval() is called on it"
+            )
         return "is of an unsupported type"
     if kind not in kinds:
         return "is of an unsupported type"

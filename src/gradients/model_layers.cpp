@@ -59,6 +59,10 @@ std::string problem_of(const nn::Module& module) {
            : options.sparse()             ? "has sparse = true"
                                           : "";
   }
+  if (is_batch_norm(module)) {
+    return "is of an unsupported type, and normalises with the statistics of the batch unless "
+           "eval() is called on it";
+  }
   const bool is_known =
       is_one_of<nn::LinearImpl, nn::Conv2dImpl, nn::LayerNormImpl, nn::GroupNormImpl>(module);
   const bool is_stock = std::string_view(module.name()).starts_with("torch::nn::");

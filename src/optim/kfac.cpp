@@ -223,7 +223,9 @@ void KFAC::note_fallback(const detail::JointStep& step,
   if (!names.empty()) {
     TORCH_WARN("KFAC preconditions ", std::count(done.begin(), done.end(), true), " of ",
                done.size(), " parameters. It takes steps of SGD with momentum for ",
-               detail::summary(names), ". report() names all of them");
+               detail::summary(names),
+               ". report() names all of them; a group with a larger lr or another optimizer may "
+               "suit them better");
   }
 }
 

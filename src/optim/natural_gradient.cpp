@@ -160,7 +160,7 @@ void NaturalGradient::check_known_layers(const std::vector<at::Tensor>& params) 
     TORCH_CHECK_VALUE(place == nullptr || place->problem.empty(),
                       "NaturalGradient cannot see the samples of ", place->module, ", which ",
                       place->problem, "; freeze its parameter '", place->name,
-                      "' or take another optimizer, as KFAC, for it");
+                      "' or give it to another optimizer, as torchium::optim::Shampoo");
   }
 }
 

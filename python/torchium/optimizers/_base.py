@@ -23,6 +23,7 @@ from ._parameters import (
     State,
     check_dense,
     check_parameter,
+    check_params,
     is_plain,
     largest_gradient,
     parameter_name,
@@ -53,6 +54,7 @@ class CoreOptimizer(Optimizer):
     _ROOT_REMEDY: ClassVar[str]
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        check_params(params, type(self).__name__)
         self._forget_derived()
         lr = learning_rate("lr", defaults["lr"])
         defaults = {"lr": lr, **check_options(self._CHECKS, defaults)}

@@ -34,6 +34,11 @@ def saved_groups(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> li
             "state_dict must be a dict with the dict 'state' and the list 'param_groups', as "
             f"state_dict() returns it, got {_describe(state_dict)}"
         )
+    if any(isinstance(s, dict) and "exp_avg_sq" in s for s in state_dict["state"].values()):
+        raise ValueError(
+            "state_dict is a checkpoint of Adam or AdamW (it has 'exp_avg_sq'), whose averages do not "
+            "carry over; start this optimizer without it"
+        )
     saved = state_dict["param_groups"]
     if len(saved) != len(groups):
         raise ValueError(

@@ -7,7 +7,8 @@ import sys
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 State = dict[str, Tensor]  # of one parameter
 
@@ -75,6 +76,20 @@ def check_dense(tensor: Tensor, name: str) -> None:
         raise ValueError(
             f"{name} has dtype {tensor.dtype}; only real floating-point tensors "
             f"({', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}) are supported"
+        )
+
+
+def check_params(params: object, optimizer: str) -> None:
+    """Refuses what may be taken for an iterable of parameters."""
+    if isinstance(params, nn.Module):
+        raise ValueError(
+            f"{optimizer} takes parameters, not a model, got {type(params).__name__}; pass "
+            "model.parameters()"
+        )
+    if isinstance(params, Optimizer):
+        raise ValueError(
+            f"params must be parameters, got an optimizer, {type(params).__name__}; pass its "
+            "param_groups, or take Shampoo.from_adamw(optimizer) for an AdamW"
         )
 
 

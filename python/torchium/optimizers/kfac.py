@@ -306,7 +306,8 @@ class KFAC(CapturingOptimizer):
             names.setdefault(self._fallback[param], []).append(self._short_name(param))
         warnings.warn(
             f"KFAC preconditions {len(done - {None})} of {len(step.params)} parameters. It takes steps "
-            f"of SGD with momentum for {summary(names)}. report() names all of them",
+            f"of SGD with momentum for {summary(names)}. report() names all of them; a group with a larger "
+            "lr or another optimizer may suit them better",
             stacklevel=2,
         )
 

@@ -217,8 +217,8 @@ class NaturalGradient(CapturingOptimizer):
             if reason is not None:
                 raise ValueError(
                     f"NaturalGradient cannot see the samples of {self._module_name(module)}, which "
-                    f"{reason}; freeze its parameters (requires_grad_(False)) or take another "
-                    "optimizer, as KFAC, for them"
+                    f"{reason}; freeze its parameters (requires_grad_(False)) or give them to "
+                    "another optimizer, as torchium.ShampooW"
                 )
 
     def _check_capture(self, step: JointStep, passes: list[list[Use]]) -> None:
