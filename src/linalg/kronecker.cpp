@@ -48,14 +48,14 @@ std::vector<c10::SymInt> check_kron_solve(const at::Tensor& A, const at::Tensor&
   return sizes;
 }
 
-struct Spectrum {
+struct FactorSpectrum {
   at::Tensor values;   // [..., n] float64, not negative
   at::Tensor vectors;  // [..., n, n]
   at::Tensor finite;   // [...]: no NaN or Inf in the matrix
 };
 
 // Of (A + A^T) / 2. Negative eigenvalues, rounding errors of a semi-definite matrix, count as zero.
-Spectrum spectrum_of(const at::Tensor& A, at::ScalarType dtype) {
+FactorSpectrum spectrum_of(const at::Tensor& A, at::ScalarType dtype) {
   const auto batch = A.sizes().slice(0, A.dim() - 2);
   const auto input = normalize_symmetric(as_stack(A.to(dtype)), /*eps=*/0.0);
   const auto [values, vectors] = symmetric_eigensystem(input.matrix);

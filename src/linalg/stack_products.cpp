@@ -25,13 +25,13 @@ MatmulPrecision matmul_precision(const std::optional<std::string>& name) {
 namespace {
 
 // cuBLAS sees the transpose of a matrix, in columns.
-struct Factor {
+struct GemmOperand {
   const at::Tensor& stack;
   cublasOperation_t operation;
 };
 
 // C^T <- alpha op(A) op(B) + beta C^T; alpha and beta are on the host or the device.
-void gemm(cublasPointerMode_t mode, const float* alpha, const Factor& A, const Factor& B,
+void gemm(cublasPointerMode_t mode, const float* alpha, const GemmOperand& A, const GemmOperand& B,
           const float* beta, at::Tensor& C, MatmulPrecision precision) {
   if (C.numel() == 0) {
     return;
@@ -57,8 +57,8 @@ void gemm(cublasPointerMode_t mode, const float* alpha, const Factor& A, const F
 
 void gram_update_(at::Tensor& C, const at::Tensor& X, bool transposed, const float* alpha,
                   const float* beta, MatmulPrecision precision) {
-  const Factor first{X, transposed ? CUBLAS_OP_N : CUBLAS_OP_T};
-  const Factor second{X, transposed ? CUBLAS_OP_T : CUBLAS_OP_N};
+  const GemmOperand first{X, transposed ? CUBLAS_OP_N : CUBLAS_OP_T};
+  const GemmOperand second{X, transposed ? CUBLAS_OP_T : CUBLAS_OP_N};
   gemm(CUBLAS_POINTER_MODE_DEVICE, alpha, first, second, beta, C, precision);
 }
 

@@ -38,7 +38,7 @@ bool use_tiles(int64_t matrices, int64_t n) {
 }
 
 // Rows [row, row + rows) and columns [column, column + columns) of one matrix.
-struct Tile {
+struct LowerTile {
   int64_t matrix, row, rows, column, columns;
   int64_t area() const { return rows * columns; }
 };
@@ -46,10 +46,10 @@ struct Tile {
 // Tiles that cover the lower triangles of all matrices: panels, cut only where one is more than a
 // thread's share. A block on the diagonal is never cut, so that tiles can be mirrored
 // independently.
-std::vector<Tile> lower_tiles(int64_t matrices, int64_t n, int64_t threads) {
+std::vector<LowerTile> lower_tiles(int64_t matrices, int64_t n, int64_t threads) {
   const int64_t height = panel_rows(n);
   const int64_t share = std::max<int64_t>(1, matrices * n * (n + height) / 2 / threads);
-  std::vector<Tile> tiles;
+  std::vector<LowerTile> tiles;
   for (int64_t matrix = 0; matrix < matrices; ++matrix) {
     for (int64_t row = 0; row < n; row += height) {
       const int64_t rows = std::min(height, n - row);
@@ -66,12 +66,12 @@ std::vector<Tile> lower_tiles(int64_t matrices, int64_t n, int64_t threads) {
 }
 
 // Tiles of each thread: the largest first, each to the thread with the least work so far.
-std::vector<std::vector<Tile>> share_out(std::vector<Tile> tiles, int64_t threads) {
+std::vector<std::vector<LowerTile>> share_out(std::vector<LowerTile> tiles, int64_t threads) {
   std::stable_sort(tiles.begin(), tiles.end(),
-                   [](const Tile& a, const Tile& b) { return a.area() > b.area(); });
-  std::vector<std::vector<Tile>> shares(threads);
+                   [](const LowerTile& a, const LowerTile& b) { return a.area() > b.area(); });
+  std::vector<std::vector<LowerTile>> shares(threads);
   std::vector<int64_t> work(threads, 0);
-  for (const Tile& tile : tiles) {
+  for (const LowerTile& tile : tiles) {
     const auto least = std::min_element(work.begin(), work.end()) - work.begin();
     shares[least].push_back(tile);
     work[least] += tile.area();

@@ -59,13 +59,13 @@ std::array<Tensors, results> solve_each_order(at::TensorList A, const Solve& sol
   return all;
 }
 
-constexpr char kRootRemedy[] = "Use matrix_power(A, -1.0 / root, ...), or detach it.";
-constexpr char kEighRemedy[] = "Use torch.linalg.eigh, or detach it.";
+constexpr char kRootListRemedy[] = "Use matrix_power(A, -1.0 / root, ...), or detach it.";
+constexpr char kEighListRemedy[] = "Use torch.linalg.eigh, or detach it.";
 
 Tensors inverse_roots(at::TensorList A, int64_t root, double eps, double relative_eps,
                       c10::string_view method) {
   check_entries("matrix_inverse_root", A);
-  refuse_gradients("matrix_inverse_root", A, kRootRemedy);
+  refuse_gradients("matrix_inverse_root", A, kRootListRemedy);
   const InverseRootOptions options{eps, relative_eps, std::string(method)};
   return std::get<0>(solve_each_order<1>(A, [&](const Tensor& stack) {
     return std::array{linalg::matrix_inverse_root(stack, root, options)};
@@ -75,7 +75,7 @@ Tensors inverse_roots(at::TensorList A, int64_t root, double eps, double relativ
 InfoLists inverse_roots_info(at::TensorList A, int64_t root, double eps, double relative_eps,
                              c10::string_view method) {
   check_entries("matrix_inverse_root", A);
-  refuse_gradients("matrix_inverse_root", A, kRootRemedy);
+  refuse_gradients("matrix_inverse_root", A, kRootListRemedy);
   const InverseRootOptions options{eps, relative_eps, std::string(method)};
   return std::tuple_cat(solve_each_order<4>(A, [&](const Tensor& stack) {
     const InverseRootInfo info = linalg::matrix_inverse_root_info(stack, root, options);
@@ -92,7 +92,7 @@ Tensors powers(at::TensorList A, double exponent, double eps, double relative_ep
 
 EighLists eigensystems(at::TensorList A) {
   check_entries("eigh", A);
-  refuse_gradients("eigh", A, kEighRemedy);
+  refuse_gradients("eigh", A, kEighListRemedy);
   return std::tuple_cat(solve_each_order<2>(A, [](const Tensor& stack) {
     const auto [values, vectors] = linalg::eigh(stack);
     return std::array{values, vectors};
