@@ -19,6 +19,8 @@ export TORCHIUM_BUILD_DIR := $(BUILD)
 export CCACHE_SLOPPINESS ?= pch_defines,time_macros
 export PATH := $(VENV)/bin:$(PATH)
 PIP := python -m pip --disable-pip-version-check
+# One test at a time to each worker, so that all end together; but tests of one group to one worker.
+WORKERS := -n auto --maxprocesses=8 --dist loadgroup
 SETUP_VENV := scripts/setup_venv.sh "$(VENV)" "$(PYTHON)" "$(TORCH)"
 
 .PHONY: demo test zoo lint bench docs install clean package
@@ -34,13 +36,13 @@ test:
 	$(MAKE) lint
 	$(MAKE) package CMAKE_FLAGS="-DTORCHIUM_BUILD_TESTS=ON"
 	ctest --test-dir "$(BUILD)" --verbose
-	python -m pytest
+	python -m pytest $(WORKERS)
 
 # `make test` trains the same models at a small size.
 zoo:
 	$(SETUP_VENV) test
 	$(MAKE) package
-	TORCHIUM_ZOO=whole python -m pytest tests/zoo
+	TORCHIUM_ZOO=whole python -m pytest $(WORKERS) tests/zoo
 
 lint:
 	$(SETUP_VENV) lint

@@ -60,13 +60,10 @@ skip() { rows+=("$(printf '%-22s %-8s %5s   %s' "$1" skipped "" "$2")"); }
 
 # One after the other: the sanitizer, which keeps the device busy, slows down whatever runs beside it.
 workers=()
-threads=$(nproc)
 if "$python" -c "import xdist" 2> /dev/null; then
-  count=$(($(nproc) < 8 ? $(nproc) : 8))
-  workers=(-n "$count")
-  threads=$(($(nproc) / count))  # more threads than cores wait for each other
+  workers=(-n auto --maxprocesses=8 --dist loadgroup)
 fi
-pytest=(env "OMP_NUM_THREADS=$threads" "$python" -m pytest -q -m cuda -p no:cacheprovider ${workers[@]+"${workers[@]}"})
+pytest=("$python" -m pytest -q -m cuda -p no:cacheprovider ${workers[@]+"${workers[@]}"})
 check pytest-cuda "${pytest[@]}" tests/python
 check zoo-cuda "${pytest[@]}" tests/zoo
 if [[ -x $build/tests/cpp/torchium_tests ]]; then

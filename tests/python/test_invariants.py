@@ -7,16 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torchium
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-
-
-def for_all(*strategies: st.SearchStrategy):
-    """hypothesis.given, with the same examples in every run and no deadline."""
-    configured = settings(deadline=None, max_examples=25, derandomize=True)
-    return lambda test: configured(given(*strategies)(test))
-
 
 SHAPES = st.lists(st.integers(1, 6), max_size=5).map(tuple)
 MATRICES = st.tuples(st.integers(1, 9), st.integers(1, 9))
@@ -57,7 +50,7 @@ def run_one(gradients: list[Tensor], **options: Any) -> Tensor:
     return run([torch.zeros_like(gradients[0])], [[g] for g in gradients], **options)[0]
 
 
-@for_all(SHAPES, OPTIONS, SEEDS)
+@given(SHAPES, OPTIONS, SEEDS)
 def test_a_parameter_does_not_feel_its_neighbours(shape, options, seed):
     """One group, two orders and separate optimizers: the same numbers."""
     a, b = random_tensors(shape, seed), random_tensors((4, 5), seed + 1)
@@ -69,7 +62,7 @@ def test_a_parameter_does_not_feel_its_neighbours(shape, options, seed):
     torch.testing.assert_close(together[1], run_one(b, **options), **CLOSE)
 
 
-@for_all(SHAPES, OPTIONS, SEEDS)
+@given(SHAPES, OPTIONS, SEEDS)
 def test_a_step_without_gradient_changes_nothing(shape, options, seed):
     a, b = random_tensors(shape, seed), random_tensors((3, 4), seed + 1)
     start = [torch.zeros_like(a[0]), torch.zeros_like(b[0])]
@@ -80,7 +73,7 @@ def test_a_step_without_gradient_changes_nothing(shape, options, seed):
     torch.testing.assert_close(with_gaps[1], run_one(b, **options), **CLOSE)
 
 
-@for_all(MATRICES, OPTIONS, SEEDS)
+@given(MATRICES, OPTIONS, SEEDS)
 def test_blocks_are_parameters_of_their_own(shape, options, seed):
     """A matrix in blocks moves as its blocks would as matrices."""
     options = {**options, "block_size": 4}
@@ -95,7 +88,7 @@ def test_blocks_are_parameters_of_their_own(shape, options, seed):
             torch.testing.assert_close(whole[rows][:, columns], run_one(block, **options), **CLOSE)
 
 
-@for_all(SHAPES, OPTIONS, SEEDS)
+@given(SHAPES, OPTIONS, SEEDS)
 def test_memory_layout_does_not_matter(shape, options, seed):
     """Gradients and parameters of any strides give what contiguous ones give."""
     gradients = random_tensors(shape, seed)
@@ -113,7 +106,7 @@ def test_memory_layout_does_not_matter(shape, options, seed):
     torch.testing.assert_close(p.detach(), expected, **CLOSE)
 
 
-@for_all(MATRICES, SEEDS, st.sampled_from([None, "sgd"]))
+@given(MATRICES, SEEDS, st.sampled_from([None, "sgd"]))
 def test_rotations_of_a_matrix(shape, seed, grafting):
     """U G V^T moves by U d V^T: Shampoo does not know the basis of a block."""
     gradients = random_tensors(shape, seed)
@@ -125,7 +118,7 @@ def test_rotations_of_a_matrix(shape, seed, grafting):
     torch.testing.assert_close(rotated, U @ moved @ V.T, rtol=1e-8, atol=1e-10)
 
 
-@for_all(MATRICES, OPTIONS, SEEDS)
+@given(MATRICES, OPTIONS, SEEDS)
 def test_transposed_matrices_move_alike(shape, options, seed):
     gradients = random_tensors(shape, seed)
     moved = run_one(gradients, **options)
@@ -133,7 +126,7 @@ def test_transposed_matrices_move_alike(shape, options, seed):
     torch.testing.assert_close(transposed, moved.T, **CLOSE)
 
 
-@for_all(SHAPES, SEEDS, st.sampled_from([1e-3, 7.0, 1e4]))
+@given(SHAPES, SEEDS, st.sampled_from([1e-3, 7.0, 1e4]))
 def test_direction_without_eps_is_free_of_scale(shape, seed, scale):
     """exponents -1/(2k) over k modes: with summed statistics the unit of the gradient cancels."""
     options = {
@@ -149,14 +142,14 @@ def test_direction_without_eps_is_free_of_scale(shape, seed, scale):
     )
 
 
-@for_all(SHAPES, OPTIONS, SEEDS)
+@given(SHAPES, OPTIONS, SEEDS)
 def test_the_first_step_goes_downhill(shape, options, seed):
     (gradient,) = random_tensors(shape, seed, 1)
     moved = run_one([gradient], **options)
     assert (moved * gradient).sum() < 0
 
 
-@for_all(SHAPES, OPTIONS, SEEDS)
+@given(SHAPES, OPTIONS, SEEDS)
 def test_maximize_is_minimising_the_negative(shape, options, seed):
     gradients = random_tensors(shape, seed)
     (start,) = random_tensors(shape, seed + 1, 1)
@@ -168,7 +161,7 @@ def test_maximize_is_minimising_the_negative(shape, options, seed):
     )
 
 
-@for_all(SHAPES, OPTIONS, SEEDS)
+@given(SHAPES, OPTIONS, SEEDS)
 def test_gradients_are_not_written(shape, options, seed):
     gradients = random_tensors(shape, seed)
     kept = [g.clone() for g in gradients]
@@ -180,7 +173,7 @@ def test_gradients_are_not_written(shape, options, seed):
     torch.testing.assert_close(gradients, kept, rtol=0, atol=0)
 
 
-@for_all(SHAPES, OPTIONS, SEEDS)
+@given(SHAPES, OPTIONS, SEEDS)
 def test_zero_gradients_only_decay(shape, options, seed):
     (start,) = random_tensors(shape, seed, 1)
     options.update(weight_decay=0.5, decoupled_weight_decay=True)
@@ -188,7 +181,7 @@ def test_zero_gradients_only_decay(shape, options, seed):
     torch.testing.assert_close(moved, start * (1 - 0.1 * 0.5), **CLOSE)
 
 
-@for_all(MATRICES, SEEDS)
+@given(MATRICES, SEEDS)
 def test_grafting_on_sgd_keeps_the_norm_of_each_block(shape, seed):
     (gradient,) = random_tensors(shape, seed, 1)
     direction = -run_one([gradient], lr=1.0, grafting="sgd", block_size=4)
@@ -203,7 +196,7 @@ def split(x: Tensor, size: int) -> list[Tensor]:
     return pieces
 
 
-@for_all(SHAPES, SEEDS)
+@given(SHAPES, SEEDS)
 def test_full_matrix_adagrad_with_unit_blocks_is_diagonal(shape, seed):
     """A block of one element is diagonal AdaGrad, where its root is renewed at every step."""
     gradients = random_tensors(shape, seed)

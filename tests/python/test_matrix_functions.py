@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torchium
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from reference.matrix_functions import (
     damped_power,
@@ -71,9 +71,9 @@ def test_inverse_root_is_as_accurate_as_lapack(device, n, dtype, method, root):
 @pytest.mark.parametrize("root", [100, 256, 257, 10**6, 2**40])
 def test_large_roots_take_no_longer_than_others(device, root, method):
     A = from_spectrum(torch.logspace(0, -5, 64, dtype=torch.float64)).to(device)
-    start = time.perf_counter()
+    start = time.process_time()
     X, info = matrix_inverse_root(A, root, eps=1e-3, method=method, return_info=True)
-    assert time.perf_counter() - start < 20  # it was minutes
+    assert time.process_time() - start < 20  # it was minutes
     assert relative_error(X, damped_power(A.cpu(), -1 / root, eps=1e-3)) < 1e-9
     iterates = method == "newton" or (method == "auto" and device.type == "cuda")
     assert (info.iterations > 0) == (iterates and root <= 256)
@@ -84,12 +84,12 @@ def test_large_roots_take_no_longer_than_others(device, root, method):
 def test_small_exponents_of_shampoo(device, exponent):
     weight = torch.nn.Parameter(torch.ones(32, 32, device=device))
     optimizer = torchium.Shampoo([weight], lr=0.1, exponent=exponent, update_freq=1)
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(4):
         weight.grad = torch.randn(32, 32, generator=torch.Generator().manual_seed(0)).to(device)
         optimizer.step()
     optimizer.check_errors()
-    assert time.perf_counter() - start < 20
+    assert time.process_time() - start < 20
     assert weight.isfinite().all()
 
 
@@ -222,7 +222,6 @@ def test_eigh_shares_matrices_out_among_threads(n, dtype):
 # Any finite symmetric matrix has a finite root
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
 @given(
     n=st.integers(1, 40),
     batch=st.sampled_from([(), (1,), (3,), (2, 2), (0,)]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from matrix_cases import (
     ALL_FLOATS,
@@ -25,7 +25,6 @@ sizes = st.integers(1, 9)
 
 
 @pytest.mark.parametrize("dtype", ALL_FLOATS)
-@settings(max_examples=25, deadline=None)
 @given(batch=batches, m=sizes, n=sizes, p=sizes, q=sizes)
 def test_kron_is_exact_up_to_one_rounding(dtype, batch, m, n, p, q):
     A, B = randn(*batch[0], m, n, dtype=dtype), randn(*batch[1], p, q, dtype=dtype, seed=1)
@@ -38,7 +37,6 @@ def test_kron_is_that_of_torch():
 
 
 @pytest.mark.parametrize("dtype", ALL_FLOATS)
-@settings(max_examples=25, deadline=None)
 @given(batch=batches, m=sizes, n=sizes, p=sizes, q=sizes, k=st.integers(0, 5))
 def test_kron_matmul(dtype, batch, m, n, p, q, k):
     A, B = randn(*batch[0], m, n, dtype=dtype), randn(*batch[1], p, q, dtype=dtype, seed=1)
@@ -63,7 +61,6 @@ def test_kron_matmul_forms_no_kronecker_product(device):
 
 
 @pytest.mark.parametrize("dtype", ALL_FLOATS)
-@settings(max_examples=40, deadline=None)
 @given(
     batch=batches,
     m=st.integers(0, 40),
@@ -109,7 +106,6 @@ def test_chunked_matmul_keeps_to_its_workspace(dtype, limit):
     n=st.integers(1, 300),
     spare=st.integers(5_000, 60_000),
 )
-@settings(max_examples=30, deadline=None)
 def test_chunked_matmul_keeps_to_any_workspace(m, k, n, spare):
     A, B = randn(m, k, dtype=torch.float16), randn(k, n, dtype=torch.float16, seed=1)
     limit = 8 * k + 4 + spare  # the least there can be, and some more

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from matrix_cases import (
     ALL_FLOATS,
@@ -37,7 +37,6 @@ def check_residual(A: Tensor, X: Tensor, solution: Tensor, least: float) -> None
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@settings(max_examples=60, deadline=None)
 @given(
     kind=st.sampled_from(SPECTRA),
     scale=st.sampled_from(SCALES),
@@ -128,7 +127,6 @@ def test_float16_saturates():
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@settings(max_examples=60, deadline=None)
 @given(
     kinds=st.tuples(st.sampled_from(SPECTRA), st.sampled_from(SPECTRA)),
     scales=st.tuples(st.sampled_from(SCALES), st.sampled_from(SCALES)),
