@@ -197,34 +197,40 @@ import sys
 import torch
 from optimizer_cases import ALL_CASES, mlp, run
 
-name, device, checkpoint = sys.argv[1:]
-saved = torch.load(checkpoint, weights_only=True)
-model = mlp(device)
-model.load_state_dict(saved["model"])
-optimizer = ALL_CASES[name](model.parameters())
-optimizer.load_state_dict(saved["optimizer"])
-run(model, optimizer, 4, 6)
-torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint)
+device, folder = sys.argv[1:]
+for name, make in ALL_CASES.items():
+    saved = torch.load(f"{folder}/{name}.pt", weights_only=True)
+    model = mlp(device)
+    model.load_state_dict(saved["model"])
+    optimizer = make(model.parameters())
+    optimizer.load_state_dict(saved["optimizer"])
+    run(model, optimizer, 4, 6)
+    resumed = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(resumed, f"{folder}/{name}_resumed.pt")
 """
 
 
-@pytest.mark.parametrize("name", ALL_CASES)
-def test_fresh_process_continues_bit_for_bit(name, tmp_path, device):
-    model = mlp(device)
-    optimizer = ALL_CASES[name](model.parameters())
-    run(model, optimizer)
-    checkpoint = tmp_path / "checkpoint.pt"
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint)
+def test_fresh_process_continues_bit_for_bit(tmp_path, device):
+    runs = {}
+    for name, make in ALL_CASES.items():
+        model = mlp(device)
+        optimizer = make(model.parameters())
+        run(model, optimizer)
+        saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(saved, tmp_path / f"{name}.pt")
+        runs[name] = model, optimizer
     subprocess.run(
-        [sys.executable, "-c", FRESH_PROCESS, name, str(device), str(checkpoint)],
+        [sys.executable, "-c", FRESH_PROCESS, str(device), str(tmp_path)],
         check=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         timeout=300,
     )
-    run(model, optimizer, 4, 6)
-    resumed = torch.load(checkpoint, weights_only=True)
-    assert_same(resumed["optimizer"], optimizer.state_dict())
-    assert_same(resumed["model"], dict(model.state_dict()))
+    for name, (model, optimizer) in runs.items():
+        print(name)  # pytest shows the last one when the test fails
+        run(model, optimizer, 4, 6)
+        resumed = torch.load(tmp_path / f"{name}_resumed.pt", weights_only=True)
+        assert_same(resumed["optimizer"], optimizer.state_dict())
+        assert_same(resumed["model"], dict(model.state_dict()))
 
 
 @all_cases

@@ -1,8 +1,6 @@
-"""50 steps of every optimizer and option agree with the float64 reference."""
+"""50 steps of every optimizer and option agree with the float64 reference, in float32 25 of them."""
 
 from __future__ import annotations
-
-import functools
 
 import pytest
 import torch
@@ -13,45 +11,46 @@ from trajectory_problems import PROBLEMS, train
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}
 
+# float64 shows the formulas, float32 that its own kernels compute them.
+STEPS = {torch.float32: 25, torch.float64: 50}
 REFERENCE = {"Shampoo": ReferenceShampoo, "Adagrad": ReferenceAdagrad}
-
-
-@functools.cache
-def reference_history(optimizer: str, case: str, problem: str):
-    options = {k: v for k, v in OPTIONS[optimizer][case].items() if k != "root_method"}
-    return train(
-        problem,
-        torch.float64,
-        lambda params: REFERENCE[optimizer](params, **options),
-        maximize=options.get("maximize", False),
-    )
 
 
 def assert_agree(history, expected, dtype: torch.dtype) -> None:
     """Every parameter after every step, relative to how far it has come from its start."""
-    for step, (now, reference) in enumerate(zip(history, expected, strict=True)):
+    assert 1 < len(history) <= len(expected)
+    for step, (now, reference) in enumerate(zip(history, expected, strict=False)):
         for i, (p, q) in enumerate(zip(now, reference, strict=True)):
             travelled = (q - expected[0][i]).norm()
             error = (p.double() - q).norm()
             rounding = 4 * torch.finfo(dtype).eps * max(1, step) ** 0.5 * q.norm()
             assert error <= TOLERANCE[dtype] * travelled + rounding, (
-                f"parameter {i} of shape {tuple(p.shape)} after step {step}: "
+                f"{dtype}: parameter {i} of shape {tuple(p.shape)} after step {step}: "
                 f"error {error:.2e}, travelled {travelled:.2e}"
             )
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "float64"])
 @pytest.mark.parametrize("problem", PROBLEMS)
 @pytest.mark.parametrize(("optimizer", "case"), CASES)
-def test_trajectory(optimizer, case, problem, dtype):
+def test_trajectory(optimizer, case, problem):
     options = OPTIONS[optimizer][case]
-    history = train(
+    of_reference = {k: v for k, v in options.items() if k != "root_method"}
+    maximize = options.get("maximize", False)
+    expected = train(
         problem,
-        dtype,
-        lambda params: getattr(torchium, optimizer)(params, **options),
-        maximize=options.get("maximize", False),
+        torch.float64,
+        lambda params: REFERENCE[optimizer](params, **of_reference),
+        maximize=maximize,
     )
-    assert_agree(history, reference_history(optimizer, case, problem), dtype)
+    for dtype, steps in STEPS.items():
+        history = train(
+            problem,
+            dtype,
+            lambda params: getattr(torchium, optimizer)(params, **options),
+            maximize=maximize,
+            steps=steps,
+        )
+        assert_agree(history, expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "float64"])
