@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import torchium
+from documentation import PAGES, ROOT, code_blocks, cpp_programs
 
-ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "python"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
-TUTORIAL_CPP = ROOT / "docs" / "tutorial_cpp.md"
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
@@ -145,16 +142,14 @@ def test_idx_files_are_read_and_checked(tmp_path: Path, monkeypatch: pytest.Monk
         read_idx(path)
 
 
-def code_blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+PAGES_WITH_PYTHON = [
+    pytest.param(page, id=str(page.relative_to(ROOT)))
+    for page in PAGES
+    if code_blocks(page, "python")
+]
 
 
-def pages_with(language: str) -> list[object]:
-    pages = [page for page in PAGES if code_blocks(page, language)]
-    return [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages]
-
-
-@pytest.mark.parametrize("page", pages_with("python"))
+@pytest.mark.parametrize("page", PAGES_WITH_PYTHON)
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
@@ -163,15 +158,9 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
         exec(compile(block, f"{page.name}, block {number}", "exec"), namespace)
 
 
-@pytest.mark.parametrize("page", pages_with("cpp"))
-def test_cpp_blocks_build_and_run(page: Path, prefix: Path, tmp_path: Path) -> None:
-    (cmake_lists,) = (b for b in code_blocks(TUTORIAL_CPP, "cmake") if "project(" in b)
-    (tmp_path / "CMakeLists.txt").write_text(cmake_lists)
-    configure = ["cmake", "-S", ".", "-B", "build", f"-DCMAKE_PREFIX_PATH={prefix}"]
-    if ccache := shutil.which("ccache"):
-        configure.append(f"-DCMAKE_CXX_COMPILER_LAUNCHER={ccache}")
-    for block in code_blocks(page, "cpp"):
-        (tmp_path / "train.cpp").write_text(block)
-        for command in (configure, ["cmake", "--build", "build"], ["build/train"]):
-            run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
-            assert run.returncode == 0, run.stdout + run.stderr
+@pytest.mark.parametrize("name", cpp_programs())
+def test_cpp_blocks_run(name: str, programs: Path, tmp_path: Path) -> None:
+    run = subprocess.run(
+        [programs / name], cwd=tmp_path, capture_output=True, text=True, timeout=600
+    )
+    assert run.returncode == 0, run.stdout + run.stderr

@@ -72,6 +72,13 @@ def site_packages(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
+SHORT_PROJECT = """
+cmake_minimum_required(VERSION 3.25)
+project(program CXX)
+find_package(Torchium REQUIRED)
+add_executable(program main.cpp)
+target_link_libraries(program PRIVATE torchium::torchium)
+"""
 # Compiles in seconds: it does without torch/torch.h.
 SHORT_PROGRAM = """
 #include <ATen/ops/eye.h>
@@ -87,21 +94,9 @@ int main() {
 """
 
 
-def build_consumer(
-    prefix: Path | str, folder: Path, sources: Path = ROOT / "tests/consumer"
-) -> Path:
-    """Builds the program outside the tree against the package below `prefix`."""
-    succeed(
-        *("cmake", "-S", sources, "-B", folder, "-DCMAKE_BUILD_TYPE=Debug"),
-        f"-DCMAKE_PREFIX_PATH={prefix}",
-    )
-    succeed("cmake", "--build", folder)
-    return folder / "consumer"
-
-
 class TestCppPackage:
-    def test_program_outside_the_tree_trains(self, prefix: Path, tmp_path: Path) -> None:
-        output = succeed(build_consumer(prefix, tmp_path), env={"LD_LIBRARY_PATH": ""})
+    def test_program_outside_the_tree_trains(self, programs: Path) -> None:
+        output = succeed(programs / "consumer", env={"LD_LIBRARY_PATH": ""})
         assert f"torchium: {torchium.__version__}\n" in output
 
     def test_installs_public_headers_only(self, prefix: Path) -> None:
@@ -110,7 +105,7 @@ class TestCppPackage:
         assert names == public | {"version.h"}
 
     def test_refuses_a_libtorch_of_another_minor_version(
-        self, prefix: Path, tmp_path: Path
+        self, programs: Path, prefix: Path, tmp_path: Path
     ) -> None:
         libtorch = tmp_path / "libtorch"
         built_against = Path(torch.__file__).parent
@@ -123,7 +118,7 @@ class TestCppPackage:
             re.sub(r"(TORCH_VERSION_MINOR) \d+", r"\1 99", header)
         )
         result = run(
-            *("cmake", "-S", ROOT / "tests/consumer", "-B", tmp_path / "build"),
+            *("cmake", "-S", programs.parent, "-B", tmp_path / "build"),
             *(f"-DCMAKE_PREFIX_PATH={prefix}", f"-DTORCHIUM_TORCH_ROOT={libtorch}"),
         )
         assert result.returncode != 0
@@ -200,9 +195,12 @@ class TestWheel:
         assert Path(prefix).is_relative_to(site_packages)
         scripts = "".join(path.read_text() for path in Path(prefix).rglob("*.cmake"))
         assert str(Path(torch.__file__).parents[1]) not in scripts
-        shutil.copy(ROOT / "tests/consumer/CMakeLists.txt", tmp_path)
+        (tmp_path / "CMakeLists.txt").write_text(SHORT_PROJECT)
         (tmp_path / "main.cpp").write_text(SHORT_PROGRAM)
-        program = build_consumer(prefix, tmp_path / "build", sources=tmp_path)
+        build = tmp_path / "build"
+        succeed("cmake", "-S", tmp_path, "-B", build, f"-DCMAKE_PREFIX_PATH={prefix}")
+        succeed("cmake", "--build", build)
+        program = build / "program"
         output = succeed(program, env={"LD_LIBRARY_PATH": ""})
         assert f"torchium: {torchium.__version__}\n" in output
         assert "root: 0.5\n" in output
