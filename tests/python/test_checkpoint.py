@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import os
+import pickle
 import subprocess
 import sys
 
@@ -116,6 +117,32 @@ def test_keys_of_the_state_of_layers():
     assert keys(torchium.NaturalGradient) == [{"step", "momentum_buffer"}] * 3
     use = {"step", "inputs.0", "output_gradients.0", "uses", "use_eps", "loss_scale"}
     assert keys(torchium.NaturalGradient, update_freq=2, momentum=0.0) == [use, plain, use]
+
+
+@all_cases
+def test_state_dict_of_a_copy_is_a_snapshot_too(make):
+    """What makes it one is a hook, which torch does not copy."""
+    model = mlp()
+    optimizer = make(model.parameters())
+    run(model, optimizer)
+    for copied in (copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))):
+        other_model, other = copied((model, optimizer))
+        state_dict = other.state_dict()
+        kept = copy.deepcopy(state_dict)
+        run(other_model, other, 4)
+        assert_same(state_dict, kept)
+
+
+@all_cases
+def test_a_learning_rate_in_a_tensor_is_not_shared_with_the_checkpoint(make):
+    model = mlp()
+    optimizer = make(model.parameters(), lr=torch.tensor(0.01))
+    run(model, optimizer)
+    state_dict = copy.deepcopy(optimizer.state_dict())
+    other = make(mlp().parameters())
+    other.load_state_dict(state_dict)
+    other.param_groups[0]["lr"].fill_(0.5)
+    assert state_dict["param_groups"][0]["lr"] == torch.tensor(0.01)
 
 
 @plain_cases

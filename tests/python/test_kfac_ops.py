@@ -308,6 +308,25 @@ def test_a_failed_root_keeps_the_last_good_pair(split, factor, device):
     assert not torch.equal(state["A_roots"][1], before["A_roots"][1])
 
 
+@pytest.mark.parametrize("split", ["pi", "plain"])
+def test_an_inaccurate_inverse_is_not_taken(split, device):
+    """The iteration has finite answers also for factors with negative eigenvalues: wrong ones."""
+    problem = Problem(device=device)
+    optimizer = OperatorKFAC(
+        one_group(problem, lr=0.1, TCov=100, TInv=1), problem.layers, damping_split=split
+    )
+    optimizer.shared["root_method"] = "newton"
+    optimizer.step(problem.batch())
+    state = optimizer.states[2]  # of the grouped convolution
+    before = state["A_roots"].clone()
+    state["A"][1] = -10 * torch.eye(state["A"].shape[-1])
+    state["A"][0] *= 2
+    optimizer.step(problem.batch())
+    assert state["root_failures"].tolist() == [1, 0]
+    assert torch.equal(state["A_roots"][1], before[1])
+    assert not torch.equal(state["A_roots"][0], before[0])
+
+
 @pytest.mark.parametrize("split", SPLITS)
 def test_a_first_root_that_fails_leaves_the_gradient(split):
     params, _, optimizer = single_layer(

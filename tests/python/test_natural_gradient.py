@@ -195,6 +195,23 @@ def test_a_loss_scale_cancels(unscale, update_freq, device):
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
 
 
+def test_a_kept_batch_keeps_the_scale_of_its_loss(device):
+    """The scaler changes its tensor in place before the batch is used again."""
+    results = []
+    for enabled in (False, True):
+        scaler = GradScaler(device.type, init_scale=2.0**8, growth_interval=1, enabled=enabled)
+        model, _ = model_and_batch("mlp", dtype=torch.float32, device=device)
+        optimizer = torchium.NaturalGradient(model, update_freq=3, grad_scaler=scaler)
+        for x, y in batches("mlp", 3, device):
+            optimizer.zero_grad()
+            scaler.scale(loss_fn(model(x.float()), y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == (2.0**11 if enabled else 1.0)
+        results.append(values(model))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
+
+
 def test_a_parameter_that_the_batch_does_not_use_stays():
     model, batch = model_and_batch("two_tables")
     optimizer = torchium.NaturalGradient(

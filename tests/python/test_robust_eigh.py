@@ -150,6 +150,20 @@ def test_roots(kind, method):
     assert spd_inverse(A).isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("n", [3, 40, 300])
+def test_the_floor_of_eigh_is_the_documented_one(n, dtype, device):
+    """(4 + sqrt(n) / 4) u times the largest eigenvalue, that is what smaller ones count as."""
+    v = torch.randn(n, 2, generator=generator(0), dtype=torch.float64)
+    A = (v @ v.T).to(device, dtype)
+    largest = torch.linalg.eigvalsh(v @ v.T)[-1]
+    X, info = matrix_inverse_root(A, 2, method="eigh", return_info=True)
+    expected = noise(n, dtype) * largest
+    assert float(info.floor) == pytest.approx(float(expected), rel=1e-5)
+    at_the_floor = torch.linalg.eigvalsh(X.cpu().double())[-1]
+    assert at_the_floor == pytest.approx(float(expected) ** -0.5, rel=1e-3)
+
+
 @pytest.mark.parametrize("largest", [0.0, 1e-45, 1e-38, 1e-20, 1e20, 1e38])
 @pytest.mark.parametrize("eps", [0.0, 1e-12, 1.0])
 @pytest.mark.parametrize("root", [1, 2, 4])

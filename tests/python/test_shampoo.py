@@ -319,6 +319,43 @@ def test_update_preconditioners_computes_all_roots_now(device):
     assert not torch.equal(values(model)[0], before[0])
 
 
+@pytest.mark.parametrize("start", [2, 3])
+def test_a_captured_step_starts_to_precondition_when_others_do(start, device):
+    p = nn.Parameter(torch.zeros(8, 4, device=device))
+    optimizer = torchium.Shampoo(
+        [p], lr=1.0, eps=0.1, start_preconditioning_step=start, capturable=True
+    )
+    roots: list[torch.Tensor] = []
+    for t in range(1, start + 2):
+        before = p.detach().clone()
+        set_gradients([p], t)
+        optimizer.step()
+        optimizer.update_preconditioners()
+        direction = before - p.detach()
+        if t < start:
+            torch.testing.assert_close(direction, p.grad)
+        else:
+            expected = roots[0] @ p.grad @ roots[1]
+            torch.testing.assert_close(direction, expected, rtol=1e-4, atol=1e-5)
+        roots = [optimizer.state[p][f"roots.{mode}"][0].clone() for mode in (0, 1)]
+
+
+def test_roots_before_the_first_step_that_counts_are_those_of_the_damping(device):
+    """After a skipped step t = 0, where the bias correction 1 - beta^t would make 0 / 0."""
+    model = mlp(device)
+    optimizer = torchium.Shampoo(model.parameters(), betas=(0.0, 0.9), eps=1e-4)
+    set_gradients(model.parameters(), 0)
+    model[0].weight.grad[0, 0] = torch.nan
+    optimizer.step()
+    optimizer.update_preconditioners()
+    state = optimizer.state[model[0].weight]
+    assert state["step"] == 0
+    for mode, n in enumerate((5, 6)):
+        assert state[f"root_failures.{mode}"].tolist() == [0]
+        expected = 10.0 * torch.eye(n, device=device)  # (1e-4)^(-1/4)
+        torch.testing.assert_close(state[f"roots.{mode}"][0], expected, rtol=1e-3, atol=1e-3)
+
+
 def test_update_preconditioners_without_state_or_after_a_skipped_step_is_harmless():
     model = mlp()
     optimizer = torchium.Shampoo(model.parameters(), betas=(0.0, 0.9))
