@@ -28,6 +28,16 @@ function(torchium_cuda_architectures torch_spelling result)
   set(${result} "${_architectures}" PARENT_SCOPE)
 endfunction()
 
+# "90" runs on a Hopper GPU, but without the instructions that it alone has.
+function(torchium_warn_of_plain_hopper architectures)
+  if("${architectures}" MATCHES "(^|;)90(-|;|$)" AND NOT "${architectures}" MATCHES "90a")
+    message(WARNING
+      "The GPU architectures ${architectures} have 9.0 without 9.0a, which leaves out the kernels that "
+      "make Shampoo's products and large inverse roots fast on a Hopper GPU (H100, H200). Write 9.0a in "
+      "TORCHIUM_ARCHS or TORCH_CUDA_ARCH_LIST.")
+  endif()
+endfunction()
+
 set(TORCHIUM_WITH_CUDA OFF)
 if(NOT TORCHIUM_CUDA STREQUAL "OFF")
   if(TORCHIUM_ARCHS)
@@ -52,6 +62,7 @@ if(NOT TORCHIUM_CUDA STREQUAL "OFF")
     enable_language(CUDA)
     find_package(CUDAToolkit REQUIRED)
     set(TORCHIUM_WITH_CUDA ON)
+    torchium_warn_of_plain_hopper("${CMAKE_CUDA_ARCHITECTURES}")
     set(CMAKE_CUDA_STANDARD 17) # CMake 3.25 knows no flag for C++20 of nvcc; kernels do not need it
     message(STATUS "TORCHIUM_CUDA=${TORCHIUM_CUDA}: building CUDA kernels with ${CMAKE_CUDA_COMPILER} "
                    "${CMAKE_CUDA_COMPILER_VERSION} for ${CMAKE_CUDA_ARCHITECTURES}")

@@ -296,6 +296,18 @@ class TestConfigure:
         assert result.returncode == 0, result.stdout
         assert "for 80-real;90a-real;120\n" in result.stdout
 
+    @pytest.mark.parametrize(("archs", "warns"), [("8.0;9.0", True), ("9.0;9.0a", False)])
+    def test_hopper_without_its_own_instructions_is_warned_of(
+        self, tmp_path: Path, archs: str, warns: bool
+    ) -> None:
+        result = self.configure(tmp_path, TORCH_CUDA_ARCH_LIST=archs)
+        if "nvcc not found" in result.stdout:
+            pytest.skip("no CUDA toolkit")
+        assert result.returncode == 0, result.stdout
+        message = " ".join(result.stdout.split())
+        assert ("have 9.0 without 9.0a" in message) == warns
+        assert ("Write 9.0a in TORCHIUM_ARCHS" in message) == warns
+
     def test_an_unknown_architecture_is_refused(self, tmp_path: Path) -> None:
         result = self.configure(tmp_path, "-DTORCHIUM_ARCHS=8.0;hopper")
         assert result.returncode != 0
