@@ -64,16 +64,16 @@ struct ScanEntry {
   ElementType type;
   ScanKind kind;
   // The step can work with magnitudes up to largest / sqrt(*step + 1) in gradients and parameters.
-  const float* step;
+  const double* step;
   double largest;
 };
 constexpr int64_t kScanTile = 1 << 14;  // elements
 
 // The step count of a parameter, and its value when an average began; null: 0.
 struct StepEntry {
-  float* step;
-  const float* exp_avg_start;
-  const float* second_moment_start;
+  double* step;
+  const double* exp_avg_start;
+  const double* second_moment_start;
 };
 
 // How the direction of a parameter is computed.

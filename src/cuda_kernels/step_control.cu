@@ -120,11 +120,11 @@ __global__ void __launch_bounds__(kControlThreads)
                          const StepControl* control, StepNumbers* numbers) {
   const int i = static_cast<int>(blockIdx.x) * kControlThreads + static_cast<int>(threadIdx.x);
   if (i >= steps.count) return;
-  float* step = steps.entries[i].step;
-  const float t = *step + (control->keep ? 1.0f : 0.0f);
+  double* step = steps.entries[i].step;
+  const double t = *step + (control->keep ? 1 : 0);
   *step = t;
-  const auto since = [&](const float* start) {
-    return fmaxf(start == nullptr ? t : t - *start, 1.0f);
+  const auto since = [&](const double* start) {
+    return fmax(start == nullptr ? t : t - *start, 1.0);
   };
   numbers[steps.first_tile + i] = {
       correction(rule.beta1, since(steps.entries[i].exp_avg_start)),

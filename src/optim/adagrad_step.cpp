@@ -34,7 +34,7 @@ StepScalar decayed_learning_rate(const AdagradHyperparameters& h, const at::Tens
     return lr;
   }
   if (!lr.device.defined()) {
-    return {lr.host / (1.0 + (static_cast<double>(step.item<float>()) - 1.0) * h.lr_decay), {}};
+    return {lr.host / (1.0 + (step.item<double>() - 1.0) * h.lr_decay), {}};
   }
   return {0.0, lr.device / ((step.to(at::kDouble) - 1.0) * h.lr_decay + 1.0)};
 }

@@ -198,7 +198,7 @@ SecondOrderOptimizer::StateList SecondOrderOptimizer::fit_states(size_t group,
       }
     }
     const auto fitted_count = [&](const at::Tensor& saved, const std::string& key) {
-      at::Tensor count = at::zeros({}, at::TensorOptions(at::kFloat).device(param.device()));
+      at::Tensor count = at::zeros({}, at::TensorOptions(at::kDouble).device(param.device()));
       detail::check_fits(saved, count, key, name);
       return count.copy_(saved);
     };

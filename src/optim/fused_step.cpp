@@ -115,7 +115,7 @@ void FusedStep::Work::scan_all() {
                  .index = static_cast<int>(i),
                  .type = element_type(tensor.scalar_type()),
                  .kind = kind,
-                 .step = state.steps[i].const_data_ptr<float>(),
+                 .step = state.steps[i].const_data_ptr<double>(),
                  .largest = largest},
                 static_cast<int>(tiles));
     }
@@ -175,10 +175,10 @@ StepGate FusedStep::begin(const std::vector<MatrixBatch>& batches) {
                                            w.state.status.mutable_data_ptr<int64_t>(), w.stream));
   KernelTables<StepEntry> steps;
   const auto start = [](const std::vector<at::Tensor>& starts, size_t i) {
-    return starts.empty() ? nullptr : starts[i].const_data_ptr<float>();
+    return starts.empty() ? nullptr : starts[i].const_data_ptr<double>();
   };
   for (size_t i = 0; i < w.params.size(); ++i) {
-    steps.add({w.state.steps[i].mutable_data_ptr<float>(), start(w.state.exp_avg_starts, i),
+    steps.add({w.state.steps[i].mutable_data_ptr<double>(), start(w.state.exp_avg_starts, i),
                start(w.state.second_moment_starts, i)},
               1);
     changed(w.state.steps[i]);

@@ -34,7 +34,7 @@ struct KfacHyperparameters {
 };
 
 struct KfacState {
-  std::vector<at::Tensor> steps;             // 0-dim float32 on the parameter's device
+  std::vector<at::Tensor> steps;             // 0-dim float64 on the parameter's device
   std::vector<at::Tensor> momentum_buffers;  // one a parameter; used where momentum > 0
   at::Tensor status;                         // int64 [kStatusSize], see step_status.h
 };

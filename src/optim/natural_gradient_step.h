@@ -37,7 +37,7 @@ struct NaturalGradientHyperparameters {
 
 // Lists have one entry a parameter and are changed in place.
 struct NaturalGradientState {
-  std::vector<at::Tensor> steps;             // 0-dim float32
+  std::vector<at::Tensor> steps;             // 0-dim float64
   std::vector<at::Tensor> momentum_buffers;  // state dtype; may be empty without momentum
   at::Tensor status;                         // step_status.h
 };

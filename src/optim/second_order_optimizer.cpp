@@ -191,7 +191,7 @@ at::Tensor SecondOrderOptimizer::step(LossClosure closure) {
 
 void SecondOrderOptimizer::add_state(const at::Tensor& param,
                                      std::unique_ptr<SecondOrderParamState> state) {
-  state->step(at::zeros({}, param.options().dtype(at::kFloat).requires_grad(false)));
+  state->step(at::zeros({}, param.options().dtype(at::kDouble).requires_grad(false)));
   state->host_step_ = 0;
   state_[param.unsafeGetTensorImpl()] = std::move(state);
 }
@@ -255,7 +255,7 @@ std::vector<int64_t> SecondOrderOptimizer::host_steps(
   if (!unknown.empty()) {  // after a load, or after captured steps
     const at::Tensor counts = at::stack(steps).cpu();
     for (const auto i : c10::irange(unknown.size())) {
-      unknown[i]->host_step_ = static_cast<int64_t>(counts.const_data_ptr<float>()[i]);
+      unknown[i]->host_step_ = static_cast<int64_t>(counts.const_data_ptr<double>()[i]);
     }
   }
   std::vector<int64_t> result;

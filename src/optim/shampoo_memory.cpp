@@ -193,7 +193,7 @@ StateMemory shampoo_state_memory(const ShampooHyperparameters& h, at::TensorList
   memory.counters = total_bytes(stacks.root_failures);
   for (const auto& param : params) {
     const int64_t bytes = state_bytes(param);
-    memory.counters += static_cast<int64_t>(c10::elementSize(at::kFloat));
+    memory.counters += static_cast<int64_t>(c10::elementSize(at::kDouble));
     memory.diagonals += rule_of_shape(h, param.sizes()) == ParameterRule::kDiagonal ? bytes : 0;
     memory.averages += h.beta1 > 0.0 ? bytes : 0;
     memory.grafting_second_moments += uses_second_moment(h) ? bytes : 0;

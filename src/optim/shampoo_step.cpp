@@ -45,7 +45,7 @@ std::vector<StepScalar> bias_corrections(const Tensors& steps, double beta,
   for (size_t i = 0; i < steps.size(); ++i) {
     const at::Tensor t = starts.empty() ? steps[i] : steps[i] - starts[i];
     if (t.is_cpu()) {
-      corrections[i].host = 1.0 - std::pow(beta, std::max(t.item<float>(), 1.0f));
+      corrections[i].host = 1.0 - std::pow(beta, std::max(t.item<double>(), 1.0));
     } else {
       corrections[i].device = 1.0 - at::pow(beta, t.to(at::kDouble).clamp_min(1.0));
     }
@@ -251,9 +251,9 @@ void check_starts(const Tensors& starts, at::TensorList params, const char* name
   TORCH_CHECK_VALUE(starts.empty() || starts.size() == params.size(), name, " has ", starts.size(),
                     " tensors for ", params.size(), " params; pass one each, or none");
   for (size_t i = 0; i < starts.size(); ++i) {
-    TORCH_CHECK_VALUE(starts[i].scalar_type() == at::kFloat && starts[i].numel() == 1 &&
+    TORCH_CHECK_VALUE(starts[i].scalar_type() == at::kDouble && starts[i].numel() == 1 &&
                           starts[i].device() == params[i].device(),
-                      name, "[", i, "] must be one float32 number on ", params[i].device());
+                      name, "[", i, "] must be one float64 number on ", params[i].device());
   }
 }
 

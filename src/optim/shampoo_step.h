@@ -51,7 +51,7 @@ bool uses_second_moment(const ShampooHyperparameters& hyperparameters);
 
 // State of the parameters of one call. The caller owns every tensor; a step changes them in place.
 struct ShampooState {
-  std::vector<at::Tensor> steps;       // 0-dim float32 on the parameter's device, one a parameter
+  std::vector<at::Tensor> steps;       // 0-dim float64 on the parameter's device, one a parameter
   std::vector<at::Tensor> statistics;  // all slots of all parameters, in (param, slot) order
   std::vector<at::Tensor> roots;       // the same order; all of one dtype (see root_dtype)
   std::vector<at::Tensor> root_failures;  // the same order; int32 [count]
@@ -61,7 +61,7 @@ struct ShampooState {
       grafting_second_moments;               // one a parameter unless grafting is None or "sgd"
   std::vector<at::Tensor> momentum_buffers;  // one a parameter if momentum > 0, else empty
   // Steps that each parameter had taken when its exp_avg, or its second moment, was made: 0-dim
-  // float32, one a parameter. Empty: all were made before the first step.
+  // float64, one a parameter. Empty: all were made before the first step.
   std::vector<at::Tensor> exp_avg_starts, second_moment_starts;
   at::Tensor status;  // int64 [kStatusSize], see step_status.h
 };

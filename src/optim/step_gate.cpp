@@ -18,7 +18,7 @@ namespace torchium::optim::detail {
 namespace {
 
 constexpr int64_t kElementsPerTask = int64_t{1} << 17;
-// Above the sum of 1/t over the 2^24 steps that a float32 can count.
+// Above the sum of 1/t over the first 2^45 steps.
 constexpr double kSumOverSteps = 32.0;
 
 // Magnitudes order as their bits do, and NaN is above Inf; integer compares vectorise where those
@@ -120,11 +120,11 @@ std::vector<at::Tensor> shares_of_largest(const std::vector<Examined>& all) {
 at::Tensor record_skip_on_device(const std::vector<Examined>& examined, at::Tensor& status,
                                  const at::Tensor& found_inf) {
   std::vector<at::Tensor> steps;
-  const at::Tensor none = at::zeros({}, status.options().dtype(at::kFloat));
+  const at::Tensor none = at::zeros({}, status.options().dtype(at::kDouble));
   for (const Examined& each : examined) {
     steps.push_back(each.steps.defined() ? each.steps : none);
   }
-  const at::Tensor t = at::stack(steps).to(at::kDouble).add_(1.0);
+  const at::Tensor t = at::stack(steps).add_(1.0);
   const auto fits = at::stack(shares_of_largest(examined)).mul_(t.sqrt_()).le(1.0).unbind();
   std::map<size_t, at::Tensor> of_params;  // in order
   for (size_t i = 0; i < examined.size(); ++i) {

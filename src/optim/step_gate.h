@@ -26,8 +26,8 @@ struct Examined {
 };
 
 // The largest entry at t = 1 of a gradient of `numel` elements, in steps with state of `dtype`:
-// sqrt(largest number / (32 numel)). Sums of squares over all elements and over the first 2^24
-// steps are finite then, since sum 1/t < 18, and so are norms, moments and statistics.
+// sqrt(largest number / (32 numel)). Sums of squares over all elements and over the first 2^45
+// steps are finite then, since sum 1/t < 32, and so are norms, moments and statistics.
 double largest_gradient(int64_t numel, at::ScalarType dtype);
 
 // The gradients; with L2 weight decay their parameters too, half a limit each. `weight_decays`: one

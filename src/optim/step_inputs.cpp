@@ -31,8 +31,8 @@ void check_parameters(at::TensorList params, const std::vector<at::Tensor>& step
                       "a call works on one device: params[", i, "] is on ", params[i].device(),
                       ", its step count on ", steps[i].device(), ", status on ", status.device(),
                       "; call it once a device");
-    TORCH_CHECK_VALUE(steps[i].scalar_type() == at::kFloat && steps[i].numel() == 1, "steps[", i,
-                      "] must be one float32 number, got ", steps[i].scalar_type(), " of shape ",
+    TORCH_CHECK_VALUE(steps[i].scalar_type() == at::kDouble && steps[i].numel() == 1, "steps[", i,
+                      "] must be one float64 number, got ", steps[i].scalar_type(), " of shape ",
                       steps[i].sizes());
   }
 }
@@ -90,7 +90,7 @@ std::vector<int64_t> steps_on_host(const std::vector<at::Tensor>& steps,
   std::vector<int64_t> result(steps.size());
   for (size_t i = 0; i < steps.size(); ++i) {
     result[i] =
-        host_steps.empty() ? static_cast<int64_t>(steps[i].item<float>()) : host_steps[i] + 1;
+        host_steps.empty() ? static_cast<int64_t>(steps[i].item<double>()) : host_steps[i] + 1;
   }
   return result;
 }

@@ -46,7 +46,8 @@ class OperatorKFAC:
         params = list(self.options)
         self.device = params[0].device
         self.status = torch.tensor([0, 0, -1, 0, -1], device=self.device)
-        self.steps = {p: torch.zeros((), device=self.device) for p in params}
+        steps = torch.zeros(len(params), dtype=torch.float64, device=self.device)
+        self.steps = dict(zip(params, steps.unbind(), strict=True))
         dtypes = {p: torch.promote_types(p.dtype, torch.float32) for p in params}
         self.buffers = {p: torch.zeros_like(p, dtype=dtypes[p]) for p in params}
         self.states = [

@@ -48,7 +48,7 @@ class Step:
             "solver": "gram",
             **options,
         }
-        self.steps = [torch.zeros((), device=device) for _ in params]
+        self.steps = [torch.zeros((), dtype=torch.float64, device=device) for _ in params]
         state = [torch.float64 if p.dtype == torch.float64 else torch.float32 for p in params]
         self.buffers = [torch.zeros_like(p, dtype=d) for p, d in zip(params, state, strict=True)]
         self.status = torch.tensor([0, 0, -1, 0, -1], device=device)

@@ -33,7 +33,7 @@ def arguments(name: str, device: torch.device | str = "cpu") -> tuple[object, li
     """An operator with arguments that a step could have."""
     params = parameters(device)
     grads = [p.grad for p in params]
-    steps = [torch.ones((), device=device) for _ in params]
+    steps = [torch.ones((), dtype=torch.float64, device=device) for _ in params]
     status = torch.tensor([0, 0, -1, 0, -1], device=device)
     zeros = [[torch.zeros_like(p) for p in params] for _ in range(4)]
     lr = torch.tensor(0.1, dtype=torch.float64)

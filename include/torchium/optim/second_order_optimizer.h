@@ -25,7 +25,8 @@ struct GroupStep;
 /// undefined. The state dtype is float64 for float64 parameters, else float32 (also for bfloat16
 /// and float16 parameters).
 struct TORCHIUM_API SecondOrderParamState : public torch::optim::OptimizerParamState {
-  /// Steps taken by this parameter: 0-dim float32 on the parameter's device.
+  /// Steps taken by this parameter: 0-dim float64 on the parameter's device. A float32 would stop
+  /// at 2^24.
   TORCH_ARG(at::Tensor, step);
 
  public:

@@ -124,7 +124,7 @@ struct TORCHIUM_API ShampooParamState : public MatrixParamState {
   /// If momentum > 0.
   TORCH_ARG(at::Tensor, momentum_buffer);
   /// What `step` was when these averages were made; undefined: 0. Their bias corrections count from
-  /// there, so that betas[0] and grafting may be switched on in mid-run. 0-dim float32.
+  /// there, so that betas[0] and grafting may be switched on in mid-run. 0-dim float64.
   TORCH_ARG(at::Tensor, exp_avg_start);
   TORCH_ARG(at::Tensor, grafting_second_moment_start);
 

@@ -21,6 +21,7 @@ from ._base import CoreOptimizer
 from ._monitor import JOINT, refuse_capture
 from ._options import lr_tensor
 from ._parameters import (
+    STEP_DTYPE,
     State,
     check_unsharded,
     fresh_step,
@@ -256,16 +257,16 @@ class CapturingOptimizer(CoreOptimizer):
         moved = [p for p in step.params if self._has_state(p) and not self._is_beside(p)]
         for param in moved:
             state = self.state[param]
+            dtypes = dict.fromkeys(self._IN_STATE_DTYPE, state_dtype(param)) | {"step": STEP_DTYPE}
             for key, value in self._own_state(param).items():
-                dtype = state_dtype(param) if key in self._IN_STATE_DTYPE else value.dtype
-                state[key] = value.to(param.device, dtype)
+                state[key] = value.to(param.device, dtypes.get(key, value.dtype))
         return bool(moved)
 
     def _is_beside(self, param: Tensor) -> bool:
-        """Whether the state of the parameter has its device and the dtype that it needs."""
+        """Whether the state of the parameter has its device and the dtypes that it needs."""
         state = self.state[param]
-        dtype = state_dtype(param)
-        return state["step"].device == param.device and all(
+        step, dtype = state["step"], state_dtype(param)
+        return (step.device, step.dtype) == (param.device, STEP_DTYPE) and all(
             state[key].dtype == dtype for key in self._IN_STATE_DTYPE & state.keys()
         )
 

@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 
 State = dict[str, Tensor]  # of one parameter
 
+STEP_DTYPE = torch.float64  # a float32 would stop at 2^24
+
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -27,7 +29,7 @@ def state_zeros(param: Tensor) -> Tensor:
 
 def fresh_step(param: Tensor) -> Tensor:
     """The step count of a parameter that has taken none."""
-    return torch.zeros((), dtype=torch.float32, device=param.device)
+    return torch.zeros((), dtype=STEP_DTYPE, device=param.device)
 
 
 def largest_gradient(param: Tensor, step: int) -> float:

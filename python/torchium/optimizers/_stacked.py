@@ -19,6 +19,7 @@ from ._base import CoreOptimizer, StepArguments
 from ._checkpoint import OptionalState, fill_state
 from ._monitor import refuse_capture
 from ._parameters import (
+    STEP_DTYPE,
     State,
     check_unsharded,
     is_out_of_memory,
@@ -242,7 +243,7 @@ class StackedOptimizer(CoreOptimizer):
             by_device.setdefault(param.device, []).append(param)
         fresh: dict[Tensor, State] = {}
         for device, on_device in by_device.items():
-            steps = torch.zeros(len(on_device), dtype=torch.float32, device=device)
+            steps = torch.zeros(len(on_device), dtype=STEP_DTYPE, device=device)
             *stacks, layout = self._allocated_stacks(on_device, group)
             for i, param in enumerate(on_device):
                 fresh[param] = {"step": steps[i]}
