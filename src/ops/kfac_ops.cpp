@@ -35,8 +35,8 @@ void check_length(const List& list, size_t count, const char* name, const char* 
                     of, "; pass one each");
 }
 
-// Rows of `layers`: weight, bias, samples, rows, inverse_due.
-constexpr size_t kLayerColumns = 5;
+// Rows of `layers`: weight, bias, samples, rows, inverse_due, inverse_lost.
+constexpr size_t kLayerColumns = 6;
 
 void kfac_step_(at::TensorList params, at::TensorList grads, at::TensorList steps,
                 at::TensorList momentum_buffers, at::Tensor status, at::TensorList A,
@@ -54,8 +54,9 @@ void kfac_step_(at::TensorList params, at::TensorList grads, at::TensorList step
   check_length(momentums, params.size(), "momentums", "params");
   check_length(weight_decays, params.size(), "weight_decays", "params");
   check_length(maximize, params.size(), "maximize", "params");
-  TORCH_CHECK_VALUE(layers.size() % kLayerColumns == 0, "layers has ", layers.size(),
-                    " entries; pass rows of weight, bias, samples, rows, inverse_due");
+  TORCH_CHECK_VALUE(
+      layers.size() % kLayerColumns == 0, "layers has ", layers.size(),
+      " entries; pass rows of weight, bias, samples, rows, inverse_due, inverse_lost");
   const size_t count = layers.size() / kLayerColumns;
   for (const auto& [list, name] : {std::pair{A, "A"},
                                    {G, "G"},
@@ -93,6 +94,7 @@ void kfac_step_(at::TensorList params, at::TensorList grads, at::TensorList step
                     .samples = row[2],
                     .rows = row[3],
                     .inverse_due = row[4] != 0,
+                    .inverse_lost = row[5] != 0,
                     .damping = dampings[i],
                     .stat_decay = stat_decays[i],
                     .floor = floors[i],

@@ -26,6 +26,7 @@ struct PreconditionedLayer {
   int64_t bias;      // -1: none
   FactorSums* sums;  // null: the factors stay
   bool inverse_due;
+  bool inverse_lost;  // there are factors, but another damping_split has made the inverse
 };
 
 }  // namespace detail
@@ -172,9 +173,9 @@ std::vector<detail::PreconditionedLayer> KFAC::find_layers(const detail::JointSt
       continue;
     }
     const auto& options = detail::kfac_options(*step.options[i]);
-    const bool due = !known || steps[i] % options.TInv() == 0 ||
-                     !detail::has_roots(*state_of(weight), options.damping_split());
-    found.push_back({static_cast<int64_t>(i), step.position(layer->bias), sums, due});
+    const bool due = !known || steps[i] % options.TInv() == 0;
+    const bool lost = known && !detail::has_roots(*state_of(weight), options.damping_split());
+    found.push_back({static_cast<int64_t>(i), step.position(layer->bias), sums, due, lost});
   }
   return found;
 }
@@ -316,6 +317,7 @@ void KFAC::take_joint_step(const detail::JointStep& joint) {
       layer.rows = entry.sums->rows;
     }
     layer.inverse_due = entry.inverse_due;
+    layer.inverse_lost = entry.inverse_lost;
     layer.damping = o.damping();
     layer.stat_decay = o.stat_decay();
     layer.floor = o.eps();

@@ -111,6 +111,17 @@ void set_roots(KFACParamState& state, const KfacLayer& fresh, DampingSplit split
   }
 }
 
+// The damping_split, or another that keeps the same, which has made the saved inverses. The option
+// may have changed since; the next step sees to that.
+std::string saved_split(KFACParamState& saved, const std::string& damping_split) {
+  for (const char* split : {"exact", "pi"}) {
+    if (has_roots(saved, split)) {
+      return split;
+    }
+  }
+  return damping_split;
+}
+
 }  // namespace
 
 const KFACOptions& kfac_options(const torch::optim::OptimizerOptions& options) {
@@ -173,7 +184,7 @@ void KFAC::fit_loaded(const Options& options, const std::vector<at::Tensor>& par
       continue;
     }
     detail::add_factors(target, weight, detail::layer_of_factors(weight, source.A(), source.G()),
-                        detail::kfac_options(options).damping_split());
+                        detail::saved_split(source, detail::kfac_options(options).damping_split()));
     const auto sources = source.factors();
     const auto targets = target.factors();
     for (const auto k : c10::irange(targets.size())) {

@@ -172,11 +172,11 @@ void take(LayerFactors& factors, DampingSplit split, const StepGate& gate) {
 
 }  // namespace
 
-void update_inverses(std::vector<KfacLayer>& layers, DampingSplit split,
+void update_inverses(std::vector<KfacLayer>& layers, bool KfacLayer::*wanted, DampingSplit split,
                      const std::string& root_method, const StepGate& gate) {
   std::vector<LayerFactors> due;
   for (KfacLayer& layer : layers) {
-    if (layer.inverse_due) {
+    if (layer.*wanted) {
       due.push_back(make_factors(layer, split));
     }
   }

@@ -27,6 +27,9 @@ struct KfacLayer {
   int64_t samples = 0;  // N
   int64_t rows = 0;     // N T, T positions a sample
   bool inverse_due = false;
+  // There are factors, but A_root and G_root are still those of a fresh state: they are made at
+  // once of the factors as they are, also where the step is skipped.
+  bool inverse_lost = false;
   double damping = 1e-3;
   double stat_decay = 0.95;
   double floor = 1e-8;  // of the eigenvalues of A and G

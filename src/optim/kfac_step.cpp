@@ -84,7 +84,8 @@ void update_factors(const KfacHyperparameters& h, KfacLayer& layer, const StepGa
 }
 
 void record_failures(const std::vector<KfacLayer>& layers, at::Tensor& status) {
-  if (std::none_of(layers.begin(), layers.end(), [](const auto& l) { return l.inverse_due; })) {
+  if (std::none_of(layers.begin(), layers.end(),
+                   [](const auto& l) { return l.inverse_due || l.inverse_lost; })) {
     return;
   }
   std::vector<RootFailures> failures;
@@ -165,6 +166,8 @@ void kfac_step(const KfacHyperparameters& h, at::TensorList params, at::TensorLi
     return;
   }
   check_kfac_arguments(h, params, grads, layers, state);
+  update_inverses(layers, &KfacLayer::inverse_lost, h.damping_split, h.root_method,
+                  StepGate::open());
   const StepGate gate = check_finite(h, params, grads, layers, state);
   if (gate.skipped_on_host()) {
     return;
@@ -176,7 +179,7 @@ void kfac_step(const KfacHyperparameters& h, at::TensorList params, at::TensorLi
     }
   }
   // Where due: (A + ..I)^-1, (G + ..I)^-1.
-  update_inverses(layers, h.damping_split, h.root_method, gate);
+  update_inverses(layers, &KfacLayer::inverse_due, h.damping_split, h.root_method, gate);
   record_failures(layers, state.status);
 
   Tensors g;  // V = g + weight_decay p

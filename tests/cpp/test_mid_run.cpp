@@ -228,6 +228,36 @@ TEST(ChangedDampingSplits, MakeNewInverses) {
   }
 }
 
+// The inverses that a change of damping_split asks for are made in the next step, also where that
+// is skipped, and archives of any moment can be loaded.
+TEST(ChangedDampingSplits, LeaveNoStepAndNoArchiveWithoutInverses) {
+  for (const auto& [first, second] : std::vector<std::pair<std::string, std::string>>{
+           {"exact", "pi"}, {"pi", "exact"}, {"exact", "plain"}, {"plain", "exact"}}) {
+    SCOPED_TRACE(first + " to " + second);
+    auto model = make_mlp();
+    KFAC optimizer(*model, KFACOptions(0.01).TCov(2).TInv(100).damping_split(first));
+    for (int step = 0; step < 2; ++step) {
+      train_on(optimizer, model, make_batch(step, kMlpSample));
+    }
+    options_of<KFACOptions>(optimizer).damping_split(second);
+    KFAC loaded(*model);
+    load(loaded, saved(optimizer));  // before the step that makes the inverses
+    expect_equal(all_state(loaded), all_state(optimizer));
+
+    auto batch = make_batch(2, kMlpSample);
+    batch.inputs[0][0] = kNaN;
+    train_on(optimizer, model, batch);
+    const auto& state = static_cast<KFACParamState&>(
+        *optimizer.state().at(model->parameters()[0].unsafeGetTensorImpl()));
+    const auto& root = second == "exact" ? state.A_eigenvectors() : state.A_inverse();
+    ASSERT_TRUE(root.defined());
+    EXPECT_FALSE(torch::equal(root[0], torch::eye(root.size(-1), root.options())));
+    load(loaded, saved(optimizer));
+    expect_equal(all_state(loaded), all_state(optimizer));
+    train_on(loaded, model, make_batch(3, kMlpSample));
+  }
+}
+
 TEST(ExpandedParameters, AreRefused) {
   const auto expanded = torch::ones({1, 3}).expand({4, 3}).requires_grad_();
   const auto message = message_of<c10::ValueError>([&] { Shampoo optimizer({expanded}); });

@@ -82,7 +82,7 @@ class OperatorKFAC:
             due = updates > 0 and (step % o["TInv"] == 0 or updates == bool(samples))
             positions = sum(a.shape[1] for a, _ in samples)
             bias = index.get(layer.bias, -1)
-            rows += [index[layer.weight], bias, len(samples), positions, int(due)]
+            rows += [index[layer.weight], bias, len(samples), positions, int(due), 0]
             sums.append(self.sums(i, samples, loss_scale))
         lr = {o["lr"]: torch.tensor(o["lr"], dtype=torch.float64) for o in self.options.values()}
         state = [[self.states[i][key] for i in active] for key in STATE]

@@ -14,6 +14,7 @@ from optimizer_cases import (
     CAPTURING_CASES,
     all_cases,
     assert_same,
+    backward,
     computed_state,
     give_gradients,
     ignore_fallback,
@@ -309,6 +310,30 @@ def test_damping_split_may_change_and_lost_inverses_come_back(first, second, how
         root = state["A_inverse"] if second != "exact" else state["A_eigenvectors"]
         assert not torch.equal(root[0], torch.eye(root.shape[-1]))
     optimizer.check_errors()
+
+
+@pytest.mark.parametrize("first", ["pi", "plain", "exact"])
+@pytest.mark.parametrize("second", ["pi", "plain", "exact"])
+def test_a_change_of_damping_split_leaves_no_step_and_no_checkpoint_without_inverses(
+    first, second, device
+):
+    """They are made in the next step, also where that is skipped; a checkpoint may come before it."""
+    model = mlp(device)
+    optimizer = torchium.KFAC(model, TCov=2, TInv=100, damping_split=first)
+    run(model, optimizer, 0, 2)
+    optimizer.param_groups[0]["damping_split"] = second
+    resumed = torchium.KFAC(model)
+    resumed.load_state_dict(optimizer.state_dict())
+    assert_same(resumed.state_dict(), optimizer.state_dict())
+    backward(model, 2)
+    model[0].weight.grad[0, 0] = float("nan")
+    optimizer.step()
+    state = optimizer.state[model[0].weight]
+    root = state["A_inverse" if second != "exact" else "A_eigenvectors"]
+    assert not torch.equal(root[0].cpu(), torch.eye(root.shape[-1]))
+    resumed.load_state_dict(optimizer.state_dict())
+    assert_same(resumed.state_dict(), optimizer.state_dict())
+    run(model, resumed, 3, 1)
 
 
 OPTIONS_IN_MID_RUN: dict[str, list[dict[str, Any]]] = {

@@ -189,6 +189,15 @@ def root_keys(damping_split: str) -> tuple[str, ...]:
     return _EIGEN if damping_split == "exact" else _ROOTS
 
 
+def saved_split(saved: dict[str, Any], damping_split: str) -> str:
+    """The damping_split, or another that keeps the same, which has made the inverses in ``saved``.
+
+    The option may have changed since; the next step sees to that.
+    """
+    kinds = ("exact", "pi")
+    return next((s for s in kinds if root_keys(s)[0] in saved), damping_split)
+
+
 def fresh_factors(
     matrix: Tensor, A_shape: torch.Size, G_shape: torch.Size, damping_split: str
 ) -> State:

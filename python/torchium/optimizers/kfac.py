@@ -22,6 +22,7 @@ from ._factors import (
     fresh_factors,
     root_keys,
     saved_factors,
+    saved_split,
 )
 from ._options import Check, choice, flag, integer, number, optional
 from ._parameters import State, fresh_step, parameter_name
@@ -36,13 +37,15 @@ class _Layer:
     bias: Tensor | None
     sums: FactorSums | None  # None: the factors stay
     inverse_due: bool
+    inverse_lost: bool  # there are factors, but another damping_split has made the inverse
 
     def row(self, index: dict[Tensor, int]) -> list[int]:
         """The layer as the operator takes it; ``index`` is the place of each parameter."""
         samples = 0 if self.sums is None else sum(self.sums.samples.values())
         rows = 0 if self.sums is None else self.sums.rows
         bias = -1 if self.bias is None else index[self.bias]
-        return [index[self.weight], bias, samples, rows, int(self.inverse_due)]
+        when = [int(self.inverse_due), int(self.inverse_lost)]
+        return [index[self.weight], bias, samples, rows, *when]
 
 
 class KFAC(CapturingOptimizer):
@@ -277,8 +280,8 @@ class KFAC(CapturingOptimizer):
             bias = capture.joint_bias(param) if capture.has_room(param) else None
             group = self._group_of(param)
             due = not has_factors or self._host_step(param) % group["TInv"] == 0
-            due = due or not self._has_roots(param, group["damping_split"])
-            layers.append(_Layer(param, bias if bias in active else None, sums, due))
+            lost = has_factors and not self._has_roots(param, group["damping_split"])
+            layers.append(_Layer(param, bias if bias in active else None, sums, due, lost))
         return layers
 
     def _knows_factors(self, weight: Tensor) -> bool:
@@ -429,7 +432,8 @@ class KFAC(CapturingOptimizer):
         for param, values in saved.items():
             fresh[param] = {"step": fresh_step(param)}
             if not FACTOR_KEYS.isdisjoint(values) and param.dim() in (2, 4) and param.numel() > 0:
-                fresh[param] |= saved_factors(param, values, group["damping_split"])
+                split = saved_split(values, group["damping_split"])
+                fresh[param] |= saved_factors(param, values, split)
         fill_state(
             fresh,
             saved,
