@@ -184,9 +184,22 @@ at::Tensor SecondOrderOptimizer::step(LossClosure closure) {
     active.push_back(params_with_gradient(group));
     check_capture(param_groups_[group].options(), active.back());
   }
-  take_step(active);
+  try {
+    take_step(active);
+  } catch (...) {
+    forget_host_steps();
+    throw;
+  }
   read_reports(/*wait=*/false);
   return loss;
+}
+
+// A step that threw in its midst, out of memory for one, may have been counted on the device.
+void SecondOrderOptimizer::forget_host_steps() {
+  for (const auto& entry : state_) {
+    static_cast<SecondOrderParamState&>(*entry.second).host_step_ = -1;
+  }
+  runtimes_->for_each([](detail::GroupRuntime& runtime) { runtime.monitor().forget_counts(); });
 }
 
 void SecondOrderOptimizer::add_state(const at::Tensor& param,
@@ -284,7 +297,7 @@ void SecondOrderOptimizer::read_reports(bool wait) {
     while (const auto report = runtime.monitor().next(wait)) {
       if (report->skipped && report->step_params) {
         for (const auto& param : *report->step_params) {
-          SecondOrderParamState* state = find_state(param);
+          SecondOrderParamState* state = report->is_counted ? find_state(param) : nullptr;
           if (state != nullptr && state->host_step_ > 0) {
             --state->host_step_;
           }

@@ -140,7 +140,12 @@ class CoreOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._step_groups()
+        try:
+            self._step_groups()
+        except BaseException:
+            # A step that raised in its midst, out of memory for one, may be counted on the device.
+            self._host_steps.clear()
+            raise
         self._raise_failures()
         return loss
 
@@ -199,9 +204,10 @@ class CoreOptimizer(Optimizer):
     def _known_host_steps(self, params: list[Tensor]) -> list[int]:
         """Steps each parameter has taken; read from the device where the host does not know."""
         known = [self._host_steps.get(p) for p in params]
-        if None in known:  # a wait, but only after a load or a copy
+        if None in known:  # a wait, but only after a load, a copy or a step that raised
             unknown = [p for p, count in zip(params, known, strict=True) if count is None]
             counts = torch.stack([self.state[p]["step"] for p in unknown]).tolist()
+            self._poll()  # skips before that are not to be taken back from what was read
             self._host_steps.update(zip(unknown, map(int, counts), strict=True))
             known = [self._host_steps[p] for p in params]
         return known  # type: ignore[return-value]

@@ -226,12 +226,13 @@ class StackedOptimizer(CoreOptimizer):
             if self._host_decides(step.group):
                 refuse_capture(step.device, "the host decides in step() which roots are due")
                 host_steps = self._known_host_steps(step.params)
-                self._host_steps.update(zip(step.params, (n + 1 for n in host_steps), strict=True))
             elif self._host_steps:  # replays of a captured step advance the device's count alone
                 for param in step.params:
                     self._host_steps.pop(param, None)
         key = (step.group_index, step.device)
         self._run_step(step, states, self._monitor.status(key), host_steps)
+        if host_steps:
+            self._host_steps.update(zip(step.params, (n + 1 for n in host_steps), strict=True))
         self._monitor.watch(key, step.params)
 
     # ---- state
