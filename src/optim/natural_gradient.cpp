@@ -246,9 +246,9 @@ const at::Tensor& NaturalGradient::factorized(const detail::JointStep& step,
       std::equal(cache.params.begin(), cache.params.end(), step.params.begin(), step.params.end(),
                  [](const auto& a, const auto& b) { return a.is_same(b); });
   if (!is_known) {
-    cache = {batch, dampings(step), solver, step.params, at::Tensor()};
-    cache.L = detail::natural_gradient_factorize(
-        step.params, core_batch(*batch, step, all_params()), cache.dampings, solver);
+    at::Tensor L = detail::natural_gradient_factorize(
+        step.params, core_batch(*batch, step, all_params()), dampings(step), solver);
+    cache = {batch, dampings(step), solver, step.params, std::move(L)};
   }
   return cache.L;
 }

@@ -6,6 +6,9 @@
 #include "torchium/optim/natural_gradient.h"
 #include "torchium/optim/shampoo.h"
 
+#include <c10/core/CPUAllocator.h>
+
+#include <atomic>
 #include <cmath>
 #include <functional>
 #include <memory>
@@ -293,6 +296,100 @@ TEST(LateAverages, HaveStepsOfTheRightLength) {
   load(resumed, saved(optimizer));
   expect_equal(all_state(resumed), all_state(optimizer));
   EXPECT_NEAR(length(resumed, resumed_param), 1e-3 * std::sqrt(24.0), 1e-6);
+}
+
+// ---- counts
+
+template <typename Options>
+void expect_to_count_beyond_float32(optim::SecondOrderOptimizer& optimizer,
+                                    const std::function<void(int)>& take_step,
+                                    const torch::Tensor& param, const std::string& root,
+                                    const std::vector<int>& due) {
+  const auto tensor = [&](const std::string& key) {
+    for (const auto& [name, value] : state_tensors(optimizer, param)) {
+      if (name == key) {
+        return value;
+      }
+    }
+    return torch::Tensor();
+  };
+  take_step(0);
+  tensor("step").fill_(std::pow(2.0, 24));
+  load(optimizer, saved(optimizer));
+  std::vector<int> renewed;
+  for (int t = 1; t < 8; ++t) {
+    const auto before = tensor(root).clone();
+    take_step(t);
+    if (!torch::equal(tensor(root), before)) {
+      renewed.push_back(t);
+    }
+  }
+  EXPECT_EQ(renewed, due);
+  EXPECT_EQ(step_of(optimizer, param), std::pow(2.0, 24) + 7);
+}
+
+TEST(StepCounts, GoOnBeyondThoseOfAFloat32) {
+  auto param = parameter(torch::eye(4));
+  Shampoo shampoo({param}, ShampooOptions(0.1).update_freq(3));
+  expect_to_count_beyond_float32<ShampooOptions>(
+      shampoo, [&](int t) { train(shampoo, {param}, t, t + 1); }, param, "roots.0", {2, 5});
+  auto model = make_mlp();
+  const auto weight = model->parameters()[0];
+  KFAC kfac(*model, KFACOptions(0.01).TCov(1).TInv(3));
+  expect_to_count_beyond_float32<KFACOptions>(
+      kfac, [&](int t) { train_on(kfac, model, make_batch(t, kMlpSample)); }, weight, "A_inverse",
+      {3, 6});
+}
+
+// ---- calls that raise
+
+// While it lives, the allocation of memory number `count` from now on raises, if there is one.
+class FailingAllocations : public c10::Allocator {
+ public:
+  explicit FailingAllocations(int count) : left_(count), before_(c10::GetCPUAllocator()) {
+    c10::SetCPUAllocator(this, kPriority);
+  }
+  ~FailingAllocations() override { c10::SetCPUAllocator(before_, kPriority); }
+  FailingAllocations(const FailingAllocations&) = delete;
+  FailingAllocations& operator=(const FailingAllocations&) = delete;
+
+  c10::DataPtr allocate(size_t bytes) override {
+    TORCH_CHECK(left_-- != 0, "no memory");
+    return before_->allocate(bytes);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return before_->raw_deleter(); }
+  void copy_data(void* target, const void* source, size_t bytes) const override {
+    before_->copy_data(target, source, bytes);
+  }
+
+ private:
+  static constexpr uint8_t kPriority = 100;
+  std::atomic<int> left_;
+  c10::Allocator* before_;
+};
+
+// A factorisation that fails for want of memory is made by the next step.
+TEST(OutOfMemory, LeavesNoHalfMadeFactorization) {
+  bool fails = true;
+  for (int allocation = 0; fails; ++allocation) {
+    SCOPED_TRACE(allocation);
+    auto model = make_mlp();
+    NaturalGradient optimizer(
+        *model, NaturalGradientOptions(0.1).damping(0.1).update_freq(100).solver("gram"));
+    train_on(optimizer, model, make_batch(0, kMlpSample));
+    options_of<NaturalGradientOptions>(optimizer).damping(0.2);
+    for (auto& param : model->parameters()) {
+      set_grad(param, torch::ones_like(param));
+    }
+    try {
+      const FailingAllocations failing(allocation);
+      optimizer.step();
+      fails = false;
+    } catch (const c10::Error&) {
+    }
+    optimizer.step();
+    EXPECT_EQ(optimizer.report().solver, "gram");
+  }
 }
 
 // ---- archives
