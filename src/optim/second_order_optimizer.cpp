@@ -12,21 +12,27 @@
 #include <c10/util/irange.h>
 
 #include <algorithm>
+#include <cmath>
+#include <iomanip>
 #include <optional>
+#include <sstream>
 #include <unordered_set>
 #include <utility>
 
 namespace torchium::optim {
 namespace {
 
-// The dtype that squares of the parameter's gradient are computed in, and how large that may be.
-std::string limit_of(const at::Tensor& param) {
+// The dtype that squares of the parameter's gradient are computed in, and how large that may be in
+// a step after `taken` others.
+std::string limit_of(const at::Tensor& param, double taken) {
   if (!param.defined()) {
     return "the dtype of the state";
   }
   const auto dtype = detail::state_dtype(param);
-  return c10::str(dtype == at::kDouble ? "float64" : "float32", " (above ",
-                  detail::largest_gradient(param.numel(), dtype), " / sqrt(step))");
+  std::ostringstream text;
+  text << (dtype == at::kDouble ? "float64" : "float32") << " (above " << std::setprecision(2)
+       << detail::largest_gradient(param.numel(), dtype) / std::sqrt(taken + 1.0) << ')';
+  return text.str();
 }
 
 bool overlaps_itself(const at::Tensor& tensor) {
@@ -308,14 +314,21 @@ void SecondOrderOptimizer::read_reports(bool wait) {
       TORCH_CHECK(
           skips < detail::kMaxConsecutiveSkips, skips,
           " steps in a row had a gradient that is not finite or too large to square in ",
-          limit_of(report->non_finite_parameter), " and were skipped, the last one that of ",
-          describe(report->non_finite_parameter), "; lower lr, clip gradients or scale the loss");
+          limit_of(report->non_finite_parameter, steps_before(report->non_finite_parameter)),
+          " and were skipped, the last one that of ", describe(report->non_finite_parameter),
+          "; lower lr, clip gradients or scale the loss");
       const auto failures = report->entries[detail::kConsecutiveRootFailures];
       TORCH_CHECK(failures < max_root_failures(options), root_name(), " ",
                   describe(report->failed_parameter), " failed ", failures, " times in a row; ",
                   root_remedy());
     }
   });
+}
+
+// As the device knows it, for messages.
+double SecondOrderOptimizer::steps_before(const at::Tensor& param) const {
+  const SecondOrderParamState* state = param.defined() ? find_state(param) : nullptr;
+  return state == nullptr ? 0.0 : state->step().item<double>();
 }
 
 SecondOrderParamState* SecondOrderOptimizer::find_state(const at::Tensor& param) const {

@@ -102,6 +102,21 @@ TEST(HugeGradients, TheLimitIsThatOfTheElementsAndSteps) {
   }
 }
 
+TEST(HugeGradients, AreNamedWithTheLimitOfTheirStep) {
+  auto param = parameter(torch::ones({50}));
+  Adagrad optimizer({param});
+  train(optimizer, {param}, 0, 3);
+  set_grad(param, torch::full({50}, 1e30));
+  const auto skip_three = [&] {
+    for (int attempt = 0; attempt < 3; ++attempt) {
+      optimizer.step();
+    }
+  };
+  // sqrt(3.4e38 / (32 * 50 * 4))
+  expect_contains(message_of<c10::Error>(skip_three),
+                  "in float32 (above 2.3e+17) and were skipped");
+}
+
 TEST(HugeUpdates, StopAtTheLargestNumber) {
   for (const auto dtype : {torch::kHalf, torch::kBFloat16, torch::kFloat}) {
     auto param = parameter(torch::full({3, 2}, 60000.0).to(dtype));

@@ -180,6 +180,8 @@ class TORCHIUM_API SecondOrderOptimizer : public torch::optim::Optimizer {
   void check_capture(const Options& options, const std::vector<at::Tensor>& active) const;
   void submit_report(size_t group, detail::GroupStep& step, bool is_step);
   StateList fit_states(size_t group, const Options& options, const StateList& loaded) const;
+  double steps_before(const at::Tensor& param) const;
+  void forget_host_steps();
 
   std::unique_ptr<detail::GroupRuntimes> runtimes_;
 };
