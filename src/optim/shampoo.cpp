@@ -218,7 +218,8 @@ detail::MatrixStacks Shampoo::init_stacks(const Options& options, at::TensorList
 
 void Shampoo::check_state(const Options& options, const at::Tensor& param,
                           const SecondOrderParamState& found) const {
-  const auto h = hyperparameters(shampoo_options(options), {});
+  const auto& o = shampoo_options(options);
+  const auto h = hyperparameters(o, {});
   const auto& state = static_cast<const ShampooParamState&>(found);
   const auto rule = detail::rule_of_shape(h, param.sizes());
   TORCH_CHECK_VALUE(
@@ -228,6 +229,22 @@ void Shampoo::check_state(const Options& options, const at::Tensor& param,
       detail::describe_rule(h, param.sizes()).rule,
       "): preconditioned, max_preconditioned_dim, preconditioner_1d and, without matrices, "
       "grafting cannot change after its first step; set them back");
+  TORCH_CHECK_VALUE(
+      rule != detail::ParameterRule::kGrafted || state.grafting_second_moment().defined(),
+      "grafting_second_moment is missing from the state of ", describe(param),
+      ", which takes the direction of grafting = '", o.grafting().value_or("none"),
+      "' by the options of its group (", detail::describe_rule(h, param.sizes()).detail, ")");
+}
+
+bool Shampoo::state_is_ready(const Options& options, const at::Tensor& param) const {
+  if (!StackedOptimizer::state_is_ready(options, param)) {
+    return false;
+  }
+  const auto& o = shampoo_options(options);
+  const auto& state = static_cast<const ShampooParamState&>(*find_state(param));
+  return (std::get<0>(o.betas()) == 0.0 || state.exp_avg().defined()) &&
+         (!uses_second_moment(o) || state.grafting_second_moment().defined()) &&
+         (o.momentum() == 0.0 || state.momentum_buffer().defined());
 }
 
 std::string Shampoo::describe(const at::Tensor& param) const {

@@ -258,6 +258,34 @@ TEST_F(CudaOptimizers, CaptureIsRefusedWhereTheHostDecides) {
   expect_contains(roots, "cannot be captured");
   expect_contains(early, "run some steps before the capture");
 }
+
+// What a replay would do again each time: create an average, write a learning rate.
+TEST_F(CudaOptimizers, CaptureIsRefusedAfterAChangeOfOptions) {
+  using Change = std::function<void(ShampooOptions&)>;
+  for (const auto& [change, part] : std::vector<std::pair<Change, std::string>>{
+           {[](auto& o) {
+              o.betas({0.9, 1.0});
+            },
+            "has to be created"},
+           {[](auto& o) { o.grafting("adam"); }, "has to be created"},
+           {[](auto& o) { o.momentum(0.9); }, "has to be created"},
+           {[](auto& o) { o.lr(0.05); }, "lr has been set to 0.05"}}) {
+    auto params = on_cuda(odd_parameters());
+    Shampoo optimizer(params, ShampooOptions(0.1).capturable(true));
+    train(optimizer, params, 0, 2);
+    change(static_cast<ShampooOptions&>(optimizer.param_groups()[0].options()));
+    const auto state = all_state(optimizer);
+    std::string refusal;
+    const CapturedGraph graph([&] { refusal = message_of<c10::Error>([&] { optimizer.step(); }); });
+    expect_contains(refusal, part);
+    expect_equal(all_state(optimizer), state);
+    optimizer.step();
+    CapturedGraph after([&] { optimizer.step(); });
+    after.replay();
+    optimizer.check_errors();
+    EXPECT_EQ(state_tensors(optimizer, params[0])[0].second.item<double>(), 4.0);
+  }
+}
 #endif
 
 // Out of memory, for one, after the device has counted the step.

@@ -409,6 +409,20 @@ TEST(OutOfMemory, LeavesNoHalfMadeFactorization) {
 
 // ---- archives
 
+TEST(StatesOfTheGraftedRule, MustHaveItsSecondMoment) {
+  const auto params = odd_parameters();
+  const auto options = ShampooOptions(0.1).preconditioned(false).grafting("adam");
+  Shampoo source(params, options);
+  train(source, params, 0, 2);
+  static_cast<ShampooParamState&>(*source.state().at(params[0].unsafeGetTensorImpl()))
+      .grafting_second_moment({});
+  Shampoo target(params, options);
+  expect_contains(
+      refusal_to_load(target, saved(source)),
+      "grafting_second_moment is missing from the state of parameter 0 of group 0 (shape "
+      "[7, 5]), which takes the direction of grafting = 'adam'");
+}
+
 TEST(ArchivesOfBadNumbers, AreRefusedByKey) {
   const auto options =
       ShampooOptions(0.1).betas({0.9, 0.99}).momentum(0.9).grafting("adam").block_size(4);

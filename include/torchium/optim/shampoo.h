@@ -198,6 +198,7 @@ class TORCHIUM_API Shampoo : public StackedOptimizer {
   detail::MatrixStacks init_stacks(const Options& options, at::TensorList params) const override;
   void check_state(const Options& options, const at::Tensor& param,
                    const SecondOrderParamState& state) const override;
+  bool state_is_ready(const Options& options, const at::Tensor& param) const override;
   std::string layout(const Options& options) const override;
   void init_averages(const Options& options, const at::Tensor& param,
                      SecondOrderParamState& state) const override;
