@@ -174,20 +174,23 @@ std::optional<int64_t> integer_root(double exponent) {
 
 Candidate compute_root(const at::Tensor& matrices, const RootRule& rule, double exponent) {
   Candidate candidate;
+  at::Tensor residual;  // undefined: none is needed
   if (const auto root = integer_root(exponent)) {
-    auto result =
-        linalg::detail::matrix_inverse_root(matrices, *root, rule.eps, rule.relative_eps,
-                                            rule.method, linalg::detail::Residual::kEstimate);
+    // On the CPU eigenvalues are checked, and replace what the iteration fails for: there a
+    // residual is large only for a matrix below the floor.
+    using linalg::detail::Residual;
+    const auto kind = matrices.is_cpu() ? Residual::kNone : Residual::kEstimate;
+    auto result = linalg::detail::matrix_inverse_root(matrices, *root, rule.eps, rule.relative_eps,
+                                                      rule.method, kind);
     candidate.root = std::move(result.root);
-    // On the CPU eigenvalues are checked, and replace what the iteration fails for. There a
-    // residual is large only for a matrix below the floor; it is NaN for one that is not finite.
-    candidate.accepted = matrices.is_cpu() ? result.residual.isnan().logical_not_()
-                                           : result.residual.le(kRootResidualTolerance);
+    residual = std::move(result.residual);
   } else {
     candidate.root = linalg::detail::matrix_power(matrices, exponent, rule.eps, rule.relative_eps);
-    candidate.accepted = at::ones({matrices.size(0)}, matrices.options().dtype(at::kBool));
   }
-  candidate.accepted.logical_and_(linalg::detail::is_finite(candidate.root));
+  candidate.accepted = linalg::detail::is_finite(candidate.root);
+  if (residual.defined()) {
+    candidate.accepted.logical_and_(residual.le(kRootResidualTolerance));
+  }
   return candidate;
 }
 
