@@ -30,6 +30,20 @@ struct GemmOperand {
   cublasOperation_t operation;
 };
 
+// Where cuBLAS looks for alpha and beta. torch expects them on the host, also after an error.
+class PointerMode {
+ public:
+  PointerMode(cublasHandle_t handle, cublasPointerMode_t mode) : handle_(handle) {
+    TORCH_CUDABLAS_CHECK(cublasSetPointerMode(handle, mode));
+  }
+  ~PointerMode() { cublasSetPointerMode(handle_, CUBLAS_POINTER_MODE_HOST); }
+  PointerMode(const PointerMode&) = delete;
+  PointerMode& operator=(const PointerMode&) = delete;
+
+ private:
+  cublasHandle_t handle_;
+};
+
 // C^T <- alpha op(A) op(B) + beta C^T; alpha and beta are on the host or the device.
 void gemm(cublasPointerMode_t mode, const float* alpha, const GemmOperand& A, const GemmOperand& B,
           const float* beta, at::Tensor& C, MatmulPrecision precision) {
@@ -44,13 +58,12 @@ void gemm(cublasPointerMode_t mode, const float* alpha, const GemmOperand& A, co
   const at::Tensor &a = A.stack, &b = B.stack;
   const int64_t k = a.size(A.operation == CUBLAS_OP_N ? -2 : -1);
   cublasHandle_t handle = at::cuda::getCurrentCUDABlasHandle();
-  TORCH_CUDABLAS_CHECK(cublasSetPointerMode(handle, mode));
+  const PointerMode pointer_mode(handle, mode);
   TORCH_CUDABLAS_CHECK(cublasGemmStridedBatchedEx(
       handle, A.operation, B.operation, as_int(C.size(-1)), as_int(C.size(-2)), as_int(k), alpha,
       a.const_data_ptr(), CUDA_R_32F, as_int(a.size(-1)), size_of_matrix(a), b.const_data_ptr(),
       CUDA_R_32F, as_int(b.size(-1)), size_of_matrix(b), beta, C.mutable_data_ptr(), CUDA_R_32F,
       as_int(C.size(-1)), size_of_matrix(C), as_int(C.size(0)), compute, CUBLAS_GEMM_DEFAULT));
-  TORCH_CUDABLAS_CHECK(cublasSetPointerMode(handle, CUBLAS_POINTER_MODE_HOST));
 }
 
 }  // namespace
