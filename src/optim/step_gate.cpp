@@ -104,13 +104,17 @@ std::vector<at::Tensor> shares_of_largest(const std::vector<Examined>& all) {
   std::vector<at::Tensor> shares(all.size());
   for (const auto& [dtype, indices] : by_dtype) {
     std::vector<at::Tensor> nonempty;
+    std::vector<at::Scalar> largest;
     for (const size_t i : indices) {
       const at::Tensor& tensor = all[i].tensor;
       nonempty.push_back(tensor.numel() > 0 ? tensor : at::zeros({1}, tensor.options()));
+      largest.emplace_back(all[i].largest);
     }
     const auto norms = at::_foreach_norm(nonempty, std::numeric_limits<double>::infinity());
+    auto of_dtype = at::stack(norms).to(at::kDouble).unbind();
+    at::_foreach_div_(of_dtype, largest);
     for (size_t k = 0; k < indices.size(); ++k) {
-      shares[indices[k]] = norms[k].to(at::kDouble).div_(all[indices[k]].largest);
+      shares[indices[k]] = of_dtype[k];
     }
   }
   return shares;
