@@ -13,6 +13,7 @@
 #include "cuda_kernels/symmetric_product.h"
 #include "linalg/large_inverse_root.h"
 #include "linalg/root_ladder.h"
+#include "support/device_code.h"
 
 #include <ATen/cuda/CUDAContextLight.h>
 #include <c10/cuda/CUDAException.h>
@@ -95,6 +96,7 @@ cuda_kernels::InverseRoot root_arguments(const at::Tensor& A, int64_t p, double 
 }
 
 void run(const cuda_kernels::InverseRoot& arguments, const at::TensorOptions& options) {
+  torchium::detail::check_device_code(options.device());
   const int64_t n = arguments.rule.n;
   const cuda_kernels::RootLadder& ladder =
       *root_ladder(arguments.rule.p, device_limits(n).lowest_rung());

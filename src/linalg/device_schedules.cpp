@@ -7,6 +7,7 @@
 #ifdef TORCHIUM_WITH_CUDA
 #include "cuda_kernels/minimax_ladder.h"
 #include "linalg/minimax_schedules.h"
+#include "support/device_code.h"
 
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -23,6 +24,7 @@ bool has_device_schedules(const at::Tensor& S) { return S.is_cuda(); }
 
 DeviceSchedules schedules_of_rungs(const at::Tensor& rungs, int64_t lowest_rung, int64_t root,
                                    double unit_roundoff) {
+  torchium::detail::check_device_code(rungs.device());
   const MinimaxSchedules schedules(root, lowest_rung, unit_roundoff);
   const auto steps = static_cast<int>(schedules.longest());
   const int64_t matrices = rungs.size(0);

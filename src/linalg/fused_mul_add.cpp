@@ -6,6 +6,7 @@
 
 #ifdef TORCHIUM_WITH_CUDA
 #include "cuda_kernels/fused_mul_add.h"
+#include "support/device_code.h"
 
 #include <ATen/Dispatch.h>
 #include <ATen/ops/empty_like.h>
@@ -32,6 +33,7 @@ bool alike_and_contiguous(const at::Tensor& x, const at::Tensor& like) {
 }
 
 at::Tensor fused_mul_add_cuda(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c) {
+  torchium::detail::check_device_code(c.device());
   const c10::cuda::CUDAGuard guard(c.device());
   auto out = at::empty_like(c);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.scalar_type(), "fused_mul_add", [&] {

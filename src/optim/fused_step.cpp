@@ -7,6 +7,7 @@
 #include "optim/step_products.h"
 #include "optim/step_stacks.h"
 #include "optim/step_status.h"
+#include "support/device_code.h"
 
 #include <ATen/ATen.h>
 #include <ATen/record_function.h>
@@ -146,6 +147,7 @@ FusedStep::FusedStep(const ShampooHyperparameters& h, at::TensorList params, at:
   if (!params[0].is_cuda()) {
     return;
   }
+  torchium::detail::check_device_code(params[0].device());
   work_ = std::make_unique<Work>(
       Work{h, params, blockings, state, serves_, c10::cuda::getCurrentCUDAStream(),
            linalg::detail::matmul_precision(h.matmul_precision),

@@ -7,6 +7,7 @@
 #ifdef TORCHIUM_WITH_CUDA
 #include "cuda_kernels/shampoo_step.h"
 #include "optim/kernel_tables.h"
+#include "support/device_code.h"
 
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -18,6 +19,7 @@ namespace {
 
 #ifdef TORCHIUM_WITH_CUDA
 void record_on_device(const std::vector<RootFailures>& all, at::Tensor& status) {
+  torchium::detail::check_device_code(status.device());
   const c10::cuda::CUDAGuard guard(status.device());
   KernelTables<cuda_kernels::FailureEntry> tables;
   for (const auto& [counts, param] : all) {

@@ -1,3 +1,5 @@
+#include "support/build_info.h"
+
 #include <torchium/config.h>
 #include <torchium/version.h>
 
@@ -35,6 +37,8 @@ bool built_with_cuda() {
 #endif
 }
 
+const char* detail::cuda_architectures() { return TORCHIUM_CUDA_ARCHITECTURES; }
+
 std::string show_config() {
   const std::string torch_description = at::show_config();
   std::ostringstream out;
@@ -42,7 +46,7 @@ std::string show_config() {
       << "torch (built against): " << TORCH_VERSION << '\n'
       << "torch (running): " << running_torch_version(torch_description) << '\n'
       << "CUDA kernels: " << TORCHIUM_CUDA_DESCRIPTION << '\n'
-      << "CUDA architectures: " << TORCHIUM_CUDA_ARCHITECTURES << '\n'
+      << "CUDA architectures: " << detail::cuda_architectures() << '\n'
       << "BLAS: " << torch_setting(torch_description, "BLAS_INFO") << '\n'
       << "LAPACK: " << torch_setting(torch_description, "LAPACK_INFO") << '\n'
       << "compiler: " << TORCHIUM_COMPILER << '\n'
