@@ -23,7 +23,17 @@ using gradients::detail::LayerUse;
 using gradients::detail::ModelLayers;
 using gradients::detail::OperatorCapture;
 
-// Restores the values of buffers when it is destroyed: a module may count its calls in one.
+// Calls restore(), which may throw. For destructors, which reach it only while another error is
+// under way: that is the one to report.
+template <typename Kept>
+void restore_quietly(Kept& kept) noexcept {
+  try {
+    kept.restore();
+  } catch (...) {
+  }
+}
+
+// Gives buffers their values back, as a module may count its calls in one.
 class KeptBuffers {
  public:
   explicit KeptBuffers(const torch::nn::Module& model) {
@@ -31,16 +41,20 @@ class KeptBuffers {
       kept_.push_back({buffer, buffer.detach().clone(), buffer._version()});
     }
   }
-  ~KeptBuffers() {
+  ~KeptBuffers() { restore_quietly(*this); }
+  KeptBuffers(const KeptBuffers&) = delete;
+  KeptBuffers& operator=(const KeptBuffers&) = delete;
+
+  // Between passes, and at the end. A graph that has saved a buffer cannot be used any more.
+  void restore() {
     const at::NoGradGuard no_grad;
     for (auto& [buffer, value, version] : kept_) {
       if (buffer._version() != version) {
         buffer.copy_(value);
+        version = buffer._version();
       }
     }
   }
-  KeptBuffers(const KeptBuffers&) = delete;
-  KeptBuffers& operator=(const KeptBuffers&) = delete;
 
  private:
   struct Entry {
@@ -51,7 +65,7 @@ class KeptBuffers {
   std::vector<Entry> kept_;
 };
 
-// Restores the state of the random number generators when it is destroyed.
+// Gives the generators of random numbers their state back.
 class KeptRandomState {
  public:
   explicit KeptRandomState(c10::Device device) {
@@ -61,14 +75,16 @@ class KeptRandomState {
     }
     states_ = read();
   }
-  ~KeptRandomState() {
+  ~KeptRandomState() { restore_quietly(*this); }
+  KeptRandomState(const KeptRandomState&) = delete;
+  KeptRandomState& operator=(const KeptRandomState&) = delete;
+
+  void restore() {
     for (const auto i : c10::irange(generators_.size())) {
       const std::lock_guard lock(generators_[i].mutex());
       generators_[i].set_state(states_[i]);
     }
   }
-  KeptRandomState(const KeptRandomState&) = delete;
-  KeptRandomState& operator=(const KeptRandomState&) = delete;
 
   bool has_changed() {
     const auto now = read();
@@ -139,10 +155,8 @@ at::Tensor captured_output(OperatorCapture& capture, const SampleLoss& loss,
 // seen may not be the sample; empty: it is.
 std::string see_samples(OperatorCapture& capture, const SampleLoss& loss, const at::Tensor& inputs,
                         const at::Tensor& targets, const std::vector<std::string>& names,
-                        std::vector<LayerUse>& uses) {
+                        KeptBuffers& buffers, std::vector<LayerUse>& uses) {
   const int64_t samples = inputs.size(0);
-  // Until the graph of a pass is gone: it may have saved a buffer.
-  std::optional<KeptBuffers> buffers(std::in_place, loss.model);
   const at::Tensor output = captured_output(capture, loss, inputs);
   if (output.dim() == 0 || output.size(0) != samples) {
     return c10::str("forward returned shape ", output.sizes(), " for ", samples, " samples");
@@ -172,13 +186,13 @@ std::string see_samples(OperatorCapture& capture, const SampleLoss& loss, const 
   if (!gradients::detail::are_scaled(uses, scaled, factors)) {
     return "rows that a layer has seen depend on the losses of other samples";
   }
-  buffers.emplace(loss.model);
+  buffers.restore();
   const at::Tensor first = captured_output(capture, loss, inputs.narrow(0, 0, 1));
   const at::Tensor first_loss = loss.of(first, targets.narrow(0, 0, 1));
   if (!gradients::detail::begin_with(uses, capture.differentiate(first_loss))) {
     return "layers see the first sample in another way when it is alone";
   }
-  buffers.emplace(loss.model);
+  buffers.restore();
   const at::Tensor rolled = captured_output(capture, loss, inputs.roll(1, 0));
   const auto rolled_uses = capture.take_uses();
   if (!gradients::detail::are_rolled(uses, rolled_uses) ||
@@ -202,8 +216,9 @@ std::vector<at::Tensor> zero_rows(const std::vector<at::Tensor>& params, int64_t
 void set_rows_one_by_one(std::vector<at::Tensor>& rows, const SampleLoss& loss,
                          const std::vector<at::Tensor>& params, const at::Tensor& inputs,
                          const at::Tensor& targets) {
+  KeptBuffers buffers(loss.model);
   for (const auto i : c10::irange(inputs.size(0))) {
-    const KeptBuffers buffers(loss.model);
+    buffers.restore();
     const at::Tensor value = loss.of(loss.forward(inputs.narrow(0, i, 1)), targets.narrow(0, i, 1));
     if (!value.requires_grad()) {
       continue;
@@ -217,6 +232,7 @@ void set_rows_one_by_one(std::vector<at::Tensor>& rows, const SampleLoss& loss,
       }
     }
   }
+  buffers.restore();
 }
 
 }  // namespace
@@ -254,7 +270,9 @@ torch::OrderedDict<std::string, at::Tensor> per_sample_gradients(const torch::nn
   if (reason.empty()) {
     const at::AutoGradMode enable_grad(true);
     OperatorCapture capture(params);
-    reason = see_samples(capture, loss, inputs.detach(), targets, names, uses);
+    KeptBuffers buffers(model);
+    reason = see_samples(capture, loss, inputs.detach(), targets, names, buffers, uses);
+    buffers.restore();
     refuse_random_numbers();
     std::erase_if(uses, [](const LayerUse& use) { return !use.output_gradient.defined(); });
   }
@@ -277,6 +295,7 @@ torch::OrderedDict<std::string, at::Tensor> per_sample_gradients(const torch::nn
   for (const auto i : c10::irange(params.size())) {
     result.insert(names[i], rows[i].to(params[i].scalar_type()));
   }
+  random_state.restore();
   return result;
 }
 

@@ -167,5 +167,20 @@ TEST(PerSampleGradientsOf, LayersOfOtherKinds) {
   expect_rows_of_a_stock_model<nn::PReLU>(nn::PReLU(), {5}, [](auto& m, auto x) { return m(x); });
 }
 
+// A buffer that cannot get its value back raises; from a destructor that would end the program.
+TEST(PerSampleGradients, RaiseForABufferThatChangesItsShape) {
+  Layers model;
+  const auto forward = [&](const torch::Tensor& x) {
+    model.calls.resize_({3}).fill_(1.0);
+    return model.a(x);
+  };
+  const auto loss = [](const torch::Tensor& y, const torch::Tensor& t) { return (y - t).sum(); };
+  const auto inputs = torch::randn({2, 4}, torch::kDouble);
+  model.calls.resize_({2});
+  const auto message = message_of<c10::Error>(
+      [&] { per_sample_gradients(model, forward, loss, inputs, torch::zeros_like(inputs)); });
+  expect_contains(message, "size");
+}
+
 }  // namespace
 }  // namespace torchium::testing
