@@ -12,8 +12,11 @@ void check_dense_real(const at::Tensor& tensor, const char* name, size_t index) 
   TORCH_CHECK_VALUE(tensor.defined(), name, "[", index, "] is undefined; leave it out of the step");
   TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, name, "[", index, "] has layout ",
                     tensor.layout(), "; only dense tensors are supported, call to_dense() first");
-  TORCH_CHECK_VALUE(at::isFloatingType(tensor.scalar_type()), name, "[", index, "] has dtype ",
-                    tensor.scalar_type(), "; only real floating-point tensors are supported");
+  const auto dtype = tensor.scalar_type();
+  TORCH_CHECK_VALUE(
+      dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf,
+      name, "[", index, "] has dtype ", dtype,
+      "; only float32, float64, bfloat16 and float16 are supported");
 }
 
 }  // namespace

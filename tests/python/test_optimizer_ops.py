@@ -124,6 +124,20 @@ def test_lists_that_do_not_fit_are_refused_and_nothing_changes(name, damage):
         assert_same([p.detach() for p in damaged[0]], params)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_float8_is_refused_by_name(name):
+    """torch calls it floating-point, but knows no arithmetic for it."""
+    op, _, options = arguments(name)
+    for which in range(2 if "step" in name or "full" in name else 1):
+        _, damaged, _ = arguments(name)
+        damaged[which][1] = damaged[which][1].to(torch.float8_e4m3fn)
+        label = ("params", "grads")[which]
+        with pytest.raises(
+            ValueError, match=rf"{label}\[1\] has dtype Float8_e4m3fn; only float32"
+        ):
+            op(*damaged, **options)
+
+
 @pytest.mark.cuda
 def test_steps_on_a_gpu_need_the_counts_of_the_host():
     op, positional, options = arguments("shampoo_step_", "cuda")
