@@ -35,9 +35,9 @@ from ._layers import (
     LayerKind,
     computed_output,
     layer_input,
-    layer_kind,
     may_mix_samples,
     mixes_samples,
+    why_unsupported,
 )
 
 NO_TASK = -1  # what torch calls the backward pass outside of one
@@ -145,6 +145,10 @@ class Capture:
             if param in self._params:
                 self._hook(module)
 
+    def is_searching(self) -> bool:
+        """Whether a module that runs next may turn out to own one of the parameters."""
+        return self._global_handle is not None
+
     def settle(self) -> None:
         """Stops looking at all modules once the owners of all parameters are known.
 
@@ -199,12 +203,7 @@ class Capture:
             output.register_hook(partial(weakly, weakref.WeakMethod(self._mixed), module, outer))
         params = self._trained(module)
         wants = self._wants()
-        if (
-            not params
-            or layer_kind(module) not in self._kinds
-            or wants is None
-            or not wants(params)
-        ):
+        if not params or why_unsupported(module, self._kinds) or wants is None or not wants(params):
             return
         for param in params.values():
             self._hook_parameter(param)

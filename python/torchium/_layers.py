@@ -40,6 +40,10 @@ ALL_KINDS = frozenset(_CLASSES)
 MATRIX_KINDS = frozenset({LayerKind.LINEAR, LayerKind.CONV2D, LayerKind.TRANSPOSED_LINEAR})
 
 
+# Those that K-FAC preconditions, and the one that a weight of them may be tied to.
+TIED_KINDS = MATRIX_KINDS | {LayerKind.EMBEDDING}
+
+
 def _known_class(cls: type[nn.Module]) -> tuple[LayerKind, type[nn.Module]] | None:
     """The kind of the layers of a class, and the class that it inherits that from."""
     for kind, known in _CLASSES.items():

@@ -61,14 +61,55 @@ void second_moment_(at::Tensor& sum, const at::Tensor& X, bool accumulate) {
   }
 }
 
+void check_lookup_factors(const at::Tensor& A_sum, const at::Tensor& counts, const LayerUse& use,
+                          at::IntArrayRef weight_shape) {
+  const auto& gradient = use.output_gradient;
+  TORCH_CHECK_VALUE(weight_shape.size() == 2 && gradient.sym_size(-1) == weight_shape[1] &&
+                        gradient.sym_sizes().slice(0, gradient.dim() - 1) == use.input.sym_sizes(),
+                    "an embedding with a weight of shape ", weight_shape, " got indices of shape ",
+                    use.input.sym_sizes(), " and output_gradients of shape ", gradient.sym_sizes(),
+                    "; they must be [...] and [..., width]");
+  check_factor(A_sum, "A_sum", 1, weight_shape[1], /*with_bias=*/false, use.input);
+  check_factor(counts, "G_sum", 1, weight_shape[0], /*with_bias=*/false, use.input);
+  TORCH_CHECK_VALUE(counts.dim() == 2, "G_sum of an embedding is a diagonal, [1, ", weight_shape[0],
+                    "], got shape ", counts.sym_sizes());
+}
+
+void update_lookup_factors_(at::Tensor& A_sum, at::Tensor& counts, const LayerUse& use,
+                            bool accumulate) {
+  const at::Tensor indices = use.input.reshape(-1);
+  const at::Tensor is_padding = indices.eq(use.settings[kPaddingIndex]);  // -1 is no index
+  if (!accumulate) {
+    counts.zero_();
+  }
+  counts.select(0, 0).index_add_(0, indices, is_padding.logical_not().to(counts.scalar_type()));
+  const at::Tensor h = use.output_gradient.reshape({1, indices.numel(), -1})
+                           .to(A_sum.scalar_type())
+                           .masked_fill(is_padding.unsqueeze(-1), 0);
+  second_moment_(A_sum, h.mT(), accumulate);
+}
+
+at::Tensor diagonal_of(const at::Tensor& factor) {
+  return factor.dim() == 2 ? factor : factor.diagonal(0, -2, -1);
+}
+
+// 0 for a denominator of 0.
+at::Tensor ratio(const at::Tensor& numerator, const at::Tensor& denominator) {
+  return at::where(denominator.eq(0), at::zeros_like(numerator), numerator / denominator);
+}
+
 }  // namespace
 
 void check_kronecker_factors(const at::Tensor& A_sum, const at::Tensor& G_sum, const LayerUse& use,
                              at::IntArrayRef weight_shape) {
   check_use_tensors(use, 0);
-  const WeightGeometry weight = weight_geometry(use, weight_shape, 0);
-  check_factor(A_sum, "A_sum", weight.groups, weight.fan_in, /*with_bias=*/true, use.input);
-  check_factor(G_sum, "G_sum", weight.groups, weight.fan_out, /*with_bias=*/false, use.input);
+  if (use.kind == LayerKind::kEmbedding) {
+    check_lookup_factors(A_sum, G_sum, use, weight_shape);
+  } else {
+    const WeightGeometry weight = weight_geometry(use, weight_shape, 0);
+    check_factor(A_sum, "A_sum", weight.groups, weight.fan_in, /*with_bias=*/true, use.input);
+    check_factor(G_sum, "G_sum", weight.groups, weight.fan_out, /*with_bias=*/false, use.input);
+  }
   TORCH_CHECK_VALUE(A_sum.scalar_type() == G_sum.scalar_type(), "A_sum has dtype ",
                     A_sum.scalar_type(), " and G_sum ", G_sum.scalar_type(),
                     "; they must have the same");
@@ -78,7 +119,6 @@ void update_kronecker_factors_(at::Tensor& A_sum, at::Tensor& G_sum, const Layer
                                at::IntArrayRef weight_shape, bool accumulate) {
   c10::NoGradGuard no_grad;
   check_kronecker_factors(A_sum, G_sum, use, weight_shape);
-  const WeightGeometry weight = weight_geometry(use, weight_shape, 0);
   if (use.input.numel() == 0) {
     if (!accumulate) {
       A_sum.zero_();
@@ -86,6 +126,11 @@ void update_kronecker_factors_(at::Tensor& A_sum, at::Tensor& G_sum, const Layer
     }
     return;
   }
+  if (use.kind == LayerKind::kEmbedding) {
+    update_lookup_factors_(A_sum, G_sum, use, accumulate);
+    return;
+  }
+  const WeightGeometry weight = weight_geometry(use, weight_shape, 0);
   const PositionSource source(use, weight, A_sum.scalar_type());
   for (int64_t first = 0; first < source.samples(); first += source.piece()) {
     const int64_t count = std::min(source.piece(), source.samples() - first);
@@ -93,6 +138,42 @@ void update_kronecker_factors_(at::Tensor& A_sum, at::Tensor& G_sum, const Layer
     second_moment_(A_sum, A.flatten(1, 2).mT(), accumulate || first > 0);
     second_moment_(G_sum, G.flatten(1, 2).mT(), accumulate || first > 0);
   }
+}
+
+void add_lookup_factors_(at::Tensor& A_sum, at::Tensor& G_sum, int64_t rows,
+                         const at::Tensor& lookup_A_sum, const at::Tensor& counts) {
+  c10::NoGradGuard no_grad;
+  TORCH_CHECK_VALUE(rows > 0 && lookup_A_sum.size(-1) <= A_sum.size(-1) && counts.dim() == 2 &&
+                        counts.size(-1) == G_sum.size(-1),
+                    "lookup_A_sum ", lookup_A_sum.sizes(), " and counts ", counts.sizes(),
+                    " do not fit A_sum ", A_sum.sizes(), " and G_sum ", G_sum.sizes(), " of ", rows,
+                    " rows");
+  const auto trace = [](const at::Tensor& factor) { return diagonal_of(factor).sum(at::kDouble); };
+  const at::Tensor A_trace = trace(A_sum) / rows;
+  const at::Tensor G_trace = trace(G_sum);
+  const at::Tensor h_trace = trace(lookup_A_sum);
+  const at::Tensor looked_up = trace(counts);
+  const at::Tensor total = A_trace * G_trace + h_trace;  // G2 = counts / looked_up has trace 1
+  const at::Tensor root = h_trace.sqrt();
+  const at::Tensor share = ratio(root, root + (A_trace * G_trace).sqrt());  // r2 / (r1 + r2)
+  const at::Tensor kept_trace = at::where(A_trace.eq(0), at::ones_like(A_trace), A_trace);
+  // factor[:, :n] <- by factor[:, :n] + added_by added, the rest of it times `by`
+  const auto combine = [](at::Tensor& factor, const at::Tensor& by, at::Tensor added,
+                          const at::Tensor& added_by) {
+    factor.mul_(by.to(factor.scalar_type()));
+    at::Tensor target = factor;
+    if (added.dim() == 2 || factor.dim() == 2) {
+      target = diagonal_of(factor);
+      added = diagonal_of(added);
+    }
+    for (int64_t i = 1; i < target.dim(); ++i) {  // a bias comes last, and is not looked up
+      target = target.narrow(i, 0, added.size(i));
+    }
+    target.add_(added * added_by.to(factor.scalar_type()));
+  };
+  combine(A_sum, 1 - share, lookup_A_sum, share * ratio(kept_trace * rows, h_trace));
+  combine(G_sum, (1 - share) * ratio(total / kept_trace, G_trace), counts,
+          share * ratio(total / kept_trace, looked_up));
 }
 
 }  // namespace torchium::gradients::detail

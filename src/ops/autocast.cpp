@@ -36,6 +36,7 @@ void register_operators(torch::Library& m) {
                            "kfac_init_state",
                            "kfac_step_",
                            "kronecker_factors_update_",
+                           "kronecker_factors_add_lookups_",
                            "per_sample_gradients",
                            "natural_gradient_factorize",
                            "natural_gradient_step_"}) {

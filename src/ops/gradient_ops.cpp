@@ -4,6 +4,7 @@
 #include "gradients/kronecker_factors.h"
 #include "gradients/layer_use.h"
 #include "gradients/mixed_samples.h"
+#include "ops/in_place_fake.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
@@ -31,6 +32,12 @@ void kronecker_factors_update_meta(at::Tensor A_sum, at::Tensor G_sum, const at:
                                    at::IntArrayRef weight_shape, bool /*accumulate*/) {
   gradients::detail::check_kronecker_factors(A_sum, G_sum, one_use(input, output_gradient, use),
                                              weight_shape);
+}
+
+void kronecker_factors_add_lookups_(at::Tensor A_sum, at::Tensor G_sum,
+                                    const at::Tensor& lookup_A_sum, const at::Tensor& counts,
+                                    int64_t rows) {
+  gradients::detail::add_lookup_factors_(A_sum, G_sum, rows, lookup_A_sum, counts);
 }
 
 std::vector<at::Tensor> per_sample_gradients(at::TensorList params, at::TensorList inputs,
@@ -68,6 +75,9 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
   m.def(
       "kronecker_factors_update_(Tensor(a!) A_sum, Tensor(b!) G_sum, Tensor input, "
       "Tensor output_gradient, *, int[] use, int[] weight_shape, bool accumulate=True) -> ()");
+  m.def(
+      "kronecker_factors_add_lookups_(Tensor(a!) A_sum, Tensor(b!) G_sum, Tensor lookup_A_sum, "
+      "Tensor counts, *, int rows) -> ()");
   // `uses`: a row [kind, weight, bias, micro_batch, s0..s7] a use, see gradients/layer_use.h.
   m.def(
       "per_sample_gradients(Tensor[] params, Tensor[] inputs, Tensor[] output_gradients, "
@@ -78,11 +88,13 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
 TORCH_LIBRARY_IMPL(torchium, CompositeExplicitAutograd, m) {
   m.impl("backward_pass_mixes_samples", gradients::detail::backward_pass_mixes_samples);
   m.impl("kronecker_factors_update_", kronecker_factors_update_);
+  m.impl("kronecker_factors_add_lookups_", kronecker_factors_add_lookups_);
   m.impl("per_sample_gradients", per_sample_gradients);
 }
 
 TORCH_LIBRARY_IMPL(torchium, Meta, m) {
   m.impl("kronecker_factors_update_", kronecker_factors_update_meta);
+  m.impl("kronecker_factors_add_lookups_", InPlaceFake<&kronecker_factors_add_lookups_>::call);
   m.impl("per_sample_gradients", per_sample_gradients_meta);
 }
 

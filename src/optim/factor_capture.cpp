@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 
 namespace torchium::optim::detail {
@@ -16,6 +17,8 @@ using gradients::detail::CapturedUse;
 using gradients::detail::LayerKind;
 using gradients::detail::LayerUse;
 using gradients::detail::OperatorCapture;
+
+constexpr const char* kUsedBothWays = "used as [in, out] and as [out, in]";
 
 int64_t FactorSums::samples() const {
   int64_t total = 0;
@@ -36,9 +39,13 @@ struct FactorCapture::Data {
   std::vector<int64_t> max_factor_sizes;
   std::unordered_map<const at::TensorImpl*, FactorLayer> layers;
   std::unordered_map<const at::TensorImpl*, FactorSums> sums;
+  // Embeddings that were in no product for a step: their lookups are of no interest.
+  std::unordered_set<const at::TensorImpl*> untied;
 
   void receive(const CapturedUse& captured);
-  FactorLayer& layer_of(const CapturedUse& captured);
+  void receive_product(const CapturedUse& captured, FactorSums& factor_sums);
+  void receive_lookup(const CapturedUse& captured, FactorSums& factor_sums);
+  FactorLayer& layer_of(const CapturedUse& captured, bool is_looked_up);
   bool is_joint(const at::Tensor& bias) const;
 };
 
@@ -54,11 +61,18 @@ std::pair<int64_t, int64_t> orders(const FactorLayer& layer, const at::Tensor& w
           matrix.size(0) / layer.groups};
 }
 
-FactorLayer& FactorCapture::Data::layer_of(const CapturedUse& captured) {
+// [groups, n, n], or the diagonal [groups, n].
+at::Tensor zero_factor(const at::Tensor& weight, int64_t groups, int64_t n, bool diagonal) {
+  const auto options = weight.options().dtype(state_dtype(weight)).requires_grad(false);
+  return diagonal ? at::zeros({groups, n}, options) : at::zeros({groups, n, n}, options);
+}
+
+FactorLayer& FactorCapture::Data::layer_of(const CapturedUse& captured, bool is_looked_up) {
   const LayerUse& use = captured.use;
   const auto [found, is_new] = layers.try_emplace(params[use.weight].unsafeGetTensorImpl());
   FactorLayer& layer = found->second;
   if (is_new) {
+    layer.is_new = true;
     if (use.bias >= 0 && !is_joint(params[use.bias])) {
       layer.bias = params[use.bias];
     }
@@ -69,52 +83,77 @@ FactorLayer& FactorCapture::Data::layer_of(const CapturedUse& captured) {
     layer.is_transposed = captured.has_transposed_weight;
     const auto [a, o] = orders(layer, params[use.weight]);
     layer.diagonal_A = a > max_factor_sizes[use.weight];
-    layer.diagonal_G = o > max_factor_sizes[use.weight];
+    layer.diagonal_G = is_looked_up || o > max_factor_sizes[use.weight];
   }
-  if (use.kind == LayerKind::kEmbedding) {
-    layer.problem = "looked up as an embedding";
-  } else if (layer.is_transposed != captured.has_transposed_weight) {
-    layer.problem = "used as [in, out] and as [out, in]";
+  if (layer.is_transposed != captured.has_transposed_weight ||
+      (layer.is_transposed && is_looked_up)) {
+    layer.problem = kUsedBothWays;
   }
   return layer;
 }
 
 void FactorCapture::Data::receive(const CapturedUse& captured) {
   const LayerUse& use = captured.use;
-  if (use.weight < 0 || !due[use.weight]) {
+  const bool is_lookup = use.kind == LayerKind::kEmbedding;
+  if (use.weight < 0 || !due[use.weight] ||
+      (!is_lookup && use.kind != LayerKind::kLinear && use.kind != LayerKind::kConv2d)) {
     return;
   }
+  FactorSums& factor_sums = sums[params[use.weight].unsafeGetTensorImpl()];
+  if (std::any_of(captured.gone_passes.begin(), captured.gone_passes.end(),
+                  [&](int64_t pass) { return factor_sums.samples_of_pass.count(pass) != 0; })) {
+    factor_sums = FactorSums();
+  }
+  if (is_lookup) {
+    receive_lookup(captured, factor_sums);
+  } else {
+    receive_product(captured, factor_sums);
+  }
+}
+
+void FactorCapture::Data::receive_product(const CapturedUse& captured, FactorSums& factor_sums) {
+  const LayerUse& use = captured.use;
   const at::Tensor& weight = params[use.weight];
-  if (use.kind != LayerKind::kLinear && use.kind != LayerKind::kConv2d) {
-    if (use.kind == LayerKind::kEmbedding) {
-      layer_of(captured);
-    }
-    return;
-  }
-  const FactorLayer& layer = layer_of(captured);
+  const bool was_untied = untied.erase(weight.unsafeGetTensorImpl()) > 0;
+  const FactorLayer& layer = layer_of(captured, was_untied || factor_sums.lookup_A.defined());
   if (!layer.problem.empty()) {
     return;
   }
-  FactorSums& factor_sums = sums[weight.unsafeGetTensorImpl()];
-  const bool is_gone =
-      std::any_of(captured.gone_passes.begin(), captured.gone_passes.end(),
-                  [&](int64_t pass) { return factor_sums.samples_of_pass.count(pass) != 0; });
-  if (!factor_sums.A.defined() || is_gone) {
+  if (!factor_sums.A.defined()) {
     const auto [a, o] = orders(layer, weight);
-    const auto options = weight.options().dtype(state_dtype(weight)).requires_grad(false);
-    const auto zeros = [&](int64_t n, bool diagonal) {
-      return diagonal ? at::zeros({layer.groups, n}, options)
-                      : at::zeros({layer.groups, n, n}, options);
-    };
-    factor_sums = FactorSums();
-    factor_sums.A = zeros(a, layer.diagonal_A);
-    factor_sums.G = zeros(o, layer.diagonal_G);
+    factor_sums.A = zero_factor(weight, layer.groups, a, layer.diagonal_A);
+    factor_sums.G = zero_factor(weight, layer.groups, o, layer.diagonal_G);
   }
   const at::Tensor matrix = layer.matrix(weight);
   gradients::detail::update_kronecker_factors_(factor_sums.A, factor_sums.G, use, matrix.sizes());
   int64_t& samples = factor_sums.samples_of_pass[use.micro_batch];
   samples = std::max(samples, gradients::detail::samples_of(use).expect_int());
   factor_sums.rows += use.output_gradient.numel() / matrix.size(0);
+}
+
+void FactorCapture::Data::receive_lookup(const CapturedUse& captured, FactorSums& factor_sums) {
+  const LayerUse& use = captured.use;
+  const at::Tensor& weight = params[use.weight];
+  const auto known = layers.find(weight.unsafeGetTensorImpl());
+  if (known != layers.end()) {
+    FactorLayer& layer = known->second;
+    layer.diagonal_G = layer.diagonal_G || layer.is_new;
+    layer.problem = layer.is_transposed ? kUsedBothWays : layer.problem;
+  }
+  if (untied.count(weight.unsafeGetTensorImpl()) != 0 ||
+      (known != layers.end() && !known->second.problem.empty())) {
+    return;
+  }
+  if (!factor_sums.lookup_A.defined()) {
+    const int64_t width = weight.size(1);
+    const bool diagonal =
+        known == layers.end() ? width > max_factor_sizes[use.weight] : known->second.diagonal_A;
+    factor_sums.lookup_A = zero_factor(weight, 1, width, diagonal);
+    factor_sums.lookup_counts = zero_factor(weight, 1, weight.size(0), /*diagonal=*/true);
+  }
+  gradients::detail::update_kronecker_factors_(factor_sums.lookup_A, factor_sums.lookup_counts, use,
+                                               weight.sizes());
+  factor_sums.samples_of_pass.try_emplace(use.micro_batch, 0);
 }
 
 FactorCapture::FactorCapture() : data_(std::make_shared<Data>()) {}
@@ -142,12 +181,32 @@ void FactorCapture::set_due(const std::vector<bool>& due,
 
 FactorSums* FactorCapture::sums(const at::Tensor& weight) const {
   const auto found = data_->sums.find(weight.unsafeGetTensorImpl());
-  return found == data_->sums.end() ? nullptr : &found->second;
+  if (found == data_->sums.end() || !found->second.A.defined()) {
+    return nullptr;
+  }
+  FactorSums& sums = found->second;
+  if (sums.G.dim() == 3 && layer(weight)->diagonal_G) {  // looked up after the first product
+    sums.G = sums.G.diagonal(0, -2, -1).contiguous();
+  }
+  if (sums.lookup_A.defined() && sums.rows > 0) {
+    gradients::detail::add_lookup_factors_(sums.A, sums.G, sums.rows, sums.lookup_A,
+                                           sums.lookup_counts);
+    sums.lookup_A.reset();
+    sums.lookup_counts.reset();
+  }
+  return &sums;
 }
 
 const FactorLayer* FactorCapture::layer(const at::Tensor& weight) const {
   const auto found = data_->layers.find(weight.unsafeGetTensorImpl());
   return found == data_->layers.end() ? nullptr : &found->second;
+}
+
+bool FactorCapture::is_only_looked_up(const at::Tensor& param) const {
+  const auto found = data_->sums.find(param.unsafeGetTensorImpl());
+  return layer(param) == nullptr &&
+         (data_->untied.count(param.unsafeGetTensorImpl()) != 0 ||
+          (found != data_->sums.end() && found->second.lookup_A.defined()));
 }
 
 bool FactorCapture::is_joint_bias(const at::Tensor& param) const { return data_->is_joint(param); }
@@ -156,9 +215,20 @@ void FactorCapture::set_layer(const at::Tensor& weight, FactorLayer layer) {
   data_->layers[weight.unsafeGetTensorImpl()] = std::move(layer);
 }
 
-void FactorCapture::forget_layers() { data_->layers.clear(); }
+void FactorCapture::forget_layers() {
+  data_->layers.clear();
+  data_->untied.clear();
+}
 
 void FactorCapture::forget() {
+  for (const auto& [weight, sums] : data_->sums) {
+    if (sums.lookup_A.defined() && data_->layers.count(weight) == 0) {
+      data_->untied.insert(weight);
+    }
+  }
+  for (auto& entry : data_->layers) {
+    entry.second.is_new = false;
+  }
   data_->sums.clear();
   if (capture_ != nullptr) {
     capture_->forget();

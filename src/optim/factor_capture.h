@@ -17,9 +17,12 @@ namespace torchium::optim::detail {
 
 // What the uses of a weight since the last step add up to (KfacLayer).
 struct FactorSums {
-  at::Tensor A;
+  at::Tensor A;  // undefined: it has only been looked up
   at::Tensor G;
-  // Of each backward pass; several uses in one are of the same samples.
+  // Of the weight as an embedding (gradients/kronecker_factors.h); undefined: not looked up.
+  at::Tensor lookup_A;
+  at::Tensor lookup_counts;
+  // Of each backward pass; several products in one are of the same samples.
   std::map<int64_t, int64_t> samples_of_pass;
   int64_t rows = 0;
 
@@ -32,9 +35,10 @@ struct FactorLayer {
   bool has_bias_row = false;  // A has a row for a bias
   int64_t groups = 1;
   bool is_transposed = false;  // the weight is [in, out]
+  bool is_new = false;         // seen since the last step for the first time
   bool diagonal_A = false;     // only the diagonal of a factor is kept
   bool diagonal_G = false;
-  std::string problem;  // why the weight has no factors, as "also looked up as an embedding"
+  std::string problem;  // why the weight has no factors, as "used as [in, out] and as [out, in]"
 
   // The weight as [out, ...].
   at::Tensor matrix(const at::Tensor& weight) const;
@@ -51,10 +55,13 @@ class FactorCapture {
   // one entry a watched parameter.
   void set_due(const std::vector<bool>& due, const std::vector<int64_t>& max_factor_sizes);
 
-  // Null: its factors were not due, or it was not used.
+  // What the uses of a weight add up to; lookups are included. Null: its factors were not due, or
+  // no product with it was seen.
   FactorSums* sums(const at::Tensor& weight) const;
   // Null: not known to be the weight of a linear layer or of a convolution.
   const FactorLayer* layer(const at::Tensor& weight) const;
+  // Whether the parameter has been looked up as an embedding, and was in no product.
+  bool is_only_looked_up(const at::Tensor& param) const;
   // Whether the parameter is the bias of a FactorLayer.
   bool is_joint_bias(const at::Tensor& param) const;
   // For a weight with state.

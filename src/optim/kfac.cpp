@@ -189,6 +189,9 @@ std::string KFAC::why_not(const at::Tensor& param) const {
   if (layer != nullptr && !layer->problem.empty()) {
     return layer->problem;
   }
+  if (capture_->is_only_looked_up(param)) {
+    return "looked up as an embedding";
+  }
   if (capture_->is_used_otherwise(param) ||
       (layer != nullptr && capture_->is_used_otherwise(layer->bias))) {
     return "also used otherwise than by a linear layer or convolution";
@@ -270,7 +273,8 @@ void KFAC::create_states(const detail::JointStep& step,
     if (!state.A().defined()) {
       detail::add_factors(state, weight, *capture_->layer(weight), split);
       for (const auto& [name, factor] : {std::pair("A", state.A()), std::pair("G", state.G())}) {
-        if (factor.dim() == 2) {
+        const auto& options = detail::kfac_options(*step.options[layer.weight]);
+        if (factor.dim() == 2 && factor.size(-1) > options.max_factor_size()) {
           diagonal[c10::str("a factor ", name)].push_back(
               c10::str(name_of(weight), " (", factor.size(-1), ")"));
         }

@@ -371,19 +371,90 @@ TEST(Kfac, FallsBackToMomentum) {
   EXPECT_EQ(warnings.text.find("SGD"), warnings.text.rfind("SGD"));  // once
 }
 
-TEST(Kfac, FallsBackForAWeightThatIsAnEmbeddingToo) {
-  nn::Embedding embedding(5, 3);
-  nn::Linear head(3, 3);
-  nn::Module model;
-  model.register_module("embedding", embedding);
-  model.register_module("head", head);
-  KFAC optimizer(model, KFACOptions(0.1));
-  const auto x = head(embedding(torch::tensor({1, 2, 3})));
-  cross_entropy(torch::linear(x, embedding->weight), torch::tensor({0, 1, 4})).backward();
+// A head with the weight of an embedding, by its matrix or by the transpose of that.
+struct TiedHead : public nn::Module {
+  TiedHead() {
+    torch::manual_seed(7);
+    embedding = register_module("embedding", nn::Embedding(nn::EmbeddingOptions(5, 3)));
+    mix = register_module("mix", nn::Linear(3, 3));
+    to(torch::kDouble);
+  }
+  torch::Tensor forward(const torch::Tensor& words) {
+    return torch::linear(mix(embedding(words)).tanh(), embedding->weight);
+  }
+  nn::Embedding embedding{nullptr};
+  nn::Linear mix{nullptr};
+};
+
+TEST(Kfac, PreconditionsAHeadThatIsTiedToAnEmbedding) {
+  TiedHead model;
+  const auto words = torch::tensor({1, 2, 1, 4});
+  const auto targets = torch::tensor({0, 1, 4, 4});
+  const double n = 4.0;
+  const double damping = 0.05;
+  KFAC optimizer(model, KFACOptions(1.0).momentum(0.0).kl_clip(std::nullopt).damping(damping));
+  const auto h = model.embedding(words);
+  const auto x = model.mix(h).tanh();
+  const auto z = torch::linear(x, model.embedding->weight);
+  const auto gradients = torch::autograd::grad({cross_entropy(z, targets)}, {z, h}, {}, true);
+  cross_entropy(model.forward(words), targets).backward();
+  const auto before = model.embedding->weight.detach().clone();
   Warnings warnings;
   optimizer.step();
-  expect_contains(warnings.text, "(looked up as an embedding: embedding.weight)");
+  EXPECT_EQ(warnings.text, "");
+  EXPECT_EQ(optimizer.report().preconditioned.size(), 3);
+
+  const torch::NoGradGuard no_grad;
+  const auto A1 = x.t().mm(x) / n;
+  const auto G1 = gradients[0].t().mm(gradients[0]) * n;
+  const auto A2 = gradients[1].t().mm(gradients[1]) * n;
+  const auto G2 = torch::diag(torch::tensor({0.0, 0.5, 0.25, 0.0, 0.25}, torch::kDouble));
+  const auto s1 = (G1.trace() / A1.trace()).sqrt();  // balances the pairs
+  const auto s2 = (G2.trace() / A2.trace()).sqrt();
+  auto A = s1 * A1 + s2 * A2;
+  auto G = G1 / s1 + G2 / s2;
+  A = A * (A1.trace() / A.trace());
+  G = G * ((A1.trace() * G1.trace() + A2.trace() * G2.trace()) / (A.trace() * G.trace()));
+  const auto& state = kfac_state(optimizer, model.embedding->weight);
+  expect_near(state.A()[0], A, 1e-12);
+  expect_near(state.G()[0], G.diag(), 1e-12);
+  EXPECT_EQ(optimizer.report().diagonal_G, std::vector<std::string>{"embedding.weight"});
+  G = torch::diag(G.diag());
+  const auto direction = reference_direction(A, G, model.embedding->weight.grad(), damping, "pi");
+  expect_near(before - model.embedding->weight.detach(), direction, 1e-10);
+}
+
+TEST(Kfac, FallsBackForAnEmbeddingThatIsAlsoAWeightInOut) {
+  TiedHead model;
+  KFAC optimizer(model, KFACOptions(0.1).TCov(1));
+  Warnings warnings;
+  for (int step = 0; step < 2; ++step) {
+    optimizer.zero_grad();
+    const auto soft = torch::randn({3, 5}, torch::kDouble);
+    model.mix(model.embedding(torch::tensor({1, 2, 3})) + soft.mm(model.embedding->weight))
+        .square()
+        .mean()
+        .backward();
+    optimizer.step();
+  }
+  expect_contains(warnings.text, "1 (used as [in, out] and as [out, in]: embedding.weight)");
   EXPECT_EQ(optimizer.report().fallback, std::vector<std::string>{"embedding.weight"});
+}
+
+// Its lookups are not captured any more when the head appears.
+TEST(Kfac, PreconditionsAHeadThatIsTiedLater) {
+  TiedHead model;
+  KFAC optimizer(model, KFACOptions(0.1).TCov(1));
+  const auto words = torch::tensor({1, 2, 1, 4});
+  for (int step = 0; step < 5; ++step) {
+    optimizer.zero_grad();
+    const auto loss = step < 2 ? model.mix(model.embedding(words)).square().mean()
+                               : cross_entropy(model.forward(words), torch::tensor({0, 1, 4, 4}));
+    loss.backward();
+    optimizer.step();
+    EXPECT_EQ(optimizer.report().fallback.size(), step < 2 ? 1 : 0);
+  }
+  EXPECT_EQ(kfac_state(optimizer, model.embedding->weight).factor_updates().item<float>(), 3.0F);
 }
 
 // Their layers receive time or position as the first dimension.

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torchium  # noqa: F401  registers the operators
 from captured_layers import MODELS, Batch, capture, loss_fn, model_and_batch
-from reference import per_sample_gradients
+from reference import per_sample_gradients, tied_factors
 from torch import Tensor, nn
 from torch.library import opcheck
 
@@ -255,6 +255,117 @@ def test_a_long_convolution_is_unfolded_in_pieces():
 def test_opcheck_of_factors(name, device):
     sums, x, g, options = factor_case(name, True, device)
     opcheck(ops.kronecker_factors_update_.default, (*sums, x, g), options)
+
+
+def lookup_case(device, diagonal: bool, words: int = 5, width: int = 3):
+    """Sums of an embedding that hold something, indices with a padding of 2, and a gradient."""
+    generator = torch.Generator().manual_seed(0)
+    indices = torch.randint(words, (4, 6), generator=generator).to(device)
+    h = torch.randn(4, 6, width, generator=generator, dtype=torch.float64).to(device)
+    A = torch.eye(width, dtype=torch.float64, device=device)[None]
+    counts = torch.ones(1, words, dtype=torch.float64, device=device)
+    options = {"use": [2, -1, -1, 0, 2, *[0] * 7], "weight_shape": [words, width]}
+    return [A.diagonal(0, -2, -1).clone() if diagonal else A, counts], indices, h, options
+
+
+@pytest.mark.parametrize("accumulate", [True, False])
+@pytest.mark.parametrize("diagonal", [True, False])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_factors_of_an_embedding_are_counts_and_a_second_moment(
+    diagonal, accumulate, dtype, device
+):
+    sums, indices, h, options = lookup_case(device, diagonal)
+    A = torch.eye(3, dtype=h.dtype, device=device) * accumulate
+    counts = torch.ones(5, dtype=h.dtype, device=device) * accumulate
+    for index, row in zip(indices.flatten().tolist(), h.flatten(0, 1), strict=True):
+        if index != 2:
+            counts[index] += 1
+            A = A + torch.outer(row, row)
+    h[indices == 2] = math.nan  # what reaches padding has no effect
+    ops.kronecker_factors_update_(*sums, indices.to(dtype), h, **options, accumulate=accumulate)
+    torch.testing.assert_close(sums[1][0], counts, rtol=0, atol=0)
+    torch.testing.assert_close(sums[0][0], A.diagonal() if diagonal else A)
+
+
+def spd(n: int, seed: int) -> Tensor:
+    X = torch.randn(n, n + 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return X @ X.mT
+
+
+@pytest.mark.parametrize("kept", ["matrices", "diagonal_A", "diagonal_G", "diagonals"])
+@pytest.mark.parametrize("bias", [0, 1])
+@pytest.mark.parametrize("scale", [0.0, 1e-6, 1.0, 1e6])
+def test_products_and_lookups_become_one_pair_of_factors(kept, bias, scale, device):
+    rows, words, width = 10, 5, 3
+    A1, G1, A2 = spd(width + bias, 0), spd(words, 1), scale * spd(width, 2)
+    counts = torch.tensor([3.0, 0.0, 1.0, 0.0, 8.0], dtype=torch.float64)
+    padded = nn.functional.pad(A2, (0, bias, 0, bias))
+    A, G = tied_factors(A1 / rows, G1, padded, torch.diag(counts / counts.sum()))
+
+    torch.testing.assert_close(A.trace(), A1.trace() / rows)
+    fisher = torch.kron(G1, A1 / rows) + torch.kron(torch.diag(counts / counts.sum()), padded)
+    torch.testing.assert_close(A.trace() * G.trace(), fisher.trace())
+    assert torch.linalg.eigvalsh(2 * torch.kron(G, A) - fisher)[0] > -1e-9 * fisher.trace()
+
+    diagonal_A, diagonal_G = (
+        kept in ("diagonal_A", "diagonals"),
+        kept in ("diagonal_G", "diagonals"),
+    )
+    A_sum, G_sum, lookup_A = (
+        (M.diagonal() if diagonal else M).clone()[None].to(device)
+        for M, diagonal in ((A1, diagonal_A), (G1, diagonal_G), (A2, diagonal_A))
+    )
+    ops.kronecker_factors_add_lookups_(A_sum, G_sum, lookup_A, counts[None].to(device), rows=rows)
+    torch.testing.assert_close(A_sum[0].cpu(), rows * (A.diagonal() if diagonal_A else A))
+    torch.testing.assert_close(G_sum[0].cpu(), G.diagonal() if diagonal_G else G)
+
+
+def test_lookups_like_the_products_double_the_fisher_matrix():
+    """As two linear layers do that share a weight and see the same."""
+    A, G = spd(3, 0)[None], torch.tensor([[1.0, 2.0, 3.0, 4.0]], dtype=torch.float64)
+    A_sum, G_sum = 10 * A, G.clone()
+    ops.kronecker_factors_add_lookups_(A_sum, G_sum, A * G.sum(), 7 * G, rows=10)
+    torch.testing.assert_close(A_sum, 10 * A)
+    torch.testing.assert_close(G_sum, 2 * G)
+
+
+@pytest.mark.parametrize("zero", ["inputs", "output_gradients", "lookups", "all"])
+def test_factors_of_layers_without_a_signal_are_finite(zero):
+    A, G, lookups = spd(3, 0)[None], torch.ones(1, 4).double(), spd(3, 1)[None]
+    counts = torch.ones(1, 4).double()
+    A = A * (zero not in ("inputs", "all"))
+    G = G * (zero not in ("output_gradients", "all"))
+    lookups, counts = (t * (zero not in ("lookups", "all")) for t in (lookups, counts))
+    ops.kronecker_factors_add_lookups_(A, G, lookups, counts, rows=2)
+    assert A.isfinite().all()
+    assert G.isfinite().all()
+    assert bool(A.any()) == bool(G.any()) == (zero != "all")
+
+
+@pytest.mark.parametrize("diagonal", [True, False])
+def test_opcheck_of_lookups(diagonal, device):
+    sums, indices, h, options = lookup_case(device, diagonal)
+    opcheck(ops.kronecker_factors_update_.default, (*sums, indices, h), options)
+    heads = [torch.ones(1, 4, 4), torch.ones(1, 5)]
+    arguments = (*(t.to(device, h.dtype) for t in heads), *sums)
+    opcheck(ops.kronecker_factors_add_lookups_.default, arguments, {"rows": 3})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"A_sum": torch.zeros(1, 4, 4).double()}, r"A_sum has shape \[1, 4, 4\]"),
+        ({"G_sum": torch.zeros(1, 5, 5).double()}, r"a diagonal, \[1, 5\], got shape"),
+        ({"output_gradient": torch.zeros(4, 5, 3)}, "they must be .* and .*width"),
+    ],
+)
+def test_wrong_lookups_are_refused(change, message):
+    sums, indices, h, options = lookup_case("cpu", diagonal=False)
+    arguments = {"A_sum": sums[0], "G_sum": sums[1], "input": indices, "output_gradient": h}
+    with pytest.raises(ValueError, match=message):
+        ops.kronecker_factors_update_(**{**arguments, **options, **change})
+    with pytest.raises(ValueError, match="do not fit"):
+        ops.kronecker_factors_add_lookups_(*sums, *sums[:1], sums[1][:, :4], rows=3)
 
 
 @pytest.mark.parametrize("name", ["mlp", "convolutions", "tied_embedding"])

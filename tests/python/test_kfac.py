@@ -169,6 +169,22 @@ class Tied(nn.Module):
         return self.out(x)
 
 
+class TiedHead(nn.Module):
+    """An embedding, looked up in two places, whose weight is that of a head with a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 4, padding_idx=2)
+        self.mix = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 7)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        words = (3 * x).long() % 7
+        x = torch.tanh(self.mix(self.table(words))) + self.table(words[:, :1])
+        return self.head(x).mean(1)
+
+
 class Sequences(nn.Module):
     """Linear layers on [N, T1, T2, features]."""
 
@@ -229,6 +245,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (lambda: mlp(4, 6, 5, 3), (4,)),
     "repeated": (Repeated, (4,)),
     "tied": (Tied, (4,)),
+    "tied_head": (TiedHead, (4,)),
     "sequences": (Sequences, (4,)),
     "convolutions": (convolutions, (2, 6, 7)),
     "transposed": (Transposed, (4,)),
@@ -294,7 +311,7 @@ def test_training_follows_the_reference(name, options, split, device):
 
 @ignore_fallback
 @pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("name", ["mlp", "tied", "convolutions"])
+@pytest.mark.parametrize("name", ["mlp", "tied", "tied_head", "convolutions"])
 @pytest.mark.parametrize("sizes", [(4, 4), (1, 5, 2), (8,)])
 def test_micro_batches_equal_one_batch(name, sizes, split, device):
     """Each brings its share of the mean loss, in a backward pass of its own."""
@@ -321,7 +338,7 @@ def factors_of(optimizer: torchium.KFAC) -> list[Tensor]:
 
 
 @ignore_fallback
-@pytest.mark.parametrize("name", ["mlp", "repeated", "convolutions"])
+@pytest.mark.parametrize("name", ["mlp", "repeated", "tied_head", "convolutions"])
 def test_a_sum_has_the_factors_of_the_mean(name, device):
     """batch_averaged says which of the two the loss is."""
     results = []
@@ -350,11 +367,12 @@ def test_a_sum_has_the_factors_of_the_mean(name, device):
 
 
 @ignore_fallback
+@pytest.mark.parametrize("name", ["convolutions", "tied_head"])
 @pytest.mark.parametrize("unscale", [False, True])
-def test_a_loss_scale_cancels(unscale, device):
+def test_a_loss_scale_cancels(unscale, name, device):
     results = []
     for enabled in (False, True):
-        model, shape = make_model("convolutions")
+        model, shape = make_model(name)
         model.to(device)
         scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, enabled=enabled)
         optimizer = torchium.KFAC(model, lr=0.1, TCov=1, TInv=1, grad_scaler=scaler)

@@ -29,14 +29,15 @@ def train(model: nn.Module, optimizer, inputs, steps: int = 2) -> list[str]:
 # ---- what falls back
 
 
-class Tied(nn.Module):
-    """A table that is also the weight of a linear layer."""
+class Words(nn.Module):
+    """A table, a layer and a head; `tied`: with the weight of the table."""
 
-    def __init__(self):
+    def __init__(self, tied=True, **options):
         super().__init__()
-        self.table, self.middle = nn.Embedding(6, 4), nn.Linear(4, 4)
+        self.table, self.middle = nn.Embedding(6, 4, **options), nn.Linear(4, 4)
         self.out = nn.Linear(4, 6, bias=False)
-        self.out.weight = self.table.weight
+        if tied:
+            self.out.weight = self.table.weight
 
     def forward(self, x):
         return self.out(self.middle(self.table(x)))
@@ -98,7 +99,11 @@ class FrozenWeight(nn.Module):
 
 # model -> reasons of the parameters that fall back
 FALLBACK = {
-    "tied_embedding": (Tied, {"table.weight": "Embedding and Linear"}),
+    "embedding": (lambda: Words(tied=False), {"table.weight": "Embedding"}),
+    "tied_to_counted_rows": (
+        lambda: Words(scale_grad_by_freq=True),
+        {"table.weight": "tied to an Embedding that has scale_grad_by_freq=True"},
+    ),
     "two_biases": (
         TwoBiases,
         dict.fromkeys(["a.bias", "b.bias"], "not the one bias of its weight"),
@@ -167,7 +172,7 @@ def test_other_parameters_take_sgd_steps_and_are_named_once(kind, form):
     model = make()
     options = {"lr": 0.1, "momentum": 0.5, "weight_decay": 0.1}
     optimizer = torchium.KFAC(model if form == "model" else model.named_parameters(), **options)
-    x = torch.randint(6, (5,)) if kind == "tied_embedding" else torch.randn(5, 4)
+    x = torch.randint(6, (5,)) if isinstance(model, Words) else torch.randn(5, 4)
 
     names = {n for n, p in model.named_parameters() if p.requires_grad}
     fallback = {n: p for n, p in model.named_parameters() if n in reasons}
@@ -408,7 +413,7 @@ def test_diagonal_factors_go_through_checkpoints(split):
 # ---- transformers
 
 
-def test_gpt2_is_preconditioned_but_for_its_tables_and_norms():
+def test_gpt2_is_preconditioned_but_for_its_positions_and_norms():
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.GPT2Config(
@@ -430,9 +435,9 @@ def test_gpt2_is_preconditioned_but_for_its_tables_and_norms():
         messages += [str(w.message) for w in caught]
         losses.append(loss.item())
     assert losses[-1] < 0.9 * losses[0]
-    assert "1 (Embedding and Linear: transformer.wte.weight)" in messages[0]
+    assert "1 (Embedding: transformer.wpe.weight)" in messages[0]
     layers = {name for name in optimizer.report()["preconditioned"]}
-    assert layers == {
+    assert layers == {"transformer.wte.weight"} | {
         f"transformer.h.{block}.{layer}.{name}"
         for block in range(2)
         for layer in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")

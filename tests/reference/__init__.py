@@ -7,7 +7,7 @@ paper; nothing is batched, fused or done in place for speed.
 
 from .adagrad import ReferenceAdagrad
 from .blocking import blocks_of, preconditioned_shape
-from .kfac import Layer, ReferenceKFAC, capture, layers_of
+from .kfac import Layer, ReferenceKFAC, capture, layers_of, tied_factors
 from .natural_gradient import ReferenceNaturalGradient, fisher, natural_gradient
 from .per_sample import per_sample_gradients
 from .roots import damped_power, root_is_due
@@ -28,4 +28,5 @@ __all__ = [
     "per_sample_gradients",
     "preconditioned_shape",
     "root_is_due",
+    "tied_factors",
 ]

@@ -7,14 +7,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-# Of one sample: inputs a [groups, T, a] (1 appended for a bias) and gradients of its loss by the
-# outputs g [groups, T, o/groups] at T positions.
-Sample = tuple[Tensor, Tensor]
+
+class Sample(NamedTuple):
+    """What a layer sees of one sample at T positions, and where its weight is an embedding too."""
+
+    a: Tensor  # inputs [groups, T, a], 1 appended for a bias
+    g: Tensor  # gradients of the loss of the sample by the outputs [groups, T, o/groups]
+    words: Tensor | None = None  # looked up, without padding [L]
+    h: Tensor | None = None  # gradients by what was looked up [L, a]
 
 
 @dataclass
@@ -134,13 +139,39 @@ class ReferenceKFAC:
 
 
 def factors(samples: list[Sample]) -> tuple[Tensor, Tensor]:
-    """A = sum a a^T / (N T) and G = sum g g^T / N."""
+    """A = sum a a^T / (N T) and G = sum g g^T / N; with lookups as in tied_factors, G a diagonal."""
     A, G, rows = 0.0, 0.0, 0
-    for a, g in samples:
+    for a, g, *_ in samples:
         A = A + sum(torch.einsum("gi,gj->gij", a[:, t], a[:, t]) for t in range(a.shape[1]))
         G = G + sum(torch.einsum("gi,gj->gij", g[:, t], g[:, t]) for t in range(g.shape[1]))
         rows += a.shape[1]
-    return A / rows, G / len(samples)
+    A, G = A / rows, G / len(samples)
+    lookups = [(s.words, s.h) for s in samples if s.words is not None]
+    if not lookups:
+        return A, G
+    words, h = (torch.cat(parts) for parts in zip(*lookups, strict=True))
+    h = nn.functional.pad(h, (0, A.shape[-1] - h.shape[-1]))  # a bias is not looked up
+    frequencies = torch.bincount(words, minlength=G.shape[-1]).to(h.dtype) / max(len(words), 1)
+    A, G = tied_factors(A[0], G[0], h.mT @ h / len(samples), torch.diag(frequencies))
+    return A[None], torch.diag(G.diagonal())[None]
+
+
+def tied_factors(A1: Tensor, G1: Tensor, A2: Tensor, G2: Tensor) -> tuple[Tensor, Tensor]:
+    """A and G instead of G1 (x) A1 + G2 (x) A2, for a head that is an embedding too.
+
+    (G1 / s1 + G2 / s2) (x) (s1 A1 + s2 A2) bounds the sum for any scales s. Its trace is least where
+    the two pairs have one ratio of the traces of their factors (the rule of pi in section 6.3 of
+    Martens and Grosse). It is then scaled to the trace of the sum, and A to that of A1.
+    """
+    s1, s2 = (
+        torch.sqrt(G.trace() / A.trace()) if A.trace() > 0 else 0 for A, G in ((A1, G1), (A2, G2))
+    )
+    if not s2:
+        return A1, G1
+    A, G = s1 * A1 + s2 * A2, (G1 / s1 if s1 else 0) + G2 / s2
+    total = G1.trace() * A1.trace() + G2.trace() * A2.trace()
+    A = A * ((A1.trace() or 1) / A.trace())
+    return A, G * (total / (A.trace() * G.trace()))
 
 
 def kept(F: Tensor, max_factor_size: int) -> Tensor:
@@ -225,16 +256,25 @@ def capture(
             hook.remove()
         uses = [use for use in uses if getattr(use[0], "weight", None) in index]
         gradients = torch.autograd.grad(loss, [output for *_, output in uses])
-        rows: dict[int, list[Sample]] = {}
+        rows: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        lookups: dict[int, list[tuple[Tensor, Tensor]]] = {}
         for (module, a, _), g in zip(uses, gradients, strict=True):
             i = index[module.weight]
+            if isinstance(module, nn.Embedding):
+                counts = a != (-1 if module.padding_idx is None else module.padding_idx)
+                lookups.setdefault(i, []).append((a[counts], g[counts]))
+                continue
             rows.setdefault(i, []).append(position_rows(module, a, g, layers[i].bias is not None))
         for i, pairs in rows.items():  # several uses are more positions
-            captured[i].append(tuple(torch.cat(side, dim=1) for side in zip(*pairs, strict=True)))
+            sides = [torch.cat(side, dim=1) for side in zip(*pairs, strict=True)]
+            found = [torch.cat(side) for side in zip(*lookups.get(i, []), strict=True)]
+            captured[i].append(Sample(*sides, *found))
     return captured
 
 
-def position_rows(module: nn.Module, a: Tensor, g: Tensor, with_bias: bool) -> Sample:
+def position_rows(
+    module: nn.Module, a: Tensor, g: Tensor, with_bias: bool
+) -> tuple[Tensor, Tensor]:
     """Input and output gradient of one use for one sample, as rows of positions."""
     if isinstance(module, nn.Conv2d):
         a, g = convolution_rows(module, a, g)

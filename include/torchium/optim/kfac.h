@@ -51,8 +51,8 @@ struct TORCHIUM_API KFACOptions : public torch::optim::OptimizerCloneableOptions
   TORCH_ARG(std::string, damping_split) = "pi";
   /// Of the inverses: "eigh", "newton" (not with "exact") or "auto" (linalg/matrix_functions.h).
   TORCH_ARG(std::string, root_method) = "eigh";
-  /// Of a factor of a larger order only the diagonal is kept, >= 1. A new value counts for factors
-  /// that do not exist yet.
+  /// Of a factor of a larger order only the diagonal is kept, >= 1; of G of a tied head always. A
+  /// new value counts for factors that do not exist yet.
   TORCH_ARG(int64_t, max_factor_size) = 5000;
   /// Ascend instead of descend.
   TORCH_ARG(bool, maximize) = false;
@@ -67,8 +67,9 @@ struct TORCHIUM_API KFACOptions : public torch::optim::OptimizerCloneableOptions
 
 /// State of one parameter. The weight of a layer has the factors of the layer: stacks of one matrix
 /// a channel group, in the state dtype. a is the fan-in of a group, and one more if there is a
-/// bias; o are all outputs. Of a factor above max_factor_size the diagonal alone is kept, [groups,
-/// n] instead of [groups, n, n]; then its inverse or eigenvectors (the identity) are too.
+/// bias; o are all outputs. Of a factor above max_factor_size, and of G of a tied head, the
+/// diagonal alone is kept, [groups, n] instead of [groups, n, n]; then its inverse or eigenvectors
+/// (the identity) are too.
 struct TORCHIUM_API KFACParamState : public SecondOrderParamState {
   /// If momentum > 0: the shape of the parameter.
   TORCH_ARG(at::Tensor, momentum_buffer);
@@ -113,10 +114,10 @@ struct KFACReport {
 };
 
 /// K-FAC for linear layers and two-dimensional convolutions, as modules or as operators
-/// (CapturingOptimizer), also x W with a weight [in, out], as addmm(b, x, W). Other parameters,
-/// those that are used in another way too (a head that is also looked up as an embedding), and
-/// those within recurrent and transformer layers take steps of SGD with momentum; a warning counts
-/// them and names some, report() all.
+/// (CapturingOptimizer), also x W with a weight [in, out], as addmm(b, x, W), and also where the
+/// weight is looked up as an embedding too (a tied head). Other parameters, embeddings that are not
+/// tied, those that are used in another way too, and those within recurrent and transformer layers
+/// take steps of SGD with momentum; a warning counts them and names some, report() all.
 ///
 ///     torchium::optim::KFAC optimizer(*model, torchium::optim::KFACOptions(0.01).TInv(20));
 class TORCHIUM_API KFAC : public CapturingOptimizer {

@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from .._capture import Capture, Use
 from .._layers import (
     MATRIX_KINDS,
+    TIED_KINDS,
+    LayerKind,
     computed_weight,
     core_tensors,
     has_transposed_weight,
+    layer_kind,
     use_row,
     why_unsupported,
 )
@@ -37,6 +40,12 @@ class FactorSums:
     samples: dict[int, int] = field(default_factory=dict)  # of each backward pass
     rows: int = 0
 
+    def add(self, lookups: FactorSums) -> None:
+        """Adds what the lookups of the weight as an embedding came to."""
+        torch.ops.torchium.kronecker_factors_add_lookups_(
+            self.A, self.G, lookups.A, lookups.G, rows=self.rows
+        )
+
 
 class FactorCapture(Capture):
     """Adds each use of a weight to the sums of its layer as soon as its gradient is there.
@@ -50,9 +59,11 @@ class FactorCapture(Capture):
         wants: Callable[[dict[str, Tensor]], bool],
         loss_scale: Callable[[], Tensor | None],
     ) -> None:
-        super().__init__(MATRIX_KINDS, wants)
+        super().__init__(TIED_KINDS, wants)
         self._loss_scale = weakref.WeakMethod(loss_scale)
         self.sums: dict[Tensor, FactorSums] = {}
+        # Of weights as embeddings: A of the output gradients, and how often each row was looked up.
+        self.lookups: dict[Tensor, FactorSums] = {}
         # Shapes of A and G where there is state already.
         self.shapes: dict[Tensor, tuple[torch.Size, torch.Size]] = {}
         # Largest order of a factor that is kept as a matrix.
@@ -94,11 +105,11 @@ class FactorCapture(Capture):
 
     def joint_bias(self, weight: Tensor) -> Tensor | None:
         """The bias that shares the factors of the weight: the same one wherever that is used."""
-        owners = self.owners[weight]
-        bias = owners[0]._parameters.get("bias")
+        layers = [module for module in self.owners[weight] if not isinstance(module, nn.Embedding)]
+        bias = layers[0]._parameters.get("bias") if layers else None
         if bias is None or bias not in self._params or not bias.requires_grad:
             return None
-        return bias if set(self.owners[bias]) == set(owners) else None
+        return bias if set(self.owners[bias]) == set(layers) else None
 
     def matrix(self, weight: Tensor) -> Tensor:
         """The weight as [out, ...]: a view of that of a layer that has it as [in, out]."""
@@ -108,12 +119,27 @@ class FactorCapture(Capture):
     def groups(self, weight: Tensor) -> int:
         return int(getattr(self.owners[weight][0], "groups", 1))
 
+    def may_be_in_products(self, weight: Tensor) -> bool:
+        """Whether a layer that is no embedding owns the weight, or one may still be found."""
+        owners = self.owners.get(weight, ())
+        return self.is_searching() or not all(isinstance(m, nn.Embedding) for m in owners)
+
+    def sums_of(self, weight: Tensor) -> FactorSums | None:
+        """What the uses of a weight add up to; None: no product with it was seen."""
+        sums = self.sums.get(weight)
+        lookups = self.lookups.pop(weight, None)
+        if sums is not None and lookups is not None:
+            sums.add(lookups)
+        return sums
+
     def forget(self) -> None:
         super().forget()
         self.sums.clear()
+        self.lookups.clear()
 
     def _restart(self, param: Tensor, root: int) -> None:
         self.sums.pop(param, None)
+        self.lookups.pop(param, None)
 
     def _reached(self, name: str, use: Use) -> None:
         if name != "weight" or self.problem(use.params["weight"]) is not None:
@@ -125,10 +151,12 @@ class FactorCapture(Capture):
         if scale is not None:  # here, since the square of it may be too large
             scale = scale.to(output_gradient.device, non_blocking=True)
             output_gradient = output_gradient.to(state_dtype(weight)) / scale
-        seen = weight in self.sums
+        is_lookup = layer_kind(use.module) is LayerKind.EMBEDDING
+        kept = self.lookups if is_lookup else self.sums
+        seen = weight in kept
         if not seen:
-            self.sums[weight] = self._new_sums(weight)
-        sums = self.sums[weight]
+            kept[weight] = self._new_sums(weight, is_lookup)
+        sums = kept[weight]
         torch.ops.torchium.kronecker_factors_update_(
             sums.A,
             sums.G,
@@ -138,31 +166,45 @@ class FactorCapture(Capture):
             weight_shape=self.matrix(weight).shape,
             accumulate=seen,
         )
+        if is_lookup:
+            return
         # Several uses in one pass are of the same samples.
         samples = input.shape[0]
         sums.samples[use.root] = max(samples, sums.samples.get(use.root, 0))
         sums.rows += output_gradient.numel() // self.matrix(weight).shape[0]
 
-    def _new_sums(self, weight: Tensor) -> FactorSums:
+    def _new_sums(self, weight: Tensor, of_lookups: bool) -> FactorSums:
         options: Any = {"dtype": state_dtype(weight), "device": weight.device}
         A, G = self.shapes.get(weight) or self.new_shapes(weight)
+        if of_lookups:
+            words, width = weight.shape
+            A, G = _factor_shape(1, width, len(A) == 2), _factor_shape(1, words, True)
         return FactorSums(torch.empty(A, **options), torch.empty(G, **options))
 
     def new_shapes(self, weight: Tensor) -> tuple[torch.Size, torch.Size]:
-        """Shapes of the factors of a layer without any; those above its limit are diagonals."""
+        """Shapes of the factors of a layer without any.
+
+        Diagonals are those above its limit, and G of a head that is tied to an embedding.
+        """
         groups, matrix, limit = self.groups(weight), self.matrix(weight), self.limits[weight]
         a = _fan_in(matrix) + (self.joint_bias(weight) is not None)
         o = matrix.shape[0] // groups
-        return _factor_shape(groups, a, a > limit), _factor_shape(groups, o, o > limit)
+        is_tied = any(isinstance(module, nn.Embedding) for module in self.owners[weight])
+        return _factor_shape(groups, a, a > limit), _factor_shape(groups, o, is_tied or o > limit)
 
 
 def _problem_of_layers(modules: list[nn.Module]) -> str | None:
     """Why the weight of these layers has no factors; None: it has."""
+    is_tied = not all(isinstance(module, nn.Embedding) for module in modules)
+    kinds = TIED_KINDS if is_tied else MATRIX_KINDS
     for module in modules:
         how = computed_weight(module)
         if how is not None:
             return f"weight computed by {how}"
-        if why_unsupported(module, MATRIX_KINDS):
+        why = why_unsupported(module, kinds)
+        if why and why.startswith("has ") and is_tied and layer_kind(module) is LayerKind.EMBEDDING:
+            return f"tied to an Embedding that {why}"
+        if why:
             return " and ".join(dict.fromkeys(type(m).__name__ for m in modules))
     return None
 

@@ -71,10 +71,10 @@ class KFAC(CapturingOptimizer):
     over them: :math:`A = \sum a a^\top / (N T)`, :math:`G = \sum g g^\top / N`.
 
     Layers are ``nn.Linear`` (any leading dimensions; dimension 0 is the sample), the ``Conv1D`` of
-    transformers, and ``nn.Conv2d``, also if a weight is shared or a layer is used several times. Other
-    parameters, and weights that are also used outside of their layer or looked up by an
-    ``nn.Embedding`` (tied heads), take steps of SGD with momentum; a warning counts them once, and
-    :meth:`report` names them. Micro-batches with loss / k, one ``backward()`` each, equal one batch.
+    transformers, and ``nn.Conv2d``, also if a weight is shared or a layer is used several times. The
+    weight of a linear layer may be that of an ``nn.Embedding`` too (a tied head). Other parameters,
+    embeddings that are not tied, and weights that are also used outside of their layer take steps of
+    SGD with momentum; a warning counts them once, and :meth:`report` names them. Micro-batches with loss / k, one ``backward()`` each, equal one batch.
     Passes without ``backward()`` between two steps leave no trace. ``zero_grad()`` of the optimizer
     forgets what was captured, and so does every step.
 
@@ -113,7 +113,7 @@ class KFAC(CapturingOptimizer):
             faster one; see :func:`torchium.linalg.matrix_inverse_root`. ``"exact"`` needs
             eigenvectors, and so ``"eigh"`` or ``"auto"``, which are the same there (default: "eigh").
         max_factor_size (int): of a factor of a larger order only the diagonal is kept; a warning and
-            :meth:`report` name those. A factor of order n takes :math:`8 n^2` bytes with its inverse,
+            :meth:`report` name those. G of a tied head is always a diagonal. A factor of order n takes :math:`8 n^2` bytes with its inverse,
             and an inversion of order :math:`n^3` operations. A new value counts for factors that do not
             exist yet (default: 5000).
         grad_scaler (GradScaler, optional): scales the loss, under mixed precision; its scale is taken
@@ -241,6 +241,8 @@ class KFAC(CapturingOptimizer):
         weight = params.get("weight")
         if weight is None or self._host_step(weight) % self._group_of(weight)["TCov"]:
             return False
+        if not self._capture.may_be_in_products(weight):
+            return False
         self._note_shapes(weight)
         return True
 
@@ -274,7 +276,7 @@ class KFAC(CapturingOptimizer):
         for param in step.params:
             if capture.weight_beside(param) is not param or capture.problem(param) is not None:
                 continue
-            sums, has_factors = capture.sums.get(param), self._knows_factors(param)
+            sums, has_factors = capture.sums_of(param), self._knows_factors(param)
             if sums is None and not has_factors:
                 continue
             bias = capture.joint_bias(param) if capture.has_room(param) else None
@@ -330,7 +332,7 @@ class KFAC(CapturingOptimizer):
             matrix, shapes = self._capture.matrix(weight), self._capture.new_shapes(weight)
             state.update(fresh_factors(matrix, *shapes, split))
             for factor, shape in zip(FACTORS, shapes, strict=True):
-                if len(shape) == 2:
+                if len(shape) == 2 and shape[-1] > self._capture.limits[weight]:
                     name = f"{self._short_name(weight)} ({shape[-1]})"
                     diagonal.setdefault(f"a factor {factor}", []).append(name)
         if diagonal:
