@@ -90,6 +90,13 @@ inline std::vector<std::pair<std::string, torch::Tensor>> state_tensors(
   return static_cast<const optim::SecondOrderParamState&>(*found->second).tensors();
 }
 
+// The dtype of a state tensor of a parameter that is not float64.
+inline torch::Dtype float32_state_dtype(const std::string& key) {
+  return key == "step"                        ? torch::kDouble
+         : key.rfind("root_failures", 0) == 0 ? torch::kInt
+                                              : torch::kFloat;
+}
+
 inline Tensors all_state(const torch::optim::Optimizer& optimizer) {
   Tensors result;
   for (const auto& group : optimizer.param_groups()) {
