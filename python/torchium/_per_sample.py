@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from ._layers import mixes_samples
-from ._per_sample_layers import SampleLoss, layer_gradients
+from ._per_sample_layers import SampleLoss, layer_gradients, leaves
 from ._sample_trees import SampleTree, count_samples
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -30,7 +30,8 @@ def per_sample_gradients(
 
     Args:
         model: any module; frozen parameters are left out.
-        loss_fn: ``loss_fn(output, target)`` -> one number.
+        loss_fn: ``loss_fn(output, target)`` -> one number. It may use parameters of the model, as
+            ``model.weight`` in a penalty.
         inputs: ``[batch, ...]``; a dict of such tensors is passed as keyword arguments
             (``model(**inputs)``), a tuple or list as positional ones. They may be nested, and hold
             None, bool and str, which are the same for all samples.
@@ -42,9 +43,10 @@ def per_sample_gradients(
         in ``model.named_parameters()``.
 
     Raises:
-        ValueError: batch sizes that differ or are zero; a loss of more than one number; a module
-            (named) whose output for a sample depends on other samples, on random numbers or on
-            statistics that it changes.
+        ValueError: batch sizes that differ or are zero; a loss of more than one number; a loss of a
+            parameter (named) by a reference that was kept, as ``weight = model.weight`` before the
+            call; a module (named) whose output for a sample depends on other samples, on random
+            numbers or on statistics that it changes.
 
     Three ways lead to the same rows:
 
@@ -99,6 +101,7 @@ def _sample_loss(
 ) -> SampleLoss:
     """The loss of one sample, a function of parameters and tensors without a batch dimension."""
     frozen = {n: p.detach() for n, p in model.named_parameters() if not p.requires_grad}
+    scope = _Scope(model)
 
     def sample_loss(parameters: dict[str, Tensor], tensors: tuple[Tensor, ...]) -> Tensor:
         batch = [t.unsqueeze(0) for t in tensors]
@@ -108,12 +111,26 @@ def _sample_loss(
         args = tuple(arguments) if isinstance(arguments, (tuple, list)) else (arguments,)
         # Copies: a module that counts its calls in a buffer must not count this one.
         buffers = {n: b.detach().clone() for n, b in model.named_buffers()}
-        output = functional_call(
-            model, {**parameters, **frozen, **buffers}, () if kwargs else args, kwargs
-        )
-        return _one_number(loss_fn(output, target))
+
+        def loss() -> Tensor:
+            return _one_number(loss_fn(model(*(() if kwargs else args), **kwargs), target))
+
+        own = {f"model.{n}": t for n, t in {**parameters, **frozen, **buffers}.items()}
+        result: Tensor = functional_call(scope, own, (loss,))
+        return result
 
     return sample_loss
+
+
+class _Scope(nn.Module):
+    """Where the parameters of a model are replaced, for its loss too, which may use them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[[], Tensor]) -> Tensor:
+        return function()
 
 
 def _all_together(
@@ -136,10 +153,12 @@ def _by_vmap(
     """The gradients of any model that vmap supports."""
     # Copies: an embedding with max_norm changes its weight.
     copies = {n: p.detach().clone() for n, p in parameters.items()}
-    gradients = vmap(grad(sample_loss), in_dims=(None, 0), randomness="error")
-    with torch.no_grad():
-        result: dict[str, Tensor] = gradients(copies, tuple(tensors))
-    return result
+    function = vmap(grad_and_value(sample_loss), in_dims=(None, 0), randomness="error")
+    # The graph of the losses holds no copies, only what loss_fn and the model have brought along.
+    with torch.enable_grad():
+        gradients, losses = function(copies, tuple(tensors))
+    _refuse_kept_references(losses, parameters)
+    return {n: gradient.detach() for n, gradient in gradients.items()}
 
 
 def _one_by_one(
@@ -152,6 +171,7 @@ def _one_by_one(
     for i in range(samples):
         with torch.enable_grad():
             loss = sample_loss(own, tuple(t[i] for t in tensors))
+        _refuse_kept_references(loss, parameters)
         if not own or not loss.requires_grad:
             continue
         found = torch.autograd.grad(loss, list(own.values()), allow_unused=True)
@@ -159,6 +179,18 @@ def _one_by_one(
             if gradient is not None:
                 row[i] = gradient.to_dense() if gradient.is_sparse else gradient
     return rows
+
+
+def _refuse_kept_references(losses: Tensor, parameters: dict[str, Tensor]) -> None:
+    """Refuses losses of the parameters themselves: only what replaces them has gradients."""
+    found = set() if losses.grad_fn is None else leaves(losses.grad_fn, {})
+    for name, parameter in parameters.items():
+        if parameter in found:
+            raise ValueError(
+                f"the loss depends on a reference to the parameter {name!r} that loss_fn or the "
+                "model has kept, by which it has no gradient of a sample; read the parameter from "
+                "its module whenever the loss is computed, as in model.weight"
+            )
 
 
 @contextmanager

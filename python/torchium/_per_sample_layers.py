@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,7 +159,9 @@ def layer_gradients(
     uses = recorder.uses
     if not recorder.complete or losses.grad_fn is None or not uses:
         return None
-    if _used_outside(losses.grad_fn, uses, set(own.values())) or _overwritten(uses):
+    used_outside = leaves(losses.grad_fn, {use.output_edge.node: use.input_edge for use in uses})
+    # Those of the model itself, of which someone has kept a reference, are refused on the other way.
+    if not used_outside.isdisjoint([*own.values(), *parameters.values()]) or _overwritten(uses):
         return None
     edges = [use.output_edge for use in uses]
     gradients = torch.autograd.grad(losses, edges, torch.ones_like(losses), allow_unused=True)
@@ -179,9 +181,9 @@ def _is_known(layer: nn.Module) -> bool:
     )
 
 
-def _used_outside(root: Node, uses: list[_Use], parameters: set[Tensor]) -> bool:
-    """Whether the graph reaches a parameter by another way than through the layers."""
-    inputs = {use.output_edge.node: use.input_edge for use in uses}
+def leaves(root: Node, inputs: Mapping[Node, GradientEdge | None]) -> set[Tensor]:
+    """The leaves that the graph reaches. What is before a node of ``inputs`` is its edge alone."""
+    found: set[Tensor] = set()
     seen: set[Node] = set()
     waiting = [root]
     while waiting:
@@ -194,10 +196,11 @@ def _used_outside(root: Node, uses: list[_Use], parameters: set[Tensor]) -> bool
             following = [] if edge is None else [edge.node]
         else:
             following = [n for n, _ in node.next_functions if n is not None]
-            if getattr(node, "variable", None) in parameters:
-                return True
+            variable = getattr(node, "variable", None)
+            if variable is not None:
+                found.add(variable)
         waiting += following
-    return False
+    return found
 
 
 def _overwritten(uses: list[_Use]) -> bool:

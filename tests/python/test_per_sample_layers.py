@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -347,3 +348,80 @@ def test_opacus_agrees_on_random_networks(seed, passes):
     F.cross_entropy(other(inputs), targets).backward()
     for name, p in other._module.named_parameters():
         torch.testing.assert_close(gradients[name], p.grad_sample, rtol=1e-9, atol=1e-10, msg=name)
+
+
+# ---- losses that use parameters of the model
+
+
+class LossOfLayer(nn.Module):
+    """Holds a layer of the model, as the loss of an adaptive softmax does."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target) + self.layer.weight.norm() * output.square().sum()
+
+
+def losses_with_parameters(model: nn.Module) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+    def penalty(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target) + 0.1 * sum(
+            p.square().sum() for p in model.parameters()
+        )
+
+    def forward_again(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target) + model(torch.ones_like(output[:, :1])).sum()
+
+    return {"penalty": penalty, "module": LossOfLayer(model[-1]), "forward": forward_again}
+
+
+def small_model(way: str) -> nn.Module:
+    inner = {"one_pass": nn.Tanh, "vmap": nn.PReLU, "one_by_one": lambda: FirstOutput(nn.GRU(3, 3))}
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(1, 3), inner[way](), nn.Linear(3, 3)).double()
+
+
+class FirstOutput(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x)[0]
+
+
+@pytest.mark.filterwarnings("ignore:per_sample_gradients takes the samples one by one")
+@pytest.mark.parametrize("way", ["one_pass", "vmap", "one_by_one"])
+@pytest.mark.parametrize("kind", ["penalty", "module", "forward"])
+def test_losses_may_use_parameters_of_the_model(way, kind):
+    model = small_model(way)
+    x, y = torch.randn(4, 1).double(), torch.randint(3, (4,))
+    loss = losses_with_parameters(model)[kind]
+    gradients = torchium.per_sample_gradients(model, loss, x, y)
+    for i in range(len(x)):
+        row = torch.autograd.grad(loss(model(x[i : i + 1]), y[i : i + 1]), [*model.parameters()])
+        for gradient, expected in zip(gradients.values(), row, strict=True):
+            torch.testing.assert_close(gradient[i], expected)
+    assert all(isinstance(p, nn.Parameter) for m in model.modules() for p in m._parameters.values())
+
+
+@pytest.mark.filterwarnings("ignore:per_sample_gradients takes the samples one by one")
+@pytest.mark.parametrize("way", ["one_pass", "vmap", "one_by_one"])
+def test_a_kept_reference_to_a_parameter_is_refused_by_name(way):
+    model = small_model(way)
+    weight = model[2].weight
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target) + weight.square().sum()
+
+    x, y = torch.randn(4, 1).double(), torch.randint(3, (4,))
+    with pytest.raises(ValueError, match=r"reference to the parameter '2\.weight' that loss_fn"):
+        torchium.per_sample_gradients(model, loss, x, y)
+    # Of a constant there is nothing to miss.
+    kept = weight
+    weight = weight.detach()
+    with_constant = torchium.per_sample_gradients(model, loss, x, y)
+    without = torchium.per_sample_gradients(model, F.cross_entropy, x, y)
+    assert_same(with_constant, without)
+    assert kept.grad is None
