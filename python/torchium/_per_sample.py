@@ -1,5 +1,6 @@
 """Gradients of the loss of each sample of a batch."""
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,9 +15,13 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ._layers import mixes_samples
 from ._per_sample_layers import SampleLoss, layer_gradients, leaves
+from ._random_numbers import DRAWN, NoRandomNumbers
 from ._sample_trees import SampleTree, count_samples
 
 LossFunction = Callable[[Any, Any], Tensor]
+
+# Held while parameters of a model are replaced. One for all models, which may share layers.
+_one_call = threading.RLock()
 
 
 def per_sample_gradients(
@@ -27,6 +32,8 @@ def per_sample_gradients(
     Row i of an entry is the gradient of ``loss_fn(model(inputs[i:i+1]), targets[i:i+1])``: each
     sample is passed as a batch of one, so that the mean of the rows is the gradient of a mean loss.
     Pure: no ``.grad``, parameter, buffer or random state changes. Works under ``torch.no_grad()``.
+    Calls in several threads take turns. While a call runs, other threads must not use the model in
+    any other way, because its parameters are replaced for that time.
 
     Args:
         model: any module; frozen parameters are left out.
@@ -71,29 +78,37 @@ def per_sample_gradients(
     input_tree = SampleTree("inputs", inputs, shared=(bool, str, type(None)))
     target_tree = SampleTree("targets", targets, shared=(type(None),))
     count_samples(input_tree, target_tree)
-    _check_modules(model)
-    parameters: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    tensors = input_tree.tensors + target_tree.tensors
-    sample_loss = _sample_loss(model, loss_fn, input_tree, target_tree)
-    with _without_random_numbers(tensors[0].device):
-        reason = _why_not_vmap(model)
-        if reason is None:
-            try:
-                return _all_together(model, sample_loss, parameters, tensors)
-            # What vmap does not support shows as errors of many kinds. One of the model or of the
-            # loss comes again below, as PyTorch words it.
-            except Exception as error:
-                if "random operation" in str(error):
-                    raise
-                reason = f"vmap refuses it ({str(error).strip().splitlines()[0]})"
-        with _kept_flat_weights(model):
-            gradients = _one_by_one(sample_loss, parameters, tensors)
-    warnings.warn(
-        "per_sample_gradients takes the samples one by one, which is slow for a batch: in "
-        f"{type(model).__name__}, {reason}",
-        stacklevel=2,
-    )
+    with _one_call:
+        _check_modules(model)
+        gradients, reason = _gradients(model, loss_fn, input_tree, target_tree)
+    if reason is not None:
+        warnings.warn(
+            "per_sample_gradients takes the samples one by one, which is slow for a batch: in "
+            f"{type(model).__name__}, {reason}",
+            stacklevel=2,
+        )
     return gradients
+
+
+def _gradients(
+    model: nn.Module, loss_fn: LossFunction, inputs: SampleTree, targets: SampleTree
+) -> tuple[dict[str, Tensor], str | None]:
+    """The gradients, and why the samples were taken one by one if they were."""
+    parameters: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    tensors = inputs.tensors + targets.tensors
+    sample_loss = _sample_loss(model, loss_fn, inputs, targets)
+    reason = _why_not_vmap(model)
+    if reason is None:
+        try:
+            return _all_together(model, sample_loss, parameters, tensors), None
+        # What vmap does not support shows as errors of many kinds. One of the model or of the
+        # loss comes again below, as PyTorch words it.
+        except Exception as error:
+            if "called random operation" in str(error):  # and has drawn nothing
+                raise ValueError(DRAWN) from error
+            reason = f"vmap refuses it ({str(error).strip().splitlines()[0]})"
+    with _kept_flat_weights(model), NoRandomNumbers():
+        return _one_by_one(sample_loss, parameters, tensors), reason
 
 
 def _sample_loss(
@@ -225,38 +240,6 @@ def _one_number(loss: Tensor) -> Tensor:
             "number, e.g. with reduction='mean' or 'sum'"
         )
     return loss.reshape(())
-
-
-@contextmanager
-def _without_random_numbers(device: torch.device) -> Iterator[None]:
-    """Refuses a body that draws random numbers, and leaves their state as it was."""
-    before = _random_states(device)
-    drawn: Exception | None = None
-    try:
-        yield
-    except RuntimeError as error:
-        if "random" not in str(error):
-            raise
-        drawn = error
-    finally:
-        after = _random_states(device)
-        changed = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
-        if changed:
-            torch.set_rng_state(before[0])
-            if device.type == "cuda":
-                torch.cuda.set_rng_state(before[1], device)
-    if drawn is not None or changed:
-        raise ValueError(
-            "the model or loss_fn draws random numbers, so the gradient of a sample is not defined; "
-            "call model.eval() or set the dropout probabilities to 0"
-        ) from drawn
-
-
-def _random_states(device: torch.device) -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return states
 
 
 def _check_modules(model: nn.Module) -> None:
