@@ -32,6 +32,8 @@ def per_sample_gradients(
     Row i of an entry is the gradient of ``loss_fn(model(inputs[i:i+1]), targets[i:i+1])``: each
     sample is passed as a batch of one, so that the mean of the rows is the gradient of a mean loss.
     Pure: no ``.grad``, parameter, buffer or random state changes. Works under ``torch.no_grad()``.
+    A module that changes its buffers in every pass, as spectral norm in training mode does, starts
+    with their present values for each sample.
     Calls in several threads take turns. While a call runs, other threads must not use the model in
     any other way, because its parameters are replaced for that time.
 
@@ -52,8 +54,8 @@ def per_sample_gradients(
     Raises:
         ValueError: batch sizes that differ or are zero; a loss of more than one number; a loss of a
             parameter (named) by a reference that was kept, as ``weight = model.weight`` before the
-            call; a module (named) whose output for a sample depends on other samples, on random
-            numbers or on statistics that it changes.
+            call; a module (named) whose output for a sample depends on other samples or on random
+            numbers, or that updates running statistics.
 
     Three ways lead to the same rows:
 

@@ -350,6 +350,22 @@ def test_opacus_agrees_on_random_networks(seed, passes):
         torch.testing.assert_close(gradients[name], p.grad_sample, rtol=1e-9, atol=1e-10, msg=name)
 
 
+def test_every_sample_starts_with_the_present_buffers():
+    """Spectral norm in training mode takes a step of the power iteration in each pass."""
+    torch.manual_seed(0)
+    model = nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 5)), nn.Linear(5, 3)).double()
+    x, y = torch.randn(3, 4).double(), torch.randint(3, (3,))
+    buffers = {n: b.clone() for n, b in model.named_buffers()}
+    rows = torchium.per_sample_gradients(model, F.cross_entropy, x, y)
+    assert_same(dict(model.named_buffers()), buffers)
+    for i in range(3):
+        fresh = copy.deepcopy(model)
+        F.cross_entropy(fresh(x[i : i + 1]), y[i : i + 1]).backward()
+        assert any(not torch.equal(b, buffers[n]) for n, b in fresh.named_buffers())
+        for name, parameter in fresh.named_parameters():
+            torch.testing.assert_close(rows[name][i], parameter.grad)
+
+
 # ---- losses that use parameters of the model
 
 
