@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ._completeness import CompletenessCheck
 from ._hooks import (
+    GradientHook,
     ModuleHook,
     OutputHook,
     ParameterHook,
@@ -93,8 +94,8 @@ class Capture:
         self._seen = threading.local()
         # Uses whose gradient has not reached the parameter yet.
         self._open: dict[Tensor, list[tuple[str, Use]]] = {}
-        # .grad of each parameter as the last backward pass left it.
-        self._gradients: dict[Tensor, weakref.ref[Tensor]] = {}
+        # .grad of each parameter as the last backward pass left it, and its version.
+        self._gradients: dict[Tensor, tuple[weakref.ref[Tensor], int]] = {}
         # The root of each running backward pass or part of one, and by thread, outermost first.
         self._roots: dict[int, int] = {}
         self._running: dict[int, list[int]] = {}
@@ -228,7 +229,7 @@ class Capture:
         self._hooked_params.add(param)
         hook = ParameterHook(self._after_accumulation)
         self._handles.append(param.register_post_accumulate_grad_hook(hook))
-        self._handles.append(self.completeness.begin(param))
+        self._handles.append(GradientHook(self._before_accumulation, param).register())
 
     # ---- backward
 
@@ -253,6 +254,7 @@ class Capture:
             for running in self._running.values():
                 if task in running:
                     running.remove(task)
+            self.completeness.end(task)
             if root == task:
                 self._drop(root)
 
@@ -277,6 +279,37 @@ class Capture:
                 self._open.setdefault(param, []).append((name, use))
             self._added(use)
 
+    def _before_accumulation(self, param: Tensor, gradient: Tensor) -> None:
+        """Called with what a backward pass is about to add to ``.grad``, or to return."""
+        with self._lock:
+            if not self._open and not self._gradients:  # nothing was wanted
+                return
+            task = torch._C._current_graph_task_id()
+            if self._was_zeroed(param):
+                self._restart(param, self._root(task))
+            uses = sum(use.task == task for _, use in self._open.get(param, ()))
+            if uses:
+                self.completeness.arrive(param, task, uses, gradient, self._hooked_params)
+
+    def _was_zeroed(self, param: Tensor) -> bool:
+        """Whether .grad was set to zero in place since the last backward pass, by another than us.
+
+        Waits for the device, but only if somebody has changed it in place.
+        """
+        last, version = self._gradients.get(param, (None, 0))
+        gradient = param.grad
+        if last is None or gradient is None or last() is not gradient:
+            return False
+        if gradient._version == version:
+            return False
+        self._note_gradient(param)
+        return not bool(gradient.any())
+
+    def _note_gradient(self, param: Tensor) -> None:
+        gradient = param.grad
+        if gradient is not None and not gradient.is_inference():
+            self._gradients[param] = weakref.ref(gradient), gradient._version
+
     def _after_accumulation(self, param: Tensor) -> None:
         """Called when a backward pass has added to ``.grad`` of a parameter."""
         with self._lock:
@@ -297,12 +330,10 @@ class Capture:
 
     def _started_anew(self, param: Tensor) -> bool:
         """Whether .grad was set to None since the last backward pass, and by another than us."""
-        last = self._gradients.get(param)
-        gradient = param.grad
-        if gradient is not None:
-            self._gradients[param] = weakref.ref(gradient)
+        last, _ = self._gradients.get(param, (None, 0))
+        self._note_gradient(param)
         # Under create_graph each pass makes a new tensor.
-        return last is not None and last() is not gradient and not torch.is_grad_enabled()
+        return last is not None and last() is not param.grad and not torch.is_grad_enabled()
 
     def _drop(self, root: int) -> None:
         """Forgets the uses of a backward pass that did not reach their parameters."""

@@ -1,20 +1,19 @@
 """Finds gradients that come from elsewhere than the recorded uses of a parameter.
 
 A weight may be used outside of the module that owns it (``F.linear(x, embedding.weight)``), where no
-module hook sees it. So once for each parameter, the gradient of the recorded uses is compared with the
-one that reaches the parameter.
+module hook sees it. So the gradient of the recorded uses is compared with the one that reaches the
+parameter: the first time, and whenever the graph of the backward pass has another number of operators
+with the parameter than there are recorded uses.
 """
 
 from __future__ import annotations
 
 import math
-import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
-from torch.utils.hooks import RemovableHandle
 
 from ._layers import MATRIX_KINDS, layer_kind, summed_gradient
 
@@ -28,39 +27,60 @@ _TOLERANCE_LOW = 2e-2
 
 
 class CompletenessCheck:
-    """Compares, once for each parameter, recorded gradients with the parameter's own."""
+    """Compares recorded gradients with the parameter's own, where that is not known already.
+
+    Once a comparison has found no difference, a gradient is complete as long as the graph of the
+    backward pass has no other operators with the parameter than the recorded uses.
+    """
 
     def __init__(self) -> None:
-        self._handles: dict[Tensor, RemovableHandle] = {}  # of parameters still to be compared
-        # Gradients on their way to .grad, by parameter and graph task: of several threads at once.
-        self._arrived: dict[tuple[Tensor, int], Tensor] = {}
-        # Of each comparison: the parameter, and the difference and what may be rounding [2].
-        self._results: list[tuple[Tensor, Tensor]] = []
-        # Parameters that have gradients from elsewhere than their recorded uses.
+        # Of each running graph task: how many operators of its graph take a parameter.
+        self._edges: dict[int, dict[Tensor, int]] = {}
+        # Gradients on their way to .grad, with how many operators and uses the parameter has, by
+        # parameter and graph task: of several threads at once.
+        self._arrived: dict[tuple[Tensor, int], tuple[tuple[int, int], Tensor]] = {}
+        # Of each comparison: the parameter, these counts, and the difference and what may be
+        # rounding [2].
+        self._results: list[tuple[Tensor, tuple[int, int], Tensor]] = []
+        self._verified: set[Tensor] = set()  # parameters with a comparison that found no difference
+        # Parameters with counts for which one was found.
+        self._failed: set[tuple[Tensor, tuple[int, int]]] = set()
+        # Since forget(): parameters with recorded uses, and those with other gradients too.
+        self._seen: set[Tensor] = set()
+        self._with_others: set[Tensor] = set()
+        # Parameters that have gradients from elsewhere than their recorded uses, as of the last
+        # passes in which they had uses.
         self.incomplete: set[Tensor] = set()
 
-    def begin(self, param: Tensor) -> RemovableHandle:
-        """Starts to look at the gradients of the parameter."""
-        check, key = weakref.ref(self), weakref.ref(param)
+    def arrive(
+        self, param: Tensor, task: int, uses: int, gradient: Tensor, params: Iterable[Tensor]
+    ) -> None:
+        """Keeps what the graph task is about to add to ``.grad``, if it must be compared.
 
-        @_disable_dynamo
-        def hook(gradient: Tensor) -> None:
-            this, target = check(), key()
-            if this is not None and target is not None:
-                task = torch._C._current_graph_task_id()
-                # .grad takes its memory, and other threads add to that.
-                this._arrived[target, task] = gradient.detach().clone()
-
-        handle: RemovableHandle = param.register_hook(hook)
-        _move_to_front(param, handle)
-        self._handles[param] = handle
-        return handle
+        ``params`` are all whose gradients may arrive; ``uses`` is how many of this one are recorded.
+        """
+        if task not in self._edges:
+            watched = list(params)
+            edges = torch.ops.torchium.backward_pass_edges(watched)
+            self._edges[task] = dict(zip(watched, edges, strict=True))
+        operators = self._edges[task].get(param, 0)
+        counts = operators, uses
+        if param not in self._seen and operators == uses:  # unless a comparison finds otherwise
+            self.incomplete.discard(param)
+        self._seen.add(param)
+        if (param, counts) in self._failed:
+            self._with_others.add(param)
+            self.incomplete.add(param)
+        elif operators != uses or param not in self._verified:
+            # .grad takes its memory, and other threads add to that.
+            self._arrived[param, task] = counts, gradient.detach().clone()
 
     def compare(self, param: Tensor, task: int, uses: list[Use]) -> None:
-        """Compares the gradient that the graph task brought with that of its uses, if there are any."""
-        arrived = self._arrived.pop((param, task), None)
-        if arrived is None or not uses or param not in self._handles:
+        """Compares the gradient that the graph task brought with that of its uses, if need be."""
+        found = self._arrived.pop((param, task), None)
+        if found is None:
             return
+        counts, arrived = found
         with torch.no_grad():
             difference, bound = (
                 arrived.to(torch.float64),
@@ -71,43 +91,44 @@ class CompletenessCheck:
                     use.module, param, use.input, use.output_gradient
                 )
                 bound = bound + _tolerance(param, use) * _scale(param, use)
-            self._results.append(
-                (param, torch.stack([torch.linalg.vector_norm(difference), bound]))
-            )
+            norms = torch.stack([torch.linalg.vector_norm(difference), bound])
+            self._results.append((param, counts, norms))
 
     def resolve(self) -> None:
-        """Adds to ``incomplete`` what the comparisons since the last call came to.
+        """Brings ``incomplete`` up to date with the comparisons since the last call.
 
-        Waits for the device if there are any: in the first steps of a parameter.
+        Waits for the device if there are any: in the first steps of a parameter, and where its
+        gradient may come from elsewhere.
         """
         results, self._results = self._results, []
         if not results:
             return
-        device = results[0][1].device
-        norms = torch.stack([norms.to(device) for _, norms in results]).tolist()
-        for (param, _), (difference, bound) in zip(results, norms, strict=True):
+        device = results[0][2].device
+        norms = torch.stack([norms.to(device) for *_, norms in results]).tolist()
+        for (param, counts, _), (difference, bound) in zip(results, norms, strict=True):
             if not math.isfinite(difference) or not math.isfinite(bound):
                 continue  # the step is skipped; the next gradient tells
-            handle = self._handles.pop(param, None)
-            if handle is not None:
-                handle.remove()
+            self.incomplete.discard(param)
             if difference > bound:
-                self.incomplete.add(param)
+                self._failed.add((param, counts))
+                self._with_others.add(param)
+            elif counts[0] == counts[1]:
+                self._verified.add(param)
+        self.incomplete |= self._with_others
+
+    def end(self, task: int) -> None:
+        """Forgets what only the graph task needed."""
+        self._edges.pop(task, None)
+        for key in [key for key in self._arrived if key[1] == task]:
+            del self._arrived[key]
 
     def forget(self) -> None:
         """Forgets what has arrived and what has been compared."""
+        self._edges.clear()
         self._arrived.clear()
         self._results.clear()
-
-
-def _move_to_front(param: Tensor, handle: RemovableHandle) -> None:
-    """The hook must see what arrives, not what hooks of the user make of it."""
-    hooks = param._backward_hooks
-    assert hooks is not None
-    others = {key: hook for key, hook in hooks.items() if key != handle.id}
-    for key in others:
-        del hooks[key]
-    hooks.update(others)
+        self._seen.clear()
+        self._with_others.clear()
 
 
 def _tolerance(param: Tensor, use: Use) -> float:

@@ -72,15 +72,17 @@ class ModuleHook:
 
     Its copy, in a model that was copied or pickled, belongs to no optimizer: it removes itself when
     it is called. A copied optimizer makes its own hooks.
+
+    Tools that rewrite models (``fuse_modules``, ``quantize_dynamic``) put the hooks of a module on
+    another one, without what they were registered with, and so without keyword arguments.
     """
 
     def __init__(self, method: Callable[..., None] | None) -> None:
         self._method = None if method is None else weakref.WeakMethod(method)
 
     @_disable_dynamo
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
+        kwargs, output = rest if len(rest) == 2 else ({}, rest[0])
         method = None if self._method is None else self._method()
         if method is not None:
             method(module, args, kwargs, output)
@@ -88,6 +90,14 @@ class ModuleHook:
         for key in [key for key, hook in module._forward_hooks.items() if hook is self]:
             module._forward_hooks.pop(key)
             module._forward_hooks_with_kwargs.pop(key, None)
+
+    @property
+    def __name__(self) -> str:
+        # torch.jit.script asks for it, to compile the hook.
+        raise AttributeError(
+            "torch.jit.script cannot compile a model that an optimizer of torchium observes; script a "
+            "new model that has loaded its state_dict(), or use torch.jit.trace or torch.export"
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ModuleHook, (None,)
@@ -129,6 +139,35 @@ class ParameterHook:
         method = self._method()
         if method is not None:
             method(param)
+
+
+class GradientHook:
+    """Hook of what arrives at a parameter, before all others, that does not keep the optimizer alive."""
+
+    __slots__ = ("_method", "_param")
+
+    def __init__(self, method: Callable[[Tensor, Tensor], None], param: Tensor) -> None:
+        self._method = weakref.WeakMethod(method)
+        self._param = weakref.ref(param)
+
+    @_disable_dynamo
+    def __call__(self, gradient: Tensor) -> None:
+        method, param = self._method(), self._param()
+        if method is not None and param is not None:
+            method(param, gradient)
+
+    def register(self) -> RemovableHandle:
+        """Hooks the parameter; its other hooks may change the gradient, and come later."""
+        param = self._param()
+        assert param is not None
+        handle: RemovableHandle = param.register_hook(self)
+        hooks = param._backward_hooks
+        assert hooks is not None
+        others = {key: hook for key, hook in hooks.items() if key != handle.id}
+        for key in others:
+            del hooks[key]
+        hooks.update(others)
+        return handle
 
 
 def weakly(method: weakref.WeakMethod[Callable[..., None]], *args: Any) -> None:

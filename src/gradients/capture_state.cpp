@@ -65,7 +65,7 @@ int64_t OperatorCapture::State::pass_of(int64_t task) {
         const std::lock_guard lock(state->mutex);
         const auto known = state->passes.find(task);
         if (known != state->passes.end() && known->second == pass) {  // not forgotten meanwhile
-          state->ended_passes.insert(pass);
+          state->end_pass(pass);
         }
       }
     });
@@ -79,7 +79,7 @@ void OperatorCapture::State::arrive(int64_t position, int64_t pass, std::vector<
     return;
   }
   auto& earlier = passes_of_param[position];
-  if (!at::Tensor(impl).grad().defined()) {
+  if (has_lost_gradient(at::Tensor(impl).grad(), position)) {
     std::erase_if(earlier, [&](int64_t other) {
       const bool is_gone = other != pass && ended_passes.count(other) != 0;
       if (is_gone) {
@@ -91,15 +91,47 @@ void OperatorCapture::State::arrive(int64_t position, int64_t pass, std::vector<
   earlier.insert(pass);
 }
 
+void OperatorCapture::State::end_pass(int64_t pass) {
+  ended_passes.insert(pass);
+  for (const auto& [position, reached] : passes_of_param) {
+    const auto impl = reached.count(pass) == 0 ? nullptr : params[position].lock();
+    if (impl != nullptr) {
+      note_gradient(at::Tensor(impl).grad(), position);
+    }
+  }
+}
+
+void OperatorCapture::State::note_gradient(const at::Tensor& gradient, int64_t position) {
+  if (gradient.defined() && !gradient.is_inference()) {
+    c10::weak_intrusive_ptr<at::TensorImpl> tensor(gradient.getIntrusivePtr());
+    seen_gradients.insert_or_assign(position, SeenGradient{std::move(tensor), gradient._version()});
+  }
+}
+
+bool OperatorCapture::State::has_lost_gradient(const at::Tensor& gradient, int64_t position) {
+  if (!gradient.defined()) {
+    return true;
+  }
+  const auto seen = seen_gradients.find(position);
+  if (seen == seen_gradients.end() || gradient.is_inference() ||
+      (seen->second.tensor._unsafe_get_target() == gradient.unsafeGetTensorImpl() &&
+       seen->second.version == gradient._version())) {
+    return false;
+  }
+  note_gradient(gradient, position);
+  return !gradient.any().item<bool>();
+}
+
 void OperatorCapture::State::look_for_other_uses(const PendingUse& use, const LayerUse& layer) {
-  bool is_done = true;
+  search_graph(use);
   for (const int64_t position : {layer.weight, layer.bias}) {
-    is_done = is_done && (position < 0 || searched.count(position) != 0);
+    if (searched.insert(position).second) {  // and this backward pass has no other use of it
+      used_otherwise.erase(position);
+    }
   }
-  if (is_done) {
-    return;
-  }
-  searched.insert({layer.weight, layer.bias});
+}
+
+void OperatorCapture::State::search_graph(const PendingUse& use) {
   const auto* graph = autograd::get_current_graph_task_nodes_in_graph();
   if (graph == nullptr || !searched_tasks.insert(autograd::get_current_graph_task_id()).second) {
     return;
@@ -113,6 +145,7 @@ void OperatorCapture::State::look_for_other_uses(const PendingUse& use, const La
   }
   for (const int64_t position : find_uncaptured(*this, captured, roots_of(*graph, running))) {
     if (is_accumulated(position)) {
+      searched.insert(position);
       used_otherwise.insert(position);
     }
   }
@@ -155,7 +188,9 @@ void OperatorCapture::forget() {
   state_->passes.clear();
   state_->ended_passes.clear();
   state_->passes_of_param.clear();
+  state_->seen_gradients.clear();
   state_->searched_tasks.clear();
+  state_->searched.clear();
   state_->mixing_passes.clear();
   state_->tasks_seen_for_mixing.clear();
   state_->processes = 1;

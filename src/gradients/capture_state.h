@@ -21,6 +21,12 @@
 
 namespace torchium::gradients::detail {
 
+// A gradient as a backward pass has left it.
+struct SeenGradient {
+  c10::weak_intrusive_ptr<at::TensorImpl> tensor;  // its address is not used again
+  uint32_t version;
+};
+
 // A use between its forward and its backward pass.
 struct PendingUse {
   std::weak_ptr<OperatorCapture::State> capture;
@@ -48,9 +54,17 @@ struct OperatorCapture::State : public std::enable_shared_from_this<State> {
   // Records that a backward pass has reached the parameter at a position (or none, -1), and adds to
   // `gone` the finished passes whose gradient no longer exists.
   void arrive(int64_t position, int64_t pass, std::vector<int64_t>& gone);
-  // Checks once per parameter of a use whether the current backward pass, which has reached it,
-  // also reaches parameters in other ways.
+  // Records the end of a backward pass, and how it has left the gradients.
+  void end_pass(int64_t pass);
+  // Whether the gradient of the parameter at a position holds nothing of the finished passes: it is
+  // undefined, or zero since somebody changed it in place (only then this waits for the device).
+  bool has_lost_gradient(const at::Tensor& gradient, int64_t position);
+  void note_gradient(const at::Tensor& gradient, int64_t position);
+  // Checks whether the current backward pass, which has reached a use, also reaches parameters in
+  // other ways.
   void look_for_other_uses(const PendingUse& use, const LayerUse& layer);
+  // The same for all parameters; `use` is the one that was reached first.
+  void search_graph(const PendingUse& use);
   // Records whether the current backward pass, with this number, mixes samples (mixed_samples.h).
   void look_for_mixed_samples(int64_t pass);
   // A use that has its gradient now.
@@ -66,14 +80,15 @@ struct OperatorCapture::State : public std::enable_shared_from_this<State> {
   std::unordered_map<int64_t, int64_t> passes;  // numbers of backward passes, by graph task
   std::set<int64_t> ended_passes;
   std::unordered_map<int64_t, std::set<int64_t>> passes_of_param;  // by position
+  std::unordered_map<int64_t, SeenGradient> seen_gradients;        // by position
   std::exception_ptr error;
   int64_t processes = 1;  // the most that took part in an exchange
   CapturedNodes nodes;
   std::set<int64_t> mixing_passes;             // backward passes that mix samples
   std::set<int64_t> tasks_seen_for_mixing;     // graph tasks that were checked for it
   std::unordered_set<int64_t> searched_tasks;  // graph tasks that were searched for other uses
-  std::set<int64_t> searched;                  // positions that were searched for
-  std::set<int64_t> used_otherwise;            // positions with other uses
+  std::set<int64_t> searched;        // positions that were searched for since forget()
+  std::set<int64_t> used_otherwise;  // positions with other uses, as of the last search for them
   // Without a receiver:
   PendingUses uses;
   torch::autograd::edge_list outputs;  // of each

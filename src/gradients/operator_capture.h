@@ -19,8 +19,8 @@ struct CapturedUse {
   LayerUse use;
   bool has_transposed_weight = false;  // linear: the weight is [in, out]
   // Finished backward passes of the weight or bias whose gradient no longer exists: it was
-  // undefined when this pass reached them. Each is listed once for the weight and once for the
-  // bias.
+  // undefined, or had been set to zero, when this pass reached them. Each is listed once for the
+  // weight and once for the bias.
   std::vector<int64_t> gone_passes;
 };
 
@@ -63,8 +63,8 @@ class TORCHIUM_API OperatorCapture {
   // none that was seen (collectives.h).
   int64_t processes() const;
   // Whether a backward pass that reached a captured use has also reached the parameter at this
-  // position in another way. Checked once per parameter, when its first use is received. The last
-  // operator of the loss is not examined.
+  // position in another way: one since forget() or, if none has reached a use of the parameter
+  // since, before. The last operator of the loss is not examined.
   bool is_used_otherwise(int64_t position) const;
   // Whether a backward pass (CapturedUse) has gone through a normalisation with the statistics of
   // the batch, as a function call or a module (mixed_samples.h).

@@ -1,5 +1,6 @@
 // Operators on what layers have seen: schemas and registration, no maths. See gradients/*.h.
 
+#include "gradients/graph_edges.h"
 #include "gradients/jacobian.h"
 #include "gradients/kronecker_factors.h"
 #include "gradients/layer_use.h"
@@ -83,9 +84,11 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
       "per_sample_gradients(Tensor[] params, Tensor[] inputs, Tensor[] output_gradients, "
       "int[] uses, float[] use_eps, *, float scale=1.0) -> Tensor[]");
   m.def("backward_pass_mixes_samples() -> bool");
+  m.def("backward_pass_edges(Tensor[] params) -> int[]");
 }
 
 TORCH_LIBRARY_IMPL(torchium, CompositeExplicitAutograd, m) {
+  m.impl("backward_pass_edges", gradients::detail::backward_pass_edges);
   m.impl("backward_pass_mixes_samples", gradients::detail::backward_pass_mixes_samples);
   m.impl("kronecker_factors_update_", kronecker_factors_update_);
   m.impl("kronecker_factors_add_lookups_", kronecker_factors_add_lookups_);

@@ -250,6 +250,42 @@ TEST(CaptureSafety, KfacFallsBackForAWeightThatIsUsedOtherwise) {
   expect_contains(warnings.text, "1 (used as [in, out] and as [out, in]: table.weight)");
 }
 
+// The gradient of a model whose loss has a penalty on a weight in some steps only.
+torch::Tensor penalized(nn::Sequential& model, int step, bool has_penalty) {
+  const auto batch = make_batch(step, kMlpSample);
+  const auto loss = cross_entropy(model->forward(batch.inputs), batch.targets);
+  return has_penalty ? loss + model[0]->as<nn::Linear>()->weight.square().sum() : loss;
+}
+
+TEST(CaptureSafety, NaturalGradientRefusesAUseThatBeginsLater) {
+  auto model = make_mlp();
+  NaturalGradient optimizer(*model, NaturalGradientOptions(0.1));
+  for (int step = 0; step < 5; ++step) {
+    const bool has_penalty = step == 2 || step == 3;
+    optimizer.zero_grad();
+    penalized(model, step, has_penalty).backward();
+    if (has_penalty) {
+      const auto message = message_of<c10::ValueError>([&] { optimizer.step(); });
+      expect_contains(message, "does not come from operators alone that NaturalGradient captures");
+    } else {
+      optimizer.step();
+    }
+  }
+}
+
+TEST(CaptureSafety, KfacFallsBackAsLongAsAWeightIsUsedOtherwise) {
+  auto model = make_mlp();
+  KFAC optimizer(*model, KFACOptions(0.1).TCov(2));
+  const std::vector<size_t> fallbacks{2, 2, 0, 0, 2, 2, 0};  // of weight and bias, since the capture
+  Warnings warnings;
+  for (int step = 0; step < 7; ++step) {
+    optimizer.zero_grad();
+    penalized(model, step, step == 0 || step == 3 || step == 4).backward();
+    optimizer.step();
+    EXPECT_EQ(optimizer.report().fallback.size(), fallbacks[step]) << step;
+  }
+}
+
 // ---- several processes
 
 // Sends nothing anywhere.

@@ -365,7 +365,11 @@ TEST(OperatorCapture, TellsWhichGradientsAreGone) {
   layer->zero_grad();
   EXPECT_EQ(pass(), (Passes{0, 1, 2, 2}));  // three of the weight, one of the bias
   layer->zero_grad(/*set_to_none=*/false);
+  EXPECT_EQ(pass(), (Passes{3, 3}));
+  layer->bias.mutable_grad().mul_(0.5);  // as clipping does
   EXPECT_EQ(pass(), Passes{});
+  layer->weight.mutable_grad() = torch::zeros_like(layer->weight);
+  EXPECT_EQ(pass(), (Passes{4, 5}));
   recorder->forget();
   layer->zero_grad();
   EXPECT_EQ(pass(), Passes{});

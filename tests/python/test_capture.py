@@ -114,6 +114,16 @@ def discarded_backward(model, step):
     model.zero_grad()  # not the optimizer's
 
 
+def backward_discarded_in_place(model, step):
+    backward(model, step + 50)
+    model.zero_grad(set_to_none=False)
+
+
+def backward_discarded_by_foreach(model, step):
+    backward(model, step + 50)
+    torch._foreach_zero_([p.grad for p in model.parameters()])
+
+
 def failing_backward(model, step):
     def refuse(gradient):
         raise KeyError("a hook of the user")
@@ -155,6 +165,8 @@ def per_sample_gradients(model, step):
         evaluate_with_graph,
         gradient_of_the_input,
         discarded_backward,
+        backward_discarded_in_place,
+        backward_discarded_by_foreach,
         failing_backward,
         functional_transforms,
         traced_and_exported,

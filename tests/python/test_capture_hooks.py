@@ -216,3 +216,69 @@ class Doubled(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x.double())
+
+
+# ---- uses outside of layers that come and go
+
+
+def penalized(model: nn.Sequential, number: int, scale: float | None) -> None:
+    x, y = batch(number)
+    loss = F.cross_entropy(model(x), y)
+    if scale is not None:
+        loss = loss + scale * F.linear(x.tanh(), model[0].weight).square().mean()
+    loss.backward()
+
+
+@pytest.mark.parametrize("scales", [[None, None, 1.0, None], [0.0, 0.0, 1.0, None]], ids=str)
+def test_natural_gradient_refuses_a_use_outside_that_begins_later(scales):
+    """Or one whose factor is zero at first."""
+    model = mlp()
+    optimizer = OPTIMIZERS["natural_gradient"](model)
+    for number, scale in enumerate(scales):
+        optimizer.zero_grad()
+        penalized(model, number, scale)
+        if scale == 1.0:
+            with pytest.raises(ValueError, match=r"'0\.weight'.* does not come from its layer alone"):
+                optimizer.step()
+        else:
+            optimizer.step()
+
+
+def test_kfac_falls_back_as_long_as_a_weight_is_used_outside():
+    model = mlp()
+    optimizer = torchium.KFAC(model, TCov=2)
+    fallback = [2, 2, 0, 0, 2, 2, 0]  # weight and bias, as of the last capture
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number, expected in enumerate(fallback):
+            optimizer.zero_grad()
+            penalized(model, number, 1.0 if number in (0, 3, 4) else None)
+            optimizer.step()
+            assert len(optimizer.report()["fallback"]) == expected, number
+
+
+# ---- tools that rewrite models
+
+
+@both
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_rewritten_models_run(make):
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3)).eval()
+    optimizer = make(model.parameters())
+    x = torch.randn(1, 2, 5, 5)
+    y = model(x)
+    fused = torch.ao.quantization.fuse_modules(model, ["0", "1"])
+    torch.testing.assert_close(fused(x), y)
+    del optimizer
+    torch.testing.assert_close(fused(x), y)
+
+
+@both
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripting_names_the_remedy(make):
+    model = mlp()
+    optimizer = make(model)
+    with pytest.raises(AttributeError, match="load.* its state_dict"):
+        torch.jit.script(model)
+    del optimizer
+    torch.jit.script(model)

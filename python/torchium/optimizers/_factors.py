@@ -71,6 +71,16 @@ class FactorCapture(Capture):
 
     def problem(self, param: Tensor) -> str | None:
         """Why no layer preconditions the parameter; None: one does."""
+        reason = self._problem_of_modules(param)
+        if reason is not None:
+            return reason
+        weight = self.weight_beside(param)
+        assert weight is not None
+        if not self.completeness.incomplete.isdisjoint({weight, self.joint_bias(weight)}):
+            return "also used outside of its layer"
+        return None
+
+    def _problem_of_modules(self, param: Tensor) -> str | None:
         owners = self.owners.get(param)
         if not owners:
             return "in no module that has run"
@@ -89,8 +99,6 @@ class FactorCapture(Capture):
         bias = self.joint_bias(weight)
         if param is not weight and (param is not bias or not self.has_room(weight)):
             return "not the one bias of its weight"
-        if not self.completeness.incomplete.isdisjoint({weight, bias}):
-            return "also used outside of its layer"
         return None
 
     def weight_beside(self, param: Tensor) -> Tensor | None:
@@ -142,9 +150,11 @@ class FactorCapture(Capture):
         self.lookups.pop(param, None)
 
     def _reached(self, name: str, use: Use) -> None:
-        if name != "weight" or self.problem(use.params["weight"]) is not None:
+        if name != "weight":
             return
         weight = use.params["weight"]
+        if weight in self.completeness.incomplete or self._problem_of_modules(weight) is not None:
+            return
         input, output_gradient = core_tensors(use.module, use.input, use.output_gradient)
         loss_scale = self._loss_scale()
         scale = None if loss_scale is None else loss_scale()

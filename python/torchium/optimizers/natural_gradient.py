@@ -37,7 +37,10 @@ class NaturalGradient(CapturingOptimizer):
     The loss is a mean over the samples, which are dimension 0 of what every layer receives: Linear
     (any leading dimensions), Conv2d, Embedding, LayerNorm and GroupNorm, also if a weight is shared
     or a layer is used several times. Positions that are looked up must be expanded to
-    ``[batch, ...]``. Micro-batches with loss / k, one ``backward()`` each, equal one batch. Passes
+    ``[batch, ...]``. All layers must see the samples in the same order: one that sorts or shuffles
+    them, or receives time first where there are as many positions as samples, gives a wrong Fisher
+    matrix without an error, and so do statistics of the batch that are computed by hand
+    (``x - x.mean(0)``). Micro-batches with loss / k, one ``backward()`` each, equal one batch. Passes
     without ``backward()`` between two steps leave no trace. ``zero_grad()`` of the optimizer forgets
     what was captured, and so does every step.
 
