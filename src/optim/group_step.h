@@ -72,6 +72,18 @@ void start_late(const GroupStep& step, at::Tensor& (State::*average)() noexcept,
   }
 }
 
+// Removes an average that no option needs now: it would be of old gradients alone when one does
+// again.
+template <typename State>
+void drop(const GroupStep& step, at::Tensor& (State::*average)() noexcept,
+          at::Tensor& (State::*start)() noexcept) {
+  for (SecondOrderParamState* each : step.states) {
+    auto& state = static_cast<State&>(*each);
+    (state.*average)().reset();
+    (state.*start)().reset();
+  }
+}
+
 // The starts of all states, 0 where there is none; empty where no state has one.
 template <typename State>
 std::vector<at::Tensor> start_list(const std::vector<SecondOrderParamState*>& states,

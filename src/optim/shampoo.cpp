@@ -71,6 +71,8 @@ detail::ShampooState core_state(const ShampooOptions& o, const detail::GroupStep
     detail::start_late(step, &ShampooParamState::exp_avg, &ShampooParamState::exp_avg_start);
     state.exp_avgs = detail::member_list(step.states, &ShampooParamState::exp_avg);
     state.exp_avg_starts = detail::start_list(step.states, &ShampooParamState::exp_avg_start);
+  } else {
+    detail::drop(step, &ShampooParamState::exp_avg, &ShampooParamState::exp_avg_start);
   }
   if (uses_second_moment(o)) {
     detail::start_late(step, &ShampooParamState::grafting_second_moment,
@@ -79,6 +81,9 @@ detail::ShampooState core_state(const ShampooOptions& o, const detail::GroupStep
         detail::member_list(step.states, &ShampooParamState::grafting_second_moment);
     state.second_moment_starts =
         detail::start_list(step.states, &ShampooParamState::grafting_second_moment_start);
+  } else {
+    detail::drop(step, &ShampooParamState::grafting_second_moment,
+                 &ShampooParamState::grafting_second_moment_start);
   }
   if (o.momentum() > 0.0) {
     state.momentum_buffers = detail::created_member_list(step, &ShampooParamState::momentum_buffer);

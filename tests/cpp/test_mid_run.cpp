@@ -284,22 +284,23 @@ TEST(ExpandedParameters, AreRefused) {
 
 // ---- averages that start late
 
+// The length of a step with a gradient of ones.
+double step_length(Shampoo& optimizer, const torch::Tensor& param) {
+  const auto before = param.detach().clone();
+  set_grad(param, torch::ones_like(param));
+  optimizer.step();
+  return (param.detach() - before).norm().item<double>();
+}
+
 TEST(LateAverages, HaveStepsOfTheRightLength) {
   auto param = parameter(torch::ones({6, 4}));
   Shampoo optimizer({param}, ShampooOptions(1e-3).grafting("sgd"));
   for (int step = 0; step < 200; ++step) {
-    set_grad(param, torch::ones({6, 4}));
-    optimizer.step();
+    step_length(optimizer, param);
   }
   options_of<ShampooOptions>(optimizer).grafting("adam").betas({0.9, 1.0});
-  const auto length = [&](Shampoo& stepped, torch::Tensor& p) {
-    const auto before = p.detach().clone();
-    set_grad(p, torch::ones({6, 4}));
-    stepped.step();
-    return (p.detach() - before).norm().item<double>();
-  };
   for (int step = 0; step < 3; ++step) {
-    EXPECT_NEAR(length(optimizer, param), 1e-3 * std::sqrt(24.0), 1e-6);
+    EXPECT_NEAR(step_length(optimizer, param), 1e-3 * std::sqrt(24.0), 1e-6);
   }
   const auto& state =
       static_cast<ShampooParamState&>(*optimizer.state().at(param.unsafeGetTensorImpl()));
@@ -310,7 +311,22 @@ TEST(LateAverages, HaveStepsOfTheRightLength) {
   Shampoo resumed({resumed_param});
   load(resumed, saved(optimizer));
   expect_equal(all_state(resumed), all_state(optimizer));
-  EXPECT_NEAR(length(resumed, resumed_param), 1e-3 * std::sqrt(24.0), 1e-6);
+  EXPECT_NEAR(step_length(resumed, resumed_param), 1e-3 * std::sqrt(24.0), 1e-6);
+}
+
+TEST(LateAverages, StartAfreshAfterAPause) {
+  auto param = parameter(torch::ones({6, 4}));
+  Shampoo optimizer({param}, ShampooOptions(1e-3).grafting("adam").betas({0.9, 0.99}));
+  for (int step = 0; step < 50; ++step) {
+    step_length(optimizer, param);
+  }
+  options_of<ShampooOptions>(optimizer).grafting("sgd").betas({0.0, 0.99});
+  step_length(optimizer, param);
+  options_of<ShampooOptions>(optimizer).grafting("adam").betas({0.9, 0.99});
+  EXPECT_NEAR(step_length(optimizer, param), 1e-3 * std::sqrt(24.0), 1e-6);
+  const auto& state =
+      static_cast<ShampooParamState&>(*optimizer.state().at(param.unsafeGetTensorImpl()));
+  EXPECT_EQ(state.grafting_second_moment_start().item<float>(), 51);
 }
 
 // ---- counts

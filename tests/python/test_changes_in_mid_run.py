@@ -452,6 +452,18 @@ def test_an_average_that_starts_in_a_skipped_step_starts_with_the_next(device):
     assert step_length(params, optimizer.step) == pytest.approx(expected, rel=1e-3)
 
 
+def test_an_average_that_paused_starts_afresh(device):
+    params, optimizer = late_problem(device, grafting="adam", betas=(0.9, 0.99))
+    (group,) = optimizer.param_groups
+    group.update(grafting="sgd", betas=(0.0, 0.99))
+    optimizer.step()
+    assert not any("exp_avg" in key or "second" in key for key in optimizer.state[params[0]])
+    group.update(grafting="adam", betas=(0.9, 0.99))
+    set_gradients(params, 5000)
+    expected = [1e-3 * p.numel() ** 0.5 for p in params]
+    assert step_length(params, optimizer.step) == pytest.approx(expected, rel=1e-3)
+
+
 @plain_cases
 def test_averages_from_the_first_step_need_no_start(make):
     model = mlp()

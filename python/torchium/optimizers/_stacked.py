@@ -147,6 +147,13 @@ class StackedOptimizer(CoreOptimizer):
                     self._host_steps[param] = 0
                 self.state[param].update(state)
             needs = self._needs(step.group)
+            # An average that no option needs would be of old gradients alone when one does again.
+            unused = [key for key in self._STARTS if key not in self._needed_buffers(step.group)]
+            for param in step.params if unused else ():
+                if self._found_right.get(param) != self._fitting(param, needs):
+                    for key in unused:
+                        self.state[param].pop(key, None)
+                        self.state[param].pop(self._STARTS[key], None)
             self._found_right.update((p, self._fitting(p, needs)) for p in step.params)
             self._stacked.add(step.group_index)
 
