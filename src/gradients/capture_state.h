@@ -24,7 +24,7 @@ namespace torchium::gradients::detail {
 // A gradient as a backward pass has left it.
 struct SeenGradient {
   c10::weak_intrusive_ptr<at::TensorImpl> tensor;  // its address is not used again
-  uint32_t version;
+  int64_t version;
 };
 
 // A use between its forward and its backward pass.
@@ -87,7 +87,7 @@ struct OperatorCapture::State : public std::enable_shared_from_this<State> {
   std::set<int64_t> mixing_passes;             // backward passes that mix samples
   std::set<int64_t> tasks_seen_for_mixing;     // graph tasks that were checked for it
   std::unordered_set<int64_t> searched_tasks;  // graph tasks that were searched for other uses
-  std::set<int64_t> searched;        // positions that were searched for since forget()
+  std::set<int64_t> searched;                  // positions that were searched for since forget()
   std::set<int64_t> used_otherwise;  // positions with other uses, as of the last search for them
   // Without a receiver:
   PendingUses uses;

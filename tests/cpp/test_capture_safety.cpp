@@ -276,7 +276,8 @@ TEST(CaptureSafety, NaturalGradientRefusesAUseThatBeginsLater) {
 TEST(CaptureSafety, KfacFallsBackAsLongAsAWeightIsUsedOtherwise) {
   auto model = make_mlp();
   KFAC optimizer(*model, KFACOptions(0.1).TCov(2));
-  const std::vector<size_t> fallbacks{2, 2, 0, 0, 2, 2, 0};  // of weight and bias, since the capture
+  const std::vector<size_t> fallbacks{2, 2, 0, 0,
+                                      2, 2, 0};  // of weight and bias, since the capture
   Warnings warnings;
   for (int step = 0; step < 7; ++step) {
     optimizer.zero_grad();

@@ -238,7 +238,9 @@ def test_natural_gradient_refuses_a_use_outside_that_begins_later(scales):
         optimizer.zero_grad()
         penalized(model, number, scale)
         if scale == 1.0:
-            with pytest.raises(ValueError, match=r"'0\.weight'.* does not come from its layer alone"):
+            with pytest.raises(
+                ValueError, match=r"'0\.weight'.* does not come from its layer alone"
+            ):
                 optimizer.step()
         else:
             optimizer.step()
@@ -278,7 +280,7 @@ def test_rewritten_models_run(make):
 def test_scripting_names_the_remedy(make):
     model = mlp()
     optimizer = make(model)
-    with pytest.raises(AttributeError, match="load.* its state_dict"):
+    with pytest.raises(AttributeError, match="loaded its state_dict"):
         torch.jit.script(model)
     del optimizer
     torch.jit.script(model)

@@ -74,7 +74,9 @@ class KFAC(CapturingOptimizer):
     transformers, and ``nn.Conv2d``, also if a weight is shared or a layer is used several times. The
     weight of a linear layer may be that of an ``nn.Embedding`` too (a tied head). Other parameters,
     embeddings that are not tied, and weights that are also used outside of their layer take steps of
-    SGD with momentum; a warning counts them once, and :meth:`report` names them. Micro-batches with loss / k, one ``backward()`` each, equal one batch.
+    SGD with momentum; a warning counts them once, and :meth:`report` names them. Uses outside are
+    looked for where factors are captured, and what is found holds until the next time.
+    Micro-batches with loss / k, one ``backward()`` each, equal one batch.
     Passes without ``backward()`` between two steps leave no trace. ``zero_grad()`` of the optimizer
     forgets what was captured, and so does every step.
 
@@ -127,6 +129,9 @@ class KFAC(CapturingOptimizer):
             ``FullyShardedDataParallel``.
 
     .. note::
+        ``flatten_optimizer_state_dict=True`` of ``torch.distributed.checkpoint`` drops the factors when
+        it loads, without an error; load with the default, ``False``.
+
         The hooks work under ``torch.compile``, with a break of the graph at each layer. Under
         ``torch.distributed`` with more than one process :meth:`step` raises ``RuntimeError``.
 
