@@ -521,3 +521,53 @@ def test_parameters_on_two_devices_are_refused(make):
     model[3](model[1](model[0](inputs).cpu())).sum().backward()
     with pytest.raises(ValueError, match=r"one device.*cpu and cuda:0"):
         optimizer.step()
+
+
+# ---- numbers beyond the core's, and groups that are not added
+
+
+@pytest.mark.parametrize("option", ["update_freq", "block_size", "max_preconditioned_dim"])
+@pytest.mark.parametrize("value", [2**63, 10**30])
+def test_integers_beyond_int64_are_refused(option, value):
+    with pytest.raises(ValueError, match=rf"{option} must be at most 2\*\*63 - 1"):
+        torchium.Shampoo(mlp().parameters(), **{option: value})
+    model = mlp()
+    optimizer = torchium.Shampoo(model.parameters(), **{option: 2**63 - 1})
+    run(model, optimizer, steps=1)
+
+
+@pytest.mark.parametrize(
+    "cls", [torchium.Shampoo, torchium.ShampooW, torchium.Adagrad, torchium.KFAC]
+)
+@pytest.mark.parametrize("lr", [1e39, 10**400, torch.tensor(1e39, dtype=torch.float64)])
+def test_learning_rates_beyond_float32_are_refused(cls, lr):
+    with pytest.raises(ValueError, match=r"lr must be a finite number in \[0, 3.40282e\+38\]"):
+        cls(mlp().parameters(), lr=lr)
+
+
+@pytest.mark.parametrize("cls", [torchium.Shampoo, torchium.ShampooW, torchium.NaturalGradient])
+def test_lazy_parameters_are_refused_with_the_remedy(cls):
+    lazy = list(nn.LazyLinear(3).parameters())
+    message = r"parameter 0 of group {} is uninitialized, .* run a forward pass first"
+    with pytest.raises(ValueError, match=message.format(0)):
+        cls(lazy)
+    optimizer = cls([nn.Parameter(torch.ones(2, 2))])
+    with pytest.raises(ValueError, match=message.format(1)):
+        optimizer.add_param_group({"params": lazy})
+    assert len(optimizer.param_groups) == 1
+
+
+class Unreadable(float):
+    def __float__(self) -> float:
+        raise LookupError("of the number")
+
+
+@pytest.mark.parametrize("cls", [torchium.Shampoo, torchium.KFAC])
+def test_a_group_is_not_added_whatever_is_raised(cls):
+    optimizer = cls([nn.Parameter(torch.ones(2, 2))])
+    param = nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(LookupError):
+        optimizer.add_param_group({"params": [param], "weight_decay": Unreadable(0.1)})
+    with pytest.raises(ValueError, match="weight_decay"):
+        optimizer.add_param_group({"params": [param], "weight_decay": 10**400})
+    assert len(optimizer.param_groups) == 1

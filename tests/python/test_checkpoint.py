@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import os
 import pickle
 import subprocess
@@ -614,3 +615,37 @@ def test_numbers_too_large_for_the_dtype_of_the_state_are_refused():
     with pytest.raises(ValueError, match=r"'statistics.0' of parameter 0 .*not finite"):
         torchium.Shampoo(mlp().parameters()).load_state_dict(state_dict)
     optimizer.load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize("cls", [torchium.ShampooW, torchium.Adagrad, torchium.KFAC])
+def test_state_that_other_code_keeps_with_parameters_is_kept(cls):
+    """As Lookahead and averages of weights do."""
+    model = mlp()
+    optimizer = cls(model.parameters())
+    run(model, optimizer, 0, 2)
+    first = next(model.parameters())
+    frozen = nn.Parameter(torch.ones(2))
+    optimizer.add_param_group({"params": [frozen]})
+    optimizer.state[first].update(slow_buffer=torch.full((3,), math.nan), lookahead={"k": [5]})
+    optimizer.state[frozen]["slow_buffer"] = torch.ones(2)
+    saved = optimizer.state_dict()
+    expected = copy.deepcopy(saved)
+    for loaded in (optimizer, copy.deepcopy(optimizer)):
+        loaded.load_state_dict(saved)
+        state = loaded.state[loaded.param_groups[0]["params"][0]]
+        assert state["slow_buffer"].isnan().all()
+        assert state["lookahead"] == {"k": [5]}
+        state["slow_buffer"].zero_()
+        state["lookahead"]["k"].append(6)
+        assert loaded.state[loaded.param_groups[1]["params"][0]].keys() == {"slow_buffer"}
+    assert_same(
+        {k: v for k, v in saved["state"][0].items() if k != "slow_buffer"},
+        {k: v for k, v in expected["state"][0].items() if k != "slow_buffer"},
+    )
+    assert saved["state"][0]["slow_buffer"].isnan().all()
+    run(model, optimizer, 2, 2)
+    # Names that an optimizer of torchium uses are refused where they do not belong.
+    wrong = optimizer.state_dict()
+    wrong["state"][0]["inputs.0"] = torch.ones(2)
+    with pytest.raises(ValueError, match=r"unexpected \['inputs\.0'\]"):
+        optimizer.load_state_dict(wrong)

@@ -108,3 +108,24 @@ def test_refuses_unknown_options():
         torchium.ShampooW([nn.Parameter(torch.ones(2))], no_option=1)
     with pytest.raises(ValueError, match="amsgrad=True"):
         torchium.ShampooW([nn.Parameter(torch.ones(2))], amsgrad=True)
+
+
+def test_its_own_groups_and_defaults_are_taken_as_they_are():
+    optimizer = torchium.ShampooW(mlp().parameters(), eps=1e-3, lr=0.1)
+    (group,) = optimizer.param_groups
+    assert (group["eps"], group["grafting_eps"]) == (1e-6, 1e-3)
+
+    def options(other: torchium.ShampooW) -> list[dict]:
+        return [{k: v for k, v in g.items() if k != "params"} for g in other.param_groups]
+
+    of_groups = torchium.ShampooW([dict(g) for g in optimizer.param_groups])
+    of_defaults = torchium.ShampooW(mlp().parameters(), **optimizer.defaults)
+    assert options(of_groups) == options(of_defaults) == options(optimizer)
+    assert of_defaults.defaults == optimizer.defaults
+    optimizer.add_param_group({**group, "params": list(mlp().parameters())})
+    assert options(optimizer) == [options(of_groups)[0]] * 2
+    # Single options of Shampoo leave eps AdamW's.
+    optimizer.add_param_group(
+        {"params": [nn.Parameter(torch.ones(2))], "eps": 1e-2, "momentum": 0.5}
+    )
+    assert optimizer.param_groups[2]["eps"] == 1e-4

@@ -60,10 +60,10 @@ def adopt(
     return groups, {**optimizer.defaults, "capturable": False, **hyperparameters}
 
 
-def shampoo_options(adamw: Mapping[str, Any]) -> dict[str, Any]:
+def shampoo_options(adamw: Mapping[str, Any], *, with_eps: bool = True) -> dict[str, Any]:
     """Shampoo's options for those of AdamW; all others are left as they are.
 
-    Raises ValueError for what Shampoo cannot do.
+    ``with_eps=False``: ``eps`` is Shampoo's already. Raises ValueError for what Shampoo cannot do.
     """
     options = {key: value for key, value in adamw.items() if key not in _IMPLEMENTATION}
     if options.pop("amsgrad", False):
@@ -74,7 +74,7 @@ def shampoo_options(adamw: Mapping[str, Any]) -> dict[str, Any]:
         )
     if "betas" in options:
         options["betas"] = _plain_numbers(options["betas"])
-    if "eps" in options:
+    if with_eps and "eps" in options:
         eps = number(0.0)("eps", options["eps"])
         # (a + eps^2)^(-1/2) of the diagonal rule is close to Adam's 1 / (sqrt(a) + eps).
         options["eps"] = eps * eps

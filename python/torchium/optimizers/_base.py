@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from ._checkpoint import check_numbers, foreign_states, saved_groups, saved_states
+from ._checkpoint import check_numbers, foreign_states, saved_groups, saved_states, split_state
 from ._monitor import JOINT, MAX_CONSECUTIVE_SKIPS, Report, StatusMonitor
 from ._options import Check, check_options, learning_rate
 from ._parameters import (
@@ -89,8 +89,8 @@ class CoreOptimizer(Optimizer):
         """Adds a parameter group, as :meth:`torch.optim.Optimizer.add_param_group` does.
 
         Options left out are the optimizer's. Raises ``ValueError``, and adds nothing, for an option
-        out of its range and for a sparse, complex, integer, expanded, ``DTensor`` or flattened
-        (``FullyShardedDataParallel``) parameter.
+        out of its range and for a sparse, complex, integer, expanded, uninitialized, ``DTensor`` or
+        flattened (``FullyShardedDataParallel``) parameter.
         """
         super().add_param_group(param_group)
         try:
@@ -103,7 +103,7 @@ class CoreOptimizer(Optimizer):
                 raise ValueError(f"params of group {index} hold a parameter more than once")
             for param in group["params"]:
                 check_parameter(param, parameter_name(index, group, param))
-        except ValueError:
+        except BaseException:
             self.param_groups.pop()
             raise
 
@@ -231,7 +231,9 @@ class CoreOptimizer(Optimizer):
         that the checkpoint is never changed by later steps. Options of the parameter groups come
         from the checkpoint. A checkpoint that does not fit raises ``ValueError``, with both shapes,
         and so does one with NaN, Inf or a negative count; it loads nothing then. An average that it
-        lacks, as ``exp_avg``, starts with the next step, unless a parameter steps by it alone.
+        lacks, as ``exp_avg``, starts with the next step, unless a parameter steps by it alone. What
+        other code keeps in the state of a parameter, under names that no optimizer of torchium uses,
+        is copied to the parameter's device.
         """
         if isinstance(state_dict, dict):
             state_dict = state_dict.copy()
@@ -247,11 +249,14 @@ class CoreOptimizer(Optimizer):
         for index, group in enumerate(groups):
             group["lr"] = learning_rate("lr", group["lr"])
             group.update(check_options(self._CHECKS, group))
-            saved = {p: old[p] for p in group["params"] if p in old}
+            split = {p: split_state(old[p], p.device) for p in group["params"] if p in old}
+            saved = {p: own for p, (own, _) in split.items() if own}
             loaded = self._loaded_state(index, group, saved)
             for param, values in loaded.items():
                 check_numbers(values, parameter_name(index, group, param))
             state.update(loaded)
+            for param, (_, foreign) in split.items():
+                state[param].update(foreign)
 
         self.state = state
         self.state.update(foreign_states(state_dict))

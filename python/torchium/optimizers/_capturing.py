@@ -132,7 +132,7 @@ class CapturingOptimizer(CoreOptimizer):
         super().add_param_group(param_group)
         try:
             self._check_shared(self.param_groups)
-        except ValueError:
+        except BaseException:
             self.param_groups.pop()
             raise
         self._group_by_param = None

@@ -23,6 +23,17 @@ _NON_NEGATIVE = (
     "sum",
 )
 
+# State of the optimizers of this package; a list has a number behind a dot.
+_OUR_KEYS = frozenset(
+    (
+        *_NON_NEGATIVE,
+        *("exp_avg", "momentum_buffer", "statistics", "roots", "root_failures"),
+        *("A", "G", "A_inverse", "G_inverse"),
+        *("A_eigenvectors", "G_eigenvectors", "A_eigenvalues", "G_eigenvalues"),
+        *("uses", "use_eps", "loss_scale", "inputs", "output_gradients"),
+    )
+)
+
 
 def saved_groups(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Copies of the saved parameter groups that name the parameters of ``groups``.
@@ -74,6 +85,23 @@ def saved_states(
     if malformed:
         raise ValueError(f"state of {malformed[0]!r} in state_dict must be a dict of tensors")
     return {by_id[i]: state for i, state in of_params.items() if state}
+
+
+def split_state(
+    saved: dict[str, Any], device: torch.device
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The optimizers' own state of a parameter, and copies of what other code keeps there."""
+    own = {k: v for k, v in saved.items() if not _is_foreign_key(k)}
+    foreign = {
+        k: v.to(device, copy=True) if isinstance(v, Tensor) else deepcopy(v)
+        for k, v in saved.items()
+        if _is_foreign_key(k)
+    }
+    return own, foreign
+
+
+def _is_foreign_key(key: object) -> bool:
+    return not isinstance(key, str) or key.split(".")[0] not in _OUR_KEYS
 
 
 def foreign_states(state_dict: dict[str, Any]) -> dict[Any, Any]:

@@ -25,7 +25,7 @@ def number(
 
     def check(name: str, value: Any) -> float:
         if isinstance(value, numbers.Real) and not isinstance(value, bool):
-            result = float(value)
+            result = _as_float(value)
             above = low < result if open_low else low <= result
             below = result <= high if closed_high else result < high
             if above and below and math.isfinite(result):
@@ -35,11 +35,24 @@ def number(
     return check
 
 
+def _as_float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # of an integer
+        return math.inf if value > 0 else -math.inf
+
+
+# The core counts in int64.
+_LARGEST_INTEGER = 2**63 - 1
+
+
 def integer(low: int) -> Check:
-    """An integer of at least ``low``."""
+    """An integer of at least ``low``, and at most 2^63 - 1."""
 
     def check(name: str, value: Any) -> int:
         whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+        if whole and int(value) > _LARGEST_INTEGER:
+            raise ValueError(f"{name} must be at most 2**63 - 1")
         if whole and int(value) >= low:
             return int(value)
         raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
@@ -82,11 +95,12 @@ def pair(first: Check, second: Check) -> Check:
     return check
 
 
-_lr_number = number(0.0)
+# A step computes in float32 unless the parameter is float64.
+_lr_number = number(0.0, torch.finfo(torch.float32).max, closed_high=True)
 
 
 def learning_rate(name: str, value: Any) -> float | Tensor:
-    """A finite number of at least 0, or a real floating-point tensor that holds one."""
+    """A number of at least 0 that float32 can hold, or a real floating-point tensor of one."""
     if not isinstance(value, Tensor):
         return _lr_number(name, value)  # type: ignore[no-any-return]
     if value.numel() != 1 or not value.dtype.is_floating_point:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 State = dict[str, Tensor]  # of one parameter
@@ -48,6 +49,8 @@ def parameter_name(index: int, group: dict[str, Any], param: Tensor | None) -> s
         return f"a parameter of group {index}"
     names = group.get("param_names")
     label = repr(names[position]) if names else position
+    if is_lazy(param):  # without a shape
+        return f"parameter {label} of group {index}"
     return f"parameter {label} of group {index} (shape {list(param.shape)})"
 
 
@@ -97,6 +100,10 @@ def check_params(params: object, optimizer: str) -> None:
 
 def check_parameter(param: Tensor, name: str) -> None:
     """Refuses parameters that the operators do not take, or cannot do justice to."""
+    if is_lazy(param):
+        raise ValueError(
+            f"{name} is uninitialized, as those of a lazy module are; run a forward pass first"
+        )
     check_dense(param, name)
     if any(n > 1 and s == 0 for n, s in zip(param.shape, param.stride(), strict=True)):
         raise ValueError(

@@ -41,8 +41,9 @@ class ShampooW(Shampoo):
             ``grafting="adam"``, ``exponent=-0.5``, ``exponent_warmup=100``, ``relative_eps=1e-3``,
             ``update_freq=10``.
 
-    ``param_groups`` and checkpoints hold Shampoo's options, so that a :class:`Shampoo` with the same
-    ones can load a checkpoint of this class, and the other way round.
+    ``param_groups``, ``defaults`` and checkpoints hold Shampoo's options, so that a :class:`Shampoo`
+    with the same ones can load a checkpoint of this class, and the other way round. Passed to this
+    class again, such groups and defaults are taken as they are.
 
     Raises:
         ValueError: ``amsgrad=True`` or ``differentiable=True``; or as :class:`Shampoo` does.
@@ -78,13 +79,23 @@ class ShampooW(Shampoo):
             "capturable": capturable,
             "differentiable": differentiable,
         }
-        super().__init__(params, **{**OPTIONS_BESIDE_ADAMW, **shampoo_options(adamw | options)})
+        own = self._own_options(adamw | options)
+        super().__init__(params, **{**OPTIONS_BESIDE_ADAMW, **own})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group, whose ``eps`` and ``betas`` are AdamW's.
 
+        A group with every option of Shampoo, as in ``param_groups``, keeps its ``eps``.
         Options left out are the optimizer's. Raises ``ValueError``, and adds nothing, as
         :meth:`Shampoo.add_param_group`.
         """
         is_group = isinstance(param_group, dict)  # else torch's own message is clear
-        super().add_param_group(shampoo_options(param_group) if is_group else param_group)
+        super().add_param_group(self._own_options(param_group) if is_group else param_group)
+
+    def _own_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Shampoo's options for those of a caller, whose ``eps`` is AdamW's.
+
+        With all options of Shampoo they are those of such an optimizer: its groups and defaults.
+        """
+        is_shampoo = options.keys() >= self._CHECKS.keys()
+        return shampoo_options(options, with_eps=not is_shampoo)
