@@ -285,7 +285,7 @@ TEST(ExpandedParameters, AreRefused) {
 // ---- averages that start late
 
 // The length of a step with a gradient of ones.
-double step_length(Shampoo& optimizer, const torch::Tensor& param) {
+double step_length(Shampoo& optimizer, torch::Tensor& param) {
   const auto before = param.detach().clone();
   set_grad(param, torch::ones_like(param));
   optimizer.step();
