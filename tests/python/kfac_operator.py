@@ -9,14 +9,15 @@ from typing import Any
 import torch
 import torchium  # noqa: F401  registers the operators
 from reference import Layer
+from reference.kfac import Sample
 from torch import Tensor
 
 ops = torch.ops.torchium
 # Of the operator's arguments, one a layer, in the order of kfac_init_state.
 STATE = ["A", "G", "A_roots", "G_roots", "A_eigenvalues", "G_eigenvalues"]
 STATE += ["factor_updates", "root_failures"]
-DEFAULTS = {"lr": 0.001, "momentum": 0.9, "weight_decay": 0.0, "maximize": False}
-LAYER_DEFAULTS = {"damping": 1e-3, "TCov": 5, "TInv": 10, "eps": 1e-8, "stat_decay": 0.95}
+DEFAULTS = {"lr": 0.003, "momentum": 0.9, "weight_decay": 0.0, "maximize": False}
+LAYER_DEFAULTS = {"damping": 0.01, "TCov": 5, "TInv": 10, "eps": 1e-8, "stat_decay": 0.95}
 
 
 class OperatorKFAC:
@@ -80,7 +81,7 @@ class OperatorKFAC:
             samples = captured.get(i, []) if step % o["TCov"] == 0 else []
             updates = self.states[i]["factor_updates"].item() + bool(samples)
             due = updates > 0 and (step % o["TInv"] == 0 or updates == bool(samples))
-            positions = sum(a.shape[1] for a, _ in samples)
+            positions = sum(sample.a.shape[1] for sample in samples)
             bias = index.get(layer.bias, -1)
             rows += [index[layer.weight], bias, len(samples), positions, int(due), 0]
             sums.append(self.sums(i, samples, loss_scale))
@@ -107,7 +108,10 @@ class OperatorKFAC:
         like = self.states[i]["A"]
         if not samples:
             return like.new_empty(0), like.new_empty(0)
-        a, g = (torch.cat(side, dim=1).to(torch.float64) for side in zip(*samples, strict=True))
+        a, g = (
+            torch.cat([getattr(sample, side) for sample in samples], dim=1).to(torch.float64)
+            for side in "ag"
+        )
         g = g * (loss_scale or 1.0)
         if self.shared["batch_averaged"]:
             g = g / len(samples)
@@ -164,5 +168,5 @@ class Problem:
             for _ in range(samples):
                 a, g = random(groups, positions, fan_in), random(groups, positions, n_out)
                 a = torch.cat([a, torch.ones_like(a[..., :1])], -1) if bias else a
-                captured[i].append((a, g))
+                captured[i].append(Sample(a, g))
         return captured

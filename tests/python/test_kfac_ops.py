@@ -9,6 +9,7 @@ import torch
 from kfac_operator import OperatorKFAC, Problem, ops
 from optimizer_cases import assert_same
 from reference import Layer, ReferenceKFAC
+from reference.kfac import Sample
 from torch import Tensor
 from torch.library import opcheck
 
@@ -111,7 +112,7 @@ def test_one_sample_exact_is_the_dense_damped_empirical_fisher(damping, device):
     j = torch.outer(g[0, 0], a[0, 0]).flatten()  # rows of [weight, bias]
     V = layer.join(weight.grad, bias.grad).flatten().cpu()
     expected = torch.linalg.solve(torch.outer(j, j) + damping * torch.eye(25, dtype=V.dtype), V)
-    d = update_of(params, optimizer, {0: [(a, g)]})
+    d = update_of(params, optimizer, {0: [Sample(a, g)]})
     actual = layer.join(*d).flatten().cpu()
     assert (actual - expected).norm() < 1e-8 * expected.norm()
 
@@ -131,7 +132,7 @@ def test_split_damping_equals_a_solve_by_hand(split):
         @ params[0].grad
         @ torch.linalg.inv(A + 0.3 * pi * torch.eye(2, dtype=A.dtype))
     )
-    samples = [(x.view(1, 1, -1), y.view(1, 1, -1)) for x, y in zip(a, g, strict=True)]
+    samples = [Sample(x.view(1, 1, -1), y.view(1, 1, -1)) for x, y in zip(a, g, strict=True)]
     (actual,) = update_of(params, optimizer, {0: samples})
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
@@ -184,7 +185,7 @@ def test_zero_factors_stay_finite(split, zero, eps, device):
     params, _, optimizer = single_layer(weight, damping=1e-3, eps=eps, damping_split=split)
     params[0].grad = torch.full_like(weight, 0.1)
     a, g = torch.ones(1, 2, 4), torch.ones(1, 2, 3)
-    captured = {0: [(a * (zero == "g"), g * (zero == "a"))]}
+    captured = {0: [Sample(a * (zero == "g"), g * (zero == "a"))]}
     (step,) = update_of(params, optimizer, captured)
     assert step.isfinite().all()
     assert (step * params[0].grad).sum() > 0
@@ -333,7 +334,7 @@ def test_a_first_root_that_fails_leaves_the_gradient(split):
         torch.zeros(3, 4), damping=0.0, eps=0.0, damping_split=split
     )
     params[0].grad = torch.ones(3, 4)
-    zero = {0: [(torch.zeros(1, 1, 4), torch.zeros(1, 1, 3))]}
+    zero = {0: [Sample(torch.zeros(1, 1, 4), torch.zeros(1, 1, 3))]}
     if split == "exact":  # its damping is added later: what fails is a factor
         optimizer.states[0]["A"].fill_(float("nan"))
     (step,) = update_of(params, optimizer, zero)

@@ -61,7 +61,7 @@ class ReferenceKFAC:
         kl_clip: float | None = 1e-3,
         damping_split: str = "pi",
     ) -> None:
-        defaults = {"lr": 0.001, "momentum": 0.9, "weight_decay": 0.0, "damping": 1e-3}
+        defaults = {"lr": 0.003, "momentum": 0.9, "weight_decay": 0.0, "damping": 0.01}
         defaults |= {"TCov": 5, "TInv": 10, "eps": 1e-8, "stat_decay": 0.95, "maximize": False}
         defaults |= {"max_factor_size": 5000}
         self.options = {
