@@ -23,7 +23,7 @@ def _from_adamw(model: nn.Module) -> Optimizer:
 
 
 # More damping and fresher inverses than docs/choosing_and_tuning.md has: batches are small here.
-_TUNED_KFAC: dict[str, Any] = {"lr": 0.01, "damping": 0.1, "TCov": 5, "TInv": 10}
+_TUNED_KFAC: dict[str, Any] = {"lr": 0.01, "damping": 0.03, "TCov": 5, "TInv": 10}
 
 SETTINGS: dict[str, MakeOptimizer] = {
     "shampoo": _of_parameters(torchium.Shampoo),
@@ -40,7 +40,7 @@ SETTINGS: dict[str, MakeOptimizer] = {
     "adagrad": _of_parameters(torchium.Adagrad, lr=0.02),
     "adagrad_full": _of_parameters(torchium.Adagrad, lr=0.05, full_matrix=True),
     "kfac": _of_model(torchium.KFAC),
-    "kfac_pi": _of_model(torchium.KFAC, **_TUNED_KFAC),
+    "kfac_pi": _of_model(torchium.KFAC, **{**_TUNED_KFAC, "damping": 0.1}),
     "kfac_plain": _of_model(torchium.KFAC, **_TUNED_KFAC, damping_split="plain"),
     "kfac_exact": _of_model(torchium.KFAC, **_TUNED_KFAC, damping_split="exact"),
     "natural_gradient": _of_model(torchium.NaturalGradient),
