@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._factors import FACTOR_KEYS
 from ._parameters import State, fresh_step, state_zeros
 
 # Counts and sums of squares.
@@ -27,9 +28,8 @@ _NON_NEGATIVE = (
 _OUR_KEYS = frozenset(
     (
         *_NON_NEGATIVE,
+        *FACTOR_KEYS,
         *("exp_avg", "momentum_buffer", "statistics", "roots", "root_failures"),
-        *("A", "G", "A_inverse", "G_inverse"),
-        *("A_eigenvectors", "G_eigenvectors", "A_eigenvalues", "G_eigenvalues"),
         *("uses", "use_eps", "loss_scale", "inputs", "output_gradients"),
     )
 )

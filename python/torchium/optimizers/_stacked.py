@@ -149,12 +149,14 @@ class StackedOptimizer(CoreOptimizer):
             needs = self._needs(step.group)
             # An average that no option needs would be of old gradients alone when one does again.
             unused = [key for key in self._STARTS if key not in self._needed_buffers(step.group)]
-            for param in step.params if unused else ():
-                if self._found_right.get(param) != self._fitting(param, needs):
-                    for key in unused:
-                        self.state[param].pop(key, None)
-                        self.state[param].pop(self._STARTS[key], None)
-            self._found_right.update((p, self._fitting(p, needs)) for p in step.params)
+            for param in step.params:
+                fitting = self._fitting(param, needs)
+                if self._found_right.get(param) == fitting:
+                    continue
+                self._found_right[param] = fitting
+                for key in unused:
+                    self.state[param].pop(key, None)
+                    self.state[param].pop(self._STARTS[key], None)
             self._stacked.add(step.group_index)
 
     def _fit_old_state(self, index: int, group: dict[str, Any], params: list[Tensor]) -> None:

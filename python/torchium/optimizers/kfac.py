@@ -115,9 +115,9 @@ class KFAC(CapturingOptimizer):
             faster one; see :func:`torchium.linalg.matrix_inverse_root`. ``"exact"`` needs
             eigenvectors, and so ``"eigh"`` or ``"auto"``, which are the same there (default: "eigh").
         max_factor_size (int): of a factor of a larger order only the diagonal is kept; a warning and
-            :meth:`report` name those. G of a tied head is always a diagonal. A factor of order n takes :math:`8 n^2` bytes with its inverse,
-            and an inversion of order :math:`n^3` operations. A new value counts for factors that do not
-            exist yet (default: 5000).
+            :meth:`report` name those. G of a tied head is always a diagonal. A factor of order n
+            takes :math:`8 n^2` bytes with its inverse, and an inversion of order :math:`n^3` operations.
+            A new value counts for factors that do not exist yet (default: 5000).
         grad_scaler (GradScaler, optional): scales the loss, under mixed precision; its scale is taken
             out of the factors. It may be set later as an attribute; a copy of the optimizer has none
             (default: None).
