@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# usage: gpu_check.sh [BUILD]   (default: build; PYTHON=... chooses the Python, default python3)
+# usage: gpu_check.sh [BUILD [CHECK...]]   (default: build, and all; PYTHON=... chooses the Python, default python3)
+# CHECK is one of pytest, zoo, gtest, memcheck, racecheck and benchmarks, where one call may not take as long as all.
 # On a machine with a CUDA device: the Python tests marked `cuda`, the zoo, the C++ tests,
 # compute-sanitizer and the benchmarks, over a build that may have been made elsewhere: BUILD/python and BUILD/tests/cpp are
 # enough, and PYTHON may be of another version than the build's (there is no `_C` then). PYTHON needs the
@@ -9,6 +10,8 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 build=$(cd "${1:-build}" && pwd)
+checks=("${@:2}")
+((${#checks[@]})) || checks=(pytest zoo gtest memcheck racecheck benchmarks)
 python=${PYTHON:-python3}
 logs=$build/gpu_check
 mkdir -p "$logs"
@@ -55,6 +58,8 @@ check() {
     "$logs/$name.log" | tail -n 1 | tr -d '=|')
   rows+=("$(printf '%-22s %-8s %5ds  %s' "$name" "$result" $((SECONDS - start)) "$summary")")
 }
+# wanted CHECK: whether it was asked for.
+wanted() { [[ " ${checks[*]} " == *" $1 "* ]]; }
 # skip NAME REASON
 skip() { rows+=("$(printf '%-22s %-8s %5s   %s' "$1" skipped "" "$2")"); }
 
@@ -64,26 +69,32 @@ if "$python" -c "import xdist" 2> /dev/null; then
   workers=(-n auto --maxprocesses=8 --dist loadgroup)
 fi
 pytest=("$python" -m pytest -q -m cuda -p no:cacheprovider ${workers[@]+"${workers[@]}"})
-check pytest-cuda "${pytest[@]}" tests/python
-check zoo-cuda "${pytest[@]}" tests/zoo
-if [[ -x $build/tests/cpp/torchium_tests ]]; then
-  check gtest env LD_LIBRARY_PATH="$library_path" GTEST_BRIEF=1 "$build/tests/cpp/torchium_tests"
-else
-  skip gtest "$build/tests/cpp/torchium_tests was not carried"
+wanted pytest && check pytest-cuda "${pytest[@]}" tests/python
+wanted zoo && check zoo-cuda "${pytest[@]}" tests/zoo
+if wanted gtest; then
+  if [[ -x $build/tests/cpp/torchium_tests ]]; then
+    check gtest env LD_LIBRARY_PATH="$library_path" GTEST_BRIEF=1 "$build/tests/cpp/torchium_tests"
+  else
+    skip gtest "$build/tests/cpp/torchium_tests was not carried"
+  fi
 fi
-if command -v compute-sanitizer > /dev/null; then
-  for tool in memcheck racecheck; do
+for tool in memcheck racecheck; do
+  if ! wanted $tool; then
+    continue
+  elif command -v compute-sanitizer > /dev/null; then
     check "sanitizer-$tool" compute-sanitizer --tool $tool --error-exitcode 1 "$python" scripts/gpu_smoke.py
-  done
-else
-  skip sanitizer "compute-sanitizer is not on PATH"
-fi
+  else
+    skip "sanitizer-$tool" "compute-sanitizer is not on PATH"
+  fi
+done
 # Exits with the number of targets that it missed.
-"$python" benchmarks/step.py --families ours adamw --models llama-103m mlp > "$logs/benchmarks.log" 2>&1
-missed=$?
-cat "$logs/benchmarks.log"
+if wanted benchmarks; then
+  "$python" benchmarks/step.py --families ours adamw --models llama-103m mlp > "$logs/benchmarks.log" 2>&1
+  missed=$?
+  cat "$logs/benchmarks.log"
+  rows+=("$(printf '%-22s %s targets missed' benchmarks $missed)")
+fi
 
 printf '\n%s\n\n' "$description"
 printf '%s\n' "${rows[@]}"
-echo "benchmarks: $missed targets missed"
 exit $failed
