@@ -3,6 +3,7 @@
 #include "optim/blocking.h"
 #include "optim/elementwise.h"
 #include "optim/fused_step.h"
+#include "optim/grafting.h"
 #include "optim/preconditioner.h"
 #include "optim/shampoo_rules.h"
 #include "optim/step_gate.h"
@@ -61,27 +62,6 @@ Corrections bias_corrections(const ShampooHyperparameters& h, const ShampooState
   return {.exp_avg = bias_corrections(state.steps, h.beta1, state.exp_avg_starts),
           .second_moment = bias_corrections(state.steps, moment_beta, state.second_moment_starts),
           .statistics = bias_corrections(state.steps, h.beta2)};
-}
-
-// d <- |f| / |d| d for each block of a stack [count, sizes...].
-at::Tensor graft(const at::Tensor& directions, const at::Tensor& grafted) {
-  const at::Tensor norms = directions.flatten(1).norm(2, {1});
-  const at::Tensor scale = grafted.flatten(1).norm(2, {1}) / norms;
-  std::vector<int64_t> sizes(directions.dim(), 1);
-  sizes[0] = -1;
-  return directions * at::where(norms.gt(0), scale, at::zeros_like(scale)).view(sizes);
-}
-
-// The same for a parameter with the diagonal rule, cut into blocks of block_size.
-at::Tensor graft_diagonal(const at::Tensor& direction, const at::Tensor& grafted,
-                          int64_t block_size) {
-  Tensors parts;
-  const auto directions = direction.reshape({1, -1}).split(block_size, 1);
-  const auto grafted_parts = grafted.reshape({1, -1}).split(block_size, 1);
-  for (size_t i = 0; i < directions.size(); ++i) {
-    parts.push_back(graft(directions[i], grafted_parts[i]));
-  }
-  return at::cat(parts, 1).view(direction.sizes());
 }
 
 GradientRule gradient_rule(const ShampooHyperparameters& h) {

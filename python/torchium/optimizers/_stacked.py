@@ -134,19 +134,21 @@ class StackedOptimizer(CoreOptimizer):
 
     def _bind(self, counts: dict[Tensor, int]) -> None:
         """Binds the plans to the parameters and the state as they are."""
-        old, self._plans = self._plans, {}
+        self._bound_to = None  # until all is done
+        plans: dict[Key, GroupPlan] = {}
         for index, group in enumerate(self.param_groups):
             for device in sorted({p.device for p in group["params"]}, key=str):
+                key = index, device
+                plans[key] = self._plans.get(key) or GroupPlan(self._PLAN, index, device)
                 params = [p for p in group["params"] if p.device == device]
                 states = [self._own_state(p) if self._has_state(p) else {} for p in params]
-                plan = old.pop((index, device), None) or GroupPlan(self._PLAN, index, device)
-                plan.bind(params, states, counts)
-                self._plans[index, device] = plan
+                plans[key].bind(params, states, counts)
             self._bound_needs[index] = self._needs(group)
-        for key, plan in old.items():  # may still have something to report
-            if plan.index < len(self.param_groups):
-                plan.bind([], [], {})
-                self._plans[key] = plan
+        for key, plan in self._plans.items():
+            if key not in plans and plan.index < len(self.param_groups):
+                plan.bind([], [], {})  # may still have something to report
+                plans[key] = plan
+        self._plans = plans
         self._adopted = {}
         for index, group in enumerate(self.param_groups):
             self._adopt_options(index, group)
