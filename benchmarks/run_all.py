@@ -11,6 +11,7 @@ from pathlib import Path
 
 BENCHMARKS = (
     "shampoo_cpu.py",
+    "host_time.py",
     "kfac_cpu.py",
     "natural_gradient_cpu.py",
     "per_sample_cpu.py",

@@ -321,33 +321,6 @@ def against_distributed_shampoo(report: Report, work: Workload, rounds: int) -> 
             report.check(f"step {what} roots due, one thread / Distributed Shampoo", ratio, target)
 
 
-def many_small_parameters(report: Report, rounds: int) -> None:
-    shapes = {
-        "1,000 matrices 8 x 8": [(8, 8)] * 1000,
-        "1,000 vectors of 16": [(16,)] * 1000,
-        "500 matrices 8 x 8, 500 vectors of 16": [(8, 8), (16,)] * 500,
-    }
-    rows = []
-    for name, sizes in shapes.items():
-        functions = {}
-        for label, make in {
-            "Shampoo": lambda ps: torchium.Shampoo(ps, update_freq=NEVER),
-            "Adam": lambda ps: torch.optim.Adam(ps, foreach=True),
-        }.items():
-            params = [nn.Parameter(torch.randn(s)) for s in sizes]
-            for p in params:
-                p.grad = torch.randn_like(p)
-            functions[label] = make(params).step
-        for _ in range(32):
-            for function in functions.values():
-                function()
-        t = interleaved(functions, min(rounds, 31))
-        ratio = median_ratio(t["Shampoo"], t["Adam"])
-        rows.append([name, *medians(*t.values()), ratio])
-        report.check(f"{name}: Shampoo / Adam foreach", ratio, 3.0)
-    report.table("Overhead, ms a step", ["parameters", "Shampoo", "Adam foreach", "ratio"], rows)
-
-
 def large_embedding(report: Report, rounds: int) -> None:
     """Embedding(50000, 768), which no matrices precondition."""
     makers = {
@@ -377,7 +350,6 @@ def main() -> int:
     report = Report("Shampoo on a CPU")
     work = Workload()
     against_bare_products(report, work, arguments.rounds)
-    many_small_parameters(report, arguments.rounds)
     large_embedding(report, arguments.rounds)
     against_others(report, work, arguments.rounds)
     against_distributed_shampoo(report, work, arguments.rounds)

@@ -91,7 +91,7 @@ void shampoo_step_(at::TensorList params, at::TensorList grads, at::TensorList s
                      .exp_avg_starts = exp_avg_starts.vec(),
                      .second_moment_starts = second_moment_starts.vec(),
                      .status = std::move(status)};
-  optim::detail::shampoo_step(h, params, grads, state, host_steps);
+  optim::detail::ShampooStep(h, params.vec(), std::move(state)).run(lr, grads, host_steps);
 }
 
 void shampoo_update_preconditioners_(at::TensorList params, at::TensorList steps,
@@ -133,8 +133,7 @@ void adagrad_step_(at::TensorList params, at::TensorList grads, at::TensorList s
                    double lr_decay, double weight_decay, double eps, bool full_matrix,
                    int64_t block_size, int64_t update_freq, bool maximize,
                    at::IntArrayRef host_steps, std::string root_method) {
-  const AdagradHyperparameters h{.lr = lr,
-                                 .lr_decay = lr_decay,
+  const AdagradHyperparameters h{.lr_decay = lr_decay,
                                  .weight_decay = weight_decay,
                                  .eps = eps,
                                  .full_matrix = full_matrix,
@@ -148,7 +147,7 @@ void adagrad_step_(at::TensorList params, at::TensorList grads, at::TensorList s
                      .roots = roots.vec(),
                      .root_failures = root_failures.vec(),
                      .status = std::move(status)};
-  optim::detail::adagrad_step(h, params, grads, state, host_steps);
+  optim::detail::AdagradStep(h, params.vec(), std::move(state)).run(lr, grads, host_steps);
 }
 
 }  // namespace

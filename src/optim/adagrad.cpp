@@ -1,6 +1,6 @@
 #include "torchium/optim/adagrad.h"
 
-#include "optim/adagrad_step.h"
+#include "optim/adagrad_plan.h"
 #include "optim/group_step.h"
 #include "optim/option_checks.h"
 #include "optim/option_fields.h"
@@ -14,20 +14,6 @@ const AdagradOptions& adagrad_options(const torch::optim::OptimizerOptions& opti
   const auto* result = dynamic_cast<const AdagradOptions*>(&options);
   TORCH_CHECK_VALUE(result != nullptr, "a parameter group of Adagrad needs AdagradOptions");
   return *result;
-}
-
-detail::AdagradHyperparameters hyperparameters(const AdagradOptions& o, at::Tensor lr) {
-  detail::AdagradHyperparameters h;
-  h.lr = std::move(lr);
-  h.lr_decay = o.lr_decay();
-  h.weight_decay = o.weight_decay();
-  h.eps = o.eps();
-  h.full_matrix = o.full_matrix();
-  h.block_size = o.block_size();
-  h.update_freq = o.update_freq();
-  h.root_method = o.root_method();
-  h.maximize = o.maximize();
-  return h;
 }
 
 }  // namespace
@@ -116,8 +102,8 @@ void Adagrad::step_group(const Options& options, detail::GroupStep& step) const 
   state.roots = std::move(matrices.roots);
   state.root_failures = std::move(matrices.root_failures);
   state.status = step.status;
-  detail::adagrad_step(hyperparameters(o, step.lr), step.params, step.grads, state,
-                       step.host_steps);
+  detail::AdagradStep(detail::hyperparameters(o), step.params, std::move(state))
+      .run(step.lr, step.grads, step.host_steps);
 }
 
 const char* Adagrad::root_remedy() const {

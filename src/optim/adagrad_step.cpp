@@ -10,6 +10,7 @@
 #include <c10/util/accumulate.h>
 
 #include <limits>
+#include <utility>
 
 namespace torchium::optim::detail {
 namespace {
@@ -34,7 +35,7 @@ StepScalar decayed_learning_rate(const AdagradHyperparameters& h, const at::Tens
     return lr;
   }
   if (!lr.device.defined()) {
-    return {lr.host / (1.0 + (step.item<double>() - 1.0) * h.lr_decay), {}};
+    return {lr.host / (1.0 + (count_on_cpu(step) - 1.0) * h.lr_decay), {}};
   }
   return {0.0, lr.device / ((step.to(at::kDouble) - 1.0) * h.lr_decay + 1.0)};
 }
@@ -101,43 +102,59 @@ MatrixStacks adagrad_init_state(at::TensorList params, int64_t block_size,
   return stacks;
 }
 
-void adagrad_step(const AdagradHyperparameters& h, at::TensorList params, at::TensorList grads,
-                  AdagradState& state, at::IntArrayRef host_steps) {
-  c10::NoGradGuard no_grad;
-  if (params.empty()) {
+AdagradStep::AdagradStep(AdagradHyperparameters h, Tensors params, AdagradState state)
+    : h_(std::move(h)), params_(std::move(params)), state_(std::move(state)) {
+  if (params_.empty()) {
     return;
   }
-  check_step_arguments(params, grads, state.steps, state.status, host_steps, h.full_matrix);
-  check_state_list(state.sums, params, !h.full_matrix, "sums");
-  std::vector<Blocking> blockings;
-  std::vector<MatrixBatch> batches;
-  if (h.full_matrix) {
-    blockings = flat_blockings(params, h.block_size);
-    batches = find_batches(blockings, {state.statistics, state.roots, state.root_failures});
+  check_parameters(params_, state_.steps, state_.status);
+  check_state_list(state_.sums, params_, !h_.full_matrix, "sums");
+  if (h_.full_matrix) {
+    blockings_ = flat_blockings(params_, h_.block_size);
+    batches_ = find_batches(blockings_, {state_.statistics, state_.roots, state_.root_failures});
   }
-  const std::vector<double> weight_decays(params.size(), h.weight_decay);
-  const StepGate gate =
-      StepGate::check(examined_gradients(params, grads, state.steps, weight_decays), state.status);
+}
+
+bool AdagradStep::adopt(const AdagradHyperparameters& h) {
+  const bool fits = h.full_matrix == h_.full_matrix && h.block_size == h_.block_size;
+  if (fits) {
+    h_ = h;
+  }
+  return fits;
+}
+
+void AdagradStep::run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRef host_steps) {
+  c10::NoGradGuard no_grad;
+  if (params_.empty()) {
+    return;
+  }
+  const AdagradHyperparameters& h = h_;
+  check_gradients(params_, grads);
+  check_host_steps(host_steps, params_.size(), state_.status, h.full_matrix);
+  const std::vector<double> weight_decays(params_.size(), h.weight_decay);
+  const StepGate gate = StepGate::check(
+      examined_gradients(params_, grads, state_.steps, weight_decays), state_.status);
   if (gate.skipped_on_host()) {
     return;
   }
-  gate.advance(state.steps);  // t <- t + 1
+  gate.advance(state_.steps);  // t <- t + 1
   Tensors g;
-  for (size_t i = 0; i < params.size(); ++i) {
-    g.push_back(signed_gradient(params[i], grads[i], h.maximize, h.weight_decay, gate));
+  for (size_t i = 0; i < params_.size(); ++i) {
+    g.push_back(signed_gradient(params_[i], grads[i], h.maximize, h.weight_decay, gate));
   }
-  const StepScalar lr = gate.learning_rate(h.lr);
+  const StepScalar rate = gate.learning_rate(lr);
   Tensors directions;
   if (h.full_matrix) {
-    directions = full_matrix_directions(h, params, g, state, blockings, batches, host_steps, gate);
+    directions =
+        full_matrix_directions(h, params_, g, state_, blockings_, batches_, host_steps, gate);
   }
-  for (size_t i = 0; i < params.size(); ++i) {
-    at::Tensor param = params[i];
-    const StepScalar decayed_lr = decayed_learning_rate(h, state.steps[i], lr);
+  for (size_t i = 0; i < params_.size(); ++i) {
+    at::Tensor param = params_[i];
+    const StepScalar decayed_lr = decayed_learning_rate(h, state_.steps[i], rate);
     if (h.full_matrix && directions[i].defined()) {
       subtract_scaled_(param, finite_entries(directions[i]), decayed_lr);
     } else if (!h.full_matrix) {
-      diagonal_update(h, param, g[i], state.sums[i], decayed_lr, gate);
+      diagonal_update(h, param, g[i], state_.sums[i], decayed_lr, gate);
     }
   }
 }

@@ -1,11 +1,14 @@
 // Adagrad (Duchi, Hazan, Singer 2011, JMLR 12) with a diagonal or a block full-matrix accumulator.
 #pragma once
 
+#include "optim/blocking.h"
 #include "optim/stacks.h"
+#include "optim/step_plan.h"
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 namespace torchium::optim::detail {
@@ -13,7 +16,6 @@ namespace torchium::optim::detail {
 // Names and defaults are those of AdagradOptions and of Python's torchium.Adagrad. Its
 // initial_accumulator_value belongs to the initial state alone.
 struct AdagradHyperparameters {
-  at::Tensor lr;  // 0-dim; float64 on the CPU, or on the parameters' device
   double lr_decay = 0.0;
   double weight_decay = 0.0;
   double eps = 1e-10;
@@ -38,8 +40,25 @@ struct AdagradState {
 MatrixStacks adagrad_init_state(at::TensorList params, int64_t block_size,
                                 double initial_accumulator_value);
 
-// One step of one parameter group, of the form that `hyperparameters.full_matrix` names.
-void adagrad_step(const AdagradHyperparameters& hyperparameters, at::TensorList params,
-                  at::TensorList grads, AdagradState& state, at::IntArrayRef host_steps);
+// Steps of one parameter group, of the form that `full_matrix` names.
+class AdagradStep : public PlannedStep {
+ public:
+  // Raises ValueError for state that does not fit. Keeps the tensors of `state`, which stay the
+  // caller's.
+  AdagradStep(AdagradHyperparameters hyperparameters, std::vector<at::Tensor> params,
+              AdagradState state);
+
+  // Takes other hyper-parameters; false if these need another plan.
+  bool adopt(const AdagradHyperparameters& hyperparameters);
+
+  void run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRef host_steps) override;
+
+ private:
+  AdagradHyperparameters h_;
+  std::vector<at::Tensor> params_;
+  AdagradState state_;
+  std::vector<Blocking> blockings_;
+  std::vector<MatrixBatch> batches_;  // refer to blockings_
+};
 
 }  // namespace torchium::optim::detail

@@ -17,6 +17,7 @@
 #include <cstddef>
 #include <limits>
 #include <optional>
+#include <utility>
 #endif
 
 #include <algorithm>
@@ -47,26 +48,50 @@ void changed(const at::Tensor& tensor) {
   }
 }
 
+// A gradient as the kernels last read it.
+struct SeenGradient {
+  const void* data = nullptr;
+  at::ScalarType type = at::kFloat;
+};
+constexpr size_t kNone = std::numeric_limits<size_t>::max();  // instead of an entry
+
+// Where the tables say what about one parameter.
+struct Places {
+  size_t gradient_scan = kNone, param_scan = kNone, entry = kNone;
+  bool by_fours = false;       // its entry, whatever the gradient
+  SeenGradient gradient = {};  // in the tables
+};
+
+at::Tensor dense(at::Tensor tensor) {
+  return tensor.is_non_overlapping_and_dense() ? std::move(tensor) : tensor.contiguous();
+}
+
 }  // namespace
 
 struct FusedStep::Work {
-  const ShampooHyperparameters& h;
-  at::TensorList params;
+  const std::vector<at::Tensor>& params;
   const std::vector<Blocking>& blockings;
-  ShampooState& state;
+  const ShampooState& state;
   const std::vector<bool>& serves;
-  cudaStream_t stream;
-  MatmulPrecision precision;
   at::TensorOptions options;  // of float32 buffers
   std::vector<ElementwiseState> elementwise;
+  const std::vector<MatrixBatch>* batches = nullptr;  // of all parameters
 
-  std::vector<at::Tensor> grads = {};  // as the kernels read them
-  at::Tensor control = {};             // StepControl
-  at::Tensor numbers = {};             // [P, 4]: StepNumbers
-  std::vector<ParameterEntry> entries = {};
+  // What serves every step.
+  std::vector<Places> places = {};
+  KernelTables<ScanEntry> scans = {};
+  KernelTables<StepEntry> steps = {};
   KernelTables<ParameterEntry> tables = {};
-  const std::vector<MatrixBatch>* batches = nullptr;  // of the whole step
   std::optional<StepStacks> stacks = {};
+
+  // What one step needs.
+  const ShampooHyperparameters* h = nullptr;
+  cudaStream_t stream = nullptr;
+  MatmulPrecision precision = MatmulPrecision::kHighest;
+  std::vector<at::Tensor> grads = {};                       // as the kernels read them
+  std::vector<at::Tensor> copies = {};                      // of parameters that are not dense
+  at::Tensor control = {};                                  // StepControl
+  at::Tensor numbers = {};                                  // [P, 4]: StepNumbers
   at::Tensor grafted_squares = {}, direction_squares = {};  // [tiles]
 
   StepControl* device_control() const {
@@ -100,102 +125,165 @@ struct FusedStep::Work {
     return buffers;
   }
 
-  void scan_all();
+  void plan_entry(const ShampooHyperparameters& rules, size_t i, ParameterEntry& entry);
+  void plan_scans(const ShampooHyperparameters& rules, size_t i, bool scans_average);
+  void plan_step(size_t i);
+  void set_gradient(size_t i, at::Tensor grad);
 };
 
-// All gradients, and with L2 weight decay the parameters; where operands are halves also the
-// averages, which bound them.
-void FusedStep::Work::scan_all() {
-  KernelTables<ScanEntry> table;
-  const auto add = [&](const at::Tensor& tensor, size_t i, ScanKind kind, double largest) {
-    const int64_t tiles = (tensor.numel() + cuda_kernels::kScanTile - 1) / cuda_kernels::kScanTile;
-    if (tiles > 0) {
-      table.add({.data = tensor.const_data_ptr(),
-                 .elements = tensor.numel(),
-                 .first_tile = 0,
-                 .index = static_cast<int>(i),
-                 .type = element_type(tensor.scalar_type()),
-                 .kind = kind,
-                 .step = state.steps[i].const_data_ptr<double>(),
-                 .largest = largest},
-                static_cast<int>(tiles));
-    }
+void FusedStep::Work::plan_entry(const ShampooHyperparameters& rules, size_t i,
+                                 ParameterEntry& entry) {
+  if (!serves[i] || params[i].numel() == 0) {
+    return;
+  }
+  fill_entry(entry, rules, params[i], blockings[i], elementwise[i]);
+  entry.index = static_cast<int>(i);
+  const int tiles = TileGrid(entry.rows, entry.columns, kernel_block_size(rules)).tiles;
+  places[i].entry = tables.add(entry, tiles);
+  places[i].by_fours = entry.by_fours;
+}
+
+// The gradient, and with L2 weight decay the parameter; where operands are halves also the average,
+// which bounds them.
+void FusedStep::Work::plan_scans(const ShampooHyperparameters& rules, size_t i,
+                                 bool scans_average) {
+  const int64_t elements = params[i].numel();
+  if (elements == 0) {
+    return;
+  }
+  const auto add = [&](const void* data, at::ScalarType type, ScanKind kind, double largest) {
+    const int64_t tiles = (elements + cuda_kernels::kScanTile - 1) / cuda_kernels::kScanTile;
+    return scans.add({.data = data,
+                      .elements = elements,
+                      .first_tile = 0,
+                      .index = static_cast<int>(i),
+                      .type = element_type(type),
+                      .kind = kind,
+                      .step = state.steps[i].const_data_ptr<double>(),
+                      .largest = largest},
+                     static_cast<int>(tiles));
   };
-  for (size_t i = 0; i < grads.size(); ++i) {
-    if (!grads[i].is_non_overlapping_and_dense()) {
-      grads[i] = grads[i].contiguous();
-    }
-    if (entries[i].in_halves != 0 && h.beta1 > 0.0) {
-      add(state.exp_avgs[i], i, ScanKind::kAverage, std::numeric_limits<double>::infinity());
-    }
+  if (scans_average) {
+    const at::Tensor& average = state.exp_avgs[i];
+    add(average.const_data_ptr(), average.scalar_type(), ScanKind::kAverage,
+        std::numeric_limits<double>::infinity());
   }
-  const std::vector<double> weight_decays(params.size(), step_rule(h).weight_decay);
-  for (const Examined& each : examined_gradients(params, grads, state.steps, weight_decays)) {
-    const bool is_gradient = each.tensor.is_same(grads[each.param]);
-    const at::Tensor dense =
-        each.tensor.is_non_overlapping_and_dense() ? each.tensor : each.tensor.contiguous();
-    add(dense, each.param, is_gradient ? ScanKind::kGradient : ScanKind::kParameter, each.largest);
-  }
-  for (const auto& part : table) {
-    C10_CUDA_CHECK(cuda_kernels::scan(part, device_control(), stream));
+  const GradientLimits limits = gradient_limits(params[i], step_rule(rules).weight_decay);
+  places[i].gradient_scan = add(nullptr, at::kFloat, ScanKind::kGradient, limits.gradient);
+  if (limits.has_parameter) {
+    const at::Tensor& param = params[i];
+    const size_t scan =
+        add(param.const_data_ptr(), param.scalar_type(), ScanKind::kParameter, limits.parameter);
+    places[i].param_scan = param.is_non_overlapping_and_dense() ? kNone : scan;
   }
 }
 
-FusedStep::FusedStep(const ShampooHyperparameters& h, at::TensorList params, at::TensorList grads,
-                     const std::vector<Blocking>& blockings, ShampooState& state)
+void FusedStep::Work::plan_step(size_t i) {
+  const auto start = [&](const std::vector<at::Tensor>& starts) {
+    return starts.empty() ? nullptr : starts[i].const_data_ptr<double>();
+  };
+  steps.add({state.steps[i].mutable_data_ptr<double>(), start(state.exp_avg_starts),
+             start(state.second_moment_starts)},
+            1);
+}
+
+// Writes to the tables what changes from step to step.
+void FusedStep::Work::set_gradient(size_t i, at::Tensor grad) {
+  Places& place = places[i];
+  const SeenGradient seen{grad.const_data_ptr(), grad.scalar_type()};
+  if (place.gradient_scan != kNone &&
+      (seen.data != place.gradient.data || seen.type != place.gradient.type)) {
+    place.gradient = seen;
+    scans[place.gradient_scan].data = seen.data;
+    scans[place.gradient_scan].type = element_type(seen.type);
+    if (place.entry != kNone) {
+      detail::set_gradient(tables[place.entry], grad, place.by_fours);
+    }
+  }
+  if (place.param_scan != kNone) {
+    copies.push_back(params[i].contiguous());
+    scans[place.param_scan].data = copies.back().const_data_ptr();
+  }
+  grads[i] = std::move(grad);
+}
+
+FusedStep::FusedStep(const ShampooHyperparameters& h, const std::vector<at::Tensor>& params,
+                     const std::vector<Blocking>& blockings, const ShampooState& state)
     : serves_(params.size(), false) {
   if (!params[0].is_cuda()) {
     return;
   }
   torchium::detail::check_device_code(params[0].device());
-  work_ = std::make_unique<Work>(
-      Work{h, params, blockings, state, serves_, c10::cuda::getCurrentCUDAStream(),
-           linalg::detail::matmul_precision(h.matmul_precision),
-           params[0].options().dtype(at::kFloat), elementwise_states(h, blockings, state)});
+  work_ = std::make_unique<Work>(Work{params, blockings, state, serves_,
+                                      params[0].options().dtype(at::kFloat).requires_grad(false),
+                                      elementwise_states(h, blockings, state)});
   for (size_t i = 0; i < params.size(); ++i) {
     serves_[i] = has_entry(h, params[i], blockings[i], work_->elementwise[i]);
-    work_->grads.push_back(readable_gradient(grads[i], params[i], serves_[i]));
+  }
+  serves_all_ = std::find(serves_.begin(), serves_.end(), false) == serves_.end();
+}
+
+void FusedStep::plan(const ShampooHyperparameters& h, const std::vector<MatrixBatch>& batches) {
+  if (!is_available()) {
+    return;
+  }
+  Work& w = *work_;
+  const size_t count = w.params.size();
+  std::vector<ParameterEntry> entries(count);
+  w.places.resize(count);
+  w.grads.resize(count);
+  w.batches = &batches;
+  w.stacks.emplace(batches, serves_, h.block_size, w.options, h.beta1 > 0.0);
+  w.stacks->place(entries);
+  for (size_t i = 0; i < count; ++i) {
+    w.plan_scans(h, i, h.beta1 > 0.0 && entries[i].in_halves != 0);
+    w.plan_step(i);
+    w.plan_entry(h, i, entries[i]);
   }
 }
 
-FusedStep::~FusedStep() = default;
-
-StepGate FusedStep::begin(const std::vector<MatrixBatch>& batches) {
+void FusedStep::begin(const ShampooHyperparameters& h, at::TensorList grads) {
   RECORD_FUNCTION("torchium::elementwise", {});
   Work& w = *work_;
-  w.entries.resize(w.params.size());
-  w.batches = &batches;
-  w.stacks.emplace(batches, serves_, w.h.block_size, w.precision, w.options, w.h.beta1 > 0.0);
-  w.stacks->place(w.entries);
+  w.h = &h;
+  w.stream = c10::cuda::getCurrentCUDAStream();
+  w.precision = linalg::detail::matmul_precision(h.matmul_precision);
+  for (size_t i = 0; i < grads.size(); ++i) {
+    w.set_gradient(i, dense(readable_gradient(grads[i], w.params[i], serves_[i])));
+  }
   w.control = at::empty({sizeof(StepControl) / sizeof(int)}, w.options.dtype(at::kInt));
   w.numbers = at::empty({static_cast<int64_t>(w.params.size()), 4}, w.options.dtype(at::kDouble));
   C10_CUDA_CHECK(cuda_kernels::initialize_control(w.device_control(), w.stream));
-  w.scan_all();
-  const auto rule = step_rule(w.h);
+  for (const auto& table : w.scans) {
+    C10_CUDA_CHECK(cuda_kernels::scan(table, w.device_control(), w.stream));
+  }
+  const auto rule = step_rule(h);
   changed(w.state.status);
   C10_CUDA_CHECK(cuda_kernels::decide_step(rule, w.device_control(),
                                            w.state.status.mutable_data_ptr<int64_t>(), w.stream));
-  KernelTables<StepEntry> steps;
-  const auto start = [](const std::vector<at::Tensor>& starts, size_t i) {
-    return starts.empty() ? nullptr : starts[i].const_data_ptr<double>();
-  };
-  for (size_t i = 0; i < w.params.size(); ++i) {
-    steps.add({w.state.steps[i].mutable_data_ptr<double>(), start(w.state.exp_avg_starts, i),
-               start(w.state.second_moment_starts, i)},
-              1);
-    changed(w.state.steps[i]);
-  }
-  for (const auto& table : steps) {
+  for (const auto& table : w.steps) {
     C10_CUDA_CHECK(
         cuda_kernels::advance_steps(rule, table, w.device_control(), w.device_numbers(), w.stream));
   }
-  return StepGate::of(w.control.view(at::kBool).select(0, offsetof(StepControl, keep)));
+  for (const at::Tensor& step : w.state.steps) {
+    changed(step);
+  }
+}
+
+StepGate FusedStep::gate() const {
+  return StepGate::of(work_->control.view(at::kBool).select(0, offsetof(StepControl, keep)));
 }
 
 Corrections FusedStep::corrections(bool statistics) const {
-  return {.exp_avg = work_->number(0, false),
-          .second_moment = work_->number(1, false),
-          .statistics = work_->number(2, statistics)};
+  Corrections corrections;
+  if (!serves_all_) {
+    corrections.exp_avg = work_->number(0, false);
+    corrections.second_moment = work_->number(1, false);
+  }
+  if (!serves_all_ || statistics) {
+    corrections.statistics = work_->number(2, statistics);
+  }
+  return corrections;
 }
 
 void FusedStep::gather() {
@@ -204,25 +292,20 @@ void FusedStep::gather() {
   }
   RECORD_FUNCTION("torchium::elementwise", {});
   Work& w = *work_;
-  w.stacks->set_aside();
-  for (size_t i = 0; i < w.params.size(); ++i) {
-    if (!serves_[i] || w.params[i].numel() == 0) {
-      continue;
-    }
-    ParameterEntry& entry = w.entries[i];
-    fill_entry(entry, w.h, w.params[i], w.grads[i], w.blockings[i], w.elementwise[i]);
-    entry.index = static_cast<int>(i);
-    w.tables.add(entry, TileGrid(entry.rows, entry.columns, kernel_block_size(w.h)).tiles);
-    for (const at::Tensor& state : w.elementwise[i].all()) {
-      changed(state);
-    }
-  }
-  if (w.h.grafting.has_value()) {
+  w.stacks->set_aside(w.precision);
+  if (w.h->grafting.has_value()) {
     w.grafted_squares = at::empty({w.tables.tiles()}, w.options);
     w.direction_squares = at::empty({w.tables.tiles()}, w.options);
   }
   for (const auto& table : w.tables) {
-    C10_CUDA_CHECK(gather_gradients(element_rule(w.h), table, w.buffers(), w.stream));
+    C10_CUDA_CHECK(gather_gradients(element_rule(*w.h), table, w.buffers(), w.stream));
+  }
+  for (size_t i = 0; i < w.params.size(); ++i) {
+    if (w.places[i].entry != kNone) {
+      for (const at::Tensor* state : w.elementwise[i].all()) {
+        changed(*state);
+      }
+    }
   }
 }
 
@@ -248,7 +331,7 @@ void FusedStep::precondition() {
   const Work& w = *work_;
   work_->stacks->set_aside_directions();
   StepControl* control = w.device_control();
-  w.products().precondition(w.h.beta1 > 0.0 ? &control->average_scale : &control->gradient_scale);
+  w.products().precondition(w.h->beta1 > 0.0 ? &control->average_scale : &control->gradient_scale);
 }
 
 void FusedStep::update() {
@@ -257,14 +340,14 @@ void FusedStep::update() {
   }
   RECORD_FUNCTION("torchium::elementwise", {});
   const Work& w = *work_;
-  const auto rule = element_rule(w.h);
+  const auto rule = element_rule(*w.h);
   const auto buffers = w.buffers();
-  const at::Tensor lr = w.h.lr.scalar_type() == at::kDouble ? w.h.lr : w.h.lr.to(at::kFloat);
+  const at::Tensor lr = w.h->lr.scalar_type() == at::kDouble ? w.h->lr : w.h->lr.to(at::kFloat);
   const cuda_kernels::LearningRate rate{lr.is_cpu() ? nullptr : lr.const_data_ptr(),
                                         lr.scalar_type() == at::kDouble,
                                         lr.is_cpu() ? lr.item<double>() : 0.0};
   for (const auto& table : w.tables) {
-    if (w.h.grafting.has_value()) {
+    if (w.h->grafting.has_value()) {
       C10_CUDA_CHECK(sum_directions(rule, table, buffers, w.stream));
     }
     C10_CUDA_CHECK(update_parameters(rule, table, buffers, rate, w.stream));
@@ -276,29 +359,40 @@ void FusedStep::update() {
   }
 }
 
+void FusedStep::end() {
+  if (!is_available()) {
+    return;
+  }
+  Work& w = *work_;
+  std::fill(w.grads.begin(), w.grads.end(), at::Tensor());
+  w.copies.clear();
+  w.control = w.numbers = w.grafted_squares = w.direction_squares = at::Tensor();
+  w.stacks->free_all();
+}
+
 #else
 
 struct FusedStep::Work {};
 
-FusedStep::FusedStep(const ShampooHyperparameters&, at::TensorList params, at::TensorList,
-                     const std::vector<Blocking>&, ShampooState&)
+FusedStep::FusedStep(const ShampooHyperparameters&, const std::vector<at::Tensor>& params,
+                     const std::vector<Blocking>&, const ShampooState&)
     : serves_(params.size(), false) {}
-FusedStep::~FusedStep() = default;
 
 namespace {
 [[noreturn]] void refuse() { TORCH_INTERNAL_ASSERT(false, "this build has no CUDA kernels"); }
 }  // namespace
 
-StepGate FusedStep::begin(const std::vector<MatrixBatch>& batches) { refuse(); }
+void FusedStep::plan(const ShampooHyperparameters&, const std::vector<MatrixBatch>&) {}
+void FusedStep::begin(const ShampooHyperparameters&, at::TensorList) { refuse(); }
+StepGate FusedStep::gate() const { refuse(); }
 Corrections FusedStep::corrections(bool) const { refuse(); }
 void FusedStep::gather() {}
 void FusedStep::update_statistics() {}
 void FusedStep::precondition() {}
 void FusedStep::update() {}
+void FusedStep::end() {}
 #endif
 
-bool FusedStep::serves_all() const {
-  return std::find(serves_.begin(), serves_.end(), false) == serves_.end();
-}
+FusedStep::~FusedStep() = default;
 
 }  // namespace torchium::optim::detail

@@ -15,18 +15,20 @@
 
 namespace torchium::optim::detail {
 
-// 1 - beta^t of each parameter; 1 where nothing is to be corrected.
+// 1 - beta^t of each parameter; 1 where nothing is to be corrected. Empty lists: not asked for.
 struct Corrections {
   std::vector<StepScalar> exp_avg;
   std::vector<StepScalar> second_moment;  // of the grafted method
   std::vector<StepScalar> statistics;     // c
 };
 
+// Keeps the tables of the kernels from step to step; memory is allocated for one step alone.
 class FusedStep {
  public:
-  // The current device is that of the parameters.
-  FusedStep(const ShampooHyperparameters& hyperparameters, at::TensorList params,
-            at::TensorList grads, const std::vector<Blocking>& blockings, ShampooState& state);
+  // Parameters, blockings and state live as long as this. The current device is that of the
+  // parameters.
+  FusedStep(const ShampooHyperparameters& hyperparameters, const std::vector<at::Tensor>& params,
+            const std::vector<Blocking>& blockings, const ShampooState& state);
   ~FusedStep();
   FusedStep(const FusedStep&) = delete;
   FusedStep& operator=(const FusedStep&) = delete;
@@ -38,11 +40,16 @@ class FusedStep {
   // state. The others take the path of elementwise.h. One flag a parameter.
   const std::vector<bool>& serves() const { return serves_; }
   bool serves(const MatrixBatch& batch) const { return serves_[batch.entries.front().param]; }
-  bool serves_all() const;
+  bool serves_all() const { return serves_all_; }
+
+  // Fills the tables. The batches are those of all parameters and live as long as this.
+  void plan(const ShampooHyperparameters& hyperparameters, const std::vector<MatrixBatch>& batches);
 
   // Looks for gradients that are not finite or too large, counts the step in the status and in
-  // `steps`. The batches are those of the whole step and live until update().
-  StepGate begin(const std::vector<MatrixBatch>& batches);
+  // `steps`. The hyper-parameters live until end().
+  void begin(const ShampooHyperparameters& hyperparameters, at::TensorList grads);
+  // Closed where the step is skipped.
+  StepGate gate() const;
   // Of the parameters that it does not serve; with `statistics` those of all parameters.
   Corrections corrections(bool statistics) const;
 
@@ -55,9 +62,13 @@ class FusedStep {
   // Grafting, momentum, weight decay, p <- p - lr d.
   void update();
 
+  // Frees the memory of the step.
+  void end();
+
  private:
   struct Work;
   std::vector<bool> serves_;
+  bool serves_all_ = false;
   std::unique_ptr<Work> work_;
 };
 

@@ -11,8 +11,11 @@ namespace torchium::optim::detail {
 template <typename Entry>
 class KernelTables {
  public:
-  void add(Entry entry, int tiles) {
-    if (tables_.empty() || tables_.back().count == cuda_kernels::Table<Entry>::kCapacity) {
+  static constexpr size_t kCapacity = cuda_kernels::Table<Entry>::kCapacity;
+
+  // Returns the number of the entry.
+  size_t add(Entry entry, int tiles) {
+    if (tables_.empty() || tables_.back().count == kCapacity) {
       tables_.emplace_back();
       tables_.back().first_tile = tiles_;
     }
@@ -23,6 +26,10 @@ class KernelTables {
     table.entries[table.count++] = entry;
     tiles_ += tiles;
     table.end_tile = tiles_;
+    return (tables_.size() - 1) * kCapacity + static_cast<size_t>(table.count) - 1;
+  }
+  Entry& operator[](size_t number) {
+    return tables_[number / kCapacity].entries[number % kCapacity];
   }
   int tiles() const { return tiles_; }
   auto begin() const { return tables_.begin(); }

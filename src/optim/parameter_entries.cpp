@@ -90,8 +90,8 @@ bool has_entry(const ShampooHyperparameters& h, const at::Tensor& param, const B
   return blocking.order() <= 2 && in_order && state_dtype(param) == at::kFloat &&
          param.numel() < std::numeric_limits<int>::max() &&
          inner_dimension(param, blocking, h.merge_dims) != 0 &&
-         std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
-           return !tensor.defined() || same_layout(tensor, param);
+         std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor* tensor) {
+           return !tensor->defined() || same_layout(*tensor, param);
          });
 }
 
@@ -108,15 +108,13 @@ at::Tensor readable_gradient(const at::Tensor& grad, const at::Tensor& param, bo
 }
 
 void fill_entry(cuda_kernels::ParameterEntry& entry, const ShampooHyperparameters& h,
-                const at::Tensor& param, const at::Tensor& grad, const Blocking& blocking,
-                const ElementwiseState& state) {
+                const at::Tensor& param, const Blocking& blocking, const ElementwiseState& state) {
   entry.direction = direction(parameter_rule(h, blocking.dims));
   // The blocks of a diagonal, which grafting gives their norms, are those of the flat parameter.
   const bool is_matrix =
       blocking.order() == 2 && entry.direction != cuda_kernels::Direction::kDiagonal;
   const int block_size = kernel_block_size(h);
   entry.param = param.mutable_data_ptr();
-  entry.grad = grad.const_data_ptr();
   entry.exp_avg = floats(state.exp_avg);
   entry.second_moment = floats(state.second_moment);
   entry.momentum_buffer = floats(state.momentum_buffer);
@@ -125,12 +123,17 @@ void fill_entry(cuda_kernels::ParameterEntry& entry, const ShampooHyperparameter
   entry.columns = static_cast<int>(param.numel() / entry.rows);
   entry.inner = static_cast<int>(inner_dimension(param, blocking, h.merge_dims));
   entry.param_type = element_type(param.scalar_type());
-  entry.grad_type = element_type(grad.scalar_type());
   const auto tensors = state.all();
   entry.by_fours = entry.inner == 1 && entry.columns % 4 == 0 &&
                    (entry.columns <= block_size || block_size % 4 == 0) && aligned_to_four(param) &&
-                   aligned_to_four(grad) &&
-                   std::all_of(tensors.begin(), tensors.end(), aligned_to_four);
+                   std::all_of(tensors.begin(), tensors.end(),
+                               [](const at::Tensor* tensor) { return aligned_to_four(*tensor); });
+}
+
+void set_gradient(cuda_kernels::ParameterEntry& entry, const at::Tensor& grad, bool by_fours) {
+  entry.grad = grad.const_data_ptr();
+  entry.grad_type = element_type(grad.scalar_type());
+  entry.by_fours = by_fours && aligned_to_four(grad);
 }
 
 int kernel_block_size(const ShampooHyperparameters& h) {

@@ -8,6 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <vector>
 
 namespace torchium::optim::detail {
@@ -16,8 +17,8 @@ namespace torchium::optim::detail {
 struct ElementwiseState {
   at::Tensor exp_avg, second_moment, momentum_buffer, diagonal;
 
-  std::vector<at::Tensor> all() const {
-    return {exp_avg, second_moment, momentum_buffer, diagonal};
+  std::array<const at::Tensor*, 4> all() const {
+    return {&exp_avg, &second_moment, &momentum_buffer, &diagonal};
   }
 };
 std::vector<ElementwiseState> elementwise_states(const ShampooHyperparameters& hyperparameters,
@@ -33,10 +34,11 @@ bool has_entry(const ShampooHyperparameters& hyperparameters, const at::Tensor& 
 // entry.
 at::Tensor readable_gradient(const at::Tensor& grad, const at::Tensor& param, bool has_entry);
 
-// Fills all but the places of blocks, `first_tile` and `index`.
+// Fills all but the places of blocks, `first_tile`, `index` and the gradient.
 void fill_entry(cuda_kernels::ParameterEntry& entry, const ShampooHyperparameters& hyperparameters,
-                const at::Tensor& param, const at::Tensor& grad, const Blocking& blocking,
-                const ElementwiseState& state);
+                const at::Tensor& param, const Blocking& blocking, const ElementwiseState& state);
+// `by_fours`: what fill_entry() found for all but the gradient.
+void set_gradient(cuda_kernels::ParameterEntry& entry, const at::Tensor& grad, bool by_fours);
 
 cuda_kernels::ElementType element_type(at::ScalarType type);
 

@@ -6,6 +6,7 @@
 #include "optim/option_checks.h"
 #include "optim/option_fields.h"
 #include "optim/shampoo_memory.h"
+#include "optim/shampoo_plan.h"
 #include "optim/shampoo_rules.h"
 #include "optim/shampoo_step.h"
 
@@ -23,38 +24,6 @@ const ShampooOptions& shampoo_options(const torch::optim::OptimizerOptions& opti
 
 bool uses_second_moment(const ShampooOptions& o) {
   return o.grafting().has_value() && *o.grafting() != "sgd";
-}
-
-detail::ShampooHyperparameters hyperparameters(const ShampooOptions& o, at::Tensor lr) {
-  const auto [beta1, beta2] = o.betas();
-  detail::ShampooHyperparameters h;
-  h.lr = std::move(lr);
-  h.eps = o.eps();
-  h.update_freq = o.update_freq();
-  h.weight_decay = o.weight_decay();
-  h.beta1 = beta1;
-  h.beta2 = beta2;
-  h.momentum = o.momentum();
-  h.nesterov = o.nesterov();
-  h.decoupled_weight_decay = o.decoupled_weight_decay();
-  h.relative_eps = o.relative_eps();
-  h.block_size = o.block_size();
-  h.merge_dims = o.merge_dims();
-  h.exponent = o.exponent();
-  h.exponent_warmup = o.exponent_warmup();
-  h.preconditioner_1d = o.preconditioner_1d();
-  h.preconditioned = o.preconditioned();
-  h.max_preconditioned_dim = o.max_preconditioned_dim();
-  h.grafting = o.grafting();
-  h.grafting_eps = o.grafting_eps();
-  h.grafting_beta2 = o.grafting_beta2().value_or(beta2 == 1.0 ? 0.999 : beta2);
-  h.start_preconditioning_step = o.start_preconditioning_step();
-  h.root_method = o.root_method();
-  h.root_dtype = o.root_dtype();
-  h.matmul_precision = o.matmul_precision();
-  h.maximize = o.maximize();
-  h.capturable = o.capturable();
-  return h;
 }
 
 // What the core needs of the states; members that the options ask for are created where absent.
@@ -211,20 +180,20 @@ std::unique_ptr<SecondOrderParamState> Shampoo::make_empty_state() const {
 
 void Shampoo::init_parameter_shaped(const Options& options, const at::Tensor& param,
                                     SecondOrderParamState& state) const {
-  const auto h = hyperparameters(shampoo_options(options), {});
+  const auto h = detail::hyperparameters(shampoo_options(options));
   if (detail::rule_of_shape(h, param.sizes()) == detail::ParameterRule::kDiagonal) {
     static_cast<ShampooParamState&>(state).diagonal(detail::parameter_shaped_zeros(param));
   }
 }
 
 detail::MatrixStacks Shampoo::init_stacks(const Options& options, at::TensorList params) const {
-  return detail::shampoo_init_state(hyperparameters(shampoo_options(options), {}), params);
+  return detail::shampoo_init_state(detail::hyperparameters(shampoo_options(options)), params);
 }
 
 void Shampoo::check_state(const Options& options, const at::Tensor& param,
                           const SecondOrderParamState& found) const {
   const auto& o = shampoo_options(options);
-  const auto h = hyperparameters(o, {});
+  const auto h = detail::hyperparameters(o);
   const auto& state = static_cast<const ShampooParamState&>(found);
   const auto rule = detail::rule_of_shape(h, param.sizes());
   TORCH_CHECK_VALUE(
@@ -284,15 +253,15 @@ void Shampoo::init_averages(const Options& options, const at::Tensor& param,
 void Shampoo::step_group(const Options& options, detail::GroupStep& step) const {
   const auto& o = shampoo_options(options);
   auto state = core_state(o, step);
-  detail::shampoo_step(hyperparameters(o, step.lr), step.params, step.grads, state,
-                       step.host_steps);
+  detail::ShampooStep(detail::hyperparameters(o), step.params, std::move(state))
+      .run(step.lr, step.grads, step.host_steps);
 }
 
 void Shampoo::update_preconditioners() {
   update_groups([](const Options& options, detail::GroupStep& step) {
     const auto& o = shampoo_options(options);
     auto state = core_state(o, step);
-    detail::shampoo_update_preconditioners(hyperparameters(o, step.lr), step.params, state);
+    detail::shampoo_update_preconditioners(detail::hyperparameters(o), step.params, state);
   });
 }
 
@@ -301,7 +270,7 @@ void Shampoo::sync_lr() { sync_learning_rates(); }
 MemoryReport Shampoo::memory_report() const {
   MemoryReport report;
   for (const auto& group : param_groups_) {
-    const auto h = hyperparameters(shampoo_options(group.options()), {});
+    const auto h = detail::hyperparameters(shampoo_options(group.options()));
     GroupMemory memory;
     std::vector<at::Tensor> counted;
     std::vector<at::Tensor> planned;  // will have state
@@ -328,7 +297,7 @@ MemoryReport Shampoo::memory_report() const {
 ShampooReport Shampoo::report() const {
   ShampooReport report;
   for (size_t group = 0; group < param_groups_.size(); ++group) {
-    const auto h = hyperparameters(shampoo_options(param_groups_[group].options()), {});
+    const auto h = detail::hyperparameters(shampoo_options(param_groups_[group].options()));
     for (const auto& param : param_groups_[group].params()) {
       const auto* place = layers_ ? layers_->find(param) : nullptr;
       ParameterReport line{.name = place != nullptr ? place->name : place_of(param),

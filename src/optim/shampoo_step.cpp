@@ -3,6 +3,7 @@
 #include "optim/blocking.h"
 #include "optim/elementwise.h"
 #include "optim/fused_step.h"
+#include "optim/grafting.h"
 #include "optim/preconditioner.h"
 #include "optim/shampoo_rules.h"
 #include "optim/step_gate.h"
@@ -15,6 +16,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <tuple>
+#include <utility>
 
 namespace torchium::optim::detail {
 namespace {
@@ -43,10 +46,11 @@ std::vector<StepScalar> bias_corrections(const Tensors& steps, double beta,
     return corrections;
   }
   for (size_t i = 0; i < steps.size(); ++i) {
-    const at::Tensor t = starts.empty() ? steps[i] : steps[i] - starts[i];
-    if (t.is_cpu()) {
-      corrections[i].host = 1.0 - std::pow(beta, std::max(t.item<double>(), 1.0));
+    if (steps[i].is_cpu()) {
+      const double start = starts.empty() ? 0.0 : count_on_cpu(starts[i]);
+      corrections[i].host = 1.0 - std::pow(beta, std::max(count_on_cpu(steps[i]) - start, 1.0));
     } else {
+      const at::Tensor t = starts.empty() ? steps[i] : steps[i] - starts[i];
       corrections[i].device = 1.0 - at::pow(beta, t.to(at::kDouble).clamp_min(1.0));
     }
   }
@@ -58,27 +62,6 @@ Corrections bias_corrections(const ShampooHyperparameters& h, const ShampooState
   return {.exp_avg = bias_corrections(state.steps, h.beta1, state.exp_avg_starts),
           .second_moment = bias_corrections(state.steps, moment_beta, state.second_moment_starts),
           .statistics = bias_corrections(state.steps, h.beta2)};
-}
-
-// d <- |f| / |d| d for each block of a stack [count, sizes...].
-at::Tensor graft(const at::Tensor& directions, const at::Tensor& grafted) {
-  const at::Tensor norms = directions.flatten(1).norm(2, {1});
-  const at::Tensor scale = grafted.flatten(1).norm(2, {1}) / norms;
-  std::vector<int64_t> sizes(directions.dim(), 1);
-  sizes[0] = -1;
-  return directions * at::where(norms.gt(0), scale, at::zeros_like(scale)).view(sizes);
-}
-
-// The same for a parameter with the diagonal rule, cut into blocks of block_size.
-at::Tensor graft_diagonal(const at::Tensor& direction, const at::Tensor& grafted,
-                          int64_t block_size) {
-  Tensors parts;
-  const auto directions = direction.reshape({1, -1}).split(block_size, 1);
-  const auto grafted_parts = grafted.reshape({1, -1}).split(block_size, 1);
-  for (size_t i = 0; i < directions.size(); ++i) {
-    parts.push_back(graft(directions[i], grafted_parts[i]));
-  }
-  return at::cat(parts, 1).view(direction.sizes());
 }
 
 GradientRule gradient_rule(const ShampooHyperparameters& h) {
@@ -140,6 +123,9 @@ Gradients pass_over_gradients(const ShampooHyperparameters& h, at::TensorList pa
                               const std::vector<MatrixBatch>& batches, const FusedStep& fused,
                               const Corrections& corrections, ShampooState& state,
                               const StepGate& gate) {
+  if (fused.serves_all()) {
+    return {};
+  }
   const GradientRule rule = gradient_rule(h);
   Gradients all = set_aside_gradients(h, params, blockings, batches, fused);
   for (size_t i = 0, diagonal = 0; i < params.size(); ++i) {
@@ -257,10 +243,9 @@ void check_starts(const Tensors& starts, at::TensorList params, const char* name
   }
 }
 
-void check_state(const ShampooHyperparameters& h, at::TensorList params, at::TensorList grads,
-                 const ShampooState& state, const std::vector<Blocking>& blockings,
-                 at::IntArrayRef host_steps) {
-  check_step_arguments(params, grads, state.steps, state.status, host_steps, !h.capturable);
+void check_state(const ShampooHyperparameters& h, at::TensorList params, const ShampooState& state,
+                 const std::vector<Blocking>& blockings) {
+  check_parameters(params, state.steps, state.status);
   check_state_list(state.exp_avgs, params, h.beta1 > 0.0, "exp_avgs");
   check_state_list(state.grafting_second_moments, params, uses_second_moment(h),
                    "grafting_second_moments");
@@ -276,6 +261,25 @@ void check_state(const ShampooHyperparameters& h, at::TensorList params, at::Ten
   check_state_list(state.diagonals, with_diagonal, true, "diagonals");
 }
 
+// The options that decide about the work, apart from numbers that it is done with.
+auto structure(const ShampooHyperparameters& h) {
+  const double penalty = h.decoupled_weight_decay ? 0.0 : h.weight_decay;  // limits the gradients
+  return std::tuple(h.block_size, h.merge_dims, h.preconditioner_1d, h.preconditioned,
+                    h.max_preconditioned_dim, h.grafting, h.beta1 > 0.0, h.momentum > 0.0, penalty);
+}
+
+// Frees the memory of a step, however it ends.
+class EndOfStep {
+ public:
+  explicit EndOfStep(FusedStep& fused) : fused_(fused) {}
+  ~EndOfStep() { fused_.end(); }
+  EndOfStep(const EndOfStep&) = delete;
+  EndOfStep& operator=(const EndOfStep&) = delete;
+
+ private:
+  FusedStep& fused_;
+};
+
 }  // namespace
 
 bool uses_second_moment(const ShampooHyperparameters& h) {
@@ -287,65 +291,98 @@ MatrixStacks shampoo_init_state(const ShampooHyperparameters& h, at::TensorList 
   return make_stacks(params, make_blockings(params, h), h.root_dtype);
 }
 
-void shampoo_step(const ShampooHyperparameters& h, at::TensorList params, at::TensorList grads,
-                  ShampooState& state, at::IntArrayRef host_steps) {
-  c10::NoGradGuard no_grad;
-  if (params.empty()) {
+ShampooStep::ShampooStep(ShampooHyperparameters h, Tensors params, ShampooState state)
+    : h_(std::move(h)),
+      params_(std::move(params)),
+      state_(std::move(state)),
+      blockings_(make_blockings(params_, h_)) {
+  if (params_.empty()) {
     return;
   }
-  const auto blockings = make_blockings(params, h);
-  check_state(h, params, grads, state, blockings, host_steps);
-  const c10::DeviceGuard guard(params[0].device());
-  FusedStep fused(h, params, grads, blockings, state);  // the kernels of a GPU
-  auto batches =
-      find_batches(blockings, {state.statistics, state.roots, state.root_failures}, fused.serves());
+  check_state(h_, params_, state_, blockings_);
+  const c10::DeviceGuard guard(params_[0].device());
+  fused_ = std::make_unique<FusedStep>(h_, params_, blockings_, state_);
+  batches_ = find_batches(blockings_, {state_.statistics, state_.roots, state_.root_failures},
+                          fused_->serves());
+  fused_->plan(h_, batches_);
+}
 
-  const StepGate gate =
-      fused.is_available() ? fused.begin(batches) : begin_step(h, params, grads, state);
-  if (gate.skipped_on_host()) {
+ShampooStep::~ShampooStep() = default;
+
+bool ShampooStep::adopt(const ShampooHyperparameters& h) {
+  const bool fits = structure(h) == structure(h_);
+  if (fits) {
+    h_ = h;
+  }
+  return fits;
+}
+
+void ShampooStep::run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRef host_steps) {
+  if (params_.empty()) {
     return;
   }
-  const Schedule schedule = make_schedule(h, state.steps, host_steps);
+  c10::NoGradGuard no_grad;
+  check_gradients(params_, grads);
+  check_host_steps(host_steps, params_.size(), state_.status, !h_.capturable);
+  const c10::DeviceGuard guard(params_[0].device());
+  const ShampooHyperparameters& h = h_;
+  h_.lr = lr;
+  FusedStep& fused = *fused_;
+  const EndOfStep end_of_step(fused);
+
+  StepGate gate = StepGate::open();
+  if (fused.is_available()) {
+    fused.begin(h, grads);
+  } else {
+    gate = begin_step(h, params_, grads, state_);
+    if (gate.skipped_on_host()) {
+      return;
+    }
+  }
+  const Schedule schedule = make_schedule(h, state_.steps, host_steps);
+  if (fused.is_available() && (schedule.any_root_due || !fused.serves_all())) {
+    gate = fused.gate();
+  }
   const Corrections corrections =
-      fused.is_available() ? fused.corrections(schedule.any_root_due) : bias_corrections(h, state);
+      fused.is_available() ? fused.corrections(schedule.any_root_due) : bias_corrections(h, state_);
 
   // g + wd p; m: EMA of g, or g; f: m / (sqrt(v) + grafting_eps), or m; d: m (a / c + eps)^(-1/2)
   fused.gather();
-  Gradients x =
-      pass_over_gradients(h, params, grads, blockings, batches, fused, corrections, state, gate);
+  Gradients x = pass_over_gradients(h, params_, grads, blockings_, batches_, fused, corrections,
+                                    state_, gate);
 
   fused.update_statistics();  // L_i <- b2 L_i + (1 - b2) mat_i(g) mat_i(g)^T
-  Tensors g(batches.size());
-  for (size_t b = 0; b < batches.size(); ++b) {
-    if (!fused.serves(batches[b])) {
+  Tensors g(batches_.size());
+  for (size_t b = 0; b < batches_.size(); ++b) {
+    if (!fused.serves(batches_[b])) {
       RECORD_FUNCTION("torchium::statistics", {});
-      g[b] = pack(batches[b], blockings, x.g, x.g_blocks[b]);
-      update_statistics(batches[b], g[b], h.beta2, gate);
+      g[b] = pack(batches_[b], blockings_, x.g, x.g_blocks[b]);
+      update_statistics(batches_[b], g[b], h.beta2, gate);
     }
   }
   if (schedule.any_root_due) {  // R_i <- (L_i / c + eps I)^(-1/(2k))
     RECORD_FUNCTION("torchium::roots", {});
-    update_roots(batches, root_rule(h), schedule.due_steps, corrections.statistics, gate);
-    record_root_failures(batches, state.status);
+    update_roots(batches_, root_rule(h), schedule.due_steps, corrections.statistics, gate);
+    record_root_failures(batches_, state_.status);
   }
   fused.precondition();  // m x_1 R_1 ... x_k R_k
-  for (size_t b = 0; b < batches.size(); ++b) {
-    const auto& batch = batches[b];
+  for (size_t b = 0; b < batches_.size(); ++b) {
+    const auto& batch = batches_[b];
     if (fused.serves(batch)) {
       continue;
     }
     RECORD_FUNCTION("torchium::precondition", {});
-    const at::Tensor m = h.beta1 == 0.0 ? g[b] : pack(batch, blockings, x.m, x.m_blocks[b]);
+    const at::Tensor m = h.beta1 == 0.0 ? g[b] : pack(batch, blockings_, x.m, x.m_blocks[b]);
     at::Tensor d = precondition(batch, m);
     if (h.grafting.has_value()) {  // |f| / |d| d
-      d = graft(d, uses_second_moment(h) ? pack(batch, blockings, x.f, x.f_blocks[b]) : m);
+      d = graft(d, uses_second_moment(h) ? pack(batch, blockings_, x.f, x.f_blocks[b]) : m);
     }
-    unpack(batch, blockings, d, params, x.d);
+    unpack(batch, blockings_, d, params_, x.d);
   }
   // Weight decay, momentum, p <- p - lr d.
   fused.update();
-  use_grafting_at_first(h, schedule, fused, state.steps, x.f, x.d);
-  apply_updates(h, params, grads, blockings, fused, x.d, corrections, state, gate);
+  use_grafting_at_first(h, schedule, fused, state_.steps, x.f, x.d);
+  apply_updates(h, params_, grads, blockings_, fused, x.d, corrections, state_, gate);
 }
 
 void shampoo_update_preconditioners(const ShampooHyperparameters& h, at::TensorList params,

@@ -2,11 +2,14 @@
 // arXiv 2002.09018; Shi et al. 2023, arXiv 2309.06497) as stateless functions on tensors.
 #pragma once
 
+#include "optim/blocking.h"
 #include "optim/stacks.h"
+#include "optim/step_plan.h"
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -66,16 +69,38 @@ struct ShampooState {
   at::Tensor status;  // int64 [kStatusSize], see step_status.h
 };
 
+class FusedStep;
+
+// What steps of the same parameters with the same state share: blocks, batches and the tables of
+// the kernels.
+class ShampooStep : public PlannedStep {
+ public:
+  // Raises ValueError for state that does not fit. Keeps the tensors of `state`, which stay the
+  // caller's.
+  ShampooStep(ShampooHyperparameters hyperparameters, std::vector<at::Tensor> params,
+              ShampooState state);
+  ~ShampooStep() override;
+  ShampooStep(const ShampooStep&) = delete;
+  ShampooStep& operator=(const ShampooStep&) = delete;
+
+  // Takes other hyper-parameters; false if these need another plan.
+  bool adopt(const ShampooHyperparameters& hyperparameters);
+
+  void run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRef host_steps) override;
+
+ private:
+  ShampooHyperparameters h_;
+  std::vector<at::Tensor> params_;
+  ShampooState state_;
+  std::vector<Blocking> blockings_;
+  std::vector<MatrixBatch> batches_;  // refer to blockings_
+  std::unique_ptr<FusedStep> fused_;  // the kernels of a GPU; refers to all of these
+};
+
 // Zero statistics, identity roots and zero failure counts for `params`, stacked by block shape;
 // parameters that no matrices precondition (optim/shampoo_rules.h) have no slots.
 MatrixStacks shampoo_init_state(const ShampooHyperparameters& hyperparameters,
                                 at::TensorList params);
-
-// One step of one parameter group. `params` and `grads` have the same length and no undefined
-// gradient. `host_steps` are the steps each parameter has taken, for the root schedule alone;
-// empty: read from state.steps, which must then lie on the CPU.
-void shampoo_step(const ShampooHyperparameters& hyperparameters, at::TensorList params,
-                  at::TensorList grads, ShampooState& state, at::IntArrayRef host_steps);
 
 // Renews all roots from the statistics, whatever the schedule says (capturable = true).
 void shampoo_update_preconditioners(const ShampooHyperparameters& hyperparameters,

@@ -67,7 +67,7 @@ int64_t first_unfit(const std::vector<Examined>& all) {
   int64_t first = -1;
   for (const auto& [tensor, param, largest, steps] : all) {
     const auto index = static_cast<int64_t>(param);
-    const double t = steps.defined() ? steps.item<double>() + 1.0 : 1.0;
+    const double t = steps.defined() ? count_on_cpu(steps) + 1.0 : 1.0;
     if ((first < 0 || index < first) && exceeds_on_cpu(tensor, largest / std::sqrt(t))) {
       first = index;
     }
@@ -166,17 +166,24 @@ double largest_gradient(int64_t numel, at::ScalarType dtype) {
                    (kSumOverSteps * static_cast<double>(std::max<int64_t>(numel, 1))));
 }
 
+GradientLimits gradient_limits(const at::Tensor& param, double weight_decay) {
+  const double largest = largest_gradient(param.numel(), state_dtype(param));
+  if (weight_decay == 0.0) {
+    return {largest};
+  }
+  return {largest / 2, true, largest / 2 / weight_decay};
+}
+
 std::vector<Examined> examined_gradients(at::TensorList params, at::TensorList grads,
                                          const std::vector<at::Tensor>& steps,
                                          const std::vector<double>& weight_decays) {
   std::vector<Examined> examined;
+  examined.reserve(params.size());
   for (size_t i = 0; i < params.size(); ++i) {
-    const double largest = largest_gradient(params[i].numel(), state_dtype(params[i]));
-    if (weight_decays[i] == 0.0) {
-      examined.push_back({grads[i], i, largest, steps[i]});
-    } else {
-      examined.push_back({grads[i], i, largest / 2, steps[i]});
-      examined.push_back({params[i], i, largest / 2 / weight_decays[i], steps[i]});
+    const GradientLimits limits = gradient_limits(params[i], weight_decays[i]);
+    examined.push_back({grads[i], i, limits.gradient, steps[i]});
+    if (limits.has_parameter) {
+      examined.push_back({params[i], i, limits.parameter, steps[i]});
     }
   }
   return examined;
@@ -238,6 +245,9 @@ void StepGate::advance(at::TensorList steps) const {
   for (const at::Tensor& step : steps) {
     if (keep_.defined()) {
       step.add_(keep_);
+    } else if (step.is_cpu()) {
+      ++*step.mutable_data_ptr<double>();
+      step.unsafeGetTensorImpl()->bump_version();
     } else {
       step.add_(1);
     }
@@ -259,6 +269,8 @@ void StepGate::lerp_(at::Tensor& target, const at::Tensor& value, double weight)
 at::Tensor StepGate::restrict(const at::Tensor& accepted) const {
   return keep_.defined() ? accepted.logical_and(keep_) : accepted;
 }
+
+double count_on_cpu(const at::Tensor& step) { return *step.const_data_ptr<double>(); }
 
 double largest_number(at::ScalarType dtype) {
   switch (dtype) {

@@ -30,8 +30,16 @@ struct Examined {
 // steps are finite then, since sum 1/t < 32, and so are norms, moments and statistics.
 double largest_gradient(int64_t numel, at::ScalarType dtype);
 
-// The gradients; with L2 weight decay their parameters too, half a limit each. `weight_decays`: one
-// a parameter.
+// The same with an L2 penalty: half of the limit is left to the gradient, half to weight_decay
+// times the parameter.
+struct GradientLimits {
+  double gradient;
+  bool has_parameter = false;  // without a penalty the parameter has no limit
+  double parameter = 0.0;
+};
+GradientLimits gradient_limits(const at::Tensor& param, double weight_decay);
+
+// The gradients; with L2 weight decay their parameters too. `weight_decays`: one a parameter.
 std::vector<Examined> examined_gradients(at::TensorList params, at::TensorList grads,
                                          const std::vector<at::Tensor>& steps,
                                          const std::vector<double>& weight_decays);
@@ -79,6 +87,9 @@ class StepGate {
 
 // Whether the step can work with all of these, which are on the CPU.
 bool all_fit_on_cpu(const std::vector<Examined>& examined);
+
+// A count of steps, float64, on the CPU.
+double count_on_cpu(const at::Tensor& step);
 
 double largest_number(at::ScalarType dtype);
 

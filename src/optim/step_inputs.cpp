@@ -40,15 +40,9 @@ void check_parameters(at::TensorList params, const std::vector<at::Tensor>& step
   }
 }
 
-void check_step_arguments(at::TensorList params, at::TensorList grads,
-                          const std::vector<at::Tensor>& steps, const at::Tensor& status,
-                          at::IntArrayRef host_steps, bool schedule_on_host) {
-  check_parameters(params, steps, status);
+void check_gradients(at::TensorList params, at::TensorList grads) {
   TORCH_CHECK_VALUE(grads.size() == params.size(), "a step needs one gradient a parameter, got ",
                     params.size(), " params and ", grads.size(), " grads");
-  TORCH_CHECK_VALUE(host_steps.empty() || host_steps.size() == params.size(), "host_steps has ",
-                    host_steps.size(), " entries for ", params.size(),
-                    " params; pass one each, or none for parameters on the CPU");
   for (size_t i = 0; i < params.size(); ++i) {
     check_dense_real(grads[i], "grads", i);
     TORCH_CHECK_VALUE(grads[i].sizes() == params[i].sizes(), "grads[", i, "] has shape ",
@@ -56,9 +50,24 @@ void check_step_arguments(at::TensorList params, at::TensorList grads,
     TORCH_CHECK_VALUE(grads[i].device() == params[i].device(), "grads[", i, "] is on ",
                       grads[i].device(), " but its parameter is on ", params[i].device());
   }
+}
+
+void check_host_steps(at::IntArrayRef host_steps, size_t params, const at::Tensor& status,
+                      bool schedule_on_host) {
+  TORCH_CHECK_VALUE(host_steps.empty() || host_steps.size() == params, "host_steps has ",
+                    host_steps.size(), " entries for ", params,
+                    " params; pass one each, or none for parameters on the CPU");
   TORCH_CHECK_VALUE(status.is_cpu() || !host_steps.empty() || !schedule_on_host,
                     "host_steps is empty, but the parameters are on ", status.device(),
                     "; pass the number of steps that each has taken");
+}
+
+void check_step_arguments(at::TensorList params, at::TensorList grads,
+                          const std::vector<at::Tensor>& steps, const at::Tensor& status,
+                          at::IntArrayRef host_steps, bool schedule_on_host) {
+  check_parameters(params, steps, status);
+  check_gradients(params, grads);
+  check_host_steps(host_steps, params.size(), status, schedule_on_host);
 }
 
 void check_state_list(const std::vector<at::Tensor>& state, at::TensorList params, bool needed,
@@ -93,7 +102,7 @@ std::vector<int64_t> steps_on_host(const std::vector<at::Tensor>& steps,
   std::vector<int64_t> result(steps.size());
   for (size_t i = 0; i < steps.size(); ++i) {
     result[i] =
-        host_steps.empty() ? static_cast<int64_t>(steps[i].item<double>()) : host_steps[i] + 1;
+        host_steps.empty() ? static_cast<int64_t>(count_on_cpu(steps[i])) : host_steps[i] + 1;
   }
   return result;
 }

@@ -14,8 +14,14 @@ namespace torchium::optim::detail {
 void check_parameters(at::TensorList params, const std::vector<at::Tensor>& steps,
                       const at::Tensor& status);
 
-// The same for a step, where each gradient must fit its parameter.
-// `schedule_on_host`: the host decides on roots, so that it needs to know the step counts.
+// The same for gradients, each of which must fit its parameter.
+void check_gradients(at::TensorList params, at::TensorList grads);
+
+// Raises ValueError where the host decides on roots without knowing the step counts.
+void check_host_steps(at::IntArrayRef host_steps, size_t params, const at::Tensor& status,
+                      bool schedule_on_host);
+
+// All of these.
 void check_step_arguments(at::TensorList params, at::TensorList grads,
                           const std::vector<at::Tensor>& steps, const at::Tensor& status,
                           at::IntArrayRef host_steps, bool schedule_on_host);

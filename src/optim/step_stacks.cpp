@@ -51,11 +51,9 @@ bool has_products_of_halves(const at::Device& device) {
 }  // namespace
 
 StepStacks::StepStacks(const std::vector<MatrixBatch>& batches, const std::vector<bool>& serves,
-                       int64_t block_size, MatmulPrecision precision, at::TensorOptions options,
-                       bool has_average)
+                       int64_t block_size, at::TensorOptions options, bool has_average)
     : batches_(batches),
       block_size_(block_size),
-      precision_(precision),
       options_(options),
       has_average_(has_average),
       places_(batches.size()) {
@@ -91,9 +89,9 @@ void StepStacks::place(std::vector<cuda_kernels::ParameterEntry>& entries) const
   }
 }
 
-void StepStacks::set_aside() {
+void StepStacks::set_aside(MatmulPrecision precision) {
   const auto as_halves = options_.dtype(at::kHalf);
-  const int64_t parts = precision_ == MatmulPrecision::kHighest ? 2 : 1;
+  const int64_t parts = precision == MatmulPrecision::kHighest ? 2 : 1;
   gradients_ = at::empty({end_ - end_of_halves_}, options_);
   gradient_halves_ = at::empty({parts, end_of_halves_}, as_halves);
   if (has_average_) {
@@ -103,6 +101,10 @@ void StepStacks::set_aside() {
 }
 
 void StepStacks::set_aside_directions() { directions_ = at::empty({end_}, options_); }
+
+void StepStacks::free_all() {
+  gradients_ = averages_ = directions_ = gradient_halves_ = average_halves_ = at::Tensor();
+}
 
 at::Tensor StepStacks::part(size_t b, const at::Tensor& stack, int64_t origin) const {
   const auto& batch = batches_[b];

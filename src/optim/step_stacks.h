@@ -18,17 +18,17 @@ class StepStacks {
  public:
   // `serves`: one flag a parameter; batches of others have no place here.
   StepStacks(const std::vector<MatrixBatch>& batches, const std::vector<bool>& serves,
-             int64_t block_size, linalg::detail::MatmulPrecision precision,
-             at::TensorOptions options, bool has_average);
+             int64_t block_size, at::TensorOptions options, bool has_average);
 
   // Tells the parameters where their blocks begin. entries: one a parameter.
   void place(std::vector<cuda_kernels::ParameterEntry>& entries) const;
 
   // Allocates all but directions.
-  void set_aside();
+  void set_aside(linalg::detail::MatmulPrecision precision);
   // Allocates directions. Later than the rest: roots, which come in between, need memory
   // themselves.
   void set_aside_directions();
+  void free_all();
 
   bool serves(size_t b) const { return places_[b].is_served; }
   bool is_of_halves(size_t b) const { return places_[b].of_halves; }
@@ -59,7 +59,6 @@ class StepStacks {
 
   const std::vector<MatrixBatch>& batches_;
   int64_t block_size_;
-  linalg::detail::MatmulPrecision precision_;
   at::TensorOptions options_;  // of float32 buffers
   bool has_average_;
   std::vector<Place> places_;  // of each batch; those of halves come first

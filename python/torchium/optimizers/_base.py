@@ -156,7 +156,7 @@ class CoreOptimizer(Optimizer):
         call this where a wait does not hurt, for example once an epoch. See :meth:`step` for what
         is raised.
         """
-        self._note(self._monitor.wait())
+        self._note(self._take_reports(wait=True))
         self._raise_failures()
 
     def _all_arguments(self) -> list[StepArguments]:
@@ -279,7 +279,11 @@ class CoreOptimizer(Optimizer):
 
     def _poll(self) -> None:
         """Takes note of the steps that are known to be done, without waiting."""
-        self._note(self._monitor.poll())
+        self._note(self._take_reports(wait=False))
+
+    def _take_reports(self, wait: bool) -> Sequence[Report]:
+        """Reports of the steps known to be done, or of all of them after a wait."""
+        return self._monitor.wait() if wait else self._monitor.poll()
 
     def _note(self, reports: Sequence[Report]) -> None:
         for report in reports:

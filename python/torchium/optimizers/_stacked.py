@@ -8,7 +8,7 @@ resumed run continues bit for bit.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Set
+from collections.abc import Set
 from functools import cache
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ._base import CoreOptimizer, StepArguments
 from ._checkpoint import OptionalState, fill_state
-from ._monitor import refuse_capture
+from ._monitor import Key, Report, refuse_capture
 from ._parameters import (
     STEP_DTYPE,
     State,
@@ -27,6 +27,7 @@ from ._parameters import (
     state_dtype,
     state_zeros,
 )
+from ._plan import GroupPlan, Snapshot
 
 _MATRIX_KEYS = ("statistics", "roots", "root_failures")
 
@@ -35,29 +36,6 @@ _MATRIX_KEYS = ("statistics", "roots", "root_failures")
 def matrix_keys(slot: int) -> tuple[str, ...]:
     """State keys of one slot: the matrices of one mode of one block shape of a parameter."""
     return tuple(f"{key}.{slot}" for key in _MATRIX_KEYS)
-
-
-def matrix_lists(states: Iterable[State]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Statistics, roots and failure counts of all slots, in (parameter, slot) order."""
-    # Runs in every step for all parameters of a model: no call more than needed.
-    statistics: list[Tensor] = []
-    roots: list[Tensor] = []
-    root_failures: list[Tensor] = []
-    for state in states:
-        slot = 0
-        while (keys := matrix_keys(slot))[0] in state:
-            statistics.append(state[keys[0]])
-            roots.append(state[keys[1]])
-            root_failures.append(state[keys[2]])
-            slot += 1
-    return statistics, roots, root_failures
-
-
-def start_list(states: list[State], key: str) -> list[Tensor]:
-    """What ``step`` was when an average began, of each state; empty if all began with the first step."""
-    if not any(key in state for state in states):
-        return []
-    return [s[key] if key in s else torch.zeros_like(s["step"]) for s in states]
 
 
 class StackedOptimizer(CoreOptimizer):
@@ -72,6 +50,15 @@ class StackedOptimizer(CoreOptimizer):
     # Of those with a bias correction: the key of the step count that it began with.
     _STARTS: ClassVar[dict[str, str]] = {}
 
+    # The class of its plans in the core.
+    _PLAN: ClassVar[str]
+
+    # Of each group on each device.
+    _plans: dict[Key, GroupPlan]
+    # What these are bound to, what state fits them, and the options that each group's have.
+    _bound_to: Snapshot | None
+    _bound_needs: dict[int, tuple[Any, ...]]
+    _adopted: dict[int, tuple[Any, ...]]
     # Groups whose matrices are in stacks.
     _stacked: set[int]
     # Of each parameter: what its state was last found right for (_fitting()).
@@ -93,23 +80,83 @@ class StackedOptimizer(CoreOptimizer):
     def _needed_buffers(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Those of ``_BUFFERS`` that a step with these options uses."""
 
-    @abstractmethod
-    def _run_step(
-        self, step: StepArguments, states: list[State], status: Tensor, host_steps: list[int]
-    ) -> None:
-        """Calls the step operator."""
-
-    @abstractmethod
-    def _host_decides(self, group: dict[str, Any]) -> bool:
-        """Whether the host decides in a step which roots are due."""
-
     # ---- the step
 
     def _step_groups(self) -> None:
+        if not self._plans_fit():
+            self._make_plans()
+        for plan in self._plans.values():
+            plan.step(self.param_groups[plan.index]["lr"])
+
+    # Runs in every step for all parameters of a model: no call a parameter.
+    def _plans_fit(self) -> bool:
+        """Plans the step of all groups, unless the plans are not those of what is there now."""
+        return self._is_bound() and all([plan.prepare() for plan in self._plans.values()])
+
+    def _is_bound(self) -> bool:
+        """Whether the plans are bound to what the groups hold now; hands them changed options."""
+        return (
+            self._bound_to is not None
+            and self._bound_to.equals(Snapshot(self.param_groups, self.state))
+            and all([self._adopt_options(i, group) for i, group in enumerate(self.param_groups)])
+        )
+
+    def _adopt_options(self, index: int, group: dict[str, Any]) -> bool:
+        """Hands the plans options that were set since the last step; False if state must follow."""
+        self._check_changed_options(index, group)
+        checked = self._checked_options[index]
+        if self._adopted.get(index) is checked:
+            return True
+        if self._bound_needs.get(index) != self._needs(group):
+            return False
+        for plan in self._plans.values():
+            if plan.index == index:
+                plan.set_options({name: group[name] for name in self._CHECKS})
+        self._adopted[index] = checked
+        return True
+
+    def _make_plans(self) -> None:
+        """Checks all, creates the state that is missing, and plans the step of all groups."""
         steps = self._all_arguments()
-        self._add_state(steps, [self._missing_state(step) for step in steps])
-        for step in steps:
-            self._launch(step)
+        missing = [self._missing_state(step) for step in steps]
+        counts = self._known_counts()
+        self._add_state(steps, missing, counts)
+        self._bind(counts)
+        if not all([plan.prepare() for plan in self._plans.values()]):
+            raise RuntimeError("parameters, gradients or state change while they are looked at")
+
+    def _known_counts(self) -> dict[Tensor, int]:
+        """Steps of parameters on GPUs, as far as the host knows them; a CPU has them at hand."""
+        counts: dict[Tensor, int] = {}
+        for plan in self._plans.values():
+            if plan.device.type == "cuda":
+                counts.update(plan.counts(self.state))
+        return counts
+
+    def _bind(self, counts: dict[Tensor, int]) -> None:
+        """Binds the plans to the parameters and the state as they are."""
+        self._bound_to = None  # until all is done
+        plans: dict[Key, GroupPlan] = {}
+        for index, group in enumerate(self.param_groups):
+            for device in sorted({p.device for p in group["params"]}, key=str):
+                key = index, device
+                plans[key] = self._plans.get(key) or GroupPlan(self._PLAN, index, device)
+                params = [p for p in group["params"] if p.device == device]
+                states = [self._own_state(p) if self._has_state(p) else {} for p in params]
+                plans[key].bind(params, states, counts)
+            self._bound_needs[index] = self._needs(group)
+        for key, plan in self._plans.items():
+            if key not in plans and plan.index < len(self.param_groups):
+                plan.bind([], [], {})  # may still have something to report
+                plans[key] = plan
+        self._plans = plans
+        self._adopted = {}
+        for index, group in enumerate(self.param_groups):
+            self._adopt_options(index, group)
+        self._bound_to = Snapshot(self.param_groups, self.state)
+
+    def _take_reports(self, wait: bool) -> list[Report]:
+        return [r for plan in self._plans.values() for r in plan.failures(wait)]
 
     def _missing_state(self, step: StepArguments) -> dict[Tensor, State]:
         """State that parameters of the step lack, or that must move for those to be stacked."""
@@ -138,13 +185,16 @@ class StackedOptimizer(CoreOptimizer):
             refuse_capture(step.device, "state has to be created; run a step before the capture")
         return state
 
-    def _add_state(self, steps: list[StepArguments], missing: list[dict[Tensor, State]]) -> None:
+    def _add_state(
+        self,
+        steps: list[StepArguments],
+        missing: list[dict[Tensor, State]],
+        counts: dict[Tensor, int],
+    ) -> None:
         for step, states in zip(steps, missing, strict=True):
             for param, state in states.items():
-                if not param.is_cuda:  # counted on a CUDA device alone
-                    self._host_steps.pop(param, None)
-                elif not self._has_state(param):
-                    self._host_steps[param] = 0
+                if not self._has_state(param):
+                    counts[param] = 0
                 self.state[param].update(state)
             needs = self._needs(step.group)
             # An average that no option needs would be of old gradients alone when one does again.
@@ -227,23 +277,6 @@ class StackedOptimizer(CoreOptimizer):
     def _layout(self, group: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(group[name] for name in self._LAYOUT_OPTIONS)
 
-    def _launch(self, step: StepArguments) -> None:
-        """Runs the operator; on a GPU this returns before the step is done."""
-        states = [self.state[p] for p in step.params]
-        host_steps: list[int] = []
-        if step.device.type == "cuda":
-            if self._host_decides(step.group):
-                refuse_capture(step.device, "the host decides in step() which roots are due")
-                host_steps = self._known_host_steps(step.params)
-            elif self._host_steps:  # replays of a captured step advance the device's count alone
-                for param in step.params:
-                    self._host_steps.pop(param, None)
-        key = (step.group_index, step.device)
-        self._run_step(step, states, self._monitor.status(key), host_steps)
-        if host_steps:
-            self._host_steps.update(zip(step.params, (n + 1 for n in host_steps), strict=True))
-        self._monitor.watch(key, step.params)
-
     # ---- state
 
     def _fresh_state(self, group: dict[str, Any], params: list[Tensor]) -> dict[Tensor, State]:
@@ -317,5 +350,9 @@ class StackedOptimizer(CoreOptimizer):
 
     def _forget_derived(self) -> None:
         super()._forget_derived()
+        self._plans = {}
+        self._bound_to = None
+        self._bound_needs = {}
+        self._adopted = {}
         self._stacked = set()
         self._found_right = {}

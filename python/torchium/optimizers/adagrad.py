@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ._base import StepArguments
-from ._options import Check, choice, flag, integer, lr_tensor, number
+from ._options import Check, choice, flag, integer, number
 from ._parameters import State, state_zeros
-from ._stacked import StackedOptimizer, matrix_lists
+from ._stacked import StackedOptimizer
 
 
 class Adagrad(StackedOptimizer):
@@ -72,6 +71,7 @@ class Adagrad(StackedOptimizer):
         >>> optimizer.zero_grad()
     """
 
+    _PLAN = "AdagradPlan"
     _ROOT_REMEDY = (
         "raise eps, set root_method to 'eigh', or clip gradients so large that their sum overflows"
     )
@@ -118,9 +118,6 @@ class Adagrad(StackedOptimizer):
         }
         super().__init__(params, defaults)
 
-    def _host_decides(self, group: dict[str, Any]) -> bool:
-        return bool(group["full_matrix"])
-
     def _matrix_stacks(
         self, params: list[Tensor], group: dict[str, Any]
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[int]]:
@@ -139,26 +136,3 @@ class Adagrad(StackedOptimizer):
 
     def _needed_buffers(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ()
-
-    def _run_step(
-        self, step: StepArguments, states: list[State], status: Tensor, host_steps: list[int]
-    ) -> None:
-        group = step.group
-        torch.ops.torchium.adagrad_step_(
-            step.params,
-            step.grads,
-            [state["step"] for state in states],
-            [state["sum"] for state in states if "sum" in state],
-            *matrix_lists(states),
-            status,
-            lr=lr_tensor(group["lr"], step.device),
-            lr_decay=group["lr_decay"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            full_matrix=group["full_matrix"],
-            block_size=group["block_size"],
-            update_freq=group["update_freq"],
-            root_method=group["root_method"],
-            maximize=group["maximize"],
-            host_steps=host_steps,
-        )

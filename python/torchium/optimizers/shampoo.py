@@ -9,23 +9,20 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from ._adamw import adopt
-from ._base import StepArguments
 from ._memory import GroupMemory, MemoryReport, state_memory
 from ._model_groups import model_groups
-from ._monitor import refuse_capture
 from ._options import (
     Check,
     choice,
     flag,
     integer,
-    lr_tensor,
     number,
     optional,
     pair,
 )
 from ._parameters import State, parameter_name, short_name, state_zeros
 from ._report import ParameterReport, ShampooReport
-from ._stacked import StackedOptimizer, matrix_lists, start_list
+from ._stacked import StackedOptimizer
 
 if TYPE_CHECKING:
     from .shampoo_w import ShampooW
@@ -190,6 +187,7 @@ class Shampoo(StackedOptimizer):
         "maximize": flag,
         "capturable": flag,
     }
+    _PLAN = "ShampooPlan"
     _LAYOUT_OPTIONS = (
         "block_size",
         "merge_dims",
@@ -321,11 +319,14 @@ class Shampoo(StackedOptimizer):
         for index, (group, params) in enumerate(zip(self.param_groups, with_state, strict=True)):
             self._check_changed_options(index, group)
             self._check_old_state(index, group, {p: self._own_state(p) for p in params})
+        counts = self._known_counts()
         for index, (group, params) in enumerate(zip(self.param_groups, with_state, strict=True)):
             self._fit_old_state(index, group, params)
-            for device in sorted({p.device for p in params}, key=str):
-                on_device = [p for p in params if p.device == device]
-                self._launch_update(index, group, device, on_device)
+        if not self._is_bound():
+            self._bind(counts)
+            self._bound_to = None  # whether state is missing is for the next step to find out
+        for plan in self._plans.values():
+            plan.update_preconditioners()
         self._raise_failures()
 
     def memory_report(self) -> MemoryReport:
@@ -417,37 +418,9 @@ class Shampoo(StackedOptimizer):
             ),
         )
 
-    def _launch_update(
-        self, index: int, group: dict[str, Any], device: torch.device, params: list[Tensor]
-    ) -> None:
-        if not group["capturable"]:
-            refuse_capture(device, "it reports failures to the host; set capturable=True")
-        states = [self.state[p] for p in params]
-        key = (index, device)
-        torch.ops.torchium.shampoo_update_preconditioners_(
-            params,
-            [state["step"] for state in states],
-            *matrix_lists(states),
-            self._monitor.status(key),
-            eps=group["eps"],
-            beta2=group["betas"][1],
-            relative_eps=group["relative_eps"],
-            block_size=group["block_size"],
-            merge_dims=group["merge_dims"],
-            exponent=group["exponent"],
-            preconditioner_1d=group["preconditioner_1d"],
-            preconditioned=group["preconditioned"],
-            max_preconditioned_dim=group["max_preconditioned_dim"],
-            root_method=group["root_method"],
-        )
-        self._monitor.watch(key, params)
-
     def _check_combination(self, options: dict[str, Any]) -> None:
         if options["nesterov"] and options["momentum"] == 0.0:
             raise ValueError("nesterov=True needs momentum above 0, got momentum=0.0")
-
-    def _host_decides(self, group: dict[str, Any]) -> bool:
-        return not group["capturable"]
 
     def _matrix_stacks(
         self, params: list[Tensor], group: dict[str, Any]
@@ -508,54 +481,3 @@ class Shampoo(StackedOptimizer):
             group["momentum"] > 0.0,
         )
         return tuple(key for key, use in zip(self._BUFFERS, needed, strict=True) if use)
-
-    def _run_step(
-        self, step: StepArguments, states: list[State], status: Tensor, host_steps: list[int]
-    ) -> None:
-        group = step.group
-        beta1, beta2 = group["betas"]
-        grafting_beta2 = group["grafting_beta2"]
-        if grafting_beta2 is None:
-            grafting_beta2 = beta2 if beta2 < 1.0 else 0.999
-        needed = self._needed_buffers(group)
-        exp_avgs, second_moments, momentum_buffers = (
-            [state[key] for state in states] if key in needed else [] for key in self._BUFFERS
-        )
-        torch.ops.torchium.shampoo_step_(
-            step.params,
-            step.grads,
-            [state["step"] for state in states],
-            *matrix_lists(states),
-            [state["diagonal"] for state in states if "diagonal" in state],
-            exp_avgs,
-            second_moments,
-            momentum_buffers,
-            *(start_list(states, key) for key in self._STARTS.values()),
-            status,
-            lr=lr_tensor(group["lr"], step.device),
-            eps=group["eps"],
-            update_freq=group["update_freq"],
-            weight_decay=group["weight_decay"],
-            beta1=beta1,
-            beta2=beta2,
-            momentum=group["momentum"],
-            nesterov=group["nesterov"],
-            decoupled_weight_decay=group["decoupled_weight_decay"],
-            relative_eps=group["relative_eps"],
-            block_size=group["block_size"],
-            merge_dims=group["merge_dims"],
-            exponent=group["exponent"],
-            exponent_warmup=group["exponent_warmup"],
-            preconditioner_1d=group["preconditioner_1d"],
-            preconditioned=group["preconditioned"],
-            max_preconditioned_dim=group["max_preconditioned_dim"],
-            grafting=group["grafting"],
-            grafting_eps=group["grafting_eps"],
-            grafting_beta2=grafting_beta2,
-            start_preconditioning_step=group["start_preconditioning_step"],
-            root_method=group["root_method"],
-            maximize=group["maximize"],
-            capturable=group["capturable"],
-            host_steps=host_steps,
-            matmul_precision=group["matmul_precision"],
-        )

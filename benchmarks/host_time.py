@@ -1,0 +1,91 @@
+"""Host time of a step: how long `optimizer.step()` keeps the processor, beside AdamW.
+
+On a GPU a step returns before it is done; each is called on an idle device, so that what is measured
+is the host alone. No roots are due.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torchium
+from common import Report, interleaved, median_ratio, parse_arguments, result_file
+from torch import nn
+from torch.optim import Adam, AdamW, Optimizer
+
+WARM_UP = 128  # steps; the next roots are due at step 160
+ROUNDS = 31
+NEVER = 10**9
+
+CUDA_SHAPES = {
+    "52 matrices 384 x 384": [(384, 384)] * 52,
+    "1,000 matrices 64 x 64": [(64, 64)] * 1000,
+    "300 vectors of 1,024": [(1024,)] * 300,
+}
+CPU_SHAPES = {
+    "1,000 matrices 8 x 8": [(8, 8)] * 1000,
+    "1,000 vectors of 16": [(16,)] * 1000,
+    "500 matrices 8 x 8, 500 vectors of 16": [(8, 8), (16,)] * 500,
+}
+TARGET_MS = dict(zip(CUDA_SHAPES, (0.15, 1.0, 0.3), strict=True))  # on one H200
+TARGET_OF_ADAM = 0.25  # of the time of Adam foreach on a CPU
+
+Makers = dict[str, Callable[[list[nn.Parameter]], Optimizer]]
+OURS: Makers = {
+    "Shampoo": partial(torchium.Shampoo, update_freq=NEVER),
+    "from_adamw": partial(torchium.Shampoo.from_adamw, update_freq=NEVER, exponent_warmup=0),
+    "Adagrad": torchium.Adagrad,
+}
+CUDA: Makers = OURS | {
+    "AdamW fused": partial(AdamW, fused=True),
+    "AdamW foreach": partial(AdamW, foreach=True),
+}
+CPU: Makers = OURS | {"Adam foreach": partial(Adam, foreach=True)}
+
+
+def steps(sizes: list[tuple[int, ...]], makers: Makers, device: str) -> dict[str, Callable]:
+    """The step of each optimizer, which has parameters and gradients of its own."""
+    functions = {}
+    for name, make in makers.items():
+        params = [nn.Parameter(torch.randn(s, device=device)) for s in sizes]
+        for p in params:
+            p.grad = torch.randn_like(p)
+        functions[name] = make(params).step
+    for _ in range(WARM_UP):
+        for function in functions.values():
+            function()
+    return functions
+
+
+def host_seconds(sizes: list[tuple[int, ...]], makers: Makers, device: str):
+    functions = steps(sizes, makers, device)
+    wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
+    return interleaved(functions, ROUNDS, dict.fromkeys(functions, wait))
+
+
+def main() -> int:
+    arguments = parse_arguments(__doc__)
+    report = Report("Host time of a step")
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    for device in devices:
+        shapes, makers = (CUDA_SHAPES, CUDA) if device == "cuda" else (CPU_SHAPES, CPU)
+        rows = []
+        for what, sizes in shapes.items():
+            seconds = host_seconds(sizes, makers, device)
+            ms = {name: 1e3 * statistics.median(s) for name, s in seconds.items()}
+            rows.append([what, *ms.values()])
+            if device == "cuda":
+                report.check(f"{what}: ms / {TARGET_MS[what]}", ms["Shampoo"] / TARGET_MS[what], 1)
+            else:
+                ratio = median_ratio(seconds["Shampoo"], seconds["Adam foreach"])
+                report.check(f"{what}: Shampoo / Adam foreach", ratio, TARGET_OF_ADAM)
+        report.table(f"On {device}, ms a step", ["parameters", *makers], rows)
+    return report.finish(result_file("host_time", arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

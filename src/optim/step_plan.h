@@ -1,0 +1,95 @@
+// What an optimizer keeps for one parameter group on one device beside the options and the state,
+// which are the caller's. Python and C++ step by it.
+#pragma once
+
+#include "optim/parameter_state.h"
+#include "optim/seen_tensor.h"
+#include "optim/step_monitor.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <vector>
+
+namespace torchium::optim::detail {
+
+// One step of some parameters, with all that is derived from them and their state.
+class PlannedStep {
+ public:
+  virtual ~PlannedStep() = default;
+  // `lr`: 0-dim, float64 on the CPU or on the parameters' device. `grads`: one a parameter.
+  // `host_steps` are the steps each parameter has taken, for the root schedule alone; empty: read
+  // from the state, which must then lie on the CPU.
+  virtual void run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRef host_steps) = 0;
+};
+
+class StepPlan : public torch::CustomClassHolder {
+ public:
+  explicit StepPlan(c10::Device device) : device_(device), monitor_(device) {}
+
+  c10::Device device() const { return device_; }
+
+  // The parameters of the group on the device, in order, and their states; empty: none yet.
+  // `host_steps`: steps that each has taken; -1: to be read from the state when it is needed.
+  void bind(std::vector<at::Tensor> params, const std::vector<NamedTensors>& states,
+            std::vector<int64_t> host_steps);
+
+  // Plans the step of the parameters that have a gradient. Changes nothing else. False where bind()
+  // must come first: one of them, or its state, is not what it was, or has no state, or the kind of
+  // its gradient is not supported. Raises ValueError for gradients and state that do not fit.
+  bool prepare();
+
+  // The step that prepare() has planned. `lr`: see PlannedStep.
+  void step(const at::Tensor& lr);
+
+  // Renews the roots of all parameters with state, whatever the schedule says.
+  void update_preconditioners();
+
+  // Steps that each parameter has taken, as far as the host knows: else -1.
+  const std::vector<int64_t>& host_steps() const { return host_steps_; }
+
+  // The oldest report of a skipped step or a failed root that was not yet returned.
+  std::optional<StepReport> next_failure(bool wait);
+  // Has the state of the status reported that all work so far leaves, also where nothing was.
+  void request_report() { monitor_.submit(); }
+
+ protected:
+  // Whether the host decides in a step which roots are due.
+  virtual bool host_decides() const = 0;
+  virtual std::unique_ptr<PlannedStep> plan(const std::vector<at::Tensor>& params,
+                                            const StateList& states, at::Tensor status) = 0;
+  virtual void renew_roots(const std::vector<at::Tensor>& params, const StateList& states,
+                           at::Tensor status);
+
+  PlannedStep* planned() const { return planned_.get(); }
+  void forget_planned() { planned_.reset(); }
+
+ private:
+  struct Bound {
+    SeenTensor param;
+    ParameterState state;
+    std::vector<SeenTensor> tensors;  // of the state
+
+    bool is_unchanged() const;
+  };
+  void choose(std::vector<size_t> active);
+  std::vector<int64_t> known_steps();
+  void note_skip(const std::vector<at::Tensor>& params);
+  void report();
+  void take_reports(bool wait);
+
+  c10::Device device_;
+  StepMonitor monitor_;
+  std::deque<StepReport> failures_;  // that were not yet returned
+  std::vector<Bound> bound_;
+  std::vector<int64_t> host_steps_;  // one a bound parameter
+  std::vector<size_t> active_;       // that have a gradient
+  TensorVector active_params_;
+  std::unique_ptr<PlannedStep> planned_;  // of those
+};
+
+}  // namespace torchium::optim::detail

@@ -1,0 +1,235 @@
+"""What an optimizer keeps from step to step fits what is there: whatever changes identity is noticed."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torchium
+from optimizer_cases import CASES, assert_same, mlp, run, set_gradients, values
+from torch import nn
+from torchium.optimizers._plan import GroupPlan
+
+NAMES = ["shampoo", "shampoo_all_buffers", "adagrad", "adagrad_full"]
+plan_cases = pytest.mark.parametrize("make", [CASES[n] for n in NAMES], ids=NAMES)
+Change = Callable[[nn.Sequential, Any], None]
+
+
+def assert_goes_on_as_a_copy(model: nn.Sequential, optimizer: Any, steps: int = 2) -> None:
+    """A copy has no plans yet, so that it looks at everything afresh."""
+    others = copy.deepcopy((model, optimizer))
+    for step in range(steps):
+        for m, o in ((model, optimizer), others):
+            set_gradients([p for p in m.parameters() if p.requires_grad], 50 + step)
+            o.step()
+    # Matrices that lie apart are no batch, unlike those of the copy: rounding may differ.
+    bounds = {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(values(model), values(others[0]), **bounds)
+    states = optimizer.state_dict()["state"], others[1].state_dict()["state"]
+    torch.testing.assert_close(*states, **bounds)
+
+
+@pytest.fixture
+def bindings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one entry whenever a plan is bound to parameters and state."""
+    calls: list[int] = []
+    bind = GroupPlan.bind
+
+    def counted(self: GroupPlan, *arguments: Any) -> None:
+        calls.append(self.index)
+        bind(self, *arguments)
+
+    monkeypatch.setattr(GroupPlan, "bind", counted)
+    return calls
+
+
+# ---- identities
+
+
+def other_memory_of_a_parameter(model, optimizer):
+    model[0].weight.data = model[0].weight.data.clone() + 0.5
+
+
+def other_strides_of_a_parameter(model, optimizer):
+    weight = model[0].weight
+    weight.data = weight.data.t().contiguous().t()
+
+
+def other_dtype(model, optimizer):
+    model.double()
+
+
+def other_state_tensors(model, optimizer):
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if value.is_floating_point() and key != "step":
+                state[key] = 1.5 * value
+
+
+def other_memory_of_state_tensors(model, optimizer):
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if value.is_floating_point() and key != "step":
+                value.data = 1.5 * value
+
+
+def other_count(model, optimizer):
+    for state in optimizer.state.values():
+        state["step"] = state["step"] + 16
+
+
+def state_of_one_afresh(model, optimizer):
+    del optimizer.state[model[3].weight]
+
+
+def late_group(model, optimizer):
+    model.append(nn.Linear(3, 2).to(model[0].weight))
+    optimizer.add_param_group({"params": list(model[-1].parameters()), "lr": 0.5})
+
+
+def parameter_leaves_its_group(model, optimizer):
+    del optimizer.state[optimizer.param_groups[0]["params"].pop()]
+
+
+CHANGES = [
+    other_memory_of_a_parameter,
+    other_strides_of_a_parameter,
+    other_dtype,
+    other_state_tensors,
+    other_memory_of_state_tensors,
+    other_count,
+    state_of_one_afresh,
+    late_group,
+    parameter_leaves_its_group,
+]
+
+
+@plan_cases
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_identity_is_bound_again(make, change: Change, bindings, device):
+    model = mlp(device)
+    optimizer = make(model.parameters())
+    run(model, optimizer)
+    bindings.clear()
+    change(model, optimizer)
+    assert_goes_on_as_a_copy(model, optimizer)
+    assert bindings.count(0) == 2  # once for the optimizer, once for its copy
+
+
+# ---- what changes without
+
+
+@plan_cases
+def test_equal_steps_bind_once(make, bindings, device):
+    model = mlp(device)
+    run(model, make(model.parameters()), steps=6)
+    assert bindings == [0]
+
+
+def freeze(model, optimizer):
+    model[0].bias.requires_grad_(False)
+    optimizer.zero_grad()
+
+
+def thaw(model, optimizer):
+    model[0].bias.requires_grad_(True)
+
+
+@plan_cases
+def test_another_set_of_gradients_needs_no_binding(make, bindings, device):
+    model = mlp(device)
+    optimizer = make(model.parameters())
+    run(model, optimizer)
+    for change in (freeze, thaw, freeze):
+        change(model, optimizer)
+        assert_goes_on_as_a_copy(model, optimizer)
+    assert bindings.count(0) == 4  # once for the optimizer, once for each copy
+
+
+@plan_cases
+def test_gradients_may_lie_elsewhere_in_every_step(make, bindings, device):
+    models = [mlp(device) for _ in range(2)]
+    optimizers = [make(m.parameters()) for m in models]
+    for step in range(6):
+        for model in models:
+            set_gradients(model.parameters(), step)
+        for p in models[step % 2].parameters():
+            p.grad = torch.stack([p.grad, p.grad], -1)[..., 1]
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(values(models[0]), values(models[1]))
+    assert bindings == [0, 0]
+
+
+OPTIONS = [
+    {"eps": 1e-2},
+    {"update_freq": 1},
+    {"weight_decay": 0.3},
+    {"weight_decay": 0.3, "decoupled_weight_decay": True},
+    {"momentum": 0.5},
+    {"betas": (0.5, 0.9)},
+    {"betas": (0.0, 1.0)},
+    {"exponent": -0.3, "exponent_warmup": 20},
+    {"start_preconditioning_step": 30},
+    {"maximize": True},
+    {"root_method": "newton"},
+    {"grafting": "sgd"},
+    {"max_root_failures": 5},
+    {"lr": 0.7},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("name", ["shampoo", "shampoo_all_buffers"])
+def test_options_that_are_set_later_are_those_of_the_next_step(name, options, device):
+    model = mlp(device)
+    optimizer = CASES[name](model.parameters())
+    run(model, optimizer)
+    optimizer.param_groups[0].update(options)
+    assert_goes_on_as_a_copy(model, optimizer, steps=3)
+
+
+def test_a_schedule_of_numbers_binds_nothing(bindings):
+    model = mlp()
+    optimizer = torchium.Shampoo(model.parameters(), betas=(0.9, 0.99), momentum=0.9)
+    for step in range(6):
+        group = optimizer.param_groups[0]
+        group["betas"], group["momentum"] = (0.9 - 0.01 * step, 0.99), 0.9 - 0.01 * step
+        group["lr"] = 0.1 / (1 + step)
+        set_gradients(model.parameters(), step)
+        optimizer.step()
+    assert bindings == [0]
+
+
+# ---- an update of preconditioners
+
+
+def test_an_update_of_preconditioners_sees_options_and_state(device):
+    model = mlp(device)
+    optimizer = torchium.Shampoo(model.parameters(), update_freq=1000)
+    run(model, optimizer)
+    optimizer.param_groups[0].update(eps=1e-1, betas=(0.9, 1.0))
+    other_state_tensors(model, optimizer)
+    _, other = copy.deepcopy((model, optimizer))
+    optimizer.update_preconditioners()
+    other.update_preconditioners()
+    assert_same(optimizer.state_dict(), other.state_dict())
+    assert_goes_on_as_a_copy(model, optimizer)
+
+
+# ---- memory
+
+
+def test_no_gradient_outlives_its_step(device):
+    param = nn.Parameter(torch.ones(8, 8, device=device))
+    optimizer = torchium.Shampoo([param])
+    for _ in range(2):
+        param.grad = torch.ones(8, 8, device=device)
+        grad = weakref.ref(param.grad)  # lives as long as the core holds it
+        optimizer.step()
+        optimizer.zero_grad()
+        assert grad() is None
