@@ -48,19 +48,7 @@ void changed(const at::Tensor& tensor) {
   }
 }
 
-// A gradient as the kernels last read it.
-struct SeenGradient {
-  const void* data = nullptr;
-  at::ScalarType type = at::kFloat;
-};
 constexpr size_t kNone = std::numeric_limits<size_t>::max();  // instead of an entry
-
-// Where the tables say what about one parameter.
-struct Places {
-  size_t gradient_scan = kNone, param_scan = kNone, entry = kNone;
-  bool by_fours = false;       // its entry, whatever the gradient
-  SeenGradient gradient = {};  // in the tables
-};
 
 at::Tensor dense(at::Tensor tensor) {
   return tensor.is_non_overlapping_and_dense() ? std::move(tensor) : tensor.contiguous();
@@ -69,6 +57,18 @@ at::Tensor dense(at::Tensor tensor) {
 }  // namespace
 
 struct FusedStep::Work {
+  // A gradient as the kernels last read it.
+  struct SeenGradient {
+    const void* data = nullptr;
+    at::ScalarType type = at::kFloat;
+  };
+  // Entries of one parameter in the tables.
+  struct Places {
+    size_t gradient_scan = kNone, param_scan = kNone, entry = kNone;
+    bool by_fours = false;       // its entry, whatever the gradient
+    SeenGradient gradient = {};  // in the tables
+  };
+
   const std::vector<at::Tensor>& params;
   const std::vector<Blocking>& blockings;
   const ShampooState& state;
