@@ -42,6 +42,10 @@ std::vector<SecondOrderParamState::NamedTensor> AdagradParamState::parameter_sha
   return {{"sum", &sum()}};
 }
 
+bool AdagradParamState::consists_of(const detail::ParameterState& tensors) const {
+  return MatrixParamState::consists_of(tensors) && sum().is_same(tensors.sum);
+}
+
 Adagrad::Adagrad(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
                  AdagradOptions defaults)
     : StackedOptimizer(std::make_unique<AdagradOptions>(std::move(defaults))) {
@@ -90,20 +94,12 @@ detail::MatrixStacks Adagrad::init_stacks(const Options& options, at::TensorList
   return detail::adagrad_init_state(params, o.block_size(), o.initial_accumulator_value());
 }
 
-void Adagrad::step_group(const Options& options, detail::GroupStep& step) const {
-  const auto& o = adagrad_options(options);
-  auto matrices = detail::matrix_lists(step.states);
-  detail::AdagradState state;
-  state.steps = detail::member_list(step.states, &SecondOrderParamState::step);
-  if (!o.full_matrix()) {
-    state.sums = detail::member_list(step.states, &AdagradParamState::sum);
-  }
-  state.statistics = std::move(matrices.statistics);
-  state.roots = std::move(matrices.roots);
-  state.root_failures = std::move(matrices.root_failures);
-  state.status = step.status;
-  detail::AdagradStep(detail::hyperparameters(o), step.params, std::move(state))
-      .run(step.lr, step.grads, step.host_steps);
+bool Adagrad::equal_but_lr(const Options& a, const Options& b) const {
+  return detail::equal_but_lr(adagrad_options(a), adagrad_options(b));
+}
+
+c10::intrusive_ptr<detail::StepPlan> Adagrad::make_plan(c10::Device device) const {
+  return c10::make_intrusive<detail::AdagradPlan>(device);
 }
 
 const char* Adagrad::root_remedy() const {

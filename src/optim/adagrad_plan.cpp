@@ -15,8 +15,8 @@ AdagradHyperparameters hyperparameters(const AdagradOptions& o) {
           .maximize = o.maximize()};
 }
 
-void AdagradPlan::set_options(const AdagradOptions& options) {
-  hyperparameters_ = hyperparameters(options);
+void AdagradPlan::set_options(const torch::optim::OptimizerOptions& options) {
+  hyperparameters_ = hyperparameters(static_cast<const AdagradOptions&>(options));
   auto* step = static_cast<AdagradStep*>(planned());
   if (step != nullptr && !step->adopt(hyperparameters_)) {
     forget_planned();

@@ -14,10 +14,10 @@ class AdagradPlan : public StepPlan {
  public:
   using StepPlan::StepPlan;
 
-  void set_options(const AdagradOptions& options);
+  void set_options(const torch::optim::OptimizerOptions& options) override;
+  bool host_decides() const override { return hyperparameters_.full_matrix; }
 
  protected:
-  bool host_decides() const override { return hyperparameters_.full_matrix; }
   std::unique_ptr<PlannedStep> plan(const std::vector<at::Tensor>& params, const StateList& states,
                                     at::Tensor status) override;
 

@@ -155,7 +155,7 @@ void SecondOrderOptimizer::load(InputArchive& archive) {
 
   // Everything fits: from here on nothing throws.
   state_.clear();
-  runtimes_->clear();
+  forget_derived();
   for (const auto group : c10::irange(param_groups_.size())) {
     param_groups_[group].set_options(std::move(options[group]));
     for (const auto i : c10::irange(states[group].size())) {

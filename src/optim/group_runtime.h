@@ -20,17 +20,10 @@ class GroupRuntime {
   c10::Device device() const { return device_; }
   StepMonitor& monitor() { return monitor_; }
 
-  // `lr` as the core takes it: on the CPU, or in a tensor on the device that captured steps read.
-  at::Tensor learning_rate(double lr, bool capturable);
-  // Writes `lr` to that tensor, if there is one.
-  void sync_learning_rate(double lr);
-
  private:
   size_t group_;
   c10::Device device_;
   StepMonitor monitor_;
-  at::Tensor lr_;
-  double lr_value_ = 0.0;
 };
 
 class GroupRuntimes {

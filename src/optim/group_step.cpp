@@ -1,7 +1,6 @@
 #include "optim/group_step.h"
 
 #include "optim/stacks.h"
-#include "torchium/optim/stacked_optimizer.h"
 
 #include <ATen/ATen.h>
 
@@ -9,20 +8,6 @@
 #include <utility>
 
 namespace torchium::optim::detail {
-
-MatrixLists matrix_lists(const std::vector<SecondOrderParamState*>& states) {
-  MatrixLists lists;
-  const auto append = [](std::vector<at::Tensor>& list, const std::vector<at::Tensor>& slots) {
-    list.insert(list.end(), slots.begin(), slots.end());
-  };
-  for (const auto* state : states) {
-    const auto& matrices = static_cast<const MatrixParamState&>(*state);
-    append(lists.statistics, matrices.statistics());
-    append(lists.roots, matrices.roots());
-    append(lists.root_failures, matrices.root_failures());
-  }
-  return lists;
-}
 
 at::Tensor parameter_shaped_zeros(const at::Tensor& param) {
   return at::zeros_like(param, param.options().dtype(state_dtype(param)).requires_grad(false));

@@ -134,6 +134,12 @@ bool equal_options(const Options& lhs, const Options& rhs) {
   return equal;
 }
 
+template <typename Options>
+bool equal_but_lr(Options a, const Options& b) {
+  a.lr(b.lr());
+  return equal_options(a, b);
+}
+
 // Throws c10::ValueError unless these options are the same in all groups.
 template <typename Options>
 void check_equal_in_all(const char* optimizer,

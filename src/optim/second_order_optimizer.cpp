@@ -216,7 +216,6 @@ void SecondOrderOptimizer::add_state(const at::Tensor& param,
 }
 
 detail::GroupStep SecondOrderOptimizer::begin_call(size_t group, std::vector<at::Tensor> params) {
-  const Options& options = param_groups_[group].options();
   const c10::Device device = params.front().device();
   detail::GroupRuntime& runtime = runtimes_->at(group, device);
   detail::GroupStep step;
@@ -225,9 +224,9 @@ detail::GroupStep SecondOrderOptimizer::begin_call(size_t group, std::vector<at:
     step.grads.push_back(param.grad());
     step.states.push_back(find_state(param));
   }
-  step.lr = runtime.learning_rate(options.get_lr(), capturable(options));
+  step.lr = at::scalar_tensor(param_groups_[group].options().get_lr(), at::kDouble);
   step.status = runtime.monitor().status();
-  if (!device.is_cpu() && !capturable(options)) {
+  if (!device.is_cpu()) {
     step.host_steps = host_steps(step.states);
   }
   return step;
@@ -235,30 +234,13 @@ detail::GroupStep SecondOrderOptimizer::begin_call(size_t group, std::vector<at:
 
 void SecondOrderOptimizer::finish_step(size_t group, detail::GroupStep& step) {
   for (auto* state : step.states) {
-    // A replayed graph advances only the device's count.
     state->host_step_ = step.host_steps.empty() ? -1 : state->host_step_ + 1;
   }
-  submit_report(group, step, /*is_step=*/true);
-}
-
-void SecondOrderOptimizer::finish_update(size_t group, detail::GroupStep& step) {
-  submit_report(group, step, /*is_step=*/false);
-}
-
-void SecondOrderOptimizer::submit_report(size_t group, detail::GroupStep& step, bool is_step) {
-  detail::GroupRuntime& runtime = runtimes_->at(group, step.status.device());
-  const auto shared = std::make_shared<const std::vector<at::Tensor>>(std::move(step.params));
-  const bool is_capturable = capturable(param_groups_[group].options());
-  if (is_step) {
-    runtime.monitor().set_step_params(shared);
-  }
-  if (!is_step || !is_capturable) {
-    runtime.monitor().set_root_params(shared);
-  }
-  // An event must not be recorded in a capture: check_errors() reads the status of such calls.
-  if (runtime.monitor().status().is_cpu() || !is_capturable) {
-    runtime.monitor().submit();
-  }
+  const auto params = std::make_shared<const std::vector<at::Tensor>>(std::move(step.params));
+  detail::StepMonitor& monitor = runtimes_->at(group, step.status.device()).monitor();
+  monitor.set_step_params(params);
+  monitor.set_root_params(params);
+  monitor.submit();
 }
 
 std::vector<int64_t> SecondOrderOptimizer::host_steps(
@@ -287,19 +269,17 @@ std::vector<int64_t> SecondOrderOptimizer::host_steps(
 
 void SecondOrderOptimizer::check_errors() {
   refuse_moved_from();
-  runtimes_->for_each([](detail::GroupRuntime& runtime) { runtime.monitor().submit(); });
   read_reports(/*wait=*/true);
 }
 
 void SecondOrderOptimizer::read_reports(bool wait) {
   runtimes_->for_each([&](detail::GroupRuntime& runtime) {
-    if (runtime.group() >= param_groups_.size()) {  // removed by hand since
-      return;
-    }
     if (torchium::detail::is_capturing(runtime.device())) {  // events must not be queried now
       return;
     }
-    const Options& options = param_groups_[runtime.group()].options();
+    if (wait) {
+      runtime.monitor().submit();
+    }
     while (const auto report = runtime.monitor().next(wait)) {
       if (report->skipped && report->step_params) {
         for (const auto& param : *report->step_params) {
@@ -310,20 +290,28 @@ void SecondOrderOptimizer::read_reports(bool wait) {
         }
         note_skip(*report->step_params);
       }
-      const auto skips = report->entries[detail::kConsecutiveSkips];
-      TORCH_CHECK(
-          skips < detail::kMaxConsecutiveSkips, skips,
-          " steps in a row had a gradient that is not finite or too large to square in ",
-          limit_of(report->non_finite_parameter, steps_before(report->non_finite_parameter)),
-          " and were skipped, the last one that of ", describe(report->non_finite_parameter),
-          "; lower lr, clip gradients or scale the loss");
-      const auto failures = report->entries[detail::kConsecutiveRootFailures];
-      TORCH_CHECK(failures < max_root_failures(options), root_name(), " ",
-                  describe(report->failed_parameter), " failed ", failures, " times in a row; ",
-                  root_remedy());
+      raise_failure(runtime.group(), *report);
     }
   });
 }
+
+void SecondOrderOptimizer::raise_failure(size_t group, const detail::StepReport& report) const {
+  if (group >= param_groups_.size()) {  // removed by hand since
+    return;
+  }
+  const auto skips = report.entries[detail::kConsecutiveSkips];
+  TORCH_CHECK(skips < detail::kMaxConsecutiveSkips, skips,
+              " steps in a row had a gradient that is not finite or too large to square in ",
+              limit_of(report.non_finite_parameter, steps_before(report.non_finite_parameter)),
+              " and were skipped, the last one that of ", describe(report.non_finite_parameter),
+              "; lower lr, clip gradients or scale the loss");
+  const auto failures = report.entries[detail::kConsecutiveRootFailures];
+  TORCH_CHECK(failures < max_root_failures(param_groups_[group].options()), root_name(), " ",
+              describe(report.failed_parameter), " failed ", failures, " times in a row; ",
+              root_remedy());
+}
+
+void SecondOrderOptimizer::forget_derived() { runtimes_->clear(); }
 
 // As the device knows it, for messages.
 double SecondOrderOptimizer::steps_before(const at::Tensor& param) const {

@@ -26,41 +26,6 @@ bool uses_second_moment(const ShampooOptions& o) {
   return o.grafting().has_value() && *o.grafting() != "sgd";
 }
 
-// What the core needs of the states; members that the options ask for are created where absent.
-detail::ShampooState core_state(const ShampooOptions& o, const detail::GroupStep& step) {
-  auto matrices = detail::matrix_lists(step.states);
-  detail::ShampooState state;
-  state.steps = detail::member_list(step.states, &SecondOrderParamState::step);
-  state.statistics = std::move(matrices.statistics);
-  state.roots = std::move(matrices.roots);
-  state.root_failures = std::move(matrices.root_failures);
-  state.diagonals = detail::member_list(step.states, &ShampooParamState::diagonal);
-  std::erase_if(state.diagonals, [](const at::Tensor& tensor) { return !tensor.defined(); });
-  if (std::get<0>(o.betas()) > 0.0) {
-    detail::start_late(step, &ShampooParamState::exp_avg, &ShampooParamState::exp_avg_start);
-    state.exp_avgs = detail::member_list(step.states, &ShampooParamState::exp_avg);
-    state.exp_avg_starts = detail::start_list(step.states, &ShampooParamState::exp_avg_start);
-  } else {
-    detail::drop(step, &ShampooParamState::exp_avg, &ShampooParamState::exp_avg_start);
-  }
-  if (uses_second_moment(o)) {
-    detail::start_late(step, &ShampooParamState::grafting_second_moment,
-                       &ShampooParamState::grafting_second_moment_start);
-    state.grafting_second_moments =
-        detail::member_list(step.states, &ShampooParamState::grafting_second_moment);
-    state.second_moment_starts =
-        detail::start_list(step.states, &ShampooParamState::grafting_second_moment_start);
-  } else {
-    detail::drop(step, &ShampooParamState::grafting_second_moment,
-                 &ShampooParamState::grafting_second_moment_start);
-  }
-  if (o.momentum() > 0.0) {
-    state.momentum_buffers = detail::created_member_list(step, &ShampooParamState::momentum_buffer);
-  }
-  state.status = step.status;
-  return state;
-}
-
 // Bytes of the tensors that are there.
 StateMemory state_memory(const SecondOrderParamState& state) {
   const std::pair<std::string, int64_t StateMemory::*> kinds[] = {
@@ -106,6 +71,14 @@ bool operator==(const ShampooOptions& lhs, const ShampooOptions& rhs) {
 
 std::unique_ptr<torch::optim::OptimizerParamState> ShampooParamState::clone() const {
   return std::make_unique<ShampooParamState>(*this);
+}
+
+bool ShampooParamState::consists_of(const detail::ParameterState& tensors) const {
+  return MatrixParamState::consists_of(tensors) && diagonal().is_same(tensors.diagonal) &&
+         exp_avg().is_same(tensors.exp_avg) && exp_avg_start().is_same(tensors.exp_avg_start) &&
+         grafting_second_moment().is_same(tensors.grafting_second_moment) &&
+         grafting_second_moment_start().is_same(tensors.grafting_second_moment_start) &&
+         momentum_buffer().is_same(tensors.momentum_buffer);
 }
 
 std::vector<SecondOrderParamState::NamedTensor> ShampooParamState::parameter_shaped() {
@@ -210,17 +183,6 @@ void Shampoo::check_state(const Options& options, const at::Tensor& param,
       "' by the options of its group (", detail::describe_rule(h, param.sizes()).detail, ")");
 }
 
-bool Shampoo::state_is_ready(const Options& options, const at::Tensor& param) const {
-  if (!StackedOptimizer::state_is_ready(options, param)) {
-    return false;
-  }
-  const auto& o = shampoo_options(options);
-  const auto& state = static_cast<const ShampooParamState&>(*find_state(param));
-  return (std::get<0>(o.betas()) == 0.0 || state.exp_avg().defined()) &&
-         (!uses_second_moment(o) || state.grafting_second_moment().defined()) &&
-         (o.momentum() == 0.0 || state.momentum_buffer().defined());
-}
-
 std::string Shampoo::describe(const at::Tensor& param) const {
   const auto* place = layers_ && param.defined() ? layers_->find(param) : nullptr;
   const std::string position = StackedOptimizer::describe(param);
@@ -238,32 +200,30 @@ std::string Shampoo::layout(const Options& options) const {
       ", root_dtype = ", o.root_dtype().value_or("none"));
 }
 
-void Shampoo::init_averages(const Options& options, const at::Tensor& param,
-                            SecondOrderParamState& state) const {
+bool Shampoo::equal_but_lr(const Options& a, const Options& b) const {
+  return detail::equal_but_lr(shampoo_options(a), shampoo_options(b));
+}
+
+std::vector<std::string> Shampoo::needed_buffers(const Options& options) const {
   const auto& o = shampoo_options(options);
-  auto& averages = static_cast<ShampooParamState&>(state);
+  std::vector<std::string> needed;
   if (std::get<0>(o.betas()) > 0.0) {
-    averages.exp_avg(detail::parameter_shaped_zeros(param));
+    needed.push_back("exp_avg");
   }
   if (uses_second_moment(o)) {
-    averages.grafting_second_moment(detail::parameter_shaped_zeros(param));
+    needed.push_back("grafting_second_moment");
   }
+  if (o.momentum() > 0.0) {
+    needed.push_back("momentum_buffer");
+  }
+  return needed;
 }
 
-void Shampoo::step_group(const Options& options, detail::GroupStep& step) const {
-  const auto& o = shampoo_options(options);
-  auto state = core_state(o, step);
-  detail::ShampooStep(detail::hyperparameters(o), step.params, std::move(state))
-      .run(step.lr, step.grads, step.host_steps);
+c10::intrusive_ptr<detail::StepPlan> Shampoo::make_plan(c10::Device device) const {
+  return c10::make_intrusive<detail::ShampooPlan>(device);
 }
 
-void Shampoo::update_preconditioners() {
-  update_groups([](const Options& options, detail::GroupStep& step) {
-    const auto& o = shampoo_options(options);
-    auto state = core_state(o, step);
-    detail::shampoo_update_preconditioners(detail::hyperparameters(o), step.params, state);
-  });
-}
+void Shampoo::update_preconditioners() { renew_all_roots(); }
 
 void Shampoo::sync_lr() { sync_learning_rates(); }
 

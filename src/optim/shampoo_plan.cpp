@@ -62,8 +62,8 @@ ShampooHyperparameters hyperparameters(const ShampooOptions& o) {
   return h;
 }
 
-void ShampooPlan::set_options(const ShampooOptions& options) {
-  hyperparameters_ = hyperparameters(options);
+void ShampooPlan::set_options(const torch::optim::OptimizerOptions& options) {
+  hyperparameters_ = hyperparameters(static_cast<const ShampooOptions&>(options));
   auto* step = static_cast<ShampooStep*>(planned());
   if (step != nullptr && !step->adopt(hyperparameters_)) {
     forget_planned();

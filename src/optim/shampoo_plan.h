@@ -14,10 +14,10 @@ class ShampooPlan : public StepPlan {
  public:
   using StepPlan::StepPlan;
 
-  void set_options(const ShampooOptions& options);
+  void set_options(const torch::optim::OptimizerOptions& options) override;
+  bool host_decides() const override { return !hyperparameters_.capturable; }
 
  protected:
-  bool host_decides() const override { return !hyperparameters_.capturable; }
   std::unique_ptr<PlannedStep> plan(const std::vector<at::Tensor>& params, const StateList& states,
                                     at::Tensor status) override;
   void renew_roots(const std::vector<at::Tensor>& params, const StateList& states,

@@ -1,6 +1,6 @@
 #include "torchium/optim/stacked_optimizer.h"
 
-#include "optim/group_runtime.h"
+#include "optim/group_plans.h"
 #include "optim/group_step.h"
 #include "optim/state_stacks.h"
 #include "support/stream_capture.h"
@@ -12,10 +12,30 @@
 #include <torch/serialize/archive.h>
 
 #include <algorithm>
+#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 
 namespace torchium::optim {
+namespace {
+
+bool contains(const std::vector<std::string>& keys, const std::string& key) {
+  return std::find(keys.begin(), keys.end(), key) != keys.end();
+}
+
+bool same_tensors(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
+                    [](const at::Tensor& x, const at::Tensor& y) { return x.is_same(y); });
+}
+
+}  // namespace
+
+StackedOptimizer::StackedOptimizer(std::unique_ptr<Options> defaults)
+    : SecondOrderOptimizer(std::move(defaults)), plans_(std::make_unique<detail::GroupPlans>()) {}
+
+StackedOptimizer::~StackedOptimizer() = default;
+StackedOptimizer::StackedOptimizer(StackedOptimizer&&) noexcept = default;
+StackedOptimizer& StackedOptimizer::operator=(StackedOptimizer&&) noexcept = default;
 
 bool StackedOptimizer::is_ready(const std::string& needed_layout, const at::Tensor& param) const {
   auto* state = static_cast<MatrixParamState*>(find_state(param));
@@ -24,11 +44,17 @@ bool StackedOptimizer::is_ready(const std::string& needed_layout, const at::Tens
 }
 
 bool StackedOptimizer::state_is_ready(const Options& options, const at::Tensor& param) const {
-  return is_ready(layout(options), param);
+  if (!is_ready(layout(options), param)) {
+    return false;
+  }
+  const auto needed = needed_buffers(options);
+  const auto members = find_state(param)->parameter_shaped();
+  return std::all_of(members.begin(), members.end(), [&](const auto& member) {
+    return member.second->defined() || !contains(needed, member.first);
+  });
 }
 
 bool StackedOptimizer::all_ready(size_t group, const std::vector<at::Tensor>& active) const {
-  // Runs in every step: one layout for the parameters of a model.
   const std::string needed_layout = layout(param_groups_[group].options());
   return std::all_of(active.begin(), active.end(),
                      [&](const at::Tensor& param) { return is_ready(needed_layout, param); });
@@ -68,6 +94,9 @@ void StackedOptimizer::check_group_states(size_t group,
 void StackedOptimizer::init_group_states(size_t group, const std::vector<at::Tensor>& active) {
   const Options& options = param_groups_[group].options();
   if (all_ready(group, active)) {
+    for (const auto& param : active) {
+      fit_buffers(options, param, *find_state(param), /*is_new=*/false);
+    }
     return;
   }
   // All parameters with state are stacked again, in the order of the group, so that the layout of
@@ -91,9 +120,12 @@ void StackedOptimizer::init_group_states(size_t group, const std::vector<at::Ten
       created.emplace_back(param, make_empty_state());
       state = static_cast<MatrixParamState*>(created.back().second.get());
       init_parameter_shaped(options, param, *state);
-      init_averages(options, param, *state);
+      fit_buffers(options, param, *state, /*is_new=*/true);
     } else {
       state->convert_to(param);
+      if (wanted.count(param.unsafeGetTensorImpl()) != 0) {
+        fit_buffers(options, param, *state, /*is_new=*/false);
+      }
     }
     params.push_back(param);
     states.push_back(state);
@@ -109,23 +141,167 @@ void StackedOptimizer::init_group_states(size_t group, const std::vector<at::Ten
   }
 }
 
-void StackedOptimizer::take_step(const ActiveParams& active) {
-  for (const auto group : c10::irange(active.size())) {
-    check_group_states(group, active[group]);
-  }
-  for (const auto group : c10::irange(active.size())) {
-    init_group_states(group, active[group]);
-  }
-  for (const auto group : c10::irange(active.size())) {
-    for (auto& [device, params] : detail::split_by_device(active[group])) {
-      detail::GroupStep step = begin_call(group, std::move(params));
-      step_group(param_groups_[group].options(), step);
-      finish_step(group, step);
+// Creates what these options need. An average that begins late keeps the step count that it begins
+// with; one that nothing needs now is dropped, since it would be of old gradients alone later.
+void StackedOptimizer::fit_buffers(const Options& options, const at::Tensor& param,
+                                   SecondOrderParamState& state, bool is_new) const {
+  const auto needed = needed_buffers(options);
+  const auto starts = state.counts();
+  for (const auto& [key, tensor] : state.parameter_shaped()) {
+    const auto start = std::find_if(starts.begin(), starts.end(), [&](const auto& count) {
+      return count.first == key + "_start";
+    });
+    const bool has_start = start != starts.end();
+    if (!contains(needed, key)) {
+      if (has_start) {
+        tensor->reset();
+        start->second->reset();
+      }
+    } else if (!tensor->defined()) {
+      *tensor = detail::parameter_shaped_zeros(param);
+      if (has_start && !is_new) {
+        *start->second = state.step().clone();
+      }
     }
   }
 }
 
-void StackedOptimizer::update_groups(const GroupUpdate& update) {
+// ---- plans
+
+// Whether the plans are bound to what the groups hold now; hands them changed options.
+bool StackedOptimizer::is_bound() {
+  if (plans_->bound.size() != param_groups_.size()) {
+    return false;
+  }
+  std::unordered_map<detail::StepPlan*, size_t> seen;
+  for (const auto group : c10::irange(param_groups_.size())) {
+    detail::StepPlan* plan = nullptr;
+    size_t* next = nullptr;
+    for (const auto& param : param_groups_[group].params()) {
+      if (plan == nullptr || plan->device() != param.device()) {
+        const auto found = plans_->find(group, param.device());
+        if (found == nullptr) {
+          return false;
+        }
+        plan = found->plan.get();
+        next = &seen[plan];
+      }
+      const size_t i = (*next)++;
+      if (i >= plan->size() || !plan->param(i).is_same(param)) {
+        return false;
+      }
+      const auto* state = static_cast<const MatrixParamState*>(find_state(param));
+      if (state == nullptr ? !plan->state(i).is_empty() : !state->consists_of(plan->state(i))) {
+        return false;
+      }
+    }
+    if (!adopt_options(group)) {
+      return false;
+    }
+  }
+  return std::all_of(plans_->plans.begin(), plans_->plans.end(), [&](const auto& each) {
+    const auto found = seen.find(each.plan.get());
+    return each.plan->size() == (found == seen.end() ? 0 : found->second);
+  });
+}
+
+// False if the state must follow the options.
+bool StackedOptimizer::adopt_options(size_t group) {
+  const Options& options = param_groups_[group].options();
+  detail::BoundOptions& bound = plans_->bound[group];
+  if (equal_but_lr(*bound.options, options)) {
+    return true;
+  }
+  if (bound.layout != layout(options) || bound.buffers != needed_buffers(options)) {
+    return false;
+  }
+  bound.options = options.clone();
+  for (detail::GroupPlan& each : plans_->plans) {
+    if (each.group == group) {
+      each.plan->set_options(options);
+    }
+  }
+  return true;
+}
+
+// Plans the step of all groups; false where the plans have to be bound again.
+bool StackedOptimizer::prepare() {
+  bool fits = true;
+  for (detail::GroupPlan& each : plans_->plans) {
+    fits = fits && each.plan->prepare();
+  }
+  return fits;
+}
+
+// Gives the states the counts that the plans have of them.
+void StackedOptimizer::keep_host_steps() {
+  for (detail::GroupPlan& each : plans_->plans) {
+    for (const auto i : c10::irange(each.plan->size())) {
+      SecondOrderParamState* state = find_state(each.plan->param(i));
+      if (state != nullptr && state->step().is_same(each.plan->state(i).step)) {
+        host_step(*state) = each.plan->host_steps()[i];
+      }
+    }
+  }
+}
+
+void StackedOptimizer::bind() {
+  plans_->bound.clear();  // until all is done
+  std::vector<detail::BoundOptions> bound;
+  std::unordered_set<const detail::StepPlan*> in_use;
+  for (const auto group : c10::irange(param_groups_.size())) {
+    const Options& options = param_groups_[group].options();
+    for (auto& [device, params] : detail::split_by_device(param_groups_[group].params())) {
+      detail::GroupPlan* each = plans_->find(group, device);
+      if (each == nullptr) {
+        TORCH_CHECK(!torchium::detail::is_capturing(device),
+                    "step() cannot be captured yet: it is the first one; run a step before the "
+                    "capture");
+        plans_->plans.push_back({group, make_plan(device), {}});
+        each = &plans_->plans.back();
+      }
+      std::vector<detail::NamedTensors> states;
+      std::vector<int64_t> host_steps;
+      for (const auto& param : params) {
+        SecondOrderParamState* state = find_state(param);
+        states.push_back(state != nullptr ? state->tensors() : detail::NamedTensors());
+        host_steps.push_back(state != nullptr ? host_step(*state) : -1);
+      }
+      each->plan->set_options(options);
+      each->plan->bind(std::move(params), states, std::move(host_steps));
+      in_use.insert(each->plan.get());
+    }
+    bound.push_back({options.clone(), layout(options), needed_buffers(options)});
+  }
+  for (detail::GroupPlan& each : plans_->plans) {
+    if (in_use.count(each.plan.get()) == 0) {  // may still have something to report
+      each.plan->bind({}, {}, {});
+    }
+  }
+  plans_->bound = std::move(bound);
+}
+
+void StackedOptimizer::take_step(const ActiveParams& active) {
+  if (!is_bound() || !prepare()) {
+    for (const auto group : c10::irange(active.size())) {
+      check_group_states(group, active[group]);
+    }
+    keep_host_steps();
+    for (const auto group : c10::irange(active.size())) {
+      init_group_states(group, active[group]);
+    }
+    bind();
+    TORCH_CHECK(prepare(), "parameters, gradients or state change while they are looked at");
+  }
+  for (detail::GroupPlan& each : plans_->plans) {
+    if (each.group < param_groups_.size()) {
+      const double lr = param_groups_[each.group].options().get_lr();
+      each.plan->step(each.lr.of_step(lr, each.plan->device(), !each.plan->host_decides()));
+    }
+  }
+}
+
+void StackedOptimizer::renew_all_roots() {
   refuse_moved_from();
   const at::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
@@ -138,27 +314,42 @@ void StackedOptimizer::update_groups(const GroupUpdate& update) {
                   [this](const at::Tensor& param) { return find_state(param) == nullptr; });
     check_group_states(group, with_state.back());
   }
+  keep_host_steps();
   for (const auto group : c10::irange(param_groups_.size())) {
     init_group_states(group, with_state[group]);
-    for (auto& [device, on_device] : detail::split_by_device(std::move(with_state[group]))) {
-      TORCH_CHECK(
-          capturable(param_groups_[group].options()) || !torchium::detail::is_capturing(device),
-          "update_preconditioners() cannot be captured in a CUDA graph: it reports failures to the "
-          "host. Use Shampoo with capturable = true, and check_errors()");
-      detail::GroupStep step = begin_call(group, std::move(on_device));
-      update(param_groups_[group].options(), step);
-      finish_update(group, step);
-    }
+  }
+  if (!is_bound()) {
+    bind();
+  }
+  for (detail::GroupPlan& each : plans_->plans) {
+    each.plan->update_preconditioners();
   }
   read_reports(/*wait=*/false);
 }
 
-void StackedOptimizer::sync_learning_rates() {
-  runtimes().for_each([&](detail::GroupRuntime& runtime) {
-    if (runtime.group() < param_groups_.size()) {
-      runtime.sync_learning_rate(param_groups_[runtime.group()].options().get_lr());
+void StackedOptimizer::read_reports(bool wait) {
+  for (detail::GroupPlan& each : plans_->plans) {
+    if (wait) {
+      each.plan->request_report();
     }
-  });
+    while (const auto failure = each.plan->next_failure(wait)) {
+      raise_failure(each.group, *failure);
+    }
+  }
+}
+
+void StackedOptimizer::forget_derived() {
+  SecondOrderOptimizer::forget_derived();
+  *plans_ = {};
+}
+
+void StackedOptimizer::sync_learning_rates() {
+  refuse_moved_from();
+  for (detail::GroupPlan& each : plans_->plans) {
+    if (each.group < param_groups_.size()) {
+      each.lr.sync(param_groups_[each.group].options().get_lr());
+    }
+  }
 }
 
 void StackedOptimizer::fit_loaded(const Options& options, const std::vector<at::Tensor>& params,
@@ -193,6 +384,12 @@ std::vector<std::pair<std::string, at::Tensor>> MatrixParamState::tensors() cons
   add_slots("roots", roots());
   add_slots("root_failures", root_failures());
   return result;
+}
+
+bool MatrixParamState::consists_of(const detail::ParameterState& tensors) const {
+  return step().is_same(tensors.step) && same_tensors(statistics(), tensors.statistics) &&
+         same_tensors(roots(), tensors.roots) &&
+         same_tensors(root_failures(), tensors.root_failures);
 }
 
 bool MatrixParamState::is_of(const at::Tensor& param) {

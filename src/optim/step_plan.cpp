@@ -101,9 +101,9 @@ void StepPlan::step(const at::Tensor& lr) {
   if (active_.empty()) {
     return;
   }
-  TORCH_CHECK(!host_decides() || !torchium::detail::is_capturing(device_),
-              "a CUDA graph cannot capture this call: the host decides in step() which roots are "
-              "due");
+  TORCH_CHECK(
+      !host_decides() || !torchium::detail::is_capturing(device_),
+      "step() cannot be captured in a CUDA graph: the host decides in it which roots are due");
   const c10::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   std::vector<at::Tensor> grads;
@@ -139,9 +139,10 @@ void StepPlan::update_preconditioners() {
   if (params.empty()) {
     return;
   }
-  TORCH_CHECK(!host_decides() || !torchium::detail::is_capturing(device_),
-              "a CUDA graph cannot capture this call: it reports failures to the host; set "
-              "capturable=True");
+  TORCH_CHECK(
+      !host_decides() || !torchium::detail::is_capturing(device_),
+      "update_preconditioners() cannot be captured in a CUDA graph: it reports failures to the "
+      "host. Use Shampoo with capturable = True, and check_errors()");
   const c10::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   renew_roots(params, states, monitor_.status());

@@ -8,6 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
+#include <torch/optim/optimizer.h>
 
 #include <cstdint>
 #include <deque>
@@ -33,10 +34,18 @@ class StepPlan : public torch::CustomClassHolder {
 
   c10::Device device() const { return device_; }
 
+  // Options of the optimizer's own type. The learning rate is an argument of step() instead.
+  virtual void set_options(const torch::optim::OptimizerOptions& options) = 0;
+
   // The parameters of the group on the device, in order, and their states; empty: none yet.
   // `host_steps`: steps that each has taken; -1: to be read from the state when it is needed.
   void bind(std::vector<at::Tensor> params, const std::vector<NamedTensors>& states,
             std::vector<int64_t> host_steps);
+
+  // What bind() was given.
+  size_t size() const { return bound_.size(); }
+  const at::Tensor& param(size_t i) const { return bound_[i].param.tensor(); }
+  const ParameterState& state(size_t i) const { return bound_[i].state; }
 
   // Plans the step of the parameters that have a gradient. Changes nothing else. False where bind()
   // must come first: one of them, or its state, is not what it was, or has no state, or the kind of
@@ -49,6 +58,9 @@ class StepPlan : public torch::CustomClassHolder {
   // Renews the roots of all parameters with state, whatever the schedule says.
   void update_preconditioners();
 
+  // Whether the host decides in a step which roots are due. A captured step cannot.
+  virtual bool host_decides() const = 0;
+
   // Steps that each parameter has taken, as far as the host knows: else -1.
   const std::vector<int64_t>& host_steps() const { return host_steps_; }
 
@@ -58,8 +70,6 @@ class StepPlan : public torch::CustomClassHolder {
   void request_report() { monitor_.submit(); }
 
  protected:
-  // Whether the host decides in a step which roots are due.
-  virtual bool host_decides() const = 0;
   virtual std::unique_ptr<PlannedStep> plan(const std::vector<at::Tensor>& params,
                                             const StateList& states, at::Tensor status) = 0;
   virtual void renew_roots(const std::vector<at::Tensor>& params, const StateList& states,

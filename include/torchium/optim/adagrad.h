@@ -54,6 +54,9 @@ struct TORCHIUM_API AdagradParamState : public MatrixParamState {
  public:
   std::unique_ptr<torch::optim::OptimizerParamState> clone() const override;
   std::vector<NamedTensor> parameter_shaped() override;
+
+ protected:
+  bool consists_of(const detail::ParameterState& tensors) const override;
 };
 
 /// Adagrad. The diagonal form equals `torch.optim.Adagrad` bit for bit on finite dense gradients.
@@ -70,7 +73,8 @@ class TORCHIUM_API Adagrad : public StackedOptimizer {
                              SecondOrderParamState& state) const override;
   std::string layout(const Options& options) const override;
   detail::MatrixStacks init_stacks(const Options& options, at::TensorList params) const override;
-  void step_group(const Options& options, detail::GroupStep& step) const override;
+  bool equal_but_lr(const Options& a, const Options& b) const override;
+  c10::intrusive_ptr<detail::StepPlan> make_plan(c10::Device device) const override;
   const char* root_remedy() const override;
 };
 

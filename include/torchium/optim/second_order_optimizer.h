@@ -19,6 +19,7 @@ namespace detail {
 class GroupRuntime;
 class GroupRuntimes;
 struct GroupStep;
+struct StepReport;
 }  // namespace detail
 
 /// State of one parameter: what every optimizer of Torchium keeps. A tensor that is absent is
@@ -165,12 +166,16 @@ class TORCHIUM_API SecondOrderOptimizer : public torch::optim::Optimizer {
   // One call of the core for parameters on one device. Its report counts as one of `group`.
   detail::GroupStep begin_call(size_t group, std::vector<at::Tensor> params);
   void finish_step(size_t group, detail::GroupStep& step);
-  void finish_update(size_t group, detail::GroupStep& step);
+  static int64_t& host_step(SecondOrderParamState& state) { return state.host_step_; }
   // Steps each has taken, as the host knows it. Waits for the device only after a load or after
   // captured steps.
   std::vector<int64_t> host_steps(const std::vector<SecondOrderParamState*>& states) const;
-  void read_reports(bool wait);
-  detail::GroupRuntimes& runtimes() { return *runtimes_; }
+  // Raises for the first failure of the steps that are known to be done; of all steps after a wait.
+  virtual void read_reports(bool wait);
+  // The same for one report of a group.
+  void raise_failure(size_t group, const detail::StepReport& report) const;
+  // Drops what can be rebuilt from groups and state.
+  virtual void forget_derived();
 
  private:
   std::vector<const Options*> options_of_groups() const;
@@ -178,7 +183,6 @@ class TORCHIUM_API SecondOrderOptimizer : public torch::optim::Optimizer {
                    size_t group) const;
   std::vector<at::Tensor> params_with_gradient(size_t group) const;
   void check_capture(const Options& options, const std::vector<at::Tensor>& active) const;
-  void submit_report(size_t group, detail::GroupStep& step, bool is_step);
   StateList fit_states(size_t group, const Options& options, const StateList& loaded) const;
   double steps_before(const at::Tensor& param) const;
   void forget_host_steps();

@@ -132,6 +132,9 @@ struct TORCHIUM_API ShampooParamState : public MatrixParamState {
   std::unique_ptr<torch::optim::OptimizerParamState> clone() const override;
   std::vector<NamedTensor> parameter_shaped() override;
   std::vector<NamedTensor> counts() override;
+
+ protected:
+  bool consists_of(const detail::ParameterState& tensors) const override;
 };
 
 /// Shampoo on parameters of order 0 to 5.
@@ -198,11 +201,10 @@ class TORCHIUM_API Shampoo : public StackedOptimizer {
   detail::MatrixStacks init_stacks(const Options& options, at::TensorList params) const override;
   void check_state(const Options& options, const at::Tensor& param,
                    const SecondOrderParamState& state) const override;
-  bool state_is_ready(const Options& options, const at::Tensor& param) const override;
   std::string layout(const Options& options) const override;
-  void init_averages(const Options& options, const at::Tensor& param,
-                     SecondOrderParamState& state) const override;
-  void step_group(const Options& options, detail::GroupStep& step) const override;
+  bool equal_but_lr(const Options& a, const Options& b) const override;
+  std::vector<std::string> needed_buffers(const Options& options) const override;
+  c10::intrusive_ptr<detail::StepPlan> make_plan(c10::Device device) const override;
   const char* root_remedy() const override;
   std::string describe(const at::Tensor& param) const override;
   int64_t max_root_failures(const Options& options) const override;

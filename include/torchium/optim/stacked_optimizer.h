@@ -4,8 +4,9 @@
 #include "torchium/export.h"
 #include "torchium/optim/second_order_optimizer.h"
 
+#include <c10/util/intrusive_ptr.h>
+
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -14,7 +15,10 @@
 namespace torchium::optim {
 
 namespace detail {
+struct GroupPlans;
 struct MatrixStacks;
+struct ParameterState;
+class StepPlan;
 }  // namespace detail
 
 /// State of one parameter whose matrices are views of stacks that a group shares.
@@ -33,6 +37,10 @@ struct TORCHIUM_API MatrixParamState : public SecondOrderParamState {
   using SecondOrderParamState::serialize;
   void serialize(torch::serialize::InputArchive& archive) override;
 
+ protected:
+  // Whether these are the very tensors of the state.
+  virtual bool consists_of(const detail::ParameterState& tensors) const;
+
  private:
   friend class StackedOptimizer;
   // What it was made for: layout() of the options, and the shape of the parameter.
@@ -40,32 +48,39 @@ struct TORCHIUM_API MatrixParamState : public SecondOrderParamState {
   std::vector<int64_t> sizes_;
 };
 
-/// Base of the optimizers that make one call of the core a parameter group.
+/// Base of the optimizers that step one parameter group at a time.
 class TORCHIUM_API StackedOptimizer : public SecondOrderOptimizer {
- protected:
-  using SecondOrderOptimizer::SecondOrderOptimizer;
+ public:
+  ~StackedOptimizer() override;
+  StackedOptimizer(StackedOptimizer&&) noexcept;
+  StackedOptimizer& operator=(StackedOptimizer&&) noexcept;
 
-  // Calls `update`, which renews preconditioners, with all parameters that have state.
-  using GroupUpdate = std::function<void(const Options&, detail::GroupStep&)>;
-  void update_groups(const GroupUpdate& update);
+ protected:
+  explicit StackedOptimizer(std::unique_ptr<Options> defaults);
+
+  // Renews the roots of all parameters that have state.
+  void renew_all_roots();
   // Writes changed learning rates to the tensors that captured steps read.
   void sync_learning_rates();
 
   // The options that the shapes and dtypes of the state depend on, as messages name them.
   virtual std::string layout(const Options& options) const = 0;
-  // Creates the averages that these options need from the first step on.
-  virtual void init_averages(const Options& options, const at::Tensor& param,
-                             SecondOrderParamState& state) const {}
+  // Whether they are equal, the learning rate aside.
+  virtual bool equal_but_lr(const Options& a, const Options& b) const = 0;
+  // Keys of the parameter-shaped members that a step with these options uses, beside those that are
+  // always there.
+  virtual std::vector<std::string> needed_buffers(const Options& options) const { return {}; }
   // Throws c10::ValueError where these options need another kind of state than the parameter has.
   virtual void check_state(const Options& options, const at::Tensor& param,
                            const SecondOrderParamState& state) const {}
   // Initial matrices of `params`.
   virtual detail::MatrixStacks init_stacks(const Options& options, at::TensorList params) const = 0;
-  // One step of one group.
-  virtual void step_group(const Options& options, detail::GroupStep& step) const = 0;
+  virtual c10::intrusive_ptr<detail::StepPlan> make_plan(c10::Device device) const = 0;
 
   bool state_is_ready(const Options& options, const at::Tensor& param) const override;
   void take_step(const ActiveParams& active) override;
+  void read_reports(bool wait) override;
+  void forget_derived() override;
   void fit_loaded(const Options& options, const std::vector<at::Tensor>& params,
                   const std::vector<SecondOrderParamState*>& loaded,
                   const std::vector<SecondOrderParamState*>& fitted) const override;
@@ -75,6 +90,15 @@ class TORCHIUM_API StackedOptimizer : public SecondOrderOptimizer {
   bool all_ready(size_t group, const std::vector<at::Tensor>& active) const;
   void check_group_states(size_t group, const std::vector<at::Tensor>& active) const;
   void init_group_states(size_t group, const std::vector<at::Tensor>& active);
+  void fit_buffers(const Options& options, const at::Tensor& param, SecondOrderParamState& state,
+                   bool is_new) const;
+  bool is_bound();
+  bool adopt_options(size_t group);
+  bool prepare();
+  void keep_host_steps();
+  void bind();
+
+  std::unique_ptr<detail::GroupPlans> plans_;
 };
 
 }  // namespace torchium::optim
