@@ -13,6 +13,13 @@ from typing import Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
+from ._arguments import (
+    check_integer,
+    check_matrices,
+    check_numbers,
+    check_string,
+)
+
 _ops = torch.ops.torchium
 
 
@@ -124,12 +131,22 @@ def matrix_inverse_root(
         :func:`matrix_power`.
 
     Raises:
-        ValueError: wrong dtype, shape, root, damping or method; names the entry of a list.
+        ValueError: wrong type, dtype, shape, root, damping or method; names the entry of a list.
         RuntimeError: ``A`` requires grad while gradients are recorded, or has a tangent of
             forward-mode differentiation.
     """
+    name = "matrix_inverse_root"
+    is_one = check_matrices(name, A)
+    check_integer(
+        name,
+        "root",
+        root,
+        "it must be a positive integer below 2**63. For other exponents use matrix_power.",
+    )
+    check_numbers(name, eps=eps, relative_eps=relative_eps)
+    check_string(name, "method", method, "it must be 'auto', 'eigh' or 'newton'.")
     options = {"eps": eps, "relative_eps": relative_eps, "method": method}
-    if isinstance(A, Tensor):
+    if is_one:
         if not return_info:
             X: Tensor = _ops.matrix_inverse_root.default(A, root, **options)
             return X
@@ -178,9 +195,11 @@ def matrix_power(
         ``[..., n, n]`` of the dtype of ``A``; for a list the list of the powers.
 
     Raises:
-        ValueError: wrong dtype, shape, exponent or damping; names the entry of a list.
+        ValueError: wrong type, dtype, shape, exponent or damping; names the entry of a list.
     """
-    operator = _ops.matrix_power.default if isinstance(A, Tensor) else _ops.matrix_power.list
+    is_one = check_matrices("matrix_power", A)
+    check_numbers("matrix_power", exponent=exponent, eps=eps, relative_eps=relative_eps)
+    operator = _ops.matrix_power.default if is_one else _ops.matrix_power.list
     result: Tensor | list[Tensor] = operator(A, exponent, eps=eps, relative_eps=relative_eps)
     return result
 
@@ -212,11 +231,12 @@ def eigh(
         ``torch.linalg.eigh``.
 
     Raises:
-        ValueError: wrong dtype or shape; names the entry of a list.
+        ValueError: wrong type, dtype or shape; names the entry of a list.
         RuntimeError: ``A`` requires grad while gradients are recorded, or has a tangent of
             forward-mode differentiation.
     """
-    operator = _ops.eigh.default if isinstance(A, Tensor) else _ops.eigh.list
+    is_one = check_matrices("eigh", A)
+    operator = _ops.eigh.default if is_one else _ops.eigh.list
     result: tuple[Tensor, Tensor] | tuple[list[Tensor], list[Tensor]] = operator(A)
     return result
 

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from ._arguments import check_integer, check_numbers, check_tensors
+
 _ops = torch.ops.torchium
 
 
@@ -17,8 +19,9 @@ def kron(A: Tensor, B: Tensor) -> Tensor:
         ``[..., m p, n q]``. Differentiable.
 
     Raises:
-        ValueError: dtypes, devices or leading dimensions that do not fit.
+        ValueError: types, dtypes, devices or leading dimensions that do not fit.
     """
+    check_tensors("kron", A=A, B=B)
     result: Tensor = _ops.kron(A, B)
     return result
 
@@ -37,8 +40,9 @@ def kron_matmul(A: Tensor, B: Tensor, X: Tensor) -> Tensor:
         ``[..., mA mB, k]``. Differentiable.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit.
+        ValueError: types, shapes, dtypes or devices that do not fit.
     """
+    check_tensors("kron_matmul", A=A, B=B, X=X)
     result: Tensor = _ops.kron_matmul(A, B, X)
     return result
 
@@ -67,10 +71,12 @@ def kron_solve(A: Tensor, B: Tensor, X: Tensor, damping: float) -> Tensor:
         ``[..., nA nB, m]``.
 
     Raises:
-        ValueError: shapes, dtypes, devices or a damping that do not fit.
+        ValueError: types, shapes, dtypes, devices or a damping that do not fit.
         RuntimeError: an operand requires grad while grad mode is on, or has a tangent of
             forward-mode differentiation.
     """
+    check_tensors("kron_solve", A=A, B=B, X=X)
+    check_numbers("kron_solve", damping=damping)
     result: Tensor = _ops.kron_solve(A, B, X, damping)
     return result
 
@@ -93,10 +99,18 @@ def chunked_matmul(A: Tensor, B: Tensor, *, max_workspace_bytes: int | None = No
         ``[..., m, n]``, equal to ``torch.matmul`` up to rounding. Differentiable.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, or a bound too small for one element
-            of the product.
+        ValueError: types, shapes, dtypes or devices that do not fit, or a bound too small for one
+            element of the product.
         torch.OutOfMemoryError: names the sizes and what to lower.
     """
+    check_tensors("chunked_matmul", A=A, B=B)
+    if max_workspace_bytes is not None:
+        check_integer(
+            "chunked_matmul",
+            "max_workspace_bytes",
+            max_workspace_bytes,
+            "it must be an integer below 2**63, or None.",
+        )
     result: Tensor = _ops.chunked_matmul(A, B, max_workspace_bytes=max_workspace_bytes)
     return result
 
@@ -120,10 +134,12 @@ def spd_inverse(A: Tensor, *, damping: float = 0.0) -> Tensor:
         ``[..., n, n]``, exactly symmetric.
 
     Raises:
-        ValueError: a shape, dtype or damping that does not fit.
+        ValueError: a type, shape, dtype or damping that does not fit.
         RuntimeError: ``A`` requires grad while grad mode is on, or has a tangent of forward-mode
             differentiation.
     """
+    check_tensors("spd_inverse", A=A)
+    check_numbers("spd_inverse", damping=damping)
     result: Tensor = _ops.spd_inverse(A, damping=damping)
     return result
 
@@ -143,10 +159,12 @@ def spd_solve(A: Tensor, X: Tensor, *, damping: float = 0.0) -> Tensor:
         ``[..., n, m]``.
 
     Raises:
-        ValueError: shapes, dtypes, devices or a damping that do not fit.
+        ValueError: types, shapes, dtypes, devices or a damping that do not fit.
         RuntimeError: an operand requires grad while grad mode is on, or has a tangent of
             forward-mode differentiation.
     """
+    check_tensors("spd_solve", A=A, X=X)
+    check_numbers("spd_solve", damping=damping)
     result: Tensor = _ops.spd_solve(A, X, damping=damping)
     return result
 
@@ -161,5 +179,6 @@ def fused_mul_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     Raises:
         ValueError: an operand that is not a dense floating point tensor.
     """
+    check_tensors("fused_mul_add", a=a, b=b, c=c)
     result: Tensor = _ops.fused_mul_add(a, b, c)
     return result

@@ -1,0 +1,77 @@
+"""Checks of the types of arguments; the operators check shapes, dtypes and values.
+
+Without them an operator would refuse a wrong type in terms of its schema. Under ``torch.compile``
+they run while tracing and leave nothing in the graph.
+"""
+
+from __future__ import annotations
+
+import numbers
+import reprlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import has_torch_function
+
+_LARGEST_INTEGER = 2**63 - 1  # the operators take int64
+
+
+def is_tensor(value: Any) -> bool:
+    """A tensor, or what stands for one, as a proxy of ``torch.fx``."""
+    return isinstance(value, Tensor) or has_torch_function((value,))
+
+
+def check_tensors(function: str, **arguments: Any) -> None:
+    """Every argument must be a tensor."""
+    for name, value in arguments.items():
+        if not is_tensor(value):
+            raise ValueError(
+                f"{function}: {name} is {_described(value)}; it must be a tensor. {_remedy(value)}"
+            )
+
+
+def check_matrices(function: str, A: Any) -> bool:
+    """``A`` must be a tensor, or a list or tuple of tensors. Returns whether it is one tensor."""
+    if isinstance(A, (list, tuple)):
+        check_tensors(function, **{f"A[{index}]": entry for index, entry in enumerate(A)})
+        return False
+    if not is_tensor(A):
+        raise ValueError(
+            f"{function}: A is {_described(A)}; it must be a tensor, or a list or tuple of tensors. "
+            f"{_remedy(A)}"
+        )
+    return True
+
+
+def check_numbers(function: str, **arguments: Any) -> None:
+    """Every argument must be a number; the operators read tensors of one element too."""
+    kinds = (numbers.Real, torch.SymInt, torch.SymFloat)
+    for name, value in arguments.items():
+        if not (isinstance(value, kinds) or is_tensor(value)):
+            raise ValueError(f"{function}: {name} is {_described(value)}; it must be a number.")
+
+
+def check_integer(function: str, name: str, value: Any, remedy: str) -> None:
+    """``value`` must be an integer that int64 can hold."""
+    whole = isinstance(value, (numbers.Integral, torch.SymInt)) and not isinstance(value, bool)
+    if not whole or value > _LARGEST_INTEGER:
+        raise ValueError(f"{function}: {name} is {_described(value)}; {remedy}")
+
+
+def check_string(function: str, name: str, value: Any, remedy: str) -> None:
+    """``value`` must be a string."""
+    if not isinstance(value, str):
+        raise ValueError(f"{function}: {name} is {_described(value)}; {remedy}")
+
+
+def _described(value: Any) -> str:
+    kind = type(value)
+    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return f"{reprlib.repr(value)} ({module}{kind.__qualname__})"
+
+
+def _remedy(value: Any) -> str:
+    if isinstance(value, (list, tuple)) and any(is_tensor(entry) for entry in value):
+        return "Pass the tensors one by one, or torch.stack them."
+    return "torch.as_tensor converts arrays and numbers."

@@ -1,0 +1,113 @@
+"""torchium.linalg refuses arguments of a wrong type by their name, value and remedy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torchium import linalg
+
+I = torch.eye(3)  # noqa: E741
+CONVERT = r"torch\.as_tensor converts"
+
+ONE_STACK = {
+    "kron": (I, I),
+    "kron_matmul": (I, I, torch.ones(9, 1)),
+    "kron_solve": (I, I, torch.ones(9, 1), 0.1),
+    "chunked_matmul": (I, I),
+    "spd_inverse": (I,),
+    "spd_solve": (I, torch.ones(3, 1)),
+    "fused_mul_add": (I, I, I),
+}
+STACKS = {"matrix_inverse_root": (I, 2), "matrix_power": (I, 0.5), "eigh": (I,)}
+NAMES = {"fused_mul_add": "abc"}
+
+
+def refuses(message: str, function: str, *arguments, **options) -> None:
+    with pytest.raises(ValueError, match=rf"^{function}: {message}"):
+        getattr(linalg, function)(*arguments, **options)
+
+
+@pytest.mark.parametrize("value", [[[1.0, 0.0], [0.0, 1.0]], np.eye(3), 3, None])
+@pytest.mark.parametrize("function", ONE_STACK)
+def test_every_operand_must_be_a_tensor(function, value):
+    for index, operand in enumerate(ONE_STACK[function]):
+        if isinstance(operand, torch.Tensor):
+            arguments = list(ONE_STACK[function])
+            arguments[index] = value
+            name = NAMES.get(function, "AX" if function == "spd_solve" else "ABX")[index]
+            kind = {"ndarray": r"numpy\.ndarray"}.get(type(value).__name__, type(value).__name__)
+            refuses(
+                rf"{name} is .* \({kind}\); it must be a tensor\. {CONVERT}", function, *arguments
+            )
+
+
+@pytest.mark.parametrize("function", ONE_STACK)
+def test_a_list_of_tensors_names_the_way_out(function):
+    arguments = ([I, I], *ONE_STACK[function][1:])
+    refuses(r". is \[.*torch\.stack", function, *arguments)
+
+
+@pytest.mark.parametrize("function", STACKS)
+def test_matrices_must_be_tensors_or_lists_of_tensors(function):
+    others = STACKS[function][1:]
+    either = "it must be a tensor, or a list or tuple of tensors"
+    refuses(rf"A is array.*{either}\. {CONVERT}", function, np.eye(3), *others)
+    refuses(rf"A is 3 \(int\); {either}", function, 3, *others)
+    refuses(
+        rf"A\[1\] is 2\.5 \(float\); it must be a tensor\. {CONVERT}", function, [I, 2.5], *others
+    )
+    refuses(r"A\[0\] is \[1\.0, 0\.0\]", function, [[1.0, 0.0], [0.0, 1.0]], *others)
+
+
+@pytest.mark.parametrize("root", [2.5, 2.0, True, None, "2", 2**63, torch.tensor(2.5)])
+@pytest.mark.parametrize("return_info", [False, True])
+def test_root_must_be_an_integer(root, return_info):
+    refuses(
+        r"root is .*; it must be a positive integer below 2\*\*63\. For .* use matrix_power\.",
+        "matrix_inverse_root",
+        I,
+        root,
+        return_info=return_info,
+    )
+
+
+def test_integers_of_numpy_are_integers():
+    assert torch.equal(linalg.matrix_inverse_root(I, np.int64(2)), I)
+
+
+@pytest.mark.parametrize("value", ["x", None, [0.1], 1j])
+def test_numbers_must_be_numbers(value):
+    message = r" is .*; it must be a number\."
+    for name in ("eps", "relative_eps"):
+        refuses(name + message, "matrix_inverse_root", I, 2, **{name: value})
+        refuses(name + message, "matrix_power", I, 2, **{name: value})
+    refuses("exponent" + message, "matrix_power", I, value)
+    refuses("damping" + message, "kron_solve", I, I, torch.ones(9, 1), value)
+    refuses("damping" + message, "spd_inverse", I, damping=value)
+    refuses("damping" + message, "spd_solve", I, I, damping=value)
+
+
+def test_method_and_workspace():
+    refuses(r"method is 3 \(int\); it must be 'auto'", "matrix_inverse_root", I, 2, method=3)
+    message = r"max_workspace_bytes is 1\.5 \(float\); it must be an integer below 2\*\*63, or None"
+    refuses(message, "chunked_matmul", I, I, max_workspace_bytes=1.5)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_checks_leave_one_compiled_graph(dynamic):
+    def function(A, root, eps, workspace):
+        X = linalg.matrix_inverse_root([A, A[:2, :2]], root, eps=eps)
+        Y = linalg.matrix_power(A, 1.0 / root, relative_eps=eps)
+        Z = linalg.chunked_matmul(X[0], Y, max_workspace_bytes=workspace)
+        return linalg.spd_inverse(Z, damping=eps) + linalg.matrix_inverse_root(A, A.shape[0])
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    A = torch.diag(torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
+    for arguments in ((A, 2, 0.1, 4096), (A, 4, 0.2, None)):
+        torch.testing.assert_close(compiled(*arguments), function(*arguments))
+
+
+def test_proxies_of_fx_are_tensors():
+    graph = torch.fx.symbolic_trace(lambda A: linalg.matrix_power(linalg.kron(A, A), 0.5))
+    torch.testing.assert_close(graph(I), torch.eye(9))
