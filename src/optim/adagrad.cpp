@@ -57,7 +57,7 @@ Adagrad::Adagrad(std::vector<at::Tensor> params, AdagradOptions defaults)
 
 void Adagrad::check_options(const Options& options) const {
   const auto& o = adagrad_options(options);
-  detail::check_at_least_zero("lr", o.lr());
+  detail::check_learning_rate(o.lr());
   detail::check_at_least_zero("lr_decay", o.lr_decay());
   detail::check_at_least_zero("weight_decay", o.weight_decay());
   detail::check_at_least_zero("initial_accumulator_value", o.initial_accumulator_value());

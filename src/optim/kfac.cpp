@@ -71,7 +71,7 @@ KFAC& KFAC::operator=(KFAC&&) noexcept = default;
 
 void KFAC::check_options(const Options& options) const {
   const auto& o = detail::kfac_options(options);
-  detail::check_at_least_zero("lr", o.lr());
+  detail::check_learning_rate(o.lr());
   detail::check_rate("momentum", o.momentum(), /*one_allowed=*/false);
   detail::check_at_least_zero("weight_decay", o.weight_decay());
   detail::check_at_least_zero("damping", o.damping());

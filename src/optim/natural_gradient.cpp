@@ -106,7 +106,7 @@ torch::OrderedDict<std::string, at::Tensor> NaturalGradient::compute_per_sample_
 
 void NaturalGradient::check_options(const Options& options) const {
   const auto& o = natural_gradient_options(options);
-  detail::check_at_least_zero("lr", o.lr());
+  detail::check_learning_rate(o.lr());
   detail::check_positive("damping", o.damping());
   detail::check_at_least_one("update_freq", o.update_freq());
   detail::check_positive("eps", o.eps());

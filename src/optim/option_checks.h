@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <initializer_list>
+#include <limits>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -16,6 +17,13 @@ namespace torchium::optim::detail {
 inline void check_at_least_zero(const char* name, double value) {
   TORCH_CHECK_VALUE(std::isfinite(value) && value >= 0.0, name,
                     " must be a finite number of at least 0, got ", value);
+}
+
+// A step computes in float32 unless the parameter is float64.
+inline void check_learning_rate(double value) {
+  constexpr double most = std::numeric_limits<float>::max();
+  TORCH_CHECK_VALUE(value >= 0.0 && value <= most, "lr must be a finite number in [0, ", most,
+                    "], got ", value);
 }
 
 // A decay or momentum rate in [0, 1), or in [0, 1].

@@ -110,7 +110,7 @@ Shampoo::Shampoo(const torch::nn::Module& model, ShampooOptions defaults)
 
 void Shampoo::check_options(const Options& options) const {
   const auto& o = shampoo_options(options);
-  detail::check_at_least_zero("lr", o.lr());
+  detail::check_learning_rate(o.lr());
   detail::check_at_least_zero("eps", o.eps());
   detail::check_at_least_one("update_freq", o.update_freq());
   detail::check_at_least_zero("weight_decay", o.weight_decay());

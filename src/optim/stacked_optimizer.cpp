@@ -2,6 +2,7 @@
 
 #include "optim/group_plans.h"
 #include "optim/group_step.h"
+#include "optim/option_checks.h"
 #include "optim/state_stacks.h"
 #include "support/stream_capture.h"
 
@@ -345,6 +346,9 @@ void StackedOptimizer::forget_derived() {
 
 void StackedOptimizer::sync_learning_rates() {
   refuse_moved_from();
+  for (const auto& group : param_groups_) {
+    detail::check_learning_rate(group.options().get_lr());
+  }
   for (detail::GroupPlan& each : plans_->plans) {
     if (each.group < param_groups_.size()) {
       each.lr.sync(param_groups_[each.group].options().get_lr());

@@ -123,6 +123,7 @@ TEST(Adagrad, BadOptionsAreRefused) {
   const std::vector<std::pair<std::string, Change>> bad{
       {"lr must be", [](auto& o) { o.lr(-1.0); }},
       {"lr must be", [](auto& o) { o.lr(kNaN); }},
+      {"lr must be a finite number in [0, 3.40282e+38], got 1e+39", [](auto& o) { o.lr(1e39); }},
       {"lr_decay must be", [](auto& o) { o.lr_decay(-1.0); }},
       {"weight_decay must be", [](auto& o) { o.weight_decay(kInfinity); }},
       {"initial_accumulator_value must be", [](auto& o) { o.initial_accumulator_value(-1.0); }},

@@ -631,7 +631,8 @@ TEST(Kfac, RefusesWrongOptions) {
   const auto refuses = [&](const KFACOptions& options, const std::string& part) {
     expect_contains(message_of<c10::ValueError>([&] { KFAC optimizer(*model, options); }), part);
   };
-  refuses(KFACOptions(-1.0), "lr must be a finite number of at least 0, got -1");
+  refuses(KFACOptions(-1.0), "lr must be a finite number in [0, 3.40282e+38], got -1");
+  refuses(KFACOptions(1e39), "lr must be a finite number in [0, 3.40282e+38], got 1e+39");
   refuses(KFACOptions().momentum(1.0), "momentum must be in [0, 1), got 1");
   refuses(KFACOptions().weight_decay(-0.1), "weight_decay");
   refuses(KFACOptions().damping(-1e-3), "damping");

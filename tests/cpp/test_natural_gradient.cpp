@@ -543,7 +543,9 @@ TEST(NaturalGradientTest, RefusesWrongOptions) {
   const auto refuses = [&](const NaturalGradientOptions& options, const std::string& part) {
     expect_contains(refusal([&] { NaturalGradient optimizer(*model, options); }), part);
   };
-  refuses(NaturalGradientOptions(-1.0), "lr must be a finite number of at least 0, got -1");
+  refuses(NaturalGradientOptions(-1.0), "lr must be a finite number in [0, 3.40282e+38], got -1");
+  refuses(NaturalGradientOptions(1e39),
+          "lr must be a finite number in [0, 3.40282e+38], got 1e+39");
   refuses(NaturalGradientOptions().damping(0.0), "damping must be a finite number above 0, got 0");
   refuses(NaturalGradientOptions().update_freq(0), "update_freq must be at least 1, got 0");
   refuses(NaturalGradientOptions().eps(0.0), "eps must be a finite number above 0, got 0");

@@ -391,6 +391,7 @@ TEST(Shampoo, BadOptionsAreRefused) {
       {"lr must be", [](auto& o) { o.lr(-1.0); }},
       {"lr must be", [](auto& o) { o.lr(kNaN); }},
       {"lr must be", [](auto& o) { o.lr(kInfinity); }},
+      {"lr must be a finite number in [0, 3.40282e+38], got 1e+39", [](auto& o) { o.lr(1e39); }},
       {"eps must be", [](auto& o) { o.eps(-1e-3); }},
       {"eps must be", [](auto& o) { o.eps(kNaN); }},
       {"update_freq must be", [](auto& o) { o.update_freq(0); }},
@@ -517,6 +518,8 @@ TEST(Shampoo, CapturableLeavesTheRootsToTheCaller) {
   optimizer.sync_lr();
   optimizer.step();
   expect_near(param.detach(), -grad - 1.5 * torch::eye(2));
+  optimizer.param_groups()[0].options().set_lr(1e39);
+  expect_contains(message_of<c10::ValueError>([&] { optimizer.sync_lr(); }), "got 1e+39");
 }
 
 TEST(Shampoo, CanBeMoved) {
