@@ -93,19 +93,19 @@ class CoreOptimizer(Optimizer):
         flattened (``FullyShardedDataParallel``) parameter.
         """
         super().add_param_group(param_group)
-        try:
-            group = self.param_groups[-1]
-            index = len(self.param_groups) - 1
-            group["lr"] = learning_rate("lr", group["lr"])
-            group.update(check_options(self._CHECKS, group))
-            self._check_combination(group)
-            if len(set(group["params"])) != len(group["params"]):
-                raise ValueError(f"params of group {index} hold a parameter more than once")
-            for param in group["params"]:
-                check_parameter(param, parameter_name(index, group, param))
-        except BaseException:
-            self.param_groups.pop()
-            raise
+        group = self.param_groups.pop()  # it is added again once it is checked
+        self._check_new_group(len(self.param_groups), group)
+        self.param_groups.append(group)
+
+    def _check_new_group(self, index: int, group: dict[str, Any]) -> None:
+        """Checks ``group``, which is to become the group ``index``, and makes its options plain Python."""
+        group["lr"] = learning_rate("lr", group["lr"])
+        group.update(check_options(self._CHECKS, group))
+        self._check_combination(group)
+        if len(set(group["params"])) != len(group["params"]):
+            raise ValueError(f"params of group {index} hold a parameter more than once")
+        for param in group["params"]:
+            check_parameter(param, parameter_name(index, group, param))
 
     # ---- the step
 

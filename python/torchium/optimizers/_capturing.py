@@ -130,13 +130,12 @@ class CapturingOptimizer(CoreOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        try:
-            self._check_shared(self.param_groups)
-        except BaseException:
-            self.param_groups.pop()
-            raise
         self._group_by_param = None
         self._capture.watch(self.param_groups[-1]["params"])
+
+    def _check_new_group(self, index: int, group: dict[str, Any]) -> None:
+        super()._check_new_group(index, group)
+        self._check_shared([*self.param_groups, group])
 
     def _adopt(self, modules: dict[nn.Module, str]) -> None:
         for module, name in modules.items():
