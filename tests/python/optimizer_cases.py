@@ -57,6 +57,9 @@ capturing_cases = pytest.mark.parametrize(
     "make", CAPTURING_CASES.values(), ids=CAPTURING_CASES.keys()
 )
 all_cases = pytest.mark.parametrize("make", ALL_CASES.values(), ids=ALL_CASES.keys())
+_KFAC_CASES = [make for name, make in CAPTURING_CASES.items() if "kfac" in name]
+# All parameters may have any gradients: those of no layer fall back to SGD.
+plain_or_kfac_cases = pytest.mark.parametrize("make", [*CASES.values(), *_KFAC_CASES])
 ignore_fallback = pytest.mark.filterwarnings(
     "ignore:KFAC preconditions", "ignore:KFAC keeps only the diagonal"
 )
