@@ -209,7 +209,6 @@ py::typing::Dict<py::str, int64_t> memory_of(const optim::GroupMemory& group) {
   result["momentum_buffers"] = group.state.momentum_buffers;
   result["diagonals"] = group.state.diagonals;
   result["counters"] = group.state.counters;
-  result["temporaries"] = group.temporaries;
   return result;
 }
 

@@ -2,7 +2,6 @@
 
 #include "optim/text_table.h"
 
-#include <algorithm>
 #include <functional>
 #include <iomanip>
 #include <ostream>
@@ -29,7 +28,6 @@ const std::vector<Row>& rows() {
       {"diagonals", [](const auto& g) { return g.state.diagonals; }},
       {"counters", [](const auto& g) { return g.state.counters; }},
       {"state", [](const auto& g) { return g.state.total(); }},
-      {"temporaries of a step", [](const auto& g) { return g.temporaries; }},
   };
   return all;
 }
@@ -64,7 +62,6 @@ GroupMemory MemoryReport::total() const {
     sum.elements += group.elements;
     sum.parameters += group.parameters;
     sum.state += group.state;
-    sum.temporaries = std::max(sum.temporaries, group.temporaries);
   }
   return sum;
 }

@@ -133,6 +133,18 @@ at::Tensor divisors(const DueGroup& group, const std::vector<StepScalar>& correc
 // elements are solved by themselves.
 constexpr int64_t kElementsInPlace = int64_t{1} << 22;
 constexpr int64_t kElementsByCopies = int64_t{1} << 26;
+// Of roots with fewer bits than the statistics that are renewed at once on a GPU.
+constexpr int64_t kElementsOfCopies = int64_t{1} << 25;
+// On the CPU roots by eigenvectors or the iteration are renewed few matrices at a time, so that
+// what is needed for them stays in the cache and is not given back to the system.
+constexpr int64_t kElementsByCopiesOnCpu = int64_t{1} << 18;
+
+// Matrices of order n that are taken from a stack at once, as many for each thread.
+int64_t matrices_at_once_on_cpu(int64_t n) {
+  const int64_t threads = at::get_num_threads();
+  const int64_t few = std::max<int64_t>(1, kElementsByCopiesOnCpu / std::max<int64_t>(1, n * n));
+  return (few + threads - 1) / threads * threads;
+}
 
 struct Candidate {
   at::Tensor root;
@@ -344,12 +356,6 @@ bool root_is_due(int64_t t, int64_t start, int64_t update_freq) {
   const auto octave = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(t)));
   const int64_t interval = std::max<int64_t>(1, octave / 4);
   return t % update_freq == 0 || (interval < update_freq && t % interval == 0);
-}
-
-int64_t matrices_at_once_on_cpu(int64_t n) {
-  const int64_t threads = at::get_num_threads();
-  const int64_t few = std::max<int64_t>(1, kElementsByCopiesOnCpu / std::max<int64_t>(1, n * n));
-  return (few + threads - 1) / threads * threads;
 }
 
 void update_statistics(MatrixBatch& batch, const at::Tensor& gradients, double beta2,

@@ -55,14 +55,6 @@ void update_roots(std::vector<MatrixBatch>& batches, const RootRule& rule,
                   const std::vector<int64_t>& due_steps, const std::vector<StepScalar>& corrections,
                   const StepGate& gate);
 
-// Of roots with fewer bits than the statistics that are renewed at once on a GPU.
-constexpr int64_t kElementsOfCopies = int64_t{1} << 25;
-// On the CPU roots by eigenvectors or the iteration are renewed few matrices at a time, so that
-// what is needed for them stays in the cache and is not given back to the system.
-constexpr int64_t kElementsByCopiesOnCpu = int64_t{1} << 18;
-// Matrices of order n that are taken from a stack at once, as many for each thread.
-int64_t matrices_at_once_on_cpu(int64_t n);
-
 // g x_1 R_1 ... x_k R_k for blocks [count, sizes...].
 at::Tensor precondition(const MatrixBatch& batch, const at::Tensor& gradients);
 

@@ -232,7 +232,6 @@ MemoryReport Shampoo::memory_report() const {
   for (const auto& group : param_groups_) {
     const auto h = detail::hyperparameters(shampoo_options(group.options()));
     GroupMemory memory;
-    std::vector<at::Tensor> counted;
     std::vector<at::Tensor> planned;  // will have state
     for (const auto& param : group.params()) {
       const SecondOrderParamState* state = find_state(param);
@@ -243,12 +242,10 @@ MemoryReport Shampoo::memory_report() const {
       } else {
         continue;
       }
-      counted.push_back(param);
       memory.elements += param.numel();
       memory.parameters += static_cast<int64_t>(param.nbytes());
     }
     memory.state += detail::shampoo_state_memory(h, planned);
-    memory.temporaries = detail::shampoo_step_temporaries(h, counted);
     report.groups.push_back(memory);
   }
   return report;

@@ -116,11 +116,6 @@ def test_memory_report(case):
 
 def as_dicts(report: Any) -> list[dict[str, int]]:
     return [
-        {
-            "elements": group.elements,
-            "parameters": group.parameters,
-            **vars(group.state),
-            "temporaries": group.temporaries,
-        }
+        {"elements": group.elements, "parameters": group.parameters, **vars(group.state)}
         for group in report.groups
     ]

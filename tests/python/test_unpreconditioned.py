@@ -94,7 +94,6 @@ def test_an_embedding_of_a_large_vocabulary_costs_little_memory():
     params = [nn.Parameter(torch.empty(50000, 768, device="meta"))]
     total = torchium.Shampoo.from_adamw(params).memory_report().total
     assert total.state.total <= 2.01 * total.parameters
-    assert total.temporaries == 0
     plain = torchium.Shampoo(params, betas=(0.9, 0.99), grafting="sgd").memory_report().total
     assert plain.state.total <= 3.2 * plain.parameters
 

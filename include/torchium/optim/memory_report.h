@@ -36,9 +36,6 @@ struct TORCHIUM_API GroupMemory {
   /// Bytes of these parameters.
   int64_t parameters = 0;
   StateMemory state;
-  /// Bytes that a step allocates and frees again, at most, as Shampoo::memory_report() estimates
-  /// them. Groups step one after the other: of all groups it is the largest.
-  int64_t temporaries = 0;
 };
 
 /// Memory of an optimizer. `<<` writes a table with one column a group.

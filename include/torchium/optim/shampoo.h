@@ -186,8 +186,8 @@ class TORCHIUM_API Shampoo : public StackedOptimizer {
   /// this writes what the options say to it. Call it before a replay, after a change of lr.
   void sync_lr();
 
-  /// Bytes of the state, and of what a step allocates besides: for parameters that have state what
-  /// it takes, for the others that require a gradient what it will take. Allocates nothing.
+  /// Bytes of the state: for parameters that have state what it takes, for the others that require
+  /// a gradient what it will take. Allocates nothing.
   MemoryReport memory_report() const;
 
   /// What it does with each parameter: the rule, the blocks or the reason, and the bytes of state.

@@ -65,14 +65,11 @@ class GroupMemory:
         elements: numbers in the parameters that are counted.
         parameters: bytes of these parameters.
         state: bytes of their state.
-        temporaries: bytes that a step allocates and frees again, at most. Groups step one after the
-            other: of all groups it is the largest.
     """
 
     elements: int
     parameters: int
     state: StateMemory
-    temporaries: int
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,6 @@ class MemoryReport:
             sum(group.elements for group in self.groups),
             sum(group.parameters for group in self.groups),
             sum((group.state for group in self.groups), StateMemory()),
-            max((group.temporaries for group in self.groups), default=0),
         )
 
     def __str__(self) -> str:
@@ -106,7 +102,6 @@ class MemoryReport:
                 for kind in fields(StateMemory)
             ),
             line("state", lambda g: g.state.total),
-            line("temporaries of a step", lambda g: g.temporaries),
             [
                 "state, bytes a number",
                 *(

@@ -330,15 +330,10 @@ class Shampoo(StackedOptimizer):
         self._raise_failures()
 
     def memory_report(self) -> MemoryReport:
-        """Bytes of the state, and of what a step allocates besides.
+        """Bytes of the state.
 
         Parameters that have state count with what it takes, the others that require a gradient with
         what it will take. Nothing is allocated for that.
-
-        The ``temporaries`` of a step are an estimate, an upper bound on a CPU for contiguous
-        parameters: the gradients, their averages and the grafted directions in blocks, the
-        directions, and where roots are due six times the statistics that are solved together (eight
-        for ``root_method="newton"``).
 
         Returns:
             A report whose ``groups`` and ``total`` hold the bytes by kind; ``print`` shows a table.
@@ -401,21 +396,6 @@ class Shampoo(StackedOptimizer):
             elements=sum(p.numel() for p in counted),
             parameters=sum(p.nbytes for p in counted),
             state=state_memory([*(self.state[p] for p in with_state), *planned.values()]),
-            temporaries=torch.ops.torchium.shampoo_step_temporaries(
-                counted,
-                weight_decay=group["weight_decay"],
-                beta1=group["betas"][0],
-                decoupled_weight_decay=group["decoupled_weight_decay"],
-                block_size=group["block_size"],
-                merge_dims=group["merge_dims"],
-                preconditioner_1d=group["preconditioner_1d"],
-                preconditioned=group["preconditioned"],
-                max_preconditioned_dim=group["max_preconditioned_dim"],
-                grafting=group["grafting"],
-                root_method=group["root_method"],
-                maximize=group["maximize"],
-                root_dtype=group["root_dtype"],
-            ),
         )
 
     def _check_combination(self, options: dict[str, Any]) -> None:
