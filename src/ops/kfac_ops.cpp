@@ -48,7 +48,6 @@ void kfac_step_(at::TensorList params, at::TensorList grads, at::TensorList step
                 const c10::List<bool>& maximize, at::ArrayRef<double> dampings,
                 at::ArrayRef<double> stat_decays, at::ArrayRef<double> floors, bool batch_averaged,
                 std::optional<double> kl_clip, std::string damping_split,
-                const std::optional<at::Tensor>& loss_scale,
                 const std::optional<at::Tensor>& found_inf, std::string root_method) {
   check_length(lrs, params.size(), "lrs", "params");
   check_length(momentums, params.size(), "momentums", "params");
@@ -79,7 +78,6 @@ void kfac_step_(at::TensorList params, at::TensorList grads, at::TensorList step
                         .kl_clip = kl_clip,
                         .damping_split = optim::detail::parse_damping_split(damping_split),
                         .root_method = std::move(root_method),
-                        .loss_scale = loss_scale.value_or(at::Tensor()),
                         .found_inf = found_inf.value_or(at::Tensor())};
   for (size_t i = 0; i < params.size(); ++i) {
     h.parameters.push_back({lrs[i], momentums[i], weight_decays[i], maximize[i]});
@@ -125,7 +123,7 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
       "Tensor[] A_sums, Tensor[] G_sums, int[] layers, *, Tensor[] lrs, float[] momentums, "
       "float[] weight_decays, bool[] maximize, float[] dampings, float[] stat_decays, "
       "float[] floors, bool batch_averaged, float? kl_clip, str damping_split, "
-      "Tensor? loss_scale, Tensor? found_inf, str root_method=\"eigh\") -> ()");
+      "Tensor? found_inf, str root_method=\"eigh\") -> ()");
 }
 
 TORCH_LIBRARY_IMPL(torchium, CompositeExplicitAutograd, m) {

@@ -14,11 +14,8 @@ void check_options(const KfacHyperparameters& h, at::TensorList params, const Kf
   TORCH_CHECK_VALUE(!h.kl_clip.has_value() || *h.kl_clip > 0.0,
                     "kl_clip must be a number above 0 or None, got ", h.kl_clip.value_or(0.0));
   check_choice("root_method", h.root_method, {"auto", "eigh", "newton"});
-  for (const at::Tensor& scalar : {h.loss_scale, h.found_inf}) {
-    TORCH_CHECK_VALUE(!scalar.defined() || scalar.numel() == 1,
-                      "loss_scale and found_inf must be one number each, got shape ",
-                      scalar.sizes());
-  }
+  TORCH_CHECK_VALUE(!h.found_inf.defined() || h.found_inf.numel() == 1,
+                    "found_inf must be one number, got shape ", h.found_inf.sizes());
   std::vector<at::Tensor> with_momentum;
   std::vector<at::Tensor> buffers;
   for (size_t i = 0; i < params.size(); ++i) {

@@ -56,31 +56,24 @@ StepGate check_finite(const KfacHyperparameters& h, at::TensorList params, at::T
   return StepGate::check(examined, state.status, h.found_inf);
 }
 
-// A <- d_k A + (1 - d_k) A_sum / (N T) and G <- d_k G + (1 - d_k) G_sum N^(+-1) / loss_scale^2 with
+// A <- d_k A + (1 - d_k) A_sum / (N T) and G <- d_k G + (1 - d_k) G_sum N^(+-1) with
 // d_k = min(1 - 1/k, stat_decay) for the k-th update.
 void update_factors(const KfacHyperparameters& h, KfacLayer& layer, const StepGate& gate) {
   const double A_scale = scale_of_A(layer);
   const double G_scale = scale_of_G(h, layer);
   if (layer.A.is_cpu()) {
-    const double loss_scale = h.loss_scale.defined() ? h.loss_scale.item<double>() : 1.0;
     layer.factor_updates.add_(1);
     const double d = std::min(1.0 - 1.0 / layer.factor_updates.item<double>(), layer.stat_decay);
     scale_and_add_(layer.A, d, layer.A_sum, (1.0 - d) * A_scale);
-    scale_and_add_(layer.G, d, layer.G_sum, (1.0 - d) * G_scale / (loss_scale * loss_scale));
+    scale_and_add_(layer.G, d, layer.G_sum, (1.0 - d) * G_scale);
     return;
   }
   gate.advance(layer.factor_updates);
   const at::Tensor k = layer.factor_updates.to(at::kDouble).clamp_min_(1.0);
   const at::Tensor d = (1.0 - k.reciprocal()).clamp_max_(layer.stat_decay);
   const at::Tensor weight = gate.zero_if_skipped(1.0 - d).to(layer.A.scalar_type());
-  at::Tensor G_new = gate.zero_if_skipped(layer.G_sum) * G_scale;
-  if (h.loss_scale.defined()) {
-    const at::Tensor scale =
-        h.loss_scale.to(G_new.options().dtype(at::kDouble)).view(at::IntArrayRef{});
-    G_new.mul_(scale.square().reciprocal_().to(G_new.scalar_type()));
-  }
   layer.A.lerp_(gate.zero_if_skipped(layer.A_sum) * A_scale, weight);
-  layer.G.lerp_(G_new, weight);
+  layer.G.lerp_(gate.zero_if_skipped(layer.G_sum) * G_scale, weight);
 }
 
 void record_failures(const std::vector<KfacLayer>& layers, at::Tensor& status) {

@@ -29,8 +29,7 @@ struct KfacHyperparameters {
   std::optional<double> kl_clip = 1e-3;
   DampingSplit damping_split = DampingSplit::kPi;
   std::string root_method = "eigh";  // "eigh", "newton" (not with kExact) or "auto"
-  at::Tensor loss_scale;  // one number: what the captured gradients are too large by; undefined: 1
-  at::Tensor found_inf;   // one number, not 0: skip the step (step_gate.h); undefined: 0
+  at::Tensor found_inf;              // one number, not 0: skip the step (step_gate.h); undefined: 0
 };
 
 struct KfacState {

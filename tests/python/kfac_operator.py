@@ -24,7 +24,7 @@ class OperatorKFAC:
     """K-FAC on given samples: options and layers as those of ReferenceKFAC, any dtype.
 
     captured: as there, gradients of the loss of single samples. The operator gets those of the
-    batch: of the mean over the samples (batch_averaged) or the sum, times loss_scale.
+    batch: of the mean over the samples (batch_averaged) or the sum.
     """
 
     def __init__(
@@ -67,9 +67,7 @@ class OperatorKFAC:
             for layer in self.layers
         ]
 
-    def arguments(
-        self, captured: dict[int, list], loss_scale: float | None = None, found_inf: bool = False
-    ) -> tuple[list, dict]:
+    def arguments(self, captured: dict[int, list], found_inf: bool = False) -> tuple[list, dict]:
         """Positional and keyword arguments of the operator for the next step."""
         params = [p for p in self.options if p.grad is not None]
         index = {p: i for i, p in enumerate(params)}
@@ -84,7 +82,7 @@ class OperatorKFAC:
             positions = sum(sample.a.shape[1] for sample in samples)
             bias = index.get(layer.bias, -1)
             rows += [index[layer.weight], bias, len(samples), positions, int(due), 0]
-            sums.append(self.sums(i, samples, loss_scale))
+            sums.append(self.sums(i, samples))
         lr = {o["lr"]: torch.tensor(o["lr"], dtype=torch.float64) for o in self.options.values()}
         state = [[self.states[i][key] for i in active] for key in STATE]
         positional = [params, [p.grad for p in params], [self.steps[p] for p in params]]
@@ -99,11 +97,10 @@ class OperatorKFAC:
             k: [self.options[self.layers[i].weight][v] for i in active]
             for k, v in of_layers.items()
         }
-        options["loss_scale"] = None if loss_scale is None else torch.tensor(loss_scale)
         options["found_inf"] = torch.tensor(1.0) if found_inf else None
         return positional, {**options, **self.shared}
 
-    def sums(self, i: int, samples: list, loss_scale: float | None) -> tuple[Tensor, Tensor]:
+    def sums(self, i: int, samples: list) -> tuple[Tensor, Tensor]:
         """Sums of a a^T and g g^T over all samples of the layer, as a backward pass gives them."""
         like = self.states[i]["A"]
         if not samples:
@@ -112,7 +109,6 @@ class OperatorKFAC:
             torch.cat([getattr(sample, side) for sample in samples], dim=1).to(torch.float64)
             for side in "ag"
         )
-        g = g * (loss_scale or 1.0)
         if self.shared["batch_averaged"]:
             g = g / len(samples)
         return (a.mT @ a).to(like), (g.mT @ g).to(like)

@@ -209,16 +209,14 @@ def test_a_bias_without_gradient_counts_as_zero(split):
     assert steps[1][1].count_nonzero() == 0
 
 
-@pytest.mark.parametrize("batch_averaged", [True, False])
-def test_loss_scale_and_mean_cancel(batch_averaged, device):
-    """The same factors from the gradients of a mean, of a sum and of a scaled loss."""
-    plain, scaled = Problem(device=device), Problem(device=device)
-    first = OperatorKFAC(one_group(plain, lr=0.1), plain.layers)
-    second = OperatorKFAC(one_group(scaled, lr=0.1), scaled.layers, batch_averaged=batch_averaged)
+def test_a_mean_and_a_sum_give_the_same_factors(device):
+    mean, total = Problem(device=device), Problem(device=device)
+    first = OperatorKFAC(one_group(mean, lr=0.1), mean.layers)
+    second = OperatorKFAC(one_group(total, lr=0.1), total.layers, batch_averaged=False)
     for _ in range(2):
-        first.step(plain.batch())
-        second.step(scaled.batch(), loss_scale=2.0**14)
-    for p, q in zip(plain.params, scaled.params, strict=True):
+        first.step(mean.batch())
+        second.step(total.batch())
+    for p, q in zip(mean.params, total.params, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
 
 
@@ -402,7 +400,7 @@ def test_half_parameters_have_float32_state(split, dtype, device):
 def test_opcheck(split, device):
     problem = Problem(torch.float32, device)
     optimizer = OperatorKFAC(one_group(problem, TCov=1), problem.layers, damping_split=split)
-    positional, options = optimizer.arguments(problem.batch(), loss_scale=2.0, found_inf=False)
+    positional, options = optimizer.arguments(problem.batch())
     opcheck(ops.kfac_step_.default, positional, options)
     weight = problem.layers[2].weight
     options = {"has_bias": True, "groups": 2, "damping_split": split}
@@ -496,7 +494,6 @@ def test_layers_that_do_not_fit_are_refused(row, message):
         ("momentums", [-1.0] * 8, "momentum.*-1"),
         ("momentums", [0.9], "momentums has 1"),
         ("lrs", [torch.ones(2)] * 8, "lrs"),
-        ("loss_scale", torch.ones(2), "loss_scale"),
         ("found_inf", torch.ones(2), "found_inf"),
     ],
 )

@@ -416,7 +416,6 @@ class KFAC(CapturingOptimizer):
             kl_clip=options["kl_clip"],
             damping_split=options["damping_split"],
             root_method=options["root_method"],
-            loss_scale=None,  # taken out of the sums already
             found_inf=found_inf,
         )
 
