@@ -1,8 +1,24 @@
-// Schedules of the float32 iteration for inverse p-th roots, quadratic steps and a last one, for
-// every interval [2^rung, 1]. A kernel argument, as MinimaxLadder is.
+// Schedules of the iterations for inverse p-th roots for every interval [2^rung, 1], as a kernel
+// argument: nothing is copied to the device beforehand, so that even the first call can be captured
+// in a CUDA graph.
 #pragma once
 
 namespace torchium::cuda_kernels {
+
+// q(x) = a + b x + c x^2 of step k of the schedule for [2^(lowest_rung + r), 1] is
+// coefficients[(r * steps + k) * 3]. Steps beyond the length of a schedule are q = 1.
+template <typename T, int max_rungs, int max_steps>
+struct ScheduleLadder {
+  static constexpr int kMaxRungs = max_rungs;
+  static constexpr int kMaxSteps = max_steps;  // more for fewer rungs: kCapacity in all
+  static constexpr int kCapacity = max_rungs * max_steps;
+
+  int lowest_rung;
+  int rungs;
+  int steps;  // the most of a rung
+  int lengths[max_rungs];
+  T coefficients[3 * kCapacity];
+};
 
 // The last step, in single fp16 products, of matrices with a spectrum around 1:
 //   Z = M - center I,  S = Z^2,  V = Z S + f S + g Z,
@@ -11,17 +27,8 @@ struct LastStep {
   float center, a, b, c, d, e, f, g;
 };
 
-// q(x) = a + b x + c x^2 of step k of the schedule for [2^(lowest_rung + r), 1] is
-// coefficients[(r * steps + k) * 3]. Steps beyond the length of a schedule are q = 1.
-struct RootLadder {
-  static constexpr int kMaxRungs = 24;
-  static constexpr int kMaxSteps = 15;
-
-  int lowest_rung;
-  int rungs;
-  int steps;               // the most quadratic steps of a rung
-  int lengths[kMaxRungs];  // quadratic steps before the last one; may be 0
-  float coefficients[3 * kMaxRungs * kMaxSteps];
+// The float32 iteration: quadratic steps, of which there may be none, and a last one.
+struct RootLadder : ScheduleLadder<float, 24, 15> {
   LastStep last[kMaxRungs];
 };
 

@@ -7,9 +7,6 @@
 
 namespace torchium::linalg::detail {
 
-// Whether this build can choose the schedules of the matrices S on their device.
-bool has_device_schedules(const at::Tensor& S);
-
 struct DeviceSchedules {
   at::Tensor coefficients;  // [steps, N, 3] float64: a, b, c of each step; 1, 0, 0 behind the last
   at::Tensor lengths;       // [N] int64

@@ -172,9 +172,8 @@ NewtonRoot newton_inverse_root(const Normalized& input, int64_t p, double eps,
 
   at::Tensor M = S / top.to(dtype).view({-1, 1, 1});
   M.diagonal(0, -2, -1).add_((damping / top).to(dtype).unsqueeze(-1));
-  auto [root, iterations] = has_device_schedules(S)
-                                ? iterate_by_device(M, rungs, limits.lowest_rung(), p, unit)
-                                : iterate_by_host(M, rungs, p, unit);
+  auto [root, iterations] = S.is_cuda() ? iterate_by_device(M, rungs, limits.lowest_rung(), p, unit)
+                                        : iterate_by_host(M, rungs, p, unit);
   const double largest =
       dtype == at::kFloat ? std::numeric_limits<float>::max() : std::numeric_limits<double>::max();
   root.mul_((top / input.scale).pow_(-1.0 / static_cast<double>(p)).to(dtype).view({-1, 1, 1}))

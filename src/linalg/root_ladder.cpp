@@ -30,28 +30,19 @@ std::unique_ptr<RootLadder> make_root_ladder(int64_t p, int64_t lowest_rung) {
     return nullptr;
   }
   std::vector<std::shared_ptr<const LastStepSchedule>> schedules;
+  std::vector<const std::vector<MinimaxStep>*> steps;
   size_t longest = 0;
   for (int64_t rung = lowest_rung; rung <= 0; ++rung) {
     schedules.push_back(last_step_schedule(p, std::exp2(rung), kUnitRoundoff));
-    longest = std::max(longest, schedules.back()->steps.size());
+    steps.push_back(&schedules.back()->steps);
+    longest = std::max(longest, steps.back()->size());
   }
   if (longest > RootLadder::kMaxSteps) {
     return nullptr;
   }
   auto ladder = std::make_unique<RootLadder>();
-  ladder->lowest_rung = static_cast<int>(lowest_rung);
-  ladder->rungs = static_cast<int>(schedules.size());
-  ladder->steps = static_cast<int>(longest);
-  float* out = ladder->coefficients;
+  fill_ladder(*ladder, lowest_rung, steps, longest);
   for (size_t rung = 0; rung < schedules.size(); ++rung) {
-    const std::vector<MinimaxStep>& steps = schedules[rung]->steps;
-    ladder->lengths[rung] = static_cast<int>(steps.size());
-    for (size_t k = 0; k < longest; ++k) {
-      const auto [a, b, c] = k < steps.size() ? steps[k] : MinimaxStep{1, 0, 0};
-      *out++ = static_cast<float>(a);
-      *out++ = static_cast<float>(b);
-      *out++ = static_cast<float>(c);
-    }
     ladder->last[rung] = in_float(schedules[rung]->last);
   }
   return ladder;
