@@ -8,8 +8,7 @@
 namespace torchium::gradients::detail {
 
 // How many processes take part in an observed call. 1 unless it is an operator of c10d on a
-// c10d::ProcessGroup (its methods call these), or a collective that a backend (NCCL) reports
-// itself.
+// c10d::ProcessGroup (its methods call these).
 int64_t processes_of(const at::RecordFunction& function);
 
 }  // namespace torchium::gradients::detail

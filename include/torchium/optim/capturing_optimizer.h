@@ -33,9 +33,8 @@ struct JointStep;
 ///
 /// step() throws c10::Error, and changes nothing, if several processes have exchanged tensors since
 /// the captures were last dropped: what they capture is not combined, so that their parameters
-/// would drift apart. Seen are the operators of a c10d::ProcessGroup and what NCCL reports of
-/// itself. Not seen is a backend without a c10d::ProcessGroup that reports nothing, as Gloo and
-/// MPI, nor an exchange while the optimizer does not capture.
+/// would drift apart. Seen are the operators of a c10d::ProcessGroup. Not seen is a backend that is
+/// used without a c10d::ProcessGroup, nor an exchange while the optimizer does not capture.
 class TORCHIUM_API CapturingOptimizer : public SecondOrderOptimizer {
  public:
   ~CapturingOptimizer() override;
