@@ -1,10 +1,8 @@
 #include "gradients/embedding_block.h"
 
 #include "gradients/embedding_gram.h"
-#include "gradients/random_vectors.h"
 
 #include <ATen/ATen.h>
-#include <ATen/Context.h>
 
 #include <utility>
 
@@ -20,18 +18,9 @@ void EmbeddingBlock::add_gram_(at::Tensor& K, double weight) const {
   add_embedding_gram_(K, indices_, e_, table_rows_, weight);
 }
 
-at::Tensor EmbeddingBlock::add_up(const at::Tensor& e, const at::Tensor& w) const {
-  return at::embedding_dense_backward(e * w.view({-1, 1, 1}), indices_, table_rows_,
+at::Tensor EmbeddingBlock::transpose_product(const at::Tensor& w) const {
+  return at::embedding_dense_backward(e_ * w.view({-1, 1, 1}), indices_, table_rows_,
                                       /*padding_idx=*/-1, /*scale_grad_by_freq=*/false);
-}
-
-at::Tensor EmbeddingBlock::transpose_product(const at::Tensor& w) const { return add_up(e_, w); }
-
-std::pair<at::Tensor, at::Tensor> EmbeddingBlock::sketch(const at::Tensor& x,
-                                                         const at::Tensor& w) const {
-  const at::NoTF32Guard full_precision;
-  const at::Tensor Q = random_vectors(e_.size(2), w.options()).t();
-  return {at::mm(x, Q), add_up(at::matmul(e_, Q), w)};
 }
 
 at::Tensor EmbeddingBlock::product(const at::Tensor& x) const {

@@ -2,8 +2,6 @@
 
 #include "gradients/jacobian_block.h"
 
-#include <utility>
-
 namespace torchium::gradients::detail {
 
 // Row i is zero but for the rows of the table that sample i has looked up: the sum over its
@@ -16,14 +14,9 @@ class EmbeddingBlock : public JacobianBlock {
   void add_gram_(at::Tensor& K, double weight) const override;
   at::Tensor transpose_product(const at::Tensor& w) const override;
   at::Tensor product(const at::Tensor& x) const override;
-  // The rows of the table are multiplied by a few random vectors.
-  std::pair<at::Tensor, at::Tensor> sketch(const at::Tensor& x, const at::Tensor& w) const override;
   at::Tensor weighted_rows(const at::Tensor& w) const override;
 
  private:
-  // The sum over all positions of w[i] e[i, t] at row indices[i, t]: [table rows, dim of e].
-  at::Tensor add_up(const at::Tensor& e, const at::Tensor& w) const;
-
   at::Tensor indices_;
   at::Tensor e_;
   int64_t table_rows_;

@@ -112,29 +112,6 @@ std::vector<at::Tensor> Jacobian::transpose_product(const at::Tensor& w,
   return result;
 }
 
-void Jacobian::add_transpose_product_(at::TensorList x, const at::Tensor& w,
-                                      at::ArrayRef<double> scales) const {
-  const at::Tensor scaled = w * scale_;
-  for (size_t p = 0; p < columns_.size(); ++p) {
-    if (columns_[p].block) {
-      columns_[p].block->add_transpose_product_(x[p], (scaled * scales[p]).to(columns_[p].dtype));
-    }
-  }
-}
-
-Jacobian::Sketch Jacobian::sketch(at::TensorList x, const at::Tensor& w) const {
-  const at::Tensor scaled = w * scale_;
-  Sketch result;
-  for (size_t p = 0; p < columns_.size(); ++p) {
-    const auto& [dtype, shape, block, bias] = columns_[p];
-    auto [of_x, of_product] =
-        block ? block->sketch(x[p], scaled.to(dtype)) : std::pair{x[p], at::zeros_like(x[p])};
-    result.of_x.push_back(std::move(of_x));
-    result.of_transpose_product.push_back(std::move(of_product));
-  }
-  return result;
-}
-
 at::Tensor Jacobian::product(at::TensorList x, at::ArrayRef<double> scales) const {
   at::Tensor result = at::zeros({samples_}, scale_.options());
   for (size_t p = 0; p < columns_.size(); ++p) {

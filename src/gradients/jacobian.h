@@ -31,17 +31,6 @@ class Jacobian {
   // J_p^T w, times scales[p] if given, for w [n]: one tensor per parameter, in its state dtype.
   std::vector<at::Tensor> transpose_product(const at::Tensor& w,
                                             at::ArrayRef<double> scales = {}) const;
-  // x_p += scales[p] J_p^T w, for contiguous tensors in the state dtypes that no use refers to.
-  void add_transpose_product_(at::TensorList x, const at::Tensor& w,
-                              at::ArrayRef<double> scales) const;
-  // A random linear image of a vector x with one tensor per parameter, and the same image of J^T w.
-  // Vectors with equal images are equal, with a probability very close to one. Costs less than
-  // J^T w.
-  struct Sketch {
-    std::vector<at::Tensor> of_x;
-    std::vector<at::Tensor> of_transpose_product;
-  };
-  Sketch sketch(at::TensorList x, const at::Tensor& w) const;
   // The sum of J_p x_p, times scales[p] if given, for x with one tensor per parameter: [n] float64.
   at::Tensor product(at::TensorList x, at::ArrayRef<double> scales = {}) const;
   // J: one tensor [n, *shape] per parameter, in its state dtype.

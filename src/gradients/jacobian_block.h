@@ -4,7 +4,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <utility>
 
 namespace torchium::gradients::detail {
 
@@ -24,17 +23,8 @@ class JacobianBlock {
   }
   // J^T w for w [n] of the state dtype: a tensor of the parameter's shape.
   virtual at::Tensor transpose_product(const at::Tensor& w) const = 0;
-  // x += J^T w for a contiguous x of the parameter's shape and the state dtype.
-  virtual void add_transpose_product_(const at::Tensor& x, const at::Tensor& w) const {
-    x.add_(transpose_product(w));
-  }
   // J x for x of the parameter's shape and the state dtype: [n] float64.
   virtual at::Tensor product(const at::Tensor& x) const = 0;
-  // A random linear image of x, and the same image of J^T w. It has about the same norm, and is
-  // smaller where that saves work (Freivalds 1977; Johnson and Lindenstrauss 1984).
-  virtual std::pair<at::Tensor, at::Tensor> sketch(const at::Tensor& x, const at::Tensor& w) const {
-    return {x, transpose_product(w)};
-  }
   // diag(w) J for w [n] of the state dtype: [n, *shape].
   virtual at::Tensor weighted_rows(const at::Tensor& w) const = 0;
 };

@@ -1,6 +1,5 @@
 #include "gradients/pair_block.h"
 
-#include "gradients/random_vectors.h"
 #include "support/huge_pages.h"
 
 #include <ATen/ATen.h>
@@ -151,25 +150,16 @@ void PairBlock::add_gram_by_rows_(at::Tensor& K, double weight) const {
   }
 }
 
-void PairBlock::scale_and_add_transpose_product_(const at::Tensor& x, double beta,
-                                                 const at::Tensor& w) const {
+at::Tensor PairBlock::transpose_product(const at::Tensor& w) const {
   const at::NoTF32Guard full_precision;
-  const at::Tensor matrices = x.view({groups_, fan_out_, fan_in_});
-  for_each_piece([&](const Positions& y, int64_t row) {
-    const auto [A, G] = weighted(y, w.narrow(0, row, y.A.size(1)));
-    matrices.baddbmm_(G.flatten(1, 2).mT(), A.flatten(1, 2), beta);
+  at::Tensor result = at::empty({groups_, fan_out_, fan_in_}, w.options());
+  double beta = 0.0;
+  for_each_piece([&](const Positions& x, int64_t row) {
+    const auto [A, G] = weighted(x, w.narrow(0, row, x.A.size(1)));
+    result.baddbmm_(G.flatten(1, 2).mT(), A.flatten(1, 2), beta);
     beta = 1.0;
   });
-}
-
-at::Tensor PairBlock::transpose_product(const at::Tensor& w) const {
-  const at::Tensor result = at::empty(shape_, w.options());
-  scale_and_add_transpose_product_(result, 0.0, w);
-  return result;
-}
-
-void PairBlock::add_transpose_product_(const at::Tensor& x, const at::Tensor& w) const {
-  scale_and_add_transpose_product_(x, 1.0, w);
+  return result.view(shape_);
 }
 
 at::Tensor PairBlock::product(const at::Tensor& x) const {
@@ -181,18 +171,6 @@ at::Tensor PairBlock::product(const at::Tensor& x) const {
     result.narrow(0, row, y.A.size(1)).add_((outputs * y.G).sum(at::IntArrayRef({0, 2, 3})));
   });
   return result.to(at::kDouble);
-}
-
-std::pair<at::Tensor, at::Tensor> PairBlock::sketch(const at::Tensor& x,
-                                                    const at::Tensor& w) const {
-  const at::NoTF32Guard full_precision;
-  const at::Tensor Q = random_vectors(fan_out_, w.options()).expand({groups_, -1, -1});
-  at::Tensor of_product = at::zeros({groups_, Q.size(1), fan_in_}, w.options());
-  for_each_piece([&](const Positions& y, int64_t row) {
-    const auto [A, G] = weighted(y, w.narrow(0, row, y.A.size(1)));
-    of_product.baddbmm_(at::bmm(Q, G.flatten(1, 2).mT()), A.flatten(1, 2));
-  });
-  return {at::bmm(Q, x.reshape({groups_, fan_out_, fan_in_})), of_product};
 }
 
 at::Tensor PairBlock::weighted_rows(const at::Tensor& w) const {

@@ -3,7 +3,6 @@
 #include "gradients/jacobian_block.h"
 #include "gradients/patches.h"
 
-#include <utility>
 #include <vector>
 
 namespace torchium::gradients::detail {
@@ -23,20 +22,13 @@ class PairBlock : public JacobianBlock {
   void add_gram_(at::Tensor& K, double weight) const override;
   bool add_gram_with_bias_(at::Tensor& K, double weight, double bias_weight) const override;
   at::Tensor transpose_product(const at::Tensor& w) const override;
-  void add_transpose_product_(const at::Tensor& x, const at::Tensor& w) const override;
   at::Tensor product(const at::Tensor& x) const override;
-  // Matrices are multiplied from the left by a few random vectors.
-  std::pair<at::Tensor, at::Tensor> sketch(const at::Tensor& x, const at::Tensor& w) const override;
   at::Tensor weighted_rows(const at::Tensor& w) const override;
 
  private:
   bool saves_by_pairs() const;
   void add_gram_by_pairs_(at::Tensor& K, double weight, double bias_weight) const;
   void add_gram_by_rows_(at::Tensor& K, double weight) const;
-  // x <- beta x + J^T w; beta = 0: x may hold anything.
-  void scale_and_add_transpose_product_(const at::Tensor& x, double beta,
-                                        const at::Tensor& w) const;
-
   // Calls visit(positions, first row) for all pieces of all uses.
   template <typename Visit>
   void for_each_piece(const Visit& visit) const;

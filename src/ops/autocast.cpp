@@ -38,7 +38,6 @@ void register_operators(torch::Library& m) {
                            "kronecker_factors_update_",
                            "kronecker_factors_add_lookups_",
                            "per_sample_gradients",
-                           "natural_gradient_factorize",
                            "natural_gradient_step_"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&call_without_autocast>());
   }

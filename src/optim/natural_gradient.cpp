@@ -236,21 +236,16 @@ bool NaturalGradient::create_states(const detail::JointStep& step) {
   return has_momentum;
 }
 
-// The factorisation of the batch for these parameters; kept while it can be used again.
-const at::Tensor& NaturalGradient::factorized(const detail::JointStep& step,
-                                              const std::shared_ptr<const KeptBatch>& batch) {
-  auto& cache = notes_->factorization;
-  const auto& solver = natural_gradient_options(*step.options.front()).solver();
-  const bool is_known =
-      cache.batch == batch && cache.solver == solver && cache.dampings == dampings(step) &&
-      std::equal(cache.params.begin(), cache.params.end(), step.params.begin(), step.params.end(),
+// The factorisation of an earlier step, if it can be used again; else undefined.
+at::Tensor NaturalGradient::known_factorization(
+    const detail::JointStep& step, const std::shared_ptr<const KeptBatch>& batch) const {
+  const auto& known = notes_->factorization;
+  const bool fits =
+      known.batch == batch && known.dampings == dampings(step) &&
+      known.solver == natural_gradient_options(*step.options.front()).solver() &&
+      std::equal(known.params.begin(), known.params.end(), step.params.begin(), step.params.end(),
                  [](const auto& a, const auto& b) { return a.is_same(b); });
-  if (!is_known) {
-    at::Tensor L = detail::natural_gradient_factorize(
-        step.params, core_batch(*batch, step, all_params()), dampings(step), solver);
-    cache = {batch, dampings(step), solver, step.params, std::move(L)};
-  }
-  return cache.L;
+  return fits ? known.L : at::Tensor();
 }
 
 void NaturalGradient::take_joint_step(const detail::JointStep& joint) {
@@ -281,7 +276,7 @@ void NaturalGradient::take_joint_step(const detail::JointStep& joint) {
   h.max_norm = shared.max_norm();
   h.solver = shared.solver();
 
-  const at::Tensor L = factorized(joint, batch);
+  at::Tensor L = known_factorization(joint, batch);
   detail::GroupStep step = begin_call(0, joint.params);
   detail::NaturalGradientState state;
   state.steps = detail::member_list(step.states, &SecondOrderParamState::step);
@@ -294,6 +289,7 @@ void NaturalGradient::take_joint_step(const detail::JointStep& joint) {
   notes_->result = detail::natural_gradient_step(h, step.params, step.grads, state,
                                                  core_batch(*batch, joint, all_params()), L,
                                                  refresh, /*found_inf=*/{});
+  notes_->factorization = {batch, h.dampings, h.solver, joint.params, L};
   notes_->samples = batch->samples();
   finish_step(0, step);
   // On the CPU a skipped step is known at once.

@@ -3,8 +3,8 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
+#include <utility>
 
 namespace torchium::optim::detail {
 namespace {
@@ -18,41 +18,6 @@ at::Tensor largest_square_of_rounding(const ParameterVector& v,
   return at::dot(squares, at::tensor(roundings, squares.options()).square_());
 }
 
-// The c of v = c u, on the CPU; none where that is not so.
-std::optional<double> multiple_on_cpu(const ParameterVector& v, const ParameterVector& u,
-                                      const std::vector<double>& roundings) {
-  const double uu = dot(u, u).item<double>();
-  const double c = uu == 0.0 ? 0.0 : dot(v, u).item<double>() / uu;
-  const double bound = largest_square_of_rounding(v, roundings).item<double>();
-  return squared_distance_on_cpu(v, u, c) <= bound ? std::optional(c) : std::nullopt;
-}
-
-// v = c u + r. On a device r is always formed, because the host must not ask whether it is zero.
-GradientSplit split(const ParameterVector& v, const ParameterVector& u,
-                    const std::vector<double>& roundings) {
-  const at::Tensor uu = dot(u, u);
-  const at::Tensor c = at::where(uu == 0, 0.0, dot(v, u) / uu);
-  ParameterVector r;
-  for (const auto& tensor : v) {
-    r.push_back(tensor.clone());
-  }
-  add_scaled_(r, u, c.neg());
-  const at::Tensor negligible = dot(r, r) <= largest_square_of_rounding(v, roundings);
-  if (!negligible.is_cpu()) {
-    for (auto& tensor : r) {
-      tensor.masked_fill_(negligible, 0);
-    }
-    return {c, r};
-  }
-  return negligible.item<bool>() ? GradientSplit{c, {}} : GradientSplit{c, r};
-}
-
-// 1 / n for each sample
-at::Tensor weights_of_mean(const Jacobian& J, const ParameterVector& v) {
-  return at::full({J.samples()}, 1.0 / static_cast<double>(J.samples()),
-                  v[0].options().dtype(at::kDouble));
-}
-
 // Lambda^-1 x
 ParameterVector divided_by_dampings(const std::vector<double>& dampings, const ParameterVector& x) {
   ParameterVector result;
@@ -64,28 +29,33 @@ ParameterVector divided_by_dampings(const std::vector<double>& dampings, const P
 
 }  // namespace
 
-Jacobian::Sketch sketch_gradient(const Jacobian& J, const ParameterVector& v) {
-  return J.sketch(v, weights_of_mean(J, v));
-}
-
 GradientSplit split_gradient(const Jacobian& J, const ParameterVector& v,
-                             const std::vector<double>& roundings,
-                             const std::optional<Jacobian::Sketch>& images) {
-  if (images) {
-    const auto c = multiple_on_cpu(images->of_x, images->of_transpose_product, roundings);
-    if (c) {
-      return {at::scalar_tensor(*c, at::TensorOptions(at::kDouble)), {}};
-    }
+                             const std::vector<double>& roundings) {
+  const at::Tensor mean = at::full({J.samples()}, 1.0 / static_cast<double>(J.samples()),
+                                   v[0].options().dtype(at::kDouble));
+  ParameterVector u = J.transpose_product(mean);
+  const at::Tensor uu = dot(u, u);
+  const at::Tensor c = at::where(uu == 0, 0.0, dot(v, u) / uu);
+  for (size_t p = 0; p < v.size(); ++p) {
+    at::addcmul_out(u[p], v[p], u[p], c.neg().to(u[p].scalar_type()));
   }
-  return split(v, J.transpose_product(weights_of_mean(J, v)), roundings);
+  ParameterVector& r = u;
+  const at::Tensor negligible = dot(r, r) <= largest_square_of_rounding(v, roundings);
+  if (negligible.is_cpu()) {
+    return {c, negligible.item<bool>() ? ParameterVector() : std::move(r)};
+  }
+  for (auto& tensor : r) {  // the host must not ask whether it is zero
+    tensor.masked_fill_(negligible, 0);
+  }
+  return {c, std::move(r)};
 }
 
 // With v = c J^T 1 / n + r, x = mu d_prev + Lambda^-1 r and S = J Lambda^-1 J^T / n + I it is
 //   d = x + Lambda^-1 J^T w,  w = S^-1 (c 1 - J x) / n.
 // With r for all of v (c = 0) the two terms would cancel, and lose their digits.
-SampleSpaceSolution solve_in_sample_space(const Jacobian& J, const std::vector<double>& dampings,
-                                          const GradientSplit& v, const ScaledVector& previous,
-                                          const at::Tensor& L) {
+ParameterVector gram_direction(const Jacobian& J, const std::vector<double>& dampings,
+                               const GradientSplit& v, const ScaledVector& previous,
+                               const at::Tensor& L) {
   ScaledVector x = previous;
   if (!v.r.empty()) {
     x = {divided_by_dampings(dampings, v.r), std::vector<double>(v.r.size(), 1.0)};
@@ -96,26 +66,14 @@ SampleSpaceSolution solve_in_sample_space(const Jacobian& J, const std::vector<d
     y = y - J.product(x.x, x.scales);
   }
   const double n = static_cast<double>(J.samples());
-  return {x, at::cholesky_solve(y.unsqueeze(1), L).squeeze(1).div_(n)};
-}
-
-ParameterVector direction(const Jacobian& J, const std::vector<double>& dampings,
-                          const SampleSpaceSolution& solution) {
+  const at::Tensor w = at::cholesky_solve(y.unsqueeze(1), L).squeeze(1).div_(n);
   std::vector<double> inverse_dampings;
   for (const double damping : dampings) {
     inverse_dampings.push_back(1.0 / damping);
   }
-  ParameterVector d = J.transpose_product(solution.w, inverse_dampings);
-  add_(d, solution.x);
+  ParameterVector d = J.transpose_product(w, inverse_dampings);
+  add_(d, x);
   return d;
-}
-
-// The row J_ip of sample i and parameter p has |J_ip|^2 / (damping_p n) <= S_ii = |L_i|^2.
-at::Tensor largest_entry(const at::Tensor& w, const at::Tensor& L,
-                         const std::vector<double>& dampings) {
-  const double n = static_cast<double>(w.size(0));
-  const double least = *std::min_element(dampings.begin(), dampings.end());
-  return at::dot(w.abs(), at::linalg_vector_norm(L, 2, 1)).mul_(std::sqrt(n / least));
 }
 
 ConjugateGradientsResult cg_direction(const Jacobian& J, const std::vector<double>& dampings,

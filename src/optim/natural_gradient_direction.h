@@ -9,7 +9,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <optional>
 #include <vector>
 
 namespace torchium::optim::detail {
@@ -21,35 +20,16 @@ struct GradientSplit {
   ParameterVector r;  // empty: zero
 };
 
-// Random images of v and u. Mostly r = 0, which they tell for a fraction of the work.
-gradients::detail::Jacobian::Sketch sketch_gradient(const gradients::detail::Jacobian& J,
-                                                    const ParameterVector& v);
-
 // With r orthogonal to u. A part r within the `roundings` of v (gradient_rounding.h) counts as
-// zero, because it would be divided by the damping. images: of sketch_gradient, on the CPU.
+// zero, because it would be divided by the damping.
 GradientSplit split_gradient(const gradients::detail::Jacobian& J, const ParameterVector& v,
-                             const std::vector<double>& roundings,
-                             const std::optional<gradients::detail::Jacobian::Sketch>& images);
+                             const std::vector<double>& roundings);
 
-// d = x + Lambda^-1 J^T w
-struct SampleSpaceSolution {
-  ScaledVector x;
-  at::Tensor w;  // [n] float64
-};
-
-// previous: mu d_prev. L: the Cholesky factor of J Lambda^-1 J^T / n + I.
-SampleSpaceSolution solve_in_sample_space(const gradients::detail::Jacobian& J,
-                                          const std::vector<double>& dampings,
-                                          const GradientSplit& v, const ScaledVector& previous,
-                                          const at::Tensor& L);
-
-ParameterVector direction(const gradients::detail::Jacobian& J, const std::vector<double>& dampings,
-                          const SampleSpaceSolution& solution);
-
-// A bound of the entries of Lambda^-1 J^T w and of their sums over some of the samples: 0-dim
-// float64, NaN where w or L are.
-at::Tensor largest_entry(const at::Tensor& w, const at::Tensor& L,
-                         const std::vector<double>& dampings);
+// Solved in the space of samples. previous: mu d_prev. L: the Cholesky factor of
+// J Lambda^-1 J^T / n + I.
+ParameterVector gram_direction(const gradients::detail::Jacobian& J,
+                               const std::vector<double>& dampings, const GradientSplit& v,
+                               const ScaledVector& previous, const at::Tensor& L);
 
 // Solved in parameter space by conjugate gradients, to a relative residual of `eps`, or what the
 // dtype of v allows.

@@ -48,24 +48,20 @@ struct NaturalGradientState {
 bool solves_in_sample_space(const std::string& solver, const c10::SymInt& samples,
                             const c10::SymInt& elements);
 
-// The Cholesky factor L [n, n] float64 of S = J Lambda^-1 J^T / n + I, Lambda the dampings; NaN
-// where S is not positive definite. Empty [0, 0] where `solver` means conjugate gradients.
-at::Tensor natural_gradient_factorize(at::TensorList params, const CapturedBatch& batch,
-                                      const std::vector<double>& dampings,
-                                      const std::string& solver);
-
 // One step of all parameters on one device. With v the gradients in `grads`:
 //   d <- mu d_prev + (F + Lambda)^-1 (v - F mu d_prev)      (SPRING, arXiv 2401.10190)
 //   d_prev <- d;  p <- p - lr d min(1, max_norm / |d|)      (+ for maximize)
-// `factorization`: of natural_gradient_factorize for this batch; undefined or empty means conjugate
-// gradients. `refreshed`: the batch is the one that `grads` come from.
+// `factorization`: the Cholesky factor L [n, n] float64 of S = J Lambda^-1 J^T / n + I, Lambda the
+// dampings; NaN where S is not positive definite. From an earlier step with the same uses and
+// dampings; undefined: it is computed and left there, unless `solver` means conjugate gradients.
+// `refreshed`: the batch is the one that `grads` come from.
 // A direction that is not finite changes no parameter and counts as a failure in the status.
 // Returns float64 [3]: iterations, relative residual (of conjugate gradients, else 0), 1 if
 // conjugate gradients were used.
 at::Tensor natural_gradient_step(const NaturalGradientHyperparameters& hyperparameters,
                                  at::TensorList params, at::TensorList grads,
                                  NaturalGradientState& state, const CapturedBatch& batch,
-                                 const at::Tensor& factorization, bool refreshed,
+                                 at::Tensor& factorization, bool refreshed,
                                  const at::Tensor& found_inf);
 
 }  // namespace torchium::optim::detail

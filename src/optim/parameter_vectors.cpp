@@ -20,43 +20,40 @@ bool can_fuse(const at::Tensor& x, const at::Tensor& y) {
          y.is_contiguous() && (x.scalar_type() == at::kFloat || x.scalar_type() == at::kDouble);
 }
 
-// The sum of term(a[i], b[i]).
-template <typename scalar_t, typename Term>
-double sum_of_piece(const scalar_t* a, const scalar_t* b, int64_t count, const Term& term) {
+template <typename scalar_t>
+double dot_of_piece(const scalar_t* a, const scalar_t* b, int64_t count) {
+  const auto product = [&](int64_t i) {
+    return static_cast<double>(a[i]) * static_cast<double>(b[i]);
+  };
   std::array<double, kLanes> lanes{};
   const int64_t whole = count / kLanes * kLanes;
   for (int64_t i = 0; i < whole; i += kLanes) {
     for (int64_t lane = 0; lane < kLanes; ++lane) {
-      lanes[lane] += term(static_cast<double>(a[i + lane]), static_cast<double>(b[i + lane]));
+      lanes[lane] += product(i + lane);
     }
   }
   double sum = std::accumulate(lanes.begin(), lanes.end(), 0.0);
   for (int64_t i = whole; i < count; ++i) {
-    sum += term(static_cast<double>(a[i]), static_cast<double>(b[i]));
+    sum += product(i);
   }
   return sum;
 }
 
-template <typename Term>
-double sum_on_cpu(const at::Tensor& x, const at::Tensor& y, const Term& term) {
+double dot_on_cpu(const at::Tensor& x, const at::Tensor& y) {
   const int64_t count = x.numel();
   const int64_t pieces = (count + kPiece - 1) / kPiece;
   std::vector<double> partial(pieces);
-  AT_DISPATCH_FLOATING_TYPES(x.scalar_type(), "sum_on_cpu", [&] {
+  AT_DISPATCH_FLOATING_TYPES(x.scalar_type(), "dot_on_cpu", [&] {
     const scalar_t* a = x.const_data_ptr<scalar_t>();
     const scalar_t* b = y.const_data_ptr<scalar_t>();
     at::parallel_for(0, pieces, 2, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const int64_t first = i * kPiece;
-        partial[i] = sum_of_piece(a + first, b + first, std::min(kPiece, count - first), term);
+        partial[i] = dot_of_piece(a + first, b + first, std::min(kPiece, count - first));
       }
     });
   });
   return std::accumulate(partial.begin(), partial.end(), 0.0);
-}
-
-double dot_on_cpu(const at::Tensor& x, const at::Tensor& y) {
-  return sum_on_cpu(x, y, [](double a, double b) { return a * b; });
 }
 
 }  // namespace
@@ -76,17 +73,6 @@ at::Tensor dots(at::TensorList x, at::TensorList y) {
 }
 
 at::Tensor dot(at::TensorList x, at::TensorList y) { return dots(x, y).sum(); }
-
-double squared_distance_on_cpu(at::TensorList x, at::TensorList y, double scale) {
-  double sum = 0.0;
-  for (size_t p = 0; p < x.size(); ++p) {
-    const auto square = [scale](double a, double b) { return (a - scale * b) * (a - scale * b); };
-    sum += can_fuse(x[p], y[p])
-               ? sum_on_cpu(x[p], y[p], square)
-               : x[p].sub(y[p], scale).to(at::kDouble).square_().sum().item<double>();
-  }
-  return sum;
-}
 
 void add_scaled_(ParameterVector& x, at::TensorList y, const at::Tensor& scale) {
   for (size_t p = 0; p < x.size(); ++p) {

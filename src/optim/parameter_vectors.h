@@ -21,9 +21,6 @@ at::Tensor dots(at::TensorList x, at::TensorList y);
 // <x, y>: 0-dim float64.
 at::Tensor dot(at::TensorList x, at::TensorList y);
 
-// |x - scale y|^2 of vectors on the CPU; sums as those of `dots`.
-double squared_distance_on_cpu(at::TensorList x, at::TensorList y, double scale);
-
 // x <- x + scale y, for a 0-dim `scale` of any dtype.
 void add_scaled_(ParameterVector& x, at::TensorList y, const at::Tensor& scale);
 // x <- x + y

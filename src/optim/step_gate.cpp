@@ -159,8 +159,6 @@ at::Tensor record_skip_on_device(const std::vector<Examined>& examined, at::Tens
 
 }  // namespace
 
-bool all_fit_on_cpu(const std::vector<Examined>& examined) { return first_unfit(examined) < 0; }
-
 double largest_gradient(int64_t numel, at::ScalarType dtype) {
   return std::sqrt(largest_number(dtype) /
                    (kSumOverSteps * static_cast<double>(std::max<int64_t>(numel, 1))));

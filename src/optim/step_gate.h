@@ -85,9 +85,6 @@ class StepGate {
   at::Tensor keep_;  // 0-dim bool on the device; undefined: the host knows that the step is kept
 };
 
-// Whether the step can work with all of these, which are on the CPU.
-bool all_fit_on_cpu(const std::vector<Examined>& examined);
-
 // A count of steps, float64, on the CPU.
 double count_on_cpu(const at::Tensor& step);
 

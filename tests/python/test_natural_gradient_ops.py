@@ -1,4 +1,4 @@
-"""natural_gradient_factorize and natural_gradient_step_ against dense float64 solves."""
+"""natural_gradient_step_ against dense float64 solves."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ class Step:
                 "scale": float(captured.samples),
                 "loss_scale": more.pop("loss_scale", None),
             }
-            self.factorization = self.factorize()
+            self.factorization = None
         self.count += 1
-        return ops.natural_gradient_step_(
+        report, made = ops.natural_gradient_step_(
             self.params,
             captured.gradients if gradients is None else gradients,
             self.steps,
@@ -74,10 +74,11 @@ class Step:
             self.factorization,
             **{**self.options, "refreshed": refreshed, **self.scale, **more},
         )
-
-    def factorize(self) -> Tensor:
-        options = {"dampings": self.options["dampings"], "solver": self.options["solver"]}
-        return ops.natural_gradient_factorize(self.params, *self.layers, **options, **self.scale)
+        if self.factorization is None:
+            self.factorization = made
+        else:
+            assert made.shape == (0, 0)
+        return report
 
 
 def copies(params: list[Tensor]) -> list[Tensor]:
@@ -358,29 +359,6 @@ def test_a_direction_that_is_not_finite_counts_as_failed(solver, momentum, devic
     assert not torch.equal(joined(state_of(step)), joined(before))
 
 
-NO_LIMIT = 1e100  # a max_norm that changes nothing, but takes the norm of the whole direction
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("maximize", [False, True])
-def test_updates_added_as_they_are_computed_are_those_of_a_direction(name, dtype, maximize, device):
-    captured = case(name, device, dtype)
-    count = len(captured.params)
-    options = {
-        "lr": [0.1 * (i + 1) for i in range(count)],
-        "damping": [1e-3 * (i + 1) for i in range(count)],
-        "maximize": maximize,
-    }
-    # From zero, where no update is rounded to the last bit of a parameter.
-    start = [torch.zeros_like(p) for p in captured.params]
-    params, expected = copies(start), copies(start)
-    Step(params, **options)(captured)
-    Step(expected, **options, max_norm=NO_LIMIT)(captured)
-    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
-    assert_updates_close(params, start, expected, tolerance)
-
-
 def test_parameters_of_any_strides(device):
     captured = case("mlp", device)
     params = [p.t().contiguous().t() if p.dim() == 2 else p.clone() for p in captured.params]
@@ -504,11 +482,10 @@ def test_opcheck(solver, device):
     step = Step(copies(captured.params), solver=solver, momentum=0.5)
     step(captured)
     arguments = [step.params, captured.gradients, step.steps, step.buffers, step.status]
-    arguments += [*captured.layers, step.factorization]
     options = {**step.options, "refreshed": True, **step.scale}
-    opcheck(ops.natural_gradient_step_.default, tuple(arguments), options)
-    options = {"dampings": step.options["dampings"], "solver": solver, **step.scale}
-    opcheck(ops.natural_gradient_factorize.default, (step.params, *captured.layers), options)
+    for factorization in (None, step.factorization):
+        full = (*arguments, *captured.layers, factorization)
+        opcheck(ops.natural_gradient_step_.default, full, options)
 
 
 @pytest.mark.parametrize(
@@ -524,7 +501,6 @@ def test_opcheck(solver, device):
         ({"eps": 0.0}, "eps is 0"),
         ({"max_norm": 0.0}, "max_norm is 0; it must be positive"),
         ({"solver": "lu"}, "solver is 'lu'; it must be 'auto', 'gram' or 'cg'"),
-        ({"factorization": None}, "solver 'gram' needs a factorization"),
         ({"factorization": torch.eye(4).double()}, "but the uses hold 5 samples"),
         ({"steps": []}, "6 params and 0 steps"),
         ({"grads": []}, "6 params and 0 grads"),

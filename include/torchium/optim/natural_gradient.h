@@ -143,8 +143,8 @@ class TORCHIUM_API NaturalGradient : public CapturingOptimizer {
   void check_capture(const detail::JointStep& step, const detail::KeptBatch& batch) const;
   void convert_states(const detail::JointStep& step);
   bool create_states(const detail::JointStep& step);
-  const at::Tensor& factorized(const detail::JointStep& step,
-                               const std::shared_ptr<const detail::KeptBatch>& batch);
+  at::Tensor known_factorization(const detail::JointStep& step,
+                                 const std::shared_ptr<const detail::KeptBatch>& batch) const;
   void keep(std::shared_ptr<const detail::KeptBatch> batch);
 
   std::unique_ptr<detail::BatchCapture> capture_;

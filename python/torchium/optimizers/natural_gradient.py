@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import GradScaler
 from .._capture import Use, UseCapture
 from .._layers import ALL_KINDS, computed_weight, samples, why_unsupported
 from .._per_sample import LossFunction, per_sample_gradients
-from ._batch import ON_CPU, Batch, Layers, fresh_batch, is_batch_key
+from ._batch import ON_CPU, Batch, fresh_batch, is_batch_key
 from ._capturing import CapturingOptimizer, JointStep, ParamsOrModel, all_zero
 from ._checkpoint import OptionalState, fill_state
 from ._options import Check, choice, flag, integer, number, optional
@@ -296,10 +296,8 @@ class NaturalGradient(CapturingOptimizer):
         if batch is None:
             batch = Batch.of(passes, step.params, self._loss_scale())
         self._add_common_state(step, [self._has_momentum(step)] * len(step.params))
-        layers = batch.arguments(step.params)
-        factorization = self._factorized(step, batch, layers)
         before = self._host_step(step.params[0])
-        self._run_step(step, batch, layers, factorization, refresh, self._found_inf(step))
+        self._run_step(step, batch, refresh, self._found_inf(step))
         self._count_step(step)
         self._refresh = None
         if refresh and not self._is_skipped(step.params[0], before):
@@ -324,53 +322,37 @@ class NaturalGradient(CapturingOptimizer):
         """Whether the step was skipped, as far as the host knows now: on the CPU."""
         return param.is_cpu and int(self.state[param]["step"].item()) == before
 
-    def _factorized(self, step: JointStep, batch: Batch, layers: Layers) -> Tensor:
-        """The factorisation of the batch for these parameters: kept while it can be used again."""
-        solver, dampings = step.groups[0]["solver"], step.per_param("damping")
-        key = (batch, solver, dampings, [(id(p), p.dtype, p.device) for p in step.params])
-        if self._factorization is None or self._factorization[0] != key:
-            factorization = torch.ops.torchium.natural_gradient_factorize(
-                step.params,
-                *layers,
-                dampings=dampings,
-                solver=solver,
-                scale=float(batch.samples),
-                loss_scale=batch.loss_scale,
-            )
-            self._factorization = key, factorization
-        return self._factorization[1]
-
     def _run_step(
-        self,
-        step: JointStep,
-        batch: Batch,
-        layers: Layers,
-        factorization: Tensor,
-        refresh: bool,
-        found_inf: Tensor | None,
+        self, step: JointStep, batch: Batch, refresh: bool, found_inf: Tensor | None
     ) -> None:
+        solver, dampings = step.groups[0]["solver"], step.per_param("damping")
+        # What a factorisation depends on: that of an earlier step is used again.
+        key = (batch, solver, dampings, [(id(p), p.dtype, p.device) for p in step.params])
+        known = self._factorization
+        factorization = known[1] if known is not None and known[0] == key else None
         states = [self.state[p] for p in step.params]
         options = step.groups[0]
-        result = torch.ops.torchium.natural_gradient_step_(
+        result, made = torch.ops.torchium.natural_gradient_step_(
             step.params,
             step.grads,
             [state["step"] for state in states],
             [state["momentum_buffer"] for state in states] if self._has_momentum(step) else [],
             self._status(step),
-            *layers,
+            *batch.arguments(step.params),
             factorization,
             lrs=step.lrs(),
-            dampings=step.per_param("damping"),
+            dampings=dampings,
             momentums=step.per_param("momentum"),
             maximize=step.per_param("maximize"),
             eps=options["eps"],
             max_norm=options["max_norm"],
-            solver=options["solver"],
+            solver=solver,
             refreshed=refresh,
             found_inf=found_inf,
             scale=float(batch.samples),
             loss_scale=batch.loss_scale,
         )
+        self._factorization = key, made if factorization is None else factorization
         self._result = batch.samples, result
 
     def _keep(self, batch: Batch) -> None:
