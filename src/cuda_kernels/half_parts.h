@@ -17,8 +17,9 @@ constexpr float kLowHalfScale = 2048.0f;
 struct HalfStack {
   __half* hi;
   __half* lo;    // lo of each element; null: counts as zero
-  float* scale;  // on the device
+  float* scale;  // on the device: [matrices] with has_scales, else one for all matrices
   int rows, columns;
+  bool has_scales;
 };
 
 // A stack of floats or bfloat16, and the destination of its fp16 parts.

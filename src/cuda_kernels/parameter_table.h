@@ -95,6 +95,7 @@ struct ParameterEntry {
   // Where its blocks begin in the stacks, in elements: whole ones, those cut short in columns, in
   // rows, in both.
   int64_t stacks[4];
+  int matrices[4];    // the same, counted in blocks of the fp16 stacks
   uint8_t in_halves;  // bit i: blocks of stacks[i] go to stacks of fp16
   int rows, columns;
   // Column c lies at (c % inner) (columns / inner) + c / inner of its row: 1, or the kernel

@@ -17,6 +17,8 @@ struct Tile {
   int rows, columns;      // of the tile; columns is the width of the block
   int64_t stack;          // offset of its first element in the stacks
   bool in_halves;         // which kind of stacks that is
+  int matrix;             // its block, counted among those of fp16 parts
+  bool is_first;          // the first tile of its block
   int first_strip, step;  // tiles of its block: first_strip, first_strip + step, ...
   int strips;
 
@@ -37,6 +39,8 @@ struct Tile {
                       (last_column ? 0 : block_column);
     const int kind = 2 * last_row + last_column;
     in_halves = entry.in_halves >> kind & 1;
+    matrix = entry.matrices[kind] + block;
+    is_first = strip_of_block == 0;
     stack =
         entry.stacks[kind] + (int64_t{block} * height + strip_of_block * grid.strip_rows) * columns;
     first_strip = entry.first_tile + block_row * grid.strips * grid.block_columns + block_column;
@@ -179,16 +183,27 @@ __device__ float squares(const Lanes<N>& x) {
   return sum;
 }
 
+// The scales of the fp16 parts of a block, for its products.
+__device__ void store_scales(const StepBuffers& buffers, const Tile& tile,
+                             const StepNumbers& numbers) {
+  if (!tile.in_halves || !tile.is_first || threadIdx.x != 0) return;
+  buffers.gradient_scales[tile.matrix] = numbers.gradient_scale;
+  if (tile.parameter.exp_avg != nullptr) {
+    buffers.average_scales[tile.matrix] = numbers.average_scale;
+  }
+}
+
 // g and m, to their stacks.
 template <int N>
-__device__ void store_blocks(const StepBuffers& buffers, const Tile& tile, int64_t place,
-                             const Lanes<N>& g, const Lanes<N>& m) {
+__device__ void store_blocks(const StepBuffers& buffers, const Tile& tile,
+                             const StepNumbers& numbers, int64_t place, const Lanes<N>& g,
+                             const Lanes<N>& m) {
   const bool has_average = tile.parameter.exp_avg != nullptr;
   if (tile.in_halves) {
-    const float gradient_scale = buffers.control->gradient_scale;
-    store_parts<N>(buffers.gradients_hi, buffers.gradients_lo, place, g, gradient_scale);
+    const float scale = numbers.gradient_scale;
+    store_parts<N>(buffers.gradients_hi, buffers.gradients_lo, place, g, scale);
     if (!has_average) return;
-    const float average_scale = buffers.control->average_scale;
+    const float average_scale = numbers.average_scale;
     store_parts<N>(buffers.averages_hi, buffers.averages_lo, place, m, average_scale);
   } else {
     store_floats<N>(buffers.gradients, place, g);
@@ -200,7 +215,8 @@ template <int N>
 __device__ void gather_tile(const ElementRule& rule, const StepBuffers& buffers, const Tile& tile,
                             int index) {
   const ParameterEntry& entry = tile.parameter;
-  const Corrections corrections(buffers.numbers[entry.index]);
+  const StepNumbers& numbers = buffers.numbers[entry.index];
+  const Corrections corrections(numbers);
   const bool has_matrices = entry.direction == Direction::kMatrices;
   const bool takes_norms = rule.grafting && entry.direction != Direction::kGrafted;
   float grafted_squares = 0, direction_squares = 0;
@@ -211,7 +227,7 @@ __device__ void gather_tile(const ElementRule& rule, const StepBuffers& buffers,
     const Lanes<N> v = elements.moved_moment(entry.second_moment, g, rule.moment_beta);
     const Lanes<N> a = elements.moved_moment(entry.diagonal, g, rule.diagonal_beta);
     if (has_matrices) {
-      store_blocks(buffers, tile, place, g, m);
+      store_blocks(buffers, tile, numbers, place, g, m);
     } else if (takes_norms) {
       direction_squares += squares(elements.by_diagonal(m, a));
     }
@@ -229,8 +245,9 @@ __device__ void gather_tile(const ElementRule& rule, const StepBuffers& buffers,
 // Zeros, for the products of a step that is skipped.
 __device__ void clear_tile(const StepBuffers& buffers, const Tile& tile) {
   if (tile.parameter.direction != Direction::kMatrices) return;
+  const StepNumbers& numbers = buffers.numbers[tile.parameter.index];
   tile.for_each<1>(
-      [&](int64_t, int64_t place) { store_blocks<1>(buffers, tile, place, {0}, {0}); });
+      [&](int64_t, int64_t place) { store_blocks<1>(buffers, tile, numbers, place, {0}, {0}); });
 }
 
 template <int bytes>
@@ -240,6 +257,7 @@ __global__ void __launch_bounds__(kElementThreads)
                   const __grid_constant__ StepBuffers buffers) {
   const int index = parameters.first_tile + static_cast<int>(blockIdx.x);
   const Tile tile(entry_of_tile(parameters, index), index, rule.block_size);
+  store_scales(buffers, tile, buffers.numbers[tile.parameter.index]);
   if (!buffers.control->keep) {
     clear_tile(buffers, tile);
   } else if (tile.parameter.by_fours) {

@@ -16,20 +16,19 @@ namespace torchium::cuda_kernels {
 struct StepControl {
   int first_unfit;  // index of the first parameter that the step cannot work with; INT_MAX: none
   bool keep;        // false: the step is skipped
-  unsigned largest[3];  // magnitudes of each ScanKind, as bits of floats
-  // Of g and m in stacks of fp16 parts (half_parts.h).
-  float gradient_scale, average_scale;
-  // Statistics L <- beta L + alpha g g^T, for float and for fp16 g. If the step is skipped, alpha
-  // is 0 and beta 1.
-  GramUpdate update, update_by_halves;
+  // Statistics L <- beta L + alpha g g^T. If the step is skipped, alpha is 0 and beta 1.
+  GramUpdate update;
 };
 
-// Numbers of one parameter that depend on its step t.
+// Numbers of one parameter that depend on its step t and its gradient.
 struct StepNumbers {
   double exp_avg;        // 1 - beta1^t
   double second_moment;  // of the grafted method
   double statistics;     // c = 1 - beta2^t
   double started;        // 1 from start_preconditioning_step on, else 0
+  // Of g and m in stacks of fp16 parts (half_parts.h).
+  float gradient_scale, average_scale;
+  unsigned largest[4];  // magnitudes of each ScanKind, as bits of floats; the last is padding
 };
 
 struct StepRule {
@@ -38,19 +37,21 @@ struct StepRule {
   double weight_decay;               // L2
 };
 
-// Sets `control` before its first use.
-cudaError_t initialize_control(StepControl* control, cudaStream_t stream);
+// Sets `control` and the numbers of all parameters before their first use.
+cudaError_t initialize_control(StepControl* control, StepNumbers* numbers, int parameters,
+                               cudaStream_t stream);
 
-// Finds the first parameter that the step cannot work with, and the largest magnitudes.
-cudaError_t scan(const Table<ScanEntry>& entries, StepControl* control, cudaStream_t stream);
+// Finds the first parameter that the step cannot work with, and the largest magnitudes of each.
+cudaError_t scan(const Table<ScanEntry>& entries, StepControl* control, StepNumbers* numbers,
+                 cudaStream_t stream);
 
 // Decides whether the step is kept, counts it in `status` (optim/step_status.h) and fills the rest
 // of `control`. status: [5].
 cudaError_t decide_step(const StepRule& rule, StepControl* control, int64_t* status,
                         cudaStream_t stream);
 
-// t <- t + 1 where the step is kept, and the numbers of these parameters. A parameter without a
-// step has the numbers of t = 1.
+// t <- t + 1 where the step is kept, and the numbers of these parameters, after scan() has written
+// `largest`. A parameter without a step has the numbers of t = 1.
 cudaError_t advance_steps(const StepRule& rule, const Table<StepEntry>& steps,
                           const StepControl* control, StepNumbers* numbers, cudaStream_t stream);
 
@@ -74,7 +75,8 @@ struct StepBuffers {
   float *gradients, *averages;
   __half *gradients_hi, *gradients_lo;  // lo null: not asked for
   __half *averages_hi, *averages_lo;
-  const float* directions;  // stacks of what the products made of m
+  float *gradient_scales, *average_scales;  // [blocks of fp16 parts]
+  const float* directions;                  // stacks of what the products made of m
   float* grafted_squares;
   float* direction_squares;
 };

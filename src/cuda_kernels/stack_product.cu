@@ -49,6 +49,8 @@ cudaError_t add_product(ProductKind kind, const StackProduct& product, ProductTa
   ProductEntry& entry = table.entries[table.count++];
   entry.scale_A = product.A.scale;
   entry.scale_B = product.B.scale;
+  entry.has_scales_A = product.A.has_scales;
+  entry.has_scales_B = product.B.has_scales;
   entry.C = product.C;
   entry.largest = product.largest;
   entry.M = M;

@@ -28,7 +28,7 @@ struct StackProduct {
   unsigned* largest = nullptr;
 };
 
-// Factors of an update of Gram matrices, for all stacks. They include the inverse of the scales.
+// Factors of an update of Gram matrices, for all stacks. The scales of fp16 parts are not in alpha.
 struct GramUpdate {
   float alpha, beta;
 };

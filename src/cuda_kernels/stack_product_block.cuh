@@ -49,6 +49,7 @@ struct Layout {
 struct ProductEntry {
   TileMap A, B;
   const float *scale_A, *scale_B;
+  bool has_scales_A, has_scales_B;  // a scale for each matrix, not one for all
   float* C;
   unsigned* largest;
   int M, N, K;

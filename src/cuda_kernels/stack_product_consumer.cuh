@@ -101,7 +101,7 @@ class Consumer {
 
   __device__ void run(const ProductTable& table) {
     for_each_tile<kind>(table, [&](const Tile<kind>& tile) {
-      const GramUpdate factors = factors_of(tile.product, table.update);
+      const GramUpdate factors = factors_of(tile, table.update);
       float sum[64];
       if constexpr (is_gram(kind)) {
         const Strip strip(tile, tile.row + group_ * kBoxRows + 16 * warp_, lane_);
@@ -117,9 +117,13 @@ class Consumer {
   }
 
  private:
-  static __device__ GramUpdate factors_of(const ProductEntry& product, const GramUpdate* update) {
-    if constexpr (is_gram(kind)) return *update;
-    return {static_cast<float>(1 / (double{*product.scale_A} * *product.scale_B)), 0};
+  // They include the inverse of the scales.
+  static __device__ GramUpdate factors_of(const Tile<kind>& tile, const GramUpdate* update) {
+    const ProductEntry& product = tile.product;
+    const double A = product.scale_A[product.has_scales_A ? tile.matrix : 0];
+    if constexpr (is_gram(kind)) return {static_cast<float>(update->alpha / (A * A)), update->beta};
+    const double B = product.scale_B[product.has_scales_B ? tile.matrix : 0];
+    return {static_cast<float>(1 / (A * B)), 0};
   }
 
   // Nobody in this warpgroup reads the stage any more.

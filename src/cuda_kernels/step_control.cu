@@ -58,20 +58,26 @@ __device__ double largest_magnitude(const ScanEntry& entry, int64_t begin) {
   }
 }
 
-__global__ void initialize_kernel(StepControl* control) {
+__global__ void __launch_bounds__(kControlThreads)
+    initialize_kernel(StepControl* control, StepNumbers* numbers, int parameters) {
+  const int i = static_cast<int>(blockIdx.x) * kControlThreads + static_cast<int>(threadIdx.x);
+  if (i < parameters) numbers[i] = {};
+  if (i > 0) return;
   *control = {};
   control->first_unfit = INT_MAX;
 }
 
 template <int bytes>
 __global__ void __launch_bounds__(kElementThreads)
-    scan_kernel(const __grid_constant__ Table<ScanEntry, bytes> entries, StepControl* control) {
+    scan_kernel(const __grid_constant__ Table<ScanEntry, bytes> entries, StepControl* control,
+                StepNumbers* numbers) {
   const int tile = entries.first_tile + static_cast<int>(blockIdx.x);
   const ScanEntry& entry = entry_of_tile(entries, tile);
   const double most = largest_magnitude(entry, (tile - entry.first_tile) * kScanTile);
   const bool fits = most * sqrt(*entry.step + 1.0) <= entry.largest;  // false for NaN
   const float recorded = fits ? fminf(static_cast<float>(most), FLT_MAX) : 0;
-  record_largest(__float_as_uint(recorded), &control->largest[static_cast<int>(entry.kind)]);
+  record_largest(__float_as_uint(recorded),
+                 &numbers[entry.index].largest[static_cast<int>(entry.kind)]);
   if (!fits && entry.kind != ScanKind::kAverage) {
     atomicMin(&control->first_unfit, entry.index);
   }
@@ -92,24 +98,24 @@ __global__ void decide_step_kernel(StepRule rule, StepControl* control, int64_t*
   status[kTotalSkips] += keep ? 0 : 1;
   status[kNonFiniteParameter] = keep ? -1 : control->first_unfit;
   control->keep = keep;
+  const bool is_sum = rule.beta2 == 1;
+  const double alpha = !keep ? 0 : is_sum ? 1 : 1 - rule.beta2;
+  const auto beta = static_cast<float>(!keep || is_sum ? 1 : rule.beta2);
+  control->update = {static_cast<float>(alpha), beta};
+}
 
+// The scales of g and m as fp16 parts, from the bounds of both.
+__device__ void choose_scales(const StepRule& rule, StepNumbers& numbers) {
   const auto largest = [&](ScanKind kind) {
-    return double{__uint_as_float(control->largest[static_cast<int>(kind)])};
+    return double{__uint_as_float(numbers.largest[static_cast<int>(kind)])};
   };
   const double gradient =
       largest(ScanKind::kGradient) + fabs(rule.weight_decay) * largest(ScanKind::kParameter);
   // m = (beta1 m' + (1 - beta1) g) / (1 - beta1^t)
   const double average =
       gradient + (rule.beta1 < 1 ? rule.beta1 / (1 - rule.beta1) : 0) * largest(ScanKind::kAverage);
-  control->gradient_scale = scale_for(static_cast<float>(gradient));
-  control->average_scale = scale_for(static_cast<float>(average));
-
-  const bool is_sum = rule.beta2 == 1;
-  const double alpha = !keep ? 0 : is_sum ? 1 : 1 - rule.beta2;
-  const auto beta = static_cast<float>(!keep || is_sum ? 1 : rule.beta2);
-  const double scale = control->gradient_scale;
-  control->update = {static_cast<float>(alpha), beta};
-  control->update_by_halves = {static_cast<float>(alpha / (scale * scale)), beta};
+  numbers.gradient_scale = scale_for(static_cast<float>(gradient));
+  numbers.average_scale = scale_for(static_cast<float>(average));
 }
 
 __device__ double correction(double beta, double t) { return beta == 1 ? 1 : 1 - pow(beta, t); }
@@ -126,10 +132,12 @@ __global__ void __launch_bounds__(kControlThreads)
   const auto since = [&](const double* start) {
     return fmax(start == nullptr ? t : t - *start, 1.0);
   };
-  numbers[steps.first_tile + i] = {
-      correction(rule.beta1, since(steps.entries[i].exp_avg_start)),
-      correction(rule.moment_beta, since(steps.entries[i].second_moment_start)),
-      correction(rule.beta2, since(nullptr)), t >= rule.start ? 1.0 : 0.0};
+  StepNumbers& its = numbers[steps.first_tile + i];
+  its.exp_avg = correction(rule.beta1, since(steps.entries[i].exp_avg_start));
+  its.second_moment = correction(rule.moment_beta, since(steps.entries[i].second_moment_start));
+  its.statistics = correction(rule.beta2, since(nullptr));
+  its.started = t >= rule.start ? 1.0 : 0.0;
+  choose_scales(rule, its);
 }
 
 // One block. Of equal counts the first entry's.
@@ -161,14 +169,17 @@ __global__ void __launch_bounds__(kControlThreads)
 
 }  // namespace
 
-cudaError_t initialize_control(StepControl* control, cudaStream_t stream) {
-  initialize_kernel<<<1, 1, 0, stream>>>(control);
+cudaError_t initialize_control(StepControl* control, StepNumbers* numbers, int parameters,
+                               cudaStream_t stream) {
+  const int blocks = (parameters + kControlThreads - 1) / kControlThreads;
+  initialize_kernel<<<blocks, kControlThreads, 0, stream>>>(control, numbers, parameters);
   return cudaGetLastError();
 }
 
-cudaError_t scan(const Table<ScanEntry>& entries, StepControl* control, cudaStream_t stream) {
+cudaError_t scan(const Table<ScanEntry>& entries, StepControl* control, StepNumbers* numbers,
+                 cudaStream_t stream) {
   launch_shortest(entries, [&](const auto& table) {
-    scan_kernel<<<table.tiles(), kElementThreads, 0, stream>>>(table, control);
+    scan_kernel<<<table.tiles(), kElementThreads, 0, stream>>>(table, control, numbers);
   });
   return cudaGetLastError();
 }

@@ -40,7 +40,8 @@ static_assert(kConsecutiveSkips == 0 && kTotalSkips == 1 && kNonFiniteParameter 
                   kConsecutiveRootFailures == 3 && kFailedParameter == 4,
               "cuda_kernels/step_control.cu writes these places");
 static_assert(sizeof(StepControl) % sizeof(int) == 0);
-static_assert(sizeof(StepNumbers) == 4 * sizeof(double));
+constexpr int64_t kNumbers = sizeof(StepNumbers) / sizeof(double);
+static_assert(sizeof(StepNumbers) % sizeof(double) == 0);
 
 void changed(const at::Tensor& tensor) {
   if (tensor.defined()) {
@@ -91,7 +92,7 @@ struct FusedStep::Work {
   std::vector<at::Tensor> grads = {};                       // as the kernels read them
   std::vector<at::Tensor> copies = {};                      // of parameters that are not dense
   at::Tensor control = {};                                  // StepControl
-  at::Tensor numbers = {};                                  // [P, 4]: StepNumbers
+  at::Tensor numbers = {};                                  // [P, kNumbers]: StepNumbers
   at::Tensor grafted_squares = {}, direction_squares = {};  // [tiles]
 
   StepControl* device_control() const {
@@ -252,10 +253,12 @@ void FusedStep::begin(const ShampooHyperparameters& h, at::TensorList grads) {
     w.set_gradient(i, dense(readable_gradient(grads[i], w.params[i], serves_[i])));
   }
   w.control = at::empty({sizeof(StepControl) / sizeof(int)}, w.options.dtype(at::kInt));
-  w.numbers = at::empty({static_cast<int64_t>(w.params.size()), 4}, w.options.dtype(at::kDouble));
-  C10_CUDA_CHECK(cuda_kernels::initialize_control(w.device_control(), w.stream));
+  const auto count = static_cast<int64_t>(w.params.size());
+  w.numbers = at::empty({count, kNumbers}, w.options.dtype(at::kDouble));
+  C10_CUDA_CHECK(cuda_kernels::initialize_control(w.device_control(), w.device_numbers(),
+                                                  static_cast<int>(count), w.stream));
   for (const auto& table : w.scans) {
-    C10_CUDA_CHECK(cuda_kernels::scan(table, w.device_control(), w.stream));
+    C10_CUDA_CHECK(cuda_kernels::scan(table, w.device_control(), w.device_numbers(), w.stream));
   }
   const auto rule = step_rule(h);
   changed(w.state.status);
@@ -330,8 +333,7 @@ void FusedStep::precondition() {
   RECORD_FUNCTION("torchium::precondition", {});
   const Work& w = *work_;
   work_->stacks->set_aside_directions();
-  StepControl* control = w.device_control();
-  w.products().precondition(w.h->beta1 > 0.0 ? &control->average_scale : &control->gradient_scale);
+  w.products().precondition();
 }
 
 void FusedStep::update() {

@@ -56,7 +56,7 @@ class StepProducts::PartOperands {
     return {
         .x = x,
         .halves = {halves, has_low ? halves + halves_.size(1) : nullptr, numbers + numbers_.size(1),
-                   static_cast<int>(rows), static_cast<int>(columns)},
+                   static_cast<int>(rows), static_cast<int>(columns), /*has_scales=*/false},
         .largest = reinterpret_cast<unsigned*>(numbers),
         .matrices = static_cast<int>(matrices),
         .first_tile = 0,
@@ -77,7 +77,7 @@ void StepProducts::update_statistics(const cuda_kernels::StepControl* control) c
     for (size_t mode = 0; stacks_.serves(b) && mode < batch.sizes.size(); ++mode) {
       at::Tensor statistics = batch.statistics[mode];
       if (stacks_.is_of_halves(b)) {
-        products[mode].push_back({.A = stacks_.gradient_halves(b, nullptr),
+        products[mode].push_back({.A = stacks_.gradient_halves(b),
                                   .B = {},
                                   .C = statistics.mutable_data_ptr<float>(),
                                   .matrices = batch.count});
@@ -91,7 +91,7 @@ void StepProducts::update_statistics(const cuda_kernels::StepControl* control) c
     const auto kind = mode == 0 ? ProductKind::kRowGram : ProductKind::kColumnGram;
     C10_CUDA_CHECK(cuda_kernels::stack_products(kind, products[mode].data(),
                                                 static_cast<int>(products[mode].size()),
-                                                &control->update_by_halves, is_single(), stream_));
+                                                &control->update, is_single(), stream_));
   }
 }
 
@@ -117,7 +117,7 @@ std::vector<std::vector<StepProducts::Piece>> StepProducts::parts_of_halves() co
   return parts;
 }
 
-void StepProducts::precondition(float* average_scale) const {
+void StepProducts::precondition() const {
   const auto parts = parts_of_halves();
   if (!parts.empty()) {
     int64_t halves = 0, pieces = 0;
@@ -133,7 +133,7 @@ void StepProducts::precondition(float* average_scale) const {
     PartOperands operands(halves, 3 * pieces, is_single(), options);
     operands.clear(stream_);
     for (const auto& part : parts) {
-      precondition_part(part, operands, average_scale);
+      precondition_part(part, operands);
     }
   }
   for (size_t b = 0; b < batches_.size(); ++b) {
@@ -144,8 +144,7 @@ void StepProducts::precondition(float* average_scale) const {
 }
 
 // R_1 m lies in the memory of the directions until its halves are made.
-void StepProducts::precondition_part(const std::vector<Piece>& part, PartOperands& operands,
-                                     float* average_scale) const {
+void StepProducts::precondition_part(const std::vector<Piece>& part, PartOperands& operands) const {
   SplitTables by_matrix, roots, between;
   std::vector<StackProduct> first, second;
   const auto add = [](SplitTables& tables, const SplitEntry& entry) {
@@ -170,7 +169,7 @@ void StepProducts::precondition_part(const std::vector<Piece>& part, PartOperand
     const SplitEntry left = operands.take(direction, cuda_kernels::ElementType::kFloat, count,
                                           batch.sizes[0], batch.sizes[1]);
     first.push_back({.A = root(0),
-                     .B = stacks_.average_halves(b, start, average_scale),
+                     .B = stacks_.average_halves(b, start),
                      .C = direction,
                      .matrices = count,
                      .largest = left.largest});

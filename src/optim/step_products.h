@@ -20,8 +20,8 @@ class StepProducts {
 
   // L_i <- b2 L_i + (1 - b2) mat_i(g) mat_i(g)^T. control: on the device.
   void update_statistics(const cuda_kernels::StepControl* control) const;
-  // d = m x_1 R_1 ... x_k R_k; average_scale: of m in halves.
-  void precondition(float* average_scale) const;
+  // d = m x_1 R_1 ... x_k R_k.
+  void precondition() const;
 
  private:
   // Some matrices of a batch.
@@ -34,8 +34,7 @@ class StepProducts {
   // Halves without lower ones.
   bool is_single() const { return precision_ == linalg::detail::MatmulPrecision::kHigh; }
   std::vector<std::vector<Piece>> parts_of_halves() const;
-  void precondition_part(const std::vector<Piece>& part, PartOperands& operands,
-                         float* average_scale) const;
+  void precondition_part(const std::vector<Piece>& part, PartOperands& operands) const;
   void precondition_floats(size_t b) const;
 
   const std::vector<MatrixBatch>& batches_;

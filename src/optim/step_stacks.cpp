@@ -66,7 +66,8 @@ void StepStacks::find_places(const std::vector<bool>& serves) {
     for (size_t b = 0; b < batches_.size(); ++b) {
       const bool fits = has_kernel && fits_kernel(batches_[b]);
       if (serves[batches_[b].entries.front().param] && fits == of_halves) {
-        places_[b] = {end_, true, of_halves};
+        places_[b] = {end_, matrices_of_halves_, true, of_halves};
+        matrices_of_halves_ += of_halves ? batches_[b].count : 0;
         const int64_t elements = batches_[b].count * c10::multiply_integers(batches_[b].sizes);
         end_ += (elements + kAlignment - 1) / kAlignment * kAlignment;
       }
@@ -84,6 +85,7 @@ void StepStacks::place(std::vector<cuda_kernels::ParameterEntry>& entries) const
     const int kind = 2 * short_row + (sizes.back() != block_size_);
     for (const auto& [param, shape, start] : batches_[b].entries) {
       entries[param].stacks[kind] = places_[b].first + start * block;
+      entries[param].matrices[kind] = static_cast<int>(places_[b].first_matrix + start);
       entries[param].in_halves |= places_[b].of_halves << kind;
     }
   }
@@ -94,7 +96,9 @@ void StepStacks::set_aside(MatmulPrecision precision) {
   const int64_t parts = precision == MatmulPrecision::kHighest ? 2 : 1;
   gradients_ = at::empty({end_ - end_of_halves_}, options_);
   gradient_halves_ = at::empty({parts, end_of_halves_}, as_halves);
+  gradient_scales_ = at::empty({matrices_of_halves_}, options_);
   if (has_average_) {
+    average_scales_ = at::empty_like(gradient_scales_);
     averages_ = at::empty_like(gradients_);
     average_halves_ = at::empty_like(gradient_halves_);
   }
@@ -104,6 +108,7 @@ void StepStacks::set_aside_directions() { directions_ = at::empty({end_}, option
 
 void StepStacks::free_all() {
   gradients_ = averages_ = directions_ = gradient_halves_ = average_halves_ = at::Tensor();
+  gradient_scales_ = average_scales_ = at::Tensor();
 }
 
 at::Tensor StepStacks::part(size_t b, const at::Tensor& stack, int64_t origin) const {
@@ -126,21 +131,26 @@ float* StepStacks::direction_floats(size_t b, int64_t start) const {
   return directions_.mutable_data_ptr<float>() + first;
 }
 
-HalfStack StepStacks::halves(const at::Tensor& stacks, size_t b, int64_t start,
-                             float* scale) const {
+HalfStack StepStacks::halves(const at::Tensor& stacks, const at::Tensor& scales, size_t b,
+                             int64_t start) const {
   const auto& sizes = batches_[b].sizes;
   const int64_t first = places_[b].first + start * c10::multiply_integers(sizes);
   __half* low = part_of_halves(stacks, 1);
-  return {part_of_halves(stacks, 0) + first, low == nullptr ? nullptr : low + first, scale,
-          static_cast<int>(sizes[0]), static_cast<int>(sizes[1])};
+  return {.hi = part_of_halves(stacks, 0) + first,
+          .lo = low == nullptr ? nullptr : low + first,
+          .scale = scales.mutable_data_ptr<float>() + places_[b].first_matrix + start,
+          .rows = static_cast<int>(sizes[0]),
+          .columns = static_cast<int>(sizes[1]),
+          .has_scales = true};
 }
 
-HalfStack StepStacks::gradient_halves(size_t b, float* scale) const {
-  return halves(gradient_halves_, b, 0, scale);
+HalfStack StepStacks::gradient_halves(size_t b) const {
+  return halves(gradient_halves_, gradient_scales_, b, 0);
 }
 
-HalfStack StepStacks::average_halves(size_t b, int64_t start, float* scale) const {
-  return halves(has_average_ ? average_halves_ : gradient_halves_, b, start, scale);
+HalfStack StepStacks::average_halves(size_t b, int64_t start) const {
+  return has_average_ ? halves(average_halves_, average_scales_, b, start)
+                      : halves(gradient_halves_, gradient_scales_, b, start);
 }
 
 void StepStacks::fill(cuda_kernels::StepBuffers& buffers) const {
@@ -150,6 +160,8 @@ void StepStacks::fill(cuda_kernels::StepBuffers& buffers) const {
   buffers.gradients_lo = part_of_halves(gradient_halves_, 1);
   buffers.averages_hi = part_of_halves(average_halves_, 0);
   buffers.averages_lo = part_of_halves(average_halves_, 1);
+  buffers.gradient_scales = from_zero(gradient_scales_, 0);
+  buffers.average_scales = from_zero(average_scales_, 0);
   buffers.directions = from_zero(directions_, 0);
 }
 

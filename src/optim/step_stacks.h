@@ -34,8 +34,8 @@ class StepStacks {
   bool is_of_halves(size_t b) const { return places_[b].of_halves; }
 
   // All matrices of batch b, from matrix `start` on.
-  cuda_kernels::HalfStack gradient_halves(size_t b, float* scale) const;
-  cuda_kernels::HalfStack average_halves(size_t b, int64_t start, float* scale) const;
+  cuda_kernels::HalfStack gradient_halves(size_t b) const;
+  cuda_kernels::HalfStack average_halves(size_t b, int64_t start) const;
   float* direction_floats(size_t b, int64_t start) const;
   // The same of floats, [count, n_1, n_2], n_2 = 1 for order one.
   at::Tensor gradient(size_t b) const;
@@ -47,24 +47,26 @@ class StepStacks {
 
  private:
   struct Place {
-    int64_t first = 0;  // element of the stacks; multiples of kAlignment
+    int64_t first = 0;         // element of the stacks; multiples of kAlignment
+    int64_t first_matrix = 0;  // of the batch, among all blocks of fp16 parts
     bool is_served = false;
     bool of_halves = false;
   };
 
   void find_places(const std::vector<bool>& serves);
   at::Tensor part(size_t b, const at::Tensor& stack, int64_t origin) const;
-  cuda_kernels::HalfStack halves(const at::Tensor& stacks, size_t b, int64_t start,
-                                 float* scale) const;
+  cuda_kernels::HalfStack halves(const at::Tensor& stacks, const at::Tensor& scales, size_t b,
+                                 int64_t start) const;
 
   const std::vector<MatrixBatch>& batches_;
   int64_t block_size_;
   at::TensorOptions options_;  // of float32 buffers
   bool has_average_;
   std::vector<Place> places_;  // of each batch; those of halves come first
-  int64_t end_of_halves_ = 0, end_ = 0;
+  int64_t end_of_halves_ = 0, end_ = 0, matrices_of_halves_ = 0;
   at::Tensor gradients_, averages_, directions_;  // floats; the first two begin at end_of_halves_
   at::Tensor gradient_halves_, average_halves_;   // [1 or 2, end_of_halves_]: hi, lo
+  at::Tensor gradient_scales_, average_scales_;   // [matrices_of_halves_]
 };
 
 }  // namespace torchium::optim::detail

@@ -135,6 +135,37 @@ def test_a_skipped_step_of_halves_changes_no_bit(precision: str) -> None:
         assert torch.equal(value, state[key]), key
 
 
+@pytest.mark.parametrize("precision", ["highest", "high"])
+@pytest.mark.parametrize("betas", [(0.0, 1.0), (0.9, 0.99)])
+def test_a_tiny_gradient_beside_a_huge_one_keeps_its_digits(
+    betas: tuple[float, float], precision: str
+) -> None:
+    """Both are in the same stacks of halves."""
+    results = []
+    for device, dtype in (("cpu", torch.float64), ("cuda", torch.float32)):
+        params = [nn.Parameter(torch.zeros(24, 64, device=device, dtype=dtype)) for _ in range(3)]
+        optimizer = torchium.Shampoo(
+            params,
+            lr=1.0,
+            eps=0.0,
+            relative_eps=0.05,
+            betas=betas,
+            root_method="eigh",
+            matmul_precision=precision,
+        )
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(5):
+            for p, size in zip(params, (1e-12, 1e3, 1.0), strict=True):
+                gradient = size * torch.randn(p.shape, generator=generator)
+                p.grad = gradient.to(device, dtype)
+            optimizer.step()
+        optimizer.check_errors()
+        results.append([p.detach().cpu().double() for p in params])
+    tolerance = 1e-4 if precision == "highest" else 5e-3
+    for expected, actual in zip(*results, strict=True):
+        assert (actual - expected).norm() <= tolerance * expected.norm()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_parameters(dtype: torch.dtype) -> None:
     options = OPTIONS["averages"]
