@@ -142,7 +142,7 @@ void StepPlan::update_preconditioners() {
   TORCH_CHECK(
       !host_decides() || !torchium::detail::is_capturing(device_),
       "update_preconditioners() cannot be captured in a CUDA graph: it reports failures to the "
-      "host. Use Shampoo with capturable = True, and check_errors()");
+      "host. Use Shampoo with capturable=True, and check_errors()");
   const c10::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   renew_roots(params, states, monitor_.status());

@@ -136,7 +136,8 @@ def test_a_step_that_raises_in_its_midst_leaves_no_wrong_count(name, device):
     optimizer.check_errors()
     known = counts_on_host(optimizer, params)
     assert set(known.values()) <= {taken + 2}
-    assert len(known) == len(params) or (device.type == "cpu" and not known)
+    no_schedule = device.type == "cpu" or name == "adagrad"  # no schedule needs the host's
+    assert len(known) == len(params) or (no_schedule and not known)
     assert all(optimizer.state[p]["step"] == taken + 2 for p in params)
     assert all(bool(v.isfinite().all()) for v in values(model))
 
@@ -157,4 +158,5 @@ def test_a_skip_that_is_reported_late_is_not_taken_back_twice(name):
     run(model, optimizer, 3, 1)
     optimizer.check_errors()
     assert optimizer.state[params[0]]["step"] == 4
-    assert counts_on_host(optimizer, params) == dict.fromkeys(params, 4)
+    expected = {} if name == "adagrad" else dict.fromkeys(params, 4)  # it has no schedule
+    assert counts_on_host(optimizer, params) == expected
