@@ -1,7 +1,6 @@
 #include "linalg/newton.h"
 
-#include "linalg/device_schedules.h"
-#include "linalg/minimax.h"
+#include "linalg/root_ladder.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Context.h>

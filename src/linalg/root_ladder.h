@@ -1,9 +1,12 @@
-// Schedules of the iterations for inverse p-th roots on a GPU, as the argument of a kernel.
+// Schedules of the iterations for inverse p-th roots on a GPU: as the argument of a kernel, and
+// chosen there.
 #pragma once
 
 #include "cuda_kernels/root_ladder.h"
 #include "linalg/minimax.h"
 #include <torchium/export.h>
+
+#include <ATen/core/Tensor.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -34,5 +37,15 @@ void fill_ladder(cuda_kernels::ScheduleLadder<T, max_rungs, max_steps>& ladder, 
     }
   }
 }
+
+struct DeviceSchedules {
+  at::Tensor coefficients;  // [steps, N, 3] float64: a, b, c of each step; 1, 0, 0 behind the last
+  at::Tensor lengths;       // [N] int64
+};
+
+// The schedules for the intervals [2^rungs[i], 1]. rungs: [N] int64 in [lowest_rung, 0]. Nothing is
+// read on the host.
+DeviceSchedules schedules_of_rungs(const at::Tensor& rungs, int64_t lowest_rung, int64_t root,
+                                   double unit_roundoff);
 
 }  // namespace torchium::linalg::detail
