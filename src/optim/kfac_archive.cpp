@@ -226,8 +226,7 @@ std::function<void()> KFAC::read_more(torch::serialize::InputArchive& archive) {
                     "the archive has no entry 'layers'; it was not written by KFAC");
   const auto params = all_params();
   const auto count = static_cast<int64_t>(params.size());
-  TORCH_CHECK_VALUE(rows.scalar_type() == at::kLong && rows.dim() == 2 &&
-                        (rows.size(1) == 2 || rows.size(1) == 3) &&  // 2: before [in, out] weights
+  TORCH_CHECK_VALUE(rows.scalar_type() == at::kLong && rows.dim() == 2 && rows.size(1) == 3 &&
                         (rows < count).all().item<bool>() && (rows >= -1).all().item<bool>() &&
                         (rows.select(1, 0) >= 0).all().item<bool>(),
                     "the entry 'layers' of the archive does not fit the optimizer's ", count,
@@ -242,7 +241,7 @@ std::function<void()> KFAC::read_more(torch::serialize::InputArchive& archive) {
       if (state != nullptr && state->A().defined()) {
         auto layer = detail::layer_of_factors(weight, state->A(), state->G());
         layer.bias = bias >= 0 ? params[bias] : at::Tensor();
-        layer.is_transposed = rows.size(1) == 3 && rows[i][2].item<int64_t>() != 0;
+        layer.is_transposed = rows[i][2].item<int64_t>() != 0;
         capture_->set_layer(weight, std::move(layer));
       }
     }
