@@ -69,9 +69,6 @@ void NaturalGradientParamState::convert_to(const at::Tensor& param) {
       tensor = tensor.to(param.device());
     }
   }
-  if (loss_scale().defined()) {
-    loss_scale(loss_scale().to(param.device()));
-  }
 }
 
 std::vector<std::pair<std::string, at::Tensor>> NaturalGradientParamState::tensors() const {
@@ -81,7 +78,6 @@ std::vector<std::pair<std::string, at::Tensor>> NaturalGradientParamState::tenso
   }
   result.emplace_back("uses", uses());
   result.emplace_back("use_eps", use_eps());
-  result.emplace_back("loss_scale", loss_scale());
   for (const auto j : c10::irange(inputs().size())) {
     result.emplace_back("inputs." + std::to_string(j), inputs()[j]);
     result.emplace_back("output_gradients." + std::to_string(j), output_gradients()[j]);
@@ -95,7 +91,6 @@ void NaturalGradientParamState::serialize(torch::serialize::InputArchive& archiv
     return;
   }
   archive.try_read("use_eps", use_eps(), /*is_buffer=*/true);
-  archive.try_read("loss_scale", loss_scale(), /*is_buffer=*/true);
   at::Tensor input;
   at::Tensor gradient;
   for (size_t j = 0;
@@ -112,7 +107,7 @@ namespace detail {
 void clear_batch(const std::vector<at::Tensor>& params, const BatchStateOf& state_of) {
   for (const auto& param : params) {
     if (auto* state = state_of(param)) {
-      state->uses({}).use_eps({}).loss_scale({});
+      state->uses({}).use_eps({});
       state->inputs({}).output_gradients({});
     }
   }
@@ -139,7 +134,6 @@ void write_batch(const KeptBatch& batch, const std::vector<at::Tensor>& params,
       state.output_gradients().push_back(use.output_gradient.clone());
     }
     state.uses(rows).use_eps(eps);
-    state.loss_scale(at::ones({}, at::TensorOptions(at::kFloat).device(params[owner].device())));
   }
 }
 
@@ -181,13 +175,11 @@ void fit_batch(const NaturalGradientParamState& loaded, NaturalGradientParamStat
            tensor.sizes() == at::IntArrayRef({size});
   };
   TORCH_CHECK_VALUE(are_uses(rows, param_count) && fits(loaded.use_eps(), rows.size(0)) &&
-                        loaded.loss_scale().defined() && loaded.loss_scale().numel() == 1 &&
                         loaded.inputs().size() == static_cast<size_t>(rows.size(0)),
                     "the batch of ", name,
                     " in the archive is not that of layers of the optimizer");
   fitted.uses(rows.cpu().clone(at::MemoryFormat::Contiguous));
   fitted.use_eps(loaded.use_eps().cpu().clone(at::MemoryFormat::Contiguous));
-  fitted.loss_scale(loaded.loss_scale().to(param.device(), /*non_blocking=*/false, /*copy=*/true));
   for (const auto j : c10::irange(loaded.inputs().size())) {
     LayerUse use = use_of(fitted.uses().const_data_ptr<int64_t>() + j * kRowSize);
     use.input = loaded.inputs()[j].to(param.device(), /*non_blocking=*/false, /*copy=*/true);

@@ -110,7 +110,7 @@ def run(
 
 def computed_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """State but for what was captured: that is kept as it came."""
-    captured = ("inputs", "output_gradients", "uses", "use_eps", "loss_scale")
+    captured = ("inputs", "output_gradients", "uses", "use_eps")
     return {key: value for key, value in state.items() if key.split(".")[0] not in captured}
 
 

@@ -116,7 +116,7 @@ def test_keys_of_the_state_of_layers():
     assert keys(torchium.KFAC, momentum=0.0) == [{"step", *factors, *inverses}, plain, plain]
     assert keys(torchium.NaturalGradient, momentum=0.0) == [plain] * 3
     assert keys(torchium.NaturalGradient) == [{"step", "momentum_buffer"}] * 3
-    use = {"step", "inputs.0", "output_gradients.0", "uses", "use_eps", "loss_scale"}
+    use = {"step", "inputs.0", "output_gradients.0", "uses", "use_eps"}
     assert keys(torchium.NaturalGradient, update_freq=2, momentum=0.0) == [use, plain, use]
 
 

@@ -208,7 +208,10 @@ def test_a_kept_batch_keeps_the_scale_of_its_loss(device):
             scaler.step(optimizer)
             scaler.update()
         assert scaler.get_scale() == (2.0**11 if enabled else 1.0)
-        results.append(values(model))
+        states = optimizer.state.values()
+        kept = [v for state in states for k, v in state.items() if k.startswith("output_gradients")]
+        assert len(kept) == 3
+        results.append([*values(model), *kept])
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
 
 

@@ -64,8 +64,6 @@ struct TORCHIUM_API NaturalGradientParamState : public SecondOrderParamState {
   TORCH_ARG(at::Tensor, uses);
   /// [J] float64 on the CPU: eps of norms.
   TORCH_ARG(at::Tensor, use_eps);
-  /// 0-dim: what the output gradients are too large by.
-  TORCH_ARG(at::Tensor, loss_scale);
   /// Of each use, as captured.
   TORCH_ARG(std::vector<at::Tensor>, inputs);
   TORCH_ARG(std::vector<at::Tensor>, output_gradients);

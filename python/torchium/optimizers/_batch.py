@@ -16,8 +16,6 @@ from ._parameters import State
 
 _TENSORS = ("inputs", "output_gradients")
 ON_CPU = ("uses", "use_eps")  # keys of state that stays there
-# Inputs, output gradients, rows and eps of uses.
-Layers = tuple[list[Tensor], list[Tensor], list[int], list[float]]
 _ROW = 12  # integers of a use at the boundary of an operator
 
 
@@ -63,8 +61,10 @@ class Batch:
                     uses.append(_BatchUse(weight, bias, *tensors, row, eps))
         return Batch(uses, loss_scale)
 
-    def arguments(self, params: Sequence[Tensor]) -> Layers:
-        """The uses as the operators take them, for a call on ``params``."""
+    def arguments(
+        self, params: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor], list[int], list[float]]:
+        """Inputs, output gradients, rows and eps of the uses, for a call on ``params``."""
         index: dict[Tensor | None, int] = {p: i for i, p in enumerate(params)}
         inputs, output_gradients, rows, eps = [], [], [], []
         for use in self.uses:
@@ -80,10 +80,10 @@ class Batch:
     def state(self, params: Sequence[Tensor]) -> dict[Tensor, State]:
         """The batch as state of the weight of each use (or its bias); ``params`` are all there are.
 
-        Of the j-th use of a parameter: ``inputs.j`` and ``output_gradients.j``, as captured; row j of
-        ``uses`` [J, 13] (kind, weight, bias, micro-batch, eight settings, place among all uses) and
-        entry j of ``use_eps`` [J], both on the CPU. Weight and bias are positions in ``params``.
-        ``loss_scale``: 0-dim, what the output gradients are too large by.
+        Of the j-th use of a parameter: ``inputs.j`` and ``output_gradients.j``, as captured but not
+        scaled; row j of ``uses`` [J, 13] (kind, weight, bias, micro-batch, eight settings, place among
+        all uses) and entry j of ``use_eps`` [J], both on the CPU. Weight and bias are positions in
+        ``params``.
         """
         index: dict[Tensor | None, int] = {p: i for i, p in enumerate(params)}
         of_owner: defaultdict[Tensor, list[tuple[int, _BatchUse]]] = defaultdict(list)
@@ -97,18 +97,23 @@ class Batch:
                 [u.row[0], index.get(u.weight, -1), index.get(u.bias, -1), *u.row[3:], place]
                 for place, u in uses
             ]
-            one = torch.ones((), device=owner.device)
             result[owner] = {
                 "uses": torch.tensor(rows, device="cpu"),
                 "use_eps": torch.tensor(
                     [u.eps for _, u in uses], dtype=torch.float64, device="cpu"
                 ),
-                "loss_scale": one if self.loss_scale is None else self.loss_scale.clone(),
             }
             for j, (_, use) in enumerate(uses):
                 result[owner][f"inputs.{j}"] = use.input.clone()
-                result[owner][f"output_gradients.{j}"] = use.output_gradient.clone()
+                result[owner][f"output_gradients.{j}"] = self._unscaled(use.output_gradient)
         return result
+
+    def _unscaled(self, output_gradient: Tensor) -> Tensor:
+        """A copy of its own; in float32 where 16 bits may be too few for it."""
+        if self.loss_scale is None:
+            return output_gradient.clone()
+        dtype = torch.promote_types(output_gradient.dtype, torch.float32)
+        return output_gradient.to(dtype) / self.loss_scale
 
     @staticmethod
     def from_state(
@@ -116,12 +121,10 @@ class Batch:
     ) -> Batch | None:
         """The batch that :meth:`state` described; None: there is none."""
         found: dict[int, _BatchUse] = {}
-        loss_scale = None
         for param in params:
             state = states.get(param, {})
             if "uses" not in state:
                 continue
-            loss_scale = state["loss_scale"]
             eps = state["use_eps"].tolist()
             for j, (*row, place) in enumerate(state["uses"].tolist()):
                 weight, bias = (params[i] if i >= 0 else None for i in row[1:3])
@@ -130,13 +133,12 @@ class Batch:
                 )
         if not found:
             return None
-        uses = [found[place] for place in sorted(found)]
-        return Batch(uses, loss_scale)
+        return Batch([found[place] for place in sorted(found)], None)
 
 
 def is_batch_key(key: str) -> bool:
     """Whether the entry of the state of a parameter belongs to a batch."""
-    return key in ("uses", "use_eps", "loss_scale") or key.split(".")[0] in _TENSORS
+    return key in ON_CPU or key.split(".")[0] in _TENSORS
 
 
 def fresh_batch(param: Tensor, saved: dict[str, Any], params: int, name: str) -> State:
@@ -153,7 +155,6 @@ def fresh_batch(param: Tensor, saved: dict[str, Any], params: int, name: str) ->
     fresh = {
         "uses": torch.empty_like(rows, device="cpu"),
         "use_eps": torch.empty(len(rows), dtype=torch.float64, device="cpu"),
-        "loss_scale": torch.empty((), device=param.device),
     }
     for j, (kind, *_) in enumerate(rows.tolist()):
         input, output_gradient = (f"{tensors}.{j}" for tensors in _TENSORS)

@@ -30,7 +30,7 @@ _OUR_KEYS = frozenset(
         *_NON_NEGATIVE,
         *FACTOR_KEYS,
         *("exp_avg", "momentum_buffer", "statistics", "roots", "root_failures"),
-        *("uses", "use_eps", "loss_scale", "inputs", "output_gradients"),
+        *("uses", "use_eps", "inputs", "output_gradients"),
     )
 )
 
