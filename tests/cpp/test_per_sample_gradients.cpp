@@ -1,5 +1,6 @@
-// Per-sample gradients of models that move, mix or hide the samples of a batch, against a loop.
-#include "model_testing.h"
+// Per-sample gradients against a loop, also of models that move, mix or hide the samples of a
+// batch.
+#include "natural_gradient_testing.h"
 #include "torchium/gradients.h"
 
 namespace torchium::testing {
@@ -180,6 +181,124 @@ TEST(PerSampleGradients, RaiseForABufferThatChangesItsShape) {
   const auto message = message_of<c10::Error>(
       [&] { per_sample_gradients(model, forward, loss, inputs, torch::zeros_like(inputs)); });
   expect_contains(message, "size");
+}
+
+TEST_P(Problems, HavePerSampleGradients) {
+  for (const auto dtype : {torch::kDouble, torch::kFloat}) {
+    const auto model = make(dtype);
+    const auto batch = GetParam().batch(0, dtype);
+    const auto expected = dense_jacobian(GetParam(), *model, batch);
+    const torch::NoGradGuard no_grad;
+    const auto gradients = per_sample_gradients(
+        *model, [&](const torch::Tensor& x) { return GetParam().forward(*model, x); },
+        &cross_entropy, batch.inputs, batch.targets);
+    const auto params = model->named_parameters();
+    ASSERT_EQ(gradients.keys(), params.keys());
+    Tensors rows;
+    for (const auto& [name, gradient] : gradients.pairs()) {
+      EXPECT_EQ(gradient.scalar_type(), dtype);
+      EXPECT_FALSE(params[name].grad().defined());
+      EXPECT_EQ(gradient.sizes().slice(1), params[name].sizes());
+      rows.push_back(gradient.flatten(1));
+    }
+    expect_near(torch::cat(rows, 1), expected, dtype == torch::kDouble ? 1e-10 : 1e-4);
+  }
+}
+
+torch::OrderedDict<std::string, torch::Tensor> gradients_of(nn::Sequential model,
+                                                            const torch::Tensor& inputs,
+                                                            const torch::Tensor& targets) {
+  return NaturalGradient::compute_per_sample_gradients(
+      *model, [&](const torch::Tensor& x) { return model->forward(x); }, &cross_entropy, inputs,
+      targets);
+}
+
+TEST(PerSampleGradients, ChangeNothing) {
+  auto model = make_mlp();
+  NaturalGradient watching(*model);
+  const auto batch = make_batch(0, kMlpSample);
+  cross_entropy(model->forward(batch.inputs), batch.targets).backward();
+  Tensors before;
+  for (const auto& param : model->parameters()) {
+    before.push_back(param.grad().clone());
+  }
+  torch::manual_seed(9);
+  gradients_of(model, batch.inputs, batch.targets);
+  const auto drawn = torch::rand({3});
+  torch::manual_seed(9);
+  EXPECT_TRUE(torch::equal(drawn, torch::rand({3})));
+  for (size_t i = 0; i < before.size(); ++i) {
+    EXPECT_TRUE(torch::equal(model->parameters()[i].grad(), before[i]));
+  }
+  watching.step();
+  EXPECT_EQ(watching.report().samples, 6);  // and other captures do not see it
+}
+
+TEST(PerSampleGradients, LeaveBuffersAlone) {
+  struct Counting : public nn::Module {
+    Counting() {
+      linear = register_module("linear", nn::Linear(5, 3));
+      calls = register_buffer("calls", torch::zeros({}));
+    }
+    torch::Tensor forward(const torch::Tensor& x) {
+      calls.add_(1);
+      return linear(x);
+    }
+    nn::Linear linear{nullptr};
+    torch::Tensor calls;
+  };
+  Counting model;
+  const auto batch = make_batch(0, kMlpSample, 6, torch::kFloat);
+  const auto gradients = per_sample_gradients(
+      model, [&](const torch::Tensor& x) { return model.forward(x); }, &cross_entropy, batch.inputs,
+      batch.targets);
+  EXPECT_EQ(gradients.keys(), (std::vector<std::string>{"linear.weight", "linear.bias"}));
+  EXPECT_EQ(model.calls.item<float>(), 0.0F);
+}
+
+TEST(PerSampleGradients, LeaveOutFrozenParametersAndZeroUnusedOnes) {
+  nn::Sequential model(nn::Linear(5, 4), nn::Linear(4, 3));
+  model->parameters()[0].set_requires_grad(false);
+  model->push_back("unused", nn::Linear(2, 2));
+  const auto batch = make_batch(0, kMlpSample, 6, torch::kFloat);
+  const auto gradients = per_sample_gradients(
+      *model,
+      [&](const torch::Tensor& x) {
+        return model[1]->as<nn::Linear>()->forward(model[0]->as<nn::Linear>()->forward(x));
+      },
+      &cross_entropy, batch.inputs, batch.targets);
+  EXPECT_EQ(gradients.keys(), (std::vector<std::string>{"0.bias", "1.weight", "1.bias",
+                                                        "unused.weight", "unused.bias"}));
+  EXPECT_EQ(gradients["unused.weight"].sizes(), (std::vector<int64_t>{6, 2, 2}));
+  EXPECT_EQ(gradients["unused.weight"].abs().max().item<float>(), 0.0F);
+  EXPECT_GT(gradients["0.bias"].abs().max().item<float>(), 0.0F);
+}
+
+TEST(PerSampleGradients, RefuseWhatHasNone) {
+  const auto batch = make_batch(0, kMlpSample, 6, torch::kFloat);
+  const auto refused = [&](nn::Sequential model) {
+    return refusal([&] { gradients_of(model, batch.inputs, batch.targets); });
+  };
+  nn::Sequential plain(nn::Linear(5, 3));
+  expect_contains(refused(nn::Sequential(nn::Linear(5, 3), nn::BatchNorm1d(3))),
+                  "layer '1' (BatchNorm1d) normalises with the statistics of the batch");
+  expect_contains(refused(nn::Sequential(nn::Linear(5, 3), nn::Dropout(0.5))),
+                  "draws random numbers");
+  expect_contains(
+      refusal([&] { gradients_of(plain, batch.inputs, batch.targets.narrow(0, 0, 2)); }),
+      "inputs hold 6 samples and targets 2");
+  expect_contains(refusal([&] {
+                    gradients_of(plain, batch.inputs.narrow(0, 0, 0),
+                                 batch.targets.narrow(0, 0, 0));
+                  }),
+                  "at least one");
+  const auto with_loss = [&](const LossFunction& loss) {
+    per_sample_gradients(
+        *plain, [&](const torch::Tensor& x) { return plain->forward(x); }, loss, batch.inputs,
+        batch.targets);
+  };
+  expect_contains(refusal([&] { with_loss([](const auto& y, const auto&) { return y; }); }),
+                  "loss_fn returned shape [1, 3]");
 }
 
 }  // namespace

@@ -1,0 +1,61 @@
+// What the tests of K-FAC share.
+#pragma once
+
+#include "model_testing.h"
+#include "torchium/optim/kfac.h"
+
+#include <cmath>
+#include <string>
+
+namespace torchium::testing {
+
+using optim::KFAC;
+using optim::KFACOptions;
+using optim::KFACParamState;
+
+inline const KFACParamState& kfac_state(const KFAC& optimizer, const torch::Tensor& param) {
+  return static_cast<const KFACParamState&>(*optimizer.state().at(param.unsafeGetTensorImpl()));
+}
+
+// Steps first..last-1, each on its own batch.
+inline void train(KFAC& optimizer, nn::Sequential& model, torch::IntArrayRef sample, int first,
+                  int last) {
+  const auto dtype = model->parameters()[0].scalar_type();
+  for (int step = first; step < last; ++step) {
+    train_on(optimizer, model, make_batch(step, sample, 6, dtype));
+  }
+}
+
+inline void expect_near_each(const Tensors& actual, const Tensors& expected, double tolerance) {
+  ASSERT_EQ(actual.size(), expected.size());
+  for (size_t i = 0; i < actual.size(); ++i) {
+    SCOPED_TRACE(i);
+    expect_near(actual[i].detach(), expected[i].detach(), tolerance);
+  }
+}
+
+// (G (x) A + ...)^-1 V for one layer, by solves with dense matrices.
+inline torch::Tensor reference_direction(const torch::Tensor& A, const torch::Tensor& G,
+                                         const torch::Tensor& V, double damping,
+                                         const std::string& split) {
+  const auto I_A = torch::eye(A.size(0), A.options());
+  const auto I_G = torch::eye(G.size(0), G.options());
+  if (split == "exact") {
+    const auto F = torch::kron(G, A) + damping * torch::eye(V.numel(), V.options());
+    return torch::linalg_solve(F, V.reshape({-1})).view_as(V);
+  }
+  const double pi =
+      split == "plain" ? 1.0
+                       : std::sqrt(A.diag().mean().item<double>() / G.diag().mean().item<double>());
+  const auto left = torch::linalg_solve(G + std::sqrt(damping) / pi * I_G, V);
+  return torch::linalg_solve(A + std::sqrt(damping) * pi * I_A, left, /*left=*/false);
+}
+
+inline KFAC make_kfac(const nn::Sequential& model, const std::string& split) {
+  return KFAC(*model, KFACOptions(0.05).TCov(2).TInv(3).damping_split(split));
+}
+
+// Over the values of damping_split.
+class Splits : public ::testing::TestWithParam<std::string> {};
+
+}  // namespace torchium::testing

@@ -1,0 +1,192 @@
+// Parameters that K-FAC cannot precondition, and embeddings that are heads as well.
+#include "kfac_testing.h"
+
+namespace torchium::testing {
+namespace {
+
+struct Mixed : public nn::Module {
+  Mixed() {
+    torch::manual_seed(6);
+    embedding = register_module("embedding", nn::Embedding(7, 4));
+    lstm = register_module("lstm", nn::LSTM(4, 4));
+    norm = register_module("norm", nn::LayerNorm(nn::LayerNormOptions({4})));
+    head = register_module("head", nn::Linear(4, 3));
+    to(torch::kDouble);
+  }
+  torch::Tensor forward(const torch::Tensor& indices) {
+    const auto x = std::get<0>(lstm(embedding(indices).transpose(0, 1)));
+    return head(norm(x[-1]));
+  }
+  nn::Embedding embedding{nullptr};
+  nn::LSTM lstm{nullptr};
+  nn::LayerNorm norm{nullptr};
+  nn::Linear head{nullptr};
+};
+
+TEST(Kfac, FallsBackToMomentum) {
+  const auto model = std::make_shared<Mixed>();
+  const auto twin = std::make_shared<Mixed>();
+  KFAC optimizer(*model, KFACOptions(0.1).weight_decay(0.01).kl_clip(std::nullopt));
+  torch::optim::SGD sgd(twin->parameters(),
+                        torch::optim::SGDOptions(0.1).momentum(0.9).weight_decay(0.01));
+  Warnings warnings;
+  for (int step = 0; step < 3; ++step) {
+    const auto indices = torch::tensor({{1, 2, 3}, {4, 5, 6}}).add(step).remainder(7);
+    const auto targets = torch::tensor({0, 2});
+    optimizer.zero_grad();
+    cross_entropy(model->forward(indices), targets).backward();
+    {  // the gradients of the other parameters depend on the head
+      const torch::NoGradGuard no_grad;
+      const auto params = model->parameters();
+      auto twins = twin->parameters();
+      for (size_t i = 0; i < params.size(); ++i) {
+        twins[i].mutable_grad() = params[i].grad().clone();
+      }
+    }
+    optimizer.step();
+    sgd.step();
+  }
+  const auto names = model->named_parameters();
+  const auto report = optimizer.report();
+  EXPECT_EQ(report.preconditioned, (std::vector<std::string>{"head.weight", "head.bias"}));
+  EXPECT_EQ(report.fallback.size(), names.size() - 2);
+  for (const auto& name : report.fallback) {
+    expect_near(names[name], twin->named_parameters()[name], 1e-12);
+  }
+  EXPECT_FALSE(torch::allclose(names["head.weight"], twin->head->weight));
+  expect_contains(warnings.text, c10::str("KFAC preconditions 2 of ", names.size(), " parameters"));
+  expect_contains(warnings.text, "4 (LSTM is of an unsupported type: lstm.weight_ih_l0, ");
+  expect_contains(warnings.text, "1 (looked up as an embedding: embedding.weight)");
+  EXPECT_EQ(warnings.text.find("head"), std::string::npos);
+  EXPECT_EQ(warnings.text.find("SGD"), warnings.text.rfind("SGD"));  // once
+}
+
+// A head with the weight of an embedding, by its matrix or by the transpose of that.
+struct TiedHead : public nn::Module {
+  TiedHead() {
+    torch::manual_seed(7);
+    embedding = register_module("embedding", nn::Embedding(nn::EmbeddingOptions(5, 3)));
+    mix = register_module("mix", nn::Linear(3, 3));
+    to(torch::kDouble);
+  }
+  torch::Tensor forward(const torch::Tensor& words) {
+    return torch::linear(mix(embedding(words)).tanh(), embedding->weight);
+  }
+  nn::Embedding embedding{nullptr};
+  nn::Linear mix{nullptr};
+};
+
+TEST(Kfac, PreconditionsAHeadThatIsTiedToAnEmbedding) {
+  TiedHead model;
+  const auto words = torch::tensor({1, 2, 1, 4});
+  const auto targets = torch::tensor({0, 1, 4, 4});
+  const double n = 4.0;
+  const double damping = 0.05;
+  KFAC optimizer(model, KFACOptions(1.0).momentum(0.0).kl_clip(std::nullopt).damping(damping));
+  const auto h = model.embedding(words);
+  const auto x = model.mix(h).tanh();
+  const auto z = torch::linear(x, model.embedding->weight);
+  const auto gradients = torch::autograd::grad({cross_entropy(z, targets)}, {z, h}, {}, true);
+  cross_entropy(model.forward(words), targets).backward();
+  const auto before = model.embedding->weight.detach().clone();
+  Warnings warnings;
+  optimizer.step();
+  EXPECT_EQ(warnings.text, "");
+  EXPECT_EQ(optimizer.report().preconditioned.size(), 3);
+
+  const torch::NoGradGuard no_grad;
+  const auto A1 = x.t().mm(x) / n;
+  const auto G1 = gradients[0].t().mm(gradients[0]) * n;
+  const auto A2 = gradients[1].t().mm(gradients[1]) * n;
+  const auto G2 = torch::diag(torch::tensor({0.0, 0.5, 0.25, 0.0, 0.25}, torch::kDouble));
+  const auto s1 = (G1.trace() / A1.trace()).sqrt();  // balances the pairs
+  const auto s2 = (G2.trace() / A2.trace()).sqrt();
+  auto A = s1 * A1 + s2 * A2;
+  auto G = G1 / s1 + G2 / s2;
+  A = A * (A1.trace() / A.trace());
+  G = G * ((A1.trace() * G1.trace() + A2.trace() * G2.trace()) / (A.trace() * G.trace()));
+  const auto& state = kfac_state(optimizer, model.embedding->weight);
+  expect_near(state.A()[0], A, 1e-12);
+  expect_near(state.G()[0], G.diag(), 1e-12);
+  EXPECT_EQ(optimizer.report().diagonal_G, std::vector<std::string>{"embedding.weight"});
+  G = torch::diag(G.diag());
+  const auto direction = reference_direction(A, G, model.embedding->weight.grad(), damping, "pi");
+  expect_near(before - model.embedding->weight.detach(), direction, 1e-10);
+}
+
+TEST(Kfac, FallsBackForAnEmbeddingThatIsAlsoAWeightInOut) {
+  TiedHead model;
+  KFAC optimizer(model, KFACOptions(0.1).TCov(1));
+  Warnings warnings;
+  for (int step = 0; step < 2; ++step) {
+    optimizer.zero_grad();
+    const auto soft = torch::randn({3, 5}, torch::kDouble);
+    model.mix(model.embedding(torch::tensor({1, 2, 3})) + soft.mm(model.embedding->weight))
+        .square()
+        .mean()
+        .backward();
+    optimizer.step();
+  }
+  expect_contains(warnings.text, "1 (used as [in, out] and as [out, in]: embedding.weight)");
+  EXPECT_EQ(optimizer.report().fallback, std::vector<std::string>{"embedding.weight"});
+}
+
+// Its lookups are not captured any more when the head appears.
+TEST(Kfac, PreconditionsAHeadThatIsTiedLater) {
+  TiedHead model;
+  KFAC optimizer(model, KFACOptions(0.1).TCov(1));
+  const auto words = torch::tensor({1, 2, 1, 4});
+  for (int step = 0; step < 5; ++step) {
+    optimizer.zero_grad();
+    const auto loss = step < 2 ? model.mix(model.embedding(words)).square().mean()
+                               : cross_entropy(model.forward(words), torch::tensor({0, 1, 4, 4}));
+    loss.backward();
+    optimizer.step();
+    EXPECT_EQ(optimizer.report().fallback.size(), step < 2 ? 1 : 0);
+  }
+  EXPECT_EQ(kfac_state(optimizer, model.embedding->weight).factor_updates().item<float>(), 3.0F);
+}
+
+// Their layers receive time or position as the first dimension.
+TEST(Kfac, FallsBackWithinTransformerLayers) {
+  nn::TransformerEncoderLayer layer(nn::TransformerEncoderLayerOptions(4, 2).dropout(0.0));
+  nn::Linear head(4, 3);
+  nn::Module model;
+  model.register_module("layer", layer);
+  model.register_module("head", head);
+  KFAC optimizer(model, KFACOptions(0.1));
+  Warnings warnings;
+  const auto x = layer(torch::randn({5, 6, 4}));
+  cross_entropy(head(x.mean(0)), torch::randint(3, {6}, torch::kLong)).backward();
+  optimizer.step();
+  EXPECT_EQ(optimizer.report().preconditioned,
+            (std::vector<std::string>{"head.weight", "head.bias"}));
+  expect_contains(warnings.text,
+                  "(Linear takes samples in another dimension than the first: "
+                  "layer.self_attn.out_proj.weight, ");
+}
+
+TEST(Kfac, LeavesFrozenAndUnusedParametersAlone) {
+  nn::Linear used(5, 4);
+  nn::Linear frozen(4, 4);
+  nn::Linear unused(4, 4);
+  nn::Sequential model(used, nn::Tanh(), frozen, unused);
+  frozen->weight.set_requires_grad(false);
+  KFAC optimizer(*model, KFACOptions(0.1));
+  const auto before = copies(model->parameters());
+  const auto x = torch::randn({6, 5});
+  Warnings warnings;
+  cross_entropy(frozen(used(x).tanh()), torch::randint(4, {6}, torch::kLong)).backward();
+  optimizer.step();
+  const auto params = model->parameters();
+  EXPECT_FALSE(torch::equal(params[0], before[0]));
+  EXPECT_FALSE(torch::equal(params[3], before[3]));  // the bias of the frozen weight, by SGD
+  for (const int i : {2, 4, 5}) {
+    EXPECT_TRUE(torch::equal(params[i], before[i])) << i;
+    EXPECT_TRUE(state_tensors(optimizer, params[i]).empty());
+  }
+  expect_contains(warnings.text, "2.bias");
+}
+
+}  // namespace
+}  // namespace torchium::testing
