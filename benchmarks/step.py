@@ -9,180 +9,22 @@ a step with roots, one without, and the mean.
 from __future__ import annotations
 
 import argparse
-import gc
-import random
-import statistics
 import sys
-import time
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from common import Report
 from roots import Clock
-from step_contestants import Contestant, Steps, contestants
+from step_contestants import contestants
 from step_costs import Rates, iterations, needed
-from step_profile import SHARES, StepProfile, profiled
+from step_profile import SHARES
+from step_race import Entry, StepClock, race
 from step_shapes import MODELS, TINY_MODELS, Gradients, Model
 from step_targets import check_targets
 
 FAMILIES = ("ours", "adamw", "pytorch-optimizer", "dash")
 EXPONENTS = (1.0, 2.0)  # of the gradients' spectra
-WARM_UP = 10
-STEPS_A_ROUND = 5  # of optimizers whose steps all cost the same
 GB = 1e9
-
-
-@contextmanager
-def tf32(allowed: bool) -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = allowed
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
-
-
-@dataclass
-class Entry:
-    """One optimizer at work on one model."""
-
-    contestant: Contestant
-    gradients: Gradients
-    clock: Clock
-    optimizer: Steps | None = None
-    count: int = 0
-    rounds: list[list[float]] = field(default_factory=list)  # ms of each step of a cycle
-    spent: float = 0.0  # seconds
-    state: float | None = None  # bytes over parameters and gradients
-    peak: float | None = None
-    profiles: list[StepProfile] = field(default_factory=list)
-    note: str = ""
-
-    @property
-    def is_cuda(self) -> bool:
-        return self.clock.device != "cpu"
-
-    def step(self) -> None:
-        self.optimizer.step()
-
-    def feed(self) -> None:
-        self.gradients.feed(self.contestant.exponent, self.count)
-        self.count += 1
-
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Accounts its time; a failure takes it out of the race and is shown in its row."""
-        start = time.monotonic()
-        try:
-            with tf32(self.contestant.tf32):
-                yield
-                if self.is_cuda:
-                    torch.cuda.synchronize()
-        except Exception as error:  # whatever a peer raises belongs in the table
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            lines = [*str(error).strip().splitlines(), f"in {Path(place.filename).name}"]
-            self.note = f"{type(error).__name__}: {lines[0]}"[:120]
-            self.optimizer = None
-        self.spent += time.monotonic() - start
-
-    def prepare(self, most_seconds: float) -> None:
-        """Makes it, warms it up, and sees what memory that took."""
-        gc.collect()
-        if self.is_cuda:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated() if self.is_cuda else 0
-        with self.turn():
-            self.feed()
-            self.optimizer = self.contestant.make(self.gradients.parameters)
-            start = time.monotonic()
-            for _ in range(WARM_UP):
-                self.step()
-                self.feed()
-                if self.is_cuda:
-                    torch.cuda.synchronize()
-                if time.monotonic() - start > most_seconds:
-                    break
-        if self.is_cuda:
-            self.state = torch.cuda.memory_allocated() - before
-            self.peak = torch.cuda.max_memory_allocated() - before
-
-    def round(self) -> None:
-        """A cycle of steps, not waited for in between."""
-        cycle = self.contestant.cycle
-        marks = []
-        with self.turn():
-            for _ in range(cycle if cycle > 1 else STEPS_A_ROUND):
-                self.feed()
-                start = self.clock.mark()
-                self.step()
-                marks.append((start, self.clock.mark()))
-        if self.optimizer is not None:
-            self.rounds.append([self.clock.between(*pair) for pair in marks])
-
-    def profile(self) -> None:
-        """Of the step with roots, where only some have them, and of one without."""
-        watched = {self.due(), self.due() - 1} if self.contestant.cycle > 1 else {0}
-        with self.turn():
-            for position in range(self.contestant.cycle):
-                self.feed()
-                if position in {w % self.contestant.cycle for w in watched}:
-                    self.profiles.append(profiled(self.step, self.is_cuda))
-                else:
-                    self.step()
-
-    def positions(self) -> list[float]:
-        """Milliseconds of each step of a cycle."""
-        return [statistics.median(values) for values in zip(*self.rounds, strict=True)]
-
-    def due(self) -> int:
-        """Which step of a cycle has roots: the longest."""
-        positions = self.positions()
-        return max(range(len(positions)), key=lambda i: positions[i])
-
-    def times(self) -> tuple[float | None, float | None, float | None]:
-        """Milliseconds: the mean step, one with roots, and one without."""
-        if not self.rounds:
-            return None, None, None
-        positions, due = self.positions(), self.due()
-        if self.contestant.cycle == 1:
-            return statistics.median(positions), None, None
-        others = positions[:due] + positions[due + 1 :]
-        return statistics.mean(positions), positions[due], statistics.median(others)
-
-
-class StepClock(Clock):
-    """Marks on the stream, which nothing waits for until their distance is asked for."""
-
-    def mark(self) -> object:
-        if self.device == "cpu":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def between(self, start, end) -> float:
-        """Milliseconds; the device must have passed both."""
-        return 1e3 * (end - start) if self.device == "cpu" else start.elapsed_time(end)
-
-
-def race(entries: list[Entry], rounds: int, most_seconds: float) -> None:
-    """All take their turns, in another order every round; slow ones take fewer."""
-    shuffle = random.Random(0).sample
-    for entry in entries:
-        entry.prepare(most_seconds)
-    for r in range(rounds):
-        for entry in shuffle(entries, len(entries)):
-            if entry.optimizer is not None and (r == 0 or entry.spent < most_seconds):
-                entry.round()
-    for entry in entries:
-        if entry.optimizer is not None and entry.spent < 2 * most_seconds:
-            entry.profile()
-        entry.optimizer = None  # and its memory
 
 
 def gigabytes(count: float | None) -> float | None:

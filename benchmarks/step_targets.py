@@ -5,12 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from common import Report
-
-if TYPE_CHECKING:
-    from step import Entry
+from step_race import Entry
 
 EVERY_STEP, EVERY_TENTH = "torchium Shampoo, every 1", "torchium Shampoo, every 10"
 # The settings that the targets are meant for, and those of Shampoo.from_adamw, which has more state.

@@ -8,6 +8,7 @@ mapfile -t sources < <(find include src python tests examples benchmarks \
 echo "clang-format: ${#sources[@]} files"
 clang-format --dry-run --Werror "${sources[@]}"
 python scripts/check_includes.py
+python scripts/check_imports.py
 ruff check .
 ruff format --check .
 mypy

@@ -11,7 +11,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -34,6 +33,7 @@ from ._hooks import (
 )
 from ._layers import (
     LayerKind,
+    Use,
     computed_output,
     layer_input,
     may_mix_samples,
@@ -42,24 +42,6 @@ from ._layers import (
 )
 
 NO_TASK = -1  # what torch calls the backward pass outside of one
-
-
-@dataclass(eq=False, slots=True)
-class Use:
-    """One use of a layer in a forward pass, and what a backward pass brought to it.
-
-    ``root`` is the whole backward pass, ``task`` the part of it that this use lies in: they differ
-    under reentrant checkpointing. ``reached`` names the parameters whose ``.grad`` has the
-    contribution of this use.
-    """
-
-    module: nn.Module
-    params: dict[str, Tensor]  # "weight" and "bias", where they are trained by the optimizer
-    input: Tensor
-    output_gradient: Tensor
-    root: int
-    task: int
-    reached: set[str] = field(default_factory=set)
 
 
 class Capture:

@@ -10,15 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ._layers import MATRIX_KINDS, layer_kind, summed_gradient
-
-if TYPE_CHECKING:
-    from ._capture import Use
+from ._layers import MATRIX_KINDS, Use, layer_kind, summed_gradient
 
 # Relative to the product of the norms of inputs and output gradients, as rounding errors are.
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
@@ -26,6 +27,24 @@ class LayerKind(IntEnum):
     LAYER_NORM = 3
     GROUP_NORM = 4
     TRANSPOSED_LINEAR = 5  # Conv1D of transformers: a linear layer with a weight [in, out]
+
+
+@dataclass(eq=False, slots=True)
+class Use:
+    """One use of a layer in a forward pass, and what a backward pass brought to it.
+
+    ``root`` is the whole backward pass, ``task`` the part of it that this use lies in: they differ
+    under reentrant checkpointing. ``reached`` names the parameters whose ``.grad`` has the
+    contribution of this use.
+    """
+
+    module: nn.Module
+    params: dict[str, Tensor]  # "weight" and "bias", where they are trained by the optimizer
+    input: Tensor
+    output_gradient: Tensor
+    root: int
+    task: int
+    reached: set[str] = field(default_factory=set)
 
 
 _CLASSES: dict[LayerKind, type[nn.Module]] = {

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._capture import Use
-from .._layers import ALL_KINDS, LayerKind, core_tensors, use_row
+from .._layers import ALL_KINDS, LayerKind, Use, core_tensors, use_row
 from ._parameters import State
 
 _TENSORS = ("inputs", "output_gradients")

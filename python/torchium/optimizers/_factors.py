@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._capture import Capture, Use
+from .._capture import Capture
 from .._layers import (
     MATRIX_KINDS,
     TIED_KINDS,
     LayerKind,
+    Use,
     computed_weight,
     core_tensors,
     has_transposed_weight,

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from .._capture import Use, UseCapture
-from .._layers import ALL_KINDS, computed_weight, samples, why_unsupported
+from .._capture import UseCapture
+from .._layers import ALL_KINDS, Use, computed_weight, samples, why_unsupported
 from .._per_sample import LossFunction, per_sample_gradients
 from ._batch import ON_CPU, Batch, fresh_batch, is_batch_key
 from ._capturing import CapturingOptimizer, JointStep, ParamsOrModel, all_zero
