@@ -202,6 +202,7 @@ py::typing::Dict<py::str, int64_t> memory_of(const optim::GroupMemory& group) {
   py::typing::Dict<py::str, int64_t> result;
   result["elements"] = group.elements;
   result["parameters"] = group.parameters;
+  result["graphs"] = group.graphs;
   result["statistics"] = group.state.statistics;
   result["roots"] = group.state.roots;
   result["averages"] = group.state.averages;

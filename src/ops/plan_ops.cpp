@@ -88,6 +88,8 @@ void register_plan(torch::Library& m, const char* name) {
            })
       .def("update_preconditioners", [](const Self& self) { self->update_preconditioners(); })
       .def("host_steps", [](const Self& self) { return self->host_steps(); })
+      .def("graph_count", [](const Self& self) { return self->graph_count(); })
+      .def("graph_bytes", [](const Self& self) { return self->graph_bytes(); })
       .def("request_report", [](const Self& self) { self->request_report(); })
       .def("next_failure", next_failure<Plan>);
 }

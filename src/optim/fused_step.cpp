@@ -243,6 +243,20 @@ void FusedStep::plan(const ShampooHyperparameters& h, const std::vector<MatrixBa
   }
 }
 
+// cuBLAS allocates memory for each stream that it is first used on.
+bool FusedStep::fits_graphs() const {
+  if (!serves_all_) {
+    return false;
+  }
+  const Work& w = *work_;
+  for (size_t b = 0; b < w.batches->size(); ++b) {
+    if (!w.stacks->is_of_halves(b)) {
+      return false;
+    }
+  }
+  return true;
+}
+
 void FusedStep::begin(const ShampooHyperparameters& h, at::TensorList grads) {
   RECORD_FUNCTION("torchium::elementwise", {});
   Work& w = *work_;
@@ -383,6 +397,8 @@ FusedStep::FusedStep(const ShampooHyperparameters&, const std::vector<at::Tensor
 namespace {
 [[noreturn]] void refuse() { TORCH_INTERNAL_ASSERT(false, "this build has no CUDA kernels"); }
 }  // namespace
+
+bool FusedStep::fits_graphs() const { return false; }
 
 void FusedStep::plan(const ShampooHyperparameters&, const std::vector<MatrixBatch>&) {}
 void FusedStep::begin(const ShampooHyperparameters&, at::TensorList) { refuse(); }

@@ -41,6 +41,8 @@ class FusedStep {
   const std::vector<bool>& serves() const { return serves_; }
   bool serves(const MatrixBatch& batch) const { return serves_[batch.entries.front().param]; }
   bool serves_all() const { return serves_all_; }
+  // Whether the kernels do all of the step, so that it launches the same every time.
+  bool fits_graphs() const;
 
   // Fills the tables. The batches are those of all parameters and live as long as this.
   void plan(const ShampooHyperparameters& hyperparameters, const std::vector<MatrixBatch>& batches);

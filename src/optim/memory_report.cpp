@@ -28,6 +28,7 @@ const std::vector<Row>& rows() {
       {"diagonals", [](const auto& g) { return g.state.diagonals; }},
       {"counters", [](const auto& g) { return g.state.counters; }},
       {"state", [](const auto& g) { return g.state.total(); }},
+      {"graphs", [](const auto& g) { return g.graphs; }},
   };
   return all;
 }
@@ -62,6 +63,7 @@ GroupMemory MemoryReport::total() const {
     sum.elements += group.elements;
     sum.parameters += group.parameters;
     sum.state += group.state;
+    sum.graphs += group.graphs;
   }
   return sum;
 }

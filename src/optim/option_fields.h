@@ -53,7 +53,8 @@ auto option_fields(Options& o) {
       OptionField{"root_dtype", o.root_dtype(), kAddedLater},
       OptionField{"matmul_precision", o.matmul_precision(), kAddedLater},
       OptionField{"max_root_failures", o.max_root_failures()},
-      OptionField{"maximize", o.maximize()}, OptionField{"capturable", o.capturable()});
+      OptionField{"maximize", o.maximize()}, OptionField{"capturable", o.capturable()},
+      OptionField{"graphs", o.graphs(), kAddedLater});
 }
 
 template <typename Options>

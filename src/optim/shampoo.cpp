@@ -10,6 +10,8 @@
 #include "optim/shampoo_rules.h"
 #include "optim/shampoo_step.h"
 
+#include <c10/util/irange.h>
+
 #include <cmath>
 #include <utility>
 
@@ -145,6 +147,7 @@ void Shampoo::check_options(const Options& options) const {
     detail::check_choice("matmul_precision", *o.matmul_precision(), {"highest", "high"});
   }
   detail::check_at_least_one("max_root_failures", o.max_root_failures());
+  detail::check_choice("graphs", o.graphs(), {"auto", "always", "never"});
 }
 
 std::unique_ptr<SecondOrderParamState> Shampoo::make_empty_state() const {
@@ -229,7 +232,8 @@ void Shampoo::sync_lr() { sync_learning_rates(); }
 
 MemoryReport Shampoo::memory_report() const {
   MemoryReport report;
-  for (const auto& group : param_groups_) {
+  for (const auto i : c10::irange(param_groups_.size())) {
+    const auto& group = param_groups_[i];
     const auto h = detail::hyperparameters(shampoo_options(group.options()));
     GroupMemory memory;
     std::vector<at::Tensor> planned;  // will have state
@@ -246,6 +250,7 @@ MemoryReport Shampoo::memory_report() const {
       memory.parameters += static_cast<int64_t>(param.nbytes());
     }
     memory.state += detail::shampoo_state_memory(h, planned);
+    memory.graphs = graph_bytes(i);
     report.groups.push_back(memory);
   }
   return report;

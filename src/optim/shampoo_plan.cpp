@@ -1,5 +1,6 @@
 #include "optim/shampoo_plan.h"
 
+#include <string>
 #include <utility>
 
 namespace torchium::optim::detail {
@@ -27,6 +28,12 @@ ShampooState core_state(const ShampooHyperparameters& h, const StateList& states
   }
   state.status = std::move(status);
   return state;
+}
+
+GraphMode graph_mode(const std::string& graphs) {
+  return graphs == "auto"     ? GraphMode::kAuto
+         : graphs == "always" ? GraphMode::kAlways
+                              : GraphMode::kNever;
 }
 
 }  // namespace
@@ -63,7 +70,9 @@ ShampooHyperparameters hyperparameters(const ShampooOptions& o) {
 }
 
 void ShampooPlan::set_options(const torch::optim::OptimizerOptions& options) {
-  hyperparameters_ = hyperparameters(static_cast<const ShampooOptions&>(options));
+  const auto& o = static_cast<const ShampooOptions&>(options);
+  hyperparameters_ = hyperparameters(o);
+  forget_graphs(graph_mode(o.graphs()));
   auto* step = static_cast<ShampooStep*>(planned());
   if (step != nullptr && !step->adopt(hyperparameters_)) {
     forget_planned();

@@ -1,5 +1,7 @@
 #include "optim/shampoo_step.h"
 
+#include "linalg/stack_products.h"
+
 #include "optim/blocking.h"
 #include "optim/elementwise.h"
 #include "optim/fused_step.h"
@@ -383,6 +385,22 @@ void ShampooStep::run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRe
   fused.update();
   use_grafting_at_first(h, schedule, fused, state_.steps, x.f, x.d);
   apply_updates(h, params_, grads, blockings_, fused, x.d, corrections, state_, gate);
+}
+
+std::optional<int64_t> ShampooStep::graph_key(at::IntArrayRef host_steps) const {
+  if (params_.empty() || !fused_->is_available() || !fused_->fits_graphs()) {
+    return std::nullopt;
+  }
+  if (!h_.capturable) {
+    for (const int64_t before : host_steps) {
+      const int64_t t = before + 1;
+      if (t < h_.start_preconditioning_step ||
+          root_is_due(t, h_.start_preconditioning_step, h_.update_freq)) {
+        return std::nullopt;
+      }
+    }
+  }
+  return static_cast<int64_t>(linalg::detail::matmul_precision(h_.matmul_precision));
 }
 
 void shampoo_update_preconditioners(const ShampooHyperparameters& h, at::TensorList params,

@@ -87,6 +87,7 @@ class ShampooStep : public PlannedStep {
   bool adopt(const ShampooHyperparameters& hyperparameters);
 
   void run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRef host_steps) override;
+  std::optional<int64_t> graph_key(at::IntArrayRef host_steps) const override;
 
  private:
   ShampooHyperparameters h_;

@@ -344,6 +344,15 @@ void StackedOptimizer::forget_derived() {
   *plans_ = {};
 }
 
+int64_t StackedOptimizer::graph_bytes(size_t group) const {
+  refuse_moved_from();
+  int64_t bytes = 0;
+  for (const detail::GroupPlan& each : plans_->plans) {
+    bytes += each.group == group ? each.plan->graph_bytes() : 0;
+  }
+  return bytes;
+}
+
 void StackedOptimizer::sync_learning_rates() {
   refuse_moved_from();
   for (const auto& group : param_groups_) {

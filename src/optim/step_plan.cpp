@@ -56,7 +56,17 @@ void StepPlan::bind(std::vector<at::Tensor> params, const std::vector<NamedTenso
   }
   host_steps_ = std::move(host_steps);
   active_.clear();
+  forget_planned();
+}
+
+void StepPlan::forget_planned() {
+  graphs_.clear();
   planned_.reset();
+}
+
+void StepPlan::forget_graphs(GraphMode mode) {
+  graphs_.clear();
+  graph_mode_ = mode;
 }
 
 bool StepPlan::prepare() {
@@ -81,7 +91,7 @@ bool StepPlan::prepare() {
 }
 
 void StepPlan::choose(std::vector<size_t> active) {
-  planned_.reset();
+  forget_planned();
   active_ = std::move(active);
   if (active_.empty()) {
     return;
@@ -91,6 +101,11 @@ void StepPlan::choose(std::vector<size_t> active) {
   for (const size_t i : active_) {
     params.push_back(bound_[i].param.tensor());
     states.push_back(&bound_[i].state);
+  }
+  state_bytes_ = 0;
+  for (const ParameterState* state : states) {
+    state->for_each(
+        [&](const at::Tensor& tensor) { state_bytes_ += static_cast<int64_t>(tensor.nbytes()); });
   }
   const c10::NoGradGuard no_grad;
   planned_ = plan(params, states, monitor_.status());
@@ -116,7 +131,7 @@ void StepPlan::step(const at::Tensor& lr) {
   for (const size_t i : active_) {  // unknown after a run that throws in its midst
     host_steps_[i] = -1;
   }
-  planned_->run(lr, grads, host_steps);
+  run(lr, grads, host_steps);
   for (size_t k = 0; k < host_steps.size(); ++k) {  // a replayed graph advances only the device's
     host_steps_[active_[k]] = host_steps[k] + 1;
   }
@@ -125,6 +140,19 @@ void StepPlan::step(const at::Tensor& lr) {
     monitor_.set_root_params(active_params_);
   }
   report();
+}
+
+void StepPlan::run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRef host_steps) {
+  const auto key =
+      graph_mode_ == GraphMode::kNever ? std::nullopt : planned_->graph_key(host_steps);
+  const auto launch = [&](const at::Tensor& rate) { planned_->run(rate, grads, host_steps); };
+  if (!key || !graphs_.run(graph_mode_, {grads, *key, lr, state_bytes_, launch})) {
+    launch(lr);
+    return;
+  }
+  for (const at::Tensor& param : *active_params_) {
+    param.unsafeGetTensorImpl()->bump_version();
+  }
 }
 
 void StepPlan::update_preconditioners() {

@@ -4,6 +4,7 @@
 
 #include "optim/parameter_state.h"
 #include "optim/seen_tensor.h"
+#include "optim/step_graphs.h"
 #include "optim/step_monitor.h"
 
 #include <ATen/core/Tensor.h>
@@ -26,16 +27,25 @@ class PlannedStep {
   // `host_steps` are the steps each parameter has taken, for the root schedule alone; empty: read
   // from the state, which must then lie on the CPU.
   virtual void run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRef host_steps) = 0;
+  // None: run() with these arguments launches what no other step does. Else it launches the same as
+  // all steps with this key and these gradients, and nothing that a CUDA graph cannot hold.
+  virtual std::optional<int64_t> graph_key(at::IntArrayRef host_steps) const {
+    return std::nullopt;
+  }
 };
 
 class StepPlan : public torch::CustomClassHolder {
  public:
-  explicit StepPlan(c10::Device device) : device_(device), monitor_(device) {}
+  explicit StepPlan(c10::Device device) : device_(device), monitor_(device), graphs_(device) {}
 
   c10::Device device() const { return device_; }
 
   // Options of the optimizer's own type. The learning rate is an argument of step() instead.
   virtual void set_options(const torch::optim::OptimizerOptions& options) = 0;
+
+  // Graphs of steps that are kept, and the bytes of scratch memory that these hold.
+  int64_t graph_count() const { return graphs_.count(); }
+  int64_t graph_bytes() const { return graphs_.scratch_bytes(); }
 
   // The parameters of the group on the device, in order, and their states; empty: none yet.
   // `host_steps`: steps that each has taken; -1: to be read from the state when it is needed.
@@ -76,7 +86,9 @@ class StepPlan : public torch::CustomClassHolder {
                            at::Tensor status);
 
   PlannedStep* planned() const { return planned_.get(); }
-  void forget_planned() { planned_.reset(); }
+  // For options that are another step, or give it other numbers.
+  void forget_planned();
+  void forget_graphs(GraphMode mode);
 
  private:
   struct Bound {
@@ -87,6 +99,7 @@ class StepPlan : public torch::CustomClassHolder {
     bool is_unchanged() const;
   };
   void choose(std::vector<size_t> active);
+  void run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRef host_steps);
   std::vector<int64_t> known_steps();
   void note_skip(const std::vector<at::Tensor>& params);
   void report();
@@ -100,6 +113,9 @@ class StepPlan : public torch::CustomClassHolder {
   std::vector<size_t> active_;       // that have a gradient
   TensorVector active_params_;
   std::unique_ptr<PlannedStep> planned_;  // of those
+  int64_t state_bytes_ = 0;               // of those
+  GraphMode graph_mode_ = GraphMode::kNever;
+  StepGraphs graphs_;  // of planned_
 };
 
 }  // namespace torchium::optim::detail

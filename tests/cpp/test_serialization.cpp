@@ -201,7 +201,8 @@ TEST(ArchiveOptions, AreRestored) {
                            .matmul_precision("high")
                            .max_root_failures(5)
                            .maximize(true)
-                           .capturable(true);
+                           .capturable(true)
+                           .graphs("never");
   Shampoo source({param}, options);
   Shampoo target({parameter(torch::zeros({2, 2}))});
   load(target, saved(source));

@@ -47,6 +47,7 @@ TEST(Shampoo, DefaultsAreThoseOfPython) {
   EXPECT_EQ(options.max_root_failures(), 3);
   EXPECT_FALSE(options.maximize());
   EXPECT_FALSE(options.capturable());
+  EXPECT_EQ(options.graphs(), "auto");
 }
 
 // g = diag(2, 8): L = R = diag(4, 64), so that L^(-1/4) g R^(-1/4) = I; after a second step with
@@ -427,6 +428,7 @@ TEST(Shampoo, BadOptionsAreRefused) {
       {"start_preconditioning_step must be", [](auto& o) { o.start_preconditioning_step(0); }},
       {"root_method must be", [](auto& o) { o.root_method("svd"); }},
       {"root_dtype must be", [](auto& o) { o.root_dtype("float16"); }},
+      {"graphs must be", [](auto& o) { o.graphs("on"); }},
       {"matmul_precision must be", [](auto& o) { o.matmul_precision("tf32"); }},
       {"max_root_failures must be", [](auto& o) { o.max_root_failures(0); }},
   };

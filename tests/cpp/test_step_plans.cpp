@@ -123,7 +123,8 @@ TEST(StepPlans, NoticeOptions) {
       {"decoupled", [](auto& o) { o.weight_decay(0.1).decoupled_weight_decay(true); }},
       {"maximize", [](auto& o) { o.maximize(true); }},
       {"root_dtype", [](auto& o) { o.root_dtype("bfloat16"); }},
-      {"capturable", [](auto& o) { o.capturable(true); }}};
+      {"capturable", [](auto& o) { o.capturable(true); }},
+      {"graphs", [](auto& o) { o.graphs("never"); }}};
   for (const auto& [what, set] : changes) {
     expect_noticed<Shampoo>(shampoo_options(), with_options(set), what);
   }

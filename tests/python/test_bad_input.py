@@ -70,6 +70,7 @@ BAD_OPTIONS = {
         "max_root_failures": NO_COUNT,
         "maximize": NO_FLAG,
         "capturable": NO_FLAG,
+        "graphs": ["on", None, 1, 2.0],
     },
     torchium.Adagrad: {
         "lr": NON_NEGATIVE,

@@ -94,6 +94,7 @@ SIGNATURES = {
             "max_root_failures": 3,
             "maximize": False,
             "capturable": False,
+            "graphs": "auto",
         },
     ),
     torchium.Adagrad: (

@@ -116,6 +116,11 @@ def test_memory_report(case):
 
 def as_dicts(report: Any) -> list[dict[str, int]]:
     return [
-        {"elements": group.elements, "parameters": group.parameters, **vars(group.state)}
+        {
+            "elements": group.elements,
+            "parameters": group.parameters,
+            "graphs": group.graphs,
+            **vars(group.state),
+        }
         for group in report.groups
     ]

@@ -36,6 +36,8 @@ struct TORCHIUM_API GroupMemory {
   /// Bytes of these parameters.
   int64_t parameters = 0;
   StateMemory state;
+  /// Scratch memory that captured steps keep.
+  int64_t graphs = 0;
 };
 
 /// Memory of an optimizer. `<<` writes a table with one column a group.

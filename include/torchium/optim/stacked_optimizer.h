@@ -60,6 +60,8 @@ class TORCHIUM_API StackedOptimizer : public SecondOrderOptimizer {
 
   // Renews the roots of all parameters that have state.
   void renew_all_roots();
+  // Scratch memory that captured steps of a group keep, in bytes.
+  int64_t graph_bytes(size_t group) const;
   // Writes changed learning rates to the tensors that captured steps read.
   void sync_learning_rates();
 

@@ -65,11 +65,13 @@ class GroupMemory:
         elements: numbers in the parameters that are counted.
         parameters: bytes of these parameters.
         state: bytes of their state.
+        graphs: bytes of scratch memory that captured steps keep.
     """
 
     elements: int
     parameters: int
     state: StateMemory
+    graphs: int = 0
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class MemoryReport:
             sum(group.elements for group in self.groups),
             sum(group.parameters for group in self.groups),
             sum((group.state for group in self.groups), StateMemory()),
+            sum(group.graphs for group in self.groups),
         )
 
     def __str__(self) -> str:
@@ -102,6 +105,7 @@ class MemoryReport:
                 for kind in fields(StateMemory)
             ),
             line("state", lambda g: g.state.total),
+            line("graphs", lambda g: g.graphs),
             [
                 "state, bytes a number",
                 *(

@@ -72,6 +72,10 @@ class GroupPlan:
     def update_preconditioners(self) -> None:
         self._core.update_preconditioners()
 
+    def graphs(self) -> tuple[int, int]:
+        """How many graphs of steps are kept, and the bytes of scratch memory that they hold."""
+        return self._core.graph_count(), self._core.graph_bytes()
+
     def counts(self, states: dict[Tensor, State]) -> dict[Tensor, int]:
         """Steps that parameters have taken, where the host knows and ``states`` has that count."""
         known = zip(self._params, self._states, self._core.host_steps(), strict=True)

@@ -37,6 +37,16 @@ def _root_dtype(name: str, value: Any) -> str | None:
     raise ValueError(f"{name} must be None or torch.bfloat16, got {value!r}")
 
 
+_GRAPHS = choice("auto", "always", "never")
+
+
+def _graphs(name: str, value: Any) -> str:
+    """True and False mean "always" and "never", as C++ has them."""
+    if isinstance(value, bool):
+        return "always" if value else "never"
+    return str(_GRAPHS(name, value))
+
+
 class Shampoo(StackedOptimizer):
     r"""Preconditions each mode of a gradient tensor by a root of its own second moment.
 
@@ -138,6 +148,11 @@ class Shampoo(StackedOptimizer):
         capturable (bool): :meth:`step` never computes roots, so that it can be captured in a CUDA
             graph; call :meth:`update_preconditioners` for them. A captured step keeps the ``lr``
             that it was captured with, unless that is a tensor on the GPU (default: False).
+        graphs (str or bool): steps on a GPU in which no root is due are captured in a CUDA graph
+            after some steps, and replayed: the same results, bit for bit, with far less work of the
+            host. ``"auto"``: where the memory that a graph keeps is at most 5 % of the state or 1 %
+            of the device's; ``"always"`` or True; ``"never"`` or False. Steps that a caller captures
+            are not concerned (default: "auto").
 
     Raises:
         ValueError: an option is out of its range, or a parameter is sparse, complex, integer,
@@ -186,6 +201,7 @@ class Shampoo(StackedOptimizer):
         "max_root_failures": integer(1),
         "maximize": flag,
         "capturable": flag,
+        "graphs": _graphs,
     }
     _PLAN = "ShampooPlan"
     _LAYOUT_OPTIONS = (
@@ -231,6 +247,7 @@ class Shampoo(StackedOptimizer):
         max_root_failures: int = 3,
         maximize: bool = False,
         capturable: bool = False,
+        graphs: str | bool = "auto",
     ) -> None:
         defaults = {
             "lr": lr,
@@ -259,6 +276,7 @@ class Shampoo(StackedOptimizer):
             "max_root_failures": max_root_failures,
             "maximize": maximize,
             "capturable": capturable,
+            "graphs": graphs,
         }
         super().__init__(
             model_groups(params) if isinstance(params, nn.Module) else params, defaults
@@ -341,7 +359,9 @@ class Shampoo(StackedOptimizer):
         Example:
             >>> print(torchium.Shampoo(model.parameters()).memory_report())
         """
-        return MemoryReport(tuple(self._group_memory(group) for group in self.param_groups))
+        return MemoryReport(
+            tuple(self._group_memory(index, group) for index, group in enumerate(self.param_groups))
+        )
 
     def report(self) -> ShampooReport:
         """What it does with each parameter: the rule, the blocks or the reason, the bytes of state.
@@ -388,7 +408,7 @@ class Shampoo(StackedOptimizer):
             state.update({key: state_zeros(shape) for key in self._needed_buffers(group)})
         return {param: fresh[shape] for param, shape in zip(planned, shapes, strict=True)}
 
-    def _group_memory(self, group: dict[str, Any]) -> GroupMemory:
+    def _group_memory(self, index: int, group: dict[str, Any]) -> GroupMemory:
         with_state = [p for p in group["params"] if self._has_state(p)]
         planned = self._planned_state(group)
         counted = [*with_state, *planned]
@@ -396,6 +416,7 @@ class Shampoo(StackedOptimizer):
             elements=sum(p.numel() for p in counted),
             parameters=sum(p.nbytes for p in counted),
             state=state_memory([*(self.state[p] for p in with_state), *planned.values()]),
+            graphs=sum(plan.graphs()[1] for plan in self._plans.values() if plan.index == index),
         )
 
     def _check_combination(self, options: dict[str, Any]) -> None:

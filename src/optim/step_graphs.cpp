@@ -1,0 +1,263 @@
+#include "optim/step_graphs.h"
+
+#include "support/stream_capture.h"
+
+#ifdef TORCHIUM_WITH_CUDA
+#include <ATen/ATen.h>
+#include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/CUDAGraph.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <c10/util/SmallVector.h>
+
+#include <algorithm>
+#include <exception>
+#include <optional>
+#include <vector>
+#endif
+
+namespace torchium::optim::detail {
+
+#ifdef TORCHIUM_WITH_CUDA
+namespace {
+
+namespace allocator = c10::cuda::CUDACachingAllocator;
+
+constexpr size_t kMaxGraphs = 4;
+constexpr int64_t kWarmUp = 2;            // steps with one list of addresses before it is captured
+constexpr int64_t kReplaysACapture = 16;  // beyond the first kMaxGraphs captures
+
+struct SeenGradient {
+  const void* data;
+  at::ScalarType dtype;
+  c10::SmallVector<int64_t, 4> strides;
+
+  explicit SeenGradient(const at::Tensor& grad)
+      : data(grad.const_data_ptr()), dtype(grad.scalar_type()), strides(grad.strides()) {}
+  bool is_of(const at::Tensor& grad) const {
+    return grad.const_data_ptr() == data && grad.scalar_type() == dtype &&
+           grad.strides() == at::IntArrayRef(strides);
+  }
+};
+using SeenGradients = std::vector<SeenGradient>;
+
+bool are_of(const SeenGradients& seen, at::TensorList grads) {
+  return std::equal(seen.begin(), seen.end(), grads.begin(), grads.end(),
+                    [](const SeenGradient& a, const at::Tensor& b) { return a.is_of(b); });
+}
+
+struct Graph {
+  SeenGradients grads;
+  int64_t key;
+  cudaGraphExec_t exec;
+  int64_t last_use;
+};
+
+int64_t reserved_bytes(c10::Device device) {
+  return allocator::getDeviceStats(device.index()).reserved_bytes[0].current;  // of all pools
+}
+
+}  // namespace
+
+struct StepGraphs::Graphs {
+  explicit Graphs(c10::Device device)
+      : device(device),
+        pool(at::cuda::graph_pool_handle()),
+        stream(c10::cuda::getStreamFromPool(false, device.index())) {}
+
+  c10::Device device;
+  at::cuda::MempoolId_t pool;
+  c10::cuda::CUDAStream stream;  // captures; nothing runs there
+  std::vector<Graph> kept;
+  int64_t pool_uses = 0;
+  int64_t scratch = 0;
+  int64_t uses = 0, captures = 0, replays = 0;
+  bool refused = false;  // a capture failed, or takes too much memory
+  SeenGradients last;    // of the last step that was not replayed
+  int64_t last_key = 0;
+  int64_t repeated = 0;  // times in a row
+  at::Tensor lr;         // 0-dim float64, read by the graphs
+  std::optional<double> lr_value;
+
+  Graph* find(const Step& step);
+  bool is_due(const Step& step);
+  void set_lr(const at::Tensor& value);
+  std::optional<cudaGraphExec_t> capture(const Step& step);
+  Graph* add(const Step& step, GraphMode mode);
+  void replay(Graph& graph);
+  void clear();
+};
+
+Graph* StepGraphs::Graphs::find(const Step& step) {
+  const auto found = std::find_if(kept.begin(), kept.end(), [&](const Graph& graph) {
+    return graph.key == step.key && are_of(graph.grads, step.grads);
+  });
+  return found == kept.end() ? nullptr : &*found;
+}
+
+// Whether a step with these gradients is to be captured.
+bool StepGraphs::Graphs::is_due(const Step& step) {
+  if (last_key != step.key || !are_of(last, step.grads)) {
+    last.clear();
+    for (const at::Tensor& grad : step.grads) {
+      last.emplace_back(grad);
+    }
+    last_key = step.key;
+    repeated = 0;
+  }
+  const auto free_captures = static_cast<int64_t>(kMaxGraphs);
+  return ++repeated > kWarmUp && captures < free_captures + replays / kReplaysACapture;
+}
+
+void StepGraphs::Graphs::set_lr(const at::Tensor& value) {
+  if (!lr.defined()) {
+    lr = at::empty({}, at::TensorOptions(at::kDouble).device(device));
+  }
+  if (!value.is_cpu()) {
+    lr.copy_(value);
+    lr_value.reset();
+  } else if (const double number = value.item<double>(); lr_value != number) {
+    lr.fill_(number);
+    lr_value = number;
+  }
+}
+
+// None if it fails: the step then runs as usual, and raises if it is to blame.
+std::optional<cudaGraphExec_t> StepGraphs::Graphs::capture(const Step& step) {
+  const c10::cuda::CUDAStreamGuard guard(stream);
+  const cudaStream_t capturing = stream.stream();
+  const int64_t reserved = reserved_bytes(device);
+  allocator::beginAllocateToPool(device.index(), pool,
+                                 [capturing](cudaStream_t other) { return other == capturing; });
+  ++pool_uses;
+  // Other threads may go on to use the device.
+  cudaError_t error = cudaStreamBeginCapture(capturing, cudaStreamCaptureModeThreadLocal);
+  cudaGraph_t graph = nullptr;
+  if (error == cudaSuccess) {
+    try {
+      step.launch(lr);
+    } catch (const std::exception&) {
+      error = cudaErrorStreamCaptureInvalidated;
+    }
+    const cudaError_t end = cudaStreamEndCapture(capturing, &graph);
+    error = error == cudaSuccess ? end : error;
+  }
+  allocator::endAllocateToPool(device.index(), pool);
+  cudaGraphExec_t exec = nullptr;
+  if (error == cudaSuccess) {
+    error = cudaGraphInstantiateWithFlags(&exec, graph, 0);
+  }
+  if (graph != nullptr) {
+    cudaGraphDestroy(graph);
+  }
+  cudaGetLastError();  // none is left to later calls
+  scratch += reserved_bytes(device) - reserved;
+  ++captures;
+  return error == cudaSuccess ? std::optional(exec) : std::nullopt;
+}
+
+// Null: captures fail or take too much memory, and are given up.
+Graph* StepGraphs::Graphs::add(const Step& step, GraphMode mode) {
+  if (kept.size() == kMaxGraphs) {
+    const auto oldest =
+        std::min_element(kept.begin(), kept.end(),
+                         [](const Graph& a, const Graph& b) { return a.last_use < b.last_use; });
+    cudaGraphExecDestroy(oldest->exec);
+    kept.erase(oldest);
+  }
+  const auto exec = capture(step);
+  if (exec) {
+    kept.push_back({last, last_key, *exec, 0});
+  }
+  const auto of_device =
+      static_cast<double>(at::cuda::getDeviceProperties(device.index())->totalGlobalMem);
+  const double limit =
+      std::max(kShareOfState * static_cast<double>(step.state_bytes), kShareOfDevice * of_device);
+  if (!exec || (mode == GraphMode::kAuto && static_cast<double>(scratch) > limit)) {
+    clear();
+    refused = true;
+    return nullptr;
+  }
+  return &kept.back();
+}
+
+void StepGraphs::Graphs::replay(Graph& graph) {
+  graph.last_use = ++uses;
+  ++replays;
+  C10_CUDA_CHECK(cudaGraphLaunch(graph.exec, c10::cuda::getCurrentCUDAStream(device.index())));
+}
+
+void StepGraphs::Graphs::clear() {
+  for (const Graph& graph : kept) {
+    cudaGraphExecDestroy(graph.exec);
+  }
+  kept.clear();
+  for (; pool_uses > 0; --pool_uses) {
+    allocator::releasePool(device.index(), pool);
+  }
+  pool = at::cuda::graph_pool_handle();
+  scratch = 0;
+  last.clear();
+  repeated = 0;
+}
+
+StepGraphs::StepGraphs(c10::Device device) {
+  if (device.is_cuda()) {
+    graphs_ = std::make_unique<Graphs>(device);
+  }
+}
+
+StepGraphs::~StepGraphs() { clear(); }
+
+bool StepGraphs::run(GraphMode mode, const Step& step) {
+  if (graphs_ == nullptr || mode == GraphMode::kNever || graphs_->refused ||
+      torchium::detail::is_capturing(graphs_->device)) {
+    return false;
+  }
+  Graphs& g = *graphs_;
+  const c10::cuda::CUDAGuard guard(g.device);
+  Graph* graph = g.find(step);
+  if (graph == nullptr) {
+    if (!g.is_due(step)) {
+      return false;
+    }
+    g.set_lr(step.lr);
+    graph = g.add(step, mode);
+    if (graph == nullptr) {
+      return false;
+    }
+  } else {
+    g.set_lr(step.lr);
+  }
+  g.replay(*graph);
+  return true;
+}
+
+void StepGraphs::clear() {
+  if (graphs_ != nullptr) {
+    graphs_->clear();
+    graphs_->refused = false;
+  }
+}
+
+int64_t StepGraphs::count() const {
+  return graphs_ == nullptr ? 0 : static_cast<int64_t>(graphs_->kept.size());
+}
+int64_t StepGraphs::scratch_bytes() const { return graphs_ == nullptr ? 0 : graphs_->scratch; }
+
+#else
+
+struct StepGraphs::Graphs {};
+
+StepGraphs::StepGraphs(c10::Device) {}
+StepGraphs::~StepGraphs() = default;
+bool StepGraphs::run(GraphMode, const Step&) { return false; }
+void StepGraphs::clear() {}
+int64_t StepGraphs::count() const { return 0; }
+int64_t StepGraphs::scratch_bytes() const { return 0; }
+
+#endif
+
+}  // namespace torchium::optim::detail

@@ -1,0 +1,395 @@
+"""Steps that Shampoo captures itself in CUDA graphs equal those that it launches, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torchium
+from optimizer_cases import assert_same
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytestmark = pytest.mark.cuda
+
+# Sizes that the kernels for products of fp16 parts take.
+SHAPES = [(64, 32), (32,), (48, 64), (48,), (16, 8, 3, 3)]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "averages": {"betas": (0.9, 0.99), "momentum": 0.9, "grafting": "adam"},
+    "adamw": {
+        "betas": (0.9, 0.99), "grafting": "adam", "exponent": -0.5, "exponent_warmup": 20,
+        "decoupled_weight_decay": True, "weight_decay": 0.01,
+    },
+    "penalty": {"weight_decay": 0.01, "grafting": "rmsprop", "nesterov": True, "momentum": 0.5},
+    "late": {"start_preconditioning_step": 6, "grafting": "adagrad"},
+    "capturable": {"capturable": True},
+}  # fmt: skip
+
+
+def parameters(seed: int = 0) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(s, generator=generator).cuda()) for s in SHAPES]
+
+
+def shampoo(params: list[nn.Parameter], graphs: str | bool = "auto", **options: Any):
+    return torchium.Shampoo(params, **{"lr": 0.01, "update_freq": 5, **options}, graphs=graphs)
+
+
+def give_gradients(params: list[nn.Parameter], index: int) -> None:
+    """In new memory, as a backward pass after ``zero_grad(set_to_none=True)``."""
+    generator = torch.Generator().manual_seed(1000 + index)
+    for p in params:
+        p.grad = None
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator).cuda() + 0.1 * p.detach()
+
+
+def train(optimizer, params: list[nn.Parameter], first: int, count: int) -> None:
+    for index in range(first, first + count):
+        give_gradients(params, index)
+        optimizer.step()
+
+
+def graph_count(optimizer) -> int:
+    return sum(plan.graphs()[0] for plan in optimizer._plans.values())
+
+
+def values(optimizer, params: list[nn.Parameter]) -> list[Any]:
+    return [[p.detach().clone() for p in params], optimizer.state_dict()["state"]]
+
+
+def both(**options: Any):
+    """The same optimizer twice: with graphs, and without."""
+    pairs = []
+    for graphs in ("always", "never"):
+        params = parameters()
+        pairs.append((shampoo(params, graphs, **options), params))
+    return pairs
+
+
+def assert_both_same(pairs) -> None:
+    (with_graphs, params), (without, expected) = pairs
+    with_graphs.check_errors()
+    without.check_errors()
+    assert_same(values(with_graphs, params), values(without, expected))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_replayed_steps_equal_launched_ones(name):
+    pairs = both(**OPTIONS[name])
+    for optimizer, params in pairs:
+        train(optimizer, params, 0, 33)
+    assert graph_count(pairs[0][0]) > 0
+    assert graph_count(pairs[1][0]) == 0
+    assert_both_same(pairs)
+
+
+def test_from_adamw_replays_by_default():
+    params = parameters()
+    optimizer = torchium.Shampoo.from_adamw(torch.optim.AdamW(params))
+    train(optimizer, params, 0, 40)
+    assert graph_count(optimizer) > 0
+    assert "graphs: auto" in repr(optimizer)
+
+
+def test_learning_rates_change_between_replays():
+    pairs = both()
+    for optimizer, params in pairs:
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
+        for index in range(30):
+            train(optimizer, params, index, 1)
+            scheduler.step()
+    assert graph_count(pairs[0][0]) > 0
+    assert_both_same(pairs)
+
+
+def test_learning_rates_in_tensors_are_read_again():
+    pairs = both(capturable=True)
+    for optimizer, params in pairs:
+        optimizer.param_groups[0]["lr"] = torch.tensor(0.01, device="cuda")
+        for index in range(20):
+            optimizer.param_groups[0]["lr"].mul_(0.9)
+            train(optimizer, params, index, 1)
+    assert graph_count(pairs[0][0]) > 0
+    assert_both_same(pairs)
+
+
+def replace_data(optimizer, params: list[nn.Parameter]) -> None:
+    for p in params:
+        p.data = p.data.clone()
+
+
+def replace_state(optimizer, params: list[nn.Parameter]) -> None:
+    optimizer.state[params[0]]["exp_avg"] = torch.zeros_like(params[0])
+
+
+def reload(optimizer, params: list[nn.Parameter]) -> None:
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def freeze(optimizer, params: list[nn.Parameter]) -> None:
+    params.pop(1).grad = None
+
+
+def add_group(optimizer, params: list[nn.Parameter]) -> None:
+    params.append(nn.Parameter(torch.ones(24, 16, device="cuda")))
+    optimizer.add_param_group({"params": [params[-1]]})
+
+
+def set_option(**options: Any) -> Callable:
+    return lambda optimizer, params: optimizer.param_groups[0].update(options)
+
+
+def renew(optimizer, params: list[nn.Parameter]) -> None:
+    optimizer.update_preconditioners()
+
+
+CHANGES = {
+    "data": replace_data, "state": replace_state, "reload": reload, "freeze": freeze,
+    "add_group": add_group, "eps": set_option(eps=1e-2), "betas": set_option(betas=(0.5, 0.9)),
+    "weight_decay": set_option(weight_decay=0.1), "maximize": set_option(maximize=True),
+    "matmul_precision": set_option(matmul_precision="high"), "roots": renew,
+    "no_average": set_option(betas=(0.0, 0.9)), "grafting": set_option(grafting="sgd"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_are_noticed(name):
+    pairs = both(betas=(0.9, 0.99), grafting="adam", update_freq=50)
+    for optimizer, params in pairs:
+        train(optimizer, params, 0, 60)
+    assert graph_count(pairs[0][0]) > 0
+    for optimizer, params in pairs:
+        CHANGES[name](optimizer, params)
+        train(optimizer, params, 60, 60)
+    assert graph_count(pairs[0][0]) > 0
+    assert_both_same(pairs)
+
+
+def test_the_global_precision_is_noticed():
+    pairs = both(betas=(0.9, 0.99), grafting="adam", update_freq=50)
+    before = torch.get_float32_matmul_precision()
+    try:
+        for precision in ("highest", "high"):
+            torch.set_float32_matmul_precision(precision)
+            for optimizer, params in pairs:
+                train(optimizer, params, 0, 30)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert_both_same(pairs)
+
+
+def test_gradients_that_never_stay_are_launched():
+    pairs = both()
+    kept = []
+    for index in range(40):
+        for optimizer, params in pairs:
+            give_gradients(params, index)
+            kept += [p.grad for p in params]  # so that no memory is used twice
+            optimizer.step()
+    assert graph_count(pairs[0][0]) == 0
+    assert_both_same(pairs)
+
+
+def test_gradients_that_alternate_have_a_graph_each():
+    pairs = both(update_freq=1000)
+    for optimizer, params in pairs:
+        sets = [[torch.empty_like(p) for p in params] for _ in range(2)]
+        for index in range(60):
+            for p, grad in zip(params, sets[index // 5 % 2], strict=True):
+                generator = torch.Generator().manual_seed(index)
+                p.grad = grad.copy_(torch.randn(p.shape, generator=generator))
+            optimizer.step()
+    assert graph_count(pairs[0][0]) >= 2
+    assert_both_same(pairs)
+
+
+def test_strides_of_gradients_are_noticed():
+    pairs = both()
+    for optimizer, params in pairs:
+        memory = torch.empty(48 * 64, device="cuda")
+        for index in range(30):
+            give_gradients(params, index)
+            values = params[2].grad
+            view = memory.view(48, 64) if index % 20 < 10 else memory.view(64, 48).t()
+            params[2].grad = view.copy_(values)
+            optimizer.step()
+    assert_both_same(pairs)
+
+
+def test_skipped_steps_are_skipped_and_reported():
+    pairs = both()
+    for optimizer, params in pairs:
+        train(optimizer, params, 0, 12)
+        give_gradients(params, 12)
+        params[0].grad[3, 3] = float("nan")
+        optimizer.step()
+        train(optimizer, params, 13, 10)
+    assert_both_same(pairs)
+    optimizer, params = pairs[0]
+    assert graph_count(optimizer) > 0
+    for index in range(3):
+        give_gradients(params, index)
+        params[0].grad.fill_(float("inf"))
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="3 steps in a row"):
+        optimizer.check_errors()
+
+
+def test_a_capture_of_the_caller_has_no_graph_in_it():
+    params, expected = parameters(), parameters()
+    optimizer = shampoo(params, "always", capturable=True)
+    other = shampoo(expected, "never", capturable=True)
+    for each, of in ((optimizer, params), (other, expected)):
+        train(each, of, 0, 12)
+    assert graph_count(optimizer) > 0
+    give_gradients(params, 12)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    graph.replay()
+    give_gradients(expected, 12)
+    other.step()
+    assert_both_same([(optimizer, params), (other, expected)])
+
+
+def test_other_threads_use_the_device_meanwhile():
+    pairs = both()
+    stop = threading.Event()
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            while not stop.is_set():
+                host = torch.ones(1 << 16).pin_memory()
+                on_device = host.to("cuda", non_blocking=True) * 2
+                event = torch.cuda.Event()
+                event.record()
+                event.synchronize()
+                assert on_device.sum().item() == 2 << 16
+                torch.empty(5 << 20, device="cuda")
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(4):
+            for optimizer, params in pairs:
+                replace_data(optimizer, params)  # captured again
+                train(optimizer, params, 0, 12)
+        assert graph_count(pairs[0][0]) > 0
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert not failures, failures
+    assert_both_same(pairs)
+
+
+def test_steps_on_another_stream():
+    pairs = both()
+    stream = torch.cuda.Stream()
+    for optimizer, params in pairs:
+        train(optimizer, params, 0, 10)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            train(optimizer, params, 10, 10)
+        torch.cuda.current_stream().wait_stream(stream)
+        train(optimizer, params, 20, 10)
+    assert_both_same(pairs)
+
+
+class RaisesOnce(TorchDispatchMode):
+    """Raises in the first operator while a graph is captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raised = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if torch.cuda.is_current_stream_capturing() and not self.raised:
+            self.raised = True
+            raise torch.OutOfMemoryError("a test")
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_capture_that_fails_leaves_launched_steps():
+    pairs = both()
+    for optimizer, params in pairs:
+        with RaisesOnce() as mode:
+            train(optimizer, params, 0, 30)
+    assert not mode.raised  # without graphs
+    assert graph_count(pairs[0][0]) == 0
+    assert_both_same(pairs)
+    torch.ones(3, device="cuda").sum().item()  # no error is left behind
+
+
+def test_copies_start_without_graphs():
+    pairs = both()
+    for optimizer, params in pairs:
+        train(optimizer, params, 0, 12)
+    model = nn.ParameterList(pairs[0][1])
+    twin = copy.deepcopy({"model": model, "optimizer": pairs[0][0]})
+    assert sum(p.graphs()[0] for p in twin["optimizer"]._plans.values()) == 0
+    pairs[0] = (twin["optimizer"], list(twin["model"]))
+    for optimizer, params in pairs:
+        train(optimizer, params, 12, 12)
+    assert_both_same(pairs)
+
+
+def test_memory_is_given_back():
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    for _ in range(3):
+        params = parameters()
+        optimizer = shampoo(params, "always", betas=(0.9, 0.99))
+        train(optimizer, params, 0, 20)
+        assert graph_count(optimizer) > 0
+        assert optimizer.memory_report().total.graphs > 0
+        del optimizer, params
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() - before <= 4 << 20
+
+
+def test_auto_keeps_little_memory():
+    """Its graphs hold at most 5 % of the state or 1 % of the device's memory."""
+    device_bytes = torch.cuda.get_device_properties(0).total_memory
+    count = int(0.01 * device_bytes) // (1024 * 1024 * 8) + 1  # 12 bytes an element are scratch
+    if torch.cuda.mem_get_info()[0] < 0.3 * device_bytes:
+        pytest.skip("needs 30 % of the device's memory")
+    params = [nn.Parameter(torch.randn(1024, 1024, device="cuda")) for _ in range(count)]
+    optimizer = torchium.Shampoo(
+        params, lr=1e-3, update_freq=1000, start_preconditioning_step=1000, betas=(0.9, 0.99)
+    )
+    for p in params:
+        p.grad = torch.randn_like(p)
+    for _ in range(8):
+        optimizer.step()
+    assert graph_count(optimizer) == 0
+    assert optimizer.memory_report().total.graphs == 0
+
+
+def test_autograd_sees_that_parameters_have_changed():
+    params = parameters()
+    optimizer = shampoo(params, "always", update_freq=1000)
+    train(optimizer, params, 0, 20)
+    assert graph_count(optimizer) > 0
+    loss = (params[0] * params[0]).sum()
+    version = params[0]._version
+    train(optimizer, params[1:], 20, 1)
+    give_gradients(params, 21)
+    optimizer.step()
+    assert params[0]._version > version
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
