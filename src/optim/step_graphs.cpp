@@ -29,32 +29,6 @@ constexpr size_t kMaxGraphs = 4;
 constexpr int64_t kWarmUp = 2;            // steps with one list of addresses before it is captured
 constexpr int64_t kReplaysACapture = 16;  // beyond the first kMaxGraphs captures
 
-struct SeenGradient {
-  const void* data;
-  at::ScalarType dtype;
-  c10::SmallVector<int64_t, 4> strides;
-
-  explicit SeenGradient(const at::Tensor& grad)
-      : data(grad.const_data_ptr()), dtype(grad.scalar_type()), strides(grad.strides()) {}
-  bool is_of(const at::Tensor& grad) const {
-    return grad.const_data_ptr() == data && grad.scalar_type() == dtype &&
-           grad.strides() == at::IntArrayRef(strides);
-  }
-};
-using SeenGradients = std::vector<SeenGradient>;
-
-bool are_of(const SeenGradients& seen, at::TensorList grads) {
-  return std::equal(seen.begin(), seen.end(), grads.begin(), grads.end(),
-                    [](const SeenGradient& a, const at::Tensor& b) { return a.is_of(b); });
-}
-
-struct Graph {
-  SeenGradients grads;
-  int64_t key;
-  cudaGraphExec_t exec;
-  int64_t last_use;
-};
-
 int64_t reserved_bytes(c10::Device device) {
   return allocator::getDeviceStats(device.index()).reserved_bytes[0].current;  // of all pools
 }
@@ -62,6 +36,32 @@ int64_t reserved_bytes(c10::Device device) {
 }  // namespace
 
 struct StepGraphs::Graphs {
+  struct SeenGradient {
+    const void* data;
+    at::ScalarType dtype;
+    c10::SmallVector<int64_t, 4> strides;
+
+    explicit SeenGradient(const at::Tensor& grad)
+        : data(grad.const_data_ptr()), dtype(grad.scalar_type()), strides(grad.strides()) {}
+    bool is_of(const at::Tensor& grad) const {
+      return grad.const_data_ptr() == data && grad.scalar_type() == dtype &&
+             grad.strides() == at::IntArrayRef(strides);
+    }
+  };
+  using SeenGradients = std::vector<SeenGradient>;
+
+  static bool are_of(const SeenGradients& seen, at::TensorList grads) {
+    return std::equal(seen.begin(), seen.end(), grads.begin(), grads.end(),
+                      [](const SeenGradient& a, const at::Tensor& b) { return a.is_of(b); });
+  }
+
+  struct Graph {
+    SeenGradients grads;
+    int64_t key;
+    cudaGraphExec_t exec;
+    int64_t last_use;
+  };
+
   explicit Graphs(c10::Device device)
       : device(device),
         pool(at::cuda::graph_pool_handle()),
@@ -90,7 +90,7 @@ struct StepGraphs::Graphs {
   void clear();
 };
 
-Graph* StepGraphs::Graphs::find(const Step& step) {
+StepGraphs::Graphs::Graph* StepGraphs::Graphs::find(const Step& step) {
   const auto found = std::find_if(kept.begin(), kept.end(), [&](const Graph& graph) {
     return graph.key == step.key && are_of(graph.grads, step.grads);
   });
@@ -159,7 +159,7 @@ std::optional<cudaGraphExec_t> StepGraphs::Graphs::capture(const Step& step) {
 }
 
 // Null: captures fail or take too much memory, and are given up.
-Graph* StepGraphs::Graphs::add(const Step& step, GraphMode mode) {
+StepGraphs::Graphs::Graph* StepGraphs::Graphs::add(const Step& step, GraphMode mode) {
   if (kept.size() == kMaxGraphs) {
     const auto oldest =
         std::min_element(kept.begin(), kept.end(),
@@ -218,7 +218,7 @@ bool StepGraphs::run(GraphMode mode, const Step& step) {
   }
   Graphs& g = *graphs_;
   const c10::cuda::CUDAGuard guard(g.device);
-  Graph* graph = g.find(step);
+  Graphs::Graph* graph = g.find(step);
   if (graph == nullptr) {
     if (!g.is_due(step)) {
       return false;
