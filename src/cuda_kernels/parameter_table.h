@@ -63,7 +63,8 @@ struct ScanEntry {
   int index;  // of the parameter in the step
   ElementType type;
   ScanKind kind;
-  // The step can work with magnitudes up to largest / sqrt(*step + 1) in gradients and parameters.
+  // The step can work with magnitudes up to largest / sqrt(*step + 1) in gradients and parameters;
+  // null: up to `largest`.
   const double* step;
   double largest;
 };

@@ -1,7 +1,7 @@
 #include "cuda_kernels/half_parts.cuh"
+#include "cuda_kernels/parameter_update.cuh"
 #include "cuda_kernels/shampoo_step.h"
 
-#include <cfloat>
 #include <type_traits>
 
 namespace torchium::cuda_kernels {
@@ -290,56 +290,13 @@ __global__ void __launch_bounds__(kElementThreads)
   if (threadIdx.x == 0) buffers.direction_squares[index] = sum;
 }
 
-__device__ float largest_of(ElementType type) {
-  switch (type) {
-    case ElementType::kHalf:
-      return 65504.0f;
-    case ElementType::kBFloat16:
-      return 0x1.FEp127f;
-    default:
-      return FLT_MAX;
-  }
-}
-
-// NaN stays NaN, as on the CPU: fmaxf() would hide it.
-__device__ float saturated(float x, float largest) {
-  return isnan(x) ? x : fminf(fmaxf(x, -largest), largest);
-}
-
-// p <- (1 - lr wd) p - lr d, or by momentum. Entries of d that are not finite count as zero, and p
-// stops at the largest number of its type.
-template <int N>
-__device__ void move_parameter(const ElementRule& rule, const ParameterEntry& entry, float lr,
-                               int64_t offset, Lanes<N> d) {
-  Lanes<N> p = load_elements<N>(entry.param, entry.param_type, offset);
-#pragma unroll
-  for (int i = 0; i < N; ++i) d.lane[i] = isfinite(d.lane[i]) ? d.lane[i] : 0;
-  if (rule.decoupled_weight_decay != 0) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) p.lane[i] *= 1 - lr * rule.decoupled_weight_decay;
-  }
-  if (entry.momentum_buffer != nullptr) {
-    Lanes<N> buffer = load_floats<N>(entry.momentum_buffer, offset);
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      buffer.lane[i] = saturated(fmaf(rule.momentum, buffer.lane[i], d.lane[i]), FLT_MAX);
-      d.lane[i] = rule.nesterov ? fmaf(rule.momentum, buffer.lane[i], d.lane[i]) : buffer.lane[i];
-    }
-    store_floats<N>(entry.momentum_buffer, offset, buffer);
-  }
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    p.lane[i] = saturated(fmaf(-lr, d.lane[i], p.lane[i]), largest_of(entry.param_type));
-  }
-  store_elements<N>(entry.param, entry.param_type, offset, p);
-}
-
 template <int N>
 __device__ void update_tile(const ElementRule& rule, const StepBuffers& buffers, const Tile& tile,
                             float lr, float scale) {
   const ParameterEntry& entry = tile.parameter;
   const StepNumbers numbers = buffers.numbers[entry.index];
   const Corrections corrections(numbers);
+  const UpdateFactors factors{lr, rule.decoupled_weight_decay, rule.momentum, rule.nesterov};
   tile.for_each<N>([&](int64_t offset, int64_t place) {
     const Elements<N> elements(rule, entry, corrections, offset);
     Lanes<N> d;
@@ -352,14 +309,8 @@ __device__ void update_tile(const ElementRule& rule, const StepBuffers& buffers,
 #pragma unroll
       for (int i = 0; i < N; ++i) d.lane[i] *= scale;
     }
-    move_parameter(rule, entry, lr, offset, d);
+    move_parameter<N>(factors, entry.param, entry.param_type, entry.momentum_buffer, offset, d);
   });
-}
-
-__device__ float learning_rate(const LearningRate& lr) {
-  if (lr.device == nullptr) return static_cast<float>(lr.host);
-  return lr.is_double ? static_cast<float>(*static_cast<const double*>(lr.device))
-                      : *static_cast<const float*>(lr.device);
 }
 
 template <int bytes>
@@ -376,10 +327,11 @@ __global__ void __launch_bounds__(kElementThreads)
     const float d = block_squares(buffers.direction_squares, tile);
     scale = d > 0 ? sqrtf(f) / sqrtf(d) : 0;
   }
+  const auto rate = static_cast<float>(learning_rate(lr));
   if (tile.parameter.by_fours) {
-    update_tile<4>(rule, buffers, tile, learning_rate(lr), scale);
+    update_tile<4>(rule, buffers, tile, rate, scale);
   } else {
-    update_tile<1>(rule, buffers, tile, learning_rate(lr), scale);
+    update_tile<1>(rule, buffers, tile, rate, scale);
   }
 }
 

@@ -46,9 +46,10 @@ cudaError_t scan(const Table<ScanEntry>& entries, StepControl* control, StepNumb
                  cudaStream_t stream);
 
 // Decides whether the step is kept, counts it in `status` (optim/step_status.h) and fills the rest
-// of `control`. status: [5].
-cudaError_t decide_step(const StepRule& rule, StepControl* control, int64_t* status,
-                        cudaStream_t stream);
+// of `control`. status: [5]. found_inf: a GradScaler's, on the device; not 0: the step is skipped,
+// which counts in the total alone. May be null.
+cudaError_t decide_step(const StepRule& rule, StepControl* control, const float* found_inf,
+                        int64_t* status, cudaStream_t stream);
 
 // t <- t + 1 where the step is kept, and the numbers of these parameters, after scan() has written
 // `largest`. A parameter without a step has the numbers of t = 1.

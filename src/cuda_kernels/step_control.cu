@@ -74,7 +74,8 @@ __global__ void __launch_bounds__(kElementThreads)
   const int tile = entries.first_tile + static_cast<int>(blockIdx.x);
   const ScanEntry& entry = entry_of_tile(entries, tile);
   const double most = largest_magnitude(entry, (tile - entry.first_tile) * kScanTile);
-  const bool fits = most * sqrt(*entry.step + 1.0) <= entry.largest;  // false for NaN
+  const double t = entry.step == nullptr ? 1.0 : *entry.step + 1.0;
+  const bool fits = most * sqrt(t) <= entry.largest;  // false for NaN
   const float recorded = fits ? fminf(static_cast<float>(most), FLT_MAX) : 0;
   record_largest(__float_as_uint(recorded),
                  &numbers[entry.index].largest[static_cast<int>(entry.kind)]);
@@ -92,11 +93,13 @@ enum Status {
   kFailedParameter
 };
 
-__global__ void decide_step_kernel(StepRule rule, StepControl* control, int64_t* status) {
-  const bool keep = control->first_unfit == INT_MAX;
-  status[kConsecutiveSkips] = keep ? 0 : status[kConsecutiveSkips] + 1;
+__global__ void decide_step_kernel(StepRule rule, StepControl* control, const float* found_inf,
+                                   int64_t* status) {
+  const bool overflow = found_inf != nullptr && *found_inf != 0;
+  const bool fits = control->first_unfit == INT_MAX, keep = fits && !overflow;
+  if (!overflow) status[kConsecutiveSkips] = fits ? 0 : status[kConsecutiveSkips] + 1;
   status[kTotalSkips] += keep ? 0 : 1;
-  status[kNonFiniteParameter] = keep ? -1 : control->first_unfit;
+  status[kNonFiniteParameter] = fits || overflow ? -1 : control->first_unfit;
   control->keep = keep;
   const bool is_sum = rule.beta2 == 1;
   const double alpha = !keep ? 0 : is_sum ? 1 : 1 - rule.beta2;
@@ -184,9 +187,9 @@ cudaError_t scan(const Table<ScanEntry>& entries, StepControl* control, StepNumb
   return cudaGetLastError();
 }
 
-cudaError_t decide_step(const StepRule& rule, StepControl* control, int64_t* status,
-                        cudaStream_t stream) {
-  decide_step_kernel<<<1, 1, 0, stream>>>(rule, control, status);
+cudaError_t decide_step(const StepRule& rule, StepControl* control, const float* found_inf,
+                        int64_t* status, cudaStream_t stream) {
+  decide_step_kernel<<<1, 1, 0, stream>>>(rule, control, found_inf, status);
   return cudaGetLastError();
 }
 

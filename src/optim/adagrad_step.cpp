@@ -113,10 +113,12 @@ AdagradStep::AdagradStep(AdagradHyperparameters h, Tensors params, AdagradState 
     blockings_ = flat_blockings(params_, h_.block_size);
     batches_ = find_batches(blockings_, {state_.statistics, state_.roots, state_.root_failures});
   }
+  fused_ = FusedAdagrad::plan(h_, params_, state_);
 }
 
 bool AdagradStep::adopt(const AdagradHyperparameters& h) {
-  const bool fits = h.full_matrix == h_.full_matrix && h.block_size == h_.block_size;
+  const bool fits = h.full_matrix == h_.full_matrix && h.block_size == h_.block_size &&
+                    h.weight_decay == h_.weight_decay;
   if (fits) {
     h_ = h;
   }
@@ -131,6 +133,10 @@ void AdagradStep::run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRe
   const AdagradHyperparameters& h = h_;
   check_gradients(params_, grads);
   check_host_steps(host_steps, params_.size(), state_.status, h.full_matrix);
+  if (fused_ != nullptr) {
+    fused_->run(h, lr, grads);
+    return;
+  }
   const std::vector<double> weight_decays(params_.size(), h.weight_decay);
   const StepGate gate = StepGate::check(
       examined_gradients(params_, grads, state_.steps, weight_decays), state_.status);

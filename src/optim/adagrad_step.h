@@ -2,12 +2,14 @@
 #pragma once
 
 #include "optim/blocking.h"
+#include "optim/fused_adagrad.h"
 #include "optim/stacks.h"
 #include "optim/step_plan.h"
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -58,7 +60,8 @@ class AdagradStep : public PlannedStep {
   std::vector<at::Tensor> params_;
   AdagradState state_;
   std::vector<Blocking> blockings_;
-  std::vector<MatrixBatch> batches_;  // refer to blockings_
+  std::vector<MatrixBatch> batches_;     // refer to blockings_
+  std::unique_ptr<FusedAdagrad> fused_;  // null: the operators of torch
 };
 
 }  // namespace torchium::optim::detail

@@ -14,10 +14,6 @@ namespace {
 
 using cuda_kernels::ElementType;
 
-bool same_layout(const at::Tensor& tensor, const at::Tensor& param) {
-  return (tensor.is_contiguous() && param.is_contiguous()) || tensor.strides() == param.strides();
-}
-
 // ParameterEntry::inner; 0 for a layout that the kernels do not know.
 int64_t inner_dimension(const at::Tensor& param, const Blocking& blocking, bool merge_dims) {
   if (param.is_contiguous()) {
@@ -28,13 +24,6 @@ int64_t inner_dimension(const at::Tensor& param, const Blocking& blocking, bool 
     return param.size(2) * param.size(3);
   }
   return 0;
-}
-
-// Four elements of `tensor` can be read at once.
-bool aligned_to_four(const at::Tensor& tensor) {
-  return !tensor.defined() || reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) %
-                                      (4 * static_cast<uintptr_t>(tensor.element_size())) ==
-                                  0;
 }
 
 cuda_kernels::Direction direction(ParameterRule rule) {
@@ -53,6 +42,31 @@ float* floats(const at::Tensor& tensor) {
 }
 
 }  // namespace
+
+bool same_layout(const at::Tensor& tensor, const at::Tensor& param) {
+  return (tensor.is_contiguous() && param.is_contiguous()) || tensor.strides() == param.strides();
+}
+
+bool aligned_to_four(const at::Tensor& tensor) {
+  return !tensor.defined() || reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) %
+                                      (4 * static_cast<uintptr_t>(tensor.element_size())) ==
+                                  0;
+}
+
+void note_change(const at::Tensor& tensor) {
+  if (tensor.defined()) {
+    tensor.unsafeGetTensorImpl()->bump_version();
+  }
+}
+
+at::Tensor readable_learning_rate(const at::Tensor& lr) {
+  return lr.scalar_type() == at::kDouble ? lr : lr.to(at::kFloat);
+}
+
+cuda_kernels::LearningRate learning_rate(const at::Tensor& lr) {
+  return {lr.is_cpu() ? nullptr : lr.const_data_ptr(), lr.scalar_type() == at::kDouble,
+          lr.is_cpu() ? lr.item<double>() : 0.0};
+}
 
 ElementType element_type(at::ScalarType type) {
   switch (type) {

@@ -41,6 +41,15 @@ void fill_entry(cuda_kernels::ParameterEntry& entry, const ShampooHyperparameter
 void set_gradient(cuda_kernels::ParameterEntry& entry, const at::Tensor& grad, bool by_fours);
 
 cuda_kernels::ElementType element_type(at::ScalarType type);
+bool same_layout(const at::Tensor& tensor, const at::Tensor& param);
+// Four elements of `tensor`, which may be undefined, can be read at once.
+bool aligned_to_four(const at::Tensor& tensor);
+// Tells autograd that a kernel has written to `tensor`, which may be undefined.
+void note_change(const at::Tensor& tensor);
+
+// The learning rate in a type that the kernels read, which must live until they are launched.
+at::Tensor readable_learning_rate(const at::Tensor& lr);
+cuda_kernels::LearningRate learning_rate(const at::Tensor& readable);
 
 // block_size as the kernels count it.
 int kernel_block_size(const ShampooHyperparameters& hyperparameters);
