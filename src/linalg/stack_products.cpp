@@ -30,6 +30,12 @@ struct GemmOperand {
   cublasOperation_t operation;
 };
 
+cublasComputeType_t compute_type(MatmulPrecision precision) {
+  return precision == MatmulPrecision::kHigh ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
+}
+
+int as_int(int64_t size) { return static_cast<int>(size); }
+
 // Where cuBLAS looks for alpha and beta. torch expects them on the host, also after an error.
 class PointerMode {
  public:
@@ -51,9 +57,6 @@ void gemm(cublasPointerMode_t mode, const float* alpha, const GemmOperand& A, co
     return;
   }
   const at::NoTF32Guard as_asked;  // torch sets the mode of its handle by its own flags
-  const auto compute =
-      precision == MatmulPrecision::kHigh ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
-  const auto as_int = [](int64_t size) { return static_cast<int>(size); };
   const auto size_of_matrix = [](const at::Tensor& x) { return x.size(-1) * x.size(-2); };
   const at::Tensor &a = A.stack, &b = B.stack;
   const int64_t k = a.size(A.operation == CUBLAS_OP_N ? -2 : -1);
@@ -63,7 +66,8 @@ void gemm(cublasPointerMode_t mode, const float* alpha, const GemmOperand& A, co
       handle, A.operation, B.operation, as_int(C.size(-1)), as_int(C.size(-2)), as_int(k), alpha,
       a.const_data_ptr(), CUDA_R_32F, as_int(a.size(-1)), size_of_matrix(a), b.const_data_ptr(),
       CUDA_R_32F, as_int(b.size(-1)), size_of_matrix(b), beta, C.mutable_data_ptr(), CUDA_R_32F,
-      as_int(C.size(-1)), size_of_matrix(C), as_int(C.size(0)), compute, CUBLAS_GEMM_DEFAULT));
+      as_int(C.size(-1)), size_of_matrix(C), as_int(C.size(0)), compute_type(precision),
+      CUBLAS_GEMM_DEFAULT));
 }
 
 }  // namespace
@@ -79,6 +83,26 @@ void multiply_stacks_out(at::Tensor& out, const at::Tensor& A, const at::Tensor&
                          MatmulPrecision precision) {
   const float one = 1, zero = 0;
   gemm(CUBLAS_POINTER_MODE_HOST, &one, {B, CUBLAS_OP_N}, {A, CUBLAS_OP_N}, &zero, out, precision);
+}
+
+void multiply_at_addresses(float* const* C, const MatrixAddresses& A, const MatrixAddresses& B,
+                           int64_t m, int64_t n, int64_t k, int64_t count,
+                           MatmulPrecision precision) {
+  const at::NoTF32Guard as_asked;
+  const float one = 1, zero = 0;
+  const auto operation = [](const MatrixAddresses& x) {
+    return x.transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
+  };
+  const auto untyped = [](float* const* matrices) {
+    return reinterpret_cast<const void* const*>(matrices);
+  };
+  // cuBLAS sees the transpose of each matrix: C^T = op(B)^T op(A)^T.
+  TORCH_CUDABLAS_CHECK(cublasGemmBatchedEx(
+      at::cuda::getCurrentCUDABlasHandle(), operation(B), operation(A), as_int(n), as_int(m),
+      as_int(k), &one, untyped(B.matrices), CUDA_R_32F, as_int(B.transposed ? k : n),
+      untyped(A.matrices), CUDA_R_32F, as_int(A.transposed ? m : k), &zero,
+      reinterpret_cast<void* const*>(C), CUDA_R_32F, as_int(n), as_int(count),
+      compute_type(precision), CUBLAS_GEMM_DEFAULT));
 }
 #endif
 

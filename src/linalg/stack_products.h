@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <optional>
 #include <string>
 
@@ -26,5 +27,17 @@ void gram_update_(at::Tensor& C, const at::Tensor& X, bool transposed, const flo
 // out [N, m, n] <- A [N, m, k] B [N, k, n]; all are contiguous, and out neither of the others.
 void multiply_stacks_out(at::Tensor& out, const at::Tensor& A, const at::Tensor& B,
                          MatmulPrecision precision);
+
+// Float32 matrices of one shape anywhere on a device: an array there of their addresses.
+struct MatrixAddresses {
+  float* const* matrices;
+  bool transposed = false;  // in the product
+};
+
+// C <- op(A) op(B) for `count` matrices; op(A) is [m, k], op(B) [k, n]. All are contiguous, and
+// begin at multiples of 16 bytes unless the length of their rows is no multiple of 4.
+void multiply_at_addresses(float* const* C, const MatrixAddresses& A, const MatrixAddresses& B,
+                           int64_t m, int64_t n, int64_t k, int64_t count,
+                           MatmulPrecision precision);
 
 }  // namespace torchium::linalg::detail

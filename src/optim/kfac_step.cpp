@@ -1,6 +1,7 @@
 #include "optim/kfac_step.h"
 
 #include "optim/elementwise.h"
+#include "optim/fused_kfac.h"
 #include "optim/kfac_checks.h"
 #include "optim/kfac_direction.h"
 #include "optim/kfac_inverses.h"
@@ -31,15 +32,11 @@ double scale_of_G(const KfacHyperparameters& h, const KfacLayer& layer) {
   return h.batch_averaged ? N : 1.0 / N;
 }
 
-// Looks at the gradients and at the captured sums, each of which counts with its weight. The
-// largest entry of a sum of x x^T is on its diagonal (Cauchy and Schwarz).
-StepGate check_finite(const KfacHyperparameters& h, at::TensorList params, at::TensorList grads,
-                      const std::vector<KfacLayer>& layers, KfacState& state) {
-  std::vector<double> weight_decays;
-  for (const auto& options : h.parameters) {
-    weight_decays.push_back(options.weight_decay);
-  }
-  auto examined = examined_gradients(params, grads, state.steps, weight_decays);
+// The captured sums, each of which counts with its weight. The largest entry of a sum of x x^T is
+// on its diagonal (Cauchy and Schwarz).
+std::vector<Examined> captured_sums(const KfacHyperparameters& h,
+                                    const std::vector<KfacLayer>& layers) {
+  std::vector<Examined> examined;
   for (const KfacLayer& layer : layers) {
     if (layer.samples == 0) {
       continue;
@@ -53,7 +50,23 @@ StepGate check_finite(const KfacHyperparameters& h, at::TensorList params, at::T
     add(layer.A_sum, scale_of_A(layer));
     add(layer.G_sum, scale_of_G(h, layer));
   }
-  return StepGate::check(examined, state.status, h.found_inf);
+  return examined;
+}
+
+// Looks at the gradients and at the captured sums, and counts the step.
+StepGate check_and_count(const KfacHyperparameters& h, at::TensorList params, at::TensorList grads,
+                         const std::vector<Examined>& sums, KfacState& state) {
+  std::vector<double> weight_decays;
+  for (const auto& options : h.parameters) {
+    weight_decays.push_back(options.weight_decay);
+  }
+  auto examined = examined_gradients(params, grads, state.steps, weight_decays);
+  examined.insert(examined.end(), sums.begin(), sums.end());
+  const StepGate gate = StepGate::check(examined, state.status, h.found_inf);
+  if (!gate.skipped_on_host()) {
+    gate.advance(state.steps);
+  }
+  return gate;
 }
 
 // A <- d_k A + (1 - d_k) A_sum / (N T) and G <- d_k G + (1 - d_k) G_sum N^(+-1) with
@@ -161,11 +174,13 @@ void kfac_step(const KfacHyperparameters& h, at::TensorList params, at::TensorLi
   check_kfac_arguments(h, params, grads, layers, state);
   update_inverses(layers, &KfacLayer::inverse_lost, h.damping_split, h.root_method,
                   StepGate::open());
-  const StepGate gate = check_finite(h, params, grads, layers, state);
+  const std::vector<Examined> sums = captured_sums(h, layers);
+  const auto fused = FusedKfac::make(h, params, grads, layers, state);
+  const StepGate gate =
+      fused != nullptr ? fused->begin(sums) : check_and_count(h, params, grads, sums, state);
   if (gate.skipped_on_host()) {
     return;
   }
-  gate.advance(state.steps);
   for (KfacLayer& layer : layers) {
     if (layer.samples > 0) {  // A <- d A + (1 - d) E[a a^T], G <- d G + (1 - d) E[g g^T]
       update_factors(h, layer, gate);
@@ -174,6 +189,10 @@ void kfac_step(const KfacHyperparameters& h, at::TensorList params, at::TensorLi
   // Where due: (A + ..I)^-1, (G + ..I)^-1.
   update_inverses(layers, &KfacLayer::inverse_due, h.damping_split, h.root_method, gate);
   record_failures(layers, state.status);
+  if (fused != nullptr) {
+    fused->update();
+    return;
+  }
 
   Tensors g;  // V = g + weight_decay p
   for (size_t i = 0; i < params.size(); ++i) {

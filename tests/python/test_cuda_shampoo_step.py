@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torchium
+from cuda_launches import launches
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.cuda
@@ -287,16 +288,6 @@ def test_a_captured_step_follows_an_eager_one() -> None:
             optimizer.update_preconditioners()
     for p, e in zip(captured, eager, strict=True):
         assert torch.equal(p, e)
-
-
-def launches(optimizer: torchium.Shampoo) -> int:
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        optimizer.step()
-        torch.cuda.synchronize()
-    events = [event for event in profiler.events() if event.device_type.name == "CUDA"]
-    return len(events)
 
 
 def test_launches_do_not_grow_with_the_number_of_parameters() -> None:

@@ -1,0 +1,252 @@
+"""Steps of diagonal Adagrad and of K-FAC by the kernels for all parameters at once, against float64
+on the CPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchium
+from cuda_launches import launches
+from optimizer_cases import assert_same, ignore_fallback, set_gradients, values
+from test_kfac import MODELS, OPTIONS, SPLITS, batch_of, make_model
+from torch import Tensor, nn
+
+pytestmark = [pytest.mark.cuda, ignore_fallback]
+
+
+@pytest.fixture(autouse=True)
+def float32_convolutions() -> Iterator[None]:
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        yield
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    expected = expected.detach().double()
+    difference = (actual.detach().cpu().double() - expected).norm()
+    return float(difference / expected.norm() if expected.any() else difference)
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    """Relative to numbers of size 1, which the parameters pass through, or to larger ones."""
+    difference = (actual.detach().cpu().double() - expected.detach()).norm()
+    return float(difference / (expected.detach().norm() + expected.numel() ** 0.5))
+
+
+# Adagrad
+
+SHAPES = [(), (1,), (7,), (64,), (0,), (33, 70), (5, 3, 3, 3), (300, 100)]
+ADAGRAD: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "all": {"lr_decay": 0.1, "weight_decay": 0.1, "maximize": True, "eps": 1e-3},
+    "sum": {"initial_accumulator_value": 0.5, "lr": 2.0},
+    "no_eps": {"eps": 0.0},
+}
+
+
+def adagrad_parameters(device: str, dtype: torch.dtype, layout: str) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    params = []
+    for shape in SHAPES:
+        value = torch.randn(shape, generator=generator).to(device, dtype)
+        if layout == "permuted" and value.dim() == 2:
+            value = value.t().contiguous().t()
+        elif layout == "permuted" and value.dim() == 4:
+            value = value.to(memory_format=torch.channels_last)
+        elif layout == "offset":  # no multiple of four elements
+            value = (
+                torch.empty(value.numel() + 1, device=device, dtype=dtype)[1:]
+                .view(shape)
+                .copy_(value)
+            )
+        params.append(nn.Parameter(value))
+    return params
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "permuted", "offset"])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2), (torch.float16, 6e-3)]
+)
+@pytest.mark.parametrize("options", ADAGRAD)
+def test_adagrad_follows_the_cpu(
+    options: str, dtype: torch.dtype, tolerance: float, layout: str
+) -> None:
+    results = []
+    for device, type_ in (("cpu", torch.float64), ("cuda", dtype)):
+        params = adagrad_parameters(device, dtype, layout)
+        if device == "cpu":
+            params = [nn.Parameter(p.detach().to(type_)) for p in params]
+        optimizer = torchium.Adagrad(params, **{"lr": 0.1, **ADAGRAD[options]})
+        for seed in range(6):
+            set_gradients(params, seed)
+            for p in params:
+                p.grad = p.grad.to(dtype).to(p.dtype)  # the same numbers
+            params[3].grad[:8] = 0.0
+            optimizer.step()
+        optimizer.check_errors()
+        results.append(params)
+    for expected, actual in zip(*results, strict=True):
+        assert actual.numel() == 0 or error(actual, expected) <= tolerance
+
+
+def test_adagrad_takes_a_learning_rate_from_the_device() -> None:
+    results = []
+    for lr in (0.1, torch.tensor(0.1, device="cuda", dtype=torch.float64)):
+        params = adagrad_parameters("cuda", torch.float32, "contiguous")
+        optimizer = torchium.Adagrad(params, lr=lr, lr_decay=0.01)
+        for seed in range(3):
+            set_gradients(params, seed)
+            optimizer.step()
+        results.append([p.detach() for p in params])
+    assert_same(*results)
+
+
+def test_a_weight_decay_that_is_set_between_steps_counts() -> None:
+    results = []
+    for device, dtype in (("cpu", torch.float64), ("cuda", torch.float32)):
+        params = [nn.Parameter(torch.ones(40, device=device, dtype=dtype))]
+        optimizer = torchium.Adagrad(params, lr=0.1)
+        for seed in range(4):
+            optimizer.param_groups[0]["weight_decay"] = 0.5 * seed
+            set_gradients(params, seed)
+            optimizer.step()
+        results.append(params[0])
+    assert relative_error(results[1], results[0]) <= 1e-5
+
+
+def test_a_captured_step_of_adagrad_is_the_eager_one() -> None:
+    results = []
+    for captured in (False, True):
+        params = adagrad_parameters("cuda", torch.float32, "contiguous")
+        optimizer = torchium.Adagrad(params, lr=0.1, lr_decay=0.1)
+        set_gradients(params, 0)
+        optimizer.step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        if captured:
+            with torch.cuda.graph(graph):
+                optimizer.step()
+        for seed in range(1, 4):
+            gradients = [p.grad for p in params]
+            set_gradients(params, seed)
+            for p, gradient in zip(params, gradients, strict=True):
+                p.grad = gradient.copy_(p.grad)  # where the graph reads it
+            graph.replay() if captured else optimizer.step()
+        results.append([p.detach() for p in params])
+    assert_same(results[1], results[0])
+
+
+def test_launches_of_adagrad_do_not_grow_with_the_number_of_parameters() -> None:
+    counts = []
+    for number in (4, 64):
+        params = [nn.Parameter(torch.randn(16, 24, device="cuda")) for _ in range(number)]
+        optimizer = torchium.Adagrad(params, weight_decay=0.1, lr_decay=0.1)
+        for seed in range(3):
+            set_gradients(params, seed)
+            optimizer.step()
+        counts.append(launches(optimizer))
+    assert counts[0] == counts[1] < 10
+
+
+# K-FAC
+
+
+def train(
+    name: str, device: str, dtype: torch.dtype, steps: int = 5, layout: str = "", **options: Any
+) -> list[Tensor]:
+    """How the parameters have moved."""
+    model, shape = make_model(name)
+    model.to(device, dtype)
+    start = values(model)
+    if layout == "channels_last":
+        model.to(memory_format=torch.channels_last)
+    optimizer = torchium.KFAC(model, **options)
+    for step in range(steps):
+        x, y = batch_of(shape, step)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x.to(device, dtype)), y.to(device)).backward()
+        if layout == "frozen" and step % 2 == 1:
+            for key, p in model.named_parameters():
+                p.grad = None if key.endswith("bias") else p.grad
+        optimizer.step()
+    optimizer.check_errors()
+    return [p - s for p, s in zip(values(model), start, strict=True)]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", MODELS)
+def test_kfac_follows_the_cpu(name: str, options: str, split: str) -> None:
+    arguments = {**OPTIONS[options], "damping_split": split}
+    expected = train(name, "cpu", torch.float64, **arguments)
+    actual = train(name, "cuda", torch.float32, **arguments)
+    for p, q in zip(actual, expected, strict=True):
+        assert relative_error(p, q) <= 5e-4
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("layout", ["channels_last", "frozen"])
+def test_kfac_knows_other_layouts_and_biases_without_gradient(layout: str, split: str) -> None:
+    """`frozen`: in every second step no bias has a gradient."""
+    arguments = {**OPTIONS["every_step"], "damping_split": split, "layout": layout}
+    expected = train("convolutions", "cpu", torch.float64, **arguments)
+    actual = train("convolutions", "cuda", torch.float32, **arguments)
+    for p, q in zip(actual, expected, strict=True):
+        assert relative_error(p, q) <= 5e-4
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("kl_clip", [None, 1e-5])
+def test_kfac_with_and_without_a_bound_of_the_step(kl_clip: float | None, momentum: float) -> None:
+    arguments = {"lr": 0.01, "TCov": 1, "TInv": 1, "kl_clip": kl_clip, "momentum": momentum}
+    expected = train("mlp", "cpu", torch.float64, damping=0.1, **arguments)
+    actual = train("mlp", "cuda", torch.float32, damping=0.1, **arguments)
+    for p, q in zip(actual, expected, strict=True):
+        assert relative_error(p, q) <= 5e-4
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_two_runs_of_kfac_agree_bit_for_bit(split: str) -> None:
+    runs = [train("mlp", "cuda", torch.float32, damping_split=split, lr=0.05) for _ in range(2)]
+    assert_same(runs[0], runs[1])
+
+
+def test_a_skipped_step_of_kfac_changes_no_bit() -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 3)).cuda()
+    optimizer = torchium.KFAC(model, lr=0.05, TCov=2, TInv=2, weight_decay=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 6, device="cuda")).square().sum(1).mean().backward()
+        optimizer.step()
+    before = values(model)
+    state = copy.deepcopy(optimizer.state_dict()["state"])
+    model[3].weight.grad[1, 2] = float("inf")
+    optimizer.step()
+    optimizer.check_errors()
+    assert_same(values(model), before)
+    after = optimizer.state_dict()["state"]
+    for number, entries in state.items():
+        for key, value in entries.items():
+            if isinstance(value, Tensor):
+                torch.testing.assert_close(after[number][key], value, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("split", "most"), [("pi", 25), ("exact", 35)])
+def test_launches_of_kfac_do_not_grow_with_the_number_of_layers(split: str, most: int) -> None:
+    """Between two updates of the factors."""
+    counts = []
+    for number in (3, 40):
+        model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(number))).cuda()
+        optimizer = torchium.KFAC(model, lr=1e-4, TCov=10, TInv=10, damping_split=split)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(8, 24, device="cuda")).square().sum(1).mean().backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        model(torch.randn(8, 24, device="cuda")).square().sum(1).mean().backward()
+        counts.append(launches(optimizer))
+    assert counts[0] == counts[1] < most
