@@ -91,7 +91,7 @@ void shampoo_step_(at::TensorList params, at::TensorList grads, at::TensorList s
                      .exp_avg_starts = exp_avg_starts.vec(),
                      .second_moment_starts = second_moment_starts.vec(),
                      .status = std::move(status)};
-  optim::detail::ShampooStep(h, params.vec(), std::move(state)).run(lr, grads, host_steps);
+  optim::detail::ShampooStep(h, params.vec(), std::move(state)).run(lr, grads, host_steps, {});
 }
 
 void shampoo_update_preconditioners_(at::TensorList params, at::TensorList steps,
@@ -147,7 +147,7 @@ void adagrad_step_(at::TensorList params, at::TensorList grads, at::TensorList s
                      .roots = roots.vec(),
                      .root_failures = root_failures.vec(),
                      .status = std::move(status)};
-  optim::detail::AdagradStep(h, params.vec(), std::move(state)).run(lr, grads, host_steps);
+  optim::detail::AdagradStep(h, params.vec(), std::move(state)).run(lr, grads, host_steps, {});
 }
 
 }  // namespace

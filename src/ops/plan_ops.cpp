@@ -83,8 +83,10 @@ void register_plan(torch::Library& m, const char* name) {
            })
       .def("prepare", [](const Self& self) { return self->prepare(); })
       .def("step",
-           [](const Self& self, double lr, const std::optional<at::Tensor>& tensor) {
-             self->step(tensor ? *tensor : at::scalar_tensor(lr, at::kDouble));
+           [](const Self& self, double lr, const std::optional<at::Tensor>& tensor,
+              const std::optional<at::Tensor>& found_inf) {
+             self->step(tensor ? *tensor : at::scalar_tensor(lr, at::kDouble),
+                        found_inf.value_or(at::Tensor()));
            })
       .def("update_preconditioners", [](const Self& self) { self->update_preconditioners(); })
       .def("host_steps", [](const Self& self) { return self->host_steps(); })

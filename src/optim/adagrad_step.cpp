@@ -125,7 +125,8 @@ bool AdagradStep::adopt(const AdagradHyperparameters& h) {
   return fits;
 }
 
-void AdagradStep::run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRef host_steps) {
+void AdagradStep::run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRef host_steps,
+                      const at::Tensor& found_inf) {
   c10::NoGradGuard no_grad;
   if (params_.empty()) {
     return;
@@ -134,12 +135,12 @@ void AdagradStep::run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRe
   check_gradients(params_, grads);
   check_host_steps(host_steps, params_.size(), state_.status, h.full_matrix);
   if (fused_ != nullptr) {
-    fused_->run(h, lr, grads);
+    fused_->run(h, lr, grads, found_inf);
     return;
   }
   const std::vector<double> weight_decays(params_.size(), h.weight_decay);
   const StepGate gate = StepGate::check(
-      examined_gradients(params_, grads, state_.steps, weight_decays), state_.status);
+      examined_gradients(params_, grads, state_.steps, weight_decays), state_.status, found_inf);
   if (gate.skipped_on_host()) {
     return;
   }

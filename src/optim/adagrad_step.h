@@ -53,7 +53,8 @@ class AdagradStep : public PlannedStep {
   // Takes other hyper-parameters; false if these need another plan.
   bool adopt(const AdagradHyperparameters& hyperparameters);
 
-  void run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRef host_steps) override;
+  void run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRef host_steps,
+           const at::Tensor& found_inf) override;
 
  private:
   AdagradHyperparameters h_;

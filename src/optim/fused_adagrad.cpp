@@ -48,7 +48,8 @@ class AdagradKernels : public FusedAdagrad {
     }
   }
 
-  void run(const AdagradHyperparameters& h, const at::Tensor& lr, at::TensorList grads) override {
+  void run(const AdagradHyperparameters& h, const at::Tensor& lr, at::TensorList grads,
+           const at::Tensor& found_inf) override {
     const c10::DeviceGuard guard(params_[0].device());
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
     std::vector<at::Tensor> readable;  // lives until the kernels are launched
@@ -57,7 +58,7 @@ class AdagradKernels : public FusedAdagrad {
       set_gradient(i, readable.back());
     }
     check_.run({.beta1 = 1.0, .moment_beta = 1.0, .beta2 = 1.0, .start = 1.0, .weight_decay = 0.0},
-               status_, stream);
+               status_, stream, found_inf);
     const cuda_kernels::AdagradRule rule{.maximize = h.maximize,
                                          .weight_decay = static_cast<float>(h.weight_decay),
                                          .eps = static_cast<float>(h.eps),

@@ -23,7 +23,7 @@ class FusedAdagrad {
 
   // The weight decay is that of the plan.
   virtual void run(const AdagradHyperparameters& hyperparameters, const at::Tensor& lr,
-                   at::TensorList grads) = 0;
+                   at::TensorList grads, const at::Tensor& found_inf) = 0;
 };
 
 }  // namespace torchium::optim::detail

@@ -192,7 +192,8 @@ bool FusedStep::fits_graphs() const {
   return true;
 }
 
-void FusedStep::begin(const ShampooHyperparameters& h, at::TensorList grads) {
+void FusedStep::begin(const ShampooHyperparameters& h, at::TensorList grads,
+                      const at::Tensor& found_inf) {
   RECORD_FUNCTION("torchium::elementwise", {});
   Work& w = *work_;
   w.h = &h;
@@ -201,7 +202,7 @@ void FusedStep::begin(const ShampooHyperparameters& h, at::TensorList grads) {
   for (size_t i = 0; i < grads.size(); ++i) {
     w.set_gradient(i, dense(readable_gradient(grads[i], w.params[i], serves_[i])));
   }
-  w.check.run(step_rule(h), w.state.status, w.stream);
+  w.check.run(step_rule(h), w.state.status, w.stream, found_inf);
 }
 
 StepGate FusedStep::gate() const { return work_->check.gate(); }
@@ -313,7 +314,9 @@ namespace {
 bool FusedStep::fits_graphs() const { return false; }
 
 void FusedStep::plan(const ShampooHyperparameters&, const std::vector<MatrixBatch>&) {}
-void FusedStep::begin(const ShampooHyperparameters&, at::TensorList) { refuse(); }
+void FusedStep::begin(const ShampooHyperparameters&, at::TensorList, const at::Tensor&) {
+  refuse();
+}
 StepGate FusedStep::gate() const { refuse(); }
 Corrections FusedStep::corrections(bool) const { refuse(); }
 void FusedStep::gather() {}

@@ -49,7 +49,8 @@ class FusedStep {
 
   // Looks for gradients that are not finite or too large, counts the step in the status and in
   // `steps`. The hyper-parameters live until end().
-  void begin(const ShampooHyperparameters& hyperparameters, at::TensorList grads);
+  void begin(const ShampooHyperparameters& hyperparameters, at::TensorList grads,
+             const at::Tensor& found_inf);
   // Closed where the step is skipped.
   StepGate gate() const;
   // Of the parameters that it does not serve; with `statistics` those of all parameters.

@@ -1,7 +1,6 @@
 #include "optim/shampoo_step.h"
 
 #include "linalg/stack_products.h"
-
 #include "optim/blocking.h"
 #include "optim/elementwise.h"
 #include "optim/fused_step.h"
@@ -224,11 +223,11 @@ void apply_updates(const ShampooHyperparameters& h, at::TensorList params, at::T
 
 // t <- t + 1 unless a gradient skips the step.
 StepGate begin_step(const ShampooHyperparameters& h, at::TensorList params, at::TensorList grads,
-                    ShampooState& state) {
+                    ShampooState& state, const at::Tensor& found_inf) {
   const std::vector<double> weight_decays(params.size(),
                                           h.decoupled_weight_decay ? 0.0 : h.weight_decay);
-  const StepGate gate =
-      StepGate::check(examined_gradients(params, grads, state.steps, weight_decays), state.status);
+  const StepGate gate = StepGate::check(
+      examined_gradients(params, grads, state.steps, weight_decays), state.status, found_inf);
   if (!gate.skipped_on_host()) {
     gate.advance(state.steps);
   }
@@ -319,7 +318,8 @@ bool ShampooStep::adopt(const ShampooHyperparameters& h) {
   return fits;
 }
 
-void ShampooStep::run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRef host_steps) {
+void ShampooStep::run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRef host_steps,
+                      const at::Tensor& found_inf) {
   if (params_.empty()) {
     return;
   }
@@ -334,9 +334,9 @@ void ShampooStep::run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRe
 
   StepGate gate = StepGate::open();
   if (fused.is_available()) {
-    fused.begin(h, grads);
+    fused.begin(h, grads, found_inf);
   } else {
-    gate = begin_step(h, params_, grads, state_);
+    gate = begin_step(h, params_, grads, state_, found_inf);
     if (gate.skipped_on_host()) {
       return;
     }

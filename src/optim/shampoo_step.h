@@ -86,7 +86,8 @@ class ShampooStep : public PlannedStep {
   // Takes other hyper-parameters; false if these need another plan.
   bool adopt(const ShampooHyperparameters& hyperparameters);
 
-  void run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRef host_steps) override;
+  void run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRef host_steps,
+           const at::Tensor& found_inf) override;
   std::optional<int64_t> graph_key(at::IntArrayRef host_steps) const override;
 
  private:

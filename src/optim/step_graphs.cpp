@@ -78,12 +78,15 @@ struct StepGraphs::Graphs {
   SeenGradients last;    // of the last step that was not replayed
   int64_t last_key = 0;
   int64_t repeated = 0;  // times in a row
-  at::Tensor lr;         // 0-dim float64, read by the graphs
+  // Read by the graphs.
+  at::Tensor lr;  // 0-dim float64
   std::optional<double> lr_value;
+  at::Tensor found_inf;  // 0-dim float32
+  bool found_inf_is_zero = true;
 
   Graph* find(const Step& step);
   bool is_due(const Step& step);
-  void set_lr(const at::Tensor& value);
+  void set_inputs(const Step& step);
   std::optional<cudaGraphExec_t> capture(const Step& step);
   Graph* add(const Step& step, GraphMode mode);
   void replay(Graph& graph);
@@ -111,16 +114,24 @@ bool StepGraphs::Graphs::is_due(const Step& step) {
   return ++repeated > kWarmUp && captures < free_captures + replays / kReplaysACapture;
 }
 
-void StepGraphs::Graphs::set_lr(const at::Tensor& value) {
+void StepGraphs::Graphs::set_inputs(const Step& step) {
   if (!lr.defined()) {
     lr = at::empty({}, at::TensorOptions(at::kDouble).device(device));
+    found_inf = at::zeros({}, at::TensorOptions(at::kFloat).device(device));
   }
-  if (!value.is_cpu()) {
-    lr.copy_(value);
+  if (!step.lr.is_cpu()) {
+    lr.copy_(step.lr);
     lr_value.reset();
-  } else if (const double number = value.item<double>(); lr_value != number) {
-    lr.fill_(number);
-    lr_value = number;
+  } else if (const double value = step.lr.item<double>(); lr_value != value) {
+    lr.fill_(value);
+    lr_value = value;
+  }
+  if (step.found_inf.defined()) {
+    found_inf.copy_(step.found_inf.view(at::IntArrayRef()));
+    found_inf_is_zero = false;
+  } else if (!found_inf_is_zero) {
+    found_inf.zero_();
+    found_inf_is_zero = true;
   }
 }
 
@@ -137,7 +148,7 @@ std::optional<cudaGraphExec_t> StepGraphs::Graphs::capture(const Step& step) {
   cudaGraph_t graph = nullptr;
   if (error == cudaSuccess) {
     try {
-      step.launch(lr);
+      step.launch(lr, found_inf);
     } catch (const std::exception&) {
       error = cudaErrorStreamCaptureInvalidated;
     }
@@ -223,13 +234,13 @@ bool StepGraphs::run(GraphMode mode, const Step& step) {
     if (!g.is_due(step)) {
       return false;
     }
-    g.set_lr(step.lr);
+    g.set_inputs(step);
     graph = g.add(step, mode);
     if (graph == nullptr) {
       return false;
     }
   } else {
-    g.set_lr(step.lr);
+    g.set_inputs(step);
   }
   g.replay(*graph);
   return true;

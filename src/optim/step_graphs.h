@@ -33,11 +33,12 @@ class StepGraphs {
   // What run() needs of one step.
   struct Step {
     at::TensorList grads;
-    int64_t key;           // of whatever else the launches depend on
-    const at::Tensor& lr;  // 0-dim, on the CPU or on the device
+    int64_t key;                  // of whatever else the launches depend on
+    const at::Tensor& lr;         // 0-dim, on the CPU or on the device
+    const at::Tensor& found_inf;  // one number on the device; undefined: 0
     int64_t state_bytes;
-    // Launches the step with this learning rate.
-    std::function<void(const at::Tensor& lr)> launch;
+    // Launches the step with these instead.
+    std::function<void(const at::Tensor& lr, const at::Tensor& found_inf)> launch;
   };
 
   // Replays the step, or captures and then replays it. False, and nothing is done: it has to be

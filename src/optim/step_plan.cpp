@@ -112,7 +112,7 @@ void StepPlan::choose(std::vector<size_t> active) {
   active_params_ = std::make_shared<const std::vector<at::Tensor>>(std::move(params));
 }
 
-void StepPlan::step(const at::Tensor& lr) {
+void StepPlan::step(const at::Tensor& lr, const at::Tensor& found_inf) {
   if (active_.empty()) {
     return;
   }
@@ -131,7 +131,7 @@ void StepPlan::step(const at::Tensor& lr) {
   for (const size_t i : active_) {  // unknown after a run that throws in its midst
     host_steps_[i] = -1;
   }
-  run(lr, grads, host_steps);
+  run(lr, grads, host_steps, found_inf);
   for (size_t k = 0; k < host_steps.size(); ++k) {  // a replayed graph advances only the device's
     host_steps_[active_[k]] = host_steps[k] + 1;
   }
@@ -142,12 +142,15 @@ void StepPlan::step(const at::Tensor& lr) {
   report();
 }
 
-void StepPlan::run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRef host_steps) {
+void StepPlan::run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRef host_steps,
+                   const at::Tensor& found_inf) {
   const auto key =
       graph_mode_ == GraphMode::kNever ? std::nullopt : planned_->graph_key(host_steps);
-  const auto launch = [&](const at::Tensor& rate) { planned_->run(rate, grads, host_steps); };
-  if (!key || !graphs_.run(graph_mode_, {grads, *key, lr, state_bytes_, launch})) {
-    launch(lr);
+  const auto launch = [&](const at::Tensor& rate, const at::Tensor& inf) {
+    planned_->run(rate, grads, host_steps, inf);
+  };
+  if (!key || !graphs_.run(graph_mode_, {grads, *key, lr, found_inf, state_bytes_, launch})) {
+    launch(lr, found_inf);
     return;
   }
   for (const at::Tensor& param : *active_params_) {

@@ -25,8 +25,10 @@ class PlannedStep {
   virtual ~PlannedStep() = default;
   // `lr`: 0-dim, float64 on the CPU or on the parameters' device. `grads`: one a parameter.
   // `host_steps` are the steps each parameter has taken, for the root schedule alone; empty: read
-  // from the state, which must then lie on the CPU.
-  virtual void run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRef host_steps) = 0;
+  // from the state, which must then lie on the CPU. `found_inf`: one number, not 0: skip the step;
+  // undefined: 0.
+  virtual void run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRef host_steps,
+                   const at::Tensor& found_inf) = 0;
   // None: run() with these arguments launches what no other step does. Else it launches the same as
   // all steps with this key and these gradients, and nothing that a CUDA graph cannot hold.
   virtual std::optional<int64_t> graph_key(at::IntArrayRef host_steps) const {
@@ -62,8 +64,8 @@ class StepPlan : public torch::CustomClassHolder {
   // its gradient is not supported. Raises ValueError for gradients and state that do not fit.
   bool prepare();
 
-  // The step that prepare() has planned. `lr`: see PlannedStep.
-  void step(const at::Tensor& lr);
+  // The step that prepare() has planned. `lr`, `found_inf`: see PlannedStep.
+  void step(const at::Tensor& lr, const at::Tensor& found_inf = {});
 
   // Renews the roots of all parameters with state, whatever the schedule says.
   void update_preconditioners();
@@ -99,7 +101,8 @@ class StepPlan : public torch::CustomClassHolder {
     bool is_unchanged() const;
   };
   void choose(std::vector<size_t> active);
-  void run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRef host_steps);
+  void run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRef host_steps,
+           const at::Tensor& found_inf);
   std::vector<int64_t> known_steps();
   void note_skip(const std::vector<at::Tensor>& params);
   void report();

@@ -163,6 +163,40 @@ def test_low_precision_model_takes_the_step_of_the_float32_one(make, dtype):
     assert (moved[0] - moved[1]).norm() < 0.1 * moved[1].norm()
 
 
+@pytest.mark.cuda
+@all_cases
+def test_a_scaler_needs_no_wait(make):
+    scaler = GradScaler("cuda", init_scale=1024.0)
+    model = mlp("cuda")
+    optimizer = make(model.parameters())
+    if hasattr(optimizer, "grad_scaler"):
+        optimizer.grad_scaler = scaler
+    for step in range(6):
+        optimizer.zero_grad()
+        scaler.scale(model(inputs_of(step, torch.device("cuda"))).square().mean()).backward()
+        torch.cuda.synchronize()
+        try:
+            if step == 5:  # state has been made, nothing is due
+                torch.cuda.set_sync_debug_mode("error")
+            scaler.step(optimizer)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        scaler.update()
+    optimizer.check_errors()
+
+
+@plain_cases
+def test_gradients_in_float16_are_refused_by_name(make):
+    model = mlp().half()
+    optimizer = make(model.parameters())
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(model(inputs_of(0, torch.device("cpu")).half()).square().mean()).backward()
+    before = values(model), [p.grad.clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match="float16 would underflow"):
+        scaler.step(optimizer)
+    assert_same((values(model), [p.grad for p in model.parameters()]), before)
+
+
 @capturing_cases
 def test_a_scaler_that_the_optimizer_does_not_know_is_refused(make):
     model = mlp()

@@ -17,6 +17,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import ParamsT
 
 from .._capture import Capture
+from ._amp import unscale_gradients
 from ._base import CoreOptimizer
 from ._monitor import JOINT, refuse_capture
 from ._options import lr_tensor
@@ -117,14 +118,8 @@ class CapturingOptimizer(CoreOptimizer):
 
     def _found_inf(self, step: JointStep) -> Tensor | None:
         """The verdict of the scaler that runs this step; unscales ``.grad`` as that would."""
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
-        if found_inf is None:
-            return None
-        scale: Tensor | None = getattr(self, "grad_scale", None)  # None: unscale_() was called
-        if scale is not None:
-            inverse = scale.double().reciprocal().float().to(step.device, non_blocking=True)
-            torch._foreach_mul_(step.grads, inverse)
-        return found_inf.to(step.device, non_blocking=True)
+        found_inf = unscale_gradients(self)
+        return None if found_inf is None else found_inf.to(step.device, non_blocking=True)
 
     # ---- groups and modules
 

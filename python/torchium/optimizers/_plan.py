@@ -62,12 +62,14 @@ class GroupPlan:
     def set_options(self, options: dict[str, Any]) -> None:
         self._core.set_options(tuple(chain.from_iterable(options.items())))
 
-    def step(self, lr: float | Tensor) -> None:
+    def step(self, lr: float | Tensor, found_inf: Tensor | None) -> None:
         """The step that ``prepare()`` has planned; returns before a GPU is done."""
+        if found_inf is not None:
+            found_inf = found_inf.to(self.device, non_blocking=True)
         if isinstance(lr, Tensor):
-            self._step(0.0, lr_tensor(lr, self.device))
+            self._step(0.0, lr_tensor(lr, self.device), found_inf)
         else:
-            self._step(lr, None)
+            self._step(lr, None, found_inf)
 
     def update_preconditioners(self) -> None:
         self._core.update_preconditioners()

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ._amp import unscale_gradients
 from ._base import CoreOptimizer, StepArguments
 from ._checkpoint import OptionalState, fill_state
 from ._monitor import Key, Report, refuse_capture
@@ -49,6 +50,9 @@ class StackedOptimizer(CoreOptimizer):
     _BUFFERS: ClassVar[tuple[str, ...]] = ()
     # Of those with a bias correction: the key of the step count that it began with.
     _STARTS: ClassVar[dict[str, str]] = {}
+
+    # A GradScaler then leaves the skip to step(), and so needs no wait for the device.
+    _step_supports_amp_scaling = True
 
     # The class of its plans in the core.
     _PLAN: ClassVar[str]
@@ -85,8 +89,9 @@ class StackedOptimizer(CoreOptimizer):
     def _step_groups(self) -> None:
         if not self._plans_fit():
             self._make_plans()
+        found_inf = unscale_gradients(self)
         for plan in self._plans.values():
-            plan.step(self.param_groups[plan.index]["lr"])
+            plan.step(self.param_groups[plan.index]["lr"], found_inf)
 
     # Runs in every step for all parameters of a model: no call a parameter.
     def _plans_fit(self) -> bool:
