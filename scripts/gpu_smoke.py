@@ -1,8 +1,13 @@
-"""A few steps of every optimizer on odd shapes, and roots of every size class, on a CUDA device;
-gpu_check.sh runs it under compute-sanitizer, which makes it some hundred times slower: keep it small."""
+"""A few steps of every optimizer on odd shapes, and roots of every size class, on a CUDA device.
+
+usage: gpu_smoke.py [PART...]   (default: all; a part is roots, products, graphs or the name of an optimizer)
+
+gpu_check.sh runs it under compute-sanitizer, which makes it some hundred times slower: keep it small.
+"""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -80,8 +85,8 @@ def roots() -> None:
         print(f"roots of {n} x {n}: finite")
 
 
-def steps_by_halves() -> None:
-    """Products of halves, of whole tiles and parts of them; no roots."""
+def products() -> None:
+    """Products of fp16 parts, of whole tiles and parts of them; no roots."""
     shapes = [(264, 392), (136, 24), (8, 200)]
     parameters = [nn.Parameter(torch.zeros(shape, device="cuda")) for shape in shapes]
     for precision, root_dtype in (("highest", None), ("high", None), ("highest", torch.bfloat16)):
@@ -97,21 +102,42 @@ def steps_by_halves() -> None:
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
         assert all(bool(parameter.isfinite().all()) for parameter in parameters)
-    print("steps by products of halves: finite")
+    print("steps by products of fp16 parts: finite")
+
+
+def graphs() -> None:
+    """Steps that the optimizer captures and replays itself."""
+    parameters = [nn.Parameter(torch.zeros(shape, device="cuda")) for shape in ((40, 24), (24,))]
+    optimizer = torchium.Shampoo(
+        parameters, lr=0.01, betas=(0.9, 0.99), grafting="adam", capturable=True, graphs=True
+    )
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    for _ in range(6):
+        optimizer.step()
+    assert optimizer.memory_report().total.graphs > 0
+    assert all(bool(parameter.isfinite().all()) for parameter in parameters)
+    print("replayed steps: finite")
+
+
+def steps_of(name: str) -> None:
+    for options in OPTIONS[name]:
+        steps = model_steps if name in SEE_LAYERS else plain_steps
+        parameters = steps(name, options)
+        torch.cuda.synchronize()
+        finite = all(bool(parameter.isfinite().all()) for parameter in parameters)
+        print(f"{name} {options}: {'finite' if finite else 'NOT FINITE'}")
+        assert finite
 
 
 def main() -> None:
     torch.manual_seed(0)
-    roots()
-    steps_by_halves()
-    for name in torchium.get_available_optimizers():
-        for options in OPTIONS[name]:
-            steps = model_steps if name in SEE_LAYERS else plain_steps
-            parameters = steps(name, options)
-            torch.cuda.synchronize()
-            finite = all(bool(parameter.isfinite().all()) for parameter in parameters)
-            print(f"{name} {options}: {'finite' if finite else 'NOT FINITE'}")
-            assert finite
+    parts = {"roots": roots, "products": products, "graphs": graphs}
+    for name in sys.argv[1:] or [*parts, *torchium.get_available_optimizers()]:
+        if name in parts:
+            parts[name]()
+        else:
+            steps_of(name)
 
 
 if __name__ == "__main__":
