@@ -222,6 +222,12 @@ std::vector<std::string> Shampoo::needed_buffers(const Options& options) const {
   return needed;
 }
 
+bool Shampoo::begins_afresh(const std::string& key, const Options& before,
+                            const Options& options) const {
+  const auto sums = [](const Options& o) { return shampoo_options(o).grafting() == "adagrad"; };
+  return key == "grafting_second_moment" && sums(before) != sums(options);
+}
+
 c10::intrusive_ptr<detail::StepPlan> Shampoo::make_plan(c10::Device device) const {
   return c10::make_intrusive<detail::ShampooPlan>(device);
 }

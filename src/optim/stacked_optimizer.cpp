@@ -96,7 +96,7 @@ void StackedOptimizer::init_group_states(size_t group, const std::vector<at::Ten
   const Options& options = param_groups_[group].options();
   if (all_ready(group, active)) {
     for (const auto& param : active) {
-      fit_buffers(options, param, *find_state(param), /*is_new=*/false);
+      fit_buffers(group, param, *find_state(param), /*is_new=*/false);
     }
     return;
   }
@@ -121,12 +121,10 @@ void StackedOptimizer::init_group_states(size_t group, const std::vector<at::Ten
       created.emplace_back(param, make_empty_state());
       state = static_cast<MatrixParamState*>(created.back().second.get());
       init_parameter_shaped(options, param, *state);
-      fit_buffers(options, param, *state, /*is_new=*/true);
+      fit_buffers(group, param, *state, /*is_new=*/true);
     } else {
       state->convert_to(param);
-      if (wanted.count(param.unsafeGetTensorImpl()) != 0) {
-        fit_buffers(options, param, *state, /*is_new=*/false);
-      }
+      fit_buffers(group, param, *state, /*is_new=*/false);
     }
     params.push_back(param);
     states.push_back(state);
@@ -144,8 +142,11 @@ void StackedOptimizer::init_group_states(size_t group, const std::vector<at::Ten
 
 // Creates what these options need. An average that begins late keeps the step count that it begins
 // with; one that nothing needs now is dropped, since it would be of old gradients alone later.
-void StackedOptimizer::fit_buffers(const Options& options, const at::Tensor& param,
+void StackedOptimizer::fit_buffers(size_t group, const at::Tensor& param,
                                    SecondOrderParamState& state, bool is_new) const {
+  const Options& options = param_groups_[group].options();
+  const Options* before =
+      group < plans_->bound.size() && !is_new ? plans_->bound[group].options.get() : nullptr;
   const auto needed = needed_buffers(options);
   const auto starts = state.counts();
   for (const auto& [key, tensor] : state.parameter_shaped()) {
@@ -158,7 +159,7 @@ void StackedOptimizer::fit_buffers(const Options& options, const at::Tensor& par
         tensor->reset();
         start->second->reset();
       }
-    } else if (!tensor->defined()) {
+    } else if (!tensor->defined() || (before != nullptr && begins_afresh(key, *before, options))) {
       *tensor = detail::parameter_shaped_zeros(param);
       if (has_start && !is_new) {
         *start->second = state.step().clone();

@@ -156,5 +156,30 @@ TEST(StepPlans, NoticeReplacedState) {
   expect_equal(results[1], results[0]);
 }
 
+// A sum of squares is no average of them.
+TEST(StepPlans, BeginAnotherKindOfSecondMomentAfresh) {
+  const Tensors initial = odd_parameters();
+  std::vector<Tensors> results;
+  for (const bool by_hand : {false, true}) {
+    Tensors params = parameters_like(initial);
+    Shampoo optimizer(params, shampoo_options());
+    for (int t = 0; t < kStepsBefore + kStepsAfter; ++t) {
+      if (t == kStepsBefore) {
+        static_cast<ShampooOptions&>(optimizer.param_groups()[0].options()).grafting("adagrad");
+        for (const auto& param : params) {
+          auto& state =
+              static_cast<ShampooParamState&>(*optimizer.state().at(param.unsafeGetTensorImpl()));
+          if (by_hand) {
+            state.grafting_second_moment().reset();
+          }
+        }
+      }
+      step_once(optimizer, params, t);
+    }
+    results.push_back(copies(params));
+  }
+  expect_equal(results[0], results[1]);
+}
+
 }  // namespace
 }  // namespace torchium::testing

@@ -464,6 +464,17 @@ def test_an_average_that_paused_starts_afresh(device):
     assert step_length(params, optimizer.step) == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.parametrize(("before", "after"), [("adam", "adagrad"), ("adagrad", "rmsprop")])
+def test_a_second_moment_of_another_kind_starts_afresh(before, after, device):
+    params, optimizer = late_problem(device, grafting=before, betas=(0.0, 0.99))
+    optimizer.param_groups[0]["grafting"] = after
+    set_gradients(params, 5000)
+    share = 1.0 if after == "adagrad" else 0.01**0.5  # of |g| in the root of the moment
+    expected = [1e-3 / share * p.numel() ** 0.5 for p in params]
+    assert step_length(params, optimizer.step) == pytest.approx(expected, rel=1e-3)
+    assert optimizer.state[params[0]]["grafting_second_moment_start"] == 1000
+
+
 @plain_cases
 def test_averages_from_the_first_step_need_no_start(make):
     model = mlp()

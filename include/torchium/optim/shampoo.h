@@ -209,6 +209,8 @@ class TORCHIUM_API Shampoo : public StackedOptimizer {
   std::string layout(const Options& options) const override;
   bool equal_but_lr(const Options& a, const Options& b) const override;
   std::vector<std::string> needed_buffers(const Options& options) const override;
+  bool begins_afresh(const std::string& key, const Options& before,
+                     const Options& options) const override;
   c10::intrusive_ptr<detail::StepPlan> make_plan(c10::Device device) const override;
   const char* root_remedy() const override;
   std::string describe(const at::Tensor& param) const override;

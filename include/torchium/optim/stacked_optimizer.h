@@ -72,6 +72,11 @@ class TORCHIUM_API StackedOptimizer : public SecondOrderOptimizer {
   // Keys of the parameter-shaped members that a step with these options uses, beside those that are
   // always there.
   virtual std::vector<std::string> needed_buffers(const Options& options) const { return {}; }
+  // Whether a parameter-shaped member means something else with these options than before.
+  virtual bool begins_afresh(const std::string& key, const Options& before,
+                             const Options& options) const {
+    return false;
+  }
   // Throws c10::ValueError where these options need another kind of state than the parameter has.
   virtual void check_state(const Options& options, const at::Tensor& param,
                            const SecondOrderParamState& state) const {}
@@ -92,7 +97,7 @@ class TORCHIUM_API StackedOptimizer : public SecondOrderOptimizer {
   bool all_ready(size_t group, const std::vector<at::Tensor>& active) const;
   void check_group_states(size_t group, const std::vector<at::Tensor>& active) const;
   void init_group_states(size_t group, const std::vector<at::Tensor>& active);
-  void fit_buffers(const Options& options, const at::Tensor& param, SecondOrderParamState& state,
+  void fit_buffers(size_t group, const at::Tensor& param, SecondOrderParamState& state,
                    bool is_new) const;
   bool is_bound();
   bool adopt_options(size_t group);

@@ -181,7 +181,7 @@ class StackedOptimizer(CoreOptimizer):
             state = self._stacked_state(index, group, params, old)
         for key in self._needed_buffers(group):
             for param in changed:
-                if key not in old.get(param, ()):
+                if key not in old.get(param, ()) or self._begins_afresh(key, param, group):
                     made = state.setdefault(param, {})
                     made[key] = state_zeros(param)
                     if param in old and key in self._STARTS:
@@ -278,6 +278,10 @@ class StackedOptimizer(CoreOptimizer):
             return f"the state of {name} has lost {', '.join(map(repr, sorted(missing)))}; {afresh}"
         options = ", ".join(f"{option}={group[option]!r}" for option in self._LAYOUT_OPTIONS)
         return f"the state of {name} was made for another shape or for other options than {options}; {afresh}"
+
+    def _begins_afresh(self, key: str, param: Tensor, group: dict[str, Any]) -> bool:
+        """Whether a buffer means something else than in the last step of the parameter."""
+        return False
 
     def _layout(self, group: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(group[name] for name in self._LAYOUT_OPTIONS)

@@ -423,6 +423,13 @@ class Shampoo(StackedOptimizer):
         if options["nesterov"] and options["momentum"] == 0.0:
             raise ValueError("nesterov=True needs momentum above 0, got momentum=0.0")
 
+    def _begins_afresh(self, key: str, param: Tensor, group: dict[str, Any]) -> bool:
+        then = self._found_right.get(param)
+        if key != "grafting_second_moment" or then is None:
+            return False
+        was = dict(zip(self._LAYOUT_OPTIONS, then[0], strict=True))["grafting"]
+        return (was == "adagrad") != (group["grafting"] == "adagrad")  # a sum, and an average
+
     def _matrix_stacks(
         self, params: list[Tensor], group: dict[str, Any]
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[int]]:
