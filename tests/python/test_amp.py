@@ -198,11 +198,31 @@ def test_gradients_in_float16_are_refused_by_name(make):
 
 
 @capturing_cases
-def test_a_scaler_that_the_optimizer_does_not_know_is_refused(make):
+def test_the_optimizer_need_not_know_the_scaler(make, device):
+    results = []
+    for known in (True, False):
+        model = mlp(device)
+        optimizer = make(model.parameters())
+        scaler = GradScaler(device.type, init_scale=1024.0)
+        if known:
+            optimizer.grad_scaler = scaler
+        for step in range(6):
+            optimizer.zero_grad()
+            scaler.scale(model(inputs_of(step, device)).square().sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        results.append(values(model))
+    for known, unknown in zip(*results, strict=True):
+        torch.testing.assert_close(unknown, known, rtol=1e-4, atol=1e-6)
+
+
+@capturing_cases
+def test_gradients_unscaled_by_an_unknown_scaler_are_refused(make):
     model = mlp()
     optimizer = make(model.parameters())
     scaler = GradScaler("cpu", init_scale=1024.0)
     scaler.scale(model(inputs_of(0, torch.device("cpu"))).square().mean()).backward()
+    scaler.unscale_(optimizer)
     before = snapshot(optimizer)
     with pytest.raises(ValueError, match=r"pass grad_scaler=scaler"):
         scaler.step(optimizer)

@@ -110,8 +110,13 @@ class CapturingOptimizer(CoreOptimizer):
         return True
 
     def _loss_scale(self) -> Tensor | None:
-        """What the gradients of the captured outputs are too large by; None: 1."""
-        if self.grad_scaler is None or not self.grad_scaler.is_enabled():
+        """What the gradients of the captured outputs are too large by; None: 1.
+
+        Without ``grad_scaler`` it is known only while a scaler runs the step.
+        """
+        if self.grad_scaler is None:
+            return getattr(self, "grad_scale", None)
+        if not self.grad_scaler.is_enabled():
             return None
         scale: Tensor | None = self.grad_scaler._get_scale_async()
         return scale
@@ -198,10 +203,11 @@ class CapturingOptimizer(CoreOptimizer):
                     f"{name} does not combine what {ranks} processes capture yet, so that their "
                     "parameters would drift apart; train in one process"
                 )
-        if getattr(self, "found_inf", None) is not None and self.grad_scaler is None:
+        found_inf, grad_scale = (getattr(self, k, None) for k in ("found_inf", "grad_scale"))
+        if found_inf is not None and grad_scale is None and self.grad_scaler is None:
             raise ValueError(
-                f"a GradScaler steps this {name}, which must know it: pass grad_scaler=scaler, or set "
-                "the attribute grad_scaler of a copy"
+                f"unscale_() has left this {name} without the scale of what its layers captured: pass "
+                "grad_scaler=scaler, or set the attribute grad_scaler of a copy"
             )
         if self._is_copy and not self._capture.ran:
             raise RuntimeError(

@@ -119,8 +119,8 @@ class KFAC(CapturingOptimizer):
             takes :math:`8 n^2` bytes with its inverse, and an inversion of order :math:`n^3` operations.
             A new value counts for factors that do not exist yet (default: 5000).
         grad_scaler (GradScaler, optional): scales the loss, under mixed precision; its scale is taken
-            out of the factors. It may be set later as an attribute; a copy of the optimizer has none
-            (default: None).
+            out of the factors. Needed only if its ``unscale_()`` is called before ``step()``. It may be
+            set later as an attribute; a copy of the optimizer has none (default: None).
         maximize (bool): go up instead of down (default: False).
 
     Raises:
@@ -379,6 +379,11 @@ class KFAC(CapturingOptimizer):
         groups = [self._group_of(layer.weight) for layer in layers]
         options = step.groups[0]
         nothing = torch.empty(0, device=step.device)
+        scale = self._loss_scale() if self.grad_scaler is None else None
+        G_sums = [nothing if layer.sums is None else layer.sums.G for layer in layers]
+        if scale is not None:  # the captures did not know it
+            inverse = scale.to(step.device).square().reciprocal()
+            G_sums = list(torch._foreach_mul(G_sums, inverse))
         roots: list[list[Tensor]] = [
             [state[key] for state in of_layers] for key in root_keys(options["damping_split"])
         ]
@@ -403,7 +408,7 @@ class KFAC(CapturingOptimizer):
             [state["factor_updates"] for state in of_layers],
             [state["root_failures"] for state in of_layers],
             [nothing if layer.sums is None else layer.sums.A for layer in layers],
-            [nothing if layer.sums is None else layer.sums.G for layer in layers],
+            G_sums,
             [number for layer in layers for number in layer.row(index)],
             lrs=step.lrs(),
             momentums=step.per_param("momentum"),

@@ -73,8 +73,9 @@ class NaturalGradient(CapturingOptimizer):
         solver (str): ``"gram"``, the factorisation; ``"cg"``, conjugate gradients; ``"auto"``, the
             first for up to 4096 samples if these are no more than the parameters (default: "auto").
         grad_scaler (GradScaler, optional): scales the loss, under mixed precision; its scale is taken
-            out of the samples' gradients. It may be set later as an attribute; a copy of the optimizer
-            has none (default: None).
+            out of the samples' gradients. Needed only if its ``unscale_()`` is called before
+            ``step()``. It may be set later as an attribute; a copy of the optimizer has none
+            (default: None).
         maximize (bool): go up instead of down (default: False).
 
     Raises:

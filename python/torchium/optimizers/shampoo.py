@@ -428,7 +428,8 @@ class Shampoo(StackedOptimizer):
         if key != "grafting_second_moment" or then is None:
             return False
         was = dict(zip(self._LAYOUT_OPTIONS, then[0], strict=True))["grafting"]
-        return (was == "adagrad") != (group["grafting"] == "adagrad")  # a sum, and an average
+        sums, summed = group["grafting"] == "adagrad", was == "adagrad"  # not averages
+        return bool(sums != summed)
 
     def _matrix_stacks(
         self, params: list[Tensor], group: dict[str, Any]
