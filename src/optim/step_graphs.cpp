@@ -135,7 +135,8 @@ void StepGraphs::Graphs::set_inputs(const Step& step) {
   }
 }
 
-// None if it fails: the step then runs as usual, and raises if it is to blame.
+// None if it fails: the step then runs as usual, and raises if it is to blame. Exceptions that are
+// not PyTorch's own, of Python code that a dispatch mode calls for one, are passed on.
 std::optional<cudaGraphExec_t> StepGraphs::Graphs::capture(const Step& step) {
   const c10::cuda::CUDAStreamGuard guard(stream);
   const cudaStream_t capturing = stream.stream();
@@ -146,11 +147,15 @@ std::optional<cudaGraphExec_t> StepGraphs::Graphs::capture(const Step& step) {
   // Other threads may go on to use the device.
   cudaError_t error = cudaStreamBeginCapture(capturing, cudaStreamCaptureModeThreadLocal);
   cudaGraph_t graph = nullptr;
+  std::exception_ptr of_others;
   if (error == cudaSuccess) {
     try {
       step.launch(lr, found_inf);
-    } catch (const std::exception&) {
+    } catch (const c10::Error&) {
       error = cudaErrorStreamCaptureInvalidated;
+    } catch (...) {
+      error = cudaErrorStreamCaptureInvalidated;
+      of_others = std::current_exception();
     }
     const cudaError_t end = cudaStreamEndCapture(capturing, &graph);
     error = error == cudaSuccess ? end : error;
@@ -164,6 +169,9 @@ std::optional<cudaGraphExec_t> StepGraphs::Graphs::capture(const Step& step) {
     cudaGraphDestroy(graph);
   }
   cudaGetLastError();  // none is left to later calls
+  if (of_others) {
+    std::rethrow_exception(of_others);
+  }
   scratch += reserved_bytes(device) - reserved;
   ++captures;
   return error == cudaSuccess ? std::optional(exec) : std::nullopt;
@@ -178,7 +186,11 @@ StepGraphs::Graphs::Graph* StepGraphs::Graphs::add(const Step& step, GraphMode m
     cudaGraphExecDestroy(oldest->exec);
     kept.erase(oldest);
   }
-  const auto exec = capture(step);
+  std::optional<cudaGraphExec_t> exec;
+  try {
+    exec = capture(step);
+  } catch (const c10::Error&) {  // of an allocator without memory pools
+  }
   if (exec) {
     kept.push_back({last, last_key, *exec, 0});
   }

@@ -13,6 +13,7 @@ import torch
 import torchium
 from optimizer_cases import assert_same
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.cuda
 
@@ -335,6 +336,37 @@ def test_a_capture_without_memory_leaves_launched_steps():
         pairs[1][0].step()
     assert_both_same(pairs)
     torch.ones(3, device="cuda").sum().item()  # no error is left behind
+
+
+class RaisesOnce(TorchDispatchMode):
+    """Raises in the first operator that is captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raised = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if torch.cuda.is_current_stream_capturing() and not self.raised:
+            self.raised = True
+            raise ZeroDivisionError("a test")
+        return func(*args, **(kwargs or {}))
+
+
+def test_exceptions_of_python_in_a_capture_are_passed_on():
+    params = parameters()
+    optimizer = shampoo(params, "always", capturable=True)
+    give_gradients(params, 0)
+    mode = RaisesOnce()
+    with pytest.raises(ZeroDivisionError), mode:
+        for _ in range(6):
+            optimizer.step()
+    assert mode.raised
+    taken = optimizer.state[params[0]]["step"].item()
+    for _ in range(6):
+        optimizer.step()
+    optimizer.check_errors()
+    assert optimizer.state[params[0]]["step"].item() == taken + 6
+    assert all(bool(p.isfinite().all()) for p in params)
 
 
 def test_copies_start_without_graphs():
