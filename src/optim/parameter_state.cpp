@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <charconv>
 #include <string_view>
+#include <system_error>
 
 namespace torchium::optim::detail {
 namespace {
@@ -24,6 +25,9 @@ constexpr std::pair<std::string_view, std::vector<at::Tensor> ParameterState::*>
     {"roots.", &ParameterState::roots},
     {"root_failures.", &ParameterState::root_failures}};
 
+// A parameter has few block shapes, and each a slot for every mode.
+constexpr size_t kMaxSlots = 1024;
+
 }  // namespace
 
 ParameterState::ParameterState(const NamedTensors& tensors) {
@@ -38,7 +42,11 @@ ParameterState::ParameterState(const NamedTensors& tensors) {
         continue;
       }
       size_t slot = 0;
-      std::from_chars(key.data() + prefix.size(), key.data() + key.size(), slot);
+      const char* end = key.data() + key.size();
+      const auto [rest, error] = std::from_chars(key.data() + prefix.size(), end, slot);
+      if (error != std::errc() || rest != end || slot >= kMaxSlots) {
+        continue;
+      }
       auto& slots = this->*member;
       slots.resize(std::max(slots.size(), slot + 1));
       slots[slot] = tensor;

@@ -95,8 +95,10 @@ void StackedOptimizer::check_group_states(size_t group,
 void StackedOptimizer::init_group_states(size_t group, const std::vector<at::Tensor>& active) {
   const Options& options = param_groups_[group].options();
   if (all_ready(group, active)) {
-    for (const auto& param : active) {
-      fit_buffers(group, param, *find_state(param), /*is_new=*/false);
+    for (const auto& param : param_groups_[group].params()) {
+      if (SecondOrderParamState* state = find_state(param)) {
+        fit_buffers(group, param, *state, /*is_new=*/false);
+      }
     }
     return;
   }
@@ -193,7 +195,11 @@ bool StackedOptimizer::is_bound() {
         return false;
       }
       const auto* state = static_cast<const MatrixParamState*>(find_state(param));
-      if (state == nullptr ? !plan->state(i).is_empty() : !state->consists_of(plan->state(i))) {
+      const bool fits =
+          plan->state(i).is_empty()
+              ? state == nullptr || !state_is_ready(param_groups_[group].options(), param)
+              : state != nullptr && state->consists_of(plan->state(i));
+      if (!fits) {
         return false;
       }
     }
@@ -266,7 +272,9 @@ void StackedOptimizer::bind() {
       std::vector<int64_t> host_steps;
       for (const auto& param : params) {
         SecondOrderParamState* state = find_state(param);
-        states.push_back(state != nullptr ? state->tensors() : detail::NamedTensors());
+        // State that is not ready is left out: a step of its parameter then binds the plans again.
+        const bool is_ready = state != nullptr && state_is_ready(options, param);
+        states.push_back(is_ready ? state->tensors() : detail::NamedTensors());
         host_steps.push_back(state != nullptr ? host_step(*state) : -1);
       }
       each->plan->set_options(options);
@@ -293,7 +301,7 @@ void StackedOptimizer::take_step(const ActiveParams& active) {
       init_group_states(group, active[group]);
     }
     bind();
-    TORCH_CHECK(prepare(), "parameters, gradients or state change while they are looked at");
+    TORCH_CHECK(prepare(), "parameters, gradients or state changed during step()");
   }
   for (detail::GroupPlan& each : plans_->plans) {
     if (each.group < param_groups_.size()) {
@@ -407,8 +415,15 @@ bool MatrixParamState::consists_of(const detail::ParameterState& tensors) const 
 }
 
 bool MatrixParamState::is_of(const at::Tensor& param) {
-  return SecondOrderParamState::is_of(param) &&
-         (statistics().empty() || statistics().front().scalar_type() == detail::state_dtype(param));
+  const auto dtype = detail::state_dtype(param);
+  const auto lie_beside = [&](const std::vector<at::Tensor>& slots) {
+    return std::all_of(slots.begin(), slots.end(),
+                       [&](const at::Tensor& slot) { return slot.device() == param.device(); });
+  };
+  return SecondOrderParamState::is_of(param) && lie_beside(statistics()) && lie_beside(roots()) &&
+         lie_beside(root_failures()) &&
+         std::all_of(statistics().begin(), statistics().end(),
+                     [&](const at::Tensor& slot) { return slot.scalar_type() == dtype; });
 }
 
 void MatrixParamState::serialize(torch::serialize::InputArchive& archive) {

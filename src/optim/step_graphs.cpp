@@ -62,14 +62,14 @@ struct StepGraphs::Graphs {
     int64_t last_use;
   };
 
-  explicit Graphs(c10::Device device)
-      : device(device),
-        pool(at::cuda::graph_pool_handle()),
-        stream(c10::cuda::getStreamFromPool(false, device.index())) {}
+  explicit Graphs(c10::Device device) : device(device), pool(at::cuda::graph_pool_handle()) {}
+  ~Graphs();
+  Graphs(const Graphs&) = delete;
+  Graphs& operator=(const Graphs&) = delete;
 
   c10::Device device;
   at::cuda::MempoolId_t pool;
-  c10::cuda::CUDAStream stream;  // captures; nothing runs there
+  cudaStream_t stream = nullptr;  // of the captures, which no other thread uses
   std::vector<Graph> kept;
   int64_t pool_uses = 0;
   int64_t scratch = 0;
@@ -89,8 +89,9 @@ struct StepGraphs::Graphs {
   void set_inputs(const Step& step);
   std::optional<cudaGraphExec_t> capture(const Step& step);
   Graph* add(const Step& step, GraphMode mode);
-  void replay(Graph& graph);
+  bool replay(Graph& graph);
   void clear();
+  void give_up();
 };
 
 StepGraphs::Graphs::Graph* StepGraphs::Graphs::find(const Step& step) {
@@ -135,11 +136,16 @@ void StepGraphs::Graphs::set_inputs(const Step& step) {
   }
 }
 
-// None if it fails: the step then runs as usual, and raises if it is to blame. Exceptions that are
-// not PyTorch's own, of Python code that a dispatch mode calls for one, are passed on.
+// None if it fails: the step then runs as usual, and raises if the step itself is at fault.
+// Exceptions that are not PyTorch's own, of Python code that a dispatch mode calls for one, are
+// passed on.
 std::optional<cudaGraphExec_t> StepGraphs::Graphs::capture(const Step& step) {
-  const c10::cuda::CUDAStreamGuard guard(stream);
-  const cudaStream_t capturing = stream.stream();
+  if (stream == nullptr) {
+    C10_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  }
+  const cudaStream_t capturing = stream;
+  const c10::cuda::CUDAStreamGuard guard(
+      c10::cuda::getStreamFromExternal(capturing, device.index()));
   const int64_t reserved = reserved_bytes(device);
   allocator::beginAllocateToPool(device.index(), pool,
                                  [capturing](cudaStream_t other) { return other == capturing; });
@@ -172,7 +178,7 @@ std::optional<cudaGraphExec_t> StepGraphs::Graphs::capture(const Step& step) {
   if (of_others) {
     std::rethrow_exception(of_others);
   }
-  scratch += reserved_bytes(device) - reserved;
+  scratch += std::max<int64_t>(0, reserved_bytes(device) - reserved);
   ++captures;
   return error == cudaSuccess ? std::optional(exec) : std::nullopt;
 }
@@ -199,17 +205,40 @@ StepGraphs::Graphs::Graph* StepGraphs::Graphs::add(const Step& step, GraphMode m
   const double limit =
       std::max(kShareOfState * static_cast<double>(step.state_bytes), kShareOfDevice * of_device);
   if (!exec || (mode == GraphMode::kAuto && static_cast<double>(scratch) > limit)) {
-    clear();
-    refused = true;
+    give_up();
     return nullptr;
   }
   return &kept.back();
 }
 
-void StepGraphs::Graphs::replay(Graph& graph) {
+// False, and nothing is launched: the device has no memory for the graph itself.
+bool StepGraphs::Graphs::replay(Graph& graph) {
+  const cudaError_t error =
+      cudaGraphLaunch(graph.exec, c10::cuda::getCurrentCUDAStream(device.index()));
+  if (error == cudaErrorMemoryAllocation) {
+    cudaGetLastError();
+    give_up();
+    return false;
+  }
+  C10_CUDA_CHECK(error);
   graph.last_use = ++uses;
   ++replays;
-  C10_CUDA_CHECK(cudaGraphLaunch(graph.exec, c10::cuda::getCurrentCUDAStream(device.index())));
+  return true;
+}
+
+void StepGraphs::Graphs::give_up() {
+  clear();
+  refused = true;
+}
+
+StepGraphs::Graphs::~Graphs() {
+  try {
+    clear();
+  } catch (const std::exception&) {  // of an allocator that is gone at the end of the program
+  }
+  if (stream != nullptr) {
+    cudaStreamDestroy(stream);
+  }
 }
 
 void StepGraphs::Graphs::clear() {
@@ -232,7 +261,7 @@ StepGraphs::StepGraphs(c10::Device device) {
   }
 }
 
-StepGraphs::~StepGraphs() { clear(); }
+StepGraphs::~StepGraphs() = default;
 
 bool StepGraphs::run(GraphMode mode, const Step& step) {
   if (graphs_ == nullptr || mode == GraphMode::kNever || graphs_->refused ||
@@ -254,8 +283,7 @@ bool StepGraphs::run(GraphMode mode, const Step& step) {
   } else {
     g.set_inputs(step);
   }
-  g.replay(*graph);
-  return true;
+  return g.replay(*graph);
 }
 
 void StepGraphs::clear() {

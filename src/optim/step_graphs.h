@@ -18,8 +18,8 @@ enum class GraphMode : uint8_t {
 
 // A graph holds addresses. It is replayed for gradients at the addresses that it was captured with;
 // training loops mostly free and allocate them in the same order in every step. Otherwise the step
-// runs as usual, and is captured again unless too many captures were in vain. Scratch memory is
-// common to all graphs and stays allocated with them.
+// runs as usual, and is captured again unless too many captures were never replayed. Scratch memory
+// is common to all graphs and stays allocated with them.
 class StepGraphs {
  public:
   explicit StepGraphs(c10::Device device);

@@ -156,6 +156,52 @@ TEST(StepPlans, NoticeReplacedState) {
   expect_equal(results[1], results[0]);
 }
 
+// Options that change while a parameter has no gradient.
+TEST(StepPlans, NoticeOptionsOfIdleParameters) {
+  using Set = std::function<void(ShampooOptions&)>;
+  const std::vector<Set> changes{[](auto& o) { o.momentum(0.9); },
+                                 [](auto& o) {
+                                   o.grafting("rmsprop").betas({0.9, 1.0});
+                                 }};
+  for (const Set& set : changes) {
+    const Tensors initial = odd_parameters();
+    std::vector<Tensors> results;
+    for (const bool reloads : {false, true}) {
+      Tensors params = parameters_like(initial);
+      Shampoo optimizer(params, ShampooOptions(0.05).update_freq(3).block_size(4));
+      for (int t = 0; t < 8; ++t) {
+        params[0].requires_grad_(t < 2 || t > 4);
+        if (t == 2) {
+          set(static_cast<ShampooOptions&>(optimizer.param_groups()[0].options()));
+        }
+        if (reloads && t > 2) {
+          load(optimizer, saved(optimizer));
+        }
+        step_once(optimizer, params, t);
+      }
+      results.push_back(copies(params));
+    }
+    expect_equal(results[0], results[1]);
+  }
+}
+
+TEST(StepPlans, DropAveragesOfIdleParameters) {
+  Tensors params = parameters_like(odd_parameters());
+  Shampoo optimizer(params, shampoo_options());
+  auto& options = static_cast<ShampooOptions&>(optimizer.param_groups()[0].options());
+  step_once(optimizer, params, 0);
+  options.betas({0.0, 0.99});
+  params[0].requires_grad_(false);
+  step_once(optimizer, params, 1);
+  params[0].requires_grad_(true);
+  step_once(optimizer, params, 2);
+  options.betas({0.9, 0.99});
+  step_once(optimizer, params, 3);
+  const auto& state =
+      static_cast<ShampooParamState&>(*optimizer.state().at(params[0].unsafeGetTensorImpl()));
+  EXPECT_EQ(state.exp_avg_start().item<double>(), 2.0);
+}
+
 // A sum of squares is no average of them.
 TEST(StepPlans, BeginAnotherKindOfSecondMomentAfresh) {
   const Tensors initial = odd_parameters();

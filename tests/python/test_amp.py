@@ -197,6 +197,47 @@ def test_gradients_in_float16_are_refused_by_name(make):
     assert_same((values(model), [p.grad for p in model.parameters()]), before)
 
 
+@plain_cases
+def test_a_step_that_raises_leaves_nothing_of_the_scaler(make, device):
+    """A scaler removes what it has set only after a step that returns."""
+    model = mlp(device)
+    optimizer = make(model.parameters())
+    scaler = GradScaler(device.type, init_scale=1024.0)
+    run(model, optimizer, 0, 1)
+    good = optimizer.param_groups[0]["eps"]
+    for index in range(2):
+        optimizer.zero_grad()
+        scaler.scale(model(inputs_of(index, device)).square().mean()).backward()
+        scaled = [p.grad.clone() for p in model.parameters()]
+        optimizer.param_groups[0]["eps"] = good if index else -1.0
+        if index == 0:
+            with pytest.raises(ValueError, match="eps"):
+                scaler.step(optimizer)
+            assert_same([p.grad for p in model.parameters()], scaled)
+        else:
+            scaler.step(optimizer)
+        assert not hasattr(optimizer, "grad_scale")
+        assert not hasattr(optimizer, "found_inf")
+        scaler.update()
+    unscaled = [g / 1024.0 for g in scaled]
+    assert_same([p.grad for p in model.parameters()], unscaled)
+
+
+@plain_cases
+def test_an_optimizer_without_gradients_steps_under_a_scaler(make, device):
+    """As one of the two of a GAN does in every second step."""
+    models = mlp(device), mlp(device)
+    idle, busy = (make(model.parameters()) for model in models)
+    scaler = GradScaler(device.type, init_scale=1024.0)
+    scaler.scale(models[1](inputs_of(0, device)).square().mean()).backward()
+    scaler.step(busy)
+    busy.zero_grad()
+    scaler.scale(models[1](inputs_of(0, device)).square().mean()).backward()
+    idle.grad_scale, idle.found_inf = scaler._get_scale_async(), 0
+    idle.step()
+    assert not idle.state
+
+
 @capturing_cases
 def test_the_optimizer_need_not_know_the_scaler(make, device):
     results = []

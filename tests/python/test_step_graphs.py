@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import threading
@@ -357,9 +358,10 @@ def test_exceptions_of_python_in_a_capture_are_passed_on():
     optimizer = shampoo(params, "always", capturable=True)
     give_gradients(params, 0)
     mode = RaisesOnce()
-    with pytest.raises(ZeroDivisionError), mode:
+    with mode:
         for _ in range(6):
-            optimizer.step()
+            with contextlib.suppress(ZeroDivisionError):
+                optimizer.step()
     assert mode.raised
     taken = optimizer.state[params[0]]["step"].item()
     for _ in range(6):

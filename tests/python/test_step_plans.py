@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -233,3 +234,99 @@ def test_no_gradient_outlives_its_step(device):
         optimizer.step()
         optimizer.zero_grad()
         assert grad() is None
+
+
+def idle_problem(device, **options):
+    """Two parameters, of which the second is idle in some steps."""
+    params = [nn.Parameter(torch.ones(4, 3, device=device)) for _ in range(2)]
+    return params, torchium.Shampoo(params, lr=0.01, update_freq=2, **options)
+
+
+def idle_step(params, optimizer, index: int, active: int) -> None:
+    generator = torch.Generator().manual_seed(index)
+    for i, p in enumerate(params):
+        noise = torch.randn(p.shape, generator=generator).to(p.device)
+        p.grad = noise if i < active else None
+    optimizer.step()
+
+
+@pytest.mark.parametrize("options", [{"betas": (0.9, 0.99)}, {"momentum": 0.9}])
+def test_an_option_that_is_set_while_a_parameter_is_idle(options, device):
+    params, optimizer = idle_problem(device)
+    idle_step(params, optimizer, 0, 2)
+    optimizer.param_groups[0].update(options)
+    idle_step(params, optimizer, 1, 1)
+    idle_step(params, optimizer, 2, 2)
+    alone, other = idle_problem(device)
+    idle_step(alone, other, 0, 2)
+    other.param_groups[0].update(options)
+    idle_step(alone, other, 1, 1)
+    other.load_state_dict(other.state_dict())  # looks at everything again
+    idle_step(alone, other, 2, 2)
+    assert_same([p.detach() for p in params], [p.detach() for p in alone])
+
+
+def test_an_average_that_paused_while_a_parameter_was_idle_starts_afresh(device):
+    params, optimizer = idle_problem(device, betas=(0.9, 0.99))
+    idle_step(params, optimizer, 0, 2)
+    optimizer.param_groups[0]["betas"] = (0.0, 0.99)
+    idle_step(params, optimizer, 1, 1)
+    idle_step(params, optimizer, 2, 2)
+    assert "exp_avg" not in optimizer.state[params[1]]
+    optimizer.param_groups[0]["betas"] = (0.9, 0.99)
+    idle_step(params, optimizer, 3, 2)
+    assert optimizer.state[params[1]]["exp_avg_start"] == 2
+
+
+def test_roots_of_idle_parameters_are_renewed(device):
+    params, optimizer = idle_problem(device)
+    idle_step(params, optimizer, 0, 2)
+    optimizer.param_groups[0]["betas"] = (0.9, 0.99)
+    idle_step(params, optimizer, 1, 1)
+    optimizer.state[params[1]]["roots.0"].zero_()
+    optimizer.update_preconditioners()
+    assert optimizer.state[params[1]]["roots.0"].any()
+
+
+def test_an_idle_parameter_whose_state_does_not_fit_is_named(device):
+    params, optimizer = idle_problem(device)
+    idle_step(params, optimizer, 0, 2)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2, device=device))]})
+    optimizer.param_groups[1]["block_size"] = 2
+    moved = optimizer.param_groups[0]["params"].pop()
+    optimizer.param_groups[1]["params"].append(moved)
+    idle_step(params, optimizer, 1, 1)
+    with pytest.raises(ValueError, match="block_size"):
+        idle_step(params, optimizer, 2, 2)
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.double, torch.Tensor.cpu])
+def test_replaced_state_of_another_dtype_or_device_follows(change, device):
+    results = []
+    for replaces in (False, True):
+        params, optimizer = idle_problem(device)
+        idle_step(params, optimizer, 0, 2)
+        if replaces:
+            for state in optimizer.state.values():
+                for key in ("statistics.0", "roots.1"):
+                    state[key] = change(state[key])
+        for index in range(1, 4):
+            idle_step(params, optimizer, index, 2)
+        dtypes = {v.dtype for s in optimizer.state.values() for v in s.values()}
+        assert dtypes == {torch.float32, torch.float64, torch.int32}
+        assert optimizer.state[params[0]]["statistics.0"].dtype == torch.float32
+        assert optimizer.state[params[0]]["statistics.0"].device == params[0].device
+        results.append([p.detach() for p in params])
+    assert_same(*results)
+
+
+def test_removed_parameters_are_not_kept(device):
+    params, optimizer = idle_problem(device)
+    idle_step(params, optimizer, 0, 2)
+    gone = weakref.ref(params[1])
+    del optimizer.state[params[1]]
+    optimizer.param_groups[0]["params"].pop()
+    params.pop()
+    idle_step(params, optimizer, 1, 1)
+    gc.collect()
+    assert gone() is None

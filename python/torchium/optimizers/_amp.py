@@ -14,11 +14,13 @@ from torch.optim import Optimizer
 
 
 def unscale_gradients(optimizer: Optimizer) -> Tensor | None:
-    """Divides all gradients by the scale; returns what is not 0 if the step is to be skipped.
+    """Divides all gradients by the scale; returns a flag that is not 0 if the step is to be skipped.
 
     None without a scaler. Waits for no device.
     """
-    found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
+    found_inf = getattr(optimizer, "found_inf", None)
+    if not isinstance(found_inf, Tensor):  # 0 of a scaler that saw no gradients
+        return None
     scale: Tensor | None = getattr(optimizer, "grad_scale", None)
     if scale is not None:
         grads: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
@@ -33,5 +35,16 @@ def unscale_gradients(optimizer: Optimizer) -> Tensor | None:
             )
         inverse = scale.double().reciprocal().float()
         for (device, _), tensors in grads.items():
-            torch._foreach_mul_(tensors, inverse.to(device, non_blocking=True))
+            torch._foreach_mul_(tensors, on_device(inverse, device))
     return found_inf
+
+
+def on_device(scalar: Tensor, device: torch.device) -> Tensor:
+    """The host waits only for what it reads itself."""
+    return scalar.to(device, non_blocking=device.type != "cpu")
+
+
+def forget_scaler(optimizer: Optimizer) -> None:
+    """Removes the attributes of a scaler, which does so itself only after a step that returns."""
+    for name in ("grad_scale", "found_inf"):
+        vars(optimizer).pop(name, None)

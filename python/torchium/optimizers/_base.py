@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from ._amp import forget_scaler
 from ._checkpoint import check_numbers, foreign_states, saved_groups, saved_states, split_state
 from ._monitor import JOINT, MAX_CONSECUTIVE_SKIPS, Report, StatusMonitor
 from ._options import Check, check_options, learning_rate
@@ -135,18 +136,19 @@ class CoreOptimizer(Optimizer):
                 step; :meth:`check_errors` reports it at once.
             ValueError: a gradient is sparse or complex. Nothing is changed then.
         """
-        self._raise_failures()
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         try:
+            self._raise_failures()
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
             self._step_groups()
+            self._raise_failures()
         except BaseException:
-            # A step that raised in its midst, out of memory for one, may be counted on the device.
+            # A step that raised midway, out of memory for one, may be counted on the device.
             self._host_steps.clear()
+            forget_scaler(self)
             raise
-        self._raise_failures()
         return loss
 
     def check_errors(self) -> None:

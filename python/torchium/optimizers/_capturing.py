@@ -17,7 +17,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import ParamsT
 
 from .._capture import Capture
-from ._amp import unscale_gradients
+from ._amp import on_device, unscale_gradients
 from ._base import CoreOptimizer
 from ._monitor import JOINT, refuse_capture
 from ._options import lr_tensor
@@ -124,7 +124,7 @@ class CapturingOptimizer(CoreOptimizer):
     def _found_inf(self, step: JointStep) -> Tensor | None:
         """The verdict of the scaler that runs this step; unscales ``.grad`` as that would."""
         found_inf = unscale_gradients(self)
-        return None if found_inf is None else found_inf.to(step.device, non_blocking=True)
+        return None if found_inf is None else on_device(found_inf, step.device)
 
     # ---- groups and modules
 
@@ -204,7 +204,8 @@ class CapturingOptimizer(CoreOptimizer):
                     "parameters would drift apart; train in one process"
                 )
         found_inf, grad_scale = (getattr(self, k, None) for k in ("found_inf", "grad_scale"))
-        if found_inf is not None and grad_scale is None and self.grad_scaler is None:
+        is_scaled = isinstance(found_inf, torch.Tensor)
+        if is_scaled and grad_scale is None and self.grad_scaler is None:
             raise ValueError(
                 f"unscale_() has left this {name} without the scale of what its layers captured: pass "
                 "grad_scaler=scaler, or set the attribute grad_scaler of a copy"

@@ -123,4 +123,4 @@ def lr_tensor(lr: float | Tensor, device: torch.device) -> Tensor:
     if not isinstance(lr, Tensor):
         return torch.scalar_tensor(lr, dtype=torch.float64, device="cpu")
     lr = lr.detach().reshape(())
-    return lr.to(torch.float64) if lr.is_cpu else lr.to(device, non_blocking=True)
+    return lr.to(torch.float64) if lr.is_cpu else lr.to(device, non_blocking=device.type != "cpu")

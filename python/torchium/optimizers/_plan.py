@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._amp import on_device
 from ._monitor import Report, refuse_capture
 from ._options import lr_tensor
 from ._parameters import State
@@ -65,7 +66,7 @@ class GroupPlan:
     def step(self, lr: float | Tensor, found_inf: Tensor | None) -> None:
         """The step that ``prepare()`` has planned; returns before a GPU is done."""
         if found_inf is not None:
-            found_inf = found_inf.to(self.device, non_blocking=True)
+            found_inf = on_device(found_inf, self.device)
         if isinstance(lr, Tensor):
             self._step(0.0, lr_tensor(lr, self.device), found_inf)
         else:

@@ -67,6 +67,8 @@ class StackedOptimizer(CoreOptimizer):
     _stacked: set[int]
     # Of each parameter: what its state was last found right for (_fitting()).
     _found_right: dict[Tensor, tuple[Any, ...]]
+    # Those whose state holds the same tensors since then.
+    _checked: set[Tensor]
 
     # ---- what an optimizer defines
 
@@ -100,11 +102,12 @@ class StackedOptimizer(CoreOptimizer):
 
     def _is_bound(self) -> bool:
         """Whether the plans are bound to what the groups hold now; hands them changed options."""
-        return (
-            self._bound_to is not None
-            and self._bound_to.equals(Snapshot(self.param_groups, self.state))
-            and all([self._adopt_options(i, group) for i, group in enumerate(self.param_groups)])
-        )
+        if self._bound_to is None:
+            return False
+        if not self._bound_to.equals(Snapshot(self.param_groups, self.state)):
+            self._checked.clear()  # new tensors may have another dtype or device
+            return False
+        return all([self._adopt_options(i, group) for i, group in enumerate(self.param_groups)])
 
     def _adopt_options(self, index: int, group: dict[str, Any]) -> bool:
         """Hands the plans options that were set since the last step; False if state must follow."""
@@ -128,7 +131,7 @@ class StackedOptimizer(CoreOptimizer):
         self._add_state(steps, missing, counts)
         self._bind(counts)
         if not all([plan.prepare() for plan in self._plans.values()]):
-            raise RuntimeError("parameters, gradients or state change while they are looked at")
+            raise RuntimeError("parameters, gradients or state changed during step()")
 
     def _known_counts(self) -> dict[Tensor, int]:
         """Steps of parameters on GPUs, as far as the host knows them; a CPU has them at hand."""
@@ -138,16 +141,29 @@ class StackedOptimizer(CoreOptimizer):
                 counts.update(plan.counts(self.state))
         return counts
 
-    def _bind(self, counts: dict[Tensor, int]) -> None:
-        """Binds the plans to the parameters and the state as they are."""
+    def _bind(self, counts: dict[Tensor, int], *, all_states: bool = False) -> None:
+        """Binds the plans to the parameters and the state as they are.
+
+        Unless ``all_states``, state that was not checked for these options is left out: a step of its
+        parameter then comes back to :meth:`_make_plans`.
+        """
         self._bound_to = None  # until all is done
+        present = {p for group in self.param_groups for p in group["params"]}
+        self._found_right = {p: fit for p, fit in self._found_right.items() if p in present}
+        self._checked &= present
         plans: dict[Key, GroupPlan] = {}
         for index, group in enumerate(self.param_groups):
             for device in sorted({p.device for p in group["params"]}, key=str):
                 key = index, device
                 plans[key] = self._plans.get(key) or GroupPlan(self._PLAN, index, device)
                 params = [p for p in group["params"] if p.device == device]
-                states = [self._own_state(p) if self._has_state(p) else {} for p in params]
+                needs = self._needs(group)
+                states = [
+                    self._own_state(p)
+                    if self._has_state(p) and (all_states or self._is_checked(p, needs))
+                    else {}
+                    for p in params
+                ]
                 plans[key].bind(params, states, counts)
             self._bound_needs[index] = self._needs(group)
         for key, plan in self._plans.items():
@@ -167,7 +183,7 @@ class StackedOptimizer(CoreOptimizer):
         """State that parameters of the step lack, or that must move for those to be stacked."""
         group, index = step.group, step.group_index
         needs = self._needs(group)
-        changed = [p for p in step.params if self._found_right.get(p) != self._fitting(p, needs)]
+        changed = [p for p in step.params if not self._is_checked(p, needs)]
         if not changed and index in self._stacked:
             return {}
         old = {p: self._own_state(p) for p in group["params"] if self._has_state(p)}
@@ -205,19 +221,19 @@ class StackedOptimizer(CoreOptimizer):
             # An average that no option needs would be of old gradients alone when one does again.
             unused = [key for key in self._STARTS if key not in self._needed_buffers(step.group)]
             for param in step.params:
-                fitting = self._fitting(param, needs)
-                if self._found_right.get(param) == fitting:
+                if self._is_checked(param, needs):
                     continue
-                self._found_right[param] = fitting
                 for key in unused:
                     self.state[param].pop(key, None)
                     self.state[param].pop(self._STARTS[key], None)
+                self._found_right[param] = self._fitting(param, needs)
+                self._checked.add(param)
             self._stacked.add(step.group_index)
 
     def _fit_old_state(self, index: int, group: dict[str, Any], params: list[Tensor]) -> None:
         """Makes the state of ``params`` fit them and the options; ValueError where it cannot."""
         needs = self._needs(group)
-        if all(self._found_right.get(p) == self._fitting(p, needs) for p in params):
+        if all(self._is_checked(p, needs) for p in params):
             return
         old = {p: self._own_state(p) for p in params}
         if not self._check_old_state(index, group, old):
@@ -231,6 +247,10 @@ class StackedOptimizer(CoreOptimizer):
     def _fitting(self, param: Tensor, needs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Changes when the state of the parameter may not be right any more."""
         return (*needs, param.shape, param.dtype, param.device, len(self.state.get(param, ())))
+
+    def _is_checked(self, param: Tensor, needs: tuple[Any, ...]) -> bool:
+        """Whether the state of the parameter was found right for these needs, and is as it was."""
+        return param in self._checked and self._found_right[param] == self._fitting(param, needs)
 
     def _check_old_state(self, index: int, group: dict[str, Any], old: dict[Tensor, State]) -> bool:
         """Whether the state of parameters has their device and dtype.
@@ -365,3 +385,4 @@ class StackedOptimizer(CoreOptimizer):
         self._adopted = {}
         self._stacked = set()
         self._found_right = {}
+        self._checked = set()

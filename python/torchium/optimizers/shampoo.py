@@ -340,8 +340,13 @@ class Shampoo(StackedOptimizer):
         counts = self._known_counts()
         for index, (group, params) in enumerate(zip(self.param_groups, with_state, strict=True)):
             self._fit_old_state(index, group, params)
-        if not self._is_bound():
-            self._bind(counts)
+        is_checked = all(
+            self._is_checked(p, self._needs(group))
+            for group, params in zip(self.param_groups, with_state, strict=True)
+            for p in params
+        )
+        if not (self._is_bound() and is_checked):
+            self._bind(counts, all_states=True)
             self._bound_to = None  # whether state is missing is for the next step to find out
         for plan in self._plans.values():
             plan.update_preconditioners()
