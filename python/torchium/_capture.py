@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.hooks import RemovableHandle
 
 from ._completeness import CompletenessCheck
@@ -26,8 +25,8 @@ from ._hooks import (
     ModuleHook,
     OutputHook,
     ParameterHook,
-    RegistrationHook,
     Saved,
+    on_registration,
     register_any_forward_hook,
     weakly,
 )
@@ -83,8 +82,7 @@ class Capture:
         self._running: dict[int, list[int]] = {}
         self._lock = threading.RLock()  # for all of it: threads share the hooks
         weakref.finalize(self, _remove_all, self._handles)
-        hook = RegistrationHook(self._after_registration)
-        self._handles.append(register_module_parameter_registration_hook(hook))
+        on_registration(self._after_registration)
 
     # ---- parameters and their modules
 

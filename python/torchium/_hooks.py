@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -111,19 +112,37 @@ def register_any_forward_hook(hook: ModuleHook) -> RemovableHandle:
     return handle
 
 
-class RegistrationHook:
-    """Hook of all modules, called when one gets a parameter, that does not keep the optimizer alive."""
+class _RegistrationHook:
+    """The hook of all modules that is called when one gets a parameter; there is one in a process.
 
-    __slots__ = ("_method",)
+    It is never removed: the garbage collector may run while PyTorch iterates over such hooks, which
+    must not change then.
+    """
 
-    def __init__(self, method: Callable[[nn.Module, Tensor], None]) -> None:
-        self._method = weakref.WeakMethod(method)
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._methods: tuple[weakref.WeakMethod[Callable[..., None]], ...] = ()  # replaced whole
+
+    def add(self, method: Callable[[nn.Module, Tensor], None]) -> None:
+        with self._lock:
+            if not self._methods:
+                nn_module.register_module_parameter_registration_hook(self)
+            alive = tuple(known for known in self._methods if known() is not None)
+            self._methods = (*alive, weakref.WeakMethod(method))
 
     @_disable_dynamo
     def __call__(self, module: nn.Module, name: str, param: Tensor | None) -> None:
-        method = self._method()
-        if method is not None and param is not None:
-            method(module, param)
+        if param is not None:
+            for method in self._methods:
+                weakly(method, module, param)
+
+
+_registrations = _RegistrationHook()
+
+
+def on_registration(method: Callable[[nn.Module, Tensor], None]) -> None:
+    """Calls the method, as long as its object lives, for every parameter that a module gets."""
+    _registrations.add(method)
 
 
 class ParameterHook:

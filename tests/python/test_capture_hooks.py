@@ -50,6 +50,7 @@ def traces() -> list[int]:
 
 @both
 def test_optimizers_leave_no_trace_in_torch(make):
+    make(mlp().parameters())  # one hook of new parameters serves all later optimizers
     gc.collect()
     before = traces()
     for _ in range(5):
@@ -72,6 +73,24 @@ def test_compiled_models_do_not_warn_of_optimizers_that_are_gone(make):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch.compile(mlp(), backend="eager")(torch.randn(2, 4))
+
+
+def test_optimizers_may_go_while_modules_are_built():
+    """The garbage collector runs whenever Python allocates, also between the hooks of a module."""
+    left = [torchium.KFAC(mlp().parameters()) for _ in range(3)]
+
+    def collects(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        left.clear()
+        gc.collect()
+
+    handle = nn_module.register_module_parameter_registration_hook(collects)
+    try:
+        later = nn_module.register_module_parameter_registration_hook(lambda *args: None)
+        nn.Linear(2, 2)
+        later.remove()
+    finally:
+        handle.remove()
+    assert not left
 
 
 # ---- modules that come later
