@@ -22,7 +22,7 @@ std::vector<Blocking> flat_blockings(at::TensorList params, int64_t block_size) 
   std::vector<Blocking> blockings;
   blockings.reserve(params.size());
   for (const auto& param : params) {
-    // Not numel(), which a tensor with symbolic sizes does not answer.
+    // Not numel(), which a tensor with symbolic sizes does not have.
     blockings.push_back(make_blocking({c10::multiply_integers(param.sizes())}, block_size));
   }
   return blockings;

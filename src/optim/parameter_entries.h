@@ -44,7 +44,7 @@ cuda_kernels::ElementType element_type(at::ScalarType type);
 bool same_layout(const at::Tensor& tensor, const at::Tensor& param);
 // Four elements of `tensor`, which may be undefined, can be read at once.
 bool aligned_to_four(const at::Tensor& tensor);
-// Tells autograd that a kernel has written to `tensor`, which may be undefined.
+// Lets autograd know that a kernel has written to `tensor`, which may be undefined.
 void note_change(const at::Tensor& tensor);
 
 // The learning rate in a type that the kernels read, which must live until they are launched.

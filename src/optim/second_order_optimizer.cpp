@@ -200,7 +200,7 @@ at::Tensor SecondOrderOptimizer::step(LossClosure closure) {
   return loss;
 }
 
-// A step that threw in its midst, out of memory for one, may have been counted on the device.
+// A step that threw midway, out of memory for one, may have been counted on the device.
 void SecondOrderOptimizer::forget_host_steps() {
   for (const auto& entry : state_) {
     static_cast<SecondOrderParamState&>(*entry.second).host_step_ = -1;

@@ -39,7 +39,7 @@ std::vector<Blocking> make_blockings(at::TensorList params, const ShampooHyperpa
 }
 
 // 1 - beta^t of each parameter, t counted from `starts` (empty: 0); 1 for a plain sum (beta = 1). A
-// first step that was skipped has t = 0, where 0 would make 0 / 0: it is answered as t = 1.
+// first step that was skipped has t = 0, where 0 would make 0 / 0: it counts as t = 1.
 std::vector<StepScalar> bias_corrections(const Tensors& steps, double beta,
                                          const Tensors& starts = {}) {
   std::vector<StepScalar> corrections(steps.size());

@@ -128,7 +128,7 @@ void StepPlan::step(const at::Tensor& lr, const at::Tensor& found_inf) {
   }
   const bool counts = !device_.is_cpu() && host_decides();
   const std::vector<int64_t> host_steps = counts ? known_steps() : std::vector<int64_t>();
-  for (const size_t i : active_) {  // unknown after a run that throws in its midst
+  for (const size_t i : active_) {  // unknown after a run that throws midway
     host_steps_[i] = -1;
   }
   run(lr, grads, host_steps, found_inf);
