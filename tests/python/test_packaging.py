@@ -41,6 +41,10 @@ def succeed(*command: object, **options) -> str:
     return result.stdout
 
 
+# They install from one build folder, and so not side by side.
+pytestmark = pytest.mark.xdist_group("build")
+
+
 @pytest.fixture(scope="module")
 def staged(build_dir: Path) -> Path:
     """The folder of the built packages, for PYTHONPATH."""
