@@ -153,11 +153,11 @@ class StackedOptimizer(CoreOptimizer):
         self._checked &= present
         plans: dict[Key, GroupPlan] = {}
         for index, group in enumerate(self.param_groups):
+            needs = self._bound_needs[index] = self._needs(group)
             for device in sorted({p.device for p in group["params"]}, key=str):
                 key = index, device
                 plans[key] = self._plans.get(key) or GroupPlan(self._PLAN, index, device)
                 params = [p for p in group["params"] if p.device == device]
-                needs = self._needs(group)
                 states = [
                     self._own_state(p)
                     if self._has_state(p) and (all_states or self._is_checked(p, needs))
@@ -165,7 +165,6 @@ class StackedOptimizer(CoreOptimizer):
                     for p in params
                 ]
                 plans[key].bind(params, states, counts)
-            self._bound_needs[index] = self._needs(group)
         for key, plan in self._plans.items():
             if key not in plans and plan.index < len(self.param_groups):
                 plan.bind([], [], {})  # may still have something to report
