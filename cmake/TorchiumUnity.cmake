@@ -1,20 +1,18 @@
 # Every source costs the compiler some 3 s before its first line: with a precompiled header GCC still
 # instantiates the templates that the header's inline functions use. A batch of sources pays that once.
 
-# Compiles the sources `ARGN` of `target`, which lie in one folder, in batches of about `size`. A source with
+# Compiles the sources `ARGN` of `target`, the folder `name`, in batches of about `size`. A source with
 # definitions or options of its own is compiled alone. Where two anonymous namespaces of a batch define the
 # same name, rename one.
-function(torchium_compile_in_batches target size)
+function(torchium_compile_in_batches target name size)
   if(NOT TORCHIUM_UNITY_BUILD)
     return()
   endif()
   set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
   set(_index 0)
   foreach(_source IN LISTS ARGN)
-    cmake_path(GET _source PARENT_PATH _folder)
-    cmake_path(GET _folder FILENAME _folder)
     math(EXPR _batch "${_index} / ${size}")
-    set_source_files_properties("${_source}" PROPERTIES UNITY_GROUP "${_folder}_${_batch}")
+    set_source_files_properties("${_source}" PROPERTIES UNITY_GROUP "${name}_${_batch}")
     math(EXPR _index "${_index} + 1")
   endforeach()
 endfunction()

@@ -3,9 +3,9 @@
 from torchium_cpp import __version__
 
 from . import linalg, optimizers, utils
+from ._capture.registry import create_optimizer, get_available_optimizers
 from ._config import show_config
-from ._per_sample import per_sample_gradients
-from ._registry import create_optimizer, get_available_optimizers
+from ._per_sample.per_sample import per_sample_gradients
 from .optimizers import KFAC, Adagrad, NaturalGradient, Shampoo, ShampooW
 
 __all__ = [

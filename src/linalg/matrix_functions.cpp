@@ -1,9 +1,9 @@
 #include "linalg/matrix_functions.h"
 
-#include "linalg/device_newton.h"
-#include "linalg/eigh.h"
-#include "linalg/newton.h"
-#include "linalg/spectral.h"
+#include "linalg/roots/device_newton.h"
+#include "linalg/roots/newton.h"
+#include "linalg/spectral/eigh.h"
+#include "linalg/spectral/spectral.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Context.h>
@@ -219,7 +219,7 @@ bool prefers_newton(const at::Tensor& A, int64_t root) {
 InverseRoot matrix_inverse_root(const at::Tensor& A, int64_t root, double eps, double relative_eps,
                                 const std::string& method, Residual residual) {
   const at::IntArrayRef batch = A.sizes().slice(0, A.dim() - 2);
-  const at::Tensor stack = as_stack(A);
+  const at::Tensor stack = as_batch(A);
   const bool by_newton = A.numel() > 0 && root <= kLargestIteratedRoot &&
                          (method == "newton" || (method == "auto" && prefers_newton(stack, root)));
   InverseRoot result;
@@ -243,7 +243,7 @@ InverseRoot matrix_inverse_root(const at::Tensor& A, int64_t root, double eps, d
 
 std::tuple<at::Tensor, at::Tensor> eigh(const at::Tensor& A) {
   const at::IntArrayRef batch = A.sizes().slice(0, A.dim() - 1);
-  const Normalized input = normalize_symmetric(as_stack(A), 0.0);
+  const Normalized input = normalize_symmetric(as_batch(A), 0.0);
   auto [values, vectors] = symmetric_eigensystem(input.matrix);
   const double limit = A.scalar_type() == at::kFloat ? std::numeric_limits<float>::max()
                                                      : std::numeric_limits<double>::max();

@@ -1,5 +1,5 @@
 #include "linalg/matrix_functions.h"
-#include "linalg/spectral.h"
+#include "linalg/spectral/spectral.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Context.h>
@@ -48,7 +48,7 @@ at::Tensor divided_differences(const at::Tensor& values, const at::Tensor& floor
 
 MatrixPower matrix_power_with_eigensystem(const at::Tensor& A, double exponent, double eps,
                                           double relative_eps) {
-  const Normalized input = normalize_symmetric(as_stack(A), eps);
+  const Normalized input = normalize_symmetric(as_batch(A), eps);
   const DampedSpectrum spectrum = damped_spectrum(input, eps, relative_eps);
   at::Tensor base = spectrum.values;
   if (exponent < 0) {
@@ -87,8 +87,8 @@ at::Tensor through_eigenbasis(const at::Tensor& X, const at::Tensor& values,
   }
   const at::NoTF32Guard full_precision;
   const at::ScalarType dtype = vectors.scalar_type();
-  const at::Tensor Q = as_stack(vectors);
-  const at::Tensor direction = as_stack(X);
+  const at::Tensor Q = as_batch(vectors);
+  const at::Tensor direction = as_batch(X);
   const at::Tensor damped = values.reshape({-1, X.size(-1)});
   const at::Tensor floor =
       spectral_floor(damped, dtype, at::full({}, smallest_normal(dtype), damped.options()));

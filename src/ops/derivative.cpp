@@ -1,6 +1,6 @@
 #include "ops/derivative.h"
 
-#include "gradients/graph_node.h"
+#include "gradients/capture/graph_node.h"
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/function.h>

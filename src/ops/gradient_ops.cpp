@@ -1,10 +1,10 @@
 // Operators on what layers have seen: schemas and registration, no maths. See gradients/*.h.
 
-#include "gradients/graph_edges.h"
-#include "gradients/jacobian.h"
-#include "gradients/kronecker_factors.h"
-#include "gradients/layer_use.h"
-#include "gradients/mixed_samples.h"
+#include "gradients/capture/graph_edges.h"
+#include "gradients/capture/layer_call.h"
+#include "gradients/capture/mixed_samples.h"
+#include "gradients/factors/kronecker_factors.h"
+#include "gradients/jacobian/jacobian.h"
 #include "ops/in_place_fake.h"
 
 #include <ATen/ATen.h>
@@ -15,23 +15,24 @@ namespace torchium::ops {
 namespace {
 
 using gradients::detail::Jacobian;
-using gradients::detail::LayerUse;
+using gradients::detail::LayerCall;
 
-LayerUse one_use(const at::Tensor& input, const at::Tensor& output_gradient, at::IntArrayRef use) {
-  return gradients::detail::parse_uses({input}, {output_gradient}, use, {0.0})[0];
+LayerCall one_call(const at::Tensor& input, const at::Tensor& output_gradient,
+                   at::IntArrayRef call) {
+  return gradients::detail::parse_calls({input}, {output_gradient}, call, {0.0})[0];
 }
 
 void kronecker_factors_update_(at::Tensor A_sum, at::Tensor G_sum, const at::Tensor& input,
-                               const at::Tensor& output_gradient, at::IntArrayRef use,
+                               const at::Tensor& output_gradient, at::IntArrayRef call,
                                at::IntArrayRef weight_shape, bool accumulate) {
-  gradients::detail::update_kronecker_factors_(A_sum, G_sum, one_use(input, output_gradient, use),
+  gradients::detail::update_kronecker_factors_(A_sum, G_sum, one_call(input, output_gradient, call),
                                                weight_shape, accumulate);
 }
 
 void kronecker_factors_update_meta(at::Tensor A_sum, at::Tensor G_sum, const at::Tensor& input,
-                                   const at::Tensor& output_gradient, at::IntArrayRef use,
+                                   const at::Tensor& output_gradient, at::IntArrayRef call,
                                    at::IntArrayRef weight_shape, bool /*accumulate*/) {
-  gradients::detail::check_kronecker_factors(A_sum, G_sum, one_use(input, output_gradient, use),
+  gradients::detail::check_kronecker_factors(A_sum, G_sum, one_call(input, output_gradient, call),
                                              weight_shape);
 }
 
@@ -42,10 +43,10 @@ void kronecker_factors_add_lookups_(at::Tensor A_sum, at::Tensor G_sum,
 }
 
 std::vector<at::Tensor> per_sample_gradients(at::TensorList params, at::TensorList inputs,
-                                             at::TensorList output_gradients, at::IntArrayRef uses,
+                                             at::TensorList output_gradients, at::IntArrayRef calls,
                                              at::ArrayRef<double> use_eps, double scale) {
   c10::NoGradGuard no_grad;
-  const auto parsed = gradients::detail::parse_uses(inputs, output_gradients, uses, use_eps);
+  const auto parsed = gradients::detail::parse_calls(inputs, output_gradients, calls, use_eps);
   std::vector<at::Tensor> rows = Jacobian(params, parsed, scale).rows();
   for (size_t i = 0; i < rows.size(); ++i) {
     rows[i] = rows[i].to(params[i].scalar_type());
@@ -55,10 +56,10 @@ std::vector<at::Tensor> per_sample_gradients(at::TensorList params, at::TensorLi
 
 std::vector<at::Tensor> per_sample_gradients_meta(at::TensorList params, at::TensorList inputs,
                                                   at::TensorList output_gradients,
-                                                  at::IntArrayRef uses,
+                                                  at::IntArrayRef calls,
                                                   at::ArrayRef<double> use_eps, double scale) {
-  const auto parsed = gradients::detail::parse_uses(inputs, output_gradients, uses, use_eps);
-  gradients::detail::check_uses(parsed, static_cast<int64_t>(params.size()));
+  const auto parsed = gradients::detail::parse_calls(inputs, output_gradients, calls, use_eps);
+  gradients::detail::check_calls(parsed, static_cast<int64_t>(params.size()));
   const c10::SymInt samples = gradients::detail::count_samples(parsed);
   std::vector<at::Tensor> rows;
   for (const auto& param : params) {
@@ -75,14 +76,15 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
   // `use` is one row of `uses` below, of which kind and settings count.
   m.def(
       "kronecker_factors_update_(Tensor(a!) A_sum, Tensor(b!) G_sum, Tensor input, "
-      "Tensor output_gradient, *, int[] use, int[] weight_shape, bool accumulate=True) -> ()");
+      "Tensor output_gradient, *, int[] call, int[] weight_shape, bool accumulate=True) -> ()");
   m.def(
       "kronecker_factors_add_lookups_(Tensor(a!) A_sum, Tensor(b!) G_sum, Tensor lookup_A_sum, "
       "Tensor counts, *, int rows) -> ()");
-  // `uses`: a row [kind, weight, bias, micro_batch, s0..s7] a use, see gradients/layer_use.h.
+  // `uses`: a row [kind, weight, bias, micro_batch, s0..s7] a call, see
+  // gradients/capture/layer_call.h.
   m.def(
       "per_sample_gradients(Tensor[] params, Tensor[] inputs, Tensor[] output_gradients, "
-      "int[] uses, float[] use_eps, *, float scale=1.0) -> Tensor[]");
+      "int[] calls, float[] call_eps, *, float scale=1.0) -> Tensor[]");
   m.def("backward_pass_mixes_samples() -> bool");
   m.def("backward_pass_edges(Tensor[] params) -> int[]");
 }

@@ -1,7 +1,7 @@
-// Operators of K-FAC: schemas and registration, no maths. See optim/kfac_step.h.
+// Operators of K-FAC: schemas and registration, no maths. See optim/kfac/kfac_step.h.
 
 #include "ops/in_place_fake.h"
-#include "optim/kfac_step.h"
+#include "optim/kfac/kfac_step.h"
 
 #include <ATen/ATen.h>
 #include <torch/library.h>

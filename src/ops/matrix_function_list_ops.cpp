@@ -1,7 +1,7 @@
 // The operators of torchium/linalg/matrix_functions.h on lists of stacks: compositions of those on
 // one stack, which all stacks of one order, dtype and device are joined to.
+#include "linalg/matrix_groups.h"
 #include "linalg/operand_checks.h"
-#include "linalg/stack_groups.h"
 #include <torchium/linalg/matrix_functions.h>
 
 #include <ATen/core/Tensor.h>
@@ -48,9 +48,9 @@ std::array<Tensors, results> solve_each_order(at::TensorList A, const Solve& sol
   std::array<Tensors, results> all;
   all.fill(Tensors(A.size()));
   for (const auto& group : linalg::detail::group_by_order(A)) {
-    const std::array<Tensor, results> solved = solve(linalg::detail::joined_stacks(A, group));
+    const std::array<Tensor, results> solved = solve(linalg::detail::joined_matrices(A, group));
     for (size_t k = 0; k < results; ++k) {
-      Tensors parts = linalg::detail::split_by_stack(solved[k], A, group);
+      Tensors parts = linalg::detail::split_by_buffer(solved[k], A, group);
       for (size_t i = 0; i < group.size(); ++i) {
         all[k][group[i]] = std::move(parts[i]);
       }

@@ -1,7 +1,7 @@
 // Operators and C++ functions of torchium/linalg/matrix_functions.h.
-#include "linalg/checked_eigh.h"
 #include "linalg/matrix_functions.h"
 #include "linalg/operand_checks.h"
+#include "linalg/spectral/checked_eigh.h"
 #include "ops/refuse_gradients.h"
 #include <torchium/linalg/matrix_functions.h>
 

@@ -1,8 +1,8 @@
 // Operators of Shampoo and AdaGrad: schemas and registration, no maths. See optim/*_step.h.
 
 #include "ops/in_place_fake.h"
-#include "optim/adagrad_step.h"
-#include "optim/shampoo_step.h"
+#include "optim/adagrad/adagrad_step.h"
+#include "optim/shampoo/shampoo_step.h"
 
 #include <ATen/ATen.h>
 #include <torch/library.h>
@@ -12,25 +12,26 @@ namespace {
 
 using optim::detail::AdagradHyperparameters;
 using optim::detail::AdagradState;
-using optim::detail::MatrixStacks;
+using optim::detail::BlockStorage;
 using optim::detail::ShampooHyperparameters;
 using optim::detail::ShampooState;
-using Stacks = std::tuple<std::vector<at::Tensor>, std::vector<at::Tensor>, std::vector<at::Tensor>,
-                          std::vector<int64_t>>;
+using StorageTuple = std::tuple<std::vector<at::Tensor>, std::vector<at::Tensor>,
+                                std::vector<at::Tensor>, std::vector<int64_t>>;
 
-Stacks flatten(MatrixStacks stacks) {
+StorageTuple flatten(BlockStorage storage) {
   std::vector<int64_t> layout;
-  layout.reserve(5 * stacks.layout.size());
-  for (const auto& row : stacks.layout) {
-    layout.insert(layout.end(), {row.param, row.slot, row.stack, row.start, row.count});
+  layout.reserve(5 * storage.layout.size());
+  for (const auto& row : storage.layout) {
+    layout.insert(layout.end(), {row.param, row.slot, row.buffer, row.start, row.count});
   }
-  return {std::move(stacks.statistics), std::move(stacks.roots), std::move(stacks.root_failures),
+  return {std::move(storage.statistics), std::move(storage.roots), std::move(storage.root_failures),
           std::move(layout)};
 }
 
-Stacks shampoo_init_state(at::TensorList params, int64_t block_size, bool merge_dims,
-                          std::string preconditioner_1d, std::optional<std::string> root_dtype,
-                          bool preconditioned, std::optional<int64_t> max_preconditioned_dim) {
+StorageTuple shampoo_init_state(at::TensorList params, int64_t block_size, bool merge_dims,
+                                std::string preconditioner_1d,
+                                std::optional<std::string> root_dtype, bool preconditioned,
+                                std::optional<int64_t> max_preconditioned_dim) {
   ShampooHyperparameters h;
   h.block_size = block_size;
   h.merge_dims = merge_dims;
@@ -122,8 +123,8 @@ void shampoo_update_preconditioners_(at::TensorList params, at::TensorList steps
   optim::detail::shampoo_update_preconditioners(h, params, state);
 }
 
-Stacks adagrad_init_state(at::TensorList params, int64_t block_size,
-                          double initial_accumulator_value) {
+StorageTuple adagrad_init_state(at::TensorList params, int64_t block_size,
+                                double initial_accumulator_value) {
   return flatten(optim::detail::adagrad_init_state(params, block_size, initial_accumulator_value));
 }
 

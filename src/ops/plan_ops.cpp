@@ -1,9 +1,9 @@
-// The plans of the optimizers (optim/step_plan.h) as torch.classes.torchium: registration, no
+// The plans of the optimizers (optim/core/step_plan.h) as torch.classes.torchium: registration, no
 // maths.
 
-#include "optim/adagrad_plan.h"
-#include "optim/option_fields.h"
-#include "optim/shampoo_plan.h"
+#include "optim/adagrad/adagrad_plan.h"
+#include "optim/core/option_fields.h"
+#include "optim/shampoo/shampoo_plan.h"
 
 #include <ATen/ATen.h>
 #include <torch/custom_class.h>

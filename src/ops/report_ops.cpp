@@ -1,6 +1,6 @@
 // Operators that report what an optimizer does: schemas and registration, no maths.
 
-#include "optim/shampoo_rules.h"
+#include "optim/shampoo/shampoo_rules.h"
 
 #include <torch/library.h>
 
@@ -13,7 +13,7 @@
 namespace torchium::ops {
 namespace {
 
-// Of each parameter: the rule, and a detail of it (optim/shampoo_rules.h).
+// Of each parameter: the rule, and a detail of it (optim/shampoo/shampoo_rules.h).
 std::tuple<std::vector<std::string>, std::vector<std::string>> shampoo_rules(
     at::TensorList params, int64_t block_size, bool merge_dims, std::string preconditioner_1d,
     bool preconditioned, std::optional<int64_t> max_preconditioned_dim,

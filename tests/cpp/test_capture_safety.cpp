@@ -1,6 +1,6 @@
 // What keeps K-FAC and natural gradient from steps on captures that do not tell the whole gradient:
 // uses that no capture has seen, and processes that train together.
-#include "gradients/operator_capture.h"
+#include "gradients/capture/operator_capture.h"
 #include "model_testing.h"
 #include "torchium/optim/kfac.h"
 #include "torchium/optim/natural_gradient.h"
@@ -14,17 +14,17 @@ namespace torchium::testing {
 namespace {
 
 namespace F = torch::nn::functional;
-using gradients::detail::CapturedUse;
+using gradients::detail::CapturedCall;
 using gradients::detail::OperatorCapture;
 using optim::KFAC;
 using optim::KFACOptions;
 using optim::NaturalGradient;
 using optim::NaturalGradientOptions;
 
-// The parameters of which backward() of the loss finds a use that was not captured.
+// The parameters of which backward() of the loss finds a call that was not captured.
 template <typename Loss>
 std::set<size_t> used_otherwise(const Tensors& params, Loss&& loss) {
-  OperatorCapture capture(params, [](const CapturedUse&) {});
+  OperatorCapture capture(params, [](const CapturedCall&) {});
   capture.set_enabled(true);
   loss().backward();
   capture.raise_error();
@@ -149,13 +149,13 @@ TEST(OtherUses, AreSeenIfTheyAreNoPartOfTheSum) {
   const auto x = torch::randn({4, 3});
   const auto loss = [&] { return layer(x).square().sum() + layer->weight.square().sum(); };
   {  // What autograd::grad() computes is not accumulated in .grad.
-    OperatorCapture capture(layer->parameters(), [](const CapturedUse&) {});
+    OperatorCapture capture(layer->parameters(), [](const CapturedCall&) {});
     capture.set_enabled(true);
     torch::autograd::grad({loss()}, {layer->bias});
     EXPECT_FALSE(capture.is_used_otherwise(0));
   }
-  {  // Of two backward passes with an own graph each, one has the use that is captured.
-    OperatorCapture capture(layer->parameters(), [](const CapturedUse&) {});
+  {  // Of two backward passes with an own graph each, one has the call that is captured.
+    OperatorCapture capture(layer->parameters(), [](const CapturedCall&) {});
     capture.set_enabled(true);
     layer(x).square().sum().backward();
     layer->weight.square().sum().backward();
@@ -167,7 +167,7 @@ TEST(OtherUses, AreSeenIfTheyAreNoPartOfTheSum) {
 TEST(OtherUses, OfManyGraphsThatWereNotUsedAreNoMatter) {
   nn::Linear layer(3, 2);
   const auto x = torch::randn({4, 3});
-  OperatorCapture capture(layer->parameters(), [](const CapturedUse&) {});
+  OperatorCapture capture(layer->parameters(), [](const CapturedCall&) {});
   capture.set_enabled(true);
   const auto early = layer(x).square().sum();
   for (int i = 0; i < 300; ++i) {

@@ -1,4 +1,4 @@
-#include "linalg/checked_eigh.h"
+#include "linalg/spectral/checked_eigh.h"
 #include <torchium/linalg/matrix_functions.h>
 #include <torchium/optim/adagrad.h>
 #include <torchium/optim/kfac.h>

@@ -1,5 +1,5 @@
 // Both ways to the inner products of an embedding's samples agree with those of the dense rows.
-#include "gradients/embedding_gram.h"
+#include "gradients/jacobian/embedding_gram.h"
 #include "optimizer_testing.h"
 
 namespace torchium::testing {

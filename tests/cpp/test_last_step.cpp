@@ -1,7 +1,7 @@
 // The schedules of the float32 iteration for inverse roots: quadratic steps, then one of degree 6
 // in fp16 products.
-#include "linalg/minimax.h"
-#include "linalg/root_ladder.h"
+#include "linalg/roots/minimax.h"
+#include "linalg/roots/root_schedule_table.h"
 
 #include <torch/torch.h>
 
@@ -13,10 +13,10 @@
 
 namespace {
 
-using torchium::cuda_kernels::RootLadder;
+using torchium::cuda_kernels::RootScheduleTable;
 using torchium::linalg::detail::last_step_schedule;
 using torchium::linalg::detail::minimax_schedule;
-using torchium::linalg::detail::root_ladder;
+using torchium::linalg::detail::root_schedule_table;
 
 const double kUnit = std::ldexp(1.0, -24);
 const std::vector<int64_t> kRoots{1, 2, 3, 4, 6, 8, 16, 1000};
@@ -45,8 +45,8 @@ std::pair<double, double> through(const Steps& steps, double x, int64_t p) {
 TEST(LastStep, IsAsAccurateAsItSaysOnTheWholeInterval) {
   for (const int64_t p : kRoots) {
     const double power = 1.0 / static_cast<double>(p);
-    for (int rung = -22; rung <= 0; ++rung) {
-      const double lower = std::exp2(rung);
+    for (int level = -22; level <= 0; ++level) {
+      const double lower = std::exp2(level);
       const auto schedule = last_step_schedule(p, lower, kUnit);
       EXPECT_LE(schedule->error, 3e-5);
       EXPECT_LE(schedule->steps.size(), minimax_schedule(p, lower, kUnit)->size());
@@ -93,20 +93,21 @@ TEST(LastStep, ReplacesTwoQuadraticStepsAtTheFloor) {
   EXPECT_EQ(last_step_schedule(4, 1, kUnit)->steps.size(), 0u);
 }
 
-TEST(LastStep, LaddersHoldTheSchedulesInFloat) {
-  for (const int64_t lowest_rung : {-18, -20, -22}) {
+TEST(LastStep, TablesHoldTheSchedulesInFloat) {
+  for (const int64_t lowest_level : {-18, -20, -22}) {
     for (const int64_t p : {int64_t{1}, int64_t{4}, int64_t{16}, int64_t{1} << 20}) {
-      const RootLadder* ladder = root_ladder(p, lowest_rung);
-      ASSERT_NE(ladder, nullptr);
-      EXPECT_EQ(ladder, root_ladder(p, lowest_rung));
-      ASSERT_EQ(ladder->lowest_rung, lowest_rung);
-      ASSERT_EQ(ladder->rungs, 1 - lowest_rung);
-      EXPECT_EQ(ladder->steps, *std::max_element(ladder->lengths, ladder->lengths + ladder->rungs));
-      for (int rung = 0; rung < ladder->rungs; ++rung) {
-        const double lower = std::exp2(lowest_rung + rung);
+      const RootScheduleTable* schedules = root_schedule_table(p, lowest_level);
+      ASSERT_NE(schedules, nullptr);
+      EXPECT_EQ(schedules, root_schedule_table(p, lowest_level));
+      ASSERT_EQ(schedules->lowest_level, lowest_level);
+      ASSERT_EQ(schedules->levels, 1 - lowest_level);
+      EXPECT_EQ(schedules->steps,
+                *std::max_element(schedules->lengths, schedules->lengths + schedules->levels));
+      for (int level = 0; level < schedules->levels; ++level) {
+        const double lower = std::exp2(lowest_level + level);
         const auto schedule = last_step_schedule(p, lower, kUnit);
-        ASSERT_EQ(ladder->lengths[rung], static_cast<int>(schedule->steps.size()));
-        const float* q = ladder->coefficients + ptrdiff_t{3} * rung * ladder->steps;
+        ASSERT_EQ(schedules->lengths[level], static_cast<int>(schedule->steps.size()));
+        const float* q = schedules->coefficients + ptrdiff_t{3} * level * schedules->steps;
         for (const auto& step : schedule->steps) {
           EXPECT_FLOAT_EQ(q[0], static_cast<float>(step.a));
           EXPECT_FLOAT_EQ(q[1], static_cast<float>(step.b));
@@ -114,7 +115,7 @@ TEST(LastStep, LaddersHoldTheSchedulesInFloat) {
           q += 3;
         }
         for (const double x : {0.9, 1.0, 1.1}) {
-          EXPECT_NEAR(last_factor(ladder->last[rung], static_cast<float>(x)),
+          EXPECT_NEAR(last_factor(schedules->last[level], static_cast<float>(x)),
                       last_factor(schedule->last, x), 1e-6);
         }
       }
@@ -128,8 +129,8 @@ torch::Tensor half_product(const torch::Tensor& A, const torch::Tensor& B) {
 }
 
 // The whole iteration in the precision of M, the last step with operands rounded to fp16.
-torch::Tensor inverse_root(torch::Tensor M, int64_t p, int rung) {
-  const auto schedule = last_step_schedule(p, std::exp2(rung), kUnit);
+torch::Tensor inverse_root(torch::Tensor M, int64_t p, int level) {
+  const auto schedule = last_step_schedule(p, std::exp2(level), kUnit);
   const auto I = torch::eye(M.size(0), M.options());
   auto X = I;
   for (const auto& step : schedule->steps) {
@@ -156,14 +157,14 @@ TEST(LastStep, RoundingToHalvesIsWithinTheTolerance) {
   const int64_t n = 48;
   const auto Q = random_basis(n);
   for (const int64_t p : {1, 2, 3, 4, 6, 8}) {
-    for (const int rung : {-12, -10, -7, -4, -1}) {
-      const auto spectrum = torch::exp2(torch::linspace(rung, 0, n, torch::kDouble));
+    for (const int level : {-12, -10, -7, -4, -1}) {
+      const auto spectrum = torch::exp2(torch::linspace(level, 0, n, torch::kDouble));
       const auto M = (Q * spectrum).matmul(Q.t());
       const auto root = (Q * spectrum.pow(-1.0 / static_cast<double>(p))).matmul(Q.t());
-      const auto X = inverse_root(M.to(torch::kFloat), p, rung).to(torch::kDouble);
-      const double own = std::exp2(-23 - 0.5 * rung);  // of the steps before the last one
+      const auto X = inverse_root(M.to(torch::kFloat), p, level).to(torch::kDouble);
+      const double own = std::exp2(-23 - 0.5 * level);  // of the steps before the last one
       EXPECT_LT(((X - root).norm() / root.norm()).item<double>(), 2 * (own + 3e-5))
-          << "p = " << p << ", rung = " << rung;
+          << "p = " << p << ", level = " << level;
     }
   }
 }

@@ -1,5 +1,5 @@
-#include "linalg/minimax.h"
-#include "linalg/symmetric_update.h"
+#include "linalg/products/symmetric_update.h"
+#include "linalg/roots/minimax.h"
 #include <torchium/linalg/matrix_functions.h>
 
 #include <torch/torch.h>

@@ -1,6 +1,6 @@
 // What the capture of operators sees of stock torch::nn models and of functional calls. Its uses
 // must explain the gradients: that is checked with products written down here.
-#include "gradients/operator_capture.h"
+#include "gradients/capture/operator_capture.h"
 #include "optimizer_testing.h"
 #include "torchium/optim/kfac.h"
 #include "torchium/optim/natural_gradient.h"
@@ -17,9 +17,9 @@ namespace {
 
 namespace nn = torch::nn;
 namespace F = torch::nn::functional;
-using gradients::detail::CapturedUse;
+using gradients::detail::CapturedCall;
+using gradients::detail::LayerCall;
 using gradients::detail::LayerKind;
-using gradients::detail::LayerUse;
 using gradients::detail::OperatorCapture;
 using torch::indexing::Slice;
 
@@ -27,40 +27,41 @@ using torch::indexing::Slice;
 class Recorder {
  public:
   explicit Recorder(const Tensors& params)
-      : capture_(params, [this](CapturedUse captured) {
-          uses.push_back(std::move(captured.use));
+      : capture_(params, [this](CapturedCall captured) {
+          calls.push_back(std::move(captured.call));
           gone_passes = std::move(captured.gone_passes);
         }) {
     capture_.set_enabled(true);
   }
   OperatorCapture* operator->() { return &capture_; }
 
-  std::vector<LayerUse> uses;
-  std::vector<int64_t> gone_passes;  // as the last use told
+  std::vector<LayerCall> calls;
+  std::vector<int64_t> gone_passes;  // as the last call told
 
  private:
   OperatorCapture capture_;
 };
 
-// The gradients of a linear layer from one of its uses.
-torch::Tensor weight_gradient(const LayerUse& use) {
-  const auto g = use.output_gradient.reshape({-1, use.output_gradient.size(-1)});
-  const auto a = use.input.reshape({-1, use.input.size(-1)});
+// The gradients of a linear layer from one of its calls.
+torch::Tensor weight_gradient(const LayerCall& call) {
+  const auto g = call.output_gradient.reshape({-1, call.output_gradient.size(-1)});
+  const auto a = call.input.reshape({-1, call.input.size(-1)});
   return g.t().mm(a);
 }
-torch::Tensor bias_gradient(const LayerUse& use) {
-  return use.output_gradient.reshape({-1, use.output_gradient.size(-1)}).sum(0);
+torch::Tensor bias_gradient(const LayerCall& call) {
+  return call.output_gradient.reshape({-1, call.output_gradient.size(-1)}).sum(0);
 }
 
-void expect_explains(const LayerUse& use, const torch::Tensor& weight, const torch::Tensor& bias) {
-  EXPECT_EQ(use.kind, LayerKind::kLinear);
-  EXPECT_FALSE(use.input.requires_grad());
-  EXPECT_FALSE(use.output_gradient.requires_grad());
+void expect_explains(const LayerCall& call, const torch::Tensor& weight,
+                     const torch::Tensor& bias) {
+  EXPECT_EQ(call.kind, LayerKind::kLinear);
+  EXPECT_FALSE(call.input.requires_grad());
+  EXPECT_FALSE(call.output_gradient.requires_grad());
   if (weight.defined()) {
-    expect_near(weight_gradient(use), weight.grad());
+    expect_near(weight_gradient(call), weight.grad());
   }
   if (bias.defined()) {
-    expect_near(bias_gradient(use), bias.grad());
+    expect_near(bias_gradient(call), bias.grad());
   }
 }
 
@@ -75,14 +76,14 @@ TEST_P(LinearInputs, AreCapturedWithWeightAndBias) {
       auto y = layer(x);
       y = in_place ? y.relu_() : y.relu();
       (y * torch::randn_like(y)).sum().backward();
-      ASSERT_EQ(recorder.uses.size(), 1U);
-      const auto& use = recorder.uses[0];
-      EXPECT_EQ(use.weight, 0);
-      EXPECT_EQ(use.bias, has_bias ? 1 : -1);
-      EXPECT_EQ(use.micro_batch, 0);
-      expect_equal({use.input}, {x});
-      EXPECT_EQ(use.output_gradient.sizes(), y.sizes());
-      expect_explains(use, layer->weight, layer->bias);
+      ASSERT_EQ(recorder.calls.size(), 1U);
+      const auto& call = recorder.calls[0];
+      EXPECT_EQ(call.weight, 0);
+      EXPECT_EQ(call.bias, has_bias ? 1 : -1);
+      EXPECT_EQ(call.micro_batch, 0);
+      expect_equal({call.input}, {x});
+      EXPECT_EQ(call.output_gradient.sizes(), y.sizes());
+      expect_explains(call, layer->weight, layer->bias);
     }
   }
 }
@@ -101,28 +102,28 @@ TEST_P(LinearInputs, OfFunctionalCallsAreCaptured) {
     const Tensors params{parameter(torch::randn({4, 3})), parameter(torch::randn({4}))};
     Recorder recorder(params);
     functions[i](torch::randn(GetParam()), params[0], params[1]).relu_().square().sum().backward();
-    ASSERT_EQ(recorder.uses.size(), 1U);
-    EXPECT_EQ(recorder.uses[0].weight, 0);
-    EXPECT_EQ(recorder.uses[0].bias, 1);
-    expect_explains(recorder.uses[0], params[0], params[1]);
+    ASSERT_EQ(recorder.calls.size(), 1U);
+    EXPECT_EQ(recorder.calls[0].weight, 0);
+    EXPECT_EQ(recorder.calls[0].bias, 1);
+    expect_explains(recorder.calls[0], params[0], params[1]);
   }
 }
 
-// Some terms alone: the bias is a use of its own, and what is frozen is left out.
+// Some terms alone: the bias is a call of its own, and what is frozen is left out.
 TEST_P(LinearInputs, MayComeInPieces) {
   const Tensors params{parameter(torch::randn({4, 3})), parameter(torch::randn({4}))};
   const auto x = torch::randn(GetParam());
   {
     Recorder recorder(params);
     (x.matmul(params[0].t()) + params[1]).square().sum().backward();
-    ASSERT_EQ(recorder.uses.size(), 2U);
+    ASSERT_EQ(recorder.calls.size(), 2U);
     // The order is that of the backward pass.
-    EXPECT_EQ(recorder.uses[0].bias, 1);
-    EXPECT_EQ(recorder.uses[0].weight, -1);
-    EXPECT_EQ(recorder.uses[1].bias, -1);
-    EXPECT_EQ(recorder.uses[1].weight, 0);
-    expect_explains(recorder.uses[0], {}, params[1]);
-    expect_explains(recorder.uses[1], params[0], {});
+    EXPECT_EQ(recorder.calls[0].bias, 1);
+    EXPECT_EQ(recorder.calls[0].weight, -1);
+    EXPECT_EQ(recorder.calls[1].bias, -1);
+    EXPECT_EQ(recorder.calls[1].weight, 0);
+    expect_explains(recorder.calls[0], {}, params[1]);
+    expect_explains(recorder.calls[1], params[0], {});
   }
   nn::Linear layer(3, 4);
   for (const bool frozen_weight : {true, false}) {
@@ -131,10 +132,10 @@ TEST_P(LinearInputs, MayComeInPieces) {
     layer->weight.set_requires_grad(!frozen_weight);
     layer->bias.set_requires_grad(frozen_weight);
     layer(x).square().sum().backward();
-    ASSERT_EQ(recorder.uses.size(), 1U);
-    EXPECT_EQ(recorder.uses[0].weight, frozen_weight ? -1 : 0);
-    EXPECT_EQ(recorder.uses[0].bias, frozen_weight ? 1 : -1);
-    expect_explains(recorder.uses[0], frozen_weight ? torch::Tensor() : layer->weight,
+    ASSERT_EQ(recorder.calls.size(), 1U);
+    EXPECT_EQ(recorder.calls[0].weight, frozen_weight ? -1 : 0);
+    EXPECT_EQ(recorder.calls[0].bias, frozen_weight ? 1 : -1);
+    expect_explains(recorder.calls[0], frozen_weight ? torch::Tensor() : layer->weight,
                     frozen_weight ? layer->bias : torch::Tensor());
   }
 }
@@ -171,7 +172,7 @@ TEST(OperatorCapture, LeavesOtherProductsAlone) {
     result.sum().backward();
   }
   recorder->raise_error();
-  EXPECT_EQ(recorder.uses.size(), 0U);
+  EXPECT_EQ(recorder.calls.size(), 0U);
 }
 
 TEST(OperatorCapture, SeesTheAddendOfAddmm) {
@@ -180,19 +181,19 @@ TEST(OperatorCapture, SeesTheAddendOfAddmm) {
   const auto residual = parameter(torch::randn({2, 4}));
   Recorder recorder({w, residual});
   torch::addmm(residual, x, w.t()).square().sum().backward();
-  ASSERT_EQ(recorder.uses.size(), 1U);
-  EXPECT_EQ(recorder.uses[0].bias, -1);  // no bias: it has a row a sample
-  expect_explains(recorder.uses[0], w, {});
+  ASSERT_EQ(recorder.calls.size(), 1U);
+  EXPECT_EQ(recorder.calls[0].bias, -1);  // no bias: it has a row a sample
+  expect_explains(recorder.calls[0], w, {});
 }
 
 using Settings = std::array<int64_t, 8>;
 
-// The gradient by the weight of a convolution, from one of its uses.
-torch::Tensor convolution_gradient(const LayerUse& use, const torch::Tensor& weight) {
-  const auto& s = use.settings;
+// The gradient by the weight of a convolution, from one of its calls.
+torch::Tensor convolution_gradient(const LayerCall& call, const torch::Tensor& weight) {
+  const auto& s = call.settings;
   const auto w = parameter(weight);
-  const auto y = torch::conv2d(use.input, w, {}, {s[0], s[1]}, {s[2], s[3]}, {s[4], s[5]}, s[6]);
-  return torch::autograd::grad({y}, {w}, {use.output_gradient})[0];
+  const auto y = torch::conv2d(call.input, w, {}, {s[0], s[1]}, {s[2], s[3]}, {s[4], s[5]}, s[6]);
+  return torch::autograd::grad({y}, {w}, {call.output_gradient})[0];
 }
 
 TEST(OperatorCapture, SeesConvolutions) {
@@ -222,14 +223,14 @@ TEST(OperatorCapture, SeesConvolutions) {
       auto y = layer(x);
       y.relu_();
       (y * torch::randn_like(y)).sum().backward();
-      ASSERT_EQ(recorder.uses.size(), 1U);
-      const auto& use = recorder.uses[0];
-      EXPECT_EQ(use.kind, LayerKind::kConv2d);
-      EXPECT_EQ(use.weight, 0);
-      EXPECT_EQ(use.bias, layer->bias.defined() ? 1 : -1);
-      EXPECT_EQ(use.settings, cases[i].settings);
-      EXPECT_EQ(use.output_gradient.sizes(), y.sizes());
-      expect_near(convolution_gradient(use, layer->weight), layer->weight.grad());
+      ASSERT_EQ(recorder.calls.size(), 1U);
+      const auto& call = recorder.calls[0];
+      EXPECT_EQ(call.kind, LayerKind::kConv2d);
+      EXPECT_EQ(call.weight, 0);
+      EXPECT_EQ(call.bias, layer->bias.defined() ? 1 : -1);
+      EXPECT_EQ(call.settings, cases[i].settings);
+      EXPECT_EQ(call.output_gradient.sizes(), y.sizes());
+      expect_near(convolution_gradient(call, layer->weight), layer->weight.grad());
       recorder->raise_error();
     }
   }
@@ -244,11 +245,11 @@ TEST(OperatorCapture, SeesConvolutionsByTheirOperators) {
       .square()
       .sum()
       .backward();
-  ASSERT_EQ(recorder.uses.size(), 1U);
-  EXPECT_EQ(recorder.uses[0].settings, (Settings{2, 2, 1, 1, 1, 1, 2, 0}));
-  expect_near(convolution_gradient(recorder.uses[0], params[0]), params[0].grad());
+  ASSERT_EQ(recorder.calls.size(), 1U);
+  EXPECT_EQ(recorder.calls[0].settings, (Settings{2, 2, 1, 1, 1, 1, 2, 0}));
+  expect_near(convolution_gradient(recorder.calls[0], params[0]), params[0].grad());
   torch::conv_transpose2d(x, transposed).square().sum().backward();
-  EXPECT_EQ(recorder.uses.size(), 1U);
+  EXPECT_EQ(recorder.calls.size(), 1U);
 }
 
 TEST(OperatorCapture, SeesEmbeddings) {
@@ -258,14 +259,14 @@ TEST(OperatorCapture, SeesEmbeddings) {
   Recorder recorder({layer->weight, by_frequency->weight, sparse->weight});
   const auto indices = torch::tensor({{1, 2, 6}, {1, 0, 0}});
   (layer(indices).square().sum() + by_frequency(indices).sum() + sparse(indices).sum()).backward();
-  ASSERT_EQ(recorder.uses.size(), 1U);
-  const auto& use = recorder.uses[0];
-  EXPECT_EQ(use.kind, LayerKind::kEmbedding);
-  EXPECT_EQ(use.weight, 0);
-  EXPECT_EQ(use.settings[0], 2);
-  expect_equal({use.input}, {indices});
+  ASSERT_EQ(recorder.calls.size(), 1U);
+  const auto& call = recorder.calls[0];
+  EXPECT_EQ(call.kind, LayerKind::kEmbedding);
+  EXPECT_EQ(call.weight, 0);
+  EXPECT_EQ(call.settings[0], 2);
+  expect_equal({call.input}, {indices});
   const auto expected =
-      torch::zeros({7, 3}).index_add(0, indices.reshape(-1), use.output_gradient.reshape({-1, 3}));
+      torch::zeros({7, 3}).index_add(0, indices.reshape(-1), call.output_gradient.reshape({-1, 3}));
   expect_near(layer->weight.grad(), expected.index_fill(0, torch::tensor({2}), 0.0));
 }
 
@@ -286,19 +287,19 @@ TEST(OperatorCapture, SeesNormalizations) {
       .square()
       .sum()
       .backward();
-  ASSERT_EQ(recorder.uses.size(), 4U);
+  ASSERT_EQ(recorder.calls.size(), 4U);
   for (int i = 0; i < 4; ++i) {
     SCOPED_TRACE(i);
-    const auto& use = recorder.uses[i];
+    const auto& call = recorder.calls[i];
     const bool is_layer_norm = i < 2;
-    EXPECT_EQ(use.kind, is_layer_norm ? LayerKind::kLayerNorm : LayerKind::kGroupNorm);
-    EXPECT_EQ(use.settings[0], 2);  // two dimensions, two groups
-    EXPECT_EQ(use.eps, is_layer_norm ? 1e-3 : 1e-4);
-    EXPECT_EQ(use.weight, is_layer_norm ? 0 : 2);
-    EXPECT_EQ(use.bias, is_layer_norm ? 1 : 3);
-    EXPECT_EQ(use.micro_batch, i);
-    const auto bias_gradient = use.output_gradient.sum(is_layer_norm ? std::vector<int64_t>{0, 1}
-                                                                     : std::vector<int64_t>{0, 2});
+    EXPECT_EQ(call.kind, is_layer_norm ? LayerKind::kLayerNorm : LayerKind::kGroupNorm);
+    EXPECT_EQ(call.settings[0], 2);  // two dimensions, two groups
+    EXPECT_EQ(call.eps, is_layer_norm ? 1e-3 : 1e-4);
+    EXPECT_EQ(call.weight, is_layer_norm ? 0 : 2);
+    EXPECT_EQ(call.bias, is_layer_norm ? 1 : 3);
+    EXPECT_EQ(call.micro_batch, i);
+    const auto bias_gradient = call.output_gradient.sum(is_layer_norm ? std::vector<int64_t>{0, 1}
+                                                                      : std::vector<int64_t>{0, 2});
     expect_near(2 * bias_gradient, (is_layer_norm ? layer_norm->bias : group_norm->bias).grad());
   }
 }
@@ -310,16 +311,16 @@ TEST(OperatorCapture, SeesSharedWeights) {
   Recorder recorder({embedding->weight, layer->weight, layer->bias});
   const auto h = layer(torch::tanh(layer(embedding(torch::tensor({1, 2, 2, 5})))));
   torch::linear(h, embedding->weight).square().sum().backward();
-  ASSERT_EQ(recorder.uses.size(), 4U);
-  EXPECT_EQ(recorder.uses[0].kind, LayerKind::kLinear);
-  EXPECT_EQ(recorder.uses[0].weight, 0);
-  EXPECT_EQ(recorder.uses[1].weight, 1);
-  EXPECT_EQ(recorder.uses[2].weight, 1);
-  EXPECT_EQ(recorder.uses[3].kind, LayerKind::kEmbedding);
-  for (const auto& use : recorder.uses) {
-    EXPECT_EQ(use.micro_batch, 0);
+  ASSERT_EQ(recorder.calls.size(), 4U);
+  EXPECT_EQ(recorder.calls[0].kind, LayerKind::kLinear);
+  EXPECT_EQ(recorder.calls[0].weight, 0);
+  EXPECT_EQ(recorder.calls[1].weight, 1);
+  EXPECT_EQ(recorder.calls[2].weight, 1);
+  EXPECT_EQ(recorder.calls[3].kind, LayerKind::kEmbedding);
+  for (const auto& call : recorder.calls) {
+    EXPECT_EQ(call.micro_batch, 0);
   }
-  expect_near(weight_gradient(recorder.uses[1]) + weight_gradient(recorder.uses[2]),
+  expect_near(weight_gradient(recorder.calls[1]) + weight_gradient(recorder.calls[2]),
               layer->weight.grad());
 }
 
@@ -335,18 +336,18 @@ TEST(OperatorCapture, TellsBackwardPassesApart) {
   }
   second.backward();
   first.backward();
-  ASSERT_EQ(recorder.uses.size(), 2U);
-  EXPECT_EQ(recorder.uses[0].input.size(0), 5);
-  EXPECT_EQ(recorder.uses[0].micro_batch, 0);
-  EXPECT_EQ(recorder.uses[1].input.size(0), 2);
-  EXPECT_EQ(recorder.uses[1].micro_batch, 1);
+  ASSERT_EQ(recorder.calls.size(), 2U);
+  EXPECT_EQ(recorder.calls[0].input.size(0), 5);
+  EXPECT_EQ(recorder.calls[0].micro_batch, 0);
+  EXPECT_EQ(recorder.calls[1].input.size(0), 2);
+  EXPECT_EQ(recorder.calls[1].micro_batch, 1);
   recorder->forget();
   const auto third = layer(torch::randn({6, 3})).square().sum();
   third.backward({}, /*retain_graph=*/true);
   third.backward();
-  ASSERT_EQ(recorder.uses.size(), 4U);
-  EXPECT_EQ(recorder.uses[2].micro_batch, 0);
-  EXPECT_EQ(recorder.uses[3].micro_batch, 1);
+  ASSERT_EQ(recorder.calls.size(), 4U);
+  EXPECT_EQ(recorder.calls[2].micro_batch, 0);
+  EXPECT_EQ(recorder.calls[3].micro_batch, 1);
 }
 
 TEST(OperatorCapture, TellsWhichGradientsAreGone) {
@@ -404,10 +405,10 @@ TEST(OperatorCapture, CountsRecomputedLayersInTheirBackwardPass) {
   for (int pass = 0; pass < 2; ++pass) {
     outer(Checkpoint::apply(outer(torch::randn({2, 3})), inner)).square().sum().backward();
   }
-  ASSERT_EQ(recorder.uses.size(), 6U);
+  ASSERT_EQ(recorder.calls.size(), 6U);
   for (int i = 0; i < 6; ++i) {
-    EXPECT_EQ(recorder.uses[i].micro_batch, i / 3);
-    EXPECT_EQ(recorder.uses[i].weight, i % 3 == 1 ? 2 : 0);
+    EXPECT_EQ(recorder.calls[i].micro_batch, i / 3);
+    EXPECT_EQ(recorder.calls[i].weight, i % 3 == 1 ? 2 : 0);
   }
 }
 
@@ -419,12 +420,12 @@ TEST(OperatorCapture, LeavesOutWhatIsNotAccumulated) {
   const auto loss = second(torch::tanh(first(x))).square().sum();
   torch::autograd::grad({loss}, {x}, {}, /*retain_graph=*/true);
   torch::autograd::grad({loss}, {first->weight}, {}, /*retain_graph=*/true);
-  EXPECT_EQ(recorder.uses.size(), 0U);
+  EXPECT_EQ(recorder.calls.size(), 0U);
   loss.backward({}, /*retain_graph=*/true, /*create_graph=*/false, Tensors{first->weight});
-  ASSERT_EQ(recorder.uses.size(), 1U);
-  EXPECT_EQ(recorder.uses[0].weight, 0);
-  EXPECT_EQ(recorder.uses[0].bias, -1);
-  expect_explains(recorder.uses[0], first->weight, {});
+  ASSERT_EQ(recorder.calls.size(), 1U);
+  EXPECT_EQ(recorder.calls[0].weight, 0);
+  EXPECT_EQ(recorder.calls[0].bias, -1);
+  expect_explains(recorder.calls[0], first->weight, {});
 }
 
 TEST(OperatorCapture, WorksWithHigherOrderGradients) {
@@ -433,9 +434,9 @@ TEST(OperatorCapture, WorksWithHigherOrderGradients) {
   const auto x = torch::randn({5, 3}).requires_grad_();
   const auto y = layer(x).tanh().sum();
   y.backward({}, /*retain_graph=*/true, /*create_graph=*/true);
-  ASSERT_EQ(recorder.uses.size(), 1U);
+  ASSERT_EQ(recorder.calls.size(), 1U);
   EXPECT_TRUE(layer->weight.grad().requires_grad());
-  expect_explains(recorder.uses[0], layer->weight, layer->bias);
+  expect_explains(recorder.calls[0], layer->weight, layer->bias);
 }
 
 // Recurrent layers call linear() within, with time as the first dimension.
@@ -450,7 +451,7 @@ TEST(OperatorCapture, DoesNotLookIntoRecurrentLayers) {
   Recorder recorder(params);
   const auto x = torch::randn({5, 2, 3});
   (std::get<0>(lstm(x)).sum() + std::get<0>(gru(x)).sum() + std::get<0>(rnn(x)).sum()).backward();
-  EXPECT_EQ(recorder.uses.size(), 0U);
+  EXPECT_EQ(recorder.calls.size(), 0U);
   EXPECT_TRUE(params.back().grad().defined());
 }
 
@@ -464,13 +465,13 @@ TEST(OperatorCapture, WorksUnderAutocast) {
   at::autocast::set_autocast_enabled(at::kCPU, false);
   EXPECT_EQ(y.scalar_type(), torch::kBFloat16);
   y.square().sum().backward();
-  ASSERT_EQ(recorder.uses.size(), 3U);
-  EXPECT_EQ(recorder.uses[0].weight, 4);
-  EXPECT_EQ(recorder.uses[1].weight, 2);
-  EXPECT_EQ(recorder.uses[2].weight, 0);
+  ASSERT_EQ(recorder.calls.size(), 3U);
+  EXPECT_EQ(recorder.calls[0].weight, 4);
+  EXPECT_EQ(recorder.calls[1].weight, 2);
+  EXPECT_EQ(recorder.calls[2].weight, 0);
   const auto g =
-      weight_gradient({.input = recorder.uses[0].input.to(torch::kFloat),
-                       .output_gradient = recorder.uses[0].output_gradient.to(torch::kFloat)});
+      weight_gradient({.input = recorder.calls[0].input.to(torch::kFloat),
+                       .output_gradient = recorder.calls[0].output_gradient.to(torch::kFloat)});
   EXPECT_TRUE(torch::allclose(g, model->parameters()[4].grad(), 0.05, 0.05));
 }
 
@@ -482,7 +483,7 @@ TEST(OperatorCapture, IsSafeOnManyThreads) {
   std::atomic<bool> stop{false};
   std::thread other([&] {  // captures come and go meanwhile
     while (!stop) {
-      OperatorCapture passing(model->parameters(), [](CapturedUse) {});
+      OperatorCapture passing(model->parameters(), [](CapturedCall) {});
       passing.set_enabled(true);
     }
   });
@@ -502,10 +503,10 @@ TEST(OperatorCapture, IsSafeOnManyThreads) {
   stop = true;
   other.join();
   recorder->raise_error();
-  ASSERT_EQ(recorder.uses.size(), 2U * kThreads * kPasses);
+  ASSERT_EQ(recorder.calls.size(), 2U * kThreads * kPasses);
   std::map<int64_t, std::vector<int64_t>> batch_sizes;  // by micro-batch
-  for (const auto& use : recorder.uses) {
-    batch_sizes[use.micro_batch].push_back(use.input.size(0));
+  for (const auto& call : recorder.calls) {
+    batch_sizes[call.micro_batch].push_back(call.input.size(0));
   }
   EXPECT_EQ(batch_sizes.size(), 1U * kThreads * kPasses);
   for (const auto& [micro_batch, sizes] : batch_sizes) {
@@ -526,8 +527,8 @@ TEST(OperatorCapture, LeavesNoCallbackBehind) {
     recorder->set_enabled(false);
     EXPECT_TRUE(at::hasGlobalCallbacks());
     layer(x).sum().backward();
-    EXPECT_EQ(recorder.uses.size(), 0U);
-    EXPECT_EQ(another.uses.size(), 1U);
+    EXPECT_EQ(recorder.calls.size(), 0U);
+    EXPECT_EQ(another.calls.size(), 1U);
     another->set_enabled(false);
     EXPECT_FALSE(at::hasGlobalCallbacks());
     recorder->set_enabled(true);
@@ -543,7 +544,7 @@ TEST(OperatorCapture, HoldsNoParameters) {
   {
     nn::Linear layer(3, 4);
     weak = c10::weak_intrusive_ptr<at::TensorImpl>(layer->weight.getIntrusivePtr());
-    OperatorCapture capture(layer->parameters(), [](CapturedUse) {});
+    OperatorCapture capture(layer->parameters(), [](CapturedCall) {});
     capture.set_enabled(true);
     layer(torch::randn({2, 3})).sum().backward();
   }
@@ -560,7 +561,7 @@ TEST(OperatorCapture, ReleasesInputs) {
   const auto loss = layer(x).sum();
   x = torch::Tensor();
   loss.backward();
-  recorder.uses.clear();
+  recorder.calls.clear();
   EXPECT_TRUE(storage.expired());
 }
 
@@ -573,7 +574,7 @@ TEST(OperatorCapture, ErrorsOfOperatorsAreTheirOwn) {
   EXPECT_THROW(torch::conv2d(image, kernel, {}, at::IntArrayRef{}), c10::Error);
   EXPECT_THROW(torch::conv2d(image, layer->weight, {}, 1, "same"), c10::Error);
   layer(torch::randn({2, 3})).sum().backward();
-  EXPECT_EQ(recorder.uses.size(), 1U);
+  EXPECT_EQ(recorder.calls.size(), 1U);
   recorder->raise_error();
 }
 
@@ -597,7 +598,7 @@ TEST(OperatorCapture, ErrorsOfCallbacksAreKept) {
     EXPECT_NO_THROW(layer(torch::randn({2, 3})));
   }
   layer(torch::randn({2, 3})).sum().backward();
-  EXPECT_EQ(recorder.uses.size(), 1U);
+  EXPECT_EQ(recorder.calls.size(), 1U);
   const auto raise = [&] { recorder->raise_error(); };
   expect_contains(message_of<c10::Error>(raise), "the capture has failed");
   raise();  // once
@@ -621,7 +622,7 @@ TEST(OperatorCapture, ErrorsOfCallbacksAreRaisedByTheStep) {
 
 TEST(OperatorCapture, ErrorsOfTheReceiverLeaveTheBackwardPass) {
   nn::Linear layer(3, 4);
-  OperatorCapture capture(layer->parameters(), [](CapturedUse) { TORCH_CHECK(false, "no room"); });
+  OperatorCapture capture(layer->parameters(), [](CapturedCall) { TORCH_CHECK(false, "no room"); });
   capture.set_enabled(true);
   const auto loss = layer(torch::randn({2, 3})).sum();
   expect_contains(message_of<c10::Error>([&] { loss.backward(); }), "no room");
@@ -633,19 +634,19 @@ TEST(OperatorCapture, DifferentiatesByOutputsAlone) {
   capture.set_enabled(true);
   const auto x = torch::randn({5, 4, 3});
   model->forward(torch::randn({1, 3}));  // the loss does not depend on it
-  const auto uses = capture.differentiate(model->forward(x).square().sum());
+  const auto calls = capture.differentiate(model->forward(x).square().sum());
   for (const auto& param : model->parameters()) {
     EXPECT_FALSE(param.grad().defined());
   }
   capture.set_enabled(false);
   model->forward(x).square().sum().backward();
-  ASSERT_EQ(uses.size(), 4U);
+  ASSERT_EQ(calls.size(), 4U);
   for (int i = 0; i < 2; ++i) {
-    EXPECT_FALSE(uses[i].output_gradient.defined());
-    const auto& use = uses[i + 2];
-    EXPECT_EQ(use.weight, 2 * i);
-    EXPECT_EQ(use.bias, 2 * i + 1);
-    expect_explains(use, model->parameters()[2 * i], model->parameters()[2 * i + 1]);
+    EXPECT_FALSE(calls[i].output_gradient.defined());
+    const auto& call = calls[i + 2];
+    EXPECT_EQ(call.weight, 2 * i);
+    EXPECT_EQ(call.bias, 2 * i + 1);
+    expect_explains(call, model->parameters()[2 * i], model->parameters()[2 * i + 1]);
   }
 }
 
@@ -658,9 +659,9 @@ TEST(OperatorCapture, WorksOnCuda) {
   model->to(torch::kCUDA);
   Recorder recorder(model->parameters());
   model->forward(torch::randn({5, 2, 4, 4}, torch::kCUDA)).square().sum().backward();
-  ASSERT_EQ(recorder.uses.size(), 2U);
-  expect_near(weight_gradient(recorder.uses[0]), model->parameters()[2].grad());
-  expect_near(convolution_gradient(recorder.uses[1], model->parameters()[0]),
+  ASSERT_EQ(recorder.calls.size(), 2U);
+  expect_near(weight_gradient(recorder.calls[0]), model->parameters()[2].grad());
+  expect_near(convolution_gradient(recorder.calls[1], model->parameters()[0]),
               model->parameters()[0].grad(), 1e-3);
 }
 

@@ -1,5 +1,5 @@
 // Shampoo of a model, the rules of its parameters and their report.
-#include "optim/option_fields.h"
+#include "optim/core/option_fields.h"
 #include "optimizer_testing.h"
 #include "torchium/optim/shampoo.h"
 

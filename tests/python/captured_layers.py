@@ -20,18 +20,18 @@ class Captured:
     params: list[Tensor]
     inputs: list[Tensor] = field(default_factory=list)
     output_gradients: list[Tensor] = field(default_factory=list)
-    uses: list[int] = field(default_factory=list)
+    calls: list[int] = field(default_factory=list)
     use_eps: list[float] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)  # of the mean loss, one a parameter
     samples: int = 0
 
     @property
     def arguments(self) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[int], list[float]]:
-        return self.params, self.inputs, self.output_gradients, self.uses, self.use_eps
+        return self.params, self.inputs, self.output_gradients, self.calls, self.use_eps
 
     @property
     def layers(self) -> tuple[list[Tensor], list[Tensor], list[int], list[float]]:
-        return self.inputs, self.output_gradients, self.uses, self.use_eps
+        return self.inputs, self.output_gradients, self.calls, self.use_eps
 
 
 def settings_of(module: nn.Module) -> list[int]:
@@ -86,7 +86,7 @@ def capture(
             result.inputs.append(x)
             result.output_gradients.append(gradient)
             result.use_eps.append(getattr(module, "eps", 0.0))
-            result.uses += [KINDS[type(module)], weight, bias, micro_batch, *settings_of(module)]
+            result.calls += [KINDS[type(module)], weight, bias, micro_batch, *settings_of(module)]
     return result
 
 

@@ -245,7 +245,7 @@ def test_a_long_convolution_is_unfolded_in_pieces():
     g = torch.randn(3, 2, 78, 78, generator=generator)
     sums = [torch.zeros(1, k, k) for k in (32 * 9, 2)]
     row = [1, -1, -1, 0, 1, 1, 0, 0, 1, 1, 1, 0]
-    ops.kronecker_factors_update_(*sums, x, g, use=row, weight_shape=[2, 32, 3, 3])
+    ops.kronecker_factors_update_(*sums, x, g, call=row, weight_shape=[2, 32, 3, 3])
     columns = nn.functional.unfold(x, 3).transpose(0, 1).flatten(1).double()
     expected = columns @ columns.mT
     assert (sums[0][0] - expected).norm() <= 1e-6 * expected.norm()
@@ -407,7 +407,7 @@ def test_wrong_factors_are_refused_and_nothing_changes(change, message):
     torch.testing.assert_close([arguments["A_sum"], arguments["G_sum"]], before)
 
 
-def one_use(**change) -> dict:
+def one_call(**change) -> dict:
     x, g = torch.randn(2, 3), torch.randn(2, 4)
     arguments = {
         "params": [torch.zeros(4, 3), torch.zeros(4)],
@@ -445,4 +445,4 @@ def one_use(**change) -> dict:
 )
 def test_wrong_uses_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        ops.per_sample_gradients(**one_use(**change))
+        ops.per_sample_gradients(**one_call(**change))

@@ -24,7 +24,7 @@ from optimizer_cases import (
     values,
 )
 from torch import nn
-from torchium.optimizers._parameters import largest_gradient
+from torchium.optimizers._core.parameters import largest_gradient
 
 pytestmark = ignore_fallback
 

@@ -239,7 +239,7 @@ def test_in_between_layers_are_not_captured_and_the_batch_is_not_the_users():
             step(optimizer, model, (x, y))
             optimizer.zero_grad()
             loss_fn(model(x), y).backward()
-            kept = optimizer._capture.uses()
+            kept = optimizer._capture.calls()
             assert bool(kept) == (seed % 3 == 2)  # the next step is a refresh
         results.append(values(model))
     assert_same(results[1], results[0])

@@ -269,7 +269,7 @@ def test_attached_optimizers_hooks_and_gradients_see_nothing(passes):
     assert all((p.grad == 3.0).all() for p in model.parameters())
     assert torch.equal(torch.get_rng_state(), states)
     assert not optimizers[0]._capture.sums
-    assert not optimizers[1]._capture.uses()
+    assert not optimizers[1]._capture.calls()
 
 
 def test_hooks_go_when_the_model_raises():

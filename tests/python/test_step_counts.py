@@ -18,7 +18,7 @@ from optimizer_cases import (
 )
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchium.optimizers._stacked import StackedOptimizer
+from torchium.optimizers._core.blocked import BlockedOptimizer
 
 pytestmark = ignore_fallback
 
@@ -104,7 +104,7 @@ class OutOfMemory(TorchDispatchMode):
 
 def counts_on_host(optimizer, params: list[torch.Tensor]) -> dict[torch.Tensor, int]:
     """Steps taken, of the parameters of which the host knows it."""
-    if isinstance(optimizer, StackedOptimizer):
+    if isinstance(optimizer, BlockedOptimizer):
         counts = [plan.counts(optimizer.state) for plan in optimizer._plans.values()]
         return {p: n for known in counts for p, n in known.items()}
     return dict(zip(params, optimizer._known_host_steps(params), strict=True))

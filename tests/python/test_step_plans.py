@@ -13,7 +13,7 @@ import torch
 import torchium
 from optimizer_cases import CASES, assert_same, mlp, run, set_gradients, values
 from torch import nn
-from torchium.optimizers._plan import GroupPlan
+from torchium.optimizers._core.plan import GroupPlan
 
 NAMES = ["shampoo", "shampoo_all_buffers", "adagrad", "adagrad_full"]
 plan_cases = pytest.mark.parametrize("make", [CASES[n] for n in NAMES], ids=NAMES)

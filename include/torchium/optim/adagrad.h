@@ -3,7 +3,7 @@
 #pragma once
 
 #include "torchium/export.h"
-#include "torchium/optim/stacked_optimizer.h"
+#include "torchium/optim/blocked_optimizer.h"
 
 #include <torch/optim/optimizer.h>
 
@@ -60,7 +60,7 @@ struct TORCHIUM_API AdagradParamState : public MatrixParamState {
 };
 
 /// Adagrad. The diagonal form equals `torch.optim.Adagrad` bit for bit on finite dense gradients.
-class TORCHIUM_API Adagrad : public StackedOptimizer {
+class TORCHIUM_API Adagrad : public BlockedOptimizer {
  public:
   explicit Adagrad(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
                    AdagradOptions defaults = {});
@@ -72,7 +72,7 @@ class TORCHIUM_API Adagrad : public StackedOptimizer {
   void init_parameter_shaped(const Options& options, const at::Tensor& param,
                              SecondOrderParamState& state) const override;
   std::string layout(const Options& options) const override;
-  detail::MatrixStacks init_stacks(const Options& options, at::TensorList params) const override;
+  detail::BlockStorage init_storage(const Options& options, at::TensorList params) const override;
   bool equal_but_lr(const Options& a, const Options& b) const override;
   c10::intrusive_ptr<detail::StepPlan> make_plan(c10::Device device) const override;
   const char* root_remedy() const override;

@@ -3,9 +3,9 @@
 #pragma once
 
 #include "torchium/export.h"
+#include "torchium/optim/blocked_optimizer.h"
 #include "torchium/optim/memory_report.h"
 #include "torchium/optim/shampoo_report.h"
-#include "torchium/optim/stacked_optimizer.h"
 
 #include <torch/nn/module.h>
 #include <torch/optim/adam.h>
@@ -146,7 +146,7 @@ struct TORCHIUM_API ShampooParamState : public MatrixParamState {
 ///
 ///     torchium::optim::Shampoo optimizer(*model,
 ///                                        torchium::optim::ShampooOptions(0.1).update_freq(20));
-class TORCHIUM_API Shampoo : public StackedOptimizer {
+class TORCHIUM_API Shampoo : public BlockedOptimizer {
  public:
   explicit Shampoo(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
                    ShampooOptions defaults = {});
@@ -203,7 +203,7 @@ class TORCHIUM_API Shampoo : public StackedOptimizer {
   std::unique_ptr<SecondOrderParamState> make_empty_state() const override;
   void init_parameter_shaped(const Options& options, const at::Tensor& param,
                              SecondOrderParamState& state) const override;
-  detail::MatrixStacks init_stacks(const Options& options, at::TensorList params) const override;
+  detail::BlockStorage init_storage(const Options& options, at::TensorList params) const override;
   void check_state(const Options& options, const at::Tensor& param,
                    const SecondOrderParamState& state) const override;
   std::string layout(const Options& options) const override;

@@ -1,10 +1,10 @@
 """Optimizers: :class:`torch.optim.Optimizer` subclasses over the compiled core."""
 
-from ._memory import GroupMemory as GroupMemory
-from ._memory import MemoryReport as MemoryReport
-from ._memory import StateMemory as StateMemory
-from ._report import ParameterReport as ParameterReport
-from ._report import ShampooReport as ShampooReport
+from ._core.memory import GroupMemory as GroupMemory
+from ._core.memory import MemoryReport as MemoryReport
+from ._core.memory import StateMemory as StateMemory
+from ._core.report import ParameterReport as ParameterReport
+from ._core.report import ShampooReport as ShampooReport
 from .adagrad import Adagrad
 from .kfac import KFAC
 from .natural_gradient import NaturalGradient

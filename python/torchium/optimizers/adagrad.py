@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ._options import Check, choice, flag, integer, number
-from ._parameters import State, state_zeros
-from ._stacked import StackedOptimizer
+from ._core.blocked import BlockedOptimizer
+from ._core.options import Check, choice, flag, integer, number
+from ._core.parameters import State, state_zeros
 
 
-class Adagrad(StackedOptimizer):
+class Adagrad(BlockedOptimizer):
     r"""Divides the gradient by the root of the sum of its squares: by entries or by full matrices.
 
     At the parameter's step :math:`t`, with :math:`g` the gradient (plus
@@ -118,7 +118,7 @@ class Adagrad(StackedOptimizer):
         }
         super().__init__(params, defaults)
 
-    def _matrix_stacks(
+    def _block_storage(
         self, params: list[Tensor], group: dict[str, Any]
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[int]]:
         if not group["full_matrix"]:

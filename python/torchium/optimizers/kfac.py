@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from ._capturing import CapturingOptimizer, JointStep, ParamsOrModel, all_zero
-from ._checkpoint import OptionalState, fill_state
-from ._factors import (
+from ._core.capturing import CapturingOptimizer, JointStep, ParamsOrModel, all_zero
+from ._core.checkpoint import OptionalState, fill_state
+from ._core.factors import (
     COUNT_KEYS,
     FACTOR_KEYS,
     FACTORS,
@@ -24,9 +24,9 @@ from ._factors import (
     saved_factors,
     saved_split,
 )
-from ._options import Check, choice, flag, integer, number, optional
-from ._parameters import State, fresh_step, parameter_name
-from ._summary import summary
+from ._core.options import Check, choice, flag, integer, number, optional
+from ._core.parameters import State, fresh_step, parameter_name
+from ._core.summary import summary
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from .._capture import UseCapture
-from .._layers import ALL_KINDS, Use, computed_weight, samples, why_unsupported
-from .._per_sample import LossFunction, per_sample_gradients
-from ._batch import ON_CPU, Batch, fresh_batch, is_batch_key
-from ._capturing import CapturingOptimizer, JointStep, ParamsOrModel, all_zero
-from ._checkpoint import OptionalState, fill_state
-from ._options import Check, choice, flag, integer, number, optional
-from ._parameters import State, fresh_step, parameter_name
+from .._capture.capture import CallCapture
+from .._capture.layers import ALL_KINDS, LayerCall, computed_weight, samples, why_unsupported
+from .._per_sample.per_sample import LossFunction, per_sample_gradients
+from ._core.batch import ON_CPU, Batch, fresh_batch, is_batch_key
+from ._core.capturing import CapturingOptimizer, JointStep, ParamsOrModel, all_zero
+from ._core.checkpoint import OptionalState, fill_state
+from ._core.options import Check, choice, flag, integer, number, optional
+from ._core.parameters import State, fresh_step, parameter_name
 
 
 class NaturalGradient(CapturingOptimizer):
@@ -111,7 +111,7 @@ class NaturalGradient(CapturingOptimizer):
     _SHARED = ("update_freq", "eps", "max_norm", "solver")
     _OWN_OPTION = "solver"
     _ROOT = "the natural gradient by"
-    _capture: UseCapture
+    _capture: CallCapture
     # Whether the next step is a refresh, the batch of the last one, and its factorisation with what it
     # depends on; None: to be found out.
     _refresh: bool | None
@@ -176,7 +176,7 @@ class NaturalGradient(CapturingOptimizer):
     # ---- capture
 
     def _init_capture(self) -> None:
-        self._capture = UseCapture(ALL_KINDS, self._wants)
+        self._capture = CallCapture(ALL_KINDS, self._wants)
         self._result: tuple[int, Tensor] | None = None
 
     def _wants(self, params: dict[str, Tensor]) -> bool:
@@ -225,7 +225,7 @@ class NaturalGradient(CapturingOptimizer):
                     "another optimizer, as torchium.ShampooW"
                 )
 
-    def _check_capture(self, step: JointStep, passes: list[list[Use]]) -> None:
+    def _check_capture(self, step: JointStep, passes: list[list[LayerCall]]) -> None:
         """Refuses gradients whose samples are not known, before anything is changed."""
         self._check_owners(step.params)
         mixing = self._capture.mixing()
@@ -248,7 +248,7 @@ class NaturalGradient(CapturingOptimizer):
                 "and let gradients come from layers that it knows"
             )
         self._capture.completeness.resolve()
-        reached = {use.params[name] for uses in passes for use in uses for name in use.reached}
+        reached = {call.params[name] for calls in passes for call in calls for name in call.reached}
         for param in step.params:
             if param in self._capture.completeness.incomplete or param not in reached:
                 raise ValueError(
@@ -256,26 +256,26 @@ class NaturalGradient(CapturingOptimizer):
                     "with F.linear(x, embedding.weight) or a gradient that was set by hand; use "
                     "the weight through a module (tie it: linear.weight = embedding.weight)"
                 )
-        for uses in passes:
-            self._check_samples(uses)
+        for calls in passes:
+            self._check_samples(calls)
 
-    def _check_samples(self, uses: list[Use]) -> None:
+    def _check_samples(self, calls: list[LayerCall]) -> None:
         """Refuses layers of one pass that disagree on what their samples are."""
-        first = uses[0]
+        first = calls[0]
         count = samples(first.module, first.input)
         positions, tokens = None, None
-        for use in uses:
-            if samples(use.module, use.input) != count:
+        for call in calls:
+            if samples(call.module, call.input) != count:
                 raise ValueError(
                     f"{self._module_name(first.module)} has seen {count} samples in dimension 0 of its "
-                    f"input, {self._module_name(use.module)} {samples(use.module, use.input)}; "
+                    f"input, {self._module_name(call.module)} {samples(call.module, call.input)}; "
                     "dimension 0 must be the sample in all layers (expand positions to [batch, ...])"
                 )
-            if isinstance(use.module, nn.Embedding):
-                if use.input.dim() == 1:
-                    positions = use
-                elif use.input.dim() > 1 and use.input.shape[1] == count:
-                    tokens = use
+            if isinstance(call.module, nn.Embedding):
+                if call.input.dim() == 1:
+                    positions = call
+                elif call.input.dim() > 1 and call.input.shape[1] == count:
+                    tokens = call
         if positions is not None and tokens is not None:
             raise ValueError(
                 f"{self._module_name(positions.module)} has looked up {count} indices, which may be "
@@ -287,7 +287,7 @@ class NaturalGradient(CapturingOptimizer):
 
     def _step_joint(self, step: JointStep) -> None:
         refresh = self._is_refresh()
-        passes = self._capture.uses() if refresh else []
+        passes = self._capture.calls() if refresh else []
         if refresh and not passes and not self._any_state() and all_zero(step.grads):
             self._start(step)
             return

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from ._adamw import adopt
-from ._memory import GroupMemory, MemoryReport, state_memory
-from ._model_groups import model_groups
-from ._options import (
+from ._core.adamw import adopt
+from ._core.blocked import BlockedOptimizer
+from ._core.memory import GroupMemory, MemoryReport, state_memory
+from ._core.model_groups import model_groups
+from ._core.options import (
     Check,
     choice,
     flag,
@@ -20,9 +21,8 @@ from ._options import (
     optional,
     pair,
 )
-from ._parameters import State, parameter_name, short_name, state_zeros
-from ._report import ParameterReport, ShampooReport
-from ._stacked import StackedOptimizer
+from ._core.parameters import State, parameter_name, short_name, state_zeros
+from ._core.report import ParameterReport, ShampooReport
 
 if TYPE_CHECKING:
     from .shampoo_w import ShampooW
@@ -47,7 +47,7 @@ def _graphs(name: str, value: Any) -> str:
     return str(_GRAPHS(name, value))
 
 
-class Shampoo(StackedOptimizer):
+class Shampoo(BlockedOptimizer):
     r"""Preconditions each mode of a gradient tensor by a root of its own second moment.
 
     A gradient :math:`G` of order :math:`k` (after its unit dimensions are dropped, adjacent
@@ -436,7 +436,7 @@ class Shampoo(StackedOptimizer):
         sums, summed = group["grafting"] == "adagrad", was == "adagrad"  # not averages
         return bool(sums != summed)
 
-    def _matrix_stacks(
+    def _block_storage(
         self, params: list[Tensor], group: dict[str, Any]
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[int]]:
         return torch.ops.torchium.shampoo_init_state(  # type: ignore[no-any-return]
@@ -453,7 +453,7 @@ class Shampoo(StackedOptimizer):
         (rule,), _ = self._rules(group, [param])
         return {"diagonal": state_zeros(param)} if rule == "diagonal" else {}
 
-    def _stacked_state(
+    def _block_state(
         self,
         index: int,
         group: dict[str, Any],
@@ -461,7 +461,7 @@ class Shampoo(StackedOptimizer):
         old: dict[Tensor, dict[str, Any]],
     ) -> dict[Tensor, State]:
         self._check_rules(index, group, old)
-        return super()._stacked_state(index, group, params, old)
+        return super()._block_state(index, group, params, old)
 
     def _check_rules(
         self, index: int, group: dict[str, Any], old: dict[Tensor, dict[str, Any]]

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from ._adamw import OPTIONS_BESIDE_ADAMW, shampoo_options
+from ._core.adamw import OPTIONS_BESIDE_ADAMW, shampoo_options
 from .shampoo import Shampoo
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import linalg
-from .._per_sample import LossFunction, per_sample_gradients
+from .._per_sample.per_sample import LossFunction, per_sample_gradients
 from ..optimizers import Shampoo
 
 __all__ = [

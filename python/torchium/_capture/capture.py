@@ -1,0 +1,419 @@
+"""Records what each use of a layer contributes to ``.grad``: its input and its output gradient.
+
+A forward hook on the layer hooks the output tensor, before an in-place activation can change it. What
+the hook of an output records counts only once the same backward pass has reached the parameter, so
+that passes for evaluation and ``torch.autograd.grad`` leave nothing behind.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+
+from .completeness import CompletenessCheck
+from .hooks import (
+    GradientHook,
+    ModuleHook,
+    OutputHook,
+    ParameterHook,
+    Saved,
+    on_registration,
+    register_any_forward_hook,
+    weakly,
+)
+from .layers import (
+    LayerCall,
+    LayerKind,
+    computed_output,
+    layer_input,
+    may_mix_samples,
+    mixes_samples,
+    why_unsupported,
+)
+
+NO_TASK = -1  # what torch calls the backward pass outside of one
+
+
+class Capture:
+    """Finds the layers that own the parameters of an optimizer, and records their uses.
+
+    Args:
+        kinds: the kinds of layers that are recorded.
+        wants: a method of the optimizer, which it does not keep alive: whether the uses of a layer
+            with these parameters ("weight", "bias") are needed now.
+    """
+
+    _sees_mixing = False  # whether modules that mix samples are of interest
+
+    def __init__(
+        self, kinds: frozenset[LayerKind], wants: Callable[[dict[str, Tensor]], bool]
+    ) -> None:
+        # All modules that own a parameter or may mix samples, and their names where they ran or in
+        # the model that was given.
+        self.modules: dict[nn.Module, str] = {}
+        self.owners: dict[Tensor, list[nn.Module]] = {}
+        self.ran = False  # whether one of the modules has run
+        self.completeness = CompletenessCheck()
+        self._kinds = kinds
+        self._wants = weakref.WeakMethod(wants)
+        self._params: set[Tensor] = set()
+        self._hooked_params: set[Tensor] = set()
+        self._hooked_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._scanned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._handles: list[RemovableHandle] = []
+        self._global_handle: RemovableHandle | None = None
+        # Of each thread: the module whose call the hook of all modules has seen just now.
+        self._seen = threading.local()
+        # Uses whose gradient has not reached the parameter yet.
+        self._open: dict[Tensor, list[tuple[str, LayerCall]]] = {}
+        # .grad of each parameter as the last backward pass left it, and its version.
+        self._gradients: dict[Tensor, tuple[weakref.ref[Tensor], int]] = {}
+        # The root of each running backward pass or part of one, and by thread, outermost first.
+        self._roots: dict[int, int] = {}
+        self._running: dict[int, list[int]] = {}
+        self._lock = threading.RLock()  # for all of it: threads share the hooks
+        weakref.finalize(self, _remove_all, self._handles)
+        on_registration(self._after_registration)
+
+    # ---- parameters and their modules
+
+    def watch(self, params: Iterable[Tensor]) -> None:
+        """Adds parameters; those whose modules are not known are looked for in all that run."""
+        dynamo = sys.modules.get("torch._dynamo")
+        if dynamo is not None:
+            dynamo.reset_code_caches()  # a compiled model does not look for new hooks
+        with self._lock:
+            self._params.update(params)
+            for module in list(self.modules):
+                self.adopt(module, self.modules[module])
+            if self._global_handle is None and not self._params <= self.owners.keys():
+                hook = ModuleHook(self._after_any_forward)
+                self._global_handle = register_any_forward_hook(hook)
+                self._handles.append(self._global_handle)
+                self._scanned.clear()
+
+    def adopt(self, module: nn.Module, name: str) -> None:
+        """Hooks the module if it owns a parameter, or may mix samples where that is of interest."""
+        with self._lock:
+            params = [p for p in module._parameters.values() if p is not None]
+            owned = [p for p in params if p in self._params]
+            for param in owned:
+                owners = self.owners.setdefault(param, [])
+                if module not in owners:
+                    owners.append(module)
+            if owned or (self._sees_mixing and may_mix_samples(module)):
+                self._hook(module)
+                self.modules[module] = name
+
+    def _hook(self, module: nn.Module) -> None:
+        if module not in self._hooked_modules:
+            self._hooked_modules.add(module)
+            hook = ModuleHook(self._after_own_forward)
+            self._handles.append(module.register_forward_hook(hook, prepend=True, with_kwargs=True))
+
+    def _after_registration(self, module: nn.Module, param: Tensor) -> None:
+        """Hooks modules that get a known parameter later; they count as its owners once they run."""
+        with self._lock:
+            if param in self._params:
+                self._hook(module)
+
+    def is_searching(self) -> bool:
+        """Whether a module that runs next may turn out to own one of the parameters."""
+        return self._global_handle is not None
+
+    def settle(self) -> None:
+        """Stops looking at all modules once the owners of all parameters are known.
+
+        For a step, not for a forward pass, in which a second owner may follow.
+        """
+        with self._lock:
+            if self._global_handle is not None and self._params <= self.owners.keys():
+                self._global_handle.remove()
+                self._handles.remove(self._global_handle)
+                self._global_handle = None
+                self._seen = threading.local()
+
+    def _after_any_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        with self._lock:
+            if module not in self._scanned:
+                for name, child in module.named_modules():
+                    self.adopt(child, name)
+                    if child in self.modules:  # else other parameters may be in their places now
+                        self._scanned.add(module)
+            # Its own hook may not have been there when it was called, and else comes next.
+            if module in self.modules:
+                self._seen.module = module
+                self._after_forward(module, args, kwargs, output)
+
+    # ---- forward
+
+    def _after_own_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        with self._lock:
+            if getattr(self._seen, "module", None) is module:
+                self._seen.module = None
+                return
+            if module not in self.modules:
+                self.adopt(module, "")
+            if module in self.modules:
+                self._after_forward(module, args, kwargs, output)
+
+    def _after_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        self.ran = True
+        outer = self._root(torch._C._current_graph_task_id())
+        if outer == NO_TASK:  # what is left of this thread is of passes that raised
+            for task in self._running.pop(threading.get_ident(), ()):
+                self._roots.pop(task, None)
+        if not isinstance(output, Tensor) or not output.requires_grad or _is_transformed():
+            return
+        if self._sees_mixing and mixes_samples(module):
+            output.register_hook(partial(weakly, weakref.WeakMethod(self._mixed), module, outer))
+        params = self._trained(module)
+        wants = self._wants()
+        if not params or why_unsupported(module, self._kinds) or wants is None or not wants(params):
+            return
+        for param in params.values():
+            self._hook_parameter(param)
+        anchor = next(iter(params.values()))
+        saved = Saved.apply(anchor, layer_input(args, kwargs).detach())
+        add = partial(weakly, weakref.WeakMethod(self._add), module, params, outer)
+        computed_output(output).register_hook(OutputHook(add, saved, module, output.shape))
+
+    def _trained(self, module: nn.Module) -> dict[str, Tensor]:
+        own = module._parameters
+        return {
+            name: param
+            for name in ("weight", "bias")
+            if (param := own.get(name)) is not None
+            and param.requires_grad
+            and param in self._params
+        }
+
+    def _hook_parameter(self, param: Tensor) -> None:
+        if param in self._hooked_params:
+            return
+        self._hooked_params.add(param)
+        hook = ParameterHook(self._after_accumulation)
+        self._handles.append(param.register_post_accumulate_grad_hook(hook))
+        self._handles.append(GradientHook(self._before_accumulation, param).register())
+
+    # ---- backward
+
+    def _root(self, task: int) -> int:
+        """The backward pass that a graph task, run inside of another one or not, belongs to."""
+        if task == NO_TASK:
+            return NO_TASK
+        root = self._roots.get(task)
+        if root is None:
+            running = self._running.setdefault(threading.get_ident(), [])
+            root = self._roots[running[-1]] if running else task
+            running.append(task)
+            self._roots[task] = root
+            end = partial(weakly, weakref.WeakMethod(self._end), task)
+            Variable._execution_engine.queue_callback(end)
+        return root
+
+    def _end(self, task: int) -> None:
+        """Called when a graph task is done."""
+        with self._lock:
+            root = self._roots.pop(task, NO_TASK)
+            for running in self._running.values():
+                if task in running:
+                    running.remove(task)
+            self.completeness.end(task)
+            if root == task:
+                self._drop(root)
+
+    def _add(
+        self,
+        module: nn.Module,
+        params: dict[str, Tensor],
+        outer: int,
+        input: Tensor,
+        output_gradient: Tensor,
+    ) -> None:
+        """Takes note of the gradient of an output; ``outer`` is the pass that ran the layer."""
+        if output_gradient.numel() == 0:
+            return
+        with self._lock:
+            task = torch._C._current_graph_task_id()
+            root = self._root(task)
+            if outer != NO_TASK:
+                self._roots[task] = root = outer
+            call = LayerCall(module, params, input, output_gradient, root, task)
+            for name, param in params.items():
+                self._open.setdefault(param, []).append((name, call))
+            self._added(call)
+
+    def _before_accumulation(self, param: Tensor, gradient: Tensor) -> None:
+        """Called with what a backward pass is about to add to ``.grad``, or to return."""
+        with self._lock:
+            if not self._open and not self._gradients:  # nothing was wanted
+                return
+            task = torch._C._current_graph_task_id()
+            if self._was_zeroed(param):
+                self._restart(param, self._root(task))
+            calls = sum(call.task == task for _, call in self._open.get(param, ()))
+            if calls:
+                self.completeness.arrive(param, task, calls, gradient, self._hooked_params)
+
+    def _was_zeroed(self, param: Tensor) -> bool:
+        """Whether .grad was set to zero in place since the last backward pass, by another than us.
+
+        Waits for the device, but only if somebody has changed it in place.
+        """
+        last, version = self._gradients.get(param, (None, 0))
+        gradient = param.grad
+        if last is None or gradient is None or last() is not gradient:
+            return False
+        if gradient._version == version:
+            return False
+        self._note_gradient(param)
+        return not bool(gradient.any())
+
+    def _note_gradient(self, param: Tensor) -> None:
+        gradient = param.grad
+        if gradient is not None and not gradient.is_inference():
+            self._gradients[param] = weakref.ref(gradient), gradient._version
+
+    def _after_accumulation(self, param: Tensor) -> None:
+        """Called when a backward pass has added to ``.grad`` of a parameter."""
+        with self._lock:
+            if not self._open and not self._gradients:  # nothing was wanted
+                return
+            task = torch._C._current_graph_task_id()
+            if self._started_anew(param):
+                self._restart(param, self._root(task))
+            entries = self._open.pop(param, [])
+            waiting = [entry for entry in entries if entry[1].task != task]
+            if waiting:
+                self._open[param] = waiting
+            reached = [entry for entry in entries if entry[1].task == task]
+            self.completeness.compare(param, task, [call for _, call in reached])
+            for name, call in reached:
+                call.reached.add(name)
+                self._reached(name, call)
+
+    def _started_anew(self, param: Tensor) -> bool:
+        """Whether .grad was set to None since the last backward pass, and by another than us."""
+        last, _ = self._gradients.get(param, (None, 0))
+        self._note_gradient(param)
+        # Under create_graph each pass makes a new tensor.
+        return last is not None and last() is not param.grad and not torch.is_grad_enabled()
+
+    def _drop(self, root: int) -> None:
+        """Forgets the uses of a backward pass that did not reach their parameters."""
+        for param, entries in list(self._open.items()):
+            left = [entry for entry in entries if entry[1].root != root]
+            if left:
+                self._open[param] = left
+            else:
+                del self._open[param]
+
+    def forget(self) -> None:
+        """Forgets all uses: their gradients are used up, or gone."""
+        with self._lock:
+            self._open.clear()
+            self._gradients.clear()
+            self._roots.clear()
+            self._running.clear()
+            self.completeness.forget()
+
+    # ---- what is done with the calls
+
+    def _added(self, call: LayerCall) -> None:
+        """The output gradient of a use is known."""
+
+    def _reached(self, name: str, call: LayerCall) -> None:
+        """The gradient of a parameter of the use has been added to ``.grad``."""
+
+    def _restart(self, param: Tensor, root: int) -> None:
+        """``.grad`` holds what ``root`` brought to it, and nothing from before."""
+
+    def _mixed(self, module: nn.Module, outer: int, gradient: Tensor) -> None:
+        """A backward pass has gone through a module that mixed samples."""
+
+
+class CallCapture(Capture):
+    """Keeps the uses until :meth:`forget`."""
+
+    _sees_mixing = True
+
+    def __init__(
+        self, kinds: frozenset[LayerKind], wants: Callable[[dict[str, Tensor]], bool]
+    ) -> None:
+        super().__init__(kinds, wants)
+        self._uses: dict[int, list[LayerCall]] = {}  # by root
+        self._mixing: dict[int, nn.Module] = {}  # by root
+        self._mixing_calls: set[int] = set()  # roots that went through a normalisation of a batch
+        self._searched: set[int] = set()  # tasks in which one was looked for
+
+    def calls(self) -> list[list[LayerCall]]:
+        """The uses whose gradients ``.grad`` holds, one list a backward pass."""
+        passes = ([call for call in calls if call.reached] for calls in self._uses.values())
+        return [calls for calls in passes if calls]
+
+    def mixing(self) -> nn.Module | str | None:
+        """The module, or the function if it was none, that mixed the samples of one of these passes."""
+        roots = {call.root for calls in self.calls() for call in calls}
+        modules = [module for root, module in self._mixing.items() if root in roots]
+        return next(iter(modules), None if roots.isdisjoint(self._mixing_calls) else "batch_norm")
+
+    def forget(self) -> None:
+        super().forget()
+        self._uses.clear()
+        self._mixing.clear()
+        self._mixing_calls.clear()
+        self._searched.clear()
+
+    def _added(self, call: LayerCall) -> None:
+        self._uses.setdefault(call.root, []).append(call)
+        if call.task not in self._searched:
+            self._searched.add(call.task)
+            if torch.ops.torchium.backward_pass_mixes_samples():
+                self._mixing_calls.add(call.root)
+
+    def _drop(self, root: int) -> None:
+        super()._drop(root)
+        reached = [call for call in self._uses.pop(root, []) if call.reached]
+        if reached:
+            self._uses[root] = reached
+        else:
+            self._mixing.pop(root, None)
+            self._mixing_calls.discard(root)
+
+    def _restart(self, param: Tensor, root: int) -> None:
+        self._uses = {key: calls for key, calls in self._uses.items() if key == root}
+
+    def _mixed(self, module: nn.Module, outer: int, gradient: Tensor) -> None:
+        with self._lock:
+            root = self._root(torch._C._current_graph_task_id()) if outer == NO_TASK else outer
+            self._mixing.setdefault(root, module)
+
+
+def _is_transformed() -> bool:
+    """Whether the model runs to be differentiated or written down by another than autograd."""
+    return (
+        torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+        or torch.compiler.is_exporting()
+    )
+
+
+def _remove_all(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()

@@ -1,0 +1,258 @@
+"""The layers whose gradient is known sample by sample from their input and output gradient.
+
+``src/gradients/capture/layer_call.h`` is the other side: kinds, settings and layouts must agree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrize import ParametrizationList
+
+_SETTINGS = 8  # integers that describe a layer to the core
+
+
+class LayerKind(IntEnum):
+    """``torchium::gradients::detail::LayerKind``, and one that the core knows as ``LINEAR``."""
+
+    LINEAR = 0
+    CONV2D = 1
+    EMBEDDING = 2
+    LAYER_NORM = 3
+    GROUP_NORM = 4
+    TRANSPOSED_LINEAR = 5  # Conv1D of transformers: a linear layer with a weight [in, out]
+
+
+@dataclass(eq=False, slots=True)
+class LayerCall:
+    """One use of a layer in a forward pass, and what a backward pass brought to it.
+
+    ``root`` is the whole backward pass, ``task`` the part of it that this use lies in: they differ
+    under reentrant checkpointing. ``reached`` names the parameters whose ``.grad`` has the
+    contribution of this use.
+    """
+
+    module: nn.Module
+    params: dict[str, Tensor]  # "weight" and "bias", where they are trained by the optimizer
+    input: Tensor
+    output_gradient: Tensor
+    root: int
+    task: int
+    reached: set[str] = field(default_factory=set)
+
+
+_CLASSES: dict[LayerKind, type[nn.Module]] = {
+    LayerKind.LINEAR: nn.Linear,
+    LayerKind.CONV2D: nn.Conv2d,
+    LayerKind.EMBEDDING: nn.Embedding,
+    LayerKind.LAYER_NORM: nn.LayerNorm,
+    LayerKind.GROUP_NORM: nn.GroupNorm,
+}
+
+ALL_KINDS = frozenset(_CLASSES)
+MATRIX_KINDS = frozenset({LayerKind.LINEAR, LayerKind.CONV2D, LayerKind.TRANSPOSED_LINEAR})
+
+
+# Those that K-FAC preconditions, and the one that a weight of them may be tied to.
+TIED_KINDS = MATRIX_KINDS | {LayerKind.EMBEDDING}
+
+
+def _known_class(cls: type[nn.Module]) -> tuple[LayerKind, type[nn.Module]] | None:
+    """The kind of the layers of a class, and the class that it inherits that from."""
+    for kind, known in _CLASSES.items():
+        if issubclass(cls, known):
+            return kind, known
+    for base in cls.__mro__:  # by name: transformers need not be installed
+        if base.__qualname__ == "Conv1D" and base.__module__.startswith("transformers."):
+            return LayerKind.TRANSPOSED_LINEAR, base
+    return None
+
+
+def layer_kind(module: nn.Module) -> LayerKind | None:
+    """The kind of a layer that computes just what the class of its kind computes."""
+    found = _known_class(type(module))
+    if found is None:
+        return None
+    kind, cls = found
+    methods = ("forward", "_conv_forward") if kind is LayerKind.CONV2D else ("forward",)
+    for name in methods:
+        if name in module.__dict__ or getattr(type(module), name) is not getattr(cls, name):
+            return None
+    return kind
+
+
+def has_transposed_weight(module: nn.Module) -> bool:
+    """Whether the weight of the layer is [in, out]."""
+    return layer_kind(module) is LayerKind.TRANSPOSED_LINEAR
+
+
+def why_unsupported(module: nn.Module, kinds: frozenset[LayerKind] = ALL_KINDS) -> str | None:
+    """Why the parameters of the module have no per-sample gradients here; None: they have."""
+    kind = layer_kind(module)
+    if kind is None:
+        if _known_class(type(module)) is not None:
+            return "has a forward of its own"
+        if may_mix_samples(module):
+            return (
+                "is of an unsupported type, and normalises with the statistics of the batch unless "
+                ".eval() is called on it"
+            )
+        return "is of an unsupported type"
+    if kind not in kinds:
+        return "is of an unsupported type"
+    if isinstance(module, nn.Embedding):
+        options = {
+            "sparse": module.sparse,
+            "max_norm": module.max_norm,
+            "scale_grad_by_freq": module.scale_grad_by_freq,
+        }
+        for name, value in options.items():
+            if value not in (None, False):
+                return f"has {name}={value}"
+    return None
+
+
+def computed_weight(module: nn.Module) -> str | None:
+    """By what the weight of a layer is computed from other parameters; None: it is a parameter."""
+    if isinstance(module, ParametrizationList):
+        return ", ".join(type(step).__name__.lstrip("_") for step in module)
+    parametrized = getattr(module, "parametrizations", {})
+    if isinstance(parametrized, nn.ModuleDict) and "weight" in parametrized:
+        return computed_weight(parametrized["weight"])
+    if "weight" in module._parameters or not isinstance(getattr(module, "weight", None), Tensor):
+        return None
+    hooks = module._forward_pre_hooks.values()
+    names = [type(hook).__name__ for hook in hooks if getattr(hook, "name", None) == "weight"]
+    return names[0] if names else "code of the model"
+
+
+def mixes_samples(module: nn.Module) -> bool:
+    """Whether the module, as it is now, normalises with the statistics of a batch."""
+    return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+
+
+def may_mix_samples(module: nn.Module) -> bool:
+    """Whether the module mixes samples in one of its modes."""
+    return isinstance(module, _BatchNorm)
+
+
+def layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """What a layer was called with: all of them call it ``input``."""
+    value: Tensor = args[0] if args else kwargs["input"]
+    return value
+
+
+def computed_output(output: Tensor) -> Tensor:
+    """The tensor that the layer has computed: an output may be a view of it, in another shape.
+
+    A change in place of the view takes it out of the graph; its base stays.
+    """
+    base = output._base
+    return output if base is None or base.numel() != output.numel() else base
+
+
+def is_single(module: nn.Module, input: Tensor) -> bool:
+    """Whether the layer received one sample without a dimension for samples."""
+    if layer_kind(module) in (LayerKind.LINEAR, LayerKind.TRANSPOSED_LINEAR):
+        return input.dim() == 1
+    if isinstance(module, nn.Conv2d):
+        return input.dim() == 3
+    if isinstance(module, nn.Embedding):
+        return input.dim() == 0
+    return isinstance(module, nn.LayerNorm) and input.dim() == len(module.normalized_shape)
+
+
+def samples(module: nn.Module, input: Tensor) -> int:
+    """How many samples the layer received."""
+    return 1 if is_single(module, input) else input.shape[0]
+
+
+def core_tensors(
+    module: nn.Module, input: Tensor, output_gradient: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Input and output gradient as the core takes them: padded, dimension 0 the sample."""
+    input = padded(module, input)
+    if is_single(module, input):
+        return input.unsqueeze(0), output_gradient.unsqueeze(0)
+    return input, output_gradient
+
+
+def _needs_padded_input(module: nn.Conv2d) -> bool:
+    left, right, top, bottom = module._reversed_padding_repeated_twice
+    return module.padding_mode != "zeros" or left != right or top != bottom
+
+
+def padded(module: nn.Module, input: Tensor) -> Tensor:
+    """The input with the padding that the core does not know: other modes, uneven sides."""
+    if not isinstance(module, nn.Conv2d) or not _needs_padded_input(module):
+        return input
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    return F.pad(input, module._reversed_padding_repeated_twice, mode=mode)
+
+
+def _padding(module: nn.Conv2d) -> tuple[int, int]:
+    """Zeros on each side of what :func:`padded` returns."""
+    if _needs_padded_input(module):
+        return 0, 0
+    left, _, top, _ = module._reversed_padding_repeated_twice
+    return top, left
+
+
+def use_row(module: nn.Module, weight: int, bias: int, micro_batch: int) -> tuple[list[int], float]:
+    """A use as the core takes it, and the eps of a norm.
+
+    ``weight`` and ``bias`` are positions in the parameters of the call, -1 for none.
+    """
+    kind, eps, settings = layer_kind(module), 0.0, list[int]()
+    assert kind is not None
+    if kind is LayerKind.TRANSPOSED_LINEAR:  # the core is given the transpose of its weight
+        kind = LayerKind.LINEAR
+    if isinstance(module, nn.Conv2d):
+        settings = [*module.stride, *_padding(module), *module.dilation, module.groups]
+    elif isinstance(module, nn.Embedding):
+        settings = [-1 if module.padding_idx is None else module.padding_idx]
+    elif isinstance(module, nn.LayerNorm):
+        settings, eps = [len(module.normalized_shape)], module.eps
+    elif isinstance(module, nn.GroupNorm):
+        settings, eps = [module.num_groups], module.eps
+    settings += [0] * (_SETTINGS - len(settings))
+    return [int(kind), weight, bias, micro_batch, *settings], eps
+
+
+def summed_gradient(
+    module: nn.Module, param: Tensor, input: Tensor, output_gradient: Tensor
+) -> Tensor:
+    """What one use of the layer adds to the gradient of its weight or bias, by autograd."""
+    with torch.enable_grad(), torch.autocast(input.device.type, enabled=False):
+        own = param.detach().requires_grad_()
+        weight, bias = (
+            own if value is param else value
+            for value in (getattr(module, name, None) for name in ("weight", "bias"))
+        )
+        if input.is_floating_point():
+            input = input.to(param.dtype)
+        output = _forward(module, padded(module, input), weight, bias)
+        return torch.autograd.grad(output, own, output_gradient.to(output.dtype))[0]
+
+
+def _forward(module: nn.Module, input: Tensor, weight: Any, bias: Any) -> Tensor:
+    if has_transposed_weight(module):
+        return F.linear(input, weight.mT, bias)
+    if isinstance(module, nn.Linear):
+        return F.linear(input, weight, bias)
+    if isinstance(module, nn.Conv2d):
+        return F.conv2d(
+            input, weight, bias, module.stride, _padding(module), module.dilation, module.groups
+        )
+    if isinstance(module, nn.Embedding):
+        return F.embedding(input, weight, module.padding_idx)
+    if isinstance(module, nn.LayerNorm):
+        return F.layer_norm(input, list(module.normalized_shape), weight, bias, module.eps)
+    assert isinstance(module, nn.GroupNorm)
+    return F.group_norm(input, module.num_groups, weight, bias, module.eps)

@@ -1,0 +1,244 @@
+"""Gradients of single samples from what the layers of a model see in one pass over the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.func import vmap
+
+from .._capture.layers import layer_input, padded, use_row, why_unsupported
+
+SampleLoss = Callable[[dict[str, Tensor], tuple[Tensor, ...]], Tensor]
+_NAMES = ("weight", "bias")
+
+
+@dataclass
+class _Call:
+    """One use of a layer in the forward pass. Dimension 0 of input and output is the sample."""
+
+    module: nn.Module
+    params: dict[str, int]  # "weight" and "bias", where trainable: positions in the parameters
+    input: Tensor
+    input_version: int
+    input_edge: GradientEdge | None
+    output_edge: GradientEdge
+    output_shape: torch.Size
+
+
+class _Tap(torch.autograd.Function):
+    """Shows a recorder the tensors of all samples of a layer that runs under vmap.
+
+    Returns ``output``. Only vmap knows which dimension of a tensor is the sample: it passes that to
+    the static method ``vmap``. ``index`` is of each sample, so that the method is called for a layer
+    that all samples share too.
+    """
+
+    @staticmethod
+    def forward(
+        recorder: _Recorder, module: nn.Module, index: Tensor, input: Tensor, output: Tensor
+    ) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, None, gradient
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: tuple[int | None, ...],
+        recorder: _Recorder,
+        module: nn.Module,
+        index: Tensor,
+        input: Tensor,
+        output: Tensor,
+    ) -> tuple[Tensor, int | None]:
+        _, _, of_samples, input_dim, output_dim = in_dims
+        if (
+            of_samples is None or not output.requires_grad
+        ):  # a vmap of the model itself, or no graph
+            recorder.complete = False
+            return output, output_dim
+        # A tensor of its own, no view: a change in place of a view takes its node out of the graph.
+        if output_dim is None:
+            output = output.expand(info.batch_size, *output.shape).clone()
+        else:
+            output = output.movedim(output_dim, 0)
+            output = torch.ops.aten._unsafe_view(output, output.shape)
+        if input_dim is None:
+            input = input.expand(info.batch_size, *input.shape)
+        else:
+            input = input.movedim(input_dim, 0)
+        recorder.record(module, input, output)
+        return output, 0
+
+
+class _Recorder:
+    """Forward hooks on the layers, while it is entered."""
+
+    def __init__(self, layers: list[nn.Module], params: list[Tensor]) -> None:
+        self.calls: list[_Call] = []
+        self.complete = True  # False: a layer ran in a way that cannot be recorded
+        self.index: Tensor | None = None  # of the sample, under vmap
+        self._layers = layers
+        self._positions = {p: i for i, p in enumerate(params)}
+
+    def __enter__(self) -> _Recorder:
+        self._handles = [
+            layer.register_forward_hook(self._after_forward, prepend=True, with_kwargs=True)
+            for layer in self._layers
+        ]
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    @_disable_dynamo
+    def _after_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> Tensor:
+        result: Tensor = _Tap.apply(self, module, self.index, layer_input(args, kwargs), output)
+        return result
+
+    def record(self, module: nn.Module, input: Tensor, output: Tensor) -> None:
+        own = {name: module._parameters.get(name) for name in _NAMES}
+        if any(getattr(module, name, None) is not param for name, param in own.items()):
+            self.complete = False  # a weight that is computed, maybe from parameters
+        params = {n: self._positions[p] for n, p in own.items() if p in self._positions}
+        input_edge = get_gradient_edge(input) if input.requires_grad else None
+        self.calls.append(
+            _Call(
+                module,
+                params,
+                input.detach(),
+                input._version,
+                input_edge,
+                get_gradient_edge(output),
+                output.shape,
+            )
+        )
+
+
+def layer_gradients(
+    model: nn.Module,
+    sample_loss: SampleLoss,
+    parameters: dict[str, Tensor],
+    tensors: list[Tensor],
+) -> dict[str, Tensor] | None:
+    """Gradients of ``sample_loss(parameters, sample)`` of each sample, name -> [batch, *shape].
+
+    ``parameters`` are the trainable ones of ``model``, and dimension 0 of ``tensors`` is the sample.
+    None where the layers do not suffice: other modules have parameters, or a parameter is used outside
+    of its layer.
+    """
+    trainable = set(parameters.values())
+    layers = [m for m in model.modules() if not trainable.isdisjoint(_own_parameters(m))]
+    if not all(_is_known(layer) for layer in layers):
+        return None
+    # Copies, so that gradients are computed by nothing else, and no hook of an optimizer sees them.
+    own = {name: p.detach().requires_grad_() for name, p in parameters.items()}
+    with torch.enable_grad(), _Recorder(layers, list(own.values())) as recorder:
+
+        def recorded_loss(index: Tensor, sample: tuple[Tensor, ...]) -> Tensor:
+            recorder.index = index
+            return sample_loss(own, sample)
+
+        indices = torch.arange(len(tensors[0]), device=tensors[0].device)
+        losses = vmap(recorded_loss, randomness="error")(indices, tuple(tensors))
+    calls = recorder.calls
+    if not recorder.complete or losses.grad_fn is None or not calls:
+        return None
+    used_outside = leaves(
+        losses.grad_fn, {call.output_edge.node: call.input_edge for call in calls}
+    )
+    # Those of the model itself, of which someone has kept a reference, are refused on the other way.
+    if not used_outside.isdisjoint([*own.values(), *parameters.values()]) or _overwritten(calls):
+        return None
+    edges = [call.output_edge for call in calls]
+    gradients = torch.autograd.grad(losses, edges, torch.ones_like(losses), allow_unused=True)
+    return dict(zip(own, _rows(list(parameters.values()), calls, gradients), strict=True))
+
+
+def _own_parameters(module: nn.Module) -> list[Tensor]:
+    return [p for p in module._parameters.values() if p is not None]
+
+
+def _is_known(layer: nn.Module) -> bool:
+    trainable = {n: p for n, p in layer._parameters.items() if p is not None and p.requires_grad}
+    return (
+        why_unsupported(layer) is None
+        and trainable.keys() <= set(_NAMES)
+        and all(p.is_floating_point() for p in trainable.values())
+    )
+
+
+def leaves(root: Node, inputs: Mapping[Node, GradientEdge | None]) -> set[Tensor]:
+    """The leaves that the graph reaches. What is before a node of ``inputs`` is its edge alone."""
+    found: set[Tensor] = set()
+    seen: set[Node] = set()
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node in inputs:
+            edge = inputs[node]
+            following = [] if edge is None else [edge.node]
+        else:
+            following = [n for n, _ in node.next_functions if n is not None]
+            variable = getattr(node, "variable", None)
+            if variable is not None:
+                found.add(variable)
+        waiting += following
+    return found
+
+
+def _overwritten(calls: list[_Call]) -> bool:
+    """Whether the model has changed in place what a layer received: autograd then refuses it."""
+    return any(call.input._version != call.input_version for call in calls)
+
+
+def _rows(
+    params: list[Tensor], calls: list[_Call], gradients: tuple[Tensor | None, ...]
+) -> list[Tensor]:
+    inputs, output_gradients, rows, use_eps = [], [], [], []
+    for call, gradient in zip(calls, gradients, strict=True):
+        if gradient is None:  # the loss does not depend on this output
+            gradient = torch.zeros((), device=call.input.device).expand(call.output_shape)
+        row, eps = use_row(
+            call.module, call.params.get("weight", -1), call.params.get("bias", -1), 0
+        )
+        for input, output_gradient in _as_core_takes(call, gradient):
+            inputs.append(padded(call.module, input))
+            output_gradients.append(output_gradient)
+            rows += row
+            use_eps.append(eps)
+    with torch.no_grad():
+        result: list[Tensor] = torch.ops.torchium.per_sample_gradients(
+            params, inputs, output_gradients, rows, use_eps
+        )
+    return result
+
+
+def _as_core_takes(call: _Call, gradient: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Input and output gradient, by the images of a sample where the layer takes a batch of them."""
+    module, input = call.module, call.input
+    has_images = isinstance(module, nn.GroupNorm) or (
+        isinstance(module, nn.Conv2d) and input.dim() == 5
+    )
+    if not has_images:
+        yield input, gradient
+        return
+    yield from zip(input.unbind(1), gradient.unbind(1), strict=True)

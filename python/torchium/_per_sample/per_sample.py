@@ -1,0 +1,280 @@
+"""Gradients of the loss of each sample of a batch."""
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+
+from .._capture.layers import mixes_samples
+from .layers import SampleLoss, layer_gradients, leaves
+from .random_numbers import DRAWN, NoRandomNumbers
+from .sample_trees import SampleTree, count_samples
+
+LossFunction = Callable[[Any, Any], Tensor]
+
+# Held while parameters of a model are replaced. One for all models, which may share layers.
+_one_call = threading.RLock()
+
+
+def per_sample_gradients(
+    model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any
+) -> dict[str, Tensor]:
+    """Return the gradient of the loss of every single sample, for every trainable parameter.
+
+    Row i of an entry is the gradient of ``loss_fn(model(inputs[i:i+1]), targets[i:i+1])``: each
+    sample is passed as a batch of one, so that the mean of the rows is the gradient of a mean loss.
+    Pure: no ``.grad``, parameter, buffer or random state changes. Works under ``torch.no_grad()``.
+    A module that changes its buffers in every pass, as spectral norm in training mode does, starts
+    with their present values for each sample.
+    Calls in several threads take turns. While a call runs, other threads must not use the model in
+    any other way, because its parameters are replaced for that time.
+
+    Args:
+        model: any module; frozen parameters are left out.
+        loss_fn: ``loss_fn(output, target)`` -> one number. It may use parameters of the model, as
+            ``model.weight`` in a penalty.
+        inputs: ``[batch, ...]``; a dict of such tensors is passed as keyword arguments
+            (``model(**inputs)``), a tuple or list as positional ones. They may be nested, and hold
+            None, bool and str, which are the same for all samples.
+        targets: ``[batch, ...]``, or nested in the same way, for ``loss_fn``; None where it needs
+            none.
+
+    Returns:
+        name -> ``[batch, *parameter.shape]``, in the parameter's dtype, without a graph; names as
+        in ``model.named_parameters()``.
+
+    Raises:
+        ValueError: batch sizes that differ or are zero; a loss of more than one number; a loss of a
+            parameter (named) by a reference that was kept, as ``weight = model.weight`` before the
+            call; a module (named) whose output for a sample depends on other samples or on random
+            numbers, or that updates running statistics.
+
+    Three ways lead to the same rows:
+
+    - One pass over the batch and one product a layer, where Linear, Conv2d, Embedding, LayerNorm and
+      GroupNorm layers have all trainable parameters (Goodfellow 2015, `arXiv:1510.01799
+      <https://arxiv.org/abs/1510.01799>`_). The forward pass is one of single samples under
+      ``torch.func.vmap``, so that the dimension of the samples is known in every layer, wherever the
+      model has moved it.
+    - ``vmap(grad)`` of the pass of a single sample for other layers, about 1.5 times as slow.
+    - One backward pass a sample for what ``vmap`` does not support: RNN, LSTM and GRU, checkpointed
+      segments, decisions by values, samples written into a buffer. It is slow, and a warning names
+      the reason.
+
+    Example:
+        >>> model = torch.nn.Linear(10, 2)
+        >>> inputs, targets = torch.randn(8, 10), torch.randint(2, (8,))
+        >>> loss_fn = torch.nn.CrossEntropyLoss()
+        >>> gradients = torchium.per_sample_gradients(model, loss_fn, inputs, targets)
+        >>> gradients["weight"].shape
+        torch.Size([8, 2, 10])
+    """
+    input_tree = SampleTree("inputs", inputs, shared=(bool, str, type(None)))
+    target_tree = SampleTree("targets", targets, shared=(type(None),))
+    count_samples(input_tree, target_tree)
+    with _one_call:
+        _check_modules(model)
+        gradients, reason = _gradients(model, loss_fn, input_tree, target_tree)
+    if reason is not None:
+        warnings.warn(
+            "per_sample_gradients takes the samples one by one, which is slow for a batch: in "
+            f"{type(model).__name__}, {reason}",
+            stacklevel=2,
+        )
+    return gradients
+
+
+def _gradients(
+    model: nn.Module, loss_fn: LossFunction, inputs: SampleTree, targets: SampleTree
+) -> tuple[dict[str, Tensor], str | None]:
+    """The gradients, and why the samples were taken one by one if they were."""
+    parameters: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    tensors = inputs.tensors + targets.tensors
+    sample_loss = _sample_loss(model, loss_fn, inputs, targets)
+    reason = _why_not_vmap(model)
+    if reason is None:
+        try:
+            return _all_together(model, sample_loss, parameters, tensors), None
+        # What vmap does not support shows as errors of many kinds. One of the model or of the
+        # loss comes again below, as PyTorch words it.
+        except Exception as error:
+            if "called random operation" in str(error):  # and has drawn nothing
+                raise ValueError(DRAWN) from error
+            reason = f"vmap refuses it ({str(error).strip().splitlines()[0]})"
+    with _kept_flat_weights(model), NoRandomNumbers():
+        return _one_by_one(sample_loss, parameters, tensors), reason
+
+
+def _sample_loss(
+    model: nn.Module, loss_fn: LossFunction, inputs: SampleTree, targets: SampleTree
+) -> SampleLoss:
+    """The loss of one sample, a function of parameters and tensors without a batch dimension."""
+    frozen = {n: p.detach() for n, p in model.named_parameters() if not p.requires_grad}
+    scope = _Scope(model)
+
+    def sample_loss(parameters: dict[str, Tensor], tensors: tuple[Tensor, ...]) -> Tensor:
+        batch = [t.unsqueeze(0) for t in tensors]
+        arguments = inputs.with_tensors(batch[: len(inputs.tensors)])
+        target = targets.with_tensors(batch[len(inputs.tensors) :])
+        kwargs = arguments if isinstance(arguments, dict) else {}
+        args = tuple(arguments) if isinstance(arguments, (tuple, list)) else (arguments,)
+        # Copies: a module that counts its calls in a buffer must not count this one.
+        buffers = {n: b.detach().clone() for n, b in model.named_buffers()}
+
+        def loss() -> Tensor:
+            return _one_number(loss_fn(model(*(() if kwargs else args), **kwargs), target))
+
+        own = {f"model.{n}": t for n, t in {**parameters, **frozen, **buffers}.items()}
+        result: Tensor = functional_call(scope, own, (loss,))
+        return result
+
+    return sample_loss
+
+
+class _Scope(nn.Module):
+    """Where the parameters of a model are replaced, for its loss too, which may use them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[[], Tensor]) -> Tensor:
+        return function()
+
+
+def _all_together(
+    model: nn.Module,
+    sample_loss: SampleLoss,
+    parameters: dict[str, Tensor],
+    tensors: list[Tensor],
+) -> dict[str, Tensor]:
+    """The gradients by torch.func: by the layers where possible."""
+    with _attention_for_vmap(tensors[0].device):
+        gradients = layer_gradients(model, sample_loss, parameters, tensors)
+        if gradients is None:
+            gradients = _by_vmap(sample_loss, parameters, tensors)
+    return gradients
+
+
+def _by_vmap(
+    sample_loss: SampleLoss, parameters: dict[str, Tensor], tensors: list[Tensor]
+) -> dict[str, Tensor]:
+    """The gradients of any model that vmap supports."""
+    # Copies: an embedding with max_norm changes its weight.
+    copies = {n: p.detach().clone() for n, p in parameters.items()}
+    function = vmap(grad_and_value(sample_loss), in_dims=(None, 0), randomness="error")
+    # The graph of the losses holds no copies, only what loss_fn and the model have brought along.
+    with torch.enable_grad():
+        gradients, losses = function(copies, tuple(tensors))
+    _refuse_kept_references(losses, parameters)
+    return {n: gradient.detach() for n, gradient in gradients.items()}
+
+
+def _one_by_one(
+    sample_loss: SampleLoss, parameters: dict[str, Tensor], tensors: list[Tensor]
+) -> dict[str, Tensor]:
+    """The gradients of any model, by one backward pass a sample."""
+    own = {n: p.detach().clone().requires_grad_() for n, p in parameters.items()}
+    samples = len(tensors[0])
+    rows = {n: p.new_zeros(samples, *p.shape) for n, p in parameters.items()}
+    for i in range(samples):
+        with torch.enable_grad():
+            loss = sample_loss(own, tuple(t[i] for t in tensors))
+        _refuse_kept_references(loss, parameters)
+        if not own or not loss.requires_grad:
+            continue
+        found = torch.autograd.grad(loss, list(own.values()), allow_unused=True)
+        for row, gradient in zip(rows.values(), found, strict=True):
+            if gradient is not None:
+                row[i] = gradient.to_dense() if gradient.is_sparse else gradient
+    return rows
+
+
+def _refuse_kept_references(losses: Tensor, parameters: dict[str, Tensor]) -> None:
+    """Refuses losses of the parameters themselves: only what replaces them has gradients."""
+    found = set() if losses.grad_fn is None else leaves(losses.grad_fn, {})
+    for name, parameter in parameters.items():
+        if parameter in found:
+            raise ValueError(
+                f"the loss depends on a reference to the parameter {name!r} that loss_fn or the "
+                "model has kept, by which it has no gradient of a sample; read the parameter from "
+                "its module whenever the loss is computed, as in model.weight"
+            )
+
+
+@contextmanager
+def _kept_flat_weights(model: nn.Module) -> Iterator[None]:
+    """Gives recurrent layers back the list of weights that functional_call has changed."""
+    layers = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
+    kept = [(list(m._flat_weights), list(m._flat_weight_refs)) for m in layers]
+    try:
+        yield
+    finally:
+        for layer, (weights, references) in zip(layers, kept, strict=True):
+            layer._flat_weights, layer._flat_weight_refs = weights, references
+
+
+def _why_not_vmap(model: nn.Module) -> str | None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.RNNBase):
+            where = f"model.{name}" if name else "model"
+            return f"vmap does not support {where} ({type(module).__name__})"
+    return None
+
+
+def _attention_for_vmap(device: torch.device) -> AbstractContextManager[None]:
+    """On a CPU vmap knows one implementation of scaled_dot_product_attention; others it loops over."""
+    return sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else nullcontext()
+
+
+def _one_number(loss: Tensor) -> Tensor:
+    if loss.numel() != 1:
+        raise ValueError(
+            f"loss_fn returned shape {tuple(loss.shape)} for one sample; it must return one "
+            "number, e.g. with reduction='mean' or 'sum'"
+        )
+    return loss.reshape(())
+
+
+def _check_modules(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        reason = _why_not_per_sample(module)
+        if reason:
+            where = f"model.{name}" if name else "model"
+            raise ValueError(f"{where} ({type(module).__name__}) {reason}")
+
+
+def _why_not_per_sample(module: nn.Module) -> str | None:
+    """What keeps the module's output for a sample from being a function of that sample alone."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return (
+            "is scripted, and its parameters cannot be replaced; pass the module it was made from"
+        )
+    if mixes_samples(module):
+        return (
+            "normalises with the statistics of the batch, so a sample has no gradient of its own; "
+            "call .eval() on it (with running statistics) or use GroupNorm"
+        )
+    if isinstance(module, _NormBase) and module.training and module.track_running_stats:
+        return "changes its running statistics; call .eval() on it"
+    if module.training and _dropout_probability(module) > 0:
+        return "drops out at random; call model.eval() or set its probability to 0"
+    if module.training and isinstance(module, nn.RReLU):
+        return "draws random slopes; call model.eval()"
+    return None
+
+
+def _dropout_probability(module: nn.Module) -> float:
+    if isinstance(module, _DropoutNd):
+        return module.p
+    # Recurrent layers and MultiheadAttention.
+    dropout = getattr(module, "dropout", 0.0)
+    return dropout if isinstance(dropout, float) else 0.0

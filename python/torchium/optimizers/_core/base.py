@@ -1,0 +1,354 @@
+"""What all torchium optimizers share: groups, the frame of a step, checkpoints, late error reports.
+
+The state of a parameter is ordinary tensors in ``self.state[p]``.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, overload
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from .amp import forget_scaler
+from .checkpoint import check_numbers, foreign_states, saved_groups, saved_states, split_state
+from .monitor import JOINT, MAX_CONSECUTIVE_SKIPS, Report, StatusMonitor
+from .options import Check, check_options, learning_rate
+from .parameters import (
+    State,
+    check_dense,
+    check_parameter,
+    check_params,
+    is_plain,
+    largest_gradient,
+    parameter_name,
+    state_dtype,
+)
+
+
+@dataclass(frozen=True)
+class StepArguments:
+    """The parameters of one group on one device that have a gradient, and their state."""
+
+    group_index: int
+    group: dict[str, Any]
+    device: torch.device
+    params: list[Tensor]
+    grads: list[Tensor]
+
+
+class CoreOptimizer(Optimizer):
+    """Base of the optimizers whose step is one operator of the compiled core."""
+
+    # Checks of all options but ``lr``.
+    _CHECKS: ClassVar[dict[str, Check]]
+    # What may skip a step.
+    _EXAMINED: ClassVar[str] = "a gradient"
+    # What may fail beside it, and what to change when it does so again and again.
+    _ROOT: ClassVar[str] = "the root of a preconditioner of"
+    _ROOT_REMEDY: ClassVar[str]
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        check_params(params, type(self).__name__)
+        self._forget_derived()
+        lr = learning_rate("lr", defaults["lr"])
+        defaults = {"lr": lr, **check_options(self._CHECKS, defaults)}
+        self._check_combination(defaults)
+        super().__init__(params, defaults)
+        self.register_state_dict_post_hook(_clone_state)
+
+    # ---- what an optimizer defines
+
+    @abstractmethod
+    def _step_groups(self) -> None:
+        """Checks all groups, then steps them."""
+
+    @abstractmethod
+    def _loaded_state(
+        self, index: int, group: dict[str, Any], saved: dict[Tensor, dict[str, Any]]
+    ) -> dict[Tensor, State]:
+        """Fresh state of the parameters in ``saved``, with the saved values, once they are checked."""
+
+    def _check_combination(self, options: dict[str, Any]) -> None:
+        """Raises ValueError for options that are right alone but not together."""
+
+    def _check_saved_groups(self, state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> None:
+        """Raises ValueError for groups of a checkpoint that are right alone but not together."""
+
+    def _max_root_failures(self, group: dict[str, Any]) -> int:
+        return int(group.get("max_root_failures", 3))
+
+    # ---- groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a parameter group, as :meth:`torch.optim.Optimizer.add_param_group` does.
+
+        Options left out are the optimizer's. Raises ``ValueError``, and adds nothing, for an option
+        out of its range and for a sparse, complex, integer, expanded, uninitialized, ``DTensor`` or
+        flattened (``FullyShardedDataParallel``) parameter.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups.pop()  # it is added again once it is checked
+        self._check_new_group(len(self.param_groups), group)
+        self.param_groups.append(group)
+
+    def _check_new_group(self, index: int, group: dict[str, Any]) -> None:
+        """Checks ``group``, which is to become the group ``index``, and makes its options plain Python."""
+        group["lr"] = learning_rate("lr", group["lr"])
+        group.update(check_options(self._CHECKS, group))
+        self._check_combination(group)
+        if len(set(group["params"])) != len(group["params"]):
+            raise ValueError(f"params of group {index} hold a parameter more than once")
+        for param in group["params"]:
+            check_parameter(param, parameter_name(index, group, param))
+
+    # ---- the step
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    # Nothing here gains from tracing, and every new learning rate would be traced again.
+    @_disable_dynamo
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Performs one optimization step.
+
+        Args:
+            closure: computes the loss and its gradients again and returns the loss; called once,
+                with gradients enabled. Optional.
+
+        Returns:
+            What ``closure`` returned, else None.
+
+        Raises:
+            RuntimeError: a gradient was not finite, or too large to square (``docs/design.md``,
+                "Numerical contract"), in three steps of a group in a row, or a root
+                failed ``max_root_failures`` times in a row. On a GPU this is reported by a later
+                step; :meth:`check_errors` reports it at once.
+            ValueError: a gradient is sparse or complex. Nothing is changed then.
+        """
+        try:
+            self._raise_failures()
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._step_groups()
+            self._raise_failures()
+        except BaseException:
+            # A step that raised midway, out of memory for one, may be counted on the device.
+            self._host_steps.clear()
+            forget_scaler(self)
+            raise
+        return loss
+
+    def check_errors(self) -> None:
+        """Waits for the steps so far and raises ``RuntimeError`` if one of them went wrong.
+
+        On a GPU a step never waits for its own result, and replays of a CUDA graph report nothing:
+        call this where a wait does not hurt, for example once an epoch. See :meth:`step` for what
+        is raised.
+        """
+        self._note(self._take_reports(wait=True))
+        self._raise_failures()
+
+    def _all_arguments(self) -> list[StepArguments]:
+        """What a step of all groups takes, checked before any is changed."""
+        return [s for i, group in enumerate(self.param_groups) for s in self._arguments(i, group)]
+
+    def _arguments(self, index: int, group: dict[str, Any]) -> list[StepArguments]:
+        """What a step of the group takes, one entry a device, checked."""
+        self._check_changed_options(index, group)
+        grads = [p.grad for p in group["params"]]
+        params = [p for p, g in zip(group["params"], grads, strict=True) if g is not None]
+        grads = [g for g in grads if g is not None]
+        if not all(is_plain(*kind) for kind in {(type(g), g.layout, g.dtype) for g in grads}):
+            for param, grad in zip(params, grads, strict=True):
+                check_dense(grad, f"gradient of {parameter_name(index, group, param)}")
+        devices = {p.device for p in params}
+        if len(devices) == 1:
+            return [StepArguments(index, group, devices.pop(), params, grads)]
+        steps = []
+        for device in sorted(devices, key=str):
+            mask = [p.device == device for p in params]
+            on_device = [
+                [t for t, m in zip(tensors, mask, strict=True) if m] for tensors in (params, grads)
+            ]
+            steps.append(StepArguments(index, group, device, *on_device))
+        return steps
+
+    def _check_changed_options(self, index: int, group: dict[str, Any]) -> None:
+        """Checks options again that were set in ``param_groups`` since the last step."""
+        if not isinstance(group["lr"], Tensor):
+            learning_rate("lr", group["lr"])
+        options = tuple(group[name] for name in self._CHECKS)
+        if self._checked_options.get(index) != options:
+            group.update(check_options(self._CHECKS, group))
+            self._checked_options[index] = tuple(group[name] for name in self._CHECKS)
+
+    def _has_state(self, param: Tensor) -> bool:
+        return "step" in self.state.get(param, ())
+
+    def _start_afresh(self, index: int, group: dict[str, Any], param: Tensor) -> str:
+        """How a message says to get rid of state."""
+        position = next(i for i, p in enumerate(group["params"]) if p is param)
+        return f"del optimizer.state[optimizer.param_groups[{index}]['params'][{position}]]"
+
+    def _known_host_steps(self, params: list[Tensor]) -> list[int]:
+        """Steps each parameter has taken; read from the device where the host does not know."""
+        known = [self._host_steps.get(p) for p in params]
+        if None in known:  # a wait, but only after a load, a copy or a step that raised
+            unknown = [p for p, count in zip(params, known, strict=True) if count is None]
+            counts = torch.stack([self.state[p]["step"] for p in unknown]).tolist()
+            self._poll()  # skips before that are not to be taken back from what was read
+            self._host_steps.update(zip(unknown, map(int, counts), strict=True))
+            known = [self._host_steps[p] for p in params]
+        return known  # type: ignore[return-value]
+
+    # ---- state
+
+    def _forget_derived(self) -> None:
+        """Drops what can be rebuilt from the groups and the state."""
+        self._monitor = StatusMonitor()
+        self._reports: list[Report] = []  # that may still have to be raised
+        self._checked_options: dict[int, tuple[Any, ...]] = {}
+        self._host_steps: dict[Tensor, int] = {}
+
+    # ---- checkpoints
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what :meth:`state_dict` returned, on any device.
+
+        State keeps the optimizer's own dtype (float32 under bfloat16 parameters) and is copied, so
+        that the checkpoint is never changed by later steps. Options of the parameter groups come
+        from the checkpoint. A checkpoint that does not fit raises ``ValueError``, with both shapes,
+        and so does one with NaN, Inf or a negative count; it loads nothing then. An average that it
+        lacks, as ``exp_avg``, starts with the next step, unless a parameter steps by it alone. What
+        other code keeps in the state of a parameter, under names that no optimizer of torchium uses,
+        is copied to the parameter's device.
+        """
+        if isinstance(state_dict, dict):
+            state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            hook_result = pre_hook(self, state_dict)
+            if hook_result is not None:
+                state_dict = hook_result
+
+        groups = saved_groups(state_dict, self.param_groups)
+        self._check_saved_groups(state_dict, groups)
+        old = saved_states(state_dict, groups)
+        state: defaultdict[Tensor, Any] = defaultdict(dict)
+        for index, group in enumerate(groups):
+            group["lr"] = learning_rate("lr", group["lr"])
+            group.update(check_options(self._CHECKS, group))
+            split = {p: split_state(old[p], p.device) for p in group["params"] if p in old}
+            saved = {p: own for p, (own, _) in split.items() if own}
+            loaded = self._loaded_state(index, group, saved)
+            for param, values in loaded.items():
+                check_numbers(values, parameter_name(index, group, param))
+            state.update(loaded)
+            for param, (_, foreign) in split.items():
+                state[param].update(foreign)
+
+        self.state = state
+        self.state.update(foreign_states(state_dict))
+        self.param_groups = groups
+        self._forget_derived()
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A view would take its whole buffer along.
+        state = super().__getstate__()
+        return {**state, "state": defaultdict(dict, _cloned(state["state"]))}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget_derived()
+        self.register_state_dict_post_hook(_clone_state)
+
+    # ---- failures
+
+    def _poll(self) -> None:
+        """Takes note of the steps that are known to be done, without waiting."""
+        self._note(self._take_reports(wait=False))
+
+    def _take_reports(self, wait: bool) -> Sequence[Report]:
+        """Reports of the steps known to be done, or of all of them after a wait."""
+        return self._monitor.wait() if wait else self._monitor.poll()
+
+    def _note(self, reports: Sequence[Report]) -> None:
+        for report in reports:
+            if report.skipped:
+                self._note_skip(report.params)
+        self._reports += reports
+
+    def _raise_failures(self) -> None:
+        """Raises for the first failure of the steps that are known to be done."""
+        self._poll()
+        reports, self._reports = self._reports, []
+        for report in reports:
+            if report.group >= len(self.param_groups):  # removed by hand since
+                continue
+            if report.consecutive_skips >= MAX_CONSECUTIVE_SKIPS:
+                raise RuntimeError(
+                    f"{type(self).__name__}: {report.consecutive_skips} steps in a row had "
+                    f"{self._EXAMINED} that is not finite or too large to square"
+                    f"{self._limit(report.non_finite)} and were skipped, the last one that of "
+                    f"{self._culprit(report, report.non_finite)}; lower lr, clip gradients or "
+                    "use a GradScaler"
+                )
+            if report.root_failures >= self._max_root_failures(self.param_groups[report.group]):
+                raise RuntimeError(
+                    f"{type(self).__name__}: {self._ROOT} "
+                    f"{self._culprit(report, report.failed)} failed {report.root_failures} "
+                    f"times in a row; {self._ROOT_REMEDY}"
+                )
+
+    def _note_skip(self, params: list[Tensor]) -> None:
+        """Takes back what the host has counted for a step of ``params`` that was skipped."""
+        for param in params:
+            if param in self._host_steps:
+                self._host_steps[param] -= 1
+
+    def _limit(self, param: Tensor | None) -> str:
+        if param is None:
+            return ""
+        dtype = str(state_dtype(param)).removeprefix("torch.")
+        step = int(self.state[param]["step"].item()) + 1 if self._has_state(param) else 1
+        return f" in {dtype} (above {largest_gradient(param, step):.2g})"
+
+    def _culprit(self, report: Report, param: Tensor | None) -> str:
+        if report.group != JOINT:
+            return parameter_name(report.group, self.param_groups[report.group], param)
+        for index, group in enumerate(self.param_groups):
+            if any(p is param for p in group["params"]):
+                return parameter_name(index, group, param)
+        return "a parameter"
+
+
+def _clone_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Makes a state dict a snapshot: a saved view would take its whole buffer along."""
+    return {**state_dict, "state": _cloned(state_dict["state"])}
+
+
+def _cloned(states: dict[Any, Any]) -> dict[Any, Any]:
+    """The same with copies of the tensors; other code may keep anything beside the state of parameters."""
+    return {
+        key: (
+            {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+            if isinstance(state, dict)
+            else state
+        )
+        for key, state in states.items()
+    }

@@ -1,0 +1,218 @@
+"""What a saved state dict must look like, checked before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .factors import FACTOR_KEYS
+from .parameters import State, fresh_step, state_zeros
+
+# Counts and sums of squares.
+_NON_NEGATIVE = (
+    "step",
+    "exp_avg_start",
+    "grafting_second_moment_start",
+    "factor_updates",
+    "grafting_second_moment",
+    "diagonal",
+    "sum",
+)
+
+# State of the optimizers of this package; a list has a number behind a dot.
+_OUR_KEYS = frozenset(
+    (
+        *_NON_NEGATIVE,
+        *FACTOR_KEYS,
+        *("exp_avg", "momentum_buffer", "statistics", "roots", "root_failures"),
+        *("uses", "use_eps", "inputs", "output_gradients"),
+    )
+)
+
+
+def saved_groups(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Copies of the saved parameter groups that name the parameters of ``groups``.
+
+    Options that the checkpoint does not know keep their values.
+    """
+    if not _is_state_dict(state_dict):
+        raise ValueError(
+            "state_dict must be a dict with the dict 'state' and the list 'param_groups', as "
+            f"state_dict() returns it, got {_describe(state_dict)}"
+        )
+    if any(isinstance(s, dict) and "exp_avg_sq" in s for s in state_dict["state"].values()):
+        raise ValueError(
+            "state_dict is a checkpoint of Adam or AdamW (it has 'exp_avg_sq'), whose averages do not "
+            "carry over; start this optimizer without it"
+        )
+    saved = state_dict["param_groups"]
+    if len(saved) != len(groups):
+        raise ValueError(
+            f"state_dict has {len(saved)} parameter groups, the optimizer has {len(groups)}"
+        )
+    merged = []
+    for index, (old, new) in enumerate(zip(groups, saved, strict=True)):
+        if len(old["params"]) != len(new["params"]):
+            raise ValueError(
+                f"parameter group {index} of state_dict has {len(new['params'])} parameters, "
+                f"that of the optimizer has {len(old['params'])}"
+            )
+        options = deepcopy({key: value for key, value in new.items() if key != "params"})
+        merged.append({**old, **options, "params": old["params"]})
+    return merged
+
+
+def saved_states(
+    state_dict: dict[str, Any], groups: list[dict[str, Any]]
+) -> dict[Tensor, dict[str, Any]]:
+    """The saved state of each parameter that has one.
+
+    Entries under names, which other code keeps beside those of parameters, are left out.
+    """
+    ids = (i for group in state_dict["param_groups"] for i in group["params"])
+    params = (p for group in groups for p in group["params"])
+    by_id = dict(zip(ids, params, strict=True))
+    of_params = {key: s for key, s in state_dict["state"].items() if not is_foreign(key, by_id)}
+    unknown = [key for key in of_params if key not in by_id]
+    if unknown:
+        raise ValueError(f"state_dict has state of {unknown[0]!r}, which is in no parameter group")
+    malformed = [key for key, state in of_params.items() if not isinstance(state, dict)]
+    if malformed:
+        raise ValueError(f"state of {malformed[0]!r} in state_dict must be a dict of tensors")
+    return {by_id[i]: state for i, state in of_params.items() if state}
+
+
+def split_state(
+    saved: dict[str, Any], device: torch.device
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The optimizers' own state of a parameter, and copies of what other code keeps there."""
+    own = {k: v for k, v in saved.items() if not _is_foreign_key(k)}
+    foreign = {
+        k: v.to(device, copy=True) if isinstance(v, Tensor) else deepcopy(v)
+        for k, v in saved.items()
+        if _is_foreign_key(k)
+    }
+    return own, foreign
+
+
+def _is_foreign_key(key: object) -> bool:
+    return not isinstance(key, str) or key.split(".")[0] not in _OUR_KEYS
+
+
+def foreign_states(state_dict: dict[str, Any]) -> dict[Any, Any]:
+    """Copies of the entries of the saved state that belong to no parameter but to other code."""
+    ids = {i for group in state_dict["param_groups"] for i in group["params"]}
+    return {k: deepcopy(v) for k, v in state_dict["state"].items() if is_foreign(k, ids)}
+
+
+def is_foreign(key: object, ids: Container[Any]) -> bool:
+    """Whether the entry of a saved state belongs to no parameter: these have numbers."""
+    return key not in ids and not isinstance(key, int)
+
+
+@dataclass(frozen=True)
+class OptionalState:
+    """Keys of state that is there once an option has needed it."""
+
+    buffers: tuple[str, ...] = ()  # of the parameter's shape
+    counts: tuple[str, ...] = ()  # as ``step``
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.buffers or key in self.counts
+
+    def shape(self, key: str, param_shape: torch.Size) -> torch.Size:
+        return param_shape if key in self.buffers else torch.Size()
+
+    def zeros(self, key: str, param: Tensor) -> Tensor:
+        return state_zeros(param) if key in self.buffers else fresh_step(param)
+
+
+def check_numbers(state: State, name: str) -> None:
+    """Raises ValueError for loaded state that no run can have; waits for the device."""
+    for key, value in state.items():
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            raise ValueError(f"{key!r} of {name} in state_dict has entries that are not finite")
+        if key in _NON_NEGATIVE and bool((value < 0).any()):
+            raise ValueError(f"{key!r} of {name} in state_dict has entries below 0")
+
+
+def check_state(
+    saved: dict[str, Any],
+    needed: dict[str, Tensor],
+    param_shape: torch.Size,
+    optional: OptionalState,
+    name: str,
+) -> None:
+    """Raises ValueError unless ``saved`` has all keys of ``needed``, in their shapes and kinds.
+
+    What is ``optional`` may be there as well.
+    """
+    for key, value in saved.items():
+        like = needed.get(key)
+        if like is None and key not in optional:
+            continue
+        shape = like.shape if like is not None else optional.shape(key, param_shape)
+        if key == "step" and isinstance(value, (int, float)):
+            continue
+        if not isinstance(value, Tensor) or value.layout != torch.strided:
+            raise ValueError(f"{key!r} of {name} must be a dense tensor, got {_describe(value)}")
+        if value.shape != shape and not (key == "step" and value.numel() == 1):
+            raise ValueError(
+                f"{key!r} of {name} has shape {list(value.shape)} in state_dict, "
+                f"the optimizer needs {list(shape)}"
+            )
+        floating = like is None or like.dtype.is_floating_point
+        if value.dtype.is_complex or value.dtype.is_floating_point != floating:
+            raise ValueError(
+                f"{key!r} of {name} has dtype {value.dtype} in state_dict, the optimizer needs "
+                f"{'a floating-point' if floating else 'an integer'} one"
+            )
+    missing = sorted(needed.keys() - saved.keys())
+    extra = sorted(key for key in saved if key not in needed and key not in optional)
+    if missing or extra:
+        raise ValueError(
+            f"state of {name} does not fit this optimizer and its options: "
+            f"missing {missing}, unexpected {extra}"
+        )
+
+
+def fill_state(
+    fresh: dict[Tensor, State],
+    saved: dict[Tensor, dict[str, Any]],
+    optional: OptionalState,
+    name: Callable[[Tensor], str],
+) -> None:
+    """Copies ``saved`` into ``fresh``, in the dtypes there, once all of it is checked."""
+    for param, values in saved.items():
+        check_state(values, fresh[param], param.shape, optional, name(param))
+    for param, values in saved.items():
+        state = fresh[param]
+        for key, value in values.items():
+            if key not in state:
+                state[key] = optional.zeros(key, param)
+            if isinstance(value, Tensor):
+                state[key].copy_(value.reshape(state[key].shape))
+            else:
+                state[key].fill_(value)
+
+
+def _is_state_dict(value: object) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("state"), dict):
+        return False
+    groups = value.get("param_groups")
+    return isinstance(groups, list) and all(
+        isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
+    )
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a {value.layout} tensor of shape {list(value.shape)}"
+    if isinstance(value, dict):
+        return f"a dict with the keys {list(value)}"
+    return f"{type(value).__name__} {value!r}"[:200]

@@ -1,0 +1,134 @@
+"""Which tensors the operators take, how messages call them, and their state."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+State = dict[str, Tensor]  # of one parameter
+
+STEP_DTYPE = torch.float64  # a float32 would stop at 2^24
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def state_dtype(param: Tensor) -> torch.dtype:
+    """dtype of all state of a parameter but ``step``."""
+    return torch.float64 if param.dtype == torch.float64 else torch.float32
+
+
+def state_zeros(param: Tensor) -> Tensor:
+    """Fresh state of the parameter's shape and memory format."""
+    return torch.zeros_like(param, dtype=state_dtype(param), requires_grad=False)
+
+
+def fresh_step(param: Tensor) -> Tensor:
+    """The step count of a parameter that has taken none."""
+    return torch.zeros((), dtype=STEP_DTYPE, device=param.device)
+
+
+def largest_gradient(param: Tensor, step: int) -> float:
+    """The largest entry of a gradient that step number ``step`` of the parameter can work with.
+
+    The same as ``largest_gradient`` of ``src/optim/core/found_inf_guard.h``.
+    """
+    most = torch.finfo(state_dtype(param)).max
+    return math.sqrt(most / (32 * max(param.numel(), 1) * step))
+
+
+def parameter_name(index: int, group: dict[str, Any], param: Tensor | None) -> str:
+    """The parameter as messages call it: by its name where the optimizer was given names."""
+    position = next((i for i, p in enumerate(group["params"]) if p is param), None)
+    if param is None or position is None:
+        return f"a parameter of group {index}"
+    names = group.get("param_names")
+    label = repr(names[position]) if names else position
+    if is_lazy(param):  # without a shape
+        return f"parameter {label} of group {index}"
+    return f"parameter {label} of group {index} (shape {list(param.shape)})"
+
+
+def short_name(index: int, group: dict[str, Any], param: Tensor) -> str:
+    """The name that the optimizer was given, or where the parameter is."""
+    position = next(i for i, p in enumerate(group["params"]) if p is param)
+    names = group.get("param_names")
+    return names[position] if names else f"parameter {position} of group {index}"
+
+
+def is_plain(kind: type, layout: torch.layout, dtype: torch.dtype) -> bool:
+    """Whether tensors of this kind need no closer look."""
+    return kind is Tensor and layout is torch.strided and dtype in _DTYPES
+
+
+def check_dense(tensor: Tensor, name: str) -> None:
+    """Refuses tensors that the operators do not take."""
+    if _is_dtensor(tensor):
+        raise ValueError(
+            f"{name} is a DTensor, which is not supported; optimize the full tensor on each rank"
+        )
+    if tensor.layout != torch.strided:
+        raise ValueError(
+            f"{name} has layout {tensor.layout}; only dense tensors are supported, "
+            "for example with sparse=False of nn.Embedding"
+        )
+    if tensor.dtype not in _DTYPES:
+        raise ValueError(
+            f"{name} has dtype {tensor.dtype}; only real floating-point tensors "
+            f"({', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}) are supported"
+        )
+
+
+def check_params(params: object, optimizer: str) -> None:
+    """Refuses what may be taken for an iterable of parameters."""
+    if isinstance(params, nn.Module):
+        raise ValueError(
+            f"{optimizer} takes parameters, not a model, got {type(params).__name__}; pass "
+            "model.parameters()"
+        )
+    if isinstance(params, Optimizer):
+        raise ValueError(
+            f"params must be parameters, got an optimizer, {type(params).__name__}; pass its "
+            "param_groups, or take Shampoo.from_adamw(optimizer) for an AdamW"
+        )
+
+
+def check_parameter(param: Tensor, name: str) -> None:
+    """Refuses parameters that the operators do not take, or cannot do justice to."""
+    if is_lazy(param):
+        raise ValueError(
+            f"{name} is uninitialized, as those of a lazy module are; run a forward pass first"
+        )
+    check_dense(param, name)
+    if any(n > 1 and s == 0 for n, s in zip(param.shape, param.stride(), strict=True)):
+        raise ValueError(
+            f"{name} is expanded: elements of it share memory (strides {list(param.stride())}); "
+            "optimize the tensor that it expands"
+        )
+    check_unsharded(param, name)
+
+
+def check_unsharded(param: Tensor, name: str) -> None:
+    """Refuses the flat shards of FullyShardedDataParallel, whose rows and columns are lost."""
+    if getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False):
+        raise ValueError(
+            f"{name} is a flat shard of FullyShardedDataParallel, which has lost the shape that "
+            "preconditioners need; train in one process or with DistributedDataParallel (the "
+            "DTensor parameters of fully_shard are not supported either)"
+        )
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an allocation failed, on a GPU or on the CPU, where torch has no type for it."""
+    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    # No tensor is a DTensor before its module, slow to import, is loaded.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)

@@ -1,0 +1,46 @@
+"""What Shampoo does with each parameter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .tables import aligned
+
+
+@dataclass(frozen=True)
+class ParameterReport:
+    """What Shampoo does with one parameter.
+
+    Attributes:
+        name: its name, or ``"parameter 1 of group 0"`` where the optimizer was given no names.
+        shape: its shape.
+        group: parameter group that it is in.
+        rule: ``"preconditioned"`` (by the roots of its blocks), ``"diagonal"``, ``"adam"``,
+            ``"rmsprop"`` or ``"adagrad"`` (the direction of the grafted method itself), or
+            ``"none"`` for one that requires no gradient and has no state.
+        detail: the blocks and the exponent of the roots, or why no matrices precondition it.
+        state_bytes: bytes of its state; before its first step, those that it will have.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    group: int
+    rule: str
+    detail: str
+    state_bytes: int
+
+
+@dataclass(frozen=True)
+class ShampooReport:
+    """What Shampoo does with each parameter; ``print(report)`` shows a table."""
+
+    parameters: tuple[ParameterReport, ...]
+
+    def __str__(self) -> str:
+        lines = [["parameter", "shape", "rule", "detail", "bytes of state"]]
+        for p in self.parameters:
+            shape = "x".join(map(str, p.shape)) or "scalar"
+            lines.append([p.name, shape, p.rule, p.detail, f"{p.state_bytes:,}"])
+        total = sum(p.state_bytes for p in self.parameters)
+        lines.append(["total", "", "", "", f"{total:,}"])
+        return aligned(lines, left=4)

@@ -1,0 +1,93 @@
+#include "cuda_kernels/common/fused_mul_add.h"
+
+#include <algorithm>
+#include <cstdint>
+
+namespace torchium::cuda_kernels {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kVectorBytes = 16;
+constexpr int kVectorsPerThread = 2;  // loads in flight before the first use
+
+template <typename T, int N>
+struct alignas(sizeof(T) * N) Vector {
+  T lane[N];
+};
+
+__device__ float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
+__device__ double multiply_add(double a, double b, double c) { return fma(a, b, c); }
+__device__ __half multiply_add(__half a, __half b, __half c) {
+  return __float2half_rn(fmaf(__half2float(a), __half2float(b), __half2float(c)));
+}
+__device__ __nv_bfloat16 multiply_add(__nv_bfloat16 a, __nv_bfloat16 b, __nv_bfloat16 c) {
+  return __float2bfloat16_rn(fmaf(__bfloat162float(a), __bfloat162float(b), __bfloat162float(c)));
+}
+
+// Each block works on kThreads * kVectorsPerThread consecutive vectors; the last, partial vector of
+// the array is done element by element by one thread.
+template <typename T, int N>
+__global__ void __launch_bounds__(kThreads)
+    fused_mul_add_kernel(const T* a, const T* b, const T* c, T* out, int64_t n) {
+  using Pack = Vector<T, N>;
+  const int64_t packs = n / N;
+  const int64_t first = int64_t{blockIdx.x} * kThreads * kVectorsPerThread + threadIdx.x;
+
+  Pack x[kVectorsPerThread], y[kVectorsPerThread], z[kVectorsPerThread];
+#pragma unroll
+  for (int v = 0; v < kVectorsPerThread; ++v) {
+    const int64_t i = first + v * kThreads;
+    if (i < packs) {
+      x[v] = reinterpret_cast<const Pack*>(a)[i];
+      y[v] = reinterpret_cast<const Pack*>(b)[i];
+      z[v] = reinterpret_cast<const Pack*>(c)[i];
+    }
+  }
+#pragma unroll
+  for (int v = 0; v < kVectorsPerThread; ++v) {
+    const int64_t i = first + v * kThreads;
+    if (i < packs) {
+#pragma unroll
+      for (int lane = 0; lane < N; ++lane) {
+        z[v].lane[lane] = multiply_add(x[v].lane[lane], y[v].lane[lane], z[v].lane[lane]);
+      }
+      reinterpret_cast<Pack*>(out)[i] = z[v];
+    }
+  }
+  if (first == 0) {
+    for (int64_t i = packs * N; i < n; ++i) out[i] = multiply_add(a[i], b[i], c[i]);
+  }
+}
+
+template <typename T, int N>
+void launch(const T* a, const T* b, const T* c, T* out, int64_t n, cudaStream_t stream) {
+  const int64_t packs_per_block = int64_t{kThreads} * kVectorsPerThread;
+  const int64_t blocks = std::max<int64_t>(1, (n / N + packs_per_block - 1) / packs_per_block);
+  fused_mul_add_kernel<T, N>
+      <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(a, b, c, out, n);
+}
+
+}  // namespace
+
+template <typename T>
+void fused_mul_add(const T* a, const T* b, const T* c, T* out, int64_t n, cudaStream_t stream) {
+  if (n == 0) return;
+  const auto address = reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b) |
+                       reinterpret_cast<uintptr_t>(c) | reinterpret_cast<uintptr_t>(out);
+  if (address % kVectorBytes == 0) {
+    launch<T, kVectorBytes / sizeof(T)>(a, b, c, out, n, stream);
+  } else {
+    launch<T, 1>(a, b, c, out, n, stream);
+  }
+}
+
+template void fused_mul_add(const float*, const float*, const float*, float*, int64_t,
+                            cudaStream_t);
+template void fused_mul_add(const double*, const double*, const double*, double*, int64_t,
+                            cudaStream_t);
+template void fused_mul_add(const __half*, const __half*, const __half*, __half*, int64_t,
+                            cudaStream_t);
+template void fused_mul_add(const __nv_bfloat16*, const __nv_bfloat16*, const __nv_bfloat16*,
+                            __nv_bfloat16*, int64_t, cudaStream_t);
+
+}  // namespace torchium::cuda_kernels

@@ -1,0 +1,61 @@
+#include "cuda_kernels/common/tile_map.h"
+
+#include <cudaTypedefs.h>
+
+namespace torchium::cuda_kernels {
+
+namespace {
+
+// The driver's function, found at run time: the library does not link the driver.
+struct Encoder {
+  PFN_cuTensorMapEncodeTiled_v12000 encode = nullptr;
+  cudaError_t error;
+
+  Encoder() {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found{};
+    error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                             cudaEnableDefault, &found);
+    if (error == cudaSuccess && found != cudaDriverEntryPointSuccess) error = cudaErrorNotSupported;
+    encode = reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
+  }
+};
+
+// Boxes of fp16 numbers in `rank` dimensions; the first two are columns and rows.
+cudaError_t encode(const __half* data, int rank, const cuuint64_t* sizes, const cuuint64_t* strides,
+                   TileMap& map) {
+  static const Encoder encoder;
+  if (encoder.error != cudaSuccess) return encoder.error;
+  const cuuint32_t box[4] = {kBoxElements, kBoxRows, 1, 1};
+  const cuuint32_t steps[4] = {1, 1, 1, 1};
+  const CUresult result =
+      encoder.encode(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, rank, const_cast<__half*>(data), sizes,
+                     strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+}  // namespace
+
+cudaError_t make_tile_map(const SplitMatrices& matrices, int64_t count, bool single, TileMap& map) {
+  const auto order = static_cast<cuuint64_t>(matrices.order);
+  const cuuint64_t width = single ? order : 2 * order;
+  const cuuint64_t sizes[] = {width, order, static_cast<cuuint64_t>(count)};
+  const cuuint64_t strides[] = {2 * width, 4 * order * order};  // bytes
+  return encode(matrices.data, 3, sizes, strides, map);
+}
+
+cudaError_t make_tile_map(const SplitFp16& stack, int64_t matrices, TileMap& map) {
+  const auto columns = static_cast<cuuint64_t>(stack.columns);
+  const auto rows = static_cast<cuuint64_t>(stack.rows);
+  const auto count = static_cast<cuuint64_t>(matrices);
+  const cuuint64_t parts = stack.lo == nullptr ? 1 : 2;
+  const cuuint64_t sizes[] = {columns, rows, count, parts};
+  const cuuint64_t of_matrix = 2 * columns * rows;
+  // Parts are any multiple of 16 bytes apart.
+  const cuuint64_t strides[] = {2 * columns, of_matrix,
+                                parts == 1 ? of_matrix : 2 * (stack.lo - stack.hi)};
+  return encode(stack.hi, 4, sizes, strides, map);
+}
+
+}  // namespace torchium::cuda_kernels

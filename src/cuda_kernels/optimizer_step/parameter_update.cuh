@@ -1,0 +1,69 @@
+// How a step of any optimizer changes a parameter.
+#pragma once
+
+#include "cuda_kernels/common/element_access.cuh"
+#include "cuda_kernels/optimizer_step/shampoo_step.h"
+
+#include <cfloat>
+
+namespace torchium::cuda_kernels {
+
+__device__ inline double learning_rate(const LearningRate& lr) {
+  if (lr.device == nullptr) return lr.host;
+  return lr.is_double ? *static_cast<const double*>(lr.device)
+                      : double{*static_cast<const float*>(lr.device)};
+}
+
+__device__ inline float largest_of(ElementType type) {
+  switch (type) {
+    case ElementType::kHalf:
+      return 65504.0f;
+    case ElementType::kBFloat16:
+      return 0x1.FEp127f;
+    default:
+      return FLT_MAX;
+  }
+}
+
+// NaN stays NaN, as on the CPU: fmaxf() would hide it.
+__device__ inline float saturated(float x, float largest) {
+  return isnan(x) ? x : fminf(fmaxf(x, -largest), largest);
+}
+
+struct UpdateFactors {
+  float lr;
+  float decoupled_weight_decay;
+  float momentum;
+  bool nesterov;
+};
+
+// p <- (1 - lr wd) p - lr d, or by momentum, which has a buffer that is not null. Entries of d that
+// are not finite count as zero, and p stops at the largest number of its type.
+template <int N>
+__device__ void move_parameter(const UpdateFactors& factors, void* param, ElementType type,
+                               float* momentum_buffer, int64_t offset, Lanes<N> d) {
+  Lanes<N> p = load_elements<N>(param, type, offset);
+#pragma unroll
+  for (int i = 0; i < N; ++i) d.lane[i] = isfinite(d.lane[i]) ? d.lane[i] : 0;
+  if (factors.decoupled_weight_decay != 0) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) p.lane[i] *= 1 - factors.lr * factors.decoupled_weight_decay;
+  }
+  if (momentum_buffer != nullptr) {
+    Lanes<N> buffer = load_floats<N>(momentum_buffer, offset);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      buffer.lane[i] = saturated(fmaf(factors.momentum, buffer.lane[i], d.lane[i]), FLT_MAX);
+      d.lane[i] =
+          factors.nesterov ? fmaf(factors.momentum, buffer.lane[i], d.lane[i]) : buffer.lane[i];
+    }
+    store_floats<N>(momentum_buffer, offset, buffer);
+  }
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    p.lane[i] = saturated(fmaf(-factors.lr, d.lane[i], p.lane[i]), largest_of(type));
+  }
+  store_elements<N>(param, type, offset, p);
+}
+
+}  // namespace torchium::cuda_kernels

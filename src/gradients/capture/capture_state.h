@@ -1,0 +1,97 @@
+// The state that the callbacks of an OperatorCapture share.
+#pragma once
+
+#include "gradients/capture/graph_node.h"
+#include "gradients/capture/operator_capture.h"
+#include "gradients/capture/uncaptured_calls.h"
+
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/autograd/edge.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+namespace torchium::gradients::detail {
+
+// A gradient as a backward pass has left it.
+struct SeenGradient {
+  c10::weak_intrusive_ptr<at::TensorImpl> tensor;  // its address is not used again
+  int64_t version;
+};
+
+// A call between its forward and its backward pass.
+struct PendingCall {
+  std::weak_ptr<OperatorCapture::State> capture;
+  LayerCall layer;
+  bool has_transposed_weight = false;
+  uint32_t input_version = 0;  // of what the layer received, when it did
+  int64_t outer_task = -1;     // the backward pass that this forward pass is a part of
+  std::vector<int64_t> output_sizes;
+  WeakNode input_node;          // of the input, if it has one
+  int64_t input_position = -1;  // of the input, if it is a parameter
+};
+using PendingUses = std::vector<std::shared_ptr<PendingCall>>;
+
+struct OperatorCapture::State : public std::enable_shared_from_this<State> {
+  State(const std::vector<at::Tensor>& params, Receiver receiver, bool takes_transposed);
+
+  // Position of a parameter in the list; -1: not in it.
+  int64_t position(const at::Tensor& param) const;
+  // The same of a parameter that gets a gradient.
+  int64_t trainable_position(const at::Tensor& param) const;
+  // Whether the current backward pass accumulates a gradient in the parameter at a position.
+  bool is_accumulated(int64_t position) const;
+  // The number of the current backward pass; `task` is its graph task.
+  int64_t pass_of(int64_t task);
+  // Records that a backward pass has reached the parameter at a position (or none, -1), and adds to
+  // `gone` the finished passes whose gradient no longer exists.
+  void arrive(int64_t position, int64_t pass, std::vector<int64_t>& gone);
+  // Records the end of a backward pass, and how it has left the gradients.
+  void end_pass(int64_t pass);
+  // Whether the gradient of the parameter at a position holds nothing of the finished passes: it is
+  // undefined, or zero since somebody changed it in place (only then this waits for the device).
+  bool has_lost_gradient(const at::Tensor& gradient, int64_t position);
+  void note_gradient(const at::Tensor& gradient, int64_t position);
+  // Checks whether the current backward pass, which has reached a call, also reaches parameters in
+  // other ways.
+  void look_for_other_calls(const PendingCall& call, const LayerCall& layer);
+  // The same for all parameters; `use` is the one that was reached first.
+  void search_graph(const PendingCall& call);
+  // Records whether the current backward pass, with this number, mixes samples (mixed_samples.h).
+  void look_for_mixed_samples(int64_t pass);
+  // A call that has its gradient now.
+  void receive(PendingCall& call, const at::Tensor& gradient);
+
+  const Receiver receiver;
+  const bool takes_transposed;
+  // Weak references keep the addresses from being used again.
+  std::vector<c10::weak_intrusive_ptr<at::TensorImpl>> params;
+  std::unordered_map<const at::TensorImpl*, int64_t> positions;
+
+  std::mutex mutex;                             // for what follows
+  std::unordered_map<int64_t, int64_t> passes;  // numbers of backward passes, by graph task
+  std::set<int64_t> ended_passes;
+  std::unordered_map<int64_t, std::set<int64_t>> passes_of_param;  // by position
+  std::unordered_map<int64_t, SeenGradient> seen_gradients;        // by position
+  std::exception_ptr error;
+  int64_t processes = 1;  // the most that took part in an exchange
+  CapturedNodes nodes;
+  std::set<int64_t> mixing_passes;             // backward passes that mix samples
+  std::set<int64_t> tasks_seen_for_mixing;     // graph tasks that were checked for it
+  std::unordered_set<int64_t> searched_tasks;  // graph tasks that were searched for other calls
+  std::set<int64_t> searched;                  // positions that were searched for since forget()
+  std::set<int64_t> used_otherwise;  // positions with other calls, as of the last search for them
+  // Without a receiver:
+  PendingUses calls;
+  torch::autograd::edge_list outputs;  // of each
+};
+
+}  // namespace torchium::gradients::detail

@@ -1,0 +1,136 @@
+#include "gradients/capture/model_layers.h"
+
+#include <c10/util/Exception.h>
+#include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/conv.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/modules/normalization.h>
+#include <torch/nn/modules/rnn.h>
+#include <torch/nn/modules/transformer.h>
+#include <torch/nn/modules/transformerlayer.h>
+
+#include <string_view>
+
+namespace torchium::gradients::detail {
+namespace {
+
+namespace nn = torch::nn;
+
+template <typename... Types>
+bool is_one_of(const nn::Module& module) {
+  return ((dynamic_cast<const Types*>(&module) != nullptr) || ...);
+}
+
+// "LSTM" of torch::nn::LSTMImpl
+std::string type_name(const nn::Module& module) {
+  std::string name = module.name();
+  const size_t scope = name.rfind("::");
+  name = scope == std::string::npos ? name : name.substr(scope + 2);
+  constexpr std::string_view suffix = "Impl";
+  if (name.size() > suffix.size() && std::string_view(name).ends_with(suffix)) {
+    name.resize(name.size() - suffix.size());
+  }
+  return name;
+}
+
+bool hides_samples(const nn::Module& module) {
+  return is_one_of<nn::RNNImpl, nn::LSTMImpl, nn::GRUImpl, nn::MultiheadAttentionImpl,
+                   nn::TransformerEncoderLayerImpl, nn::TransformerDecoderLayerImpl,
+                   nn::TransformerImpl>(module);
+}
+
+bool is_batch_norm(const nn::Module& module) {
+  return is_one_of<nn::BatchNorm1dImpl, nn::BatchNorm2dImpl, nn::BatchNorm3dImpl>(module);
+}
+
+template <typename BatchNorm>
+bool mixes_samples(const nn::Module& module) {
+  const auto* norm = dynamic_cast<const BatchNorm*>(&module);
+  return norm != nullptr && (norm->is_training() || !norm->running_mean.defined());
+}
+
+std::string problem_of(const nn::Module& module) {
+  if (const auto* embedding = dynamic_cast<const nn::EmbeddingImpl*>(&module)) {
+    const auto& options = embedding->options;
+    return options.max_norm().has_value() ? "has max_norm"
+           : options.scale_grad_by_freq() ? "has scale_grad_by_freq = true"
+           : options.sparse()             ? "has sparse = true"
+                                          : "";
+  }
+  if (is_batch_norm(module)) {
+    return "is of an unsupported type, and normalises with the statistics of the batch unless "
+           "eval() is called on it";
+  }
+  const bool is_known =
+      is_one_of<nn::LinearImpl, nn::Conv2dImpl, nn::LayerNormImpl, nn::GroupNormImpl>(module);
+  const bool is_stock = std::string_view(module.name()).starts_with("torch::nn::");
+  return is_known || !is_stock ? "" : "is of an unsupported type";
+}
+
+}  // namespace
+
+ModelLayers::ModelLayers(const nn::Module& model) {
+  const auto root = model.weak_from_this();
+  if (is_batch_norm(model) && !root.expired()) {
+    batch_norms_.emplace_back("", root);
+  }
+  add_module("", model, false);
+}
+
+void ModelLayers::add_module(const std::string& name, const nn::Module& module,
+                             bool samples_are_hidden) {
+  samples_are_hidden = samples_are_hidden || hides_samples(module);
+  const std::string prefix = name.empty() ? "" : name + ".";
+  const std::string description = name.empty() ? "the model (" + type_name(module) + ")"
+                                               : "layer '" + name + "' (" + type_name(module) + ")";
+  for (const auto& param : module.named_parameters(/*recurse=*/false)) {
+    ParameterPlace place{prefix + param.key(), description, type_name(module), problem_of(module),
+                         samples_are_hidden};
+    if (samples_are_hidden && place.problem.empty()) {
+      place.problem = "takes samples in another dimension than the first";
+    }
+    at::TensorImpl* impl = param.value().unsafeGetTensorImpl();
+    if (places_.emplace(impl, std::move(place)).second) {
+      order_.emplace_back(param.value().getIntrusivePtr());
+    }
+  }
+  for (const auto& child : module.named_children()) {
+    if (is_batch_norm(*child.value())) {
+      batch_norms_.emplace_back(prefix + child.key(), child.value());
+    }
+    add_module(prefix + child.key(), *child.value(), samples_are_hidden);
+  }
+}
+
+const ParameterPlace* ModelLayers::find(const at::Tensor& param) const {
+  const auto found = places_.find(param.unsafeGetTensorImpl());
+  return found == places_.end() ? nullptr : &found->second;
+}
+
+std::vector<std::pair<at::Tensor, const ParameterPlace*>> ModelLayers::parameters() const {
+  std::vector<std::pair<at::Tensor, const ParameterPlace*>> result;
+  for (const auto& weak : order_) {
+    if (auto impl = weak.lock()) {
+      at::Tensor param(std::move(impl));
+      const ParameterPlace* place = find(param);
+      result.emplace_back(std::move(param), place);
+    }
+  }
+  return result;
+}
+
+void ModelLayers::refuse_mixed_samples() const {
+  for (const auto& [name, weak] : batch_norms_) {
+    const auto module = weak.lock();
+    TORCH_CHECK_VALUE(module == nullptr || !(mixes_samples<nn::BatchNorm1dImpl>(*module) ||
+                                             mixes_samples<nn::BatchNorm2dImpl>(*module) ||
+                                             mixes_samples<nn::BatchNorm3dImpl>(*module)),
+                      "layer '", name, "' (", type_name(*module),
+                      ") normalises with the statistics of the batch, so that a sample has no "
+                      "gradient of its own; call eval() on it or use GroupNorm");
+  }
+}
+
+}  // namespace torchium::gradients::detail

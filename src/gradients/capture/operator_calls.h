@@ -1,0 +1,35 @@
+// Reads the arguments of the operators that use a layer's parameters.
+#pragma once
+
+#include "gradients/capture/layer_call.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <c10/util/ArrayRef.h>
+
+#include <optional>
+
+namespace torchium::gradients::detail {
+
+// What an operator was called with. `weight` and `bias` are the parameters themselves where a
+// gradient would reach them; undefined otherwise.
+struct OperatorCall {
+  at::Tensor weight;
+  at::Tensor bias;
+  LayerCall layer;                     // without positions and gradient
+  bool has_transposed_weight = false;  // linear: the weight is [in, out]
+  // The operator adds `bias` to its first operand in place, perhaps to the product of a weight.
+  bool is_in_place_addition = false;
+};
+
+struct LayerOperator {
+  // None: not a layer call that can be captured.
+  std::optional<OperatorCall> (*read)(c10::ArrayRef<c10::IValue> arguments);
+  // Layers called within do not count: their dimensions may differ from the caller's.
+  bool hides_calls;
+};
+
+// By the name in the operator's schema, which is compared by its address. Null: not listed here.
+const LayerOperator* find_layer_operator(const char* schema_name);
+
+}  // namespace torchium::gradients::detail

@@ -1,0 +1,95 @@
+// Captures the layer calls of a C++ model without changes to the model: a global callback of
+// libtorch's RecordFunction watches the operators that use a parameter and hooks their outputs.
+#pragma once
+
+#include "gradients/capture/layer_call.h"
+#include "torchium/export.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+namespace torchium::gradients::detail {
+
+struct CapturedCall {
+  // `weight` and `bias` are positions in the list of the capture; -1: not there, frozen, or not
+  // accumulated by this backward pass. `micro_batch` counts the backward passes.
+  LayerCall call;
+  bool has_transposed_weight = false;  // linear: the weight is [in, out]
+  // Finished backward passes of the weight or bias whose gradient no longer exists: it was
+  // undefined, or had been set to zero, when this pass reached them. Each is listed once for the
+  // weight and once for the bias.
+  std::vector<int64_t> gone_passes;
+};
+
+// Captures the calls of some parameters by these operators, called directly or by torch::nn:
+//   linear, addmm, matmul, mm (whose operand is the whole transpose of the parameter, or, on
+//   demand, the parameter itself; a bias is addmm's first operand or what is added in place to the
+//   product), conv2d, convolution, embedding, layer_norm, native_layer_norm, group_norm,
+//   native_group_norm.
+// A call counts if gradients are recorded and reach the parameter. Dimension 0 of the input is the
+// sample. An operator within one of these, or within a recurrent layer (lstm, gru, ...), does not
+// count: there dimension 0 may be something else.
+//
+// Forward passes may run on any threads. The callback of the process is there only while some
+// capture is enabled: it costs every operator a few hundred nanoseconds.
+class TORCHIUM_API OperatorCapture {
+ public:
+  // Receives one call in the backward pass, on its thread, once the gradient by the layer's output
+  // is known. One call at a time. An exception propagates out of the backward pass.
+  using Receiver = std::function<void(CapturedCall)>;
+
+  // Without a receiver the calls are kept for differentiate(). Disabled at first.
+  // takes_transposed: products with a parameter [in, out] itself are captured too. An input
+  // [samples * positions, in] that is a view of a tensor [samples, positions, in] is captured as
+  // that tensor.
+  OperatorCapture(std::vector<at::Tensor> params, Receiver receiver = nullptr,
+                  bool takes_transposed = false);
+  ~OperatorCapture();
+  OperatorCapture(const OperatorCapture&) = delete;
+  OperatorCapture& operator=(const OperatorCapture&) = delete;
+
+  // The position of a parameter in the list; -1: not in it.
+  int64_t position(const at::Tensor& param) const;
+  // Whether these are its parameters, in this order.
+  bool watches(const std::vector<at::Tensor>& params) const;
+  // Whether forward passes are captured from now on.
+  void set_enabled(bool enabled);
+  // Counts micro-batches from zero again. The outputs of earlier forward passes stay hooked.
+  void forget();
+  // How many processes have exchanged tensors since forget(), while some capture was enabled; 1:
+  // none that was seen (collectives.h).
+  int64_t processes() const;
+  // Whether a backward pass that reached a captured call has also reached the parameter at this
+  // position in another way: one since forget() or, if none has reached a call of the parameter
+  // since, before. The last operator of the loss is not examined.
+  bool is_used_otherwise(int64_t position) const;
+  // Whether a backward pass (CapturedCall) has gone through a normalisation with the statistics of
+  // the batch, as a function call or a module (mixed_samples.h).
+  bool mixes_samples(int64_t pass) const;
+  // Rethrows, once, an exception that occurred while forward passes were observed.
+  void raise_error();
+  // Without a receiver: the position of a parameter that `loss` depends on in another way than the
+  // uses so far; -1: there is none.
+  int64_t parameter_used_otherwise(const at::Tensor& loss) const;
+  // Without a receiver: whether the input of a layer was changed in place afterwards.
+  bool has_overwritten_input() const;
+  // Without a receiver: all calls so far, as one micro-batch, with the gradients of the sum of
+  // `losses`, each times its factor if given, by their outputs; undefined where the losses do not
+  // depend on them. Nothing is accumulated in `.grad`, and no gradient by a parameter is computed.
+  // Frees the graph and forgets the calls, unless they are kept for another call.
+  std::vector<LayerCall> differentiate(const at::Tensor& losses, const at::Tensor& factors = {},
+                                       bool keep = false);
+  // Without a receiver: all calls so far without gradients, which are forgotten.
+  std::vector<LayerCall> take_uses();
+
+  struct State;
+
+ private:
+  std::shared_ptr<State> state_;
+  bool is_enabled_ = false;
+};
+
+}  // namespace torchium::gradients::detail

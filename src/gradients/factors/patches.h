@@ -1,0 +1,63 @@
+// Uses of linear and convolution weights as sums of outer products of vectors.
+#pragma once
+
+#include "gradients/capture/layer_call.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+namespace torchium::gradients::detail {
+
+// Sizes of a linear or convolution weight.
+struct WeightGeometry {
+  int64_t groups;   // of channels; each has a matrix [fan_out, fan_in] of its own
+  int64_t fan_in;   // of one group
+  int64_t fan_out;  // of one group
+  int64_t kernel_height = 1;
+  int64_t kernel_width = 1;
+};
+
+// Raises ValueError, naming `use_index`, unless the call fits a weight of this shape.
+// Usable on tensors with symbolic sizes.
+WeightGeometry weight_geometry(const LayerCall& call, at::IntArrayRef weight_shape,
+                               size_t call_index);
+
+// The gradient of sample i by the matrix of a group is sum_t G[group, i, t] A[group, i, t]^T, with
+// inputs A and output gradients G. A linear layer has one position t per index of the middle
+// dimensions of its input, a convolution one per output pixel. Dimensions 1 and 2 can be viewed as
+// one.
+struct Positions {
+  at::Tensor A;  // [groups, n, T, fan_in]
+  at::Tensor G;  // [groups, n, T, fan_out]
+
+  Positions narrow(int64_t first, int64_t count) const {
+    return {A.narrow(1, first, count), G.narrow(1, first, count)};
+  }
+  Positions to(at::ScalarType dtype) const { return {A.to(dtype), G.to(dtype)}; }
+};
+
+// The positions of one call. Those of a convolution hold each input many times, so that they are
+// formed for some samples at a time.
+class PositionSource {
+ public:
+  PositionSource(const LayerCall& call, const WeightGeometry& weight, at::ScalarType dtype);
+  // Positions that exist already.
+  explicit PositionSource(Positions whole);
+
+  int64_t samples() const { return samples_; }
+  int64_t positions() const { return positions_; }  // T
+  // How many samples to ask for at a time.
+  int64_t piece() const { return piece_; }
+  Positions of_samples(int64_t first, int64_t count) const;
+
+ private:
+  Positions whole_;  // undefined tensors: unfold
+  at::Tensor patches_;
+  at::Tensor gradients_;
+  int64_t samples_ = 0;
+  int64_t positions_ = 0;
+  int64_t piece_ = 0;
+};
+
+}  // namespace torchium::gradients::detail

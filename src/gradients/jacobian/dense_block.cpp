@@ -1,0 +1,37 @@
+#include "gradients/jacobian/dense_block.h"
+
+#include "linalg/products/symmetric_update.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+namespace torchium::gradients::detail {
+
+void add_product_of_rows_(at::Tensor& K, const at::Tensor& R, double weight) {
+  const int64_t n = std::max<int64_t>(1, R.size(0));
+  const int64_t chunk = std::max<int64_t>(1, kMaxWorkspaceElements / n);
+  at::Tensor stack = K.unsqueeze(0);
+  for (int64_t first = 0; first < R.size(1); first += chunk) {
+    const at::Tensor columns = R.narrow(1, first, std::min(chunk, R.size(1) - first));
+    linalg::detail::symmetric_update_(stack, columns.to(at::kDouble).unsqueeze(0), 1.0, weight);
+  }
+}
+
+void DenseBlock::add_gram_(at::Tensor& K, double weight) const {
+  add_product_of_rows_(K, rows_.flatten(1), weight);
+}
+
+at::Tensor DenseBlock::transpose_product(const at::Tensor& w) const {
+  return at::mv(rows_.flatten(1).t(), w).view(rows_.sizes().slice(1));
+}
+
+at::Tensor DenseBlock::product(const at::Tensor& x) const {
+  return at::mv(rows_.flatten(1), x.reshape(-1)).to(at::kDouble);
+}
+
+at::Tensor DenseBlock::weighted_rows(const at::Tensor& w) const {
+  return (rows_.flatten(1) * w.unsqueeze(1)).view(rows_.sizes());
+}
+
+}  // namespace torchium::gradients::detail

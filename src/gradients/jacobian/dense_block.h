@@ -1,0 +1,25 @@
+#pragma once
+
+#include "gradients/jacobian/jacobian_block.h"
+
+#include <utility>
+
+namespace torchium::gradients::detail {
+
+// Explicit rows: for biases, weights of norms, and weights used in ways that have no common
+// factors.
+class DenseBlock : public JacobianBlock {
+ public:
+  // rows: [n, *shape] in the state dtype.
+  explicit DenseBlock(at::Tensor rows) : rows_(std::move(rows)) {}
+
+  void add_gram_(at::Tensor& K, double weight) const override;
+  at::Tensor transpose_product(const at::Tensor& w) const override;
+  at::Tensor product(const at::Tensor& x) const override;
+  at::Tensor weighted_rows(const at::Tensor& w) const override;
+
+ private:
+  at::Tensor rows_;
+};
+
+}  // namespace torchium::gradients::detail

@@ -1,0 +1,86 @@
+#include "gradients/jacobian/dense_rows.h"
+
+#include <ATen/ATen.h>
+
+namespace torchium::gradients::detail {
+namespace {
+
+// Sums an output-shaped tensor over all but the sample and the dimensions that a bias has.
+at::Tensor sum_over_positions(const LayerCall& call, const at::Tensor& output) {
+  switch (call.kind) {
+    case LayerKind::kLinear:
+      if (output.dim() <= 2) {
+        return output.dim() == 1 ? output.unsqueeze(0) : output;
+      }
+      return output.flatten(1, output.dim() - 2).sum(1);
+    case LayerKind::kConv2d:
+      return output.dim() == 3 ? output.sum(at::IntArrayRef({1, 2})).unsqueeze(0)
+                               : output.sum(at::IntArrayRef({2, 3}));
+    case LayerKind::kGroupNorm:
+      return output.dim() == 2 ? output : output.flatten(2).sum(2);
+    case LayerKind::kLayerNorm: {
+      const int64_t dims = call.settings[kNormalizedDims];
+      if (output.dim() == dims) {
+        return output.unsqueeze(0);
+      }
+      return output.dim() == dims + 1 ? output : output.flatten(1, output.dim() - dims - 1).sum(1);
+    }
+    case LayerKind::kEmbedding:
+      break;
+  }
+  TORCH_CHECK_VALUE(false, "a layer of kind ", name_of(call.kind), " has no bias");
+}
+
+// What the affine part of a norm multiplies by its weight.
+at::Tensor normalized(const LayerCall& call, at::ScalarType dtype) {
+  const at::Tensor input = call.input.to(dtype);
+  if (call.kind == LayerKind::kGroupNorm) {
+    return at::group_norm(input, call.settings[kNumGroups], {}, {}, call.eps);
+  }
+  const int64_t dims = call.settings[kNormalizedDims];
+  return at::layer_norm(input, input.sizes().slice(input.dim() - dims), {}, {}, call.eps);
+}
+
+// Where the dimensions of a bias lie in the output.
+at::IntArrayRef parameter_dims(const LayerCall& call, const at::Tensor& output) {
+  switch (call.kind) {
+    case LayerKind::kConv2d:
+      return output.sizes().slice(output.dim() - 3, 1);
+    case LayerKind::kGroupNorm:
+      return output.sizes().slice(1, 1);
+    case LayerKind::kLayerNorm:
+      return output.sizes().slice(output.dim() - call.settings[kNormalizedDims]);
+    case LayerKind::kLinear:
+    case LayerKind::kEmbedding:
+      break;
+  }
+  return output.sizes().slice(output.dim() - 1);
+}
+
+void check_shape(const LayerCall& call, at::IntArrayRef shape, const char* role,
+                 size_t call_index) {
+  const auto expected = parameter_dims(call, call.output_gradient);
+  TORCH_CHECK_VALUE(expected == shape, "uses[", call_index, "]: the ", role, " of a ",
+                    name_of(call.kind), " layer has shape ", shape, ", but its output gradient ",
+                    call.output_gradient.sizes(), " belongs to one of shape ", expected);
+}
+
+}  // namespace
+
+at::Tensor bias_rows(const LayerCall& call, at::IntArrayRef shape, at::ScalarType dtype,
+                     size_t call_index) {
+  check_shape(call, shape, "bias", call_index);
+  return sum_over_positions(call, call.output_gradient.to(dtype));
+}
+
+at::Tensor norm_weight_rows(const LayerCall& call, at::IntArrayRef shape, at::ScalarType dtype,
+                            size_t call_index) {
+  check_shape(call, shape, "weight", call_index);
+  TORCH_CHECK_VALUE(call.input.sizes() == call.output_gradient.sizes(), "uses[", call_index,
+                    "]: a ", name_of(call.kind), " layer got inputs of shape ", call.input.sizes(),
+                    " and output_gradients of shape ", call.output_gradient.sizes(),
+                    "; they must be the same");
+  return sum_over_positions(call, normalized(call, dtype) * call.output_gradient.to(dtype));
+}
+
+}  // namespace torchium::gradients::detail

@@ -1,0 +1,34 @@
+#include "gradients/jacobian/embedding_block.h"
+
+#include "gradients/jacobian/embedding_gram.h"
+
+#include <ATen/ATen.h>
+
+#include <utility>
+
+namespace torchium::gradients::detail {
+EmbeddingBlock::EmbeddingBlock(at::Tensor indices, at::Tensor e, int64_t table_rows)
+    : indices_(std::move(indices)), e_(std::move(e)), table_rows_(table_rows) {}
+
+void EmbeddingBlock::add_gram_(at::Tensor& K, double weight) const {
+  if (K.is_cpu()) {
+    add_embedding_gram_on_cpu_(K, indices_, e_, weight);
+    return;
+  }
+  add_embedding_gram_(K, indices_, e_, table_rows_, weight);
+}
+
+at::Tensor EmbeddingBlock::transpose_product(const at::Tensor& w) const {
+  return at::embedding_dense_backward(e_ * w.view({-1, 1, 1}), indices_, table_rows_,
+                                      /*padding_idx=*/-1, /*scale_grad_by_freq=*/false);
+}
+
+at::Tensor EmbeddingBlock::product(const at::Tensor& x) const {
+  return (at::embedding(x, indices_) * e_).sum(at::IntArrayRef({1, 2}), false, at::kDouble);
+}
+
+at::Tensor EmbeddingBlock::weighted_rows(const at::Tensor& w) const {
+  return scatter_lookups(indices_, e_ * w.view({-1, 1, 1}), table_rows_);
+}
+
+}  // namespace torchium::gradients::detail

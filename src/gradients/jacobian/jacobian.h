@@ -1,0 +1,52 @@
+// The Jacobian J [n, P]: one row per sample, the gradient of its loss by all parameters. Never
+// formed as a whole: the blocks of linear, convolution and embedding weights stay in factors.
+#pragma once
+
+#include "gradients/capture/layer_call.h"
+#include "gradients/jacobian/jacobian_block.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <vector>
+
+namespace torchium::gradients::detail {
+
+// All samples of the calls: the sum over micro-batches. ValueError where uses of one micro-batch
+// disagree, or there are none. Works on tensors with symbolic sizes.
+c10::SymInt count_samples(const std::vector<LayerCall>& calls);
+
+class Jacobian {
+ public:
+  // Rows are ordered by micro-batch. Every output gradient counts `scale / loss_scale` times
+  // (loss_scale: a number on the device, or undefined for 1). A parameter that a micro-batch does
+  // not use has zero rows there. Raises ValueError where uses and parameters do not fit.
+  Jacobian(at::TensorList params, const std::vector<LayerCall>& calls, double scale = 1.0,
+           const at::Tensor& loss_scale = {});
+
+  int64_t samples() const { return samples_; }
+
+  // sum over the parameters p of weights[p] J_p J_p^T: [n, n] float64.
+  at::Tensor gram(at::ArrayRef<double> weights) const;
+  // J_p^T w, times scales[p] if given, for w [n]: one tensor per parameter, in its state dtype.
+  std::vector<at::Tensor> transpose_product(const at::Tensor& w,
+                                            at::ArrayRef<double> scales = {}) const;
+  // The sum of J_p x_p, times scales[p] if given, for x with one tensor per parameter: [n] float64.
+  at::Tensor product(at::TensorList x, at::ArrayRef<double> scales = {}) const;
+  // J: one tensor [n, *shape] per parameter, in its state dtype.
+  std::vector<at::Tensor> rows() const;
+
+ private:
+  struct Column {
+    at::ScalarType dtype;  // of the state
+    std::vector<int64_t> shape;
+    std::unique_ptr<JacobianBlock> block;  // null: no call, all zero
+    int64_t shared_bias;                   // see jacobian_pieces.h
+  };
+
+  std::vector<Column> columns_;
+  int64_t samples_ = 0;
+  at::Tensor scale_;  // 0-dim float64
+};
+
+}  // namespace torchium::gradients::detail

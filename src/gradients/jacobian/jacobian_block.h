@@ -1,0 +1,38 @@
+// The columns of a Jacobian that belong to one parameter.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+namespace torchium::gradients::detail {
+
+// J: one row per sample, its gradient by one parameter. Kept in a factored form in the state dtype
+// of the parameter (float64 for float64, else float32).
+class JacobianBlock {
+ public:
+  virtual ~JacobianBlock() = default;
+
+  // K += weight * J J^T, with K [n, n] float64, symmetric. Sums are float64: an error in K is
+  // multiplied by 1 / damping later.
+  virtual void add_gram_(at::Tensor& K, double weight) const = 0;
+  // The same for J and, with `bias_weight`, for the bias that has exactly the calls of this weight,
+  // by products that both share. Returns false and adds nothing if that would save no work.
+  virtual bool add_gram_with_bias_(at::Tensor& K, double weight, double bias_weight) const {
+    return false;
+  }
+  // J^T w for w [n] of the state dtype: a tensor of the parameter's shape.
+  virtual at::Tensor transpose_product(const at::Tensor& w) const = 0;
+  // J x for x of the parameter's shape and the state dtype: [n] float64.
+  virtual at::Tensor product(const at::Tensor& x) const = 0;
+  // diag(w) J for w [n] of the state dtype: [n, *shape].
+  virtual at::Tensor weighted_rows(const at::Tensor& w) const = 0;
+};
+
+// Elements of a float64 workspace: 16 MB.
+constexpr int64_t kMaxWorkspaceElements = int64_t{1} << 21;
+
+// K += weight * R R^T, with R [n, columns].
+void add_product_of_rows_(at::Tensor& K, const at::Tensor& R, double weight);
+
+}  // namespace torchium::gradients::detail

@@ -1,0 +1,194 @@
+#include "gradients/jacobian/pair_block.h"
+
+#include "support/huge_pages.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Context.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace torchium::gradients::detail {
+namespace {
+
+// Elements of explicit rows that exist at a time.
+constexpr int64_t kMaxRowElements = int64_t{1} << 23;
+// Samples of one side of a product of pairs at most: only blocks on and below the diagonal of the
+// result are computed.
+constexpr int64_t kMaxPairSamples = 128;
+
+// rows [n, groups, fan_out, fan_in] <- beta rows + sum_t G[group, i, t] A[group, i, t]^T
+void add_rows_(at::Tensor rows, const Positions& x, double beta) {
+  const int64_t groups = x.A.size(0);
+  const int64_t samples = x.A.size(1);
+  if (groups <= samples) {
+    for (int64_t group = 0; group < groups; ++group) {
+      rows.select(1, group).baddbmm_(x.G[group].mT(), x.A[group], beta);
+    }
+  } else {
+    for (int64_t i = 0; i < samples; ++i) {
+      rows.select(0, i).baddbmm_(x.G.select(1, i).mT(), x.A.select(1, i), beta);
+    }
+  }
+}
+
+Positions weighted(const Positions& x, const at::Tensor& w) {
+  return {x.A, x.G * w.view({1, -1, 1, 1})};
+}
+
+}  // namespace
+
+PairBlock::PairBlock(std::vector<Use> calls, int64_t groups, at::IntArrayRef shape, int64_t samples)
+    : uses_(std::move(calls)),
+      groups_(groups),
+      fan_in_(c10::multiply_integers(shape.slice(1))),
+      fan_out_(shape[0] / groups),
+      shape_(shape.vec()),
+      samples_(samples) {}
+
+template <typename Visit>
+void PairBlock::for_each_piece(const Visit& visit) const {
+  for (const auto& [source, first_row] : uses_) {
+    for (int64_t first = 0; first < source.samples(); first += source.piece()) {
+      const int64_t count = std::min(source.piece(), source.samples() - first);
+      visit(source.of_samples(first, count), first_row + first);
+    }
+  }
+}
+
+// Multiplications per group. Every pair of positions needs an inner product of either kind. Or,
+// once all rows are formed, every pair of samples needs one of length p o.
+bool PairBlock::saves_by_pairs() const {
+  double positions = 0;  // of all samples
+  for (const auto& call : uses_) {
+    positions += static_cast<double>(call.source.samples() * call.source.positions());
+  }
+  const double n = static_cast<double>(samples_);
+  const double p = static_cast<double>(fan_in_);
+  const double o = static_cast<double>(fan_out_);
+  return positions * positions * (p + o) <= positions * p * o + n * n * p * o;
+}
+
+void PairBlock::add_gram_(at::Tensor& K, double weight) const {
+  if (saves_by_pairs()) {
+    add_gram_by_pairs_(K, weight, 0.0);
+  } else {
+    add_gram_by_rows_(K, weight);
+  }
+}
+
+bool PairBlock::add_gram_with_bias_(at::Tensor& K, double weight, double bias_weight) const {
+  if (!saves_by_pairs()) {
+    return false;
+  }
+  add_gram_by_pairs_(K, weight, bias_weight);
+  return true;
+}
+
+// K_ij += sum over groups, t and s of (weight * A_it . A_js + bias_weight) (G_it . G_js)
+void PairBlock::add_gram_by_pairs_(at::Tensor& K, double weight, double bias_weight) const {
+  const at::NoTF32Guard full_precision;
+  struct Piece {
+    const Use* call;
+    int64_t first;
+    int64_t count;
+    int64_t row() const { return call->first_row + first; }
+  };
+  std::vector<Piece> pieces;
+  for (const auto& call : uses_) {
+    const int64_t T = std::max<int64_t>(1, call.source.positions());
+    const int64_t of_sample = groups_ * T * std::max({fan_in_, fan_out_, T});
+    const int64_t count =
+        std::clamp<int64_t>(kMaxWorkspaceElements / of_sample, 1, kMaxPairSamples);
+    for (int64_t first = 0; first < call.source.samples(); first += count) {
+      pieces.push_back({&call, first, std::min(count, call.source.samples() - first)});
+    }
+  }
+  const auto positions = [](const Piece& piece) {
+    return piece.call->source.of_samples(piece.first, piece.count).to(at::kDouble);
+  };
+  for (size_t a = 0; a < pieces.size(); ++a) {
+    const Positions x = positions(pieces[a]);
+    for (size_t b = 0; b <= a; ++b) {
+      const Positions y = a == b ? x : positions(pieces[b]);
+      at::Tensor sums = at::bmm(x.A.flatten(1, 2), y.A.flatten(1, 2).mT()).mul_(weight);
+      if (bias_weight != 0.0) {
+        sums.add_(bias_weight);
+      }
+      sums.mul_(at::bmm(x.G.flatten(1, 2), y.G.flatten(1, 2).mT()));
+      sums = sums.view({groups_, x.A.size(1), x.A.size(2), y.A.size(1), y.A.size(2)});
+      sums = sums.size(2) * sums.size(4) == 1 ? sums.squeeze(4).squeeze(2)
+                                              : sums.sum(at::IntArrayRef({2, 4}));
+      for (int64_t group = 0; group < groups_; ++group) {
+        K.narrow(0, pieces[a].row(), pieces[a].count)
+            .narrow(1, pieces[b].row(), pieces[b].count)
+            .add_(sums[group]);
+        if (a != b) {
+          K.narrow(0, pieces[b].row(), pieces[b].count)
+              .narrow(1, pieces[a].row(), pieces[a].count)
+              .add_(sums[group].t());
+        }
+      }
+    }
+  }
+}
+
+void PairBlock::add_gram_by_rows_(at::Tensor& K, double weight) const {
+  const at::NoTF32Guard full_precision;
+  const int64_t of_output = samples_ * groups_ * fan_in_;
+  const int64_t chunk = std::max<int64_t>(1, kMaxRowElements / of_output);
+  for (int64_t first = 0; first < fan_out_; first += chunk) {
+    const int64_t outputs = std::min(chunk, fan_out_ - first);
+    at::Tensor rows;
+    for_each_piece([&](const Positions& x, int64_t row) {
+      if (!rows.defined()) {
+        rows = at::zeros({samples_, groups_, outputs, fan_in_}, x.A.options());
+      }
+      add_rows_(rows.narrow(0, row, x.A.size(1)), {x.A, x.G.narrow(3, first, outputs)}, 1.0);
+    });
+    add_product_of_rows_(K, rows.flatten(1), weight);
+  }
+}
+
+at::Tensor PairBlock::transpose_product(const at::Tensor& w) const {
+  const at::NoTF32Guard full_precision;
+  at::Tensor result = at::empty({groups_, fan_out_, fan_in_}, w.options());
+  double beta = 0.0;
+  for_each_piece([&](const Positions& x, int64_t row) {
+    const auto [A, G] = weighted(x, w.narrow(0, row, x.A.size(1)));
+    result.baddbmm_(G.flatten(1, 2).mT(), A.flatten(1, 2), beta);
+    beta = 1.0;
+  });
+  return result.view(shape_);
+}
+
+at::Tensor PairBlock::product(const at::Tensor& x) const {
+  const at::NoTF32Guard full_precision;
+  const at::Tensor matrices = x.reshape({groups_, fan_out_, fan_in_}).mT();
+  const at::Tensor result = at::zeros({samples_}, x.options());
+  for_each_piece([&](const Positions& y, int64_t row) {
+    const at::Tensor outputs = at::bmm(y.A.flatten(1, 2), matrices).view(y.G.sizes());
+    result.narrow(0, row, y.A.size(1)).add_((outputs * y.G).sum(at::IntArrayRef({0, 2, 3})));
+  });
+  return result.to(at::kDouble);
+}
+
+at::Tensor PairBlock::weighted_rows(const at::Tensor& w) const {
+  const at::NoTF32Guard full_precision;
+  const bool covered = uses_.size() == 1 && uses_[0].source.samples() == samples_;
+  const std::vector<int64_t> sizes{samples_, groups_, fan_out_, fan_in_};
+  const at::Tensor rows = torchium::detail::empty_in_huge_pages(sizes, w.options());
+  if (!covered) {
+    rows.zero_();
+  }
+  for_each_piece([&](const Positions& x, int64_t row) {
+    const int64_t count = x.A.size(1);
+    add_rows_(rows.narrow(0, row, count), weighted(x, w.narrow(0, row, count)),
+              covered ? 0.0 : 1.0);
+  });
+  auto shape = shape_;
+  shape.insert(shape.begin(), samples_);
+  return rows.view(shape);
+}
+
+}  // namespace torchium::gradients::detail

@@ -1,0 +1,44 @@
+#pragma once
+
+#include "gradients/factors/patches.h"
+#include "gradients/jacobian/jacobian_block.h"
+
+#include <vector>
+
+namespace torchium::gradients::detail {
+
+// A linear or convolution weight: the row of a sample is, for each group, the sum over the
+// positions t of all its calls of G[group, i, t] A[group, i, t]^T.
+class PairBlock : public JacobianBlock {
+ public:
+  struct Use {
+    PositionSource source;
+    int64_t first_row;  // of the sample that comes first in `source`
+  };
+
+  // `shape` is that of the weight: [groups * fan_out, fan_in...]; `samples` all rows of J.
+  PairBlock(std::vector<Use> calls, int64_t groups, at::IntArrayRef shape, int64_t samples);
+
+  void add_gram_(at::Tensor& K, double weight) const override;
+  bool add_gram_with_bias_(at::Tensor& K, double weight, double bias_weight) const override;
+  at::Tensor transpose_product(const at::Tensor& w) const override;
+  at::Tensor product(const at::Tensor& x) const override;
+  at::Tensor weighted_rows(const at::Tensor& w) const override;
+
+ private:
+  bool saves_by_pairs() const;
+  void add_gram_by_pairs_(at::Tensor& K, double weight, double bias_weight) const;
+  void add_gram_by_rows_(at::Tensor& K, double weight) const;
+  // Calls visit(positions, first row) for all pieces of all calls.
+  template <typename Visit>
+  void for_each_piece(const Visit& visit) const;
+
+  std::vector<Use> uses_;
+  int64_t groups_;
+  int64_t fan_in_;
+  int64_t fan_out_;
+  std::vector<int64_t> shape_;
+  int64_t samples_;
+};
+
+}  // namespace torchium::gradients::detail

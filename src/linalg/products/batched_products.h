@@ -1,0 +1,44 @@
+// Products of stacks of float32 matrices on a GPU by cuBLAS, in the precision that the caller
+// names. CUDA builds only, but for matmul_precision. See cuda_kernels/split_gemm/batched_product.h
+// for others.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+namespace torchium::linalg::detail {
+
+// As in torch.set_float32_matmul_precision.
+enum class MatmulPrecision {
+  kHighest,  // float32, or operands of 22 bits each
+  kHigh,     // TF32, or operands of 11 bits each
+};
+
+// "highest" or "high"; none: torch's current setting.
+MatmulPrecision matmul_precision(const std::optional<std::string>& name);
+
+// C <- beta C + alpha X X^T, X: [N, n, k], or alpha X^T X, X: [N, k, n], for contiguous X and C [N,
+// n, n]. alpha and beta are on the device.
+void gram_update_(at::Tensor& C, const at::Tensor& X, bool transposed, const float* alpha,
+                  const float* beta, MatmulPrecision precision);
+
+// out [N, m, n] <- A [N, m, k] B [N, k, n]; all are contiguous, and out neither of the others.
+void multiply_batches_out(at::Tensor& out, const at::Tensor& A, const at::Tensor& B,
+                          MatmulPrecision precision);
+
+// Float32 matrices of one shape anywhere on a device: an array there of their addresses.
+struct MatrixAddresses {
+  float* const* matrices;
+  bool transposed = false;  // in the product
+};
+
+// C <- op(A) op(B) for `count` matrices; op(A) is [m, k], op(B) [k, n]. All are contiguous, and
+// begin at multiples of 16 bytes unless the length of their rows is no multiple of 4.
+void multiply_at_addresses(float* const* C, const MatrixAddresses& A, const MatrixAddresses& B,
+                           int64_t m, int64_t n, int64_t k, int64_t count,
+                           MatmulPrecision precision);
+
+}  // namespace torchium::linalg::detail

@@ -1,0 +1,46 @@
+// The matrix products of a fused step, of all blocks in few launches. CUDA builds only.
+#pragma once
+
+#include "cuda_kernels/optimizer_step/shampoo_step.h"
+#include "linalg/products/batched_products.h"
+#include "optim/blocked/block_storage.h"
+#include "optim/blocked/cuda/block_workspace.h"
+
+#include <cstdint>
+#include <cuda_runtime_api.h>
+#include <vector>
+
+namespace torchium::optim::detail {
+
+class BlockProducts {
+ public:
+  BlockProducts(const std::vector<MatrixBatch>& batches, const BlockWorkspace& storage,
+                linalg::detail::MatmulPrecision precision, cudaStream_t stream)
+      : batches_(batches), workspace_(storage), precision_(precision), stream_(stream) {}
+
+  // L_i <- b2 L_i + (1 - b2) mat_i(g) mat_i(g)^T. control: on the device.
+  void update_statistics(const cuda_kernels::StepControl* control) const;
+  // d = m x_1 R_1 ... x_k R_k.
+  void precondition() const;
+
+ private:
+  // Some matrices of a batch.
+  struct Piece {
+    size_t batch;
+    int64_t start, count;
+  };
+  class PartOperands;
+
+  // Halves without lower ones.
+  bool is_single() const { return precision_ == linalg::detail::MatmulPrecision::kHigh; }
+  std::vector<std::vector<Piece>> split_parts() const;
+  void precondition_part(const std::vector<Piece>& part, PartOperands& operands) const;
+  void precondition_floats(size_t b) const;
+
+  const std::vector<MatrixBatch>& batches_;
+  const BlockWorkspace& workspace_;
+  linalg::detail::MatmulPrecision precision_;
+  cudaStream_t stream_;
+};
+
+}  // namespace torchium::optim::detail

@@ -1,0 +1,423 @@
+#include "optim/blocked/preconditioner.h"
+
+#include "linalg/matrix_functions.h"
+#include "linalg/matrix_groups.h"
+#include "linalg/products/symmetric_update.h"
+#include "linalg/roots/device_newton.h"
+#include "linalg/roots/newton.h"
+#include "linalg/spectral/spectral.h"
+#include "optim/blocked/root_failures.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <map>
+#include <optional>
+
+namespace torchium::optim::detail {
+namespace {
+
+// mat_i(x): [count, n_i, product of the other sizes].
+at::Tensor matricize(const at::Tensor& blocks, int64_t mode) {
+  if (blocks.dim() == 2) {
+    return blocks.unsqueeze(-1);
+  }
+  if (blocks.dim() == 3) {
+    return mode == 0 ? blocks : blocks.transpose(1, 2);
+  }
+  return blocks.movedim(mode + 1, 1).flatten(2);
+}
+
+// x x_i R: multiplies mode i of every block by its symmetric R.
+at::Tensor mode_product(const at::Tensor& blocks, const at::Tensor& roots, int64_t mode) {
+  if (blocks.dim() == 2) {
+    return at::bmm(roots, blocks.unsqueeze(-1)).squeeze(-1);
+  }
+  if (blocks.dim() == 3) {
+    return mode == 0 ? at::bmm(roots, blocks) : at::bmm(blocks, roots);
+  }
+  const at::Tensor moved = blocks.movedim(mode + 1, 1);
+  return at::bmm(roots, moved.flatten(2)).view(moved.sizes()).movedim(1, mode + 1);
+}
+
+// Neighbouring due entries, as ranges of matrices that can be renewed in one call.
+struct DueRange {
+  double exponent;
+  int64_t start;
+  int64_t count;
+  std::vector<const MatrixBatch::Entry*> entries;
+};
+
+std::vector<DueRange> due_ranges(const MatrixBatch& batch, const RootRule& rule,
+                                 const std::vector<int64_t>& due_steps) {
+  std::vector<DueRange> ranges;
+  for (const auto& entry : batch.entries) {
+    const int64_t t = due_steps[entry.param];
+    if (t == 0) {
+      continue;
+    }
+    const double exponent = root_exponent(rule, static_cast<int64_t>(batch.sizes.size()), t);
+    const int64_t count = entry.shape->count();
+    if (!ranges.empty() && ranges.back().start + ranges.back().count == entry.start &&
+        ranges.back().exponent == exponent) {
+      ranges.back().count += count;
+      ranges.back().entries.push_back(&entry);
+    } else {
+      ranges.push_back({exponent, entry.start, count, {&entry}});
+    }
+  }
+  return ranges;
+}
+
+// One mode of a range of matrices whose roots are due.
+struct DueMatrices {
+  MatrixBatch* batch;
+  size_t mode;
+  const DueRange* range;
+
+  at::Tensor of(const std::vector<at::Tensor>& one_a_mode) const {
+    return one_a_mode[mode].narrow(0, range->start, range->count);
+  }
+};
+
+using DueGroup = std::vector<DueMatrices>;
+
+// The matrices of one order, dtype and device. A group has about `enough` elements at most.
+std::vector<DueGroup> by_order(const DueGroup& all, int64_t enough) {
+  std::vector<at::Tensor> statistics;
+  for (const DueMatrices& matrices : all) {
+    statistics.push_back(matrices.of(matrices.batch->statistics));
+  }
+  std::vector<DueGroup> groups;
+  for (const auto& group : linalg::detail::group_by_order(statistics, enough)) {
+    groups.emplace_back();
+    for (const size_t i : group) {
+      groups.back().push_back(all[i]);
+    }
+  }
+  return groups;
+}
+
+// The c of all matrices, [N] float64; undefined where it is 1.
+at::Tensor divisors(const DueGroup& group, const std::vector<StepScalar>& corrections) {
+  const auto options = group[0].batch->statistics[0].options().dtype(at::kDouble);
+  const StepScalar& first = corrections[group[0].range->entries[0]->param];
+  bool is_uniform = !first.device.defined();
+  int64_t count = 0;
+  for (const DueMatrices& matrices : group) {
+    count += matrices.range->count;
+    for (const auto* entry : matrices.range->entries) {
+      const StepScalar& other = corrections[entry->param];
+      is_uniform &= !other.device.defined() && other.host == first.host;
+    }
+  }
+  if (is_uniform) {
+    return first.host == 1.0 ? at::Tensor() : at::full({count}, first.host, options);
+  }
+  std::vector<at::Tensor> each;
+  for (const DueMatrices& matrices : group) {
+    for (const auto* entry : matrices.range->entries) {
+      const StepScalar& c = corrections[entry->param];
+      const at::Tensor value =
+          c.device.defined() ? c.device.to(at::kDouble) : at::scalar_tensor(c.host, options);
+      each.push_back(value.expand({entry->shape->count()}));
+    }
+  }
+  return at::cat(each);
+}
+
+// Of one solve of small matrices, for which launches count more than memory. Stacks with more
+// elements are solved by themselves.
+constexpr int64_t kElementsInPlace = int64_t{1} << 22;
+constexpr int64_t kElementsByCopies = int64_t{1} << 26;
+// Of roots with fewer bits than the statistics that are renewed at once on a GPU.
+constexpr int64_t kElementsOfCopies = int64_t{1} << 25;
+// On the CPU roots by eigenvectors or the iteration are renewed few matrices at a time, so that
+// what is needed for them stays in the cache and is not given back to the system.
+constexpr int64_t kElementsByCopiesOnCpu = int64_t{1} << 18;
+
+// Matrices of order n that are taken from a buffer at once, as many for each thread.
+int64_t matrices_at_once_on_cpu(int64_t n) {
+  const int64_t threads = at::get_num_threads();
+  const int64_t few = std::max<int64_t>(1, kElementsByCopiesOnCpu / std::max<int64_t>(1, n * n));
+  return (few + threads - 1) / threads * threads;
+}
+
+struct Candidate {
+  at::Tensor root;
+  at::Tensor accepted;  // [N] bool
+};
+
+// Matrices of one buffer whose roots are renewed.
+struct Renewal {
+  at::Tensor statistics;
+  at::Tensor divisors;  // undefined: 1
+  at::Tensor roots, failures;
+
+  Renewal part(int64_t begin, int64_t count) const {
+    const auto slice = [&](const at::Tensor& x) { return x.narrow(0, begin, count); };
+    return {slice(statistics), divisors.defined() ? slice(divisors) : divisors, slice(roots),
+            slice(failures)};
+  }
+  at::Tensor corrected() const {
+    return divisors.defined() ? statistics / divisors.to(statistics.scalar_type()).view({-1, 1, 1})
+                              : statistics;
+  }
+};
+
+Renewal renewal(const DueMatrices& matrices, const std::vector<StepScalar>& corrections) {
+  const MatrixBatch& batch = *matrices.batch;
+  return {matrices.of(batch.statistics), divisors({matrices}, corrections),
+          matrices.of(batch.roots), matrices.of(batch.root_failures)};
+}
+
+// p, if the exponent is -1/p and p no larger than what the iteration takes. Other exponents are by
+// eigenvalues.
+std::optional<int64_t> integer_root(double exponent) {
+  const double inverse = -1.0 / exponent;
+  const double root = std::round(inverse);
+  const bool is_integer = root >= 1.0 && root <= linalg::detail::kLargestIteratedRoot &&
+                          std::abs(inverse - root) < 1e-9 * root;
+  return is_integer ? std::optional(static_cast<int64_t>(root)) : std::nullopt;
+}
+
+Candidate compute_root(const at::Tensor& matrices, const RootRule& rule, double exponent) {
+  Candidate candidate;
+  at::Tensor residual;  // undefined: none is needed
+  if (const auto root = integer_root(exponent)) {
+    // On the CPU eigenvalues are checked, and replace what the iteration fails for: there a
+    // residual is large only for a matrix below the floor.
+    using linalg::detail::Residual;
+    const auto kind = matrices.is_cpu() ? Residual::kNone : Residual::kEstimate;
+    auto result = linalg::detail::matrix_inverse_root(matrices, *root, rule.eps, rule.relative_eps,
+                                                      rule.method, kind);
+    candidate.root = std::move(result.root);
+    residual = std::move(result.residual);
+  } else {
+    candidate.root = linalg::detail::matrix_power(matrices, exponent, rule.eps, rule.relative_eps);
+  }
+  candidate.accepted = linalg::detail::is_finite(candidate.root);
+  if (residual.defined()) {
+    candidate.accepted.logical_and_(residual.le(kRootResidualTolerance));
+  }
+  return candidate;
+}
+
+// Kept roots may have fewer bits, and then a smaller largest number.
+void keep_roots(at::Tensor kept, const at::Tensor& roots) {
+  constexpr double kLargestBFloat16 = 0x1.FEp127;
+  const bool is_rounded = kept.scalar_type() != roots.scalar_type();
+  kept.copy_(is_rounded ? roots.clamp(-kLargestBFloat16, kLargestBFloat16) : roots);
+}
+
+void take(at::Tensor roots, at::Tensor failures, const Candidate& candidate,
+          const FoundInfGuard& guard) {
+  const at::Tensor accepted = guard.restrict(candidate.accepted);
+  if (roots.is_cpu() && accepted.all().item<bool>()) {
+    keep_roots(roots, candidate.root);
+    failures.zero_();
+    return;
+  }
+  keep_roots(roots, at::where(accepted.view({-1, 1, 1}), candidate.root, roots));
+  const at::Tensor counted = at::where(candidate.accepted, at::zeros_like(failures), failures + 1);
+  guard.assign_(failures, counted);
+}
+
+// One solve for all of them; takes what is accepted.
+void solve_and_take(const std::vector<Renewal>& renewals, const RootRule& rule, double exponent,
+                    const FoundInfGuard& guard) {
+  std::vector<at::Tensor> inputs;
+  linalg::detail::MatrixGroup all;
+  for (const Renewal& renewal : renewals) {
+    all.push_back(inputs.size());
+    inputs.push_back(renewal.corrected());
+  }
+  const Candidate candidate =
+      compute_root(linalg::detail::joined_matrices(inputs, all), rule, exponent);
+  const auto roots = linalg::detail::split_by_buffer(candidate.root, inputs, all);
+  const auto accepted = linalg::detail::split_by_buffer(candidate.accepted, inputs, all);
+  for (const size_t i : all) {
+    take(renewals[i].roots, renewals[i].failures, {roots[i], accepted[i]}, guard);
+  }
+}
+
+// Solves for roots elsewhere: matrices of one order together, those of a large buffer a part at a
+// time.
+void renew_by_copies(const DueGroup& all, const RootRule& rule, double exponent,
+                     const std::vector<StepScalar>& corrections, const FoundInfGuard& guard) {
+  std::vector<Renewal> parts;
+  std::vector<at::Tensor> statistics;
+  for (const DueMatrices& matrices : all) {
+    const Renewal whole = renewal(matrices, corrections);
+    const int64_t count = whole.statistics.size(0);
+    const int64_t at_once = whole.statistics.is_cpu()
+                                ? matrices_at_once_on_cpu(whole.statistics.size(-1))
+                                : std::max<int64_t>(1, count);
+    for (int64_t begin = 0; begin < count; begin += at_once) {
+      parts.push_back(whole.part(begin, std::min(at_once, count - begin)));
+      statistics.push_back(parts.back().statistics);
+    }
+  }
+  const bool on_cpu = !parts.empty() && statistics[0].is_cpu();
+  const int64_t enough = on_cpu ? kElementsByCopiesOnCpu : kElementsByCopies;
+  for (const auto& group : linalg::detail::group_by_order(statistics, enough)) {
+    std::vector<Renewal> together;
+    for (const size_t i : group) {
+      together.push_back(parts[i]);
+    }
+    solve_and_take(together, rule, exponent, guard);
+  }
+}
+
+static_assert(kRootResidualTolerance == linalg::detail::kNewtonResidualTolerance);
+
+// The same by the kernels for p-th roots, which renew roots where they are.
+void renew_in_place(const Renewal& all, const RootRule& rule, int64_t p,
+                    const FoundInfGuard& guard) {
+  const auto renew = [&](const Renewal& part, const at::Tensor& roots) {
+    linalg::detail::renew_inverse_roots(part.statistics, part.divisors, p, rule.eps,
+                                        rule.relative_eps, {roots, part.failures, guard.keep()});
+  };
+  if (all.roots.scalar_type() == all.statistics.scalar_type()) {
+    renew(all, all.roots);
+    return;
+  }
+  // Roots with fewer bits are renewed as copies, of a part at a time.
+  const int64_t count = all.roots.size(0), elements = all.roots.size(1) * all.roots.size(2);
+  const int64_t at_once = std::max<int64_t>(1, kElementsOfCopies / std::max<int64_t>(1, elements));
+  for (int64_t begin = 0; begin < count; begin += at_once) {
+    const Renewal part = all.part(begin, std::min(at_once, count - begin));
+    const at::Tensor roots = part.roots.to(part.statistics.scalar_type());
+    renew(part, roots);
+    keep_roots(part.roots, roots);
+  }
+}
+
+// Several storage are joined and written back.
+void renew_joined(const DueGroup& group, const RootRule& rule, int64_t p,
+                  const std::vector<StepScalar>& corrections, const FoundInfGuard& guard) {
+  std::vector<at::Tensor> statistics, roots, failures;
+  std::vector<int64_t> counts;
+  for (const DueMatrices& matrices : group) {
+    statistics.push_back(matrices.of(matrices.batch->statistics));
+    roots.push_back(matrices.of(matrices.batch->roots));
+    failures.push_back(matrices.of(matrices.batch->root_failures));
+    counts.push_back(matrices.range->count);
+  }
+  const Renewal joined{at::cat(statistics), divisors(group, corrections), at::cat(roots),
+                       at::cat(failures)};
+  renew_in_place(joined, rule, p, guard);
+  at::_foreach_copy_(roots, joined.roots.split_with_sizes(counts));
+  at::_foreach_copy_(failures, joined.failures.split_with_sizes(counts));
+}
+
+// Renews the roots of all these matrices, those of one order in few solves.
+void renew_all(const DueGroup& all, const RootRule& rule, double exponent,
+               const std::vector<StepScalar>& corrections, const FoundInfGuard& guard) {
+  const std::optional<int64_t> p = integer_root(exponent);
+  DueGroup small, others;
+  for (const DueMatrices& matrices : all) {
+    const at::Tensor statistics = matrices.of(matrices.batch->statistics);
+    if (!p || rule.method == "eigh" || !linalg::detail::has_device_root(statistics, *p)) {
+      others.push_back(matrices);
+    } else if (statistics.numel() <= kElementsInPlace) {
+      small.push_back(matrices);
+    } else {
+      renew_in_place(renewal(matrices, corrections), rule, *p, guard);
+    }
+  }
+  for (const DueGroup& group : by_order(small, kElementsInPlace)) {
+    if (group.size() == 1) {
+      renew_in_place(renewal(group[0], corrections), rule, *p, guard);
+    } else {
+      renew_joined(group, rule, *p, corrections, guard);
+    }
+  }
+  renew_by_copies(others, rule, exponent, corrections, guard);
+}
+
+}  // namespace
+
+double root_exponent(const RootRule& rule, int64_t order, int64_t t) {
+  const double first = 2.0 * static_cast<double>(order);  // p of -1/(2k)
+  const double last = rule.exponent.has_value() ? -1.0 / *rule.exponent : first;
+  if (t >= rule.exponent_warmup) {
+    return rule.exponent.value_or(-1.0 / first);
+  }
+  const double progress = static_cast<double>(t) / static_cast<double>(rule.exponent_warmup);
+  return -1.0 / (first + std::trunc((last - first) * progress));
+}
+
+bool root_is_due(int64_t t, int64_t start, int64_t update_freq) {
+  if (t <= start) {
+    return t == start;
+  }
+  const auto octave = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(t)));
+  const int64_t interval = std::max<int64_t>(1, octave / 4);
+  return t % update_freq == 0 || (interval < update_freq && t % interval == 0);
+}
+
+void update_statistics(MatrixBatch& batch, const at::Tensor& gradients, double beta2,
+                       const FoundInfGuard& guard) {
+  for (size_t mode = 0; mode < batch.sizes.size(); ++mode) {
+    at::Tensor& statistics = batch.statistics[mode];
+    const at::Tensor matrix = matricize(gradients, static_cast<int64_t>(mode));
+    if (beta2 == 1.0) {
+      linalg::detail::symmetric_update_(statistics, matrix, 1.0, 1.0);
+    } else if (!guard.keep().defined()) {
+      linalg::detail::symmetric_update_(statistics, matrix, beta2, 1.0 - beta2);
+    } else {
+      at::Tensor product = at::empty_like(statistics);
+      linalg::detail::symmetric_update_(product, matrix, 0.0, 1.0);
+      guard.lerp_(statistics, product, 1.0 - beta2);
+    }
+  }
+}
+
+void update_roots(std::vector<MatrixBatch>& batches, const RootRule& rule,
+                  const std::vector<int64_t>& due_steps, const std::vector<StepScalar>& corrections,
+                  const FoundInfGuard& guard) {
+  std::vector<std::vector<DueRange>> ranges;  // of each batch
+  ranges.reserve(batches.size());
+  std::map<double, DueGroup> by_exponent;
+  for (auto& batch : batches) {
+    ranges.push_back(due_ranges(batch, rule, due_steps));
+    for (const DueRange& range : ranges.back()) {
+      for (size_t mode = 0; mode < batch.sizes.size(); ++mode) {
+        by_exponent[range.exponent].push_back({&batch, mode, &range});
+      }
+    }
+  }
+  for (const auto& [exponent, matrices] : by_exponent) {
+    renew_all(matrices, rule, exponent, corrections, guard);
+  }
+}
+
+at::Tensor precondition(const MatrixBatch& batch, const at::Tensor& gradients) {
+  at::Tensor direction = gradients;
+  for (size_t mode = 0; mode < batch.sizes.size(); ++mode) {
+    const at::Tensor roots = batch.roots[mode].to(direction.scalar_type());
+    direction = mode_product(direction, roots, static_cast<int64_t>(mode));
+  }
+  return direction;
+}
+
+void record_root_failures(const std::vector<MatrixBatch>& batches, at::Tensor& status) {
+  std::vector<RootFailures> all;
+  for (const auto& batch : batches) {
+    for (const auto& failures : batch.root_failures) {
+      if (failures.is_cpu() && failures.max().item<int>() == 0) {
+        continue;
+      }
+      for (const auto& entry : batch.entries) {
+        all.push_back({failures.narrow(0, entry.start, entry.shape->count()), entry.param});
+      }
+    }
+  }
+  record_root_failures(all, status);
+}
+
+}  // namespace torchium::optim::detail

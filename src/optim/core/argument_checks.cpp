@@ -1,0 +1,110 @@
+#include "optim/core/argument_checks.h"
+
+#include "optim/blocked/block_storage.h"
+#include "optim/core/step_status.h"
+
+#include <ATen/ATen.h>
+
+namespace torchium::optim::detail {
+namespace {
+
+void check_dense_real(const at::Tensor& tensor, const char* name, size_t index) {
+  TORCH_CHECK_VALUE(tensor.defined(), name, "[", index, "] is undefined; leave it out of the step");
+  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, name, "[", index, "] has layout ",
+                    tensor.layout(), "; only dense tensors are supported, call to_dense() first");
+  const auto dtype = tensor.scalar_type();
+  TORCH_CHECK_VALUE(
+      dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf,
+      name, "[", index, "] has dtype ", dtype,
+      "; only float32, float64, bfloat16 and float16 are supported");
+}
+
+}  // namespace
+
+void check_parameters(at::TensorList params, const std::vector<at::Tensor>& steps,
+                      const at::Tensor& status) {
+  TORCH_CHECK_VALUE(steps.size() == params.size(), "one step count a parameter is needed, got ",
+                    params.size(), " params and ", steps.size(), " steps");
+  TORCH_CHECK_VALUE(status.defined() && status.scalar_type() == at::kLong &&
+                        status.numel() == kStatusSize && status.is_contiguous(),
+                    "status must be a contiguous int64 tensor of ", kStatusSize, " elements");
+  for (size_t i = 0; i < params.size(); ++i) {
+    check_dense_real(params[i], "params", i);
+    TORCH_CHECK_VALUE(params[i].device() == status.device() && steps[i].device() == status.device(),
+                      "a call works on one device: params[", i, "] is on ", params[i].device(),
+                      ", its step count on ", steps[i].device(), ", status on ", status.device(),
+                      "; call it once a device");
+    TORCH_CHECK_VALUE(steps[i].scalar_type() == at::kDouble && steps[i].numel() == 1, "steps[", i,
+                      "] must be one float64 number, got ", steps[i].scalar_type(), " of shape ",
+                      steps[i].sizes());
+  }
+}
+
+void check_gradients(at::TensorList params, at::TensorList grads) {
+  TORCH_CHECK_VALUE(grads.size() == params.size(), "a step needs one gradient a parameter, got ",
+                    params.size(), " params and ", grads.size(), " grads");
+  for (size_t i = 0; i < params.size(); ++i) {
+    check_dense_real(grads[i], "grads", i);
+    TORCH_CHECK_VALUE(grads[i].sizes() == params[i].sizes(), "grads[", i, "] has shape ",
+                      grads[i].sizes(), " but its parameter has shape ", params[i].sizes());
+    TORCH_CHECK_VALUE(grads[i].device() == params[i].device(), "grads[", i, "] is on ",
+                      grads[i].device(), " but its parameter is on ", params[i].device());
+  }
+}
+
+void check_host_steps(at::IntArrayRef host_steps, size_t params, const at::Tensor& status,
+                      bool schedule_on_host) {
+  TORCH_CHECK_VALUE(host_steps.empty() || host_steps.size() == params, "host_steps has ",
+                    host_steps.size(), " entries for ", params,
+                    " params; pass one each, or none for parameters on the CPU");
+  TORCH_CHECK_VALUE(status.is_cpu() || !host_steps.empty() || !schedule_on_host,
+                    "host_steps is empty, but the parameters are on ", status.device(),
+                    "; pass the number of steps that each has taken");
+}
+
+void check_step_arguments(at::TensorList params, at::TensorList grads,
+                          const std::vector<at::Tensor>& steps, const at::Tensor& status,
+                          at::IntArrayRef host_steps, bool schedule_on_host) {
+  check_parameters(params, steps, status);
+  check_gradients(params, grads);
+  check_host_steps(host_steps, params.size(), status, schedule_on_host);
+}
+
+void check_state_list(const std::vector<at::Tensor>& state, at::TensorList params, bool needed,
+                      const char* name) {
+  if (!needed) {
+    return;
+  }
+  TORCH_CHECK_VALUE(state.size() == params.size(), name, " has ", state.size(), " tensors for ",
+                    params.size(), " params; these hyper-parameters need one each");
+  for (size_t i = 0; i < params.size(); ++i) {
+    TORCH_CHECK_VALUE(
+        state[i].sizes() == params[i].sizes() && state[i].scalar_type() == state_dtype(params[i]),
+        name, "[", i, "] is ", state[i].scalar_type(), state[i].sizes(),
+        " but its parameter needs ", state_dtype(params[i]), params[i].sizes());
+  }
+}
+
+at::Tensor signed_gradient(const at::Tensor& param, const at::Tensor& grad, bool maximize,
+                           double weight_decay, const FoundInfGuard& guard) {
+  at::Tensor g = grad.to(state_dtype(param));
+  if (maximize) {
+    g = g.neg();
+  }
+  if (weight_decay != 0.0) {
+    g = g.add(param.to(g.scalar_type()), weight_decay);
+  }
+  return guard.zero_if_skipped(g);
+}
+
+std::vector<int64_t> steps_on_host(const std::vector<at::Tensor>& steps,
+                                   at::IntArrayRef host_steps) {
+  std::vector<int64_t> result(steps.size());
+  for (size_t i = 0; i < steps.size(); ++i) {
+    result[i] =
+        host_steps.empty() ? static_cast<int64_t>(count_on_cpu(steps[i])) : host_steps[i] + 1;
+  }
+  return result;
+}
+
+}  // namespace torchium::optim::detail

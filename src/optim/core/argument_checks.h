@@ -1,0 +1,45 @@
+// What every step does first: check its arguments and bring the gradients into working form.
+#pragma once
+
+#include "optim/core/found_inf_guard.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+namespace torchium::optim::detail {
+
+// Raises ValueError, before anything changes, unless all parameters are dense, real and floating on
+// one device, and there is one step count a parameter.
+void check_parameters(at::TensorList params, const std::vector<at::Tensor>& steps,
+                      const at::Tensor& status);
+
+// The same for gradients, each of which must fit its parameter.
+void check_gradients(at::TensorList params, at::TensorList grads);
+
+// Raises ValueError where the host decides on roots without knowing the step counts.
+void check_host_steps(at::IntArrayRef host_steps, size_t params, const at::Tensor& status,
+                      bool schedule_on_host);
+
+// All of these.
+void check_step_arguments(at::TensorList params, at::TensorList grads,
+                          const std::vector<at::Tensor>& steps, const at::Tensor& status,
+                          at::IntArrayRef host_steps, bool schedule_on_host);
+
+// Checks a list of state tensors of the parameters' shapes and state dtype: one a parameter if
+// `needed`, else empty or unused.
+void check_state_list(const std::vector<at::Tensor>& state, at::TensorList params, bool needed,
+                      const char* name);
+
+// g: the gradient in the state's dtype, negated for `maximize`, plus weight_decay * parameter; zero
+// where the step is skipped. The gradient itself where it needs no change: never write to the
+// result.
+at::Tensor signed_gradient(const at::Tensor& param, const at::Tensor& grad, bool maximize,
+                           double weight_decay, const FoundInfGuard& guard);
+
+// t of each parameter, as the host knows it: host_steps + 1, or `steps` of the CPU if that is
+// empty.
+std::vector<int64_t> steps_on_host(const std::vector<at::Tensor>& steps,
+                                   at::IntArrayRef host_steps);
+
+}  // namespace torchium::optim::detail

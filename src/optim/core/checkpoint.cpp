@@ -1,0 +1,227 @@
+// Archives of the optimizers: libtorch's format, checked as a whole before anything is loaded.
+#include "optim/blocked/block_storage.h"
+#include "optim/core/group_runtime.h"
+#include "optim/core/group_step.h"
+#include "optim/core/state_checks.h"
+#include "torchium/optim/second_order_optimizer.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/util/irange.h>
+#include <torch/optim/serialize.h>
+
+#include <algorithm>
+#include <unordered_map>
+#include <utility>
+
+namespace torchium::optim {
+namespace {
+
+using torch::serialize::InputArchive;
+using torch::serialize::OutputArchive;
+
+template <typename Value>
+Value read(InputArchive& archive, const std::string& key) {
+  Value value;
+  TORCH_CHECK_VALUE(archive.try_read(key, value), "the archive has no entry '", key,
+                    "'; it was not written by an optimizer of Torchium");
+  return value;
+}
+
+// One parameter group of an archive.
+struct SavedGroup {
+  std::vector<std::string> params;  // keys of the states
+  InputArchive options;
+};
+
+std::vector<SavedGroup> read_groups(InputArchive& archive) {
+  auto groups_archive = read<InputArchive>(archive, "param_groups");
+  std::vector<SavedGroup> groups;
+  const auto group_count = read<at::Tensor>(groups_archive, "param_groups/size").item<int64_t>();
+  for (const auto group : c10::irange(group_count)) {
+    auto group_archive =
+        read<InputArchive>(groups_archive, "param_groups/" + std::to_string(group));
+    SavedGroup saved;
+    const auto count = read<at::Tensor>(group_archive, "params/size").item<int64_t>();
+    for (const auto i : c10::irange(count)) {
+      const auto key = read<c10::IValue>(group_archive, "params/" + std::to_string(i));
+      saved.params.push_back(key.toStringRef());
+    }
+    saved.options = read<InputArchive>(group_archive, "options");
+    groups.push_back(std::move(saved));
+  }
+  return groups;
+}
+
+}  // namespace
+
+std::vector<std::pair<std::string, at::Tensor>> SecondOrderParamState::tensors() const {
+  std::vector<std::pair<std::string, at::Tensor>> result{{"step", step()}};
+  // These give addresses for writing too; nothing is written here.
+  auto* self = const_cast<SecondOrderParamState*>(this);
+  for (const auto& members : {self->counts(), self->parameter_shaped()}) {
+    for (const auto& [key, tensor] : members) {
+      if (tensor->defined()) {
+        result.emplace_back(key, *tensor);
+      }
+    }
+  }
+  return result;
+}
+
+bool SecondOrderParamState::is_of(const at::Tensor& param) {
+  const auto dtype = detail::state_dtype(param);
+  const auto shaped = parameter_shaped();
+  return step().device() == param.device() &&
+         std::all_of(shaped.begin(), shaped.end(), [&](const NamedTensor& member) {
+           const at::Tensor& tensor = *member.second;
+           return !tensor.defined() ||
+                  (tensor.scalar_type() == dtype && tensor.device() == param.device());
+         });
+}
+
+void SecondOrderParamState::convert_to(const at::Tensor& param) {
+  step(step().to(param.device()));
+  for (const auto& [key, tensor] : counts()) {
+    *tensor = tensor->defined() ? tensor->to(param.device()) : *tensor;
+  }
+  for (const auto& [key, tensor] : parameter_shaped()) {
+    *tensor = tensor->defined() ? tensor->to(param.device(), detail::state_dtype(param)) : *tensor;
+  }
+}
+
+void SecondOrderParamState::serialize(OutputArchive& archive) const {
+  for (const auto& [key, tensor] : tensors()) {
+    archive.write(key, tensor.clone(), /*is_buffer=*/true);
+  }
+}
+
+void SecondOrderParamState::serialize(InputArchive& archive) {
+  TORCH_CHECK_VALUE(archive.try_read("step", step(), /*is_buffer=*/true),
+                    "the archive has no step count of a parameter; it was not written by an "
+                    "optimizer of Torchium");
+  for (const auto& members : {counts(), parameter_shaped()}) {
+    for (const auto& [key, tensor] : members) {
+      archive.try_read(key, *tensor, /*is_buffer=*/true);
+    }
+  }
+}
+
+void SecondOrderOptimizer::save(OutputArchive& archive) const {
+  refuse_moved_from();
+  // The members that differ between optimizers are virtual, so their bases are enough.
+  torch::optim::serialize<torch::optim::OptimizerParamState, torch::optim::OptimizerOptions>(
+      archive, *this);
+  save_more(archive);
+}
+
+void SecondOrderOptimizer::load(InputArchive& archive) {
+  refuse_moved_from();
+  const at::NoGradGuard no_grad;
+  auto saved_groups = read_groups(archive);
+  TORCH_CHECK_VALUE(saved_groups.size() == param_groups_.size(), "the archive has ",
+                    saved_groups.size(), " parameter groups, but the optimizer has ",
+                    param_groups_.size());
+  auto states_archive = read<InputArchive>(archive, "state");
+
+  std::vector<std::unique_ptr<Options>> options;
+  std::vector<StateList> states;
+  for (const auto group : c10::irange(saved_groups.size())) {
+    auto& saved = saved_groups[group];
+    const size_t param_count = param_groups_[group].params().size();
+    TORCH_CHECK_VALUE(saved.params.size() == param_count, "group ", group, " of the archive has ",
+                      saved.params.size(), " parameters, but that of the optimizer has ",
+                      param_count);
+    options.push_back(defaults().clone());
+    options.back()->serialize(saved.options);
+    check_options(*options.back());
+    StateList loaded(param_count);
+    for (const auto i : c10::irange(param_count)) {
+      InputArchive state_archive;
+      if (states_archive.try_read(saved.params[i], state_archive)) {
+        loaded[i] = make_empty_state();
+        loaded[i]->serialize(state_archive);
+      }
+    }
+    states.push_back(fit_states(group, *options.back(), loaded));
+  }
+
+  std::vector<const Options*> all_options;
+  for (const auto& entry : options) {
+    all_options.push_back(entry.get());
+  }
+  check_together(all_options);
+  const auto replace_more = read_more(archive);
+
+  // Everything fits: from here on nothing throws.
+  state_.clear();
+  forget_derived();
+  for (const auto group : c10::irange(param_groups_.size())) {
+    param_groups_[group].set_options(std::move(options[group]));
+    for (const auto i : c10::irange(states[group].size())) {
+      if (states[group][i] != nullptr) {
+        state_[param_groups_[group].params()[i].unsafeGetTensorImpl()] =
+            std::move(states[group][i]);
+      }
+    }
+  }
+  if (replace_more) {
+    replace_more();
+  }
+}
+
+SecondOrderOptimizer::StateList SecondOrderOptimizer::fit_states(size_t group,
+                                                                 const Options& options,
+                                                                 const StateList& loaded) const {
+  StateList fitted(loaded.size());
+  std::vector<at::Tensor> params;
+  std::vector<SecondOrderParamState*> sources;
+  std::vector<SecondOrderParamState*> targets;
+  for (const auto i : c10::irange(loaded.size())) {
+    if (loaded[i] == nullptr) {
+      continue;
+    }
+    const at::Tensor& param = param_groups_[group].params()[i];
+    const std::string name = describe(param);
+    fitted[i] = make_empty_state();
+    init_parameter_shaped(options, param, *fitted[i]);
+    const auto saved = loaded[i]->parameter_shaped();
+    const auto needed = fitted[i]->parameter_shaped();
+    for (const auto k : c10::irange(needed.size())) {
+      const auto& [key, source] = saved[k];
+      if (source->defined()) {
+        at::Tensor target = detail::parameter_shaped_zeros(param);
+        detail::check_fits(*source, target, key, name);
+        *needed[k].second = target.copy_(*source);
+      } else {
+        TORCH_CHECK_VALUE(!needed[k].second->defined(), "the archive has no ", key, " of ", name);
+      }
+    }
+    const auto fitted_count = [&](const at::Tensor& saved, const std::string& key) {
+      at::Tensor count = at::zeros({}, at::TensorOptions(at::kDouble).device(param.device()));
+      detail::check_fits(saved, count, key, name);
+      return count.copy_(saved);
+    };
+    fitted[i]->step(fitted_count(loaded[i]->step(), "step"));
+    const auto counts = fitted[i]->counts();
+    const auto saved_counts = loaded[i]->counts();
+    for (const auto k : c10::irange(counts.size())) {
+      const auto& [key, source] = saved_counts[k];
+      if (source->defined()) {
+        *counts[k].second = fitted_count(*source, key);
+      }
+    }
+    params.push_back(param);
+    sources.push_back(loaded[i].get());
+    targets.push_back(fitted[i].get());
+  }
+  fit_loaded(options, params, sources, targets);
+  for (const auto i : c10::irange(targets.size())) {
+    for (const auto& [key, tensor] : targets[i]->tensors()) {
+      detail::check_numbers(tensor, key, describe(params[i]));
+    }
+  }
+  return fitted;
+}
+
+}  // namespace torchium::optim

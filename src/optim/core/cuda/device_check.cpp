@@ -1,0 +1,135 @@
+#ifdef TORCHIUM_WITH_CUDA
+#include "optim/core/cuda/device_check.h"
+
+#include "optim/core/step_status.h"
+#include "optim/shampoo/cuda/parameter_entries.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAException.h>
+
+#include <cstddef>
+#include <utility>
+
+namespace torchium::optim::detail {
+
+using cuda_kernels::ScanEntry;
+using cuda_kernels::ScanKind;
+using cuda_kernels::StepControl;
+using cuda_kernels::StepNumbers;
+
+static_assert(kConsecutiveSkips == 0 && kTotalSkips == 1 && kNonFiniteParameter == 2 &&
+                  kConsecutiveRootFailures == 3 && kFailedParameter == 4,
+              "cuda_kernels/optimizer_step/step_control.cu writes these places");
+static_assert(sizeof(StepControl) % sizeof(int) == 0);
+static_assert(sizeof(StepNumbers) % sizeof(double) == 0);
+constexpr int64_t kNumbers = sizeof(StepNumbers) / sizeof(double);
+
+size_t DeviceCheck::add(int64_t elements, const ScanEntry& entry) {
+  const int64_t tiles = (elements + cuda_kernels::kScanTile - 1) / cuda_kernels::kScanTile;
+  return tiles == 0 ? kNone : scans_.add(entry, static_cast<int>(tiles));
+}
+
+void DeviceCheck::add_scan(const at::Tensor& tensor, size_t param, ScanKind kind, double largest,
+                           const double* step) {
+  add(tensor.numel(), {.data = tensor.const_data_ptr(),
+                       .elements = tensor.numel(),
+                       .first_tile = 0,
+                       .index = static_cast<int>(param),
+                       .type = element_type(tensor.scalar_type()),
+                       .kind = kind,
+                       .step = step,
+                       .largest = largest});
+}
+
+void DeviceCheck::add_parameter(const at::Tensor& param, double weight_decay,
+                                const at::Tensor& step, const Starts& starts) {
+  const auto number = [](const at::Tensor& tensor) {
+    return tensor.defined() ? tensor.const_data_ptr<double>() : nullptr;
+  };
+  const GradientLimits limits = gradient_limits(param, weight_decay);
+  const int64_t elements = param.numel();
+  ScanEntry entry{.data = nullptr,
+                  .elements = elements,
+                  .first_tile = 0,
+                  .index = static_cast<int>(params_.size()),
+                  .type = cuda_kernels::ElementType::kFloat,
+                  .kind = ScanKind::kGradient,
+                  .step = number(step),
+                  .largest = limits.gradient};
+  Parameter added{param, step};
+  added.gradient_scan = add(elements, entry);
+  if (limits.has_parameter) {
+    entry.data = param.const_data_ptr();
+    entry.type = element_type(param.scalar_type());
+    entry.kind = ScanKind::kParameter;
+    entry.largest = limits.parameter;
+    const size_t scan = add(elements, entry);
+    added.copied_scan = param.is_non_overlapping_and_dense() ? kNone : scan;
+  }
+  steps_.add(
+      {step.mutable_data_ptr<double>(), number(starts.exp_avg), number(starts.second_moment)}, 1);
+  params_.push_back(std::move(added));
+}
+
+void DeviceCheck::set_gradient(size_t param, const at::Tensor& grad) {
+  if (params_[param].gradient_scan != kNone) {
+    ScanEntry& scan = scans_[params_[param].gradient_scan];
+    scan.data = grad.const_data_ptr();
+    scan.type = element_type(grad.scalar_type());
+  }
+}
+
+void DeviceCheck::run(const cuda_kernels::StepRule& rule, const at::Tensor& status,
+                      cudaStream_t stream, const at::Tensor& found_inf) {
+  copies_.clear();
+  for (const Parameter& each : params_) {
+    if (each.copied_scan != kNone) {
+      copies_.push_back(each.param.contiguous());
+      scans_[each.copied_scan].data = copies_.back().const_data_ptr();
+    }
+  }
+  const auto count = static_cast<int64_t>(params_.size());
+  control_ = at::empty({sizeof(StepControl) / sizeof(int)}, options_.dtype(at::kInt));
+  numbers_ = at::empty({count, kNumbers}, options_.dtype(at::kDouble));
+  C10_CUDA_CHECK(
+      cuda_kernels::initialize_control(control(), numbers(), static_cast<int>(count), stream));
+  for (const auto& table : scans_) {
+    C10_CUDA_CHECK(cuda_kernels::scan(table, control(), numbers(), stream));
+  }
+  const at::Tensor overflow =
+      found_inf.defined() ? found_inf.to(options_.dtype(at::kFloat)) : at::Tensor();
+  C10_CUDA_CHECK(cuda_kernels::decide_step(
+      rule, control(), overflow.defined() ? overflow.const_data_ptr<float>() : nullptr,
+      status.mutable_data_ptr<int64_t>(), stream));
+  note_change(status);
+  for (const auto& table : steps_) {
+    C10_CUDA_CHECK(cuda_kernels::advance_steps(rule, table, control(), numbers(), stream));
+  }
+  for (const Parameter& each : params_) {
+    note_change(each.step);
+  }
+}
+
+void DeviceCheck::end() {
+  copies_.clear();
+  control_ = numbers_ = at::Tensor();
+}
+
+FoundInfGuard DeviceCheck::guard() const {
+  return FoundInfGuard::of(control_.view(at::kBool).select(0, offsetof(StepControl, keep)));
+}
+
+StepControl* DeviceCheck::control() const {
+  return reinterpret_cast<StepControl*>(control_.mutable_data_ptr<int>());
+}
+
+StepNumbers* DeviceCheck::numbers() const {
+  return reinterpret_cast<StepNumbers*>(numbers_.mutable_data_ptr<double>());
+}
+
+at::Tensor DeviceCheck::number(size_t param, int64_t place) const {
+  return numbers_.select(0, static_cast<int64_t>(param)).select(0, place);
+}
+
+}  // namespace torchium::optim::detail
+#endif

@@ -1,0 +1,93 @@
+#include "optim/core/parameter_state.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <charconv>
+#include <string_view>
+#include <system_error>
+
+namespace torchium::optim::detail {
+namespace {
+
+constexpr std::pair<std::string_view, at::Tensor ParameterState::*> kTensors[] = {
+    {"step", &ParameterState::step},
+    {"diagonal", &ParameterState::diagonal},
+    {"exp_avg", &ParameterState::exp_avg},
+    {"grafting_second_moment", &ParameterState::grafting_second_moment},
+    {"momentum_buffer", &ParameterState::momentum_buffer},
+    {"exp_avg_start", &ParameterState::exp_avg_start},
+    {"grafting_second_moment_start", &ParameterState::grafting_second_moment_start},
+    {"sum", &ParameterState::sum}};
+
+constexpr std::pair<std::string_view, std::vector<at::Tensor> ParameterState::*> kSlots[] = {
+    {"statistics.", &ParameterState::statistics},
+    {"roots.", &ParameterState::roots},
+    {"root_failures.", &ParameterState::root_failures}};
+
+// A parameter has few block shapes, and each a slot for every mode.
+constexpr size_t kMaxSlots = 1024;
+
+}  // namespace
+
+ParameterState::ParameterState(const NamedTensors& tensors) {
+  for (const auto& [key, tensor] : tensors) {
+    for (const auto& [name, member] : kTensors) {
+      if (key == name) {
+        this->*member = tensor;
+      }
+    }
+    for (const auto& [prefix, member] : kSlots) {
+      if (!std::string_view(key).starts_with(prefix)) {
+        continue;
+      }
+      size_t slot = 0;
+      const char* end = key.data() + key.size();
+      const auto [rest, error] = std::from_chars(key.data() + prefix.size(), end, slot);
+      if (error != std::errc() || rest != end || slot >= kMaxSlots) {
+        continue;
+      }
+      auto& slots = this->*member;
+      slots.resize(std::max(slots.size(), slot + 1));
+      slots[slot] = tensor;
+    }
+  }
+}
+
+std::vector<at::Tensor> list_of(const StateList& states, at::Tensor ParameterState::*member) {
+  std::vector<at::Tensor> list;
+  list.reserve(states.size());
+  for (const ParameterState* state : states) {
+    list.push_back(state->*member);
+  }
+  return list;
+}
+
+std::vector<at::Tensor> defined_list_of(const StateList& states,
+                                        at::Tensor ParameterState::*member) {
+  auto list = list_of(states, member);
+  std::erase_if(list, [](const at::Tensor& tensor) { return !tensor.defined(); });
+  return list;
+}
+
+std::vector<at::Tensor> slots_of(const StateList& states,
+                                 std::vector<at::Tensor> ParameterState::*member) {
+  std::vector<at::Tensor> list;
+  for (const ParameterState* state : states) {
+    list.insert(list.end(), (state->*member).begin(), (state->*member).end());
+  }
+  return list;
+}
+
+std::vector<at::Tensor> starts_of(const StateList& states, at::Tensor ParameterState::*member) {
+  auto list = list_of(states, member);
+  if (std::none_of(list.begin(), list.end(), [](const auto& t) { return t.defined(); })) {
+    return {};
+  }
+  for (size_t i = 0; i < list.size(); ++i) {
+    list[i] = list[i].defined() ? list[i] : at::zeros_like(states[i]->step);
+  }
+  return list;
+}
+
+}  // namespace torchium::optim::detail

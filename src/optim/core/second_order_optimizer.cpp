@@ -1,0 +1,353 @@
+#include "torchium/optim/second_order_optimizer.h"
+
+#include "optim/blocked/block_storage.h"
+#include "optim/core/found_inf_guard.h"
+#include "optim/core/group_runtime.h"
+#include "optim/core/group_step.h"
+#include "support/stream_capture.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/irange.h>
+
+#include <algorithm>
+#include <cmath>
+#include <iomanip>
+#include <optional>
+#include <sstream>
+#include <unordered_set>
+#include <utility>
+
+namespace torchium::optim {
+namespace {
+
+// The dtype that squares of the parameter's gradient are computed in, and how large that may be in
+// a step after `taken` others.
+std::string limit_of(const at::Tensor& param, double taken) {
+  if (!param.defined()) {
+    return "the dtype of the state";
+  }
+  const auto dtype = detail::state_dtype(param);
+  std::ostringstream text;
+  text << (dtype == at::kDouble ? "float64" : "float32") << " (above " << std::setprecision(2)
+       << detail::largest_gradient(param.numel(), dtype) / std::sqrt(taken + 1.0) << ')';
+  return text.str();
+}
+
+bool overlaps_itself(const at::Tensor& tensor) {
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    if (tensor.size(d) > 1 && tensor.stride(d) == 0) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// Refuses what the core does not take. `what` and `name` say which tensor it is.
+template <typename Name>
+void check_dense_real(const at::Tensor& tensor, const char* what, Name&& name) {
+  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, what, name(), " has layout ", tensor.layout(),
+                    "; only dense tensors are supported");
+  const auto dtype = tensor.scalar_type();
+  TORCH_CHECK_VALUE(
+      dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf,
+      what, name(), " has dtype ", dtype, "; only Float, Double, BFloat16 and Half are supported");
+  TORCH_CHECK_VALUE(!tensor.unsafeGetTensorImpl()->is_python_dispatch(), what, name(),
+                    " is a tensor subclass (for example a DTensor); only plain tensors are "
+                    "supported");
+}
+
+}  // namespace
+
+SecondOrderOptimizer::SecondOrderOptimizer(std::unique_ptr<Options> defaults)
+    : Optimizer(std::vector<torch::optim::OptimizerParamGroup>(), std::move(defaults)),
+      runtimes_(std::make_unique<detail::GroupRuntimes>()) {}
+
+SecondOrderOptimizer::~SecondOrderOptimizer() = default;
+SecondOrderOptimizer::SecondOrderOptimizer(SecondOrderOptimizer&&) noexcept = default;
+SecondOrderOptimizer& SecondOrderOptimizer::operator=(SecondOrderOptimizer&&) noexcept = default;
+
+void SecondOrderOptimizer::refuse_moved_from() const {
+  TORCH_CHECK(runtimes_ != nullptr,
+              "this optimizer was moved from and holds nothing; use the one that it was moved to");
+}
+
+void SecondOrderOptimizer::initialize(
+    const std::vector<torch::optim::OptimizerParamGroup>& param_groups) {
+  check_options(defaults());
+  for (const auto& group : param_groups) {
+    add_param_group(group);
+  }
+}
+
+void SecondOrderOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& param_group) {
+  refuse_moved_from();
+  const auto& params = param_group.params();
+  const Options& options = param_group.has_options() ? param_group.options() : defaults();
+  check_group(options, params, param_groups_.size());
+  auto all_options = options_of_groups();
+  all_options.push_back(&options);
+  check_together(all_options);
+  std::unordered_set<const void*> known;
+  for (const auto& group : param_groups_) {
+    for (const auto& param : group.params()) {
+      known.insert(param.unsafeGetTensorImpl());
+    }
+  }
+  for (const auto i : c10::irange(params.size())) {
+    TORCH_CHECK_VALUE(params[i].is_leaf(), "parameter ", i, " of group ", param_groups_.size(),
+                      " is not a leaf of the autograd graph; optimize the tensors it is made of");
+    TORCH_CHECK_VALUE(known.insert(params[i].unsafeGetTensorImpl()).second, "parameter ", i,
+                      " of group ", param_groups_.size(),
+                      " is in the optimizer already; pass each parameter once");
+  }
+  Optimizer::add_param_group(param_group);
+  if (param_group.has_options()) {  // newer versions of libtorch mix them with the defaults
+    param_groups_.back().set_options(param_group.options().clone());
+  }
+}
+
+void SecondOrderOptimizer::check_group(const Options& options,
+                                       const std::vector<at::Tensor>& params, size_t group) const {
+  check_options(options);
+  for (const auto i : c10::irange(params.size())) {
+    TORCH_CHECK_VALUE(params[i].defined(), "parameter ", i, " of group ", group, " is undefined");
+    const auto name = [&] { return std::to_string(i) + " of group " + std::to_string(group); };
+    check_dense_real(params[i], "parameter ", name);
+    TORCH_CHECK_VALUE(!overlaps_itself(params[i]), "parameter ", name(),
+                      " is expanded: several of its elements, of shape ", params[i].sizes(),
+                      " and strides ", params[i].strides(),
+                      ", share memory; optimize the tensor that it expands");
+  }
+}
+
+void SecondOrderOptimizer::check_groups() const {
+  for (const auto group : c10::irange(param_groups_.size())) {
+    check_group(param_groups_[group].options(), param_groups_[group].params(), group);
+  }
+  check_together(options_of_groups());
+}
+
+std::vector<const SecondOrderOptimizer::Options*> SecondOrderOptimizer::options_of_groups() const {
+  std::vector<const Options*> options;
+  for (const auto& group : param_groups_) {
+    options.push_back(&group.options());
+  }
+  return options;
+}
+
+std::vector<at::Tensor> SecondOrderOptimizer::params_with_gradient(size_t group) const {
+  std::vector<at::Tensor> active;
+  for (const auto& param : param_groups_[group].params()) {
+    const at::Tensor& grad = param.grad();
+    if (!grad.defined()) {
+      continue;
+    }
+    check_dense_real(grad, "the gradient of ", [&] { return describe(param); });
+    TORCH_CHECK_VALUE(grad.sizes() == param.sizes() && grad.device() == param.device(),
+                      "the gradient of ", describe(param), " has shape ", grad.sizes(), " on ",
+                      grad.device(), "; it must have the shape and device of the parameter");
+    active.push_back(param);
+  }
+  return active;
+}
+
+void SecondOrderOptimizer::check_capture(const Options& options,
+                                         const std::vector<at::Tensor>& active) const {
+  std::optional<c10::Device> not_capturing;
+  for (const auto& param : active) {
+    if (param.is_cpu() || not_capturing == param.device()) {
+      continue;
+    }
+    if (!torchium::detail::is_capturing(param.device())) {
+      not_capturing = param.device();
+      continue;
+    }
+    TORCH_CHECK(capturable(options),
+                "step() cannot be captured in a CUDA graph: the host decides in it which roots "
+                "are due. Use Shampoo with capturable = true, and update_preconditioners()");
+    TORCH_CHECK(state_is_ready(options, param), "step() cannot be captured yet: the state of ",
+                describe(param),
+                " has to be created or converted; run some steps before the capture");
+  }
+}
+
+at::Tensor SecondOrderOptimizer::step(LossClosure closure) {
+  refuse_moved_from();
+  const at::NoGradGuard no_grad;
+  read_reports(/*wait=*/false);
+  at::Tensor loss;
+  if (closure != nullptr) {
+    const at::AutoGradMode enable_grad(true);
+    loss = closure();
+  }
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  // All groups are checked before any is changed.
+  check_groups();
+  ActiveParams active;
+  for (const auto group : c10::irange(param_groups_.size())) {
+    active.push_back(params_with_gradient(group));
+    check_capture(param_groups_[group].options(), active.back());
+  }
+  try {
+    take_step(active);
+  } catch (...) {
+    forget_host_steps();
+    throw;
+  }
+  read_reports(/*wait=*/false);
+  return loss;
+}
+
+// A step that threw midway, out of memory for one, may have been counted on the device.
+void SecondOrderOptimizer::forget_host_steps() {
+  for (const auto& entry : state_) {
+    static_cast<SecondOrderParamState&>(*entry.second).host_step_ = -1;
+  }
+  runtimes_->for_each([](detail::GroupRuntime& runtime) { runtime.monitor().forget_counts(); });
+}
+
+void SecondOrderOptimizer::add_state(const at::Tensor& param,
+                                     std::unique_ptr<SecondOrderParamState> state) {
+  state->step(at::zeros({}, param.options().dtype(at::kDouble).requires_grad(false)));
+  state->host_step_ = 0;
+  state_[param.unsafeGetTensorImpl()] = std::move(state);
+}
+
+detail::GroupStep SecondOrderOptimizer::begin_call(size_t group, std::vector<at::Tensor> params) {
+  const c10::Device device = params.front().device();
+  detail::GroupRuntime& runtime = runtimes_->at(group, device);
+  detail::GroupStep step;
+  step.params = std::move(params);
+  for (const auto& param : step.params) {
+    step.grads.push_back(param.grad());
+    step.states.push_back(find_state(param));
+  }
+  step.lr = at::scalar_tensor(param_groups_[group].options().get_lr(), at::kDouble);
+  step.status = runtime.monitor().status();
+  if (!device.is_cpu()) {
+    step.host_steps = host_steps(step.states);
+  }
+  return step;
+}
+
+void SecondOrderOptimizer::finish_step(size_t group, detail::GroupStep& step) {
+  for (auto* state : step.states) {
+    state->host_step_ = step.host_steps.empty() ? -1 : state->host_step_ + 1;
+  }
+  const auto params = std::make_shared<const std::vector<at::Tensor>>(std::move(step.params));
+  detail::StepMonitor& monitor = runtimes_->at(group, step.status.device()).monitor();
+  monitor.set_step_params(params);
+  monitor.set_root_params(params);
+  monitor.submit();
+}
+
+std::vector<int64_t> SecondOrderOptimizer::host_steps(
+    const std::vector<SecondOrderParamState*>& states) const {
+  std::vector<SecondOrderParamState*> unknown;
+  std::vector<at::Tensor> steps;
+  for (auto* state : states) {
+    if (state->host_step_ < 0) {
+      unknown.push_back(state);
+      steps.push_back(state->step());
+    }
+  }
+  if (!unknown.empty()) {  // after a load, or after captured steps
+    const at::Tensor counts = at::stack(steps).cpu();
+    for (const auto i : c10::irange(unknown.size())) {
+      unknown[i]->host_step_ = static_cast<int64_t>(counts.const_data_ptr<double>()[i]);
+    }
+  }
+  std::vector<int64_t> result;
+  result.reserve(states.size());
+  for (const auto* state : states) {
+    result.push_back(state->host_step_);
+  }
+  return result;
+}
+
+void SecondOrderOptimizer::check_errors() {
+  refuse_moved_from();
+  read_reports(/*wait=*/true);
+}
+
+void SecondOrderOptimizer::read_reports(bool wait) {
+  runtimes_->for_each([&](detail::GroupRuntime& runtime) {
+    if (torchium::detail::is_capturing(runtime.device())) {  // events must not be queried now
+      return;
+    }
+    if (wait) {
+      runtime.monitor().submit();
+    }
+    while (const auto report = runtime.monitor().next(wait)) {
+      if (report->skipped && report->step_params) {
+        for (const auto& param : *report->step_params) {
+          SecondOrderParamState* state = report->is_counted ? find_state(param) : nullptr;
+          if (state != nullptr && state->host_step_ > 0) {
+            --state->host_step_;
+          }
+        }
+        note_skip(*report->step_params);
+      }
+      raise_failure(runtime.group(), *report);
+    }
+  });
+}
+
+void SecondOrderOptimizer::raise_failure(size_t group, const detail::StepReport& report) const {
+  if (group >= param_groups_.size()) {  // removed by hand since
+    return;
+  }
+  const auto skips = report.entries[detail::kConsecutiveSkips];
+  TORCH_CHECK(skips < detail::kMaxConsecutiveSkips, skips,
+              " steps in a row had a gradient that is not finite or too large to square in ",
+              limit_of(report.non_finite_parameter, steps_before(report.non_finite_parameter)),
+              " and were skipped, the last one that of ", describe(report.non_finite_parameter),
+              "; lower lr, clip gradients or scale the loss");
+  const auto failures = report.entries[detail::kConsecutiveRootFailures];
+  TORCH_CHECK(failures < max_root_failures(param_groups_[group].options()), root_name(), " ",
+              describe(report.failed_parameter), " failed ", failures, " times in a row; ",
+              root_remedy());
+}
+
+void SecondOrderOptimizer::forget_derived() { runtimes_->clear(); }
+
+// As the device knows it, for messages.
+double SecondOrderOptimizer::steps_before(const at::Tensor& param) const {
+  const SecondOrderParamState* state = param.defined() ? find_state(param) : nullptr;
+  return state == nullptr ? 0.0 : state->step().item<double>();
+}
+
+SecondOrderParamState* SecondOrderOptimizer::find_state(const at::Tensor& param) const {
+  const auto found = state_.find(param.unsafeGetTensorImpl());
+  return found == state_.end() ? nullptr : static_cast<SecondOrderParamState*>(found->second.get());
+}
+
+void SecondOrderOptimizer::check_shapes(const at::Tensor& param,
+                                        SecondOrderParamState& state) const {
+  for (const auto& [key, tensor] : state.parameter_shaped()) {
+    TORCH_CHECK_VALUE(!tensor->defined() || tensor->sizes() == param.sizes(), describe(param),
+                      " has got another shape since its ", key, " ", tensor->sizes(),
+                      " was made; erase it from state() to start afresh");
+  }
+}
+
+std::string SecondOrderOptimizer::place_of(const at::Tensor& param) const {
+  for (const auto group : c10::irange(param_groups_.size())) {
+    const auto& params = param_groups_[group].params();
+    for (const auto i : c10::irange(params.size())) {
+      if (params[i].is_same(param)) {
+        return c10::str("parameter ", i, " of group ", group);
+      }
+    }
+  }
+  return "a parameter";
+}
+
+std::string SecondOrderOptimizer::describe(const at::Tensor& param) const {
+  return param.defined() ? c10::str(place_of(param), " (shape ", param.sizes(), ")")
+                         : "a parameter";
+}
+
+}  // namespace torchium::optim

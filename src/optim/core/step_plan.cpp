@@ -1,0 +1,257 @@
+#include "optim/core/step_plan.h"
+
+#include "optim/core/argument_checks.h"
+#include "support/stream_capture.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <algorithm>
+#include <unordered_set>
+#include <utility>
+
+namespace torchium::optim::detail {
+namespace {
+
+// Not Tensor::grad(), which asks whether the parameter is a leaf.
+const at::Tensor& gradient_of(const at::Tensor& param) {
+  return param.unsafeGetTensorImpl()->grad();
+}
+
+bool is_supported(const at::Tensor& grad) {
+  const auto dtype = grad.scalar_type();
+  return grad.layout() == at::kStrided && (dtype == at::kFloat || dtype == at::kDouble ||
+                                           dtype == at::kBFloat16 || dtype == at::kHalf);
+}
+
+void check_gradient(const at::Tensor& grad, const at::Tensor& param, size_t index) {
+  TORCH_CHECK_VALUE(!grad.unsafeGetTensorImpl()->is_python_dispatch(), "the gradient of parameter ",
+                    index, " is a tensor subclass; only plain tensors are supported");
+  TORCH_CHECK_VALUE(grad.sizes() == param.sizes() && grad.device() == param.device(),
+                    "the gradient of parameter ", index, " has shape ", grad.sizes(), " on ",
+                    grad.device(), " but the parameter has shape ", param.sizes(), " on ",
+                    param.device());
+}
+
+}  // namespace
+
+bool StepPlan::Bound::is_unchanged() const {
+  return param.is_unchanged() &&
+         std::all_of(tensors.begin(), tensors.end(),
+                     [](const SeenTensor& tensor) { return tensor.is_unchanged(); });
+}
+
+void StepPlan::bind(std::vector<at::Tensor> params, const std::vector<NamedTensors>& states,
+                    std::vector<int64_t> host_steps) {
+  TORCH_CHECK_VALUE(params.size() == states.size() && params.size() == host_steps.size(),
+                    "one state and one step count a parameter are needed, got ", states.size(),
+                    " and ", host_steps.size(), " for ", params.size(), " parameters");
+  bound_.clear();
+  for (size_t i = 0; i < params.size(); ++i) {
+    bound_.push_back({SeenTensor(std::move(params[i])), ParameterState(states[i]), {}});
+    Bound& bound = bound_.back();
+    bound.state.for_each([&](const at::Tensor& tensor) { bound.tensors.emplace_back(tensor); });
+  }
+  host_steps_ = std::move(host_steps);
+  active_.clear();
+  forget_planned();
+}
+
+void StepPlan::forget_planned() {
+  graphs_.clear();
+  planned_.reset();
+}
+
+void StepPlan::forget_graphs(GraphMode mode) {
+  graphs_.clear();
+  graph_mode_ = mode;
+}
+
+bool StepPlan::prepare() {
+  std::vector<size_t> active;
+  active.reserve(active_.size());
+  for (size_t i = 0; i < bound_.size(); ++i) {
+    const Bound& bound = bound_[i];
+    const at::Tensor& grad = gradient_of(bound.param.tensor());
+    if (!grad.defined()) {
+      continue;
+    }
+    if (bound.state.is_empty() || !is_supported(grad) || !bound.is_unchanged()) {
+      return false;
+    }
+    check_gradient(grad, bound.param.tensor(), i);
+    active.push_back(i);
+  }
+  if (planned_ == nullptr || active != active_) {
+    choose(std::move(active));
+  }
+  return true;
+}
+
+void StepPlan::choose(std::vector<size_t> active) {
+  forget_planned();
+  active_ = std::move(active);
+  if (active_.empty()) {
+    return;
+  }
+  std::vector<at::Tensor> params;
+  StateList states;
+  for (const size_t i : active_) {
+    params.push_back(bound_[i].param.tensor());
+    states.push_back(&bound_[i].state);
+  }
+  state_bytes_ = 0;
+  for (const ParameterState* state : states) {
+    state->for_each(
+        [&](const at::Tensor& tensor) { state_bytes_ += static_cast<int64_t>(tensor.nbytes()); });
+  }
+  const c10::NoGradGuard no_grad;
+  planned_ = plan(params, states, monitor_.status());
+  active_params_ = std::make_shared<const std::vector<at::Tensor>>(std::move(params));
+}
+
+void StepPlan::step(const at::Tensor& lr, const at::Tensor& found_inf) {
+  if (active_.empty()) {
+    return;
+  }
+  TORCH_CHECK(
+      !host_decides() || !torchium::detail::is_capturing(device_),
+      "step() cannot be captured in a CUDA graph: the host decides in it which roots are due");
+  const c10::NoGradGuard no_grad;
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  std::vector<at::Tensor> grads;
+  grads.reserve(active_.size());
+  for (const size_t i : active_) {
+    grads.push_back(gradient_of(bound_[i].param.tensor()));
+  }
+  const bool counts = !device_.is_cpu() && host_decides();
+  const std::vector<int64_t> host_steps = counts ? known_steps() : std::vector<int64_t>();
+  for (const size_t i : active_) {  // unknown after a run that throws midway
+    host_steps_[i] = -1;
+  }
+  run(lr, grads, host_steps, found_inf);
+  for (size_t k = 0; k < host_steps.size(); ++k) {  // a replayed graph advances only the device's
+    host_steps_[active_[k]] = host_steps[k] + 1;
+  }
+  monitor_.set_step_params(active_params_);
+  if (host_decides()) {
+    monitor_.set_root_params(active_params_);
+  }
+  report();
+}
+
+void StepPlan::run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRef host_steps,
+                   const at::Tensor& found_inf) {
+  const auto key =
+      graph_mode_ == GraphMode::kNever ? std::nullopt : planned_->graph_key(host_steps);
+  const auto launch = [&](const at::Tensor& rate, const at::Tensor& inf) {
+    planned_->run(rate, grads, host_steps, inf);
+  };
+  if (!key || !graphs_.run(graph_mode_, {grads, *key, lr, found_inf, state_bytes_, launch})) {
+    launch(lr, found_inf);
+    return;
+  }
+  for (const at::Tensor& param : *active_params_) {
+    param.unsafeGetTensorImpl()->bump_version();
+  }
+}
+
+void StepPlan::update_preconditioners() {
+  std::vector<at::Tensor> params;
+  StateList states;
+  for (const Bound& bound : bound_) {
+    if (!bound.state.is_empty()) {
+      params.push_back(bound.param.tensor());
+      states.push_back(&bound.state);
+    }
+  }
+  if (params.empty()) {
+    return;
+  }
+  TORCH_CHECK(
+      !host_decides() || !torchium::detail::is_capturing(device_),
+      "update_preconditioners() cannot be captured in a CUDA graph: it reports failures to the "
+      "host. Use Shampoo with capturable=True, and check_errors()");
+  const c10::NoGradGuard no_grad;
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  renew_roots(params, states, monitor_.status());
+  monitor_.set_root_params(std::make_shared<const std::vector<at::Tensor>>(std::move(params)));
+  report();
+}
+
+void StepPlan::renew_roots(const std::vector<at::Tensor>&, const StateList&, at::Tensor) {
+  TORCH_INTERNAL_ASSERT(false, "this optimizer has no roots that a call renews");
+}
+
+// No event may be recorded in a capture: whoever waits looks at the status of such calls.
+void StepPlan::report() {
+  if (!torchium::detail::is_capturing(device_)) {
+    monitor_.submit();
+  }
+}
+
+// Waits for the device only after a load, a copy, captured steps or a step that threw.
+std::vector<int64_t> StepPlan::known_steps() {
+  std::vector<size_t> unknown;
+  std::vector<at::Tensor> steps;
+  for (const size_t i : active_) {
+    if (host_steps_[i] < 0) {
+      unknown.push_back(i);
+      steps.push_back(bound_[i].state.step);
+    }
+  }
+  if (!unknown.empty()) {
+    const at::Tensor counts = at::stack(steps).cpu();
+    take_reports(/*wait=*/false);  // skips before that are not to be taken back from what was read
+    for (size_t k = 0; k < unknown.size(); ++k) {
+      host_steps_[unknown[k]] = static_cast<int64_t>(counts.const_data_ptr<double>()[k]);
+    }
+  }
+  std::vector<int64_t> known;
+  known.reserve(active_.size());
+  for (const size_t i : active_) {
+    known.push_back(host_steps_[i]);
+  }
+  return known;
+}
+
+// Takes back what the host has counted.
+void StepPlan::note_skip(const std::vector<at::Tensor>& params) {
+  std::unordered_set<const at::TensorImpl*> skipped;
+  for (const at::Tensor& param : params) {
+    skipped.insert(param.unsafeGetTensorImpl());
+  }
+  for (size_t i = 0; i < bound_.size(); ++i) {
+    if (host_steps_[i] > 0 && skipped.count(bound_[i].param.tensor().unsafeGetTensorImpl()) != 0) {
+      --host_steps_[i];
+    }
+  }
+}
+
+std::optional<StepReport> StepPlan::next_failure(bool wait) {
+  if (torchium::detail::is_capturing(device_)) {  // events must not be queried now
+    return std::nullopt;
+  }
+  take_reports(wait);
+  if (failures_.empty()) {
+    return std::nullopt;
+  }
+  StepReport failure = std::move(failures_.front());
+  failures_.pop_front();
+  return failure;
+}
+
+void StepPlan::take_reports(bool wait) {
+  while (auto report = monitor_.next(wait)) {
+    if (report->skipped && report->step_params) {
+      note_skip(*report->step_params);
+    }
+    if (report->entries[kConsecutiveSkips] > 0 || report->entries[kConsecutiveRootFailures] > 0) {
+      failures_.push_back(std::move(*report));
+    }
+  }
+}
+
+}  // namespace torchium::optim::detail

@@ -1,0 +1,124 @@
+// What an optimizer keeps for one parameter group on one device beside the options and the state,
+// which are the caller's. Python and C++ step by it.
+#pragma once
+
+#include "optim/core/parameter_state.h"
+#include "optim/core/seen_tensor.h"
+#include "optim/core/step_graphs.h"
+#include "optim/core/step_monitor.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <vector>
+
+namespace torchium::optim::detail {
+
+// One step of some parameters, with all that is derived from them and their state.
+class PlannedStep {
+ public:
+  virtual ~PlannedStep() = default;
+  // `lr`: 0-dim, float64 on the CPU or on the parameters' device. `grads`: one a parameter.
+  // `host_steps` are the steps each parameter has taken, for the root schedule alone; empty: read
+  // from the state, which must then lie on the CPU. `found_inf`: one number, not 0: skip the step;
+  // undefined: 0.
+  virtual void run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRef host_steps,
+                   const at::Tensor& found_inf) = 0;
+  // None: run() with these arguments launches what no other step does. Else it launches the same as
+  // all steps with this key and these gradients, and nothing that a CUDA graph cannot hold.
+  virtual std::optional<int64_t> graph_key(at::IntArrayRef host_steps) const {
+    return std::nullopt;
+  }
+};
+
+class StepPlan : public torch::CustomClassHolder {
+ public:
+  explicit StepPlan(c10::Device device) : device_(device), monitor_(device), graphs_(device) {}
+
+  c10::Device device() const { return device_; }
+
+  // Options of the optimizer's own type. The learning rate is an argument of step() instead.
+  virtual void set_options(const torch::optim::OptimizerOptions& options) = 0;
+
+  // Graphs of steps that are kept, and the bytes of scratch memory that these hold.
+  int64_t graph_count() const { return graphs_.count(); }
+  int64_t graph_bytes() const { return graphs_.scratch_bytes(); }
+
+  // The parameters of the group on the device, in order, and their states; empty: none yet.
+  // `host_steps`: steps that each has taken; -1: to be read from the state when it is needed.
+  void bind(std::vector<at::Tensor> params, const std::vector<NamedTensors>& states,
+            std::vector<int64_t> host_steps);
+
+  // What bind() was given.
+  size_t size() const { return bound_.size(); }
+  const at::Tensor& param(size_t i) const { return bound_[i].param.tensor(); }
+  const ParameterState& state(size_t i) const { return bound_[i].state; }
+
+  // Plans the step of the parameters that have a gradient. Changes nothing else. False where bind()
+  // must come first: one of them, or its state, is not what it was, or has no state, or the kind of
+  // its gradient is not supported. Raises ValueError for gradients and state that do not fit.
+  bool prepare();
+
+  // The step that prepare() has planned. `lr`, `found_inf`: see PlannedStep.
+  void step(const at::Tensor& lr, const at::Tensor& found_inf = {});
+
+  // Renews the roots of all parameters with state, whatever the schedule says.
+  void update_preconditioners();
+
+  // Whether the host decides in a step which roots are due. A captured step cannot.
+  virtual bool host_decides() const = 0;
+
+  // Steps that each parameter has taken, as far as the host knows: else -1.
+  const std::vector<int64_t>& host_steps() const { return host_steps_; }
+
+  // The oldest report of a skipped step or a failed root that was not yet returned.
+  std::optional<StepReport> next_failure(bool wait);
+  // Has the state of the status reported that all work so far leaves, also where nothing was.
+  void request_report() { monitor_.submit(); }
+
+ protected:
+  virtual std::unique_ptr<PlannedStep> plan(const std::vector<at::Tensor>& params,
+                                            const StateList& states, at::Tensor status) = 0;
+  virtual void renew_roots(const std::vector<at::Tensor>& params, const StateList& states,
+                           at::Tensor status);
+
+  PlannedStep* planned() const { return planned_.get(); }
+  // For options that are another step, or give it other numbers.
+  void forget_planned();
+  void forget_graphs(GraphMode mode);
+
+ private:
+  struct Bound {
+    SeenTensor param;
+    ParameterState state;
+    std::vector<SeenTensor> tensors;  // of the state
+
+    bool is_unchanged() const;
+  };
+  void choose(std::vector<size_t> active);
+  void run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRef host_steps,
+           const at::Tensor& found_inf);
+  std::vector<int64_t> known_steps();
+  void note_skip(const std::vector<at::Tensor>& params);
+  void report();
+  void take_reports(bool wait);
+
+  c10::Device device_;
+  StepMonitor monitor_;
+  std::deque<StepReport> failures_;  // that were not yet returned
+  std::vector<Bound> bound_;
+  std::vector<int64_t> host_steps_;  // one a bound parameter
+  std::vector<size_t> active_;       // that have a gradient
+  TensorVector active_params_;
+  std::unique_ptr<PlannedStep> planned_;  // of those
+  int64_t state_bytes_ = 0;               // of those
+  GraphMode graph_mode_ = GraphMode::kNever;
+  StepGraphs graphs_;  // of planned_
+};
+
+}  // namespace torchium::optim::detail

@@ -1,0 +1,93 @@
+#include "optim/kfac/kfac_direction.h"
+
+#include <ATen/ATen.h>
+
+namespace torchium::optim::detail {
+namespace {
+
+// V [groups, o/groups, a] in two parts, so that weight and bias need not be packed.
+struct SplitMatrix {
+  at::Tensor weight;  // [groups, o/groups, c]
+  at::Tensor bias;    // [groups, o/groups, 1]; undefined: zero
+};
+
+SplitMatrix split_matrix(const LayerTensors& V, int64_t groups) {
+  const int64_t rows = V.weight.size(0) / groups;
+  SplitMatrix result{V.weight.reshape({groups, rows, -1}), {}};
+  if (V.bias.defined()) {
+    result.bias = V.bias.reshape({groups, rows, 1});
+  }
+  return result;
+}
+
+// product <- L V, with L [groups, n, n] or its diagonal [groups, n].
+void multiply_left_out(at::Tensor product, const at::Tensor& L, const at::Tensor& V) {
+  if (L.dim() == 2) {
+    at::mul_out(product, L.unsqueeze(-1), V);
+  } else {
+    at::bmm_out(product, L, V);
+  }
+}
+
+// L V, [groups, o/groups, columns].
+at::Tensor multiply_left(const at::Tensor& L, const SplitMatrix& V, int64_t columns) {
+  const int64_t c = V.weight.size(-1);
+  at::Tensor product = at::empty({L.size(0), L.size(1), columns}, L.options());
+  multiply_left_out(columns == c ? product : product.narrow(-1, 0, c), L, V.weight);
+  if (columns > c && V.bias.defined()) {
+    multiply_left_out(product.narrow(-1, c, 1), L, V.bias);
+  } else if (columns > c) {
+    product.narrow(-1, c, 1).zero_();
+  }
+  return product;
+}
+
+// `count` columns of X R from `first` on, with R [groups, n, n] or its diagonal [groups, n].
+at::Tensor right_columns(const at::Tensor& X, const at::Tensor& R, int64_t first, int64_t count) {
+  if (R.dim() == 2) {
+    return X.narrow(-1, first, count) * R.narrow(-1, first, count).unsqueeze(-2);
+  }
+  return at::bmm(X, R.narrow(-1, first, count));
+}
+
+// X R in the two parts and shapes of V.
+LayerTensors multiply_right(const at::Tensor& X, const at::Tensor& R, const LayerTensors& V) {
+  const int64_t c = V.weight.numel() / V.weight.size(0);
+  LayerTensors result{right_columns(X, R, 0, c).view(V.weight.sizes()), {}};
+  if (V.bias.defined()) {
+    result.bias = right_columns(X, R, c, 1).view(V.bias.sizes());
+  }
+  return result;
+}
+
+at::Tensor transposed(const at::Tensor& root) { return root.dim() == 2 ? root : root.mT(); }
+
+// lambda_G lambda_A^T + damping; 1 for a group without eigenvalues yet.
+at::Tensor damped_eigenvalues(const KfacLayer& layer) {
+  const at::Tensor lambda_G = layer.G_eigenvalues.unsqueeze(-1);
+  const at::Tensor damped =
+      at::mul(lambda_G, layer.A_eigenvalues.unsqueeze(-2)).add_(layer.damping);
+  const at::Tensor none = lambda_G.lt(0);
+  if (none.is_cpu() && !none.any().item<bool>()) {
+    return damped;
+  }
+  return at::where(none, at::ones({}, damped.options()), damped);
+}
+
+}  // namespace
+
+LayerTensors kfac_direction(const KfacLayer& layer, DampingSplit split, const LayerTensors& V) {
+  const SplitMatrix matrix = split_matrix(V, layer.A.size(0));
+  const int64_t columns = layer.A.size(-1);
+  if (split != DampingSplit::kExact) {
+    return multiply_right(multiply_left(layer.G_root, matrix, columns), layer.A_root, V);
+  }
+  const at::Tensor& Q_A = layer.A_root;
+  const at::Tensor& Q_G = layer.G_root;
+  at::Tensor rotated =
+      right_columns(multiply_left(transposed(Q_G), matrix, columns), Q_A, 0, columns);
+  rotated.div_(damped_eigenvalues(layer));
+  return multiply_right(multiply_left(Q_G, {rotated, {}}, columns), transposed(Q_A), V);
+}
+
+}  // namespace torchium::optim::detail

@@ -1,0 +1,21 @@
+// Multiplies a gradient by the damped inverse of its Kronecker factors.
+#pragma once
+
+#include "optim/kfac/kfac_layer.h"
+
+#include <ATen/core/Tensor.h>
+
+namespace torchium::optim::detail {
+
+// Gradient or direction of a layer in the state's dtype.
+struct LayerTensors {
+  at::Tensor weight;  // the weight's shape
+  at::Tensor bias;    // [o]; undefined without a bias
+};
+
+// (G + sqrt(damping)/pi I)^-1 V (A + pi sqrt(damping) I)^-1 by the cached inverses, or, with
+// kExact, Q_G ((Q_G^T V Q_A) / (lambda_G lambda_A^T + damping)) Q_A^T. V itself before the first
+// inverse.
+LayerTensors kfac_direction(const KfacLayer& layer, DampingSplit split, const LayerTensors& V);
+
+}  // namespace torchium::optim::detail

@@ -1,0 +1,204 @@
+#include "optim/kfac/kfac_inverses.h"
+
+#include "linalg/matrix_functions.h"
+#include "linalg/matrix_groups.h"
+#include "linalg/roots/newton.h"
+#include "linalg/spectral/eigh.h"
+#include "linalg/spectral/spectral.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+
+namespace torchium::optim::detail {
+namespace {
+
+using linalg::detail::MatrixGroup;
+
+// Eigensystems are accepted up to this residual; right ones have about 1e-6 in float32.
+constexpr double kEigensystemTolerance = 1e-2;
+
+// One of the two factors of a layer, and what is made of it.
+struct Factor {
+  at::Tensor matrices;  // [groups, n, n], or their diagonals [groups, n]
+  at::Tensor shift;     // [groups] float64, added to the eigenvalues of an inverse
+  double floor;
+  at::Tensor root = {};         // as the matrices
+  at::Tensor eigenvalues = {};  // [groups, n] float64, floored
+  at::Tensor accepted = {};     // [groups] bool
+};
+
+struct LayerFactors {
+  KfacLayer* layer;
+  Factor A;
+  Factor G;
+};
+
+// Mean of the diagonal of each matrix, not below `floor`.
+at::Tensor mean_diagonal(const at::Tensor& matrices, double floor) {
+  const at::Tensor diagonals = matrices.dim() == 2 ? matrices : matrices.diagonal(0, -2, -1);
+  const at::Tensor mean = diagonals.mean(-1, false, at::kDouble);
+  const double smallest = std::max(floor, linalg::detail::smallest_normal(matrices.scalar_type()));
+  return at::where(mean.gt(smallest), mean, at::full_like(mean, smallest));
+}
+
+LayerFactors make_factors(KfacLayer& layer, DampingSplit split) {
+  LayerFactors factors{&layer, {layer.A, {}, layer.floor}, {layer.G, {}, layer.floor}};
+  if (split == DampingSplit::kExact) {
+    return factors;
+  }
+  const at::Tensor pi =
+      split == DampingSplit::kPlain
+          ? at::ones({layer.A.size(0)}, layer.A.options().dtype(at::kDouble))
+          : (mean_diagonal(layer.A, layer.floor) / mean_diagonal(layer.G, layer.floor)).sqrt_();
+  factors.A.shift = pi * std::sqrt(layer.damping);
+  factors.G.shift = std::sqrt(layer.damping) / pi;
+  return factors;
+}
+
+// The factors of one order, as one buffer.
+struct Joined {
+  at::Tensor matrices;  // [N, n, n]
+  at::Tensor floors;    // [N] float64
+  at::Tensor shifts;    // [N] float64; undefined with kExact
+};
+
+Joined join(const std::vector<Factor*>& factors, at::TensorList matrices,
+            const MatrixGroup& group) {
+  std::vector<at::Tensor> floors;
+  std::vector<at::Tensor> shifts;
+  for (const size_t i : group) {
+    const Factor& factor = *factors[i];
+    floors.push_back(at::full({factor.matrices.size(0)}, factor.floor,
+                              factor.matrices.options().dtype(at::kDouble)));
+    if (factor.shift.defined()) {
+      shifts.push_back(factor.shift);
+    }
+  }
+  return {linalg::detail::joined_matrices(matrices, group), at::cat(floors),
+          shifts.empty() ? at::Tensor() : at::cat(shifts)};
+}
+
+struct Solution {
+  at::Tensor roots;     // [N, n, n]: inverses, or eigenvectors with kExact
+  at::Tensor values;    // [N, n]: eigenvalues; undefined where the iteration made the inverse
+  at::Tensor accepted;  // [N] bool
+};
+
+// By eigenvalues: eigenvectors, or (F + shift I)^-1.
+Solution solve_by_eigh(const Joined& buffer) {
+  const auto input = linalg::detail::normalize_symmetric(buffer.matrices, /*eps=*/0.0);
+  const auto system = linalg::detail::symmetric_eigensystem(input.matrix);
+  const at::Tensor values = at::maximum(system.values.to(at::kDouble) / input.scale.unsqueeze(-1),
+                                        buffer.floors.unsqueeze(-1));
+  at::Tensor roots = system.vectors;
+  if (buffer.shifts.defined()) {
+    const at::Tensor inverses = (values + buffer.shifts.unsqueeze(-1)).reciprocal_();
+    roots = linalg::detail::compose(system.vectors, inverses, /*non_negative=*/true);
+  }
+  const at::Tensor accepted = linalg::detail::spectral_residual(input.matrix, system)
+                                  .le(kEigensystemTolerance)
+                                  .logical_and_(input.finite)
+                                  .logical_and_(linalg::detail::is_finite(roots));
+  return {roots, values, accepted};
+}
+
+// (F + s I)^-1 = (F / s + I)^-1 / s with s = shift + floor, all of one damping then. Below 2^-100
+// of the largest entry s is nothing, and F / s would overflow. A zero matrix without damping fails.
+Solution solve_by_root(const Joined& buffer, const std::string& method) {
+  const at::ScalarType dtype = buffer.matrices.scalar_type();
+  const at::Tensor least = buffer.matrices.flatten(1).abs().amax(1).to(at::kDouble) * 0x1p-100;
+  const at::Tensor s = at::maximum(buffer.shifts + buffer.floors, least).view({-1, 1, 1});
+  const auto solved = linalg::detail::matrix_inverse_root(
+      (buffer.matrices / s).to(dtype), /*root=*/1, /*eps=*/1.0, /*relative_eps=*/0.0, method,
+      linalg::detail::Residual::kEstimate);
+  const at::Tensor roots = (solved.root / s).to(dtype);
+  const at::Tensor accepted = solved.residual.le(linalg::detail::kNewtonResidualTolerance)
+                                  .logical_and_(linalg::detail::is_finite(roots));
+  return {roots, {}, accepted};
+}
+
+void solve(const std::vector<Factor*>& factors, at::TensorList matrices, const MatrixGroup& group,
+           const std::string& root_method) {
+  const Joined buffer = join(factors, matrices, group);
+  const bool by_eigh = root_method == "eigh" || !buffer.shifts.defined();
+  const Solution solution = by_eigh ? solve_by_eigh(buffer) : solve_by_root(buffer, root_method);
+  const auto root = linalg::detail::split_by_buffer(solution.roots, matrices, group);
+  const auto accepted = linalg::detail::split_by_buffer(solution.accepted, matrices, group);
+  for (size_t k = 0; k < group.size(); ++k) {
+    factors[group[k]]->root = root[k];
+    factors[group[k]]->accepted = accepted[k];
+  }
+  if (solution.values.defined()) {
+    const auto values = linalg::detail::split_by_buffer(solution.values, matrices, group);
+    for (size_t k = 0; k < group.size(); ++k) {
+      factors[group[k]]->eigenvalues = values[k];
+    }
+  }
+}
+
+// The same of a factor that is its diagonal: the identity has its eigenvectors.
+void solve_diagonal(Factor& factor, DampingSplit split) {
+  factor.eigenvalues = factor.matrices.to(at::kDouble).clamp_min(factor.floor);
+  factor.root = split == DampingSplit::kExact
+                    ? at::ones_like(factor.matrices)
+                    : (factor.eigenvalues + factor.shift.unsqueeze(-1)).reciprocal_();
+  const at::Tensor largest = factor.root.to(factor.matrices.scalar_type()).amax(-1);
+  factor.accepted = at::isfinite(factor.matrices.sum(-1)).logical_and_(at::isfinite(largest));
+}
+
+// target [groups, ...] <- value where `accepted` [groups].
+void assign_accepted(at::Tensor& target, const at::Tensor& value, const at::Tensor& accepted) {
+  std::vector<int64_t> sizes(target.dim(), 1);
+  sizes[0] = -1;
+  target.copy_(at::where(accepted.view(sizes), value.to(target.scalar_type()), target));
+}
+
+void take(LayerFactors& factors, DampingSplit split, const FoundInfGuard& guard) {
+  KfacLayer& layer = *factors.layer;
+  const at::Tensor accepted = guard.restrict(factors.A.accepted.logical_and(factors.G.accepted));
+  const auto renew = [&](const Factor& factor, at::Tensor& root, at::Tensor& eigenvalues) {
+    assign_accepted(root, factor.root, accepted);
+    if (split == DampingSplit::kExact) {
+      assign_accepted(eigenvalues, factor.eigenvalues, accepted);
+    }
+  };
+  renew(factors.A, layer.A_root, layer.A_eigenvalues);
+  renew(factors.G, layer.G_root, layer.G_eigenvalues);
+  const at::Tensor ok = at::stack({factors.A.accepted.all(), factors.G.accepted.all()});
+  at::Tensor& failures = layer.root_failures;
+  guard.assign_(failures, at::where(ok, at::zeros_like(failures), failures + 1));
+}
+
+}  // namespace
+
+void update_inverses(std::vector<KfacLayer>& layers, bool KfacLayer::*wanted, DampingSplit split,
+                     const std::string& root_method, const FoundInfGuard& guard) {
+  std::vector<LayerFactors> due;
+  for (KfacLayer& layer : layers) {
+    if (layer.*wanted) {
+      due.push_back(make_factors(layer, split));
+    }
+  }
+  std::vector<Factor*> factors;
+  std::vector<at::Tensor> matrices;
+  for (LayerFactors& layer : due) {
+    for (Factor* factor : {&layer.A, &layer.G}) {
+      if (factor->matrices.dim() == 2) {
+        solve_diagonal(*factor, split);
+      } else {
+        factors.push_back(factor);
+        matrices.push_back(factor->matrices);
+      }
+    }
+  }
+  for (const auto& group : linalg::detail::group_by_order(matrices)) {
+    solve(factors, matrices, group, root_method);
+  }
+  for (LayerFactors& layer : due) {
+    take(layer, split, guard);
+  }
+}
+
+}  // namespace torchium::optim::detail

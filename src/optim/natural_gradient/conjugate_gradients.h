@@ -1,0 +1,34 @@
+// Preconditioned conjugate gradients (Hestenes and Stiefel 1952) on lists of tensors.
+#pragma once
+
+#include "optim/natural_gradient/parameter_vectors.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+
+namespace torchium::optim::detail {
+
+struct ConjugateGradientsResult {
+  ParameterVector x;
+  int64_t iterations = 0;
+  at::Tensor relative_residual;  // |b - A x| / |b| as the recurrence has it: 0-dim float64
+};
+
+struct ConjugateGradientsRule {
+  double tolerance = 1e-8;  // of the relative residual
+  int64_t max_iterations = 1000;
+};
+
+// x of A x = b for a symmetric positive definite A, from x = 0. `apply` is x -> A x and
+// `precondition` x -> M^-1 x. All scalars are float64 and stay on the device: there the host looks
+// at the residual, and waits for it, every kResidualInterval iterations only.
+ConjugateGradientsResult conjugate_gradients(
+    const std::function<ParameterVector(const ParameterVector&)>& apply,
+    const std::function<ParameterVector(const ParameterVector&)>& precondition,
+    const ParameterVector& b, const ConjugateGradientsRule& rule);
+
+constexpr int64_t kResidualInterval = 16;
+
+}  // namespace torchium::optim::detail
