@@ -44,9 +44,9 @@ void kronecker_factors_add_lookups_(at::Tensor A_sum, at::Tensor G_sum,
 
 std::vector<at::Tensor> per_sample_gradients(at::TensorList params, at::TensorList inputs,
                                              at::TensorList output_gradients, at::IntArrayRef calls,
-                                             at::ArrayRef<double> use_eps, double scale) {
+                                             at::ArrayRef<double> call_eps, double scale) {
   c10::NoGradGuard no_grad;
-  const auto parsed = gradients::detail::parse_calls(inputs, output_gradients, calls, use_eps);
+  const auto parsed = gradients::detail::parse_calls(inputs, output_gradients, calls, call_eps);
   std::vector<at::Tensor> rows = Jacobian(params, parsed, scale).rows();
   for (size_t i = 0; i < rows.size(); ++i) {
     rows[i] = rows[i].to(params[i].scalar_type());
@@ -57,8 +57,8 @@ std::vector<at::Tensor> per_sample_gradients(at::TensorList params, at::TensorLi
 std::vector<at::Tensor> per_sample_gradients_meta(at::TensorList params, at::TensorList inputs,
                                                   at::TensorList output_gradients,
                                                   at::IntArrayRef calls,
-                                                  at::ArrayRef<double> use_eps, double scale) {
-  const auto parsed = gradients::detail::parse_calls(inputs, output_gradients, calls, use_eps);
+                                                  at::ArrayRef<double> call_eps, double scale) {
+  const auto parsed = gradients::detail::parse_calls(inputs, output_gradients, calls, call_eps);
   gradients::detail::check_calls(parsed, static_cast<int64_t>(params.size()));
   const c10::SymInt samples = gradients::detail::count_samples(parsed);
   std::vector<at::Tensor> rows;

@@ -17,16 +17,16 @@ using optim::detail::NaturalGradientHyperparameters;
 using optim::detail::NaturalGradientState;
 
 CapturedBatch captured_batch(at::TensorList inputs, at::TensorList output_gradients,
-                             at::IntArrayRef calls, at::ArrayRef<double> use_eps, double scale,
+                             at::IntArrayRef calls, at::ArrayRef<double> call_eps, double scale,
                              const std::optional<at::Tensor>& loss_scale) {
-  return {gradients::detail::parse_calls(inputs, output_gradients, calls, use_eps), scale,
+  return {gradients::detail::parse_calls(inputs, output_gradients, calls, call_eps), scale,
           loss_scale.value_or(at::Tensor())};
 }
 
 std::tuple<at::Tensor, at::Tensor> natural_gradient_step_(
     at::TensorList params, at::TensorList grads, at::TensorList steps,
     at::TensorList momentum_buffers, at::Tensor status, at::TensorList inputs,
-    at::TensorList output_gradients, at::IntArrayRef calls, at::ArrayRef<double> use_eps,
+    at::TensorList output_gradients, at::IntArrayRef calls, at::ArrayRef<double> call_eps,
     const std::optional<at::Tensor>& factorization, at::TensorList lrs,
     at::ArrayRef<double> dampings, at::ArrayRef<double> momentums, const c10::List<bool>& maximize,
     double eps, std::optional<double> max_norm, std::string solver, bool refreshed,
@@ -46,7 +46,7 @@ std::tuple<at::Tensor, at::Tensor> natural_gradient_step_(
   const bool is_known = L.defined();
   const at::Tensor report = optim::detail::natural_gradient_step(
       h, params, grads, state,
-      captured_batch(inputs, output_gradients, calls, use_eps, scale, loss_scale), L, refreshed,
+      captured_batch(inputs, output_gradients, calls, call_eps, scale, loss_scale), L, refreshed,
       found_inf.value_or(at::Tensor()));
   return {report, is_known || !L.defined() ? at::empty({0, 0}, report.options()) : L};
 }
@@ -54,13 +54,13 @@ std::tuple<at::Tensor, at::Tensor> natural_gradient_step_(
 std::tuple<at::Tensor, at::Tensor> natural_gradient_step_meta(
     at::TensorList params, at::TensorList grads, at::TensorList steps,
     at::TensorList momentum_buffers, at::Tensor status, at::TensorList inputs,
-    at::TensorList output_gradients, at::IntArrayRef calls, at::ArrayRef<double> use_eps,
+    at::TensorList output_gradients, at::IntArrayRef calls, at::ArrayRef<double> call_eps,
     const std::optional<at::Tensor>& factorization, at::TensorList lrs,
     at::ArrayRef<double> dampings, at::ArrayRef<double> momentums, const c10::List<bool>& maximize,
     double eps, std::optional<double> max_norm, std::string solver, bool refreshed,
     const std::optional<at::Tensor>& found_inf, double scale,
     const std::optional<at::Tensor>& loss_scale) {
-  const auto parsed = gradients::detail::parse_calls(inputs, output_gradients, calls, use_eps);
+  const auto parsed = gradients::detail::parse_calls(inputs, output_gradients, calls, call_eps);
   c10::SymInt size = 0;
   for (const auto& param : params) {
     size += param.sym_numel();

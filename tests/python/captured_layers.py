@@ -21,17 +21,17 @@ class Captured:
     inputs: list[Tensor] = field(default_factory=list)
     output_gradients: list[Tensor] = field(default_factory=list)
     calls: list[int] = field(default_factory=list)
-    use_eps: list[float] = field(default_factory=list)
+    call_eps: list[float] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)  # of the mean loss, one a parameter
     samples: int = 0
 
     @property
     def arguments(self) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[int], list[float]]:
-        return self.params, self.inputs, self.output_gradients, self.calls, self.use_eps
+        return self.params, self.inputs, self.output_gradients, self.calls, self.call_eps
 
     @property
     def layers(self) -> tuple[list[Tensor], list[Tensor], list[int], list[float]]:
-        return self.inputs, self.output_gradients, self.calls, self.use_eps
+        return self.inputs, self.output_gradients, self.calls, self.call_eps
 
 
 def settings_of(module: nn.Module) -> list[int]:
@@ -85,7 +85,7 @@ def capture(
             )
             result.inputs.append(x)
             result.output_gradients.append(gradient)
-            result.use_eps.append(getattr(module, "eps", 0.0))
+            result.call_eps.append(getattr(module, "eps", 0.0))
             result.calls += [KINDS[type(module)], weight, bias, micro_batch, *settings_of(module)]
     return result
 

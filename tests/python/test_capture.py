@@ -378,9 +378,15 @@ def test_a_graph_that_is_kept_may_be_used_again(make):
 
 
 @both
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("compiled_first", [False, True])
-@pytest.mark.parametrize("form", [lambda m: m, nn.Module.parameters], ids=["model", "parameters"])
+@pytest.mark.parametrize(
+    ("backend", "compiled_first", "form"),
+    [
+        ("eager", False, nn.Module.parameters),
+        ("aot_eager", False, lambda m: m),
+        ("aot_eager", True, nn.Module.parameters),
+    ],
+    ids=["eager", "aot_eager", "compiled_first"],
+)
 def test_a_compiled_model_is_seen(make, backend, compiled_first, form):
     torch._dynamo.reset()
     model = net()

@@ -52,9 +52,9 @@ def test_micro_batches_are_more_samples(name, device):
 def test_a_parameter_has_zero_rows_where_a_micro_batch_does_not_use_it():
     x, g = torch.randn(2, 3), torch.randn(2, 4)
     params = [torch.zeros(4, 3), torch.zeros(4), torch.zeros(4, 3)]
-    uses = [[0, 0, 1, 0, *[0] * 8], [0, 2, -1, 7, *[0] * 8]]
+    calls = [[0, 0, 1, 0, *[0] * 8], [0, 2, -1, 7, *[0] * 8]]
     first, bias, second = ops.per_sample_gradients(
-        params, [x, x], [g, g], [*uses[0], *uses[1]], [0.0, 0.0]
+        params, [x, x], [g, g], [*calls[0], *calls[1]], [0.0, 0.0]
     )
     outer = g.unsqueeze(2) * x.unsqueeze(1)
     zero = torch.zeros(2, 4, 3)
@@ -68,9 +68,9 @@ def test_rows_of_many_megabytes(micro_batches, device):
     generator = torch.Generator().manual_seed(0)
     weight = torch.zeros(1200, 1100, device=device)
     x, g = (torch.randn(8, size, generator=generator).to(device) for size in (1100, 1200))
-    uses = [number for i in range(micro_batches) for number in [0, 0, -1, i, *[0] * 8]]
+    calls = [number for i in range(micro_batches) for number in [0, 0, -1, i, *[0] * 8]]
     pieces = [list(t.chunk(micro_batches)) for t in (x, g)]
-    (rows,) = ops.per_sample_gradients([weight], *pieces, uses, [0.0] * micro_batches)
+    (rows,) = ops.per_sample_gradients([weight], *pieces, calls, [0.0] * micro_batches)
     assert rows.nbytes > 32 << 20
     assert torch.equal(rows, g.unsqueeze(2) * x.unsqueeze(1))
 
@@ -152,15 +152,15 @@ def factor_case(name: str, with_bias: bool, device, dtype=torch.float64, state=t
         for k in (a + with_bias, shape[0] // groups)
     ]
     row = [int(bool(settings)), -1, -1, 0, *settings, *[0] * (8 - len(settings))]
-    return sums, x, g, {"use": row, "weight_shape": list(shape)}
+    return sums, x, g, {"call": row, "weight_shape": list(shape)}
 
 
 def expected_factors(sums, x: Tensor, g: Tensor, options) -> list[Tensor]:
     """The definition, one position at a time, with torch's unfold for convolutions."""
     A, G = (s.double().clone() for s in sums)
     x, g = x.double(), g.double()
-    s = options["use"][4:]
-    if options["use"][0] == 0:
+    s = options["call"][4:]
+    if options["call"][0] == 0:
         pairs = zip(x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1]), strict=True)
         vectors = [(0, a, b) for a, b in pairs]
     else:
@@ -264,7 +264,7 @@ def lookup_case(device, diagonal: bool, words: int = 5, width: int = 3):
     h = torch.randn(4, 6, width, generator=generator, dtype=torch.float64).to(device)
     A = torch.eye(width, dtype=torch.float64, device=device)[None]
     counts = torch.ones(1, words, dtype=torch.float64, device=device)
-    options = {"use": [2, -1, -1, 0, 2, *[0] * 7], "weight_shape": [words, width]}
+    options = {"call": [2, -1, -1, 0, 2, *[0] * 7], "weight_shape": [words, width]}
     return [A.diagonal(0, -2, -1).clone() if diagonal else A, counts], indices, h, options
 
 
@@ -393,10 +393,10 @@ def wrong_factors(change: dict):
         ({"input": torch.zeros(5, 4, 9, 7)}, r"inputs of shape \[5, 4, 9, 7\]"),
         ({"output_gradient": torch.zeros(5, 4, 4)}, "output gradient"),
         ({"weight_shape": [4, 2, 3]}, r"weight of shape \[4, 2, 3\]"),
-        ({"use": [2, -1, -1, 0, *[0] * 8]}, "embedding layer is"),
-        ({"use": [9, -1, -1, 0, *[0] * 8]}, "has kind 9"),
-        ({"use": [1, -1, -1, 0, 0, 1, 1, 1, 1, 2, 2, 0]}, "stride, dilation and groups"),
-        ({"use": [1, -1]}, "12 integers"),
+        ({"call": [2, -1, -1, 0, *[0] * 8]}, "embedding layer is"),
+        ({"call": [9, -1, -1, 0, *[0] * 8]}, "has kind 9"),
+        ({"call": [1, -1, -1, 0, 0, 1, 1, 1, 1, 2, 2, 0]}, "stride, dilation and groups"),
+        ({"call": [1, -1]}, "12 integers"),
     ],
 )
 def test_wrong_factors_are_refused_and_nothing_changes(change, message):
@@ -413,8 +413,8 @@ def one_call(**change) -> dict:
         "params": [torch.zeros(4, 3), torch.zeros(4)],
         "inputs": [x],
         "output_gradients": [g],
-        "uses": [0, 0, 1, 0, *[0] * 8],
-        "use_eps": [0.0],
+        "calls": [0, 0, 1, 0, *[0] * 8],
+        "call_eps": [0.0],
     }
     return {**arguments, **change}
 
@@ -422,27 +422,27 @@ def one_call(**change) -> dict:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"use_eps": []}, "0 use_eps"),
-        ({"uses": [0, 2, 1, 0, *[0] * 8]}, "weight is parameter 2 of 2"),
-        ({"uses": [0, 0, -2, 0, *[0] * 8]}, "bias is parameter -2 of 2"),
-        ({"uses": [0, 1, -1, 0, *[0] * 8]}, r"weight of shape \[4\]"),
-        ({"uses": [0, -1, 0, 0, *[0] * 8]}, r"the bias of a linear layer has shape \[4, 3\]"),
-        ({"uses": [3, 1, -1, 0, 1, *[0] * 7]}, r"layer_norm layer got inputs of shape \[2, 3\]"),
+        ({"call_eps": []}, "0 call_eps"),
+        ({"calls": [0, 2, 1, 0, *[0] * 8]}, "weight is parameter 2 of 2"),
+        ({"calls": [0, 0, -2, 0, *[0] * 8]}, "bias is parameter -2 of 2"),
+        ({"calls": [0, 1, -1, 0, *[0] * 8]}, r"weight of shape \[4\]"),
+        ({"calls": [0, -1, 0, 0, *[0] * 8]}, r"the bias of a linear layer has shape \[4, 3\]"),
+        ({"calls": [3, 1, -1, 0, 1, *[0] * 7]}, r"layer_norm layer got inputs of shape \[2, 3\]"),
         ({"inputs": [torch.zeros(2, 3).to_sparse()]}, "it must be a dense"),
         ({"output_gradients": [torch.randn(3, 4)]}, "same leading dimensions"),
         ({"inputs": [torch.zeros(0, 3)], "output_gradients": [torch.zeros(0, 4)]}, "no samples"),
-        ({"inputs": [], "output_gradients": [], "uses": [], "use_eps": []}, "no samples"),
+        ({"inputs": [], "output_gradients": [], "calls": [], "call_eps": []}, "no samples"),
         (
             {
                 "inputs": [torch.randn(2, 3), torch.randn(3, 3)],
                 "output_gradients": [torch.randn(2, 4), torch.randn(3, 4)],
-                "uses": [0, 0, 1, 0, *[0] * 8, 0, 0, 1, 0, *[0] * 8],
-                "use_eps": [0.0, 0.0],
+                "calls": [0, 0, 1, 0, *[0] * 8, 0, 0, 1, 0, *[0] * 8],
+                "call_eps": [0.0, 0.0],
             },
-            r"uses\[1\] \(linear\) has seen 3 samples but uses\[0\]",
+            r"calls\[1\] \(linear\) has seen 3 samples but calls\[0\]",
         ),
     ],
 )
-def test_wrong_uses_are_refused(change, message):
+def test_wrong_calls_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         ops.per_sample_gradients(**one_call(**change))

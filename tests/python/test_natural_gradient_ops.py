@@ -501,7 +501,7 @@ def test_opcheck(solver, device):
         ({"eps": 0.0}, "eps is 0"),
         ({"max_norm": 0.0}, "max_norm is 0; it must be positive"),
         ({"solver": "lu"}, "solver is 'lu'; it must be 'auto', 'gram' or 'cg'"),
-        ({"factorization": torch.eye(4).double()}, "but the uses hold 5 samples"),
+        ({"factorization": torch.eye(4).double()}, "but the calls hold 5 samples"),
         ({"steps": []}, "6 params and 0 steps"),
         ({"grads": []}, "6 params and 0 grads"),
         ({"momentum_buffers": []}, "momentum_buffers has 0 tensors for 6 params"),
@@ -515,7 +515,7 @@ def test_wrong_arguments_are_refused_and_nothing_changes(change, message):
     step(captured)
     names = ["params", "grads", "steps", "momentum_buffers", "status"]
     values = [step.params, captured.gradients, step.steps, step.buffers, step.status]
-    names += ["inputs", "output_gradients", "uses", "use_eps", "factorization"]
+    names += ["inputs", "output_gradients", "calls", "call_eps", "factorization"]
     values += [*captured.layers, step.factorization]
     arguments = {**dict(zip(names, values, strict=True)), **step.options, **step.scale}
     before = copies([*state_of(step), *step.steps, step.status])

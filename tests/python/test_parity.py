@@ -18,7 +18,7 @@ pytest.importorskip("torchium_cpp._C", exc_type=ImportError)
 
 # Those that take any gradients; for the others see test_parity_capturing.py.
 OPTIMIZERS = ("Shampoo", "Adagrad")
-STEPS = 25  # the late parameters of `intermittent` come in at the 21st
+STEPS = 14  # the late parameters of `intermittent` come in at the 10th
 
 
 def run(language: str, name: str, problem: str, dtype: torch.dtype, **options: Any):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, weight_norm
 from torch.utils.checkpoint import checkpoint
-from torchium import _per_sample
+from torchium._per_sample import per_sample as implementation
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def passes(monkeypatch) -> list[str]:
     taken: list[str] = []
 
     def watched(name: str):
-        original = getattr(_per_sample, name)
+        original = getattr(implementation, name)
 
         def call(*args):
             result = original(*args)
@@ -36,7 +36,7 @@ def passes(monkeypatch) -> list[str]:
         return call
 
     for name in ("layer_gradients", "_by_vmap", "_one_by_one"):
-        monkeypatch.setattr(_per_sample, name, watched(name))
+        monkeypatch.setattr(implementation, name, watched(name))
     return taken
 
 

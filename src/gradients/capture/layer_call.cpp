@@ -26,7 +26,7 @@ int64_t least_dims(const LayerCall& call) {
 }
 
 void check_index(int64_t index, int64_t params, const char* role, size_t call) {
-  TORCH_CHECK_VALUE(index >= -1 && index < params, "uses[", call, "]: ", role, " is parameter ",
+  TORCH_CHECK_VALUE(index >= -1 && index < params, "calls[", call, "]: ", role, " is parameter ",
                     index, " of ", params, "; pass an index in params, or -1 for none");
 }
 
@@ -55,11 +55,11 @@ std::vector<LayerCall> parse_calls(at::TensorList inputs, at::TensorList output_
       output_gradients.size() == count && rows.size() == kUseRowSize * count && eps.size() == count,
       "a use needs an input, an output gradient, ", kUseRowSize, " integers and an eps; got ",
       count, " inputs, ", output_gradients.size(), " output_gradients, ", rows.size(),
-      " integers and ", eps.size(), " use_eps");
+      " integers and ", eps.size(), " call_eps");
   std::vector<LayerCall> calls(count);
   for (size_t i = 0; i < count; ++i) {
     const auto row = rows.slice(i * kUseRowSize, kUseRowSize);
-    TORCH_CHECK_VALUE(row[0] >= 0 && row[0] <= static_cast<int64_t>(LayerKind::kGroupNorm), "uses[",
+    TORCH_CHECK_VALUE(row[0] >= 0 && row[0] <= static_cast<int64_t>(LayerKind::kGroupNorm), "calls[",
                       i, "] has kind ", row[0],
                       "; it must be 0 (linear), 1 (conv2d), 2 (embedding), 3 (layer_norm) or 4 "
                       "(group_norm)");

@@ -22,7 +22,7 @@ void check_linear(const LayerCall& call, at::IntArrayRef shape, size_t index) {
   const auto out = call.output_gradient.sym_sizes();
   TORCH_CHECK_VALUE(shape.size() == 2 && in.back() == shape[1] && out.back() == shape[0] &&
                         in.slice(0, in.size() - 1) == out.slice(0, out.size() - 1),
-                    "uses[", index, "]: a linear layer with a weight of shape ", shape,
+                    "calls[", index, "]: a linear layer with a weight of shape ", shape,
                     " got inputs of shape ", in, " and output_gradients of shape ", out,
                     "; they must be [..., in] and [..., out] with the same leading dimensions");
 }
@@ -32,7 +32,7 @@ void check_conv2d(const LayerCall& call, at::IntArrayRef shape, size_t index) {
   TORCH_CHECK_VALUE(s[kStrideHeight] > 0 && s[kStrideWidth] > 0 && s[kPaddingHeight] >= 0 &&
                         s[kPaddingWidth] >= 0 && s[kDilationHeight] > 0 && s[kDilationWidth] > 0 &&
                         s[kGroups] > 0,
-                    "uses[", index, "]: conv2d settings ", at::IntArrayRef(s),
+                    "calls[", index, "]: conv2d settings ", at::IntArrayRef(s),
                     "; stride, dilation and groups must be positive, padding not negative");
   const auto in = call.input.sym_sizes();
   const auto out = call.output_gradient.sym_sizes();
@@ -44,7 +44,7 @@ void check_conv2d(const LayerCall& call, at::IntArrayRef shape, size_t index) {
                                     s[kDilationHeight]) &&
           out[c + 2] == output_size(in[c + 2], shape[3], s[kStrideWidth], s[kPaddingWidth],
                                     s[kDilationWidth]),
-      "uses[", index, "]: conv2d with a weight of shape ", shape, " and settings ",
+      "calls[", index, "]: conv2d with a weight of shape ", shape, " and settings ",
       at::IntArrayRef(s), " got inputs of shape ", in, " and output_gradients of shape ", out,
       "; pass the (already padded) input, the gradient of the output and the layer's settings");
 }
@@ -81,7 +81,7 @@ WeightGeometry weight_geometry(const LayerCall& call, at::IntArrayRef weight_sha
     check_linear(call, weight_shape, call_index);
     return {1, weight_shape[1], weight_shape[0]};
   }
-  TORCH_CHECK_VALUE(call.kind == LayerKind::kConv2d && call.input.dim() <= 4, "uses[", call_index,
+  TORCH_CHECK_VALUE(call.kind == LayerKind::kConv2d && call.input.dim() <= 4, "calls[", call_index,
                     "] is a ", name_of(call.kind), " layer with an input of shape ",
                     call.input.sym_sizes(),
                     "; only linear and conv2d weights have Kronecker factors");

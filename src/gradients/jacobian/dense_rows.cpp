@@ -60,7 +60,7 @@ at::IntArrayRef parameter_dims(const LayerCall& call, const at::Tensor& output) 
 void check_shape(const LayerCall& call, at::IntArrayRef shape, const char* role,
                  size_t call_index) {
   const auto expected = parameter_dims(call, call.output_gradient);
-  TORCH_CHECK_VALUE(expected == shape, "uses[", call_index, "]: the ", role, " of a ",
+  TORCH_CHECK_VALUE(expected == shape, "calls[", call_index, "]: the ", role, " of a ",
                     name_of(call.kind), " layer has shape ", shape, ", but its output gradient ",
                     call.output_gradient.sizes(), " belongs to one of shape ", expected);
 }
@@ -76,7 +76,7 @@ at::Tensor bias_rows(const LayerCall& call, at::IntArrayRef shape, at::ScalarTyp
 at::Tensor norm_weight_rows(const LayerCall& call, at::IntArrayRef shape, at::ScalarType dtype,
                             size_t call_index) {
   check_shape(call, shape, "weight", call_index);
-  TORCH_CHECK_VALUE(call.input.sizes() == call.output_gradient.sizes(), "uses[", call_index,
+  TORCH_CHECK_VALUE(call.input.sizes() == call.output_gradient.sizes(), "calls[", call_index,
                     "]: a ", name_of(call.kind), " layer got inputs of shape ", call.input.sizes(),
                     " and output_gradients of shape ", call.output_gradient.sizes(),
                     "; they must be the same");

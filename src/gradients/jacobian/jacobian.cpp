@@ -21,8 +21,8 @@ std::map<int64_t, MicroBatch> micro_batches(const std::vector<LayerCall>& calls)
   for (size_t i = 0; i < calls.size(); ++i) {
     const auto samples = samples_of(calls[i]);
     const auto [found, is_new] = result.try_emplace(calls[i].micro_batch, MicroBatch{i, samples});
-    TORCH_CHECK_VALUE(is_new || found->second.samples == samples, "uses[", i, "] (",
-                      name_of(calls[i].kind), ") has seen ", samples, " samples but uses[",
+    TORCH_CHECK_VALUE(is_new || found->second.samples == samples, "calls[", i, "] (",
+                      name_of(calls[i].kind), ") has seen ", samples, " samples but calls[",
                       found->second.first_use, "] (", name_of(calls[found->second.first_use].kind),
                       ") of the same backward pass ", found->second.samples,
                       "; dimension 0 of the input of every layer must be the batch");
@@ -38,7 +38,7 @@ c10::SymInt count_samples(const std::vector<LayerCall>& calls) {
     samples += micro_batch.samples;
   }
   TORCH_CHECK_VALUE(!calls.empty() && samples != 0, "no samples: there are ", calls.size(),
-                    " captured uses of layers; run a forward and backward pass of a non-empty "
+                    " captured calls of layers; run a forward and backward pass of a non-empty "
                     "batch first");
   return samples;
 }

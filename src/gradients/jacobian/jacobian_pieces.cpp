@@ -66,7 +66,7 @@ Lookup lookup(const Piece& piece, at::IntArrayRef shape, at::ScalarType dtype) {
   TORCH_CHECK_VALUE(
       shape.size() == 2 && call.output_gradient.size(-1) == shape[1] &&
           call.input.sizes() == call.output_gradient.sizes().slice(0, call.input.dim()),
-      "uses[", piece.call_index, "]: an embedding with a weight of shape ", shape,
+      "calls[", piece.call_index, "]: an embedding with a weight of shape ", shape,
       " got inputs of shape ", call.input.sizes(), " and output_gradients of shape ",
       call.output_gradient.sizes(), "; they must be [...] and [..., ", shape.back(), "]");
   const at::Tensor indices = call.input.to(at::kLong).reshape({piece.rows, -1});

@@ -86,7 +86,7 @@ at::Tensor factorize(const Jacobian& J, const std::vector<double>& dampings) {
 void check_factorization(const at::Tensor& L, const Jacobian& J) {
   TORCH_CHECK_VALUE(
       L.sizes() == at::IntArrayRef({J.samples(), J.samples()}) && L.scalar_type() == at::kDouble,
-      "factorization is ", L.toString(), L.sizes(), " but the uses hold ", J.samples(),
+      "factorization is ", L.toString(), L.sizes(), " but the calls hold ", J.samples(),
       " samples; pass that of an earlier step with the same uses");
 }
 
