@@ -1,4 +1,4 @@
-// What this build of Torchium was made with.
+// Build information.
 #pragma once
 
 #include "torchium/export.h"
@@ -8,14 +8,14 @@
 namespace torchium {
 
 /// The version of the loaded library, for example "0.2.0+torch2.11.cu130". It can differ from the
-/// macro TORCHIUM_VERSION of <torchium/version.h>, which is that of the headers.
+/// version of the headers, TORCHIUM_VERSION in <torchium/version.h>.
 TORCHIUM_API std::string version();
 
-/// True if the CUDA kernels of Torchium are in this build.
+/// True if this build contains Torchium's CUDA kernels.
 TORCHIUM_API bool built_with_cuda();
 
-/// Lines of "name: value": the versions of Torchium and torch (the one built against and the one
-/// that runs), CUDA and its architectures, BLAS and LAPACK of torch, compiler and build type.
+/// Lines of "name: value": versions of Torchium and torch (at build time and at run time), CUDA and
+/// its architectures, torch's BLAS and LAPACK, compiler and build type.
 TORCHIUM_API std::string show_config();
 
 }  // namespace torchium

@@ -1,4 +1,4 @@
-// Linear algebra on stacks of matrices: everything of torchium::linalg.
+// Batched linear algebra: all of torchium::linalg.
 #pragma once
 
 #include <torchium/linalg/matrix_functions.h>

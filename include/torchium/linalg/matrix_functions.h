@@ -1,13 +1,13 @@
 // Roots, powers and eigenvalues of symmetric matrices, batched over leading dimensions.
 //
-// A: [..., n, n] with n >= 0 and any leading dimensions, empty ones included; float32 or float64;
-// float16 and bfloat16 are computed in float32. A matrix that is not symmetric is replaced by
-// (A + A^T) / 2. Wrong arguments raise c10::ValueError. A matrix that holds NaN or Inf yields NaN;
-// the other results are not affected. Results for finite A are finite: they saturate.
+// A: [..., n, n] with n >= 0 and any leading dimensions, also empty; float32 or float64; float16
+// and bfloat16 are computed in float32. A is replaced by (A + A^T) / 2 if not symmetric. Wrong
+// arguments raise c10::ValueError. A matrix with NaN or Inf yields NaN and does not affect the
+// others. Results for finite A are finite: they saturate.
 //
-// A list of stacks of mixed orders, dtypes and devices gives a list of results. Matrices of equal
+// A list of batches of mixed orders, dtypes and devices gives a list of results. Matrices of equal
 // order, dtype and device are solved together, without a launch per matrix; their results are views
-// of one stack.
+// of one buffer.
 #pragma once
 
 #include <torchium/export.h>
@@ -37,26 +37,27 @@ struct InverseRootInfo {
 // (A + (eps + relative_eps s) I)^(-1/root) for positive semi-definite A and root >= 1, exactly
 // symmetric.
 //
-// s is the largest eigenvalue for "eigh". For "newton" it is an upper bound of it: the smaller of
-// the Frobenius norm and the largest absolute row sum. "auto" chooses the faster method. Roots
+// s is the largest eigenvalue for "eigh", and an upper bound of it for "newton": the smaller of
+// the Frobenius norm and the largest absolute row sum. "auto" selects the faster method. Roots
 // above 256 always use "eigh".
 //
-// Floor: eigenvalues of the damped matrix that rounding errors hide count as the floor, which is
-// not added to the others. With u = 2^-23 in float32 and 2^-52 in float64 it is (4 + sqrt(n) / 4) u
-// times the largest eigenvalue for "eigh". For "newton" it is the damping if that exceeds 16 u s (n
-// up to 128) or 8 u s, and about 24 u s without damping. It is at least the smallest normal number
-// (64 times that for "newton"), so a zero matrix has a finite root. Below its floor, "newton" is
-// right to a factor of 60 for root 1 (100 on a GPU), 10 for 2, 4.5 for 4, 2 for 8.
+// Floor: smaller eigenvalues of the damped matrix, hidden by rounding errors, count as the floor,
+// which is not added to the others. With u = 2^-23 in float32 and 2^-52 in float64 it is
+// (4 + sqrt(n) / 4) u times the largest eigenvalue for "eigh". For "newton" it is the damping if
+// that exceeds 16 u s (n up to 128) or 8 u s, and about 24 u s without damping. It is at least the
+// smallest normal number (64 times that for "newton"), so a zero matrix has a finite root. Below
+// its floor, "newton" is accurate to a factor of 60 for root 1 (100 on a GPU), 10 for 2, 4.5 for 4,
+// 2 for 8.
 //
-// If the iteration fails, because the matrix has negative eigenvalues, `iterations` is 0. A CPU
-// then uses "eigh". A CUDA device, whose results the host does not read, returns a multiple of the
-// identity. Not differentiable: use matrix_power.
+// If the iteration fails, because of negative eigenvalues, `iterations` is 0. A CPU then uses
+// "eigh". A CUDA device, whose results the host does not read, returns a multiple of the identity.
+// Not differentiable: use matrix_power.
 TORCHIUM_API at::Tensor matrix_inverse_root(const at::Tensor& A, int64_t root,
                                             const InverseRootOptions& options = {});
 TORCHIUM_API std::vector<at::Tensor> matrix_inverse_root(at::TensorList A, int64_t root,
                                                          const InverseRootOptions& options = {});
 
-// The same with what is known about the result.
+// The same, with residual, iterations and floor.
 TORCHIUM_API InverseRootInfo matrix_inverse_root_info(const at::Tensor& A, int64_t root,
                                                       const InverseRootOptions& options = {});
 TORCHIUM_API std::vector<InverseRootInfo> matrix_inverse_root_info(
@@ -65,11 +66,11 @@ TORCHIUM_API std::vector<InverseRootInfo> matrix_inverse_root_info(
 // (A + (eps + relative_eps s) I)^exponent for any finite exponent, exactly symmetric; s is the
 // largest eigenvalue.
 //
-// Integer exponents >= 0 are defined for indefinite matrices too. For other exponents A is taken to
-// be positive semi-definite. With positive exponents, negative eigenvalues count as zero. With
+// Integer exponents >= 0 are defined for indefinite matrices too. For other exponents A is assumed
+// positive semi-definite: with positive exponents, negative eigenvalues count as zero; with
 // negative exponents, eigenvalues below the floor of matrix_inverse_root count as that floor.
-// Differentiable once, in reverse and in forward mode, also where eigenvalues coincide
-// (Daleckii-Krein; Higham 2008, "Functions of Matrices", theorem 3.11).
+// Differentiable once, in reverse and forward mode, also if eigenvalues coincide (Daleckii-Krein;
+// Higham 2008, "Functions of Matrices", theorem 3.11).
 TORCHIUM_API at::Tensor matrix_power(const at::Tensor& A, double exponent, double eps = 0.0,
                                      double relative_eps = 0.0);
 TORCHIUM_API std::vector<at::Tensor> matrix_power(at::TensorList A, double exponent,
@@ -80,8 +81,8 @@ TORCHIUM_API std::vector<at::Tensor> matrix_power(at::TensorList A, double expon
 TORCHIUM_API std::tuple<at::Tensor, at::Tensor> eigh(const at::Tensor& A);
 TORCHIUM_API std::tuple<std::vector<at::Tensor>, std::vector<at::Tensor>> eigh(at::TensorList A);
 
-// How many symmetric matrices of this process, including those of the optimizers, were solved again
-// because LAPACK did not converge or was wrong (docs/roots.md). CPU only.
+// The number of symmetric matrices in this process, including those of the optimizers, that were
+// solved again because LAPACK did not converge or was wrong (docs/roots.md). CPU only.
 TORCHIUM_API int64_t eigh_retries();
 
 }  // namespace torchium::linalg

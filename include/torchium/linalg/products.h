@@ -3,11 +3,11 @@
 // All operands are dense float32, float64, bfloat16 or float16 tensors of one dtype on one device
 // (fused_mul_add promotes dtypes). Matrices are the last two dimensions; leading dimensions
 // broadcast. bfloat16 and float16 are computed in float32 and rounded once, at the end; autocast
-// has no effect inside. A wrong operand raises a c10::ValueError that names it; nothing is changed.
+// has no effect. A wrong operand raises a c10::ValueError that names it; nothing is changed.
 //
-// Derivatives: kron, kron_matmul, chunked_matmul and fused_mul_add, of any order, in reverse and in
-// forward mode. kron_solve, spd_inverse and spd_solve refuse operands that require grad while grad
-// mode is on, and those that have a tangent.
+// Derivatives: kron, kron_matmul, chunked_matmul and fused_mul_add, of any order, in reverse and
+// forward mode. kron_solve, spd_inverse and spd_solve raise an error if an operand requires grad
+// while grad mode is on, or has a tangent.
 #pragma once
 
 #include <torchium/export.h>
@@ -34,9 +34,9 @@ TORCHIUM_API at::Tensor kron_matmul(const at::Tensor& A, const at::Tensor& B, co
 //
 // Floor: (4 + sqrt(n) / 4) epsilon(dtype), summed over n = nA and n = nB, times the largest
 // eigenvalue of A (x) B + damping I, and at least the smallest normal number. Smaller eigenvalues,
-// which rounding errors hide, count as the floor. So the result is finite; what exceeds the range
-// of the dtype saturates at its largest number. A pair with NaN or Inf in A or B yields NaN; the
-// other results are not affected.
+// hidden by rounding errors, count as the floor, so the result is finite. Values beyond the range
+// of the dtype saturate. A pair with NaN or Inf in A or B yields NaN and does not affect the
+// others.
 TORCHIUM_API at::Tensor kron_solve(const at::Tensor& A, const at::Tensor& B, const at::Tensor& X,
                                    double damping);
 
@@ -45,13 +45,13 @@ TORCHIUM_API at::Tensor kron_solve(const at::Tensor& A, const at::Tensor& B, con
 //
 // The workspace is the memory in addition to operands and result: float32 copies of bfloat16 or
 // float16 operands and results, and copies of operands with strides that BLAS cannot read.
-// Broadcast leading dimensions are never copied. If the workspace of the whole product would exceed
-// max_workspace_bytes, the product is computed in tiles of rows, columns and matrices. Default: a
-// quarter of the free memory of the device, at least 64 MiB. BLAS' own fixed workspace is not
-// counted. The derivative has the same bound.
+// Broadcast leading dimensions are never copied. If the whole product would need more than
+// max_workspace_bytes, it is computed in tiles of rows, columns and matrices. Default: a quarter of
+// the device's free memory, at least 64 MiB. BLAS' own fixed workspace is not counted. The
+// derivative has the same bound.
 //
 // c10::ValueError: the bound is too small for one element of the product. c10::OutOfMemoryError:
-// names the sizes and what to lower.
+// names the sizes and the remedy.
 TORCHIUM_API at::Tensor chunked_matmul(const at::Tensor& A, const at::Tensor& B,
                                        std::optional<int64_t> max_workspace_bytes = std::nullopt);
 
@@ -60,10 +60,10 @@ TORCHIUM_API at::Tensor chunked_matmul(const at::Tensor& A, const at::Tensor& B,
 //
 // By Cholesky. If the factorisation of a matrix breaks down, or meets a pivot below
 // (4 + sqrt(n) / 4) epsilon(dtype) times its largest entry, that matrix is solved by its
-// eigendecomposition instead. Its eigenvalues below that fraction of the largest, or below the
-// smallest normal number, count as that floor. On a GPU the host waits once, to learn whether there
-// is such a matrix. What exceeds the range of the dtype saturates at its largest number. A matrix
-// with NaN or Inf yields NaN; the other results are not affected.
+// eigendecomposition instead. Eigenvalues below that fraction of the largest, or below the smallest
+// normal number, count as that floor. On a GPU the host waits once, to find these matrices. Values
+// beyond the range of the dtype saturate. A matrix with NaN or Inf yields NaN and does not affect
+// the others.
 TORCHIUM_API at::Tensor spd_inverse(const at::Tensor& A, double damping = 0.0);
 
 // (A + damping I)^-1 X, as spd_inverse: A [..., n, n], X [..., n, m] -> [..., n, m]. X divided by
@@ -72,7 +72,7 @@ TORCHIUM_API at::Tensor spd_solve(const at::Tensor& A, const at::Tensor& X, doub
 
 // a * b + c in one pass over memory; bfloat16 and float16 results are rounded once. Shapes
 // broadcast and dtypes promote as in torch.addcmul(c, a, b). Contiguous CUDA tensors of equal shape
-// and dtype use a vectorised kernel in builds with CUDA. All else is computed by torch.addcmul.
+// and dtype use a vectorised kernel, all others torch.addcmul.
 TORCHIUM_API at::Tensor fused_mul_add(const at::Tensor& a, const at::Tensor& b,
                                       const at::Tensor& c);
 

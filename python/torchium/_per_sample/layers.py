@@ -1,4 +1,4 @@
-"""Gradients of single samples from what the layers of a model see in one pass over the batch."""
+"""Per-sample gradients from the layer calls of one pass over the batch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _NAMES = ("weight", "bias")
 
 @dataclass
 class _Call:
-    """One use of a layer in the forward pass. Dimension 0 of input and output is the sample."""
+    """One layer call in the forward pass. Dimension 0 of input and output is the sample."""
 
     module: nn.Module
-    params: dict[str, int]  # "weight" and "bias", where trainable: positions in the parameters
+    params: dict[str, int]  # "weight" and "bias", if trainable: positions in the parameters
     input: Tensor
     input_version: int
     input_edge: GradientEdge | None
@@ -32,11 +32,11 @@ class _Call:
 
 
 class _Tap(torch.autograd.Function):
-    """Shows a recorder the tensors of all samples of a layer that runs under vmap.
+    """Passes a layer's batched tensors under vmap to a recorder, and returns ``output``.
 
-    Returns ``output``. Only vmap knows which dimension of a tensor is the sample: it passes that to
-    the static method ``vmap``. ``index`` is of each sample, so that the method is called for a layer
-    that all samples share too.
+    Only vmap knows which dimension of a tensor is the sample; it passes that to the static method
+    ``vmap``. ``index`` has one value per sample, so the method is also called for a layer that all
+    samples share.
     """
 
     @staticmethod
@@ -69,7 +69,7 @@ class _Tap(torch.autograd.Function):
         ):  # a vmap of the model itself, or no graph
             recorder.complete = False
             return output, output_dim
-        # A tensor of its own, no view: a change in place of a view takes its node out of the graph.
+        # Not a view: an in-place change of a view removes its node from the graph.
         if output_dim is None:
             output = output.expand(info.batch_size, *output.shape).clone()
         else:
@@ -84,7 +84,7 @@ class _Tap(torch.autograd.Function):
 
 
 class _Recorder:
-    """Forward hooks on the layers, while it is entered."""
+    """Forward hooks on the layers, within a ``with`` block."""
 
     def __init__(self, layers: list[nn.Module], params: list[Tensor]) -> None:
         self.calls: list[_Call] = []
@@ -114,7 +114,7 @@ class _Recorder:
     def record(self, module: nn.Module, input: Tensor, output: Tensor) -> None:
         own = {name: module._parameters.get(name) for name in _NAMES}
         if any(getattr(module, name, None) is not param for name, param in own.items()):
-            self.complete = False  # a weight that is computed, maybe from parameters
+            self.complete = False  # a computed weight, perhaps from parameters
         params = {n: self._positions[p] for n, p in own.items() if p in self._positions}
         input_edge = get_gradient_edge(input) if input.requires_grad else None
         self.calls.append(
@@ -136,17 +136,17 @@ def layer_gradients(
     parameters: dict[str, Tensor],
     tensors: list[Tensor],
 ) -> dict[str, Tensor] | None:
-    """Gradients of ``sample_loss(parameters, sample)`` of each sample, name -> [batch, *shape].
+    """Gradients of ``sample_loss(parameters, sample)`` for each sample, name -> [batch, *shape].
 
     ``parameters`` are the trainable ones of ``model``, and dimension 0 of ``tensors`` is the sample.
-    None where the layers do not suffice: other modules have parameters, or a parameter is used outside
-    of its layer.
+    None if layer calls do not suffice: other modules have parameters, or a parameter is used outside
+    its layer.
     """
     trainable = set(parameters.values())
     layers = [m for m in model.modules() if not trainable.isdisjoint(_own_parameters(m))]
     if not all(_is_known(layer) for layer in layers):
         return None
-    # Copies, so that gradients are computed by nothing else, and no hook of an optimizer sees them.
+    # Copies, so that no optimizer hook sees these gradients.
     own = {name: p.detach().requires_grad_() for name, p in parameters.items()}
     with torch.enable_grad(), _Recorder(layers, list(own.values())) as recorder:
 
@@ -162,7 +162,7 @@ def layer_gradients(
     used_outside = leaves(
         losses.grad_fn, {call.output_edge.node: call.input_edge for call in calls}
     )
-    # Those of the model itself, of which someone has kept a reference, are refused on the other way.
+    # The model's own parameters, kept by reference: the vmap(grad) path raises the error.
     if not used_outside.isdisjoint([*own.values(), *parameters.values()]) or _overwritten(calls):
         return None
     edges = [call.output_edge for call in calls]
@@ -184,7 +184,7 @@ def _is_known(layer: nn.Module) -> bool:
 
 
 def leaves(root: Node, inputs: Mapping[Node, GradientEdge | None]) -> set[Tensor]:
-    """The leaves that the graph reaches. What is before a node of ``inputs`` is its edge alone."""
+    """The leaves that the graph reaches. From a node of ``inputs`` only its edge is followed."""
     found: set[Tensor] = set()
     seen: set[Node] = set()
     waiting = [root]
@@ -206,7 +206,7 @@ def leaves(root: Node, inputs: Mapping[Node, GradientEdge | None]) -> set[Tensor
 
 
 def _overwritten(calls: list[_Call]) -> bool:
-    """Whether the model has changed in place what a layer received: autograd then refuses it."""
+    """Whether the model has changed a layer's input in place, which autograd does not allow."""
     return any(call.input._version != call.input_version for call in calls)
 
 
@@ -233,7 +233,7 @@ def _rows(
 
 
 def _as_core_takes(call: _Call, gradient: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Input and output gradient, by the images of a sample where the layer takes a batch of them."""
+    """Input and output gradient; one pair per image where a sample is a batch of images."""
     module, input = call.module, call.input
     has_images = isinstance(module, nn.GroupNorm) or (
         isinstance(module, nn.Conv2d) and input.dim() == 5

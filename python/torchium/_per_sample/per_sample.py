@@ -1,4 +1,4 @@
-"""Gradients of the loss of each sample of a batch."""
+"""Per-sample gradients."""
 
 import threading
 import warnings
@@ -20,31 +20,31 @@ from .sample_trees import SampleTree, count_samples
 
 LossFunction = Callable[[Any, Any], Tensor]
 
-# Held while parameters of a model are replaced. One for all models, which may share layers.
+# Held while a model's parameters are replaced. One lock, because models may share layers.
 _one_call = threading.RLock()
 
 
 def per_sample_gradients(
     model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any
 ) -> dict[str, Tensor]:
-    """Return the gradient of the loss of every single sample, for every trainable parameter.
+    """Return the gradient of each sample's loss, for every trainable parameter.
 
     Row i of an entry is the gradient of ``loss_fn(model(inputs[i:i+1]), targets[i:i+1])``: each
-    sample is passed as a batch of one, so that the mean of the rows is the gradient of a mean loss.
-    Pure: no ``.grad``, parameter, buffer or random state changes. Works under ``torch.no_grad()``.
-    A module that changes its buffers in every pass, as spectral norm in training mode does, starts
-    with their present values for each sample.
-    Calls in several threads take turns. While a call runs, other threads must not use the model in
-    any other way, because its parameters are replaced for that time.
+    sample is passed as a batch of one, so the mean of the rows is the gradient of a mean loss.
+    No ``.grad``, parameter, buffer or random state changes. Works under ``torch.no_grad()``.
+    A module that changes its buffers in every pass, such as spectral norm in training mode, starts
+    each sample with their current values.
+    Calls from several threads take turns. During a call, other threads must not use the model,
+    because its parameters are replaced temporarily.
 
     Args:
         model: any module; frozen parameters are left out.
-        loss_fn: ``loss_fn(output, target)`` -> one number. It may use parameters of the model, as
-            ``model.weight`` in a penalty.
-        inputs: ``[batch, ...]``; a dict of such tensors is passed as keyword arguments
+        loss_fn: ``loss_fn(output, target)`` -> one number. It may use parameters of the model, for
+            example ``model.weight`` in a penalty.
+        inputs: ``[batch, ...]``; a dict of these tensors is passed as keyword arguments
             (``model(**inputs)``), a tuple or list as positional ones. They may be nested, and hold
             None, bool and str, which are the same for all samples.
-        targets: ``[batch, ...]``, or nested in the same way, for ``loss_fn``; None where it needs
+        targets: ``[batch, ...]``, or nested in the same way, for ``loss_fn``; None if it needs
             none.
 
     Returns:
@@ -52,22 +52,21 @@ def per_sample_gradients(
         in ``model.named_parameters()``.
 
     Raises:
-        ValueError: batch sizes that differ or are zero; a loss of more than one number; a loss of a
-            parameter (named) by a reference that was kept, as ``weight = model.weight`` before the
-            call; a module (named) whose output for a sample depends on other samples or on random
-            numbers, or that updates running statistics.
+        ValueError: batch sizes that differ or are zero; a loss of more than one number; a loss that
+            uses a parameter (named) by a kept reference, such as ``weight = model.weight`` before
+            the call; a module (named) whose output for a sample depends on other samples or on
+            random numbers, or that updates running statistics.
 
-    Three ways lead to the same rows:
+    Three methods give the same rows:
 
-    - One pass over the batch and one product a layer, where Linear, Conv2d, Embedding, LayerNorm and
-      GroupNorm layers have all trainable parameters (Goodfellow 2015, `arXiv:1510.01799
-      <https://arxiv.org/abs/1510.01799>`_). The forward pass is one of single samples under
-      ``torch.func.vmap``, so that the dimension of the samples is known in every layer, wherever the
-      model has moved it.
-    - ``vmap(grad)`` of the pass of a single sample for other layers, about 1.5 times as slow.
-    - One backward pass a sample for what ``vmap`` does not support: RNN, LSTM and GRU, checkpointed
-      segments, decisions by values, samples written into a buffer. It is slow, and a warning names
-      the reason.
+    - One pass over the batch and one product per layer, if Linear, Conv2d, Embedding, LayerNorm and
+      GroupNorm layers own all trainable parameters (Goodfellow 2015, `arXiv:1510.01799
+      <https://arxiv.org/abs/1510.01799>`_). The forward pass of a single sample runs under
+      ``torch.func.vmap``, which tracks the sample dimension wherever the model moves it.
+    - ``vmap(grad)`` of a single sample's pass for other layers, about 1.5 times as slow.
+    - One backward pass per sample for models that ``vmap`` does not support: RNN, LSTM and GRU,
+      checkpointed segments, data-dependent control flow, samples written into a buffer. It is slow,
+      and a warning names the reason.
 
     Example:
         >>> model = torch.nn.Linear(10, 2)
@@ -95,7 +94,7 @@ def per_sample_gradients(
 def _gradients(
     model: nn.Module, loss_fn: LossFunction, inputs: SampleTree, targets: SampleTree
 ) -> tuple[dict[str, Tensor], str | None]:
-    """The gradients, and why the samples were taken one by one if they were."""
+    """The gradients, and the reason for one pass per sample, if any."""
     parameters: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}
     tensors = inputs.tensors + targets.tensors
     sample_loss = _sample_loss(model, loss_fn, inputs, targets)
@@ -103,8 +102,8 @@ def _gradients(
     if reason is None:
         try:
             return _all_together(model, sample_loss, parameters, tensors), None
-        # What vmap does not support shows as errors of many kinds. One of the model or of the
-        # loss comes again below, as PyTorch words it.
+        # Unsupported models raise many kinds of errors in vmap. An error of the model or the loss
+        # itself is raised again below, in PyTorch's words.
         except Exception as error:
             if "called random operation" in str(error):  # and has drawn nothing
                 raise ValueError(DRAWN) from error
@@ -126,7 +125,7 @@ def _sample_loss(
         target = targets.with_tensors(batch[len(inputs.tensors) :])
         kwargs = arguments if isinstance(arguments, dict) else {}
         args = tuple(arguments) if isinstance(arguments, (tuple, list)) else (arguments,)
-        # Copies: a module that counts its calls in a buffer must not count this one.
+        # Copies: this pass must not change buffers, such as a counter of calls.
         buffers = {n: b.detach().clone() for n, b in model.named_buffers()}
 
         def loss() -> Tensor:
@@ -140,7 +139,7 @@ def _sample_loss(
 
 
 class _Scope(nn.Module):
-    """Where the parameters of a model are replaced, for its loss too, which may use them."""
+    """Replaces a model's parameters for the loss too, which may use them."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -156,7 +155,7 @@ def _all_together(
     parameters: dict[str, Tensor],
     tensors: list[Tensor],
 ) -> dict[str, Tensor]:
-    """The gradients by torch.func: by the layers where possible."""
+    """The gradients by torch.func: from layer calls if possible."""
     with _attention_for_vmap(tensors[0].device):
         gradients = layer_gradients(model, sample_loss, parameters, tensors)
         if gradients is None:
@@ -171,7 +170,7 @@ def _by_vmap(
     # Copies: an embedding with max_norm changes its weight.
     copies = {n: p.detach().clone() for n, p in parameters.items()}
     function = vmap(grad_and_value(sample_loss), in_dims=(None, 0), randomness="error")
-    # The graph of the losses holds no copies, only what loss_fn and the model have brought along.
+    # The graph of the losses holds no copies, only tensors kept by loss_fn and the model.
     with torch.enable_grad():
         gradients, losses = function(copies, tuple(tensors))
     _refuse_kept_references(losses, parameters)
@@ -181,7 +180,7 @@ def _by_vmap(
 def _one_by_one(
     sample_loss: SampleLoss, parameters: dict[str, Tensor], tensors: list[Tensor]
 ) -> dict[str, Tensor]:
-    """The gradients of any model, by one backward pass a sample."""
+    """The gradients of any model, by one backward pass per sample."""
     own = {n: p.detach().clone().requires_grad_() for n, p in parameters.items()}
     samples = len(tensors[0])
     rows = {n: p.new_zeros(samples, *p.shape) for n, p in parameters.items()}
@@ -199,7 +198,7 @@ def _one_by_one(
 
 
 def _refuse_kept_references(losses: Tensor, parameters: dict[str, Tensor]) -> None:
-    """Refuses losses of the parameters themselves: only what replaces them has gradients."""
+    """Raises if the loss uses a parameter itself: only its replacement has gradients."""
     found = set() if losses.grad_fn is None else leaves(losses.grad_fn, {})
     for name, parameter in parameters.items():
         if parameter in found:
@@ -212,7 +211,7 @@ def _refuse_kept_references(losses: Tensor, parameters: dict[str, Tensor]) -> No
 
 @contextmanager
 def _kept_flat_weights(model: nn.Module) -> Iterator[None]:
-    """Gives recurrent layers back the list of weights that functional_call has changed."""
+    """Restores the weight lists of recurrent layers, which functional_call changes."""
     layers = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
     kept = [(list(m._flat_weights), list(m._flat_weight_refs)) for m in layers]
     try:
@@ -231,7 +230,7 @@ def _why_not_vmap(model: nn.Module) -> str | None:
 
 
 def _attention_for_vmap(device: torch.device) -> AbstractContextManager[None]:
-    """On a CPU vmap knows one implementation of scaled_dot_product_attention; others it loops over."""
+    """On a CPU vmap batches one implementation of scaled_dot_product_attention and loops over others."""
     return sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else nullcontext()
 
 
@@ -253,7 +252,7 @@ def _check_modules(model: nn.Module) -> None:
 
 
 def _why_not_per_sample(module: nn.Module) -> str | None:
-    """What keeps the module's output for a sample from being a function of that sample alone."""
+    """Why the module's output for a sample is not a function of that sample alone; None: it is."""
     if isinstance(module, torch.jit.ScriptModule):
         return (
             "is scripted, and its parameters cannot be replaced; pass the module it was made from"

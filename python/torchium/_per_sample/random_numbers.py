@@ -1,4 +1,4 @@
-"""Random numbers that this thread draws."""
+"""Detects operators of this thread that draw random numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DRAWN = (
 
 
 class NoRandomNumbers(TorchDispatchMode):
-    """Refuses operators that draw random numbers, before they do; other threads may draw."""
+    """Raises before an operator draws random numbers; other threads may draw."""
 
     supports_higher_order_operators = True
 
@@ -35,8 +35,8 @@ class NoRandomNumbers(TorchDispatchMode):
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of an operator that can draw random numbers does: not without dropout."""
-    # Arguments that equal their default are not passed on.
+    """Whether this call draws random numbers: not without dropout."""
+    # Arguments equal to their default are not passed.
     arguments = func._schema.arguments
     values = {a.name: a.default_value for a in arguments}
     values |= dict(zip((a.name for a in arguments), args, strict=False)) | kwargs

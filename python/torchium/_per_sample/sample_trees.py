@@ -13,7 +13,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 class SampleTree:
     """A tensor, or tensors in dicts, tuples and lists, whose dimension 0 is the sample.
 
-    Values of the types ``shared`` may stand between them; they are the same for all samples.
+    Values of the types ``shared`` are also allowed; all samples share them.
     """
 
     def __init__(self, name: str, value: Any, shared: tuple[type, ...]) -> None:
@@ -22,7 +22,7 @@ class SampleTree:
                 f"{name} is a PackedSequence, which has no batch dimension; pass the padded batch "
                 "and the lengths, and pack them in the model"
             )
-        # A mapping of another class (a tokenizer's result) would be a single leaf.
+        # Other mappings (a tokenizer's result) would be a single leaf.
         value = dict(value) if isinstance(value, Mapping) else value
         paths, self._spec = tree_flatten_with_path(value)
         self._leaves = [leaf for _, leaf in paths]
@@ -46,14 +46,14 @@ class SampleTree:
                 )
 
     def with_tensors(self, tensors: list[Tensor]) -> Any:
-        """The same tree with these in place of its tensors."""
+        """The same tree with other tensors."""
         remaining = iter(tensors)
         leaves = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
         return tree_unflatten(leaves, self._spec)
 
 
 def count_samples(inputs: SampleTree, targets: SampleTree) -> int:
-    """How many samples both hold; ValueError where tensors disagree or there are none."""
+    """The number of samples; ValueError if tensors disagree or there are none."""
     names, tensors = inputs.names + targets.names, inputs.tensors + targets.tensors
     if not inputs.tensors:
         raise ValueError("inputs must hold a tensor with a batch dimension; there is none")

@@ -1,4 +1,4 @@
-"""Linear algebra on stacks of matrices: the operators of ``torch.ops.torchium`` beside the optimizers."""
+"""Batched linear algebra."""
 
 from ._matrix_functions import (
     InverseRootInfo,

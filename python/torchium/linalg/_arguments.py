@@ -1,7 +1,7 @@
-"""Checks of the types of arguments; the operators check shapes, dtypes and values.
+"""Type checks of arguments; the operators check shapes, dtypes and values.
 
-Without them an operator would refuse a wrong type in terms of its schema. Under ``torch.compile``
-they run while tracing and leave nothing in the graph.
+Without them, errors would quote the operator's schema. Under ``torch.compile`` they run while
+tracing and leave nothing in the graph.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LARGEST_INTEGER = 2**63 - 1  # the operators take int64
 
 
 def is_tensor(value: Any) -> bool:
-    """A tensor, or what stands for one, as a proxy of ``torch.fx``."""
+    """Whether ``value`` is a tensor or a stand-in for one, such as a proxy of ``torch.fx``."""
     return isinstance(value, Tensor) or has_torch_function((value,))
 
 
@@ -32,7 +32,7 @@ def check_tensors(function: str, **arguments: Any) -> None:
 
 
 def check_matrices(function: str, A: Any) -> bool:
-    """``A`` must be a tensor, or a list or tuple of tensors. Returns whether it is one tensor."""
+    """``A`` must be a tensor, or a list or tuple of tensors. Returns True for one tensor."""
     if isinstance(A, (list, tuple)):
         check_tensors(function, **{f"A[{index}]": entry for index, entry in enumerate(A)})
         return False
@@ -45,7 +45,7 @@ def check_matrices(function: str, A: Any) -> bool:
 
 
 def check_numbers(function: str, **arguments: Any) -> None:
-    """Every argument must be a number; the operators read tensors of one element too."""
+    """Every argument must be a number; the operators also read one-element tensors."""
     kinds = (numbers.Real, torch.SymInt, torch.SymFloat)
     for name, value in arguments.items():
         if not (isinstance(value, kinds) or is_tensor(value)):
@@ -53,7 +53,7 @@ def check_numbers(function: str, **arguments: Any) -> None:
 
 
 def check_integer(function: str, name: str, value: Any, remedy: str) -> None:
-    """``value`` must be an integer that int64 can hold."""
+    """``value`` must be an int64 integer."""
     whole = isinstance(value, (numbers.Integral, torch.SymInt)) and not isinstance(value, bool)
     if not whole or value > _LARGEST_INTEGER:
         raise ValueError(f"{function}: {name} is {_described(value)}; {remedy}")

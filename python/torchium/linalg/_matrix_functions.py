@@ -1,8 +1,8 @@
 """Roots, powers and eigenvalues of symmetric matrices, batched over leading dimensions.
 
-Each takes one stack of matrices, or a list or tuple of stacks of mixed orders, dtypes and devices,
-and then returns lists. Matrices of equal order, dtype and device are solved together, without a
-launch per matrix; their results are views of one stack.
+Each takes one batch ``[..., n, n]``, or a list or tuple of batches of mixed orders, dtypes and
+devices, for which it returns lists. Matrices of equal order, dtype and device are solved together,
+without a launch per matrix; their results are views of one buffer.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _ops = torch.ops.torchium
 
 
 class InverseRootInfo(NamedTuple):
-    """What is known about an inverse root; every tensor has the leading dimensions of ``A``."""
+    """Accuracy of an inverse root; every tensor has the leading dimensions of ``A``."""
 
     #: ``|D X^p D - D|_F / |D|_F`` with ``D`` the damped matrix and ``X`` the root.
     residual: Tensor
-    #: Steps of the coupled iteration, int64; 0 for roots by ``eigh``.
+    #: Steps of the coupled iteration, int64; 0 for ``eigh``.
     iterations: Tensor
     #: Smaller eigenvalues of the damped matrix count as this value.
     floor: Tensor
@@ -98,37 +98,36 @@ def matrix_inverse_root(
 ):
     """Return ``(A + (eps + relative_eps s) I)^(-1/root)``, exactly symmetric.
 
-    ``s`` is the largest eigenvalue for ``"eigh"``. For ``"newton"`` it is an upper bound of it: the
+    ``s`` is the largest eigenvalue for ``"eigh"``, and an upper bound of it for ``"newton"``: the
     smaller of the Frobenius norm and the largest absolute row sum.
 
-    Eigenvalues of the damped matrix that rounding errors hide count as a floor, which is not added
-    to the others. So the result is finite for every finite ``A``. With u the machine epsilon, the
-    floor is ``(4 + sqrt(n)/4) u`` times the largest eigenvalue for ``"eigh"``. For ``"newton"`` it is
-    the damping if that exceeds ``16 u s`` (n up to 128) or ``8 u s``, and about ``24 u s`` without
-    damping. It is at least the smallest normal number (64 times that for ``"newton"``), so the root
-    of a zero matrix is finite too. Below its floor, ``"newton"`` is right to a factor of 60 for root
-    1 (100 on a GPU), 10 for 2, 4.5 for 4, 2 for 8.
+    Small eigenvalues of the damped matrix, hidden by rounding errors, count as a floor, which is not
+    added to the others. The result is therefore finite for every finite ``A``. With u the machine
+    epsilon, the floor is ``(4 + sqrt(n)/4) u`` times the largest eigenvalue for ``"eigh"``. For
+    ``"newton"`` it is the damping if that exceeds ``16 u s`` (n up to 128) or ``8 u s``, and about
+    ``24 u s`` without damping. It is at least the smallest normal number (64 times that for
+    ``"newton"``), so the root of a zero matrix is finite too. Below its floor, ``"newton"`` is
+    accurate to a factor of 60 for root 1 (100 on a GPU), 10 for 2, 4.5 for 4, 2 for 8.
 
     Args:
         A: ``[..., n, n]``, positive semi-definite, float32 or float64; float16 and bfloat16 are
             computed in float32 and saturate. Replaced by ``(A + A^T)/2`` if not symmetric. Or a list
-            or tuple of such stacks, of mixed orders, dtypes and devices.
+            or tuple of batches of mixed orders, dtypes and devices.
         root: any positive integer.
         eps: damping, finite and not negative.
         relative_eps: damping in units of ``s``, finite and not negative.
         method: ``"eigh"``, LAPACK or cuSOLVER; ``"newton"``, the minimax coupled iteration, which
-            uses matrix products alone and is more accurate than ``eigh`` if the damping is above its
+            uses only matrix products and is more accurate than ``eigh`` if the damping is above its
             floor; or ``"auto"``, the faster of the two. Roots above 256 always use ``eigh``. If the
-            iteration fails, because the matrix has negative eigenvalues, ``iterations`` is 0. A CPU
-            then uses ``eigh``; a GPU, whose results the host does not read, returns a multiple of
-            the identity.
-        return_info: also return an :class:`InverseRootInfo` (for a list: a list of them); its
+            iteration fails, because of negative eigenvalues, ``iterations`` is 0. A CPU then uses
+            ``eigh``; a GPU, whose results the host does not read, returns a multiple of the
+            identity.
+        return_info: also return an :class:`InverseRootInfo` (for a list, a list of them); its
             residual costs products in float64.
 
     Returns:
-        ``[..., n, n]`` of the dtype of ``A``. A matrix that holds NaN or Inf yields NaN; the other
-        results are not affected. For a list, the list of roots. Not differentiable: use
-        :func:`matrix_power`.
+        ``[..., n, n]`` in the dtype of ``A``; for a list, the list of roots. A matrix with NaN or
+        Inf yields NaN and does not affect the others. Not differentiable: use :func:`matrix_power`.
 
     Raises:
         ValueError: wrong type, dtype, shape, root, damping or method; names the entry of a list.
@@ -177,13 +176,13 @@ def matrix_power(
     """Return ``(A + (eps + relative_eps s) I)^exponent``, exactly symmetric.
 
     ``s`` is the largest eigenvalue, or zero if that is negative. Integer exponents ``>= 0`` are
-    defined for indefinite matrices too. For other exponents ``A`` is taken to be positive
-    semi-definite: negative eigenvalues count as zero for positive exponents, and as the floor of
+    defined for indefinite matrices too. For other exponents ``A`` is assumed positive semi-definite:
+    negative eigenvalues count as zero for positive exponents, and as the floor of
     :func:`matrix_inverse_root` for negative ones. The result saturates instead of overflowing.
 
-    Differentiable once, in reverse and in forward mode and under ``torch.func``, also where
-    eigenvalues coincide (Daleckii-Krein; Higham 2008, "Functions of Matrices", theorem 3.11).
-    Eigenvalues below the floor have no gradient unless the exponent is an integer ``>= 0``.
+    Differentiable once, in reverse and forward mode and under ``torch.func``, also if eigenvalues
+    coincide (Daleckii-Krein; Higham 2008, "Functions of Matrices", theorem 3.11). Eigenvalues below
+    the floor have no gradient unless the exponent is an integer ``>= 0``.
 
     Args:
         A: ``[..., n, n]``, as for :func:`matrix_inverse_root`.
@@ -192,7 +191,7 @@ def matrix_power(
         relative_eps: damping in units of ``s``, finite and not negative.
 
     Returns:
-        ``[..., n, n]`` of the dtype of ``A``; for a list the list of the powers.
+        ``[..., n, n]`` in the dtype of ``A``; for a list, the list of powers.
 
     Raises:
         ValueError: wrong type, dtype, shape, exponent or damping; names the entry of a list.
@@ -217,16 +216,16 @@ def eigh(
 ) -> tuple[Tensor, Tensor] | tuple[list[Tensor], list[Tensor]]:
     """Return the eigenvalues, ascending, and the orthonormal eigenvectors of symmetric matrices.
 
-    As ``torch.linalg.eigh``, but the matrices of a batch are distributed over the cores, or solved
-    together on a GPU without a host synchronisation. A matrix that holds NaN or Inf yields NaN
-    instead of an error; the other results are not affected. On a CPU every finite matrix has a finite
-    result, also if LAPACK does not converge (:func:`eigh_retries`).
+    Like ``torch.linalg.eigh``, but the matrices of a batch are distributed over the cores, or solved
+    together on a GPU without a host synchronisation. A matrix with NaN or Inf yields NaN instead of
+    an error, and does not affect the others. On a CPU every finite matrix has a finite result, also
+    if LAPACK does not converge (:func:`eigh_retries`).
 
     Args:
         A: ``[..., n, n]``, as for :func:`matrix_inverse_root`.
 
     Returns:
-        Eigenvalues ``[..., n]`` and eigenvectors ``[..., n, n]`` in columns, of the dtype of ``A``.
+        Eigenvalues ``[..., n]`` and eigenvectors ``[..., n, n]`` in columns, in the dtype of ``A``.
         For a list, the list of eigenvalues and the list of eigenvectors. Not differentiable: use
         ``torch.linalg.eigh``.
 
@@ -242,11 +241,11 @@ def eigh(
 
 
 def eigh_retries() -> int:
-    """Return how many symmetric matrices of this process were solved again, on a CPU.
+    """Return the number of symmetric matrices in this process that were solved again, on a CPU.
 
-    For some matrices, mostly sparse ones of low rank, LAPACK does not converge or is silently wrong.
-    Every result is checked. Where the check fails, the matrix is solved by a slower method of the
-    same accuracy. The count includes the matrices of the optimizers.
+    For some matrices, mostly sparse and of low rank, LAPACK does not converge or is silently wrong.
+    Every result is checked. If the check fails, a slower method of the same accuracy solves the
+    matrix. The count includes the optimizers' matrices.
     """
     retries: int = _ops.eigh_retries()
     return retries

@@ -55,10 +55,9 @@ def kron_solve(A: Tensor, B: Tensor, X: Tensor, damping: float) -> Tensor:
 
     The floor is ``(4 + sqrt(n) / 4) finfo(dtype).eps``, summed over n = nA and n = nB, times the
     largest eigenvalue of the damped product, and at least the smallest normal number. Smaller
-    eigenvalues, which rounding errors hide, count as the floor. So singular factors have a finite
-    result; what exceeds the range of the dtype saturates at its largest number. A pair with NaN or
-    Inf in a factor yields NaN; the other results are not affected. bfloat16 and float16 are computed
-    in float32.
+    eigenvalues, hidden by rounding errors, count as the floor, so singular factors have a finite
+    result. Values beyond the range of the dtype saturate. A pair with NaN or Inf in a factor yields
+    NaN and does not affect the others. bfloat16 and float16 are computed in float32.
 
     Args:
         A: ``[..., nA, nA]``, symmetric positive semi-definite; symmetrised, negative eigenvalues
@@ -101,7 +100,7 @@ def chunked_matmul(A: Tensor, B: Tensor, *, max_workspace_bytes: int | None = No
     Raises:
         ValueError: types, shapes, dtypes or devices that do not fit, or a bound too small for one
             element of the product.
-        torch.OutOfMemoryError: names the sizes and what to lower.
+        torch.OutOfMemoryError: names the sizes and the remedy.
     """
     check_tensors("chunked_matmul", A=A, B=B)
     if max_workspace_bytes is not None:
@@ -121,10 +120,10 @@ def spd_inverse(A: Tensor, *, damping: float = 0.0) -> Tensor:
     If the factorisation of a matrix breaks down, or meets a pivot below
     ``(4 + sqrt(n) / 4) finfo(dtype).eps`` times its largest entry, that matrix is solved by its
     eigendecomposition. Its eigenvalues below that fraction of the largest, or below the smallest
-    normal number, count as that floor. So zero and rank-deficient matrices have a finite result; what
-    exceeds the range of the dtype saturates at its largest number. On a GPU the host waits once, to
-    learn whether there is such a matrix. A matrix with NaN or Inf yields NaN; the other results are
-    not affected. bfloat16 and float16 are computed in float32.
+    normal number, count as that floor, so zero and rank-deficient matrices have a finite result.
+    Values beyond the range of the dtype saturate. On a GPU the host waits once, to find the matrices
+    that need this. A matrix with NaN or Inf yields NaN and does not affect the others. bfloat16 and
+    float16 are computed in float32.
 
     Args:
         A: ``[..., n, n]``, floating point; symmetrised.
@@ -173,8 +172,8 @@ def fused_mul_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """Return ``a * b + c`` in one pass over memory.
 
     Shapes broadcast and dtypes promote as in ``torch.addcmul(c, a, b)``. Contiguous CUDA tensors of
-    equal shape and dtype use a vectorised kernel in builds with CUDA; all else is computed by
-    ``torch.addcmul``. bfloat16 and float16 are computed in float32 and rounded once. Differentiable.
+    equal shape and dtype use a vectorised kernel, all others ``torch.addcmul``. bfloat16 and float16
+    are computed in float32 and rounded once. Differentiable.
 
     Raises:
         ValueError: an operand that is not a dense floating point tensor.

@@ -1,7 +1,7 @@
-"""Utilities beside the optimizers.
+"""Utilities.
 
-`cmake_prefix_path` is the folder that CMake needs to find the installed package, as
-`torch.utils.cmake_prefix_path` is for torch:
+`cmake_prefix_path` lets CMake find the installed package, as `torch.utils.cmake_prefix_path` does
+for torch:
 
     cmake -S . -B build -DCMAKE_PREFIX_PATH="$(python -c 'import torchium; print(torchium.utils.cmake_prefix_path)')"
 """

@@ -1,7 +1,7 @@
 """Matrix, gradient and memory operations for tensors on any device.
 
-Every function runs on the device of its tensors, a GPU or the CPU. The names are those of the
-original torchium package.
+Every function runs on the device of its tensors, GPU or CPU. The names are those of the original
+torchium package.
 """
 
 from collections.abc import Iterable, Sequence
@@ -36,7 +36,7 @@ class CUDAMatrixOps:
 
         Args:
             matrix: ``[..., n, n]``, symmetric positive semi-definite.
-            power: any real number; a matrix power, not an elementwise one.
+            power: any real number; a matrix power, not elementwise.
             eps: added to every eigenvalue.
         """
         return linalg.matrix_power(matrix, power, eps=eps)
@@ -45,8 +45,8 @@ class CUDAMatrixOps:
     def kronecker_product_approx(A: Tensor, G: Tensor) -> Tensor:
         """Return the Kronecker product of ``A`` and ``G``: :func:`torchium.linalg.kron`.
 
-        It is exact and is formed in full. To multiply by it or to solve with it without forming it,
-        use :func:`torchium.linalg.kron_matmul` and :func:`torchium.linalg.kron_solve`.
+        The product is exact and formed in full. To multiply or solve without forming it, use
+        :func:`torchium.linalg.kron_matmul` and :func:`torchium.linalg.kron_solve`.
         """
         return linalg.kron(A, G)
 
@@ -129,11 +129,12 @@ def cuda_memory_info(device: torch.device | str | int | None = None) -> dict[str
     Returns:
         ``total_memory`` and ``free_memory`` as the driver counts them, ``allocated_memory`` in live
         tensors of this process, ``cached_memory`` reserved by torch's allocator (live tensors
-        included), and ``available``: whether there is such a device. For a CPU device, and on a
-        machine without CUDA, all are zero and ``available`` is False.
+        included), and ``available``: whether the device exists. For a CPU device, and without CUDA,
+        all values are zero and ``available`` is False.
 
     Raises:
-        ValueError: there is CUDA, but no such device; or a device that is neither CUDA nor CPU.
+        ValueError: CUDA is available, but the device does not exist; or the device is neither CUDA
+            nor CPU.
     """
     chosen = _cuda_index(device)
     if chosen is None:
@@ -154,7 +155,7 @@ def cuda_memory_info(device: torch.device | str | int | None = None) -> dict[str
 def _cuda_index(device: torch.device | str | int | None) -> int | None:
     """The index of the CUDA device; None for the CPU or without CUDA."""
     if device is not None:
-        # An int is an index of the accelerator, which on a machine without one would be an error.
+        # torch.device(int) means the accelerator, and raises without one.
         device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         if device.type not in ("cuda", "cpu"):
             raise ValueError(f"device is {device}; it must be a CUDA device or the CPU")
@@ -185,7 +186,7 @@ def matrix_sqrt_cuda(input: Tensor, power: float) -> Tensor:
 
     Args:
         input: ``[..., n, n]``.
-        power: any real number. For negative ones, small eigenvalues are floored as in
+        power: any real number. Negative powers floor small eigenvalues as in
             :func:`torchium.linalg.matrix_power`.
     """
     return linalg.matrix_power(input, power)
