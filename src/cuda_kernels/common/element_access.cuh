@@ -1,4 +1,4 @@
-// Elements of tensors of several types, one or four neighbours at a time, and sums over a block.
+// Loads and stores of one or four consecutive elements of several types, and block-wide sums.
 #pragma once
 
 #include "cuda_kernels/optimizer_step/parameter_table.h"
@@ -9,7 +9,7 @@
 
 namespace torchium::cuda_kernels {
 
-// N neighbouring elements; 4 must be aligned to four elements.
+// N consecutive elements; for N = 4 aligned to four elements.
 template <int N>
 struct Lanes {
   float lane[N];
@@ -39,7 +39,7 @@ __device__ void store_floats(float* data, int64_t offset, const Lanes<N>& x) {
   }
 }
 
-// The same of 16-bit elements.
+// The same for 16-bit elements.
 template <int N, typename Half>
 __device__ Lanes<N> load_fp16(const void* data, int64_t offset) {
   Lanes<N> x;
@@ -93,7 +93,7 @@ __device__ void store_elements(void* data, ElementType type, int64_t offset, con
   }
 }
 
-// The entry that a tile belongs to.
+// The entry that owns a tile.
 template <typename Entry, int bytes>
 __device__ const Entry& entry_of_tile(const Table<Entry, bytes>& table, int tile) {
   int low = 0, high = table.count;
@@ -106,7 +106,7 @@ __device__ const Entry& entry_of_tile(const Table<Entry, bytes>& table, int tile
 
 constexpr int kElementThreads = 256;
 
-// The sum over the block in thread 0, in an order that never changes.
+// The sum over the block, in thread 0, in a fixed order.
 __device__ inline float sum_of_block(float x) {
   __shared__ float warps[kElementThreads / 32];
 #pragma unroll

@@ -24,8 +24,8 @@ __device__ __nv_bfloat16 multiply_add(__nv_bfloat16 a, __nv_bfloat16 b, __nv_bfl
   return __float2bfloat16_rn(fmaf(__bfloat162float(a), __bfloat162float(b), __bfloat162float(c)));
 }
 
-// Each block works on kThreads * kVectorsPerThread consecutive vectors; the last, partial vector of
-// the array is done element by element by one thread.
+// Each block processes kThreads * kVectorsPerThread consecutive vectors; one thread processes the
+// array's last, partial vector element by element.
 template <typename T, int N>
 __global__ void __launch_bounds__(kThreads)
     fused_mul_add_kernel(const T* a, const T* b, const T* c, T* out, int64_t n) {

@@ -10,7 +10,7 @@ namespace torchium::cuda_kernels {
 
 // n contiguous elements each; out may be one of the inputs. T: float, double, __half or
 // __nv_bfloat16; the last two are computed in float and rounded once. Arrays aligned to 16 bytes
-// are read and written in 16-byte pieces. The caller checks cudaGetLastError().
+// are accessed in 16-byte vectors. The caller checks cudaGetLastError().
 template <typename T>
 void fused_mul_add(const T* a, const T* b, const T* c, T* out, int64_t n, cudaStream_t stream);
 

@@ -1,5 +1,5 @@
-// Hopper's copies of tiles between device memory and the shared memory of a cluster, and the
-// barriers between the warps that copy and those that compute (sm_90a).
+// Hopper's tile copies between device memory and the shared memory of a cluster, and the barriers
+// between the warps that copy and those that compute (sm_90a).
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ namespace torchium::cuda_kernels {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// Where a ring of `slots` barriers stands.
+// The current position in a ring of `slots` barriers.
 template <int slots>
 class Position {
  public:
@@ -25,12 +25,12 @@ class Position {
   uint32_t slot_ = 0, parity_ = 0;
 };
 
-// Barriers are 8 bytes of shared memory, named by their address.
+// Barriers are 8 bytes of shared memory, identified by their address.
 __device__ inline void initialize_barrier(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes initialised barriers visible to the copies and to the cluster.
+// Makes initialised barriers visible to copies and to the cluster.
 __device__ inline void publish_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -44,7 +44,7 @@ __device__ inline void arrive_and_expect(uint32_t barrier, int bytes) {
                : "memory");
 }
 
-// At the same barrier of block `rank` of the cluster.
+// Arrives at the same barrier in block `rank` of the cluster.
 __device__ inline void arrive_at(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{\n"
@@ -56,7 +56,7 @@ __device__ inline void arrive_at(uint32_t barrier, uint32_t rank) {
       : "memory");
 }
 
-// Waits for the end of the phase of this parity; that before the first has parity 1.
+// Waits for the end of the phase with this parity; the phase before the first has parity 1.
 __device__ inline void wait_for(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n"
@@ -69,7 +69,7 @@ __device__ inline void wait_for(uint32_t barrier, uint32_t parity) {
       : "memory");
 }
 
-// A box at column x, row y, plane z to `target`; its bytes are counted at `barrier`.
+// Copies the box at column x, row y, plane z to `target`; `barrier` counts its bytes.
 __device__ inline void copy_box(uint32_t target, const CUtensorMap& map, int x, int y, int z,
                                 uint32_t barrier) {
   asm volatile(
@@ -79,7 +79,7 @@ __device__ inline void copy_box(uint32_t target, const CUtensorMap& map, int x, 
       : "memory");
 }
 
-// The same of a stack whose matrices have several parts.
+// The same for matrices with several parts.
 __device__ inline void copy_box_of_part(uint32_t target, const CUtensorMap& map, int x, int y,
                                         int z, int part, uint32_t barrier) {
   asm volatile(
@@ -89,7 +89,7 @@ __device__ inline void copy_box_of_part(uint32_t target, const CUtensorMap& map,
       : "memory");
 }
 
-// copy_box to all blocks of the mask, each at its own target and barrier.
+// copy_box to all blocks of the mask, each with its own target and barrier.
 __device__ inline void copy_box_to_all(uint32_t target, const CUtensorMap& map, int x, int y, int z,
                                        uint32_t barrier, uint16_t mask) {
   asm volatile(
@@ -99,7 +99,7 @@ __device__ inline void copy_box_to_all(uint32_t target, const CUtensorMap& map, 
       : "memory");
 }
 
-// A box of this block back to device memory, what lies outside of the matrix left out. Shared
+// Copies a box of this block back to device memory, except what lies outside the matrix. Shared
 // memory must have been published before.
 __device__ inline void write_box(uint32_t source, const CUtensorMap& map, int x, int y, int z) {
   asm volatile(
@@ -109,7 +109,7 @@ __device__ inline void write_box(uint32_t source, const CUtensorMap& map, int x,
       : "memory");
 }
 
-// Waits until the boxes that this thread wrote have left shared memory.
+// Waits until the boxes written by this thread have left shared memory.
 __device__ inline void wait_for_writes() {
   asm volatile(
       "cp.async.bulk.commit_group;\n"
@@ -117,7 +117,7 @@ __device__ inline void wait_for_writes() {
           : "memory");
 }
 
-// Ordinary writes of this thread to shared memory, before copies and tensor cores read them.
+// Publishes this thread's ordinary writes to shared memory to copies and tensor cores.
 __device__ inline void publish_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -135,17 +135,17 @@ __device__ inline void cluster_sync() {
           : "memory");
 }
 
-// A barrier among the 128 threads of a warpgroup; id: 1 to 15.
+// A barrier for the 128 threads of a warpgroup; id: 1 to 15.
 __device__ inline void warpgroup_sync(int id) {
   asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory");
 }
 
-// Blocks of the next kernel in the stream may start where blocks of this one have left.
+// Lets blocks of the next kernel in the stream start as blocks of this one finish.
 __device__ inline void launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// Waits for the end of the kernels before this one, which may have been started early.
+// Waits for the end of the previous kernels, if this one was started early.
 __device__ inline void wait_for_prerequisites() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }

@@ -1,11 +1,11 @@
-// How many blocks a kernel needs that stay on their processors until all work is done.
+// The grid size of persistent kernels.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 namespace torchium::cuda_kernels {
 
-// The multiprocessors of the current device.
+// The number of multiprocessors of the current device.
 inline cudaError_t count_processors(int& processors) {
   int device = 0;
   const cudaError_t error = cudaGetDevice(&device);

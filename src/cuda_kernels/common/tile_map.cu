@@ -6,7 +6,7 @@ namespace torchium::cuda_kernels {
 
 namespace {
 
-// The driver's function, found at run time: the library does not link the driver.
+// The driver's function, loaded at run time: the library does not link the driver.
 struct Encoder {
   PFN_cuTensorMapEncodeTiled_v12000 encode = nullptr;
   cudaError_t error;

@@ -1,4 +1,4 @@
-// How Hopper's copy engine finds the tiles of matrices.
+// Tensor maps for Hopper's copy engine.
 #pragma once
 
 #include "cuda_kernels/split_gemm/split_fp16.h"
@@ -10,8 +10,8 @@
 
 namespace torchium::cuda_kernels {
 
-// A box: 64 rows of 128 bytes, that is 32 columns of split matrices or 64 of single ones, as
-// wgmma.cuh wants them; zeros outside of the matrix.
+// A box: 64 rows of 128 bytes (32 columns of split matrices, or 64 of single ones), laid out as in
+// wgmma.cuh; zeros outside the matrix.
 constexpr int kBoxRows = 64;
 constexpr int kBoxElements = 64;  // of a row
 constexpr int kBoxBytes = kBoxRows * kBoxElements * 2;
@@ -21,8 +21,8 @@ using TileMap = CUtensorMap;
 // Coordinates: half of the row, row, matrix.
 cudaError_t make_tile_map(const SplitMatrices& matrices, int64_t count, bool single, TileMap& map);
 
-// Of 64 rows and 64 columns. Coordinates: column, row, matrix, part: 0 for hi, 1 for lo, which is
-// zeros where there is none.
+// A box of 64 rows and 64 columns. Coordinates: column, row, matrix, part: 0 for hi, 1 for lo,
+// which is zero if absent.
 cudaError_t make_tile_map(const SplitFp16& stack, int64_t matrices, TileMap& map);
 
 }  // namespace torchium::cuda_kernels

@@ -1,4 +1,4 @@
-// The order in which clusters of two blocks take the tiles of symmetric matrices.
+// The order in which clusters of two blocks process the tiles of symmetric matrices.
 #pragma once
 
 #include <cstdint>
@@ -8,14 +8,14 @@ namespace torchium::cuda_kernels {
 constexpr int kProductTile = 128;
 
 struct TilePosition {
-  int matrix;       // may lie behind the last one
+  int matrix;       // may be past the last one
   int row, column;  // first ones
   bool shares_row;  // with the tile of the other block: the same matrix and row
 };
 
-// Tiles on and below the diagonal: neighbours of a row in pairs, then the tiles that are left over,
-// which are on the diagonal of even rows, of two matrices. So both blocks always have work but for
-// the last one.
+// Tiles on and below the diagonal: horizontally adjacent pairs, then the remaining tiles, on the
+// diagonal of even rows, from two matrices. So both blocks always have work, except possibly for
+// the last pair.
 class TileSchedule {
  public:
   __host__ __device__ TileSchedule(int order, int64_t matrices)
@@ -25,7 +25,7 @@ class TileSchedule {
 
   __host__ __device__ int pairs() const { return pairs_; }
 
-  // That of block `rank` (0 or 1).
+  // The tile of block `rank` (0 or 1).
   __device__ TilePosition tile(int pair, uint32_t rank) const {
     const int per_two = 2 * in_rows_ + left_over_;
     const int first_matrix = pair / per_two * 2;

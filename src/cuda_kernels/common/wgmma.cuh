@@ -7,8 +7,8 @@
 
 namespace torchium::cuda_kernels {
 
-// Rows of the operand in rows of boxes one below the other, or with is_transposed in columns of
-// boxes side by side, which follow one another in memory.
+// Rows of the operand are in rows of boxes stacked vertically, or with is_transposed in columns of
+// adjacent boxes; boxes are consecutive in memory.
 template <bool is_transposed = false>
 __device__ inline uint64_t tile_descriptor(uint32_t shared_address) {
   constexpr uint64_t kBetweenBoxes = is_transposed ? 64 * 128 / 16 : 1;
@@ -18,12 +18,12 @@ __device__ inline uint64_t tile_descriptor(uint32_t shared_address) {
          kSwizzle128 << 62;
 }
 
-// Registers of earlier products and shared memory are in order from here on.
+// Orders registers of earlier products and shared memory before what follows.
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-// Waits until at most `pending` groups are under way.
+// Waits until at most `pending` groups are in flight.
 template <int pending>
 __device__ inline void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");

@@ -1,5 +1,5 @@
-// Products of stacks of matrices of any shape on the tensor cores of Hopper, many stacks in one
-// launch. Operands are fp16 parts (split_fp16.h), results float32.
+// Batched matrix products of any shape on Hopper's tensor cores, many batches in one launch.
+// Operands are fp16 parts (split_fp16.h), results float32.
 #pragma once
 
 #include "cuda_kernels/split_gemm/split_fp16.h"
@@ -16,7 +16,7 @@ enum class ProductKind : uint8_t {
   kBySymmetric,  // A B, B symmetric
 };
 
-// C <- A B for each matrix of a stack. Gram matrices: C <- beta C + alpha A A^T, where only tiles
+// C <- A B for each matrix of a batch. Gram matrices: C <- beta C + alpha A A^T, where only tiles
 // on and below the diagonal are read and computed, and C becomes exactly symmetric. C is
 // contiguous, and finite even if beta = 0. C and the rows of A and B begin at multiples of 16
 // bytes.
@@ -24,26 +24,26 @@ struct BatchedProduct {
   SplitFp16 A, B;  // B is not used for Gram matrices
   float* C;
   int64_t matrices;
-  // Raised to the largest magnitude of C, as bits; null: left out. Not for Gram matrices.
+  // Raised to the largest magnitude of C, as bits; null: not computed. Not for Gram matrices.
   unsigned* largest = nullptr;
 };
 
-// Factors of an update of Gram matrices, for all stacks. The scales of fp16 parts are not in alpha.
+// Factors of a Gram matrix update, for all batches. alpha excludes the scales of fp16 parts.
 struct GramUpdate {
   float alpha, beta;
 };
 
-// Whether this build and a device have the kernel.
+// Whether this build and the device have the kernel.
 bool has_batched_product(int major, int minor, int shared_bytes);
 
-// For blocks with these rows and columns: rows of operands and of Gram matrices must begin at
-// multiples of 16 bytes.
+// For blocks with these numbers of rows and columns: rows of operands and Gram matrices must begin
+// at multiples of 16 bytes.
 inline bool fits_batched_product(int64_t rows, int64_t columns) {
   return rows > 0 && columns > 0 && rows % 8 == 0 && columns % 8 == 0;
 }
 
 // All `count` products. update: on the device, for Gram matrices only. single: lo parts count as
-// zero, which takes a third of the arithmetic. Returns the error of the launch.
+// zero, for a third of the arithmetic. Returns the launch error.
 cudaError_t batched_products(ProductKind kind, const BatchedProduct* products, int count,
                              const GramUpdate* update, bool single, cudaStream_t stream);
 

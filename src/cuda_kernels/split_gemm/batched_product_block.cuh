@@ -1,5 +1,5 @@
 // Shared by all warps of a block of batched_product.h: the layout of shared memory, its barriers,
-// the tiles of the block; and the thread that loads operands.
+// the tiles of the block, and the producer thread that loads operands.
 #pragma once
 
 #include "cuda_kernels/common/pipeline.cuh"
@@ -11,8 +11,8 @@
 
 namespace torchium::cuda_kernels::batched_product_detail {
 
-// Two warpgroups compute half of the rows of a tile each, from stages in shared memory that one
-// more warp fills.
+// Two warpgroups compute half of a tile's rows each, from stages in shared memory that a producer
+// warp fills.
 constexpr int kTile = 128;
 constexpr int kGroups = 2;  // warpgroups that compute
 constexpr int kConsumers = 128 * kGroups;
@@ -22,17 +22,17 @@ __host__ __device__ constexpr bool is_gram(ProductKind kind) {
   return kind == ProductKind::kRowGram || kind == ProductKind::kColumnGram;
 }
 
-// Of one warp: 16 rows of its result. They are padded, so that few of a column share a bank.
+// One warp's 16 rows of the result, padded so that few elements of a column share a bank.
 constexpr int kStagedColumns = 16;
 using Staged = float[16][kStagedColumns + 4];
 constexpr int kChunks = kTile / kStagedColumns;
 
-// Products of hi alone leave room for two blocks on a processor: one stores while the other
+// Products of hi alone leave room for two blocks per multiprocessor: one stores while the other
 // computes. Updates need the registers of both.
 template <ProductKind kind, bool single>
 struct Layout {
   static constexpr int kBlocks = single && !is_gram(kind) ? 2 : 1;
-  // Registers can be given from warpgroup to warpgroup, which two parts need.
+  // Products of two parts move registers between warpgroups.
   static constexpr int kThreads = kConsumers + (single ? 32 : 128);
   static constexpr int kParts = single ? 1 : 2;
   static constexpr int kOperandBytes = kParts * kTileBytes;
@@ -45,18 +45,18 @@ struct Layout {
   static_assert(kBlocks * (kSharedBytes + 1024) <= 228 * 1024);
 };
 
-// The kernel's description of one stack. C is M x N, a sum over K terms.
+// The kernel's description of one batch. C is M x N, a sum over K terms.
 struct ProductEntry {
   TileMap A, B;
   const float *scale_A, *scale_B;
-  bool has_scales_A, has_scales_B;  // a scale for each matrix, not one for all
+  bool has_scales_A, has_scales_B;  // one scale per matrix, not one for all
   float* C;
   unsigned* largest;
   int M, N, K;
   int first_tile, tiles_of_matrix;
 };
 
-// As a kernel's argument, which may take 32,764 bytes; large ones take longer to launch.
+// A kernel argument, limited to 32,764 bytes; large ones take longer to launch.
 struct ProductTable {
   static constexpr int kCapacity = 32;
 
@@ -67,7 +67,7 @@ struct ProductTable {
 
 __host__ __device__ inline int tiles_along(int size) { return (size + kTile - 1) / kTile; }
 
-// Whether the terms of an operand lie below one another in memory, not in rows.
+// Whether the terms of an operand run down columns in memory, not along rows.
 __host__ __device__ constexpr bool across_A(ProductKind kind) {
   return kind == ProductKind::kColumnGram;
 }
@@ -103,7 +103,7 @@ struct Tile {
     }
   }
 
-  // Both operands are the same part of the same matrix.
+  // Whether both operands are the same part of the same matrix.
   __device__ bool is_diagonal() const { return is_gram(kind) && row == column; }
   __device__ int stages() const { return (product.K + kBoxElements - 1) / kBoxElements; }
   __device__ float* C() const { return product.C + int64_t{matrix} * product.M * product.N; }
@@ -134,7 +134,7 @@ struct Shared {
   }
   __device__ uint32_t A(uint32_t slot) const { return start + slot * L::kStageBytes; }
   __device__ uint32_t B(uint32_t slot) const { return A(slot) + L::kOperandBytes; }
-  // Operands are in the stage, or no warpgroup needs them any more.
+  // full: operands are in the stage. empty: all warpgroups are done with them.
   __device__ uint32_t full(uint32_t slot) const { return start + L::kBarriersAt + 8 * slot; }
   __device__ uint32_t empty(uint32_t slot) const { return full(L::kStages + slot); }
 
@@ -147,7 +147,7 @@ struct Shared {
   }
 };
 
-// Loads the stages of all tiles; one thread.
+// Loads the stages of all tiles. One thread.
 template <ProductKind kind, bool single>
 class Loader {
  public:
@@ -171,7 +171,7 @@ class Loader {
   }
 
  private:
-  // 128 rows of 64 terms, or across them 64 rows of 128 columns.
+  // 128 rows of 64 terms, or transposed, 64 rows of 128 columns.
   template <bool across>
   __device__ void load(uint32_t target, const TileMap& map, int first, int k, int matrix) const {
     const uint32_t full = shared_.full(position_.slot());

@@ -11,8 +11,8 @@ namespace torchium::cuda_kernels::batched_product_detail {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// 16 rows of a tile of C and their mirror image, which a warp updates 16 columns at a time. A
-// thread has four neighbours of one row in C, and of one column there.
+// 16 rows of a tile of C and their mirror image. A warp updates 16 columns at a time; each thread
+// has four consecutive elements of a row in C, and of a column in the mirror image.
 class Strip {
  public:
   template <typename Tile>
@@ -34,7 +34,7 @@ class Strip {
     }
   }
 
-  // C <- beta old + staged, which becomes that as well.
+  // C <- beta old + staged, also written to staged.
   __device__ void update(int chunk, float beta, const float4 (&old)[2], Staged& staged) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -86,7 +86,7 @@ class Strip {
   float* const mirrored_;
 };
 
-// One of the warpgroups that compute.
+// One of the two consumer warpgroups.
 template <ProductKind kind, bool single>
 class Consumer {
  public:
@@ -106,7 +106,7 @@ class Consumer {
       if constexpr (is_gram(kind)) {
         const Strip strip(tile, tile.row + group_ * kBoxRows + 16 * warp_, lane_);
         float4 old[kChunks][2];
-        if constexpr (single) load_old<kChunks>(strip, old);  // on its way during the product
+        if constexpr (single) load_old<kChunks>(strip, old);  // in flight during the product
         accumulate(tile, sum);
         update_symmetric(strip, factors, sum, old);
       } else {
@@ -126,7 +126,7 @@ class Consumer {
     return {static_cast<float>(1 / (A * B)), 0};
   }
 
-  // Nobody in this warpgroup reads the stage any more.
+  // This warpgroup no longer reads the stage.
   __device__ void release(uint32_t slot) const {
     if (thread_ == 0) arrive(shared_.empty(slot));
   }
@@ -136,7 +136,7 @@ class Consumer {
     if constexpr (single) {
       accumulate_stages(tile, 0, tile.stages(), sum, sum);
     } else {
-      // The tensor cores truncate as they accumulate: sums over so many stages are added in
+      // The tensor cores truncate as they accumulate, so sums over this many stages are added in
       // float32. The cross terms are too small for that to matter.
       constexpr int kStagesOfSum = 4;
       float main[64], cross[64];
@@ -159,8 +159,8 @@ class Consumer {
                                     float (&cross)[64]) {
     const bool is_diagonal = tile.is_diagonal();
     int is_later = 0;
-    // The wait at the end is unconditional: else the compiler, which must know that no product is
-    // under way where registers are read, serialises all of them.
+    // The wait at the end must be unconditional: otherwise the compiler cannot prove that no
+    // product is in flight when registers are read, and serialises all products.
 #pragma unroll 1
     for (int stage = begin; stage < end; ++stage) {
       const uint32_t slot = position_.slot(), previous = position_.previous_slot();
@@ -198,8 +198,8 @@ class Consumer {
     wgmma_commit();
   }
 
-  // x[4 j + 2 h + e] is in this row and column of the matrix for j = 0, with h = e = 0. A row
-  // further is 8 h, a column 8 j + e.
+  // For j = 0 and h = e = 0, x[4 j + 2 h + e] is at this row and column of the matrix. h adds 8
+  // rows; j and e add 8 j + e columns.
   __device__ int first_row(const Tile<kind>& tile) const {
     return tile.row + group_ * kBoxRows + 16 * warp_ + lane_ / 4;
   }
@@ -230,12 +230,12 @@ class Consumer {
     for (int chunk = 0; chunk < chunks; ++chunk) strip.load(chunk, old[chunk]);
   }
 
-  // C <- beta C + alpha x, of what is on and below the diagonal, and mirrored. Each warp takes its
-  // 16 rows through shared memory, some columns at a time, so that it reads and writes neighbours
-  // in C and in the mirror image.
+  // C <- beta C + alpha x on and below the diagonal, and mirrored. Each warp passes its 16 rows
+  // through shared memory, some columns at a time, so that accesses to C and to the mirror image
+  // are coalesced.
   __device__ void update_symmetric(const Strip& strip, const GramUpdate& factors,
                                    const float (&x)[64], float4 (&old)[kChunks][2]) const {
-    constexpr int kAhead = 2;  // of two parts, beside which there is no room for more in registers
+    constexpr int kAhead = 2;  // registers have no room for more with two parts
     if constexpr (!single) load_old<kAhead>(strip, old);
     Staged& staged = shared_.staged(threadIdx.x / 32);
 #pragma unroll

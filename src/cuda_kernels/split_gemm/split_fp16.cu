@@ -18,14 +18,15 @@ __global__ void __launch_bounds__(kElementThreads)
   record_largest(most, entry.largest);
 }
 
-// Stacks of fp16 parts have columns in multiples of 8, so that four neighbours are always aligned.
+// Batches of fp16 parts have multiples of 8 columns, so four consecutive elements are always
+// aligned.
 template <int bytes>
 __global__ void __launch_bounds__(kElementThreads)
     split_fp16_kernel(const __grid_constant__ Table<SplitEntry, bytes> table) {
   const int tile = table.first_tile + static_cast<int>(blockIdx.x);
   const SplitEntry& entry = entry_of_tile(table, tile);
   const SplitFp16& halves = entry.halves;
-  // Up to rounding, no entry of a positive matrix is larger than the largest one on its diagonal.
+  // Up to rounding, the largest entry of a positive semi-definite matrix is on its diagonal.
   const float scale = scale_for(2 * __uint_as_float(*entry.largest));
   if (tile == entry.first_tile && threadIdx.x == 0) *halves.scale = scale;
   const int64_t elements = int64_t{entry.matrices} * halves.rows * halves.columns;

@@ -14,7 +14,7 @@ __device__ inline float scale_for(float bound) {
   return ldexpf(1.0f, min(126, 15 - exponent));
 }
 
-// hi and lo of N neighbours; lo may be null.
+// hi and lo of N consecutive elements; lo may be null.
 template <int N>
 __device__ void store_parts(__half* hi, __half* lo, int64_t offset, Lanes<N> x, float scale) {
   Lanes<N> high;
@@ -30,7 +30,7 @@ __device__ void store_parts(__half* hi, __half* lo, int64_t offset, Lanes<N> x, 
   store_fp16<N, __half>(lo, offset, x);
 }
 
-// Raises *largest to the largest `bits` of the threads of a warp, all of which must call this.
+// Raises *largest to the largest `bits` in a warp. All threads of the warp must call this.
 __device__ inline void record_largest(unsigned bits, unsigned* largest) {
   bits = __reduce_max_sync(0xffffffff, bits);
   if (threadIdx.x % 32 == 0 && bits > *largest) atomicMax(largest, bits);

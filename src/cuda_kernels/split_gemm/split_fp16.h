@@ -1,6 +1,6 @@
-// x s = hi + lo / 2048: floats as one or two fp16 numbers with a common scale s, for the tensor
-// cores. s is a power of two that brings the largest magnitude below 2^15. hi alone has 11 bits,
-// both have 22, down to 2^-29 of the largest (Ootomo and Yokota 2022, arXiv 2203.03341).
+// x s = hi + lo / 2048: floats as one or two fp16 numbers with a common scale s, for tensor cores.
+// s is a power of two that brings the largest magnitude below 2^15. hi alone has 11 bits, both have
+// 22, down to 2^-29 of the largest (Ootomo and Yokota 2022, arXiv 2203.03341).
 #pragma once
 
 #include "cuda_kernels/optimizer_step/parameter_table.h"
@@ -13,7 +13,7 @@ namespace torchium::cuda_kernels {
 
 constexpr float kLowScale = 2048.0f;
 
-// A contiguous stack of matrices, each [rows, columns].
+// A contiguous batch of matrices, each [rows, columns].
 struct SplitFp16 {
   __half* hi;
   __half* lo;    // lo of each element; null: counts as zero
@@ -22,11 +22,11 @@ struct SplitFp16 {
   bool has_scales;
 };
 
-// A stack of floats or bfloat16, and the destination of its fp16 parts.
+// A batch of floats or bfloat16, and the destination of its fp16 parts.
 struct SplitEntry {
   const void* x;
   SplitFp16 halves;
-  unsigned* largest;  // magnitude of x, as the bits of a float, which order as floats do
+  unsigned* largest;  // magnitude of x, as float bits, which order like the floats
   int matrices;
   int first_tile;
   ElementType type;
@@ -37,8 +37,8 @@ constexpr int64_t kSplitTile = 1 << 13;  // elements
 // per matrix.
 cudaError_t find_largest_on_diagonals(const Table<SplitEntry>& entries, cudaStream_t stream);
 
-// hi, lo and *scale, where no element is above twice *largest. A tile has kSplitTile elements of a
-// stack.
+// Writes hi, lo and *scale; no element exceeds twice *largest. A tile has kSplitTile elements of a
+// batch.
 cudaError_t split_fp16(const Table<SplitEntry>& entries, cudaStream_t stream);
 
 }  // namespace torchium::cuda_kernels

@@ -1,6 +1,6 @@
-// Products in nearly float32 precision on tensor cores: a float x is split into hi = fp16(x) and
-// lo = fp16((x - hi) 2^11), and a product is hi hi + (hi lo + lo hi) / 2^11,
-// accumulated in float32 (Ootomo and Yokota 2022, arXiv 2203.03341).
+// Tensor-core products of nearly float32 precision: hi hi + (hi lo + lo hi) / 2^11, accumulated in
+// float32, where hi = fp16(x) and lo = fp16((x - hi) 2^11) for a float x (Ootomo and Yokota 2022,
+// arXiv 2203.03341).
 #pragma once
 
 #include "cuda_kernels/split_gemm/split_fp16.h"
@@ -16,7 +16,7 @@ __device__ inline void split(float x, __half& hi, __half& lo) {
   lo = __float2half_rn((x - __half2float(hi)) * kLowScale);
 }
 
-// lo goes kSplitPadding behind hi.
+// lo is kSplitPadding after hi.
 __device__ inline void store_split(__half* hi, float x) { split(x, hi[0], hi[kSplitPadding]); }
 
 __device__ inline float join(__half hi, __half lo) {
@@ -38,7 +38,7 @@ __device__ inline void split_pair(float x, float y, uint32_t& hi, uint32_t& lo) 
   lo = *reinterpret_cast<const uint32_t*>(&low);
 }
 
-// Eight neighbours within 32 columns; lo goes kSplitPadding behind hi.
+// Eight consecutive elements within 32 columns; lo is kSplitPadding after hi.
 __device__ inline void load_eight(const __half* hi, float (&x)[8]) {
   const uint4 high = *reinterpret_cast<const uint4*>(hi);
   const uint4 low = *reinterpret_cast<const uint4*>(hi + kSplitPadding);
@@ -94,7 +94,7 @@ __device__ inline void load_matrices(uint32_t (&r)[4], const __half* row) {
 }
 
 #if __CUDA_ARCH__ >= 900
-// The same way back, r[0] to r[3].
+// The inverse, from r[0] to r[3].
 template <bool is_transposed>
 __device__ inline void store_matrices(uint32_t row, const uint32_t* r) {
   if (is_transposed) {

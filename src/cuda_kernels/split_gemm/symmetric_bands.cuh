@@ -1,4 +1,4 @@
-// Passes over symmetric matrices in bands of 32 rows, and sums over a block.
+// Passes over symmetric matrices in bands of 32 rows, and block-wide sums.
 #pragma once
 
 #include "cuda_kernels/inverse_root/newton_plan.cuh"
@@ -19,10 +19,10 @@ static_assert(kBand == kSplitPadding);
 
 inline unsigned blocks(int64_t count) { return static_cast<unsigned>(count); }
 
-// Eight neighbours of a row per thread, for passes over split matrices.
+// Eight consecutive elements of a row per thread, for passes over split matrices.
 struct Piece {
   int64_t matrix;
-  int row, column;  // the row may lie behind the last one
+  int row, column;  // the row may be past the last one
 };
 
 inline int64_t blocks_of_pieces(int order) {
@@ -50,7 +50,7 @@ __device__ inline double warp_sum(double x) {
   return combine_warp(x, [](double a, double b) { return a + b; });
 }
 
-// The same in all threads of the block.
+// The same, in all threads of the block.
 template <int warps = kWarps>
 __device__ inline double block_sum(double x, double* scratch) {
   x = warp_sum(x);
@@ -73,10 +73,10 @@ __device__ inline float block_largest(float x, float* scratch) {
   return largest;
 }
 
-// A tile of a matrix and the transpose of its mirror image, zero outside of n x n.
+// A tile of a matrix and the transpose of its mirror image; zero outside n x n.
 class SymmetricTile {
  public:
-  // The elements of a tile and its mirror image that a thread loads.
+  // The elements of a tile and its mirror image that one thread loads.
   struct Part {
     float direct[kRowsPerWarp], mirror[kRowsPerWarp];
   };
@@ -101,16 +101,16 @@ class SymmetricTile {
       mirror_[threadIdx.x / 32 + i * kWarps][threadIdx.x % 32] = part.mirror[i];
     }
   }
-  // Of the symmetric part, as a / 2 + b / 2, because a + b may overflow.
+  // An element of the symmetric part, as a / 2 + b / 2, because a + b may overflow.
   __device__ float at(int r, int c) const { return 0.5f * direct_[r][c] + 0.5f * mirror_[c][r]; }
 
  private:
   float direct_[kBand][kBand + 1], mirror_[kBand][kBand + 1];
 };
 
-// images[i] = sum_j S_ij v_j, [matrices, order], for one band of rows, v random signs or `vectors`.
-// With random signs also the largest magnitude, row sum of magnitudes and sum of squares of the
-// band. Doubles, because nothing is scaled yet.
+// images[i] = sum_j S_ij v_j, [matrices, order], for one band of rows; v: random signs or
+// `vectors`. With random signs also the band's largest magnitude, row sum of magnitudes and sum of
+// squares. In double, because nothing is scaled yet.
 template <bool by_signs>
 __global__ void __launch_bounds__(kThreads)
     band_kernel(const float* A, int n, const float* vectors, int order, double* images,

@@ -12,28 +12,28 @@
 
 namespace torchium::cuda_kernels::symmetric_product_detail {
 
-// A cluster of two blocks takes two tiles at a time. In each block two warpgroups compute half of
-// the rows each, one warp loads operands, and one for each warpgroup moves results.
+// A cluster of two blocks processes two tiles at a time. In each block two warpgroups compute half
+// of the rows each, one warp loads operands, and one warp per warpgroup moves results.
 constexpr int kTile = kProductTile;
 constexpr int kBlocks = 2;
 constexpr int kThreads = 384;
 constexpr int kTileBytes = 2 * kBoxBytes;    // of an operand
 constexpr int kStageBytes = 2 * kTileBytes;  // A and B
 constexpr int kStages = 5;
-// For each warpgroup: half of the rows of D and E, then of C, then half of the columns of the
-// mirror image.
+// Per warpgroup: half of the rows of D and E, then of C, then half of the columns of the mirror
+// image.
 constexpr int kStagingBytes = 4 * kBoxBytes;
 constexpr int kStagingAt = kStages * kStageBytes;
 constexpr int kBarriersAt = kStagingAt + 2 * kStagingBytes;
 constexpr int kBarriers = 2 * kStages + 4;
 constexpr int kTasksAt = kBarriersAt + 8 * kBarriers;
 
-// A tile of this block. Read beforehand: no warp waits for device memory between tiles.
+// A tile of this block. Read ahead, so that no warp waits for device memory between tiles.
 struct Task {
   TilePosition tile;
   uint8_t state;
   static constexpr uint8_t kNone = 0;     // neither block of the cluster has work
-  static constexpr uint8_t kOther = 1;    // only the other one
+  static constexpr uint8_t kOther = 1;    // only the other block has
   static constexpr uint8_t kStarts = 2;   // the matrix starts at latest_start
   static constexpr uint8_t kStarted = 3;  // before
 
@@ -68,17 +68,18 @@ struct Block {
     return shared + kStagingAt + group * kStagingBytes;
   }
   __device__ uint32_t barrier(int index) const { return shared + kBarriersAt + 8 * index; }
-  // Operands are in the stage, or no block of the cluster needs them any more.
+  // full: operands are in the stage. empty: all blocks of the cluster are done with them.
   __device__ uint32_t full(uint32_t slot) const { return barrier(slot); }
   __device__ uint32_t empty(uint32_t slot) const { return barrier(kStages + slot); }
-  // The staging area may be used by its warpgroup (and holds D and E), or by the warp that writes.
+  // ready: the warpgroup may use the staging area (which holds D and E). staged: the mover warp may
+  // write it out.
   __device__ uint32_t ready(int group) const { return barrier(2 * kStages + group); }
   __device__ uint32_t staged(int group) const { return barrier(2 * kStages + 2 + group); }
 
   __device__ void initialize() const {
     for (uint32_t slot = 0; slot < kStages; ++slot) {
       initialize_barrier(full(slot), 1);
-      // Both warpgroups of both blocks: either block copies into the other's stages.
+      // Both warpgroups of both blocks: each block copies into the other's stages.
       initialize_barrier(empty(slot), 2 * kBlocks);
     }
     for (int group = 0; group < 2; ++group) {
@@ -92,7 +93,7 @@ struct Block {
     return matrix < args.matrices && args.starts[matrix] <= args.latest_start;
   }
 
-  // All threads; seen after the next barrier.
+  // Called by all threads; visible after the next barrier.
   __device__ void find_tasks(int first_pair) const {
     const TileSchedule schedule(args.A.order, args.matrices);
     const int clusters = gridDim.x / kBlocks;
@@ -112,7 +113,7 @@ struct Block {
     }
   }
 
-  // On the diagonal of a square both operands are the same tile.
+  // On the diagonal both operands are the same tile.
   __device__ bool shares(const TilePosition& tile) const {
     return tile.row == tile.column && args.A.data == args.B.data;
   }

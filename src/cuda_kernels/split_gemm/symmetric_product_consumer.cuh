@@ -9,7 +9,7 @@ namespace torchium::cuda_kernels::symmetric_product_detail {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// One of the two warpgroups that compute.
+// One of the two consumer warpgroups.
 template <bool single>
 class Consumer {
  public:
@@ -27,7 +27,7 @@ class Consumer {
         skip();
         return;
       }
-      const float4 coefficients = coefficients_of(task);  // on its way during the product
+      const float4 coefficients = coefficients_of(task);  // in flight during the product
       float x[64];
       accumulate(block_.shares(task.tile), x);
       wait_until_ready();
@@ -38,7 +38,7 @@ class Consumer {
   }
 
  private:
-  // Takes part in the stages of the other block.
+  // Waits for and releases the stages of tiles that only the other block computes.
   __device__ void skip() {
     for (int index = 0; index < block_.stages(); ++index, position_.advance()) {
       wait_for(block_.full(position_.slot()), position_.parity());
@@ -46,20 +46,20 @@ class Consumer {
     }
   }
 
-  // No warp of this group reads the stage any more.
+  // This warpgroup no longer reads the stage.
   __device__ void release(uint32_t slot) const {
     if (thread_ < kBlocks) arrive_at(block_.empty(slot), thread_);
   }
 
-  // sum = A B of this tile. B is symmetric: its rows are its columns.
+  // sum = A B for this tile. B is symmetric: its rows are its columns.
   __device__ void accumulate(bool shares, float (&sum)[64]) {
     float main[64], cross[64];
     const int stages = block_.stages();
     const int per_sum = single ? stages : args_.terms_per_sum / kSplitPadding;
 #pragma unroll
     for (int i = 0; i < 64; ++i) sum[i] = 0;
-      // The wait at the end of each sum is unconditional: else the compiler, which must know that
-      // no product is under way where registers are read, serialises all of them.
+      // The wait at the end of each sum must be unconditional: otherwise the compiler cannot prove
+      // that no product is in flight when registers are read, and serialises all products.
 #pragma unroll 1
     for (int index = 0; index < stages;) {
       const int end = min(stages, index + per_sum);
@@ -85,7 +85,7 @@ class Consumer {
     }
   }
 
-  // A box has 64 fp16 numbers along k: 32 hi and their lo, or for a single product 64 hi.
+  // A box has 64 fp16 numbers along k: 32 hi and their 32 lo, or 64 hi for a single product.
   __device__ void multiply(uint32_t slot, bool shares, int add_main, int add_cross,
                            float (&main)[64], float (&cross)[64]) const {
     const uint32_t A = block_.stage(slot) + group_ * kBoxBytes;
@@ -108,7 +108,7 @@ class Consumer {
     wgmma_commit();
   }
 
-  // One sum per warp of each tile; a tile below the diagonal counts twice.
+  // One sum per warp and tile; a tile below the diagonal counts twice.
   __device__ void add_squares(const TilePosition& tile, const float (&x)[64]) const {
     float sum = 0;
 #pragma unroll
@@ -155,8 +155,8 @@ class Consumer {
     }
   }
 
-  // Two 8 x 8 parts below each other, and two to the right of them: what this lane passes to
-  // ldmatrix and stmatrix for the columns from 8 j.
+  // Two 8 x 8 parts one below the other, and two to their right: this lane's address for ldmatrix
+  // and stmatrix, for the columns from 8 j.
   __device__ uint32_t staged_at(int j, bool is_single) const {
     const int row = 16 * warp_ + lane_ % 16;
     const int column = 8 * j + lane_ / 16 * 8;
@@ -175,7 +175,7 @@ class Consumer {
     return block_.staging(group_) + box * kBoxBytes + row * 128 + ((column / 8) ^ (row % 8)) * 16;
   }
 
-  // lo is 64 bytes behind hi, in every permutation.
+  // lo is 64 bytes after hi, in every permutation.
   static __device__ uint32_t low(uint32_t address) { return address ^ 64; }
 
   __device__ void add_staged(bool is_single, int offset, float factor, float (&x)[64]) const {
@@ -208,8 +208,8 @@ class Consumer {
     stage<true>(hi, lo);
   }
 
-  // Makes the square on the diagonal its lower triangle and the mirror image of that. What a
-  // product has below the diagonal and above it differs by rounding, which the iteration amplifies.
+  // Replaces the diagonal square's upper triangle by the mirror image of the lower one. They differ
+  // by rounding, which the iteration amplifies.
   template <int group>
   __device__ void symmetrise(uint32_t (&hi)[32], uint32_t (&lo)[32]) const {
     constexpr int kFirst = 8 * group, kEnd = kFirst + 8;  // columns 8 j
@@ -238,8 +238,8 @@ class Consumer {
     warpgroup_sync(1 + group);
   }
 
-  // Of two neighbours those above the diagonal from the mirror image: the first is `above` columns
-  // right of it.
+  // Elements above the diagonal come from the mirror image: the first of the two is `above` columns
+  // right of the diagonal.
   static __device__ uint32_t choose(int above, uint32_t own, uint32_t mirrored) {
     if (above > 0) return mirrored;
     return above == 0 ? __byte_perm(own, mirrored, 0x7610) : own;

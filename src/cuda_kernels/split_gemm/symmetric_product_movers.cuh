@@ -1,4 +1,4 @@
-// The warps that load operands of symmetric products and move the results that are staged.
+// The warps that load operands of symmetric products and move staged results.
 #pragma once
 
 #include "cuda_kernels/split_gemm/symmetric_product_block.cuh"
@@ -7,7 +7,7 @@ namespace torchium::cuda_kernels::symmetric_product_detail {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// Loads A and B; one thread.
+// Loads A and B. One thread.
 __device__ inline void load_operands(const Block& block, const TileMaps& maps) {
   Position<kStages> position;
   block.for_each_task([&](const Task& task) {
@@ -42,13 +42,13 @@ __device__ inline void load_operands(const Block& block, const TileMaps& maps) {
   });
 }
 
-// Moves D and E to the staging area of a warpgroup, and C from there; one thread.
+// Moves D and E to the staging area of a warpgroup, and C from there. One thread.
 class Mover {
  public:
   __device__ Mover(const Block& block, const TileMaps& maps, int group)
       : block_(block), args_(block.args), maps_(maps), group_(group) {}
 
-  // On the diagonal the part above it comes from the mirror image of the second half.
+  // On the diagonal, the part above it comes from the mirror image of the second half.
   __device__ void run() {
     block_.for_each_task([&](const Task& task) {
       if (!task.is_mine()) return;
@@ -64,8 +64,8 @@ class Mover {
   }
 
  private:
-  // Where the staged boxes go: `height` below each other, `width` columns. Boxes side by side are
-  // `stride` boxes apart in the staging area.
+  // Destination of the staged boxes: `height` boxes down, `width` columns. Horizontal neighbours
+  // are `stride` boxes apart in the staging area.
   struct Part {
     int row, column, height, width, stride;
   };
