@@ -1,4 +1,4 @@
-// The last steps of a solver that works on a stack of matrices.
+// The last steps of a batched solver.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -15,8 +15,8 @@
 namespace torchium::linalg::detail {
 namespace {
 
-// |A X^p A - A|_F / |A|_F by matrix products, A = S + damping I; X = root is in the units of the
-// caller. In float64: the small eigenvalues of A, which matter least here, have the largest images
+// |A X^p A - A|_F / |A|_F by matrix products, A = S + damping I; X = root is in the caller's units.
+// In float64, because the small eigenvalues of A, which matter least here, have the largest images
 // under X^p.
 at::Tensor exact_residual(const Normalized& input, const at::Tensor& damping,
                           const at::Tensor& root, int64_t p) {
@@ -24,7 +24,7 @@ at::Tensor exact_residual(const Normalized& input, const at::Tensor& damping,
   A.diagonal(0, -2, -1).add_(damping.unsqueeze(-1));
   const at::Tensor X =
       root.to(at::kDouble) * input.scale.pow(-1.0 / static_cast<double>(p)).view({-1, 1, 1});
-  // From both sides: X^p alone would lose the digits of the large eigenvalues.
+  // A on both sides: X^p alone would lose the digits of the large eigenvalues.
   const at::Tensor left = at::matmul(A, at::matrix_power(X, p - p / 2));
   const at::Tensor right = at::matmul(at::matrix_power(X, p / 2), A);
   const at::Tensor difference = at::matmul(left, right).sub_(A);
@@ -32,7 +32,8 @@ at::Tensor exact_residual(const Normalized& input, const at::Tensor& damping,
       A.square_().sum({-2, -1}).sqrt_().clamp_min_(std::numeric_limits<double>::min()));
 }
 
-// On the CPU a batched product with one column is several times slower than BLAS's with a vector.
+// On the CPU a batched product with one column is several times slower than BLAS's matrix-vector
+// product.
 constexpr int64_t kSmallestVectorOrder = 64;
 
 // [N, n, n] times [N, n, 1].
@@ -48,9 +49,9 @@ at::Tensor times_columns(const at::Tensor& matrices, const at::Tensor& columns) 
   return images;
 }
 
-// The same by the image of one vector of random signs, at the cost of p + 2 products with it. The
-// dtype of the input is enough: what X^p magnifies, the last product with A makes small again. The
-// norm of A is that of its parts: the image A v may be small by chance.
+// The same by the image of one vector of random signs, with p + 2 products. The input's dtype
+// suffices: what X^p magnifies, the last product with A reduces again. The norm of A is that of its
+// entries: the image A v may be small by chance.
 at::Tensor estimated_residual(const Normalized& input, const at::Tensor& damping,
                               const at::Tensor& root, int64_t p) {
   const auto column = [&](const at::Tensor& values) {
@@ -80,11 +81,11 @@ at::Tensor relative_residual(const Normalized& input, const at::Tensor& damping,
                                      : exact_residual(input, damping, root, p);
 }
 
-// A root in the units of the caller; damping and floor in those of Normalized.
+// A root in the caller's units; damping and floor in those of Normalized.
 struct SolverResult {
   at::Tensor root, damping, floor;
   at::Tensor iterations = {};  // undefined: 0
-  at::Tensor estimate = {};    // of the residual, if it is known already
+  at::Tensor estimate = {};    // of the residual, if already known
 };
 
 SolverResult root_by_eigh(const Normalized& input, int64_t p, double eps, double relative_eps) {
@@ -95,7 +96,7 @@ SolverResult root_by_eigh(const Normalized& input, int64_t p, double eps, double
   return {compose(spectrum.vectors, f, /*non_negative=*/true), spectrum.damping, spectrum.floor};
 }
 
-// Roots that failed become top^(-1/p) I, without the host knowing.
+// Replaces failed roots by top^(-1/p) I, without a host synchronisation.
 SolverResult replace_on_device(const NewtonRoot& newton, const Normalized& input,
                                const at::Tensor& residual, int64_t p) {
   const double exponent = -1.0 / static_cast<double>(p);
@@ -111,7 +112,7 @@ SolverResult replace_on_device(const NewtonRoot& newton, const Normalized& input
 // Where eigh can take over, it does so earlier.
 constexpr double kResidualForEigh = 1e-2;
 
-// Roots that failed are computed by eigh.
+// Recomputes failed roots by eigh.
 SolverResult replace_by_eigh(const NewtonRoot& newton, const Normalized& input,
                              const at::Tensor& residual, int64_t p, double eps,
                              double relative_eps) {
@@ -131,8 +132,8 @@ SolverResult replace_by_eigh(const NewtonRoot& newton, const Normalized& input,
   return result;
 }
 
-// The coupled iteration. Where it fails, mostly because of eigenvalues below minus its floor, the
-// result is replaced.
+// The coupled iteration. Results that fail, mostly because of eigenvalues below minus the floor,
+// are replaced.
 SolverResult root_by_newton(const Normalized& input, int64_t p, double eps, double relative_eps) {
   const NewtonRoot newton = newton_inverse_root(input, p, eps, relative_eps);
   const at::Tensor residual =
@@ -141,7 +142,7 @@ SolverResult root_by_newton(const Normalized& input, int64_t p, double eps, doub
                                : replace_on_device(newton, input, residual, p);
 }
 
-// In the units of the caller, with NaN for matrices that are not finite.
+// In the caller's units, with NaN for matrices that are not finite.
 InverseRoot finished(const Normalized& input, const SolverResult& solved, int64_t p,
                      Residual residual) {
   InverseRoot result{solved.root, {}, {}, {}};
@@ -181,12 +182,12 @@ InverseRoot root_by_kernels(const at::Tensor& A, int64_t p, double eps, double r
 }
 
 // On the CPU the iteration beats LAPACK in float32 for small matrices (docs/roots.md), if every
-// thread gets enough of them: the fixed cost of its many steps is that of a few small eigenvalue
+// thread gets enough of them: the fixed cost of its many steps equals a few small eigenvalue
 // problems, which LAPACK solves one per thread.
 constexpr int64_t kMatricesPerThread = 3;
 constexpr int64_t kElementsPerThread = 6144;
 
-// MKL's products are slower on processors that are not Intel's.
+// MKL's products are slower on non-Intel processors.
 bool has_fast_products() {
 #ifdef __x86_64__
   return !at::hasMKL() || __builtin_cpu_is("intel");
@@ -195,7 +196,7 @@ bool has_fast_products() {
 #endif
 }
 
-// Up to this order the two are about equally fast: each squaring adds a product to a step.
+// Up to this order the two are about equally fast: each squaring adds a product per step.
 int64_t largest_newton_order(int64_t root) {
   if (root > 8) {
     return 0;
@@ -203,8 +204,8 @@ int64_t largest_newton_order(int64_t root) {
   return !has_fast_products() ? 32 : root <= 4 ? 96 : 64;
 }
 
-// The faster method. On a CUDA device it is the iteration wherever there are kernels for it, by a
-// factor of 4 to 15; without them, in float64 for one, cuSOLVER is ahead for small orders.
+// The faster method. On a CUDA device it is the iteration wherever it has kernels, by a factor of 4
+// to 15. Without them, for example in float64, cuSOLVER is faster for small orders.
 bool prefers_newton(const at::Tensor& A, int64_t root) {
   if (!A.is_cpu()) {
     return A.size(-1) > 32 || has_device_root(A, root);

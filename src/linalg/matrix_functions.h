@@ -1,5 +1,5 @@
-// Roots, powers and eigenvalues of stacks of symmetric matrices. Detail interface: no checks of
-// arguments and no autograd; torchium/linalg.h is the public one.
+// Roots, powers and eigenvalues of batched symmetric matrices. Detail interface without argument
+// checks and autograd; torchium/linalg.h is the public one.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,13 +17,13 @@ struct InverseRoot {
   at::Tensor floor;       // [...]: smaller eigenvalues of A_d count as this value
 };
 
-// Roots above this use eigenvalues, whatever the method: a residual takes p products with the root,
-// which is then the identity up to a few rounding errors.
+// Larger roots always use eigenvalues: a residual takes p products with the root, which is then the
+// identity up to a few rounding errors.
 constexpr int64_t kLargestIteratedRoot = 256;
 
 enum class Residual {
-  kNone,      // and no more than the root: what is known about it is undefined
-  kEstimate,  // by a fixed random-sign probe: O(n^2) a matrix
+  kNone,      // only the root: residual, iterations and floor are undefined
+  kEstimate,  // by a fixed random-sign probe: O(n^2) per matrix
   kExact,     // by matrix products
 };
 
@@ -40,7 +40,7 @@ struct MatrixPower {
 
 // (A + (eps + relative_eps s) I)^exponent for a real exponent, s the largest eigenvalue. Integer
 // exponents >= 0 are defined for indefinite matrices too. For others, negative eigenvalues count as
-// zero, and for negative exponents eigenvalues are floored as above.
+// zero; for negative exponents eigenvalues are floored as above.
 MatrixPower matrix_power_with_eigensystem(const at::Tensor& A, double exponent, double eps,
                                           double relative_eps);
 
@@ -54,7 +54,7 @@ at::Tensor matrix_power(const at::Tensor& A, double exponent, double eps, double
 at::Tensor matrix_power_backward(const at::Tensor& grad, const at::Tensor& values,
                                  const at::Tensor& vectors, double exponent, double relative_eps);
 
-// Derivative of `power` in the direction `tangent` of A: Q (K o Q^T T Q) Q^T likewise.
+// Derivative of `power` in the direction `tangent` of A: Q (K o Q^T T Q) Q^T.
 at::Tensor matrix_power_forward(const at::Tensor& tangent, const at::Tensor& values,
                                 const at::Tensor& vectors, double exponent, double relative_eps);
 

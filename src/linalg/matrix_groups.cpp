@@ -20,11 +20,11 @@ c10::SymIntArrayRef batch_of(const at::Tensor& stack) {
 
 std::vector<MatrixGroup> group_by_order(at::TensorList stacks, int64_t enough) {
   struct Open {
-    size_t group;  // that takes further stacks
+    size_t group;  // that can still grow
     c10::SymInt elements;
   };
   std::vector<MatrixGroup> groups;
-  std::vector<Open> open;  // one per kind of stack
+  std::vector<Open> open;  // one per kind of batch
   for (size_t i = 0; i < stacks.size(); ++i) {
     auto found = std::find_if(open.begin(), open.end(), [&](const Open& each) {
       return belong_together(stacks[groups[each.group].front()], stacks[i]);

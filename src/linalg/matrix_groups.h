@@ -1,4 +1,4 @@
-// Stacks of matrices of different orders, solved with one call per order.
+// Batches of matrices of different orders, solved with one call per order.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,18 +9,18 @@
 
 namespace torchium::linalg::detail {
 
-using MatrixGroup = std::vector<size_t>;  // positions in a list of stacks, ascending
+using MatrixGroup = std::vector<size_t>;  // positions in a list of batches, ascending
 
-// Groups of stacks [..., n, n] that are solved together: equal order, dtype and device. A solve
-// needs several times the memory of its matrices, so a group takes no further stack once it has
-// `enough` elements; 2^26 keep all cores or a whole GPU busy. Works on tensors with symbolic sizes.
+// Groups batches [..., n, n] that are solved together: equal order, dtype and device. A solve needs
+// several times the memory of its matrices, so a group grows only until it has `enough` elements;
+// 2^26 keep all cores or a whole GPU busy. Works on tensors with symbolic sizes.
 std::vector<MatrixGroup> group_by_order(at::TensorList stacks, int64_t enough = int64_t{1} << 26);
 
-// The stacks of a group as one: [N, n, n], where N is the sum of their matrices.
+// The batches of a group as one: [N, n, n], where N is the total number of matrices.
 at::Tensor joined_matrices(at::TensorList stacks, const MatrixGroup& group);
 
-// Splits a result for joined_matrices, [N, ...], into the stacks of the group again: views with the
-// leading dimensions of each stack.
+// Splits a result for joined_matrices, [N, ...], into the batches of the group: views with the
+// leading dimensions of each batch.
 std::vector<at::Tensor> split_by_buffer(const at::Tensor& result, at::TensorList stacks,
                                         const MatrixGroup& group);
 

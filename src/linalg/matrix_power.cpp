@@ -9,7 +9,7 @@
 namespace torchium::linalg::detail {
 namespace {
 
-// Whether x^exponent holds for negative x too. Other exponents take A to be semi-definite.
+// Whether x^exponent is defined for negative x too. Other exponents assume a semi-definite A.
 bool is_polynomial(double exponent) { return exponent >= 0 && std::floor(exponent) == exponent; }
 
 // (x^e - y^e) / (x - y) for x and y of one sign, or zero, without cancellation: with b the larger
@@ -76,8 +76,9 @@ at::Tensor matrix_power(const at::Tensor& A, double exponent, double eps, double
 
 namespace {
 
-// Q (K o Q^T X Q) Q^T with the symmetric part of X and what the damping, which moves with the
-// largest eigenvalue, adds to the inner matrix [N, n, n] before and after the product with K.
+// Q (K o Q^T X Q) Q^T for the symmetric part of X, plus the contribution of the damping, which
+// moves with the largest eigenvalue, to the inner matrix [N, n, n] before and after the product
+// with K.
 template <typename Before, typename After>
 at::Tensor through_eigenbasis(const at::Tensor& X, const at::Tensor& values,
                               const at::Tensor& vectors, double exponent, const Before& before,

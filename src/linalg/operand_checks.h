@@ -1,5 +1,5 @@
-// Checks of the operands of an operator. Every error is a c10::ValueError that names the operator,
-// the argument and what it was given. Usable on tensors with symbolic sizes.
+// Operand checks of the operators. Every error is a c10::ValueError that names the operator, the
+// argument and its value. Usable on tensors with symbolic sizes.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -19,7 +19,7 @@ std::string torch_setting(const std::string& description, const std::string& key
   return description.substr(value, description.find_first_of(",\n", value) - value);
 }
 
-// The version of torch that this process has loaded: torch names it in its own description.
+// The version of the loaded torch, from its own build description.
 std::string running_torch_version(const std::string& description) {
   const auto version = torch_setting(description, "TORCH_VERSION");
   return version == "unknown" ? std::string(TORCH_VERSION) : version;

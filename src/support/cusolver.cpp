@@ -19,8 +19,8 @@ namespace {
 
 constexpr const char* kLibrary = "libcusolver.so." TORCHIUM_TEXT(CUSOLVER_VER_MAJOR);
 
-// The folder of cuSPARSE, which torch links against: cuSOLVER lies beside it, or in the folder of a
-// sister package.
+// The folder of cuSPARSE, which torch links against: cuSOLVER is in the same folder, or in that of
+// a sister package.
 std::string folder_of_cusparse() {
   Dl_info info{};
   void* symbol = dlsym(RTLD_DEFAULT, "cusparseCreate");

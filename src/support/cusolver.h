@@ -1,4 +1,4 @@
-// The cuSOLVER of torch's installation, loaded at its first use, as torch does. Nothing here links
+// The cuSOLVER of torch's installation, loaded at first use, as torch does. Nothing here links
 // against it: `import torchium` needs no cuSOLVER.
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace torchium::detail {
 
-// The entry points that are used, resolved once for the process.
+// The functions used, resolved once per process.
 struct CusolverFunctions {
   decltype(&::cusolverDnCreate) create;
   decltype(&::cusolverDnSetStream) set_stream;
@@ -27,9 +27,8 @@ const CusolverFunctions& cusolver();
 void check_cusolver(cusolverStatus_t status, const char* call);
 
 // Exclusive use, by the calling thread, of a handle of the current device. Each stream has its own.
-// During the capture of a CUDA graph none can be made, and any handle of the device is used.
-// Handles live as long as the process: at its end the driver may be gone before a destructor would
-// run.
+// During CUDA graph capture none can be created, so any handle of the device is used. Handles live
+// until the process ends: the driver may be gone before a destructor would run.
 class CusolverLease {
  public:
   // Raises RuntimeError if `stream` is captured and the device has no handle yet.

@@ -17,8 +17,8 @@
 namespace torchium::detail {
 namespace {
 
-// Whether one of CMake's architectures, as "80-real", has code for the device. What is not known,
-// as "native", is taken to have it.
+// Whether one of CMake's architectures, such as "80-real", has code for the device. Unknown ones,
+// such as "native", are assumed to.
 bool has_code(const std::string& architecture, int major, int minor) {
   static const std::regex kPattern("([0-9]+)([0-9])([af]?)(-real|-virtual)?");
   std::smatch match;

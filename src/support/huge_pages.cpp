@@ -13,10 +13,10 @@
 namespace torchium::detail {
 namespace {
 
-// From this size on, malloc maps each block separately, so that the advice ends with the block.
+// From this size on, malloc maps each block separately, so the advice ends with the block.
 constexpr size_t kLarge = size_t{32} << 20;
 
-// Only an advice: what it returns does not matter.
+// Only advice: its result does not matter.
 void advise_huge_pages(void* data, size_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));

@@ -33,7 +33,7 @@ int64_t available_host_memory() {
   return static_cast<int64_t>(sysconf(_SC_AVPHYS_PAGES)) * sysconf(_SC_PAGESIZE);
 }
 
-// The remaining memory of the control group (version 2) that this process sees as its root.
+// The remaining memory of the control group (version 2) that is this process's root.
 int64_t control_group_memory() {
   const auto limit = read_bytes("/sys/fs/cgroup/memory.max");
   const auto used = read_bytes("/sys/fs/cgroup/memory.current");

@@ -10,23 +10,23 @@ struct NewtonRule {
   int p;
   double eps, relative_eps;  // damping = eps + relative_eps bound
   double noise;              // rounding noise of the eigenvalues, in units of the bound
-  // The interval starts at max(damping, noise_margin (noise - damping), lowest_start) in units of
+  // The interval starts at max(damping, noise_margin (noise - damping), lowest_start), in units of
   // its upper end: linalg/roots/newton.h.
   double noise_margin, lowest_start;
   double smallest_floor;
-  // X is kept times `first`, so that it stays inside the range of fp16.
+  // X is scaled by `first`, so it stays within the range of fp16.
   float first;
   // A root with a larger residual, or an entry above largest_root floor^(-1/p), is replaced by
-  // top^(-1/p) I, the spectrum being in [0, top]; its iterations are 0, and its residual is above
-  // the tolerance.
+  // top^(-1/p) I, where the spectrum is in [0, top]. Its iterations are 0, and its residual is
+  // above the tolerance.
   float residual_tolerance;
   float largest_root;
 };
 
-// Stacks of `matrices` float32 matrices. For a matrix that holds NaN or Inf, all results are NaN
-// and `iterations` is 0.
+// A batch of `matrices` float32 matrices. For a matrix with NaN or Inf, all results are NaN and
+// `iterations` is 0.
 struct InverseRoot {
-  const float* A;       // [matrices, n, n], contiguous; its symmetric part counts
+  const float* A;       // [matrices, n, n], contiguous; its symmetric part is used
   float* root;          // [matrices, n, n]: (A + damping I)^(-1/p), exactly symmetric
   float* residual;      // [matrices]: |D X^p D v - D v| / |D|_F, D = A + damping I, v random signs
   double* damping;      // [matrices]
@@ -36,11 +36,11 @@ struct InverseRoot {
   NewtonRule rule;
   // [matrices]: the root is that of A / divisor; null: of A.
   const double* divisors = nullptr;
-  // [matrices]: consecutive failures of roots that are renewed. An accepted root whose entries are
-  // in the range of float32 resets the count to 0; any other is not written and adds 1. Null: every
-  // root is written.
+  // [matrices]: consecutive failures, for roots updated in place. An accepted root whose entries
+  // are in the range of float32 resets the count to 0; any other is not written and adds 1. Null:
+  // every root is written.
   int32_t* failures = nullptr;
-  // With failures: if this is false, neither they nor the roots change. Null: true.
+  // With failures: if false, neither they nor the roots change. Null: true.
   const bool* keep = nullptr;
 };
 

@@ -1,5 +1,5 @@
-// Inverse p-th roots of matrices that do not fit into shared memory: all but the products, which
-// are symmetric_product.h.
+// Inverse p-th roots of matrices too large for shared memory: everything but the products, which
+// are in symmetric_product.h.
 #pragma once
 
 #include "cuda_kernels/inverse_root/inverse_root.h"
@@ -11,8 +11,8 @@
 
 namespace torchium::cuda_kernels {
 
-// Workspace of one stack. All matrices end with the last step together: one with fewer quadratic
-// steps than the longest schedule starts later.
+// Workspace of one batch. All matrices share the last step: one with fewer quadratic steps than the
+// longest schedule starts later.
 struct LargeWorkspace {
   // Without memory, to compute `bytes`.
   LargeWorkspace(void* memory, int64_t matrices, int order);
@@ -25,17 +25,17 @@ struct LargeWorkspace {
   float* vectors;                // [3, matrices, order]
   float* largest;                // [matrices, order]: of the rows of the root
   float* squares;                // [matrices, product_sums(order)]: of S
-  // [matrices]: the first quadratic step; schedules.steps without any, more if not finite. Before
-  // start_inverse_root zero for all that are finite.
+  // [matrices]: the first quadratic step; schedules.steps if there is none, more if not finite.
+  // Before start_inverse_root it is zero for all finite matrices.
   int* starts;
-  float* units;  // [matrices]: by which M is multiplied where it starts
+  float* units;  // [matrices]: factor of M at its first step
 
-  // Coefficients of products (symmetric_product.h), [matrices, 4]. Of q = a I + b M + c M^2 at
-  // step k, and of M q^p, which compensates for the new unit of a matrix that starts:
+  // Coefficients of products (symmetric_product.h), [matrices, 4]: of q = a I + b M + c M^2 at step
+  // k, and of M q^p, which compensates for the new unit of a matrix that starts:
   float* quadratic(int step) const { return row(step); }
   float* power(int step) const { return row(RootScheduleTable::kMaxSteps + step); }
-  // Of Z (the last M q^p), V and q = I + W of the last step (root_schedule_table.h). V is kept with
-  // a multiple of I, which makes its square that part of W which depends on V.
+  // Of Z (the last M q^p), V and q = I + W of the last step (root_schedule_table.h). V includes a
+  // multiple of I, chosen so that W depends on V only through V^2.
   float* last_Z() const { return row(2 * RootScheduleTable::kMaxSteps); }
   float* last_V() const { return row(2 * RootScheduleTable::kMaxSteps + 1); }
   float* last_q() const { return row(2 * RootScheduleTable::kMaxSteps + 2); }
@@ -47,7 +47,7 @@ struct LargeWorkspace {
   float* coefficients_;  // [2 kMaxSteps + 3, matrices, 4]
 };
 
-// The matrices of the iteration. Those of a step may use the memory of M and S, but Z must have its
+// The matrices of the iteration. Those of a step may reuse the memory of M and S, but Z needs its
 // own.
 struct LargeOperands {
   SplitMatrices M, S;  // the matrix in a first unit, and its square
@@ -58,11 +58,11 @@ struct LargeOperands {
   SplitMatrices X;  // before the last step
 };
 
-// M = (A + damping I) / top, where top bounds the spectrum. Returns the error of the launches.
+// M = (A + damping I) / top, where top bounds the spectrum. Returns the launch error.
 cudaError_t fill_inverse_root(const InverseRoot& arguments, const LargeWorkspace& workspace,
                               const SplitMatrices& M, cudaStream_t stream);
 
-// From S = M^2 and the sums of its squares: |S|_F^(1/2) is a better bound, close to the largest
+// From S = M^2 and its sums of squares: |S|_F^(1/2) is a tighter bound, close to the largest
 // eigenvalue. Chooses the steps of every matrix and computes the product of the first one.
 cudaError_t start_inverse_root(const InverseRoot& arguments, const RootScheduleTable& schedules,
                                const LargeWorkspace& workspace, const LargeOperands& operands,

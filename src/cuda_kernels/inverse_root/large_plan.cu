@@ -38,7 +38,8 @@ __global__ void __launch_bounds__(kThreads)
   starts[matrix] = has_root ? 0 : INT_MAX;
 }
 
-// M = (scale S + damping I) / top. Each block: one tile on or below the diagonal and its mirror.
+// M = (scale S + damping I) / top. Each block: one tile on or below the diagonal, and its mirror
+// image.
 __global__ void __launch_bounds__(kThreads)
     fill_kernel(const float* A, int n, const SpectralBound* bounds, SplitMatrices M) {
   const int bands = M.order / kBand, tiles = bands * (bands + 1) / 2;
@@ -74,7 +75,7 @@ struct PlanOutputs {
   float4* quadratic;  // [kMaxSteps, matrices], as are the powers
   float4* power;
   float4* last;  // [3, matrices]
-  float* units;  // [matrices]: what M is multiplied by
+  float* units;  // [matrices]: factor of M
   float* targets;
   int order, sums;  // of the squares of a matrix
 };
@@ -97,7 +98,7 @@ __device__ void write_coefficients(const PlanOutputs& out, const RootScheduleTab
   out.last[2 * matrices + matrix] = {1 + a - e * h * h, e, b, c};
 }
 
-// The bound |S|_F^(1/2) of M, whose squares the tensor cores have truncated.
+// The bound |S|_F^(1/2) of M, with a margin because the tensor cores truncate the squares.
 __device__ SpectralBound refined(SpectralBound bound, const NewtonRule& rule, double squares) {
   constexpr double kSlack = 1.0 + 0x1p-14;
   const double top = fmax(bound.top * sqrt(sqrt(squares)) * kSlack, least_top(rule, bound.divided));
@@ -140,7 +141,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Inputs of a step, or the last one, for matrices that start there; eight neighbours per thread.
+// Inputs of a step, or of the last one, for matrices that start there; eight consecutive elements
+// per thread.
 __global__ void __launch_bounds__(kThreads)
     start_kernel(const __grid_constant__ InverseRoot arguments,
                  const __grid_constant__ RootScheduleTable schedules,
@@ -184,7 +186,7 @@ __global__ void __launch_bounds__(kThreads)
   if (step.M.data != operands.M.data) store_eight(step.M.at(matrix, row, column), M);
 }
 
-// Hands out pieces of one allocation.
+// Allocates parts of one buffer.
 class Pieces {
  public:
   explicit Pieces(void* memory) : memory_(static_cast<char*>(memory)) {}

@@ -33,8 +33,8 @@ __device__ float sum_of_rows(const float (&rows)[kRowsAtOnce]) {
   return sum;
 }
 
-// out = X in for kRowsAtOnce rows, by one warp; also the largest magnitude of each row if asked
-// for. A lane takes eight hi or eight lo at a time.
+// out = X in for kRowsAtOnce rows, by one warp; optionally the largest magnitude of each row. A
+// lane processes eight hi or eight lo parts at a time.
 template <bool with_largest>
 __device__ void apply_root(const SplitMatrices& X, int64_t matrix, int row, float unit,
                            const float* in, float* out, float* largest) {
@@ -89,14 +89,14 @@ __global__ void __launch_bounds__(kThreads)
                            with_largest ? largest + first : nullptr);
 }
 
-// Vectors of one matrix for the check of its root: images = S w for w = X^p D v, the largest
-// magnitude of each row of X, and D v.
+// Vectors of one matrix to check its root: images = S w for w = X^p D v, the largest magnitude of
+// each row of X, and D v.
 struct Evidence {
   const double* images;
   const float *root_images, *largest, *targets;
 };
 
-// Residual of a root and whether it is accepted: iterations are 0 if not. Called by all threads of
+// Residual of a root, and whether it is accepted: iterations are 0 if not. Called by all threads of
 // a block.
 template <int warps>
 __device__ void judge(const InverseRoot& arguments, int64_t matrix, const NewtonPlan& plan,
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kThreads)
                 {images + first, root_images + first, largest + first, targets + first});
 }
 
-// Eight neighbours of a row; the first `count` are inside of the matrix.
+// Eight consecutive elements of a row; the first `count` are inside the matrix.
 __device__ void write_row(float* out, int count, const float (&x)[8]) {
   if (count >= 8 && reinterpret_cast<uintptr_t>(out) % sizeof(float4) == 0) {
     reinterpret_cast<float4*>(out)[0] = {x[0], x[1], x[2], x[3]};
@@ -153,7 +153,7 @@ __device__ void write_row(float* out, int count, const float (&x)[8]) {
   }
 }
 
-// The root of A from that of M: eight neighbours.
+// The root of A from that of M: eight consecutive elements.
 __device__ void write_root(const InverseRoot& arguments, const SplitMatrices& X,
                            const NewtonPlan& plan, bool accepted, const Piece& piece) {
   const int n = arguments.rule.n;
@@ -186,7 +186,8 @@ __global__ void __launch_bounds__(kThreads)
 constexpr int kMostInBlock = 256;  // order
 constexpr int kBlockThreads = 1024, kBlockWarps = kBlockThreads / 32;
 
-// image = S w by one block, n at most kMostInBlock: A is read once, for its rows and its columns.
+// image = S w by one block, n at most kMostInBlock: A is read once, for both its rows and its
+// columns.
 __device__ void apply_symmetric_part(const float* A, int n, const float* w, double* image) {
   constexpr int kParts = 4, kColumns = kMostInBlock / 32;  // of a lane
   __shared__ double parts[kParts][kMostInBlock];
@@ -221,8 +222,8 @@ __device__ void apply_symmetric_part(const float* A, int n, const float* w, doub
   __syncthreads();
 }
 
-// All of the above in one launch, one block per matrix. So few matrices are processed at a time
-// that they remain in the L2 cache: X and A are read from memory once.
+// All of the above in one launch, one block per matrix. Few matrices are processed at a time, so
+// they remain in the L2 cache: X and A are read from memory once.
 __global__ void __launch_bounds__(kBlockThreads, 1)
     result_kernel(const __grid_constant__ InverseRoot arguments,
                   const __grid_constant__ SplitMatrices X, const NewtonPlan* plans,

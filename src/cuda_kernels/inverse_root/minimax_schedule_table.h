@@ -1,4 +1,4 @@
-// Schedules of the minimax coupled iteration, chosen on a device.
+// Schedules of the minimax coupled iteration, selected on the device.
 #pragma once
 
 #include "cuda_kernels/inverse_root/root_schedule_table.h"

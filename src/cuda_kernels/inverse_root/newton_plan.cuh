@@ -1,4 +1,4 @@
-// What a kernel decides about one matrix before the coupled iteration.
+// The plan of one matrix before the coupled iteration.
 #pragma once
 
 #include "cuda_kernels/inverse_root/inverse_root.h"
@@ -9,8 +9,8 @@
 
 namespace torchium::cuda_kernels {
 
-// The iteration runs on M = (scale S + damping I) / top, S the symmetric part of A. Of A / divisor
-// the scale is a power of two.
+// The iteration runs on M = (scale S + damping I) / top, where S is the symmetric part of A. The
+// scale of A / divisor is a power of two.
 struct NewtonPlan {
   static constexpr int kNotFinite = -1;
 
@@ -24,14 +24,14 @@ struct NewtonPlan {
   int steps;     // quadratic ones; kNotFinite for a matrix that is not finite
 };
 
-// All norms are of scale S, as are damping and top.
+// All norms are those of scale S, in the same units as damping and top.
 struct SpectralBound {
   double scale;    // of A
   double divided;  // of A / divisor
   double frobenius, damping, top;
 };
 
-// Whether roots may be renewed.
+// Whether roots may change.
 __device__ inline bool is_kept(const InverseRoot& arguments) {
   return arguments.keep == nullptr || *arguments.keep;
 }
@@ -42,7 +42,7 @@ __device__ inline void count_failure(const InverseRoot& arguments, int64_t matri
   arguments.failures[matrix] = accepted ? 0 : arguments.failures[matrix] + 1;
 }
 
-// Whether the root of M with entries up to `largest` is right.
+// Whether the root of M, with entries up to `largest`, is accepted.
 __device__ inline bool accepts(const InverseRoot& arguments, const NewtonPlan& plan, float residual,
                                float largest) {
   return residual <= arguments.rule.residual_tolerance && largest <= plan.limit &&
@@ -53,8 +53,8 @@ __device__ inline double divisor_of(const InverseRoot& arguments, int64_t matrix
   return arguments.divisors == nullptr ? 1.0 : arguments.divisors[matrix];
 }
 
-// 2^-e that brings the larger of `largest`, of A / divisor, and eps to [1/2, 1), as far as there is
-// one and as it remains finite over the divisor.
+// 2^-e that brings the larger of eps and `largest`, both of A / divisor, to [1/2, 1), if it exists
+// and stays finite when divided by the divisor.
 __device__ inline float newton_scale(float largest, double eps, double divisor) {
   int exponent = 0;
   frexpf(fmaxf(largest, static_cast<float>(fmin(eps, double{FLT_MAX}))), &exponent);

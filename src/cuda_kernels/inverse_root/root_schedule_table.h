@@ -1,6 +1,6 @@
 // Schedules of the iterations for inverse p-th roots for every interval [2^level, 1], as a kernel
-// argument: nothing is copied to the device beforehand, so that even the first call can be captured
-// in a CUDA graph.
+// argument: nothing is copied to the device beforehand, so even the first call can be captured in a
+// CUDA graph.
 #pragma once
 
 namespace torchium::cuda_kernels {
@@ -15,19 +15,19 @@ struct ScheduleTable {
 
   int lowest_level;
   int levels;
-  int steps;  // the most of a level
+  int steps;  // the most of any level
   int lengths[max_levels];
   T coefficients[3 * kCapacity];
 };
 
-// The last step, in single fp16 products, of matrices with a spectrum around 1:
+// The last step, in single fp16 products, for matrices with a spectrum around 1:
 //   Z = M - center I,  S = Z^2,  V = Z S + f S + g Z,
 //   W = a I + b Z + c S + d V + e V^2,  X <- X + X W  (linalg/roots/minimax.h).
 struct LastStep {
   float center, a, b, c, d, e, f, g;
 };
 
-// The float32 iteration: quadratic steps, of which there may be none, and a last one.
+// The float32 iteration: quadratic steps, possibly none, and a last step.
 struct RootScheduleTable : ScheduleTable<float, 24, 15> {
   LastStep last[kMaxLevels];
 };

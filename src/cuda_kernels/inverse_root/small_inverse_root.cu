@@ -7,15 +7,15 @@
 namespace torchium::cuda_kernels {
 namespace {
 
-// A block holds one matrix of up to N x N; each warp owns a square tile of it. The smallest one has
-// a second warp that only shares the rest of the work.
+// A block holds one matrix of up to N x N; each warp owns a square tile. The smallest size has a
+// second warp, which shares only the other work.
 template <int N>
 struct Layout {
   static constexpr int kTile = N < 32 ? N : 32;
   static constexpr int kWarpsAcross = N / kTile;
   static constexpr int kWarps = N < 32 ? 2 : kWarpsAcross * kWarpsAcross;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kShares = kThreads / N;  // threads of a row in a product with a vector
+  static constexpr int kShares = kThreads / N;  // threads per row in a matrix-vector product
   static constexpr int kRowTiles = kTile / 16;  // of an mma
   static constexpr int kColumnTiles = kTile / 8;
   static constexpr int kStride = N + 8;          // rows start in different banks
@@ -30,7 +30,7 @@ struct SplitMatrix {
   __half* lo;
   __device__ explicit SplitMatrix(__half* data) : hi(data), lo(data + Layout<N>::kElements) {}
   __device__ float at(int offset) const { return join(hi[offset], lo[offset]); }
-  // Neighbours in a row.
+  // Consecutive elements of a row.
   __device__ float2 pair(int offset) const {
     const auto high = *reinterpret_cast<const __half2*>(hi + offset);
     const auto low = *reinterpret_cast<const __half2*>(lo + offset);
@@ -57,7 +57,7 @@ __device__ float2 operator+(float2 a, float2 b) { return {a.x + b.x, a.y + b.y};
 __device__ float2 operator*(float a, float2 b) { return {a * b.x, a * b.y}; }
 
 // Sums (or maxima) over the block, the same in every thread; NaN wins a maximum. `scratch` has one
-// float per warp, and may be reused after the second barrier from here.
+// float per warp and may be reused after the second barrier from here.
 template <int N, bool is_sum>
 __device__ float reduce(float x, float* scratch) {
   const auto combine = [](float a, float b) { return is_sum ? a + b : (a > b || a != a ? a : b); };
@@ -129,7 +129,7 @@ class SmallRoot {
     }
   }
 
-  // A into the staging area, in rows of n + 1.
+  // A to the staging area, in rows of n + 1.
   __device__ void start_load(int64_t matrix) {
     const float* A = args_.A + matrix * n_ * n_;
     for_each_entry(n_, [&](int i, int j) {
@@ -199,7 +199,7 @@ class SmallRoot {
     __syncthreads();
   }
 
-  // c = A B for the tile of this warp. The tensor cores truncate as they accumulate: for split
+  // c = A B for this warp's tile. The tensor cores truncate as they accumulate, so for split
   // matrices they sum only 16 terms, and these sums are added in float32.
   template <typename Matrix>
   __device__ void multiply(const Matrix& A, const Matrix& B, Accumulators& c) const {
@@ -262,7 +262,7 @@ class SmallRoot {
     }
   }
 
-  // body(row, column, c0, c1) for the pairs of neighbours that this thread holds.
+  // body(row, column, c0, c1) for this thread's pairs of adjacent elements.
   template <typename Body>
   __device__ void for_each_pair(const Accumulators& c, const Body& body) const {
 #pragma unroll
@@ -293,8 +293,8 @@ class SmallRoot {
     __syncthreads();
   }
 
-  // C <- factor A B + rest + diagonal I. rest(offset): two neighbours. Where C shares memory with A
-  // or B, is_in_place.
+  // C <- factor A B + rest + diagonal I. rest(offset): two adjacent elements. is_in_place: C shares
+  // memory with A or B.
   template <bool is_in_place = false, typename Result, typename Matrix, typename Rest>
   __device__ void combine_into(const Result& C, float factor, const Matrix& A, const Matrix& B,
                                const Rest& rest, float diagonal) const {
@@ -350,7 +350,7 @@ class SmallRoot {
     take_last_step(schedules_.last[level]);
   }
 
-  // M <- X + X W (root_schedule_table.h). S and V use half the memory of Q each, W all of it: its
+  // M <- X + X W (root_schedule_table.h). S and V use half of Q's memory each, W all of it: its
   // product with X is one of split matrices, because rounding either would be most of the error.
   __device__ void take_last_step(const LastStep& step) const {
     for (int i = threadIdx.x; i < n_; i += L::kThreads) {
@@ -375,7 +375,7 @@ class SmallRoot {
         M_, 1, X_, Q_, [&](int i) { return X_.pair(i); }, 0);
   }
 
-  // The root of M as floats, in rows of n + 1 where X was; the largest magnitude.
+  // The root of M as floats, in rows of n + 1 in place of X; returns the largest magnitude.
   __device__ float symmetrise() const {
     const float unit = 0.5f / args_.rule.first;
     float largest = 0;
@@ -387,8 +387,7 @@ class SmallRoot {
     return reduce<N, false>(largest, scratch_);
   }
 
-  // out = A in, where A is symmetric and entry(i, j) is of A. Neighbours in a warp take
-  // neighbouring rows.
+  // out = A in for symmetric A; entry(i, j) is A_ij. Adjacent lanes process adjacent rows.
   template <typename Entry>
   __device__ void apply(const Entry& entry, const float* in, float* out) const {
     const int row = threadIdx.x % N;
@@ -466,8 +465,8 @@ class SmallRoot {
   const RootScheduleTable& schedules_;
   const int n_;
   const SplitMatrix<N> M_, X_, Q_;
-  float* const dense_;    // in the place of X
-  float* const staging_;  // in the place of Q
+  float* const dense_;    // in place of X
+  float* const staging_;  // in place of Q
   float* const scratch_;
   float (*const vectors_)[N];
   float (*const shares_)[N];
@@ -503,7 +502,7 @@ cudaError_t launch(const InverseRoot& arguments, const RootScheduleTable& schedu
 }  // namespace
 
 int small_inverse_root_shared_bytes(int n) {
-  // Beside it the vectors, the plan and the like.
+  // Static shared memory: vectors, the plan and the like.
   constexpr int kStatic = 4096;
   if (n <= 16) return kStatic + Layout<16>::kSharedBytes;
   if (n <= 32) return kStatic + Layout<32>::kSharedBytes;

@@ -10,10 +10,10 @@ namespace torchium::cuda_kernels {
 
 constexpr int kLargestSmallOrder = 128;
 
-// Shared memory that a block needs for matrices of order n.
+// Shared memory per block for matrices of order n.
 int small_inverse_root_shared_bytes(int n);
 
-// n from 1 to kLargestSmallOrder; compute capability 8.0 upward. Returns the error of the launch.
+// n from 1 to kLargestSmallOrder; compute capability 8.0 or higher. Returns the launch error.
 cudaError_t small_inverse_root(const InverseRoot& arguments, const RootScheduleTable& schedules,
                                cudaStream_t stream);
 

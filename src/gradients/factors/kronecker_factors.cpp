@@ -26,7 +26,7 @@ void check_factor(const at::Tensor& factor, const char* name, int64_t groups, in
                     " must be contiguous and on ", input.device(), ", like the input");
 }
 
-// The diagonal of what second_moment_() adds up, [groups, vector].
+// The diagonal of the sums of second_moment_(), [groups, vector].
 void squares_(at::Tensor& sum, const at::Tensor& X, bool accumulate) {
   if (!accumulate) {
     sum.zero_();
@@ -38,7 +38,7 @@ void squares_(at::Tensor& sum, const at::Tensor& X, bool accumulate) {
 }
 
 // sum[g] <- X[g] X[g]^T, plus sum[g] to accumulate, with X: [groups, vector, count], each vector
-// with a 1 at its end where `sum` has room for it.
+// extended by a 1 if `sum` has room for it.
 void second_moment_(at::Tensor& sum, const at::Tensor& X, bool accumulate) {
   if (sum.dim() == 2) {
     squares_(sum, X, accumulate);
@@ -157,7 +157,7 @@ void add_lookup_factors_(at::Tensor& A_sum, at::Tensor& G_sum, int64_t rows,
   const at::Tensor root = h_trace.sqrt();
   const at::Tensor share = ratio(root, root + (A_trace * G_trace).sqrt());  // r2 / (r1 + r2)
   const at::Tensor kept_trace = at::where(A_trace.eq(0), at::ones_like(A_trace), A_trace);
-  // factor[:, :n] <- by factor[:, :n] + added_by added, the rest of it times `by`
+  // factor[:, :n] <- by factor[:, :n] + added_by added; the rest is multiplied by `by`
   const auto combine = [](at::Tensor& factor, const at::Tensor& by, at::Tensor added,
                           const at::Tensor& added_by) {
     factor.mul_(by.to(factor.scalar_type()));

@@ -8,7 +8,7 @@
 namespace torchium::gradients::detail {
 namespace {
 
-// Elements of unfolded patches that exist at a time.
+// The largest number of elements of unfolded patches at a time.
 constexpr int64_t kMaxPatchElements = int64_t{1} << 22;
 
 // Output pixels along one dimension.
@@ -36,7 +36,7 @@ void check_conv2d(const LayerCall& call, at::IntArrayRef shape, size_t index) {
                     "; stride, dilation and groups must be positive, padding not negative");
   const auto in = call.input.sym_sizes();
   const auto out = call.output_gradient.sym_sizes();
-  const size_t c = in.size() - 3;  // where the channels are
+  const size_t c = in.size() - 3;  // the dimension of the channels
   TORCH_CHECK_VALUE(
       shape.size() == 4 && shape[0] % s[kGroups] == 0 && in[c] == shape[1] * s[kGroups] &&
           out[c] == shape[0] && (c == 0 || in[0] == out[0]) &&
@@ -49,13 +49,13 @@ void check_conv2d(const LayerCall& call, at::IntArrayRef shape, size_t index) {
       "; pass the (already padded) input, the gradient of the output and the layer's settings");
 }
 
-// The tensor with a dimension of samples in front.
+// The tensor with a leading sample dimension.
 at::Tensor batched(const at::Tensor& image) {
   return image.dim() == 3 ? image.unsqueeze(0) : image;
 }
 
-// What a convolution multiplies by its weight: [n, groups, channels, kh, kw, height, width], the
-// last two of the output. A view of the (zero-padded) input, that overlaps itself.
+// The operand that a convolution multiplies by its weight: [n, groups, channels, kh, kw, height,
+// width], the last two of the output. An overlapping view of the (zero-padded) input.
 at::Tensor patches(const LayerCall& call, const WeightGeometry& weight, const at::Tensor& input) {
   const auto& s = call.settings;
   const int64_t pad_height = s[kPaddingHeight];
@@ -122,8 +122,7 @@ Positions PositionSource::of_samples(int64_t first, int64_t count) const {
   if (whole_.A.defined()) {
     return count == samples_ ? whole_ : whole_.narrow(first, count);
   }
-  // [groups, vector, n, T]: pixels of one sample after those of another, for products that sum over
-  // both.
+  // [groups, vector, n, T]: the pixels of each sample in turn, for products that sum over both.
   const auto vectors = [&](const at::Tensor& images) {
     const at::Tensor grouped = images.narrow(0, first, count).movedim(0, -3);
     return grouped.reshape({grouped.size(0), -1, count, positions_}).permute({0, 2, 3, 1});

@@ -1,4 +1,4 @@
-// Uses of linear and convolution weights as sums of outer products of vectors.
+// Calls of linear and convolution layers as sums of outer products of vectors.
 #pragma once
 
 #include "gradients/capture/layer_call.h"
@@ -11,7 +11,7 @@ namespace torchium::gradients::detail {
 
 // Sizes of a linear or convolution weight.
 struct WeightGeometry {
-  int64_t groups;   // of channels; each has a matrix [fan_out, fan_in] of its own
+  int64_t groups;   // of channels; each has its own matrix [fan_out, fan_in]
   int64_t fan_in;   // of one group
   int64_t fan_out;  // of one group
   int64_t kernel_height = 1;
@@ -23,10 +23,10 @@ struct WeightGeometry {
 WeightGeometry weight_geometry(const LayerCall& call, at::IntArrayRef weight_shape,
                                size_t call_index);
 
-// The gradient of sample i by the matrix of a group is sum_t G[group, i, t] A[group, i, t]^T, with
-// inputs A and output gradients G. A linear layer has one position t per index of the middle
-// dimensions of its input, a convolution one per output pixel. Dimensions 1 and 2 can be viewed as
-// one.
+// The gradient of sample i with respect to a group's matrix is sum_t G[group, i, t] A[group, i,
+// t]^T, with inputs A and output gradients G. A linear layer has one position t per index of its
+// input's middle dimensions, a convolution one per output pixel. Dimensions 1 and 2 can be viewed
+// as one.
 struct Positions {
   at::Tensor A;  // [groups, n, T, fan_in]
   at::Tensor G;  // [groups, n, T, fan_out]
@@ -37,17 +37,17 @@ struct Positions {
   Positions to(at::ScalarType dtype) const { return {A.to(dtype), G.to(dtype)}; }
 };
 
-// The positions of one call. Those of a convolution hold each input many times, so that they are
-// formed for some samples at a time.
+// The positions of one call. Those of a convolution hold each input many times, so they are formed
+// for some samples at a time.
 class PositionSource {
  public:
   PositionSource(const LayerCall& call, const WeightGeometry& weight, at::ScalarType dtype);
-  // Positions that exist already.
+  // Precomputed positions.
   explicit PositionSource(Positions whole);
 
   int64_t samples() const { return samples_; }
   int64_t positions() const { return positions_; }  // T
-  // How many samples to ask for at a time.
+  // How many samples to request at a time.
   int64_t piece() const { return piece_; }
   Positions of_samples(int64_t first, int64_t count) const;
 

@@ -6,8 +6,7 @@
 
 namespace torchium::gradients::detail {
 
-// Explicit rows: for biases, weights of norms, and weights used in ways that have no common
-// factors.
+// Explicit rows: for biases, norm weights, and weights whose calls have no common factors.
 class DenseBlock : public JacobianBlock {
  public:
   // rows: [n, *shape] in the state dtype.

@@ -5,7 +5,7 @@
 namespace torchium::gradients::detail {
 namespace {
 
-// Sums an output-shaped tensor over all but the sample and the dimensions that a bias has.
+// Sums an output-shaped tensor over all dimensions but the sample and those of the bias.
 at::Tensor sum_over_positions(const LayerCall& call, const at::Tensor& output) {
   switch (call.kind) {
     case LayerKind::kLinear:
@@ -31,7 +31,7 @@ at::Tensor sum_over_positions(const LayerCall& call, const at::Tensor& output) {
   TORCH_CHECK_VALUE(false, "a layer of kind ", name_of(call.kind), " has no bias");
 }
 
-// What the affine part of a norm multiplies by its weight.
+// The operand that a norm's affine part multiplies by its weight.
 at::Tensor normalized(const LayerCall& call, at::ScalarType dtype) {
   const at::Tensor input = call.input.to(dtype);
   if (call.kind == LayerKind::kGroupNorm) {
@@ -41,7 +41,7 @@ at::Tensor normalized(const LayerCall& call, at::ScalarType dtype) {
   return at::layer_norm(input, input.sizes().slice(input.dim() - dims), {}, {}, call.eps);
 }
 
-// Where the dimensions of a bias lie in the output.
+// The dimensions of a bias in the output.
 at::IntArrayRef parameter_dims(const LayerCall& call, const at::Tensor& output) {
   switch (call.kind) {
     case LayerKind::kConv2d:

@@ -1,4 +1,4 @@
-// Per-sample gradients of biases and of the weights of norms, formed explicitly.
+// Per-sample gradients of biases and norm weights, formed explicitly.
 #pragma once
 
 #include "gradients/capture/layer_call.h"

@@ -4,8 +4,8 @@
 
 namespace torchium::gradients::detail {
 
-// Row i is zero but for the rows of the table that sample i has looked up: the sum over its
-// positions t of e[i, t] at row indices[i, t].
+// Row i is zero except in the table rows that sample i has looked up: the sum over its positions t
+// of e[i, t] at row indices[i, t].
 class EmbeddingBlock : public JacobianBlock {
  public:
   // indices: [n, T] int64 below `table_rows`; e: [n, T, dim] in the state dtype.

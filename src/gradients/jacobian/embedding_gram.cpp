@@ -11,15 +11,14 @@
 namespace torchium::gradients::detail {
 namespace {
 
-// If at least so many samples have looked up one row of the table, a matrix product is faster than
+// If at least this many samples have looked up one table row, a matrix product is faster than
 // single inner products.
 constexpr int64_t kMinProductSamples = 16;
 
-// The lookups of all samples, by row of the table: entry k is the sum of all e of one sample at one
-// row.
+// The lookups of all samples, by table row: entry k is the sum of all e of one sample at one row.
 struct Lookups {
   std::vector<int64_t> samples;  // of every entry
-  std::vector<int64_t> groups;   // where the entries of each row of the table begin, and the end
+  std::vector<int64_t> groups;   // where the entries of each table row begin, and the end
   at::Tensor sums;               // [entries, dim]
 };
 
@@ -31,11 +30,11 @@ Lookups sum_lookups(const at::Tensor& indices, const at::Tensor& e) {
   const auto* values = e.const_data_ptr<scalar_t>();
   std::vector<int64_t> order(indices.numel());
   std::iota(order.begin(), order.end(), int64_t{0});
-  // Positions are ordered by sample already.
+  // Positions are already ordered by sample.
   std::stable_sort(order.begin(), order.end(),
                    [&](int64_t a, int64_t b) { return index[a] < index[b]; });
   Lookups result;
-  std::vector<int64_t> entries(order.size());  // of each position in the order
+  std::vector<int64_t> entries(order.size());  // of each position in this order
   for (size_t k = 0; k < order.size(); ++k) {
     const bool new_row = k == 0 || index[order[k]] != index[order[k - 1]];
     if (new_row) {
@@ -61,7 +60,7 @@ Lookups sum_lookups(const at::Tensor& indices, const at::Tensor& e) {
 
 template <typename scalar_t>
 double inner_product(const scalar_t* x, const scalar_t* y, int64_t size) {
-  constexpr int64_t kLanes = 8;  // partial sums side by side, so that the loop vectorises
+  constexpr int64_t kLanes = 8;  // independent partial sums, so that the loop vectorises
   double lanes[kLanes] = {};
   int64_t i = 0;
   for (; i + kLanes <= size; i += kLanes) {
@@ -76,7 +75,7 @@ double inner_product(const scalar_t* x, const scalar_t* y, int64_t size) {
   return sum;
 }
 
-// Adds the inner products of all pairs of entries [begin, end), which share a row of the table.
+// Adds the inner products of all pairs of entries [begin, end), which share a table row.
 template <typename scalar_t>
 void add_group(double* K, int64_t n, const Lookups& lookups, int64_t begin, int64_t end,
                double weight) {
@@ -107,7 +106,7 @@ void add_group(double* K, int64_t n, const Lookups& lookups, int64_t begin, int6
 }
 
 // The same indices renumbered from zero without gaps, at most one number per position. Their order
-// does not matter for products of two rows. Nothing is read by the host.
+// does not matter for products of two rows. The host reads nothing.
 at::Tensor renumbered(const at::Tensor& indices) {
   const auto [sorted, order] = at::sort(indices.flatten());
   const at::Tensor is_new = at::zeros_like(sorted);

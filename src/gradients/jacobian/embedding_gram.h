@@ -1,4 +1,4 @@
-// Inner products of the rows of a Jacobian that belong to an embedding, by their common indices.
+// Inner products of an embedding's Jacobian rows, by their common indices.
 #pragma once
 
 #include "gradients/jacobian/jacobian_block.h"
@@ -22,8 +22,8 @@ TORCHIUM_API void add_embedding_gram_(at::Tensor& K, const at::Tensor& indices, 
                                       int64_t table_rows, double weight,
                                       int64_t max_workspace = kMaxWorkspaceElements);
 
-// The same, on a CPU only. Costs one inner product per pair of samples and row of the table that
-// both have looked up.
+// The same, on a CPU only. Costs one inner product per pair of samples and table row that both have
+// looked up.
 TORCHIUM_API void add_embedding_gram_on_cpu_(at::Tensor& K, const at::Tensor& indices,
                                              const at::Tensor& e, double weight);
 

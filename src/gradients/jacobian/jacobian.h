@@ -1,5 +1,5 @@
-// The Jacobian J [n, P]: one row per sample, the gradient of its loss by all parameters. Never
-// formed as a whole: the blocks of linear, convolution and embedding weights stay in factors.
+// The Jacobian J [n, P]: row i is the gradient of sample i's loss with respect to all parameters.
+// Never formed as a whole: the blocks of linear, convolution and embedding weights stay in factors.
 #pragma once
 
 #include "gradients/capture/layer_call.h"
@@ -12,15 +12,15 @@
 
 namespace torchium::gradients::detail {
 
-// All samples of the calls: the sum over micro-batches. ValueError where uses of one micro-batch
-// disagree, or there are none. Works on tensors with symbolic sizes.
+// The number of samples in the calls: the sum over micro-batches. ValueError if calls of one
+// micro-batch disagree, or there are none. Works on tensors with symbolic sizes.
 c10::SymInt count_samples(const std::vector<LayerCall>& calls);
 
 class Jacobian {
  public:
-  // Rows are ordered by micro-batch. Every output gradient counts `scale / loss_scale` times
-  // (loss_scale: a number on the device, or undefined for 1). A parameter that a micro-batch does
-  // not use has zero rows there. Raises ValueError where uses and parameters do not fit.
+  // Rows are ordered by micro-batch. Every output gradient is multiplied by `scale / loss_scale`
+  // (loss_scale: a number on the device, or undefined for 1). A parameter without calls in a
+  // micro-batch has zero rows there. Raises ValueError if calls and parameters do not fit.
   Jacobian(at::TensorList params, const std::vector<LayerCall>& calls, double scale = 1.0,
            const at::Tensor& loss_scale = {});
 
@@ -31,7 +31,8 @@ class Jacobian {
   // J_p^T w, times scales[p] if given, for w [n]: one tensor per parameter, in its state dtype.
   std::vector<at::Tensor> transpose_product(const at::Tensor& w,
                                             at::ArrayRef<double> scales = {}) const;
-  // The sum of J_p x_p, times scales[p] if given, for x with one tensor per parameter: [n] float64.
+  // sum over the parameters p of J_p x_p, times scales[p] if given, for x with one tensor per
+  // parameter: [n] float64.
   at::Tensor product(at::TensorList x, at::ArrayRef<double> scales = {}) const;
   // J: one tensor [n, *shape] per parameter, in its state dtype.
   std::vector<at::Tensor> rows() const;

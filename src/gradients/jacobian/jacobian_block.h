@@ -1,4 +1,4 @@
-// The columns of a Jacobian that belong to one parameter.
+// The columns of a Jacobian for one parameter.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,17 +7,17 @@
 
 namespace torchium::gradients::detail {
 
-// J: one row per sample, its gradient by one parameter. Kept in a factored form in the state dtype
-// of the parameter (float64 for float64, else float32).
+// J: one row per sample, its gradient with respect to one parameter. Kept in factored form in the
+// parameter's state dtype (float64 for float64, otherwise float32).
 class JacobianBlock {
  public:
   virtual ~JacobianBlock() = default;
 
-  // K += weight * J J^T, with K [n, n] float64, symmetric. Sums are float64: an error in K is
-  // multiplied by 1 / damping later.
+  // K += weight * J J^T, with K [n, n] float64, symmetric. Sums are float64, because an error in K
+  // is later multiplied by 1 / damping.
   virtual void add_gram_(at::Tensor& K, double weight) const = 0;
-  // The same for J and, with `bias_weight`, for the bias that has exactly the calls of this weight,
-  // by products that both share. Returns false and adds nothing if that would save no work.
+  // The same for J and, with `bias_weight`, for the bias with exactly the calls of this weight, by
+  // shared products. Returns false and adds nothing if that would save no work.
   virtual bool add_gram_with_bias_(at::Tensor& K, double weight, double bias_weight) const {
     return false;
   }

@@ -14,7 +14,7 @@
 namespace torchium::gradients::detail {
 namespace {
 
-// Where the positions of each piece begin, when those of one sample stand side by side.
+// The first position of each piece, with those of one sample side by side.
 struct Placement {
   std::vector<int64_t> first;
   int64_t total = 0;
@@ -32,8 +32,8 @@ Placement place(const std::vector<Piece>& pieces, const std::vector<int64_t>& po
   return result;
 }
 
-// Joins tensors [rows, ..., T, k] of the pieces along samples and positions, with zeros between.
-// `dim`: of the positions.
+// Joins tensors [rows, ..., T, k] of the pieces along samples and positions, padded with zeros.
+// `dim`: that of the positions.
 at::Tensor join(const std::vector<Piece>& pieces, const std::vector<at::Tensor>& tensors,
                 int64_t samples, int64_t dim) {
   if (tensors.size() == 1 && pieces[0].rows == samples) {
@@ -92,9 +92,8 @@ std::unique_ptr<JacobianBlock> embedding_block(const std::vector<Piece>& pieces,
                                           join(pieces, e, samples, 1), shape[0]);
 }
 
-// The positions of a linear, convolution or embedding weight. An embedding is a linear layer whose
-// input and output gradient have changed places: row k of the table receives e where the index is
-// k.
+// The positions of a linear, convolution or embedding weight. An embedding is a linear layer with
+// input and output gradient exchanged: row k of the table receives e where the index is k.
 PositionSource position_source(const Piece& piece, at::IntArrayRef shape, at::ScalarType dtype) {
   if (!piece.is_embedding()) {
     return PositionSource(*piece.call, weight_geometry(*piece.call, shape, piece.call_index),

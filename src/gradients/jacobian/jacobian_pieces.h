@@ -1,4 +1,4 @@
-// How the block of one parameter is put together from its calls.
+// Builds one parameter's Jacobian block from its calls.
 #pragma once
 
 #include "gradients/capture/layer_call.h"
@@ -9,7 +9,7 @@
 
 namespace torchium::gradients::detail {
 
-// One call of one parameter, and the rows of the Jacobian that it adds to.
+// One call of one parameter, and the Jacobian rows that it adds to.
 struct Piece {
   const LayerCall* call;
   size_t call_index;
@@ -25,12 +25,12 @@ struct Piece {
 };
 
 // The block of a parameter of this shape, in the state dtype; null without pieces. ValueError if a
-// use does not fit a parameter of this shape.
+// call does not fit a parameter of this shape.
 std::unique_ptr<JacobianBlock> make_block(const std::vector<Piece>& pieces, at::IntArrayRef shape,
                                           at::ScalarType dtype, int64_t samples);
 
 // The parameter that is the bias in all calls of parameter p, a linear or convolution weight, and
-// in no others; -1 if there is none. `pieces` are those of all parameters, ordered by their uses.
+// in no others; -1 if there is none. `pieces` are those of all parameters, ordered by call.
 int64_t shared_bias(const std::vector<std::vector<Piece>>& pieces, size_t p);
 
 }  // namespace torchium::gradients::detail

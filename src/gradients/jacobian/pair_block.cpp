@@ -11,10 +11,10 @@
 namespace torchium::gradients::detail {
 namespace {
 
-// Elements of explicit rows that exist at a time.
+// The largest number of elements of explicit rows at a time.
 constexpr int64_t kMaxRowElements = int64_t{1} << 23;
-// Samples of one side of a product of pairs at most: only blocks on and below the diagonal of the
-// result are computed.
+// The largest number of samples on one side of a product of pairs: only blocks on and below the
+// diagonal of the result are computed.
 constexpr int64_t kMaxPairSamples = 128;
 
 // rows [n, groups, fan_out, fan_in] <- beta rows + sum_t G[group, i, t] A[group, i, t]^T
@@ -56,8 +56,8 @@ void PairBlock::for_each_piece(const Visit& visit) const {
   }
 }
 
-// Multiplications per group. Every pair of positions needs an inner product of either kind. Or,
-// once all rows are formed, every pair of samples needs one of length p o.
+// Multiplications per group. Every pair of positions needs an inner product of either kind, or,
+// once all rows are formed, every pair of samples one of length p o.
 bool PairBlock::saves_by_pairs() const {
   double positions = 0;  // of all samples
   for (const auto& call : uses_) {

@@ -7,8 +7,8 @@
 
 namespace torchium::gradients::detail {
 
-// A linear or convolution weight: the row of a sample is, for each group, the sum over the
-// positions t of all its calls of G[group, i, t] A[group, i, t]^T.
+// A linear or convolution weight: for each group, the row of a sample is the sum over the positions
+// t of all its calls of G[group, i, t] A[group, i, t]^T.
 class PairBlock : public JacobianBlock {
  public:
   struct Use {

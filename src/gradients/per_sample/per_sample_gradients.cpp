@@ -23,8 +23,8 @@ using gradients::detail::LayerCall;
 using gradients::detail::ModelLayers;
 using gradients::detail::OperatorCapture;
 
-// Calls restore(), which may throw. For destructors, which reach it only while another error is
-// under way: that is the one to report.
+// Calls restore(), which may throw. For destructors, which reach it only while another error is in
+// flight: that one is reported.
 template <typename Kept>
 void restore_quietly(Kept& kept) noexcept {
   try {
@@ -33,7 +33,7 @@ void restore_quietly(Kept& kept) noexcept {
   }
 }
 
-// Gives buffers their values back, as a module may count its calls in one.
+// Restores the values of buffers, which modules may change, for example to count calls.
 class KeptBuffers {
  public:
   explicit KeptBuffers(const torch::nn::Module& model) {
@@ -45,7 +45,7 @@ class KeptBuffers {
   KeptBuffers(const KeptBuffers&) = delete;
   KeptBuffers& operator=(const KeptBuffers&) = delete;
 
-  // Between passes, and at the end. A graph that has saved a buffer cannot be used any more.
+  // Between passes, and at the end. A graph that has saved a buffer can then no longer be used.
   void restore() {
     const at::NoGradGuard no_grad;
     for (auto& [buffer, value, version] : kept_) {
@@ -65,7 +65,7 @@ class KeptBuffers {
   std::vector<Entry> kept_;
 };
 
-// Gives the generators of random numbers their state back.
+// Restores the state of the random number generators.
 class KeptRandomState {
  public:
   explicit KeptRandomState(c10::Device device) {
@@ -151,8 +151,8 @@ at::Tensor captured_output(OperatorCapture& capture, const SampleLoss& loss,
   return output;
 }
 
-// Sets the calls of one pass over all samples, and returns why dimension 0 of what the layers have
-// seen may not be the sample; empty: it is.
+// Sets the calls of one pass over all samples. Returns why dimension 0 of the captured tensors may
+// not be the sample; empty: it is.
 std::string see_samples(OperatorCapture& capture, const SampleLoss& loss, const at::Tensor& inputs,
                         const at::Tensor& targets, const std::vector<std::string>& names,
                         KeptBuffers& buffers, std::vector<LayerCall>& calls) {
@@ -212,7 +212,7 @@ std::vector<at::Tensor> zero_rows(const std::vector<at::Tensor>& params, int64_t
   return rows;
 }
 
-// `rows` are zero before.
+// `rows` must be zero.
 void set_rows_one_by_one(std::vector<at::Tensor>& rows, const SampleLoss& loss,
                          const std::vector<at::Tensor>& params, const at::Tensor& inputs,
                          const at::Tensor& targets) {
@@ -247,7 +247,7 @@ torch::OrderedDict<std::string, at::Tensor> per_sample_gradients(const torch::nn
   layers.refuse_mixed_samples();
   std::vector<at::Tensor> params;
   std::vector<std::string> names;
-  std::string reason;  // for taking the samples one by one
+  std::string reason;  // for one pass per sample
   for (const auto& [param, place] : layers.parameters()) {
     if (!param.requires_grad()) {
       continue;

@@ -23,7 +23,7 @@ double unit_of(at::ScalarType dtype) {
   }
 }
 
-// Whether both lists hold the same layer calls, and `agree` is true of every pair.
+// Whether both lists hold the same layer calls, and `agree` is true for every pair.
 template <typename Agree>
 bool all_agree(const std::vector<LayerCall>& calls, const std::vector<LayerCall>& others,
                Agree&& agree) {
@@ -61,7 +61,7 @@ bool rows_agree(const at::Tensor& rows, const at::Tensor& expected) {
   if (!rows.is_floating_point() || rows.numel() == 0) {
     return at::equal(rows, expected);
   }
-  // Each row has a scale of its own: a sample that is learnt has small gradients.
+  // Each row has its own scale: samples with a small loss have small gradients.
   const at::Tensor a = rows.reshape({rows.size(0), -1}).to(at::kDouble);
   const at::Tensor b = expected.reshape({expected.size(0), -1}).to(at::kDouble);
   const at::Tensor scale = at::maximum(a.abs().amax(1), b.abs().amax(1));

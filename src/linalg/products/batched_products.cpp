@@ -36,7 +36,7 @@ cublasComputeType_t compute_type(MatmulPrecision precision) {
 
 int as_int(int64_t size) { return static_cast<int>(size); }
 
-// Where cuBLAS looks for alpha and beta. torch expects them on the host, also after an error.
+// Sets where cuBLAS reads alpha and beta. torch expects the host, also after an error.
 class PointerMode {
  public:
   PointerMode(cublasHandle_t handle, cublasPointerMode_t mode) : handle_(handle) {
@@ -56,7 +56,7 @@ void gemm(cublasPointerMode_t mode, const float* alpha, const GemmOperand& A, co
   if (C.numel() == 0) {
     return;
   }
-  const at::NoTF32Guard as_asked;  // torch sets the mode of its handle by its own flags
+  const at::NoTF32Guard as_asked;  // torch sets the math mode of its handle from its own flags
   const auto size_of_matrix = [](const at::Tensor& x) { return x.size(-1) * x.size(-2); };
   const at::Tensor &a = A.stack, &b = B.stack;
   const int64_t k = a.size(A.operation == CUBLAS_OP_N ? -2 : -1);

@@ -1,6 +1,6 @@
-// Products of stacks of float32 matrices on a GPU by cuBLAS, in the precision that the caller
-// names. CUDA builds only, but for matmul_precision. See cuda_kernels/split_gemm/batched_product.h
-// for others.
+// Batched products of float32 matrices on a GPU by cuBLAS, in the given precision. CUDA builds
+// only, except matmul_precision. For split fp16 products see
+// cuda_kernels/split_gemm/batched_product.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,18 +25,18 @@ MatmulPrecision matmul_precision(const std::optional<std::string>& name);
 void gram_update_(at::Tensor& C, const at::Tensor& X, bool transposed, const float* alpha,
                   const float* beta, MatmulPrecision precision);
 
-// out [N, m, n] <- A [N, m, k] B [N, k, n]; all are contiguous, and out neither of the others.
+// out [N, m, n] <- A [N, m, k] B [N, k, n]; all are contiguous, and out aliases neither.
 void multiply_batches_out(at::Tensor& out, const at::Tensor& A, const at::Tensor& B,
                           MatmulPrecision precision);
 
-// Float32 matrices of one shape anywhere on a device: an array there of their addresses.
+// Float32 matrices of one shape anywhere on a device, given by an array of addresses on the device.
 struct MatrixAddresses {
   float* const* matrices;
   bool transposed = false;  // in the product
 };
 
 // C <- op(A) op(B) for `count` matrices; op(A) is [m, k], op(B) [k, n]. All are contiguous, and
-// begin at multiples of 16 bytes unless the length of their rows is no multiple of 4.
+// aligned to 16 bytes unless their row length is not a multiple of 4.
 void multiply_at_addresses(float* const* C, const MatrixAddresses& A, const MatrixAddresses& B,
                            int64_t m, int64_t n, int64_t k, int64_t count,
                            MatmulPrecision precision);

@@ -16,7 +16,7 @@
 namespace torchium::linalg::detail {
 namespace {
 
-// Workspaces up to this size are allocated without a query of the free memory.
+// Workspaces up to this size are allocated without querying the free memory.
 constexpr int64_t kSmallWorkspaceBytes = int64_t{64} << 20;
 constexpr int64_t kFreeMemoryFraction = 4;
 
@@ -34,7 +34,7 @@ std::vector<c10::SymInt> check_chunked_matmul(const at::Tensor& A, const at::Ten
 }
 
 // The memory of one matrix product in addition to its operands and its result. A copied operand
-// costs bytes per element that is in the workspace at a time.
+// costs bytes per element in the workspace at a time.
 struct CopyPlan {
   int64_t A_bytes = 0;       // an element of A: converted, or made contiguous
   int64_t B_bytes = 0;       // an element of B
@@ -61,9 +61,9 @@ int64_t aligned(int64_t size, int64_t limit) {
   return size >= limit ? limit : size < kAlignment ? size : size / kAlignment * kAlignment;
 }
 
-// A large tile of an [m, n] result whose workspace, row_bytes for each row, column_bytes for each
-// column and element_bytes for each element, stays within `budget`: near square, then widened until
-// it meets the edges. The caller has checked that a 1 x 1 tile fits.
+// A large tile of an [m, n] result whose workspace, row_bytes per row, column_bytes per column and
+// element_bytes per element, is at most `budget`: near square, then widened to the edges. The
+// caller has checked that a 1 x 1 tile fits.
 Tile choose_tile(int64_t m, int64_t n, int64_t row_bytes, int64_t column_bytes,
                  int64_t element_bytes, int64_t budget) {
   const auto fit = [budget](int64_t used, int64_t each, int64_t limit) {
@@ -124,7 +124,7 @@ class ChunkedProduct {
                       "] needs ", least);
   }
 
-  // Any number of batch dimensions: peels off leading ones until the rest collapse into one.
+  // Any number of batch dimensions: splits off leading ones until the rest can be flattened.
   void multiply(const at::Tensor& out, const at::Tensor& A, const at::Tensor& B) {
     if (out.dim() == 2) {
       multiply_batch(out.unsqueeze(0), A.unsqueeze(0), B.unsqueeze(0));
@@ -146,7 +146,7 @@ class ChunkedProduct {
     return at::detail::computeStride(x.sizes(), x.strides(), collapsed_shape(x)).has_value();
   }
 
-  // [b, m, k] by [b, k, n]: as many whole matrices at a time as fit, else tiles of each.
+  // [b, m, k] by [b, k, n]: as many whole matrices at a time as fit, otherwise tiles of each.
   void multiply_batch(const at::Tensor& out, const at::Tensor& A, const at::Tensor& B) {
     const int64_t b = out.size(0), m = out.size(1), n = out.size(2), k = A.size(2);
     const int64_t row_bytes = plan_.A_bytes * k, column_bytes = plan_.B_bytes * k;
@@ -203,8 +203,7 @@ class ChunkedProduct {
     }
   }
 
-  // A contiguous tensor over the beginning of `buffer`, which the first (and largest) use
-  // allocates.
+  // A contiguous tensor at the beginning of `buffer`, which the first (and largest) use allocates.
   at::Tensor view_of(at::Tensor& buffer, at::IntArrayRef sizes,
                      const at::TensorOptions& options) const {
     const auto numel = c10::multiply_integers(sizes);
@@ -267,7 +266,7 @@ at::Tensor chunked_matmul(const at::Tensor& A, const at::Tensor& B,
     ChunkedProduct product(A, B, max_workspace_bytes);
     const at::DimVector rows{A.numel() / k, k};
     if (B.numel() == k * n && at::detail::computeStride(A.sizes(), A.strides(), rows)) {
-      // One B for all: the batch of A is more rows.
+      // One B for all: the batch dimensions of A become rows.
       product.run(out.view({-1, n}), A.view(rows), B.view({k, n}));
     } else {
       const auto batch = at::IntArrayRef(sizes).slice(0, sizes.size() - 2);

@@ -5,7 +5,7 @@
 
 namespace torchium::linalg::detail {
 
-// Any backend, meta tensors included.
+// Any backend, including meta tensors.
 at::Tensor fused_mul_add(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c);
 
 // By differentiable operators.

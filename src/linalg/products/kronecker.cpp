@@ -20,8 +20,8 @@
 namespace torchium::linalg::detail {
 namespace {
 
-// (A (x) B) X for operands of one dtype. X is row-major in the pair (i, j) of A's and B's columns,
-// so with X as [nA, nB, k] this is sum_ij A[a, i] B[b, j] X[i, j, :]: one product for each factor.
+// (A (x) B) X for operands of one dtype. X is row-major in the column pairs (i, j) of A and B. With
+// X as [nA, nB, k] the result is sum_ij A[a, i] B[b, j] X[i, j, :]: one product per factor.
 at::Tensor apply_factors(const at::Tensor& A, const at::Tensor& B, const at::Tensor& X) {
   const auto nB = B.sym_size(-1);
   const auto k = X.sym_size(-1);
@@ -102,7 +102,7 @@ at::Tensor kron_solve(const at::Tensor& A, const at::Tensor& B, const at::Tensor
   const auto a = spectrum_of(A, dtype);
   const auto b = spectrum_of(B, dtype);
 
-  // In float64, where the product of two float32 eigenvalues neither overflows nor underflows.
+  // In float64 the product of two float32 eigenvalues neither overflows nor underflows.
   const auto damped = (a.values.unsqueeze(-1) * b.values.unsqueeze(-2))
                           .flatten(-2)
                           .add_(damping)
@@ -111,7 +111,7 @@ at::Tensor kron_solve(const at::Tensor& A, const at::Tensor& B, const at::Tensor
   const auto floor = damped.amax(-1, /*keepdim=*/true).mul_(noise);
   const auto eigenvalues = at::maximum(damped, floor.clamp_min_(smallest_normal(dtype)));
 
-  // Weights of at most one: what exceeds the range does so after the last sum, and saturates.
+  // Weights of at most one: values beyond the range appear only after the last sum, and saturate.
   const auto smallest = eigenvalues.amin(-1, /*keepdim=*/true);
   const auto weights = (smallest / eigenvalues).to(dtype);
   const auto rotated = apply_factors(a.vectors.mT(), b.vectors.mT(), X.to(dtype));

@@ -5,7 +5,7 @@
 
 namespace torchium::linalg::detail {
 
-// Both are made of differentiable operators.
+// Both consist of differentiable operators.
 at::Tensor kron(const at::Tensor& A, const at::Tensor& B);
 at::Tensor kron_matmul(const at::Tensor& A, const at::Tensor& B, const at::Tensor& X);
 

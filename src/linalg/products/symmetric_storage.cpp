@@ -17,7 +17,7 @@ namespace {
 
 constexpr int64_t kTile = 32;
 constexpr int64_t kSquare = 4;
-constexpr int64_t kGrain = 16384;  // elements a thread should have to itself at least
+constexpr int64_t kGrain = 16384;  // least number of elements per thread
 
 // Calls body(matrix, first_row, last_row) for bands of kTile rows of every matrix, in parallel.
 template <typename Body>
@@ -32,8 +32,8 @@ void for_each_band(int64_t matrices, int64_t n, const Body& body) {
   });
 }
 
-// Copies the square C[top.., left..], below the diagonal, onto its mirror image. Its size is known
-// to the compiler, so that it is transposed in registers.
+// Copies the square C[top.., left..], below the diagonal, onto its mirror image. Its size is a
+// compile-time constant, so it is transposed in registers.
 template <typename scalar_t>
 void mirror_square(scalar_t* C, int64_t stride, int64_t top, int64_t left) {
   std::array<std::array<scalar_t, kSquare>, kSquare> transposed;
@@ -71,7 +71,7 @@ void mirror_squares(scalar_t* C, int64_t stride, int64_t row, int64_t row_end, i
   }
 }
 
-// The same, in blocks that stay in the first cache.
+// The same, in blocks that fit in the L1 cache.
 template <typename scalar_t>
 void mirror_block(scalar_t* C, int64_t stride, int64_t row, int64_t row_end, int64_t column,
                   int64_t column_end) {
@@ -104,7 +104,7 @@ void symmetric_part_cpu(const at::Tensor& A, scalar_t* S, double* largest) {
   for_each_band(A.size(0), n, [&](int64_t matrix, int64_t top, int64_t bottom) {
     const scalar_t* source = data + matrix * n * n;
     scalar_t* target = S + matrix * n * n;
-    // Matrices are read and written by rows alone and transposed here, in the first cache: columns
+    // Matrices are read and written only by rows and transposed here, in the L1 cache: the columns
     // of a matrix whose rows are a power of two apart share a few cache lines.
     std::array<std::array<scalar_t, kTile>, kTile> upper;
     Bits band_most = 0;
@@ -138,15 +138,15 @@ void symmetric_part_cpu(const at::Tensor& A, scalar_t* S, double* largest) {
   }
 }
 
-// Exponents up to this are those of powers of two whose reciprocal is normal too.
+// Exponents up to this are those of powers of two with a normal reciprocal.
 int64_t largest_exponent(at::ScalarType dtype) {
   return (dtype == at::kFloat ? std::numeric_limits<float>::max_exponent
                               : std::numeric_limits<double>::max_exponent) -
          2;
 }
 
-// 1 while squares and their sums are far inside the range of the dtype, else the power of two that
-// brings the magnitude to [1/2, 1), as far as there is one.
+// 1 while squares and their sums are far inside the range of the dtype, otherwise the power of two
+// that brings the magnitude to [1/2, 1), or the closest one available.
 double scale_for(double magnitude, at::ScalarType dtype) {
   const int64_t limit = largest_exponent(dtype);
   int exponent = 0;
@@ -192,13 +192,13 @@ Normalized normalize_on_device(const at::Tensor& A, double eps) {
   return input;
 }
 
-// Without a tensor operation per number: for one small matrix those would take as long as its
+// Without tensor operations per number: for one small matrix those would take as long as its
 // eigenvalues.
 Normalized normalize_on_host(const at::Tensor& A, double eps) {
   Normalized input{at::empty(A.sizes(), A.options()),
                    at::empty({A.size(0)}, A.options().dtype(at::kDouble)),
                    at::empty({A.size(0)}, A.options().dtype(at::kBool))};
-  double* scale = input.scale.mutable_data_ptr<double>();  // at first max |A_ij|
+  double* scale = input.scale.mutable_data_ptr<double>();  // max |A_ij| until it is replaced below
   AT_DISPATCH_FLOATING_TYPES(A.scalar_type(), "normalize_on_host", [&] {
     symmetric_part_cpu(A.contiguous(), input.matrix.mutable_data_ptr<scalar_t>(), scale);
   });

@@ -13,10 +13,10 @@
 namespace torchium::linalg::detail {
 namespace {
 
-// The lower triangle is cut into row panels of at most this many rows: with fewer, GEMM loses more
-// speed than smaller blocks on the diagonal save.
+// The lower triangle is cut into row panels of at most this many rows: with fewer rows, GEMM loses
+// more speed than smaller diagonal blocks save.
 constexpr int64_t kPanelRows = 128;
-// Below this order one full product is as fast, whatever the number of threads.
+// Below this order one full product is as fast, for any number of threads.
 constexpr int64_t kMinTiledOrder = 192;
 
 int64_t round_up(int64_t value, int64_t multiple) {
@@ -29,8 +29,8 @@ int64_t panel_rows(int64_t n) {
   return round_up((n + panels - 1) / panels, 16);
 }
 
-// Tiles pay when every thread gets some of full size. Otherwise the threaded GEMM of a full product
-// is faster: on two cores below n = 384 for one matrix, on eight below n = 900.
+// Tiles pay off if every thread gets some of full size. Otherwise the threaded GEMM of a full
+// product is faster: on two cores below n = 384 for one matrix, on eight below n = 900.
 bool use_tiles(int64_t matrices, int64_t n) {
   const double panels = static_cast<double>(n) / kPanelRows;
   return n >= kMinTiledOrder &&
@@ -43,9 +43,8 @@ struct LowerTile {
   int64_t area() const { return rows * columns; }
 };
 
-// Tiles that cover the lower triangles of all matrices: panels, cut only where one is more than a
-// thread's share. A block on the diagonal is never cut, so that tiles can be mirrored
-// independently.
+// Tiles that cover the lower triangles of all matrices: panels, cut only if larger than a thread's
+// share. A diagonal block is never cut, so tiles can be mirrored independently.
 std::vector<LowerTile> lower_tiles(int64_t matrices, int64_t n, int64_t threads) {
   const int64_t height = panel_rows(n);
   const int64_t share = std::max<int64_t>(1, matrices * n * (n + height) / 2 / threads);
@@ -79,8 +78,8 @@ std::vector<std::vector<LowerTile>> share_out(std::vector<LowerTile> tiles, int6
   return shares;
 }
 
-// One parallel region for all tiles, with serial GEMMs inside, waits once where threaded GEMMs
-// would wait at every tile.
+// One parallel region for all tiles, with serial GEMMs inside, synchronises once; threaded GEMMs
+// would at every tile.
 void tiled_addmm_(at::Tensor& C, const at::Tensor& X, const at::Tensor& Y, double beta,
                   double alpha) {
   const int64_t threads = at::get_num_threads();

@@ -1,4 +1,4 @@
-// Products of matrices whose result is known to be symmetric, at about half the work.
+// Matrix products with a symmetric result, at about half the work.
 #pragma once
 
 #include <torchium/export.h>
@@ -12,8 +12,8 @@ namespace torchium::linalg::detail {
 // same dtype, any strides. beta = 0 overwrites C.
 TORCHIUM_API void symmetric_update_(at::Tensor& C, const at::Tensor& X, double beta, double alpha);
 
-// C <- X Y for X and Y whose product is symmetric, as for polynomials of one symmetric matrix.
-// C: [N, n, n], not overlapping X or Y, exactly symmetric afterwards; X: [N, n, k]; Y: [N, k, n].
+// C <- X Y for X and Y with a symmetric product, such as polynomials of one symmetric matrix. C:
+// [N, n, n], not overlapping X or Y, exactly symmetric afterwards; X: [N, n, k]; Y: [N, k, n].
 TORCHIUM_API void symmetric_product_out(at::Tensor& C, const at::Tensor& X, const at::Tensor& Y);
 
 }  // namespace torchium::linalg::detail

@@ -26,13 +26,13 @@ namespace torchium::linalg::detail {
 #ifdef TORCHIUM_WITH_CUDA
 
 // A bound of the entries of roots of semi-definite matrices, in units of floor^(-1/p): for p = 1
-// the last step, which is far outside of its interval there, leaves up to 98.
+// the last step, far outside its interval, leaves up to 98.
 constexpr float kLargestDeviceRoot = 2 * static_cast<float>(kLargestNewtonRoot);
 
 namespace {
 
 // For small matrices the kernels use an interval that is twice as long: their schedules, which end
-// with the last step, need no further step for it, and errors close to the floor are three times
+// with the last step, need no additional step for it, and errors close to the floor are three times
 // smaller. Residuals are about the same.
 NewtonLimits device_limits(int64_t n) {
   NewtonLimits limits = newton_limits(n, at::kFloat);
@@ -59,7 +59,7 @@ bool has_device_root(const at::Tensor& A, int64_t p) {
 
 namespace {
 
-// What the kernels write of each matrix beside its root.
+// The kernels' outputs per matrix in addition to its root.
 struct Verdicts {
   explicit Verdicts(const at::Tensor& A)
       : residual(at::empty({A.size(0)}, A.options())),

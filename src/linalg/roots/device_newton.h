@@ -1,4 +1,4 @@
-// The coupled iteration for stacks of float32 matrices by torchium's kernels: up to n = 128 in one
+// The coupled iteration for batched float32 matrices by torchium's kernels: up to n = 128 in one
 // launch, above that on Hopper's tensor cores.
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace torchium::linalg::detail {
 
-// Whether device_inverse_root can take A [N, n, n].
+// Whether device_inverse_root supports A [N, n, n].
 bool has_device_root(const at::Tensor& A, int64_t p);
 
 // An upper bound of the bytes of the buffers for matrices of this order, above 128, unless one
@@ -18,7 +18,7 @@ constexpr int64_t large_root_buffer_limit(int64_t order) {
   return order > 512 && order <= 1024 ? int64_t{1} << 29 : int64_t{1} << 30;
 }
 
-// Everything in the units of A; NaN for a matrix that holds NaN or Inf.
+// Everything in the units of A; NaN for a matrix with NaN or Inf.
 struct DeviceRoot {
   at::Tensor root;        // [N, n, n] float32
   at::Tensor residual;    // [N] float32, estimated by one vector of random signs
@@ -27,23 +27,23 @@ struct DeviceRoot {
   at::Tensor floor;       // [N] float64
 };
 
-// As newton_inverse_root for the symmetric part of A. A root that fails is replaced by a multiple
-// of the identity; its `iterations` is 0. Nothing is read on the host.
+// As newton_inverse_root for the symmetric part of A. A failed root is replaced by a multiple of
+// the identity; its `iterations` is 0. The host reads nothing.
 DeviceRoot device_inverse_root(const at::Tensor& A, int64_t p, double eps, double relative_eps);
 
-// Roots that are renewed in place, of N matrices on one device.
+// Roots of N matrices on one device, updated in place.
 struct RenewedRoots {
   at::Tensor roots;     // [N, n, n] float32, contiguous
-  at::Tensor failures;  // [N] int32, contiguous: failures in a row
+  at::Tensor failures;  // [N] int32, contiguous: consecutive failures
   at::Tensor keep;      // 0-dim bool: whether anything may change; undefined: yes
 };
 
-// Writes (A / c + (eps + relative_eps s) I)^(-1/p) to the roots, s the bound of A / c. A matrix
-// whose root is not accepted, because A / c is not finite, the residual is above 0.25 or the root
-// leaves the range of float32, keeps its old root and counts one more failure; the others count
-// none. A: [N, n, n] as has_device_root asks for, contiguous. divisors: the c of each matrix, [N]
-// float64, contiguous; undefined: 1. No memory beyond the workspace of device_inverse_root; nothing
-// is read on the host.
+// Writes (A / c + (eps + relative_eps s) I)^(-1/p) to the roots, s the bound of A / c. A root is
+// not accepted if A / c is not finite, the residual is above 0.25 or the root leaves the range of
+// float32. That matrix then keeps its old root and counts one more failure; the others count none.
+// A: [N, n, n], contiguous, supported by has_device_root. divisors: the c of each matrix, [N]
+// float64, contiguous; undefined: 1. Needs only the workspace of device_inverse_root; the host
+// reads nothing.
 void renew_inverse_roots(const at::Tensor& A, const at::Tensor& divisors, int64_t p, double eps,
                          double relative_eps, const RenewedRoots& renewed);
 

@@ -22,11 +22,11 @@ using cuda_kernels::SymmetricProduct;
 
 constexpr int64_t kBuffers = 4;
 
-// Errors of the first steps grow with those of the smallest eigenvalues: shorter sums there make
-// the error of the root four times smaller (n = 1024), as much as in all steps.
+// Errors of the first steps grow with those of the smallest eigenvalues. Shorter sums there alone
+// make the error of the root four times smaller (n = 1024), as much as in all steps.
 constexpr int kExactSteps = 3;
 
-// Terms of a sum; the fewer entries a matrix has, the fewer its errors average over.
+// Terms of a sum. Matrices with fewer entries average fewer errors.
 int terms_of_sum(int step, int order) {
   if (step >= kExactSteps) {
     return 256;
@@ -34,8 +34,8 @@ int terms_of_sum(int step, int order) {
   return order <= 256 ? 32 : 64;
 }
 
-// The products of one stack, in order. M, X, q and a product take one buffer each; a product is
-// written to a free one, and the buffers change their roles. So all addresses are known beforehand.
+// The products of one batch, in order. M, X, q and a product use one buffer each. A product is
+// written to a free buffer, and the buffers change roles, so all addresses are known in advance.
 class LargeIteration {
  public:
   // buffers: [4, matrices, 2, order, order] fp16 numbers.
@@ -74,7 +74,7 @@ class LargeIteration {
     return buffer;
   }
 
-  // C = A B of the matrices that start at step k or before.
+  // C = A B for the matrices that start at step k or earlier.
   SymmetricProduct product(const SplitMatrices& A, const SplitMatrices& B, const SplitMatrices& C,
                            int k) const {
     SymmetricProduct product{};
@@ -93,7 +93,7 @@ class LargeIteration {
     return products_.emplace_back(product(A, B, C, k));
   }
 
-  // S = M^2 of all matrices, wherever Z will not be.
+  // S = M^2 of all matrices, in a buffer that Z does not need.
   void place_first_square(const std::vector<SplitMatrices>& buffers) {
     operands_.M = operands_.steps[0].M;
     for (const SplitMatrices& buffer : buffers) {
@@ -110,7 +110,8 @@ class LargeIteration {
     first_square_.squares = workspace_.squares;
   }
 
-  // q = a I + b M + c M^2, X <- X q, M <- M q^p. Those that start here have q already, as their X.
+  // q = a I + b M + c M^2, X <- X q, M <- M q^p. Matrices that start here already have q, as their
+  // X.
   void quadratic_step(int k) {
     const SplitMatrices q = take(), next = take();
     operands_.steps[k] = {M_, next};
@@ -129,7 +130,8 @@ class LargeIteration {
     last.single_C = is_last_step;
   }
 
-  // M <- M q^p by repeated squaring of q, which is lost. Of those that start here X is q.
+  // M <- M q^p by repeated squaring of q, which is overwritten. For matrices that start here X is
+  // q.
   void multiply_by_power(SplitMatrices q, int k) {
     SplitMatrices first_q = X_;
     for (int p = arguments_.rule.p;; p /= 2) {
@@ -185,7 +187,7 @@ class LargeIteration {
   SplitMatrices M_{}, X_{};
 };
 
-// The matrices [begin, begin + count) of a stack.
+// The matrices [begin, begin + count) of a batch.
 cuda_kernels::InverseRoot part_of(cuda_kernels::InverseRoot stack, int64_t begin, int64_t count) {
   const int64_t elements = int64_t{stack.rule.n} * stack.rule.n;
   stack.A += begin * elements;

@@ -19,7 +19,7 @@ struct Interval {
   double lower, upper;
 };
 
-// A polynomial in t = (x - middle) / half, where the systems of the exchange are well conditioned.
+// A polynomial in t = (x - middle) / half, for which the exchange's systems are well conditioned.
 template <size_t degree>
 struct Polynomial {
   std::array<double, degree + 1> coefficients;
@@ -61,7 +61,7 @@ struct Polynomial {
   }
 };
 
-// q and max |1 - x^(1/p) q(x)| over the interval it was made for.
+// q and max |1 - x^(1/p) q(x)| over its interval.
 template <size_t degree>
 struct Approximation {
   Polynomial<degree> q;
@@ -97,8 +97,8 @@ std::array<double, n> solve(std::array<std::array<double, n + 1>, n> rows) {
 template <size_t degree>
 using Nodes = std::array<double, degree + 2>;
 
-// q whose errors 1 - x^(1/p) q(x) at the nodes are equal with alternating signs, but that those of
-// inner minima of x^(1/p) q(x) are `inner` times as large.
+// q with equal errors 1 - x^(1/p) q(x) of alternating sign at the nodes, except that inner minima
+// of x^(1/p) q(x) have `inner` times the error.
 template <size_t degree>
 Approximation<degree> equioscillating(const Nodes<degree>& nodes, double p, double inner) {
   constexpr size_t n = degree + 2;
@@ -129,9 +129,9 @@ double sign_change(const Function& f, double lower, double upper) {
   return std::sqrt(lower * upper);
 }
 
-// Remez exchange. x^(1/p), x^(1+1/p), ... form a Chebyshev system on x > 0, so that the best q is
-// the one whose error equioscillates on degree + 2 points: both ends and the interior extrema. A
-// q that alternates on any nodes has one extremum between each two zeros of its error.
+// Remez exchange. x^(1/p), x^(1+1/p), ... form a Chebyshev system on x > 0, so the error of the
+// best q equioscillates on degree + 2 points: both ends and the interior extrema. A q that
+// alternates on any nodes has one extremum between adjacent zeros of its error.
 template <size_t degree>
 Approximation<degree> remez(double p, const Interval& interval, double inner) {
   // Start: Chebyshev points in the variable x^(1/p).
@@ -186,8 +186,8 @@ Approximation<degree> taylor(double p, const Interval& interval) {
   return {q, std::abs(binomial) * power * (1 + 4 * width)};
 }
 
-// The best q of a degree, or where the exchange would lose digits, the Taylor polynomial at 1:
-// there its error is below 1e-9 / p and within a factor of 2^degree of the best.
+// The best q of a degree. Where the exchange would lose digits, the Taylor polynomial at 1: its
+// error there is below 1e-9 / p and within a factor of 2^degree of the best.
 template <size_t degree>
 Approximation<degree> approximate(int64_t root, const Interval& interval, double inner = 1) {
   const double narrow = std::pow(1e-9, 1.0 / (degree + 1));
@@ -212,11 +212,11 @@ LastStep last_step(const Polynomial<6>& q, double center) {
   return {center, w[0] - 1, w[1] - d * g, c, d, e, f, g};
 }
 
-// The minimax q, or where precision matters a q that keeps eigenvalues of middle size large. The
-// minimax q maps some of them to the lower end of the next interval. The rounding errors of M have
-// the size of its largest entries: there they and their eigenvectors lose digits, and so does the
+// The minimax q, or where precision matters a q that keeps medium eigenvalues large. The minimax q
+// maps some of them to the lower end of the next interval. The rounding errors of M are relative to
+// its largest entries, so these eigenvalues and their eigenvectors lose digits, and so does the
 // residual if one was the largest. Inner minima 256 times above the lower end (or errors half as
-// large there, which is 10 times for p = 100) make that end no more than 19 % smaller.
+// large there, which is 10 times for p = 100) make that end at most 19 % smaller.
 Approximation<2> quadratic_step(int64_t root, const Interval& interval, double unit_roundoff) {
   const auto best = approximate<2>(root, interval);
   if (interval.lower >= 256 * unit_roundoff) {
@@ -226,12 +226,12 @@ Approximation<2> quadratic_step(int64_t root, const Interval& interval, double u
   return approximate<2>(root, interval, std::clamp((1 - minimum) / best.error, 0.5, 1.0));
 }
 
-// The intervals that hold the spectrum of M before each step.
+// The intervals of the spectrum of M before each step.
 class Spectrum {
  public:
   Spectrum(int64_t root, double lower, double unit_roundoff)
       : p_(static_cast<double>(root)),
-        // Relative rounding error of q^p M, as a share of the largest eigenvalue.
+        // Relative rounding error of q^p M, as a fraction of the largest eigenvalue.
         rounding_(4 * unit_roundoff * std::max(1.0, p_ / 4)),
         interval_{lower, 1 + rounding_} {}
 
@@ -241,8 +241,7 @@ class Spectrum {
   void step(double error) {
     const double upper = std::pow(1 + error, p_);
     const double lower = std::pow(1 - error, p_);
-    // Rounding may blur the lower end, but not by more than half: the floor of the caller is
-    // above it.
+    // Rounding may lower the lower end, but not by more than half: the caller's floor is above it.
     interval_ = {std::max(lower - rounding_ * upper, lower / 2), upper * (1 + rounding_)};
   }
 
@@ -265,18 +264,18 @@ std::vector<MinimaxStep> make_schedule(int64_t root, double lower, double unit_r
   return steps;
 }
 
-// Error that the last step may add. The steps before it leave about u / sqrt(lower) with float32
-// products (measured for p = 1 to 8). At most 3e-5, because a part of it is systematic. At least
-// 8e-6, which is what eigh leaves in float32 at a condition of 100.
+// The error that the last step may add. The steps before it leave about u / sqrt(lower) with
+// float32 products (measured for p = 1 to 8). At most 3e-5, because part of it is systematic. At
+// least 8e-6, eigh's error in float32 at a condition of 100.
 double last_step_tolerance(double lower, double unit_roundoff) {
   return std::clamp(2 * unit_roundoff / std::sqrt(lower), 8e-6, 3e-5);
 }
 
 // Whether 1 + W = q may be evaluated in single fp16 products. Their rounding error relative to the
 // root is about 2^-13 max |W|: measured for p = 1 to 8 and random eigenvectors, n = 64, within a
-// factor of two; multiples of the identity see up to four times as much. An error of X W is one of
-// the largest entries of X, 2^-12 max |W| lower^(-1/p), also in the directions of the largest
-// eigenvalues. X^p M has p times that: it decides for p = 1.
+// factor of two, and up to four times that for multiples of the identity. An error of X W is
+// relative to the largest entries of X, 2^-12 max |W| lower^(-1/p), also in the directions of the
+// largest eigenvalues. X^p M has p times that, which decides for p = 1.
 bool may_be_last(const Approximation<6>& last, const Interval& interval, double p, double lower,
                  double tolerance) {
   const double largest =
@@ -304,7 +303,7 @@ LastStepSchedule make_last_step_schedule(int64_t root, double lower, double unit
   }
 }
 
-// make(root, lower, unit_roundoff), made once for each of its arguments and kept.
+// make(root, lower, unit_roundoff), cached by its arguments.
 template <typename Schedule, typename Make>
 std::shared_ptr<const Schedule> kept(const Make& make, int64_t root, double lower,
                                      double unit_roundoff) {

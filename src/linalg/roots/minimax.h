@@ -16,9 +16,9 @@ struct MinimaxStep {
 
 // Steps X <- X q(M), M <- q(M)^p M, from X = I, after which |1 - M| is within rounding for every
 // spectrum of M in [lower, 1]. Each q minimises max |1 - x^(1/p) q(x)| over the interval that the
-// earlier steps leave, widened by the rounding error of a step (`unit_roundoff`); the greedy choice
+// earlier steps leave, widened by the rounding error of a step (`unit_roundoff`). The greedy choice
 // is optimal for the composition, as in Polar Express (Amsel et al. 2025, arXiv 2505.16932). If the
-// interval begins below 256 unit_roundoff, eigenvalues of middle size are kept from becoming small.
+// interval begins below 256 unit_roundoff, medium eigenvalues are kept from becoming small.
 // Computed at first use, then kept for the life of the process. Thread-safe.
 TORCHIUM_API std::shared_ptr<const std::vector<MinimaxStep>> minimax_schedule(int64_t root,
                                                                               double lower,
@@ -27,8 +27,8 @@ TORCHIUM_API std::shared_ptr<const std::vector<MinimaxStep>> minimax_schedule(in
 // A last step of degree 6 whose four products may be as coarse as fp16, because |W| is small:
 //   Z = M - center I,  S = Z^2,  V = Z S + f S + g Z,
 //   W = a I + b Z + c S + d V + e V^2,  X <- X + X W,
-// where 1 + W(x) is the minimax polynomial of x^(-1/p). Z, S and V vanish at the center, so that
-// their rounding errors shrink with the interval.
+// where 1 + W(x) is the minimax polynomial of x^(-1/p). Z, S and V vanish at the center, so their
+// rounding errors shrink with the interval.
 struct LastStep {
   double center, a, b, c, d, e, f, g;
 };
@@ -39,9 +39,9 @@ struct LastStepSchedule {
   double error;  // max |1 - x^(1/p) (1 + W(x))| of the last step
 };
 
-// As minimax_schedule, but for float32 it ends with a LastStep as soon as that is accurate enough:
-// its own error and the rounding error of its products together are at most u / sqrt(lower),
-// clamped to [8e-6, 3e-5], with u = 2 unit_roundoff. The earlier steps leave u / sqrt(lower).
+// As minimax_schedule, but for float32, and ending with a LastStep once that is accurate enough:
+// its own error plus the rounding error of its products is at most u / sqrt(lower), clamped to
+// [8e-6, 3e-5], with u = 2 unit_roundoff. The earlier steps leave u / sqrt(lower).
 TORCHIUM_API std::shared_ptr<const LastStepSchedule> last_step_schedule(int64_t root, double lower,
                                                                         double unit_roundoff);
 

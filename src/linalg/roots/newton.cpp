@@ -15,7 +15,7 @@
 namespace torchium::linalg::detail {
 namespace {
 
-// Lower end of the interval, in units of its upper end, as is the damping.
+// The lower end of the interval. It and the damping are in units of the upper end.
 at::Tensor interval_start(const at::Tensor& damping, const NewtonLimits& limits) {
   return at::maximum(damping, (limits.noise - damping).mul_(NewtonLimits::kNoiseMargin))
       .clamp_min_(limits.lowest_start);
@@ -30,10 +30,10 @@ at::Tensor spectral_bound(const at::Tensor& S, double unit) {
   return at::minimum(row_sum, frobenius).to(at::kDouble).mul_(1 + rounding);
 }
 
-// The matrices of one schedule and the buffers of their iteration. All of them are polynomials of
-// one matrix, but a product that is computed by half and mirrored is off by the commutator of its
-// factors: it made the residual up to a hundred times larger (float32, p = 1 and 2, condition 1e5),
-// at the same relative error. So products are full and the result is symmetrised once.
+// The matrices of one schedule and the buffers of their iteration. All are polynomials of one
+// matrix, but a product computed by triangles and mirrored is off by the commutator of its factors:
+// it made the residual up to a hundred times larger (float32, p = 1 and 2, condition 1e5), at the
+// same relative error. So products are full and the result is symmetrised once.
 class CoupledIteration {
  public:
   explicit CoupledIteration(at::Tensor M)
@@ -47,7 +47,7 @@ class CoupledIteration {
     });
   }
 
-  // Steps of each matrix, coefficients [steps, N, 3] in the dtype of M.
+  // The steps of each matrix: coefficients [steps, N, 3] in the dtype of M.
   at::Tensor run(const at::Tensor& steps, int64_t p) {
     return run(steps.size(0), p, [&](size_t k) {
       const auto coefficients = steps[k].unbind(-1);
@@ -57,7 +57,7 @@ class CoupledIteration {
   }
 
  private:
-  // polynomial(k): q <- a I + b M + c q of step k, where q is M^2.
+  // polynomial(k): q <- a I + b M + c q for step k, where q is M^2.
   template <typename Polynomial>
   at::Tensor run(size_t steps, int64_t p, const Polynomial& polynomial) {
     for (size_t k = 0; k < steps; ++k) {
@@ -81,7 +81,7 @@ class CoupledIteration {
     std::swap(A, spare_);
   }
 
-  // M <- M q^p by repeated squaring of q, which is lost.
+  // M <- M q^p by repeated squaring of q, which is overwritten.
   void multiply_by_power(int64_t p) {
     for (;; p /= 2) {
       if (p % 2 == 1) {
@@ -122,8 +122,8 @@ std::pair<at::Tensor, at::Tensor> iterate_by_host(const at::Tensor& M, const at:
   return {root, iterations.to(M.device())};
 }
 
-// The same without reading the levels: every matrix takes the steps of the longest schedule; steps
-// beyond its own schedule are the identity.
+// The same without a host read: every matrix takes the steps of the longest schedule; steps beyond
+// its own schedule are the identity.
 std::pair<at::Tensor, at::Tensor> iterate_by_device(const at::Tensor& M, const at::Tensor& levels,
                                                     int64_t lowest_level, int64_t p, double unit) {
   const auto [coefficients, iterations] = schedules_of_levels(levels, lowest_level, p, unit);
@@ -141,10 +141,10 @@ NewtonLimits newton_limits(int64_t n, at::ScalarType dtype) {
   const double u = 2 * unit;
   // Measured noise: 0.2 u for statistics of rank one, 5 u for Q D Q^T.
   const double noise = 3 * u * std::max(1.0, std::sqrt(static_cast<double>(n)) / 32);
-  // Errors of the smallest eigenvalues, and of those of middle size (minimax.cpp), grow with the
-  // inverse of the lower end. A small matrix has fewer entries that they average over.
+  // Errors of the smallest eigenvalues, and of medium ones (minimax.cpp), grow with the inverse of
+  // the lower end. A small matrix averages fewer of them.
   const double lowest_start = n <= 128 ? 16 * u : std::max(8 * u, noise);
-  // The iteration overshoots on null eigenvalues, by a factor of 60 at most (p = 1): the result
+  // The iteration overshoots on null eigenvalues, by a factor of at most 60 (p = 1): the result
   // must not overflow.
   return {unit, noise, lowest_start, 64 * smallest};
 }
@@ -166,7 +166,7 @@ NewtonRoot newton_inverse_root(const Normalized& input, int64_t p, double eps,
   const at::Tensor top = at::maximum(
       (bound + damping).mul_(1 + 2 * unit),
       input.scale * (limits.smallest_floor / (NewtonLimits::kNoiseMargin * limits.noise)));
-  // Lower ends of the interval are powers of two, so that few schedules are ever made.
+  // Lower ends of the interval are powers of two, so there are few schedules.
   const at::Tensor levels = interval_start(damping / top, limits).log2_().floor_().to(at::kLong);
 
   at::Tensor M = S / top.to(dtype).view({-1, 1, 1});

@@ -1,4 +1,4 @@
-// Inverse p-th roots by matrix products alone.
+// Inverse p-th roots by matrix products only.
 #pragma once
 
 #include "linalg/products/symmetric_storage.h"
@@ -9,16 +9,16 @@
 
 namespace torchium::linalg::detail {
 
-// What keeps the iteration inside the precision of a dtype, for matrices of order n.
+// Limits that keep the iteration within the precision of a dtype, for matrices of order n.
 struct NewtonLimits {
   double unit_roundoff;
   double noise;  // of the eigenvalues, in units of the bound: null ones are so far below zero
   double lowest_start;    // of the interval
   double smallest_floor;  // the floor of a null matrix
 
-  // The interval starts at max(damping, kNoiseMargin (noise - damping), lowest_start), all in units
-  // of its upper end: the iteration diverges on negative eigenvalues of the size of the lower end,
-  // and grows by a factor of three at a quarter of it. Damping lifts the noise.
+  // The interval starts at max(damping, kNoiseMargin (noise - damping), lowest_start), in units of
+  // its upper end: the iteration diverges on negative eigenvalues as large as the lower end, and
+  // grows by a factor of three at a quarter of it. Damping raises the noise above zero.
   static constexpr double kNoiseMargin = 8.0;
 
   // The lowest start is at least 2^lowest_level.
@@ -42,8 +42,8 @@ struct NewtonRoot {
 
 // (A + (eps + relative_eps bound) I)^(-1/p) by the minimax coupled iteration; bound = min(Frobenius
 // norm, largest absolute row sum) of A is at least its largest eigenvalue. A is positive
-// semi-definite up to rounding. On a CUDA device nothing is read on the host: the number of
-// iterations of each matrix is chosen on the device.
+// semi-definite up to rounding. On a CUDA device the host reads nothing: the device chooses the
+// number of iterations of each matrix.
 NewtonRoot newton_inverse_root(const Normalized& input, int64_t p, double eps, double relative_eps);
 
 }  // namespace torchium::linalg::detail

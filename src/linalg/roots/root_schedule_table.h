@@ -1,5 +1,5 @@
-// Schedules of the iterations for inverse p-th roots on a GPU: as the argument of a kernel, and
-// chosen there.
+// Schedules of the iterations for inverse p-th roots on a GPU, as a kernel argument and selected on
+// the device.
 #pragma once
 
 #include "cuda_kernels/inverse_root/root_schedule_table.h"
@@ -19,7 +19,8 @@ namespace torchium::linalg::detail {
 TORCHIUM_API const cuda_kernels::RootScheduleTable* root_schedule_table(int64_t p,
                                                                         int64_t lowest_level);
 
-// Writes the quadratic steps of the levels from lowest_level on; `longest` is the most of them.
+// Writes the quadratic steps of the levels from lowest_level on; `longest` is the largest number of
+// steps.
 template <typename T, int max_levels, int max_steps>
 void fill_schedule_table(cuda_kernels::ScheduleTable<T, max_levels, max_steps>& schedules,
                          int64_t lowest_level,
@@ -42,12 +43,12 @@ void fill_schedule_table(cuda_kernels::ScheduleTable<T, max_levels, max_steps>& 
 }
 
 struct DeviceSchedules {
-  at::Tensor coefficients;  // [steps, N, 3] float64: a, b, c of each step; 1, 0, 0 behind the last
+  at::Tensor coefficients;  // [steps, N, 3] float64: a, b, c of each step; 1, 0, 0 after the last
   at::Tensor lengths;       // [N] int64
 };
 
-// The schedules for the intervals [2^levels[i], 1]. levels: [N] int64 in [lowest_level, 0]. Nothing
-// is read on the host.
+// The schedules for the intervals [2^levels[i], 1]. levels: [N] int64 in [lowest_level, 0]. The
+// host reads nothing.
 DeviceSchedules schedules_of_levels(const at::Tensor& levels, int64_t lowest_level, int64_t root,
                                     double unit_roundoff);
 

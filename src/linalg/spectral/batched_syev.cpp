@@ -21,7 +21,7 @@ using torchium::detail::check_cusolver;
 using torchium::detail::cusolver;
 using torchium::detail::CusolverLease;
 
-// More matrices than fit into this are solved in parts: 1 GiB keeps a GPU busy.
+// More matrices are solved in parts: 1 GiB keeps a GPU busy.
 constexpr size_t kWorkspaceBytes = size_t{1} << 30;
 // cuSOLVER counts the elements of a batch in 32 bits.
 constexpr int64_t kElements = int64_t{1} << 30;
@@ -34,7 +34,7 @@ struct Workspace {
   size_t device = 0, host = 0;  // bytes
 };
 
-// One part of the stack.
+// One part of the batch.
 struct Part {
   const CusolverLease& solver;
   at::Tensor values, vectors;  // [count, n], [count, n, n]

@@ -30,7 +30,7 @@ bool is_coupled(const scalar_t* row, int64_t i, int64_t n) {
   return std::any_of(row, row + i, counts) || std::any_of(row + i + 1, row + n, counts);
 }
 
-// Rows of S [n, n] that hold more than S_ii.
+// Rows of S [n, n] with more entries than S_ii.
 template <typename scalar_t>
 std::vector<int64_t> coupled_rows(const scalar_t* S, int64_t n) {
   std::vector<int64_t> rows;
@@ -44,7 +44,7 @@ std::vector<int64_t> coupled_rows(const scalar_t* S, int64_t n) {
 
 template <typename scalar_t>
 scalar_t dot(const scalar_t* x, const scalar_t* y, int64_t n) {
-  std::array<scalar_t, 16> sums{};  // that do not wait for each other
+  std::array<scalar_t, 16> sums{};  // independent of each other
   int64_t i = 0;
   for (; i + 16 <= n; i += 16) {
     for (int64_t k = 0; k < 16; ++k) {
@@ -114,7 +114,7 @@ struct Solution {
   at::Tensor values, vectors;
 };
 
-// at::linalg_eigh of a matrix or a stack; false where one did not converge.
+// at::linalg_eigh of a matrix or a batch; false if one did not converge.
 bool solve_by_lapack(const at::Tensor& S, at::Tensor values, at::Tensor vectors) {
   try {
     // S is its own transpose; in LAPACK's layout it is copied without transposing.
@@ -125,7 +125,7 @@ bool solve_by_lapack(const at::Tensor& S, at::Tensor values, at::Tensor vectors)
   }
 }
 
-// Of S + shift I. The shift is small enough to cost no digits, and far above what underflows.
+// Of S + shift I. The shift is small enough to cost no digits, and large enough to avoid underflow.
 bool solve_shifted(const at::Tensor& S, Solution& solution) {
   if (failing_attempts >= 2) {
     return false;
@@ -184,7 +184,7 @@ void solve_by_parts(const at::Tensor& S, const std::vector<int64_t>& coupled, at
     const at::Tensor index = at::tensor(coupled, at::kLong);
     solve_coupled(S.index_select(0, index).index_select(1, index), part_values, part_vectors.mT());
   }
-  // Eigenvalues, and where their vectors are: k in the part, or m + i for the i-th unit vector.
+  // Eigenvalues, and positions of their vectors: k in the part, or m + i for the i-th unit vector.
   std::vector<std::pair<scalar_t, int64_t>> order;
   for (int64_t k = 0; k < m; ++k) {
     order.emplace_back(part_values.const_data_ptr<scalar_t>()[k], k);

@@ -2,9 +2,9 @@
 //
 // LAPACK's divide and conquer does not converge, or returns NaN, for some sparse matrices of low
 // rank, because intermediate numbers underflow (MKL in torch 2.11, float32, Gram matrices of four
-// rows: every third one of order 512). So rows without off-diagonal entries are left out, every
-// result is checked, and a wrong one is computed again: first in float64 with a shift, which keeps
-// intermediate numbers away from zero, then by Jacobi's method, which cannot fail.
+// rows: every third one of order 512). Therefore rows without off-diagonal entries are left out,
+// every result is checked, and a wrong one is recomputed: first in float64 with a shift, which
+// keeps intermediate numbers away from zero, then by Jacobi's method, which cannot fail.
 #pragma once
 
 #include <torchium/export.h>
@@ -19,12 +19,12 @@ namespace torchium::linalg::detail {
 // vectors: [N, n, n] in columns, in LAPACK's layout. On the calling thread.
 void solve_checked(const at::Tensor& S, at::Tensor values, at::Tensor vectors);
 
-// How many matrices of this process were solved again, because LAPACK did not converge or was
-// wrong.
+// The number of matrices in this process that were solved again, because LAPACK did not converge or
+// was wrong.
 int64_t eigh_retries();
 
-// For tests: how many attempts per matrix are treated as failed. 1: LAPACK in the dtype of the
-// matrix; 2: in float64 too.
+// For tests: how many attempts per matrix count as failed. 1: LAPACK in the matrix's dtype; 2: in
+// float64 too.
 TORCHIUM_API void fail_first_attempts(int attempts);
 
 }  // namespace torchium::linalg::detail

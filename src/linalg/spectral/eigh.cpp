@@ -13,20 +13,19 @@
 #include <limits>
 #include <optional>
 
-// Of MKL, where torch has it: the number of threads that LAPACK takes on the calling thread, 0 for
-// the global number. Returns the one before.
+// MKL's function, if torch uses MKL: sets the number of threads of LAPACK on the calling thread, 0
+// for the global number. Returns the previous one.
 extern "C" int MKL_Set_Num_Threads_Local(int threads) __attribute__((weak));
 
 namespace torchium::linalg::detail {
 namespace {
 
-// LAPACK on one thread. Inside of a parallel region MKL, whose number of threads torch sets for
-// good, hands parts of a matrix to threads that never come: above n = 512 eigenvectors would be
-// garbage.
+// LAPACK on one thread. In a parallel region MKL, whose number of threads torch sets permanently,
+// hands parts of a matrix to threads that never come: above n = 512 eigenvectors would be garbage.
 class SerialLapack {
  public:
   SerialLapack() {
-    at::get_num_threads();  // else torch sets MKL's number when a thread asks it the first time
+    at::get_num_threads();  // otherwise torch sets MKL's number at a thread's first query
     before_ = sets_threads() ? MKL_Set_Num_Threads_Local(1) : 0;
   }
   ~SerialLapack() {

@@ -7,7 +7,7 @@
 namespace torchium::linalg::detail {
 namespace {
 
-// Convergence is quadratic in the end: 6 to 10 sweeps for orders up to a thousand.
+// Convergence is eventually quadratic: 6 to 10 sweeps for orders up to a thousand.
 constexpr int kMostSweeps = 60;
 
 // x <- c x - s y, y <- s x + c y
@@ -19,7 +19,7 @@ void rotate(double* x, double* y, int64_t n, double c, double s) {
   }
 }
 
-// Makes A_pq zero.
+// Zeroes A_pq.
 void annihilate(double* A, double* V, int64_t n, int64_t p, int64_t q) {
   double* row_p = A + p * n;
   double* row_q = A + q * n;
@@ -50,7 +50,7 @@ void jacobi_eigensystem(double* A, double* V, int64_t n) {
   for (int64_t i = 0; i < n * n; ++i) {
     squares += A[i] * A[i];
   }
-  // All entries that are left out weigh a rounding error of the largest eigenvalue together.
+  // All skipped entries together amount to a rounding error of the largest eigenvalue.
   const double negligible =
       std::numeric_limits<double>::epsilon() / 4 * std::sqrt(squares) / static_cast<double>(n);
   bool has_rotated = true;

@@ -21,7 +21,7 @@
 namespace torchium::linalg::detail {
 namespace {
 
-// scale * (A + damping I) = L L^T, with the eigenvalues floored where A is singular.
+// scale * (A + damping I) = L L^T, with floored eigenvalues if A is singular.
 struct Factor {
   at::Tensor L;       // [..., n, n] lower triangular
   at::Tensor scale;   // [...] float64
@@ -37,8 +37,8 @@ at::Tensor floored_factor(const at::Tensor& matrices, const at::Tensor& least) {
   return std::get<1>(at::linalg_qr(weights.unsqueeze(-1) * vectors.mT(), "r")).mT();
 }
 
-// Cholesky; where that meets a pivot as small as the rounding error of an eigenvalue, the floored
-// eigendecomposition of that matrix alone. On a GPU the host waits to learn whether there is one.
+// Cholesky. For matrices with a pivot as small as the rounding error of an eigenvalue, the floored
+// eigendecomposition. On a GPU the host waits to learn whether there are any.
 Factor factorise(const at::Tensor& A, double damping) {
   const auto dtype = compute_dtype(A);
   const auto n = A.size(-1);
@@ -46,7 +46,7 @@ Factor factorise(const at::Tensor& A, double damping) {
   auto input = normalize_symmetric(as_batch(A.to(dtype)), damping);
   input.matrix.diagonal(0, -2, -1).add_((input.scale * damping).unsqueeze(-1));
   const auto largest = input.matrix.abs().amax({-2, -1});
-  // A zero matrix is brought to the scale of its floor, the smallest normal number.
+  // A zero matrix is scaled to its floor, the smallest normal number.
   input.scale.masked_fill_(largest == 0, 1 / smallest_normal(dtype));
 
   auto [L, info] = at::linalg_cholesky_ex(input.matrix);
@@ -94,7 +94,7 @@ at::Tensor spd_inverse(const at::Tensor& A, double damping) {
   check_spd_inverse(A, damping);
   if (A.numel() == 0) return at::empty(A.sizes(), A.options());
   const auto factor = factorise(A, damping);
-  // LAPACK's layout is column by column, so that the transpose is contiguous.
+  // LAPACK's layout is column-major, so the transpose is contiguous.
   auto inverse = as_batch(at::cholesky_inverse(factor.L).mT()).contiguous();
   mirror_lower_(inverse);
   return bounded_solution(inverse.view(A.sizes()), factor.scale, factor.finite, A.scalar_type());

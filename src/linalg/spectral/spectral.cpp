@@ -41,7 +41,7 @@ at::Tensor spectral_floor(const at::Tensor& values, at::ScalarType dtype,
 
 namespace {
 
-// The same as below, row by row: for small stacks on the CPU the overhead of tensor operations
+// The same as below, row by row: for small batches on the CPU the overhead of tensor operations
 // would exceed their arithmetic. Eigenvalues are ascending, or all NaN.
 DampedSpectrum damp_on_host(const Eigensystem& system, const Normalized& input, double eps,
                             double relative_eps) {

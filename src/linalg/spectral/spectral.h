@@ -1,4 +1,4 @@
-// Functions of symmetric matrices by their eigenvalues: shared by roots and powers.
+// Functions of symmetric matrices by their eigenvalues, for roots and powers.
 #pragma once
 
 #include "linalg/products/symmetric_storage.h"
@@ -10,7 +10,7 @@
 
 namespace torchium::linalg::detail {
 
-// [..., n, n] -> [N, n, n], also for empty stacks.
+// [..., n, n] -> [N, n, n], also for empty batches.
 at::Tensor as_batch(const at::Tensor& A);
 
 double smallest_normal(at::ScalarType dtype);
@@ -38,14 +38,14 @@ DampedSpectrum damped_spectrum(const Normalized& input, double eps, double relat
 at::Tensor spectral_floor(const at::Tensor& values, at::ScalarType dtype,
                           const at::Tensor& smallest);
 
-// |S z - Q diag(values) Q^T z| / (|S| |z|) of each matrix of S [N, n, n], n > 0, for one vector z
+// |S z - Q diag(values) Q^T z| / (|S| |z|) for each matrix of S [N, n, n], n > 0, and one vector z
 // of random signs; NaN where the eigenvalues are.
 at::Tensor spectral_residual(const at::Tensor& S, const Eigensystem& system);
 
 // Q diag(f) Q^T for f [N, n] float64, exactly symmetric. f >= 0 halves the work.
 at::Tensor compose(const at::Tensor& vectors, const at::Tensor& f, bool non_negative);
 
-// Whether all entries are finite, [N] bool, of matrices [N, n, n].
+// Whether all entries are finite, [N] bool, for matrices [N, n, n].
 at::Tensor is_finite(const at::Tensor& matrices);
 
 // Fills values [N, ...] with NaN where `finite` [N] is false. On the CPU the common case is free.
