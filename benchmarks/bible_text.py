@@ -1,6 +1,6 @@
-"""The King James Bible as Debian's package bible-kjv-text has it: 4,404,412 characters.
+"""The King James Bible from Debian's package bible-kjv-text: 4,404,412 characters.
 
-One verse a line, as the package's program prints it: "Ge1:1 In the beginning God created ...".
+One verse per line, as the package's program prints it: "Ge1:1 In the beginning God created ...".
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-# Where the package puts its data.
+# The package's data file.
 SYSTEM_FILE = Path("/usr/lib/bible.data")
 MEMBER = "./usr/lib/bible.data"
 URL = "http://deb.debian.org/debian/pool/main/b/bible-kjv/bible-kjv-text_4.38_all.deb"
@@ -25,16 +25,16 @@ TEXT_SHA256 = "cd45f0c9cedab8e4439bd6486c8952c77cc8b0ecc5d1f6ae3513f2039f47229d"
 TEXT_NAME = "bible-kjv.txt"
 TIMEOUT_SECONDS = 30
 
-CLEAR = 256  # the code that empties the table
+CLEAR = 256  # the code that clears the table
 MOST_BITS = 16
 
 
 def load_bible(folder: Path) -> bytes:
-    """The text, ASCII: from `folder`, from the installed package, or from Debian's servers; in the
-    last two cases it is kept in `folder` as bible-kjv.txt.
+    """Load the text, ASCII: from `folder`, the installed package, or Debian's servers. The last two are saved
+    to `folder` as bible-kjv.txt.
 
     Raises:
-        FileNotFoundError: it is in none of these places, or another text than this one.
+        FileNotFoundError: the text is in none of these places, or differs from the expected one.
     """
     path = folder / TEXT_NAME
     if path.is_file():
@@ -44,7 +44,7 @@ def load_bible(folder: Path) -> bytes:
     else:
         text = checked(decoded(unpacked(downloaded(folder))), URL)
     folder.mkdir(parents=True, exist_ok=True)
-    # Renamed when whole, so that an interrupted run leaves no half file under the name.
+    # Renamed when complete, so an interrupted run leaves no partial file under this name.
     partial = path.with_suffix(".part")
     partial.write_bytes(text)
     partial.rename(path)
@@ -76,10 +76,10 @@ def downloaded(folder: Path) -> bytes:
 
 
 def unpacked(package: bytes) -> bytes:
-    """The file bible.data of a .deb, which is an `ar` archive with a compressed tar in it."""
+    """The file bible.data of a .deb, which is an `ar` archive that contains a compressed tar."""
     position = len(b"!<arch>\n")
     while position < len(package):
-        # name (16), date, owner, group, mode, size (10), end: 60 bytes; contents at even places
+        # name (16), date, owner, group, mode, size (10), end: 60 bytes; contents at even offsets
         name = package[position : position + 16].decode().rstrip(" /")
         size = int(package[position + 48 : position + 58])
         position += 60
@@ -94,10 +94,10 @@ def unpacked(package: bytes) -> bytes:
 
 
 def decoded(data: bytes) -> bytes:
-    """The text in bible.data: windows of 64 KB, each compressed on its own.
+    """The text in bible.data: windows of 64 KB, each compressed separately.
 
-    Big-endian at 0x58: the number of windows, and where each of them and the file ends. Before the
-    first verse is a line with the edition.
+    Big-endian at 0x58: the number of windows, the end of each, and the end of the file. A line with the
+    edition precedes the first verse.
     """
     (windows,) = struct.unpack_from(">I", data, 0x58)
     starts = struct.unpack_from(f">{windows + 1}I", data, 0x5C)
@@ -106,7 +106,7 @@ def decoded(data: bytes) -> bytes:
 
 
 def lzw(data: bytes) -> bytes:
-    """Undoes Unix's compress (without its header): codes of 9 to 16 bits, the lowest bit first.
+    """Undo Unix's compress (without its header): codes of 9 to 16 bits, least significant bit first.
 
     Welch, "A Technique for High-Performance Data Compression", 1984.
     """
@@ -118,7 +118,7 @@ def lzw(data: bytes) -> bytes:
         code = int.from_bytes(data[low : low + 4], "little") >> (position & 7) & (1 << width) - 1
         position += width
         if code == CLEAR:
-            # Codes come in groups of eight; the rest of a group is filled up.
+            # Codes come in groups of eight; the rest of a group is padding.
             group = 8 * width
             position = start = start - (start - position) // group * group
             width, last = 9, b""

@@ -1,4 +1,4 @@
-"""Timing, tables and checks that all benchmarks share."""
+"""Timing, tables and checks shared by all benchmarks."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def interleaved(
     rounds: int,
     prepare: dict[str, Callable[[], object]] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds of every function in every round, by the clock that --cpu-time chooses.
+    """Seconds of every function in every round, by the clock that --cpu-time selects.
 
-    All functions run once a round, so that a slower or faster spell of the machine meets them all,
-    and in another order every round, because what runs before a function decides what memory and
-    caches it finds. `prepare[name]` runs before that function, off the clock.
+    Each round runs all functions once, so a slow or fast phase of the machine affects all of them, in a
+    different order, because the previous function determines the state of memory and caches. `prepare[name]`
+    runs before its function, untimed.
     """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     shuffle = random.Random(0).sample
@@ -56,7 +56,7 @@ def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
 
 @dataclass
 class Report:
-    """Tables and checks of one benchmark, printed as they come and saved on request."""
+    """Tables and checks of one benchmark, printed immediately and saved on request."""
 
     title: str
     lines: list[str] = field(default_factory=list)
@@ -90,7 +90,7 @@ class Report:
         self.checks.append([what, "-", "-", f"not measured: {why}"])
 
     def finish(self, save_as: Path | None) -> int:
-        """Prints the checks; the number of missed targets."""
+        """Print the checks; return the number of missed targets."""
         if self.checks:
             self.table("Targets", ["what", "ratio", "target", "result"], self.checks)
         if save_as is not None:
@@ -141,10 +141,10 @@ def result_file(name: str, arguments: argparse.Namespace) -> Path | None:
 
 
 def load_from_index(requirement: str, package: str, alias: str) -> ModuleType:
-    """Installs `requirement` into a folder of its own and imports its `package` as `alias`.
+    """Install `requirement` into a separate folder and import its `package` as `alias`.
 
-    The alias is what lets an older package of our own name be timed in one process with ours.
-    Raises RuntimeError if it cannot be installed.
+    The alias allows timing an older package of the same name in one process. Raises RuntimeError if it cannot
+    be installed.
     """
     folder = ROOT / ".cache" / "benchmarks" / requirement
     if not (folder / package).is_dir():
@@ -161,6 +161,6 @@ def load_from_index(requirement: str, package: str, alias: str) -> ModuleType:
     )
     module = importlib.util.module_from_spec(spec)
     sys.modules[alias] = module
-    with contextlib.redirect_stdout(io.StringIO()):  # it greets on import
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints a greeting on import
         spec.loader.exec_module(module)
     return module

@@ -1,8 +1,8 @@
-"""Training a character Transformer or a ConvNet: ours against AdamW and Muon.
+"""Convergence of a character Transformer or a ConvNet: Shampoo against AdamW and Muon.
 
-Every optimizer gets the same learning rates on one seed; with the best of them it is run again on
-the other seeds. Runs are kept in a folder, and those that are there already are not repeated: so
-the whole can be split over several calls, and the last one writes the tables.
+Every optimizer runs the same learning rates with one seed, then the best of them with the other seeds. Runs
+are saved in a folder and not repeated: the benchmark can be split over several calls, and the last one writes
+the tables.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TINY = Settings(batch=4, steps=12, warm_up=2, evaluate_every=4)
 
 
 class Runs:
-    """All runs of a folder, and those of this call, which go to a file of their own."""
+    """All runs of a folder; those of this call go to a new file."""
 
     def __init__(self, folder: Path) -> None:
         self.known: dict[tuple[object, ...], Run] = {}
@@ -51,7 +51,7 @@ class Runs:
 
 
 class Experiment:
-    """Which runs there are to be, and which of them there are."""
+    """The planned runs, and the completed ones."""
 
     def __init__(self, arguments: argparse.Namespace, task: Task, settings: Settings) -> None:
         self.names: list[str] = arguments.optimizers
@@ -64,7 +64,7 @@ class Experiment:
         self.left_out = 0
 
     def comparable(self) -> list[Run]:
-        """Known runs of this task, of the same length and under the same conditions."""
+        """Known runs of this task with the same length and conditions."""
         conditions = self.settings.conditions(self.task.device)
         wanted = (self.task.name, self.settings.steps, conditions)
         return [run for run in self.runs.known.values() if run.key[3:] == wanted]
@@ -80,7 +80,7 @@ class Experiment:
         ms = sum(run.optimizer_ms) / len(run.optimizer_ms)
         print(
             f"{name}, lr {lr:g}, seed {seed}: validation loss {run.validation_losses[-1]:.4f}, "
-            f"{run.seconds[-1]:.1f} s, {ms:.2f} ms of optimizer a step",
+            f"{run.seconds[-1]:.1f} s, {ms:.2f} optimizer ms per step",
             flush=True,
         )
 
@@ -88,7 +88,7 @@ class Experiment:
         return [run for run in self.comparable() if run.seed == self.tuning_seed]
 
     def warm_up(self) -> None:
-        """First calls of kernels and libraries, which no run should pay for."""
+        """First calls of kernels and libraries, excluded from all runs."""
         short = dataclasses.replace(self.settings, steps=3, warm_up=1, evaluate_every=3)
         for name in self.names:
             train(self.task, short, name, 1e-5, 0)
@@ -98,14 +98,14 @@ class Experiment:
         for name in self.names:
             for lr in self.grid:
                 self.need(name, lr, self.tuning_seed)
-        for seed in self.seeds:  # outermost, so that a run that is cut short has whole seeds
+        for seed in self.seeds:  # outermost, so that an interrupted call has complete seeds
             for name in self.names:
                 lr = best_lr(self.tuning(), name)
                 if lr is not None:
                     self.need(name, lr, seed)
 
     def final(self) -> dict[str, list[Run]]:
-        """The runs at the best learning rate of each optimizer, on seeds not tuned on."""
+        """The runs at each optimizer's best learning rate, on the seeds not used for tuning."""
         result = {}
         for name in OPTIMIZERS:
             lr = best_lr(self.tuning(), name)
@@ -120,7 +120,7 @@ class Experiment:
 
 
 def make_task(arguments: argparse.Namespace) -> Task:
-    """Raises FileNotFoundError: its data are not there and cannot be had."""
+    """Raises FileNotFoundError if the data are not there and cannot be downloaded."""
     folder, device = arguments.data_dir, arguments.device
     if arguments.task == ConvNetTask.name:
         name = "digits" if arguments.tiny else "fashion-mnist"
@@ -166,7 +166,7 @@ def parse_arguments() -> argparse.Namespace:
         "--tiny",
         action="store_true",
         help="12 steps on small data: a small Transformer on the text of this program, the ConvNet "
-        "on scikit-learn's digits. Shows that all of it runs; the numbers mean nothing",
+        "on scikit-learn's digits. A smoke test; the numbers are meaningless",
     )
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""The optimizers that are compared: all have the same weight decay, which only weights have."""
+"""The compared optimizers. All have the same weight decay, on weights only."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1  # of weights; biases and scales have none
 
-Optimizers = list[Optimizer]  # they share the parameters of one model
+Optimizers = list[Optimizer]  # they share the model's parameters
 Make = Callable[[Task, nn.Module, float], Optimizers]
 
 
 def adamw(model: nn.Module, lr: float, without: Sequence[nn.Parameter] = ()) -> Optimizer:
-    """For all parameters but those `without`."""
+    """For all parameters except those in `without`."""
     left_out = set(map(id, without))
     params = [p for p in model.parameters() if id(p) not in left_out]
     groups = [
@@ -31,10 +31,10 @@ def adamw(model: nn.Module, lr: float, without: Sequence[nn.Parameter] = ()) -> 
 
 
 class MatrixMuon(torch.optim.Muon):
-    """Muon, which takes matrices alone, for convolutions too.
+    """Muon, which supports only matrices, for convolutions too.
 
-    A convolution [outputs, inputs, height, width] is stepped as the matrix [outputs, the rest],
-    which shares its memory.
+    A convolution [outputs, inputs, height, width] is stepped as the matrix [outputs, rest], which shares its
+    memory.
     """
 
     def __init__(self, weights: Sequence[nn.Parameter], **options: Any) -> None:
@@ -50,7 +50,7 @@ class MatrixMuon(torch.optim.Muon):
 
 
 def muon(task: Task, model: nn.Module, lr: float) -> Optimizers:
-    """Muon for the hidden weights, with steps of AdamW's root mean square, and AdamW for the rest."""
+    """Muon for the hidden weights, scaled to AdamW's root mean square, and AdamW for the rest."""
     hidden = task.hidden(model)
     options = {"weight_decay": WEIGHT_DECAY, "adjust_lr_fn": "match_rms_adamw"}
     return [MatrixMuon(hidden, lr=lr, **options), adamw(model, lr, hidden)]

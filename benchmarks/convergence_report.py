@@ -1,4 +1,4 @@
-"""Tables and the plot of the runs of a task."""
+"""Tables and plot of a task's runs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def grid_table(report: Report, runs: Sequence[Run], names: Sequence[str]) -> Non
 
 
 def crossings(runs: Sequence[Run], loss: float) -> list[tuple[float, float]] | None:
-    """Steps and seconds to `loss` of every run; None if one of them does not get there."""
+    """Steps and seconds to `loss` for every run; None if one of them does not reach it."""
     found = [run.first_below(loss) for run in runs]
     return None if None in found else [pair for pair in found if pair is not None]
 
@@ -61,12 +61,12 @@ def check_targets(
     most = (targets.steps, targets.seconds)
     for what, ratio, at_most in zip(("steps", "seconds"), ratios, most, strict=True):
         report.check(f"{name}: {what} to {BASELINE}'s final loss / {BASELINE}'s", ratio, at_most)
-    what = f"{name}: ms of optimizer a step / {targets.optimizer_ms:g}"
+    what = f"{name}: optimizer ms per step / {targets.optimizer_ms:g}"
     report.check(what, optimizer_ms / targets.optimizer_ms, 1.0)
 
 
 def comparison(report: Report, final: dict[str, list[Run]], targets: Targets | None) -> None:
-    """`final`: the runs of each optimizer at its best learning rate, one for each seed."""
+    """`final`: the runs of each optimizer at its best learning rate, one per seed."""
     baseline = final.get(BASELINE)
     if not baseline:
         report.skip(f"comparison with {BASELINE}", "no run of it")
@@ -102,7 +102,7 @@ def comparison(report: Report, final: dict[str, list[Run]], targets: Targets | N
     headers = ["optimizer", "lr", "seeds", "best validation loss", "final", "final training loss"]
     headers += ["final accuracy, %"] * with_accuracy
     headers += [f"{what} to {target:.4f}" for what in ("steps", "seconds")]
-    headers += ["steps / AdamW's", "seconds / AdamW's", "ms a step", "of it the optimizer"]
+    headers += ["steps / AdamW's", "seconds / AdamW's", "ms per step", "of it the optimizer"]
     report.table(
         f"At the best learning rate; {BASELINE} ends at {target:.4f}", headers, rows, ".4g"
     )
@@ -111,14 +111,14 @@ def comparison(report: Report, final: dict[str, list[Run]], targets: Targets | N
 def mean_curve(
     runs: Sequence[Run], axis: Callable[[Run], list[float]]
 ) -> tuple[list[float], list[list[float]]]:
-    """Means of an axis, and the losses of all runs, at every record that all of them have."""
+    """Means of an axis, and the losses of all runs, at every record common to all of them."""
     axes = zip(*(axis(run) for run in runs), strict=False)
     losses = zip(*(run.validation_losses for run in runs), strict=False)
     return [statistics.mean(values) for values in axes], [list(values) for values in losses]
 
 
 def draw(final: dict[str, list[Run]], loss_unit: str, path: Path) -> None:
-    """Validation loss against steps and against seconds: means and ranges over the seeds."""
+    """Validation loss against steps and seconds: means and ranges over the seeds."""
     import matplotlib
 
     matplotlib.use("Agg")  # draws without a display

@@ -1,4 +1,4 @@
-"""What the optimizers are compared on: the interface of a task."""
+"""The interface of a task for the convergence benchmark."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Settings:
     graph: bool = False  # forward and backward pass as one CUDA graph
 
     def conditions(self, device: torch.device) -> str:
-        """What the seconds of a run depend on; only runs with the same are compared."""
+        """The conditions that affect seconds; only runs with equal conditions are compared."""
         is_cuda = device.type == "cuda"
         name = torch.cuda.get_device_name(device) if is_cuda else "CPU"
         precision = torch.get_float32_matmul_precision()
         return f"{name}, {'graph' if self.graph else 'eager'}, float32 products: {precision}"
 
     def learning_rate(self, step: int) -> float:
-        """The share of the peak at `step`, from 0: linear warm-up, then a cosine to zero."""
+        """The fraction of the peak at `step`, from 0: linear warm-up, then cosine decay to zero."""
         if step < self.warm_up:
             return (step + 1) / self.warm_up
         return 0.5 + 0.5 * math.cos(math.pi * (step - self.warm_up) / (self.steps - self.warm_up))
@@ -35,25 +35,24 @@ class Settings:
 
 @dataclass(frozen=True)
 class Targets:
-    """The most that an optimizer may take."""
+    """Upper limits for an optimizer."""
 
     optimizer: str
-    steps: float  # until AdamW's final loss, as a share of AdamW's
+    steps: float  # until AdamW's final loss, relative to AdamW's
     seconds: float
-    optimizer_ms: float  # a step
+    optimizer_ms: float  # per step
 
 
 class Task(ABC):
-    """A model and its data, which are on `device`.
+    """A model and its data, on `device`.
 
-    A batch is drawn as the places of its examples in the data: all batches of a run are drawn
-    before it starts.
+    A batch is drawn as the indices of its examples; all batches of a run are drawn before it starts.
     """
 
     name: str  # of --task, and in stored runs
     title: str
     loss_unit: str
-    batch: int  # examples a step
+    batch: int  # examples per step
     grid: Sequence[float]  # default learning rates
     targets: Targets | None = None
     device: torch.device
@@ -64,11 +63,11 @@ class Task(ABC):
 
     @abstractmethod
     def hidden(self, model: nn.Module) -> list[nn.Parameter]:
-        """The weights between the first layer and the last one."""
+        """The weights between the first and the last layer."""
 
     @abstractmethod
     def draw(self, steps: int, batch: int, seed: int) -> Tensor:
-        """The places of all batches of a run: int64 [steps, batch] on the device."""
+        """The example indices of all batches of a run: int64 [steps, batch] on the device."""
 
     @abstractmethod
     def loss(self, model: nn.Module, places: Tensor) -> Tensor:
@@ -76,8 +75,8 @@ class Task(ABC):
 
     @abstractmethod
     def evaluate(self, model: nn.Module) -> tuple[float, float | None]:
-        """Mean loss on all held-out data, and the accuracy if it is a classification."""
+        """Mean loss on all held-out data, and the accuracy for a classification."""
 
     @abstractmethod
     def describe(self, settings: Settings) -> str:
-        """Model, batches, precision and data, in one sentence or two."""
+        """Model, batches, precision and data, in one or two sentences."""

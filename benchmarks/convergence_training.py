@@ -1,4 +1,4 @@
-"""Training runs, and what they record."""
+"""Training runs and their records."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from torch import Tensor, nn
 
 @dataclass
 class Run:
-    """Losses are recorded every so many steps; the seconds are those of training alone."""
+    """Losses are recorded at intervals; the seconds are training time only."""
 
     optimizer: str
     lr: float
     seed: int
-    length: int  # steps that were asked for
-    conditions: str  # what its seconds depend on
+    length: int  # requested steps
+    conditions: str  # that affect its seconds
     steps: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     train_losses: list[float] = field(default_factory=list)  # mean since the last record
     validation_losses: list[float] = field(default_factory=list)
-    optimizer_ms: list[float] = field(default_factory=list)  # of every step
-    accuracies: list[float] = field(default_factory=list)  # on the held-out data, if it has classes
+    optimizer_ms: list[float] = field(default_factory=list)  # per step
+    accuracies: list[float] = field(
+        default_factory=list
+    )  # on the held-out data, for a classification
     task: str = "transformer"
 
     @property
@@ -41,7 +43,7 @@ class Run:
         return last if math.isfinite(last) else math.inf
 
     def first_below(self, loss: float) -> tuple[float, float] | None:
-        """(steps, seconds) until the validation loss passes `loss`, linear between records."""
+        """(steps, seconds) until the validation loss is below `loss`, interpolated between records."""
         losses = self.validation_losses
         for i, value in enumerate(losses):
             if value <= loss:
@@ -54,7 +56,7 @@ class Run:
 
 
 class Stopwatch:
-    """Of the optimizer's steps, without a wait: by events on the stream, or by the CPU's clock."""
+    """Times the optimizer's steps without a wait: by events on the stream, or by the CPU's clock."""
 
     def __init__(self, is_cuda: bool) -> None:
         self._is_cuda = is_cuda
@@ -71,7 +73,7 @@ class Stopwatch:
         self._marks.append((start, self.mark()))
 
     def milliseconds(self) -> list[float]:
-        """Of all kept; the device must be done with them."""
+        """Of all recorded steps; the device must have finished them."""
         if self._is_cuda:
             return [a.elapsed_time(b) for a, b in self._marks]  # type: ignore[attr-defined]
         return [1e3 * (b - a) for a, b in self._marks]  # type: ignore[operator]
@@ -85,7 +87,7 @@ def synchronize(device: torch.device) -> None:
 def gradient_function(
     task: Task, model: nn.Module, settings: Settings, example: Tensor
 ) -> Callable[[Tensor], Tensor]:
-    """A function of the places of a batch that sets the gradients and returns the loss."""
+    """A function of a batch's indices that computes the gradients and returns the loss."""
 
     def compute(places: Tensor) -> Tensor:
         for p in model.parameters():
@@ -116,9 +118,9 @@ def gradient_function(
 
 
 def train(task: Task, settings: Settings, name: str, lr: float, seed: int) -> Run:
-    """A fresh model; the same seed gives the same weights and batches to every optimizer.
+    """Train a fresh model; the same seed gives every optimizer the same weights and batches.
 
-    The host waits for the device at records alone. A run whose loss is not finite ends there.
+    The host waits for the device only at records. A run with a non-finite loss stops there.
     """
     torch.manual_seed(seed)
     device = task.device

@@ -17,7 +17,7 @@ from image_data import ImageData, load_image_data
 
 
 def load_images(name: str, folder: Path | None) -> ImageData:
-    """Raises FileNotFoundError: `folder` lacks a file, or without it none can be had."""
+    """Raises FileNotFoundError if `folder` lacks a file, or without `folder`, if none is available."""
     return load_image_data(name, folder, ROOT / ".data" / "fashion-mnist")
 
 
@@ -41,7 +41,7 @@ class ConvNetTask(Task):
         return [p for p in model.parameters() if p.dim() >= 2][1:-1]
 
     def draw(self, steps: int, batch: int, seed: int) -> Tensor:
-        """Every epoch has another order, and leaves out what does not fill a batch."""
+        """Every epoch has a new order and drops the incomplete last batch."""
         generator = torch.Generator().manual_seed(seed)
         count = len(self.data.train_labels)
         batches = count // batch
@@ -63,8 +63,8 @@ class ConvNetTask(Task):
         parameters = sum(p.numel() for p in self.model().parameters())
         return (
             f"Two convolutions and two linear layers, {parameters / 1e3:.3g} k parameters, on "
-            f"{data.name}; {settings.batch} images a step; float32. "
+            f"{data.name}; {settings.batch} images per step; float32. "
             f"{len(data.train_labels):,} images to train on, {len(data.test_labels):,} to validate "
-            "on. Muon takes the second convolution, as a matrix of a row an output channel, and "
+            "on. Muon takes the second convolution, as a matrix with one row per output channel, and "
             "the first linear layer."
         )

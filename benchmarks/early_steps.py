@@ -1,4 +1,4 @@
-"""Shampoo.from_adamw beside AdamW at AdamW's own learning rates, from the first steps on.
+"""Shampoo.from_adamw against AdamW at AdamW's learning rates, from the first steps on.
 
 Training loss of small classifiers with a constant learning rate, and validation loss of the character
 Transformer with its schedule, after 50, 100, 300 and 1,000 steps. The target: never behind AdamW.
@@ -33,7 +33,7 @@ from image_data import ImageData
 
 MARKS = (50, 100, 300, 1000)
 LOSS_IMAGES = 5000
-# AdamW's default rate, and about the best of it in such short runs.
+# AdamW's default rate, and approximately its best in runs this short.
 RATES = {
     "digits-small": (1e-3, 3e-3),
     "digits-convnet": (1e-3, 4e-3),
@@ -47,7 +47,7 @@ Make = Callable[[nn.Module, float], Optimizer]
 
 
 def optimizers(options: dict[str, Any]) -> dict[str, Make]:
-    """AdamW, and the Shampoo that takes its place with roots every 10 and every 100 steps."""
+    """AdamW, and the Shampoo that replaces it, with roots every 10 and every 100 steps."""
 
     def shampoo(update_freq: int) -> Make:
         return lambda model, lr: torchium.Shampoo.from_adamw(
@@ -58,7 +58,7 @@ def optimizers(options: dict[str, Any]) -> dict[str, Make]:
 
 
 def small_mlp(image_shape: Sequence[int]) -> nn.Sequential:
-    """Few and narrow layers: the case where preconditioning has least to gain at first."""
+    """Few, narrow layers: the case with the least to gain early."""
     pixels = image_shape[0] * image_shape[1] * image_shape[2]
     return nn.Sequential(
         nn.Flatten(),
@@ -71,7 +71,7 @@ def small_mlp(image_shape: Sequence[int]) -> nn.Sequential:
 
 
 class ImageTask(ConvNetTask):
-    """One of the small classifiers; its loss is that of the first training images."""
+    """One of the small classifiers; the loss is measured on the first training images."""
 
     def __init__(self, model_name: str, data: ImageData, device: str) -> None:
         super().__init__(data, device)

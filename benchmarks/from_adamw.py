@@ -1,8 +1,7 @@
-"""Shampoo.from_adamw against AdamW on Fashion-MNIST: the experiment that its defaults come from.
+"""Shampoo.from_adamw against AdamW on Fashion-MNIST: the experiment behind its defaults.
 
-Part 1 changes one default at a time, at the learning rate that is best for AdamW, with one seed.
-Part 2 gives both the same grid of learning rates and runs each rate with several seeds.
-docs/choosing_and_tuning.md describes the results.
+Part 1 changes one default at a time, at AdamW's best learning rate, with one seed. Part 2 gives both the same
+grid of learning rates and several seeds. docs/choosing_and_tuning.md describes the results.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from image_data import ImageData, load_image_data
 from training import Budget, train
 
 STEPS = {"mlp": 300, "convnet": 200}
-# The best of AdamW: part 2 shows it.
+# AdamW's best, according to part 2.
 ADAMW_RATE = {"mlp": 0.002, "convnet": 0.008}
 RATES = {"mlp": (0.001, 0.002, 0.004), "convnet": (0.004, 0.008, 0.016)}
 
-# What each default could be instead. statistics_beta2 is the decay of the statistics alone: the
-# second moment that is grafted keeps AdamW's.
+# Alternatives to each default. statistics_beta2 is the decay of the statistics alone: the grafted second
+# moment keeps AdamW's.
 ALTERNATIVES: dict[str, Sequence[Any]] = {
     "exponent": (None, -0.375),
     "relative_eps": (1e-6, 1e-5, 1e-3),
@@ -47,7 +46,7 @@ def from_adamw(
     params: Any, lr: float, statistics_beta2: float | None = None, **options: Any
 ) -> Any:
     optimizer = torchium.Shampoo.from_adamw(params, lr=lr, **options)
-    if statistics_beta2 is not None:  # the second moment that is grafted keeps its own decay
+    if statistics_beta2 is not None:  # the grafted second moment keeps its own decay
         for group in optimizer.param_groups:
             beta1, beta2 = group["betas"]
             group["grafting_beta2"] = group["grafting_beta2"] or beta2
@@ -57,12 +56,12 @@ def from_adamw(
 
 @dataclass(frozen=True)
 class Summary:
-    """Means over some seeds."""
+    """Means over the seeds."""
 
     loss: float
     deviation: float  # of the loss
     accuracy: float  # on the test images, in percent
-    milliseconds: float  # a step
+    milliseconds: float  # per step
 
     def row(self) -> list[object]:
         return [self.loss, self.deviation, self.accuracy, self.milliseconds]
@@ -92,7 +91,7 @@ class Runs:
         return self.summary(model, partial(torch.optim.AdamW, lr=lr), seeds)
 
 
-HEADERS = ["training loss", "deviation", "test accuracy, %", "ms a step"]
+HEADERS = ["training loss", "deviation", "test accuracy, %", "ms per step"]
 
 
 def one_default_at_a_time(report: Report, runs: Runs, models: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
-"""Host time of a step: how long `optimizer.step()` keeps the processor, beside AdamW.
+"""Host time of `optimizer.step()`, compared with AdamW.
 
-On a GPU a step returns before it is done; each is called on an idle device, so that what is measured
-is the host alone. No roots are due.
+On a GPU a step returns before it is done; each is called on an idle device, to measure the host alone. No
+roots are due.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CPU: Makers = OURS | {"Adam foreach": partial(Adam, foreach=True)}
 
 
 def steps(sizes: list[tuple[int, ...]], makers: Makers, device: str) -> dict[str, Callable]:
-    """The step of each optimizer, which has parameters and gradients of its own."""
+    """The step of each optimizer, each with its own parameters and gradients."""
     functions = {}
     for name, make in makers.items():
         params = [nn.Parameter(torch.randn(s, device=device)) for s in sizes]
@@ -83,7 +83,7 @@ def main() -> int:
             else:
                 ratio = median_ratio(seconds["Shampoo"], seconds["Adam foreach"])
                 report.check(f"{what}: Shampoo / Adam foreach", ratio, TARGET_OF_ADAM)
-        report.table(f"On {device}, ms a step", ["parameters", *makers], rows)
+        report.table(f"On {device}, ms per step", ["parameters", *makers], rows)
     return report.finish(result_file("host_time", arguments))
 
 

@@ -1,4 +1,4 @@
-"""K-FAC on a CPU against its own matrix products."""
+"""K-FAC on a CPU against its matrix products alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torchium
 from common import Report, interleaved, median_ratio, parse_arguments, result_file
 from torch import Tensor, nn
 
-NEVER = 10**9  # a TCov or TInv that is not reached
+NEVER = 10**9  # a TCov or TInv that is never reached
 TCOV = 10  # the default
 TARGET = 1.3
 
@@ -77,7 +77,7 @@ class Workload:
         return products
 
     def factors(self) -> Callable[[], None]:
-        """The products of inputs and of output gradients with themselves, in full."""
+        """The Gram products of inputs and output gradients, in full."""
         captured: list[tuple[Tensor, Tensor]] = []
         for o, a, rows in self.layers:
             captured += [(torch.randn(n, rows), torch.empty(n, n)) for n in (a, o)]
@@ -89,7 +89,7 @@ class Workload:
         return products
 
     def eigensystems(self) -> Callable[[], None]:
-        """LAPACK on matrices of the sizes of all factors."""
+        """LAPACK on matrices with the sizes of all factors."""
         orders = [n for o, a, _ in self.layers for n in (a, o)]
         matrices = [X @ X.mT for X in (torch.randn(n, n) for n in orders)]
 
@@ -100,7 +100,7 @@ class Workload:
         return eigh
 
     def optimizer(self, split: str, **schedule: int) -> tuple[nn.Module, torchium.KFAC]:
-        """A copy of the model, and an optimizer of it that has factors, inverses and gradients."""
+        """A copy of the model, with an optimizer that has factors, inverses and gradients."""
         model = copy.deepcopy(self.model)
         optimizer = torchium.KFAC(model, lr=1e-4, damping_split=split, **schedule)
         self.forward_backward(model)
@@ -133,7 +133,7 @@ def measure(report: Report, name: str, work: Workload, split: str, rounds: int) 
         },
         rounds,
     )
-    # All that K-FAC adds to an iteration that captures: hooks, sums and the step.
+    # The total cost of K-FAC in an iteration with capture: hooks, sums and the step.
     added = [a - b for a, b in zip(t["iteration"], t["without"], strict=True)]
     both = [a + b for a, b in zip(t["directions"], t["factors"], strict=True)]
     ratios = [median_ratio(t["step"], t["directions"]), median_ratio(added, both)]

@@ -1,4 +1,4 @@
-"""NaturalGradient on a CPU against the forward and backward pass that it needs anyway."""
+"""NaturalGradient on a CPU against the forward and backward pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make_model() -> nn.Sequential:
 def iteration(
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None,
 ) -> Callable[[], None]:
-    """One training iteration on random images; without an optimizer forward and backward alone."""
+    """One training iteration on random images; without an optimizer, forward and backward only."""
     torch.manual_seed(0)
     model = make_model()
     optimizer = None if make_optimizer is None else make_optimizer(model)
@@ -56,7 +56,7 @@ def main() -> int:
     }
     for function in functions.values():
         function()
-    # Ten runs each: update_freq=10 then has one refresh in every entry.
+    # Ten runs each, so with update_freq=10 every entry has one refresh.
     tenfold = {name: lambda f=f: [f() for _ in range(10)] for name, f in functions.items()}
     seconds = interleaved(tenfold, arguments.rounds)
     bare = seconds["forward + backward"]

@@ -1,10 +1,9 @@
 """Inverse fourth roots on a CUDA device: time, error and workspace of each method.
 
-Operations and bytes are those of a model, so that methods can be compared: a product of general
-matrices is 2 n^3 operations, one of symmetric matrices n^3, and three times that for operands in
-two fp16 terms. Bytes count every operand that is read from memory and every result that is written
-once, as if nothing stayed in the cache between two products; up to n = 128 our kernel reads the
-matrix and writes its root.
+Operations and bytes are modelled, so that methods can be compared: a product of general matrices is 2 n^3
+operations, one of symmetric matrices n^3, and three times that for operands split into two fp16 terms. Bytes
+count every operand read from memory and every result written, as if no data stayed in the cache between
+products; up to n = 128 our kernel reads the matrix and writes its root.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ DAMPINGS = (1e-6, 1e-4)  # in units of the largest eigenvalue
 class Size:
     n: int
     matrices: int
-    wanted: tuple[float | None, float | None] = (None, None)  # us a matrix, for each damping
-    best: float | None = None  # us a matrix that would be outstanding, for the first
+    wanted: tuple[float | None, float | None] = (None, None)  # us per matrix, for each damping
+    best: float | None = None  # an outstanding time, for the first damping, us per matrix
 
 
 SIZES = (
@@ -59,27 +58,28 @@ SIZES = (
 )
 DRY_SIZES = (Size(16, 8), Size(40, 8), Size(136, 8, (1e6, None), 1e5))
 
-DISTINCT = 4  # matrices that errors are taken over; stacks repeat them
-ALL_VARIANTS = 1024  # the order at which every variant of the coupled Newton iteration is run
-DASH_MICROSECONDS = 287.0  # its 10 steps in fp16, n = 1024, one matrix of a stack on an H200
-MOST_WORKSPACE = 8.0  # n^2 floats a matrix
+DISTINCT = 4  # matrices for error measurement; batches repeat them
+ALL_VARIANTS = 1024  # the order for all variants of the coupled Newton iteration
+DASH_MICROSECONDS = 287.0  # its 10 steps in fp16, n = 1024, one matrix of a batch on an H200
+MOST_WORKSPACE = 8.0  # n^2 floats per matrix
 ERROR_OVER_FLOAT32 = 3.0
 PLOTTED = ("ours", "coupled Newton, fp16, 10 steps")
-WORKSPACE = 6  # its column
+WORKSPACE = 6  # its column in the table
 LONG = 0.25  # seconds: longer calls are timed once
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one matrix."""
+    """Per matrix."""
 
     operations: float
     bytes: float
 
 
 def cost_of_ours(n: int, iterations: int, has_last_step: bool) -> Cost:
-    """Quadratic steps X q, M q^4 with q = a I + b M + c M^2, and for some kernels a last step of
-    degree 6 in three coarse products and a split one (docs/roots.md)."""
+    """Quadratic steps X q, M q^4 with q = a I + b M + c M^2, and for some kernels a last step of degree 6 in
+    three single fp16 products and a split one (docs/roots.md).
+    """
     quadratic = iterations - has_last_step
     # The first X is q, and the last M is not needed.
     split = 5 * quadratic if has_last_step else max(0, 5 * quadratic - 4)
@@ -117,7 +117,7 @@ def coupled(n: int, steps: int, kind: str, on_all: bool = True) -> Competitor:
 
 
 def competitors(n: int, is_first: bool) -> list[Competitor]:
-    """The slow ones are timed on the first input of an order alone."""
+    """The slow ones are timed only on the first input of an order."""
     batched = Competitor("XsyevBatched", float32_eigh_root, on_all=is_first, is_timed=is_first)
     chosen = [batched, coupled(n, 10, "fp16")]
     if is_first:
@@ -135,7 +135,7 @@ def competitors(n: int, is_first: bool) -> list[Competitor]:
 
 @dataclass
 class Clock:
-    """Times and memory of one device; on a CPU, for a dry run, without memory."""
+    """Times and memory of one device; on a CPU (dry run), times only."""
 
     device: str
     rounds: int
@@ -159,7 +159,7 @@ class Clock:
         return statistics.median(self.once(function) for _ in range(rounds))
 
     def workspace(self, function: Callable[[], Tensor]) -> tuple[Tensor, float | None]:
-        """The result, and the bytes beyond it at the peak."""
+        """The result, and the peak bytes in addition to it."""
         if self.device == "cpu":
             return function(), None
         torch.cuda.synchronize()
@@ -218,7 +218,7 @@ class Benchmark:
     def row(
         self, case: Measurement, method: Competitor, stack: Tensor, expected: Tensor
     ) -> tuple[list[object], float | None, Tensor | None]:
-        """A row of the table, us a matrix, and the errors."""
+        """A row of the table, us per matrix, and the errors."""
         count, n = stack.shape[:2]
 
         def call() -> Tensor:
@@ -248,7 +248,7 @@ class Benchmark:
         )
         iterations = int(info.iterations.max())
         reference, float32_steps = float32_iteration(case.A, case.damping)
-        if case.is_first:  # a last step stands for two quadratic ones
+        if case.is_first:  # a last step replaces two quadratic ones
             self.has_last_step = iterations < int(float32_steps.max())
         ours = Competitor("ours", root, cost=cost_of_ours(n, iterations, self.has_last_step))
         row, us, off = self.row(case, ours, repeated(case.A, case.matrices), expected)
@@ -279,7 +279,7 @@ class Benchmark:
                 self.report.check(what, float(off.max() / error.max()), 1.0)
         wanted = size.wanted[DAMPINGS.index(case.damping)]
         if wanted:
-            self.report.check(f"n = {size.n}, {case.name}: us a matrix", us / wanted, 1.0)
+            self.report.check(f"n = {size.n}, {case.name}: us per matrix", us / wanted, 1.0)
         if case.is_first:
             self.compare(size, times)
         return rows
@@ -303,18 +303,18 @@ class Benchmark:
                 name = f"{family.__name__}, damping {damping:g}"
                 case = Measurement(name, A, damping, not rows, size.matrices)
                 rows += self.measure(case, size)
-        headers = ["input", "method", "us a matrix", "TFLOP/s", "share of fp16 peak", "MB moved"]
+        headers = ["input", "method", "us per matrix", "TFLOP/s", "share of fp16 peak", "MB moved"]
         headers += ["workspace / n^2", "error", "error with float32 products"]
         self.report.table(f"{size.matrices} matrices, n = {size.n}", headers, rows)
 
     def finish(self) -> None:
         methods = ["torch.linalg.eigh", "XsyevBatched", "coupled Newton, fp16, 10 steps"]
         self.report.table(
-            f"Microseconds a matrix, gradient statistics, damping {DAMPINGS[0]:g}",
+            f"Microseconds per matrix, gradient statistics, damping {DAMPINGS[0]:g}",
             ["n", "matrices", "ours", "wanted", "outstanding", *methods],
             self.summary,
         )
-        headers = ["method", "operations a byte", "TFLOP/s"]
+        headers = ["method", "operations per byte", "TFLOP/s"]
         points = sorted(self.points, key=lambda point: point[0].startswith("coupled"))
         self.report.table(ROOFLINE, headers, points)
 
@@ -328,7 +328,7 @@ def main() -> int:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="small stacks on the CPU: shows that all of it runs; the numbers mean nothing",
+        help="small batches on the CPU: a smoke test with meaningless numbers",
     )
     arguments = parser.parse_args()
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What inverse roots are measured on and against: matrices, exact roots, and other methods."""
+"""Test matrices, exact roots, and other methods for the benchmark of inverse roots."""
 
 from __future__ import annotations
 
@@ -59,16 +59,18 @@ def float32_eigh_root(D: Tensor, damping: float) -> Tensor:
 
 
 def float32_iteration(A: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    """The minimax iteration with float32 products, which is what the CPU runs: the roots, and the
-    number of steps of each, which is 0 where the iteration fails and the root is by eigh."""
+    """The minimax iteration with float32 products, as on the CPU: the roots, and the number of steps of each,
+    0 where the iteration fails and eigh computes the root.
+    """
     X, info = matrix_inverse_root(A.cpu(), ROOT, eps=damping, method="newton", return_info=True)
     return X.to(A.device), info.iterations.to(A.device)
 
 
 def coupled_newton(D: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
-    """X <- X T, M <- T^p M with T = ((p + 1) I - M) / p, from M = z D, X = z^(1/p) I with
-    z = (p + 1) / (2 |D|_F): the iteration of DASH (fp16 and tf32) and of Distributed Shampoo
-    (float32), without early exit. 4 (steps - 1) products for p = 4."""
+    """X <- X T, M <- T^p M with T = ((p + 1) I - M) / p, from M = z D, X = z^(1/p) I with z = (p + 1) / (2
+    |D|_F): the iteration of DASH (fp16 and tf32) and of Distributed Shampoo (float32), without early exit.
+    4 (steps - 1) products for p = 4.
+    """
     n = D.shape[-1]
     z = (ROOT + 1) / (2 * torch.linalg.matrix_norm(D))[:, None, None]
     M = (D * z).to(dtype)

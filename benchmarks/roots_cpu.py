@@ -16,7 +16,7 @@ from torch import Tensor
 ROOT = 4
 ORDERS = (32, 64, 96, 128, 192, 256, 512, 1024, 2048)
 COUNTS = (1, 4, 32)
-LARGEST_STACK = 4 * 1024**2  # elements: larger ones take minutes and tell nothing new
+LARGEST_STACK = 4 * 1024**2  # elements: larger inputs take minutes without new information
 CONDITION = 1e4
 SHORTEST_ROUND = 2e-2  # seconds: shorter calls are repeated
 AT_MOST = 1.1  # "auto" over the fastest
@@ -53,7 +53,7 @@ def repeated(function: Callable[[], Tensor], times: int) -> Callable[[], None]:
 
 
 def milliseconds(functions: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str, float]:
-    """Of one call of each function, the median over rounds."""
+    """Per call of each function, the median over rounds."""
     (first,) = interleaved({"": functions["auto"]}, 1)[""]
     times = max(1, math.ceil(SHORTEST_ROUND / first))
     repeats = {name: repeated(function, times) for name, function in functions.items()}
@@ -84,7 +84,7 @@ def measure(report: Report, threads: int, rounds: int) -> None:
                 AT_MOST,
             )
     report.table(
-        f"Milliseconds a stack, {threads} threads",
+        f"Milliseconds per batch, {threads} threads",
         ["n", "matrices", *functions, "error of eigh", "of newton", "of auto"],
         rows,
     )

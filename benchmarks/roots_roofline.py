@@ -1,4 +1,4 @@
-"""Draws the roofline of inverse roots from a result of benchmarks/roots.py.
+"""Draw the roofline of inverse roots from a result of benchmarks/roots.py.
 
 python benchmarks/roots_roofline.py benchmarks/results/roots_h200.md docs/images/roots-roofline.png
 """
@@ -21,11 +21,13 @@ ROW = re.compile(
 )
 ROOFS = re.compile(rf"memory (?P<memory>{NUMBER}) GB/s, fp16 (?P<peak>{NUMBER}) TFLOP/s")
 
-Points = dict[str, list[tuple[int, float, float]]]  # of each method: n, operations a byte, TFLOP/s
+Points = dict[
+    str, list[tuple[int, float, float]]
+]  # of each method: n, operations per byte, TFLOP/s
 
 
 def read(text: str) -> tuple[float, float, Points]:
-    """GB/s of the memory, TFLOP/s of the tensor cores, and the points of the table."""
+    """Read memory GB/s, tensor-core TFLOP/s, and the points of the table."""
     roofs = ROOFS.search(text)
     if roofs is None:
         raise ValueError("the result names no roofs; make it again with benchmarks/roots.py")
@@ -44,7 +46,7 @@ def draw(text: str, path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4.2))
     every = [intensity for of_method in points.values() for _, intensity, _ in of_method]
     left, right = min(every) / 3, max(every) * 3
-    ridge = 1e3 * peak / memory  # operations a byte
+    ridge = 1e3 * peak / memory  # operations per byte
     axes.plot(
         [left, ridge, max(right, 3 * ridge)],
         [left * memory / 1e3, peak, peak],
@@ -64,7 +66,7 @@ def draw(text: str, path: Path) -> None:
             axes.annotate(
                 str(n), (intensity, rate), (4, -9), textcoords="offset points", fontsize=7
             )
-    axes.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="TFLOP/s")
+    axes.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="TFLOP/s")
     axes.set_ylim(top=3 * peak)
     axes.grid(alpha=0.3, which="both")
     axes.legend(frameon=False, loc="lower right")

@@ -1,4 +1,4 @@
-"""Runs all benchmarks that this machine can run; what `make bench` calls.
+"""Run all benchmarks that this machine supports, for `make bench`.
 
 Exits with 1 if a target is missed.
 """
@@ -21,7 +21,7 @@ BENCHMARKS = (
 
 def main() -> int:
     folder = Path(__file__).resolve().parent
-    # Each in its own process: threads, allocator and caches of one do not colour the next.
+    # Each in its own process, so threads, allocator and caches do not affect the next.
     codes = [
         subprocess.run([sys.executable, str(folder / name), *sys.argv[1:]]).returncode
         for name in BENCHMARKS

@@ -1,4 +1,4 @@
-"""Shampoo on a CPU against its own matrix products, LAPACK, and other implementations."""
+"""Shampoo on a CPU against its matrix products alone, LAPACK, and other implementations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from common import (
 )
 from torch import Tensor, nn
 
-NEVER = 10**9  # an update_freq that is not reached; after 128 steps roots are due at 160, 192, ...
+NEVER = (
+    10**9
+)  # an update_freq that is never reached; after 128 steps roots are due at 160, 192, ...
 BATCHES = 8
 OLD = "torchium 0.1.5"
 
@@ -47,13 +49,13 @@ class Workload:
     def optimizer(
         self, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
     ) -> tuple[torch.optim.Optimizer, Callable[[], None]]:
-        """An optimizer of its own copy of the parameters; a function that gives them gradients."""
+        """An optimizer with its own copy of the parameters, and a function that sets their gradients."""
         params = [nn.Parameter(p.detach().clone()) for p in self.model.parameters()]
         batches = itertools.cycle(self.gradients)
 
         def feed() -> None:
             for p, g in zip(params, next(batches), strict=True):
-                p.grad = g.clone()  # some of the optimizers write into it
+                p.grad = g.clone()  # some optimizers write into it
 
         return make_optimizer(params), feed
 
@@ -111,7 +113,7 @@ def against_bare_products(report: Report, work: Workload, rounds: int) -> None:
             )
 
         plain, feed = shampoo(NEVER)
-        for _ in range(128):  # the next roots are out of reach of 31 rounds
+        for _ in range(128):  # the next roots are not due within 31 rounds
             feed()
             plain.step()
         t = interleaved({"step": plain.step, **products}, min(rounds, 31), {"step": feed})
@@ -159,7 +161,7 @@ def step_times(work: Workload, makers: dict[str, Callable], rounds: int) -> dict
 
 
 def never_after_the_first(make: Callable, attribute: str) -> Callable:
-    """An optimizer whose roots are computed in its first step and never again."""
+    """An optimizer that computes roots only in its first step."""
 
     def made(params):
         optimizer = make(params)
@@ -170,7 +172,7 @@ def never_after_the_first(make: Callable, attribute: str) -> Callable:
 
 
 def competitors(report: Report) -> dict[str, tuple[Callable, Callable, dict[str, object]]]:
-    """name -> (makes one without roots due, makes one with roots due, our equal options)."""
+    """name -> (optimizer without roots due, optimizer with roots due, our equivalent options)."""
     found = {}
     try:
         old = load_from_index("torchium==0.1.5", "torchium", "torchium_0_1_5")
@@ -247,8 +249,8 @@ def against_others(report: Report, work: Workload, rounds: int) -> None:
     )
 
 
-# What Distributed Shampoo takes where the targets were set, and the targets: ms of a step with roots
-# due and of one without.
+# Distributed Shampoo's times where the targets were set, and the targets: ms of a step with roots due and of
+# one without.
 DISTRIBUTED_SHAMPOO_MS = (156.0, 15.6)
 TARGET_MS = (95.0, 12.0)
 
@@ -322,7 +324,7 @@ def against_distributed_shampoo(report: Report, work: Workload, rounds: int) -> 
 
 
 def large_embedding(report: Report, rounds: int) -> None:
-    """Embedding(50000, 768), which no matrices precondition."""
+    """Embedding(50000, 768), which is not preconditioned."""
     makers = {
         "Shampoo.from_adamw": torchium.Shampoo.from_adamw,
         "AdamW fused": partial(torch.optim.AdamW, fused=True),
@@ -342,7 +344,7 @@ def large_embedding(report: Report, rounds: int) -> None:
         ratio = median_ratio(t["Shampoo.from_adamw"], t[name])
         report.check(f"Embedding(50000, 768): from_adamw / {name}", ratio, 2.0)
     report.check("Embedding(50000, 768): state / parameter", state, 3.2)
-    report.table("Embedding(50000, 768), ms a step", list(makers), [medians(*t.values())])
+    report.table("Embedding(50000, 768), ms per step", list(makers), [medians(*t.values())])
 
 
 def main() -> int:

@@ -1,9 +1,9 @@
-"""One step of Shampoo on a CUDA device: time, memory, launches, and where the time goes.
+"""One step of Shampoo on a CUDA device: time, memory, launches, and the cost of its parts.
 
-Beside it AdamW, and other implementations from PyPI where they are installed (pytorch-optimizer,
-ista-daslab-optimizers). All optimizers step the same parameters with the same gradients: ours and
-AdamW in turns, then the others one by one. Where roots are computed in every tenth step, a row shows
-a step with roots, one without, and the mean.
+Compared with AdamW, and with other implementations from PyPI if installed (pytorch-optimizer,
+ista-daslab-optimizers). All optimizers step the same parameters with the same gradients: ours and AdamW in
+turns, then the others one at a time. If roots are computed every tenth step, a row shows a step with roots,
+one without, and the mean.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def times_table(report: Report, model: Model, entries: list[Entry]) -> None:
         row += [f"{p.calls} / {p.kernels}" if p.calls else None for p in by_time]
         row += [None] * (2 - len(by_time))
         rows.append([*row, len(entry.rounds), entry.note])
-    headers = ["optimizer", "TF32", "spectrum", "ms a step", "with roots", "without"]
+    headers = ["optimizer", "TF32", "spectrum", "ms per step", "with roots", "without"]
     headers += ["state GB", "peak GB", "calls / kernels", "with roots"]
     report.table(
         f"{model.name}: {len(model.shapes)} parameters, {model.parameters / 1e6:.1f} M elements",
@@ -53,7 +53,7 @@ def times_table(report: Report, model: Model, entries: list[Entry]) -> None:
 def shares_table(
     report: Report, model: Model, entries: list[Entry], rates: Rates, gradients: Gradients
 ) -> None:
-    """Of our eager steps: kernel time by range, beside what the device needs for it at the least."""
+    """For our eager steps: kernel time by range, and the least that the device needs for it."""
     rows = []
     for entry in entries:
         contestant = entry.contestant
@@ -73,7 +73,7 @@ def shares_table(
             ms = found.ms[share]
             row = [setting, share, ms, 100 * ms / found.total_ms, found.launched[share]]
             if cost := costs.get(share):
-                # Roots keep their accuracy in either setting, by products of fp16 terms.
+                # Roots have the same accuracy in either setting, by split fp16 products.
                 tflops = rates.fp16 if share == "roots" else rates.products(contestant.tf32)
                 roof = rates.milliseconds(cost.operations, cost.bytes, tflops)
                 row += [cost.operations * 1e-9, cost.bytes / GB, roof]
@@ -115,9 +115,7 @@ def main() -> int:
         "--seconds", type=float, default=5.0, help="of one optimizer on one model, about"
     )
     parser.add_argument("--save", type=Path, help="write the tables to this file")
-    parser.add_argument(
-        "--tiny", action="store_true", help="small models: shows that all of it runs"
-    )
+    parser.add_argument("--tiny", action="store_true", help="small models: smoke test")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     is_cuda = arguments.device != "cpu"

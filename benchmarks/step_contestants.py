@@ -1,4 +1,4 @@
-"""The optimizers whose steps are measured: ours and others from PyPI."""
+"""The optimizers of the step benchmark: ours and others from PyPI."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from torch import nn
 
 BETAS = (0.9, 0.95)
 LR = 1e-5
-CYCLE = 10  # steps from one computation of the roots to the next
-MOST_UNBLOCKED = 1024  # order of matrices beyond which the whole SVD of one takes seconds
+CYCLE = 10  # steps between root updates
+MOST_UNBLOCKED = 1024  # matrix order above which one full SVD takes seconds
 
 
 class Steps(Protocol):
@@ -32,18 +32,18 @@ Parameters = list[nn.Parameter]
 
 @dataclass(frozen=True)
 class Contestant:
-    """`make` raises where it cannot be measured; its message is shown in the table."""
+    """`make` raises if the contestant cannot be measured; the table shows its message."""
 
     name: str
     make: Callable[[Parameters], Steps]
-    cycle: int  # steps after which their costs repeat
+    cycle: int  # period of its costs in steps
     tf32: bool = False
     exponent: float = 1.0  # of the gradients' spectra
     is_ours: bool = False  # its parts are profiled
 
 
 class Captured:
-    """Shampoo in two CUDA graphs: one of its step, and one of its roots for every so many steps."""
+    """Shampoo in two CUDA graphs: one for its step, one for the periodic root update."""
 
     def __init__(self, optimizer: torchium.Shampoo, cycle: int) -> None:
         for _ in range(2):
@@ -109,7 +109,7 @@ def ours(model: Model) -> Iterator[Contestant]:
         name = f"torchium Shampoo, every {CYCLE}, CUDA graphs"
         return Contestant(name, make, CYCLE, tf32, is_ours=True)
 
-    # As others are measured: roots of power -1/4, and no averages beside statistics and roots.
+    # Measured like the others: roots of power -1/4, and no averages besides statistics and roots.
     def plain(update_freq: int, tf32: bool, root_dtype: torch.dtype | None = None) -> Contestant:
         options = {"betas": (0.0, 0.99), "grafting": "sgd", "relative_eps": 1e-4}
         options |= {"root_dtype": root_dtype}
@@ -187,7 +187,7 @@ def pytorch_optimizer_peers(model: Model) -> dict[str, Callable[[Parameters], St
 
 
 class Quiet:
-    """DASH prints what it allocates in its first step."""
+    """DASH prints its allocations in its first step."""
 
     def __init__(self, optimizer: Steps) -> None:
         self._optimizer = optimizer
@@ -200,8 +200,8 @@ class Quiet:
 def dash_package() -> ModuleType:
     """The package ista_daslab_optimizers.dash alone.
 
-    Its parent imports CUDA extensions that DASH does not use, so that is not run; wandb, which DASH
-    imports to log histograms when asked to, is replaced by an empty module where it is missing.
+    Its parent imports CUDA extensions that DASH does not use, so the parent is not run. wandb, which DASH
+    imports to log histograms on request, is replaced by an empty module if missing.
     """
     parent = "ista_daslab_optimizers"
     if parent not in sys.modules:
@@ -218,7 +218,7 @@ def dash_package() -> ModuleType:
 
 
 def dash_peers(model: Model) -> dict[str, Callable[[Parameters], Steps]]:
-    """With its coupled Newton iteration; fp16 products need its Triton kernels."""
+    """With DASH's coupled Newton iteration; fp16 products need its Triton kernels."""
 
     def with_products(dtype: torch.dtype) -> Callable[[Parameters], Steps]:
         def make(params: Parameters) -> Steps:
@@ -242,8 +242,9 @@ def dash_peers(model: Model) -> dict[str, Callable[[Parameters], Steps]]:
 
 
 def contestants(model: Model, families: list[str]) -> list[list[Contestant]]:
-    """Of the families "ours", "adamw", "pytorch-optimizer" and "dash", in groups that take turns:
-    ours and AdamW, then each of the others with and without TF32."""
+    """From the families "ours", "adamw", "pytorch-optimizer" and "dash", in groups that take turns: ours and
+    AdamW, then each of the others with and without TF32.
+    """
     together = [*adamw()] if "adamw" in families else []
     together += [*ours(model)] if "ours" in families else []
     peers = pytorch_optimizer_peers(model) if "pytorch-optimizer" in families else {}

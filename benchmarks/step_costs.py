@@ -1,11 +1,11 @@
-"""Operations and bytes that a step of Shampoo needs, and the time they take at the device's rates.
+"""Operations and bytes of a Shampoo step, and their time at the device's rates.
 
-A block of m x n needs m n (m + n) operations for its statistics, which are symmetric, and twice that
-for the products with its roots. Bytes count every operand that is read once and every result that
-is written once: half of a symmetric matrix, the gradient once, and the intermediate product of the
-two roots. The rest of a step reads the gradient and the direction, and reads and writes the average
-of the gradient, the second moment and the parameter. Roots are counted as in roots.py, with the
-number of iterations that statistics of the same gradients take.
+A block of m x n needs m n (m + n) operations for its statistics, which are symmetric, and twice that for the
+products with its roots. Bytes count every operand read once and every result written once: half of a
+symmetric matrix, the gradient once, and the intermediate product of the two roots. The rest of a step reads
+the gradient and the direction, and reads and writes the average of the gradient, the second moment and the
+parameter. Roots are counted as in roots.py, with the number of iterations for statistics of the same
+gradients.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from torchium.linalg import matrix_inverse_root
 
 FLOAT = 4
-SPLIT = 3  # products of fp16 terms that one float32-accurate product takes
+SPLIT = 3  # fp16 products per float32-accurate product
 RELATIVE_EPS = 1e-5  # that of Shampoo.from_adamw
 
 
@@ -42,12 +42,13 @@ class Rates:
         return cls(roofs.memory, roofs.peak, product(clock, True), product(clock, False))
 
     def products(self, tf32: bool) -> float:
-        """TFLOP/s to be had of products: in TF32, or float32-accurate, which is by the matrix units
-        with split operands where that is faster than float32 arithmetic."""
+        """Attainable TFLOP/s of products: in TF32, or float32-accurate, which uses the matrix units with
+        split operands if that is faster than float32 arithmetic.
+        """
         return self.tf32 if tf32 else max(self.float32, self.fp16 / SPLIT)
 
     def milliseconds(self, operations: float, bytes_moved: float, tflops: float) -> float:
-        """At the roof: as long as the slower of the two takes."""
+        """On the roofline: the slower of the two."""
         return max(operations / tflops * 1e-9, bytes_moved / self.memory * 1e-6)
 
 
@@ -68,7 +69,7 @@ def cut(length: int, block_size: int) -> list[int]:
 
 
 def blocks(model: Model) -> Counter[tuple[int, int]]:
-    """How many blocks of each shape the matrices have."""
+    """The number of blocks of each shape."""
     found: Counter[tuple[int, int]] = Counter()
     for shape in model.shapes:
         if len(shape) > 1:
@@ -79,8 +80,9 @@ def blocks(model: Model) -> Counter[tuple[int, int]]:
 
 
 def iterations(gradients: Gradients, model: Model, exponent: float) -> dict[int, int]:
-    """How many steps the root of a statistic of each order takes: of one block; 0 where the
-    iteration fails, and the root is by eigh."""
+    """Steps of the root of a statistic of each order, for one block; 0 if the iteration fails and eigh
+    computes the root.
+    """
     found: dict[int, int] = {}
     for index, shape in enumerate(model.shapes):
         if len(shape) < 2:
@@ -101,7 +103,7 @@ def steps_of_root(gradients: list[Tensor]) -> int:
 
 
 def needed(model: Model, steps: dict[int, int]) -> dict[str, Cost]:
-    """Of each share of a step in which roots are due."""
+    """For each part of a step with roots due."""
     totals = {share: [0.0, 0.0] for share in ("statistics", "roots", "precondition")}
 
     def add(share: str, operations: float, bytes_moved: float) -> None:

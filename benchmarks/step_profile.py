@@ -1,4 +1,4 @@
-"""Where the time of a step goes: kernels by the range of the step in which they were launched."""
+"""The cost of a step's parts: kernels by the range of the step that launched them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-# What a step of Shampoo marks with RECORD_FUNCTION("torchium::..."), and all else.
+# The ranges that a step of Shampoo marks with RECORD_FUNCTION("torchium::..."), and the rest.
 SHARES = ("statistics", "roots", "precondition", "elementwise", "other")
 PREFIX = "torchium::"
 STEP = "benchmark::step"
@@ -27,9 +27,9 @@ Trace = Sequence[dict[str, Any]]  # events of a Chrome trace
 
 @dataclass
 class StepProfile:
-    """Of one step; without a CUDA device the milliseconds are the CPU's, and nothing is launched."""
+    """One step; without a CUDA device the milliseconds are the CPU's, and there are no launches."""
 
-    calls: int = 0  # launches, copies and fills that the host asks for; a graph is one
+    calls: int = 0  # launches, copies and fills by the host; a graph is one
     kernels: int = 0  # that run on the device
     ms: Counter[str] = field(default_factory=Counter)
     launched: Counter[str] = field(default_factory=Counter)  # kernels
@@ -54,7 +54,7 @@ class Range:
 
 
 def share_of(ranges: list[Range], time: float) -> str:
-    """The innermost range of the step at a time."""
+    """The innermost range of the step at a given time."""
     holding = [r for r in ranges if r.holds(time)]
     if not holding:
         return "other"
@@ -62,14 +62,14 @@ def share_of(ranges: list[Range], time: float) -> str:
 
 
 def parse(trace: Trace) -> StepProfile:
-    """What happened within the range called STEP."""
+    """The events within the range called STEP."""
     complete = [event for event in trace if event.get("ph") == "X"]
     on_host = [event for event in complete if event.get("cat") in ("cpu_op", "user_annotation")]
     step = next(Range.of(event) for event in on_host if event["name"] == STEP)
     marked = {PREFIX + share: share for share in SHARES}
     ranges = [Range.of(event) for event in on_host if event["name"] in marked]
     found = StepProfile()
-    asked: dict[int, float] = {}  # when the host asked, by correlation
+    asked: dict[int, float] = {}  # time of the host's call, by correlation
     for event in complete:
         if event.get("cat") in CALLS and any(word in event["name"] for word in LAUNCHES):
             asked[event["args"]["correlation"]] = event["ts"]

@@ -1,4 +1,4 @@
-"""Optimizers that step the same parameters with the same gradients in turns, and what each step took."""
+"""Optimizers that step the same parameters with the same gradients in turns, and their step times."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from step_profile import StepProfile, profiled
 from step_shapes import Gradients
 
 WARM_UP = 10
-STEPS_A_ROUND = 5  # of optimizers whose steps all cost the same
+STEPS_A_ROUND = 5  # for optimizers whose steps all cost the same
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def tf32(allowed: bool) -> Iterator[None]:
 
 @dataclass
 class Entry:
-    """One optimizer at work on one model."""
+    """One optimizer with one model."""
 
     contestant: Contestant
     gradients: Gradients
@@ -43,7 +43,7 @@ class Entry:
     count: int = 0
     rounds: list[list[float]] = field(default_factory=list)  # ms of each step of a cycle
     spent: float = 0.0  # seconds
-    state: float | None = None  # bytes over parameters and gradients
+    state: float | None = None  # bytes in addition to parameters and gradients
     peak: float | None = None
     profiles: list[StepProfile] = field(default_factory=list)
     note: str = ""
@@ -61,14 +61,14 @@ class Entry:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Accounts its time; a failure takes it out of the race and is shown in its row."""
+        """Record its time. An error ends its race and is shown in its row."""
         start = time.monotonic()
         try:
             with tf32(self.contestant.tf32):
                 yield
                 if self.is_cuda:
                     torch.cuda.synchronize()
-        except Exception as error:  # whatever a peer raises belongs in the table
+        except Exception as error:  # any error of a peer belongs in the table
             place = traceback.extract_tb(error.__traceback__)[-1]
             lines = [*str(error).strip().splitlines(), f"in {Path(place.filename).name}"]
             self.note = f"{type(error).__name__}: {lines[0]}"[:120]
@@ -76,7 +76,7 @@ class Entry:
         self.spent += time.monotonic() - start
 
     def prepare(self, most_seconds: float) -> None:
-        """Makes it, warms it up, and sees what memory that took."""
+        """Construct it, warm it up, and measure its memory."""
         gc.collect()
         if self.is_cuda:
             torch.cuda.empty_cache()
@@ -98,7 +98,7 @@ class Entry:
             self.peak = torch.cuda.max_memory_allocated() - before
 
     def round(self) -> None:
-        """A cycle of steps, not waited for in between."""
+        """A cycle of steps, without waiting between them."""
         cycle = self.contestant.cycle
         marks = []
         with self.turn():
@@ -111,7 +111,7 @@ class Entry:
             self.rounds.append([self.clock.between(*pair) for pair in marks])
 
     def profile(self) -> None:
-        """Of the step with roots, where only some have them, and of one without."""
+        """Profile a step with roots, if only some have them, and one without."""
         watched = {self.due(), self.due() - 1} if self.contestant.cycle > 1 else {0}
         with self.turn():
             for position in range(self.contestant.cycle):
@@ -126,7 +126,7 @@ class Entry:
         return [statistics.median(values) for values in zip(*self.rounds, strict=True)]
 
     def due(self) -> int:
-        """Which step of a cycle has roots: the longest."""
+        """The step of a cycle with roots: the longest."""
         positions = self.positions()
         return max(range(len(positions)), key=lambda i: positions[i])
 
@@ -142,7 +142,7 @@ class Entry:
 
 
 class StepClock(Clock):
-    """Marks on the stream, which nothing waits for until their distance is asked for."""
+    """Events on the stream; nothing waits for them until their distance is read."""
 
     def mark(self) -> object:
         if self.device == "cpu":
@@ -157,7 +157,7 @@ class StepClock(Clock):
 
 
 def race(entries: list[Entry], rounds: int, most_seconds: float) -> None:
-    """All take their turns, in another order every round; slow ones take fewer."""
+    """All take turns, in a different order every round; slow ones run fewer rounds."""
     shuffle = random.Random(0).sample
     for entry in entries:
         entry.prepare(most_seconds)

@@ -1,4 +1,4 @@
-"""What steps are measured on: shapes of real models, and gradients whose spectra decay."""
+"""Shapes of real models and gradients with decaying spectra, for the step benchmark."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformer_model import Shape, Transformer
 
 BIBLE_SYMBOLS = 73
-SETS = 4  # gradients that follow one another
+SETS = 4  # consecutive gradients
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Model:
 
 
 def llama(layers: int, width: int, mlp: int) -> list[tuple[int, ...]]:
-    """Attention, gated MLP and two norms a layer."""
+    """Attention, gated MLP and two norms per layer."""
     attention = [(width, width)] * 4
     return [*attention, (mlp, width), (mlp, width), (width, mlp), (width,), (width,)] * layers
 
@@ -81,7 +81,7 @@ TINY_MODELS = {
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """A convolution is a matrix of its outputs and all the rest."""
+    """A convolution as a matrix: outputs by everything else."""
     return shape[0], math.prod(shape[1:])
 
 
@@ -102,7 +102,7 @@ def decaying(shape: tuple[int, ...], exponent: float, device: str, rank: int = 2
 
 
 class Gradients:
-    """Parameters, and a few sets of gradients of them that take turns."""
+    """Parameters, and a few sets of their gradients, used in turn."""
 
     def __init__(self, model: Model, exponents: tuple[float, ...], device: str) -> None:
         self.parameters = [nn.Parameter(torch.randn(s, device=device)) for s in model.shapes]
@@ -117,9 +117,9 @@ class Gradients:
         }
 
     def feed(self, exponent: float, step: int) -> None:
-        """Writes the gradients of a step in place, as a captured graph needs them."""
+        """Write a step's gradients in place, as a captured graph needs them."""
         torch._foreach_copy_(self._targets, self._sets[exponent][step % SETS])
 
     def of(self, exponent: float, index: int) -> list[Tensor]:
-        """All sets of the gradient of one parameter."""
+        """All sets of one parameter's gradient."""
         return [gradients[index] for gradients in self._sets[exponent]]

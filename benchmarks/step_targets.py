@@ -1,4 +1,4 @@
-"""What steps of Shampoo are to reach on one H200, beside what others take there."""
+"""Targets for steps of Shampoo on one H200, with the times of other implementations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from common import Report
 from step_race import Entry
 
 EVERY_STEP, EVERY_TENTH = "torchium Shampoo, every 1", "torchium Shampoo, every 10"
-# The settings that the targets are meant for, and those of Shampoo.from_adamw, which has more state.
+# The settings of the targets, and those of Shampoo.from_adamw, which has more state.
 SETTINGS = {
     "no averages": (
         "torchium Shampoo, no averages, every 1",
@@ -20,17 +20,17 @@ SETTINGS = {
 }
 GRAPHS = "torchium Shampoo, every 10, CUDA graphs"
 FUSED = "AdamW fused"
-MOST_OVER_ADAMW = 5.0  # a captured step away from roots, on models whose launches dominate
+MOST_OVER_ADAMW = 5.0  # a captured step without roots, on models dominated by launches
 
 
 @dataclass(frozen=True)
 class Target:
-    """Of the model of 103 M elements, blocks of 1024."""
+    """For the model of 103 M elements, blocks of 1024."""
 
     what: str
     elsewhere: str  # measured on an H200 too, but not in this run
     wanted: float
-    best: float  # would be outstanding
+    best: float  # an outstanding result
 
 
 TARGETS = (
@@ -49,7 +49,7 @@ TARGETS = (
 
 
 def find(entries: Sequence[Entry], name: str, tf32: bool) -> Entry | None:
-    """The one with that name whose gradients decay the slowest."""
+    """The result with this name and the slowest decay of gradients."""
     found = [e for e in entries if (e.contestant.name, e.contestant.tf32) == (name, tf32)]
     return min(found, key=lambda e: e.contestant.exponent) if found else None
 

@@ -19,8 +19,7 @@ class Shape:
 class Layer(nn.Module):
     """Pre-norm causal attention and a GELU MLP of four times the width.
 
-    Queries, keys and values have weights of their own, so that each is a matrix of its own to an
-    optimizer that preconditions matrices.
+    Queries, keys and values have separate weights, so that an optimizer preconditions each as a matrix.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -58,7 +57,7 @@ class Transformer(nn.Module):
         self.head = nn.Linear(shape.width, symbols, bias=False)
         for name, p in self.named_parameters():
             if p.dim() == 2:
-                # What is added to the residual stream is smaller, the more layers add to it.
+                # The more layers add to the residual stream, the smaller their initial contributions.
                 is_residual = name.endswith(("projection.weight", "down.weight"))
                 shrink = math.sqrt(2 * shape.layers) if is_residual else 1.0
                 nn.init.normal_(p, std=0.02 / shrink)

@@ -12,22 +12,22 @@ VALIDATION_BATCH = 256
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Cross entropy in nats a character; with bfloat16 products on a CUDA device."""
-    # Without a cache of weights in bfloat16, which a captured graph could not renew.
+    """Cross entropy in nats per character; with bfloat16 products on a CUDA device."""
+    # Without autocast's weight cache, which a captured graph could not refresh.
     with torch.autocast(x.device.type, torch.bfloat16, x.is_cuda, cache_enabled=False):
         logits = model(x)
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), y.flatten())
 
 
 class TransformerTask(Task):
-    """The first part of a text is for training, the last tenth for validation.
+    """The last tenth of a text is for validation, the rest for training.
 
-    The place of an example is where its sequence begins.
+    The index of an example is the start of its sequence.
     """
 
     name = "transformer"
     title = "A character Transformer"
-    loss_unit = "nats a character"
+    loss_unit = "nats per character"
     batch = 64
     grid = (5e-4, 1e-3, 2e-3, 4e-3)
     targets = Targets("Shampoo-10", steps=0.6, seconds=0.85, optimizer_ms=3.0)
@@ -55,14 +55,14 @@ class TransformerTask(Task):
         return torch.randint(last + 1, (steps, batch), generator=generator).to(self.device)
 
     def loss(self, model: nn.Module, places: Tensor) -> Tensor:
-        """Of the characters that follow those of every sequence."""
+        """The loss of the characters that follow each character of the sequences."""
         offsets = torch.arange(self.shape.context + 1, device=places.device)
         sequences = self.training[places[:, None] + offsets]
         return loss_of(model, sequences[:, :-1], sequences[:, 1:])
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> tuple[float, float | None]:
-        """On the whole validation text, cut into sequences that do not overlap."""
+        """On the whole validation text, cut into sequences without overlap."""
         context = self.shape.context
         count = (len(self.validation) - 1) // context
         x = self.validation[: count * context].view(count, context)
@@ -77,7 +77,7 @@ class TransformerTask(Task):
         precision = "bfloat16 autocast" if self.device.type == "cuda" else "no autocast"
         return (
             f"{shape.layers} layers, width {shape.width}, {parameters / 1e6:.3g} M parameters; "
-            f"{settings.batch} sequences of {shape.context} characters a step; {precision}. "
+            f"{settings.batch} sequences of {shape.context} characters per step; {precision}. "
             f"{len(self.training):,} characters to train on, {len(self.validation):,} to validate "
             "on. Muon takes the matrices between the embeddings and the head."
         )

@@ -1,18 +1,18 @@
-"""Whether an old eigenbasis makes inverse fourth roots cheaper: error and cost against newton.
+"""Do old eigenbases make inverse fourth roots cheaper? Error and cost against newton.
 
-Statistics L are averages of G G^T that forget with beta2. With a basis Q, A = L + damping I and
-D = Q^T A Q, the warm root is Q F Q^T, F_ii = d_i^(-1/p), and F_ij = D_ij times the divided difference
-of x^(-1/p) at d_i and d_j: right to the first order in the scaled off-diagonal part
-D_ij / (d_i d_j)^(1/2), whose largest row sum is "off-diagonal" here.
+Statistics L are averages of G G^T that decay with beta2. With a basis Q, A = L + damping I and D = Q^T A Q,
+the warm root is Q F Q^T, F_ii = d_i^(-1/p), and F_ij = D_ij times the divided difference of x^(-1/p) at d_i
+and d_j: correct to first order in the scaled off-diagonal part D_ij / (d_i d_j)^(1/2), whose largest row sum
+is "off-diagonal" here.
 
-A basis of some age is the eigenbasis of L that many steps ago, made in float32. A tracked one never
-meets an eigensolver again: at every root it is improved by products alone (Ogita and Aishima 2018),
-Q (I + E) with E_ij = D_ij / (d_j - d_i) and one step of Newton-Schulz, for ten roots.
+A basis of a given age is the eigenbasis of L that many steps ago, computed in float32. A tracked one never
+uses an eigensolver again: at every root it is improved by products alone (Ogita and Aishima 2018), Q (I + E)
+with E_ij = D_ij / (d_j - d_i) and one step of Newton-Schulz, for ten roots.
 
-Costs are in products of symmetric matrices, n^3 operations: a general product is two, one with a
-symmetric result one. D and Q F Q^T take three each, Q E and Newton-Schulz two and three. The model
-lets all of them run at the rate of newton's own, its start and end included, and leaves out what is
-elementwise: no program of ours would be faster.
+Costs are in products of symmetric matrices, n^3 operations: a general product is two, one with a symmetric
+result one. D and Q F Q^T take three each, Q E and Newton-Schulz two and three. The model assumes that all of
+them run at the rate of newton itself, including its start and end, and ignores elementwise work: no real
+program of ours would be faster.
 
 python benchmarks/warm_roots.py --save benchmarks/results/warm_roots_h200.md
 """
@@ -95,8 +95,9 @@ def composed(D: Tensor, Q: Tensor, damping: float) -> Tensor:
 
 
 def improved(D: Tensor, Q: Tensor) -> Tensor:
-    """A basis closer to eigenvectors of Q D Q^T. Vectors whose eigenvalues are too close to each
-    other for a step of first order stay as they are."""
+    """A basis closer to eigenvectors of Q D Q^T. Vectors whose eigenvalues are too close for a first-order
+    step stay unchanged.
+    """
     n = D.shape[-1]
     d = D.diagonal(0, -2, -1)
     E = D / (d.unsqueeze(-2) - d.unsqueeze(-1))  # Inf and NaN where eigenvalues are the same
@@ -106,12 +107,12 @@ def improved(D: Tensor, Q: Tensor) -> Tensor:
 
 
 def warm_root(A: Tensor, Q: Tensor, damping: float) -> Tensor:
-    """A: damped."""
+    """A includes the damping."""
     return composed(rotated(A, Q), Q, damping)
 
 
 def tracking_root(A: Tensor, Q: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    """The root, and a basis for the next one."""
+    """The root, and the basis for the next one."""
     D = rotated(A, Q)
     return composed(D, Q, damping), improved(D, Q)
 
@@ -119,7 +120,7 @@ def tracking_root(A: Tensor, Q: Tensor, damping: float) -> tuple[Tensor, Tensor]
 def cycles(
     n: int, beta2: float, ages: tuple[int, ...], device: str
 ) -> Iterator[tuple[int, str, Tensor, Tensor]]:
-    """Every age with a fresh and a tracked basis: statistics, and the basis for them."""
+    """Every age with a fresh and a tracked basis: statistics, and their basis."""
     statistics = Statistics(n, beta2, device)
     for age in ages:
         _, Q = eigh(statistics.matrices())
@@ -186,7 +187,7 @@ class Benchmark:
                 in_tf32 = us(lambda coarse=coarse, D=D, damping=damping: coarse(D, damping))
                 rows.append([damping, name, count, by_torch, in_tf32, time * count / products])
         headers = ["damping", "method", "products", "by torch, float32", "by torch, TF32", "model"]
-        title = f"Microseconds a matrix, {matrices} matrices, n = {n}"
+        title = f"Microseconds per matrix, {matrices} matrices, n = {n}"
         self.report.table(title, headers, rows)
 
     def run(self, n: int, matrices: int, ages: tuple[int, ...]) -> None:
@@ -220,7 +221,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--save", type=Path, help="write the tables to this file")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dry-run", action="store_true", help="small stacks on the CPU")
+    parser.add_argument("--dry-run", action="store_true", help="small batches on the CPU")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     device = "cpu" if arguments.dry_run else "cuda"

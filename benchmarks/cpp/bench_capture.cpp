@@ -1,5 +1,5 @@
-// What watching the layers of a model costs: per operator, and in a forward and backward pass. A
-// K-FAC optimizer watches at its first step (and every TCov steps), a natural gradient at each.
+// The cost of capturing the layers of a model: per operator, and in a forward and backward pass.
+// K-FAC captures at its first step and every TCov steps, natural gradient at each.
 #include <torchium/torchium.h>
 
 #include <torch/torch.h>
@@ -15,7 +15,7 @@ std::unique_ptr<torchium::optim::NaturalGradient> watch(const nn::Module& model,
   return watched ? std::make_unique<torchium::optim::NaturalGradient>(model) : nullptr;
 }
 
-// An operator that no layer is: the callback compares its name and leaves.
+// An operator without a layer: the callback compares its name and returns.
 void other_operator(benchmark::State& state) {
   const nn::Linear model(4, 4);
   const auto optimizer = watch(*model, state.range(0) != 0);
@@ -23,7 +23,7 @@ void other_operator(benchmark::State& state) {
   for (auto _ : state) benchmark::DoNotOptimize(x.neg());
 }
 
-// A small layer, forward alone: its use is noted and its output hooked.
+// A small layer, forward only: the layer call is recorded and its output hooked.
 void linear_layer(benchmark::State& state) {
   nn::Linear model(4, 4);
   const auto optimizer = watch(*model, state.range(0) != 0);
@@ -41,7 +41,7 @@ void forward_and_backward(benchmark::State& state) {
   for (auto _ : state) {
     model->zero_grad();
     nn::functional::cross_entropy(model->forward(inputs), targets).backward();
-    if (optimizer != nullptr) optimizer->zero_grad();  // drops what was captured
+    if (optimizer != nullptr) optimizer->zero_grad();  // discards captured tensors
   }
   state.SetLabel("MLP 784-512-512-10, batch 64");
 }

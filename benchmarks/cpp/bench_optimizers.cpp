@@ -1,4 +1,4 @@
-// Steps of the C++ optimizers with fixed gradients, beside those of libtorch's own.
+// Steps of the C++ optimizers with fixed gradients, compared with libtorch's.
 #include <torchium/torchium.h>
 
 #include <torch/torch.h>
@@ -30,8 +30,8 @@ std::vector<at::Tensor> parameters_with_gradients(const Shapes& shapes) {
 
 template <typename Optimizer>
 void time_steps(benchmark::State& state, Optimizer& optimizer) {
-  // Shampoo's roots are due four times between powers of two besides update_freq; these steps put
-  // most of them behind: the next 127 compute none.
+  // In addition to update_freq, Shampoo's roots are due four times per power of two. After these
+  // steps the next 127 compute none.
   for (int step = 0; step < 512; ++step) optimizer.step();
   for (auto _ : state) optimizer.step();
   state.SetLabel(state.range(0) == 0 ? "MLP 784-512-512-10" : "1,000 matrices 8 x 8");

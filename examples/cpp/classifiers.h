@@ -1,4 +1,4 @@
-// The two networks of the example, and how well they do.
+// The two networks of the example, and their evaluation.
 #pragma once
 
 #include <torch/nn/modules/container/sequential.h>

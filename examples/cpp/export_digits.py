@@ -1,4 +1,4 @@
-"""Writes scikit-learn's digits (1,797 images of 8 x 8) as the four IDX files that train_classifier reads.
+"""Write scikit-learn's digits (1,797 images of 8 x 8) as the four IDX files that train_classifier reads.
 
 python export_digits.py digits/
 train_classifier --data-dir digits --target 0.05

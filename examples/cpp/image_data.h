@@ -14,9 +14,9 @@ struct ImageData {
   ImageData to(torch::Device device) const;
 };
 
-// Where the Debian package dataset-fashion-mnist puts the files.
+// The folder of the Debian package dataset-fashion-mnist.
 inline const std::filesystem::path kSystemDirectory = "/usr/share/datasets/fashion-mnist";
 
-// Reads {train,t10k}-{images-idx3,labels-idx1}-ubyte from `folder`, each as it is or with ".gz".
-// Throws std::runtime_error with the remedy where a file is missing or broken.
+// Reads {train,t10k}-{images-idx3,labels-idx1}-ubyte from `folder`, each with or without ".gz".
+// Throws std::runtime_error with the remedy if a file is missing or broken.
 ImageData load_image_data(const std::filesystem::path& folder);

@@ -7,7 +7,7 @@
 #include <ostream>
 #include <vector>
 
-// One row a run. "steps to TARGET" counts until the training loss is first at most `target`.
+// One row per run. "steps to TARGET" counts until the training loss first reaches `target`.
 void print_table(std::ostream& out, const std::vector<Result>& results, double target);
 
 // Columns optimizer, steps, seconds, loss. Throws std::runtime_error if it cannot be written.

@@ -1,4 +1,4 @@
-// Trains an image classifier with one optimizer, or compares several under one budget. See kUsage.
+// Trains an image classifier with one optimizer, or compares several with one budget. See kUsage.
 #include "image_data.h"
 #include "report.h"
 #include "training.h"
@@ -35,7 +35,7 @@ constexpr const char* kUsage = R"(Usage: train_classifier [options]
 
 using OptimizerPointer = std::unique_ptr<torch::optim::Optimizer>;
 
-// An optimizer as docs/choosing_and_tuning.md found it best, for either model.
+// An optimizer with the best settings of docs/choosing_and_tuning.md, for either model.
 struct Choice {
   std::map<std::string, double> learning_rates;
   std::function<OptimizerPointer(const torch::nn::Module&, double)> make;
@@ -95,7 +95,7 @@ Number positive(const std::string& name, const std::string& text) {
   return value;
 }
 
-// Throws std::invalid_argument for what is not in kUsage.
+// Throws std::invalid_argument for arguments that are not in kUsage.
 Arguments parse(const std::vector<std::string>& words) {
   Arguments a;
   bool compare = false;

@@ -40,7 +40,7 @@ class Stopwatch {
   std::optional<Clock::time_point> started_;
 };
 
-// Shuffled batches without end.
+// An endless sequence of shuffled batches.
 class Batches {
  public:
   Batches(const ImageData& data, int64_t batch_size, uint64_t seed)

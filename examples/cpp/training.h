@@ -1,4 +1,4 @@
-// One training run under a budget, and what it records.
+// One training run with a budget, and its records.
 #pragma once
 
 #include "image_data.h"
@@ -12,16 +12,16 @@
 #include <string>
 #include <vector>
 
-// Makes the optimizer of a model's parameters.
+// Makes the optimizer for a model's parameters.
 using MakeOptimizer =
     std::function<std::unique_ptr<torch::optim::Optimizer>(const torch::nn::Module&)>;
 
-// What one run may use: `steps`, or else `seconds` of training (evaluation not counted).
+// The limit of one run: `steps`, or `seconds` of training without evaluation.
 struct Budget {
   std::optional<int64_t> steps;
   double seconds = 30.0;
 
-  // The share that is used, 0 to 1.
+  // The fraction used, 0 to 1.
   double progress(int64_t used_steps, double used_seconds) const;
 };
 
@@ -50,6 +50,6 @@ struct Result {
   std::optional<Record> first_below(double target) const;
 };
 
-// Trains a fresh model. The same seed gives the same weights and batches. The learning rate falls
+// Trains a fresh model. The same seed gives the same weights and batches. The learning rate decays
 // linearly to zero over the budget.
 Result train(const Run& run, const ImageData& data);

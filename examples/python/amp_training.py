@@ -5,7 +5,7 @@
     python amp_training.py --bf16-parameters    # parameters in bfloat16, optimizer state in float32
 
 The forward and backward pass run in 16 bits, the optimizer in float32. Trains the ConvNet of
-train_classifier.py and prints the loss as it falls.
+train_classifier.py and prints the loss.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def train(arguments: argparse.Namespace, data: ImageData) -> tuple[float, float]:
-    """Trains and returns (loss, accuracy) on the test images."""
+    """Train and return (loss, accuracy) on the test images."""
     device = torch.device(arguments.device)
     torch.manual_seed(arguments.seed)
-    # channels_last: convolutions read the channels of a pixel side by side.
+    # channels_last: the channels of a pixel are contiguous for convolutions.
     model = make_model("convnet", data.image_shape).to(device, memory_format=torch.channels_last)
     if arguments.bf16_parameters:
         model.bfloat16()
     optimizer = torchium.create_optimizer(arguments.optimizer, model.parameters(), lr=arguments.lr)
-    # float16 has no small numbers: the scaler multiplies the loss so that gradients do not vanish,
-    # and leaves out a step whose gradients overflow. bfloat16 has float32's range and needs none.
+    # float16 has a small range: the scaler multiplies the loss so that gradients do not underflow, and skips
+    # steps whose gradients overflow. bfloat16 has float32's range and needs none.
     scaler = torch.amp.GradScaler(device.type, enabled=arguments.dtype == "float16")
     generator = torch.Generator().manual_seed(arguments.seed)
 
@@ -52,7 +52,7 @@ def train(arguments: argparse.Namespace, data: ImageData) -> tuple[float, float]
             loss = nn.functional.cross_entropy(model(images), data.train_labels[chosen])
         scaler.scale(loss).backward()
         if arguments.clip_norm is not None:
-            scaler.unscale_(optimizer)  # clip the gradients themselves, not the scaled ones
+            scaler.unscale_(optimizer)  # clip the true gradients, not the scaled ones
             nn.utils.clip_grad_norm_(model.parameters(), arguments.clip_norm)
         scaler.step(optimizer)
         scaler.update()

@@ -1,4 +1,4 @@
-"""The two networks of the examples, and how well they do."""
+"""The two networks of the examples, and their evaluation."""
 
 from __future__ import annotations
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# Where the Debian package dataset-fashion-mnist puts the files.
+# The folder of the Debian package dataset-fashion-mnist.
 SYSTEM_DIRECTORY = Path("/usr/share/datasets/fashion-mnist")
 DOWNLOAD_URL = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion"
 DOWNLOAD_TIMEOUT_SECONDS = 20
 
-# The four files and the MD5 sums that their publisher states (Xiao, Rasul, Vollgraf 2017).
+# The four files and their published MD5 sums (Xiao, Rasul, Vollgraf 2017).
 FASHION_MNIST_FILES = {
     "train-images-idx3-ubyte.gz": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
     "train-labels-idx1-ubyte.gz": "25c81989df183df01b3e8a0aad5dffbe",
@@ -56,14 +56,14 @@ class ImageData:
 
 
 def load_image_data(name: str, data_dir: Path | None, cache_dir: Path) -> ImageData:
-    """Loads "fashion-mnist", "digits", or with "auto" the first of the two that is to be had.
+    """Load "fashion-mnist", "digits", or with "auto" the first of the two that is available.
 
-    Fashion-MNIST is looked for in `data_dir` (the only place, if given), in the system's folder
-    and in `cache_dir`; if it is in none of them it is downloaded into `cache_dir`.
+    Fashion-MNIST is searched in `data_dir` (the only place, if given), in the system's folder and in
+    `cache_dir`. If not found, it is downloaded to `cache_dir`.
 
     Raises:
-        FileNotFoundError: `data_dir` lacks a file, or Fashion-MNIST was asked for by name and
-            cannot be downloaded.
+        FileNotFoundError: `data_dir` lacks a file, or Fashion-MNIST was requested by name and cannot be
+        downloaded.
     """
     if name == "digits":
         return load_digits()
@@ -77,7 +77,7 @@ def load_image_data(name: str, data_dir: Path | None, cache_dir: Path) -> ImageD
 
 
 def find_fashion_mnist(data_dir: Path | None, cache_dir: Path) -> Path:
-    """The folder that holds the four files of Fashion-MNIST."""
+    """The folder with the four files of Fashion-MNIST."""
     if data_dir is not None:
         missing = [name for name in FASHION_MNIST_FILES if not (data_dir / name).is_file()]
         if missing:
@@ -91,7 +91,7 @@ def find_fashion_mnist(data_dir: Path | None, cache_dir: Path) -> Path:
 
 
 def download_fashion_mnist(folder: Path) -> None:
-    """Downloads what is missing of the four files into `folder`; 30 MB in all."""
+    """Download the missing files of the four to `folder`; 30 MB in total."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, md5 in FASHION_MNIST_FILES.items():
         if (folder / name).is_file():
@@ -109,7 +109,7 @@ def download_fashion_mnist(folder: Path) -> None:
             ) from error
         if hashlib.md5(content, usedforsecurity=False).hexdigest() != md5:
             raise FileNotFoundError(f"{url} is not the published file: its MD5 sum differs.")
-        # Renamed when whole, so that an interrupted run leaves no half file under the name.
+        # Renamed when complete, so an interrupted run leaves no partial file under this name.
         partial = folder / f"{name}.part"
         partial.write_bytes(content)
         partial.rename(folder / name)
@@ -122,7 +122,7 @@ def load_fashion_mnist(folder: Path) -> ImageData:
 
 
 def load_digits() -> ImageData:
-    """The 1,797 digits of 8 x 8 pixels that scikit-learn brings; every fifth one is a test image."""
+    """scikit-learn's 1,797 digits of 8 x 8 pixels; every fifth one is a test image."""
     from sklearn.datasets import load_digits as load
 
     digits = load()
@@ -135,10 +135,10 @@ def load_digits() -> ImageData:
 
 
 def read_idx(path: Path) -> Tensor:
-    """Reads a gzipped IDX file of unsigned bytes.
+    """Read a gzipped IDX file of unsigned bytes.
 
-    The header is big-endian: two zero bytes, the type (8 = uint8), the number of dimensions, and
-    each dimension as uint32.
+    The header is big-endian: two zero bytes, the type (8 = uint8), the number of dimensions, and each
+    dimension as uint32.
     """
     content = gzip.decompress(path.read_bytes())
     zeros, dtype, order = struct.unpack_from(">HBB", content)

@@ -1,4 +1,4 @@
-"""A table and a picture of several training runs."""
+"""A table and a plot of several training runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COLUMNS = (
 
 
 def result_table(results: list[Result], target: float, table_format: str = "simple") -> str:
-    """One row a run. "steps to TARGET" counts until the training loss is first at most `target`."""
+    """One row per run. "steps to TARGET" counts until the training loss first reaches `target`."""
     rows = []
     for result in results:
         steps, seconds = result.steps[-1], result.seconds[-1]

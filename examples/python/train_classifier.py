@@ -1,10 +1,10 @@
-"""Trains an image classifier with one optimizer, or compares all of them under one budget.
+"""Train an image classifier with one optimizer, or compare all of them with one budget.
 
     python train_classifier.py --optimizer shampoo --model mlp --steps 500
     python train_classifier.py --compare
     python train_classifier.py --optimizer shampoo --set lr=0.01/0.03/0.1 --set update_freq=10/100
 
-Prints a table and writes a plot of the training loss against steps and against time.
+Prints a table and writes a plot of the training loss against steps and time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 TORCH_OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 
 # The best learning rates of a small grid on Fashion-MNIST (docs/choosing_and_tuning.md) and the other
-# options. An optimizer that is not listed runs with its own defaults.
+# options. An optimizer that is not listed runs with its defaults.
 LEARNING_RATES: dict[str, dict[str, float]] = {
     "mlp": {
         "adagrad": 0.02,
@@ -55,7 +55,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "shampoo": {"betas": (0.9, 1.0), "grafting": "adam", "update_freq": 20, "block_size": 256},
 }
 
-# One run's seconds of training and the loss to reach, for each data set.
+# Training seconds per run and the target loss, for each data set.
 DEFAULT_SECONDS = {"fashion-mnist": 25.0, "digits": 5.0}
 DEFAULT_TARGET = {"fashion-mnist": 0.25, "digits": 0.05}
 
@@ -68,13 +68,13 @@ def make_optimizer(name: str, options: dict[str, Any], params: Any) -> torch.opt
 
 
 def tuned_options(name: str, model: str) -> dict[str, Any]:
-    """What the optimizer runs with where the command line says nothing else."""
+    """The optimizer's options unless the command line sets them."""
     rates = LEARNING_RATES[model]
     return {"lr": rates[name], **OPTIONS.get(name, {})} if name in rates else {}
 
 
 def parse_setting(text: str) -> tuple[str, list[Any]]:
-    """Parses "lr=0.1/0.3" to ("lr", [0.1, 0.3]). A value that is no Python literal is a string."""
+    """Parse "lr=0.1/0.3" to ("lr", [0.1, 0.3]). Values that are not Python literals are strings."""
     name, separator, values = text.partition("=")
     if not separator:
         raise argparse.ArgumentTypeError(f"'{text}' is not NAME=VALUE or NAME=VALUE/VALUE/...")
@@ -89,7 +89,7 @@ def parse_setting(text: str) -> tuple[str, list[Any]]:
 
 
 def planned_runs(arguments: argparse.Namespace) -> list[tuple[str, str, dict[str, Any]]]:
-    """(label, optimizer, options) of each run that the command line asks for."""
+    """(label, optimizer, options) of each run on the command line."""
     if arguments.compare:
         names = [*torchium.get_available_optimizers(), *TORCH_OPTIMIZERS]
         return [(name, name, tuned_options(name, arguments.model)) for name in names]

@@ -1,4 +1,4 @@
-"""One training run under a budget, and what it records."""
+"""One training run with a budget, and its records."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Budget:
-    """What one run may use: a number of `steps`, or of `seconds` of training without evaluation."""
+    """The limit of one run: `steps`, or `seconds` of training without evaluation."""
 
     steps: float = math.inf
     seconds: float = math.inf
 
     def progress(self, steps: int, seconds: float) -> float:
-        """The share of the budget that is used, 0 to 1."""
+        """The fraction of the budget used, 0 to 1."""
         return min(max(steps / self.steps, seconds / self.seconds), 1.0)
 
 
 @dataclass
 class Result:
-    """The loss curve of a run and where it ended."""
+    """The loss curve of a run, and its last values."""
 
     label: str
     steps: list[int] = field(default_factory=list)
@@ -81,10 +81,10 @@ def train(
     batch_size: int = 128,
     seed: int = 0,
 ) -> Result:
-    """Trains a fresh model. The same seed gives the same weights and batches.
+    """Train a fresh model. The same seed gives the same weights and batches.
 
-    The learning rate falls linearly to zero over the budget. A run whose loss is no longer finite
-    ends early, with NaN as its last loss.
+    The learning rate decays linearly to zero over the budget. A run whose loss is not finite ends early, with
+    NaN as its last loss.
     """
     torch.manual_seed(seed)
     device = data.train_images.device
@@ -134,7 +134,7 @@ def _progress_bar(label: str) -> tqdm:
 
 
 def _batches(data: ImageData, batch_size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Shuffled batches without end."""
+    """An endless sequence of shuffled batches."""
     generator = torch.Generator().manual_seed(seed)
     device = data.train_images.device
     while True:
