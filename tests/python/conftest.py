@@ -10,7 +10,7 @@ import torchium_cpp
 from documentation import ROOT, TUTORIAL_CPP, code_blocks, cpp_programs
 
 TORCH_HEADER = "#include <torch/torch.h>"
-# One worker makes what these fixtures hold.
+# These fixtures are created in one worker.
 GROUPED = {"prefix", "wheel", "programs"}
 
 
@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def build_dir() -> Path:
-    """The CMake folder that holds the tested build: no test compiles the library again."""
+    """The CMake folder of the tested build: no test compiles the library again."""
     # torchium_cpp is either staged at BUILD/python/torchium_cpp, or installed by `make`.
     default = Path(torchium_cpp.__file__).resolve().parents[2]
     folder = Path(os.environ.get("TORCHIUM_BUILD_DIR", default))
@@ -34,7 +34,7 @@ def build_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def prefix(build_dir: Path) -> Path:
-    """An installation of the C++ package. In one place, so that `programs` are not compiled again."""
+    """An installation of the C++ package, at a fixed path so that `programs` are not recompiled."""
     prefix = build_dir / "tests" / "prefix"
     shutil.rmtree(prefix, ignore_errors=True)
     subprocess.run(["cmake", "--install", build_dir, "--prefix", prefix], check=True)
@@ -43,9 +43,9 @@ def prefix(build_dir: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def programs(build_dir: Path, prefix: Path) -> Path:
-    """A folder with tests/consumer and the programs of the documentation, built outside of the tree.
+    """A folder with tests/consumer and the programs of the documentation, built outside the tree.
 
-    It is the project of the tutorial, so that torch/torch.h is parsed once for all of them.
+    It is the tutorial's project, so torch/torch.h is parsed once for all of them.
     """
     folder = build_dir / "tests" / "programs"
     folder.mkdir(parents=True, exist_ok=True)
@@ -60,7 +60,7 @@ def programs(build_dir: Path, prefix: Path) -> Path:
             continue
         project += f"add_executable({name} {name}.cpp)\n"
         project += f"target_link_libraries({name} PRIVATE torchium::torchium)\n"
-        if TORCH_HEADER in text:  # otherwise it would compile here though the header is missing
+        if TORCH_HEADER in text:  # otherwise it would compile here even with the header missing
             project += f"target_precompile_headers({name} REUSE_FROM train)\n"
     (folder / "CMakeLists.txt").write_text(project)
     for command in (

@@ -1,4 +1,4 @@
-"""What a step asks a CUDA device to do."""
+"""Counts the launches of a step on a CUDA device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the host waits for a CUDA device."""
+"""Checks that the host does not wait for a CUDA device."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 @contextmanager
 def no_waits() -> Iterator[torch.cuda.Event]:
-    """Raises where the body waits for the device, which does nothing for about 0.15 s at first.
+    """Raise if the body waits for the device, which first sleeps for about 0.15 s.
 
-    The event is the end of that time.
+    The event marks the end of the sleep.
     """
     torch.cuda.synchronize()
     torch.cuda._sleep(1 << 28)

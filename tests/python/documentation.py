@@ -1,4 +1,4 @@
-"""README and the documentation, and the programs in them."""
+"""README and the documentation, and their programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def code_blocks(page: Path, language: str) -> list[str]:
 
 
 def cpp_programs() -> dict[str, str]:
-    """The C++ programs by name. `train` is the first of the tutorial, whose CMakeLists.txt names it."""
+    """The C++ programs by name. `train` is the tutorial's first, named in its CMakeLists.txt."""
     programs = {
         f"{'_'.join(page.relative_to(ROOT).with_suffix('').parts)}_{number}": block
         for page in PAGES

@@ -1,5 +1,4 @@
-"""The operator of a K-FAC step behind the interface of reference.ReferenceKFAC, and problems for
-both."""
+"""The K-FAC step operator with the interface of reference.ReferenceKFAC, and problems for both."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from reference.kfac import Sample
 from torch import Tensor
 
 ops = torch.ops.torchium
-# Of the operator's arguments, one a layer, in the order of kfac_init_state.
+# The operator's arguments with one entry per layer, in the order of kfac_init_state.
 STATE = ["A", "G", "A_roots", "G_roots", "A_eigenvalues", "G_eigenvalues"]
 STATE += ["factor_updates", "root_failures"]
 DEFAULTS = {"lr": 0.003, "momentum": 0.9, "weight_decay": 0.0, "maximize": False}
@@ -21,10 +20,10 @@ LAYER_DEFAULTS = {"damping": 0.01, "TCov": 5, "TInv": 10, "eps": 1e-8, "stat_dec
 
 
 class OperatorKFAC:
-    """K-FAC on given samples: options and layers as those of ReferenceKFAC, any dtype.
+    """K-FAC on given samples: options and layers as in ReferenceKFAC, any dtype.
 
-    captured: as there, gradients of the loss of single samples. The operator gets those of the
-    batch: of the mean over the samples (batch_averaged) or the sum.
+    captured: per-sample gradients, as in ReferenceKFAC. The operator gets those of the batch: of the mean
+    over the samples (batch_averaged) or the sum.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class OperatorKFAC:
         return positional, {**options, **self.shared}
 
     def sums(self, i: int, samples: list) -> tuple[Tensor, Tensor]:
-        """Sums of a a^T and g g^T over all samples of the layer, as a backward pass gives them."""
+        """Sums of a a^T and g g^T over all samples of the layer, as after a backward pass."""
         like = self.states[i]["A"]
         if not samples:
             return like.new_empty(0), like.new_empty(0)
@@ -118,7 +117,7 @@ class OperatorKFAC:
         ops.kfac_step_(*positional, **options)
 
 
-# Layers of every kind, and a vector and a tensor that belong to none.
+# Layers of every kind, and a vector and a tensor that belong to no layer.
 SHAPES = [
     (((6, 5), (6,), 1), "linear with bias"),
     (((3, 6), None, 1), "linear"),
@@ -128,7 +127,7 @@ SHAPES = [
 
 
 class Problem:
-    """Parameters of all kinds, and random samples and gradients for as many steps as needed."""
+    """Parameters of all kinds, and random samples and gradients for any number of steps."""
 
     def __init__(self, dtype: torch.dtype = torch.float64, device: Any = "cpu") -> None:
         generator = torch.Generator().manual_seed(0)

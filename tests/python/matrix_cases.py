@@ -1,4 +1,4 @@
-"""Matrices of every spectrum, and the units of rounding error that their results are measured in."""
+"""Matrices of every spectrum, and units of rounding error for their results."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ FUNCTIONS: dict[str, Function] = {
 
 
 def eps(dtype: torch.dtype) -> float:
-    """Unit roundoff of the dtype that operands of `dtype` are computed in."""
+    """Unit roundoff of the dtype in which operands of `dtype` are computed."""
     return torch.finfo(torch.float32 if dtype.itemsize == 2 else dtype).eps
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """Of the result: zero when it is computed in its own dtype."""
+    """Rounding of the result: zero if it is computed in its own dtype."""
     return torch.finfo(dtype).eps if dtype.itemsize == 2 else 0.0
 
 
 def subnormal(dtype: torch.dtype) -> float:
-    """Distance of the smallest numbers: what rounding to them may cost however small the result."""
+    """Spacing of the smallest numbers: the rounding error of a result, however small."""
     return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
 
 
 def floor(n: int, dtype: torch.dtype) -> float:
-    """The floor under eigenvalues, in units of the largest: docs of spd_inverse."""
+    """The floor of eigenvalues, in units of the largest: see spd_inverse."""
     return eps(dtype) * (4 + 0.25 * math.sqrt(n))
 
 
@@ -50,7 +50,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Ten
 
 
 def spectrum(kind: str, n: int) -> Tensor:
-    """Eigenvalues, the largest of them 1 (zero: all 0)."""
+    """Eigenvalues with a largest of 1 (zero: all 0)."""
     match kind:
         case "spread":
             return (

@@ -1,4 +1,4 @@
-"""Optimizers, models and training loops that the contract tests share."""
+"""Optimizers, models and training loops shared by the contract tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _case(cls: type[torch.optim.Optimizer], **options: object) -> Make:
     return lambda params, **more: cls(params, **{**options, **more})
 
 
-# Together they create every kind of state that there is. These take any gradients:
+# Together they create every kind of state. These accept any gradients:
 CASES: dict[str, Make] = {
     "shampoo": _case(torchium.Shampoo, lr=0.05, update_freq=2),
     "shampoo_all_buffers": _case(
@@ -40,7 +40,7 @@ CASES: dict[str, Make] = {
     ),
 }
 
-# These take the gradients of a backward pass:
+# These need the gradients of a backward pass:
 CAPTURING_CASES: dict[str, Make] = {
     "kfac": _case(torchium.KFAC, lr=0.02, TCov=2, TInv=3, weight_decay=0.01, kl_clip=None),
     "kfac_newton": _case(torchium.KFAC, lr=0.02, TCov=2, TInv=3, root_method="newton"),
@@ -58,7 +58,7 @@ capturing_cases = pytest.mark.parametrize(
 )
 all_cases = pytest.mark.parametrize("make", ALL_CASES.values(), ids=ALL_CASES.keys())
 _KFAC_CASES = [make for name, make in CAPTURING_CASES.items() if "kfac" in name]
-# All parameters may have any gradients: those of no layer fall back to SGD.
+# All parameters may have any gradients: those without a layer fall back to SGD.
 plain_or_kfac_cases = pytest.mark.parametrize("make", [*CASES.values(), *_KFAC_CASES])
 ignore_fallback = pytest.mark.filterwarnings(
     "ignore:KFAC preconditions", "ignore:KFAC keeps only the diagonal"
@@ -74,14 +74,14 @@ def mlp(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) 
 
 
 def set_gradients(params: Iterable[Tensor], seed: int) -> None:
-    """Gives each parameter a gradient that depends on `seed`, its position and its shape alone."""
+    """Set gradients that depend only on `seed`, the parameter's position and its shape."""
     generator = torch.Generator().manual_seed(seed)
     for p in params:
         p.grad = torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
 
 
 def backward(model: nn.Module, seed: int, sign: float = 1.0) -> None:
-    """Gives the parameters of an mlp() the gradients of a batch that depends on `seed`."""
+    """Set the gradients of an mlp() from a batch that depends on `seed`."""
     generator = torch.Generator().manual_seed(seed)
     parameter = next(model.parameters())
     inputs, weights = torch.randn(2, 8, 6, generator=generator).to(parameter.device)
@@ -91,7 +91,7 @@ def backward(model: nn.Module, seed: int, sign: float = 1.0) -> None:
 
 
 def give_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    """Gives each parameter of an mlp() a gradient that the optimizer takes."""
+    """Set gradients of an mlp() that the optimizer accepts."""
     if isinstance(optimizer, (torchium.KFAC, torchium.NaturalGradient)):
         backward(model, seed)
     else:
@@ -101,7 +101,7 @@ def give_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int
 def run(
     model: nn.Module, optimizer: torch.optim.Optimizer, first: int = 0, steps: int = 4
 ) -> list[Tensor]:
-    """Steps `first` to `first + steps - 1` of a fixed sequence of gradients; the parameters then."""
+    """Run steps `first` to `first + steps - 1` of a fixed sequence of gradients; return the parameters."""
     for step in range(first, first + steps):
         give_gradients(model, optimizer, step)
         optimizer.step()
@@ -109,7 +109,7 @@ def run(
 
 
 def computed_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """State but for what was captured: that is kept as it came."""
+    """State except captured tensors, which are kept unchanged."""
     captured = ("inputs", "output_gradients", "uses", "use_eps")
     return {key: value for key, value in state.items() if key.split(".")[0] not in captured}
 
@@ -119,7 +119,7 @@ def values(model: nn.Module) -> list[Tensor]:
 
 
 def assert_same(actual: object, expected: object) -> None:
-    """Equal bit for bit, through any nesting of dicts and sequences."""
+    """Assert bitwise equality, through any nesting of dicts and sequences."""
     if isinstance(expected, dict):
         assert isinstance(actual, dict)
         assert actual.keys() == expected.keys()
@@ -137,6 +137,6 @@ def assert_same(actual: object, expected: object) -> None:
 
 
 def snapshot(optimizer: torch.optim.Optimizer) -> tuple[dict, list[Tensor]]:
-    """All that a failed call must leave as it is."""
+    """Everything that a failed call must not change."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     return optimizer.state_dict(), [p.detach().clone() for p in params]

@@ -1,4 +1,4 @@
-"""The optimizers of both languages behind one interface."""
+"""The optimizers of both languages with one interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torchium.Adagrad: the diagonal form is PyTorch's, the full-matrix form is the paper's."""
+"""torchium.Adagrad: the diagonal form is PyTorch's, the full-matrix form the paper's."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_diagonal_form_is_pytorch_bit_for_bit(options, dtype):
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (17, 1), (1000, 33), (70001,)])
 @pytest.mark.parametrize("scale", [1e-30, 1e-20, 1.0, 1e14])
 def test_diagonal_form_is_pytorch_bit_for_bit_at_any_size_and_scale(dtype, shape, scale):
-    """Vectorised and remaining entries round alike, also for squares that underflow."""
+    """Vectorised and remaining entries round the same way, also for squares that underflow."""
     p, q = (
         nn.Parameter(torch.ones(shape, dtype=dtype)),
         nn.Parameter(torch.ones(shape, dtype=dtype)),
@@ -120,7 +120,7 @@ def test_full_matrix_form_is_that_of_the_paper(shape, block_size, initial, devic
 
 
 def test_full_matrix_form_does_not_care_for_rotations():
-    """Unlike the diagonal one: the step of a rotated problem is the rotated step."""
+    """Unlike the diagonal form: the step of a rotated problem is the rotated step."""
     rotation, _ = torch.linalg.qr(
         torch.randn(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     )
@@ -146,7 +146,7 @@ def test_full_matrix_form_does_not_care_for_rotations():
 
 
 def test_roots_are_kept_between_updates():
-    """Due at multiples of update_freq and, at first, four times between powers of two; else kept."""
+    """Due at multiples of update_freq and, early, four times per power of two; otherwise kept."""
     p = nn.Parameter(torch.ones(4))
     optimizer = torchium.Adagrad([p], full_matrix=True, update_freq=5)
     due, previous = [], None

@@ -118,7 +118,7 @@ def test_autocast_training_lowers_the_loss(make, device):
 
 @all_cases
 def test_step_inside_autocast_is_the_same_step(make):
-    """The step must not be run in low precision because the loop is."""
+    """The loop's autocast must not lower the precision of the step."""
     inside, outside = mlp(), mlp()
     expected = run(outside, make(outside.parameters()))
     optimizer = make(inside.parameters())
@@ -143,7 +143,7 @@ def test_low_precision_parameters_get_the_rounded_float32_step(make, dtype):
         torch.testing.assert_close(p, q.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-3)
 
 
-# ---- optimizers that see the scaled gradients of outputs
+# ---- optimizers that see scaled output gradients
 
 
 @capturing_cases
@@ -178,7 +178,7 @@ def test_a_scaler_needs_no_wait(name):
         scaler.scale(model(inputs_of(step, torch.device("cuda"))).square().mean()).backward()
         torch.cuda.synchronize()
         try:
-            if step == 5:  # state has been made, nothing is due
+            if step == 5:  # state exists, nothing is due
                 torch.cuda.set_sync_debug_mode("error")
             scaler.step(optimizer)
         finally:
@@ -201,7 +201,7 @@ def test_gradients_in_float16_are_refused_by_name(make):
 
 @plain_cases
 def test_a_step_that_raises_leaves_nothing_of_the_scaler(make, device):
-    """A scaler removes what it has set only after a step that returns."""
+    """A scaler removes its attributes only after a step that returns."""
     model = mlp(device)
     optimizer = make(model.parameters())
     scaler = GradScaler(device.type, init_scale=1024.0)
@@ -227,7 +227,7 @@ def test_a_step_that_raises_leaves_nothing_of_the_scaler(make, device):
 
 @plain_cases
 def test_an_optimizer_without_gradients_steps_under_a_scaler(make, device):
-    """As one of the two of a GAN does in every second step."""
+    """As for one of a GAN's two optimizers in every second step."""
     models = mlp(device), mlp(device)
     idle, busy = (make(model.parameters()) for model in models)
     scaler = GradScaler(device.type, init_scale=1024.0)
@@ -274,7 +274,7 @@ def test_gradients_unscaled_by_an_unknown_scaler_are_refused(make):
 
 @capturing_cases
 def test_a_copy_has_no_scaler(make):
-    """A copy of the scaler would keep its scale for ever."""
+    """A copy of the scaler would keep its scale forever."""
     import copy
 
     scaler = GradScaler("cpu")
@@ -293,7 +293,7 @@ def test_what_is_no_scaler_is_refused(make, scaler):
 
 @capturing_cases
 def test_a_step_that_the_scaler_skips_forgets_its_captures(make):
-    """Also the state that follows has no trace of it."""
+    """The state afterwards has no trace of it either."""
     device = torch.device("cpu")
     results = []
     for overflow in (False, True):

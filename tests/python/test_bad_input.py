@@ -1,4 +1,4 @@
-"""Wrong options, parameters and gradients: refused by name, and nothing is changed."""
+"""Wrong options, parameters and gradients raise an error with their name, and change nothing."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ def test_parameter_listed_twice_is_refused(make):
 
 
 def test_out_of_memory_says_what_was_asked_for_and_what_to_lower():
-    """A petabyte, more than an address space holds."""
+    """A petabyte, more than an address space."""
     small, huge = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(2**24))
     optimizer = torchium.Adagrad([small, huge], full_matrix=True, block_size=2**24)
     set_gradients([small], 0)
@@ -471,7 +471,7 @@ def test_on_a_gpu_check_errors_reports_at_once(make):
     optimizer.check_errors()
 
 
-# ---- what belongs to all groups together
+# ---- options of all groups together
 
 
 SHARED = {
@@ -524,7 +524,7 @@ def test_parameters_on_two_devices_are_refused(make):
         optimizer.step()
 
 
-# ---- numbers beyond the core's, and groups that are not added
+# ---- numbers too large for the core, and groups that cannot be added
 
 
 @pytest.mark.parametrize("option", ["update_freq", "block_size", "max_preconditioned_dim"])

@@ -1,4 +1,4 @@
-"""What optimizers see of a model at work: the same in all ways to write the same training step."""
+"""Capture by optimizers: every way to write a training step gives the same result."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Forward = Callable[[nn.Module, Tensor], Tensor]
 
 
 class Net(nn.Module):
-    """A convolution, a norm, and linear layers, one of them used twice."""
+    """A convolution, a norm, and linear layers, one of them called twice."""
 
     def __init__(self, inplace: bool = True) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def backward(model: nn.Module, step: int, forward: Forward | None = None) -> Non
 
 
 def train(model, optimizer, forward=None, before=None, steps=4) -> list[Tensor]:
-    """Parameters after some steps; `before` is done ahead of each backward pass."""
+    """Parameters after some steps; `before` is called before each backward pass."""
     for step in range(steps):
         optimizer.zero_grad()
         if before is not None:
@@ -84,12 +84,12 @@ def train(model, optimizer, forward=None, before=None, steps=4) -> list[Tensor]:
 
 
 def expected(make) -> list[Tensor]:
-    """Of plain training."""
+    """The result of plain training."""
     model = net()
     return train(model, make(model))
 
 
-# ---- what leaves no trace
+# ---- no trace
 
 
 def evaluate_without_graph(model, step):
@@ -205,7 +205,7 @@ def nested_checkpoints(**options) -> Forward:
 
 
 def deeper_checkpoints(model, x):
-    """Reentrant ones, the outer of which runs nothing but the inner one."""
+    """Reentrant ones; the outer one runs only the inner one."""
 
     def inner(x):
         return checkpoint(model.features, x, use_reentrant=True)
@@ -228,7 +228,7 @@ def under_full_backward_hooks(model, x):
 
 
 def with_a_later_hook(model, x):
-    """It replaces the output, and so does not belong to the layer."""
+    """It replaces the output, so it is not part of the layer."""
     handle = model.last.register_forward_hook(lambda module, args, output: output * 1.0)
     try:
         return model(x)
@@ -253,7 +253,9 @@ def with_a_later_hook(model, x):
     ids=lambda f: f.__qualname__,
 )
 def test_the_way_the_forward_pass_is_written_does_not_matter(make, forward):
-    model = net(inplace=forward is not under_full_backward_hooks)  # torch refuses the two together
+    model = net(
+        inplace=forward is not under_full_backward_hooks
+    )  # torch does not allow the two together
     trained = train(model, make(model), forward=forward)
     torch.testing.assert_close(trained, expected(make), rtol=1e-5, atol=1e-6)
 
@@ -267,7 +269,7 @@ def test_activations_in_place_do_not_matter(make):
 @both
 @pytest.mark.parametrize("shape", [(6,), (4, 6), (4, 3, 6), (4, 2, 3, 6)], ids=str)
 def test_activations_in_place_after_linear_layers_of_any_input(make, shape):
-    """Which may return views, and a change in place of those is another matter to autograd."""
+    """They may return views, whose in-place changes autograd treats differently."""
     results = []
     for inplace in (False, True):
         torch.manual_seed(0)
@@ -420,7 +422,7 @@ def test_autocast_gives_about_the_same_direction(make, dtype, device):
 
 @both
 def test_frozen_layers_and_parts_under_no_grad(make):
-    """As a model whose first part is a fixed function."""
+    """A model whose first part is a fixed function."""
     model, reference = net(), net()
     for module in (model.conv, model.norm, reference.conv, reference.norm):
         module.requires_grad_(False)
@@ -453,7 +455,7 @@ def test_unbatched_inputs_are_one_sample(make):
 
 @both
 def test_an_input_changed_in_place_is_an_error_that_names_the_layer(make):
-    """Under autocast autograd keeps a copy, and would not tell."""
+    """Under autocast, autograd keeps a copy and would not notice."""
     model = nn.Sequential(nn.Linear(4, 4))
     optimizer = make(model)
     x = torch.randn(3, 4)
@@ -542,7 +544,7 @@ def test_a_layer_added_in_mid_training_is_found(make):
         assert optimizer.state[model.last.weight]["factor_updates"] == 2
 
 
-# ---- lives
+# ---- lifetimes
 
 
 def freed(reference: weakref.ref) -> bool:
@@ -552,7 +554,7 @@ def freed(reference: weakref.ref) -> bool:
 
 @both
 def test_everything_goes_with_the_optimizer(make):
-    make(net())  # torch keeps the frames of the first optimizer of a process
+    make(net())  # torch keeps the frames of the process's first optimizer
     model = net()
     optimizer = make(model.parameters())
     backward(model, 0)
@@ -580,7 +582,7 @@ def test_the_optimizer_may_go_between_forward_and_backward(make):
 
 @both
 def test_inputs_are_freed_by_the_backward_pass(make):
-    """Though the output, and so its hooks, may live on."""
+    """Although the output, and so its hooks, may live on."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     optimizer = make(model)
     inputs = []

@@ -1,4 +1,4 @@
-"""Hooks of optimizers that capture: they leave no trace, find new modules, and serve many threads."""
+"""Hooks of capturing optimizers: they leave no trace, find new modules, and serve many threads."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def traces() -> list[int]:
 
 @both
 def test_optimizers_leave_no_trace_in_torch(make):
-    make(mlp().parameters())  # one hook of new parameters serves all later optimizers
+    make(mlp().parameters())  # one hook for new parameters serves all later optimizers
     gc.collect()
     before = traces()
     for _ in range(5):
         model = mlp()
         optimizer = make(model.parameters())
         step(model, optimizer)
-        unused = make(mlp().parameters())  # it still looks for its layers when it goes
+        unused = make(mlp().parameters())  # still looking for its layers when deleted
         del optimizer, unused
         gc.collect()
     assert traces() == before
@@ -93,7 +93,7 @@ def test_optimizers_may_go_while_modules_are_built():
     assert not left
 
 
-# ---- modules that come later
+# ---- modules constructed later
 
 
 def with_new_layers(model: nn.Sequential) -> nn.Sequential:
@@ -128,7 +128,7 @@ def test_new_modules_around_known_parameters_are_seen(make, form):
 
 @both
 def test_one_of_two_layers_that_share_a_weight_may_be_new(make):
-    """The other one still runs: no gradient is missing, part of it is."""
+    """The other one still runs: the gradient is not missing, but incomplete."""
 
     class Shared(nn.Module):
         def __init__(self) -> None:
@@ -185,7 +185,7 @@ def eager_switching():
 
 
 def train_in_threads(model, optimizer, numbers: range) -> None:
-    """One forward and backward pass a thread, all at once, then one step."""
+    """One forward and backward pass per thread, all at once, then one step."""
     barrier, errors = threading.Barrier(len(numbers)), []
 
     def run(number: int) -> None:
@@ -227,7 +227,7 @@ def test_threads_may_share_the_first_pass(make, form, eager_switching):
 
 
 class Doubled(nn.Module):
-    """Takes float32 inputs as float64."""
+    """Converts float32 inputs to float64."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ class Doubled(nn.Module):
         return self.inner(x.double())
 
 
-# ---- uses outside of layers that come and go
+# ---- uses outside layers that come and go
 
 
 def penalized(model: nn.Sequential, number: int, scale: float | None) -> None:
@@ -250,7 +250,7 @@ def penalized(model: nn.Sequential, number: int, scale: float | None) -> None:
 
 @pytest.mark.parametrize("scales", [[None, None, 1.0, None], [0.0, 0.0, 1.0, None]], ids=str)
 def test_natural_gradient_refuses_a_use_outside_that_begins_later(scales):
-    """Or one whose factor is zero at first."""
+    """Also a use whose factor is zero at first."""
     model = mlp()
     optimizer = OPTIMIZERS["natural_gradient"](model)
     for number, scale in enumerate(scales):

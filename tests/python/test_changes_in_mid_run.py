@@ -1,4 +1,4 @@
-"""What users change between two steps: it works, or is refused by the name of what was changed."""
+"""Changes between two steps: they work, or raise an error that names the change."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = ignore_fallback
 @all_cases
 @pytest.mark.parametrize("dtypes", [("float32", "float64"), ("float64", "float32")], ids=str)
 def test_state_follows_the_model_to_another_dtype(make, dtypes, device):
-    """As a checkpoint would that is loaded into an optimizer of the other dtype."""
+    """As for a checkpoint loaded into an optimizer of the other dtype."""
     before, after = (getattr(torch, name) for name in dtypes)
     model = mlp(device, before)
     optimizer = make(model.parameters())
@@ -287,7 +287,7 @@ def test_a_lost_factor_is_named(name):
 @pytest.mark.parametrize("second", ["pi", "plain", "exact"])
 @pytest.mark.parametrize("how", ["set", "delete"])
 def test_damping_split_may_change_and_lost_inverses_come_back(first, second, how):
-    """The factors stay, what is made of them is made in the next step."""
+    """The factors stay; the next step recomputes what depends on them."""
     model = mlp()
     optimizer = torchium.KFAC(model, TCov=1, TInv=100, damping_split=first, kl_clip=None)
     run(model, optimizer)
@@ -317,7 +317,7 @@ def test_damping_split_may_change_and_lost_inverses_come_back(first, second, how
 def test_a_change_of_damping_split_leaves_no_step_and_no_checkpoint_without_inverses(
     first, second, device
 ):
-    """They are made in the next step, also where that is skipped; a checkpoint may come before it."""
+    """The next step computes them, even if it is skipped; a checkpoint may be saved before it."""
     model = mlp(device)
     optimizer = torchium.KFAC(model, TCov=2, TInv=100, damping_split=first)
     run(model, optimizer, 0, 2)
@@ -428,7 +428,7 @@ def test_steps_have_the_right_length_when_an_average_starts_late(late, how, devi
     expected = [
         1e-3 * (p.numel() ** 0.5 if "grafting" in options else p.grad.norm().item()) for p in params
     ]
-    for _ in range(3):  # equal gradients: their averages are what they are
+    for _ in range(3):  # equal gradients: they equal their averages
         assert step_length(params, optimizer.step) == pytest.approx(expected, rel=1e-3)
     state = optimizer.state[params[0]]
     if late != "average":

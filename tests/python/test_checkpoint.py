@@ -1,4 +1,4 @@
-"""State dicts: what they hold, that runs continue from them bit for bit, and what is refused."""
+"""State dicts: their contents, bitwise identical resumption, and errors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tensors_of(state_dict: dict) -> list[Tensor]:
     return [t for state in state_dict["state"].values() for t in state.values()]
 
 
-# ---- what a state dict is
+# ---- contents of a state dict
 
 
 @all_cases
@@ -122,7 +122,7 @@ def test_keys_of_the_state_of_layers():
 
 @all_cases
 def test_state_dict_of_a_copy_is_a_snapshot_too(make):
-    """What makes it one is a hook, which torch does not copy."""
+    """It is made by a hook, which torch does not copy."""
     model = mlp()
     optimizer = make(model.parameters())
     run(model, optimizer)
@@ -148,7 +148,7 @@ def test_a_learning_rate_in_a_tensor_is_not_shared_with_the_checkpoint(make):
 
 @plain_cases
 def test_matrices_of_one_size_share_a_stack_and_its_order_is_that_of_the_group(make):
-    """Whatever the order in which the parameters came to have state."""
+    """In whatever order the parameters first got state."""
     layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(4))
     optimizer = make(layers.parameters())
     params = list(layers.parameters())
@@ -166,7 +166,7 @@ def test_matrices_of_one_size_share_a_stack_and_its_order_is_that_of_the_group(m
             assert len(set(offsets)) == 4
 
 
-# ---- going on
+# ---- resuming
 
 
 @all_cases
@@ -199,7 +199,7 @@ def test_optimizer_that_ran_on_goes_back_bit_for_bit(make):
 
 @all_cases
 def test_some_parameters_without_state_continue_bit_for_bit(make):
-    """The layout of the stacks must not tell the two runs apart."""
+    """The layout of the block storage must not make the two runs differ."""
     runs = []
     for resumed in (False, True):
         model = mlp()
@@ -382,7 +382,7 @@ def test_hooks_of_state_dict_and_load_state_dict(make):
     assert other.param_groups[0]["lr"] == 0.75
 
 
-# ---- what does not fit
+# ---- state that does not fit
 
 
 def _first(state_dict: dict) -> dict:
@@ -568,7 +568,7 @@ def test_state_of_another_kind_of_optimizer_is_refused(name, other):
 
 
 def bad_numbers(state: dict) -> dict[str, list[float]]:
-    """What the entries of each tensor of a saved state cannot be."""
+    """Invalid values for the entries of each saved tensor."""
     bad = {
         key: [float("nan"), float("inf"), float("-inf")]
         for key, value in state.items()
@@ -619,7 +619,7 @@ def test_numbers_too_large_for_the_dtype_of_the_state_are_refused():
 
 @pytest.mark.parametrize("cls", [torchium.ShampooW, torchium.Adagrad, torchium.KFAC])
 def test_state_that_other_code_keeps_with_parameters_is_kept(cls):
-    """As Lookahead and averages of weights do."""
+    """As Lookahead and weight averages do."""
     model = mlp()
     optimizer = cls(model.parameters())
     run(model, optimizer, 0, 2)
@@ -644,7 +644,7 @@ def test_state_that_other_code_keeps_with_parameters_is_kept(cls):
     )
     assert saved["state"][0]["slow_buffer"].isnan().all()
     run(model, optimizer, 2, 2)
-    # Names that an optimizer of torchium uses are refused where they do not belong.
+    # Torchium's own names are refused where they do not belong.
     wrong = optimizer.state_dict()
     wrong["state"][0]["inputs.0"] = torch.ones(2)
     with pytest.raises(ValueError, match=r"unexpected \['inputs\.0'\]"):

@@ -1,4 +1,4 @@
-"""The benchmark of convergence, on the CPU with little data, and the text of its Transformer."""
+"""The convergence benchmark, on the CPU with little data, and the text of its Transformer."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_muon_steps_a_convolution_as_a_matrix() -> None:
 
 
 def compressed(text: bytes) -> bytes:
-    """What Unix's compress makes of a text, without its header; the table is emptied once."""
+    """The output of Unix's compress for a text, without its header; the table is cleared once."""
     bits: list[int] = []
 
     def emit(code: int, width: int) -> None:
@@ -126,7 +126,7 @@ def compressed(text: bytes) -> bytes:
 
 
 def package_of(text: bytes, window: int) -> bytes:
-    """A .deb that holds `text` as bible-kjv-text does, in windows of that many bytes."""
+    """A .deb that holds `text` like bible-kjv-text, in windows of that many bytes."""
     windows = [compressed(text[i : i + window]) for i in range(0, len(text), window)]
     starts = [0x5C + 4 * (len(windows) + 1)]
     for part in windows:

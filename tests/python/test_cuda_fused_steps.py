@@ -1,5 +1,4 @@
-"""Steps of diagonal Adagrad and of K-FAC by the kernels for all parameters at once, against float64
-on the CPU."""
+"""Multi-tensor steps of diagonal Adagrad and of K-FAC, against float64 on the CPU."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def error(actual: Tensor, expected: Tensor) -> float:
-    """Relative to numbers of size 1, which the parameters pass through, or to larger ones."""
+    """Relative to 1 (parameters cross zero), or to larger numbers."""
     difference = (actual.detach().cpu().double() - expected.detach()).norm()
     return float(difference / (expected.detach().norm() + expected.numel() ** 0.5))
 
@@ -57,7 +56,7 @@ def adagrad_parameters(device: str, dtype: torch.dtype, layout: str) -> list[nn.
             value = value.t().contiguous().t()
         elif layout == "permuted" and value.dim() == 4:
             value = value.to(memory_format=torch.channels_last)
-        elif layout == "offset":  # no multiple of four elements
+        elif layout == "offset":  # not a multiple of four elements
             value = (
                 torch.empty(value.numel() + 1, device=device, dtype=dtype)[1:]
                 .view(shape)
@@ -134,7 +133,7 @@ def test_a_captured_step_of_adagrad_is_the_eager_one() -> None:
             gradients = [p.grad for p in params]
             set_gradients(params, seed)
             for p, gradient in zip(params, gradients, strict=True):
-                p.grad = gradient.copy_(p.grad)  # where the graph reads it
+                p.grad = gradient.copy_(p.grad)  # the tensor that the graph reads
             graph.replay() if captured else optimizer.step()
         results.append([p.detach() for p in params])
     assert_same(results[1], results[0])
@@ -158,7 +157,7 @@ def test_launches_of_adagrad_do_not_grow_with_the_number_of_parameters() -> None
 def train(
     name: str, device: str, dtype: torch.dtype, steps: int = 5, layout: str = "", **options: Any
 ) -> list[Tensor]:
-    """How the parameters have moved."""
+    """The changes of the parameters."""
     model, shape = make_model(name)
     model.to(device, dtype)
     start = values(model)

@@ -14,7 +14,7 @@ from reference import damped_power
 from torch import nn
 from torchium.utils.cuda_kernels import CUDAGradientOps, CUDAMatrixOps, CUDAMemoryOps
 
-# The samples, to the letter. 'cuda' is replaced by the device of the test.
+# The samples, verbatim. 'cuda' is replaced by the device of the test.
 IMPORTS = """
 from torchium.utils.cuda_kernels import (
     CUDAMatrixOps,      # Matrix operations
@@ -276,7 +276,7 @@ class OptimizedShampoo(Optimizer):
 
 
 def run_sample(sample: str, device: torch.device, **names):
-    """The names a sample defines, run with `names` defined before it."""
+    """The names that a sample defines, given `names`."""
     scope = {"torch": torch, "__name__": "sample", **names}
     exec(compile(sample.replace("'cuda'", f"'{device.type}'"), "<sample>", "exec"), scope)
     return scope
@@ -295,7 +295,7 @@ def test_sample_matrix_root(device):
     scope = run_sample(MATRIX_ROOT, device)
     exact = damped_power(scope["G"].double().cpu(), -0.25, eps=1e-8)
     error = torch.linalg.matrix_norm(scope["G_sqrt_inv"].double().cpu() - exact)
-    # G's condition is about 1e5, so its smallest eigenvalue is known to a percent.
+    # G's condition is about 1e5, so its smallest eigenvalue is accurate to a percent.
     assert error < 0.02 * torch.linalg.matrix_norm(exact)
 
 

@@ -1,4 +1,4 @@
-"""Matrix functions on a CUDA device: no wait for it, CUDA graphs, streams, hostile inputs."""
+"""Matrix functions on a CUDA device: no host waits, CUDA graphs, streams, hostile inputs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SCALES = [1e-42, 1e-30, 1.0, 1e30, 1e37]
 
 @functools.cache
 def hostile(n: int) -> Tensor:
-    """Every spectrum at every scale in one stack, with random and with unit eigenvectors."""
+    """Every spectrum at every scale in one batch, with random and with unit eigenvectors."""
     values = torch.stack([make(n) * scale for make in SPECTRA.values() for scale in SCALES])
     return torch.cat([from_spectrum(values), torch.diag_embed(values)]).float()
 
@@ -89,7 +89,7 @@ def test_nothing_waits_for_the_device(name: str, n: int, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("n", ORDERS)
 def test_captured_calls_follow_their_input(function: Function, n: int, dtype: torch.dtype) -> None:
     A = stack(n, dtype)
-    function(A)  # loads libraries and makes schedules
+    function(A)  # loads libraries and computes schedules
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="global"):
         captured = function(A)
@@ -137,7 +137,9 @@ def test_hostile_spectra(n: int, root: int, method: str) -> None:
         unit = torch.finfo(torch.float32).eps
         error = relative_error(X, expected)
         condition = s / torch.maximum(damped, floor)
-        last_step = 1e-4 if method == "newton" else 0.0  # in halves: most for multiples of identity
+        last_step = (
+            1e-4 if method == "newton" else 0.0
+        )  # hi and lo parts: largest for multiples of the identity
         assert (error[well_above] <= 300 * unit * condition[well_above] + last_step).all()
         factor = 128 if root == 1 and method == "newton" else 64  # 98 by the last step
         bound = factor * floor.pow(-1 / root)
@@ -162,7 +164,7 @@ def test_a_failed_matrix_is_flagged_and_alone(n: int) -> None:
 
 @pytest.mark.parametrize("n", [16, 100, 200, 330])
 def test_many_matrices_of_different_scale(n: int) -> None:
-    """Each chooses its own iterations."""
+    """Each has its own number of iterations."""
     count = 60
     spectrum = torch.logspace(0, -4, n, dtype=torch.float64)
     values = torch.logspace(0, -6, count, dtype=torch.float64)[:, None] * spectrum
@@ -177,7 +179,7 @@ def test_many_matrices_of_different_scale(n: int) -> None:
 
 @pytest.mark.parametrize("n", [2500, 4096, 8192])
 def test_large_orders(n: int) -> None:
-    """Eigenvectors are those of a reflection, so that the root is known without a solver."""
+    """Eigenvectors are those of a reflection, so the root is known without a solver."""
     generator = torch.Generator(device="cuda").manual_seed(0)
     v = torch.randn(n, 1, generator=generator, device="cuda", dtype=torch.float64)
     v /= v.norm()

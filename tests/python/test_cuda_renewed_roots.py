@@ -1,4 +1,4 @@
-"""Roots that optimizers renew in place on a CUDA device, against roots computed elsewhere."""
+"""Roots that optimizers update in place on a CUDA device, against roots computed elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchium.linalg import matrix_inverse_root
 pytestmark = pytest.mark.cuda
 
 EPS = 1e-3
-# Orders of every kernel, and numbers of blocks: stacks of at most 2^22 elements are joined.
+# Orders for every kernel, and numbers of blocks: batches of at most 2^22 elements are joined.
 JOINED = [(2, 5), (16, 6), (33, 5), (100, 4), (200, 3)]
 ALONE = [(64, 1100), (200, 110), (1024, 5)]
 OPTIONS = {"lr": 0.1, "eps": EPS, "update_freq": 1}
@@ -28,8 +28,9 @@ def spread(n: int, seed: int) -> Tensor:
 
 
 class Blocks:
-    """One parameter of `blocks` blocks [n, n], two stacks of statistics, after a step with the
-    gradient zero."""
+    """One parameter of `blocks` blocks [n, n], with two batches of statistics, after a step with zero
+    gradient.
+    """
 
     def __init__(self, n: int, blocks: int, seed: int = 0, **options: object) -> None:
         self.param = nn.Parameter(torch.zeros(blocks * n, n, device="cuda"))
@@ -63,7 +64,7 @@ class Blocks:
 @pytest.mark.parametrize("capturable", [False, True])
 @pytest.mark.parametrize(("n", "blocks"), [*JOINED, *ALONE])
 def test_as_roots_of_divided_statistics(n: int, blocks: int, capturable: bool) -> None:
-    """To the bit where the division is exact."""
+    """Bitwise, where the division is exact."""
     case = Blocks(n, blocks, betas=(0.0, 0.5), capturable=capturable)
     case.optimizer.update_preconditioners()
     for X, expected in zip(case.copies("roots"), case.composed(0.5), strict=True):
@@ -131,7 +132,7 @@ def test_renewal_is_captured_and_waits_for_nothing(n: int, blocks: int) -> None:
 
 
 def test_large_stacks_are_renewed_without_copies() -> None:
-    """The workspace is 4 n^2 floats a matrix; a copy of statistics or roots would be n^2 more."""
+    """The workspace is 4 n^2 floats per matrix; a copy of statistics or roots would be n^2 more."""
     case = Blocks(1024, 5, betas=(0.0, 0.5))
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 pytestmark = pytest.mark.cuda
 
-# Blocks whole and cut in each dimension, one column wide, sizes that are no multiple of four, orders
-# zero to three, convolutions.
+# Blocks whole and cut in each dimension, one column wide, sizes that are not multiples of four, orders zero
+# to three, convolutions.
 SHAPES = [
     (24, 40), (7, 5), (33, 70), (64, 64), (3, 129), (1, 9), (11, 1), (), (1,), (37,), (64,), (200,),
     (8, 3, 3, 3), (16, 8, 1, 1), (1, 8, 3, 3), (20, 30, 40), (0,),
@@ -49,7 +49,7 @@ def parameters(device: str, dtype: torch.dtype, channels_last: bool = False) -> 
 
 
 def give_gradients(params: list[nn.Parameter], seed: int) -> None:
-    """The same rounded numbers for every device and dtype, in sizes that differ between parameters."""
+    """The same rounded numbers for every device and dtype, of different magnitudes per parameter."""
     generator = torch.Generator().manual_seed(seed)
     for i, p in enumerate(params):
         gradient = torch.randn(p.shape, generator=generator).bfloat16() * 2.0 ** (i % 5 - 3)
@@ -78,7 +78,7 @@ def test_follows_float64_on_the_cpu(options: dict[str, object], channels_last: b
         assert (a - e).norm() <= 2e-4 * moved + 1e-6, (shape, (a - e).norm(), moved)
 
 
-# Products of blocks whose sizes are no multiples of 8 are float32 or TF32, others of halves.
+# Products of blocks whose sizes are not multiples of 8 are float32 or TF32, others split fp16.
 @pytest.mark.parametrize(
     ("shape", "precision", "low", "high"),
     [
@@ -141,7 +141,7 @@ def test_a_skipped_step_of_halves_changes_no_bit(precision: str) -> None:
 def test_a_tiny_gradient_beside_a_huge_one_keeps_its_digits(
     betas: tuple[float, float], precision: str
 ) -> None:
-    """Both are in the same stacks of halves."""
+    """Both are in the same buffers of hi and lo parts."""
     results = []
     for device, dtype in (("cpu", torch.float64), ("cuda", torch.float32)):
         params = [nn.Parameter(torch.zeros(24, 64, device=device, dtype=dtype)) for _ in range(3)]
@@ -304,7 +304,7 @@ def test_launches_do_not_grow_with_the_number_of_parameters() -> None:
 
 
 def test_matrices_of_the_state_may_lie_anywhere() -> None:
-    """Other code may put tensors into the state; these begin one element behind an aligned one."""
+    """Other code may put tensors into the state; these begin one element after an aligned one."""
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(64, 40, device="cuda")) for _ in range(2)]
     optimizers = [torchium.Shampoo([p], matmul_precision="highest") for p in params]
@@ -324,7 +324,7 @@ def test_matrices_of_the_state_may_lie_anywhere() -> None:
 
 
 def blocks_of_shape(x: Tensor, rows: int, columns: int, block_size: int) -> Tensor:
-    """[count, rows, columns]: whole blocks, or what is left of the last ones."""
+    """[count, rows, columns]: whole blocks, or the remainders at the end."""
     sides = []
     for n, size in ((x.size(0), rows), (x.size(1), columns)):
         whole = n // block_size * block_size
@@ -343,7 +343,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 def test_products_of_many_block_shapes_share_launches(
     precision: str, root_dtype: torch.dtype | None
 ) -> None:
-    """More shapes than one launch takes, and more matrices than are in flight at once."""
+    """More shapes than one launch supports, and more matrices than are in flight at once."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("products of halves need compute capability 9.0")
     torch.manual_seed(0)
@@ -353,7 +353,7 @@ def test_products_of_many_block_shapes_share_launches(
         params, lr=1.0, eps=1e-2, betas=(0.0, 0.9), update_freq=1000, block_size=1024,
         matmul_precision=precision, root_dtype=root_dtype,
     )  # fmt: skip
-    # New gradients have parts that the roots do not shrink, beside which rounding is small.
+    # New gradients have parts that the roots do not shrink, so rounding is small in comparison.
     for step in range(9):
         for p in params:
             p.grad = torch.randn_like(p)

@@ -1,4 +1,4 @@
-"""K-FAC and natural gradient as constructed descend on classifiers of many kinds."""
+"""K-FAC and natural gradient with default options descend on classifiers of many kinds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Sampler = Callable[[torch.Generator], tuple[Tensor, Tensor]]
 
 
 class Block(nn.Module):
-    """A layer of a Transformer made of linear layers."""
+    """A Transformer layer of linear layers."""
 
     def __init__(self, width: int, causal: bool) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class Language(nn.Module):
-    """An encoder that classifies sentences, or a model of the next word."""
+    """An encoder that classifies sentences, or a next-word model."""
 
     def __init__(self, words: int, classes: int, causal: bool, width: int = 16) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def digits(shape: tuple[int, ...]) -> Sampler:
 
 
 def sentences(generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """The class is which of three kinds of words is the most frequent."""
+    """The class is the most frequent of three kinds of words."""
     x = torch.randint(30, (BATCH, 8), generator=generator)
     return x, F.one_hot(x % 3, 3).sum(1).argmax(1)
 
@@ -93,7 +93,7 @@ def bags(generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def text(generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Each next character of a sentence that is repeated."""
+    """The next character of a repeated sentence."""
     characters = torch.tensor(list(b"the quick brown fox jumps over the lazy dog. "))
     start = torch.randint(len(characters), (BATCH, 1), generator=generator)
     window = characters[(start + torch.arange(9)) % len(characters)] - 32

@@ -50,7 +50,7 @@ def test_compare_trains_every_optimizer(model: str, tmp_path: Path) -> None:
     rows = table_rows(output)
     assert set(rows) == {*torchium.get_available_optimizers(), "sgd", "adamw"}
     for label, (loss, accuracy, steps, *_, steps_to_target, seconds_to_target) in rows.items():
-        # A network that has learnt nothing has loss log(10) = 2.3 and accuracy 10 %.
+        # An untrained network has loss log(10) = 2.3 and accuracy 10 %.
         assert float(loss) < 0.5, label
         assert float(accuracy.rstrip("%")) > 85, label
         assert int(steps) == 150
@@ -64,7 +64,7 @@ def test_compare_trains_every_optimizer(model: str, tmp_path: Path) -> None:
 def test_the_best_loss_of_sgd_is_reached_in_fewer_steps(optimizer: str, tmp_path: Path) -> None:
     common = ("--data", "digits", "--device", "cpu", "--steps", "150", "--output", str(tmp_path))
     sgd = table_rows(checked_example("train_classifier.py", "--optimizer", "sgd", *common))
-    best = sgd["sgd"][0]  # of a rate that falls to zero, the last loss
+    best = sgd["sgd"][0]  # of a rate that decays to zero, the last loss
     rows = table_rows(
         checked_example("train_classifier.py", "--optimizer", optimizer, "--target", best, *common)
     )

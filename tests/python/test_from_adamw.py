@@ -1,4 +1,4 @@
-"""Shampoo.from_adamw: what it takes over, and that its steps have the length of AdamW's."""
+"""Shampoo.from_adamw: the options that it keeps, and steps as long as AdamW's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_vectors_and_scalars_step_as_with_adamw(options):
-    """But for eps, which the diagonal rule adds under the root: here g^2 is far above eps^2."""
+    """Except for eps, which the diagonal rule adds under the root: here g^2 is far above eps^2."""
     ours, theirs = twins((7,), (), (1, 9))
     shampoo = torchium.Shampoo.from_adamw(ours, **options)
     adamw = torch.optim.AdamW(theirs, **options)
@@ -44,7 +44,7 @@ def values_of(params):
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
 def test_first_updates_of_matrices_have_the_length_of_adams(kind):
-    """Blocks of 4: the first step of each is as long as Adam's, weight decay apart."""
+    """Blocks of 4: the first step of each is as long as Adam's, excluding weight decay."""
     ours, theirs = twins((8, 4), (4, 4, 1, 1))
     adam = kind(theirs, lr=0.01, weight_decay=0.1)
     shampoo = torchium.Shampoo.from_adamw(kind(ours, lr=0.01, weight_decay=0.1), block_size=4)

@@ -1,4 +1,4 @@
-"""Forward-mode derivatives and torch.func over torchium.linalg: right, or refused; never silently zero."""
+"""Forward-mode derivatives and torch.func with torchium.linalg: correct, or an error; never silently zero."""
 
 from __future__ import annotations
 

@@ -1,19 +1,17 @@
-r"""Shampoo walks the trajectories of Distributed Shampoo, a public implementation by others.
+r"""Shampoo follows the trajectories of Distributed Shampoo, an independent public implementation.
 
-golden_distributed_shampoo.json holds the parameters that its code, at the commit named there, reached
-on this file's problem, and the settings it ran with. Gradients come from a formula, so that both
-see the same ones.
+golden_distributed_shampoo.json holds the parameters that its code, at the commit named there, reached on this
+file's problem, and its settings. Gradients come from a formula, so both see the same ones.
 
-The settings are a subset in which both define the same step. Distributed Shampoo differs from
-torchium in what the cases leave out:
+The settings are a subset in which both define the same step. Distributed Shampoo differs from torchium where
+the cases do not test:
 
-- it adds decoupled weight decay to the direction before momentum; here momentum does not see it.
-  No case has both;
-- with ``precondition_frequency=k`` it computes roots at multiples of k only; here they are due more
-  often in the first steps. The case "rmsprop" starts at step 16 with ``update_freq=4``, from where
-  both schedules agree;
+- it adds decoupled weight decay to the direction before momentum; torchium does not. No case has both;
+- with ``precondition_frequency=k`` it computes roots only at multiples of k; in torchium they are due more
+  often in the first steps. The case "rmsprop" starts at step 16 with ``update_freq=4``, where both schedules
+  agree;
 - it adds 1e-16 to the norm of a direction before grafting, far below the rounding of the norms here;
-- small matrices become vectors and vectors get full matrices by default there.
+- by default it turns small matrices into vectors and keeps full matrices for vectors.
 """
 
 from __future__ import annotations
@@ -79,9 +77,9 @@ OPTIONS = {
         "decoupled_weight_decay": True,
     },
 }
-# Parameters are of order one. The float64 runs agree to 2e-15, the float32 ones to 5e-7, on a CPU. A
-# GPU adds in another order, and multiplies float32 as sums of fp16 numbers of 22 bits together. A
-# change of eps by 0.1 % moves every case by 2e-8 or more, the other options tried by 4e-5 or more.
+# Parameters are of order one. The float64 runs agree to 2e-15, the float32 ones to 5e-7, on a CPU. A GPU adds
+# in a different order, and multiplies float32 as sums of fp16 numbers with 22 bits together. A change of eps
+# by 0.1 % moves every case by 2e-8 or more, other options by 4e-5 or more.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 

@@ -1,4 +1,4 @@
-"""kronecker_factors_update_ and per_sample_gradients against one backward pass a sample."""
+"""kronecker_factors_update_ and per_sample_gradients against one backward pass per sample."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ops = torch.ops.torchium
 
 
 def rows_of(model: nn.Module, batches: list[Batch]) -> list[Tensor]:
-    """The Jacobian in float64, one tensor a parameter."""
+    """The Jacobian in float64, one tensor per parameter."""
     model = copy.deepcopy(model).double()
     blocks = []
     for inputs, targets in batches:
@@ -37,7 +37,7 @@ def test_rows_are_gradients_of_single_samples(name, device):
 
 @pytest.mark.parametrize("name", ["sequence", "convolutions", "tied_embedding", "two_tables"])
 def test_micro_batches_are_more_samples(name, device):
-    """With more or fewer positions a sample in each, and one that leaves parameters out."""
+    """With different numbers of positions per sample, and one without some parameters."""
     model, batch = model_and_batch(name, device=device)
     _, other = model_and_batch(name, samples=3, device=device, seed=1)
     if name in ("tied_embedding", "two_tables"):
@@ -101,7 +101,7 @@ def test_an_input_without_a_batch_is_one_sample(layer, shape):
 @pytest.mark.parametrize("name", ["mlp", "convolutions", "tied_embedding"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_have_the_precision_of_the_parameters(name, dtype, device):
-    """What was captured is exact here, so that all error is that of the sums over positions."""
+    """Captured tensors are exact here, so all error is that of the sums over positions."""
     model, batch = model_and_batch(name, dtype=dtype, device=device)
     captured = capture(model, loss_fn, [batch])
     rows = ops.per_sample_gradients(*captured.arguments, scale=captured.samples)
@@ -110,7 +110,7 @@ def test_rows_have_the_precision_of_the_parameters(name, dtype, device):
     expected = ops.per_sample_gradients(*captured64.arguments, scale=captured.samples)
     for row, reference in zip(rows, expected, strict=True):
         assert row.dtype == dtype
-        # Two roundings to the dtype of the parameter at most: of the sum and of the result.
+        # At most two roundings to the parameter's dtype: of the sum and of the result.
         tolerance = 2 * torch.finfo(dtype).eps + 40 * torch.finfo(torch.float32).eps
         assert (row - reference).norm() <= tolerance * reference.norm()
 
@@ -140,7 +140,7 @@ FACTOR_CASES = {
 
 
 def factor_case(name: str, with_bias: bool, device, dtype=torch.float64, state=torch.float64):
-    """Sums that hold something already, an input and an output gradient."""
+    """Nonzero sums, an input and an output gradient."""
     shape, input_shape, gradient_shape, settings = FACTOR_CASES[name]
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(input_shape, generator=generator).to(device, dtype)
@@ -258,7 +258,7 @@ def test_opcheck_of_factors(name, device):
 
 
 def lookup_case(device, diagonal: bool, words: int = 5, width: int = 3):
-    """Sums of an embedding that hold something, indices with a padding of 2, and a gradient."""
+    """Nonzero sums of an embedding, indices with padding index 2, and a gradient."""
     generator = torch.Generator().manual_seed(0)
     indices = torch.randint(words, (4, 6), generator=generator).to(device)
     h = torch.randn(4, 6, width, generator=generator, dtype=torch.float64).to(device)
@@ -321,7 +321,7 @@ def test_products_and_lookups_become_one_pair_of_factors(kept, bias, scale, devi
 
 
 def test_lookups_like_the_products_double_the_fisher_matrix():
-    """As two linear layers do that share a weight and see the same."""
+    """As two linear layers with a shared weight and the same inputs do."""
     A, G = spd(3, 0)[None], torch.tensor([[1.0, 2.0, 3.0, 4.0]], dtype=torch.float64)
     A_sum, G_sum = 10 * A, G.clone()
     ops.kronecker_factors_add_lookups_(A_sum, G_sum, A * G.sum(), 7 * G, rows=10)

@@ -1,4 +1,4 @@
-"""Numbers near the end of their range: a step is skipped and reported, or all stays finite."""
+"""Numbers near the end of their range: the step is skipped and reported, or all stays finite."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def all_finite(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def step_or_report(optimizer: torch.optim.Optimizer, message: str) -> bool:
-    """Whether a step raised nothing; what it raises has this message."""
+    """Whether a step succeeded; if it raises, the error has this message."""
     try:
         optimizer.step()
         optimizer.check_errors()
@@ -146,7 +146,7 @@ def test_weight_decay_of_a_huge_parameter_skips_the_step(cls, device):
 
 
 def test_limits_hold_for_16_bits_as_for_their_float32_state(device):
-    """No float16 is too large; in bfloat16 the largest number that the limit allows is rounded down."""
+    """No float16 is too large; in bfloat16 the largest number below the limit is rounded down."""
     for dtype, value, taken in (
         (torch.float16, 65504.0, 1),
         (torch.bfloat16, 1e17, 1),
@@ -229,7 +229,7 @@ SCALES = [1e-40, 1e-25, 1e-9, 1e-3, 1.0, 1e3, 1e8, 1e14, 1e18, 1e25, 1e38]
 @pytest.mark.parametrize("name", ALL_CASES)
 @pytest.mark.parametrize("seed", range(12))
 def test_any_sequence_of_finite_inputs(name, seed, device):
-    """Inputs and gradients of outputs of any size: weights and state stay finite."""
+    """Inputs and output gradients of any size: weights and state stay finite."""
     generator = torch.Generator().manual_seed(seed)
 
     def scale() -> float:

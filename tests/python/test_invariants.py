@@ -1,4 +1,4 @@
-"""Properties that hold for every shape and option, whatever the reference says."""
+"""Properties that hold for every shape and option, independent of the reference."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(params: list[Tensor], gradients: list[list[Tensor | None]], **options: A
 
 
 def run_one(gradients: list[Tensor], **options: Any) -> Tensor:
-    """The parameter, from zero, after steps with the gradients given."""
+    """The parameter, from zero, after steps with the given gradients."""
     return run([torch.zeros_like(gradients[0])], [[g] for g in gradients], **options)[0]
 
 
@@ -75,7 +75,7 @@ def test_a_step_without_gradient_changes_nothing(shape, options, seed):
 
 @given(MATRICES, OPTIONS, SEEDS)
 def test_blocks_are_parameters_of_their_own(shape, options, seed):
-    """A matrix in blocks moves as its blocks would as matrices."""
+    """A matrix in blocks moves as the blocks would as separate matrices."""
     options = {**options, "block_size": 4}
     assume(min(shape) > 1)
     gradients = random_tensors(shape, seed)
@@ -90,7 +90,7 @@ def test_blocks_are_parameters_of_their_own(shape, options, seed):
 
 @given(SHAPES, OPTIONS, SEEDS)
 def test_memory_layout_does_not_matter(shape, options, seed):
-    """Gradients and parameters of any strides give what contiguous ones give."""
+    """Gradients and parameters with any strides give the same result as contiguous ones."""
     gradients = random_tensors(shape, seed)
     expected = run_one(gradients, **options)
 
@@ -108,7 +108,7 @@ def test_memory_layout_does_not_matter(shape, options, seed):
 
 @given(MATRICES, SEEDS, st.sampled_from([None, "sgd"]))
 def test_rotations_of_a_matrix(shape, seed, grafting):
-    """U G V^T moves by U d V^T: Shampoo does not know the basis of a block."""
+    """U G V^T moves by U d V^T: Shampoo is independent of the basis of a block."""
     gradients = random_tensors(shape, seed)
     U, V = (torch.linalg.qr(random_tensors((n, n), seed + n, 1)[0])[0] for n in shape)
     assume(min(shape) > 1)  # a vector under the diagonal rule keeps its basis
@@ -128,7 +128,7 @@ def test_transposed_matrices_move_alike(shape, options, seed):
 
 @given(SHAPES, SEEDS, st.sampled_from([1e-3, 7.0, 1e4]))
 def test_direction_without_eps_is_free_of_scale(shape, seed, scale):
-    """exponents -1/(2k) over k modes: with summed statistics the unit of the gradient cancels."""
+    """exponents -1/(2k) over k modes: with summed statistics the scale of the gradient cancels."""
     options = {
         "eps": 0.0, "relative_eps": 1e-2, "update_freq": 1, "preconditioner_1d": "full",
         "root_method": "eigh",
@@ -198,7 +198,7 @@ def split(x: Tensor, size: int) -> list[Tensor]:
 
 @given(SHAPES, SEEDS)
 def test_full_matrix_adagrad_with_unit_blocks_is_diagonal(shape, seed):
-    """A block of one element is diagonal AdaGrad, where its root is renewed at every step."""
+    """A block of one element is diagonal Adagrad if its root is recomputed every step."""
     gradients = random_tensors(shape, seed)
     moved = []
     for options in (

@@ -1,4 +1,4 @@
-"""torchium.KFAC through its public face, against dense solves, the float64 reference and curvlinops.
+"""torchium.KFAC through its public interface, against dense solves, the float64 reference and curvlinops.
 
 Options that make one step the direction itself: lr 1, no momentum, no KL clip.
 """
@@ -37,7 +37,7 @@ def mlp(*sizes: int, bias: bool = True, seed: int = 0) -> nn.Sequential:
 
 
 def updates(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """What one step takes from each parameter."""
+    """The update of each parameter in one step."""
     before = [p.detach().clone() for p in model.parameters()]
     optimizer.step()
     return [old - new.detach() for old, new in zip(before, model.parameters(), strict=True)]
@@ -53,13 +53,13 @@ def assert_close_in_norm(actual: Tensor, expected: Tensor, tolerance: float) -> 
 @pytest.mark.parametrize("damping", [1e-4, 1e-2, 1.0])
 @pytest.mark.parametrize("bias", [True, False])
 def test_one_sample_is_the_dense_damped_empirical_fisher(damping, bias, device):
-    """Exact damping, no weight sharing: each block of the Fisher is j j^T, j its gradient."""
+    """Exact damping, no weight sharing: each block of the Fisher matrix is j j^T, j its gradient."""
     model = mlp(5, 4, 3, bias=bias).to(device)
     optimizer = torchium.KFAC(model, damping=damping, eps=1e-14, damping_split="exact", **BARE)
     loss = F.cross_entropy(model(random(1, 5).to(device)), torch.tensor([2], device=device))
     loss.backward()
     js = [p.grad.clone() for p in model.parameters()]
-    for i, p in enumerate(model.parameters()):  # any V: what is preconditioned is .grad
+    for i, p in enumerate(model.parameters()):  # any V: .grad is preconditioned
         p.grad += random(*p.shape, seed=i).to(device)
     V = [p.grad.clone() for p in model.parameters()]
     step = updates(model, optimizer)
@@ -138,7 +138,7 @@ def test_a_convolution_over_its_whole_input_is_a_linear_layer(split, bias, devic
 
 
 class Repeated(nn.Module):
-    """A layer used three times, one of them on two positions a sample, and a layer without bias."""
+    """A layer called three times, once on two positions per sample, and a layer without bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Tied(nn.Module):
 
 
 class TiedHead(nn.Module):
-    """An embedding, looked up in two places, whose weight is that of a head with a bias."""
+    """An embedding, looked up twice, whose weight is that of a head with a bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class Sequences(nn.Module):
 
 
 class Conv1D(nn.Module):
-    """That of transformers, which need not be installed: a linear layer with a weight [in, out]."""
+    """Like that of transformers, which need not be installed: a linear layer with a weight [in, out]."""
 
     __module__ = "transformers.pytorch_utils"
 
@@ -225,7 +225,7 @@ class Transposed(nn.Module):
 
 
 def convolutions() -> nn.Module:
-    """Groups, dilation, stride, padding of every kind, biases, and parameters of other layers."""
+    """Groups, dilation, stride, all kinds of padding, biases, and parameters of other layers."""
     return nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1, groups=2),
         nn.GroupNorm(2, 4),
@@ -272,7 +272,7 @@ def batch_of(shape: tuple[int, ...], step: int, size: int = 4) -> tuple[Tensor, 
 
 
 def train_reference(model: nn.Module, shape: tuple[int, ...], steps: int, **options: Any) -> None:
-    """Captures sample by sample; gradients of the mean loss by one pass."""
+    """Capture sample by sample; gradients of the mean loss by one pass."""
     shared = {k: options.pop(k) for k in ("kl_clip", "damping_split") if k in options}
     params = [p for p in model.parameters() if p.requires_grad]
     layers = layers_of(model)
@@ -314,7 +314,7 @@ def test_training_follows_the_reference(name, options, split, device):
 @pytest.mark.parametrize("name", ["mlp", "tied", "tied_head", "convolutions"])
 @pytest.mark.parametrize("sizes", [(4, 4), (1, 5, 2), (8,)])
 def test_micro_batches_equal_one_batch(name, sizes, split, device):
-    """Each brings its share of the mean loss, in a backward pass of its own."""
+    """Each brings its share of the mean loss, in a separate backward pass."""
     results = []
     for pieces in (sizes, (sum(sizes),)):
         model, shape = make_model(name)
@@ -340,7 +340,7 @@ def factors_of(optimizer: torchium.KFAC) -> list[Tensor]:
 @ignore_fallback
 @pytest.mark.parametrize("name", ["mlp", "repeated", "tied_head", "convolutions"])
 def test_a_sum_has_the_factors_of_the_mean(name, device):
-    """batch_averaged says which of the two the loss is."""
+    """batch_averaged states which of the two the loss is."""
     results = []
     for reduction in ("mean", "sum"):
         model, shape = make_model(name)
@@ -382,7 +382,7 @@ def test_a_loss_scale_cancels(unscale, name, device):
             scaler.scale(F.cross_entropy(model(x), y)).backward()
             if unscale:
                 scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(model.parameters(), 0.1)  # changes V alone
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)  # changes only V
             scaler.step(optimizer)
             scaler.update()
         results.append([*factors_of(optimizer), *(p.detach() for p in model.parameters())])
@@ -462,7 +462,9 @@ def test_directions_agree_with_curvlinops(seed, split, reduction):
         "plain": {"damping": (damping**0.5, damping**0.5)},
         "exact": {"damping": damping, "use_exact_damping": True},
     }
-    if reduction == "sum":  # curvlinops sums the Fisher over the samples too: G is N times ours
+    if (
+        reduction == "sum"
+    ):  # curvlinops also sums the Fisher matrix over the samples: G is N times ours
         options["exact"]["damping"] = damping * len(x)
         options["pi"]["damping"] = damping * len(x)
         options["plain"]["damping"] = (damping**0.5, damping**0.5 * len(x))

@@ -1,4 +1,4 @@
-"""KFAC: which parameters it preconditions, when, and what it says of the others."""
+"""KFAC: the parameters that it preconditions, its schedule, and its reports on other parameters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def train(model: nn.Module, optimizer, inputs, steps: int = 2) -> list[str]:
 
 
 class Words(nn.Module):
-    """A table, a layer and a head; `tied`: with the weight of the table."""
+    """A table, a layer and a head; `tied`: with the table's weight."""
 
     def __init__(self, tied=True, **options):
         super().__init__()
@@ -44,7 +44,7 @@ class Words(nn.Module):
 
 
 class TwoBiases(nn.Module):
-    """A weight with a bias in each of its two layers."""
+    """A weight with a different bias in each of its two layers."""
 
     def __init__(self):
         super().__init__()
@@ -67,7 +67,7 @@ class TwoGroupings(nn.Module):
 
 
 class Attention(nn.Module):
-    """It uses the weight of its output layer without running that."""
+    """It uses the weight of its output layer without calling that layer."""
 
     def __init__(self):
         super().__init__()
@@ -208,7 +208,7 @@ def test_no_warning_without_a_reason_for_one():
 
 
 def test_gradients_without_any_layer_are_told():
-    """Else the optimizer of another model would be SGD in silence."""
+    """Otherwise the optimizer of another model would silently be SGD."""
     optimizer = torchium.KFAC(nn.Linear(3, 2).parameters())
     for p in optimizer.param_groups[0]["params"]:
         p.grad = torch.ones_like(p)
@@ -218,7 +218,7 @@ def test_gradients_without_any_layer_are_told():
 
 @pytest.mark.parametrize("form", ["model", "parameters"])
 def test_zero_gradients_without_any_layer_are_not(form):
-    """As torch.distributed.checkpoint makes them to have state to load into."""
+    """As torch.distributed.checkpoint sets them to create state before loading."""
     model = nn.Linear(3, 2)
     optimizer = torchium.KFAC(model if form == "model" else model.parameters())
     for p in model.parameters():
@@ -227,7 +227,7 @@ def test_zero_gradients_without_any_layer_are_not(form):
 
 
 def test_a_late_use_outside_of_the_layer_is_the_users():
-    """Looked for once: this documents what the first comparison cannot know."""
+    """Checked once: this documents what the first comparison cannot detect."""
     model = UsedOutside()
     optimizer = torchium.KFAC(model)
     x = torch.randn(5, 4)
@@ -240,7 +240,7 @@ def test_a_late_use_outside_of_the_layer_is_the_users():
 
 
 class Counting:
-    """What a step changes of the factors and inverses of a layer."""
+    """A step's changes of a layer's factors and inverses."""
 
     def __init__(self, optimizer, weight: Tensor) -> None:
         self.state = optimizer.state[weight]
@@ -274,7 +274,7 @@ def test_factors_and_inverses_change_when_they_are_due():
     for step in range(13):
         one_step(model, optimizer, step)
         due = {"A", "G"} if step % 2 == 0 else set()
-        # Inverses are of the factors at that step; at step 9 those of step 8.
+        # Inverses use the factors at that step; at step 9 those of step 8.
         due |= {"A_inverse", "G_inverse"} if step % 3 == 0 else set()
         assert counting.changed() == due, step
     assert optimizer.state[model[0].weight]["factor_updates"] == 7
@@ -308,12 +308,12 @@ def test_nothing_is_captured_when_no_factors_are_due():
 
 
 def test_an_inverse_that_is_missing_is_due_with_the_first_factors():
-    """Here the layer is first used at a step at which no inverses would be due."""
+    """Here the layer is first called at a step without inverses due."""
     model = layers()
     optimizer = torchium.KFAC(model, TCov=1, TInv=100)
     for p in model[2].parameters():
         p.grad = torch.zeros_like(p)
-    for step in range(3):  # steps of the last layer without a use of it
+    for step in range(3):  # steps without a call of the last layer
         x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
         model[0](x).square().mean().backward()
         optimizer.step()
@@ -328,7 +328,7 @@ def test_an_inverse_that_is_missing_is_due_with_the_first_factors():
 
 @pytest.mark.parametrize("bias_first", [True, False])
 def test_a_bias_that_is_frozen_or_unfrozen_in_mid_training(bias_first):
-    """The factors keep their shape; the bias beside a smaller one takes SGD steps."""
+    """The factors keep their shape; a bias without a column in them takes SGD steps."""
     model = layers()
     model[0].bias.requires_grad_(bias_first)
     optimizer = torchium.KFAC(model, TCov=1, TInv=1)
@@ -343,7 +343,7 @@ def test_a_bias_that_is_frozen_or_unfrozen_in_mid_training(bias_first):
     assert ("0.bias" in optimizer.report()["fallback"]) == (not bias_first)
 
 
-# ---- copies and checkpoints of what is not in the state
+# ---- copies and checkpoints of data outside the state
 
 
 @ignore_fallback

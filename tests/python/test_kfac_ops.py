@@ -1,4 +1,4 @@
-"""The operator of a K-FAC step against the float64 reference and hand-built solves."""
+"""The K-FAC step operator against the float64 reference and hand-built solves."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run_both(
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize(("dtype", "samples"), [(torch.float64, 2), (torch.float32, 12)])
 def test_steps_follow_the_reference(name, split, dtype, samples, device):
-    """With 2 samples the factors are singular: float32 cannot tell their zero eigenvalues."""
+    """With 2 samples the factors are singular: float32 cannot resolve their zero eigenvalues."""
     options, shared = OPTIONS[name]
     ours, theirs = run_both(
         lambda problem: one_group(problem, **options),
@@ -62,7 +62,7 @@ def test_steps_follow_the_reference(name, split, dtype, samples, device):
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_parameters_have_their_own_options(split, device):
-    """Weight and bias of one layer in different groups; schedules and damping by the weight."""
+    """Weight and bias of one layer in different groups; the weight's schedule and damping apply."""
 
     def groups(problem: Problem) -> list[dict]:
         biases = [layer.bias for layer in problem.layers if layer.bias is not None]
@@ -139,7 +139,7 @@ def test_split_damping_equals_a_solve_by_hand(split):
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_kl_clip_bounds_the_step(split):
-    """|sum v.g lr^2| is kl_clip after a step that was clipped; others are not scaled."""
+    """After a clipped step, |sum v.g lr^2| is kl_clip; others are not scaled."""
     clipped, free = Problem(), Problem()
     optimizers = [
         OperatorKFAC(
@@ -221,7 +221,7 @@ def test_a_mean_and_a_sum_give_the_same_factors(device):
 
 
 def tensors_of(optimizer: OperatorKFAC) -> list[Tensor]:
-    """All that a step may change but status."""
+    """Everything that a step may change, except status."""
     state = [t for layer in optimizer.states for t in layer.values()]
     return [*optimizer.options, *optimizer.steps.values(), *optimizer.buffers.values(), *state]
 
@@ -309,7 +309,7 @@ def test_a_failed_root_keeps_the_last_good_pair(split, factor, device):
 
 @pytest.mark.parametrize("split", ["pi", "plain"])
 def test_an_inaccurate_inverse_is_not_taken(split, device):
-    """The iteration has finite answers also for factors with negative eigenvalues: wrong ones."""
+    """For factors with negative eigenvalues the iteration can give finite but wrong results."""
     problem = Problem(device=device)
     optimizer = OperatorKFAC(
         one_group(problem, lr=0.1, TCov=100, TInv=1), problem.layers, damping_split=split
@@ -333,7 +333,7 @@ def test_a_first_root_that_fails_leaves_the_gradient(split):
     )
     params[0].grad = torch.ones(3, 4)
     zero = {0: [Sample(torch.zeros(1, 1, 4), torch.zeros(1, 1, 3))]}
-    if split == "exact":  # its damping is added later: what fails is a factor
+    if split == "exact":  # its damping is added later: a factor fails
         optimizer.states[0]["A"].fill_(float("nan"))
     (step,) = update_of(params, optimizer, zero)
     assert_same(step, params[0].grad)
@@ -441,7 +441,7 @@ def test_initial_state():
         ops.kfac_init_state(torch.zeros(4), has_bias=True, groups=1, damping_split="pi")
 
 
-LISTS = range(1, 15)  # of the positional arguments, less the parameters and the layers
+LISTS = range(1, 15)  # of the positional arguments, excluding parameters and layers
 STATUS = 4
 
 

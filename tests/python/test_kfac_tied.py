@@ -1,4 +1,4 @@
-"""KFAC on a weight that is an embedding and a head: found in every form, and worth it."""
+"""KFAC with a weight that is an embedding and a head: found in every form, and beneficial."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORDS, WIDTH = 40, 8
 
 
 class LanguageModel(nn.Module):
-    """Predicts the next word with the table that words are looked up in."""
+    """Predicts the next word, with the lookup table as head."""
 
     def __init__(self, bias: bool = False) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class LanguageModel(nn.Module):
 
 
 def sentences(step: int) -> Tensor:
-    """[8, 11]: each word decides the next one, mostly; some begin more of them than others."""
+    """[8, 11]: each word mostly determines the next; some start more sentences than others."""
     generator = torch.Generator().manual_seed(step)
     frequency = 1 / torch.arange(1.0, WORDS + 1)
     words = [torch.multinomial(frequency, 8, replacement=True, generator=generator)]
@@ -93,7 +93,7 @@ def test_every_form_finds_the_weight_at_its_first_use(bias, device):
 
 
 def test_the_lookups_are_in_the_factors():
-    """A word that is looked up, and never asked for."""
+    """A word that is looked up but never a target."""
     model = make()
     optimizer = torchium.KFAC(model, TCov=1)
     words = torch.tensor([[3, 4], [3, 5]])
@@ -135,7 +135,7 @@ def test_a_table_that_is_not_tied_is_not_captured():
 
 
 def test_a_head_may_see_fewer_rows_than_there_are_samples():
-    """As where only masked words are predicted."""
+    """For example if only masked words are predicted."""
     model = make()
     optimizer = torchium.KFAC(model, TCov=1)
     for step in range(3):
@@ -166,7 +166,7 @@ def test_lookups_of_a_gradient_that_was_dropped_do_not_count():
 
 
 def test_a_checkpoint_of_a_weight_without_factors_loads():
-    """As one of an earlier version: such a weight took steps of SGD."""
+    """From an earlier version, in which such a weight took SGD steps."""
     model = make()
     optimizer = torchium.KFAC(model, TCov=2)
     train(model, optimizer, 0, 4)
@@ -238,7 +238,7 @@ def test_a_compiled_model_has_the_same_factors():
     assert_equal_models(*models)
 
 
-# ---- what it is worth
+# ---- benefit
 
 
 class Untied(torchium.KFAC):
@@ -271,8 +271,8 @@ def test_40_steps_end_below_those_of_the_fallback(build, split, device):
     assert ends[0] < 0.95 * ends[1], ends
 
 
-# A tied weight of each of transformers' designs: an encoder with a bias, an encoder and a decoder
-# that look up the same table, rotary positions.
+# Tied weights of several designs in transformers: an encoder with a bias, an encoder and a decoder with a
+# shared table, rotary positions.
 SMALL = {
     "vocab_size": WORDS,
     "hidden_size": WIDTH,

@@ -1,4 +1,4 @@
-"""torchium.linalg refuses arguments of a wrong type by their name, value and remedy."""
+"""torchium.linalg raises errors for wrong argument types, with name, value and remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Lists of stacks of mixed orders, dtypes and devices: one solve for each kind, each entry as alone."""
+"""Lists of batches of mixed orders, dtypes and devices: one solve per kind, each result as for the entry
+alone.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def stack(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Ten
 
 
 def mixed(device: torch.device | str = "cpu") -> list[Tensor]:
-    """Seven stacks of four kinds, with strides and an empty stack among them."""
+    """Seven batches of four kinds, with strides and an empty batch among them."""
     return [
         A.to(device)
         for A in (

@@ -37,7 +37,7 @@ SPECTRA = {
 
 
 def lapack_root_error(A, root, damping, floor):
-    """Error of the root that torch.linalg.eigh gives in the dtype of A, with the same floor."""
+    """Error of the root by torch.linalg.eigh in the dtype of A, with the same floor."""
     values, Q = torch.linalg.eigh(symmetric_part(A).to(A.dtype).cpu())
     damped = torch.maximum(values.double() + damping, floor.double().unsqueeze(-1))
     X = (Q * damped.pow(-1 / root).to(A.dtype).unsqueeze(-2)) @ Q.mT
@@ -60,7 +60,7 @@ def test_inverse_root_is_as_accurate_as_lapack(device, n, dtype, method, root):
     A = from_spectrum(torch.logspace(0, -5, n, dtype=torch.float64)).to(device, dtype)
     X, info = matrix_inverse_root(A, root, eps=eps, method=method, return_info=True)
     expected = damped_power(A.cpu(), -1 / root, eps=eps)
-    # A backward stable method errs by u / eps.
+    # A backward stable method has an error of u / eps.
     allowed = 4 * lapack_root_error(A, root, eps, torch.zeros(())) + 20 * rounding(dtype) / eps
     assert relative_error(X, expected) <= allowed
     assert torch.equal(X, X.mT)
@@ -169,7 +169,7 @@ def test_info_reports_the_residual(device, method):
 
 
 def has_fast_products() -> bool:
-    """MKL has slower products for processors that are not Intel's."""
+    """MKL has slower products on non-Intel processors."""
     if platform.machine() != "x86_64" or not torch.backends.mkl.is_available():
         return True
     return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
@@ -204,7 +204,7 @@ def test_auto_takes_the_faster_method_on_a_cpu(count, n, root, dtype, by_newton)
 
 
 @pytest.mark.parametrize("dtype", REAL)
-@pytest.mark.parametrize("n", [40, 640])  # threaded LAPACKs part the work of large matrices
+@pytest.mark.parametrize("n", [40, 640])  # threaded LAPACKs split the work of large matrices
 def test_eigh_shares_matrices_out_among_threads(n, dtype):
     A = from_spectrum(SPECTRA["log_uniform"](n).expand(4, n)).to(dtype)
     before = torch.get_num_threads()
@@ -246,8 +246,8 @@ def test_every_spectrum(n, batch, spectrum, magnitude, root, relative_eps, metho
         info.iterations > 0, newton_bound(A), torch.linalg.eigvalsh(A.double())[..., -1]
     )
     damping = relative_eps * s.clamp(min=0)
-    # Perturbing A by its rounding errors, `noise`, moves eigenvalues near the floor as much as
-    # they are large; what lies well above it must be right.
+    # Perturbing A by its rounding errors, `noise`, changes eigenvalues near the floor by 100 %; those well
+    # above it must be correct.
     noise = 64 * rounding(dtype) * max(1.0, math.sqrt(n) / 4)
     lowest = (torch.linalg.eigvalsh(A.double())[..., :1].squeeze(-1) + damping).clamp(min=0)
     condition = s / torch.maximum(lowest, info.floor.double())
@@ -255,7 +255,7 @@ def test_every_spectrum(n, batch, spectrum, magnitude, root, relative_eps, metho
     well_above = lowest > 4 * info.floor
     error = relative_error(X, expected)
     assert (error[well_above] <= 10 * noise * condition[well_above]).all()
-    # Elsewhere the answer is bounded by that for the floor, to the factor documented for newton.
+    # Elsewhere the result is bounded by that for the floor, to the documented factor of newton.
     bound = 64 * info.floor.double().pow(-1 / root)
     assert (torch.linalg.matrix_norm(X.double(), 2) <= bound).all()
 
@@ -289,7 +289,7 @@ def test_rank_deficient_matrix_is_answered_at_the_floor(device, method):
     largest = torch.linalg.eigvalsh(X)[-1]
     at_floor = info.floor**-0.25
     assert at_floor / 1.1 <= largest <= 4.5 * at_floor
-    # The part that is there is not touched by the floor.
+    # The floor does not affect the remaining part.
     assert torch.linalg.matrix_norm(A @ X @ X @ X @ X @ A - A) < 1e-2 * torch.linalg.matrix_norm(A)
 
 
@@ -304,8 +304,8 @@ def test_newton_is_replaced_by_eigh_for_indefinite_matrices_on_a_cpu():
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("method", METHODS)
 def test_non_finite_matrices_do_not_touch_their_neighbours(device, method, value):
-    # The iteration on a CPU moves neighbours, and some BLAS libraries round otherwise where a matrix
-    # is aligned otherwise: of order 16 all are aligned alike.
+    # The iteration on a CPU shifts matrices in memory, and some BLAS libraries round differently depending on
+    # alignment: at order 16 all are aligned alike.
     n = 16 if method == "newton" and device.type == "cpu" else 9
     A = from_spectrum(SPECTRA["log_uniform"](n).expand(3, n)).to(device, torch.float32)
     clean = matrix_inverse_root(A, 4, eps=1e-3, method=method)

@@ -1,4 +1,4 @@
-"""Shampoo.memory_report against the tensors that there are; the peak of a step against the state."""
+"""Shampoo.memory_report against the actual tensors; the peak of a step against the state."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_counts_parameters_that_have_or_may_get_a_gradient():
     total = optimizer.memory_report().total
     assert total.elements == 2 * one.elements
     assert total.state.total == 2 * one.state.total
-    trained.requires_grad_(False)  # its state is still there
+    trained.requires_grad_(False)  # its state still exists
     assert optimizer.memory_report().total == total
 
 
@@ -116,7 +116,7 @@ def test_table():
 
 
 def peak_of_a_step(optimizer: torchium.Shampoo) -> int:
-    """Bytes that a step has allocated at its peak beyond what it found."""
+    """Peak bytes of a step in addition to those before it."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         optimizer.step()
     events = profiler.profiler.kineto_results.events()

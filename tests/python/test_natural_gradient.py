@@ -1,4 +1,4 @@
-"""NaturalGradient: the dense float64 solve, on models as people write them."""
+"""NaturalGradient: the dense float64 solve, on typical models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Reference:
-    """The dense solve beside a model: its own copy, float64, on the CPU."""
+    """The dense solve for a model: its own copy, float64, on the CPU."""
 
     def __init__(self, model: nn.Module, **options) -> None:
         self.model = copy.deepcopy(model).cpu().double()
@@ -31,7 +31,7 @@ class Reference:
         self.optimizer = ReferenceNaturalGradient(params, **options)
 
     def step(self, batch: Batch, change=None) -> None:
-        """One step on the mean loss; `change` may change the gradients."""
+        """One step on the mean loss; `change` may modify the gradients."""
         x, y = (t.cpu() for t in batch)
         rows = per_sample_gradients(self.model, loss_fn, x, y)
         for p, name in zip(self.optimizer.params, self.names, strict=True):
@@ -50,7 +50,7 @@ def step(optimizer, model: nn.Module, batch: Batch, change=None) -> None:
 
 
 def assert_moved_alike(model, reference, start, tolerance):
-    """The change of all parameters together."""
+    """Compare the changes of all parameters together."""
     moved, exact = (
         torch.cat([(p - s.to(p)).flatten().cpu().double() for p, s in zip(x, start, strict=True)])
         for x in (values(model), values(reference.model))
@@ -228,7 +228,7 @@ def test_a_parameter_that_the_batch_does_not_use_stays():
 
 
 def test_in_between_layers_are_not_captured_and_the_batch_is_not_the_users():
-    """The kept batch must not change when the user writes over the input."""
+    """The kept batch must not change when the user writes to the input."""
     results = []
     for overwrite in (False, True):
         model, (x, y) = model_and_batch("mlp")
@@ -259,7 +259,7 @@ def test_changed_damping_between_refreshes_is_used():
     assert_moved_alike(model, reference, start, 1e-8)
 
 
-# ---- what it cannot see
+# ---- unsupported uses
 
 
 def refused_at_once(layer: nn.Module, message: str) -> None:
@@ -349,7 +349,7 @@ def test_batch_norm_in_training_is_refused_by_name(affine, form):
     assert_refused(
         optimizer, r"layer '1' \(BatchNorm1d\) normalised with the statistics of the batch"
     )
-    # In evaluation mode, and where no gradient has come from it, it does no harm.
+    # In evaluation mode, or if no gradient has come from it, it does no harm.
     model(x)
     with torch.no_grad():
         model(x)
@@ -360,7 +360,7 @@ def test_batch_norm_in_training_is_refused_by_name(affine, form):
 
 
 class FunctionalNorm(nn.Module):
-    """Normalises by a function call behind its last layer, or in front of it."""
+    """Normalises by a function call after its last layer, or before it."""
 
     def __init__(self, last: bool) -> None:
         super().__init__()
@@ -392,7 +392,7 @@ def test_batch_norm_called_as_a_function_is_refused_by_name(last, checkpointed):
 
 
 def test_instance_norm_called_as_a_function_mixes_no_samples():
-    """Within, it is batch_norm of one sample with many channels."""
+    """Internally it is batch_norm of one sample with many channels."""
     model = FunctionalNorm(last=False)
     model.norm = lambda x, *args, **options: F.instance_norm(x.view(-1, 2, 2)).flatten(1)
     optimizer = torchium.NaturalGradient(model)
@@ -429,7 +429,7 @@ def test_a_weight_that_is_used_outside_of_its_layer_is_refused(dtype):
 
 
 def test_a_penalty_on_gradients_is_refused():
-    """Its gradient passes the layers in other ways."""
+    """Its gradient passes through the layers in other ways."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
     optimizer = torchium.NaturalGradient(model)
     x = torch.randn(5, 4, requires_grad=True)
@@ -449,7 +449,7 @@ def test_rounding_is_not_taken_for_a_use_outside(name, dtype):
 
 
 def test_hooks_of_the_user_on_a_parameter_are_no_use_outside():
-    """As a mask of the gradient is; the gradient that results is preconditioned."""
+    """For example a gradient mask; the resulting gradient is preconditioned."""
     model = nn.Linear(4, 3)
     mask = (torch.rand(3, 4) > 0.5).float()
     model.weight.register_hook(lambda gradient: gradient * mask)
@@ -490,7 +490,7 @@ class Positions(nn.Module):
 
 @pytest.mark.parametrize("batch", [2, 5])
 def test_positions_that_are_no_samples_are_refused_by_name(batch):
-    """Also where there happen to be as many of them."""
+    """Also if there happen to be as many of them."""
     model = Positions(5)
     optimizer = torchium.NaturalGradient(model)
     x = torch.randint(9, (batch, 5))

@@ -22,7 +22,7 @@ def spread(option: object, count: int) -> list:
 
 
 class Step:
-    """An optimizer of bare operators: what a face does, without its options and hooks."""
+    """An optimizer from bare operators, without options and hooks."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ def copies(params: list[Tensor]) -> list[Tensor]:
 
 
 def rows_of(captured: Captured) -> list[Tensor]:
-    """The Jacobian. The operator is tested against single-sample backward passes elsewhere."""
+    """The Jacobian, by the operator. Other tests compare it with single-sample backward passes."""
     params = [p.detach().double() for p in captured.params]
     return ops.per_sample_gradients(params, *captured.layers, scale=captured.samples)
 
@@ -105,7 +105,7 @@ def joined(tensors: list[Tensor]) -> Tensor:
 
 
 def assert_updates_close(params, before, expected, tolerance: float) -> None:
-    """The change of all parameters together."""
+    """Compare the changes of all parameters together."""
     exact = joined(expected) - joined(before)
     assert exact.norm() > 0
     assert (joined(params) - joined(expected)).norm() <= tolerance * exact.norm()
@@ -119,7 +119,7 @@ def case(name: str, device="cpu", dtype=torch.float64, **batch) -> Captured:
 
 
 def with_noise(gradients: list[Tensor], relative: float) -> list[Tensor]:
-    """Every element off by up to `relative` of itself."""
+    """Every element changed by up to `relative` of itself."""
     generator = torch.Generator().manual_seed(0)
     return [
         g * (1 + relative * (2 * torch.rand(g.shape, generator=generator, dtype=g.dtype) - 1))
@@ -154,7 +154,7 @@ def test_more_samples_than_parameters(solver, device):
     assert_updates_close(params, captured.params, expected, 1e-6)
 
 
-# What stands between the gradient of the batch and the step.
+# Parameters of the path from the batch's gradient to the step.
 CHANGES = {
     "norm_clipping": lambda g, p: [0.1 * x for x in g],
     "value_clipping": lambda g, p: [x.clamp(-0.01, 0.01) for x in g],
@@ -200,7 +200,7 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("solver", ["gram", "cg"])
 def test_several_steps(name, solver, device):
-    """Each on another batch, with gradients that nearly are its mean: some are clipped."""
+    """Each on another batch, with gradients close to its mean: some are clipped."""
     options = {"lr": 0.1, "damping": 1e-3, "momentum": 0.0, **OPTIONS[name]}
     params = copies(case("mlp", device).params)
     expected = [p.cpu() for p in copies(params)]
@@ -249,8 +249,9 @@ def test_a_loss_scale_cancels(solver, device):
 
 @pytest.mark.parametrize("damping", DAMPINGS)
 def test_float32_is_as_good_as_its_products(damping, device):
-    """The bound of J^T w in float32, |computed - exact| <= (n + 4) u |J|^T |w|, and of v in the same
-    way; w itself comes from float64."""
+    """The bound of J^T w in float32, |computed - exact| <= (n + 4) u |J|^T |w|, and of v likewise; w itself
+    comes from float64.
+    """
     captured = case("mlp", device, torch.float32, samples=16)
     n, unit = captured.samples, 2.0**-24
     J = torch.cat([r.flatten(1) for r in rows_of(captured)], 1).cpu()
@@ -266,7 +267,7 @@ def test_float32_is_as_good_as_its_products(damping, device):
 @pytest.mark.parametrize("damping", [1e-6, 1e-3])
 @pytest.mark.parametrize("where", ["parameters", "layers"])
 def test_rounding_of_a_bfloat16_gradient_is_not_taken_for_a_signal(damping, where, device):
-    """It would be divided by the damping. Layers alone: float32 parameters under autocast."""
+    """It would be divided by the damping. Only layers: float32 parameters under autocast."""
     dtype = torch.bfloat16 if where == "parameters" else torch.float32
     captured = case("mlp", device, dtype, samples=16)
     if where == "layers":
@@ -282,7 +283,7 @@ def test_rounding_of_a_bfloat16_gradient_is_not_taken_for_a_signal(damping, wher
     direction = joined(before) - joined(exact)
     error = (joined(step.buffers) - direction).norm() / direction.norm()
     assert error <= 2 * torch.finfo(torch.bfloat16).eps
-    # The same rounding is a signal where everything is float64.
+    # The same rounding is a signal if everything is float64.
     captured.output_gradients = [g.double() for g in captured.output_gradients]
     captured.inputs = [x.double() for x in captured.inputs]
     captured.params = [p.double() for p in captured.params]
@@ -341,7 +342,7 @@ def test_found_inf_skips_the_step_and_is_no_failure(device):
 @pytest.mark.parametrize("solver", ["gram", "cg"])
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 def test_a_direction_that_is_not_finite_counts_as_failed(solver, momentum, device):
-    """A finite gradient, but not what the layers have seen."""
+    """The gradient is finite, the captured tensors are not."""
     captured = case("mlp", device)
     step = Step(copies(captured.params), solver=solver, momentum=momentum)
     step(captured)
@@ -370,7 +371,7 @@ def test_parameters_of_any_strides(device):
 
 
 def test_an_update_does_not_change_what_later_ones_are_computed_from(device):
-    """The second layer has received the weight of the first one."""
+    """The second layer's input is the weight of the first one."""
     generator = torch.Generator().manual_seed(0)
     first, second, x, g, h = (
         torch.randn(shape, generator=generator, dtype=torch.float64).to(device)

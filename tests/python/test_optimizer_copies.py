@@ -1,4 +1,4 @@
-"""Optimizers that are copied or pickled continue bit for bit."""
+"""Copied or pickled optimizers continue bitwise identically."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_whole_optimizer_goes_through_torch_save(make):
 
 @plain_cases
 def test_pickle_holds_no_stacks(make):
-    """A view that drags its stack along would make the pickle grow with the square."""
+    """A view saved with its whole buffer would make the pickle grow with the square."""
     layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(16))
     optimizer = make(layers.parameters())
     set_gradients(layers.parameters(), 0)

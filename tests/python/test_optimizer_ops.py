@@ -1,4 +1,4 @@
-"""The operators below the optimizers: schemas, fake kernels, and arguments that do not fit."""
+"""The optimizers' operators: schemas, fake kernels, and arguments that do not fit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def parameters(device: torch.device | str = "cpu") -> list[Tensor]:
 
 
 def slots(stacks: tuple) -> list[list[Tensor]]:
-    """Statistics, roots and failure counts of all slots, as views of the stacks."""
+    """Statistics, roots and failure counts of all slots, as views of the block storage."""
     *tensors, layout = stacks
     rows = [layout[i : i + 5] for i in range(0, len(layout), 5)]
     return [
@@ -30,7 +30,7 @@ def slots(stacks: tuple) -> list[list[Tensor]]:
 
 
 def arguments(name: str, device: torch.device | str = "cpu") -> tuple[object, list, dict]:
-    """An operator with arguments that a step could have."""
+    """An operator with the arguments of a possible step."""
     params = parameters(device)
     grads = [p.grad for p in params]
     steps = [torch.ones((), dtype=torch.float64, device=device) for _ in params]
@@ -79,7 +79,7 @@ def test_opcheck_of_initial_state(device):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_any_layout_of_the_state_gives_the_same_step(name):
-    """Stacks are speed only: slots that lie apart are as good."""
+    """Block storage is only faster: separate slots give the same step."""
     op, positional, options = arguments(name)
     _, apart, _ = arguments(name)
     apart = [[t.clone() for t in x] if isinstance(x, list) else x for x in apart]
@@ -113,7 +113,7 @@ def wrong_shape(positional: list, which: int) -> None:
 def test_lists_that_do_not_fit_are_refused_and_nothing_changes(name, damage):
     op, positional, options = arguments(name)
     params = [p.clone() for p in positional[0]]
-    # All lists but the parameters; the state lists that this operator was given.
+    # All lists except the parameters; the state lists of this operator.
     for which in range(1, len(positional) - 1):
         if not positional[which]:
             continue
@@ -126,7 +126,7 @@ def test_lists_that_do_not_fit_are_refused_and_nothing_changes(name, damage):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_float8_is_refused_by_name(name):
-    """torch calls it floating-point, but knows no arithmetic for it."""
+    """torch calls it floating-point, but has no arithmetic for it."""
     op, _, options = arguments(name)
     for which in range(2 if "step" in name or "full" in name else 1):
         _, damaged, _ = arguments(name)

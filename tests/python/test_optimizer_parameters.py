@@ -1,4 +1,4 @@
-"""Every optimizer takes parameters of any dtype, order, layout and size."""
+"""Every optimizer supports parameters of any dtype, order, layout and size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every optimizer promises about a step, as a torch.optim.Optimizer."""
+"""The guarantees of every optimizer's step, as a torch.optim.Optimizer."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def test_a_compiled_training_step_is_the_step(make):
 
 @plain_or_kfac_cases
 def test_a_thousand_parameters_cost_little_more_than_adam(make):
-    """The bound of the benchmark is 3; this one only catches a quadratic or per-tensor slip."""
+    """The benchmark's bound is 3; this one only catches a quadratic or per-tensor regression."""
     import timeit
 
     params = [nn.Parameter(torch.zeros(3)) for _ in range(1000)]
@@ -263,7 +263,7 @@ def test_a_thousand_parameters_cost_little_more_than_adam(make):
 
 @all_cases
 def test_the_default_device_does_not_matter(make):
-    """Whatever tensors the optimizer makes are where its parameters are, or on the CPU."""
+    """All tensors that the optimizer creates are where its parameters are, or on the CPU."""
     plain, elsewhere = mlp(), mlp()
     optimizer, other = make(plain.parameters()), make(elsewhere.parameters())
     inputs = [torch.linspace(-1, 1, 24).reshape(4, 6) + step for step in range(5)]

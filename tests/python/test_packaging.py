@@ -24,7 +24,7 @@ TORCH_MINOR = ".".join(torch.__version__.split(".")[:2])
 def run(
     *command: object, env: dict[str, str] | None = None, **options
 ) -> subprocess.CompletedProcess:
-    """Runs a command with its output captured; the caller looks at the return code."""
+    """Run a command and capture its output; the caller checks the return code."""
     return subprocess.run(
         [str(part) for part in command],
         env={**os.environ, **(env or {})},
@@ -41,7 +41,7 @@ def succeed(*command: object, **options) -> str:
     return result.stdout
 
 
-# They install from one build folder, and so not side by side.
+# They install from one build folder, so they must not run in parallel.
 pytestmark = pytest.mark.xdist_group("build")
 
 
@@ -66,7 +66,7 @@ def wheel(build_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def site_packages(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as `pip install` leaves it: the wheel unpacked beside torch."""
+    """A folder like that of `pip install`: the wheel unpacked next to torch."""
     folder = tmp_path_factory.mktemp("site-packages")
     zipfile.ZipFile(wheel).extractall(folder)
     installed = Path(torch.__file__).parents[1]
@@ -83,7 +83,7 @@ find_package(Torchium REQUIRED)
 add_executable(program main.cpp)
 target_link_libraries(program PRIVATE torchium::torchium)
 """
-# Compiles in seconds: it does without torch/torch.h.
+# Compiles in seconds, without torch/torch.h.
 SHORT_PROGRAM = """
 #include <ATen/ops/eye.h>
 #include <torchium/config.h>
@@ -262,7 +262,7 @@ class TestShowConfig:
 
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="no CMake")
 class TestConfigure:
-    """What CMake decides; nothing is compiled."""
+    """CMake's decisions; nothing is compiled."""
 
     def configure(self, folder: Path, *options: str, **env: str) -> subprocess.CompletedProcess:
         return run(
@@ -319,7 +319,7 @@ class TestConfigure:
 
 
 class TestWithoutTorch:
-    """An isolated environment with setuptools and no torch, as pip and build make them."""
+    """An isolated environment with setuptools but no torch, as pip and build create."""
 
     def run(self, folder: Path, *command: str) -> subprocess.CompletedProcess:
         import setuptools

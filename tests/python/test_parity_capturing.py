@@ -1,7 +1,7 @@
-"""The C++ and the Python K-FAC and natural gradient are the same, bit for bit on the CPU.
+"""The C++ and Python K-FAC and natural gradient are identical, bitwise on the CPU.
 
-The C++ optimizers watch the operators of libtorch, which a Python model runs too. The models have one
-forward pass for both, so that only the optimizers can differ.
+The C++ optimizers watch libtorch's operators, which a Python model calls too. Both run the same forward pass,
+so only the optimizers can differ.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def generator(seed: int) -> torch.Generator:
 
 
 class Words(nn.Module):
-    """An embedding, a norm and a layer that is used twice, on sequences."""
+    """An embedding, a norm and a layer called twice, on sequences."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ def test_groups_and_schedules(name):
     options = [{"damping": 0.2, "momentum": 0.5}, {"lr": 0.0}, {"damping": 0.5}]
 
     def groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
-        parts = (params[:1], params[1:3], params[3:5])  # the last bias comes later
+        parts = (params[:1], params[1:3], params[3:5])  # the last bias starts later
         return [{"params": part, **more} for part, more in zip(parts, options, strict=True)]
 
     python, cpp = twins(name, "mlp", groups=groups, damping=0.1)
@@ -253,7 +253,7 @@ def test_micro_batches_of_a_tied_head(options):
     for run in (python, cpp):
         for step in range(STEPS):
             run.loss(70 + step).backward()
-            for p in run.params:  # not by the optimizer, which only learns of it from the next pass
+            for p in run.params:  # not by the optimizer, which learns of it only from the next pass
                 p.grad = None
             for part in (slice(0, 4), slice(4, 8)):
                 (run.loss(step, part) / 2).backward()

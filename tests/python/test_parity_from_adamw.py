@@ -1,4 +1,4 @@
-"""Shampoo.from_adamw and memory_report are the same in C++ and in Python."""
+"""Shampoo.from_adamw and memory_report are the same in C++ and Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CUDAGradientOps.per_sample_gradients: right, pure, and refused where it has no meaning."""
+"""CUDAGradientOps.per_sample_gradients: correct, pure, and an error where undefined."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchium.utils.cuda_kernels import CUDAGradientOps
 
 
 class Tied(nn.Module):
-    """A layer used twice, a frozen parameter and a counter in a buffer."""
+    """A layer called twice, a frozen parameter and a counter in a buffer."""
 
     def __init__(self):
         super().__init__()

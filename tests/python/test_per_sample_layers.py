@@ -1,4 +1,4 @@
-"""torchium.per_sample_gradients in one pass over the batch: which models take it, and its results."""
+"""torchium.per_sample_gradients in one pass over the batch: the supported models, and the results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchium._per_sample import per_sample as implementation
 
 @pytest.fixture
 def passes(monkeypatch) -> list[str]:
-    """The names of the ways that were taken."""
+    """The names of the methods used."""
     taken: list[str] = []
 
     def watched(name: str):
@@ -74,7 +74,7 @@ def test_the_static_method_and_the_old_name_are_the_function():
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("kind", ["cross_entropy", "mse", "by_hand"])
 def test_losses_of_single_samples(reduction, kind, passes):
-    """Each sample is a batch of one, so that means and sums are the same."""
+    """Each sample is a batch of one, so means and sums are the same."""
     model, (x, y) = model_and_batch("mlp")
     losses = {
         "cross_entropy": (nn.CrossEntropyLoss(reduction=reduction), y),
@@ -186,7 +186,7 @@ def test_one_sample_and_integer_inputs(passes):
     assert passes == ONE_PASS
 
 
-# ---- models that need the slow way
+# ---- models that need the slow method
 
 
 class Regularized(UsedOutside):
@@ -195,7 +195,7 @@ class Regularized(UsedOutside):
 
 
 class LearnedInput(nn.Module):
-    """A layer that is fed by another layer's parameter."""
+    """The input of a layer is another layer's parameter."""
 
     def __init__(self):
         super().__init__()
@@ -206,7 +206,7 @@ class LearnedInput(nn.Module):
 
 
 class HyperNetwork(nn.Module):
-    """The weight of a layer is computed by another one."""
+    """Another layer computes the weight of a layer."""
 
     def __init__(self):
         super().__init__()
@@ -351,7 +351,7 @@ def test_opacus_agrees_on_random_networks(seed, passes):
 
 
 def test_every_sample_starts_with_the_present_buffers():
-    """Spectral norm in training mode takes a step of the power iteration in each pass."""
+    """Spectral norm in training mode takes one power iteration step per pass."""
     torch.manual_seed(0)
     model = nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 5)), nn.Linear(5, 3)).double()
     x, y = torch.randn(3, 4).double(), torch.randint(3, (3,))
@@ -434,7 +434,7 @@ def test_a_kept_reference_to_a_parameter_is_refused_by_name(way):
     x, y = torch.randn(4, 1).double(), torch.randint(3, (4,))
     with pytest.raises(ValueError, match=r"reference to the parameter '2\.weight' that loss_fn"):
         torchium.per_sample_gradients(model, loss, x, y)
-    # Of a constant there is nothing to miss.
+    # A constant has no gradient to miss.
     kept = weight
     weight = weight.detach()
     with_constant = torchium.per_sample_gradients(model, loss, x, y)

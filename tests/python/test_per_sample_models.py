@@ -1,4 +1,4 @@
-"""torchium.per_sample_gradients of layers of every kind, and of nested inputs."""
+"""torchium.per_sample_gradients for layers of every kind, and for nested inputs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def assert_right(model: nn.Module, inputs: Any, targets: Any, loss=squares) -> N
 
 
 class Around(nn.Module):
-    """Calls a module in another way than with the inputs alone."""
+    """Calls a module with other arguments than the inputs alone."""
 
     def __init__(self, module: nn.Module, call: Callable[[nn.Module, Tensor], Any]) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def time_first(recurrent: nn.Module, x: Tensor) -> Tensor:
 
 
 def by_its_gradient(mlp: nn.Module, x: Tensor) -> Tensor:
-    """As in a loss with derivatives by the inputs."""
+    """As in a loss with derivatives with respect to the inputs."""
     x = x.detach().requires_grad_()
     return torch.autograd.grad(mlp(x).sum(), x, create_graph=True)[0]
 
@@ -75,7 +75,7 @@ def decides(layer: nn.Module, x: Tensor) -> Tensor:
     return layer(x) if x.sum() > 0 else layer(layer(x))
 
 
-# name -> model, shape of a sample; an int: so many indices
+# name -> model, shape of a sample; an int: that many indices
 KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...] | int]] = {
     "conv1d": (lambda: nn.Conv1d(2, 4, 3, groups=2, padding="same"), (2, 7)),
     "conv3d": (lambda: nn.Conv3d(2, 4, 2), (2, 4, 4, 4)),
@@ -188,7 +188,7 @@ class Output(NamedTuple):
 
 
 class Language(nn.Module):
-    """Takes keyword arguments, a mask among them, and returns a tuple with names."""
+    """Takes keyword arguments, including a mask, and returns a named tuple."""
 
     def __init__(self) -> None:
         super().__init__()

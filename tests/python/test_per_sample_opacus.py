@@ -1,4 +1,4 @@
-"""The tests of opacus for per-sample gradients, with torchium's in place of opacus' own."""
+"""Opacus' tests for per-sample gradients, with torchium's in place of its own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import (
 pytest.importorskip("opacus")
 from opacus.utils import per_sample_gradients_utils as opacus_utils
 
-# The tests take the profile that is loaded when they are imported.
+# The tests use the profile that is loaded when they are imported.
 former = settings.get_current_profile_name()
 settings.register_profile(
     "opacus", max_examples=15, derandomize=True, suppress_health_check=list(HealthCheck)
@@ -39,7 +39,7 @@ def names_in(test: Any) -> tuple[str, ...]:
 
 
 def find_cases() -> list[tuple[type[unittest.TestCase], str]]:
-    """The tests that compare gradients: classes, and names of methods."""
+    """The tests that compare gradients: classes and method names."""
     found = []
     for entry in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
         if not entry.name.endswith("_test"):
@@ -57,7 +57,7 @@ settings.load_profile(former)
 
 
 class SamplesSecond(nn.Module):
-    """Takes samples first for a module that takes them second."""
+    """Adapts a module whose second dimension is the sample."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class SamplesSecond(nn.Module):
 
 
 class Bags(nn.Module):
-    """An EmbeddingBag for bags that are padded to one length."""
+    """An EmbeddingBag for bags padded to one length."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Bags(nn.Module):
 
 
 class Packed(nn.Module):
-    """A recurrent module for sequences that are padded to one length."""
+    """A recurrent module for sequences padded to one length."""
 
     def __init__(self, module: nn.Module, batch_first: bool) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def as_ours(x: Any, module: nn.Module, batch_first: bool) -> tuple[nn.Module, An
 
 
 class Compared:
-    """What takes the place of opacus' comparison; counts the comparisons."""
+    """Replaces opacus' comparison, and counts the comparisons."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -1,4 +1,4 @@
-"""torchium.per_sample_gradients knows samples by what they are, wherever a model moves them."""
+"""torchium.per_sample_gradients tracks samples wherever a model moves them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def rolled(m: Layers, x: Tensor) -> Tensor:
 
 
 def centred(m: Layers, x: Tensor) -> Tensor:
-    """Of a batch of one nothing is left."""
+    """Zero for a batch of one."""
     return m.a(torch.exp(x - x.mean(0))).sum(1)
 
 
@@ -154,12 +154,12 @@ def test_samples_are_known_wherever_the_model_moves_them(forward, samples, time,
     model = Layers(forward).to(device).double()
     x = torch.randn(samples, time, 4, dtype=torch.float64, device=device)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # none of them is taken one by one
+        warnings.simplefilter("error")  # none takes one pass per sample
         assert_right(model, x)
 
 
 def test_equal_samples_with_different_targets():
-    """Only the targets say which sample a row belongs to."""
+    """Only the targets identify the sample of a row."""
     torch.manual_seed(0)
     model = Layers(in_reverse_and_back).double()
     assert_right(model, torch.randn(1, 3, 4).double().expand(5, 3, 4))
@@ -178,7 +178,7 @@ def test_rows_are_plain_tensors(way):
             y = self.then(self.layer(x))
             return y[0] if isinstance(y, tuple) else y
 
-    scale = torch.ones((), requires_grad=True)  # of the loss: no parameter of the model
+    scale = torch.ones((), requires_grad=True)  # of the loss, not of the model
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         rows = torchium.per_sample_gradients(
@@ -195,7 +195,7 @@ def test_rows_are_plain_tensors(way):
     assert scale.grad is None
 
 
-# ---- models that are drawn at random
+# ---- random models
 
 Step = Callable[[Layers, Tensor], Tensor]
 STEPS: list[Step] = [
@@ -228,7 +228,7 @@ STEPS: list[Step] = [
 
 @pytest.mark.parametrize("seed", range(60))
 def test_random_models(seed):
-    """A model that mixes samples has the gradients of batches of one."""
+    """A model that mixes samples gets the gradients of batches of one."""
     drawn = random.Random(seed)
     steps = drawn.choices(STEPS, k=drawn.randint(1, 5))
 

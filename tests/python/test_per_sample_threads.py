@@ -1,4 +1,4 @@
-"""torchium.per_sample_gradients beside other threads, and what it takes for random numbers."""
+"""torchium.per_sample_gradients with other threads, and its detection of random numbers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def drawing_thread(drawn: list[float]) -> Iterator[None]:
-    """A thread that draws random numbers all the time, as a loader that prefetches does."""
+    """A thread that draws random numbers continuously, like a prefetching loader."""
     stop = threading.Event()
 
     def draw() -> None:

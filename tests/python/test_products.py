@@ -108,7 +108,7 @@ def test_chunked_matmul_keeps_to_its_workspace(dtype, limit):
 )
 def test_chunked_matmul_keeps_to_any_workspace(m, k, n, spare):
     A, B = randn(m, k, dtype=torch.float16), randn(k, n, dtype=torch.float16, seed=1)
-    limit = 8 * k + 4 + spare  # the least there can be, and some more
+    limit = 8 * k + 4 + spare  # the minimum, and some more
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         result = linalg.chunked_matmul(A, B, max_workspace_bytes=limit)
     allocated = sum(

@@ -1,4 +1,4 @@
-"""The reference optimizers against closed formulas and numbers worked out by hand."""
+"""The reference optimizers against closed formulas and numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
         ((), 4, True, []),
         ((1, 7), 4, True, [7]),
         ((7, 1), 4, True, [7]),
-        ((64, 3, 5, 5), 4, True, [64, 75]),  # a convolution, whatever the block size
+        ((64, 3, 5, 5), 4, True, [64, 75]),  # a convolution, for any block size
         ((64, 3, 5, 5), 4, False, [64, 3, 5, 5]),
         ((8, 1, 3, 1), 4, False, [8, 3]),
         ((1, 4, 3, 3), 4, True, [36]),
         ((8, 1, 1, 1), 4, True, [8]),
-        ((2, 3, 4), 1024, True, [2, 12]),  # never below order two
+        ((2, 3, 4), 1024, True, [2, 12]),  # at least order two
         ((2, 3, 4), 11, True, [6, 4]),
         ((2, 3, 4), 4, True, [2, 3, 4]),
         ((16, 4, 3, 3, 3), 108, True, [16, 108]),
@@ -94,7 +94,7 @@ def test_convolution_is_a_matrix():
 
 @pytest.mark.parametrize("order", [3, 4, 5])
 def test_rank_one_tensor(order):
-    """Of a (x) b (x) ..., every mode has the eigenvalue |g|^2 along its vector."""
+    """For a (x) b (x) ..., every mode has the eigenvalue |g|^2 along its vector."""
     vectors = [randn(2 + i, seed=i) for i in range(order)]
     g = vectors[0]
     for v in vectors[1:]:
@@ -136,7 +136,7 @@ def test_blocks_are_independent():
 
 
 def test_one_scalar_by_hand():
-    """Two steps of every moving part on one number, in Python floats."""
+    """Two steps of every component on one number, in Python floats."""
     lr, eps, wd, mu, b1, b2 = 0.1, 1e-3, 0.01, 0.9, 0.8, 0.95
     p = torch.tensor(2.0, dtype=torch.float64)
     reference = ReferenceShampoo(
@@ -186,7 +186,7 @@ def test_before_the_start_the_grafted_direction_is_used():
 
 
 def test_roots_are_cached_between_updates():
-    """Statistics go on, but a step without roots due applies the last root, not the gradient."""
+    """Statistics continue, but a step without roots due applies the last root, not the gradient."""
     p = torch.zeros(3, 3, dtype=torch.float64)
     reference = ReferenceShampoo([p], lr=1.0, eps=0.1, update_freq=100)
     gradients = [randn(3, 3, seed=s) for s in range(9)]  # no root is due at step 9

@@ -1,4 +1,4 @@
-"""Matrices for which LAPACK does not converge or returns NaN: finite answers within the documented error."""
+"""Matrices for which LAPACK fails or returns NaN: finite results within the documented error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def generator(seed: int) -> torch.Generator:
 
 
 def rows_alone(n: int, seed: int) -> Tensor:
-    """The Gram matrix of gradients that reach four rows, as of an embedding."""
+    """The Gram matrix of gradients with four nonzero rows, as for an embedding."""
     G = torch.zeros(n, 64, dtype=torch.float64)
     rows = torch.randperm(n, generator=generator(seed))[:4]
     G[rows] = torch.randn(len(rows), 64, generator=generator(seed), dtype=torch.float64)
@@ -34,7 +34,7 @@ def average(n: int, seed: int) -> Tensor:
 
 
 def decayed(n: int, seed: int) -> Tensor:
-    """Rows of which all but a few were last seen long ago."""
+    """Rows of which all but a few were last nonzero long ago."""
     scales = torch.logspace(0, -15, n, dtype=torch.float64)
     v = torch.randn(n, 8, generator=generator(seed), dtype=torch.float64) * scales[:, None]
     return v @ v.T
@@ -75,7 +75,7 @@ def assert_eigensystem(A: Tensor, values: Tensor, vectors: Tensor) -> None:
     assert (norm(Q.mT @ Q - torch.eye(n)) <= tolerance).all()
     expected = torch.linalg.eigvalsh(A)
     largest = expected.abs().amax(-1, keepdim=True)
-    # The noise is that of small eigenvalues; large ones that coincide err more.
+    # The noise is that of small eigenvalues; large coinciding ones have larger errors.
     assert ((D - expected).abs() <= 4 * noise(n, values.dtype) * largest).all()
 
 
@@ -135,7 +135,7 @@ def test_retries_are_counted():
     before = eigh_retries()
     for seed in range(3):
         eigh(repeated(20, seed).float())
-    assert eigh_retries() == before  # LAPACK is right for these
+    assert eigh_retries() == before  # LAPACK is correct for these
 
 
 @pytest.mark.parametrize("method", ["auto", "eigh", "newton"])
@@ -153,7 +153,7 @@ def test_roots(kind, method):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("n", [3, 40, 300])
 def test_the_floor_of_eigh_is_the_documented_one(n, dtype, device):
-    """(4 + sqrt(n) / 4) u times the largest eigenvalue, that is what smaller ones count as."""
+    """(4 + sqrt(n) / 4) u times the largest eigenvalue: smaller ones count as this."""
     v = torch.randn(n, 2, generator=generator(0), dtype=torch.float64)
     A = (v @ v.T).to(device, dtype)
     largest = torch.linalg.eigvalsh(v @ v.T)[-1]

@@ -1,4 +1,4 @@
-"""Roots that are kept in bfloat16."""
+"""Roots stored in bfloat16."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from trajectory_problems import train
 
 BFLOAT16 = {"root_dtype": torch.bfloat16}
-# Small matrices that are joined, large ones on their own, and a power that is no root.
+# Small matrices that are joined, large ones alone, and a power that is not a root.
 CASES = [
     {"lr": 0.1, "eps": 1e-2},
     {"lr": 0.1, "eps": 1e-2, "root_method": "eigh", "betas": (0.9, 0.95), "grafting": "adam"},

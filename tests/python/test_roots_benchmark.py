@@ -1,4 +1,4 @@
-"""The benchmark of inverse roots on a CUDA device, as far as a machine without one can run it."""
+"""The benchmark of inverse roots, as a dry run without a CUDA device."""
 
 from __future__ import annotations
 

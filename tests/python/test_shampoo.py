@@ -1,4 +1,4 @@
-"""torchium.Shampoo beyond the common contract. Its mathematics: test_trajectories.py."""
+"""torchium.Shampoo beyond the common contract. For its mathematics see test_trajectories.py."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_roots_are_due_often_at_first(update_freq, expected):
 
 
 def test_exponent_warmup_counts_the_steps_of_each_parameter():
-    """L^(-1/p), p from 4 to 2, counted in the own steps of each parameter."""
+    """L^(-1/p), p from 4 to 2, by each parameter's own step count."""
     early, late = (nn.Parameter(torch.zeros(4, 4, dtype=torch.float64)) for _ in range(2))
     optimizer = torchium.Shampoo(
         [early, late], update_freq=1, eps=1e-3, exponent=-0.5, exponent_warmup=4
@@ -182,7 +182,7 @@ def test_buffers_appear_when_an_option_needs_them(option, key):
     run(model, optimizer, 4, 2)
     for p in model.parameters():
         assert optimizer.state[p][key].shape == p.shape
-    # Turned off again it stays in a checkpoint; a step drops averages, which would grow old.
+    # If turned off again it stays in a checkpoint; a step drops averages, which would become stale.
     optimizer.param_groups[0].update({k: optimizer.defaults[k] for k in option})
     kept = optimizer.state[model[0].weight][key].clone()
     other = torchium.Shampoo(model.parameters())
@@ -294,7 +294,7 @@ def test_a_good_root_starts_the_count_of_failures_again():
     optimizer.check_errors()
 
 
-# ---- capturable: the step and the roots apart
+# ---- capturable: separate steps and root updates
 
 
 def test_capturable_step_computes_no_root():
@@ -302,7 +302,7 @@ def test_capturable_step_computes_no_root():
 
 
 def test_update_preconditioners_computes_all_roots_now(device):
-    """A step and then the roots: as capturable=False, one step later."""
+    """A step, then the roots: the same as capturable=False, one step later."""
     model, other = mlp(device), mlp(device)
     options = {"lr": 0.1, "betas": (0.0, 0.9), "preconditioner_1d": "full"}
     capturable = torchium.Shampoo(model.parameters(), capturable=True, **options)
@@ -342,7 +342,7 @@ def test_a_captured_step_starts_to_precondition_when_others_do(start, device):
 
 
 def test_roots_before_the_first_step_that_counts_are_those_of_the_damping(device):
-    """After a skipped step t = 0, where the bias correction 1 - beta^t would make 0 / 0."""
+    """After a skipped step t = 0, where the bias correction 1 - beta^t would give 0 / 0."""
     model = mlp(device)
     optimizer = torchium.Shampoo(model.parameters(), betas=(0.0, 0.9), eps=1e-4)
     set_gradients(model.parameters(), 0)
@@ -466,7 +466,7 @@ def test_captured_step_beside_eager_roots_equals_the_eager_one():
 
 @pytest.mark.cuda
 def test_host_schedule_follows_skipped_steps():
-    """Skips reported late must not shift the schedule of the roots for good."""
+    """Skips reported late must not shift the root schedule permanently."""
     model = mlp("cuda")
     optimizer = torchium.Shampoo(model.parameters(), update_freq=5)
     for step in range(10):

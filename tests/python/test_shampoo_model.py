@@ -1,4 +1,4 @@
-"""Shampoo of a model: its groups, and the report of the rule of each parameter."""
+"""Shampoo of a model: its groups, and the report of each parameter's rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torchium.ShampooW: AdamW's signature, its groups, and what it shares with Shampoo."""
+"""torchium.ShampooW: AdamW's signature, its groups, and shared behaviour with Shampoo."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_its_own_groups_and_defaults_are_taken_as_they_are():
     assert of_defaults.defaults == optimizer.defaults
     optimizer.add_param_group({**group, "params": list(mlp().parameters())})
     assert options(optimizer) == [options(of_groups)[0]] * 2
-    # Single options of Shampoo leave eps AdamW's.
+    # Single options of Shampoo leave AdamW's eps unchanged.
     optimizer.add_param_group(
         {"params": [nn.Parameter(torch.ones(2))], "eps": 1e-2, "momentum": 0.5}
     )

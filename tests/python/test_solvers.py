@@ -26,7 +26,7 @@ from torchium import linalg
 
 
 def check_residual(A: Tensor, X: Tensor, solution: Tensor, least: float) -> None:
-    """A X = B up to backward error, where eigenvalues below `least` count as `least`."""
+    """A X = B up to backward error, with eigenvalues below `least` counted as `least`."""
     A, X, solution = A.double(), X.double(), solution.double()
     n = A.shape[-1]
     unit = floor(n, torch.float32 if least > 1e-12 * norm(A).max() else torch.float64)
@@ -57,15 +57,15 @@ def test_spd_is_finite_and_has_a_small_residual(dtype, kind, scale, n, seed):
     least = floor(n, dtype) * float(torch.linalg.matrix_norm(A.double(), 2))
     assert norm(inverse) <= 4 * math.sqrt(n) / least
     if scale < 1 and kind in ("rank_deficient", "one_huge"):
-        return  # the answer may saturate at the largest number
+        return  # the result may saturate at the largest number
     check_residual(A, torch.eye(n, dtype=dtype), inverse, least)
     check_residual(A, X, solution, least)
 
 
 def allowed_error(lapack: Tensor, exact: Tensor, A: Tensor, dtype: torch.dtype) -> Tensor:
-    """Four times LAPACK's own error in the same dtype, and the roundings of input and result."""
+    """Four times LAPACK's own error in the same dtype, plus the rounding of input and result."""
     n = A.shape[-1]
-    # The reference is float64 as well: it is no better than backward stability makes it.
+    # The reference is float64 as well: no better than backward stable.
     own = floor(n, dtype) * torch.linalg.cond(A) if dtype == torch.float64 else n * eps(dtype)
     return 4 * norm(lapack - exact) + (4 * own + 4 * rounding(dtype)) * norm(exact)
 
@@ -145,7 +145,7 @@ def test_kron_solve_is_finite(dtype, kinds, scales, nA, nB, damping, seed):
     largest = float(torch.linalg.matrix_norm(product, 2)) + damping
     least = 2 * floor(max(nA, nB), dtype) * largest
     tiny = 1e3 * torch.finfo(dtype).tiny
-    if least > tiny and largest < 1 / tiny:  # else the answer saturates, or vanishes
+    if least > tiny and largest < 1 / tiny:  # otherwise the result saturates or vanishes
         check_residual(reference.damped(product, damping), X, solution, least)
 
 
@@ -161,7 +161,7 @@ def test_kron_solve_is_as_accurate_as_lapack(dtype, damping, device):
         reference.kron(reference.damped(A, 0.0), reference.damped(B, 0.0)), damping
     )
     lapack = torch.linalg.solve(K.to(compute), X.to(compute))
-    # The eigenvalues are known to a few units of the largest: 1 / (d + damping) errs accordingly.
+    # Eigenvalues are accurate to a few units of the largest, and 1 / (d + damping) accordingly.
     condition = torch.linalg.cond(K)
     allowed = 4 * norm(lapack - exact) + 4 * (floor(9, dtype) * condition + rounding(dtype)) * norm(
         exact

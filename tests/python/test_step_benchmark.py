@@ -1,4 +1,4 @@
-"""The benchmark of a step, on the CPU with tiny models, and how it attributes kernels."""
+"""The step benchmark, on the CPU with tiny models, and how it attributes kernels."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def event(name: str, category: str, start: float, length: float, **arguments: ob
 
 
 def test_kernels_count_for_the_range_that_launched_them() -> None:
-    """Kernels run long after the range in which the host asked for them has ended."""
+    """Kernels run long after the range in which the host launched them has ended."""
     found = step_profile.parse(
         [
             event(step_profile.STEP, "user_annotation", 0, 100),

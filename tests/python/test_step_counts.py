@@ -1,4 +1,4 @@
-"""What the host and the device know about the number of steps stays right."""
+"""The host's and the device's step counts stay correct."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LARGEST_FLOAT32_COUNT = 2**24
 
 
 def start_at(optimizer: torch.optim.Optimizer, count: int) -> torch.optim.Optimizer:
-    """As if that many steps had been taken, in a checkpoint."""
+    """As after loading a checkpoint with that many steps."""
     state_dict = optimizer.state_dict()
     for state in state_dict["state"].values():
         state["step"].fill_(count)
@@ -70,7 +70,7 @@ def test_schedules_go_on_beyond_the_counts_of_a_float32(device):
         for key, steps in renewed.items():
             if not torch.equal(before[key], state[key]):
                 steps.append(t)
-    # Due at the steps that 3 divides, in K-FAC at those behind them; 2^24 + 2 is the first.
+    # Due at multiples of 3, in K-FAC one step later; 2^24 + 2 is the first.
     assert renewed == {"roots.0": [2, 5], "A_inverse": [3, 6]}
 
 
@@ -88,7 +88,7 @@ def test_float32_counts_of_earlier_versions_are_loaded(make):
 
 
 class OutOfMemory(TorchDispatchMode):
-    """Raises in the operator of this number; counts them."""
+    """Raises in the operator with this number; counts operators."""
 
     def __init__(self, fails_at: int | None = None) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class OutOfMemory(TorchDispatchMode):
 
 
 def counts_on_host(optimizer, params: list[torch.Tensor]) -> dict[torch.Tensor, int]:
-    """Steps taken, of the parameters of which the host knows it."""
+    """Steps taken, for the parameters whose count the host knows."""
     if isinstance(optimizer, BlockedOptimizer):
         counts = [plan.counts(optimizer.state) for plan in optimizer._plans.values()]
         return {p: n for known in counts for p, n in known.items()}
@@ -112,7 +112,7 @@ def counts_on_host(optimizer, params: list[torch.Tensor]) -> dict[torch.Tensor, 
 
 @pytest.mark.parametrize("name", ALL_CASES)
 def test_a_step_that_raises_in_its_midst_leaves_no_wrong_count(name, device):
-    """Out of memory, for one: the step may have been counted already, or not."""
+    """For example out of memory: the step may already be counted, or not."""
     model = mlp(device, torch.float64)
     optimizer = ALL_CASES[name](model.parameters())
     run(model, optimizer, 0, 3)
@@ -136,7 +136,7 @@ def test_a_step_that_raises_in_its_midst_leaves_no_wrong_count(name, device):
     optimizer.check_errors()
     known = counts_on_host(optimizer, params)
     assert set(known.values()) <= {taken + 2}
-    no_schedule = device.type == "cpu" or name == "adagrad"  # no schedule needs the host's
+    no_schedule = device.type == "cpu" or name == "adagrad"  # no schedule needs the host's count
     assert len(known) == len(params) or (no_schedule and not known)
     assert all(optimizer.state[p]["step"] == taken + 2 for p in params)
     assert all(bool(v.isfinite().all()) for v in values(model))
@@ -151,7 +151,7 @@ def test_a_skip_that_is_reported_late_is_not_taken_back_twice(name):
     params = list(model.parameters())
     give_gradients(model, optimizer, 3)
     params[0].grad.fill_(float("nan"))
-    torch.cuda._sleep(50_000_000)  # the report of the skip is still under way
+    torch.cuda._sleep(50_000_000)  # the report of the skip is still in flight
     optimizer.step()
     with pytest.raises(torch.OutOfMemoryError), OutOfMemory(fails_at=1):
         optimizer.step()

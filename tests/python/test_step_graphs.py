@@ -1,4 +1,4 @@
-"""Steps that Shampoo captures itself in CUDA graphs equal those that it launches, bit for bit."""
+"""Steps that Shampoo captures in CUDA graphs equal launched steps, bitwise."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.cuda
 
-# Sizes that the kernels for products of fp16 parts take.
+# Sizes supported by the split fp16 kernels.
 SHAPES = [(64, 32), (32,), (48, 64), (48,), (16, 8, 3, 3)]
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -47,7 +47,7 @@ def shampoo(params: list[nn.Parameter], graphs: str | bool = "auto", **options: 
 
 
 def give_gradients(params: list[nn.Parameter], index: int) -> None:
-    """In new memory, as a backward pass after ``zero_grad(set_to_none=True)``."""
+    """In new memory, as after a backward pass following ``zero_grad(set_to_none=True)``."""
     generator = torch.Generator().manual_seed(1000 + index)
     for p in params:
         p.grad = None
@@ -70,7 +70,7 @@ def values(optimizer, params: list[nn.Parameter]) -> list[Any]:
 
 
 def both(**options: Any):
-    """The same optimizer twice: with graphs, and without."""
+    """The same optimizer twice: with and without graphs."""
     pairs = []
     for graphs in ("always", "never"):
         params = parameters()
@@ -340,7 +340,7 @@ def test_a_capture_without_memory_leaves_launched_steps():
 
 
 class RaisesOnce(TorchDispatchMode):
-    """Raises in the first operator that is captured."""
+    """Raises in the first captured operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -404,7 +404,7 @@ def test_memory_is_given_back():
 def test_auto_keeps_little_memory():
     """Its graphs hold at most 5 % of the state or 1 % of the device's memory."""
     device_bytes = torch.cuda.get_device_properties(0).total_memory
-    count = int(0.01 * device_bytes) // (1024 * 1024 * 8) + 1  # 12 bytes an element are scratch
+    count = int(0.01 * device_bytes) // (1024 * 1024 * 8) + 1  # 12 bytes per element are scratch
     if torch.cuda.mem_get_info()[0] < 0.3 * device_bytes:
         pytest.skip("needs 30 % of the device's memory")
     params = [nn.Parameter(torch.randn(1024, 1024, device="cuda")) for _ in range(count)]

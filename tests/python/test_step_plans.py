@@ -1,4 +1,4 @@
-"""What an optimizer keeps from step to step fits what is there: whatever changes identity is noticed."""
+"""Data that an optimizer keeps between steps stays valid: every change of identity is detected."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Change = Callable[[nn.Sequential, Any], None]
 
 
 def assert_goes_on_as_a_copy(model: nn.Sequential, optimizer: Any, steps: int = 2) -> None:
-    """A copy has no plans yet, so that it looks at everything afresh."""
+    """A copy has no plans yet, so it checks everything anew."""
     others = copy.deepcopy((model, optimizer))
     for step in range(steps):
         for m, o in ((model, optimizer), others):
             set_gradients([p for p in m.parameters() if p.requires_grad], 50 + step)
             o.step()
-    # Matrices that lie apart are no batch, unlike those of the copy: rounding may differ.
+    # Separate matrices are not batched, unlike those of the copy: rounding may differ.
     bounds = {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(values(model), values(others[0]), **bounds)
     states = optimizer.state_dict()["state"], others[1].state_dict()["state"]
@@ -36,7 +36,7 @@ def assert_goes_on_as_a_copy(model: nn.Sequential, optimizer: Any, steps: int = 
 
 @pytest.fixture
 def bindings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by one entry whenever a plan is bound to parameters and state."""
+    """Grows by one entry per binding of a plan to parameters and state."""
     calls: list[int] = []
     bind = GroupPlan.bind
 
@@ -121,7 +121,7 @@ def test_what_changes_identity_is_bound_again(make, change: Change, bindings, de
     assert bindings.count(0) == 2  # once for the optimizer, once for its copy
 
 
-# ---- what changes without
+# ---- changes without a new identity
 
 
 @plan_cases
@@ -261,7 +261,7 @@ def test_an_option_that_is_set_while_a_parameter_is_idle(options, device):
     idle_step(alone, other, 0, 2)
     other.param_groups[0].update(options)
     idle_step(alone, other, 1, 1)
-    other.load_state_dict(other.state_dict())  # looks at everything again
+    other.load_state_dict(other.state_dict())  # checks everything again
     idle_step(alone, other, 2, 2)
     assert_same([p.detach() for p in params], [p.detach() for p in alone])
 

@@ -1,7 +1,7 @@
-"""What PyTorch asks of its own optimizers, asked of ours.
+"""PyTorch's tests for its own optimizers, applied to ours.
 
-The cases are ``OptimizerInfo`` entries, as PyTorch's are. K-FAC and natural gradient take part where a
-list of parameters is enough.
+The cases are ``OptimizerInfo`` entries, as PyTorch's are. K-FAC and natural gradient take part if a list of
+parameters suffices.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from torch.testing._internal.common_optimizers import (
 )
 
 pytestmark = ignore_fallback
-# That import forbids every later test of the process to set flags of backends.
+# That import prevents later tests of the process from setting backend flags.
 torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
 
 
 def _inputs(cases: dict[str, dict[str, Any]]) -> Callable[..., list[OptimizerInput]]:
-    """Fresh options for each call: a test may change them."""
+    """Fresh options for each call, because a test may change them."""
 
     def make(device: Any, dtype: Any = None) -> list[OptimizerInput]:
         return [OptimizerInput(None, deepcopy(kwargs), desc) for desc, kwargs in cases.items()]
@@ -135,7 +135,7 @@ def cases(names: list[str]) -> list[Any]:
 
 
 every_optimizer = pytest.mark.parametrize(("cls", "kwargs"), cases(list(INFOS)))
-# With gradients that come of no layer.
+# With gradients from no layer.
 plain_optimizers = pytest.mark.parametrize(("cls", "kwargs"), cases(PLAIN))
 
 

@@ -1,4 +1,4 @@
-"""The messages in docs/troubleshooting.md are messages of the sources."""
+"""The messages in docs/troubleshooting.md must be in the sources."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ PATTERNS = ("python/**/*.py", "src/**/*.cpp", "include/**/*.h", "cmake/*", "setu
 
 
 def messages() -> list[str]:
-    """The code that begins a row of a table whose first column holds messages."""
+    """The code at the start of each row, in tables whose first column holds messages."""
     tables = re.findall(r"^\| message \|.*\n\|[-|]+\n((?:\|.*\n?)+)", PAGE, flags=re.MULTILINE)
     rows = "".join(tables).splitlines()
     return [found[1] for row in rows if (found := re.match(r"\| `([^`]+)`(?: \(\w+\))? \|", row))]
@@ -19,7 +19,7 @@ def messages() -> list[str]:
 
 @pytest.fixture(scope="module")
 def sources() -> str:
-    """All sources, with the parts of a string joined."""
+    """All sources, with adjacent string literals joined."""
     files = sorted(path for pattern in PATTERNS for path in ROOT.glob(pattern) if path.is_file())
     text = "\n".join(path.read_text() for path in files)
     return re.sub(r'"\s+f?"', "", text)

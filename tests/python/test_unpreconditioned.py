@@ -1,4 +1,4 @@
-"""Parameters that no matrices precondition: preconditioned=False and max_preconditioned_dim."""
+"""Parameters without matrices: preconditioned=False and max_preconditioned_dim."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_steps_are_adamws(options, dtype, device):
     tolerance = {"rtol": 0, "atol": 1e-6 if dtype == torch.float32 else 1e-12}
     for step in range(5):
         for actual, expected in zip(run(ours, 4, 4 * step), run(theirs, 4, 4 * step), strict=True):
-            if actual.dim() > 0:  # no limit leaves out a scalar
+            if actual.dim() > 0:  # no limit excludes a scalar
                 torch.testing.assert_close(actual, expected, **tolerance)
 
 
@@ -131,7 +131,7 @@ def test_a_checkpoint_brings_its_options(language, before, after):
 
 
 def test_a_checkpoint_from_before_the_options_existed():
-    """Their values are the optimizer's own; state of another rule is refused by name."""
+    """The optimizer's own values apply; state of another rule raises an error with its key."""
     options = {"betas": (0.9, 0.99), "grafting": "adam"}
     whole = torchium.Shampoo(parameters(), **options)
     run(whole, 2)

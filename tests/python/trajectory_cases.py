@@ -1,10 +1,10 @@
-"""Options of the optimizers under which trajectories are compared."""
+"""Optimizer options for the comparison of trajectories."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# Small blocks, so that few dimensions divide; damping that float32 roots can see.
+# Small blocks, so that few dimensions divide evenly; damping that float32 roots can resolve.
 BASE = dict(lr=0.02, eps=1e-2, update_freq=3, block_size=8)
 SHAMPOO: dict[str, dict[str, Any]] = {
     "defaults": dict(update_freq=100, block_size=1024),
