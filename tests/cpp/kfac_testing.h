@@ -1,4 +1,4 @@
-// What the tests of K-FAC share.
+// Shared by the tests of K-FAC.
 #pragma once
 
 #include "model_testing.h"
@@ -17,7 +17,7 @@ inline const KFACParamState& kfac_state(const KFAC& optimizer, const torch::Tens
   return static_cast<const KFACParamState&>(*optimizer.state().at(param.unsafeGetTensorImpl()));
 }
 
-// Steps first..last-1, each on its own batch.
+// Steps first..last-1, each on a new batch.
 inline void train(KFAC& optimizer, nn::Sequential& model, torch::IntArrayRef sample, int first,
                   int last) {
   const auto dtype = model->parameters()[0].scalar_type();

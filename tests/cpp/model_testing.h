@@ -1,4 +1,4 @@
-// Models and batches for the tests of optimizers that watch layers.
+// Models and batches for the tests of capturing optimizers.
 #pragma once
 
 #include "optimizer_testing.h"
@@ -25,7 +25,7 @@ inline nn::Sequential make_convnet(torch::Dtype dtype = torch::kDouble) {
   return model;
 }
 
-// The parameters of one model become those of another.
+// Copies the parameters of one model to another.
 inline void copy_parameters(const nn::Module& from, const nn::Module& to) {
   const torch::NoGradGuard no_grad;
   const auto source = from.parameters();
@@ -40,7 +40,7 @@ struct Batch {
   torch::Tensor targets;
 };
 
-// A batch that depends on the step alone.
+// A batch that depends only on the step.
 inline Batch make_batch(int step, torch::IntArrayRef sample_shape, int64_t size = 6,
                         torch::Dtype dtype = torch::kDouble) {
   auto generator = torch::make_generator<torch::CPUGeneratorImpl>(100 + step);
@@ -62,7 +62,7 @@ void train_on(Optimizer& optimizer, nn::Sequential& model, const Batch& batch) {
   optimizer.step();
 }
 
-// An archive gives its options to the optimizer that loads it.
+// An archive sets the options of the optimizer that loads it.
 template <typename Optimizer, typename Options>
 void expect_restored_options(const Options& options) {
   const nn::Linear model(2, 2);
@@ -80,7 +80,7 @@ inline void expect_foreign_archive_refused(torch::optim::Optimizer& optimizer) {
                   "was not written by this kind of optimizer");
 }
 
-// Loads an archive into an optimizer that it does not fit, which must stay as it is.
+// Loads an archive into an optimizer that it does not fit, which must not change.
 inline std::string refusal_to_load(torch::optim::Optimizer& optimizer, const std::string& data) {
   const auto before = all_state(optimizer);
   const auto message = message_of<c10::ValueError>([&] { load(optimizer, data); });

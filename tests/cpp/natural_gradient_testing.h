@@ -1,4 +1,4 @@
-// Models of several kinds, and what the tests of natural gradient and per-sample gradients share.
+// Models of several kinds, and helpers for the tests of natural gradient and per-sample gradients.
 #pragma once
 
 #include "model_testing.h"
@@ -32,7 +32,7 @@ struct Tied : public nn::Module {
   nn::LayerNorm norm{nullptr};
 };
 
-// A model, what it is called with at a step, and the mean loss.
+// A model, its input at a step, and the mean loss.
 struct Problem {
   std::string name;
   std::function<std::shared_ptr<nn::Module>(torch::Dtype)> make;
@@ -68,7 +68,7 @@ inline torch::Tensor flatten(const Tensors& tensors) {
   return torch::cat(flat);
 }
 
-// The gradients of single samples, one backward pass each: [n, P].
+// Per-sample gradients, one backward pass each: [n, P].
 inline torch::Tensor dense_jacobian(const Problem& problem, nn::Module& model, const Batch& batch) {
   Tensors rows;
   for (int64_t i = 0; i < batch.targets.size(0); ++i) {

@@ -1,4 +1,4 @@
-// What the tests of the optimizers share.
+// Shared by the tests of the optimizers.
 #pragma once
 
 #include "torchium/optim/second_order_optimizer.h"
@@ -36,7 +36,7 @@ inline Tensors odd_parameters(torch::Dtype dtype = torch::kFloat) {
   return params;
 }
 
-// Steps with gradients that depend on the step number and the parameters alone.
+// Steps with gradients that depend only on the step number and the parameters.
 inline void train(torch::optim::Optimizer& optimizer, const Tensors& params, int first, int last) {
   for (int t = first; t < last; ++t) {
     auto generator = torch::make_generator<torch::CPUGeneratorImpl>(1000 + t);
@@ -64,7 +64,7 @@ inline Tensors parameters_like(const Tensors& tensors) {
   return result;
 }
 
-// Bit for bit, NaN aside.
+// Bitwise, except NaN.
 inline void expect_equal(const Tensors& actual, const Tensors& expected) {
   ASSERT_EQ(actual.size(), expected.size());
   for (size_t i = 0; i < actual.size(); ++i) {
@@ -90,7 +90,7 @@ inline std::vector<std::pair<std::string, torch::Tensor>> state_tensors(
   return static_cast<const optim::SecondOrderParamState&>(*found->second).tensors();
 }
 
-// The dtype of a state tensor of a parameter that is not float64.
+// The dtype of a parameter's state tensor that is not float64.
 inline torch::Dtype float32_state_dtype(const std::string& key) {
   return key == "step"                        ? torch::kDouble
          : key.rfind("root_failures", 0) == 0 ? torch::kInt
@@ -124,7 +124,7 @@ inline void load(torch::optim::Optimizer& optimizer, const std::string& data) {
   optimizer.load(archive);
 }
 
-// Runs `action` and returns the message of the exception of type Error that it throws.
+// Runs `action` and returns the message of its exception of type Error.
 template <typename Error, typename Action>
 std::string message_of(Action&& action) {
   try {

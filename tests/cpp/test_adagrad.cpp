@@ -1,4 +1,5 @@
-// torchium::optim::Adagrad: equal to libtorch's where both are defined, by hand where it is not.
+// torchium::optim::Adagrad: equal to libtorch's where both are defined, otherwise to values
+// computed by hand.
 #include "optimizer_testing.h"
 #include "torchium/optim/adagrad.h"
 

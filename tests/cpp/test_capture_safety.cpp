@@ -1,5 +1,5 @@
-// What keeps K-FAC and natural gradient from steps on captures that do not tell the whole gradient:
-// uses that no capture has seen, and processes that train together.
+// K-FAC and natural gradient must not step on captures that do not account for the whole gradient:
+// uncaptured calls, and several processes.
 #include "gradients/capture/operator_capture.h"
 #include "model_testing.h"
 #include "torchium/optim/kfac.h"
@@ -21,7 +21,7 @@ using optim::KFACOptions;
 using optim::NaturalGradient;
 using optim::NaturalGradientOptions;
 
-// The parameters of which backward() of the loss finds a call that was not captured.
+// The parameters for which backward() of the loss finds an uncaptured call.
 template <typename Loss>
 std::set<size_t> used_otherwise(const Tensors& params, Loss&& loss) {
   OperatorCapture capture(params, [](const CapturedCall&) {});
@@ -39,7 +39,7 @@ std::set<size_t> used_otherwise(const Tensors& params, Loss&& loss) {
 
 using Positions = std::set<size_t>;
 
-// ---- which uses are captured
+// ---- captured and uncaptured calls
 
 class InputShapes : public ::testing::TestWithParam<std::vector<int64_t>> {};
 
@@ -126,11 +126,11 @@ TEST(OtherUses, AreSeen) {
       {[&](auto w, auto b) { return layer(w, b) + w.square().sum(); }, {0}},  // a penalty
       {[&](auto w, auto b) { return layer(w, b) + w.norm() + b.norm(); }, {0, 1}},
       {[&](auto w, auto b) { return layer(w, b) * b.dot(b); }, {1}},
-      // In the graph of the layer that is captured.
+      // In the graph of the captured layer.
       {[&](auto w, auto b) { return torch::linear(torch::linear(x, w) * b, w, b).sum() * 1; }, {1}},
       {[&](auto w, auto b) { return torch::linear(x.matmul(w).tanh(), w, b).sum() * 1; }, {0}},
       {[&](auto w, auto b) { return torch::linear(w, w, b).sum() * 1; }, {0}},
-      // Behind the bias of another layer, whose weight is a function of this one.
+      // After the bias of another layer, whose weight is a function of this one.
       {[&](auto w, auto b) { return layer(w, {}) + layer(2 * w, b); }, {0}},
       {[&](auto w, auto b) { return layer(w, b) + layer(w.slice(0, 0, 2), {}); }, {0}},
       {[&](auto w, auto b) { return layer(w, b) + torch::addmm(x, x, w.t(), 1, 2).sum(); }, {0}},
@@ -154,7 +154,7 @@ TEST(OtherUses, AreSeenIfTheyAreNoPartOfTheSum) {
     torch::autograd::grad({loss()}, {layer->bias});
     EXPECT_FALSE(capture.is_used_otherwise(0));
   }
-  {  // Of two backward passes with an own graph each, one has the call that is captured.
+  {  // Of two backward passes with separate graphs, one has the captured call.
     OperatorCapture capture(layer->parameters(), [](const CapturedCall&) {});
     capture.set_enabled(true);
     layer(x).square().sum().backward();
@@ -179,7 +179,7 @@ TEST(OtherUses, OfManyGraphsThatWereNotUsedAreNoMatter) {
   EXPECT_FALSE(capture.is_used_otherwise(1));
 }
 
-// ---- what the optimizers do about them
+// ---- how the optimizers handle them
 
 struct TiedOutside : public nn::Module {
   TiedOutside() {
@@ -249,7 +249,7 @@ TEST(CaptureSafety, KfacFallsBackForAWeightThatIsUsedOtherwise) {
   expect_contains(warnings.text, "1 (used as [in, out] and as [out, in]: table.weight)");
 }
 
-// The gradient of a model whose loss has a penalty on a weight in some steps only.
+// The gradient of a model whose loss has a penalty on a weight only in some steps.
 torch::Tensor penalized(nn::Sequential& model, int step, bool has_penalty) {
   const auto batch = make_batch(step, kMlpSample);
   const auto loss = cross_entropy(model->forward(batch.inputs), batch.targets);
@@ -288,7 +288,7 @@ TEST(CaptureSafety, KfacFallsBackAsLongAsAWeightIsUsedOtherwise) {
 
 // ---- several processes
 
-// Sends nothing anywhere.
+// Sends nothing.
 class Silent : public c10d::Backend {
  public:
   using c10d::Backend::Backend;

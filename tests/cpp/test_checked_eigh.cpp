@@ -17,7 +17,7 @@ namespace {
 using torchium::linalg::eigh_retries;
 using torchium::linalg::detail::fail_first_attempts;
 
-// As if LAPACK did not converge, for the attempts that are named.
+// As if LAPACK did not converge, for the given attempts.
 class FailingAttempts {
  public:
   explicit FailingAttempts(int attempts) { fail_first_attempts(attempts); }
@@ -94,7 +94,7 @@ torch::Tensor trained(const Options& options) {
   return model->weight.detach().clone();
 }
 
-// No failure of a root is counted, and the steps are the same but for rounding errors.
+// No root failure is counted, and the steps are the same up to rounding errors.
 template <typename Optimizer, typename Options>
 void expect_the_same_steps(const Options& options) {
   const auto expected = trained<Optimizer>(options);

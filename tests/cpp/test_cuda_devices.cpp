@@ -1,4 +1,5 @@
-// Matrix functions on a CUDA device that is not the current one. Skipped with fewer than two.
+// Matrix functions on a CUDA device that is not the current one. Skipped with fewer than two
+// devices.
 #include <torchium/linalg/matrix_functions.h>
 
 #include <torch/torch.h>

@@ -1,5 +1,5 @@
-// The C++ optimizers on a CUDA device: they follow the CPU and report errors without a
-// synchronisation. Skipped where there is no device.
+// The C++ optimizers on a CUDA device: they agree with the CPU and report errors without a
+// synchronisation. Skipped without a device.
 #include "optimizer_testing.h"
 #include "torchium/optim/adagrad.h"
 #include "torchium/optim/shampoo.h"
@@ -43,7 +43,7 @@ ShampooOptions shampoo_options() {
       .grafting("adam");
 }
 
-// A step of which the gradient of parameter 2 is not finite.
+// A step in which the gradient of parameter 2 is not finite.
 void skipped_step(torch::optim::Optimizer& optimizer, Tensors& params) {
   for (auto& param : params) {
     set_grad(param, torch::ones_like(param));
@@ -68,13 +68,13 @@ void expect_follows_the_cpu(const Options& options) {
 
 TEST_F(CudaOptimizers, FollowTheCpu) {
   expect_follows_the_cpu<Shampoo>(shampoo_options());
-  // Much damping: the null space of the first statistics would make every rounding error grow.
+  // Large damping: the null space of the first statistics would amplify every rounding error.
   expect_follows_the_cpu<Shampoo>(ShampooOptions(0.1).preconditioner_1d("full").eps(1.0));
   expect_follows_the_cpu<Adagrad>(AdagradOptions(0.1).lr_decay(0.1));
   expect_follows_the_cpu<Adagrad>(AdagradOptions(0.1).full_matrix(true).update_freq(2).eps(1.0));
 }
 
-// The host's step count, which decides on roots, is corrected once a skip is known.
+// The host's step count, which determines the root schedule, is corrected once a skip is known.
 TEST_F(CudaOptimizers, SkippedStepsDoNotShiftTheRootSchedule) {
   const auto cpu_params = odd_parameters(torch::kDouble);
   auto cuda_params = on_cuda(cpu_params);
@@ -85,7 +85,7 @@ TEST_F(CudaOptimizers, SkippedStepsDoNotShiftTheRootSchedule) {
   const auto before = copies(cuda_params);
   skipped_step(cuda, cuda_params);
   expect_equal(copies(cuda_params), before);
-  cuda.check_errors();  // one skipped step is no error
+  cuda.check_errors();  // one skipped step is not an error
   train(cuda, cuda_params, 3, 9);
   for (size_t i = 0; i < cpu_params.size(); ++i) {
     expect_near(cuda_params[i].detach().cpu(), cpu_params[i].detach(), 1e-8);
@@ -113,7 +113,7 @@ TEST_F(CudaOptimizers, ThirdSkippedStepIsReportedByALaterStep) {
   report([&] { optimizer.check_errors(); });
 }
 
-// The report of three skips waits for its step although a good step has ended their count.
+// The report of three skips waits for its step although a good step has reset their count.
 TEST_F(CudaOptimizers, ReportsAreNotLost) {
   auto params = on_cuda(odd_parameters());
   Adagrad optimizer(params, AdagradOptions(0.1));
@@ -143,7 +143,7 @@ TEST_F(CudaOptimizers, ArchivesContinueBitForBit) {
 }
 
 #ifdef TORCHIUM_WITH_CUDA
-// The graph of an action; its stream is the current one as long as it lives.
+// The graph of an action; its stream is current during its lifetime.
 class CapturedGraph {
  public:
   template <typename Action>
@@ -160,7 +160,7 @@ class CapturedGraph {
   at::cuda::CUDAGraph graph_;
 };
 
-// Two optimizers of equal parameters; of one, calls are to be captured.
+// Two optimizers with equal parameters; one is to be captured.
 struct PlainAndCaptured {
   Tensors plain_params = on_cuda(odd_parameters());
   Tensors captured_params = on_cuda(odd_parameters());
@@ -207,7 +207,7 @@ TEST_F(CudaOptimizers, CapturedStepsEqualPlainOnes) {
     }
   }
   pair.expect_alike();
-  // A replayed step that is skipped is found by check_errors().
+  // check_errors() finds a replayed step that is skipped.
   captured_params[2].mutable_grad().fill_(kNaN);
   for (int step = 0; step < 3; ++step) {
     graph.replay();
@@ -259,7 +259,7 @@ TEST_F(CudaOptimizers, CaptureIsRefusedWhereTheHostDecides) {
   expect_contains(early, "run some steps before the capture");
 }
 
-// What a replay would do again each time: create an average, write a learning rate.
+// Actions that a replay would repeat each time: creating an average, writing a learning rate.
 TEST_F(CudaOptimizers, CaptureIsRefusedAfterAChangeOfOptions) {
   using Change = std::function<void(ShampooOptions&)>;
   for (const auto& [change, part] : std::vector<std::pair<Change, std::string>>{

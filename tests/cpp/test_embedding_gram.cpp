@@ -1,4 +1,4 @@
-// Both ways to the inner products of an embedding's samples agree with those of the dense rows.
+// Both methods for the inner products of an embedding's samples agree with those of the dense rows.
 #include "gradients/jacobian/embedding_gram.h"
 #include "optimizer_testing.h"
 
@@ -9,7 +9,7 @@ using gradients::detail::add_embedding_gram_;
 using gradients::detail::add_embedding_gram_on_cpu_;
 using gradients::detail::scatter_lookups;
 
-// [n, table_rows, dim] in float64, one position after the other.
+// [n, table_rows, dim] in float64, one position at a time.
 torch::Tensor dense_rows(const torch::Tensor& indices, const torch::Tensor& e, int64_t table_rows) {
   const auto rows = torch::zeros({indices.size(0), table_rows, e.size(2)}, torch::kDouble);
   for (int64_t i = 0; i < indices.size(0); ++i) {
@@ -75,8 +75,8 @@ TEST_P(EmbeddingGram, ScattersLookups) {
               1e-12);
 }
 
-// Fewer lookups than rows of the table (they are numbered anew), more, many samples at one row, and
-// a column alone.
+// Fewer lookups than table rows (they are renumbered), more, many samples at one row, and a single
+// column.
 INSTANTIATE_TEST_SUITE_P(Tables, EmbeddingGram,
                          ::testing::Values(Table{3, 4, 100, 5}, Table{6, 7, 5, 3},
                                            Table{20, 3, 2, 9}, Table{4, 1, 1, 1},

@@ -1,5 +1,4 @@
-// torchium::optim::Shampoo::from_adamw: what it takes over, and that its steps are as long as
-// AdamW's.
+// torchium::optim::Shampoo::from_adamw: the options that it keeps, and steps as long as AdamW's.
 #include "optimizer_testing.h"
 #include "torchium/optim/shampoo.h"
 
@@ -66,7 +65,7 @@ TEST(FromAdamW, GroupsOfParametersMayHaveOptionsOfAdamOrNone) {
             ShampooOptions::from_adamw(AdamOptions(0.5).weight_decay(0.3)));
 }
 
-// Vectors and scalars behave as under AdamW.
+// Vectors and scalars step as with AdamW.
 TEST(FromAdamW, VectorsStepAsWithAdamW) {
   torch::manual_seed(0);
   const Tensors params{parameter(torch::randn({7})), parameter(torch::randn({}))};

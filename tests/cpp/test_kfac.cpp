@@ -16,7 +16,7 @@ torch::Tensor with_ones(const torch::Tensor& a) {
   return torch::cat({a, torch::ones({a.size(0), 1}, a.options())}, 1);
 }
 
-// K-FAC of make_mlp(), written down as the formulas are.
+// K-FAC of make_mlp(), written directly from the formulas.
 class ReferenceKfac {
  public:
   ReferenceKfac(nn::Sequential model, KFACOptions options)

@@ -1,4 +1,4 @@
-// What K-FAC captures of forward and backward passes, and how long.
+// K-FAC's captures of forward and backward passes, and their lifetime.
 #include "kfac_testing.h"
 
 #include <thread>
@@ -6,7 +6,7 @@
 namespace torchium::testing {
 namespace {
 
-// Trains a model in a way that must not differ from one batch a step.
+// Trains a model in a way that must give the same result as one batch per step.
 template <typename Action>
 void expect_as_usual(nn::Sequential (*make)(torch::Dtype), torch::IntArrayRef sample,
                      Action&& train_step) {
@@ -52,7 +52,7 @@ TEST(Kfac, IgnoresPassesWithoutTraining) {
   });
 }
 
-// Gradients that are dropped take their captures along, however that is done.
+// Dropped gradients discard their captures, however they are dropped.
 TEST(Kfac, DropsCapturesWithTheirGradients) {
   expect_as_usual(&make_mlp, kMlpSample, [](auto& optimizer, auto& model, const auto& batch) {
     cross_entropy(model->forward(2 * batch.inputs), batch.targets).backward();

@@ -1,4 +1,4 @@
-// Parameters that K-FAC cannot precondition, and embeddings that are heads as well.
+// Parameters that K-FAC cannot precondition, and embeddings that are also heads.
 #include "kfac_testing.h"
 
 namespace torchium::testing {
@@ -61,7 +61,7 @@ TEST(Kfac, FallsBackToMomentum) {
   EXPECT_EQ(warnings.text.find("SGD"), warnings.text.rfind("SGD"));  // once
 }
 
-// A head with the weight of an embedding, by its matrix or by the transpose of that.
+// A head with an embedding's weight, by its matrix or by the transpose.
 struct TiedHead : public nn::Module {
   TiedHead() {
     torch::manual_seed(7);
@@ -131,7 +131,7 @@ TEST(Kfac, FallsBackForAnEmbeddingThatIsAlsoAWeightInOut) {
   EXPECT_EQ(optimizer.report().fallback, std::vector<std::string>{"embedding.weight"});
 }
 
-// Its lookups are not captured any more when the head appears.
+// Its lookups are no longer captured when the head appears.
 TEST(Kfac, PreconditionsAHeadThatIsTiedLater) {
   TiedHead model;
   KFAC optimizer(model, KFACOptions(0.1).TCov(1));
@@ -147,7 +147,7 @@ TEST(Kfac, PreconditionsAHeadThatIsTiedLater) {
   EXPECT_EQ(kfac_state(optimizer, model.embedding->weight).factor_updates().item<float>(), 3.0F);
 }
 
-// Their layers receive time or position as the first dimension.
+// Their layers have time or position as the first dimension.
 TEST(Kfac, FallsBackWithinTransformerLayers) {
   nn::TransformerEncoderLayer layer(nn::TransformerEncoderLayerOptions(4, 2).dropout(0.0));
   nn::Linear head(4, 3);

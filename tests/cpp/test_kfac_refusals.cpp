@@ -1,4 +1,4 @@
-// Steps and options that K-FAC refuses.
+// Errors of K-FAC's steps and options.
 #include "kfac_testing.h"
 
 namespace torchium::testing {

@@ -21,7 +21,7 @@ using torchium::linalg::detail::root_schedule_table;
 const double kUnit = std::ldexp(1.0, -24);
 const std::vector<int64_t> kRoots{1, 2, 3, 4, 6, 8, 16, 1000};
 
-// 1 + W(x) in the form of the header comment. Step: LastStep of either kind.
+// 1 + W(x) in the form of the header comment. Step: either type of LastStep.
 template <typename T, typename Step>
 T last_factor(const Step& s, T x) {
   const T z = x - T(s.center);
@@ -30,7 +30,7 @@ T last_factor(const Step& s, T x) {
   return 1 + T(s.a) + T(s.b) * z + T(s.c) * square + T(s.d) * v + T(s.e) * v * v;
 }
 
-// Takes x through the quadratic steps: what is left of it, and the root so far.
+// Applies the quadratic steps to x: returns the remaining value and the root so far.
 template <typename Steps>
 std::pair<double, double> through(const Steps& steps, double x, int64_t p) {
   double root = 1;
@@ -63,7 +63,7 @@ TEST(LastStep, IsAsAccurateAsItSaysOnTheWholeInterval) {
   }
 }
 
-// No polynomial of degree 6 can do better than one whose error alternates on eight points.
+// No polynomial of degree 6 is better than one whose error alternates on eight points.
 TEST(LastStep, Equioscillates) {
   for (const auto& [p, lower] : {std::pair<int64_t, double>{4, 0.8}, {16, 0.5}, {1000, 0.25}}) {
     const double power = 1.0 / static_cast<double>(p);
@@ -169,7 +169,7 @@ TEST(LastStep, RoundingToHalvesIsWithinTheTolerance) {
   }
 }
 
-// The largest entries of X must not drown the directions of the largest eigenvalues.
+// The largest entries of X must not hide the directions of the largest eigenvalues.
 TEST(LastStep, RoundingToHalvesKeepsTheResidualSmall) {
   const int64_t n = 48;
   const auto Q = random_basis(n);

@@ -28,7 +28,7 @@ double relative_error(const torch::Tensor& actual, const torch::Tensor& expected
 bool is_symmetric(const torch::Tensor& A) { return torch::equal(A, A.mT()); }
 
 TEST(SymmetricUpdate, AgreesWithAFullProductInEveryLayout) {
-  // Orders on both sides of the tiled path, and tiles that do not divide them.
+  // Orders below and above the limit of the tiled path, and tiles that do not divide them.
   for (const int64_t n : {1, 5, 64, 191, 192, 256, 300, 520}) {
     for (const int64_t k : {0, 1, 33}) {
       torch::manual_seed(1);
@@ -111,7 +111,7 @@ TEST(Minimax, SchedulesConvergeOnTheWholeInterval) {
   }
 }
 
-// Equioscillation: no quadratic can do better than one whose error alternates on four points.
+// Equioscillation: no quadratic is better than one whose error alternates on four points.
 TEST(Minimax, FirstStepEquioscillates) {
   const double lower = 1e-4;
   const auto q = minimax_schedule(4, lower, std::ldexp(1.0, -53))->front();

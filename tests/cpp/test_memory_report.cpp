@@ -1,4 +1,4 @@
-// Shampoo::memory_report against the tensors that there are.
+// Shampoo::memory_report against the actual tensors.
 #include "optimizer_testing.h"
 #include "torchium/optim/shampoo.h"
 

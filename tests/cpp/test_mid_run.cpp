@@ -1,5 +1,5 @@
-// What changes between two steps (dtypes, options, shapes), numbers that are too large, and
-// archives with numbers that no run has.
+// Changes between two steps (dtypes, options, shapes), numbers that are too large, and archives
+// with impossible numbers.
 #include "model_testing.h"
 #include "torchium/optim/adagrad.h"
 #include "torchium/optim/kfac.h"
@@ -246,8 +246,8 @@ TEST(ChangedDampingSplits, MakeNewInverses) {
   }
 }
 
-// The inverses that a change of damping_split asks for are made in the next step, also where that
-// is skipped, and archives of any moment can be loaded.
+// The next step computes the inverses for a new damping_split, even if it is skipped, and archives
+// from any moment can be loaded.
 TEST(ChangedDampingSplits, LeaveNoStepAndNoArchiveWithoutInverses) {
   for (const auto& [first, second] : std::vector<std::pair<std::string, std::string>>{
            {"exact", "pi"}, {"pi", "exact"}, {"exact", "plain"}, {"plain", "exact"}}) {
@@ -259,7 +259,7 @@ TEST(ChangedDampingSplits, LeaveNoStepAndNoArchiveWithoutInverses) {
     }
     options_of<KFACOptions>(optimizer).damping_split(second);
     KFAC loaded(*model);
-    load(loaded, saved(optimizer));  // before the step that makes the inverses
+    load(loaded, saved(optimizer));  // before the step that computes the inverses
     expect_equal(all_state(loaded), all_state(optimizer));
 
     auto batch = make_batch(2, kMlpSample);
@@ -374,7 +374,7 @@ TEST(StepCounts, GoOnBeyondThoseOfAFloat32) {
 
 // ---- calls that raise
 
-// While it lives, the allocation of memory number `count` from now on raises, if there is one.
+// During its lifetime, allocation number `count` from now on raises, if there is one.
 class FailingAllocations : public c10::Allocator {
  public:
   explicit FailingAllocations(int count) : left_(count), before_(c10::GetCPUAllocator()) {
@@ -399,7 +399,7 @@ class FailingAllocations : public c10::Allocator {
   c10::Allocator* before_;
 };
 
-// A factorisation that fails for want of memory is made by the next step.
+// The next step repeats a factorisation that ran out of memory.
 TEST(OutOfMemory, LeavesNoHalfMadeFactorization) {
   bool fails = true;
   for (int allocation = 0; fails; ++allocation) {

@@ -1,4 +1,4 @@
-// Optimizers that were moved from: they say so, until another one is moved into them.
+// Moved-from optimizers: they raise a clear error until another one is moved into them.
 #include "model_testing.h"
 #include "torchium/optim/adagrad.h"
 #include "torchium/optim/kfac.h"

@@ -67,7 +67,7 @@ TEST_P(Problems, FollowTheDenseSolve) {
     NaturalGradient optimizer(*model, NaturalGradientOptions(1.0).damping(damping).solver("gram"));
     train_step(optimizer, GetParam(), *model, batch);
     const auto d = before - flatten(model->parameters());
-    // In the space of samples, which is exact also where F has no inverse.
+    // In the space of samples, which is exact also if F is singular.
     const auto K = J.mm(J.t()) / J.size(0) + damping * torch::eye(J.size(0), J.options());
     const auto w = torch::linalg_solve(K, torch::full({J.size(0)}, 1.0 / J.size(0), J.options()));
     const auto expected = J.t().mv(w);

@@ -1,4 +1,4 @@
-// What natural gradient refuses: layers, batches, gradients and options.
+// Errors of natural gradient for layers, batches, gradients and options.
 #include "natural_gradient_testing.h"
 
 namespace torchium::testing {
@@ -12,7 +12,7 @@ TEST(NaturalGradientTest, RefusesUnsupportedLayersByName) {
     for (auto& param : model->parameters()) {
       param.set_requires_grad(false);
     }
-    NaturalGradient optimizer(*model);  // nothing to be refused
+    NaturalGradient optimizer(*model);  // supported
   };
   refuses(nn::Sequential(nn::Linear(2, 3), nn::LSTM(3, 4)), "layer '1' (LSTM)");
   refuses(nn::Sequential(nn::GRU(3, 4)), "layer '0' (GRU)");
@@ -33,7 +33,7 @@ TEST(NaturalGradientTest, RefusesUnsupportedLayersByName) {
           "scale_grad_by_freq = true");
 }
 
-// Each refusal leaves parameters and state alone, and the next step is a good one.
+// Each error leaves parameters and state unchanged, and the next step succeeds.
 void expect_refused_step(nn::Module& model, const std::function<torch::Tensor()>& loss,
                          const std::string& part) {
   NaturalGradient optimizer(model, NaturalGradientOptions(0.1));

@@ -1,5 +1,5 @@
-// What the capture of operators sees of stock torch::nn models and of functional calls. Its uses
-// must explain the gradients: that is checked with products written down here.
+// Operator capture on stock torch::nn models and functional calls. The captured calls must account
+// for the gradients, which is checked with products written here.
 #include "gradients/capture/operator_capture.h"
 #include "optimizer_testing.h"
 #include "torchium/optim/kfac.h"
@@ -23,7 +23,7 @@ using gradients::detail::LayerKind;
 using gradients::detail::OperatorCapture;
 using torch::indexing::Slice;
 
-// A capture of some parameters that is on and keeps what it is given.
+// An active capture of some parameters that stores its calls.
 class Recorder {
  public:
   explicit Recorder(const Tensors& params)
@@ -36,7 +36,7 @@ class Recorder {
   OperatorCapture* operator->() { return &capture_; }
 
   std::vector<LayerCall> calls;
-  std::vector<int64_t> gone_passes;  // as the last call told
+  std::vector<int64_t> gone_passes;  // from the last callback
 
  private:
   OperatorCapture capture_;
@@ -109,7 +109,7 @@ TEST_P(LinearInputs, OfFunctionalCallsAreCaptured) {
   }
 }
 
-// Some terms alone: the bias is a call of its own, and what is frozen is left out.
+// Some terms alone: the bias is a separate call, and frozen parameters are left out.
 TEST_P(LinearInputs, MayComeInPieces) {
   const Tensors params{parameter(torch::randn({4, 3})), parameter(torch::randn({4}))};
   const auto x = torch::randn(GetParam());
@@ -117,7 +117,7 @@ TEST_P(LinearInputs, MayComeInPieces) {
     Recorder recorder(params);
     (x.matmul(params[0].t()) + params[1]).square().sum().backward();
     ASSERT_EQ(recorder.calls.size(), 2U);
-    // The order is that of the backward pass.
+    // In the order of the backward pass.
     EXPECT_EQ(recorder.calls[0].bias, 1);
     EXPECT_EQ(recorder.calls[0].weight, -1);
     EXPECT_EQ(recorder.calls[1].bias, -1);
@@ -145,7 +145,7 @@ INSTANTIATE_TEST_SUITE_P(Shapes, LinearInputs,
                                            std::vector<int64_t>{3}, std::vector<int64_t>{2, 5, 3},
                                            std::vector<int64_t>{2, 1, 4, 3}));
 
-// Products that only look like uses of a parameter.
+// Products that only look like calls with a parameter.
 TEST(OperatorCapture, LeavesOtherProductsAlone) {
   const auto w = parameter(torch::randn({3, 3}));
   const auto other = parameter(torch::randn({3, 3}));
@@ -182,13 +182,13 @@ TEST(OperatorCapture, SeesTheAddendOfAddmm) {
   Recorder recorder({w, residual});
   torch::addmm(residual, x, w.t()).square().sum().backward();
   ASSERT_EQ(recorder.calls.size(), 1U);
-  EXPECT_EQ(recorder.calls[0].bias, -1);  // no bias: it has a row a sample
+  EXPECT_EQ(recorder.calls[0].bias, -1);  // not a bias: it has one row per sample
   expect_explains(recorder.calls[0], w, {});
 }
 
 using Settings = std::array<int64_t, 8>;
 
-// The gradient by the weight of a convolution, from one of its calls.
+// The gradient with respect to a convolution's weight, from one of its calls.
 torch::Tensor convolution_gradient(const LayerCall& call, const torch::Tensor& weight) {
   const auto& s = call.settings;
   const auto w = parameter(weight);
@@ -304,7 +304,7 @@ TEST(OperatorCapture, SeesNormalizations) {
   }
 }
 
-// A weight used several times, and an embedding that is the output layer too.
+// A weight with several calls, and an embedding that is also the output layer.
 TEST(OperatorCapture, SeesSharedWeights) {
   nn::Embedding embedding(7, 3);
   nn::Linear layer(3, 3);
@@ -381,7 +381,7 @@ TEST(OperatorCapture, TellsWhichGradientsAreGone) {
   EXPECT_EQ(both.gone_passes, Passes{});
 }
 
-// A forward and backward pass within a backward pass, as activation checkpointing has them.
+// A forward and backward pass within a backward pass, as in activation checkpointing.
 struct Checkpoint : public torch::autograd::Function<Checkpoint> {
   static torch::Tensor forward(torch::autograd::AutogradContext* context, torch::Tensor x,
                                nn::Linear layer) {
@@ -439,7 +439,7 @@ TEST(OperatorCapture, WorksWithHigherOrderGradients) {
   expect_explains(recorder.calls[0], layer->weight, layer->bias);
 }
 
-// Recurrent layers call linear() within, with time as the first dimension.
+// Recurrent layers call linear() internally, with time as the first dimension.
 TEST(OperatorCapture, DoesNotLookIntoRecurrentLayers) {
   nn::LSTM lstm(nn::LSTMOptions(3, 4));
   nn::GRU gru(nn::GRUOptions(3, 4).batch_first(true));
@@ -481,7 +481,7 @@ TEST(OperatorCapture, IsSafeOnManyThreads) {
   nn::Sequential model(nn::Linear(3, 8), nn::ReLU(nn::ReLUOptions(true)), nn::Linear(8, 2));
   Recorder recorder(model->parameters());
   std::atomic<bool> stop{false};
-  std::thread other([&] {  // captures come and go meanwhile
+  std::thread other([&] {  // captures are created and deleted meanwhile
     while (!stop) {
       OperatorCapture passing(model->parameters(), [](CapturedCall) {});
       passing.set_enabled(true);
@@ -551,7 +551,7 @@ TEST(OperatorCapture, HoldsNoParameters) {
   EXPECT_TRUE(weak.expired());
 }
 
-// A graph that lives on after its backward pass does not keep the inputs of its layers.
+// A graph that outlives its backward pass does not keep the inputs of its layers.
 TEST(OperatorCapture, ReleasesInputs) {
   nn::Linear layer(3, 4);
   Recorder recorder(layer->parameters());
@@ -578,7 +578,7 @@ TEST(OperatorCapture, ErrorsOfOperatorsAreTheirOwn) {
   recorder->raise_error();
 }
 
-// Makes the capture fail, but no operator: under this key detach() throws.
+// Makes the capture fail, but no operator: with this key detach() throws.
 constexpr auto kFailing = c10::DispatchKey::TESTING_ONLY_GenericMode;
 TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, m) {
   m.fallback(torch::CppFunction::makeFallthrough());

@@ -1,4 +1,4 @@
-// Per-sample gradients against a loop, also of models that move, mix or hide the samples of a
+// Per-sample gradients against a loop, also for models that move, mix or hide the samples of a
 // batch.
 #include "natural_gradient_testing.h"
 #include "torchium/gradients.h"
@@ -122,7 +122,7 @@ TEST(PerSampleGradientsOf, ModelsThatMoveOrMixSamples) {
   }
 }
 
-// Only the targets say which sample a row belongs to.
+// Only the targets identify the sample of a row.
 TEST(PerSampleGradientsOf, EqualSamples) {
   const auto inputs = torch::randn({1, 3, 4}, torch::kDouble).expand({5, 3, 4});
   expect_rows_of_a_loop("in_reverse_and_back", forwards()[3].second, inputs,
@@ -168,7 +168,8 @@ TEST(PerSampleGradientsOf, LayersOfOtherKinds) {
   expect_rows_of_a_stock_model<nn::PReLU>(nn::PReLU(), {5}, [](auto& m, auto x) { return m(x); });
 }
 
-// A buffer that cannot get its value back raises; from a destructor that would end the program.
+// A buffer whose value cannot be restored raises; from a destructor that would terminate the
+// program.
 TEST(PerSampleGradients, RaiseForABufferThatChangesItsShape) {
   Layers model;
   const auto forward = [&](const torch::Tensor& x) {
@@ -231,7 +232,7 @@ TEST(PerSampleGradients, ChangeNothing) {
     EXPECT_TRUE(torch::equal(model->parameters()[i].grad(), before[i]));
   }
   watching.step();
-  EXPECT_EQ(watching.report().samples, 6);  // and other captures do not see it
+  EXPECT_EQ(watching.report().samples, 6);  // invisible to other captures
 }
 
 TEST(PerSampleGradients, LeaveBuffersAlone) {

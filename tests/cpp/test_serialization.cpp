@@ -1,4 +1,4 @@
-// Archives of the optimizers: a run that is saved and loaded continues bit for bit, and an archive
+// Archives of the optimizers: a saved and loaded run continues bitwise identically, and an archive
 // that does not fit loads nothing.
 #include "optimizer_testing.h"
 #include "torchium/optim/adagrad.h"
@@ -126,7 +126,7 @@ TEST_P(Archives, AreSnapshots) {
   }
 }
 
-// A view of a stack must not take its whole stack along.
+// A saved view must not include its whole buffer.
 TEST_P(Archives, HoldNoStacks) {
   Tensors params;
   for (int i = 0; i < 32; ++i) {

@@ -15,7 +15,7 @@ using optim::Shampoo;
 using optim::ShampooOptions;
 using optim::ShampooParamState;
 
-// No damping, so that values can be computed by hand.
+// No damping, so values can be computed by hand.
 ShampooOptions plain_options(double lr = 1.0) { return ShampooOptions(lr).eps(0.0).update_freq(1); }
 
 ShampooParamState& state_of(Shampoo& optimizer, const torch::Tensor& param) {
@@ -252,7 +252,8 @@ TEST(Shampoo, ParametersWithoutGradientAreLeftAlone) {
   optimizer.step();
   EXPECT_EQ(optimizer.state().size(), 1U);
   expect_equal({unused.detach(), frozen}, {torch::ones({2, 2}), torch::ones({3})});
-  // A late parameter counts its own steps; the other one's state moves but keeps its values.
+  // A late parameter counts its own steps; the other one's state is moved in storage but keeps its
+  // values.
   const auto statistics = state_of(optimizer, used).statistics()[0].clone();
   used.mutable_grad() = torch::Tensor();
   set_grad(unused, grad);

@@ -23,7 +23,7 @@ struct TiedHead : torch::nn::Module {
   explicit TiedHead(torch::Tensor weight) { register_parameter("weight", std::move(weight)); }
 };
 
-// An embedding that is tied to a head, a bag, a linear layer and a frozen one.
+// An embedding tied to a head, a bag, a linear layer and a frozen one.
 struct TiedModelImpl : torch::nn::Module {
   TiedModelImpl() {
     tokens = register_module("tokens", torch::nn::Embedding(20, 6));

@@ -1,6 +1,6 @@
-// What the optimizers derive from parameters, state and options is derived again when these change.
-// Each change is made to two optimizers; one of them is written to an archive and read again before
-// every step, and so derives all of it afresh.
+// The optimizers must derive their data again when parameters, state or options change. Each change
+// is made to two optimizers; one of them is written to an archive and read again before every step,
+// and so derives everything anew.
 #include "optimizer_testing.h"
 #include "torchium/optim/adagrad.h"
 #include "torchium/optim/shampoo.h"
@@ -50,7 +50,7 @@ void expect_noticed(const Options& options, const Change& change, const char* wh
       if (t == kStepsBefore) {
         change(optimizer, own);
       }
-      // A load would bring back the state that a change has replaced.
+      // Loading would restore the state that a change has replaced.
       if (reloads) {
         load(optimizer, saved(optimizer));
       }
@@ -130,7 +130,7 @@ TEST(StepPlans, NoticeOptions) {
   }
 }
 
-// A tensor of the state that the caller has replaced counts from then on.
+// A state tensor that the caller has replaced is used from then on.
 TEST(StepPlans, NoticeReplacedState) {
   const Tensors initial = odd_parameters();
   std::vector<Tensors> results;
@@ -202,7 +202,7 @@ TEST(StepPlans, DropAveragesOfIdleParameters) {
   EXPECT_EQ(state.exp_avg_start().item<double>(), 2.0);
 }
 
-// A sum of squares is no average of them.
+// A sum of squares is not an average of them.
 TEST(StepPlans, BeginAnotherKindOfSecondMomentAfresh) {
   const Tensors initial = odd_parameters();
   std::vector<Tensors> results;
