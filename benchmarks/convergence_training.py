@@ -27,9 +27,7 @@ class Run:
     train_losses: list[float] = field(default_factory=list)  # mean since the last record
     validation_losses: list[float] = field(default_factory=list)
     optimizer_ms: list[float] = field(default_factory=list)  # per step
-    accuracies: list[float] = field(
-        default_factory=list
-    )  # on the held-out data, for a classification
+    accuracies: list[float] = field(default_factory=list)  # on held-out data, if it has classes
     task: str = "transformer"
 
     @property

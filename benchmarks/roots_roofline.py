@@ -21,9 +21,8 @@ ROW = re.compile(
 )
 ROOFS = re.compile(rf"memory (?P<memory>{NUMBER}) GB/s, fp16 (?P<peak>{NUMBER}) TFLOP/s")
 
-Points = dict[
-    str, list[tuple[int, float, float]]
-]  # of each method: n, operations per byte, TFLOP/s
+# Per method: n, operations per byte, TFLOP/s.
+Points = dict[str, list[tuple[int, float, float]]]
 
 
 def read(text: str) -> tuple[float, float, Points]:

@@ -21,9 +21,7 @@ from common import (
 )
 from torch import Tensor, nn
 
-NEVER = (
-    10**9
-)  # an update_freq that is never reached; after 128 steps roots are due at 160, 192, ...
+NEVER = 10**9  # as update_freq: after 128 steps roots are due only at 160, 192, ...
 BATCHES = 8
 OLD = "torchium 0.1.5"
 

@@ -253,9 +253,7 @@ def with_a_later_hook(model, x):
     ids=lambda f: f.__qualname__,
 )
 def test_the_way_the_forward_pass_is_written_does_not_matter(make, forward):
-    model = net(
-        inplace=forward is not under_full_backward_hooks
-    )  # torch does not allow the two together
+    model = net(inplace=forward is not under_full_backward_hooks)  # torch allows only one of them
     trained = train(model, make(model), forward=forward)
     torch.testing.assert_close(trained, expected(make), rtol=1e-5, atol=1e-6)
 

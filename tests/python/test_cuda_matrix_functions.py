@@ -137,9 +137,7 @@ def test_hostile_spectra(n: int, root: int, method: str) -> None:
         unit = torch.finfo(torch.float32).eps
         error = relative_error(X, expected)
         condition = s / torch.maximum(damped, floor)
-        last_step = (
-            1e-4 if method == "newton" else 0.0
-        )  # hi and lo parts: largest for multiples of the identity
+        last_step = 1e-4 if method == "newton" else 0.0  # largest for multiples of the identity
         assert (error[well_above] <= 300 * unit * condition[well_above] + last_step).all()
         factor = 128 if root == 1 and method == "newton" else 64  # 98 by the last step
         bound = factor * floor.pow(-1 / root)

@@ -462,9 +462,7 @@ def test_directions_agree_with_curvlinops(seed, split, reduction):
         "plain": {"damping": (damping**0.5, damping**0.5)},
         "exact": {"damping": damping, "use_exact_damping": True},
     }
-    if (
-        reduction == "sum"
-    ):  # curvlinops also sums the Fisher matrix over the samples: G is N times ours
+    if reduction == "sum":  # curvlinops also sums the Fisher matrix over samples: G is N times ours
         options["exact"]["damping"] = damping * len(x)
         options["pi"]["damping"] = damping * len(x)
         options["plain"]["damping"] = (damping**0.5, damping**0.5 * len(x))
