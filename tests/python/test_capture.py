@@ -477,7 +477,7 @@ def test_the_global_hook_goes_when_all_layers_are_found(make):
     model = net()
     before = global_hooks()
     optimizer = make(model)
-    assert global_hooks() == before  # the model tells
+    assert global_hooks() == before  # the model provides its layers
     optimizer = make(model.parameters())
     assert global_hooks() == before + 1
     backward(model, 0)

@@ -18,7 +18,7 @@ struct WeightGeometry {
   int64_t kernel_width = 1;
 };
 
-// Raises ValueError, naming `use_index`, unless the call fits a weight of this shape.
+// Raises ValueError, naming `call_index`, unless the call fits a weight of this shape.
 // Usable on tensors with symbolic sizes.
 WeightGeometry weight_geometry(const LayerCall& call, at::IntArrayRef weight_shape,
                                size_t call_index);

@@ -7,7 +7,7 @@
 
 namespace torchium::gradients::detail {
 
-// [n, *shape] in `dtype`. ValueError, naming `use_index`, unless the call fits a parameter of this
+// [n, *shape] in `dtype`. ValueError, naming `call_index`, unless the call fits a parameter of this
 // shape.
 at::Tensor bias_rows(const LayerCall& call, at::IntArrayRef shape, at::ScalarType dtype,
                      size_t call_index);
