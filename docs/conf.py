@@ -30,8 +30,8 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_default_options = {"members": True, "show-inheritance": True}
 
-# Every comment that stands above a declaration, or behind a member, documents it: Doxygen wants
-# three slashes, most headers have two.
+# Comments above a declaration or after a member document it. Doxygen needs three slashes; most headers
+# have two.
 COMMENT_FILTER = r"sed -E 's@^( *)//( |$)@\1///\2@; s@; +// @; ///< @'"
 
 DOXYGEN_SETTINGS = f"""
@@ -60,7 +60,7 @@ PREDEFINED = TORCHIUM_API= "TORCH_ARG(T, name)=T name"
 
 
 def run_doxygen() -> bool:
-    """Writes the XML that Breathe reads; False where Doxygen or Breathe is missing."""
+    """Write the XML for Breathe; return False if Doxygen or Breathe is missing."""
     try:
         import breathe  # noqa: F401
     except ImportError:
@@ -72,7 +72,7 @@ def run_doxygen() -> bool:
     return True
 
 
-# One of the two pages describes the C++ API: the other one is left out.
+# Only one of the two C++ API pages is built.
 if run_doxygen():
     extensions.append("breathe")
     breathe_projects = {"torchium": str(HERE / "_doxygen" / "xml")}
