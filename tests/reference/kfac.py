@@ -188,12 +188,12 @@ def damped_solver(
     pi = 1.0
     if split == "pi":
         pi = math.sqrt(max(mean_diagonal(A), eps) / max(mean_diagonal(G), eps))
-    A, G = floored(A, eps), floored(G, eps)
     if split == "exact":
+        A, G = floored(A, eps), floored(G, eps)
         F = torch.kron(G, A) + damping * torch.eye(len(A) * len(G), dtype=A.dtype)
         return lambda V: torch.linalg.solve(F, V.flatten()).view(V.shape)
-    A = A + pi * math.sqrt(damping) * torch.eye(len(A), dtype=A.dtype)
-    G = G + math.sqrt(damping) / pi * torch.eye(len(G), dtype=A.dtype)
+    A = A + max(pi * math.sqrt(damping), eps) * torch.eye(len(A), dtype=A.dtype)
+    G = G + max(math.sqrt(damping) / pi, eps) * torch.eye(len(G), dtype=A.dtype)
     return lambda V: torch.linalg.solve(G, V) @ torch.linalg.inv(A)
 
 

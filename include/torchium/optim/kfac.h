@@ -49,8 +49,10 @@ struct TORCHIUM_API KFACOptions : public torch::optim::OptimizerCloneableOptions
   TORCH_ARG(std::optional<double>, kl_clip) = 1e-3;
   /// "pi" (pi^2 is the ratio of the mean eigenvalues of A and G), "plain" (pi = 1) or "exact".
   TORCH_ARG(std::string, damping_split) = "pi";
-  /// Of the inverses: "eigh", "newton" (not with "exact") or "auto" (linalg/matrix_functions.h).
-  TORCH_ARG(std::string, root_method) = "eigh";
+  /// Of the inverses: "eigh"; "newton" (not with "exact"), which raises damping below 2^-20 of the
+  /// Frobenius norm of a factor to that (2^-46 in float64); or "auto": newton in float32 on a CUDA
+  /// device with kernels for it, else Cholesky factors, and eigh on the CPU where these fail.
+  TORCH_ARG(std::string, root_method) = "auto";
   /// Of a factor of a larger order only the diagonal is kept, >= 1; of G of a tied head always. A
   /// new value counts for factors that do not exist yet.
   TORCH_ARG(int64_t, max_factor_size) = 5000;

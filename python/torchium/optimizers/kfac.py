@@ -105,15 +105,19 @@ class KFAC(CapturingOptimizer):
         TCov (int): steps between two updates of the factors (default: 5).
         TInv (int): steps between two inversions of the factors (default: 10).
         batch_averaged (bool): the loss is a mean over the samples, and no sum (default: True).
-        eps (float): floor of the eigenvalues of a factor (default: 1e-8).
+        eps (float): floor of the damping of a factor, and with ``damping_split="exact"`` of its
+            eigenvalues (default: 1e-8).
         stat_decay (float): decay of the averages of the factors, in [0, 1] (default: 0.95).
         kl_clip (float, optional): bound of the step in the metric of the Fisher matrix, above 0.
             None: no bound (default: 1e-3).
         damping_split (str): ``"pi"``, with :math:`\pi^2` the ratio of the mean eigenvalues of A and G;
             ``"plain"``, with :math:`\pi = 1`; or ``"exact"`` (default: "pi").
-        root_method (str): how inverses are computed, ``"eigh"``, ``"newton"`` or ``"auto"``, the
-            faster one; see :func:`torchium.linalg.matrix_inverse_root`. ``"exact"`` needs
-            eigenvectors, and so ``"eigh"`` or ``"auto"``, which are the same there (default: "eigh").
+        root_method (str): how inverses are computed. ``"eigh"``: by eigenvalues. ``"newton"``: by a coupled
+            Newton iteration, which raises damping below :math:`2^{-20}` of the Frobenius norm of a factor
+            to that (:math:`2^{-46}` in float64). ``"auto"``: by this iteration in float32 on a CUDA device
+            with kernels for it, else by Cholesky factors, and on the CPU by eigenvalues where a pivot is
+            lost in rounding. ``"exact"`` needs eigenvectors, and so ``"eigh"`` or ``"auto"``, which are the
+            same there (default: "auto").
         max_factor_size (int): of a factor of a larger order only the diagonal is kept; a warning and
             :meth:`report` name those. G of a tied head is always a diagonal. A factor of order n
             takes :math:`8 n^2` bytes with its inverse, and an inversion of order :math:`n^3` operations.
@@ -183,7 +187,7 @@ class KFAC(CapturingOptimizer):
         stat_decay: float = 0.95,
         kl_clip: float | None = 1e-3,
         damping_split: str = "pi",
-        root_method: str = "eigh",
+        root_method: str = "auto",
         max_factor_size: int = 5000,
         grad_scaler: GradScaler | None = None,
         maximize: bool = False,

@@ -59,8 +59,8 @@ std::vector<LayerCall> parse_calls(at::TensorList inputs, at::TensorList output_
   std::vector<LayerCall> calls(count);
   for (size_t i = 0; i < count; ++i) {
     const auto row = rows.slice(i * kUseRowSize, kUseRowSize);
-    TORCH_CHECK_VALUE(row[0] >= 0 && row[0] <= static_cast<int64_t>(LayerKind::kGroupNorm), "calls[",
-                      i, "] has kind ", row[0],
+    TORCH_CHECK_VALUE(row[0] >= 0 && row[0] <= static_cast<int64_t>(LayerKind::kGroupNorm),
+                      "calls[", i, "] has kind ", row[0],
                       "; it must be 0 (linear), 1 (conv2d), 2 (embedding), 3 (layer_norm) or 4 "
                       "(group_norm)");
     LayerCall& call = calls[i];

@@ -2,6 +2,8 @@
 
 #include "linalg/matrix_functions.h"
 #include "linalg/matrix_groups.h"
+#include "linalg/products/symmetric_storage.h"
+#include "linalg/roots/device_newton.h"
 #include "linalg/roots/newton.h"
 #include "linalg/spectral/eigh.h"
 #include "linalg/spectral/spectral.h"
@@ -22,7 +24,7 @@ constexpr double kEigensystemTolerance = 1e-2;
 // One of the two factors of a layer, and what is made of it.
 struct Factor {
   at::Tensor matrices;  // [groups, n, n], or their diagonals [groups, n]
-  at::Tensor shift;     // [groups] float64, added to the eigenvalues of an inverse
+  at::Tensor damping;   // [groups] float64, at least the floor; undefined with kExact
   double floor;
   at::Tensor root = {};         // as the matrices
   at::Tensor eigenvalues = {};  // [groups, n] float64, floored
@@ -52,32 +54,32 @@ LayerFactors make_factors(KfacLayer& layer, DampingSplit split) {
       split == DampingSplit::kPlain
           ? at::ones({layer.A.size(0)}, layer.A.options().dtype(at::kDouble))
           : (mean_diagonal(layer.A, layer.floor) / mean_diagonal(layer.G, layer.floor)).sqrt_();
-  factors.A.shift = pi * std::sqrt(layer.damping);
-  factors.G.shift = std::sqrt(layer.damping) / pi;
+  factors.A.damping = (pi * std::sqrt(layer.damping)).clamp_min(layer.floor);
+  factors.G.damping = (std::sqrt(layer.damping) / pi).clamp_min(layer.floor);
   return factors;
 }
 
 // The factors of one order, as one buffer.
 struct Joined {
   at::Tensor matrices;  // [N, n, n]
-  at::Tensor floors;    // [N] float64
-  at::Tensor shifts;    // [N] float64; undefined with kExact
+  at::Tensor floors;    // [N] float64, of eigenvalues with kExact
+  at::Tensor dampings;  // [N] float64; undefined with kExact
 };
 
 Joined join(const std::vector<Factor*>& factors, at::TensorList matrices,
             const MatrixGroup& group) {
   std::vector<at::Tensor> floors;
-  std::vector<at::Tensor> shifts;
+  std::vector<at::Tensor> dampings;
   for (const size_t i : group) {
     const Factor& factor = *factors[i];
     floors.push_back(at::full({factor.matrices.size(0)}, factor.floor,
                               factor.matrices.options().dtype(at::kDouble)));
-    if (factor.shift.defined()) {
-      shifts.push_back(factor.shift);
+    if (factor.damping.defined()) {
+      dampings.push_back(factor.damping);
     }
   }
   return {linalg::detail::joined_matrices(matrices, group), at::cat(floors),
-          shifts.empty() ? at::Tensor() : at::cat(shifts)};
+          dampings.empty() ? at::Tensor() : at::cat(dampings)};
 }
 
 struct Solution {
@@ -86,16 +88,18 @@ struct Solution {
   at::Tensor accepted;  // [N] bool
 };
 
-// By eigenvalues: eigenvectors, or (F + shift I)^-1.
-Solution solve_by_eigh(const Joined& buffer) {
-  const auto input = linalg::detail::normalize_symmetric(buffer.matrices, /*eps=*/0.0);
+// By eigenvalues: eigenvectors, or (F + damping I)^-1.
+Solution solve_by_eigh(const Joined& joined) {
+  const auto input = linalg::detail::normalize_symmetric(joined.matrices, /*eps=*/0.0);
   const auto system = linalg::detail::symmetric_eigensystem(input.matrix);
-  const at::Tensor values = at::maximum(system.values.to(at::kDouble) / input.scale.unsqueeze(-1),
-                                        buffer.floors.unsqueeze(-1));
+  at::Tensor values = system.values.to(at::kDouble) / input.scale.unsqueeze(-1);
   at::Tensor roots = system.vectors;
-  if (buffer.shifts.defined()) {
-    const at::Tensor inverses = (values + buffer.shifts.unsqueeze(-1)).reciprocal_();
+  if (joined.dampings.defined()) {
+    const at::Tensor inverses =
+        (values.clamp_min(0.0) + joined.dampings.unsqueeze(-1)).reciprocal_();
     roots = linalg::detail::compose(system.vectors, inverses, /*non_negative=*/true);
+  } else {
+    values = at::maximum(values, joined.floors.unsqueeze(-1));
   }
   const at::Tensor accepted = linalg::detail::spectral_residual(input.matrix, system)
                                   .le(kEigensystemTolerance)
@@ -104,14 +108,50 @@ Solution solve_by_eigh(const Joined& buffer) {
   return {roots, values, accepted};
 }
 
-// (F + s I)^-1 = (F / s + I)^-1 / s with s = shift + floor, all of one damping then. Below 2^-100
-// of the largest entry s is nothing, and F / s would overflow. A zero matrix without damping fails.
-Solution solve_by_root(const Joined& buffer, const std::string& method) {
-  const at::ScalarType dtype = buffer.matrices.scalar_type();
-  const at::Tensor least = buffer.matrices.flatten(1).abs().amax(1).to(at::kDouble) * 0x1p-100;
-  const at::Tensor s = at::maximum(buffer.shifts + buffer.floors, least).view({-1, 1, 1});
+// By Cholesky factors: (F + damping I)^-1. Pivots as small as the rounding error of an eigenvalue
+// are rejected; the host, where it knows of them, takes these matrices by eigenvalues.
+Solution solve_by_cholesky(const Joined& joined) {
+  const auto input = linalg::detail::normalize_symmetric(joined.matrices, /*eps=*/0.0);
+  const at::ScalarType dtype = input.matrix.scalar_type();
+  const at::Tensor damped = input.matrix.clone();
+  damped.diagonal(0, -2, -1).add_((joined.dampings * input.scale).to(dtype).unsqueeze(-1));
+  const auto [L, info] = at::linalg_cholesky_ex(damped);
+  at::Tensor roots = at::cholesky_inverse(L).mT().contiguous();
+  linalg::detail::mirror_lower_(roots);
+  roots = (roots * input.scale.view({-1, 1, 1})).to(dtype);
+  const at::Tensor smallest = L.diagonal(0, -2, -1).square().amin(-1);
+  const at::Tensor noise =
+      damped.abs().amax({-2, -1}) * linalg::detail::eigenvalue_noise(damped.size(-1), dtype);
+  const at::Tensor accepted = smallest.gt(noise)
+                                  .logical_and_(info.eq(0))
+                                  .logical_and_(input.finite)
+                                  .logical_and_(linalg::detail::is_finite(roots));
+  if (!accepted.is_cpu() || accepted.all().item<bool>()) {
+    return {roots, {}, accepted};
+  }
+  const at::Tensor which = accepted.logical_not().nonzero().flatten();
+  const auto of_which = [&](const at::Tensor& tensor) { return tensor.index_select(0, which); };
+  const Solution others = solve_by_eigh(
+      {of_which(joined.matrices), of_which(joined.floors), of_which(joined.dampings)});
+  return {
+      roots.index_copy(0, which, others.roots), {}, accepted.index_copy(0, which, others.accepted)};
+}
+
+// Damping relative to the Frobenius norm of a factor below which an iteration does not resolve it.
+double least_damping(at::ScalarType dtype) { return dtype == at::kDouble ? 0x1p-46 : 0x1p-20; }
+
+// (F + s I)^-1 = (F / s + I)^-1 / s: all of one damping then.
+Solution solve_by_root(const Joined& joined, const std::string& method) {
+  const at::ScalarType dtype = joined.matrices.scalar_type();
+  const at::Tensor largest = joined.matrices.flatten(1).abs().amax(1).to(at::kDouble);
+  const at::Tensor norm =  // of entries too large to square too
+      (joined.matrices.flatten(1) /
+       largest.clamp_min(linalg::detail::smallest_normal(dtype)).unsqueeze(-1))
+          .norm(2, 1) *
+      largest;
+  const at::Tensor s = at::maximum(joined.dampings, norm * least_damping(dtype)).view({-1, 1, 1});
   const auto solved = linalg::detail::matrix_inverse_root(
-      (buffer.matrices / s).to(dtype), /*root=*/1, /*eps=*/1.0, /*relative_eps=*/0.0, method,
+      (joined.matrices / s).to(dtype), /*root=*/1, /*eps=*/1.0, /*relative_eps=*/0.0, method,
       linalg::detail::Residual::kEstimate);
   const at::Tensor roots = (solved.root / s).to(dtype);
   const at::Tensor accepted = solved.residual.le(linalg::detail::kNewtonResidualTolerance)
@@ -119,11 +159,18 @@ Solution solve_by_root(const Joined& buffer, const std::string& method) {
   return {roots, {}, accepted};
 }
 
+Solution solve(const Joined& joined, const std::string& method) {
+  if (method == "eigh" || !joined.dampings.defined()) {
+    return solve_by_eigh(joined);
+  }
+  return method == "newton" || linalg::detail::has_device_root(joined.matrices, /*p=*/1)
+             ? solve_by_root(joined, method)
+             : solve_by_cholesky(joined);
+}
+
 void solve(const std::vector<Factor*>& factors, at::TensorList matrices, const MatrixGroup& group,
            const std::string& root_method) {
-  const Joined buffer = join(factors, matrices, group);
-  const bool by_eigh = root_method == "eigh" || !buffer.shifts.defined();
-  const Solution solution = by_eigh ? solve_by_eigh(buffer) : solve_by_root(buffer, root_method);
+  const Solution solution = solve(join(factors, matrices, group), root_method);
   const auto root = linalg::detail::split_by_buffer(solution.roots, matrices, group);
   const auto accepted = linalg::detail::split_by_buffer(solution.accepted, matrices, group);
   for (size_t k = 0; k < group.size(); ++k) {
@@ -139,11 +186,12 @@ void solve(const std::vector<Factor*>& factors, at::TensorList matrices, const M
 }
 
 // The same of a factor that is its diagonal: the identity has its eigenvectors.
-void solve_diagonal(Factor& factor, DampingSplit split) {
-  factor.eigenvalues = factor.matrices.to(at::kDouble).clamp_min(factor.floor);
-  factor.root = split == DampingSplit::kExact
-                    ? at::ones_like(factor.matrices)
-                    : (factor.eigenvalues + factor.shift.unsqueeze(-1)).reciprocal_();
+void solve_diagonal(Factor& factor) {
+  const at::Tensor values = factor.matrices.to(at::kDouble);
+  factor.eigenvalues = values.clamp_min(factor.floor);
+  factor.root = factor.damping.defined()
+                    ? (values.clamp_min(0.0) + factor.damping.unsqueeze(-1)).reciprocal_()
+                    : at::ones_like(factor.matrices);
   const at::Tensor largest = factor.root.to(factor.matrices.scalar_type()).amax(-1);
   factor.accepted = at::isfinite(factor.matrices.sum(-1)).logical_and_(at::isfinite(largest));
 }
@@ -186,7 +234,7 @@ void update_inverses(std::vector<KfacLayer>& layers, bool KfacLayer::*wanted, Da
   for (LayerFactors& layer : due) {
     for (Factor* factor : {&layer.A, &layer.G}) {
       if (factor->matrices.dim() == 2) {
-        solve_diagonal(*factor, split);
+        solve_diagonal(*factor);
       } else {
         factors.push_back(factor);
         matrices.push_back(factor->matrices);

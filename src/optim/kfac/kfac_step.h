@@ -28,7 +28,7 @@ struct KfacHyperparameters {
   bool batch_averaged = true;                    // the loss is a mean over the samples
   std::optional<double> kl_clip = 1e-3;
   DampingSplit damping_split = DampingSplit::kPi;
-  std::string root_method = "eigh";  // "eigh", "newton" (not with kExact) or "auto"
+  std::string root_method = "auto";  // "auto", "eigh" or "newton" (not with kExact)
   at::Tensor found_inf;  // one number, not 0: skip the step (found_inf_guard.h); undefined: 0
 };
 
