@@ -69,7 +69,7 @@ def test_kernels_count_for_the_range_that_launched_them() -> None:
     found = step_profile.parse(
         [
             event(step_profile.STEP, "user_annotation", 0, 100),
-            event("torchium::shampoo_step_", "cpu_op", 1, 90),
+            event("torchium::step", "cpu_op", 1, 90),
             event("torchium::statistics", "cpu_op", 10, 20),
             event("torchium::elementwise", "cpu_op", 15, 5),
             event("cudaLaunchKernel", "cuda_runtime", 12, 1, correlation=1),

@@ -7,17 +7,8 @@ namespace {
 template <int N>
 __device__ void update_elements(const AdagradRule& rule, const AdagradEntry& entry, float lr,
                                 int64_t offset) {
-  Lanes<N> g = load_elements<N>(entry.grad, entry.grad_type, offset);
+  const Lanes<N> g = penalized_gradient<N>(entry, rule.maximize, rule.weight_decay, offset);
   Lanes<N> sum = load_floats<N>(entry.sum, offset);
-  if (rule.maximize) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) g.lane[i] = -g.lane[i];
-  }
-  if (rule.weight_decay != 0) {
-    const Lanes<N> p = load_elements<N>(entry.param, entry.param_type, offset);
-#pragma unroll
-    for (int i = 0; i < N; ++i) g.lane[i] = fmaf(rule.weight_decay, p.lane[i], g.lane[i]);
-  }
   Lanes<N> d;
 #pragma unroll
   for (int i = 0; i < N; ++i) {

@@ -2,7 +2,7 @@
 // optim/adagrad/adagrad_step.cpp.
 #pragma once
 
-#include "cuda_kernels/optimizer_step/shampoo_step.h"
+#include "cuda_kernels/optimizer_step/step_control.h"
 
 #include <cstdint>
 #include <cuda_runtime_api.h>

@@ -26,15 +26,9 @@ __device__ void for_each_place(const KfacEntry& entry, int tile, const Body& bod
   }
 }
 
-// V = g + weight_decay p, with g negated for maximize.
+// An element of V.
 __device__ float gradient(const KfacEntry& entry, int64_t offset) {
-  float g = load_elements<1>(entry.grad, entry.grad_type, offset).lane[0];
-  if (entry.maximize) g = -g;
-  if (entry.weight_decay != 0) {
-    g = fmaf(entry.weight_decay, load_elements<1>(entry.param, entry.param_type, offset).lane[0],
-             g);
-  }
-  return g;
+  return penalized_gradient<1>(entry, entry.maximize, entry.weight_decay, offset).lane[0];
 }
 
 template <typename Entry>

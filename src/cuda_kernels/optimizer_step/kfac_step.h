@@ -3,7 +3,7 @@
 // optim/kfac/kfac_step.cpp.
 #pragma once
 
-#include "cuda_kernels/optimizer_step/shampoo_step.h"
+#include "cuda_kernels/optimizer_step/step_control.h"
 
 #include <cstdint>
 #include <cuda_runtime_api.h>

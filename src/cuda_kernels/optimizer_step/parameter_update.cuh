@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda_kernels/common/element_access.cuh"
-#include "cuda_kernels/optimizer_step/shampoo_step.h"
+#include "cuda_kernels/optimizer_step/step_control.h"
 
 #include <cfloat>
 
@@ -28,6 +28,23 @@ __device__ inline float largest_of(ElementType type) {
 // NaN stays NaN, as on the CPU: fmaxf() would hide it.
 __device__ inline float saturated(float x, float largest) {
   return isnan(x) ? x : fminf(fmaxf(x, -largest), largest);
+}
+
+// The gradient, negated for maximize, plus weight_decay times the parameter.
+template <int N, typename Entry>
+__device__ Lanes<N> penalized_gradient(const Entry& entry, bool maximize, float weight_decay,
+                                       int64_t offset) {
+  Lanes<N> g = load_elements<N>(entry.grad, entry.grad_type, offset);
+  if (maximize) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) g.lane[i] = -g.lane[i];
+  }
+  if (weight_decay != 0) {
+    const Lanes<N> p = load_elements<N>(entry.param, entry.param_type, offset);
+#pragma unroll
+    for (int i = 0; i < N; ++i) g.lane[i] = fmaf(weight_decay, p.lane[i], g.lane[i]);
+  }
+  return g;
 }
 
 struct UpdateFactors {

@@ -99,19 +99,8 @@ class Elements {
                       const Corrections& corrections, int64_t offset)
       : rule_(rule), entry_(entry), corrections_(corrections), offset_(offset) {}
 
-  // The gradient, negated for maximize, with L2 weight decay.
   __device__ Lanes<N> gradient() const {
-    Lanes<N> g = load_elements<N>(entry_.grad, entry_.grad_type, offset_);
-    if (rule_.maximize) {
-#pragma unroll
-      for (int i = 0; i < N; ++i) g.lane[i] = -g.lane[i];
-    }
-    if (rule_.weight_decay != 0) {
-      const Lanes<N> p = load_elements<N>(entry_.param, entry_.param_type, offset_);
-#pragma unroll
-      for (int i = 0; i < N; ++i) g.lane[i] = fmaf(rule_.weight_decay, p.lane[i], g.lane[i]);
-    }
-    return g;
+    return penalized_gradient<N>(entry_, rule_.maximize, rule_.weight_decay, offset_);
   }
   // m of the state as it is, or g without an average.
   __device__ Lanes<N> average() const {

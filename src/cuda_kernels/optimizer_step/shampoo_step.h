@@ -3,8 +3,7 @@
 // optim/shampoo/shampoo_step.cpp.
 #pragma once
 
-#include "cuda_kernels/optimizer_step/parameter_table.h"
-#include "cuda_kernels/split_gemm/batched_product.h"
+#include "cuda_kernels/optimizer_step/step_control.h"
 
 #include <cstdint>
 #include <cuda_fp16.h>
@@ -12,49 +11,60 @@
 
 namespace torchium::cuda_kernels {
 
-// Values of a step that exist only on the device.
-struct StepControl {
-  int first_unfit;  // index of the first parameter that the step cannot work with; INT_MAX: none
-  bool keep;        // false: the step is skipped
-  // Statistics L <- beta L + alpha g g^T. If the step is skipped, alpha is 0 and beta 1.
-  GramUpdate update;
+// How the direction of a parameter is computed.
+enum class Direction : uint8_t {
+  kMatrices,  // products with its blocks
+  kDiagonal,
+  kGrafted,  // the grafted method's own direction
 };
 
-// Numbers of one parameter that depend on its step t and its gradient.
-struct StepNumbers {
-  double exp_avg;        // 1 - beta1^t
-  double second_moment;  // of the grafted method
-  double statistics;     // c = 1 - beta2^t
-  double started;        // 1 from start_preconditioning_step on, else 0
-  // Of g and m as fp16 parts (split_fp16.h).
-  float gradient_scale, average_scale;
-  unsigned largest[4];  // magnitudes of each ScanKind, as bits of floats; the last is padding
+// A parameter of order one or two after merging, seen as a matrix that is cut into blocks. All its
+// tensors have one memory layout; state is float32 and null where it is not used.
+struct ParameterEntry {
+  void* param;
+  const void* grad;
+  float* exp_avg;
+  float* second_moment;  // of the grafted method
+  float* momentum_buffer;
+  float* diagonal;  // of Direction::kDiagonal
+  // Where its blocks begin in the block workspace, in elements: whole ones, those cut short in
+  // columns, in rows, in both.
+  int64_t blocks[4];
+  int matrices[4];  // the same, counted in blocks of the fp16 workspace
+  uint8_t in_fp16;  // bit i: blocks of blocks[i] are stored in fp16
+  int rows, columns;
+  // Column c lies at (c % inner) (columns / inner) + c / inner of its row: 1, or the kernel
+  // positions of a convolution in channels-last layout.
+  int inner;
+  int first_tile;
+  int index;  // of the parameter in the step
+  ElementType param_type, grad_type;
+  Direction direction;
+  bool by_fours;  // rows of blocks may be read four elements at a time
 };
 
-struct StepRule {
-  double beta1, moment_beta, beta2;  // 1: no correction
-  double start;                      // start_preconditioning_step
-  double weight_decay;               // L2
+// How a parameter is cut into tiles: rows of blocks into strips of equal height.
+struct TileGrid {
+  static constexpr int kTileElements = 1 << 13;
+  static constexpr int kMaxStrips = 256;
+
+  int block_columns;  // blocks side by side
+  int strip_rows;
+  int strips;  // of a whole block
+  int tiles;
+
+  TORCHIUM_HOST_DEVICE TileGrid(int rows, int columns, int block_size) {
+    const int height = rows < block_size ? rows : block_size;
+    const int width = columns < block_size ? columns : block_size;
+    const int fitting = kTileElements / width, least = (height + kMaxStrips - 1) / kMaxStrips;
+    strip_rows = fitting > least ? fitting : least;
+    strip_rows = strip_rows < height ? strip_rows : height;
+    strips = (block_size + strip_rows - 1) / strip_rows;
+    block_columns = (columns + block_size - 1) / block_size;
+    const int rest = rows % block_size;
+    tiles = block_columns * (rows / block_size * strips + (rest + strip_rows - 1) / strip_rows);
+  }
 };
-
-// Sets `control` and the numbers of all parameters before their first use.
-cudaError_t initialize_control(StepControl* control, StepNumbers* numbers, int parameters,
-                               cudaStream_t stream);
-
-// Finds the first parameter that the step cannot work with, and the largest magnitudes of each.
-cudaError_t scan(const Table<ScanEntry>& entries, StepControl* control, StepNumbers* numbers,
-                 cudaStream_t stream);
-
-// Decides whether the step is kept, counts it in `status` (optim/core/step_status.h) and fills the
-// rest of `control`. status: [5]. found_inf: a GradScaler's, on the device; not 0: the step is
-// skipped, which counts in the total alone. May be null.
-cudaError_t decide_step(const StepRule& rule, StepControl* control, const float* found_inf,
-                        int64_t* status, cudaStream_t stream);
-
-// t <- t + 1 where the step is kept, and the numbers of these parameters, after scan() has written
-// `largest`. A parameter without a step has the numbers of t = 1.
-cudaError_t advance_steps(const StepRule& rule, const Table<StepEntry>& steps,
-                          const StepControl* control, StepNumbers* numbers, cudaStream_t stream);
 
 struct ElementRule {
   int block_size;
@@ -91,27 +101,9 @@ cudaError_t gather_gradients(const ElementRule& rule, const Table<ParameterEntry
 cudaError_t sum_directions(const ElementRule& rule, const Table<ParameterEntry>& parameters,
                            const StepBuffers& buffers, cudaStream_t stream);
 
-struct LearningRate {
-  const void* device;  // a float, or a double if is_double; null: the host knows it
-  bool is_double;
-  double host;
-};
-
 // Grafting, weight decay, momentum and p <- p - lr d.
 cudaError_t update_parameters(const ElementRule& rule, const Table<ParameterEntry>& parameters,
                               const StepBuffers& buffers, const LearningRate& lr,
                               cudaStream_t stream);
-
-// The failures of consecutive matrices of one parameter.
-struct FailureEntry {
-  const int* failures;
-  int matrices;
-  int index;  // of the parameter in the step
-};
-
-// Writes the largest count of failures and its parameter to `status`; unless `is_first`, only where
-// it is larger than what is there.
-cudaError_t record_failures(const Table<FailureEntry>& entries, int64_t* status, bool is_first,
-                            cudaStream_t stream);
 
 }  // namespace torchium::cuda_kernels

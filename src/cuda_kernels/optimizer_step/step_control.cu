@@ -1,4 +1,4 @@
-#include "cuda_kernels/optimizer_step/shampoo_step.h"
+#include "cuda_kernels/optimizer_step/step_control.h"
 #include "cuda_kernels/split_gemm/split_fp16.cuh"
 
 #include <cfloat>
@@ -83,15 +83,6 @@ __global__ void __launch_bounds__(kElementThreads)
     atomicMin(&control->first_unfit, entry.index);
   }
 }
-
-// optim/core/step_status.h
-enum Status {
-  kConsecutiveSkips,
-  kTotalSkips,
-  kNonFiniteParameter,
-  kConsecutiveRootFailures,
-  kFailedParameter
-};
 
 __global__ void decide_step_kernel(StepRule rule, StepControl* control, const float* found_inf,
                                    int64_t* status) {

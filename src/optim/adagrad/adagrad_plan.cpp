@@ -24,15 +24,10 @@ void AdagradPlan::set_options(const torch::optim::OptimizerOptions& options) {
 }
 
 std::unique_ptr<PlannedStep> AdagradPlan::plan(const std::vector<at::Tensor>& params,
-                                               const StateList& states, at::Tensor status) {
-  using State = ParameterState;
-  AdagradState state{.steps = list_of(states, &State::step),
-                     .sums = defined_list_of(states, &State::sum),
-                     .statistics = slots_of(states, &State::statistics),
-                     .roots = slots_of(states, &State::roots),
-                     .root_failures = slots_of(states, &State::root_failures),
-                     .status = std::move(status)};
-  return std::make_unique<AdagradStep>(hyperparameters_, params, std::move(state));
+                                               const std::vector<ParameterState>& states,
+                                               at::Tensor status) {
+  return std::make_unique<AdagradStep>(hyperparameters_,
+                                       AdagradGroup{params, states, std::move(status)});
 }
 
 }  // namespace torchium::optim::detail

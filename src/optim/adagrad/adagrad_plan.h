@@ -18,7 +18,8 @@ class AdagradPlan : public StepPlan {
   bool host_decides() const override { return hyperparameters_.full_matrix; }
 
  protected:
-  std::unique_ptr<PlannedStep> plan(const std::vector<at::Tensor>& params, const StateList& states,
+  std::unique_ptr<PlannedStep> plan(const std::vector<at::Tensor>& params,
+                                    const std::vector<ParameterState>& states,
                                     at::Tensor status) override;
 
  private:

@@ -1,32 +1,24 @@
 #include "optim/adagrad/adagrad_step.h"
 
-#include "optim/blocked/blocking.h"
+#include "optim/adagrad/cuda/adagrad_kernels.h"
 #include "optim/blocked/preconditioner.h"
 #include "optim/core/argument_checks.h"
 #include "optim/core/found_inf_guard.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
+#include <c10/util/ScopeExit.h>
 #include <c10/util/accumulate.h>
 
 #include <limits>
+#include <numeric>
 #include <utility>
 
 namespace torchium::optim::detail {
 namespace {
 
 using Tensors = std::vector<at::Tensor>;
-
-// Blocks of the flattened parameters.
-std::vector<Blocking> flat_blockings(at::TensorList params, int64_t block_size) {
-  std::vector<Blocking> blockings;
-  blockings.reserve(params.size());
-  for (const auto& param : params) {
-    // Not numel(), which a tensor with symbolic sizes does not have.
-    blockings.push_back(make_blocking({c10::multiply_integers(param.sizes())}, block_size));
-  }
-  return blockings;
-}
 
 // lr / (1 + (t - 1) lr_decay)
 StepScalar decayed_learning_rate(const AdagradHyperparameters& h, const at::Tensor& step,
@@ -40,80 +32,155 @@ StepScalar decayed_learning_rate(const AdagradHyperparameters& h, const at::Tens
   return {0.0, lr.device / ((step.to(at::kDouble) - 1.0) * h.lr_decay + 1.0)};
 }
 
-// s <- s + g^2; p <- p - lr g / (sqrt(s) + eps). The order of operations is torch.optim.Adagrad's.
-void diagonal_update(const AdagradHyperparameters& h, at::Tensor param, const at::Tensor& g,
-                     at::Tensor& sum, const StepScalar& lr, const FoundInfGuard& guard) {
-  sum.addcmul_(g, g);
-  at::Tensor root = sum.sqrt().add_(h.eps);
-  if (h.eps == 0.0) {  // 0 / 0 becomes 0
-    root.masked_fill_(root.eq(0), std::numeric_limits<double>::infinity());
-  }
-  if (!lr.device.defined() && param.scalar_type() == g.scalar_type()) {
-    param.addcdiv_(g, root, -lr.host);
-    if (lr.host > 1.0) {  // |g| / root <= 1: a smaller step ends within the numbers of the dtype
-      const double most = largest_number(param.scalar_type());
-      param.clamp_(-most, most);
-    }
-  } else {
-    subtract_scaled_(param, guard.zero_if_skipped(g / root), lr);
-  }
+at::Tensor gradient(const AdagradRun& run, const at::Tensor& param, size_t i,
+                    const FoundInfGuard& guard) {
+  return signed_gradient(param, run.grads[i], run.h.maximize, run.h.weight_decay, guard);
 }
 
-// G <- G + g g^T; R = (G + eps I)^(-1/2) when due; returns R g of every parameter.
-Tensors full_matrix_directions(const AdagradHyperparameters& h, at::TensorList params,
-                               const Tensors& g, AdagradState& state,
-                               const std::vector<Blocking>& blockings,
-                               std::vector<MatrixBatch>& batches, at::IntArrayRef host_steps,
-                               const FoundInfGuard& guard) {
-  const auto t = steps_on_host(state.steps, host_steps);
-  std::vector<int64_t> due_steps;
-  bool any_due = false;
-  for (const int64_t step : t) {
-    due_steps.push_back(root_is_due(step, 1, h.update_freq) ? step : 0);
-    any_due |= due_steps.back() != 0;
+// s <- s + g^2; p <- p - lr g / (sqrt(s) + eps). The order of operations is torch.optim.Adagrad's.
+class EagerDiagonal : public AdagradSubset {
+ public:
+  EagerDiagonal(const AdagradGroup& group, std::vector<size_t> members)
+      : group_(group), members_(std::move(members)) {}
+
+  void update(const AdagradRun& run) override {
+    const FoundInfGuard guard = run.prologue.guard();
+    const StepScalar lr = guard.learning_rate(run.lr);
+    for (const size_t i : members_) {
+      const ParameterState& state = group_.states[i];
+      at::Tensor param = group_.params[i], sum = state.sum;
+      const at::Tensor g = gradient(run, param, i, guard);
+      update(run.h, param, g, sum, decayed_learning_rate(run.h, state.step, lr), guard);
+    }
   }
-  const std::vector<StepScalar> no_correction(params.size());
-  const RootRule rule{h.eps, 0.0, -0.5, h.root_method};
-  Tensors blocks;
-  for (auto& batch : batches) {
-    blocks.push_back(pack(batch, blockings, g, {}));
-    update_statistics(batch, blocks.back(), 1.0, guard);
+
+ private:
+  static void update(const AdagradHyperparameters& h, at::Tensor& param, const at::Tensor& g,
+                     at::Tensor& sum, const StepScalar& lr, const FoundInfGuard& guard) {
+    sum.addcmul_(g, g);
+    at::Tensor root = sum.sqrt().add_(h.eps);
+    if (h.eps == 0.0) {  // 0 / 0 becomes 0
+      root.masked_fill_(root.eq(0), std::numeric_limits<double>::infinity());
+    }
+    if (!lr.device.defined() && param.scalar_type() == g.scalar_type()) {
+      param.addcdiv_(g, root, -lr.host);
+      if (lr.host > 1.0) {  // |g| / root <= 1: a smaller step ends within the numbers of the dtype
+        const double most = largest_number(param.scalar_type());
+        param.clamp_(-most, most);
+      }
+    } else {
+      subtract_scaled_(param, guard.zero_if_skipped(g / root), lr);
+    }
   }
-  if (any_due) {
-    update_roots(batches, rule, due_steps, no_correction, guard);
-    record_root_failures(batches, state.status);
+
+  const AdagradGroup& group_;
+  std::vector<size_t> members_;
+};
+
+class FullMatrix : public AdagradSubset {
+ public:
+  FullMatrix(const AdagradHyperparameters& h, const AdagradGroup& group) : group_(group) {
+    std::vector<size_t> all(group.params.size());
+    std::iota(all.begin(), all.end(), 0);
+    for (const at::Tensor& param : group.params) {
+      blockings_.push_back(adagrad_blocking(param, h.block_size));
+    }
+    batches_ = find_batches(blockings_, group.states, all);
   }
-  Tensors directions(params.size());
-  for (size_t b = 0; b < batches.size(); ++b) {
-    unpack(batches[b], blockings, precondition(batches[b], blocks[b]), params, directions);
+
+  // G <- G + g g^T; R = (G + eps I)^(-1/2) when due; p <- p - lr R g
+  void update(const AdagradRun& run) override {
+    const FoundInfGuard guard = run.prologue.guard();
+    Tensors g, blocks, directions(group_.params.size());
+    for (size_t i = 0; i < group_.params.size(); ++i) {
+      g.push_back(gradient(run, group_.params[i], i, guard));
+    }
+    for (MatrixBatch& batch : batches_) {
+      blocks.push_back(pack(batch, blockings_, g, {}));
+      update_statistics(batch, blocks.back(), 1.0, guard);
+    }
+    update_due_roots(run, guard);
+    for (size_t b = 0; b < batches_.size(); ++b) {
+      unpack(batches_[b], blockings_, precondition(batches_[b], blocks[b]), group_.params,
+             directions);
+    }
+    const StepScalar lr = guard.learning_rate(run.lr);
+    for (size_t i = 0; i < directions.size(); ++i) {
+      at::Tensor param = group_.params[i];
+      if (directions[i].defined()) {
+        subtract_scaled_(param, finite_entries(directions[i]),
+                         decayed_learning_rate(run.h, group_.states[i].step, lr));
+      }
+    }
   }
-  return directions;
-}
+
+ private:
+  void update_due_roots(const AdagradRun& run, const FoundInfGuard& guard) {
+    std::vector<int64_t> due_steps;
+    bool any_due = false;
+    for (size_t i = 0; i < group_.params.size(); ++i) {
+      const int64_t t = step_on_host(group_.states[i].step, run.host_steps, i);
+      due_steps.push_back(root_is_due(t, 1, run.h.update_freq) ? t : 0);
+      any_due |= due_steps.back() != 0;
+    }
+    if (any_due) {
+      const std::vector<StepScalar> no_correction(group_.params.size());
+      update_roots(batches_, {run.h.eps, 0.0, -0.5, run.h.root_method}, due_steps, no_correction,
+                   guard);
+      at::Tensor status = group_.status;
+      record_root_failures(batches_, status);
+    }
+  }
+
+  const AdagradGroup& group_;
+  std::vector<Blocking> blockings_;
+  std::vector<MatrixBatch> batches_;  // refer to blockings_
+};
 
 }  // namespace
+
+// Not numel(), which a tensor with symbolic sizes does not have.
+Blocking adagrad_blocking(const at::Tensor& param, int64_t block_size) {
+  return make_blocking({c10::multiply_integers(param.sizes())}, block_size);
+}
 
 BlockStorage adagrad_init_state(at::TensorList params, int64_t block_size,
                                 double initial_accumulator_value) {
   c10::NoGradGuard no_grad;
-  BlockStorage storage = make_block_storage(params, flat_blockings(params, block_size));
+  std::vector<Blocking> blockings;
+  for (const at::Tensor& param : params) {
+    blockings.push_back(adagrad_blocking(param, block_size));
+  }
+  BlockStorage storage = make_block_storage(params, blockings);
   for (auto& statistics : storage.statistics) {
     statistics.diagonal(0, 1, 2).fill_(initial_accumulator_value);
   }
   return storage;
 }
 
-AdagradStep::AdagradStep(AdagradHyperparameters h, Tensors params, AdagradState state)
-    : h_(std::move(h)), params_(std::move(params)), state_(std::move(state)) {
-  if (params_.empty()) {
+AdagradStep::AdagradStep(AdagradHyperparameters h, AdagradGroup group)
+    : h_(std::move(h)), group_(std::move(group)) {
+  check_parameters(group_.params, steps_of(group_.states), group_.status);
+  if (group_.params.empty()) {
     return;
   }
-  check_parameters(params_, state_.steps, state_.status);
-  check_state_list(state_.sums, params_, !h_.full_matrix, "sums");
+  const c10::DeviceGuard guard(group_.params[0].device());
+  prologue_ = StepPrologue::make(group_.params, group_.states, group_.status, h_.weight_decay);
   if (h_.full_matrix) {
-    blockings_ = flat_blockings(params_, h_.block_size);
-    batches_ = find_batches(blockings_, {state_.statistics, state_.roots, state_.root_failures});
+    subsets_.push_back(std::make_unique<FullMatrix>(h_, group_));
+    return;
   }
-  fused_ = FusedAdagrad::plan(h_, params_, state_);
+  std::vector<size_t> by_kernels, eager;
+  for (size_t i = 0; i < group_.params.size(); ++i) {
+    check_state_tensor(group_.states[i].sum, group_.params[i], "sum", i);
+    (has_adagrad_kernels(group_, i) ? by_kernels : eager).push_back(i);
+  }
+  if (!by_kernels.empty()) {
+    subsets_.push_back(make_adagrad_kernels(group_, by_kernels, *prologue_));
+  }
+  if (!eager.empty()) {
+    subsets_.push_back(std::make_unique<EagerDiagonal>(group_, std::move(eager)));
+  }
 }
 
 bool AdagradStep::adopt(const AdagradHyperparameters& h) {
@@ -127,42 +194,18 @@ bool AdagradStep::adopt(const AdagradHyperparameters& h) {
 
 void AdagradStep::run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRef host_steps,
                       const at::Tensor& found_inf) {
-  c10::NoGradGuard no_grad;
-  if (params_.empty()) {
+  if (group_.params.empty()) {
     return;
   }
-  const AdagradHyperparameters& h = h_;
-  check_gradients(params_, grads);
-  check_host_steps(host_steps, params_.size(), state_.status, h.full_matrix);
-  if (fused_ != nullptr) {
-    fused_->run(h, lr, grads, found_inf);
+  const c10::NoGradGuard no_grad;
+  const c10::DeviceGuard guard(group_.params[0].device());
+  const auto end = c10::make_scope_exit([&] { prologue_->end(); });
+  const StepRule rule{.weight_decay = h_.weight_decay};
+  if (!prologue_->run(rule, grads, found_inf)) {  // t <- t + 1, unless it is skipped
     return;
   }
-  const std::vector<double> weight_decays(params_.size(), h.weight_decay);
-  const FoundInfGuard guard = FoundInfGuard::check(
-      examined_gradients(params_, grads, state_.steps, weight_decays), state_.status, found_inf);
-  if (guard.skipped_on_host()) {
-    return;
-  }
-  guard.advance(state_.steps);  // t <- t + 1
-  Tensors g;
-  for (size_t i = 0; i < params_.size(); ++i) {
-    g.push_back(signed_gradient(params_[i], grads[i], h.maximize, h.weight_decay, guard));
-  }
-  const StepScalar rate = guard.learning_rate(lr);
-  Tensors directions;
-  if (h.full_matrix) {
-    directions =
-        full_matrix_directions(h, params_, g, state_, blockings_, batches_, host_steps, guard);
-  }
-  for (size_t i = 0; i < params_.size(); ++i) {
-    at::Tensor param = params_[i];
-    const StepScalar decayed_lr = decayed_learning_rate(h, state_.steps[i], rate);
-    if (h.full_matrix && directions[i].defined()) {
-      subtract_scaled_(param, finite_entries(directions[i]), decayed_lr);
-    } else if (!h.full_matrix) {
-      diagonal_update(h, param, g[i], state_.sums[i], decayed_lr, guard);
-    }
+  for (const auto& subset : subsets_) {
+    subset->update({h_, lr, grads, host_steps, *prologue_});
   }
 }
 

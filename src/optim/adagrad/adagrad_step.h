@@ -1,10 +1,11 @@
 // Adagrad (Duchi, Hazan, Singer 2011, JMLR 12) with a diagonal or a block full-matrix accumulator.
 #pragma once
 
-#include "optim/adagrad/cuda/fused_adagrad.h"
 #include "optim/blocked/block_storage.h"
 #include "optim/blocked/blocking.h"
+#include "optim/core/parameter_state.h"
 #include "optim/core/step_plan.h"
+#include "optim/core/step_prologue.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -28,15 +29,31 @@ struct AdagradHyperparameters {
   bool maximize = false;
 };
 
-// As ShampooState. `sums` belong to the diagonal form, the three matrix lists to the full one.
-struct AdagradState {
-  std::vector<at::Tensor> steps;
-  std::vector<at::Tensor> sums;  // shape of the parameter
-  std::vector<at::Tensor> statistics;
-  std::vector<at::Tensor> roots;
-  std::vector<at::Tensor> root_failures;
-  at::Tensor status;
+// One state per parameter.
+struct AdagradGroup {
+  std::vector<at::Tensor> params;
+  std::vector<ParameterState> states;
+  at::Tensor status;  // see step_status.h
 };
+
+struct AdagradRun {
+  const AdagradHyperparameters& h;
+  const at::Tensor& lr;  // see PlannedStep
+  at::TensorList grads;  // of all parameters of the group
+  at::IntArrayRef host_steps;
+  const StepPrologue& prologue;
+};
+
+// Parameters whose steps are computed in one way. The group lives as long as this.
+class AdagradSubset {
+ public:
+  virtual ~AdagradSubset() = default;
+  // From the gradients to the new parameters.
+  virtual void update(const AdagradRun& run) = 0;
+};
+
+// The blocks of the flattened parameter.
+Blocking adagrad_blocking(const at::Tensor& param, int64_t block_size);
 
 // Statistics initial_accumulator_value * I, identity roots; blocks of the flattened parameter.
 BlockStorage adagrad_init_state(at::TensorList params, int64_t block_size,
@@ -45,10 +62,11 @@ BlockStorage adagrad_init_state(at::TensorList params, int64_t block_size,
 // Steps of one parameter group, of the form that `full_matrix` names.
 class AdagradStep : public PlannedStep {
  public:
-  // Raises ValueError for state that does not fit. Keeps the tensors of `state`, which stay the
+  // Raises ValueError for state that does not fit. Keeps the tensors of `group`, which stay the
   // caller's.
-  AdagradStep(AdagradHyperparameters hyperparameters, std::vector<at::Tensor> params,
-              AdagradState state);
+  AdagradStep(AdagradHyperparameters hyperparameters, AdagradGroup group);
+  AdagradStep(const AdagradStep&) = delete;
+  AdagradStep& operator=(const AdagradStep&) = delete;
 
   // Takes other hyper-parameters; false if these need another plan.
   bool adopt(const AdagradHyperparameters& hyperparameters);
@@ -58,11 +76,9 @@ class AdagradStep : public PlannedStep {
 
  private:
   AdagradHyperparameters h_;
-  std::vector<at::Tensor> params_;
-  AdagradState state_;
-  std::vector<Blocking> blockings_;
-  std::vector<MatrixBatch> batches_;     // refer to blockings_
-  std::unique_ptr<FusedAdagrad> fused_;  // null: the operators of torch
+  AdagradGroup group_;
+  std::unique_ptr<StepPrologue> prologue_;
+  std::vector<std::unique_ptr<AdagradSubset>> subsets_;
 };
 
 }  // namespace torchium::optim::detail

@@ -27,73 +27,59 @@ at::Tensor widen(const at::Tensor& first, int64_t count) {
   return first.as_strided(sizes, first.strides(), first.storage_offset());
 }
 
-void check_slot(const at::Tensor& slot, const std::vector<int64_t>& expected, const char* name) {
-  TORCH_CHECK_VALUE(slot.sizes() == at::IntArrayRef(expected) && slot.is_contiguous(), name,
-                    ": a slot has shape ", slot.sizes(), " but the parameter's blocks need ",
-                    expected, " (contiguous)");
+// The tensors of one slot.
+struct SlotKind {
+  std::vector<at::Tensor> MatrixBatch::*of_batch;
+  std::vector<at::Tensor> ParameterState::*of_param;
+  const char* name;
+  bool is_matrix;
+};
+constexpr SlotKind kSlotKinds[] = {
+    {&MatrixBatch::statistics, &ParameterState::statistics, "statistics", true},
+    {&MatrixBatch::roots, &ParameterState::roots, "roots", true},
+    {&MatrixBatch::root_failures, &ParameterState::root_failures, "root_failures", false}};
+
+void check_slots(const ParameterState& state, const Blocking& blocking) {
+  for (const auto& [of_batch, of_param, name, is_matrix] : kSlotKinds) {
+    const std::vector<at::Tensor>& slots = state.*of_param;
+    const size_t expected = blocking.shapes.size() * blocking.dims.size();
+    TORCH_CHECK_VALUE(slots.size() == expected, name, " has ", slots.size(),
+                      " slots of a parameter whose blocks need ", expected);
+    auto slot = slots.begin();
+    for (const BlockShape& shape : blocking.shapes) {
+      for (const int64_t n : shape.sizes) {
+        const auto sizes = is_matrix ? std::vector<int64_t>{shape.count(), n, n}
+                                     : std::vector<int64_t>{shape.count()};
+        TORCH_CHECK_VALUE(slot->sizes() == at::IntArrayRef(sizes) && slot->is_contiguous(), name,
+                          ": a slot has shape ", slot->sizes(), " but the parameter's blocks need ",
+                          sizes, " (contiguous)");
+        ++slot;
+      }
+    }
+  }
 }
 
-// Adds the slots of one block shape to a batch that they continue, or opens a new batch.
-class BatchFinder {
- public:
-  explicit BatchFinder(const SlotViews& slots) : slots_(slots) {}
-
-  void add(int64_t param, bool flag, const BlockShape& shape, size_t first_slot) {
-    const int64_t count = shape.count();
-    for (size_t mode = 0; mode < shape.sizes.size(); ++mode) {
-      const int64_t n = shape.sizes[mode];
-      check_slot(slots_.statistics[first_slot + mode], {count, n, n}, "statistics");
-      check_slot(slots_.roots[first_slot + mode], {count, n, n}, "roots");
-      check_slot(slots_.root_failures[first_slot + mode], {count}, "root_failures");
-    }
-    auto [open, is_new] = open_.try_emplace({shape.sizes, flag}, batches_.size());
-    if (!is_new && !batch_continues(batches_[open->second], first_slot)) {
-      open->second = batches_.size();
-      is_new = true;
-    }
-    if (is_new) {
-      MatrixBatch batch{shape.sizes, {}, 0, {}, {}, {}};
-      for (size_t mode = 0; mode < shape.sizes.size(); ++mode) {
-        batch.statistics.push_back(slots_.statistics[first_slot + mode]);
-        batch.roots.push_back(slots_.roots[first_slot + mode]);
-        batch.root_failures.push_back(slots_.root_failures[first_slot + mode]);
-      }
-      batches_.push_back(std::move(batch));
-    }
-    MatrixBatch& batch = batches_[open->second];
-    batch.entries.push_back({param, &shape, batch.count});
-    batch.count += count;
-  }
-
-  std::vector<MatrixBatch> finish() {
-    for (auto& batch : batches_) {
-      for (size_t mode = 0; mode < batch.sizes.size(); ++mode) {
-        batch.statistics[mode] = widen(batch.statistics[mode], batch.count);
-        batch.roots[mode] = widen(batch.roots[mode], batch.count);
-        batch.root_failures[mode] = widen(batch.root_failures[mode], batch.count);
-      }
-    }
-    return std::move(batches_);
-  }
-
- private:
-  bool batch_continues(const MatrixBatch& batch, size_t first_slot) const {
+// Whether the matrices of one block shape, which has its first slot there, continue a batch.
+bool continues(const MatrixBatch& batch, const ParameterState& state, size_t first_slot) {
+  for (const SlotKind& kind : kSlotKinds) {
     for (size_t mode = 0; mode < batch.sizes.size(); ++mode) {
-      if (!continues(batch.statistics[mode], batch.count, slots_.statistics[first_slot + mode]) ||
-          !continues(batch.roots[mode], batch.count, slots_.roots[first_slot + mode]) ||
-          !continues(batch.root_failures[mode], batch.count,
-                     slots_.root_failures[first_slot + mode])) {
+      if (!continues((batch.*kind.of_batch)[mode], batch.count,
+                     (state.*kind.of_param)[first_slot + mode])) {
         return false;
       }
     }
-    return true;
   }
+  return true;
+}
 
-  const SlotViews& slots_;
-  std::vector<MatrixBatch> batches_;
-  // Block sizes and flag -> the batch that may still grow.
-  std::map<std::pair<std::vector<int64_t>, bool>, size_t> open_;
-};
+MatrixBatch open_batch(const BlockShape& shape, const ParameterState& state, size_t first_slot) {
+  MatrixBatch batch{shape.sizes, {}, 0, {}, {}, {}};
+  for (const SlotKind& kind : kSlotKinds) {
+    const auto first = (state.*kind.of_param).begin() + static_cast<std::ptrdiff_t>(first_slot);
+    (batch.*kind.of_batch).assign(first, first + static_cast<std::ptrdiff_t>(shape.sizes.size()));
+  }
+  return batch;
+}
 
 // The part of `blocks` [count, sizes...] that belongs to one entry, as [counts..., sizes...].
 at::Tensor entry_view(const at::Tensor& blocks, const MatrixBatch::Entry& entry) {
@@ -129,10 +115,6 @@ int64_t operand_elements(const std::vector<int64_t>& sizes) {
     elements += n * n;
   }
   return elements;
-}
-
-at::ScalarType state_dtype(const at::Tensor& param) {
-  return param.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
 BlockStorage make_block_storage(at::TensorList params, const std::vector<Blocking>& blockings,
@@ -177,25 +159,33 @@ BlockStorage make_block_storage(at::TensorList params, const std::vector<Blockin
 }
 
 std::vector<MatrixBatch> find_batches(const std::vector<Blocking>& blockings,
-                                      const SlotViews& slots, const std::vector<bool>& flags) {
-  size_t expected = 0;
-  for (const auto& blocking : blockings) {
-    expected += blocking.shapes.size() * blocking.dims.size();
-  }
-  TORCH_CHECK_VALUE(slots.statistics.size() == expected && slots.roots.size() == expected &&
-                        slots.root_failures.size() == expected,
-                    "statistics, roots and root_failures have ", slots.statistics.size(), ", ",
-                    slots.roots.size(), " and ", slots.root_failures.size(),
-                    " slots but the parameters have ", expected);
-  BatchFinder finder(slots);
-  size_t slot = 0;
-  for (size_t p = 0; p < blockings.size(); ++p) {
-    for (const auto& shape : blockings[p].shapes) {
-      finder.add(static_cast<int64_t>(p), !flags.empty() && flags[p], shape, slot);
+                                      const std::vector<ParameterState>& states,
+                                      const std::vector<size_t>& members) {
+  std::vector<MatrixBatch> batches;
+  std::map<std::vector<int64_t>, size_t> open;  // block sizes -> the batch that may still grow
+  for (const size_t i : members) {
+    check_slots(states[i], blockings[i]);
+    size_t slot = 0;
+    for (const BlockShape& shape : blockings[i].shapes) {
+      const auto [found, is_new] = open.try_emplace(shape.sizes, batches.size());
+      if (is_new || !continues(batches[found->second], states[i], slot)) {
+        found->second = batches.size();
+        batches.push_back(open_batch(shape, states[i], slot));
+      }
+      MatrixBatch& batch = batches[found->second];
+      batch.entries.push_back({static_cast<int64_t>(i), &shape, batch.count});
+      batch.count += shape.count();
       slot += shape.sizes.size();
     }
   }
-  return finder.finish();
+  for (MatrixBatch& batch : batches) {
+    for (const SlotKind& kind : kSlotKinds) {
+      for (at::Tensor& tensor : batch.*kind.of_batch) {
+        tensor = widen(tensor, batch.count);
+      }
+    }
+  }
+  return batches;
 }
 
 at::Tensor set_aside_blocks(const MatrixBatch& batch, const std::vector<Blocking>& blockings,

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "optim/blocked/blocking.h"
+#include "optim/core/parameter_state.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -35,9 +36,6 @@ struct BlockStorage {
   std::vector<SlotPlacement> layout;      // ordered by (param, slot)
 };
 
-// dtype of all state of a parameter but `step`: float64 for float64 parameters, else float32.
-at::ScalarType state_dtype(const at::Tensor& param);
-
 // Stacks for `params` cut as `blockings` say; an empty Blocking (no shapes) has no matrices.
 // root_dtype: "bfloat16", or none for the state dtype.
 BlockStorage make_block_storage(at::TensorList params, const std::vector<Blocking>& blockings,
@@ -65,18 +63,11 @@ int64_t operand_elements(const std::vector<int64_t>& sizes);
 // leave a GPU half idle.
 constexpr int64_t kOperandsInFlight = 3 * (int64_t{1} << 23);
 
-// The slot views of all parameters, in (param, slot) order.
-struct SlotViews {
-  const std::vector<at::Tensor>& statistics;
-  const std::vector<at::Tensor>& roots;
-  const std::vector<at::Tensor>& root_failures;
-};
-
-// Groups slots into the largest batches that need no copy. Checks number and shape of the slots.
-// The batches refer to `blockings`. Parameters with different flags never share a batch; no flags:
-// all are alike.
+// Groups the slots of some parameters, by their positions in the lists, into the largest batches
+// that need no copy. Checks number and shape of the slots. The batches refer to `blockings`.
 std::vector<MatrixBatch> find_batches(const std::vector<Blocking>& blockings,
-                                      const SlotViews& slots, const std::vector<bool>& flags = {});
+                                      const std::vector<ParameterState>& states,
+                                      const std::vector<size_t>& members);
 
 // Memory for the blocks of one tensor a parameter, [count, sizes...]; points `tensors` of
 // parameters that are one block at their place in it, so that what is written there need not be

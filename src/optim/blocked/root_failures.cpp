@@ -5,7 +5,7 @@
 #include <ATen/ATen.h>
 
 #ifdef TORCHIUM_WITH_CUDA
-#include "cuda_kernels/optimizer_step/shampoo_step.h"
+#include "cuda_kernels/optimizer_step/step_control.h"
 #include "optim/core/cuda/kernel_tables.h"
 #include "support/device_code.h"
 

@@ -1,6 +1,6 @@
 #include "optim/core/argument_checks.h"
 
-#include "optim/blocked/block_storage.h"
+#include "optim/core/parameter_state.h"
 #include "optim/core/step_status.h"
 
 #include <ATen/ATen.h>
@@ -70,6 +70,16 @@ void check_step_arguments(at::TensorList params, at::TensorList grads,
   check_host_steps(host_steps, params.size(), status, schedule_on_host);
 }
 
+void check_state_tensor(const at::Tensor& state, const at::Tensor& param, const char* name,
+                        size_t index) {
+  const auto dtype = state_dtype(param);
+  TORCH_CHECK_VALUE(state.defined(), name, "[", index,
+                    "] is missing; these hyper-parameters need one a parameter");
+  TORCH_CHECK_VALUE(state.sizes() == param.sizes() && state.scalar_type() == dtype, name, "[",
+                    index, "] is ", state.scalar_type(), state.sizes(), " but its parameter needs ",
+                    dtype, param.sizes());
+}
+
 void check_state_list(const std::vector<at::Tensor>& state, at::TensorList params, bool needed,
                       const char* name) {
   if (!needed) {
@@ -78,10 +88,7 @@ void check_state_list(const std::vector<at::Tensor>& state, at::TensorList param
   TORCH_CHECK_VALUE(state.size() == params.size(), name, " has ", state.size(), " tensors for ",
                     params.size(), " params; these hyper-parameters need one each");
   for (size_t i = 0; i < params.size(); ++i) {
-    TORCH_CHECK_VALUE(
-        state[i].sizes() == params[i].sizes() && state[i].scalar_type() == state_dtype(params[i]),
-        name, "[", i, "] is ", state[i].scalar_type(), state[i].sizes(),
-        " but its parameter needs ", state_dtype(params[i]), params[i].sizes());
+    check_state_tensor(state[i], params[i], name, i);
   }
 }
 
@@ -97,14 +104,8 @@ at::Tensor signed_gradient(const at::Tensor& param, const at::Tensor& grad, bool
   return guard.zero_if_skipped(g);
 }
 
-std::vector<int64_t> steps_on_host(const std::vector<at::Tensor>& steps,
-                                   at::IntArrayRef host_steps) {
-  std::vector<int64_t> result(steps.size());
-  for (size_t i = 0; i < steps.size(); ++i) {
-    result[i] =
-        host_steps.empty() ? static_cast<int64_t>(count_on_cpu(steps[i])) : host_steps[i] + 1;
-  }
-  return result;
+int64_t step_on_host(const at::Tensor& step, at::IntArrayRef host_steps, size_t param) {
+  return host_steps.empty() ? static_cast<int64_t>(count_on_cpu(step)) : host_steps[param] + 1;
 }
 
 }  // namespace torchium::optim::detail

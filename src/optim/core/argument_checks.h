@@ -26,8 +26,11 @@ void check_step_arguments(at::TensorList params, at::TensorList grads,
                           const std::vector<at::Tensor>& steps, const at::Tensor& status,
                           at::IntArrayRef host_steps, bool schedule_on_host);
 
-// Checks a list of state tensors of the parameters' shapes and state dtype: one a parameter if
-// `needed`, else empty or unused.
+// Checks a state tensor, which has the shape of its parameter and the state dtype. name, index: for
+// the message.
+void check_state_tensor(const at::Tensor& state, const at::Tensor& param, const char* name,
+                        size_t index);
+// The same for one tensor a parameter if `needed`, else empty or unused.
 void check_state_list(const std::vector<at::Tensor>& state, at::TensorList params, bool needed,
                       const char* name);
 
@@ -37,9 +40,8 @@ void check_state_list(const std::vector<at::Tensor>& state, at::TensorList param
 at::Tensor signed_gradient(const at::Tensor& param, const at::Tensor& grad, bool maximize,
                            double weight_decay, const FoundInfGuard& guard);
 
-// t of each parameter, as the host knows it: host_steps + 1, or `steps` of the CPU if that is
-// empty.
-std::vector<int64_t> steps_on_host(const std::vector<at::Tensor>& steps,
-                                   at::IntArrayRef host_steps);
+// t of a parameter, as the host knows it: that of host_steps plus 1, or `step`, on the CPU, if
+// host_steps is empty.
+int64_t step_on_host(const at::Tensor& step, at::IntArrayRef host_steps, size_t param);
 
 }  // namespace torchium::optim::detail

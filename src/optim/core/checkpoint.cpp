@@ -1,7 +1,7 @@
 // Archives of the optimizers: libtorch's format, checked as a whole before anything is loaded.
-#include "optim/blocked/block_storage.h"
 #include "optim/core/group_runtime.h"
 #include "optim/core/group_step.h"
+#include "optim/core/parameter_state.h"
 #include "optim/core/state_checks.h"
 #include "torchium/optim/second_order_optimizer.h"
 

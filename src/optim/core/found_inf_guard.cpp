@@ -1,6 +1,6 @@
 #include "optim/core/found_inf_guard.h"
 
-#include "optim/blocked/block_storage.h"
+#include "optim/core/parameter_state.h"
 #include "optim/core/step_status.h"
 
 #include <ATen/ATen.h>

@@ -1,6 +1,6 @@
 #include "optim/core/group_step.h"
 
-#include "optim/blocked/block_storage.h"
+#include "optim/core/parameter_state.h"
 
 #include <ATen/ATen.h>
 

@@ -30,6 +30,10 @@ constexpr size_t kMaxSlots = 1024;
 
 }  // namespace
 
+at::ScalarType state_dtype(const at::Tensor& param) {
+  return param.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
 ParameterState::ParameterState(const NamedTensors& tensors) {
   for (const auto& [key, tensor] : tensors) {
     for (const auto& [name, member] : kTensors) {
@@ -54,40 +58,13 @@ ParameterState::ParameterState(const NamedTensors& tensors) {
   }
 }
 
-std::vector<at::Tensor> list_of(const StateList& states, at::Tensor ParameterState::*member) {
-  std::vector<at::Tensor> list;
-  list.reserve(states.size());
-  for (const ParameterState* state : states) {
-    list.push_back(state->*member);
+std::vector<at::Tensor> steps_of(const std::vector<ParameterState>& states) {
+  std::vector<at::Tensor> steps;
+  steps.reserve(states.size());
+  for (const ParameterState& state : states) {
+    steps.push_back(state.step);
   }
-  return list;
-}
-
-std::vector<at::Tensor> defined_list_of(const StateList& states,
-                                        at::Tensor ParameterState::*member) {
-  auto list = list_of(states, member);
-  std::erase_if(list, [](const at::Tensor& tensor) { return !tensor.defined(); });
-  return list;
-}
-
-std::vector<at::Tensor> slots_of(const StateList& states,
-                                 std::vector<at::Tensor> ParameterState::*member) {
-  std::vector<at::Tensor> list;
-  for (const ParameterState* state : states) {
-    list.insert(list.end(), (state->*member).begin(), (state->*member).end());
-  }
-  return list;
-}
-
-std::vector<at::Tensor> starts_of(const StateList& states, at::Tensor ParameterState::*member) {
-  auto list = list_of(states, member);
-  if (std::none_of(list.begin(), list.end(), [](const auto& t) { return t.defined(); })) {
-    return {};
-  }
-  for (size_t i = 0; i < list.size(); ++i) {
-    list[i] = list[i].defined() ? list[i] : at::zeros_like(states[i]->step);
-  }
-  return list;
+  return steps;
 }
 
 }  // namespace torchium::optim::detail

@@ -10,6 +10,9 @@
 
 namespace torchium::optim::detail {
 
+// dtype of all state of a parameter but `step`: float64 for float64 parameters, else float32.
+at::ScalarType state_dtype(const at::Tensor& param);
+
 using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 
 // Undefined or empty: not there. Members as their keys say (docs/design.md).
@@ -44,17 +47,6 @@ struct ParameterState {
   }
 };
 
-using StateList = std::vector<const ParameterState*>;
-
-// One member of all states.
-std::vector<at::Tensor> list_of(const StateList& states, at::Tensor ParameterState::*member);
-// The same of those that have it.
-std::vector<at::Tensor> defined_list_of(const StateList& states,
-                                        at::Tensor ParameterState::*member);
-// Slots of all states, in (parameter, slot) order.
-std::vector<at::Tensor> slots_of(const StateList& states,
-                                 std::vector<at::Tensor> ParameterState::*member);
-// What `step` was when an average began, 0 where that is not there; empty if no state has it.
-std::vector<at::Tensor> starts_of(const StateList& states, at::Tensor ParameterState::*member);
+std::vector<at::Tensor> steps_of(const std::vector<ParameterState>& states);
 
 }  // namespace torchium::optim::detail

@@ -1,9 +1,9 @@
 #include "torchium/optim/second_order_optimizer.h"
 
-#include "optim/blocked/block_storage.h"
 #include "optim/core/found_inf_guard.h"
 #include "optim/core/group_runtime.h"
 #include "optim/core/group_step.h"
+#include "optim/core/parameter_state.h"
 #include "support/stream_capture.h"
 
 #include <ATen/ATen.h>

@@ -97,14 +97,14 @@ void StepPlan::choose(std::vector<size_t> active) {
     return;
   }
   std::vector<at::Tensor> params;
-  StateList states;
+  std::vector<ParameterState> states;
   for (const size_t i : active_) {
     params.push_back(bound_[i].param.tensor());
-    states.push_back(&bound_[i].state);
+    states.push_back(bound_[i].state);
   }
   state_bytes_ = 0;
-  for (const ParameterState* state : states) {
-    state->for_each(
+  for (const ParameterState& state : states) {
+    state.for_each(
         [&](const at::Tensor& tensor) { state_bytes_ += static_cast<int64_t>(tensor.nbytes()); });
   }
   const c10::NoGradGuard no_grad;
@@ -160,11 +160,11 @@ void StepPlan::run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRef h
 
 void StepPlan::update_preconditioners() {
   std::vector<at::Tensor> params;
-  StateList states;
+  std::vector<ParameterState> states;
   for (const Bound& bound : bound_) {
     if (!bound.state.is_empty()) {
       params.push_back(bound.param.tensor());
-      states.push_back(&bound.state);
+      states.push_back(bound.state);
     }
   }
   if (params.empty()) {
@@ -181,7 +181,8 @@ void StepPlan::update_preconditioners() {
   report();
 }
 
-void StepPlan::renew_roots(const std::vector<at::Tensor>&, const StateList&, at::Tensor) {
+void StepPlan::renew_roots(const std::vector<at::Tensor>&, const std::vector<ParameterState>&,
+                           at::Tensor) {
   TORCH_INTERNAL_ASSERT(false, "this optimizer has no roots that a call renews");
 }
 

@@ -6,30 +6,6 @@
 namespace torchium::optim::detail {
 namespace {
 
-ShampooState core_state(const ShampooHyperparameters& h, const StateList& states,
-                        at::Tensor status) {
-  using State = ParameterState;
-  ShampooState state;
-  state.steps = list_of(states, &State::step);
-  state.statistics = slots_of(states, &State::statistics);
-  state.roots = slots_of(states, &State::roots);
-  state.root_failures = slots_of(states, &State::root_failures);
-  state.diagonals = defined_list_of(states, &State::diagonal);
-  if (h.beta1 > 0.0) {
-    state.exp_avgs = defined_list_of(states, &State::exp_avg);
-    state.exp_avg_starts = starts_of(states, &State::exp_avg_start);
-  }
-  if (uses_second_moment(h)) {
-    state.grafting_second_moments = defined_list_of(states, &State::grafting_second_moment);
-    state.second_moment_starts = starts_of(states, &State::grafting_second_moment_start);
-  }
-  if (h.momentum > 0.0) {
-    state.momentum_buffers = defined_list_of(states, &State::momentum_buffer);
-  }
-  state.status = std::move(status);
-  return state;
-}
-
 GraphMode graph_mode(const std::string& graphs) {
   return graphs == "auto"     ? GraphMode::kAuto
          : graphs == "always" ? GraphMode::kAlways
@@ -80,15 +56,14 @@ void ShampooPlan::set_options(const torch::optim::OptimizerOptions& options) {
 }
 
 std::unique_ptr<PlannedStep> ShampooPlan::plan(const std::vector<at::Tensor>& params,
-                                               const StateList& states, at::Tensor status) {
-  return std::make_unique<ShampooStep>(hyperparameters_, params,
-                                       core_state(hyperparameters_, states, std::move(status)));
+                                               const std::vector<ParameterState>& states,
+                                               at::Tensor status) {
+  return std::make_unique<ShampooStep>(hyperparameters_, params, states, std::move(status));
 }
 
-void ShampooPlan::renew_roots(const std::vector<at::Tensor>& params, const StateList& states,
-                              at::Tensor status) {
-  ShampooState state = core_state(hyperparameters_, states, std::move(status));
-  shampoo_update_preconditioners(hyperparameters_, params, state);
+void ShampooPlan::renew_roots(const std::vector<at::Tensor>& params,
+                              const std::vector<ParameterState>& states, at::Tensor status) {
+  shampoo_update_preconditioners(hyperparameters_, params, states, std::move(status));
 }
 
 }  // namespace torchium::optim::detail

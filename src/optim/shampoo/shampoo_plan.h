@@ -18,9 +18,10 @@ class ShampooPlan : public StepPlan {
   bool host_decides() const override { return !hyperparameters_.capturable; }
 
  protected:
-  std::unique_ptr<PlannedStep> plan(const std::vector<at::Tensor>& params, const StateList& states,
+  std::unique_ptr<PlannedStep> plan(const std::vector<at::Tensor>& params,
+                                    const std::vector<ParameterState>& states,
                                     at::Tensor status) override;
-  void renew_roots(const std::vector<at::Tensor>& params, const StateList& states,
+  void renew_roots(const std::vector<at::Tensor>& params, const std::vector<ParameterState>& states,
                    at::Tensor status) override;
 
  private:

@@ -4,6 +4,7 @@
 
 #include "optim/blocked/block_storage.h"
 #include "optim/blocked/blocking.h"
+#include "optim/core/parameter_state.h"
 #include "optim/core/step_plan.h"
 
 #include <ATen/core/Tensor.h>
@@ -18,7 +19,6 @@ namespace torchium::optim::detail {
 
 // Names and defaults are those of ShampooOptions and of Python's torchium.Shampoo.
 struct ShampooHyperparameters {
-  at::Tensor lr;  // 0-dim; float64 on the CPU, or on the parameters' device
   double eps = 1e-4;
   int64_t update_freq = 100;
   double weight_decay = 0.0;
@@ -47,38 +47,26 @@ struct ShampooHyperparameters {
   std::optional<std::string> matmul_precision;
   bool maximize = false;
   bool capturable = false;
+
+  // Weight decay that is added to the gradient.
+  double l2_penalty() const { return decoupled_weight_decay ? 0.0 : weight_decay; }
 };
 
 // Whether grafting keeps a second moment of its own.
 bool uses_second_moment(const ShampooHyperparameters& hyperparameters);
 
-// State of the parameters of one call. The caller owns every tensor; a step changes them in place.
-struct ShampooState {
-  std::vector<at::Tensor> steps;       // 0-dim float64 on the parameter's device, one a parameter
-  std::vector<at::Tensor> statistics;  // all slots of all parameters, in (param, slot) order
-  std::vector<at::Tensor> roots;       // the same order; all of one dtype (see root_dtype)
-  std::vector<at::Tensor> root_failures;  // the same order; int32 [count]
-  std::vector<at::Tensor> diagonals;      // of those with ParameterRule::kDiagonal, in order
-  std::vector<at::Tensor> exp_avgs;       // one a parameter if beta1 > 0, else empty
-  std::vector<at::Tensor>
-      grafting_second_moments;               // one a parameter unless grafting is None or "sgd"
-  std::vector<at::Tensor> momentum_buffers;  // one a parameter if momentum > 0, else empty
-  // Steps that each parameter had taken when its exp_avg, or its second moment, was made: 0-dim
-  // float64, one a parameter. Empty: all were made before the first step.
-  std::vector<at::Tensor> exp_avg_starts, second_moment_starts;
-  at::Tensor status;  // int64 [kStatusSize], see step_status.h
-};
+class ShampooSubset;
+class StepPrologue;
+struct ShampooGroup;
 
-class FusedStep;
-
-// What steps of the same parameters with the same state share: blocks, batches and the tables of
-// the kernels.
+// What steps of the same parameters with the same state share. The parameters are parted between
+// the kernels of a GPU, where these support them, and the operators of torch.
 class ShampooStep : public PlannedStep {
  public:
-  // Raises ValueError for state that does not fit. Keeps the tensors of `state`, which stay the
-  // caller's.
+  // One state per parameter. Raises ValueError for state that does not fit. Keeps the tensors,
+  // which stay the caller's. status: see step_status.h.
   ShampooStep(ShampooHyperparameters hyperparameters, std::vector<at::Tensor> params,
-              ShampooState state);
+              std::vector<ParameterState> states, at::Tensor status);
   ~ShampooStep() override;
   ShampooStep(const ShampooStep&) = delete;
   ShampooStep& operator=(const ShampooStep&) = delete;
@@ -91,21 +79,28 @@ class ShampooStep : public PlannedStep {
   std::optional<int64_t> graph_key(at::IntArrayRef host_steps) const override;
 
  private:
+  void part_parameters();
+  void end_step();
+
   ShampooHyperparameters h_;
-  std::vector<at::Tensor> params_;
-  ShampooState state_;
-  std::vector<Blocking> blockings_;
-  std::vector<MatrixBatch> batches_;  // refer to blockings_
-  std::unique_ptr<FusedStep> fused_;  // the kernels of a GPU; refers to all of these
+  std::unique_ptr<ShampooGroup> group_;
+  at::Tensor status_;
+  std::unique_ptr<StepPrologue> prologue_;
+  std::vector<MatrixBatch> batches_;  // of all subsets
+  std::vector<std::unique_ptr<ShampooSubset>> subsets_;
 };
 
-// Zero statistics, identity roots and zero failure counts for `params`, stacked by block shape;
-// parameters that no matrices precondition (optim/shampoo/shampoo_rules.h) have no slots.
+// The blocks of a parameter; none where no matrices precondition it.
+Blocking shampoo_blocking(const ShampooHyperparameters& hyperparameters, at::IntArrayRef shape);
+
+// Zero statistics, identity roots and zero failure counts for `params`, stored by block shape;
+// parameters that no matrices precondition (optim/shampoo_rules.h) have no slots.
 BlockStorage shampoo_init_state(const ShampooHyperparameters& hyperparameters,
                                 at::TensorList params);
 
 // Renews all roots from the statistics, whatever the schedule says (capturable = true).
 void shampoo_update_preconditioners(const ShampooHyperparameters& hyperparameters,
-                                    at::TensorList params, ShampooState& state);
+                                    const std::vector<at::Tensor>& params,
+                                    const std::vector<ParameterState>& states, at::Tensor status);
 
 }  // namespace torchium::optim::detail

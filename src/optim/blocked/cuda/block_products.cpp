@@ -3,7 +3,7 @@
 
 #include "cuda_kernels/split_gemm/batched_product.h"
 #include "optim/core/cuda/kernel_tables.h"
-#include "optim/shampoo/cuda/parameter_entries.h"
+#include "optim/core/cuda/kernel_tensors.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -74,7 +74,7 @@ void BlockProducts::update_statistics(const cuda_kernels::StepControl* control) 
   std::vector<BatchedProduct> products[2];
   for (size_t b = 0; b < batches_.size(); ++b) {
     const MatrixBatch& batch = batches_[b];
-    for (size_t mode = 0; workspace_.supports(b) && mode < batch.sizes.size(); ++mode) {
+    for (size_t mode = 0; mode < batch.sizes.size(); ++mode) {
       at::Tensor statistics = batch.statistics[mode];
       if (workspace_.is_split(b)) {
         products[mode].push_back({.A = workspace_.split_gradient(b),
@@ -137,7 +137,7 @@ void BlockProducts::precondition() const {
     }
   }
   for (size_t b = 0; b < batches_.size(); ++b) {
-    if (workspace_.supports(b) && !workspace_.is_split(b)) {
+    if (!workspace_.is_split(b)) {
       precondition_floats(b);
     }
   }

@@ -1,20 +1,21 @@
 // The matrix products of a fused step, of all blocks in few launches. CUDA builds only.
 #pragma once
 
-#include "cuda_kernels/optimizer_step/shampoo_step.h"
+#include "cuda_kernels/optimizer_step/step_control.h"
 #include "linalg/products/batched_products.h"
 #include "optim/blocked/block_storage.h"
 #include "optim/blocked/cuda/block_workspace.h"
 
 #include <cstdint>
 #include <cuda_runtime_api.h>
+#include <span>
 #include <vector>
 
 namespace torchium::optim::detail {
 
 class BlockProducts {
  public:
-  BlockProducts(const std::vector<MatrixBatch>& batches, const BlockWorkspace& storage,
+  BlockProducts(std::span<const MatrixBatch> batches, const BlockWorkspace& storage,
                 linalg::detail::MatmulPrecision precision, cudaStream_t stream)
       : batches_(batches), workspace_(storage), precision_(precision), stream_(stream) {}
 
@@ -37,7 +38,7 @@ class BlockProducts {
   void precondition_part(const std::vector<Piece>& part, PartOperands& operands) const;
   void precondition_floats(size_t b) const;
 
-  const std::vector<MatrixBatch>& batches_;
+  std::span<const MatrixBatch> batches_;
   const BlockWorkspace& workspace_;
   linalg::detail::MatmulPrecision precision_;
   cudaStream_t stream_;

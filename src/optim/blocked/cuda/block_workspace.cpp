@@ -50,24 +50,18 @@ bool has_split_products(const at::Device& device) {
 
 }  // namespace
 
-BlockWorkspace::BlockWorkspace(const std::vector<MatrixBatch>& batches,
-                               const std::vector<bool>& supports, int64_t block_size,
+BlockWorkspace::BlockWorkspace(std::span<const MatrixBatch> batches, int64_t block_size,
                                at::TensorOptions options, bool has_average)
     : batches_(batches),
       block_size_(block_size),
       options_(options),
       has_average_(has_average),
       places_(batches.size()) {
-  find_places(supports);
-}
-
-void BlockWorkspace::find_places(const std::vector<bool>& supports) {
   const bool has_kernel = has_split_products(options_.device());
   for (const bool is_split : {true, false}) {
     for (size_t b = 0; b < batches_.size(); ++b) {
-      const bool fits = has_kernel && fits_kernel(batches_[b]);
-      if (supports[batches_[b].entries.front().param] && fits == is_split) {
-        places_[b] = {end_, split_matrices_, true, is_split};
+      if ((has_kernel && fits_kernel(batches_[b])) == is_split) {
+        places_[b] = {end_, split_matrices_, is_split};
         split_matrices_ += is_split ? batches_[b].count : 0;
         const int64_t elements = batches_[b].count * c10::multiply_integers(batches_[b].sizes);
         end_ += (elements + kAlignment - 1) / kAlignment * kAlignment;

@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 namespace torchium::optim::detail {
@@ -16,9 +17,9 @@ namespace torchium::optim::detail {
 // the device has a kernel for their products, else of floats. Directions are floats.
 class BlockWorkspace {
  public:
-  // `serves`: one flag a parameter; batches of others have no place here.
-  BlockWorkspace(const std::vector<MatrixBatch>& batches, const std::vector<bool>& supports,
-                 int64_t block_size, at::TensorOptions options, bool has_average);
+  // The batches live as long as this.
+  BlockWorkspace(std::span<const MatrixBatch> batches, int64_t block_size,
+                 at::TensorOptions options, bool has_average);
 
   // Tells the parameters where their blocks begin. entries: one a parameter.
   void place(std::vector<cuda_kernels::ParameterEntry>& entries) const;
@@ -30,7 +31,6 @@ class BlockWorkspace {
   void set_aside_directions();
   void free_all();
 
-  bool supports(size_t b) const { return places_[b].is_served; }
   bool is_split(size_t b) const { return places_[b].is_split; }
 
   // All matrices of batch b, from matrix `start` on.
@@ -49,16 +49,14 @@ class BlockWorkspace {
   struct Place {
     int64_t first = 0;         // element of the storage; multiples of kAlignment
     int64_t first_matrix = 0;  // of the batch, among all blocks of fp16 parts
-    bool is_served = false;
     bool is_split = false;
   };
 
-  void find_places(const std::vector<bool>& supports);
   at::Tensor part(size_t b, const at::Tensor& buffer, int64_t origin) const;
   cuda_kernels::SplitFp16 halves(const at::Tensor& storage, const at::Tensor& scales, size_t b,
                                  int64_t start) const;
 
-  const std::vector<MatrixBatch>& batches_;
+  std::span<const MatrixBatch> batches_;
   int64_t block_size_;
   at::TensorOptions options_;  // of float32 buffers
   bool has_average_;

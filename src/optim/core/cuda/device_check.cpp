@@ -1,11 +1,12 @@
 #ifdef TORCHIUM_WITH_CUDA
 #include "optim/core/cuda/device_check.h"
 
-#include "optim/core/step_status.h"
-#include "optim/shampoo/cuda/parameter_entries.h"
+#include "optim/core/cuda/kernel_tensors.h"
+#include "support/device_code.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
 
 #include <cstddef>
 #include <utility>
@@ -17,16 +18,18 @@ using cuda_kernels::ScanKind;
 using cuda_kernels::StepControl;
 using cuda_kernels::StepNumbers;
 
-static_assert(kConsecutiveSkips == 0 && kTotalSkips == 1 && kNonFiniteParameter == 2 &&
-                  kConsecutiveRootFailures == 3 && kFailedParameter == 4,
-              "cuda_kernels/optimizer_step/step_control.cu writes these places");
 static_assert(sizeof(StepControl) % sizeof(int) == 0);
 static_assert(sizeof(StepNumbers) % sizeof(double) == 0);
 constexpr int64_t kNumbers = sizeof(StepNumbers) / sizeof(double);
 
-size_t DeviceCheck::add(int64_t elements, const ScanEntry& entry) {
+DeviceCheck::DeviceCheck(at::TensorOptions options, at::Tensor status)
+    : options_(options.requires_grad(false)), status_(std::move(status)) {
+  torchium::detail::check_device_code(options.device());
+}
+
+std::optional<size_t> DeviceCheck::add(int64_t elements, const ScanEntry& entry) {
   const int64_t tiles = (elements + cuda_kernels::kScanTile - 1) / cuda_kernels::kScanTile;
-  return tiles == 0 ? kNone : scans_.add(entry, static_cast<int>(tiles));
+  return tiles == 0 ? std::nullopt : std::optional(scans_.add(entry, static_cast<int>(tiles)));
 }
 
 void DeviceCheck::add_scan(const at::Tensor& tensor, size_t param, ScanKind kind, double largest,
@@ -63,8 +66,8 @@ void DeviceCheck::add_parameter(const at::Tensor& param, double weight_decay,
     entry.type = element_type(param.scalar_type());
     entry.kind = ScanKind::kParameter;
     entry.largest = limits.parameter;
-    const size_t scan = add(elements, entry);
-    added.copied_scan = param.is_non_overlapping_and_dense() ? kNone : scan;
+    const auto scan = add(elements, entry);
+    added.copied_scan = param.is_non_overlapping_and_dense() ? std::nullopt : scan;
   }
   steps_.add(
       {step.mutable_data_ptr<double>(), number(starts.exp_avg), number(starts.second_moment)}, 1);
@@ -72,20 +75,30 @@ void DeviceCheck::add_parameter(const at::Tensor& param, double weight_decay,
 }
 
 void DeviceCheck::set_gradient(size_t param, const at::Tensor& grad) {
-  if (params_[param].gradient_scan != kNone) {
-    ScanEntry& scan = scans_[params_[param].gradient_scan];
+  if (const auto number = params_[param].gradient_scan) {
+    ScanEntry& scan = scans_[*number];
     scan.data = grad.const_data_ptr();
     scan.type = element_type(grad.scalar_type());
   }
 }
 
-void DeviceCheck::run(const cuda_kernels::StepRule& rule, const at::Tensor& status,
-                      cudaStream_t stream, const at::Tensor& found_inf) {
+bool DeviceCheck::run(const StepRule& rule, at::TensorList grads, const at::Tensor& found_inf) {
+  for (size_t i = 0; i < grads.size(); ++i) {
+    grads_.push_back(readable_gradient(grads[i], params_[i].param, params_[i].is_updated));
+    set_gradient(i, grads_.back());
+  }
+  run(rule, status_, c10::cuda::getCurrentCUDAStream(), found_inf);
+  return true;
+}
+
+void DeviceCheck::run(const StepRule& rule, const at::Tensor& status, cudaStream_t stream,
+                      const at::Tensor& found_inf) {
+  rule_ = rule;
   copies_.clear();
   for (const Parameter& each : params_) {
-    if (each.copied_scan != kNone) {
+    if (each.copied_scan) {
       copies_.push_back(each.param.contiguous());
-      scans_[each.copied_scan].data = copies_.back().const_data_ptr();
+      scans_[*each.copied_scan].data = copies_.back().const_data_ptr();
     }
   }
   const auto count = static_cast<int64_t>(params_.size());
@@ -111,6 +124,7 @@ void DeviceCheck::run(const cuda_kernels::StepRule& rule, const at::Tensor& stat
 }
 
 void DeviceCheck::end() {
+  grads_.clear();
   copies_.clear();
   control_ = numbers_ = at::Tensor();
 }
@@ -127,8 +141,14 @@ StepNumbers* DeviceCheck::numbers() const {
   return reinterpret_cast<StepNumbers*>(numbers_.mutable_data_ptr<double>());
 }
 
-at::Tensor DeviceCheck::number(size_t param, int64_t place) const {
-  return numbers_.select(0, static_cast<int64_t>(param)).select(0, place);
+// StepNumbers begins with them, in the order of Average.
+StepScalar DeviceCheck::correction(Average average, size_t param) const {
+  const double betas[] = {rule_.beta1, rule_.moment_beta, rule_.beta2};
+  const auto place = static_cast<int64_t>(average);
+  if (betas[place] == 1.0) {
+    return {};
+  }
+  return {1.0, numbers_.select(0, static_cast<int64_t>(param)).select(0, place)};
 }
 
 }  // namespace torchium::optim::detail

@@ -1,30 +1,31 @@
-// The first work of a step on a GPU: one look at all gradients, the decision whether the step is
-// kept, and the step counts, in a few launches for all parameters. CUDA builds only.
+// The start of a step on a GPU: one look at all gradients, the decision whether the step is kept,
+// and the step counts, in a few launches for all parameters. CUDA builds only.
 #pragma once
 
-#include "cuda_kernels/optimizer_step/shampoo_step.h"
+#include "cuda_kernels/optimizer_step/step_control.h"
 #include "optim/core/cuda/kernel_tables.h"
-#include "optim/core/found_inf_guard.h"
+#include "optim/core/step_prologue.h"
 
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
 #include <cstdint>
 #include <cuda_runtime_api.h>
-#include <limits>
+#include <optional>
 #include <vector>
 
 namespace torchium::optim::detail {
 
 // Keeps the tables of the kernels from step to step; memory is allocated for one step alone.
-class DeviceCheck {
+class DeviceCheck : public StepPrologue {
  public:
   // Step counts when averages began; undefined: 0.
   struct Starts {
     at::Tensor exp_avg, second_moment;
   };
 
-  explicit DeviceCheck(at::TensorOptions options) : options_(options) {}
+  // status: see step_status.h; undefined where the second run() gets it.
+  explicit DeviceCheck(at::TensorOptions options, at::Tensor status = {});
 
   // Adds the next parameter: its gradient is looked at, with an L2 penalty it too, and `step` is
   // counted.
@@ -34,38 +35,42 @@ class DeviceCheck {
   // ScanEntry.
   void add_scan(const at::Tensor& tensor, size_t param, cuda_kernels::ScanKind kind, double largest,
                 const double* step);
+  // Kernels update this parameter: they need gradient(param) in its layout.
+  void set_updated(size_t param) { params_[param].is_updated = true; }
   // The gradient of this step; dense.
   void set_gradient(size_t param, const at::Tensor& grad);
 
-  // status: see step_status.h. found_inf: one number, not 0: skip the step; undefined: 0.
-  void run(const cuda_kernels::StepRule& rule, const at::Tensor& status, cudaStream_t stream,
+  bool run(const StepRule& rule, at::TensorList grads, const at::Tensor& found_inf) override;
+  // The same after set_gradient().
+  void run(const StepRule& rule, const at::Tensor& status, cudaStream_t stream,
            const at::Tensor& found_inf = {});
-  // Frees the memory of the step.
-  void end();
+  void end() override;
 
-  // Between run() and end(). Closed where the step is skipped.
-  FoundInfGuard guard() const;
+  FoundInfGuard guard() const override;
+  StepScalar correction(Average average, size_t param) const override;
   cuda_kernels::StepControl* control() const;
   cuda_kernels::StepNumbers* numbers() const;
-  // One of StepNumbers, by its place there; 0-dim float64.
-  at::Tensor number(size_t param, int64_t place) const;
+  // As the kernels read it, after the first run().
+  const at::Tensor& gradient(size_t param) const { return grads_[param]; }
 
  private:
-  static constexpr size_t kNone = std::numeric_limits<size_t>::max();
   struct Parameter {
     at::Tensor param, step;
-    size_t gradient_scan = kNone;
-    size_t copied_scan = kNone;  // of the parameter, where it is not dense
+    std::optional<size_t> gradient_scan = {};
+    std::optional<size_t> copied_scan = {};  // of the parameter, where it is not dense
+    bool is_updated = false;
   };
 
-  size_t add(int64_t elements, const cuda_kernels::ScanEntry& entry);
+  std::optional<size_t> add(int64_t elements, const cuda_kernels::ScanEntry& entry);
 
   at::TensorOptions options_;
+  at::Tensor status_;
   std::vector<Parameter> params_;
   KernelTables<cuda_kernels::ScanEntry> scans_;
   KernelTables<cuda_kernels::StepEntry> steps_;
   // Of one step.
-  std::vector<at::Tensor> copies_;
+  StepRule rule_;
+  std::vector<at::Tensor> grads_, copies_;
   at::Tensor control_;  // StepControl
   at::Tensor numbers_;  // [P, kNumbers]: StepNumbers
 };

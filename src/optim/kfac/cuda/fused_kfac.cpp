@@ -4,7 +4,7 @@
 #include "cuda_kernels/optimizer_step/kfac_step.h"
 #include "linalg/products/batched_products.h"
 #include "optim/core/cuda/device_check.h"
-#include "optim/shampoo/cuda/parameter_entries.h"
+#include "optim/core/cuda/kernel_tensors.h"
 #include "support/device_code.h"
 
 #include <ATen/ops/empty.h>

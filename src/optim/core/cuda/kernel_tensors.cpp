@@ -1,0 +1,63 @@
+#ifdef TORCHIUM_WITH_CUDA
+#include "optim/core/cuda/kernel_tensors.h"
+
+#include <ATen/ops/empty_like.h>
+
+namespace torchium::optim::detail {
+
+using cuda_kernels::ElementType;
+
+bool same_layout(const at::Tensor& tensor, const at::Tensor& param) {
+  return (tensor.is_contiguous() && param.is_contiguous()) || tensor.strides() == param.strides();
+}
+
+bool aligned_to_four(const at::Tensor& tensor) {
+  return !tensor.defined() || reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) %
+                                      (4 * static_cast<uintptr_t>(tensor.element_size())) ==
+                                  0;
+}
+
+void note_change(const at::Tensor& tensor) {
+  if (tensor.defined()) {
+    tensor.unsafeGetTensorImpl()->bump_version();
+  }
+}
+
+float* floats(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor.mutable_data_ptr<float>() : nullptr;
+}
+
+at::Tensor readable_learning_rate(const at::Tensor& lr) {
+  return lr.scalar_type() == at::kDouble ? lr : lr.to(at::kFloat);
+}
+
+cuda_kernels::LearningRate learning_rate(const at::Tensor& lr) {
+  return {lr.is_cpu() ? nullptr : lr.const_data_ptr(), lr.scalar_type() == at::kDouble,
+          lr.is_cpu() ? lr.item<double>() : 0.0};
+}
+
+ElementType element_type(at::ScalarType type) {
+  switch (type) {
+    case at::kBFloat16:
+      return ElementType::kBFloat16;
+    case at::kHalf:
+      return ElementType::kHalf;
+    case at::kDouble:
+      return ElementType::kDouble;
+    default:
+      return ElementType::kFloat;
+  }
+}
+
+at::Tensor readable_gradient(const at::Tensor& grad, const at::Tensor& param, bool is_updated) {
+  if (!is_updated) {
+    return grad.is_non_overlapping_and_dense() ? grad : grad.contiguous();
+  }
+  if (grad.scalar_type() != at::kDouble && same_layout(grad, param)) {
+    return grad;
+  }
+  return at::empty_like(param, grad.options().dtype(at::kFloat)).copy_(grad);
+}
+
+}  // namespace torchium::optim::detail
+#endif

@@ -1,0 +1,27 @@
+// Tensors as the kernels of a step read them. CUDA builds only.
+#pragma once
+
+#include "cuda_kernels/optimizer_step/step_control.h"
+
+#include <ATen/core/Tensor.h>
+
+namespace torchium::optim::detail {
+
+cuda_kernels::ElementType element_type(at::ScalarType type);
+bool same_layout(const at::Tensor& tensor, const at::Tensor& param);
+// Four elements of `tensor`, which may be undefined, can be read at once.
+bool aligned_to_four(const at::Tensor& tensor);
+// Lets autograd know that a kernel has written to `tensor`, which may be undefined.
+void note_change(const at::Tensor& tensor);
+// Null if it is undefined.
+float* floats(const at::Tensor& tensor);
+
+// The gradient in a type that the kernels read, and dense; in float32 or 16 bits and in the layout
+// of its parameter if the kernels update that.
+at::Tensor readable_gradient(const at::Tensor& grad, const at::Tensor& param, bool is_updated);
+
+// The learning rate in a type that the kernels read, which must live until they are launched.
+at::Tensor readable_learning_rate(const at::Tensor& lr);
+cuda_kernels::LearningRate learning_rate(const at::Tensor& readable);
+
+}  // namespace torchium::optim::detail

@@ -1,0 +1,92 @@
+#include "optim/core/step_prologue.h"
+
+#ifdef TORCHIUM_WITH_CUDA
+#include "optim/core/cuda/device_check.h"
+#endif
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+namespace torchium::optim::detail {
+namespace {
+
+class EagerPrologue : public StepPrologue {
+ public:
+  EagerPrologue(const std::vector<at::Tensor>& params, const std::vector<ParameterState>& states,
+                at::Tensor status, double weight_decay)
+      : params_(params),
+        states_(states),
+        steps_(steps_of(states)),
+        status_(std::move(status)),
+        weight_decays_(params.size(), weight_decay) {}
+
+  bool run(const StepRule& rule, at::TensorList grads, const at::Tensor& found_inf) override {
+    rule_ = rule;
+    guard_ = FoundInfGuard::check(examined_gradients(params_, grads, steps_, weight_decays_),
+                                  status_, found_inf);
+    if (!guard_.skipped_on_host()) {
+      guard_.advance(steps_);
+    }
+    return !guard_.skipped_on_host();
+  }
+
+  FoundInfGuard guard() const override { return guard_; }
+
+  StepScalar correction(Average average, size_t i) const override {
+    const ParameterState& state = states_[i];
+    switch (average) {
+      case Average::kGradient:
+        return bias_correction(rule_.beta1, state.step, state.exp_avg_start);
+      case Average::kSecondMoment:
+        return bias_correction(rule_.moment_beta, state.step, state.grafting_second_moment_start);
+      default:
+        return bias_correction(rule_.beta2, state.step, {});
+    }
+  }
+
+  void end() override { guard_ = FoundInfGuard::open(); }
+
+ private:
+  const std::vector<at::Tensor>& params_;
+  const std::vector<ParameterState>& states_;
+  std::vector<at::Tensor> steps_;
+  at::Tensor status_;
+  std::vector<double> weight_decays_;  // one per parameter
+  StepRule rule_;
+  FoundInfGuard guard_ = FoundInfGuard::open();
+};
+
+}  // namespace
+
+StepScalar bias_correction(double beta, const at::Tensor& step, const at::Tensor& start) {
+  if (beta == 1.0) {
+    return {};
+  }
+  if (step.is_cpu()) {
+    const double t = count_on_cpu(step) - (start.defined() ? count_on_cpu(start) : 0.0);
+    return {1.0 - std::pow(beta, std::max(t, 1.0)), {}};
+  }
+  const at::Tensor t = start.defined() ? step - start : step;
+  return {1.0, 1.0 - at::pow(beta, t.to(at::kDouble).clamp_min(1.0))};
+}
+
+std::unique_ptr<StepPrologue> StepPrologue::make(const std::vector<at::Tensor>& params,
+                                                 const std::vector<ParameterState>& states,
+                                                 at::Tensor status, double weight_decay) {
+#ifdef TORCHIUM_WITH_CUDA
+  if (status.is_cuda()) {
+    auto check = std::make_unique<DeviceCheck>(params[0].options(), std::move(status));
+    for (size_t i = 0; i < params.size(); ++i) {
+      check->add_parameter(params[i], weight_decay, states[i].step,
+                           {states[i].exp_avg_start, states[i].grafting_second_moment_start});
+    }
+    return check;
+  }
+#endif
+  return std::make_unique<EagerPrologue>(params, states, std::move(status), weight_decay);
+}
+
+}  // namespace torchium::optim::detail

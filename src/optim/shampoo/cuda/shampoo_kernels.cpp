@@ -1,0 +1,194 @@
+#include "optim/shampoo/cuda/shampoo_kernels.h"
+
+#ifdef TORCHIUM_WITH_CUDA
+#include "cuda_kernels/optimizer_step/shampoo_step.h"
+#include "optim/blocked/cuda/block_products.h"
+#include "optim/blocked/cuda/block_workspace.h"
+#include "optim/core/cuda/device_check.h"
+#include "optim/core/cuda/kernel_tables.h"
+#include "optim/core/cuda/kernel_tensors.h"
+#include "optim/shampoo/cuda/parameter_entries.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <limits>
+#endif
+
+namespace torchium::optim::detail {
+
+#ifdef TORCHIUM_WITH_CUDA
+namespace {
+
+using cuda_kernels::ParameterEntry;
+using cuda_kernels::TileGrid;
+using linalg::detail::MatmulPrecision;
+
+// Keeps the tables of the kernels from step to step; memory is allocated for one step alone.
+class ShampooKernels : public ShampooSubset {
+ public:
+  ShampooKernels(const ShampooHyperparameters& h, const ShampooGroup& group,
+                 const std::vector<size_t>& members, std::span<const MatrixBatch> batches,
+                 DeviceCheck& check);
+
+  void moments(const ShampooRun& run) override;
+  void statistics(const ShampooRun& run) override;
+  void precondition(const ShampooRun& run) override;
+  void apply(const ShampooRun& run) override;
+  void end() override;
+  bool fits_graphs() const override;
+
+ private:
+  // One parameter in the tables.
+  struct Place {
+    size_t param, entry;
+    bool by_fours;  // whatever the gradient
+  };
+
+  BlockProducts products() const { return {batches_, workspace_, precision_, stream_}; }
+  cuda_kernels::StepBuffers buffers() const;
+
+  const ShampooGroup& group_;
+  std::span<const MatrixBatch> batches_;
+  DeviceCheck& check_;
+  at::TensorOptions options_;  // of float32 buffers
+  BlockWorkspace workspace_;
+  KernelTables<ParameterEntry> tables_;
+  std::vector<Place> places_;  // of parameters that have elements
+  // Of one step.
+  cudaStream_t stream_ = nullptr;
+  MatmulPrecision precision_ = MatmulPrecision::kHighest;
+  at::Tensor grafted_squares_, direction_squares_;  // [tiles]
+};
+
+ShampooKernels::ShampooKernels(const ShampooHyperparameters& h, const ShampooGroup& group,
+                               const std::vector<size_t>& members,
+                               std::span<const MatrixBatch> batches, DeviceCheck& check)
+    : group_(group),
+      batches_(batches),
+      check_(check),
+      options_(group.params[0].options().dtype(at::kFloat).requires_grad(false)),
+      workspace_(batches, h.block_size, options_, h.beta1 > 0.0) {
+  std::vector<ParameterEntry> entries(group.params.size());
+  workspace_.place(entries);
+  for (const size_t i : members) {
+    ParameterEntry& entry = entries[i];
+    check.set_updated(i);
+    if (h.beta1 > 0.0 && entry.in_fp16 != 0) {  // the average bounds the operands
+      check.add_scan(group.states[i].exp_avg, i, cuda_kernels::ScanKind::kAverage,
+                     std::numeric_limits<double>::infinity(), nullptr);
+    }
+    if (group.params[i].numel() > 0) {
+      fill_entry(entry, h, group, i);
+      const int tiles = TileGrid(entry.rows, entry.columns, kernel_block_size(h)).tiles;
+      places_.push_back({i, tables_.add(entry, tiles), entry.by_fours});
+    }
+  }
+}
+
+// cuBLAS allocates memory for each stream that it is first used on.
+bool ShampooKernels::fits_graphs() const {
+  for (size_t b = 0; b < batches_.size(); ++b) {
+    if (!workspace_.is_split(b)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+cuda_kernels::StepBuffers ShampooKernels::buffers() const {
+  cuda_kernels::StepBuffers buffers{};
+  buffers.control = check_.control();
+  buffers.numbers = check_.numbers();
+  buffers.grafted_squares = floats(grafted_squares_);
+  buffers.direction_squares = floats(direction_squares_);
+  workspace_.fill(buffers);
+  return buffers;
+}
+
+// One pass over the gradients, which also fills the blocks and sums the squares of f.
+void ShampooKernels::moments(const ShampooRun& run) {
+  const ShampooHyperparameters& h = run.h;
+  stream_ = c10::cuda::getCurrentCUDAStream();
+  precision_ = linalg::detail::matmul_precision(h.matmul_precision);
+  workspace_.set_aside(precision_);
+  if (h.grafting.has_value()) {
+    grafted_squares_ = at::empty({tables_.tiles()}, options_);
+    direction_squares_ = at::empty({tables_.tiles()}, options_);
+  }
+  for (const Place& place : places_) {
+    set_gradient(tables_[place.entry], check_.gradient(place.param), place.by_fours);
+  }
+  for (const auto& table : tables_) {
+    C10_CUDA_CHECK(gather_gradients(element_rule(h), table, buffers(), stream_));
+  }
+  for (const Place& place : places_) {
+    for (const at::Tensor* tensor : elementwise_state(group_.states[place.param])) {
+      note_change(*tensor);
+    }
+  }
+}
+
+void ShampooKernels::statistics(const ShampooRun&) {
+  products().update_statistics(check_.control());
+  for (const MatrixBatch& batch : batches_) {
+    for (const at::Tensor& statistics : batch.statistics) {
+      note_change(statistics);
+    }
+  }
+}
+
+void ShampooKernels::precondition(const ShampooRun&) {
+  workspace_.set_aside_directions();
+  products().precondition();
+}
+
+void ShampooKernels::apply(const ShampooRun& run) {
+  const auto rule = element_rule(run.h);
+  const at::Tensor lr = readable_learning_rate(run.lr);
+  for (const auto& table : tables_) {
+    if (run.h.grafting.has_value()) {
+      C10_CUDA_CHECK(sum_directions(rule, table, buffers(), stream_));
+    }
+    C10_CUDA_CHECK(update_parameters(rule, table, buffers(), learning_rate(lr), stream_));
+  }
+  for (const Place& place : places_) {
+    note_change(group_.params[place.param]);
+  }
+}
+
+void ShampooKernels::end() {
+  grafted_squares_ = direction_squares_ = at::Tensor();
+  workspace_.free_all();
+}
+
+}  // namespace
+
+bool has_shampoo_kernels(const ShampooHyperparameters& h, const ShampooGroup& group, size_t i) {
+  return group.params[i].is_cuda() && has_entry(h, group, i);
+}
+
+std::unique_ptr<ShampooSubset> make_shampoo_kernels(const ShampooHyperparameters& h,
+                                                    const ShampooGroup& group,
+                                                    const std::vector<size_t>& members,
+                                                    std::span<const MatrixBatch> batches,
+                                                    StepPrologue& prologue) {
+  return std::make_unique<ShampooKernels>(h, group, members, batches,
+                                          static_cast<DeviceCheck&>(prologue));
+}
+
+#else
+
+bool has_shampoo_kernels(const ShampooHyperparameters&, const ShampooGroup&, size_t) {
+  return false;
+}
+
+std::unique_ptr<ShampooSubset> make_shampoo_kernels(const ShampooHyperparameters&,
+                                                    const ShampooGroup&, const std::vector<size_t>&,
+                                                    std::span<const MatrixBatch>, StepPrologue&) {
+  TORCH_INTERNAL_ASSERT(false, "this build has no CUDA kernels");
+}
+#endif
+
+}  // namespace torchium::optim::detail
