@@ -167,6 +167,23 @@ def test_a_tiny_gradient_beside_a_huge_one_keeps_its_digits(
         assert (actual - expected).norm() <= tolerance * expected.norm()
 
 
+@pytest.mark.parametrize("size", [1e-15, 1e-16, 1e-17, 1e-18])
+@pytest.mark.parametrize(("precision", "tolerance"), [("highest", 3e-6), ("high", 1e-3)])
+def test_statistics_of_tiny_gradients_keep_their_digits(
+    size: float, precision: str, tolerance: float
+) -> None:
+    """Squares down to 1e-36 are normal numbers of float32."""
+    p = nn.Parameter(torch.zeros(192, 160, device="cuda"))
+    optimizer = torchium.Shampoo([p], betas=(0.0, 0.9), matmul_precision=precision)
+    g = size * torch.randn(p.shape, generator=torch.Generator().manual_seed(0))
+    p.grad = g.cuda()
+    optimizer.step()
+    for mode, factor in enumerate((g.double(), g.T.double())):
+        expected = 0.1 * factor @ factor.T
+        actual = optimizer.state[p][f"statistics.{mode}"][0].cpu().double()
+        assert (actual - expected).norm() <= tolerance * expected.norm()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_parameters(dtype: torch.dtype) -> None:
     options = OPTIONS["averages"]

@@ -101,7 +101,7 @@ class Consumer {
 
   __device__ void run(const ProductTable& table) {
     for_each_tile<kind>(table, [&](const Tile<kind>& tile) {
-      const GramUpdate factors = factors_of(tile, table.update);
+      const Factors factors = factors_of(tile, table.update);
       float sum[64];
       if constexpr (is_gram(kind)) {
         const Strip strip(tile, tile.row + group_ * kBoxRows + 16 * warp_, lane_);
@@ -111,19 +111,33 @@ class Consumer {
         update_symmetric(strip, factors, sum, old);
       } else {
         accumulate(tile, sum);
-        store(tile, factors.alpha, sum);
+        store(tile, factors, sum);
       }
     });
   }
 
  private:
-  // They include the inverse of the scales.
-  static __device__ GramUpdate factors_of(const Tile<kind>& tile, const GramUpdate* update) {
+  // C <- beta C + alpha x, where alpha includes the inverse of the scales. For tiny operands it is
+  // no normal float, but both factors of it are.
+  struct Factors {
+    float first, second;
+    float beta;
+
+    __device__ Factors(double alpha, float beta) : beta(beta) {
+      int exponent = 0;
+      frexp(alpha, &exponent);
+      const double power = ldexp(1.0, exponent / 2);
+      first = static_cast<float>(power);
+      second = static_cast<float>(alpha / power);
+    }
+    __device__ float scaled(float x) const { return x * first * second; }
+  };
+  static __device__ Factors factors_of(const Tile<kind>& tile, const GramUpdate* update) {
     const ProductEntry& product = tile.product;
     const double A = product.scale_A[product.has_scales_A ? tile.matrix : 0];
-    if constexpr (is_gram(kind)) return {static_cast<float>(update->alpha / (A * A)), update->beta};
+    if constexpr (is_gram(kind)) return Factors(update->alpha / (A * A), update->beta);
     const double B = product.scale_B[product.has_scales_B ? tile.matrix : 0];
-    return {static_cast<float>(1 / (A * B)), 0};
+    return Factors(1 / (A * B), 0);
   }
 
   // This warpgroup no longer reads the stage.
@@ -205,7 +219,8 @@ class Consumer {
   }
   __device__ int first_column(const Tile<kind>& tile) const { return tile.column + lane_ % 4 * 2; }
 
-  __device__ void store(const Tile<kind>& tile, float alpha, const float (&x)[64]) const {
+  __device__ void store(const Tile<kind>& tile, const Factors& factors,
+                        const float (&x)[64]) const {
     const int M = tile.product.M, N = tile.product.N;
     unsigned most = 0;
 #pragma unroll
@@ -216,7 +231,8 @@ class Consumer {
       for (int j = 0; j < 16; ++j) {
         const int column = first_column(tile) + 8 * j;
         if (row >= M || column >= N) continue;
-        const float first = alpha * x[4 * j + 2 * h], second = alpha * x[4 * j + 2 * h + 1];
+        const float first = factors.scaled(x[4 * j + 2 * h]);
+        const float second = factors.scaled(x[4 * j + 2 * h + 1]);
         *reinterpret_cast<float2*>(C + column) = {first, second};
         most = max(most, max(magnitude_bits(first), magnitude_bits(second)));
       }
@@ -230,12 +246,12 @@ class Consumer {
     for (int chunk = 0; chunk < chunks; ++chunk) strip.load(chunk, old[chunk]);
   }
 
-  // C <- beta C + alpha x on and below the diagonal, and mirrored. Each warp passes its 16 rows
-  // through shared memory, some columns at a time, so that accesses to C and to the mirror image
-  // are coalesced.
-  __device__ void update_symmetric(const Strip& strip, const GramUpdate& factors,
-                                   const float (&x)[64], float4 (&old)[kChunks][2]) const {
-    constexpr int kAhead = 2;  // registers have no room for more with two parts
+  // C <- beta C + alpha x, of what is on and below the diagonal, and mirrored. Each warp takes its
+  // 16 rows through shared memory, some columns at a time, so that it reads and writes neighbours
+  // in C and in the mirror image.
+  __device__ void update_symmetric(const Strip& strip, const Factors& factors, const float (&x)[64],
+                                   float4 (&old)[kChunks][2]) const {
+    constexpr int kAhead = 2;  // of two parts, beside which there is no room for more in registers
     if constexpr (!single) load_old<kAhead>(strip, old);
     Staged& staged = shared_.staged(threadIdx.x / 32);
 #pragma unroll
@@ -244,8 +260,8 @@ class Consumer {
 #pragma unroll
       for (int i = 0; i < 8; i += 2) {
         auto* pair = &staged[lane_ / 4 + i / 2 % 2 * 8][i / 4 * 8 + lane_ % 4 * 2];
-        *reinterpret_cast<float2*>(pair) = {factors.alpha * x[8 * chunk + i],
-                                            factors.alpha * x[8 * chunk + i + 1]};
+        *reinterpret_cast<float2*>(pair) = {factors.scaled(x[8 * chunk + i]),
+                                            factors.scaled(x[8 * chunk + i + 1])};
       }
       if (!single && chunk + kAhead < kChunks) strip.load(chunk + kAhead, old[chunk + kAhead]);
       __syncwarp();
