@@ -161,9 +161,6 @@ BlockStorage adagrad_init_state(at::TensorList params, int64_t block_size,
 AdagradStep::AdagradStep(AdagradHyperparameters h, AdagradGroup group)
     : h_(std::move(h)), group_(std::move(group)) {
   check_parameters(group_.params, steps_of(group_.states), group_.status);
-  if (group_.params.empty()) {
-    return;
-  }
   const c10::DeviceGuard guard(group_.params[0].device());
   prologue_ = StepPrologue::make(group_.params, group_.states, group_.status, h_.weight_decay);
   if (h_.full_matrix) {
@@ -194,9 +191,6 @@ bool AdagradStep::adopt(const AdagradHyperparameters& h) {
 
 void AdagradStep::run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRef host_steps,
                       const at::Tensor& found_inf) {
-  if (group_.params.empty()) {
-    return;
-  }
   const c10::NoGradGuard no_grad;
   const c10::DeviceGuard guard(group_.params[0].device());
   const auto end = c10::make_scope_exit([&] { prologue_->end(); });

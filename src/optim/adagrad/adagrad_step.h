@@ -29,7 +29,7 @@ struct AdagradHyperparameters {
   bool maximize = false;
 };
 
-// One state per parameter.
+// One parameter at least, and a state for each.
 struct AdagradGroup {
   std::vector<at::Tensor> params;
   std::vector<ParameterState> states;

@@ -1,5 +1,6 @@
 #include "optim/core/step_graphs.h"
 
+#include "optim/core/seen_tensor.h"
 #include "support/stream_capture.h"
 
 #ifdef TORCHIUM_WITH_CUDA
@@ -10,7 +11,6 @@
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
-#include <c10/util/SmallVector.h>
 
 #include <algorithm>
 #include <exception>
@@ -36,23 +36,11 @@ int64_t reserved_bytes(c10::Device device) {
 }  // namespace
 
 struct StepGraphs::Graphs {
-  struct SeenGradient {
-    const void* data;
-    at::ScalarType dtype;
-    c10::SmallVector<int64_t, 4> strides;
-
-    explicit SeenGradient(const at::Tensor& grad)
-        : data(grad.const_data_ptr()), dtype(grad.scalar_type()), strides(grad.strides()) {}
-    bool is_of(const at::Tensor& grad) const {
-      return grad.const_data_ptr() == data && grad.scalar_type() == dtype &&
-             grad.strides() == at::IntArrayRef(strides);
-    }
-  };
-  using SeenGradients = std::vector<SeenGradient>;
+  using SeenGradients = std::vector<SeenMemory>;
 
   static bool are_of(const SeenGradients& seen, at::TensorList grads) {
     return std::equal(seen.begin(), seen.end(), grads.begin(), grads.end(),
-                      [](const SeenGradient& a, const at::Tensor& b) { return a.is_of(b); });
+                      [](const SeenMemory& a, const at::Tensor& b) { return a.is_of(b); });
   }
 
   struct Graph {

@@ -119,9 +119,7 @@ ShampooStep::ShampooStep(ShampooHyperparameters h, std::vector<at::Tensor> param
     group.rules.push_back(parameter_rule(h_, group.blockings[i].dims));
     check_state(h_, group.rules[i], group.params[i], i, group.states[i]);
   }
-  if (!group.params.empty()) {
-    part_parameters();
-  }
+  part_parameters();
 }
 
 ShampooStep::~ShampooStep() = default;
@@ -140,8 +138,7 @@ void ShampooStep::part_parameters() {
                     std::back_inserter(batches_));
   const std::span<MatrixBatch> all(batches_);
   if (!by_kernels.empty()) {
-    subsets_.push_back(
-        make_shampoo_kernels(h_, group, std::move(by_kernels), all.first(count), *prologue_));
+    subsets_.push_back(make_shampoo_kernels(h_, group, by_kernels, all.first(count), *prologue_));
   }
   if (!eager.empty()) {
     subsets_.push_back(make_eager_subset(group, std::move(eager), all.subspan(count)));
@@ -159,9 +156,6 @@ bool ShampooStep::adopt(const ShampooHyperparameters& h) {
 void ShampooStep::run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRef host_steps,
                       const at::Tensor& found_inf) {
   const ShampooGroup& group = *group_;
-  if (group.params.empty()) {
-    return;
-  }
   const c10::NoGradGuard no_grad;
   const c10::DeviceGuard guard(group.params[0].device());
   const auto end = c10::make_scope_exit([&] { end_step(); });

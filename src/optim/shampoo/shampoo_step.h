@@ -63,8 +63,8 @@ struct ShampooGroup;
 // the kernels of a GPU, where these support them, and the operators of torch.
 class ShampooStep : public PlannedStep {
  public:
-  // One state per parameter. Raises ValueError for state that does not fit. Keeps the tensors,
-  // which stay the caller's. status: see step_status.h.
+  // One parameter at least, and a state for each. Raises ValueError for state that does not fit.
+  // Keeps the tensors, which stay the caller's. status: see step_status.h.
   ShampooStep(ShampooHyperparameters hyperparameters, std::vector<at::Tensor> params,
               std::vector<ParameterState> states, at::Tensor status);
   ~ShampooStep() override;

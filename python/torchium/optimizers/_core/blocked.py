@@ -104,7 +104,7 @@ class BlockedOptimizer(CoreOptimizer):
         """Whether the plans are bound to what the groups hold now; hands them changed options."""
         if self._bound_to is None:
             return False
-        if not self._bound_to.equals(Snapshot(self.param_groups, self.state)):
+        if not self._bound_to.is_of(self.param_groups, self.state):
             self._checked.clear()  # new tensors may have another dtype or device
             return False
         return all([self._adopt_options(i, group) for i, group in enumerate(self.param_groups)])

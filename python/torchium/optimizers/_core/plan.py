@@ -7,6 +7,7 @@ hold, Python alone knows: :class:`Snapshot`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -24,20 +25,22 @@ class Snapshot:
     """The parameters of all groups and the tensors of their state, by identity."""
 
     def __init__(self, groups: list[dict[str, Any]], state: dict[Any, Any]) -> None:
-        self._sizes = [len(group["params"]) for group in groups]
-        self._objects = [
-            *chain.from_iterable([group["params"] for group in groups]),
-            *state,
-            # Other code may keep anything beside the state of parameters.
-            *chain.from_iterable([s.values() for s in state.values() if isinstance(s, dict)]),
-        ]
+        self._sizes, objects = _held(groups, state)
+        self._objects = [*objects]
 
-    def equals(self, other: Snapshot) -> bool:
-        return (
-            self._sizes == other._sizes
-            and len(self._objects) == len(other._objects)
-            and all(map(is_, self._objects, other._objects))
-        )
+    def is_of(self, groups: list[dict[str, Any]], state: dict[Any, Any]) -> bool:
+        sizes, objects = _held(groups, state)
+        return sizes == self._sizes and all(map(is_, self._objects, objects))
+
+
+# Runs in every step: makes no list of all objects, nor enough others to start a garbage collection.
+def _held(groups: list[dict[str, Any]], state: dict[Any, Any]) -> tuple[list[int], Iterator[Any]]:
+    params = [group["params"] for group in groups]
+    # Other code may keep anything beside the state of parameters.
+    states = [s for s in state.values() if isinstance(s, dict)]
+    tensors = chain.from_iterable(map(dict.values, states))
+    sizes = [*map(len, params), len(state), sum(map(len, states))]
+    return sizes, chain(chain.from_iterable(params), state, tensors)
 
 
 class GroupPlan:
