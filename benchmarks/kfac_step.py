@@ -1,0 +1,104 @@
+"""Whole training steps with K-FAC on a CUDA device, against SGD in the same run."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torchium
+from common import Report, parse_arguments, result_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+Make = Callable[[nn.Module], Optimizer]
+STEPS = 100
+WARM_UP = 21
+SPIKE = 3.0  # the longest step may take this many times the median
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
+    )
+
+
+def convnet() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(64, 128, 3, padding=1, stride=2),
+        nn.ReLU(),
+        nn.Conv2d(128, 256, 3, padding=1, stride=2),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(256, 10),
+    )
+
+
+def kfac(**options: object) -> Make:
+    return lambda model: torchium.KFAC(model, lr=1e-4, **options)
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9),
+    "K-FAC, TCov 1, TInv 10": kfac(TCov=1, TInv=10),
+    "K-FAC, TCov 10, TInv 100": kfac(TCov=10, TInv=100),
+    "K-FAC, TCov 1, TInv 10, eigh": kfac(TCov=1, TInv=10, root_method="eigh"),
+    "K-FAC, TCov 1, TInv 10, exact": kfac(TCov=1, TInv=10, damping_split="exact"),
+}
+
+
+def step_times(build: Callable[[], nn.Module], x: Tensor, y: Tensor, make: Make) -> list[float]:
+    """Milliseconds of whole steps: forward and backward pass, optimizer, and the wait for them."""
+    torch.manual_seed(0)
+    model = build().to(x.device)
+    optimizer = make(model)
+    times = []
+    for _ in range(WARM_UP + STEPS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - start))
+    return times[WARM_UP:]
+
+
+def main() -> int:
+    arguments = parse_arguments(__doc__)
+    if not torch.cuda.is_available():
+        print("kfac_step.py needs a CUDA device", file=sys.stderr)
+        return 2
+    report = Report(f"K-FAC's step on {torch.cuda.get_device_name()}")
+    generator = torch.Generator("cuda").manual_seed(0)
+    inputs = {
+        "MLP 784-1024-1024-10, batch 512": (mlp, (512, 784)),
+        "ConvNet 3-64-128-256, batch 256 of 32 x 32": (convnet, (256, 3, 32, 32)),
+    }
+    rows = []
+    for name, (build, shape) in inputs.items():
+        x = torch.randn(shape, device="cuda", generator=generator)
+        y = torch.randint(10, shape[:1], device="cuda", generator=generator)
+        plain = 0.0
+        for label, make in OPTIMIZERS.items():
+            times = step_times(build, x, y, make)
+            mean, median, longest = statistics.fmean(times), statistics.median(times), max(times)
+            plain = plain or mean
+            rows.append([name, label, mean, mean - plain, median, longest])
+            if "eigh" not in label and "exact" not in label:
+                report.check(f"{name}, {label}: longest step / median", longest / median, SPIKE)
+    report.table(
+        "Whole steps, ms",
+        ["model", "optimizer", "mean", "beyond SGD", "median", "longest"],
+        rows,
+    )
+    return report.finish(result_file("kfac_step", arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
