@@ -57,22 +57,22 @@ void translate_errors(std::exception_ptr error) {
 template <typename Options>
 Options with_options(Options base, const py::dict& values) {
   size_t used = 0;
-  optim::detail::visit_options(base, [&](const char* name, auto& value) {
-    if (!values.contains(name)) {
+  optim::detail::for_each_option(base, [&](const auto& option) {
+    if (!values.contains(option.name)) {
       return;
     }
     ++used;
     try {
-      value = values[name].template cast<std::decay_t<decltype(value)>>();
+      option.value = values[option.name].template cast<std::decay_t<decltype(option.value)>>();
     } catch (const py::cast_error&) {
-      throw py::type_error(std::string("option '") + name + "' has a wrong type: " +
-                           py::repr(values[name]).template cast<std::string>());
+      throw py::type_error(std::string("option '") + option.name + "' has a wrong type: " +
+                           py::repr(values[option.name]).template cast<std::string>());
     }
   });
   if (used != values.size()) {
     std::string known;
-    optim::detail::visit_options(base, [&](const char* name, auto&) {
-      known += (known.empty() ? "" : ", ") + std::string(name);
+    optim::detail::for_each_option(base, [&](const auto& option) {
+      known += (known.empty() ? "" : ", ") + std::string(option.name);
     });
     throw py::type_error("unknown option in " + py::repr(values).cast<std::string>() +
                          "; the options are " + known);
@@ -248,8 +248,8 @@ template <typename Options>
 OptionDict options_of(const SecondOrderOptimizer& optimizer, size_t group) {
   OptionDict result;
   const auto& options = dynamic_cast<const Options&>(optimizer.param_groups().at(group).options());
-  optim::detail::visit_options(
-      options, [&](const char* name, const auto& value) { result[name] = py::cast(value); });
+  optim::detail::for_each_option(
+      options, [&](const auto& option) { result[option.name] = py::cast(option.value); });
   return result;
 }
 

@@ -28,8 +28,6 @@ void register_operators(torch::Library& m) {
                            "spd_inverse",
                            "spd_solve",
                            "fused_mul_add",
-                           "shampoo_init_state",
-                           "adagrad_init_state",
                            "kfac_init_state",
                            "kfac_step_",
                            "kronecker_factors_update_",

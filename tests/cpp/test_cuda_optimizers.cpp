@@ -256,7 +256,7 @@ TEST_F(CudaOptimizers, CaptureIsRefusedWhereTheHostDecides) {
   });
   expect_contains(refusal, "capturable = true");
   expect_contains(roots, "cannot be captured");
-  expect_contains(early, "run some steps before the capture");
+  expect_contains(early, "run a step before the capture");
 }
 
 // Actions that a replay would repeat each time: creating an average, writing a learning rate.

@@ -72,7 +72,7 @@ TEST(KfacArchives, ThatDoNotFitLoadNothing) {
   }
   expect_contains(refused(fewer), "has 6 parameters, but that of the optimizer has 4");
   expect_contains(refused(biasless), "has 6 parameters, but that of the optimizer has 5");
-  expect_contains(refused(wider), "momentum_buffer of '2.weight', parameter 2 of group 0");
+  expect_contains(refused(wider), "'momentum_buffer' of '2.weight', parameter 2 of group 0");
   auto exact = make_kfac(model, "exact");
   train(exact, model, kMlpSample, 0, 1);
   expect_foreign_archive_refused(exact);

@@ -34,15 +34,16 @@ TEST(Kfac, RefusesWrongOptions) {
   };
   refuses(KFACOptions(-1.0), "lr must be a finite number in [0, 3.40282e+38], got -1");
   refuses(KFACOptions(1e39), "lr must be a finite number in [0, 3.40282e+38], got 1e+39");
-  refuses(KFACOptions().momentum(1.0), "momentum must be in [0, 1), got 1");
+  refuses(KFACOptions().momentum(1.0), "momentum must be a finite number in [0, 1), got 1.0");
   refuses(KFACOptions().weight_decay(-0.1), "weight_decay");
   refuses(KFACOptions().damping(-1e-3), "damping");
   refuses(KFACOptions().damping(kNaN), "damping");
-  refuses(KFACOptions().TCov(0), "TCov must be at least 1, got 0");
-  refuses(KFACOptions().TInv(-1), "TInv must be at least 1, got -1");
+  refuses(KFACOptions().TCov(0), "TCov must be an integer of at least 1, got 0");
+  refuses(KFACOptions().TInv(-1), "TInv must be an integer of at least 1, got -1");
   refuses(KFACOptions().eps(kInfinity), "eps");
-  refuses(KFACOptions().stat_decay(1.5), "stat_decay must be in [0, 1], got 1.5");
-  refuses(KFACOptions().kl_clip(0.0), "kl_clip must be a finite number above 0, or none, got 0");
+  refuses(KFACOptions().stat_decay(1.5), "stat_decay must be a finite number in [0, 1], got 1.5");
+  refuses(KFACOptions().kl_clip(0.0),
+          "kl_clip must be None or a finite number in (0, inf), got 0.0");
   refuses(KFACOptions().damping_split("half"),
           "damping_split must be one of 'pi', 'plain', 'exact'");
 }

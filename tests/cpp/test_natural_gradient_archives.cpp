@@ -43,7 +43,7 @@ TEST(NaturalGradientArchives, ThatDoNotFitLoadNothing) {
   expect_contains(refused(nn::Sequential(nn::Linear(5, 7), nn::Linear(7, 3))),
                   "has 6 parameters, but that of the optimizer has 4");
   expect_contains(refused(nn::Sequential(nn::Linear(5, 7), nn::Linear(7, 5), nn::Linear(5, 3))),
-                  "momentum_buffer of '1.weight'");
+                  "'momentum_buffer' of '1.weight'");
   expect_foreign_archive_refused(optimizer);
 }
 

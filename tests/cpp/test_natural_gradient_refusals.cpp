@@ -166,10 +166,13 @@ TEST(NaturalGradientTest, RefusesWrongOptions) {
   refuses(NaturalGradientOptions(-1.0), "lr must be a finite number in [0, 3.40282e+38], got -1");
   refuses(NaturalGradientOptions(1e39),
           "lr must be a finite number in [0, 3.40282e+38], got 1e+39");
-  refuses(NaturalGradientOptions().damping(0.0), "damping must be a finite number above 0, got 0");
-  refuses(NaturalGradientOptions().update_freq(0), "update_freq must be at least 1, got 0");
-  refuses(NaturalGradientOptions().eps(0.0), "eps must be a finite number above 0, got 0");
-  refuses(NaturalGradientOptions().momentum(1.0), "momentum must be in [0, 1), got 1");
+  refuses(NaturalGradientOptions().damping(0.0),
+          "damping must be a finite number in (0, inf), got 0.0");
+  refuses(NaturalGradientOptions().update_freq(0),
+          "update_freq must be an integer of at least 1, got 0");
+  refuses(NaturalGradientOptions().eps(0.0), "eps must be a finite number in (0, inf), got 0.0");
+  refuses(NaturalGradientOptions().momentum(1.0),
+          "momentum must be a finite number in [0, 1), got 1.0");
   refuses(NaturalGradientOptions().max_norm(-1.0), "max_norm");
   refuses(NaturalGradientOptions().solver("lu"),
           "solver must be one of 'auto', 'gram', 'cg', got 'lu'");

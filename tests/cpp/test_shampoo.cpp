@@ -417,7 +417,7 @@ TEST(Shampoo, BadOptionsAreRefused) {
        }},
       {"momentum must be", [](auto& o) { o.momentum(1.0); }},
       {"momentum must be", [](auto& o) { o.momentum(-0.5); }},
-      {"nesterov = true needs momentum", [](auto& o) { o.nesterov(true); }},
+      {"nesterov=True needs momentum", [](auto& o) { o.nesterov(true); }},
       {"relative_eps must be", [](auto& o) { o.relative_eps(-1.0); }},
       {"block_size must be", [](auto& o) { o.block_size(0); }},
       {"exponent must be", [](auto& o) { o.exponent(0.5); }},
@@ -466,9 +466,9 @@ TEST(Shampoo, ParametersThatDoNotFitAreRefused) {
     return message_of<c10::ValueError>([&] { Shampoo({good, bad}); });
   };
   expect_contains(refusal(torch::eye(3).to_sparse().requires_grad_()),
-                  "parameter 1 of group 0 has layout Sparse");
+                  "parameter 1 of group 0 (shape [3, 3]) has layout Sparse");
   expect_contains(refusal(torch::zeros({2}, torch::kComplexFloat).requires_grad_()),
-                  "parameter 1 of group 0 has dtype ComplexFloat");
+                  "parameter 1 of group 0 (shape [2]) has dtype ComplexFloat");
   expect_contains(refusal(torch::zeros({2}, torch::kLong)), "dtype Long");
   expect_contains(refusal(good), "is in the optimizer already");
   expect_contains(refusal(good * 2), "not a leaf");

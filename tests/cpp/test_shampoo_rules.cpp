@@ -1,5 +1,5 @@
 // Shampoo of a model, the rules of its parameters and their report.
-#include "optim/core/option_fields.h"
+#include "optim/shampoo/shampoo_options.h"
 #include "optimizer_testing.h"
 #include "torchium/optim/shampoo.h"
 
@@ -139,7 +139,7 @@ TEST(ShampooRules, CannotChangeInMidRun) {
     auto& options = dynamic_cast<ShampooOptions&>(optimizer.param_groups()[0].options());
     options.preconditioned(!before);
     expect_contains(message_of<c10::ValueError>([&] { train(optimizer, params, 2, 3); }),
-                    "parameter 0 of group 0 (shape [4, 4]) was made for shape [4, 4] with");
+                    "does not fit after the change of preconditioned from");
     EXPECT_THROW(optimizer.update_preconditioners(), c10::ValueError);
     expect_equal(copies(params), values);
     options.preconditioned(before).grafting("rmsprop");  // no other rule
@@ -147,21 +147,53 @@ TEST(ShampooRules, CannotChangeInMidRun) {
   }
 }
 
-TEST(ShampooRules, ArchivesFromBeforeTheOptionsExisted) {
+// An archive with the options of `saved` but one, and an entry that Shampoo does not have.
+torch::serialize::InputArchive archive_of(const ShampooOptions& saved, const std::string& left_out,
+                                          const std::string& added = "") {
   torch::serialize::OutputArchive written;
-  const auto saved = ShampooOptions(0.25).preconditioned(false).block_size(7);
-  optim::detail::visit_options(saved, [&](const std::string& name, const auto& value) {
-    if (name != "preconditioned" && name != "max_preconditioned_dim") {
-      written.write(name, c10::IValue(value));
+  optim::detail::for_each_option(saved, [&](const auto& option) {
+    if (option.name != left_out) {
+      written.write(option.name, c10::IValue(option.value));
     }
   });
+  if (!added.empty()) {
+    written.write(added, c10::IValue(1.0));
+  }
   std::stringstream stream;
   written.save_to(stream);
   torch::serialize::InputArchive archive;
   archive.load_from(stream);
-  auto options = ShampooOptions().max_preconditioned_dim(5);
-  options.serialize(archive);
-  EXPECT_EQ(options, ShampooOptions(0.25).block_size(7).max_preconditioned_dim(5));
+  return archive;
+}
+
+TEST(ShampooRules, ArchivesFromBeforeAnOptionExisted) {
+  const auto ours = ShampooOptions(0.5)
+                        .betas({0.8, 0.9})
+                        .momentum(0.5)
+                        .nesterov(true)
+                        .max_preconditioned_dim(5)
+                        .grafting("sgd")
+                        .root_dtype("bfloat16");
+  optim::detail::for_each_option(ours, [&](const auto& kept) {
+    SCOPED_TRACE(kept.name);
+    auto archive = archive_of(ShampooOptions(0.25).block_size(7), kept.name);
+    auto options = ours;
+    options.serialize(archive);
+    auto expected = ShampooOptions(0.25).block_size(7);
+    optim::detail::for_each_option(expected, [&](const auto& option) {
+      if constexpr (std::is_same_v<std::decay_t<decltype(option.value)>,
+                                   std::decay_t<decltype(kept.value)>>) {
+        if (option.name == std::string(kept.name)) {
+          option.value = kept.value;
+        }
+      }
+    });
+    EXPECT_EQ(options, expected);
+  });
+  auto options = ours;
+  auto later = archive_of(ours, "", "an_option_of_later");
+  expect_contains(message_of<c10::ValueError>([&] { options.serialize(later); }),
+                  "has the option 'an_option_of_later'");
 }
 
 }  // namespace

@@ -151,6 +151,33 @@ def test_nesterov_needs_momentum():
         torchium.Shampoo(mlp().parameters(), nesterov=True)
 
 
+@pytest.mark.parametrize(
+    ("cls", "options", "message"),
+    [
+        (torchium.Shampoo, {"nesterov": True}, "nesterov=True needs momentum"),
+        (
+            torchium.KFAC,
+            {"root_method": "newton", "damping_split": "exact"},
+            "has no eigenvectors, which damping_split='exact' needs",
+        ),
+    ],
+)
+def test_options_that_are_wrong_together_are_refused_in_mid_run_too(cls, options, message):
+    model = mlp()
+    optimizer = cls(model.parameters())
+    run(model, optimizer)
+    group = optimizer.param_groups[0]
+    good = dict(group)
+    group.update(options)
+    give_gradients(model, optimizer, 4)
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert_same(snapshot(optimizer), before)
+    group.update(good)
+    run(model, optimizer, 5, 1)
+
+
 @pytest.mark.parametrize("cls", BAD_OPTIONS)
 def test_unknown_option_is_refused(cls):
     with pytest.raises(TypeError, match="learning_rate"):

@@ -41,10 +41,13 @@ def test_options_have_the_same_names_and_defaults(name):
     only_python = ("self", "params", "params_or_model", "grad_scaler")  # libtorch has no scaler
     python = {k: p.default for k, p in signature.items() if k not in only_python}
     cpp = make("cpp", name, [nn.Parameter(torch.zeros(2))]).options()
-    assert list(python) == list(cpp)
+    names, *_ = torch.ops.torchium.option_fields(name)
+    defaults = torch.ops.torchium.default_options(name)
+    listed = dict(zip(defaults[::2], defaults[1::2], strict=True))
+    assert list(python) == list(cpp) == list(listed) == names
     for key, default in python.items():
-        assert cpp[key] == default, key
-        assert type(cpp[key]) is type(default), key
+        assert cpp[key] == listed[key] == default, key
+        assert type(cpp[key]) is type(listed[key]) is type(default), key
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
@@ -203,6 +206,9 @@ def test_a_cpp_archive_goes_on_like_an_uninterrupted_python_run(full_matrix):
 )
 def test_both_refuse_the_same_options(name, options):
     (option,) = options
+    messages = []
     for language in ("python", "cpp"):
-        with pytest.raises(ValueError, match=option):
+        with pytest.raises(ValueError, match=option) as error:
             make(language, name, [nn.Parameter(torch.zeros(2, 2))], **options)
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]

@@ -105,8 +105,8 @@ class OutOfMemory(TorchDispatchMode):
 def counts_on_host(optimizer, params: list[torch.Tensor]) -> dict[torch.Tensor, int]:
     """Steps taken, for the parameters whose count the host knows."""
     if isinstance(optimizer, BlockedOptimizer):
-        counts = [plan.counts(optimizer.state) for plan in optimizer._plans.values()]
-        return {p: n for known in counts for p, n in known.items()}
+        counts = {p: optimizer._plans.host_steps(p) for p in params}
+        return {p: count for p, count in counts.items() if count >= 0}
     return dict(zip(params, optimizer._known_host_steps(params), strict=True))
 
 

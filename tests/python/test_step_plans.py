@@ -13,7 +13,7 @@ import torch
 import torchium
 from optimizer_cases import CASES, assert_same, mlp, run, set_gradients, values
 from torch import nn
-from torchium.optimizers._core.plan import GroupPlan
+from torchium.optimizers._core.blocked import BlockedOptimizer
 
 NAMES = ["shampoo", "shampoo_all_buffers", "adagrad", "adagrad_full"]
 plan_cases = pytest.mark.parametrize("make", [CASES[n] for n in NAMES], ids=NAMES)
@@ -36,15 +36,15 @@ def assert_goes_on_as_a_copy(model: nn.Sequential, optimizer: Any, steps: int = 
 
 @pytest.fixture
 def bindings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by one entry per binding of a plan to parameters and state."""
+    """Grows by one entry per binding of the plans to parameters and state."""
     calls: list[int] = []
-    bind = GroupPlan.bind
+    bind = BlockedOptimizer._bind
 
-    def counted(self: GroupPlan, *arguments: Any) -> None:
-        calls.append(self.index)
-        bind(self, *arguments)
+    def counted(self: BlockedOptimizer, **arguments: Any) -> None:
+        calls.append(0)
+        bind(self, **arguments)
 
-    monkeypatch.setattr(GroupPlan, "bind", counted)
+    monkeypatch.setattr(BlockedOptimizer, "_bind", counted)
     return calls
 
 

@@ -69,12 +69,8 @@ class TORCHIUM_API Adagrad : public BlockedOptimizer {
  protected:
   void check_options(const Options& options) const override;
   std::unique_ptr<SecondOrderParamState> make_empty_state() const override;
-  void init_parameter_shaped(const Options& options, const at::Tensor& param,
-                             SecondOrderParamState& state) const override;
-  std::string layout(const Options& options) const override;
-  detail::BlockStorage init_storage(const Options& options, at::TensorList params) const override;
   bool equal_but_lr(const Options& a, const Options& b) const override;
-  c10::intrusive_ptr<detail::StepPlan> make_plan(c10::Device device) const override;
+  c10::intrusive_ptr<detail::BlockedPlans> make_plans() const override;
   const char* root_remedy() const override;
 };
 

@@ -78,7 +78,7 @@ class TORCHIUM_API CapturingOptimizer : public SecondOrderOptimizer {
   // Throws c10::Error if `processes`, that have exchanged tensors, are several.
   void refuse_processes(int64_t processes) const;
 
-  void take_step(const ActiveParams& active) override;
+  void take_step() override;
   const char* root_remedy() const override;
 
  private:

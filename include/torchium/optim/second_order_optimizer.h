@@ -101,8 +101,6 @@ class TORCHIUM_API SecondOrderOptimizer : public torch::optim::Optimizer {
 
  protected:
   using Options = torch::optim::OptimizerOptions;
-  // Of each group, the parameters that have a gradient.
-  using ActiveParams = std::vector<std::vector<at::Tensor>>;
   using StateList = std::vector<std::unique_ptr<SecondOrderParamState>>;
 
   explicit SecondOrderOptimizer(std::unique_ptr<Options> defaults);
@@ -117,17 +115,12 @@ class TORCHIUM_API SecondOrderOptimizer : public torch::optim::Optimizer {
   // Throws c10::ValueError for options of all groups that do not fit together.
   virtual void check_together(const std::vector<const Options*>& groups) const {}
   virtual std::unique_ptr<SecondOrderParamState> make_empty_state() const = 0;
-  // Creates the parameter-shaped members that exist from the first step on.
-  virtual void init_parameter_shaped(const Options& options, const at::Tensor& param,
-                                     SecondOrderParamState& state) const {}
-  // Whether a step with these options can take the state of the parameter as it is; otherwise the
-  // step creates or converts it, which no CUDA graph may capture.
-  virtual bool state_is_ready(const Options& options, const at::Tensor& param) const {
-    return find_state(param) != nullptr;
-  }
-  // One step of all groups, all of which are checked; creates the state that is missing. What it
-  // refuses itself, it refuses before it changes anything.
-  virtual void take_step(const ActiveParams& active) = 0;
+  // One step of all groups; creates the state that is missing. What it refuses, it refuses before
+  // it changes anything.
+  virtual void take_step() = 0;
+  // States of the parameters of a group, with what `loaded` has from an archive; null: none. Throws
+  // c10::ValueError for what does not fit.
+  virtual StateList fit_states(size_t group, const Options& options, const StateList& loaded) const;
   // Gives `fitted`, fresh states of parameters of a group, what `loaded` holds besides the step
   // count and the parameter-shaped members. Throws c10::ValueError for what does not fit.
   virtual void fit_loaded(const Options& options, const std::vector<at::Tensor>& params,
@@ -146,8 +139,6 @@ class TORCHIUM_API SecondOrderOptimizer : public torch::optim::Optimizer {
   virtual const char* root_remedy() const = 0;
   // What failed, followed by the parameter.
   virtual const char* root_name() const { return "the root of a preconditioner of"; }
-  // Whether steps may be captured in a CUDA graph: the host then decides nothing in a step.
-  virtual bool capturable(const Options& options) const { return false; }
 
   // ---- what it may use
 
@@ -158,9 +149,12 @@ class TORCHIUM_API SecondOrderOptimizer : public torch::optim::Optimizer {
   void check_shapes(const at::Tensor& param, SecondOrderParamState& state) const;
   // "parameter 1 of group 0"
   std::string place_of(const at::Tensor& param) const;
+  // Its name in the model; empty: not known.
+  virtual std::string name_in_model(const at::Tensor& param) const { return ""; }
   // "parameter 1 of group 0 (shape [3, 4])"
   virtual std::string describe(const at::Tensor& param) const;
   void check_groups() const;
+  std::vector<at::Tensor> params_with_gradient(size_t group) const;
   // Makes `state` that of a parameter that has taken no step.
   void add_state(const at::Tensor& param, std::unique_ptr<SecondOrderParamState> state);
   // One call of the core for parameters on one device. Its report counts as one of `group`.
@@ -181,9 +175,6 @@ class TORCHIUM_API SecondOrderOptimizer : public torch::optim::Optimizer {
   std::vector<const Options*> options_of_groups() const;
   void check_group(const Options& options, const std::vector<at::Tensor>& params,
                    size_t group) const;
-  std::vector<at::Tensor> params_with_gradient(size_t group) const;
-  void check_capture(const Options& options, const std::vector<at::Tensor>& active) const;
-  StateList fit_states(size_t group, const Options& options, const StateList& loaded) const;
   double steps_before(const at::Tensor& param) const;
   void forget_host_steps();
 

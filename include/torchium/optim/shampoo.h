@@ -201,21 +201,11 @@ class TORCHIUM_API Shampoo : public BlockedOptimizer {
  protected:
   void check_options(const Options& options) const override;
   std::unique_ptr<SecondOrderParamState> make_empty_state() const override;
-  void init_parameter_shaped(const Options& options, const at::Tensor& param,
-                             SecondOrderParamState& state) const override;
-  detail::BlockStorage init_storage(const Options& options, at::TensorList params) const override;
-  void check_state(const Options& options, const at::Tensor& param,
-                   const SecondOrderParamState& state) const override;
-  std::string layout(const Options& options) const override;
   bool equal_but_lr(const Options& a, const Options& b) const override;
-  std::vector<std::string> needed_buffers(const Options& options) const override;
-  bool begins_afresh(const std::string& key, const Options& before,
-                     const Options& options) const override;
-  c10::intrusive_ptr<detail::StepPlan> make_plan(c10::Device device) const override;
+  c10::intrusive_ptr<detail::BlockedPlans> make_plans() const override;
   const char* root_remedy() const override;
-  std::string describe(const at::Tensor& param) const override;
+  std::string name_in_model(const at::Tensor& param) const override;
   int64_t max_root_failures(const Options& options) const override;
-  bool capturable(const Options& options) const override;
 
  private:
   // Of the model that it was given, else null.

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
-import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ._core.blocked import BlockedOptimizer
-from ._core.options import Check, choice, flag, integer, number
-from ._core.parameters import State, state_zeros
+from ._core.options import OptionList
 
 
 class Adagrad(BlockedOptimizer):
@@ -71,23 +67,10 @@ class Adagrad(BlockedOptimizer):
         >>> optimizer.zero_grad()
     """
 
-    _PLAN = "AdagradPlan"
+    _OPTIONS = OptionList("Adagrad")
     _ROOT_REMEDY = (
         "raise eps, set root_method to 'eigh', or clip gradients so large that their sum overflows"
     )
-    _CHECKS: ClassVar[dict[str, Check]] = {
-        "lr_decay": number(0.0),
-        "weight_decay": number(0.0),
-        "initial_accumulator_value": number(0.0),
-        "eps": number(0.0),
-        "full_matrix": flag,
-        "block_size": integer(1),
-        "update_freq": integer(1),
-        "root_method": choice("auto", "eigh", "newton"),
-        "maximize": flag,
-    }
-    _LAYOUT_OPTIONS = ("full_matrix", "block_size")
-    _ELEMENTWISE = ("step", "sum")
 
     def __init__(
         self,
@@ -104,35 +87,4 @@ class Adagrad(BlockedOptimizer):
         root_method: str = "eigh",
         maximize: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "lr_decay": lr_decay,
-            "weight_decay": weight_decay,
-            "initial_accumulator_value": initial_accumulator_value,
-            "eps": eps,
-            "full_matrix": full_matrix,
-            "block_size": block_size,
-            "update_freq": update_freq,
-            "root_method": root_method,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults)
-
-    def _block_storage(
-        self, params: list[Tensor], group: dict[str, Any]
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[int]]:
-        if not group["full_matrix"]:
-            return [], [], [], []
-        return torch.ops.torchium.adagrad_init_state(  # type: ignore[no-any-return]
-            params,
-            block_size=group["block_size"],
-            initial_accumulator_value=group["initial_accumulator_value"],
-        )
-
-    def _elementwise_state(self, param: Tensor, group: dict[str, Any], has_matrices: bool) -> State:
-        if group["full_matrix"]:
-            return {}
-        return {"sum": state_zeros(param).fill_(group["initial_accumulator_value"])}
-
-    def _needed_buffers(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return ()
+        super().__init__(params, self._OPTIONS.given(locals()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from ._core.factors import (
     saved_factors,
     saved_split,
 )
-from ._core.options import Check, choice, flag, integer, number, optional
+from ._core.options import OptionList
 from ._core.parameters import State, fresh_step, parameter_name
 from ._core.summary import summary
 
@@ -151,22 +151,7 @@ class KFAC(CapturingOptimizer):
     _ROOT_REMEDY = (
         "raise damping, set root_method to 'eigh', or clip gradients so large that factors overflow"
     )
-    _CHECKS: ClassVar[dict[str, Check]] = {
-        "momentum": number(0.0, 1.0),
-        "weight_decay": number(0.0),
-        "damping": number(0.0),
-        "TCov": integer(1),
-        "TInv": integer(1),
-        "batch_averaged": flag,
-        "eps": number(0.0),
-        "stat_decay": number(0.0, 1.0, closed_high=True),
-        "kl_clip": optional(number(0.0, open_low=True)),
-        "damping_split": choice("pi", "plain", "exact"),
-        "root_method": choice("auto", "eigh", "newton"),
-        "max_factor_size": integer(1),
-        "maximize": flag,
-    }
-    _SHARED = ("batch_averaged", "kl_clip", "damping_split", "root_method")
+    _OPTIONS = OptionList("KFAC")
     _OWN_OPTION = "TCov"
     _EXAMINED = "a gradient (or an input or output gradient of its layer)"
     _IN_STATE_DTYPE = frozenset({"momentum_buffer"}) | FACTOR_KEYS - {*COUNT_KEYS}
@@ -192,31 +177,7 @@ class KFAC(CapturingOptimizer):
         grad_scaler: GradScaler | None = None,
         maximize: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "damping": damping,
-            "TCov": TCov,
-            "TInv": TInv,
-            "batch_averaged": batch_averaged,
-            "eps": eps,
-            "stat_decay": stat_decay,
-            "kl_clip": kl_clip,
-            "damping_split": damping_split,
-            "root_method": root_method,
-            "max_factor_size": max_factor_size,
-            "maximize": maximize,
-        }
-        super().__init__(params_or_model, defaults, grad_scaler)
-
-    def _check_combination(self, options: dict[str, Any]) -> None:
-        super()._check_combination(options)
-        if options["root_method"] == "newton" and options["damping_split"] == "exact":
-            raise ValueError(
-                "root_method='newton' has no eigenvectors, which damping_split='exact' needs; use "
-                "'eigh' or 'auto'"
-            )
+        super().__init__(params_or_model, self._OPTIONS.given(locals()), grad_scaler)
 
     def report(self) -> dict[str, list[str]]:
         """Names of the parameters that are ``"preconditioned"`` and of those that ``"fallback"``.

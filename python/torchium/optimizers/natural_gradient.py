@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from .._per_sample.per_sample import LossFunction, per_sample_gradients
 from ._core.batch import ON_CPU, Batch, fresh_batch, is_batch_key
 from ._core.capturing import CapturingOptimizer, JointStep, ParamsOrModel, all_zero
 from ._core.checkpoint import OptionalState, fill_state
-from ._core.options import Check, choice, flag, integer, number, optional
+from ._core.options import OptionList
 from ._core.parameters import State, fresh_step, parameter_name
 
 
@@ -99,16 +99,7 @@ class NaturalGradient(CapturingOptimizer):
         >>> optimizer.zero_grad()
     """
 
-    _CHECKS: ClassVar[dict[str, Check]] = {
-        "damping": number(0.0, open_low=True),
-        "update_freq": integer(1),
-        "eps": number(0.0, open_low=True),
-        "momentum": number(0.0, 1.0),
-        "max_norm": optional(number(0.0, open_low=True)),
-        "solver": choice("auto", "gram", "cg"),
-        "maximize": flag,
-    }
-    _SHARED = ("update_freq", "eps", "max_norm", "solver")
+    _OPTIONS = OptionList("NaturalGradient")
     _OWN_OPTION = "solver"
     _ROOT = "the natural gradient by"
     _capture: CallCapture
@@ -134,17 +125,7 @@ class NaturalGradient(CapturingOptimizer):
         grad_scaler: GradScaler | None = None,
         maximize: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "damping": damping,
-            "update_freq": update_freq,
-            "eps": eps,
-            "momentum": momentum,
-            "max_norm": max_norm,
-            "solver": solver,
-            "maximize": maximize,
-        }
-        super().__init__(params_or_model, defaults, grad_scaler)
+        super().__init__(params_or_model, self._OPTIONS.given(locals()), grad_scaler)
         self._check_known_layers()
 
     @staticmethod

@@ -2,49 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from ._core.adamw import adopt
+from ._core.adamw import SHAMPOO, adopt
 from ._core.blocked import BlockedOptimizer
-from ._core.memory import GroupMemory, MemoryReport, state_memory
+from ._core.memory import GroupMemory, MemoryReport, StateMemory
 from ._core.model_groups import model_groups
-from ._core.options import (
-    Check,
-    choice,
-    flag,
-    integer,
-    number,
-    optional,
-    pair,
-)
-from ._core.parameters import State, parameter_name, short_name, state_zeros
 from ._core.report import ParameterReport, ShampooReport
 
 if TYPE_CHECKING:
     from .shampoo_w import ShampooW
-
-_BUFFERED_GRAFTING = ("adagrad", "rmsprop", "adam")
-
-
-def _root_dtype(name: str, value: Any) -> str | None:
-    """None or bfloat16, kept by its name as C++ does."""
-    if value is None or value in (torch.bfloat16, "bfloat16"):
-        return None if value is None else "bfloat16"
-    raise ValueError(f"{name} must be None or torch.bfloat16, got {value!r}")
-
-
-_GRAPHS = choice("auto", "always", "never")
-
-
-def _graphs(name: str, value: Any) -> str:
-    """True and False mean "always" and "never", as C++ has them."""
-    if isinstance(value, bool):
-        return "always" if value else "never"
-    return str(_GRAPHS(name, value))
 
 
 class Shampoo(BlockedOptimizer):
@@ -175,47 +146,7 @@ class Shampoo(BlockedOptimizer):
         "raise eps or relative_eps, set root_method to 'eigh', or clip gradients so large that "
         "statistics overflow"
     )
-    _CHECKS: ClassVar[dict[str, Check]] = {
-        "eps": number(0.0),
-        "update_freq": integer(1),
-        "weight_decay": number(0.0),
-        "betas": pair(number(0.0, 1.0), number(0.0, 1.0, closed_high=True)),
-        "momentum": number(0.0, 1.0),
-        "nesterov": flag,
-        "decoupled_weight_decay": flag,
-        "relative_eps": number(0.0),
-        "block_size": integer(1),
-        "merge_dims": flag,
-        "exponent": optional(number(-float("inf"), 0.0)),
-        "exponent_warmup": integer(0),
-        "preconditioner_1d": choice("diagonal", "full"),
-        "preconditioned": flag,
-        "max_preconditioned_dim": optional(integer(1)),
-        "grafting": choice(None, "sgd", *_BUFFERED_GRAFTING),
-        "grafting_eps": number(0.0),
-        "grafting_beta2": optional(number(0.0, 1.0)),
-        "start_preconditioning_step": integer(1),
-        "root_method": choice("auto", "eigh", "newton"),
-        "root_dtype": _root_dtype,
-        "matmul_precision": choice(None, "highest", "high"),
-        "max_root_failures": integer(1),
-        "maximize": flag,
-        "capturable": flag,
-        "graphs": _graphs,
-    }
-    _PLAN = "ShampooPlan"
-    _LAYOUT_OPTIONS = (
-        "block_size",
-        "merge_dims",
-        "preconditioner_1d",
-        "preconditioned",
-        "max_preconditioned_dim",
-        "grafting",
-        "root_dtype",
-    )
-    _ELEMENTWISE = ("step", "diagonal")
-    _BUFFERS = ("exp_avg", "grafting_second_moment", "momentum_buffer")
-    _STARTS: ClassVar[dict[str, str]] = {key: f"{key}_start" for key in _BUFFERS[:2]}
+    _OPTIONS = SHAMPOO
 
     def __init__(
         self,
@@ -249,35 +180,7 @@ class Shampoo(BlockedOptimizer):
         capturable: bool = False,
         graphs: str | bool = "auto",
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "eps": eps,
-            "update_freq": update_freq,
-            "weight_decay": weight_decay,
-            "betas": betas,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "decoupled_weight_decay": decoupled_weight_decay,
-            "relative_eps": relative_eps,
-            "block_size": block_size,
-            "merge_dims": merge_dims,
-            "exponent": exponent,
-            "exponent_warmup": exponent_warmup,
-            "preconditioner_1d": preconditioner_1d,
-            "preconditioned": preconditioned,
-            "max_preconditioned_dim": max_preconditioned_dim,
-            "grafting": grafting,
-            "grafting_eps": grafting_eps,
-            "grafting_beta2": grafting_beta2,
-            "start_preconditioning_step": start_preconditioning_step,
-            "root_method": root_method,
-            "root_dtype": root_dtype,
-            "matmul_precision": matmul_precision,
-            "max_root_failures": max_root_failures,
-            "maximize": maximize,
-            "capturable": capturable,
-            "graphs": graphs,
-        }
+        defaults = self._OPTIONS.given(locals())
         super().__init__(
             model_groups(params) if isinstance(params, nn.Module) else params, defaults
         )
@@ -330,27 +233,7 @@ class Shampoo(BlockedOptimizer):
         Raises:
             RuntimeError: as :meth:`step`, or a graph is captured without ``capturable=True``.
         """
-        self._raise_failures()
-        with_state = [
-            [p for p in group["params"] if self._has_state(p)] for group in self.param_groups
-        ]
-        for index, (group, params) in enumerate(zip(self.param_groups, with_state, strict=True)):
-            self._check_changed_options(index, group)
-            self._check_old_state(index, group, {p: self._own_state(p) for p in params})
-        counts = self._known_counts()
-        for index, (group, params) in enumerate(zip(self.param_groups, with_state, strict=True)):
-            self._fit_old_state(index, group, params)
-        is_checked = all(
-            self._is_checked(p, self._needs(group))
-            for group, params in zip(self.param_groups, with_state, strict=True)
-            for p in params
-        )
-        if not (self._is_bound() and is_checked):
-            self._bind(counts, all_states=True)
-            self._bound_to = None  # whether state is missing is for the next step to find out
-        for plan in self._plans.values():
-            plan.update_preconditioners()
-        self._raise_failures()
+        self._renew_roots()
 
     def memory_report(self) -> MemoryReport:
         """Bytes of the state.
@@ -364,9 +247,12 @@ class Shampoo(BlockedOptimizer):
         Example:
             >>> print(torchium.Shampoo(model.parameters()).memory_report())
         """
-        return MemoryReport(
-            tuple(self._group_memory(index, group) for index, group in enumerate(self.param_groups))
+        rows, table = self._plans.memory_report(*self._groups())
+        groups = tuple(
+            GroupMemory(elements, parameters, StateMemory(*state), graphs)
+            for elements, parameters, graphs, *state in rows
         )
+        return MemoryReport(groups, table)
 
     def report(self) -> ShampooReport:
         """What it does with each parameter: the rule, the blocks or the reason, the bytes of state.
@@ -379,119 +265,8 @@ class Shampoo(BlockedOptimizer):
         Example:
             >>> print(torchium.Shampoo(model).report())
         """
-        lines = []
-        for index, group in enumerate(self.param_groups):
-            planned = self._planned_state(group)
-            rules = zip(*self._rules(group, group["params"]), strict=True)
-            for param, (rule, detail) in zip(group["params"], rules, strict=True):
-                state = self.state[param] if self._has_state(param) else planned.get(param)
-                if state is None:
-                    state, rule, detail = {}, "none", "requires no gradient"
-                name, size = short_name(index, group, param), state_memory([state]).total
-                lines.append(ParameterReport(name, tuple(param.shape), index, rule, detail, size))
-        return ShampooReport(tuple(lines))
-
-    def _rules(self, group: dict[str, Any], params: list[Tensor]) -> tuple[list[str], list[str]]:
-        """The rule of each parameter, and what there is to say about it."""
-        return torch.ops.torchium.shampoo_rules(  # type: ignore[no-any-return]
-            params,
-            block_size=group["block_size"],
-            merge_dims=group["merge_dims"],
-            preconditioner_1d=group["preconditioner_1d"],
-            preconditioned=group["preconditioned"],
-            max_preconditioned_dim=group["max_preconditioned_dim"],
-            exponent=group["exponent"],
-            grafting=group["grafting"],
+        lines, table = self._plans.report(*self._groups())
+        return ShampooReport(
+            tuple(ParameterReport(name, tuple(shape), *rest) for name, shape, *rest in lines),
+            table,
         )
-
-    def _planned_state(self, group: dict[str, Any]) -> dict[Tensor, State]:
-        """The state that parameters without one will have, on the device "meta"."""
-        planned = [p for p in group["params"] if not self._has_state(p) and p.requires_grad]
-        shapes = [p.detach().to("meta") for p in planned]
-        fresh = self._fresh_state(group, shapes)
-        for shape, state in fresh.items():
-            state.update({key: state_zeros(shape) for key in self._needed_buffers(group)})
-        return {param: fresh[shape] for param, shape in zip(planned, shapes, strict=True)}
-
-    def _group_memory(self, index: int, group: dict[str, Any]) -> GroupMemory:
-        with_state = [p for p in group["params"] if self._has_state(p)]
-        planned = self._planned_state(group)
-        counted = [*with_state, *planned]
-        return GroupMemory(
-            elements=sum(p.numel() for p in counted),
-            parameters=sum(p.nbytes for p in counted),
-            state=state_memory([*(self.state[p] for p in with_state), *planned.values()]),
-            graphs=sum(plan.graphs()[1] for plan in self._plans.values() if plan.index == index),
-        )
-
-    def _check_combination(self, options: dict[str, Any]) -> None:
-        if options["nesterov"] and options["momentum"] == 0.0:
-            raise ValueError("nesterov=True needs momentum above 0, got momentum=0.0")
-
-    def _begins_afresh(self, key: str, param: Tensor, group: dict[str, Any]) -> bool:
-        then = self._found_right.get(param)
-        if key != "grafting_second_moment" or then is None:
-            return False
-        was = dict(zip(self._LAYOUT_OPTIONS, then[0], strict=True))["grafting"]
-        sums, summed = group["grafting"] == "adagrad", was == "adagrad"  # not averages
-        return bool(sums != summed)
-
-    def _block_storage(
-        self, params: list[Tensor], group: dict[str, Any]
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[int]]:
-        return torch.ops.torchium.shampoo_init_state(  # type: ignore[no-any-return]
-            params,
-            block_size=group["block_size"],
-            merge_dims=group["merge_dims"],
-            preconditioner_1d=group["preconditioner_1d"],
-            preconditioned=group["preconditioned"],
-            max_preconditioned_dim=group["max_preconditioned_dim"],
-            root_dtype=group["root_dtype"],
-        )
-
-    def _elementwise_state(self, param: Tensor, group: dict[str, Any], has_matrices: bool) -> State:
-        (rule,), _ = self._rules(group, [param])
-        return {"diagonal": state_zeros(param)} if rule == "diagonal" else {}
-
-    def _block_state(
-        self,
-        index: int,
-        group: dict[str, Any],
-        params: list[Tensor],
-        old: dict[Tensor, dict[str, Any]],
-    ) -> dict[Tensor, State]:
-        self._check_rules(index, group, old)
-        return super()._block_state(index, group, params, old)
-
-    def _check_rules(
-        self, index: int, group: dict[str, Any], old: dict[Tensor, dict[str, Any]]
-    ) -> None:
-        """Refuses state of parameters that matrices precondition by now, or no more."""
-        rules = zip(*self._rules(group, list(old)), strict=True)
-        for (param, state), (rule, detail) in zip(old.items(), rules, strict=True):
-            name = parameter_name(index, group, param)
-            if "statistics.0" in state and rule != "preconditioned":
-                raise ValueError(
-                    f"unexpected matrices in the state of {name}, which none precondition by the "
-                    f"options of its group ({detail}); set them back, for a checkpoint of an earlier "
-                    "version preconditioned=True and max_preconditioned_dim=None"
-                )
-            if "statistics.0" not in state and rule == "preconditioned":
-                raise ValueError(
-                    f"matrices are missing from the state of {name}, which are to precondition it by "
-                    "the options of its group; set back preconditioned, max_preconditioned_dim and "
-                    "preconditioner_1d, which cannot change after its first step"
-                )
-            if rule in _BUFFERED_GRAFTING and "grafting_second_moment" not in state:
-                raise ValueError(
-                    f"grafting_second_moment is missing from the state of {name}, which takes the "
-                    f"direction of grafting={rule!r} by the options of its group ({detail})"
-                )
-
-    def _needed_buffers(self, group: dict[str, Any]) -> tuple[str, ...]:
-        needed = (
-            group["betas"][0] > 0.0,
-            group["grafting"] in _BUFFERED_GRAFTING,
-            group["momentum"] > 0.0,
-        )
-        return tuple(key for key, use in zip(self._BUFFERS, needed, strict=True) if use)

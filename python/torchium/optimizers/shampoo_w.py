@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from ._core.adamw import OPTIONS_BESIDE_ADAMW, shampoo_options
+from ._core.adamw import options_beside_adamw, shampoo_options
 from .shampoo import Shampoo
 
 
@@ -80,7 +80,7 @@ class ShampooW(Shampoo):
             "differentiable": differentiable,
         }
         own = self._own_options(adamw | options)
-        super().__init__(params, **{**OPTIONS_BESIDE_ADAMW, **own})
+        super().__init__(params, **{**options_beside_adamw(), **own})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group, whose ``eps`` and ``betas`` are AdamW's.
@@ -97,5 +97,5 @@ class ShampooW(Shampoo):
 
         With all options of Shampoo they are those of such an optimizer: its groups and defaults.
         """
-        is_shampoo = options.keys() >= self._CHECKS.keys()
+        is_shampoo = options.keys() >= set(self._OPTIONS.names)
         return shampoo_options(options, with_eps=not is_shampoo)

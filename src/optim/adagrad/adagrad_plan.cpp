@@ -1,5 +1,8 @@
 #include "optim/adagrad/adagrad_plan.h"
 
+#include "optim/adagrad/adagrad_options.h"
+#include "optim/core/group_step.h"
+
 #include <utility>
 
 namespace torchium::optim::detail {
@@ -15,11 +18,28 @@ AdagradHyperparameters hyperparameters(const AdagradOptions& o) {
           .maximize = o.maximize()};
 }
 
-void AdagradPlan::set_options(const torch::optim::OptimizerOptions& options) {
-  hyperparameters_ = hyperparameters(static_cast<const AdagradOptions&>(options));
+void AdagradPlan::set_options(const Options& options) {
+  options_ = static_cast<const AdagradOptions&>(options);
+  hyperparameters_ = hyperparameters(options_);
   auto* step = static_cast<AdagradStep*>(planned());
   if (step != nullptr && !step->adopt(hyperparameters_)) {
     forget_planned();
+  }
+}
+
+OptionTexts AdagradPlan::options_of_state(const Options& options) const {
+  return detail::options_of_state(static_cast<const AdagradOptions&>(options));
+}
+
+BlockStorage AdagradPlan::init_storage(at::TensorList params) const {
+  return options_.full_matrix() ? adagrad_init_state(params, options_.block_size(),
+                                                     options_.initial_accumulator_value())
+                                : BlockStorage();
+}
+
+void AdagradPlan::init_elementwise(const at::Tensor& param, ParameterState& state) const {
+  if (!options_.full_matrix()) {
+    state.sum = parameter_shaped_zeros(param).fill_(options_.initial_accumulator_value());
   }
 }
 

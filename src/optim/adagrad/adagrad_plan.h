@@ -2,7 +2,7 @@
 #pragma once
 
 #include "optim/adagrad/adagrad_step.h"
-#include "optim/core/step_plan.h"
+#include "optim/blocked/blocked_plan.h"
 #include "torchium/optim/adagrad.h"
 
 namespace torchium::optim::detail {
@@ -10,11 +10,11 @@ namespace torchium::optim::detail {
 // What the core works with, without the learning rate.
 AdagradHyperparameters hyperparameters(const AdagradOptions& options);
 
-class AdagradPlan : public StepPlan {
+class AdagradPlan : public BlockedPlan {
  public:
-  using StepPlan::StepPlan;
+  using BlockedPlan::BlockedPlan;
 
-  void set_options(const torch::optim::OptimizerOptions& options) override;
+  void set_options(const Options& options) override;
   bool host_decides() const override { return hyperparameters_.full_matrix; }
 
  protected:
@@ -22,7 +22,13 @@ class AdagradPlan : public StepPlan {
                                     const std::vector<ParameterState>& states,
                                     at::Tensor status) override;
 
+  const Options& options() const override { return options_; }
+  OptionTexts options_of_state(const Options& options) const override;
+  BlockStorage init_storage(at::TensorList params) const override;
+  void init_elementwise(const at::Tensor& param, ParameterState& state) const override;
+
  private:
+  AdagradOptions options_;
   AdagradHyperparameters hyperparameters_;
 };
 

@@ -3,6 +3,7 @@
 #include "gradients/capture/model_layers.h"
 #include "optim/core/group_runtime.h"
 #include "optim/core/joint_step.h"
+#include "support/stream_capture.h"
 
 #include <ATen/ATen.h>
 #include <c10/util/irange.h>
@@ -60,12 +61,16 @@ void CapturingOptimizer::zero_grad(bool set_to_none) {
   forget_captures();
 }
 
-void CapturingOptimizer::take_step(const ActiveParams& active) {
+void CapturingOptimizer::take_step() {
+  check_groups();
   detail::JointStep step;
-  for (const auto group : c10::irange(active.size())) {
+  for (const auto group : c10::irange(param_groups_.size())) {
     const Options& options = param_groups_[group].options();
     const at::Tensor lr = at::scalar_tensor(options.get_lr(), at::kDouble);
-    for (const auto& param : active[group]) {
+    for (const auto& param : params_with_gradient(group)) {
+      TORCH_CHECK(!torchium::detail::is_capturing(param.device()),
+                  "step() cannot be captured in a CUDA graph: the host decides in it what is "
+                  "captured");
       step.positions.emplace(param.unsafeGetTensorImpl(), step.params.size());
       step.params.push_back(param);
       step.options.push_back(&options);

@@ -184,7 +184,6 @@ SecondOrderOptimizer::StateList SecondOrderOptimizer::fit_states(size_t group,
     const at::Tensor& param = param_groups_[group].params()[i];
     const std::string name = describe(param);
     fitted[i] = make_empty_state();
-    init_parameter_shaped(options, param, *fitted[i]);
     const auto saved = loaded[i]->parameter_shaped();
     const auto needed = fitted[i]->parameter_shaped();
     for (const auto k : c10::irange(needed.size())) {
@@ -193,8 +192,6 @@ SecondOrderOptimizer::StateList SecondOrderOptimizer::fit_states(size_t group,
         at::Tensor target = detail::parameter_shaped_zeros(param);
         detail::check_fits(*source, target, key, name);
         *needed[k].second = target.copy_(*source);
-      } else {
-        TORCH_CHECK_VALUE(!needed[k].second->defined(), "the archive has no ", key, " of ", name);
       }
     }
     const auto fitted_count = [&](const at::Tensor& saved, const std::string& key) {

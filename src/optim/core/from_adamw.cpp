@@ -1,5 +1,5 @@
 // Shampoo in the place of AdamW.
-#include "optim/core/option_checks.h"
+#include "optim/shampoo/shampoo_options.h"
 #include "torchium/optim/shampoo.h"
 
 #include <memory>
@@ -25,7 +25,8 @@ template <typename AdamOptions>
 ShampooOptions adopt(const AdamOptions& adam, bool decoupled_weight_decay) {
   TORCH_CHECK_VALUE(!adam.amsgrad(),
                     "amsgrad = true is not supported by Shampoo; use amsgrad = false");
-  detail::check_at_least_zero("eps", adam.eps());
+  const auto wrong = detail::find_wrong("eps", adam.eps(), detail::Number{});
+  TORCH_CHECK_VALUE(!wrong, "eps must be ", wrong->requirement, ", got ", wrong->value);
   // (a + eps^2)^(-1/2) of the diagonal rule is close to Adam's 1 / (sqrt(a) + eps).
   return options_beside_adamw()
       .lr(adam.lr())

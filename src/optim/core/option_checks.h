@@ -19,13 +19,6 @@ inline void check_at_least_zero(const char* name, double value) {
                     " must be a finite number of at least 0, got ", value);
 }
 
-// A step computes in float32 unless the parameter is float64.
-inline void check_learning_rate(double value) {
-  constexpr double most = std::numeric_limits<float>::max();
-  TORCH_CHECK_VALUE(value >= 0.0 && value <= most, "lr must be a finite number in [0, ", most,
-                    "], got ", value);
-}
-
 // A decay or momentum rate in [0, 1), or in [0, 1].
 inline void check_rate(const char* name, double value, bool one_allowed) {
   TORCH_CHECK_VALUE(value >= 0.0 && (value < 1.0 || (one_allowed && value == 1.0)), name,

@@ -58,6 +58,32 @@ ParameterState::ParameterState(const NamedTensors& tensors) {
   }
 }
 
+NamedTensors ParameterState::named() const {
+  NamedTensors tensors;
+  const auto add = [&](std::string key, const at::Tensor& tensor) {
+    if (tensor.defined()) {
+      tensors.emplace_back(std::move(key), tensor);
+    }
+  };
+  for (const auto& [key, member] : kTensors) {
+    add(std::string(key), this->*member);
+  }
+  for (const auto& [prefix, member] : kSlots) {
+    for (size_t slot = 0; slot < (this->*member).size(); ++slot) {
+      add(std::string(prefix) + std::to_string(slot), (this->*member)[slot]);
+    }
+  }
+  return tensors;
+}
+
+bool ParameterState::is_same(const ParameterState& other) const {
+  const NamedTensors ours = named(), theirs = other.named();
+  return std::equal(ours.begin(), ours.end(), theirs.begin(), theirs.end(),
+                    [](const auto& a, const auto& b) {
+                      return a.first == b.first && a.second.is_same(b.second);
+                    });
+}
+
 std::vector<at::Tensor> steps_of(const std::vector<ParameterState>& states) {
   std::vector<at::Tensor> steps;
   steps.reserve(states.size());

@@ -29,23 +29,23 @@ struct ParameterState {
 
   bool is_empty() const { return !step.defined(); }
 
-  // Calls visit(tensor) for each that is there.
-  template <typename Visitor>
-  void for_each(Visitor&& visit) const {
-    for (const auto* slots : {&statistics, &roots, &root_failures}) {
-      for (const at::Tensor& slot : *slots) {
-        visit(slot);
-      }
-    }
-    for (const at::Tensor* tensor :
-         {&step, &diagonal, &exp_avg, &grafting_second_moment, &momentum_buffer, &exp_avg_start,
-          &grafting_second_moment_start, &sum}) {
-      if (tensor->defined()) {
-        visit(*tensor);
-      }
-    }
-  }
+  // The tensors that are there.
+  NamedTensors named() const;
+  // Whether both hold the very same tensors.
+  bool is_same(const ParameterState& other) const;
 };
+
+// State of the parameter's shape that an option may need at any time.
+struct StateBuffer {
+  const char* key;
+  at::Tensor ParameterState::*tensor;
+  at::Tensor ParameterState::*start;  // `step` when an average began; null: it is none
+};
+inline constexpr StateBuffer kStateBuffers[] = {
+    {"exp_avg", &ParameterState::exp_avg, &ParameterState::exp_avg_start},
+    {"grafting_second_moment", &ParameterState::grafting_second_moment,
+     &ParameterState::grafting_second_moment_start},
+    {"momentum_buffer", &ParameterState::momentum_buffer, nullptr}};
 
 std::vector<at::Tensor> steps_of(const std::vector<ParameterState>& states);
 

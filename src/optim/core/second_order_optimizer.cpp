@@ -4,6 +4,7 @@
 #include "optim/core/group_runtime.h"
 #include "optim/core/group_step.h"
 #include "optim/core/parameter_state.h"
+#include "optim/core/state_checks.h"
 #include "support/stream_capture.h"
 
 #include <ATen/ATen.h>
@@ -33,29 +34,6 @@ std::string limit_of(const at::Tensor& param, double taken) {
   text << (dtype == at::kDouble ? "float64" : "float32") << " (above " << std::setprecision(2)
        << detail::largest_gradient(param.numel(), dtype) / std::sqrt(taken + 1.0) << ')';
   return text.str();
-}
-
-bool overlaps_itself(const at::Tensor& tensor) {
-  for (int64_t d = 0; d < tensor.dim(); ++d) {
-    if (tensor.size(d) > 1 && tensor.stride(d) == 0) {
-      return true;
-    }
-  }
-  return false;
-}
-
-// Refuses what the core does not take. `what` and `name` say which tensor it is.
-template <typename Name>
-void check_dense_real(const at::Tensor& tensor, const char* what, Name&& name) {
-  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, what, name(), " has layout ", tensor.layout(),
-                    "; only dense tensors are supported");
-  const auto dtype = tensor.scalar_type();
-  TORCH_CHECK_VALUE(
-      dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf,
-      what, name(), " has dtype ", dtype, "; only Float, Double, BFloat16 and Half are supported");
-  TORCH_CHECK_VALUE(!tensor.unsafeGetTensorImpl()->is_python_dispatch(), what, name(),
-                    " is a tensor subclass (for example a DTensor); only plain tensors are "
-                    "supported");
 }
 
 }  // namespace
@@ -113,12 +91,7 @@ void SecondOrderOptimizer::check_group(const Options& options,
   check_options(options);
   for (const auto i : c10::irange(params.size())) {
     TORCH_CHECK_VALUE(params[i].defined(), "parameter ", i, " of group ", group, " is undefined");
-    const auto name = [&] { return std::to_string(i) + " of group " + std::to_string(group); };
-    check_dense_real(params[i], "parameter ", name);
-    TORCH_CHECK_VALUE(!overlaps_itself(params[i]), "parameter ", name(),
-                      " is expanded: several of its elements, of shape ", params[i].sizes(),
-                      " and strides ", params[i].strides(),
-                      ", share memory; optimize the tensor that it expands");
+    detail::check_parameter(params[i], detail::parameter_name(group, i, "", params[i]));
   }
 }
 
@@ -144,33 +117,10 @@ std::vector<at::Tensor> SecondOrderOptimizer::params_with_gradient(size_t group)
     if (!grad.defined()) {
       continue;
     }
-    check_dense_real(grad, "the gradient of ", [&] { return describe(param); });
-    TORCH_CHECK_VALUE(grad.sizes() == param.sizes() && grad.device() == param.device(),
-                      "the gradient of ", describe(param), " has shape ", grad.sizes(), " on ",
-                      grad.device(), "; it must have the shape and device of the parameter");
+    detail::check_gradient(grad, param, describe(param));
     active.push_back(param);
   }
   return active;
-}
-
-void SecondOrderOptimizer::check_capture(const Options& options,
-                                         const std::vector<at::Tensor>& active) const {
-  std::optional<c10::Device> not_capturing;
-  for (const auto& param : active) {
-    if (param.is_cpu() || not_capturing == param.device()) {
-      continue;
-    }
-    if (!torchium::detail::is_capturing(param.device())) {
-      not_capturing = param.device();
-      continue;
-    }
-    TORCH_CHECK(capturable(options),
-                "step() cannot be captured in a CUDA graph: the host decides in it which roots "
-                "are due. Use Shampoo with capturable = true, and update_preconditioners()");
-    TORCH_CHECK(state_is_ready(options, param), "step() cannot be captured yet: the state of ",
-                describe(param),
-                " has to be created or converted; run some steps before the capture");
-  }
 }
 
 at::Tensor SecondOrderOptimizer::step(LossClosure closure) {
@@ -183,15 +133,8 @@ at::Tensor SecondOrderOptimizer::step(LossClosure closure) {
     loss = closure();
   }
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  // All groups are checked before any is changed.
-  check_groups();
-  ActiveParams active;
-  for (const auto group : c10::irange(param_groups_.size())) {
-    active.push_back(params_with_gradient(group));
-    check_capture(param_groups_[group].options(), active.back());
-  }
   try {
-    take_step(active);
+    take_step();
   } catch (...) {
     forget_host_steps();
     throw;
@@ -346,8 +289,15 @@ std::string SecondOrderOptimizer::place_of(const at::Tensor& param) const {
 }
 
 std::string SecondOrderOptimizer::describe(const at::Tensor& param) const {
-  return param.defined() ? c10::str(place_of(param), " (shape ", param.sizes(), ")")
-                         : "a parameter";
+  for (const auto group : c10::irange(param_groups_.size())) {
+    const auto& params = param_groups_[group].params();
+    for (const auto i : c10::irange(params.size())) {
+      if (params[i].is_same(param)) {
+        return detail::parameter_name(group, i, name_in_model(param), param);
+      }
+    }
+  }
+  return "a parameter";
 }
 
 }  // namespace torchium::optim

@@ -1,6 +1,6 @@
 #include "optim/core/step_plan.h"
 
-#include "optim/core/argument_checks.h"
+#include "optim/core/state_checks.h"
 #include "support/stream_capture.h"
 
 #include <ATen/ATen.h>
@@ -13,29 +13,11 @@
 #include <utility>
 
 namespace torchium::optim::detail {
-namespace {
 
 // Not Tensor::grad(), which asks whether the parameter is a leaf.
 const at::Tensor& gradient_of(const at::Tensor& param) {
   return param.unsafeGetTensorImpl()->grad();
 }
-
-bool is_supported(const at::Tensor& grad) {
-  const auto dtype = grad.scalar_type();
-  return grad.layout() == at::kStrided && (dtype == at::kFloat || dtype == at::kDouble ||
-                                           dtype == at::kBFloat16 || dtype == at::kHalf);
-}
-
-void check_gradient(const at::Tensor& grad, const at::Tensor& param, size_t index) {
-  TORCH_CHECK_VALUE(!grad.unsafeGetTensorImpl()->is_python_dispatch(), "the gradient of parameter ",
-                    index, " is a tensor subclass; only plain tensors are supported");
-  TORCH_CHECK_VALUE(grad.sizes() == param.sizes() && grad.device() == param.device(),
-                    "the gradient of parameter ", index, " has shape ", grad.sizes(), " on ",
-                    grad.device(), " but the parameter has shape ", param.sizes(), " on ",
-                    param.device());
-}
-
-}  // namespace
 
 bool StepPlan::Bound::is_unchanged() const {
   return param.is_unchanged() &&
@@ -43,20 +25,27 @@ bool StepPlan::Bound::is_unchanged() const {
                      [](const SeenTensor& tensor) { return tensor.is_unchanged(); });
 }
 
-void StepPlan::bind(std::vector<at::Tensor> params, const std::vector<NamedTensors>& states,
+void StepPlan::bind(std::vector<at::Tensor> params, std::vector<ParameterState> states,
                     std::vector<int64_t> host_steps) {
   TORCH_CHECK_VALUE(params.size() == states.size() && params.size() == host_steps.size(),
                     "one state and one step count a parameter are needed, got ", states.size(),
                     " and ", host_steps.size(), " for ", params.size(), " parameters");
   bound_.clear();
   for (size_t i = 0; i < params.size(); ++i) {
-    bound_.push_back({SeenTensor(std::move(params[i])), ParameterState(states[i]), {}});
+    bound_.push_back({SeenTensor(std::move(params[i])), std::move(states[i]), {}});
     Bound& bound = bound_.back();
-    bound.state.for_each([&](const at::Tensor& tensor) { bound.tensors.emplace_back(tensor); });
+    for (const auto& [key, tensor] : bound.state.named()) {
+      bound.tensors.emplace_back(tensor);
+    }
   }
   host_steps_ = std::move(host_steps);
   active_.clear();
   forget_planned();
+}
+
+bool StepPlan::is_unchanged() const {
+  return std::all_of(bound_.begin(), bound_.end(),
+                     [](const Bound& bound) { return bound.is_unchanged(); });
 }
 
 void StepPlan::forget_planned() {
@@ -78,10 +67,9 @@ bool StepPlan::prepare() {
     if (!grad.defined()) {
       continue;
     }
-    if (bound.state.is_empty() || !is_supported(grad) || !bound.is_unchanged()) {
+    if (bound.state.is_empty() || !bound.is_unchanged() || !fits(grad, bound.param.tensor())) {
       return false;
     }
-    check_gradient(grad, bound.param.tensor(), i);
     active.push_back(i);
   }
   if (planned_ == nullptr || active != active_) {
@@ -104,8 +92,9 @@ void StepPlan::choose(std::vector<size_t> active) {
   }
   state_bytes_ = 0;
   for (const ParameterState& state : states) {
-    state.for_each(
-        [&](const at::Tensor& tensor) { state_bytes_ += static_cast<int64_t>(tensor.nbytes()); });
+    for (const auto& [key, tensor] : state.named()) {
+      state_bytes_ += static_cast<int64_t>(tensor.nbytes());
+    }
   }
   const c10::NoGradGuard no_grad;
   planned_ = plan(params, states, monitor_.status());

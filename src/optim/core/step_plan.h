@@ -19,6 +19,9 @@
 
 namespace torchium::optim::detail {
 
+// Undefined: none.
+const at::Tensor& gradient_of(const at::Tensor& param);
+
 // One step of some parameters, with all that is derived from them and their state.
 class PlannedStep {
  public:
@@ -51,7 +54,7 @@ class StepPlan : public torch::CustomClassHolder {
 
   // The parameters of the group on the device, in order, and their states; empty: none yet.
   // `host_steps`: steps that each has taken; -1: to be read from the state when it is needed.
-  void bind(std::vector<at::Tensor> params, const std::vector<NamedTensors>& states,
+  void bind(std::vector<at::Tensor> params, std::vector<ParameterState> states,
             std::vector<int64_t> host_steps);
 
   // What bind() was given.
@@ -59,9 +62,12 @@ class StepPlan : public torch::CustomClassHolder {
   const at::Tensor& param(size_t i) const { return bound_[i].param.tensor(); }
   const ParameterState& state(size_t i) const { return bound_[i].state; }
 
+  // Whether parameters and states are what they were then.
+  bool is_unchanged() const;
+
   // Plans the step of the parameters that have a gradient. Changes nothing else. False where bind()
-  // must come first: one of them, or its state, is not what it was, or has no state, or the kind of
-  // its gradient is not supported. Raises ValueError for gradients and state that do not fit.
+  // must come first: one of them, or its state, is not what it was, or has no state, or its
+  // gradient does not fit.
   bool prepare();
 
   // The step that prepare() has planned. `lr`, `found_inf`: see PlannedStep.

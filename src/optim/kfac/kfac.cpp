@@ -4,8 +4,7 @@
 #include "optim/capture/factor_capture.h"
 #include "optim/core/group_step.h"
 #include "optim/core/joint_step.h"
-#include "optim/core/option_checks.h"
-#include "optim/core/option_fields.h"
+#include "optim/kfac/kfac_options.h"
 #include "optim/kfac/kfac_parts.h"
 #include "optim/kfac/kfac_step.h"
 #include "optim/reports/message_summary.h"
@@ -70,27 +69,11 @@ KFAC::KFAC(KFAC&&) noexcept = default;
 KFAC& KFAC::operator=(KFAC&&) noexcept = default;
 
 void KFAC::check_options(const Options& options) const {
-  const auto& o = detail::kfac_options(options);
-  detail::check_learning_rate(o.lr());
-  detail::check_rate("momentum", o.momentum(), /*one_allowed=*/false);
-  detail::check_at_least_zero("weight_decay", o.weight_decay());
-  detail::check_at_least_zero("damping", o.damping());
-  detail::check_at_least_one("TCov", o.TCov());
-  detail::check_at_least_one("TInv", o.TInv());
-  detail::check_at_least_zero("eps", o.eps());
-  detail::check_rate("stat_decay", o.stat_decay(), /*one_allowed=*/true);
-  detail::check_positive_or_none("kl_clip", o.kl_clip());
-  detail::check_choice("damping_split", o.damping_split(), {"pi", "plain", "exact"});
-  detail::check_choice("root_method", o.root_method(), {"auto", "eigh", "newton"});
-  TORCH_CHECK_VALUE(o.root_method() != "newton" || o.damping_split() != "exact",
-                    "root_method='newton' has no eigenvectors, which damping_split='exact' needs; "
-                    "use 'eigh' or 'auto'");
-  detail::check_at_least_one("max_factor_size", o.max_factor_size());
+  detail::check_options(detail::kfac_options(options));
 }
 
 void KFAC::check_together(const std::vector<const Options*>& groups) const {
-  detail::check_equal_in_all<KFACOptions>(
-      "KFAC", groups, {"batch_averaged", "kl_clip", "damping_split", "root_method"});
+  detail::check_same_in_all<KFACOptions>("KFAC", groups);
 }
 
 std::unique_ptr<SecondOrderParamState> KFAC::make_empty_state() const {

@@ -1,8 +1,8 @@
 // Options and state of KFAC, and what its archives hold.
 #include "optim/blocked/block_storage.h"
 #include "optim/capture/factor_capture.h"
-#include "optim/core/option_fields.h"
 #include "optim/core/state_checks.h"
+#include "optim/kfac/kfac_options.h"
 #include "optim/kfac/kfac_parts.h"
 #include "optim/kfac/kfac_step.h"
 #include "torchium/optim/kfac.h"

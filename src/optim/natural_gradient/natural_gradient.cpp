@@ -5,8 +5,7 @@
 #include "optim/capture/kept_batch_state.h"
 #include "optim/core/group_step.h"
 #include "optim/core/joint_step.h"
-#include "optim/core/option_checks.h"
-#include "optim/core/option_fields.h"
+#include "optim/natural_gradient/natural_gradient_options.h"
 #include "optim/natural_gradient/natural_gradient_step.h"
 
 #include <ATen/ATen.h>
@@ -105,19 +104,11 @@ torch::OrderedDict<std::string, at::Tensor> NaturalGradient::compute_per_sample_
 }
 
 void NaturalGradient::check_options(const Options& options) const {
-  const auto& o = natural_gradient_options(options);
-  detail::check_learning_rate(o.lr());
-  detail::check_positive("damping", o.damping());
-  detail::check_at_least_one("update_freq", o.update_freq());
-  detail::check_positive("eps", o.eps());
-  detail::check_rate("momentum", o.momentum(), /*one_allowed=*/false);
-  detail::check_positive_or_none("max_norm", o.max_norm());
-  detail::check_choice("solver", o.solver(), {"auto", "gram", "cg"});
+  detail::check_options(natural_gradient_options(options));
 }
 
 void NaturalGradient::check_together(const std::vector<const Options*>& groups) const {
-  detail::check_equal_in_all<NaturalGradientOptions>("NaturalGradient", groups,
-                                                     {"update_freq", "eps", "max_norm", "solver"});
+  detail::check_same_in_all<NaturalGradientOptions>("NaturalGradient", groups);
 }
 
 std::unique_ptr<SecondOrderParamState> NaturalGradient::make_empty_state() const {

@@ -1,5 +1,6 @@
 #include "torchium/optim/memory_report.h"
 
+#include "optim/reports/state_memory.h"
 #include "optim/reports/text_table.h"
 
 #include <functional>
@@ -67,6 +68,34 @@ GroupMemory MemoryReport::total() const {
   }
   return sum;
 }
+
+namespace detail {
+
+StateMemory memory_of(const ParameterState& state) {
+  const std::pair<const char*, int64_t StateMemory::*> kinds[] = {
+      {"statistics", &StateMemory::statistics},
+      {"root_failures", &StateMemory::counters},
+      {"roots", &StateMemory::roots},
+      {"step", &StateMemory::counters},
+      {"exp_avg_start", &StateMemory::counters},
+      {"grafting_second_moment_start", &StateMemory::counters},
+      {"diagonal", &StateMemory::diagonals},
+      {"exp_avg", &StateMemory::averages},
+      {"grafting_second_moment", &StateMemory::grafting_second_moments},
+      {"momentum_buffer", &StateMemory::momentum_buffers}};
+  StateMemory memory;
+  for (const auto& [key, tensor] : state.named()) {
+    const std::string name = key.substr(0, key.find('.'));  // "roots.0" -> "roots"
+    for (const auto& [kind, member] : kinds) {
+      if (name == kind) {
+        memory.*member += static_cast<int64_t>(tensor.nbytes());
+      }
+    }
+  }
+  return memory;
+}
+
+}  // namespace detail
 
 std::ostream& operator<<(std::ostream& stream, const MemoryReport& report) {
   std::vector<std::vector<std::string>> table{{"bytes"}};  // lines of cells

@@ -1,5 +1,9 @@
 #include "optim/shampoo/shampoo_plan.h"
 
+#include "optim/core/group_step.h"
+#include "optim/shampoo/shampoo_options.h"
+#include "optim/shampoo/shampoo_rules.h"
+
 #include <string>
 #include <utility>
 
@@ -45,10 +49,10 @@ ShampooHyperparameters hyperparameters(const ShampooOptions& o) {
   return h;
 }
 
-void ShampooPlan::set_options(const torch::optim::OptimizerOptions& options) {
-  const auto& o = static_cast<const ShampooOptions&>(options);
-  hyperparameters_ = hyperparameters(o);
-  forget_graphs(graph_mode(o.graphs()));
+void ShampooPlan::set_options(const Options& options) {
+  options_ = static_cast<const ShampooOptions&>(options);
+  hyperparameters_ = hyperparameters(options_);
+  forget_graphs(graph_mode(options_.graphs()));
   auto* step = static_cast<ShampooStep*>(planned());
   if (step != nullptr && !step->adopt(hyperparameters_)) {
     forget_planned();
@@ -59,6 +63,60 @@ std::unique_ptr<PlannedStep> ShampooPlan::plan(const std::vector<at::Tensor>& pa
                                                const std::vector<ParameterState>& states,
                                                at::Tensor status) {
   return std::make_unique<ShampooStep>(hyperparameters_, params, states, std::move(status));
+}
+
+OptionTexts ShampooPlan::options_of_state(const Options& options) const {
+  return detail::options_of_state(static_cast<const ShampooOptions&>(options));
+}
+
+BlockStorage ShampooPlan::init_storage(at::TensorList params) const {
+  return shampoo_init_state(hyperparameters_, params);
+}
+
+void ShampooPlan::init_elementwise(const at::Tensor& param, ParameterState& state) const {
+  if (rule_of_shape(hyperparameters_, param.sizes()) == ParameterRule::kDiagonal) {
+    state.diagonal = parameter_shaped_zeros(param);
+  }
+}
+
+bool ShampooPlan::needs_buffer(const StateBuffer& buffer) const {
+  return buffer.tensor == &ParameterState::exp_avg ? hyperparameters_.beta1 > 0.0
+         : buffer.tensor == &ParameterState::grafting_second_moment
+             ? uses_second_moment(hyperparameters_)
+             : hyperparameters_.momentum > 0.0;
+}
+
+// A sum of squares is no average of them.
+bool ShampooPlan::begins_afresh(const StateBuffer& buffer, const Options& before) const {
+  const bool summed = static_cast<const ShampooOptions&>(before).grafting() == "adagrad";
+  return buffer.tensor == &ParameterState::grafting_second_moment &&
+         summed != (options_.grafting() == "adagrad");
+}
+
+BlockedPlan::Rule ShampooPlan::rule(at::IntArrayRef shape) const {
+  const RuleText text = describe_rule(hyperparameters_, shape);
+  return {text.rule, text.detail};
+}
+
+void ShampooPlan::check_saved_rule(const at::Tensor& param, const ParameterState& saved,
+                                   const std::string& name) const {
+  const ParameterRule rule = rule_of_shape(hyperparameters_, param.sizes());
+  const std::string detail = describe_rule(hyperparameters_, param.sizes()).detail;
+  const bool has_matrices = !saved.statistics.empty();
+  TORCH_CHECK_VALUE(
+      !has_matrices || rule == ParameterRule::kMatrices, "unexpected matrices in the state of ",
+      name, ", which none precondition by the options of its group (", detail,
+      "); set them back, for a checkpoint of an earlier version preconditioned=True and "
+      "max_preconditioned_dim=None");
+  TORCH_CHECK_VALUE(
+      has_matrices || rule != ParameterRule::kMatrices, "matrices are missing from the state of ",
+      name,
+      ", which are to precondition it by the options of its group; set back preconditioned, "
+      "max_preconditioned_dim and preconditioner_1d, which cannot change after its first step");
+  TORCH_CHECK_VALUE(rule != ParameterRule::kGrafted || saved.grafting_second_moment.defined(),
+                    "grafting_second_moment is missing from the state of ", name,
+                    ", which takes the direction of grafting=", text_of(options_.grafting()),
+                    " by the options of its group (", detail, ")");
 }
 
 void ShampooPlan::renew_roots(const std::vector<at::Tensor>& params,

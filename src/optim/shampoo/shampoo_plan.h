@@ -1,7 +1,7 @@
 // Shampoo's plan of the steps of one parameter group on one device.
 #pragma once
 
-#include "optim/core/step_plan.h"
+#include "optim/blocked/blocked_plan.h"
 #include "optim/shampoo/shampoo_step.h"
 #include "torchium/optim/shampoo.h"
 
@@ -10,12 +10,13 @@ namespace torchium::optim::detail {
 // What the core works with, without the learning rate.
 ShampooHyperparameters hyperparameters(const ShampooOptions& options);
 
-class ShampooPlan : public StepPlan {
+class ShampooPlan : public BlockedPlan {
  public:
-  using StepPlan::StepPlan;
+  using BlockedPlan::BlockedPlan;
 
-  void set_options(const torch::optim::OptimizerOptions& options) override;
+  void set_options(const Options& options) override;
   bool host_decides() const override { return !hyperparameters_.capturable; }
+  Rule rule(at::IntArrayRef shape) const override;
 
  protected:
   std::unique_ptr<PlannedStep> plan(const std::vector<at::Tensor>& params,
@@ -24,7 +25,17 @@ class ShampooPlan : public StepPlan {
   void renew_roots(const std::vector<at::Tensor>& params, const std::vector<ParameterState>& states,
                    at::Tensor status) override;
 
+  const Options& options() const override { return options_; }
+  OptionTexts options_of_state(const Options& options) const override;
+  BlockStorage init_storage(at::TensorList params) const override;
+  void init_elementwise(const at::Tensor& param, ParameterState& state) const override;
+  bool needs_buffer(const StateBuffer& buffer) const override;
+  bool begins_afresh(const StateBuffer& buffer, const Options& before) const override;
+  void check_saved_rule(const at::Tensor& param, const ParameterState& saved,
+                        const std::string& name) const override;
+
  private:
+  ShampooOptions options_;
   ShampooHyperparameters hyperparameters_;
 };
 

@@ -9,19 +9,17 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from .options import number
+from .options import OptionList
 
-# Shampoo's own options where the caller says nothing else, found by benchmarks/from_adamw.py and
-# benchmarks/early_steps.py.
-# C++ has the same in src/optim/core/from_adamw.cpp.
-OPTIONS_BESIDE_ADAMW: dict[str, Any] = {
-    "grafting": "adam",
-    "exponent": -0.5,
-    "exponent_warmup": 100,
-    "relative_eps": 1e-3,
-    "update_freq": 10,
-    "decoupled_weight_decay": True,
-}
+SHAMPOO = OptionList("Shampoo")
+
+
+def options_beside_adamw() -> dict[str, Any]:
+    """Shampoo's own options where the caller says nothing else (``src/optim/core/from_adamw.cpp``)."""
+    values = torch.ops.torchium.options_beside_adamw()
+    return dict(zip(values[::2], values[1::2], strict=True))
+
+
 # How PyTorch runs its own step; without a meaning for ours.
 _IMPLEMENTATION = ("foreach", "fused")
 # What an AdamW instance says itself. Its `capturable` is not taken over: see Shampoo.from_adamw.
@@ -75,7 +73,7 @@ def shampoo_options(adamw: Mapping[str, Any], *, with_eps: bool = True) -> dict[
     if "betas" in options:
         options["betas"] = _plain_numbers(options["betas"])
     if with_eps and "eps" in options:
-        eps = number(0.0)("eps", options["eps"])
+        eps = SHAMPOO.checked_one("eps", options["eps"])
         # (a + eps^2)^(-1/2) of the diagonal rule is close to Adam's 1 / (sqrt(a) + eps).
         options["eps"] = eps * eps
         options.setdefault("grafting_eps", eps)

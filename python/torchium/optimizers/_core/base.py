@@ -17,9 +17,9 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from .amp import forget_scaler
-from .checkpoint import check_numbers, foreign_states, saved_groups, saved_states, split_state
+from .checkpoint import foreign_states, saved_groups, saved_states, split_state
 from .monitor import JOINT, MAX_CONSECUTIVE_SKIPS, Report, StatusMonitor
-from .options import Check, check_options, learning_rate
+from .options import OptionList
 from .parameters import (
     State,
     check_dense,
@@ -46,8 +46,7 @@ class StepArguments:
 class CoreOptimizer(Optimizer):
     """Base of the optimizers whose step is one operator of the compiled core."""
 
-    # Checks of all options but ``lr``.
-    _CHECKS: ClassVar[dict[str, Check]]
+    _OPTIONS: ClassVar[OptionList]
     # What may skip a step.
     _EXAMINED: ClassVar[str] = "a gradient"
     # What may fail beside it, and what to change when it does so again and again.
@@ -57,10 +56,8 @@ class CoreOptimizer(Optimizer):
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         check_params(params, type(self).__name__)
         self._forget_derived()
-        lr = learning_rate("lr", defaults["lr"])
-        defaults = {"lr": lr, **check_options(self._CHECKS, defaults)}
-        self._check_combination(defaults)
-        super().__init__(params, defaults)
+        lr = self._OPTIONS.checked_lr(defaults["lr"])
+        super().__init__(params, {"lr": lr, **self._OPTIONS.checked(defaults)})
         self.register_state_dict_post_hook(_clone_state)
 
     # ---- what an optimizer defines
@@ -74,9 +71,6 @@ class CoreOptimizer(Optimizer):
         self, index: int, group: dict[str, Any], saved: dict[Tensor, dict[str, Any]]
     ) -> dict[Tensor, State]:
         """Fresh state of the parameters in ``saved``, with the saved values, once they are checked."""
-
-    def _check_combination(self, options: dict[str, Any]) -> None:
-        """Raises ValueError for options that are right alone but not together."""
 
     def _check_saved_groups(self, state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> None:
         """Raises ValueError for groups of a checkpoint that are right alone but not together."""
@@ -100,9 +94,8 @@ class CoreOptimizer(Optimizer):
 
     def _check_new_group(self, index: int, group: dict[str, Any]) -> None:
         """Checks ``group``, which is to become the group ``index``, and makes its options plain Python."""
-        group["lr"] = learning_rate("lr", group["lr"])
-        group.update(check_options(self._CHECKS, group))
-        self._check_combination(group)
+        group["lr"] = self._OPTIONS.checked_lr(group["lr"])
+        group.update(self._OPTIONS.checked(group))
         if len(set(group["params"])) != len(group["params"]):
             raise ValueError(f"params of group {index} hold a parameter more than once")
         for param in group["params"]:
@@ -188,12 +181,13 @@ class CoreOptimizer(Optimizer):
 
     def _check_changed_options(self, index: int, group: dict[str, Any]) -> None:
         """Checks options again that were set in ``param_groups`` since the last step."""
-        if not isinstance(group["lr"], Tensor):
-            learning_rate("lr", group["lr"])
-        options = tuple(group[name] for name in self._CHECKS)
+        lr = group["lr"]
+        if not isinstance(lr, Tensor) and self._checked_lrs.get(index) != lr:
+            self._checked_lrs[index] = self._OPTIONS.checked_lr(lr)
+        options = tuple([group[name] for name in self._OPTIONS.names])
         if self._checked_options.get(index) != options:
-            group.update(check_options(self._CHECKS, group))
-            self._checked_options[index] = tuple(group[name] for name in self._CHECKS)
+            group.update(self._OPTIONS.checked(group))
+            self._checked_options[index] = tuple(group[name] for name in self._OPTIONS.names)
 
     def _has_state(self, param: Tensor) -> bool:
         return "step" in self.state.get(param, ())
@@ -221,6 +215,7 @@ class CoreOptimizer(Optimizer):
         self._monitor = StatusMonitor()
         self._reports: list[Report] = []  # that may still have to be raised
         self._checked_options: dict[int, tuple[Any, ...]] = {}
+        self._checked_lrs: dict[int, Any] = {}
         self._host_steps: dict[Tensor, int] = {}
 
     # ---- checkpoints
@@ -249,13 +244,11 @@ class CoreOptimizer(Optimizer):
         old = saved_states(state_dict, groups)
         state: defaultdict[Tensor, Any] = defaultdict(dict)
         for index, group in enumerate(groups):
-            group["lr"] = learning_rate("lr", group["lr"])
-            group.update(check_options(self._CHECKS, group))
+            group["lr"] = self._OPTIONS.checked_lr(group["lr"])
+            group.update(self._OPTIONS.checked(group))
             split = {p: split_state(old[p], p.device) for p in group["params"] if p in old}
             saved = {p: own for p, (own, _) in split.items() if own}
             loaded = self._loaded_state(index, group, saved)
-            for param, values in loaded.items():
-                check_numbers(values, parameter_name(index, group, param))
             state.update(loaded)
             for param, (_, foreign) in split.items():
                 state[param].update(foreign)

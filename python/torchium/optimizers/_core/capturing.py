@@ -57,8 +57,6 @@ class JointStep:
 class CapturingOptimizer(CoreOptimizer):
     """Base of the optimizers that capture inputs and output gradients of layers."""
 
-    # Options that must be the same in all groups.
-    _SHARED: ClassVar[tuple[str, ...]]
     # Keys of the state that is in the state dtype.
     _IN_STATE_DTYPE: ClassVar[frozenset[str]] = frozenset({"momentum_buffer"})
     # An option that no other optimizer has.
@@ -143,7 +141,7 @@ class CapturingOptimizer(CoreOptimizer):
         self._capture.settle()
 
     def _check_shared(self, groups: list[dict[str, Any]]) -> None:
-        for name in self._SHARED:
+        for name in self._OPTIONS.shared:
             first = groups[0][name]
             for index, group in enumerate(groups):
                 if group[name] != first:

@@ -11,24 +11,14 @@ import torch
 from torch import Tensor
 
 from .factors import FACTOR_KEYS
-from .parameters import State, fresh_step, state_zeros
-
-# Counts and sums of squares.
-_NON_NEGATIVE = (
-    "step",
-    "exp_avg_start",
-    "grafting_second_moment_start",
-    "factor_updates",
-    "grafting_second_moment",
-    "diagonal",
-    "sum",
-)
+from .parameters import State
 
 # State of the optimizers of this package; a list has a number behind a dot.
 _OUR_KEYS = frozenset(
     (
-        *_NON_NEGATIVE,
         *FACTOR_KEYS,
+        *("step", "exp_avg_start", "grafting_second_moment_start"),
+        *("grafting_second_moment", "diagonal", "sum"),
         *("exp_avg", "momentum_buffer", "statistics", "roots", "root_failures"),
         *("uses", "use_eps", "inputs", "output_gradients"),
     )
@@ -100,6 +90,23 @@ def split_state(
     return own, foreign
 
 
+def own_state(state: dict[str, Any]) -> State:
+    """State of a parameter without what other code keeps there."""
+    return {key: value for key, value in state.items() if not _is_foreign_key(key)}
+
+
+def as_tensors(saved: dict[str, Any], name: str) -> State:
+    """Saved state of a parameter, of which ``step`` may be a number."""
+    tensors = {}
+    for key, value in saved.items():
+        if key == "step" and isinstance(value, (int, float)):
+            value = torch.tensor(value, dtype=torch.float64)
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{key!r} of {name} must be a dense tensor, got {_describe(value)}")
+        tensors[key] = value
+    return tensors
+
+
 def _is_foreign_key(key: object) -> bool:
     return not isinstance(key, str) or key.split(".")[0] not in _OUR_KEYS
 
@@ -122,64 +129,6 @@ class OptionalState:
     buffers: tuple[str, ...] = ()  # of the parameter's shape
     counts: tuple[str, ...] = ()  # as ``step``
 
-    def __contains__(self, key: str) -> bool:
-        return key in self.buffers or key in self.counts
-
-    def shape(self, key: str, param_shape: torch.Size) -> torch.Size:
-        return param_shape if key in self.buffers else torch.Size()
-
-    def zeros(self, key: str, param: Tensor) -> Tensor:
-        return state_zeros(param) if key in self.buffers else fresh_step(param)
-
-
-def check_numbers(state: State, name: str) -> None:
-    """Raises ValueError for loaded state that no run can have; waits for the device."""
-    for key, value in state.items():
-        if value.is_floating_point() and not bool(value.isfinite().all()):
-            raise ValueError(f"{key!r} of {name} in state_dict has entries that are not finite")
-        if key in _NON_NEGATIVE and bool((value < 0).any()):
-            raise ValueError(f"{key!r} of {name} in state_dict has entries below 0")
-
-
-def check_state(
-    saved: dict[str, Any],
-    needed: dict[str, Tensor],
-    param_shape: torch.Size,
-    optional: OptionalState,
-    name: str,
-) -> None:
-    """Raises ValueError unless ``saved`` has all keys of ``needed``, in their shapes and kinds.
-
-    What is ``optional`` may be there as well.
-    """
-    for key, value in saved.items():
-        like = needed.get(key)
-        if like is None and key not in optional:
-            continue
-        shape = like.shape if like is not None else optional.shape(key, param_shape)
-        if key == "step" and isinstance(value, (int, float)):
-            continue
-        if not isinstance(value, Tensor) or value.layout != torch.strided:
-            raise ValueError(f"{key!r} of {name} must be a dense tensor, got {_describe(value)}")
-        if value.shape != shape and not (key == "step" and value.numel() == 1):
-            raise ValueError(
-                f"{key!r} of {name} has shape {list(value.shape)} in state_dict, "
-                f"the optimizer needs {list(shape)}"
-            )
-        floating = like is None or like.dtype.is_floating_point
-        if value.dtype.is_complex or value.dtype.is_floating_point != floating:
-            raise ValueError(
-                f"{key!r} of {name} has dtype {value.dtype} in state_dict, the optimizer needs "
-                f"{'a floating-point' if floating else 'an integer'} one"
-            )
-    missing = sorted(needed.keys() - saved.keys())
-    extra = sorted(key for key in saved if key not in needed and key not in optional)
-    if missing or extra:
-        raise ValueError(
-            f"state of {name} does not fit this optimizer and its options: "
-            f"missing {missing}, unexpected {extra}"
-        )
-
 
 def fill_state(
     fresh: dict[Tensor, State],
@@ -187,18 +136,16 @@ def fill_state(
     optional: OptionalState,
     name: Callable[[Tensor], str],
 ) -> None:
-    """Copies ``saved`` into ``fresh``, in the dtypes there, once all of it is checked."""
+    """Gives ``fresh`` the values of ``saved``, in the dtypes there, once they are checked."""
     for param, values in saved.items():
-        check_state(values, fresh[param], param.shape, optional, name(param))
-    for param, values in saved.items():
-        state = fresh[param]
-        for key, value in values.items():
-            if key not in state:
-                state[key] = optional.zeros(key, param)
-            if isinstance(value, Tensor):
-                state[key].copy_(value.reshape(state[key].shape))
-            else:
-                state[key].fill_(value)
+        fresh[param] = torch.ops.torchium.loaded_state(
+            fresh[param],
+            as_tensors(values, name(param)),
+            optional.buffers,
+            optional.counts,
+            param,
+            name(param),
+        )
 
 
 def _is_state_dict(value: object) -> bool:

@@ -2,27 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
-
-from torch import Tensor
-
-from .parameters import State
-from .tables import aligned
-
-# Keys of the state of a parameter, without the number of a slot -> the kind that they count as.
-_KINDS = {
-    "statistics": "statistics",
-    "roots": "roots",
-    "exp_avg": "averages",
-    "grafting_second_moment": "grafting_second_moments",
-    "momentum_buffer": "momentum_buffers",
-    "diagonal": "diagonals",
-    "root_failures": "counters",
-    "step": "counters",
-    "exp_avg_start": "counters",
-    "grafting_second_moment_start": "counters",
-}
+from dataclasses import dataclass, field, fields
 
 
 @dataclass(frozen=True)
@@ -79,6 +59,7 @@ class MemoryReport:
     """Memory of an optimizer; ``print(report)`` shows a table with one column a group."""
 
     groups: tuple[GroupMemory, ...]
+    table: str = field(repr=False)
 
     @property
     def total(self) -> GroupMemory:
@@ -91,38 +72,4 @@ class MemoryReport:
         )
 
     def __str__(self) -> str:
-        columns = {f"group {i}": group for i, group in enumerate(self.groups)}
-        columns["total"] = self.total
-
-        def line(name: str, bytes_of: Callable[[GroupMemory], int]) -> list[str]:
-            return [name, *(f"{bytes_of(group):,}" for group in columns.values())]
-
-        table = [
-            ["bytes", *columns],
-            line("parameters", lambda g: g.parameters),
-            *(
-                line(kind.name.replace("_", " "), lambda g, k=kind.name: getattr(g.state, k))  # type: ignore[misc]
-                for kind in fields(StateMemory)
-            ),
-            line("state", lambda g: g.state.total),
-            line("graphs", lambda g: g.graphs),
-            [
-                "state, bytes a number",
-                *(
-                    f"{g.state.total / g.elements:.1f}" if g.elements else "-"
-                    for g in columns.values()
-                ),
-            ],
-        ]
-        return aligned(table, left=1)
-
-
-def state_memory(states: Iterable[State]) -> StateMemory:
-    """Bytes of the tensors in the states of parameters."""
-    counts: dict[str, int] = {}
-    for state in states:
-        for key, value in state.items():
-            kind = _KINDS.get(key.split(".")[0])
-            if kind is not None and isinstance(value, Tensor):
-                counts[kind] = counts.get(kind, 0) + value.nbytes
-    return StateMemory(**counts)
+        return self.table

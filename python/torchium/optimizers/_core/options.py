@@ -1,38 +1,117 @@
-"""Checks of optimizer options.
+"""Options of the optimizers, by their lists in the core (``src/optim/core/options.h``).
 
-A check takes the option's name and value and returns the value as plain Python, so that a
-``state_dict`` holds nothing else. It raises ``ValueError`` naming both.
+The lists say which options there are and what each may be; here values become plain Python, so that a
+``state_dict`` holds nothing else.
 """
 
 from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-Check = Callable[[str, Any], Any]
+_WRONG = object()  # no value of its type
+_LARGEST_INTEGER = 2**63 - 1  # the core counts in int64
 
 
-def number(
-    low: float, high: float = math.inf, *, open_low: bool = False, closed_high: bool = False
-) -> Check:
-    """A finite real number from ``low`` to ``high``; the upper end is left out unless closed."""
-    interval = f"{'(' if open_low else '['}{low:g}, {high:g}{']' if closed_high else ')'}"
+class OptionList:
+    """The options of one optimizer."""
 
-    def check(name: str, value: Any) -> float:
-        if isinstance(value, numbers.Real) and not isinstance(value, bool):
-            result = _as_float(value)
-            above = low < result if open_low else low <= result
-            below = result <= high if closed_high else result < high
-            if above and below and math.isfinite(result):
-                return result
-        raise ValueError(f"{name} must be a finite number in {interval}, got {value!r}")
+    def __init__(self, optimizer: str) -> None:
+        self.optimizer = optimizer
 
-    return check
+    @cached_property
+    def _fields(self) -> dict[str, tuple[str, str]]:
+        """Of each option its type, and what it must be."""
+        names, kinds, requirements, _ = torch.ops.torchium.option_fields(self.optimizer)
+        return dict(zip(names, zip(kinds, requirements, strict=True), strict=True))
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """All but ``lr``."""
+        return tuple(name for name in self._fields if name != "lr")
+
+    @cached_property
+    def shared(self) -> tuple[str, ...]:
+        """Those that must be the same in all groups."""
+        return tuple(torch.ops.torchium.option_fields(self.optimizer)[3])
+
+    def given(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The options among the arguments of a constructor."""
+        return {name: arguments[name] for name in self._fields}
+
+    def values(self, options: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Checked options as the core takes them."""
+        return tuple(chain.from_iterable((name, options[name]) for name in self.names))
+
+    def checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """All but ``lr`` as plain Python; raises ValueError for one that is wrong."""
+        plain = {name: self._plain(name, options[name]) for name in self.names}
+        self._refuse_wrong(self.values(plain), options)
+        return plain
+
+    def checked_one(self, name: str, value: Any) -> Any:
+        """The same for one of them."""
+        plain = self._plain(name, value)
+        self._refuse_wrong((name, plain), {name: value})
+        return plain
+
+    def checked_lr(self, lr: Any) -> float | Tensor:
+        """A number, or a real floating-point tensor of one."""
+        if not isinstance(lr, Tensor):
+            return self.checked_one("lr", lr)  # type: ignore[no-any-return]
+        if lr.numel() != 1 or not lr.dtype.is_floating_point:
+            raise ValueError(
+                "lr as a tensor must be floating-point with one element, "
+                f"got shape {list(lr.shape)} of {lr.dtype}"
+            )
+        if lr.device.type != "meta":
+            self.checked_lr(lr.item())
+        return lr
+
+    def _refuse_wrong(self, values: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+        wrong = torch.ops.torchium.wrong_option(self.optimizer, values)
+        if wrong:
+            name, requirement = wrong
+            option, _, index = name.partition("[")
+            value = options[option][int(index[:-1])] if index else options[option]
+            raise ValueError(f"{name} must be {requirement}, got {value!r}")
+
+    def _plain(self, name: str, value: Any) -> Any:
+        kind, requirement = self._fields[name]
+        if value is None and kind.endswith("?"):
+            return None
+        if name == "graphs" and isinstance(value, bool):
+            return "always" if value else "never"  # as C++ has them
+        plain = _as_kind(kind.rstrip("?"), value)
+        if plain is _WRONG:
+            raise ValueError(f"{name} must be {requirement}, got {value!r}")
+        if isinstance(plain, int) and plain > _LARGEST_INTEGER:
+            raise ValueError(f"{name} must be at most 2**63 - 1")
+        return plain
+
+
+def _as_kind(kind: str, value: Any) -> Any:
+    """The value as plain Python of this type."""
+    is_bool = isinstance(value, bool)
+    if kind == "float" and isinstance(value, numbers.Real) and not is_bool:
+        return _as_float(value)
+    if kind == "int" and isinstance(value, numbers.Integral) and not is_bool:
+        return max(int(value), -_LARGEST_INTEGER)
+    if kind == "bool" and is_bool:
+        return value
+    if kind == "str" and isinstance(value, (str, torch.dtype)):
+        return str(value).removeprefix("torch.")  # a dtype by its name, as C++ has it
+    if kind == "pair" and isinstance(value, Sequence) and len(value) == 2:
+        pair = tuple(_as_kind("float", number) for number in value)
+        return _WRONG if _WRONG in pair else pair
+    return _WRONG
 
 
 def _as_float(value: Any) -> float:
@@ -40,82 +119,6 @@ def _as_float(value: Any) -> float:
         return float(value)
     except OverflowError:  # of an integer
         return math.inf if value > 0 else -math.inf
-
-
-# The core counts in int64.
-_LARGEST_INTEGER = 2**63 - 1
-
-
-def integer(low: int) -> Check:
-    """An integer of at least ``low``, and at most 2^63 - 1."""
-
-    def check(name: str, value: Any) -> int:
-        whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-        if whole and int(value) > _LARGEST_INTEGER:
-            raise ValueError(f"{name} must be at most 2**63 - 1")
-        if whole and int(value) >= low:
-            return int(value)
-        raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
-
-    return check
-
-
-def choice(*choices: str | None) -> Check:
-    """One of ``choices``."""
-
-    def check(name: str, value: Any) -> str | None:
-        if (value is None or isinstance(value, str)) and value in choices:
-            return value
-        allowed = ", ".join(repr(c) for c in choices)
-        raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
-
-    return check
-
-
-def flag(name: str, value: Any) -> bool:
-    """True or False."""
-    if isinstance(value, bool):
-        return value
-    raise ValueError(f"{name} must be True or False, got {value!r}")
-
-
-def optional(check: Check) -> Check:
-    """None, or what ``check`` accepts."""
-    return lambda name, value: None if value is None else check(name, value)
-
-
-def pair(first: Check, second: Check) -> Check:
-    """Two values; their names in messages are ``name[0]`` and ``name[1]``."""
-
-    def check(name: str, value: Any) -> tuple[Any, Any]:
-        if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
-            raise ValueError(f"{name} must be a pair of numbers, got {value!r}")
-        return first(f"{name}[0]", value[0]), second(f"{name}[1]", value[1])
-
-    return check
-
-
-# A step computes in float32 unless the parameter is float64.
-_lr_number = number(0.0, torch.finfo(torch.float32).max, closed_high=True)
-
-
-def learning_rate(name: str, value: Any) -> float | Tensor:
-    """A number of at least 0 that float32 can hold, or a real floating-point tensor of one."""
-    if not isinstance(value, Tensor):
-        return _lr_number(name, value)  # type: ignore[no-any-return]
-    if value.numel() != 1 or not value.dtype.is_floating_point:
-        raise ValueError(
-            f"{name} as a tensor must be floating-point with one element, "
-            f"got shape {list(value.shape)} of {value.dtype}"
-        )
-    if value.device.type != "meta":
-        _lr_number(name, value.item())
-    return value
-
-
-def check_options(checks: dict[str, Check], options: dict[str, Any]) -> dict[str, Any]:
-    """The checked value of each option in ``checks``."""
-    return {name: check(name, options[name]) for name, check in checks.items()}
 
 
 def lr_tensor(lr: float | Tensor, device: torch.device) -> Tensor:

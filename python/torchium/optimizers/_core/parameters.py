@@ -123,11 +123,6 @@ def check_unsharded(param: Tensor, name: str) -> None:
         )
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether an allocation failed, on a GPU or on the CPU, where torch has no type for it."""
-    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
-
-
 def _is_dtensor(tensor: Tensor) -> bool:
     # No tensor is a DTensor before its module, slow to import, is loaded.
     module = sys.modules.get("torch.distributed.tensor")

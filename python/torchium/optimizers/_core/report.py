@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from .tables import aligned
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -35,12 +33,7 @@ class ShampooReport:
     """What Shampoo does with each parameter; ``print(report)`` shows a table."""
 
     parameters: tuple[ParameterReport, ...]
+    table: str = field(repr=False)
 
     def __str__(self) -> str:
-        lines = [["parameter", "shape", "rule", "detail", "bytes of state"]]
-        for p in self.parameters:
-            shape = "x".join(map(str, p.shape)) or "scalar"
-            lines.append([p.name, shape, p.rule, p.detail, f"{p.state_bytes:,}"])
-        total = sum(p.state_bytes for p in self.parameters)
-        lines.append(["total", "", "", "", f"{total:,}"])
-        return aligned(lines, left=4)
+        return self.table

@@ -1,0 +1,304 @@
+#include "optim/blocked/blocked_plans.h"
+
+#include "optim/core/state_checks.h"
+#include "optim/reports/state_memory.h"
+#include "support/stream_capture.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <algorithm>
+
+namespace torchium::optim::detail {
+namespace {
+
+std::string given_name(const BlockedGroup& group, size_t i) {
+  return group.names.empty() ? "" : group.names[i];
+}
+
+std::string name_in(const BlockedGroup& group, size_t index, size_t i) {
+  return parameter_name(index, i, given_name(group, i), group.params[i]);
+}
+
+}  // namespace
+
+// The plan of one group on one device before it is bound.
+struct BlockedPlans::Draft {
+  size_t group;
+  c10::intrusive_ptr<BlockedPlan> plan;
+  std::vector<StateEntry> entries;
+  std::vector<size_t> positions;  // in the group
+  std::vector<int64_t> host_steps;
+  bool fits = true;
+
+  bool has_active() const {
+    return std::any_of(entries.begin(), entries.end(),
+                       [](const StateEntry& entry) { return entry.is_active; });
+  }
+};
+
+c10::intrusive_ptr<BlockedPlan> BlockedPlans::find_plan(size_t group, c10::Device device) const {
+  const auto found = std::find_if(plans_.begin(), plans_.end(), [&](const GroupPlan& each) {
+    return each.group == group && each.plan->device() == device;
+  });
+  return found == plans_.end() ? nullptr : found->plan;
+}
+
+// Checks parameters and gradients, and sorts them by group and device.
+std::vector<BlockedPlans::Draft> BlockedPlans::draft(const std::vector<BlockedGroup>& groups,
+                                                     Active active) const {
+  // Steps that the host knows, by the tensor that counts them.
+  std::unordered_map<const at::TensorImpl*, int64_t> known;
+  for (const GroupPlan& each : plans_) {
+    for (size_t i = 0; i < each.plan->size(); ++i) {
+      known[each.plan->state(i).step.unsafeGetTensorImpl()] = each.plan->host_steps()[i];
+    }
+  }
+  std::vector<Draft> drafts;
+  for (size_t g = 0; g < groups.size(); ++g) {
+    const size_t first = drafts.size();
+    for (size_t i = 0; i < groups[g].params.size(); ++i) {
+      const at::Tensor& param = groups[g].params[i];
+      const ParameterState& state = groups[g].states[i];
+      const std::string name = name_in(groups[g], g, i);
+      check_parameter(param, name);
+      bool is_active = !state.is_empty();
+      if (active == Active::kWithGradient) {
+        const at::Tensor& grad = gradient_of(param);
+        is_active = grad.defined();
+        if (is_active) {
+          check_gradient(grad, param, name);
+        }
+      }
+      auto of_device =
+          std::find_if(drafts.begin() + static_cast<std::ptrdiff_t>(first), drafts.end(),
+                       [&](const Draft& each) { return each.plan->device() == param.device(); });
+      if (of_device == drafts.end()) {
+        auto plan = find_plan(g, param.device());
+        TORCH_CHECK(plan != nullptr || !torchium::detail::is_capturing(param.device()),
+                    "a CUDA graph cannot capture this call: it is the first one; run a step "
+                    "before the capture");
+        drafts.push_back({g, plan != nullptr ? plan : make_plan_(param.device()), {}, {}, {}});
+        of_device = drafts.end() - 1;
+      }
+      const auto origin = origins_.find(param.unsafeGetTensorImpl());
+      const auto count = known.find(state.step.unsafeGetTensorImpl());
+      of_device->entries.push_back(
+          {param, name, state, is_active, origin == origins_.end() ? nullptr : origin->second});
+      of_device->positions.push_back(i);
+      of_device->host_steps.push_back(state.is_empty()       ? 0
+                                      : count == known.end() ? -1
+                                                             : count->second);
+    }
+  }
+  return drafts;
+}
+
+void BlockedPlans::bind(std::vector<BlockedGroup>& groups, Active active) {
+  const c10::NoGradGuard no_grad;
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  std::vector<Draft> drafts = draft(groups, active);
+  for (Draft& each : drafts) {
+    each.plan->set_options(*groups[each.group].options);
+    try {
+      each.plan->fit(each.entries);
+    } catch (const c10::ValueError&) {
+      if (each.has_active()) {
+        throw;
+      }
+      each.fits = false;  // that is for the step to refuse that needs the state
+    }
+  }
+  // Nothing throws from here on.
+  has_all_states_ = true;
+  std::vector<GroupPlan> plans;
+  decltype(origins_) origins;
+  for (Draft& each : drafts) {
+    BlockedGroup& group = groups[each.group];
+    std::vector<at::Tensor> params;
+    std::vector<ParameterState> states;
+    for (size_t k = 0; k < each.entries.size(); ++k) {
+      StateEntry& entry = each.entries[k];
+      group.states[each.positions[k]] = entry.state;
+      if (entry.is_active) {
+        entry.origin =
+            std::make_shared<StateOrigin>(StateOrigin{group.options, entry.param.sizes().vec()});
+      }
+      if (entry.origin) {
+        origins[entry.param.unsafeGetTensorImpl()] = entry.origin;
+      }
+      // State that is not complete is left out: a step of its parameter then binds the plans again.
+      const bool is_complete = each.fits && each.plan->is_complete(entry);
+      has_all_states_ = has_all_states_ && (is_complete || entry.state.is_empty());
+      states.push_back(is_complete ? entry.state : ParameterState());
+      params.push_back(entry.param);
+    }
+    each.plan->bind(std::move(params), std::move(states), std::move(each.host_steps));
+    plans.push_back({each.group, each.plan});
+  }
+  for (const GroupPlan& each : plans_) {  // may still have something to report
+    const bool is_in_use = std::any_of(plans.begin(), plans.end(), [&](const GroupPlan& other) {
+      return other.plan == each.plan;
+    });
+    if (!is_in_use && each.group < groups.size()) {
+      each.plan->bind({}, {}, {});
+      plans.push_back(each);
+    }
+  }
+  plans_ = std::move(plans);
+  origins_ = std::move(origins);
+}
+
+bool BlockedPlans::set_options(size_t group,
+                               std::shared_ptr<const torch::optim::OptimizerOptions> options) {
+  bool fits = true;
+  for (const GroupPlan& each : plans_) {
+    if (each.group == group) {
+      const std::vector<std::string> before = each.plan->needs();
+      each.plan->set_options(*options);
+      fits = fits && each.plan->needs() == before;
+    }
+  }
+  return fits;
+}
+
+bool BlockedPlans::has_all_states() const {
+  return has_all_states_ && std::all_of(plans_.begin(), plans_.end(), [](const GroupPlan& each) {
+           return each.plan->is_unchanged();
+         });
+}
+
+bool BlockedPlans::prepare() {
+  return std::all_of(plans_.begin(), plans_.end(),
+                     [](const GroupPlan& each) { return each.plan->prepare(); });
+}
+
+void BlockedPlans::step(const LearningRates& lr, const at::Tensor& found_inf) {
+  for (const GroupPlan& each : plans_) {
+    const c10::Device device = each.plan->device();
+    each.plan->step(lr(each.group, *each.plan),
+                    found_inf.defined() ? found_inf.to(device, /*non_blocking=*/!device.is_cpu())
+                                        : at::Tensor());
+  }
+}
+
+void BlockedPlans::update_preconditioners() {
+  for (const GroupPlan& each : plans_) {
+    each.plan->update_preconditioners();
+  }
+}
+
+std::optional<std::pair<size_t, StepReport>> BlockedPlans::next_failure(bool wait) {
+  for (const GroupPlan& each : plans_) {
+    if (auto report = each.plan->next_failure(wait)) {
+      return std::pair(each.group, std::move(*report));
+    }
+  }
+  return std::nullopt;
+}
+
+void BlockedPlans::request_reports() {
+  for (const GroupPlan& each : plans_) {
+    each.plan->request_report();
+  }
+}
+
+// A plan with the options of the group, bound to nothing.
+c10::intrusive_ptr<BlockedPlan> BlockedPlans::plan_of(const BlockedGroup& group) const {
+  auto plan = make_plan_(at::kCPU);
+  plan->set_options(*group.options);
+  return plan;
+}
+
+std::vector<ParameterState> BlockedPlans::load(size_t index, const BlockedGroup& group,
+                                               const std::vector<NamedTensors>& saved) const {
+  const c10::NoGradGuard no_grad;
+  std::vector<SavedState> with_state;
+  for (size_t i = 0; i < saved.size(); ++i) {
+    if (!saved[i].empty()) {
+      with_state.push_back({group.params[i], name_in(group, index, i), &saved[i]});
+    }
+  }
+  std::vector<ParameterState> fitted = plan_of(group)->load(with_state);
+  std::vector<ParameterState> loaded(saved.size());
+  for (size_t i = 0, k = 0; i < saved.size(); ++i) {
+    if (!saved[i].empty()) {
+      loaded[i] = std::move(fitted[k++]);
+    }
+  }
+  return loaded;
+}
+
+// Empty for a parameter that has no state and will get none.
+ParameterState BlockedPlans::state_or_plan(const BlockedPlan& plan, const BlockedGroup& group,
+                                           size_t i) const {
+  const at::Tensor& param = group.params[i];
+  return !group.states[i].is_empty() || !param.requires_grad() ? group.states[i]
+                                                               : plan.planned_state(param);
+}
+
+MemoryReport BlockedPlans::memory_report(const std::vector<BlockedGroup>& groups) const {
+  MemoryReport report;
+  for (size_t g = 0; g < groups.size(); ++g) {
+    const auto plan = plan_of(groups[g]);
+    GroupMemory memory;
+    for (size_t i = 0; i < groups[g].params.size(); ++i) {
+      const ParameterState state = state_or_plan(*plan, groups[g], i);
+      if (!state.is_empty()) {
+        memory.state += memory_of(state);
+        memory.elements += groups[g].params[i].numel();
+        memory.parameters += static_cast<int64_t>(groups[g].params[i].nbytes());
+      }
+    }
+    for (const GroupPlan& each : plans_) {
+      memory.graphs += each.group == g ? each.plan->graph_bytes() : 0;
+    }
+    report.groups.push_back(memory);
+  }
+  return report;
+}
+
+ShampooReport BlockedPlans::report(const std::vector<BlockedGroup>& groups) const {
+  ShampooReport report;
+  for (size_t g = 0; g < groups.size(); ++g) {
+    const auto plan = plan_of(groups[g]);
+    for (size_t i = 0; i < groups[g].params.size(); ++i) {
+      const at::Tensor& param = groups[g].params[i];
+      const ParameterState state = state_or_plan(*plan, groups[g], i);
+      const BlockedPlan::Rule rule = state.is_empty()
+                                         ? BlockedPlan::Rule{"none", "requires no gradient"}
+                                         : plan->rule(param.sizes());
+      const std::string name = given_name(groups[g], i);
+      report.parameters.push_back(
+          {.name = name.empty() ? c10::str("parameter ", i, " of group ", g) : name,
+           .shape = param.sizes().vec(),
+           .group = g,
+           .rule = rule.name,
+           .detail = rule.detail,
+           .state_bytes = memory_of(state).total()});
+    }
+  }
+  return report;
+}
+
+int64_t BlockedPlans::host_steps(const at::Tensor& param) const {
+  for (const GroupPlan& each : plans_) {
+    for (size_t i = 0; i < each.plan->size(); ++i) {
+      if (each.plan->param(i).is_same(param)) {
+        return each.plan->host_steps()[i];
+      }
+    }
+  }
+  return -1;
+}
+
+int64_t BlockedPlans::graph_count() const {
+  int64_t count = 0;
+  for (const GroupPlan& each : plans_) {
+    count += each.plan->graph_count();
+  }
+  return count;
+}
+
+}  // namespace torchium::optim::detail

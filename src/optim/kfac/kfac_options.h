@@ -1,0 +1,38 @@
+// The list of the options of K-FAC.
+#pragma once
+
+#include "optim/core/options.h"
+#include "torchium/optim/kfac.h"
+
+namespace torchium::optim {
+
+template <typename Options>
+requires std::is_same_v<std::remove_const_t<Options>, KFACOptions>
+auto option_fields(Options& o) {
+  using namespace detail;
+  // clang-format off
+  return std::make_tuple(
+      Option{"lr", o.lr(), kLearningRate},
+      Option{"momentum", o.momentum(), kRate},
+      Option{"weight_decay", o.weight_decay(), Number{}},
+      Option{"damping", o.damping(), Number{}},
+      Option{"TCov", o.TCov(), Integer{}},
+      Option{"TInv", o.TInv(), Integer{}},
+      Option{"batch_averaged", o.batch_averaged(), Flag{}, kSameInAllGroups},
+      Option{"eps", o.eps(), Number{}},
+      Option{"stat_decay", o.stat_decay(), kRateOrOne},
+      Option{"kl_clip", o.kl_clip(), kPositive, kSameInAllGroups},
+      Option{"damping_split", o.damping_split(), one_of("pi", "plain", "exact"), kSameInAllGroups},
+      Option{"root_method", o.root_method(), kRootMethods, kSameInAllGroups},
+      Option{"max_factor_size", o.max_factor_size(), Integer{}},
+      Option{"maximize", o.maximize(), Flag{}});
+  // clang-format on
+}
+
+inline void check_combination(const KFACOptions& o) {
+  TORCH_CHECK_VALUE(o.root_method() != "newton" || o.damping_split() != "exact",
+                    "root_method='newton' has no eigenvectors, which damping_split='exact' needs; "
+                    "use 'eigh' or 'auto'");
+}
+
+}  // namespace torchium::optim

@@ -1,0 +1,28 @@
+// The list of the options of natural gradient.
+#pragma once
+
+#include "optim/core/options.h"
+#include "torchium/optim/natural_gradient.h"
+
+namespace torchium::optim {
+
+template <typename Options>
+requires std::is_same_v<std::remove_const_t<Options>, NaturalGradientOptions>
+auto option_fields(Options& o) {
+  using namespace detail;
+  // clang-format off
+  return std::make_tuple(
+      Option{"lr", o.lr(), kLearningRate},
+      Option{"damping", o.damping(), kPositive},
+      Option{"update_freq", o.update_freq(), Integer{}, kSameInAllGroups},
+      Option{"eps", o.eps(), kPositive, kSameInAllGroups},
+      Option{"momentum", o.momentum(), kRate},
+      Option{"max_norm", o.max_norm(), kPositive, kSameInAllGroups},
+      Option{"solver", o.solver(), one_of("auto", "gram", "cg"), kSameInAllGroups},
+      Option{"maximize", o.maximize(), Flag{}});
+  // clang-format on
+}
+
+inline void check_combination(const NaturalGradientOptions&) {}
+
+}  // namespace torchium::optim
