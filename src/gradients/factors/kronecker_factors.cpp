@@ -31,7 +31,7 @@ void squares_(at::Tensor& sum, const at::Tensor& X, bool accumulate) {
   if (!accumulate) {
     sum.zero_();
   }
-  sum.narrow(1, 0, X.size(1)).add_(X.square().sum(2));
+  sum.narrow(1, 0, X.size(1)).add_(X.to(sum.scalar_type()).square().sum(2));
   if (sum.size(1) > X.size(1)) {
     sum.select(1, X.size(1)).add_(X.size(2));
   }
@@ -55,7 +55,7 @@ void second_moment_(at::Tensor& sum, const at::Tensor& X, bool accumulate) {
       row.zero_();
       corner.zero_();
     }
-    row.add_(X.sum(2));
+    row.add_(X.sum(2, /*keepdim=*/false, sum.scalar_type()));
     sum.select(2, length).narrow(1, 0, length).copy_(row);
     corner.add_(X.size(2));
   }
@@ -131,7 +131,8 @@ void update_kronecker_factors_(at::Tensor& A_sum, at::Tensor& G_sum, const Layer
     return;
   }
   const WeightGeometry weight = weight_geometry(call, weight_shape, 0);
-  const PositionSource source(call, weight, A_sum.scalar_type());
+  const PositionSource source(call, weight, A_sum.scalar_type(),
+                              /*keeps_16_bits=*/A_sum.scalar_type() == at::kFloat);
   for (int64_t first = 0; first < source.samples(); first += source.piece()) {
     const int64_t count = std::min(source.piece(), source.samples() - first);
     const auto [A, G] = source.of_samples(first, count);

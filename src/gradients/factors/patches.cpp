@@ -8,8 +8,16 @@
 namespace torchium::gradients::detail {
 namespace {
 
-// The largest number of elements of unfolded patches at a time.
-constexpr int64_t kMaxPatchElements = int64_t{1} << 22;
+// The largest number of elements of unfolded patches at a time: on a CPU they stay in the cache, on
+// a GPU each piece costs launches.
+int64_t max_patch_elements(const at::Tensor& input) {
+  return int64_t{1} << (input.is_cuda() ? 27 : 22);
+}
+
+// Tensor cores multiply fp16 and bfloat16 exactly and accumulate in float32.
+bool has_exact_products(const at::Tensor& tensor) {
+  return tensor.is_cuda() && at::isReducedFloatingType(tensor.scalar_type());
+}
 
 // Output pixels along one dimension.
 c10::SymInt output_size(const c10::SymInt& input, int64_t kernel, int64_t stride, int64_t padding,
@@ -92,9 +100,12 @@ WeightGeometry weight_geometry(const LayerCall& call, at::IntArrayRef weight_sha
 }
 
 PositionSource::PositionSource(const LayerCall& call, const WeightGeometry& weight,
-                               at::ScalarType dtype) {
-  const at::Tensor input = call.input.to(dtype);
-  const at::Tensor gradient = call.output_gradient.to(dtype);
+                               at::ScalarType dtype, bool keeps_16_bits) {
+  const auto converted = [&](const at::Tensor& tensor) {
+    return keeps_16_bits && has_exact_products(tensor) ? tensor : tensor.to(dtype);
+  };
+  const at::Tensor input = converted(call.input);
+  const at::Tensor gradient = converted(call.output_gradient);
   if (call.kind == LayerKind::kLinear) {
     samples_ = input.dim() == 1 ? 1 : input.size(0);
     positions_ =
@@ -109,7 +120,7 @@ PositionSource::PositionSource(const LayerCall& call, const WeightGeometry& weig
   samples_ = patches_.size(0);
   positions_ = patches_.size(5) * patches_.size(6);
   const int64_t elements = weight.groups * weight.fan_in * positions_;
-  piece_ = std::max<int64_t>(1, kMaxPatchElements / std::max<int64_t>(1, elements));
+  piece_ = std::max<int64_t>(1, max_patch_elements(input) / std::max<int64_t>(1, elements));
 }
 
 PositionSource::PositionSource(Positions whole)

@@ -41,7 +41,10 @@ struct Positions {
 // for some samples at a time.
 class PositionSource {
  public:
-  PositionSource(const LayerCall& call, const WeightGeometry& weight, at::ScalarType dtype);
+  // keeps_16_bits: fp16 and bfloat16 on a GPU are left as they are, for products that accumulate in
+  // float32.
+  PositionSource(const LayerCall& call, const WeightGeometry& weight, at::ScalarType dtype,
+                 bool keeps_16_bits = false);
   // Precomputed positions.
   explicit PositionSource(Positions whole);
 

@@ -106,6 +106,9 @@ void symmetric_addmm_(at::Tensor& C, const at::Tensor& X, const at::Tensor& Y, d
   const at::NoTF32Guard full_precision;
   if (C.is_cpu() && use_tiles(C.size(0), C.size(1))) {
     tiled_addmm_(C, X, Y, beta, alpha);
+  } else if (X.scalar_type() != C.scalar_type()) {
+    at::baddbmm_out(C, C, X, Y, C.scalar_type(), beta, alpha);
+    mirror_lower_(C);
   } else {
     C.baddbmm_(X, Y, beta, alpha);
     mirror_lower_(C);
