@@ -128,7 +128,7 @@ SIGNATURES = {
             "stat_decay": 0.95,
             "kl_clip": 1e-3,
             "damping_split": "pi",
-            "root_method": "eigh",
+            "root_method": "auto",
             "max_factor_size": 5000,
             "grad_scaler": None,
             "maximize": False,

@@ -152,6 +152,36 @@ def test_another_set_of_gradients_needs_no_binding(make, bindings, device):
 
 
 @plan_cases
+def test_groups_that_take_turns_bind_once(make, bindings, device):
+    model = mlp(device)
+    groups = [list(model[0].parameters()), list(model[3].parameters())]
+    optimizer = make([{"params": params} for params in groups])
+    set_gradients([p for params in groups for p in params], 0)
+    optimizer.step()
+    for step in range(6):
+        optimizer.zero_grad()
+        set_gradients(groups[step % 2], step)
+        optimizer.step()
+    assert bindings == [0]
+
+
+def test_state_that_lies_apart_is_laid_side_by_side_when_plans_are_bound():
+    layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+    params = list(layers.parameters())
+    optimizer = torchium.Shampoo(params)
+    set_gradients(params, 0)
+    optimizer.step()
+    for p in params:
+        optimizer.state[p]["statistics.0"] = optimizer.state[p]["statistics.0"].clone()
+    expected = [optimizer.state[p]["statistics.0"].clone() for p in params]
+    optimizer.param_groups[0]["update_freq"] = 10**6
+    optimizer.update_preconditioners()
+    found = [optimizer.state[p]["statistics.0"] for p in params]
+    assert len({r.untyped_storage().data_ptr() for r in found}) == 1
+    assert_same(found, expected)
+
+
+@plan_cases
 def test_gradients_may_lie_elsewhere_in_every_step(make, bindings, device):
     models = [mlp(device) for _ in range(2)]
     optimizers = [make(m.parameters()) for m in models]

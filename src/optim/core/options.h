@@ -131,9 +131,7 @@ template <typename T>
 std::string text_of(const std::optional<T>& value) {
   return value ? text_of(*value) : "None";
 }
-inline std::string text_of(const std::tuple<double, double>& value) {
-  return "(" + text_of(std::get<0>(value)) + ", " + text_of(std::get<1>(value)) + ")";
-}
+std::string text_of(const std::tuple<double, double>& value);
 
 // The type of a value, as the Python face calls it.
 inline std::string kind_of(double) { return "float"; }

@@ -49,17 +49,17 @@ class BlockedOptimizer(CoreOptimizer):
     # ---- the step
 
     def _step_groups(self) -> None:
-        if not (self._is_bound() and self._plans.prepare()):
+        if not (self._is_bound() and self._prepare()):
             self._bind()
-            if not self._plans.prepare():
+            if not self._prepare():
                 raise RuntimeError("parameters, gradients or state changed during step()")
         found_inf = unscale_gradients(self)
         lrs = [group["lr"] for group in self.param_groups]
         if any([isinstance(lr, Tensor) for lr in lrs]):
             tensors = [torch.as_tensor(lr, dtype=getattr(lr, "dtype", torch.float64)) for lr in lrs]
-            self._plans.step([], tensors, found_inf)
+            self._step_plans([], tensors, found_inf)
         else:
-            self._plans.step(lrs, [], found_inf)
+            self._step_plans(lrs, [], found_inf)
 
     # Runs in every step for all parameters of a model: no call a parameter.
     def _is_bound(self) -> bool:
@@ -113,7 +113,7 @@ class BlockedOptimizer(CoreOptimizer):
         if wait:
             self._plans.request_reports()
         reports = []
-        while (failure := self._plans.next_failure(wait)) is not None:
+        while (failure := self._next_failure(wait)) is not None:
             index, *found = failure
             reports.append(Report(index, [], False, *found))
         return reports
@@ -135,5 +135,9 @@ class BlockedOptimizer(CoreOptimizer):
     def _forget_derived(self) -> None:
         super()._forget_derived()
         self._plans = torch.classes.torchium.BlockedPlans(self._OPTIONS.optimizer)
+        # Looked up once: each runs in every step.
+        self._prepare = self._plans.prepare
+        self._step_plans = self._plans.step
+        self._next_failure = self._plans.next_failure
         self._bound_to = None
         self._adopted = {}

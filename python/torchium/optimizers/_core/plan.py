@@ -32,4 +32,3 @@ def _held(groups: list[dict[str, Any]], state: dict[Any, Any]) -> tuple[list[int
     tensors = chain.from_iterable(map(dict.values, states))
     sizes = [*map(len, params), len(state), sum(map(len, states))]
     return sizes, chain(chain.from_iterable(params), state, tensors)
-
