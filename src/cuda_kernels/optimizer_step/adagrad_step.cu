@@ -46,10 +46,9 @@ __global__ void __launch_bounds__(kElementThreads)
 cudaError_t update_by_adagrad(const AdagradRule& rule, const Table<AdagradEntry>& parameters,
                               const StepControl* control, const LearningRate& lr,
                               cudaStream_t stream) {
-  launch_shortest(parameters, [&](const auto& table) {
+  return launch_shortest(parameters, [&](const auto& table) {
     adagrad_kernel<<<table.tiles(), kElementThreads, 0, stream>>>(rule, table, control, lr);
   });
-  return cudaGetLastError();
 }
 
 }  // namespace torchium::cuda_kernels

@@ -141,25 +141,22 @@ __global__ void __launch_bounds__(kAddressThreads)
 
 cudaError_t gather_kfac(const Table<KfacEntry>& parameters, const StepControl* control,
                         cudaStream_t stream) {
-  launch_shortest(parameters, [&](const auto& table) {
+  return launch_shortest(parameters, [&](const auto& table) {
     gather_kernel<<<table.tiles(), kElementThreads, 0, stream>>>(table, control);
   });
-  return cudaGetLastError();
 }
 
 cudaError_t divide_by_eigenvalues(const Table<EigenvalueEntry>& layers, cudaStream_t stream) {
-  launch_shortest(layers, [&](const auto& table) {
+  return launch_shortest(layers, [&](const auto& table) {
     eigenvalues_kernel<<<table.tiles(), kElementThreads, 0, stream>>>(table);
   });
-  return cudaGetLastError();
 }
 
 cudaError_t sum_products(const Table<KfacEntry>& parameters, double* products,
                          cudaStream_t stream) {
-  launch_shortest(parameters, [&](const auto& table) {
+  return launch_shortest(parameters, [&](const auto& table) {
     products_kernel<<<table.tiles(), kElementThreads, 0, stream>>>(table, products);
   });
-  return cudaGetLastError();
 }
 
 cudaError_t clip_by_products(const double* products, int tiles, double kl_clip, float* scale,
@@ -170,18 +167,16 @@ cudaError_t clip_by_products(const double* products, int tiles, double kl_clip, 
 
 cudaError_t update_by_kfac(const Table<KfacEntry>& parameters, const StepControl* control,
                            const float* scale, cudaStream_t stream) {
-  launch_shortest(parameters, [&](const auto& table) {
+  return launch_shortest(parameters, [&](const auto& table) {
     update_kernel<<<table.tiles(), kElementThreads, 0, stream>>>(table, control, scale);
   });
-  return cudaGetLastError();
 }
 
 cudaError_t write_addresses(const Table<AddressEntry>& entries, const AddressArrays& arrays,
                             cudaStream_t stream) {
-  launch_shortest(entries, [&](const auto& table) {
+  return launch_shortest(entries, [&](const auto& table) {
     addresses_kernel<<<table.tiles(), kAddressThreads, 0, stream>>>(table, arrays);
   });
-  return cudaGetLastError();
 }
 
 }  // namespace torchium::cuda_kernels

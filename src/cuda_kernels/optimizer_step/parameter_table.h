@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cuda_runtime_api.h>
 
 #ifdef __CUDACC__
 #define TORCHIUM_HOST_DEVICE __host__ __device__
@@ -37,19 +38,21 @@ struct Table {
 template <typename Entry>
 using ShortTable = Table<Entry, kShortTableBytes>;
 
-// launch(table), or if they fit in there with a short one that has the same entries.
+// launch(table), or with a short one that has the same entries if they fit in there. Returns the
+// error of the launch.
 template <typename Entry, typename Launch>
-void launch_shortest(const Table<Entry>& table, const Launch& launch) {
+cudaError_t launch_shortest(const Table<Entry>& table, const Launch& launch) {
   if (table.count > ShortTable<Entry>::kCapacity) {
     launch(table);
-    return;
+  } else {
+    ShortTable<Entry> fitting;
+    fitting.count = table.count;
+    fitting.first_tile = table.first_tile;
+    fitting.end_tile = table.end_tile;
+    std::copy_n(table.entries, table.count, fitting.entries);
+    launch(fitting);
   }
-  ShortTable<Entry> fitting;
-  fitting.count = table.count;
-  fitting.first_tile = table.first_tile;
-  fitting.end_tile = table.end_tile;
-  std::copy_n(table.entries, table.count, fitting.entries);
-  launch(fitting);
+  return cudaGetLastError();
 }
 
 }  // namespace torchium::cuda_kernels

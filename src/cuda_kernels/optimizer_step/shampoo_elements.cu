@@ -328,27 +328,24 @@ __global__ void __launch_bounds__(kElementThreads)
 
 cudaError_t gather_gradients(const ElementRule& rule, const Table<ParameterEntry>& parameters,
                              const StepBuffers& buffers, cudaStream_t stream) {
-  launch_shortest(parameters, [&](const auto& table) {
+  return launch_shortest(parameters, [&](const auto& table) {
     gather_kernel<<<table.tiles(), kElementThreads, 0, stream>>>(rule, table, buffers);
   });
-  return cudaGetLastError();
 }
 
 cudaError_t sum_directions(const ElementRule& rule, const Table<ParameterEntry>& parameters,
                            const StepBuffers& buffers, cudaStream_t stream) {
-  launch_shortest(parameters, [&](const auto& table) {
+  return launch_shortest(parameters, [&](const auto& table) {
     sum_directions_kernel<<<table.tiles(), kElementThreads, 0, stream>>>(rule, table, buffers);
   });
-  return cudaGetLastError();
 }
 
 cudaError_t update_parameters(const ElementRule& rule, const Table<ParameterEntry>& parameters,
                               const StepBuffers& buffers, const LearningRate& lr,
                               cudaStream_t stream) {
-  launch_shortest(parameters, [&](const auto& table) {
+  return launch_shortest(parameters, [&](const auto& table) {
     update_kernel<<<table.tiles(), kElementThreads, 0, stream>>>(rule, table, buffers, lr);
   });
-  return cudaGetLastError();
 }
 
 }  // namespace torchium::cuda_kernels

@@ -172,10 +172,9 @@ cudaError_t initialize_control(StepControl* control, StepNumbers* numbers, int p
 
 cudaError_t scan(const Table<ScanEntry>& entries, StepControl* control, StepNumbers* numbers,
                  cudaStream_t stream) {
-  launch_shortest(entries, [&](const auto& table) {
+  return launch_shortest(entries, [&](const auto& table) {
     scan_kernel<<<table.tiles(), kElementThreads, 0, stream>>>(table, control, numbers);
   });
-  return cudaGetLastError();
 }
 
 cudaError_t decide_step(const StepRule& rule, StepControl* control, const float* found_inf,
@@ -187,18 +186,16 @@ cudaError_t decide_step(const StepRule& rule, StepControl* control, const float*
 cudaError_t advance_steps(const StepRule& rule, const Table<StepEntry>& steps,
                           const StepControl* control, StepNumbers* numbers, cudaStream_t stream) {
   const int blocks = (steps.count + kControlThreads - 1) / kControlThreads;
-  launch_shortest(steps, [&](const auto& table) {
+  return launch_shortest(steps, [&](const auto& table) {
     advance_steps_kernel<<<blocks, kControlThreads, 0, stream>>>(rule, table, control, numbers);
   });
-  return cudaGetLastError();
 }
 
 cudaError_t record_failures(const Table<FailureEntry>& entries, int64_t* status, bool is_first,
                             cudaStream_t stream) {
-  launch_shortest(entries, [&](const auto& table) {
+  return launch_shortest(entries, [&](const auto& table) {
     record_failures_kernel<<<1, kControlThreads, 0, stream>>>(table, status, is_first);
   });
-  return cudaGetLastError();
 }
 
 }  // namespace torchium::cuda_kernels

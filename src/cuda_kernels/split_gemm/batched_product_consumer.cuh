@@ -246,12 +246,12 @@ class Consumer {
     for (int chunk = 0; chunk < chunks; ++chunk) strip.load(chunk, old[chunk]);
   }
 
-  // C <- beta C + alpha x, of what is on and below the diagonal, and mirrored. Each warp takes its
-  // 16 rows through shared memory, some columns at a time, so that it reads and writes neighbours
-  // in C and in the mirror image.
+  // C <- beta C + alpha x on and below the diagonal, and mirrored. Each warp passes its 16 rows
+  // through shared memory, some columns at a time, so that accesses to C and to the mirror image
+  // are coalesced.
   __device__ void update_symmetric(const Strip& strip, const Factors& factors, const float (&x)[64],
                                    float4 (&old)[kChunks][2]) const {
-    constexpr int kAhead = 2;  // of two parts, beside which there is no room for more in registers
+    constexpr int kAhead = 2;  // registers have no room for more with two parts
     if constexpr (!single) load_old<kAhead>(strip, old);
     Staged& staged = shared_.staged(threadIdx.x / 32);
 #pragma unroll

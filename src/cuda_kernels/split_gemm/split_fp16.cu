@@ -40,17 +40,15 @@ __global__ void __launch_bounds__(kElementThreads)
 }  // namespace
 
 cudaError_t find_largest_on_diagonals(const Table<SplitEntry>& entries, cudaStream_t stream) {
-  launch_shortest(entries, [&](const auto& table) {
+  return launch_shortest(entries, [&](const auto& table) {
     find_largest_on_diagonals_kernel<<<table.tiles(), kElementThreads, 0, stream>>>(table);
   });
-  return cudaGetLastError();
 }
 
 cudaError_t split_fp16(const Table<SplitEntry>& entries, cudaStream_t stream) {
-  launch_shortest(entries, [&](const auto& table) {
+  return launch_shortest(entries, [&](const auto& table) {
     split_fp16_kernel<<<table.tiles(), kElementThreads, 0, stream>>>(table);
   });
-  return cudaGetLastError();
 }
 
 }  // namespace torchium::cuda_kernels

@@ -44,8 +44,7 @@ void AdagradPlan::init_elementwise(const at::Tensor& param, ParameterState& stat
 }
 
 std::unique_ptr<PlannedStep> AdagradPlan::plan(const std::vector<at::Tensor>& params,
-                                               const std::vector<ParameterState>& states,
-                                               at::Tensor status) {
+                                               const StateList& states, at::Tensor status) {
   return std::make_unique<AdagradStep>(hyperparameters_,
                                        AdagradGroup{params, states, std::move(status)});
 }

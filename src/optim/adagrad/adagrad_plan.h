@@ -18,8 +18,7 @@ class AdagradPlan : public BlockedPlan {
   bool host_decides() const override { return hyperparameters_.full_matrix; }
 
  protected:
-  std::unique_ptr<PlannedStep> plan(const std::vector<at::Tensor>& params,
-                                    const std::vector<ParameterState>& states,
+  std::unique_ptr<PlannedStep> plan(const std::vector<at::Tensor>& params, const StateList& states,
                                     at::Tensor status) override;
 
   const Options& options() const override { return options_; }

@@ -160,7 +160,7 @@ BlockStorage adagrad_init_state(at::TensorList params, int64_t block_size,
 
 AdagradStep::AdagradStep(AdagradHyperparameters h, AdagradGroup group)
     : h_(std::move(h)), group_(std::move(group)) {
-  check_parameters(group_.params, steps_of(group_.states), group_.status);
+  check_parameters(group_.params, list_of(group_.states, &ParameterState::step), group_.status);
   const c10::DeviceGuard guard(group_.params[0].device());
   prologue_ = StepPrologue::make(group_.params, group_.states, group_.status, h_.weight_decay);
   if (h_.full_matrix) {

@@ -32,7 +32,7 @@ struct AdagradHyperparameters {
 // One parameter at least, and a state for each.
 struct AdagradGroup {
   std::vector<at::Tensor> params;
-  std::vector<ParameterState> states;
+  StateList states;
   at::Tensor status;  // see step_status.h
 };
 

@@ -159,8 +159,7 @@ BlockStorage make_block_storage(at::TensorList params, const std::vector<Blockin
 }
 
 std::vector<MatrixBatch> find_batches(const std::vector<Blocking>& blockings,
-                                      const std::vector<ParameterState>& states,
-                                      const std::vector<size_t>& members) {
+                                      const StateList& states, const std::vector<size_t>& members) {
   std::vector<MatrixBatch> batches;
   std::map<std::vector<int64_t>, size_t> open;  // block sizes -> the batch that may still grow
   for (const size_t i : members) {

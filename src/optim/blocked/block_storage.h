@@ -66,8 +66,7 @@ constexpr int64_t kOperandsInFlight = 3 * (int64_t{1} << 23);
 // Groups the slots of some parameters, by their positions in the lists, into the largest batches
 // that need no copy. Checks number and shape of the slots. The batches refer to `blockings`.
 std::vector<MatrixBatch> find_batches(const std::vector<Blocking>& blockings,
-                                      const std::vector<ParameterState>& states,
-                                      const std::vector<size_t>& members);
+                                      const StateList& states, const std::vector<size_t>& members);
 
 // Memory for the blocks of one tensor a parameter, [count, sizes...]; points `tensors` of
 // parameters that are one block at their place in it, so that what is written there need not be

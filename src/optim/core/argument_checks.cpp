@@ -52,22 +52,10 @@ void check_gradients(at::TensorList params, at::TensorList grads) {
   }
 }
 
-void check_host_steps(at::IntArrayRef host_steps, size_t params, const at::Tensor& status,
-                      bool schedule_on_host) {
-  TORCH_CHECK_VALUE(host_steps.empty() || host_steps.size() == params, "host_steps has ",
-                    host_steps.size(), " entries for ", params,
-                    " params; pass one each, or none for parameters on the CPU");
-  TORCH_CHECK_VALUE(status.is_cpu() || !host_steps.empty() || !schedule_on_host,
-                    "host_steps is empty, but the parameters are on ", status.device(),
-                    "; pass the number of steps that each has taken");
-}
-
 void check_step_arguments(at::TensorList params, at::TensorList grads,
-                          const std::vector<at::Tensor>& steps, const at::Tensor& status,
-                          at::IntArrayRef host_steps, bool schedule_on_host) {
+                          const std::vector<at::Tensor>& steps, const at::Tensor& status) {
   check_parameters(params, steps, status);
   check_gradients(params, grads);
-  check_host_steps(host_steps, params.size(), status, schedule_on_host);
 }
 
 void check_state_tensor(const at::Tensor& state, const at::Tensor& param, const char* name,

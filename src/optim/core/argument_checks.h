@@ -17,14 +17,9 @@ void check_parameters(at::TensorList params, const std::vector<at::Tensor>& step
 // The same for gradients, each of which must fit its parameter.
 void check_gradients(at::TensorList params, at::TensorList grads);
 
-// Raises ValueError where the host decides on roots without knowing the step counts.
-void check_host_steps(at::IntArrayRef host_steps, size_t params, const at::Tensor& status,
-                      bool schedule_on_host);
-
-// All of these.
+// Both of these.
 void check_step_arguments(at::TensorList params, at::TensorList grads,
-                          const std::vector<at::Tensor>& steps, const at::Tensor& status,
-                          at::IntArrayRef host_steps, bool schedule_on_host);
+                          const std::vector<at::Tensor>& steps, const at::Tensor& status);
 
 // Checks a state tensor, which has the shape of its parameter and the state dtype. name, index: for
 // the message.

@@ -84,13 +84,13 @@ bool ParameterState::is_same(const ParameterState& other) const {
                     });
 }
 
-std::vector<at::Tensor> steps_of(const std::vector<ParameterState>& states) {
-  std::vector<at::Tensor> steps;
-  steps.reserve(states.size());
+std::vector<at::Tensor> list_of(const StateList& states, at::Tensor ParameterState::*member) {
+  std::vector<at::Tensor> list;
+  list.reserve(states.size());
   for (const ParameterState& state : states) {
-    steps.push_back(state.step);
+    list.push_back(state.*member);
   }
-  return steps;
+  return list;
 }
 
 }  // namespace torchium::optim::detail

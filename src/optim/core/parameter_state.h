@@ -47,6 +47,9 @@ inline constexpr StateBuffer kStateBuffers[] = {
      &ParameterState::grafting_second_moment_start},
     {"momentum_buffer", &ParameterState::momentum_buffer, nullptr}};
 
-std::vector<at::Tensor> steps_of(const std::vector<ParameterState>& states);
+using StateList = std::vector<ParameterState>;
+
+// One member of all states.
+std::vector<at::Tensor> list_of(const StateList& states, at::Tensor ParameterState::*member);
 
 }  // namespace torchium::optim::detail

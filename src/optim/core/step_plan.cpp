@@ -85,7 +85,7 @@ void StepPlan::choose(std::vector<size_t> active) {
     return;
   }
   std::vector<at::Tensor> params;
-  std::vector<ParameterState> states;
+  StateList states;
   for (const size_t i : active_) {
     params.push_back(bound_[i].param.tensor());
     states.push_back(bound_[i].state);
@@ -149,7 +149,7 @@ void StepPlan::run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRef h
 
 void StepPlan::update_preconditioners() {
   std::vector<at::Tensor> params;
-  std::vector<ParameterState> states;
+  StateList states;
   for (const Bound& bound : bound_) {
     if (!bound.state.is_empty()) {
       params.push_back(bound.param.tensor());
@@ -170,8 +170,7 @@ void StepPlan::update_preconditioners() {
   report();
 }
 
-void StepPlan::renew_roots(const std::vector<at::Tensor>&, const std::vector<ParameterState>&,
-                           at::Tensor) {
+void StepPlan::renew_roots(const std::vector<at::Tensor>&, const StateList&, at::Tensor) {
   TORCH_INTERNAL_ASSERT(false, "this optimizer has no roots that a call renews");
 }
 

@@ -89,10 +89,9 @@ class StepPlan : public torch::CustomClassHolder {
 
  protected:
   virtual std::unique_ptr<PlannedStep> plan(const std::vector<at::Tensor>& params,
-                                            const std::vector<ParameterState>& states,
-                                            at::Tensor status) = 0;
-  virtual void renew_roots(const std::vector<at::Tensor>& params,
-                           const std::vector<ParameterState>& states, at::Tensor status);
+                                            const StateList& states, at::Tensor status) = 0;
+  virtual void renew_roots(const std::vector<at::Tensor>& params, const StateList& states,
+                           at::Tensor status);
 
   PlannedStep* planned() const { return planned_.get(); }
   // For options that are another step, or give it other numbers.

@@ -15,11 +15,11 @@ namespace {
 
 class EagerPrologue : public StepPrologue {
  public:
-  EagerPrologue(const std::vector<at::Tensor>& params, const std::vector<ParameterState>& states,
-                at::Tensor status, double weight_decay)
+  EagerPrologue(const std::vector<at::Tensor>& params, const StateList& states, at::Tensor status,
+                double weight_decay)
       : params_(params),
         states_(states),
-        steps_(steps_of(states)),
+        steps_(list_of(states, &ParameterState::step)),
         status_(std::move(status)),
         weight_decays_(params.size(), weight_decay) {}
 
@@ -51,7 +51,7 @@ class EagerPrologue : public StepPrologue {
 
  private:
   const std::vector<at::Tensor>& params_;
-  const std::vector<ParameterState>& states_;
+  const StateList& states_;
   std::vector<at::Tensor> steps_;
   at::Tensor status_;
   std::vector<double> weight_decays_;  // one per parameter
@@ -74,8 +74,8 @@ StepScalar bias_correction(double beta, const at::Tensor& step, const at::Tensor
 }
 
 std::unique_ptr<StepPrologue> StepPrologue::make(const std::vector<at::Tensor>& params,
-                                                 const std::vector<ParameterState>& states,
-                                                 at::Tensor status, double weight_decay) {
+                                                 const StateList& states, at::Tensor status,
+                                                 double weight_decay) {
 #ifdef TORCHIUM_WITH_CUDA
   if (status.is_cuda()) {
     auto check = std::make_unique<DeviceCheck>(params[0].options(), std::move(status));

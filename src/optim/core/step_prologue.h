@@ -27,8 +27,8 @@ class StepPrologue {
   // For parameters on one device. With an L2 penalty, weight_decay, they are examined too. The
   // lists live as long as this.
   static std::unique_ptr<StepPrologue> make(const std::vector<at::Tensor>& params,
-                                            const std::vector<ParameterState>& states,
-                                            at::Tensor status, double weight_decay);
+                                            const StateList& states, at::Tensor status,
+                                            double weight_decay);
   virtual ~StepPrologue() = default;
 
   // t <- t + 1 of all parameters, unless a gradient is not finite or too large, or found_inf (one

@@ -113,7 +113,7 @@ void check_layer(const KfacLayer& layer, size_t index, const KfacHyperparameters
 
 void check_kfac_arguments(const KfacHyperparameters& h, at::TensorList params, at::TensorList grads,
                           const std::vector<KfacLayer>& layers, const KfacState& state) {
-  check_step_arguments(params, grads, state.steps, state.status, {}, /*schedule_on_host=*/false);
+  check_step_arguments(params, grads, state.steps, state.status);
   check_options(h, params, state);
   std::vector<bool> taken(params.size(), false);
   for (size_t i = 0; i < layers.size(); ++i) {

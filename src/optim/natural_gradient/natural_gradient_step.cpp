@@ -51,7 +51,7 @@ bool has_momentum(const NaturalGradientHyperparameters& h) {
 
 void check_arguments(const NaturalGradientHyperparameters& h, at::TensorList params,
                      at::TensorList grads, const NaturalGradientState& state) {
-  check_step_arguments(params, grads, state.steps, state.status, {}, /*schedule_on_host=*/false);
+  check_step_arguments(params, grads, state.steps, state.status);
   check_dampings(h.dampings, params.size());
   check_solver(h.solver);
   TORCH_CHECK_VALUE(h.lrs.size() == params.size() && h.momentums.size() == params.size() &&

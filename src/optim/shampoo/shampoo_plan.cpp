@@ -60,8 +60,7 @@ void ShampooPlan::set_options(const Options& options) {
 }
 
 std::unique_ptr<PlannedStep> ShampooPlan::plan(const std::vector<at::Tensor>& params,
-                                               const std::vector<ParameterState>& states,
-                                               at::Tensor status) {
+                                               const StateList& states, at::Tensor status) {
   return std::make_unique<ShampooStep>(hyperparameters_, params, states, std::move(status));
 }
 
@@ -119,8 +118,8 @@ void ShampooPlan::check_saved_rule(const at::Tensor& param, const ParameterState
                     " by the options of its group (", detail, ")");
 }
 
-void ShampooPlan::renew_roots(const std::vector<at::Tensor>& params,
-                              const std::vector<ParameterState>& states, at::Tensor status) {
+void ShampooPlan::renew_roots(const std::vector<at::Tensor>& params, const StateList& states,
+                              at::Tensor status) {
   shampoo_update_preconditioners(hyperparameters_, params, states, std::move(status));
 }
 

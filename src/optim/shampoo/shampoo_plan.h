@@ -19,10 +19,9 @@ class ShampooPlan : public BlockedPlan {
   Rule rule(at::IntArrayRef shape) const override;
 
  protected:
-  std::unique_ptr<PlannedStep> plan(const std::vector<at::Tensor>& params,
-                                    const std::vector<ParameterState>& states,
+  std::unique_ptr<PlannedStep> plan(const std::vector<at::Tensor>& params, const StateList& states,
                                     at::Tensor status) override;
-  void renew_roots(const std::vector<at::Tensor>& params, const std::vector<ParameterState>& states,
+  void renew_roots(const std::vector<at::Tensor>& params, const StateList& states,
                    at::Tensor status) override;
 
   const Options& options() const override { return options_; }

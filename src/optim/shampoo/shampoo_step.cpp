@@ -45,7 +45,7 @@ StepRule step_rule(const ShampooHyperparameters& h) {
           .weight_decay = h.l2_penalty()};
 }
 
-Schedule make_schedule(const ShampooHyperparameters& h, const std::vector<ParameterState>& states,
+Schedule make_schedule(const ShampooHyperparameters& h, const StateList& states,
                        at::IntArrayRef host_steps) {
   Schedule schedule;
   const bool host_knows = !h.capturable || states[0].step.is_cpu();
@@ -106,14 +106,14 @@ BlockStorage shampoo_init_state(const ShampooHyperparameters& h, at::TensorList 
   return make_block_storage(params, make_blockings(h, params), h.root_dtype);
 }
 
-ShampooStep::ShampooStep(ShampooHyperparameters h, std::vector<at::Tensor> params,
-                         std::vector<ParameterState> states, at::Tensor status)
+ShampooStep::ShampooStep(ShampooHyperparameters h, std::vector<at::Tensor> params, StateList states,
+                         at::Tensor status)
     : h_(std::move(h)),
       group_(std::make_unique<ShampooGroup>(
           ShampooGroup{std::move(params), std::move(states), {}, {}})),
       status_(std::move(status)) {
   ShampooGroup& group = *group_;
-  check_parameters(group.params, steps_of(group.states), status_);
+  check_parameters(group.params, list_of(group.states, &ParameterState::step), status_);
   group.blockings = make_blockings(h_, group.params);
   for (size_t i = 0; i < group.params.size(); ++i) {
     group.rules.push_back(parameter_rule(h_, group.blockings[i].dims));
@@ -211,10 +211,10 @@ std::optional<int64_t> ShampooStep::graph_key(at::IntArrayRef host_steps) const 
 }
 
 void shampoo_update_preconditioners(const ShampooHyperparameters& h,
-                                    const std::vector<at::Tensor>& params,
-                                    const std::vector<ParameterState>& states, at::Tensor status) {
+                                    const std::vector<at::Tensor>& params, const StateList& states,
+                                    at::Tensor status) {
   c10::NoGradGuard no_grad;
-  check_parameters(params, steps_of(states), status);
+  check_parameters(params, list_of(states, &ParameterState::step), status);
   const auto blockings = make_blockings(h, params);
   std::vector<size_t> all(params.size());
   std::iota(all.begin(), all.end(), 0);

@@ -66,7 +66,7 @@ class ShampooStep : public PlannedStep {
   // One parameter at least, and a state for each. Raises ValueError for state that does not fit.
   // Keeps the tensors, which stay the caller's. status: see step_status.h.
   ShampooStep(ShampooHyperparameters hyperparameters, std::vector<at::Tensor> params,
-              std::vector<ParameterState> states, at::Tensor status);
+              StateList states, at::Tensor status);
   ~ShampooStep() override;
   ShampooStep(const ShampooStep&) = delete;
   ShampooStep& operator=(const ShampooStep&) = delete;
@@ -100,7 +100,7 @@ BlockStorage shampoo_init_state(const ShampooHyperparameters& hyperparameters,
 
 // Renews all roots from the statistics, whatever the schedule says (capturable = true).
 void shampoo_update_preconditioners(const ShampooHyperparameters& hyperparameters,
-                                    const std::vector<at::Tensor>& params,
-                                    const std::vector<ParameterState>& states, at::Tensor status);
+                                    const std::vector<at::Tensor>& params, const StateList& states,
+                                    at::Tensor status);
 
 }  // namespace torchium::optim::detail

@@ -21,8 +21,8 @@ namespace torchium::optim::detail {
 // All lists have one entry per parameter.
 struct ShampooGroup {
   std::vector<at::Tensor> params;
-  std::vector<ParameterState> states;  // what the hyper-parameters do not use is undefined
-  std::vector<Blocking> blockings;     // without blocks where no matrices precondition
+  StateList states;                 // what the hyper-parameters do not use is undefined
+  std::vector<Blocking> blockings;  // without blocks where no matrices precondition
   std::vector<ParameterRule> rules;
 };
 

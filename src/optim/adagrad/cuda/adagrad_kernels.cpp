@@ -46,12 +46,8 @@ class AdagradKernels : public AdagradSubset {
   }
 
   void update(const AdagradRun& run) override {
-    for (const auto& [param, number, by_fours] : places_) {
-      const at::Tensor& grad = check_.gradient(param);
-      AdagradEntry& entry = tables_[number];
-      entry.grad = grad.const_data_ptr();
-      entry.grad_type = element_type(grad.scalar_type());
-      entry.by_fours = by_fours && aligned_to_four(grad);
+    for (const TablePlace& place : places_) {
+      set_gradient(tables_[place.entry], check_.gradient(place.param), place.by_fours);
     }
     const cuda_kernels::AdagradRule rule{.maximize = run.h.maximize,
                                          .weight_decay = static_cast<float>(run.h.weight_decay),
@@ -62,23 +58,17 @@ class AdagradKernels : public AdagradSubset {
       C10_CUDA_CHECK(cuda_kernels::update_by_adagrad(
           rule, table, check_.control(), learning_rate(lr), c10::cuda::getCurrentCUDAStream()));
     }
-    for (const Place& place : places_) {
+    for (const TablePlace& place : places_) {
       note_change(group_.params[place.param]);
       note_change(group_.states[place.param].sum);
     }
   }
 
  private:
-  // One parameter in the tables.
-  struct Place {
-    size_t param, entry;
-    bool by_fours;  // whatever the gradient
-  };
-
   const AdagradGroup& group_;
   DeviceCheck& check_;
   KernelTables<AdagradEntry> tables_;
-  std::vector<Place> places_;  // of parameters that have elements
+  std::vector<TablePlace> places_;  // of parameters that have elements
 };
 
 }  // namespace

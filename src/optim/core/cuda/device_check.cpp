@@ -74,33 +74,23 @@ void DeviceCheck::add_parameter(const at::Tensor& param, double weight_decay,
   params_.push_back(std::move(added));
 }
 
-void DeviceCheck::set_gradient(size_t param, const at::Tensor& grad) {
-  if (const auto number = params_[param].gradient_scan) {
-    ScanEntry& scan = scans_[*number];
-    scan.data = grad.const_data_ptr();
-    scan.type = element_type(grad.scalar_type());
-  }
-}
-
 bool DeviceCheck::run(const StepRule& rule, at::TensorList grads, const at::Tensor& found_inf) {
-  for (size_t i = 0; i < grads.size(); ++i) {
-    grads_.push_back(readable_gradient(grads[i], params_[i].param, params_[i].is_updated));
-    set_gradient(i, grads_.back());
-  }
-  run(rule, status_, c10::cuda::getCurrentCUDAStream(), found_inf);
-  return true;
-}
-
-void DeviceCheck::run(const StepRule& rule, const at::Tensor& status, cudaStream_t stream,
-                      const at::Tensor& found_inf) {
   rule_ = rule;
+  grads_.clear();
   copies_.clear();
-  for (const Parameter& each : params_) {
-    if (each.copied_scan) {
-      copies_.push_back(each.param.contiguous());
-      scans_[*each.copied_scan].data = copies_.back().const_data_ptr();
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const auto& [param, step, gradient_scan, copied_scan, is_updated] = params_[i];
+    grads_.push_back(readable_gradient(grads[i], param, is_updated));
+    if (gradient_scan) {
+      scans_[*gradient_scan].data = grads_[i].const_data_ptr();
+      scans_[*gradient_scan].type = element_type(grads_[i].scalar_type());
+    }
+    if (copied_scan) {
+      copies_.push_back(param.contiguous());
+      scans_[*copied_scan].data = copies_.back().const_data_ptr();
     }
   }
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const auto count = static_cast<int64_t>(params_.size());
   control_ = at::empty({sizeof(StepControl) / sizeof(int)}, options_.dtype(at::kInt));
   numbers_ = at::empty({count, kNumbers}, options_.dtype(at::kDouble));
@@ -113,14 +103,15 @@ void DeviceCheck::run(const StepRule& rule, const at::Tensor& status, cudaStream
       found_inf.defined() ? found_inf.to(options_.dtype(at::kFloat)) : at::Tensor();
   C10_CUDA_CHECK(cuda_kernels::decide_step(
       rule, control(), overflow.defined() ? overflow.const_data_ptr<float>() : nullptr,
-      status.mutable_data_ptr<int64_t>(), stream));
-  note_change(status);
+      status_.mutable_data_ptr<int64_t>(), stream));
+  note_change(status_);
   for (const auto& table : steps_) {
     C10_CUDA_CHECK(cuda_kernels::advance_steps(rule, table, control(), numbers(), stream));
   }
   for (const Parameter& each : params_) {
     note_change(each.step);
   }
+  return true;
 }
 
 void DeviceCheck::end() {

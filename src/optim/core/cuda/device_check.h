@@ -24,8 +24,8 @@ class DeviceCheck : public StepPrologue {
     at::Tensor exp_avg, second_moment;
   };
 
-  // status: see step_status.h; undefined where the second run() gets it.
-  explicit DeviceCheck(at::TensorOptions options, at::Tensor status = {});
+  // status: see step_status.h.
+  DeviceCheck(at::TensorOptions options, at::Tensor status);
 
   // Adds the next parameter: its gradient is looked at, with an L2 penalty it too, and `step` is
   // counted.
@@ -37,20 +37,15 @@ class DeviceCheck : public StepPrologue {
                 const double* step);
   // Kernels update this parameter: they need gradient(param) in its layout.
   void set_updated(size_t param) { params_[param].is_updated = true; }
-  // The gradient of this step; dense.
-  void set_gradient(size_t param, const at::Tensor& grad);
 
   bool run(const StepRule& rule, at::TensorList grads, const at::Tensor& found_inf) override;
-  // The same after set_gradient().
-  void run(const StepRule& rule, const at::Tensor& status, cudaStream_t stream,
-           const at::Tensor& found_inf = {});
   void end() override;
 
   FoundInfGuard guard() const override;
   StepScalar correction(Average average, size_t param) const override;
   cuda_kernels::StepControl* control() const;
   cuda_kernels::StepNumbers* numbers() const;
-  // As the kernels read it, after the first run().
+  // Of this step, as the kernels read it.
   const at::Tensor& gradient(size_t param) const { return grads_[param]; }
 
  private:

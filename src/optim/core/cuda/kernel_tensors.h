@@ -20,6 +20,18 @@ float* floats(const at::Tensor& tensor);
 // of its parameter if the kernels update that.
 at::Tensor readable_gradient(const at::Tensor& grad, const at::Tensor& param, bool is_updated);
 
+// One parameter in the tables of the kernels.
+struct TablePlace {
+  size_t param, entry;
+  bool by_fours;  // four of its elements may be read at once, whatever the gradient
+};
+template <typename Entry>
+void set_gradient(Entry& entry, const at::Tensor& grad, bool by_fours) {
+  entry.grad = grad.const_data_ptr();
+  entry.grad_type = element_type(grad.scalar_type());
+  entry.by_fours = by_fours && aligned_to_four(grad);
+}
+
 // The learning rate in a type that the kernels read, which must live until they are launched.
 at::Tensor readable_learning_rate(const at::Tensor& lr);
 cuda_kernels::LearningRate learning_rate(const at::Tensor& readable);

@@ -5,7 +5,6 @@
 #include "linalg/products/batched_products.h"
 #include "optim/core/cuda/device_check.h"
 #include "optim/core/cuda/kernel_tensors.h"
-#include "support/device_code.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -91,9 +90,9 @@ class KfacKernels : public FusedKfac {
         state_(state),
         options_(params[0].options().dtype(at::kFloat).requires_grad(false)),
         stream_(c10::cuda::getCurrentCUDAStream()),
-        check_(options_) {
+        check_(options_, state.status),
+        grads_(grads) {
     for (size_t i = 0; i < params.size(); ++i) {
-      grads_.push_back(readable_gradient(grads[i], params[i], /*is_supported=*/true));
       const bool shared = i > 0 && h.parameters[i].lr.is_same(h.parameters[i - 1].lr);
       lrs_.push_back(shared ? lrs_.back() : readable_learning_rate(h.parameters[i].lr));
     }
@@ -103,14 +102,13 @@ class KfacKernels : public FusedKfac {
     const c10::DeviceGuard device_guard(options_.device());
     for (size_t i = 0; i < params_.size(); ++i) {
       check_.add_parameter(params_[i], h_.parameters[i].weight_decay, state_.steps[i]);
-      check_.set_gradient(i, grads_[i]);
+      check_.set_updated(i);
     }
     for (const Examined& sum : sums) {
       check_.add_scan(sum.tensor, sum.param, cuda_kernels::ScanKind::kGradient, sum.largest,
                       nullptr);
     }
-    check_.run({.beta1 = 1.0, .moment_beta = 1.0, .beta2 = 1.0, .start = 1.0, .weight_decay = 0.0},
-               state_.status, stream_, h_.found_inf);
+    check_.run({}, grads_, h_.found_inf);
     return check_.guard();
   }
 
@@ -204,7 +202,7 @@ class KfacKernels : public FusedKfac {
   void fill_parameter(KfacEntry& entry, size_t i) const {
     const KfacParameterOptions& options = h_.parameters[i];
     entry.param = params_[i].mutable_data_ptr();
-    entry.grad = grads_[i].const_data_ptr();
+    entry.grad = check_.gradient(i).const_data_ptr();
     entry.momentum_buffer =
         options.momentum > 0.0 ? state_.momentum_buffers[i].mutable_data_ptr<float>() : nullptr;
     entry.lr = learning_rate(lrs_[i]);
@@ -214,7 +212,7 @@ class KfacKernels : public FusedKfac {
     entry.columns = entry.packed_columns = static_cast<int>(params_[i].numel());
     entry.inner = entry.outer_stride = entry.group_rows = 1;
     entry.param_type = element_type(params_[i].scalar_type());
-    entry.grad_type = element_type(grads_[i].scalar_type());
+    entry.grad_type = element_type(check_.gradient(i).scalar_type());
     entry.maximize = options.maximize;
   }
 
@@ -353,7 +351,8 @@ class KfacKernels : public FusedKfac {
   at::TensorOptions options_;  // of float32 buffers
   cudaStream_t stream_;
   DeviceCheck check_;
-  std::vector<at::Tensor> grads_, lrs_;  // as the kernels read them
+  at::TensorList grads_;
+  std::vector<at::Tensor> lrs_;  // as the kernels read them
   std::vector<ShapeGroup> shapes_;
   std::vector<size_t> shape_of_;  // of each layer
   std::vector<int64_t> starts_;   // of each layer in the buffers
@@ -387,7 +386,6 @@ std::unique_ptr<FusedKfac> FusedKfac::make(const KfacHyperparameters& h, at::Ten
     }
   }
   const c10::DeviceGuard device_guard(params[0].device());
-  torchium::detail::check_device_code(params[0].device());
   return std::make_unique<KfacKernels>(h, params, grads, layers, state);
 }
 

@@ -7,12 +7,13 @@
 #include "optim/core/cuda/device_check.h"
 #include "optim/core/cuda/kernel_tables.h"
 #include "optim/core/cuda/kernel_tensors.h"
-#include "optim/shampoo/cuda/parameter_entries.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <algorithm>
+#include <array>
 #include <limits>
 #endif
 
@@ -21,9 +22,86 @@ namespace torchium::optim::detail {
 #ifdef TORCHIUM_WITH_CUDA
 namespace {
 
+using cuda_kernels::Direction;
 using cuda_kernels::ParameterEntry;
 using cuda_kernels::TileGrid;
 using linalg::detail::MatmulPrecision;
+
+// ParameterEntry::inner; 0 for a layout that the kernels do not know.
+int64_t inner_dimension(const at::Tensor& param, const Blocking& blocking, bool merge_dims) {
+  if (param.is_contiguous()) {
+    return 1;
+  }
+  if (merge_dims && param.dim() == 4 && blocking.order() <= 2 &&
+      param.is_contiguous(at::MemoryFormat::ChannelsLast)) {
+    return param.size(2) * param.size(3);
+  }
+  return 0;
+}
+
+Direction direction(ParameterRule rule) {
+  switch (rule) {
+    case ParameterRule::kMatrices:
+      return Direction::kMatrices;
+    case ParameterRule::kDiagonal:
+      return Direction::kDiagonal;
+    default:
+      return Direction::kGrafted;
+  }
+}
+
+// State of the shape of the parameter; undefined where it has none.
+std::array<const at::Tensor*, 4> elementwise_state(const ParameterState& state) {
+  return {&state.exp_avg, &state.grafting_second_moment, &state.momentum_buffer, &state.diagonal};
+}
+
+// block_size as the kernels count it.
+int kernel_block_size(const ShampooHyperparameters& h) {
+  return static_cast<int>(std::min<int64_t>(h.block_size, 1 << 30));
+}
+
+// Fills all but the places of blocks, `first_tile` and the gradient.
+void fill_entry(cuda_kernels::ParameterEntry& entry, const ShampooHyperparameters& h,
+                const ShampooGroup& group, size_t i) {
+  const at::Tensor& param = group.params[i];
+  const Blocking& blocking = group.blockings[i];
+  const ParameterState& state = group.states[i];
+  entry.direction = direction(group.rules[i]);
+  // The blocks of a diagonal, which grafting gives their norms, are those of the flat parameter.
+  const bool is_matrix = blocking.order() == 2 && entry.direction != Direction::kDiagonal;
+  const int block_size = kernel_block_size(h);
+  entry.param = param.mutable_data_ptr();
+  entry.exp_avg = floats(state.exp_avg);
+  entry.second_moment = floats(state.grafting_second_moment);
+  entry.momentum_buffer = floats(state.momentum_buffer);
+  entry.diagonal = floats(state.diagonal);
+  entry.rows = is_matrix ? static_cast<int>(blocking.dims[0]) : 1;
+  entry.columns = static_cast<int>(param.numel() / entry.rows);
+  entry.inner = static_cast<int>(inner_dimension(param, blocking, h.merge_dims));
+  entry.index = static_cast<int>(i);
+  entry.param_type = element_type(param.scalar_type());
+  const auto tensors = elementwise_state(state);
+  entry.by_fours = entry.inner == 1 && entry.columns % 4 == 0 &&
+                   (entry.columns <= block_size || block_size % 4 == 0) && aligned_to_four(param) &&
+                   std::all_of(tensors.begin(), tensors.end(),
+                               [](const at::Tensor* tensor) { return aligned_to_four(*tensor); });
+}
+
+cuda_kernels::ElementRule element_rule(const ShampooHyperparameters& h) {
+  return {.block_size = kernel_block_size(h),
+          .maximize = h.maximize,
+          .weight_decay = static_cast<float>(h.l2_penalty()),
+          .decoupled_weight_decay =
+              h.decoupled_weight_decay ? static_cast<float>(h.weight_decay) : 0.0f,
+          .beta1 = static_cast<float>(h.beta1),
+          .moment_beta = h.grafting == "adagrad" ? 1.0f : static_cast<float>(h.grafting_beta2),
+          .diagonal_beta = static_cast<float>(h.beta2),
+          .grafting_eps = static_cast<float>(h.grafting_eps),
+          .diagonal_eps = static_cast<float>(h.eps),
+          .momentum = static_cast<float>(h.momentum),
+          .nesterov = h.nesterov,
+          .grafting = h.grafting.has_value()};
+}
 
 // Keeps the tables of the kernels from step to step; memory is allocated for one step alone.
 class ShampooKernels : public ShampooSubset {
@@ -40,12 +118,6 @@ class ShampooKernels : public ShampooSubset {
   bool fits_graphs() const override;
 
  private:
-  // One parameter in the tables.
-  struct Place {
-    size_t param, entry;
-    bool by_fours;  // whatever the gradient
-  };
-
   BlockProducts products() const { return {batches_, workspace_, precision_, stream_}; }
   cuda_kernels::StepBuffers buffers() const;
 
@@ -55,7 +127,7 @@ class ShampooKernels : public ShampooSubset {
   at::TensorOptions options_;  // of float32 buffers
   BlockWorkspace workspace_;
   KernelTables<ParameterEntry> tables_;
-  std::vector<Place> places_;  // of parameters that have elements
+  std::vector<TablePlace> places_;  // of parameters that have elements
   // Of one step.
   cudaStream_t stream_ = nullptr;
   MatmulPrecision precision_ = MatmulPrecision::kHighest;
@@ -117,13 +189,13 @@ void ShampooKernels::moments(const ShampooRun& run) {
     grafted_squares_ = at::empty({tables_.tiles()}, options_);
     direction_squares_ = at::empty({tables_.tiles()}, options_);
   }
-  for (const Place& place : places_) {
+  for (const TablePlace& place : places_) {
     set_gradient(tables_[place.entry], check_.gradient(place.param), place.by_fours);
   }
   for (const auto& table : tables_) {
     C10_CUDA_CHECK(gather_gradients(element_rule(h), table, buffers(), stream_));
   }
-  for (const Place& place : places_) {
+  for (const TablePlace& place : places_) {
     for (const at::Tensor* tensor : elementwise_state(group_.states[place.param])) {
       note_change(*tensor);
     }
@@ -153,7 +225,7 @@ void ShampooKernels::apply(const ShampooRun& run) {
     }
     C10_CUDA_CHECK(update_parameters(rule, table, buffers(), learning_rate(lr), stream_));
   }
-  for (const Place& place : places_) {
+  for (const TablePlace& place : places_) {
     note_change(group_.params[place.param]);
   }
 }
@@ -166,7 +238,18 @@ void ShampooKernels::end() {
 }  // namespace
 
 bool has_shampoo_kernels(const ShampooHyperparameters& h, const ShampooGroup& group, size_t i) {
-  return group.params[i].is_cuda() && has_entry(h, group, i);
+  const at::Tensor& param = group.params[i];
+  const Blocking& blocking = group.blockings[i];
+  const auto tensors = elementwise_state(group.states[i]);
+  // The blocks of a diagonal are counted in the contiguous order.
+  const bool in_order =
+      param.is_contiguous() || blocking.order() == 1 || group.rules[i] != ParameterRule::kDiagonal;
+  return param.is_cuda() && blocking.order() <= 2 && in_order && state_dtype(param) == at::kFloat &&
+         param.numel() < std::numeric_limits<int>::max() &&
+         inner_dimension(param, blocking, h.merge_dims) != 0 &&
+         std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor* tensor) {
+           return !tensor->defined() || same_layout(*tensor, param);
+         });
 }
 
 std::unique_ptr<ShampooSubset> make_shampoo_kernels(const ShampooHyperparameters& h,
