@@ -151,6 +151,58 @@ def test_launches_of_adagrad_do_not_grow_with_the_number_of_parameters() -> None
     assert counts[0] == counts[1] < 10
 
 
+# Parameters that the kernels support, and others, in one group
+
+MIXED = {
+    "adagrad": lambda params: torchium.Adagrad(params, lr=0.1, weight_decay=0.1),
+    "shampoo": lambda params: torchium.Shampoo(
+        params, lr=0.1, eps=0.3, update_freq=2, grafting="adam", betas=(0.9, 0.95)
+    ),
+}
+
+
+def mixed_parameters(device: str, dtype: torch.dtype) -> list[nn.Parameter]:
+    """The second and the last are in float64."""
+    shapes = [(16, 24), (16, 24), (40,), (24, 16), (7,)]
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+    dtypes = [dtype, torch.float64, dtype, dtype, torch.float64]
+    return [nn.Parameter(v.to(device, d)) for v, d in zip(values, dtypes, strict=True)]
+
+
+@pytest.mark.parametrize("make", MIXED.values(), ids=MIXED.keys())
+def test_each_parameter_of_a_mixed_group_follows_the_cpu(make: Any) -> None:
+    results = []
+    for device, dtype in (("cpu", torch.float64), ("cuda", torch.float32)):
+        params = mixed_parameters(device, dtype)
+        optimizer = make(params)
+        for seed in range(5):
+            set_gradients(params, seed)
+            optimizer.step()
+        optimizer.check_errors()
+        results.append(params)
+    for expected, actual in zip(*results, strict=True):
+        assert error(actual, expected) <= (1e-12 if actual.dtype == torch.float64 else 1e-4)
+
+
+@pytest.mark.parametrize("make", MIXED.values(), ids=MIXED.keys())
+@pytest.mark.parametrize("victim", range(5))
+def test_a_gradient_that_is_not_finite_skips_all_of_a_mixed_group(make: Any, victim: int) -> None:
+    params = mixed_parameters("cuda", torch.float32)
+    optimizer = make(params)
+    for seed in range(2):
+        set_gradients(params, seed)
+        optimizer.step()
+    optimizer.check_errors()
+    before = copy.deepcopy([[p.detach(), dict(optimizer.state[p])] for p in params])
+    set_gradients(params, 2)
+    params[victim].grad.view(-1)[0] = float("nan")
+    optimizer.step()
+    optimizer.check_errors()
+    for p, (value, state) in zip(params, before, strict=True):
+        assert_same([p.detach(), *optimizer.state[p].values()], [value, *state.values()])
+
+
 # K-FAC
 
 
