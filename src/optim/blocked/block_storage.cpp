@@ -1,6 +1,7 @@
 #include "optim/blocked/block_storage.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 
 #include <map>
 #include <tuple>
@@ -102,6 +103,7 @@ bool is_one_parameter(const MatrixBatch& batch, const std::vector<Blocking>& blo
 // The block of a parameter that is one block, in the parameter's shape.
 at::Tensor whole_block(const at::Tensor& blocks, const MatrixBatch::Entry& entry,
                        const at::Tensor& param) {
+  const at::AutoDispatchBelowADInplaceOrView untracked;  // autograd's views take longer to make
   const auto strides = c10::contiguous_strides(param.sizes());
   return blocks.as_strided(param.sizes(), strides,
                            blocks.storage_offset() + entry.start * param.numel());

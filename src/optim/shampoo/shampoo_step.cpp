@@ -159,8 +159,11 @@ void ShampooStep::run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRe
   const c10::NoGradGuard no_grad;
   const c10::DeviceGuard guard(group.params[0].device());
   const auto end = c10::make_scope_exit([&] { end_step(); });
-  if (!prologue_->run(step_rule(h_), grads, found_inf)) {  // t <- t + 1, unless it is skipped
-    return;
+  {
+    RECORD_FUNCTION("torchium::elementwise", {});
+    if (!prologue_->run(step_rule(h_), grads, found_inf)) {  // t <- t + 1, unless it is skipped
+      return;
+    }
   }
   const Schedule schedule = make_schedule(h_, group.states, host_steps);
   const ShampooRun run{h_, lr, grads, schedule, *prologue_};
