@@ -107,7 +107,8 @@ void StepPlan::step(const at::Tensor& lr, const at::Tensor& found_inf) {
   }
   TORCH_CHECK(
       !host_decides() || !torchium::detail::is_capturing(device_),
-      "step() cannot be captured in a CUDA graph: the host decides in it which roots are due");
+      "step() cannot be captured in a CUDA graph: the host decides in it which roots are due. Use "
+      "Shampoo with capturable=True, and update_preconditioners()");
   const c10::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   std::vector<at::Tensor> grads;

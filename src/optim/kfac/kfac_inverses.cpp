@@ -115,7 +115,10 @@ Solution solve_by_cholesky(const Joined& joined) {
   const at::ScalarType dtype = input.matrix.scalar_type();
   const at::Tensor damped = input.matrix.clone();
   damped.diagonal(0, -2, -1).add_((joined.dampings * input.scale).to(dtype).unsqueeze(-1));
-  const auto [L, info] = at::linalg_cholesky_ex(damped);
+  auto [L, info] = at::linalg_cholesky_ex(damped);
+  // The inverse of a matrix that has none would raise.
+  const at::Tensor identity = at::eye(L.size(-1), L.options());
+  L = at::where(info.eq(0).view({-1, 1, 1}), L, identity);
   at::Tensor roots = at::cholesky_inverse(L).mT().contiguous();
   linalg::detail::mirror_lower_(roots);
   roots = (roots * input.scale.view({-1, 1, 1})).to(dtype);
