@@ -5,6 +5,8 @@
 #include "optim/adagrad/adagrad_plan.h"
 #include "optim/blocked/blocked_plans.h"
 #include "optim/core/state_checks.h"
+#include "optim/kfac/kfac_plan.h"
+#include "optim/natural_gradient/natural_gradient_plan.h"
 #include "optim/shampoo/shampoo_plan.h"
 
 #include <ATen/ATen.h>
@@ -31,7 +33,8 @@ using optim::detail::ParameterState;
 using Dict = c10::Dict<std::string, at::Tensor>;
 template <typename T>
 using Lists = std::vector<std::vector<T>>;  // one list a group
-// Group, skips in a row and the parameter of the last, failed roots in a row and their parameter.
+// Group (0 for a plan of all), skips in a row and the parameter of the last, failed roots in a row
+// and their parameter.
 using Failure =
     std::tuple<int64_t, int64_t, std::optional<at::Tensor>, int64_t, std::optional<at::Tensor>>;
 // Name, shape, group, rule, detail, bytes of state.
@@ -126,15 +129,15 @@ std::optional<at::Tensor> defined(const at::Tensor& tensor) {
   return tensor.defined() ? std::optional(tensor) : std::nullopt;
 }
 
+Failure failure_of(size_t group, const optim::detail::StepReport& report) {
+  return {static_cast<int64_t>(group), report.entries[kConsecutiveSkips],
+          defined(report.non_finite_parameter), report.entries[kConsecutiveRootFailures],
+          defined(report.failed_parameter)};
+}
+
 std::optional<Failure> next_failure(const Self& self, bool wait) {
   const auto failure = self->next_failure(wait);
-  if (!failure) {
-    return std::nullopt;
-  }
-  const auto& [group, report] = *failure;
-  return Failure{static_cast<int64_t>(group), report.entries[kConsecutiveSkips],
-                 defined(report.non_finite_parameter), report.entries[kConsecutiveRootFailures],
-                 defined(report.failed_parameter)};
+  return failure ? std::optional(failure_of(failure->first, failure->second)) : std::nullopt;
 }
 
 // Of one group.
@@ -197,6 +200,163 @@ std::tuple<std::vector<ReportLine>, std::string> report(const Self& self,
   return {std::move(lines), text_of(report)};
 }
 
+// ---- K-FAC and natural gradient: one plan of all groups
+
+using optim::detail::JointInputs;
+using optim::detail::KfacPlan;
+using optim::detail::NaturalGradientPlan;
+using Tensor = std::optional<at::Tensor>;
+
+// `lrs`: a tuple of numbers and tensors.
+JointInputs inputs_from(const c10::IValue& lrs, const Tensor& found_inf, const Tensor& loss_scale) {
+  JointInputs inputs{{}, found_inf.value_or(at::Tensor()), loss_scale.value_or(at::Tensor())};
+  for (const c10::IValue& lr : lrs.toTupleRef().elements()) {
+    inputs.lrs.push_back(lr.isTensor() ? lr.toTensor()
+                                       : at::scalar_tensor(lr.toScalar().toDouble(), at::kDouble));
+  }
+  return inputs;
+}
+
+// `row`: a row of `calls` of per_sample_gradients() (gradients/capture/layer_call.h).
+gradients::detail::LayerCall call_from(const at::Tensor& input, const at::Tensor& output_gradient,
+                                       at::IntArrayRef row, double eps) {
+  return gradients::detail::parse_calls({input}, {output_gradient}, row, {eps})[0];
+}
+
+template <typename Plan, typename Options>
+torch::class_<Plan> register_joint_plan(torch::Library& m, const std::string& optimizer,
+                                        const char* name) {
+  using Self = c10::intrusive_ptr<Plan>;
+  return m.class_<Plan>(name)
+      .def(torch::init<>())
+      .def("set_options",
+           [optimizer](const Self& self, const c10::IValue& groups) {
+             std::vector<Options> options;
+             for (const c10::IValue& values : groups.toTupleRef().elements()) {
+               options.push_back(static_cast<const Options&>(*options_from(optimizer, values)));
+             }
+             self->set_options(std::move(options));
+           })
+      .def("bind",
+           [](const Self& self, std::vector<at::Tensor> params, const std::vector<Dict>& states,
+              std::vector<int64_t> groups, std::vector<std::string> names) {
+             std::vector<NamedTensors> tensors;
+             for (const Dict& state : states) {
+               tensors.push_back(named(state));
+             }
+             self->bind(std::move(params), tensors, std::move(groups), std::move(names));
+           })
+      .def("exclude",
+           [](const Self& self, const std::vector<int64_t>& params) { self->exclude(params); })
+      .def("forget", [](const Self& self) { self->forget(); })
+      .def("prepare", [](const Self& self) { return self->prepare(); })
+      .def("missing_state", [](const Self& self) { return self->missing_state(); })
+      .def("step",
+           [](const Self& self, const c10::IValue& lrs, const Tensor& found_inf,
+              const Tensor& loss_scale) {
+             return self->take(inputs_from(lrs, found_inf, loss_scale));
+           })
+      .def("host_steps", [](const Self& self) { return self->host_steps(); })
+      .def("request_report", [](const Self& self) { self->request_report(); })
+      .def("next_failure", [](const Self& self, bool wait) {
+        const auto report = self->next_failure(wait);
+        return report ? std::optional(failure_of(0, *report)) : std::nullopt;
+      });
+}
+
+void register_kfac_plan(torch::Library& m) {
+  using Self = c10::intrusive_ptr<KfacPlan>;
+  register_joint_plan<KfacPlan, optim::KFACOptions>(m, "KFAC", "KfacPlan")
+      .def("due",
+           [](const Self& self) {
+             std::vector<int64_t> due;
+             for (size_t i = 0; i < self->due().size(); ++i) {
+               if (self->due()[i]) {
+                 due.push_back(static_cast<int64_t>(i));
+               }
+             }
+             return due;
+           })
+      .def("record",
+           [](const Self& self, const at::Tensor& input, const at::Tensor& output_gradient,
+              const std::vector<int64_t>& row, bool is_transposed, bool is_tied,
+              const Tensor& loss_scale) {
+             self->record({call_from(input, output_gradient, row, 0.0), is_transposed, is_tied,
+                           loss_scale.value_or(at::Tensor())});
+           })
+      .def("declare",
+           [](const Self& self, const std::vector<int64_t>& rows) {
+             std::vector<optim::detail::DeclaredLayer> layers;
+             for (size_t i = 0; i + 3 < rows.size(); i += 4) {
+               layers.push_back({rows[i], rows[i + 1], rows[i + 2] != 0, rows[i + 3] != 0});
+             }
+             self->declare(layers);
+           })
+      .def("drop", [](const Self& self, int64_t weight) { self->drop(weight); })
+      .def("recorded",
+           [](const Self& self) {
+             std::vector<int64_t> recorded;
+             for (size_t i = 0; i < self->size(); ++i) {
+               if (self->records().has_sums(self->param(i))) {
+                 recorded.push_back(static_cast<int64_t>(i));
+               }
+             }
+             return recorded;
+           })
+      .def("fallback", [](const Self& self) { return self->fallback(); })
+      .def("new_fallback", [](const Self& self) { return self->new_fallback(); })
+      .def("note_warned", [](const Self& self) { self->note_warned(); })
+      .def("considered", [](const Self& self) { return self->considered(); })
+      .def("preconditioned", [](const Self& self) { return self->preconditioned(); })
+      .def("new_diagonals", [](const Self& self) { return self->new_diagonals(); });
+}
+
+// Solver, samples, iterations, relative residual.
+using Solved = std::tuple<std::string, int64_t, int64_t, double>;
+
+void register_natural_gradient_plan(torch::Library& m) {
+  using Self = c10::intrusive_ptr<NaturalGradientPlan>;
+  register_joint_plan<NaturalGradientPlan, optim::NaturalGradientOptions>(m, "NaturalGradient",
+                                                                          "NaturalGradientPlan")
+      .def("is_refresh", [](const Self& self) { return self->is_refresh(); })
+      .def("is_start", [](const Self& self) { return self->is_start(); })
+      .def("record", [](const Self& self, const at::Tensor& input,
+                        const at::Tensor& output_gradient, const std::vector<int64_t>& row,
+                        double eps) { self->record(call_from(input, output_gradient, row, eps)); })
+      .def("report", [](const Self& self) {
+        const auto report = self->report();
+        return Solved{report.solver, report.samples, report.iterations, report.relative_residual};
+      });
+}
+
+// ---- state for checkpoints
+
+template <typename State>
+State state_from(const Dict& dict) {
+  State state;
+  for (const auto& [key, tensor] : named(dict)) {
+    state.assign(key, tensor);
+  }
+  return state;
+}
+
+Dict kfac_saved_layout(const at::Tensor& param, const Dict& saved, std::string damping_split) {
+  optim::KFACParamState fresh;
+  fresh.step(at::zeros({}, at::TensorOptions(at::kDouble).device(param.device())));
+  optim::detail::add_saved_layout(fresh, param, state_from<optim::KFACParamState>(saved),
+                                  damping_split);
+  return dict_of(fresh.tensors());
+}
+
+Dict natural_gradient_saved_room(const at::Tensor& param, const Dict& saved, int64_t param_count,
+                                 std::string name) {
+  optim::NaturalGradientParamState fresh;
+  fresh.step(at::zeros({}, at::TensorOptions(at::kDouble).device(param.device())));
+  optim::detail::add_saved_room(fresh, state_from<optim::NaturalGradientParamState>(saved), param,
+                                param_count, name);
+  return dict_of(fresh.tensors());
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(torchium, m) {
@@ -220,6 +380,17 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
       .def("host_steps",
            [](const Self& self, const at::Tensor& param) { return self->host_steps(param); })
       .def("graph_count", [](const Self& self) { return self->graph_count(); });
+  register_kfac_plan(m);
+  register_natural_gradient_plan(m);
+  // State of a parameter as load_state_dict() fills it with what was saved.
+  m.def(
+      "kfac_saved_layout(Tensor param, Dict(str, Tensor) saved, str damping_split) -> Dict(str, "
+      "Tensor)",
+      kfac_saved_layout);
+  m.def(
+      "natural_gradient_saved_room(Tensor param, Dict(str, Tensor) saved, int params, str name) "
+      "-> Dict(str, Tensor)",
+      natural_gradient_saved_room);
 }
 
 }  // namespace torchium::ops

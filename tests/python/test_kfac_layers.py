@@ -302,9 +302,9 @@ def test_nothing_is_captured_when_no_factors_are_due():
     for step in range(8):
         optimizer.zero_grad()
         model(torch.randn(6, 4)).square().mean().backward()
-        assert bool(optimizer._capture.sums) == (step % 4 == 0)
+        assert bool(optimizer._plan.core.recorded()) == (step % 4 == 0)
         optimizer.step()
-        assert not optimizer._capture.sums
+        assert not optimizer._plan.core.recorded()
 
 
 def test_an_inverse_that_is_missing_is_due_with_the_first_factors():

@@ -118,9 +118,9 @@ def test_nothing_is_captured_where_no_factors_are_due():
     for step in range(7):
         optimizer.zero_grad()
         word_loss(model, sentences(step)).backward()
-        assert bool(optimizer._capture.lookups) == (step % 3 == 0)
+        assert bool(optimizer._plan.core.recorded()) == (step % 3 == 0)
         optimizer.step()
-        assert not optimizer._capture.lookups
+        assert not optimizer._plan.core.recorded()
     assert optimizer.state[model.table.weight]["factor_updates"] == 3
 
 
@@ -130,7 +130,7 @@ def test_a_table_that_is_not_tied_is_not_captured():
     with pytest.warns(UserWarning, match=r"2 of 3 .* 1 \(Embedding: 0.weight\)"):
         train(model, optimizer, 0, 1)
     word_loss(model, sentences(1)).backward()
-    assert not optimizer._capture.lookups
+    assert 0 not in optimizer._plan.core.recorded()
     assert model[0].weight not in optimizer._capture._open
 
 
@@ -244,8 +244,8 @@ def test_a_compiled_model_has_the_same_factors():
 class Untied(torchium.KFAC):
     """Leaves the table to SGD with momentum."""
 
-    def _layers(self, step: Any) -> list[Any]:
-        return [layer for layer in super()._layers(step) if layer.weight.shape[0] != WORDS]
+    def _wants(self, params: dict[str, Tensor]) -> bool:
+        return super()._wants(params) and params["weight"].shape[0] != WORDS
 
 
 def gpt2() -> nn.Module:

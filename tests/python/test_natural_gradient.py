@@ -495,7 +495,7 @@ def test_positions_that_are_no_samples_are_refused_by_name(batch):
     optimizer = torchium.NaturalGradient(model)
     x = torch.randint(9, (batch, 5))
     model(x).square().mean().backward()
-    assert_refused(optimizer, r"'positions' \(Embedding\).*expand positions to")
+    assert_refused(optimizer, r"'positions.weight'.*expand positions to")
 
     expanded = Positions(5, expand=True)
     optimizer = torchium.NaturalGradient(expanded)

@@ -105,9 +105,11 @@ class OutOfMemory(TorchDispatchMode):
 def counts_on_host(optimizer, params: list[torch.Tensor]) -> dict[torch.Tensor, int]:
     """Steps taken, for the parameters whose count the host knows."""
     if isinstance(optimizer, BlockedOptimizer):
-        counts = {p: optimizer._plans.host_steps(p) for p in params}
-        return {p: count for p, count in counts.items() if count >= 0}
-    return dict(zip(params, optimizer._known_host_steps(params), strict=True))
+        known = {p: optimizer._plans.host_steps(p) for p in params}
+    else:
+        counts = optimizer._plan.core.host_steps()
+        known = dict(zip(optimizer._plan.params, counts, strict=True))
+    return {p: count for p, count in known.items() if count >= 0}
 
 
 @pytest.mark.parametrize("name", ALL_CASES)

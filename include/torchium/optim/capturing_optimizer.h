@@ -4,20 +4,27 @@
 #include "torchium/export.h"
 #include "torchium/optim/second_order_optimizer.h"
 
+#include <c10/util/intrusive_ptr.h>
 #include <torch/nn/module.h>
 
+#include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 namespace torchium::gradients::detail {
 class ModelLayers;
-}
+class OperatorCapture;
+}  // namespace torchium::gradients::detail
 
 namespace torchium::optim {
 
 namespace detail {
-struct JointStep;
+class JointPlan;
+// Position of the parameter, key, and new value; none: the entry is removed.
+using StateChange = std::tuple<int64_t, std::string, std::optional<at::Tensor>>;
 }  // namespace detail
 
 /// Base of the optimizers that capture what layers receive and the gradients of what they return.
@@ -60,29 +67,48 @@ class TORCHIUM_API CapturingOptimizer : public SecondOrderOptimizer {
 
   // ---- what an optimizer defines
 
-  // Checks and takes a step of all parameters; changes nothing if it throws c10::ValueError.
-  virtual void take_joint_step(const detail::JointStep& step) = 0;
-  // Drops what was captured, and decides what to capture next.
-  virtual void forget_captures() = 0;
+  virtual c10::intrusive_ptr<detail::JointPlan> make_plan() const = 0;
+  // Hands the plan the options of all groups.
+  virtual void adopt_options() = 0;
+  // Whether calls of the parameter may be captured.
+  virtual bool is_watched(const at::Tensor& param) const { return true; }
+  // Whether products with a weight [in, out] are captured.
+  virtual bool takes_transposed() const { return false; }
+  // Whether the next step needs what layers see.
+  virtual bool captures_next() = 0;
+  // Throws c10::ValueError for layers that do not allow a step of these parameters.
+  virtual void check_layers(const std::vector<at::Tensor>& active) {}
+  // Warns of what the planned step cannot do. Called before anything is changed.
+  virtual void announce() {}
 
   // ---- what it may use
 
   const gradients::detail::ModelLayers& layers() const { return *layers_; }
+  detail::JointPlan& joint_plan() const { return *plan_; }
   // Its name in the model, or its place in the groups.
   std::string name_of(const at::Tensor& param) const;
   std::string describe(const at::Tensor& param) const override;
   std::vector<at::Tensor> all_params() const;
-  // Steps each parameter has taken; 0 without state.
-  std::vector<int64_t> steps_taken(const std::vector<at::Tensor>& params) const;
-
-  // Throws c10::Error if `processes`, that have exchanged tensors, are several.
-  void refuse_processes(int64_t processes) const;
+  bool is_used_otherwise(const at::Tensor& param) const;
+  // Whether these backward passes, or one of them, mix samples (OperatorCapture).
+  bool mixes_samples(const std::vector<int64_t>& passes) const;
+  void bind();  // the plan, to groups and state
+  // Drops what was captured, and decides what to capture next.
+  void forget_captures();
 
   void take_step() override;
+  void read_reports(bool wait) override;
+  void forget_derived() override;
   const char* root_remedy() const override;
 
  private:
+  bool is_bound() const;
+  void change_states(const std::vector<detail::StateChange>& changes);
+
+  c10::intrusive_ptr<detail::JointPlan> plan_;
   std::unique_ptr<const gradients::detail::ModelLayers> layers_;
+  std::unique_ptr<gradients::detail::OperatorCapture> capture_;
+  std::vector<int64_t> watched_;  // its parameters, as positions in all
 };
 
 }  // namespace torchium::optim

@@ -18,8 +18,7 @@
 namespace torchium::optim {
 
 namespace detail {
-class FactorCapture;
-struct PreconditionedLayer;
+class KfacPlan;
 }  // namespace detail
 
 /// Options of KFAC; names and defaults are those of Python's `torchium.KFAC`. batch_averaged,
@@ -99,6 +98,7 @@ struct TORCHIUM_API KFACParamState : public SecondOrderParamState {
   /// Keys and addresses of the members that only a weight with factors has.
   std::vector<NamedTensor> factors();
   std::vector<std::pair<std::string, at::Tensor>> tensors() const override;
+  bool assign(const std::string& key, const at::Tensor& value) override;
   bool is_of(const at::Tensor& param) override;
   void convert_to(const at::Tensor& param) override;
   using SecondOrderParamState::serialize;
@@ -140,10 +140,13 @@ class TORCHIUM_API KFAC : public CapturingOptimizer {
   void check_options(const Options& options) const override;
   void check_together(const std::vector<const Options*>& groups) const override;
   std::unique_ptr<SecondOrderParamState> make_empty_state() const override;
-  void take_joint_step(const detail::JointStep& step) override;
+  c10::intrusive_ptr<detail::JointPlan> make_plan() const override;
+  void adopt_options() override;
+  bool is_watched(const at::Tensor& param) const override;
+  bool takes_transposed() const override { return true; }
+  bool captures_next() override;
+  void announce() override;
   const char* root_remedy() const override;
-  void forget_captures() override;
-  void note_skip(const std::vector<at::Tensor>& params) override;
   void fit_loaded(const Options& options, const std::vector<at::Tensor>& params,
                   const std::vector<SecondOrderParamState*>& loaded,
                   const std::vector<SecondOrderParamState*>& fitted) const override;
@@ -151,20 +154,9 @@ class TORCHIUM_API KFAC : public CapturingOptimizer {
   std::function<void()> read_more(torch::serialize::InputArchive& archive) override;
 
  private:
-  struct Notes;
-
   KFACParamState* state_of(const at::Tensor& param) const;
-  bool has_factors(const at::Tensor& weight) const;
-  std::vector<detail::PreconditionedLayer> find_layers(const detail::JointStep& step);
-  void note_fallback(const detail::JointStep& step,
-                     const std::vector<detail::PreconditionedLayer>& layers);
-  void check_states(const detail::JointStep& step) const;
-  void create_states(const detail::JointStep& step,
-                     const std::vector<detail::PreconditionedLayer>& layers);
+  detail::KfacPlan& plan() const;
   std::string why_not(const at::Tensor& param) const;
-
-  std::unique_ptr<detail::FactorCapture> capture_;
-  std::unique_ptr<Notes> notes_;
 };
 
 }  // namespace torchium::optim

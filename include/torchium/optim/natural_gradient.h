@@ -18,8 +18,7 @@
 namespace torchium::optim {
 
 namespace detail {
-class BatchCapture;
-struct KeptBatch;
+class NaturalGradientPlan;
 }  // namespace detail
 
 /// Options of NaturalGradient; names and defaults are those of Python's `torchium.NaturalGradient`.
@@ -73,6 +72,7 @@ struct TORCHIUM_API NaturalGradientParamState : public SecondOrderParamState {
   std::vector<NamedTensor> parameter_shaped() override;
   void convert_to(const at::Tensor& param) override;
   std::vector<std::pair<std::string, at::Tensor>> tensors() const override;
+  bool assign(const std::string& key, const at::Tensor& value) override;
   using SecondOrderParamState::serialize;
   void serialize(torch::serialize::InputArchive& archive) override;
 };
@@ -124,8 +124,10 @@ class TORCHIUM_API NaturalGradient : public CapturingOptimizer {
   void check_options(const Options& options) const override;
   void check_together(const std::vector<const Options*>& groups) const override;
   std::unique_ptr<SecondOrderParamState> make_empty_state() const override;
-  void take_joint_step(const detail::JointStep& step) override;
-  void forget_captures() override;
+  c10::intrusive_ptr<detail::JointPlan> make_plan() const override;
+  void adopt_options() override;
+  bool captures_next() override;
+  void check_layers(const std::vector<at::Tensor>& active) override;
   const char* root_name() const override;
   void fit_loaded(const Options& options, const std::vector<at::Tensor>& params,
                   const std::vector<SecondOrderParamState*>& loaded,
@@ -133,20 +135,8 @@ class TORCHIUM_API NaturalGradient : public CapturingOptimizer {
   std::function<void()> read_more(torch::serialize::InputArchive& archive) override;
 
  private:
-  struct Notes;
-
-  NaturalGradientParamState* state_of(const at::Tensor& param) const;
+  detail::NaturalGradientPlan& plan() const;
   void check_known_layers(const std::vector<at::Tensor>& params) const;
-  bool is_refresh() const;
-  void check_capture(const detail::JointStep& step, const detail::KeptBatch& batch) const;
-  void convert_states(const detail::JointStep& step);
-  bool create_states(const detail::JointStep& step);
-  at::Tensor known_factorization(const detail::JointStep& step,
-                                 const std::shared_ptr<const detail::KeptBatch>& batch) const;
-  void keep(std::shared_ptr<const detail::KeptBatch> batch);
-
-  std::unique_ptr<detail::BatchCapture> capture_;
-  std::unique_ptr<Notes> notes_;
 };
 
 }  // namespace torchium::optim

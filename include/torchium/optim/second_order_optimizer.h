@@ -16,9 +16,6 @@
 namespace torchium::optim {
 
 namespace detail {
-class GroupRuntime;
-class GroupRuntimes;
-struct GroupStep;
 struct StepReport;
 }  // namespace detail
 
@@ -51,14 +48,15 @@ struct TORCHIUM_API SecondOrderParamState : public torch::optim::OptimizerParamS
   /// They share memory with the state.
   virtual std::vector<std::pair<std::string, at::Tensor>> tensors() const;
 
+  /// Sets the member of a checkpoint key, undefined: absent. False where there is no such member.
+  virtual bool assign(const std::string& key, const at::Tensor& value);
+
+  /// Whether the tensors of both are the same objects.
+  bool has_tensors_of(const SecondOrderParamState& other) const;
+
   void serialize(torch::serialize::InputArchive& archive) override;
   /// Writes copies, so that an archive holds neither whole stacks nor later steps.
   void serialize(torch::serialize::OutputArchive& archive) const override;
-
- private:
-  friend class SecondOrderOptimizer;
-  // `step` as far as the host knows it, for schedules on a GPU; -1: not known.
-  int64_t host_step_ = -1;
 };
 
 /// Base of the optimizers. All parameters must be dense, real, floating point (float64,
@@ -132,8 +130,10 @@ class TORCHIUM_API SecondOrderOptimizer : public torch::optim::Optimizer {
   virtual std::function<void()> read_more(torch::serialize::InputArchive& archive) {
     return nullptr;
   }
-  // Called when a step of these parameters turns out to have been skipped.
-  virtual void note_skip(const std::vector<at::Tensor>& params) {}
+  // Raises for the first failure of the steps that are known to be done; of all steps after a wait.
+  virtual void read_reports(bool wait) = 0;
+  // Drops what can be rebuilt from groups and state.
+  virtual void forget_derived() = 0;
   // Failed roots of one matrix in a row after which a step raises, and what to do about it.
   virtual int64_t max_root_failures(const Options& options) const { return 3; }
   virtual const char* root_remedy() const = 0;
@@ -145,8 +145,6 @@ class TORCHIUM_API SecondOrderOptimizer : public torch::optim::Optimizer {
   SecondOrderParamState* find_state(const at::Tensor& param) const;
   // Throws c10::Error if this optimizer was moved from.
   void refuse_moved_from() const;
-  // Throws c10::ValueError if the parameter got another shape since its state was made.
-  void check_shapes(const at::Tensor& param, SecondOrderParamState& state) const;
   // "parameter 1 of group 0"
   std::string place_of(const at::Tensor& param) const;
   // Its name in the model; empty: not known.
@@ -154,31 +152,14 @@ class TORCHIUM_API SecondOrderOptimizer : public torch::optim::Optimizer {
   // "parameter 1 of group 0 (shape [3, 4])"
   virtual std::string describe(const at::Tensor& param) const;
   void check_groups() const;
-  std::vector<at::Tensor> params_with_gradient(size_t group) const;
-  // Makes `state` that of a parameter that has taken no step.
-  void add_state(const at::Tensor& param, std::unique_ptr<SecondOrderParamState> state);
-  // One call of the core for parameters on one device. Its report counts as one of `group`.
-  detail::GroupStep begin_call(size_t group, std::vector<at::Tensor> params);
-  void finish_step(size_t group, detail::GroupStep& step);
-  static int64_t& host_step(SecondOrderParamState& state) { return state.host_step_; }
-  // Steps each has taken, as the host knows it. Waits for the device only after a load or after
-  // captured steps.
-  std::vector<int64_t> host_steps(const std::vector<SecondOrderParamState*>& states) const;
-  // Raises for the first failure of the steps that are known to be done; of all steps after a wait.
-  virtual void read_reports(bool wait);
-  // The same for one report of a group.
+  // read_reports() for one report of a group.
   void raise_failure(size_t group, const detail::StepReport& report) const;
-  // Drops what can be rebuilt from groups and state.
-  virtual void forget_derived();
 
  private:
   std::vector<const Options*> options_of_groups() const;
   void check_group(const Options& options, const std::vector<at::Tensor>& params,
                    size_t group) const;
   double steps_before(const at::Tensor& param) const;
-  void forget_host_steps();
-
-  std::unique_ptr<detail::GroupRuntimes> runtimes_;
 };
 
 }  // namespace torchium::optim

@@ -168,11 +168,6 @@ def is_single(module: nn.Module, input: Tensor) -> bool:
     return isinstance(module, nn.LayerNorm) and input.dim() == len(module.normalized_shape)
 
 
-def samples(module: nn.Module, input: Tensor) -> int:
-    """How many samples the layer received."""
-    return 1 if is_single(module, input) else input.shape[0]
-
-
 def core_tensors(
     module: nn.Module, input: Tensor, output_gradient: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -3,49 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from ._core.capturing import CapturingOptimizer, JointStep, ParamsOrModel, all_zero
-from ._core.checkpoint import OptionalState, fill_state
-from ._core.factors import (
-    COUNT_KEYS,
-    FACTOR_KEYS,
-    FACTORS,
-    FactorCapture,
-    FactorSums,
-    factors_fit,
-    fresh_factors,
-    root_keys,
-    saved_factors,
-    saved_split,
-)
+from ._core.capturing import CapturingOptimizer, ParamsOrModel
+from ._core.checkpoint import FACTOR_KEYS, OptionalState, fill_state
+from ._core.factors import FactorCapture
 from ._core.options import OptionList
-from ._core.parameters import State, fresh_step, parameter_name
+from ._core.parameters import State, parameter_name
+from ._core.plan import JointPlan
 from ._core.summary import summary
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """A weight of a step that is preconditioned, and the bias that shares its factors."""
-
-    weight: Tensor
-    bias: Tensor | None
-    sums: FactorSums | None  # None: the factors stay
-    inverse_due: bool
-    inverse_lost: bool  # there are factors, but another damping_split has made the inverse
-
-    def row(self, index: dict[Tensor, int]) -> list[int]:
-        """The layer as the operator takes it; ``index`` is the place of each parameter."""
-        samples = 0 if self.sums is None else sum(self.sums.samples.values())
-        rows = 0 if self.sums is None else self.sums.rows
-        bias = -1 if self.bias is None else index[self.bias]
-        when = [int(self.inverse_due), int(self.inverse_lost)]
-        return [index[self.weight], bias, samples, rows, *when]
 
 
 class KFAC(CapturingOptimizer):
@@ -154,7 +124,7 @@ class KFAC(CapturingOptimizer):
     _OPTIONS = OptionList("KFAC")
     _OWN_OPTION = "TCov"
     _EXAMINED = "a gradient (or an input or output gradient of its layer)"
-    _IN_STATE_DTYPE = frozenset({"momentum_buffer"}) | FACTOR_KEYS - {*COUNT_KEYS}
+    _PLAN = "KfacPlan"
     _capture: FactorCapture
 
     def __init__(
@@ -186,230 +156,87 @@ class KFAC(CapturingOptimizer):
         its place. A layer joins the first list with its first factors. ``"diagonal_A"`` and
         ``"diagonal_G"`` name the weights of which that factor is kept as its diagonal.
         """
-        params = [p for group in self.param_groups for p in group["params"] if self._has_state(p)]
+        plan, names = self._plan, self._short_names()
+        fallback = set() if plan is None else {plan.params[i] for i in plan.core.fallback()}
+        params = [p for p in names if self._has_state(p)]
         done = {
-            "preconditioned": [p for p in params if p not in self._fallback],
-            "fallback": [p for p in params if p in self._fallback],
+            "preconditioned": [p for p in params if p not in fallback],
+            "fallback": [p for p in params if p in fallback],
         }
         for factor in ("A", "G"):
             done[f"diagonal_{factor}"] = [
                 p for p in params if factor in self.state[p] and self.state[p][factor].dim() == 2
             ]
-        return {key: [self._short_name(p) for p in value] for key, value in done.items()}
+        return {key: [names[p] for p in value] for key, value in done.items()}
 
     # ---- capture
 
     def _init_capture(self) -> None:
         self._capture = FactorCapture(self._wants, self._loss_scale)
-        # Parameters that took their last step without factors, and why.
-        self._fallback: dict[Tensor, str] = {}
-        self._warned: set[Tensor] = set()
+        self._due: set[Tensor] = set()
 
     def _wants(self, params: dict[str, Tensor]) -> bool:
         """Whether the factors of a layer are due."""
-        self._poll()
+        if not self._decided:
+            plan = self._capture.plan = self._decide()
+            self._due = {plan.params[i] for i in plan.core.due()} if plan else set()
         weight = params.get("weight")
-        if weight is None or self._host_step(weight) % self._group_of(weight)["TCov"]:
-            return False
-        if not self._capture.may_be_in_products(weight):
-            return False
-        self._note_shapes(weight)
-        return True
+        return weight in self._due and self._capture.may_be_in_products(weight)
 
-    def _note_shapes(self, param: Tensor) -> None:
-        """Gives the capture the shapes of a weight's factors, and the limit of new ones."""
-        self._capture.limits[param] = self._group_of(param)["max_factor_size"]
-        state = self.state.get(param, {})
-        if {*FACTORS} <= state.keys() and factors_fit(param, state["A"], state["G"]):
-            self._capture.shapes[param] = state["A"].shape, state["G"].shape
-        else:
-            self._capture.shapes.pop(param, None)
+    def _unknown_loss_scale(self) -> Tensor | None:
+        return self._loss_scale() if self.grad_scaler is None else None
 
     # ---- the step
 
-    def _step_joint(self, step: JointStep) -> None:
-        self._capture.completeness.resolve()
-        for param in step.params:
-            self._note_shapes(param)
-        layers = self._layers(step)
-        self._note_fallback(step, layers)
-        self._add_common_state(step, [momentum > 0.0 for momentum in step.per_param("momentum")])
-        self._add_factors(layers)
-        self._run_step(step, layers, self._found_inf(step))
-        self._has_factors.update((layer.weight, True) for layer in layers)
-        self._count_step(step)
+    def _before_step(self, plan: JointPlan) -> None:
+        self._capture.declare(plan)
 
-    def _layers(self, step: JointStep) -> list[_Layer]:
-        """The layers that have factors, or get their first ones."""
-        capture, active = self._capture, set(step.params)
-        layers = []
-        for param in step.params:
-            if capture.weight_beside(param) is not param or capture.problem(param) is not None:
-                continue
-            sums, has_factors = capture.sums_of(param), self._knows_factors(param)
-            if sums is None and not has_factors:
-                continue
-            bias = capture.joint_bias(param) if capture.has_room(param) else None
-            group = self._group_of(param)
-            due = not has_factors or self._host_step(param) % group["TInv"] == 0
-            lost = has_factors and not self._has_roots(param, group["damping_split"])
-            layers.append(_Layer(param, bias if bias in active else None, sums, due, lost))
-        return layers
-
-    def _knows_factors(self, weight: Tensor) -> bool:
-        """Whether the layer has factors; read from the device where the host does not know."""
-        if weight not in self._has_factors:
-            # A wait, but only after a load, a copy or a skipped step.
-            updates = self.state.get(weight, {}).get("factor_updates")
-            self._has_factors[weight] = updates is not None and updates.item() > 0
-        return self._has_factors[weight]
-
-    def _note_fallback(self, step: JointStep, layers: list[_Layer]) -> None:
-        """Keeps the parameters that no factors precondition for report(), and warns of new ones."""
-        done = {p for layer in layers for p in (layer.weight, layer.bias)}
-        for param in step.params:
-            if param in done:
-                self._fallback.pop(param, None)
-            else:
-                self._fallback[param] = self._capture.problem(param) or "not seen in use"
-        new = [p for p in step.params if p in self._fallback and p not in self._warned]
-        if not new or (not self._capture.ran and all_zero(step.grads)):
-            return
-        self._warned.update(new)
-        names: dict[str, list[str]] = {}
-        for param in new:
-            names.setdefault(self._fallback[param], []).append(self._short_name(param))
-        warnings.warn(
-            f"KFAC preconditions {len(done - {None})} of {len(step.params)} parameters. It takes steps "
-            f"of SGD with momentum for {summary(names)}. report() names all of them; a group with a larger "
-            "lr or another optimizer may suit them better",
-            stacklevel=2,
-        )
-
-    def _has_roots(self, weight: Tensor, damping_split: str) -> bool:
-        """Whether a layer with factors has what this rule makes of them."""
-        return all(key in self.state.get(weight, ()) for key in root_keys(damping_split))
-
-    def _add_factors(self, layers: list[_Layer]) -> None:
-        """Makes the factors and roots that layers lack, and warns of factors that are diagonals."""
+    def _announce(self, plan: JointPlan) -> None:
+        core, names = plan.core, self._short_names
+        fallback = [plan.params[i] for i in core.new_fallback()]
+        if fallback and (self._capture.ran or any(bool(p.grad.any()) for p in fallback)):
+            core.note_warned()
+            kinds: dict[str, list[str]] = {}
+            for param in fallback:
+                why = self._capture.problem(param) or (
+                    "not seen in use"
+                    if self._capture.weight_beside(param) in {*fallback}
+                    else "not the one bias of its weight"
+                )
+                kinds.setdefault(why, []).append(names()[param])
+            warnings.warn(
+                f"KFAC preconditions {core.preconditioned()} of {core.considered()} parameters. It "
+                f"takes steps of SGD with momentum for {summary(kinds)}. report() names all of them; a "
+                "group with a larger lr or another optimizer may suit them better",
+                stacklevel=2,
+            )
         diagonal: dict[str, list[str]] = {}
-        for weight in (layer.weight for layer in layers):
-            state, split = self.state[weight], self._group_of(weight)["damping_split"]
-            if "A" in state:
-                if not self._has_roots(weight, split):  # damping_split has changed
-                    self._reset_roots(weight, split)
-                continue
-            matrix, shapes = self._capture.matrix(weight), self._capture.new_shapes(weight)
-            state.update(fresh_factors(matrix, *shapes, split))
-            for factor, shape in zip(FACTORS, shapes, strict=True):
-                if len(shape) == 2 and shape[-1] > self._capture.limits[weight]:
-                    name = f"{self._short_name(weight)} ({shape[-1]})"
-                    diagonal.setdefault(f"a factor {factor}", []).append(name)
+        for i, factor, order in core.new_diagonals():
+            label = f"{names()[plan.params[i]]} ({order})"
+            diagonal.setdefault(f"a factor {factor}", []).append(label)
         if diagonal:
             warnings.warn(
                 f"KFAC keeps only the diagonal of factors above max_factor_size: {summary(diagonal)}",
                 stacklevel=2,
             )
 
-    def _reset_roots(self, weight: Tensor, damping_split: str) -> None:
-        state = self.state[weight]
-        fresh = saved_factors(weight, state, damping_split)
-        for key in FACTOR_KEYS - {*FACTORS, "factor_updates"}:
-            state.pop(key, None)
-        state.update({k: v for k, v in fresh.items() if k not in state})
-
-    def _own_state(self, param: Tensor) -> State:
-        counts = {k: v for k, v in self.state[param].items() if k in COUNT_KEYS}
-        return super()._own_state(param) | counts
-
-    def _check_old_state(self, step: JointStep) -> None:
-        super()._check_old_state(step)
-        for param in step.params:
-            state = self.state.get(param, {})
-            if FACTOR_KEYS.isdisjoint(state):
-                continue
-            lost = [key for key in (*FACTORS, *COUNT_KEYS) if key not in state]
-            if lost:
-                raise ValueError(
-                    f"the state of {self._full_name(param)} has lost {lost[0]!r}; delete all of it to "
-                    "start afresh"
-                )
-            if not factors_fit(param, state["A"], state["G"]):
-                shapes = f"factors A {list(state['A'].shape)} and G {list(state['G'].shape)}"
-                raise ValueError(self._misfit(param, shapes))
-
-    def _run_step(self, step: JointStep, layers: list[_Layer], found_inf: Tensor | None) -> None:
-        states = [self.state[p] for p in step.params]
-        of_layers = [self.state[layer.weight] for layer in layers]
-        groups = [self._group_of(layer.weight) for layer in layers]
-        options = step.groups[0]
-        nothing = torch.empty(0, device=step.device)
-        scale = self._loss_scale() if self.grad_scaler is None else None
-        G_sums = [nothing if layer.sums is None else layer.sums.G for layer in layers]
-        if scale is not None:  # the captures did not know it
-            inverse = scale.to(step.device).square().reciprocal()
-            G_sums = list(torch._foreach_mul(G_sums, inverse))
-        roots: list[list[Tensor]] = [
-            [state[key] for state in of_layers] for key in root_keys(options["damping_split"])
-        ]
-        roots += [[nothing] * len(layers)] * (4 - len(roots))
-        index = {p: i for i, p in enumerate(step.params)}
-        params, grads = list(step.params), list(step.grads)
-        buffers = [state.get("momentum_buffer", nothing) for state in states]
-        for layer in layers:
-            if self._capture.matrix(layer.weight) is not layer.weight:
-                for tensors in (params, grads, buffers):
-                    i = index[layer.weight]
-                    tensors[i] = tensors[i].detach().mT if tensors[i].dim() == 2 else tensors[i]
-        torch.ops.torchium.kfac_step_(
-            params,
-            grads,
-            [state["step"] for state in states],
-            buffers,
-            self._status(step),
-            [state["A"] for state in of_layers],
-            [state["G"] for state in of_layers],
-            *roots,
-            [state["factor_updates"] for state in of_layers],
-            [state["root_failures"] for state in of_layers],
-            [nothing if layer.sums is None else layer.sums.A for layer in layers],
-            G_sums,
-            [number for layer in layers for number in layer.row(index)],
-            lrs=step.lrs(),
-            momentums=step.per_param("momentum"),
-            weight_decays=step.per_param("weight_decay"),
-            maximize=step.per_param("maximize"),
-            dampings=[group["damping"] for group in groups],
-            stat_decays=[group["stat_decay"] for group in groups],
-            floors=[group["eps"] for group in groups],
-            batch_averaged=options["batch_averaged"],
-            kl_clip=options["kl_clip"],
-            damping_split=options["damping_split"],
-            root_method=options["root_method"],
-            found_inf=found_inf,
-        )
-
-    def _note_skip(self, params: list[Tensor]) -> None:
-        super()._note_skip(params)
-        for param in params:
-            self._has_factors.pop(param, None)
-
     # ---- state
 
     def _forget_derived(self) -> None:
         super()._forget_derived()
-        self._has_factors: dict[Tensor, bool] = {}
-        self._capture.shapes.clear()
+        self._capture.release()
 
     def _loaded_state(
         self, index: int, group: dict[str, Any], saved: dict[Tensor, dict[str, Any]]
     ) -> dict[Tensor, State]:
         fresh: dict[Tensor, State] = {}
         for param, values in saved.items():
-            fresh[param] = {"step": fresh_step(param)}
-            if not FACTOR_KEYS.isdisjoint(values) and param.dim() in (2, 4) and param.numel() > 0:
-                split = saved_split(values, group["damping_split"])
-                fresh[param] |= saved_factors(param, values, split)
+            factors = {
+                k: v for k, v in values.items() if k in FACTOR_KEYS and isinstance(v, Tensor)
+            }
+            fresh[param] = torch.ops.torchium.kfac_saved_layout(
+                param, factors, group["damping_split"]
+            )
         fill_state(
             fresh,
             saved,

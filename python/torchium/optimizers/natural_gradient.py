@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from .._capture.capture import CallCapture
-from .._capture.layers import ALL_KINDS, LayerCall, computed_weight, samples, why_unsupported
+from .._capture.layers import ALL_KINDS, computed_weight, core_tensors, use_row, why_unsupported
 from .._per_sample.per_sample import LossFunction, per_sample_gradients
-from ._core.batch import ON_CPU, Batch, fresh_batch, is_batch_key
-from ._core.capturing import CapturingOptimizer, JointStep, ParamsOrModel, all_zero
+from ._core.capturing import CapturingOptimizer, ParamsOrModel
 from ._core.checkpoint import OptionalState, fill_state
 from ._core.options import OptionList
-from ._core.parameters import State, fresh_step, parameter_name
+from ._core.parameters import State, parameter_name
+from ._core.plan import JointPlan
 
 
 class NaturalGradient(CapturingOptimizer):
@@ -103,13 +103,7 @@ class NaturalGradient(CapturingOptimizer):
     _OWN_OPTION = "solver"
     _ROOT = "the natural gradient by"
     _capture: CallCapture
-    # Whether the next step is a refresh, the batch of the last one, and its factorisation with what it
-    # depends on; None: to be found out.
-    _refresh: bool | None
-    _batch: Batch | None
-    _factorization: tuple[tuple[Any, ...], Tensor] | None
-    # Of the parameters, when that batch was kept.
-    _kept_shapes: dict[Tensor, torch.Size]
+    _PLAN = "NaturalGradientPlan"
 
     def __init__(
         self,
@@ -143,56 +137,31 @@ class NaturalGradient(CapturingOptimizer):
             ``"iterations"`` and ``"relative_residual"`` of conjugate gradients, else 0. Empty before
             the first step.
         """
-        if self._result is None:
+        if self._plan is None:
             return {}
-        count, result = self._result
-        iterations, residual, by_cg = result.tolist()
-        return {
-            "solver": "cg" if by_cg else "gram",
-            "samples": count,
-            "iterations": int(iterations),
-            "relative_residual": residual,
-        }
+        values = self._plan.core.report()
+        keys = ("solver", "samples", "iterations", "relative_residual")
+        return dict(zip(keys, values, strict=True)) if values[0] else {}
 
     # ---- capture
 
     def _init_capture(self) -> None:
         self._capture = CallCapture(ALL_KINDS, self._wants)
-        self._result: tuple[int, Tensor] | None = None
+        self._refreshes = True  # the next step, once that is decided
 
     def _wants(self, params: dict[str, Tensor]) -> bool:
-        self._poll()
-        return self._is_refresh()
-
-    def _is_refresh(self) -> bool:
-        """Whether the next step takes its Fisher matrix from its own batch.
-
-        The first forward pass decides, though a GPU may report later that a step was skipped.
-        """
-        if self._refresh is None:
-            params = [p for p in self._all_params() if self._has_state(p)]
-            steps = max(self._known_host_steps(params), default=0)
-            is_due = steps % self.param_groups[0]["update_freq"] == 0
-            self._refresh = is_due or self._stored_batch() is None
-        return self._refresh
-
-    def _any_state(self) -> bool:
-        return any(self._has_state(p) for p in self._all_params())
-
-    def _stored_batch(self) -> Batch | None:
-        """The batch of the last refresh, if it was kept for later steps."""
-        if self._batch is None:
-            self._batch = Batch.from_state(self._all_params(), self.state)
-        return self._batch
-
-    def _all_params(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
+        """Whether the next step takes its Fisher matrix from its own batch."""
+        if not self._decided:
+            plan = self._decide()
+            self._refreshes = plan is not None and plan.core.is_refresh()
+        return self._refreshes
 
     # ---- what cannot be seen
 
     def _check_known_layers(self) -> None:
         """Refuses layers of which it is known at once that they are not supported."""
-        self._check_owners([p for p in self._all_params() if p.requires_grad])
+        params = [p for group in self.param_groups for p in group["params"]]
+        self._check_owners([p for p in params if p.requires_grad])
 
     def _check_owners(self, params: list[Tensor]) -> None:
         for module in {m: None for p in params for m in self._capture.owners.get(p, ())}:
@@ -206,9 +175,7 @@ class NaturalGradient(CapturingOptimizer):
                     "another optimizer, as torchium.ShampooW"
                 )
 
-    def _check_capture(self, step: JointStep, passes: list[list[LayerCall]]) -> None:
-        """Refuses gradients whose samples are not known, before anything is changed."""
-        self._check_owners(step.params)
+    def _check_mixing(self) -> None:
         mixing = self._capture.mixing()
         if isinstance(mixing, nn.Module):
             raise ValueError(
@@ -222,162 +189,32 @@ class NaturalGradient(CapturingOptimizer):
                 "of the batch, so that the samples have no gradients of their own; call it with "
                 "training=False and running statistics, or use group_norm"
             )
-        if not passes:
-            raise ValueError(
-                "NaturalGradient has captured no backward pass since the last step or zero_grad(); "
-                "make the optimizer before the forward pass, call loss.backward() once a batch, "
-                "and let gradients come from layers that it knows"
-            )
-        self._capture.completeness.resolve()
-        reached = {call.params[name] for calls in passes for call in calls for name in call.reached}
-        for param in step.params:
-            if param in self._capture.completeness.incomplete or param not in reached:
-                raise ValueError(
-                    f"the gradient of {self._full_name(param)} does not come from its layer alone, as "
-                    "with F.linear(x, embedding.weight) or a gradient that was set by hand; use "
-                    "the weight through a module (tie it: linear.weight = embedding.weight)"
-                )
-        for calls in passes:
-            self._check_samples(calls)
-
-    def _check_samples(self, calls: list[LayerCall]) -> None:
-        """Refuses layers of one pass that disagree on what their samples are."""
-        first = calls[0]
-        count = samples(first.module, first.input)
-        positions, tokens = None, None
-        for call in calls:
-            if samples(call.module, call.input) != count:
-                raise ValueError(
-                    f"{self._module_name(first.module)} has seen {count} samples in dimension 0 of its "
-                    f"input, {self._module_name(call.module)} {samples(call.module, call.input)}; "
-                    "dimension 0 must be the sample in all layers (expand positions to [batch, ...])"
-                )
-            if isinstance(call.module, nn.Embedding):
-                if call.input.dim() == 1:
-                    positions = call
-                elif call.input.dim() > 1 and call.input.shape[1] == count:
-                    tokens = call
-        if positions is not None and tokens is not None:
-            raise ValueError(
-                f"{self._module_name(positions.module)} has looked up {count} indices, which may be "
-                f"samples or positions: {self._module_name(tokens.module)} has seen "
-                f"{list(tokens.input.shape)}; expand positions to that shape"
-            )
 
     # ---- the step
 
-    def _step_joint(self, step: JointStep) -> None:
-        refresh = self._is_refresh()
-        passes = self._capture.calls() if refresh else []
-        if refresh and not passes and not self._any_state() and all_zero(step.grads):
-            self._start(step)
+    def _before_step(self, plan: JointPlan) -> None:
+        if not plan.core.is_refresh():
             return
-        if refresh:
-            self._check_capture(step, passes)
-        batch = None if refresh else self._stored_batch()
-        if batch is None:
-            batch = Batch.of(passes, step.params, self._loss_scale())
-        self._add_common_state(step, [self._has_momentum(step)] * len(step.params))
-        before = self._host_step(step.params[0])
-        self._run_step(step, batch, refresh, self._found_inf(step))
-        self._count_step(step)
-        self._refresh = None
-        if refresh and not self._is_skipped(step.params[0], before):
-            self._keep(batch)
-
-    def _start(self, step: JointStep) -> None:
-        """Makes the state by a step of zero gradients, which needs no samples.
-
-        torch.distributed.checkpoint takes such a step to have state to load into.
-        """
-        self._add_common_state(step, [self._has_momentum(step)] * len(step.params))
-        for param in step.params:
-            self.state[param]["step"] += 1
-            self._host_steps[param] += 1
-        self._refresh = None
-
-    @staticmethod
-    def _has_momentum(step: JointStep) -> bool:
-        return any(step.per_param("momentum"))
-
-    def _is_skipped(self, param: Tensor, before: int) -> bool:
-        """Whether the step was skipped, as far as the host knows now: on the CPU."""
-        return param.is_cpu and int(self.state[param]["step"].item()) == before
-
-    def _run_step(
-        self, step: JointStep, batch: Batch, refresh: bool, found_inf: Tensor | None
-    ) -> None:
-        solver, dampings = step.groups[0]["solver"], step.per_param("damping")
-        # What a factorisation depends on: that of an earlier step is used again.
-        key = (batch, solver, dampings, [(id(p), p.dtype, p.device) for p in step.params])
-        known = self._factorization
-        factorization = known[1] if known is not None and known[0] == key else None
-        states = [self.state[p] for p in step.params]
-        options = step.groups[0]
-        result, made = torch.ops.torchium.natural_gradient_step_(
-            step.params,
-            step.grads,
-            [state["step"] for state in states],
-            [state["momentum_buffer"] for state in states] if self._has_momentum(step) else [],
-            self._status(step),
-            *batch.arguments(step.params),
-            factorization,
-            lrs=step.lrs(),
-            dampings=dampings,
-            momentums=step.per_param("momentum"),
-            maximize=step.per_param("maximize"),
-            eps=options["eps"],
-            max_norm=options["max_norm"],
-            solver=solver,
-            refreshed=refresh,
-            found_inf=found_inf,
-            scale=float(batch.samples),
-            loss_scale=batch.loss_scale,
-        )
-        self._factorization = key, made if factorization is None else factorization
-        self._result = batch.samples, result
-
-    def _keep(self, batch: Batch) -> None:
-        """Keeps the batch in the state if later steps need it; they must not see it change."""
-        for param in self._all_params():
-            state = self.state.get(param, {})
-            for key in [key for key in state if is_batch_key(key)]:
-                del state[key]
-        factorization, self._factorization, self._batch = self._factorization, None, None
-        if self.param_groups[0]["update_freq"] == 1:
+        self._record_calls(plan)
+        if plan.core.is_start():
             return
-        for param, state in batch.state(self._all_params()).items():
-            self.state[param].update(state)
-        self._kept_shapes = {param: param.shape for param in self._all_params()}
-        kept = self._stored_batch()
-        if kept is not None and factorization is not None:
-            self._factorization = (kept, *factorization[0][1:]), factorization[1]
+        self._check_owners([p for p in plan.params if p.grad is not None])
+        self._check_mixing()
+        self._capture.completeness.resolve()
+        incomplete = self._capture.completeness.incomplete
+        plan.core.exclude([i for i, p in enumerate(plan.params) if p in incomplete])
 
-    def _own_state(self, param: Tensor) -> State:
-        batch = {k: v for k, v in self.state[param].items() if is_batch_key(k)}
-        return super()._own_state(param) | {k: v for k, v in batch.items() if k not in ON_CPU}
-
-    def _check_old_state(self, step: JointStep) -> None:
-        super()._check_old_state(step)
-        for param in step.params:
-            shape = self._kept_shapes.get(param, param.shape)
-            if shape != param.shape and not self._is_refresh():
-                raise ValueError(self._misfit(param, f"batch (for shape {list(shape)})"))
-
-    def _convert_state(self, step: JointStep) -> bool:
-        moved = super()._convert_state(step)
-        if moved:
-            self._batch = self._factorization = None
-        return moved
+    def _record_calls(self, plan: JointPlan) -> None:
+        for index, calls in enumerate(self._capture.calls()):
+            for call in calls:
+                weight, bias = (
+                    plan.positions.get(call.params[name], -1) if name in call.reached else -1
+                    for name in ("weight", "bias")
+                )
+                tensors = core_tensors(call.module, call.input, call.output_gradient)
+                plan.core.record(*tensors, *use_row(call.module, weight, bias, index))
 
     # ---- state
-
-    def _forget_derived(self) -> None:
-        super()._forget_derived()
-        self._refresh = None
-        self._batch = None
-        self._factorization = None
-        self._kept_shapes = {}
 
     def _loaded_state(
         self, index: int, group: dict[str, Any], saved: dict[Tensor, dict[str, Any]]
@@ -385,10 +222,12 @@ class NaturalGradient(CapturingOptimizer):
         def name(param: Tensor) -> str:
             return parameter_name(index, group, param)
 
+        count = sum(len(g["params"]) for g in self.param_groups)
         fresh: dict[Tensor, State] = {}
         for param, values in saved.items():
-            fresh[param] = {"step": fresh_step(param)}
-            if any(map(is_batch_key, values)):
-                fresh[param] |= fresh_batch(param, values, len(self._all_params()), name(param))
+            tensors = {k: v for k, v in values.items() if isinstance(v, Tensor)}
+            fresh[param] = torch.ops.torchium.natural_gradient_saved_room(
+                param, tensors, count, name(param)
+            )
         fill_state(fresh, saved, OptionalState(("momentum_buffer",)), name)
         return fresh

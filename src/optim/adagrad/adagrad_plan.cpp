@@ -1,7 +1,6 @@
 #include "optim/adagrad/adagrad_plan.h"
 
 #include "optim/adagrad/adagrad_options.h"
-#include "optim/core/group_step.h"
 
 #include <utility>
 

@@ -197,10 +197,7 @@ void BlockedOptimizer::read_reports(bool wait) {
   }
 }
 
-void BlockedOptimizer::forget_derived() {
-  SecondOrderOptimizer::forget_derived();
-  *runtime_ = {};
-}
+void BlockedOptimizer::forget_derived() { *runtime_ = {}; }
 
 void BlockedOptimizer::sync_learning_rates() {
   refuse_moved_from();

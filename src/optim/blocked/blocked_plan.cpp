@@ -1,6 +1,5 @@
 #include "optim/blocked/blocked_plan.h"
 
-#include "optim/core/group_step.h"
 #include "optim/core/state_checks.h"
 #include "support/stream_capture.h"
 

@@ -1,13 +1,13 @@
 #include "torchium/optim/capturing_optimizer.h"
 
 #include "gradients/capture/model_layers.h"
-#include "optim/core/group_runtime.h"
-#include "optim/core/joint_step.h"
-#include "support/stream_capture.h"
+#include "gradients/capture/operator_capture.h"
+#include "optim/capture/joint_plan.h"
 
 #include <ATen/ATen.h>
 #include <c10/util/irange.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace torchium::optim {
@@ -24,6 +24,7 @@ CapturingOptimizer& CapturingOptimizer::operator=(CapturingOptimizer&&) noexcept
 void CapturingOptimizer::initialize(
     const std::vector<torch::optim::OptimizerParamGroup>& param_groups) {
   SecondOrderOptimizer::initialize(param_groups);
+  forget_derived();
   forget_captures();
 }
 
@@ -61,37 +62,146 @@ void CapturingOptimizer::zero_grad(bool set_to_none) {
   forget_captures();
 }
 
-void CapturingOptimizer::take_step() {
-  check_groups();
-  detail::JointStep step;
-  for (const auto group : c10::irange(param_groups_.size())) {
-    const Options& options = param_groups_[group].options();
-    const at::Tensor lr = at::scalar_tensor(options.get_lr(), at::kDouble);
-    for (const auto& param : params_with_gradient(group)) {
-      TORCH_CHECK(!torchium::detail::is_capturing(param.device()),
-                  "step() cannot be captured in a CUDA graph: the host decides in it what is "
-                  "captured");
-      step.positions.emplace(param.unsafeGetTensorImpl(), step.params.size());
-      step.params.push_back(param);
-      step.options.push_back(&options);
-      step.lrs.push_back(lr);
-    }
+// ---- the plan
+
+void CapturingOptimizer::forget_derived() {
+  plan_ = make_plan();
+  capture_ = nullptr;  // brings its calls to the plan
+}
+
+void CapturingOptimizer::read_reports(bool wait) {
+  if (wait) {
+    plan_->request_report();
   }
-  for (const auto& param : step.params) {
-    TORCH_CHECK_VALUE(param.device() == step.params.front().device(), describe(param), " is on ",
-                      param.device(), " and ", describe(step.params.front()), " on ",
-                      step.params.front().device(),
-                      "; all parameters must be on one device: use one optimizer a device");
-  }
-  if (!step.params.empty()) {
-    take_joint_step(step);
+  while (const auto failure = plan_->next_failure(wait)) {
+    raise_failure(/*group=*/0, *failure);
   }
 }
 
-void CapturingOptimizer::refuse_processes(int64_t processes) const {
+bool CapturingOptimizer::is_bound() const {
+  const detail::JointPlan& plan = joint_plan();
+  size_t i = 0;
+  for (const auto group : c10::irange(param_groups_.size())) {
+    for (const auto& param : param_groups_[group].params()) {
+      if (i >= plan.size() || !plan.param(i).is_same(param) ||
+          plan.group(i) != static_cast<int64_t>(group) || !plan.is_bound_to(i, find_state(param))) {
+        return false;
+      }
+      ++i;
+    }
+  }
+  return i == plan.size();
+}
+
+void CapturingOptimizer::bind() {
+  std::vector<detail::NamedTensors> states;
+  std::vector<int64_t> groups;
+  std::vector<std::string> names;
+  for (const auto group : c10::irange(param_groups_.size())) {
+    const auto& params = param_groups_[group].params();
+    for (const auto i : c10::irange(params.size())) {
+      const auto* state = find_state(params[i]);
+      states.push_back(state == nullptr ? detail::NamedTensors() : state->tensors());
+      groups.push_back(static_cast<int64_t>(group));
+      const auto* place = layers_->find(params[i]);
+      names.push_back(c10::str(place == nullptr ? "" : "'" + place->name + "', ", "parameter ", i,
+                               " of group ", group, " (shape ", params[i].sizes(), ")"));
+    }
+  }
+  joint_plan().bind(all_params(), states, std::move(groups), std::move(names));
+}
+
+void CapturingOptimizer::change_states(const std::vector<detail::StateChange>& changes) {
+  const auto params = all_params();
+  for (const auto& [i, key, value] : changes) {
+    auto& state = state_[params[i].unsafeGetTensorImpl()];
+    if (state == nullptr) {
+      state = make_empty_state();
+    }
+    static_cast<SecondOrderParamState&>(*state).assign(key, value.value_or(at::Tensor()));
+  }
+}
+
+void CapturingOptimizer::forget_captures() {
+  if (!is_bound()) {
+    bind();
+  }
+  adopt_options();
+  detail::JointPlan& plan = joint_plan();
+  plan.forget();
+  std::vector<at::Tensor> watched;
+  watched_.clear();
+  for (const auto i : c10::irange(plan.size())) {
+    if (is_watched(plan.param(i))) {
+      watched.push_back(plan.param(i));
+      watched_.push_back(static_cast<int64_t>(i));
+    }
+  }
+  if (capture_ == nullptr || !capture_->watches(watched)) {
+    capture_ = nullptr;
+    // Backward passes may run on other threads, and end after the optimizer does.
+    const auto receive = [plan = plan_,
+                          positions = watched_](gradients::detail::CapturedCall captured) {
+      for (int64_t* param : {&captured.call.weight, &captured.call.bias}) {
+        *param = *param < 0 ? -1 : positions[*param];
+      }
+      plan->receive(std::move(captured));
+    };
+    capture_ =
+        std::make_unique<gradients::detail::OperatorCapture>(watched, receive, takes_transposed());
+  }
+  capture_->forget();
+  capture_->set_enabled(captures_next());
+}
+
+bool CapturingOptimizer::is_used_otherwise(const at::Tensor& param) const {
+  return param.defined() && capture_->is_used_otherwise(capture_->position(param));
+}
+
+bool CapturingOptimizer::mixes_samples(const std::vector<int64_t>& passes) const {
+  return std::any_of(passes.begin(), passes.end(),
+                     [&](int64_t pass) { return capture_->mixes_samples(pass); });
+}
+
+void CapturingOptimizer::take_step() {
+  check_groups();
+  std::vector<at::Tensor> active = all_params();
+  std::erase_if(active, [](const at::Tensor& param) { return !param.grad().defined(); });
+  if (active.empty()) {
+    return;
+  }
+  capture_->raise_error();
+  const int64_t processes = capture_->processes();
   TORCH_CHECK(processes <= 1, processes,
               " processes have exchanged tensors, but what they capture is not combined yet, so "
               "that their parameters would drift apart; train in one process");
+  if (!is_bound()) {
+    bind();
+  }
+  adopt_options();
+  detail::JointPlan& plan = joint_plan();
+  std::vector<int64_t> excluded;
+  for (const auto k : c10::irange(watched_.size())) {
+    if (capture_->is_used_otherwise(static_cast<int64_t>(k))) {
+      excluded.push_back(watched_[k]);
+    }
+  }
+  plan.exclude(excluded);
+  check_layers(active);
+  if (!plan.prepare()) {
+    bind();
+    const auto changes = plan.missing_state();
+    announce();
+    change_states(changes);
+    bind();
+    TORCH_CHECK(plan.prepare(), "parameters, gradients or state changed during step()");
+  }
+  announce();
+  detail::JointInputs inputs;
+  for (const auto& group : param_groups_) {
+    inputs.lrs.push_back(at::scalar_tensor(group.options().get_lr(), at::kDouble));
+  }
+  change_states(plan.take(inputs));
 }
 
 std::vector<at::Tensor> CapturingOptimizer::all_params() const {
@@ -100,22 +210,6 @@ std::vector<at::Tensor> CapturingOptimizer::all_params() const {
     params.insert(params.end(), group.params().begin(), group.params().end());
   }
   return params;
-}
-
-std::vector<int64_t> CapturingOptimizer::steps_taken(const std::vector<at::Tensor>& params) const {
-  std::vector<SecondOrderParamState*> states;
-  for (const auto& param : params) {
-    if (auto* state = find_state(param)) {
-      states.push_back(state);
-    }
-  }
-  const auto known = host_steps(states);
-  auto next = known.begin();
-  std::vector<int64_t> result;
-  for (const auto& param : params) {
-    result.push_back(find_state(param) == nullptr ? 0 : *next++);
-  }
-  return result;
 }
 
 std::string CapturingOptimizer::name_of(const at::Tensor& param) const {

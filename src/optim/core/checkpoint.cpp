@@ -1,6 +1,4 @@
 // Archives of the optimizers: libtorch's format, checked as a whole before anything is loaded.
-#include "optim/core/group_runtime.h"
-#include "optim/core/group_step.h"
 #include "optim/core/parameter_state.h"
 #include "optim/core/state_checks.h"
 #include "torchium/optim/second_order_optimizer.h"
@@ -56,7 +54,10 @@ std::vector<SavedGroup> read_groups(InputArchive& archive) {
 }  // namespace
 
 std::vector<std::pair<std::string, at::Tensor>> SecondOrderParamState::tensors() const {
-  std::vector<std::pair<std::string, at::Tensor>> result{{"step", step()}};
+  std::vector<std::pair<std::string, at::Tensor>> result;
+  if (step().defined()) {
+    result.emplace_back("step", step());
+  }
   // These give addresses for writing too; nothing is written here.
   auto* self = const_cast<SecondOrderParamState*>(this);
   for (const auto& members : {self->counts(), self->parameter_shaped()}) {
@@ -69,10 +70,35 @@ std::vector<std::pair<std::string, at::Tensor>> SecondOrderParamState::tensors()
   return result;
 }
 
+bool SecondOrderParamState::assign(const std::string& key, const at::Tensor& value) {
+  if (key == "step") {
+    step(value);
+    return true;
+  }
+  for (const auto& members : {counts(), parameter_shaped()}) {
+    for (const auto& [name, tensor] : members) {
+      if (name == key) {
+        *tensor = value;
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
+bool SecondOrderParamState::has_tensors_of(const SecondOrderParamState& other) const {
+  const auto own = tensors();
+  const auto others = other.tensors();
+  return std::equal(own.begin(), own.end(), others.begin(), others.end(),
+                    [](const auto& a, const auto& b) {
+                      return a.first == b.first && a.second.is_same(b.second);
+                    });
+}
+
 bool SecondOrderParamState::is_of(const at::Tensor& param) {
   const auto dtype = detail::state_dtype(param);
   const auto shaped = parameter_shaped();
-  return step().device() == param.device() &&
+  return step().device() == param.device() && step().scalar_type() == at::kDouble &&
          std::all_of(shaped.begin(), shaped.end(), [&](const NamedTensor& member) {
            const at::Tensor& tensor = *member.second;
            return !tensor.defined() ||
@@ -81,7 +107,7 @@ bool SecondOrderParamState::is_of(const at::Tensor& param) {
 }
 
 void SecondOrderParamState::convert_to(const at::Tensor& param) {
-  step(step().to(param.device()));
+  step(step().to(param.device(), at::kDouble));
   for (const auto& [key, tensor] : counts()) {
     *tensor = tensor->defined() ? tensor->to(param.device()) : *tensor;
   }

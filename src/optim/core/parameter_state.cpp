@@ -84,6 +84,10 @@ bool ParameterState::is_same(const ParameterState& other) const {
                     });
 }
 
+at::Tensor parameter_shaped_zeros(const at::Tensor& param) {
+  return at::zeros_like(param, param.options().dtype(state_dtype(param)).requires_grad(false));
+}
+
 std::vector<at::Tensor> list_of(const StateList& states, at::Tensor ParameterState::*member) {
   std::vector<at::Tensor> list;
   list.reserve(states.size());

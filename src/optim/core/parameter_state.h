@@ -52,4 +52,7 @@ using StateList = std::vector<ParameterState>;
 // One member of all states.
 std::vector<at::Tensor> list_of(const StateList& states, at::Tensor ParameterState::*member);
 
+// Zeros with the shape and memory format of the parameter, in its state dtype.
+at::Tensor parameter_shaped_zeros(const at::Tensor& param);
+
 }  // namespace torchium::optim::detail

@@ -1,11 +1,9 @@
 #include "torchium/optim/second_order_optimizer.h"
 
 #include "optim/core/found_inf_guard.h"
-#include "optim/core/group_runtime.h"
-#include "optim/core/group_step.h"
 #include "optim/core/parameter_state.h"
 #include "optim/core/state_checks.h"
-#include "support/stream_capture.h"
+#include "optim/core/step_monitor.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
@@ -39,15 +37,14 @@ std::string limit_of(const at::Tensor& param, double taken) {
 }  // namespace
 
 SecondOrderOptimizer::SecondOrderOptimizer(std::unique_ptr<Options> defaults)
-    : Optimizer(std::vector<torch::optim::OptimizerParamGroup>(), std::move(defaults)),
-      runtimes_(std::make_unique<detail::GroupRuntimes>()) {}
+    : Optimizer(std::vector<torch::optim::OptimizerParamGroup>(), std::move(defaults)) {}
 
 SecondOrderOptimizer::~SecondOrderOptimizer() = default;
 SecondOrderOptimizer::SecondOrderOptimizer(SecondOrderOptimizer&&) noexcept = default;
 SecondOrderOptimizer& SecondOrderOptimizer::operator=(SecondOrderOptimizer&&) noexcept = default;
 
 void SecondOrderOptimizer::refuse_moved_from() const {
-  TORCH_CHECK(runtimes_ != nullptr,
+  TORCH_CHECK(defaults_ != nullptr,
               "this optimizer was moved from and holds nothing; use the one that it was moved to");
 }
 
@@ -110,19 +107,6 @@ std::vector<const SecondOrderOptimizer::Options*> SecondOrderOptimizer::options_
   return options;
 }
 
-std::vector<at::Tensor> SecondOrderOptimizer::params_with_gradient(size_t group) const {
-  std::vector<at::Tensor> active;
-  for (const auto& param : param_groups_[group].params()) {
-    const at::Tensor& grad = param.grad();
-    if (!grad.defined()) {
-      continue;
-    }
-    detail::check_gradient(grad, param, describe(param));
-    active.push_back(param);
-  }
-  return active;
-}
-
 at::Tensor SecondOrderOptimizer::step(LossClosure closure) {
   refuse_moved_from();
   const at::NoGradGuard no_grad;
@@ -133,109 +117,14 @@ at::Tensor SecondOrderOptimizer::step(LossClosure closure) {
     loss = closure();
   }
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  try {
-    take_step();
-  } catch (...) {
-    forget_host_steps();
-    throw;
-  }
+  take_step();
   read_reports(/*wait=*/false);
   return loss;
-}
-
-// A step that threw midway, out of memory for one, may have been counted on the device.
-void SecondOrderOptimizer::forget_host_steps() {
-  for (const auto& entry : state_) {
-    static_cast<SecondOrderParamState&>(*entry.second).host_step_ = -1;
-  }
-  runtimes_->for_each([](detail::GroupRuntime& runtime) { runtime.monitor().forget_counts(); });
-}
-
-void SecondOrderOptimizer::add_state(const at::Tensor& param,
-                                     std::unique_ptr<SecondOrderParamState> state) {
-  state->step(at::zeros({}, param.options().dtype(at::kDouble).requires_grad(false)));
-  state->host_step_ = 0;
-  state_[param.unsafeGetTensorImpl()] = std::move(state);
-}
-
-detail::GroupStep SecondOrderOptimizer::begin_call(size_t group, std::vector<at::Tensor> params) {
-  const c10::Device device = params.front().device();
-  detail::GroupRuntime& runtime = runtimes_->at(group, device);
-  detail::GroupStep step;
-  step.params = std::move(params);
-  for (const auto& param : step.params) {
-    step.grads.push_back(param.grad());
-    step.states.push_back(find_state(param));
-  }
-  step.lr = at::scalar_tensor(param_groups_[group].options().get_lr(), at::kDouble);
-  step.status = runtime.monitor().status();
-  if (!device.is_cpu()) {
-    step.host_steps = host_steps(step.states);
-  }
-  return step;
-}
-
-void SecondOrderOptimizer::finish_step(size_t group, detail::GroupStep& step) {
-  for (auto* state : step.states) {
-    state->host_step_ = step.host_steps.empty() ? -1 : state->host_step_ + 1;
-  }
-  const auto params = std::make_shared<const std::vector<at::Tensor>>(std::move(step.params));
-  detail::StepMonitor& monitor = runtimes_->at(group, step.status.device()).monitor();
-  monitor.set_step_params(params);
-  monitor.set_root_params(params);
-  monitor.submit();
-}
-
-std::vector<int64_t> SecondOrderOptimizer::host_steps(
-    const std::vector<SecondOrderParamState*>& states) const {
-  std::vector<SecondOrderParamState*> unknown;
-  std::vector<at::Tensor> steps;
-  for (auto* state : states) {
-    if (state->host_step_ < 0) {
-      unknown.push_back(state);
-      steps.push_back(state->step());
-    }
-  }
-  if (!unknown.empty()) {  // after a load, or after captured steps
-    const at::Tensor counts = at::stack(steps).cpu();
-    for (const auto i : c10::irange(unknown.size())) {
-      unknown[i]->host_step_ = static_cast<int64_t>(counts.const_data_ptr<double>()[i]);
-    }
-  }
-  std::vector<int64_t> result;
-  result.reserve(states.size());
-  for (const auto* state : states) {
-    result.push_back(state->host_step_);
-  }
-  return result;
 }
 
 void SecondOrderOptimizer::check_errors() {
   refuse_moved_from();
   read_reports(/*wait=*/true);
-}
-
-void SecondOrderOptimizer::read_reports(bool wait) {
-  runtimes_->for_each([&](detail::GroupRuntime& runtime) {
-    if (torchium::detail::is_capturing(runtime.device())) {  // events must not be queried now
-      return;
-    }
-    if (wait) {
-      runtime.monitor().submit();
-    }
-    while (const auto report = runtime.monitor().next(wait)) {
-      if (report->skipped && report->step_params) {
-        for (const auto& param : *report->step_params) {
-          SecondOrderParamState* state = report->is_counted ? find_state(param) : nullptr;
-          if (state != nullptr && state->host_step_ > 0) {
-            --state->host_step_;
-          }
-        }
-        note_skip(*report->step_params);
-      }
-      raise_failure(runtime.group(), *report);
-    }
-  });
 }
 
 void SecondOrderOptimizer::raise_failure(size_t group, const detail::StepReport& report) const {
@@ -254,8 +143,6 @@ void SecondOrderOptimizer::raise_failure(size_t group, const detail::StepReport&
               root_remedy());
 }
 
-void SecondOrderOptimizer::forget_derived() { runtimes_->clear(); }
-
 // As the device knows it, for messages.
 double SecondOrderOptimizer::steps_before(const at::Tensor& param) const {
   const SecondOrderParamState* state = param.defined() ? find_state(param) : nullptr;
@@ -265,15 +152,6 @@ double SecondOrderOptimizer::steps_before(const at::Tensor& param) const {
 SecondOrderParamState* SecondOrderOptimizer::find_state(const at::Tensor& param) const {
   const auto found = state_.find(param.unsafeGetTensorImpl());
   return found == state_.end() ? nullptr : static_cast<SecondOrderParamState*>(found->second.get());
-}
-
-void SecondOrderOptimizer::check_shapes(const at::Tensor& param,
-                                        SecondOrderParamState& state) const {
-  for (const auto& [key, tensor] : state.parameter_shaped()) {
-    TORCH_CHECK_VALUE(!tensor->defined() || tensor->sizes() == param.sizes(), describe(param),
-                      " has got another shape since its ", key, " ", tensor->sizes(),
-                      " was made; erase it from state() to start afresh");
-  }
 }
 
 std::string SecondOrderOptimizer::place_of(const at::Tensor& param) const {

@@ -1,7 +1,5 @@
 #include "optim/core/state_checks.h"
 
-#include "optim/core/group_step.h"
-
 #include <ATen/ATen.h>
 
 #include <algorithm>

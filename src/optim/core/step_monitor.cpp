@@ -47,12 +47,6 @@ void StepMonitor::submit() {
   pending_.push_back(std::move(pending));
 }
 
-void StepMonitor::forget_counts() {
-  for (Pending& pending : pending_) {
-    pending.report.is_counted = false;
-  }
-}
-
 std::optional<StepReport> StepMonitor::next(bool wait) {
   if (pending_.empty()) {
     return std::nullopt;

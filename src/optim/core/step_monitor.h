@@ -22,7 +22,6 @@ using TensorVector = std::shared_ptr<const std::vector<at::Tensor>>;
 struct StepReport {
   std::array<int64_t, kStatusSize> entries{};
   bool skipped = false;             // this step, by a gradient not finite or too large
-  bool is_counted = true;           // the step, in what the host knows of steps taken
   TensorVector step_params;         // the parameters of the step, what kNonFiniteParameter counts
   TensorVector root_params;         // what kFailedParameter counts
   at::Tensor non_finite_parameter;  // undefined: none
@@ -44,9 +43,6 @@ class StepMonitor {
 
   // Queues a copy of the status as the work submitted so far leaves it.
   void submit();
-
-  // What was submitted so far does not count in what the host knows of steps taken.
-  void forget_counts();
 
   // The oldest report not yet returned; none if there is none, or (unless `wait`) none has arrived.
   std::optional<StepReport> next(bool wait);

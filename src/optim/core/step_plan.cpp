@@ -26,7 +26,7 @@ bool StepPlan::Bound::is_unchanged() const {
 }
 
 void StepPlan::bind(std::vector<at::Tensor> params, std::vector<ParameterState> states,
-                    std::vector<int64_t> host_steps) {
+                    std::vector<int64_t> host_steps, const std::vector<NamedTensors>& more_state) {
   TORCH_CHECK_VALUE(params.size() == states.size() && params.size() == host_steps.size(),
                     "one state and one step count a parameter are needed, got ", states.size(),
                     " and ", host_steps.size(), " for ", params.size(), " parameters");
@@ -36,6 +36,11 @@ void StepPlan::bind(std::vector<at::Tensor> params, std::vector<ParameterState> 
     Bound& bound = bound_.back();
     for (const auto& [key, tensor] : bound.state.named()) {
       bound.tensors.emplace_back(tensor);
+    }
+    if (!more_state.empty()) {
+      for (const auto& [key, tensor] : more_state[i]) {
+        bound.tensors.emplace_back(tensor);
+      }
     }
   }
   host_steps_ = std::move(host_steps);
@@ -59,6 +64,17 @@ void StepPlan::forget_graphs(GraphMode mode) {
 }
 
 bool StepPlan::prepare() {
+  auto active = find_active();
+  if (!active) {
+    return false;
+  }
+  if (!is_planned(*active)) {
+    choose(std::move(*active));
+  }
+  return true;
+}
+
+std::optional<std::vector<size_t>> StepPlan::find_active() const {
   std::vector<size_t> active;
   active.reserve(active_.size());
   for (size_t i = 0; i < bound_.size(); ++i) {
@@ -67,15 +83,13 @@ bool StepPlan::prepare() {
     if (!grad.defined()) {
       continue;
     }
-    if (bound.state.is_empty() || !bound.is_unchanged() || !fits(grad, bound.param.tensor())) {
-      return false;
+    if (bound.state.is_empty() || !bound.is_unchanged() || !fits(grad, bound.param.tensor()) ||
+        bound.param.tensor().device() != device_) {
+      return std::nullopt;
     }
     active.push_back(i);
   }
-  if (planned_ == nullptr || active != active_) {
-    choose(std::move(active));
-  }
-  return true;
+  return active;
 }
 
 void StepPlan::choose(std::vector<size_t> active) {
@@ -117,7 +131,7 @@ void StepPlan::step(const at::Tensor& lr, const at::Tensor& found_inf) {
     grads.push_back(gradient_of(bound_[i].param.tensor()));
   }
   const bool counts = !device_.is_cpu() && host_decides();
-  const std::vector<int64_t> host_steps = counts ? known_steps() : std::vector<int64_t>();
+  const std::vector<int64_t> host_steps = counts ? known_steps(active_) : std::vector<int64_t>();
   for (const size_t i : active_) {  // unknown after a run that throws midway
     host_steps_[i] = -1;
   }
@@ -171,6 +185,10 @@ void StepPlan::update_preconditioners() {
   report();
 }
 
+void StepPlan::set_options(const torch::optim::OptimizerOptions&) {
+  TORCH_INTERNAL_ASSERT(false, "this plan takes the options of all groups at once");
+}
+
 void StepPlan::renew_roots(const std::vector<at::Tensor>&, const StateList&, at::Tensor) {
   TORCH_INTERNAL_ASSERT(false, "this optimizer has no roots that a call renews");
 }
@@ -182,32 +200,39 @@ void StepPlan::report() {
   }
 }
 
-// Waits for the device only after a load, a copy, captured steps or a step that threw.
-std::vector<int64_t> StepPlan::known_steps() {
+std::vector<int64_t> StepPlan::known_steps(const std::vector<size_t>& of) {
   std::vector<size_t> unknown;
   std::vector<at::Tensor> steps;
-  for (const size_t i : active_) {
+  for (const size_t i : of) {
     if (host_steps_[i] < 0) {
       unknown.push_back(i);
       steps.push_back(bound_[i].state.step);
     }
   }
   if (!unknown.empty()) {
-    const at::Tensor counts = at::stack(steps).cpu();
+    const at::Tensor counts = device_.is_cpu() ? at::Tensor() : at::stack(steps).cpu();
     take_reports(/*wait=*/false);  // skips before that are not to be taken back from what was read
     for (size_t k = 0; k < unknown.size(); ++k) {
-      host_steps_[unknown[k]] = static_cast<int64_t>(counts.const_data_ptr<double>()[k]);
+      const at::Tensor count = counts.defined() ? counts[k] : steps[k];
+      host_steps_[unknown[k]] = static_cast<int64_t>(count.item<double>());
     }
   }
   std::vector<int64_t> known;
-  known.reserve(active_.size());
-  for (const size_t i : active_) {
+  known.reserve(of.size());
+  for (const size_t i : of) {
     known.push_back(host_steps_[i]);
   }
   return known;
 }
 
-// Takes back what the host has counted.
+void StepPlan::follow_to(c10::Device device) {
+  if (device != device_) {
+    take_reports(/*wait=*/true);
+    device_ = device;
+    monitor_ = StepMonitor(device);
+  }
+}
+
 void StepPlan::note_skip(const std::vector<at::Tensor>& params) {
   std::unordered_set<const at::TensorImpl*> skipped;
   for (const at::Tensor& param : params) {

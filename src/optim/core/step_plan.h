@@ -46,7 +46,7 @@ class StepPlan : public torch::CustomClassHolder {
   c10::Device device() const { return device_; }
 
   // Options of the optimizer's own type. The learning rate is an argument of step() instead.
-  virtual void set_options(const torch::optim::OptimizerOptions& options) = 0;
+  virtual void set_options(const torch::optim::OptimizerOptions& options);
 
   // Graphs of steps that are kept, and the bytes of scratch memory that these hold.
   int64_t graph_count() const { return graphs_.count(); }
@@ -54,8 +54,9 @@ class StepPlan : public torch::CustomClassHolder {
 
   // The parameters of the group on the device, in order, and their states; empty: none yet.
   // `host_steps`: steps that each has taken; -1: to be read from the state when it is needed.
+  // `more_state`: one a parameter; tensors that must not change either. Empty: none.
   void bind(std::vector<at::Tensor> params, std::vector<ParameterState> states,
-            std::vector<int64_t> host_steps);
+            std::vector<int64_t> host_steps, const std::vector<NamedTensors>& more_state = {});
 
   // What bind() was given.
   size_t size() const { return bound_.size(); }
@@ -67,8 +68,9 @@ class StepPlan : public torch::CustomClassHolder {
 
   // Plans the step of the parameters that have a gradient. Changes nothing else. False where bind()
   // must come first: one of them, or its state, is not what it was, or has no state, or its
-  // gradient does not fit.
-  bool prepare();
+  // gradient does not fit. Plans of all groups raise ValueError for what was captured and does not
+  // fit.
+  virtual bool prepare();
 
   // The step that prepare() has planned. `lr`, `found_inf`: see PlannedStep.
   void step(const at::Tensor& lr, const at::Tensor& found_inf = {});
@@ -98,6 +100,26 @@ class StepPlan : public torch::CustomClassHolder {
   void forget_planned();
   void forget_graphs(GraphMode mode);
 
+  // What prepare() does: the parameters that have a gradient (none: bind() must come first),
+  // whether the step is planned for them, and planning it. Parameters are positions in what bind()
+  // was given.
+  std::optional<std::vector<size_t>> find_active() const;
+  bool is_planned(const std::vector<size_t>& active) const {
+    return planned_ != nullptr && active == active_;
+  }
+  void choose(std::vector<size_t> active);
+  const std::vector<size_t>& active() const { return active_; }
+
+  // Steps that parameters with state have taken. Waits for the device only after a load, a copy,
+  // captured steps or a step that threw.
+  std::vector<int64_t> known_steps(const std::vector<size_t>& of);
+  // Takes note of the steps that are known to be done; of all after a wait.
+  void take_reports(bool wait);
+  // Takes back what the host has counted for a step that was skipped.
+  virtual void note_skip(const std::vector<at::Tensor>& params);
+  // For parameters that were moved to another device.
+  void follow_to(c10::Device device);
+
  private:
   struct Bound {
     SeenTensor param;
@@ -106,13 +128,9 @@ class StepPlan : public torch::CustomClassHolder {
 
     bool is_unchanged() const;
   };
-  void choose(std::vector<size_t> active);
   void run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRef host_steps,
            const at::Tensor& found_inf);
-  std::vector<int64_t> known_steps();
-  void note_skip(const std::vector<at::Tensor>& params);
   void report();
-  void take_reports(bool wait);
 
   c10::Device device_;
   StepMonitor monitor_;

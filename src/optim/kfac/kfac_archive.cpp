@@ -1,10 +1,8 @@
 // Options and state of KFAC, and what its archives hold.
-#include "optim/blocked/block_storage.h"
-#include "optim/capture/factor_capture.h"
+#include "optim/core/parameter_state.h"
 #include "optim/core/state_checks.h"
 #include "optim/kfac/kfac_options.h"
-#include "optim/kfac/kfac_parts.h"
-#include "optim/kfac/kfac_step.h"
+#include "optim/kfac/kfac_plan.h"
 #include "torchium/optim/kfac.h"
 
 #include <ATen/ATen.h>
@@ -86,92 +84,18 @@ void KFACParamState::convert_to(const at::Tensor& param) {
   }
 }
 
-namespace detail {
-namespace {
-
-int64_t fan_in(const at::Tensor& matrix) {
-  return matrix.size(0) == 0 ? 0 : matrix.numel() / matrix.size(0);
-}
-
-// Zero factors and what is made of them before the first inversion.
-KfacLayer fresh_layer(const at::Tensor& weight, const FactorLayer& layer, DampingSplit split) {
-  return kfac_init_state(layer.matrix(weight), layer.has_bias_row, layer.groups, split,
-                         layer.diagonal_A, layer.diagonal_G);
-}
-
-void set_roots(KFACParamState& state, const KfacLayer& fresh, DampingSplit split) {
-  state.root_failures(fresh.root_failures);
-  state.A_inverse({}).G_inverse({});
-  state.A_eigenvectors({}).G_eigenvectors({}).A_eigenvalues({}).G_eigenvalues({});
-  if (split == DampingSplit::kExact) {
-    state.A_eigenvectors(fresh.A_root).G_eigenvectors(fresh.G_root);
-    state.A_eigenvalues(fresh.A_eigenvalues).G_eigenvalues(fresh.G_eigenvalues);
-  } else {
-    state.A_inverse(fresh.A_root).G_inverse(fresh.G_root);
+bool KFACParamState::assign(const std::string& key, const at::Tensor& value) {
+  if (SecondOrderParamState::assign(key, value)) {
+    return true;
   }
-}
-
-// The damping_split, or another that keeps the same, which has made the saved inverses. The option
-// may have changed since; the next step sees to that.
-std::string saved_split(KFACParamState& saved, const std::string& damping_split) {
-  for (const char* split : {"exact", "pi"}) {
-    if (has_roots(saved, split)) {
-      return split;
+  for (const auto& [name, tensor] : factors()) {
+    if (name == key) {
+      *tensor = value;
+      return true;
     }
   }
-  return damping_split;
+  return false;
 }
-
-}  // namespace
-
-const KFACOptions& kfac_options(const torch::optim::OptimizerOptions& options) {
-  const auto* result = dynamic_cast<const KFACOptions*>(&options);
-  TORCH_CHECK_VALUE(result != nullptr, "a parameter group of KFAC needs KFACOptions");
-  return *result;
-}
-
-bool factors_fit(const at::Tensor& weight, const at::Tensor& A, const at::Tensor& G) {
-  const auto fits = [&](const at::Tensor& matrix) {
-    const int64_t rows_of_bias = A.size(-1) - fan_in(matrix);
-    return (rows_of_bias == 0 || rows_of_bias == 1) && A.size(0) * G.size(-1) == matrix.size(0);
-  };
-  return weight.dim() >= 2 && (fits(weight) || (weight.dim() == 2 && fits(weight.mT())));
-}
-
-FactorLayer layer_of_factors(const at::Tensor& weight, const at::Tensor& A, const at::Tensor& G) {
-  FactorLayer layer;
-  layer.diagonal_A = A.dim() == 2;
-  layer.diagonal_G = G.defined() && G.dim() == 2;
-  layer.is_transposed = weight.dim() == 2 && G.defined() && G.dim() >= 2 &&
-                        weight.size(0) != weight.size(1) && G.size(-1) == weight.size(1);
-  const at::Tensor matrix = layer.matrix(weight);
-  if (A.dim() >= 2 && A.size(0) > 0 && matrix.size(0) % A.size(0) == 0) {
-    layer.groups = A.size(0);
-  }
-  layer.has_bias_row = A.dim() >= 2 && A.size(-1) == fan_in(matrix) + 1;
-  return layer;
-}
-
-void add_factors(KFACParamState& state, const at::Tensor& weight, const FactorLayer& seen,
-                 const std::string& damping_split) {
-  const auto split = parse_damping_split(damping_split);
-  const auto fresh = fresh_layer(weight, seen, split);
-  state.A(fresh.A).G(fresh.G).factor_updates(fresh.factor_updates);
-  set_roots(state, fresh, split);
-}
-
-bool has_roots(KFACParamState& state, const std::string& damping_split) {
-  return (damping_split == "exact" ? state.A_eigenvectors() : state.A_inverse()).defined();
-}
-
-void reset_roots(KFACParamState& state, const at::Tensor& weight,
-                 const std::string& damping_split) {
-  const auto split = parse_damping_split(damping_split);
-  set_roots(state, fresh_layer(weight, layer_of_factors(weight, state.A(), state.G()), split),
-            split);
-}
-
-}  // namespace detail
 
 void KFAC::fit_loaded(const Options& options, const std::vector<at::Tensor>& params,
                       const std::vector<SecondOrderParamState*>& loaded,
@@ -180,11 +104,8 @@ void KFAC::fit_loaded(const Options& options, const std::vector<at::Tensor>& par
     const at::Tensor& weight = params[i];
     auto& source = static_cast<KFACParamState&>(*loaded[i]);
     auto& target = static_cast<KFACParamState&>(*fitted[i]);
-    if (!source.A().defined() || weight.dim() < 2) {
-      continue;
-    }
-    detail::add_factors(target, weight, detail::layer_of_factors(weight, source.A(), source.G()),
-                        detail::saved_split(source, detail::kfac_options(options).damping_split()));
+    detail::add_saved_layout(target, weight, source,
+                             static_cast<const KFACOptions&>(options).damping_split());
     const auto sources = source.factors();
     const auto targets = target.factors();
     for (const auto k : c10::irange(targets.size())) {
@@ -211,7 +132,7 @@ void KFAC::save_more(torch::serialize::OutputArchive& archive) const {
   std::vector<int64_t> rows;
   for (const auto i : c10::irange(params.size())) {
     KFACParamState* state = state_of(params[i]);
-    const auto* layer = capture_->layer(params[i]);
+    const auto* layer = plan().records().layer(params[i]);
     if (state != nullptr && state->A().defined() && layer != nullptr) {
       rows.insert(rows.end(), {static_cast<int64_t>(i), position(layer->bias),
                                static_cast<int64_t>(layer->is_transposed)});
@@ -231,20 +152,17 @@ std::function<void()> KFAC::read_more(torch::serialize::InputArchive& archive) {
                         (rows.select(1, 0) >= 0).all().item<bool>(),
                     "the entry 'layers' of the archive does not fit the optimizer's ", count,
                     " parameters");
-  return [this, rows, params] {
-    *notes_ = Notes();
-    capture_->forget_layers();
+  return [this, rows] {
+    bind();
+    std::vector<detail::DeclaredLayer> layers;
+    const auto row = rows.accessor<int64_t, 2>();
     for (const auto i : c10::irange(rows.size(0))) {
-      const at::Tensor& weight = params[rows[i][0].item<int64_t>()];
-      const auto bias = rows[i][1].item<int64_t>();
-      const KFACParamState* state = state_of(weight);
+      const KFACParamState* state = state_of(plan().param(row[i][0]));
       if (state != nullptr && state->A().defined()) {
-        auto layer = detail::layer_of_factors(weight, state->A(), state->G());
-        layer.bias = bias >= 0 ? params[bias] : at::Tensor();
-        layer.is_transposed = rows[i][2].item<int64_t>() != 0;
-        capture_->set_layer(weight, std::move(layer));
+        layers.push_back({row[i][0], row[i][1], row[i][2] != 0});
       }
     }
+    plan().declare(layers);
     forget_captures();
   };
 }

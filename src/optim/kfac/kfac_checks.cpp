@@ -2,32 +2,18 @@
 
 #include "optim/blocked/block_storage.h"
 #include "optim/core/argument_checks.h"
-#include "optim/core/option_checks.h"
 
 namespace torchium::optim::detail {
 namespace {
 
-void check_options(const KfacHyperparameters& h, at::TensorList params, const KfacState& state) {
-  TORCH_CHECK_VALUE(h.parameters.size() == params.size(),
-                    "lrs, momentums, weight_decays and maximize have ", h.parameters.size(),
-                    " entries for ", params.size(), " params; pass one each");
-  TORCH_CHECK_VALUE(!h.kl_clip.has_value() || *h.kl_clip > 0.0,
-                    "kl_clip must be a number above 0 or None, got ", h.kl_clip.value_or(0.0));
-  check_choice("root_method", h.root_method, {"auto", "eigh", "newton"});
-  TORCH_CHECK_VALUE(!h.found_inf.defined() || h.found_inf.numel() == 1,
-                    "found_inf must be one number, got shape ", h.found_inf.sizes());
+void check_momentum_buffers(const KfacHyperparameters& h, at::TensorList params,
+                            const KfacState& state) {
   std::vector<at::Tensor> with_momentum;
   std::vector<at::Tensor> buffers;
   for (size_t i = 0; i < params.size(); ++i) {
-    const KfacParameterOptions& options = h.parameters[i];
-    TORCH_CHECK_VALUE(options.lr.defined() && options.lr.numel() == 1, "lrs[", i,
-                      "] must be one number");
-    check_at_least_zero("momentum", options.momentum);
-    if (options.momentum > 0.0) {
+    if (h.parameters[i].momentum > 0.0) {
       with_momentum.push_back(params[i]);
-      if (i < state.momentum_buffers.size()) {
-        buffers.push_back(state.momentum_buffers[i]);
-      }
+      buffers.push_back(state.momentum_buffers[i]);
     }
   }
   check_state_list(buffers, with_momentum, true, "momentum_buffers");
@@ -43,20 +29,9 @@ void check_tensor(const at::Tensor& tensor, at::IntArrayRef sizes, at::ScalarTyp
                         : std::string("an undefined tensor"));
 }
 
-// The parameter of a layer, which no other layer may have.
-const at::Tensor& claim(int64_t index, at::TensorList params, std::vector<bool>& taken,
-                        const char* name, size_t layer) {
-  TORCH_CHECK_VALUE(index >= 0 && index < static_cast<int64_t>(params.size()), name, " of layer ",
-                    layer, " is params[", index, "], but there are ", params.size());
-  TORCH_CHECK_VALUE(!taken[index], name, " of layer ", layer, " is params[", index,
-                    "], which belongs to another layer already");
-  taken[index] = true;
-  return params[index];
-}
-
 void check_layer(const KfacLayer& layer, size_t index, const KfacHyperparameters& h,
-                 at::TensorList params, std::vector<bool>& taken) {
-  const at::Tensor& weight = claim(layer.weight, params, taken, "the weight", index);
+                 at::TensorList params) {
+  const at::Tensor& weight = params[layer.weight];
   TORCH_CHECK_VALUE(weight.dim() >= 2 && weight.numel() > 0, "the weight of layer ", index,
                     " has shape ", weight.sizes(), "; a matrix or a convolution kernel is needed");
   TORCH_CHECK_VALUE(
@@ -69,7 +44,7 @@ void check_layer(const KfacLayer& layer, size_t index, const KfacHyperparameters
   const int64_t fan_in = weight.numel() / weight.size(0);
   const int64_t a = layer.A.size(-1) == fan_in + 1 ? fan_in + 1 : fan_in;
   if (layer.bias >= 0) {
-    const at::Tensor& bias = claim(layer.bias, params, taken, "the bias", index);
+    const at::Tensor& bias = params[layer.bias];
     TORCH_CHECK_VALUE(bias.dim() == 1 && bias.size(0) == weight.size(0), "the bias of layer ",
                       index, " has shape ", bias.sizes(), " but its weight has shape ",
                       weight.sizes());
@@ -95,29 +70,18 @@ void check_layer(const KfacLayer& layer, size_t index, const KfacHyperparameters
     check(layer.A_eigenvalues, {groups, a}, "A_eigenvalues");
     check(layer.G_eigenvalues, {groups, o}, "G_eigenvalues");
   }
-  if (layer.samples > 0) {
-    check(layer.A_sum, shape(layer.A, a), "A_sums");
-    check(layer.G_sum, shape(layer.G, o), "G_sums");
-  }
-  TORCH_CHECK_VALUE(layer.samples >= 0 && layer.rows >= layer.samples, "layer ", index, " has ",
-                    layer.samples, " samples in ", layer.rows,
-                    " rows; there is at least one row a sample");
   check_tensor(layer.factor_updates, {}, at::kFloat, weight, "factor_updates", index);
   check_tensor(layer.root_failures, {2}, at::kInt, weight, "root_failures", index);
-  check_at_least_zero("damping", layer.damping);
-  check_at_least_zero("eps", layer.floor);
-  check_rate("stat_decay", layer.stat_decay, /*one_allowed=*/true);
 }
 
 }  // namespace
 
-void check_kfac_arguments(const KfacHyperparameters& h, at::TensorList params, at::TensorList grads,
-                          const std::vector<KfacLayer>& layers, const KfacState& state) {
-  check_step_arguments(params, grads, state.steps, state.status);
-  check_options(h, params, state);
-  std::vector<bool> taken(params.size(), false);
+void check_kfac_state(const KfacHyperparameters& h, at::TensorList params,
+                      const std::vector<KfacLayer>& layers, const KfacState& state) {
+  check_parameters(params, state.steps, state.status);
+  check_momentum_buffers(h, params, state);
   for (size_t i = 0; i < layers.size(); ++i) {
-    check_layer(layers[i], i, h, params, taken);
+    check_layer(layers[i], i, h, params);
   }
 }
 

@@ -1,13 +1,12 @@
-// Arguments of a K-FAC step that do not fit together are refused before anything changes.
+// State that does not fit its parameters is refused before a step.
 #pragma once
 
 #include "optim/kfac/kfac_step.h"
 
 namespace torchium::optim::detail {
 
-// ValueError naming the argument, its value and what is needed.
-void check_kfac_arguments(const KfacHyperparameters& hyperparameters, at::TensorList params,
-                          at::TensorList grads, const std::vector<KfacLayer>& layers,
-                          const KfacState& state);
+// ValueError naming the tensor, what it is and what is needed.
+void check_kfac_state(const KfacHyperparameters& hyperparameters, at::TensorList params,
+                      const std::vector<KfacLayer>& layers, const KfacState& state);
 
 }  // namespace torchium::optim::detail

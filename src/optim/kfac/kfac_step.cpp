@@ -6,7 +6,6 @@
 #include "optim/core/argument_checks.h"
 #include "optim/core/found_inf_guard.h"
 #include "optim/kfac/cuda/fused_kfac.h"
-#include "optim/kfac/kfac_checks.h"
 #include "optim/kfac/kfac_direction.h"
 #include "optim/kfac/kfac_inverses.h"
 
@@ -172,7 +171,6 @@ void kfac_step(const KfacHyperparameters& h, at::TensorList params, at::TensorLi
   if (params.empty()) {
     return;
   }
-  check_kfac_arguments(h, params, grads, layers, state);
   update_inverses(layers, &KfacLayer::inverse_lost, h.damping_split, h.root_method,
                   FoundInfGuard::open());
   const std::vector<Examined> sums = captured_sums(h, layers);

@@ -1,6 +1,5 @@
 #include "optim/shampoo/shampoo_plan.h"
 
-#include "optim/core/group_step.h"
 #include "optim/shampoo/shampoo_options.h"
 #include "optim/shampoo/shampoo_rules.h"
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, overload
 
 import torch
@@ -18,29 +17,16 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from .amp import forget_scaler
 from .checkpoint import foreign_states, saved_groups, saved_states, split_state
-from .monitor import JOINT, MAX_CONSECUTIVE_SKIPS, Report, StatusMonitor
 from .options import OptionList
 from .parameters import (
     State,
-    check_dense,
     check_parameter,
     check_params,
-    is_plain,
     largest_gradient,
     parameter_name,
     state_dtype,
 )
-
-
-@dataclass(frozen=True)
-class StepArguments:
-    """The parameters of one group on one device that have a gradient, and their state."""
-
-    group_index: int
-    group: dict[str, Any]
-    device: torch.device
-    params: list[Tensor]
-    grads: list[Tensor]
+from .plan import JOINT, MAX_CONSECUTIVE_SKIPS, Report
 
 
 class CoreOptimizer(Optimizer):
@@ -138,8 +124,6 @@ class CoreOptimizer(Optimizer):
             self._step_groups()
             self._raise_failures()
         except BaseException:
-            # A step that raised midway, out of memory for one, may be counted on the device.
-            self._host_steps.clear()
             forget_scaler(self)
             raise
         return loss
@@ -151,39 +135,17 @@ class CoreOptimizer(Optimizer):
         call this where a wait does not hurt, for example once an epoch. See :meth:`step` for what
         is raised.
         """
-        self._note(self._take_reports(wait=True))
+        self._reports += self._take_reports(wait=True)
         self._raise_failures()
-
-    def _all_arguments(self) -> list[StepArguments]:
-        """What a step of all groups takes, checked before any is changed."""
-        return [s for i, group in enumerate(self.param_groups) for s in self._arguments(i, group)]
-
-    def _arguments(self, index: int, group: dict[str, Any]) -> list[StepArguments]:
-        """What a step of the group takes, one entry a device, checked."""
-        self._check_changed_options(index, group)
-        grads = [p.grad for p in group["params"]]
-        params = [p for p, g in zip(group["params"], grads, strict=True) if g is not None]
-        grads = [g for g in grads if g is not None]
-        if not all(is_plain(*kind) for kind in {(type(g), g.layout, g.dtype) for g in grads}):
-            for param, grad in zip(params, grads, strict=True):
-                check_dense(grad, f"gradient of {parameter_name(index, group, param)}")
-        devices = {p.device for p in params}
-        if len(devices) == 1:
-            return [StepArguments(index, group, devices.pop(), params, grads)]
-        steps = []
-        for device in sorted(devices, key=str):
-            mask = [p.device == device for p in params]
-            on_device = [
-                [t for t, m in zip(tensors, mask, strict=True) if m] for tensors in (params, grads)
-            ]
-            steps.append(StepArguments(index, group, device, *on_device))
-        return steps
 
     def _check_changed_options(self, index: int, group: dict[str, Any]) -> None:
         """Checks options again that were set in ``param_groups`` since the last step."""
         lr = group["lr"]
         if not isinstance(lr, Tensor) and self._checked_lrs.get(index) != lr:
             self._checked_lrs[index] = self._OPTIONS.checked_lr(lr)
+        self._check_changed_but_lr(index, group)
+
+    def _check_changed_but_lr(self, index: int, group: dict[str, Any]) -> None:
         options = tuple([group[name] for name in self._OPTIONS.names])
         if self._checked_options.get(index) != options:
             group.update(self._OPTIONS.checked(group))
@@ -197,26 +159,13 @@ class CoreOptimizer(Optimizer):
         position = next(i for i, p in enumerate(group["params"]) if p is param)
         return f"del optimizer.state[optimizer.param_groups[{index}]['params'][{position}]]"
 
-    def _known_host_steps(self, params: list[Tensor]) -> list[int]:
-        """Steps each parameter has taken; read from the device where the host does not know."""
-        known = [self._host_steps.get(p) for p in params]
-        if None in known:  # a wait, but only after a load, a copy or a step that raised
-            unknown = [p for p, count in zip(params, known, strict=True) if count is None]
-            counts = torch.stack([self.state[p]["step"] for p in unknown]).tolist()
-            self._poll()  # skips before that are not to be taken back from what was read
-            self._host_steps.update(zip(unknown, map(int, counts), strict=True))
-            known = [self._host_steps[p] for p in params]
-        return known  # type: ignore[return-value]
-
     # ---- state
 
     def _forget_derived(self) -> None:
         """Drops what can be rebuilt from the groups and the state."""
-        self._monitor = StatusMonitor()
         self._reports: list[Report] = []  # that may still have to be raised
         self._checked_options: dict[int, tuple[Any, ...]] = {}
         self._checked_lrs: dict[int, Any] = {}
-        self._host_steps: dict[Tensor, int] = {}
 
     # ---- checkpoints
 
@@ -272,24 +221,14 @@ class CoreOptimizer(Optimizer):
 
     # ---- failures
 
-    def _poll(self) -> None:
-        """Takes note of the steps that are known to be done, without waiting."""
-        self._note(self._take_reports(wait=False))
-
+    @abstractmethod
     def _take_reports(self, wait: bool) -> Sequence[Report]:
         """Reports of the steps known to be done, or of all of them after a wait."""
-        return self._monitor.wait() if wait else self._monitor.poll()
-
-    def _note(self, reports: Sequence[Report]) -> None:
-        for report in reports:
-            if report.skipped:
-                self._note_skip(report.params)
-        self._reports += reports
 
     def _raise_failures(self) -> None:
         """Raises for the first failure of the steps that are known to be done."""
-        self._poll()
-        reports, self._reports = self._reports, []
+        reports = [*self._reports, *self._take_reports(wait=False)]
+        self._reports = []
         for report in reports:
             if report.group >= len(self.param_groups):  # removed by hand since
                 continue
@@ -307,12 +246,6 @@ class CoreOptimizer(Optimizer):
                     f"{self._culprit(report, report.failed)} failed {report.root_failures} "
                     f"times in a row; {self._ROOT_REMEDY}"
                 )
-
-    def _note_skip(self, params: list[Tensor]) -> None:
-        """Takes back what the host has counted for a step of ``params`` that was skipped."""
-        for param in params:
-            if param in self._host_steps:
-                self._host_steps[param] -= 1
 
     def _limit(self, param: Tensor | None) -> str:
         if param is None:

@@ -15,9 +15,8 @@ from torch import Tensor
 from .amp import unscale_gradients
 from .base import CoreOptimizer
 from .checkpoint import as_tensors, own_state
-from .monitor import Report
 from .parameters import State, check_unsharded, parameter_name
-from .plan import Snapshot
+from .plan import Report, Snapshot
 
 # Options, parameters, names (or none) and states of all groups, as the plans take them.
 _Groups = tuple[tuple[Any, ...], list[list[Tensor]], list[list[str]], list[list[State]]]
@@ -115,7 +114,7 @@ class BlockedOptimizer(CoreOptimizer):
         reports = []
         while (failure := self._next_failure(wait)) is not None:
             index, *found = failure
-            reports.append(Report(index, [], False, *found))
+            reports.append(Report(index, *found))
         return reports
 
     # ---- state

@@ -6,8 +6,7 @@ One step is one call for all parameters of all groups, since their factors or sa
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass
+from operator import is_
 from typing import Any, ClassVar
 
 import torch
@@ -17,48 +16,19 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import ParamsT
 
 from ..._capture.capture import Capture
-from .amp import on_device, unscale_gradients
+from .amp import unscale_gradients
 from .base import CoreOptimizer
-from .monitor import JOINT, refuse_capture
-from .options import lr_tensor
-from .parameters import (
-    STEP_DTYPE,
-    State,
-    check_unsharded,
-    fresh_step,
-    parameter_name,
-    short_name,
-    state_dtype,
-    state_zeros,
-)
+from .parameters import check_unsharded, parameter_name
+from .plan import JointPlan, Report, Snapshot
 
 ParamsOrModel = ParamsT | nn.Module
-
-
-@dataclass(frozen=True)
-class JointStep:
-    """The parameters of all groups that have a gradient; one group a parameter."""
-
-    params: list[Tensor]
-    grads: list[Tensor]
-    groups: list[dict[str, Any]]
-    device: torch.device
-
-    def per_param(self, option: str) -> list[Any]:
-        return [group[option] for group in self.groups]
-
-    def lrs(self) -> list[Tensor]:
-        """The learning rate of each parameter, one tensor a group."""
-        groups = {id(g): g for g in self.groups}
-        tensors = {key: lr_tensor(g["lr"], self.device) for key, g in groups.items()}
-        return [tensors[id(g)] for g in self.groups]
 
 
 class CapturingOptimizer(CoreOptimizer):
     """Base of the optimizers that capture inputs and output gradients of layers."""
 
-    # Keys of the state that is in the state dtype.
-    _IN_STATE_DTYPE: ClassVar[frozenset[str]] = frozenset({"momentum_buffer"})
+    # The class of its plan in the core.
+    _PLAN: ClassVar[str]
     # An option that no other optimizer has.
     _OWN_OPTION: ClassVar[str]
     _ROOT_REMEDY = "raise damping or lower lr"
@@ -79,15 +49,21 @@ class CapturingOptimizer(CoreOptimizer):
             self._adopt({module: name for name, module in model.named_modules()})
 
     _capture: Capture
-    _group_by_param: dict[Tensor, dict[str, Any]] | None
+    _plan: JointPlan | None
+    # What the plan is bound to, and the checked options that it has.
+    _bound_to: Snapshot | None
+    _adopted: list[Any]
 
     @abstractmethod
     def _init_capture(self) -> None:
         """Makes a capture, and whatever else does not follow from groups and state."""
 
     @abstractmethod
-    def _step_joint(self, step: JointStep) -> None:
-        """Checks the step, then takes it."""
+    def _before_step(self, plan: JointPlan) -> None:
+        """Tells the plan what the capture has found; raises for layers that do not allow a step."""
+
+    def _announce(self, plan: JointPlan) -> None:
+        """Warns of what the planned step cannot do, before anything is changed."""
 
     # ---- the scaler
 
@@ -119,16 +95,15 @@ class CapturingOptimizer(CoreOptimizer):
         scale: Tensor | None = self.grad_scaler._get_scale_async()
         return scale
 
-    def _found_inf(self, step: JointStep) -> Tensor | None:
-        """The verdict of the scaler that runs this step; unscales ``.grad`` as that would."""
-        found_inf = unscale_gradients(self)
-        return None if found_inf is None else on_device(found_inf, step.device)
+    def _unknown_loss_scale(self) -> Tensor | None:
+        """The part of it that what was recorded until the step does not know."""
+        return self._loss_scale()
 
     # ---- groups and modules
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        self._group_by_param = None
+        self._bound_to = None
         self._capture.watch(self.param_groups[-1]["params"])
 
     def _check_new_group(self, index: int, group: dict[str, Any]) -> None:
@@ -150,20 +125,15 @@ class CapturingOptimizer(CoreOptimizer):
                         f"got {first!r} in group 0 and {group[name]!r} in group {index}"
                     )
 
-    def _group_of(self, param: Tensor) -> dict[str, Any]:
-        if self._group_by_param is None:
-            self._group_by_param = {
-                p: group for group in self.param_groups for p in group["params"]
-            }
-        return self._group_by_param[param]
-
-    def _full_name(self, param: Tensor) -> str:
-        index = next(i for i, g in enumerate(self.param_groups) if g is self._group_of(param))
-        return parameter_name(index, self.param_groups[index], param)
-
-    def _short_name(self, param: Tensor) -> str:
-        index = next(i for i, g in enumerate(self.param_groups) if g is self._group_of(param))
-        return short_name(index, self.param_groups[index], param)
+    def _short_names(self) -> dict[Tensor, str]:
+        """The names that the optimizer was given, or where the parameters are."""
+        return {
+            param: names[i]
+            if (names := group.get("param_names"))
+            else f"parameter {i} of group {g}"
+            for g, group in enumerate(self.param_groups)
+            for i, param in enumerate(group["params"])
+        }
 
     def _module_name(self, module: nn.Module) -> str:
         name = self._capture.modules.get(module, "")
@@ -174,22 +144,92 @@ class CapturingOptimizer(CoreOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        self._capture.forget()
+        self._forget_calls()
 
     def _step_groups(self) -> None:
         try:
             self._refuse_misuse()
-            self._group_by_param = None  # groups are plain dicts that anybody may change
-            step = self._joint_step()
-            if step is not None:
-                self._check_old_state(step)
-                self._convert_state(step)
-                refuse_capture(step.device, "the host decides in step() what is captured")
-                self._known_host_steps([p for p in step.params if self._has_state(p)])
-                self._step_joint(step)
+            for index, group in enumerate(self.param_groups):
+                self._check_changed_options(index, group)
+            plan = self._bound_plan()
+            self._adopt_options(plan)
+            self._before_step(plan)
+            if not plan.core.prepare():
+                self._complete_state(plan)
+            self._announce(plan)
+            found_inf = unscale_gradients(self)
+            lrs = [group["lr"] for group in self.param_groups]
+            self._change_state(plan, plan.step(lrs, found_inf, self._unknown_loss_scale()))
         finally:
-            self._capture.forget()
+            self._forget_calls()
             self._capture.settle()
+            self._decided = False
+
+    def _forget_calls(self) -> None:
+        self._capture.forget()
+        if self._plan is not None:
+            self._plan.core.forget()
+
+    def _decide(self) -> JointPlan | None:
+        """The plan, ready to decide what the next step needs layers to see: at the first forward pass.
+
+        None: an option is wrong, which ``step()`` raises.
+        """
+        self._decided = True
+        plan = self._bound_plan()
+        try:
+            self._adopt_options(plan)
+        except ValueError:
+            return None
+        return plan
+
+    def _bound_plan(self) -> JointPlan:
+        """The plan, bound to what the groups and the state hold now."""
+        if self._plan is None:
+            self._plan = JointPlan(self._PLAN)
+        if self._bound_to is None or not self._bound_to.is_of(self.param_groups, self.state):
+            self._bind(self._plan)
+        return self._plan
+
+    def _bind(self, plan: JointPlan) -> None:
+        self._bound_to = None  # until it is done
+        plan.bind(self.param_groups, self.state)
+        self._bound_to = Snapshot(self.param_groups, self.state)
+
+    def _adopt_options(self, plan: JointPlan) -> None:
+        """Hands the plan options that were set since the last step."""
+        for index, group in enumerate(self.param_groups):
+            self._check_changed_but_lr(index, group)
+        checked = [self._checked_options[index] for index in range(len(self.param_groups))]
+        if len(checked) != len(self._adopted) or not all(map(is_, checked, self._adopted)):
+            self._check_shared(self.param_groups)
+            plan.core.set_options(tuple(self._OPTIONS.values(g) for g in self.param_groups))
+            self._adopted = checked
+
+    def _complete_state(self, plan: JointPlan) -> None:
+        """Checks all, creates the state that is missing, and plans the step."""
+        for index, group in enumerate(self.param_groups):
+            for param in group["params"]:
+                if not self._has_state(param) and param.grad is not None:
+                    check_unsharded(param, parameter_name(index, group, param))
+        self._bind(plan)
+        changes = plan.core.missing_state()
+        self._announce(plan)
+        self._change_state(plan, changes)
+        self._bind(plan)
+        if not plan.core.prepare():
+            raise RuntimeError("parameters, gradients or state changed during step()")
+
+    def _change_state(self, plan: JointPlan, changes: list[tuple[int, str, Tensor | None]]) -> None:
+        for i, key, value in changes:
+            state = self.state[plan.params[i]]
+            if value is None:
+                state.pop(key, None)
+            else:
+                state[key] = value
+
+    def _take_reports(self, wait: bool) -> list[Report]:
+        return [] if self._plan is None else self._plan.failures(wait)
 
     def _refuse_misuse(self) -> None:
         name = type(self).__name__
@@ -216,85 +256,6 @@ class CapturingOptimizer(CoreOptimizer):
             )
         self._is_copy = False
 
-    def _joint_step(self) -> JointStep | None:
-        steps = self._all_arguments()
-        self._check_shared(self.param_groups)
-        if not steps:
-            return None
-        devices = sorted({str(step.device) for step in steps})
-        if len(devices) > 1:
-            raise ValueError(
-                f"{type(self).__name__} needs all parameters on one device, got gradients on "
-                f"{' and '.join(devices)}; use one optimizer a device"
-            )
-        return JointStep(
-            [p for step in steps for p in step.params],
-            [g for step in steps for g in step.grads],
-            [step.group for step in steps for _ in step.params],
-            steps[0].device,
-        )
-
-    def _check_old_state(self, step: JointStep) -> None:
-        """Raises ValueError for state that does not fit its parameter, before anything is changed."""
-        for param in step.params:
-            buffer = self.state.get(param, {}).get("momentum_buffer")
-            if buffer is not None and buffer.shape != param.shape:
-                raise ValueError(self._misfit(param, f"'momentum_buffer' {list(buffer.shape)}"))
-            if not self._has_state(param):
-                check_unsharded(param, self._full_name(param))
-
-    def _misfit(self, param: Tensor, state: str) -> str:
-        group = self._group_of(param)
-        index = next(i for i, g in enumerate(self.param_groups) if g is group)
-        return (
-            f"{self._full_name(param)} has got another shape since its {state} was made; "
-            f"{self._start_afresh(index, group, param)} to start afresh"
-        )
-
-    def _convert_state(self, step: JointStep) -> bool:
-        """Whether state had to follow its parameter to another device or dtype."""
-        moved = [p for p in step.params if self._has_state(p) and not self._is_beside(p)]
-        for param in moved:
-            state = self.state[param]
-            dtypes = dict.fromkeys(self._IN_STATE_DTYPE, state_dtype(param)) | {"step": STEP_DTYPE}
-            for key, value in self._own_state(param).items():
-                state[key] = value.to(param.device, dtypes.get(key, value.dtype))
-        return bool(moved)
-
-    def _is_beside(self, param: Tensor) -> bool:
-        """Whether the state of the parameter has its device and the dtypes that it needs."""
-        state = self.state[param]
-        step, dtype = state["step"], state_dtype(param)
-        return (step.device, step.dtype) == (param.device, STEP_DTYPE) and all(
-            state[key].dtype == dtype for key in self._IN_STATE_DTYPE & state.keys()
-        )
-
-    def _own_state(self, param: Tensor) -> State:
-        """State of the parameter on its device, without what other code may keep there."""
-        own = {"step", *self._IN_STATE_DTYPE}
-        return {k: v for k, v in self.state[param].items() if k in own}
-
-    def _add_common_state(self, step: JointStep, with_buffer: Iterable[bool]) -> None:
-        """Makes the state that parameters lack for this step."""
-        for param, needs_buffer in zip(step.params, with_buffer, strict=True):
-            if not self._has_state(param):
-                self.state[param]["step"] = fresh_step(param)
-                self._host_steps[param] = 0
-            if needs_buffer and "momentum_buffer" not in self.state[param]:
-                self.state[param]["momentum_buffer"] = state_zeros(param)
-
-    def _count_step(self, step: JointStep) -> None:
-        """Takes note of a launched step."""
-        for param, count in zip(step.params, self._known_host_steps(step.params), strict=True):
-            self._host_steps[param] = count + 1
-        self._monitor.watch((JOINT, step.device), step.params)
-
-    def _status(self, step: JointStep) -> Tensor:
-        return self._monitor.status((JOINT, step.device))
-
-    def _host_step(self, param: Tensor) -> int:
-        return self._known_host_steps([param])[0] if self._has_state(param) else 0
-
     # ---- state
 
     def _check_saved_groups(self, state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> None:
@@ -308,7 +269,10 @@ class CapturingOptimizer(CoreOptimizer):
 
     def _forget_derived(self) -> None:
         super()._forget_derived()
-        self._group_by_param = None
+        self._plan = None
+        self._bound_to = None
+        self._adopted = []
+        self._decided = False
         self._capture.forget()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -324,8 +288,3 @@ class CapturingOptimizer(CoreOptimizer):
             self._capture.watch(group["params"])
         self._adopt(modules)
         self._is_copy = bool(modules)
-
-
-def all_zero(tensors: list[Tensor]) -> bool:
-    """Whether all entries are zero; waits for the device."""
-    return not any(bool(t.any()) for t in tensors)

@@ -10,8 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .factors import FACTOR_KEYS
 from .parameters import State
+
+# What only a weight with factors has.
+FACTOR_KEYS = frozenset(
+    (
+        *("A", "G", "A_inverse", "G_inverse", "factor_updates", "root_failures"),
+        *("A_eigenvectors", "G_eigenvectors", "A_eigenvalues", "G_eigenvalues"),
+    )
+)
 
 # State of the optimizers of this package; a list has a number behind a dot.
 _OUR_KEYS = frozenset(

@@ -121,9 +121,7 @@ def _as_float(value: Any) -> float:
         return math.inf if value > 0 else -math.inf
 
 
-def lr_tensor(lr: float | Tensor, device: torch.device) -> Tensor:
-    """``lr`` as the operators take it: 0-dim, float64 on the CPU or any float on ``device``."""
-    if not isinstance(lr, Tensor):
-        return torch.scalar_tensor(lr, dtype=torch.float64, device="cpu")
+def lr_tensor(lr: Tensor, device: torch.device) -> Tensor:
+    """``lr`` as the plans take it: 0-dim, float64 on the CPU or any float on ``device``."""
     lr = lr.detach().reshape(())
     return lr.to(torch.float64) if lr.is_cpu else lr.to(device, non_blocking=device.type != "cpu")

@@ -13,24 +13,12 @@ from torch.optim import Optimizer
 
 State = dict[str, Tensor]  # of one parameter
 
-STEP_DTYPE = torch.float64  # a float32 would stop at 2^24
-
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def state_dtype(param: Tensor) -> torch.dtype:
     """dtype of all state of a parameter but ``step``."""
     return torch.float64 if param.dtype == torch.float64 else torch.float32
-
-
-def state_zeros(param: Tensor) -> Tensor:
-    """Fresh state of the parameter's shape and memory format."""
-    return torch.zeros_like(param, dtype=state_dtype(param), requires_grad=False)
-
-
-def fresh_step(param: Tensor) -> Tensor:
-    """The step count of a parameter that has taken none."""
-    return torch.zeros((), dtype=STEP_DTYPE, device=param.device)
 
 
 def largest_gradient(param: Tensor, step: int) -> float:
@@ -47,23 +35,19 @@ def parameter_name(index: int, group: dict[str, Any], param: Tensor | None) -> s
     position = next((i for i, p in enumerate(group["params"]) if p is param), None)
     if param is None or position is None:
         return f"a parameter of group {index}"
-    names = group.get("param_names")
+    return _name_at(index, group, position)
+
+
+def parameter_names(index: int, group: dict[str, Any]) -> list[str]:
+    """What :func:`parameter_name` calls each parameter of the group."""
+    return [_name_at(index, group, i) for i in range(len(group["params"]))]
+
+
+def _name_at(index: int, group: dict[str, Any], position: int) -> str:
+    names, param = group.get("param_names"), group["params"][position]
     label = repr(names[position]) if names else position
-    if is_lazy(param):  # without a shape
-        return f"parameter {label} of group {index}"
-    return f"parameter {label} of group {index} (shape {list(param.shape)})"
-
-
-def short_name(index: int, group: dict[str, Any], param: Tensor) -> str:
-    """The name that the optimizer was given, or where the parameter is."""
-    position = next(i for i, p in enumerate(group["params"]) if p is param)
-    names = group.get("param_names")
-    return names[position] if names else f"parameter {position} of group {index}"
-
-
-def is_plain(kind: type, layout: torch.layout, dtype: torch.dtype) -> bool:
-    """Whether tensors of this kind need no closer look."""
-    return kind is Tensor and layout is torch.strided and dtype in _DTYPES
+    shape = "" if is_lazy(param) else f" (shape {list(param.shape)})"
+    return f"parameter {label} of group {index}{shape}"
 
 
 def check_dense(tensor: Tensor, name: str) -> None:

@@ -1,4 +1,4 @@
-"""The K-FAC step operator against the float64 reference and hand-built solves."""
+"""Steps of K-FAC's plan against the float64 reference and hand-built solves."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from kfac_operator import OperatorKFAC, Problem, ops
+from kfac_plan import PlanKFAC, Problem, ops
 from optimizer_cases import assert_same
 from reference import Layer, ReferenceKFAC
 from reference.kfac import Sample
 from torch import Tensor
-from torch.library import opcheck
 
 SPLITS = ["pi", "plain", "exact"]
 OPTIONS: dict[str, tuple[dict, dict]] = {  # of groups, of the whole optimizer
@@ -34,7 +33,7 @@ def run_both(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Parameters after a few steps of the operator and of the reference."""
     ours, theirs = Problem(dtype, device), Problem()
-    optimizer = OperatorKFAC(make_groups(ours), ours.layers, **shared)
+    optimizer = PlanKFAC(make_groups(ours), ours.layers, **shared)
     reference = ReferenceKFAC(make_groups(theirs), theirs.layers, **shared)
     for _ in range(7):
         optimizer.step(ours.batch(samples))
@@ -81,17 +80,17 @@ def test_parameters_have_their_own_options(split, device):
 
 def single_layer(
     weight: Tensor, bias: Tensor | None = None, groups: int = 1, **options: Any
-) -> tuple[list[Tensor], Layer, OperatorKFAC]:
+) -> tuple[list[Tensor], Layer, PlanKFAC]:
     """One layer with an optimizer whose update is the direction itself."""
     params = [p for p in (weight, bias) if p is not None]
     layer = Layer(weight, bias, groups)
     of_group = {"lr": 1.0, "momentum": 0.0, "TCov": 1, "TInv": 1}
     of_group |= {k: v for k, v in options.items() if k in ("damping", "eps", "lr")}
     rest = {"kl_clip": None} | {k: v for k, v in options.items() if k not in of_group}
-    return params, layer, OperatorKFAC([{"params": params, **of_group}], [layer], **rest)
+    return params, layer, PlanKFAC([{"params": params, **of_group}], [layer], **rest)
 
 
-def update_of(params: list[Tensor], optimizer: OperatorKFAC, captured: dict) -> list[Tensor]:
+def update_of(params: list[Tensor], optimizer: PlanKFAC, captured: dict) -> list[Tensor]:
     before = [p.clone() for p in params]
     optimizer.step(captured)
     return [old - new for old, new in zip(before, params, strict=True)]
@@ -142,7 +141,7 @@ def test_kl_clip_bounds_the_step(split):
     """After a clipped step, |sum v.g lr^2| is kl_clip; others are not scaled."""
     clipped, free = Problem(), Problem()
     optimizers = [
-        OperatorKFAC(
+        PlanKFAC(
             one_group(problem, lr=lr, momentum=0.0), problem.layers, kl_clip=k, damping_split=split
         )
         for problem, lr, k in [(clipped, 0.1, 1e-4), (free, 0.1, None)]
@@ -167,7 +166,7 @@ def test_kl_clip_bounds_the_step(split):
 @pytest.mark.parametrize("split", SPLITS)
 def test_a_layer_that_never_ran_takes_its_gradient(split):
     problem = Problem()
-    optimizer = OperatorKFAC(
+    optimizer = PlanKFAC(
         one_group(problem, lr=1.0, momentum=0.0), problem.layers, damping_split=split, kl_clip=None
     )
     before = [p.clone() for p in problem.params]
@@ -211,8 +210,8 @@ def test_a_bias_without_gradient_counts_as_zero(split):
 
 def test_a_mean_and_a_sum_give_the_same_factors(device):
     mean, total = Problem(device=device), Problem(device=device)
-    first = OperatorKFAC(one_group(mean, lr=0.1), mean.layers)
-    second = OperatorKFAC(one_group(total, lr=0.1), total.layers, batch_averaged=False)
+    first = PlanKFAC(one_group(mean, lr=0.1), mean.layers)
+    second = PlanKFAC(one_group(total, lr=0.1), total.layers, batch_averaged=False)
     for _ in range(2):
         first.step(mean.batch())
         second.step(total.batch())
@@ -220,14 +219,13 @@ def test_a_mean_and_a_sum_give_the_same_factors(device):
         torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
 
 
-def tensors_of(optimizer: OperatorKFAC) -> list[Tensor]:
+def tensors_of(optimizer: PlanKFAC) -> list[Tensor]:
     """Everything that a step may change, except status."""
     state = [t for layer in optimizer.states for t in layer.values()]
-    return [*optimizer.options, *optimizer.steps.values(), *optimizer.buffers.values(), *state]
-
-
-def position(optimizer: OperatorKFAC, param: Tensor) -> int:
-    return next(i for i, p in enumerate(optimizer.options) if p is param)
+    shared = [
+        s[key] for s in optimizer.state.values() for key in ("step", "momentum_buffer") if key in s
+    ]
+    return [*optimizer.params, *shared, *state]
 
 
 def clones(tensors: list[Tensor]) -> list[Tensor]:
@@ -239,7 +237,7 @@ def clones(tensors: list[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_non_finite_number_skips_the_step(split, where, bad, device):
     problem = Problem(torch.float32, device)
-    optimizer = OperatorKFAC(
+    optimizer = PlanKFAC(
         one_group(problem, lr=0.1, TCov=1, TInv=1), problem.layers, damping_split=split
     )
     optimizer.step(problem.batch())
@@ -252,33 +250,33 @@ def test_a_non_finite_number_skips_the_step(split, where, bad, device):
             captured[1][2][where == "g"][0, 0, 0] = bad
         optimizer.step(captured)
         assert_same(clones(tensors_of(optimizer)), before)
-        index = position(optimizer, problem.layers[1].weight)
-        assert optimizer.status.tolist() == [skips, skips, index, 0, -1]
+        index = optimizer.position(problem.layers[1].weight)
+        assert optimizer.failures == [skips, index, 0, -1]
     optimizer.step(problem.batch())
-    assert optimizer.status.tolist() == [0, 2, -1, 0, -1]
+    assert optimizer.failures == [0, -1, 0, -1]
     assert all(t.isfinite().all() for t in tensors_of(optimizer))
 
 
 @pytest.mark.parametrize("finite", [True, False])
 def test_found_inf_skips_the_step_without_blame(finite, device):
     problem = Problem(torch.float32, device)
-    optimizer = OperatorKFAC(one_group(problem, lr=0.1), problem.layers)
+    optimizer = PlanKFAC(one_group(problem, lr=0.1), problem.layers)
     optimizer.step(problem.batch())
     before = clones(tensors_of(optimizer))
-    for skips in range(1, 5):
+    for _ in range(4):
         captured = problem.batch()
         if not finite:
             problem.others[0].grad.fill_(float("inf"))
         optimizer.step(captured, found_inf=True)
         assert_same(clones(tensors_of(optimizer)), before)
-        assert optimizer.status.tolist() == [0, skips, -1, 0, -1]
+        assert optimizer.failures == [0, -1, 0, -1]
 
 
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("factor", ["A", "G"])
 def test_a_failed_root_keeps_the_last_good_pair(split, factor, device):
     problem = Problem(device=device)
-    optimizer = OperatorKFAC(
+    optimizer = PlanKFAC(
         one_group(problem, lr=0.1, TCov=1, TInv=1, stat_decay=0.5),
         problem.layers,
         damping_split=split,
@@ -289,21 +287,21 @@ def test_a_failed_root_keeps_the_last_good_pair(split, factor, device):
     good = state[factor][1].clone()
     roots = ["A_roots", "G_roots"] + ["A_eigenvalues", "G_eigenvalues"] * (split == "exact")
     before = {key: state[key].clone() for key in roots}
-    index = position(optimizer, problem.layers[layer].weight)
+    index = optimizer.position(problem.layers[layer].weight)
     for failures in (1, 2, 3):
         state[factor][1].fill_(float("nan"))
         optimizer.step(problem.batch())
         counts = [failures, 0] if factor == "A" else [0, failures]
         assert state["root_failures"].tolist() == counts
-        assert optimizer.status.tolist() == [0, 0, -1, failures, index]
+        assert optimizer.failures == [0, -1, failures, index]
         for key in roots:
             torch.testing.assert_close(state[key][1], before[key][1], rtol=0, atol=0)
             assert not torch.equal(state[key][0], before[key][0])
-    assert all(p.isfinite().all() for p in optimizer.options)
+    assert all(p.isfinite().all() for p in optimizer.params)
     state[factor][1].copy_(good)
     optimizer.step(problem.batch())
     assert state["root_failures"].tolist() == [0, 0]
-    assert optimizer.status.tolist() == [0, 0, -1, 0, -1]
+    assert optimizer.failures == [0, -1, 0, -1]
     assert not torch.equal(state["A_roots"][1], before["A_roots"][1])
 
 
@@ -311,7 +309,7 @@ def test_a_failed_root_keeps_the_last_good_pair(split, factor, device):
 def test_an_inaccurate_inverse_is_not_taken(split, device):
     """For factors with negative eigenvalues the iteration can give finite but wrong results."""
     problem = Problem(device=device)
-    optimizer = OperatorKFAC(
+    optimizer = PlanKFAC(
         one_group(problem, lr=0.1, TCov=100, TInv=1), problem.layers, damping_split=split
     )
     optimizer.shared["root_method"] = "newton"
@@ -354,7 +352,7 @@ def test_any_memory_layout_gives_the_same_step(split):
     other.layers = [permuted(layer) for layer in other.layers]
     results = []
     for problem in (plain, other):
-        optimizer = OperatorKFAC(
+        optimizer = PlanKFAC(
             one_group(problem, lr=0.1, TCov=1, TInv=2, weight_decay=0.1),
             problem.layers,
             damping_split=split,
@@ -377,7 +375,7 @@ def test_half_parameters_have_float32_state(split, dtype, device):
     for p, q in zip(full.params, half.params, strict=True):
         p.copy_(q)
     optimizers = [
-        OperatorKFAC(one_group(problem, lr=0.1), problem.layers, damping_split=split)
+        PlanKFAC(one_group(problem, lr=0.1), problem.layers, damping_split=split)
         for problem in (half, full)
     ]
     captured = half.batch()
@@ -393,113 +391,28 @@ def test_half_parameters_have_float32_state(split, dtype, device):
         torch.testing.assert_close(p, q.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 
-# The operators as such
-
-
-@pytest.mark.parametrize("split", SPLITS)
-def test_opcheck(split, device):
-    problem = Problem(torch.float32, device)
-    optimizer = OperatorKFAC(one_group(problem, TCov=1), problem.layers, damping_split=split)
-    positional, options = optimizer.arguments(problem.batch())
-    opcheck(ops.kfac_step_.default, positional, options)
-    weight = problem.layers[2].weight
-    options = {"has_bias": True, "groups": 2, "damping_split": split}
-    opcheck(ops.kfac_init_state.default, (weight,), options)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_does_not_reach_into_a_step(dtype, device):
     results = []
     for enabled in (False, True):
         problem = Problem(torch.float32, device)
         with torch.autocast(device.type, dtype=dtype, enabled=enabled):
-            optimizer = OperatorKFAC(one_group(problem, lr=0.1), problem.layers)
-            positional, options = optimizer.arguments(problem.batch())
-            ops.kfac_step_(*positional, **options)
+            optimizer = PlanKFAC(one_group(problem, lr=0.1), problem.layers)
+            optimizer.step(problem.batch())
         results.append(clones(tensors_of(optimizer)))
     assert_same(results[1], results[0])
 
 
 def test_initial_state():
     weight = torch.zeros(4, 3, 2, 2, dtype=torch.bfloat16)
-    state = ops.kfac_init_state(weight, has_bias=True, groups=2, damping_split="exact")
-    A, G, A_root, G_root, A_eigenvalues, G_eigenvalues, factor_updates, root_failures = state
-    assert (A.shape, G.shape, A.dtype) == ((2, 13, 13), (2, 2, 2), torch.float32)
-    assert A.count_nonzero() == G.count_nonzero() == 0
-    assert_same(A_root, torch.eye(13).repeat(2, 1, 1))
-    assert_same(G_root, torch.eye(2).repeat(2, 1, 1))
-    assert_same(A_eigenvalues, torch.full((2, 13), -1.0))
-    assert_same(G_eigenvalues, torch.full((2, 2), -1.0))
-    assert_same(factor_updates, torch.zeros(()))
-    assert_same(root_failures, torch.zeros(2, dtype=torch.int32))
-    for bad in ({"groups": 3}, {"groups": 0}, {"damping_split": "sum"}):
-        with pytest.raises(ValueError, match=str(next(iter(bad.values())))):
-            ops.kfac_init_state(
-                weight, **{"has_bias": True, "groups": 2, "damping_split": "pi"} | bad
-            )
-    with pytest.raises(ValueError, match=r"\[4\]"):
-        ops.kfac_init_state(torch.zeros(4), has_bias=True, groups=1, damping_split="pi")
-
-
-LISTS = range(1, 15)  # of the positional arguments, excluding parameters and layers
-STATUS = 4
-
-
-@pytest.mark.parametrize("damage", ["shorter", "wrong shape"])
-def test_lists_that_do_not_fit_are_refused_and_nothing_changes(damage):
-    for which in LISTS:
-        problem = Problem()
-        optimizer = OperatorKFAC(one_group(problem, TCov=1), problem.layers, damping_split="exact")
-        positional, options = optimizer.arguments(problem.batch())
-        before = clones(tensors_of(optimizer))
-        if which == STATUS or damage == "shorter":
-            positional[which] = positional[which][:-1]
-        else:
-            positional[which] = [torch.zeros(7, 7, dtype=t.dtype) for t in positional[which]]
-        with pytest.raises(ValueError, match=r"\d"):
-            ops.kfac_step_(*positional, **options)
-        assert_same(clones(tensors_of(optimizer)), before)
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ([9, 1, 4, 12, 1], r"params\[9\]"),
-        ([-1, 1, 4, 12, 1], r"params\[-1\]"),
-        ([0, 0, 4, 12, 1], "another layer"),
-        ([0, 3, 4, 12, 1], r"bias of layer 0 has shape \[4, 2, 3, 2\]"),
-        ([0, 1, 4, 3, 1], "4 samples in 3 rows"),
-        ([0, 1, 4, 12], "rows of weight"),
-    ],
-)
-def test_layers_that_do_not_fit_are_refused(row, message):
-    problem = Problem()
-    optimizer = OperatorKFAC(one_group(problem, TCov=1), problem.layers)
-    positional, options = optimizer.arguments(problem.batch())
-    before = clones(tensors_of(optimizer))
-    positional[-1] = row + positional[-1][5:]
-    with pytest.raises(ValueError, match=message):
-        ops.kfac_step_(*positional, **options)
-    assert_same(clones(tensors_of(optimizer)), before)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("kl_clip", 0.0, "kl_clip"),
-        ("damping_split", "sum", "damping_split.*'sum'"),
-        ("dampings", [-1.0] * 4, "damping.*-1"),
-        ("floors", [-1.0] * 4, "eps.*-1"),
-        ("stat_decays", [1.5] * 4, "stat_decay.*1.5"),
-        ("momentums", [-1.0] * 8, "momentum.*-1"),
-        ("momentums", [0.9], "momentums has 1"),
-        ("lrs", [torch.ones(2)] * 8, "lrs"),
-        ("found_inf", torch.ones(2), "found_inf"),
-    ],
-)
-def test_options_out_of_range_are_refused(name, value, message):
-    problem = Problem()
-    optimizer = OperatorKFAC(one_group(problem, TCov=1), problem.layers)
-    positional, options = optimizer.arguments(problem.batch())
-    with pytest.raises(ValueError, match=message):
-        ops.kfac_step_(*positional, **{**options, name: value})
+    saved = {"A": torch.ones(2, 13, 13), "G": torch.ones(2, 2, 2)}
+    state = ops.kfac_saved_layout(weight, saved, "exact")
+    assert (state["A"].shape, state["G"].shape) == ((2, 13, 13), (2, 2, 2))
+    assert state["A"].dtype == torch.float32
+    assert state["A"].count_nonzero() == state["G"].count_nonzero() == 0
+    assert_same(state["A_eigenvectors"], torch.eye(13).repeat(2, 1, 1))
+    assert_same(state["G_eigenvectors"], torch.eye(2).repeat(2, 1, 1))
+    assert_same(state["A_eigenvalues"], torch.full((2, 13), -1.0))
+    assert_same(state["G_eigenvalues"], torch.full((2, 2), -1.0))
+    assert_same(state["factor_updates"], torch.zeros(()))
+    assert_same(state["root_failures"], torch.zeros(2, dtype=torch.int32))

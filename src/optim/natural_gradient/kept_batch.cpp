@@ -1,10 +1,14 @@
-#include "optim/capture/kept_batch_state.h"
+#include "optim/natural_gradient/kept_batch.h"
+
+#include "gradients/jacobian/jacobian.h"
 
 #include <ATen/ATen.h>
 #include <c10/util/irange.h>
 #include <torch/serialize/archive.h>
 
+#include <algorithm>
 #include <array>
+#include <charconv>
 #include <map>
 #include <utility>
 
@@ -15,7 +19,8 @@ using gradients::detail::LayerKind;
 
 namespace {
 
-constexpr int64_t kRowSize = 13;  // LayerCall as integers, and its place among all calls
+constexpr size_t kMaxCalls = 1 << 20;  // of one parameter
+constexpr int64_t kRowSize = 13;       // LayerCall as integers, and its place among all calls
 
 std::array<int64_t, kRowSize> row_of(const LayerCall& call, int64_t place) {
   std::array<int64_t, kRowSize> row{static_cast<int64_t>(call.kind), call.weight, call.bias,
@@ -35,7 +40,7 @@ LayerCall call_of(const int64_t* row) {
   return call;
 }
 
-bool are_uses(const at::Tensor& rows, int64_t param_count) {
+bool are_calls(const at::Tensor& rows, int64_t param_count) {
   if (rows.scalar_type() != at::kLong || rows.dim() != 2 || rows.size(1) != kRowSize) {
     return false;
   }
@@ -76,13 +81,47 @@ std::vector<std::pair<std::string, at::Tensor>> NaturalGradientParamState::tenso
   if (!uses().defined()) {
     return result;
   }
-  result.emplace_back("uses", uses());
-  result.emplace_back("use_eps", use_eps());
+  const auto add = [&](const std::string& key, const at::Tensor& tensor) {
+    if (tensor.defined()) {
+      result.emplace_back(key, tensor);
+    }
+  };
+  add("uses", uses());
+  add("use_eps", use_eps());
   for (const auto j : c10::irange(inputs().size())) {
-    result.emplace_back("inputs." + std::to_string(j), inputs()[j]);
-    result.emplace_back("output_gradients." + std::to_string(j), output_gradients()[j]);
+    add("inputs." + std::to_string(j), inputs()[j]);
+  }
+  for (const auto j : c10::irange(output_gradients().size())) {
+    add("output_gradients." + std::to_string(j), output_gradients()[j]);
   }
   return result;
+}
+
+bool NaturalGradientParamState::assign(const std::string& key, const at::Tensor& value) {
+  if (SecondOrderParamState::assign(key, value)) {
+    return true;
+  }
+  if (key == "uses" || key == "use_eps") {
+    (key == "uses" ? uses() : use_eps()) = value;
+    return true;
+  }
+  for (auto& [prefix, list] :
+       {std::pair<std::string, std::vector<at::Tensor>*>("inputs.", &inputs()),
+        {"output_gradients.", &output_gradients()}}) {
+    size_t j = 0;
+    const char* end = key.data() + key.size();
+    if (key.rfind(prefix, 0) != 0 ||
+        std::from_chars(key.data() + prefix.size(), end, j).ptr != end || j >= kMaxCalls) {
+      continue;
+    }
+    list->resize(std::max(list->size(), j + 1));
+    (*list)[j] = value;
+    while (!list->empty() && !list->back().defined()) {
+      list->pop_back();
+    }
+    return true;
+  }
+  return false;
 }
 
 void NaturalGradientParamState::serialize(torch::serialize::InputArchive& archive) {
@@ -104,17 +143,21 @@ void NaturalGradientParamState::serialize(torch::serialize::InputArchive& archiv
 
 namespace detail {
 
-void clear_batch(const std::vector<at::Tensor>& params, const BatchStateOf& state_of) {
-  for (const auto& param : params) {
-    if (auto* state = state_of(param)) {
-      state->uses({}).use_eps({});
-      state->inputs({}).output_gradients({});
-    }
-  }
+int64_t KeptBatch::samples() const { return gradients::detail::count_samples(calls).expect_int(); }
+
+void clear_batch(NaturalGradientParamState& state) {
+  state.uses({}).use_eps({});
+  state.inputs({}).output_gradients({});
 }
 
-void write_batch(const KeptBatch& batch, const std::vector<at::Tensor>& params,
-                 const BatchStateOf& state_of) {
+void write_batch(const KeptBatch& batch, const BatchStates& states) {
+  // A copy of its own; in float32 where 16 bits may be too few for it.
+  const auto unscaled = [&](const at::Tensor& gradient) {
+    return batch.loss_scale.defined()
+               ? gradient.to(at::promote_types(gradient.scalar_type(), at::kFloat)) /
+                     batch.loss_scale.to(gradient.device())
+               : gradient.clone();
+  };
   std::map<int64_t, std::vector<int64_t>> places_of;  // of the calls of each owner
   for (const auto place : c10::irange(batch.calls.size())) {
     const LayerCall& call = batch.calls[place];
@@ -124,31 +167,36 @@ void write_batch(const KeptBatch& batch, const std::vector<at::Tensor>& params,
     const auto count = static_cast<int64_t>(places.size());
     at::Tensor rows = at::empty({count, kRowSize}, at::kLong);
     at::Tensor eps = at::empty({count}, at::kDouble);
-    NaturalGradientParamState& state = *state_of(params[owner]);
+    NaturalGradientParamState& state = *states[owner];
     for (const auto j : c10::irange(count)) {
       const LayerCall& call = batch.calls[places[j]];
       const auto row = row_of(call, places[j]);
       std::copy(row.begin(), row.end(), rows.mutable_data_ptr<int64_t>() + j * kRowSize);
       eps.mutable_data_ptr<double>()[j] = call.eps;
       state.inputs().push_back(call.input.clone());
-      state.output_gradients().push_back(call.output_gradient.clone());
+      state.output_gradients().push_back(unscaled(call.output_gradient));
     }
     state.uses(rows).use_eps(eps);
   }
 }
 
-std::shared_ptr<const KeptBatch> read_batch(const std::vector<at::Tensor>& params,
-                                            const BatchStateOf& state_of) {
+std::shared_ptr<const KeptBatch> read_batch(const BatchStates& states) {
   std::map<int64_t, LayerCall> found;  // by place
-  for (const auto& param : params) {
-    const auto* state = state_of(param);
-    if (state == nullptr || !state->uses().defined()) {
+  for (const auto* state : states) {
+    if (!state->uses().defined()) {
       continue;
     }
-    for (const auto j : c10::irange(state->uses().size(0))) {
-      const int64_t* row = state->uses().const_data_ptr<int64_t>() + j * kRowSize;
+    const at::Tensor rows = state->uses().cpu().contiguous();
+    const auto count = static_cast<size_t>(rows.size(0));
+    TORCH_CHECK_VALUE(state->use_eps().defined() && state->inputs().size() == count &&
+                          state->output_gradients().size() == count,
+                      "the state of a parameter has lost a part of the batch in 'uses'; delete the "
+                      "state of all parameters to start afresh");
+    const at::Tensor eps = state->use_eps().cpu().contiguous();
+    for (const auto j : c10::irange(rows.size(0))) {
+      const int64_t* row = rows.const_data_ptr<int64_t>() + j * kRowSize;
       LayerCall call = call_of(row);
-      call.eps = state->use_eps().const_data_ptr<double>()[j];
+      call.eps = eps.const_data_ptr<double>()[j];
       call.input = state->inputs()[j];
       call.output_gradient = state->output_gradients()[j];
       found.emplace(row[kRowSize - 1], std::move(call));
@@ -164,37 +212,45 @@ std::shared_ptr<const KeptBatch> read_batch(const std::vector<at::Tensor>& param
   return batch;
 }
 
-void fit_batch(const NaturalGradientParamState& loaded, NaturalGradientParamState& fitted,
-               const at::Tensor& param, int64_t param_count, const std::string& name) {
-  if (!loaded.uses().defined()) {
+void add_saved_room(NaturalGradientParamState& fresh, const NaturalGradientParamState& saved,
+                    const at::Tensor& param, int64_t param_count, const std::string& name) {
+  const at::Tensor& rows = saved.uses();
+  if (!rows.defined() && saved.inputs().empty() && saved.output_gradients().empty()) {
     return;
   }
-  const at::Tensor& rows = loaded.uses();
-  const auto fits = [&](const at::Tensor& tensor, int64_t size) {
-    return tensor.defined() && tensor.scalar_type() == at::kDouble &&
-           tensor.sizes() == at::IntArrayRef({size});
+  TORCH_CHECK_VALUE(rows.defined() && are_calls(rows, param_count), "'uses' of ", name,
+                    " must be an int64 tensor [J, ", kRowSize, "] of layers of the optimizer");
+  const auto count = static_cast<size_t>(rows.size(0));
+  const auto room = [&](const std::vector<at::Tensor>& tensors, size_t j, at::ScalarType dtype) {
+    const bool is_there = j < tensors.size() && tensors[j].defined();
+    const bool is_floating = at::isFloatingType(dtype);
+    if (is_there && tensors[j].is_floating_point() == is_floating) {
+      dtype = tensors[j].scalar_type();
+    }
+    const auto options = at::TensorOptions(dtype).device(param.device());
+    return at::empty(is_there ? tensors[j].sizes() : at::IntArrayRef({0}), options);
   };
-  TORCH_CHECK_VALUE(are_uses(rows, param_count) && fits(loaded.use_eps(), rows.size(0)) &&
-                        loaded.inputs().size() == static_cast<size_t>(rows.size(0)),
-                    "the batch of ", name,
-                    " in the archive is not that of layers of the optimizer");
-  fitted.uses(rows.cpu().clone(at::MemoryFormat::Contiguous));
-  fitted.use_eps(loaded.use_eps().cpu().clone(at::MemoryFormat::Contiguous));
-  for (const auto j : c10::irange(loaded.inputs().size())) {
-    LayerCall call = call_of(fitted.uses().const_data_ptr<int64_t>() + j * kRowSize);
-    call.input = loaded.inputs()[j].to(param.device(), /*non_blocking=*/false, /*copy=*/true);
-    call.output_gradient =
-        loaded.output_gradients()[j].to(param.device(), /*non_blocking=*/false, /*copy=*/true);
-    gradients::detail::check_call_tensors(call, j);
-    fitted.inputs().push_back(call.input);
-    fitted.output_gradients().push_back(call.output_gradient);
+  fresh.uses(at::empty(rows.sizes(), at::kLong));
+  fresh.use_eps(at::empty({rows.size(0)}, at::kDouble));
+  const at::Tensor on_cpu = rows.cpu().contiguous();
+  for (const auto j : c10::irange(count)) {
+    const auto kind = call_of(on_cpu.const_data_ptr<int64_t>() + j * kRowSize).kind;
+    const at::Tensor gradient = room(saved.output_gradients(), j, at::kFloat);
+    const at::Tensor input =
+        room(saved.inputs(), j, kind == LayerKind::kEmbedding ? at::kLong : at::kFloat);
+    auto sizes = input.sizes().vec();
+    if (!sizes.empty() && gradient.dim() > 0) {
+      sizes[0] = gradient.size(0);  // equally many samples
+    }
+    fresh.inputs().push_back(at::empty(sizes, input.options()));
+    fresh.output_gradients().push_back(gradient);
   }
 }
 
 void check_samples(const KeptBatch& batch,
                    const std::function<std::string(int64_t)>& name_of_param) {
   const auto name = [&](const LayerCall& call) {
-    return "the layer of '" + name_of_param(call.weight >= 0 ? call.weight : call.bias) + "'";
+    return "the layer of " + name_of_param(call.weight >= 0 ? call.weight : call.bias);
   };
   struct Pass {
     const LayerCall* first = nullptr;

@@ -1,0 +1,211 @@
+#include "optim/capture/joint_plan.h"
+
+#include "optim/core/state_checks.h"
+#include "support/stream_capture.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <set>
+#include <utility>
+
+namespace torchium::optim::detail {
+namespace {
+
+void refuse_capture(c10::Device device) {
+  TORCH_CHECK(!torchium::detail::is_capturing(device),
+              "a CUDA graph cannot capture this call: the host decides in step() what is captured");
+}
+
+std::unique_ptr<SecondOrderParamState> copy_of(const SecondOrderParamState& state) {
+  return std::unique_ptr<SecondOrderParamState>(
+      static_cast<SecondOrderParamState*>(state.clone().release()));
+}
+
+}  // namespace
+
+void append_changes(int64_t param, const SecondOrderParamState& before,
+                    const SecondOrderParamState& after, StateChanges& changes) {
+  std::unordered_map<std::string, at::Tensor> left;
+  for (auto& [key, tensor] : before.tensors()) {
+    left.emplace(key, tensor);
+  }
+  for (auto& [key, tensor] : after.tensors()) {
+    const auto found = left.find(key);
+    if (found == left.end() || !found->second.is_same(tensor)) {
+      changes.emplace_back(param, key, tensor);
+    }
+    if (found != left.end()) {
+      left.erase(found);
+    }
+  }
+  for (const auto& [key, tensor] : left) {
+    changes.emplace_back(param, key, std::nullopt);
+  }
+}
+
+void JointPlan::bind(std::vector<at::Tensor> params, const std::vector<NamedTensors>& states,
+                     std::vector<int64_t> groups, std::vector<std::string> names) {
+  TORCH_CHECK_VALUE(params.size() == states.size() && params.size() == groups.size() &&
+                        params.size() == names.size(),
+                    "one state, group and name a parameter are needed, got ", states.size(), ", ",
+                    groups.size(), " and ", names.size(), " for ", params.size(), " parameters");
+  const auto with_gradient =
+      std::find_if(params.begin(), params.end(),
+                   [](const at::Tensor& param) { return gradient_of(param).defined(); });
+  if (!params.empty()) {
+    const at::Tensor& first = with_gradient == params.end() ? params.front() : *with_gradient;
+    refuse_capture(first.device());
+    follow_to(first.device());
+  }
+  std::unordered_map<const at::TensorImpl*, int64_t> known;  // by `step`
+  for (size_t i = 0; i < states_.size(); ++i) {
+    if (states_[i]->step().defined() && host_steps()[i] >= 0) {
+      known.emplace(states_[i]->step().unsafeGetTensorImpl(), host_steps()[i]);
+    }
+  }
+  for (const at::Tensor& step : fresh_steps_) {
+    known.emplace(step.unsafeGetTensorImpl(), 0);
+  }
+
+  std::vector<std::unique_ptr<SecondOrderParamState>> own;
+  std::vector<ParameterState> shared;
+  std::vector<NamedTensors> own_tensors;
+  std::vector<int64_t> counts;
+  for (const NamedTensors& state : states) {
+    own.push_back(make_state());
+    for (const auto& [key, tensor] : state) {
+      own.back()->assign(key, tensor);
+    }
+    own_tensors.push_back(own.back()->tensors());
+    shared.emplace_back(own_tensors.back());
+    const auto found = known.find(own.back()->step().unsafeGetTensorImpl());
+    counts.push_back(found == known.end() ? -1 : found->second);
+  }
+  positions_.clear();
+  for (const at::Tensor& param : params) {
+    positions_.emplace(param.unsafeGetTensorImpl(), static_cast<int64_t>(positions_.size()));
+  }
+  StepPlan::bind(std::move(params), std::move(shared), std::move(counts), own_tensors);
+  states_ = std::move(own);
+  groups_ = std::move(groups);
+  names_ = std::move(names);
+  fresh_steps_.clear();
+  std::erase_if(excluded_, [&](const auto* impl) { return positions_.count(impl) == 0; });
+  after_bind();
+}
+
+bool JointPlan::is_bound_to(size_t i, const SecondOrderParamState* state) const {
+  return state == nullptr ? !states_[i]->step().defined() : states_[i]->has_tensors_of(*state);
+}
+
+int64_t JointPlan::position(const at::Tensor& param) const {
+  const auto found =
+      param.defined() ? positions_.find(param.unsafeGetTensorImpl()) : positions_.end();
+  return found == positions_.end() ? -1 : found->second;
+}
+
+void JointPlan::exclude(const std::vector<int64_t>& params) {
+  excluded_.clear();
+  for (const int64_t i : params) {
+    excluded_.insert(param(i).unsafeGetTensorImpl());
+  }
+}
+
+bool JointPlan::prepare() {
+  refuse_capture(device());
+  auto active = find_active();
+  if (!active) {
+    return false;
+  }
+  if (!active->empty()) {
+    check_all(*active);
+  }
+  const bool is_new = derive(*active);
+  if (is_new || !is_planned(*active)) {
+    if (!changes_for(*active).empty()) {
+      return false;
+    }
+    choose(std::move(*active));
+  }
+  return true;
+}
+
+StateChanges JointPlan::missing_state() {
+  std::vector<size_t> active;
+  std::set<std::string> devices;
+  for (size_t i = 0; i < size(); ++i) {
+    const at::Tensor& grad = gradient_of(param(i));
+    if (grad.defined()) {
+      check_gradient(grad, param(i), name(i));
+      active.push_back(i);
+      devices.insert(param(i).device().str());
+    }
+  }
+  TORCH_CHECK_VALUE(devices.size() < 2, optimizer_name(),
+                    " needs all parameters on one device, got gradients on ", *devices.begin(),
+                    " and ", *devices.rbegin(), "; use one optimizer per device");
+  if (active.empty()) {
+    return {};
+  }
+  check_all(active);
+  derive(active);
+  return changes_for(active);
+}
+
+StateChanges JointPlan::changes_for(const std::vector<size_t>& active) {
+  const c10::NoGradGuard no_grad;
+  before_completing();
+  StateChanges changes;
+  for (const size_t i : active) {
+    const auto state = copy_of(*states_[i]);
+    if (!state->step().defined()) {
+      state->step(at::zeros({}, at::TensorOptions(at::kDouble).device(param(i).device())));
+      fresh_steps_.push_back(state->step());
+    } else if (!state->is_of(param(i))) {
+      state->convert_to(param(i));
+    }
+    complete(i, *state);
+    append_changes(static_cast<int64_t>(i), *states_[i], *state, changes);
+  }
+  return changes;
+}
+
+void JointPlan::check_all(const std::vector<size_t>& active) {
+  if (!is_planned(active)) {
+    for (const size_t i : active) {
+      for (const auto& [key, tensor] : states_[i]->parameter_shaped()) {
+        TORCH_CHECK_VALUE(!tensor->defined() || tensor->sizes() == param(i).sizes(), name(i),
+                          " has got another shape since its '", key, "' ", tensor->sizes(),
+                          " was made; delete its state to start afresh");
+      }
+    }
+  }
+  check(active);
+}
+
+std::vector<int64_t> JointPlan::steps_taken() {
+  std::vector<size_t> with_state;
+  for (size_t i = 0; i < size(); ++i) {
+    if (states_[i]->step().defined()) {
+      with_state.push_back(i);
+    }
+  }
+  const auto known = known_steps(with_state);
+  std::vector<int64_t> taken(size(), 0);
+  for (size_t k = 0; k < with_state.size(); ++k) {
+    taken[with_state[k]] = known[k];
+  }
+  return taken;
+}
+
+std::vector<at::Tensor> JointPlan::learning_rates(const JointInputs& inputs) const {
+  std::vector<at::Tensor> lrs;
+  for (const size_t i : active()) {
+    lrs.push_back(inputs.lrs.at(static_cast<size_t>(groups_[i])));
+  }
+  return lrs;
+}
+
+}  // namespace torchium::optim::detail

@@ -1,0 +1,105 @@
+// The plan of an optimizer that sees layers at work: one for the parameters of all groups.
+#pragma once
+
+#include "gradients/capture/operator_capture.h"
+#include "optim/core/step_plan.h"
+#include "torchium/optim/capturing_optimizer.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+namespace torchium::optim::detail {
+
+// What a plan wants changed in the state of the caller. Parameters are positions in what bind() was
+// given.
+using StateChanges = std::vector<StateChange>;
+
+struct JointInputs {
+  std::vector<at::Tensor> lrs;  // one a group: 0-dim, float64 on the CPU or on the device
+  at::Tensor found_inf;         // see PlannedStep
+  // What the loss was multiplied by, where the recorded calls do not know it; undefined: 1.
+  at::Tensor loss_scale;
+};
+
+class JointPlan : public StepPlan {
+ public:
+  JointPlan() : StepPlan(at::kCPU) {}
+
+  // The parameters of all groups and their states; empty: none yet. `groups`: the group of each;
+  // `names`: what messages call each. The plan follows them to another device. Step counts that the
+  // host knows are kept.
+  void bind(std::vector<at::Tensor> params, const std::vector<NamedTensors>& states,
+            std::vector<int64_t> groups, std::vector<std::string> names);
+  // Whether bind() was given this state for the parameter.
+  bool is_bound_to(size_t i, const SecondOrderParamState* state) const;
+
+  int64_t group(size_t i) const { return groups_[i]; }
+
+  // Parameters whose gradients do not come from recorded calls alone; replaces those given before.
+  void exclude(const std::vector<int64_t>& params);
+  // Records what an OperatorCapture has seen; weight and bias are positions in what bind() was
+  // given.
+  virtual void receive(gradients::detail::CapturedCall captured) = 0;
+  // Drops what was recorded.
+  virtual void forget() = 0;
+
+  // False also where state is missing (missing_state()).
+  bool prepare() override;
+  // What the next step needs of the state and is not there, or on another device or of another
+  // dtype. After bind(); ValueError for state that does not fit its parameter.
+  StateChanges missing_state();
+  // The step that prepare() has planned, and what it changes in the state besides values.
+  virtual StateChanges take(const JointInputs& inputs) = 0;
+
+  bool host_decides() const override { return true; }
+
+ protected:
+  // ---- what an optimizer defines
+
+  virtual const char* optimizer_name() const = 0;
+  virtual std::unique_ptr<SecondOrderParamState> make_state() const = 0;
+  // Throws c10::ValueError for what was recorded or is in the state and does not fit.
+  virtual void check(const std::vector<size_t>& active) = 0;
+  // Works out what the step of these parameters depends on; true: not the same as before.
+  virtual bool derive(const std::vector<size_t>& active) { return false; }
+  // Adds what a step needs of the state of an active parameter; once before all of them.
+  virtual void before_completing() {}
+  virtual void complete(size_t i, SecondOrderParamState& state) = 0;
+  // Called after bind().
+  virtual void after_bind() {}
+
+  // ---- what it may use; parameters are positions in what bind() was given
+
+  const std::string& name(size_t i) const { return names_[i]; }
+  const SecondOrderParamState& own_state(size_t i) const { return *states_[i]; }
+  // -1: not bound, or undefined.
+  int64_t position(const at::Tensor& param) const;
+  bool is_excluded(size_t i) const { return excluded_.count(param(i).unsafeGetTensorImpl()) != 0; }
+  // Steps a parameter has taken; 0 without state. Waits for the device where the host does not
+  // know.
+  std::vector<int64_t> steps_taken();
+  std::vector<at::Tensor> learning_rates(const JointInputs& inputs) const;  // of active parameters
+
+ private:
+  StateChanges changes_for(const std::vector<size_t>& active);
+  void check_all(const std::vector<size_t>& active);
+
+  std::vector<std::unique_ptr<SecondOrderParamState>> states_;
+  std::vector<int64_t> groups_;
+  std::vector<std::string> names_;
+  std::unordered_map<const at::TensorImpl*, int64_t> positions_;
+  std::unordered_set<const at::TensorImpl*> excluded_;
+  std::vector<at::Tensor> fresh_steps_;  // `step` of no steps, for which bind() is to come
+};
+
+// Adds what makes `before` of a parameter `after`.
+void append_changes(int64_t param, const SecondOrderParamState& before,
+                    const SecondOrderParamState& after, StateChanges& changes);
+
+}  // namespace torchium::optim::detail

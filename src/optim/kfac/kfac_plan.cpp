@@ -1,0 +1,406 @@
+#include "optim/kfac/kfac_plan.h"
+
+#include "optim/kfac/kfac_checks.h"
+#include "optim/kfac/kfac_options.h"
+#include "optim/kfac/kfac_step.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/irange.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace torchium::optim::detail {
+namespace {
+
+KfacLayer core_layer(const KFACParamState& state, const KFACOptions& options) {
+  const bool exact = options.damping_split() == "exact";
+  KfacLayer layer;
+  layer.A = state.A();
+  layer.G = state.G();
+  layer.A_root = exact ? state.A_eigenvectors() : state.A_inverse();
+  layer.G_root = exact ? state.G_eigenvectors() : state.G_inverse();
+  layer.A_eigenvalues = state.A_eigenvalues();
+  layer.G_eigenvalues = state.G_eigenvalues();
+  layer.factor_updates = state.factor_updates();
+  layer.root_failures = state.root_failures();
+  layer.damping = options.damping();
+  layer.stat_decay = options.stat_decay();
+  layer.floor = options.eps();
+  return layer;
+}
+
+// One step of some parameters with these layers; weights are [out, ...] as the core takes them.
+struct KfacPlannedStep : public PlannedStep {
+  void run(const at::Tensor&, at::TensorList grads, at::IntArrayRef,
+           const at::Tensor& found_inf) override {
+    options.found_inf = found_inf;
+    if (transposed.empty()) {
+      kfac_step(options, params, grads, layers, state);
+      return;
+    }
+    auto own = grads.vec();
+    for (const size_t i : transposed) {
+      own[i] = own[i].detach().t();
+    }
+    kfac_step(options, params, own, layers, state);
+  }
+
+  KfacHyperparameters options;
+  std::vector<at::Tensor> params;
+  std::vector<KfacLayer> layers;
+  KfacState state;
+  std::vector<size_t> transposed;  // of the parameters
+};
+
+}  // namespace
+
+void KfacPlan::set_options(std::vector<KFACOptions> groups) {
+  for (KFACOptions& each : groups) {
+    each.lr(0.0);
+  }
+  if (groups != options_) {
+    options_ = std::move(groups);
+    due_.clear();
+    forget_planned();
+  }
+}
+
+std::unique_ptr<SecondOrderParamState> KfacPlan::make_state() const {
+  return std::make_unique<KFACParamState>();
+}
+
+const KFACParamState& KfacPlan::state_of(size_t i) const {
+  return static_cast<const KFACParamState&>(own_state(i));
+}
+
+FactorWeight KfacPlan::weight_of(size_t i) const {
+  const KFACParamState& state = state_of(i);
+  return {param(i), state.A(), state.G(), options(i).max_factor_size()};
+}
+
+void KfacPlan::after_bind() {
+  due_.clear();
+  layers_.clear();
+  checked_.assign(size(), false);
+  std::unordered_set<const at::TensorImpl*> counts;
+  for (const auto i : c10::irange(size())) {
+    counts.insert(state_of(i).factor_updates().unsafeGetTensorImpl());
+  }
+  std::erase_if(with_factors_, [&](const auto* count) { return counts.count(count) == 0; });
+  std::unordered_set<const at::TensorImpl*> params;
+  for (const auto i : c10::irange(size())) {
+    params.insert(param(i).unsafeGetTensorImpl());
+  }
+  const auto is_known = [&](const at::TensorImpl* impl) { return params.count(impl) != 0; };
+  records_.keep_only(is_known);
+  for (auto* set : {&fallback_, &warned_, &lost_inverses_}) {
+    std::erase_if(*set, [&](const auto* impl) { return !is_known(impl); });
+  }
+}
+
+// ---- what layers see
+
+const std::vector<bool>& KfacPlan::due() {
+  if (due_.empty()) {
+    take_reports(/*wait=*/false);
+    const auto taken = steps_taken();
+    for (const auto i : c10::irange(size())) {
+      due_.push_back(param(i).dim() >= 2 && taken[i] % options(i).TCov() == 0);
+    }
+  }
+  return due_;
+}
+
+void KfacPlan::record(const RecordedCall& recorded) {
+  const c10::NoGradGuard no_grad;
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  gradients::detail::LayerCall call = recorded.call;
+  if (call.weight < 0 || call.weight >= static_cast<int64_t>(due_.size()) || !due_[call.weight]) {
+    return;
+  }
+  const FactorWeight weight = weight_of(call.weight);
+  if (recorded.loss_scale.defined()) {  // here, since the square of it may be too large
+    const at::Tensor& g = call.output_gradient;
+    call.output_gradient =
+        g.to(state_dtype(weight.param)) / recorded.loss_scale.to(g.device(), /*non_blocking=*/true);
+  }
+  FactorLayer seen;
+  seen.bias = call.bias < 0 ? at::Tensor() : param(call.bias);
+  seen.is_transposed = recorded.is_transposed;
+  seen.is_tied = recorded.is_tied;
+  if (call.kind == gradients::detail::LayerKind::kConv2d) {
+    seen.groups = call.settings[gradients::detail::kGroups];
+  }
+  records_.record(weight, call, seen);
+}
+
+void KfacPlan::receive(gradients::detail::CapturedCall captured) {
+  if (!captured.gone_passes.empty()) {
+    drop(captured.call.weight, captured.gone_passes);
+  }
+  record({std::move(captured.call), captured.has_transposed_weight, false, {}});
+}
+
+void KfacPlan::declare(const std::vector<DeclaredLayer>& layers) {
+  for (const DeclaredLayer& each : layers) {
+    FactorLayer layer;
+    const FactorLayer* known = records_.layer(param(each.weight));
+    layer.groups = known == nullptr ? 1 : known->groups;
+    layer.bias = each.bias < 0 ? at::Tensor() : param(each.bias);
+    layer.is_transposed = each.is_transposed;
+    layer.is_tied = each.is_tied;
+    records_.declare(param(each.weight), std::move(layer));
+  }
+}
+
+void KfacPlan::drop(int64_t weight, at::IntArrayRef passes) {
+  if (weight >= 0 && weight < static_cast<int64_t>(size())) {
+    records_.drop(param(weight), passes);
+  }
+}
+
+void KfacPlan::forget() {
+  records_.forget();
+  for (Layer& layer : layers_) {
+    layer.sums = nullptr;
+  }
+}
+
+// ---- the step
+
+bool KfacPlan::has_factors(size_t i) {
+  const KFACParamState& state = state_of(i);
+  if (!state.A().defined() || !state.factor_updates().defined()) {
+    return false;
+  }
+  const auto* count = state.factor_updates().unsafeGetTensorImpl();
+  if (with_factors_.count(count) != 0) {
+    return true;
+  }
+  // A wait for a GPU, but only after a load or a skipped step.
+  const bool result = state.factor_updates().item<double>() > 0.0;
+  if (result) {
+    with_factors_.insert(count);
+  }
+  return result;
+}
+
+void KfacPlan::check(const std::vector<size_t>& active) {
+  for (const size_t i : active) {
+    if (checked_[i]) {
+      continue;
+    }
+    const KFACParamState& state = state_of(i);
+    const auto members = const_cast<KFACParamState&>(state).factors();  // nothing is written here
+    const bool has_any = std::any_of(members.begin(), members.end(),
+                                     [](const auto& member) { return member.second->defined(); });
+    for (const auto& [key, tensor] : members) {
+      const bool is_root = key.find("inverse") != key.npos || key.find("eigen") != key.npos;
+      TORCH_CHECK_VALUE(!has_any || is_root || tensor->defined(), "the state of ", name(i),
+                        " has lost '", key, "'; delete all of it to start afresh");
+    }
+    TORCH_CHECK_VALUE(!has_any || factors_fit(param(i), state.A(), state.G()), name(i),
+                      " has got another shape since its factors A ", state.A().sizes(), " and G ",
+                      state.G().sizes(), " were made; delete its state to start afresh");
+    checked_[i] = true;
+  }
+}
+
+// The layers that have factors, or get their first ones.
+bool KfacPlan::derive(const std::vector<size_t>& active) {
+  std::vector<bool> is_active(size(), false);
+  for (const size_t i : active) {
+    is_active[i] = true;
+  }
+  std::vector<Layer> found;
+  for (const size_t i : active) {
+    const FactorLayer* layer = records_.layer(param(i));
+    if (layer == nullptr || !layer->problem.empty() || is_excluded(i)) {
+      continue;
+    }
+    int64_t bias = position(layer->bias);
+    if (bias >= 0 && is_excluded(bias)) {
+      continue;
+    }
+    FactorSums* sums = records_.sums(weight_of(i));
+    const bool known = has_factors(i);
+    if (sums == nullptr && !known) {
+      continue;
+    }
+    const bool has_room = records_.layout(weight_of(i), *layer).has_bias_row;
+    bias = bias >= 0 && is_active[bias] && has_room ? bias : -1;
+    found.push_back({i, bias, layer->is_transposed && param(i).dim() == 2, sums, known});
+    is_active[i] = false;  // what is left falls back
+    if (bias >= 0) {
+      is_active[bias] = false;
+    }
+  }
+  new_fallback_.clear();
+  for (const size_t i : active) {
+    if (is_active[i] && warned_.count(param(i).unsafeGetTensorImpl()) == 0) {
+      new_fallback_.push_back(static_cast<int64_t>(i));
+    }
+  }
+  considered_ = static_cast<int64_t>(active.size());
+  const bool is_new = found != layers_;
+  layers_ = std::move(found);
+  return is_new;
+}
+
+void KfacPlan::complete(size_t i, SecondOrderParamState& completed) {
+  auto& state = static_cast<KFACParamState&>(completed);
+  if (options(i).momentum() > 0.0 && !state.momentum_buffer().defined()) {
+    state.momentum_buffer(parameter_shaped_zeros(param(i)));
+  }
+  const auto layer = std::find_if(layers_.begin(), layers_.end(),
+                                  [&](const Layer& each) { return each.weight == i; });
+  if (layer == layers_.end()) {
+    return;
+  }
+  const auto& split = options(i).damping_split();
+  const FactorLayout layout = records_.layout(weight_of(i), *records_.layer(param(i)));
+  if (!state.A().defined()) {
+    add_factors(state, param(i), layout, split);
+    for (const auto& [key, factor] : {std::pair("A", state.A()), std::pair("G", state.G())}) {
+      if (factor.dim() == 2 && factor.size(-1) > options(i).max_factor_size()) {
+        new_diagonals_.emplace_back(i, key, factor.size(-1));
+      }
+    }
+  } else if (!has_roots(state, split)) {
+    reset_roots(state, param(i), layout, split);
+    if (layer->has_factors) {
+      lost_inverses_.insert(param(i).unsafeGetTensorImpl());
+    }
+  }
+}
+
+std::unique_ptr<PlannedStep> KfacPlan::plan(const std::vector<at::Tensor>& params,
+                                            const StateList& states, at::Tensor status) {
+  auto step = std::make_unique<KfacPlannedStep>();
+  const KFACOptions& shared = options_.front();
+  step->options.batch_averaged = shared.batch_averaged();
+  step->options.kl_clip = shared.kl_clip();
+  step->options.damping_split = parse_damping_split(shared.damping_split());
+  step->options.root_method = shared.root_method();
+  step->params = params;
+  step->state.status = std::move(status);
+  step->state.steps = list_of(states, &ParameterState::step);
+  step->state.momentum_buffers = list_of(states, &ParameterState::momentum_buffer);
+  std::vector<int64_t> place(size(), -1);
+  for (const auto k : c10::irange(active().size())) {
+    const size_t i = active()[k];
+    place[i] = static_cast<int64_t>(k);
+    const KFACOptions& o = options(i);
+    step->options.parameters.push_back({{}, o.momentum(), o.weight_decay(), o.maximize()});
+    fallback_.insert(param(i).unsafeGetTensorImpl());
+  }
+  for (const Layer& each : layers_) {
+    KfacLayer layer = core_layer(state_of(each.weight), options(each.weight));
+    layer.weight = place[each.weight];
+    layer.bias = each.bias < 0 ? -1 : place[each.bias];
+    if (each.is_transposed) {
+      step->transposed.push_back(layer.weight);
+      for (auto* tensors : {&step->params, &step->state.momentum_buffers}) {
+        at::Tensor& tensor = (*tensors)[layer.weight];
+        tensor = tensor.defined() ? tensor.detach().t() : tensor;
+      }
+    }
+    step->layers.push_back(std::move(layer));
+    fallback_.erase(param(each.weight).unsafeGetTensorImpl());
+    if (each.bias >= 0) {
+      fallback_.erase(param(each.bias).unsafeGetTensorImpl());
+    }
+  }
+  check_kfac_state(step->options, step->params, step->layers, step->state);
+  return step;
+}
+
+StateChanges KfacPlan::take(const JointInputs& inputs) {
+  auto* step = static_cast<KfacPlannedStep*>(planned());
+  if (step == nullptr) {
+    return {};
+  }
+  const auto lrs = learning_rates(inputs);
+  for (const auto k : c10::irange(lrs.size())) {
+    step->options.parameters[k].lr = lrs[k];
+  }
+  const auto taken = known_steps(active());
+  for (const auto l : c10::irange(layers_.size())) {
+    const Layer& each = layers_[l];
+    KfacLayer& layer = step->layers[l];
+    layer.samples = each.sums == nullptr ? 0 : each.sums->samples();
+    layer.rows = each.sums == nullptr ? 0 : each.sums->rows;
+    layer.A_sum = each.sums == nullptr ? at::Tensor() : each.sums->A;
+    layer.G_sum = each.sums == nullptr ? at::Tensor() : each.sums->G;
+    layer.inverse_due = !each.has_factors || taken[layer.weight] % options(each.weight).TInv() == 0;
+    layer.inverse_lost =
+        lost_inverses_.count(param(each.weight).unsafeGetTensorImpl()) != 0 && each.has_factors;
+  }
+  if (inputs.loss_scale.defined()) {
+    const at::Tensor inverse = inputs.loss_scale.to(device()).square().reciprocal();
+    std::vector<at::Tensor> sums;
+    for (const Layer& each : layers_) {
+      if (each.sums != nullptr) {
+        sums.push_back(each.sums->G);
+      }
+    }
+    if (!sums.empty()) {
+      at::_foreach_mul_(sums, inverse);
+    }
+  }
+  due_.clear();
+  StepPlan::step({}, inputs.found_inf);
+  lost_inverses_.clear();
+  if (!device().is_cpu()) {  // on the CPU a skipped step is known at once
+    for (const Layer& each : layers_) {
+      with_factors_.insert(state_of(each.weight).factor_updates().unsafeGetTensorImpl());
+    }
+  }
+  for (KfacLayer& layer : step->layers) {  // memory of the captures
+    layer.A_sum.reset();
+    layer.G_sum.reset();
+  }
+  return {};
+}
+
+void KfacPlan::note_skip(const std::vector<at::Tensor>& params) {
+  JointPlan::note_skip(params);
+  for (const at::Tensor& param : params) {
+    const int64_t i = position(param);
+    if (i >= 0) {
+      with_factors_.erase(state_of(i).factor_updates().unsafeGetTensorImpl());
+    }
+  }
+}
+
+// ---- reports
+
+void KfacPlan::note_warned() {
+  for (const int64_t i : new_fallback_) {
+    warned_.insert(param(i).unsafeGetTensorImpl());
+  }
+  new_fallback_.clear();
+}
+
+int64_t KfacPlan::preconditioned() const {
+  int64_t count = 0;
+  for (const Layer& layer : layers_) {
+    count += layer.bias >= 0 ? 2 : 1;
+  }
+  return count;
+}
+
+std::vector<int64_t> KfacPlan::fallback() const {
+  std::vector<int64_t> result;
+  for (const auto i : c10::irange(size())) {
+    if (fallback_.count(param(i).unsafeGetTensorImpl()) != 0) {
+      result.push_back(static_cast<int64_t>(i));
+    }
+  }
+  return result;
+}
+
+}  // namespace torchium::optim::detail

@@ -1,0 +1,117 @@
+// K-FAC's plan of the steps of all parameter groups.
+#pragma once
+
+#include "optim/capture/joint_plan.h"
+#include "optim/kfac/factor_records.h"
+#include "torchium/optim/kfac.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <unordered_set>
+#include <vector>
+
+namespace torchium::optim::detail {
+
+// A call of a layer as a hook saw it. Weight, bias and micro-batch (any number of the backward
+// pass) of `call` are set; weight and bias are positions in what bind() was given.
+struct RecordedCall {
+  gradients::detail::LayerCall call;
+  bool is_transposed = false;  // the weight is [in, out]
+  bool is_tied = false;        // the weight is known to be looked up as an embedding too
+  at::Tensor loss_scale;       // that output_gradient is too large by; undefined: 1, or not known
+};
+
+// What is known of a layer without a call.
+struct DeclaredLayer {
+  int64_t weight;
+  int64_t bias = -1;
+  bool is_transposed = false;
+  bool is_tied = false;
+};
+
+class KfacPlan : public JointPlan {
+ public:
+  // One a group; all with the same shared options.
+  void set_options(std::vector<KFACOptions> groups);
+
+  // ---- what layers see
+
+  // Whether the factors of each parameter are due in the next step; calls of others are ignored
+  // until then. Waits for the device only after a load.
+  const std::vector<bool>& due();
+  void record(const RecordedCall& recorded);
+  void receive(gradients::detail::CapturedCall captured) override;
+  void declare(const std::vector<DeclaredLayer>& layers);
+  // FactorRecords::drop().
+  void drop(int64_t weight, at::IntArrayRef passes = {});
+  void forget() override;
+  const FactorRecords& records() const { return records_; }
+
+  // ---- steps
+
+  StateChanges take(const JointInputs& inputs) override;
+
+  // Parameters that no factors preconditioned in their last step.
+  std::vector<int64_t> fallback() const;
+  // Those of the next step that nobody was warned of before note_warned().
+  const std::vector<int64_t>& new_fallback() const { return new_fallback_; }
+  void note_warned();
+  // How many parameters the next step has, and how many of them it preconditions.
+  int64_t considered() const { return considered_; }
+  int64_t preconditioned() const;
+  // What missing_state() has found to be kept as a diagonal because of its order: the weight, the
+  // factor and that order.
+  using Diagonal = std::tuple<int64_t, std::string, int64_t>;
+  const std::vector<Diagonal>& new_diagonals() const { return new_diagonals_; }
+
+ protected:
+  const char* optimizer_name() const override { return "KFAC"; }
+  std::unique_ptr<SecondOrderParamState> make_state() const override;
+  void check(const std::vector<size_t>& active) override;
+  bool derive(const std::vector<size_t>& active) override;
+  void before_completing() override { new_diagonals_.clear(); }
+  void complete(size_t i, SecondOrderParamState& state) override;
+  void after_bind() override;
+  std::unique_ptr<PlannedStep> plan(const std::vector<at::Tensor>& params, const StateList& states,
+                                    at::Tensor status) override;
+  void note_skip(const std::vector<at::Tensor>& params) override;
+
+ private:
+  // A weight of the next step that is preconditioned, and the bias that shares its factors.
+  struct Layer {
+    size_t weight;
+    int64_t bias;  // -1: none
+    bool is_transposed;
+    FactorSums* sums;  // null: the factors stay
+    bool has_factors;  // already
+
+    bool operator==(const Layer& other) const {
+      return weight == other.weight && bias == other.bias && is_transposed == other.is_transposed;
+    }
+  };
+
+  const KFACOptions& options(size_t i) const { return options_.at(static_cast<size_t>(group(i))); }
+  const KFACParamState& state_of(size_t i) const;
+  FactorWeight weight_of(size_t i) const;
+  bool has_factors(size_t i);
+
+  std::vector<KFACOptions> options_;  // lr does not count
+  FactorRecords records_;
+  std::vector<bool> due_;      // empty: not decided
+  std::vector<Layer> layers_;  // of the next step
+  std::unordered_set<const at::TensorImpl*> fallback_, warned_;
+  std::vector<int64_t> new_fallback_;
+  std::vector<Diagonal> new_diagonals_;
+  int64_t considered_ = 0;
+  std::vector<bool> checked_;  // whether the state was found right since bind()
+  // factor_updates of states that have factors, as far as the host knows.
+  std::unordered_set<const at::TensorImpl*> with_factors_;
+  // Weights whose inverses another damping_split had made, until they are made anew.
+  std::unordered_set<const at::TensorImpl*> lost_inverses_;
+};
+
+}  // namespace torchium::optim::detail

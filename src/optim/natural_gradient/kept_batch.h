@@ -1,0 +1,47 @@
+// The batch of a natural gradient step, and the last one as a part of the state of parameters
+// (NaturalGradientParamState).
+#pragma once
+
+#include "gradients/capture/layer_call.h"
+#include "torchium/optim/natural_gradient.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace torchium::optim::detail {
+
+// Calls in the order of their micro-batches, which count from 0. Weights and biases are positions
+// in the parameters of all groups.
+struct KeptBatch {
+  std::vector<gradients::detail::LayerCall> calls;
+  at::Tensor loss_scale;  // what the loss was multiplied by; undefined: 1
+
+  int64_t samples() const;
+};
+
+// One a parameter of all groups.
+using BatchStates = std::vector<NaturalGradientParamState*>;
+
+void clear_batch(NaturalGradientParamState& state);
+// Copies the tensors of the batch into the state, without the scale of the loss.
+void write_batch(const KeptBatch& batch, const BatchStates& states);
+// The batch that write_batch() wrote, which shares its memory with the state; null: none.
+std::shared_ptr<const KeptBatch> read_batch(const BatchStates& states);
+
+// Gives `fresh` room for the part of a batch in `saved`, on the device of `param`. Throws
+// c10::ValueError for calls that are not those of an optimizer with `param_count` parameters.
+void add_saved_room(NaturalGradientParamState& fresh, const NaturalGradientParamState& saved,
+                    const at::Tensor& param, int64_t param_count, const std::string& name);
+
+// Throws c10::ValueError, naming parameters, where layers of one backward pass disagree on the
+// number of samples, or it looks as if an embedding has looked up positions for all samples at
+// once.
+void check_samples(const KeptBatch& batch,
+                   const std::function<std::string(int64_t)>& name_of_param);
+
+}  // namespace torchium::optim::detail

@@ -1,0 +1,379 @@
+#include "optim/natural_gradient/natural_gradient_plan.h"
+
+#include "optim/core/found_inf_guard.h"
+#include "optim/natural_gradient/natural_gradient_options.h"
+#include "optim/natural_gradient/natural_gradient_step.h"
+
+#include <ATen/ATen.h>
+#include <c10/util/irange.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace torchium::optim::detail {
+namespace {
+
+using gradients::detail::LayerCall;
+
+struct NaturalGradientPlannedStep : public PlannedStep {
+  void run(const at::Tensor&, at::TensorList grads, at::IntArrayRef,
+           const at::Tensor& found_inf) override {
+    if (batch.calls.empty()) {
+      at::_foreach_add_(state.steps, 1);
+      return;
+    }
+    result = natural_gradient_step(options, params, grads, state, batch, L, refreshed, found_inf);
+  }
+
+  NaturalGradientHyperparameters options;
+  std::vector<at::Tensor> params;
+  NaturalGradientState state;
+  // Of the next step; without calls it only counts.
+  CapturedBatch batch;
+  at::Tensor L;
+  bool refreshed = false;
+  at::Tensor result;
+};
+
+bool all_zero(const std::vector<at::Tensor>& tensors) {
+  return std::none_of(tensors.begin(), tensors.end(),
+                      [](const at::Tensor& tensor) { return tensor.any().item<bool>(); });
+}
+
+bool same_tensors(const KeptBatch& a, const KeptBatch& b) {
+  return std::equal(a.calls.begin(), a.calls.end(), b.calls.begin(), b.calls.end(),
+                    [](const LayerCall& x, const LayerCall& y) {
+                      return x.input.is_same(y.input) &&
+                             x.output_gradient.is_same(y.output_gradient) && x.weight == y.weight &&
+                             x.bias == y.bias;
+                    });
+}
+
+}  // namespace
+
+void NaturalGradientPlan::set_options(std::vector<NaturalGradientOptions> groups) {
+  for (NaturalGradientOptions& each : groups) {
+    each.lr(0.0);
+  }
+  if (groups != options_) {
+    options_ = std::move(groups);
+    forget_planned();
+  }
+}
+
+std::unique_ptr<SecondOrderParamState> NaturalGradientPlan::make_state() const {
+  return std::make_unique<NaturalGradientParamState>();
+}
+
+bool NaturalGradientPlan::has_momentum() const {
+  return std::any_of(options_.begin(), options_.end(),
+                     [](const auto& each) { return each.momentum() > 0.0; });
+}
+
+BatchStates NaturalGradientPlan::batch_states() const {
+  BatchStates states;
+  for (const auto i : c10::irange(size())) {  // these are only read
+    auto& state = const_cast<SecondOrderParamState&>(own_state(i));
+    states.push_back(static_cast<NaturalGradientParamState*>(&state));
+  }
+  return states;
+}
+
+void NaturalGradientPlan::after_bind() {
+  auto kept = read_batch(batch_states());
+  if (kept == nullptr || kept_ == nullptr || !same_tensors(*kept, *kept_)) {
+    kept_ = std::move(kept);
+  }
+  if (kept_ == nullptr) {
+    refresh_.reset();
+  }
+  batch_ = nullptr;
+  std::erase_if(kept_shapes_, [&](const auto& entry) {
+    for (const auto i : c10::irange(size())) {
+      if (param(i).unsafeGetTensorImpl() == entry.first) {
+        return false;
+      }
+    }
+    return true;
+  });
+}
+
+// ---- what layers see
+
+bool NaturalGradientPlan::is_refresh() {
+  if (!refresh_) {
+    take_reports(/*wait=*/false);
+    int64_t taken = 0;
+    for (const int64_t count : steps_taken()) {
+      taken = std::max(taken, count);
+    }
+    refresh_ = options_.empty() || taken % options_.front().update_freq() == 0 || kept_ == nullptr;
+  }
+  return *refresh_;
+}
+
+void NaturalGradientPlan::record(LayerCall call) {
+  const uint32_t version = call.input.is_inference() ? 0 : call.input._version();
+  passes_[call.micro_batch].push_back({std::move(call), version});
+}
+
+void NaturalGradientPlan::receive(gradients::detail::CapturedCall captured) {
+  drop(captured.gone_passes);
+  record(std::move(captured.call));
+}
+
+void NaturalGradientPlan::drop(const std::vector<int64_t>& passes) {
+  for (const int64_t pass : passes) {
+    passes_.erase(pass);
+  }
+}
+
+void NaturalGradientPlan::forget() {
+  passes_.clear();
+  batch_ = nullptr;
+}
+
+std::vector<int64_t> NaturalGradientPlan::passes() const {
+  std::vector<int64_t> result;
+  for (const auto& [pass, recorded] : passes_) {
+    result.push_back(pass);
+  }
+  return result;
+}
+
+// What the recorded calls have brought to the active parameters.
+std::shared_ptr<const KeptBatch> NaturalGradientPlan::recorded_batch(
+    const std::vector<size_t>& active) const {
+  const auto reached = [&](int64_t i) {
+    return i >= 0 && std::binary_search(active.begin(), active.end(), static_cast<size_t>(i)) ? i
+                                                                                              : -1;
+  };
+  auto batch = std::make_shared<KeptBatch>();
+  int64_t micro_batch = 0;
+  for (const auto& [pass, recorded] : passes_) {
+    const size_t before = batch->calls.size();
+    for (const auto& [call, input_version] : recorded) {
+      const int64_t weight = reached(call.weight);
+      const int64_t bias = reached(call.bias);
+      if (weight < 0 && bias < 0) {
+        continue;
+      }
+      TORCH_CHECK_VALUE(call.input.is_inference() || call.input._version() == input_version,
+                        "the input ", call.input.sizes(), " of a ",
+                        gradients::detail::name_of(call.kind),
+                        " layer was changed in place after the backward pass; fill another tensor "
+                        "with the next batch until step() has been called");
+      batch->calls.push_back(call);
+      batch->calls.back().weight = weight;
+      batch->calls.back().bias = bias;
+      batch->calls.back().micro_batch = micro_batch;
+    }
+    micro_batch += batch->calls.size() > before ? 1 : 0;
+  }
+  return batch;
+}
+
+// ---- the step
+
+bool NaturalGradientPlan::is_start() {
+  if (!passes_.empty() || !is_refresh()) {
+    return false;
+  }
+  const auto taken = steps_taken();
+  std::vector<at::Tensor> grads;
+  for (const auto i : c10::irange(size())) {
+    if (taken[i] > 0) {
+      return false;
+    }
+    if (gradient_of(param(i)).defined()) {
+      grads.push_back(gradient_of(param(i)));
+    }
+  }
+  return all_zero(grads);
+}
+
+// Before anything is changed.
+void NaturalGradientPlan::check(const std::vector<size_t>& active) {
+  if (is_refresh()) {
+    batch_ = nullptr;
+    if (!is_start()) {
+      auto batch = recorded_batch(active);
+      check_recorded(*batch, active);
+      batch_ = std::move(batch);
+    }
+    return;
+  }
+  for (const size_t i : active) {
+    const auto shape = kept_shapes_.find(param(i).unsafeGetTensorImpl());
+    TORCH_CHECK_VALUE(shape == kept_shapes_.end() || param(i).sizes() == shape->second, name(i),
+                      " has got another shape since its batch (for shape ", shape->second,
+                      ") was kept; delete its state to start afresh");
+  }
+  batch_ = kept_;
+}
+
+// Refuses a batch whose samples are not known.
+void NaturalGradientPlan::check_recorded(const KeptBatch& batch,
+                                         const std::vector<size_t>& active) const {
+  TORCH_CHECK_VALUE(!batch.calls.empty(),
+                    "NaturalGradient has captured no backward pass since the last step or "
+                    "zero_grad(); make the optimizer before the forward pass, call backward() "
+                    "once a batch, and let gradients come from layers that it knows");
+  std::vector<bool> is_known(size(), false);
+  for (const LayerCall& call : batch.calls) {
+    for (const int64_t i : {call.weight, call.bias}) {
+      if (i >= 0) {
+        is_known[i] = !is_excluded(i);
+      }
+    }
+  }
+  for (const size_t i : active) {
+    TORCH_CHECK_VALUE(is_known[i], "the gradient of ", name(i),
+                      " does not come from its layer alone, as with a function call that is not "
+                      "captured or a gradient that was set by hand; use the weight through a layer "
+                      "(tie it: linear.weight = embedding.weight), freeze it, or add the gradient "
+                      "of a penalty after backward()");
+  }
+  check_samples(batch, [&](int64_t i) { return name(i); });
+}
+
+void NaturalGradientPlan::complete(size_t i, SecondOrderParamState& completed) {
+  auto& state = static_cast<NaturalGradientParamState&>(completed);
+  if (has_momentum() && !state.momentum_buffer().defined()) {
+    state.momentum_buffer(parameter_shaped_zeros(param(i)));
+  }
+}
+
+std::unique_ptr<PlannedStep> NaturalGradientPlan::plan(const std::vector<at::Tensor>& params,
+                                                       const StateList& states, at::Tensor status) {
+  auto step = std::make_unique<NaturalGradientPlannedStep>();
+  const NaturalGradientOptions& shared = options_.front();
+  step->options.eps = shared.eps();
+  step->options.max_norm = shared.max_norm();
+  step->options.solver = shared.solver();
+  for (const size_t i : active()) {
+    step->options.dampings.push_back(options(i).damping());
+    step->options.momentums.push_back(options(i).momentum());
+    step->options.maximize.push_back(options(i).maximize());
+  }
+  step->params = params;
+  step->state.steps = list_of(states, &ParameterState::step);
+  for (const ParameterState& state : states) {
+    if (has_momentum()) {
+      step->state.momentum_buffers.push_back(state.momentum_buffer);
+    }
+  }
+  step->state.status = std::move(status);
+  return step;
+}
+
+bool NaturalGradientPlan::Factorization::is_of(const Factorization& other) const {
+  return batch == other.batch && dampings == other.dampings && solver == other.solver &&
+         std::equal(params.begin(), params.end(), other.params.begin(), other.params.end(),
+                    [](const auto& a, const auto& b) {
+                      return a.first.is_same(b.first) && a.second == b.second;
+                    });
+}
+
+StateChanges NaturalGradientPlan::take(const JointInputs& inputs) {
+  auto* step = static_cast<NaturalGradientPlannedStep*>(planned());
+  if (step == nullptr) {
+    return {};
+  }
+  step->options.lrs = learning_rates(inputs);
+  step->refreshed = is_refresh();
+  step->batch = {};
+  Factorization wanted{batch_, step->options.dampings, step->options.solver, {}, {}};
+  for (const at::Tensor& param : step->params) {
+    wanted.params.emplace_back(param, param.scalar_type());
+  }
+  if (batch_ != nullptr) {
+    if (step->refreshed && inputs.loss_scale.defined()) {
+      auto scaled = std::make_shared<KeptBatch>(*batch_);
+      scaled->loss_scale = inputs.loss_scale;
+      wanted.batch = batch_ = std::move(scaled);
+    }
+    std::vector<int64_t> place(size(), -1);
+    for (const auto k : c10::irange(active().size())) {
+      place[active()[k]] = static_cast<int64_t>(k);
+    }
+    step->batch.calls = batch_->calls;
+    for (LayerCall& call : step->batch.calls) {
+      call.weight = call.weight < 0 ? -1 : place[call.weight];
+      call.bias = call.bias < 0 ? -1 : place[call.bias];
+    }
+    samples_ = batch_->samples();
+    step->batch.scale = static_cast<double>(samples_);
+    step->batch.loss_scale = batch_->loss_scale;
+    wanted.L = wanted.is_of(factorization_) ? factorization_.L : at::Tensor();
+    step->L = wanted.L;
+  }
+  factorization_ = {};
+  const at::Tensor& count = step->state.steps.front();
+  const double before = count.is_cpu() ? count_on_cpu(count) : -1.0;
+  StepPlan::step({}, inputs.found_inf);
+  if (batch_ == nullptr) {
+    refresh_.reset();
+    return {};
+  }
+  result_ = std::move(step->result);
+  wanted.L = std::move(step->L);
+  factorization_ = std::move(wanted);
+  step->batch = {};
+  // On the CPU a skipped step is known at once.
+  const bool is_skipped = count.is_cpu() && count_on_cpu(count) == before;
+  const bool keeps = step->refreshed && !is_skipped;
+  refresh_.reset();
+  return keeps ? keep() : StateChanges();
+}
+
+// Keeps the batch in the state if later steps need it; they must not see it change.
+StateChanges NaturalGradientPlan::keep() {
+  auto factorization = std::exchange(factorization_, {});
+  const bool is_needed = options_.front().update_freq() > 1;
+  const BatchStates old = batch_states();
+  const bool has_old = std::any_of(old.begin(), old.end(),
+                                   [](const auto* state) { return state->uses().defined(); });
+  if (!is_needed && !has_old) {
+    kept_ = nullptr;
+    return {};
+  }
+  std::vector<NaturalGradientParamState> states;
+  BatchStates written;
+  states.reserve(old.size());
+  for (const auto* state : old) {
+    states.push_back(*state);
+    clear_batch(states.back());
+    written.push_back(&states.back());
+  }
+  if (is_needed) {
+    write_batch(*batch_, written);
+  }
+  kept_ = read_batch(written);
+  kept_shapes_.clear();
+  StateChanges changes;
+  for (const auto i : c10::irange(size())) {
+    kept_shapes_[param(i).unsafeGetTensorImpl()] = param(i).sizes().vec();
+    append_changes(static_cast<int64_t>(i), *old[i], states[i], changes);
+  }
+  if (is_needed) {
+    factorization.batch = kept_;
+    factorization_ = std::move(factorization);
+  }
+  return changes;
+}
+
+NaturalGradientReport NaturalGradientPlan::report() const {
+  NaturalGradientReport report;
+  if (result_.defined()) {
+    const at::Tensor result = result_.cpu();
+    const double* values = result.const_data_ptr<double>();
+    report.solver = values[2] != 0.0 ? "cg" : "gram";
+    report.samples = samples_;
+    report.iterations = static_cast<int64_t>(values[0]);
+    report.relative_residual = values[1];
+  }
+  return report;
+}
+
+}  // namespace torchium::optim::detail

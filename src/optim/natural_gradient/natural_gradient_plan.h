@@ -1,0 +1,92 @@
+// The plan of natural gradient's steps of all parameter groups.
+#pragma once
+
+#include "optim/capture/joint_plan.h"
+#include "optim/natural_gradient/kept_batch.h"
+#include "torchium/optim/natural_gradient.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace torchium::optim::detail {
+
+class NaturalGradientPlan : public JointPlan {
+ public:
+  // One a group; all with the same shared options.
+  void set_options(std::vector<NaturalGradientOptions> groups);
+
+  // ---- what layers see
+
+  // Whether the next step takes its Fisher matrix from its own batch: decided once a step.
+  bool is_refresh();
+  // A call with a gradient. Weight and bias are positions in what bind() was given, -1 where it has
+  // no gradient from this call; the micro-batch is any number of the backward pass.
+  void record(gradients::detail::LayerCall call);
+  void receive(gradients::detail::CapturedCall captured) override;
+  // Drops the calls of these backward passes.
+  void drop(const std::vector<int64_t>& passes);
+  void forget() override;
+  // Backward passes with recorded calls.
+  std::vector<int64_t> passes() const;
+
+  // ---- steps
+
+  // Whether the next step makes the state by zero gradients, which needs no samples:
+  // torch.distributed.checkpoint takes such a step to have state to load into.
+  bool is_start();
+  StateChanges take(const JointInputs& inputs) override;
+  // Waits for the device.
+  NaturalGradientReport report() const;
+
+ protected:
+  const char* optimizer_name() const override { return "NaturalGradient"; }
+  std::unique_ptr<SecondOrderParamState> make_state() const override;
+  void check(const std::vector<size_t>& active) override;
+  void complete(size_t i, SecondOrderParamState& state) override;
+  void after_bind() override;
+  std::unique_ptr<PlannedStep> plan(const std::vector<at::Tensor>& params, const StateList& states,
+                                    at::Tensor status) override;
+
+ private:
+  struct Recorded {
+    gradients::detail::LayerCall call;
+    uint32_t input_version;
+  };
+
+  const NaturalGradientOptions& options(size_t i) const {
+    return options_.at(static_cast<size_t>(group(i)));
+  }
+  bool has_momentum() const;
+  BatchStates batch_states() const;
+  std::shared_ptr<const KeptBatch> recorded_batch(const std::vector<size_t>& active) const;
+  void check_recorded(const KeptBatch& batch, const std::vector<size_t>& active) const;
+  StateChanges keep();
+
+  std::vector<NaturalGradientOptions> options_;      // lr does not count
+  std::map<int64_t, std::vector<Recorded>> passes_;  // by backward pass
+  std::optional<bool> refresh_;                      // none: not decided
+  std::shared_ptr<const KeptBatch> kept_;            // of the last refresh; null: none
+  std::shared_ptr<const KeptBatch> batch_;           // of the next step; null: is_start()
+  std::map<const at::TensorImpl*, std::vector<int64_t>> kept_shapes_;  // of parameters, at keep()
+  // The factorisation of a batch, and what it depends on.
+  struct Factorization {
+    std::shared_ptr<const KeptBatch> batch;
+    std::vector<double> dampings;
+    std::string solver;
+    std::vector<std::pair<at::Tensor, at::ScalarType>> params;
+    at::Tensor L;
+
+    bool is_of(const Factorization& other) const;
+  } factorization_;
+  int64_t samples_ = 0;
+  at::Tensor result_;  // of the last step
+};
+
+}  // namespace torchium::optim::detail
