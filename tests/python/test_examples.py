@@ -158,7 +158,6 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
         exec(compile(block, f"{page.name}, block {number}", "exec"), namespace)
 
 
-@pytest.mark.xdist_group("build")
 @pytest.mark.parametrize("name", cpp_programs())
 def test_cpp_blocks_run(name: str, programs: Path, tmp_path: Path) -> None:
     run = subprocess.run(
