@@ -75,11 +75,17 @@ class CMakeBuild(build_ext):
 
 
 class FreshBuildPy(build_py):
-    """Starts from an empty folder: setuptools would keep modules that have left the sources."""
+    """Starts from empty folders.
+
+    setuptools would keep modules that have left the sources, and fail at what an interrupted build of
+    a wheel has left.
+    """
 
     def run(self) -> None:
         if not self.editable_mode:
-            shutil.rmtree(self.build_lib, ignore_errors=True)
+            base = Path(self.get_finalized_command("build").build_base)
+            for folder in (self.build_lib, *base.glob("bdist.*")):
+                shutil.rmtree(folder, ignore_errors=True)
         super().run()
 
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from collections.abc import Iterable
@@ -55,6 +56,10 @@ def staged(build_dir: Path) -> Path:
 def wheel(build_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built in the folder of the tested build."""
     folder = tmp_path_factory.mktemp("wheel")
+    # As an interrupted build leaves it.
+    tag = sysconfig.get_platform()
+    left_over = f"build/bdist.{tag}/wheel/torchium-{torchium.__version__}.dist-info"
+    (ROOT / left_over).mkdir(parents=True, exist_ok=True)
     options = ("--no-build-isolation", "--no-deps", "--wheel-dir", folder)
     succeed(
         *(sys.executable, "-m", "pip", "wheel", *options, ROOT),
