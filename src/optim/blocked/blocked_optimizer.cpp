@@ -251,10 +251,8 @@ void MatrixParamState::assign(const detail::ParameterState& tensors) {
   const detail::NamedTensors named = tensors.named();
   for (const auto& members : {counts(), parameter_shaped()}) {
     for (const auto& [key, member] : members) {
-      const auto found = std::find_if(named.begin(), named.end(), [&name = key](const auto& entry) {
-        return entry.first == name;
-      });
-      *member = found == named.end() ? at::Tensor() : found->second;
+      const at::Tensor* found = detail::find_tensor(named, key);
+      *member = found == nullptr ? at::Tensor() : *found;
     }
   }
   step(tensors.step);

@@ -70,9 +70,8 @@ bool lie_in_order(const std::vector<SlotPlacement>& layout,
 bool has_types(const ParameterState& state, const ParameterState& fresh, const at::Tensor& param) {
   const NamedTensors needed = fresh.named();
   const auto dtype_of = [&](const std::string& key) {
-    const auto found = std::find_if(needed.begin(), needed.end(),
-                                    [&](const auto& entry) { return entry.first == key; });
-    return found != needed.end()     ? found->second.scalar_type()
+    const at::Tensor* found = find_tensor(needed, key);
+    return found != nullptr          ? found->scalar_type()
            : key.ends_with("_start") ? at::kDouble
                                      : state_dtype(param);
   };
@@ -95,9 +94,7 @@ void copy_values(const ParameterState& old, ParameterState& fresh, const at::Ten
   }
   const NamedTensors from = old.named(), to = fresh.named();
   for (const auto& [key, tensor] : to) {
-    const auto found = std::find_if(from.begin(), from.end(),
-                                    [&](const auto& entry) { return entry.first == key; });
-    tensor.copy_(found->second);
+    tensor.copy_(*find_tensor(from, key));
   }
 }
 
@@ -274,12 +271,11 @@ void BlockedPlan::check_state(const StateEntry& entry, const ParameterState& nee
   fits = fits && required.size() == found.size();
   std::string lost;
   for (const auto& [key, tensor] : required) {
-    const auto same_key = std::find_if(found.begin(), found.end(),
-                                       [&](const auto& other) { return other.first == key; });
-    if (same_key == found.end()) {
+    const at::Tensor* same_key = find_tensor(found, key);
+    if (same_key == nullptr) {
       lost += (lost.empty() ? "'" : ", '") + key + "'";
     } else {
-      fits = fits && same_key->second.sizes() == tensor.sizes();
+      fits = fits && same_key->sizes() == tensor.sizes();
     }
   }
   if (fits && lost.empty()) {

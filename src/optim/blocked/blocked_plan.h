@@ -43,6 +43,9 @@ class BlockedPlan : public StepPlan {
   using StepPlan::StepPlan;
   using Options = torch::optim::OptimizerOptions;
 
+  // Options of the optimizer's own type. The learning rate is an argument of step() instead.
+  virtual void set_options(const Options& options) = 0;
+
   // Makes the states of parameters on this device what a step takes: checks what is there, lets it
   // follow its parameter to another dtype or device, lays matrices side by side, creates what
   // active parameters lack and drops averages that they no longer need. Changes no tensor that it

@@ -34,6 +34,12 @@ at::ScalarType state_dtype(const at::Tensor& param) {
   return param.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
+const at::Tensor* find_tensor(const NamedTensors& tensors, const std::string& key) {
+  const auto found = std::find_if(tensors.begin(), tensors.end(),
+                                  [&](const auto& entry) { return entry.first == key; });
+  return found == tensors.end() ? nullptr : &found->second;
+}
+
 ParameterState::ParameterState(const NamedTensors& tensors) {
   for (const auto& [key, tensor] : tensors) {
     for (const auto& [name, member] : kTensors) {

@@ -15,6 +15,9 @@ at::ScalarType state_dtype(const at::Tensor& param);
 
 using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 
+// The tensor under `key`; null: there is none.
+const at::Tensor* find_tensor(const NamedTensors& tensors, const std::string& key);
+
 // Undefined or empty: not there. Members as their keys say (docs/design.md).
 struct ParameterState {
   at::Tensor step;

@@ -39,12 +39,6 @@ void check_dense_real(const at::Tensor& tensor, const std::string& name) {
                     "supported");
 }
 
-const at::Tensor* find(const NamedTensors& tensors, const std::string& key) {
-  const auto found = std::find_if(tensors.begin(), tensors.end(),
-                                  [&](const auto& entry) { return entry.first == key; });
-  return found == tensors.end() ? nullptr : &found->second;
-}
-
 bool contains(const std::vector<std::string>& keys, const std::string& key) {
   return std::find(keys.begin(), keys.end(), key) != keys.end();
 }
@@ -119,7 +113,7 @@ NamedTensors loaded_state(const NamedTensors& fresh, const NamedTensors& saved,
   NamedTensors loaded = fresh;
   std::vector<std::string> missing, unexpected;
   for (const auto& [key, value] : saved) {
-    if (const at::Tensor* needed = find(fresh, key)) {
+    if (const at::Tensor* needed = find_tensor(fresh, key)) {
       check_fits(value, *needed, key, name);
     } else if (contains(optional.buffers, key)) {
       loaded.emplace_back(key, parameter_shaped_zeros(param));
@@ -133,7 +127,7 @@ NamedTensors loaded_state(const NamedTensors& fresh, const NamedTensors& saved,
     }
   }
   for (const auto& [key, tensor] : fresh) {
-    if (find(saved, key) == nullptr) {
+    if (find_tensor(saved, key) == nullptr) {
       missing.push_back(key);
     }
   }
@@ -141,7 +135,7 @@ NamedTensors loaded_state(const NamedTensors& fresh, const NamedTensors& saved,
                     " does not fit this optimizer and its options: missing ", listed(missing),
                     ", unexpected ", listed(unexpected));
   for (auto& [key, tensor] : loaded) {
-    tensor.copy_(find(saved, key)->reshape(tensor.sizes()));
+    tensor.copy_(find_tensor(saved, key)->reshape(tensor.sizes()));
     check_numbers(tensor, key, name);
   }
   return loaded;

@@ -185,10 +185,6 @@ void StepPlan::update_preconditioners() {
   report();
 }
 
-void StepPlan::set_options(const torch::optim::OptimizerOptions&) {
-  TORCH_INTERNAL_ASSERT(false, "this plan takes the options of all groups at once");
-}
-
 void StepPlan::renew_roots(const std::vector<at::Tensor>&, const StateList&, at::Tensor) {
   TORCH_INTERNAL_ASSERT(false, "this optimizer has no roots that a call renews");
 }

@@ -45,9 +45,6 @@ class StepPlan : public torch::CustomClassHolder {
 
   c10::Device device() const { return device_; }
 
-  // Options of the optimizer's own type. The learning rate is an argument of step() instead.
-  virtual void set_options(const torch::optim::OptimizerOptions& options);
-
   // Graphs of steps that are kept, and the bytes of scratch memory that these hold.
   int64_t graph_count() const { return graphs_.count(); }
   int64_t graph_bytes() const { return graphs_.scratch_bytes(); }

@@ -22,7 +22,7 @@ auto option_fields(Options& o) {
       Option{"eps", o.eps(), Number{}},
       Option{"stat_decay", o.stat_decay(), kRateOrOne},
       Option{"kl_clip", o.kl_clip(), kPositive, kSameInAllGroups},
-      Option{"damping_split", o.damping_split(), one_of("pi", "plain", "exact"), kSameInAllGroups},
+      Option{"damping_split", o.damping_split(), kDampingSplits, kSameInAllGroups},
       Option{"root_method", o.root_method(), kRootMethods, kSameInAllGroups},
       Option{"max_factor_size", o.max_factor_size(), Integer{}},
       Option{"maximize", o.maximize(), Flag{}});

@@ -1,5 +1,5 @@
 #include "optim/blocked/block_storage.h"
-#include "optim/core/option_checks.h"
+#include "optim/core/options.h"
 #include "optim/kfac/kfac_step.h"
 
 #include <ATen/ATen.h>
@@ -7,7 +7,8 @@
 namespace torchium::optim::detail {
 
 DampingSplit parse_damping_split(const std::string& name) {
-  check_choice("damping_split", name, {"pi", "plain", "exact"});
+  TORCH_CHECK_VALUE(kDampingSplits.accepts(name), "damping_split must be ",
+                    kDampingSplits.requirement(), ", got '", name, "'");
   return name == "pi"      ? DampingSplit::kPi
          : name == "plain" ? DampingSplit::kPlain
                            : DampingSplit::kExact;
@@ -17,7 +18,7 @@ KfacLayer kfac_init_state(const at::Tensor& weight, bool has_bias, int64_t group
                           DampingSplit damping_split, bool diagonal_A, bool diagonal_G) {
   TORCH_CHECK_VALUE(weight.dim() >= 2,
                     "weight must be a matrix or a convolution kernel, got shape ", weight.sizes());
-  check_at_least_one("groups", groups);
+  TORCH_CHECK_VALUE(groups >= 1, "groups must be at least 1, got ", groups);
   TORCH_CHECK_VALUE(weight.size(0) % groups == 0, "groups must divide the ", weight.size(0),
                     " output channels of weight, got ", groups);
   const int64_t o = weight.size(0) / groups;

@@ -139,13 +139,11 @@ void NaturalGradient::fit_loaded(const Options& options, const std::vector<at::T
                            params[i], count, describe(params[i]));
     const auto sources = loaded[i]->tensors();
     for (const auto& [key, room] : target.tensors()) {
-      const auto saved = std::find_if(sources.begin(), sources.end(),
-                                      [&](const auto& source) { return source.first == key; });
-      TORCH_CHECK_VALUE(saved != sources.end(), "the archive has no ", key, " of ",
-                        describe(params[i]));
+      const at::Tensor* saved = detail::find_tensor(sources, key);
+      TORCH_CHECK_VALUE(saved != nullptr, "the archive has no ", key, " of ", describe(params[i]));
       if (!room.is_same(target.step()) && !room.is_same(target.momentum_buffer())) {
-        detail::check_fits(saved->second, room, key, describe(params[i]));
-        at::Tensor(room).copy_(saved->second);
+        detail::check_fits(*saved, room, key, describe(params[i]));
+        at::Tensor(room).copy_(*saved);
       }
     }
   }

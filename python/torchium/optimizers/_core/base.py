@@ -154,11 +154,6 @@ class CoreOptimizer(Optimizer):
     def _has_state(self, param: Tensor) -> bool:
         return "step" in self.state.get(param, ())
 
-    def _start_afresh(self, index: int, group: dict[str, Any], param: Tensor) -> str:
-        """How a message says to get rid of state."""
-        position = next(i for i, p in enumerate(group["params"]) if p is param)
-        return f"del optimizer.state[optimizer.param_groups[{index}]['params'][{position}]]"
-
     # ---- state
 
     def _forget_derived(self) -> None:
