@@ -14,6 +14,7 @@ import torch
 import torchium
 from optimizer_cases import assert_same
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.cuda
@@ -190,7 +191,7 @@ def test_the_global_precision_is_noticed():
     assert_both_same(pairs)
 
 
-def test_gradients_that_never_stay_are_launched():
+def test_gradients_may_lie_anywhere():
     pairs = both()
     kept = []
     for index in range(40):
@@ -198,20 +199,37 @@ def test_gradients_that_never_stay_are_launched():
             give_gradients(params, index)
             kept += [p.grad for p in params]  # so that no memory is used twice
             optimizer.step()
-    assert graph_count(pairs[0][0]) == 0
+    assert graph_count(pairs[0][0]) == 2  # steps with roots and without
     assert_both_same(pairs)
 
 
-def test_gradients_that_alternate_have_a_graph_each():
-    pairs = both(update_freq=1000)
-    for optimizer, params in pairs:
-        sets = [[torch.empty_like(p) for p in params] for _ in range(2)]
-        for index in range(60):
-            for p, grad in zip(params, sets[index // 5 % 2], strict=True):
-                generator = torch.Generator().manual_seed(index)
-                p.grad = grad.copy_(torch.randn(p.shape, generator=generator))
+def test_replays_launch_no_other_kernels():
+    params = parameters()
+    optimizer = shampoo(params, "always")
+    taken = 0
+    for t in (62, 65):  # without roots, and with
+        train(optimizer, params, taken, t - 1 - taken)
+        give_gradients(params, t)
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             optimizer.step()
-    assert graph_count(pairs[0][0]) >= 2
+            torch.cuda.synchronize()
+        called = [event.name for event in profiler.events() if "Launch" in event.name]
+        assert called == ["cudaLaunchKernel", "cudaGraphLaunch"]
+        taken = t
+
+
+@pytest.mark.parametrize("offset", [1, 2, 4])
+def test_alignment_of_gradients_is_noticed(offset):
+    pairs = both()
+    for optimizer, params in pairs:
+        for index in range(40):
+            give_gradients(params, index)
+            if index % 4 == 3:
+                memory = torch.empty(params[0].numel() + offset, device="cuda")
+                params[0].grad = memory[offset:].view_as(params[0]).copy_(params[0].grad)
+            optimizer.step()
+    assert graph_count(pairs[0][0]) > 0
     assert_both_same(pairs)
 
 

@@ -95,10 +95,10 @@ struct TORCHIUM_API ShampooOptions
   /// step() leaves the roots alone, so that it can be captured in a CUDA graph; they change by
   /// Shampoo::update_preconditioners(). On a GPU only check_errors() then reports errors.
   TORCH_ARG(bool, capturable) = false;
-  /// Steps on a GPU in which no root is due are captured in a CUDA graph after some steps, and
-  /// replayed: the same results with far less work of the host. "auto": where the memory that a
-  /// graph keeps is at most 5 % of the state or 1 % of that of the device; "always"; "never". Steps
-  /// that a caller captures are not concerned.
+  /// Steps on a GPU are captured in CUDA graphs after some steps, and replayed: the same results
+  /// with far less work for the host. "auto": where the memory that the graphs keep is at most 5 %
+  /// of the state or 1 % of that of the device; "always"; "never". Steps that a caller captures are
+  /// not affected.
   TORCH_ARG(std::string, graphs) = "auto";
 
  public:

@@ -119,11 +119,11 @@ class Shampoo(BlockedOptimizer):
         capturable (bool): :meth:`step` never computes roots, so that it can be captured in a CUDA
             graph; call :meth:`update_preconditioners` for them. A captured step keeps the ``lr``
             that it was captured with, unless that is a tensor on the GPU (default: False).
-        graphs (str or bool): steps on a GPU in which no root is due are captured in a CUDA graph
-            after some steps, and replayed: the same results, bit for bit, with far less work of the
-            host. ``"auto"``: where the memory that a graph keeps is at most 5 % of the state or 1 %
-            of the device's; ``"always"`` or True; ``"never"`` or False. Steps that a caller captures
-            are not concerned (default: "auto").
+        graphs (str or bool): steps on a GPU are captured in CUDA graphs after some steps, and
+            replayed: the same results, bit for bit, with far less work for the host. ``"auto"``:
+            where the memory that the graphs keep is at most 5 % of the state or 1 % of the device's;
+            ``"always"`` or True; ``"never"`` or False. Steps that a caller captures are not affected
+            (default: "auto").
 
     Raises:
         ValueError: an option is out of its range, or a parameter is sparse, complex, integer,

@@ -9,14 +9,14 @@
 
 namespace torchium::cuda_kernels {
 
-// A parameter, its gradient and its sum have one memory layout.
+// A parameter, its gradient (in StepNumbers) and its sum have one memory layout.
 struct AdagradEntry {
   void* param;
-  const void* grad;
   float* sum;
   const double* step;  // t, which counts this step
   int64_t elements;
   int first_tile;
+  int index;  // of the parameter in the step
   ElementType param_type, grad_type;
   bool by_fours;  // all may be read four elements at a time
 };
@@ -32,7 +32,7 @@ struct AdagradRule {
 // s <- s + g^2; p <- p - lr / (1 + (t - 1) lr_decay) g / (sqrt(s) + eps). Nothing where the step is
 // skipped.
 cudaError_t update_by_adagrad(const AdagradRule& rule, const Table<AdagradEntry>& parameters,
-                              const StepControl* control, const LearningRate& lr,
-                              cudaStream_t stream);
+                              const StepControl* control, const StepNumbers* numbers,
+                              const LearningRate& lr, cudaStream_t stream);
 
 }  // namespace torchium::cuda_kernels

@@ -28,7 +28,8 @@ __device__ void for_each_place(const KfacEntry& entry, int tile, const Body& bod
 
 // An element of V.
 __device__ float gradient(const KfacEntry& entry, int64_t offset) {
-  return penalized_gradient<1>(entry, entry.maximize, entry.weight_decay, offset).lane[0];
+  return penalized_gradient<1>(entry, entry.grad, entry.maximize, entry.weight_decay, offset)
+      .lane[0];
 }
 
 template <typename Entry>

@@ -32,9 +32,9 @@ __device__ inline float saturated(float x, float largest) {
 
 // The gradient, negated for maximize, plus weight_decay times the parameter.
 template <int N, typename Entry>
-__device__ Lanes<N> penalized_gradient(const Entry& entry, bool maximize, float weight_decay,
-                                       int64_t offset) {
-  Lanes<N> g = load_elements<N>(entry.grad, entry.grad_type, offset);
+__device__ Lanes<N> penalized_gradient(const Entry& entry, const void* grad, bool maximize,
+                                       float weight_decay, int64_t offset) {
+  Lanes<N> g = load_elements<N>(grad, entry.grad_type, offset);
   if (maximize) {
 #pragma unroll
     for (int i = 0; i < N; ++i) g.lane[i] = -g.lane[i];

@@ -82,11 +82,13 @@ __device__ float lerp(float x, float y, float weight) {
 }
 
 // StepNumbers as the elements need them.
-struct Corrections {
+struct Inputs {
+  const void* gradient;
   float exp_avg, second_moment, statistics;
 
-  __device__ explicit Corrections(const StepNumbers& numbers)
-      : exp_avg(static_cast<float>(numbers.exp_avg)),
+  __device__ explicit Inputs(const StepNumbers& numbers)
+      : gradient(numbers.gradient),
+        exp_avg(static_cast<float>(numbers.exp_avg)),
         second_moment(static_cast<float>(numbers.second_moment)),
         statistics(static_cast<float>(numbers.statistics)) {}
 };
@@ -95,12 +97,13 @@ struct Corrections {
 template <int N>
 class Elements {
  public:
-  __device__ Elements(const ElementRule& rule, const ParameterEntry& entry,
-                      const Corrections& corrections, int64_t offset)
-      : rule_(rule), entry_(entry), corrections_(corrections), offset_(offset) {}
+  __device__ Elements(const ElementRule& rule, const ParameterEntry& entry, const Inputs& inputs,
+                      int64_t offset)
+      : rule_(rule), entry_(entry), inputs_(inputs), offset_(offset) {}
 
   __device__ Lanes<N> gradient() const {
-    return penalized_gradient<N>(entry_, rule_.maximize, rule_.weight_decay, offset_);
+    return penalized_gradient<N>(entry_, inputs_.gradient, rule_.maximize, rule_.weight_decay,
+                                 offset_);
   }
   // m of the state as it is, or g without an average.
   __device__ Lanes<N> average() const {
@@ -136,7 +139,7 @@ class Elements {
     if (entry_.second_moment == nullptr) return m;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const float divisor = sqrtf(v.lane[i] / corrections_.second_moment) + rule_.grafting_eps;
+      const float divisor = sqrtf(v.lane[i] / inputs_.second_moment) + rule_.grafting_eps;
       m.lane[i] = divisor > 0 ? m.lane[i] / divisor : 0;
     }
     return m;
@@ -145,7 +148,7 @@ class Elements {
   __device__ Lanes<N> by_diagonal(Lanes<N> m, const Lanes<N>& a) const {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const float damped = a.lane[i] / corrections_.statistics + rule_.diagonal_eps;
+      const float damped = a.lane[i] / inputs_.statistics + rule_.diagonal_eps;
       m.lane[i] = damped > 0 ? m.lane[i] * rsqrtf(damped) : 0;
     }
     return m;
@@ -154,13 +157,13 @@ class Elements {
  private:
   __device__ Lanes<N> corrected(Lanes<N> average) const {
 #pragma unroll
-    for (int i = 0; i < N; ++i) average.lane[i] /= corrections_.exp_avg;
+    for (int i = 0; i < N; ++i) average.lane[i] /= inputs_.exp_avg;
     return average;
   }
 
   const ElementRule& rule_;
   const ParameterEntry& entry_;
-  const Corrections& corrections_;
+  const Inputs& inputs_;
   int64_t offset_;
 };
 
@@ -205,12 +208,12 @@ __device__ void gather_tile(const ElementRule& rule, const StepBuffers& buffers,
                             int index) {
   const ParameterEntry& entry = tile.parameter;
   const StepNumbers& numbers = buffers.numbers[entry.index];
-  const Corrections corrections(numbers);
+  const Inputs inputs(numbers);
   const bool has_matrices = entry.direction == Direction::kMatrices;
   const bool takes_norms = rule.grafting && entry.direction != Direction::kGrafted;
   float grafted_squares = 0, direction_squares = 0;
   tile.for_each<N>([&](int64_t offset, int64_t place) {
-    const Elements<N> elements(rule, entry, corrections, offset);
+    const Elements<N> elements(rule, entry, inputs, offset);
     const Lanes<N> g = elements.gradient();
     const Lanes<N> m = elements.moved_average(g);
     const Lanes<N> v = elements.moved_moment(entry.second_moment, g, rule.moment_beta);
@@ -284,10 +287,10 @@ __device__ void update_tile(const ElementRule& rule, const StepBuffers& buffers,
                             float lr, float scale) {
   const ParameterEntry& entry = tile.parameter;
   const StepNumbers numbers = buffers.numbers[entry.index];
-  const Corrections corrections(numbers);
+  const Inputs inputs(numbers);
   const UpdateFactors factors{lr, rule.decoupled_weight_decay, rule.momentum, rule.nesterov};
   tile.for_each<N>([&](int64_t offset, int64_t place) {
-    const Elements<N> elements(rule, entry, corrections, offset);
+    const Elements<N> elements(rule, entry, inputs, offset);
     Lanes<N> d;
     if (numbers.started == 0 || entry.direction == Direction::kGrafted) {
       d = elements.grafted(elements.average(), elements.moment(entry.second_moment));

@@ -19,10 +19,10 @@ enum class Direction : uint8_t {
 };
 
 // A parameter of order one or two after merging, seen as a matrix that is cut into blocks. All its
-// tensors have one memory layout; state is float32 and null where it is not used.
+// tensors have one memory layout, the gradient (in StepNumbers) too; state is float32 and null
+// where it is not used.
 struct ParameterEntry {
   void* param;
-  const void* grad;
   float* exp_avg;
   float* second_moment;  // of the grafted method
   float* momentum_buffer;

@@ -23,10 +23,11 @@ __device__ Bits largest_of(const uint4& bytes, Bits magnitude) {
 }
 
 template <typename Bits>
-__device__ Bits largest_of_tile(const ScanEntry& entry, int64_t begin, Bits magnitude) {
+__device__ Bits largest_of_tile(const void* address, int64_t begin, int64_t elements,
+                                Bits magnitude) {
   constexpr int kPerVector = sizeof(uint4) / sizeof(Bits);
-  const auto* data = static_cast<const Bits*>(entry.data);
-  const int64_t end = min(begin + kScanTile, entry.elements);
+  const auto* data = static_cast<const Bits*>(address);
+  const int64_t end = min(begin + kScanTile, elements);
   Bits most = 0;
   int64_t i = begin;
   if (reinterpret_cast<uintptr_t>(data) % sizeof(uint4) == 0) {
@@ -43,26 +44,35 @@ __device__ Bits largest_of_tile(const ScanEntry& entry, int64_t begin, Bits magn
 }
 
 // As a double, which holds the magnitudes of all types.
-__device__ double largest_magnitude(const ScanEntry& entry, int64_t begin) {
+__device__ double largest_magnitude(const ScanEntry& entry, const void* data, int64_t begin) {
+  const int64_t elements = entry.elements;
   switch (entry.type) {
     case ElementType::kDouble:
-      return __longlong_as_double(
-          static_cast<int64_t>(largest_of_tile<uint64_t>(entry, begin, 0x7fffffffffffffff)));
+      return __longlong_as_double(static_cast<int64_t>(
+          largest_of_tile<uint64_t>(data, begin, elements, 0x7fffffffffffffff)));
     case ElementType::kBFloat16:
-      return __uint_as_float(unsigned{largest_of_tile<uint16_t>(entry, begin, 0x7fff)} << 16);
+      return __uint_as_float(unsigned{largest_of_tile<uint16_t>(data, begin, elements, 0x7fff)}
+                             << 16);
     case ElementType::kHalf:
       return __half2float(__ushort_as_half(
-          static_cast<unsigned short>(largest_of_tile<uint16_t>(entry, begin, 0x7fff))));
+          static_cast<unsigned short>(largest_of_tile<uint16_t>(data, begin, elements, 0x7fff))));
     default:
-      return __uint_as_float(largest_of_tile<uint32_t>(entry, begin, 0x7fffffff));
+      return __uint_as_float(largest_of_tile<uint32_t>(data, begin, elements, 0x7fffffff));
   }
 }
 
+template <int bytes>
 __global__ void __launch_bounds__(kControlThreads)
-    initialize_kernel(StepControl* control, StepNumbers* numbers, int parameters) {
+    initialize_kernel(const __grid_constant__ Table<GradientEntry, bytes> gradients,
+                      StepControl* control, StepNumbers* numbers) {
   const int i = static_cast<int>(blockIdx.x) * kControlThreads + static_cast<int>(threadIdx.x);
-  if (i < parameters) numbers[i] = {};
-  if (i > 0) return;
+  const int parameter = gradients.first_tile + i;
+  if (i < gradients.count) {
+    StepNumbers& its = numbers[parameter];
+    its = {};
+    its.gradient = gradients.entries[i].data;
+  }
+  if (parameter > 0) return;
   *control = {};
   control->first_unfit = INT_MAX;
 }
@@ -73,7 +83,8 @@ __global__ void __launch_bounds__(kElementThreads)
                 StepNumbers* numbers) {
   const int tile = entries.first_tile + static_cast<int>(blockIdx.x);
   const ScanEntry& entry = entry_of_tile(entries, tile);
-  const double most = largest_magnitude(entry, (tile - entry.first_tile) * kScanTile);
+  const void* data = entry.data == nullptr ? numbers[entry.index].gradient : entry.data;
+  const double most = largest_magnitude(entry, data, (tile - entry.first_tile) * kScanTile);
   const double t = entry.step == nullptr ? 1.0 : *entry.step + 1.0;
   const bool fits = most * sqrt(t) <= entry.largest;  // false for NaN
   const float recorded = fits ? fminf(static_cast<float>(most), FLT_MAX) : 0;
@@ -163,11 +174,12 @@ __global__ void __launch_bounds__(kControlThreads)
 
 }  // namespace
 
-cudaError_t initialize_control(StepControl* control, StepNumbers* numbers, int parameters,
-                               cudaStream_t stream) {
-  const int blocks = (parameters + kControlThreads - 1) / kControlThreads;
-  initialize_kernel<<<blocks, kControlThreads, 0, stream>>>(control, numbers, parameters);
-  return cudaGetLastError();
+cudaError_t initialize_control(const Table<GradientEntry>& gradients, StepControl* control,
+                               StepNumbers* numbers, cudaStream_t stream) {
+  const int blocks = (gradients.count + kControlThreads - 1) / kControlThreads;
+  return launch_shortest(gradients, [&](const auto& table) {
+    initialize_kernel<<<blocks, kControlThreads, 0, stream>>>(table, control, numbers);
+  });
 }
 
 cudaError_t scan(const Table<ScanEntry>& entries, StepControl* control, StepNumbers* numbers,

@@ -19,7 +19,8 @@ struct StepControl {
   GramUpdate update;
 };
 
-// Numbers of one parameter that depend on its step t and its gradient.
+// Numbers of one parameter that depend on its step t and its gradient, and where that lies. Kernels
+// find a gradient here and not in their arguments, so that a CUDA graph of them serves all steps.
 struct StepNumbers {
   double exp_avg;        // 1 - beta1^t
   double second_moment;  // of the grafted method
@@ -28,6 +29,7 @@ struct StepNumbers {
   // Of g and m as fp16 parts (split_fp16.h).
   float gradient_scale, average_scale;
   unsigned largest[4];  // magnitudes of each ScanKind, as bits of floats; the last is padding
+  const void* gradient;
 };
 
 // The tensors that are scanned before a step.
@@ -35,7 +37,7 @@ enum class ScanKind : uint8_t { kGradient, kAverage, kParameter };
 
 // A gradient, its average, or a parameter, of any shape.
 struct ScanEntry {
-  const void* data;
+  const void* data;  // null: the gradient of the parameter
   int64_t elements;
   int first_tile;
   int index;  // of the parameter in the step
@@ -55,9 +57,14 @@ struct StepEntry {
   const double* second_moment_start;
 };
 
-// Sets `control` and the numbers of all parameters before their first use.
-cudaError_t initialize_control(StepControl* control, StepNumbers* numbers, int parameters,
-                               cudaStream_t stream);
+// One tile each: entry i is of parameter first_tile + i.
+struct GradientEntry {
+  const void* data;
+};
+
+// Sets `control` and the numbers of these parameters before their first use.
+cudaError_t initialize_control(const Table<GradientEntry>& gradients, StepControl* control,
+                               StepNumbers* numbers, cudaStream_t stream);
 
 // Finds the first parameter that the step cannot work with, and the largest magnitudes of each.
 cudaError_t scan(const Table<ScanEntry>& entries, StepControl* control, StepNumbers* numbers,

@@ -8,7 +8,6 @@
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
-#include <c10/util/ScopeExit.h>
 #include <c10/util/accumulate.h>
 
 #include <limits>
@@ -189,17 +188,27 @@ bool AdagradStep::adopt(const AdagradHyperparameters& h) {
   return fits;
 }
 
-void AdagradStep::run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRef host_steps,
+void AdagradStep::begin(std::vector<at::Tensor> grads) {
+  PlannedStep::begin(std::move(grads));
+  const c10::DeviceGuard guard(group_.params[0].device());
+  prologue_->begin(grads_);
+}
+
+void AdagradStep::end() {
+  prologue_->end();
+  PlannedStep::end();
+}
+
+void AdagradStep::run(const at::Tensor& lr, at::IntArrayRef host_steps,
                       const at::Tensor& found_inf) {
   const c10::NoGradGuard no_grad;
   const c10::DeviceGuard guard(group_.params[0].device());
-  const auto end = c10::make_scope_exit([&] { prologue_->end(); });
   const StepRule rule{.weight_decay = h_.weight_decay};
-  if (!prologue_->run(rule, grads, found_inf)) {  // t <- t + 1, unless it is skipped
+  if (!prologue_->run(rule, found_inf)) {  // t <- t + 1, unless it is skipped
     return;
   }
   for (const auto& subset : subsets_) {
-    subset->update({h_, lr, grads, host_steps, *prologue_});
+    subset->update({h_, lr, grads_, host_steps, *prologue_});
   }
 }
 

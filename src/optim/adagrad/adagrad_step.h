@@ -71,8 +71,9 @@ class AdagradStep : public PlannedStep {
   // Takes other hyper-parameters; false if these need another plan.
   bool adopt(const AdagradHyperparameters& hyperparameters);
 
-  void run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRef host_steps,
-           const at::Tensor& found_inf) override;
+  void begin(std::vector<at::Tensor> grads) override;
+  void run(const at::Tensor& lr, at::IntArrayRef host_steps, const at::Tensor& found_inf) override;
+  void end() override;
 
  private:
   AdagradHyperparameters h_;

@@ -341,6 +341,15 @@ void renew_all(const DueGroup& all, const RootRule& rule, double exponent,
 
 }  // namespace
 
+bool renews_on_device(const MatrixBatch& batch, const RootRule& rule) {
+  const auto p =
+      integer_root(root_exponent(rule, static_cast<int64_t>(batch.sizes.size()), kLateStep));
+  return p && rule.method != "eigh" &&
+         std::ranges::all_of(batch.statistics, [&](const at::Tensor& statistics) {
+           return linalg::detail::has_device_root(statistics, *p);
+         });
+}
+
 double root_exponent(const RootRule& rule, int64_t order, int64_t t) {
   const double first = 2.0 * static_cast<double>(order);  // p of -1/(2k)
   const double last = rule.exponent.has_value() ? -1.0 / *rule.exponent : first;

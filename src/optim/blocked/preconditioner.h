@@ -55,6 +55,9 @@ void update_roots(std::vector<MatrixBatch>& batches, const RootRule& rule,
                   const std::vector<int64_t>& due_steps, const std::vector<StepScalar>& corrections,
                   const FoundInfGuard& guard);
 
+// Whether kernels renew all roots of the batch, without a decision of the host.
+bool renews_on_device(const MatrixBatch& batch, const RootRule& rule);
+
 // g x_1 R_1 ... x_k R_k for blocks [count, sizes...].
 at::Tensor precondition(const MatrixBatch& batch, const at::Tensor& gradients);
 

@@ -1,6 +1,5 @@
 #include "optim/core/step_graphs.h"
 
-#include "optim/core/seen_tensor.h"
 #include "support/stream_capture.h"
 
 #ifdef TORCHIUM_WITH_CUDA
@@ -25,9 +24,9 @@ namespace {
 
 namespace allocator = c10::cuda::CUDACachingAllocator;
 
-constexpr size_t kMaxGraphs = 4;
-constexpr int64_t kWarmUp = 2;            // steps with one list of addresses before it is captured
-constexpr int64_t kReplaysACapture = 16;  // beyond the first kMaxGraphs captures
+constexpr size_t kMaxKinds = 4;
+constexpr int64_t kWarmUp = 2;              // launched steps of a kind before it is captured
+constexpr int64_t kReplaysPerCapture = 16;  // beyond the first kMaxKinds captures
 
 int64_t reserved_bytes(c10::Device device) {
   return allocator::getDeviceStats(device.index()).reserved_bytes[0].current;  // of all pools
@@ -36,18 +35,13 @@ int64_t reserved_bytes(c10::Device device) {
 }  // namespace
 
 struct StepGraphs::Graphs {
-  using SeenGradients = std::vector<SeenMemory>;
-
-  static bool are_of(const SeenGradients& seen, at::TensorList grads) {
-    return std::equal(seen.begin(), seen.end(), grads.begin(), grads.end(),
-                      [](const SeenMemory& a, const at::Tensor& b) { return a.is_of(b); });
-  }
-
-  struct Graph {
-    SeenGradients grads;
-    int64_t key;
-    cudaGraphExec_t exec;
-    int64_t last_use;
+  // Steps that one graph serves.
+  struct Kind {
+    GraphKey key;
+    int64_t last_step;
+    int64_t launched = 0;
+    cudaGraphExec_t exec = nullptr;
+    bool is_refused = false;  // a capture failed, or took too much memory
   };
 
   explicit Graphs(c10::Device device) : device(device), pool(at::cuda::graph_pool_handle()) {}
@@ -58,49 +52,45 @@ struct StepGraphs::Graphs {
   c10::Device device;
   at::cuda::MempoolId_t pool;
   cudaStream_t stream = nullptr;  // of the captures, which no other thread uses
-  std::vector<Graph> kept;
+  std::vector<Kind> kinds;
   int64_t pool_uses = 0;
   int64_t scratch = 0;
-  int64_t calls = 0, captures = 0, replays = 0;
-  bool refused = false;  // a capture failed, or takes too much memory
-  SeenGradients last;    // of the last step that was not replayed
-  int64_t last_key = 0;
-  int64_t repeated = 0;  // times in a row
+  int64_t steps = 0, captures = 0, replays = 0;
   // Read by the graphs.
   at::Tensor lr;  // 0-dim float64
   std::optional<double> lr_value;
   at::Tensor found_inf;  // 0-dim float32
   bool found_inf_is_zero = true;
 
-  Graph* find(const Step& step);
-  bool is_due(const Step& step);
+  static void destroy(Kind& kind);
+  Kind& kind_of(const Step& step);
+  bool is_due(Kind& kind) const;
   void set_inputs(const Step& step);
-  std::optional<cudaGraphExec_t> capture(const Step& step);
-  Graph* add(const Step& step, GraphMode mode);
-  bool replay(Graph& graph);
-  void clear();
-  void give_up();
+  cudaGraphExec_t capture(const Step& step);
+  void add_graph(Kind& kind, const Step& step, GraphMode mode);
+  bool replay(Kind& kind);
+  void drop_graphs();
 };
 
-StepGraphs::Graphs::Graph* StepGraphs::Graphs::find(const Step& step) {
-  const auto found = std::find_if(kept.begin(), kept.end(), [&](const Graph& graph) {
-    return graph.key == step.key && are_of(graph.grads, step.grads);
-  });
-  return found == kept.end() ? nullptr : &*found;
+StepGraphs::Graphs::Kind& StepGraphs::Graphs::kind_of(const Step& step) {
+  auto kind = std::ranges::find(kinds, step.key, &Kind::key);
+  if (kind == kinds.end()) {
+    if (kinds.size() == kMaxKinds) {
+      const auto oldest = std::ranges::min_element(kinds, {}, &Kind::last_step);
+      destroy(*oldest);
+      kinds.erase(oldest);
+    }
+    kind = kinds.insert(kinds.end(), {step.key, 0});
+  }
+  kind->last_step = ++steps;
+  return *kind;
 }
 
-// Whether a step with these gradients is to be captured.
-bool StepGraphs::Graphs::is_due(const Step& step) {
-  if (last_key != step.key || !are_of(last, step.grads)) {
-    last.clear();
-    for (const at::Tensor& grad : step.grads) {
-      last.emplace_back(grad);
-    }
-    last_key = step.key;
-    repeated = 0;
-  }
-  const auto free_captures = static_cast<int64_t>(kMaxGraphs);
-  return ++repeated > kWarmUp && captures < free_captures + replays / kReplaysACapture;
+// Whether this step of the kind, which has no graph, is to be captured.
+bool StepGraphs::Graphs::is_due(Kind& kind) const {
+  const auto free_captures = static_cast<int64_t>(kMaxKinds);
+  return !kind.is_refused && ++kind.launched > kWarmUp &&
+         captures < free_captures + replays / kReplaysPerCapture;
 }
 
 void StepGraphs::Graphs::set_inputs(const Step& step) {
@@ -124,10 +114,10 @@ void StepGraphs::Graphs::set_inputs(const Step& step) {
   }
 }
 
-// None if it fails: the step then runs as usual, and raises if the step itself is at fault.
+// Null if it fails: the step then runs as usual, and raises if the step itself is at fault.
 // Exceptions that are not PyTorch's own, of Python code that a dispatch mode calls for one, are
 // passed on.
-std::optional<cudaGraphExec_t> StepGraphs::Graphs::capture(const Step& step) {
+cudaGraphExec_t StepGraphs::Graphs::capture(const Step& step) {
   if (stream == nullptr) {
     C10_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   }
@@ -168,60 +158,43 @@ std::optional<cudaGraphExec_t> StepGraphs::Graphs::capture(const Step& step) {
   }
   scratch += std::max<int64_t>(0, reserved_bytes(device) - reserved);
   ++captures;
-  return error == cudaSuccess ? std::optional(exec) : std::nullopt;
+  return error == cudaSuccess ? exec : nullptr;
 }
 
-// Null: captures fail or take too much memory, and are given up.
-StepGraphs::Graphs::Graph* StepGraphs::Graphs::add(const Step& step, GraphMode mode) {
-  if (kept.size() == kMaxGraphs) {
-    const auto oldest =
-        std::min_element(kept.begin(), kept.end(),
-                         [](const Graph& a, const Graph& b) { return a.last_use < b.last_use; });
-    cudaGraphExecDestroy(oldest->exec);
-    kept.erase(oldest);
-  }
-  std::optional<cudaGraphExec_t> exec;
+// Without a graph after it: captures of the kind fail, or take too much memory.
+void StepGraphs::Graphs::add_graph(Kind& kind, const Step& step, GraphMode mode) {
   try {
-    exec = capture(step);
+    kind.exec = capture(step);
   } catch (const c10::Error&) {  // of an allocator without memory pools
-  }
-  if (exec) {
-    kept.push_back({last, last_key, *exec, 0});
   }
   const auto of_device =
       static_cast<double>(at::cuda::getDeviceProperties(device.index())->totalGlobalMem);
   const double limit =
       std::max(kShareOfState * static_cast<double>(step.state_bytes), kShareOfDevice * of_device);
-  if (!exec || (mode == GraphMode::kAuto && static_cast<double>(scratch) > limit)) {
-    give_up();
-    return nullptr;
+  if (kind.exec == nullptr || (mode == GraphMode::kAuto && static_cast<double>(scratch) > limit)) {
+    drop_graphs();  // other kinds are captured again, without its scratch memory
+    kind.is_refused = true;
   }
-  return &kept.back();
 }
 
 // False, and nothing is launched: the device has no memory for the graph itself.
-bool StepGraphs::Graphs::replay(Graph& graph) {
+bool StepGraphs::Graphs::replay(Kind& kind) {
   const cudaError_t error =
-      cudaGraphLaunch(graph.exec, c10::cuda::getCurrentCUDAStream(device.index()));
+      cudaGraphLaunch(kind.exec, c10::cuda::getCurrentCUDAStream(device.index()));
   if (error == cudaErrorMemoryAllocation) {
     cudaGetLastError();
-    give_up();
+    drop_graphs();
+    kind.is_refused = true;
     return false;
   }
   C10_CUDA_CHECK(error);
-  graph.last_use = ++calls;
   ++replays;
   return true;
 }
 
-void StepGraphs::Graphs::give_up() {
-  clear();
-  refused = true;
-}
-
 StepGraphs::Graphs::~Graphs() {
   try {
-    clear();
+    drop_graphs();
   } catch (const std::exception&) {  // of an allocator that is gone at the end of the program
   }
   if (stream != nullptr) {
@@ -229,18 +202,20 @@ StepGraphs::Graphs::~Graphs() {
   }
 }
 
-void StepGraphs::Graphs::clear() {
-  for (const Graph& graph : kept) {
-    cudaGraphExecDestroy(graph.exec);
+void StepGraphs::Graphs::destroy(Kind& kind) {
+  if (kind.exec != nullptr) {
+    cudaGraphExecDestroy(kind.exec);
+    kind.exec = nullptr;
   }
-  kept.clear();
+}
+
+void StepGraphs::Graphs::drop_graphs() {
+  std::ranges::for_each(kinds, destroy);
   for (; pool_uses > 0; --pool_uses) {
     allocator::releasePool(device.index(), pool);
   }
   pool = at::cuda::graph_pool_handle();
   scratch = 0;
-  last.clear();
-  repeated = 0;
 }
 
 StepGraphs::StepGraphs(c10::Device device) {
@@ -252,37 +227,34 @@ StepGraphs::StepGraphs(c10::Device device) {
 StepGraphs::~StepGraphs() = default;
 
 bool StepGraphs::run(GraphMode mode, const Step& step) {
-  if (graphs_ == nullptr || mode == GraphMode::kNever || graphs_->refused ||
+  if (graphs_ == nullptr || mode == GraphMode::kNever ||
       torchium::detail::is_capturing(graphs_->device)) {
     return false;
   }
-  Graphs& g = *graphs_;
-  const c10::cuda::CUDAGuard device_guard(g.device);
-  Graphs::Graph* graph = g.find(step);
-  if (graph == nullptr) {
-    if (!g.is_due(step)) {
-      return false;
-    }
-    g.set_inputs(step);
-    graph = g.add(step, mode);
-    if (graph == nullptr) {
-      return false;
-    }
-  } else {
-    g.set_inputs(step);
+  const c10::cuda::CUDAGuard device_guard(graphs_->device);
+  Graphs::Kind& kind = graphs_->kind_of(step);
+  if (kind.exec == nullptr && !graphs_->is_due(kind)) {
+    return false;
   }
-  return g.replay(*graph);
+  graphs_->set_inputs(step);
+  if (kind.exec == nullptr) {
+    graphs_->add_graph(kind, step, mode);
+  }
+  return kind.exec != nullptr && graphs_->replay(kind);
 }
 
 void StepGraphs::clear() {
   if (graphs_ != nullptr) {
-    graphs_->clear();
-    graphs_->refused = false;
+    graphs_->drop_graphs();
+    graphs_->kinds.clear();
   }
 }
 
 int64_t StepGraphs::count() const {
-  return graphs_ == nullptr ? 0 : static_cast<int64_t>(graphs_->kept.size());
+  return graphs_ == nullptr ? 0
+                            : std::ranges::count_if(graphs_->kinds, [](const Graphs::Kind& kind) {
+                                return kind.exec != nullptr;
+                              });
 }
 int64_t StepGraphs::scratch_bytes() const { return graphs_ == nullptr ? 0 : graphs_->scratch; }
 

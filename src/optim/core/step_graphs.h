@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <vector>
 
 namespace torchium::optim::detail {
 
@@ -16,9 +17,12 @@ enum class GraphMode : uint8_t {
   kNever,
 };
 
-// A graph holds addresses. It is replayed for gradients at the addresses that it was captured with;
-// training loops mostly free and allocate them in the same order in every step. Otherwise the step
-// runs as usual, and is captured again unless too many captures were never replayed. Scratch memory
+// Whatever the launches of a step depend on, apart from the options, the tensors of the state and
+// the addresses of the gradients.
+using GraphKey = std::vector<uint8_t>;
+
+// A graph for each kind of step. Kernels find the addresses of the gradients in memory that is
+// written before every step, so that a graph survives zero_grad(set_to_none=True). Scratch memory
 // is common to all graphs and stays allocated with them.
 class StepGraphs {
  public:
@@ -32,8 +36,7 @@ class StepGraphs {
 
   // What run() needs of one step.
   struct Step {
-    at::TensorList grads;
-    int64_t key;                  // of whatever else the launches depend on
+    const GraphKey& key;
     const at::Tensor& lr;         // 0-dim, on the CPU or on the device
     const at::Tensor& found_inf;  // one number on the device; undefined: 0
     int64_t state_bytes;

@@ -7,6 +7,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <unordered_set>
@@ -125,17 +126,12 @@ void StepPlan::step(const at::Tensor& lr, const at::Tensor& found_inf) {
       "Shampoo with capturable=True, and update_preconditioners()");
   const c10::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  std::vector<at::Tensor> grads;
-  grads.reserve(active_.size());
-  for (const size_t i : active_) {
-    grads.push_back(gradient_of(bound_[i].param.tensor()));
-  }
   const bool counts = !device_.is_cpu() && host_decides();
   const std::vector<int64_t> host_steps = counts ? known_steps(active_) : std::vector<int64_t>();
   for (const size_t i : active_) {  // unknown after a run that throws midway
     host_steps_[i] = -1;
   }
-  run(lr, grads, host_steps, found_inf);
+  run(lr, host_steps, found_inf);
   for (size_t k = 0; k < host_steps.size(); ++k) {  // a replayed graph advances only the device's
     host_steps_[active_[k]] = host_steps[k] + 1;
   }
@@ -146,14 +142,20 @@ void StepPlan::step(const at::Tensor& lr, const at::Tensor& found_inf) {
   report();
 }
 
-void StepPlan::run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRef host_steps,
-                   const at::Tensor& found_inf) {
+void StepPlan::run(const at::Tensor& lr, at::IntArrayRef host_steps, const at::Tensor& found_inf) {
+  const auto end = c10::make_scope_exit([&] { planned_->end(); });
+  std::vector<at::Tensor> grads;
+  grads.reserve(active_.size());
+  for (const size_t i : active_) {
+    grads.push_back(gradient_of(bound_[i].param.tensor()));
+  }
+  planned_->begin(std::move(grads));
   const auto key =
       graph_mode_ == GraphMode::kNever ? std::nullopt : planned_->graph_key(host_steps);
   const auto launch = [&](const at::Tensor& rate, const at::Tensor& inf) {
-    planned_->run(rate, grads, host_steps, inf);
+    planned_->run(rate, host_steps, inf);
   };
-  if (!key || !graphs_.run(graph_mode_, {grads, *key, lr, found_inf, state_bytes_, launch})) {
+  if (!key || !graphs_.run(graph_mode_, {*key, lr, found_inf, state_bytes_, launch})) {
     launch(lr, found_inf);
     return;
   }

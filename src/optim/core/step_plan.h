@@ -15,6 +15,7 @@
 #include <deque>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 namespace torchium::optim::detail {
@@ -26,17 +27,22 @@ const at::Tensor& gradient_of(const at::Tensor& param);
 class PlannedStep {
  public:
   virtual ~PlannedStep() = default;
-  // `lr`: 0-dim, float64 on the CPU or on the parameters' device. `grads`: one a parameter.
-  // `host_steps` are the steps each parameter has taken, for the root schedule alone; empty: read
-  // from the state, which must then lie on the CPU. `found_inf`: one number, not 0: skip the step;
-  // undefined: 0.
-  virtual void run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRef host_steps,
+  // Takes the gradients, one per parameter, until end().
+  virtual void begin(std::vector<at::Tensor> grads) { grads_ = std::move(grads); }
+  // `lr`: 0-dim, float64 on the CPU or on the parameters' device. `host_steps` are the steps each
+  // parameter has taken, for the root schedule alone; empty: read from the state, which must then
+  // lie on the CPU. `found_inf`: one number, not 0: skip the step; undefined: 0.
+  virtual void run(const at::Tensor& lr, at::IntArrayRef host_steps,
                    const at::Tensor& found_inf) = 0;
-  // None: run() with these arguments launches what no other step does. Else it launches the same as
-  // all steps with this key and these gradients, and nothing that a CUDA graph cannot hold.
-  virtual std::optional<int64_t> graph_key(at::IntArrayRef host_steps) const {
+  virtual void end() { grads_.clear(); }
+  // None: run() launches what no other step does. Else it launches the same as all steps with this
+  // key, and nothing that a CUDA graph cannot hold.
+  virtual std::optional<GraphKey> graph_key(at::IntArrayRef host_steps) const {
     return std::nullopt;
   }
+
+ protected:
+  std::vector<at::Tensor> grads_;
 };
 
 class StepPlan : public torch::CustomClassHolder {
@@ -125,8 +131,7 @@ class StepPlan : public torch::CustomClassHolder {
 
     bool is_unchanged() const;
   };
-  void run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRef host_steps,
-           const at::Tensor& found_inf);
+  void run(const at::Tensor& lr, at::IntArrayRef host_steps, const at::Tensor& found_inf);
   void report();
 
   c10::Device device_;

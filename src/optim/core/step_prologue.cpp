@@ -23,9 +23,11 @@ class EagerPrologue : public StepPrologue {
         status_(std::move(status)),
         weight_decays_(params.size(), weight_decay) {}
 
-  bool run(const StepRule& rule, at::TensorList grads, const at::Tensor& found_inf) override {
+  void begin(at::TensorList grads) override { grads_ = grads.vec(); }
+
+  bool run(const StepRule& rule, const at::Tensor& found_inf) override {
     rule_ = rule;
-    guard_ = FoundInfGuard::check(examined_gradients(params_, grads, steps_, weight_decays_),
+    guard_ = FoundInfGuard::check(examined_gradients(params_, grads_, steps_, weight_decays_),
                                   status_, found_inf);
     if (!guard_.skipped_on_host()) {
       guard_.advance(steps_);
@@ -47,7 +49,10 @@ class EagerPrologue : public StepPrologue {
     }
   }
 
-  void end() override { guard_ = FoundInfGuard::open(); }
+  void end() override {
+    grads_.clear();
+    guard_ = FoundInfGuard::open();
+  }
 
  private:
   const std::vector<at::Tensor>& params_;
@@ -55,6 +60,7 @@ class EagerPrologue : public StepPrologue {
   std::vector<at::Tensor> steps_;
   at::Tensor status_;
   std::vector<double> weight_decays_;  // one per parameter
+  std::vector<at::Tensor> grads_;
   StepRule rule_;
   FoundInfGuard guard_ = FoundInfGuard::open();
 };

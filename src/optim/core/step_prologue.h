@@ -5,6 +5,7 @@
 #include "cuda_kernels/optimizer_step/step_rule.h"
 #include "optim/core/found_inf_guard.h"
 #include "optim/core/parameter_state.h"
+#include "optim/core/step_graphs.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -31,9 +32,14 @@ class StepPrologue {
                                             double weight_decay);
   virtual ~StepPrologue() = default;
 
+  // Takes the gradients, one per parameter, until end(). Not part of a CUDA graph of the step.
+  virtual void begin(at::TensorList grads) = 0;
+  // Adds what the launches of a step depend on in these gradients, apart from where they lie.
+  virtual void add_to(GraphKey&) const {}
+
   // t <- t + 1 of all parameters, unless a gradient is not finite or too large, or found_inf (one
   // number; undefined: 0) is not 0. False: the host knows that the step is skipped.
-  virtual bool run(const StepRule& rule, at::TensorList grads, const at::Tensor& found_inf) = 0;
+  virtual bool run(const StepRule& rule, const at::Tensor& found_inf) = 0;
 
   // Between run() and end(). Closed where the step is skipped.
   virtual FoundInfGuard guard() const = 0;

@@ -34,18 +34,16 @@ KfacLayer core_layer(const KFACParamState& state, const KFACOptions& options) {
 
 // One step of some parameters with these layers; weights are [out, ...] as the core takes them.
 struct KfacPlannedStep : public PlannedStep {
-  void run(const at::Tensor&, at::TensorList grads, at::IntArrayRef,
-           const at::Tensor& found_inf) override {
-    options.found_inf = found_inf;
-    if (transposed.empty()) {
-      kfac_step(options, params, grads, layers, state);
-      return;
-    }
-    auto own = grads.vec();
+  void begin(std::vector<at::Tensor> grads) override {
     for (const size_t i : transposed) {
-      own[i] = own[i].detach().t();
+      grads[i] = grads[i].detach().t();
     }
-    kfac_step(options, params, own, layers, state);
+    PlannedStep::begin(std::move(grads));
+  }
+
+  void run(const at::Tensor&, at::IntArrayRef, const at::Tensor& found_inf) override {
+    options.found_inf = found_inf;
+    kfac_step(options, params, grads_, layers, state);
   }
 
   KfacHyperparameters options;

@@ -16,13 +16,12 @@ namespace {
 using gradients::detail::LayerCall;
 
 struct NaturalGradientPlannedStep : public PlannedStep {
-  void run(const at::Tensor&, at::TensorList grads, at::IntArrayRef,
-           const at::Tensor& found_inf) override {
+  void run(const at::Tensor&, at::IntArrayRef, const at::Tensor& found_inf) override {
     if (batch.calls.empty()) {
       at::_foreach_add_(state.steps, 1);
       return;
     }
-    result = natural_gradient_step(options, params, grads, state, batch, L, refreshed, found_inf);
+    result = natural_gradient_step(options, params, grads_, state, batch, L, refreshed, found_inf);
   }
 
   NaturalGradientHyperparameters options;

@@ -153,20 +153,30 @@ bool ShampooStep::adopt(const ShampooHyperparameters& h) {
   return fits;
 }
 
-void ShampooStep::run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRef host_steps,
+void ShampooStep::begin(std::vector<at::Tensor> grads) {
+  PlannedStep::begin(std::move(grads));
+  const c10::DeviceGuard guard(group_->params[0].device());
+  prologue_->begin(grads_);
+}
+
+void ShampooStep::run(const at::Tensor& lr, at::IntArrayRef host_steps,
                       const at::Tensor& found_inf) {
   const ShampooGroup& group = *group_;
   const c10::NoGradGuard no_grad;
   const c10::DeviceGuard guard(group.params[0].device());
-  const auto end = c10::make_scope_exit([&] { end_step(); });
+  const auto end = c10::make_scope_exit([&] {
+    for (const auto& subset : subsets_) {
+      subset->end();
+    }
+  });
   {
     RECORD_FUNCTION("torchium::elementwise", {});
-    if (!prologue_->run(step_rule(h_), grads, found_inf)) {  // t <- t + 1, unless it is skipped
+    if (!prologue_->run(step_rule(h_), found_inf)) {  // t <- t + 1, unless it is skipped
       return;
     }
   }
   const Schedule schedule = make_schedule(h_, group.states, host_steps);
-  const ShampooRun run{h_, lr, grads, schedule, *prologue_};
+  const ShampooRun run{h_, lr, grads_, schedule, *prologue_};
   const auto each = [&](const char* name, void (ShampooSubset::*part)(const ShampooRun&)) {
     RECORD_FUNCTION(name, {});
     for (const auto& subset : subsets_) {
@@ -189,28 +199,38 @@ void ShampooStep::run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRe
   each("torchium::elementwise", &ShampooSubset::apply);          // p <- p - lr |f| / |d| d
 }
 
-void ShampooStep::end_step() {
+void ShampooStep::end() {
   prologue_->end();
-  for (const auto& subset : subsets_) {
-    subset->end();
-  }
+  PlannedStep::end();
 }
 
-std::optional<int64_t> ShampooStep::graph_key(at::IntArrayRef host_steps) const {
-  if (!std::all_of(subsets_.begin(), subsets_.end(),
-                   [](const auto& subset) { return subset->fits_graphs(); })) {
+// Kernels renew all roots, with the exponent of all later steps.
+bool ShampooStep::roots_fit_graphs(int64_t t) const {
+  return t >= h_.exponent_warmup && std::ranges::all_of(batches_, [&](const MatrixBatch& batch) {
+           return renews_on_device(batch, root_rule(h_));
+         });
+}
+
+std::optional<GraphKey> ShampooStep::graph_key(at::IntArrayRef host_steps) const {
+  if (!std::ranges::all_of(subsets_, [](const auto& subset) { return subset->fits_graphs(); })) {
     return std::nullopt;
   }
-  if (!h_.capturable) {
-    for (const int64_t before : host_steps) {
-      const int64_t t = before + 1;
-      if (t < h_.start_preconditioning_step ||
-          root_is_due(t, h_.start_preconditioning_step, h_.update_freq)) {
-        return std::nullopt;
-      }
+  size_t due = 0;                            // parameters with a root that is due
+  for (const int64_t before : host_steps) {  // none: a capturable step leaves the roots alone
+    const int64_t t = before + 1;
+    const bool is_due = root_is_due(t, h_.start_preconditioning_step, h_.update_freq);
+    if (t < h_.start_preconditioning_step || (is_due && !roots_fit_graphs(t))) {
+      return std::nullopt;
     }
+    due += is_due ? 1 : 0;
   }
-  return static_cast<int64_t>(linalg::detail::matmul_precision(h_.matmul_precision));
+  if (due != 0 && due != host_steps.size()) {
+    return std::nullopt;
+  }
+  GraphKey key{static_cast<uint8_t>(linalg::detail::matmul_precision(h_.matmul_precision)),
+               static_cast<uint8_t>(due != 0)};
+  prologue_->add_to(key);
+  return key;
 }
 
 void shampoo_update_preconditioners(const ShampooHyperparameters& h,

@@ -74,13 +74,14 @@ class ShampooStep : public PlannedStep {
   // Takes other hyper-parameters; false if these need another plan.
   bool adopt(const ShampooHyperparameters& hyperparameters);
 
-  void run(const at::Tensor& lr, at::TensorList grads, at::IntArrayRef host_steps,
-           const at::Tensor& found_inf) override;
-  std::optional<int64_t> graph_key(at::IntArrayRef host_steps) const override;
+  void begin(std::vector<at::Tensor> grads) override;
+  void run(const at::Tensor& lr, at::IntArrayRef host_steps, const at::Tensor& found_inf) override;
+  void end() override;
+  std::optional<GraphKey> graph_key(at::IntArrayRef host_steps) const override;
 
  private:
   void part_parameters();
-  void end_step();
+  bool roots_fit_graphs(int64_t t) const;
 
   ShampooHyperparameters h_;
   std::unique_ptr<ShampooGroup> group_;

@@ -31,11 +31,11 @@ class AdagradKernels : public AdagradSubset {
       }
       const bool by_fours = aligned_to_four(param) && aligned_to_four(sum);
       const AdagradEntry entry{.param = param.mutable_data_ptr(),
-                               .grad = nullptr,
                                .sum = floats(sum),
                                .step = group.states[i].step.const_data_ptr<double>(),
                                .elements = elements,
                                .first_tile = 0,
+                               .index = static_cast<int>(i),
                                .param_type = element_type(param.scalar_type()),
                                .grad_type = cuda_kernels::ElementType::kFloat,
                                .by_fours = false};
@@ -47,7 +47,7 @@ class AdagradKernels : public AdagradSubset {
 
   void update(const AdagradRun& run) override {
     for (const TablePlace& place : places_) {
-      set_gradient(tables_[place.entry], check_.gradient(place.param), place.by_fours);
+      set_gradient(tables_[place.entry], check_.gradient_kind(place.param), place.by_fours);
     }
     const cuda_kernels::AdagradRule rule{.maximize = run.h.maximize,
                                          .weight_decay = static_cast<float>(run.h.weight_decay),
@@ -55,8 +55,9 @@ class AdagradKernels : public AdagradSubset {
                                          .lr_decay = run.h.lr_decay};
     const at::Tensor lr = readable_learning_rate(run.lr);
     for (const auto& table : tables_) {
-      C10_CUDA_CHECK(cuda_kernels::update_by_adagrad(
-          rule, table, check_.control(), learning_rate(lr), c10::cuda::getCurrentCUDAStream()));
+      C10_CUDA_CHECK(cuda_kernels::update_by_adagrad(rule, table, check_.control(),
+                                                     check_.numbers(), learning_rate(lr),
+                                                     c10::cuda::getCurrentCUDAStream()));
     }
     for (const TablePlace& place : places_) {
       note_change(group_.params[place.param]);

@@ -1,8 +1,8 @@
 #ifdef TORCHIUM_WITH_CUDA
 #include "optim/core/cuda/device_check.h"
 
-#include "optim/core/cuda/kernel_tensors.h"
 #include "support/device_code.h"
+#include "support/stream_capture.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>
@@ -69,33 +69,71 @@ void DeviceCheck::add_parameter(const at::Tensor& param, double weight_decay,
     const auto scan = add(elements, entry);
     added.copied_scan = param.is_non_overlapping_and_dense() ? std::nullopt : scan;
   }
+  addresses_.add({nullptr}, 1);
   steps_.add(
       {step.mutable_data_ptr<double>(), number(starts.exp_avg), number(starts.second_moment)}, 1);
   params_.push_back(std::move(added));
 }
 
-bool DeviceCheck::run(const StepRule& rule, at::TensorList grads, const at::Tensor& found_inf) {
-  rule_ = rule;
+DeviceCheck::Memory DeviceCheck::allocate() const {
+  const auto count = static_cast<int64_t>(params_.size());
+  return {at::empty({sizeof(StepControl) / sizeof(int)}, options_.dtype(at::kInt)),
+          at::empty({count, kNumbers}, options_.dtype(at::kDouble))};
+}
+
+// A capture of the caller outlives this: what it reads comes from the memory of its graph.
+void DeviceCheck::set_aside() {
+  if (torchium::detail::is_capturing(options_.device())) {
+    memory_ = allocate();
+    return;
+  }
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+  if (!kept_.control.defined()) {
+    kept_ = allocate();
+  } else if (stream_ != stream) {
+    kept_.control.record_stream(stream);
+    kept_.numbers.record_stream(stream);
+  }
+  stream_ = stream;
+  memory_ = kept_;
+}
+
+void DeviceCheck::begin(at::TensorList grads) {
   grads_.clear();
-  copies_.clear();
+  kinds_.clear();
   for (size_t i = 0; i < params_.size(); ++i) {
-    const auto& [param, step, gradient_scan, copied_scan, is_updated] = params_[i];
-    grads_.push_back(readable_gradient(grads[i], param, is_updated));
-    if (gradient_scan) {
-      scans_[*gradient_scan].data = grads_[i].const_data_ptr();
-      scans_[*gradient_scan].type = element_type(grads_[i].scalar_type());
+    const Parameter& each = params_[i];
+    const at::Tensor& grad =
+        grads_.emplace_back(readable_gradient(grads[i], each.param, each.is_updated));
+    kinds_.push_back({element_type(grad.scalar_type()), aligned_to_four(grad)});
+    addresses_[i].data = grad.const_data_ptr();
+    if (each.gradient_scan) {
+      scans_[*each.gradient_scan].type = kinds_[i].type;
     }
-    if (copied_scan) {
-      copies_.push_back(param.contiguous());
-      scans_[*copied_scan].data = copies_.back().const_data_ptr();
+  }
+  set_aside();
+  for (const auto& table : addresses_) {
+    C10_CUDA_CHECK(cuda_kernels::initialize_control(table, control(), numbers(),
+                                                    c10::cuda::getCurrentCUDAStream()));
+  }
+}
+
+void DeviceCheck::add_to(GraphKey& key) const {
+  for (const GradientKind kind : kinds_) {
+    key.push_back(kind.in_key());
+  }
+}
+
+bool DeviceCheck::run(const StepRule& rule, const at::Tensor& found_inf) {
+  rule_ = rule;
+  copies_.clear();
+  for (const Parameter& each : params_) {
+    if (each.copied_scan) {
+      copies_.push_back(each.param.contiguous());
+      scans_[*each.copied_scan].data = copies_.back().const_data_ptr();
     }
   }
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  const auto count = static_cast<int64_t>(params_.size());
-  control_ = at::empty({sizeof(StepControl) / sizeof(int)}, options_.dtype(at::kInt));
-  numbers_ = at::empty({count, kNumbers}, options_.dtype(at::kDouble));
-  C10_CUDA_CHECK(
-      cuda_kernels::initialize_control(control(), numbers(), static_cast<int>(count), stream));
   for (const auto& table : scans_) {
     C10_CUDA_CHECK(cuda_kernels::scan(table, control(), numbers(), stream));
   }
@@ -117,19 +155,19 @@ bool DeviceCheck::run(const StepRule& rule, at::TensorList grads, const at::Tens
 void DeviceCheck::end() {
   grads_.clear();
   copies_.clear();
-  control_ = numbers_ = at::Tensor();
+  memory_ = {};
 }
 
 FoundInfGuard DeviceCheck::guard() const {
-  return FoundInfGuard::of(control_.view(at::kBool).select(0, offsetof(StepControl, keep)));
+  return FoundInfGuard::of(memory_.control.view(at::kBool).select(0, offsetof(StepControl, keep)));
 }
 
 StepControl* DeviceCheck::control() const {
-  return reinterpret_cast<StepControl*>(control_.mutable_data_ptr<int>());
+  return reinterpret_cast<StepControl*>(memory_.control.mutable_data_ptr<int>());
 }
 
 StepNumbers* DeviceCheck::numbers() const {
-  return reinterpret_cast<StepNumbers*>(numbers_.mutable_data_ptr<double>());
+  return reinterpret_cast<StepNumbers*>(memory_.numbers.mutable_data_ptr<double>());
 }
 
 // StepNumbers begins with them, in the order of Average.
@@ -139,7 +177,7 @@ StepScalar DeviceCheck::correction(Average average, size_t param) const {
   if (betas[place] == 1.0) {
     return {};
   }
-  return {1.0, numbers_.select(0, static_cast<int64_t>(param)).select(0, place)};
+  return {1.0, memory_.numbers.select(0, static_cast<int64_t>(param)).select(0, place)};
 }
 
 }  // namespace torchium::optim::detail

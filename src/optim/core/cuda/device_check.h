@@ -4,9 +4,11 @@
 
 #include "cuda_kernels/optimizer_step/step_control.h"
 #include "optim/core/cuda/kernel_tables.h"
+#include "optim/core/cuda/kernel_tensors.h"
 #include "optim/core/step_prologue.h"
 
 #include <ATen/core/Tensor.h>
+#include <c10/cuda/CUDAStream.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -16,7 +18,8 @@
 
 namespace torchium::optim::detail {
 
-// Keeps the tables of the kernels from step to step; memory is allocated for one step alone.
+// Keeps the tables of the kernels from step to step, and what all of them read: in a CUDA graph
+// that is replayed, the addresses of both stay the same.
 class DeviceCheck : public StepPrologue {
  public:
   // Step counts when averages began; undefined: 0.
@@ -38,7 +41,8 @@ class DeviceCheck : public StepPrologue {
   // Kernels update this parameter: they need gradient(param) in its layout.
   void set_updated(size_t param) { params_[param].is_updated = true; }
 
-  bool run(const StepRule& rule, at::TensorList grads, const at::Tensor& found_inf) override;
+  void begin(at::TensorList grads) override;
+  bool run(const StepRule& rule, const at::Tensor& found_inf) override;
   void end() override;
 
   FoundInfGuard guard() const override;
@@ -47,6 +51,8 @@ class DeviceCheck : public StepPrologue {
   cuda_kernels::StepNumbers* numbers() const;
   // Of this step, as the kernels read it.
   const at::Tensor& gradient(size_t param) const { return grads_[param]; }
+  GradientKind gradient_kind(size_t param) const { return kinds_[param]; }
+  void add_to(GraphKey& key) const override;
 
  private:
   struct Parameter {
@@ -56,18 +62,28 @@ class DeviceCheck : public StepPrologue {
     bool is_updated = false;
   };
 
+  struct Memory {
+    at::Tensor control;  // StepControl
+    at::Tensor numbers;  // [P, kNumbers]: StepNumbers
+  };
+
   std::optional<size_t> add(int64_t elements, const cuda_kernels::ScanEntry& entry);
+  Memory allocate() const;
+  void set_aside();
 
   at::TensorOptions options_;
   at::Tensor status_;
   std::vector<Parameter> params_;
   KernelTables<cuda_kernels::ScanEntry> scans_;
   KernelTables<cuda_kernels::StepEntry> steps_;
+  KernelTables<cuda_kernels::GradientEntry> addresses_;
+  Memory kept_;  // of all steps but those that a capture of the caller has in it
+  std::optional<c10::cuda::CUDAStream> stream_;  // of the last step in kept_
   // Of one step.
   StepRule rule_;
   std::vector<at::Tensor> grads_, copies_;
-  at::Tensor control_;  // StepControl
-  at::Tensor numbers_;  // [P, kNumbers]: StepNumbers
+  std::vector<GradientKind> kinds_;
+  Memory memory_;
 };
 
 }  // namespace torchium::optim::detail

@@ -5,6 +5,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstddef>
+#include <cstdint>
+
 namespace torchium::optim::detail {
 
 cuda_kernels::ElementType element_type(at::ScalarType type);
@@ -25,11 +28,19 @@ struct TablePlace {
   size_t param, entry;
   bool by_fours;  // four of its elements may be read at once, whatever the gradient
 };
+// A gradient as far as the arguments of kernels depend on it.
+struct GradientKind {
+  cuda_kernels::ElementType type;
+  bool is_aligned;  // to four elements
+
+  uint8_t in_key() const {
+    return static_cast<uint8_t>(2 * static_cast<int>(type) + (is_aligned ? 1 : 0));
+  }
+};
 template <typename Entry>
-void set_gradient(Entry& entry, const at::Tensor& grad, bool by_fours) {
-  entry.grad = grad.const_data_ptr();
-  entry.grad_type = element_type(grad.scalar_type());
-  entry.by_fours = by_fours && aligned_to_four(grad);
+void set_gradient(Entry& entry, GradientKind kind, bool by_fours) {
+  entry.grad_type = kind.type;
+  entry.by_fours = by_fours && kind.is_aligned;
 }
 
 // The learning rate in a type that the kernels read, which must live until they are launched.

@@ -108,7 +108,8 @@ class KfacKernels : public FusedKfac {
       check_.add_scan(sum.tensor, sum.param, cuda_kernels::ScanKind::kGradient, sum.largest,
                       nullptr);
     }
-    check_.run({}, grads_, h_.found_inf);
+    check_.begin(grads_);
+    check_.run({}, h_.found_inf);
     return check_.guard();
   }
 

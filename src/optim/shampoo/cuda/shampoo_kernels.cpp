@@ -190,7 +190,7 @@ void ShampooKernels::moments(const ShampooRun& run) {
     direction_squares_ = at::empty({tables_.tiles()}, options_);
   }
   for (const TablePlace& place : places_) {
-    set_gradient(tables_[place.entry], check_.gradient(place.param), place.by_fours);
+    set_gradient(tables_[place.entry], check_.gradient_kind(place.param), place.by_fours);
   }
   for (const auto& table : tables_) {
     C10_CUDA_CHECK(gather_gradients(element_rule(h), table, buffers(), stream_));
