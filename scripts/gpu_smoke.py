@@ -107,13 +107,14 @@ def products() -> None:
 
 def graphs() -> None:
     """Steps that the optimizer captures and replays itself."""
-    parameters = [nn.Parameter(torch.zeros(shape, device="cuda")) for shape in ((40, 24), (24,))]
+    shapes = ((40, 24), (24,), (20, 90))
+    parameters = [nn.Parameter(torch.zeros(shape, device="cuda")) for shape in shapes]
     optimizer = torchium.Shampoo(
-        parameters, lr=0.01, betas=(0.9, 0.99), grafting="adam", capturable=True, graphs=True
+        parameters, lr=0.01, betas=(0.9, 0.99), grafting="adam", update_freq=2, graphs=True
     )
-    for parameter in parameters:
-        parameter.grad = torch.randn_like(parameter)
-    for _ in range(6):
+    for _ in range(20):
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
         optimizer.step()
     assert optimizer.memory_report().total.graphs > 0
     assert all(bool(parameter.isfinite().all()) for parameter in parameters)

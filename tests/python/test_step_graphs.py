@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.cuda
 
-# Sizes supported by the split fp16 kernels.
-SHAPES = [(64, 32), (32,), (48, 64), (48,), (16, 8, 3, 3)]
+# Multiples of 8 are for the split fp16 kernels, the others for cuBLAS.
+SHAPES = [(64, 32), (32,), (48, 64), (48,), (16, 8, 3, 3), (20, 90)]
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "averages": {"betas": (0.9, 0.99), "momentum": 0.9, "grafting": "adam"},
@@ -28,6 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "betas": (0.9, 0.99), "grafting": "adam", "exponent": -0.5, "exponent_warmup": 20,
         "decoupled_weight_decay": True, "weight_decay": 0.01,
     },
+    "tf32": {"betas": (0.9, 0.99), "matmul_precision": "high"},
     "penalty": {"weight_decay": 0.01, "grafting": "rmsprop", "nesterov": True, "momentum": 0.5},
     "late": {"start_preconditioning_step": 6, "grafting": "adagrad"},
     "capturable": {"capturable": True},
@@ -403,6 +404,9 @@ def test_copies_start_without_graphs():
 
 
 def test_memory_is_given_back():
+    params = parameters()
+    train(shampoo(params, "never"), params, 0, 1)  # cuBLAS allocates memory for the stream
+    del params
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()

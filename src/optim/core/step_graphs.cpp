@@ -13,7 +13,10 @@
 
 #include <algorithm>
 #include <exception>
+#include <map>
+#include <mutex>
 #include <optional>
+#include <tuple>
 #include <vector>
 #endif
 
@@ -25,11 +28,20 @@ namespace {
 namespace allocator = c10::cuda::CUDACachingAllocator;
 
 constexpr size_t kMaxKinds = 4;
-constexpr int64_t kWarmUp = 2;              // launched steps of a kind before it is captured
-constexpr int64_t kReplaysPerCapture = 16;  // beyond the first kMaxKinds captures
+constexpr int64_t kWarmUp = 2;  // launched steps of a kind before it is captured
+// More captures than these wait for so many replays each.
+constexpr int64_t kFreeCaptures = 8, kReplaysPerCapture = 16;
 
 int64_t reserved_bytes(c10::Device device) {
   return allocator::getDeviceStats(device.index()).reserved_bytes[0].current;  // of all pools
+}
+
+// Of a stream that only captures use: they lie in the pool of its graphs.
+void release_cublas_workspaces(cudaStream_t stream) {
+  auto& workspaces = at::cuda::cublas_handle_stream_to_workspace();
+  const std::unique_lock lock(workspaces.mutex);
+  std::erase_if(workspaces.map,
+                [stream](const auto& entry) { return std::get<1>(entry.first) == stream; });
 }
 
 }  // namespace
@@ -88,9 +100,8 @@ StepGraphs::Graphs::Kind& StepGraphs::Graphs::kind_of(const Step& step) {
 
 // Whether this step of the kind, which has no graph, is to be captured.
 bool StepGraphs::Graphs::is_due(Kind& kind) const {
-  const auto free_captures = static_cast<int64_t>(kMaxKinds);
   return !kind.is_refused && ++kind.launched > kWarmUp &&
-         captures < free_captures + replays / kReplaysPerCapture;
+         captures < kFreeCaptures + replays / kReplaysPerCapture;
 }
 
 void StepGraphs::Graphs::set_inputs(const Step& step) {
@@ -211,6 +222,9 @@ void StepGraphs::Graphs::destroy(Kind& kind) {
 
 void StepGraphs::Graphs::drop_graphs() {
   std::ranges::for_each(kinds, destroy);
+  if (pool_uses > 0) {
+    release_cublas_workspaces(stream);
+  }
   for (; pool_uses > 0; --pool_uses) {
     allocator::releasePool(device.index(), pool);
   }

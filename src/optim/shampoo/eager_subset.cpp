@@ -24,7 +24,6 @@ class EagerSubset : public ShampooSubset {
   void precondition(const ShampooRun& run) override;
   void apply(const ShampooRun& run) override;
   void end() override { step_ = {}; }
-  bool fits_graphs() const override { return false; }
 
  private:
   // Of one step. Symbols as in elementwise.h; blocks: one tensor per batch, undefined where none is

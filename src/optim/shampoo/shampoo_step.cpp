@@ -137,6 +137,7 @@ void ShampooStep::part_parameters() {
   std::ranges::move(find_batches(group.blockings, group.states, eager),
                     std::back_inserter(batches_));
   const std::span<MatrixBatch> all(batches_);
+  all_by_kernels_ = eager.empty();
   if (!by_kernels.empty()) {
     subsets_.push_back(make_shampoo_kernels(h_, group, by_kernels, all.first(count), *prologue_));
   }
@@ -212,7 +213,7 @@ bool ShampooStep::roots_fit_graphs(int64_t t) const {
 }
 
 std::optional<GraphKey> ShampooStep::graph_key(at::IntArrayRef host_steps) const {
-  if (!std::ranges::all_of(subsets_, [](const auto& subset) { return subset->fits_graphs(); })) {
+  if (!all_by_kernels_) {
     return std::nullopt;
   }
   size_t due = 0;                            // parameters with a root that is due

@@ -89,6 +89,7 @@ class ShampooStep : public PlannedStep {
   std::unique_ptr<StepPrologue> prologue_;
   std::vector<MatrixBatch> batches_;  // of all subsets
   std::vector<std::unique_ptr<ShampooSubset>> subsets_;
+  bool all_by_kernels_ = false;
 };
 
 // The blocks of a parameter; none where no matrices precondition it.

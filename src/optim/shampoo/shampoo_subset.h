@@ -56,9 +56,6 @@ class ShampooSubset {
   virtual void apply(const ShampooRun& run) = 0;
   // Frees the memory of the step.
   virtual void end() = 0;
-
-  // Whether each step launches the same, and nothing that a CUDA graph cannot hold.
-  virtual bool fits_graphs() const = 0;
 };
 
 // By operators of torch, on any device. `members`: positions in the group; `batches` are theirs.

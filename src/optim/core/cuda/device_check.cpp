@@ -99,12 +99,13 @@ void DeviceCheck::set_aside() {
 }
 
 void DeviceCheck::begin(at::TensorList grads) {
-  grads_.clear();
   kinds_.clear();
   for (size_t i = 0; i < params_.size(); ++i) {
     const Parameter& each = params_[i];
+    const bool as_it_is = is_readable(grads[i], each.param, each.is_updated);
     const at::Tensor& grad =
-        grads_.emplace_back(readable_gradient(grads[i], each.param, each.is_updated));
+        as_it_is ? grads[i]
+                 : readable_.emplace_back(readable_gradient(grads[i], each.param, each.is_updated));
     kinds_.push_back({element_type(grad.scalar_type()), aligned_to_four(grad)});
     addresses_[i].data = grad.const_data_ptr();
     if (each.gradient_scan) {
@@ -153,7 +154,7 @@ bool DeviceCheck::run(const StepRule& rule, const at::Tensor& found_inf) {
 }
 
 void DeviceCheck::end() {
-  grads_.clear();
+  readable_.clear();
   copies_.clear();
   memory_ = {};
 }

@@ -50,7 +50,7 @@ class DeviceCheck : public StepPrologue {
   cuda_kernels::StepControl* control() const;
   cuda_kernels::StepNumbers* numbers() const;
   // Of this step, as the kernels read it.
-  const at::Tensor& gradient(size_t param) const { return grads_[param]; }
+  const void* gradient(size_t param) const { return addresses_[param].data; }
   GradientKind gradient_kind(size_t param) const { return kinds_[param]; }
   void add_to(GraphKey& key) const override;
 
@@ -81,7 +81,7 @@ class DeviceCheck : public StepPrologue {
   std::optional<c10::cuda::CUDAStream> stream_;  // of the last step in kept_
   // Of one step.
   StepRule rule_;
-  std::vector<at::Tensor> grads_, copies_;
+  std::vector<at::Tensor> readable_, copies_;  // of gradients, and of parameters
   std::vector<GradientKind> kinds_;
   Memory memory_;
 };

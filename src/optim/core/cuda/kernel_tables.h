@@ -32,6 +32,9 @@ class KernelTables {
   Entry& operator[](size_t number) {
     return tables_[number / kCapacity].entries[number % kCapacity];
   }
+  const Entry& operator[](size_t number) const {
+    return tables_[number / kCapacity].entries[number % kCapacity];
+  }
   int tiles() const { return tiles_; }
   auto begin() const { return tables_.begin(); }
   auto end() const { return tables_.end(); }

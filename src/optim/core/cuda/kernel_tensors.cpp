@@ -49,12 +49,14 @@ ElementType element_type(at::ScalarType type) {
   }
 }
 
+bool is_readable(const at::Tensor& grad, const at::Tensor& param, bool is_updated) {
+  return is_updated ? grad.scalar_type() != at::kDouble && same_layout(grad, param)
+                    : grad.is_non_overlapping_and_dense();
+}
+
 at::Tensor readable_gradient(const at::Tensor& grad, const at::Tensor& param, bool is_updated) {
   if (!is_updated) {
-    return grad.is_non_overlapping_and_dense() ? grad : grad.contiguous();
-  }
-  if (grad.scalar_type() != at::kDouble && same_layout(grad, param)) {
-    return grad;
+    return grad.contiguous();
   }
   return at::empty_like(param, grad.options().dtype(at::kFloat)).copy_(grad);
 }

@@ -19,8 +19,10 @@ void note_change(const at::Tensor& tensor);
 // Null if it is undefined.
 float* floats(const at::Tensor& tensor);
 
-// The gradient in a type that the kernels read, and dense; in float32 or 16 bits and in the layout
-// of its parameter if the kernels update that.
+// Whether the kernels can read the gradient: it is dense, and in float32 or 16 bits and in the
+// layout of its parameter if they update that.
+bool is_readable(const at::Tensor& grad, const at::Tensor& param, bool is_updated);
+// A copy that they can read.
 at::Tensor readable_gradient(const at::Tensor& grad, const at::Tensor& param, bool is_updated);
 
 // One parameter in the tables of the kernels.

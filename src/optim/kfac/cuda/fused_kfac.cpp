@@ -203,7 +203,7 @@ class KfacKernels : public FusedKfac {
   void fill_parameter(KfacEntry& entry, size_t i) const {
     const KfacParameterOptions& options = h_.parameters[i];
     entry.param = params_[i].mutable_data_ptr();
-    entry.grad = check_.gradient(i).const_data_ptr();
+    entry.grad = check_.gradient(i);
     entry.momentum_buffer =
         options.momentum > 0.0 ? state_.momentum_buffers[i].mutable_data_ptr<float>() : nullptr;
     entry.lr = learning_rate(lrs_[i]);
@@ -213,7 +213,7 @@ class KfacKernels : public FusedKfac {
     entry.columns = entry.packed_columns = static_cast<int>(params_[i].numel());
     entry.inner = entry.outer_stride = entry.group_rows = 1;
     entry.param_type = element_type(params_[i].scalar_type());
-    entry.grad_type = element_type(check_.gradient(i).scalar_type());
+    entry.grad_type = check_.gradient_kind(i).type;
     entry.maximize = options.maximize;
   }
 

@@ -115,7 +115,6 @@ class ShampooKernels : public ShampooSubset {
   void precondition(const ShampooRun& run) override;
   void apply(const ShampooRun& run) override;
   void end() override;
-  bool fits_graphs() const override;
 
  private:
   BlockProducts products() const { return {batches_, workspace_, precision_, stream_}; }
@@ -157,16 +156,6 @@ ShampooKernels::ShampooKernels(const ShampooHyperparameters& h, const ShampooGro
       places_.push_back({i, tables_.add(entry, tiles), entry.by_fours});
     }
   }
-}
-
-// cuBLAS allocates memory for each stream that it is first used on.
-bool ShampooKernels::fits_graphs() const {
-  for (size_t b = 0; b < batches_.size(); ++b) {
-    if (!workspace_.is_split(b)) {
-      return false;
-    }
-  }
-  return true;
 }
 
 cuda_kernels::StepBuffers ShampooKernels::buffers() const {
