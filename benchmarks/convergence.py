@@ -18,7 +18,7 @@ import torch
 from bible_text import load_bible
 from common import ROOT, Report
 from convergence_optimizers import BETAS, OPTIMIZERS, WEIGHT_DECAY
-from convergence_report import best_lr, comparison, draw, grid_table
+from convergence_report import best_lr, comparison, grid_table
 from convergence_task import Settings, Task
 from convergence_training import Run, train
 from convnet_task import ConvNetTask, load_images
@@ -197,6 +197,8 @@ def main() -> int:
     comparison(report, final, task.targets)
     missed = report.finish(arguments.save)
     if arguments.plot and final:
+        from convergence_plot import draw
+
         draw(final, task.loss_unit, arguments.plot)
     return 0 if arguments.tiny else missed
 

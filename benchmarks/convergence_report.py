@@ -1,11 +1,10 @@
-"""Tables and plot of a task's runs."""
+"""Tables of a task's runs."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from common import Report
 from convergence_task import Targets
@@ -102,48 +101,7 @@ def comparison(report: Report, final: dict[str, list[Run]], targets: Targets | N
     headers = ["optimizer", "lr", "seeds", "best validation loss", "final", "final training loss"]
     headers += ["final accuracy, %"] * with_accuracy
     headers += [f"{what} to {target:.4f}" for what in ("steps", "seconds")]
-    headers += ["steps / AdamW's", "seconds / AdamW's", "ms per step", "of it the optimizer"]
+    headers += ["steps / AdamW's", "seconds / AdamW's", "ms per step", "optimizer ms"]
     report.table(
         f"At the best learning rate; {BASELINE} ends at {target:.4f}", headers, rows, ".4g"
     )
-
-
-def mean_curve(
-    runs: Sequence[Run], axis: Callable[[Run], list[float]]
-) -> tuple[list[float], list[list[float]]]:
-    """Means of an axis, and the losses of all runs, at every record common to all of them."""
-    axes = zip(*(axis(run) for run in runs), strict=False)
-    losses = zip(*(run.validation_losses for run in runs), strict=False)
-    return [statistics.mean(values) for values in axes], [list(values) for values in losses]
-
-
-def draw(final: dict[str, list[Run]], loss_unit: str, path: Path) -> None:
-    """Validation loss against steps and seconds: means and ranges over the seeds."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # draws without a display
-    from matplotlib import pyplot as plt
-
-    figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True)
-    axes = (
-        ("steps", lambda run: [float(step) for step in run.steps]),
-        ("seconds of training", lambda run: run.seconds),
-    )
-    for panel, (label, axis) in zip(panels, axes, strict=True):
-        for name, runs in final.items():
-            x, losses = mean_curve(runs, axis)
-            line = panel.plot(x, list(map(statistics.mean, losses)), label=name, linewidth=1.4)[0]
-            low, high = list(map(min, losses)), list(map(max, losses))
-            panel.fill_between(x, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
-        if BASELINE in final:
-            target = statistics.mean(run.final for run in final[BASELINE])
-            panel.axhline(target, color="grey", linewidth=0.8, linestyle=":")
-            panel.set_ylim(top=2 * target)
-        panel.set(xlabel=label)
-        panel.grid(alpha=0.3)
-    panels[0].set_ylabel(f"validation loss, {loss_unit}")
-    panels[1].legend(frameon=False)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)

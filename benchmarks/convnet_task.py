@@ -26,7 +26,7 @@ class ConvNetTask(Task):
 
     name = "convnet"
     title = "A ConvNet"
-    loss_unit = "nats an image"
+    loss_unit = "nats per image"
     batch = 128
     grid = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
 

@@ -5,14 +5,12 @@ python benchmarks/roots_roofline.py benchmarks/results/roots_h200.md docs/images
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")  # draws without a display
-from matplotlib import pyplot as plt
+from plot_style import BLUE, VERMILION, plain_ticks, plt, save
 
 TITLE = "Roofline"  # of the table
 NUMBER = r"[-+0-9.e]+"
@@ -40,11 +38,18 @@ def read(text: str) -> tuple[float, float, Points]:
     return float(roofs["memory"]), float(roofs["peak"]), points
 
 
+# Of a method of the table: name, colour and marker.
+METHODS = {
+    "ours": ("torchium", BLUE, "o"),
+    "coupled Newton, fp16, 10 steps": ("coupled Newton, fp16, 10 iterations", VERMILION, "s"),
+}
+
+
 def draw(text: str, path: Path) -> None:
     memory, peak, points = read(text)
-    figure, axes = plt.subplots(figsize=(7, 4.2))
+    figure, axes = plt.subplots(figsize=(8, 4.6), layout="constrained")
     every = [intensity for of_method in points.values() for _, intensity, _ in of_method]
-    left, right = min(every) / 3, max(every) * 3
+    left, right = min(every) / 2, 2 * max(every)
     ridge = 1e3 * peak / memory  # operations per byte
     axes.plot(
         [left, ridge, max(right, 3 * ridge)],
@@ -52,28 +57,41 @@ def draw(text: str, path: Path) -> None:
         color="black",
         linewidth=1,
     )
-    axes.annotate(f"fp16 product, {peak:.3g} TFLOP/s", (ridge, 1.1 * peak), fontsize=8)
-    axes.annotate(
-        f"memory, {memory:.0f} GB/s",
-        (1.3 * left, 1.6 * left * memory / 1e3),
-        fontsize=8,
+    lowest = min(rate for of_method in points.values() for _, _, rate in of_method)
+    axes.set(xscale="log", yscale="log", ylim=(lowest / 2, 3 * peak))
+    axes.text(ridge, 1.15 * peak, f"limit of fp16 products, {peak:.0f} TFLOP/s", fontsize=9)
+    x, y = 3 * left, 3.5 * left * memory / 1e3
+    axes.text(
+        *(x, y, f"limit of memory, {memory:.0f} GB/s"),
+        fontsize=9,
+        rotation=math.degrees(math.atan2(y, x)),  # parallel to the line, on logarithmic axes
+        rotation_mode="anchor",
+        transform_rotates_text=True,
     )
-    for marker, (method, of_method) in zip("osd^v", points.items(), strict=False):
+    for method, of_method in points.items():
+        name, colour, marker = METHODS[method]
         orders, intensities, rates = zip(*of_method, strict=True)
-        axes.plot(intensities, rates, marker, label=method)
+        axes.plot(intensities, rates, marker, color=colour, label=name)
+        # The two methods' points are close: their numbers are below or on the right.
+        side, offset = ("center", (0, -13)) if marker == "o" else ("left", (6, -3))
         for n, intensity, rate in zip(orders, intensities, rates, strict=True):
             axes.annotate(
-                str(n), (intensity, rate), (4, -9), textcoords="offset points", fontsize=7
+                *(str(n), (intensity, rate), offset),
+                textcoords="offset points",
+                ha=side,
+                color=colour,
+                fontsize=8,
             )
-    axes.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="TFLOP/s")
-    axes.set_ylim(top=3 * peak)
-    axes.grid(alpha=0.3, which="both")
-    axes.legend(frameon=False, loc="lower right")
-    axes.set_title("Inverse fourth roots by their order n")
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    axes.set(
+        xlabel="fp16 operations per byte of memory traffic",
+        ylabel="speed (TFLOP/s)",
+        title="Inverse fourth roots of n x n matrices; numbers are n",
+    )
+    plain_ticks(axes.xaxis)
+    plain_ticks(axes.yaxis)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, loc="upper left")
+    save(figure, path)
 
 
 if __name__ == "__main__":

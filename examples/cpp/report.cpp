@@ -21,7 +21,7 @@ Row make_row(const Result& result, double target) {
   const Record& last = result.curve.back();
   const auto reached = result.first_below(target);
   return {result.label,
-          format("%.4f", last.loss),
+          format("%.4g", last.loss),
           format("%.2f%%", 100.0 * result.test_accuracy),
           std::to_string(last.steps),
           format("%.1f", last.seconds),
@@ -34,7 +34,7 @@ Row make_row(const Result& result, double target) {
 
 void print_table(std::ostream& out, const std::vector<Result>& results, double target) {
   std::vector<Row> rows{{"optimizer", "final loss", "test accuracy", "steps", "seconds",
-                         "ms a step", format("steps to %g", target),
+                         "ms per step", format("steps to %g", target),
                          format("seconds to %g", target)}};
   for (const auto& result : results) {
     rows.push_back(make_row(result, target));

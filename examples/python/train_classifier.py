@@ -55,6 +55,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "shampoo": {"betas": (0.9, 1.0), "grafting": "adam", "update_freq": 20, "block_size": 256},
 }
 
+# In titles.
+NAMES = {"mlp": "MLP", "convnet": "ConvNet", "fashion-mnist": "Fashion-MNIST", "digits": "digits"}
+
 # Training seconds per run and the target loss, for each data set.
 DEFAULT_SECONDS = {"fashion-mnist": 25.0, "digits": 5.0}
 DEFAULT_TARGET = {"fashion-mnist": 0.25, "digits": 0.05}
@@ -182,7 +185,7 @@ def main(argv: list[str] | None = None) -> list[Result]:
         )
         for label, name, options in planned_runs(arguments)
     ]
-    title = f"{arguments.model} on {data.name}, batch {arguments.batch_size}"
+    title = f"{NAMES[arguments.model]} on {NAMES[data.name]}, batch {arguments.batch_size}"
     plot = arguments.output / f"{arguments.model}-{data.name}.png"
     save_loss_plot(results, target, title, plot)
     print(f"\n{title}, {arguments.device}, {torch.get_num_threads()} threads")

@@ -1,0 +1,97 @@
+"""Loss curves of a task's runs, and where they reach the baseline's final loss."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+from convergence_report import BASELINE, crossings
+from convergence_training import Run
+from matplotlib.axes import Axes
+from plot_style import CURVES, plt, save
+
+AxisOf = Callable[[Run], list[float]]  # steps or seconds of its records
+Final = dict[str, list[Run]]  # the runs of each optimizer, one per seed
+
+
+def mean_curve(runs: list[Run], axis: AxisOf) -> tuple[list[float], list[tuple[float, ...]]]:
+    """Means of an axis, and the losses of all runs, at every record common to all of them."""
+    axes = zip(*(axis(run) for run in runs), strict=False)
+    losses = zip(*(run.validation_losses for run in runs), strict=False)
+    return list(map(statistics.mean, axes)), list(losses)
+
+
+def draw_curves(panel: Axes, final: Final, axis: AxisOf) -> None:
+    """Means and ranges over the seeds."""
+    for optimizer, runs in final.items():
+        name, colour, style = CURVES[optimizer]
+        x, losses = mean_curve(runs, axis)
+        means = list(map(statistics.mean, losses))
+        panel.plot(x, means, label=name, color=colour, linestyle=style, linewidth=1.6)
+        low, high = list(map(min, losses)), list(map(max, losses))
+        panel.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+    panel.grid(alpha=0.3)
+
+
+def means_to_target(final: Final, target: float, i: int) -> dict[str, float]:
+    """Mean steps (i = 0) or seconds (1) of each optimizer whose runs all reach the target."""
+    ends = {}
+    for optimizer, runs in final.items():
+        reached = crossings(runs, target)
+        if optimizer == BASELINE:
+            reached = [(run.steps[-1], run.seconds[-1]) for run in runs]
+        if reached is not None:
+            ends[optimizer] = statistics.mean(pair[i] for pair in reached)
+    return ends
+
+
+def draw_target(panel: Axes, ends: dict[str, float], target: float) -> None:
+    panel.axhline(target, color="grey", linewidth=1)
+    for optimizer, end in ends.items():
+        panel.plot(end, target, "o", color=CURVES[optimizer][1], markersize=5)
+
+
+def draw_zoom(
+    panel: Axes, final: Final, axis: AxisOf, ends: dict[str, float], target: float
+) -> None:
+    """An inset where the curves reach the target, with the numbers of the first and the baseline."""
+    lowest = min(statistics.mean(run.final for run in runs) for runs in final.values())
+    zoom = panel.inset_axes((0.47, 0.44, 0.51, 0.47))
+    draw_curves(zoom, final, axis)
+    draw_target(zoom, ends, target)
+    right = min(1.1 * max(ends.values()), panel.get_xlim()[1])
+    zoom.set(xlim=(0.8 * min(ends.values()), right), ylim=(lowest - 0.02 * target, 1.08 * target))
+    zoom.set_title(f"{panel.get_xlabel()} to {BASELINE}'s final loss", fontsize=9)
+    zoom.tick_params(labelsize=8)
+    panel.indicate_inset_zoom(zoom, edgecolor="grey")
+    first = min(ends, key=lambda optimizer: ends[optimizer])
+    for optimizer, side in {first: "right", BASELINE: "center"}.items():
+        end = ends[optimizer]
+        text = f"{end:.0f}" if end >= 100 else f"{end:.3g}"
+        style = {"color": CURVES[optimizer][1], "fontsize": 9, "ha": side, "va": "top"}
+        zoom.annotate(text, (end, target), (0, -5), textcoords="offset points", **style)
+
+
+def draw(final: Final, loss_unit: str, path: Path) -> None:
+    """Validation loss against steps and against seconds of training, as a PNG."""
+    figure, panels = plt.subplots(1, 2, figsize=(9, 4.4), sharey=True, layout="constrained")
+    axes: dict[str, AxisOf] = {
+        "steps": lambda run: [float(step) for step in run.steps],
+        "seconds": lambda run: run.seconds,
+    }
+    for i, (panel, (label, axis)) in enumerate(zip(panels, axes.items(), strict=True)):
+        draw_curves(panel, final, axis)
+        panel.set(xlabel=label, xlim=(0, None))
+        if BASELINE in final:
+            target = statistics.mean(run.final for run in final[BASELINE])
+            ends = means_to_target(final, target, i)
+            panel.set_ylim(0.85 * target, 2 * target)
+            draw_target(panel, ends, target)
+            draw_zoom(panel, final, axis, ends, target)
+            where = (0.02 * panel.get_xlim()[1], 0.985 * target)
+            panel.text(*where, f"{BASELINE}'s final loss, {target:.4g}", va="top", fontsize=9)
+    panels[0].set_ylabel(f"validation loss ({loss_unit})")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
+    save(figure, path)
