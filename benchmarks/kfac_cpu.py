@@ -13,7 +13,7 @@ from common import Report, interleaved, median_ratio, parse_arguments, result_fi
 from torch import Tensor, nn
 
 NEVER = 10**9  # a TCov or TInv that is never reached
-TCOV = 10  # the default
+TCOV = 10
 TARGET = 1.3
 
 

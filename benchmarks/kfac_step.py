@@ -93,8 +93,8 @@ def main() -> int:
             if "eigh" not in label and "exact" not in label:
                 report.check(f"{name}, {label}: longest step / median", longest / median, SPIKE)
     report.table(
-        "Whole steps, ms",
-        ["model", "optimizer", "mean", "beyond SGD", "median", "longest"],
+        "Training steps, ms",
+        ["model", "optimizer", "mean", "minus SGD", "median", "longest"],
         rows,
     )
     return report.finish(result_file("kfac_step", arguments))

@@ -71,7 +71,7 @@ def main() -> int:
     )
     added = [whole - part for whole, part in zip(seconds["NaturalGradient"], bare, strict=True)]
     report.check(
-        "what an exact step adds to forward + backward, over forward + backward",
+        "an exact step / forward + backward",
         median_ratio(added, bare),
         2.0,
     )

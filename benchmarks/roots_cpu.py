@@ -85,7 +85,7 @@ def measure(report: Report, threads: int, rounds: int) -> None:
             )
     report.table(
         f"Milliseconds per batch, {threads} threads",
-        ["n", "matrices", *functions, "error of eigh", "of newton", "of auto"],
+        ["n", "matrices", *functions, "error of eigh", "error of newton", "error of auto"],
         rows,
     )
 

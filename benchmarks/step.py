@@ -41,8 +41,8 @@ def times_table(report: Report, model: Model, entries: list[Entry]) -> None:
         row += [f"{p.calls} / {p.kernels}" if p.calls else None for p in by_time]
         row += [None] * (2 - len(by_time))
         rows.append([*row, len(entry.rounds), entry.note])
-    headers = ["optimizer", "TF32", "spectrum", "ms per step", "with roots", "without"]
-    headers += ["state GB", "peak GB", "calls / kernels", "with roots"]
+    headers = ["optimizer", "TF32", "spectrum", "ms per step", "with roots", "without roots"]
+    headers += ["state GB", "peak GB", "calls / kernels", "with roots due"]
     report.table(
         f"{model.name}: {len(model.shapes)} parameters, {model.parameters / 1e6:.1f} M elements",
         [*headers, "rounds", "note"],
@@ -68,7 +68,7 @@ def shares_table(
         if not with_roots:
             del costs["roots"]
         setting = f"TF32 {'yes' if contestant.tf32 else 'no'}, i^-{contestant.exponent:g}, "
-        setting += "with roots" if with_roots else "without"
+        setting += "roots due" if with_roots else "no roots due"
         for share in SHARES:
             ms = found.ms[share]
             row = [setting, share, ms, 100 * ms / found.total_ms, found.launched[share]]
@@ -81,8 +81,8 @@ def shares_table(
             rows.append(row)
         rows.append([setting, "all", found.total_ms, 100.0, found.kernels])
     if rows:
-        headers = ["setting", "share", "ms", "%", "kernels"]
-        headers += ["G operations", "GB", "ms at the roof", "% of the roof"]
+        headers = ["setting", "part", "ms", "%", "kernels"]
+        headers += ["G operations", "GB", "ms at the roofline", "% of the roofline"]
         report.table(f"{model.name}: time of the kernels of a step, by its parts", headers, rows)
 
 

@@ -19,7 +19,7 @@ from step_profile import StepProfile, profiled
 from step_shapes import Gradients
 
 WARM_UP = 10
-STEPS_A_ROUND = 5  # for optimizers whose steps all cost the same
+STEPS_PER_ROUND = 5  # for optimizers whose steps all cost the same
 
 
 @contextmanager
@@ -102,7 +102,7 @@ class Entry:
         cycle = self.contestant.cycle
         marks = []
         with self.turn():
-            for _ in range(cycle if cycle > 1 else STEPS_A_ROUND):
+            for _ in range(cycle if cycle > 1 else STEPS_PER_ROUND):
                 self.feed()
                 start = self.clock.mark()
                 self.step()

@@ -59,8 +59,8 @@ const std::map<std::string, Choice>& choices() {
   using torch::optim::AdamW, torch::optim::AdamWOptions, torch::optim::SGD,
       torch::optim::SGDOptions;
   static const std::map<std::string, Choice> all{
-      {"adagrad", choice<Adagrad>(0.02, 0.02, AdagradOptions())},
-      {"adamw", choice<AdamW>(0.002, 0.004, AdamWOptions())},
+      {"adagrad", choice<Adagrad>(0.02, 0.04, AdagradOptions())},
+      {"adamw", choice<AdamW>(0.002, 0.008, AdamWOptions())},
       {"kfac", choice<KFAC>(0.01, 0.01, KFACOptions().damping(0.01).TCov(5).TInv(20))},
       {"naturalgradient",
        choice<NaturalGradient>(6.0, 6.0, NaturalGradientOptions().damping(30.0).momentum(0.9))},

@@ -36,6 +36,8 @@ def train(arguments: argparse.Namespace, data: ImageData) -> tuple[float, float]
     # float16 has a small range: the scaler multiplies the loss so that gradients do not underflow, and skips
     # steps whose gradients overflow. bfloat16 has float32's range and needs none.
     scaler = torch.amp.GradScaler(device.type, enabled=arguments.dtype == "float16")
+    if arguments.optimizer in ("kfac", "naturalgradient"):
+        optimizer.grad_scaler = scaler  # for unscale_(), which leaves the captured gradients scaled
     generator = torch.Generator().manual_seed(arguments.seed)
 
     def autocast() -> torch.autocast:

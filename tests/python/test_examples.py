@@ -116,6 +116,7 @@ def test_wrong_arguments_are_named(arguments: list[str], message: str) -> None:
         ["--dtype", "bfloat16"],
         ["--dtype", "bfloat16", "--bf16-parameters"],
         ["--dtype", "float16", "--clip-norm", "5"],
+        ["--dtype", "float16", "--clip-norm", "5", "--optimizer", "kfac", "--lr", "0.003"],
     ],
     ids=" ".join,
 )
