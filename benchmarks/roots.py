@@ -216,13 +216,13 @@ class Benchmark:
     summary: list[list[object]] = field(default_factory=list)
 
     def row(
-        self, case: Measurement, method: Competitor, stack: Tensor, expected: Tensor
+        self, case: Measurement, method: Competitor, batch: Tensor, expected: Tensor
     ) -> tuple[list[object], float | None, Tensor | None]:
         """A row of the table, us per matrix, and the errors."""
-        count, n = stack.shape[:2]
+        count, n = batch.shape[:2]
 
         def call() -> Tensor:
-            return method.function(stack, case.damping)
+            return method.function(batch, case.damping)
 
         us = 1e6 * self.clock.seconds(call) / count if method.is_timed else None
         result, workspace = self.clock.workspace(call)
@@ -271,8 +271,8 @@ class Benchmark:
         rows, times = [row], {"ours": us}
         many = repeated(D, case.matrices)
         for method in competitors(size.n, case.is_first):
-            stack = many if method.on_all else D
-            row, times[method.name], error = self.row(case, method, stack, expected)
+            batch = many if method.on_all else D
+            row, times[method.name], error = self.row(case, method, batch, expected)
             rows.append([*row, None])
             if method.function is float32_eigh_root:
                 what = f"n = {size.n}, {case.name}: error / that of float32 eigh"

@@ -16,7 +16,7 @@ from torch import Tensor
 ROOT = 4
 ORDERS = (32, 64, 96, 128, 192, 256, 512, 1024, 2048)
 COUNTS = (1, 4, 32)
-LARGEST_STACK = 4 * 1024**2  # elements: larger inputs take minutes without new information
+LARGEST_BATCH = 4 * 1024**2  # elements: larger inputs take minutes without new information
 CONDITION = 1e4
 SHORTEST_ROUND = 2e-2  # seconds: shorter calls are repeated
 AT_MOST = 1.1  # "auto" over the fastest
@@ -66,7 +66,7 @@ def measure(report: Report, threads: int, rounds: int) -> None:
     rows = []
     for n in ORDERS:
         for count in COUNTS:
-            if count > 1 and count * n * n > LARGEST_STACK:
+            if count > 1 and count * n * n > LARGEST_BATCH:
                 continue
             A = matrices(count, n)
             exact = power_by_eigh(A, -1 / ROOT)

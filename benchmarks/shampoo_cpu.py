@@ -70,19 +70,19 @@ def bare_products(weights: list[Tensor], block_size: int) -> dict[str, Callable[
     "statistics": G G^T and G^T G in full; "directions": L G and (L G) R.
     """
     shapes = Counter(s for w in weights for s in blocks(w.shape, block_size))
-    stacks = []
+    batches = []
     for (m, n), count in shapes.items():
         G = torch.randn(count, m, n)
         outputs = [torch.empty(count, *s) for s in ((m, m), (n, n), (m, n), (m, n))]
-        stacks.append((G, torch.randn(count, m, m), torch.randn(count, n, n), *outputs))
+        batches.append((G, torch.randn(count, m, m), torch.randn(count, n, n), *outputs))
 
     def statistics_products() -> None:
-        for G, _, _, left, right, _, _ in stacks:
+        for G, _, _, left, right, _, _ in batches:
             torch.bmm(G, G.mT, out=left)
             torch.bmm(G.mT, G, out=right)
 
     def direction_products() -> None:
-        for G, L, R, _, _, half, direction in stacks:
+        for G, L, R, _, _, half, direction in batches:
             torch.bmm(L, G, out=half)
             torch.bmm(half, R, out=direction)
 
