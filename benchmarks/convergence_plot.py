@@ -66,7 +66,8 @@ def draw_zoom(
     zoom.tick_params(labelsize=8)
     panel.indicate_inset_zoom(zoom, edgecolor="grey")
     first = min(ends, key=lambda optimizer: ends[optimizer])
-    for optimizer, side in {first: "right", BASELINE: "center"}.items():
+    last = "left" if ends[BASELINE] < 0.9 * right else "center"  # right of its dot if there is room
+    for optimizer, side in {first: "right", BASELINE: last}.items():
         end = ends[optimizer]
         text = f"{end:.0f}" if end >= 100 else f"{end:.3g}"
         style = {"color": CURVES[optimizer][1], "fontsize": 9, "ha": side, "va": "top"}
@@ -89,8 +90,9 @@ def draw(final: Final, loss_unit: str, path: Path) -> None:
             panel.set_ylim(0.85 * target, 2 * target)
             draw_target(panel, ends, target)
             draw_zoom(panel, final, axis, ends, target)
-            where = (0.02 * panel.get_xlim()[1], 0.985 * target)
-            panel.text(*where, f"{BASELINE}'s final loss, {target:.4g}", va="top", fontsize=9)
+    if BASELINE in final:
+        where = (0.02 * panels[0].get_xlim()[1], 0.985 * target)
+        panels[0].text(*where, f"{BASELINE}'s final loss, {target:.4g}", va="top", fontsize=9)
     panels[0].set_ylabel(f"validation loss ({loss_unit})")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
