@@ -1,14 +1,16 @@
 // Operators on what layers have seen: schemas and registration, no maths. See gradients/*.h.
 
-#include "gradients/capture/graph_edges.h"
 #include "gradients/capture/layer_call.h"
 #include "gradients/capture/mixed_samples.h"
+#include "gradients/capture/uncaptured_calls.h"
 #include "gradients/factors/kronecker_factors.h"
 #include "gradients/jacobian/jacobian.h"
 #include "ops/in_place_fake.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/custom_class.h>
 #include <torch/library.h>
 
 namespace torchium::ops {
@@ -70,27 +72,61 @@ std::vector<at::Tensor> per_sample_gradients_meta(at::TensorList params, at::Ten
   return rows;
 }
 
+class CapturedGraph : public torch::CustomClassHolder {
+ public:
+  // A number for search().
+  int64_t add(const at::Tensor& output, const at::Tensor& input,
+              const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias) {
+    const auto impl = [](const std::optional<at::Tensor>& tensor) {
+      return tensor ? tensor->unsafeGetTensorImpl() : nullptr;
+    };
+    auto call = std::make_shared<gradients::detail::CallEdges>();
+    call->weight = impl(weight);
+    call->bias = impl(bias);
+    call->leaf_input = input.is_leaf() ? impl(input) : nullptr;
+    call->input_node = input.grad_fn();
+    const auto* address = call.get();
+    calls_.add(torch::autograd::impl::gradient_edge(output).function, std::move(call));
+    return reinterpret_cast<int64_t>(address);
+  }
+
+  // The parameters that backward passes have reached outside of these calls, this one included.
+  std::vector<at::Tensor> search(int64_t reached) {
+    calls_.search(reinterpret_cast<const gradients::detail::CallEdges*>(reached));
+    return calls_.found();
+  }
+
+  void forget() { calls_.forget(); }
+
+ private:
+  gradients::detail::UncapturedCalls calls_;
+};
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(torchium, m) {
-  // `use` is one row of `uses` below, of which kind and settings count.
+  // `call` is one row of `calls` below, of which kind and settings count.
   m.def(
       "kronecker_factors_update_(Tensor(a!) A_sum, Tensor(b!) G_sum, Tensor input, "
       "Tensor output_gradient, *, int[] call, int[] weight_shape, bool accumulate=True) -> ()");
   m.def(
       "kronecker_factors_add_lookups_(Tensor(a!) A_sum, Tensor(b!) G_sum, Tensor lookup_A_sum, "
       "Tensor counts, *, int rows) -> ()");
-  // `uses`: a row [kind, weight, bias, micro_batch, s0..s7] a call, see
-  // gradients/capture/layer_call.h.
+  // `calls`: a row [kind, weight, bias, micro_batch, s0..s7] per call
+  // (gradients/capture/layer_call.h).
   m.def(
       "per_sample_gradients(Tensor[] params, Tensor[] inputs, Tensor[] output_gradients, "
       "int[] calls, float[] call_eps, *, float scale=1.0) -> Tensor[]");
   m.def("backward_pass_mixes_samples() -> bool");
-  m.def("backward_pass_edges(Tensor[] params) -> int[]");
+  // The calls that Python's hooks have captured.
+  m.class_<CapturedGraph>("CapturedGraph")
+      .def(torch::init<>())
+      .def("add", &CapturedGraph::add)
+      .def("search", &CapturedGraph::search)
+      .def("forget", &CapturedGraph::forget);
 }
 
 TORCH_LIBRARY_IMPL(torchium, CompositeExplicitAutograd, m) {
-  m.impl("backward_pass_edges", gradients::detail::backward_pass_edges);
   m.impl("backward_pass_mixes_samples", gradients::detail::backward_pass_mixes_samples);
   m.impl("kronecker_factors_update_", kronecker_factors_update_);
   m.impl("kronecker_factors_add_lookups_", kronecker_factors_add_lookups_);

@@ -279,10 +279,9 @@ void register_kfac_plan(torch::Library& m) {
            })
       .def("record",
            [](const Self& self, const at::Tensor& input, const at::Tensor& output_gradient,
-              const std::vector<int64_t>& row, bool is_transposed, bool is_tied,
-              const Tensor& loss_scale) {
-             self->record({call_from(input, output_gradient, row, 0.0), is_transposed, is_tied,
-                           loss_scale.value_or(at::Tensor())});
+              const std::vector<int64_t>& row, bool is_tied, const Tensor& loss_scale) {
+             self->record(call_from(input, output_gradient, row, 0.0), is_tied,
+                          loss_scale.value_or(at::Tensor()));
            })
       .def("declare",
            [](const Self& self, const std::vector<int64_t>& rows) {

@@ -17,7 +17,6 @@ namespace {
 
 namespace nn = torch::nn;
 namespace F = torch::nn::functional;
-using gradients::detail::CapturedCall;
 using gradients::detail::LayerCall;
 using gradients::detail::LayerKind;
 using gradients::detail::OperatorCapture;
@@ -27,9 +26,9 @@ using torch::indexing::Slice;
 class Recorder {
  public:
   explicit Recorder(const Tensors& params)
-      : capture_(params, [this](CapturedCall captured) {
-          calls.push_back(std::move(captured.call));
-          gone_passes = std::move(captured.gone_passes);
+      : capture_(params, [this](LayerCall call, const std::vector<int64_t>& gone) {
+          calls.push_back(std::move(call));
+          gone_passes = gone;
         }) {
     capture_.set_enabled(true);
   }
@@ -483,7 +482,7 @@ TEST(OperatorCapture, IsSafeOnManyThreads) {
   std::atomic<bool> stop{false};
   std::thread other([&] {  // captures are created and deleted meanwhile
     while (!stop) {
-      OperatorCapture passing(model->parameters(), [](CapturedCall) {});
+      OperatorCapture passing(model->parameters(), [](const auto&, const auto&) {});
       passing.set_enabled(true);
     }
   });
@@ -544,7 +543,7 @@ TEST(OperatorCapture, HoldsNoParameters) {
   {
     nn::Linear layer(3, 4);
     weak = c10::weak_intrusive_ptr<at::TensorImpl>(layer->weight.getIntrusivePtr());
-    OperatorCapture capture(layer->parameters(), [](CapturedCall) {});
+    OperatorCapture capture(layer->parameters(), [](const auto&, const auto&) {});
     capture.set_enabled(true);
     layer(torch::randn({2, 3})).sum().backward();
   }
@@ -622,7 +621,8 @@ TEST(OperatorCapture, ErrorsOfCallbacksAreRaisedByTheStep) {
 
 TEST(OperatorCapture, ErrorsOfTheReceiverLeaveTheBackwardPass) {
   nn::Linear layer(3, 4);
-  OperatorCapture capture(layer->parameters(), [](CapturedCall) { TORCH_CHECK(false, "no room"); });
+  OperatorCapture capture(layer->parameters(),
+                          [](const auto&, const auto&) { TORCH_CHECK(false, "no room"); });
   capture.set_enabled(true);
   const auto loss = layer(torch::randn({2, 3})).sum();
   expect_contains(message_of<c10::Error>([&] { loss.backward(); }), "no room");

@@ -98,7 +98,7 @@ class PlanKFAC:
         self.plan.due()
         for i, samples in captured.items():
             if samples and self.layers[i].weight.grad is not None:
-                self.plan.record(*self.call(self.layers[i], samples), False, False, None)
+                self.plan.record(*self.call(self.layers[i], samples), False, None)
         for i, key, value in self.plan.missing_state():
             self.state[self.params[i]][key] = value
         self.bind()

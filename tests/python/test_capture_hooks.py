@@ -248,15 +248,15 @@ def penalized(model: nn.Sequential, number: int, scale: float | None) -> None:
     loss.backward()
 
 
-@pytest.mark.parametrize("scales", [[None, None, 1.0, None], [0.0, 0.0, 1.0, None]], ids=str)
-def test_natural_gradient_refuses_a_use_outside_that_begins_later(scales):
-    """Also a use whose factor is zero at first."""
+@pytest.mark.parametrize("scales", [[None, None, 1.0, None], [0.0, None, 0.0]], ids=str)
+def test_natural_gradient_refuses_a_use_outside_whenever_it_begins(scales):
+    """Also one whose factor is zero."""
     model = mlp()
     optimizer = OPTIMIZERS["natural_gradient"](model)
     for number, scale in enumerate(scales):
         optimizer.zero_grad()
         penalized(model, number, scale)
-        if scale == 1.0:
+        if scale is not None:
             with pytest.raises(
                 ValueError, match=r"'0\.weight'.* does not come from its layer alone"
             ):
@@ -276,6 +276,30 @@ def test_kfac_falls_back_as_long_as_a_weight_is_used_outside():
             penalized(model, number, 1.0 if number in (0, 3, 4) else None)
             optimizer.step()
             assert len(optimizer.report()["fallback"]) == expected, number
+
+
+def test_natural_gradient_refuses_a_micro_batch_that_uses_a_weight_outside_alone():
+    model = mlp()
+    optimizer = OPTIMIZERS["natural_gradient"](model)
+    for number in range(2):
+        x, y = batch(number)
+        hidden = model[0](x) if number == 0 else F.linear(x, model[0].weight, model[0].bias)
+        (F.cross_entropy(model[2](torch.tanh(hidden)), y) / 2).backward()
+    with pytest.raises(ValueError, match=r"'0\.weight'.* does not come from its layer alone"):
+        optimizer.step()
+
+
+def test_layers_whose_factors_are_not_due_are_not_used_outside():
+    model = mlp()
+    groups = [{"params": model[0].parameters(), "TCov": 1}, {"params": model[2].parameters()}]
+    optimizer = torchium.KFAC(groups, TCov=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number in range(4):
+            step(model, optimizer, number)
+            assert optimizer.report()["fallback"] == []
+    assert optimizer.state[model[0].weight]["factor_updates"] == 4
+    assert optimizer.state[model[2].weight]["factor_updates"] == 2
 
 
 # ---- tools that rewrite models

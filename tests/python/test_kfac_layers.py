@@ -111,7 +111,7 @@ FALLBACK = {
     "two_groupings": (TwoGroupings, {"a.weight": "used by convolutions of different groups"}),
     "used_outside": (
         UsedOutside,
-        dict.fromkeys(["a.weight", "a.bias"], "also used outside of its layer"),
+        dict.fromkeys(["a.weight", "a.bias"], "used outside of its layer"),
     ),
     "raw": (Scaled, {"scale": "Scaled"}),
     "attention": (
@@ -119,8 +119,8 @@ FALLBACK = {
         {
             "inner.in_proj_weight": "MultiheadAttention",
             "inner.in_proj_bias": "MultiheadAttention",
-            "inner.out_proj.weight": "not seen in use",
-            "inner.out_proj.bias": "not seen in use",
+            "inner.out_proj.weight": "used outside of its layer",
+            "inner.out_proj.bias": "used outside of its layer",
         },
     ),
     "recurrent": (

@@ -244,8 +244,10 @@ def test_a_compiled_model_has_the_same_factors():
 class Untied(torchium.KFAC):
     """Leaves the table to SGD with momentum."""
 
-    def _wants(self, params: dict[str, Tensor]) -> bool:
-        return super()._wants(params) and params["weight"].shape[0] != WORDS
+    def _wants(self) -> bool:
+        super()._wants()
+        self._capture.due = frozenset(w for w in self._capture.due if w.shape[0] != WORDS)
+        return bool(self._capture.due)
 
 
 def gpt2() -> nn.Module:

@@ -1,4 +1,4 @@
-"""Records what each use of a layer contributes to ``.grad``: its input and its output gradient.
+"""Records what each layer call contributes to ``.grad``: its input and its output gradient.
 
 A forward hook on the layer hooks the output tensor, before an in-place activation can change it. What
 the hook of an output records counts only once the same backward pass has reached the parameter, so
@@ -19,9 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from .completeness import CompletenessCheck
 from .hooks import (
-    GradientHook,
     ModuleHook,
     OutputHook,
     ParameterHook,
@@ -44,25 +42,27 @@ NO_TASK = -1  # what torch calls the backward pass outside of one
 
 
 class Capture:
-    """Finds the layers that own the parameters of an optimizer, and records their uses.
+    """Finds the layers that own the parameters of an optimizer, and records their calls.
 
     Args:
         kinds: the kinds of layers that are recorded.
-        wants: a method of the optimizer, which it does not keep alive: whether the uses of a layer
-            with these parameters ("weight", "bias") are needed now.
+        wants: a method of the optimizer, which is not kept alive: whether the next step needs layer
+            calls.
     """
 
     _sees_mixing = False  # whether modules that mix samples are of interest
 
-    def __init__(
-        self, kinds: frozenset[LayerKind], wants: Callable[[dict[str, Tensor]], bool]
-    ) -> None:
+    def __init__(self, kinds: frozenset[LayerKind], wants: Callable[[], bool]) -> None:
         # All modules that own a parameter or may mix samples, and their names where they ran or in
         # the model that was given.
         self.modules: dict[nn.Module, str] = {}
         self.owners: dict[Tensor, list[nn.Module]] = {}
         self.ran = False  # whether one of the modules has run
-        self.completeness = CompletenessCheck()
+        # Parameters that backward passes have reached outside of layer calls
+        # (src/gradients/capture/uncaptured_calls.h).
+        self.used_outside: set[Tensor] = set()
+        self._graph = torch.classes.torchium.CapturedGraph()
+        self._searched: set[int] = set()  # tasks since forget()
         self._kinds = kinds
         self._wants = weakref.WeakMethod(wants)
         self._params: set[Tensor] = set()
@@ -73,7 +73,7 @@ class Capture:
         self._global_handle: RemovableHandle | None = None
         # Of each thread: the module whose call the hook of all modules has seen just now.
         self._seen = threading.local()
-        # Uses whose gradient has not reached the parameter yet.
+        # Calls whose gradient has not reached the parameter yet.
         self._open: dict[Tensor, list[tuple[str, LayerCall]]] = {}
         # .grad of each parameter as the last backward pass left it, and its version.
         self._gradients: dict[Tensor, tuple[weakref.ref[Tensor], int]] = {}
@@ -180,18 +180,23 @@ class Capture:
                 self._roots.pop(task, None)
         if not isinstance(output, Tensor) or not output.requires_grad or _is_transformed():
             return
+        shape = output.shape
         if self._sees_mixing and mixes_samples(module):
             output.register_hook(partial(weakly, weakref.WeakMethod(self._mixed), module, outer))
         params = self._trained(module)
         wants = self._wants()
-        if not params or why_unsupported(module, self._kinds) or wants is None or not wants(params):
+        if not params or why_unsupported(module, self._kinds) or wants is None or not wants():
+            return
+        input, output = layer_input(args, kwargs), computed_output(output)
+        number = self._graph.add(output, input, params.get("weight"), params.get("bias"))
+        if not self._is_needed(params):
             return
         for param in params.values():
             self._hook_parameter(param)
         anchor = next(iter(params.values()))
-        saved = Saved.apply(anchor, layer_input(args, kwargs).detach())
-        add = partial(weakly, weakref.WeakMethod(self._add), module, params, outer)
-        computed_output(output).register_hook(OutputHook(add, saved, module, output.shape))
+        saved = Saved.apply(anchor, input.detach())
+        add = partial(weakly, weakref.WeakMethod(self._add), module, params, outer, number)
+        output.register_hook(OutputHook(add, saved, module, shape))
 
     def _trained(self, module: nn.Module) -> dict[str, Tensor]:
         own = module._parameters
@@ -207,9 +212,10 @@ class Capture:
         if param in self._hooked_params:
             return
         self._hooked_params.add(param)
-        hook = ParameterHook(self._after_accumulation)
-        self._handles.append(param.register_post_accumulate_grad_hook(hook))
-        self._handles.append(GradientHook(self._before_accumulation, param).register())
+        before = ParameterHook(self._before_accumulation, param)
+        after = ParameterHook(self._after_accumulation, param)
+        self._handles.append(param.register_hook(before))
+        self._handles.append(param.register_post_accumulate_grad_hook(after))
 
     # ---- backward
 
@@ -234,7 +240,6 @@ class Capture:
             for running in self._running.values():
                 if task in running:
                     running.remove(task)
-            self.completeness.end(task)
             if root == task:
                 self._drop(root)
 
@@ -243,10 +248,14 @@ class Capture:
         module: nn.Module,
         params: dict[str, Tensor],
         outer: int,
+        number: int,
         input: Tensor,
         output_gradient: Tensor,
     ) -> None:
-        """Takes note of the gradient of an output; ``outer`` is the pass that ran the layer."""
+        """Records the gradient of an output.
+
+        ``outer`` is the pass that ran the layer, ``number`` that of the call in the graph.
+        """
         if output_gradient.numel() == 0:
             return
         with self._lock:
@@ -254,22 +263,22 @@ class Capture:
             root = self._root(task)
             if outer != NO_TASK:
                 self._roots[task] = root = outer
+            if task not in self._searched:
+                self._searched.add(task)
+                self.used_outside = self._params.intersection(self._graph.search(number))
+                self._started(root)
             call = LayerCall(module, params, input, output_gradient, root, task)
             for name, param in params.items():
                 self._open.setdefault(param, []).append((name, call))
             self._added(call)
 
-    def _before_accumulation(self, param: Tensor, gradient: Tensor) -> None:
-        """Called with what a backward pass is about to add to ``.grad``, or to return."""
+    def _before_accumulation(self, param: Tensor) -> None:
+        """Called when a backward pass is about to add to ``.grad``, or to return a gradient."""
         with self._lock:
             if not self._open and not self._gradients:  # nothing was wanted
                 return
-            task = torch._C._current_graph_task_id()
             if self._was_zeroed(param):
-                self._restart(param, self._root(task))
-            calls = sum(call.task == task for _, call in self._open.get(param, ()))
-            if calls:
-                self.completeness.arrive(param, task, calls, gradient, self._hooked_params)
+                self._restart(param, self._root(torch._C._current_graph_task_id()))
 
     def _was_zeroed(self, param: Tensor) -> bool:
         """Whether .grad was set to zero in place since the last backward pass, by another than us.
@@ -303,7 +312,6 @@ class Capture:
             if waiting:
                 self._open[param] = waiting
             reached = [entry for entry in entries if entry[1].task == task]
-            self.completeness.compare(param, task, [call for _, call in reached])
             for name, call in reached:
                 call.reached.add(name)
                 self._reached(name, call)
@@ -316,7 +324,7 @@ class Capture:
         return last is not None and last() is not param.grad and not torch.is_grad_enabled()
 
     def _drop(self, root: int) -> None:
-        """Forgets the uses of a backward pass that did not reach their parameters."""
+        """Forgets the calls of a backward pass that did not reach their parameters."""
         for param, entries in list(self._open.items()):
             left = [entry for entry in entries if entry[1].root != root]
             if left:
@@ -325,21 +333,30 @@ class Capture:
                 del self._open[param]
 
     def forget(self) -> None:
-        """Forgets all uses: their gradients are used up, or gone."""
+        """Forgets all calls, because their gradients are used up or gone."""
         with self._lock:
             self._open.clear()
             self._gradients.clear()
             self._roots.clear()
             self._running.clear()
-            self.completeness.forget()
+            if self._searched:
+                self._searched.clear()
+                self._graph.forget()
 
     # ---- what is done with the calls
 
+    def _is_needed(self, params: dict[str, Tensor]) -> bool:
+        """Whether the next step needs calls of a layer with these parameters ("weight", "bias")."""
+        return True
+
+    def _started(self, root: int) -> None:
+        """A backward pass, or a part of it, has reached its first call."""
+
     def _added(self, call: LayerCall) -> None:
-        """The output gradient of a use is known."""
+        """The output gradient of a call is known."""
 
     def _reached(self, name: str, call: LayerCall) -> None:
-        """The gradient of a parameter of the use has been added to ``.grad``."""
+        """The gradient of a parameter of the call has been added to ``.grad``."""
 
     def _restart(self, param: Tensor, root: int) -> None:
         """``.grad`` holds what ``root`` brought to it, and nothing from before."""
@@ -349,22 +366,19 @@ class Capture:
 
 
 class CallCapture(Capture):
-    """Keeps the uses until :meth:`forget`."""
+    """Keeps the calls until :meth:`forget`."""
 
     _sees_mixing = True
 
-    def __init__(
-        self, kinds: frozenset[LayerKind], wants: Callable[[dict[str, Tensor]], bool]
-    ) -> None:
+    def __init__(self, kinds: frozenset[LayerKind], wants: Callable[[], bool]) -> None:
         super().__init__(kinds, wants)
-        self._uses: dict[int, list[LayerCall]] = {}  # by root
+        self._calls: dict[int, list[LayerCall]] = {}  # by root
         self._mixing: dict[int, nn.Module] = {}  # by root
         self._mixing_calls: set[int] = set()  # roots that went through a normalisation of a batch
-        self._searched: set[int] = set()  # tasks in which one was looked for
 
     def calls(self) -> list[list[LayerCall]]:
-        """The uses whose gradients ``.grad`` holds, one list a backward pass."""
-        passes = ([call for call in calls if call.reached] for calls in self._uses.values())
+        """The calls whose gradients ``.grad`` holds, one list per backward pass."""
+        passes = ([call for call in calls if call.reached] for calls in self._calls.values())
         return [calls for calls in passes if calls]
 
     def mixing(self) -> nn.Module | str | None:
@@ -375,29 +389,28 @@ class CallCapture(Capture):
 
     def forget(self) -> None:
         super().forget()
-        self._uses.clear()
+        self._calls.clear()
         self._mixing.clear()
         self._mixing_calls.clear()
-        self._searched.clear()
+
+    def _started(self, root: int) -> None:
+        if torch.ops.torchium.backward_pass_mixes_samples():
+            self._mixing_calls.add(root)
 
     def _added(self, call: LayerCall) -> None:
-        self._uses.setdefault(call.root, []).append(call)
-        if call.task not in self._searched:
-            self._searched.add(call.task)
-            if torch.ops.torchium.backward_pass_mixes_samples():
-                self._mixing_calls.add(call.root)
+        self._calls.setdefault(call.root, []).append(call)
 
     def _drop(self, root: int) -> None:
         super()._drop(root)
-        reached = [call for call in self._uses.pop(root, []) if call.reached]
+        reached = [call for call in self._calls.pop(root, []) if call.reached]
         if reached:
-            self._uses[root] = reached
+            self._calls[root] = reached
         else:
             self._mixing.pop(root, None)
             self._mixing_calls.discard(root)
 
     def _restart(self, param: Tensor, root: int) -> None:
-        self._uses = {key: calls for key, calls in self._uses.items() if key == root}
+        self._calls = {key: calls for key, calls in self._calls.items() if key == root}
 
     def _mixed(self, module: nn.Module, outer: int, gradient: Tensor) -> None:
         with self._lock:

@@ -148,45 +148,17 @@ def on_registration(method: Callable[[nn.Module, Tensor], None]) -> None:
 class ParameterHook:
     """Hook of a parameter that does not keep the optimizer alive."""
 
-    __slots__ = ("_method",)
-
-    def __init__(self, method: Callable[[Tensor], None]) -> None:
-        self._method = weakref.WeakMethod(method)
-
-    @_disable_dynamo
-    def __call__(self, param: Tensor) -> None:
-        method = self._method()
-        if method is not None:
-            method(param)
-
-
-class GradientHook:
-    """Hook of what arrives at a parameter, before all others, that does not keep the optimizer alive."""
-
     __slots__ = ("_method", "_param")
 
-    def __init__(self, method: Callable[[Tensor, Tensor], None], param: Tensor) -> None:
+    def __init__(self, method: Callable[[Tensor], None], param: Tensor) -> None:
         self._method = weakref.WeakMethod(method)
         self._param = weakref.ref(param)
 
     @_disable_dynamo
-    def __call__(self, gradient: Tensor) -> None:
+    def __call__(self, tensor: Tensor) -> None:
         method, param = self._method(), self._param()
         if method is not None and param is not None:
-            method(param, gradient)
-
-    def register(self) -> RemovableHandle:
-        """Hooks the parameter; its other hooks may change the gradient, and come later."""
-        param = self._param()
-        assert param is not None
-        handle: RemovableHandle = param.register_hook(self)
-        hooks = param._backward_hooks
-        assert hooks is not None
-        others = {key: hook for key, hook in hooks.items() if key != handle.id}
-        for key in others:
-            del hooks[key]
-        hooks.update(others)
-        return handle
+            method(param)
 
 
 def weakly(method: weakref.WeakMethod[Callable[..., None]], *args: Any) -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -31,11 +30,11 @@ class LayerKind(IntEnum):
 
 @dataclass(eq=False, slots=True)
 class LayerCall:
-    """One use of a layer in a forward pass, and what a backward pass brought to it.
+    """One call of a layer in a forward pass, with the gradient of its output.
 
-    ``root`` is the whole backward pass, ``task`` the part of it that this use lies in: they differ
+    ``root`` is the whole backward pass, ``task`` the part of it that reached the call: they differ
     under reentrant checkpointing. ``reached`` names the parameters whose ``.grad`` has the
-    contribution of this use.
+    contribution of this call.
     """
 
     module: nn.Module
@@ -199,15 +198,17 @@ def _padding(module: nn.Conv2d) -> tuple[int, int]:
     return top, left
 
 
-def use_row(module: nn.Module, weight: int, bias: int, micro_batch: int) -> tuple[list[int], float]:
-    """A use as the core takes it, and the eps of a norm.
+def call_row(
+    module: nn.Module, weight: int, bias: int, micro_batch: int
+) -> tuple[list[int], float]:
+    """A call as the core takes it, and the eps of a norm.
 
-    ``weight`` and ``bias`` are positions in the parameters of the call, -1 for none.
+    ``weight`` and ``bias`` are positions in the parameters, -1 for none.
     """
     kind, eps, settings = layer_kind(module), 0.0, list[int]()
     assert kind is not None
-    if kind is LayerKind.TRANSPOSED_LINEAR:  # the core is given the transpose of its weight
-        kind = LayerKind.LINEAR
+    if kind is LayerKind.TRANSPOSED_LINEAR:
+        kind, settings = LayerKind.LINEAR, [1]
     if isinstance(module, nn.Conv2d):
         settings = [*module.stride, *_padding(module), *module.dilation, module.groups]
     elif isinstance(module, nn.Embedding):
@@ -218,36 +219,3 @@ def use_row(module: nn.Module, weight: int, bias: int, micro_batch: int) -> tupl
         settings, eps = [module.num_groups], module.eps
     settings += [0] * (_SETTINGS - len(settings))
     return [int(kind), weight, bias, micro_batch, *settings], eps
-
-
-def summed_gradient(
-    module: nn.Module, param: Tensor, input: Tensor, output_gradient: Tensor
-) -> Tensor:
-    """What one use of the layer adds to the gradient of its weight or bias, by autograd."""
-    with torch.enable_grad(), torch.autocast(input.device.type, enabled=False):
-        own = param.detach().requires_grad_()
-        weight, bias = (
-            own if value is param else value
-            for value in (getattr(module, name, None) for name in ("weight", "bias"))
-        )
-        if input.is_floating_point():
-            input = input.to(param.dtype)
-        output = _forward(module, padded(module, input), weight, bias)
-        return torch.autograd.grad(output, own, output_gradient.to(output.dtype))[0]
-
-
-def _forward(module: nn.Module, input: Tensor, weight: Any, bias: Any) -> Tensor:
-    if has_transposed_weight(module):
-        return F.linear(input, weight.mT, bias)
-    if isinstance(module, nn.Linear):
-        return F.linear(input, weight, bias)
-    if isinstance(module, nn.Conv2d):
-        return F.conv2d(
-            input, weight, bias, module.stride, _padding(module), module.dilation, module.groups
-        )
-    if isinstance(module, nn.Embedding):
-        return F.embedding(input, weight, module.padding_idx)
-    if isinstance(module, nn.LayerNorm):
-        return F.layer_norm(input, list(module.normalized_shape), weight, bias, module.eps)
-    assert isinstance(module, nn.GroupNorm)
-    return F.group_norm(input, module.num_groups, weight, bias, module.eps)

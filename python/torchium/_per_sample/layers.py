@@ -12,7 +12,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.func import vmap
 
-from .._capture.layers import layer_input, padded, use_row, why_unsupported
+from .._capture.layers import call_row, layer_input, padded, why_unsupported
 
 SampleLoss = Callable[[dict[str, Tensor], tuple[Tensor, ...]], Tensor]
 _NAMES = ("weight", "bias")
@@ -213,21 +213,21 @@ def _overwritten(calls: list[_Call]) -> bool:
 def _rows(
     params: list[Tensor], calls: list[_Call], gradients: tuple[Tensor | None, ...]
 ) -> list[Tensor]:
-    inputs, output_gradients, rows, use_eps = [], [], [], []
+    inputs, output_gradients, rows, call_eps = [], [], [], []
     for call, gradient in zip(calls, gradients, strict=True):
         if gradient is None:  # the loss does not depend on this output
             gradient = torch.zeros((), device=call.input.device).expand(call.output_shape)
-        row, eps = use_row(
+        row, eps = call_row(
             call.module, call.params.get("weight", -1), call.params.get("bias", -1), 0
         )
         for input, output_gradient in _as_core_takes(call, gradient):
             inputs.append(padded(call.module, input))
             output_gradients.append(output_gradient)
             rows += row
-            use_eps.append(eps)
+            call_eps.append(eps)
     with torch.no_grad():
         result: list[Tensor] = torch.ops.torchium.per_sample_gradients(
-            params, inputs, output_gradients, rows, use_eps
+            params, inputs, output_gradients, rows, call_eps
         )
     return result
 

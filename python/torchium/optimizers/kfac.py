@@ -43,7 +43,7 @@ class KFAC(CapturingOptimizer):
     Layers are ``nn.Linear`` (any leading dimensions; dimension 0 is the sample), the ``Conv1D`` of
     transformers, and ``nn.Conv2d``, also if a weight is shared or a layer is used several times. The
     weight of a linear layer may be that of an ``nn.Embedding`` too (a tied head). Other parameters,
-    embeddings that are not tied, and weights that are also used outside of their layer take steps of
+    embeddings that are not tied, and weights that are also used outside of their layers take steps of
     SGD with momentum; a warning counts them once, and :meth:`report` names them. Uses outside are
     looked for where factors are captured, and what is found holds until the next time.
     Micro-batches with loss / k, one ``backward()`` each, equal one batch.
@@ -173,15 +173,14 @@ class KFAC(CapturingOptimizer):
 
     def _init_capture(self) -> None:
         self._capture = FactorCapture(self._wants, self._loss_scale)
-        self._due: set[Tensor] = set()
 
-    def _wants(self, params: dict[str, Tensor]) -> bool:
+    def _wants(self) -> bool:
         """Whether the factors of a layer are due."""
         if not self._decided:
             plan = self._capture.plan = self._decide()
-            self._due = {plan.params[i] for i in plan.core.due()} if plan else set()
-        weight = params.get("weight")
-        return weight in self._due and self._capture.may_be_in_products(weight)
+            due = [plan.params[i] for i in plan.core.due()] if plan else []
+            self._capture.due = frozenset(due)
+        return bool(self._capture.due)
 
     def _unknown_loss_scale(self) -> Tensor | None:
         return self._loss_scale() if self.grad_scaler is None else None

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from .._capture.capture import CallCapture
-from .._capture.layers import ALL_KINDS, computed_weight, core_tensors, use_row, why_unsupported
+from .._capture.layers import ALL_KINDS, call_row, computed_weight, core_tensors, why_unsupported
 from .._per_sample.per_sample import LossFunction, per_sample_gradients
 from ._core.capturing import CapturingOptimizer, ParamsOrModel
 from ._core.checkpoint import OptionalState, fill_state
@@ -149,7 +149,7 @@ class NaturalGradient(CapturingOptimizer):
         self._capture = CallCapture(ALL_KINDS, self._wants)
         self._refreshes = True  # the next step, once that is decided
 
-    def _wants(self, params: dict[str, Tensor]) -> bool:
+    def _wants(self) -> bool:
         """Whether the next step takes its Fisher matrix from its own batch."""
         if not self._decided:
             plan = self._decide()
@@ -200,9 +200,8 @@ class NaturalGradient(CapturingOptimizer):
             return
         self._check_owners([p for p in plan.params if p.grad is not None])
         self._check_mixing()
-        self._capture.completeness.resolve()
-        incomplete = self._capture.completeness.incomplete
-        plan.core.exclude([i for i, p in enumerate(plan.params) if p in incomplete])
+        used_outside = self._capture.used_outside
+        plan.core.exclude([i for i, p in enumerate(plan.params) if p in used_outside])
 
     def _record_calls(self, plan: JointPlan) -> None:
         for index, calls in enumerate(self._capture.calls()):
@@ -212,7 +211,7 @@ class NaturalGradient(CapturingOptimizer):
                     for name in ("weight", "bias")
                 )
                 tensors = core_tensors(call.module, call.input, call.output_gradient)
-                plan.core.record(*tensors, *use_row(call.module, weight, bias, index))
+                plan.core.record(*tensors, *call_row(call.module, weight, bias, index))
 
     # ---- state
 

@@ -5,8 +5,8 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/irange.h>
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -42,17 +42,9 @@ int64_t OperatorCapture::State::trainable_position(const at::Tensor& param) cons
 }
 
 bool OperatorCapture::State::is_accumulated(int64_t position) const {
-  const auto* executed = autograd::get_current_graph_task_exec_info();
-  if (executed == nullptr || executed->empty()) {  // backward() of everything
-    return true;
-  }
-  const auto impl = params[position].lock();
-  if (impl == nullptr) {
-    return false;
-  }
-  const auto node = autograd::impl::try_get_grad_accumulator(at::Tensor(impl));
-  const auto found = executed->find(node.get());
-  return found != executed->end() && found->second.needed_;
+  const auto impl = position < 0 ? nullptr : params[position].lock();
+  return impl != nullptr &&
+         accumulates(autograd::impl::try_get_grad_accumulator(at::Tensor(impl)).get());
 }
 
 int64_t OperatorCapture::State::pass_of(int64_t task) {
@@ -122,35 +114,6 @@ bool OperatorCapture::State::has_lost_gradient(const at::Tensor& gradient, int64
   return !gradient.any().item<bool>();
 }
 
-void OperatorCapture::State::look_for_other_calls(const PendingCall& call, const LayerCall& layer) {
-  search_graph(call);
-  for (const int64_t position : {layer.weight, layer.bias}) {
-    if (searched.insert(position).second) {  // and this backward pass has no other call of it
-      used_otherwise.erase(position);
-    }
-  }
-}
-
-void OperatorCapture::State::search_graph(const PendingCall& call) {
-  const auto* graph = autograd::get_current_graph_task_nodes_in_graph();
-  if (graph == nullptr || !searched_tasks.insert(autograd::get_current_graph_task_id()).second) {
-    return;
-  }
-  const auto captured = nodes.alive();
-  std::vector<autograd::Node*> running;
-  for (const auto& [node, other] : captured) {
-    if (other.get() == &call) {
-      running.push_back(const_cast<autograd::Node*>(node));
-    }
-  }
-  for (const int64_t position : find_uncaptured(*this, captured, roots_of(*graph, running))) {
-    if (is_accumulated(position)) {
-      searched.insert(position);
-      used_otherwise.insert(position);
-    }
-  }
-}
-
 void OperatorCapture::State::look_for_mixed_samples(int64_t pass) {
   const bool is_new = tasks_seen_for_mixing.insert(autograd::get_current_graph_task_id()).second;
   if (is_new && backward_pass_mixes_samples()) {
@@ -164,15 +127,15 @@ void OperatorCapture::State::receive(PendingCall& call, const at::Tensor& gradie
   const std::lock_guard lock(mutex);
   LayerCall layer = call.layer;
   // torch::autograd::grad() passes here too.
-  layer.weight = layer.weight >= 0 && is_accumulated(layer.weight) ? layer.weight : -1;
-  layer.bias = layer.bias >= 0 && is_accumulated(layer.bias) ? layer.bias : -1;
+  layer.weight = is_accumulated(layer.weight) ? layer.weight : -1;
+  layer.bias = is_accumulated(layer.bias) ? layer.bias : -1;
   if (!autograd::get_current_graph_task_keep_graph()) {
     call.layer.input = at::Tensor();  // the graph may outlive its last call
   }
   if (!gradient.defined() || !layer.input.defined() || (layer.weight < 0 && layer.bias < 0)) {
     return;
   }
-  look_for_other_calls(call, layer);
+  uncaptured.search(call.edges.get());
   layer.output_gradient = without_history(gradient).reshape(call.output_sizes);
   const int64_t task =
       call.outer_task >= 0 ? call.outer_task : autograd::get_current_graph_task_id();
@@ -181,7 +144,7 @@ void OperatorCapture::State::receive(PendingCall& call, const at::Tensor& gradie
   arrive(layer.weight, layer.micro_batch, gone);
   arrive(layer.bias, layer.micro_batch, gone);
   look_for_mixed_samples(layer.micro_batch);
-  receiver({std::move(layer), call.has_transposed_weight, std::move(gone)});
+  receiver(std::move(layer), gone);
 }
 
 void OperatorCapture::forget() {
@@ -190,8 +153,7 @@ void OperatorCapture::forget() {
   state_->ended_passes.clear();
   state_->passes_of_param.clear();
   state_->seen_gradients.clear();
-  state_->searched_tasks.clear();
-  state_->searched.clear();
+  state_->uncaptured.forget();
   state_->mixing_passes.clear();
   state_->tasks_seen_for_mixing.clear();
   state_->processes = 1;
@@ -218,19 +180,20 @@ bool OperatorCapture::mixes_samples(int64_t pass) const {
   return state_->mixing_passes.count(pass) != 0;
 }
 
-bool OperatorCapture::is_used_otherwise(int64_t position) const {
+bool OperatorCapture::is_used_otherwise(const at::Tensor& param) const {
   const std::lock_guard lock(state_->mutex);
-  return state_->used_otherwise.count(position) != 0;
+  return state_->uncaptured.has_found(param);
 }
 
 int64_t OperatorCapture::parameter_used_otherwise(const at::Tensor& loss) const {
   const std::lock_guard lock(state_->mutex);
-  if (!loss.requires_grad()) {
-    return -1;
+  const auto found = state_->uncaptured.find(loss);
+  for (const auto i : c10::irange(state_->params.size())) {
+    if (found.count(state_->params[i]._unsafe_get_target()) != 0) {
+      return static_cast<int64_t>(i);
+    }
   }
-  const auto root = autograd::impl::gradient_edge(loss).function;
-  const auto found = find_uncaptured(*state_, state_->nodes.alive(), {root.get()});
-  return found.empty() ? -1 : *found.begin();
+  return -1;
 }
 
 bool OperatorCapture::has_overwritten_input() const {
@@ -268,7 +231,5 @@ std::vector<LayerCall> OperatorCapture::differentiate(const at::Tensor& losses,
   }
   return calls;
 }
-
-std::vector<LayerCall> OperatorCapture::take_uses() { return differentiate({}); }
 
 }  // namespace torchium::gradients::detail

@@ -1,7 +1,6 @@
 // The state that the callbacks of an OperatorCapture share.
 #pragma once
 
-#include "gradients/capture/graph_node.h"
 #include "gradients/capture/operator_capture.h"
 #include "gradients/capture/uncaptured_calls.h"
 
@@ -15,7 +14,6 @@
 #include <mutex>
 #include <set>
 #include <unordered_map>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -31,14 +29,12 @@ struct SeenGradient {
 struct PendingCall {
   std::weak_ptr<OperatorCapture::State> capture;
   LayerCall layer;
-  bool has_transposed_weight = false;
+  std::shared_ptr<CallEdges> edges;
   uint32_t input_version = 0;  // of what the layer received, when it did
   int64_t outer_task = -1;     // the backward pass that this forward pass is a part of
   std::vector<int64_t> output_sizes;
-  WeakNode input_node;          // of the input, if it has one
-  int64_t input_position = -1;  // of the input, if it is a parameter
 };
-using PendingUses = std::vector<std::shared_ptr<PendingCall>>;
+using PendingCalls = std::vector<std::shared_ptr<PendingCall>>;
 
 struct OperatorCapture::State : public std::enable_shared_from_this<State> {
   State(const std::vector<at::Tensor>& params, Receiver receiver, bool takes_transposed);
@@ -60,11 +56,6 @@ struct OperatorCapture::State : public std::enable_shared_from_this<State> {
   // undefined, or zero since somebody changed it in place (only then this waits for the device).
   bool has_lost_gradient(const at::Tensor& gradient, int64_t position);
   void note_gradient(const at::Tensor& gradient, int64_t position);
-  // Checks whether the current backward pass, which has reached a call, also reaches parameters in
-  // other ways.
-  void look_for_other_calls(const PendingCall& call, const LayerCall& layer);
-  // The same for all parameters; `use` is the one that was reached first.
-  void search_graph(const PendingCall& call);
   // Records whether the current backward pass, with this number, mixes samples (mixed_samples.h).
   void look_for_mixed_samples(int64_t pass);
   // A call that has its gradient now.
@@ -83,14 +74,11 @@ struct OperatorCapture::State : public std::enable_shared_from_this<State> {
   std::unordered_map<int64_t, SeenGradient> seen_gradients;        // by position
   std::exception_ptr error;
   int64_t processes = 1;  // the most that took part in an exchange
-  CapturedNodes nodes;
-  std::set<int64_t> mixing_passes;             // backward passes that mix samples
-  std::set<int64_t> tasks_seen_for_mixing;     // graph tasks that were checked for it
-  std::unordered_set<int64_t> searched_tasks;  // graph tasks that were searched for other calls
-  std::set<int64_t> searched;                  // positions that were searched for since forget()
-  std::set<int64_t> used_otherwise;  // positions with other calls, as of the last search for them
+  UncapturedCalls uncaptured;
+  std::set<int64_t> mixing_passes;          // backward passes that mix samples
+  std::set<int64_t> tasks_seen_for_mixing;  // graph tasks that were checked for it
   // Without a receiver:
-  PendingUses calls;
+  PendingCalls calls;
   torch::autograd::edge_list outputs;  // of each
 };
 

@@ -51,14 +51,14 @@ const char* name_of(LayerKind kind) {
 std::vector<LayerCall> parse_calls(at::TensorList inputs, at::TensorList output_gradients,
                                    at::IntArrayRef rows, at::ArrayRef<double> eps) {
   const size_t count = inputs.size();
-  TORCH_CHECK_VALUE(
-      output_gradients.size() == count && rows.size() == kUseRowSize * count && eps.size() == count,
-      "a use needs an input, an output gradient, ", kUseRowSize, " integers and an eps; got ",
-      count, " inputs, ", output_gradients.size(), " output_gradients, ", rows.size(),
-      " integers and ", eps.size(), " call_eps");
+  TORCH_CHECK_VALUE(output_gradients.size() == count && rows.size() == kCallRowSize * count &&
+                        eps.size() == count,
+                    "a call needs an input, an output gradient, ", kCallRowSize,
+                    " integers and an eps; got ", count, " inputs, ", output_gradients.size(),
+                    " output_gradients, ", rows.size(), " integers and ", eps.size(), " call_eps");
   std::vector<LayerCall> calls(count);
   for (size_t i = 0; i < count; ++i) {
-    const auto row = rows.slice(i * kUseRowSize, kUseRowSize);
+    const auto row = rows.slice(i * kCallRowSize, kCallRowSize);
     TORCH_CHECK_VALUE(row[0] >= 0 && row[0] <= static_cast<int64_t>(LayerKind::kGroupNorm),
                       "calls[", i, "] has kind ", row[0],
                       "; it must be 0 (linear), 1 (conv2d), 2 (embedding), 3 (layer_norm) or 4 "

@@ -30,17 +30,18 @@ enum ConvSetting : size_t {
   kDilationWidth = 5,
   kGroups = 6,
 };
-constexpr size_t kPaddingIndex = 0;    // embedding: row without a gradient, -1: none
-constexpr size_t kNormalizedDims = 0;  // layer norm: how many trailing dimensions it normalises
-constexpr size_t kNumGroups = 0;       // group norm
+constexpr size_t kTransposedWeight = 0;  // linear: 1 for a weight [in, out]
+constexpr size_t kPaddingIndex = 0;      // embedding: row without a gradient, -1: none
+constexpr size_t kNormalizedDims = 0;    // layer norm: how many trailing dimensions it normalises
+constexpr size_t kNumGroups = 0;         // group norm
 
-// Dimension 0 of `input` and `output_gradient` is the sample; a linear layer on a vector, a
-// convolution on [C, H, W] and a layer norm without leading dimensions see one sample.
+// Dimension 0 of `input` and `output_gradient` is the sample. A linear layer on a vector, a
+// convolution on [C, H, W] and a layer norm without leading dimensions have one sample.
 struct LayerCall {
   LayerKind kind = LayerKind::kLinear;
   int64_t weight = -1;  // index in the parameters of the call; -1: absent or without gradient
   int64_t bias = -1;
-  // Uses in one backward pass share a micro-batch and its samples; other passes, other samples.
+  // Calls of one backward pass share a micro-batch and its samples.
   int64_t micro_batch = 0;
   std::array<int64_t, 8> settings{};
   double eps = 0.0;            // of a norm
@@ -48,11 +49,16 @@ struct LayerCall {
   at::Tensor output_gradient;  // gradient of the loss by its output
 };
 
-// At the boundary of an operator uses are parallel lists: input, output gradient, eps, and a row of
-// integers [kind, weight, bias, micro_batch, settings...] each.
-constexpr size_t kUseRowSize = 12;
+// Whether the weight of a linear layer is [in, out].
+inline bool has_transposed_weight(const LayerCall& call) {
+  return call.kind == LayerKind::kLinear && call.settings[kTransposedWeight] != 0;
+}
 
-// Raises ValueError where lengths differ or a kind is unknown.
+// Operators take calls as parallel lists: input, output gradient, eps, and a row of integers
+// [kind, weight, bias, micro_batch, settings...] each.
+constexpr size_t kCallRowSize = 12;
+
+// Raises ValueError if lengths differ or a kind is unknown.
 std::vector<LayerCall> parse_calls(at::TensorList inputs, at::TensorList output_gradients,
                                    at::IntArrayRef rows, at::ArrayRef<double> eps);
 
@@ -60,10 +66,10 @@ std::vector<LayerCall> parse_calls(at::TensorList inputs, at::TensorList output_
 // the layer.
 void check_calls(const std::vector<LayerCall>& calls, int64_t params);
 
-// The part of it that looks at the tensors of one call.
+// Only the checks of the tensors of one call.
 void check_call_tensors(const LayerCall& call, size_t index);
 
-// The number of samples that a call has seen. Works on tensors with symbolic sizes.
+// The number of samples in a call. Works on tensors with symbolic sizes.
 c10::SymInt samples_of(const LayerCall& call);
 
 }  // namespace torchium::gradients::detail

@@ -68,7 +68,7 @@ Reading product(const at::Tensor& input, const at::Tensor& operand, at::Tensor b
     return std::nullopt;
   }
   OperatorCall call = make_call(LayerKind::kLinear, std::move(weight), std::move(bias), input);
-  call.has_transposed_weight = is_itself;
+  call.layer.settings[kTransposedWeight] = is_itself ? 1 : 0;
   return call;
 }
 

@@ -1,4 +1,4 @@
-// Reads the arguments of the operators that use a layer's parameters.
+// Reads the arguments of the operators that layers call.
 #pragma once
 
 #include "gradients/capture/layer_call.h"
@@ -16,8 +16,7 @@ namespace torchium::gradients::detail {
 struct OperatorCall {
   at::Tensor weight;
   at::Tensor bias;
-  LayerCall layer;                     // without positions and gradient
-  bool has_transposed_weight = false;  // linear: the weight is [in, out]
+  LayerCall layer;  // without positions and gradient
   // The operator adds `bias` to its first operand in place, perhaps to the product of a weight.
   bool is_in_place_addition = false;
 };

@@ -66,9 +66,9 @@ struct CallContext : public at::ObserverContext {
 
   const bool hides_calls;
   std::exception_ptr error;
-  PendingUses calls;
-  // Uses that an addition completes, with the position of the bias.
-  std::vector<std::pair<std::shared_ptr<PendingCall>, int64_t>> completed;
+  PendingCalls calls;
+  // Calls that an addition completes, with the bias.
+  std::vector<std::pair<std::shared_ptr<PendingCall>, at::Tensor>> completed;
 };
 
 // Runs a part of a callback, where exceptions would be lost, and keeps the first one.
@@ -126,17 +126,16 @@ void note_call(const OperatorCall& call, CallContext& context) {
     const int64_t bias = capture->trainable_position(call.bias);
     if (call.is_in_place_addition && bias >= 0) {
       if (auto found = product_call(call.layer.input, capture.get())) {
-        context.completed.emplace_back(std::move(found), bias);
+        context.completed.emplace_back(std::move(found), call.bias);
         return;
       }
     }
-    const int64_t input_position = capture->trainable_position(call.layer.input);
+    const at::Tensor& input = call.layer.input;
+    const bool is_transposed = has_transposed_weight(call.layer);
     // A product of two parameters has no samples.
-    const bool is_transposed =
-        call.has_transposed_weight && capture->takes_transposed && input_position < 0;
-    const int64_t weight = call.has_transposed_weight && !is_transposed
-                               ? -1
-                               : capture->trainable_position(call.weight);
+    const bool takes_weight =
+        !is_transposed || (capture->takes_transposed && capture->trainable_position(input) < 0);
+    const int64_t weight = takes_weight ? capture->trainable_position(call.weight) : -1;
     if (weight < 0 && bias < 0) {
       return;
     }
@@ -145,13 +144,15 @@ void note_call(const OperatorCall& call, CallContext& context) {
     pending->layer = call.layer;
     pending->layer.weight = weight;
     pending->layer.bias = bias;
-    const at::Tensor input = is_transposed ? with_samples(call.layer.input) : call.layer.input;
-    pending->layer.input = input.detach();
-    pending->has_transposed_weight = is_transposed;
-    pending->input_version = call.layer.input.is_inference() ? 0 : call.layer.input._version();
+    pending->layer.settings[kTransposedWeight] *= takes_weight ? 1 : 0;
+    pending->layer.input = (is_transposed && takes_weight ? with_samples(input) : input).detach();
+    pending->edges = std::make_shared<CallEdges>();
+    pending->edges->weight = weight < 0 ? nullptr : call.weight.unsafeGetTensorImpl();
+    pending->edges->bias = bias < 0 ? nullptr : call.bias.unsafeGetTensorImpl();
+    pending->edges->leaf_input = input.is_leaf() ? input.unsafeGetTensorImpl() : nullptr;
+    pending->edges->input_node = input.grad_fn();
+    pending->input_version = input.is_inference() ? 0 : input._version();
     pending->outer_task = autograd::get_current_graph_task_id();
-    pending->input_node = call.layer.input.grad_fn();
-    pending->input_position = input_position;
     context.calls.push_back(std::move(pending));
   });
 }
@@ -206,14 +207,14 @@ void note_output(const at::Tensor& output, CallContext& context) {
       continue;
     }
     call->output_sizes = output.sizes().vec();
-    if (call->has_transposed_weight) {  // dimensions as those of the input
+    if (has_transposed_weight(call->layer)) {  // dimensions as those of the input
       const auto leading = call->layer.input.sizes();
       call->output_sizes.assign(leading.begin(), leading.end() - 1);
       call->output_sizes.push_back(output.size(-1));
     }
     {
       const std::lock_guard lock(capture->mutex);
-      capture->nodes.add(edge.function, call);
+      capture->uncaptured.add(edge.function, call->edges);
     }
     if (capture->receiver) {
       hooked.register_hook([call](const at::Tensor& gradient) {
@@ -230,11 +231,14 @@ void note_output(const at::Tensor& output, CallContext& context) {
 }
 
 // The sum belongs to the call; in a view, its base too has a new node.
-void note_addition(const at::Tensor& output, const std::shared_ptr<PendingCall>& call) {
-  if (const auto capture = call->capture.lock()) {
+void note_addition(const at::Tensor& output, const at::Tensor& bias, PendingCall& call) {
+  if (const auto capture = call.capture.lock()) {
     const std::lock_guard lock(capture->mutex);
-    capture->nodes.add(output.grad_fn(), call);
-    capture->nodes.add(autograd::impl::gradient_edge(tensor_to_hook(output)).function, call);
+    call.layer.bias = capture->position(bias);
+    call.edges->bias = bias.unsafeGetTensorImpl();
+    capture->uncaptured.add(output.grad_fn(), call.edges);
+    capture->uncaptured.add(autograd::impl::gradient_edge(tensor_to_hook(output)).function,
+                            call.edges);
   }
 }
 
@@ -250,8 +254,7 @@ void end(const at::RecordFunction& function, at::ObserverContext* observed) {
   keep_error(context.error, [&] {
     const at::Tensor& output = outputs.front().toTensor();
     for (auto& [call, bias] : context.completed) {
-      call->layer.bias = bias;
-      note_addition(output, call);
+      note_addition(output, bias, *call);
     }
     if (!context.calls.empty() && output.requires_grad()) {
       note_output(output, context);
@@ -290,12 +293,10 @@ OperatorCapture::OperatorCapture(std::vector<at::Tensor> params, Receiver receiv
 
 OperatorCapture::~OperatorCapture() { set_enabled(false); }
 
-int64_t OperatorCapture::position(const at::Tensor& param) const { return state_->position(param); }
-
 bool OperatorCapture::watches(const std::vector<at::Tensor>& params) const {
   bool result = params.size() == state_->params.size();
   for (size_t i = 0; result && i < params.size(); ++i) {
-    result = position(params[i]) == static_cast<int64_t>(i);
+    result = state_->position(params[i]) == static_cast<int64_t>(i);
   }
   return result;
 }

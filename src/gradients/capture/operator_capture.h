@@ -13,17 +13,6 @@
 
 namespace torchium::gradients::detail {
 
-struct CapturedCall {
-  // `weight` and `bias` are positions in the list of the capture; -1: not there, frozen, or not
-  // accumulated by this backward pass. `micro_batch` counts the backward passes.
-  LayerCall call;
-  bool has_transposed_weight = false;  // linear: the weight is [in, out]
-  // Finished backward passes of the weight or bias whose gradient no longer exists: it was
-  // undefined, or had been set to zero, when this pass reached them. Each is listed once for the
-  // weight and once for the bias.
-  std::vector<int64_t> gone_passes;
-};
-
 // Captures the calls of some parameters by these operators, called directly or by torch::nn:
 //   linear, addmm, matmul, mm (whose operand is the whole transpose of the parameter, or, on
 //   demand, the parameter itself; a bias is addmm's first operand or what is added in place to the
@@ -39,7 +28,12 @@ class TORCHIUM_API OperatorCapture {
  public:
   // Receives one call in the backward pass, on its thread, once the gradient by the layer's output
   // is known. One call at a time. An exception propagates out of the backward pass.
-  using Receiver = std::function<void(CapturedCall)>;
+  // `call`: weight and bias are positions in the list of the capture; -1: not there, frozen, or not
+  // accumulated by this backward pass. The micro-batch counts the backward passes.
+  // `gone_passes`: finished backward passes of the weight or bias whose gradient no longer exists:
+  // it was undefined, or had been set to zero, when this pass reached them. Each is listed once for
+  // the weight and once for the bias.
+  using Receiver = std::function<void(LayerCall call, const std::vector<int64_t>& gone_passes)>;
 
   // Without a receiver the calls are kept for differentiate(). Disabled at first.
   // takes_transposed: products with a parameter [in, out] itself are captured too. An input
@@ -51,8 +45,6 @@ class TORCHIUM_API OperatorCapture {
   OperatorCapture(const OperatorCapture&) = delete;
   OperatorCapture& operator=(const OperatorCapture&) = delete;
 
-  // The position of a parameter in the list; -1: not in it.
-  int64_t position(const at::Tensor& param) const;
   // Whether these are its parameters, in this order.
   bool watches(const std::vector<at::Tensor>& params) const;
   // Whether forward passes are captured from now on.
@@ -62,28 +54,25 @@ class TORCHIUM_API OperatorCapture {
   // How many processes have exchanged tensors since forget(), while some capture was enabled; 1:
   // none that was seen (collectives.h).
   int64_t processes() const;
-  // Whether a backward pass that reached a captured call has also reached the parameter at this
-  // position in another way: one since forget() or, if none has reached a call of the parameter
-  // since, before. The last operator of the loss is not examined.
-  bool is_used_otherwise(int64_t position) const;
-  // Whether a backward pass (CapturedCall) has gone through a normalisation with the statistics of
+  // Whether backward passes have reached the parameter outside of captured calls
+  // (uncaptured_calls.h).
+  bool is_used_otherwise(const at::Tensor& param) const;
+  // Whether a backward pass has gone through a normalisation with the statistics of
   // the batch, as a function call or a module (mixed_samples.h).
   bool mixes_samples(int64_t pass) const;
   // Rethrows, once, an exception that occurred while forward passes were observed.
   void raise_error();
-  // Without a receiver: the position of a parameter that `loss` depends on in another way than the
-  // uses so far; -1: there is none.
+  // Without a receiver: the position of a parameter that `loss` depends on outside of the calls so
+  // far; -1: there is none.
   int64_t parameter_used_otherwise(const at::Tensor& loss) const;
   // Without a receiver: whether the input of a layer was changed in place afterwards.
   bool has_overwritten_input() const;
   // Without a receiver: all calls so far, as one micro-batch, with the gradients of the sum of
   // `losses`, each times its factor if given, by their outputs; undefined where the losses do not
-  // depend on them. Nothing is accumulated in `.grad`, and no gradient by a parameter is computed.
-  // Frees the graph and forgets the calls, unless they are kept for another call.
-  std::vector<LayerCall> differentiate(const at::Tensor& losses, const at::Tensor& factors = {},
-                                       bool keep = false);
-  // Without a receiver: all calls so far without gradients, which are forgotten.
-  std::vector<LayerCall> take_uses();
+  // depend on them, and without losses. Nothing is accumulated in `.grad`, and no gradient by a
+  // parameter is computed. Frees the graph and forgets the calls, unless `keep`.
+  std::vector<LayerCall> differentiate(const at::Tensor& losses = {},
+                                       const at::Tensor& factors = {}, bool keep = false);
 
   struct State;
 

@@ -1,15 +1,18 @@
 #include "gradients/capture/uncaptured_calls.h"
 
-#include "gradients/capture/capture_state.h"
-
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace torchium::gradients::detail {
 namespace {
 
-using torch::autograd::Node;
+namespace autograd = torch::autograd;
+using autograd::Node;
 
 void append_next(const Node& node, std::vector<Node*>& nodes) {
   for (const auto& edge : node.next_edges()) {
@@ -25,89 +28,18 @@ Node* take_last(std::vector<Node*>& nodes) {
   return node;
 }
 
-// The position of the parameter in which the node accumulates; -1: there is none, or it is not
-// ours.
-int64_t accumulates_in(const OperatorCapture::State& capture, const Node* node) {
-  const auto* leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(node);
-  return leaf == nullptr ? -1 : capture.position(leaf->variable);
+// The leaf in which the node accumulates; null: it is another operator.
+at::TensorImpl* leaf_of(const Node* node) {
+  const auto* accumulation = dynamic_cast<const autograd::AccumulateGrad*>(node);
+  return accumulation == nullptr ? nullptr : accumulation->variable.unsafeGetTensorImpl();
 }
 
-// The next edges of the graph after a captured call, without its weight and bias.
-void append_behind_use(const OperatorCapture::State& capture, const CapturedNodes::Map& captured,
-                       const Node& start, const PendingCall& call, std::vector<Node*>& nodes) {
-  const auto input = call.input_node.lock();
-  std::unordered_set<const Node*> seen{&start};
-  std::vector<Node*> within;
-  append_next(start, within);
-  while (!within.empty()) {
-    Node* node = take_last(within);
-    if (!seen.insert(node).second) {
-      continue;
-    }
-    const int64_t param = accumulates_in(capture, node);
-    if (node == input.get() || captured.count(node) != 0) {
-      nodes.push_back(node);
-    } else if (param < 0) {
-      append_next(*node, within);
-    } else if ((param != call.layer.weight && param != call.layer.bias) ||
-               param == call.input_position) {
-      nodes.push_back(node);
-    }
-  }
-}
-
-}  // namespace
-
-void CapturedNodes::add(const NodePointer& node, const std::shared_ptr<PendingCall>& call) {
-  if (entries_.size() >= next_cleaning_) {
-    std::erase_if(entries_,
-                  [](const auto& entry) { return entry.node.expired() || entry.call.expired(); });
-    next_cleaning_ = std::max<size_t>(64, 2 * entries_.size());
-  }
-  entries_.push_back({node, call});
-}
-
-CapturedNodes::Map CapturedNodes::alive() const {
-  Map result;
-  for (const auto& entry : entries_) {
-    const auto node = entry.node.lock();
-    auto call = entry.call.lock();
-    if (node != nullptr && call != nullptr) {
-      result[node.get()] = std::move(call);
-    }
-  }
-  return result;
-}
-
-std::set<int64_t> find_uncaptured(const OperatorCapture::State& capture,
-                                  const CapturedNodes::Map& captured,
-                                  const std::vector<Node*>& roots) {
-  std::set<int64_t> found;
-  std::unordered_set<const Node*> seen;
-  std::vector<Node*> waiting = roots;
-  while (!waiting.empty()) {
-    Node* node = take_last(waiting);
-    if (!seen.insert(node).second) {
-      continue;
-    }
-    const int64_t param = accumulates_in(capture, node);
-    if (param >= 0) {
-      found.insert(param);
-    }
-    const auto call = captured.find(node);
-    if (call != captured.end()) {
-      append_behind_use(capture, captured, *node, *call->second, waiting);
-    } else {
-      append_next(*node, waiting);
-    }
-  }
-  return found;
-}
-
+// Where the graph of the running backward pass begins. The engine lists all of its nodes except a
+// single first one; `candidates` may include that.
 std::vector<Node*> roots_of(const std::unordered_set<Node*>& nodes,
-                            const std::vector<Node*>& running) {
+                            const std::vector<Node*>& candidates) {
   std::unordered_set<Node*> roots = nodes;
-  roots.insert(running.begin(), running.end());
+  roots.insert(candidates.begin(), candidates.end());
   std::vector<Node*> reached;
   for (const Node* node : roots) {
     append_next(*node, reached);
@@ -116,6 +48,139 @@ std::vector<Node*> roots_of(const std::unordered_set<Node*>& nodes,
     roots.erase(node);
   }
   return {roots.begin(), roots.end()};
+}
+
+}  // namespace
+
+bool accumulates(const Node* node) {
+  const auto* executed = autograd::get_current_graph_task_exec_info();
+  if (executed == nullptr || executed->empty()) {  // backward() of everything
+    return true;
+  }
+  const auto found = executed->find(const_cast<Node*>(node));
+  return found != executed->end() && found->second.needed_;
+}
+
+void UncapturedCalls::add(const NodePointer& output, std::shared_ptr<const CallEdges> call) {
+  if (entries_.size() >= next_cleaning_) {
+    std::erase_if(entries_, [](const Entry& entry) { return entry.output.expired(); });
+    next_cleaning_ = std::max<size_t>(64, 2 * entries_.size());
+  }
+  entries_.push_back({output, std::move(call)});
+}
+
+UncapturedCalls::Captured UncapturedCalls::alive() const {
+  Captured captured;
+  for (const Entry& entry : entries_) {
+    if (const auto node = entry.output.lock()) {
+      captured[node.get()] = entry.call;
+    }
+  }
+  return captured;
+}
+
+void UncapturedCalls::search(const CallEdges* reached) {
+  const auto* graph = autograd::get_current_graph_task_nodes_in_graph();
+  if (graph == nullptr || !searched_passes_.insert(autograd::get_current_graph_task_id()).second) {
+    return;
+  }
+  const Captured captured = alive();
+  std::vector<Node*> candidates;
+  for (const auto& [node, call] : captured) {
+    if (call.get() == reached) {
+      candidates.push_back(const_cast<Node*>(node));
+    }
+  }
+  const Leaves leaves = walk(captured, roots_of(*graph, candidates));
+  for (const Node* node : leaves.others) {
+    if (accumulates(node)) {
+      auto* leaf = leaf_of(node);
+      searched_.insert(leaf);
+      found_.insert_or_assign(leaf, c10::weak_intrusive_ptr<at::TensorImpl>(
+                                        c10::intrusive_ptr<at::TensorImpl>::reclaim_copy(leaf)));
+    }
+  }
+  for (const Node* node : leaves.of_calls) {
+    if (accumulates(node) && searched_.insert(leaf_of(node)).second) {
+      found_.erase(leaf_of(node));
+    }
+  }
+}
+
+std::vector<at::Tensor> UncapturedCalls::found() const {
+  std::vector<at::Tensor> params;
+  for (const auto& [leaf, weak] : found_) {
+    if (auto param = weak.lock()) {
+      params.emplace_back(std::move(param));
+    }
+  }
+  return params;
+}
+
+bool UncapturedCalls::has_found(const at::Tensor& param) const {
+  return param.defined() && found_.count(param.unsafeGetTensorImpl()) != 0;
+}
+
+void UncapturedCalls::forget() {
+  searched_passes_.clear();
+  searched_.clear();
+}
+
+std::unordered_set<const at::TensorImpl*> UncapturedCalls::find(const at::Tensor& loss) const {
+  std::unordered_set<const at::TensorImpl*> found;
+  if (loss.requires_grad()) {
+    const auto root = autograd::impl::gradient_edge(loss).function;
+    for (const Node* node : walk(alive(), {root.get()}).others) {
+      found.insert(leaf_of(node));
+    }
+  }
+  return found;
+}
+
+UncapturedCalls::Leaves UncapturedCalls::walk(const Captured& captured,
+                                              std::vector<Node*> waiting) {
+  Leaves leaves;
+  std::unordered_set<const Node*> seen;
+  while (!waiting.empty()) {
+    Node* node = take_last(waiting);
+    if (!seen.insert(node).second) {
+      continue;
+    }
+    const auto call = captured.find(node);
+    if (call != captured.end()) {
+      walk_call(captured, *node, *call->second, waiting, leaves);
+    } else if (leaf_of(node) != nullptr) {
+      leaves.others.insert(node);
+    } else {
+      append_next(*node, waiting);
+    }
+  }
+  return leaves;
+}
+
+// Adds what follows a captured call in the graph to `waiting`, and its weight and bias to `leaves`.
+void UncapturedCalls::walk_call(const Captured& captured, const Node& output, const CallEdges& call,
+                                std::vector<Node*>& waiting, Leaves& leaves) {
+  const auto input = call.input_node.lock();
+  std::unordered_set<const Node*> seen{&output};
+  std::vector<Node*> within;
+  append_next(output, within);
+  while (!within.empty()) {
+    Node* node = take_last(within);
+    if (!seen.insert(node).second) {
+      continue;
+    }
+    const auto* leaf = leaf_of(node);
+    if (node == input.get() || captured.count(node) != 0) {
+      waiting.push_back(node);
+    } else if (leaf == nullptr) {
+      append_next(*node, within);
+    } else if (leaf != call.leaf_input && (leaf == call.weight || leaf == call.bias)) {
+      leaves.of_calls.insert(node);
+    } else {
+      waiting.push_back(node);
+    }
+  }
 }
 
 }  // namespace torchium::gradients::detail

@@ -194,8 +194,8 @@ std::string see_samples(OperatorCapture& capture, const SampleLoss& loss, const 
   }
   buffers.restore();
   const at::Tensor rolled = captured_output(capture, loss, inputs.roll(1, 0));
-  const auto rolled_uses = capture.take_uses();
-  if (!gradients::detail::are_rolled(calls, rolled_uses) ||
+  const auto rolled_calls = capture.differentiate();
+  if (!gradients::detail::are_rolled(calls, rolled_calls) ||
       !gradients::detail::rows_agree(rolled, output.roll(1, 0))) {
     return "layers see a sample in another way when it stands at another place in the batch";
   }

@@ -140,12 +140,13 @@ void CapturingOptimizer::forget_captures() {
   if (capture_ == nullptr || !capture_->watches(watched)) {
     capture_ = nullptr;
     // Backward passes may run on other threads, and end after the optimizer does.
-    const auto receive = [plan = plan_,
-                          positions = watched_](gradients::detail::CapturedCall captured) {
-      for (int64_t* param : {&captured.call.weight, &captured.call.bias}) {
+    const auto receive = [plan = plan_, positions = watched_](
+                             gradients::detail::LayerCall call,
+                             const std::vector<int64_t>& gone_passes) {
+      for (int64_t* param : {&call.weight, &call.bias}) {
         *param = *param < 0 ? -1 : positions[*param];
       }
-      plan->receive(std::move(captured));
+      plan->receive(std::move(call), gone_passes);
     };
     capture_ =
         std::make_unique<gradients::detail::OperatorCapture>(watched, receive, takes_transposed());
@@ -155,7 +156,7 @@ void CapturingOptimizer::forget_captures() {
 }
 
 bool CapturingOptimizer::is_used_otherwise(const at::Tensor& param) const {
-  return param.defined() && capture_->is_used_otherwise(capture_->position(param));
+  return capture_->is_used_otherwise(param);
 }
 
 bool CapturingOptimizer::mixes_samples(const std::vector<int64_t>& passes) const {
@@ -181,9 +182,9 @@ void CapturingOptimizer::take_step() {
   adopt_options();
   detail::JointPlan& plan = joint_plan();
   std::vector<int64_t> excluded;
-  for (const auto k : c10::irange(watched_.size())) {
-    if (capture_->is_used_otherwise(static_cast<int64_t>(k))) {
-      excluded.push_back(watched_[k]);
+  for (const int64_t i : watched_) {
+    if (is_used_otherwise(plan.param(i))) {
+      excluded.push_back(i);
     }
   }
   plan.exclude(excluded);

@@ -43,9 +43,10 @@ class JointPlan : public StepPlan {
 
   // Parameters whose gradients do not come from recorded calls alone; replaces those given before.
   void exclude(const std::vector<int64_t>& params);
-  // Records what an OperatorCapture has seen; weight and bias are positions in what bind() was
-  // given.
-  virtual void receive(gradients::detail::CapturedCall captured) = 0;
+  // Records a call of an OperatorCapture, with weight and bias as positions in what bind() was
+  // given, and drops what comes from `gone_passes` (OperatorCapture::Receiver).
+  virtual void receive(gradients::detail::LayerCall call,
+                       const std::vector<int64_t>& gone_passes) = 0;
   // Drops what was recorded.
   virtual void forget() = 0;
 

@@ -112,34 +112,34 @@ const std::vector<bool>& KfacPlan::due() {
   return due_;
 }
 
-void KfacPlan::record(const RecordedCall& recorded) {
+void KfacPlan::record(gradients::detail::LayerCall call, bool is_tied,
+                      const at::Tensor& loss_scale) {
   const c10::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  gradients::detail::LayerCall call = recorded.call;
   if (call.weight < 0 || call.weight >= static_cast<int64_t>(due_.size()) || !due_[call.weight]) {
     return;
   }
   const FactorWeight weight = weight_of(call.weight);
-  if (recorded.loss_scale.defined()) {  // here, since the square of it may be too large
+  if (loss_scale.defined()) {  // here, since the square of it may be too large
     const at::Tensor& g = call.output_gradient;
     call.output_gradient =
-        g.to(state_dtype(weight.param)) / recorded.loss_scale.to(g.device(), /*non_blocking=*/true);
+        g.to(state_dtype(weight.param)) / loss_scale.to(g.device(), /*non_blocking=*/true);
   }
   FactorLayer seen;
   seen.bias = call.bias < 0 ? at::Tensor() : param(call.bias);
-  seen.is_transposed = recorded.is_transposed;
-  seen.is_tied = recorded.is_tied;
+  seen.is_transposed = gradients::detail::has_transposed_weight(call);
+  seen.is_tied = is_tied;
   if (call.kind == gradients::detail::LayerKind::kConv2d) {
     seen.groups = call.settings[gradients::detail::kGroups];
   }
   records_.record(weight, call, seen);
 }
 
-void KfacPlan::receive(gradients::detail::CapturedCall captured) {
-  if (!captured.gone_passes.empty()) {
-    drop(captured.call.weight, captured.gone_passes);
+void KfacPlan::receive(gradients::detail::LayerCall call, const std::vector<int64_t>& gone_passes) {
+  if (!gone_passes.empty()) {
+    drop(call.weight, gone_passes);
   }
-  record({std::move(captured.call), captured.has_transposed_weight, false, {}});
+  record(std::move(call));
 }
 
 void KfacPlan::declare(const std::vector<DeclaredLayer>& layers) {

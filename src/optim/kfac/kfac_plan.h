@@ -16,15 +16,6 @@
 
 namespace torchium::optim::detail {
 
-// A call of a layer as a hook saw it. Weight, bias and micro-batch (any number of the backward
-// pass) of `call` are set; weight and bias are positions in what bind() was given.
-struct RecordedCall {
-  gradients::detail::LayerCall call;
-  bool is_transposed = false;  // the weight is [in, out]
-  bool is_tied = false;        // the weight is known to be looked up as an embedding too
-  at::Tensor loss_scale;       // that output_gradient is too large by; undefined: 1, or not known
-};
-
 // What is known of a layer without a call.
 struct DeclaredLayer {
   int64_t weight;
@@ -43,8 +34,12 @@ class KfacPlan : public JointPlan {
   // Whether the factors of each parameter are due in the next step; calls of others are ignored
   // until then. Waits for the device only after a load.
   const std::vector<bool>& due();
-  void record(const RecordedCall& recorded);
-  void receive(gradients::detail::CapturedCall captured) override;
+  // A call with its gradient; its micro-batch is any number of the backward pass. is_tied: the
+  // weight is known to be looked up as an embedding too. loss_scale: what the loss was multiplied
+  // by; undefined: 1, or not known yet.
+  void record(gradients::detail::LayerCall call, bool is_tied = false,
+              const at::Tensor& loss_scale = {});
+  void receive(gradients::detail::LayerCall call, const std::vector<int64_t>& gone_passes) override;
   void declare(const std::vector<DeclaredLayer>& layers);
   // FactorRecords::drop().
   void drop(int64_t weight, at::IntArrayRef passes = {});

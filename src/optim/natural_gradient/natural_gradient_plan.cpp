@@ -116,15 +116,11 @@ void NaturalGradientPlan::record(LayerCall call) {
   passes_[call.micro_batch].push_back({std::move(call), version});
 }
 
-void NaturalGradientPlan::receive(gradients::detail::CapturedCall captured) {
-  drop(captured.gone_passes);
-  record(std::move(captured.call));
-}
-
-void NaturalGradientPlan::drop(const std::vector<int64_t>& passes) {
-  for (const int64_t pass : passes) {
+void NaturalGradientPlan::receive(LayerCall call, const std::vector<int64_t>& gone_passes) {
+  for (const int64_t pass : gone_passes) {
     passes_.erase(pass);
   }
+  record(std::move(call));
 }
 
 void NaturalGradientPlan::forget() {

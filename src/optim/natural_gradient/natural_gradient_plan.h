@@ -29,9 +29,7 @@ class NaturalGradientPlan : public JointPlan {
   // A call with a gradient. Weight and bias are positions in what bind() was given, -1 where it has
   // no gradient from this call; the micro-batch is any number of the backward pass.
   void record(gradients::detail::LayerCall call);
-  void receive(gradients::detail::CapturedCall captured) override;
-  // Drops the calls of these backward passes.
-  void drop(const std::vector<int64_t>& passes);
+  void receive(gradients::detail::LayerCall call, const std::vector<int64_t>& gone_passes) override;
   void forget() override;
   // Backward passes with recorded calls.
   std::vector<int64_t> passes() const;

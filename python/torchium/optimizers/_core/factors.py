@@ -13,11 +13,11 @@ from ..._capture.layers import (
     TIED_KINDS,
     LayerCall,
     LayerKind,
+    call_row,
     computed_weight,
     core_tensors,
     has_transposed_weight,
     layer_kind,
-    use_row,
     why_unsupported,
 )
 from .plan import JointPlan
@@ -31,10 +31,11 @@ class FactorCapture(Capture):
     """
 
     plan: JointPlan | None = None
+    due: frozenset[Tensor] = frozenset()  # the weights whose factors the next step updates
 
     def __init__(
         self,
-        wants: Callable[[dict[str, Tensor]], bool],
+        wants: Callable[[], bool],
         loss_scale: Callable[[], Tensor | None],
     ) -> None:
         super().__init__(TIED_KINDS, wants)
@@ -59,7 +60,6 @@ class FactorCapture(Capture):
             and self._declared[1] == trained
         ):
             return
-        self.completeness.resolve()
         rows, excluded = [], []
         for i, weight in enumerate(plan.params):
             if self.weight_beside(weight) is not weight:
@@ -79,8 +79,8 @@ class FactorCapture(Capture):
             return reason
         weight = self.weight_beside(param)
         assert weight is not None
-        if not self.completeness.incomplete.isdisjoint({weight, self.joint_bias(weight)}):
-            return "also used outside of its layer"
+        if not self.used_outside.isdisjoint({weight, self.joint_bias(weight)}):
+            return "used outside of its layer"
         return None
 
     def _problem_of_modules(self, param: Tensor) -> str | None:
@@ -127,28 +127,34 @@ class FactorCapture(Capture):
         is_tied = any(isinstance(module, nn.Embedding) for module in owners)
         return has_transposed_weight(owners[0]), is_tied
 
-    def may_be_in_products(self, weight: Tensor) -> bool:
+    def _is_needed(self, params: dict[str, Tensor]) -> bool:
+        weight = params.get("weight")
+        return weight in self.due and self._may_be_in_products(weight)
+
+    def _may_be_in_products(self, weight: Tensor) -> bool:
         """Whether a layer that is no embedding owns the weight, or one may still be found."""
         owners = self.owners.get(weight, ())
         return self.is_searching() or not all(isinstance(m, nn.Embedding) for m in owners)
+
+    def _started(self, root: int) -> None:
+        self._declared = None  # other parameters may be used outside now
 
     def _restart(self, param: Tensor, root: int) -> None:
         if self.plan is not None and param in self.plan.positions:
             self.plan.core.drop(self.plan.positions[param])
 
     def _reached(self, name: str, call: LayerCall) -> None:
-        self._declared = None
         weight, plan = call.params.get("weight"), self.plan
         if name != "weight" or weight is None or plan is None or weight not in plan.positions:
             return
-        if weight in self.completeness.incomplete or self._problem_of_modules(weight) is not None:
+        if weight in self.used_outside or self._problem_of_modules(weight) is not None:
             return
         loss_scale = self._loss_scale()
-        row = use_row(call.module, plan.positions[weight], self._bias(plan, weight), call.root)[0]
+        row = call_row(call.module, plan.positions[weight], self._bias(plan, weight), call.root)[0]
         plan.core.record(
             *core_tensors(call.module, call.input, call.output_gradient),
             row,
-            *self._geometry(weight),
+            self._geometry(weight)[1],
             None if loss_scale is None else loss_scale(),
         )
 
