@@ -13,27 +13,12 @@ void call_without_autocast(const c10::OperatorHandle& op, torch::jit::Stack* sta
 }
 
 void register_operators(torch::Library& m) {
-  for (const char* name : {"matrix_inverse_root",
-                           "matrix_inverse_root.list",
-                           "matrix_inverse_root_info",
-                           "matrix_inverse_root_info.list",
-                           "matrix_power",
-                           "matrix_power.list",
-                           "eigh",
-                           "eigh.list",
-                           "kron",
-                           "kron_matmul",
-                           "kron_solve",
-                           "chunked_matmul",
-                           "spd_inverse",
-                           "spd_solve",
-                           "fused_mul_add",
-                           "kfac_init_state",
-                           "kfac_step_",
-                           "kronecker_factors_update_",
-                           "kronecker_factors_add_lookups_",
-                           "per_sample_gradients",
-                           "natural_gradient_step_"}) {
+  for (const char* name :
+       {"matrix_inverse_root", "matrix_inverse_root.list", "matrix_inverse_root_info",
+        "matrix_inverse_root_info.list", "matrix_power", "matrix_power.list", "eigh", "eigh.list",
+        "kron", "kron_matmul", "kron_solve", "chunked_matmul", "spd_inverse", "spd_solve",
+        "fused_mul_add", "kronecker_factors_update_", "kronecker_factors_add_lookups_",
+        "per_sample_gradients"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&call_without_autocast>());
   }
 }

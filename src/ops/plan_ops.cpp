@@ -1,10 +1,8 @@
-// The plans of the optimizers (optim/blocked/blocked_plans.h) as torch.classes.torchium, and state
-// from checkpoints: registration, no maths.
+// The plans of the optimizers as torch.classes.torchium: registration, no maths.
 
 #include "ops/option_ops.h"
 #include "optim/adagrad/adagrad_plan.h"
 #include "optim/blocked/blocked_plans.h"
-#include "optim/core/state_checks.h"
 #include "optim/kfac/kfac_plan.h"
 #include "optim/natural_gradient/natural_gradient_plan.h"
 #include "optim/shampoo/shampoo_plan.h"
@@ -156,13 +154,6 @@ std::vector<Dict> load(const Self& self, int64_t index, const c10::IValue& optio
   return loaded;
 }
 
-// See optim/core/state_checks.h.
-Dict loaded_state(const Dict& fresh, const Dict& saved, std::vector<std::string> buffers,
-                  std::vector<std::string> counts, const at::Tensor& param, std::string name) {
-  return dict_of(optim::detail::loaded_state(named(fresh), named(saved),
-                                             {std::move(buffers), std::move(counts)}, param, name));
-}
-
 template <typename Report>
 std::string text_of(const Report& report) {
   std::ostringstream stream;
@@ -223,7 +214,7 @@ gradients::detail::LayerCall call_from(const at::Tensor& input, const at::Tensor
   return gradients::detail::parse_calls({input}, {output_gradient}, row, {eps})[0];
 }
 
-template <typename Plan, typename Options>
+template <typename Plan>
 torch::class_<Plan> register_joint_plan(torch::Library& m, const std::string& optimizer,
                                         const char* name) {
   using Self = c10::intrusive_ptr<Plan>;
@@ -231,11 +222,19 @@ torch::class_<Plan> register_joint_plan(torch::Library& m, const std::string& op
       .def(torch::init<>())
       .def("set_options",
            [optimizer](const Self& self, const c10::IValue& groups) {
-             std::vector<Options> options;
+             std::vector<std::shared_ptr<const torch::optim::OptimizerOptions>> kept;
+             std::vector<const torch::optim::OptimizerOptions*> options;
              for (const c10::IValue& values : groups.toTupleRef().elements()) {
-               options.push_back(static_cast<const Options&>(*options_from(optimizer, values)));
+               kept.push_back(options_from(optimizer, values));
+               options.push_back(kept.back().get());
              }
-             self->set_options(std::move(options));
+             self->set_options(options);
+           })
+      .def("load",
+           [optimizer](const Self& self, const at::Tensor& param, const Dict& saved,
+                       const c10::IValue& options, int64_t params, const std::string& name) {
+             return dict_of(
+                 self->load(param, named(saved), *options_from(optimizer, options), params, name));
            })
       .def("bind",
            [](const Self& self, std::vector<at::Tensor> params, const std::vector<Dict>& states,
@@ -266,7 +265,7 @@ torch::class_<Plan> register_joint_plan(torch::Library& m, const std::string& op
 
 void register_kfac_plan(torch::Library& m) {
   using Self = c10::intrusive_ptr<KfacPlan>;
-  register_joint_plan<KfacPlan, optim::KFACOptions>(m, "KFAC", "KfacPlan")
+  register_joint_plan<KfacPlan>(m, "KFAC", "KfacPlan")
       .def("due",
            [](const Self& self) {
              std::vector<int64_t> due;
@@ -315,8 +314,7 @@ using Solved = std::tuple<std::string, int64_t, int64_t, double>;
 
 void register_natural_gradient_plan(torch::Library& m) {
   using Self = c10::intrusive_ptr<NaturalGradientPlan>;
-  register_joint_plan<NaturalGradientPlan, optim::NaturalGradientOptions>(m, "NaturalGradient",
-                                                                          "NaturalGradientPlan")
+  register_joint_plan<NaturalGradientPlan>(m, "NaturalGradient", "NaturalGradientPlan")
       .def("is_refresh", [](const Self& self) { return self->is_refresh(); })
       .def("is_start", [](const Self& self) { return self->is_start(); })
       .def("record", [](const Self& self, const at::Tensor& input,
@@ -328,38 +326,9 @@ void register_natural_gradient_plan(torch::Library& m) {
       });
 }
 
-// ---- state for checkpoints
-
-template <typename State>
-State state_from(const Dict& dict) {
-  State state;
-  for (const auto& [key, tensor] : named(dict)) {
-    state.assign(key, tensor);
-  }
-  return state;
-}
-
-Dict kfac_saved_layout(const at::Tensor& param, const Dict& saved, std::string damping_split) {
-  optim::KFACParamState fresh;
-  fresh.step(at::zeros({}, at::TensorOptions(at::kDouble).device(param.device())));
-  optim::detail::add_saved_layout(fresh, param, state_from<optim::KFACParamState>(saved),
-                                  damping_split);
-  return dict_of(fresh.tensors());
-}
-
-Dict natural_gradient_saved_room(const at::Tensor& param, const Dict& saved, int64_t param_count,
-                                 std::string name) {
-  optim::NaturalGradientParamState fresh;
-  fresh.step(at::zeros({}, at::TensorOptions(at::kDouble).device(param.device())));
-  optim::detail::add_saved_room(fresh, state_from<optim::NaturalGradientParamState>(saved), param,
-                                param_count, name);
-  return dict_of(fresh.tensors());
-}
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(torchium, m) {
-  m.def("loaded_state", loaded_state);
   m.class_<Plans>("BlockedPlans")
       .def(torch::init<std::string>())
       .def("bind", bind)
@@ -381,15 +350,6 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
       .def("graph_count", [](const Self& self) { return self->graph_count(); });
   register_kfac_plan(m);
   register_natural_gradient_plan(m);
-  // State of a parameter as load_state_dict() fills it with what was saved.
-  m.def(
-      "kfac_saved_layout(Tensor param, Dict(str, Tensor) saved, str damping_split) -> Dict(str, "
-      "Tensor)",
-      kfac_saved_layout);
-  m.def(
-      "natural_gradient_saved_room(Tensor param, Dict(str, Tensor) saved, int params, str name) "
-      "-> Dict(str, Tensor)",
-      natural_gradient_saved_room);
 }
 
 }  // namespace torchium::ops

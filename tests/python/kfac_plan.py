@@ -12,7 +12,6 @@ from reference import Layer
 from reference.kfac import Sample
 from torch import Tensor
 
-ops = torch.ops.torchium
 # Names in the tests of what a layer keeps, whatever damping_split makes of its factors.
 STATE = {
     "A": ("A",),
@@ -26,6 +25,28 @@ STATE = {
 }
 DEFAULTS = {"lr": 0.003, "momentum": 0.9, "weight_decay": 0.0, "maximize": False}
 LAYER_DEFAULTS = {"damping": 0.01, "TCov": 5, "TInv": 10, "eps": 1e-8, "stat_decay": 0.95}
+
+
+def first_state(layer: Layer, damping_split: str) -> dict[str, Tensor]:
+    """State of a weight whose factors were never updated."""
+    weight, groups = layer.weight, layer.groups
+    orders = {"A": weight[0].numel() + (layer.bias is not None), "G": len(weight) // groups}
+    dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    options = {"dtype": dtype, "device": weight.device}
+    state = {
+        "step": torch.zeros((), dtype=torch.float64, device=weight.device),
+        "factor_updates": torch.zeros((), dtype=torch.float32, device=weight.device),
+        "root_failures": torch.zeros(2, dtype=torch.int32, device=weight.device),
+    }
+    for key, n in orders.items():
+        state[key] = torch.zeros(groups, n, n, **options)
+        identities = torch.eye(n, **options).repeat(groups, 1, 1)
+        if damping_split == "exact":
+            state[f"{key}_eigenvectors"] = identities
+            state[f"{key}_eigenvalues"] = torch.full((groups, n), -1.0, **options)
+        else:
+            state[f"{key}_inverse"] = identities
+    return state
 
 
 class PlanKFAC:
@@ -56,10 +77,7 @@ class PlanKFAC:
         self.plan = torch.classes.torchium.KfacPlan()
         self.state: dict[Tensor, dict[str, Tensor]] = {p: {} for p in self.params}
         for layer in self.layers:
-            fan_in = layer.weight[0].numel() + (layer.bias is not None)
-            orders = {"A": fan_in, "G": len(layer.weight) // layer.groups}
-            factors = {k: layer.weight.new_empty(layer.groups, n, n) for k, n in orders.items()}
-            self.state[layer.weight] = ops.kfac_saved_layout(layer.weight, factors, damping_split)
+            self.state[layer.weight] = first_state(layer, damping_split)
 
     @property
     def states(self) -> list[dict[str, Tensor]]:

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from kfac_plan import PlanKFAC, Problem, ops
+import torchium
+from kfac_plan import PlanKFAC, Problem
 from optimizer_cases import assert_same
 from reference import Layer, ReferenceKFAC
 from reference.kfac import Sample
-from torch import Tensor
+from torch import Tensor, nn
 
 SPLITS = ["pi", "plain", "exact"]
 OPTIONS: dict[str, tuple[dict, dict]] = {  # of groups, of the whole optimizer
@@ -404,9 +405,13 @@ def test_autocast_does_not_reach_into_a_step(dtype, device):
 
 
 def test_initial_state():
-    weight = torch.zeros(4, 3, 2, 2, dtype=torch.bfloat16)
-    saved = {"A": torch.ones(2, 13, 13), "G": torch.ones(2, 2, 2)}
-    state = ops.kfac_saved_layout(weight, saved, "exact")
+    """A skipped step creates it and changes nothing."""
+    model = nn.Conv2d(6, 4, 2, groups=2).bfloat16()
+    optimizer = torchium.KFAC(model, damping_split="exact")
+    model(torch.randn(3, 6, 5, 5).bfloat16()).square().mean().backward()
+    model.weight.grad.fill_(torch.nan)
+    optimizer.step()
+    state = optimizer.state[model.weight]
     assert (state["A"].shape, state["G"].shape) == ((2, 13, 13), (2, 2, 2))
     assert state["A"].dtype == torch.float32
     assert state["A"].count_nonzero() == state["G"].count_nonzero() == 0
@@ -416,3 +421,25 @@ def test_initial_state():
     assert_same(state["G_eigenvalues"], torch.full((2, 2), -1.0))
     assert_same(state["factor_updates"], torch.zeros(()))
     assert_same(state["root_failures"], torch.zeros(2, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("wrong", [torch.eye(3), torch.eye(6)[None].double(), None])
+def test_state_that_was_replaced_must_fit(split, wrong):
+    model = nn.Linear(5, 2)
+    optimizer = torchium.KFAC(model, damping_split=split)
+    x = torch.randn(4, 5)
+    model(x).square().mean().backward()
+    optimizer.step()
+    key = "A_eigenvectors" if split == "exact" else "A_inverse"
+    optimizer.state[model.weight][key] = torch.eye(6)[None]
+    optimizer.step()
+    before = model.weight.detach().clone()
+    message = rf"'{key}' of parameter 'weight' .* must be Float ?\[1, 6, 6\] on cpu, got"
+    if wrong is None:
+        key, wrong = "G", torch.eye(2)[None].double()
+        message = "'G' of parameter 'weight' .* must be Float"
+    optimizer.state[model.weight][key] = wrong
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    torch.testing.assert_close(model.weight.detach(), before, rtol=0, atol=0)

@@ -68,8 +68,6 @@ class TORCHIUM_API CapturingOptimizer : public SecondOrderOptimizer {
   // ---- what an optimizer defines
 
   virtual c10::intrusive_ptr<detail::JointPlan> make_plan() const = 0;
-  // Hands the plan the options of all groups.
-  virtual void adopt_options() = 0;
   // Whether calls of the parameter may be captured.
   virtual bool is_watched(const at::Tensor& param) const { return true; }
   // Whether products with a weight [in, out] are captured.
@@ -97,12 +95,15 @@ class TORCHIUM_API CapturingOptimizer : public SecondOrderOptimizer {
   void forget_captures();
 
   void take_step() override;
+  StateList fit_states(size_t group, const Options& options,
+                       const StateList& loaded) const override;
   void read_reports(bool wait) override;
   void forget_derived() override;
   const char* root_remedy() const override;
 
  private:
   bool is_bound() const;
+  void adopt_options();
   void change_states(const std::vector<detail::StateChange>& changes);
 
   c10::intrusive_ptr<detail::JointPlan> plan_;

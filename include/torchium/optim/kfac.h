@@ -141,15 +141,11 @@ class TORCHIUM_API KFAC : public CapturingOptimizer {
   void check_together(const std::vector<const Options*>& groups) const override;
   std::unique_ptr<SecondOrderParamState> make_empty_state() const override;
   c10::intrusive_ptr<detail::JointPlan> make_plan() const override;
-  void adopt_options() override;
   bool is_watched(const at::Tensor& param) const override;
   bool takes_transposed() const override { return true; }
   bool captures_next() override;
   void announce() override;
   const char* root_remedy() const override;
-  void fit_loaded(const Options& options, const std::vector<at::Tensor>& params,
-                  const std::vector<SecondOrderParamState*>& loaded,
-                  const std::vector<SecondOrderParamState*>& fitted) const override;
   void save_more(torch::serialize::OutputArchive& archive) const override;
   std::function<void()> read_more(torch::serialize::InputArchive& archive) override;
 

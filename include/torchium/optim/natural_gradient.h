@@ -125,13 +125,9 @@ class TORCHIUM_API NaturalGradient : public CapturingOptimizer {
   void check_together(const std::vector<const Options*>& groups) const override;
   std::unique_ptr<SecondOrderParamState> make_empty_state() const override;
   c10::intrusive_ptr<detail::JointPlan> make_plan() const override;
-  void adopt_options() override;
   bool captures_next() override;
   void check_layers(const std::vector<at::Tensor>& active) override;
   const char* root_name() const override;
-  void fit_loaded(const Options& options, const std::vector<at::Tensor>& params,
-                  const std::vector<SecondOrderParamState*>& loaded,
-                  const std::vector<SecondOrderParamState*>& fitted) const override;
   std::function<void()> read_more(torch::serialize::InputArchive& archive) override;
 
  private:

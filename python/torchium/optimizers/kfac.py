@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
-import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from ._core.capturing import CapturingOptimizer, ParamsOrModel
-from ._core.checkpoint import FACTOR_KEYS, OptionalState, fill_state
 from ._core.factors import FactorCapture
 from ._core.options import OptionList
-from ._core.parameters import State, parameter_name
 from ._core.plan import JointPlan
 from ._core.summary import summary
 
@@ -224,22 +220,3 @@ class KFAC(CapturingOptimizer):
     def _forget_derived(self) -> None:
         super()._forget_derived()
         self._capture.release()
-
-    def _loaded_state(
-        self, index: int, group: dict[str, Any], saved: dict[Tensor, dict[str, Any]]
-    ) -> dict[Tensor, State]:
-        fresh: dict[Tensor, State] = {}
-        for param, values in saved.items():
-            factors = {
-                k: v for k, v in values.items() if k in FACTOR_KEYS and isinstance(v, Tensor)
-            }
-            fresh[param] = torch.ops.torchium.kfac_saved_layout(
-                param, factors, group["damping_split"]
-            )
-        fill_state(
-            fresh,
-            saved,
-            OptionalState(("momentum_buffer",)),
-            lambda param: parameter_name(index, group, param),
-        )
-        return fresh

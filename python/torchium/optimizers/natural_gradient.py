@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
@@ -12,9 +11,7 @@ from .._capture.capture import CallCapture
 from .._capture.layers import ALL_KINDS, call_row, computed_weight, core_tensors, why_unsupported
 from .._per_sample.per_sample import LossFunction, per_sample_gradients
 from ._core.capturing import CapturingOptimizer, ParamsOrModel
-from ._core.checkpoint import OptionalState, fill_state
 from ._core.options import OptionList
-from ._core.parameters import State, parameter_name
 from ._core.plan import JointPlan
 
 
@@ -212,21 +209,3 @@ class NaturalGradient(CapturingOptimizer):
                 )
                 tensors = core_tensors(call.module, call.input, call.output_gradient)
                 plan.core.record(*tensors, *call_row(call.module, weight, bias, index))
-
-    # ---- state
-
-    def _loaded_state(
-        self, index: int, group: dict[str, Any], saved: dict[Tensor, dict[str, Any]]
-    ) -> dict[Tensor, State]:
-        def name(param: Tensor) -> str:
-            return parameter_name(index, group, param)
-
-        count = sum(len(g["params"]) for g in self.param_groups)
-        fresh: dict[Tensor, State] = {}
-        for param, values in saved.items():
-            tensors = {k: v for k, v in values.items() if isinstance(v, Tensor)}
-            fresh[param] = torch.ops.torchium.natural_gradient_saved_room(
-                param, tensors, count, name(param)
-            )
-        fill_state(fresh, saved, OptionalState(("momentum_buffer",)), name)
-        return fresh

@@ -122,6 +122,31 @@ void CapturingOptimizer::change_states(const std::vector<detail::StateChange>& c
   }
 }
 
+void CapturingOptimizer::adopt_options() {
+  std::vector<const Options*> options;
+  for (const auto& group : param_groups_) {
+    options.push_back(&group.options());
+  }
+  joint_plan().set_options(options);
+}
+
+CapturingOptimizer::StateList CapturingOptimizer::fit_states(size_t group, const Options& options,
+                                                             const StateList& loaded) const {
+  const auto count = static_cast<int64_t>(all_params().size());
+  StateList fitted(loaded.size());
+  for (const auto i : c10::irange(loaded.size())) {
+    if (loaded[i] != nullptr) {
+      const at::Tensor& param = param_groups_[group].params()[i];
+      fitted[i] = make_empty_state();
+      for (const auto& [key, tensor] :
+           joint_plan().load(param, loaded[i]->tensors(), options, count, describe(param))) {
+        fitted[i]->assign(key, tensor);
+      }
+    }
+  }
+  return fitted;
+}
+
 void CapturingOptimizer::forget_captures() {
   if (!is_bound()) {
     bind();

@@ -185,6 +185,19 @@ void JointPlan::check_all(const std::vector<size_t>& active) {
   check(active);
 }
 
+NamedTensors JointPlan::load(const at::Tensor& param, const NamedTensors& saved,
+                             const torch::optim::OptimizerOptions& options, int64_t params,
+                             const std::string& name) const {
+  const auto old = make_state();
+  for (const auto& [key, tensor] : saved) {
+    old->assign(key, tensor);
+  }
+  const auto fresh = make_state();
+  fresh->step(at::zeros({}, at::TensorOptions(at::kDouble).device(param.device())));
+  make_room(*fresh, *old, param, options, params, name);
+  return loaded_state(fresh->tensors(), saved, {{"momentum_buffer"}, {}}, param, name);
+}
+
 std::vector<int64_t> JointPlan::steps_taken() {
   std::vector<size_t> with_state;
   for (size_t i = 0; i < size(); ++i) {

@@ -2,11 +2,13 @@
 #pragma once
 
 #include "gradients/capture/operator_capture.h"
+#include "optim/core/options.h"
 #include "optim/core/step_plan.h"
 #include "torchium/optim/capturing_optimizer.h"
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -30,6 +32,9 @@ struct JointInputs {
 class JointPlan : public StepPlan {
  public:
   JointPlan() : StepPlan(at::kCPU) {}
+
+  // The options of each group; those that must be the same in all groups are. lr does not count.
+  virtual void set_options(const std::vector<const torch::optim::OptimizerOptions*>& groups) = 0;
 
   // The parameters of all groups and their states; empty: none yet. `groups`: the group of each;
   // `names`: what messages call each. The plan follows them to another device. Step counts that the
@@ -58,6 +63,12 @@ class JointPlan : public StepPlan {
   // The step that prepare() has planned, and what it changes in the state besides values.
   virtual StateChanges take(const JointInputs& inputs) = 0;
 
+  // State of a parameter with the values of `saved` from a checkpoint. `params`: how many the
+  // optimizer has. ValueError for what does not fit (loaded_state() of state_checks.h).
+  NamedTensors load(const at::Tensor& param, const NamedTensors& saved,
+                    const torch::optim::OptimizerOptions& options, int64_t params,
+                    const std::string& name) const;
+
   bool host_decides() const override { return true; }
 
  protected:
@@ -65,6 +76,11 @@ class JointPlan : public StepPlan {
 
   virtual const char* optimizer_name() const = 0;
   virtual std::unique_ptr<SecondOrderParamState> make_state() const = 0;
+  // Gives `fresh` what `saved` has beside the step count and the momentum buffer; its values do not
+  // count yet.
+  virtual void make_room(SecondOrderParamState& fresh, const SecondOrderParamState& saved,
+                         const at::Tensor& param, const torch::optim::OptimizerOptions& options,
+                         int64_t params, const std::string& name) const = 0;
   // Throws c10::ValueError for what was recorded or is in the state and does not fit.
   virtual void check(const std::vector<size_t>& active) = 0;
   // Works out what the step of these parameters depends on; true: not the same as before.
@@ -97,6 +113,46 @@ class JointPlan : public StepPlan {
   std::unordered_map<const at::TensorImpl*, int64_t> positions_;
   std::unordered_set<const at::TensorImpl*> excluded_;
   std::vector<at::Tensor> fresh_steps_;  // `step` of no steps, for which bind() is to come
+};
+
+// Options of an optimizer; ValueError for those of another.
+template <typename Options>
+const Options& options_as(const torch::optim::OptimizerOptions& options, const char* optimizer) {
+  const auto* result = dynamic_cast<const Options*>(&options);
+  TORCH_CHECK_VALUE(result != nullptr, "a parameter group of ", optimizer, " needs ", optimizer,
+                    "Options");
+  return *result;
+}
+
+// A plan with options and state of these types.
+template <typename Options, typename State>
+class JointPlanOf : public JointPlan {
+ public:
+  void set_options(const std::vector<const torch::optim::OptimizerOptions*>& groups) override {
+    std::vector<Options> options;
+    for (const auto* group : groups) {
+      options.push_back(options_as<Options>(*group, optimizer_name()));
+    }
+    if (!std::equal(options.begin(), options.end(), options_.begin(), options_.end(),
+                    equal_but_lr<Options>)) {
+      options_ = std::move(options);
+      after_set_options();
+      forget_planned();
+    }
+  }
+
+ protected:
+  std::unique_ptr<SecondOrderParamState> make_state() const override {
+    return std::make_unique<State>();
+  }
+  virtual void after_set_options() {}
+
+  const std::vector<Options>& options() const { return options_; }
+  const Options& options(size_t i) const { return options_.at(static_cast<size_t>(group(i))); }
+  const State& state_of(size_t i) const { return static_cast<const State&>(own_state(i)); }
+
+ private:
+  std::vector<Options> options_;
 };
 
 // Adds what makes `before` of a parameter `after`.

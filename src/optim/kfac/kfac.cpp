@@ -13,16 +13,6 @@
 
 namespace torchium::optim {
 
-namespace {
-
-const KFACOptions& kfac_options(const torch::optim::OptimizerOptions& options) {
-  const auto* result = dynamic_cast<const KFACOptions*>(&options);
-  TORCH_CHECK_VALUE(result != nullptr, "a parameter group of KFAC needs KFACOptions");
-  return *result;
-}
-
-}  // namespace
-
 KFAC::KFAC(const torch::nn::Module& model, KFACOptions defaults)
     : CapturingOptimizer(model, std::make_unique<KFACOptions>(std::move(defaults))) {
   initialize_with_model();
@@ -39,7 +29,7 @@ KFAC::KFAC(KFAC&&) noexcept = default;
 KFAC& KFAC::operator=(KFAC&&) noexcept = default;
 
 void KFAC::check_options(const Options& options) const {
-  detail::check_options(kfac_options(options));
+  detail::check_options(detail::options_as<KFACOptions>(options, "KFAC"));
 }
 
 void KFAC::check_together(const std::vector<const Options*>& groups) const {
@@ -59,14 +49,6 @@ c10::intrusive_ptr<detail::JointPlan> KFAC::make_plan() const {
 }
 
 detail::KfacPlan& KFAC::plan() const { return static_cast<detail::KfacPlan&>(joint_plan()); }
-
-void KFAC::adopt_options() {
-  std::vector<KFACOptions> options;
-  for (const auto& group : param_groups_) {
-    options.push_back(kfac_options(group.options()));
-  }
-  plan().set_options(std::move(options));
-}
 
 bool KFAC::is_watched(const at::Tensor& param) const {
   const auto* place = layers().find(param);

@@ -1,6 +1,5 @@
 // Options and state of KFAC, and what its archives hold.
 #include "optim/core/parameter_state.h"
-#include "optim/core/state_checks.h"
 #include "optim/kfac/kfac_options.h"
 #include "optim/kfac/kfac_plan.h"
 #include "torchium/optim/kfac.h"
@@ -95,29 +94,6 @@ bool KFACParamState::assign(const std::string& key, const at::Tensor& value) {
     }
   }
   return false;
-}
-
-void KFAC::fit_loaded(const Options& options, const std::vector<at::Tensor>& params,
-                      const std::vector<SecondOrderParamState*>& loaded,
-                      const std::vector<SecondOrderParamState*>& fitted) const {
-  for (const auto i : c10::irange(params.size())) {
-    const at::Tensor& weight = params[i];
-    auto& source = static_cast<KFACParamState&>(*loaded[i]);
-    auto& target = static_cast<KFACParamState&>(*fitted[i]);
-    detail::add_saved_layout(target, weight, source,
-                             static_cast<const KFACOptions&>(options).damping_split());
-    const auto sources = source.factors();
-    const auto targets = target.factors();
-    for (const auto k : c10::irange(targets.size())) {
-      const auto& [key, tensor] = targets[k];
-      if (tensor->defined()) {
-        TORCH_CHECK_VALUE(sources[k].second->defined(), "the archive has no ", key, " of ",
-                          describe(weight));
-        detail::check_fits(*sources[k].second, *tensor, key, describe(weight));
-        tensor->copy_(*sources[k].second);
-      }
-    }
-  }
 }
 
 // Which bias shares the factors of which weight: rows of two positions in all_params(), -1 for

@@ -1,6 +1,6 @@
 #include "optim/kfac/kfac_factors.h"
 
-#include "optim/kfac/kfac_step.h"
+#include "optim/core/parameter_state.h"
 
 #include <ATen/ATen.h>
 
@@ -9,25 +9,6 @@ namespace {
 
 int64_t fan_in(const at::Tensor& matrix) {
   return matrix.size(0) == 0 ? 0 : matrix.numel() / matrix.size(0);
-}
-
-// Zero factors and what is made of them before the first inversion.
-KfacLayer fresh_layer(const at::Tensor& weight, const FactorLayout& layout,
-                      const std::string& damping_split) {
-  return kfac_init_state(layout.matrix(weight), layout.has_bias_row, layout.groups,
-                         parse_damping_split(damping_split), layout.diagonal_A, layout.diagonal_G);
-}
-
-void set_roots(KFACParamState& state, const KfacLayer& fresh, const std::string& damping_split) {
-  state.root_failures(fresh.root_failures);
-  state.A_inverse({}).G_inverse({});
-  state.A_eigenvectors({}).G_eigenvectors({}).A_eigenvalues({}).G_eigenvalues({});
-  if (damping_split == "exact") {
-    state.A_eigenvectors(fresh.A_root).G_eigenvectors(fresh.G_root);
-    state.A_eigenvalues(fresh.A_eigenvalues).G_eigenvalues(fresh.G_eigenvalues);
-  } else {
-    state.A_inverse(fresh.A_root).G_inverse(fresh.G_root);
-  }
 }
 
 const at::Tensor& first_defined(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c) {
@@ -79,14 +60,40 @@ bool has_roots(const KFACParamState& state, const std::string& damping_split) {
 
 void add_factors(KFACParamState& state, const at::Tensor& weight, const FactorLayout& layout,
                  const std::string& damping_split) {
-  const KfacLayer fresh = fresh_layer(weight, layout, damping_split);
-  state.A(fresh.A).G(fresh.G).factor_updates(fresh.factor_updates);
-  set_roots(state, fresh, damping_split);
+  const auto options = at::TensorOptions(state_dtype(weight)).device(weight.device());
+  const auto zeros = [&](int64_t n, bool diagonal) {
+    return diagonal ? at::zeros({layout.groups, n}, options)
+                    : at::zeros({layout.groups, n, n}, options);
+  };
+  state.A(zeros(layout.order_A(weight), layout.diagonal_A));
+  state.G(zeros(layout.order_G(weight), layout.diagonal_G));
+  state.factor_updates(at::zeros({}, options.dtype(at::kFloat)));
+  reset_roots(state, weight, layout, damping_split);
 }
 
 void reset_roots(KFACParamState& state, const at::Tensor& weight, const FactorLayout& layout,
                  const std::string& damping_split) {
-  set_roots(state, fresh_layer(weight, layout, damping_split), damping_split);
+  const int64_t groups = layout.groups;
+  const int64_t a = layout.order_A(weight);
+  const int64_t o = layout.order_G(weight);
+  const auto options = at::TensorOptions(state_dtype(weight)).device(weight.device());
+  // Each group has its own memory, because expanded identities must not be written to.
+  const auto identities = [&](int64_t n, bool diagonal) {
+    return diagonal ? at::ones({groups, n}, options)
+                    : at::eye(n, options).expand({groups, n, n}).contiguous();
+  };
+  const at::Tensor A_root = identities(a, layout.diagonal_A);
+  const at::Tensor G_root = identities(o, layout.diagonal_G);
+  state.root_failures(at::zeros({2}, options.dtype(at::kInt)));
+  state.A_inverse({}).G_inverse({});
+  state.A_eigenvectors({}).G_eigenvectors({}).A_eigenvalues({}).G_eigenvalues({});
+  if (damping_split == "exact") {
+    state.A_eigenvectors(A_root).G_eigenvectors(G_root);
+    state.A_eigenvalues(at::full({groups, a}, -1.0, options));
+    state.G_eigenvalues(at::full({groups, o}, -1.0, options));
+  } else {
+    state.A_inverse(A_root).G_inverse(G_root);
+  }
 }
 
 void add_saved_layout(KFACParamState& fresh, const at::Tensor& weight, const KFACParamState& saved,

@@ -37,11 +37,12 @@ bool factors_fit(const at::Tensor& weight, const at::Tensor& A, const at::Tensor
 // Whether a layer with factors has what `damping_split` makes of them.
 bool has_roots(const KFACParamState& state, const std::string& damping_split);
 
-// Creates the factors of a weight that has none.
+// Creates the factors of a weight that has none: zeros, and the identity for what is made of them.
 void add_factors(KFACParamState& state, const at::Tensor& weight, const FactorLayout& layout,
                  const std::string& damping_split);
 
-// Replaces what another damping_split has made of the factors by that of none yet.
+// Replaces what another damping_split has made of the factors by the identity; eigenvalues are -1
+// until there are any.
 void reset_roots(KFACParamState& state, const at::Tensor& weight, const FactorLayout& layout,
                  const std::string& damping_split);
 

@@ -1,7 +1,6 @@
 #include "optim/kfac/kfac_plan.h"
 
-#include "optim/kfac/kfac_checks.h"
-#include "optim/kfac/kfac_options.h"
+#include "optim/core/argument_checks.h"
 #include "optim/kfac/kfac_step.h"
 
 #include <ATen/ATen.h>
@@ -55,23 +54,12 @@ struct KfacPlannedStep : public PlannedStep {
 
 }  // namespace
 
-void KfacPlan::set_options(std::vector<KFACOptions> groups) {
-  for (KFACOptions& each : groups) {
-    each.lr(0.0);
-  }
-  if (groups != options_) {
-    options_ = std::move(groups);
-    due_.clear();
-    forget_planned();
-  }
-}
-
-std::unique_ptr<SecondOrderParamState> KfacPlan::make_state() const {
-  return std::make_unique<KFACParamState>();
-}
-
-const KFACParamState& KfacPlan::state_of(size_t i) const {
-  return static_cast<const KFACParamState&>(own_state(i));
+void KfacPlan::make_room(SecondOrderParamState& fresh, const SecondOrderParamState& saved,
+                         const at::Tensor& param, const torch::optim::OptimizerOptions& options,
+                         int64_t /*params*/, const std::string& /*name*/) const {
+  add_saved_layout(static_cast<KFACParamState&>(fresh), param,
+                   static_cast<const KFACParamState&>(saved),
+                   options_as<KFACOptions>(options, optimizer_name()).damping_split());
 }
 
 FactorWeight KfacPlan::weight_of(size_t i) const {
@@ -275,13 +263,44 @@ void KfacPlan::complete(size_t i, SecondOrderParamState& completed) {
   }
 }
 
+// State may have been replaced.
+void KfacPlan::check_layer(const Layer& layer) const {
+  const at::Tensor& weight = param(layer.weight);
+  if (layer.bias >= 0) {
+    const at::Tensor& bias = param(layer.bias);
+    TORCH_CHECK_VALUE(bias.dim() == 1 && bias.size(0) == weight.size(layer.is_transposed ? 1 : 0) &&
+                          state_dtype(bias) == state_dtype(weight),
+                      name(layer.bias), " is ", bias.toString(), bias.sizes(),
+                      ", which does not fit its weight, ", name(layer.weight), ", of type ",
+                      weight.toString());
+  }
+  auto state = state_of(layer.weight);
+  KFACParamState expected;
+  add_saved_layout(expected, at::empty_like(weight, at::kMeta), state,
+                   options(layer.weight).damping_split());
+  const auto found = state.factors();
+  const auto needed = expected.factors();
+  for (const auto k : c10::irange(needed.size())) {
+    const at::Tensor& tensor = *found[k].second;
+    const at::Tensor& like = *needed[k].second;
+    TORCH_CHECK_VALUE(!like.defined() || (tensor.defined() && tensor.sizes() == like.sizes() &&
+                                          tensor.scalar_type() == like.scalar_type() &&
+                                          tensor.device() == weight.device()),
+                      "'", needed[k].first, "' of ", name(layer.weight), " must be ",
+                      like.scalar_type(), like.sizes(), " on ", weight.device(), ", got ",
+                      tensor.toString(), tensor.defined() ? tensor.sizes() : at::IntArrayRef());
+  }
+}
+
 std::unique_ptr<PlannedStep> KfacPlan::plan(const std::vector<at::Tensor>& params,
                                             const StateList& states, at::Tensor status) {
   auto step = std::make_unique<KfacPlannedStep>();
-  const KFACOptions& shared = options_.front();
+  const KFACOptions& shared = options().front();
   step->options.batch_averaged = shared.batch_averaged();
   step->options.kl_clip = shared.kl_clip();
-  step->options.damping_split = parse_damping_split(shared.damping_split());
+  step->options.damping_split = shared.damping_split() == "exact" ? DampingSplit::kExact
+                                : shared.damping_split() == "pi"  ? DampingSplit::kPi
+                                                                  : DampingSplit::kPlain;
   step->options.root_method = shared.root_method();
   step->params = params;
   step->state.status = std::move(status);
@@ -296,6 +315,7 @@ std::unique_ptr<PlannedStep> KfacPlan::plan(const std::vector<at::Tensor>& param
     fallback_.insert(param(i).unsafeGetTensorImpl());
   }
   for (const Layer& each : layers_) {
+    check_layer(each);
     KfacLayer layer = core_layer(state_of(each.weight), options(each.weight));
     layer.weight = place[each.weight];
     layer.bias = each.bias < 0 ? -1 : place[each.bias];
@@ -312,7 +332,7 @@ std::unique_ptr<PlannedStep> KfacPlan::plan(const std::vector<at::Tensor>& param
       fallback_.erase(param(each.bias).unsafeGetTensorImpl());
     }
   }
-  check_kfac_state(step->options, step->params, step->layers, step->state);
+  check_parameters(step->params, step->state.steps, step->state.status);
   return step;
 }
 

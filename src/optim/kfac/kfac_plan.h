@@ -3,6 +3,7 @@
 
 #include "optim/capture/joint_plan.h"
 #include "optim/kfac/factor_records.h"
+#include "optim/kfac/kfac_options.h"
 #include "torchium/optim/kfac.h"
 
 #include <ATen/core/Tensor.h>
@@ -24,11 +25,8 @@ struct DeclaredLayer {
   bool is_tied = false;
 };
 
-class KfacPlan : public JointPlan {
+class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
  public:
-  // One a group; all with the same shared options.
-  void set_options(std::vector<KFACOptions> groups);
-
   // ---- what layers see
 
   // Whether the factors of each parameter are due in the next step; calls of others are ignored
@@ -65,7 +63,10 @@ class KfacPlan : public JointPlan {
 
  protected:
   const char* optimizer_name() const override { return "KFAC"; }
-  std::unique_ptr<SecondOrderParamState> make_state() const override;
+  void make_room(SecondOrderParamState& fresh, const SecondOrderParamState& saved,
+                 const at::Tensor& param, const torch::optim::OptimizerOptions& options,
+                 int64_t params, const std::string& name) const override;
+  void after_set_options() override { due_.clear(); }
   void check(const std::vector<size_t>& active) override;
   bool derive(const std::vector<size_t>& active) override;
   void before_completing() override { new_diagonals_.clear(); }
@@ -89,12 +90,10 @@ class KfacPlan : public JointPlan {
     }
   };
 
-  const KFACOptions& options(size_t i) const { return options_.at(static_cast<size_t>(group(i))); }
-  const KFACParamState& state_of(size_t i) const;
   FactorWeight weight_of(size_t i) const;
   bool has_factors(size_t i);
+  void check_layer(const Layer& layer) const;
 
-  std::vector<KFACOptions> options_;  // lr does not count
   FactorRecords records_;
   std::vector<bool> due_;      // empty: not decided
   std::vector<Layer> layers_;  // of the next step

@@ -38,15 +38,6 @@ struct KfacState {
   at::Tensor status;                         // int64 [kStatusSize], see step_status.h
 };
 
-// "pi", "plain" or "exact"; ValueError for another name.
-DampingSplit parse_damping_split(const std::string& name);
-
-// State of the layer of `weight` [o, ...] before its first step. `has_bias`: A has a row for it.
-// `diagonal_A`, `diagonal_G`: of the factor only the diagonal is kept.
-KfacLayer kfac_init_state(const at::Tensor& weight, bool has_bias, int64_t groups,
-                          DampingSplit damping_split, bool diagonal_A = false,
-                          bool diagonal_G = false);
-
 // One step of all parameters of an optimizer on one device. `params` and `grads` have the same
 // length and no undefined gradient. Parameters of no layer take a step of SGD with momentum.
 void kfac_step(const KfacHyperparameters& hyperparameters, at::TensorList params,

@@ -1,7 +1,6 @@
 #include "torchium/optim/natural_gradient.h"
 
 #include "gradients/capture/model_layers.h"
-#include "optim/core/state_checks.h"
 #include "optim/natural_gradient/natural_gradient_options.h"
 #include "optim/natural_gradient/natural_gradient_plan.h"
 
@@ -12,18 +11,6 @@
 #include <utility>
 
 namespace torchium::optim {
-namespace {
-
-const NaturalGradientOptions& natural_gradient_options(
-    const torch::optim::OptimizerOptions& options) {
-  const auto* result = dynamic_cast<const NaturalGradientOptions*>(&options);
-  TORCH_CHECK_VALUE(result != nullptr,
-                    "a parameter group of NaturalGradient needs NaturalGradientOptions");
-  return *result;
-}
-
-}  // namespace
-
 NaturalGradientOptions::NaturalGradientOptions(double lr) : lr_(lr) {}
 
 double NaturalGradientOptions::get_lr() const { return lr(); }
@@ -65,7 +52,7 @@ torch::OrderedDict<std::string, at::Tensor> NaturalGradient::compute_per_sample_
 }
 
 void NaturalGradient::check_options(const Options& options) const {
-  detail::check_options(natural_gradient_options(options));
+  detail::check_options(detail::options_as<NaturalGradientOptions>(options, "NaturalGradient"));
 }
 
 void NaturalGradient::check_together(const std::vector<const Options*>& groups) const {
@@ -82,14 +69,6 @@ c10::intrusive_ptr<detail::JointPlan> NaturalGradient::make_plan() const {
 
 detail::NaturalGradientPlan& NaturalGradient::plan() const {
   return static_cast<detail::NaturalGradientPlan&>(joint_plan());
-}
-
-void NaturalGradient::adopt_options() {
-  std::vector<NaturalGradientOptions> options;
-  for (const auto& group : param_groups_) {
-    options.push_back(natural_gradient_options(group.options()));
-  }
-  plan().set_options(std::move(options));
 }
 
 bool NaturalGradient::captures_next() { return plan().is_refresh(); }
@@ -128,26 +107,6 @@ NaturalGradientReport NaturalGradient::report() const {
 }
 
 // ---- checkpoints
-
-void NaturalGradient::fit_loaded(const Options& options, const std::vector<at::Tensor>& params,
-                                 const std::vector<SecondOrderParamState*>& loaded,
-                                 const std::vector<SecondOrderParamState*>& fitted) const {
-  const auto count = static_cast<int64_t>(all_params().size());
-  for (const auto i : c10::irange(params.size())) {
-    auto& target = static_cast<NaturalGradientParamState&>(*fitted[i]);
-    detail::add_saved_room(target, static_cast<const NaturalGradientParamState&>(*loaded[i]),
-                           params[i], count, describe(params[i]));
-    const auto sources = loaded[i]->tensors();
-    for (const auto& [key, room] : target.tensors()) {
-      const at::Tensor* saved = detail::find_tensor(sources, key);
-      TORCH_CHECK_VALUE(saved != nullptr, "the archive has no ", key, " of ", describe(params[i]));
-      if (!room.is_same(target.step()) && !room.is_same(target.momentum_buffer())) {
-        detail::check_fits(*saved, room, key, describe(params[i]));
-        at::Tensor(room).copy_(*saved);
-      }
-    }
-  }
-}
 
 std::function<void()> NaturalGradient::read_more(torch::serialize::InputArchive& archive) {
   return [this] { forget_captures(); };

@@ -1,7 +1,7 @@
 #include "optim/natural_gradient/natural_gradient_plan.h"
 
+#include "optim/core/argument_checks.h"
 #include "optim/core/found_inf_guard.h"
-#include "optim/natural_gradient/natural_gradient_options.h"
 #include "optim/natural_gradient/natural_gradient_step.h"
 
 #include <ATen/ATen.h>
@@ -50,30 +50,23 @@ bool same_tensors(const KeptBatch& a, const KeptBatch& b) {
 
 }  // namespace
 
-void NaturalGradientPlan::set_options(std::vector<NaturalGradientOptions> groups) {
-  for (NaturalGradientOptions& each : groups) {
-    each.lr(0.0);
-  }
-  if (groups != options_) {
-    options_ = std::move(groups);
-    forget_planned();
-  }
-}
-
-std::unique_ptr<SecondOrderParamState> NaturalGradientPlan::make_state() const {
-  return std::make_unique<NaturalGradientParamState>();
+void NaturalGradientPlan::make_room(SecondOrderParamState& fresh,
+                                    const SecondOrderParamState& saved, const at::Tensor& param,
+                                    const torch::optim::OptimizerOptions& /*options*/,
+                                    int64_t params, const std::string& name) const {
+  add_saved_room(static_cast<NaturalGradientParamState&>(fresh),
+                 static_cast<const NaturalGradientParamState&>(saved), param, params, name);
 }
 
 bool NaturalGradientPlan::has_momentum() const {
-  return std::any_of(options_.begin(), options_.end(),
+  return std::any_of(options().begin(), options().end(),
                      [](const auto& each) { return each.momentum() > 0.0; });
 }
 
 BatchStates NaturalGradientPlan::batch_states() const {
   BatchStates states;
   for (const auto i : c10::irange(size())) {  // these are only read
-    auto& state = const_cast<SecondOrderParamState&>(own_state(i));
-    states.push_back(static_cast<NaturalGradientParamState*>(&state));
+    states.push_back(&const_cast<NaturalGradientParamState&>(state_of(i)));
   }
   return states;
 }
@@ -106,7 +99,8 @@ bool NaturalGradientPlan::is_refresh() {
     for (const int64_t count : steps_taken()) {
       taken = std::max(taken, count);
     }
-    refresh_ = options_.empty() || taken % options_.front().update_freq() == 0 || kept_ == nullptr;
+    refresh_ =
+        options().empty() || taken % options().front().update_freq() == 0 || kept_ == nullptr;
   }
   return *refresh_;
 }
@@ -242,7 +236,7 @@ void NaturalGradientPlan::complete(size_t i, SecondOrderParamState& completed) {
 std::unique_ptr<PlannedStep> NaturalGradientPlan::plan(const std::vector<at::Tensor>& params,
                                                        const StateList& states, at::Tensor status) {
   auto step = std::make_unique<NaturalGradientPlannedStep>();
-  const NaturalGradientOptions& shared = options_.front();
+  const NaturalGradientOptions& shared = options().front();
   step->options.eps = shared.eps();
   step->options.max_norm = shared.max_norm();
   step->options.solver = shared.solver();
@@ -259,6 +253,7 @@ std::unique_ptr<PlannedStep> NaturalGradientPlan::plan(const std::vector<at::Ten
     }
   }
   step->state.status = std::move(status);
+  check_parameters(params, step->state.steps, step->state.status);
   return step;
 }
 
@@ -325,7 +320,7 @@ StateChanges NaturalGradientPlan::take(const JointInputs& inputs) {
 // Keeps the batch in the state if later steps need it; they must not see it change.
 StateChanges NaturalGradientPlan::keep() {
   auto factorization = std::exchange(factorization_, {});
-  const bool is_needed = options_.front().update_freq() > 1;
+  const bool is_needed = options().front().update_freq() > 1;
   const BatchStates old = batch_states();
   const bool has_old = std::any_of(old.begin(), old.end(),
                                    [](const auto* state) { return state->uses().defined(); });

@@ -3,6 +3,7 @@
 
 #include "optim/capture/joint_plan.h"
 #include "optim/natural_gradient/kept_batch.h"
+#include "optim/natural_gradient/natural_gradient_options.h"
 #include "torchium/optim/natural_gradient.h"
 
 #include <ATen/core/Tensor.h>
@@ -17,11 +18,8 @@
 
 namespace torchium::optim::detail {
 
-class NaturalGradientPlan : public JointPlan {
+class NaturalGradientPlan : public JointPlanOf<NaturalGradientOptions, NaturalGradientParamState> {
  public:
-  // One a group; all with the same shared options.
-  void set_options(std::vector<NaturalGradientOptions> groups);
-
   // ---- what layers see
 
   // Whether the next step takes its Fisher matrix from its own batch: decided once a step.
@@ -45,7 +43,9 @@ class NaturalGradientPlan : public JointPlan {
 
  protected:
   const char* optimizer_name() const override { return "NaturalGradient"; }
-  std::unique_ptr<SecondOrderParamState> make_state() const override;
+  void make_room(SecondOrderParamState& fresh, const SecondOrderParamState& saved,
+                 const at::Tensor& param, const torch::optim::OptimizerOptions& options,
+                 int64_t params, const std::string& name) const override;
   void check(const std::vector<size_t>& active) override;
   void complete(size_t i, SecondOrderParamState& state) override;
   void after_bind() override;
@@ -58,16 +58,12 @@ class NaturalGradientPlan : public JointPlan {
     uint32_t input_version;
   };
 
-  const NaturalGradientOptions& options(size_t i) const {
-    return options_.at(static_cast<size_t>(group(i)));
-  }
   bool has_momentum() const;
   BatchStates batch_states() const;
   std::shared_ptr<const KeptBatch> recorded_batch(const std::vector<size_t>& active) const;
   void check_recorded(const KeptBatch& batch, const std::vector<size_t>& active) const;
   StateChanges keep();
 
-  std::vector<NaturalGradientOptions> options_;      // lr does not count
   std::map<int64_t, std::vector<Recorded>> passes_;  // by backward pass
   std::optional<bool> refresh_;                      // none: not decided
   std::shared_ptr<const KeptBatch> kept_;            // of the last refresh; null: none

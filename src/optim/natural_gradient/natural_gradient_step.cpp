@@ -26,48 +26,19 @@ using gradients::detail::Jacobian;
 // Above this order the factorisation costs more than conjugate gradients.
 constexpr int64_t kMaxGramSamples = 4096;
 
-void check_solver(const std::string& solver) {
-  TORCH_CHECK_VALUE(solver == "auto" || solver == "gram" || solver == "cg", "solver is '", solver,
-                    "'; it must be 'auto', 'gram' or 'cg'");
-}
-
-void check_dampings(const std::vector<double>& dampings, size_t params) {
-  TORCH_CHECK_VALUE(dampings.size() == params, "dampings has ", dampings.size(), " entries for ",
-                    params, " params; pass one each");
-  for (const double damping : dampings) {
-    TORCH_CHECK_VALUE(damping > 0 && std::isfinite(damping), "damping is ", damping,
-                      "; it must be a finite number > 0");
-  }
-}
-
 int64_t elements(at::TensorList params) {
   return std::accumulate(params.begin(), params.end(), int64_t{0},
                          [](int64_t sum, const auto& param) { return sum + param.numel(); });
 }
 
-bool has_momentum(const NaturalGradientHyperparameters& h) {
-  return std::any_of(h.momentums.begin(), h.momentums.end(), [](double mu) { return mu != 0.0; });
+// Whether `solver` means a factorisation: "gram", or "auto" with few enough samples.
+bool solves_in_sample_space(const std::string& solver, int64_t samples, int64_t elements) {
+  return solver == "gram" ||
+         (solver == "auto" && samples <= elements && samples <= kMaxGramSamples);
 }
 
-void check_arguments(const NaturalGradientHyperparameters& h, at::TensorList params,
-                     at::TensorList grads, const NaturalGradientState& state) {
-  check_step_arguments(params, grads, state.steps, state.status);
-  check_dampings(h.dampings, params.size());
-  check_solver(h.solver);
-  TORCH_CHECK_VALUE(h.lrs.size() == params.size() && h.momentums.size() == params.size() &&
-                        h.maximize.size() == params.size(),
-                    "lrs, momentums and maximize have ", h.lrs.size(), ", ", h.momentums.size(),
-                    " and ", h.maximize.size(), " entries for ", params.size(),
-                    " params; pass one each");
-  for (const double momentum : h.momentums) {
-    TORCH_CHECK_VALUE(momentum >= 0 && momentum < 1, "momentum is ", momentum,
-                      "; it must be in [0, 1)");
-  }
-  check_state_list(state.momentum_buffers, params, has_momentum(h), "momentum_buffers");
-  TORCH_CHECK_VALUE(h.eps > 0 && std::isfinite(h.eps), "eps is ", h.eps,
-                    "; it must be a finite number > 0");
-  TORCH_CHECK_VALUE(!h.max_norm || *h.max_norm > 0, "max_norm is ", h.max_norm.value_or(0.0),
-                    "; it must be positive, or None");
+bool has_momentum(const NaturalGradientHyperparameters& h) {
+  return std::any_of(h.momentums.begin(), h.momentums.end(), [](double mu) { return mu != 0.0; });
 }
 
 // L of S = J Lambda^-1 J^T / n + I; NaN where S is not positive definite.
@@ -81,13 +52,6 @@ at::Tensor factorize(const Jacobian& J, const std::vector<double>& dampings) {
   const auto [L, info] = at::linalg_cholesky_ex(S);
   // cuSOLVER's factor lies in columns; the fake implementation promises rows.
   return at::where(info == 0, L, std::numeric_limits<double>::quiet_NaN()).contiguous();
-}
-
-void check_factorization(const at::Tensor& L, const Jacobian& J) {
-  TORCH_CHECK_VALUE(
-      L.sizes() == at::IntArrayRef({J.samples(), J.samples()}) && L.scalar_type() == at::kDouble,
-      "factorization is ", L.toString(), L.sizes(), " but the calls hold ", J.samples(),
-      " samples; pass that of an earlier step with the same uses");
 }
 
 // mu d_prev
@@ -153,13 +117,6 @@ void apply_direction(const NaturalGradientHyperparameters& h, at::TensorList par
 
 }  // namespace
 
-bool solves_in_sample_space(const std::string& solver, const c10::SymInt& samples,
-                            const c10::SymInt& elements) {
-  check_solver(solver);
-  return solver == "gram" ||
-         (solver == "auto" && samples <= elements && samples <= kMaxGramSamples);
-}
-
 at::Tensor natural_gradient_step(const NaturalGradientHyperparameters& h, at::TensorList params,
                                  at::TensorList grads, NaturalGradientState& state,
                                  const CapturedBatch& batch, at::Tensor& factorization,
@@ -169,12 +126,10 @@ at::Tensor natural_gradient_step(const NaturalGradientHyperparameters& h, at::Te
   if (params.empty()) {
     return report;
   }
-  check_arguments(h, params, grads, state);
   const Jacobian J(params, batch.calls, batch.scale, batch.loss_scale);
   const bool by_cg = !solves_in_sample_space(h.solver, J.samples(), elements(params));
   if (!by_cg) {
     factorization = factorization.defined() ? factorization : factorize(J, h.dampings);
-    check_factorization(factorization, J);
   }
   const auto examined =
       examined_gradients(params, grads, state.steps, std::vector<double>(params.size(), 0.0));

@@ -42,18 +42,13 @@ struct NaturalGradientState {
   at::Tensor status;                         // step_status.h
 };
 
-// Whether `solver` means a factorisation: "gram", or "auto" with at most as many samples as
-// elements of parameters, and at most 4096. Else it means conjugate gradients. ValueError on other
-// names.
-bool solves_in_sample_space(const std::string& solver, const c10::SymInt& samples,
-                            const c10::SymInt& elements);
-
 // One step of all parameters on one device. With v the gradients in `grads`:
 //   d <- mu d_prev + (F + Lambda)^-1 (v - F mu d_prev)      (SPRING, arXiv 2401.10190)
 //   d_prev <- d;  p <- p - lr d min(1, max_norm / |d|)      (+ for maximize)
 // `factorization`: the Cholesky factor L [n, n] float64 of S = J Lambda^-1 J^T / n + I, Lambda the
-// dampings; NaN where S is not positive definite. From an earlier step with the same uses and
-// dampings; undefined: it is computed and left there, unless `solver` means conjugate gradients.
+// dampings; NaN where S is not positive definite. From an earlier step with the same calls and
+// dampings; undefined: it is computed and left there, unless conjugate gradients solve (`solver`
+// "cg", or "auto" with more samples than elements of parameters, or more than 4096).
 // `refreshed`: the batch is the one that `grads` come from.
 // A direction that is not finite changes no parameter and counts as a failure in the status.
 // Returns float64 [3]: iterations, relative residual (of conjugate gradients, else 0), 1 if

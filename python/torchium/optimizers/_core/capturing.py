@@ -18,7 +18,8 @@ from torch.optim.optimizer import ParamsT
 from ..._capture.capture import Capture
 from .amp import unscale_gradients
 from .base import CoreOptimizer
-from .parameters import check_unsharded, parameter_name
+from .checkpoint import as_tensors
+from .parameters import State, check_unsharded, parameter_name
 from .plan import JointPlan, Report, Snapshot
 
 ParamsOrModel = ParamsT | nn.Module
@@ -266,6 +267,18 @@ class CapturingOptimizer(CoreOptimizer):
                     f"from parameter group {index}"
                 )
         self._check_shared(groups)
+
+    def _loaded_state(
+        self, index: int, group: dict[str, Any], saved: dict[Tensor, dict[str, Any]]
+    ) -> dict[Tensor, State]:
+        core = JointPlan(self._PLAN).core
+        options = self._OPTIONS.values(group)
+        count = sum(len(group["params"]) for group in self.param_groups)
+        loaded: dict[Tensor, State] = {}
+        for param, values in saved.items():
+            name = parameter_name(index, group, param)
+            loaded[param] = core.load(param, as_tensors(values, name), options, count, name)
+        return loaded
 
     def _forget_derived(self) -> None:
         super()._forget_derived()

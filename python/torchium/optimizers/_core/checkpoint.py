@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Container
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,18 +11,11 @@ from torch import Tensor
 
 from .parameters import State
 
-# What only a weight with factors has.
-FACTOR_KEYS = frozenset(
-    (
-        *("A", "G", "A_inverse", "G_inverse", "factor_updates", "root_failures"),
-        *("A_eigenvectors", "G_eigenvectors", "A_eigenvalues", "G_eigenvalues"),
-    )
-)
-
 # State of the optimizers of this package; a list has a number behind a dot.
 _OUR_KEYS = frozenset(
     (
-        *FACTOR_KEYS,
+        *("A", "G", "A_inverse", "G_inverse", "factor_updates"),
+        *("A_eigenvectors", "G_eigenvectors", "A_eigenvalues", "G_eigenvalues"),
         *("step", "exp_avg_start", "grafting_second_moment_start"),
         *("grafting_second_moment", "diagonal", "sum"),
         *("exp_avg", "momentum_buffer", "statistics", "roots", "root_failures"),
@@ -127,32 +119,6 @@ def foreign_states(state_dict: dict[str, Any]) -> dict[Any, Any]:
 def is_foreign(key: object, ids: Container[Any]) -> bool:
     """Whether the entry of a saved state belongs to no parameter: these have numbers."""
     return key not in ids and not isinstance(key, int)
-
-
-@dataclass(frozen=True)
-class OptionalState:
-    """Keys of state that is there once an option has needed it."""
-
-    buffers: tuple[str, ...] = ()  # of the parameter's shape
-    counts: tuple[str, ...] = ()  # as ``step``
-
-
-def fill_state(
-    fresh: dict[Tensor, State],
-    saved: dict[Tensor, dict[str, Any]],
-    optional: OptionalState,
-    name: Callable[[Tensor], str],
-) -> None:
-    """Gives ``fresh`` the values of ``saved``, in the dtypes there, once they are checked."""
-    for param, values in saved.items():
-        fresh[param] = torch.ops.torchium.loaded_state(
-            fresh[param],
-            as_tensors(values, name(param)),
-            optional.buffers,
-            optional.counts,
-            param,
-            name(param),
-        )
 
 
 def _is_state_dict(value: object) -> bool:
