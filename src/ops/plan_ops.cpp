@@ -285,8 +285,9 @@ void register_kfac_plan(torch::Library& m) {
       .def("declare",
            [](const Self& self, const std::vector<int64_t>& rows) {
              std::vector<optim::detail::DeclaredLayer> layers;
-             for (size_t i = 0; i + 3 < rows.size(); i += 4) {
-               layers.push_back({rows[i], rows[i + 1], rows[i + 2] != 0, rows[i + 3] != 0});
+             for (size_t i = 0; i + 4 < rows.size(); i += 5) {
+               layers.push_back(
+                   {rows[i], rows[i + 1], rows[i + 2] != 0, rows[i + 3] != 0, rows[i + 4]});
              }
              self->declare(layers);
            })

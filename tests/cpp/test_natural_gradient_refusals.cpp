@@ -52,6 +52,14 @@ TEST(NaturalGradientTest, RefusesBatchNormInTraining) {
     return cross_entropy(model->forward(batch.inputs), batch.targets);
   };
   expect_refused_step(*model, loss, "layer '1' (BatchNorm1d) normalises with the statistics");
+  nn::BatchNorm1d alone(3);
+  const LossFunction mean = [](const auto& y, const auto&) { return y.mean(); };
+  const ForwardFunction forward = [&](const auto& x) { return alone->forward(x); };
+  expect_contains(
+      refusal([&] {
+        per_sample_gradients(*alone, forward, mean, torch::ones({2, 3}), torch::ones({2}));
+      }),
+      "the model (BatchNorm1d) normalises with the statistics");
   norm->eval();
   NaturalGradient optimizer(*model, NaturalGradientOptions(0.1));
   loss().backward();

@@ -3,6 +3,8 @@
 #include "natural_gradient_testing.h"
 #include "torchium/gradients.h"
 
+#include <ATen/CPUGeneratorImpl.h>
+
 namespace torchium::testing {
 namespace {
 
@@ -275,6 +277,36 @@ TEST(PerSampleGradients, LeaveOutFrozenParametersAndZeroUnusedOnes) {
   EXPECT_GT(gradients["0.bias"].abs().max().item<float>(), 0.0F);
 }
 
+TEST(PerSampleGradients, IncludePenaltiesOfTheLoss) {
+  const auto batch = make_batch(0, kMlpSample, 6, torch::kDouble);
+  for (const bool on_all : {false, true}) {
+    for (const int64_t samples : {1, 6}) {
+      nn::Sequential model(nn::Linear(5, 6), nn::Tanh(), nn::Linear(6, 3));
+      model->to(torch::kDouble);
+      const auto weight = model[0]->as<nn::Linear>()->weight;
+      const auto last = model[2]->as<nn::Linear>()->weight;
+      const auto loss = [&](const torch::Tensor& y, const torch::Tensor& t) {
+        // As many rows as samples, by an operator that layers call too.
+        const auto penalty = torch::linear(weight, weight).square().sum();
+        return cross_entropy(y, t) + (on_all ? penalty + last.abs().sum() : penalty);
+      };
+      const auto forward = [&](const torch::Tensor& x) { return model->forward(x); };
+      const auto x = batch.inputs.narrow(0, 0, samples);
+      const auto t = batch.targets.narrow(0, 0, samples);
+      const auto gradients = per_sample_gradients(*model, forward, loss, x, t);
+      for (int64_t i = 0; i < samples; ++i) {
+        model->zero_grad();
+        loss(forward(x.narrow(0, i, 1)), t.narrow(0, i, 1)).backward();
+        for (const auto& param : model->named_parameters()) {
+          EXPECT_TRUE(
+              torch::allclose(gradients[param.key()][i], param.value().grad(), 1e-12, 1e-12))
+              << param.key();
+        }
+      }
+    }
+  }
+}
+
 TEST(PerSampleGradients, RefuseWhatHasNone) {
   const auto batch = make_batch(0, kMlpSample, 6, torch::kFloat);
   const auto refused = [&](nn::Sequential model) {
@@ -285,6 +317,16 @@ TEST(PerSampleGradients, RefuseWhatHasNone) {
                   "layer '1' (BatchNorm1d) normalises with the statistics of the batch");
   expect_contains(refused(nn::Sequential(nn::Linear(5, 3), nn::Dropout(0.5))),
                   "draws random numbers");
+  {  // A generator of the program's own.
+    auto generator = at::make_generator<at::CPUGeneratorImpl>(7);
+    const auto noisy = [&](const torch::Tensor& x) {
+      return plain->forward(x) * torch::rand({3}, generator);
+    };
+    const auto loss = [](const auto& y, const auto& t) { return cross_entropy(y, t); };
+    const auto message =
+        refusal([&] { per_sample_gradients(*plain, noisy, loss, batch.inputs, batch.targets); });
+    expect_contains(message, "draws random numbers");
+  }
   expect_contains(
       refusal([&] { gradients_of(plain, batch.inputs, batch.targets.narrow(0, 0, 2)); }),
       "inputs hold 6 samples and targets 2");

@@ -280,6 +280,47 @@ def test_state_by_names_of_distributed_checkpoint(make):
     assert_same(run(other, other_optimizer, 4, 5), expected)
 
 
+def test_a_step_that_only_creates_state_knows_the_groups_of_convolutions():
+    states = []
+    for creates_state in (True, False):
+        torch.manual_seed(0)
+        model = torch.nn.Conv2d(4, 6, 3, groups=2)
+        optimizer = torchium.KFAC(model, TCov=1)
+        if creates_state:
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p)
+            optimizer.step()
+            assert optimizer.state[model.weight]["A"].shape == (2, 19, 19)
+            optimizer.zero_grad()
+        model(torch.randn(5, 4, 6, 6)).square().mean().backward()
+        optimizer.step()
+        state = optimizer.state[model.weight]
+        assert state.pop("step") == 1 + creates_state
+        states.append(state)
+    assert_same(*states)
+
+
+@pytest.mark.parametrize("split", ["pi", "exact"])
+def test_factors_in_flat_state_of_distributed_checkpoint(split):
+    """It loads under the keys that a step with zero gradients has created."""
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    runs = [(m, torchium.KFAC(m, damping_split=split, TCov=2, TInv=3)) for m in (mlp(), mlp())]
+    (model, optimizer), (other, other_optimizer) = runs
+    run(model, optimizer)
+    state_dict = get_optimizer_state_dict(model, optimizer, options=flat)
+    assert "state.0.weight.A" in state_dict
+    other.load_state_dict(model.state_dict())
+    set_optimizer_state_dict(other, other_optimizer, state_dict, options=flat)
+    expected = run(model, optimizer, 4, 8)
+    assert_same(run(other, other_optimizer, 4, 8), expected)
+
+
 @all_cases
 def test_loading_copies_and_never_changes_the_checkpoint(make):
     model = mlp()

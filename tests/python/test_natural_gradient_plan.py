@@ -79,9 +79,9 @@ class Step:
         self.bind()
         self.plan.set_options(tuple(tuple(chain.from_iterable(g.items())) for g in self.groups))
         if self.plan.is_refresh():
-            calls = zip(captured.inputs, captured.output_gradients, rows, captured.call_eps)
-            for call in calls:
-                self.plan.record(*call)
+            tensors = zip(captured.inputs, captured.output_gradients, strict=True)
+            for call, row, eps in zip(tensors, rows, captured.call_eps, strict=True):
+                self.plan.record(*call, row, eps)
         self.change_state(self.plan.missing_state())
         self.bind()
         assert self.plan.prepare()

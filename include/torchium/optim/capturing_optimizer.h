@@ -1,4 +1,4 @@
-// Optimizers that watch the layers of a model at work: K-FAC and natural gradient.
+// Optimizers that capture layer calls: K-FAC and natural gradient.
 #pragma once
 
 #include "torchium/export.h"
@@ -27,31 +27,31 @@ class JointPlan;
 using StateChange = std::tuple<int64_t, std::string, std::optional<at::Tensor>>;
 }  // namespace detail
 
-/// Base of the optimizers that capture what layers receive and the gradients of what they return.
+/// Base of the optimizers that capture the inputs of layers and the gradients of their outputs.
 ///
-/// Any use of a parameter by these operators is captured, within torch::nn or not: linear (also as
+/// Calls of these operators with a parameter are captured, within torch::nn or not: linear (also as
 /// addmm, matmul or mm with the transpose of the weight), conv2d, embedding, layer_norm and
-/// group_norm. Dimension 0 of their input is the sample. Forward passes may run on any threads, and
+/// group_norm. Dimension 0 of their input is the sample. Forward passes may run on any thread, and
 /// those without a backward pass leave no trace. Several backward passes before a step are
 /// micro-batches of one batch.
 ///
-/// What was captured is dropped by every step(), by zero_grad(), and for a parameter whose gradient
-/// was set to undefined since. All parameters must be on one device.
+/// Every step() and zero_grad() drops the captured calls. Those of a parameter are also dropped
+/// when its gradient is set to undefined. All parameters must be on one device.
 ///
 /// step() throws c10::Error, and changes nothing, if several processes have exchanged tensors since
-/// the captures were last dropped: what they capture is not combined, so that their parameters
-/// would drift apart. Seen are the operators of a c10d::ProcessGroup. Not seen is a backend that is
-/// used without a c10d::ProcessGroup, nor an exchange while the optimizer does not capture.
+/// calls were last dropped. Captures of several processes are not combined, so their parameters
+/// would drift apart. Operators of a c10d::ProcessGroup are detected. A backend that is used
+/// without one is not, nor is an exchange while the optimizer does not capture.
 class TORCHIUM_API CapturingOptimizer : public SecondOrderOptimizer {
  public:
   ~CapturingOptimizer() override;
   CapturingOptimizer(CapturingOptimizer&&) noexcept;
   CapturingOptimizer& operator=(CapturingOptimizer&&) noexcept;
 
-  /// As SecondOrderOptimizer::step(). It also throws what went wrong while the layers were watched.
+  /// As SecondOrderOptimizer::step(). It also throws errors that occurred during the capture.
   at::Tensor step(LossClosure closure = nullptr) override;
 
-  /// As Optimizer::zero_grad(), and drops what was captured.
+  /// As Optimizer::zero_grad(). Drops the captured calls.
   void zero_grad(bool set_to_none = true);
 
   /// As SecondOrderOptimizer::add_param_group().
@@ -72,11 +72,11 @@ class TORCHIUM_API CapturingOptimizer : public SecondOrderOptimizer {
   virtual bool is_watched(const at::Tensor& param) const { return true; }
   // Whether products with a weight [in, out] are captured.
   virtual bool takes_transposed() const { return false; }
-  // Whether the next step needs what layers see.
+  // Whether the next step needs layer calls.
   virtual bool captures_next() = 0;
   // Throws c10::ValueError for layers that do not allow a step of these parameters.
   virtual void check_layers(const std::vector<at::Tensor>& active) {}
-  // Warns of what the planned step cannot do. Called before anything is changed.
+  // Warns about limits of the planned step. Called before anything is changed.
   virtual void announce() {}
 
   // ---- what it may use
@@ -91,7 +91,7 @@ class TORCHIUM_API CapturingOptimizer : public SecondOrderOptimizer {
   // Whether these backward passes, or one of them, mix samples (OperatorCapture).
   bool mixes_samples(const std::vector<int64_t>& passes) const;
   void bind();  // the plan, to groups and state
-  // Drops what was captured, and decides what to capture next.
+  // Drops the captured calls, and decides what to capture next.
   void forget_captures();
 
   void take_step() override;
@@ -109,7 +109,7 @@ class TORCHIUM_API CapturingOptimizer : public SecondOrderOptimizer {
   c10::intrusive_ptr<detail::JointPlan> plan_;
   std::unique_ptr<const gradients::detail::ModelLayers> layers_;
   std::unique_ptr<gradients::detail::OperatorCapture> capture_;
-  std::vector<int64_t> watched_;  // its parameters, as positions in all
+  std::vector<int64_t> watched_;  // parameters of the capture, as positions in all_params()
 };
 
 }  // namespace torchium::optim

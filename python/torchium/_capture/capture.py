@@ -1,8 +1,8 @@
 """Records what each layer call contributes to ``.grad``: its input and its output gradient.
 
-A forward hook on the layer hooks the output tensor, before an in-place activation can change it. What
-the hook of an output records counts only once the same backward pass has reached the parameter, so
-that passes for evaluation and ``torch.autograd.grad`` leave nothing behind.
+A forward hook on the layer hooks the output tensor, before an in-place activation can change it. A
+recorded call counts once its backward pass has reached the parameter. Passes for evaluation and
+``torch.autograd.grad`` therefore leave nothing behind.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Capture:
             calls.
     """
 
-    _sees_mixing = False  # whether modules that mix samples are of interest
+    _sees_mixing = False  # whether to hook modules that mix samples too
 
     def __init__(self, kinds: frozenset[LayerKind], wants: Callable[[], bool]) -> None:
-        # All modules that own a parameter or may mix samples, and their names where they ran or in
-        # the model that was given.
+        # All modules that own a parameter or may mix samples, with their names in the model, or in
+        # the module that ran.
         self.modules: dict[nn.Module, str] = {}
         self.owners: dict[Tensor, list[nn.Module]] = {}
         self.ran = False  # whether one of the modules has run
@@ -71,23 +71,23 @@ class Capture:
         self._scanned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._handles: list[RemovableHandle] = []
         self._global_handle: RemovableHandle | None = None
-        # Of each thread: the module whose call the hook of all modules has seen just now.
+        # Per thread: the module whose call the global hook has just handled.
         self._seen = threading.local()
         # Calls whose gradient has not reached the parameter yet.
         self._open: dict[Tensor, list[tuple[str, LayerCall]]] = {}
-        # .grad of each parameter as the last backward pass left it, and its version.
+        # .grad of each parameter after its last backward pass, and its version.
         self._gradients: dict[Tensor, tuple[weakref.ref[Tensor], int]] = {}
-        # The root of each running backward pass or part of one, and by thread, outermost first.
+        # The root of each running graph task; running tasks by thread, outermost first.
         self._roots: dict[int, int] = {}
         self._running: dict[int, list[int]] = {}
-        self._lock = threading.RLock()  # for all of it: threads share the hooks
+        self._lock = threading.RLock()  # for everything, because threads share the hooks
         weakref.finalize(self, _remove_all, self._handles)
         on_registration(self._after_registration)
 
     # ---- parameters and their modules
 
     def watch(self, params: Iterable[Tensor]) -> None:
-        """Adds parameters; those whose modules are not known are looked for in all that run."""
+        """Adds parameters. Unknown owners are looked for among all modules that run."""
         dynamo = sys.modules.get("torch._dynamo")
         if dynamo is not None:
             dynamo.reset_code_caches()  # a compiled model does not look for new hooks
@@ -102,7 +102,7 @@ class Capture:
                 self._scanned.clear()
 
     def adopt(self, module: nn.Module, name: str) -> None:
-        """Hooks the module if it owns a parameter, or may mix samples where that is of interest."""
+        """Hooks the module if it owns a parameter, or may mix samples and that matters."""
         with self._lock:
             params = [p for p in module._parameters.values() if p is not None]
             owned = [p for p in params if p in self._params]
@@ -121,7 +121,7 @@ class Capture:
             self._handles.append(module.register_forward_hook(hook, prepend=True, with_kwargs=True))
 
     def _after_registration(self, module: nn.Module, param: Tensor) -> None:
-        """Hooks modules that get a known parameter later; they count as its owners once they run."""
+        """Hooks a module that gets a known parameter; it counts as an owner once it runs."""
         with self._lock:
             if param in self._params:
                 self._hook(module)
@@ -149,9 +149,9 @@ class Capture:
             if module not in self._scanned:
                 for name, child in module.named_modules():
                     self.adopt(child, name)
-                    if child in self.modules:  # else other parameters may be in their places now
+                    if child in self.modules:  # else it may get other parameters later
                         self._scanned.add(module)
-            # Its own hook may not have been there when it was called, and else comes next.
+            # Its own hook runs next, unless it was registered during this call.
             if module in self.modules:
                 self._seen.module = module
                 self._after_forward(module, args, kwargs, output)
@@ -175,7 +175,7 @@ class Capture:
     ) -> None:
         self.ran = True
         outer = self._root(torch._C._current_graph_task_id())
-        if outer == NO_TASK:  # what is left of this thread is of passes that raised
+        if outer == NO_TASK:  # tasks that are left on this thread have raised
             for task in self._running.pop(threading.get_ident(), ()):
                 self._roots.pop(task, None)
         if not isinstance(output, Tensor) or not output.requires_grad or _is_transformed():
@@ -220,7 +220,7 @@ class Capture:
     # ---- backward
 
     def _root(self, task: int) -> int:
-        """The backward pass that a graph task, run inside of another one or not, belongs to."""
+        """The outermost backward pass of a graph task."""
         if task == NO_TASK:
             return NO_TASK
         root = self._roots.get(task)
@@ -275,15 +275,15 @@ class Capture:
     def _before_accumulation(self, param: Tensor) -> None:
         """Called when a backward pass is about to add to ``.grad``, or to return a gradient."""
         with self._lock:
-            if not self._open and not self._gradients:  # nothing was wanted
+            if not self._open and not self._gradients:  # nothing was recorded
                 return
             if self._was_zeroed(param):
                 self._restart(param, self._root(torch._C._current_graph_task_id()))
 
     def _was_zeroed(self, param: Tensor) -> bool:
-        """Whether .grad was set to zero in place since the last backward pass, by another than us.
+        """Whether .grad was set to zero in place since the last backward pass.
 
-        Waits for the device, but only if somebody has changed it in place.
+        Waits for the device, but only if it was changed in place.
         """
         last, version = self._gradients.get(param, (None, 0))
         gradient = param.grad
@@ -302,7 +302,7 @@ class Capture:
     def _after_accumulation(self, param: Tensor) -> None:
         """Called when a backward pass has added to ``.grad`` of a parameter."""
         with self._lock:
-            if not self._open and not self._gradients:  # nothing was wanted
+            if not self._open and not self._gradients:  # nothing was recorded
                 return
             task = torch._C._current_graph_task_id()
             if self._started_anew(param):
@@ -317,7 +317,7 @@ class Capture:
                 self._reached(name, call)
 
     def _started_anew(self, param: Tensor) -> bool:
-        """Whether .grad was set to None since the last backward pass, and by another than us."""
+        """Whether .grad was set to None since the last backward pass."""
         last, _ = self._gradients.get(param, (None, 0))
         self._note_gradient(param)
         # Under create_graph each pass makes a new tensor.
@@ -343,7 +343,7 @@ class Capture:
                 self._searched.clear()
                 self._graph.forget()
 
-    # ---- what is done with the calls
+    # ---- for subclasses
 
     def _is_needed(self, params: dict[str, Tensor]) -> bool:
         """Whether the next step needs calls of a layer with these parameters ("weight", "bias")."""
@@ -359,7 +359,7 @@ class Capture:
         """The gradient of a parameter of the call has been added to ``.grad``."""
 
     def _restart(self, param: Tensor, root: int) -> None:
-        """``.grad`` holds what ``root`` brought to it, and nothing from before."""
+        """``.grad`` holds the gradient of ``root`` alone."""
 
     def _mixed(self, module: nn.Module, outer: int, gradient: Tensor) -> None:
         """A backward pass has gone through a module that mixed samples."""
@@ -382,7 +382,7 @@ class CallCapture(Capture):
         return [calls for calls in passes if calls]
 
     def mixing(self) -> nn.Module | str | None:
-        """The module, or the function if it was none, that mixed the samples of one of these passes."""
+        """The module, or else the function, that mixed the samples of one of these passes."""
         roots = {call.root for calls in self.calls() for call in calls}
         modules = [module for root, module in self._mixing.items() if root in roots]
         return next(iter(modules), None if roots.isdisjoint(self._mixing_calls) else "batch_norm")
@@ -419,7 +419,7 @@ class CallCapture(Capture):
 
 
 def _is_transformed() -> bool:
-    """Whether the model runs to be differentiated or written down by another than autograd."""
+    """Whether torch.func, tracing or export runs the model."""
     return (
         torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state() is not None

@@ -1,4 +1,4 @@
-"""Hooks of modules, outputs and parameters that do not keep alive what they report to."""
+"""Hooks of modules, outputs and parameters that do not keep the optimizer alive."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch.utils.hooks import RemovableHandle
 
 
 class Saved(torch.autograd.Function):
-    """A node that keeps a tensor as autograd keeps one.
+    """A node that saves a tensor as autograd does.
 
-    So it is offloaded, or dropped and computed again, where saved tensors are (activation
+    The tensor is therefore offloaded or recomputed like other saved tensors (activation
     checkpointing), and a change in place is an error.
     """
 
@@ -28,7 +28,7 @@ class Saved(torch.autograd.Function):
 
 
 class OutputHook:
-    """Hook of an output tensor: pairs its gradient with the input of the layer."""
+    """Hook of an output tensor, which pairs its gradient with the layer's input."""
 
     __slots__ = ("_add", "_module", "_saved", "_shape")
 
@@ -71,8 +71,8 @@ class OutputHook:
 class ModuleHook:
     """Forward hook of a module, or of all modules, that does not keep the optimizer alive.
 
-    Its copy, in a model that was copied or pickled, belongs to no optimizer: it removes itself when
-    it is called. A copied optimizer makes its own hooks.
+    A copy of it, in a model that was copied or pickled, belongs to no optimizer and removes itself
+    when it is called. A copied optimizer makes its own hooks.
 
     Tools that rewrite models (``fuse_modules``, ``quantize_dynamic``) put the hooks of a module on
     another one, without what they were registered with, and so without keyword arguments.
@@ -113,10 +113,9 @@ def register_any_forward_hook(hook: ModuleHook) -> RemovableHandle:
 
 
 class _RegistrationHook:
-    """The hook of all modules that is called when one gets a parameter; there is one in a process.
+    """The global hook that is called when a module gets a parameter; one per process.
 
-    It is never removed: the garbage collector may run while PyTorch iterates over such hooks, which
-    must not change then.
+    It is never removed, because the garbage collector may run while PyTorch iterates over such hooks.
     """
 
     def __init__(self) -> None:

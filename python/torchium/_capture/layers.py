@@ -1,6 +1,6 @@
-"""The layers whose gradient is known sample by sample from their input and output gradient.
+"""The layers whose per-sample gradients follow from their input and output gradient.
 
-``src/gradients/capture/layer_call.h`` is the other side: kinds, settings and layouts must agree.
+Kinds, settings and layouts must agree with ``src/gradients/capture/layer_call.h``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SETTINGS = 8  # integers that describe a layer to the core
 
 
 class LayerKind(IntEnum):
-    """``torchium::gradients::detail::LayerKind``, and one that the core knows as ``LINEAR``."""
+    """``torchium::gradients::detail::LayerKind``, and one that is ``LINEAR`` in the core."""
 
     LINEAR = 0
     CONV2D = 1
@@ -74,7 +74,7 @@ def _known_class(cls: type[nn.Module]) -> tuple[LayerKind, type[nn.Module]] | No
 
 
 def layer_kind(module: nn.Module) -> LayerKind | None:
-    """The kind of a layer that computes just what the class of its kind computes."""
+    """The kind of a layer whose forward is that of a known class; None: of no known kind."""
     found = _known_class(type(module))
     if found is None:
         return None
@@ -92,7 +92,7 @@ def has_transposed_weight(module: nn.Module) -> bool:
 
 
 def why_unsupported(module: nn.Module, kinds: frozenset[LayerKind] = ALL_KINDS) -> str | None:
-    """Why the parameters of the module have no per-sample gradients here; None: they have."""
+    """Why the parameters of the module have no per-sample gradients; None: they have."""
     kind = layer_kind(module)
     if kind is None:
         if _known_class(type(module)) is not None:
@@ -118,7 +118,7 @@ def why_unsupported(module: nn.Module, kinds: frozenset[LayerKind] = ALL_KINDS) 
 
 
 def computed_weight(module: nn.Module) -> str | None:
-    """By what the weight of a layer is computed from other parameters; None: it is a parameter."""
+    """What computes the weight of a layer from other parameters; None: it is a parameter."""
     if isinstance(module, ParametrizationList):
         return ", ".join(type(step).__name__.lstrip("_") for step in module)
     parametrized = getattr(module, "parametrizations", {})
@@ -142,22 +142,22 @@ def may_mix_samples(module: nn.Module) -> bool:
 
 
 def layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """What a layer was called with: all of them call it ``input``."""
+    """The input of a layer's call; all layers name the argument ``input``."""
     value: Tensor = args[0] if args else kwargs["input"]
     return value
 
 
 def computed_output(output: Tensor) -> Tensor:
-    """The tensor that the layer has computed: an output may be a view of it, in another shape.
+    """The tensor that the layer has computed, of which the output may be a view in another shape.
 
-    A change in place of the view takes it out of the graph; its base stays.
+    An in-place change removes the view from the graph, but not its base.
     """
     base = output._base
     return output if base is None or base.numel() != output.numel() else base
 
 
 def is_single(module: nn.Module, input: Tensor) -> bool:
-    """Whether the layer received one sample without a dimension for samples."""
+    """Whether the input is one sample without a sample dimension."""
     if layer_kind(module) in (LayerKind.LINEAR, LayerKind.TRANSPOSED_LINEAR):
         return input.dim() == 1
     if isinstance(module, nn.Conv2d):
@@ -170,7 +170,7 @@ def is_single(module: nn.Module, input: Tensor) -> bool:
 def core_tensors(
     module: nn.Module, input: Tensor, output_gradient: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Input and output gradient as the core takes them: padded, dimension 0 the sample."""
+    """Input and output gradient as the core takes them: padded, with the sample in dimension 0."""
     input = padded(module, input)
     if is_single(module, input):
         return input.unsqueeze(0), output_gradient.unsqueeze(0)
@@ -183,7 +183,7 @@ def _needs_padded_input(module: nn.Conv2d) -> bool:
 
 
 def padded(module: nn.Module, input: Tensor) -> Tensor:
-    """The input with the padding that the core does not know: other modes, uneven sides."""
+    """The input with padding that the core does not support: other modes, uneven sides."""
     if not isinstance(module, nn.Conv2d) or not _needs_padded_input(module):
         return input
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode

@@ -99,8 +99,9 @@ class KFAC(CapturingOptimizer):
             ``FullyShardedDataParallel``.
 
     .. note::
-        ``flatten_optimizer_state_dict=True`` of ``torch.distributed.checkpoint`` drops the factors when
-        it loads, without an error; load with the default, ``False``.
+        ``flatten_optimizer_state_dict=True`` of ``torch.distributed.checkpoint`` loads the factors only
+        into an optimizer that was given the model, or whose model has run; else it drops them, without
+        an error.
 
         The hooks work under ``torch.compile``, with a break of the graph at each layer. Under
         ``torch.distributed`` with more than one process :meth:`step` raises ``RuntimeError``.

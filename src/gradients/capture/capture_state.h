@@ -19,9 +19,9 @@
 
 namespace torchium::gradients::detail {
 
-// A gradient as a backward pass has left it.
+// A gradient at the end of a backward pass.
 struct SeenGradient {
-  c10::weak_intrusive_ptr<at::TensorImpl> tensor;  // its address is not used again
+  c10::weak_intrusive_ptr<at::TensorImpl> tensor;  // keeps the address from being reused
   int64_t version;
 };
 
@@ -31,7 +31,7 @@ struct PendingCall {
   LayerCall layer;
   std::shared_ptr<CallEdges> edges;
   uint32_t input_version = 0;  // of what the layer received, when it did
-  int64_t outer_task = -1;     // the backward pass that this forward pass is a part of
+  int64_t outer_task = -1;     // the backward pass that ran this forward pass; -1: none
   std::vector<int64_t> output_sizes;
 };
 using PendingCalls = std::vector<std::shared_ptr<PendingCall>>;
@@ -41,7 +41,7 @@ struct OperatorCapture::State : public std::enable_shared_from_this<State> {
 
   // Position of a parameter in the list; -1: not in it.
   int64_t position(const at::Tensor& param) const;
-  // The same of a parameter that gets a gradient.
+  // The same for a parameter that requires a gradient; otherwise -1.
   int64_t trainable_position(const at::Tensor& param) const;
   // Whether the current backward pass accumulates a gradient in the parameter at a position.
   bool is_accumulated(int64_t position) const;
@@ -52,8 +52,8 @@ struct OperatorCapture::State : public std::enable_shared_from_this<State> {
   void arrive(int64_t position, int64_t pass, std::vector<int64_t>& gone);
   // Records the end of a backward pass, and how it has left the gradients.
   void end_pass(int64_t pass);
-  // Whether the gradient of the parameter at a position holds nothing of the finished passes: it is
-  // undefined, or zero since somebody changed it in place (only then this waits for the device).
+  // Whether the gradient of the parameter at a position has nothing from finished passes: it is
+  // undefined, or was changed in place and is zero (only then this waits for the device).
   bool has_lost_gradient(const at::Tensor& gradient, int64_t position);
   void note_gradient(const at::Tensor& gradient, int64_t position);
   // Records whether the current backward pass, with this number, mixes samples (mixed_samples.h).
@@ -63,7 +63,7 @@ struct OperatorCapture::State : public std::enable_shared_from_this<State> {
 
   const Receiver receiver;
   const bool takes_transposed;
-  // Weak references keep the addresses from being used again.
+  // Weak references keep the addresses from being reused.
   std::vector<c10::weak_intrusive_ptr<at::TensorImpl>> params;
   std::unordered_map<const at::TensorImpl*, int64_t> positions;
 

@@ -2,6 +2,8 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+
 namespace torchium::gradients::detail {
 namespace {
 
@@ -48,6 +50,16 @@ const char* name_of(LayerKind kind) {
   return "unknown";
 }
 
+LayerCall call_from_row(const int64_t* row) {
+  LayerCall call;
+  call.kind = static_cast<LayerKind>(row[0]);
+  call.weight = row[1];
+  call.bias = row[2];
+  call.micro_batch = row[3];
+  std::copy_n(row + 4, call.settings.size(), call.settings.begin());
+  return call;
+}
+
 std::vector<LayerCall> parse_calls(at::TensorList inputs, at::TensorList output_gradients,
                                    at::IntArrayRef rows, at::ArrayRef<double> eps) {
   const size_t count = inputs.size();
@@ -64,13 +76,7 @@ std::vector<LayerCall> parse_calls(at::TensorList inputs, at::TensorList output_
                       "; it must be 0 (linear), 1 (conv2d), 2 (embedding), 3 (layer_norm) or 4 "
                       "(group_norm)");
     LayerCall& call = calls[i];
-    call.kind = static_cast<LayerKind>(row[0]);
-    call.weight = row[1];
-    call.bias = row[2];
-    call.micro_batch = row[3];
-    for (size_t k = 0; k < call.settings.size(); ++k) {
-      call.settings[k] = row[4 + k];
-    }
+    call = call_from_row(row.data());
     call.eps = eps[i];
     call.input = inputs[i];
     call.output_gradient = output_gradients[i];

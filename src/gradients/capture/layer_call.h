@@ -58,6 +58,9 @@ inline bool has_transposed_weight(const LayerCall& call) {
 // [kind, weight, bias, micro_batch, settings...] each.
 constexpr size_t kCallRowSize = 12;
 
+// A call without tensors and eps, from the row that begins here.
+LayerCall call_from_row(const int64_t* row);
+
 // Raises ValueError if lengths differ or a kind is unknown.
 std::vector<LayerCall> parse_calls(at::TensorList inputs, at::TensorList output_gradients,
                                    at::IntArrayRef rows, at::ArrayRef<double> eps);

@@ -72,19 +72,18 @@ std::string problem_of(const nn::Module& module) {
 }  // namespace
 
 ModelLayers::ModelLayers(const nn::Module& model) {
-  const auto root = model.weak_from_this();
-  if (is_batch_norm(model) && !root.expired()) {
-    batch_norms_.emplace_back("", root);
-  }
-  add_module("", model, false);
+  add_module("", model, model.weak_from_this(), false);
 }
 
 void ModelLayers::add_module(const std::string& name, const nn::Module& module,
-                             bool samples_are_hidden) {
+                             std::weak_ptr<const nn::Module> weak, bool samples_are_hidden) {
   samples_are_hidden = samples_are_hidden || hides_samples(module);
   const std::string prefix = name.empty() ? "" : name + ".";
   const std::string description = name.empty() ? "the model (" + type_name(module) + ")"
                                                : "layer '" + name + "' (" + type_name(module) + ")";
+  if (is_batch_norm(module)) {
+    batch_norms_.emplace_back(description, std::move(weak));
+  }
   for (const auto& param : module.named_parameters(/*recurse=*/false)) {
     ParameterPlace place{prefix + param.key(), description, type_name(module), problem_of(module),
                          samples_are_hidden};
@@ -97,10 +96,7 @@ void ModelLayers::add_module(const std::string& name, const nn::Module& module,
     }
   }
   for (const auto& child : module.named_children()) {
-    if (is_batch_norm(*child.value())) {
-      batch_norms_.emplace_back(prefix + child.key(), child.value());
-    }
-    add_module(prefix + child.key(), *child.value(), samples_are_hidden);
+    add_module(prefix + child.key(), *child.value(), child.value(), samples_are_hidden);
   }
 }
 
@@ -122,14 +118,15 @@ std::vector<std::pair<at::Tensor, const ParameterPlace*>> ModelLayers::parameter
 }
 
 void ModelLayers::refuse_mixed_samples() const {
-  for (const auto& [name, weak] : batch_norms_) {
+  for (const auto& [description, weak] : batch_norms_) {
     const auto module = weak.lock();
     TORCH_CHECK_VALUE(module == nullptr || !(mixes_samples<nn::BatchNorm1dImpl>(*module) ||
                                              mixes_samples<nn::BatchNorm2dImpl>(*module) ||
                                              mixes_samples<nn::BatchNorm3dImpl>(*module)),
-                      "layer '", name, "' (", type_name(*module),
-                      ") normalises with the statistics of the batch, so that a sample has no "
-                      "gradient of its own; call eval() on it or use GroupNorm");
+                      description,
+                      " normalises with the statistics of the batch, so that the samples have no "
+                      "gradients of their own; call eval() on it (with running statistics) or use "
+                      "GroupNorm");
   }
 }
 

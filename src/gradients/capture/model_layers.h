@@ -1,5 +1,4 @@
-// What is known about parameters from the modules of a model: names, and layers whose samples
-// cannot be separated.
+// Names of a model's parameters, and layers whose samples cannot be separated.
 #pragma once
 
 #include "torchium/export.h"
@@ -16,15 +15,15 @@
 
 namespace torchium::gradients::detail {
 
-// Where a parameter stands in a model. Shared ones are listed where they come first.
+// A parameter's place in a model; of a shared one, its first place.
 struct ParameterPlace {
   std::string name;    // in the model, as "0.weight"
-  std::string module;  // "'0' (Linear)"
+  std::string module;  // "layer '0' (Linear)"
   std::string type;    // "Linear"
-  // Why its gradient is not known sample by sample, such as "is of an unsupported type"; empty: it
-  // may be known. A module outside of torch::nn is supported if it calls the operators of layers.
+  // Why it has no per-sample gradients, such as "is of an unsupported type"; empty: it may have. A
+  // module outside of torch::nn is supported if it calls the operators of layers.
   std::string problem;
-  // Within a module that gives its layers time or position as the first dimension.
+  // Within a module whose layers have time or position as the first dimension.
   bool samples_are_hidden = false;
 };
 
@@ -42,10 +41,11 @@ class TORCHIUM_API ModelLayers {
 
  private:
   void add_module(const std::string& name, const torch::nn::Module& module,
-                  bool samples_are_hidden);
+                  std::weak_ptr<const torch::nn::Module> weak, bool samples_are_hidden);
 
   std::vector<c10::weak_intrusive_ptr<at::TensorImpl>> order_;
   std::unordered_map<const at::TensorImpl*, ParameterPlace> places_;
+  // With descriptions as ParameterPlace::module.
   std::vector<std::pair<std::string, std::weak_ptr<const torch::nn::Module>>> batch_norms_;
 };
 

@@ -12,7 +12,7 @@ namespace torchium::gradients::detail {
 namespace {
 
 struct MicroBatch {
-  size_t first_use;
+  size_t first_call;
   c10::SymInt samples;
 };
 
@@ -21,11 +21,11 @@ std::map<int64_t, MicroBatch> micro_batches(const std::vector<LayerCall>& calls)
   for (size_t i = 0; i < calls.size(); ++i) {
     const auto samples = samples_of(calls[i]);
     const auto [found, is_new] = result.try_emplace(calls[i].micro_batch, MicroBatch{i, samples});
-    TORCH_CHECK_VALUE(is_new || found->second.samples == samples, "calls[", i, "] (",
-                      name_of(calls[i].kind), ") has seen ", samples, " samples but calls[",
-                      found->second.first_use, "] (", name_of(calls[found->second.first_use].kind),
-                      ") of the same backward pass ", found->second.samples,
-                      "; dimension 0 of the input of every layer must be the batch");
+    TORCH_CHECK_VALUE(
+        is_new || found->second.samples == samples, "calls[", i, "] (", name_of(calls[i].kind),
+        ") has seen ", samples, " samples but calls[", found->second.first_call, "] (",
+        name_of(calls[found->second.first_call].kind), ") of the same backward pass ",
+        found->second.samples, "; dimension 0 of the input of every layer must be the batch");
   }
   return result;
 }

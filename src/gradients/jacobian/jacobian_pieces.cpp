@@ -107,7 +107,7 @@ PositionSource position_source(const Piece& piece, at::IntArrayRef shape, at::Sc
 
 PairBlock pair_block(const std::vector<Piece>& pieces, at::IntArrayRef shape, at::ScalarType dtype,
                      int64_t samples) {
-  std::vector<PairBlock::Use> calls;
+  std::vector<PairBlock::Call> calls;
   for (const auto& piece : pieces) {
     calls.push_back({position_source(piece, shape, dtype), piece.first_row});
   }

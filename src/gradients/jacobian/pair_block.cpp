@@ -38,8 +38,9 @@ Positions weighted(const Positions& x, const at::Tensor& w) {
 
 }  // namespace
 
-PairBlock::PairBlock(std::vector<Use> calls, int64_t groups, at::IntArrayRef shape, int64_t samples)
-    : uses_(std::move(calls)),
+PairBlock::PairBlock(std::vector<Call> calls, int64_t groups, at::IntArrayRef shape,
+                     int64_t samples)
+    : calls_(std::move(calls)),
       groups_(groups),
       fan_in_(c10::multiply_integers(shape.slice(1))),
       fan_out_(shape[0] / groups),
@@ -48,7 +49,7 @@ PairBlock::PairBlock(std::vector<Use> calls, int64_t groups, at::IntArrayRef sha
 
 template <typename Visit>
 void PairBlock::for_each_piece(const Visit& visit) const {
-  for (const auto& [source, first_row] : uses_) {
+  for (const auto& [source, first_row] : calls_) {
     for (int64_t first = 0; first < source.samples(); first += source.piece()) {
       const int64_t count = std::min(source.piece(), source.samples() - first);
       visit(source.of_samples(first, count), first_row + first);
@@ -56,11 +57,11 @@ void PairBlock::for_each_piece(const Visit& visit) const {
   }
 }
 
-// Multiplications per group. Every pair of positions needs an inner product of either kind, or,
-// once all rows are formed, every pair of samples one of length p o.
+// Compares multiplications per group. Either every pair of positions needs two inner products, or
+// all rows are formed, and every pair of samples needs one inner product of length p o.
 bool PairBlock::saves_by_pairs() const {
   double positions = 0;  // of all samples
-  for (const auto& call : uses_) {
+  for (const auto& call : calls_) {
     positions += static_cast<double>(call.source.samples() * call.source.positions());
   }
   const double n = static_cast<double>(samples_);
@@ -89,13 +90,13 @@ bool PairBlock::add_gram_with_bias_(at::Tensor& K, double weight, double bias_we
 void PairBlock::add_gram_by_pairs_(at::Tensor& K, double weight, double bias_weight) const {
   const at::NoTF32Guard full_precision;
   struct Piece {
-    const Use* call;
+    const Call* call;
     int64_t first;
     int64_t count;
     int64_t row() const { return call->first_row + first; }
   };
   std::vector<Piece> pieces;
-  for (const auto& call : uses_) {
+  for (const auto& call : calls_) {
     const int64_t T = std::max<int64_t>(1, call.source.positions());
     const int64_t of_sample = groups_ * T * std::max({fan_in_, fan_out_, T});
     const int64_t count =
@@ -175,7 +176,7 @@ at::Tensor PairBlock::product(const at::Tensor& x) const {
 
 at::Tensor PairBlock::weighted_rows(const at::Tensor& w) const {
   const at::NoTF32Guard full_precision;
-  const bool covered = uses_.size() == 1 && uses_[0].source.samples() == samples_;
+  const bool covered = calls_.size() == 1 && calls_[0].source.samples() == samples_;
   const std::vector<int64_t> sizes{samples_, groups_, fan_out_, fan_in_};
   const at::Tensor rows = torchium::detail::empty_in_huge_pages(sizes, w.options());
   if (!covered) {

@@ -11,13 +11,13 @@ namespace torchium::gradients::detail {
 // t of all its calls of G[group, i, t] A[group, i, t]^T.
 class PairBlock : public JacobianBlock {
  public:
-  struct Use {
+  struct Call {
     PositionSource source;
     int64_t first_row;  // of the sample that comes first in `source`
   };
 
   // `shape` is that of the weight: [groups * fan_out, fan_in...]; `samples` all rows of J.
-  PairBlock(std::vector<Use> calls, int64_t groups, at::IntArrayRef shape, int64_t samples);
+  PairBlock(std::vector<Call> calls, int64_t groups, at::IntArrayRef shape, int64_t samples);
 
   void add_gram_(at::Tensor& K, double weight) const override;
   bool add_gram_with_bias_(at::Tensor& K, double weight, double bias_weight) const override;
@@ -33,7 +33,7 @@ class PairBlock : public JacobianBlock {
   template <typename Visit>
   void for_each_piece(const Visit& visit) const;
 
-  std::vector<Use> uses_;
+  std::vector<Call> calls_;
   int64_t groups_;
   int64_t fan_in_;
   int64_t fan_out_;

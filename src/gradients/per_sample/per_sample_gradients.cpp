@@ -7,12 +7,14 @@
 #include <ATen/ATen.h>
 #include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/irange.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <mutex>
 #include <optional>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -65,17 +67,41 @@ class KeptBuffers {
   std::vector<Entry> kept_;
 };
 
-// Restores the state of the random number generators.
+// An order for std::set.
+struct DeviceOrder {
+  bool operator()(c10::Device a, c10::Device b) const {
+    return std::pair(a.type(), a.index()) < std::pair(b.type(), b.index());
+  }
+};
+using DeviceSet = std::set<c10::Device, DeviceOrder>;
+
+// Whether an operator of this thread was given a generator of random numbers.
+thread_local bool took_generator = false;
+
+std::unique_ptr<at::ObserverContext> look_for_generator(const at::RecordFunction& function) {
+  for (const auto& input : function.inputs()) {
+    took_generator |= input.isGenerator();
+  }
+  return nullptr;
+}
+
+// Restores the state of the default generators of random numbers, and watches for others.
 class KeptRandomState {
  public:
-  explicit KeptRandomState(c10::Device device) {
-    generators_.push_back(at::globalContext().defaultGenerator(at::kCPU));
-    if (!device.is_cpu()) {
+  explicit KeptRandomState(const DeviceSet& devices) {
+    for (const c10::Device device : devices) {
       generators_.push_back(at::globalContext().defaultGenerator(device));
     }
     states_ = read();
+    took_generator = false;
+    callback_ = at::addThreadLocalCallback(at::RecordFunctionCallback(&look_for_generator)
+                                               .needsInputs(true)
+                                               .scopes({at::RecordScope::FUNCTION}));
   }
-  ~KeptRandomState() { restore_quietly(*this); }
+  ~KeptRandomState() {
+    at::removeCallback(callback_);
+    restore_quietly(*this);
+  }
   KeptRandomState(const KeptRandomState&) = delete;
   KeptRandomState& operator=(const KeptRandomState&) = delete;
 
@@ -86,7 +112,10 @@ class KeptRandomState {
     }
   }
 
-  bool has_changed() {
+  bool has_drawn() {
+    if (took_generator) {
+      return true;
+    }
     const auto now = read();
     for (const auto i : c10::irange(now.size())) {
       if (!at::equal(now[i], states_[i])) {
@@ -108,6 +137,7 @@ class KeptRandomState {
 
   std::vector<at::Generator> generators_;
   std::vector<at::Tensor> states_;
+  at::CallbackHandle callback_;
 };
 
 void check_batch(const at::Tensor& inputs, const at::Tensor& targets) {
@@ -153,9 +183,10 @@ at::Tensor captured_output(OperatorCapture& capture, const SampleLoss& loss,
 
 // Sets the calls of one pass over all samples. Returns why dimension 0 of the captured tensors may
 // not be the sample; empty: it is.
-std::string see_samples(OperatorCapture& capture, const SampleLoss& loss, const at::Tensor& inputs,
-                        const at::Tensor& targets, const std::vector<std::string>& names,
-                        KeptBuffers& buffers, std::vector<LayerCall>& calls) {
+std::string capture_samples(OperatorCapture& capture, const SampleLoss& loss,
+                            const at::Tensor& inputs, const at::Tensor& targets,
+                            const std::vector<std::string>& names, KeptBuffers& buffers,
+                            std::vector<LayerCall>& calls) {
   const int64_t samples = inputs.size(0);
   const at::Tensor output = captured_output(capture, loss, inputs);
   if (output.dim() == 0 || output.size(0) != samples) {
@@ -169,7 +200,7 @@ std::string see_samples(OperatorCapture& capture, const SampleLoss& loss, const 
                     "layer_norm, group_norm), with the parameter itself");
   }
   if (capture.has_overwritten_input()) {
-    return "what a layer has received was changed in place";
+    return "the input of a layer was changed in place";
   }
   calls = capture.differentiate(losses, {}, /*keep=*/samples > 1);
   for (const LayerCall& call : calls) {
@@ -184,20 +215,20 @@ std::string see_samples(OperatorCapture& capture, const SampleLoss& loss, const 
   const at::Tensor factors = gradients::detail::sample_factors(samples, losses.options());
   const auto scaled = capture.differentiate(losses, factors);
   if (!gradients::detail::are_scaled(calls, scaled, factors)) {
-    return "rows that a layer has seen depend on the losses of other samples";
+    return "rows of a layer depend on the losses of other samples";
   }
   buffers.restore();
   const at::Tensor first = captured_output(capture, loss, inputs.narrow(0, 0, 1));
   const at::Tensor first_loss = loss.of(first, targets.narrow(0, 0, 1));
   if (!gradients::detail::begin_with(calls, capture.differentiate(first_loss))) {
-    return "layers see the first sample in another way when it is alone";
+    return "layers receive another first sample when it is alone";
   }
   buffers.restore();
   const at::Tensor rolled = captured_output(capture, loss, inputs.roll(1, 0));
   const auto rolled_calls = capture.differentiate();
   if (!gradients::detail::are_rolled(calls, rolled_calls) ||
       !gradients::detail::rows_agree(rolled, output.roll(1, 0))) {
-    return "layers see a sample in another way when it stands at another place in the batch";
+    return "layers receive another sample when it has another place in the batch";
   }
   return "";
 }
@@ -247,6 +278,7 @@ torch::OrderedDict<std::string, at::Tensor> per_sample_gradients(const torch::nn
   layers.refuse_mixed_samples();
   std::vector<at::Tensor> params;
   std::vector<std::string> names;
+  DeviceSet devices{at::kCPU, inputs.device()};
   std::string reason;  // for one pass per sample
   for (const auto& [param, place] : layers.parameters()) {
     if (!param.requires_grad()) {
@@ -255,14 +287,15 @@ torch::OrderedDict<std::string, at::Tensor> per_sample_gradients(const torch::nn
     if (reason.empty() && !place->problem.empty()) {
       reason = place->module + " " + place->problem;
     }
+    devices.insert(param.device());
     params.push_back(param);
     names.push_back(place->name);
   }
 
   const SampleLoss loss{model, forward, loss_fn};
-  KeptRandomState random_state(inputs.device());
+  KeptRandomState random_state(devices);
   const auto refuse_random_numbers = [&] {
-    TORCH_CHECK_VALUE(!random_state.has_changed(),
+    TORCH_CHECK_VALUE(!random_state.has_drawn(),
                       "forward or loss_fn draws random numbers, so the gradient of a sample is not "
                       "defined; call eval() on the model or set the dropout probabilities to 0");
   };
@@ -271,7 +304,7 @@ torch::OrderedDict<std::string, at::Tensor> per_sample_gradients(const torch::nn
     const at::AutoGradMode enable_grad(true);
     OperatorCapture capture(params);
     KeptBuffers buffers(model);
-    reason = see_samples(capture, loss, inputs.detach(), targets, names, buffers, calls);
+    reason = capture_samples(capture, loss, inputs.detach(), targets, names, buffers, calls);
     buffers.restore();
     refuse_random_numbers();
     std::erase_if(calls, [](const LayerCall& call) { return !call.output_gradient.defined(); });

@@ -198,9 +198,9 @@ void CapturingOptimizer::take_step() {
   }
   capture_->raise_error();
   const int64_t processes = capture_->processes();
-  TORCH_CHECK(processes <= 1, processes,
-              " processes have exchanged tensors, but what they capture is not combined yet, so "
-              "that their parameters would drift apart; train in one process");
+  TORCH_CHECK(processes <= 1, plan_->optimizer_name(), " does not combine what ", processes,
+              " processes capture yet, so that their parameters would drift apart; train in one "
+              "process");
   if (!is_bound()) {
     bind();
   }

@@ -49,7 +49,7 @@ void JointPlan::bind(std::vector<at::Tensor> params, const std::vector<NamedTens
                      std::vector<int64_t> groups, std::vector<std::string> names) {
   TORCH_CHECK_VALUE(params.size() == states.size() && params.size() == groups.size() &&
                         params.size() == names.size(),
-                    "one state, group and name a parameter are needed, got ", states.size(), ", ",
+                    "one state, group and name per parameter are needed, got ", states.size(), ", ",
                     groups.size(), " and ", names.size(), " for ", params.size(), " parameters");
   const auto with_gradient =
       std::find_if(params.begin(), params.end(),
@@ -211,6 +211,20 @@ std::vector<int64_t> JointPlan::steps_taken() {
     taken[with_state[k]] = known[k];
   }
   return taken;
+}
+
+bool JointPlan::only_creates_state() {
+  const auto taken = steps_taken();
+  if (std::any_of(taken.begin(), taken.end(), [](int64_t count) { return count > 0; })) {
+    return false;
+  }
+  for (size_t i = 0; i < size(); ++i) {
+    const at::Tensor& grad = gradient_of(param(i));
+    if (grad.defined() && grad.any().item<bool>()) {
+      return false;
+    }
+  }
+  return true;
 }
 
 std::vector<at::Tensor> JointPlan::learning_rates(const JointInputs& inputs) const {

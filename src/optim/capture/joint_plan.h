@@ -1,4 +1,4 @@
-// The plan of an optimizer that sees layers at work: one for the parameters of all groups.
+// The plan of an optimizer that captures layer calls: one for the parameters of all groups.
 #pragma once
 
 #include "gradients/capture/operator_capture.h"
@@ -18,14 +18,13 @@
 
 namespace torchium::optim::detail {
 
-// What a plan wants changed in the state of the caller. Parameters are positions in what bind() was
-// given.
+// Changes to the caller's state. Parameters are positions in what bind() was given.
 using StateChanges = std::vector<StateChange>;
 
 struct JointInputs {
-  std::vector<at::Tensor> lrs;  // one a group: 0-dim, float64 on the CPU or on the device
+  std::vector<at::Tensor> lrs;  // one per group: 0-dim, float64 on the CPU or on the device
   at::Tensor found_inf;         // see PlannedStep
-  // What the loss was multiplied by, where the recorded calls do not know it; undefined: 1.
+  // Factor of the loss that is still in the recorded calls; undefined: 1.
   at::Tensor loss_scale;
 };
 
@@ -33,12 +32,13 @@ class JointPlan : public StepPlan {
  public:
   JointPlan() : StepPlan(at::kCPU) {}
 
+  virtual const char* optimizer_name() const = 0;
+
   // The options of each group; those that must be the same in all groups are. lr does not count.
   virtual void set_options(const std::vector<const torch::optim::OptimizerOptions*>& groups) = 0;
 
-  // The parameters of all groups and their states; empty: none yet. `groups`: the group of each;
-  // `names`: what messages call each. The plan follows them to another device. Step counts that the
-  // host knows are kept.
+  // The parameters of all groups and their states (empty: none yet), groups, and names in messages.
+  // The plan follows them to another device. Step counts that the host knows are kept.
   void bind(std::vector<at::Tensor> params, const std::vector<NamedTensors>& states,
             std::vector<int64_t> groups, std::vector<std::string> names);
   // Whether bind() was given this state for the parameter.
@@ -55,12 +55,12 @@ class JointPlan : public StepPlan {
   // Drops what was recorded.
   virtual void forget() = 0;
 
-  // False also where state is missing (missing_state()).
+  // False also if state is missing (missing_state()).
   bool prepare() override;
-  // What the next step needs of the state and is not there, or on another device or of another
-  // dtype. After bind(); ValueError for state that does not fit its parameter.
+  // State that the next step has to create, or to convert to another device or dtype. After bind().
+  // ValueError for state that does not fit its parameter.
   StateChanges missing_state();
-  // The step that prepare() has planned, and what it changes in the state besides values.
+  // The step that prepare() has planned. Returns the state whose tensors it replaces.
   virtual StateChanges take(const JointInputs& inputs) = 0;
 
   // State of a parameter with the values of `saved` from a checkpoint. `params`: how many the
@@ -74,18 +74,17 @@ class JointPlan : public StepPlan {
  protected:
   // ---- what an optimizer defines
 
-  virtual const char* optimizer_name() const = 0;
   virtual std::unique_ptr<SecondOrderParamState> make_state() const = 0;
   // Gives `fresh` what `saved` has beside the step count and the momentum buffer; its values do not
   // count yet.
   virtual void make_room(SecondOrderParamState& fresh, const SecondOrderParamState& saved,
                          const at::Tensor& param, const torch::optim::OptimizerOptions& options,
                          int64_t params, const std::string& name) const = 0;
-  // Throws c10::ValueError for what was recorded or is in the state and does not fit.
+  // Throws c10::ValueError for recorded calls or state that does not fit.
   virtual void check(const std::vector<size_t>& active) = 0;
-  // Works out what the step of these parameters depends on; true: not the same as before.
+  // Derives what the step of these parameters depends on; true: it has changed.
   virtual bool derive(const std::vector<size_t>& active) { return false; }
-  // Adds what a step needs of the state of an active parameter; once before all of them.
+  // Adds the state of an active parameter that a step needs. before_completing() comes once before.
   virtual void before_completing() {}
   virtual void complete(size_t i, SecondOrderParamState& state) = 0;
   // Called after bind().
@@ -98,9 +97,12 @@ class JointPlan : public StepPlan {
   // -1: not bound, or undefined.
   int64_t position(const at::Tensor& param) const;
   bool is_excluded(size_t i) const { return excluded_.count(param(i).unsafeGetTensorImpl()) != 0; }
-  // Steps a parameter has taken; 0 without state. Waits for the device where the host does not
+  // Steps that each parameter has taken; 0 without state. Waits for the device if the host does not
   // know.
   std::vector<int64_t> steps_taken();
+  // Whether no step was taken yet and all gradients are zero. torch.distributed.checkpoint takes
+  // such a step to create the state that it loads into. Waits for the device.
+  bool only_creates_state();
   std::vector<at::Tensor> learning_rates(const JointInputs& inputs) const;  // of active parameters
 
  private:
@@ -155,7 +157,7 @@ class JointPlanOf : public JointPlan {
   std::vector<Options> options_;
 };
 
-// Adds what makes `before` of a parameter `after`.
+// Adds the changes from `before` to `after`.
 void append_changes(int64_t param, const SecondOrderParamState& before,
                     const SecondOrderParamState& after, StateChanges& changes);
 

@@ -1,4 +1,4 @@
-// What K-FAC has seen of layers: the sums of their factors, as soon as the gradients are there.
+// Sums of the Kronecker factors over captured calls.
 #pragma once
 
 #include "gradients/capture/layer_call.h"
@@ -14,32 +14,31 @@
 
 namespace torchium::optim::detail {
 
-// What the calls of a weight since the last step add up to (KfacLayer).
+// Sums over the calls of a weight since the last step (KfacLayer).
 struct FactorSums {
-  at::Tensor A;  // undefined: it has only been looked up
+  at::Tensor A;  // undefined: only lookups so far
   at::Tensor G;
-  // Of the weight as an embedding (gradients/factors/kronecker_factors.h); undefined: not looked
-  // up.
+  // Of lookups (gradients/factors/kronecker_factors.h); undefined: none.
   at::Tensor lookup_A;
   at::Tensor lookup_counts;
-  // Of each backward pass; several products in one are of the same samples.
+  // By backward pass. Products of one pass have the same samples.
   std::map<int64_t, int64_t> samples_of_pass;
   int64_t rows = 0;
 
   int64_t samples() const;
 };
 
-// A layer as the first call of its weight has shown it.
+// A layer, from the first call of its weight.
 struct FactorLayer {
   at::Tensor bias;  // shares the factors; undefined: none does
   int64_t groups = 1;
   bool is_transposed = false;  // the weight is [in, out]
-  bool is_tied = false;        // the weight is looked up as an embedding too
-  std::string problem;  // why the weight has no factors, as "used as [in, out] and as [out, in]"
+  bool is_tied = false;        // the weight is an embedding table too
+  std::string problem;         // why the weight has no factors; empty: it has
 };
 
-// A weight, its factors in the state (undefined: none), and the largest order of one that is kept
-// as a matrix.
+// A weight, its factors in the state (undefined: none), and the largest order of a factor that is
+// stored as a matrix.
 struct FactorWeight {
   at::Tensor param;
   at::Tensor A, G;
@@ -48,18 +47,17 @@ struct FactorWeight {
 
 class FactorRecords {
  public:
-  // A call with a gradient. Only kind, settings, micro-batch and tensors of `call` count; `layer`:
-  // how it has used the weight. Neither a product nor a lookup: ignored.
+  // A call with its gradient, of which kind, settings, micro-batch and tensors count. Calls that
+  // are neither products nor lookups are ignored.
   void record(const FactorWeight& weight, const gradients::detail::LayerCall& call,
               const FactorLayer& layer);
   // Known without a call.
   void declare(const at::Tensor& weight, FactorLayer layer);
-  // Drops the sums of a weight that hold something of one of these backward passes; of any, if none
-  // are given.
+  // Drops the sums of a weight if they include one of these backward passes, or if none is given.
   void drop(const at::Tensor& weight, at::IntArrayRef passes = {});
   // Drops all sums.
   void forget();
-  // Drops what is of none of these parameters.
+  // Drops everything about other parameters.
   template <typename Known>
   void keep_only(Known&& is_known) {
     std::erase_if(layers_, [&](const auto& entry) { return !is_known(entry.first); });
@@ -67,13 +65,13 @@ class FactorRecords {
     std::erase_if(untied_, [&](const auto* weight) { return !is_known(weight); });
   }
 
-  // What the calls add up to, lookups included. Null: no product with the weight was seen.
+  // Null: no product with the weight was recorded. Lookups are included.
   FactorSums* sums(const FactorWeight& weight);
-  // Null: not known to be the weight of a linear layer or of a convolution.
+  // Null: not known as the weight of a linear layer or convolution.
   const FactorLayer* layer(const at::Tensor& weight) const;
-  // Of the factors that there are, or that new ones would have.
+  // Of the existing factors, or of new ones.
   FactorLayout layout(const FactorWeight& weight, const FactorLayer& layer) const;
-  // Whether the parameter has been looked up as an embedding, and was in no product.
+  // Whether the parameter was looked up as an embedding, and was in no product.
   bool is_only_looked_up(const at::Tensor& param) const;
   // Whether the parameter is the bias of a layer.
   bool is_joint_bias(const at::Tensor& param) const;
@@ -88,7 +86,7 @@ class FactorRecords {
 
   std::unordered_map<const at::TensorImpl*, FactorLayer> layers_;
   std::unordered_map<const at::TensorImpl*, FactorSums> sums_;
-  // Embeddings that were in no product for a step: their lookups are of no interest.
+  // Embeddings that were in no product during a step. Their lookups are not recorded.
   std::unordered_set<const at::TensorImpl*> untied_;
 };
 

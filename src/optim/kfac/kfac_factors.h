@@ -1,4 +1,4 @@
-// The factors of a layer as a part of the state of its weight (KFACParamState).
+// A layer's factors in the state of its weight (KFACParamState).
 #pragma once
 
 #include "torchium/optim/kfac.h"
@@ -10,12 +10,12 @@
 
 namespace torchium::optim::detail {
 
-// What the factors of a layer are stored as.
+// How the factors of a layer are stored.
 struct FactorLayout {
   int64_t groups = 1;
   bool has_bias_row = false;   // A has a row for a bias
   bool is_transposed = false;  // the weight is [in, out]
-  bool diagonal_A = false;     // only the diagonal of a factor is kept
+  bool diagonal_A = false;     // only the diagonal is stored
   bool diagonal_G = false;
 
   // The weight, or a tensor of its shape, as [out, ...].
@@ -25,30 +25,30 @@ struct FactorLayout {
   int64_t order_G(const at::Tensor& weight) const;
 };
 
-// The layout that factors may have: their shapes say the number of groups, whether there is a row
-// for a bias and which are diagonals; also which dimension of a weight that is not square is the
-// input.
+// The layout of these factors. Their shapes determine the number of groups, whether there is a row
+// for a bias, which factors are diagonals, and, unless the weight is square, which of its
+// dimensions is the input.
 FactorLayout layout_of_factors(const at::Tensor& weight, const at::Tensor& A, const at::Tensor& G);
 
 // Whether the factors are those of a layer with this weight, as [out, in] or [in, out], with or
 // without a bias.
 bool factors_fit(const at::Tensor& weight, const at::Tensor& A, const at::Tensor& G);
 
-// Whether a layer with factors has what `damping_split` makes of them.
+// Whether a layer with factors has the inverses or eigensystems of `damping_split`.
 bool has_roots(const KFACParamState& state, const std::string& damping_split);
 
-// Creates the factors of a weight that has none: zeros, and the identity for what is made of them.
+// Creates the factors of a weight, as zeros, and calls reset_roots().
 void add_factors(KFACParamState& state, const at::Tensor& weight, const FactorLayout& layout,
                  const std::string& damping_split);
 
-// Replaces what another damping_split has made of the factors by the identity; eigenvalues are -1
-// until there are any.
+// Sets inverses or eigenvectors to the identity and removes those of another damping_split.
+// Eigenvalues are -1 until the first solve.
 void reset_roots(KFACParamState& state, const at::Tensor& weight, const FactorLayout& layout,
                  const std::string& damping_split);
 
-// Gives `fresh` the factors of the layer that `saved` may be of, with what the damping_split that
-// has made the inverses in `saved` makes of them: the option may have changed since. Without
-// factors in `saved`, or for a parameter that cannot have any, none.
+// Gives `fresh` factors of the layout in `saved`, with the inverses or eigensystems that are in
+// `saved`; if there are none, those of `damping_split`. Does nothing without factors in `saved`, or
+// for a parameter that cannot have any.
 void add_saved_layout(KFACParamState& fresh, const at::Tensor& weight, const KFACParamState& saved,
                       const std::string& damping_split);
 

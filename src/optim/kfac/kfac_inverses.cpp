@@ -18,10 +18,10 @@ namespace {
 
 using linalg::detail::MatrixGroup;
 
-// Eigensystems are accepted up to this residual; right ones have about 1e-6 in float32.
+// The largest accepted residual of an eigensystem; correct ones have about 1e-6 in float32.
 constexpr double kEigensystemTolerance = 1e-2;
 
-// One of the two factors of a layer, and what is made of it.
+// One of the two factors of a layer, and its solution.
 struct Factor {
   at::Tensor matrices;  // [groups, n, n], or their diagonals [groups, n]
   at::Tensor damping;   // [groups] float64, at least the floor; undefined with kExact
@@ -109,14 +109,14 @@ Solution solve_by_eigh(const Joined& joined) {
 }
 
 // By Cholesky factors: (F + damping I)^-1. Pivots as small as the rounding error of an eigenvalue
-// are rejected; the host, where it knows of them, takes these matrices by eigenvalues.
+// are rejected. On the CPU these matrices are then solved by eigenvalues.
 Solution solve_by_cholesky(const Joined& joined) {
   const auto input = linalg::detail::normalize_symmetric(joined.matrices, /*eps=*/0.0);
   const at::ScalarType dtype = input.matrix.scalar_type();
   const at::Tensor damped = input.matrix.clone();
   damped.diagonal(0, -2, -1).add_((joined.dampings * input.scale).to(dtype).unsqueeze(-1));
   auto [L, info] = at::linalg_cholesky_ex(damped);
-  // The inverse of a matrix that has none would raise.
+  // cholesky_inverse() would raise for a singular matrix.
   const at::Tensor identity = at::eye(L.size(-1), L.options());
   L = at::where(info.eq(0).view({-1, 1, 1}), L, identity);
   at::Tensor roots = at::cholesky_inverse(L).mT().contiguous();
@@ -140,14 +140,14 @@ Solution solve_by_cholesky(const Joined& joined) {
       roots.index_copy(0, which, others.roots), {}, accepted.index_copy(0, which, others.accepted)};
 }
 
-// Damping relative to the Frobenius norm of a factor below which an iteration does not resolve it.
+// The smallest damping that an iteration resolves, relative to the factor's Frobenius norm.
 double least_damping(at::ScalarType dtype) { return dtype == at::kDouble ? 0x1p-46 : 0x1p-20; }
 
-// (F + s I)^-1 = (F / s + I)^-1 / s: all of one damping then.
+// (F + s I)^-1 = (F / s + I)^-1 / s, so that all matrices have the same damping.
 Solution solve_by_root(const Joined& joined, const std::string& method) {
   const at::ScalarType dtype = joined.matrices.scalar_type();
   const at::Tensor largest = joined.matrices.flatten(1).abs().amax(1).to(at::kDouble);
-  const at::Tensor norm =  // of entries too large to square too
+  const at::Tensor norm =  // entries may be too large to square
       (joined.matrices.flatten(1) /
        largest.clamp_min(linalg::detail::smallest_normal(dtype)).unsqueeze(-1))
           .norm(2, 1) *
@@ -188,7 +188,7 @@ void solve(const std::vector<Factor*>& factors, at::TensorList matrices, const M
   }
 }
 
-// The same of a factor that is its diagonal: the identity has its eigenvectors.
+// The same for a factor stored as its diagonal, whose eigenvectors are the identity.
 void solve_diagonal(Factor& factor) {
   const at::Tensor values = factor.matrices.to(at::kDouble);
   factor.eigenvalues = values.clamp_min(factor.floor);

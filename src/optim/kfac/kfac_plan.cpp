@@ -87,7 +87,7 @@ void KfacPlan::after_bind() {
   }
 }
 
-// ---- what layers see
+// ---- layer calls
 
 const std::vector<bool>& KfacPlan::due() {
   if (due_.empty()) {
@@ -108,7 +108,7 @@ void KfacPlan::record(gradients::detail::LayerCall call, bool is_tied,
     return;
   }
   const FactorWeight weight = weight_of(call.weight);
-  if (loss_scale.defined()) {  // here, since the square of it may be too large
+  if (loss_scale.defined()) {  // before squaring, which may overflow
     const at::Tensor& g = call.output_gradient;
     call.output_gradient =
         g.to(state_dtype(weight.param)) / loss_scale.to(g.device(), /*non_blocking=*/true);
@@ -133,8 +133,7 @@ void KfacPlan::receive(gradients::detail::LayerCall call, const std::vector<int6
 void KfacPlan::declare(const std::vector<DeclaredLayer>& layers) {
   for (const DeclaredLayer& each : layers) {
     FactorLayer layer;
-    const FactorLayer* known = records_.layer(param(each.weight));
-    layer.groups = known == nullptr ? 1 : known->groups;
+    layer.groups = each.groups;
     layer.bias = each.bias < 0 ? at::Tensor() : param(each.bias);
     layer.is_transposed = each.is_transposed;
     layer.is_tied = each.is_tied;
@@ -195,7 +194,7 @@ void KfacPlan::check(const std::vector<size_t>& active) {
   }
 }
 
-// The layers that have factors, or get their first ones.
+// The layers with factors, and those with sums for their first ones.
 bool KfacPlan::derive(const std::vector<size_t>& active) {
   std::vector<bool> is_active(size(), false);
   for (const size_t i : active) {
@@ -219,7 +218,7 @@ bool KfacPlan::derive(const std::vector<size_t>& active) {
     const bool has_room = records_.layout(weight_of(i), *layer).has_bias_row;
     bias = bias >= 0 && is_active[bias] && has_room ? bias : -1;
     found.push_back({i, bias, layer->is_transposed && param(i).dim() == 2, sums, known});
-    is_active[i] = false;  // what is left falls back
+    is_active[i] = false;  // the others fall back
     if (bias >= 0) {
       is_active[bias] = false;
     }
@@ -236,6 +235,11 @@ bool KfacPlan::derive(const std::vector<size_t>& active) {
   return is_new;
 }
 
+void KfacPlan::before_completing() {
+  new_diagonals_.clear();
+  only_creates_state_ = layers_.empty() && only_creates_state();
+}
+
 void KfacPlan::complete(size_t i, SecondOrderParamState& completed) {
   auto& state = static_cast<KFACParamState&>(completed);
   if (options(i).momentum() > 0.0 && !state.momentum_buffer().defined()) {
@@ -243,11 +247,14 @@ void KfacPlan::complete(size_t i, SecondOrderParamState& completed) {
   }
   const auto layer = std::find_if(layers_.begin(), layers_.end(),
                                   [&](const Layer& each) { return each.weight == i; });
-  if (layer == layers_.end()) {
+  const FactorLayer* known = records_.layer(param(i));
+  const bool is_declared =
+      only_creates_state_ && known != nullptr && known->problem.empty() && !is_excluded(i);
+  if (layer == layers_.end() && !is_declared) {
     return;
   }
   const auto& split = options(i).damping_split();
-  const FactorLayout layout = records_.layout(weight_of(i), *records_.layer(param(i)));
+  const FactorLayout layout = records_.layout(weight_of(i), *known);
   if (!state.A().defined()) {
     add_factors(state, param(i), layout, split);
     for (const auto& [key, factor] : {std::pair("A", state.A()), std::pair("G", state.G())}) {
@@ -257,7 +264,7 @@ void KfacPlan::complete(size_t i, SecondOrderParamState& completed) {
     }
   } else if (!has_roots(state, split)) {
     reset_roots(state, param(i), layout, split);
-    if (layer->has_factors) {
+    if (layer != layers_.end() && layer->has_factors) {
       lost_inverses_.insert(param(i).unsafeGetTensorImpl());
     }
   }

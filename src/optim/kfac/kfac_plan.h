@@ -17,20 +17,23 @@
 
 namespace torchium::optim::detail {
 
-// What is known of a layer without a call.
+// A layer that is known without a call.
 struct DeclaredLayer {
   int64_t weight;
   int64_t bias = -1;
   bool is_transposed = false;
   bool is_tied = false;
+  int64_t groups = 1;  // of a convolution
 };
 
 class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
  public:
-  // ---- what layers see
+  const char* optimizer_name() const override { return "KFAC"; }
 
-  // Whether the factors of each parameter are due in the next step; calls of others are ignored
-  // until then. Waits for the device only after a load.
+  // ---- layer calls
+
+  // Whether the factors of each parameter are due in the next step; calls of others are ignored.
+  // Waits for the device only after a load.
   const std::vector<bool>& due();
   // A call with its gradient; its micro-batch is any number of the backward pass. is_tied: the
   // weight is known to be looked up as an embedding too. loss_scale: what the loss was multiplied
@@ -48,28 +51,26 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
 
   StateChanges take(const JointInputs& inputs) override;
 
-  // Parameters that no factors preconditioned in their last step.
+  // Parameters whose last step was one of SGD.
   std::vector<int64_t> fallback() const;
-  // Those of the next step that nobody was warned of before note_warned().
+  // Those of the next step without a warning so far; note_warned() is called after the warning.
   const std::vector<int64_t>& new_fallback() const { return new_fallback_; }
   void note_warned();
-  // How many parameters the next step has, and how many of them it preconditions.
+  // The number of parameters in the next step, and of those that it preconditions.
   int64_t considered() const { return considered_; }
   int64_t preconditioned() const;
-  // What missing_state() has found to be kept as a diagonal because of its order: the weight, the
-  // factor and that order.
+  // New factors that are stored as diagonals because of their order: weight, factor and order.
   using Diagonal = std::tuple<int64_t, std::string, int64_t>;
   const std::vector<Diagonal>& new_diagonals() const { return new_diagonals_; }
 
  protected:
-  const char* optimizer_name() const override { return "KFAC"; }
   void make_room(SecondOrderParamState& fresh, const SecondOrderParamState& saved,
                  const at::Tensor& param, const torch::optim::OptimizerOptions& options,
                  int64_t params, const std::string& name) const override;
   void after_set_options() override { due_.clear(); }
   void check(const std::vector<size_t>& active) override;
   bool derive(const std::vector<size_t>& active) override;
-  void before_completing() override { new_diagonals_.clear(); }
+  void before_completing() override;
   void complete(size_t i, SecondOrderParamState& state) override;
   void after_bind() override;
   std::unique_ptr<PlannedStep> plan(const std::vector<at::Tensor>& params, const StateList& states,
@@ -77,7 +78,7 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   void note_skip(const std::vector<at::Tensor>& params) override;
 
  private:
-  // A weight of the next step that is preconditioned, and the bias that shares its factors.
+  // A weight that the next step preconditions, and the bias that shares its factors.
   struct Layer {
     size_t weight;
     int64_t bias;  // -1: none
@@ -100,11 +101,12 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   std::unordered_set<const at::TensorImpl*> fallback_, warned_;
   std::vector<int64_t> new_fallback_;
   std::vector<Diagonal> new_diagonals_;
+  bool only_creates_state_ = false;  // of all layers that are known without a call
   int64_t considered_ = 0;
-  std::vector<bool> checked_;  // whether the state was found right since bind()
-  // factor_updates of states that have factors, as far as the host knows.
+  std::vector<bool> checked_;  // whether the state was checked since bind()
+  // factor_updates that the host knows to be above 0.
   std::unordered_set<const at::TensorImpl*> with_factors_;
-  // Weights whose inverses another damping_split had made, until they are made anew.
+  // Weights with factors whose inverses were reset, until the next step.
   std::unordered_set<const at::TensorImpl*> lost_inverses_;
 };
 

@@ -24,7 +24,7 @@ struct KfacParameterOptions {
 
 // Options of the whole step.
 struct KfacHyperparameters {
-  std::vector<KfacParameterOptions> parameters;  // one a parameter
+  std::vector<KfacParameterOptions> parameters;  // one per parameter
   bool batch_averaged = true;                    // the loss is a mean over the samples
   std::optional<double> kl_clip = 1e-3;
   DampingSplit damping_split = DampingSplit::kPi;
@@ -34,12 +34,12 @@ struct KfacHyperparameters {
 
 struct KfacState {
   std::vector<at::Tensor> steps;             // 0-dim float64 on the parameter's device
-  std::vector<at::Tensor> momentum_buffers;  // one a parameter; used where momentum > 0
+  std::vector<at::Tensor> momentum_buffers;  // one per parameter; used if momentum > 0
   at::Tensor status;                         // int64 [kStatusSize], see step_status.h
 };
 
 // One step of all parameters of an optimizer on one device. `params` and `grads` have the same
-// length and no undefined gradient. Parameters of no layer take a step of SGD with momentum.
+// length and no undefined gradient. Parameters without a layer take a step of SGD with momentum.
 void kfac_step(const KfacHyperparameters& hyperparameters, at::TensorList params,
                at::TensorList grads, std::vector<KfacLayer>& layers, KfacState& state);
 

@@ -20,7 +20,8 @@ using gradients::detail::LayerKind;
 namespace {
 
 constexpr size_t kMaxCalls = 1 << 20;  // of one parameter
-constexpr int64_t kRowSize = 13;       // LayerCall as integers, and its place among all calls
+// LayerCall as integers, and its place among all calls.
+constexpr int64_t kRowSize = gradients::detail::kCallRowSize + 1;
 
 std::array<int64_t, kRowSize> row_of(const LayerCall& call, int64_t place) {
   std::array<int64_t, kRowSize> row{static_cast<int64_t>(call.kind), call.weight, call.bias,
@@ -28,16 +29,6 @@ std::array<int64_t, kRowSize> row_of(const LayerCall& call, int64_t place) {
   std::copy(call.settings.begin(), call.settings.end(), row.begin() + 4);
   row.back() = place;
   return row;
-}
-
-LayerCall call_of(const int64_t* row) {
-  LayerCall call;
-  call.kind = static_cast<LayerKind>(row[0]);
-  call.weight = row[1];
-  call.bias = row[2];
-  call.micro_batch = row[3];
-  std::copy_n(row + 4, call.settings.size(), call.settings.begin());
-  return call;
 }
 
 bool are_calls(const at::Tensor& rows, int64_t param_count) {
@@ -126,18 +117,11 @@ bool NaturalGradientParamState::assign(const std::string& key, const at::Tensor&
 
 void NaturalGradientParamState::serialize(torch::serialize::InputArchive& archive) {
   SecondOrderParamState::serialize(archive);
-  if (!archive.try_read("uses", uses(), /*is_buffer=*/true)) {
-    return;
-  }
-  archive.try_read("use_eps", use_eps(), /*is_buffer=*/true);
-  at::Tensor input;
-  at::Tensor gradient;
-  for (size_t j = 0;
-       archive.try_read("inputs." + std::to_string(j), input, /*is_buffer=*/true) &&
-       archive.try_read("output_gradients." + std::to_string(j), gradient, /*is_buffer=*/true);
-       ++j) {
-    inputs().push_back(std::exchange(input, {}));
-    output_gradients().push_back(std::exchange(gradient, {}));
+  for (const std::string& key : archive.keys()) {
+    at::Tensor tensor;  // a defined one would be written to
+    if (archive.try_read(key, tensor, /*is_buffer=*/true)) {
+      assign(key, tensor);
+    }
   }
 }
 
@@ -195,7 +179,7 @@ std::shared_ptr<const KeptBatch> read_batch(const BatchStates& states) {
     const at::Tensor eps = state->use_eps().cpu().contiguous();
     for (const auto j : c10::irange(rows.size(0))) {
       const int64_t* row = rows.const_data_ptr<int64_t>() + j * kRowSize;
-      LayerCall call = call_of(row);
+      LayerCall call = gradients::detail::call_from_row(row);
       call.eps = eps.const_data_ptr<double>()[j];
       call.input = state->inputs()[j];
       call.output_gradient = state->output_gradients()[j];
@@ -234,7 +218,7 @@ void add_saved_room(NaturalGradientParamState& fresh, const NaturalGradientParam
   fresh.use_eps(at::empty({rows.size(0)}, at::kDouble));
   const at::Tensor on_cpu = rows.cpu().contiguous();
   for (const auto j : c10::irange(count)) {
-    const auto kind = call_of(on_cpu.const_data_ptr<int64_t>() + j * kRowSize).kind;
+    const auto kind = static_cast<LayerKind>(on_cpu.const_data_ptr<int64_t>()[j * kRowSize]);
     const at::Tensor gradient = room(saved.output_gradients(), j, at::kFloat);
     const at::Tensor input =
         room(saved.inputs(), j, kind == LayerKind::kEmbedding ? at::kLong : at::kFloat);

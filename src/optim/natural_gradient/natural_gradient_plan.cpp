@@ -34,11 +34,6 @@ struct NaturalGradientPlannedStep : public PlannedStep {
   at::Tensor result;
 };
 
-bool all_zero(const std::vector<at::Tensor>& tensors) {
-  return std::none_of(tensors.begin(), tensors.end(),
-                      [](const at::Tensor& tensor) { return tensor.any().item<bool>(); });
-}
-
 bool same_tensors(const KeptBatch& a, const KeptBatch& b) {
   return std::equal(a.calls.begin(), a.calls.end(), b.calls.begin(), b.calls.end(),
                     [](const LayerCall& x, const LayerCall& y) {
@@ -90,7 +85,7 @@ void NaturalGradientPlan::after_bind() {
   });
 }
 
-// ---- what layers see
+// ---- layer calls
 
 bool NaturalGradientPlan::is_refresh() {
   if (!refresh_) {
@@ -130,7 +125,7 @@ std::vector<int64_t> NaturalGradientPlan::passes() const {
   return result;
 }
 
-// What the recorded calls have brought to the active parameters.
+// The recorded calls of active parameters.
 std::shared_ptr<const KeptBatch> NaturalGradientPlan::recorded_batch(
     const std::vector<size_t>& active) const {
   const auto reached = [&](int64_t i) {
@@ -165,20 +160,7 @@ std::shared_ptr<const KeptBatch> NaturalGradientPlan::recorded_batch(
 // ---- the step
 
 bool NaturalGradientPlan::is_start() {
-  if (!passes_.empty() || !is_refresh()) {
-    return false;
-  }
-  const auto taken = steps_taken();
-  std::vector<at::Tensor> grads;
-  for (const auto i : c10::irange(size())) {
-    if (taken[i] > 0) {
-      return false;
-    }
-    if (gradient_of(param(i)).defined()) {
-      grads.push_back(gradient_of(param(i)));
-    }
-  }
-  return all_zero(grads);
+  return passes_.empty() && is_refresh() && only_creates_state();
 }
 
 // Before anything is changed.
@@ -201,7 +183,7 @@ void NaturalGradientPlan::check(const std::vector<size_t>& active) {
   batch_ = kept_;
 }
 
-// Refuses a batch whose samples are not known.
+// Refuses a batch that does not account for all gradients.
 void NaturalGradientPlan::check_recorded(const KeptBatch& batch,
                                          const std::vector<size_t>& active) const {
   TORCH_CHECK_VALUE(!batch.calls.empty(),
@@ -317,7 +299,7 @@ StateChanges NaturalGradientPlan::take(const JointInputs& inputs) {
   return keeps ? keep() : StateChanges();
 }
 
-// Keeps the batch in the state if later steps need it; they must not see it change.
+// Copies the batch into the state if later steps need it.
 StateChanges NaturalGradientPlan::keep() {
   auto factorization = std::exchange(factorization_, {});
   const bool is_needed = options().front().update_freq() > 1;

@@ -1,4 +1,4 @@
-// The plan of natural gradient's steps of all parameter groups.
+// Natural gradient's plan of the steps of all parameter groups.
 #pragma once
 
 #include "optim/capture/joint_plan.h"
@@ -20,12 +20,14 @@ namespace torchium::optim::detail {
 
 class NaturalGradientPlan : public JointPlanOf<NaturalGradientOptions, NaturalGradientParamState> {
  public:
-  // ---- what layers see
+  const char* optimizer_name() const override { return "NaturalGradient"; }
 
-  // Whether the next step takes its Fisher matrix from its own batch: decided once a step.
+  // ---- layer calls
+
+  // Whether the next step takes its Fisher matrix from its own batch. Decided once per step.
   bool is_refresh();
-  // A call with a gradient. Weight and bias are positions in what bind() was given, -1 where it has
-  // no gradient from this call; the micro-batch is any number of the backward pass.
+  // A call with its gradient. Weight and bias are positions in what bind() was given; -1: none, or
+  // no gradient from this call. The micro-batch is any number of the backward pass.
   void record(gradients::detail::LayerCall call);
   void receive(gradients::detail::LayerCall call, const std::vector<int64_t>& gone_passes) override;
   void forget() override;
@@ -34,15 +36,13 @@ class NaturalGradientPlan : public JointPlanOf<NaturalGradientOptions, NaturalGr
 
   // ---- steps
 
-  // Whether the next step makes the state by zero gradients, which needs no samples:
-  // torch.distributed.checkpoint takes such a step to have state to load into.
+  // Whether the next step only creates state, which needs no samples.
   bool is_start();
   StateChanges take(const JointInputs& inputs) override;
   // Waits for the device.
   NaturalGradientReport report() const;
 
  protected:
-  const char* optimizer_name() const override { return "NaturalGradient"; }
   void make_room(SecondOrderParamState& fresh, const SecondOrderParamState& saved,
                  const at::Tensor& param, const torch::optim::OptimizerOptions& options,
                  int64_t params, const std::string& name) const override;
@@ -69,7 +69,7 @@ class NaturalGradientPlan : public JointPlanOf<NaturalGradientOptions, NaturalGr
   std::shared_ptr<const KeptBatch> kept_;            // of the last refresh; null: none
   std::shared_ptr<const KeptBatch> batch_;           // of the next step; null: is_start()
   std::map<const at::TensorImpl*, std::vector<int64_t>> kept_shapes_;  // of parameters, at keep()
-  // The factorisation of a batch, and what it depends on.
+  // The factorisation of a batch, and everything it depends on.
   struct Factorization {
     std::shared_ptr<const KeptBatch> batch;
     std::vector<double> dampings;

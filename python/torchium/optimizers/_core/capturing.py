@@ -1,6 +1,6 @@
-"""Optimizers that see the layers of a model at work: K-FAC and natural gradient.
+"""Optimizers that capture layer calls: K-FAC and natural gradient.
 
-One step is one call for all parameters of all groups, since their factors or samples belong together.
+A step is one call for all groups, because a layer or a sample may have parameters of several.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ParamsOrModel = ParamsT | nn.Module
 
 
 class CapturingOptimizer(CoreOptimizer):
-    """Base of the optimizers that capture inputs and output gradients of layers."""
+    """Base of the optimizers that capture the inputs and output gradients of layers."""
 
     # The class of its plan in the core.
     _PLAN: ClassVar[str]
@@ -57,14 +57,14 @@ class CapturingOptimizer(CoreOptimizer):
 
     @abstractmethod
     def _init_capture(self) -> None:
-        """Makes a capture, and whatever else does not follow from groups and state."""
+        """Creates the capture, and what else does not follow from groups and state."""
 
     @abstractmethod
     def _before_step(self, plan: JointPlan) -> None:
-        """Tells the plan what the capture has found; raises for layers that do not allow a step."""
+        """Hands captured calls to the plan; raises for layers that do not allow a step."""
 
     def _announce(self, plan: JointPlan) -> None:
-        """Warns of what the planned step cannot do, before anything is changed."""
+        """Warns about limits of the planned step, before anything is changed."""
 
     # ---- the scaler
 
@@ -81,11 +81,11 @@ class CapturingOptimizer(CoreOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Makes a scaler call step() even if it is to be skipped, so that the captures are dropped."""
+        """Makes a scaler call step() even for a step to be skipped, so that captures are dropped."""
         return True
 
     def _loss_scale(self) -> Tensor | None:
-        """What the gradients of the captured outputs are too large by; None: 1.
+        """The factor of the loss; None: 1.
 
         Without ``grad_scaler`` it is known only while a scaler runs the step.
         """
@@ -97,7 +97,7 @@ class CapturingOptimizer(CoreOptimizer):
         return scale
 
     def _unknown_loss_scale(self) -> Tensor | None:
-        """The part of it that what was recorded until the step does not know."""
+        """The factor that recorded calls still contain."""
         return self._loss_scale()
 
     # ---- groups and modules
@@ -172,9 +172,9 @@ class CapturingOptimizer(CoreOptimizer):
             self._plan.core.forget()
 
     def _decide(self) -> JointPlan | None:
-        """The plan, ready to decide what the next step needs layers to see: at the first forward pass.
+        """The plan, with which the first forward pass decides whether the next step needs calls.
 
-        None: an option is wrong, which ``step()`` raises.
+        None: an option is wrong, for which ``step()`` raises.
         """
         self._decided = True
         plan = self._bound_plan()
@@ -185,7 +185,7 @@ class CapturingOptimizer(CoreOptimizer):
         return plan
 
     def _bound_plan(self) -> JointPlan:
-        """The plan, bound to what the groups and the state hold now."""
+        """The plan, bound to the current groups and state."""
         if self._plan is None:
             self._plan = JointPlan(self._PLAN)
         if self._bound_to is None or not self._bound_to.is_of(self.param_groups, self.state):
@@ -198,7 +198,7 @@ class CapturingOptimizer(CoreOptimizer):
         self._bound_to = Snapshot(self.param_groups, self.state)
 
     def _adopt_options(self, plan: JointPlan) -> None:
-        """Hands the plan options that were set since the last step."""
+        """Hands changed options to the plan."""
         for index, group in enumerate(self.param_groups):
             self._check_changed_but_lr(index, group)
         checked = [self._checked_options[index] for index in range(len(self.param_groups))]
@@ -208,7 +208,7 @@ class CapturingOptimizer(CoreOptimizer):
             self._adopted = checked
 
     def _complete_state(self, plan: JointPlan) -> None:
-        """Checks all, creates the state that is missing, and plans the step."""
+        """Checks everything, creates missing state, and plans the step."""
         for index, group in enumerate(self.param_groups):
             for param in group["params"]:
                 if not self._has_state(param) and param.grad is not None:
@@ -289,7 +289,7 @@ class CapturingOptimizer(CoreOptimizer):
         self._capture.forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Hooks are made anew, and a scaler is not taken along: a copy of it would stand still.
+        # A copy makes its own hooks. It has no scaler, because a copied scaler would not be updated.
         return {**super().__getstate__(), "modules": dict(self._capture.modules)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What K-FAC sees of layers, on its way to the plan."""
+"""Hands layer calls to the plan of K-FAC."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from .plan import JointPlan
 class FactorCapture(Capture):
     """Hands each call of a weight to the plan as soon as its gradient is there.
 
-    ``loss_scale`` is a method of the optimizer, which it does not keep alive: what a scaler has
-    multiplied the loss by, or None.
+    ``loss_scale`` is a method of the optimizer, which is not kept alive: the factor of the loss, or
+    None.
     """
 
     plan: JointPlan | None = None
@@ -40,7 +40,7 @@ class FactorCapture(Capture):
     ) -> None:
         super().__init__(TIED_KINDS, wants)
         self._loss_scale = weakref.WeakMethod(loss_scale)
-        # Plan and trained parameters that declare() was called with; None: to be called again.
+        # Plan and trained parameters of the last declare(); None: something has changed since.
         self._declared: tuple[JointPlan, list[bool]] | None = None
 
     def adopt(self, module: nn.Module, name: str) -> None:
@@ -48,11 +48,11 @@ class FactorCapture(Capture):
         self._declared = None
 
     def release(self) -> None:
-        """Lets go of the plan."""
+        """Releases the plan."""
         self.plan = self._declared = None
 
     def declare(self, plan: JointPlan) -> None:
-        """Tells the plan what is known of layers, if that has changed."""
+        """Tells the plan which layers are known, if that has changed."""
         trained = [param.requires_grad for param in plan.params]
         if (
             self._declared is not None
@@ -65,7 +65,9 @@ class FactorCapture(Capture):
             if self.weight_beside(weight) is not weight:
                 continue
             if self._problem_of_modules(weight) is None:
-                rows += [i, self._bias(plan, weight), *map(int, self._geometry(weight))]
+                owner = self.owners[weight][0]
+                rows += [i, self._bias(plan, weight), int(has_transposed_weight(owner))]
+                rows += [int(self._is_tied(weight)), getattr(owner, "groups", 1)]
             if self.problem(weight) is not None:
                 excluded.append(i)
         plan.core.declare(rows)
@@ -105,12 +107,12 @@ class FactorCapture(Capture):
         return None
 
     def weight_beside(self, param: Tensor) -> Tensor | None:
-        """The weight of the layer that has the parameter, which may be that weight, or None."""
+        """The weight of the parameter's layer, perhaps the parameter itself; None: there is none."""
         owners = self.owners.get(param)
         return owners[0]._parameters.get("weight") if owners else None
 
     def joint_bias(self, weight: Tensor) -> Tensor | None:
-        """The bias that shares the factors of the weight: the same one wherever that is used."""
+        """The bias that shares the weight's factors: all its layers have the same one."""
         layers = [module for module in self.owners[weight] if not isinstance(module, nn.Embedding)]
         bias = layers[0]._parameters.get("bias") if layers else None
         if bias is None or bias not in self._params or not bias.requires_grad:
@@ -121,11 +123,9 @@ class FactorCapture(Capture):
         bias = self.joint_bias(weight)
         return -1 if bias is None else plan.positions.get(bias, -1)
 
-    def _geometry(self, weight: Tensor) -> tuple[bool, bool]:
-        """Whether the weight is [in, out], and whether it is looked up as an embedding too."""
-        owners = self.owners[weight]
-        is_tied = any(isinstance(module, nn.Embedding) for module in owners)
-        return has_transposed_weight(owners[0]), is_tied
+    def _is_tied(self, weight: Tensor) -> bool:
+        """Whether the weight is looked up as an embedding too."""
+        return any(isinstance(module, nn.Embedding) for module in self.owners[weight])
 
     def _is_needed(self, params: dict[str, Tensor]) -> bool:
         weight = params.get("weight")
@@ -154,7 +154,7 @@ class FactorCapture(Capture):
         plan.core.record(
             *core_tensors(call.module, call.input, call.output_gradient),
             row,
-            self._geometry(weight)[1],
+            self._is_tied(weight),
             None if loss_scale is None else loss_scale(),
         )
 
