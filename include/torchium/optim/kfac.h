@@ -66,11 +66,10 @@ struct TORCHIUM_API KFACOptions : public torch::optim::OptimizerCloneableOptions
   void set_lr(const double lr) override;
 };
 
-/// State of one parameter. The weight of a layer has the factors of the layer: stacks of one matrix
-/// a channel group, in the state dtype. a is the fan-in of a group, and one more if there is a
-/// bias; o are all outputs. Of a factor above max_factor_size, and of G of a tied head, the
-/// diagonal alone is kept, [groups, n] instead of [groups, n, n]; then its inverse or eigenvectors
-/// (the identity) are too.
+/// State of one parameter. The weight of a layer has the layer's factors: one matrix per channel
+/// group, in the state dtype. a is the fan-in of a group, plus one with a bias; o is the number of
+/// outputs. A factor above max_factor_size, and G of a tied head, is stored as its diagonal,
+/// [groups, n] instead of [groups, n, n], and so are its inverse or eigenvectors (the identity).
 struct TORCHIUM_API KFACParamState : public SecondOrderParamState {
   /// If momentum > 0: the shape of the parameter.
   TORCH_ARG(at::Tensor, momentum_buffer);
@@ -81,7 +80,7 @@ struct TORCHIUM_API KFACParamState : public SecondOrderParamState {
   /// "pi" and "plain": the damped inverses.
   TORCH_ARG(at::Tensor, A_inverse);
   TORCH_ARG(at::Tensor, G_inverse);
-  /// "exact": eigenvectors, in columns.
+  /// "exact": eigenvectors in columns.
   TORCH_ARG(at::Tensor, A_eigenvectors);
   TORCH_ARG(at::Tensor, G_eigenvectors);
   /// "exact": [groups, a] and [groups, o / groups].
@@ -89,7 +88,7 @@ struct TORCHIUM_API KFACParamState : public SecondOrderParamState {
   TORCH_ARG(at::Tensor, G_eigenvalues);
   /// Updates of the factors so far: 0-dim float32.
   TORCH_ARG(at::Tensor, factor_updates);
-  /// Failures in a row of A's and G's inversion: int32 [2].
+  /// Consecutive failures to invert A and G: int32 [2].
   TORCH_ARG(at::Tensor, root_failures);
 
  public:
@@ -105,21 +104,21 @@ struct TORCHIUM_API KFACParamState : public SecondOrderParamState {
   void serialize(torch::serialize::InputArchive& archive) override;
 };
 
-/// Which parameters the last steps preconditioned, by their names in the model.
+/// Which parameters the last steps preconditioned, by name in the model.
 struct KFACReport {
   std::vector<std::string> preconditioned;
-  /// Those that take steps of SGD with momentum.
+  /// Parameters that take steps of SGD with momentum.
   std::vector<std::string> fallback;
-  /// Weights of which a factor is kept as its diagonal.
+  /// Weights whose factor is stored as its diagonal.
   std::vector<std::string> diagonal_A;
   std::vector<std::string> diagonal_G;
 };
 
 /// K-FAC for linear layers and two-dimensional convolutions, as modules or as operators
-/// (CapturingOptimizer), also x W with a weight [in, out], as addmm(b, x, W), and also where the
-/// weight is looked up as an embedding too (a tied head). Other parameters, embeddings that are not
-/// tied, those that are used in another way too, and those within recurrent and transformer layers
-/// take steps of SGD with momentum; a warning counts them and names some, report() all.
+/// (CapturingOptimizer). A weight may be [in, out], as in addmm(b, x, W), or also be an embedding
+/// table (a tied head). All others take steps of SGD with momentum: embeddings that are not tied,
+/// parameters of other operators, weights that other operators use too, and parameters of recurrent
+/// and transformer layers. A warning counts them and names some; report() names all.
 ///
 ///     torchium::optim::KFAC optimizer(*model, torchium::optim::KFACOptions(0.01).TInv(20));
 class TORCHIUM_API KFAC : public CapturingOptimizer {

@@ -53,17 +53,17 @@ struct TORCHIUM_API NaturalGradientOptions
   void set_lr(const double lr) override;
 };
 
-/// State of one parameter. With update_freq > 1 it has a part of the batch of the last refresh:
-/// what the J layer uses have seen whose weight (or else bias) it is.
+/// State of one parameter. With update_freq > 1 it has a part of the batch of the last refresh: the
+/// J layer calls whose weight (or, without a weight, whose bias) it is.
 struct TORCHIUM_API NaturalGradientParamState : public SecondOrderParamState {
   /// The last direction, if momentum > 0 in any group: the shape of the parameter.
   TORCH_ARG(at::Tensor, momentum_buffer);
   /// [J, 13] int64 on the CPU: kind, weight, bias, micro-batch, eight settings, place among all
-  /// uses. Weight and bias are positions in the parameters of all groups.
+  /// calls. Weight and bias are positions in the parameters of all groups.
   TORCH_ARG(at::Tensor, uses);
   /// [J] float64 on the CPU: eps of norms.
   TORCH_ARG(at::Tensor, use_eps);
-  /// Of each use, as captured.
+  /// Of each call, as captured.
   TORCH_ARG(std::vector<at::Tensor>, inputs);
   TORCH_ARG(std::vector<at::Tensor>, output_gradients);
 
@@ -81,7 +81,7 @@ struct TORCHIUM_API NaturalGradientParamState : public SecondOrderParamState {
 struct NaturalGradientReport {
   /// "gram" or "cg"; empty before the first step.
   std::string solver;
-  /// How many the Fisher matrix has.
+  /// Samples in the Fisher matrix.
   int64_t samples = 0;
   /// Of conjugate gradients, else 0.
   int64_t iterations = 0;
@@ -89,15 +89,14 @@ struct NaturalGradientReport {
 };
 
 /// Natural gradient with the damped empirical Fisher matrix of the batch, for a loss that is a mean
-/// over the samples. Every parameter must be used by the operators of CapturingOptimizer, and by no
-/// other. What is added to its gradient after that, as weight decay, is a part of the gradient, but
-/// not of the Fisher matrix.
+/// over the samples. Only the operators of CapturingOptimizer may use a parameter. What is added to
+/// its gradient after the backward pass, such as weight decay, is a part of the gradient, but not
+/// of the Fisher matrix.
 ///
 /// The constructors throw c10::ValueError for a layer of torch::nn with trainable parameters that
-/// is not supported, recurrent and transformer layers among them. step() throws it, and changes
-/// nothing, for a batch that cannot be taken apart: BatchNorm in training, a parameter with
-/// uses that were not captured (looked for in its first backward pass), layers that disagree on the
-/// number of samples.
+/// is not supported, such as recurrent and transformer layers. step() throws it, and changes
+/// nothing, for a batch that cannot be split into samples: BatchNorm in training, a parameter that
+/// other operators use too, layers that disagree on the number of samples.
 ///
 ///     torchium::optim::NaturalGradient optimizer(*model);
 class TORCHIUM_API NaturalGradient : public CapturingOptimizer {

@@ -1,1 +1,1 @@
-"""What each layer saw: hooks, and the calls of layers that they record."""
+"""Hooks that record the calls of layers."""

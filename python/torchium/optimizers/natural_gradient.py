@@ -153,10 +153,10 @@ class NaturalGradient(CapturingOptimizer):
             self._refreshes = plan is not None and plan.core.is_refresh()
         return self._refreshes
 
-    # ---- what cannot be seen
+    # ---- unsupported layers
 
     def _check_known_layers(self) -> None:
-        """Refuses layers of which it is known at once that they are not supported."""
+        """Refuses layers that are known not to be supported."""
         params = [p for group in self.param_groups for p in group["params"]]
         self._check_owners([p for p in params if p.requires_grad])
 

@@ -1,4 +1,4 @@
-// Sees when a program exchanges tensors with other processes.
+// Detects exchanges of tensors with other processes.
 #pragma once
 
 #include <ATen/record_function.h>

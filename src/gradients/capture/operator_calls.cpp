@@ -17,8 +17,8 @@ at::Tensor tensor_or_none(const c10::IValue& value) {
   return value.isTensor() ? value.toTensor() : at::Tensor();
 }
 
-// The tensor of which `operand` is the whole transpose (same memory, sizes and strides swapped) and
-// which gets the gradient of `operand`; undefined if there is none.
+// The tensor whose whole transpose is `operand` (same memory, sizes and strides swapped), and which
+// receives its gradient; undefined if there is none.
 at::Tensor untransposed(const at::Tensor& operand) {
   at::Tensor source;
   if (operand.requires_grad()) {

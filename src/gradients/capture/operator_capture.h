@@ -1,5 +1,5 @@
-// Captures the layer calls of a C++ model without changes to the model: a global callback of
-// libtorch's RecordFunction watches the operators that use a parameter and hooks their outputs.
+// Captures the layer calls of a C++ model without changes to the model: a global RecordFunction
+// callback observes operators with a parameter among their operands and hooks their outputs.
 #pragma once
 
 #include "gradients/capture/layer_call.h"
@@ -22,8 +22,8 @@ namespace torchium::gradients::detail {
 // sample. An operator within one of these, or within a recurrent layer (lstm, gru, ...), does not
 // count: there dimension 0 may be something else.
 //
-// Forward passes may run on any threads. The callback of the process is there only while some
-// capture is enabled: it costs every operator a few hundred nanoseconds.
+// Forward passes may run on any thread. The callback is registered only while some capture is
+// enabled, because it costs every operator a few hundred nanoseconds.
 class TORCHIUM_API OperatorCapture {
  public:
   // Receives one call in the backward pass, on its thread, once the gradient by the layer's output

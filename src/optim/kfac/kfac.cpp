@@ -65,7 +65,7 @@ const char* KFAC::root_remedy() const {
          "overflow";
 }
 
-// ---- what a step has to tell
+// ---- warnings and reports
 
 std::string KFAC::why_not(const at::Tensor& param) const {
   const auto* place = layers().find(param);
@@ -89,7 +89,7 @@ std::string KFAC::why_not(const at::Tensor& param) const {
   return "not seen as weight or bias of a linear layer or convolution";
 }
 
-// Warns of parameters that no factors precondition, once, and of new factors that are diagonals.
+// Warns once about each parameter without factors, and about new factors that are diagonals.
 void KFAC::announce() {
   detail::NamesByKind names;
   const auto& fallback = plan().new_fallback();

@@ -1,4 +1,4 @@
-// Options and state of KFAC, and what its archives hold.
+// Options, state and archives of KFAC.
 #include "optim/core/parameter_state.h"
 #include "optim/kfac/kfac_options.h"
 #include "optim/kfac/kfac_plan.h"
@@ -96,8 +96,8 @@ bool KFACParamState::assign(const std::string& key, const at::Tensor& value) {
   return false;
 }
 
-// Which bias shares the factors of which weight: rows of two positions in all_params(), -1 for
-// none, and whether the weight is [in, out].
+// One row per weight with factors: its position in all_params(), that of its bias (-1: none), and
+// whether the weight is [in, out].
 void KFAC::save_more(torch::serialize::OutputArchive& archive) const {
   const auto params = all_params();
   const auto position = [&](const at::Tensor& param) -> int64_t {

@@ -10,10 +10,9 @@
 namespace torchium::optim::detail {
 
 // Renews A_root, G_root and the eigenvalues of the layers with `wanted` (inverse_due or
-// inverse_lost). Factors of one size are solved together. A pair (A, G) of a group is taken
-// together or not at all: where one of the two fails, both old ones stay, and the failure is
-// counted. root_method: "auto", "eigh" or "newton", see KFACOptions; kExact is by "eigh"
-// always.
+// inverse_lost). Factors of one size are solved together. If A or G of a group fails, both keep
+// their old roots, and the failure is counted. root_method: "auto", "eigh" or "newton"
+// (KFACOptions); kExact always uses "eigh".
 void update_inverses(std::vector<KfacLayer>& layers, bool KfacLayer::*wanted, DampingSplit split,
                      const std::string& root_method, const FoundInfGuard& guard);
 

@@ -20,7 +20,7 @@ namespace {
 
 using Tensors = std::vector<at::Tensor>;
 
-// Of the sums that factors are made of; far enough from the largest number for their rounding.
+// The largest accepted entry of a factor, with a margin for rounding.
 double largest_factor(at::ScalarType dtype) { return largest_number(dtype) / 4.0; }
 
 // What captured sums are multiplied by: a mean over the batch has divided the output gradients by
@@ -31,8 +31,8 @@ double scale_of_G(const KfacHyperparameters& h, const KfacLayer& layer) {
   return h.batch_averaged ? N : 1.0 / N;
 }
 
-// The captured sums, each of which counts with its weight. The largest entry of a sum of x x^T is
-// on its diagonal (Cauchy and Schwarz).
+// The captured sums, as parts of their weights. The largest entry of a sum of x x^T is on its
+// diagonal (Cauchy and Schwarz).
 std::vector<Examined> captured_sums(const KfacHyperparameters& h,
                                     const std::vector<KfacLayer>& layers) {
   std::vector<Examined> examined;
@@ -52,7 +52,7 @@ std::vector<Examined> captured_sums(const KfacHyperparameters& h,
   return examined;
 }
 
-// Looks at the gradients and at the captured sums, and counts the step.
+// Examines the gradients and the captured sums, and counts the step.
 FoundInfGuard check_and_count(const KfacHyperparameters& h, at::TensorList params,
                               at::TensorList grads, const std::vector<Examined>& sums,
                               KfacState& state) {

@@ -22,8 +22,8 @@ struct ConjugateGradientsRule {
 };
 
 // x of A x = b for a symmetric positive definite A, from x = 0. `apply` is x -> A x and
-// `precondition` x -> M^-1 x. All scalars are float64 and stay on the device: there the host looks
-// at the residual, and waits for it, every kResidualInterval iterations only.
+// `precondition` x -> M^-1 x. All scalars are float64 and stay on the device. On a GPU the host
+// reads the residual, and waits for it, every kResidualInterval iterations.
 ConjugateGradientsResult conjugate_gradients(
     const std::function<ParameterVector(const ParameterVector&)>& apply,
     const std::function<ParameterVector(const ParameterVector&)>& precondition,

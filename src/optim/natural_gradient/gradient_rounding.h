@@ -1,4 +1,4 @@
-// How well the gradients that autograd has computed are known.
+// Rounding errors of the gradients that autograd has computed.
 #pragma once
 
 #include "gradients/capture/layer_call.h"
@@ -9,9 +9,9 @@
 
 namespace torchium::optim::detail {
 
-// A bound of the rounding error of each gradient, relative to its norm. It follows the lowest
-// precision among the gradient and what its layers have seen: under autocast, or with TF32, they
-// compute in less than the gradient's own. `uses`: parameters by their index in `grads`.
+// A bound of the rounding error of each gradient, relative to its norm. The lowest precision among
+// the gradient and the tensors of its calls counts: autocast and TF32 compute in less than the
+// gradient's own. Calls have parameters by their index in `grads`.
 std::vector<double> gradient_roundings(at::TensorList grads,
                                        const std::vector<gradients::detail::LayerCall>& calls);
 

@@ -1,4 +1,4 @@
-// The batch of a natural gradient step, and the last one as a part of the state of parameters
+// The batch of a natural gradient step, and its storage in the state of parameters
 // (NaturalGradientParamState).
 #pragma once
 
@@ -24,7 +24,7 @@ struct KeptBatch {
   int64_t samples() const;
 };
 
-// One a parameter of all groups.
+// One per parameter of all groups.
 using BatchStates = std::vector<NaturalGradientParamState*>;
 
 void clear_batch(NaturalGradientParamState& state);
@@ -38,9 +38,8 @@ std::shared_ptr<const KeptBatch> read_batch(const BatchStates& states);
 void add_saved_room(NaturalGradientParamState& fresh, const NaturalGradientParamState& saved,
                     const at::Tensor& param, int64_t param_count, const std::string& name);
 
-// Throws c10::ValueError, naming parameters, where layers of one backward pass disagree on the
-// number of samples, or it looks as if an embedding has looked up positions for all samples at
-// once.
+// Throws c10::ValueError, naming parameters, if layers of one backward pass disagree on the number
+// of samples, or if an embedding probably looked up one list of positions for all samples.
 void check_samples(const KeptBatch& batch,
                    const std::function<std::string(int64_t)>& name_of_param);
 

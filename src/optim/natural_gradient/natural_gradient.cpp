@@ -75,9 +75,9 @@ bool NaturalGradient::captures_next() { return plan().is_refresh(); }
 
 const char* NaturalGradient::root_name() const { return "the natural gradient by"; }
 
-// ---- what cannot be seen
+// ---- unsupported layers
 
-// Refuses layers of which it is known at once that they are not supported.
+// Refuses layers that are known not to be supported.
 void NaturalGradient::check_known_layers(const std::vector<at::Tensor>& params) const {
   for (const auto& param : params) {
     const auto* place = param.requires_grad() ? layers().find(param) : nullptr;

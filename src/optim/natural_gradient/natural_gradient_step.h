@@ -13,18 +13,18 @@
 
 namespace torchium::optim::detail {
 
-// What the layers have seen since the last refresh.
+// The layer calls of the last refresh.
 struct CapturedBatch {
   std::vector<gradients::detail::LayerCall> calls;
-  // Output gradients times scale / loss_scale are those of per-sample losses: for the mean loss of
-  // n samples scale = n, and loss_scale is what a GradScaler has multiplied the loss by.
+  // Output gradients times scale / loss_scale are those of per-sample losses. For the mean loss of
+  // n samples scale = n; loss_scale is the factor of a GradScaler.
   double scale = 1.0;
   at::Tensor loss_scale;  // one number on the device, or undefined
 };
 
 // Names and defaults are those of NaturalGradientOptions and of Python's torchium.NaturalGradient.
 struct NaturalGradientHyperparameters {
-  // One a parameter:
+  // One per parameter:
   std::vector<at::Tensor> lrs;  // 0-dim; float64 on the CPU, or on the parameters' device
   std::vector<double> dampings;
   std::vector<double> momentums;
@@ -35,7 +35,7 @@ struct NaturalGradientHyperparameters {
   std::string solver = "auto";     // "auto", "gram" or "cg"
 };
 
-// Lists have one entry a parameter and are changed in place.
+// Lists have one entry per parameter and are changed in place.
 struct NaturalGradientState {
   std::vector<at::Tensor> steps;             // 0-dim float64
   std::vector<at::Tensor> momentum_buffers;  // state dtype; may be empty without momentum

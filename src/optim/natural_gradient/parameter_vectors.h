@@ -1,4 +1,4 @@
-// Lists of tensors, one a parameter, as one long vector.
+// Lists of tensors, one per parameter, as one long vector.
 #pragma once
 
 #include <ATen/core/Tensor.h>
