@@ -62,6 +62,7 @@ class Capture:
         # (src/gradients/capture/uncaptured_calls.h).
         self.used_outside: set[Tensor] = set()
         self._graph = torch.classes.torchium.CapturedGraph()
+        self._add_to_graph = self._graph.add  # looked up once: each call of a layer runs it
         self._searched: set[int] = set()  # tasks since forget()
         self._kinds = kinds
         self._wants = weakref.WeakMethod(wants)
@@ -188,7 +189,7 @@ class Capture:
         if not params or why_unsupported(module, self._kinds) or wants is None or not wants():
             return
         input, output = layer_input(args, kwargs), computed_output(output)
-        number = self._graph.add(output, input, params.get("weight"), params.get("bias"))
+        number = self._add_to_graph(output, input, params.get("weight"), params.get("bias"))
         if not self._is_needed(params):
             return
         for param in params.values():
