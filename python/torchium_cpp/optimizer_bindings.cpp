@@ -1,7 +1,10 @@
 // torchium_cpp._C.optim: the C++ optimizer classes, for programs that embed them and for tests that
 // compare both languages. Python programs use torchium.Shampoo, torchium.KFAC, ...
 #include "bindings.h"
-#include "optim/core/option_fields.h"
+#include "optim/adagrad/adagrad_options.h"
+#include "optim/kfac/kfac_options.h"
+#include "optim/natural_gradient/natural_gradient_options.h"
+#include "optim/shampoo/shampoo_options.h"
 #include "torchium/optim/adagrad.h"
 #include "torchium/optim/kfac.h"
 #include "torchium/optim/natural_gradient.h"

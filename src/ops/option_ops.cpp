@@ -1,8 +1,11 @@
-// The lists of options (optim/core/options.h) for the Python face: registration, no maths.
+// The lists of options (optim/core/options.h) for Python: registration, no maths.
 
 #include "ops/option_ops.h"
 
-#include "optim/core/option_fields.h"
+#include "optim/adagrad/adagrad_options.h"
+#include "optim/kfac/kfac_options.h"
+#include "optim/natural_gradient/natural_gradient_options.h"
+#include "optim/shampoo/shampoo_options.h"
 
 #include <ATen/core/ivalue.h>
 #include <torch/library.h>
@@ -48,8 +51,7 @@ Options with_values(Options options, const c10::IValue& values) {
   return options;
 }
 
-// Of each option its name, its type and what it may be; then the names of those that must be the
-// same in all groups.
+// Names, types and requirements of the options; names of those that must be the same in all groups.
 std::tuple<Strings, Strings, Strings, Strings> option_fields(std::string optimizer) {
   Strings names, kinds, requirements, shared;
   with_defaults(optimizer, [&](const auto& options) {
@@ -65,7 +67,7 @@ std::tuple<Strings, Strings, Strings, Strings> option_fields(std::string optimiz
   return {std::move(names), std::move(kinds), std::move(requirements), std::move(shared)};
 }
 
-// Defaults as a tuple of names and values in turns.
+// Defaults, as a tuple of alternating names and values.
 c10::IValue default_options(std::string optimizer) {
   std::vector<c10::IValue> values;
   with_defaults(optimizer, [&](const auto& options) {
@@ -77,8 +79,8 @@ c10::IValue default_options(std::string optimizer) {
   return c10::ivalue::Tuple::create(std::move(values));
 }
 
-// Empty, or the name of the first option that is wrong and what it must be. Throws c10::ValueError
-// for options that are wrong together.
+// The name and requirement of the first wrong option; empty: none. Throws c10::ValueError for
+// options that contradict each other.
 Strings wrong_option(std::string optimizer, const c10::IValue& values) {
   return with_defaults(optimizer, [&](const auto& defaults) -> Strings {
     const auto options = with_values(defaults, values);
@@ -90,7 +92,7 @@ Strings wrong_option(std::string optimizer, const c10::IValue& values) {
   });
 }
 
-// What ShampooOptions::from_adamw() has beside AdamW's own options, as default_options().
+// The options of ShampooOptions::from_adamw() that AdamW does not have, as default_options().
 c10::IValue options_beside_adamw() {
   static const std::set<std::string> of_adamw{"lr", "betas", "eps", "weight_decay", "grafting_eps"};
   std::vector<c10::IValue> values;
@@ -102,6 +104,12 @@ c10::IValue options_beside_adamw() {
                     }
                   });
   return c10::ivalue::Tuple::create(std::move(values));
+}
+
+// eps and grafting_eps of ShampooOptions::from_adamw().
+std::tuple<double, double> options_of_adamw_eps(double eps) {
+  const auto options = ShampooOptions::from_adamw(torch::optim::AdamWOptions().eps(eps));
+  return {options.eps(), options.grafting_eps()};
 }
 
 }  // namespace
@@ -120,6 +128,7 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
   m.def("default_options", default_options);
   m.def("wrong_option", wrong_option);
   m.def("options_beside_adamw", options_beside_adamw);
+  m.def("options_of_adamw_eps", options_of_adamw_eps);
 }
 
 }  // namespace torchium::ops

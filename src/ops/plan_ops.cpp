@@ -5,6 +5,8 @@
 #include "optim/blocked/blocked_plans.h"
 #include "optim/kfac/kfac_plan.h"
 #include "optim/natural_gradient/natural_gradient_plan.h"
+#include "optim/reports/failure_message.h"
+#include "optim/reports/message_summary.h"
 #include "optim/shampoo/shampoo_plan.h"
 
 #include <ATen/ATen.h>
@@ -30,30 +32,16 @@ using optim::detail::NamedTensors;
 using optim::detail::ParameterState;
 using Dict = c10::Dict<std::string, at::Tensor>;
 template <typename T>
-using Lists = std::vector<std::vector<T>>;  // one list a group
-// Group (0 for a plan of all), skips in a row and the parameter of the last, failed roots in a row
-// and their parameter.
+using Lists = std::vector<std::vector<T>>;  // one list per group
+// Group (0 for a joint plan), consecutive skips, the parameter of the last one, consecutive failed
+// roots, their parameter.
 using Failure =
     std::tuple<int64_t, int64_t, std::optional<at::Tensor>, int64_t, std::optional<at::Tensor>>;
 // Name, shape, group, rule, detail, bytes of state.
 using ReportLine =
     std::tuple<std::string, std::vector<int64_t>, int64_t, std::string, std::string, int64_t>;
 
-// The plans of one kind of optimizer.
-struct Plans : BlockedPlans {
-  explicit Plans(std::string optimizer)
-      : BlockedPlans(optimizer == "Shampoo" ? make_plan<optim::detail::ShampooPlan>
-                                            : make_plan<optim::detail::AdagradPlan>),
-        optimizer(std::move(optimizer)) {}
-
-  template <typename Plan>
-  static c10::intrusive_ptr<BlockedPlan> make_plan(c10::Device device) {
-    return c10::make_intrusive<Plan>(device);
-  }
-
-  std::string optimizer;
-};
-using Self = c10::intrusive_ptr<Plans>;
+using Self = c10::intrusive_ptr<BlockedPlans>;
 
 NamedTensors named(const Dict& dict) {
   NamedTensors tensors;
@@ -71,14 +59,13 @@ Dict dict_of(const NamedTensors& tensors) {
   return dict;
 }
 
-// `options`: a tuple with one of names and values for each group. `names`: empty ones are not
-// known.
+// `options`: a tuple with one tuple of names and values per group. `names`: empty if unknown.
 std::vector<BlockedGroup> groups_from(const Self& self, const c10::IValue& options,
                                       Lists<at::Tensor> params, Lists<std::string> names,
                                       const Lists<Dict>& states) {
   std::vector<BlockedGroup> groups;
   for (size_t g = 0; g < params.size(); ++g) {
-    BlockedGroup group{options_from(self->optimizer, options.toTupleRef().elements()[g]),
+    BlockedGroup group{options_from(self->optimizer(), options.toTupleRef().elements()[g]),
                        std::move(params[g]),
                        std::move(names[g]),
                        {}};
@@ -90,7 +77,7 @@ std::vector<BlockedGroup> groups_from(const Self& self, const c10::IValue& optio
   return groups;
 }
 
-// The states that the caller has to keep instead of what it has; an empty one: it has that.
+// The states that have changed, for the caller to keep; empty: unchanged.
 Lists<Dict> bind(const Self& self, const c10::IValue& options, Lists<at::Tensor> params,
                  Lists<std::string> names, const Lists<Dict>& states, bool all_with_state) {
   using Active = BlockedPlans::Active;
@@ -109,16 +96,20 @@ Lists<Dict> bind(const Self& self, const c10::IValue& options, Lists<at::Tensor>
   return changed;
 }
 
-// `tensors`: empty, or the learning rate of each group in a tensor instead.
+// A learning rate as the plans take it: 0-dim, float64 on the CPU, or any float on `device`.
+at::Tensor learning_rate_on(const at::Tensor& tensor, c10::Device device) {
+  const at::Tensor lr = tensor.detach().reshape({});
+  return lr.is_cpu() ? lr.to(at::kDouble) : lr.to(device, /*non_blocking=*/!device.is_cpu());
+}
+
+// `tensors`: empty, or the learning rate of each group as a tensor, instead of `lrs`.
 void step(const Self& self, const std::vector<double>& lrs, const std::vector<at::Tensor>& tensors,
           const std::optional<at::Tensor>& found_inf) {
   const auto learning_rate = [&](size_t group, const BlockedPlan& plan) {
     if (tensors.empty()) {
       return at::scalar_tensor(lrs[group], at::kDouble);
     }
-    const at::Tensor lr = tensors[group].detach().reshape({});
-    const c10::Device device = plan.device();
-    return lr.is_cpu() ? lr.to(at::kDouble) : lr.to(device, /*non_blocking=*/!device.is_cpu());
+    return learning_rate_on(tensors[group], plan.device());
   };
   self->step(learning_rate, found_inf.value_or(at::Tensor()));
 }
@@ -142,7 +133,7 @@ std::optional<Failure> next_failure(const Self& self, bool wait) {
 std::vector<Dict> load(const Self& self, int64_t index, const c10::IValue& options,
                        const std::vector<at::Tensor>& params, const std::vector<std::string>& names,
                        const std::vector<Dict>& saved) {
-  const BlockedGroup group{options_from(self->optimizer, options), params, names, {}};
+  const BlockedGroup group{options_from(self->optimizer(), options), params, names, {}};
   std::vector<NamedTensors> states;
   for (const Dict& state : saved) {
     states.push_back(named(state));
@@ -154,6 +145,28 @@ std::vector<Dict> load(const Self& self, int64_t index, const c10::IValue& optio
   return loaded;
 }
 
+// See optim/reports/failure_message.h.
+std::string failure_message(std::string optimizer, int64_t skips,
+                            const std::optional<at::Tensor>& non_finite,
+                            const std::optional<at::Tensor>& step, std::string non_finite_name,
+                            int64_t root_failures, std::string failed_name,
+                            int64_t max_root_failures) {
+  return optim::detail::failure_message(
+      optimizer,
+      {skips, non_finite.value_or(at::Tensor()), step.value_or(at::Tensor()), non_finite_name,
+       root_failures, failed_name},
+      max_root_failures);
+}
+
+// See optim/reports/message_summary.h.
+std::string message_summary(const c10::Dict<std::string, std::vector<std::string>>& names) {
+  optim::detail::NamesByKind by_kind;
+  for (const auto& entry : names) {
+    by_kind[entry.key()] = entry.value();
+  }
+  return optim::detail::summary(by_kind);
+}
+
 template <typename Report>
 std::string text_of(const Report& report) {
   std::ostringstream stream;
@@ -161,14 +174,16 @@ std::string text_of(const Report& report) {
   return stream.str();
 }
 
-// The numbers of each group in the order of the fields of Python's report, and the table.
+// The numbers of each group, then of all, in the order of the fields of Python's report; the table.
 std::tuple<Lists<int64_t>, std::string> memory_report(const Self& self, const c10::IValue& options,
                                                       const Lists<at::Tensor>& params,
                                                       const Lists<std::string>& names,
                                                       const Lists<Dict>& states) {
   const auto report = self->memory_report(groups_from(self, options, params, names, states));
   Lists<int64_t> rows;
-  for (const auto& group : report.groups) {
+  auto groups = report.groups;
+  groups.push_back(report.total());
+  for (const auto& group : groups) {
     const auto& s = group.state;
     rows.push_back({group.elements, group.parameters, group.graphs, s.statistics, s.roots,
                     s.averages, s.grafting_second_moments, s.momentum_buffers, s.diagonals,
@@ -199,10 +214,11 @@ using optim::detail::NaturalGradientPlan;
 using Tensor = std::optional<at::Tensor>;
 
 // `lrs`: a tuple of numbers and tensors.
-JointInputs inputs_from(const c10::IValue& lrs, const Tensor& found_inf, const Tensor& loss_scale) {
+JointInputs inputs_from(const c10::IValue& lrs, const Tensor& found_inf, const Tensor& loss_scale,
+                        c10::Device device) {
   JointInputs inputs{{}, found_inf.value_or(at::Tensor()), loss_scale.value_or(at::Tensor())};
   for (const c10::IValue& lr : lrs.toTupleRef().elements()) {
-    inputs.lrs.push_back(lr.isTensor() ? lr.toTensor()
+    inputs.lrs.push_back(lr.isTensor() ? learning_rate_on(lr.toTensor(), device)
                                        : at::scalar_tensor(lr.toScalar().toDouble(), at::kDouble));
   }
   return inputs;
@@ -253,7 +269,7 @@ torch::class_<Plan> register_joint_plan(torch::Library& m, const std::string& op
       .def("step",
            [](const Self& self, const c10::IValue& lrs, const Tensor& found_inf,
               const Tensor& loss_scale) {
-             return self->take(inputs_from(lrs, found_inf, loss_scale));
+             return self->take(inputs_from(lrs, found_inf, loss_scale, self->device()));
            })
       .def("host_steps", [](const Self& self) { return self->host_steps(); })
       .def("request_report", [](const Self& self) { self->request_report(); })
@@ -330,25 +346,30 @@ void register_natural_gradient_plan(torch::Library& m) {
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(torchium, m) {
-  m.class_<Plans>("BlockedPlans")
-      .def(torch::init<std::string>())
+  m.def("failure_message", failure_message);
+  m.def("message_summary", message_summary);
+  m.class_<BlockedPlans>("BlockedPlans")
+      .def(torch::init([](std::string optimizer) {
+        return optimizer == "Shampoo"
+                   ? optim::detail::make_blocked_plans<optim::detail::ShampooPlan>(optimizer)
+                   : optim::detail::make_blocked_plans<optim::detail::AdagradPlan>(optimizer);
+      }))
       .def("bind", bind)
       .def("set_options",
            [](const Self& self, int64_t group, const c10::IValue& options) {
-             return self->set_options(group, options_from(self->optimizer, options));
+             return self->set_options(group, options_from(self->optimizer(), options));
            })
-      .def("prepare", [](const Self& self) { return self->prepare(); })
+      .def("prepare", &BlockedPlans::prepare)
       .def("step", step)
-      .def("has_all_states", [](const Self& self) { return self->has_all_states(); })
-      .def("update_preconditioners", [](const Self& self) { self->update_preconditioners(); })
-      .def("request_reports", [](const Self& self) { self->request_reports(); })
+      .def("has_all_states", &BlockedPlans::has_all_states)
+      .def("update_preconditioners", &BlockedPlans::update_preconditioners)
+      .def("request_reports", &BlockedPlans::request_reports)
       .def("next_failure", next_failure)
       .def("load", load)
       .def("memory_report", memory_report)
       .def("report", report)
-      .def("host_steps",
-           [](const Self& self, const at::Tensor& param) { return self->host_steps(param); })
-      .def("graph_count", [](const Self& self) { return self->graph_count(); });
+      .def("host_steps", &BlockedPlans::host_steps)
+      .def("graph_count", &BlockedPlans::graph_count);
   register_kfac_plan(m);
   register_natural_gradient_plan(m);
 }

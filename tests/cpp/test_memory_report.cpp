@@ -71,7 +71,7 @@ TEST(MemoryReport, GroupsAddUpAndArePrinted) {
   const std::string table = stream.str();
   EXPECT_NE(table.find("statistics                 2,000        0  2,000\n"), std::string::npos)
       << table;
-  EXPECT_NE(table.find("state, bytes a number       20.1      5.6   19.7"), std::string::npos)
+  EXPECT_NE(table.find("state per element           20.1      5.6   19.7"), std::string::npos)
       << table;
 }
 

@@ -124,7 +124,7 @@ def test_groups_schedules_and_late_groups(name):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_skipped_steps(name):
-    """Both skip the same steps, leave the same state and raise at the third in a row."""
+    """Both skip the same steps, leave the same state and raise the same error at the third in a row."""
     twins = twin_parameters()
     optimizers = {k: make(k, name, p, lr=0.1, eps=1e-2) for k, p in twins.items()}
     for step, poison in enumerate([None, 1, None, 0, 2]):
@@ -134,9 +134,13 @@ def test_skipped_steps(name):
         assert_same_state(twins, optimizers)
     assert state_of(optimizers["cpp"], twins["cpp"][0])["step"] == 2
     feed(twins, 9, poison=1)
-    for optimizer in optimizers.values():
-        with pytest.raises(RuntimeError):
+    messages = {}
+    for language, optimizer in optimizers.items():
+        with pytest.raises(RuntimeError) as error:
             optimizer.step()
+        messages[language] = str(error.value)
+    assert messages["python"] == f"{name}: {messages['cpp']}"
+    assert "parameter 1 of group 0 (shape [7])" in messages["cpp"]
     assert_same_state(twins, optimizers)
 
 

@@ -29,7 +29,7 @@ struct TORCHIUM_API AdagradOptions
   TORCH_ARG(double, eps) = 1e-10;
   /// (G + eps I)^(-1/2) g on blocks of the flattened parameter instead of g / (sqrt(sum) + eps).
   TORCH_ARG(bool, full_matrix) = false;
-  /// Elements a block with full_matrix, >= 1.
+  /// Elements per block with full_matrix, >= 1.
   TORCH_ARG(int64_t, block_size) = 128;
   /// Steps between two computations of the roots with full_matrix, >= 1.
   TORCH_ARG(int64_t, update_freq) = 1;
@@ -71,7 +71,7 @@ class TORCHIUM_API Adagrad : public BlockedOptimizer {
   std::unique_ptr<SecondOrderParamState> make_empty_state() const override;
   bool equal_but_lr(const Options& a, const Options& b) const override;
   c10::intrusive_ptr<detail::BlockedPlans> make_plans() const override;
-  const char* root_remedy() const override;
+  const char* name() const override { return "Adagrad"; }
 };
 
 }  // namespace torchium::optim

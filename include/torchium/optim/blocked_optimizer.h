@@ -1,4 +1,4 @@
-// Optimizers whose state is batches of matrices: Shampoo and full-matrix Adagrad.
+// Base of the optimizers whose state is matrices of blocks: Shampoo and full-matrix Adagrad.
 #pragma once
 
 #include "torchium/export.h"
@@ -19,13 +19,13 @@ class BlockedPlans;
 struct ParameterState;
 }  // namespace detail
 
-/// State of one parameter whose matrices are views of stacks that a group shares.
+/// State of one parameter, whose matrices are views of the block storage of its group.
 struct TORCHIUM_API MatrixParamState : public SecondOrderParamState {
-  /// One tensor a slot (one mode of one block shape): [blocks, n, n] in the state dtype.
+  /// One tensor per slot (one mode of one block shape): [blocks, n, n] in the state dtype.
   TORCH_ARG(std::vector<at::Tensor>, statistics);
   /// The preconditioners in use, shaped as `statistics`.
   TORCH_ARG(std::vector<at::Tensor>, roots);
-  /// Failed root computations in a row: int32 [blocks] a slot.
+  /// Consecutive failed root computations: int32 [blocks] per slot.
   TORCH_ARG(std::vector<at::Tensor>, root_failures);
 
  public:
@@ -34,7 +34,7 @@ struct TORCHIUM_API MatrixParamState : public SecondOrderParamState {
   void serialize(torch::serialize::InputArchive& archive) override;
 
  protected:
-  // Whether these are the very tensors of the state.
+  // Whether these are the same tensor objects as those of the state.
   virtual bool consists_of(const detail::ParameterState& tensors) const;
 
  private:
@@ -56,11 +56,11 @@ class TORCHIUM_API BlockedOptimizer : public SecondOrderOptimizer {
   void renew_all_roots();
   // Writes changed learning rates to the tensors that captured steps read.
   void sync_learning_rates();
-  // The groups and the state as they are.
+  // The groups with their current state.
   std::vector<detail::BlockedGroup> groups() const;
   detail::BlockedPlans& plans() const;
 
-  // Whether they are equal, the learning rate aside.
+  // Whether they are equal apart from the learning rate.
   virtual bool equal_but_lr(const Options& a, const Options& b) const = 0;
   virtual c10::intrusive_ptr<detail::BlockedPlans> make_plans() const = 0;
 

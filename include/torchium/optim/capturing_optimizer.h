@@ -99,7 +99,6 @@ class TORCHIUM_API CapturingOptimizer : public SecondOrderOptimizer {
                        const StateList& loaded) const override;
   void read_reports(bool wait) override;
   void forget_derived() override;
-  const char* root_remedy() const override;
 
  private:
   bool is_bound() const;

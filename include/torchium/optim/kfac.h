@@ -144,7 +144,7 @@ class TORCHIUM_API KFAC : public CapturingOptimizer {
   bool takes_transposed() const override { return true; }
   bool captures_next() override;
   void announce() override;
-  const char* root_remedy() const override;
+  const char* name() const override { return "KFAC"; }
   void save_more(torch::serialize::OutputArchive& archive) const override;
   std::function<void()> read_more(torch::serialize::InputArchive& archive) override;
 

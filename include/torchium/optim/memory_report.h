@@ -1,4 +1,4 @@
-// How much memory an optimizer takes.
+// The memory of an optimizer.
 #pragma once
 
 #include "torchium/export.h"
@@ -31,16 +31,16 @@ struct TORCHIUM_API StateMemory {
 
 /// Memory of a parameter group, or of all.
 struct TORCHIUM_API GroupMemory {
-  /// Numbers in the parameters that are counted.
+  /// Elements of the parameters that are counted.
   int64_t elements = 0;
   /// Bytes of these parameters.
   int64_t parameters = 0;
   StateMemory state;
-  /// Scratch memory that captured steps keep.
+  /// Scratch memory of captured steps.
   int64_t graphs = 0;
 };
 
-/// Memory of an optimizer. `<<` writes a table with one column a group.
+/// Memory of an optimizer. `<<` writes a table with one column per group.
 struct TORCHIUM_API MemoryReport {
   std::vector<GroupMemory> groups;
 

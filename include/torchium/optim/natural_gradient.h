@@ -126,7 +126,7 @@ class TORCHIUM_API NaturalGradient : public CapturingOptimizer {
   c10::intrusive_ptr<detail::JointPlan> make_plan() const override;
   bool captures_next() override;
   void check_layers(const std::vector<at::Tensor>& active) override;
-  const char* root_name() const override;
+  const char* name() const override { return "NaturalGradient"; }
   std::function<void()> read_more(torch::serialize::InputArchive& archive) override;
 
  private:

@@ -1,5 +1,5 @@
-// What all optimizers of Torchium share: groups, the frame of a step, errors that are reported late
-// instead of by a synchronisation, checkpoints.
+// Base of all optimizers of Torchium: groups, step(), late error reports without synchronisation,
+// checkpoints.
 #pragma once
 
 #include "torchium/export.h"
@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -19,26 +20,25 @@ namespace detail {
 struct StepReport;
 }  // namespace detail
 
-/// State of one parameter: what every optimizer of Torchium keeps. A tensor that is absent is
-/// undefined. The state dtype is float64 for float64 parameters, else float32 (also for bfloat16
-/// and float16 parameters).
+/// State of one parameter that every optimizer of Torchium keeps. Absent tensors are undefined. The
+/// state dtype is float64 for float64 parameters, else float32 (also for bfloat16 and float16
+/// parameters).
 struct TORCHIUM_API SecondOrderParamState : public torch::optim::OptimizerParamState {
-  /// Steps taken by this parameter: 0-dim float64 on the parameter's device. A float32 would stop
-  /// at 2^24.
+  /// Steps taken by this parameter: 0-dim float64 on the parameter's device (float32 would stop at
+  /// 2^24).
   TORCH_ARG(at::Tensor, step);
 
  public:
   /// Checkpoint key and address of a tensor member.
   using NamedTensor = std::pair<std::string, at::Tensor*>;
 
-  /// The members that have the shape of the parameter and the state dtype.
+  /// The members with the shape of the parameter and the state dtype.
   virtual std::vector<NamedTensor> parameter_shaped() = 0;
 
-  /// The members that count steps, as `step` does, beside it.
+  /// The step counts other than `step`.
   virtual std::vector<NamedTensor> counts() { return {}; }
 
-  /// Brings all members to the device of `param` and to its state dtype, after it was moved or
-  /// cast.
+  /// Converts all members to the device and state dtype of `param`, after it was moved or cast.
   virtual void convert_to(const at::Tensor& param);
 
   /// Whether convert_to() has nothing to do.
@@ -48,14 +48,17 @@ struct TORCHIUM_API SecondOrderParamState : public torch::optim::OptimizerParamS
   /// They share memory with the state.
   virtual std::vector<std::pair<std::string, at::Tensor>> tensors() const;
 
-  /// Sets the member of a checkpoint key, undefined: absent. False where there is no such member.
+  /// Sets the member of a checkpoint key; an undefined value removes it. False: no such member.
   virtual bool assign(const std::string& key, const at::Tensor& value);
 
-  /// Whether the tensors of both are the same objects.
+  /// Whether both hold the same tensor objects.
   bool has_tensors_of(const SecondOrderParamState& other) const;
 
+  /// All members with a checkpoint key of their own, defined or not.
+  std::vector<NamedTensor> members();
+
   void serialize(torch::serialize::InputArchive& archive) override;
-  /// Writes copies, so that an archive holds neither whole stacks nor later steps.
+  /// Writes copies, so that an archive holds no whole buffers and does not follow later steps.
   void serialize(torch::serialize::OutputArchive& archive) const override;
 };
 
@@ -64,13 +67,13 @@ struct TORCHIUM_API SecondOrderParamState : public torch::optim::OptimizerParamS
 ///
 /// A gradient that is not finite, or too large to square (in float32 above 3.3e18 divided by the
 /// square root of its elements and steps), skips the whole step of its group (of the group's
-/// parameters on the same device, if it has several): parameters and state do not change. State
-/// follows its parameter to another dtype or device. The third skipped step in a row
-/// raises c10::Error. On a CPU the step itself raises; on a GPU one of the next steps does, without
-/// a synchronisation. K-FAC and the natural gradient treat all groups as one here.
+/// parameters on the same device, if it has several): parameters and state do not change. The third
+/// skipped step in a row raises c10::Error. On a CPU the step itself raises; on a GPU a later step
+/// does, without a synchronisation. K-FAC and natural gradient treat all groups as one here. State
+/// follows its parameter to another dtype or device.
 ///
-/// An optimizer that was moved from holds nothing: step() and whatever else needs parameters,
-/// options or state throws c10::Error until another optimizer is moved into it.
+/// An optimizer that was moved from is empty: step() and all other functions that need parameters,
+/// options or state throw c10::Error until another optimizer is moved into it.
 class TORCHIUM_API SecondOrderOptimizer : public torch::optim::Optimizer {
  public:
   ~SecondOrderOptimizer() override;
@@ -79,22 +82,22 @@ class TORCHIUM_API SecondOrderOptimizer : public torch::optim::Optimizer {
 
   /// One step of every group. Parameters without a gradient are left alone. `closure` is called
   /// first, with gradients enabled; its result is returned.
-  /// Throws c10::ValueError, before any group changes, for options, parameters or gradients that do
-  /// not fit.
+  /// Throws c10::ValueError, before any group changes, for invalid options, parameters or
+  /// gradients.
   at::Tensor step(LossClosure closure = nullptr) override;
 
   /// Adds a group. Without options it gets the defaults. Throws c10::ValueError, and adds nothing,
-  /// for bad options or parameters and for a parameter that the optimizer already has.
+  /// for invalid options or parameters and for a parameter that the optimizer already has.
   void add_param_group(const torch::optim::OptimizerParamGroup& param_group);
 
-  /// Waits for the device and raises c10::Error for what went wrong so far.
+  /// Waits for the device and raises c10::Error for failures so far.
   void check_errors();
 
   /// Writes the options and the state of all parameters, as libtorch's optimizers do.
   void save(torch::serialize::OutputArchive& archive) const override;
 
-  /// Replaces options and state. The archive must hold as many groups and parameters, and tensors
-  /// of the right shapes and dtypes; else it throws c10::ValueError and loads nothing.
+  /// Replaces options and state. Throws c10::ValueError, and loads nothing, unless the archive
+  /// holds the same numbers of groups and parameters, and tensors of fitting shapes and dtypes.
   void load(torch::serialize::InputArchive& archive) override;
 
  protected:
@@ -108,22 +111,17 @@ class TORCHIUM_API SecondOrderOptimizer : public torch::optim::Optimizer {
 
   // ---- what an optimizer defines
 
-  // Throws c10::ValueError for options of the wrong type or with a bad value.
+  // Throws c10::ValueError for options of the wrong type or with an invalid value.
   virtual void check_options(const Options& options) const = 0;
-  // Throws c10::ValueError for options of all groups that do not fit together.
+  // Throws c10::ValueError for options of the groups that contradict each other.
   virtual void check_together(const std::vector<const Options*>& groups) const {}
   virtual std::unique_ptr<SecondOrderParamState> make_empty_state() const = 0;
-  // One step of all groups; creates the state that is missing. What it refuses, it refuses before
-  // it changes anything.
+  // One step of all groups; creates missing state. Throws before it changes anything.
   virtual void take_step() = 0;
   // States of the parameters of a group, with what `loaded` has from an archive; null: none. Throws
   // c10::ValueError for what does not fit.
-  virtual StateList fit_states(size_t group, const Options& options, const StateList& loaded) const;
-  // Gives `fitted`, fresh states of parameters of a group, what `loaded` holds besides the step
-  // count and the parameter-shaped members. Throws c10::ValueError for what does not fit.
-  virtual void fit_loaded(const Options& options, const std::vector<at::Tensor>& params,
-                          const std::vector<SecondOrderParamState*>& loaded,
-                          const std::vector<SecondOrderParamState*>& fitted) const {}
+  virtual StateList fit_states(size_t group, const Options& options,
+                               const StateList& loaded) const = 0;
   // What an archive holds besides options and the state of parameters. read_more() checks it and
   // returns the action that replaces what is there, called once everything is checked.
   virtual void save_more(torch::serialize::OutputArchive& archive) const {}
@@ -132,34 +130,33 @@ class TORCHIUM_API SecondOrderOptimizer : public torch::optim::Optimizer {
   }
   // Raises for the first failure of the steps that are known to be done; of all steps after a wait.
   virtual void read_reports(bool wait) = 0;
-  // Drops what can be rebuilt from groups and state.
+  // Drops everything that can be rebuilt from groups and state.
   virtual void forget_derived() = 0;
-  // Failed roots of one matrix in a row after which a step raises, and what to do about it.
+  // Failed roots of one matrix in a row after which a step raises.
   virtual int64_t max_root_failures(const Options& options) const { return 3; }
-  virtual const char* root_remedy() const = 0;
-  // What failed, followed by the parameter.
-  virtual const char* root_name() const { return "the root of a preconditioner of"; }
+  // Of the optimizer: "Shampoo".
+  virtual const char* name() const = 0;
 
-  // ---- what it may use
+  // ---- helpers
 
   SecondOrderParamState* find_state(const at::Tensor& param) const;
   // Throws c10::Error if this optimizer was moved from.
   void refuse_moved_from() const;
   // "parameter 1 of group 0"
   std::string place_of(const at::Tensor& param) const;
-  // Its name in the model; empty: not known.
+  // Its name in the model; empty: unknown.
   virtual std::string name_in_model(const at::Tensor& param) const { return ""; }
   // "parameter 1 of group 0 (shape [3, 4])"
   virtual std::string describe(const at::Tensor& param) const;
   void check_groups() const;
-  // read_reports() for one report of a group.
+  // Raises for one report of a group, if that is a failure.
   void raise_failure(size_t group, const detail::StepReport& report) const;
 
  private:
   std::vector<const Options*> options_of_groups() const;
   void check_group(const Options& options, const std::vector<at::Tensor>& params,
                    size_t group) const;
-  double steps_before(const at::Tensor& param) const;
+  std::optional<std::pair<size_t, size_t>> find_place(const at::Tensor& param) const;
 };
 
 }  // namespace torchium::optim

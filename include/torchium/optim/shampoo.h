@@ -48,7 +48,7 @@ struct TORCHIUM_API ShampooOptions
   TORCH_ARG(bool, nesterov) = false;
   /// p <- (1 - lr weight_decay) p instead of a penalty in the gradient.
   TORCH_ARG(bool, decoupled_weight_decay) = false;
-  /// Further damping as a share of the largest eigenvalue, >= 0.
+  /// Additional damping, as a fraction of the largest eigenvalue, >= 0.
   TORCH_ARG(double, relative_eps) = 0.0;
   /// Dimensions longer than this are cut into blocks, >= 1.
   TORCH_ARG(int64_t, block_size) = 1024;
@@ -56,19 +56,20 @@ struct TORCHIUM_API ShampooOptions
   TORCH_ARG(bool, merge_dims) = true;
   /// Exponent of the roots; none: -1/(2k) for a tensor of order k.
   TORCH_ARG(std::optional<double>, exponent) = std::nullopt;
-  /// In this many first steps of a parameter the exponent goes from -1/(2k) to `exponent`, as -1/p
-  /// with p in whole steps; update_preconditioners() and capturable steps use `exponent` at once.
+  /// During this many first steps of a parameter the exponent goes from -1/(2k) to `exponent`, as
+  /// -1/p with whole numbers p; update_preconditioners() and capturable steps use `exponent` at
+  /// once.
   TORCH_ARG(int64_t, exponent_warmup) = 0;
   /// "diagonal" or "full": the preconditioner of vectors and scalars.
   TORCH_ARG(std::string, preconditioner_1d) = "diagonal";
-  /// false: no matrices precondition the parameters. They take the direction of the grafted method
-  /// itself, whose state they have, where grafting is "adagrad", "rmsprop" or "adam" (as
-  /// from_adamw() has it, where their step is AdamW's); else m (a / c + eps)^(-1/2) by the diagonal
-  /// of the statistics.
+  /// false: no matrices precondition the parameters. With grafting "adagrad", "rmsprop" or "adam"
+  /// they take the direction of the grafted method itself, and only its state (with from_adamw(),
+  /// AdamW's step); else m (a / c + eps)^(-1/2) with the diagonal of the statistics.
   TORCH_ARG(bool, preconditioned) = true;
   /// A parameter with a longer dimension, after merge_dims, is treated as with
-  /// preconditioned = false: an embedding or a head with a large vocabulary. Matrices of its other
-  /// dimension alone would cost more than all else of its step. None: no limit; else >= 1.
+  /// preconditioned = false: an embedding or a head with a large vocabulary, for which the matrices
+  /// of the other dimension alone would cost more than the rest of its step. None: no limit; else
+  /// >= 1.
   TORCH_ARG(std::optional<int64_t>, max_preconditioned_dim) = 16384;
   /// The method whose step length each block takes: none, "sgd", "adagrad", "rmsprop" or "adam".
   TORCH_ARG(std::optional<std::string>, grafting) = std::nullopt;
@@ -80,20 +81,19 @@ struct TORCHIUM_API ShampooOptions
   TORCH_ARG(int64_t, start_preconditioning_step) = 1;
   /// "auto", "eigh" or "newton".
   TORCH_ARG(std::string, root_method) = "auto";
-  /// Of the roots that are kept: "bfloat16" halves their memory, each entry errs by 0.4 % at most;
-  /// none: the state dtype. A change converts the roots in the next step.
+  /// dtype of the stored roots: "bfloat16" halves their memory, with an error of at most 0.4 % per
+  /// entry; none: the state dtype. A change converts the roots in the next step.
   TORCH_ARG(std::optional<std::string>, root_dtype) = std::nullopt;
-  /// Of the products with gradients on a GPU: "highest" (of operands of at least 22 bits) or "high"
-  /// (of 11 bits, as TF32's: statistics and directions err by about 4e-4 of their norm); none: as
-  /// torch's own products, "highest" unless at::globalContext() allows TF32. A CPU computes in
-  /// float32.
+  /// Precision of the products with gradients on a GPU: "highest" (operands of at least 22 bits) or
+  /// "high" (11 bits, as TF32: statistics and directions have relative errors of about 4e-4); none:
+  /// "highest" unless at::globalContext() allows TF32. A CPU computes in float32.
   TORCH_ARG(std::optional<std::string>, matmul_precision) = std::nullopt;
-  /// Failed roots of one matrix in a row after which a step raises, >= 1.
+  /// Consecutive failed roots of one matrix after which a step raises, >= 1.
   TORCH_ARG(int64_t, max_root_failures) = 3;
   /// Ascend instead of descend.
   TORCH_ARG(bool, maximize) = false;
-  /// step() leaves the roots alone, so that it can be captured in a CUDA graph; they change by
-  /// Shampoo::update_preconditioners(). On a GPU only check_errors() then reports errors.
+  /// step() never computes roots, so that it can be captured in a CUDA graph; call
+  /// Shampoo::update_preconditioners() for them. On a GPU only check_errors() then reports errors.
   TORCH_ARG(bool, capturable) = false;
   /// Steps on a GPU are captured in CUDA graphs after some steps, and replayed: the same results
   /// with far less work for the host. "auto": where the memory that the graphs keep is at most 5 %
@@ -102,9 +102,9 @@ struct TORCHIUM_API ShampooOptions
   TORCH_ARG(std::string, graphs) = "auto";
 
  public:
-  /// What takes the place of AdamW: Adam is grafted, lr, betas and decoupled weight decay are kept,
-  /// grafting_eps is AdamW's eps and eps its square; beside them grafting = "adam",
-  /// exponent = -0.5, exponent_warmup = 100, relative_eps = 1e-3 and update_freq = 10, found by
+  /// Options of a replacement for AdamW: its lr, betas and decoupled weight decay; grafting_eps is
+  /// its eps, and eps the square of that. The others are grafting = "adam", exponent = -0.5,
+  /// exponent_warmup = 100, relative_eps = 1e-3 and update_freq = 10, found with
   /// benchmarks/from_adamw.py and benchmarks/early_steps.py.
   /// Throws c10::ValueError for amsgrad = true and an eps below 0.
   static ShampooOptions from_adamw(const torch::optim::AdamWOptions& adamw = {});
@@ -120,7 +120,7 @@ struct TORCHIUM_API ShampooOptions
 
 /// State of one parameter. The tensors below have its shape and the state dtype.
 struct TORCHIUM_API ShampooParamState : public MatrixParamState {
-  /// Diagonal of the statistics, for parameters with the diagonal rule; these have no matrices.
+  /// Diagonal of the statistics, for parameters with the diagonal rule, which have no matrices.
   TORCH_ARG(at::Tensor, diagonal);
   /// Average of the gradients, if betas[0] > 0.
   TORCH_ARG(at::Tensor, exp_avg);
@@ -128,8 +128,8 @@ struct TORCHIUM_API ShampooParamState : public MatrixParamState {
   TORCH_ARG(at::Tensor, grafting_second_moment);
   /// If momentum > 0.
   TORCH_ARG(at::Tensor, momentum_buffer);
-  /// What `step` was when these averages were made; undefined: 0. Their bias corrections count from
-  /// there, so that betas[0] and grafting may be switched on in mid-run. 0-dim float64.
+  /// `step` when these averages began; undefined: 0. Their bias corrections count from there, so
+  /// that betas[0] and grafting may be switched on during a run. 0-dim float64.
   TORCH_ARG(at::Tensor, exp_avg_start);
   TORCH_ARG(at::Tensor, grafting_second_moment_start);
 
@@ -152,17 +152,17 @@ class TORCHIUM_API Shampoo : public BlockedOptimizer {
                    ShampooOptions defaults = {});
   explicit Shampoo(std::vector<at::Tensor> params, ShampooOptions defaults = {});
   /// All parameters of the model, each once, under their names there. The parameters of
-  /// torch::nn::Embedding and EmbeddingBag, also where a head shares them, are a second group, with
-  /// preconditioned = false. The model is not kept.
+  /// torch::nn::Embedding and EmbeddingBag, also if a head shares them, are a second group, with
+  /// preconditioned = false. The optimizer does not keep the model.
   explicit Shampoo(const torch::nn::Module& model, ShampooOptions defaults = {});
 
-  /// Sets what from_adamw() shall not choose itself; called with the options of every group.
+  /// Changes the options that from_adamw() chooses; called with those of every group.
   using AdjustOptions = std::function<void(ShampooOptions&)>;
 
-  /// The Shampoo that takes the place of `optimizer`: its parameter groups, with
-  /// ShampooOptions::from_adamw() of their options. Every block of a matrix takes a step of the
-  /// length that AdamW would take there; parameters of order 0 and 1 step as with AdamW. The state
-  /// starts fresh. `optimizer` is not changed, and must not be stepped any more.
+  /// A Shampoo that replaces `optimizer`: its parameter groups, with ShampooOptions::from_adamw()
+  /// of their options. Every block of a matrix takes a step of the length that AdamW would take;
+  /// parameters of order 0 and 1 step as with AdamW. The state starts fresh. `optimizer` is not
+  /// changed, and must not be stepped any more.
   ///
   ///     auto optimizer = torchium::optim::Shampoo::from_adamw(
   ///         adamw, [](auto& options) { options.update_freq(20); });
@@ -183,19 +183,19 @@ class TORCHIUM_API Shampoo : public BlockedOptimizer {
                             const torch::optim::AdamWOptions& defaults = {},
                             const AdjustOptions& adjust = nullptr);
 
-  /// Computes all roots from the statistics at once, whatever update_freq says. With
-  /// capturable = true this is the only thing that changes them.
+  /// Computes all roots from the statistics now, regardless of update_freq. With capturable = true
+  /// only this function changes them.
   void update_preconditioners();
 
-  /// With capturable = true a captured step reads its learning rate from a tensor on the device;
-  /// this writes what the options say to it. Call it before a replay, after a change of lr.
+  /// With capturable = true a captured step reads its learning rate from a tensor on the device.
+  /// This writes the options' lr to it: call it after a change of lr, before a replay.
   void sync_lr();
 
-  /// Bytes of the state: for parameters that have state what it takes, for the others that require
-  /// a gradient what it will take. Allocates nothing.
+  /// Bytes of the state; for parameters that require a gradient but have no state yet, of their
+  /// future state. Allocates nothing.
   MemoryReport memory_report() const;
 
-  /// What it does with each parameter: the rule, the blocks or the reason, and the bytes of state.
+  /// For each parameter the rule, the blocks or the reason, and the bytes of state.
   ShampooReport report() const;
 
  protected:
@@ -203,12 +203,12 @@ class TORCHIUM_API Shampoo : public BlockedOptimizer {
   std::unique_ptr<SecondOrderParamState> make_empty_state() const override;
   bool equal_but_lr(const Options& a, const Options& b) const override;
   c10::intrusive_ptr<detail::BlockedPlans> make_plans() const override;
-  const char* root_remedy() const override;
+  const char* name() const override { return "Shampoo"; }
   std::string name_in_model(const at::Tensor& param) const override;
   int64_t max_root_failures(const Options& options) const override;
 
  private:
-  // Of the model that it was given, else null.
+  // Null without a model.
   std::shared_ptr<const gradients::detail::ModelLayers> layers_;
 };
 

@@ -1,4 +1,4 @@
-// What Shampoo does with each parameter.
+// The rule of each parameter in Shampoo.
 #pragma once
 
 #include "torchium/export.h"
@@ -16,7 +16,7 @@ struct TORCHIUM_API ParameterReport {
   /// Its name in the model, or "parameter 1 of group 0".
   std::string name;
   std::vector<int64_t> shape;
-  /// Parameter group that it is in.
+  /// Its parameter group.
   size_t group = 0;
   /// "preconditioned" (by the roots of its blocks), "diagonal", "adam", "rmsprop" or "adagrad" (the
   /// direction of the grafted method itself), or "none" for one that requires no gradient and has
@@ -24,11 +24,11 @@ struct TORCHIUM_API ParameterReport {
   std::string rule;
   /// The blocks and the exponent of the roots, or why no matrices precondition it.
   std::string detail;
-  /// Bytes of its state; before its first step, those that it will have.
+  /// Bytes of its state; before its first step, of its future state.
   int64_t state_bytes = 0;
 };
 
-/// What Shampoo does with each parameter. `<<` writes a table with one line a parameter.
+/// What Shampoo does with each parameter. `<<` writes a table with one line per parameter.
 struct TORCHIUM_API ShampooReport {
   std::vector<ParameterReport> parameters;
 

@@ -22,36 +22,36 @@ class Adagrad(BlockedOptimizer):
     - with ``full_matrix`` the flattened parameter is cut into blocks of ``block_size`` entries, each
       with a matrix :math:`G \leftarrow G + g g^\top`, and
       :math:`\theta \leftarrow \theta - \gamma\,(G + \text{eps}\,I)^{-1/2} g`. Roots are due at
-      every multiple of ``update_freq`` and, while they lie closer together, at steps 1 to 8, 10, 12,
-      14, 16, 20, ...: four between a power of two and the next.
+      every multiple of ``update_freq`` and, while these are closer together, at steps 1 to 8, 10, 12,
+      14, 16, 20, ...: four per power of two.
 
     State is float32 (float64 for float64 parameters), also under bfloat16 and float16 parameters. A
     gradient that is not finite, or too large to square (as for :class:`Shampoo`), skips the whole
     step of its group. A root that is not finite or not accurate is never used: the matrix keeps its
-    last good one, and three failures in a row raise ``RuntimeError``.
+    last good root, and three failures in a row raise ``RuntimeError``.
 
     Source: Duchi, Hazan, Singer, "Adaptive Subgradient Methods for Online Learning and Stochastic
     Optimization", `JMLR 12, 2011 <https://jmlr.org/papers/v12/duchi11a.html>`_.
 
     Args:
         params (iterable): parameters, named parameters or dicts of parameter groups; dense, real,
-            float32, float64, bfloat16 or float16. Every option below may be set for a group.
+            float32, float64, bfloat16 or float16. Every option below may be set per group.
         lr (float or Tensor): learning rate, at least 0. A tensor has one element (default: 0.01).
         lr_decay (float): decay of the learning rate (default: 0).
         weight_decay (float): L2 penalty (default: 0).
-        initial_accumulator_value (float): start of :math:`s`, or of :math:`G` as a multiple of the
+        initial_accumulator_value (float): initial :math:`s`, or initial :math:`G` as a multiple of the
             identity (default: 0).
         eps (float): added to the denominator, or to :math:`G` (default: 1e-10). With ``full_matrix``
-            and ``update_freq`` above 1 a larger one is needed: a gradient outside of the span of
-            those that the last root has seen is divided by :math:`\sqrt{\text{eps}}`.
+            and ``update_freq`` above 1 a larger value is needed: the part of a gradient outside the
+            span of the gradients in the last root is divided by :math:`\sqrt{\text{eps}}`.
         full_matrix (bool): block full-matrix form (default: False). Its state is ``2 block_size``
-            times the parameter: put embeddings and other large parameters into a group without it.
+            times the parameter: put embeddings and other large parameters in a group without it.
         block_size (int): entries of a block of the full-matrix form (default: 128).
         update_freq (int): steps between two computations of the roots of the full-matrix form
             (default: 1).
         root_method (str): ``"eigh"``, ``"newton"`` or ``"auto"`` for the roots of the full-matrix
             form; see :func:`torchium.linalg.matrix_inverse_root`. The sums have low rank at first and
-            almost no damping, which eigenvectors bear best (default: "eigh").
+            almost no damping, for which eigenvectors are most robust (default: "eigh").
         maximize (bool): go up instead of down (default: False).
 
     Raises:
@@ -68,9 +68,6 @@ class Adagrad(BlockedOptimizer):
     """
 
     _OPTIONS = OptionList("Adagrad")
-    _ROOT_REMEDY = (
-        "raise eps, set root_method to 'eigh', or clip gradients so large that their sum overflows"
-    )
 
     def __init__(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
@@ -11,7 +12,6 @@ from ._core.capturing import CapturingOptimizer, ParamsOrModel
 from ._core.factors import FactorCapture
 from ._core.options import OptionList
 from ._core.plan import JointPlan
-from ._core.summary import summary
 
 
 class KFAC(CapturingOptimizer):
@@ -115,12 +115,8 @@ class KFAC(CapturingOptimizer):
         >>> optimizer.zero_grad()
     """
 
-    _ROOT_REMEDY = (
-        "raise damping, set root_method to 'eigh', or clip gradients so large that factors overflow"
-    )
     _OPTIONS = OptionList("KFAC")
     _OWN_OPTION = "TCov"
-    _EXAMINED = "a gradient (or an input or output gradient of its layer)"
     _PLAN = "KfacPlan"
     _capture: FactorCapture
 
@@ -188,7 +184,7 @@ class KFAC(CapturingOptimizer):
         self._capture.declare(plan)
 
     def _announce(self, plan: JointPlan) -> None:
-        core, names = plan.core, self._short_names
+        core, names, summary = plan.core, self._short_names, torch.ops.torchium.message_summary
         fallback = [plan.params[i] for i in core.new_fallback()]
         if fallback and (self._capture.ran or any(bool(p.grad.any()) for p in fallback)):
             core.note_warned()

@@ -98,7 +98,6 @@ class NaturalGradient(CapturingOptimizer):
 
     _OPTIONS = OptionList("NaturalGradient")
     _OWN_OPTION = "solver"
-    _ROOT = "the natural gradient by"
     _capture: CallCapture
     _PLAN = "NaturalGradientPlan"
 

@@ -23,7 +23,7 @@ class Shampoo(BlockedOptimizer):
 
     A gradient :math:`G` of order :math:`k` (after its unit dimensions are dropped, adjacent
     dimensions merged and blocks of at most ``block_size`` cut) has one statistics matrix
-    :math:`L_i` a mode. At the parameter's step :math:`t`:
+    :math:`L_i` per mode. At the parameter's step :math:`t`:
 
     1. :math:`G \leftarrow G + \text{weight\_decay}\,\theta`, or with ``decoupled_weight_decay``
        :math:`\theta \leftarrow (1 - \text{lr}\,\text{weight\_decay})\,\theta` before the update;
@@ -38,16 +38,16 @@ class Shampoo(BlockedOptimizer):
        direction has there;
     6. momentum, and :math:`\theta \leftarrow \theta - \text{lr}\,d`.
 
-    Roots are due at every multiple of ``update_freq`` and, while they lie closer together, at steps 1
-    to 8, 10, 12, 14, 16, 20, ...: four between a power of two and the next, because statistics change
-    fastest at first. In between, the last roots are used. Every parameter counts its own steps: one
-    without a gradient does not count.
+    Roots are due at every multiple of ``update_freq`` and, while these are closer together, at steps
+    1 to 8, 10, 12, 14, 16, 20, ...: four per power of two, because statistics change fastest at first.
+    In between, the last roots are used. Every parameter counts its own steps; steps without a gradient
+    do not count.
 
     Statistics, roots (but for ``root_dtype``) and averages are float32 (float64 for float64
     parameters), also under bfloat16 and float16 parameters. A gradient that is not finite, or too
     large to square (in float32 above 3.3e18 divided by the square root of its elements and steps),
-    skips the whole step of its group. A root that is not finite or not accurate is never used: the matrix
-    keeps its last good one.
+    skips the whole step of its group. A root that is not finite or not accurate is never used: the
+    matrix keeps its last good root.
 
     Sources: Gupta, Koren, Singer, "Shampoo: Preconditioned Stochastic Tensor Optimization",
     ICML 2018, `arXiv:1802.09568 <https://arxiv.org/abs/1802.09568>`_; blocks and grafting: Anil,
@@ -57,11 +57,11 @@ class Shampoo(BlockedOptimizer):
     `arXiv:2309.06497 <https://arxiv.org/abs/2309.06497>`_.
 
     Args:
-        params (Module or iterable): a model: all its parameters, each once, under their names
-            there; those of ``nn.Embedding`` and ``nn.EmbeddingBag``, also where a head shares them,
-            are a second group, with ``preconditioned=False``. Or parameters, named parameters or
-            dicts of parameter groups. All are dense, real, float32, float64, bfloat16 or float16, of
-            any order. Every option below may be set for a group.
+        params (Module or iterable): a model, or parameters, named parameters or dicts of parameter
+            groups. Of a model, all parameters are optimized, each once, under their names; those of
+            ``nn.Embedding`` and ``nn.EmbeddingBag``, also if a head shares them, are a second group,
+            with ``preconditioned=False``. Parameters are dense, real, float32, float64, bfloat16 or
+            float16, of any order. Every option below may be set per group.
         lr (float or Tensor): learning rate, at least 0. A tensor has one element (default: 0.03).
         eps (float): damping added to the statistics before the root (default: 1e-4).
         update_freq (int): steps between two computations of the roots (default: 100).
@@ -72,29 +72,29 @@ class Shampoo(BlockedOptimizer):
         nesterov (bool): Nesterov momentum; needs ``momentum`` (default: False).
         decoupled_weight_decay (bool): decay the parameters instead of adding to the gradient
             (default: False).
-        relative_eps (float): further damping, as a fraction of the largest eigenvalue (default: 0).
+        relative_eps (float): additional damping, as a fraction of the largest eigenvalue (default: 0).
         block_size (int): largest dimension of a block (default: 1024).
         merge_dims (bool): merge adjacent dimensions of tensors of order above two while their
             product stays within ``block_size``; a convolution becomes [out, in kh kw]
             (default: True).
         exponent (float, optional): negative power of the statistics instead of :math:`-1/(2k)`
             (default: None).
-        exponent_warmup (int): in this many first steps of a parameter the exponent goes from
-            :math:`-1/(2k)` to ``exponent``, as :math:`-1/p` with :math:`p` in whole steps at equal
-            intervals: with few samples small eigenvalues are mostly noise and would take most of a
+        exponent_warmup (int): during this many first steps of a parameter the exponent goes from
+            :math:`-1/(2k)` to ``exponent``, as :math:`-1/p` with whole numbers :math:`p` at equal
+            intervals: with few samples, small eigenvalues are mostly noise and would dominate the
             step. :meth:`update_preconditioners` and ``capturable`` steps use ``exponent`` at once
             (default: 0).
-        preconditioner_1d (str): ``"diagonal"`` keeps the diagonal alone for parameters of order 0
-            and 1, as biases and norms are: :math:`(a + \text{eps})^{-1/2}`, renewed in every step;
+        preconditioner_1d (str): ``"diagonal"`` keeps only the diagonal for parameters of order 0
+            and 1, such as biases and norms: :math:`(a + \text{eps})^{-1/2}`, renewed in every step;
             ``"full"`` treats them as the others, with :math:`k = 1` (default: "diagonal").
-        preconditioned (bool): False: no matrices precondition the parameters. They take the
-            direction of the grafted method itself, with its state alone, where ``grafting`` is
-            ``"adagrad"``, ``"rmsprop"`` or ``"adam"``: in a :class:`ShampooW` that is AdamW's step.
-            Else they take the diagonal rule above (default: True).
+        preconditioned (bool): False: no matrices precondition the parameters. With ``grafting``
+            ``"adagrad"``, ``"rmsprop"`` or ``"adam"`` they take the direction of the grafted method
+            itself, and only its state: in a :class:`ShampooW` that is AdamW's step. Else they take the
+            diagonal rule above (default: True).
         max_preconditioned_dim (int, optional): parameters with a longer dimension, after
             ``merge_dims``, are treated as with ``preconditioned=False``: an embedding or a head with
-            a large vocabulary. Matrices of its other dimension alone would cost more than all else
-            of its step. None: no limit (default: 16384).
+            a large vocabulary, for which the matrices of the other dimension alone would cost more
+            than the rest of its step. None: no limit (default: 16384).
         grafting (str, optional): None, ``"sgd"``, ``"adagrad"``, ``"rmsprop"`` or ``"adam"``
             (default: None).
         grafting_eps (float): added to the denominator of the grafted method (default: 1e-8).
@@ -104,21 +104,19 @@ class Shampoo(BlockedOptimizer):
             is used (default: 1).
         root_method (str): ``"eigh"``, ``"newton"`` or ``"auto"``; see
             :func:`torchium.linalg.matrix_inverse_root` (default: "auto").
-        root_dtype (torch.dtype, optional): of the roots that are kept. ``torch.bfloat16`` (or
-            ``"bfloat16"``) halves their memory; each entry of a root errs by 0.4 % at most. They are
-            computed and applied in the dtype of the state all the same. None: that dtype
-            (default: None).
-        matmul_precision (str, optional): of the products with gradients on a GPU. ``"highest"``: of
-            operands of at least 22 bits; ``"high"``: of 11 bits, as TF32's, so that statistics and
-            directions err by about 4e-4 of their norm; None: what
-            :func:`torch.set_float32_matmul_precision` says. A CPU computes in float32
-            (default: None).
-        max_root_failures (int): failures of one root in a row after which ``RuntimeError`` is raised
-            (default: 3).
+        root_dtype (torch.dtype, optional): dtype of the stored roots. ``torch.bfloat16`` (or
+            ``"bfloat16"``) halves their memory, with an error of at most 0.4 % per entry. They are
+            computed and applied in the state dtype. None: the state dtype (default: None).
+        matmul_precision (str, optional): precision of the products with gradients on a GPU.
+            ``"highest"``: operands of at least 22 bits; ``"high"``: 11 bits, as TF32, with relative
+            errors of about 4e-4 in statistics and directions; None: as set by
+            :func:`torch.set_float32_matmul_precision`. A CPU computes in float32 (default: None).
+        max_root_failures (int): consecutive failures of one root after which ``RuntimeError`` is
+            raised (default: 3).
         maximize (bool): go up instead of down (default: False).
         capturable (bool): :meth:`step` never computes roots, so that it can be captured in a CUDA
-            graph; call :meth:`update_preconditioners` for them. A captured step keeps the ``lr``
-            that it was captured with, unless that is a tensor on the GPU (default: False).
+            graph; call :meth:`update_preconditioners` for them. A captured step keeps the ``lr`` of
+            its capture, unless that is a tensor on the GPU (default: False).
         graphs (str or bool): steps on a GPU are captured in CUDA graphs after some steps, and
             replayed: the same results, bit for bit, with far less work for the host. ``"auto"``:
             where the memory that the graphs keep is at most 5 % of the state or 1 % of the device's;
@@ -142,10 +140,6 @@ class Shampoo(BlockedOptimizer):
         >>> optimizer.zero_grad()
     """
 
-    _ROOT_REMEDY = (
-        "raise eps or relative_eps, set root_method to 'eigh', or clip gradients so large that "
-        "statistics overflow"
-    )
     _OPTIONS = SHAMPOO
 
     def __init__(
@@ -189,24 +183,24 @@ class Shampoo(BlockedOptimizer):
     def from_adamw(
         optimizer_or_params: Optimizer | ParamsT | nn.Module, **hyperparameters: Any
     ) -> ShampooW:
-        """A :class:`ShampooW` in the place of an AdamW, or with AdamW's keywords.
+        """A :class:`ShampooW` that replaces an AdamW, or takes its keywords.
 
-        Every block of a matrix takes a step of the length that AdamW would take there; parameters of
-        order 0 and 1, as biases and norms are, and those that are not ``preconditioned`` step as
-        with AdamW. State starts fresh, without AdamW's averages.
+        Every block of a matrix takes a step of the length that AdamW would take; parameters of order 0
+        and 1, such as biases and norms, and those that are not ``preconditioned`` step as with AdamW.
+        State starts fresh, without AdamW's averages.
 
         Args:
             optimizer_or_params (Optimizer, Module or iterable): a :class:`torch.optim.AdamW`, or a
-                :class:`torch.optim.Adam`, whose weight decay is an L2 penalty: parameter groups are
-                taken over with all their options, names of parameters and keys of schedulers. It is
-                not changed, and must not be stepped any more. Or what :class:`ShampooW` takes.
-            **hyperparameters: those of :class:`ShampooW`; beside an optimizer only what AdamW does
-                not have. ``capturable`` is not taken over from an optimizer, because roots are then
+                :class:`torch.optim.Adam`, whose weight decay is an L2 penalty. Its parameter groups are
+                copied with all options, names of parameters and keys of schedulers. It is not changed,
+                and must not be stepped any more. Or the parameters of :class:`ShampooW`.
+            **hyperparameters: those of :class:`ShampooW`; with an optimizer, only those that AdamW does
+                not have. ``capturable`` is not copied from an optimizer, because roots would then be
                 left to :meth:`update_preconditioners`.
 
         Raises:
             ValueError: ``amsgrad=True`` or ``differentiable=True``; another kind of optimizer; an
-                option of AdamW beside an optimizer; or as the constructor does.
+                option of AdamW together with an optimizer; or as the constructor.
 
         Example:
             >>> model = torch.nn.Linear(10, 2)
@@ -223,12 +217,11 @@ class Shampoo(BlockedOptimizer):
 
     @torch.no_grad()
     def update_preconditioners(self) -> None:
-        """Computes the roots of all statistics now, whatever the schedule says.
+        """Computes the roots of all statistics now, regardless of the schedule.
 
-        With ``capturable=True`` this is the only place where roots are computed: call it between
-        the replays of a captured :meth:`step`, every so many of them. Parameters that have taken no
-        step are left out. With ``capturable=True`` this itself can be captured in a CUDA graph, after
-        it has run once.
+        With ``capturable=True`` only this method computes roots: call it regularly between the replays
+        of a captured :meth:`step`. After it has run once, it can then be captured in a CUDA graph
+        itself. Parameters that have taken no step are left out.
 
         Raises:
             RuntimeError: as :meth:`step`, or a graph is captured without ``capturable=True``.
@@ -238,8 +231,8 @@ class Shampoo(BlockedOptimizer):
     def memory_report(self) -> MemoryReport:
         """Bytes of the state.
 
-        Parameters that have state count with what it takes, the others that require a gradient with
-        what it will take. Nothing is allocated for that.
+        For parameters that require a gradient but have no state yet, of their future state. Allocates
+        nothing.
 
         Returns:
             A report whose ``groups`` and ``total`` hold the bytes by kind; ``print`` shows a table.
@@ -248,19 +241,19 @@ class Shampoo(BlockedOptimizer):
             >>> print(torchium.Shampoo(model.parameters()).memory_report())
         """
         rows, table = self._plans.memory_report(*self._groups())
-        groups = tuple(
+        *groups, total = [
             GroupMemory(elements, parameters, StateMemory(*state), graphs)
             for elements, parameters, graphs, *state in rows
-        )
-        return MemoryReport(groups, table)
+        ]
+        return MemoryReport(tuple(groups), total, table)
 
     def report(self) -> ShampooReport:
-        """What it does with each parameter: the rule, the blocks or the reason, the bytes of state.
+        """For each parameter the rule, the blocks or the reason, and the bytes of state.
 
-        Nothing is allocated for that.
+        Allocates nothing.
 
         Returns:
-            A report with one entry a parameter in ``parameters``; ``print`` shows a table.
+            A report with one entry per parameter in ``parameters``; ``print`` shows a table.
 
         Example:
             >>> print(torchium.Shampoo(model).report())

@@ -7,24 +7,24 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from ._core.adamw import options_beside_adamw, shampoo_options
+from ._core.adamw import ADAMW_OPTIONS, options_beside_adamw, shampoo_options
 from .shampoo import Shampoo
 
 
 class ShampooW(Shampoo):
-    """The Shampoo that takes the place of AdamW: same signature and step lengths, better directions.
+    """Shampoo as a replacement for AdamW: same signature and step lengths, better directions.
 
     It grafts Adam and keeps the meaning of AdamW's ``lr``, ``betas``, ``eps`` and decoupled weight
-    decay, so that learning rates and schedules that were right for AdamW are right here. Every block
-    of a matrix takes a step of the length that AdamW would take there; parameters of order 0 and 1,
-    as biases and norms are, and those that are not ``preconditioned`` step as with AdamW. The
-    options beside AdamW's were chosen by experiment (``docs/choosing_and_tuning.md``).
-    It stands where a class is expected that is called as :class:`torch.optim.AdamW`, as in
+    decay: learning rates and schedules that suit AdamW suit it too. Every block of a matrix takes a
+    step of the length that AdamW would take; parameters of order 0 and 1, such as biases and norms,
+    and those that are not ``preconditioned`` step as with AdamW. The defaults of all other options
+    were found by experiment (``docs/choosing_and_tuning.md``).
+    Use the class wherever one with the signature of :class:`torch.optim.AdamW` is expected, as in
     ``optimizer_cls_and_kwargs`` of a Trainer; :meth:`Shampoo.from_adamw` makes one too.
 
     Args:
-        params (Module or iterable): as :class:`Shampoo` takes it. ``eps`` and ``betas`` of parameter
-            groups are AdamW's, also those of :meth:`add_param_group`.
+        params (Module or iterable): as for :class:`Shampoo`. ``eps`` and ``betas`` of parameter
+            groups are AdamW's, also in :meth:`add_param_group`.
         lr (float or Tensor): learning rate (default: 1e-3).
         betas (tuple of two floats): decay of the averages of the gradient, and of its square and
             the statistics (default: (0.9, 0.999)).
@@ -33,20 +33,20 @@ class ShampooW(Shampoo):
         weight_decay (float): decoupled weight decay (default: 1e-2).
         amsgrad (bool): must be False.
         maximize (bool): go up instead of down (default: False).
-        foreach, fused: say how PyTorch runs its own step, and are ignored.
-        capturable (bool): as in :class:`Shampoo`: roots are then left to
-            :meth:`update_preconditioners` (default: False).
+        foreach, fused: ignored.
+        capturable (bool): as in :class:`Shampoo`: only :meth:`update_preconditioners` then computes
+            roots (default: False).
         differentiable (bool): must be False.
-        **options: all other options of :class:`Shampoo`, beside its defaults here:
+        **options: all other options of :class:`Shampoo`. Defaults that differ from its own:
             ``grafting="adam"``, ``exponent=-0.5``, ``exponent_warmup=100``, ``relative_eps=1e-3``,
             ``update_freq=10``.
 
     ``param_groups``, ``defaults`` and checkpoints hold Shampoo's options, so that a :class:`Shampoo`
-    with the same ones can load a checkpoint of this class, and the other way round. Passed to this
-    class again, such groups and defaults are taken as they are.
+    with the same options can load a checkpoint of this class, and vice versa. Such groups and defaults
+    may be passed to this class again.
 
     Raises:
-        ValueError: ``amsgrad=True`` or ``differentiable=True``; or as :class:`Shampoo` does.
+        ValueError: ``amsgrad=True`` or ``differentiable=True``; or as :class:`Shampoo`.
 
     Example:
         >>> model = torch.nn.Linear(10, 2)
@@ -69,16 +69,8 @@ class ShampooW(Shampoo):
         fused: bool | None = None,
         **options: Any,
     ) -> None:
-        adamw = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "capturable": capturable,
-            "differentiable": differentiable,
-        }
+        given = locals()
+        adamw = {name: given[name] for name in (*ADAMW_OPTIONS, "capturable") if name in given}
         own = self._own_options(adamw | options)
         super().__init__(params, **{**options_beside_adamw(), **own})
 
@@ -93,9 +85,9 @@ class ShampooW(Shampoo):
         super().add_param_group(self._own_options(param_group) if is_group else param_group)
 
     def _own_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Shampoo's options for those of a caller, whose ``eps`` is AdamW's.
+        """Converts options whose ``eps`` is AdamW's.
 
-        With all options of Shampoo they are those of such an optimizer: its groups and defaults.
+        A dict with all options of Shampoo is a group or the defaults of such an optimizer.
         """
         is_shampoo = options.keys() >= set(self._OPTIONS.names)
         return shampoo_options(options, with_eps=not is_shampoo)

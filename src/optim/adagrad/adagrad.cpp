@@ -67,12 +67,7 @@ bool Adagrad::equal_but_lr(const Options& a, const Options& b) const {
 }
 
 c10::intrusive_ptr<detail::BlockedPlans> Adagrad::make_plans() const {
-  return detail::make_blocked_plans<detail::AdagradPlan>();
-}
-
-const char* Adagrad::root_remedy() const {
-  return "raise eps, set root_method to 'eigh', or clip gradients so large that their sum "
-         "overflows";
+  return detail::make_blocked_plans<detail::AdagradPlan>(name());
 }
 
 }  // namespace torchium::optim

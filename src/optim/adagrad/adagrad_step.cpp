@@ -6,8 +6,6 @@
 #include "optim/core/found_inf_guard.h"
 
 #include <ATen/ATen.h>
-#include <c10/core/DeviceGuard.h>
-#include <c10/core/GradMode.h>
 #include <c10/util/accumulate.h>
 
 #include <limits>
@@ -20,20 +18,21 @@ namespace {
 using Tensors = std::vector<at::Tensor>;
 
 // lr / (1 + (t - 1) lr_decay)
-StepScalar decayed_learning_rate(const AdagradHyperparameters& h, const at::Tensor& step,
+StepScalar decayed_learning_rate(const AdagradOptions& o, const at::Tensor& step,
                                  const StepScalar& lr) {
-  if (h.lr_decay == 0.0) {
+  if (o.lr_decay() == 0.0) {
     return lr;
   }
   if (!lr.device.defined()) {
-    return {lr.host / (1.0 + (count_on_cpu(step) - 1.0) * h.lr_decay), {}};
+    return {lr.host / (1.0 + (count_on_cpu(step) - 1.0) * o.lr_decay()), {}};
   }
-  return {0.0, lr.device / ((step.to(at::kDouble) - 1.0) * h.lr_decay + 1.0)};
+  return {0.0, lr.device / ((step.to(at::kDouble) - 1.0) * o.lr_decay() + 1.0)};
 }
 
 at::Tensor gradient(const AdagradRun& run, const at::Tensor& param, size_t i,
                     const FoundInfGuard& guard) {
-  return signed_gradient(param, run.grads[i], run.h.maximize, run.h.weight_decay, guard);
+  return signed_gradient(param, run.grads[i], run.options.maximize(), run.options.weight_decay(),
+                         guard);
 }
 
 // s <- s + g^2; p <- p - lr g / (sqrt(s) + eps). The order of operations is torch.optim.Adagrad's.
@@ -49,21 +48,21 @@ class EagerDiagonal : public AdagradSubset {
       const ParameterState& state = group_.states[i];
       at::Tensor param = group_.params[i], sum = state.sum;
       const at::Tensor g = gradient(run, param, i, guard);
-      update(run.h, param, g, sum, decayed_learning_rate(run.h, state.step, lr), guard);
+      update(run.options, param, g, sum, decayed_learning_rate(run.options, state.step, lr), guard);
     }
   }
 
  private:
-  static void update(const AdagradHyperparameters& h, at::Tensor& param, const at::Tensor& g,
+  static void update(const AdagradOptions& o, at::Tensor& param, const at::Tensor& g,
                      at::Tensor& sum, const StepScalar& lr, const FoundInfGuard& guard) {
     sum.addcmul_(g, g);
-    at::Tensor root = sum.sqrt().add_(h.eps);
-    if (h.eps == 0.0) {  // 0 / 0 becomes 0
+    at::Tensor root = sum.sqrt().add_(o.eps());
+    if (o.eps() == 0.0) {  // 0 / 0 becomes 0
       root.masked_fill_(root.eq(0), std::numeric_limits<double>::infinity());
     }
     if (!lr.device.defined() && param.scalar_type() == g.scalar_type()) {
       param.addcdiv_(g, root, -lr.host);
-      if (lr.host > 1.0) {  // |g| / root <= 1: a smaller step ends within the numbers of the dtype
+      if (lr.host > 1.0) {  // |g| / root <= 1: smaller steps cannot overflow
         const double most = largest_number(param.scalar_type());
         param.clamp_(-most, most);
       }
@@ -78,12 +77,10 @@ class EagerDiagonal : public AdagradSubset {
 
 class FullMatrix : public AdagradSubset {
  public:
-  FullMatrix(const AdagradHyperparameters& h, const AdagradGroup& group) : group_(group) {
+  FullMatrix(const AdagradOptions& o, const AdagradGroup& group)
+      : group_(group), blockings_(adagrad_blockings(group.params, o.block_size())) {
     std::vector<size_t> all(group.params.size());
     std::iota(all.begin(), all.end(), 0);
-    for (const at::Tensor& param : group.params) {
-      blockings_.push_back(adagrad_blocking(param, h.block_size));
-    }
     batches_ = find_batches(blockings_, group.states, all);
   }
 
@@ -108,7 +105,7 @@ class FullMatrix : public AdagradSubset {
       at::Tensor param = group_.params[i];
       if (directions[i].defined()) {
         subtract_scaled_(param, finite_entries(directions[i]),
-                         decayed_learning_rate(run.h, group_.states[i].step, lr));
+                         decayed_learning_rate(run.options, group_.states[i].step, lr));
       }
     }
   }
@@ -119,13 +116,13 @@ class FullMatrix : public AdagradSubset {
     bool any_due = false;
     for (size_t i = 0; i < group_.params.size(); ++i) {
       const int64_t t = step_on_host(group_.states[i].step, run.host_steps, i);
-      due_steps.push_back(root_is_due(t, 1, run.h.update_freq) ? t : 0);
+      due_steps.push_back(root_is_due(t, 1, run.options.update_freq()) ? t : 0);
       any_due |= due_steps.back() != 0;
     }
     if (any_due) {
       const std::vector<StepScalar> no_correction(group_.params.size());
-      update_roots(batches_, {run.h.eps, 0.0, -0.5, run.h.root_method}, due_steps, no_correction,
-                   guard);
+      update_roots(batches_, {run.options.eps(), 0.0, -0.5, run.options.root_method()}, due_steps,
+                   no_correction, guard);
       at::Tensor status = group_.status;
       record_root_failures(batches_, status);
     }
@@ -139,36 +136,24 @@ class FullMatrix : public AdagradSubset {
 }  // namespace
 
 // Not numel(), which a tensor with symbolic sizes does not have.
-Blocking adagrad_blocking(const at::Tensor& param, int64_t block_size) {
-  return make_blocking({c10::multiply_integers(param.sizes())}, block_size);
-}
-
-BlockStorage adagrad_init_state(at::TensorList params, int64_t block_size,
-                                double initial_accumulator_value) {
-  c10::NoGradGuard no_grad;
+std::vector<Blocking> adagrad_blockings(at::TensorList params, int64_t block_size) {
   std::vector<Blocking> blockings;
   for (const at::Tensor& param : params) {
-    blockings.push_back(adagrad_blocking(param, block_size));
+    blockings.push_back(make_blocking({c10::multiply_integers(param.sizes())}, block_size));
   }
-  BlockStorage storage = make_block_storage(params, blockings);
-  for (auto& statistics : storage.statistics) {
-    statistics.diagonal(0, 1, 2).fill_(initial_accumulator_value);
-  }
-  return storage;
+  return blockings;
 }
 
-AdagradStep::AdagradStep(AdagradHyperparameters h, AdagradGroup group)
-    : h_(std::move(h)), group_(std::move(group)) {
-  check_parameters(group_.params, list_of(group_.states, &ParameterState::step), group_.status);
-  const c10::DeviceGuard guard(group_.params[0].device());
-  prologue_ = StepPrologue::make(group_.params, group_.states, group_.status, h_.weight_decay);
-  if (h_.full_matrix) {
-    subsets_.push_back(std::make_unique<FullMatrix>(h_, group_));
+AdagradStep::AdagradStep(const AdagradOptions& options, AdagradGroup group)
+    : options_(options), group_(std::move(group)) {
+  prologue_ =
+      StepPrologue::make(group_.params, group_.states, group_.status, options.weight_decay());
+  if (options.full_matrix()) {
+    subsets_.push_back(std::make_unique<FullMatrix>(options, group_));
     return;
   }
   std::vector<size_t> by_kernels, eager;
   for (size_t i = 0; i < group_.params.size(); ++i) {
-    check_state_tensor(group_.states[i].sum, group_.params[i], "sum", i);
     (has_adagrad_kernels(group_, i) ? by_kernels : eager).push_back(i);
   }
   if (!by_kernels.empty()) {
@@ -179,36 +164,14 @@ AdagradStep::AdagradStep(AdagradHyperparameters h, AdagradGroup group)
   }
 }
 
-bool AdagradStep::adopt(const AdagradHyperparameters& h) {
-  const bool fits = h.full_matrix == h_.full_matrix && h.block_size == h_.block_size &&
-                    h.weight_decay == h_.weight_decay;
-  if (fits) {
-    h_ = h;
-  }
-  return fits;
-}
-
-void AdagradStep::begin(std::vector<at::Tensor> grads) {
-  PlannedStep::begin(std::move(grads));
-  const c10::DeviceGuard guard(group_.params[0].device());
-  prologue_->begin(grads_);
-}
-
-void AdagradStep::end() {
-  prologue_->end();
-  PlannedStep::end();
-}
-
 void AdagradStep::run(const at::Tensor& lr, at::IntArrayRef host_steps,
                       const at::Tensor& found_inf) {
-  const c10::NoGradGuard no_grad;
-  const c10::DeviceGuard guard(group_.params[0].device());
-  const StepRule rule{.weight_decay = h_.weight_decay};
+  const StepRule rule{.weight_decay = options_.weight_decay()};
   if (!prologue_->run(rule, found_inf)) {  // t <- t + 1, unless it is skipped
     return;
   }
   for (const auto& subset : subsets_) {
-    subset->update({h_, lr, grads_, host_steps, *prologue_});
+    subset->update({options_, lr, grads_, host_steps, *prologue_});
   }
 }
 

@@ -10,7 +10,7 @@
 namespace torchium::optim::detail {
 namespace {
 
-// Whether `next` lies directly behind the `count` matrices that begin at `first`.
+// Whether `next` directly follows the `count` matrices that begin at `first`.
 bool continues(const at::Tensor& first, int64_t count, const at::Tensor& next) {
   const int64_t matrix_numel = next.numel() / std::max<int64_t>(next.size(0), 1);
   return first.is_alias_of(next) &&
@@ -32,35 +32,12 @@ at::Tensor widen(const at::Tensor& first, int64_t count) {
 struct SlotKind {
   std::vector<at::Tensor> MatrixBatch::*of_batch;
   std::vector<at::Tensor> ParameterState::*of_param;
-  const char* name;
-  bool is_matrix;
 };
-constexpr SlotKind kSlotKinds[] = {
-    {&MatrixBatch::statistics, &ParameterState::statistics, "statistics", true},
-    {&MatrixBatch::roots, &ParameterState::roots, "roots", true},
-    {&MatrixBatch::root_failures, &ParameterState::root_failures, "root_failures", false}};
+constexpr SlotKind kSlotKinds[] = {{&MatrixBatch::statistics, &ParameterState::statistics},
+                                   {&MatrixBatch::roots, &ParameterState::roots},
+                                   {&MatrixBatch::root_failures, &ParameterState::root_failures}};
 
-void check_slots(const ParameterState& state, const Blocking& blocking) {
-  for (const auto& [of_batch, of_param, name, is_matrix] : kSlotKinds) {
-    const std::vector<at::Tensor>& slots = state.*of_param;
-    const size_t expected = blocking.shapes.size() * blocking.dims.size();
-    TORCH_CHECK_VALUE(slots.size() == expected, name, " has ", slots.size(),
-                      " slots of a parameter whose blocks need ", expected);
-    auto slot = slots.begin();
-    for (const BlockShape& shape : blocking.shapes) {
-      for (const int64_t n : shape.sizes) {
-        const auto sizes = is_matrix ? std::vector<int64_t>{shape.count(), n, n}
-                                     : std::vector<int64_t>{shape.count()};
-        TORCH_CHECK_VALUE(slot->sizes() == at::IntArrayRef(sizes) && slot->is_contiguous(), name,
-                          ": a slot has shape ", slot->sizes(), " but the parameter's blocks need ",
-                          sizes, " (contiguous)");
-        ++slot;
-      }
-    }
-  }
-}
-
-// Whether the matrices of one block shape, which has its first slot there, continue a batch.
+// Whether the matrices of one block shape, whose first slot is `first_slot`, continue a batch.
 bool continues(const MatrixBatch& batch, const ParameterState& state, size_t first_slot) {
   for (const SlotKind& kind : kSlotKinds) {
     for (size_t mode = 0; mode < batch.sizes.size(); ++mode) {
@@ -121,9 +98,9 @@ int64_t operand_elements(const std::vector<int64_t>& sizes) {
 
 BlockStorage make_block_storage(at::TensorList params, const std::vector<Blocking>& blockings,
                                 const std::optional<std::string>& root_dtype) {
-  // Joined s serves the modes of one block shape on one device: s, s + 1, ... for modes 0, 1, ...
+  // The modes 0, 1, ... of one block shape on one device have the buffers first, first + 1, ...
   struct Shape {
-    int64_t first_stack;
+    int64_t first_buffer;
     int64_t count;
   };
   std::map<std::tuple<std::vector<int64_t>, std::string, at::ScalarType>, Shape> shapes;
@@ -142,7 +119,7 @@ BlockStorage make_block_storage(at::TensorList params, const std::vector<Blockin
       }
       const int64_t count = shape.count();
       for (size_t mode = 0; mode < shape.sizes.size(); ++mode, ++slot) {
-        const int64_t buffer = found->second.first_stack + static_cast<int64_t>(mode);
+        const int64_t buffer = found->second.first_buffer + static_cast<int64_t>(mode);
         result.layout.push_back(
             {static_cast<int64_t>(p), slot, buffer, found->second.count, count});
         std::get<2>(storage[buffer]) += count;
@@ -165,7 +142,6 @@ std::vector<MatrixBatch> find_batches(const std::vector<Blocking>& blockings,
   std::vector<MatrixBatch> batches;
   std::map<std::vector<int64_t>, size_t> open;  // block sizes -> the batch that may still grow
   for (const size_t i : members) {
-    check_slots(states[i], blockings[i]);
     size_t slot = 0;
     for (const BlockShape& shape : blockings[i].shapes) {
       const auto [found, is_new] = open.try_emplace(shape.sizes, batches.size());

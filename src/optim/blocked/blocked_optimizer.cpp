@@ -59,7 +59,7 @@ struct BlockedOptimizer::Runtime {
   };
 
   c10::intrusive_ptr<detail::BlockedPlans> plans;                         // null: none yet
-  std::vector<detail::BlockedGroup> bound;                                // what these are bound to
+  std::vector<detail::BlockedGroup> bound;                                // to the plans
   std::map<std::pair<size_t, std::string>, LearningRate> learning_rates;  // by group and device
 };
 
@@ -101,7 +101,7 @@ std::vector<detail::BlockedGroup> BlockedOptimizer::groups() const {
   return groups;
 }
 
-// Whether the plans are bound to what the groups hold now; hands them changed options.
+// Whether the plans are bound to the current groups and state; passes changed options on.
 bool BlockedOptimizer::is_bound() {
   const auto& bound = runtime_->bound;
   if (bound.size() != param_groups_.size()) {
@@ -127,7 +127,7 @@ bool BlockedOptimizer::is_bound() {
   return fits;
 }
 
-// False if the state must follow the options.
+// False if the state has to follow the options.
 bool BlockedOptimizer::adopt_options(size_t group) {
   const Options& options = param_groups_[group].options();
   detail::BlockedGroup& bound = runtime_->bound[group];
@@ -232,7 +232,9 @@ std::vector<std::pair<std::string, at::Tensor>> MatrixParamState::tensors() cons
   auto result = SecondOrderParamState::tensors();
   const auto add_slots = [&](const std::string& key, const std::vector<at::Tensor>& slots) {
     for (const auto slot : c10::irange(slots.size())) {
-      result.emplace_back(key + "." + std::to_string(slot), slots[slot]);
+      if (slots[slot].defined()) {
+        result.emplace_back(key + "." + std::to_string(slot), slots[slot]);
+      }
     }
   };
   add_slots("statistics", statistics());
@@ -249,31 +251,23 @@ bool MatrixParamState::consists_of(const detail::ParameterState& tensors) const 
 
 void MatrixParamState::assign(const detail::ParameterState& tensors) {
   const detail::NamedTensors named = tensors.named();
-  for (const auto& members : {counts(), parameter_shaped()}) {
-    for (const auto& [key, member] : members) {
-      const at::Tensor* found = detail::find_tensor(named, key);
-      *member = found == nullptr ? at::Tensor() : *found;
-    }
+  for (const auto& [key, member] : members()) {
+    const at::Tensor* found = detail::find_tensor(named, key);
+    *member = found == nullptr ? at::Tensor() : *found;
   }
-  step(tensors.step);
   statistics(tensors.statistics).roots(tensors.roots).root_failures(tensors.root_failures);
 }
 
 void MatrixParamState::serialize(torch::serialize::InputArchive& archive) {
   SecondOrderParamState::serialize(archive);
-  // Slots are numbered: "statistics.0", "statistics.1", ...
-  const auto read_slots = [&](const std::string& key) {
-    std::vector<at::Tensor> slots;
-    at::Tensor slot;
-    while (archive.try_read(key + "." + std::to_string(slots.size()), slot, /*is_buffer=*/true)) {
-      slots.push_back(std::move(slot));
-      slot = at::Tensor();
+  detail::NamedTensors tensors;
+  for (const std::string& key : archive.keys()) {
+    at::Tensor tensor;
+    if (archive.try_read(key, tensor, /*is_buffer=*/true)) {
+      tensors.emplace_back(key, tensor);
     }
-    return slots;
-  };
-  statistics(read_slots("statistics"));
-  roots(read_slots("roots"));
-  root_failures(read_slots("root_failures"));
+  }
+  assign(detail::ParameterState(tensors));
 }
 
 }  // namespace torchium::optim

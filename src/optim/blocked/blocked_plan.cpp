@@ -4,6 +4,8 @@
 #include "support/stream_capture.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 #include <array>
@@ -44,8 +46,8 @@ std::vector<at::Tensor> params_of(const std::vector<StateEntry*>& entries) {
   return params;
 }
 
-// Whether the matrices lie as in fresh storage. A step is right for any layout, but the largest
-// batches, and the same after a checkpoint, are those of this one.
+// Whether the matrices lie as in fresh storage. A step is correct for any layout, but this one
+// gives the largest batches, and the same ones after a checkpoint.
 bool lie_in_order(const std::vector<SlotPlacement>& layout,
                   const std::vector<StateEntry*>& entries) {
   std::map<int64_t, std::array<const at::Tensor*, 3>> first_of_buffer;
@@ -66,7 +68,7 @@ bool lie_in_order(const std::vector<SlotPlacement>& layout,
   return true;
 }
 
-// Whether each tensor has the dtype and the device that it has in fresh state.
+// Whether each tensor has the dtype and device that it has in fresh state.
 bool has_types(const ParameterState& state, const ParameterState& fresh, const at::Tensor& param) {
   const NamedTensors needed = fresh.named();
   const auto dtype_of = [&](const std::string& key) {
@@ -82,7 +84,7 @@ bool has_types(const ParameterState& state, const ParameterState& fresh, const a
   });
 }
 
-// Copies the values of `old`, with what it has beyond `fresh`.
+// Copies the values of `old`, also of buffers that `fresh` lacks.
 void copy_values(const ParameterState& old, ParameterState& fresh, const at::Tensor& param) {
   for (const StateBuffer& buffer : kStateBuffers) {
     if ((old.*buffer.tensor).defined()) {
@@ -106,7 +108,7 @@ void refuse_to_create(c10::Device device) {
 
 }  // namespace
 
-// State of parameters that have taken no step, and how its matrices lie.
+// The state of parameters that have taken no step, and its layout.
 struct BlockedPlan::FreshStates {
   std::vector<ParameterState> states;
   std::vector<SlotPlacement> layout;
@@ -180,8 +182,46 @@ std::vector<std::string> BlockedPlan::needs() const {
   return needs;
 }
 
+bool BlockedPlan::set_options(const Options& options) {
+  const std::vector<std::string> needs_before = needs();
+  const double penalty_before = l2_penalty();
+  adopt(options);
+  const bool fits = needs() == needs_before;
+  if (!fits || l2_penalty() != penalty_before) {
+    forget_planned();
+  }
+  return fits;
+}
+
+void BlockedPlan::update_preconditioners() {
+  std::vector<at::Tensor> params;
+  StateList states;
+  for (size_t i = 0; i < size(); ++i) {
+    if (!state(i).is_empty()) {
+      params.push_back(param(i));
+      states.push_back(state(i));
+    }
+  }
+  if (params.empty()) {
+    return;
+  }
+  TORCH_CHECK(
+      !host_decides() || !torchium::detail::is_capturing(device()),
+      "update_preconditioners() cannot be captured in a CUDA graph: it reports failures to the "
+      "host. Use Shampoo with capturable=True, and check_errors()");
+  const c10::NoGradGuard no_grad;
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  renew_roots(params, states, monitor().status());
+  monitor().set_root_params(std::make_shared<const std::vector<at::Tensor>>(std::move(params)));
+  report();
+}
+
+void BlockedPlan::renew_roots(const std::vector<at::Tensor>&, const StateList&, at::Tensor) {
+  TORCH_INTERNAL_ASSERT(false, "this optimizer has no roots that a call renews");
+}
+
 void BlockedPlan::fit(std::vector<StateEntry>& entries) const {
-  std::vector<StateEntry*> kept;  // those that have state, or get some
+  std::vector<StateEntry*> kept;  // those with state now or afterwards
   for (StateEntry& entry : entries) {
     if (entry.is_active || !entry.state.is_empty()) {
       kept.push_back(&entry);
@@ -205,8 +245,8 @@ void BlockedPlan::fit(std::vector<StateEntry>& entries) const {
       fits = fits && has_types(kept[i]->state, needed.states[i], params[i]);
     }
   }
-  // All are laid out together, in the order of the group, so that the layout of the memory is a
-  // function of which parameters have state: a resumed run continues bit for bit.
+  // All are laid out together, in the order of the group. The layout then depends only on which
+  // parameters have state, so a resumed run continues bit for bit.
   if (!fits || !lie_in_order(needed.layout, kept)) {
     refuse_to_create(device());
     FreshStates fresh = fresh_states(params);
@@ -234,8 +274,8 @@ bool BlockedPlan::is_complete(const StateEntry& entry) const {
       });
 }
 
-// An average that begins late keeps the step count that it begins with; one that nothing needs is
-// dropped, since it would be of old gradients alone later.
+// An average that begins late keeps the step count at which it begins. An average that is not
+// needed is dropped: it would be outdated later.
 void BlockedPlan::fit_buffers(StateEntry& entry, bool is_new) const {
   for (const StateBuffer& buffer : kStateBuffers) {
     at::Tensor& tensor = entry.state.*buffer.tensor;
@@ -255,7 +295,7 @@ void BlockedPlan::fit_buffers(StateEntry& entry, bool is_new) const {
   }
 }
 
-// Throws unless the state has what a parameter of this shape needs by the options, and no more.
+// Throws unless the state is exactly what a parameter of this shape needs with these options.
 void BlockedPlan::check_state(const StateEntry& entry, const ParameterState& needed) const {
   ParameterState own = entry.state;
   bool fits = true;

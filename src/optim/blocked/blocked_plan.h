@@ -1,5 +1,5 @@
-// The plan of one parameter group on one device whose state is blocks of matrices: which state its
-// options need, and how state comes to be that.
+// The plan for one parameter group on one device whose state is matrices of blocks. It knows which
+// state the options need, and creates, converts and checks it.
 #pragma once
 
 #include "optim/blocked/block_storage.h"
@@ -16,7 +16,7 @@
 
 namespace torchium::optim::detail {
 
-// What state was last found right for.
+// The options and shape that a state was last checked against.
 struct StateOrigin {
   std::shared_ptr<const torch::optim::OptimizerOptions> options;
   std::vector<int64_t> sizes;  // of the parameter
@@ -25,10 +25,10 @@ struct StateOrigin {
 // A parameter and its state.
 struct StateEntry {
   at::Tensor param;
-  std::string name;                           // as messages call it
+  std::string name;                           // in messages
   ParameterState state;                       // empty: none
   bool is_active;                             // the next call needs its state
-  std::shared_ptr<const StateOrigin> origin;  // null: not known
+  std::shared_ptr<const StateOrigin> origin;  // null: unknown
 };
 
 // What a checkpoint holds of a parameter.
@@ -43,29 +43,30 @@ class BlockedPlan : public StepPlan {
   using StepPlan::StepPlan;
   using Options = torch::optim::OptimizerOptions;
 
-  // Options of the optimizer's own type. The learning rate is an argument of step() instead.
-  virtual void set_options(const Options& options) = 0;
+  // Takes options of the optimizer's own type; the learning rate is an argument of step() instead.
+  // False where the state has to follow them: fit() and bind() come before the next step.
+  bool set_options(const Options& options);
 
-  // Makes the states of parameters on this device what a step takes: checks what is there, lets it
-  // follow its parameter to another dtype or device, lays matrices side by side, creates what
-  // active parameters lack and drops averages that they no longer need. Changes no tensor that it
-  // is given. Throws c10::ValueError for state of other options or of another shape.
+  // Brings the states of parameters on this device into the form that a step takes: checks existing
+  // state, converts it to the parameter's dtype and device, lays matrices side by side, creates
+  // what active parameters lack and drops averages that they no longer need. Changes none of the
+  // given tensors. Throws c10::ValueError for state of other options or of another shape.
   void fit(std::vector<StateEntry>& entries) const;
 
-  // Whether state that is there has all that a step needs, and no average of old gradients.
+  // Whether the state has all that a step needs, and no average that the options no longer use.
   bool is_complete(const StateEntry& entry) const;
 
-  // The states that a checkpoint holds of parameters on any devices, in tensors of their own.
-  // Throws c10::ValueError for what does not fit.
+  // The states that a checkpoint holds for parameters on any devices, in new tensors. Throws
+  // c10::ValueError for state that does not fit.
   std::vector<ParameterState> load(const std::vector<SavedState>& saved) const;
 
   // The state that a parameter will have, on the device "meta".
   ParameterState planned_state(const at::Tensor& param) const;
 
-  // Differs where state may have to follow the options.
-  std::vector<std::string> needs() const;
+  // Renews the roots of all parameters with state, whatever the schedule says.
+  void update_preconditioners();
 
-  // What a step does with a parameter of this shape: a rule, and what there is to say about it.
+  // What a step does with a parameter of this shape, for reports.
   struct Rule {
     std::string name, detail;
   };
@@ -75,22 +76,29 @@ class BlockedPlan : public StepPlan {
   // ---- what an optimizer defines
 
   virtual const Options& options() const = 0;
+  virtual void adopt(const Options& options) = 0;
+  // A step is planned for one value: it limits the gradients (gradient_limits()).
+  virtual double l2_penalty() const = 0;
   virtual OptionTexts options_of_state(const Options& options) const = 0;
   // Initial matrices.
   virtual BlockStorage init_storage(at::TensorList params) const = 0;
-  // Adds what of the parameter's shape is always there.
+  // Adds the state of the parameter's shape that it always has.
   virtual void init_elementwise(const at::Tensor& param, ParameterState& state) const = 0;
   // Whether a step uses this one of kStateBuffers.
   virtual bool needs_buffer(const StateBuffer& buffer) const { return false; }
-  // Whether it means something else than by the options `before`.
+  // Whether the buffer holds another quantity than with the options `before`.
   virtual bool begins_afresh(const StateBuffer& buffer, const Options& before) const {
     return false;
   }
   // Throws c10::ValueError for saved state of another rule than that of the parameter.
   virtual void check_saved_rule(const at::Tensor& param, const ParameterState& saved,
                                 const std::string& name) const {}
+  virtual void renew_roots(const std::vector<at::Tensor>& params, const StateList& states,
+                           at::Tensor status);
 
  private:
+  // Changes if the state may have to follow the options.
+  std::vector<std::string> needs() const;
   struct FreshStates;
   FreshStates fresh_states(const std::vector<at::Tensor>& params) const;
   BlockStorage allocated_storage(const std::vector<at::Tensor>& params) const;

@@ -48,7 +48,7 @@ c10::intrusive_ptr<BlockedPlan> BlockedPlans::find_plan(size_t group, c10::Devic
 // Checks parameters and gradients, and sorts them by group and device.
 std::vector<BlockedPlans::Draft> BlockedPlans::draft(const std::vector<BlockedGroup>& groups,
                                                      Active active) const {
-  // Steps that the host knows, by the tensor that counts them.
+  // Steps known to the host, by the tensor that counts them.
   std::unordered_map<const at::TensorImpl*, int64_t> known;
   for (const GroupPlan& each : plans_) {
     for (size_t i = 0; i < each.plan->size(); ++i) {
@@ -107,7 +107,7 @@ void BlockedPlans::bind(std::vector<BlockedGroup>& groups, Active active) {
       if (each.has_active()) {
         throw;
       }
-      each.fits = false;  // that is for the step to refuse that needs the state
+      each.fits = false;  // a step that needs the state raises
     }
   }
   // Nothing throws from here on.
@@ -128,7 +128,7 @@ void BlockedPlans::bind(std::vector<BlockedGroup>& groups, Active active) {
       if (entry.origin) {
         origins[entry.param.unsafeGetTensorImpl()] = entry.origin;
       }
-      // State that is not complete is left out: a step of its parameter then binds the plans again.
+      // Incomplete state is left out: a step of its parameter then binds the plans again.
       const bool is_complete = each.fits && each.plan->is_complete(entry);
       has_all_states_ = has_all_states_ && (is_complete || entry.state.is_empty());
       states.push_back(is_complete ? entry.state : ParameterState());
@@ -137,7 +137,7 @@ void BlockedPlans::bind(std::vector<BlockedGroup>& groups, Active active) {
     each.plan->bind(std::move(params), std::move(states), std::move(each.host_steps));
     plans.push_back({each.group, each.plan});
   }
-  for (const GroupPlan& each : plans_) {  // may still have something to report
+  for (const GroupPlan& each : plans_) {  // may still have reports
     const bool is_in_use = std::any_of(plans.begin(), plans.end(), [&](const GroupPlan& other) {
       return other.plan == each.plan;
     });
@@ -155,9 +155,7 @@ bool BlockedPlans::set_options(size_t group,
   bool fits = true;
   for (const GroupPlan& each : plans_) {
     if (each.group == group) {
-      const std::vector<std::string> before = each.plan->needs();
-      each.plan->set_options(*options);
-      fits = fits && each.plan->needs() == before;
+      fits = each.plan->set_options(*options) && fits;
     }
   }
   return fits;
@@ -176,10 +174,7 @@ bool BlockedPlans::prepare() {
 
 void BlockedPlans::step(const LearningRates& lr, const at::Tensor& found_inf) {
   for (const GroupPlan& each : plans_) {
-    const c10::Device device = each.plan->device();
-    each.plan->step(lr(each.group, *each.plan),
-                    found_inf.defined() ? found_inf.to(device, /*non_blocking=*/!device.is_cpu())
-                                        : at::Tensor());
+    each.plan->step(lr(each.group, *each.plan), found_inf);
   }
 }
 
@@ -230,7 +225,7 @@ std::vector<ParameterState> BlockedPlans::load(size_t index, const BlockedGroup&
   return loaded;
 }
 
-// Empty for a parameter that has no state and will get none.
+// The state, or the future state; empty for a parameter that will get none.
 ParameterState BlockedPlans::state_or_plan(const BlockedPlan& plan, const BlockedGroup& group,
                                            size_t i) const {
   const at::Tensor& param = group.params[i];

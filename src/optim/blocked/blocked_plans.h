@@ -1,5 +1,5 @@
-// All plans of an optimizer whose state is blocks of matrices, one for each parameter group and
-// device, in both languages.
+// All plans of an optimizer whose state is matrices of blocks: one per parameter group and device.
+// Both languages step by them.
 #pragma once
 
 #include "optim/blocked/blocked_plan.h"
@@ -24,51 +24,53 @@ namespace torchium::optim::detail {
 struct BlockedGroup {
   std::shared_ptr<const torch::optim::OptimizerOptions> options;
   std::vector<at::Tensor> params;
-  std::vector<std::string> names;      // in the model; empty: not known
-  std::vector<ParameterState> states;  // empty ones: none
+  std::vector<std::string> names;      // in the model; empty: unknown
+  std::vector<ParameterState> states;  // empty: none
 };
 
 class BlockedPlans : public torch::CustomClassHolder {
  public:
   using MakePlan = std::function<c10::intrusive_ptr<BlockedPlan>(c10::Device)>;
-  explicit BlockedPlans(MakePlan make_plan) : make_plan_(std::move(make_plan)) {}
+  BlockedPlans(std::string optimizer, MakePlan make_plan)
+      : optimizer_(std::move(optimizer)), make_plan_(std::move(make_plan)) {}
 
-  // Whose state has to be there.
+  const std::string& optimizer() const { return optimizer_; }
+
+  // The parameters that need state.
   enum class Active { kWithGradient, kWithState };
-  // Checks the groups, whose options are right, makes their states what a step takes, and binds the
-  // plans to them. The caller keeps the states. Throws, and has changed nothing, for what does not
-  // fit.
+  // Checks the groups, whose options are valid, brings their states into the form that a step takes
+  // (BlockedPlan::fit), and binds the plans to them. The caller keeps the states. Throws before it
+  // changes anything.
   void bind(std::vector<BlockedGroup>& groups, Active active);
 
-  // Hands the plans of a group other options; false where its state has to follow: bind() first.
+  // Gives the plans of a group other options. False if its state has to follow: call bind().
   bool set_options(size_t group, std::shared_ptr<const torch::optim::OptimizerOptions> options);
 
   // StepPlan::prepare() of all.
   bool prepare();
-  // The step that prepare() has planned. `lr`: of a group on a device, see PlannedStep; `found_inf`
-  // on any device.
+  // Runs the steps planned by prepare(). `lr` returns the learning rate of a group on a device.
   using LearningRates = std::function<at::Tensor(size_t group, const BlockedPlan& plan)>;
   void step(const LearningRates& lr, const at::Tensor& found_inf);
   void update_preconditioners();
 
-  // The oldest report of a failure that was not yet returned, and its group.
+  // The oldest failure report not yet returned, and its group.
   std::optional<std::pair<size_t, StepReport>> next_failure(bool wait);
   void request_reports();
 
-  // The states of a group as a checkpoint has them; an empty one: none.
+  // The states of a group from a checkpoint; empty: none.
   std::vector<ParameterState> load(size_t index, const BlockedGroup& group,
                                    const std::vector<NamedTensors>& saved) const;
 
-  // Of parameters that have state what is there, of the others that require a gradient what will
-  // be.
+  // Existing state of the parameters that have some, future state of the others that require a
+  // gradient.
   MemoryReport memory_report(const std::vector<BlockedGroup>& groups) const;
   ShampooReport report(const std::vector<BlockedGroup>& groups) const;
 
-  // Whether all state that there is can be used as it is. Left out is that of parameters without a
-  // gradient which lacks what an option needs by now.
+  // Whether all existing state can be used as it is. False also if the state of a parameter without
+  // a gradient lacks what an option needs by now.
   bool has_all_states() const;
 
-  // Steps of a parameter that the host knows of; -1: not known.
+  // Steps of a parameter, as far as the host knows; -1: unknown.
   int64_t host_steps(const at::Tensor& param) const;
   int64_t graph_count() const;
 
@@ -83,6 +85,7 @@ class BlockedPlans : public torch::CustomClassHolder {
   c10::intrusive_ptr<BlockedPlan> plan_of(const BlockedGroup& group) const;
   ParameterState state_or_plan(const BlockedPlan& plan, const BlockedGroup& group, size_t i) const;
 
+  std::string optimizer_;  // its name
   MakePlan make_plan_;
   bool has_all_states_ = false;
   std::vector<GroupPlan> plans_;
@@ -90,9 +93,9 @@ class BlockedPlans : public torch::CustomClassHolder {
 };
 
 template <typename Plan>
-c10::intrusive_ptr<BlockedPlans> make_blocked_plans() {
+c10::intrusive_ptr<BlockedPlans> make_blocked_plans(const std::string& optimizer) {
   return c10::make_intrusive<BlockedPlans>(
-      [](c10::Device device) { return c10::make_intrusive<Plan>(device); });
+      optimizer, [](c10::Device device) { return c10::make_intrusive<Plan>(device); });
 }
 
 }  // namespace torchium::optim::detail

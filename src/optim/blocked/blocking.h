@@ -12,9 +12,9 @@ namespace torchium::optim::detail {
 struct BlockShape {
   std::vector<int64_t> sizes;    // of one block, per dimension
   std::vector<int64_t> counts;   // blocks per dimension
-  std::vector<int64_t> offsets;  // where the grid begins, per dimension
+  std::vector<int64_t> offsets;  // of the grid, per dimension
 
-  int64_t count() const;  // blocks in all
+  int64_t count() const;  // all blocks
 };
 
 struct Blocking {
@@ -26,8 +26,8 @@ struct Blocking {
 };
 
 // Dimensions after `merge_dims`: a convolution [out, in, kh, kw] becomes [out, in kh kw]; unit
-// dimensions go; other tensors of order above two merge adjacent dimensions from the last backwards
-// while the product stays within block_size, never below order two.
+// dimensions are dropped; other tensors of order above two merge adjacent dimensions from the last
+// backwards while the product stays within block_size, down to order two.
 std::vector<int64_t> merged_dims(at::IntArrayRef shape, int64_t block_size, bool merge_dims);
 
 // Blocks of at most block_size per dimension; a remainder is a block of its own.

@@ -28,7 +28,7 @@ at::Tensor without_zeros(at::Tensor divisor, double damping) {
              : divisor.masked_fill_(divisor.eq(0), std::numeric_limits<double>::infinity());
 }
 
-// target <- value, into the memory that the caller has set aside, if any.
+// target <- value, in memory set aside by the caller, if any.
 void store(at::Tensor& target, const at::Tensor& value) {
   if (target.defined()) {
     target.copy_(value);
@@ -82,14 +82,11 @@ void gradient_pass(const GradientRule& rule, GradientElements& e, const FoundInf
   if (!g_is_grad) {
     set_aside(e.g);
   }
-  if (e.exp_avg.defined()) {
-    set_aside(e.m);
-  }
-  if (e.moment.defined()) {
-    set_aside(e.f);
-  }
-  if (e.diagonal.defined()) {
-    set_aside(e.d);
+  for (const auto& [state, result] :
+       {std::pair(&e.exp_avg, &e.m), std::pair(&e.moment, &e.f), std::pair(&e.diagonal, &e.d)}) {
+    if (state->defined()) {
+      set_aside(*result);
+    }
   }
   gradient_pass_cpu(rule, e);
   if (g_is_grad) {

@@ -1,5 +1,5 @@
-// The element-wise work of a step: what is made of a gradient before the matrix products,
-// and what is done with a direction after them. Symbols as in shampoo_step.cpp and kfac_step.cpp.
+// The element-wise work of a step: moments before the matrix products, the update after them.
+// Symbols as in shampoo_step.cpp and kfac_step.cpp.
 #pragma once
 
 #include "optim/core/found_inf_guard.h"
@@ -30,8 +30,8 @@ struct GradientElements {
   StepScalar exp_avg_correction;
   StepScalar moment_correction;
   StepScalar diagonal_correction;
-  // Results, in the state's dtype. Defined before the pass: where to write. `g` may be the gradient
-  // itself and `m` may be `g`: never write to a result.
+  // Results, in the state dtype. A tensor that is defined before the pass is written to. `g` may be
+  // the gradient itself and `m` may be `g`: never write to a result.
   at::Tensor g;  // the gradient, negated for maximize, with L2 weight decay
   at::Tensor m;  // its bias-corrected moving average, or g
   at::Tensor f;  // direction of the grafted method: m / (sqrt(v / c) + grafting_eps)
@@ -53,15 +53,14 @@ struct UpdateRule {
 };
 
 // p <- (1 - lr wd) p; buf <- momentum buf + d; p <- p - lr buf, or p - lr (d + momentum buf).
-// Entries of d that are not finite count as zero; p and buf stop at the largest number of their
-// dtype.
-// `momentum_buffer` is null without momentum.
+// Entries of d that are not finite count as zero; p and buf saturate at the largest number of their
+// dtype. `momentum_buffer` is null without momentum.
 void apply_update(const UpdateRule& rule, const StepScalar& lr, at::Tensor& param,
                   const at::Tensor& direction, at::Tensor* momentum_buffer,
                   const FoundInfGuard& guard);
 
-// The whole step of a parameter whose direction is that of the grafted method: gradient_pass(),
-// then apply_update() with f. On a CPU it is one pass that allocates nothing.
+// The whole step of a parameter that takes the direction of the grafted method: gradient_pass(),
+// then apply_update() with f. On a CPU it is one pass without allocations.
 void grafted_step(const GradientRule& gradient_rule, const UpdateRule& update_rule,
                   const StepScalar& lr, GradientElements& elements, at::Tensor* momentum_buffer,
                   const FoundInfGuard& guard);

@@ -1,16 +1,16 @@
-// The element-wise work of a step on the CPU, fused: one pass before the matrix products
-// and one after them. elementwise.cpp does the same operation by operation for any tensor.
+// The element-wise work of a step on the CPU, fused: one pass before the matrix products and one
+// after them. elementwise.cpp does the same for any tensor, with one operator per operation.
 #pragma once
 
 #include "optim/blocked/elementwise.h"
 
 namespace torchium::optim::detail {
 
-// Whether the fused loops can work on this parameter (float32, float64, bfloat16 or float16) and
-// its other tensors: all contiguous and on the CPU. Undefined tensors do not count.
+// Whether the fused loops take this parameter (float32, float64, bfloat16 or float16) and its other
+// tensors: all contiguous and on the CPU. Undefined tensors are ignored.
 bool can_fuse(const at::Tensor& param, at::TensorList others);
 
-// Writes g, m, f and d of `elements` into its result tensors (undefined: not wanted). The gradient
+// Writes g, m, f and d of `elements` into its result tensors (undefined: not needed). The gradient
 // has the dtype of the parameter.
 void gradient_pass_cpu(const GradientRule& rule, const GradientElements& elements);
 

@@ -11,8 +11,8 @@
 namespace torchium::optim::detail {
 namespace {
 
-// For the blocks of one parameter, in place and without a call of the dispatcher, which
-// would take longer than the work on a bias.
+// For the blocks of one parameter, in place. Without the dispatcher, which would take longer than
+// the work on a bias.
 template <typename T>
 void graft_blocks_on_cpu(T* d, const T* f, int64_t elements, int64_t block_size) {
   const auto norm = [](const T* x, int64_t count) {

@@ -78,8 +78,8 @@ struct DueMatrices {
   size_t mode;
   const DueRange* range;
 
-  at::Tensor of(const std::vector<at::Tensor>& one_a_mode) const {
-    return one_a_mode[mode].narrow(0, range->start, range->count);
+  at::Tensor of(const std::vector<at::Tensor>& per_mode) const {
+    return per_mode[mode].narrow(0, range->start, range->count);
   }
 };
 
@@ -101,7 +101,7 @@ std::vector<DueGroup> by_order(const DueGroup& all, int64_t enough) {
   return groups;
 }
 
-// The c of all matrices, [N] float64; undefined where it is 1.
+// The c of all matrices, [N] float64; undefined: all are 1.
 at::Tensor divisors(const DueGroup& group, const std::vector<StepScalar>& corrections) {
   const auto options = group[0].batch->statistics[0].options().dtype(at::kDouble);
   const StepScalar& first = corrections[group[0].range->entries[0]->param];
@@ -129,17 +129,17 @@ at::Tensor divisors(const DueGroup& group, const std::vector<StepScalar>& correc
   return at::cat(each);
 }
 
-// Of one solve of small matrices, for which launches count more than memory. Stacks with more
-// elements are solved by themselves.
+// Elements per solve of small matrices, for which launches cost more than memory. Larger batches
+// are solved separately.
 constexpr int64_t kElementsInPlace = int64_t{1} << 22;
 constexpr int64_t kElementsByCopies = int64_t{1} << 26;
-// Of roots with fewer bits than the statistics that are renewed at once on a GPU.
+// Elements renewed at once on a GPU if the roots have fewer bits than the statistics.
 constexpr int64_t kElementsOfCopies = int64_t{1} << 25;
-// On the CPU roots by eigenvectors or the iteration are renewed few matrices at a time, so that
-// what is needed for them stays in the cache and is not given back to the system.
+// On the CPU few matrices are renewed at a time, so that their workspace stays in the cache and is
+// not returned to the system.
 constexpr int64_t kElementsByCopiesOnCpu = int64_t{1} << 18;
 
-// Matrices of order n that are taken from a buffer at once, as many for each thread.
+// Matrices of order n that are renewed at once, the same number for each thread.
 int64_t matrices_at_once_on_cpu(int64_t n) {
   const int64_t threads = at::get_num_threads();
   const int64_t few = std::max<int64_t>(1, kElementsByCopiesOnCpu / std::max<int64_t>(1, n * n));
@@ -174,8 +174,7 @@ Renewal renewal(const DueMatrices& matrices, const std::vector<StepScalar>& corr
           matrices.of(batch.roots), matrices.of(batch.root_failures)};
 }
 
-// p, if the exponent is -1/p and p no larger than what the iteration takes. Other exponents are by
-// eigenvalues.
+// p if the exponent is -1/p and the iteration takes p. Other exponents use eigenvalues.
 std::optional<int64_t> integer_root(double exponent) {
   const double inverse = -1.0 / exponent;
   const double root = std::round(inverse);
@@ -188,8 +187,8 @@ Candidate compute_root(const at::Tensor& matrices, const RootRule& rule, double 
   Candidate candidate;
   at::Tensor residual;  // undefined: none is needed
   if (const auto root = integer_root(exponent)) {
-    // On the CPU eigenvalues are checked, and replace what the iteration fails for: there a
-    // residual is large only for a matrix below the floor.
+    // On the CPU eigenvalues are checked, and used where the iteration fails. A large residual then
+    // only means a matrix below the floor.
     using linalg::detail::Residual;
     const auto kind = matrices.is_cpu() ? Residual::kNone : Residual::kEstimate;
     auto result = linalg::detail::matrix_inverse_root(matrices, *root, rule.eps, rule.relative_eps,
@@ -206,7 +205,7 @@ Candidate compute_root(const at::Tensor& matrices, const RootRule& rule, double 
   return candidate;
 }
 
-// Kept roots may have fewer bits, and then a smaller largest number.
+// Stored roots may have fewer bits, and then a smaller range.
 void keep_roots(at::Tensor kept, const at::Tensor& roots) {
   constexpr double kLargestBFloat16 = 0x1.FEp127;
   const bool is_rounded = kept.scalar_type() != roots.scalar_type();
@@ -226,7 +225,7 @@ void take(at::Tensor roots, at::Tensor failures, const Candidate& candidate,
   guard.assign_(failures, counted);
 }
 
-// One solve for all of them; takes what is accepted.
+// One solve for all of them; stores the accepted roots.
 void solve_and_take(const std::vector<Renewal>& renewals, const RootRule& rule, double exponent,
                     const FoundInfGuard& guard) {
   std::vector<at::Tensor> inputs;
@@ -244,8 +243,7 @@ void solve_and_take(const std::vector<Renewal>& renewals, const RootRule& rule, 
   }
 }
 
-// Solves for roots elsewhere: matrices of one order together, those of a large buffer a part at a
-// time.
+// Computes roots in new memory: matrices of one order together, large buffers in parts.
 void renew_by_copies(const DueGroup& all, const RootRule& rule, double exponent,
                      const std::vector<StepScalar>& corrections, const FoundInfGuard& guard) {
   std::vector<Renewal> parts;
@@ -274,7 +272,7 @@ void renew_by_copies(const DueGroup& all, const RootRule& rule, double exponent,
 
 static_assert(kRootResidualTolerance == linalg::detail::kNewtonResidualTolerance);
 
-// The same by the kernels for p-th roots, which renew roots where they are.
+// Renews roots in place, with the kernels for p-th roots.
 void renew_in_place(const Renewal& all, const RootRule& rule, int64_t p,
                     const FoundInfGuard& guard) {
   const auto renew = [&](const Renewal& part, const at::Tensor& roots) {
@@ -285,7 +283,7 @@ void renew_in_place(const Renewal& all, const RootRule& rule, int64_t p,
     renew(all, all.roots);
     return;
   }
-  // Roots with fewer bits are renewed as copies, of a part at a time.
+  // Roots with fewer bits are renewed as copies, in parts.
   const int64_t count = all.roots.size(0), elements = all.roots.size(1) * all.roots.size(2);
   const int64_t at_once = std::max<int64_t>(1, kElementsOfCopies / std::max<int64_t>(1, elements));
   for (int64_t begin = 0; begin < count; begin += at_once) {
@@ -296,7 +294,7 @@ void renew_in_place(const Renewal& all, const RootRule& rule, int64_t p,
   }
 }
 
-// Several storage are joined and written back.
+// Joins several buffers, renews their roots, and writes these back.
 void renew_joined(const DueGroup& group, const RootRule& rule, int64_t p,
                   const std::vector<StepScalar>& corrections, const FoundInfGuard& guard) {
   std::vector<at::Tensor> statistics, roots, failures;
@@ -314,7 +312,7 @@ void renew_joined(const DueGroup& group, const RootRule& rule, int64_t p,
   at::_foreach_copy_(failures, joined.failures.split_with_sizes(counts));
 }
 
-// Renews the roots of all these matrices, those of one order in few solves.
+// Renews the roots of all these matrices, with few solves per order.
 void renew_all(const DueGroup& all, const RootRule& rule, double exponent,
                const std::vector<StepScalar>& corrections, const FoundInfGuard& guard) {
   const std::optional<int64_t> p = integer_root(exponent);

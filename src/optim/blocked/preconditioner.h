@@ -1,5 +1,4 @@
-// What Shampoo and full-matrix AdaGrad do with the matrices of their blocks: gather statistics,
-// take roots, apply them.
+// The matrices of the blocks of Shampoo and full-matrix Adagrad: statistics, roots, directions.
 #pragma once
 
 #include "optim/blocked/block_storage.h"
@@ -25,16 +24,15 @@ struct RootRule {
 };
 
 // The exponent -1/p of the roots of a block of order k that are renewed in step t. While
-// t < exponent_warmup, p goes from 2k to that of the rule by whole numbers, in equal intervals of
-// t: with few samples small eigenvalues are mostly noise, and would take most of a step.
+// t < exponent_warmup, p goes from 2k to that of the rule in whole numbers, at equal intervals of
+// t: with few samples, small eigenvalues are mostly noise and would dominate the step.
 double root_exponent(const RootRule& rule, int64_t order, int64_t t);
 
-// A step after every warm-up.
+// A step later than every warm-up.
 constexpr int64_t kLateStep = std::numeric_limits<int64_t>::max();
 
-// On a GPU roots are accepted up to this residual (linalg/matrix_functions.h). A
-// right float32 root has about 1e-6, of an iteration at its floor up to 0.07; a failed one is far
-// off.
+// On a GPU roots are accepted up to this residual (linalg/matrix_functions.h). An accurate float32
+// root has about 1e-6, an iteration at its floor up to 0.07, and a failed one far more.
 constexpr double kRootResidualTolerance = 0.25;
 
 // Whether a parameter's roots are renewed at its step t (counted from 1): first at `start`, then at
@@ -48,9 +46,9 @@ void update_statistics(MatrixBatch& batch, const at::Tensor& gradients, double b
                        const FoundInfGuard& guard);
 
 // Renews the roots of the entries whose parameter is due, from the statistics divided by its
-// `corrections`. `due_steps`: the step t of each parameter that is due, 0 of the others. Matrices
-// of one size and exponent are solved together, whatever their batch and mode. A root that is
-// non-finite or inaccurate is not taken: the old one stays and its failures are counted.
+// `corrections`. `due_steps`: the step t of each parameter that is due, 0 for the others. Matrices
+// of one size and exponent are solved together, whatever their batch and mode. A root that is not
+// finite or not accurate is rejected: the old one stays and its failures are counted.
 void update_roots(std::vector<MatrixBatch>& batches, const RootRule& rule,
                   const std::vector<int64_t>& due_steps, const std::vector<StepScalar>& corrections,
                   const FoundInfGuard& guard);
@@ -61,7 +59,7 @@ bool renews_on_device(const MatrixBatch& batch, const RootRule& rule);
 // g x_1 R_1 ... x_k R_k for blocks [count, sizes...].
 at::Tensor precondition(const MatrixBatch& batch, const at::Tensor& gradients);
 
-// Writes the largest count of failures in a row, and its parameter, to `status`.
+// Writes the largest count of consecutive failures, and its parameter, to `status`.
 void record_root_failures(const std::vector<MatrixBatch>& batches, at::Tensor& status);
 
 }  // namespace torchium::optim::detail

@@ -1,4 +1,4 @@
-// Failed roots of a step, told to the host through `status` (step_status.h).
+// Reports the failed roots of a step to the host through `status` (step_status.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,7 +9,7 @@
 namespace torchium::optim::detail {
 
 struct RootFailures {
-  at::Tensor counts;  // int32, any shape: failures in a row of some matrices of one parameter
+  at::Tensor counts;  // int32, any shape: consecutive failures of some matrices of one parameter
   int64_t param;      // its index in the step's list
 };
 

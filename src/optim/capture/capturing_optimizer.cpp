@@ -249,6 +249,4 @@ std::string CapturingOptimizer::describe(const at::Tensor& param) const {
   return place != nullptr ? "'" + place->name + "', " + position : position;
 }
 
-const char* CapturingOptimizer::root_remedy() const { return "raise damping or lower lr"; }
-
 }  // namespace torchium::optim

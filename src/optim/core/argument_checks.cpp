@@ -40,46 +40,6 @@ void check_parameters(at::TensorList params, const std::vector<at::Tensor>& step
   }
 }
 
-void check_gradients(at::TensorList params, at::TensorList grads) {
-  TORCH_CHECK_VALUE(grads.size() == params.size(), "a step needs one gradient a parameter, got ",
-                    params.size(), " params and ", grads.size(), " grads");
-  for (size_t i = 0; i < params.size(); ++i) {
-    check_dense_real(grads[i], "grads", i);
-    TORCH_CHECK_VALUE(grads[i].sizes() == params[i].sizes(), "grads[", i, "] has shape ",
-                      grads[i].sizes(), " but its parameter has shape ", params[i].sizes());
-    TORCH_CHECK_VALUE(grads[i].device() == params[i].device(), "grads[", i, "] is on ",
-                      grads[i].device(), " but its parameter is on ", params[i].device());
-  }
-}
-
-void check_step_arguments(at::TensorList params, at::TensorList grads,
-                          const std::vector<at::Tensor>& steps, const at::Tensor& status) {
-  check_parameters(params, steps, status);
-  check_gradients(params, grads);
-}
-
-void check_state_tensor(const at::Tensor& state, const at::Tensor& param, const char* name,
-                        size_t index) {
-  const auto dtype = state_dtype(param);
-  TORCH_CHECK_VALUE(state.defined(), name, "[", index,
-                    "] is missing; these hyper-parameters need one a parameter");
-  TORCH_CHECK_VALUE(state.sizes() == param.sizes() && state.scalar_type() == dtype, name, "[",
-                    index, "] is ", state.scalar_type(), state.sizes(), " but its parameter needs ",
-                    dtype, param.sizes());
-}
-
-void check_state_list(const std::vector<at::Tensor>& state, at::TensorList params, bool needed,
-                      const char* name) {
-  if (!needed) {
-    return;
-  }
-  TORCH_CHECK_VALUE(state.size() == params.size(), name, " has ", state.size(), " tensors for ",
-                    params.size(), " params; these hyper-parameters need one each");
-  for (size_t i = 0; i < params.size(); ++i) {
-    check_state_tensor(state[i], params[i], name, i);
-  }
-}
-
 at::Tensor signed_gradient(const at::Tensor& param, const at::Tensor& grad, bool maximize,
                            double weight_decay, const FoundInfGuard& guard) {
   at::Tensor g = grad.to(state_dtype(param));

@@ -1,6 +1,6 @@
-// Archives of the optimizers: libtorch's format, checked as a whole before anything is loaded.
+// Archives of the optimizers, in libtorch's format. Everything is checked before anything is
+// loaded.
 #include "optim/core/parameter_state.h"
-#include "optim/core/state_checks.h"
 #include "torchium/optim/second_order_optimizer.h"
 
 #include <ATen/ATen.h>
@@ -9,7 +9,6 @@
 #include <torch/optim/serialize.h>
 
 #include <algorithm>
-#include <unordered_map>
 #include <utility>
 
 namespace torchium::optim {
@@ -53,34 +52,30 @@ std::vector<SavedGroup> read_groups(InputArchive& archive) {
 
 }  // namespace
 
+std::vector<SecondOrderParamState::NamedTensor> SecondOrderParamState::members() {
+  std::vector<NamedTensor> all{{"step", &step()}};
+  for (const auto& more : {counts(), parameter_shaped()}) {
+    all.insert(all.end(), more.begin(), more.end());
+  }
+  return all;
+}
+
 std::vector<std::pair<std::string, at::Tensor>> SecondOrderParamState::tensors() const {
   std::vector<std::pair<std::string, at::Tensor>> result;
-  if (step().defined()) {
-    result.emplace_back("step", step());
-  }
-  // These give addresses for writing too; nothing is written here.
-  auto* self = const_cast<SecondOrderParamState*>(this);
-  for (const auto& members : {self->counts(), self->parameter_shaped()}) {
-    for (const auto& [key, tensor] : members) {
-      if (tensor->defined()) {
-        result.emplace_back(key, *tensor);
-      }
+  // members() gives addresses for writing; nothing is written here.
+  for (const auto& [key, tensor] : const_cast<SecondOrderParamState*>(this)->members()) {
+    if (tensor->defined()) {
+      result.emplace_back(key, *tensor);
     }
   }
   return result;
 }
 
 bool SecondOrderParamState::assign(const std::string& key, const at::Tensor& value) {
-  if (key == "step") {
-    step(value);
-    return true;
-  }
-  for (const auto& members : {counts(), parameter_shaped()}) {
-    for (const auto& [name, tensor] : members) {
-      if (name == key) {
-        *tensor = value;
-        return true;
-      }
+  for (const auto& [name, tensor] : members()) {
+    if (name == key) {
+      *tensor = value;
+      return true;
     }
   }
   return false;
@@ -123,19 +118,17 @@ void SecondOrderParamState::serialize(OutputArchive& archive) const {
 }
 
 void SecondOrderParamState::serialize(InputArchive& archive) {
-  TORCH_CHECK_VALUE(archive.try_read("step", step(), /*is_buffer=*/true),
+  for (const auto& [key, tensor] : members()) {
+    archive.try_read(key, *tensor, /*is_buffer=*/true);
+  }
+  TORCH_CHECK_VALUE(step().defined(),
                     "the archive has no step count of a parameter; it was not written by an "
                     "optimizer of Torchium");
-  for (const auto& members : {counts(), parameter_shaped()}) {
-    for (const auto& [key, tensor] : members) {
-      archive.try_read(key, *tensor, /*is_buffer=*/true);
-    }
-  }
 }
 
 void SecondOrderOptimizer::save(OutputArchive& archive) const {
   refuse_moved_from();
-  // The members that differ between optimizers are virtual, so their bases are enough.
+  // Members that differ between optimizers are virtual, so the base classes suffice.
   torch::optim::serialize<torch::optim::OptimizerParamState, torch::optim::OptimizerOptions>(
       archive, *this);
   save_more(archive);
@@ -194,57 +187,6 @@ void SecondOrderOptimizer::load(InputArchive& archive) {
   if (replace_more) {
     replace_more();
   }
-}
-
-SecondOrderOptimizer::StateList SecondOrderOptimizer::fit_states(size_t group,
-                                                                 const Options& options,
-                                                                 const StateList& loaded) const {
-  StateList fitted(loaded.size());
-  std::vector<at::Tensor> params;
-  std::vector<SecondOrderParamState*> sources;
-  std::vector<SecondOrderParamState*> targets;
-  for (const auto i : c10::irange(loaded.size())) {
-    if (loaded[i] == nullptr) {
-      continue;
-    }
-    const at::Tensor& param = param_groups_[group].params()[i];
-    const std::string name = describe(param);
-    fitted[i] = make_empty_state();
-    const auto saved = loaded[i]->parameter_shaped();
-    const auto needed = fitted[i]->parameter_shaped();
-    for (const auto k : c10::irange(needed.size())) {
-      const auto& [key, source] = saved[k];
-      if (source->defined()) {
-        at::Tensor target = detail::parameter_shaped_zeros(param);
-        detail::check_fits(*source, target, key, name);
-        *needed[k].second = target.copy_(*source);
-      }
-    }
-    const auto fitted_count = [&](const at::Tensor& saved, const std::string& key) {
-      at::Tensor count = at::zeros({}, at::TensorOptions(at::kDouble).device(param.device()));
-      detail::check_fits(saved, count, key, name);
-      return count.copy_(saved);
-    };
-    fitted[i]->step(fitted_count(loaded[i]->step(), "step"));
-    const auto counts = fitted[i]->counts();
-    const auto saved_counts = loaded[i]->counts();
-    for (const auto k : c10::irange(counts.size())) {
-      const auto& [key, source] = saved_counts[k];
-      if (source->defined()) {
-        *counts[k].second = fitted_count(*source, key);
-      }
-    }
-    params.push_back(param);
-    sources.push_back(loaded[i].get());
-    targets.push_back(fitted[i].get());
-  }
-  fit_loaded(options, params, sources, targets);
-  for (const auto i : c10::irange(targets.size())) {
-    for (const auto& [key, tensor] : targets[i]->tensors()) {
-      detail::check_numbers(tensor, key, describe(params[i]));
-    }
-  }
-  return fitted;
 }
 
 }  // namespace torchium::optim

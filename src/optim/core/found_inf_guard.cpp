@@ -21,8 +21,8 @@ constexpr int64_t kElementsPerTask = int64_t{1} << 17;
 // Above the sum of 1/t over the first 2^45 steps.
 constexpr double kSumOverSteps = 32.0;
 
-// Magnitudes order as their bits do, and NaN is above Inf; integer compares vectorise where those
-// of numbers do not.
+// Magnitudes have the order of their bits, with NaN above Inf. Comparisons of integers vectorise,
+// those of floats do not.
 template <typename T, typename Bits>
 bool any_above(const at::Tensor& dense, double largest) {
   const auto most = static_cast<double>(std::numeric_limits<T>::max());
@@ -62,7 +62,7 @@ bool exceeds_on_cpu(const at::Tensor& tensor, double largest) {
   }
 }
 
-// Index of the first parameter that the step cannot work with; -1: none.
+// Index of the first parameter with an entry that is not finite or too large; -1: none.
 int64_t first_unfit(const std::vector<Examined>& all) {
   int64_t first = -1;
   for (const auto& [tensor, param, largest, steps] : all) {
@@ -94,10 +94,9 @@ bool record_skip_on_cpu(const std::vector<Examined>& examined, at::Tensor& statu
   return true;
 }
 
-// The largest magnitude of each tensor as a share of what it may be at t = 1: 0-dim float64; NaN
-// for NaN.
+// The largest magnitude of each tensor divided by its limit at t = 1: 0-dim float64; NaN for NaN.
 std::vector<at::Tensor> shares_of_largest(const std::vector<Examined>& all) {
-  std::map<at::ScalarType, std::vector<size_t>> by_dtype;  // which are not worked on together
+  std::map<at::ScalarType, std::vector<size_t>> by_dtype;  // _foreach_norm takes one
   for (size_t i = 0; i < all.size(); ++i) {
     by_dtype[all[i].tensor.scalar_type()].push_back(i);
   }
@@ -120,7 +119,7 @@ std::vector<at::Tensor> shares_of_largest(const std::vector<Examined>& all) {
   return shares;
 }
 
-// The same on a device, without a look at the result.
+// The same on a device, without reading the result.
 at::Tensor record_skip_on_device(const std::vector<Examined>& examined, at::Tensor& status,
                                  const at::Tensor& found_inf) {
   std::vector<at::Tensor> steps;

@@ -1,4 +1,4 @@
-// Shampoo in the place of AdamW.
+// Shampoo as a replacement for AdamW.
 #include "optim/shampoo/shampoo_options.h"
 #include "torchium/optim/shampoo.h"
 
@@ -11,7 +11,6 @@ namespace {
 
 using torch::optim::OptimizerParamGroup;
 
-// Python has the same in python/torchium/optimizers/_adamw.py.
 ShampooOptions options_beside_adamw() {
   return ShampooOptions()
       .grafting("adam")

@@ -1,4 +1,4 @@
-// Parameter groups of a model, by what is best for each kind of layer.
+// Parameter groups of a model, by kind of layer.
 #pragma once
 
 #include "torchium/optim/shampoo.h"
@@ -9,8 +9,8 @@
 
 namespace torchium::optim::detail {
 
-// One group with `options` of all parameters, each once, but for those of embeddings: they are a
-// second group, with preconditioned = false. A group without parameters is left out.
+// Two groups with `options`: the parameters of embeddings, with preconditioned = false, and all
+// others. Each parameter is in one group. Empty groups are left out.
 std::vector<torch::optim::OptimizerParamGroup> model_groups(const torch::nn::Module& model,
                                                             const ShampooOptions& options);
 

@@ -1,8 +1,8 @@
-// What a list of options is made of, and what is done with it.
+// Lists of options: their elements, and everything that is done with all options of an optimizer.
 //
-// Each optimizer has one list, the function option_fields(options) in its *_options.h: for each
-// option the name that both languages and archives use, the public member, whose initializer is the
-// default, and what it may be. Whatever is done with all options follows from that list.
+// Each optimizer has one list, the function option_fields(options) in its *_options.h. An element
+// has the name in both languages and archives, the public member, whose initializer is the default,
+// and the requirement for its value. Checks, comparison and archives follow from the list.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -24,9 +24,9 @@ namespace torchium::optim::detail {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// ---- what an option may be: accepts(value), and requirement(), "must be ..."
+// ---- requirements: accepts(value), and requirement(), the text after "must be"
 
-// A finite number from `low` to `high`, the upper end left out.
+// A finite number in [low, high).
 struct Number {
   double low = 0.0;
   double high = kInfinity;
@@ -92,7 +92,7 @@ struct NumberPair {
 
 enum OptionTraits : uint8_t {
   kPlain = 0,
-  kShapesState = 1,  // which state a parameter has, and its shapes, depend on it
+  kShapesState = 1,  // the state of a parameter, or its shapes, depend on it
   kSameInAllGroups = 2,
 };
 
@@ -123,7 +123,7 @@ void for_each_option(const Options& a, const Options& b, Visitor&& visit) {
   std::apply(visit_all, option_fields(a));
 }
 
-// A value as messages show it: 0.5, 'eigh', True, None.
+// A value in messages: 0.5, 'eigh', True, None.
 std::string text_of(double value);
 std::string text_of(int64_t value);
 std::string text_of(bool value);
@@ -134,7 +134,7 @@ std::string text_of(const std::optional<T>& value) {
 }
 std::string text_of(const std::tuple<double, double>& value);
 
-// The type of a value, as the Python face calls it.
+// The type of a value, as the Python interface names it.
 inline std::string kind_of(double) { return "float"; }
 inline std::string kind_of(int64_t) { return "int"; }
 inline std::string kind_of(bool) { return "bool"; }
@@ -197,7 +197,7 @@ std::optional<WrongOption> find_wrong_option(const Options& options) {
   return wrong;
 }
 
-// Throws c10::ValueError for an option that is wrong, alone or beside the others.
+// Throws c10::ValueError for a wrong option or combination of options.
 template <typename Options>
 void check_options(const Options& options) {
   const auto wrong = find_wrong_option(options);
@@ -205,7 +205,7 @@ void check_options(const Options& options) {
   check_combination(options);
 }
 
-// Throws c10::ValueError where an option that has to be the same in all groups is not.
+// Throws c10::ValueError if an option that must be the same in all groups differs.
 template <typename Options>
 void check_same_in_all(const char* optimizer,
                        const std::vector<const torch::optim::OptimizerOptions*>& groups) {
@@ -223,13 +223,6 @@ void check_same_in_all(const char* optimizer,
 // ---- comparison
 
 template <typename Options>
-bool equal_options(const Options& lhs, const Options& rhs) {
-  bool equal = true;
-  for_each_option(lhs, rhs, [&](const auto& a, const auto& b) { equal &= a.value == b.value; });
-  return equal;
-}
-
-template <typename Options>
 bool equal_but_lr(const Options& lhs, const Options& rhs) {
   bool equal = true;
   for_each_option(lhs, rhs, [&](const auto& a, const auto& b) {
@@ -238,7 +231,12 @@ bool equal_but_lr(const Options& lhs, const Options& rhs) {
   return equal;
 }
 
-// Name and value of each option that shapes the state.
+template <typename Options>
+bool equal_options(const Options& lhs, const Options& rhs) {
+  return lhs.lr() == rhs.lr() && equal_but_lr(lhs, rhs);
+}
+
+// Name and value of each option with kShapesState.
 using OptionTexts = std::vector<std::pair<std::string, std::string>>;
 template <typename Options>
 OptionTexts options_of_state(const Options& options) {
@@ -259,7 +257,7 @@ void write_options(torch::serialize::OutputArchive& archive, const Options& opti
       options, [&](const auto& option) { archive.write(option.name, c10::IValue(option.value)); });
 }
 
-// Options that the archive lacks, as one of an earlier version, keep their values.
+// Options that the archive lacks, for example one of an earlier version, keep their values.
 template <typename Options>
 void read_options(torch::serialize::InputArchive& archive, Options& options) {
   std::vector<std::string> unknown = archive.keys();

@@ -25,7 +25,7 @@ constexpr std::pair<std::string_view, std::vector<at::Tensor> ParameterState::*>
     {"roots.", &ParameterState::roots},
     {"root_failures.", &ParameterState::root_failures}};
 
-// A parameter has few block shapes, and each a slot for every mode.
+// A parameter has few block shapes, each with one slot per mode.
 constexpr size_t kMaxSlots = 1024;
 
 }  // namespace

@@ -1,5 +1,4 @@
-// The state of one parameter of Shampoo or Adagrad, as the optimizer classes of both languages keep
-// it: tensors under the keys of checkpoints.
+// The state of one parameter of Shampoo or Adagrad: tensors under the keys of checkpoints.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,31 +9,31 @@
 
 namespace torchium::optim::detail {
 
-// dtype of all state of a parameter but `step`: float64 for float64 parameters, else float32.
+// dtype of all state of a parameter except `step`: float64 for float64 parameters, else float32.
 at::ScalarType state_dtype(const at::Tensor& param);
 
 using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 
-// The tensor under `key`; null: there is none.
+// The tensor under `key`; null: none.
 const at::Tensor* find_tensor(const NamedTensors& tensors, const std::string& key);
 
-// Undefined or empty: not there. Members as their keys say (docs/design.md).
+// Members are named as their keys (docs/design.md). Undefined or empty: absent.
 struct ParameterState {
   at::Tensor step;
-  std::vector<at::Tensor> statistics, roots, root_failures;  // one a slot
+  std::vector<at::Tensor> statistics, roots, root_failures;  // one per slot
   at::Tensor diagonal, exp_avg, grafting_second_moment, momentum_buffer;
   at::Tensor exp_avg_start, grafting_second_moment_start;
   at::Tensor sum;
 
   ParameterState() = default;
-  // Leaves out keys of other code.
+  // Ignores unknown keys.
   explicit ParameterState(const NamedTensors& tensors);
 
   bool is_empty() const { return !step.defined(); }
 
-  // The tensors that are there.
+  // The defined tensors.
   NamedTensors named() const;
-  // Whether both hold the very same tensors.
+  // Whether both hold the same tensor objects.
   bool is_same(const ParameterState& other) const;
 };
 
@@ -42,7 +41,7 @@ struct ParameterState {
 struct StateBuffer {
   const char* key;
   at::Tensor ParameterState::*tensor;
-  at::Tensor ParameterState::*start;  // `step` when an average began; null: it is none
+  at::Tensor ParameterState::*start;  // `step` when the average began; null: not an average
 };
 inline constexpr StateBuffer kStateBuffers[] = {
     {"exp_avg", &ParameterState::exp_avg, &ParameterState::exp_avg_start},
@@ -52,7 +51,7 @@ inline constexpr StateBuffer kStateBuffers[] = {
 
 using StateList = std::vector<ParameterState>;
 
-// One member of all states.
+// One member of each state.
 std::vector<at::Tensor> list_of(const StateList& states, at::Tensor ParameterState::*member);
 
 // Zeros with the shape and memory format of the parameter, in its state dtype.

@@ -1,41 +1,19 @@
 #include "torchium/optim/second_order_optimizer.h"
 
-#include "optim/core/found_inf_guard.h"
 #include "optim/core/parameter_state.h"
 #include "optim/core/state_checks.h"
 #include "optim/core/step_monitor.h"
+#include "optim/reports/failure_message.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/irange.h>
 
-#include <algorithm>
-#include <cmath>
-#include <iomanip>
-#include <optional>
-#include <sstream>
 #include <unordered_set>
 #include <utility>
 
 namespace torchium::optim {
-namespace {
-
-// The dtype that squares of the parameter's gradient are computed in, and how large that may be in
-// a step after `taken` others.
-std::string limit_of(const at::Tensor& param, double taken) {
-  if (!param.defined()) {
-    return "the dtype of the state";
-  }
-  const auto dtype = detail::state_dtype(param);
-  std::ostringstream text;
-  text << (dtype == at::kDouble ? "float64" : "float32") << " (above " << std::setprecision(2)
-       << detail::largest_gradient(param.numel(), dtype) / std::sqrt(taken + 1.0) << ')';
-  return text.str();
-}
-
-}  // namespace
-
 SecondOrderOptimizer::SecondOrderOptimizer(std::unique_ptr<Options> defaults)
     : Optimizer(std::vector<torch::optim::OptimizerParamGroup>(), std::move(defaults)) {}
 
@@ -128,25 +106,21 @@ void SecondOrderOptimizer::check_errors() {
 }
 
 void SecondOrderOptimizer::raise_failure(size_t group, const detail::StepReport& report) const {
-  if (group >= param_groups_.size()) {  // removed by hand since
+  if (group >= param_groups_.size()) {  // removed in the meantime
     return;
   }
-  const auto skips = report.entries[detail::kConsecutiveSkips];
-  TORCH_CHECK(skips < detail::kMaxConsecutiveSkips, skips,
-              " steps in a row had a gradient that is not finite or too large to square in ",
-              limit_of(report.non_finite_parameter, steps_before(report.non_finite_parameter)),
-              " and were skipped, the last one that of ", describe(report.non_finite_parameter),
-              "; lower lr, clip gradients or scale the loss");
-  const auto failures = report.entries[detail::kConsecutiveRootFailures];
-  TORCH_CHECK(failures < max_root_failures(param_groups_[group].options()), root_name(), " ",
-              describe(report.failed_parameter), " failed ", failures, " times in a row; ",
-              root_remedy());
-}
-
-// As the device knows it, for messages.
-double SecondOrderOptimizer::steps_before(const at::Tensor& param) const {
-  const SecondOrderParamState* state = param.defined() ? find_state(param) : nullptr;
-  return state == nullptr ? 0.0 : state->step().item<double>();
+  const at::Tensor& non_finite = report.non_finite_parameter;
+  const SecondOrderParamState* state = non_finite.defined() ? find_state(non_finite) : nullptr;
+  const std::string message =
+      detail::failure_message(name(),
+                              {.skips = report.entries[detail::kConsecutiveSkips],
+                               .non_finite = non_finite,
+                               .step = state != nullptr ? state->step() : at::Tensor(),
+                               .non_finite_name = describe(non_finite),
+                               .root_failures = report.entries[detail::kConsecutiveRootFailures],
+                               .failed_name = describe(report.failed_parameter)},
+                              max_root_failures(param_groups_[group].options()));
+  TORCH_CHECK(message.empty(), message);
 }
 
 SecondOrderParamState* SecondOrderOptimizer::find_state(const at::Tensor& param) const {
@@ -155,27 +129,28 @@ SecondOrderParamState* SecondOrderOptimizer::find_state(const at::Tensor& param)
 }
 
 std::string SecondOrderOptimizer::place_of(const at::Tensor& param) const {
-  for (const auto group : c10::irange(param_groups_.size())) {
-    const auto& params = param_groups_[group].params();
-    for (const auto i : c10::irange(params.size())) {
-      if (params[i].is_same(param)) {
-        return c10::str("parameter ", i, " of group ", group);
-      }
-    }
-  }
-  return "a parameter";
+  const auto place = find_place(param);
+  return place ? c10::str("parameter ", place->second, " of group ", place->first) : "a parameter";
 }
 
 std::string SecondOrderOptimizer::describe(const at::Tensor& param) const {
+  const auto place = find_place(param);
+  return place ? detail::parameter_name(place->first, place->second, name_in_model(param), param)
+               : "a parameter";
+}
+
+// Its group and position.
+std::optional<std::pair<size_t, size_t>> SecondOrderOptimizer::find_place(
+    const at::Tensor& param) const {
   for (const auto group : c10::irange(param_groups_.size())) {
     const auto& params = param_groups_[group].params();
     for (const auto i : c10::irange(params.size())) {
       if (params[i].is_same(param)) {
-        return detail::parameter_name(group, i, name_in_model(param), param);
+        return std::pair(group, i);
       }
     }
   }
-  return "a parameter";
+  return std::nullopt;
 }
 
 }  // namespace torchium::optim

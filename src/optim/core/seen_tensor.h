@@ -1,4 +1,4 @@
-// What identifies the memory of a tensor, as it was when something was derived from it.
+// The identity of a tensor's memory at the time when something was derived from it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,8 +8,8 @@
 
 namespace torchium::optim::detail {
 
-// Address, dtype, device, sizes and strides. Compared for all tensors of a model in every step:
-// with the implementation's own members, whose accessors are inline.
+// Address, dtype, device, sizes and strides. All tensors of a model are compared in every step,
+// hence the accessors of TensorImpl, which are inline.
 class SeenMemory {
  public:
   explicit SeenMemory(const at::Tensor& tensor) {

@@ -53,6 +53,30 @@ std::string listed(std::vector<std::string> keys) {
   return "[" + text + "]";
 }
 
+void check_fits(const at::Tensor& value, const at::Tensor& needed, const std::string& key,
+                const std::string& param) {
+  const auto dtype = value.scalar_type();
+  TORCH_CHECK_VALUE(value.layout() == at::kStrided, "'", key, "' of ", param,
+                    " must be a dense tensor, got a ", value.layout(), " tensor of shape ",
+                    value.sizes());
+  const bool is_count = key == "step" && value.numel() == 1;
+  TORCH_CHECK_VALUE(is_count || value.sizes() == needed.sizes(), "'", key, "' of ", param,
+                    " has shape ", value.sizes(), " in the checkpoint, the optimizer needs ",
+                    needed.sizes());
+  TORCH_CHECK_VALUE(
+      !at::isComplexType(dtype) &&
+          at::isFloatingType(dtype) == at::isFloatingType(needed.scalar_type()),
+      "'", key, "' of ", param, " has dtype ", dtype, " in the checkpoint, the optimizer needs ",
+      at::isFloatingType(needed.scalar_type()) ? "a floating-point one" : "an integer one");
+}
+
+void check_numbers(const at::Tensor& value, const std::string& key, const std::string& param) {
+  TORCH_CHECK_VALUE(value.isfinite().all().item<bool>(), "'", key, "' of ", param,
+                    " in the checkpoint has entries that are not finite");
+  TORCH_CHECK_VALUE(kNonNegative.count(key) == 0 || value.ge(0).all().item<bool>(), "'", key,
+                    "' of ", param, " in the checkpoint has entries below 0");
+}
+
 }  // namespace
 
 std::string parameter_name(size_t group, size_t position, const std::string& name,
@@ -81,30 +105,6 @@ void check_gradient(const at::Tensor& grad, const at::Tensor& param, const std::
   check_dense_real(grad, "the gradient of " + name);
   TORCH_CHECK_VALUE(false, "the gradient of ", name, " has shape ", grad.sizes(), " on ",
                     grad.device(), "; it must have the shape and the device of the parameter");
-}
-
-void check_fits(const at::Tensor& value, const at::Tensor& needed, const std::string& key,
-                const std::string& param) {
-  const auto dtype = value.scalar_type();
-  TORCH_CHECK_VALUE(value.layout() == at::kStrided, "'", key, "' of ", param,
-                    " must be a dense tensor, got a ", value.layout(), " tensor of shape ",
-                    value.sizes());
-  const bool is_count = key == "step" && value.numel() == 1;
-  TORCH_CHECK_VALUE(is_count || value.sizes() == needed.sizes(), "'", key, "' of ", param,
-                    " has shape ", value.sizes(), " in the checkpoint, the optimizer needs ",
-                    needed.sizes());
-  TORCH_CHECK_VALUE(
-      !at::isComplexType(dtype) &&
-          at::isFloatingType(dtype) == at::isFloatingType(needed.scalar_type()),
-      "'", key, "' of ", param, " has dtype ", dtype, " in the checkpoint, the optimizer needs ",
-      at::isFloatingType(needed.scalar_type()) ? "a floating-point one" : "an integer one");
-}
-
-void check_numbers(const at::Tensor& value, const std::string& key, const std::string& param) {
-  TORCH_CHECK_VALUE(value.isfinite().all().item<bool>(), "'", key, "' of ", param,
-                    " in the checkpoint has entries that are not finite");
-  TORCH_CHECK_VALUE(kNonNegative.count(key) == 0 || value.ge(0).all().item<bool>(), "'", key,
-                    "' of ", param, " in the checkpoint has entries below 0");
 }
 
 NamedTensors loaded_state(const NamedTensors& fresh, const NamedTensors& saved,

@@ -1,4 +1,4 @@
-// The host's side of the status tensors (step_status.h): reads them without waiting for the device.
+// Reads status tensors (step_status.h) on the host without waiting for the device.
 #pragma once
 
 #include "optim/core/step_status.h"
@@ -18,33 +18,33 @@ namespace torchium::optim::detail {
 
 using TensorVector = std::shared_ptr<const std::vector<at::Tensor>>;
 
-// What one call of the core reported.
+// The report of one step or root computation.
 struct StepReport {
   std::array<int64_t, kStatusSize> entries{};
-  bool skipped = false;             // this step, by a gradient not finite or too large
-  TensorVector step_params;         // the parameters of the step, what kNonFiniteParameter counts
-  TensorVector root_params;         // what kFailedParameter counts
+  bool skipped = false;             // by a gradient that is not finite or too large
+  TensorVector step_params;         // of the step; kNonFiniteParameter is a position in them
+  TensorVector root_params;         // kFailedParameter is a position in them
   at::Tensor non_finite_parameter;  // undefined: none
   at::Tensor failed_parameter;      // undefined: none
 };
 
 // The status of the parameters of one group on one device. Every submitted status is reported once,
-// in order. Off the CPU it is copied to pinned memory behind the step, and read when it has
-// arrived.
+// in order. A status on a GPU is copied to pinned memory after the step, and read once the copy is
+// complete.
 class StepMonitor {
  public:
   explicit StepMonitor(c10::Device device);
 
   at::Tensor& status() { return status_; }
 
-  // Takes note of the parameters of the last step, and of the last call that could renew roots.
+  // The parameters of the last step, and of the last call that could renew roots.
   void set_step_params(TensorVector params) { step_params_ = std::move(params); }
   void set_root_params(TensorVector params) { root_params_ = std::move(params); }
 
-  // Queues a copy of the status as the work submitted so far leaves it.
+  // Queues a copy of the status after all work submitted so far.
   void submit();
 
-  // The oldest report not yet returned; none if there is none, or (unless `wait`) none has arrived.
+  // The oldest report not yet returned. Without `wait`, only if its copy is complete.
   std::optional<StepReport> next(bool wait);
 
  private:
@@ -54,8 +54,8 @@ class StepMonitor {
     std::optional<c10::Event> event;
   };
 
-  // The parameter that a count and an index in the status mean. The index counts in the list of the
-  // call that wrote it, so it is looked up when it changes and kept while later calls leave it.
+  // The parameter that an index in the status refers to. The index is a position in the list of the
+  // call that wrote it, so it is resolved when it changes and kept while later calls leave it.
   struct Culprit {
     int64_t count = -1;
     int64_t index = -1;

@@ -15,7 +15,7 @@
 
 namespace torchium::optim::detail {
 
-// Not Tensor::grad(), which asks whether the parameter is a leaf.
+// Not Tensor::grad(), which checks whether the parameter is a leaf.
 const at::Tensor& gradient_of(const at::Tensor& param) {
   return param.unsafeGetTensorImpl()->grad();
 }
@@ -112,6 +112,7 @@ void StepPlan::choose(std::vector<size_t> active) {
     }
   }
   const c10::NoGradGuard no_grad;
+  const c10::DeviceGuard device_guard(device_);
   planned_ = plan(params, states, monitor_.status());
   active_params_ = std::make_shared<const std::vector<at::Tensor>>(std::move(params));
 }
@@ -125,14 +126,16 @@ void StepPlan::step(const at::Tensor& lr, const at::Tensor& found_inf) {
       "step() cannot be captured in a CUDA graph: the host decides in it which roots are due. Use "
       "Shampoo with capturable=True, and update_preconditioners()");
   const c10::NoGradGuard no_grad;
+  const c10::DeviceGuard device_guard(device_);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const bool counts = !device_.is_cpu() && host_decides();
   const std::vector<int64_t> host_steps = counts ? known_steps(active_) : std::vector<int64_t>();
-  for (const size_t i : active_) {  // unknown after a run that throws midway
+  for (const size_t i : active_) {  // unknown if the run throws
     host_steps_[i] = -1;
   }
-  run(lr, host_steps, found_inf);
-  for (size_t k = 0; k < host_steps.size(); ++k) {  // a replayed graph advances only the device's
+  run(lr, host_steps,
+      found_inf.defined() ? found_inf.to(device_, /*non_blocking=*/!device_.is_cpu()) : found_inf);
+  for (size_t k = 0; k < host_steps.size(); ++k) {  // replays do not count on the host
     host_steps_[active_[k]] = host_steps[k] + 1;
   }
   monitor_.set_step_params(active_params_);
@@ -164,34 +167,7 @@ void StepPlan::run(const at::Tensor& lr, at::IntArrayRef host_steps, const at::T
   }
 }
 
-void StepPlan::update_preconditioners() {
-  std::vector<at::Tensor> params;
-  StateList states;
-  for (const Bound& bound : bound_) {
-    if (!bound.state.is_empty()) {
-      params.push_back(bound.param.tensor());
-      states.push_back(bound.state);
-    }
-  }
-  if (params.empty()) {
-    return;
-  }
-  TORCH_CHECK(
-      !host_decides() || !torchium::detail::is_capturing(device_),
-      "update_preconditioners() cannot be captured in a CUDA graph: it reports failures to the "
-      "host. Use Shampoo with capturable=True, and check_errors()");
-  const c10::NoGradGuard no_grad;
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  renew_roots(params, states, monitor_.status());
-  monitor_.set_root_params(std::make_shared<const std::vector<at::Tensor>>(std::move(params)));
-  report();
-}
-
-void StepPlan::renew_roots(const std::vector<at::Tensor>&, const StateList&, at::Tensor) {
-  TORCH_INTERNAL_ASSERT(false, "this optimizer has no roots that a call renews");
-}
-
-// No event may be recorded in a capture: whoever waits looks at the status of such calls.
+// No event may be recorded in a capture. request_report() reports the status of such calls.
 void StepPlan::report() {
   if (!torchium::detail::is_capturing(device_)) {
     monitor_.submit();
@@ -209,7 +185,7 @@ std::vector<int64_t> StepPlan::known_steps(const std::vector<size_t>& of) {
   }
   if (!unknown.empty()) {
     const at::Tensor counts = device_.is_cpu() ? at::Tensor() : at::stack(steps).cpu();
-    take_reports(/*wait=*/false);  // skips before that are not to be taken back from what was read
+    take_reports(/*wait=*/false);  // earlier skips are not in the counts
     for (size_t k = 0; k < unknown.size(); ++k) {
       const at::Tensor count = counts.defined() ? counts[k] : steps[k];
       host_steps_[unknown[k]] = static_cast<int64_t>(count.item<double>());

@@ -1,5 +1,5 @@
-// What an optimizer keeps for one parameter group on one device beside the options and the state,
-// which are the caller's. Python and C++ step by it.
+// What both languages keep for one parameter group on one device, besides options and state, which
+// are the caller's.
 #pragma once
 
 #include "optim/core/parameter_state.h"
@@ -23,7 +23,7 @@ namespace torchium::optim::detail {
 // Undefined: none.
 const at::Tensor& gradient_of(const at::Tensor& param);
 
-// One step of some parameters, with all that is derived from them and their state.
+// The step of some parameters, with everything derived from them and their state.
 class PlannedStep {
  public:
   virtual ~PlannedStep() = default;
@@ -56,56 +56,50 @@ class StepPlan : public torch::CustomClassHolder {
   int64_t graph_bytes() const { return graphs_.scratch_bytes(); }
 
   // The parameters of the group on the device, in order, and their states; empty: none yet.
-  // `host_steps`: steps that each has taken; -1: to be read from the state when it is needed.
-  // `more_state`: one a parameter; tensors that must not change either. Empty: none.
+  // `host_steps`: steps that each has taken; -1: read from the state when needed. `more_state`:
+  // further tensors whose identity is checked, one list per parameter; empty: none.
   void bind(std::vector<at::Tensor> params, std::vector<ParameterState> states,
             std::vector<int64_t> host_steps, const std::vector<NamedTensors>& more_state = {});
 
-  // What bind() was given.
+  // The arguments of bind().
   size_t size() const { return bound_.size(); }
   const at::Tensor& param(size_t i) const { return bound_[i].param.tensor(); }
   const ParameterState& state(size_t i) const { return bound_[i].state; }
 
-  // Whether parameters and states are what they were then.
+  // Whether parameters and states are unchanged since bind().
   bool is_unchanged() const;
 
-  // Plans the step of the parameters that have a gradient. Changes nothing else. False where bind()
-  // must come first: one of them, or its state, is not what it was, or has no state, or its
-  // gradient does not fit. Plans of all groups raise ValueError for what was captured and does not
-  // fit.
+  // Plans the step of the parameters that have a gradient; changes nothing else. False if bind()
+  // must come first: a parameter or its state has changed, it has no state, or its gradient does
+  // not fit. Plans of all groups raise ValueError for captured layer calls that do not fit.
   virtual bool prepare();
 
-  // The step that prepare() has planned. `lr`, `found_inf`: see PlannedStep.
+  // Runs the step planned by prepare(). `lr`, `found_inf`: see PlannedStep; `found_inf` on any
+  // device.
   void step(const at::Tensor& lr, const at::Tensor& found_inf = {});
 
-  // Renews the roots of all parameters with state, whatever the schedule says.
-  void update_preconditioners();
-
-  // Whether the host decides in a step which roots are due. A captured step cannot.
+  // Whether the host decides which roots are due, so that the caller cannot capture the step.
   virtual bool host_decides() const = 0;
 
-  // Steps that each parameter has taken, as far as the host knows: else -1.
+  // Steps that each parameter has taken; -1: unknown to the host.
   const std::vector<int64_t>& host_steps() const { return host_steps_; }
 
-  // The oldest report of a skipped step or a failed root that was not yet returned.
+  // The oldest report of a skipped step or a failed root not yet returned.
   std::optional<StepReport> next_failure(bool wait);
-  // Has the state of the status reported that all work so far leaves, also where nothing was.
+  // Queues a report of the status after all work so far.
   void request_report() { monitor_.submit(); }
 
  protected:
   virtual std::unique_ptr<PlannedStep> plan(const std::vector<at::Tensor>& params,
                                             const StateList& states, at::Tensor status) = 0;
-  virtual void renew_roots(const std::vector<at::Tensor>& params, const StateList& states,
-                           at::Tensor status);
 
   PlannedStep* planned() const { return planned_.get(); }
-  // For options that are another step, or give it other numbers.
+  // For options that change the step, or numbers in it.
   void forget_planned();
   void forget_graphs(GraphMode mode);
 
-  // What prepare() does: the parameters that have a gradient (none: bind() must come first),
-  // whether the step is planned for them, and planning it. Parameters are positions in what bind()
-  // was given.
+  // The parts of prepare(): the parameters with a gradient (none: bind() must come first), whether
+  // the step is planned for them, and planning it. Parameters are positions in the list of bind().
   std::optional<std::vector<size_t>> find_active() const;
   bool is_planned(const std::vector<size_t>& active) const {
     return planned_ != nullptr && active == active_;
@@ -113,14 +107,17 @@ class StepPlan : public torch::CustomClassHolder {
   void choose(std::vector<size_t> active);
   const std::vector<size_t>& active() const { return active_; }
 
-  // Steps that parameters with state have taken. Waits for the device only after a load, a copy,
-  // captured steps or a step that threw.
+  // Steps that parameters with state have taken. Waits for the device only if the host does not
+  // know them: after a load, a copy, captured steps or a step that threw.
   std::vector<int64_t> known_steps(const std::vector<size_t>& of);
-  // Takes note of the steps that are known to be done; of all after a wait.
+  // Reads the reports that have arrived, or all of them after a wait.
   void take_reports(bool wait);
-  // Takes back what the host has counted for a step that was skipped.
+  // Corrects the host's step counts for a skipped step.
   virtual void note_skip(const std::vector<at::Tensor>& params);
-  // For parameters that were moved to another device.
+  StepMonitor& monitor() { return monitor_; }
+  // Submits the status of a call, unless that is captured.
+  void report();
+  // Moves the plan to another device, with its parameters.
   void follow_to(c10::Device device);
 
  private:
@@ -132,17 +129,16 @@ class StepPlan : public torch::CustomClassHolder {
     bool is_unchanged() const;
   };
   void run(const at::Tensor& lr, at::IntArrayRef host_steps, const at::Tensor& found_inf);
-  void report();
 
   c10::Device device_;
   StepMonitor monitor_;
-  std::deque<StepReport> failures_;  // that were not yet returned
+  std::deque<StepReport> failures_;  // not yet returned
   std::vector<Bound> bound_;
-  std::vector<int64_t> host_steps_;  // one a bound parameter
-  std::vector<size_t> active_;       // that have a gradient
+  std::vector<int64_t> host_steps_;  // one per bound parameter
+  std::vector<size_t> active_;       // those with a gradient
   TensorVector active_params_;
-  std::unique_ptr<PlannedStep> planned_;  // of those
-  int64_t state_bytes_ = 0;               // of those
+  std::unique_ptr<PlannedStep> planned_;  // of the active parameters
+  int64_t state_bytes_ = 0;               // of the active parameters
   GraphMode graph_mode_ = GraphMode::kNever;
   StepGraphs graphs_;  // of planned_
 };

@@ -1,6 +1,6 @@
-// What a step tells the host, in one small tensor on the parameters' device.
+// The status of a step: one small tensor on the parameters' device, for the host.
 //
-// A step never reads it: on a GPU it is copied to pinned memory and looked at by a later step.
+// A step never reads it. On a GPU it is copied to pinned memory, and a later step reads the copy.
 #pragma once
 
 #include "cuda_kernels/optimizer_step/step_rule.h"

@@ -60,11 +60,6 @@ bool KFAC::captures_next() {
   return std::find(due.begin(), due.end(), true) != due.end();
 }
 
-const char* KFAC::root_remedy() const {
-  return "raise damping, set root_method to 'eigh', or clip gradients so large that factors "
-         "overflow";
-}
-
 // ---- warnings and reports
 
 std::string KFAC::why_not(const at::Tensor& param) const {

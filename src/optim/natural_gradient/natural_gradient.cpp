@@ -73,8 +73,6 @@ detail::NaturalGradientPlan& NaturalGradient::plan() const {
 
 bool NaturalGradient::captures_next() { return plan().is_refresh(); }
 
-const char* NaturalGradient::root_name() const { return "the natural gradient by"; }
-
 // ---- unsupported layers
 
 // Refuses layers that are known not to be supported.

@@ -3,7 +3,7 @@
 #include "optim/reports/state_memory.h"
 #include "optim/reports/text_table.h"
 
-#include <functional>
+#include <algorithm>
 #include <iomanip>
 #include <ostream>
 #include <sstream>
@@ -13,23 +13,25 @@
 namespace torchium::optim {
 namespace {
 
-struct Row {
+struct Kind {
   const char* name;
-  std::function<int64_t(const GroupMemory&)> bytes;
+  int64_t StateMemory::*bytes;
+  std::vector<std::string> keys;  // of the state, without slots
 };
 
-const std::vector<Row>& rows() {
-  static const std::vector<Row> all{
-      {"parameters", [](const auto& g) { return g.parameters; }},
-      {"statistics", [](const auto& g) { return g.state.statistics; }},
-      {"roots", [](const auto& g) { return g.state.roots; }},
-      {"averages", [](const auto& g) { return g.state.averages; }},
-      {"grafting second moments", [](const auto& g) { return g.state.grafting_second_moments; }},
-      {"momentum buffers", [](const auto& g) { return g.state.momentum_buffers; }},
-      {"diagonals", [](const auto& g) { return g.state.diagonals; }},
-      {"counters", [](const auto& g) { return g.state.counters; }},
-      {"state", [](const auto& g) { return g.state.total(); }},
-      {"graphs", [](const auto& g) { return g.graphs; }},
+const std::vector<Kind>& kinds() {
+  static const std::vector<Kind> all{
+      {"statistics", &StateMemory::statistics, {"statistics"}},
+      {"roots", &StateMemory::roots, {"roots"}},
+      {"averages", &StateMemory::averages, {"exp_avg"}},
+      {"grafting second moments",
+       &StateMemory::grafting_second_moments,
+       {"grafting_second_moment"}},
+      {"momentum buffers", &StateMemory::momentum_buffers, {"momentum_buffer"}},
+      {"diagonals", &StateMemory::diagonals, {"diagonal"}},
+      {"counters",
+       &StateMemory::counters,
+       {"step", "exp_avg_start", "grafting_second_moment_start", "root_failures"}},
   };
   return all;
 }
@@ -40,21 +42,34 @@ std::string one_decimal(double value) {
   return stream.str();
 }
 
+// Rows of the table, with the heading of the column.
+std::vector<std::string> column(const std::string& heading, const GroupMemory& group) {
+  std::vector<std::string> cells{heading, detail::with_commas(group.parameters)};
+  for (const Kind& kind : kinds()) {
+    cells.push_back(detail::with_commas(group.state.*kind.bytes));
+  }
+  cells.push_back(detail::with_commas(group.state.total()));
+  cells.push_back(detail::with_commas(group.graphs));
+  cells.push_back(group.elements == 0 ? "-"
+                                      : one_decimal(static_cast<double>(group.state.total()) /
+                                                    static_cast<double>(group.elements)));
+  return cells;
+}
+
 }  // namespace
 
 int64_t StateMemory::total() const {
-  return statistics + roots + averages + grafting_second_moments + momentum_buffers + diagonals +
-         counters;
+  int64_t bytes = 0;
+  for (const Kind& kind : kinds()) {
+    bytes += this->*kind.bytes;
+  }
+  return bytes;
 }
 
 StateMemory& StateMemory::operator+=(const StateMemory& other) {
-  statistics += other.statistics;
-  roots += other.roots;
-  averages += other.averages;
-  grafting_second_moments += other.grafting_second_moments;
-  momentum_buffers += other.momentum_buffers;
-  diagonals += other.diagonals;
-  counters += other.counters;
+  for (const Kind& kind : kinds()) {
+    this->*kind.bytes += other.*kind.bytes;
+  }
   return *this;
 }
 
@@ -72,23 +87,12 @@ GroupMemory MemoryReport::total() const {
 namespace detail {
 
 StateMemory memory_of(const ParameterState& state) {
-  const std::pair<const char*, int64_t StateMemory::*> kinds[] = {
-      {"statistics", &StateMemory::statistics},
-      {"root_failures", &StateMemory::counters},
-      {"roots", &StateMemory::roots},
-      {"step", &StateMemory::counters},
-      {"exp_avg_start", &StateMemory::counters},
-      {"grafting_second_moment_start", &StateMemory::counters},
-      {"diagonal", &StateMemory::diagonals},
-      {"exp_avg", &StateMemory::averages},
-      {"grafting_second_moment", &StateMemory::grafting_second_moments},
-      {"momentum_buffer", &StateMemory::momentum_buffers}};
   StateMemory memory;
   for (const auto& [key, tensor] : state.named()) {
     const std::string name = key.substr(0, key.find('.'));  // "roots.0" -> "roots"
-    for (const auto& [kind, member] : kinds) {
-      if (name == kind) {
-        memory.*member += static_cast<int64_t>(tensor.nbytes());
+    for (const Kind& kind : kinds()) {
+      if (std::ranges::find(kind.keys, name) != kind.keys.end()) {
+        memory.*kind.bytes += static_cast<int64_t>(tensor.nbytes());
       }
     }
   }
@@ -98,26 +102,23 @@ StateMemory memory_of(const ParameterState& state) {
 }  // namespace detail
 
 std::ostream& operator<<(std::ostream& stream, const MemoryReport& report) {
-  std::vector<std::vector<std::string>> table{{"bytes"}};  // lines of cells
-  for (const auto& row : rows()) {
-    table.push_back({row.name});
+  std::vector<std::string> names{"bytes", "parameters"};
+  for (const Kind& kind : kinds()) {
+    names.emplace_back(kind.name);
   }
-  table.push_back({"state, bytes a number"});
-  const auto add_column = [&](const std::string& name, const GroupMemory& group) {
-    auto line = table.begin();
-    (line++)->push_back(name);
-    for (const auto& row : rows()) {
-      (line++)->push_back(detail::with_commas(row.bytes(group)));
-    }
-    line->push_back(group.elements == 0 ? "-"
-                                        : one_decimal(static_cast<double>(group.state.total()) /
-                                                      static_cast<double>(group.elements)));
-  };
+  names.insert(names.end(), {"state", "graphs", "state per element"});
+  std::vector<std::vector<std::string>> columns{names};
   for (size_t i = 0; i < report.groups.size(); ++i) {
-    add_column("group " + std::to_string(i), report.groups[i]);
+    columns.push_back(column("group " + std::to_string(i), report.groups[i]));
   }
-  add_column("total", report.total());
-  detail::write_table(stream, table, 1);
+  columns.push_back(column("total", report.total()));
+  std::vector<std::vector<std::string>> lines(names.size());
+  for (const auto& cells : columns) {
+    for (size_t row = 0; row < cells.size(); ++row) {
+      lines[row].push_back(cells[row]);
+    }
+  }
+  detail::write_table(stream, lines, 1);
   return stream;
 }
 

@@ -26,7 +26,7 @@ class EagerSubset : public ShampooSubset {
   void end() override { step_ = {}; }
 
  private:
-  // Of one step. Symbols as in elementwise.h; blocks: one tensor per batch, undefined where none is
+  // Of one step. Symbols as in elementwise.h; blocks: one tensor per batch, undefined if none is
   // set aside.
   struct Step {
     FoundInfGuard guard = FoundInfGuard::open();
@@ -34,7 +34,7 @@ class EagerSubset : public ShampooSubset {
     Tensors g_blocks, m_blocks, f_blocks;
   };
 
-  void set_aside(const ShampooHyperparameters& h);
+  void set_aside(const ShampooOptions& o);
   GradientElements elements(const ShampooRun& run, size_t i) const;
   at::Tensor direction(const ShampooRun& run, size_t i) const;
   at::Tensor packed(size_t b, const Tensors& tensors, const Tensors& blocks) const {
@@ -47,17 +47,17 @@ class EagerSubset : public ShampooSubset {
   Step step_;
 };
 
-GradientRule gradient_rule(const ShampooHyperparameters& h) {
-  return {.maximize = h.maximize,
-          .weight_decay = h.l2_penalty(),
-          .beta1 = h.beta1,
-          .moment_beta = h.grafting == "adagrad" ? 1.0 : h.grafting_beta2,
-          .grafting_eps = h.grafting_eps,
-          .diagonal_beta = h.beta2,
-          .diagonal_eps = h.eps};
+GradientRule gradient_rule(const ShampooOptions& o) {
+  return {.maximize = o.maximize(),
+          .weight_decay = l2_penalty(o),
+          .beta1 = beta1(o),
+          .moment_beta = moment_beta(o),
+          .grafting_eps = o.grafting_eps(),
+          .diagonal_beta = beta2(o),
+          .diagonal_eps = o.eps()};
 }
 
-void EagerSubset::set_aside(const ShampooHyperparameters& h) {
+void EagerSubset::set_aside(const ShampooOptions& o) {
   const size_t count = group_.params.size();
   step_.g = step_.m = step_.f = step_.d = Tensors(count);
   for (const MatrixBatch& batch : batches_) {
@@ -66,8 +66,8 @@ void EagerSubset::set_aside(const ShampooHyperparameters& h) {
                     : at::Tensor();
     };
     step_.g_blocks.push_back(blocks(true, step_.g));
-    step_.m_blocks.push_back(blocks(h.beta1 > 0.0, step_.m));
-    step_.f_blocks.push_back(blocks(uses_second_moment(h), step_.f));
+    step_.m_blocks.push_back(blocks(beta1(o) > 0.0, step_.m));
+    step_.f_blocks.push_back(blocks(uses_second_moment(o), step_.f));
   }
 }
 
@@ -91,11 +91,11 @@ GradientElements EagerSubset::elements(const ShampooRun& run, size_t i) const {
           .d = {}};
 }
 
-// Parameters with the grafted rule wait for apply(), where all is done in one pass.
+// apply() does the whole step of parameters with the grafted rule, in one pass.
 void EagerSubset::moments(const ShampooRun& run) {
-  const GradientRule rule = gradient_rule(run.h);
+  const GradientRule rule = gradient_rule(run.options);
   step_.guard = run.prologue.guard();
-  set_aside(run.h);
+  set_aside(run.options);
   for (const size_t i : members_) {
     if (group_.rules[i] == ParameterRule::kGrafted) {
       continue;
@@ -106,8 +106,8 @@ void EagerSubset::moments(const ShampooRun& run) {
     step_.m[i] = e.m;
     step_.f[i] = e.f.defined() ? e.f : e.m;
     step_.d[i] = e.d;
-    if (e.d.defined() && run.h.grafting.has_value()) {
-      step_.d[i] = graft_diagonal(e.d, step_.f[i], run.h.block_size);
+    if (e.d.defined() && run.options.grafting().has_value()) {
+      step_.d[i] = graft_diagonal(e.d, step_.f[i], run.options.block_size());
     }
   }
 }
@@ -115,45 +115,45 @@ void EagerSubset::moments(const ShampooRun& run) {
 void EagerSubset::statistics(const ShampooRun& run) {
   for (size_t b = 0; b < batches_.size(); ++b) {
     step_.g_blocks[b] = packed(b, step_.g, step_.g_blocks);
-    update_statistics(batches_[b], step_.g_blocks[b], run.h.beta2, step_.guard);
+    update_statistics(batches_[b], step_.g_blocks[b], beta2(run.options), step_.guard);
   }
 }
 
 void EagerSubset::precondition(const ShampooRun& run) {
-  const ShampooHyperparameters& h = run.h;
+  const ShampooOptions& o = run.options;
   for (size_t b = 0; b < batches_.size(); ++b) {
-    const at::Tensor m = h.beta1 == 0.0 ? step_.g_blocks[b] : packed(b, step_.m, step_.m_blocks);
+    const at::Tensor m = beta1(o) == 0.0 ? step_.g_blocks[b] : packed(b, step_.m, step_.m_blocks);
     at::Tensor d = detail::precondition(batches_[b], m);
-    if (h.grafting.has_value()) {  // |f| / |d| d
-      d = graft(d, uses_second_moment(h) ? packed(b, step_.f, step_.f_blocks) : m);
+    if (o.grafting().has_value()) {  // |f| / |d| d
+      d = graft(d, uses_second_moment(o) ? packed(b, step_.f, step_.f_blocks) : m);
     }
     unpack(batches_[b], group_.blockings, d, group_.params, step_.d);
   }
 }
 
-// Before start_preconditioning_step it is the grafted one (m without grafting).
+// Before start_preconditioning_step, the grafted direction (m without grafting).
 at::Tensor EagerSubset::direction(const ShampooRun& run, size_t i) const {
-  const int64_t start = run.h.start_preconditioning_step;
+  const int64_t start = run.options.start_preconditioning_step();
   if (!run.schedule.started[i]) {
     return step_.f[i];
   }
-  return run.h.capturable && start > 1
+  return run.options.capturable() && start > 1
              ? at::where(group_.states[i].step.ge(start), step_.d[i], step_.f[i])
              : step_.d[i];
 }
 
 void EagerSubset::apply(const ShampooRun& run) {
-  const ShampooHyperparameters& h = run.h;
+  const ShampooOptions& o = run.options;
   const StepScalar lr = step_.guard.learning_rate(run.lr);
-  const UpdateRule rule{.decoupled_weight_decay = h.decoupled_weight_decay ? h.weight_decay : 0.0,
-                        .momentum = h.momentum,
-                        .nesterov = h.nesterov};
+  const UpdateRule rule{.decoupled_weight_decay = decoupled_decay(o),
+                        .momentum = o.momentum(),
+                        .nesterov = o.nesterov()};
   for (const size_t i : members_) {
     at::Tensor param = group_.params[i], momentum = group_.states[i].momentum_buffer;
     at::Tensor* buffer = momentum.defined() ? &momentum : nullptr;
     if (group_.rules[i] == ParameterRule::kGrafted) {
       GradientElements e = elements(run, i);
-      grafted_step(gradient_rule(h), rule, lr, e, buffer, step_.guard);
+      grafted_step(gradient_rule(o), rule, lr, e, buffer, step_.guard);
     } else {
       apply_update(rule, lr, param, direction(run, i), buffer, step_.guard);
     }

@@ -92,7 +92,7 @@ bool Shampoo::equal_but_lr(const Options& a, const Options& b) const {
 }
 
 c10::intrusive_ptr<detail::BlockedPlans> Shampoo::make_plans() const {
-  return detail::make_blocked_plans<detail::ShampooPlan>();
+  return detail::make_blocked_plans<detail::ShampooPlan>(name());
 }
 
 void Shampoo::update_preconditioners() { renew_all_roots(); }
@@ -105,11 +105,6 @@ ShampooReport Shampoo::report() const { return plans().report(groups()); }
 
 int64_t Shampoo::max_root_failures(const Options& options) const {
   return shampoo_options(options).max_root_failures();
-}
-
-const char* Shampoo::root_remedy() const {
-  return "raise eps or relative_eps, set root_method to 'eigh', or clip gradients so large that "
-         "statistics overflow";
 }
 
 }  // namespace torchium::optim

@@ -1,8 +1,10 @@
 #include "optim/shampoo/shampoo_plan.h"
 
+#include "optim/core/step_prologue.h"
 #include "optim/shampoo/shampoo_options.h"
-#include "optim/shampoo/shampoo_rules.h"
+#include "optim/shampoo/shampoo_step.h"
 
+#include <numeric>
 #include <string>
 #include <utility>
 
@@ -17,50 +19,14 @@ GraphMode graph_mode(const std::string& graphs) {
 
 }  // namespace
 
-ShampooHyperparameters hyperparameters(const ShampooOptions& o) {
-  const auto [beta1, beta2] = o.betas();
-  ShampooHyperparameters h;
-  h.eps = o.eps();
-  h.update_freq = o.update_freq();
-  h.weight_decay = o.weight_decay();
-  h.beta1 = beta1;
-  h.beta2 = beta2;
-  h.momentum = o.momentum();
-  h.nesterov = o.nesterov();
-  h.decoupled_weight_decay = o.decoupled_weight_decay();
-  h.relative_eps = o.relative_eps();
-  h.block_size = o.block_size();
-  h.merge_dims = o.merge_dims();
-  h.exponent = o.exponent();
-  h.exponent_warmup = o.exponent_warmup();
-  h.preconditioner_1d = o.preconditioner_1d();
-  h.preconditioned = o.preconditioned();
-  h.max_preconditioned_dim = o.max_preconditioned_dim();
-  h.grafting = o.grafting();
-  h.grafting_eps = o.grafting_eps();
-  h.grafting_beta2 = o.grafting_beta2().value_or(beta2 == 1.0 ? 0.999 : beta2);
-  h.start_preconditioning_step = o.start_preconditioning_step();
-  h.root_method = o.root_method();
-  h.root_dtype = o.root_dtype();
-  h.matmul_precision = o.matmul_precision();
-  h.maximize = o.maximize();
-  h.capturable = o.capturable();
-  return h;
-}
-
-void ShampooPlan::set_options(const Options& options) {
+void ShampooPlan::adopt(const Options& options) {
   options_ = static_cast<const ShampooOptions&>(options);
-  hyperparameters_ = hyperparameters(options_);
   forget_graphs(graph_mode(options_.graphs()));
-  auto* step = static_cast<ShampooStep*>(planned());
-  if (step != nullptr && !step->adopt(hyperparameters_)) {
-    forget_planned();
-  }
 }
 
 std::unique_ptr<PlannedStep> ShampooPlan::plan(const std::vector<at::Tensor>& params,
                                                const StateList& states, at::Tensor status) {
-  return std::make_unique<ShampooStep>(hyperparameters_, params, states, std::move(status));
+  return std::make_unique<ShampooStep>(options_, params, states, std::move(status));
 }
 
 OptionTexts ShampooPlan::options_of_state(const Options& options) const {
@@ -68,23 +34,22 @@ OptionTexts ShampooPlan::options_of_state(const Options& options) const {
 }
 
 BlockStorage ShampooPlan::init_storage(at::TensorList params) const {
-  return shampoo_init_state(hyperparameters_, params);
+  return make_block_storage(params, make_blockings(options_, params), options_.root_dtype());
 }
 
 void ShampooPlan::init_elementwise(const at::Tensor& param, ParameterState& state) const {
-  if (rule_of_shape(hyperparameters_, param.sizes()) == ParameterRule::kDiagonal) {
+  if (rule_of_shape(options_, param.sizes()) == ParameterRule::kDiagonal) {
     state.diagonal = parameter_shaped_zeros(param);
   }
 }
 
 bool ShampooPlan::needs_buffer(const StateBuffer& buffer) const {
-  return buffer.tensor == &ParameterState::exp_avg ? hyperparameters_.beta1 > 0.0
-         : buffer.tensor == &ParameterState::grafting_second_moment
-             ? uses_second_moment(hyperparameters_)
-             : hyperparameters_.momentum > 0.0;
+  return buffer.tensor == &ParameterState::exp_avg                  ? beta1(options_) > 0.0
+         : buffer.tensor == &ParameterState::grafting_second_moment ? uses_second_moment(options_)
+                                                                    : options_.momentum() > 0.0;
 }
 
-// A sum of squares is no average of them.
+// A sum of squares is not an average.
 bool ShampooPlan::begins_afresh(const StateBuffer& buffer, const Options& before) const {
   const bool summed = static_cast<const ShampooOptions&>(before).grafting() == "adagrad";
   return buffer.tensor == &ParameterState::grafting_second_moment &&
@@ -92,14 +57,13 @@ bool ShampooPlan::begins_afresh(const StateBuffer& buffer, const Options& before
 }
 
 BlockedPlan::Rule ShampooPlan::rule(at::IntArrayRef shape) const {
-  const RuleText text = describe_rule(hyperparameters_, shape);
-  return {text.rule, text.detail};
+  return describe_rule(options_, shape);
 }
 
 void ShampooPlan::check_saved_rule(const at::Tensor& param, const ParameterState& saved,
                                    const std::string& name) const {
-  const ParameterRule rule = rule_of_shape(hyperparameters_, param.sizes());
-  const std::string detail = describe_rule(hyperparameters_, param.sizes()).detail;
+  const ParameterRule rule = rule_of_shape(options_, param.sizes());
+  const std::string detail = describe_rule(options_, param.sizes()).detail;
   const bool has_matrices = !saved.statistics.empty();
   TORCH_CHECK_VALUE(
       !has_matrices || rule == ParameterRule::kMatrices, "unexpected matrices in the state of ",
@@ -119,7 +83,17 @@ void ShampooPlan::check_saved_rule(const at::Tensor& param, const ParameterState
 
 void ShampooPlan::renew_roots(const std::vector<at::Tensor>& params, const StateList& states,
                               at::Tensor status) {
-  shampoo_update_preconditioners(hyperparameters_, params, states, std::move(status));
+  const auto blockings = make_blockings(options_, params);
+  std::vector<size_t> all(params.size());
+  std::iota(all.begin(), all.end(), 0);
+  auto batches = find_batches(blockings, states, all);
+  std::vector<StepScalar> c;
+  for (const ParameterState& state : states) {
+    c.push_back(bias_correction(beta2(options_), state.step, {}));
+  }
+  const std::vector<int64_t> due_steps(params.size(), kLateStep);
+  update_roots(batches, root_rule(options_), due_steps, c, FoundInfGuard::open());
+  record_root_failures(batches, status);
 }
 
 }  // namespace torchium::optim::detail

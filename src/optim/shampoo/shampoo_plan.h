@@ -1,21 +1,17 @@
-// Shampoo's plan of the steps of one parameter group on one device.
+// Shampoo's plan for one parameter group on one device.
 #pragma once
 
 #include "optim/blocked/blocked_plan.h"
-#include "optim/shampoo/shampoo_step.h"
+#include "optim/shampoo/shampoo_rules.h"
 #include "torchium/optim/shampoo.h"
 
 namespace torchium::optim::detail {
-
-// What the core works with, without the learning rate.
-ShampooHyperparameters hyperparameters(const ShampooOptions& options);
 
 class ShampooPlan : public BlockedPlan {
  public:
   using BlockedPlan::BlockedPlan;
 
-  void set_options(const Options& options) override;
-  bool host_decides() const override { return !hyperparameters_.capturable; }
+  bool host_decides() const override { return !options_.capturable(); }
   Rule rule(at::IntArrayRef shape) const override;
 
  protected:
@@ -25,6 +21,8 @@ class ShampooPlan : public BlockedPlan {
                    at::Tensor status) override;
 
   const Options& options() const override { return options_; }
+  void adopt(const Options& options) override;
+  double l2_penalty() const override { return detail::l2_penalty(options_); }
   OptionTexts options_of_state(const Options& options) const override;
   BlockStorage init_storage(at::TensorList params) const override;
   void init_elementwise(const at::Tensor& param, ParameterState& state) const override;
@@ -35,7 +33,6 @@ class ShampooPlan : public BlockedPlan {
 
  private:
   ShampooOptions options_;
-  ShampooHyperparameters hyperparameters_;
 };
 
 }  // namespace torchium::optim::detail

@@ -1,21 +1,20 @@
 #include "optim/shampoo/shampoo_rules.h"
 
-#include "optim/blocked/blocking.h"
-
 #include <ATen/ATen.h>
 
 #include <algorithm>
 #include <sstream>
+#include <utility>
 
 namespace torchium::optim::detail {
 namespace {
 
-bool is_too_long(const ShampooHyperparameters& h, int64_t dim) {
-  return h.max_preconditioned_dim.has_value() && dim > *h.max_preconditioned_dim;
+bool is_too_long(const ShampooOptions& o, int64_t dim) {
+  return o.max_preconditioned_dim().has_value() && dim > *o.max_preconditioned_dim();
 }
 
 // "4 blocks 1024x1024, 2 blocks 1024x512, exponent -1/4"
-std::string describe_blocks(const ShampooHyperparameters& h, const Blocking& blocking) {
+std::string describe_blocks(const ShampooOptions& o, const Blocking& blocking) {
   std::ostringstream text;
   for (const auto& shape : blocking.shapes) {
     const int64_t count = shape.count();
@@ -26,8 +25,8 @@ std::string describe_blocks(const ShampooHyperparameters& h, const Blocking& blo
     text << ", ";
   }
   text << "exponent ";
-  if (h.exponent.has_value()) {
-    text << *h.exponent;
+  if (o.exponent().has_value()) {
+    text << *o.exponent();
   } else {
     text << "-1/" << 2 * blocking.order();
   }
@@ -35,47 +34,81 @@ std::string describe_blocks(const ShampooHyperparameters& h, const Blocking& blo
 }
 
 // Why no matrices precondition a parameter.
-std::string describe_exception(const ShampooHyperparameters& h, const std::vector<int64_t>& dims) {
-  if (!h.preconditioned) {
+std::string describe_exception(const ShampooOptions& o, const std::vector<int64_t>& dims) {
+  if (!o.preconditioned()) {
     return "preconditioned is off";
   }
   const int64_t longest = *std::max_element(dims.begin(), dims.end());
-  if (is_too_long(h, longest)) {
+  if (is_too_long(o, longest)) {
     return c10::str("dimension ", longest, " above max_preconditioned_dim ",
-                    *h.max_preconditioned_dim);
+                    *o.max_preconditioned_dim());
   }
   return std::find(dims.begin(), dims.end(), 0) != dims.end() ? "no elements" : "order 0 or 1";
 }
 
 }  // namespace
 
-ParameterRule parameter_rule(const ShampooHyperparameters& h, at::IntArrayRef dims) {
-  const bool excluded = !h.preconditioned || std::any_of(dims.begin(), dims.end(), [&](int64_t n) {
-    return is_too_long(h, n);
-  });
-  if (excluded && uses_second_moment(h)) {
+double l2_penalty(const ShampooOptions& o) {
+  return o.decoupled_weight_decay() ? 0.0 : o.weight_decay();
+}
+
+double decoupled_decay(const ShampooOptions& o) {
+  return o.decoupled_weight_decay() ? o.weight_decay() : 0.0;
+}
+
+double moment_beta(const ShampooOptions& o) {
+  return o.grafting() == "adagrad"
+             ? 1.0
+             : o.grafting_beta2().value_or(beta2(o) == 1.0 ? 0.999 : beta2(o));
+}
+
+bool uses_second_moment(const ShampooOptions& o) {
+  return o.grafting().has_value() && *o.grafting() != "sgd";
+}
+
+RootRule root_rule(const ShampooOptions& o) {
+  return {o.eps(), o.relative_eps(), o.exponent(), o.root_method(), o.exponent_warmup()};
+}
+
+ParameterRule parameter_rule(const ShampooOptions& o, at::IntArrayRef dims) {
+  const bool excluded =
+      !o.preconditioned() ||
+      std::any_of(dims.begin(), dims.end(), [&](int64_t n) { return is_too_long(o, n); });
+  if (excluded && uses_second_moment(o)) {
     return ParameterRule::kGrafted;
   }
-  const bool is_vector = dims.size() == 1 && h.preconditioner_1d == "diagonal";
+  const bool is_vector = dims.size() == 1 && o.preconditioner_1d() == "diagonal";
   const bool is_empty = std::find(dims.begin(), dims.end(), 0) != dims.end();
   return excluded || is_vector || is_empty ? ParameterRule::kDiagonal : ParameterRule::kMatrices;
 }
 
-ParameterRule rule_of_shape(const ShampooHyperparameters& h, at::IntArrayRef shape) {
-  return parameter_rule(h, merged_dims(shape, h.block_size, h.merge_dims));
+ParameterRule rule_of_shape(const ShampooOptions& o, at::IntArrayRef shape) {
+  return parameter_rule(o, merged_dims(shape, o.block_size(), o.merge_dims()));
 }
 
-RuleText describe_rule(const ShampooHyperparameters& h, at::IntArrayRef shape) {
-  const auto dims = merged_dims(shape, h.block_size, h.merge_dims);
-  switch (parameter_rule(h, dims)) {
+BlockedPlan::Rule describe_rule(const ShampooOptions& o, at::IntArrayRef shape) {
+  const auto dims = merged_dims(shape, o.block_size(), o.merge_dims());
+  switch (parameter_rule(o, dims)) {
     case ParameterRule::kMatrices:
-      return {"preconditioned", describe_blocks(h, make_blocking(dims, h.block_size))};
+      return {"preconditioned", describe_blocks(o, make_blocking(dims, o.block_size()))};
     case ParameterRule::kDiagonal:
-      return {"diagonal", describe_exception(h, dims)};
+      return {"diagonal", describe_exception(o, dims)};
     case ParameterRule::kGrafted:
-      return {*h.grafting, describe_exception(h, dims)};
+      return {*o.grafting(), describe_exception(o, dims)};
   }
   TORCH_INTERNAL_ASSERT(false, "a rule that is not known");
+}
+
+std::vector<Blocking> make_blockings(const ShampooOptions& o, at::TensorList params) {
+  std::vector<Blocking> blockings;
+  blockings.reserve(params.size());
+  for (const at::Tensor& param : params) {
+    auto dims = merged_dims(param.sizes(), o.block_size(), o.merge_dims());
+    blockings.push_back(parameter_rule(o, dims) == ParameterRule::kMatrices
+                            ? make_blocking(std::move(dims), o.block_size())
+                            : Blocking{std::move(dims), {}});
+  }
+  return blockings;
 }
 
 }  // namespace torchium::optim::detail

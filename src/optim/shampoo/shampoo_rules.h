@@ -1,15 +1,29 @@
-// Which rule a step of Shampoo follows for a parameter, and what a report says about it.
+// Values derived from the options of Shampoo, and the rule that a step follows for a parameter.
 #pragma once
 
-#include "optim/shampoo/shampoo_step.h"
+#include "optim/blocked/blocked_plan.h"
+#include "optim/blocked/blocking.h"
+#include "optim/blocked/preconditioner.h"
+#include "torchium/optim/shampoo.h"
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <string>
 #include <vector>
 
 namespace torchium::optim::detail {
+
+inline double beta1(const ShampooOptions& o) { return std::get<0>(o.betas()); }
+inline double beta2(const ShampooOptions& o) { return std::get<1>(o.betas()); }
+// Weight decay that is added to the gradient.
+double l2_penalty(const ShampooOptions& o);
+// Weight decay that is subtracted from the parameter.
+double decoupled_decay(const ShampooOptions& o);
+// Decay of the grafted method's second moment; 1: a plain sum.
+double moment_beta(const ShampooOptions& o);
+// Whether grafting keeps a second moment of its own.
+bool uses_second_moment(const ShampooOptions& o);
+RootRule root_rule(const ShampooOptions& o);
 
 enum class ParameterRule : uint8_t {
   kMatrices,  // preconditioned by the roots of its blocks
@@ -17,18 +31,19 @@ enum class ParameterRule : uint8_t {
   kGrafted,   // the direction of the grafted method, with no state but that method's
 };
 
-// The rule of a parameter with the dimensions that merged_dims() gives. One that is not to be
-// preconditioned takes the grafted method's direction where that has a second moment, else the
+// The rule of a parameter with dimensions from merged_dims(). A parameter excluded from
+// preconditioning takes the direction of the grafted method if that has a second moment, else the
 // diagonal rule.
-ParameterRule parameter_rule(const ShampooHyperparameters& hyperparameters, at::IntArrayRef dims);
+ParameterRule parameter_rule(const ShampooOptions& o, at::IntArrayRef dims);
 
-// The same for the shape of a parameter as it is.
-ParameterRule rule_of_shape(const ShampooHyperparameters& hyperparameters, at::IntArrayRef shape);
+// The same for the shape of the parameter itself.
+ParameterRule rule_of_shape(const ShampooOptions& o, at::IntArrayRef shape);
 
-struct RuleText {
-  std::string rule;    // "preconditioned", "diagonal" or the name of the grafted method
-  std::string detail;  // blocks and exponent, or why no matrices precondition the parameter
-};
-RuleText describe_rule(const ShampooHyperparameters& hyperparameters, at::IntArrayRef shape);
+// The name is "preconditioned", "diagonal" or that of the grafted method. The detail gives the
+// blocks and the exponent, or why no matrices precondition the parameter.
+BlockedPlan::Rule describe_rule(const ShampooOptions& o, at::IntArrayRef shape);
+
+// The blocks of each parameter; none if no matrices precondition it.
+std::vector<Blocking> make_blockings(const ShampooOptions& o, at::TensorList params);
 
 }  // namespace torchium::optim::detail

@@ -1,13 +1,11 @@
-// The parameters of a step of Shampoo, and the subsets of them whose steps are computed in one way:
-// by operators of torch, or by the kernels of a GPU.
+// The parameters of a step of Shampoo, and its stages for a subset of them: by PyTorch operators or
+// by CUDA kernels.
 #pragma once
 
 #include "optim/blocked/block_storage.h"
-#include "optim/blocked/blocking.h"
 #include "optim/core/parameter_state.h"
 #include "optim/core/step_prologue.h"
 #include "optim/shampoo/shampoo_rules.h"
-#include "optim/shampoo/shampoo_step.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -21,27 +19,27 @@ namespace torchium::optim::detail {
 // All lists have one entry per parameter.
 struct ShampooGroup {
   std::vector<at::Tensor> params;
-  StateList states;                 // what the hyper-parameters do not use is undefined
-  std::vector<Blocking> blockings;  // without blocks where no matrices precondition
+  StateList states;                 // undefined: not used by the options
+  std::vector<Blocking> blockings;  // without blocks if no matrices precondition
   std::vector<ParameterRule> rules;
 };
 
-// What the host decides about each parameter.
+// Decisions of the host, per parameter.
 struct Schedule {
-  std::vector<int64_t> due_steps;  // t where a root is due, else 0
-  std::vector<bool> started;       // false: still the first steps, which use the grafted direction
+  std::vector<int64_t> due_steps;  // t if a root is due, else 0
+  std::vector<bool> started;       // false: before start_preconditioning_step
   bool any_root_due = false;
 };
 
 struct ShampooRun {
-  const ShampooHyperparameters& h;
+  const ShampooOptions& options;
   const at::Tensor& lr;  // see PlannedStep
   at::TensorList grads;  // of all parameters of the group
   const Schedule& schedule;
   const StepPrologue& prologue;
 };
 
-// Roots are not among its functions: those of all subsets are renewed together.
+// The roots of all subsets are renewed together, elsewhere.
 class ShampooSubset {
  public:
   virtual ~ShampooSubset() = default;
@@ -58,8 +56,8 @@ class ShampooSubset {
   virtual void end() = 0;
 };
 
-// By operators of torch, on any device. `members`: positions in the group; `batches` are theirs.
-// The group and the batches live as long as this.
+// By PyTorch operators, on any device. `members`: positions in the group; `batches`: of the
+// members. The group and the batches must outlive the subset.
 std::unique_ptr<ShampooSubset> make_eager_subset(const ShampooGroup& group,
                                                  std::vector<size_t> members,
                                                  std::span<MatrixBatch> batches);

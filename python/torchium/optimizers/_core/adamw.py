@@ -1,4 +1,4 @@
-"""What Shampoo takes over from AdamW, and what it adds."""
+"""Options of Shampoo as a replacement for AdamW."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ SHAMPOO = OptionList("Shampoo")
 
 
 def options_beside_adamw() -> dict[str, Any]:
-    """Shampoo's own options where the caller says nothing else (``src/optim/core/from_adamw.cpp``)."""
+    """Defaults of the options that AdamW does not have (``src/optim/core/from_adamw.cpp``)."""
     values = torch.ops.torchium.options_beside_adamw()
     return dict(zip(values[::2], values[1::2], strict=True))
 
 
-# How PyTorch runs its own step; without a meaning for ours.
+# How PyTorch runs its own step; ignored.
 _IMPLEMENTATION = ("foreach", "fused")
-# What an AdamW instance says itself. Its `capturable` is not taken over: see Shampoo.from_adamw.
-_OF_THE_INSTANCE = (
+# Options that an AdamW instance has itself. Its `capturable` is ignored: see Shampoo.from_adamw.
+ADAMW_OPTIONS = (
     "lr",
     "betas",
     "eps",
@@ -39,13 +39,13 @@ _OF_THE_INSTANCE = (
 def adopt(
     optimizer: Optimizer, hyperparameters: Mapping[str, Any]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Parameter groups and defaults, in AdamW's terms, of what takes the place of ``optimizer``."""
+    """Parameter groups and defaults, with AdamW's options, of the replacement for ``optimizer``."""
     if not isinstance(optimizer, torch.optim.Adam):  # AdamW is a subclass
         raise ValueError(
             "optimizer_or_params must be a torch.optim.AdamW or torch.optim.Adam, or parameters, "
             f"got {type(optimizer).__name__}"
         )
-    known = sorted(name for name in hyperparameters if name in _OF_THE_INSTANCE)
+    known = sorted(name for name in hyperparameters if name in ADAMW_OPTIONS)
     if known:
         raise ValueError(
             f"{known[0]}={hyperparameters[known[0]]!r} cannot be given beside an optimizer, which "
@@ -59,9 +59,9 @@ def adopt(
 
 
 def shampoo_options(adamw: Mapping[str, Any], *, with_eps: bool = True) -> dict[str, Any]:
-    """Shampoo's options for those of AdamW; all others are left as they are.
+    """Converts AdamW's options to Shampoo's; all others are left unchanged.
 
-    ``with_eps=False``: ``eps`` is Shampoo's already. Raises ValueError for what Shampoo cannot do.
+    ``with_eps=False``: ``eps`` is already Shampoo's. Raises ValueError for unsupported options.
     """
     options = {key: value for key, value in adamw.items() if key not in _IMPLEMENTATION}
     if options.pop("amsgrad", False):
@@ -74,14 +74,13 @@ def shampoo_options(adamw: Mapping[str, Any], *, with_eps: bool = True) -> dict[
         options["betas"] = _plain_numbers(options["betas"])
     if with_eps and "eps" in options:
         eps = SHAMPOO.checked_one("eps", options["eps"])
-        # (a + eps^2)^(-1/2) of the diagonal rule is close to Adam's 1 / (sqrt(a) + eps).
-        options["eps"] = eps * eps
-        options.setdefault("grafting_eps", eps)
+        options["eps"], grafting_eps = torch.ops.torchium.options_of_adamw_eps(eps)
+        options.setdefault("grafting_eps", grafting_eps)
     return options
 
 
 def _plain_numbers(betas: Any) -> Any:
-    """Tensors with one element, which torch's own optimizers take too, as numbers."""
+    """Converts tensors with one element, which torch's optimizers accept too, to numbers."""
     if not isinstance(betas, (tuple, list)):
         return betas
     return tuple(beta.item() if isinstance(beta, Tensor) else beta for beta in betas)

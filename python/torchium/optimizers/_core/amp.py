@@ -1,7 +1,7 @@
-"""What a ``torch.amp.GradScaler`` leaves to an optimizer with ``_step_supports_amp_scaling``.
+"""The part of a ``torch.amp.GradScaler`` in an optimizer with ``_step_supports_amp_scaling``.
 
-The scaler sets the attributes ``found_inf``, and ``grad_scale`` unless ``unscale_()`` was called
-before, for the time of ``step()``.
+During ``step()`` the scaler sets the attributes ``found_inf`` and, unless ``unscale_()`` was called
+before, ``grad_scale``.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 
 
 def unscale_gradients(optimizer: Optimizer) -> Tensor | None:
-    """Divides all gradients by the scale; returns a flag that is not 0 if the step is to be skipped.
+    """Divides all gradients by the scale; returns a tensor that is not 0 if the step must be skipped.
 
-    None without a scaler. Waits for no device.
+    None without a scaler. Does not wait for the device.
     """
     found_inf = getattr(optimizer, "found_inf", None)
-    if not isinstance(found_inf, Tensor):  # 0 of a scaler that saw no gradients
+    if not isinstance(found_inf, Tensor):  # 0 if the scaler saw no gradients
         return None
     scale: Tensor | None = getattr(optimizer, "grad_scale", None)
     if scale is not None:
@@ -40,11 +40,11 @@ def unscale_gradients(optimizer: Optimizer) -> Tensor | None:
 
 
 def on_device(scalar: Tensor, device: torch.device) -> Tensor:
-    """The host waits only for what it reads itself."""
+    """Copies without a wait unless the host reads the copy."""
     return scalar.to(device, non_blocking=device.type != "cpu")
 
 
 def forget_scaler(optimizer: Optimizer) -> None:
-    """Removes the attributes of a scaler, which does so itself only after a step that returns."""
+    """Removes the attributes of a scaler, which itself does so only after a step without an error."""
     for name in ("grad_scale", "found_inf"):
         vars(optimizer).pop(name, None)

@@ -1,4 +1,4 @@
-"""What all torchium optimizers share: groups, the frame of a step, checkpoints, late error reports.
+"""Base of all torchium optimizers: groups, ``step()``, checkpoints, late error reports.
 
 The state of a parameter is ordinary tensors in ``self.state[p]``.
 """
@@ -22,22 +22,15 @@ from .parameters import (
     State,
     check_parameter,
     check_params,
-    largest_gradient,
     parameter_name,
-    state_dtype,
 )
-from .plan import JOINT, MAX_CONSECUTIVE_SKIPS, Report
+from .plan import Report
 
 
 class CoreOptimizer(Optimizer):
-    """Base of the optimizers whose step is one operator of the compiled core."""
+    """Base of the optimizers, whose step runs in the compiled core."""
 
     _OPTIONS: ClassVar[OptionList]
-    # What may skip a step.
-    _EXAMINED: ClassVar[str] = "a gradient"
-    # What may fail beside it, and what to change when it does so again and again.
-    _ROOT: ClassVar[str] = "the root of a preconditioner of"
-    _ROOT_REMEDY: ClassVar[str]
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         check_params(params, type(self).__name__)
@@ -56,13 +49,10 @@ class CoreOptimizer(Optimizer):
     def _loaded_state(
         self, index: int, group: dict[str, Any], saved: dict[Tensor, dict[str, Any]]
     ) -> dict[Tensor, State]:
-        """Fresh state of the parameters in ``saved``, with the saved values, once they are checked."""
+        """Checks the saved values; returns fresh state of the parameters in ``saved`` with them."""
 
     def _check_saved_groups(self, state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> None:
-        """Raises ValueError for groups of a checkpoint that are right alone but not together."""
-
-    def _max_root_failures(self, group: dict[str, Any]) -> int:
-        return int(group.get("max_root_failures", 3))
+        """Raises ValueError for groups of a checkpoint that contradict each other."""
 
     # ---- groups
 
@@ -74,12 +64,12 @@ class CoreOptimizer(Optimizer):
         flattened (``FullyShardedDataParallel``) parameter.
         """
         super().add_param_group(param_group)
-        group = self.param_groups.pop()  # it is added again once it is checked
+        group = self.param_groups.pop()  # added again once it is checked
         self._check_new_group(len(self.param_groups), group)
         self.param_groups.append(group)
 
     def _check_new_group(self, index: int, group: dict[str, Any]) -> None:
-        """Checks ``group``, which is to become the group ``index``, and makes its options plain Python."""
+        """Checks ``group``, the future group ``index``, and converts its options to plain Python."""
         group["lr"] = self._OPTIONS.checked_lr(group["lr"])
         group.update(self._OPTIONS.checked(group))
         if len(set(group["params"])) != len(group["params"]):
@@ -95,7 +85,7 @@ class CoreOptimizer(Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
-    # Nothing here gains from tracing, and every new learning rate would be traced again.
+    # Tracing gains nothing here, and would be repeated for every new learning rate.
     @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -106,7 +96,7 @@ class CoreOptimizer(Optimizer):
                 with gradients enabled. Optional.
 
         Returns:
-            What ``closure`` returned, else None.
+            The result of ``closure``, or None without one.
 
         Raises:
             RuntimeError: a gradient was not finite, or too large to square (``docs/design.md``,
@@ -129,17 +119,17 @@ class CoreOptimizer(Optimizer):
         return loss
 
     def check_errors(self) -> None:
-        """Waits for the steps so far and raises ``RuntimeError`` if one of them went wrong.
+        """Waits for all steps so far and raises ``RuntimeError`` if one of them failed.
 
-        On a GPU a step never waits for its own result, and replays of a CUDA graph report nothing:
-        call this where a wait does not hurt, for example once an epoch. See :meth:`step` for what
-        is raised.
+        On a GPU a step does not wait for its own result, and replays of a CUDA graph report nothing:
+        call this where a wait does not hurt, for example once per epoch. See :meth:`step` for the
+        errors.
         """
         self._reports += self._take_reports(wait=True)
         self._raise_failures()
 
     def _check_changed_options(self, index: int, group: dict[str, Any]) -> None:
-        """Checks options again that were set in ``param_groups`` since the last step."""
+        """Checks options that were set in ``param_groups`` since the last step."""
         lr = group["lr"]
         if not isinstance(lr, Tensor) and self._checked_lrs.get(index) != lr:
             self._checked_lrs[index] = self._OPTIONS.checked_lr(lr)
@@ -157,8 +147,8 @@ class CoreOptimizer(Optimizer):
     # ---- state
 
     def _forget_derived(self) -> None:
-        """Drops what can be rebuilt from the groups and the state."""
-        self._reports: list[Report] = []  # that may still have to be raised
+        """Drops everything that can be rebuilt from the groups and the state."""
+        self._reports: list[Report] = []  # not yet raised
         self._checked_options: dict[int, tuple[Any, ...]] = {}
         self._checked_lrs: dict[int, Any] = {}
 
@@ -166,15 +156,14 @@ class CoreOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what :meth:`state_dict` returned, on any device.
+        """Loads a result of :meth:`state_dict`, on any device.
 
         State keeps the optimizer's own dtype (float32 under bfloat16 parameters) and is copied, so
-        that the checkpoint is never changed by later steps. Options of the parameter groups come
-        from the checkpoint. A checkpoint that does not fit raises ``ValueError``, with both shapes,
-        and so does one with NaN, Inf or a negative count; it loads nothing then. An average that it
-        lacks, as ``exp_avg``, starts with the next step, unless a parameter steps by it alone. What
-        other code keeps in the state of a parameter, under names that no optimizer of torchium uses,
-        is copied to the parameter's device.
+        later steps do not change the checkpoint. Options of the parameter groups come from the
+        checkpoint. A checkpoint that does not fit, or has NaN, Inf or a negative count, raises
+        ``ValueError`` and loads nothing. An average that it lacks, such as ``exp_avg``, starts with the
+        next step, unless the rule of a parameter needs it. Entries of other code in the state of a
+        parameter, under names that no torchium optimizer uses, are copied to the parameter's device.
         """
         if isinstance(state_dict, dict):
             state_dict = state_dict.copy()
@@ -205,7 +194,7 @@ class CoreOptimizer(Optimizer):
             post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A view would take its whole buffer along.
+        # A pickled view would include its whole buffer.
         state = super().__getstate__()
         return {**state, "state": defaultdict(dict, _cloned(state["state"]))}
 
@@ -224,34 +213,20 @@ class CoreOptimizer(Optimizer):
         """Raises for the first failure of the steps that are known to be done."""
         reports = [*self._reports, *self._take_reports(wait=False)]
         self._reports = []
-        for report in reports:
-            if report.group >= len(self.param_groups):  # removed by hand since
+        for group, skips, non_finite, failures, failed in reports:
+            if group >= len(self.param_groups):  # removed by hand since
                 continue
-            if report.consecutive_skips >= MAX_CONSECUTIVE_SKIPS:
-                raise RuntimeError(
-                    f"{type(self).__name__}: {report.consecutive_skips} steps in a row had "
-                    f"{self._EXAMINED} that is not finite or too large to square"
-                    f"{self._limit(report.non_finite)} and were skipped, the last one that of "
-                    f"{self._culprit(report, report.non_finite)}; lower lr, clip gradients or "
-                    "use a GradScaler"
-                )
-            if report.root_failures >= self._max_root_failures(self.param_groups[report.group]):
-                raise RuntimeError(
-                    f"{type(self).__name__}: {self._ROOT} "
-                    f"{self._culprit(report, report.failed)} failed {report.root_failures} "
-                    f"times in a row; {self._ROOT_REMEDY}"
-                )
+            step = None if non_finite is None else self.state.get(non_finite, {}).get("step")
+            message = torch.ops.torchium.failure_message(
+                self._OPTIONS.optimizer,
+                *(skips, non_finite, step, self._describe(non_finite)),
+                *(failures, self._describe(failed)),
+                self.param_groups[group].get("max_root_failures", 3),
+            )
+            if message:
+                raise RuntimeError(f"{type(self).__name__}: {message}")
 
-    def _limit(self, param: Tensor | None) -> str:
-        if param is None:
-            return ""
-        dtype = str(state_dtype(param)).removeprefix("torch.")
-        step = int(self.state[param]["step"].item()) + 1 if self._has_state(param) else 1
-        return f" in {dtype} (above {largest_gradient(param, step):.2g})"
-
-    def _culprit(self, report: Report, param: Tensor | None) -> str:
-        if report.group != JOINT:
-            return parameter_name(report.group, self.param_groups[report.group], param)
+    def _describe(self, param: Tensor | None) -> str:
         for index, group in enumerate(self.param_groups):
             if any(p is param for p in group["params"]):
                 return parameter_name(index, group, param)
@@ -259,12 +234,12 @@ class CoreOptimizer(Optimizer):
 
 
 def _clone_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Makes a state dict a snapshot: a saved view would take its whole buffer along."""
+    """Copies the state into a state dict: a saved view would include its whole buffer."""
     return {**state_dict, "state": _cloned(state_dict["state"])}
 
 
 def _cloned(states: dict[Any, Any]) -> dict[Any, Any]:
-    """The same with copies of the tensors; other code may keep anything beside the state of parameters."""
+    """The same with copies of the tensors; other code may keep anything besides the state of parameters."""
     return {
         key: (
             {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}

@@ -1,8 +1,8 @@
-"""Optimizers whose state is batches of matrices: Shampoo, full-matrix Adagrad.
+"""Base of the optimizers whose state is matrices of blocks: Shampoo and full-matrix Adagrad.
 
-Their plans (``src/optim/blocked/blocked_plans.h``) check, create and convert the state; it is kept here. The
-matrices of the parameters of a group are views of storage, whose layout is a function of the set of
-parameters that have state, so that a resumed run continues bit for bit.
+Their plans (``src/optim/blocked/blocked_plans.h``) check, create and convert the state; Python keeps it. The
+matrices of a group are views of common buffers. Which parameters have state determines their layout, so a
+resumed run continues bit for bit.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from .amp import unscale_gradients
 from .base import CoreOptimizer
 from .checkpoint import as_tensors, own_state
 from .parameters import State, check_unsharded, parameter_name
-from .plan import Report, Snapshot
+from .plan import Report, Snapshot, failures
 
 # Options, parameters, names (or none) and states of all groups, as the plans take them.
 _Groups = tuple[tuple[Any, ...], list[list[Tensor]], list[list[str]], list[list[State]]]
 
 
 class BlockedOptimizer(CoreOptimizer):
-    """Base of the optimizers that keep the matrices of a group in storage."""
+    """Base of the optimizers that keep the matrices of a group in block storage."""
 
-    # A GradScaler then leaves the skip to step(), and so needs no wait for the device.
+    # A GradScaler then leaves the decision to skip to step(), which does not wait for the device.
     _step_supports_amp_scaling = True
 
     _plans: Any  # torch.classes.torchium.BlockedPlans
-    # What these are bound to, and the options that each group's have.
+    # What the plans are bound to, and the options that they have, by group.
     _bound_to: Snapshot | None
     _adopted: dict[int, tuple[Any, ...]]
 
@@ -60,9 +60,9 @@ class BlockedOptimizer(CoreOptimizer):
         else:
             self._step_plans(lrs, [], found_inf)
 
-    # Runs in every step for all parameters of a model: no call a parameter.
+    # Runs in every step for all parameters of a model: no call per parameter.
     def _is_bound(self) -> bool:
-        """Whether the plans are bound to what the groups hold now; hands them changed options."""
+        """Whether the plans are bound to the current groups and state; passes changed options on."""
         if self._bound_to is None:
             return False
         if not self._bound_to.is_of(self.param_groups, self.state):
@@ -70,7 +70,7 @@ class BlockedOptimizer(CoreOptimizer):
         return all([self._adopt_options(i, group) for i, group in enumerate(self.param_groups)])
 
     def _adopt_options(self, index: int, group: dict[str, Any]) -> bool:
-        """Hands the plans options that were set since the last step; False if state must follow."""
+        """Passes on options set since the last step; False if the state has to follow them."""
         self._check_changed_options(index, group)
         checked = self._checked_options[index]
         if self._adopted.get(index) is not checked:
@@ -79,9 +79,9 @@ class BlockedOptimizer(CoreOptimizer):
         return True
 
     def _bind(self, *, all_with_state: bool = False) -> None:
-        """Binds the plans, once they have made the state what the next call needs.
+        """Creates and converts the state that the next call needs, and binds the plans to it.
 
-        That is the state of the parameters with a gradient, or of all that have some.
+        That is the state of the parameters with a gradient, or of all parameters that have state.
         """
         self._bound_to = None  # until all is done
         for index, group in enumerate(self.param_groups):
@@ -111,11 +111,7 @@ class BlockedOptimizer(CoreOptimizer):
     def _take_reports(self, wait: bool) -> list[Report]:
         if wait:
             self._plans.request_reports()
-        reports = []
-        while (failure := self._next_failure(wait)) is not None:
-            index, *found = failure
-            reports.append(Report(index, *found))
-        return reports
+        return failures(self._next_failure, wait)
 
     # ---- state
 

@@ -20,7 +20,7 @@ from .amp import unscale_gradients
 from .base import CoreOptimizer
 from .checkpoint import as_tensors
 from .parameters import State, check_unsharded, parameter_name
-from .plan import JointPlan, Report, Snapshot
+from .plan import JointPlan, Report, Snapshot, failures
 
 ParamsOrModel = ParamsT | nn.Module
 
@@ -32,7 +32,6 @@ class CapturingOptimizer(CoreOptimizer):
     _PLAN: ClassVar[str]
     # An option that no other optimizer has.
     _OWN_OPTION: ClassVar[str]
-    _ROOT_REMEDY = "raise damping or lower lr"
 
     def __init__(
         self,
@@ -230,7 +229,11 @@ class CapturingOptimizer(CoreOptimizer):
                 state[key] = value
 
     def _take_reports(self, wait: bool) -> list[Report]:
-        return [] if self._plan is None else self._plan.failures(wait)
+        if self._plan is None:
+            return []
+        if wait:
+            self._plan.core.request_report()
+        return failures(self._plan.core.next_failure, wait)
 
     def _refuse_misuse(self) -> None:
         name = type(self).__name__

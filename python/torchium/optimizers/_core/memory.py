@@ -1,4 +1,4 @@
-"""How much memory an optimizer takes."""
+"""The memory of an optimizer."""
 
 from __future__ import annotations
 
@@ -32,20 +32,16 @@ class StateMemory:
         """Bytes of all kinds."""
         return sum(getattr(self, kind.name) for kind in fields(self))
 
-    def __add__(self, other: StateMemory) -> StateMemory:
-        sums = {k.name: getattr(self, k.name) + getattr(other, k.name) for k in fields(self)}
-        return StateMemory(**sums)
-
 
 @dataclass(frozen=True)
 class GroupMemory:
     """Memory of a parameter group, or of all.
 
     Attributes:
-        elements: numbers in the parameters that are counted.
+        elements: number of elements of the parameters that are counted.
         parameters: bytes of these parameters.
         state: bytes of their state.
-        graphs: bytes of scratch memory that captured steps keep.
+        graphs: bytes of scratch memory of captured steps.
     """
 
     elements: int
@@ -56,20 +52,16 @@ class GroupMemory:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Memory of an optimizer; ``print(report)`` shows a table with one column a group."""
+    """Memory of an optimizer; ``print(report)`` shows a table with one column per group.
+
+    Attributes:
+        groups: one entry per parameter group.
+        total: all groups together.
+    """
 
     groups: tuple[GroupMemory, ...]
+    total: GroupMemory
     table: str = field(repr=False)
-
-    @property
-    def total(self) -> GroupMemory:
-        """Of all groups together."""
-        return GroupMemory(
-            sum(group.elements for group in self.groups),
-            sum(group.parameters for group in self.groups),
-            sum((group.state for group in self.groups), StateMemory()),
-            sum(group.graphs for group in self.groups),
-        )
 
     def __str__(self) -> str:
         return self.table

@@ -1,4 +1,4 @@
-"""Parameter groups of a model, by what is best for each kind of layer."""
+"""Parameter groups of a model, by kind of layer."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from torch import nn
 
 
 def model_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """One group of all named parameters, each once, but for those of embeddings.
+    """Two groups: parameters of embeddings, with ``preconditioned=False``, and all others.
 
-    They are a second group, with ``preconditioned=False``, also where a head shares them. A group
-    without parameters is left out.
+    A head that shares the parameters of an embedding does not change that. Empty groups are left out.
     """
     embeddings = {
         param

@@ -1,6 +1,6 @@
 """Options of the optimizers, by their lists in the core (``src/optim/core/options.h``).
 
-The lists say which options there are and what each may be; here values become plain Python, so that a
+The lists define names, types and requirements. Here values become plain Python objects, so that a
 ``state_dict`` holds nothing else.
 """
 
@@ -28,7 +28,7 @@ class OptionList:
 
     @cached_property
     def _fields(self) -> dict[str, tuple[str, str]]:
-        """Of each option its type, and what it must be."""
+        """Type and requirement by name."""
         names, kinds, requirements, _ = torch.ops.torchium.option_fields(self.optimizer)
         return dict(zip(names, zip(kinds, requirements, strict=True), strict=True))
 
@@ -47,7 +47,7 @@ class OptionList:
         return {name: arguments[name] for name in self._fields}
 
     def values(self, options: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Checked options as the core takes them."""
+        """Checked options in the form that the core takes."""
         return tuple(chain.from_iterable((name, options[name]) for name in self.names))
 
     def checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,13 +57,13 @@ class OptionList:
         return plain
 
     def checked_one(self, name: str, value: Any) -> Any:
-        """The same for one of them."""
+        """The same for one option."""
         plain = self._plain(name, value)
         self._refuse_wrong((name, plain), {name: value})
         return plain
 
     def checked_lr(self, lr: Any) -> float | Tensor:
-        """A number, or a real floating-point tensor of one."""
+        """A number, or a real floating-point tensor with one element."""
         if not isinstance(lr, Tensor):
             return self.checked_one("lr", lr)  # type: ignore[no-any-return]
         if lr.numel() != 1 or not lr.dtype.is_floating_point:
@@ -98,7 +98,7 @@ class OptionList:
 
 
 def _as_kind(kind: str, value: Any) -> Any:
-    """The value as plain Python of this type."""
+    """The value as a plain Python object of this type."""
     is_bool = isinstance(value, bool)
     if kind == "float" and isinstance(value, numbers.Real) and not is_bool:
         return _as_float(value)
@@ -119,9 +119,3 @@ def _as_float(value: Any) -> float:
         return float(value)
     except OverflowError:  # of an integer
         return math.inf if value > 0 else -math.inf
-
-
-def lr_tensor(lr: Tensor, device: torch.device) -> Tensor:
-    """``lr`` as the plans take it: 0-dim, float64 on the CPU or any float on ``device``."""
-    lr = lr.detach().reshape(())
-    return lr.to(torch.float64) if lr.is_cpu else lr.to(device, non_blocking=device.type != "cpu")

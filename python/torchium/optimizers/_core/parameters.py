@@ -1,8 +1,7 @@
-"""Which tensors the operators take, how messages call them, and their state."""
+"""Checks of parameters, and their names in messages."""
 
 from __future__ import annotations
 
-import math
 import sys
 from typing import Any
 
@@ -16,22 +15,8 @@ State = dict[str, Tensor]  # of one parameter
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def state_dtype(param: Tensor) -> torch.dtype:
-    """dtype of all state of a parameter but ``step``."""
-    return torch.float64 if param.dtype == torch.float64 else torch.float32
-
-
-def largest_gradient(param: Tensor, step: int) -> float:
-    """The largest entry of a gradient that step number ``step`` of the parameter can work with.
-
-    The same as ``largest_gradient`` of ``src/optim/core/found_inf_guard.h``.
-    """
-    most = torch.finfo(state_dtype(param)).max
-    return math.sqrt(most / (32 * max(param.numel(), 1) * step))
-
-
 def parameter_name(index: int, group: dict[str, Any], param: Tensor | None) -> str:
-    """The parameter as messages call it: by its name where the optimizer was given names."""
+    """The parameter in messages: by its name if the optimizer was given names."""
     position = next((i for i, p in enumerate(group["params"]) if p is param), None)
     if param is None or position is None:
         return f"a parameter of group {index}"
@@ -39,7 +24,7 @@ def parameter_name(index: int, group: dict[str, Any], param: Tensor | None) -> s
 
 
 def parameter_names(index: int, group: dict[str, Any]) -> list[str]:
-    """What :func:`parameter_name` calls each parameter of the group."""
+    """:func:`parameter_name` of each parameter of the group."""
     return [_name_at(index, group, i) for i in range(len(group["params"]))]
 
 
@@ -51,7 +36,7 @@ def _name_at(index: int, group: dict[str, Any], position: int) -> str:
 
 
 def check_dense(tensor: Tensor, name: str) -> None:
-    """Refuses tensors that the operators do not take."""
+    """Raises ValueError for tensors that the operators do not take."""
     if _is_dtensor(tensor):
         raise ValueError(
             f"{name} is a DTensor, which is not supported; optimize the full tensor on each rank"
@@ -69,7 +54,7 @@ def check_dense(tensor: Tensor, name: str) -> None:
 
 
 def check_params(params: object, optimizer: str) -> None:
-    """Refuses what may be taken for an iterable of parameters."""
+    """Raises ValueError for a model or an optimizer in place of parameters."""
     if isinstance(params, nn.Module):
         raise ValueError(
             f"{optimizer} takes parameters, not a model, got {type(params).__name__}; pass "
@@ -83,7 +68,7 @@ def check_params(params: object, optimizer: str) -> None:
 
 
 def check_parameter(param: Tensor, name: str) -> None:
-    """Refuses parameters that the operators do not take, or cannot do justice to."""
+    """Raises ValueError for parameters that the optimizers do not support."""
     if is_lazy(param):
         raise ValueError(
             f"{name} is uninitialized, as those of a lazy module are; run a forward pass first"
@@ -98,7 +83,7 @@ def check_parameter(param: Tensor, name: str) -> None:
 
 
 def check_unsharded(param: Tensor, name: str) -> None:
-    """Refuses the flat shards of FullyShardedDataParallel, whose rows and columns are lost."""
+    """Raises ValueError for flat shards of FullyShardedDataParallel, which have lost their shape."""
     if getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False):
         raise ValueError(
             f"{name} is a flat shard of FullyShardedDataParallel, which has lost the shape that "

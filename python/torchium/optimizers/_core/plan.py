@@ -1,39 +1,38 @@
 """The plans of the core (``src/optim/core/step_plan.h``), and what they are bound to.
 
-The plans of the core serve all groups of an optimizer. They read the gradients of their parameters
-themselves, and notice when one of them is not what it was. Which objects the groups and the state hold,
-Python alone knows: :class:`Snapshot`.
+Plans read the gradients of their parameters themselves and notice when a tensor has changed. Only Python
+knows which objects the groups and the state hold: :class:`Snapshot`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from itertools import chain
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .amp import on_device
-from .options import lr_tensor
 from .parameters import State, parameter_names
 
-# Skipped steps in a row after which the optimizer raises.
-MAX_CONSECUTIVE_SKIPS = 3
-JOINT = -1  # instead of a group: all of them
 
-
-@dataclass(frozen=True)
-class Report:
-    """What steps of the parameters of one group (or of all) on one device have come to."""
+class Report(NamedTuple):
+    """The failures in steps of one group on one device (group 0 for a joint plan)."""
 
     group: int
     consecutive_skips: int
-    non_finite: Tensor | None  # the first parameter whose gradient skipped the last of them
-    root_failures: int  # the largest number of failures in a row of one matrix
+    non_finite: Tensor | None  # the first parameter whose gradient caused the last skip
+    root_failures: int  # consecutive, of one matrix: the largest number
     failed: Tensor | None  # the parameter of that matrix
+
+
+def failures(next_failure: Callable[[bool], Any], wait: bool) -> list[Report]:
+    """Skipped steps and failed roots, oldest first; all of them after a wait."""
+    reports = []
+    while (failure := next_failure(wait)) is not None:
+        reports.append(Report(*failure))
+    return reports
 
 
 class Snapshot:
@@ -48,10 +47,10 @@ class Snapshot:
         return sizes == self._sizes and all(map(is_, self._objects, objects))
 
 
-# Runs in every step: makes no list of all objects, nor enough others to start a garbage collection.
+# Runs in every step: allocates no list of all objects, and too few others to trigger garbage collection.
 def _held(groups: list[dict[str, Any]], state: dict[Any, Any]) -> tuple[list[int], Iterator[Any]]:
     params = [group["params"] for group in groups]
-    # Other code may keep anything beside the state of parameters.
+    # Other code may keep anything besides the state of parameters.
     states = [s for s in state.values() if isinstance(s, dict)]
     tensors = chain.from_iterable(map(dict.values, states))
     sizes = [*map(len, params), len(state), sum(map(len, states))]
@@ -59,7 +58,7 @@ def _held(groups: list[dict[str, Any]], state: dict[Any, Any]) -> tuple[list[int
 
 
 class JointPlan:
-    """The plan of all groups of an optimizer that sees layers at work."""
+    """The plan for all groups of an optimizer that records layer calls."""
 
     def __init__(self, name: str) -> None:
         self.core = getattr(torch.classes.torchium, name)()
@@ -85,21 +84,10 @@ class JointPlan:
     def step(
         self, lrs: list[Any], found_inf: Tensor | None, loss_scale: Tensor | None
     ) -> list[tuple[int, str, Tensor | None]]:
-        """The step that ``prepare()`` has planned, and what it changes in the state besides values."""
+        """The step planned by ``prepare()``. Returns changes of the state other than of values."""
         if not self.params:
             return []
-        device = self.params[0].device
-        if found_inf is not None:
-            found_inf = on_device(found_inf, device)
-        rates = tuple(lr_tensor(lr, device) if isinstance(lr, Tensor) else lr for lr in lrs)
-        changes: list[tuple[int, str, Tensor | None]] = self.core.step(rates, found_inf, loss_scale)
+        changes: list[tuple[int, str, Tensor | None]] = self.core.step(
+            tuple(lrs), found_inf, loss_scale
+        )
         return changes
-
-    def failures(self, wait: bool) -> list[Report]:
-        """Skipped steps and failed roots, oldest first; all of them after a wait."""
-        if wait:
-            self.core.request_report()
-        reports = []
-        while (failure := self.core.next_failure(wait)) is not None:
-            reports.append(Report(JOINT, *failure[1:]))
-        return reports

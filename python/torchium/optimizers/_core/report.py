@@ -1,4 +1,4 @@
-"""What Shampoo does with each parameter."""
+"""The rule of each parameter in Shampoo."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ class ParameterReport:
     """What Shampoo does with one parameter.
 
     Attributes:
-        name: its name, or ``"parameter 1 of group 0"`` where the optimizer was given no names.
+        name: its name, or ``"parameter 1 of group 0"`` if the optimizer was given no names.
         shape: its shape.
-        group: parameter group that it is in.
+        group: its parameter group.
         rule: ``"preconditioned"`` (by the roots of its blocks), ``"diagonal"``, ``"adam"``,
             ``"rmsprop"`` or ``"adagrad"`` (the direction of the grafted method itself), or
             ``"none"`` for one that requires no gradient and has no state.
         detail: the blocks and the exponent of the roots, or why no matrices precondition it.
-        state_bytes: bytes of its state; before its first step, those that it will have.
+        state_bytes: bytes of its state; before its first step, of its future state.
     """
 
     name: str

@@ -49,10 +49,11 @@ class AdagradKernels : public AdagradSubset {
     for (const TablePlace& place : places_) {
       set_gradient(tables_[place.entry], check_.gradient_kind(place.param), place.by_fours);
     }
-    const cuda_kernels::AdagradRule rule{.maximize = run.h.maximize,
-                                         .weight_decay = static_cast<float>(run.h.weight_decay),
-                                         .eps = static_cast<float>(run.h.eps),
-                                         .lr_decay = run.h.lr_decay};
+    const cuda_kernels::AdagradRule rule{
+        .maximize = run.options.maximize(),
+        .weight_decay = static_cast<float>(run.options.weight_decay()),
+        .eps = static_cast<float>(run.options.eps()),
+        .lr_decay = run.options.lr_decay()};
     const at::Tensor lr = readable_learning_rate(run.lr);
     for (const auto& table : tables_) {
       C10_CUDA_CHECK(cuda_kernels::update_by_adagrad(rule, table, check_.control(),

@@ -56,12 +56,12 @@ std::array<const at::Tensor*, 4> elementwise_state(const ParameterState& state) 
 }
 
 // block_size as the kernels count it.
-int kernel_block_size(const ShampooHyperparameters& h) {
-  return static_cast<int>(std::min<int64_t>(h.block_size, 1 << 30));
+int kernel_block_size(const ShampooOptions& o) {
+  return static_cast<int>(std::min<int64_t>(o.block_size(), 1 << 30));
 }
 
 // Fills all but the places of blocks, `first_tile` and the gradient.
-void fill_entry(cuda_kernels::ParameterEntry& entry, const ShampooHyperparameters& h,
+void fill_entry(cuda_kernels::ParameterEntry& entry, const ShampooOptions& o,
                 const ShampooGroup& group, size_t i) {
   const at::Tensor& param = group.params[i];
   const Blocking& blocking = group.blockings[i];
@@ -69,7 +69,7 @@ void fill_entry(cuda_kernels::ParameterEntry& entry, const ShampooHyperparameter
   entry.direction = direction(group.rules[i]);
   // The blocks of a diagonal, which grafting gives their norms, are those of the flat parameter.
   const bool is_matrix = blocking.order() == 2 && entry.direction != Direction::kDiagonal;
-  const int block_size = kernel_block_size(h);
+  const int block_size = kernel_block_size(o);
   entry.param = param.mutable_data_ptr();
   entry.exp_avg = floats(state.exp_avg);
   entry.second_moment = floats(state.grafting_second_moment);
@@ -77,7 +77,7 @@ void fill_entry(cuda_kernels::ParameterEntry& entry, const ShampooHyperparameter
   entry.diagonal = floats(state.diagonal);
   entry.rows = is_matrix ? static_cast<int>(blocking.dims[0]) : 1;
   entry.columns = static_cast<int>(param.numel() / entry.rows);
-  entry.inner = static_cast<int>(inner_dimension(param, blocking, h.merge_dims));
+  entry.inner = static_cast<int>(inner_dimension(param, blocking, o.merge_dims()));
   entry.index = static_cast<int>(i);
   entry.param_type = element_type(param.scalar_type());
   const auto tensors = elementwise_state(state);
@@ -87,26 +87,25 @@ void fill_entry(cuda_kernels::ParameterEntry& entry, const ShampooHyperparameter
                                [](const at::Tensor* tensor) { return aligned_to_four(*tensor); });
 }
 
-cuda_kernels::ElementRule element_rule(const ShampooHyperparameters& h) {
-  return {.block_size = kernel_block_size(h),
-          .maximize = h.maximize,
-          .weight_decay = static_cast<float>(h.l2_penalty()),
-          .decoupled_weight_decay =
-              h.decoupled_weight_decay ? static_cast<float>(h.weight_decay) : 0.0f,
-          .beta1 = static_cast<float>(h.beta1),
-          .moment_beta = h.grafting == "adagrad" ? 1.0f : static_cast<float>(h.grafting_beta2),
-          .diagonal_beta = static_cast<float>(h.beta2),
-          .grafting_eps = static_cast<float>(h.grafting_eps),
-          .diagonal_eps = static_cast<float>(h.eps),
-          .momentum = static_cast<float>(h.momentum),
-          .nesterov = h.nesterov,
-          .grafting = h.grafting.has_value()};
+cuda_kernels::ElementRule element_rule(const ShampooOptions& o) {
+  return {.block_size = kernel_block_size(o),
+          .maximize = o.maximize(),
+          .weight_decay = static_cast<float>(l2_penalty(o)),
+          .decoupled_weight_decay = static_cast<float>(decoupled_decay(o)),
+          .beta1 = static_cast<float>(beta1(o)),
+          .moment_beta = static_cast<float>(moment_beta(o)),
+          .diagonal_beta = static_cast<float>(beta2(o)),
+          .grafting_eps = static_cast<float>(o.grafting_eps()),
+          .diagonal_eps = static_cast<float>(o.eps()),
+          .momentum = static_cast<float>(o.momentum()),
+          .nesterov = o.nesterov(),
+          .grafting = o.grafting().has_value()};
 }
 
 // Keeps the tables of the kernels from step to step; memory is allocated for one step alone.
 class ShampooKernels : public ShampooSubset {
  public:
-  ShampooKernels(const ShampooHyperparameters& h, const ShampooGroup& group,
+  ShampooKernels(const ShampooOptions& o, const ShampooGroup& group,
                  const std::vector<size_t>& members, std::span<const MatrixBatch> batches,
                  DeviceCheck& check);
 
@@ -133,26 +132,26 @@ class ShampooKernels : public ShampooSubset {
   at::Tensor grafted_squares_, direction_squares_;  // [tiles]
 };
 
-ShampooKernels::ShampooKernels(const ShampooHyperparameters& h, const ShampooGroup& group,
+ShampooKernels::ShampooKernels(const ShampooOptions& o, const ShampooGroup& group,
                                const std::vector<size_t>& members,
                                std::span<const MatrixBatch> batches, DeviceCheck& check)
     : group_(group),
       batches_(batches),
       check_(check),
       options_(group.params[0].options().dtype(at::kFloat).requires_grad(false)),
-      workspace_(batches, h.block_size, options_, h.beta1 > 0.0) {
+      workspace_(batches, o.block_size(), options_, beta1(o) > 0.0) {
   std::vector<ParameterEntry> entries(group.params.size());
   workspace_.place(entries);
   for (const size_t i : members) {
     ParameterEntry& entry = entries[i];
     check.set_updated(i);
-    if (h.beta1 > 0.0 && entry.in_fp16 != 0) {  // the average bounds the operands
+    if (beta1(o) > 0.0 && entry.in_fp16 != 0) {  // the average bounds the operands
       check.add_scan(group.states[i].exp_avg, i, cuda_kernels::ScanKind::kAverage,
                      std::numeric_limits<double>::infinity(), nullptr);
     }
     if (group.params[i].numel() > 0) {
-      fill_entry(entry, h, group, i);
-      const int tiles = TileGrid(entry.rows, entry.columns, kernel_block_size(h)).tiles;
+      fill_entry(entry, o, group, i);
+      const int tiles = TileGrid(entry.rows, entry.columns, kernel_block_size(o)).tiles;
       places_.push_back({i, tables_.add(entry, tiles), entry.by_fours});
     }
   }
@@ -170,11 +169,11 @@ cuda_kernels::StepBuffers ShampooKernels::buffers() const {
 
 // One pass over the gradients, which also fills the blocks and sums the squares of f.
 void ShampooKernels::moments(const ShampooRun& run) {
-  const ShampooHyperparameters& h = run.h;
+  const ShampooOptions& o = run.options;
   stream_ = c10::cuda::getCurrentCUDAStream();
-  precision_ = linalg::detail::matmul_precision(h.matmul_precision);
+  precision_ = linalg::detail::matmul_precision(o.matmul_precision());
   workspace_.set_aside(precision_);
-  if (h.grafting.has_value()) {
+  if (o.grafting().has_value()) {
     grafted_squares_ = at::empty({tables_.tiles()}, options_);
     direction_squares_ = at::empty({tables_.tiles()}, options_);
   }
@@ -182,7 +181,7 @@ void ShampooKernels::moments(const ShampooRun& run) {
     set_gradient(tables_[place.entry], check_.gradient_kind(place.param), place.by_fours);
   }
   for (const auto& table : tables_) {
-    C10_CUDA_CHECK(gather_gradients(element_rule(h), table, buffers(), stream_));
+    C10_CUDA_CHECK(gather_gradients(element_rule(o), table, buffers(), stream_));
   }
   for (const TablePlace& place : places_) {
     for (const at::Tensor* tensor : elementwise_state(group_.states[place.param])) {
@@ -206,10 +205,10 @@ void ShampooKernels::precondition(const ShampooRun&) {
 }
 
 void ShampooKernels::apply(const ShampooRun& run) {
-  const auto rule = element_rule(run.h);
+  const auto rule = element_rule(run.options);
   const at::Tensor lr = readable_learning_rate(run.lr);
   for (const auto& table : tables_) {
-    if (run.h.grafting.has_value()) {
+    if (run.options.grafting().has_value()) {
       C10_CUDA_CHECK(sum_directions(rule, table, buffers(), stream_));
     }
     C10_CUDA_CHECK(update_parameters(rule, table, buffers(), learning_rate(lr), stream_));
@@ -226,7 +225,7 @@ void ShampooKernels::end() {
 
 }  // namespace
 
-bool has_shampoo_kernels(const ShampooHyperparameters& h, const ShampooGroup& group, size_t i) {
+bool has_shampoo_kernels(const ShampooOptions& o, const ShampooGroup& group, size_t i) {
   const at::Tensor& param = group.params[i];
   const Blocking& blocking = group.blockings[i];
   const auto tensors = elementwise_state(group.states[i]);
@@ -235,29 +234,27 @@ bool has_shampoo_kernels(const ShampooHyperparameters& h, const ShampooGroup& gr
       param.is_contiguous() || blocking.order() == 1 || group.rules[i] != ParameterRule::kDiagonal;
   return param.is_cuda() && blocking.order() <= 2 && in_order && state_dtype(param) == at::kFloat &&
          param.numel() < std::numeric_limits<int>::max() &&
-         inner_dimension(param, blocking, h.merge_dims) != 0 &&
+         inner_dimension(param, blocking, o.merge_dims()) != 0 &&
          std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor* tensor) {
            return !tensor->defined() || same_layout(*tensor, param);
          });
 }
 
-std::unique_ptr<ShampooSubset> make_shampoo_kernels(const ShampooHyperparameters& h,
+std::unique_ptr<ShampooSubset> make_shampoo_kernels(const ShampooOptions& o,
                                                     const ShampooGroup& group,
                                                     const std::vector<size_t>& members,
                                                     std::span<const MatrixBatch> batches,
                                                     StepPrologue& prologue) {
-  return std::make_unique<ShampooKernels>(h, group, members, batches,
+  return std::make_unique<ShampooKernels>(o, group, members, batches,
                                           static_cast<DeviceCheck&>(prologue));
 }
 
 #else
 
-bool has_shampoo_kernels(const ShampooHyperparameters&, const ShampooGroup&, size_t) {
-  return false;
-}
+bool has_shampoo_kernels(const ShampooOptions&, const ShampooGroup&, size_t) { return false; }
 
-std::unique_ptr<ShampooSubset> make_shampoo_kernels(const ShampooHyperparameters&,
-                                                    const ShampooGroup&, const std::vector<size_t>&,
+std::unique_ptr<ShampooSubset> make_shampoo_kernels(const ShampooOptions&, const ShampooGroup&,
+                                                    const std::vector<size_t>&,
                                                     std::span<const MatrixBatch>, StepPrologue&) {
   TORCH_INTERNAL_ASSERT(false, "this build has no CUDA kernels");
 }

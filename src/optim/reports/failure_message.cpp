@@ -1,0 +1,63 @@
+#include "optim/reports/failure_message.h"
+
+#include "optim/core/found_inf_guard.h"
+#include "optim/core/parameter_state.h"
+#include "optim/core/step_status.h"
+
+#include <ATen/ATen.h>
+
+#include <cmath>
+#include <iomanip>
+#include <sstream>
+
+namespace torchium::optim::detail {
+namespace {
+
+// The dtype that squares of the parameter's gradient are computed in, and how large that may be:
+// " in float32 (above 8.4e+17)".
+std::string limit_of(const at::Tensor& param, const at::Tensor& step) {
+  if (!param.defined()) {
+    return "";
+  }
+  const double t = step.defined() ? step.item<double>() + 1.0 : 1.0;
+  const auto dtype = state_dtype(param);
+  std::ostringstream text;
+  text << " in " << (dtype == at::kDouble ? "float64" : "float32") << " (above "
+       << std::setprecision(2) << largest_gradient(param.numel(), dtype) / std::sqrt(t) << ')';
+  return text.str();
+}
+
+std::string root_remedy(const std::string& optimizer) {
+  if (optimizer == "NaturalGradient") {
+    return "raise damping or lower lr";
+  }
+  const bool is_kfac = optimizer == "KFAC", is_shampoo = optimizer == "Shampoo";
+  return c10::str("raise ", is_kfac ? "damping" : "eps", is_shampoo ? " or relative_eps" : "",
+                  ", set root_method to 'eigh', or clip gradients so large that ",
+                  is_kfac      ? "factors overflow"
+                  : is_shampoo ? "statistics overflow"
+                               : "their sum overflows");
+}
+
+}  // namespace
+
+std::string failure_message(const std::string& optimizer, const Failure& failure,
+                            int64_t max_root_failures) {
+  if (failure.skips >= kMaxConsecutiveSkips) {
+    return c10::str(failure.skips, " steps in a row had a gradient",
+                    optimizer == "KFAC" ? " (or an input or output gradient of its layer)" : "",
+                    " that is not finite or too large to square",
+                    limit_of(failure.non_finite, failure.step),
+                    " and were skipped, the last one that of ", failure.non_finite_name,
+                    "; lower lr, clip gradients or scale the loss, as a GradScaler does");
+  }
+  if (failure.root_failures >= max_root_failures) {
+    return c10::str(optimizer == "NaturalGradient" ? "the natural gradient by "
+                                                   : "the root of a preconditioner of ",
+                    failure.failed_name, " failed ", failure.root_failures, " times in a row; ",
+                    root_remedy(optimizer));
+  }
+  return "";
+}
+
+}  // namespace torchium::optim::detail
