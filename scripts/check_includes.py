@@ -3,6 +3,7 @@
 support <- cuda_kernels <- linalg <- gradients <- optim <- ops <- torchium_cpp (C++)
 torchium_cpp <- torchium (Python)
 
+Inside a layer folders have an order too (FOLDERS); those of one row do not include each other.
 A kernel moreover includes no tensor header (neither ATen nor torch), and no layer below torchium_cpp
 includes Python or pybind11. Public headers count as the layer that they belong to.
 usage: check_includes.py [ROOT]
@@ -24,6 +25,16 @@ PUBLIC = {
     "optim": "optim",
     "torchium": "torchium_cpp",  # the umbrella: for programs, not for the library's own sources
 }
+FOLDERS = {
+    "cuda_kernels": [{"common"}, {"split_gemm"}, {"inverse_root", "optimizer_step"}],
+    "optim": [
+        {"core"},
+        {"reports"},
+        {"blocked"},
+        {"capture"},
+        {"shampoo", "adagrad", "kfac", "natural_gradient"},
+    ],
+}
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
 IMPORT = re.compile(r"^\s*(?:from|import)\s+torchium\b", re.MULTILINE)
 PYTHON_HEADERS = ("Python.h", "pybind11/", "torch/csrc/utils/pybind.h", "torch/extension.h")
@@ -40,6 +51,24 @@ def layer_of(path: str) -> str | None:
     return parts[0] if parts[0] in LAYERS else None
 
 
+def rank_of(path: str) -> tuple[str, str, int] | None:
+    """The layer and folder of a source, and the place of the folder in the order of its layer."""
+    layer, _, rest = path.removeprefix("src/").partition("/")
+    folder = rest.split("/")[0]
+    for rank, row in enumerate(FOLDERS.get(layer, [])):
+        if folder in row:
+            return layer, folder, rank
+    return None
+
+
+def is_later_folder(source: str, included: str) -> bool:
+    """Whether a source includes a header of a later folder of its layer, or of one beside its own."""
+    own, other = rank_of(source), rank_of(included)
+    if own is None or other is None or own[0] != other[0] or own[1] == other[1]:
+        return False
+    return other[2] >= own[2]
+
+
 def problems_of(source: str, text: str) -> list[str]:
     """What is wrong with the includes of one C++ or CUDA file, named by its path from the root."""
     layer = layer_of(source)
@@ -50,6 +79,8 @@ def problems_of(source: str, text: str) -> list[str]:
         other = layer_of(included)
         if other and LAYERS.index(other) > LAYERS.index(layer):
             found.append(f"{source}: layer {layer} includes {included} of the later layer {other}")
+        if is_later_folder(source, included):
+            found.append(f"{source}: includes {included} of a later folder, or of one beside its own")
         if layer != "torchium_cpp" and included.startswith(PYTHON_HEADERS):
             found.append(f"{source}: includes {included}, but only torchium_cpp knows Python")
         if layer == "cuda_kernels" and included.startswith(TENSOR_HEADERS):

@@ -220,14 +220,15 @@ bool prefers_newton(const at::Tensor& A, int64_t root) {
 InverseRoot matrix_inverse_root(const at::Tensor& A, int64_t root, double eps, double relative_eps,
                                 const std::string& method, Residual residual) {
   const at::IntArrayRef batch = A.sizes().slice(0, A.dim() - 2);
-  const at::Tensor stack = as_batch(A);
-  const bool by_newton = A.numel() > 0 && root <= kLargestIteratedRoot &&
-                         (method == "newton" || (method == "auto" && prefers_newton(stack, root)));
+  const at::Tensor matrices = as_batch(A);
+  const bool by_newton =
+      A.numel() > 0 && root <= kLargestIteratedRoot &&
+      (method == "newton" || (method == "auto" && prefers_newton(matrices, root)));
   InverseRoot result;
-  if (by_newton && has_device_root(stack, root)) {
-    result = root_by_kernels(stack, root, eps, relative_eps, residual);
+  if (by_newton && has_device_root(matrices, root)) {
+    result = root_by_kernels(matrices, root, eps, relative_eps, residual);
   } else {
-    const Normalized input = normalize_symmetric(stack, eps);
+    const Normalized input = normalize_symmetric(matrices, eps);
     result = finished(input,
                       by_newton ? root_by_newton(input, root, eps, relative_eps)
                                 : root_by_eigh(input, root, eps, relative_eps),

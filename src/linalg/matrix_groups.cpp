@@ -12,22 +12,22 @@ bool belong_together(const at::Tensor& A, const at::Tensor& B) {
          A.sym_size(-1) == B.sym_size(-1);
 }
 
-c10::SymIntArrayRef batch_of(const at::Tensor& stack) {
-  return stack.sym_sizes().slice(0, stack.dim() - 2);
+c10::SymIntArrayRef batch_of(const at::Tensor& batch) {
+  return batch.sym_sizes().slice(0, batch.dim() - 2);
 }
 
 }  // namespace
 
-std::vector<MatrixGroup> group_by_order(at::TensorList stacks, int64_t enough) {
+std::vector<MatrixGroup> group_by_order(at::TensorList batches, int64_t enough) {
   struct Open {
     size_t group;  // that can still grow
     c10::SymInt elements;
   };
   std::vector<MatrixGroup> groups;
   std::vector<Open> open;  // one per kind of batch
-  for (size_t i = 0; i < stacks.size(); ++i) {
+  for (size_t i = 0; i < batches.size(); ++i) {
     auto found = std::find_if(open.begin(), open.end(), [&](const Open& each) {
-      return belong_together(stacks[groups[each.group].front()], stacks[i]);
+      return belong_together(batches[groups[each.group].front()], batches[i]);
     });
     if (found == open.end()) {
       found = open.insert(open.end(), {groups.size(), 0});
@@ -37,16 +37,16 @@ std::vector<MatrixGroup> group_by_order(at::TensorList stacks, int64_t enough) {
       groups.emplace_back();
     }
     groups[found->group].push_back(i);
-    found->elements += stacks[i].sym_numel();
+    found->elements += batches[i].sym_numel();
   }
   return groups;
 }
 
-at::Tensor joined_matrices(at::TensorList stacks, const MatrixGroup& group) {
+at::Tensor joined_matrices(at::TensorList batches, const MatrixGroup& group) {
   const auto as_one_batch = [&](size_t i) {
-    const auto batch = batch_of(stacks[i]);
-    const c10::SymInt n = stacks[i].sym_size(-1);
-    return stacks[i].reshape_symint({c10::multiply_integers(batch), n, n});
+    const auto batch = batch_of(batches[i]);
+    const c10::SymInt n = batches[i].sym_size(-1);
+    return batches[i].reshape_symint({c10::multiply_integers(batch), n, n});
   };
   if (group.size() == 1) {
     return as_one_batch(group.front());
@@ -59,13 +59,13 @@ at::Tensor joined_matrices(at::TensorList stacks, const MatrixGroup& group) {
   return at::cat(parts);
 }
 
-std::vector<at::Tensor> split_by_buffer(const at::Tensor& result, at::TensorList stacks,
+std::vector<at::Tensor> split_by_buffer(const at::Tensor& result, at::TensorList batches,
                                         const MatrixGroup& group) {
   std::vector<at::Tensor> parts;
   parts.reserve(group.size());
   c10::SymInt start = 0;
   for (const size_t i : group) {
-    const auto batch = batch_of(stacks[i]);
+    const auto batch = batch_of(batches[i]);
     const c10::SymInt count = c10::multiply_integers(batch);
     std::vector<c10::SymInt> sizes(batch.begin(), batch.end());
     sizes.insert(sizes.end(), result.sym_sizes().begin() + 1, result.sym_sizes().end());

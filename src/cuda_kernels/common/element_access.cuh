@@ -1,7 +1,7 @@
 // Loads and stores of one or four consecutive elements of several types, and block-wide sums.
 #pragma once
 
-#include "cuda_kernels/optimizer_step/parameter_table.h"
+#include "cuda_kernels/common/parameter_table.h"
 
 #include <cstdint>
 #include <cuda_bf16.h>
@@ -43,29 +43,29 @@ __device__ void store_floats(float* data, int64_t offset, const Lanes<N>& x) {
 template <int N, typename Half>
 __device__ Lanes<N> load_fp16(const void* data, int64_t offset) {
   Lanes<N> x;
-  const auto* halves = static_cast<const Half*>(data) + offset;
+  const auto* elements = static_cast<const Half*>(data) + offset;
   if constexpr (N == 4) {
-    const uint2 bits = *reinterpret_cast<const uint2*>(halves);
+    const uint2 bits = *reinterpret_cast<const uint2*>(elements);
     const auto* four = reinterpret_cast<const Half*>(&bits);
 #pragma unroll
     for (int i = 0; i < 4; ++i) x.lane[i] = static_cast<float>(four[i]);
   } else {
-    x.lane[0] = static_cast<float>(*halves);
+    x.lane[0] = static_cast<float>(*elements);
   }
   return x;
 }
 
 template <int N, typename Half>
 __device__ void store_fp16(void* data, int64_t offset, const Lanes<N>& x) {
-  auto* halves = static_cast<Half*>(data) + offset;
+  auto* elements = static_cast<Half*>(data) + offset;
   if constexpr (N == 4) {
     uint2 bits;
     auto* four = reinterpret_cast<Half*>(&bits);
 #pragma unroll
     for (int i = 0; i < 4; ++i) four[i] = static_cast<Half>(x.lane[i]);
-    *reinterpret_cast<uint2*>(halves) = bits;
+    *reinterpret_cast<uint2*>(elements) = bits;
   } else {
-    *halves = static_cast<Half>(x.lane[0]);
+    *elements = static_cast<Half>(x.lane[0]);
   }
 }
 

@@ -1,6 +1,6 @@
 #include "cuda_kernels/inverse_root/large_inverse_root.h"
+#include "cuda_kernels/inverse_root/symmetric_bands.cuh"
 #include "cuda_kernels/split_gemm/split_mma.cuh"
-#include "cuda_kernels/split_gemm/symmetric_bands.cuh"
 #include "cuda_kernels/split_gemm/symmetric_product.h"
 
 #include <climits>

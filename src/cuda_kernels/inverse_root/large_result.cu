@@ -1,6 +1,6 @@
 #include "cuda_kernels/inverse_root/large_inverse_root.h"
+#include "cuda_kernels/inverse_root/symmetric_bands.cuh"
 #include "cuda_kernels/split_gemm/split_mma.cuh"
-#include "cuda_kernels/split_gemm/symmetric_bands.cuh"
 
 #include <utility>
 
@@ -51,9 +51,9 @@ __device__ void apply_root(const SplitMatrices& X, int64_t matrix, int row, floa
         {first.x, first.y}, {first.z, first.w}, {second.x, second.y}, {second.z, second.w}};
 #pragma unroll
     for (int r = 0; r < kRowsAtOnce; ++r) {
-      const uint4 halves =
+      const uint4 eight =
           *reinterpret_cast<const uint4*>(A + 2 * (r * X.order + chunk * kSplitPadding));
-      const uint32_t pairs[4] = {halves.x, halves.y, halves.z, halves.w};
+      const uint32_t pairs[4] = {eight.x, eight.y, eight.z, eight.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float2 x = __half22float2(*reinterpret_cast<const __half2*>(&pairs[i]));
@@ -99,8 +99,8 @@ struct Evidence {
 // Residual of a root, and whether it is accepted: iterations are 0 if not. Called by all threads of
 // a block.
 template <int warps>
-__device__ void judge(const InverseRoot& arguments, int64_t matrix, const NewtonPlan& plan,
-                      const Evidence& evidence) {
+__device__ void accept(const InverseRoot& arguments, int64_t matrix, const NewtonPlan& plan,
+                       const Evidence& evidence) {
   if (plan.steps == NewtonPlan::kNotFinite) {
     if (threadIdx.x == 0) {
       arguments.residual[matrix] = NAN;
@@ -132,12 +132,12 @@ __device__ void judge(const InverseRoot& arguments, int64_t matrix, const Newton
 }
 
 __global__ void __launch_bounds__(kThreads)
-    judge_kernel(const __grid_constant__ InverseRoot arguments, const NewtonPlan* plans,
-                 const double* images, const float* targets, const float* root_images, int order,
-                 const float* largest) {
+    accept_kernel(const __grid_constant__ InverseRoot arguments, const NewtonPlan* plans,
+                  const double* images, const float* targets, const float* root_images, int order,
+                  const float* largest) {
   const int64_t matrix = blockIdx.x, first = matrix * order;
-  judge<kWarps>(arguments, matrix, plans[matrix],
-                {images + first, root_images + first, largest + first, targets + first});
+  accept<kWarps>(arguments, matrix, plans[matrix],
+                 {images + first, root_images + first, largest + first, targets + first});
 }
 
 // Eight consecutive elements of a row; the first `count` are inside the matrix.
@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     }
     apply_symmetric_part(arguments.A + matrix * rule.n * rule.n, rule.n, in, images);
   }
-  judge<kBlockWarps>(arguments, matrix, plan, {images, in, largest, vectors[0]});
+  accept<kBlockWarps>(arguments, matrix, plan, {images, in, largest, vectors[0]});
   __syncthreads();
   const bool accepted = arguments.iterations[matrix] > 0;
   if (!accepted && arguments.failures != nullptr) return;
@@ -288,8 +288,8 @@ cudaError_t finish_inverse_root(const InverseRoot& arguments, const LargeWorkspa
   }
   band_kernel<false><<<blocks(matrices * bands_of(n)), kThreads, 0, stream>>>(
       arguments.A, n, in, X.order, w.images, nullptr);
-  judge_kernel<<<blocks(matrices), kThreads, 0, stream>>>(arguments, w.plans, w.images, w.vectors,
-                                                          in, X.order, w.largest);
+  accept_kernel<<<blocks(matrices), kThreads, 0, stream>>>(arguments, w.plans, w.images, w.vectors,
+                                                           in, X.order, w.largest);
   const int64_t blocks_of_matrix = blocks_of_pieces(X.order);
   write_root_kernel<<<blocks(matrices * blocks_of_matrix), kThreads, 0, stream>>>(
       arguments, X, w.plans, blocks_of_matrix);

@@ -82,7 +82,7 @@ struct ElementRule {
 struct StepBuffers {
   const StepControl* control;
   const StepNumbers* numbers;
-  // Stacks of blocks of g, and of m unless that is g; of floats or fp16 parts.
+  // Batches of the blocks of g, and of m unless that is g; as floats or fp16 parts.
   float *gradients, *averages;
   __half *gradients_hi, *gradients_lo;  // lo null: not asked for
   __half *averages_hi, *averages_lo;

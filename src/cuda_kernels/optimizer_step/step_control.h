@@ -2,7 +2,7 @@
 // the step is kept, and the step counts; and what its other kernels read of that.
 #pragma once
 
-#include "cuda_kernels/optimizer_step/parameter_table.h"
+#include "cuda_kernels/common/parameter_table.h"
 #include "cuda_kernels/optimizer_step/step_rule.h"
 #include "cuda_kernels/split_gemm/batched_product.h"
 

@@ -3,9 +3,9 @@
 #pragma once
 
 #include "cuda_kernels/common/pipeline.cuh"
-#include "cuda_kernels/common/tile_map.h"
 #include "cuda_kernels/split_gemm/batched_product.h"
 #include "cuda_kernels/split_gemm/split_mma.cuh"
+#include "cuda_kernels/split_gemm/tile_map.h"
 
 #include <cstdint>
 

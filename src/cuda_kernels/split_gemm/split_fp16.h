@@ -3,7 +3,7 @@
 // 22, down to 2^-29 of the largest (Ootomo and Yokota 2022, arXiv 2203.03341).
 #pragma once
 
-#include "cuda_kernels/optimizer_step/parameter_table.h"
+#include "cuda_kernels/common/parameter_table.h"
 
 #include <cstdint>
 #include <cuda_fp16.h>
@@ -25,7 +25,7 @@ struct SplitFp16 {
 // A batch of floats or bfloat16, and the destination of its fp16 parts.
 struct SplitEntry {
   const void* x;
-  SplitFp16 halves;
+  SplitFp16 split;
   unsigned* largest;  // magnitude of x, as float bits, which order like the floats
   int matrices;
   int first_tile;

@@ -3,9 +3,9 @@
 #pragma once
 
 #include "cuda_kernels/common/pipeline.cuh"
-#include "cuda_kernels/common/tile_map.h"
 #include "cuda_kernels/common/tile_schedule.cuh"
 #include "cuda_kernels/split_gemm/symmetric_product.h"
+#include "cuda_kernels/split_gemm/tile_map.h"
 
 #include <algorithm>
 #include <cstdint>

@@ -26,7 +26,7 @@ namespace {
 
 // cuBLAS sees the transpose of a matrix, in columns.
 struct GemmOperand {
-  const at::Tensor& stack;
+  const at::Tensor& matrices;
   cublasOperation_t operation;
 };
 
@@ -58,7 +58,7 @@ void gemm(cublasPointerMode_t mode, const float* alpha, const GemmOperand& A, co
   }
   const at::NoTF32Guard as_asked;  // torch sets the math mode of its handle from its own flags
   const auto size_of_matrix = [](const at::Tensor& x) { return x.size(-1) * x.size(-2); };
-  const at::Tensor &a = A.stack, &b = B.stack;
+  const at::Tensor &a = A.matrices, &b = B.matrices;
   const int64_t k = a.size(A.operation == CUBLAS_OP_N ? -2 : -1);
   cublasHandle_t handle = at::cuda::getCurrentCUDABlasHandle();
   const PointerMode pointer_mode(handle, mode);

@@ -188,18 +188,18 @@ class LargeIteration {
 };
 
 // The matrices [begin, begin + count) of a batch.
-cuda_kernels::InverseRoot part_of(cuda_kernels::InverseRoot stack, int64_t begin, int64_t count) {
-  const int64_t elements = int64_t{stack.rule.n} * stack.rule.n;
-  stack.A += begin * elements;
-  stack.root += begin * elements;
-  stack.residual += begin;
-  stack.damping += begin;
-  stack.floor += begin;
-  stack.iterations += begin;
-  if (stack.divisors != nullptr) stack.divisors += begin;
-  if (stack.failures != nullptr) stack.failures += begin;
-  stack.matrices = count;
-  return stack;
+cuda_kernels::InverseRoot part_of(cuda_kernels::InverseRoot batch, int64_t begin, int64_t count) {
+  const int64_t elements = int64_t{batch.rule.n} * batch.rule.n;
+  batch.A += begin * elements;
+  batch.root += begin * elements;
+  batch.residual += begin;
+  batch.damping += begin;
+  batch.floor += begin;
+  batch.iterations += begin;
+  if (batch.divisors != nullptr) batch.divisors += begin;
+  if (batch.failures != nullptr) batch.failures += begin;
+  batch.matrices = count;
+  return batch;
 }
 
 }  // namespace

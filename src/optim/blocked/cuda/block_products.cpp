@@ -29,45 +29,45 @@ void split(const SplitTables& tables, cudaStream_t stream) {
 
 }  // namespace
 
-// Memory for the operands of one part: halves, and of each buffer its largest magnitude and scale.
+// Memory for the operands of one part: as fp16 numbers, and the largest magnitude and scale of
+// each.
 class BlockProducts::PartOperands {
  public:
-  PartOperands(int64_t halves, int64_t storage, bool is_single, const at::TensorOptions& options)
+  PartOperands(int64_t elements, int64_t operands, bool is_single, const at::TensorOptions& options)
       : has_low_(!is_single),
-        split_(at::empty({has_low_ ? 2 : 1, halves}, options.dtype(at::kHalf))),
-        numbers_(at::empty({2, storage}, options)) {}
+        split_(at::empty({has_low_ ? 2 : 1, elements}, options.dtype(at::kHalf))),
+        numbers_(at::empty({2, operands}, options)) {}
 
   // Before the first part.
   void clear(cudaStream_t stream) const {
     C10_CUDA_CHECK(cudaMemsetAsync(numbers_.mutable_data_ptr<float>(), 0,
                                    numbers_.size(1) * sizeof(unsigned), stream));
   }
-  // Stacks of earlier parts are not needed any more.
+  // Operands of earlier parts are no longer needed.
   void begin_part() { used_ = 0; }
 
-  // The halves of x, [matrices, rows, columns], which are yet to be made.
+  // Where x, [matrices, rows, columns], will be split to.
   SplitEntry take(const void* x, cuda_kernels::ElementType type, int64_t matrices, int64_t rows,
                   int64_t columns) {
-    auto* halves = reinterpret_cast<__half*>(split_.mutable_data_ptr<at::Half>()) + used_;
-    auto* numbers = numbers_.mutable_data_ptr<float>() + workspace_++;
-    // 8 bits need no second half.
+    auto* hi = reinterpret_cast<__half*>(split_.mutable_data_ptr<at::Half>()) + used_;
+    auto* numbers = numbers_.mutable_data_ptr<float>() + operand_++;
+    // The 8 bits of bfloat16 need no lo.
     const bool has_low = has_low_ && type == cuda_kernels::ElementType::kFloat;
     used_ += matrices * rows * columns;  // a multiple of 64: sizes are those of the kernel
-    return {
-        .x = x,
-        .halves = {halves, has_low ? halves + split_.size(1) : nullptr, numbers + numbers_.size(1),
-                   static_cast<int>(rows), static_cast<int>(columns), /*has_scales=*/false},
-        .largest = reinterpret_cast<unsigned*>(numbers),
-        .matrices = static_cast<int>(matrices),
-        .first_tile = 0,
-        .type = type};
+    return {.x = x,
+            .split = {hi, has_low ? hi + split_.size(1) : nullptr, numbers + numbers_.size(1),
+                      static_cast<int>(rows), static_cast<int>(columns), /*has_scales=*/false},
+            .largest = reinterpret_cast<unsigned*>(numbers),
+            .matrices = static_cast<int>(matrices),
+            .first_tile = 0,
+            .type = type};
   }
 
  private:
   bool has_low_;
   at::Tensor split_;    // [1 or 2, elements]: hi, lo
-  at::Tensor numbers_;  // [2, storage]: largest magnitudes as bits, scales
-  int64_t used_ = 0, workspace_ = 0;
+  at::Tensor numbers_;  // [2, operands]: largest magnitudes as bits, scales
+  int64_t used_ = 0, operand_ = 0;
 };
 
 void BlockProducts::update_statistics(const cuda_kernels::StepControl* control) const {
@@ -120,17 +120,17 @@ std::vector<std::vector<BlockProducts::Piece>> BlockProducts::split_parts() cons
 void BlockProducts::precondition() const {
   const auto parts = split_parts();
   if (!parts.empty()) {
-    int64_t halves = 0, pieces = 0;
+    int64_t elements = 0, pieces = 0;
     for (const auto& part : parts) {
       int64_t of_part = 0;
       for (const auto& [b, start, count] : part) {
         of_part += count * operand_elements(batches_[b].sizes);
       }
-      halves = std::max(halves, of_part);
+      elements = std::max(elements, of_part);
       pieces += static_cast<int64_t>(part.size());
     }
     const auto options = batches_[parts[0][0].batch].statistics[0].options();
-    PartOperands operands(halves, 3 * pieces, is_single(), options);
+    PartOperands operands(elements, 3 * pieces, is_single(), options);
     operands.clear(stream_);
     for (const auto& part : parts) {
       precondition_part(part, operands);
@@ -143,16 +143,16 @@ void BlockProducts::precondition() const {
   }
 }
 
-// R_1 m lies in the memory of the directions until its halves are made.
+// R_1 m lies in the memory of the directions until it is split.
 void BlockProducts::precondition_part(const std::vector<Piece>& part,
                                       PartOperands& operands) const {
   SplitTables by_matrix, roots, between;
   std::vector<BatchedProduct> first, second;
   const auto add = [](SplitTables& tables, const SplitEntry& entry) {
-    const int64_t elements = int64_t{entry.matrices} * entry.halves.rows * entry.halves.columns;
+    const int64_t elements = int64_t{entry.matrices} * entry.split.rows * entry.split.columns;
     tables.add(entry, static_cast<int>((elements + cuda_kernels::kSplitTile - 1) /
                                        cuda_kernels::kSplitTile));
-    return entry.halves;
+    return entry.split;
   };
   operands.begin_part();
   for (const auto& [b, start, count] : part) {

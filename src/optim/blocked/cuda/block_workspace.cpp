@@ -15,10 +15,9 @@ using linalg::detail::MatmulPrecision;
 
 constexpr int64_t kAlignment = 32;  // elements
 
-__half* split_part(const at::Tensor& halves, int64_t part) {
-  return halves.defined() && part < halves.size(0)
-             ? reinterpret_cast<__half*>(halves.mutable_data_ptr<at::Half>()) +
-                   part * halves.size(1)
+__half* split_part(const at::Tensor& parts, int64_t part) {
+  return parts.defined() && part < parts.size(0)
+             ? reinterpret_cast<__half*>(parts.mutable_data_ptr<at::Half>()) + part * parts.size(1)
              : nullptr;
 }
 
@@ -87,10 +86,10 @@ void BlockWorkspace::place(std::vector<cuda_kernels::ParameterEntry>& entries) c
 }
 
 void BlockWorkspace::set_aside(MatmulPrecision precision) {
-  const auto as_halves = options_.dtype(at::kHalf);
+  const auto in_fp16 = options_.dtype(at::kHalf);
   const int64_t parts = precision == MatmulPrecision::kHighest ? 2 : 1;
   gradients_ = at::empty({end_ - split_end_}, options_);
-  split_gradients_ = at::empty({parts, split_end_}, as_halves);
+  split_gradients_ = at::empty({parts, split_end_}, in_fp16);
   gradient_scales_ = at::empty({split_matrices_}, options_);
   if (has_average_) {
     average_scales_ = at::empty_like(gradient_scales_);
@@ -126,8 +125,8 @@ float* BlockWorkspace::direction_floats(size_t b, int64_t start) const {
   return directions_.mutable_data_ptr<float>() + first;
 }
 
-SplitFp16 BlockWorkspace::halves(const at::Tensor& storage, const at::Tensor& scales, size_t b,
-                                 int64_t start) const {
+SplitFp16 BlockWorkspace::split(const at::Tensor& storage, const at::Tensor& scales, size_t b,
+                                int64_t start) const {
   const auto& sizes = batches_[b].sizes;
   const int64_t first = places_[b].first + start * c10::multiply_integers(sizes);
   __half* low = split_part(storage, 1);
@@ -140,12 +139,12 @@ SplitFp16 BlockWorkspace::halves(const at::Tensor& storage, const at::Tensor& sc
 }
 
 SplitFp16 BlockWorkspace::split_gradient(size_t b) const {
-  return halves(split_gradients_, gradient_scales_, b, 0);
+  return split(split_gradients_, gradient_scales_, b, 0);
 }
 
 SplitFp16 BlockWorkspace::split_average(size_t b, int64_t start) const {
-  return has_average_ ? halves(split_averages_, average_scales_, b, start)
-                      : halves(split_gradients_, gradient_scales_, b, start);
+  return has_average_ ? split(split_averages_, average_scales_, b, start)
+                      : split(split_gradients_, gradient_scales_, b, start);
 }
 
 void BlockWorkspace::fill(cuda_kernels::StepBuffers& buffers) const {

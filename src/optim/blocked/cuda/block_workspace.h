@@ -13,15 +13,16 @@
 
 namespace torchium::optim::detail {
 
-// Stacks of g, and of m unless that is g: of halves (cuda_kernels/split_gemm/split_fp16.h) where
-// the device has a kernel for their products, else of floats. Directions are floats.
+// Batches of the blocks of g, and of m unless that is g: as fp16 parts
+// (cuda_kernels/split_gemm/split_fp16.h) where the device has a kernel for their products, else as
+// floats. Directions are floats.
 class BlockWorkspace {
  public:
   // The batches live as long as this.
   BlockWorkspace(std::span<const MatrixBatch> batches, int64_t block_size,
                  at::TensorOptions options, bool has_average);
 
-  // Tells the parameters where their blocks begin. entries: one a parameter.
+  // Writes where the blocks of each parameter begin. entries: one per parameter.
   void place(std::vector<cuda_kernels::ParameterEntry>& entries) const;
 
   // Allocates all but directions.
@@ -53,14 +54,14 @@ class BlockWorkspace {
   };
 
   at::Tensor part(size_t b, const at::Tensor& buffer, int64_t origin) const;
-  cuda_kernels::SplitFp16 halves(const at::Tensor& storage, const at::Tensor& scales, size_t b,
-                                 int64_t start) const;
+  cuda_kernels::SplitFp16 split(const at::Tensor& storage, const at::Tensor& scales, size_t b,
+                                int64_t start) const;
 
   std::span<const MatrixBatch> batches_;
   int64_t block_size_;
   at::TensorOptions options_;  // of float32 buffers
   bool has_average_;
-  std::vector<Place> places_;  // of each batch; those of halves come first
+  std::vector<Place> places_;  // of each batch; those that are split come first
   int64_t split_end_ = 0, end_ = 0, split_matrices_ = 0;
   at::Tensor gradients_, averages_, directions_;  // floats; the first two begin at split_end_
   at::Tensor split_gradients_, split_averages_;   // [1 or 2, split_end_]: hi, lo

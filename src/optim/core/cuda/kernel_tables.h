@@ -1,8 +1,8 @@
-// Tables of kernels (cuda_kernels/optimizer_step/parameter_table.h) for lists of any length. CUDA
+// Tables of kernels (cuda_kernels/common/parameter_table.h) for lists of any length. CUDA
 // builds only.
 #pragma once
 
-#include "cuda_kernels/optimizer_step/parameter_table.h"
+#include "cuda_kernels/common/parameter_table.h"
 
 #include <vector>
 

@@ -23,6 +23,6 @@ cudaError_t make_tile_map(const SplitMatrices& matrices, int64_t count, bool sin
 
 // A box of 64 rows and 64 columns. Coordinates: column, row, matrix, part: 0 for hi, 1 for lo,
 // which is zero if absent.
-cudaError_t make_tile_map(const SplitFp16& stack, int64_t matrices, TileMap& map);
+cudaError_t make_tile_map(const SplitFp16& batch, int64_t matrices, TileMap& map);
 
 }  // namespace torchium::cuda_kernels
