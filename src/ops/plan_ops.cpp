@@ -3,9 +3,9 @@
 #include "ops/option_ops.h"
 #include "optim/adagrad/adagrad_plan.h"
 #include "optim/blocked/blocked_plans.h"
+#include "optim/core/failure_message.h"
 #include "optim/kfac/kfac_plan.h"
 #include "optim/natural_gradient/natural_gradient_plan.h"
-#include "optim/reports/failure_message.h"
 #include "optim/reports/message_summary.h"
 #include "optim/shampoo/shampoo_plan.h"
 
@@ -145,7 +145,7 @@ std::vector<Dict> load(const Self& self, int64_t index, const c10::IValue& optio
   return loaded;
 }
 
-// See optim/reports/failure_message.h.
+// See optim/core/failure_message.h.
 std::string failure_message(std::string optimizer, int64_t skips,
                             const std::optional<at::Tensor>& non_finite,
                             const std::optional<at::Tensor>& step, std::string non_finite_name,

@@ -1,9 +1,9 @@
 #include "torchium/optim/second_order_optimizer.h"
 
+#include "optim/core/failure_message.h"
 #include "optim/core/parameter_state.h"
 #include "optim/core/state_checks.h"
 #include "optim/core/step_monitor.h"
-#include "optim/reports/failure_message.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>

@@ -1,4 +1,4 @@
-#include "optim/reports/failure_message.h"
+#include "optim/core/failure_message.h"
 
 #include "optim/core/found_inf_guard.h"
 #include "optim/core/parameter_state.h"
