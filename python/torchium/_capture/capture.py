@@ -102,6 +102,11 @@ class Capture:
                 self._handles.append(self._global_handle)
                 self._scanned.clear()
 
+    def watch_new(self, params: Iterable[Tensor]) -> None:
+        """The same for those that are not watched yet."""
+        if new := set(params) - self._params:
+            self.watch(new)
+
     def adopt(self, module: nn.Module, name: str) -> None:
         """Hooks the module if it owns a parameter, or may mix samples and that matters."""
         with self._lock:

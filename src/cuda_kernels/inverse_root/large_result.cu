@@ -228,7 +228,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     result_kernel(const __grid_constant__ InverseRoot arguments,
                   const __grid_constant__ SplitMatrices X, const NewtonPlan* plans,
                   const float* targets) {
-  __shared__ __align__(16) float vectors[3][kMostInBlock];  // read four at a time
+  __shared__ __align__(16) float vectors[3][kMostInBlock];
+  static_assert(__alignof__(vectors) % alignof(float4) == 0);  // read four at a time
   __shared__ float largest[kMostInBlock];
   __shared__ double images[kMostInBlock];
   const int64_t matrix = blockIdx.x;

@@ -71,7 +71,8 @@ void OperatorCapture::State::arrive(int64_t position, int64_t pass, std::vector<
     return;
   }
   auto& earlier = passes_of_param[position];
-  if (has_lost_gradient(at::Tensor(impl).grad(), position)) {
+  // Once in a pass: a later call of it finds what earlier ones have brought.
+  if (earlier.count(pass) == 0 && has_lost_gradient(at::Tensor(impl).grad(), position)) {
     std::erase_if(earlier, [&](int64_t other) {
       const bool is_gone = other != pass && ended_passes.count(other) != 0;
       if (is_gone) {

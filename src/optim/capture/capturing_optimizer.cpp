@@ -48,6 +48,8 @@ at::Tensor CapturingOptimizer::step(LossClosure closure) {
   at::Tensor loss;
   try {
     loss = SecondOrderOptimizer::step(std::move(closure));
+  } catch (const c10::ValueError&) {  // nothing has changed: the step can be repeated
+    throw;
   } catch (...) {
     forget_captures();
     throw;

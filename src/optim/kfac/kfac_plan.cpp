@@ -62,6 +62,17 @@ void KfacPlan::make_room(SecondOrderParamState& fresh, const SecondOrderParamSta
                    options_as<KFACOptions>(options, optimizer_name()).damping_split());
 }
 
+void KfacPlan::after_set_options() {
+  due_.clear();
+  const std::string split = options().empty() ? std::string() : options().front().damping_split();
+  if (!damping_split_.empty() && split != damping_split_) {
+    for (const auto i : c10::irange(size())) {
+      lost_inverses_.insert(param(i).unsafeGetTensorImpl());
+    }
+  }
+  damping_split_ = split;
+}
+
 FactorWeight KfacPlan::weight_of(size_t i) const {
   const KFACParamState& state = state_of(i);
   return {param(i), state.A(), state.G(), options(i).max_factor_size()};
@@ -377,7 +388,16 @@ StateChanges KfacPlan::take(const JointInputs& inputs) {
     }
   }
   due_.clear();
-  StepPlan::step({}, inputs.found_inf);
+  try {
+    StepPlan::step({}, inputs.found_inf);
+  } catch (...) {  // perhaps after the counts were advanced: the next step would not be due
+    for (const KfacLayer& layer : step->layers) {
+      if (layer.inverse_due) {
+        lost_inverses_.insert(step->params[layer.weight].unsafeGetTensorImpl());
+      }
+    }
+    throw;
+  }
   lost_inverses_.clear();
   if (!device().is_cpu()) {  // on the CPU a skipped step is known at once
     for (const Layer& each : layers_) {

@@ -67,7 +67,7 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   void make_room(SecondOrderParamState& fresh, const SecondOrderParamState& saved,
                  const at::Tensor& param, const torch::optim::OptimizerOptions& options,
                  int64_t params, const std::string& name) const override;
-  void after_set_options() override { due_.clear(); }
+  void after_set_options() override;
   void check(const std::vector<size_t>& active) override;
   bool derive(const std::vector<size_t>& active) override;
   void before_completing() override;
@@ -106,7 +106,9 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   std::vector<bool> checked_;  // whether the state was checked since bind()
   // factor_updates that the host knows to be above 0.
   std::unordered_set<const at::TensorImpl*> with_factors_;
-  // Weights with factors whose inverses were reset, until the next step.
+  std::string damping_split_;  // of the options before
+  // Weights whose inverses are to be made anew: another damping_split had made them, or a step that
+  // threw was to make them.
   std::unordered_set<const at::TensorImpl*> lost_inverses_;
 };
 

@@ -67,9 +67,9 @@ BatchStates NaturalGradientPlan::batch_states() const {
 }
 
 void NaturalGradientPlan::after_bind() {
-  auto kept = read_batch(batch_states());
-  if (kept == nullptr || kept_ == nullptr || !same_tensors(*kept, *kept_)) {
-    kept_ = std::move(kept);
+  auto kept = has_kept_params() ? read_batch(batch_states()) : nullptr;
+  if (kept == nullptr || !kept_is(*kept)) {
+    set_kept(std::move(kept));
   }
   if (kept_ == nullptr) {
     refresh_.reset();
@@ -83,6 +83,40 @@ void NaturalGradientPlan::after_bind() {
     }
     return true;
   });
+}
+
+void NaturalGradientPlan::set_kept(std::shared_ptr<const KeptBatch> batch) {
+  kept_ = std::move(batch);
+  kept_memory_.clear();
+  if (kept_ == nullptr) {
+    return;
+  }
+  kept_params_.clear();
+  for (const auto i : c10::irange(size())) {
+    kept_params_.push_back(param(i).unsafeGetTensorImpl());
+  }
+  for (const LayerCall& call : kept_->calls) {
+    kept_memory_.emplace_back(call.input);
+    kept_memory_.emplace_back(call.output_gradient);
+  }
+}
+
+bool NaturalGradientPlan::kept_is(const KeptBatch& batch) const {
+  return kept_ != nullptr && same_tensors(batch, *kept_) &&
+         std::ranges::all_of(kept_memory_, [](const auto& seen) { return seen.is_unchanged(); });
+}
+
+// Its calls name parameters by position: others may only have been added at the end.
+bool NaturalGradientPlan::has_kept_params() const {
+  if (kept_params_.size() > size()) {
+    return false;
+  }
+  for (const auto i : c10::irange(kept_params_.size())) {
+    if (param(i).unsafeGetTensorImpl() != kept_params_[i]) {
+      return false;
+    }
+  }
+  return true;
 }
 
 // ---- layer calls
@@ -307,7 +341,7 @@ StateChanges NaturalGradientPlan::keep() {
   const bool has_old = std::any_of(old.begin(), old.end(),
                                    [](const auto* state) { return state->uses().defined(); });
   if (!is_needed && !has_old) {
-    kept_ = nullptr;
+    set_kept(nullptr);
     return {};
   }
   std::vector<NaturalGradientParamState> states;
@@ -321,7 +355,7 @@ StateChanges NaturalGradientPlan::keep() {
   if (is_needed) {
     write_batch(*batch_, written);
   }
-  kept_ = read_batch(written);
+  set_kept(read_batch(written));
   kept_shapes_.clear();
   StateChanges changes;
   for (const auto i : c10::irange(size())) {

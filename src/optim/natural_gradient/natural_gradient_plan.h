@@ -2,6 +2,7 @@
 #pragma once
 
 #include "optim/capture/joint_plan.h"
+#include "optim/core/seen_tensor.h"
 #include "optim/natural_gradient/kept_batch.h"
 #include "optim/natural_gradient/natural_gradient_options.h"
 #include "torchium/optim/natural_gradient.h"
@@ -63,11 +64,17 @@ class NaturalGradientPlan : public JointPlanOf<NaturalGradientOptions, NaturalGr
   std::shared_ptr<const KeptBatch> recorded_batch(const std::vector<size_t>& active) const;
   void check_recorded(const KeptBatch& batch, const std::vector<size_t>& active) const;
   StateChanges keep();
+  void set_kept(std::shared_ptr<const KeptBatch> batch);
+  bool kept_is(const KeptBatch& batch) const;
+  bool has_kept_params() const;
 
   std::map<int64_t, std::vector<Recorded>> passes_;  // by backward pass
   std::optional<bool> refresh_;                      // none: not decided
   std::shared_ptr<const KeptBatch> kept_;            // of the last refresh; null: none
   std::shared_ptr<const KeptBatch> batch_;           // of the next step; null: is_start()
+  // Of kept_: the parameters of all groups, in order, and the memory that it shares with the state.
+  std::vector<const at::TensorImpl*> kept_params_;
+  std::vector<SeenTensor> kept_memory_;
   std::map<const at::TensorImpl*, std::vector<int64_t>> kept_shapes_;  // of parameters, at keep()
   // The factorisation of a batch, and everything it depends on.
   struct Factorization {

@@ -7,36 +7,57 @@ before, ``grad_scale``.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+Gradients = dict[tuple[torch.device, torch.dtype], list[Tensor]]
 
-def unscale_gradients(optimizer: Optimizer) -> Tensor | None:
-    """Divides all gradients by the scale; returns a tensor that is not 0 if the step must be skipped.
 
-    None without a scaler. Does not wait for the device.
+@contextmanager
+def unscaled_gradients(optimizer: Optimizer) -> Iterator[Tensor | None]:
+    """Divides all gradients by the scale; yields a tensor that is not 0 if the step must be skipped.
+
+    None without a scaler. If the step raises, the gradients are multiplied by the scale again, so that
+    it can be repeated. Does not wait for the device.
     """
     found_inf = getattr(optimizer, "found_inf", None)
     if not isinstance(found_inf, Tensor):  # 0 if the scaler saw no gradients
-        return None
+        yield None
+        return
     scale: Tensor | None = getattr(optimizer, "grad_scale", None)
-    if scale is not None:
-        grads: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    grads[param.grad.device, param.grad.dtype].append(param.grad)
-        if any(dtype == torch.float16 for _, dtype in grads):
-            raise ValueError(
-                "gradients in float16 would underflow when they are unscaled; keep the parameters "
-                "in float32 under autocast, or train them in bfloat16 without a GradScaler"
-            )
-        inverse = scale.double().reciprocal().float()
-        for (device, _), tensors in grads.items():
-            torch._foreach_mul_(tensors, on_device(inverse, device))
-    return found_inf
+    if scale is None:
+        yield found_inf
+        return
+    grads = scaled_gradients(optimizer)
+    multiply(grads, scale.double().reciprocal().float())
+    try:
+        yield found_inf
+    except BaseException:
+        multiply(grads, scale)
+        raise
+
+
+def scaled_gradients(optimizer: Optimizer) -> Gradients:
+    grads: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                grads[param.grad.device, param.grad.dtype].append(param.grad)
+    if any(dtype == torch.float16 for _, dtype in grads):
+        raise ValueError(
+            "gradients in float16 would underflow when they are unscaled; keep the parameters "
+            "in float32 under autocast, or train them in bfloat16 without a GradScaler"
+        )
+    return grads
+
+
+def multiply(grads: Gradients, factor: Tensor) -> None:
+    for (device, _), tensors in grads.items():
+        torch._foreach_mul_(tensors, on_device(factor, device))
 
 
 def on_device(scalar: Tensor, device: torch.device) -> Tensor:

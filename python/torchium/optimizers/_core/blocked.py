@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .amp import unscale_gradients
+from .amp import unscaled_gradients
 from .base import CoreOptimizer
 from .checkpoint import as_tensors, own_state
 from .parameters import State, check_unsharded, parameter_name
@@ -52,13 +52,13 @@ class BlockedOptimizer(CoreOptimizer):
             self._bind()
             if not self._prepare():
                 raise RuntimeError("parameters, gradients or state changed during step()")
-        found_inf = unscale_gradients(self)
         lrs = [group["lr"] for group in self.param_groups]
+        tensors: list[Tensor] = []
         if any([isinstance(lr, Tensor) for lr in lrs]):
             tensors = [torch.as_tensor(lr, dtype=getattr(lr, "dtype", torch.float64)) for lr in lrs]
-            self._step_plans([], tensors, found_inf)
-        else:
-            self._step_plans(lrs, [], found_inf)
+            lrs = []
+        with unscaled_gradients(self) as found_inf:
+            self._step_plans(lrs, tensors, found_inf)
 
     # Runs in every step for all parameters of a model: no call per parameter.
     def _is_bound(self) -> bool:

@@ -16,7 +16,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import ParamsT
 
 from ..._capture.capture import Capture
-from .amp import unscale_gradients
+from .amp import unscaled_gradients
 from .base import CoreOptimizer
 from .checkpoint import as_tensors
 from .parameters import State, check_unsharded, parameter_name
@@ -148,22 +148,32 @@ class CapturingOptimizer(CoreOptimizer):
 
     def _step_groups(self) -> None:
         try:
-            self._refuse_misuse()
-            for index, group in enumerate(self.param_groups):
-                self._check_changed_options(index, group)
-            plan = self._bound_plan()
-            self._adopt_options(plan)
-            self._before_step(plan)
-            if not plan.core.prepare():
-                self._complete_state(plan)
-            self._announce(plan)
-            found_inf = unscale_gradients(self)
-            lrs = [group["lr"] for group in self.param_groups]
+            self._take_step()
+        except ValueError:  # nothing has changed: the step can be repeated with the same captures
+            raise
+        except BaseException:
+            self._end_captures()
+            raise
+        self._end_captures()
+
+    def _take_step(self) -> None:
+        self._refuse_misuse()
+        for index, group in enumerate(self.param_groups):
+            self._check_changed_options(index, group)
+        plan = self._bound_plan()
+        self._adopt_options(plan)
+        self._before_step(plan)
+        if not plan.core.prepare():
+            self._complete_state(plan)
+        self._announce(plan)
+        lrs = [group["lr"] for group in self.param_groups]
+        with unscaled_gradients(self) as found_inf:
             self._change_state(plan, plan.step(lrs, found_inf, self._unknown_loss_scale()))
-        finally:
-            self._forget_calls()
-            self._capture.settle()
-            self._decided = False
+
+    def _end_captures(self) -> None:
+        self._forget_calls()
+        self._capture.settle()
+        self._decided = False
 
     def _forget_calls(self) -> None:
         self._capture.forget()
@@ -193,6 +203,7 @@ class CapturingOptimizer(CoreOptimizer):
 
     def _bind(self, plan: JointPlan) -> None:
         self._bound_to = None  # until it is done
+        self._capture.watch_new(p for group in self.param_groups for p in group["params"])
         plan.bind(self.param_groups, self.state)
         self._bound_to = Snapshot(self.param_groups, self.state)
 
