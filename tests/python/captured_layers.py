@@ -176,6 +176,21 @@ class SharedEverywhere(nn.Module):
         return self.out(self.grouped(y).mean((2, 3)))
 
 
+class Conv1D(nn.Module):
+    """Like that of transformers, which need not be installed: a linear layer with a weight [in, out]."""
+
+    __module__ = "transformers.pytorch_utils"
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf = nf
+        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.zeros(nf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        size_out = (*x.shape[:-1], self.nf)
+        return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight).view(size_out)
+
+
 def convolutions() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(4, 6, (3, 2), stride=(2, 1), padding=(1, 2), dilation=(1, 2), groups=2),

@@ -13,6 +13,7 @@ from optimizer_cases import (
     ALL_CASES,
     CAPTURING_CASES,
     all_cases,
+    assert_goes_on_as_a_copy,
     assert_same,
     backward,
     computed_state,
@@ -86,26 +87,12 @@ def test_state_follows_the_model_to_a_gpu_and_back(make):
 # ---- the parameters
 
 
-def other_values(model, optimizer):
-    for p in model.parameters():
-        p.data = p.data.clone() + 0.5
-
-
 def clear_state(model, optimizer):
     optimizer.state.clear()
 
 
-def delete_state_of_one(model, optimizer):
-    del optimizer.state[model[3].weight]
-
-
 def empty_state_of_one(model, optimizer):
     optimizer.state[model[3].weight] = {}
-
-
-def freeze_one(model, optimizer):
-    model[0].bias.requires_grad_(False)
-    optimizer.zero_grad()
 
 
 def delete_averages(model, optimizer):
@@ -121,11 +108,8 @@ def more_state_of_other_code(model, optimizer):
 
 
 HARMLESS = [
-    other_values,
     clear_state,
-    delete_state_of_one,
     empty_state_of_one,
-    freeze_one,
     delete_averages,
     more_state_of_other_code,
 ]
@@ -138,7 +122,7 @@ def test_changes_that_a_step_takes(make, change, device):
     optimizer = make(model.parameters())
     run(model, optimizer, 0, 3)
     change(model, optimizer)
-    run(model, optimizer, 3, 6)
+    assert_goes_on_as_a_copy(model, optimizer, steps=6)
     optimizer.check_errors()
     assert all(bool(v.isfinite().all()) for v in values(model))
     assert optimizer.state[model[0].weight]["step"] == (6 if change is clear_state else 9)
@@ -377,7 +361,7 @@ def test_options_that_may_change(name, options, device):
     optimizer = ALL_CASES[name](model.parameters())
     run(model, optimizer)
     optimizer.param_groups[0].update(options)
-    run(model, optimizer, 4, 5)
+    assert_goes_on_as_a_copy(model, optimizer, steps=5)
     optimizer.check_errors()
     assert all(bool(v.isfinite().all()) for v in values(model))
     assert optimizer.state[model[0].weight]["step"] == 9

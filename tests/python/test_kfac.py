@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torchium
+from captured_layers import Conv1D
 from optimizer_cases import ignore_fallback
 from reference import ReferenceKFAC, capture, layers_of
 from torch import Tensor, nn
@@ -195,21 +196,6 @@ class Sequences(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.second(torch.tanh(self.first(x.unflatten(1, (2, 1, 2)))))
         return x.sum((1, 2))
-
-
-class Conv1D(nn.Module):
-    """Like that of transformers, which need not be installed: a linear layer with a weight [in, out]."""
-
-    __module__ = "transformers.pytorch_utils"
-
-    def __init__(self, nf: int, nx: int) -> None:
-        super().__init__()
-        self.nf = nf
-        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.zeros(nf))
-
-    def forward(self, x: Tensor) -> Tensor:
-        size_out = (*x.shape[:-1], self.nf)
-        return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight).view(size_out)
 
 
 class Transposed(nn.Module):

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from captured_layers import Conv1D
 from parity_tools import assert_same, make, set_lr, state_of
 from torch import Tensor, nn
 
@@ -75,21 +76,6 @@ def sequence_mlp() -> nn.Module:
     return nn.Sequential(
         nn.Linear(5, 7), nn.ReLU(inplace=True), nn.Linear(7, 3), nn.Flatten(), nn.Linear(12, 3)
     )
-
-
-class Conv1D(nn.Module):
-    """That of transformers: a linear layer with a weight [in, out]."""
-
-    __module__ = "transformers.pytorch_utils"
-
-    def __init__(self, nf: int, nx: int) -> None:
-        super().__init__()
-        self.nf = nf
-        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.zeros(nf))
-
-    def forward(self, x: Tensor) -> Tensor:
-        size_out = (*x.shape[:-1], self.nf)
-        return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight).view(size_out)
 
 
 class Transposed(nn.Module):

@@ -11,27 +11,26 @@ from typing import Any
 import pytest
 import torch
 import torchium
-from optimizer_cases import CASES, assert_same, mlp, run, set_gradients, values
+from captured_layers import Conv1D
+from optimizer_cases import (
+    CAPTURING_CASES,
+    CASES,
+    assert_goes_on_as_a_copy,
+    assert_same,
+    capturing_cases,
+    ignore_fallback,
+    mlp,
+    plain_cases,
+    run,
+    set_gradients,
+    values,
+)
 from torch import nn
 from torchium.optimizers._core.blocked import BlockedOptimizer
 
-NAMES = ["shampoo", "shampoo_all_buffers", "adagrad", "adagrad_full"]
-plan_cases = pytest.mark.parametrize("make", [CASES[n] for n in NAMES], ids=NAMES)
+pytestmark = ignore_fallback
+
 Change = Callable[[nn.Sequential, Any], None]
-
-
-def assert_goes_on_as_a_copy(model: nn.Sequential, optimizer: Any, steps: int = 2) -> None:
-    """A copy has no plans yet, so it checks everything anew."""
-    others = copy.deepcopy((model, optimizer))
-    for step in range(steps):
-        for m, o in ((model, optimizer), others):
-            set_gradients([p for p in m.parameters() if p.requires_grad], 50 + step)
-            o.step()
-    # Separate matrices are not batched, unlike those of the copy: rounding may differ.
-    bounds = {"rtol": 1e-4, "atol": 1e-5}
-    torch.testing.assert_close(values(model), values(others[0]), **bounds)
-    states = optimizer.state_dict()["state"], others[1].state_dict()["state"]
-    torch.testing.assert_close(*states, **bounds)
 
 
 @pytest.fixture
@@ -109,7 +108,7 @@ CHANGES = [
 ]
 
 
-@plan_cases
+@plain_cases
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_identity_is_bound_again(make, change: Change, bindings, device):
     model = mlp(device)
@@ -121,10 +120,41 @@ def test_what_changes_identity_is_bound_again(make, change: Change, bindings, de
     assert bindings.count(0) == 2  # once for the optimizer, once for its copy
 
 
+# By natural gradient with a batch of an earlier step.
+NOT_FOLLOWED = {
+    other_memory_of_state_tensors: "the factorisation of the former values is used on",
+    parameter_leaves_its_group: "calls of the batch still name the parameter by its position",
+}
+
+
+@capturing_cases
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_identity_is_noticed_by_optimizers_that_capture(make, change, device, request):
+    if make is CAPTURING_CASES["natural_gradient_between"] and change in NOT_FOLLOWED:
+        request.applymarker(pytest.mark.xfail(strict=True, reason=NOT_FOLLOWED[change]))
+    model = mlp(device)
+    optimizer = make(model.parameters())
+    run(model, optimizer)
+    change(model, optimizer)
+    assert_goes_on_as_a_copy(model, optimizer, steps=4)
+
+
+@pytest.mark.parametrize("change", CHANGES[:3])
+def test_a_transposed_weight_that_changes_identity_is_noticed(change, device):
+    """The plan of K-FAC holds views of it and of its momentum."""
+    model = mlp()
+    model[0] = Conv1D(5, 6)
+    model.to(device)
+    optimizer = torchium.KFAC(model.parameters(), lr=0.02, kl_clip=None)
+    run(model, optimizer)
+    change(model, optimizer)
+    assert_goes_on_as_a_copy(model, optimizer)
+
+
 # ---- changes without a new identity
 
 
-@plan_cases
+@plain_cases
 def test_equal_steps_bind_once(make, bindings, device):
     model = mlp(device)
     run(model, make(model.parameters()), steps=6)
@@ -140,7 +170,7 @@ def thaw(model, optimizer):
     model[0].bias.requires_grad_(True)
 
 
-@plan_cases
+@plain_cases
 def test_another_set_of_gradients_needs_no_binding(make, bindings, device):
     model = mlp(device)
     optimizer = make(model.parameters())
@@ -151,7 +181,17 @@ def test_another_set_of_gradients_needs_no_binding(make, bindings, device):
     assert bindings.count(0) == 4  # once for the optimizer, once for each copy
 
 
-@plan_cases
+@capturing_cases
+def test_frozen_and_thawed_parameters_of_optimizers_that_capture(make, device):
+    model = mlp(device)
+    optimizer = make(model.parameters())
+    run(model, optimizer)
+    for change in (freeze, thaw, freeze):
+        change(model, optimizer)
+        assert_goes_on_as_a_copy(model, optimizer, steps=3)
+
+
+@plain_cases
 def test_groups_that_take_turns_bind_once(make, bindings, device):
     model = mlp(device)
     groups = [list(model[0].parameters()), list(model[3].parameters())]
@@ -181,7 +221,7 @@ def test_state_that_lies_apart_is_laid_side_by_side_when_plans_are_bound():
     assert_same(found, expected)
 
 
-@plan_cases
+@plain_cases
 def test_gradients_may_lie_elsewhere_in_every_step(make, bindings, device):
     models = [mlp(device) for _ in range(2)]
     optimizers = [make(m.parameters()) for m in models]
