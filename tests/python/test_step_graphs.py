@@ -13,9 +13,11 @@ import pytest
 import torch
 import torchium
 from optimizer_cases import assert_same
-from torch import nn
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
 
 pytestmark = pytest.mark.cuda
 
@@ -318,6 +320,56 @@ def test_other_threads_use_the_device_meanwhile():
             thread.join()
     assert not failures, failures
     assert_both_same(pairs)
+
+
+def test_a_data_loader_pins_memory_beside_captures():
+    pairs = both()
+    noise = TensorDataset(torch.randn(640, 64, generator=torch.Generator().manual_seed(0)))
+    for optimizer, params in pairs:
+        loader = DataLoader(noise, batch_size=8, num_workers=2, pin_memory=True)
+        for index, (batch,) in enumerate(loader):
+            assert batch.is_pinned()
+            shift = batch.to("cuda", non_blocking=True).mean()
+            if index % 10 == 0:
+                replace_data(optimizer, params)  # captured again
+            for p in params:
+                p.grad = 0.1 * p.detach() + shift
+            optimizer.step()
+    assert graph_count(pairs[0][0]) > 0
+    assert_both_same(pairs)
+
+
+def train_beside_nccl(rank: int, store: str) -> None:
+    """Of two processes: NCCL's own thread looks at events while steps are captured."""
+    torch.cuda.set_device(rank)
+    distributed.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=2)
+    results = []
+    for graphs in ("always", "never"):
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 20)).cuda()
+        model, params = DistributedDataParallel(layers, device_ids=[rank]), [*layers.parameters()]
+        optimizer = shampoo(params, graphs, betas=(0.9, 0.99), grafting="adam")
+        generator = torch.Generator().manual_seed(1 + rank)
+        for index in range(60):
+            if index % 20 == 0:
+                optimizer.param_groups[0]["eps"] = 1e-4 * (1 + index)  # captured again
+            optimizer.zero_grad()
+            model(torch.randn(16, 64, generator=generator).cuda()).square().mean().backward()
+            optimizer.step()
+        optimizer.check_errors()
+        assert (graph_count(optimizer) > 0) == (graphs == "always")
+        results.append(values(optimizer, params))
+    assert_same(*results)
+    own = torch.cat([p.detach().flatten() for p in params])
+    both_ranks = [torch.empty_like(own) for _ in range(2)]
+    distributed.all_gather(both_ranks, own)
+    assert_same(*both_ranks)
+    distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
+def test_nccl_reduces_gradients_beside_captures(tmp_path):
+    torch.multiprocessing.spawn(train_beside_nccl, (str(tmp_path / "store"),), nprocs=2)
 
 
 def test_steps_on_another_stream():
