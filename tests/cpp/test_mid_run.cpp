@@ -12,6 +12,7 @@
 #include <cmath>
 #include <functional>
 #include <memory>
+#include <type_traits>
 
 namespace torchium::testing {
 namespace {
@@ -174,6 +175,43 @@ TEST(CastModels, OfLayersTakeTheirStateAlong) {
   expect_state_to_follow<KFAC>(KFACOptions(0.01).TCov(2).damping_split("exact"));
   expect_state_to_follow<NaturalGradient>(NaturalGradientOptions(0.1).damping(0.1).momentum(0.5));
   expect_state_to_follow<NaturalGradient>(NaturalGradientOptions(0.1).damping(0.1).update_freq(2));
+}
+
+// Also where a parameter becomes one later.
+template <typename Optimizer>
+void expect_float8_refused() {
+  const auto make = [](const nn::Sequential& model) {
+    if constexpr (std::is_base_of_v<optim::CapturingOptimizer, Optimizer>) {
+      return Optimizer(*model);
+    } else {
+      return Optimizer(model->parameters());
+    }
+  };
+  auto model = make_mlp(torch::kFloat);
+  auto optimizer = make(model);
+  for (int step = 0; step < 2; ++step) {
+    train_on(optimizer, model, make_batch(step, kMlpSample, 6, torch::kFloat));
+  }
+  auto weight = model->parameters()[2];
+  const auto before = weight.detach().clone();
+  weight.mutable_grad().reset();
+  weight.set_data(before.to(torch::kFloat8_e4m3fn));
+  set_grad(weight, weight.detach());
+  const auto state = all_state(optimizer);
+  const std::string refusal = "parameter 2 of group 0 (shape [4, 7]) has dtype Float8_e4m3fn";
+  expect_contains(message_of<c10::ValueError>([&] { optimizer.step(); }), refusal);
+  expect_contains(message_of<c10::ValueError>([&] { make(model); }), refusal);
+  expect_equal(all_state(optimizer), state);
+  weight.mutable_grad().reset();
+  weight.set_data(before);
+  train_on(optimizer, model, make_batch(2, kMlpSample, 6, torch::kFloat));
+}
+
+TEST(Float8Parameters, AreRefused) {
+  expect_float8_refused<Shampoo>();
+  expect_float8_refused<Adagrad>();
+  expect_float8_refused<KFAC>();
+  expect_float8_refused<NaturalGradient>();
 }
 
 // ---- options and shapes

@@ -1,21 +1,30 @@
 // The optimizers must derive their data again when parameters, state or options change. Each change
 // is made to two optimizers; one of them is written to an archive and read again before every step,
 // and so derives everything anew.
-#include "optimizer_testing.h"
+#include "model_testing.h"
 #include "torchium/optim/adagrad.h"
+#include "torchium/optim/kfac.h"
+#include "torchium/optim/natural_gradient.h"
 #include "torchium/optim/shampoo.h"
 
 #include <functional>
+#include <set>
 
 namespace torchium::testing {
 namespace {
 
 using optim::Adagrad;
 using optim::AdagradOptions;
+using optim::KFAC;
+using optim::KFACOptions;
+using optim::MatrixParamState;
+using optim::NaturalGradient;
+using optim::NaturalGradientOptions;
+using optim::SecondOrderParamState;
 using optim::Shampoo;
 using optim::ShampooOptions;
 using optim::ShampooParamState;
-using Change = std::function<void(torch::optim::Optimizer&, Tensors&)>;
+using torch::optim::OptimizerParamGroup;
 
 constexpr int kStepsBefore = 4, kStepsAfter = 5;
 
@@ -37,123 +46,227 @@ void step_once(torch::optim::Optimizer& optimizer, Tensors& params, int t) {
   optimizer.step();
 }
 
-template <typename Optimizer, typename Options>
-void expect_noticed(const Options& options, const Change& change, const char* what) {
+// Parameters with gradients that are set by hand. Those in `late` join the optimizer later.
+template <typename Kind>
+struct Parameters {
+  using Optimizer = Kind;
+  Tensors params = odd_parameters();
+  Tensors late{parameter(torch::full({6, 3}, 0.5))};
+
+  template <typename Options>
+  Optimizer make(const Options& options) {
+    return Optimizer(params, options);
+  }
+  void step(Optimizer& optimizer, int t) { step_once(optimizer, params, t); }
+};
+
+// The same of a model.
+template <typename Kind>
+struct Model {
+  using Optimizer = Kind;
+  nn::Sequential model = make_mlp(torch::kFloat);
+  Tensors params = model->parameters();
+  Tensors late{params[4], params[5]};
+
+  Model() { params.resize(4); }
+  template <typename Options>
+  Optimizer make(const Options& options) {
+    return Optimizer(*model, {OptimizerParamGroup(params)}, options);
+  }
+  void step(Optimizer& optimizer, int t) {
+    train_on(optimizer, model, make_batch(t, kMlpSample, 6, params[0].scalar_type()));
+  }
+};
+
+template <typename Trained>
+using ChangeOf = std::function<void(typename Trained::Optimizer&, Trained&)>;
+
+template <typename Trained, typename Options>
+void expect_noticed(const Options& options, const ChangeOf<Trained>& change, const char* what,
+                    bool starts_frozen = false) {
   SCOPED_TRACE(what);
-  const Tensors initial = odd_parameters();
-  std::vector<Tensors> params{parameters_like(initial), parameters_like(initial)};
   std::vector<Tensors> results;
   for (const bool reloads : {false, true}) {
-    Tensors& own = params[reloads ? 1 : 0];
-    Optimizer optimizer(own, options);
+    Trained trained;
+    trained.params[0].requires_grad_(!starts_frozen);
+    auto optimizer = trained.make(options);
     for (int t = 0; t < kStepsBefore + kStepsAfter; ++t) {
       if (t == kStepsBefore) {
-        change(optimizer, own);
+        change(optimizer, trained);
       }
       // Loading would restore the state that a change has replaced.
       if (reloads) {
         load(optimizer, saved(optimizer));
       }
-      step_once(optimizer, own, t);
+      trained.step(optimizer, t);
     }
-    results.push_back(copies(own));
+    results.push_back(copies(trained.params));
     const Tensors state = all_state(optimizer);
     results.back().insert(results.back().end(), state.begin(), state.end());
   }
   expect_equal(results[0], results[1]);
 }
 
-void replace_data(torch::optim::Optimizer&, Tensors& params) {
+void replace_data(Tensors& params) {
   for (auto& param : params) {
     param.set_data(param.detach().clone());
   }
 }
-void cast(torch::optim::Optimizer&, Tensors& params) {
+void replace_strides(Tensors& params) {
+  for (auto& param : params) {
+    if (param.dim() > 1) {
+      param.set_data(param.detach().transpose(0, 1).contiguous().transpose(0, 1));
+    }
+  }
+}
+void cast(Tensors& params) {
   for (auto& param : params) {
     param.mutable_grad().reset();
     param.set_data(param.detach().to(torch::kDouble));
   }
 }
-void freeze(torch::optim::Optimizer&, Tensors& params) { params[0].requires_grad_(false); }
-void add_group(torch::optim::Optimizer& optimizer, Tensors& params) {
-  params.push_back(parameter(torch::full({6, 3}, 0.5)));
-  static_cast<optim::SecondOrderOptimizer&>(optimizer).add_param_group(
-      torch::optim::OptimizerParamGroup({params.back()}));
-}
-void erase_state(torch::optim::Optimizer& optimizer, Tensors& params) {
-  optimizer.state().erase(params[0].unsafeGetTensorImpl());
-}
-void remove_parameter(torch::optim::Optimizer& optimizer, Tensors& params) {
-  auto& group = optimizer.param_groups()[0].params();
-  optimizer.state().erase(params.back().unsafeGetTensorImpl());
-  group.pop_back();
-  params.pop_back();
+
+void assign(SecondOrderParamState& state, const std::string& key, const torch::Tensor& old,
+            const torch::Tensor& fresh) {
+  if (state.assign(key, fresh)) {
+    return;
+  }
+  auto& matrices = static_cast<MatrixParamState&>(state);
+  for (auto* list : {&matrices.statistics(), &matrices.roots(), &matrices.root_failures()}) {
+    for (auto& tensor : *list) {
+      tensor = tensor.is_same(old) ? fresh : tensor;
+    }
+  }
 }
 
-Change with_options(std::function<void(ShampooOptions&)> set) {
-  return [set](torch::optim::Optimizer& optimizer, Tensors&) {
-    set(static_cast<ShampooOptions&>(optimizer.param_groups()[0].options()));
-  };
+// New tensors for all of the state, or new memory for the same tensors. Nobody reads the old values
+// any more.
+void replace_state(const torch::optim::Optimizer& optimizer, const Tensors& params,
+                   bool keeps_tensors) {
+  for (const auto& param : params) {
+    auto& state =
+        static_cast<SecondOrderParamState&>(*optimizer.state().at(param.unsafeGetTensorImpl()));
+    for (auto& [key, tensor] : state.tensors()) {
+      const bool counts = !tensor.is_floating_point() || key == "step" || key == "factor_updates";
+      const torch::Tensor old = tensor.detach(), fresh = counts ? old.clone() : 1.5 * old;
+      if (keeps_tensors) {
+        tensor.set_data(fresh);
+      } else {
+        assign(state, key, tensor, fresh);
+      }
+      if (old.is_floating_point()) {
+        old.fill_(kNaN);
+      }
+    }
+  }
+}
+
+// What no plan may miss; not those in `except`.
+template <typename Trained, typename Options>
+void expect_all_noticed(const Options& options, const std::set<std::string>& except = {}) {
+  const std::vector<std::pair<const char*, ChangeOf<Trained>>> changes{
+      {"data", [](auto&, auto& trained) { replace_data(trained.params); }},
+      {"strides", [](auto&, auto& trained) { replace_strides(trained.params); }},
+      {"dtype",
+       [](auto&, auto& trained) {
+         cast(trained.params);
+         cast(trained.late);
+       }},
+      {"state",
+       [](auto& optimizer, auto& trained) { replace_state(optimizer, trained.params, false); }},
+      {"memory of state",
+       [](auto& optimizer, auto& trained) { replace_state(optimizer, trained.params, true); }},
+      {"frozen", [](auto&, auto& trained) { trained.params[0].requires_grad_(false); }},
+      {"thawed", [](auto&, auto& trained) { trained.params[0].requires_grad_(true); }},
+      {"added group",
+       [](auto& optimizer, auto& trained) {
+         optimizer.add_param_group(OptimizerParamGroup(trained.late));
+         trained.params.insert(trained.params.end(), trained.late.begin(), trained.late.end());
+       }},
+      {"erased",
+       [](auto& optimizer, auto& trained) {
+         optimizer.state().erase(trained.params[0].unsafeGetTensorImpl());
+       }},
+      {"removed parameter", [](auto& optimizer, auto& trained) {
+         optimizer.state().erase(trained.params.back().unsafeGetTensorImpl());
+         optimizer.param_groups()[0].params().pop_back();
+         trained.params.pop_back();
+       }}};
+  for (const auto& [what, change] : changes) {
+    if (except.count(what) == 0) {
+      expect_noticed<Trained>(options, change, what, std::string(what) == "thawed");
+    }
+  }
+}
+
+template <typename Trained, typename Options>
+void expect_options_noticed(
+    const Options& options,
+    const std::vector<std::pair<const char*, std::function<void(Options&)>>>& changes) {
+  for (const auto& [what, set] : changes) {
+    const auto change = [set = set](auto& optimizer, auto&) {
+      set(static_cast<Options&>(optimizer.param_groups()[0].options()));
+    };
+    expect_noticed<Trained>(options, change, what);
+  }
 }
 
 TEST(StepPlans, NoticeWhatChanges) {
-  const std::vector<std::pair<const char*, Change>> changes{
-      {"data", replace_data},     {"dtype", cast},         {"frozen", freeze},
-      {"added group", add_group}, {"erased", erase_state}, {"removed parameter", remove_parameter}};
-  for (const auto& [what, change] : changes) {
-    expect_noticed<Shampoo>(shampoo_options(), change, what);
-    expect_noticed<Adagrad>(AdagradOptions(0.1), change, what);
-    expect_noticed<Adagrad>(AdagradOptions(0.1).full_matrix(true).block_size(4), change, what);
-  }
+  expect_all_noticed<Parameters<Shampoo>>(shampoo_options().momentum(0.9));
+  expect_all_noticed<Parameters<Adagrad>>(AdagradOptions(0.1));
+  expect_all_noticed<Parameters<Adagrad>>(AdagradOptions(0.1).full_matrix(true).block_size(4));
+}
+
+TEST(StepPlans, OfLayersNoticeWhatChanges) {
+  const auto kfac = KFACOptions(0.02).TCov(2).TInv(3).weight_decay(0.01);
+  expect_all_noticed<Model<KFAC>>(kfac);
+  expect_all_noticed<Model<KFAC>>(KFACOptions(kfac).damping_split("exact"));
+  const auto natural = NaturalGradientOptions(0.1).damping(0.1);
+  expect_all_noticed<Model<NaturalGradient>>(natural);
+  // A batch that is kept does not follow these.
+  expect_all_noticed<Model<NaturalGradient>>(NaturalGradientOptions(natural).update_freq(3),
+                                             {"memory of state", "removed parameter"});
+}
+
+TEST(StepPlans, OfLayersNoticeOptions) {
+  expect_options_noticed<Model<KFAC>, KFACOptions>(
+      KFACOptions(0.02).TCov(2).TInv(3),
+      {{"lr", [](auto& o) { o.lr(0.01); }},
+       {"momentum", [](auto& o) { o.momentum(0.0); }},
+       {"damping", [](auto& o) { o.damping(0.1); }},
+       {"stat_decay", [](auto& o) { o.stat_decay(0.5); }},
+       {"TCov", [](auto& o) { o.TCov(1); }},
+       {"TInv", [](auto& o) { o.TInv(1); }},
+       {"kl_clip", [](auto& o) { o.kl_clip(1e-5); }},
+       {"damping_split", [](auto& o) { o.damping_split("exact"); }}});
+  expect_options_noticed<Model<NaturalGradient>, NaturalGradientOptions>(
+      NaturalGradientOptions(0.1).damping(0.1).update_freq(3),
+      {{"lr", [](auto& o) { o.lr(0.01); }},
+       {"momentum", [](auto& o) { o.momentum(0.0); }},
+       {"damping", [](auto& o) { o.damping(0.2); }},
+       {"solver", [](auto& o) { o.solver("cg"); }},
+       {"max_norm", [](auto& o) { o.max_norm(0.01); }}});
 }
 
 TEST(StepPlans, NoticeOptions) {
-  const std::vector<std::pair<const char*, std::function<void(ShampooOptions&)>>> changes{
-      {"lr", [](auto& o) { o.lr(0.01); }},
-      {"update_freq", [](auto& o) { o.update_freq(2); }},
-      {"eps", [](auto& o) { o.eps(1e-2); }},
-      {"exponent", [](auto& o) { o.exponent(-0.5); }},
-      {"no average",
-       [](auto& o) {
-         o.betas({0.0, 0.99});
-       }},
-      {"momentum", [](auto& o) { o.momentum(0.9); }},
-      {"grafting", [](auto& o) { o.grafting("sgd"); }},
-      {"weight_decay", [](auto& o) { o.weight_decay(0.1); }},
-      {"decoupled", [](auto& o) { o.weight_decay(0.1).decoupled_weight_decay(true); }},
-      {"maximize", [](auto& o) { o.maximize(true); }},
-      {"root_dtype", [](auto& o) { o.root_dtype("bfloat16"); }},
-      {"capturable", [](auto& o) { o.capturable(true); }},
-      {"graphs", [](auto& o) { o.graphs("never"); }}};
-  for (const auto& [what, set] : changes) {
-    expect_noticed<Shampoo>(shampoo_options(), with_options(set), what);
-  }
-}
-
-// A state tensor that the caller has replaced is used from then on.
-TEST(StepPlans, NoticeReplacedState) {
-  const Tensors initial = odd_parameters();
-  std::vector<Tensors> results;
-  for (const bool replaces : {false, true}) {
-    Tensors params = parameters_like(initial);
-    Shampoo optimizer(params, shampoo_options());
-    for (int t = 0; t < kStepsBefore + kStepsAfter; ++t) {
-      if (t == kStepsBefore) {
-        auto& state =
-            static_cast<ShampooParamState&>(*optimizer.state().at(params[0].unsafeGetTensorImpl()));
-        if (replaces) {
-          const torch::Tensor old = state.exp_avg();
-          state.exp_avg(torch::zeros_like(old));
-          old.fill_(kNaN);  // nobody reads it any more
-        } else {
-          state.exp_avg().zero_();
-        }
-      }
-      step_once(optimizer, params, t);
-    }
-    results.push_back(copies(params));
-  }
-  expect_equal(results[1], results[0]);
+  expect_options_noticed<Parameters<Shampoo>, ShampooOptions>(
+      shampoo_options(),
+      {{"lr", [](auto& o) { o.lr(0.01); }},
+       {"update_freq", [](auto& o) { o.update_freq(2); }},
+       {"eps", [](auto& o) { o.eps(1e-2); }},
+       {"exponent", [](auto& o) { o.exponent(-0.5); }},
+       {"no average",
+        [](auto& o) {
+          o.betas({0.0, 0.99});
+        }},
+       {"momentum", [](auto& o) { o.momentum(0.9); }},
+       {"grafting", [](auto& o) { o.grafting("sgd"); }},
+       {"weight_decay", [](auto& o) { o.weight_decay(0.1); }},
+       {"decoupled", [](auto& o) { o.weight_decay(0.1).decoupled_weight_decay(true); }},
+       {"maximize", [](auto& o) { o.maximize(true); }},
+       {"root_dtype", [](auto& o) { o.root_dtype("bfloat16"); }},
+       {"capturable", [](auto& o) { o.capturable(true); }},
+       {"graphs", [](auto& o) { o.graphs("never"); }}});
 }
 
 // Options that change while a parameter has no gradient.
