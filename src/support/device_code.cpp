@@ -6,6 +6,7 @@
 
 #include <regex>
 #include <sstream>
+#include <utility>
 
 #ifdef TORCHIUM_WITH_CUDA
 #include <ATen/cuda/CUDAContextLight.h>
@@ -34,6 +35,11 @@ bool has_code(const std::string& architecture, int major, int minor) {
   return is_ptx_for_later || (major == its_major && minor >= its_minor);
 }
 
+#ifdef TORCHIUM_WITH_CUDA
+std::array<std::atomic<bool>, C10_COMPILE_TIME_MAX_GPUS> fits{};  // devices that were checked
+std::string assumed_architectures;
+#endif
+
 }  // namespace
 
 std::string missing_device_code(const std::string& architectures, const std::string& device,
@@ -54,17 +60,24 @@ std::string missing_device_code(const std::string& architectures, const std::str
 
 #ifdef TORCHIUM_WITH_CUDA
 void check_device_code(c10::Device device) {
-  static std::array<std::atomic<bool>, C10_COMPILE_TIME_MAX_GPUS> fits{};
   const c10::DeviceIndex index = device.has_index() ? device.index() : at::cuda::current_device();
   if (fits[index].load(std::memory_order_relaxed)) {
     return;
   }
   const cudaDeviceProp* properties = at::cuda::getDeviceProperties(index);
   const std::string name = c10::str("cuda:", static_cast<int>(index), " (", properties->name, ")");
-  const std::string missing =
-      missing_device_code(cuda_architectures(), name, properties->major, properties->minor);
+  const std::string missing = missing_device_code(
+      assumed_architectures.empty() ? cuda_architectures() : assumed_architectures, name,
+      properties->major, properties->minor);
   TORCH_CHECK(missing.empty(), missing);
   fits[index].store(true, std::memory_order_relaxed);
+}
+
+void assume_architectures(std::string architectures) {
+  assumed_architectures = std::move(architectures);
+  for (auto& each : fits) {
+    each.store(false, std::memory_order_relaxed);
+  }
 }
 #else
 void check_device_code(c10::Device device) {}

@@ -20,4 +20,8 @@ TORCHIUM_API std::string missing_device_code(const std::string& architectures,
 // launch on a device; it checks each device once.
 void check_device_code(c10::Device device);
 
+// For tests, in CUDA builds: check_device_code() checks all devices again, as in a library with
+// these architectures; empty: its own.
+TORCHIUM_API void assume_architectures(std::string architectures);
+
 }  // namespace torchium::detail

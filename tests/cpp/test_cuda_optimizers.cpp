@@ -4,6 +4,8 @@
 #include "torchium/optim/adagrad.h"
 #include "torchium/optim/shampoo.h"
 
+#include <functional>
+
 #ifdef TORCHIUM_WITH_CUDA
 #include <ATen/cuda/CUDAGraph.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -140,6 +142,67 @@ TEST_F(CudaOptimizers, ArchivesContinueBitForBit) {
   torch::load(resumed, stream);
   train(resumed, resumed_params, 5, 10);
   expect_equal(copies(resumed_params), copies(params));
+}
+
+// ---- graphs that the optimizer captures itself
+
+// Multiples of 8 are for the split fp16 kernels, the others for cuBLAS.
+Tensors matrices_and_vectors() {
+  torch::manual_seed(2);
+  Tensors params;
+  for (const auto& shape :
+       std::vector<std::vector<int64_t>>{{64, 32}, {32}, {48, 64}, {48}, {16, 8, 3, 3}, {20, 90}}) {
+    params.push_back(parameter(torch::randn(shape, torch::kCUDA)));
+  }
+  return params;
+}
+
+// 40 steps whose gradients lie in new memory each; halfway `change` is made.
+void expect_replayed_steps_equal_launched_ones(const std::function<void(ShampooOptions&)>& change) {
+  std::vector<Tensors> results;
+  for (const std::string graphs : {"always", "never"}) {
+    Tensors params = matrices_and_vectors();
+    Shampoo optimizer(
+        params, shampoo_options().block_size(1024).momentum(0.5).update_freq(5).graphs(graphs));
+    const auto graph_bytes = [&] { return optimizer.memory_report().total().graphs; };
+    Tensors kept;  // so that no memory is used twice
+    for (int step = 0; step < 40; ++step) {
+      if (step == 20) {
+        EXPECT_EQ(graph_bytes() > 0, graphs == "always");
+        change(static_cast<ShampooOptions&>(optimizer.param_groups()[0].options()));
+      }
+      optimizer.zero_grad(/*set_to_none=*/true);
+      train(optimizer, params, step, step + 1);
+      for (const auto& param : params) {
+        kept.push_back(param.grad());
+      }
+    }
+    optimizer.check_errors();
+    EXPECT_EQ(graph_bytes() > 0, graphs == "always");
+    results.push_back(copies(params));
+    const Tensors state = all_state(optimizer);
+    results.back().insert(results.back().end(), state.begin(), state.end());
+  }
+  expect_equal(results[0], results[1]);
+}
+
+TEST_F(CudaOptimizers, ReplayedStepsEqualLaunchedOnes) {
+  const std::vector<std::pair<const char*, std::function<void(ShampooOptions&)>>> changes{
+      {"none", [](auto&) {}},
+      {"lr", [](auto& o) { o.lr(0.02); }},
+      {"eps", [](auto& o) { o.eps(1e-2); }},
+      {"update_freq", [](auto& o) { o.update_freq(3); }},
+      {"weight_decay", [](auto& o) { o.weight_decay(0.1); }},
+      {"betas",
+       [](auto& o) {
+         o.betas({0.5, 0.9});
+       }},
+      {"grafting", [](auto& o) { o.grafting("sgd"); }},
+      {"maximize", [](auto& o) { o.maximize(true); }}};
+  for (const auto& [what, change] : changes) {
+    SCOPED_TRACE(what);
+    expect_replayed_steps_equal_launched_ones(change);
+  }
 }
 
 #ifdef TORCHIUM_WITH_CUDA

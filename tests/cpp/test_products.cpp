@@ -1,3 +1,4 @@
+#include "linalg/products/batched_products.h"
 #include <torchium/linalg/products.h>
 #include <torchium/memory.h>
 
@@ -5,6 +6,13 @@
 
 #include <gtest/gtest.h>
 #include <limits>
+
+#ifdef TORCHIUM_WITH_CUDA
+#include <ATen/cuda/CUDAContextLight.h>
+
+#include <cublas_v2.h>
+#include <dlfcn.h>
+#endif
 
 namespace {
 
@@ -112,5 +120,37 @@ TEST(Memory, TheDefaultDeviceIsTheCurrentGpu) {
   EXPECT_LE(after.free_memory, after.total_memory);
   EXPECT_THROW(torchium::cuda_memory_info(torch::Device(torch::kCUDA, 99)), c10::ValueError);
 }
+
+#ifdef TORCHIUM_WITH_CUDA
+// torch's own products expect alpha and beta on the host.
+TEST(Products, LeaveThePointerModeOfCublasAfterAnError) {
+  if (!torch::cuda::is_available()) {
+    GTEST_SKIP() << "no CUDA device";
+  }
+  // That of the library which torch has loaded.
+  const auto get_mode = reinterpret_cast<decltype(&cublasGetPointerMode_v2)>(
+      dlsym(RTLD_DEFAULT, "cublasGetPointerMode_v2"));
+  ASSERT_NE(get_mode, nullptr);
+  const auto mode = [&] {
+    cublasPointerMode_t found = CUBLAS_POINTER_MODE_DEVICE;
+    EXPECT_EQ(get_mode(at::cuda::getCurrentCUDABlasHandle(), &found), CUBLAS_STATUS_SUCCESS);
+    return found;
+  };
+  const auto one = torch::ones({}, torch::kCUDA);
+  const auto add_gram = [&](const at::Tensor& X) {
+    auto C = torch::zeros({1, 8, 8}, torch::kCUDA);
+    linalg::detail::gram_update_(C, X, /*transposed=*/false, one.const_data_ptr<float>(),
+                                 one.const_data_ptr<float>(),
+                                 linalg::detail::MatmulPrecision::kHighest);
+    return C;
+  };
+  // cuBLAS refuses a leading dimension of 0.
+  EXPECT_THROW(add_gram(torch::ones({1, 8, 0}, torch::kCUDA)), c10::Error);
+  EXPECT_EQ(mode(), CUBLAS_POINTER_MODE_HOST);
+  EXPECT_TRUE(torch::equal(add_gram(torch::ones({1, 8, 8}, torch::kCUDA)),
+                           torch::full({1, 8, 8}, 8.0, torch::kCUDA)));
+  EXPECT_EQ(mode(), CUBLAS_POINTER_MODE_HOST);
+}
+#endif
 
 }  // namespace

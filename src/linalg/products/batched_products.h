@@ -3,6 +3,8 @@
 // cuda_kernels/split_gemm/batched_product.h.
 #pragma once
 
+#include "torchium/export.h"
+
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -22,8 +24,8 @@ MatmulPrecision matmul_precision(const std::optional<std::string>& name);
 
 // C <- beta C + alpha X X^T, X: [N, n, k], or alpha X^T X, X: [N, k, n], for contiguous X and C [N,
 // n, n]. alpha and beta are on the device.
-void gram_update_(at::Tensor& C, const at::Tensor& X, bool transposed, const float* alpha,
-                  const float* beta, MatmulPrecision precision);
+TORCHIUM_API void gram_update_(at::Tensor& C, const at::Tensor& X, bool transposed,
+                               const float* alpha, const float* beta, MatmulPrecision precision);
 
 // out [N, m, n] <- A [N, m, k] B [N, k, n]; all are contiguous, and out aliases neither.
 void multiply_batches_out(at::Tensor& out, const at::Tensor& A, const at::Tensor& B,
