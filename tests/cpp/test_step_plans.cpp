@@ -46,12 +46,12 @@ void step_once(torch::optim::Optimizer& optimizer, Tensors& params, int t) {
   optimizer.step();
 }
 
-// Parameters with gradients that are set by hand. Those in `late` join the optimizer later.
+// Parameters with gradients that are set by hand, and others that are not the optimizer's.
 template <typename Kind>
 struct Parameters {
   using Optimizer = Kind;
   Tensors params = odd_parameters();
-  Tensors late{parameter(torch::full({6, 3}, 0.5))};
+  Tensors others{parameter(torch::full({6, 3}, 0.5))};
 
   template <typename Options>
   Optimizer make(const Options& options) {
@@ -66,7 +66,7 @@ struct Model {
   using Optimizer = Kind;
   nn::Sequential model = make_mlp(torch::kFloat);
   Tensors params = model->parameters();
-  Tensors late{params[4], params[5]};
+  Tensors others{params[4], params[5]};
 
   Model() { params.resize(4); }
   template <typename Options>
@@ -101,8 +101,9 @@ void expect_noticed(const Options& options, const ChangeOf<Trained>& change, con
       trained.step(optimizer, t);
     }
     results.push_back(copies(trained.params));
-    const Tensors state = all_state(optimizer);
-    results.back().insert(results.back().end(), state.begin(), state.end());
+    for (const Tensors& more : {copies(trained.others), all_state(optimizer)}) {
+      results.back().insert(results.back().end(), more.begin(), more.end());
+    }
   }
   expect_equal(results[0], results[1]);
 }
@@ -170,7 +171,7 @@ void expect_all_noticed(const Options& options, const std::set<std::string>& exc
       {"dtype",
        [](auto&, auto& trained) {
          cast(trained.params);
-         cast(trained.late);
+         cast(trained.others);
        }},
       {"state",
        [](auto& optimizer, auto& trained) { replace_state(optimizer, trained.params, false); }},
@@ -180,8 +181,8 @@ void expect_all_noticed(const Options& options, const std::set<std::string>& exc
       {"thawed", [](auto&, auto& trained) { trained.params[0].requires_grad_(true); }},
       {"added group",
        [](auto& optimizer, auto& trained) {
-         optimizer.add_param_group(OptimizerParamGroup(trained.late));
-         trained.params.insert(trained.params.end(), trained.late.begin(), trained.late.end());
+         optimizer.add_param_group(OptimizerParamGroup(trained.others));
+         trained.params.insert(trained.params.end(), trained.others.begin(), trained.others.end());
        }},
       {"erased",
        [](auto& optimizer, auto& trained) {
@@ -190,6 +191,7 @@ void expect_all_noticed(const Options& options, const std::set<std::string>& exc
       {"removed parameter", [](auto& optimizer, auto& trained) {
          optimizer.state().erase(trained.params.back().unsafeGetTensorImpl());
          optimizer.param_groups()[0].params().pop_back();
+         trained.others.push_back(trained.params.back());
          trained.params.pop_back();
        }}};
   for (const auto& [what, change] : changes) {
