@@ -80,7 +80,9 @@ def problems_of(source: str, text: str) -> list[str]:
         if other and LAYERS.index(other) > LAYERS.index(layer):
             found.append(f"{source}: layer {layer} includes {included} of the later layer {other}")
         if is_later_folder(source, included):
-            found.append(f"{source}: includes {included} of a later folder, or of one beside its own")
+            found.append(
+                f"{source}: includes {included} of a later folder, or of one beside its own"
+            )
         if layer != "torchium_cpp" and included.startswith(PYTHON_HEADERS):
             found.append(f"{source}: includes {included}, but only torchium_cpp knows Python")
         if layer == "cuda_kernels" and included.startswith(TENSOR_HEADERS):

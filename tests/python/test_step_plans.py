@@ -13,7 +13,6 @@ import torch
 import torchium
 from captured_layers import Conv1D
 from optimizer_cases import (
-    CAPTURING_CASES,
     CASES,
     assert_goes_on_as_a_copy,
     assert_same,
@@ -120,18 +119,9 @@ def test_what_changes_identity_is_bound_again(make, change: Change, bindings, de
     assert bindings.count(0) == 2  # once for the optimizer, once for its copy
 
 
-# By natural gradient with a batch of an earlier step.
-NOT_FOLLOWED = {
-    other_memory_of_state_tensors: "the factorisation of the former values is used on",
-    parameter_leaves_its_group: "calls of the batch still name the parameter by its position",
-}
-
-
 @capturing_cases
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_changes_identity_is_noticed_by_optimizers_that_capture(make, change, device, request):
-    if make is CAPTURING_CASES["natural_gradient_between"] and change in NOT_FOLLOWED:
-        request.applymarker(pytest.mark.xfail(strict=True, reason=NOT_FOLLOWED[change]))
+def test_what_changes_identity_is_noticed_by_optimizers_that_capture(make, change, device):
     model = mlp(device)
     optimizer = make(model.parameters())
     run(model, optimizer)

@@ -35,9 +35,9 @@ using StateChange = std::tuple<int64_t, std::string, std::optional<at::Tensor>>;
 /// those without a backward pass leave no trace. Several backward passes before a step are
 /// micro-batches of one batch.
 ///
-/// zero_grad() drops the captured calls, as does every step() that does not throw c10::ValueError.
-/// Those of a parameter are also dropped when its gradient is set to undefined. All parameters must
-/// be on one device.
+/// zero_grad() drops the captured calls, as does every step() that does not throw for a wrong
+/// option. Those of a parameter are also dropped when its gradient is set to undefined. All
+/// parameters must be on one device.
 ///
 /// step() throws c10::Error, and changes nothing, if several processes have exchanged tensors since
 /// calls were last dropped. Captures of several processes are not combined, so their parameters

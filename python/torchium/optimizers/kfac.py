@@ -44,7 +44,7 @@ class KFAC(CapturingOptimizer):
     looked for where factors are captured, and what is found holds until the next time.
     Micro-batches with loss / k, one ``backward()`` each, equal one batch.
     Passes without ``backward()`` between two steps leave no trace. ``zero_grad()`` of the optimizer
-    forgets what was captured, and so does every step that does not raise ``ValueError``.
+    forgets what was captured, and so does every step, except one that raises for a wrong option.
 
     A gradient that is not finite, or too large to square (as for :class:`Shampoo`), skips the whole
     step, and so do inputs and output gradients of layers whose sums of squares overflow. A root that

@@ -39,7 +39,7 @@ class NaturalGradient(CapturingOptimizer):
     matrix without an error, and so do statistics of the batch that are computed by hand
     (``x - x.mean(0)``). Micro-batches with loss / k, one ``backward()`` each, equal one batch. Passes
     without ``backward()`` between two steps leave no trace. ``zero_grad()`` of the optimizer forgets
-    what was captured, and so does every step that does not raise ``ValueError``.
+    what was captured, and so does every step, except one that raises for a wrong option.
 
     With ``update_freq`` k only each k-th step captures its batch. In between, that batch, which is
     then part of the state, preconditions the gradients.

@@ -65,14 +65,17 @@ int64_t OperatorCapture::State::pass_of(int64_t task) {
   return pass;
 }
 
-void OperatorCapture::State::arrive(int64_t position, int64_t pass, std::vector<int64_t>& gone) {
+void OperatorCapture::State::arrive(int64_t position, int64_t pass, bool may_be_zeroed,
+                                    std::vector<int64_t>& gone) {
   const auto impl = position < 0 ? nullptr : params[position].lock();
   if (impl == nullptr) {
     return;
   }
   auto& earlier = passes_of_param[position];
-  // Once in a pass: a later call of it finds what earlier ones have brought.
-  if (earlier.count(pass) == 0 && has_lost_gradient(at::Tensor(impl).grad(), position)) {
+  const at::Tensor gradient = at::Tensor(impl).grad();
+  // Once in a pass: a later call finds what earlier ones have brought.
+  if (earlier.count(pass) == 0 &&
+      (!gradient.defined() || (may_be_zeroed && was_zeroed(gradient, position)))) {
     std::erase_if(earlier, [&](int64_t other) {
       const bool is_gone = other != pass && ended_passes.count(other) != 0;
       if (is_gone) {
@@ -101,10 +104,7 @@ void OperatorCapture::State::note_gradient(const at::Tensor& gradient, int64_t p
   }
 }
 
-bool OperatorCapture::State::has_lost_gradient(const at::Tensor& gradient, int64_t position) {
-  if (!gradient.defined()) {
-    return true;
-  }
+bool OperatorCapture::State::was_zeroed(const at::Tensor& gradient, int64_t position) {
   const auto seen = seen_gradients.find(position);
   if (seen == seen_gradients.end() || gradient.is_inference() ||
       (seen->second.tensor._unsafe_get_target() == gradient.unsafeGetTensorImpl() &&
@@ -142,8 +142,9 @@ void OperatorCapture::State::receive(PendingCall& call, const at::Tensor& gradie
       call.outer_task >= 0 ? call.outer_task : autograd::get_current_graph_task_id();
   layer.micro_batch = pass_of(task);
   std::vector<int64_t> gone;
-  arrive(layer.weight, layer.micro_batch, gone);
-  arrive(layer.bias, layer.micro_batch, gone);
+  arrive(layer.weight, layer.micro_batch, /*may_be_zeroed=*/true, gone);
+  // The weight decides for the bias, whose gradient may have arrived before the call.
+  arrive(layer.bias, layer.micro_batch, /*may_be_zeroed=*/layer.weight < 0, gone);
   look_for_mixed_samples(layer.micro_batch);
   receiver(std::move(layer), gone);
 }

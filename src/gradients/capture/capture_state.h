@@ -48,13 +48,14 @@ struct OperatorCapture::State : public std::enable_shared_from_this<State> {
   // The number of the current backward pass; `task` is its graph task.
   int64_t pass_of(int64_t task);
   // Records that a backward pass has reached the parameter at a position (or none, -1), and adds to
-  // `gone` the finished passes whose gradient no longer exists.
-  void arrive(int64_t position, int64_t pass, std::vector<int64_t>& gone);
+  // `gone` the finished passes whose gradient no longer exists: it is undefined or, with
+  // may_be_zeroed, was set to zero.
+  void arrive(int64_t position, int64_t pass, bool may_be_zeroed, std::vector<int64_t>& gone);
   // Records the end of a backward pass, and how it has left the gradients.
   void end_pass(int64_t pass);
-  // Whether the gradient of the parameter at a position has nothing from finished passes: it is
-  // undefined, or was changed in place and is zero (only then this waits for the device).
-  bool has_lost_gradient(const at::Tensor& gradient, int64_t position);
+  // Whether the gradient of the parameter at a position was changed since the last finished pass
+  // and is zero; only then this waits for the device.
+  bool was_zeroed(const at::Tensor& gradient, int64_t position);
   void note_gradient(const at::Tensor& gradient, int64_t position);
   // Records whether the current backward pass, with this number, mixes samples (mixed_samples.h).
   void look_for_mixed_samples(int64_t pass);

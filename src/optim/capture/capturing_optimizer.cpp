@@ -45,11 +45,10 @@ void CapturingOptimizer::add_param_group(const torch::optim::OptimizerParamGroup
 
 at::Tensor CapturingOptimizer::step(LossClosure closure) {
   refuse_moved_from();
+  check_groups();  // a wrong option leaves what was captured
   at::Tensor loss;
   try {
     loss = SecondOrderOptimizer::step(std::move(closure));
-  } catch (const c10::ValueError&) {  // nothing has changed: the step can be repeated
-    throw;
   } catch (...) {
     forget_captures();
     throw;
@@ -192,7 +191,6 @@ bool CapturingOptimizer::mixes_samples(const std::vector<int64_t>& passes) const
 }
 
 void CapturingOptimizer::take_step() {
-  check_groups();
   std::vector<at::Tensor> active = all_params();
   std::erase_if(active, [](const at::Tensor& param) { return !param.grad().defined(); });
   if (active.empty()) {

@@ -38,10 +38,12 @@ int64_t reserved_bytes(c10::Device device) {
 
 // Of a stream that only captures use: they lie in the pool of its graphs.
 void release_cublas_workspaces(cudaStream_t stream) {
-  auto& workspaces = at::cuda::cublas_handle_stream_to_workspace();
-  const std::unique_lock lock(workspaces.mutex);
-  std::erase_if(workspaces.map,
-                [stream](const auto& entry) { return std::get<1>(entry.first) == stream; });
+  for (auto* workspaces : {&at::cuda::cublas_handle_stream_to_workspace(),
+                           &at::cuda::cublaslt_handle_stream_to_workspace()}) {
+    const std::unique_lock lock(workspaces->mutex);
+    std::erase_if(workspaces->map,
+                  [stream](const auto& entry) { return std::get<1>(entry.first) == stream; });
+  }
 }
 
 }  // namespace
@@ -51,7 +53,7 @@ struct StepGraphs::Graphs {
   struct Kind {
     GraphKey key;
     int64_t last_step;
-    int64_t launched = 0;
+    int64_t seen = 0;
     cudaGraphExec_t exec = nullptr;
     bool is_refused = false;  // a capture failed, or took too much memory
   };
@@ -73,10 +75,11 @@ struct StepGraphs::Graphs {
   std::optional<double> lr_value;
   at::Tensor found_inf;  // 0-dim float32
   bool found_inf_is_zero = true;
+  std::optional<c10::cuda::CUDAStream> inputs_stream;
 
   static void destroy(Kind& kind);
   Kind& kind_of(const Step& step);
-  bool is_due(Kind& kind) const;
+  bool is_due(const Kind& kind) const;
   void set_inputs(const Step& step);
   cudaGraphExec_t capture(const Step& step);
   void add_graph(Kind& kind, const Step& step, GraphMode mode);
@@ -95,20 +98,26 @@ StepGraphs::Graphs::Kind& StepGraphs::Graphs::kind_of(const Step& step) {
     kind = kinds.insert(kinds.end(), {step.key, 0});
   }
   kind->last_step = ++steps;
+  ++kind->seen;
   return *kind;
 }
 
 // Whether this step of the kind, which has no graph, is to be captured.
-bool StepGraphs::Graphs::is_due(Kind& kind) const {
-  return !kind.is_refused && ++kind.launched > kWarmUp &&
+bool StepGraphs::Graphs::is_due(const Kind& kind) const {
+  return !kind.is_refused && kind.seen > kWarmUp &&
          captures < kFreeCaptures + replays / kReplaysPerCapture;
 }
 
 void StepGraphs::Graphs::set_inputs(const Step& step) {
+  const c10::cuda::CUDAStream current = c10::cuda::getCurrentCUDAStream(device.index());
   if (!lr.defined()) {
     lr = at::empty({}, at::TensorOptions(at::kDouble).device(device));
     found_inf = at::zeros({}, at::TensorOptions(at::kFloat).device(device));
+  } else if (inputs_stream != current) {
+    lr.record_stream(current);
+    found_inf.record_stream(current);
   }
+  inputs_stream = current;
   if (!step.lr.is_cpu()) {
     lr.copy_(step.lr);
     lr_value.reset();
@@ -172,7 +181,7 @@ cudaGraphExec_t StepGraphs::Graphs::capture(const Step& step) {
   return error == cudaSuccess ? exec : nullptr;
 }
 
-// Without a graph after it: captures of the kind fail, or take too much memory.
+// Leaves kind.exec null if the capture fails or takes too much memory.
 void StepGraphs::Graphs::add_graph(Kind& kind, const Step& step, GraphMode mode) {
   try {
     kind.exec = capture(step);

@@ -17,8 +17,8 @@ enum class GraphMode : uint8_t {
   kNever,
 };
 
-// Whatever the launches of a step depend on, apart from the options, the tensors of the state and
-// the addresses of the gradients.
+// Everything that the launches of a step depend on except the options, the state tensors and the
+// gradients' addresses.
 using GraphKey = std::vector<uint8_t>;
 
 // A graph for each kind of step. Kernels find the addresses of the gradients in memory that is
@@ -48,7 +48,7 @@ class StepGraphs {
   // launched as usual.
   bool run(GraphMode mode, const Step& step);
 
-  // Drops all graphs: a step is another one from now on.
+  // Drops all graphs. The step has changed.
   void clear();
 
   // Of the graphs that are kept.

@@ -29,7 +29,7 @@ bool StepPlan::Bound::is_unchanged() const {
 void StepPlan::bind(std::vector<at::Tensor> params, std::vector<ParameterState> states,
                     std::vector<int64_t> host_steps, const std::vector<NamedTensors>& more_state) {
   TORCH_CHECK_VALUE(params.size() == states.size() && params.size() == host_steps.size(),
-                    "one state and one step count a parameter are needed, got ", states.size(),
+                    "one state and one step count per parameter are needed, got ", states.size(),
                     " and ", host_steps.size(), " for ", params.size(), " parameters");
   bound_.clear();
   for (size_t i = 0; i < params.size(); ++i) {

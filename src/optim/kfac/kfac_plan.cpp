@@ -312,6 +312,9 @@ void KfacPlan::check_layer(const Layer& layer) const {
 
 std::unique_ptr<PlannedStep> KfacPlan::plan(const std::vector<at::Tensor>& params,
                                             const StateList& states, at::Tensor status) {
+  for (const Layer& each : layers_) {
+    check_layer(each);
+  }
   auto step = std::make_unique<KfacPlannedStep>();
   const KFACOptions& shared = options().front();
   step->options.batch_averaged = shared.batch_averaged();
@@ -333,7 +336,6 @@ std::unique_ptr<PlannedStep> KfacPlan::plan(const std::vector<at::Tensor>& param
     fallback_.insert(param(i).unsafeGetTensorImpl());
   }
   for (const Layer& each : layers_) {
-    check_layer(each);
     KfacLayer layer = core_layer(state_of(each.weight), options(each.weight));
     layer.weight = place[each.weight];
     layer.bias = each.bias < 0 ? -1 : place[each.bias];
@@ -391,14 +393,16 @@ StateChanges KfacPlan::take(const JointInputs& inputs) {
   try {
     StepPlan::step({}, inputs.found_inf);
   } catch (...) {  // perhaps after the counts were advanced: the next step would not be due
-    for (const KfacLayer& layer : step->layers) {
-      if (layer.inverse_due) {
-        lost_inverses_.insert(step->params[layer.weight].unsafeGetTensorImpl());
+    for (const auto l : c10::irange(layers_.size())) {
+      if (step->layers[l].inverse_due) {
+        lost_inverses_.insert(param(layers_[l].weight).unsafeGetTensorImpl());
       }
     }
     throw;
   }
-  lost_inverses_.clear();
+  for (const Layer& each : layers_) {
+    lost_inverses_.erase(param(each.weight).unsafeGetTensorImpl());
+  }
   if (!device().is_cpu()) {  // on the CPU a skipped step is known at once
     for (const Layer& each : layers_) {
       with_factors_.insert(state_of(each.weight).factor_updates().unsafeGetTensorImpl());

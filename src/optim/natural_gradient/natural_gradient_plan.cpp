@@ -68,6 +68,12 @@ BatchStates NaturalGradientPlan::batch_states() const {
 
 void NaturalGradientPlan::after_bind() {
   auto kept = has_kept_params() ? read_batch(batch_states()) : nullptr;
+  const auto is_bound = [&](const LayerCall& call) {
+    return std::max(call.weight, call.bias) < static_cast<int64_t>(size());
+  };
+  if (kept != nullptr && !std::ranges::all_of(kept->calls, is_bound)) {
+    kept = nullptr;
+  }
   if (kept == nullptr || !kept_is(*kept)) {
     set_kept(std::move(kept));
   }
@@ -87,6 +93,7 @@ void NaturalGradientPlan::after_bind() {
 
 void NaturalGradientPlan::set_kept(std::shared_ptr<const KeptBatch> batch) {
   kept_ = std::move(batch);
+  kept_shapes_.clear();
   kept_memory_.clear();
   if (kept_ == nullptr) {
     return;
@@ -356,7 +363,6 @@ StateChanges NaturalGradientPlan::keep() {
     write_batch(*batch_, written);
   }
   set_kept(read_batch(written));
-  kept_shapes_.clear();
   StateChanges changes;
   for (const auto i : c10::irange(size())) {
     kept_shapes_[param(i).unsafeGetTensorImpl()] = param(i).sizes().vec();

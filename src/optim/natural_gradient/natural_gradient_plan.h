@@ -72,7 +72,8 @@ class NaturalGradientPlan : public JointPlanOf<NaturalGradientOptions, NaturalGr
   std::optional<bool> refresh_;                      // none: not decided
   std::shared_ptr<const KeptBatch> kept_;            // of the last refresh; null: none
   std::shared_ptr<const KeptBatch> batch_;           // of the next step; null: is_start()
-  // Of kept_: the parameters of all groups, in order, and the memory that it shares with the state.
+  // Of kept_, also after it was dropped: the parameters of all groups, in order, and the memory
+  // that it shares with the state.
   std::vector<const at::TensorImpl*> kept_params_;
   std::vector<SeenTensor> kept_memory_;
   std::map<const at::TensorImpl*, std::vector<int64_t>> kept_shapes_;  // of parameters, at keep()

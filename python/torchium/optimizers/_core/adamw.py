@@ -15,7 +15,7 @@ SHAMPOO = OptionList("Shampoo")
 
 
 def options_beside_adamw() -> dict[str, Any]:
-    """Defaults of the options that AdamW does not have (``src/optim/core/from_adamw.cpp``)."""
+    """Defaults of the options that AdamW does not have (``src/optim/shampoo/from_adamw.cpp``)."""
     values = torch.ops.torchium.options_beside_adamw()
     return dict(zip(values[::2], values[1::2], strict=True))
 

@@ -21,8 +21,8 @@ Gradients = dict[tuple[torch.device, torch.dtype], list[Tensor]]
 def unscaled_gradients(optimizer: Optimizer) -> Iterator[Tensor | None]:
     """Divides all gradients by the scale; yields a tensor that is not 0 if the step must be skipped.
 
-    None without a scaler. If the step raises, the gradients are multiplied by the scale again, so that
-    it can be repeated. Does not wait for the device.
+    None without a scaler. If the step raises, the gradients are multiplied by the scale again (exactly,
+    for powers of two). Does not wait for the device.
     """
     found_inf = getattr(optimizer, "found_inf", None)
     if not isinstance(found_inf, Tensor):  # 0 if the scaler saw no gradients

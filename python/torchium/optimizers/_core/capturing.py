@@ -147,33 +147,23 @@ class CapturingOptimizer(CoreOptimizer):
         self._forget_calls()
 
     def _step_groups(self) -> None:
-        try:
-            self._take_step()
-        except ValueError:  # nothing has changed: the step can be repeated with the same captures
-            raise
-        except BaseException:
-            self._end_captures()
-            raise
-        self._end_captures()
-
-    def _take_step(self) -> None:
-        self._refuse_misuse()
-        for index, group in enumerate(self.param_groups):
+        for index, group in enumerate(self.param_groups):  # a wrong option leaves the captures
             self._check_changed_options(index, group)
-        plan = self._bound_plan()
-        self._adopt_options(plan)
-        self._before_step(plan)
-        if not plan.core.prepare():
-            self._complete_state(plan)
-        self._announce(plan)
-        lrs = [group["lr"] for group in self.param_groups]
-        with unscaled_gradients(self) as found_inf:
-            self._change_state(plan, plan.step(lrs, found_inf, self._unknown_loss_scale()))
-
-    def _end_captures(self) -> None:
-        self._forget_calls()
-        self._capture.settle()
-        self._decided = False
+        try:
+            self._refuse_misuse()
+            plan = self._bound_plan()
+            self._adopt_options(plan)
+            self._before_step(plan)
+            if not plan.core.prepare():
+                self._complete_state(plan)
+            self._announce(plan)
+            lrs = [group["lr"] for group in self.param_groups]
+            with unscaled_gradients(self) as found_inf:
+                self._change_state(plan, plan.step(lrs, found_inf, self._unknown_loss_scale()))
+        finally:
+            self._forget_calls()
+            self._capture.settle()
+            self._decided = False
 
     def _forget_calls(self) -> None:
         self._capture.forget()

@@ -30,11 +30,11 @@ class DeviceCheck : public StepPrologue {
   // status: see step_status.h.
   DeviceCheck(at::TensorOptions options, at::Tensor status);
 
-  // Adds the next parameter: its gradient is looked at, with an L2 penalty it too, and `step` is
-  // counted.
+  // Adds the next parameter: its gradient is examined, and with an L2 penalty the parameter too,
+  // and `step` is counted.
   void add_parameter(const at::Tensor& param, double weight_decay, const at::Tensor& step,
                      const Starts& starts = {});
-  // Looks at another tensor, which is dense and counts with parameter `param`. `step`: see
+  // Looks at another tensor, which is dense and belongs to parameter `param`. `step`: see
   // ScanEntry.
   void add_scan(const at::Tensor& tensor, size_t param, cuda_kernels::ScanKind kind, double largest,
                 const double* step);
