@@ -618,6 +618,7 @@ def bad_numbers(state: dict) -> dict[str, list[float]]:
     for key in ("step", "factor_updates", "sum", "diagonal", "grafting_second_moment"):
         if key in bad:
             bad[key].append(-1.0)
+    bad["step"].append(2.5)
     return bad
 
 
@@ -635,7 +636,7 @@ def test_numbers_that_no_run_has_are_refused_by_the_name_of_their_key(name):
             for value in values_of_key:
                 bad = copy.deepcopy(good)
                 bad["state"][index][key].view(-1)[-1:] = value
-                wrong = "not finite" if value != -1.0 else "below 0"
+                wrong = {-1.0: "below 0", 2.5: "no whole number"}.get(value, "not finite")
                 parameter = bad["param_groups"][0]["param_names"][index]
                 with pytest.raises(
                     ValueError, match=f"'{key}' of parameter '{parameter}'.*{wrong}"

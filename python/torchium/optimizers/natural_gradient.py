@@ -84,6 +84,9 @@ class NaturalGradient(CapturingOptimizer):
             outside of its layer, layers that disagree on the number of samples.
 
     .. note::
+        With ``update_freq`` above 1, ``flatten_optimizer_state_dict=True`` of
+        ``torch.distributed.checkpoint`` drops the batch, without an error: the next step captures its own.
+
         The hooks work under ``torch.compile``, with a break of the graph at each layer. Under
         ``torch.distributed`` with more than one process :meth:`step` raises ``RuntimeError``.
 

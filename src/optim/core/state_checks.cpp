@@ -75,6 +75,8 @@ void check_numbers(const at::Tensor& value, const std::string& key, const std::s
                     " in the checkpoint has entries that are not finite");
   TORCH_CHECK_VALUE(kNonNegative.count(key) == 0 || value.ge(0).all().item<bool>(), "'", key,
                     "' of ", param, " in the checkpoint has entries below 0");
+  TORCH_CHECK_VALUE(key != "step" || value.equal(value.floor()), "'step' of ", param,
+                    " in the checkpoint is ", value.item<double>(), ", which is no whole number");
 }
 
 }  // namespace
