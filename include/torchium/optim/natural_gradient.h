@@ -30,8 +30,9 @@ struct TORCHIUM_API NaturalGradientOptions
   TORCH_ARG(double, lr) = 0.1;
   /// Added to the Fisher matrix, > 0: in units of the squared gradient of a sample.
   TORCH_ARG(double, damping) = 1.0;
-  /// Steps between two Fisher matrices, >= 1. A new value counts from the step after the
-  /// next one: whether layers are captured for that is decided at the end of a step.
+  /// Steps between two Fisher matrices, >= 1. A new value counts from the next step on, but a
+  /// matrix that the former value did not ask for comes one step later: whether layers are captured
+  /// is decided at the end of a step.
   TORCH_ARG(int64_t, update_freq) = 1;
   /// Relative tolerance of conjugate gradients, > 0 (float32 parameters end near 1e-6).
   TORCH_ARG(double, eps) = 1e-8;

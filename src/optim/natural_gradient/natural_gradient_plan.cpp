@@ -91,6 +91,13 @@ void NaturalGradientPlan::after_bind() {
   });
 }
 
+// What was not to be captured is not there, whatever the new options say.
+void NaturalGradientPlan::after_set_options() {
+  if (refresh_ == true) {
+    refresh_.reset();
+  }
+}
+
 void NaturalGradientPlan::set_kept(std::shared_ptr<const KeptBatch> batch) {
   kept_ = std::move(batch);
   kept_shapes_.clear();

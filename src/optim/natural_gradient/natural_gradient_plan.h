@@ -50,6 +50,7 @@ class NaturalGradientPlan : public JointPlanOf<NaturalGradientOptions, NaturalGr
   void check(const std::vector<size_t>& active) override;
   void complete(size_t i, SecondOrderParamState& state) override;
   void after_bind() override;
+  void after_set_options() override;
   std::unique_ptr<PlannedStep> plan(const std::vector<at::Tensor>& params, const StateList& states,
                                     at::Tensor status) override;
 
