@@ -81,14 +81,6 @@ void NaturalGradientPlan::after_bind() {
     refresh_.reset();
   }
   batch_ = nullptr;
-  std::erase_if(kept_shapes_, [&](const auto& entry) {
-    for (const auto i : c10::irange(size())) {
-      if (param(i).unsafeGetTensorImpl() == entry.first) {
-        return false;
-      }
-    }
-    return true;
-  });
 }
 
 // What was not to be captured is not there, whatever the new options say.

@@ -116,29 +116,29 @@ void ShampooStep::run(const at::Tensor& lr, at::IntArrayRef host_steps,
   each("torchium::elementwise", &ShampooSubset::apply);          // p <- p - lr |f| / |d| d
 }
 
-// Kernels renew all roots, with the exponent of all later steps.
-bool ShampooStep::roots_fit_graphs(int64_t t) const {
-  return t >= options_.exponent_warmup() &&
-         std::ranges::all_of(batches_, [&](const MatrixBatch& batch) {
-           return renews_on_device(batch, root_rule(options_));
-         });
+bool ShampooStep::kernels_renew_roots() const {
+  return std::ranges::all_of(batches_, [&](const MatrixBatch& batch) {
+    return renews_on_device(batch, root_rule(options_));
+  });
 }
 
 std::optional<GraphKey> ShampooStep::graph_key(at::IntArrayRef host_steps) const {
   if (!all_by_kernels_) {
     return std::nullopt;
   }
-  size_t due = 0;                            // parameters with a root that is due
+  size_t due = 0;  // parameters with a root that is due
+  bool has_last_exponent = true;
   for (const int64_t before : host_steps) {  // none: a capturable step leaves the roots alone
     const int64_t t = before + 1;
-    const bool is_due =
-        root_is_due(t, options_.start_preconditioning_step(), options_.update_freq());
-    if (t < options_.start_preconditioning_step() || (is_due && !roots_fit_graphs(t))) {
+    if (t < options_.start_preconditioning_step()) {
       return std::nullopt;
     }
-    due += is_due ? 1 : 0;
+    if (root_is_due(t, options_.start_preconditioning_step(), options_.update_freq())) {
+      ++due;
+      has_last_exponent &= t >= options_.exponent_warmup();
+    }
   }
-  if (due != 0 && due != host_steps.size()) {
+  if (due != 0 && !(due == host_steps.size() && has_last_exponent && kernels_renew_roots())) {
     return std::nullopt;
   }
   GraphKey key{static_cast<uint8_t>(linalg::detail::matmul_precision(options_.matmul_precision())),

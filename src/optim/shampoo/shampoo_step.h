@@ -32,7 +32,7 @@ class ShampooStep : public PrologueStep {
 
  private:
   void make_subsets();
-  bool roots_fit_graphs(int64_t t) const;
+  bool kernels_renew_roots() const;
 
   const ShampooOptions& options_;
   ShampooGroup group_;
