@@ -28,7 +28,8 @@ struct LargeWorkspace {
   // [matrices]: the first quadratic step; schedules.steps if there is none, more if not finite.
   // Before start_inverse_root it is zero for all finite matrices.
   int* starts;
-  float* units;  // [matrices]: factor of M at its first step
+  int* first_start;  // [1]: the least of starts, after start_inverse_root
+  float* units;      // [matrices]: factor of M at its first step
 
   // Coefficients of products (symmetric_product.h), [matrices, 4]: of q = a I + b M + c M^2 at step
   // k, and of M q^p, which compensates for the new unit of a matrix that starts:

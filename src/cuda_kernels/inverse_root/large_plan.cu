@@ -11,7 +11,8 @@ namespace {
 // Sums the bands of each matrix; one warp per matrix.
 __global__ void __launch_bounds__(kThreads)
     bound_kernel(const __grid_constant__ InverseRoot arguments, const double* partials,
-                 SpectralBound* bounds, int* starts) {
+                 SpectralBound* bounds, int* starts, int* first_start) {
+  if (blockIdx.x == 0 && threadIdx.x == 0) *first_start = INT_MAX;
   const int64_t matrix = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
   if (matrix >= arguments.matrices) return;
   const int bands = bands_of(arguments.rule.n);
@@ -72,6 +73,7 @@ __global__ void __launch_bounds__(kThreads)
 struct PlanOutputs {
   NewtonPlan* plans;
   int* starts;
+  int* first_start;
   float4* quadratic;  // [kMaxSteps, matrices], as are the powers
   float4* power;
   float4* last;  // [3, matrices]
@@ -127,6 +129,7 @@ __global__ void __launch_bounds__(kThreads)
     const int start = is_finite ? schedules.steps - plan.steps : INT_MAX;
     const auto unit = static_cast<float>(first.top / bound.top);
     out.starts[matrix] = start;
+    atomicMin(out.first_start, start);
     out.units[matrix] = unit;
     if (is_finite) {
       write_coefficients(out, schedules, plan, matrix, arguments.matrices, start, unit);
@@ -214,6 +217,7 @@ LargeWorkspace::LargeWorkspace(void* memory, int64_t matrices, int order) : matr
   pieces.take(largest, matrices * order);
   pieces.take(squares, matrices * product_sums(order));
   pieces.take(starts, matrices);
+  pieces.take(first_start, 1);
   pieces.take(units, matrices);
   pieces.take(coefficients_, 4 * matrices * (2 * RootScheduleTable::kMaxSteps + 3));
   bytes = pieces.used();
@@ -226,7 +230,7 @@ cudaError_t fill_inverse_root(const InverseRoot& arguments, const LargeWorkspace
   band_kernel<true><<<blocks(matrices * bands_of(n)), kThreads, 0, stream>>>(
       arguments.A, n, nullptr, M.order, w.images, w.partials);
   bound_kernel<<<blocks((matrices + kWarps - 1) / kWarps), kThreads, 0, stream>>>(
-      arguments, w.partials, w.bounds, w.starts);
+      arguments, w.partials, w.bounds, w.starts, w.first_start);
   const int64_t bands = M.order / kBand;
   fill_kernel<<<blocks(matrices * bands * (bands + 1) / 2), kThreads, 0, stream>>>(arguments.A, n,
                                                                                    w.bounds, M);
@@ -241,8 +245,8 @@ cudaError_t start_inverse_root(const InverseRoot& arguments, const RootScheduleT
   const auto as_float4 = [](float* row) { return reinterpret_cast<float4*>(row); };
   plan_kernel<<<blocks(matrices), kThreads, 0, stream>>>(
       arguments, schedules, w.bounds, w.images, w.squares,
-      {w.plans, w.starts, as_float4(w.quadratic(0)), as_float4(w.power(0)), as_float4(w.last_Z()),
-       w.units, w.vectors, order, product_sums(order)});
+      {w.plans, w.starts, w.first_start, as_float4(w.quadratic(0)), as_float4(w.power(0)),
+       as_float4(w.last_Z()), w.units, w.vectors, order, product_sums(order)});
   const int64_t blocks_of_matrix = blocks_of_pieces(order);
   start_kernel<<<blocks(matrices * blocks_of_matrix), kThreads, 0, stream>>>(
       arguments, schedules, operands, w.plans, w.starts, w.units, blocks_of_matrix);

@@ -10,6 +10,15 @@ namespace {
 
 using namespace symmetric_product_detail;
 
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// Pairs of tiles from first_pair on that this block's cluster processes in this launch.
+__device__ int tasks_of_cluster(const SymmetricProduct& arguments, int first_pair) {
+  const int pairs = TileSchedule(arguments.A.order, arguments.matrices).pairs();
+  const int clusters = gridDim.x / kBlocks, cluster = blockIdx.x / kBlocks;
+  return max(0, min(kMostTasks, (pairs - first_pair - cluster + clusters - 1) / clusters));
+}
+#endif
+
 // Compilers for earlier architectures do not support the attribute.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define TORCHIUM_CLUSTER __cluster_dims__(kBlocks, 1, 1)
@@ -26,15 +35,21 @@ __global__ void TORCHIUM_CLUSTER __launch_bounds__(kThreads, 1)
   const uint32_t start = shared_address(shared);
   const uint32_t padding = (1024 - start % 1024) % 1024;
   const Block block{arguments, start + padding,
-                    reinterpret_cast<Task*>(shared + padding + kTasksAt), rank_in_cluster()};
-  launch_dependents();
+                    reinterpret_cast<Task*>(shared + padding + kTasksAt),
+                    tasks_of_cluster(arguments, first_pair), rank_in_cluster()};
   if (threadIdx.x == 0) block.initialize();
+  const int others_matrix = block.place_tile(first_pair);
   wait_for_prerequisites();
-  block.find_tasks(first_pair);
+  if (arguments.first_start != nullptr && arguments.latest_start < *arguments.first_start) return;
+  block.set_state(others_matrix);
   cluster_sync();
   if (threadIdx.x < 128) {
     give_registers<24>();
-    if (threadIdx.x == 0) load_operands(block, maps);
+    if (threadIdx.x == 0) {
+      load_operands(block, maps);
+      // Not earlier: blocks that wait would keep those of other streams from the multiprocessors.
+      launch_dependents();
+    }
     if (threadIdx.x == 32) Mover(block, maps, 0).run();
     if (threadIdx.x == 64) Mover(block, maps, 1).run();
   } else {

@@ -23,6 +23,8 @@ struct SymmetricProduct {
   float latest_factor = 1;
   const int* starts;  // [matrices]: those that start after latest_start are skipped
   int latest_start;
+  // The least of starts. If it is above latest_start, the launch ends at once. Null: unknown.
+  const int* first_start = nullptr;
   // Operands whose lo parts count as zero. A single product takes a third of the arithmetic.
   bool single = false;  // A, B and E
   bool single_D = false;

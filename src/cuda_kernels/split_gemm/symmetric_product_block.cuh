@@ -40,6 +40,7 @@ struct Task {
   __device__ bool is_mine() const { return state >= kStarts; }
 };
 constexpr int kMostTasks = 90;
+static_assert(kMostTasks <= kThreads);
 constexpr int kSharedBytes = kTasksAt + kMostTasks * static_cast<int>(sizeof(Task)) + 1024;
 static_assert(kSharedBytes <= 227 * 1024);
 
@@ -60,7 +61,8 @@ struct TileMaps {
 struct Block {
   const SymmetricProduct& args;
   uint32_t shared;
-  Task* tasks;  // [kMostTasks]
+  Task* tasks;  // [count]
+  int count;
   uint32_t rank;
 
   __device__ uint32_t stage(uint32_t slot) const { return shared + slot * kStageBytes; }
@@ -93,23 +95,24 @@ struct Block {
     return matrix < args.matrices && args.starts[matrix] <= args.latest_start;
   }
 
-  // Called by all threads; visible after the next barrier.
-  __device__ void find_tasks(int first_pair) const {
+  // The tile of this thread's task, if it has one. Returns the matrix of the other block's tile.
+  __device__ int place_tile(int first_pair) const {
+    if (static_cast<int>(threadIdx.x) >= count) return 0;
     const TileSchedule schedule(args.A.order, args.matrices);
-    const int clusters = gridDim.x / kBlocks;
-    for (int i = threadIdx.x; i < kMostTasks; i += kThreads) {
-      const int pair = first_pair + blockIdx.x / kBlocks + i * clusters;
-      Task task{{}, Task::kNone};
-      if (pair < schedule.pairs()) {
-        task.tile = schedule.tile(pair, rank);
-        if (is_active(task.tile.matrix)) {
-          const bool starts = args.starts[task.tile.matrix] == args.latest_start;
-          task.state = starts ? Task::kStarts : Task::kStarted;
-        } else if (is_active(schedule.tile(pair, rank ^ 1).matrix)) {
-          task.state = Task::kOther;
-        }
-      }
-      tasks[i] = task;
+    const int pair = first_pair + (blockIdx.x + threadIdx.x * gridDim.x) / kBlocks;
+    tasks[threadIdx.x].tile = schedule.tile(pair, rank);
+    return schedule.tile(pair, rank ^ 1).matrix;
+  }
+
+  // Called by all threads once `starts` is known; visible after the next barrier.
+  __device__ void set_state(int others_matrix) const {
+    if (static_cast<int>(threadIdx.x) >= count) return;
+    Task& task = tasks[threadIdx.x];
+    if (is_active(task.tile.matrix)) {
+      const bool starts = args.starts[task.tile.matrix] == args.latest_start;
+      task.state = starts ? Task::kStarts : Task::kStarted;
+    } else {
+      task.state = is_active(others_matrix) ? Task::kOther : Task::kNone;
     }
   }
 
@@ -126,7 +129,7 @@ struct Block {
   // body(task) for every task of this cluster with an active matrix.
   template <typename Body>
   __device__ void for_each_task(const Body& body) const {
-    for (int i = 0; i < kMostTasks; ++i) {
+    for (int i = 0; i < count; ++i) {
       if (tasks[i].state != Task::kNone) body(tasks[i]);
     }
   }

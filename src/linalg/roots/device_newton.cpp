@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <optional>
 
 #ifdef TORCHIUM_WITH_CUDA
 #include "cuda_kernels/inverse_root/small_inverse_root.h"
@@ -14,11 +15,13 @@
 #include "linalg/roots/large_inverse_root.h"
 #include "linalg/roots/root_schedule_table.h"
 #include "support/device_code.h"
+#include "support/side_streams.h"
 
 #include <ATen/cuda/CUDAContextLight.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
+#include <c10/util/irange.h>
 #endif
 
 namespace torchium::linalg::detail {
@@ -59,83 +62,121 @@ bool has_device_root(const at::Tensor& A, int64_t p) {
 
 namespace {
 
-// The kernels' outputs per matrix in addition to its root.
-struct Verdicts {
-  explicit Verdicts(const at::Tensor& A)
-      : residual(at::empty({A.size(0)}, A.options())),
-        damping(at::empty({A.size(0)}, A.options().dtype(at::kDouble))),
-        iterations(at::empty({A.size(0)}, A.options().dtype(at::kLong))),
-        floor(at::empty({A.size(0)}, A.options().dtype(at::kDouble))) {}
+// A batch, its outputs and the workspace of its kernels.
+class Solve {
+ public:
+  // root: undefined: new memory.
+  Solve(const at::Tensor& A, int64_t p, double eps, double relative_eps,
+        const at::Tensor& root = {})
+      : input_(A.contiguous()),
+        outputs_{root.defined() ? root : at::empty_like(input_), new_numbers(at::kFloat),
+                 new_numbers(at::kDouble), new_numbers(at::kLong), new_numbers(at::kDouble)} {
+    torchium::detail::check_device_code(A.device());
+    const int64_t n = A.size(-1);
+    const NewtonLimits limits = device_limits(n);
+    schedules_ = root_schedule_table(p, limits.lowest_level());
+    arguments = {.A = input_.const_data_ptr<float>(),
+                 .root = outputs_.root.mutable_data_ptr<float>(),
+                 .residual = outputs_.residual.mutable_data_ptr<float>(),
+                 .damping = outputs_.damping.mutable_data_ptr<double>(),
+                 .floor = outputs_.floor.mutable_data_ptr<double>(),
+                 .iterations = outputs_.iterations.mutable_data_ptr<int64_t>(),
+                 .matrices = A.size(0),
+                 .rule = {.n = static_cast<int>(n),
+                          .p = static_cast<int>(p),
+                          .eps = eps,
+                          .relative_eps = relative_eps,
+                          .noise = limits.noise,
+                          .noise_margin = NewtonLimits::kNoiseMargin,
+                          .lowest_start = limits.lowest_start,
+                          .smallest_floor = limits.smallest_floor,
+                          // The root of M is at most 2^22 for p = 1, 2^11 for p = 2.
+                          .first = p == 1 ? 0x1p-10f : 1.0f,
+                          .residual_tolerance = static_cast<float>(kNewtonResidualTolerance),
+                          .largest_root = kLargestDeviceRoot}};
+    if (n > cuda_kernels::kLargestSmallOrder) {
+      memory_.emplace(A.size(0), static_cast<int>(n), A.options());
+    }
+  }
 
-  at::Tensor residual, damping, iterations, floor;
+  void run(cudaStream_t stream) const {
+    if (memory_) {
+      large_inverse_root(arguments, *schedules_, *memory_, stream);
+    } else {
+      C10_CUDA_CHECK(cuda_kernels::small_inverse_root(arguments, *schedules_, stream));
+    }
+  }
+
+  const DeviceRoot& outputs() const { return outputs_; }
+
+  cuda_kernels::InverseRoot arguments;
+
+ private:
+  at::Tensor new_numbers(at::ScalarType dtype) const {
+    return at::empty({input_.size(0)}, input_.options().dtype(dtype));
+  }
+
+  at::Tensor input_;
+  DeviceRoot outputs_;
+  const cuda_kernels::RootScheduleTable* schedules_ = nullptr;
+  std::optional<LargeRootMemory> memory_;
 };
 
-cuda_kernels::InverseRoot root_arguments(const at::Tensor& A, int64_t p, double eps,
-                                         double relative_eps, const at::Tensor& root,
-                                         const Verdicts& verdicts) {
-  const NewtonLimits limits = device_limits(A.size(-1));
-  return {.A = A.const_data_ptr<float>(),
-          .root = root.mutable_data_ptr<float>(),
-          .residual = verdicts.residual.mutable_data_ptr<float>(),
-          .damping = verdicts.damping.mutable_data_ptr<double>(),
-          .floor = verdicts.floor.mutable_data_ptr<double>(),
-          .iterations = verdicts.iterations.mutable_data_ptr<int64_t>(),
-          .matrices = A.size(0),
-          .rule = {.n = static_cast<int>(A.size(-1)),
-                   .p = static_cast<int>(p),
-                   .eps = eps,
-                   .relative_eps = relative_eps,
-                   .noise = limits.noise,
-                   .noise_margin = NewtonLimits::kNoiseMargin,
-                   .lowest_start = limits.lowest_start,
-                   .smallest_floor = limits.smallest_floor,
-                   // The root of M is at most 2^22 for p = 1, 2^11 for p = 2.
-                   .first = p == 1 ? 0x1p-10f : 1.0f,
-                   .residual_tolerance = static_cast<float>(kNewtonResidualTolerance),
-                   .largest_root = kLargestDeviceRoot}};
+Solve solve_of(const RootRenewal& batch, int64_t p, double eps, double relative_eps,
+               const at::Tensor& keep) {
+  TORCH_INTERNAL_ASSERT(batch.A.is_contiguous() && batch.roots.is_contiguous() &&
+                        batch.failures.is_contiguous());
+  Solve solve(batch.A, p, eps, relative_eps, batch.roots);
+  solve.arguments.failures = batch.failures.mutable_data_ptr<int32_t>();
+  if (batch.divisors.defined()) {
+    TORCH_INTERNAL_ASSERT(batch.divisors.is_contiguous());
+    solve.arguments.divisors = batch.divisors.const_data_ptr<double>();
+  }
+  if (keep.defined()) {
+    solve.arguments.keep = keep.const_data_ptr<bool>();
+  }
+  return solve;
 }
 
-void run(const cuda_kernels::InverseRoot& arguments, const at::TensorOptions& options) {
-  torchium::detail::check_device_code(options.device());
-  const int64_t n = arguments.rule.n;
-  const cuda_kernels::RootScheduleTable& schedules =
-      *root_schedule_table(arguments.rule.p, device_limits(n).lowest_level());
-  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  if (n <= cuda_kernels::kLargestSmallOrder) {
-    C10_CUDA_CHECK(cuda_kernels::small_inverse_root(arguments, schedules, stream));
-  } else {
-    large_inverse_root(arguments, schedules, options, stream);
-  }
+constexpr size_t kMostStreams = 8;
+constexpr int64_t kMemoryAtOnce = int64_t{1} << 29;  // bytes of workspaces
+
+int64_t workspace_bytes(const RootRenewal& batch) {
+  const int64_t n = batch.A.size(-1);
+  return n <= cuda_kernels::kLargestSmallOrder
+             ? 0
+             : std::min(large_root_buffer_limit(n), 4 * 4 * batch.A.size(0) * n * n);
 }
 
 }  // namespace
 
 DeviceRoot device_inverse_root(const at::Tensor& A, int64_t p, double eps, double relative_eps) {
   const c10::cuda::CUDAGuard device_guard(A.device());
-  const at::Tensor input = A.contiguous();
-  const at::Tensor root = at::empty_like(input);
-  const Verdicts verdicts(input);
-  run(root_arguments(input, p, eps, relative_eps, root, verdicts), A.options());
-  return {root, verdicts.residual, verdicts.damping, verdicts.iterations, verdicts.floor};
+  const Solve solve(A, p, eps, relative_eps);
+  solve.run(c10::cuda::getCurrentCUDAStream());
+  return solve.outputs();
 }
 
-void renew_inverse_roots(const at::Tensor& A, const at::Tensor& divisors, int64_t p, double eps,
-                         double relative_eps, const RenewedRoots& renewed) {
-  TORCH_INTERNAL_ASSERT(A.is_contiguous() && renewed.roots.is_contiguous() &&
-                        renewed.failures.is_contiguous());
-  const c10::cuda::CUDAGuard device_guard(A.device());
-  const Verdicts verdicts(A);
-  cuda_kernels::InverseRoot arguments =
-      root_arguments(A, p, eps, relative_eps, renewed.roots, verdicts);
-  arguments.failures = renewed.failures.mutable_data_ptr<int32_t>();
-  if (divisors.defined()) {
-    TORCH_INTERNAL_ASSERT(divisors.is_contiguous());
-    arguments.divisors = divisors.const_data_ptr<double>();
+void renew_inverse_roots(const std::vector<RootRenewal>& batches, int64_t p, double eps,
+                         double relative_eps, const at::Tensor& keep) {
+  for (size_t begin = 0; begin < batches.size();) {
+    const c10::Device device = batches[begin].A.device();
+    const c10::cuda::CUDAGuard device_guard(device);
+    std::vector<Solve> solves;
+    int64_t bytes = 0;
+    for (; begin < batches.size(); ++begin) {
+      bytes += workspace_bytes(batches[begin]);
+      if (!solves.empty() && bytes > kMemoryAtOnce) {
+        break;
+      }
+      solves.push_back(solve_of(batches[begin], p, eps, relative_eps, keep));
+    }
+    torchium::detail::SideStreams streams(device, std::min(kMostStreams, solves.size()));
+    for (const auto i : c10::irange(solves.size())) {
+      solves[i].run(streams[i % streams.size()]);
+    }
+    streams.join();
   }
-  if (renewed.keep.defined()) {
-    arguments.keep = renewed.keep.const_data_ptr<bool>();
-  }
-  run(arguments, A.options());
 }
 
 #else
@@ -146,8 +187,8 @@ DeviceRoot device_inverse_root(const at::Tensor& A, int64_t p, double eps, doubl
   TORCH_INTERNAL_ASSERT(false, "built without CUDA");
 }
 
-void renew_inverse_roots(const at::Tensor& A, const at::Tensor& divisors, int64_t p, double eps,
-                         double relative_eps, const RenewedRoots& renewed) {
+void renew_inverse_roots(const std::vector<RootRenewal>& batches, int64_t p, double eps,
+                         double relative_eps, const at::Tensor& keep) {
   TORCH_INTERNAL_ASSERT(false, "built without CUDA");
 }
 

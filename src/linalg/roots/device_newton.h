@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <vector>
 
 namespace torchium::linalg::detail {
 
@@ -31,20 +32,22 @@ struct DeviceRoot {
 // the identity; its `iterations` is 0. The host reads nothing.
 DeviceRoot device_inverse_root(const at::Tensor& A, int64_t p, double eps, double relative_eps);
 
-// Roots of N matrices on one device, updated in place.
-struct RenewedRoots {
+// N matrices, and their roots, which are updated in place.
+struct RootRenewal {
+  at::Tensor A;         // [N, n, n], contiguous, supported by has_device_root
+  at::Tensor divisors;  // [N] float64, contiguous: the c of each matrix; undefined: 1
   at::Tensor roots;     // [N, n, n] float32, contiguous
   at::Tensor failures;  // [N] int32, contiguous: consecutive failures
-  at::Tensor keep;      // 0-dim bool: whether anything may change; undefined: yes
 };
 
-// Writes (A / c + (eps + relative_eps s) I)^(-1/p) to the roots, s the bound of A / c. A root is
-// not accepted if A / c is not finite, the residual is above 0.25 or the root leaves the range of
-// float32. That matrix then keeps its old root and counts one more failure; the others count none.
-// A: [N, n, n], contiguous, supported by has_device_root. divisors: the c of each matrix, [N]
-// float64, contiguous; undefined: 1. Needs only the workspace of device_inverse_root; the host
-// reads nothing.
-void renew_inverse_roots(const at::Tensor& A, const at::Tensor& divisors, int64_t p, double eps,
-                         double relative_eps, const RenewedRoots& renewed);
+// Writes (A / c + (eps + relative_eps s) I)^(-1/p) to the roots of all batches, which are on one
+// device; s is the bound of A / c. A root is not accepted if A / c is not finite, the residual is
+// above 0.25 or the root leaves the range of float32. That matrix then keeps its old root and
+// counts one more failure; the others count none. keep: 0-dim bool, whether anything may change;
+// undefined: yes. Batches are solved at the same time on several streams, with the workspaces of
+// device_inverse_root for all of them, as long as these fit in 512 MiB together. The host reads
+// nothing.
+void renew_inverse_roots(const std::vector<RootRenewal>& batches, int64_t p, double eps,
+                         double relative_eps, const at::Tensor& keep);
 
 }  // namespace torchium::linalg::detail

@@ -85,6 +85,7 @@ class LargeIteration {
     product.n = arguments_.rule.n;
     product.starts = workspace_.starts;
     product.latest_start = k;
+    product.first_start = workspace_.first_start;
     product.terms_per_sum = terms_of_sum(k, A.order);
     return product;
   }
@@ -108,6 +109,7 @@ class LargeIteration {
     }
     first_square_ = product(operands_.M, operands_.M, operands_.S, 0);
     first_square_.squares = workspace_.squares;
+    first_square_.first_start = nullptr;
   }
 
   // q = a I + b M + c M^2, X <- X q, M <- M q^p. Matrices that start here already have q, as their
@@ -204,23 +206,27 @@ cuda_kernels::InverseRoot part_of(cuda_kernels::InverseRoot batch, int64_t begin
 
 }  // namespace
 
-void large_inverse_root(const cuda_kernels::InverseRoot& arguments,
-                        const cuda_kernels::RootScheduleTable& schedules,
-                        const at::TensorOptions& options, cudaStream_t stream) {
+LargeRootMemory::LargeRootMemory(int64_t matrices, int n, const at::TensorOptions& options) {
   constexpr int64_t kPadding = cuda_kernels::kSplitPadding;
-  const int n = arguments.rule.n;
-  const auto order = static_cast<int>((n + kPadding - 1) / kPadding * kPadding);
+  const int64_t order = (n + kPadding - 1) / kPadding * kPadding;
   const int64_t bytes_of_matrix = kBuffers * 4 * order * order;
   const int64_t part = std::clamp<int64_t>(large_root_buffer_limit(order) / bytes_of_matrix, 1,
-                                           std::max<int64_t>(1, arguments.matrices));
-  const at::Tensor buffers = at::empty({kBuffers, part, 2, order, order}, options.dtype(at::kHalf));
-  const auto bytes = static_cast<int64_t>(LargeWorkspace(nullptr, part, order).bytes);
-  const at::Tensor memory = at::empty({bytes}, options.dtype(at::kByte));
+                                           std::max<int64_t>(1, matrices));
+  buffers = at::empty({kBuffers, part, 2, order, order}, options.dtype(at::kHalf));
+  const LargeWorkspace workspace(nullptr, part, static_cast<int>(order));
+  others = at::empty({static_cast<int64_t>(workspace.bytes)}, options.dtype(at::kByte));
+}
+
+void large_inverse_root(const cuda_kernels::InverseRoot& arguments,
+                        const cuda_kernels::RootScheduleTable& schedules,
+                        const LargeRootMemory& memory, cudaStream_t stream) {
+  const int64_t part = memory.buffers.size(1);
+  const auto order = static_cast<int>(memory.buffers.size(-1));
   for (int64_t begin = 0; begin < arguments.matrices; begin += part) {
     const int64_t count = std::min(part, arguments.matrices - begin);
     const cuda_kernels::InverseRoot range = part_of(arguments, begin, count);
-    const LargeWorkspace workspace(memory.data_ptr(), count, order);
-    LargeIteration(range, schedules, workspace, buffers).run(stream);
+    const LargeWorkspace workspace(memory.others.data_ptr(), count, order);
+    LargeIteration(range, schedules, workspace, memory.buffers).run(stream);
   }
 }
 

@@ -6,14 +6,24 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <cuda_runtime_api.h>
 
 namespace torchium::linalg::detail {
 
-// options: of the matrices of the batch. Workspace: 4 n^2 floats per matrix, for as many matrices
-// at a time as fit in 1 GiB, or 512 MiB for orders from 513 to 1024. The host reads nothing.
+// Workspace of a batch: 4 n^2 floats per matrix, for as many matrices at a time as fit in 1 GiB, or
+// 512 MiB for orders from 513 to 1024.
+struct LargeRootMemory {
+  // options: of the matrices.
+  LargeRootMemory(int64_t matrices, int n, const at::TensorOptions& options);
+
+  at::Tensor buffers;  // [4, matrices at a time, 2, order, order] fp16 numbers
+  at::Tensor others;   // bytes
+};
+
+// The host reads nothing.
 void large_inverse_root(const cuda_kernels::InverseRoot& arguments,
                         const cuda_kernels::RootScheduleTable& schedules,
-                        const at::TensorOptions& options, cudaStream_t stream);
+                        const LargeRootMemory& memory, cudaStream_t stream);
 
 }  // namespace torchium::linalg::detail

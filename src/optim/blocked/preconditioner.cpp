@@ -151,24 +151,22 @@ struct Candidate {
   at::Tensor accepted;  // [N] bool
 };
 
-// Matrices of one buffer whose roots are renewed.
-struct Renewal {
-  at::Tensor statistics;
-  at::Tensor divisors;  // undefined: 1
-  at::Tensor roots, failures;
+using linalg::detail::RootRenewal;
 
-  Renewal part(int64_t begin, int64_t count) const {
-    const auto slice = [&](const at::Tensor& x) { return x.narrow(0, begin, count); };
-    return {slice(statistics), divisors.defined() ? slice(divisors) : divisors, slice(roots),
-            slice(failures)};
-  }
-  at::Tensor corrected() const {
-    return divisors.defined() ? statistics / divisors.to(statistics.scalar_type()).view({-1, 1, 1})
-                              : statistics;
-  }
-};
+RootRenewal part_of(const RootRenewal& all, int64_t begin, int64_t count) {
+  const auto slice = [&](const at::Tensor& x) { return x.narrow(0, begin, count); };
+  return {slice(all.A), all.divisors.defined() ? slice(all.divisors) : all.divisors,
+          slice(all.roots), slice(all.failures)};
+}
 
-Renewal renewal(const DueMatrices& matrices, const std::vector<StepScalar>& corrections) {
+// A / c.
+at::Tensor divided(const RootRenewal& renewal) {
+  const at::Tensor& A = renewal.A;
+  return renewal.divisors.defined() ? A / renewal.divisors.to(A.scalar_type()).view({-1, 1, 1}) : A;
+}
+
+// Statistics of one buffer whose roots are renewed.
+RootRenewal renewal(const DueMatrices& matrices, const std::vector<StepScalar>& corrections) {
   const MatrixBatch& batch = *matrices.batch;
   return {matrices.of(batch.statistics), divisors({matrices}, corrections),
           matrices.of(batch.roots), matrices.of(batch.root_failures)};
@@ -226,13 +224,13 @@ void take(at::Tensor roots, at::Tensor failures, const Candidate& candidate,
 }
 
 // One solve for all of them; stores the accepted roots.
-void solve_and_take(const std::vector<Renewal>& renewals, const RootRule& rule, double exponent,
+void solve_and_take(const std::vector<RootRenewal>& renewals, const RootRule& rule, double exponent,
                     const FoundInfGuard& guard) {
   std::vector<at::Tensor> inputs;
   linalg::detail::MatrixGroup all;
-  for (const Renewal& renewal : renewals) {
+  for (const RootRenewal& renewal : renewals) {
     all.push_back(inputs.size());
-    inputs.push_back(renewal.corrected());
+    inputs.push_back(divided(renewal));
   }
   const Candidate candidate =
       compute_root(linalg::detail::joined_matrices(inputs, all), rule, exponent);
@@ -246,23 +244,22 @@ void solve_and_take(const std::vector<Renewal>& renewals, const RootRule& rule, 
 // Computes roots in new memory: matrices of one order together, large buffers in parts.
 void renew_by_copies(const DueGroup& all, const RootRule& rule, double exponent,
                      const std::vector<StepScalar>& corrections, const FoundInfGuard& guard) {
-  std::vector<Renewal> parts;
+  std::vector<RootRenewal> parts;
   std::vector<at::Tensor> statistics;
   for (const DueMatrices& matrices : all) {
-    const Renewal whole = renewal(matrices, corrections);
-    const int64_t count = whole.statistics.size(0);
-    const int64_t at_once = whole.statistics.is_cpu()
-                                ? matrices_at_once_on_cpu(whole.statistics.size(-1))
-                                : std::max<int64_t>(1, count);
+    const RootRenewal whole = renewal(matrices, corrections);
+    const int64_t count = whole.A.size(0);
+    const int64_t at_once =
+        whole.A.is_cpu() ? matrices_at_once_on_cpu(whole.A.size(-1)) : std::max<int64_t>(1, count);
     for (int64_t begin = 0; begin < count; begin += at_once) {
-      parts.push_back(whole.part(begin, std::min(at_once, count - begin)));
-      statistics.push_back(parts.back().statistics);
+      parts.push_back(part_of(whole, begin, std::min(at_once, count - begin)));
+      statistics.push_back(parts.back().A);
     }
   }
   const bool on_cpu = !parts.empty() && statistics[0].is_cpu();
   const int64_t enough = on_cpu ? kElementsByCopiesOnCpu : kElementsByCopies;
   for (const auto& group : linalg::detail::group_by_order(statistics, enough)) {
-    std::vector<Renewal> together;
+    std::vector<RootRenewal> together;
     for (const size_t i : group) {
       together.push_back(parts[i]);
     }
@@ -272,44 +269,64 @@ void renew_by_copies(const DueGroup& all, const RootRule& rule, double exponent,
 
 static_assert(kRootResidualTolerance == linalg::detail::kNewtonResidualTolerance);
 
-// Renews roots in place, with the kernels for p-th roots.
-void renew_in_place(const Renewal& all, const RootRule& rule, int64_t p,
-                    const FoundInfGuard& guard) {
-  const auto renew = [&](const Renewal& part, const at::Tensor& roots) {
-    linalg::detail::renew_inverse_roots(part.statistics, part.divisors, p, rule.eps,
-                                        rule.relative_eps, {roots, part.failures, guard.keep()});
+// Several buffers of matrices of one order, joined.
+RootRenewal joined(const DueGroup& group, const std::vector<StepScalar>& corrections) {
+  if (group.size() == 1) {
+    return renewal(group[0], corrections);
+  }
+  const auto join = [&](const auto& tensors_of) {
+    std::vector<at::Tensor> tensors;
+    for (const DueMatrices& matrices : group) {
+      tensors.push_back(matrices.of(tensors_of(*matrices.batch)));
+    }
+    return at::cat(tensors);
   };
-  if (all.roots.scalar_type() == all.statistics.scalar_type()) {
-    renew(all, all.roots);
-    return;
-  }
-  // Roots with fewer bits are renewed as copies, in parts.
-  const int64_t count = all.roots.size(0), elements = all.roots.size(1) * all.roots.size(2);
-  const int64_t at_once = std::max<int64_t>(1, kElementsOfCopies / std::max<int64_t>(1, elements));
-  for (int64_t begin = 0; begin < count; begin += at_once) {
-    const Renewal part = all.part(begin, std::min(at_once, count - begin));
-    const at::Tensor roots = part.roots.to(part.statistics.scalar_type());
-    renew(part, roots);
-    keep_roots(part.roots, roots);
-  }
+  return {join([](const MatrixBatch& batch) { return batch.statistics; }),
+          divisors(group, corrections), join([](const MatrixBatch& batch) { return batch.roots; }),
+          join([](const MatrixBatch& batch) { return batch.root_failures; })};
 }
 
-// Joins several buffers, renews their roots, and writes these back.
-void renew_joined(const DueGroup& group, const RootRule& rule, int64_t p,
-                  const std::vector<StepScalar>& corrections, const FoundInfGuard& guard) {
-  std::vector<at::Tensor> statistics, roots, failures;
+// Writes joined roots back.
+void write_back(const RootRenewal& joined, const DueGroup& group) {
+  if (group.size() == 1) {
+    return;
+  }
+  std::vector<at::Tensor> roots, failures;
   std::vector<int64_t> counts;
   for (const DueMatrices& matrices : group) {
-    statistics.push_back(matrices.of(matrices.batch->statistics));
     roots.push_back(matrices.of(matrices.batch->roots));
     failures.push_back(matrices.of(matrices.batch->root_failures));
     counts.push_back(matrices.range->count);
   }
-  const Renewal joined{at::cat(statistics), divisors(group, corrections), at::cat(roots),
-                       at::cat(failures)};
-  renew_in_place(joined, rule, p, guard);
   at::_foreach_copy_(roots, joined.roots.split_with_sizes(counts));
   at::_foreach_copy_(failures, joined.failures.split_with_sizes(counts));
+}
+
+// Renews roots in place, with the kernels for p-th roots.
+void renew_in_place(const std::vector<RootRenewal>& all, const RootRule& rule, int64_t p,
+                    const FoundInfGuard& guard) {
+  const auto renew = [&](const std::vector<RootRenewal>& batches) {
+    linalg::detail::renew_inverse_roots(batches, p, rule.eps, rule.relative_eps, guard.keep());
+  };
+  std::vector<RootRenewal> batches;
+  for (const RootRenewal& each : all) {
+    if (each.roots.scalar_type() == each.A.scalar_type()) {
+      batches.push_back(each);
+      continue;
+    }
+    // Roots with fewer bits are renewed as copies, in parts.
+    const int64_t count = each.roots.size(0), elements = each.roots.size(1) * each.roots.size(2);
+    const int64_t at_once =
+        std::max<int64_t>(1, kElementsOfCopies / std::max<int64_t>(1, elements));
+    for (int64_t begin = 0; begin < count; begin += at_once) {
+      RootRenewal part = part_of(each, begin, std::min(at_once, count - begin));
+      const at::Tensor kept = part.roots;
+      part.roots = kept.to(part.A.scalar_type());
+      renew({part});
+      keep_roots(kept, part.roots);
+    }
+  }
+  renew(batches);
 }
 
 // Renews the roots of all these matrices, with few solves per order.
@@ -317,6 +334,7 @@ void renew_all(const DueGroup& all, const RootRule& rule, double exponent,
                const std::vector<StepScalar>& corrections, const FoundInfGuard& guard) {
   const std::optional<int64_t> p = integer_root(exponent);
   DueGroup small, others;
+  std::vector<DueGroup> groups;  // of one solve each
   for (const DueMatrices& matrices : all) {
     const at::Tensor statistics = matrices.of(matrices.batch->statistics);
     if (!p || rule.method == "eigh" || !linalg::detail::has_device_root(statistics, *p)) {
@@ -324,14 +342,20 @@ void renew_all(const DueGroup& all, const RootRule& rule, double exponent,
     } else if (statistics.numel() <= kElementsInPlace) {
       small.push_back(matrices);
     } else {
-      renew_in_place(renewal(matrices, corrections), rule, *p, guard);
+      groups.push_back({matrices});
     }
   }
-  for (const DueGroup& group : by_order(small, kElementsInPlace)) {
-    if (group.size() == 1) {
-      renew_in_place(renewal(group[0], corrections), rule, *p, guard);
-    } else {
-      renew_joined(group, rule, *p, corrections, guard);
+  for (DueGroup& group : by_order(small, kElementsInPlace)) {
+    groups.push_back(std::move(group));
+  }
+  if (!groups.empty()) {
+    std::vector<RootRenewal> renewals;
+    for (const DueGroup& group : groups) {
+      renewals.push_back(joined(group, corrections));
+    }
+    renew_in_place(renewals, rule, *p, guard);
+    for (size_t i = 0; i < groups.size(); ++i) {
+      write_back(renewals[i], groups[i]);
     }
   }
   renew_by_copies(others, rule, exponent, corrections, guard);
