@@ -286,18 +286,95 @@ def test_a_skipped_step_of_kfac_changes_no_bit() -> None:
                 torch.testing.assert_close(after[number][key], value, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("split", "most"), [("pi", 25), ("exact", 35)])
-def test_launches_of_kfac_do_not_grow_with_the_number_of_layers(split: str, most: int) -> None:
-    """Between two updates of the factors."""
-    counts = []
-    for number in (3, 40):
-        model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(number))).cuda()
-        optimizer = torchium.KFAC(model, lr=1e-4, TCov=10, TInv=10, damping_split=split)
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.randn(8, 24, device="cuda")).square().sum(1).mean().backward()
+class MixedModel(nn.Module):
+    """Layers in float32, and a layer and a vector in float64, which the kernels do not support."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.first = nn.Sequential(*(nn.Linear(24, 24) for _ in range(layers)))
+        self.double_layer = nn.Linear(24, 24, dtype=torch.float64)
+        self.shift = nn.Parameter(torch.zeros(24, dtype=torch.float64))
+        self.scale = nn.Parameter(torch.ones(24))
+        self.last = nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x.to(self.scale.dtype)) * self.scale
+        x = self.double_layer(x.double()) + self.shift
+        return self.last(x.to(self.scale.dtype).tanh())
+
+
+def backward_pass(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> None:
+    p = next(model.parameters())
+    x = torch.randn(32, 24, generator=torch.Generator().manual_seed(seed))
+    optimizer.zero_grad()
+    model(x.to(p.device, p.dtype)).square().sum(1).mean().backward()
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("options", [{}, {"kl_clip": 1e-6}, {"weight_decay": 0.1, "momentum": 0.0}])
+def test_each_layer_of_a_mixed_model_follows_the_cpu(options: dict[str, Any], split: str) -> None:
+    """The factor of kl_clip is one number for both kinds."""
+    results = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        model = MixedModel()
+        model = model.double() if device == "cpu" else model.cuda()
+        start = values(model)
+        arguments = {"lr": 0.01, "damping": 0.1, "TCov": 1, "TInv": 2, "damping_split": split}
+        optimizer = torchium.KFAC(model, **{**arguments, **options})
+        for seed in range(4):
+            backward_pass(model, optimizer, seed)
             optimizer.step()
-        optimizer.zero_grad()
-        model(torch.randn(8, 24, device="cuda")).square().sum(1).mean().backward()
-        counts.append(launches(optimizer))
-    assert counts[0] == counts[1] < most
+        optimizer.check_errors()
+        results.append([p - s for p, s in zip(values(model), start, strict=True)])
+    for actual, expected in zip(results[1], results[0], strict=True):
+        assert relative_error(actual, expected) <= 5e-4
+
+
+@pytest.mark.parametrize("victim", ["first.1.weight", "double_layer.bias", "shift", "scale"])
+def test_a_gradient_that_is_not_finite_skips_all_of_a_mixed_model(victim: str) -> None:
+    model = MixedModel().cuda()
+    optimizer = torchium.KFAC(model, lr=0.01, TCov=1, TInv=1, weight_decay=0.1)
+    for seed in range(2):
+        backward_pass(model, optimizer, seed)
+        optimizer.step()
+    optimizer.check_errors()
+    before = copy.deepcopy([values(model), [dict(optimizer.state[p]) for p in model.parameters()]])
+    backward_pass(model, optimizer, 2)
+    model.get_parameter(victim).grad.view(-1)[3] = float("nan")
+    optimizer.step()
+    optimizer.check_errors()
+    assert_same(values(model), before[0])
+    for p, state in zip(model.parameters(), before[1], strict=True):
+        assert_same(list(optimizer.state[p].values()), list(state.values()))
+
+
+def kfac_launches(model: nn.Module, **options: Any) -> int:
+    model.cuda()
+    optimizer = torchium.KFAC(model, lr=1e-4, **options)
+    for seed in range(3):
+        backward_pass(model, optimizer, seed)
+        optimizer.step()
+    backward_pass(model, optimizer, 3)
+    return launches(optimizer)
+
+
+def deep_model(layers: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(24, 24) for _ in range(layers)))
+
+
+@pytest.mark.parametrize(("split", "most"), [("pi", 25), ("exact", 35)])
+@pytest.mark.parametrize("make", [deep_model, MixedModel], ids=["float32", "mixed"])
+def test_launches_of_kfac_do_not_grow_with_the_number_of_layers(
+    make: Any, split: str, most: int
+) -> None:
+    """Between two updates of the factors. Layers in float64 have launches of their own."""
+    counts = [
+        kfac_launches(make(number), TCov=10, TInv=10, damping_split=split) for number in (3, 40)
+    ]
+    assert counts[0] == counts[1] < (most if make is deep_model else 150)
+
+
+def test_launches_of_an_update_of_the_factors_do_not_grow_with_the_number_of_layers() -> None:
+    counts = [kfac_launches(deep_model(number), TCov=1, TInv=100) for number in (3, 40)]
+    assert counts[0] == counts[1] < 30

@@ -4,6 +4,34 @@
 namespace torchium::cuda_kernels {
 namespace {
 
+constexpr int kCountThreads = 256;
+
+template <int bytes>
+__global__ void __launch_bounds__(kCountThreads)
+    count_kernel(const __grid_constant__ Table<FactorEntry, bytes> factors,
+                 const StepControl* control) {
+  const int i = static_cast<int>(blockIdx.x) * kCountThreads + static_cast<int>(threadIdx.x);
+  if (i >= factors.count || !control->keep) return;
+  const FactorEntry& entry = factors.entries[i];
+  if (entry.counts && entry.sum != nullptr) *entry.updates += 1;
+}
+
+template <int bytes>
+__global__ void __launch_bounds__(kElementThreads)
+    factors_kernel(const __grid_constant__ Table<FactorEntry, bytes> factors,
+                   const StepControl* control) {
+  const int tile = factors.first_tile + static_cast<int>(blockIdx.x);
+  const FactorEntry& entry = entry_of_tile(factors, tile);
+  if (entry.sum == nullptr || !control->keep) return;
+  const double d = fmin(1 - 1 / double{*entry.updates}, entry.stat_decay);
+  const auto decay = static_cast<float>(d), weight = static_cast<float>((1 - d) * entry.scale);
+  const int64_t begin = int64_t{tile - entry.first_tile} * kFactorTile;
+  const int64_t end = min(begin + kFactorTile, entry.elements);
+  for (int64_t i = begin + threadIdx.x; i < end; i += kElementThreads) {
+    entry.factor[i] = fmaf(weight, entry.sum[i], decay * entry.factor[i]);
+  }
+}
+
 // An element of a parameter.
 struct Place {
   int64_t in_param, packed;
@@ -27,9 +55,15 @@ __device__ void for_each_place(const KfacEntry& entry, int tile, const Body& bod
 }
 
 // An element of V.
-__device__ float gradient(const KfacEntry& entry, int64_t offset) {
-  return penalized_gradient<1>(entry, entry.grad, entry.maximize, entry.weight_decay, offset)
+__device__ float gradient(const KfacEntry& entry, const StepNumbers* numbers, int64_t offset) {
+  return penalized_gradient<1>(entry, numbers[entry.index].gradient, entry.maximize,
+                               entry.weight_decay, offset)
       .lane[0];
+}
+
+template <typename Entry>
+__device__ float* matrix_of(const Entry& entry, const KfacBuffers& buffers) {
+  return (entry.in_second ? buffers.second : buffers.first) + entry.start;
 }
 
 template <typename Entry>
@@ -41,22 +75,25 @@ __device__ float by_diagonals(const Entry& entry, float x, int row, int diagonal
 template <int bytes>
 __global__ void __launch_bounds__(kElementThreads)
     gather_kernel(const __grid_constant__ Table<KfacEntry, bytes> parameters,
-                  const StepControl* control) {
+                  const StepControl* control, const StepNumbers* numbers, KfacBuffers buffers) {
   const int tile = parameters.first_tile + static_cast<int>(blockIdx.x);
   const KfacEntry& entry = entry_of_tile(parameters, tile);
-  if (entry.gathered == nullptr) return;
+  if (entry.start < 0) return;
   const bool keep = control->keep;
+  float* V = buffers.first + entry.start;
   for_each_place(entry, tile, [&](const Place& place) {
-    const float g = keep ? gradient(entry, place.in_param) : 0;
-    entry.gathered[place.packed] = by_diagonals(entry, g, place.row, place.diagonal);
+    const float g = keep ? gradient(entry, numbers, place.in_param) : 0;
+    V[place.packed] = by_diagonals(entry, g, place.row, place.diagonal);
   });
 }
 
 template <int bytes>
 __global__ void __launch_bounds__(kElementThreads)
-    eigenvalues_kernel(const __grid_constant__ Table<EigenvalueEntry, bytes> layers) {
+    eigenvalues_kernel(const __grid_constant__ Table<EigenvalueEntry, bytes> layers,
+                       KfacBuffers buffers) {
   const int tile = layers.first_tile + static_cast<int>(blockIdx.x);
   const EigenvalueEntry& entry = entry_of_tile(layers, tile);
+  float* rotated = matrix_of(entry, buffers);
   const int begin = (tile - entry.first_tile) * kKfacTile;
   const int end = min(entry.elements - begin, kKfacTile) + begin;
   for (int i = begin + static_cast<int>(threadIdx.x); i < end; i += kElementThreads) {
@@ -64,19 +101,21 @@ __global__ void __launch_bounds__(kElementThreads)
     const int diagonal = row / entry.group_rows * entry.columns + column;
     const float left = entry.left_values[row];
     const float damped = left < 0 ? 1 : left * entry.right_values[diagonal] + entry.damping;
-    entry.rotated[i] = by_diagonals(entry, entry.rotated[i] / damped, row, diagonal);
+    rotated[i] = by_diagonals(entry, rotated[i] / damped, row, diagonal);
   }
 }
 
 template <int bytes>
 __global__ void __launch_bounds__(kElementThreads)
-    products_kernel(const __grid_constant__ Table<KfacEntry, bytes> parameters, double* products) {
+    products_kernel(const __grid_constant__ Table<KfacEntry, bytes> parameters,
+                    const StepNumbers* numbers, KfacBuffers buffers, double* products) {
   const int tile = parameters.first_tile + static_cast<int>(blockIdx.x);
   const KfacEntry& entry = entry_of_tile(parameters, tile);
   float sum = 0;
-  if (entry.gathered != nullptr) {
+  if (entry.start >= 0) {
+    const float* direction = matrix_of(entry, buffers);
     for_each_place(entry, tile, [&](const Place& place) {
-      sum = fmaf(entry.direction[place.packed], gradient(entry, place.in_param), sum);
+      sum = fmaf(direction[place.packed], gradient(entry, numbers, place.in_param), sum);
     });
   }
   sum = sum_of_block(sum);
@@ -87,10 +126,10 @@ __global__ void __launch_bounds__(kElementThreads)
 
 // One block, which adds in an order that never changes.
 __global__ void __launch_bounds__(kElementThreads)
-    clip_kernel(const double* products, int tiles, double kl_clip, float* scale) {
+    clip_kernel(const double* products, int count, double kl_clip, double* scale) {
   __shared__ double sums[kElementThreads];
   double sum = 0;
-  for (int i = static_cast<int>(threadIdx.x); i < tiles; i += kElementThreads) sum += products[i];
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += kElementThreads) sum += products[i];
   sums[threadIdx.x] = sum;
   for (int half = kElementThreads / 2; half > 0; half /= 2) {
     __syncthreads();
@@ -98,25 +137,26 @@ __global__ void __launch_bounds__(kElementThreads)
   }
   if (threadIdx.x != 0) return;
   const double nu = sqrt(kl_clip / fabs(sums[0]));
-  *scale = nu < 1 ? static_cast<float>(nu) : 1;  // 1 for NaN, as on the CPU
+  *scale = nu < 1 ? nu : 1;  // 1 for NaN, as on the CPU
 }
 
 template <int bytes>
 __global__ void __launch_bounds__(kElementThreads)
     update_kernel(const __grid_constant__ Table<KfacEntry, bytes> parameters,
-                  const StepControl* control, const float* scale) {
+                  const StepControl* control, const StepNumbers* numbers, KfacBuffers buffers,
+                  const double* scale) {
   if (!control->keep) return;
   const int tile = parameters.first_tile + static_cast<int>(blockIdx.x);
   const KfacEntry& entry = entry_of_tile(parameters, tile);
-  const bool has_layer = entry.gathered != nullptr;
-  const float nu = has_layer && scale != nullptr ? *scale : 1;
+  const float* direction = entry.start < 0 ? nullptr : matrix_of(entry, buffers);
+  const float nu = direction != nullptr && scale != nullptr ? static_cast<float>(*scale) : 1;
   const UpdateFactors factors{.lr = static_cast<float>(learning_rate(entry.lr)),
                               .decoupled_weight_decay = 0,
                               .momentum = entry.momentum,
                               .nesterov = false};
   for_each_place(entry, tile, [&](const Place& place) {
-    const float d =
-        has_layer ? nu * entry.direction[place.packed] : gradient(entry, place.in_param);
+    const float d = direction == nullptr ? gradient(entry, numbers, place.in_param)
+                                         : nu * direction[place.packed];
     move_parameter<1>(factors, entry.param, entry.param_type, entry.momentum_buffer, place.in_param,
                       {d});
   });
@@ -127,12 +167,12 @@ constexpr int kAddressThreads = 128;
 template <int bytes>
 __global__ void __launch_bounds__(kAddressThreads)
     addresses_kernel(const __grid_constant__ Table<AddressEntry, bytes> entries,
-                     AddressArrays arrays) {
+                     KfacBuffers buffers, AddressArrays arrays) {
   const AddressEntry& entry = entries.entries[blockIdx.x];
   const int64_t rows = entry.rows, columns = entry.columns;
   for (int i = static_cast<int>(threadIdx.x); i < entry.count; i += kAddressThreads) {
-    arrays.front[entry.place + i] = entry.front + i * rows * columns;
-    arrays.back[entry.place + i] = entry.back + i * rows * columns;
+    arrays.first[entry.place + i] = buffers.first + entry.start + i * rows * columns;
+    arrays.second[entry.place + i] = buffers.second + entry.start + i * rows * columns;
     arrays.left[entry.place + i] = entry.left + i * rows * rows;
     arrays.right[entry.place + i] = entry.right + i * columns * columns;
   }
@@ -140,43 +180,63 @@ __global__ void __launch_bounds__(kAddressThreads)
 
 }  // namespace
 
+cudaError_t count_factor_updates(const Table<FactorEntry>& factors, const StepControl* control,
+                                 cudaStream_t stream) {
+  const int blocks = (factors.count + kCountThreads - 1) / kCountThreads;
+  return launch_shortest(factors, [&](const auto& table) {
+    count_kernel<<<blocks, kCountThreads, 0, stream>>>(table, control);
+  });
+}
+
+cudaError_t update_factors(const Table<FactorEntry>& factors, const StepControl* control,
+                           cudaStream_t stream) {
+  return launch_shortest(factors, [&](const auto& table) {
+    factors_kernel<<<table.tiles(), kElementThreads, 0, stream>>>(table, control);
+  });
+}
+
 cudaError_t gather_kfac(const Table<KfacEntry>& parameters, const StepControl* control,
+                        const StepNumbers* numbers, const KfacBuffers& buffers,
                         cudaStream_t stream) {
   return launch_shortest(parameters, [&](const auto& table) {
-    gather_kernel<<<table.tiles(), kElementThreads, 0, stream>>>(table, control);
+    gather_kernel<<<table.tiles(), kElementThreads, 0, stream>>>(table, control, numbers, buffers);
   });
 }
 
-cudaError_t divide_by_eigenvalues(const Table<EigenvalueEntry>& layers, cudaStream_t stream) {
+cudaError_t divide_by_eigenvalues(const Table<EigenvalueEntry>& layers, const KfacBuffers& buffers,
+                                  cudaStream_t stream) {
   return launch_shortest(layers, [&](const auto& table) {
-    eigenvalues_kernel<<<table.tiles(), kElementThreads, 0, stream>>>(table);
+    eigenvalues_kernel<<<table.tiles(), kElementThreads, 0, stream>>>(table, buffers);
   });
 }
 
-cudaError_t sum_products(const Table<KfacEntry>& parameters, double* products,
-                         cudaStream_t stream) {
+cudaError_t sum_products(const Table<KfacEntry>& parameters, const StepNumbers* numbers,
+                         const KfacBuffers& buffers, double* products, cudaStream_t stream) {
   return launch_shortest(parameters, [&](const auto& table) {
-    products_kernel<<<table.tiles(), kElementThreads, 0, stream>>>(table, products);
+    products_kernel<<<table.tiles(), kElementThreads, 0, stream>>>(table, numbers, buffers,
+                                                                   products);
   });
 }
 
-cudaError_t clip_by_products(const double* products, int tiles, double kl_clip, float* scale,
+cudaError_t clip_by_products(const double* products, int count, double kl_clip, double* scale,
                              cudaStream_t stream) {
-  clip_kernel<<<1, kElementThreads, 0, stream>>>(products, tiles, kl_clip, scale);
+  clip_kernel<<<1, kElementThreads, 0, stream>>>(products, count, kl_clip, scale);
   return cudaGetLastError();
 }
 
 cudaError_t update_by_kfac(const Table<KfacEntry>& parameters, const StepControl* control,
-                           const float* scale, cudaStream_t stream) {
+                           const StepNumbers* numbers, const KfacBuffers& buffers,
+                           const double* scale, cudaStream_t stream) {
   return launch_shortest(parameters, [&](const auto& table) {
-    update_kernel<<<table.tiles(), kElementThreads, 0, stream>>>(table, control, scale);
+    update_kernel<<<table.tiles(), kElementThreads, 0, stream>>>(table, control, numbers, buffers,
+                                                                 scale);
   });
 }
 
-cudaError_t write_addresses(const Table<AddressEntry>& entries, const AddressArrays& arrays,
-                            cudaStream_t stream) {
+cudaError_t write_addresses(const Table<AddressEntry>& entries, const KfacBuffers& buffers,
+                            const AddressArrays& arrays, cudaStream_t stream) {
   return launch_shortest(entries, [&](const auto& table) {
-    addresses_kernel<<<table.tiles(), kAddressThreads, 0, stream>>>(table, arrays);
+    addresses_kernel<<<table.tiles(), kAddressThreads, 0, stream>>>(table, buffers, arrays);
   });
 }
 

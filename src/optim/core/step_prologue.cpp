@@ -16,19 +16,25 @@ namespace {
 class EagerPrologue : public StepPrologue {
  public:
   EagerPrologue(const std::vector<at::Tensor>& params, const StateList& states, at::Tensor status,
-                double weight_decay)
+                std::vector<double> weight_decays)
       : params_(params),
         states_(states),
         steps_(list_of(states, &ParameterState::step)),
         status_(std::move(status)),
-        weight_decays_(params.size(), weight_decay) {}
+        weight_decays_(std::move(weight_decays)) {}
 
-  void begin(at::TensorList grads) override { grads_ = grads.vec(); }
+  void begin(at::TensorList grads) override {
+    grads_ = grads.vec();
+    examined_ = examined_gradients(params_, grads_, steps_, weight_decays_);
+  }
+
+  void examine(const at::Tensor& tensor, size_t param, double largest) override {
+    examined_.push_back({tensor, param, largest, {}});
+  }
 
   bool run(const StepRule& rule, const at::Tensor& found_inf) override {
     rule_ = rule;
-    guard_ = FoundInfGuard::check(examined_gradients(params_, grads_, steps_, weight_decays_),
-                                  status_, found_inf);
+    guard_ = FoundInfGuard::check(examined_, status_, found_inf);
     if (!guard_.skipped_on_host()) {
       guard_.advance(steps_);
     }
@@ -51,6 +57,7 @@ class EagerPrologue : public StepPrologue {
 
   void end() override {
     grads_.clear();
+    examined_.clear();
     guard_ = FoundInfGuard::open();
   }
 
@@ -61,6 +68,7 @@ class EagerPrologue : public StepPrologue {
   at::Tensor status_;
   std::vector<double> weight_decays_;  // one per parameter
   std::vector<at::Tensor> grads_;
+  std::vector<Examined> examined_;
   StepRule rule_;
   FoundInfGuard guard_ = FoundInfGuard::open();
 };
@@ -82,17 +90,23 @@ StepScalar bias_correction(double beta, const at::Tensor& step, const at::Tensor
 std::unique_ptr<StepPrologue> StepPrologue::make(const std::vector<at::Tensor>& params,
                                                  const StateList& states, at::Tensor status,
                                                  double weight_decay) {
+  return make(params, states, std::move(status), std::vector<double>(params.size(), weight_decay));
+}
+
+std::unique_ptr<StepPrologue> StepPrologue::make(const std::vector<at::Tensor>& params,
+                                                 const StateList& states, at::Tensor status,
+                                                 const std::vector<double>& weight_decays) {
 #ifdef TORCHIUM_WITH_CUDA
   if (status.is_cuda()) {
     auto check = std::make_unique<DeviceCheck>(params[0].options(), std::move(status));
     for (size_t i = 0; i < params.size(); ++i) {
-      check->add_parameter(params[i], weight_decay, states[i].step,
+      check->add_parameter(params[i], weight_decays[i], states[i].step,
                            {states[i].exp_avg_start, states[i].grafting_second_moment_start});
     }
     return check;
   }
 #endif
-  return std::make_unique<EagerPrologue>(params, states, std::move(status), weight_decay);
+  return std::make_unique<EagerPrologue>(params, states, std::move(status), weight_decays);
 }
 
 }  // namespace torchium::optim::detail

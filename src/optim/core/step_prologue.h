@@ -28,10 +28,14 @@ StepScalar bias_correction(double beta, const at::Tensor& step, const at::Tensor
 class StepPrologue {
  public:
   // For parameters on one device, which are examined too if they have an L2 penalty, weight_decay.
-  // The lists must outlive this object.
+  // `params` and `states` must outlive this object.
   static std::unique_ptr<StepPrologue> make(const std::vector<at::Tensor>& params,
                                             const StateList& states, at::Tensor status,
                                             double weight_decay);
+  // With one penalty per parameter.
+  static std::unique_ptr<StepPrologue> make(const std::vector<at::Tensor>& params,
+                                            const StateList& states, at::Tensor status,
+                                            const std::vector<double>& weight_decays);
   virtual ~StepPrologue() = default;
 
   // Takes the gradients, one per parameter, until end(). Not part of a CUDA graph of the step.
@@ -39,8 +43,13 @@ class StepPrologue {
   // Adds what the launches of a step depend on in these gradients, apart from their addresses.
   virtual void add_to(GraphKey&) const {}
 
-  // t <- t + 1 of all parameters, unless a gradient is not finite or too large, or found_inf (one
-  // number; undefined: 0) is not 0. False: the host knows that the step is skipped.
+  // Between begin() and run(): this step also examines `tensor`, which is dense and belongs to
+  // parameter `param`. Magnitudes up to `largest` fit.
+  virtual void examine(const at::Tensor& tensor, size_t param, double largest) = 0;
+
+  // t <- t + 1 of all parameters, unless a gradient is not finite or too large, an examined tensor
+  // does not fit, or found_inf (one number; undefined: 0) is not 0. False: the host knows that the
+  // step is skipped.
   virtual bool run(const StepRule& rule, const at::Tensor& found_inf) = 0;
 
   // Between run() and end().

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <vector>
 
 namespace torchium::optim::detail {
 
@@ -18,18 +19,21 @@ enum class DampingSplit {
 // one column for the bias. Factors and roots have one matrix per group. A factor [groups, n, n] may
 // be stored as its diagonal, [groups, n], and then so are its sum and its root.
 struct KfacLayer {
-  int64_t weight = 0;  // index in the parameters of the step
-  int64_t bias = -1;   // -1: none; if A has a row for a bias, its gradient counts as zero
-  // Sums over the samples captured since the last step: A_sum [groups, a, a] over all positions of
-  // a a^T, G_sum [groups, o/groups, o/groups] of g g^T. Ignored if samples = 0.
+  int64_t weight = 0;          // index in the parameters of the step
+  int64_t bias = -1;           // -1: none; if A has a row for a bias, its gradient counts as zero
+  bool is_transposed = false;  // the weight is [in, out]
+
+  // Of one step. Sums over the samples captured since the last one: A_sum [groups, a, a] over all
+  // positions of a a^T, G_sum [groups, o/groups, o/groups] of g g^T; undefined: the factors stay.
   at::Tensor A_sum;
   at::Tensor G_sum;
-  int64_t samples = 0;  // N
-  int64_t rows = 0;     // N T, with T positions per sample
+  double A_scale = 1.0;  // A_scale A_sum = E[a a^T]
+  double G_scale = 1.0;
   bool inverse_due = false;
   // There are factors, but A_root and G_root were reset. They are computed first, from the old
   // factors, even if the step is skipped.
   bool inverse_lost = false;
+
   double damping = 1e-3;
   double stat_decay = 0.95;
   double floor = 1e-8;  // of the eigenvalues of A and G
@@ -43,6 +47,12 @@ struct KfacLayer {
   at::Tensor G_eigenvalues;   // kExact: [groups, o/groups]
   at::Tensor factor_updates;  // k: 0-dim float32
   at::Tensor root_failures;   // int32 [2]: consecutive failed solves of A and of G
+
+  bool has_sums() const { return A_sum.defined(); }
+  // Weight and bias.
+  std::vector<int64_t> params() const {
+    return bias < 0 ? std::vector<int64_t>{weight} : std::vector<int64_t>{weight, bias};
+  }
 };
 
 }  // namespace torchium::optim::detail

@@ -1,11 +1,11 @@
 #include "optim/kfac/kfac_plan.h"
 
-#include "optim/core/argument_checks.h"
 #include "optim/kfac/kfac_step.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/ScopeExit.h>
 #include <c10/util/irange.h>
 
 #include <algorithm>
@@ -31,26 +31,11 @@ KfacLayer core_layer(const KFACParamState& state, const KFACOptions& options) {
   return layer;
 }
 
-// One step of some parameters with these layers; weights are [out, ...] as the core takes them.
-struct KfacPlannedStep : public PlannedStep {
-  void begin(std::vector<at::Tensor> grads) override {
-    for (const size_t i : transposed) {
-      grads[i] = grads[i].detach().t();
-    }
-    PlannedStep::begin(std::move(grads));
-  }
-
-  void run(const at::Tensor&, at::IntArrayRef, const at::Tensor& found_inf) override {
-    options.found_inf = found_inf;
-    kfac_step(options, params, grads_, layers, state);
-  }
-
-  KfacHyperparameters options;
-  std::vector<at::Tensor> params;
-  std::vector<KfacLayer> layers;
-  KfacState state;
-  std::vector<size_t> transposed;  // of the parameters
-};
+DampingSplit damping_split_of(const KFACOptions& options) {
+  return options.damping_split() == "exact" ? DampingSplit::kExact
+         : options.damping_split() == "pi"  ? DampingSplit::kPi
+                                            : DampingSplit::kPlain;
+}
 
 }  // namespace
 
@@ -315,64 +300,62 @@ std::unique_ptr<PlannedStep> KfacPlan::plan(const std::vector<at::Tensor>& param
   for (const Layer& each : layers_) {
     check_layer(each);
   }
-  auto step = std::make_unique<KfacPlannedStep>();
   const KFACOptions& shared = options().front();
-  step->options.batch_averaged = shared.batch_averaged();
-  step->options.kl_clip = shared.kl_clip();
-  step->options.damping_split = shared.damping_split() == "exact" ? DampingSplit::kExact
-                                : shared.damping_split() == "pi"  ? DampingSplit::kPi
-                                                                  : DampingSplit::kPlain;
-  step->options.root_method = shared.root_method();
-  step->params = params;
-  step->state.status = std::move(status);
-  step->state.steps = list_of(states, &ParameterState::step);
-  step->state.momentum_buffers = list_of(states, &ParameterState::momentum_buffer);
+  KfacGroup group;
+  group.params = params;
+  group.states = states;
+  group.shared = {shared.kl_clip(), damping_split_of(shared), shared.root_method()};
   std::vector<int64_t> place(size(), -1);
   for (const auto k : c10::irange(active().size())) {
     const size_t i = active()[k];
     place[i] = static_cast<int64_t>(k);
     const KFACOptions& o = options(i);
-    step->options.parameters.push_back({{}, o.momentum(), o.weight_decay(), o.maximize()});
+    group.options.push_back({{}, o.momentum(), o.weight_decay(), o.maximize()});
     fallback_.insert(param(i).unsafeGetTensorImpl());
   }
   for (const Layer& each : layers_) {
     KfacLayer layer = core_layer(state_of(each.weight), options(each.weight));
     layer.weight = place[each.weight];
     layer.bias = each.bias < 0 ? -1 : place[each.bias];
-    if (each.is_transposed) {
-      step->transposed.push_back(layer.weight);
-      for (auto* tensors : {&step->params, &step->state.momentum_buffers}) {
-        at::Tensor& tensor = (*tensors)[layer.weight];
-        tensor = tensor.defined() ? tensor.detach().t() : tensor;
-      }
-    }
-    step->layers.push_back(std::move(layer));
+    layer.is_transposed = each.is_transposed;
+    group.layers.push_back(std::move(layer));
     fallback_.erase(param(each.weight).unsafeGetTensorImpl());
     if (each.bias >= 0) {
       fallback_.erase(param(each.bias).unsafeGetTensorImpl());
     }
   }
-  check_parameters(step->params, step->state.steps, step->state.status);
-  return step;
+  return std::make_unique<KfacStep>(std::move(group), std::move(status));
+}
+
+// A mean over the batch has divided the output gradients by N, and N^2 / N makes the sums those of
+// single samples.
+void KfacPlan::set_sums(const Layer& of, KfacLayer& layer) const {
+  if (of.sums == nullptr || of.sums->samples() == 0) {
+    return;
+  }
+  const auto N = static_cast<double>(of.sums->samples());
+  layer.A_sum = of.sums->A;
+  layer.G_sum = of.sums->G;
+  layer.A_scale = 1.0 / static_cast<double>(of.sums->rows);
+  layer.G_scale = options().front().batch_averaged() ? N : 1.0 / N;
 }
 
 StateChanges KfacPlan::take(const JointInputs& inputs) {
-  auto* step = static_cast<KfacPlannedStep*>(planned());
+  auto* step = static_cast<KfacStep*>(planned());
   if (step == nullptr) {
     return {};
   }
+  KfacGroup& group = step->group();
   const auto lrs = learning_rates(inputs);
   for (const auto k : c10::irange(lrs.size())) {
-    step->options.parameters[k].lr = lrs[k];
+    group.options[k].lr = lrs[k];
   }
+  const auto end = c10::make_scope_exit([&] { step->forget_sums(); });  // memory of the captures
   const auto taken = known_steps(active());
   for (const auto l : c10::irange(layers_.size())) {
     const Layer& each = layers_[l];
-    KfacLayer& layer = step->layers[l];
-    layer.samples = each.sums == nullptr ? 0 : each.sums->samples();
-    layer.rows = each.sums == nullptr ? 0 : each.sums->rows;
-    layer.A_sum = each.sums == nullptr ? at::Tensor() : each.sums->A;
-    layer.G_sum = each.sums == nullptr ? at::Tensor() : each.sums->G;
+    KfacLayer& layer = group.layers[l];
+    set_sums(each, layer);
     layer.inverse_due = !each.has_factors || taken[layer.weight] % options(each.weight).TInv() == 0;
     layer.inverse_lost =
         lost_inverses_.count(param(each.weight).unsafeGetTensorImpl()) != 0 && each.has_factors;
@@ -394,7 +377,7 @@ StateChanges KfacPlan::take(const JointInputs& inputs) {
     StepPlan::step({}, inputs.found_inf);
   } catch (...) {  // perhaps after the counts were advanced: the next step would not be due
     for (const auto l : c10::irange(layers_.size())) {
-      if (step->layers[l].inverse_due) {
+      if (group.layers[l].inverse_due) {
         lost_inverses_.insert(param(layers_[l].weight).unsafeGetTensorImpl());
       }
     }
@@ -407,10 +390,6 @@ StateChanges KfacPlan::take(const JointInputs& inputs) {
     for (const Layer& each : layers_) {
       with_factors_.insert(state_of(each.weight).factor_updates().unsafeGetTensorImpl());
     }
-  }
-  for (KfacLayer& layer : step->layers) {  // memory of the captures
-    layer.A_sum.reset();
-    layer.G_sum.reset();
   }
   return {};
 }

@@ -3,6 +3,7 @@
 
 #include "optim/capture/joint_plan.h"
 #include "optim/kfac/factor_records.h"
+#include "optim/kfac/kfac_layer.h"
 #include "optim/kfac/kfac_options.h"
 #include "torchium/optim/kfac.h"
 
@@ -94,6 +95,7 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   FactorWeight weight_of(size_t i) const;
   bool has_factors(size_t i);
   void check_layer(const Layer& layer) const;
+  void set_sums(const Layer& of, KfacLayer& layer) const;
 
   FactorRecords records_;
   std::vector<bool> due_;      // empty: not decided

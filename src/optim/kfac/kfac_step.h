@@ -1,46 +1,47 @@
 // K-FAC (Martens and Grosse 2015, arXiv 1503.05671; convolutions: Grosse and Martens 2016, arXiv
 // 1602.01407; several positions: "expand" of Eschenhagen et al. 2023, arXiv 2311.00636) with the
-// empirical Fisher, as stateless functions on tensors.
+// empirical Fisher.
 #pragma once
 
-#include "optim/kfac/kfac_layer.h"
+#include "optim/core/step_prologue.h"
+#include "optim/kfac/kfac_subset.h"
 
 #include <ATen/core/Tensor.h>
 
-#include <cstdint>
-#include <optional>
-#include <string>
+#include <memory>
 #include <vector>
 
 namespace torchium::optim::detail {
 
-// Options of one parameter. Names are those of KFACOptions and of Python's torchium.KFAC.
-struct KfacParameterOptions {
-  at::Tensor lr;  // 0-dim; float64 on the CPU, or on the parameters' device
-  double momentum = 0.9;
-  double weight_decay = 0.0;
-  bool maximize = false;
-};
+// Steps of the parameters of all groups with the same state and layers: by CUDA kernels for those
+// that these support, by PyTorch operators for all others. Parameters without a layer take steps of
+// SGD with momentum.
+class KfacStep : public PrologueStep {
+ public:
+  // One parameter at least, as it is: views of transposed weights are made here. Keeps the tensors,
+  // which stay the caller's. status: see step_status.h.
+  KfacStep(KfacGroup group, at::Tensor status);
+  KfacStep(const KfacStep&) = delete;
+  KfacStep& operator=(const KfacStep&) = delete;
 
-// Options of the whole step.
-struct KfacHyperparameters {
-  std::vector<KfacParameterOptions> parameters;  // one per parameter
-  bool batch_averaged = true;                    // the loss is a mean over the samples
-  std::optional<double> kl_clip = 1e-3;
-  DampingSplit damping_split = DampingSplit::kPi;
-  std::string root_method = "auto";  // "auto", "eigh" or "newton" (not with kExact)
-  at::Tensor found_inf;  // one number, not 0: skip the step (found_inf_guard.h); undefined: 0
-};
+  // Before a step the caller sets `lr` of the parameters, and in the layers what is of one step.
+  KfacGroup& group() { return group_; }
+  // Releases the sums.
+  void forget_sums();
 
-struct KfacState {
-  std::vector<at::Tensor> steps;             // 0-dim float64 on the parameter's device
-  std::vector<at::Tensor> momentum_buffers;  // one per parameter; used if momentum > 0
-  at::Tensor status;                         // int64 [kStatusSize], see step_status.h
-};
+  void begin(std::vector<at::Tensor> grads) override;
+  // `lr` and `host_steps` are not used.
+  void run(const at::Tensor& lr, at::IntArrayRef host_steps, const at::Tensor& found_inf) override;
 
-// One step of all parameters of an optimizer on one device. `params` and `grads` have the same
-// length and no undefined gradient. Parameters without a layer take a step of SGD with momentum.
-void kfac_step(const KfacHyperparameters& hyperparameters, at::TensorList params,
-               at::TensorList grads, std::vector<KfacLayer>& layers, KfacState& state);
+ private:
+  void make_subsets();
+  void examine_sums();
+  void update_inverses(bool KfacLayer::*wanted, const FoundInfGuard& guard);
+  void record_failures();
+
+  KfacGroup group_;
+  at::Tensor status_;
+  std::vector<std::unique_ptr<KfacSubset>> subsets_;
+};
 
 }  // namespace torchium::optim::detail

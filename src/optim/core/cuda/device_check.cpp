@@ -22,26 +22,40 @@ static_assert(sizeof(StepControl) % sizeof(int) == 0);
 static_assert(sizeof(StepNumbers) % sizeof(double) == 0);
 constexpr int64_t kNumbers = sizeof(StepNumbers) / sizeof(double);
 
+namespace {
+
+// Adds an entry unless it is empty. Returns its number.
+std::optional<size_t> add(KernelTables<ScanEntry>& scans, const ScanEntry& entry) {
+  const int64_t tiles = (entry.elements + cuda_kernels::kScanTile - 1) / cuda_kernels::kScanTile;
+  return tiles == 0 ? std::nullopt : std::optional(scans.add(entry, static_cast<int>(tiles)));
+}
+
+ScanEntry scan_entry(const at::Tensor& tensor, size_t param, ScanKind kind, double largest,
+                     const double* step) {
+  return {.data = tensor.const_data_ptr(),
+          .elements = tensor.numel(),
+          .first_tile = 0,
+          .index = static_cast<int>(param),
+          .type = element_type(tensor.scalar_type()),
+          .kind = kind,
+          .step = step,
+          .largest = largest};
+}
+
+}  // namespace
+
 DeviceCheck::DeviceCheck(at::TensorOptions options, at::Tensor status)
     : options_(options.requires_grad(false)), status_(std::move(status)) {
   torchium::detail::check_device_code(options.device());
 }
 
-std::optional<size_t> DeviceCheck::add(int64_t elements, const ScanEntry& entry) {
-  const int64_t tiles = (elements + cuda_kernels::kScanTile - 1) / cuda_kernels::kScanTile;
-  return tiles == 0 ? std::nullopt : std::optional(scans_.add(entry, static_cast<int>(tiles)));
-}
-
 void DeviceCheck::add_scan(const at::Tensor& tensor, size_t param, ScanKind kind, double largest,
                            const double* step) {
-  add(tensor.numel(), {.data = tensor.const_data_ptr(),
-                       .elements = tensor.numel(),
-                       .first_tile = 0,
-                       .index = static_cast<int>(param),
-                       .type = element_type(tensor.scalar_type()),
-                       .kind = kind,
-                       .step = step,
-                       .largest = largest});
+  add(scans_, scan_entry(tensor, param, kind, largest, step));
+}
+
+void DeviceCheck::examine(const at::Tensor& tensor, size_t param, double largest) {
+  add(examined_, scan_entry(tensor, param, ScanKind::kGradient, largest, nullptr));
 }
 
 void DeviceCheck::add_parameter(const at::Tensor& param, double weight_decay,
@@ -60,13 +74,13 @@ void DeviceCheck::add_parameter(const at::Tensor& param, double weight_decay,
                   .step = number(step),
                   .largest = limits.gradient};
   Parameter added{param, step};
-  added.gradient_scan = add(elements, entry);
+  added.gradient_scan = add(scans_, entry);
   if (limits.has_parameter) {
     entry.data = param.const_data_ptr();
     entry.type = element_type(param.scalar_type());
     entry.kind = ScanKind::kParameter;
     entry.largest = limits.parameter;
-    const auto scan = add(elements, entry);
+    const auto scan = add(scans_, entry);
     added.copied_scan = param.is_non_overlapping_and_dense() ? std::nullopt : scan;
   }
   addresses_.add({nullptr}, 1);
@@ -135,8 +149,10 @@ bool DeviceCheck::run(const StepRule& rule, const at::Tensor& found_inf) {
     }
   }
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  for (const auto& table : scans_) {
-    C10_CUDA_CHECK(cuda_kernels::scan(table, control(), numbers(), stream));
+  for (const auto* scans : {&scans_, &examined_}) {
+    for (const auto& table : *scans) {
+      C10_CUDA_CHECK(cuda_kernels::scan(table, control(), numbers(), stream));
+    }
   }
   const at::Tensor overflow =
       found_inf.defined() ? found_inf.to(options_.dtype(at::kFloat)) : at::Tensor();
@@ -156,6 +172,7 @@ bool DeviceCheck::run(const StepRule& rule, const at::Tensor& found_inf) {
 void DeviceCheck::end() {
   readable_.clear();
   copies_.clear();
+  examined_ = {};
   memory_ = {};
 }
 

@@ -42,6 +42,7 @@ class DeviceCheck : public StepPrologue {
   void set_updated(size_t param) { params_[param].is_updated = true; }
 
   void begin(at::TensorList grads) override;
+  void examine(const at::Tensor& tensor, size_t param, double largest) override;
   bool run(const StepRule& rule, const at::Tensor& found_inf) override;
   void end() override;
 
@@ -67,7 +68,6 @@ class DeviceCheck : public StepPrologue {
     at::Tensor numbers;  // [P, kNumbers]: StepNumbers
   };
 
-  std::optional<size_t> add(int64_t elements, const cuda_kernels::ScanEntry& entry);
   Memory allocate() const;
   void set_aside();
 
@@ -82,6 +82,7 @@ class DeviceCheck : public StepPrologue {
   // Of one step.
   StepRule rule_;
   std::vector<at::Tensor> readable_, copies_;  // of gradients, and of parameters
+  KernelTables<cuda_kernels::ScanEntry> examined_;
   std::vector<GradientKind> kinds_;
   Memory memory_;
 };

@@ -1,0 +1,250 @@
+#include "optim/kfac/cuda/kfac_kernels.h"
+
+#ifdef TORCHIUM_WITH_CUDA
+#include "cuda_kernels/optimizer_step/kfac_step.h"
+#include "optim/core/cuda/device_check.h"
+#include "optim/core/cuda/kernel_tables.h"
+#include "optim/core/cuda/kernel_tensors.h"
+#include "optim/kfac/cuda/factor_updates.h"
+#include "optim/kfac/cuda/layer_products.h"
+
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <algorithm>
+#include <limits>
+#include <optional>
+#endif
+
+#include <ATen/ATen.h>
+
+#include <utility>
+
+namespace torchium::optim::detail {
+
+#ifdef TORCHIUM_WITH_CUDA
+namespace {
+
+using cuda_kernels::KfacEntry;
+
+// Where the elements of a parameter lie, which is a matrix of its first dimension and the others.
+struct MatrixLayout {
+  int64_t row_stride, inner, inner_stride, outer_stride;  // KfacEntry
+};
+
+// None for a layout that the kernels do not know.
+std::optional<MatrixLayout> matrix_layout(const at::Tensor& param) {
+  if (param.numel() == 0) {
+    return std::nullopt;
+  }
+  if (param.is_contiguous()) {
+    return MatrixLayout{param.numel() / param.size(0), 1, 0, 1};
+  }
+  if (param.dim() == 2) {
+    return MatrixLayout{param.stride(0), 1, 0, param.stride(1)};
+  }
+  if (param.dim() == 4 && param.is_contiguous(at::MemoryFormat::ChannelsLast)) {
+    return MatrixLayout{param.stride(0), param.size(2) * param.size(3), param.size(1), 1};
+  }
+  return std::nullopt;
+}
+
+class KfacKernels : public KfacSubset {
+ public:
+  KfacKernels(const KfacGroup& group, KfacMembers members, DeviceCheck& check)
+      : group_(group),
+        members_(std::move(members)),
+        check_(check),
+        factors_(group, members_.layers),
+        products_(group, members_.layers) {
+    std::vector<KfacEntry> entries(group.params.size());
+    for (const size_t i : members_.params) {
+      check.set_updated(i);
+      entries[i] = entry_of(i);
+    }
+    for (size_t k = 0; k < members_.layers.size(); ++k) {
+      const KfacLayer& layer = group.layers[members_.layers[k]];
+      int column = 0;
+      for (const int64_t i : layer.params()) {
+        fill_layer(entries[i], k, group.params[i], column);
+        column = entries[i].columns;
+      }
+    }
+    for (const size_t i : members_.params) {
+      const int64_t elements = int64_t{entries[i].rows} * entries[i].columns;
+      if (elements > 0) {
+        places_.push_back({i, tables_.add(entries[i], kfac_tiles(elements)), false});
+      }
+    }
+  }
+
+  void update_factors(const KfacRun&) override { factors_.run(check_.control()); }
+
+  void precondition(const KfacRun&) override {
+    set_entries();
+    if (members_.layers.empty()) {
+      return;
+    }
+    products_.set_aside();
+    for (const auto& table : tables_) {
+      C10_CUDA_CHECK(cuda_kernels::gather_kfac(table, check_.control(), check_.numbers(),
+                                               products_.buffers(), stream()));
+    }
+    products_.precondition();
+  }
+
+  at::Tensor kl_terms(const KfacRun&) override {
+    if (members_.layers.empty()) {
+      return {};
+    }
+    at::Tensor terms = at::empty(
+        {tables_.tiles()}, group_.params[0].options().dtype(at::kDouble).requires_grad(false));
+    for (const auto& table : tables_) {
+      C10_CUDA_CHECK(cuda_kernels::sum_products(table, check_.numbers(), products_.buffers(),
+                                                terms.mutable_data_ptr<double>(), stream()));
+    }
+    return terms;
+  }
+
+  void apply(const KfacRun&, const StepScalar& nu) override {
+    const double* scale = nu.device.defined() ? nu.device.const_data_ptr<double>() : nullptr;
+    for (const auto& table : tables_) {
+      C10_CUDA_CHECK(cuda_kernels::update_by_kfac(table, check_.control(), check_.numbers(),
+                                                  products_.buffers(), scale, stream()));
+    }
+    for (const TablePlace& place : places_) {
+      note_change(group_.params[place.param]);
+      note_change(group_.states[place.param].momentum_buffer);
+    }
+  }
+
+  void end() override {
+    products_.free_all();
+    lrs_.clear();
+  }
+
+ private:
+  static cudaStream_t stream() { return c10::cuda::getCurrentCUDAStream(); }
+
+  // As a parameter of no layer: its elements in the order of the memory.
+  KfacEntry entry_of(size_t i) const {
+    const at::Tensor& param = group_.params[i];
+    const KfacParameterOptions& options = group_.options[i];
+    KfacEntry entry{};
+    entry.param = param.mutable_data_ptr();
+    entry.momentum_buffer = floats(group_.states[i].momentum_buffer);
+    entry.momentum = static_cast<float>(options.momentum);
+    entry.weight_decay = static_cast<float>(options.weight_decay);
+    entry.start = -1;
+    entry.rows = 1;
+    entry.columns = entry.packed_columns = static_cast<int>(param.numel());
+    entry.inner = entry.outer_stride = entry.group_rows = 1;
+    entry.index = static_cast<int>(i);
+    entry.param_type = element_type(param.scalar_type());
+    entry.maximize = options.maximize;
+    return entry;
+  }
+
+  void fill_layer(KfacEntry& entry, size_t k, const at::Tensor& param, int first_column) const {
+    const KfacLayer& layer = group_.layers[members_.layers[k]];
+    const MatrixLayout layout = *matrix_layout(param);
+    const auto place = products_.place(k);
+    entry.start = place.start;
+    entry.in_second = place.in_second;
+    entry.left = diagonal_root(layer.G_root);
+    entry.right = diagonal_root(layer.A_root);
+    entry.rows = static_cast<int>(param.size(0));
+    entry.columns = static_cast<int>(param.numel() / param.size(0));
+    entry.row_stride = static_cast<int>(layout.row_stride);
+    entry.inner = static_cast<int>(layout.inner);
+    entry.inner_stride = static_cast<int>(layout.inner_stride);
+    entry.outer_stride = static_cast<int>(layout.outer_stride);
+    entry.packed_columns = static_cast<int>(layer.A.size(1));
+    entry.first_column = first_column;
+    entry.group_rows = static_cast<int>(layer.G.size(1));
+  }
+
+  // What changes from step to step.
+  void set_entries() {
+    const at::Tensor* before = nullptr;
+    for (const TablePlace& place : places_) {
+      const at::Tensor& lr = group_.options[place.param].lr;
+      if (before == nullptr || !lr.is_same(*before)) {
+        lrs_.push_back(readable_learning_rate(lr));
+      }
+      before = &lr;
+      KfacEntry& entry = tables_[place.entry];
+      entry.lr = learning_rate(lrs_.back());
+      entry.grad_type = check_.gradient_kind(place.param).type;
+    }
+  }
+
+  const KfacGroup& group_;
+  KfacMembers members_;
+  DeviceCheck& check_;
+  FactorUpdates factors_;
+  LayerProducts products_;
+  KernelTables<KfacEntry> tables_;
+  std::vector<TablePlace> places_;  // of parameters that have elements
+  std::vector<at::Tensor> lrs_;     // of one step, as the kernels read them
+};
+
+bool is_known(const at::Tensor& param, const at::Tensor& momentum_buffer) {
+  return param.is_cuda() && state_dtype(param) == at::kFloat &&
+         param.is_non_overlapping_and_dense() && param.numel() < std::numeric_limits<int>::max() &&
+         (!momentum_buffer.defined() || same_layout(momentum_buffer, param));
+}
+
+}  // namespace
+
+bool has_kfac_kernels(const KfacGroup& group, size_t i) {
+  return is_known(group.params[i], group.states[i].momentum_buffer);
+}
+
+bool has_kfac_kernels(const KfacGroup& group, const KfacLayer& layer) {
+  const auto params = layer.params();
+  const auto fits = [](const at::Tensor& state) {
+    return state.is_contiguous() && aligned_to_four(state);
+  };
+  return std::ranges::all_of(params,
+                             [&](int64_t i) {
+                               return has_kfac_kernels(group, static_cast<size_t>(i)) &&
+                                      matrix_layout(group.params[i]).has_value();
+                             }) &&
+         layer.A.size(0) * layer.G.size(1) * layer.A.size(1) < std::numeric_limits<int>::max() &&
+         layer.A.is_contiguous() && layer.G.is_contiguous() && fits(layer.A_root) &&
+         fits(layer.G_root) &&
+         (group.shared.damping_split != DampingSplit::kExact ||
+          (fits(layer.A_eigenvalues) && fits(layer.G_eigenvalues)));
+}
+
+std::unique_ptr<KfacSubset> make_kfac_kernels(const KfacGroup& group, KfacMembers members,
+                                              StepPrologue& prologue) {
+  return std::make_unique<KfacKernels>(group, std::move(members),
+                                       static_cast<DeviceCheck&>(prologue));
+}
+
+#else
+
+bool has_kfac_kernels(const KfacGroup&, const KfacLayer&) { return false; }
+bool has_kfac_kernels(const KfacGroup&, size_t) { return false; }
+
+std::unique_ptr<KfacSubset> make_kfac_kernels(const KfacGroup&, KfacMembers, StepPrologue&) {
+  TORCH_INTERNAL_ASSERT(false, "this build has no CUDA kernels");
+}
+#endif
+
+at::Tensor kl_scale_on_device(double kl_clip, const at::Tensor& terms) {
+#ifdef TORCHIUM_WITH_CUDA
+  if (terms.is_cuda()) {
+    at::Tensor scale = at::empty({}, terms.options());
+    C10_CUDA_CHECK(cuda_kernels::clip_by_products(
+        terms.const_data_ptr<double>(), static_cast<int>(terms.numel()), kl_clip,
+        scale.mutable_data_ptr<double>(), c10::cuda::getCurrentCUDAStream()));
+    return scale;
+  }
+#endif
+  return terms.sum().abs().reciprocal().mul(kl_clip).sqrt().clamp_max(1.0);
+}
+
+}  // namespace torchium::optim::detail

@@ -1,0 +1,76 @@
+// The directions of all layers, with one product for all layers of a shape. CUDA builds only.
+#pragma once
+
+#include "cuda_kernels/optimizer_step/kfac_step.h"
+#include "optim/core/cuda/kernel_tables.h"
+#include "optim/kfac/kfac_subset.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace torchium::optim::detail {
+
+// Keeps the tables of the kernels from step to step; memory is allocated for one step alone.
+class LayerProducts {
+ public:
+  // For these layers of the group, which must outlive this object.
+  LayerProducts(const KfacGroup& group, const std::vector<size_t>& layers);
+
+  // Where V and the direction of the k-th of them are.
+  struct Place {
+    int64_t start;   // of both, in the buffers
+    bool in_second;  // the direction; V is in the first buffer
+  };
+  Place place(size_t k) const { return {starts_[k], shapes_[shape_of_[k]].leaves_in_second}; }
+
+  // Allocates the buffers. A column of V that no parameter fills is zero.
+  void set_aside();
+  cuda_kernels::KfacBuffers buffers() const;
+  // V -> (G + ..I)^-1 V (A + ..I)^-1, or the same with eigenvectors.
+  void precondition() const;
+  void free_all();
+
+ private:
+  // Layers of one shape. V: [rows, columns] in each group.
+  struct Shape {
+    int64_t rows, columns;
+    bool has_left, has_right;  // whether the roots of G and A are matrices
+    bool leaves_in_second = false;
+    int64_t first = 0, count = 0;  // matrices in the arrays of addresses
+
+    int products() const { return has_left + has_right; }  // of one pass
+  };
+
+  bool is_exact() const { return group_.shared.damping_split == DampingSplit::kExact; }
+  void find_shapes(const std::vector<size_t>& layers);
+  void find_places(const std::vector<size_t>& layers);
+  void add_entries(const std::vector<size_t>& layers);
+  void write_addresses() const;
+  float** addresses(int64_t array) const;
+  void multiply(int pass, bool transpose_left, bool transpose_right) const;
+  void divide() const;
+
+  const KfacGroup& group_;
+  at::TensorOptions options_;  // of float32 buffers
+  std::vector<Shape> shapes_;
+  std::vector<size_t> shape_of_;  // of each layer
+  std::vector<int64_t> starts_;   // of each layer in the buffers
+  int64_t elements_ = 0, matrices_ = 0;
+  bool has_unused_column_ = false;
+  KernelTables<cuda_kernels::AddressEntry> address_tables_;
+  KernelTables<cuda_kernels::EigenvalueEntry> eigenvalue_tables_;
+  // Of one step.
+  at::Tensor first_, second_;
+  at::Tensor addresses_;  // [4, matrices]: V in the two buffers, the roots of G, those of A
+};
+
+// The root if it is a diagonal, else null.
+const float* diagonal_root(const at::Tensor& root);
+
+// Tiles of kKfacTile elements.
+int kfac_tiles(int64_t elements);
+
+}  // namespace torchium::optim::detail

@@ -1,0 +1,75 @@
+// The parameters of a step of K-FAC, and its stages for a subset of them: by PyTorch operators or
+// by CUDA kernels.
+#pragma once
+
+#include "optim/core/parameter_state.h"
+#include "optim/core/step_prologue.h"
+#include "optim/kfac/kfac_layer.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace torchium::optim::detail {
+
+// Options of one parameter. Names are those of KFACOptions and of Python's torchium.KFAC.
+struct KfacParameterOptions {
+  at::Tensor lr;  // of this step: 0-dim; float64 on the CPU, or on the parameters' device
+  double momentum = 0.9;
+  double weight_decay = 0.0;
+  bool maximize = false;
+};
+
+// Options of the whole step.
+struct KfacSharedOptions {
+  std::optional<double> kl_clip = 1e-3;
+  DampingSplit damping_split = DampingSplit::kPi;
+  std::string root_method = "auto";  // "auto", "eigh" or "newton" (not with kExact)
+};
+
+// All lists but `layers` have one entry per parameter. The weight of a transposed layer and its
+// momentum buffer are views [out, in].
+struct KfacGroup {
+  std::vector<at::Tensor> params;
+  StateList states;  // momentum_buffer: undefined without momentum
+  std::vector<KfacParameterOptions> options;
+  KfacSharedOptions shared;
+  std::vector<KfacLayer> layers;
+};
+
+struct KfacRun {
+  at::TensorList grads;  // of all parameters of the group
+  const StepPrologue& prologue;
+};
+
+// The inverses of all subsets are renewed together, elsewhere.
+class KfacSubset {
+ public:
+  virtual ~KfacSubset() = default;
+
+  // Of layers with sums: k <- k + 1; A <- d A + (1 - d) E[a a^T], G <- d G + (1 - d) E[g g^T] with
+  // d = min(1 - 1/k, stat_decay).
+  virtual void update_factors(const KfacRun& run) = 0;
+  // V = g + weight_decay p; d = (G + ..I)^-1 V (A + ..I)^-1 of layers, else d = V.
+  virtual void precondition(const KfacRun& run) = 0;
+  // Terms of sum lr^2 V . d over the parameters of layers: float64 [any]; undefined: none.
+  virtual at::Tensor kl_terms(const KfacRun& run) = 0;
+  // buf <- momentum buf + nu d; p <- p - lr buf. nu: for parameters of layers.
+  virtual void apply(const KfacRun& run, const StepScalar& nu) = 0;
+  // Frees the memory of the step.
+  virtual void end() = 0;
+};
+
+// Some parameters and layers of a group, by their positions in it. Weight and bias of a layer are
+// in the same subset.
+struct KfacMembers {
+  std::vector<size_t> params, layers;
+};
+
+// By PyTorch operators, on any device. The group must outlive the subset.
+std::unique_ptr<KfacSubset> make_eager_subset(const KfacGroup& group, KfacMembers members);
+
+}  // namespace torchium::optim::detail
