@@ -378,3 +378,12 @@ def test_launches_of_kfac_do_not_grow_with_the_number_of_layers(
 def test_launches_of_an_update_of_the_factors_do_not_grow_with_the_number_of_layers() -> None:
     counts = [kfac_launches(deep_model(number), TCov=1, TInv=100) for number in (3, 40)]
     assert counts[0] == counts[1] < 30
+
+
+@pytest.mark.parametrize("split", ["pi", "plain"])
+def test_launches_of_inversions_hardly_grow_with_the_number_of_layers(split: str) -> None:
+    """Only those that join the matrices do, in batches."""
+    few, many = (
+        kfac_launches(deep_model(number), TCov=1, TInv=1, damping_split=split) for number in (3, 40)
+    )
+    assert many < few + 20

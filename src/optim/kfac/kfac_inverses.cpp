@@ -7,11 +7,14 @@
 #include "linalg/roots/newton.h"
 #include "linalg/spectral/eigh.h"
 #include "linalg/spectral/spectral.h"
+#include "optim/kfac/cuda/inverse_kernels.h"
+#include "optim/kfac/damped_factors.h"
 
 #include <ATen/ATen.h>
 
 #include <algorithm>
 #include <cmath>
+#include <deque>
 
 namespace torchium::optim::detail {
 namespace {
@@ -21,22 +24,6 @@ using linalg::detail::MatrixGroup;
 // The largest accepted residual of an eigensystem; correct ones have about 1e-6 in float32.
 constexpr double kEigensystemTolerance = 1e-2;
 
-// One of the two factors of a layer, and its solution.
-struct Factor {
-  at::Tensor matrices;  // [groups, n, n], or their diagonals [groups, n]
-  at::Tensor damping;   // [groups] float64, at least the floor; undefined with kExact
-  double floor;
-  at::Tensor root = {};         // as the matrices
-  at::Tensor eigenvalues = {};  // [groups, n] float64, floored
-  at::Tensor accepted = {};     // [groups] bool
-};
-
-struct LayerFactors {
-  KfacLayer* layer;
-  Factor A;
-  Factor G;
-};
-
 // Mean of the diagonal of each matrix, not below `floor`.
 at::Tensor mean_diagonal(const at::Tensor& matrices, double floor) {
   const at::Tensor diagonals = matrices.dim() == 2 ? matrices : matrices.diagonal(0, -2, -1);
@@ -45,40 +32,34 @@ at::Tensor mean_diagonal(const at::Tensor& matrices, double floor) {
   return at::where(mean.gt(smallest), mean, at::full_like(mean, smallest));
 }
 
-LayerFactors make_factors(KfacLayer& layer, DampingSplit split) {
-  LayerFactors factors{&layer, {layer.A, {}, layer.floor}, {layer.G, {}, layer.floor}};
+void set_dampings(DampedFactors& factors, DampingSplit split) {
   if (split == DampingSplit::kExact) {
-    return factors;
+    return;
   }
+  const KfacLayer& layer = *factors.layer;
   const at::Tensor pi =
       split == DampingSplit::kPlain
           ? at::ones({layer.A.size(0)}, layer.A.options().dtype(at::kDouble))
           : (mean_diagonal(layer.A, layer.floor) / mean_diagonal(layer.G, layer.floor)).sqrt_();
   factors.A.damping = (pi * std::sqrt(layer.damping)).clamp_min(layer.floor);
   factors.G.damping = (std::sqrt(layer.damping) / pi).clamp_min(layer.floor);
-  return factors;
 }
 
 // The factors of one order, as one buffer.
 struct Joined {
   at::Tensor matrices;  // [N, n, n]
-  at::Tensor floors;    // [N] float64, of eigenvalues with kExact
   at::Tensor dampings;  // [N] float64; undefined with kExact
 };
 
-Joined join(const std::vector<Factor*>& factors, at::TensorList matrices,
+Joined join(const std::vector<DampedFactor*>& factors, at::TensorList matrices,
             const MatrixGroup& group) {
-  std::vector<at::Tensor> floors;
   std::vector<at::Tensor> dampings;
   for (const size_t i : group) {
-    const Factor& factor = *factors[i];
-    floors.push_back(at::full({factor.matrices.size(0)}, factor.floor,
-                              factor.matrices.options().dtype(at::kDouble)));
-    if (factor.damping.defined()) {
-      dampings.push_back(factor.damping);
+    if (factors[i]->damping.defined()) {
+      dampings.push_back(factors[i]->damping);
     }
   }
-  return {linalg::detail::joined_matrices(matrices, group), at::cat(floors),
+  return {linalg::detail::joined_matrices(matrices, group),
           dampings.empty() ? at::Tensor() : at::cat(dampings)};
 }
 
@@ -98,8 +79,6 @@ Solution solve_by_eigh(const Joined& joined) {
     const at::Tensor inverses =
         (values.clamp_min(0.0) + joined.dampings.unsqueeze(-1)).reciprocal_();
     roots = linalg::detail::compose(system.vectors, inverses, /*non_negative=*/true);
-  } else {
-    values = at::maximum(values, joined.floors.unsqueeze(-1));
   }
   const at::Tensor accepted = linalg::detail::spectral_residual(input.matrix, system)
                                   .le(kEigensystemTolerance)
@@ -134,8 +113,7 @@ Solution solve_by_cholesky(const Joined& joined) {
   }
   const at::Tensor which = accepted.logical_not().nonzero().flatten();
   const auto of_which = [&](const at::Tensor& tensor) { return tensor.index_select(0, which); };
-  const Solution others = solve_by_eigh(
-      {of_which(joined.matrices), of_which(joined.floors), of_which(joined.dampings)});
+  const Solution others = solve_by_eigh({of_which(joined.matrices), of_which(joined.dampings)});
   return {
       roots.index_copy(0, which, others.roots), {}, accepted.index_copy(0, which, others.accepted)};
 }
@@ -171,10 +149,12 @@ Solution solve(const Joined& joined, const std::string& method) {
              : solve_by_cholesky(joined);
 }
 
-void solve(const std::vector<Factor*>& factors, at::TensorList matrices, const MatrixGroup& group,
-           const std::string& root_method) {
+void solve(const std::vector<DampedFactor*>& factors, at::TensorList matrices,
+           const MatrixGroup& group, const std::string& root_method) {
   const Solution solution = solve(join(factors, matrices, group), root_method);
-  const auto root = linalg::detail::split_by_buffer(solution.roots, matrices, group);
+  // At once for all layers: kernels read contiguous roots.
+  const at::Tensor roots = solution.roots.is_cpu() ? solution.roots : solution.roots.contiguous();
+  const auto root = linalg::detail::split_by_buffer(roots, matrices, group);
   const auto accepted = linalg::detail::split_by_buffer(solution.accepted, matrices, group);
   for (size_t k = 0; k < group.size(); ++k) {
     factors[group[k]]->root = root[k];
@@ -189,9 +169,9 @@ void solve(const std::vector<Factor*>& factors, at::TensorList matrices, const M
 }
 
 // The same for a factor stored as its diagonal, whose eigenvectors are the identity.
-void solve_diagonal(Factor& factor) {
+void solve_diagonal(DampedFactor& factor) {
   const at::Tensor values = factor.matrices.to(at::kDouble);
-  factor.eigenvalues = values.clamp_min(factor.floor);
+  factor.eigenvalues = values;
   factor.root = factor.damping.defined()
                     ? (values.clamp_min(0.0) + factor.damping.unsqueeze(-1)).reciprocal_()
                     : at::ones_like(factor.matrices);
@@ -206,13 +186,15 @@ void assign_accepted(at::Tensor& target, const at::Tensor& value, const at::Tens
   target.copy_(at::where(accepted.view(sizes), value.to(target.scalar_type()), target));
 }
 
-void take(LayerFactors& factors, DampingSplit split, const FoundInfGuard& guard) {
+// Takes the roots and eigenvalues of groups of which both factors were accepted, and counts
+// consecutive failures.
+void take_accepted(const DampedFactors& factors, DampingSplit split, const FoundInfGuard& guard) {
   KfacLayer& layer = *factors.layer;
   const at::Tensor accepted = guard.restrict(factors.A.accepted.logical_and(factors.G.accepted));
-  const auto renew = [&](const Factor& factor, at::Tensor& root, at::Tensor& eigenvalues) {
+  const auto renew = [&](const DampedFactor& factor, at::Tensor& root, at::Tensor& eigenvalues) {
     assign_accepted(root, factor.root, accepted);
     if (split == DampingSplit::kExact) {
-      assign_accepted(eigenvalues, factor.eigenvalues, accepted);
+      assign_accepted(eigenvalues, factor.eigenvalues.clamp_min(layer.floor), accepted);
     }
   };
   renew(factors.A, layer.A_root, layer.A_eigenvalues);
@@ -226,16 +208,21 @@ void take(LayerFactors& factors, DampingSplit split, const FoundInfGuard& guard)
 
 void update_inverses(std::vector<KfacLayer>& layers, bool KfacLayer::*wanted, DampingSplit split,
                      const std::string& root_method, const FoundInfGuard& guard) {
-  std::vector<LayerFactors> due;
+  std::deque<DampedFactors> due;
+  std::vector<DampedFactors*> by_kernels, eager;
   for (KfacLayer& layer : layers) {
     if (layer.*wanted) {
-      due.push_back(make_factors(layer, split));
+      (has_inverse_kernels(layer) ? by_kernels : eager).push_back(&due.emplace_back(layer));
     }
   }
-  std::vector<Factor*> factors;
+  set_dampings_by_kernel(by_kernels, split);
+  for (DampedFactors* layer : eager) {
+    set_dampings(*layer, split);
+  }
+  std::vector<DampedFactor*> factors;
   std::vector<at::Tensor> matrices;
-  for (LayerFactors& layer : due) {
-    for (Factor* factor : {&layer.A, &layer.G}) {
+  for (DampedFactors& layer : due) {
+    for (DampedFactor* factor : {&layer.A, &layer.G}) {
       if (factor->matrices.dim() == 2) {
         solve_diagonal(*factor);
       } else {
@@ -247,8 +234,9 @@ void update_inverses(std::vector<KfacLayer>& layers, bool KfacLayer::*wanted, Da
   for (const auto& group : linalg::detail::group_by_order(matrices)) {
     solve(factors, matrices, group, root_method);
   }
-  for (LayerFactors& layer : due) {
-    take(layer, split, guard);
+  take_accepted_by_kernel(by_kernels, guard);
+  for (const DampedFactors* layer : eager) {
+    take_accepted(*layer, split, guard);
   }
 }
 

@@ -1,0 +1,26 @@
+// The two factors of a layer while they are inverted.
+#pragma once
+
+#include "optim/kfac/kfac_layer.h"
+
+#include <ATen/core/Tensor.h>
+
+namespace torchium::optim::detail {
+
+// A or G, and its solution.
+struct DampedFactor {
+  at::Tensor matrices;          // [groups, n, n], or their diagonals [groups, n]
+  at::Tensor damping = {};      // [groups] float64, at least the floor; undefined with kExact
+  at::Tensor root = {};         // as the matrices
+  at::Tensor eigenvalues = {};  // [groups, n] float64; undefined: not known
+  at::Tensor accepted = {};     // [groups] bool
+};
+
+struct DampedFactors {
+  explicit DampedFactors(KfacLayer& of) : layer(&of), A{of.A}, G{of.G} {}
+
+  KfacLayer* layer;
+  DampedFactor A, G;
+};
+
+}  // namespace torchium::optim::detail
