@@ -10,7 +10,8 @@ namespace torchium::gradients::detail {
 
 void add_product_of_rows_(at::Tensor& K, const at::Tensor& R, double weight) {
   const int64_t n = std::max<int64_t>(1, R.size(0));
-  const int64_t chunk = std::max<int64_t>(1, kMaxWorkspaceElements / n);
+  const int64_t elements = K.is_cuda() ? int64_t{1} << 26 : kMaxWorkspaceElements;
+  const int64_t chunk = std::max<int64_t>(1, elements / n);
   at::Tensor stack = K.unsqueeze(0);
   for (int64_t first = 0; first < R.size(1); first += chunk) {
     const at::Tensor columns = R.narrow(1, first, std::min(chunk, R.size(1) - first));

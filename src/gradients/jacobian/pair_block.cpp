@@ -6,16 +6,26 @@
 #include <ATen/Context.h>
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 namespace torchium::gradients::detail {
 namespace {
 
-// The largest number of elements of explicit rows at a time.
-constexpr int64_t kMaxRowElements = int64_t{1} << 23;
-// The largest number of samples on one side of a product of pairs: only blocks on and below the
-// diagonal of the result are computed.
-constexpr int64_t kMaxPairSamples = 128;
+// The largest number of elements of explicit rows at a time. On a GPU each piece costs launches.
+int64_t max_row_elements(bool is_cuda) { return int64_t{1} << (is_cuda ? 26 : 23); }
+
+// The largest number of samples on one side of a product of pairs, of `of_sample` elements each, in
+// groups of T x T pairs. Only blocks on and below the diagonal of the result are computed: on a CPU
+// small ones, on a GPU few.
+int64_t max_pair_samples(bool is_cuda, int64_t of_sample, int64_t T, int64_t groups) {
+  if (!is_cuda) {
+    return std::clamp<int64_t>(kMaxWorkspaceElements / of_sample, 1, 128);
+  }
+  constexpr int64_t kElements = int64_t{1} << 25;
+  const auto side = static_cast<int64_t>(std::sqrt(kElements / std::max<int64_t>(1, groups)));
+  return std::max<int64_t>(1, std::min(kElements / of_sample, side / T));
+}
 
 // rows [n, groups, fan_out, fan_in] <- beta rows + sum_t G[group, i, t] A[group, i, t]^T
 void add_rows_(at::Tensor rows, const Positions& x, double beta) {
@@ -99,8 +109,7 @@ void PairBlock::add_gram_by_pairs_(at::Tensor& K, double weight, double bias_wei
   for (const auto& call : calls_) {
     const int64_t T = std::max<int64_t>(1, call.source.positions());
     const int64_t of_sample = groups_ * T * std::max({fan_in_, fan_out_, T});
-    const int64_t count =
-        std::clamp<int64_t>(kMaxWorkspaceElements / of_sample, 1, kMaxPairSamples);
+    const int64_t count = max_pair_samples(K.is_cuda(), of_sample, T, groups_);
     for (int64_t first = 0; first < call.source.samples(); first += count) {
       pieces.push_back({&call, first, std::min(count, call.source.samples() - first)});
     }
@@ -137,7 +146,7 @@ void PairBlock::add_gram_by_pairs_(at::Tensor& K, double weight, double bias_wei
 void PairBlock::add_gram_by_rows_(at::Tensor& K, double weight) const {
   const at::NoTF32Guard full_precision;
   const int64_t of_output = samples_ * groups_ * fan_in_;
-  const int64_t chunk = std::max<int64_t>(1, kMaxRowElements / of_output);
+  const int64_t chunk = std::max<int64_t>(1, max_row_elements(K.is_cuda()) / of_output);
   for (int64_t first = 0; first < fan_out_; first += chunk) {
     const int64_t outputs = std::min(chunk, fan_out_ - first);
     at::Tensor rows;

@@ -228,7 +228,7 @@ FoundInfGuard FoundInfGuard::narrowed(const at::Tensor& accepted) const {
 }
 
 at::Tensor FoundInfGuard::zero_if_skipped(const at::Tensor& value) const {
-  return keep_.defined() ? at::where(keep_, value, at::zeros({}, value.options())) : value;
+  return keep_.defined() ? at::where(keep_, value, at::Scalar(0)) : value;
 }
 
 StepScalar FoundInfGuard::learning_rate(const at::Tensor& lr) const {
@@ -239,10 +239,12 @@ StepScalar FoundInfGuard::learning_rate(const at::Tensor& lr) const {
 }
 
 void FoundInfGuard::advance(at::TensorList steps) const {
+  if (keep_.defined()) {
+    at::_foreach_add_(steps, keep_.to(at::kDouble));
+    return;
+  }
   for (const at::Tensor& step : steps) {
-    if (keep_.defined()) {
-      step.add_(keep_);
-    } else if (step.is_cpu()) {
+    if (step.is_cpu()) {
       ++*step.mutable_data_ptr<double>();
       step.unsafeGetTensorImpl()->bump_version();
     } else {

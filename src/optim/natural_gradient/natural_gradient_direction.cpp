@@ -9,13 +9,16 @@
 namespace torchium::optim::detail {
 namespace {
 
-using gradients::detail::Jacobian;
-
 // A bound of |r|^2 where r is nothing but the rounding of v.
 at::Tensor largest_square_of_rounding(const ParameterVector& v,
                                       const std::vector<double>& roundings) {
-  const at::Tensor squares = dots(v, v);
-  return at::dot(squares, at::tensor(roundings, squares.options()).square_());
+  const auto squares = dots(v, v).unbind();
+  at::Tensor result;
+  for (size_t s = 0; s < v.size(); ++s) {  // without a copy of the roundings to the device
+    const at::Tensor term = squares[s] * (roundings[s] * roundings[s]);
+    result = s == 0 ? term : result + term;
+  }
+  return result;
 }
 
 // Lambda^-1 x
@@ -29,7 +32,7 @@ ParameterVector divided_by_dampings(const std::vector<double>& dampings, const P
 
 }  // namespace
 
-GradientSplit split_gradient(const Jacobian& J, const ParameterVector& v,
+GradientSplit split_gradient(const SegmentedJacobian& J, const ParameterVector& v,
                              const std::vector<double>& roundings) {
   const at::Tensor mean = at::full({J.samples()}, 1.0 / static_cast<double>(J.samples()),
                                    v[0].options().dtype(at::kDouble));
@@ -53,7 +56,7 @@ GradientSplit split_gradient(const Jacobian& J, const ParameterVector& v,
 // With v = c J^T 1 / n + r, x = mu d_prev + Lambda^-1 r and S = J Lambda^-1 J^T / n + I it is
 //   d = x + Lambda^-1 J^T w,  w = S^-1 (c 1 - J x) / n.
 // With r for all of v (c = 0) the two terms would cancel, and lose their digits.
-ParameterVector gram_direction(const Jacobian& J, const std::vector<double>& dampings,
+ParameterVector gram_direction(const SegmentedJacobian& J, const std::vector<double>& dampings,
                                const GradientSplit& v, const ScaledVector& previous,
                                const at::Tensor& L) {
   ScaledVector x = previous;
@@ -76,8 +79,9 @@ ParameterVector gram_direction(const Jacobian& J, const std::vector<double>& dam
   return d;
 }
 
-ConjugateGradientsResult cg_direction(const Jacobian& J, const std::vector<double>& dampings,
-                                      double eps, ParameterVector v, const ScaledVector& previous) {
+ConjugateGradientsResult cg_direction(const SegmentedJacobian& J,
+                                      const std::vector<double>& dampings, double eps,
+                                      ParameterVector v, const ScaledVector& previous) {
   const double n = static_cast<double>(J.samples());
   const auto damped_fisher = [&](const ParameterVector& x) {
     ParameterVector result = J.transpose_product(J.product(x).div_(n));

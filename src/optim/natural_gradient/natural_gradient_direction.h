@@ -3,8 +3,8 @@
 // 2401.10190).
 #pragma once
 
-#include "gradients/jacobian/jacobian.h"
 #include "optim/natural_gradient/conjugate_gradients.h"
+#include "optim/natural_gradient/parameter_segments.h"
 #include "optim/natural_gradient/parameter_vectors.h"
 
 #include <ATen/core/Tensor.h>
@@ -12,6 +12,8 @@
 #include <vector>
 
 namespace torchium::optim::detail {
+
+// Vectors, dampings, roundings and scales are those of segments.
 
 // A gradient as v = c u + r, u = J^T 1 / n: its part along the mean of the captured gradients, and
 // what clipping or weight decay has added to it.
@@ -22,18 +24,18 @@ struct GradientSplit {
 
 // With r orthogonal to u. A part r within the `roundings` of v (gradient_rounding.h) counts as
 // zero, because it would be divided by the damping.
-GradientSplit split_gradient(const gradients::detail::Jacobian& J, const ParameterVector& v,
+GradientSplit split_gradient(const SegmentedJacobian& J, const ParameterVector& v,
                              const std::vector<double>& roundings);
 
 // Solved in the space of samples. previous: mu d_prev. L: the Cholesky factor of
 // J Lambda^-1 J^T / n + I.
-ParameterVector gram_direction(const gradients::detail::Jacobian& J,
-                               const std::vector<double>& dampings, const GradientSplit& v,
-                               const ScaledVector& previous, const at::Tensor& L);
+ParameterVector gram_direction(const SegmentedJacobian& J, const std::vector<double>& dampings,
+                               const GradientSplit& v, const ScaledVector& previous,
+                               const at::Tensor& L);
 
 // Solved in parameter space by conjugate gradients, to a relative residual of `eps`, or what the
 // dtype of v allows.
-ConjugateGradientsResult cg_direction(const gradients::detail::Jacobian& J,
+ConjugateGradientsResult cg_direction(const SegmentedJacobian& J,
                                       const std::vector<double>& dampings, double eps,
                                       ParameterVector v, const ScaledVector& previous);
 

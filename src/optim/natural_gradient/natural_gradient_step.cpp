@@ -7,6 +7,7 @@
 #include "optim/core/step_status.h"
 #include "optim/natural_gradient/gradient_rounding.h"
 #include "optim/natural_gradient/natural_gradient_direction.h"
+#include "optim/natural_gradient/parameter_segments.h"
 #include "optim/natural_gradient/parameter_vectors.h"
 
 #include <ATen/ATen.h>
@@ -56,8 +57,10 @@ at::Tensor factorize(const Jacobian& J, const std::vector<double>& dampings) {
 
 // mu d_prev
 ScaledVector momentum_part(const NaturalGradientHyperparameters& h,
-                           const NaturalGradientState& state) {
-  return has_momentum(h) ? ScaledVector{state.momentum_buffers, h.momentums} : ScaledVector{};
+                           const ParameterSegments& segments, const NaturalGradientState& state) {
+  return has_momentum(h)
+             ? ScaledVector{segments.join(state.momentum_buffers), segments.common(h.momentums)}
+             : ScaledVector{};
 }
 
 // Counts a direction that is not finite like the failure of a root.
@@ -72,14 +75,22 @@ void record_failure(const at::Tensor& squares, const FoundInfGuard& guard, at::T
 }
 
 // The gradients in the state's dtype.
-ParameterVector working_gradients(at::TensorList params, at::TensorList grads,
-                                  const FoundInfGuard& guard) {
-  ParameterVector result;
-  for (size_t p = 0; p < params.size(); ++p) {
-    result.push_back(
-        signed_gradient(params[p], grads[p], /*maximize=*/false, /*weight_decay=*/0.0, guard));
+ParameterVector working_gradients(const ParameterSegments& segments, at::TensorList params,
+                                  at::TensorList grads, const FoundInfGuard& guard) {
+  ParameterVector result = segments.join(grads);
+  for (size_t s = 0; s < result.size(); ++s) {
+    const at::Tensor& param = params[segments.members()[s].front()];
+    result[s] = signed_gradient(param, result[s], /*maximize=*/false, /*weight_decay=*/0.0, guard);
   }
   return result;
+}
+
+// |d_p|^2 of every parameter p: float64 [parameters].
+at::Tensor squares_of_params(const std::vector<at::Tensor>& d) {
+  const auto dtype = d[0].scalar_type();
+  const bool can_join = std::ranges::all_of(
+      d, [&](const at::Tensor& x) { return !x.is_cpu() && x.scalar_type() == dtype; });
+  return can_join ? at::stack(at::_foreach_norm(d)).to(at::kDouble).square_() : dots(d, d);
 }
 
 // lr, with its sign and the factor that keeps the direction within max_norm.
@@ -91,11 +102,30 @@ StepScalar step_size(const StepScalar& lr, bool maximize, const at::Tensor& norm
   return {lr.host * norm_factor.item<double>() * sign, {}};
 }
 
+// p <- p - lr d for the parameters of one segment.
+void subtract(const std::vector<at::Tensor>& params, const std::vector<at::Tensor>& d,
+              const StepScalar& lr, const FoundInfGuard& guard) {
+  for (size_t k = 0; k < params.size(); ++k) {
+    at::Tensor param = params[k];
+    apply_update({}, lr, param, d[k], nullptr, guard);
+  }
+}
+
+// The same on a GPU, in a few launches.
+void subtract_at_once(const std::vector<at::Tensor>& params, const std::vector<at::Tensor>& lr_d) {
+  const double most = largest_number(params[0].scalar_type());
+  at::_foreach_sub_(params, lr_d);
+  at::_foreach_clamp_max_(params, most);
+  at::_foreach_clamp_min_(params, -most);
+}
+
 // d_prev <- d;  p <- p - lr d min(1, max_norm / |d|)  (+ for maximize), if d is finite.
-void apply_direction(const NaturalGradientHyperparameters& h, at::TensorList params,
-                     const ParameterVector& d, NaturalGradientState& state,
+// previous: d_prev.
+void apply_direction(const NaturalGradientHyperparameters& h, const ParameterSegments& segments,
+                     at::TensorList params, const ParameterVector& d,
+                     const ParameterVector& previous, NaturalGradientState& state,
                      const FoundInfGuard& guard) {
-  const at::Tensor squares = dots(d, d);
+  const at::Tensor squares = squares_of_params(segments.split(d));
   record_failure(squares, guard, state.status);
   const FoundInfGuard accepted = guard.narrowed(squares.isfinite().all());
   if (accepted.skipped_on_host()) {
@@ -104,14 +134,30 @@ void apply_direction(const NaturalGradientHyperparameters& h, at::TensorList par
   const at::Tensor norm_factor =
       h.max_norm ? accepted.zero_if_skipped((*h.max_norm / squares.sum().sqrt_()).clamp_max_(1.0))
                  : at::ones({}, squares.options());
-  for (size_t p = 0; p < params.size(); ++p) {
-    at::Tensor param = params[p];
-    const at::Tensor direction = accepted.zero_if_skipped(d[p]);
-    if (h.momentums[p] != 0.0) {
-      accepted.assign_(state.momentum_buffers[p], direction);
+  for (size_t s = 0; s < d.size(); ++s) {
+    const auto& members = segments.members()[s];
+    const size_t first = members.front();
+    const auto of_segment = [&](at::TensorList all) {
+      std::vector<at::Tensor> result;
+      for (const size_t p : members) {
+        result.push_back(all[p]);
+      }
+      return result;
+    };
+    if (h.momentums[first] != 0.0) {
+      const at::Tensor kept =
+          accepted.keep().defined() ? at::where(accepted.keep(), d[s], previous[s]) : d[s];
+      at::_foreach_copy_(of_segment(state.momentum_buffers), segments.split(kept, s));
     }
-    apply_update({}, step_size(accepted.learning_rate(h.lrs[p]), h.maximize[p], norm_factor), param,
-                 direction, nullptr, accepted);
+    const at::Tensor direction = accepted.zero_if_skipped(d[s]);
+    const StepScalar lr =
+        step_size(accepted.learning_rate(h.lrs[first]), h.maximize[first], norm_factor);
+    if (members.size() > 1 && !direction.is_cpu()) {
+      subtract_at_once(of_segment(params),
+                       segments.split(lr.multiply(finite_entries(direction)), s));
+    } else {
+      subtract(of_segment(params), segments.split(direction, s), lr, accepted);
+    }
   }
 }
 
@@ -138,22 +184,25 @@ at::Tensor natural_gradient_step(const NaturalGradientHyperparameters& h, at::Te
     return report;
   }
   guard.advance(state.steps);
-  const ParameterVector v = working_gradients(params, grads, guard);
+  const std::vector<double> roundings = gradient_roundings(grads, batch.calls);
+  const ParameterSegments segments(params, h, roundings);
+  const SegmentedJacobian segmented{J, segments};
+  const ParameterVector v = working_gradients(segments, params, grads, guard);
+  const auto dampings = segments.common(h.dampings);
+  const ScaledVector previous = momentum_part(h, segments, state);  // mu d_prev
   ParameterVector d;
   if (by_cg) {
-    ConjugateGradientsResult solution =
-        cg_direction(J, h.dampings, h.eps, v, momentum_part(h, state));
+    ConjugateGradientsResult solution = cg_direction(segmented, dampings, h.eps, v, previous);
     d = std::move(solution.x);
     report.select(0, 0).fill_(solution.iterations);
     report.select(0, 1).copy_(solution.relative_residual);
     report.select(0, 2).fill_(1);
   } else {
-    const GradientSplit split = refreshed
-                                    ? split_gradient(J, v, gradient_roundings(grads, batch.calls))
-                                    : GradientSplit{at::zeros({}, report.options()), v};
-    d = gram_direction(J, h.dampings, split, momentum_part(h, state), factorization);
+    const GradientSplit split = refreshed ? split_gradient(segmented, v, segments.common(roundings))
+                                          : GradientSplit{at::zeros({}, report.options()), v};
+    d = gram_direction(segmented, dampings, split, previous, factorization);
   }
-  apply_direction(h, params, d, state, guard);
+  apply_direction(h, segments, params, d, previous.x, state, guard);
   return report;
 }
 

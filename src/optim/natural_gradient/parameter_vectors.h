@@ -1,4 +1,4 @@
-// Lists of tensors, one per parameter, as one long vector.
+// Lists of tensors, one per segment of the parameters, as one long vector.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,13 +9,13 @@ namespace torchium::optim::detail {
 
 using ParameterVector = std::vector<at::Tensor>;
 
-// Tensors x_p times numbers; no tensors mean zero.
+// Tensors x_s times numbers; no tensors mean zero.
 struct ScaledVector {
   ParameterVector x;
   std::vector<double> scales;
 };
 
-// <x_p, y_p> of every parameter p: float64 [parameters]. On the CPU all products and sums are
+// <x_s, y_s> of every segment s: float64 [segments]. On the CPU all products and sums are
 // float64, and the same for any number of threads.
 at::Tensor dots(at::TensorList x, at::TensorList y);
 // <x, y>: 0-dim float64.
