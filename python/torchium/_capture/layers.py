@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -62,8 +63,20 @@ MATRIX_KINDS = frozenset({LayerKind.LINEAR, LayerKind.CONV2D, LayerKind.TRANSPOS
 TIED_KINDS = MATRIX_KINDS | {LayerKind.EMBEDDING}
 
 
+# Of the classes seen so far: models ask for every call of a layer.
+_KNOWN: WeakKeyDictionary[type[nn.Module], tuple[LayerKind, type[nn.Module]] | None] = (
+    WeakKeyDictionary()
+)
+
+
 def _known_class(cls: type[nn.Module]) -> tuple[LayerKind, type[nn.Module]] | None:
     """The kind of the layers of a class, and the class that it inherits that from."""
+    if cls not in _KNOWN:
+        _KNOWN[cls] = _find_known_class(cls)
+    return _KNOWN[cls]
+
+
+def _find_known_class(cls: type[nn.Module]) -> tuple[LayerKind, type[nn.Module]] | None:
     for kind, known in _CLASSES.items():
         if issubclass(cls, known):
             return kind, known

@@ -42,14 +42,17 @@ class FactorCapture(Capture):
         self._loss_scale = weakref.WeakMethod(loss_scale)
         # Plan and trained parameters of the last declare(); None: something has changed since.
         self._declared: tuple[JointPlan, list[bool]] | None = None
+        self._problems: dict[Tensor, str | None] = {}  # of modules, in this backward pass
 
     def adopt(self, module: nn.Module, name: str) -> None:
         super().adopt(module, name)
         self._declared = None
+        self._problems.clear()
 
     def release(self) -> None:
         """Releases the plan."""
         self.plan = self._declared = None
+        self._problems.clear()
 
     def declare(self, plan: JointPlan) -> None:
         """Tells the plan which layers are known, if that has changed."""
@@ -60,15 +63,17 @@ class FactorCapture(Capture):
             and self._declared[1] == trained
         ):
             return
+        self._problems.clear()
         rows, excluded = [], []
         for i, weight in enumerate(plan.params):
             if self.weight_beside(weight) is not weight:
                 continue
-            if self._problem_of_modules(weight) is None:
+            problem = self._problem_of_modules(weight)
+            if problem is None:
                 owner = self.owners[weight][0]
                 rows += [i, self._bias(plan, weight), int(has_transposed_weight(owner))]
                 rows += [int(self._is_tied(weight)), getattr(owner, "groups", 1)]
-            if self.problem(weight) is not None:
+            if problem is not None or self._is_used_outside(weight):
                 excluded.append(i)
         plan.core.declare(rows)
         plan.core.exclude(excluded)
@@ -81,11 +86,19 @@ class FactorCapture(Capture):
             return reason
         weight = self.weight_beside(param)
         assert weight is not None
-        if not self.used_outside.isdisjoint({weight, self.joint_bias(weight)}):
-            return "used outside of its layer"
-        return None
+        return "used outside of its layer" if self._is_used_outside(weight) else None
+
+    def _is_used_outside(self, weight: Tensor) -> bool:
+        """Whether the weight or the bias that shares its factors is."""
+        outside = self.used_outside
+        return bool(outside) and not outside.isdisjoint({weight, self.joint_bias(weight)})
 
     def _problem_of_modules(self, param: Tensor) -> str | None:
+        if param not in self._problems:
+            self._problems[param] = self._find_problem(param)
+        return self._problems[param]
+
+    def _find_problem(self, param: Tensor) -> str | None:
         owners = self.owners.get(param)
         if not owners:
             return "in no module that has run"
@@ -138,6 +151,7 @@ class FactorCapture(Capture):
 
     def _started(self, root: int) -> None:
         self._declared = None  # other parameters may be used outside now
+        self._problems.clear()
 
     def _restart(self, param: Tensor, root: int) -> None:
         if self.plan is not None and param in self.plan.positions:
