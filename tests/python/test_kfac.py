@@ -72,6 +72,31 @@ def test_one_sample_is_the_dense_damped_empirical_fisher(damping, bias, device):
         assert_close_in_norm(d, torch.linalg.solve(fisher, v), 1e-8)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", ["sequence", "convolution"])
+def test_reduce_is_exact_for_a_mean_over_the_positions(kind, bias, device):
+    """One sample, exact damping: the block of the Fisher matrix is j j^T, j its gradient."""
+    damping = 1e-2
+    if kind == "sequence":
+        model: nn.Module = nn.Linear(4, 3, bias=bias)
+        x, positions = random(1, 5, 2, 4), (1, 2)
+    else:
+        model = nn.Conv2d(2, 3, 2, padding=1, stride=2, bias=bias)
+        x, positions = random(1, 2, 5, 4), (2, 3)
+    model.double().to(device)
+    options = {"damping": damping, "eps": 1e-14, "damping_split": "exact", **BARE}
+    optimizer = torchium.KFAC(model, weight_sharing="reduce", **options)
+    label = torch.tensor([2], device=device)
+    F.cross_entropy(model(x.to(device)).mean(positions), label).backward()
+    j = torch.cat([p.grad.flatten() for p in model.parameters()])
+    for i, p in enumerate(model.parameters()):
+        p.grad += random(*p.shape, seed=i).to(device)
+    v = torch.cat([p.grad.flatten() for p in model.parameters()])
+    d = torch.cat([step.flatten() for step in updates(model, optimizer)])
+    fisher = torch.outer(j, j) + damping * torch.eye(len(j), dtype=j.dtype, device=device)
+    assert_close_in_norm(d, torch.linalg.solve(fisher, v), 1e-8)
+
+
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("batch_averaged", [True, False])
 def test_a_step_equals_solves_by_hand(split, batch_averaged, device):
@@ -241,6 +266,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "schedules": {"lr": 0.1, "TCov": 2, "TInv": 3, "stat_decay": 0.6, "kl_clip": 0.01},
     "every_step": {"lr": 0.1, "TCov": 1, "TInv": 1, "weight_decay": 0.01, "damping": 0.1},
     "diagonals": {"lr": 0.1, "TCov": 1, "TInv": 2, "max_factor_size": 5, "damping": 0.01},
+    "reduce": {"lr": 0.1, "TCov": 1, "TInv": 2, "weight_sharing": "reduce"},
+    "reduced_diagonals": {"lr": 0.1, "TCov": 2, "weight_sharing": "reduce", "max_factor_size": 5},
 }
 
 
@@ -432,8 +459,9 @@ def random_network(seed: int) -> tuple[nn.Sequential, Tensor]:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("seed", range(8))
-def test_directions_agree_with_curvlinops(seed, split, reduction):
+def test_directions_agree_with_curvlinops(seed, sharing, split, reduction):
     curvlinops = pytest.importorskip("curvlinops")
     damping = 0.01
     model, x = random_network(seed)
@@ -441,7 +469,13 @@ def test_directions_agree_with_curvlinops(seed, split, reduction):
     loss_fn = nn.CrossEntropyLoss(reduction=reduction)
     params = list(model.parameters())
     kfac = curvlinops.KFACLinearOperator(
-        model, loss_fn, params, [(x, y)], fisher_type="empirical", separate_weight_and_bias=False
+        model,
+        loss_fn,
+        params,
+        [(x, y)],
+        fisher_type="empirical",
+        kfac_approx=sharing,
+        separate_weight_and_bias=False,
     )
     options = {
         "pi": {"damping": damping, "use_heuristic_damping": True},
@@ -458,6 +492,7 @@ def test_directions_agree_with_curvlinops(seed, split, reduction):
         damping=damping,
         eps=0.0,
         damping_split=split,
+        weight_sharing=sharing,
         batch_averaged=reduction == "mean",
         **BARE,
     )

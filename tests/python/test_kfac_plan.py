@@ -275,8 +275,9 @@ def test_found_inf_skips_the_step_without_blame(finite, device):
 
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("factor", ["A", "G"])
-def test_a_failed_root_keeps_the_last_good_pair(split, factor, device):
-    problem = Problem(device=device)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_failed_root_keeps_the_last_good_pair(dtype, split, factor, device):
+    problem = Problem(dtype, device)
     optimizer = PlanKFAC(
         one_group(problem, lr=0.1, TCov=1, TInv=1, stat_decay=0.5),
         problem.layers,
@@ -307,9 +308,10 @@ def test_a_failed_root_keeps_the_last_good_pair(split, factor, device):
 
 
 @pytest.mark.parametrize("split", ["pi", "plain"])
-def test_an_inaccurate_inverse_is_not_taken(split, device):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_an_inaccurate_inverse_is_not_taken(dtype, split, device):
     """For factors with negative eigenvalues the iteration can give finite but wrong results."""
-    problem = Problem(device=device)
+    problem = Problem(dtype, device)
     optimizer = PlanKFAC(
         one_group(problem, lr=0.1, TCov=100, TInv=1), problem.layers, damping_split=split
     )

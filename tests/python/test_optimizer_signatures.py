@@ -129,6 +129,7 @@ SIGNATURES = {
             "kl_clip": 1e-3,
             "damping_split": "pi",
             "root_method": "auto",
+            "weight_sharing": "expand",
             "max_factor_size": 5000,
             "grad_scaler": None,
             "maximize": False,

@@ -109,6 +109,7 @@ KFAC: dict[str, dict[str, Any]] = {
     "weight_decay": dict(TCov=3, TInv=4, weight_decay=0.1, maximize=True),
     "diagonals": dict(TCov=2, TInv=3, max_factor_size=5),
     "exact_diagonals": dict(TCov=2, TInv=3, max_factor_size=6, damping_split="exact"),
+    "reduce": dict(TCov=2, TInv=3, weight_sharing="reduce"),
     "sum_of_losses": dict(TCov=2, TInv=2, batch_averaged=False, stat_decay=0.5, damping=0.1),
 }
 NATURAL_GRADIENT: dict[str, dict[str, Any]] = {

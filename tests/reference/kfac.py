@@ -20,6 +20,7 @@ class Sample(NamedTuple):
     g: Tensor  # gradients of the loss of the sample by the outputs [groups, T, o/groups]
     words: Tensor | None = None  # looked up, without padding [L]
     h: Tensor | None = None  # gradients by what was looked up [L, a]
+    calls: tuple[int, ...] | None = None  # positions of each call of the layer; None: one call
 
 
 @dataclass
@@ -63,7 +64,7 @@ class ReferenceKFAC:
     ) -> None:
         defaults = {"lr": 0.003, "momentum": 0.9, "weight_decay": 0.0, "damping": 0.01}
         defaults |= {"TCov": 5, "TInv": 10, "eps": 1e-8, "stat_decay": 0.95, "maximize": False}
-        defaults |= {"max_factor_size": 5000}
+        defaults |= {"max_factor_size": 5000, "weight_sharing": "expand"}
         self.options = {
             p: defaults | {k: v for k, v in group.items() if k != "params"}
             for group in param_groups
@@ -115,6 +116,7 @@ class ReferenceKFAC:
         o, state = self.options[layer.weight], self.state[layer.weight]
         t = state["step"]
         if t % o["TCov"] == 0 and samples:
+            samples = [reduced(s) if o["weight_sharing"] == "reduce" else s for s in samples]
             A, G = (kept(F, o["max_factor_size"]) for F in factors(samples))
             state["k"] = k = state.get("k", 0) + 1
             d = min(1 - 1 / k, o["stat_decay"])
@@ -136,6 +138,14 @@ class ReferenceKFAC:
         directions[layer.weight] = weight
         if layer.bias is not None:
             directions[layer.bias] = bias
+
+
+def reduced(sample: Sample) -> Sample:
+    """One position for each call: the mean of a and the sum of g (Eschenhagen et al. 2023)."""
+    sizes = sample.calls or (sample.a.shape[1],)
+    a = torch.stack([part.mean(1) for part in sample.a.split(sizes, dim=1)], dim=1)
+    g = torch.stack([part.sum(1) for part in sample.g.split(sizes, dim=1)], dim=1)
+    return sample._replace(a=a, g=g, calls=(1,) * len(sizes))
 
 
 def factors(samples: list[Sample]) -> tuple[Tensor, Tensor]:
@@ -268,7 +278,8 @@ def capture(
         for i, pairs in rows.items():  # several uses are more positions
             sides = [torch.cat(side, dim=1) for side in zip(*pairs, strict=True)]
             found = [torch.cat(side) for side in zip(*lookups.get(i, []), strict=True)]
-            captured[i].append(Sample(*sides, *found))
+            calls = tuple(a.shape[1] for a, _ in pairs)
+            captured[i].append(Sample(*sides, *found)._replace(calls=calls))
     return captured
 
 

@@ -1,6 +1,6 @@
 // K-FAC (Martens and Grosse 2015, arXiv 1503.05671; convolutions: Grosse and Martens 2016, arXiv
-// 1602.01407; several positions: "expand" of Eschenhagen et al. 2023, arXiv 2311.00636) as a
-// libtorch optimizer.
+// 1602.01407; several positions: Eschenhagen et al. 2023, arXiv 2311.00636) as a libtorch
+// optimizer.
 #pragma once
 
 #include "torchium/export.h"
@@ -52,6 +52,10 @@ struct TORCHIUM_API KFACOptions : public torch::optim::OptimizerCloneableOptions
   /// Frobenius norm of a factor to that (2^-46 in float64); or "auto": newton in float32 on a CUDA
   /// device with kernels for it, else Cholesky factors, and eigh on the CPU where these fail.
   TORCH_ARG(std::string, root_method) = "auto";
+  /// Several positions of a sample, in sequences and convolutions: "expand", each is a vector a and
+  /// a vector g, or "reduce", one a per sample, the mean over its positions, and one g, their sum.
+  /// A new value counts from the next factors on.
+  TORCH_ARG(std::string, weight_sharing) = "expand";
   /// Of a factor of a larger order only the diagonal is kept, >= 1; of G of a tied head always. A
   /// new value counts for factors that do not exist yet.
   TORCH_ARG(int64_t, max_factor_size) = 5000;
@@ -73,7 +77,8 @@ struct TORCHIUM_API KFACOptions : public torch::optim::OptimizerCloneableOptions
 struct TORCHIUM_API KFACParamState : public SecondOrderParamState {
   /// If momentum > 0: the shape of the parameter.
   TORCH_ARG(at::Tensor, momentum_buffer);
-  /// [groups, a, a]: average of a a^T over samples and positions.
+  /// [groups, a, a]: average of a a^T over samples and positions, or with weight_sharing "reduce"
+  /// over samples.
   TORCH_ARG(at::Tensor, A);
   /// [groups, o / groups, o / groups]: average of g g^T over samples, summed over positions.
   TORCH_ARG(at::Tensor, G);

@@ -33,8 +33,9 @@ class KFAC(CapturingOptimizer):
     Factors are captured at the steps 1, 1 + ``TCov``, ... and averaged:
     :math:`A \leftarrow d_k A + (1 - d_k) A_\text{new}` with
     :math:`d_k = \min(1 - 1/k, \text{stat\_decay})` for the k-th update. Inverses are due at the
-    steps 1, 1 + ``TInv``, .... Layers with several positions a sample (sequences, convolutions) sum
-    over them: :math:`A = \sum a a^\top / (N T)`, :math:`G = \sum g g^\top / N`.
+    steps 1, 1 + ``TInv``, .... Layers with :math:`T` positions per sample (sequences, convolutions) sum
+    over them: :math:`A = \sum a a^\top / (N T)`, :math:`G = \sum g g^\top / N`; or with
+    ``weight_sharing="reduce"`` :math:`a` is the mean and :math:`g` the sum over the positions of a sample.
 
     Layers are ``nn.Linear`` (any leading dimensions; dimension 0 is the sample), the ``Conv1D`` of
     transformers, and ``nn.Conv2d``, also if a weight is shared or a layer is used several times. The
@@ -54,7 +55,7 @@ class KFAC(CapturingOptimizer):
     Sources: Martens, Grosse, "Optimizing Neural Networks with Kronecker-factored Approximate
     Curvature", ICML 2015, `arXiv:1503.05671 <https://arxiv.org/abs/1503.05671>`_; convolutions:
     Grosse, Martens, ICML 2016, `arXiv:1602.01407 <https://arxiv.org/abs/1602.01407>`_; shared
-    weights ("expand"): Eschenhagen et al., NeurIPS 2023,
+    weights: Eschenhagen et al., NeurIPS 2023,
     `arXiv:2311.00636 <https://arxiv.org/abs/2311.00636>`_; the KL clip: Ba, Grosse, Martens,
     "Distributed Second-Order Optimization using Kronecker-Factored Approximations", ICLR 2017.
 
@@ -84,6 +85,11 @@ class KFAC(CapturingOptimizer):
             with kernels for it, else by Cholesky factors, and on the CPU by eigenvalues where a pivot is
             lost in rounding. ``"exact"`` needs eigenvectors, and so ``"eigh"`` or ``"auto"``, which are the
             same there (default: "auto").
+        weight_sharing (str): how several positions of a sample count. ``"expand"``: each is an :math:`a`
+            and a :math:`g`. ``"reduce"``: a sample has one :math:`a`, the mean over its positions, and one
+            :math:`g`, their sum; exact where the model averages the outputs of the layer over the
+            positions. Several calls of a layer, and lookups of a tied head, are always expanded. A new value
+            counts from the next factors on (default: "expand").
         max_factor_size (int): of a factor of a larger order only the diagonal is kept; a warning and
             :meth:`report` name those. G of a tied head is always a diagonal. A factor of order n
             takes :math:`8 n^2` bytes with its inverse, and an inversion of order :math:`n^3` operations.
@@ -136,6 +142,7 @@ class KFAC(CapturingOptimizer):
         kl_clip: float | None = 1e-3,
         damping_split: str = "pi",
         root_method: str = "auto",
+        weight_sharing: str = "expand",
         max_factor_size: int = 5000,
         grad_scaler: GradScaler | None = None,
         maximize: bool = False,

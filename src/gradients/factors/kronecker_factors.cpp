@@ -93,6 +93,12 @@ at::Tensor diagonal_of(const at::Tensor& factor) {
   return factor.dim() == 2 ? factor : factor.diagonal(0, -2, -1);
 }
 
+// One position per sample: the mean of the inputs and the sum of the output gradients.
+Positions reduced(const Positions& positions, at::ScalarType dtype) {
+  return {positions.A.mean(2, /*keepdim=*/true, dtype),
+          positions.G.sum(2, /*keepdim=*/true, dtype)};
+}
+
 // 0 for a denominator of 0.
 at::Tensor ratio(const at::Tensor& numerator, const at::Tensor& denominator) {
   return at::where(denominator.eq(0), at::zeros_like(numerator), numerator / denominator);
@@ -116,7 +122,8 @@ void check_kronecker_factors(const at::Tensor& A_sum, const at::Tensor& G_sum,
 }
 
 void update_kronecker_factors_(at::Tensor& A_sum, at::Tensor& G_sum, const LayerCall& call,
-                               at::IntArrayRef weight_shape, bool accumulate) {
+                               at::IntArrayRef weight_shape, bool accumulate,
+                               WeightSharing sharing) {
   c10::NoGradGuard no_grad;
   check_kronecker_factors(A_sum, G_sum, call, weight_shape);
   if (call.input.numel() == 0) {
@@ -135,7 +142,10 @@ void update_kronecker_factors_(at::Tensor& A_sum, at::Tensor& G_sum, const Layer
                               /*keeps_16_bits=*/A_sum.scalar_type() == at::kFloat);
   for (int64_t first = 0; first < source.samples(); first += source.piece()) {
     const int64_t count = std::min(source.piece(), source.samples() - first);
-    const auto [A, G] = source.of_samples(first, count);
+    const Positions all = source.of_samples(first, count);
+    const auto [A, G] = sharing == WeightSharing::kReduce && source.positions() > 1
+                            ? reduced(all, A_sum.scalar_type())
+                            : all;
     second_moment_(A_sum, A.flatten(1, 2).mT(), accumulate || first > 0);
     second_moment_(G_sum, G.flatten(1, 2).mT(), accumulate || first > 0);
   }

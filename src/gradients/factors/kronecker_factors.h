@@ -8,6 +8,10 @@
 
 namespace torchium::gradients::detail {
 
+// The vectors a and g of a sample with several positions (Eschenhagen et al. 2023, arXiv
+// 2311.00636): one pair per position, or the mean of a and the sum of g over them.
+enum class WeightSharing { kExpand, kReduce };
+
 // A_sum += sum of a a^T and G_sum += sum of g g^T over samples and positions: a is the input of a
 // linear layer or the patch of a convolution, g the output gradient. A_sum: [groups, a, a], where a
 // is the fan-in of a group, or one more, which extends each input vector by a 1 for the bias.
@@ -21,9 +25,13 @@ namespace torchium::gradients::detail {
 // or [1, width] += sum of h h^T with h the gradient of a looked-up row. Lookups of padding_idx have
 // no gradient and count in neither. Indices must be in range.
 //
+// With kReduce a linear layer or convolution adds one vector a, and one g, per sample: the mean and
+// the sum over its positions. Lookups are always expanded.
+//
 // accumulate = false overwrites the sums, which need not be initialised.
 void update_kronecker_factors_(at::Tensor& A_sum, at::Tensor& G_sum, const LayerCall& call,
-                               at::IntArrayRef weight_shape, bool accumulate = true);
+                               at::IntArrayRef weight_shape, bool accumulate = true,
+                               WeightSharing sharing = WeightSharing::kExpand);
 
 // Adds the factors of a weight's lookups, lookup_A_sum and counts as above, to the sums of its
 // products (a head tied to an embedding). The Fisher matrix of both is a sum of two Kronecker

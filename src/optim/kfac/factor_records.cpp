@@ -1,6 +1,5 @@
 #include "optim/kfac/factor_records.h"
 
-#include "gradients/factors/kronecker_factors.h"
 #include "optim/core/parameter_state.h"
 
 #include <ATen/ATen.h>
@@ -12,6 +11,7 @@ namespace torchium::optim::detail {
 
 using gradients::detail::LayerCall;
 using gradients::detail::LayerKind;
+using gradients::detail::WeightSharing;
 
 constexpr const char* kUsedBothWays = "used as [in, out] and as [out, in]";
 
@@ -93,10 +93,12 @@ void FactorRecords::record_product(const FactorWeight& weight, const LayerCall& 
   }
   const at::Tensor matrix = layout.matrix(weight.param);
   gradients::detail::update_kronecker_factors_(sums.A, sums.G, call, matrix.sizes(),
-                                               /*accumulate=*/!is_first);
+                                               /*accumulate=*/!is_first, weight.sharing);
+  const int64_t N = gradients::detail::samples_of(call).expect_int();
   int64_t& samples = sums.samples_of_pass[call.micro_batch];
-  samples = std::max(samples, gradients::detail::samples_of(call).expect_int());
-  sums.rows += call.output_gradient.numel() / matrix.size(0);
+  samples = std::max(samples, N);
+  sums.rows +=
+      weight.sharing == WeightSharing::kReduce ? N : call.output_gradient.numel() / matrix.size(0);
 }
 
 void FactorRecords::record_lookup(const FactorWeight& weight, const LayerCall& call) {

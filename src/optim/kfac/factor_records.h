@@ -2,6 +2,7 @@
 #pragma once
 
 #include "gradients/capture/layer_call.h"
+#include "gradients/factors/kronecker_factors.h"
 #include "optim/kfac/kfac_factors.h"
 
 #include <ATen/core/Tensor.h>
@@ -23,7 +24,7 @@ struct FactorSums {
   at::Tensor lookup_counts;
   // By backward pass. Products of one pass have the same samples.
   std::map<int64_t, int64_t> samples_of_pass;
-  int64_t rows = 0;
+  int64_t rows = 0;  // vectors a in the sum A
 
   int64_t samples() const;
 };
@@ -37,12 +38,13 @@ struct FactorLayer {
   std::string problem;         // why the weight has no factors; empty: it has
 };
 
-// A weight, its factors in the state (undefined: none), and the largest order of a factor that is
-// stored as a matrix.
+// A weight, its factors in the state (undefined: none), the largest order of a factor that is
+// stored as a matrix, and how positions are summed.
 struct FactorWeight {
   at::Tensor param;
   at::Tensor A, G;
   int64_t max_factor_size;
+  gradients::detail::WeightSharing sharing;
 };
 
 class FactorRecords {

@@ -23,8 +23,8 @@ struct KfacLayer {
   int64_t bias = -1;           // -1: none; if A has a row for a bias, its gradient counts as zero
   bool is_transposed = false;  // the weight is [in, out]
 
-  // Of one step. Sums over the samples captured since the last one: A_sum [groups, a, a] over all
-  // positions of a a^T, G_sum [groups, o/groups, o/groups] of g g^T; undefined: the factors stay.
+  // Of one step. Sums over the samples captured since the last one: A_sum [groups, a, a] of
+  // a a^T, G_sum [groups, o/groups, o/groups] of g g^T; undefined: the factors stay.
   at::Tensor A_sum;
   at::Tensor G_sum;
   double A_scale = 1.0;  // A_scale A_sum = E[a a^T]

@@ -6,6 +6,8 @@
 
 namespace torchium::optim {
 
+constexpr auto kWeightSharings = detail::one_of("expand", "reduce");
+
 template <typename Options>
 requires std::is_same_v<std::remove_const_t<Options>, KFACOptions>
 auto option_fields(Options& o) {
@@ -24,6 +26,7 @@ auto option_fields(Options& o) {
       Option{"kl_clip", o.kl_clip(), kPositive, kSameInAllGroups},
       Option{"damping_split", o.damping_split(), kDampingSplits, kSameInAllGroups},
       Option{"root_method", o.root_method(), kRootMethods, kSameInAllGroups},
+      Option{"weight_sharing", o.weight_sharing(), kWeightSharings},
       Option{"max_factor_size", o.max_factor_size(), Integer{}},
       Option{"maximize", o.maximize(), Flag{}});
   // clang-format on

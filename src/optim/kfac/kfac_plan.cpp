@@ -60,7 +60,9 @@ void KfacPlan::after_set_options() {
 
 FactorWeight KfacPlan::weight_of(size_t i) const {
   const KFACParamState& state = state_of(i);
-  return {param(i), state.A(), state.G(), options(i).max_factor_size()};
+  return {param(i), state.A(), state.G(), options(i).max_factor_size(),
+          options(i).weight_sharing() == "reduce" ? gradients::detail::WeightSharing::kReduce
+                                                  : gradients::detail::WeightSharing::kExpand};
 }
 
 void KfacPlan::after_bind() {

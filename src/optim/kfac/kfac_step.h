@@ -1,6 +1,6 @@
 // K-FAC (Martens and Grosse 2015, arXiv 1503.05671; convolutions: Grosse and Martens 2016, arXiv
-// 1602.01407; several positions: "expand" of Eschenhagen et al. 2023, arXiv 2311.00636) with the
-// empirical Fisher.
+// 1602.01407; several positions: Eschenhagen et al. 2023, arXiv 2311.00636) with the empirical
+// Fisher.
 #pragma once
 
 #include "optim/core/step_prologue.h"
