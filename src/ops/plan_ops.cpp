@@ -318,6 +318,14 @@ void register_kfac_plan(torch::Library& m) {
              }
              return recorded;
            })
+      .def("treatments",
+           [](const Self& self) {
+             std::vector<std::tuple<std::string, std::string, int64_t>> all;
+             for (const auto& [name, detail, weight] : self->treatments()) {
+               all.emplace_back(name, detail, weight);
+             }
+             return all;
+           })
       .def("fallback", [](const Self& self) { return self->fallback(); })
       .def("new_fallback", [](const Self& self) { return self->new_fallback(); })
       .def("note_warned", [](const Self& self) { self->note_warned(); })

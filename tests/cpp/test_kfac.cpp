@@ -232,6 +232,8 @@ TEST(Kfac, KeepsDiagonalsOfLargeFactors) {
   EXPECT_EQ(state.A_inverse().sizes(), (std::vector<int64_t>{1, 600001}));
   EXPECT_EQ(state.G().sizes(), (std::vector<int64_t>{1, 2, 2}));
   EXPECT_EQ(optimizer.report().diagonal_A, std::vector<std::string>{"0.weight"});
+  EXPECT_EQ(optimizer.report().parameters[0].treatment, "diagonal");
+  EXPECT_EQ(optimizer.report().parameters[0].detail, "the diagonal of A 600001, G 2");
   expect_contains(warnings.text, "max_factor_size: 1 (a factor A: 0.weight (600001))");
 }
 

@@ -1,6 +1,8 @@
 // Parameters that K-FAC cannot precondition, and embeddings that are also heads.
 #include "kfac_testing.h"
 
+#include <algorithm>
+
 namespace torchium::testing {
 namespace {
 
@@ -50,6 +52,15 @@ TEST(Kfac, FallsBackToMomentum) {
   const auto report = optimizer.report();
   EXPECT_EQ(report.preconditioned, (std::vector<std::string>{"head.weight", "head.bias"}));
   EXPECT_EQ(report.fallback.size(), names.size() - 2);
+  EXPECT_EQ(report.parameters.size(), names.size());
+  const auto treatment = [&](const std::string& name) {
+    const auto found = std::find_if(report.parameters.begin(), report.parameters.end(),
+                                    [&](const auto& parameter) { return parameter.name == name; });
+    return found->treatment + ": " + found->detail;
+  };
+  EXPECT_EQ(treatment("embedding.weight"), "fallback: looked up as an embedding");
+  EXPECT_EQ(treatment("head.weight").substr(0, 11), "factors: A ");
+  EXPECT_EQ(treatment("head.bias"), treatment("head.weight") + " of head.weight");
   for (const auto& name : report.fallback) {
     expect_near(names[name], twin->named_parameters()[name], 1e-12);
   }

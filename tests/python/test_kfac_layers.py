@@ -192,6 +192,13 @@ def test_other_parameters_take_sgd_steps_and_are_named_once(kind, form):
     assert set(report["fallback"]) == set(reasons)
     assert set(report["preconditioned"]) == names - set(reasons)
     assert len(report["preconditioned"]) + len(report["fallback"]) == len(names)
+    treatments = report["parameters"]
+    assert {n: why for n, (kind, why) in treatments.items() if kind == "fallback"} == reasons
+    assert {kind for n, (kind, _) in treatments.items() if n not in reasons} <= {
+        "factors",
+        "diagonal",  # of a tied head
+        "none",  # a frozen weight
+    }
     assert train(model, optimizer, x, steps=12) == []
     for name, p in fallback.items():
         assert "A" not in optimizer.state[p], name
@@ -200,11 +207,27 @@ def test_other_parameters_take_sgd_steps_and_are_named_once(kind, form):
 def test_no_warning_without_a_reason_for_one():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     optimizer = torchium.KFAC(model.parameters())
-    nothing = {"preconditioned": [], "fallback": [], "diagonal_A": [], "diagonal_G": []}
-    assert optimizer.report() == nothing
-    assert train(model, optimizer, torch.randn(5, 4)) == []
     names = [f"parameter {i} of group 0" for i in range(4)]
-    assert optimizer.report() == {**nothing, "preconditioned": names}
+    nothing = {"preconditioned": [], "fallback": [], "diagonal_A": [], "diagonal_G": []}
+    none = dict.fromkeys(names, ("none", "has taken no step"))
+    assert optimizer.report() == {**nothing, "parameters": none}
+    assert train(model, optimizer, torch.randn(5, 4)) == []
+    details = ["A 5, G 4", f"A 5, G 4 of {names[0]}", "A 5, G 3", f"A 5, G 3 of {names[2]}"]
+    done = {name: ("factors", detail) for name, detail in zip(names, details, strict=True)}
+    assert optimizer.report() == {**nothing, "preconditioned": names, "parameters": done}
+
+
+def test_the_report_names_groups_and_a_parameter_without_a_step():
+    model = nn.Sequential(nn.Conv2d(4, 6, 3, groups=2), nn.Flatten(), nn.Linear(24, 3))
+    model[2].bias.requires_grad_(False)
+    optimizer = torchium.KFAC(model.named_parameters())
+    train(model, optimizer, torch.randn(5, 4, 4, 4), steps=1)
+    assert optimizer.report()["parameters"] == {
+        "0.weight": ("factors", "2 groups with A 19, G 3"),
+        "0.bias": ("factors", "2 groups with A 19, G 3 of 0.weight"),
+        "2.weight": ("factors", "A 24, G 3"),
+        "2.bias": ("none", "has taken no step"),
+    }
 
 
 def test_gradients_without_any_layer_are_told():
@@ -355,6 +378,8 @@ def test_a_checkpoint_loads_before_the_layers_are_known():
     loaded = ALL_CASES["kfac"](other.parameters())
     loaded.load_state_dict(optimizer.state_dict())
     assert "A" in loaded.state[other[0].weight]
+    none = ("none", "has taken no step since its state was loaded or copied")
+    assert set(loaded.report()["parameters"].values()) == {none}
     expected = run(model, optimizer, 4, 5)
     assert_same(run(other, loaded, 4, 5), expected)
     assert loaded.report() == optimizer.report()
@@ -386,8 +411,10 @@ def test_a_wide_layer_keeps_diagonals_and_says_so():
     state = optimizer.state[model[0].weight]
     assert state["A"].shape == state["A_inverse"].shape == (1, 600_001)
     assert state["G"].shape == (1, 2, 2)
-    assert optimizer.report()["diagonal_A"] == ["0.weight"]
-    assert optimizer.report()["diagonal_G"] == []
+    report = optimizer.report()
+    assert report["diagonal_A"] == ["0.weight"]
+    assert report["diagonal_G"] == []
+    assert report["parameters"]["0.weight"] == ("diagonal", "the diagonal of A 600001, G 2")
 
 
 @pytest.mark.parametrize("split", ["pi", "exact"])

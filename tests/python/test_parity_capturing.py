@@ -178,7 +178,19 @@ def assert_twins(python: Run, cpp: Run) -> None:
     assert not torch.equal(python.history[0][0], python.history[-1][0])
     assert [sorted(s) for s in python.states()] == [sorted(s) for s in cpp.states()]
     assert_same(python.states(), cpp.states())
-    assert python.optimizer.report() == cpp.optimizer.report()
+    assert without_reasons(python.optimizer.report()) == without_reasons(cpp.optimizer.report())
+
+
+def without_reasons(report: Any) -> dict[str, Any]:
+    """Python knows the modules of parameters that fall back, C++ the operators."""
+    parameters = report.get("parameters", {})
+    return {
+        **report,
+        "parameters": {
+            name: (treatment, "" if treatment == "fallback" else detail)
+            for name, (treatment, detail) in parameters.items()
+        },
+    }
 
 
 def twins(name: str, model: str, **options: Any) -> tuple[Run, Run]:

@@ -109,8 +109,21 @@ struct TORCHIUM_API KFACParamState : public SecondOrderParamState {
   void serialize(torch::serialize::InputArchive& archive) override;
 };
 
+/// What the last step of a parameter has done with it.
+struct KFACParameterReport {
+  /// In the model.
+  std::string name;
+  /// "factors"; "diagonal": with a factor that is stored as its diagonal; "fallback": a step of SGD
+  /// with momentum; or "none".
+  std::string treatment;
+  /// The orders of the factors, or why there are none.
+  std::string detail;
+};
+
 /// Which parameters the last steps preconditioned, by name in the model.
 struct KFACReport {
+  /// All of them, in the order of the groups.
+  std::vector<KFACParameterReport> parameters;
   std::vector<std::string> preconditioned;
   /// Parameters that take steps of SGD with momentum.
   std::vector<std::string> fallback;

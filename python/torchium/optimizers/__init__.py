@@ -7,6 +7,7 @@ from ._core.report import ParameterReport as ParameterReport
 from ._core.report import ShampooReport as ShampooReport
 from .adagrad import Adagrad
 from .kfac import KFAC
+from .kfac import KFACReport as KFACReport
 from .natural_gradient import NaturalGradient
 from .shampoo import Shampoo
 from .shampoo_w import ShampooW

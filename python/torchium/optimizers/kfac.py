@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -12,6 +13,16 @@ from ._core.capturing import CapturingOptimizer, ParamsOrModel
 from ._core.factors import FactorCapture
 from ._core.options import OptionList
 from ._core.plan import JointPlan
+
+
+class KFACReport(TypedDict):
+    """See :meth:`KFAC.report`."""
+
+    parameters: dict[str, tuple[str, str]]
+    preconditioned: list[str]
+    fallback: list[str]
+    diagonal_A: list[str]
+    diagonal_G: list[str]
 
 
 class KFAC(CapturingOptimizer):
@@ -149,25 +160,70 @@ class KFAC(CapturingOptimizer):
     ) -> None:
         super().__init__(params_or_model, self._OPTIONS.given(locals()), grad_scaler)
 
-    def report(self) -> dict[str, list[str]]:
-        """Names of the parameters that are ``"preconditioned"`` and of those that ``"fallback"``.
+    def report(self) -> KFACReport:
+        """What the last step of each parameter has done with it, and why.
 
-        Both lists are those of the last step that a parameter took; one without a name is called by
-        its place. A layer joins the first list with its first factors. ``"diagonal_A"`` and
-        ``"diagonal_G"`` name the weights of which that factor is kept as its diagonal.
+        Returns:
+            ``"parameters"``: for each name (or place, without a name) a treatment and a detail. The
+            treatment is ``"factors"``; ``"diagonal"``, with a factor that is kept as its diagonal;
+            ``"fallback"``, a step of SGD with momentum; or ``"none"``. The detail has the orders of the
+            factors, or the reason for having none.
+
+            ``"preconditioned"``, ``"fallback"``: names of the parameters of both kinds. A layer joins the
+            first list with its first factors. ``"diagonal_A"``, ``"diagonal_G"``: names of the weights of
+            which that factor is kept as its diagonal.
+
+        Example:
+            >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.LayerNorm(3))
+            >>> optimizer = torchium.KFAC(model)
+            >>> model(torch.randn(8, 4)).square().mean().backward()
+            >>> optimizer.step()
+            >>> optimizer.report()["parameters"]["0.weight"]
+            ('factors', 'A 5, G 3')
+            >>> optimizer.report()["parameters"]["1.weight"]
+            ('fallback', 'LayerNorm')
         """
         plan, names = self._plan, self._short_names()
         fallback = set() if plan is None else {plan.params[i] for i in plan.core.fallback()}
         params = [p for p in names if self._has_state(p)]
-        done = {
-            "preconditioned": [p for p in params if p not in fallback],
-            "fallback": [p for p in params if p in fallback],
+
+        def with_diagonal(factor: str) -> list[str]:
+            weights = [p for p in params if factor in self.state[p]]
+            return [names[p] for p in weights if self.state[p][factor].dim() == 2]
+
+        return {
+            "parameters": self._treatments(fallback),
+            "preconditioned": [names[p] for p in params if p not in fallback],
+            "fallback": [names[p] for p in params if p in fallback],
+            "diagonal_A": with_diagonal("A"),
+            "diagonal_G": with_diagonal("G"),
         }
-        for factor in ("A", "G"):
-            done[f"diagonal_{factor}"] = [
-                p for p in params if factor in self.state[p] and self.state[p][factor].dim() == 2
-            ]
-        return {key: [names[p] for p in value] for key, value in done.items()}
+
+    def _treatments(self, fallback: set[Tensor]) -> dict[str, tuple[str, str]]:
+        plan, names = self._plan, self._short_names()
+        params, treated = ([], []) if plan is None else (plan.params, plan.core.treatments())
+        treatments = dict(zip(params, treated, strict=True))
+        done = {}
+        for param, name in names.items():
+            treatment, detail, weight = treatments.get(param, ("none", "", -1))
+            if treatment == "none":
+                has_state = self._has_state(param)
+                since = " since its state was loaded or copied" if has_state else ""
+                detail = f"has taken no step{since}"
+            elif treatment == "fallback":
+                detail = self._why_not(param, fallback)
+            elif weight >= 0:
+                detail += f" of {names[params[weight]]}"
+            done[name] = (treatment, detail)
+        return done
+
+    def _why_not(self, param: Tensor, fallback: set[Tensor]) -> str:
+        """Why no factors precondition a parameter; `fallback`: all of that kind."""
+        return self._capture.problem(param) or (
+            "not seen in use"
+            if self._capture.weight_beside(param) in fallback
+            else "not the one bias of its weight"
+        )
 
     # ---- capture
 
@@ -197,12 +253,7 @@ class KFAC(CapturingOptimizer):
             core.note_warned()
             kinds: dict[str, list[str]] = {}
             for param in fallback:
-                why = self._capture.problem(param) or (
-                    "not seen in use"
-                    if self._capture.weight_beside(param) in {*fallback}
-                    else "not the one bias of its weight"
-                )
-                kinds.setdefault(why, []).append(names()[param])
+                kinds.setdefault(self._why_not(param, {*fallback}), []).append(names()[param])
             warnings.warn(
                 f"KFAC preconditions {core.preconditioned()} of {core.considered()} parameters. It "
                 f"takes steps of SGD with momentum for {summary(kinds)}. report() names all of them; a "

@@ -33,10 +33,14 @@ int64_t FactorSums::samples() const {
   return total;
 }
 
-bool FactorRecords::is_joint_bias(const at::Tensor& param) const {
-  return param.defined() && std::any_of(layers_.begin(), layers_.end(), [&](const auto& entry) {
-           return entry.second.bias.is_same(param);
-         });
+const at::TensorImpl* FactorRecords::weight_beside(const at::Tensor& bias) const {
+  if (!bias.defined()) {
+    return nullptr;
+  }
+  const auto found = std::find_if(layers_.begin(), layers_.end(), [&](const auto& entry) {
+    return entry.second.bias.is_same(bias);
+  });
+  return found == layers_.end() ? nullptr : found->first;
 }
 
 FactorLayout FactorRecords::layout(const FactorWeight& weight, const FactorLayer& layer) const {

@@ -75,8 +75,10 @@ class FactorRecords {
   FactorLayout layout(const FactorWeight& weight, const FactorLayer& layer) const;
   // Whether the parameter was looked up as an embedding, and was in no product.
   bool is_only_looked_up(const at::Tensor& param) const;
+  // The weight of the layer with this bias; null: none.
+  const at::TensorImpl* weight_beside(const at::Tensor& bias) const;
   // Whether the parameter is the bias of a layer.
-  bool is_joint_bias(const at::Tensor& param) const;
+  bool is_joint_bias(const at::Tensor& param) const { return weight_beside(param) != nullptr; }
   bool has_sums(const at::Tensor& weight) const {
     return sums_.count(weight.unsafeGetTensorImpl()) != 0;
   }

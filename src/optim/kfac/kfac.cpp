@@ -114,8 +114,17 @@ KFACReport KFAC::report() const {
   KFACReport report;
   const auto fallback = plan().fallback();
   const auto params = all_params();
+  const auto treatments = plan().treatments();
   for (const auto i : c10::irange(params.size())) {
     const at::Tensor& param = params[i];
+    const char* since = find_state(param) == nullptr ? "" : " since its state was loaded or copied";
+    report.parameters.push_back({name_of(param), "none", c10::str("has taken no step", since)});
+    if (i < treatments.size() && treatments[i].name != "none") {
+      const auto& [treatment, detail, weight] = treatments[i];
+      const std::string of = weight >= 0 ? " of " + name_of(params[weight]) : "";
+      report.parameters[i].treatment = treatment;
+      report.parameters[i].detail = treatment == "fallback" ? why_not(param) : detail + of;
+    }
     if (find_state(param) != nullptr) {
       const bool falls_back =
           std::find(fallback.begin(), fallback.end(), static_cast<int64_t>(i)) != fallback.end();

@@ -52,6 +52,13 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
 
   StateChanges take(const JointInputs& inputs) override;
 
+  // What the last step that a parameter took has done with it.
+  struct Treatment {
+    std::string name;     // "factors", "diagonal" (of one factor at least), "fallback" or "none"
+    std::string detail;   // the orders of the factors; empty: none
+    int64_t weight = -1;  // of a bias that shares the factors of this parameter
+  };
+  std::vector<Treatment> treatments() const;
   // Parameters whose last step was one of SGD.
   std::vector<int64_t> fallback() const;
   // Those of the next step without a warning so far; note_warned() is called after the warning.
@@ -93,6 +100,7 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   };
 
   FactorWeight weight_of(size_t i) const;
+  Treatment treatment(size_t i) const;
   bool has_factors(size_t i);
   void check_layer(const Layer& layer) const;
   void set_sums(const Layer& of, KfacLayer& layer) const;
