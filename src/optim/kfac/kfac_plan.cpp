@@ -37,15 +37,6 @@ DampingSplit damping_split_of(const KFACOptions& options) {
                                             : DampingSplit::kPlain;
 }
 
-// "A 5, G 3"; "4 groups with A 9, the diagonal of G 2"
-std::string orders_of(const at::Tensor& A, const at::Tensor& G) {
-  const auto order = [](const char* name, const at::Tensor& factor) {
-    return c10::str(factor.dim() == 2 ? "the diagonal of " : "", name, " ", factor.size(-1));
-  };
-  const std::string groups = A.size(0) > 1 ? c10::str(A.size(0), " groups with ") : "";
-  return groups + order("A", A) + ", " + order("G", G);
-}
-
 }  // namespace
 
 void KfacPlan::make_room(SecondOrderParamState& fresh, const SecondOrderParamState& saved,
@@ -413,65 +404,6 @@ void KfacPlan::note_skip(const std::vector<at::Tensor>& params) {
       with_factors_.erase(state_of(i).factor_updates().unsafeGetTensorImpl());
     }
   }
-}
-
-// ---- reports
-
-void KfacPlan::note_warned() {
-  for (const int64_t i : new_fallback_) {
-    warned_.insert(param(i).unsafeGetTensorImpl());
-  }
-  new_fallback_.clear();
-}
-
-int64_t KfacPlan::preconditioned() const {
-  int64_t count = 0;
-  for (const Layer& layer : layers_) {
-    count += layer.bias >= 0 ? 2 : 1;
-  }
-  return count;
-}
-
-KfacPlan::Treatment KfacPlan::treatment(size_t i) const {
-  const KFACParamState& state = state_of(i);
-  const at::TensorImpl* impl = param(i).unsafeGetTensorImpl();
-  if (!state.step().defined()) {
-    return {"none", ""};
-  }
-  if (fallback_.count(impl) != 0) {
-    return {"fallback", ""};
-  }
-  if (state.A().defined() && state.G().defined()) {
-    const bool diagonal = state.A().dim() == 2 || state.G().dim() == 2;
-    return {diagonal ? "diagonal" : "factors", orders_of(state.A(), state.G())};
-  }
-  const at::TensorImpl* weight = records_.weight_beside(param(i));
-  for (const auto k : c10::irange(size())) {
-    if (param(k).unsafeGetTensorImpl() == weight && fallback_.count(weight) == 0) {
-      Treatment shared = treatment(k);
-      shared.weight = static_cast<int64_t>(k);
-      return shared;
-    }
-  }
-  return {"none", ""};
-}
-
-std::vector<KfacPlan::Treatment> KfacPlan::treatments() const {
-  std::vector<Treatment> all;
-  for (const auto i : c10::irange(size())) {
-    all.push_back(treatment(i));
-  }
-  return all;
-}
-
-std::vector<int64_t> KfacPlan::fallback() const {
-  std::vector<int64_t> result;
-  for (const auto i : c10::irange(size())) {
-    if (fallback_.count(param(i).unsafeGetTensorImpl()) != 0) {
-      result.push_back(static_cast<int64_t>(i));
-    }
-  }
-  return result;
 }
 
 }  // namespace torchium::optim::detail
