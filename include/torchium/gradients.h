@@ -1,4 +1,4 @@
-// Per-sample gradients.
+// Gradients of single samples, and what can be computed from them without forming them.
 #pragma once
 
 #include "torchium/export.h"
@@ -7,6 +7,7 @@
 #include <torch/nn/module.h>
 #include <torch/ordered_dict.h>
 
+#include <cstdint>
 #include <functional>
 #include <string>
 
@@ -47,4 +48,63 @@ TORCHIUM_API torch::OrderedDict<std::string, at::Tensor> per_sample_gradients(
     const torch::nn::Module& model, const ForwardFunction& forward, const LossFunction& loss_fn,
     const at::Tensor& inputs, const at::Tensor& targets);
 
+/// With J the matrix of all per-sample gradients, one row per sample. Arguments, models, samples
+/// taken one by one, and errors are those of per_sample_gradients(). Also raises c10::ValueError if
+/// no parameter requires a gradient, or another argument has a wrong value.
+namespace gradients {
+
+using torchium::per_sample_gradients;
+
+/// The l2 norm of each sample's gradient, over all trainable parameters.
+///
+/// The gradients are not formed where a layer has one position per sample (`|a|^2 |g|^2` for an
+/// input a and an output gradient g), or few: for T positions with `2 T^2 < in out`, the sum over
+/// positions t and s of `(a_t . a_s) (g_t . g_s)`. Otherwise they are formed for some samples at a
+/// time.
+///
+/// @param max_workspace_bytes bounds the gradients that exist at a time, of at least one sample.
+///   Inputs and output gradients of the layers, for the whole batch, are not counted.
+/// @return [batch]; float64 if a parameter is, otherwise float32.
+TORCHIUM_API at::Tensor per_sample_norms(const torch::nn::Module& model,
+                                         const ForwardFunction& forward,
+                                         const LossFunction& loss_fn, const at::Tensor& inputs,
+                                         const at::Tensor& targets,
+                                         int64_t max_workspace_bytes = int64_t{1} << 28);
+
+/// The inner products of the samples' gradients, `J J^T`, layer by layer without J. If the samples
+/// are taken one by one, J is formed in float64.
+///
+/// @return [batch, batch], float64, symmetric.
+TORCHIUM_API at::Tensor gram(const torch::nn::Module& model, const ForwardFunction& forward,
+                             const LossFunction& loss_fn, const at::Tensor& inputs,
+                             const at::Tensor& targets);
+
+/// The inner product of each sample's gradient with given vectors, `J v`: the derivative of the
+/// sample's loss in the direction v.
+///
+/// @param vectors name -> tensor of the parameter's shape, for each trainable parameter.
+/// @return [batch]; float64 if a parameter is, otherwise float32.
+TORCHIUM_API at::Tensor jvp_dots(const torch::nn::Module& model, const ForwardFunction& forward,
+                                 const LossFunction& loss_fn, const at::Tensor& inputs,
+                                 const at::Tensor& targets,
+                                 const torch::OrderedDict<std::string, at::Tensor>& vectors);
+
+/// Adds the sum of the clipped gradients of all samples to `.grad`, and returns the norms.
+///
+/// `p.grad += sum_i min(1, max_norm / |g_i|) g_i`, with the norm over all trainable parameters. It
+/// is the sum, not the mean, so that calls for parts of a large batch add up. Every trainable
+/// parameter gets a `.grad`, zero if no sample reaches it, because the noise of differentially
+/// private training belongs to all of them. A gradient that is not finite makes the sum NaN. If an
+/// exception is thrown, no `.grad` has changed.
+///
+/// @param max_norm the largest norm of a sample's gradient in the sum.
+/// @param max_workspace_bytes as for per_sample_norms().
+/// @return the norms before clipping, [batch]; float64 if a parameter is, otherwise float32.
+TORCHIUM_API at::Tensor clip_and_accumulate(const torch::nn::Module& model,
+                                            const ForwardFunction& forward,
+                                            const LossFunction& loss_fn, const at::Tensor& inputs,
+                                            const at::Tensor& targets, double max_norm,
+                                            int64_t max_workspace_bytes = int64_t{1} << 28);
+
+}  // namespace gradients
 }  // namespace torchium

@@ -2,7 +2,7 @@
 
 from torchium_cpp import __version__
 
-from . import linalg, optimizers, utils
+from . import gradients, linalg, optimizers, utils
 from ._capture.registry import create_optimizer, get_available_optimizers
 from ._config import show_config
 from ._per_sample.per_sample import per_sample_gradients
@@ -17,6 +17,7 @@ __all__ = [
     "__version__",
     "create_optimizer",
     "get_available_optimizers",
+    "gradients",
     "linalg",
     "optimizers",
     "per_sample_gradients",

@@ -13,12 +13,28 @@ void call_without_autocast(const c10::OperatorHandle& op, torch::jit::Stack* sta
 }
 
 void register_operators(torch::Library& m) {
-  for (const char* name :
-       {"matrix_inverse_root", "matrix_inverse_root.list", "matrix_inverse_root_info",
-        "matrix_inverse_root_info.list", "matrix_power", "matrix_power.list", "eigh", "eigh.list",
-        "kron", "kron_matmul", "kron_solve", "chunked_matmul", "spd_inverse", "spd_solve",
-        "fused_mul_add", "kronecker_factors_update_", "kronecker_factors_add_lookups_",
-        "per_sample_gradients"}) {
+  for (const char* name : {"matrix_inverse_root",
+                           "matrix_inverse_root.list",
+                           "matrix_inverse_root_info",
+                           "matrix_inverse_root_info.list",
+                           "matrix_power",
+                           "matrix_power.list",
+                           "eigh",
+                           "eigh.list",
+                           "kron",
+                           "kron_matmul",
+                           "kron_solve",
+                           "chunked_matmul",
+                           "spd_inverse",
+                           "spd_solve",
+                           "fused_mul_add",
+                           "kronecker_factors_update_",
+                           "kronecker_factors_add_lookups_",
+                           "per_sample_gradients",
+                           "per_sample_norms",
+                           "per_sample_gram",
+                           "per_sample_products",
+                           "clipped_gradient_sums"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&call_without_autocast>());
   }
 }

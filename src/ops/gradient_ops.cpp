@@ -5,6 +5,7 @@
 #include "gradients/capture/uncaptured_calls.h"
 #include "gradients/factors/kronecker_factors.h"
 #include "gradients/jacobian/jacobian.h"
+#include "gradients/per_sample/sample_values.h"
 #include "ops/in_place_fake.h"
 
 #include <ATen/ATen.h>
@@ -18,6 +19,7 @@ namespace {
 
 using gradients::detail::Jacobian;
 using gradients::detail::LayerCall;
+using gradients::detail::widest_state_dtype;
 
 LayerCall one_call(const at::Tensor& input, const at::Tensor& output_gradient,
                    at::IntArrayRef call) {
@@ -72,6 +74,89 @@ std::vector<at::Tensor> per_sample_gradients_meta(at::TensorList params, at::Ten
   return rows;
 }
 
+at::Tensor per_sample_norms(at::TensorList params, at::TensorList inputs,
+                            at::TensorList output_gradients, at::IntArrayRef calls,
+                            at::ArrayRef<double> call_eps, int64_t max_workspace_bytes) {
+  c10::NoGradGuard no_grad;
+  gradients::detail::check_workspace(max_workspace_bytes);
+  const auto parsed = gradients::detail::parse_calls(inputs, output_gradients, calls, call_eps);
+  return Jacobian(params, parsed).norms(max_workspace_bytes).to(widest_state_dtype(params));
+}
+
+at::Tensor per_sample_gram(at::TensorList params, at::TensorList inputs,
+                           at::TensorList output_gradients, at::IntArrayRef calls,
+                           at::ArrayRef<double> call_eps) {
+  c10::NoGradGuard no_grad;
+  const auto parsed = gradients::detail::parse_calls(inputs, output_gradients, calls, call_eps);
+  return gradients::detail::gram_of(Jacobian(params, parsed), params.size());
+}
+
+at::Tensor per_sample_products(at::TensorList params, at::TensorList inputs,
+                               at::TensorList output_gradients, at::IntArrayRef calls,
+                               at::ArrayRef<double> call_eps, at::TensorList vectors) {
+  c10::NoGradGuard no_grad;
+  const auto parsed = gradients::detail::parse_calls(inputs, output_gradients, calls, call_eps);
+  const auto v = gradients::detail::as_state(params, vectors);
+  return Jacobian(params, parsed).product(v).to(widest_state_dtype(params));
+}
+
+std::tuple<std::vector<at::Tensor>, at::Tensor> clipped_gradient_sums(
+    at::TensorList params, at::TensorList inputs, at::TensorList output_gradients,
+    at::IntArrayRef calls, at::ArrayRef<double> call_eps, double max_norm,
+    int64_t max_workspace_bytes) {
+  c10::NoGradGuard no_grad;
+  gradients::detail::check_max_norm(max_norm);
+  gradients::detail::check_workspace(max_workspace_bytes);
+  const auto parsed = gradients::detail::parse_calls(inputs, output_gradients, calls, call_eps);
+  const Jacobian jacobian(params, parsed);
+  const at::Tensor norms = jacobian.norms(max_workspace_bytes);
+  auto sums = jacobian.transpose_product(gradients::detail::clip_factors(norms, max_norm));
+  return {std::move(sums), norms.to(widest_state_dtype(params))};
+}
+
+at::Tensor meta_of_samples(at::TensorList params, at::TensorList inputs,
+                           at::TensorList output_gradients, at::IntArrayRef calls,
+                           at::ArrayRef<double> call_eps, int64_t dims, at::ScalarType dtype) {
+  const auto parsed = gradients::detail::parse_calls(inputs, output_gradients, calls, call_eps);
+  gradients::detail::check_calls(parsed, static_cast<int64_t>(params.size()));
+  const std::vector<c10::SymInt> sizes(dims, gradients::detail::count_samples(parsed));
+  return at::empty_symint(sizes, output_gradients[0].options().dtype(dtype).requires_grad(false));
+}
+
+at::Tensor per_sample_norms_meta(at::TensorList params, at::TensorList inputs,
+                                 at::TensorList output_gradients, at::IntArrayRef calls,
+                                 at::ArrayRef<double> call_eps, int64_t /*max_workspace_bytes*/) {
+  return meta_of_samples(params, inputs, output_gradients, calls, call_eps, 1,
+                         widest_state_dtype(params));
+}
+
+at::Tensor per_sample_gram_meta(at::TensorList params, at::TensorList inputs,
+                                at::TensorList output_gradients, at::IntArrayRef calls,
+                                at::ArrayRef<double> call_eps) {
+  return meta_of_samples(params, inputs, output_gradients, calls, call_eps, 2, at::kDouble);
+}
+
+at::Tensor per_sample_products_meta(at::TensorList params, at::TensorList inputs,
+                                    at::TensorList output_gradients, at::IntArrayRef calls,
+                                    at::ArrayRef<double> call_eps, at::TensorList /*vectors*/) {
+  return meta_of_samples(params, inputs, output_gradients, calls, call_eps, 1,
+                         widest_state_dtype(params));
+}
+
+std::tuple<std::vector<at::Tensor>, at::Tensor> clipped_gradient_sums_meta(
+    at::TensorList params, at::TensorList inputs, at::TensorList output_gradients,
+    at::IntArrayRef calls, at::ArrayRef<double> call_eps, double /*max_norm*/,
+    int64_t max_workspace_bytes) {
+  std::vector<at::Tensor> sums;
+  for (const auto& param : params) {
+    const auto dtype = widest_state_dtype({param});
+    sums.push_back(
+        at::empty_symint(param.sym_sizes(), param.options().dtype(dtype).requires_grad(false)));
+  }
+  return {std::move(sums), per_sample_norms_meta(params, inputs, output_gradients, calls, call_eps,
+                                                 max_workspace_bytes)};
+}
+
 class CapturedGraph : public torch::CustomClassHolder {
  public:
   // A number for search().
@@ -117,6 +202,19 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
   m.def(
       "per_sample_gradients(Tensor[] params, Tensor[] inputs, Tensor[] output_gradients, "
       "int[] calls, float[] call_eps, *, float scale=1.0) -> Tensor[]");
+  m.def(
+      "per_sample_norms(Tensor[] params, Tensor[] inputs, Tensor[] output_gradients, int[] calls, "
+      "float[] call_eps, *, int max_workspace_bytes) -> Tensor");
+  m.def(
+      "per_sample_gram(Tensor[] params, Tensor[] inputs, Tensor[] output_gradients, int[] calls, "
+      "float[] call_eps) -> Tensor");
+  m.def(
+      "per_sample_products(Tensor[] params, Tensor[] inputs, Tensor[] output_gradients, "
+      "int[] calls, float[] call_eps, *, Tensor[] vectors) -> Tensor");
+  m.def(
+      "clipped_gradient_sums(Tensor[] params, Tensor[] inputs, Tensor[] output_gradients, "
+      "int[] calls, float[] call_eps, *, float max_norm, int max_workspace_bytes) "
+      "-> (Tensor[] sums, Tensor norms)");
   m.def("backward_pass_mixes_samples() -> bool");
   // The calls that Python's hooks have captured.
   m.class_<CapturedGraph>("CapturedGraph")
@@ -131,12 +229,20 @@ TORCH_LIBRARY_IMPL(torchium, CompositeExplicitAutograd, m) {
   m.impl("kronecker_factors_update_", kronecker_factors_update_);
   m.impl("kronecker_factors_add_lookups_", kronecker_factors_add_lookups_);
   m.impl("per_sample_gradients", per_sample_gradients);
+  m.impl("per_sample_norms", per_sample_norms);
+  m.impl("per_sample_gram", per_sample_gram);
+  m.impl("per_sample_products", per_sample_products);
+  m.impl("clipped_gradient_sums", clipped_gradient_sums);
 }
 
 TORCH_LIBRARY_IMPL(torchium, Meta, m) {
   m.impl("kronecker_factors_update_", kronecker_factors_update_meta);
   m.impl("kronecker_factors_add_lookups_", InPlaceFake<&kronecker_factors_add_lookups_>::call);
   m.impl("per_sample_gradients", per_sample_gradients_meta);
+  m.impl("per_sample_norms", per_sample_norms_meta);
+  m.impl("per_sample_gram", per_sample_gram_meta);
+  m.impl("per_sample_products", per_sample_products_meta);
+  m.impl("clipped_gradient_sums", clipped_gradient_sums_meta);
 }
 
 }  // namespace torchium::ops

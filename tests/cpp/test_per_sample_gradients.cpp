@@ -1,6 +1,7 @@
 // Per-sample gradients against a loop, also for models that move, mix or hide the samples of a
 // batch.
 #include "natural_gradient_testing.h"
+#include "per_sample_testing.h"
 #include "torchium/gradients.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -111,6 +112,11 @@ void expect_rows_of_a_loop(const std::string& name, const Forward& forward,
     expect_near(row, loop_gradient(model, forward, model.named_parameters()[key], inputs, targets),
                 1e-10);
   }
+  SCOPED_TRACE(name);
+  expect_quantities(
+      model, [&](const torch::Tensor& x) { return forward(model, x); }, &cross_entropy, inputs,
+      targets, rows);
+  EXPECT_EQ(model.calls.item<double>(), 0.0);
 }
 
 TEST(PerSampleGradientsOf, ModelsThatMoveOrMixSamples) {
@@ -143,6 +149,8 @@ void expect_rows_of_a_stock_model(Model model, torch::IntArrayRef sample,
   const auto loss = [](const auto& y, const auto& t) { return y.square().sum() * t.sum(); };
   const auto rows = per_sample_gradients(
       *model, [&](const torch::Tensor& x) { return run(model, x); }, loss, inputs, targets);
+  expect_quantities(
+      *model, [&](const torch::Tensor& x) { return run(model, x); }, loss, inputs, targets, rows);
   const auto params = model->named_parameters();
   ASSERT_EQ(rows.keys(), params.keys());
   for (int64_t i = 0; i < 4; ++i) {
@@ -205,6 +213,10 @@ TEST_P(Problems, HavePerSampleGradients) {
       rows.push_back(gradient.flatten(1));
     }
     expect_near(torch::cat(rows, 1), expected, dtype == torch::kDouble ? 1e-10 : 1e-4);
+    expect_quantities(
+        *model, [&](const torch::Tensor& x) { return GetParam().forward(*model, x); },
+        &cross_entropy, batch.inputs, batch.targets, gradients,
+        dtype == torch::kDouble ? 1e-9 : 1e-4);
   }
 }
 

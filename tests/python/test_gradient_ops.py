@@ -376,6 +376,37 @@ def test_opcheck_of_rows(name, device):
     opcheck(ops.per_sample_gradients.default, captured.arguments, {"scale": 2.0})
 
 
+@pytest.mark.parametrize("name", ["mlp", "convolutions", "tied_embedding"])
+def test_opcheck_of_what_needs_no_rows(name, device):
+    model, batch = model_and_batch(name, device=device)
+    captured = capture(model, loss_fn, [batch])
+    captured.params = [p.detach() for p in captured.params]
+    workspace = {"max_workspace_bytes": 2**20}
+    vectors = [torch.ones_like(p) for p in captured.params]
+    for operator, options in (
+        (ops.per_sample_norms, workspace),
+        (ops.per_sample_gram, {}),
+        (ops.per_sample_products, {"vectors": vectors}),
+        (ops.clipped_gradient_sums, {"max_norm": 0.1, **workspace}),
+    ):
+        opcheck(operator.default, captured.arguments, options)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("workspace", [1, 2**28])
+def test_norms_of_micro_batches(name, workspace, device):
+    """With different numbers of positions per sample."""
+    model, batch = model_and_batch(name, device=device)
+    _, other = model_and_batch(name, samples=3, device=device, seed=1)
+    if name in ("tied_embedding", "two_tables"):
+        other = other[0][:, :4], other[1]
+    captured = capture(model, loss_fn, [batch, other])
+    rows = rows_of(model, [batch, other])
+    norms = ops.per_sample_norms(*captured.arguments, max_workspace_bytes=workspace)
+    expected = torch.cat([row.flatten(1) for row in rows], 1).norm(dim=1) / captured.samples
+    torch.testing.assert_close(norms, expected, rtol=1e-10, atol=1e-12)
+
+
 def wrong_factors(change: dict):
     sums, x, g, options = factor_case("conv_groups", True, "cpu")
     arguments = {"A_sum": sums[0], "G_sum": sums[1], "input": x, "output_gradient": g, **options}

@@ -56,6 +56,7 @@ def test_available_optimizers_are_sorted_and_can_all_be_created():
         torchium.NaturalGradient,
         torchium.create_optimizer,
         torchium.per_sample_gradients,
+        torchium.gradients.clip_and_accumulate,
     ],
 )
 def test_examples_of_the_docstrings_run(documented):

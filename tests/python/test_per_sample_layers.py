@@ -35,12 +35,12 @@ def passes(monkeypatch) -> list[str]:
 
         return call
 
-    for name in ("layer_gradients", "_by_vmap", "_one_by_one"):
+    for name in ("layer_calls", "_by_vmap", "_one_by_one"):
         monkeypatch.setattr(implementation, name, watched(name))
     return taken
 
 
-ONE_PASS, BY_VMAP, ONE_BY_ONE = ["layer_gradients"], ["_by_vmap"], ["_one_by_one"]
+ONE_PASS, BY_VMAP, ONE_BY_ONE = ["layer_calls"], ["_by_vmap"], ["_one_by_one"]
 
 
 def assert_right(model: nn.Module, inputs: Tensor, targets: Tensor, loss=loss_fn) -> None:

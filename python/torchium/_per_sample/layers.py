@@ -1,9 +1,9 @@
-"""Per-sample gradients from the layer calls of one pass over the batch."""
+"""The layer calls of one pass over the batch, from which per-sample gradients follow."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +16,24 @@ from .._capture.layers import call_row, layer_input, padded, why_unsupported
 
 SampleLoss = Callable[[dict[str, Tensor], tuple[Tensor, ...]], Tensor]
 _NAMES = ("weight", "bias")
+
+
+@dataclass
+class LayerCalls:
+    """Layer calls as the operators of the core take them."""
+
+    params: list[Tensor]
+    inputs: list[Tensor] = field(default_factory=list)
+    output_gradients: list[Tensor] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    eps: list[float] = field(default_factory=list)
+
+    def run(self, operator: Any, **options: Any) -> Any:
+        """The result of one of the operators ``torch.ops.torchium.per_sample_...``."""
+        with torch.no_grad():
+            return operator(
+                self.params, self.inputs, self.output_gradients, self.rows, self.eps, **options
+            )
 
 
 @dataclass
@@ -130,13 +148,13 @@ class _Recorder:
         )
 
 
-def layer_gradients(
+def layer_calls(
     model: nn.Module,
     sample_loss: SampleLoss,
     parameters: dict[str, Tensor],
     tensors: list[Tensor],
-) -> dict[str, Tensor] | None:
-    """Gradients of ``sample_loss(parameters, sample)`` for each sample, name -> [batch, *shape].
+) -> LayerCalls | None:
+    """The layer calls of ``sample_loss(parameters, sample)`` for each sample.
 
     ``parameters`` are the trainable ones of ``model``, and dimension 0 of ``tensors`` is the sample.
     None if layer calls do not suffice: other modules have parameters, or a parameter is used outside
@@ -167,7 +185,7 @@ def layer_gradients(
         return None
     edges = [call.output_edge for call in calls]
     gradients = torch.autograd.grad(losses, edges, torch.ones_like(losses), allow_unused=True)
-    return dict(zip(own, _rows(list(parameters.values()), calls, gradients), strict=True))
+    return _for_core(list(parameters.values()), calls, gradients)
 
 
 def _own_parameters(module: nn.Module) -> list[Tensor]:
@@ -210,10 +228,10 @@ def _overwritten(calls: list[_Call]) -> bool:
     return any(call.input._version != call.input_version for call in calls)
 
 
-def _rows(
+def _for_core(
     params: list[Tensor], calls: list[_Call], gradients: tuple[Tensor | None, ...]
-) -> list[Tensor]:
-    inputs, output_gradients, rows, call_eps = [], [], [], []
+) -> LayerCalls:
+    result = LayerCalls(params)
     for call, gradient in zip(calls, gradients, strict=True):
         if gradient is None:  # the loss does not depend on this output
             gradient = torch.zeros((), device=call.input.device).expand(call.output_shape)
@@ -221,14 +239,10 @@ def _rows(
             call.module, call.params.get("weight", -1), call.params.get("bias", -1), 0
         )
         for input, output_gradient in _as_core_takes(call, gradient):
-            inputs.append(padded(call.module, input))
-            output_gradients.append(output_gradient)
-            rows += row
-            call_eps.append(eps)
-    with torch.no_grad():
-        result: list[Tensor] = torch.ops.torchium.per_sample_gradients(
-            params, inputs, output_gradients, rows, call_eps
-        )
+            result.inputs.append(padded(call.module, input))
+            result.output_gradients.append(output_gradient)
+            result.rows += row
+            result.eps.append(eps)
     return result
 
 

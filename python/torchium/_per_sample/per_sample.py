@@ -4,7 +4,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +14,17 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from .._capture.layers import mixes_samples
-from .layers import SampleLoss, layer_gradients, leaves
+from .layers import LayerCalls, SampleLoss, layer_calls, leaves
 from .random_numbers import DRAWN, NoRandomNumbers
 from .sample_trees import SampleTree, count_samples
 
 LossFunction = Callable[[Any, Any], Tensor]
+# The gradients of samples [first, last): one tensor [last - first, *shape] per parameter.
+Rows = Callable[[int, int], list[Tensor]]
+T = TypeVar("T")
 
 # Held while a model's parameters are replaced. One lock, because models may share layers.
-_one_call = threading.RLock()
+one_call = threading.RLock()
 
 
 def per_sample_gradients(
@@ -76,40 +79,85 @@ def per_sample_gradients(
         >>> gradients["weight"].shape
         torch.Size([8, 2, 10])
     """
+    rows: list[Tensor] = evaluate(
+        "per_sample_gradients",
+        model,
+        loss_fn,
+        inputs,
+        targets,
+        from_calls=lambda calls: calls.run(torch.ops.torchium.per_sample_gradients),
+        from_rows=lambda rows, samples: rows(0, samples),
+    )
+    return dict(zip(trainable(model), rows, strict=True))
+
+
+def trainable(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters that have gradients, by name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def evaluate(
+    function: str,
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Any,
+    targets: Any,
+    from_calls: Callable[[LayerCalls], T],
+    from_rows: Callable[[Rows, int], T],
+) -> T:
+    """A quantity of the per-sample gradients, as the public ``function`` returns it.
+
+    ``from_calls`` computes it from the layer calls. ``from_rows`` computes it from explicit
+    gradients of as many samples at a time as it asks for, and is told the number of samples. It may
+    be called again after an exception.
+    """
     input_tree = SampleTree("inputs", inputs, shared=(bool, str, type(None)))
     target_tree = SampleTree("targets", targets, shared=(type(None),))
-    count_samples(input_tree, target_tree)
-    with _one_call:
+    samples = count_samples(input_tree, target_tree)
+    tensors = input_tree.tensors + target_tree.tensors
+    with one_call:
         _check_modules(model)
-        gradients, reason = _gradients(model, loss_fn, input_tree, target_tree)
-    if reason is not None:
-        warnings.warn(
-            "per_sample_gradients takes the samples one by one, which is slow for a batch: in "
-            f"{type(model).__name__}, {reason}",
-            stacklevel=2,
-        )
-    return gradients
+        parameters = trainable(model)
+        sample_loss = _sample_loss(model, loss_fn, input_tree, target_tree)
+        calls: LayerCalls | None = None
+        reason = _why_not_vmap(model)
+        if reason is None:
+            try:
+                with _attention_for_vmap(tensors[0].device):
+                    calls = layer_calls(model, sample_loss, parameters, tensors)
+                    if calls is None:
+                        return from_rows(
+                            _rows_of(_by_vmap, sample_loss, parameters, tensors), samples
+                        )
+            # Unsupported models raise many kinds of errors in vmap. An error of the model or the
+            # loss itself is raised again below, in PyTorch's words.
+            except Exception as error:
+                if "called random operation" in str(error):  # and has drawn nothing
+                    raise ValueError(DRAWN) from error
+                reason = f"vmap refuses it ({str(error).strip().splitlines()[0]})"
+        if calls is not None:
+            return from_calls(calls)
+        with _kept_flat_weights(model), NoRandomNumbers():
+            result = from_rows(_rows_of(_one_by_one, sample_loss, parameters, tensors), samples)
+    warnings.warn(
+        f"{function} takes the samples one by one, which is slow for a batch: in "
+        f"{type(model).__name__}, {reason}",
+        stacklevel=3,
+    )
+    return result
 
 
-def _gradients(
-    model: nn.Module, loss_fn: LossFunction, inputs: SampleTree, targets: SampleTree
-) -> tuple[dict[str, Tensor], str | None]:
-    """The gradients, and the reason for one pass per sample, if any."""
-    parameters: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    tensors = inputs.tensors + targets.tensors
-    sample_loss = _sample_loss(model, loss_fn, inputs, targets)
-    reason = _why_not_vmap(model)
-    if reason is None:
-        try:
-            return _all_together(model, sample_loss, parameters, tensors), None
-        # Unsupported models raise many kinds of errors in vmap. An error of the model or the loss
-        # itself is raised again below, in PyTorch's words.
-        except Exception as error:
-            if "called random operation" in str(error):  # and has drawn nothing
-                raise ValueError(DRAWN) from error
-            reason = f"vmap refuses it ({str(error).strip().splitlines()[0]})"
-    with _kept_flat_weights(model), NoRandomNumbers():
-        return _one_by_one(sample_loss, parameters, tensors), reason
+def _rows_of(
+    method: Callable[..., dict[str, Tensor]],
+    sample_loss: SampleLoss,
+    parameters: dict[str, Tensor],
+    tensors: list[Tensor],
+) -> Rows:
+    def rows(first: int, last: int) -> list[Tensor]:
+        chunk = [t[first:last] for t in tensors]
+        return list(method(sample_loss, parameters, chunk).values())
+
+    return rows
 
 
 def _sample_loss(
@@ -147,20 +195,6 @@ class _Scope(nn.Module):
 
     def forward(self, function: Callable[[], Tensor]) -> Tensor:
         return function()
-
-
-def _all_together(
-    model: nn.Module,
-    sample_loss: SampleLoss,
-    parameters: dict[str, Tensor],
-    tensors: list[Tensor],
-) -> dict[str, Tensor]:
-    """The gradients by torch.func: from layer calls if possible."""
-    with _attention_for_vmap(tensors[0].device):
-        gradients = layer_gradients(model, sample_loss, parameters, tensors)
-        if gradients is None:
-            gradients = _by_vmap(sample_loss, parameters, tensors)
-    return gradients
 
 
 def _by_vmap(

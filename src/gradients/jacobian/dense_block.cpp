@@ -19,6 +19,11 @@ void add_product_of_rows_(at::Tensor& K, const at::Tensor& R, double weight) {
   }
 }
 
+at::Tensor squared_norms_of(const at::Tensor& R) {
+  return at::linalg_vector_norm(R.flatten(1), 2, at::IntArrayRef({1}), false, at::kDouble)
+      .square_();
+}
+
 void DenseBlock::add_gram_(at::Tensor& K, double weight) const {
   add_product_of_rows_(K, rows_.flatten(1), weight);
 }
@@ -29,6 +34,10 @@ at::Tensor DenseBlock::transpose_product(const at::Tensor& w) const {
 
 at::Tensor DenseBlock::product(const at::Tensor& x) const {
   return at::mv(rows_.flatten(1), x.reshape(-1)).to(at::kDouble);
+}
+
+void DenseBlock::add_squared_norms_(at::Tensor& squares, int64_t /*max_workspace_bytes*/) const {
+  squares.add_(squared_norms_of(rows_));
 }
 
 at::Tensor DenseBlock::weighted_rows(const at::Tensor& w) const {

@@ -15,6 +15,7 @@ class DenseBlock : public JacobianBlock {
   void add_gram_(at::Tensor& K, double weight) const override;
   at::Tensor transpose_product(const at::Tensor& w) const override;
   at::Tensor product(const at::Tensor& x) const override;
+  void add_squared_norms_(at::Tensor& squares, int64_t max_workspace_bytes) const override;
   at::Tensor weighted_rows(const at::Tensor& w) const override;
 
  private:

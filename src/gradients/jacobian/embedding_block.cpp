@@ -4,6 +4,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace torchium::gradients::detail {
@@ -25,6 +26,18 @@ at::Tensor EmbeddingBlock::transpose_product(const at::Tensor& w) const {
 
 at::Tensor EmbeddingBlock::product(const at::Tensor& x) const {
   return (at::embedding(x, indices_) * e_).sum(at::IntArrayRef({1, 2}), false, at::kDouble);
+}
+
+void EmbeddingBlock::add_squared_norms_(at::Tensor& squares, int64_t max_workspace_bytes) const {
+  const int64_t n = indices_.size(0);
+  const int64_t of_sample = indices_.size(1) * e_.size(2) * static_cast<int64_t>(e_.itemsize());
+  const int64_t count = std::max<int64_t>(1, max_workspace_bytes / std::max<int64_t>(1, of_sample));
+  for (int64_t first = 0; first < n; first += count) {
+    const int64_t some = std::min(count, n - first);
+    squares.narrow(0, first, some)
+        .add_(squared_lookup_norms(indices_.narrow(0, first, some), e_.narrow(0, first, some),
+                                   table_rows_));
+  }
 }
 
 at::Tensor EmbeddingBlock::weighted_rows(const at::Tensor& w) const {

@@ -126,6 +126,25 @@ at::Tensor scatter_lookups(const at::Tensor& indices, const at::Tensor& e, int64
       .view({n, table_rows, e.size(2)});
 }
 
+at::Tensor squared_lookup_norms(const at::Tensor& indices, const at::Tensor& e,
+                                int64_t table_rows) {
+  const int64_t n = indices.size(0);
+  if (indices.numel() == 0) {
+    return at::zeros({n}, e.options().dtype(at::kDouble));
+  }
+  // One entry per sample and table row: the sum of its e.
+  const at::Tensor first = at::arange(n, indices.options()).mul_(table_rows).unsqueeze(1);
+  const at::Tensor entries = renumbered(indices + first);
+  const at::Tensor sums =
+      at::embedding_dense_backward(e, entries, entries.numel(), /*padding_idx=*/-1,
+                                   /*scale_grad_by_freq=*/false);
+  const at::Tensor norms = squared_norms_of(sums);
+  // An entry of k positions is counted k times, so each time by 1 / k.
+  const at::Tensor positions = at::zeros_like(norms).scatter_add_(
+      0, entries.flatten(), at::ones({entries.numel()}, norms.options()));
+  return norms.div_(positions).index_select(0, entries.flatten()).view(entries.sizes()).sum(1);
+}
+
 void add_embedding_gram_(at::Tensor& K, const at::Tensor& indices, const at::Tensor& e,
                          int64_t table_rows, double weight, int64_t max_workspace) {
   if (indices.numel() == 0) {

@@ -14,6 +14,11 @@ namespace torchium::gradients::detail {
 TORCHIUM_API at::Tensor scatter_lookups(const at::Tensor& indices, const at::Tensor& e,
                                         int64_t table_rows);
 
+// The squared norm of each rows[i]: [n] float64, without the rows. On any device, without a host
+// synchronisation. Takes memory of the size of e.
+TORCHIUM_API at::Tensor squared_lookup_norms(const at::Tensor& indices, const at::Tensor& e,
+                                             int64_t table_rows);
+
 // K_ij += weight * sum over t and s with indices[i, t] = indices[j, s] of e[i, t] . e[j, s].
 // K: [n, n] float64, contiguous; indices: [n, T] int64 below `table_rows`; e: [n, T, dim] float32
 // or float64. On any device, without a host synchronisation. Costs a product of the scattered rows,

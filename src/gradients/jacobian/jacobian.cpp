@@ -122,6 +122,16 @@ at::Tensor Jacobian::product(at::TensorList x, at::ArrayRef<double> scales) cons
   return result.mul_(scale_);
 }
 
+at::Tensor Jacobian::norms(int64_t max_workspace_bytes) const {
+  at::Tensor squares = at::zeros({samples_}, scale_.options());
+  for (const auto& column : columns_) {
+    if (column.block) {
+      column.block->add_squared_norms_(squares, max_workspace_bytes);
+    }
+  }
+  return squares.sqrt_().mul_(scale_);
+}
+
 std::vector<at::Tensor> Jacobian::rows() const {
   const at::Tensor weights = scale_.expand({samples_});
   std::vector<at::Tensor> result;

@@ -34,6 +34,8 @@ class Jacobian {
   // sum over the parameters p of J_p x_p, times scales[p] if given, for x with one tensor per
   // parameter: [n] float64.
   at::Tensor product(at::TensorList x, at::ArrayRef<double> scales = {}) const;
+  // The l2 norm of each row: [n] float64. See JacobianBlock::add_squared_norms_().
+  at::Tensor norms(int64_t max_workspace_bytes) const;
   // J: one tensor [n, *shape] per parameter, in its state dtype.
   std::vector<at::Tensor> rows() const;
 

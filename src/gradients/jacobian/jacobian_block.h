@@ -25,12 +25,19 @@ class JacobianBlock {
   virtual at::Tensor transpose_product(const at::Tensor& w) const = 0;
   // J x for x of the parameter's shape and the state dtype: [n] float64.
   virtual at::Tensor product(const at::Tensor& x) const = 0;
+  // Adds the squared l2 norm of each row to squares [n] float64. Rows that must be formed, and
+  // copies of their factors, take at most `max_workspace_bytes` at a time, but at least one row is
+  // formed.
+  virtual void add_squared_norms_(at::Tensor& squares, int64_t max_workspace_bytes) const = 0;
   // diag(w) J for w [n] of the state dtype: [n, *shape].
   virtual at::Tensor weighted_rows(const at::Tensor& w) const = 0;
 };
 
 // Elements of a float64 workspace: 16 MB.
 constexpr int64_t kMaxWorkspaceElements = int64_t{1} << 21;
+
+// The squared l2 norm of each R[i]: [n] float64. Does not overflow in float32.
+at::Tensor squared_norms_of(const at::Tensor& R);
 
 // K += weight * R R^T, with R [n, columns].
 void add_product_of_rows_(at::Tensor& K, const at::Tensor& R, double weight);

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 #include <utility>
 
 namespace torchium::gradients::detail {
@@ -40,6 +41,46 @@ void add_rows_(at::Tensor rows, const Positions& x, double beta) {
       rows.select(0, i).baddbmm_(x.G.select(1, i).mT(), x.A.select(1, i), beta);
     }
   }
+}
+
+// Some samples of all sources, their positions side by side.
+Positions joined(const std::vector<const PositionSource*>& sources, int64_t first, int64_t count) {
+  if (sources.size() == 1) {
+    return sources[0]->of_samples(first, count);
+  }
+  std::vector<at::Tensor> A, G;
+  for (const auto* source : sources) {
+    const Positions x = source->of_samples(first, count);
+    A.push_back(x.A);
+    G.push_back(x.G);
+  }
+  return {at::cat(A, 2), at::cat(G, 2)};
+}
+
+// sum over groups of |A_i|^2 |G_i|^2, for one position
+at::Tensor norms_of_one_position(const Positions& x) {
+  const auto squares = [](const at::Tensor& vectors) {
+    return at::linalg_vector_norm(vectors.squeeze(2), 2, at::IntArrayRef({2}), false, at::kDouble)
+        .square_();
+  };
+  return squares(x.A).mul_(squares(x.G)).sum(0);
+}
+
+// sum over groups, t and s of (A_it . A_is) (G_it . G_is). In float64, because terms may cancel.
+at::Tensor norms_by_pairs(const Positions& x) {
+  const auto products = [](const at::Tensor& vectors) {
+    const at::Tensor of_samples = vectors.to(at::kDouble).flatten(0, 1);
+    return at::bmm(of_samples, of_samples.mT());
+  };
+  const at::Tensor sums = products(x.A).mul_(products(x.G)).sum(at::IntArrayRef({1, 2}));
+  return sums.view({x.A.size(0), x.A.size(1)}).sum(0).clamp_min_(0);
+}
+
+at::Tensor norms_by_rows(const Positions& x) {
+  const at::Tensor rows =
+      at::empty({x.A.size(1), x.A.size(0), x.G.size(3), x.A.size(3)}, x.A.options());
+  add_rows_(rows, x, 0.0);
+  return squared_norms_of(rows);
 }
 
 Positions weighted(const Positions& x, const at::Tensor& w) {
@@ -181,6 +222,38 @@ at::Tensor PairBlock::product(const at::Tensor& x) const {
     result.narrow(0, row, y.A.size(1)).add_((outputs * y.G).sum(at::IntArrayRef({0, 2, 3})));
   });
   return result.to(at::kDouble);
+}
+
+void PairBlock::add_squared_norms_(at::Tensor& squares, int64_t max_workspace_bytes) const {
+  const at::NoTF32Guard full_precision;
+  std::map<int64_t, std::vector<const PositionSource*>> micro_batches;  // by their first row
+  for (const auto& [source, first_row] : calls_) {
+    if (source.samples() > 0) {
+      micro_batches[first_row].push_back(&source);
+    }
+  }
+  for (const auto& [first_row, sources] : micro_batches) {
+    int64_t T = 0;
+    int64_t count = sources[0]->samples();
+    for (const auto* source : sources) {
+      T += source->positions();
+      count = std::min(count, source->piece());
+    }
+    // Multiplications: every pair of positions needs two inner products, or the row is formed.
+    const bool by_pairs = 2 * T * T < fan_in_ * fan_out_;
+    if (T > 1) {
+      const int64_t elements =
+          groups_ * (T * (fan_in_ + fan_out_) + (by_pairs ? 2 * T * T : fan_in_ * fan_out_));
+      count = std::clamp<int64_t>(max_workspace_bytes / (8 * elements), 1, count);
+    }
+    for (int64_t first = 0; first < sources[0]->samples(); first += count) {
+      const Positions x = joined(sources, first, std::min(count, sources[0]->samples() - first));
+      squares.narrow(0, first_row + first, x.A.size(1))
+          .add_(T == 1     ? norms_of_one_position(x)
+                : by_pairs ? norms_by_pairs(x)
+                           : norms_by_rows(x));
+    }
+  }
 }
 
 at::Tensor PairBlock::weighted_rows(const at::Tensor& w) const {

@@ -23,6 +23,7 @@ class PairBlock : public JacobianBlock {
   bool add_gram_with_bias_(at::Tensor& K, double weight, double bias_weight) const override;
   at::Tensor transpose_product(const at::Tensor& w) const override;
   at::Tensor product(const at::Tensor& x) const override;
+  void add_squared_norms_(at::Tensor& squares, int64_t max_workspace_bytes) const override;
   at::Tensor weighted_rows(const at::Tensor& w) const override;
 
  private:

@@ -1,0 +1,159 @@
+"""Per-sample gradients from ordinary backward passes."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import torch
+from torch import Tensor, nn
+
+from .._capture.capture import CallCapture
+from .._capture.layers import (
+    ALL_KINDS,
+    LayerCall,
+    call_row,
+    computed_weight,
+    core_tensors,
+    mixes_samples,
+    why_unsupported,
+)
+from .layers import LayerCalls
+from .per_sample import trainable
+
+
+class per_sample:
+    """Adds ``p.grad_sample`` to the trainable parameters, from the backward passes of a block.
+
+    ::
+
+        with torchium.gradients.per_sample(model):
+            loss = loss_fn(model(inputs), targets)
+            loss.backward()
+        norms = torch.stack(
+            [p.grad_sample.flatten(1).norm(dim=1) for p in model.parameters()]
+        ).norm(dim=0)
+
+    Row i of ``p.grad_sample`` is the gradient of sample i's loss. Forward and backward passes are
+    those of the program: any inputs, any loss, dropout, autocast. ``.grad`` is written as always.
+    ``grad_sample`` is set when the block ends without an exception, and replaces an older one.
+    Several backward passes in one block are more samples, in the order of the passes;
+    ``zero_grad()`` discards those before it.
+
+    Dimension 0 of the input of every layer must be the sample. :func:`per_sample_gradients` needs no
+    such agreement, and checks it; here only the sizes are compared. A model that has time in
+    dimension 0, sorts its samples, or mixes them other than by batch normalisation gets wrong rows
+    without an error.
+
+    Args:
+        model: Linear, Conv2d, Embedding, LayerNorm and GroupNorm layers must own all trainable
+            parameters.
+        reduction: ``"mean"`` if the loss is the mean over the samples of a backward pass, ``"sum"`` if
+            it is the sum.
+
+    Raises:
+        ValueError: at the beginning, a layer (named) that is not supported, or normalises with the
+            statistics of the batch; no trainable parameter; another ``reduction``. At the end, no
+            backward pass, a parameter (named) that was also used outside of its layer, a
+            normalisation with batch statistics, or layers with different numbers of samples.
+    """
+
+    def __init__(self, model: nn.Module, *, reduction: str = "mean") -> None:
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
+        self._model = model
+        self._is_mean = reduction == "mean"
+        self._capture: CallCapture | None = None
+
+    def __enter__(self) -> per_sample:
+        if self._capture is not None:
+            raise ValueError("this per_sample block is running already; make another one")
+        params = trainable(self._model)
+        if not params:
+            raise ValueError(f"no parameter of {type(self._model).__name__} requires a gradient")
+        for name, module in self._model.named_modules():
+            self._check(name, module)
+        self._capture = CallCapture(ALL_KINDS, self._wants)
+        self._capture.watch(params.values())
+        for name, module in self._model.named_modules():
+            self._capture.adopt(module, name)
+        self._capture.settle()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        capture, self._capture = self._capture, None  # without an owner it removes its hooks
+        if kind is None and capture is not None:
+            self._set_rows(capture)
+
+    def _wants(self) -> bool:
+        return True
+
+    def _check(self, name: str, module: nn.Module) -> None:
+        where = f"model.{name}" if name else "model"
+        if mixes_samples(module):
+            raise ValueError(
+                f"{where} ({type(module).__name__}) normalises with the statistics of the batch, so "
+                "a sample has no gradient of its own; call .eval() on it (with running statistics) "
+                "or use GroupNorm"
+            )
+        own = [p for p in module._parameters.values() if p is not None and p.requires_grad]
+        how = computed_weight(module)
+        computed = None if how is None else f"has a weight computed by {how}"
+        reason = computed or why_unsupported(module)
+        if own and reason is not None:
+            raise ValueError(
+                f"{where} ({type(module).__name__}) {reason}; freeze its parameters "
+                "(requires_grad_(False)) or call per_sample_gradients(), which takes all layers"
+            )
+
+    def _set_rows(self, capture: CallCapture) -> None:
+        params = trainable(self._model)
+        passes = capture.calls()
+        if not passes:
+            raise ValueError(
+                "no backward pass has reached a parameter; run the forward and the backward pass "
+                "inside of the per_sample block"
+            )
+        mixing = capture.mixing()
+        if mixing is not None:
+            what = mixing if isinstance(mixing, str) else type(mixing).__name__
+            raise ValueError(
+                f"{what} normalised with the statistics of the batch, so a sample has no gradient "
+                "of its own; call it with training=False and running statistics"
+            )
+        for name, param in params.items():
+            if param in capture.used_outside:
+                raise ValueError(
+                    f"the loss depends on the parameter {name!r} outside of its layer too; call "
+                    "per_sample_gradients()"
+                )
+        rows = [self._rows(list(params.values()), calls) for calls in passes]
+        for param, of_passes in zip(params.values(), zip(*rows, strict=True), strict=True):
+            param.grad_sample = (  # type: ignore[attr-defined]
+                of_passes[0] if len(of_passes) == 1 else torch.cat(of_passes)
+            )
+
+    def _rows(self, params: list[Tensor], calls: list[LayerCall]) -> list[Tensor]:
+        """The gradients of the samples of one backward pass."""
+        positions = {p: i for i, p in enumerate(params)}
+        arguments = LayerCalls(params)
+        for call in calls:
+            weight, bias = (
+                positions.get(call.params[name], -1) if name in call.reached else -1
+                for name in ("weight", "bias")
+            )
+            input, output_gradient = core_tensors(call.module, call.input, call.output_gradient)
+            row, eps = call_row(call.module, weight, bias, 0)
+            arguments.inputs.append(input)
+            arguments.output_gradients.append(output_gradient)
+            arguments.rows += row
+            arguments.eps.append(eps)
+        samples = len(arguments.inputs[0])
+        result: list[Tensor] = arguments.run(
+            torch.ops.torchium.per_sample_gradients, scale=float(samples if self._is_mean else 1)
+        )
+        return result

@@ -1,0 +1,332 @@
+"""Norms, inner products and clipped sums of per-sample gradients, without the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .per_sample import LossFunction, Rows, evaluate, one_call, trainable
+
+_ops = torch.ops.torchium
+
+
+def per_sample_norms(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Any,
+    targets: Any,
+    *,
+    max_workspace_bytes: int = 2**28,
+) -> Tensor:
+    """Return the l2 norm of each sample's gradient, over all trainable parameters.
+
+    ``norms[i] = |g_i|``, where ``g_i`` is row i of :func:`per_sample_gradients`. The gradients are
+    not formed where a layer has one position per sample (``|a|^2 |g|^2`` for an input ``a`` and an
+    output gradient ``g``), or few: for T positions with ``2 T^2 < in out``, the sum over positions t
+    and s of ``(a_t . a_s) (g_t . g_s)``. Otherwise they are formed for some samples at a time.
+
+    Models, losses, batches and errors are those of :func:`per_sample_gradients`. Nothing is changed.
+
+    Args:
+        model, loss_fn, inputs, targets: as for :func:`per_sample_gradients`.
+        max_workspace_bytes: bounds the gradients that exist at a time, of at least one sample.
+            Inputs and output gradients of the layers, for the whole batch, are not counted.
+
+    Returns:
+        ``[batch]``; float64 if a parameter is, otherwise float32.
+
+    Raises:
+        ValueError: as :func:`per_sample_gradients`, no trainable parameter, or
+            ``max_workspace_bytes`` below 1.
+    """
+    _check_workspace(max_workspace_bytes)
+    params = list(_trainable(model).values())
+
+    def from_rows(rows: Rows, samples: int) -> Tensor:
+        chunks = _chunks(params, samples, max_workspace_bytes)
+        return torch.cat([_norms(rows(*chunk)) for chunk in chunks]).to(_dtype(params))
+
+    norms: Tensor = evaluate(
+        "per_sample_norms",
+        model,
+        loss_fn,
+        inputs,
+        targets,
+        lambda calls: calls.run(_ops.per_sample_norms, max_workspace_bytes=max_workspace_bytes),
+        from_rows,
+    )
+    return norms
+
+
+def gram(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Any,
+    targets: Any,
+    *,
+    max_workspace_bytes: int = 2**28,
+) -> Tensor:
+    """Return the inner products of the samples' gradients, ``K = J J^T``.
+
+    ``K[i, j] = g_i . g_j``, where ``g_i`` is row i of :func:`per_sample_gradients`, over all trainable
+    parameters. Layer by layer without J: for linear layers ``(A A^T) * (G G^T)``, elementwise, with
+    their inputs A and output gradients G; for convolutions and sequences this, or products of some
+    rows of J at a time, whichever takes fewer operations. Sums are float64.
+
+    Models, losses, batches and errors are those of :func:`per_sample_gradients`. Nothing is changed.
+
+    Args:
+        model, loss_fn, inputs, targets: as for :func:`per_sample_gradients`.
+        max_workspace_bytes: bounds the gradients that exist at a time for models that need explicit
+            gradients. If it is too small for all, those of each pair of chunks are computed anew.
+            The workspace of layers that do not need them is at most 100 MB per layer.
+
+    Returns:
+        ``[batch, batch]``, float64, symmetric.
+
+    Raises:
+        ValueError: as :func:`per_sample_gradients`, no trainable parameter, or
+            ``max_workspace_bytes`` below 1.
+    """
+    _check_workspace(max_workspace_bytes)
+    params = list(_trainable(model).values())
+
+    def from_rows(rows: Rows, samples: int) -> Tensor:
+        chunks = _chunks(params, samples, max_workspace_bytes)
+        if len(chunks) > 1:
+            chunks = _chunks(params, samples, max_workspace_bytes // 2)  # two at a time
+        K: Tensor | None = None
+        for i, chunk in enumerate(chunks):
+            left = rows(*chunk)
+            for other in chunks[: i + 1]:
+                right = left if other is chunk else rows(*other)
+                block = _products(left, right)
+                if K is None:
+                    K = block.new_zeros(samples, samples)
+                K[slice(*chunk), slice(*other)] = block
+                K[slice(*other), slice(*chunk)] = block.T
+        assert K is not None  # there is a sample
+        return (K + K.T) / 2
+
+    K: Tensor = evaluate(
+        "gram",
+        model,
+        loss_fn,
+        inputs,
+        targets,
+        lambda calls: calls.run(_ops.per_sample_gram),
+        from_rows,
+    )
+    return K
+
+
+def jvp_dots(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Any,
+    targets: Any,
+    vectors: Mapping[str, Tensor],
+    *,
+    max_workspace_bytes: int = 2**28,
+) -> Tensor:
+    """Return the inner product of each sample's gradient with given vectors, ``J v``.
+
+    ``result[i]`` is the sum over the trainable parameters of ``(g_i * v).sum()``, where ``g_i`` is row
+    i of :func:`per_sample_gradients`: the derivative of sample i's loss in the direction v. For
+    linear layers it is ``sum_t g_t . (V a_t)``, one product per layer.
+
+    Models, losses, batches and errors are those of :func:`per_sample_gradients`. Nothing is changed.
+
+    Args:
+        model, loss_fn, inputs, targets: as for :func:`per_sample_gradients`.
+        vectors: name -> tensor of the parameter's shape, for each trainable parameter.
+        max_workspace_bytes: bounds the gradients that exist at a time, for models that need explicit
+            gradients.
+
+    Returns:
+        ``[batch]``; float64 if a parameter is, otherwise float32.
+
+    Raises:
+        ValueError: as :func:`per_sample_gradients`, no trainable parameter, ``max_workspace_bytes`` below 1, or vectors that
+            do not fit the parameters.
+    """
+    _check_workspace(max_workspace_bytes)
+    params = _trainable(model)
+    v = [x.to(p.device, _dtype([p])) for p, x in _fitting(params, vectors)]
+
+    def from_rows(rows: Rows, samples: int) -> Tensor:
+        chunks = _chunks(list(params.values()), samples, max_workspace_bytes)
+        parts = [_products(rows(*chunk), [x.unsqueeze(0) for x in v]) for chunk in chunks]
+        return torch.cat(parts).squeeze(1).to(_dtype(list(params.values())))
+
+    result: Tensor = evaluate(
+        "jvp_dots",
+        model,
+        loss_fn,
+        inputs,
+        targets,
+        lambda calls: calls.run(_ops.per_sample_products, vectors=v),
+        from_rows,
+    )
+    return result
+
+
+def clip_and_accumulate(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Any,
+    targets: Any,
+    max_norm: float,
+    *,
+    max_workspace_bytes: int = 2**28,
+) -> Tensor:
+    """Add the sum of the clipped gradients of all samples to ``.grad``, and return the norms.
+
+    ``p.grad += sum_i min(1, max_norm / |g_i|) g_i``, where ``g_i`` is row i of
+    :func:`per_sample_gradients` and the norm that over all trainable parameters. It is the sum, not
+    the mean, so that calls for parts of a large batch add up. Every trainable parameter gets a
+    ``.grad``, zero if no sample reaches it, because the noise of differentially private training
+    belongs to all of them.
+
+    The sum is one product per layer, ``(diag(c) G)^T A``, without the gradients. For the norms see
+    :func:`per_sample_norms`. A gradient that is not finite makes the sum NaN.
+
+    Args:
+        model, loss_fn, inputs, targets: as for :func:`per_sample_gradients`.
+        max_norm: the largest norm of a sample's gradient in the sum.
+        max_workspace_bytes: as for :func:`per_sample_norms`.
+
+    Returns:
+        The norms before clipping, ``[batch]``; float64 if a parameter is, otherwise float32.
+
+    Raises:
+        ValueError: as :func:`per_sample_gradients`, no trainable parameter, ``max_norm`` that is not positive, or
+            ``max_workspace_bytes`` below 1. No ``.grad`` has changed then.
+
+    Example:
+        One step of DP-SGD (Abadi et al. 2016, `arXiv:1607.00133 <https://arxiv.org/abs/1607.00133>`_)
+        with noise multiplier 1:
+
+        >>> model = torch.nn.Linear(10, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> inputs, targets = torch.randn(8, 10), torch.randint(2, (8,))
+        >>> loss_fn = torch.nn.CrossEntropyLoss()
+        >>> optimizer.zero_grad()
+        >>> norms = torchium.gradients.clip_and_accumulate(
+        ...     model, loss_fn, inputs, targets, max_norm=1.0
+        ... )
+        >>> for p in model.parameters():
+        ...     p.grad = (p.grad + torch.randn_like(p)) / len(inputs)
+        >>> optimizer.step()
+    """
+    _check_workspace(max_workspace_bytes)
+    if not max_norm > 0:
+        raise ValueError(f"max_norm is {max_norm}; it must be positive")
+    params = list(_trainable(model).values())
+
+    def from_rows(rows: Rows, samples: int) -> tuple[list[Tensor], Tensor]:
+        sums = [torch.zeros_like(p, dtype=_dtype([p]), requires_grad=False) for p in params]
+        norms = []
+        for chunk in _chunks(params, samples, max_workspace_bytes):
+            gradients = rows(*chunk)
+            norms.append(_norms(gradients))
+            factors = (max_norm / norms[-1]).clamp(max=1)
+            for total, gradient in zip(sums, gradients, strict=True):
+                total += torch.tensordot(
+                    factors.to(total), gradient.to(total.dtype), dims=([0], [0])
+                )
+        return sums, torch.cat(norms).to(_dtype(params))
+
+    with one_call:
+        sums, norms = evaluate(
+            "clip_and_accumulate",
+            model,
+            loss_fn,
+            inputs,
+            targets,
+            lambda calls: calls.run(
+                _ops.clipped_gradient_sums,
+                max_norm=max_norm,
+                max_workspace_bytes=max_workspace_bytes,
+            ),
+            from_rows,
+        )
+        for p, total in zip(params, sums, strict=True):
+            _accumulate(p, total)
+    result: Tensor = norms
+    return result
+
+
+@torch.no_grad()
+def _accumulate(param: Tensor, total: Tensor) -> None:
+    """Adds to ``.grad`` as a backward pass does."""
+    if param.grad is None:
+        param.grad = torch.empty_like(param, requires_grad=False).copy_(total)
+    elif param.grad.is_sparse:
+        param.grad = total.to(param.dtype) + param.grad
+    else:
+        param.grad += total
+
+
+def _trainable(model: nn.Module) -> dict[str, Tensor]:
+    params = trainable(model)
+    if not params:
+        raise ValueError(f"no parameter of {type(model).__name__} requires a gradient")
+    return params
+
+
+def _check_workspace(max_workspace_bytes: int) -> None:
+    if not isinstance(max_workspace_bytes, int) or max_workspace_bytes < 1:
+        raise ValueError(
+            f"max_workspace_bytes is {max_workspace_bytes!r}; it must be a positive integer"
+        )
+
+
+def _fitting(
+    params: dict[str, Tensor], vectors: Mapping[str, Tensor]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Parameters with their vectors."""
+    unknown = sorted(vectors.keys() - params.keys())
+    if unknown:
+        raise ValueError(
+            f"vectors has an entry {unknown[0]!r}, which is no trainable parameter of the model"
+        )
+    for name, param in params.items():
+        if name not in vectors:
+            raise ValueError(f"vectors has no entry {name!r}; pass zeros to leave it out")
+        vector = vectors[name]
+        if not isinstance(vector, Tensor) or vector.shape != param.shape:
+            found = tuple(vector.shape) if isinstance(vector, Tensor) else type(vector).__name__
+            raise ValueError(
+                f"vectors[{name!r}] is {found}; it must be a tensor of shape {tuple(param.shape)}"
+            )
+        yield param, vector.detach()
+
+
+def _dtype(params: list[Tensor]) -> torch.dtype:
+    """The dtype of results: float64 if a parameter is, otherwise float32."""
+    return torch.float64 if any(p.dtype == torch.float64 for p in params) else torch.float32
+
+
+def _chunks(params: list[Tensor], samples: int, max_bytes: int) -> list[tuple[int, int]]:
+    """The samples [first, last) whose gradients exist at a time."""
+    of_sample = sum(p.nbytes for p in params)
+    size = max(1, max_bytes // max(1, of_sample))
+    return [(first, min(first + size, samples)) for first in range(0, samples, size)]
+
+
+def _norms(rows: list[Tensor]) -> Tensor:
+    squares = [
+        torch.linalg.vector_norm(r.flatten(1), dim=1, dtype=torch.float64).square() for r in rows
+    ]
+    return torch.stack(squares).sum(0).sqrt()
+
+
+def _products(left: list[Tensor], right: list[Tensor]) -> Tensor:
+    """The inner products of two sets of gradients, [left, right], float64."""
+    pairs = zip(left, right, strict=True)
+    products = [a.flatten(1).double() @ b.flatten(1).double().T for a, b in pairs]
+    return torch.stack(products).sum(0)

@@ -1,0 +1,193 @@
+#include "gradients/per_sample/sample_evaluation.h"
+
+#include "gradients/capture/model_layers.h"
+#include "gradients/capture/operator_capture.h"
+#include "gradients/per_sample/kept_state.h"
+#include "gradients/per_sample/sample_checks.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/irange.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <optional>
+#include <utility>
+
+namespace torchium::gradients::detail {
+namespace {
+
+at::Tensor captured_output(OperatorCapture& capture, const SampleLoss& loss,
+                           const at::Tensor& inputs) {
+  capture.set_enabled(true);
+  at::Tensor output = loss.forward(inputs);
+  capture.set_enabled(false);
+  capture.raise_error();
+  return output;
+}
+
+// Sets the calls of one pass over all samples. Returns why dimension 0 of the captured tensors may
+// not be the sample; empty: it is.
+std::string capture_samples(OperatorCapture& capture, const SampleLoss& loss,
+                            const std::vector<std::string>& names, KeptBuffers& buffers,
+                            std::vector<LayerCall>& calls) {
+  const int64_t samples = loss.samples();
+  const at::Tensor& inputs = loss.inputs();
+  const at::Tensor output = captured_output(capture, loss, inputs);
+  if (output.dim() == 0 || output.size(0) != samples) {
+    return c10::str("forward returned shape ", output.sizes(), " for ", samples, " samples");
+  }
+  const at::Tensor losses = loss.of_each(output);
+  const int64_t other = capture.parameter_used_otherwise(losses);
+  if (other >= 0) {
+    return c10::str("the loss depends on '", names[other],
+                    "' not only by the operators that are captured (linear, conv2d, embedding, "
+                    "layer_norm, group_norm), with the parameter itself");
+  }
+  if (capture.has_overwritten_input()) {
+    return "the input of a layer was changed in place";
+  }
+  calls = capture.differentiate(losses, {}, /*keep=*/samples > 1);
+  for (const LayerCall& call : calls) {
+    if (samples_of(call) != samples) {
+      return c10::str("the layer of '", names[call.weight >= 0 ? call.weight : call.bias],
+                      "' received ", call.input.sizes(), " for ", samples, " samples");
+    }
+  }
+  if (samples == 1) {
+    return "";
+  }
+  const at::Tensor factors = sample_factors(samples, losses.options());
+  const auto scaled = capture.differentiate(losses, factors);
+  if (!are_scaled(calls, scaled, factors)) {
+    return "rows of a layer depend on the losses of other samples";
+  }
+  buffers.restore();
+  const at::Tensor first = captured_output(capture, loss, inputs.narrow(0, 0, 1));
+  const at::Tensor first_loss = loss.of(first, loss.targets().narrow(0, 0, 1));
+  if (!begin_with(calls, capture.differentiate(first_loss))) {
+    return "layers receive another first sample when it is alone";
+  }
+  buffers.restore();
+  const at::Tensor rolled = captured_output(capture, loss, inputs.roll(1, 0));
+  const auto rolled_calls = capture.differentiate();
+  if (!are_rolled(calls, rolled_calls) || !rows_agree(rolled, output.roll(1, 0))) {
+    return "layers receive another sample when it has another place in the batch";
+  }
+  return "";
+}
+
+void visit_samples(const SampleLoss& loss, const std::vector<at::Tensor>& params,
+                   const SampleReceiver& of_sample) {
+  KeptBuffers buffers(loss.model());
+  for (const auto i : c10::irange(loss.samples())) {
+    buffers.restore();
+    std::vector<at::Tensor> found;
+    {
+      const at::AutoGradMode enable_grad(true);
+      const at::Tensor value =
+          loss.of(loss.forward(loss.inputs().narrow(0, i, 1)), loss.targets().narrow(0, i, 1));
+      if (!value.requires_grad()) {
+        continue;
+      }
+      found = torch::autograd::grad({value}, params, /*grad_outputs=*/{},
+                                    /*retain_graph=*/std::nullopt,
+                                    /*create_graph=*/false, /*allow_unused=*/true);
+    }
+    for (auto& gradient : found) {
+      if (gradient.defined() && gradient.is_sparse()) {
+        gradient = gradient.to_dense();
+      }
+    }
+    const at::NoGradGuard no_grad;
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    of_sample(i, found);
+  }
+  buffers.restore();
+}
+
+}  // namespace
+
+SampleLoss::SampleLoss(const torch::nn::Module& model, const ForwardFunction& forward,
+                       const LossFunction& loss_fn, const at::Tensor& inputs,
+                       const at::Tensor& targets)
+    : model_(model), forward_(forward), loss_fn_(loss_fn) {
+  TORCH_CHECK_VALUE(inputs.defined() && inputs.dim() > 0 && targets.defined() && targets.dim() > 0,
+                    "inputs and targets must be tensors with a batch dimension");
+  TORCH_CHECK_VALUE(inputs.size(0) == targets.size(0) && inputs.size(0) > 0, "inputs hold ",
+                    inputs.size(0), " samples and targets ", targets.size(0),
+                    "; there must be equally many, at least one");
+  inputs_ = inputs.detach();
+  targets_ = targets;
+}
+
+at::Tensor SampleLoss::of(const at::Tensor& output, const at::Tensor& target) const {
+  const at::Tensor loss = loss_fn_(output, target);
+  TORCH_CHECK_VALUE(loss.defined() && loss.numel() == 1, "loss_fn returned shape ",
+                    loss.defined() ? loss.sizes() : at::IntArrayRef(),
+                    " for one sample; it must return one number, e.g. a mean or a sum");
+  return loss.reshape({});
+}
+
+at::Tensor SampleLoss::of_each(const at::Tensor& output) const {
+  std::vector<at::Tensor> losses;
+  for (const auto i : c10::irange(samples())) {
+    losses.push_back(of(output.narrow(0, i, 1), targets_.narrow(0, i, 1)));
+  }
+  return at::stack(losses);
+}
+
+TrainableParameters::TrainableParameters(const torch::nn::Module& model) {
+  const ModelLayers layers(model);
+  for (const auto& [param, place] : layers.parameters()) {
+    if (param.requires_grad()) {
+      params.push_back(param);
+      names.push_back(place->name);
+    }
+  }
+}
+
+void evaluate(const char* function, const SampleLoss& loss, const TrainableParameters& trainable,
+              const std::function<void(const Jacobian&)>& of_jacobian,
+              const SampleReceiver& of_sample) {
+  const auto& [params, names] = trainable;
+  const ModelLayers layers(loss.model());
+  layers.refuse_mixed_samples();
+  std::string reason;  // for one pass per sample
+  std::vector<at::Tensor> tensors{loss.inputs()};
+  for (const auto& param : params) {
+    const auto* place = layers.find(param);
+    if (reason.empty() && !place->problem.empty()) {
+      reason = place->module + " " + place->problem;
+    }
+    tensors.push_back(param);
+  }
+  KeptRandomState random_state(tensors);
+  const auto refuse_random_numbers = [&] {
+    TORCH_CHECK_VALUE(!random_state.has_drawn(),
+                      "forward or loss_fn draws random numbers, so the gradient of a sample is not "
+                      "defined; call eval() on the model or set the dropout probabilities to 0");
+  };
+  std::vector<LayerCall> calls;
+  if (reason.empty()) {
+    const at::AutoGradMode enable_grad(true);
+    OperatorCapture capture(params);
+    KeptBuffers buffers(loss.model());
+    reason = capture_samples(capture, loss, names, buffers, calls);
+    buffers.restore();
+    refuse_random_numbers();
+    std::erase_if(calls, [](const LayerCall& call) { return !call.output_gradient.defined(); });
+  }
+  if (!reason.empty()) {
+    TORCH_WARN_ONCE(function, " takes the samples one by one, which is slow for a batch: ", reason);
+    visit_samples(loss, params, of_sample);
+    refuse_random_numbers();
+  } else if (!calls.empty()) {
+    const at::NoGradGuard no_grad;
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    of_jacobian(Jacobian(params, calls));
+  }
+  random_state.restore();
+}
+
+}  // namespace torchium::gradients::detail

@@ -1,0 +1,204 @@
+"""p.grad_sample of ordinary backward passes."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torchium
+from captured_layers import MODELS, Scaled, UsedOutside, loss_fn, model_and_batch
+from reference.per_sample import per_sample_gradients as reference_gradients
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchium.gradients import per_sample
+
+
+def assert_right(model: nn.Module, expected: dict[str, Tensor]) -> None:
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            torch.testing.assert_close(p.grad_sample, expected[name], msg=name)
+            assert not p.grad_sample.requires_grad
+
+
+def hooks_of(model: nn.Module) -> int:
+    found = sum(len(m._forward_hooks) for m in model.modules())
+    return found + sum(len(p._backward_hooks or ()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_of_a_training_step(name, reduction, device):
+    model, (x, y) = model_and_batch(name, device=device)
+    if name == "two_tables":
+        model.unused.requires_grad_(False)  # of no layer
+    expected = reference_gradients(model, loss_fn, x, y)
+    with per_sample(model, reduction=reduction):
+        F.cross_entropy(model(x), y, reduction=reduction).backward()
+    assert_right(model, expected)
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            total = getattr(expected[name], reduction)(0)
+            torch.testing.assert_close(p.grad, total)
+    assert hooks_of(model) == 0
+
+
+class Inputs(nn.Module):
+    """Keyword arguments of a dict, in-place activations, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        hidden = F.relu(self.a(batch["x"]), inplace=True)
+        return {"logits": self.b(self.dropout(hidden))}
+
+
+def test_dicts_and_dropout():
+    """Each sample has its own mask; autograd's gradients of the same pass are the reference."""
+    model = Inputs().double()
+    x, y = torch.randn(5, 4).double(), torch.randint(3, (5,))
+    with per_sample(model):
+        losses = F.cross_entropy(model({"x": x})["logits"], y, reduction="none")
+        losses.mean().backward(retain_graph=True)
+    params = list(model.parameters())
+    rows = [torch.autograd.grad(loss, params, retain_graph=True) for loss in losses]
+    for p, row in zip(params, zip(*rows, strict=True), strict=True):
+        torch.testing.assert_close(p.grad_sample, torch.stack(row))
+
+
+def test_passes_are_more_samples():
+    """Of different sizes, each with the mean of its own samples."""
+    model, (x, y) = model_and_batch("mlp", samples=7)
+    with per_sample(model):
+        for part in (slice(0, 3), slice(3, 7)):
+            loss_fn(model(x[part]), y[part]).backward()
+    assert_right(model, reference_gradients(model, loss_fn, x, y))
+
+
+def test_zero_grad_discards_the_passes_before():
+    model, (x, y) = model_and_batch("mlp")
+    with per_sample(model):
+        loss_fn(model(x[:2]), y[:2]).backward()
+        model.zero_grad()
+        loss_fn(model(x), y).backward()
+    assert_right(model, reference_gradients(model, loss_fn, x, y))
+
+
+def test_other_passes_do_not_count():
+    model, (x, y) = model_and_batch("mlp")
+    with per_sample(model):
+        with torch.no_grad():
+            model(x)
+        model(x)
+        torch.autograd.grad(loss_fn(model(x), y), list(model.parameters()))
+        loss_fn(model(x), y).backward()
+    assert_right(model, reference_gradients(model, loss_fn, x, y))
+
+
+def test_frozen_and_unused_parameters():
+    model, (x, y) = model_and_batch("two_tables")
+    model.unused.requires_grad_(False)
+    model.other = nn.Linear(2, 2)
+    with per_sample(model):
+        loss_fn(model(x), y).backward()
+    assert not hasattr(model.unused, "grad_sample")
+    assert model.other.weight.grad_sample.shape == (5, 2, 2)
+    assert not model.other.weight.grad_sample.any()
+
+
+def test_blocks_replace_rows():
+    model, (x, y) = model_and_batch("mlp")
+    block = per_sample(model)
+    for part in (slice(0, 2), slice(2, 5)):
+        with block:
+            loss_fn(model(x[part]), y[part]).backward()
+        assert_right(model, reference_gradients(model, loss_fn, x[part], y[part]))
+
+
+def test_an_exception_sets_nothing():
+    model, (x, y) = model_and_batch("mlp")
+    block = per_sample(model)
+    block.__enter__()
+    loss_fn(model(x), y).backward()
+    block.__exit__(KeyError, KeyError(), None)
+    assert not any(hasattr(p, "grad_sample") for p in model.parameters())
+    assert hooks_of(model) == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), r"model\.1 \(BatchNorm1d\) normalises"),
+        (nn.Sequential(nn.Linear(4, 4), nn.RMSNorm(4)), r"model\.1 \(RMSNorm\) is of an unsupp"),
+        (Scaled(), r"model \(Scaled\) is of an unsupported type; freeze its parameters"),
+        (nn.Linear(4, 3).requires_grad_(False), "no parameter of Linear requires a gradient"),
+    ],
+)
+def test_refused_models(model, message):
+    with pytest.raises(ValueError, match=message), per_sample(model):
+        raise AssertionError
+    assert hooks_of(model) == 0
+
+
+class BatchNormCall(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(self.layer(x), None, None, training=True)
+
+
+class Folded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x.reshape(-1, 4)).view_as(x).sum(1))
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "message"),
+    [
+        (UsedOutside(), (5, 4), "parameter 'a.weight' outside of its layer"),
+        (BatchNormCall(), (5, 4), "normalised with the statistics of the batch"),
+        (Folded(), (5, 2, 4), r"has seen .* samples"),
+    ],
+)
+def test_refused_passes(model, shape, message):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(ValueError, match=message), per_sample(model):
+            loss_fn(model(torch.randn(shape)), torch.randint(3, shape[:1])).backward()
+    assert not any(hasattr(p, "grad_sample") for p in model.parameters())
+
+
+def test_refused_uses():
+    model, (x, y) = model_and_batch("mlp")
+    with pytest.raises(ValueError, match="reduction is 'none'; it must be 'mean' or 'sum'"):
+        per_sample(model, reduction="none")
+    loss = loss_fn(model(x), y)
+    with (
+        pytest.raises(ValueError, match="run the forward and the backward pass inside"),
+        per_sample(model),
+    ):
+        loss.backward()
+    block = per_sample(model)
+    with block:
+        with pytest.raises(ValueError, match="is running already"), block:
+            pass
+        loss_fn(model(x), y).backward()
+
+
+def test_rows_in_the_dtype_of_the_parameters():
+    model, (x, y) = model_and_batch("mlp", dtype=torch.float32)
+    with per_sample(model), torch.autocast("cpu", torch.bfloat16):
+        loss_fn(model(x), y).backward()
+    expected = torchium.per_sample_gradients(model, loss_fn, x, y)
+    for name, p in model.named_parameters():
+        assert p.grad_sample.dtype == torch.float32
+        torch.testing.assert_close(p.grad_sample, expected[name], rtol=0.2, atol=0.1)
