@@ -154,6 +154,18 @@ def test_amp_training_learns(arguments: list[str]) -> None:
     assert float(accuracy.group(1)) > 80
 
 
+@pytest.mark.parametrize(("noise", "least"), [("0.5", 80), ("200", 0)])
+def test_dp_sgd_learns_unless_noise_drowns_the_gradient(noise: str, least: float) -> None:
+    output = checked_example(
+        "dp_sgd.py",
+        *("--data", "digits", "--device", "cpu", "--steps", "80", "--batch-size", "128"),
+        *("--part-size", "48", "--noise-multiplier", noise),
+    )
+    accuracy, clipped = map(float, re.findall(r"([\d.]+)%", output))
+    assert least <= accuracy <= (100 if least else 50)
+    assert 0 < clipped <= 100
+
+
 def test_idx_files_are_read_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import gzip
 

@@ -1,0 +1,58 @@
+"""Clipped sums against opacus' optimizer for differentially private training."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from captured_layers import MODELS, loss_fn, model_and_batch
+from torch import Tensor, nn
+from torchium import gradients
+
+pytest.importorskip("opacus")
+from opacus.grad_sample import GradSampleModule
+from opacus.optimizers import DPOptimizer
+
+
+def opacus_sums(model: nn.Module, x: Tensor, y: Tensor, max_norm: float) -> list[Tensor]:
+    wrapped = GradSampleModule(copy.deepcopy(model), loss_reduction="sum")
+    optimizer = DPOptimizer(
+        torch.optim.SGD(wrapped.parameters(), lr=0.1),
+        noise_multiplier=0.0,
+        max_grad_norm=max_norm,
+        expected_batch_size=len(x),
+        loss_reduction="sum",
+    )
+    loss_fn(wrapped(x), y, reduction="sum").backward()
+    optimizer.clip_and_accumulate()
+    return [p.summed_grad for p in wrapped.parameters()]
+
+
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"sequence", "shared_everywhere"}))
+@pytest.mark.parametrize("clipped", [0, 3, 6])
+def test_clipped_sums_are_those_of_opacus(name, clipped):
+    """With no, some and all gradients clipped. opacus adds 1e-6 to the norms."""
+    model, (x, y) = model_and_batch(name, samples=6)
+    if name == "two_tables":
+        del model.unused  # opacus wants a gradient for every parameter
+    if "embedding" in name:
+        model.table.padding_idx = None  # opacus counts the padding row in the norms
+    norms = gradients.per_sample_norms(model, loss_fn, x, y).sort().values
+    limits = {0: 2 * norms[-1], 3: (norms[2] + norms[3]) / 2, 6: norms[0] / 2}
+    max_norm = float(limits[clipped])
+    found = gradients.clip_and_accumulate(model, loss_fn, x, y, max_norm)
+    assert int((found > max_norm).sum()) == clipped
+    expected = opacus_sums(model, x, y, max_norm)
+    for p, total in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, total, rtol=1e-4, atol=1e-5 * max_norm)
+
+
+def test_grad_samples_are_those_of_opacus():
+    model, (x, y) = model_and_batch("convolutions")
+    wrapped = GradSampleModule(copy.deepcopy(model))
+    loss_fn(wrapped(x), y).backward()
+    with gradients.per_sample(model):
+        loss_fn(model(x), y).backward()
+    for p, q in zip(model.parameters(), wrapped.parameters(), strict=True):
+        torch.testing.assert_close(p.grad_sample, q.grad_sample)
