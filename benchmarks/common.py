@@ -115,7 +115,8 @@ def machine() -> str:
     )
 
 
-def parse_arguments(description: str) -> argparse.Namespace:
+def parse_arguments(description: str, *, device: bool = False) -> argparse.Namespace:
+    """The arguments of all benchmarks; with `device` also --device and --tiny."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
         "--save", action="store_true", help="write the tables to benchmarks/results/*.md"
@@ -127,6 +128,9 @@ def parse_arguments(description: str) -> argparse.Namespace:
         action="store_true",
         help="one thread and its CPU seconds instead of wall time, for a machine that is busy",
     )
+    if device:
+        parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+        parser.add_argument("--tiny", action="store_true", help="small sizes, to try it out")
     arguments = parser.parse_args()
     if arguments.cpu_time:
         global clock

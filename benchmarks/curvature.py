@@ -1,0 +1,209 @@
+"""Per-sample gradients, norms, inner products and clipped sums: torchium, torch.func and opacus.
+
+With --device cuda or cpu. Every time includes the forward and the backward pass.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable
+
+import torch
+from common import Report, interleaved, median_ratio, parse_arguments, result_file
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torchium import gradients
+
+Run = Callable[[], object]
+MAX_NORM = 1.0
+loss_fn = nn.functional.cross_entropy
+
+
+def mlp(tiny: bool) -> nn.Module:
+    width = 32 if tiny else 1024
+    return nn.Sequential(
+        *(nn.Linear(784, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()),
+        nn.Linear(width, 10),
+    )
+
+
+def convnet(tiny: bool) -> nn.Module:
+    a, b, c = (4, 8, 8) if tiny else (64, 128, 256)
+    return nn.Sequential(
+        *(nn.Conv2d(3, a, 3, padding=1), nn.ReLU()),
+        *(nn.Conv2d(a, b, 3, padding=1, stride=2), nn.ReLU()),
+        *(nn.Conv2d(b, c, 3, padding=1, stride=2), nn.ReLU()),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(c, 10)),
+    )
+
+
+def forward_backward(model: nn.Module, x: Tensor, y: Tensor) -> Run:
+    def run() -> None:
+        model.zero_grad()
+        loss_fn(model(x), y).backward()
+
+    return run
+
+
+def vmap_rows(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], dict[str, Tensor]]:
+    params = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(params: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
+        logits = functional_call(model, params, (image.unsqueeze(0),))
+        return loss_fn(logits, label.unsqueeze(0))
+
+    rows = vmap(grad(loss), in_dims=(None, 0, 0))
+    return lambda: rows(params, x, y)
+
+
+def vmap_matrix(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], Tensor]:
+    rows = vmap_rows(model, x, y)
+    return lambda: torch.cat([r.flatten(1) for r in rows().values()], 1)
+
+
+def vmap_gram(model: nn.Module, x: Tensor, y: Tensor) -> Run:
+    matrix = vmap_matrix(model, x, y)
+
+    def run() -> Tensor:
+        J = matrix()
+        return J @ J.T
+
+    return run
+
+
+def vmap_clip(model: nn.Module, x: Tensor, y: Tensor) -> Run:
+    matrix = vmap_matrix(model, x, y)
+
+    def run() -> Tensor:
+        J = matrix()
+        return (MAX_NORM / J.norm(dim=1)).clamp(max=1) @ J
+
+    return run
+
+
+def vmap_norms(model: nn.Module, x: Tensor, y: Tensor) -> Run:
+    matrix = vmap_matrix(model, x, y)
+    return lambda: matrix().norm(dim=1)
+
+
+def opacus_rows(model: nn.Module, x: Tensor, y: Tensor) -> Run:
+    from opacus.grad_sample import GradSampleModule
+
+    wrapped = GradSampleModule(model)
+
+    def run() -> None:
+        wrapped.zero_grad()
+        for p in wrapped.parameters():
+            p.grad_sample = None
+        loss_fn(wrapped(x), y).backward()
+
+    return run
+
+
+def opacus_ghost(model: nn.Module, x: Tensor, y: Tensor) -> Run:
+    """Norms without gradients, and a second backward pass for the clipped sum."""
+    from opacus.grad_sample import GradSampleModuleFastGradientClipping
+
+    wrapped = GradSampleModuleFastGradientClipping(model, max_grad_norm=MAX_NORM)
+
+    def run() -> None:
+        wrapped.zero_grad()
+        losses = loss_fn(wrapped(x), y, reduction="none")
+        losses.mean().backward(retain_graph=True)
+        coefficients = wrapped.get_clipping_coef()
+        wrapped.zero_grad()
+        wrapped.disable_hooks()
+        (losses * coefficients).sum().backward()
+        wrapped.enable_hooks()
+
+    return run
+
+
+def ours(function: Callable[..., object], *options: object) -> Callable[..., Run]:
+    return lambda model, x, y: lambda: function(model, loss_fn, x, y, *options)
+
+
+def dots(model: nn.Module, x: Tensor, y: Tensor) -> Run:
+    vectors = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    return lambda: gradients.jvp_dots(model, loss_fn, x, y, vectors)
+
+
+def block(model: nn.Module, x: Tensor, y: Tensor) -> Run:
+    def run() -> None:
+        model.zero_grad()
+        with gradients.per_sample(model):
+            loss_fn(model(x), y).backward()
+
+    return run
+
+
+METHODS: dict[str, Callable[[nn.Module, Tensor, Tensor], Run]] = {
+    "forward + backward": forward_backward,
+    "rows: torchium per_sample_gradients": ours(gradients.per_sample_gradients),
+    "rows: torchium per_sample": block,
+    "rows: vmap(grad)": vmap_rows,
+    "rows: opacus GradSampleModule": opacus_rows,
+    "norms: torchium per_sample_norms": ours(gradients.per_sample_norms),
+    "norms: vmap(grad)": vmap_norms,
+    "gram: torchium gram": ours(gradients.gram),
+    "gram: vmap(grad)": vmap_gram,
+    "clipped sum: torchium clip_and_accumulate": ours(gradients.clip_and_accumulate, MAX_NORM),
+    "clipped sum: vmap(grad)": vmap_clip,
+    "clipped sum: opacus ghost clipping": opacus_ghost,
+    "J v: torchium jvp_dots": dots,
+}
+# Of the time of forward + backward on one GPU.
+TARGETS = {
+    "norms: torchium per_sample_norms": 1.3,
+    "gram: torchium gram": 1.3,
+}
+
+
+def waited(run: Run, device: torch.device) -> Run:
+    def timed() -> None:
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return timed
+
+
+def main() -> int:
+    arguments = parse_arguments(__doc__, device=True)
+    device = torch.device(arguments.device)
+    side, mlp_batch, conv_batch = (8, 8, 4) if arguments.tiny else (32, 512, 256)
+    if device.type == "cpu" and not arguments.tiny:
+        mlp_batch, conv_batch, side = 64, 16, 16
+    cases = {
+        f"MLP 784-1024-1024-10, batch {mlp_batch}": (mlp, (mlp_batch, 784)),
+        f"ConvNet 3-64-128-256 at {side} x {side}, batch {conv_batch}": (
+            convnet,
+            (conv_batch, 3, side, side),
+        ),
+    }
+    report = Report(f"Per-sample quantities on {device.type}")
+    for title, (make_model, shape) in cases.items():
+        runs: dict[str, Run] = {}
+        for name, method in METHODS.items():
+            torch.manual_seed(0)
+            model = make_model(arguments.tiny).to(device)
+            x = torch.randn(shape, device=device)
+            y = torch.randint(10, shape[:1], device=device)
+            runs[name] = waited(method(model, x, y), device)
+            runs[name]()
+        seconds = interleaved(runs, arguments.rounds)
+        plain = seconds["forward + backward"]
+        rows = [
+            [name, f"{statistics.median(times) * 1e3:.2f}", f"{median_ratio(times, plain):.2f}"]
+            for name, times in seconds.items()
+        ]
+        report.table(title, ["", "ms", "ratio to forward + backward"], rows)
+        for name, target in TARGETS.items():
+            if device.type == "cuda":
+                report.check(f"{title}, {name}", median_ratio(seconds[name], plain), target)
+    return report.finish(result_file(f"curvature_{device.type}", arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(), 1))
