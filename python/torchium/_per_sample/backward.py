@@ -35,7 +35,7 @@ class per_sample:
 
     Row i of ``p.grad_sample`` is the gradient of sample i's loss. Forward and backward passes are
     those of the program: any inputs, any loss, dropout, autocast. ``.grad`` is written as always.
-    ``grad_sample`` is set when the block ends without an exception, and replaces an older one.
+    ``grad_sample`` is removed when the block begins, and set when it ends without an exception.
     Several backward passes in one block are more samples, in the order of the passes;
     ``zero_grad()`` discards those before it.
 
@@ -77,6 +77,9 @@ class per_sample:
         for name, module in self._model.named_modules():
             self._capture.adopt(module, name)
         self._capture.settle()
+        for param in params.values():  # so that old and new rows do not exist at a time
+            if hasattr(param, "grad_sample"):
+                del param.grad_sample
         return self
 
     def __exit__(
