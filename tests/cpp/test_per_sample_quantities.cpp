@@ -78,5 +78,69 @@ TEST(PerSampleQuantities, RefuseNormalisationOfABatch) {
   EXPECT_FALSE(model->parameters()[0].grad().defined());
 }
 
+// `of` returns the losses of a batch, or one of them.
+int calls_of_loss(QuantitiesCase& c, const LossFunction& of) {
+  int calls = 0;
+  c.loss = [&](const torch::Tensor& output, const torch::Tensor& target) {
+    ++calls;
+    return of(output, target);
+  };
+  const auto forward = c.forward;
+  const auto rows =
+      per_sample_gradients(*c.model, forward, c.loss, c.batch.inputs, c.batch.targets);
+  const int found = calls;
+  for (int64_t i = 0; i < c.batch.inputs.size(0); ++i) {
+    c.model->zero_grad();
+    of(forward(c.batch.inputs.narrow(0, i, 1)), c.batch.targets.narrow(0, i, 1)).sum().backward();
+    for (const auto& [name, param] : c.model->named_parameters().pairs()) {
+      expect_near(rows[name][i], param.grad(), 1e-10);
+    }
+  }
+  return found;
+}
+
+torch::Tensor losses_of(const torch::Tensor& output, const torch::Tensor& target) {
+  return nn::functional::cross_entropy(
+      output, target, nn::functional::CrossEntropyFuncOptions().reduction(torch::kNone));
+}
+
+// Of the batch, two halves, and the first sample alone.
+TEST(PerSampleQuantities, EvaluateLossesOfABatchAtOnce) {
+  QuantitiesCase c;
+  c.batch = make_batch(0, kMlpSample, 40);
+  EXPECT_EQ(calls_of_loss(c, &losses_of), 4);
+}
+
+// Mixed by a value that autograd does not see: only values differ. The first sample has the largest
+// loss, so that it does not change when it is alone.
+TEST(PerSampleQuantities, TakeSingleSamplesWhereLossesDependOnTheBatch) {
+  const std::vector<std::pair<std::string, LossFunction>> losses = {
+      {"mean", &cross_entropy},
+      {"divided by the batch size",
+       [](const auto& y, const auto& t) { return losses_of(y, t) / y.size(0); }},
+      {"over the largest",
+       [](const auto& y, const auto& t) {
+         const auto values = losses_of(y, t);
+         return values / values.detach().max();
+       }},
+      {"by position",
+       [](const auto& y, const auto& t) {
+         return losses_of(y, t) * torch::arange(1, y.size(0) + 1, y.options());
+       }},
+      {"times the sum", [](const auto& y, const auto& t) { return y.sum() * (t + 1); }},
+      {"of single samples only", [](const auto& y, const auto& t) {
+         TORCH_CHECK(y.size(0) == 1);
+         return losses_of(y, t);
+       }}};
+  for (const auto& [name, loss] : losses) {
+    SCOPED_TRACE(name);
+    QuantitiesCase c;
+    const auto values = losses_of(c.forward(c.batch.inputs), c.batch.targets);
+    const auto order = values.argsort(0, /*descending=*/true);
+    c.batch = {c.batch.inputs.index({order}), c.batch.targets.index({order})};
+    EXPECT_GE(calls_of_loss(c, loss), 6);
+  }
+}
+
 }  // namespace
 }  // namespace torchium::testing

@@ -129,7 +129,37 @@ at::Tensor SampleLoss::of(const at::Tensor& output, const at::Tensor& target) co
   return loss.reshape({});
 }
 
+at::Tensor SampleLoss::of_batch(const at::Tensor& output, const at::Tensor& targets) const {
+  at::Tensor losses;
+  try {
+    losses = loss_fn_(output, targets);
+  } catch (const std::exception&) {  // it takes single samples only
+    return {};
+  }
+  const bool has_each = losses.defined() && losses.dim() == 1 && losses.size(0) == targets.size(0);
+  return has_each ? losses : at::Tensor();
+}
+
+bool SampleLoss::depend_on_the_batch(const at::Tensor& losses, const at::Tensor& output) const {
+  const at::NoGradGuard no_grad;
+  const int64_t half = samples() / 2;
+  std::vector<at::Tensor> of_halves;
+  for (const auto& [first, count] : {std::pair(int64_t{0}, half), {half, samples() - half}}) {
+    of_halves.push_back(of_batch(output.narrow(0, first, count), targets_.narrow(0, first, count)));
+    if (!of_halves.back().defined()) {
+      return true;
+    }
+  }
+  return !rows_agree(losses.unsqueeze(1), at::cat(of_halves).unsqueeze(1));
+}
+
 at::Tensor SampleLoss::of_each(const at::Tensor& output) const {
+  if (samples() > 1) {
+    at::Tensor losses = of_batch(output, targets_);
+    if (losses.defined() && !depend_on_the_batch(losses, output)) {
+      return losses;
+    }
+  }
   std::vector<at::Tensor> losses;
   for (const auto i : c10::irange(samples())) {
     losses.push_back(of(output.narrow(0, i, 1), targets_.narrow(0, i, 1)));

@@ -29,10 +29,17 @@ class SampleLoss {
   at::Tensor forward(const at::Tensor& inputs) const { return forward_(inputs); }
   // Of one sample, as a batch of one: 0-dim.
   at::Tensor of(const at::Tensor& output, const at::Tensor& target) const;
-  // Of each sample: [batch].
+  // Of each sample: [batch]. From one call of the loss function for the batch if that returns one
+  // number per sample, the same for each half of the batch.
   at::Tensor of_each(const at::Tensor& output) const;
 
  private:
+  // One number per sample from one call; undefined if the loss function returns something else.
+  at::Tensor of_batch(const at::Tensor& output, const at::Tensor& targets) const;
+  // Whether halves of the batch have other losses than these, as with weights by a maximum or a sum
+  // over the batch.
+  bool depend_on_the_batch(const at::Tensor& losses, const at::Tensor& output) const;
+
   const torch::nn::Module& model_;
   const ForwardFunction& forward_;
   const LossFunction& loss_fn_;
