@@ -76,11 +76,10 @@ at::Tensor norms_by_pairs(const Positions& x) {
   return sums.view({x.A.size(0), x.A.size(1)}).sum(0).clamp_min_(0);
 }
 
+// sum over groups of |sum_t G_it A_it^T|^2
 at::Tensor norms_by_rows(const Positions& x) {
-  const at::Tensor rows =
-      at::empty({x.A.size(1), x.A.size(0), x.G.size(3), x.A.size(3)}, x.A.options());
-  add_rows_(rows, x, 0.0);
-  return squared_norms_of(rows);
+  const at::Tensor rows = at::bmm(x.G.flatten(0, 1).mT(), x.A.flatten(0, 1));
+  return squared_norms_of(rows).view({x.A.size(0), x.A.size(1)}).sum(0);
 }
 
 Positions weighted(const Positions& x, const at::Tensor& w) {
