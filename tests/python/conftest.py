@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torchium_cpp
-from documentation import ROOT, TUTORIAL_CPP, code_blocks, cpp_programs
+from documentation import ROOT, TUTORIAL_CPP, code_blocks, cpp_programs, one_program
 
-TORCH_HEADER = "#include <torch/torch.h>"
 # These fixtures are created in one worker.
 GROUPED = {"prefix", "wheel", "programs"}
 
@@ -43,30 +42,25 @@ def prefix(build_dir: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def programs(build_dir: Path, prefix: Path) -> Path:
-    """A folder with tests/consumer and the programs of the documentation, built outside the tree.
+    """The tutorial's project outside the tree: one program `train` that runs each by its name.
 
-    It is the tutorial's project, so torch/torch.h is parsed once for all of them.
+    tests/consumer and the programs of the documentation are one source, because torch/torch.h takes 15 s
+    to parse.
     """
     folder = build_dir / "tests" / "programs"
     folder.mkdir(parents=True, exist_ok=True)
     (project,) = (b for b in code_blocks(TUTORIAL_CPP, "cmake") if "project(" in b)
-    project += "target_precompile_headers(train PRIVATE <torch/torch.h>)\n"
-    sources = {"consumer": (ROOT / "tests/consumer/main.cpp").read_text(), **cpp_programs()}
-    for name, text in sources.items():
-        source = folder / f"{name}.cpp"
-        if not source.exists() or source.read_text() != text:
-            source.write_text(text)
-        if name == "train":  # the tutorial's own
-            continue
-        project += f"add_executable({name} {name}.cpp)\n"
-        project += f"target_link_libraries({name} PRIVATE torchium::torchium)\n"
-        if TORCH_HEADER in text:  # otherwise it would compile here even with the header missing
-            project += f"target_precompile_headers({name} REUSE_FROM train)\n"
-    (folder / "CMakeLists.txt").write_text(project)
+    consumer = {"consumer": (ROOT / "tests/consumer/main.cpp").read_text()}
+    for name, text in (
+        ("CMakeLists.txt", project),
+        ("train.cpp", one_program({**consumer, **cpp_programs()})),
+    ):
+        if not (folder / name).exists() or (folder / name).read_text() != text:
+            (folder / name).write_text(text)
     for command in (
         ("cmake", "-S", folder, "-B", folder / "build", f"-DCMAKE_PREFIX_PATH={prefix}"),
         ("cmake", "--build", folder / "build"),
     ):
         run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert run.returncode == 0, run.stdout
-    return folder / "build"
+    return folder / "build" / "train"

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from run_script import run_script
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 NAMES = ("AdamW", "Muon", "Shampoo-1", "Shampoo-10", "Shampoo-100")
@@ -24,8 +25,7 @@ import bible_text  # noqa: E402
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, FOLDER / "convergence.py", "--device", "cpu", "--tiny", *arguments]
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    return run_script(FOLDER / "convergence.py", "--device", "cpu", "--tiny", *arguments)
 
 
 @pytest.mark.parametrize(("task", "classes"), [("transformer", 256), ("convnet", 10)])

@@ -105,7 +105,7 @@ int main() {
 
 class TestCppPackage:
     def test_program_outside_the_tree_trains(self, programs: Path) -> None:
-        output = succeed(programs / "consumer", env={"LD_LIBRARY_PATH": ""})
+        output = succeed(programs, "consumer", env={"LD_LIBRARY_PATH": ""})
         assert f"torchium: {torchium.__version__}\n" in output
 
     def test_installs_public_headers_only(self, prefix: Path) -> None:
@@ -127,7 +127,7 @@ class TestCppPackage:
             re.sub(r"(TORCH_VERSION_MINOR) \d+", r"\1 99", header)
         )
         result = run(
-            *("cmake", "-S", programs.parent, "-B", tmp_path / "build"),
+            *("cmake", "-S", programs.parents[1], "-B", tmp_path / "build"),
             *(f"-DCMAKE_PREFIX_PATH={prefix}", f"-DTORCHIUM_TORCH_ROOT={libtorch}"),
         )
         assert result.returncode != 0

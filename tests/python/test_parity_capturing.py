@@ -279,15 +279,17 @@ def test_skipped_steps(name, options):
 @pytest.mark.parametrize("model", ["convnet", "tied_words"])
 @cases
 def test_a_cpp_archive_goes_on_like_an_uninterrupted_python_run(name, options, model):
+    python = Run("python", name, model, **options)
+    for step in range(STEPS):
+        python.step(step)
     for pause in (1, 4, 5):
-        python, cpp = twins(name, model, **options)
-        for run in (python, cpp):
-            for step in range(STEPS):
-                if step == pause and run is cpp:
-                    archive = run.optimizer.save_bytes()
-                    run.optimizer = run.make()
-                    run.optimizer.load_bytes(archive)
-                run.step(step)
+        cpp = Run("cpp", name, model, **options)
+        for step in range(STEPS):
+            if step == pause:
+                archive = cpp.optimizer.save_bytes()
+                cpp.optimizer = cpp.make()
+                cpp.optimizer.load_bytes(archive)
+            cpp.step(step)
         assert_twins(python, cpp)
 
 

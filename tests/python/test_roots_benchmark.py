@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from run_script import run_script
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "roots.py"
 
@@ -16,9 +15,7 @@ def test_a_dry_run_writes_its_tables_and_its_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     tables, plot = tmp_path / "roots.md", tmp_path / "roofline.png"
     arguments = ["--dry-run", "--rounds", "1", "--save", tables, "--plot", plot]
-    done = subprocess.run(
-        [sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True
-    )
+    done = run_script(SCRIPT, *arguments)
     assert done.returncode == 0, done.stderr
     text = tables.read_text()
     for column in ("share of fp16 peak", "MB moved", "error with float32 products"):
@@ -32,11 +29,7 @@ def test_a_dry_run_of_old_eigenbases_writes_its_tables(tmp_path: Path) -> None:
     pytest.importorskip("tabulate")
     tables = tmp_path / "warm.md"
     script = SCRIPT.with_name("warm_roots.py")
-    done = subprocess.run(
-        [sys.executable, script, "--dry-run", "--rounds", "1", "--save", tables],
-        capture_output=True,
-        text=True,
-    )
+    done = run_script(script, "--dry-run", "--rounds", "1", "--save", tables)
     assert done.returncode == 0, done.stderr
     text = tables.read_text()
     assert text.count("| fresh") == text.count("| tracked") == 36  # orders, beta2, ages, dampings

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from run_script import run_script
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 MODELS = {"llama-103m": "two Llama layers of width 24", "mlp": "MLP 12-8-8-3"}
@@ -27,9 +27,9 @@ def table(text: str, title: str) -> list[list[str]]:
 
 def test_a_tiny_run_writes_all_rows(tmp_path: Path) -> None:
     tables = tmp_path / "step.md"
-    command = [sys.executable, FOLDER / "step.py", "--device", "cpu", "--tiny", "--rounds", "1"]
-    command += ["--save", tables, "--models", *MODELS, "--peer-models", "mlp"]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    arguments = ["--device", "cpu", "--tiny", "--rounds", "1", "--save", tables]
+    arguments += ["--models", *MODELS, "--peer-models", "mlp"]
+    done = run_script(FOLDER / "step.py", *arguments)
     assert done.returncode == 0, done.stderr
     text = tables.read_text()
     for key, name in MODELS.items():

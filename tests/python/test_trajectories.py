@@ -1,4 +1,4 @@
-"""24 steps of every optimizer and option agree with the float64 reference, in float32 12 of them."""
+"""Steps of every optimizer and option agree with the float64 reference, in float32 and float64."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from trajectory_problems import PROBLEMS, train
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}
 
-# float64 shows the formulas, float32 that its own kernels compute them.
-STEPS = {torch.float32: 12, torch.float64: 24}
+# float64 shows the formulas, float32 that its own kernels compute them. The late parameters of `intermittent`
+# come in at the 10th, the second roots of update_freq=10 at the 11th, and exponent_warmup ends after 12.
+STEPS = {torch.float32: 12, torch.float64: 14}
 REFERENCE = {"Shampoo": ReferenceShampoo, "Adagrad": ReferenceAdagrad}
 
 
@@ -41,6 +42,7 @@ def test_trajectory(optimizer, case, problem):
         torch.float64,
         lambda params: REFERENCE[optimizer](params, **of_reference),
         maximize=maximize,
+        steps=max(STEPS.values()),
     )
     for dtype, steps in STEPS.items():
         history = train(
