@@ -1,10 +1,12 @@
 """Per-sample gradients, norms, inner products and clipped sums: torchium, torch.func and opacus.
 
-With --device cuda or cpu. Every time includes the forward and the backward pass.
+With --device cuda or cpu. Every time includes the forward and the backward pass. Opacus is left out where
+it is not installed.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import statistics
 import sys
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from torchium import gradients
 
 Run = Callable[[], object]
 MAX_NORM = 1.0
+HAS_OPACUS = importlib.util.find_spec("opacus") is not None
 loss_fn = nn.functional.cross_entropy
 
 
@@ -186,6 +189,8 @@ def main() -> int:
     for title, (make_model, shape) in cases.items():
         runs: dict[str, Run] = {}
         for name, method in METHODS.items():
+            if "opacus" in name and not HAS_OPACUS:
+                continue
             torch.manual_seed(0)
             model = make_model(arguments.tiny).to(device)
             x = torch.randn(shape, device=device)

@@ -107,7 +107,7 @@ def products() -> None:
 
 def graphs() -> None:
     """Steps that the optimizer captures and replays itself."""
-    shapes = ((40, 24), (24,), (20, 90))
+    shapes = ((40, 24), (24,), (20, 90), (200, 150))  # roots of several orders at the same time
     parameters = [nn.Parameter(torch.zeros(shape, device="cuda")) for shape in shapes]
     optimizer = torchium.Shampoo(
         parameters, lr=0.01, betas=(0.9, 0.99), grafting="adam", update_freq=2, graphs=True

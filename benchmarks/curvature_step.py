@@ -1,4 +1,4 @@
-"""Whole training steps with K-FAC on a CUDA device, against SGD in the same run."""
+"""Whole training steps with K-FAC and natural gradient on a CUDA device, against SGD in the same run."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 Make = Callable[[nn.Module], Optimizer]
 STEPS = 100
 WARM_UP = 21
+CHECKED = ("SGD", "K-FAC, TCov 1, TInv 10", "K-FAC, TCov 10, TInv 100", "natural gradient")
 SPIKE = 3.0  # the longest step may take this many times the median
 
 
@@ -43,12 +44,19 @@ def kfac(**options: object) -> Make:
     return lambda model: torchium.KFAC(model, lr=1e-4, **options)
 
 
+def natural_gradient(**options: object) -> Make:
+    return lambda model: torchium.NaturalGradient(model, lr=1e-4, **options)
+
+
 OPTIMIZERS: dict[str, Make] = {
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9),
     "K-FAC, TCov 1, TInv 10": kfac(TCov=1, TInv=10),
     "K-FAC, TCov 10, TInv 100": kfac(TCov=10, TInv=100),
     "K-FAC, TCov 1, TInv 10, eigh": kfac(TCov=1, TInv=10, root_method="eigh"),
     "K-FAC, TCov 1, TInv 10, exact": kfac(TCov=1, TInv=10, damping_split="exact"),
+    "natural gradient": natural_gradient(solver="gram"),
+    "natural gradient, every 10": natural_gradient(solver="gram", update_freq=10),
+    "natural gradient, cg to 1e-3": natural_gradient(solver="cg", eps=1e-3),
 }
 
 
@@ -72,9 +80,9 @@ def step_times(build: Callable[[], nn.Module], x: Tensor, y: Tensor, make: Make)
 def main() -> int:
     arguments = parse_arguments(__doc__)
     if not torch.cuda.is_available():
-        print("kfac_step.py needs a CUDA device", file=sys.stderr)
+        print("curvature_step.py needs a CUDA device", file=sys.stderr)
         return 2
-    report = Report(f"K-FAC's step on {torch.cuda.get_device_name()}")
+    report = Report(f"Steps of K-FAC and natural gradient on {torch.cuda.get_device_name()}")
     generator = torch.Generator("cuda").manual_seed(0)
     inputs = {
         "MLP 784-1024-1024-10, batch 512": (mlp, (512, 784)),
@@ -90,14 +98,14 @@ def main() -> int:
             mean, median, longest = statistics.fmean(times), statistics.median(times), max(times)
             plain = plain or mean
             rows.append([name, label, mean, mean - plain, median, longest])
-            if "eigh" not in label and "exact" not in label:
+            if label in CHECKED:
                 report.check(f"{name}, {label}: longest step / median", longest / median, SPIKE)
     report.table(
         "Training steps, ms",
         ["model", "optimizer", "mean", "minus SGD", "median", "longest"],
         rows,
     )
-    return report.finish(result_file("kfac_step", arguments))
+    return report.finish(result_file("curvature_step", arguments))
 
 
 if __name__ == "__main__":
