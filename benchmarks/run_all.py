@@ -14,7 +14,7 @@ BENCHMARKS = (
     "host_time.py",
     "kfac_cpu.py",
     "natural_gradient_cpu.py",
-    "per_sample_cpu.py",
+    "curvature.py",
     "roots_cpu.py",
 )
 

@@ -150,8 +150,8 @@ def jvp_dots(
         ``[batch]``; float64 if a parameter is, otherwise float32.
 
     Raises:
-        ValueError: as :func:`per_sample_gradients`, no trainable parameter, ``max_workspace_bytes`` below 1, or vectors that
-            do not fit the parameters.
+        ValueError: as :func:`per_sample_gradients`, no trainable parameter, ``max_workspace_bytes``
+            below 1, or vectors that do not fit the parameters.
     """
     _check_workspace(max_workspace_bytes)
     params = _trainable(model)
@@ -203,8 +203,8 @@ def clip_and_accumulate(
         The norms before clipping, ``[batch]``; float64 if a parameter is, otherwise float32.
 
     Raises:
-        ValueError: as :func:`per_sample_gradients`, no trainable parameter, ``max_norm`` that is not positive, or
-            ``max_workspace_bytes`` below 1. No ``.grad`` has changed then.
+        ValueError: as :func:`per_sample_gradients`, no trainable parameter, ``max_norm`` that is not
+            positive, or ``max_workspace_bytes`` below 1. No ``.grad`` has changed then.
 
     Example:
         One step of DP-SGD (Abadi et al. 2016, `arXiv:1607.00133 <https://arxiv.org/abs/1607.00133>`_)
