@@ -675,5 +675,15 @@ TEST(OperatorCapture, WorksOnCuda) {
               model->parameters()[0].grad(), 1e-3);
 }
 
+TEST(OperatorCaptureTest, HooksOfAnOutputActBeforeItsGradientIsCaptured) {
+  nn::Linear layer(4, 3);
+  Recorder recorder({layer->weight, layer->bias});
+  const auto output = layer->forward(torch::randn({5, 4}));
+  output.register_hook([](const torch::Tensor& gradient) { return gradient * 10; });
+  output.square().sum().backward();
+  ASSERT_EQ(recorder.calls.size(), 1);
+  expect_explains(recorder.calls[0], layer->weight, layer->bias);
+}
+
 }  // namespace
 }  // namespace torchium::testing

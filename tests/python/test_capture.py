@@ -637,3 +637,37 @@ def test_more_than_one_process_is_refused(make, monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
     backward(model, 0)
     optimizer.step()
+
+
+class _TenTimes(torch.autograd.Function):
+    """A node that multiplies the gradient by ten."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 10 * gradient
+
+
+@pytest.mark.parametrize("make", [torchium.KFAC, torchium.NaturalGradient])
+def test_what_a_hook_of_an_output_makes_of_its_gradient_is_captured(make):
+    """A hook on the output of a layer equals a node after it."""
+
+    def step(scaled: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        torch.manual_seed(0)
+        layers = nn.Linear(4, 5), nn.Linear(5, 3)
+        optimizer = make(nn.ModuleList(layers), lr=0.5)
+        x, y = torch.randn(6, 4), torch.randint(3, (6,))
+        F.cross_entropy(layers[1](scaled(layers[0](x)).tanh()), y).backward()
+        optimizer.step()
+        return [p.detach() for layer in layers for p in layer.parameters()]
+
+    def hooked(z: Tensor) -> Tensor:
+        z.register_hook(lambda gradient: 10 * gradient)
+        return z
+
+    plain, by_hook, by_node = step(lambda z: z), step(hooked), step(_TenTimes.apply)
+    assert all(map(torch.equal, by_hook, by_node))
+    assert not torch.allclose(by_hook[0], plain[0])

@@ -523,3 +523,23 @@ def test_unused_parameters_without_gradient_do_not_matter():
     optimizer = torchium.NaturalGradient(model.parameters())
     step(optimizer, model, batch)
     assert not optimizer.state.get(model.unused)
+
+
+@pytest.mark.parametrize("refilled", ["between micro-batches", "before the step"])
+def test_a_buffer_that_is_refilled_too_early_is_refused(refilled):
+    model, (x, y) = model_and_batch("mlp")
+    optimizer = torchium.NaturalGradient(model)
+    before = values(model)
+    buffer = x.clone()
+    for _ in range(2):
+        if refilled == "between micro-batches":
+            buffer.copy_(x)
+        (loss_fn(model(buffer), y) / 2).backward()
+    if refilled == "before the step":
+        buffer.copy_(x)
+    with pytest.raises(ValueError, match=r"Linear layer was changed in place .* until step\(\)"):
+        optimizer.step()
+    assert_same(values(model), before)
+    optimizer.zero_grad()
+    loss_fn(model(buffer), y).backward()
+    optimizer.step()

@@ -203,3 +203,57 @@ def test_rows_in_the_dtype_of_the_parameters():
     for name, p in model.named_parameters():
         assert p.grad_sample.dtype == torch.float32
         torch.testing.assert_close(p.grad_sample, expected[name], rtol=0.2, atol=0.1)
+
+
+def test_what_a_hook_of_an_output_makes_of_its_gradient_counts():
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    x, y = torch.randn(6, 4), torch.randint(3, (6,))
+    with per_sample(model):
+        z = model[0](x)
+        z.register_hook(lambda gradient: 10 * gradient)
+        F.cross_entropy(model[2](model[1](z)), y).backward()
+    for p in model.parameters():
+        torch.testing.assert_close(p.grad_sample.mean(0), p.grad)
+
+
+def test_a_buffer_that_is_refilled_in_the_block_is_refused():
+    model = nn.Linear(4, 3)
+    x, y = torch.randn(6, 4), torch.randint(3, (6,))
+
+    def train() -> None:
+        with per_sample(model):
+            F.cross_entropy(model(x), y).backward()
+            x.zero_()
+
+    with pytest.raises(ValueError, match=r"changed in place .* until the per_sample block has"):
+        train()
+
+
+def test_parameters_that_are_frozen_or_thawed():
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+    x, y = torch.randn(6, 4), torch.randint(3, (6,))
+    with per_sample(model):
+        F.cross_entropy(model(x), y).backward()
+    model[0].requires_grad_(False)
+    with per_sample(model):
+        F.cross_entropy(model(x[:2]), y[:2]).backward()
+    assert not hasattr(model[0].weight, "grad_sample")
+    assert len(model[1].weight.grad_sample) == 2
+
+    def thaw() -> None:
+        with per_sample(model):
+            model[0].requires_grad_(True)
+            F.cross_entropy(model(x), y).backward()
+
+    with pytest.raises(ValueError, match=r"'0.weight' has become trainable inside"):
+        thaw()
+
+
+def test_lookups_that_may_be_positions_are_refused():
+    tokens, positions = nn.Embedding(9, 4), nn.Embedding(6, 4)
+    x = torch.randint(9, (3, 3))
+    with (
+        pytest.raises(ValueError, match=r"3 indices, .* another one has seen \[3, 3\]"),
+        per_sample(nn.ModuleList([tokens, positions])),
+    ):
+        (tokens(x) + positions(torch.arange(3))).square().mean().backward()

@@ -393,3 +393,61 @@ def test_memory_format_of_a_new_gradient():
         model, loss_fn, torch.randn(2, 2, 4, 4), torch.tensor([0, 1]), 1.0
     )
     assert model[0].weight.grad.is_contiguous(memory_format=torch.channels_last)
+
+
+class OwnWeights(nn.Module):
+    """A model that runs a layer with weights of its own making."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = {name: 2 * p for name, p in self.a.named_parameters()}
+        return self.b(torch.func.functional_call(self.a, weights, (x,)).tanh())
+
+
+def reversing(where: str) -> nn.Module:
+    """A model with a hook that turns the gradient of a module around."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    if where == "backward":
+        model[1].register_full_backward_hook(lambda module, inputs, outputs: (-inputs[0],))
+    else:
+        model[0].register_full_backward_pre_hook(lambda module, outputs: (-outputs[0],))
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook", "ignore:.*samples one by one")
+@pytest.mark.parametrize("make", [OwnWeights, lambda: reversing("backward"), lambda: reversing("")])
+def test_models_whose_gradients_do_not_follow_from_layer_calls(make):
+    model = make().double()
+    x, y = torch.randn(5, 4).double(), torch.randint(3, (5,))
+    assert_right(model, x, y)
+    rows = gradients.per_sample_gradients(model, loss_fn, x, y)
+    for name, expected_rows in reference_gradients(model, loss_fn, x, y).items():
+        torch.testing.assert_close(rows[name], expected_rows)
+
+
+def test_a_model_that_changes_its_weights():
+    class Shrinking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.layer.weight.mul_(0.5)
+            return self.layer(x)
+
+    model = Shrinking()
+    before = copy.deepcopy(model.state_dict())
+    gradients.per_sample_norms(model, loss_fn, torch.randn(3, 4), torch.tensor([0, 1, 2]))
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+def test_complex_parameters_are_refused_by_name():
+    model = nn.Linear(4, 3, dtype=torch.complex64)
+    x = torch.randn(2, 4, dtype=torch.complex64)
+    for name in ("per_sample_norms", "gram"):
+        with pytest.raises(ValueError, match=r"'weight' is torch.complex64; only per_sample_grad"):
+            getattr(gradients, name)(model, lambda y, t: y.abs().sum(), x, None)

@@ -202,7 +202,8 @@ class Capture:
         anchor = next(iter(params.values()))
         saved = Saved.apply(anchor, input.detach())
         add = partial(weakly, weakref.WeakMethod(self._add), module, params, outer, number)
-        output.register_hook(OutputHook(add, saved, module, shape))
+        hook = OutputHook(add, saved, module, shape, output.output_nr)
+        output.grad_fn.register_prehook(hook)
 
     def _trained(self, module: nn.Module) -> dict[str, Tensor]:
         own = module._parameters
@@ -386,6 +387,16 @@ class CallCapture(Capture):
         """The calls whose gradients ``.grad`` holds, one list per backward pass."""
         passes = ([call for call in calls if call.reached] for calls in self._calls.values())
         return [calls for calls in passes if calls]
+
+    def check_inputs(self, until: str) -> None:
+        """Raises ValueError if the input of a call was changed in place since its backward pass."""
+        for call in (call for calls in self.calls() for call in calls):
+            if call.has_changed():
+                raise ValueError(
+                    f"the input {tuple(call.input.shape)} of a {type(call.module).__name__} layer was "
+                    "changed in place after the backward pass; fill another tensor with the next "
+                    f"batch until {until}"
+                )
 
     def mixing(self) -> nn.Module | str | None:
         """The module, or else the function, that mixed the samples of one of these passes."""

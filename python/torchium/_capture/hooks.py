@@ -28,9 +28,12 @@ class Saved(torch.autograd.Function):
 
 
 class OutputHook:
-    """Hook of an output tensor, which pairs its gradient with the layer's input."""
+    """Hook of the node that computed an output, which pairs its gradient with the layer's input.
 
-    __slots__ = ("_add", "_module", "_saved", "_shape")
+    A node gets its gradients after the hooks of its outputs, of which a user's may change them.
+    """
+
+    __slots__ = ("_add", "_index", "_module", "_saved", "_shape")
 
     def __init__(
         self,
@@ -38,15 +41,18 @@ class OutputHook:
         saved: Tensor | None,
         module: nn.Module,
         shape: torch.Size,
+        index: int,
     ) -> None:
         self._add = add
+        self._index = index
         self._saved = saved
         self._module = module
         self._shape = shape
 
     @_disable_dynamo
-    def __call__(self, gradient: Tensor) -> None:
-        if self._saved is None:
+    def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
+        gradient = gradients[self._index]
+        if self._saved is None or gradient is None:
             return
         with torch.no_grad():
             gradient = gradient.detach().reshape(self._shape)

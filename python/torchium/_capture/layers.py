@@ -45,6 +45,17 @@ class LayerCall:
     root: int
     task: int
     reached: set[str] = field(default_factory=set)
+    input_version: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.input_version = self._version()
+
+    def has_changed(self) -> bool:
+        """Whether the input was changed in place since the backward pass."""
+        return self._version() != self.input_version
+
+    def _version(self) -> int:
+        return 0 if self.input.is_inference() else self.input._version
 
 
 _CLASSES: dict[LayerKind, type[nn.Module]] = {

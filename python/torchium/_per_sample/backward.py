@@ -42,7 +42,8 @@ class per_sample:
     Dimension 0 of the input of every layer must be the sample. :func:`per_sample_gradients` needs no
     such agreement, and checks it; here only the sizes are compared. A model that has time in
     dimension 0, sorts its samples, or mixes them other than by batch normalisation gets wrong rows
-    without an error.
+    without an error. Calls of a layer in one backward pass are positions of the same samples: a
+    batch that goes through the model in parts needs a backward pass for each part.
 
     Args:
         model: Linear, Conv2d, Embedding, LayerNorm and GroupNorm layers must own all trainable
@@ -63,6 +64,7 @@ class per_sample:
         self._model = model
         self._is_mean = reduction == "mean"
         self._capture: CallCapture | None = None
+        self._watched: set[Tensor] = set()
 
     def __enter__(self) -> per_sample:
         if self._capture is not None:
@@ -77,9 +79,10 @@ class per_sample:
         for name, module in self._model.named_modules():
             self._capture.adopt(module, name)
         self._capture.settle()
-        for param in params.values():  # so that old and new rows do not exist at a time
+        for param in self._model.parameters():  # so that old and new rows do not exist at a time
             if hasattr(param, "grad_sample"):
                 del param.grad_sample
+        self._watched = set(params.values())
         return self
 
     def __exit__(
@@ -89,8 +92,9 @@ class per_sample:
         traceback: TracebackType | None,
     ) -> None:
         capture, self._capture = self._capture, None  # without an owner it removes its hooks
+        watched, self._watched = self._watched, set()
         if kind is None and capture is not None:
-            self._set_rows(capture)
+            self._set_rows(capture, watched)
 
     def _wants(self) -> bool:
         return True
@@ -113,14 +117,23 @@ class per_sample:
                 "(requires_grad_(False)) or call per_sample_gradients(), which takes all layers"
             )
 
-    def _set_rows(self, capture: CallCapture) -> None:
+    def _set_rows(self, capture: CallCapture, watched: set[Tensor]) -> None:
         params = trainable(self._model)
+        for name, param in params.items():
+            if param not in watched:
+                raise ValueError(
+                    f"the parameter {name!r} has become trainable inside of the per_sample block; "
+                    "begin the block after that"
+                )
         passes = capture.calls()
         if not passes:
             raise ValueError(
-                "no backward pass has reached a parameter; run the forward and the backward pass "
-                "inside of the per_sample block"
+                "no backward pass of a batch that is not empty has reached a parameter; run the "
+                "forward and the backward pass inside of the per_sample block"
             )
+        capture.check_inputs("the per_sample block has ended")
+        for calls in passes:
+            self._check_lookups(calls)
         mixing = capture.mixing()
         if mixing is not None:
             what = mixing if isinstance(mixing, str) else type(mixing).__name__
@@ -139,6 +152,17 @@ class per_sample:
             param.grad_sample = (  # type: ignore[attr-defined]
                 of_passes[0] if len(of_passes) == 1 else torch.cat(of_passes)
             )
+
+    def _check_lookups(self, calls: list[LayerCall]) -> None:
+        """Refuses indices [T] beside [samples, T] for T samples: they may be positions."""
+        inputs = [call.input for call in calls if isinstance(call.module, nn.Embedding)]
+        for single in (x for x in inputs if x.dim() == 1):
+            for tokens in (x for x in inputs if x.dim() > 1 and x.shape[1] == len(single)):
+                raise ValueError(
+                    f"an embedding has looked up {len(single)} indices, which may be samples or "
+                    f"positions: another one has seen {list(tokens.shape)}; expand positions to that "
+                    "shape"
+                )
 
     def _rows(self, params: list[Tensor], calls: list[LayerCall]) -> list[Tensor]:
         """The gradients of the samples of one backward pass."""

@@ -133,6 +133,10 @@ class _Recorder:
         own = {name: module._parameters.get(name) for name in _NAMES}
         if any(getattr(module, name, None) is not param for name, param in own.items()):
             self.complete = False  # a computed weight, perhaps from parameters
+        if any(
+            p is not None and p.requires_grad and p not in self._positions for p in own.values()
+        ):
+            self.complete = False  # by functional_call in the model
         params = {n: self._positions[p] for n, p in own.items() if p in self._positions}
         input_edge = get_gradient_edge(input) if input.requires_grad else None
         self.calls.append(
@@ -162,10 +166,10 @@ def layer_calls(
     """
     trainable = set(parameters.values())
     layers = [m for m in model.modules() if not trainable.isdisjoint(_own_parameters(m))]
-    if not all(_is_known(layer) for layer in layers):
+    if not all(_is_known(layer) for layer in layers) or _has_backward_hooks(model):
         return None
-    # Copies, so that no optimizer hook sees these gradients.
-    own = {name: p.detach().requires_grad_() for name, p in parameters.items()}
+    # Copies, so that no optimizer hook sees these gradients, and the model may change its weights.
+    own = {name: p.detach().clone().requires_grad_() for name, p in parameters.items()}
     with torch.enable_grad(), _Recorder(layers, list(own.values())) as recorder:
 
         def recorded_loss(index: Tensor, sample: tuple[Tensor, ...]) -> Tensor:
@@ -190,6 +194,11 @@ def layer_calls(
 
 def _own_parameters(module: nn.Module) -> list[Tensor]:
     return [p for p in module._parameters.values() if p is not None]
+
+
+def _has_backward_hooks(model: nn.Module) -> bool:
+    """Whether a module may change gradients, which no layer call shows."""
+    return any(m._backward_hooks or m._backward_pre_hooks for m in model.modules())
 
 
 def _is_known(layer: nn.Module) -> bool:

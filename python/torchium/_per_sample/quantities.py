@@ -275,6 +275,12 @@ def _trainable(model: nn.Module) -> dict[str, Tensor]:
     params = trainable(model)
     if not params:
         raise ValueError(f"no parameter of {type(model).__name__} requires a gradient")
+    for name, param in params.items():
+        if param.is_complex():
+            raise ValueError(
+                f"the parameter {name!r} is {param.dtype}; only per_sample_gradients() takes complex "
+                "parameters"
+            )
     return params
 
 

@@ -194,6 +194,7 @@ class NaturalGradient(CapturingOptimizer):
     def _before_step(self, plan: JointPlan) -> None:
         if not plan.core.is_refresh():
             return
+        self._capture.check_inputs("step() has been called")
         self._record_calls(plan)
         if plan.core.is_start():
             return

@@ -8,11 +8,15 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <memory>
 #include <shared_mutex>
+#include <utility>
 
 #ifndef NDEBUG
 #error \
@@ -196,9 +200,25 @@ at::Tensor tensor_to_hook(const at::Tensor& output) {
   return base.numel() == output.numel() && base.requires_grad() ? base : output;
 }
 
+// Hands over the gradient that a node gets, which hooks of the output tensor may have changed.
+struct ReceivingHook : public autograd::FunctionPreHook {
+  ReceivingHook(std::shared_ptr<PendingCall> call, size_t output)
+      : call(std::move(call)), output(output) {}
+
+  autograd::variable_list operator()(const autograd::variable_list& gradients) override {
+    const auto capture = call->capture.lock();
+    if (capture != nullptr && gradients[output].defined()) {
+      capture->receive(*call, gradients[output]);
+    }
+    return gradients;
+  }
+
+  std::shared_ptr<PendingCall> call;
+  size_t output;  // of the node
+};
+
 void note_output(const at::Tensor& output, CallContext& context) {
-  const at::Tensor hooked = tensor_to_hook(output);
-  const auto edge = autograd::impl::gradient_edge(hooked);
+  const auto edge = autograd::impl::gradient_edge(tensor_to_hook(output));
   last_product.node = output.grad_fn();
   last_product.calls.assign(context.calls.begin(), context.calls.end());
   for (auto& call : context.calls) {
@@ -217,11 +237,7 @@ void note_output(const at::Tensor& output, CallContext& context) {
       capture->uncaptured.add(edge.function, call->edges);
     }
     if (capture->receiver) {
-      hooked.register_hook([call](const at::Tensor& gradient) {
-        if (const auto receiving = call->capture.lock()) {
-          receiving->receive(*call, gradient);
-        }
-      });
+      edge.function->add_pre_hook(std::make_unique<ReceivingHook>(call, edge.input_nr));
     } else {
       const std::lock_guard lock(capture->mutex);
       capture->calls.push_back(call);
