@@ -543,3 +543,22 @@ def test_a_buffer_that_is_refilled_too_early_is_refused(refilled):
     optimizer.zero_grad()
     loss_fn(model(buffer), y).backward()
     optimizer.step()
+
+
+def test_parameters_of_several_dtypes_under_autocast(device):
+    """The half-precision ones have the rounding of the others, whose products autocast computes in 16 bits."""
+    dtype = torch.bfloat16 if device == "cpu" else torch.float16
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).to(device)
+    model[1].to(dtype)
+    optimizer = torchium.NaturalGradient(model, lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    for seed in range(3):
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed)).to(device)
+        optimizer.zero_grad()
+        with torch.autocast(torch.device(device).type, dtype):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+    for p, old in zip(model.parameters(), before, strict=True):
+        assert p.isfinite().all()
+        assert not torch.equal(p, old)

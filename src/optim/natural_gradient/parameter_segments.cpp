@@ -1,7 +1,5 @@
 #include "optim/natural_gradient/parameter_segments.h"
 
-#include "optim/core/parameter_state.h"
-
 #include <ATen/ATen.h>
 #include <c10/util/accumulate.h>
 #include <c10/util/irange.h>
@@ -25,7 +23,7 @@ bool same_number(const at::Tensor& a, const at::Tensor& b) {
 ParameterSegments::ParameterSegments(at::TensorList params, const NaturalGradientHyperparameters& h,
                                      const std::vector<double>& roundings) {
   const auto belong_together = [&](size_t a, size_t b) {
-    return state_dtype(params[a]) == state_dtype(params[b]) && h.dampings[a] == h.dampings[b] &&
+    return params[a].scalar_type() == params[b].scalar_type() && h.dampings[a] == h.dampings[b] &&
            h.momentums[a] == h.momentums[b] && h.maximize[a] == h.maximize[b] &&
            roundings[a] == roundings[b] && same_number(h.lrs[a], h.lrs[b]);
   };

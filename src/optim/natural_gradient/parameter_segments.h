@@ -12,7 +12,7 @@
 
 namespace torchium::optim::detail {
 
-// A segment has parameters with the same options, state dtype and rounding. On a GPU, where a
+// A segment has parameters with the same options, dtype and rounding. On a GPU, where a
 // launch costs more than a copy, it has all of them; on a CPU those of a few elements. A segment of
 // one parameter is a tensor of its shape, any other one is flat.
 class ParameterSegments {
