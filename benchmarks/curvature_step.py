@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 import torchium
 from common import Report, parse_arguments, result_file
+from curvature import convnet, mlp
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -18,26 +19,6 @@ STEPS = 100
 WARM_UP = 21
 CHECKED = ("SGD", "K-FAC, TCov 1, TInv 10", "K-FAC, TCov 10, TInv 100", "natural gradient")
 SPIKE = 3.0  # the longest step may take this many times the median
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
-    )
-
-
-def convnet() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 64, 3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(64, 128, 3, padding=1, stride=2),
-        nn.ReLU(),
-        nn.Conv2d(128, 256, 3, padding=1, stride=2),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(256, 10),
-    )
 
 
 def kfac(**options: object) -> Make:
@@ -60,10 +41,10 @@ OPTIMIZERS: dict[str, Make] = {
 }
 
 
-def step_times(build: Callable[[], nn.Module], x: Tensor, y: Tensor, make: Make) -> list[float]:
+def step_times(build: Callable[[bool], nn.Module], x: Tensor, y: Tensor, make: Make) -> list[float]:
     """Milliseconds of whole steps: forward and backward pass, optimizer, and the wait for them."""
     torch.manual_seed(0)
-    model = build().to(x.device)
+    model = build(False).to(x.device)
     optimizer = make(model)
     times = []
     for _ in range(WARM_UP + STEPS):

@@ -252,8 +252,9 @@ class KFAC(CapturingOptimizer):
         if fallback and (self._capture.ran or any(bool(p.grad.any()) for p in fallback)):
             core.note_warned()
             kinds: dict[str, list[str]] = {}
+            members, all_names = set(fallback), names()
             for param in fallback:
-                kinds.setdefault(self._why_not(param, {*fallback}), []).append(names()[param])
+                kinds.setdefault(self._why_not(param, members), []).append(all_names[param])
             warnings.warn(
                 f"KFAC preconditions {core.preconditioned()} of {core.considered()} parameters. It "
                 f"takes steps of SGD with momentum for {summary(kinds)}. report() names all of them; a "

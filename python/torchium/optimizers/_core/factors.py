@@ -46,13 +46,16 @@ class FactorCapture(Capture):
 
     def adopt(self, module: nn.Module, name: str) -> None:
         super().adopt(module, name)
+        self._forget_problems()
+
+    def _forget_problems(self) -> None:
         self._declared = None
         self._problems.clear()
 
     def release(self) -> None:
         """Releases the plan."""
-        self.plan = self._declared = None
-        self._problems.clear()
+        self.plan = None
+        self._forget_problems()
 
     def declare(self, plan: JointPlan) -> None:
         """Tells the plan which layers are known, if that has changed."""
@@ -150,8 +153,7 @@ class FactorCapture(Capture):
         return self.is_searching() or not all(isinstance(m, nn.Embedding) for m in owners)
 
     def _started(self, root: int) -> None:
-        self._declared = None  # other parameters may be used outside now
-        self._problems.clear()
+        self._forget_problems()  # other parameters may be used outside now
 
     def _restart(self, param: Tensor, root: int) -> None:
         if self.plan is not None and param in self.plan.positions:
