@@ -6,7 +6,7 @@
 namespace torchium::cuda_kernels {
 namespace {
 
-// Mean of the diagonal of a matrix, not below `floor`, in thread 0.
+// Mean of the diagonal of a matrix, not below `floor`, in all threads.
 __device__ double mean_diagonal(const float* matrices, int group, int n, bool is_diagonal,
                                 double floor) {
   __shared__ double sums[kElementThreads];
@@ -14,12 +14,13 @@ __device__ double mean_diagonal(const float* matrices, int group, int n, bool is
   const float* first = matrices + int64_t{group} * n * (is_diagonal ? 1 : n);
   double sum = 0;
   for (int i = static_cast<int>(threadIdx.x); i < n; i += kElementThreads) sum += first[i * stride];
-  __syncthreads();  // thread 0 has read the sum before
+  __syncthreads();  // all threads have read the last sum
   sums[threadIdx.x] = sum;
   for (int half = kElementThreads / 2; half > 0; half /= 2) {
     __syncthreads();
     if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
   }
+  __syncthreads();
   const double mean = sums[0] / n, smallest = fmax(floor, double{FLT_MIN});
   return mean > smallest ? mean : smallest;
 }
