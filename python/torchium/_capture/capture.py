@@ -32,6 +32,7 @@ from .layers import (
     LayerCall,
     LayerKind,
     computed_output,
+    has_known_class,
     layer_input,
     may_mix_samples,
     mixes_samples,
@@ -116,9 +117,11 @@ class Capture:
                 owners = self.owners.setdefault(param, [])
                 if module not in owners:
                     owners.append(module)
-            if owned or (self._sees_mixing and may_mix_samples(module)):
-                self._hook(module)
+            sees_mixing = self._sees_mixing and may_mix_samples(module)
+            if owned or sees_mixing:
                 self.modules[module] = name
+            if sees_mixing or (owned and has_known_class(module)):
+                self._hook(module)
 
     def _hook(self, module: nn.Module) -> None:
         if module not in self._hooked_modules:
@@ -189,9 +192,11 @@ class Capture:
         shape = output.shape
         if self._sees_mixing and mixes_samples(module):
             output.register_hook(partial(weakly, weakref.WeakMethod(self._mixed), module, outer))
-        params = self._trained(module)
         wants = self._wants()
-        if not params or why_unsupported(module, self._kinds) or wants is None or not wants():
+        if wants is None or not wants() or why_unsupported(module, self._kinds):
+            return
+        params = self._trained(module)
+        if not params:
             return
         input, output = layer_input(args, kwargs), computed_output(output)
         number = self._add_to_graph(output, input, params.get("weight"), params.get("bias"))

@@ -97,6 +97,11 @@ def _find_known_class(cls: type[nn.Module]) -> tuple[LayerKind, type[nn.Module]]
     return None
 
 
+def has_known_class(module: nn.Module) -> bool:
+    """Whether the module may be a layer whose calls are recorded."""
+    return _known_class(type(module)) is not None
+
+
 def layer_kind(module: nn.Module) -> LayerKind | None:
     """The kind of a layer whose forward is that of a known class; None: of no known kind."""
     found = _known_class(type(module))

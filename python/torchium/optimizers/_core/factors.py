@@ -40,8 +40,10 @@ class FactorCapture(Capture):
     ) -> None:
         super().__init__(TIED_KINDS, wants)
         self._loss_scale = weakref.WeakMethod(loss_scale)
-        # Plan and trained parameters of the last declare(); None: something has changed since.
-        self._declared: tuple[JointPlan, list[bool]] | None = None
+        # Of the last declare(): the plan, which parameters were trained or used outside, and of each
+        # weight the reason for having no factors and its bias. None: something has changed since.
+        self._declared: tuple[JointPlan, list[bool], set[Tensor]] | None = None
+        self._declared_weights: dict[Tensor, tuple[str | None, int]] = {}
         self._problems: dict[Tensor, str | None] = {}  # of modules, in this backward pass
 
     def adopt(self, module: nn.Module, name: str) -> None:
@@ -59,28 +61,31 @@ class FactorCapture(Capture):
 
     def declare(self, plan: JointPlan) -> None:
         """Tells the plan which layers are known, if that has changed."""
-        trained = [param.requires_grad for param in plan.params]
-        if (
-            self._declared is not None
-            and self._declared[0] is plan
-            and self._declared[1] == trained
-        ):
+        now = plan, [param.requires_grad for param in plan.params], self.used_outside
+        if self._declared is not None and self._declared[0] is plan and self._declared[1:] == now[1:]:
             return
         self._problems.clear()
+        self._declared_weights.clear()
         rows, excluded = [], []
         for i, weight in enumerate(plan.params):
             if self.weight_beside(weight) is not weight:
                 continue
-            problem = self._problem_of_modules(weight)
+            problem, bias = self._weight(plan, weight)
+            self._declared_weights[weight] = problem, bias
             if problem is None:
                 owner = self.owners[weight][0]
-                rows += [i, self._bias(plan, weight), int(has_transposed_weight(owner))]
+                rows += [i, bias, int(has_transposed_weight(owner))]
                 rows += [int(self._is_tied(weight)), getattr(owner, "groups", 1)]
             if problem is not None or self._is_used_outside(weight):
                 excluded.append(i)
         plan.core.declare(rows)
         plan.core.exclude(excluded)
-        self._declared = plan, trained
+        self._declared = now
+
+    def _weight(self, plan: JointPlan, weight: Tensor) -> tuple[str | None, int]:
+        """Why the weight has no factors, and the position of the bias that shares them, else -1."""
+        problem = self._problem_of_modules(weight)
+        return problem, -1 if problem is not None else self._bias(plan, weight)
 
     def problem(self, param: Tensor) -> str | None:
         """Why no layer preconditions the parameter; None: one does."""
@@ -111,7 +116,7 @@ class FactorCapture(Capture):
         weight = self.weight_beside(param)
         if weight is None or weight not in self._params or not weight.requires_grad:
             return "its weight is not trained"
-        if _problem_of_layers(self.owners[weight]) is not None:
+        if weight is not param and _problem_of_layers(self.owners[weight]) is not None:
             return "its weight falls back"
         if len({has_transposed_weight(module) for module in self.owners[weight]}) > 1:
             return "used as [in, out] and as [out, in]"
@@ -153,7 +158,7 @@ class FactorCapture(Capture):
         return self.is_searching() or not all(isinstance(m, nn.Embedding) for m in owners)
 
     def _started(self, root: int) -> None:
-        self._forget_problems()  # other parameters may be used outside now
+        self._problems.clear()  # modules may have changed
 
     def _restart(self, param: Tensor, root: int) -> None:
         if self.plan is not None and param in self.plan.positions:
@@ -163,10 +168,13 @@ class FactorCapture(Capture):
         weight, plan = call.params.get("weight"), self.plan
         if name != "weight" or weight is None or plan is None or weight not in plan.positions:
             return
-        if weight in self.used_outside or self._problem_of_modules(weight) is not None:
+        problem, bias = self._weight(plan, weight)
+        if self._declared_weights.get(weight) != (problem, bias):
+            self._declared = None
+        if weight in self.used_outside or problem is not None:
             return
         loss_scale = self._loss_scale()
-        row = call_row(call.module, plan.positions[weight], self._bias(plan, weight), call.root)[0]
+        row = call_row(call.module, plan.positions[weight], bias, call.root)[0]
         plan.core.record(
             *core_tensors(call.module, call.input, call.output_gradient),
             row,
