@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 from common import Report, interleaved, median_ratio, parse_arguments, result_file
+from curvature_models import convnet, mlp
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torchium import gradients
@@ -22,24 +23,6 @@ MAX_NORM = 1.0
 ROWS = "rows: torchium per_sample_gradients"
 HAS_OPACUS = importlib.util.find_spec("opacus") is not None
 loss_fn = nn.functional.cross_entropy
-
-
-def mlp(tiny: bool) -> nn.Module:
-    width = 32 if tiny else 1024
-    return nn.Sequential(
-        *(nn.Linear(784, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()),
-        nn.Linear(width, 10),
-    )
-
-
-def convnet(tiny: bool) -> nn.Module:
-    a, b, c = (4, 8, 8) if tiny else (64, 128, 256)
-    return nn.Sequential(
-        *(nn.Conv2d(3, a, 3, padding=1), nn.ReLU()),
-        *(nn.Conv2d(a, b, 3, padding=1, stride=2), nn.ReLU()),
-        *(nn.Conv2d(b, c, 3, padding=1, stride=2), nn.ReLU()),
-        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(c, 10)),
-    )
 
 
 def forward_backward(model: nn.Module, x: Tensor, y: Tensor) -> Run:

@@ -1,24 +1,35 @@
-"""Whole training steps with K-FAC and natural gradient on a CUDA device, against SGD in the same run."""
+"""Whole training steps with K-FAC and natural gradient on a CUDA device, against SGD in the same run.
+
+ResNet-50 and the blocks of GPT-2 small run under bfloat16 autocast, and there K-FAC is compared with a loop
+over the layers too (kfac_loop.py). All steps are launched without waiting: the mean is that of the whole
+loop, the others are times from the end of a step to the end of the next, on the device.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torchium
 from common import Report, parse_arguments, result_file
-from curvature import convnet, mlp
+from curvature_models import convnet, gpt2_blocks, mlp, resnet50
+from kfac_loop import KFACLoop
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 Make = Callable[[nn.Module], Optimizer]
-STEPS = 100
 WARM_UP = 21
-CHECKED = ("SGD", "K-FAC, TCov 1, TInv 10", "K-FAC, TCov 10, TInv 100", "natural gradient")
 SPIKE = 3.0  # the longest step may take this many times the median
+OFTEN, SELDOM = "K-FAC, TCov 1, TInv 10", "K-FAC, TCov 10, TInv 100"
+LOOP = "K-FAC in a loop over layers, TCov 1, TInv 10"
+CHECKED = ("SGD", OFTEN, SELDOM, "natural gradient")
 
 
 def kfac(**options: object) -> Make:
@@ -29,33 +40,78 @@ def natural_gradient(**options: object) -> Make:
     return lambda model: torchium.NaturalGradient(model, lr=1e-4, **options)
 
 
-OPTIMIZERS: dict[str, Make] = {
+COMMON: dict[str, Make] = {
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9),
-    "K-FAC, TCov 1, TInv 10": kfac(TCov=1, TInv=10),
-    "K-FAC, TCov 10, TInv 100": kfac(TCov=10, TInv=100),
+    OFTEN: kfac(TCov=1, TInv=10),
+    SELDOM: kfac(TCov=10, TInv=100),
+}
+SMALL: dict[str, Make] = {
+    **COMMON,
     "K-FAC, TCov 1, TInv 10, eigh": kfac(TCov=1, TInv=10, root_method="eigh"),
     "K-FAC, TCov 1, TInv 10, exact": kfac(TCov=1, TInv=10, damping_split="exact"),
     "natural gradient": natural_gradient(solver="gram"),
     "natural gradient, every 10": natural_gradient(solver="gram", update_freq=10),
     "natural gradient, cg to 1e-3": natural_gradient(solver="cg", eps=1e-3),
 }
+LARGE: dict[str, Make] = {
+    **COMMON,
+    "AdamW, fused": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True),
+    LOOP: lambda model: KFACLoop(model, lr=1e-4, TCov=1, TInv=10),
+}
 
 
-def step_times(build: Callable[[bool], nn.Module], x: Tensor, y: Tensor, make: Make) -> list[float]:
-    """Milliseconds of whole steps: forward and backward pass, optimizer, and the wait for them."""
+@dataclass
+class Task:
+    build: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    classes: int  # 0: targets of the shape of the inputs
+    optimizers: dict[str, Make]
+    large: bool = False
+    at_most: dict[str, float] | None = None  # ms beyond SGD
+
+
+TASKS = {
+    "MLP 784-1024-1024-10, batch 512": Task(mlp, (512, 784), 10, SMALL),
+    "ConvNet 3-64-128-256, batch 256 of 32 x 32": Task(convnet, (256, 3, 32, 32), 10, SMALL),
+    "ResNet-50, batch 128 of 224 x 224": Task(
+        resnet50, (128, 3, 224, 224), 1000, LARGE, True, {OFTEN: 14, SELDOM: 5}
+    ),
+    "GPT-2 small, 12 blocks, 8 x 1024 tokens": Task(
+        gpt2_blocks, (8, 1024, 768), 0, LARGE, True, {OFTEN: 20}
+    ),
+}
+
+
+def step_times(task: Task, make: Make, x: Tensor, y: Tensor, steps: int) -> tuple[float, list[float]]:
+    """Milliseconds: the mean of steps, and the time of each on the device."""
     torch.manual_seed(0)
-    model = build(False).to(x.device)
+    model = task.build().to(x.device)
+    if task.large and x.dim() == 4:
+        model = model.to(memory_format=torch.channels_last)
+        x = x.contiguous(memory_format=torch.channels_last)
+    loss_fn = nn.functional.cross_entropy if task.classes else nn.functional.mse_loss
     optimizer = make(model)
-    times = []
-    for _ in range(WARM_UP + STEPS):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+
+    def step() -> None:
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
+        autocast = torch.autocast("cuda", torch.bfloat16) if task.large else contextlib.nullcontext()
+        with autocast:
+            loss = loss_fn(model(x), y)
+        loss.backward()
         optimizer.step()
-        torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - start))
-    return times[WARM_UP:]
+
+    for _ in range(WARM_UP):
+        step()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    ends[0].record()
+    for end in ends[1:]:
+        step()
+        end.record()
+    torch.cuda.synchronize()
+    mean = 1e3 * (time.perf_counter() - start) / steps
+    return mean, [a.elapsed_time(b) for a, b in itertools.pairwise(ends)]
 
 
 def main() -> int:
@@ -63,24 +119,31 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("curvature_step.py needs a CUDA device", file=sys.stderr)
         return 2
+    torch.backends.cudnn.benchmark = True
+    warnings.filterwarnings("ignore", message="KFAC preconditions")
     report = Report(f"Steps of K-FAC and natural gradient on {torch.cuda.get_device_name()}")
     generator = torch.Generator("cuda").manual_seed(0)
-    inputs = {
-        "MLP 784-1024-1024-10, batch 512": (mlp, (512, 784)),
-        "ConvNet 3-64-128-256, batch 256 of 32 x 32": (convnet, (256, 3, 32, 32)),
-    }
     rows = []
-    for name, (build, shape) in inputs.items():
-        x = torch.randn(shape, device="cuda", generator=generator)
-        y = torch.randint(10, shape[:1], device="cuda", generator=generator)
-        plain = 0.0
-        for label, make in OPTIMIZERS.items():
-            times = step_times(build, x, y, make)
-            mean, median, longest = statistics.fmean(times), statistics.median(times), max(times)
-            plain = plain or mean
-            rows.append([name, label, mean, mean - plain, median, longest])
+    for name, task in TASKS.items():
+        x = torch.randn(task.shape, device="cuda", generator=generator)
+        y = torch.randn_like(x)
+        if task.classes:
+            y = torch.randint(task.classes, task.shape[:1], device="cuda", generator=generator)
+        means: dict[str, float] = {}
+        for label, make in task.optimizers.items():
+            steps = 100 if "100" in label or not task.large else 40
+            mean, times = step_times(task, make, x, y, steps)
+            means[label] = mean
+            median, longest = statistics.median(times), max(times)
+            rows.append([name, label, mean, mean - means["SGD"], median, longest])
             if label in CHECKED:
                 report.check(f"{name}, {label}: longest step / median", longest / median, SPIKE)
+        beyond = {label: mean - means["SGD"] for label, mean in means.items()}
+        for label, limit in (task.at_most or {}).items():
+            report.check(f"{name}, {label}: ms beyond SGD / {limit:g}", beyond[label] / limit, 1.0)
+        if LOOP in beyond:
+            ratio = beyond[OFTEN] / beyond[LOOP]
+            report.check(f"{name}: ms beyond SGD, {OFTEN} / {LOOP}", ratio, 0.2)
     report.table(
         "Training steps, ms",
         ["model", "optimizer", "mean", "minus SGD", "median", "longest"],

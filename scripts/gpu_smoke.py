@@ -41,13 +41,15 @@ class SmallModel(nn.Module):
         self.embedding = nn.Embedding(11, 12)
         self.convolution = nn.Conv2d(2, 6, 3, padding=1, groups=2)
         self.group_norm = nn.GroupNorm(3, 6)
-        self.linear = nn.Linear(36, 17)
-        self.layer_norm = nn.LayerNorm(17)
-        self.last = nn.Linear(17, 5)
+        self.wide = nn.Conv2d(6, 40, 2)
+        self.linear = nn.Linear(80, 40)
+        self.layer_norm = nn.LayerNorm(40)
+        self.last = nn.Linear(40, 5)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens).view(-1, 2, 2, 3)
         x = self.group_norm(self.convolution(x)).relu()
+        x = self.wide(x)
         return self.last(self.layer_norm(self.linear(x.flatten(1))))
 
 

@@ -1,5 +1,6 @@
 #include "cuda_kernels/optimizer_step/kfac_step.h"
 #include "cuda_kernels/optimizer_step/parameter_update.cuh"
+#include "cuda_kernels/split_gemm/split_fp16.cuh"
 
 namespace torchium::cuda_kernels {
 namespace {
@@ -81,10 +82,13 @@ __global__ void __launch_bounds__(kElementThreads)
   if (entry.start < 0) return;
   const bool keep = control->keep;
   float* V = buffers.first + entry.start;
+  unsigned most = 0;
   for_each_place(entry, tile, [&](const Place& place) {
     const float g = keep ? gradient(entry, numbers, place.in_param) : 0;
     V[place.packed] = by_diagonals(entry, g, place.row, place.diagonal);
+    most = max(most, magnitude_bits(g));
   });
+  if (entry.largest != nullptr) record_largest(most, entry.largest);
 }
 
 template <int bytes>

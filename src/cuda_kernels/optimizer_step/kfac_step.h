@@ -44,6 +44,7 @@ struct KfacEntry {
   float* momentum_buffer;     // null: no momentum
   const float *left, *right;  // roots that are diagonals: of each row, and of each column and group
   int64_t start;              // of V in the first buffer; -1: of no layer
+  unsigned* largest;          // raised to the largest magnitude in V, as bits; null: not computed
   LearningRate lr;
   float momentum, weight_decay;
   int rows, columns;

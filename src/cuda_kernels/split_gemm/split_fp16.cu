@@ -8,7 +8,7 @@ __global__ void __launch_bounds__(kElementThreads)
     find_largest_on_diagonals_kernel(const __grid_constant__ Table<SplitEntry, bytes> table) {
   const int tile = table.first_tile + static_cast<int>(blockIdx.x);
   const SplitEntry& entry = entry_of_tile(table, tile);
-  const int64_t n = entry.split.rows;
+  const int64_t n = entry.order > 0 ? entry.order : entry.split.rows;
   const int64_t first = (tile - entry.first_tile) * n * n;
   unsigned most = 0;
   for (int64_t i = threadIdx.x; i < n; i += kElementThreads) {
@@ -16,6 +16,21 @@ __global__ void __launch_bounds__(kElementThreads)
     most = max(most, magnitude_bits(x));
   }
   record_largest(most, entry.largest);
+}
+
+// Four elements of the padded batch, from `i` on, which lie in one row.
+__device__ Lanes<4> load_padded(const SplitEntry& entry, int64_t i) {
+  const int64_t row_of_all = i / entry.split.columns, matrix = row_of_all / entry.split.rows;
+  const int64_t row = row_of_all % entry.split.rows, column = i % entry.split.columns;
+  const int64_t first = (matrix * entry.order + row) * entry.order + column;
+  Lanes<4> x{};
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    if (row < entry.order && column + k < entry.order) {
+      x.lane[k] = load_elements<1>(entry.x, entry.type, first + k).lane[0];
+    }
+  }
+  return x;
 }
 
 // Batches of fp16 parts have multiples of 8 columns, so four consecutive elements are always
@@ -33,7 +48,9 @@ __global__ void __launch_bounds__(kElementThreads)
   const int64_t begin = (tile - entry.first_tile) * kSplitTile;
   const int64_t end = min(begin + kSplitTile, elements);
   for (int64_t i = begin + 4 * threadIdx.x; i < end; i += 4 * kElementThreads) {
-    store_parts<4>(split.hi, split.lo, i, load_elements<4>(entry.x, entry.type, i), scale);
+    const Lanes<4> x =
+        entry.order > 0 ? load_padded(entry, i) : load_elements<4>(entry.x, entry.type, i);
+    store_parts<4>(split.hi, split.lo, i, x, scale);
   }
 }
 

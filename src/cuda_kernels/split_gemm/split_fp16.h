@@ -30,6 +30,9 @@ struct SplitEntry {
   int matrices;
   int first_tile;
   ElementType type;
+  // x is [matrices, order, order], and the parts have zeros in the rows and columns beyond. 0: x
+  // has the sizes of its parts.
+  int order = 0;
 };
 constexpr int64_t kSplitTile = 1 << 13;  // elements
 

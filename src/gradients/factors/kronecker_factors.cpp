@@ -1,5 +1,6 @@
 #include "gradients/factors/kronecker_factors.h"
 
+#include "gradients/factors/device_factors.h"
 #include "gradients/factors/patches.h"
 #include "linalg/products/symmetric_update.h"
 
@@ -37,9 +38,28 @@ void squares_(at::Tensor& sum, const at::Tensor& X, bool accumulate) {
   }
 }
 
+// The order of the elements in the vectors of a product.
+struct VectorOrder {
+  int64_t length;      // elements beyond are zero
+  int64_t pixels = 1;  // of a patch whose channels lie side by side (device_factors.h)
+};
+
+// X: [groups, vector, count]. Returns it in the order of the weight.
+at::Tensor in_order_of_weight(const at::Tensor& X, const VectorOrder& order) {
+  const at::Tensor vectors = X.narrow(1, 0, order.length);
+  return order.pixels == 1 ? vectors
+                           : vectors.unflatten(1, {order.pixels, -1}).transpose(1, 2).flatten(1, 2);
+}
+
 // sum[g] <- X[g] X[g]^T, plus sum[g] to accumulate, with X: [groups, vector, count], each vector
 // extended by a 1 if `sum` has room for it.
-void second_moment_(at::Tensor& sum, const at::Tensor& X, bool accumulate) {
+void second_moment_(at::Tensor& sum, const at::Tensor& vectors, const VectorOrder& order,
+                    bool accumulate) {
+  if (has_moment_kernel(sum, vectors)) {
+    store_moment(sum, vectors, order.length, order.pixels, accumulate);
+    return;
+  }
+  const at::Tensor X = in_order_of_weight(vectors, order);
   if (sum.dim() == 2) {
     squares_(sum, X, accumulate);
     return;
@@ -86,7 +106,7 @@ void update_lookup_factors_(at::Tensor& A_sum, at::Tensor& counts, const LayerCa
   const at::Tensor h = call.output_gradient.reshape({1, indices.numel(), -1})
                            .to(A_sum.scalar_type())
                            .masked_fill(is_padding.unsqueeze(-1), 0);
-  second_moment_(A_sum, h.mT(), accumulate);
+  second_moment_(A_sum, h.mT(), {h.size(-1)}, accumulate);
 }
 
 at::Tensor diagonal_of(const at::Tensor& factor) {
@@ -97,6 +117,21 @@ at::Tensor diagonal_of(const at::Tensor& factor) {
 Positions reduced(const Positions& positions, at::ScalarType dtype) {
   return {positions.A.mean(2, /*keepdim=*/true, dtype),
           positions.G.sum(2, /*keepdim=*/true, dtype)};
+}
+
+// Adds the moments of all positions of a call. Source: PositionSource or DevicePositions.
+template <typename Source>
+void update_factors_(at::Tensor& A_sum, at::Tensor& G_sum, const Source& source,
+                     const VectorOrder& order, bool accumulate, WeightSharing sharing) {
+  for (int64_t first = 0; first < source.samples(); first += source.piece()) {
+    const int64_t count = std::min(source.piece(), source.samples() - first);
+    const Positions all = source.of_samples(first, count);
+    const auto [A, G] = sharing == WeightSharing::kReduce && source.positions() > 1
+                            ? reduced(all, A_sum.scalar_type())
+                            : all;
+    second_moment_(A_sum, A.flatten(1, 2).mT(), order, accumulate || first > 0);
+    second_moment_(G_sum, G.flatten(1, 2).mT(), {G.size(-1)}, accumulate || first > 0);
+  }
 }
 
 // 0 for a denominator of 0.
@@ -138,17 +173,14 @@ void update_kronecker_factors_(at::Tensor& A_sum, at::Tensor& G_sum, const Layer
     return;
   }
   const WeightGeometry weight = weight_geometry(call, weight_shape, 0);
-  const PositionSource source(call, weight, A_sum.scalar_type(),
-                              /*keeps_16_bits=*/A_sum.scalar_type() == at::kFloat);
-  for (int64_t first = 0; first < source.samples(); first += source.piece()) {
-    const int64_t count = std::min(source.piece(), source.samples() - first);
-    const Positions all = source.of_samples(first, count);
-    const auto [A, G] = sharing == WeightSharing::kReduce && source.positions() > 1
-                            ? reduced(all, A_sum.scalar_type())
-                            : all;
-    second_moment_(A_sum, A.flatten(1, 2).mT(), accumulate || first > 0);
-    second_moment_(G_sum, G.flatten(1, 2).mT(), accumulate || first > 0);
+  const at::ScalarType dtype = A_sum.scalar_type();
+  if (has_device_positions(call, weight, dtype)) {
+    const DevicePositions source(call, weight);
+    update_factors_(A_sum, G_sum, source, {weight.fan_in, source.pixels()}, accumulate, sharing);
+    return;
   }
+  const PositionSource source(call, weight, dtype, /*keeps_16_bits=*/dtype == at::kFloat);
+  update_factors_(A_sum, G_sum, source, {weight.fan_in}, accumulate, sharing);
 }
 
 void add_lookup_factors_(at::Tensor& A_sum, at::Tensor& G_sum, int64_t rows,

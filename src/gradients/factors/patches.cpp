@@ -8,17 +8,6 @@
 namespace torchium::gradients::detail {
 namespace {
 
-// The largest number of elements of unfolded patches at a time: on a CPU they stay in the cache, on
-// a GPU each piece costs launches.
-int64_t max_patch_elements(const at::Tensor& input) {
-  return int64_t{1} << (input.is_cuda() ? 27 : 22);
-}
-
-// Tensor cores multiply fp16 and bfloat16 exactly and accumulate in float32.
-bool has_exact_products(const at::Tensor& tensor) {
-  return tensor.is_cuda() && at::isReducedFloatingType(tensor.scalar_type());
-}
-
 // Output pixels along one dimension.
 c10::SymInt output_size(const c10::SymInt& input, int64_t kernel, int64_t stride, int64_t padding,
                         int64_t dilation) {
@@ -99,13 +88,20 @@ WeightGeometry weight_geometry(const LayerCall& call, at::IntArrayRef weight_sha
           weight_shape[2], weight_shape[3]};
 }
 
+int64_t max_patch_elements(const at::Tensor& input) {
+  return int64_t{1} << (input.is_cuda() ? 27 : 22);
+}
+
+Operands operands_of(const LayerCall& call, at::ScalarType dtype, bool keeps_16_bits) {
+  const at::ScalarType narrow = call.output_gradient.scalar_type();
+  const bool stays = keeps_16_bits && call.input.is_cuda() && at::isReducedFloatingType(narrow);
+  const at::ScalarType type = stays ? narrow : dtype;
+  return {call.input.to(type), call.output_gradient.to(type)};
+}
+
 PositionSource::PositionSource(const LayerCall& call, const WeightGeometry& weight,
                                at::ScalarType dtype, bool keeps_16_bits) {
-  const auto converted = [&](const at::Tensor& tensor) {
-    return keeps_16_bits && has_exact_products(tensor) ? tensor : tensor.to(dtype);
-  };
-  const at::Tensor input = converted(call.input);
-  const at::Tensor gradient = converted(call.output_gradient);
+  const auto [input, gradient] = operands_of(call, dtype, keeps_16_bits);
   if (call.kind == LayerKind::kLinear) {
     samples_ = input.dim() == 1 ? 1 : input.size(0);
     positions_ =

@@ -37,12 +37,24 @@ struct Positions {
   Positions to(at::ScalarType dtype) const { return {A.to(dtype), G.to(dtype)}; }
 };
 
+// The largest number of elements of unfolded patches at a time: on a CPU they stay in the cache, on
+// a GPU each piece costs launches.
+int64_t max_patch_elements(const at::Tensor& input);
+
+// The input and the output gradient as factors on a GPU multiply them: in 16 bits if the gradient
+// is, as autocast had the input in the layer. Tensor cores multiply those exactly, and accumulate
+// in float32. Without keeps_16_bits, and on a CPU, in dtype.
+struct Operands {
+  at::Tensor input, gradient;
+};
+Operands operands_of(const LayerCall& call, at::ScalarType dtype, bool keeps_16_bits);
+
 // The positions of one call. Those of a convolution hold each input many times, so they are formed
 // for some samples at a time.
 class PositionSource {
  public:
-  // keeps_16_bits: fp16 and bfloat16 on a GPU are left as they are, for products that accumulate in
-  // float32.
+  // keeps_16_bits: on a GPU vectors are left in 16 bits, or brought to those of the output gradient
+  // as autocast did in the layer, for products that accumulate in float32.
   PositionSource(const LayerCall& call, const WeightGeometry& weight, at::ScalarType dtype,
                  bool keeps_16_bits = false);
   // Precomputed positions.

@@ -130,11 +130,12 @@ Solution solve_by_root(const Joined& joined, const std::string& method) {
        largest.clamp_min(linalg::detail::smallest_normal(dtype)).unsqueeze(-1))
           .norm(2, 1) *
       largest;
-  const at::Tensor s = at::maximum(joined.dampings, norm * least_damping(dtype)).view({-1, 1, 1});
-  const auto solved = linalg::detail::matrix_inverse_root(
-      (joined.matrices / s).to(dtype), /*root=*/1, /*eps=*/1.0, /*relative_eps=*/0.0, method,
-      linalg::detail::Residual::kEstimate);
-  const at::Tensor roots = (solved.root / s).to(dtype);
+  const at::Tensor s =
+      at::maximum(joined.dampings, norm * least_damping(dtype)).to(dtype).view({-1, 1, 1});
+  const auto solved = linalg::detail::matrix_inverse_root(joined.matrices / s, /*root=*/1,
+                                                          /*eps=*/1.0, /*relative_eps=*/0.0, method,
+                                                          linalg::detail::Residual::kEstimate);
+  const at::Tensor roots = solved.root / s;
   const at::Tensor accepted = solved.residual.le(linalg::detail::kNewtonResidualTolerance)
                                   .logical_and_(linalg::detail::is_finite(roots));
   return {roots, {}, accepted};

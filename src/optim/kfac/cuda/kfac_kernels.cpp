@@ -159,7 +159,8 @@ class KfacKernels : public KfacSubset {
     entry.inner = static_cast<int>(layout.inner);
     entry.inner_stride = static_cast<int>(layout.inner_stride);
     entry.outer_stride = static_cast<int>(layout.outer_stride);
-    entry.packed_columns = static_cast<int>(layer.A.size(1));
+    entry.packed_columns = static_cast<int>(place.pitch);
+    entry.largest = place.largest;
     entry.first_column = first_column;
     entry.group_rows = static_cast<int>(layer.G.size(1));
   }

@@ -29,7 +29,14 @@ LayerProducts::LayerProducts(const KfacGroup& group, const std::vector<size_t>& 
     : group_(group), options_(group.params[0].options().dtype(at::kFloat).requires_grad(false)) {
   find_shapes(layers);
   find_places(layers);
+  add_split_layers(layers);
   add_entries(layers);
+}
+
+LayerProducts::Place LayerProducts::place(size_t k) const {
+  const Shape& shape = shapes_[shape_of_[k]];
+  return {starts_[k], shape.pitch, shape.leaves_in_second,
+          split_of_[k] < 0 ? nullptr : split_.largest(split_of_[k])};
 }
 
 void LayerProducts::find_shapes(const std::vector<size_t>& layers) {
@@ -41,6 +48,9 @@ void LayerProducts::find_shapes(const std::vector<size_t>& layers) {
                 .has_left = layer.G.dim() == 3,
                 .has_right = layer.A.dim() == 3};
     shape.leaves_in_second = !is_exact() && shape.products() % 2 == 1;
+    shape.is_split =
+        !is_exact() && shape.products() == 2 && has_split_products(shape.rows, shape.columns);
+    shape.pitch = shape.is_split ? split_pitch(shape.columns) : shape.columns;
     const auto [found, is_new] = known.try_emplace(
         {shape.rows, shape.columns, shape.has_left, shape.has_right}, shapes_.size());
     if (is_new) {
@@ -51,15 +61,32 @@ void LayerProducts::find_shapes(const std::vector<size_t>& layers) {
 }
 
 void LayerProducts::find_places(const std::vector<size_t>& layers) {
-  for (const size_t l : layers) {
-    const KfacLayer& layer = group_.layers[l];
-    const int64_t groups = layer.A.size(0), rows = layer.G.size(1), columns = layer.A.size(1);
+  for (size_t k = 0; k < layers.size(); ++k) {
+    const KfacLayer& layer = group_.layers[layers[k]];
+    const int64_t pitch = shapes_[shape_of_[k]].pitch;
+    const int64_t elements = layer.A.size(0) * layer.G.size(1) * pitch;
     starts_.push_back(elements_);
-    elements_ +=
-        (groups * rows * columns + kLayerAlignment - 1) / kLayerAlignment * kLayerAlignment;
+    elements_ += (elements + kLayerAlignment - 1) / kLayerAlignment * kLayerAlignment;
     const at::Tensor& weight = group_.params[layer.weight];
-    has_unused_column_ |= layer.bias < 0 && weight.numel() / weight.size(0) < columns;
+    has_unused_column_ |= weight.numel() / weight.size(0) + (layer.bias < 0 ? 0 : 1) < pitch;
   }
+}
+
+void LayerProducts::add_split_layers(const std::vector<size_t>& layers) {
+  for (size_t k = 0; k < layers.size(); ++k) {
+    const KfacLayer& layer = group_.layers[layers[k]];
+    const Shape& shape = shapes_[shape_of_[k]];
+    split_of_.push_back(!shape.is_split
+                            ? -1
+                            : static_cast<int64_t>(split_.add({.left = floats(layer.G_root),
+                                                               .right = floats(layer.A_root),
+                                                               .start = starts_[k],
+                                                               .groups = layer.A.size(0),
+                                                               .rows = shape.rows,
+                                                               .columns = shape.columns,
+                                                               .pitch = shape.pitch})));
+  }
+  split_.finish(options_);
 }
 
 void LayerProducts::add_entries(const std::vector<size_t>& layers) {
@@ -67,7 +94,7 @@ void LayerProducts::add_entries(const std::vector<size_t>& layers) {
     Shape& shape = shapes_[s];
     shape.first = matrices_;
     for (size_t k = 0; k < layers.size(); ++k) {
-      if (shape_of_[k] != s) {
+      if (shape_of_[k] != s || shape.is_split) {
         continue;
       }
       const KfacLayer& layer = group_.layers[layers[k]];
@@ -105,6 +132,7 @@ void LayerProducts::set_aside() {
   first_ = has_unused_column_ ? at::zeros({elements_}, options_) : at::empty({elements_}, options_);
   second_ = at::empty({elements_}, options_);
   addresses_ = at::empty({4, matrices_}, options_.dtype(at::kLong));
+  split_.clear();
 }
 
 void LayerProducts::free_all() { first_ = second_ = addresses_ = at::Tensor(); }
@@ -115,6 +143,8 @@ cuda_kernels::KfacBuffers LayerProducts::buffers() const {
 
 void LayerProducts::precondition() const {
   write_addresses();
+  split_.run(buffers(), linalg::detail::matmul_precision(std::nullopt) ==
+                            linalg::detail::MatmulPrecision::kHigh);
   if (!is_exact()) {
     multiply(0, false, false);
     return;
@@ -139,6 +169,9 @@ float** LayerProducts::addresses(int64_t array) const {
 void LayerProducts::multiply(int pass, bool transpose_left, bool transpose_right) const {
   const auto precision = linalg::detail::matmul_precision(std::nullopt);
   for (const Shape& shape : shapes_) {
+    if (shape.is_split) {
+      continue;
+    }
     int done = pass * shape.products();
     const auto array = [&](int64_t number) { return addresses(number) + shape.first; };
     if (shape.has_left) {

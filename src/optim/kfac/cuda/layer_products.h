@@ -3,6 +3,7 @@
 
 #include "cuda_kernels/optimizer_step/kfac_step.h"
 #include "optim/core/cuda/kernel_tables.h"
+#include "optim/kfac/cuda/split_products.h"
 #include "optim/kfac/kfac_subset.h"
 
 #include <ATen/core/Tensor.h>
@@ -21,10 +22,12 @@ class LayerProducts {
 
   // Where V and the direction of the k-th of them are.
   struct Place {
-    int64_t start;   // of both, in the buffers
-    bool in_second;  // the direction; V is in the first buffer
+    int64_t start;      // of both, in the buffers
+    int64_t pitch;      // elements from row to row
+    bool in_second;     // the direction; V is in the first buffer
+    unsigned* largest;  // KfacEntry
   };
-  Place place(size_t k) const { return {starts_[k], shapes_[shape_of_[k]].leaves_in_second}; }
+  Place place(size_t k) const;
 
   // Allocates the buffers. A column of V that no parameter fills is zero.
   void set_aside();
@@ -38,6 +41,8 @@ class LayerProducts {
   struct Shape {
     int64_t rows, columns;
     bool has_left, has_right;  // whether the roots of G and A are matrices
+    int64_t pitch = 0;
+    bool is_split = false;  // multiplied by split_products.h, else by cuBLAS
     bool leaves_in_second = false;
     int64_t first = 0, count = 0;  // matrices in the arrays of addresses
 
@@ -47,6 +52,7 @@ class LayerProducts {
   bool is_exact() const { return group_.shared.damping_split == DampingSplit::kExact; }
   void find_shapes(const std::vector<size_t>& layers);
   void find_places(const std::vector<size_t>& layers);
+  void add_split_layers(const std::vector<size_t>& layers);
   void add_entries(const std::vector<size_t>& layers);
   void write_addresses() const;
   float** addresses(int64_t array) const;
@@ -60,6 +66,8 @@ class LayerProducts {
   std::vector<int64_t> starts_;   // of each layer in the buffers
   int64_t elements_ = 0, matrices_ = 0;
   bool has_unused_column_ = false;
+  SplitProducts split_;
+  std::vector<int64_t> split_of_;  // of each layer; -1: none
   KernelTables<cuda_kernels::AddressEntry> address_tables_;
   KernelTables<cuda_kernels::EigenvalueEntry> eigenvalue_tables_;
   // Of one step.

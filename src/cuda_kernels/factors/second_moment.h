@@ -1,0 +1,28 @@
+// Sums of outer products x x^T as the Kronecker factors of K-FAC keep them.
+#pragma once
+
+#include <cstdint>
+#include <cuda_runtime_api.h>
+
+namespace torchium::cuda_kernels {
+
+// target <- X X^T, or target + X X^T to accumulate, with a row and column more for vectors that end
+// with a 1. Exactly symmetric.
+struct SecondMoment {
+  const float* product;  // X X^T: [groups, pitch, pitch], of which the first n count
+  const float* sums;     // of the vectors in X: [groups, pitch]; null: target has no row more
+  float* target;         // [groups, order, order], order = n, or n + 1 with sums
+  int groups, n, pitch;
+  float count;  // of the vectors in X
+  // Element i of a vector, in the target, is element i % k * (n / k) + i / k in the product: there
+  // the channels of a patch run fastest, and here its k pixels. 1: the same order in both.
+  int pixels;
+  bool accumulate;
+};
+
+// The largest number of groups.
+constexpr int kMostMoments = 65535;
+
+cudaError_t store_second_moment(const SecondMoment& moment, cudaStream_t stream);
+
+}  // namespace torchium::cuda_kernels

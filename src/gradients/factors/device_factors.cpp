@@ -1,0 +1,139 @@
+#include "gradients/factors/device_factors.h"
+
+#ifdef TORCHIUM_WITH_CUDA
+#include "cuda_kernels/factors/second_moment.h"
+#include "cuda_kernels/factors/unfold.h"
+#include "support/device_code.h"
+
+#include <ATen/Context.h>
+#include <ATen/ops/bmm.h>
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
+
+#include <algorithm>
+#include <limits>
+
+namespace torchium::gradients::detail {
+
+#ifdef TORCHIUM_WITH_CUDA
+namespace {
+
+constexpr int64_t kPitch = 8;  // elements; cuBLAS is slow with other rows
+
+int as_int(int64_t size) { return static_cast<int>(size); }
+
+bool fits_int(const at::Tensor& tensor) {
+  return tensor.numel() / std::max<int64_t>(1, tensor.size(0)) < std::numeric_limits<int>::max();
+}
+
+at::Tensor channels_last(const at::Tensor& image) {
+  return (image.dim() == 3 ? image.unsqueeze(0) : image).contiguous(at::MemoryFormat::ChannelsLast);
+}
+
+}  // namespace
+
+bool has_device_positions(const LayerCall& call, const WeightGeometry& weight,
+                          at::ScalarType sums) {
+  const auto is_known = [](const at::Tensor& tensor) {
+    return tensor.is_cuda() && tensor.numel() > 0 && fits_int(tensor);
+  };
+  return call.kind == LayerKind::kConv2d && weight.groups == 1 && sums == at::kFloat &&
+         is_known(call.input) && is_known(call.output_gradient);
+}
+
+DevicePositions::DevicePositions(const LayerCall& call, const WeightGeometry& weight)
+    : weight_(weight), settings_(call.settings) {
+  const auto [input, gradient] = operands_of(call, at::kFloat, /*keeps_16_bits=*/true);
+  input_ = channels_last(input);
+  gradient_ = channels_last(gradient);
+}
+
+int64_t DevicePositions::piece() const {
+  return std::max<int64_t>(1, max_patch_elements(input_) / (weight_.fan_in * positions()));
+}
+
+Positions DevicePositions::of_samples(int64_t first, int64_t count) const {
+  const at::Tensor G = gradient_.narrow(0, first, count).permute({0, 2, 3, 1});
+  return {unfolded(input_.narrow(0, first, count)).unsqueeze(0), G.flatten(1, 2).unsqueeze(0)};
+}
+
+// images: [n, channels, height, width]. Returns [n, T, pixels * channels].
+at::Tensor DevicePositions::unfolded(const at::Tensor& images) const {
+  const int64_t height = gradient_.size(2), width = gradient_.size(3);
+  const bool is_view = pixels() == 1 && height == images.size(2) && width == images.size(3) &&
+                       settings_[kPaddingHeight] == 0 && settings_[kPaddingWidth] == 0;
+  if (is_view) {
+    return images.permute({0, 2, 3, 1}).flatten(1, 2);
+  }
+  torchium::detail::check_device_code(images.device());
+  const int64_t pitch = (weight_.fan_in + kPitch - 1) / kPitch * kPitch;
+  const at::Tensor patches =
+      at::empty({images.size(0), height * width, pitch},
+                images.options().memory_format(at::MemoryFormat::Contiguous));
+  const auto setting = [&](size_t index) { return as_int(settings_[index]); };
+  const c10::cuda::CUDAGuard guard(images.device());
+  C10_CUDA_CHECK(
+      cuda_kernels::unfold({.images = images.const_data_ptr(),
+                            .patches = patches.mutable_data_ptr(),
+                            .samples = images.size(0),
+                            .size = {as_int(images.size(2)), as_int(images.size(3))},
+                            .output_size = {as_int(height), as_int(width)},
+                            .kernel = {as_int(weight_.kernel_height), as_int(weight_.kernel_width)},
+                            .stride = {setting(kStrideHeight), setting(kStrideWidth)},
+                            .padding = {setting(kPaddingHeight), setting(kPaddingWidth)},
+                            .dilation = {setting(kDilationHeight), setting(kDilationWidth)},
+                            .channels = as_int(images.size(1)),
+                            .pitch = as_int(pitch),
+                            .element_bytes = as_int(images.element_size())},
+                           c10::cuda::getCurrentCUDAStream()));
+  return patches;
+}
+
+bool has_moment_kernel(const at::Tensor& sum, const at::Tensor& X) {
+  return sum.is_cuda() && sum.scalar_type() == at::kFloat && sum.dim() == 3 &&
+         sum.is_contiguous() && sum.size(0) <= cuda_kernels::kMostMoments && sum.numel() > 0 &&
+         X.size(2) > 0 &&
+         (X.scalar_type() == at::kFloat || at::isReducedFloatingType(X.scalar_type()));
+}
+
+void store_moment(at::Tensor& sum, const at::Tensor& X, int64_t length, int64_t pixels,
+                  bool accumulate) {
+  torchium::detail::check_device_code(sum.device());
+  const at::NoTF32Guard full_precision;
+  // cuBLAS is slow where the rows of a result begin at odd places, as those of a sum with a row for
+  // the bias do.
+  const at::Tensor product =
+      X.scalar_type() == at::kFloat ? at::bmm(X, X.mT()) : at::bmm(X, X.mT(), at::kFloat);
+  const bool has_bias = sum.size(1) > length;
+  const at::Tensor sums = has_bias ? X.sum(2, /*keepdim=*/false, at::kFloat) : at::Tensor();
+  const c10::cuda::CUDAGuard guard(sum.device());
+  C10_CUDA_CHECK(
+      cuda_kernels::store_second_moment({.product = product.const_data_ptr<float>(),
+                                         .sums = has_bias ? sums.const_data_ptr<float>() : nullptr,
+                                         .target = sum.mutable_data_ptr<float>(),
+                                         .groups = as_int(sum.size(0)),
+                                         .n = as_int(length),
+                                         .pitch = as_int(X.size(1)),
+                                         .count = static_cast<float>(X.size(2)),
+                                         .pixels = as_int(pixels),
+                                         .accumulate = accumulate},
+                                        c10::cuda::getCurrentCUDAStream()));
+}
+
+#else
+
+bool has_device_positions(const LayerCall&, const WeightGeometry&, at::ScalarType) { return false; }
+DevicePositions::DevicePositions(const LayerCall&, const WeightGeometry& weight)
+    : weight_(weight) {}
+int64_t DevicePositions::piece() const { return 1; }
+Positions DevicePositions::of_samples(int64_t, int64_t) const { return {}; }
+bool has_moment_kernel(const at::Tensor&, const at::Tensor&) { return false; }
+void store_moment(at::Tensor&, const at::Tensor&, int64_t, int64_t, bool) {
+  TORCH_INTERNAL_ASSERT(false, "this build has no CUDA kernels");
+}
+#endif
+
+}  // namespace torchium::gradients::detail
