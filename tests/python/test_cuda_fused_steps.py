@@ -212,7 +212,13 @@ def wide() -> tuple[nn.Module, tuple[int, ...]]:
         torch.manual_seed(3)
         model = nn.Sequential(
             *(nn.Conv2d(3, 40, 3, padding=1), nn.Tanh(), nn.Conv2d(40, 80, 3, stride=2, groups=2)),
-            *(nn.Tanh(), nn.Flatten(), nn.Linear(320, 64), nn.Tanh(), nn.Linear(64, 32, bias=False)),
+            *(
+                nn.Tanh(),
+                nn.Flatten(),
+                nn.Linear(320, 64),
+                nn.Tanh(),
+                nn.Linear(64, 32, bias=False),
+            ),
             *(nn.Tanh(), nn.Linear(32, 3)),
         )
         return model.double(), (3, 5, 6)
