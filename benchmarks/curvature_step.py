@@ -82,7 +82,9 @@ TASKS = {
 }
 
 
-def step_times(task: Task, make: Make, x: Tensor, y: Tensor, steps: int) -> tuple[float, list[float]]:
+def step_times(
+    task: Task, make: Make, x: Tensor, y: Tensor, steps: int
+) -> tuple[float, list[float]]:
     """Milliseconds: the mean of steps, and the time of each on the device."""
     torch.manual_seed(0)
     model = task.build().to(x.device)
@@ -95,7 +97,9 @@ def step_times(task: Task, make: Make, x: Tensor, y: Tensor, steps: int) -> tupl
 
     def step() -> None:
         optimizer.zero_grad()
-        autocast = torch.autocast("cuda", torch.bfloat16) if task.large else contextlib.nullcontext()
+        autocast = (
+            torch.autocast("cuda", torch.bfloat16) if task.large else contextlib.nullcontext()
+        )
         with autocast:
             loss = loss_fn(model(x), y)
         loss.backward()

@@ -22,7 +22,9 @@ class KFACLoop(torch.optim.SGD):
         super().__init__(model.parameters(), lr=lr, momentum=0.9)
         self.TCov, self.TInv, self.damping = TCov, TInv, damping
         self.steps = 0
-        self.layers: list[Any] = [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+        self.layers: list[Any] = [
+            m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)
+        ]
         self.kept: dict[nn.Module, tuple[Tensor, Tensor]] = {}
         self.factors: dict[nn.Module, list[Tensor]] = {}
         self.inverses: dict[nn.Module, list[Tensor]] = {}

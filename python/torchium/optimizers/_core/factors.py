@@ -62,7 +62,11 @@ class FactorCapture(Capture):
     def declare(self, plan: JointPlan) -> None:
         """Tells the plan which layers are known, if that has changed."""
         now = plan, [param.requires_grad for param in plan.params], self.used_outside
-        if self._declared is not None and self._declared[0] is plan and self._declared[1:] == now[1:]:
+        if (
+            self._declared is not None
+            and self._declared[0] is plan
+            and self._declared[1:] == now[1:]
+        ):
             return
         self._problems.clear()
         self._declared_weights.clear()
