@@ -281,7 +281,7 @@ def test_products_on_tensor_cores_are_nearly_those_of_float32(split: str) -> Non
     optimizer = torchium.KFAC(model, lr=1.0, momentum=0.0, kl_clip=None, damping_split=split)
     x, y = batch_of(shape, 0)
     F.cross_entropy(model(x.to("cuda", torch.float32)), y.to("cuda")).backward()
-    start = [p.double() for p in values(model)]
+    start = [p.detach().double() for p in model.parameters()]
     optimizer.step()
     moved = {p: s - p.detach().double() for p, s in zip(model.parameters(), start, strict=True)}
     for layer in (m for m in model if hasattr(m, "weight")):
