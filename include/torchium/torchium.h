@@ -7,6 +7,7 @@
 #include <torchium/memory.h>
 #include <torchium/optim/adagrad.h>
 #include <torchium/optim/kfac.h>
+#include <torchium/optim/kfac_preconditioner.h>
 #include <torchium/optim/natural_gradient.h>
 #include <torchium/optim/shampoo.h>
 #include <torchium/version.h>

@@ -6,11 +6,12 @@ from . import gradients, linalg, optimizers, utils
 from ._capture.registry import create_optimizer, get_available_optimizers
 from ._config import show_config
 from ._per_sample.per_sample import per_sample_gradients
-from .optimizers import KFAC, Adagrad, NaturalGradient, Shampoo, ShampooW
+from .optimizers import KFAC, Adagrad, KFACPreconditioner, NaturalGradient, Shampoo, ShampooW
 
 __all__ = [
     "KFAC",
     "Adagrad",
+    "KFACPreconditioner",
     "NaturalGradient",
     "Shampoo",
     "ShampooW",

@@ -3,10 +3,12 @@
 #include "bindings.h"
 #include "optim/adagrad/adagrad_options.h"
 #include "optim/kfac/kfac_options.h"
+#include "optim/kfac/kfac_preconditioner_options.h"
 #include "optim/natural_gradient/natural_gradient_options.h"
 #include "optim/shampoo/shampoo_options.h"
 #include "torchium/optim/adagrad.h"
 #include "torchium/optim/kfac.h"
+#include "torchium/optim/kfac_preconditioner.h"
 #include "torchium/optim/natural_gradient.h"
 #include "torchium/optim/shampoo.h"
 
@@ -35,6 +37,8 @@ using optim::AdagradOptions;
 using optim::CapturingOptimizer;
 using optim::KFAC;
 using optim::KFACOptions;
+using optim::KFACPreconditioner;
+using optim::KFACPreconditionerOptions;
 using optim::NaturalGradient;
 using optim::NaturalGradientOptions;
 using optim::SecondOrderOptimizer;
@@ -370,6 +374,8 @@ void bind_optimizers(py::module_& module) {
            "Writes the learning rate to the tensor that captured steps read.");
   bind_optimizer<Adagrad, AdagradOptions>(optim, "Adagrad", "torchium::optim::Adagrad");
   bind_capturing_optimizer<KFAC, KFACOptions>(optim, "KFAC", "torchium::optim::KFAC");
+  bind_capturing_optimizer<KFACPreconditioner, KFACPreconditionerOptions>(
+      optim, "KFACPreconditioner", "torchium::optim::KFACPreconditioner");
   bind_capturing_optimizer<NaturalGradient, NaturalGradientOptions>(
       optim, "NaturalGradient", "torchium::optim::NaturalGradient");
 }

@@ -4,6 +4,7 @@
 
 #include "optim/adagrad/adagrad_options.h"
 #include "optim/kfac/kfac_options.h"
+#include "optim/kfac/kfac_preconditioner_options.h"
 #include "optim/natural_gradient/natural_gradient_options.h"
 #include "optim/shampoo/shampoo_options.h"
 
@@ -33,6 +34,9 @@ auto with_defaults(const std::string& optimizer, Visitor&& visit) {
   }
   if (optimizer == "KFAC") {
     return visit(optim::KFACOptions());
+  }
+  if (optimizer == "KFACPreconditioner") {
+    return visit(optim::KFACPreconditionerOptions());
   }
   TORCH_CHECK_VALUE(optimizer == "NaturalGradient", "no optimizer is called ", optimizer);
   return visit(optim::NaturalGradientOptions());

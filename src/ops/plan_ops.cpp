@@ -5,6 +5,7 @@
 #include "optim/blocked/blocked_plans.h"
 #include "optim/core/failure_message.h"
 #include "optim/kfac/kfac_plan.h"
+#include "optim/kfac/kfac_preconditioner_plan.h"
 #include "optim/natural_gradient/natural_gradient_plan.h"
 #include "optim/reports/message_summary.h"
 #include "optim/shampoo/shampoo_plan.h"
@@ -210,6 +211,7 @@ std::tuple<std::vector<ReportLine>, std::string> report(const Self& self,
 
 using optim::detail::JointInputs;
 using optim::detail::KfacPlan;
+using optim::detail::KfacPreconditionerPlan;
 using optim::detail::NaturalGradientPlan;
 using Tensor = std::optional<at::Tensor>;
 
@@ -279,9 +281,10 @@ torch::class_<Plan> register_joint_plan(torch::Library& m, const std::string& op
       });
 }
 
-void register_kfac_plan(torch::Library& m) {
-  using Self = c10::intrusive_ptr<KfacPlan>;
-  register_joint_plan<KfacPlan>(m, "KFAC", "KfacPlan")
+template <typename Plan>
+void register_kfac_plan(torch::Library& m, const std::string& optimizer, const char* name) {
+  using Self = c10::intrusive_ptr<Plan>;
+  register_joint_plan<Plan>(m, optimizer, name)
       .def("due",
            [](const Self& self) {
              std::vector<int64_t> due;
@@ -378,7 +381,8 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
       .def("report", report)
       .def("host_steps", &BlockedPlans::host_steps)
       .def("graph_count", &BlockedPlans::graph_count);
-  register_kfac_plan(m);
+  register_kfac_plan<KfacPlan>(m, "KFAC", "KfacPlan");
+  register_kfac_plan<KfacPreconditionerPlan>(m, "KFACPreconditioner", "KfacPreconditionerPlan");
   register_natural_gradient_plan(m);
 }
 

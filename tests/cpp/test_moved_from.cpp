@@ -2,6 +2,7 @@
 #include "model_testing.h"
 #include "torchium/optim/adagrad.h"
 #include "torchium/optim/kfac.h"
+#include "torchium/optim/kfac_preconditioner.h"
 #include "torchium/optim/natural_gradient.h"
 #include "torchium/optim/shampoo.h"
 
@@ -22,8 +23,8 @@ Optimizer make(nn::Sequential& model) {
 template <typename Optimizer>
 class MovedFrom : public ::testing::Test {};
 
-using Optimizers =
-    ::testing::Types<optim::Shampoo, optim::Adagrad, optim::KFAC, optim::NaturalGradient>;
+using Optimizers = ::testing::Types<optim::Shampoo, optim::Adagrad, optim::KFAC,
+                                    optim::KFACPreconditioner, optim::NaturalGradient>;
 TYPED_TEST_SUITE(MovedFrom, Optimizers);
 
 TYPED_TEST(MovedFrom, OptimizersRefuseToWork) {

@@ -53,6 +53,7 @@ def test_available_optimizers_are_sorted_and_can_all_be_created():
         torchium.ShampooW,
         torchium.Adagrad,
         torchium.KFAC,
+        torchium.KFACPreconditioner,
         torchium.NaturalGradient,
         torchium.create_optimizer,
         torchium.per_sample_gradients,
@@ -136,6 +137,24 @@ SIGNATURES = {
             "maximize": False,
         },
     ),
+    torchium.KFACPreconditioner: (
+        {},
+        {
+            "factor_update_steps": 5,
+            "inv_update_steps": 10,
+            "damping": 0.01,
+            "factor_decay": 0.95,
+            "kl_clip": 1e-3,
+            "lr": 0.1,
+            "batch_averaged": True,
+            "eps": 1e-8,
+            "damping_split": "pi",
+            "root_method": "auto",
+            "weight_sharing": "expand",
+            "max_factor_size": 5000,
+            "grad_scaler": None,
+        },
+    ),
     torchium.NaturalGradient: (
         {"lr": 0.1, "damping": 1.0, "update_freq": 1, "eps": 1e-8},
         {
@@ -153,7 +172,7 @@ SIGNATURES = {
 def test_signature_and_defaults(cls):
     positional, keyword_only = SIGNATURES[cls]
     parameters = list(inspect.signature(cls).parameters.values())
-    takes_model = cls in (torchium.KFAC, torchium.NaturalGradient)
+    takes_model = issubclass(cls, (torchium.KFAC, torchium.NaturalGradient))
     assert parameters[0].name == ("params_or_model" if takes_model else "params")
     rest = parameters[1:]
     assert [p.name for p in rest if p.kind is p.POSITIONAL_OR_KEYWORD] == list(positional)

@@ -129,9 +129,7 @@ CASES = [("KFAC", options) for options in KFAC.values()] + [
 CASE_IDS = [f"kfac_{case}" for case in KFAC] + [f"natural_{case}" for case in NATURAL_GRADIENT]
 cases = pytest.mark.parametrize(("name", "options"), CASES, ids=CASE_IDS)
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:KFAC preconditions", "ignore:KFAC keeps only the diagonal"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:KFAC")
 
 
 class Run:
@@ -291,6 +289,27 @@ def test_a_cpp_archive_goes_on_like_an_uninterrupted_python_run(name, options, m
                 cpp.optimizer.load_bytes(archive)
             cpp.step(step)
         assert_twins(python, cpp)
+
+
+PRECONDITIONER: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "pi": dict(factor_update_steps=2, inv_update_steps=3, factor_decay=0.5),
+    "exact": dict(factor_update_steps=2, inv_update_steps=3, damping_split="exact"),
+    "every_step": dict(factor_update_steps=1, inv_update_steps=1, kl_clip=None, damping=0.1),
+    "diagonals": dict(max_factor_size=5, weight_sharing="reduce", batch_averaged=False),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("options", PRECONDITIONER.values(), ids=PRECONDITIONER)
+def test_preconditioned_gradients(options, model):
+    python, cpp = twins("KFACPreconditioner", model, **options)
+    for run in (python, cpp):
+        sgd = torch.optim.SGD(run.params, lr=0.05, momentum=0.9)
+        for step in range(STEPS):
+            run.step(step)
+            sgd.step()
+    assert_twins(python, cpp)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -154,6 +154,9 @@ class TORCHIUM_API KFAC : public CapturingOptimizer {
   KFACReport report() const;
 
  protected:
+  // For constructors of derived classes, which call initialize().
+  KFAC(const torch::nn::Module& model, std::unique_ptr<Options> defaults);
+
   void check_options(const Options& options) const override;
   void check_together(const std::vector<const Options*>& groups) const override;
   std::unique_ptr<SecondOrderParamState> make_empty_state() const override;
@@ -162,6 +165,8 @@ class TORCHIUM_API KFAC : public CapturingOptimizer {
   bool takes_transposed() const override { return true; }
   bool captures_next() override;
   void announce() override;
+  // What the warning says of parameters without a layer. names: a summary of them.
+  virtual std::string fallback_note(const std::string& names) const;
   const char* name() const override { return "KFAC"; }
   void save_more(torch::serialize::OutputArchive& archive) const override;
   std::function<void()> read_more(torch::serialize::InputArchive& archive) override;

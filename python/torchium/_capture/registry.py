@@ -10,7 +10,9 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from .. import optimizers
 
 _OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
-    name.lower(): getattr(optimizers, name) for name in optimizers.__all__
+    name.lower(): getattr(optimizers, name)
+    for name in optimizers.__all__
+    if name != "KFACPreconditioner"  # moves no parameters
 }
 
 

@@ -8,8 +8,9 @@ from ._core.report import ShampooReport as ShampooReport
 from .adagrad import Adagrad
 from .kfac import KFAC
 from .kfac import KFACReport as KFACReport
+from .kfac_preconditioner import KFACPreconditioner
 from .natural_gradient import NaturalGradient
 from .shampoo import Shampoo
 from .shampoo_w import ShampooW
 
-__all__ = ["KFAC", "Adagrad", "NaturalGradient", "Shampoo", "ShampooW"]
+__all__ = ["KFAC", "Adagrad", "KFACPreconditioner", "NaturalGradient", "Shampoo", "ShampooW"]

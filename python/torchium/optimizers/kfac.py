@@ -135,6 +135,11 @@ class KFAC(CapturingOptimizer):
     _OPTIONS = OptionList("KFAC")
     _OWN_OPTION = "TCov"
     _PLAN = "KfacPlan"
+    # What the warning says of parameters without a layer.
+    _FALLBACK_NOTE = (
+        "It takes steps of SGD with momentum for {}. report() names all of them; a group with a larger "
+        "lr or another optimizer may suit them better"
+    )
     _capture: FactorCapture
 
     def __init__(
@@ -256,9 +261,8 @@ class KFAC(CapturingOptimizer):
             for param in fallback:
                 kinds.setdefault(self._why_not(param, members), []).append(all_names[param])
             warnings.warn(
-                f"KFAC preconditions {core.preconditioned()} of {core.considered()} parameters. It "
-                f"takes steps of SGD with momentum for {summary(kinds)}. report() names all of them; a "
-                "group with a larger lr or another optimizer may suit them better",
+                f"{type(self).__name__} preconditions {core.preconditioned()} of {core.considered()} "
+                f"parameters. {self._FALLBACK_NOTE.format(summary(kinds))}",
                 stacklevel=2,
             )
         diagonal: dict[str, list[str]] = {}
@@ -267,7 +271,8 @@ class KFAC(CapturingOptimizer):
             diagonal.setdefault(f"a factor {factor}", []).append(label)
         if diagonal:
             warnings.warn(
-                f"KFAC keeps only the diagonal of factors above max_factor_size: {summary(diagonal)}",
+                f"{type(self).__name__} keeps only the diagonal of factors above max_factor_size: "
+                f"{summary(diagonal)}",
                 stacklevel=2,
             )
 

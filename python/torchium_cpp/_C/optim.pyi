@@ -87,6 +87,15 @@ class KFAC(SecondOrderOptimizer):
     def report(self) -> dict[str, Any]:
         """What the optimizer has done."""
 
+class KFACPreconditioner(SecondOrderOptimizer):
+    """torchium::optim::KFACPreconditioner."""
+
+    def __init__(
+        self, params: Iterable[Tensor] | Iterable[dict[str, Any]], **options: Any
+    ) -> None: ...
+    def report(self) -> dict[str, Any]:
+        """What the optimizer has done."""
+
 class NaturalGradient(SecondOrderOptimizer):
     """torchium::optim::NaturalGradient."""
 

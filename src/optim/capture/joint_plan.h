@@ -133,7 +133,7 @@ class JointPlanOf : public JointPlan {
   void set_options(const std::vector<const torch::optim::OptimizerOptions*>& groups) override {
     std::vector<Options> options;
     for (const auto* group : groups) {
-      options.push_back(options_as<Options>(*group, optimizer_name()));
+      options.push_back(own_options(*group));
     }
     if (!std::equal(options.begin(), options.end(), options_.begin(), options_.end(),
                     equal_but_lr<Options>)) {
@@ -146,6 +146,10 @@ class JointPlanOf : public JointPlan {
  protected:
   std::unique_ptr<SecondOrderParamState> make_state() const override {
     return std::make_unique<State>();
+  }
+  // Of a group. ValueError for those of another optimizer.
+  virtual Options own_options(const torch::optim::OptimizerOptions& group) const {
+    return options_as<Options>(group, optimizer_name());
   }
   virtual void after_set_options() {}
 

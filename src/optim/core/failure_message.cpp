@@ -27,11 +27,15 @@ std::string limit_of(const at::Tensor& param, const at::Tensor& step) {
   return text.str();
 }
 
+bool is_kfac_name(const std::string& optimizer) {
+  return optimizer == "KFAC" || optimizer == "KFACPreconditioner";
+}
+
 std::string root_remedy(const std::string& optimizer) {
   if (optimizer == "NaturalGradient") {
     return "raise damping or lower lr";
   }
-  const bool is_kfac = optimizer == "KFAC", is_shampoo = optimizer == "Shampoo";
+  const bool is_kfac = is_kfac_name(optimizer), is_shampoo = optimizer == "Shampoo";
   return c10::str("raise ", is_kfac ? "damping" : "eps", is_shampoo ? " or relative_eps" : "",
                   ", set root_method to 'eigh', or clip gradients so large that ",
                   is_kfac      ? "factors overflow"
@@ -45,7 +49,7 @@ std::string failure_message(const std::string& optimizer, const Failure& failure
                             int64_t max_root_failures) {
   if (failure.skips >= kMaxConsecutiveSkips) {
     return c10::str(failure.skips, " steps in a row had a gradient",
-                    optimizer == "KFAC" ? " (or an input or output gradient of its layer)" : "",
+                    is_kfac_name(optimizer) ? " (or an input or output gradient of its layer)" : "",
                     " that is not finite or too large to square",
                     limit_of(failure.non_finite, failure.step),
                     " and were skipped, the last one that of ", failure.non_finite_name,

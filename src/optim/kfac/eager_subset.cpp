@@ -61,6 +61,10 @@ class EagerSubset : public KfacSubset {
   }
 
   void apply(const KfacRun& run, const StepScalar& nu) override {
+    if (group_.shared.writes_gradients) {
+      write_gradients(run, nu);
+      return;
+    }
     for (const size_t i : members_.params) {
       const UpdateRule rule{.momentum = group_.options[i].momentum,
                             .direction_scale = has_layer_[i] ? nu : StepScalar()};
@@ -92,6 +96,16 @@ class EagerSubset : public KfacSubset {
     const at::Tensor weight = guard.zero_if_skipped(1.0 - d).to(A.scalar_type());
     A.lerp_(guard.zero_if_skipped(layer.A_sum) * layer.A_scale, weight);
     G.lerp_(guard.zero_if_skipped(layer.G_sum) * layer.G_scale, weight);
+  }
+
+  // Entries that are not finite count as zero, and all stop at the largest number of the dtype.
+  void write_gradients(const KfacRun& run, const StepScalar& nu) {
+    for (const size_t i : members_.params) {
+      at::Tensor grad = run.grads[i];
+      const double most = largest_number(grad.scalar_type());
+      const at::Tensor d = finite_entries(nu.multiply(directions_[i])).clamp_(-most, most);
+      run.prologue.guard().assign_(grad, d);
+    }
   }
 
   void precondition(const KfacLayer& layer) {

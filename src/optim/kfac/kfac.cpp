@@ -24,6 +24,9 @@ KFAC::KFAC(const torch::nn::Module& model,
   initialize(param_groups);
 }
 
+KFAC::KFAC(const torch::nn::Module& model, std::unique_ptr<Options> defaults)
+    : CapturingOptimizer(model, std::move(defaults)) {}
+
 KFAC::~KFAC() = default;
 KFAC::KFAC(KFAC&&) noexcept = default;
 KFAC& KFAC::operator=(KFAC&&) noexcept = default;
@@ -84,6 +87,12 @@ std::string KFAC::why_not(const at::Tensor& param) const {
   return "not seen as weight or bias of a linear layer or convolution";
 }
 
+std::string KFAC::fallback_note(const std::string& names) const {
+  return "It takes steps of SGD with momentum for " + names +
+         ". report() names all of them; a group with a larger lr or another optimizer may suit "
+         "them better";
+}
+
 // Warns once about each parameter without factors, and about new factors that are diagonals.
 void KFAC::announce() {
   detail::NamesByKind names;
@@ -94,17 +103,15 @@ void KFAC::announce() {
   }
   if (!names.empty()) {
     plan().note_warned();
-    TORCH_WARN("KFAC preconditions ", plan().preconditioned(), " of ", plan().considered(),
-               " parameters. It takes steps of SGD with momentum for ", detail::summary(names),
-               ". report() names all of them; a group with a larger lr or another optimizer may "
-               "suit them better");
+    TORCH_WARN(name(), " preconditions ", plan().preconditioned(), " of ", plan().considered(),
+               " parameters. ", fallback_note(detail::summary(names)));
   }
   detail::NamesByKind diagonal;
   for (const auto& [i, key, order] : plan().new_diagonals()) {
     diagonal["a factor " + key].push_back(c10::str(name_of(plan().param(i)), " (", order, ")"));
   }
   if (!diagonal.empty()) {
-    TORCH_WARN("KFAC keeps only the diagonal of factors above max_factor_size: ",
+    TORCH_WARN(name(), " keeps only the diagonal of factors above max_factor_size: ",
                detail::summary(diagonal));
   }
 }

@@ -43,8 +43,7 @@ void KfacPlan::make_room(SecondOrderParamState& fresh, const SecondOrderParamSta
                          const at::Tensor& param, const torch::optim::OptimizerOptions& options,
                          int64_t /*params*/, const std::string& /*name*/) const {
   add_saved_layout(static_cast<KFACParamState&>(fresh), param,
-                   static_cast<const KFACParamState&>(saved),
-                   options_as<KFACOptions>(options, optimizer_name()).damping_split());
+                   static_cast<const KFACParamState&>(saved), own_options(options).damping_split());
 }
 
 void KfacPlan::after_set_options() {
@@ -306,7 +305,8 @@ std::unique_ptr<PlannedStep> KfacPlan::plan(const std::vector<at::Tensor>& param
   KfacGroup group;
   group.params = params;
   group.states = states;
-  group.shared = {shared.kl_clip(), damping_split_of(shared), shared.root_method()};
+  group.shared = {shared.kl_clip(), damping_split_of(shared), shared.root_method(),
+                  writes_gradients()};
   std::vector<int64_t> place(size(), -1);
   for (const auto k : c10::irange(active().size())) {
     const size_t i = active()[k];

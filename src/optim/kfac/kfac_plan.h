@@ -72,6 +72,8 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   const std::vector<Diagonal>& new_diagonals() const { return new_diagonals_; }
 
  protected:
+  // KfacSharedOptions
+  virtual bool writes_gradients() const { return false; }
   void make_room(SecondOrderParamState& fresh, const SecondOrderParamState& saved,
                  const at::Tensor& param, const torch::optim::OptimizerOptions& options,
                  int64_t params, const std::string& name) const override;

@@ -72,7 +72,7 @@ void KfacStep::make_subsets() {
     }
   }
   for (size_t i = 0; i < group_.params.size(); ++i) {
-    if (!has_layer[i]) {
+    if (!has_layer[i] && !group_.shared.writes_gradients) {
       (has_kfac_kernels(group_, i) ? by_kernels : eager).params.push_back(i);
     }
   }
@@ -162,7 +162,7 @@ void KfacStep::run(const at::Tensor&, at::IntArrayRef, const at::Tensor& found_i
   }
   const StepScalar nu = kl_scale(group_.shared.kl_clip.value_or(0.0), terms);
   for (const auto& subset : subsets_) {  // buf <- momentum buf + nu d; p <- p - lr buf
-    subset->apply(run, nu);
+    subset->apply(run, nu);              // or .grad <- nu d
   }
 }
 

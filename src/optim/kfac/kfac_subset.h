@@ -28,6 +28,8 @@ struct KfacSharedOptions {
   std::optional<double> kl_clip = 1e-3;
   DampingSplit damping_split = DampingSplit::kPi;
   std::string root_method = "auto";  // "auto", "eigh" or "newton" (not with kExact)
+  // The step ends with .grad <- nu d for the parameters of layers; nothing else moves.
+  bool writes_gradients = false;
 };
 
 // All lists but `layers` have one entry per parameter. The weight of a transposed layer and its
@@ -57,7 +59,8 @@ class KfacSubset {
   virtual void precondition(const KfacRun& run) = 0;
   // Terms of sum lr^2 V . d over the parameters of layers: float64 [any]; undefined: none.
   virtual at::Tensor kl_terms(const KfacRun& run) = 0;
-  // buf <- momentum buf + nu d; p <- p - lr buf. nu: for parameters of layers.
+  // buf <- momentum buf + nu d; p <- p - lr buf. nu: for parameters of layers. With
+  // writes_gradients instead .grad <- nu d.
   virtual void apply(const KfacRun& run, const StepScalar& nu) = 0;
   // Frees the memory of the step.
   virtual void end() = 0;

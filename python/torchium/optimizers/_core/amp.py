@@ -6,6 +6,7 @@ before, ``grad_scale``.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,6 +59,18 @@ def scaled_gradients(optimizer: Optimizer) -> Gradients:
 def multiply(grads: Gradients, factor: Tensor) -> None:
     for (device, _), tensors in grads.items():
         torch._foreach_mul_(tensors, on_device(factor, device))
+
+
+def found_non_finite(optimizer: Optimizer) -> Tensor | None:
+    """Whether a gradient is not finite, as ``unscale_()`` of a scaler finds out; None without gradients."""
+    found = [
+        torch.stack(torch._foreach_norm(tensors, math.inf)).isfinite().all().logical_not()
+        for grads in scaled_gradients(optimizer).values()
+        if (tensors := [grad for grad in grads if grad.numel() > 0])
+    ]
+    if not found:
+        return None
+    return torch.stack([on_device(each, found[0].device) for each in found]).any().float()
 
 
 def on_device(scalar: Tensor, device: torch.device) -> Tensor:

@@ -6,6 +6,7 @@ A step is one call for all groups, because a layer or a sample may have paramete
 from __future__ import annotations
 
 from abc import abstractmethod
+from contextlib import AbstractContextManager
 from operator import is_
 from typing import Any, ClassVar
 
@@ -99,6 +100,10 @@ class CapturingOptimizer(CoreOptimizer):
         """The factor that recorded calls still contain."""
         return self._loss_scale()
 
+    def _unscaled_gradients(self) -> AbstractContextManager[Tensor | None]:
+        """The gradients without the factor of the loss, during the step."""
+        return unscaled_gradients(self)
+
     # ---- groups and modules
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -158,7 +163,7 @@ class CapturingOptimizer(CoreOptimizer):
                 self._complete_state(plan)
             self._announce(plan)
             lrs = [group["lr"] for group in self.param_groups]
-            with unscaled_gradients(self) as found_inf:
+            with self._unscaled_gradients() as found_inf:
                 self._change_state(plan, plan.step(lrs, found_inf, self._unknown_loss_scale()))
         finally:
             self._forget_calls()

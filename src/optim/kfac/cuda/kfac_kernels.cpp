@@ -106,12 +106,12 @@ class KfacKernels : public KfacSubset {
     return terms;
   }
 
-  void apply(const KfacRun&, const StepScalar& nu) override {
-    const double* scale = nu.device.defined() ? nu.device.const_data_ptr<double>() : nullptr;
-    for (const auto& table : tables_) {
-      C10_CUDA_CHECK(cuda_kernels::update_by_kfac(table, check_.control(), check_.numbers(),
-                                                  products_.buffers(), scale, stream()));
+  void apply(const KfacRun& run, const StepScalar& nu) override {
+    if (group_.shared.writes_gradients) {
+      write_gradients(run, nu);
+      return;
     }
+    update(nu);
     for (const TablePlace& place : places_) {
       note_change(group_.params[place.param]);
       note_change(group_.states[place.param].momentum_buffer);
@@ -124,6 +124,45 @@ class KfacKernels : public KfacSubset {
   }
 
  private:
+  void update(const StepScalar& nu) const {
+    const double* scale = nu.device.defined() ? nu.device.const_data_ptr<double>() : nullptr;
+    for (const auto& table : tables_) {
+      C10_CUDA_CHECK(cuda_kernels::update_by_kfac(table, check_.control(), check_.numbers(),
+                                                  products_.buffers(), scale, stream()));
+    }
+  }
+
+  // .grad <- 0, then a step of it with lr = -1: .grad <- 0 + nu d. A gradient in another layout
+  // than its parameter gets d from a tensor in that layout.
+  void write_gradients(const KfacRun& run, const StepScalar& nu) {
+    if (places_.empty()) {
+      return;
+    }
+    std::vector<at::Tensor> grads, targets;
+    for (const TablePlace& place : places_) {
+      const at::Tensor& grad = run.grads[place.param];
+      const at::Tensor& param = group_.params[place.param];
+      const bool fits = is_readable(grad, param, /*is_updated=*/true);
+      grads.push_back(grad);
+      targets.push_back(fits ? grad : at::zeros_like(param, at::TensorOptions(at::kFloat)));
+      KfacEntry& entry = tables_[place.entry];
+      entry.param = targets.back().mutable_data_ptr();
+      entry.param_type = element_type(targets.back().scalar_type());
+      entry.lr = {.device = nullptr, .is_double = true, .host = -1.0};
+    }
+    // A skipped step leaves them. Those of a step that is kept are finite.
+    const at::Tensor skips = run.prologue.guard().keep().logical_not();
+    at::_foreach_mul_(grads, skips.to(grads[0].scalar_type()));
+    update(nu);
+    for (size_t k = 0; k < grads.size(); ++k) {
+      if (targets[k].is_same(grads[k])) {
+        note_change(grads[k]);
+      } else {
+        grads[k].add_(targets[k]);
+      }
+    }
+  }
+
   static cudaStream_t stream() { return c10::cuda::getCurrentCUDAStream(); }
 
   // As a parameter of no layer: its elements in the order of the memory.

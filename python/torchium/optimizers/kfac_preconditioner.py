@@ -1,0 +1,127 @@
+"""K-FAC in front of another optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+
+from ._core.amp import found_non_finite
+from ._core.capturing import CapturingOptimizer, ParamsOrModel
+from ._core.options import OptionList
+from .kfac import KFAC
+
+
+class KFACPreconditioner(KFAC):
+    r""":class:`KFAC` without its update, in front of any optimizer of ``torch.optim``.
+
+    ``step()`` replaces the gradients of the layers by the direction of K-FAC, in this order, with
+    :math:`V` the gradient of weight and bias:
+
+    1. :math:`D = (G + \sqrt{\text{damping}}/\pi\,I)^{-1}\, V\, (A + \pi \sqrt{\text{damping}}\,I)^{-1}`,
+       or with ``damping_split="exact"`` :math:`(A \otimes G + \text{damping}\,I)^{-1} V`;
+    2. ``.grad`` :math:`\leftarrow \min(1, \sqrt{\text{kl\_clip} / |\sum \text{lr}^2\, V \cdot D|})\, D`.
+
+    Parameters do not move, and the gradients of parameters without a layer stay as they are. Then the
+    other optimizer takes its step. With ``torch.optim.SGD`` of the same ``lr`` and momentum, and no weight
+    decay, the parameters are those of :class:`KFAC` up to rounding.
+
+    - Weight decay of the other optimizer comes after the preconditioner. SGD's L2 penalty is then a plain
+      ``weight_decay * p``, which :class:`KFAC` would precondition, and which the KL clip does not see.
+    - The KL clip bounds a step of length ``lr`` along the direction. After Adam and other optimizers that
+      rescale it, the step has another length; ``kl_clip=None`` turns the clip off.
+    - A schedule of the other optimizer's ``lr`` belongs into ``param_groups[...]["lr"]`` of this one too,
+      for example by a scheduler of its own.
+    - Clip gradients before ``step()``, as for :class:`KFAC`.
+    - With a ``GradScaler``, pass it as ``grad_scaler``, and call ``scaler.unscale_(optimizer)`` before
+      ``step()`` and ``scaler.step(optimizer)`` after it. The scale is taken out of the factors by the
+      scaler, and out of the gradients by ``unscale_()``. A step with gradients that are not finite is
+      skipped here and by the scaler.
+
+    Layers, capture, factors, checkpoints and errors are those of :class:`KFAC`. So is :meth:`report`, in
+    which ``"fallback"`` means that the gradient stays as it is. A skipped step leaves all gradients as
+    they are, also those that are not finite. Every ``step()`` forgets what was captured, and so does
+    ``zero_grad()`` of either optimizer.
+
+    The first six names are those of kfac-pytorch (`github.com/gpauloski/kfac-pytorch
+    <https://github.com/gpauloski/kfac-pytorch>`_); ``docs/migration.md`` compares the rest, and the unit of
+    ``damping``.
+
+    Args:
+        params_or_model (nn.Module or iterable): as for :class:`KFAC`. Every option but ``batch_averaged``,
+            ``kl_clip``, ``damping_split`` and ``root_method`` may be set for a group.
+        factor_update_steps (int): steps between two updates of the factors; ``TCov`` of :class:`KFAC`
+            (default: 5).
+        inv_update_steps (int): steps between two inversions of the factors; ``TInv`` of :class:`KFAC`
+            (default: 10).
+        damping (float): added to the Fisher matrix, at least 0 (default: 0.01).
+        factor_decay (float): decay of the averages of the factors, in [0, 1]; ``stat_decay`` of
+            :class:`KFAC` (default: 0.95).
+        kl_clip (float, optional): bound of the step in the metric of the Fisher matrix, above 0.
+            None: no bound (default: 1e-3).
+        lr (float or Tensor): learning rate of the other optimizer, at least 0. Only the KL clip depends on
+            it (default: 0.1).
+        batch_averaged (bool): as for :class:`KFAC`, and all below too (default: True).
+        eps (float): default: 1e-8.
+        damping_split (str): default: "pi".
+        root_method (str): default: "auto".
+        weight_sharing (str): default: "expand".
+        max_factor_size (int): default: 5000.
+        grad_scaler (GradScaler, optional): scales the loss, under mixed precision. Always needed then
+            (default: None).
+
+    Raises:
+        ValueError: as for :class:`KFAC`; and from ``step()``, if a ``GradScaler`` calls it.
+
+    Example:
+        >>> model = torch.nn.Linear(10, 2)
+        >>> preconditioner = torchium.KFACPreconditioner(model, lr=0.1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        >>> model(torch.randn(8, 10)).square().mean().backward()
+        >>> preconditioner.step()
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
+    """
+
+    _OPTIONS = OptionList("KFACPreconditioner")
+    _OWN_OPTION = "factor_update_steps"
+    _PLAN = "KfacPreconditionerPlan"
+    _FALLBACK_NOTE = "It leaves the gradients as they are for {}. report() names all of them"
+
+    def __init__(
+        self,
+        params_or_model: ParamsOrModel,
+        *,
+        factor_update_steps: int = 5,
+        inv_update_steps: int = 10,
+        damping: float = 0.01,
+        factor_decay: float = 0.95,
+        kl_clip: float | None = 1e-3,
+        lr: float | Tensor = 0.1,
+        batch_averaged: bool = True,
+        eps: float = 1e-8,
+        damping_split: str = "pi",
+        root_method: str = "auto",
+        weight_sharing: str = "expand",
+        max_factor_size: int = 5000,
+        grad_scaler: GradScaler | None = None,
+    ) -> None:
+        options = self._OPTIONS.given(locals())
+        CapturingOptimizer.__init__(self, params_or_model, options, grad_scaler)
+
+    def _refuse_misuse(self) -> None:
+        if hasattr(self, "found_inf"):
+            raise ValueError(
+                "a GradScaler has called step() of this KFACPreconditioner; call step() itself, after "
+                "scaler.unscale_(optimizer) and before scaler.step(optimizer), and pass the scaler as "
+                "grad_scaler"
+            )
+        super()._refuse_misuse()
+
+    @contextmanager
+    def _unscaled_gradients(self) -> Iterator[Tensor | None]:
+        """The gradients as they are; yields whether the scaler will skip the step."""
+        scaler = self.grad_scaler
+        yield None if scaler is None or not scaler.is_enabled() else found_non_finite(self)

@@ -1,0 +1,77 @@
+#include "torchium/optim/kfac_preconditioner.h"
+
+#include "optim/kfac/kfac_preconditioner_options.h"
+#include "optim/kfac/kfac_preconditioner_plan.h"
+
+#include <utility>
+
+namespace torchium::optim {
+
+KFACPreconditionerOptions::KFACPreconditionerOptions(double lr) : lr_(lr) {}
+
+double KFACPreconditionerOptions::get_lr() const { return lr(); }
+void KFACPreconditionerOptions::set_lr(const double lr) { this->lr(lr); }
+
+void KFACPreconditionerOptions::serialize(torch::serialize::InputArchive& archive) {
+  detail::read_options(archive, *this);
+}
+void KFACPreconditionerOptions::serialize(torch::serialize::OutputArchive& archive) const {
+  detail::write_options(archive, *this);
+}
+
+bool operator==(const KFACPreconditionerOptions& lhs, const KFACPreconditionerOptions& rhs) {
+  return detail::equal_options(lhs, rhs);
+}
+
+KFACOptions kfac_options(const KFACPreconditionerOptions& o) {
+  return KFACOptions(o.lr())
+      .momentum(0.0)
+      .weight_decay(0.0)
+      .damping(o.damping())
+      .TCov(o.factor_update_steps())
+      .TInv(o.inv_update_steps())
+      .batch_averaged(o.batch_averaged())
+      .eps(o.eps())
+      .stat_decay(o.factor_decay())
+      .kl_clip(o.kl_clip())
+      .damping_split(o.damping_split())
+      .root_method(o.root_method())
+      .weight_sharing(o.weight_sharing())
+      .max_factor_size(o.max_factor_size());
+}
+
+KFACPreconditioner::KFACPreconditioner(const torch::nn::Module& model,
+                                       KFACPreconditionerOptions defaults)
+    : KFAC(model, std::make_unique<KFACPreconditionerOptions>(std::move(defaults))) {
+  initialize_with_model();
+}
+
+KFACPreconditioner::KFACPreconditioner(
+    const torch::nn::Module& model,
+    const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+    KFACPreconditionerOptions defaults)
+    : KFAC(model, std::make_unique<KFACPreconditionerOptions>(std::move(defaults))) {
+  initialize(param_groups);
+}
+
+KFACPreconditioner::~KFACPreconditioner() = default;
+KFACPreconditioner::KFACPreconditioner(KFACPreconditioner&&) noexcept = default;
+KFACPreconditioner& KFACPreconditioner::operator=(KFACPreconditioner&&) noexcept = default;
+
+void KFACPreconditioner::check_options(const Options& options) const {
+  detail::check_options(detail::options_as<KFACPreconditionerOptions>(options, name()));
+}
+
+void KFACPreconditioner::check_together(const std::vector<const Options*>& groups) const {
+  detail::check_same_in_all<KFACPreconditionerOptions>(name(), groups);
+}
+
+c10::intrusive_ptr<detail::JointPlan> KFACPreconditioner::make_plan() const {
+  return c10::make_intrusive<detail::KfacPreconditionerPlan>();
+}
+
+std::string KFACPreconditioner::fallback_note(const std::string& names) const {
+  return "It leaves the gradients as they are for " + names + ". report() names all of them";
+}
+
+}  // namespace torchium::optim

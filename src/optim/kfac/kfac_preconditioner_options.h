@@ -1,0 +1,37 @@
+// The list of the options of KFACPreconditioner.
+#pragma once
+
+#include "optim/kfac/kfac_options.h"
+#include "torchium/optim/kfac_preconditioner.h"
+
+namespace torchium::optim {
+
+template <typename Options>
+requires std::is_same_v<std::remove_const_t<Options>, KFACPreconditionerOptions>
+auto option_fields(Options& o) {
+  using namespace detail;
+  // clang-format off
+  return std::make_tuple(
+      Option{"lr", o.lr(), kLearningRate},
+      Option{"factor_update_steps", o.factor_update_steps(), Integer{}},
+      Option{"inv_update_steps", o.inv_update_steps(), Integer{}},
+      Option{"damping", o.damping(), Number{}},
+      Option{"factor_decay", o.factor_decay(), kRateOrOne},
+      Option{"kl_clip", o.kl_clip(), kPositive, kSameInAllGroups},
+      Option{"batch_averaged", o.batch_averaged(), Flag{}, kSameInAllGroups},
+      Option{"eps", o.eps(), Number{}},
+      Option{"damping_split", o.damping_split(), kDampingSplits, kSameInAllGroups},
+      Option{"root_method", o.root_method(), kRootMethods, kSameInAllGroups},
+      Option{"weight_sharing", o.weight_sharing(), kWeightSharings},
+      Option{"max_factor_size", o.max_factor_size(), Integer{}});
+  // clang-format on
+}
+
+// Those of the KFAC whose directions it takes.
+KFACOptions kfac_options(const KFACPreconditionerOptions& options);
+
+inline void check_combination(const KFACPreconditionerOptions& o) {
+  check_combination(kfac_options(o));
+}
+
+}  // namespace torchium::optim

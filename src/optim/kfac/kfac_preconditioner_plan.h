@@ -1,0 +1,20 @@
+// KFACPreconditioner's plan: that of K-FAC, whose directions replace the gradients.
+#pragma once
+
+#include "optim/kfac/kfac_plan.h"
+#include "optim/kfac/kfac_preconditioner_options.h"
+
+namespace torchium::optim::detail {
+
+class KfacPreconditionerPlan : public KfacPlan {
+ public:
+  const char* optimizer_name() const override { return "KFACPreconditioner"; }
+
+ protected:
+  bool writes_gradients() const override { return true; }
+  KFACOptions own_options(const torch::optim::OptimizerOptions& group) const override {
+    return kfac_options(options_as<KFACPreconditionerOptions>(group, optimizer_name()));
+  }
+};
+
+}  // namespace torchium::optim::detail
