@@ -27,6 +27,7 @@
 #include <string_view>
 #include <type_traits>
 #include <utility>
+#include <variant>
 #include <vector>
 
 namespace torchium::python {
@@ -60,6 +61,23 @@ void translate_errors(std::exception_ptr error) {
   }
 }
 
+// A Python function of the step. It may be called, and copied, without the interpreter's lock.
+optim::Schedule schedule_from(const py::object& function) {
+  using Result = std::variant<std::monostate, int64_t, double>;
+  const auto call = function.cast<std::function<Result(int64_t)>>();
+  return [call](int64_t step) {
+    return std::visit(
+        [](const auto& value) {
+          if constexpr (std::is_same_v<std::decay_t<decltype(value)>, std::monostate>) {
+            return c10::IValue();
+          } else {
+            return c10::IValue(value);
+          }
+        },
+        call(step));
+  };
+}
+
 // `base` with the options of `values`. Raises TypeError for an unknown name or a wrong type.
 template <typename Options>
 Options with_options(Options base, const py::dict& values) {
@@ -69,6 +87,12 @@ Options with_options(Options base, const py::dict& values) {
       return;
     }
     ++used;
+    if constexpr (requires { base.schedules(); }) {
+      if (py::isinstance<py::function>(values[option.name])) {
+        base.schedules()[option.name] = schedule_from(values[option.name]);
+        return;
+      }
+    }
     try {
       option.value = values[option.name].template cast<std::decay_t<decltype(option.value)>>();
     } catch (const py::cast_error&) {

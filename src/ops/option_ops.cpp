@@ -55,9 +55,10 @@ Options with_values(Options options, const c10::IValue& values) {
   return options;
 }
 
-// Names, types and requirements of the options; names of those that must be the same in all groups.
-std::tuple<Strings, Strings, Strings, Strings> option_fields(std::string optimizer) {
-  Strings names, kinds, requirements, shared;
+// Names, types and requirements of the options; names of those that must be the same in all groups,
+// and of those that may be functions of the step.
+std::tuple<Strings, Strings, Strings, Strings, Strings> option_fields(std::string optimizer) {
+  Strings names, kinds, requirements, shared, scheduled;
   with_defaults(optimizer, [&](const auto& options) {
     for_each_option(options, [&](const auto& option) {
       names.emplace_back(option.name);
@@ -66,9 +67,13 @@ std::tuple<Strings, Strings, Strings, Strings> option_fields(std::string optimiz
       if ((option.traits & optim::detail::kSameInAllGroups) != 0) {
         shared.emplace_back(option.name);
       }
+      if ((option.traits & optim::detail::kScheduled) != 0) {
+        scheduled.emplace_back(option.name);
+      }
     });
   });
-  return {std::move(names), std::move(kinds), std::move(requirements), std::move(shared)};
+  return {std::move(names), std::move(kinds), std::move(requirements), std::move(shared),
+          std::move(scheduled)};
 }
 
 // Defaults, as a tuple of alternating names and values.

@@ -266,6 +266,10 @@ torch::class_<Plan> register_joint_plan(torch::Library& m, const std::string& op
       .def("exclude",
            [](const Self& self, const std::vector<int64_t>& params) { self->exclude(params); })
       .def("forget", [](const Self& self) { self->forget(); })
+      .def("next_steps",
+           [](const Self& self, int64_t groups) {
+             return self->next_steps(static_cast<size_t>(groups));
+           })
       .def("prepare", [](const Self& self) { return self->prepare(); })
       .def("missing_state", [](const Self& self) { return self->missing_state(); })
       .def("step",

@@ -291,6 +291,33 @@ def test_a_cpp_archive_goes_on_like_an_uninterrupted_python_run(name, options, m
         assert_twins(python, cpp)
 
 
+SCHEDULES: dict[str, Callable[[int], Any]] = {
+    "damping": lambda step: 0.3 / step,
+    "stat_decay": lambda step: 1.0 - 0.5 / step,
+    "TCov": lambda step: 1 if step < 4 else 3,
+    "TInv": lambda step: 2 + step // 4,
+    "kl_clip": lambda step: None if step % 2 else 0.01,
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_functions_of_the_step(name):
+    python, cpp = twins("KFAC", "convnet", **{name: SCHEDULES[name]})
+    for run in (python, cpp):
+        for step in range(STEPS):
+            run.step(step)
+    assert_twins(python, cpp)
+
+
+def test_errors_of_functions_of_the_step():
+    messages = []
+    for language in LANGUAGES:
+        with pytest.raises(ValueError, match="which its function returned") as error:
+            Run(language, "KFAC", "mlp", damping=lambda step: -float(step))
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+
+
 PRECONDITIONER: dict[str, dict[str, Any]] = {
     "defaults": {},
     "pi": dict(factor_update_steps=2, inv_update_steps=3, factor_decay=0.5),

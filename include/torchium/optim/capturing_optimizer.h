@@ -77,6 +77,8 @@ class TORCHIUM_API CapturingOptimizer : public SecondOrderOptimizer {
   virtual bool captures_next() = 0;
   // Throws c10::ValueError for layers that do not allow a step of these parameters.
   virtual void check_layers(const std::vector<at::Tensor>& active) {}
+  // Sets options that are functions of the step. Throws, and changes nothing, for a wrong value.
+  virtual void follow_schedules() {}
   // Warns about limits of the planned step. Called before anything is changed.
   virtual void announce() {}
 
@@ -91,7 +93,8 @@ class TORCHIUM_API CapturingOptimizer : public SecondOrderOptimizer {
   bool is_used_otherwise(const at::Tensor& param) const;
   // Whether these backward passes, or one of them, mix samples (OperatorCapture).
   bool mixes_samples(const std::vector<int64_t>& passes) const;
-  void bind();  // the plan, to groups and state
+  void bind();                        // the plan, to groups and state
+  std::vector<int64_t> next_steps();  // JointPlan
   // Drops the captured calls, and decides what to capture next.
   void forget_captures();
 

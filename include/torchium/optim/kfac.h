@@ -5,6 +5,7 @@
 
 #include "torchium/export.h"
 #include "torchium/optim/capturing_optimizer.h"
+#include "torchium/optim/schedules.h"
 
 #include <torch/optim/optimizer.h>
 
@@ -61,6 +62,8 @@ struct TORCHIUM_API KFACOptions : public torch::optim::OptimizerCloneableOptions
   TORCH_ARG(int64_t, max_factor_size) = 5000;
   /// Ascend instead of descend.
   TORCH_ARG(bool, maximize) = false;
+  /// damping, TCov, TInv, stat_decay and kl_clip as functions of the step; the values above follow.
+  TORCH_ARG(Schedules, schedules) = {};
 
  public:
   void serialize(torch::serialize::InputArchive& archive) override;
@@ -159,6 +162,7 @@ class TORCHIUM_API KFAC : public CapturingOptimizer {
 
   void check_options(const Options& options) const override;
   void check_together(const std::vector<const Options*>& groups) const override;
+  void follow_schedules() override;
   std::unique_ptr<SecondOrderParamState> make_empty_state() const override;
   c10::intrusive_ptr<detail::JointPlan> make_plan() const override;
   bool is_watched(const at::Tensor& param) const override;

@@ -39,6 +39,8 @@ struct TORCHIUM_API KFACPreconditionerOptions
   TORCH_ARG(std::string, root_method) = "auto";
   TORCH_ARG(std::string, weight_sharing) = "expand";
   TORCH_ARG(int64_t, max_factor_size) = 5000;
+  /// The first six options as functions of the step; their values above follow.
+  TORCH_ARG(Schedules, schedules) = {};
 
  public:
   void serialize(torch::serialize::InputArchive& archive) override;
@@ -81,6 +83,7 @@ class TORCHIUM_API KFACPreconditioner : public KFAC {
  protected:
   void check_options(const Options& options) const override;
   void check_together(const std::vector<const Options*>& groups) const override;
+  void follow_schedules() override;
   c10::intrusive_ptr<detail::JointPlan> make_plan() const override;
   std::string fallback_note(const std::string& names) const override;
   const char* name() const override { return "KFACPreconditioner"; }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import TypedDict
 
 import torch
@@ -58,6 +59,19 @@ class KFAC(CapturingOptimizer):
     Passes without ``backward()`` between two steps leave no trace. ``zero_grad()`` of the optimizer
     forgets what was captured, and so does every step, except one that raises for a wrong option.
 
+    ``damping``, ``TCov``, ``TInv``, ``stat_decay`` and ``kl_clip`` may be functions of the step number,
+    also for a single group, and also set later in ``param_groups``. The number is 1 for the first step: 1 +
+    the steps that a parameter of the group has taken at most, so that skipped steps do not count. The
+    factors are due at step :math:`t` if :math:`t - 1` is divisible by the value of ``TCov`` at :math:`t`; the
+    same holds for ``TInv``. ``param_groups`` has the value in effect under the name of the option, and the
+    function under ``"schedules"``, where it may be replaced or deleted. A number that is set by hand lasts
+    until the next step. Functions are called before the first forward pass of a step that may be captured,
+    and again in ``step()``: they should depend on the number alone. A value out of range raises
+    ``ValueError``, at construction for step 1, else in ``step()``, and changes nothing. As with
+    ``torch.optim.lr_scheduler.LambdaLR``, ``state_dict()`` has the values but no functions; an optimizer that
+    loads it keeps its own, and its step number is that of the checkpoint. Copies keep the functions, and so
+    do pickles, for which lambdas are no good.
+
     A gradient that is not finite, or too large to square (as for :class:`Shampoo`), skips the whole
     step, and so do inputs and output gradients of layers whose sums of squares overflow. A root that
     is not finite or not accurate is never used: the layer keeps its last good one, and three
@@ -79,14 +93,14 @@ class KFAC(CapturingOptimizer):
         lr (float or Tensor): learning rate, at least 0. A tensor has one element (default: 0.003).
         momentum (float): momentum of the direction, in [0, 1) (default: 0.9).
         weight_decay (float): L2 penalty (default: 0).
-        damping (float): added to the Fisher matrix, at least 0 (default: 0.01).
-        TCov (int): steps between two updates of the factors (default: 5).
-        TInv (int): steps between two inversions of the factors (default: 10).
+        damping (float or callable): added to the Fisher matrix, at least 0 (default: 0.01).
+        TCov (int or callable): steps between two updates of the factors (default: 5).
+        TInv (int or callable): steps between two inversions of the factors (default: 10).
         batch_averaged (bool): the loss is a mean over the samples, and no sum (default: True).
         eps (float): floor of the damping of a factor, and with ``damping_split="exact"`` of its
             eigenvalues (default: 1e-8).
-        stat_decay (float): decay of the averages of the factors, in [0, 1] (default: 0.95).
-        kl_clip (float, optional): bound of the step in the metric of the Fisher matrix, above 0.
+        stat_decay (float or callable): decay of the averages of the factors, in [0, 1] (default: 0.95).
+        kl_clip (float or callable, optional): bound of the step in the metric of the Fisher matrix, above 0.
             None: no bound (default: 1e-3).
         damping_split (str): ``"pi"``, with :math:`\pi^2` the ratio of the mean eigenvalues of A and G;
             ``"plain"``, with :math:`\pi = 1`; or ``"exact"`` (default: "pi").
@@ -148,14 +162,14 @@ class KFAC(CapturingOptimizer):
         lr: float | Tensor = 0.003,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
-        damping: float = 0.01,
-        TCov: int = 5,
-        TInv: int = 10,
+        damping: float | Callable[[int], float] = 0.01,
+        TCov: int | Callable[[int], int] = 5,
+        TInv: int | Callable[[int], int] = 10,
         batch_averaged: bool = True,
         eps: float = 1e-8,
         *,
-        stat_decay: float = 0.95,
-        kl_clip: float | None = 1e-3,
+        stat_decay: float | Callable[[int], float] = 0.95,
+        kl_clip: float | Callable[[int], float | None] | None = 1e-3,
         damping_split: str = "pi",
         root_method: str = "auto",
         weight_sharing: str = "expand",

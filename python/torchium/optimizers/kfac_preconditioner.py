@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -32,8 +32,8 @@ class KFACPreconditioner(KFAC):
       ``weight_decay * p``, which :class:`KFAC` would precondition, and which the KL clip does not see.
     - The KL clip bounds a step of length ``lr`` along the direction. After Adam and other optimizers that
       rescale it, the step has another length; ``kl_clip=None`` turns the clip off.
-    - A schedule of the other optimizer's ``lr`` belongs into ``param_groups[...]["lr"]`` of this one too,
-      for example by a scheduler of its own.
+    - ``lr=lambda step: optimizer.param_groups[0]["lr"]`` follows a schedule of the other optimizer. The
+      function is called in every ``step()``. A group may have its own.
     - Clip gradients before ``step()``, as for :class:`KFAC`.
     - With a ``GradScaler``, pass it as ``grad_scaler``, and call ``scaler.unscale_(optimizer)`` before
       ``step()`` and ``scaler.step(optimizer)`` after it. The scale is taken out of the factors by the
@@ -45,6 +45,9 @@ class KFACPreconditioner(KFAC):
     they are, also those that are not finite. Every ``step()`` forgets what was captured, and so does
     ``zero_grad()`` of either optimizer.
 
+    The first six options may be functions of the step number, as those of :class:`KFAC`. (kfac-pytorch
+    counts from 0.)
+
     The first six names are those of kfac-pytorch (`github.com/gpauloski/kfac-pytorch
     <https://github.com/gpauloski/kfac-pytorch>`_); ``docs/migration.md`` compares the rest, and the unit of
     ``damping``.
@@ -52,16 +55,16 @@ class KFACPreconditioner(KFAC):
     Args:
         params_or_model (nn.Module or iterable): as for :class:`KFAC`. Every option but ``batch_averaged``,
             ``kl_clip``, ``damping_split`` and ``root_method`` may be set for a group.
-        factor_update_steps (int): steps between two updates of the factors; ``TCov`` of :class:`KFAC`
+        factor_update_steps (int or callable): steps between two updates of the factors; ``TCov`` of :class:`KFAC`
             (default: 5).
-        inv_update_steps (int): steps between two inversions of the factors; ``TInv`` of :class:`KFAC`
+        inv_update_steps (int or callable): steps between two inversions of the factors; ``TInv`` of :class:`KFAC`
             (default: 10).
-        damping (float): added to the Fisher matrix, at least 0 (default: 0.01).
-        factor_decay (float): decay of the averages of the factors, in [0, 1]; ``stat_decay`` of
+        damping (float or callable): added to the Fisher matrix, at least 0 (default: 0.01).
+        factor_decay (float or callable): decay of the averages of the factors, in [0, 1]; ``stat_decay`` of
             :class:`KFAC` (default: 0.95).
-        kl_clip (float, optional): bound of the step in the metric of the Fisher matrix, above 0.
+        kl_clip (float or callable, optional): bound of the step in the metric of the Fisher matrix, above 0.
             None: no bound (default: 1e-3).
-        lr (float or Tensor): learning rate of the other optimizer, at least 0. Only the KL clip depends on
+        lr (float, Tensor or callable): learning rate of the other optimizer, at least 0. Only the KL clip depends on
             it (default: 0.1).
         batch_averaged (bool): as for :class:`KFAC`, and all below too (default: True).
         eps (float): default: 1e-8.
@@ -94,12 +97,12 @@ class KFACPreconditioner(KFAC):
         self,
         params_or_model: ParamsOrModel,
         *,
-        factor_update_steps: int = 5,
-        inv_update_steps: int = 10,
-        damping: float = 0.01,
-        factor_decay: float = 0.95,
-        kl_clip: float | None = 1e-3,
-        lr: float | Tensor = 0.1,
+        factor_update_steps: int | Callable[[int], int] = 5,
+        inv_update_steps: int | Callable[[int], int] = 10,
+        damping: float | Callable[[int], float] = 0.01,
+        factor_decay: float | Callable[[int], float] = 0.95,
+        kl_clip: float | Callable[[int], float | None] | None = 1e-3,
+        lr: float | Tensor | Callable[[int], float | Tensor] = 0.1,
         batch_averaged: bool = True,
         eps: float = 1e-8,
         damping_split: str = "pi",

@@ -8,6 +8,7 @@
 #include <c10/util/irange.h>
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 namespace torchium::optim {
@@ -25,6 +26,7 @@ void CapturingOptimizer::initialize(
     const std::vector<torch::optim::OptimizerParamGroup>& param_groups) {
   SecondOrderOptimizer::initialize(param_groups);
   forget_derived();
+  follow_schedules();
   forget_captures();
 }
 
@@ -40,12 +42,19 @@ void CapturingOptimizer::initialize_with_model() {
 
 void CapturingOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& param_group) {
   SecondOrderOptimizer::add_param_group(param_group);
+  try {
+    follow_schedules();
+  } catch (...) {
+    param_groups_.pop_back();
+    throw;
+  }
   forget_captures();
 }
 
 at::Tensor CapturingOptimizer::step(LossClosure closure) {
   refuse_moved_from();
-  check_groups();  // a wrong option leaves what was captured
+  follow_schedules();  // a wrong option leaves what was captured
+  check_groups();
   at::Tensor loss;
   try {
     loss = SecondOrderOptimizer::step(std::move(closure));
@@ -148,9 +157,22 @@ CapturingOptimizer::StateList CapturingOptimizer::fit_states(size_t group, const
   return fitted;
 }
 
+std::vector<int64_t> CapturingOptimizer::next_steps() {
+  if (!is_bound()) {
+    bind();
+  }
+  return joint_plan().next_steps(param_groups_.size());
+}
+
 void CapturingOptimizer::forget_captures() {
   if (!is_bound()) {
     bind();
+  }
+  bool is_known = true;
+  try {
+    follow_schedules();
+  } catch (const std::exception&) {  // the next step throws it
+    is_known = false;
   }
   adopt_options();
   detail::JointPlan& plan = joint_plan();
@@ -178,7 +200,7 @@ void CapturingOptimizer::forget_captures() {
         std::make_unique<gradients::detail::OperatorCapture>(watched, receive, takes_transposed());
   }
   capture_->forget();
-  capture_->set_enabled(captures_next());
+  capture_->set_enabled(is_known && captures_next());
 }
 
 bool CapturingOptimizer::is_used_otherwise(const at::Tensor& param) const {

@@ -213,6 +213,17 @@ std::vector<int64_t> JointPlan::steps_taken() {
   return taken;
 }
 
+std::vector<int64_t> JointPlan::next_steps(size_t groups) {
+  take_reports(/*wait=*/false);
+  std::vector<int64_t> next(groups, 1);
+  const auto taken = steps_taken();
+  for (size_t i = 0; i < size(); ++i) {
+    int64_t& number = next.at(static_cast<size_t>(groups_[i]));
+    number = std::max(number, taken[i] + 1);
+  }
+  return next;
+}
+
 bool JointPlan::only_creates_state() {
   const auto taken = steps_taken();
   if (std::any_of(taken.begin(), taken.end(), [](int64_t count) { return count > 0; })) {

@@ -55,6 +55,10 @@ class JointPlan : public StepPlan {
   // Drops what was recorded.
   virtual void forget() = 0;
 
+  // The number of the next step of each group: 1 + the steps that one of its parameters has taken
+  // at most. Waits for the device if the host does not know them, after a load or a copy.
+  std::vector<int64_t> next_steps(size_t groups);
+
   // False also if state is missing (missing_state()).
   bool prepare() override;
   // State that the next step has to create, or to convert to another device or dtype. After bind().
@@ -137,9 +141,13 @@ class JointPlanOf : public JointPlan {
     }
     if (!std::equal(options.begin(), options.end(), options_.begin(), options_.end(),
                     equal_but_lr<Options>)) {
+      const bool needs_plan = !std::equal(options.begin(), options.end(), options_.begin(),
+                                          options_.end(), equal_but_scheduled<Options>);
       options_ = std::move(options);
       after_set_options();
-      forget_planned();
+      if (needs_plan) {
+        forget_planned();
+      }
     }
   }
 

@@ -151,7 +151,7 @@ void SecondOrderOptimizer::load(InputArchive& archive) {
     TORCH_CHECK_VALUE(saved.params.size() == param_count, "group ", group, " of the archive has ",
                       saved.params.size(), " parameters, but that of the optimizer has ",
                       param_count);
-    options.push_back(defaults().clone());
+    options.push_back(param_groups_[group].options().clone());
     options.back()->serialize(saved.options);
     check_options(*options.back());
     StateList loaded(param_count);

@@ -94,7 +94,11 @@ enum OptionTraits : uint8_t {
   kPlain = 0,
   kShapesState = 1,  // the state of a parameter, or its shapes, depend on it
   kSameInAllGroups = 2,
+  kScheduled = 4,  // may be a function of the step; a planned step reads it anew each time
 };
+constexpr OptionTraits operator|(OptionTraits a, OptionTraits b) {
+  return static_cast<OptionTraits>(static_cast<uint8_t>(a) | static_cast<uint8_t>(b));
+}
 
 template <typename T, typename Requirement>
 struct Option {
@@ -227,6 +231,16 @@ bool equal_but_lr(const Options& lhs, const Options& rhs) {
   bool equal = true;
   for_each_option(lhs, rhs, [&](const auto& a, const auto& b) {
     equal &= a.value == b.value || std::string_view(a.name) == "lr";
+  });
+  return equal;
+}
+
+// The same but for what a planned step reads anew each time.
+template <typename Options>
+bool equal_but_scheduled(const Options& lhs, const Options& rhs) {
+  bool equal = true;
+  for_each_option(lhs, rhs, [&](const auto& a, const auto& b) {
+    equal &= a.value == b.value || std::string_view(a.name) == "lr" || (a.traits & kScheduled) != 0;
   });
   return equal;
 }

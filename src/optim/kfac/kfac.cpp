@@ -1,6 +1,7 @@
 #include "torchium/optim/kfac.h"
 
 #include "gradients/capture/model_layers.h"
+#include "optim/core/schedules.h"
 #include "optim/kfac/kfac_options.h"
 #include "optim/kfac/kfac_plan.h"
 #include "optim/reports/message_summary.h"
@@ -33,6 +34,10 @@ KFAC& KFAC::operator=(KFAC&&) noexcept = default;
 
 void KFAC::check_options(const Options& options) const {
   detail::check_options(detail::options_as<KFACOptions>(options, "KFAC"));
+}
+
+void KFAC::follow_schedules() {
+  detail::follow_schedules<KFACOptions>(name(), param_groups_, [&] { return next_steps(); });
 }
 
 void KFAC::check_together(const std::vector<const Options*>& groups) const {

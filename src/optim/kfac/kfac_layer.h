@@ -34,8 +34,10 @@ struct KfacLayer {
   // factors, even if the step is skipped.
   bool inverse_lost = false;
 
+  // Of one step.
   double damping = 1e-3;
   double stat_decay = 0.95;
+
   double floor = 1e-8;  // of the eigenvalues of A and G
 
   // State, owned by the caller and changed in place.

@@ -25,8 +25,6 @@ KfacLayer core_layer(const KFACParamState& state, const KFACOptions& options) {
   layer.G_eigenvalues = state.G_eigenvalues();
   layer.factor_updates = state.factor_updates();
   layer.root_failures = state.root_failures();
-  layer.damping = options.damping();
-  layer.stat_decay = options.stat_decay();
   layer.floor = options.eps();
   return layer;
 }
@@ -352,12 +350,15 @@ StateChanges KfacPlan::take(const JointInputs& inputs) {
   for (const auto k : c10::irange(lrs.size())) {
     group.options[k].lr = lrs[k];
   }
+  group.shared.kl_clip = options().front().kl_clip();
   const auto end = c10::make_scope_exit([&] { step->forget_sums(); });  // memory of the captures
   const auto taken = known_steps(active());
   for (const auto l : c10::irange(layers_.size())) {
     const Layer& each = layers_[l];
     KfacLayer& layer = group.layers[l];
     set_sums(each, layer);
+    layer.damping = options(each.weight).damping();
+    layer.stat_decay = options(each.weight).stat_decay();
     layer.inverse_due = !each.has_factors || taken[layer.weight] % options(each.weight).TInv() == 0;
     layer.inverse_lost =
         lost_inverses_.count(param(each.weight).unsafeGetTensorImpl()) != 0 && each.has_factors;

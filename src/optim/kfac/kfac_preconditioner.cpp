@@ -1,5 +1,6 @@
 #include "torchium/optim/kfac_preconditioner.h"
 
+#include "optim/core/schedules.h"
 #include "optim/kfac/kfac_preconditioner_options.h"
 #include "optim/kfac/kfac_preconditioner_plan.h"
 
@@ -60,6 +61,11 @@ KFACPreconditioner& KFACPreconditioner::operator=(KFACPreconditioner&&) noexcept
 
 void KFACPreconditioner::check_options(const Options& options) const {
   detail::check_options(detail::options_as<KFACPreconditionerOptions>(options, name()));
+}
+
+void KFACPreconditioner::follow_schedules() {
+  detail::follow_schedules<KFACPreconditionerOptions>(name(), param_groups_,
+                                                      [&] { return next_steps(); });
 }
 
 void KFACPreconditioner::check_together(const std::vector<const Options*>& groups) const {

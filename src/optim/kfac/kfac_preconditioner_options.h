@@ -12,12 +12,12 @@ auto option_fields(Options& o) {
   using namespace detail;
   // clang-format off
   return std::make_tuple(
-      Option{"lr", o.lr(), kLearningRate},
-      Option{"factor_update_steps", o.factor_update_steps(), Integer{}},
-      Option{"inv_update_steps", o.inv_update_steps(), Integer{}},
-      Option{"damping", o.damping(), Number{}},
-      Option{"factor_decay", o.factor_decay(), kRateOrOne},
-      Option{"kl_clip", o.kl_clip(), kPositive, kSameInAllGroups},
+      Option{"lr", o.lr(), kLearningRate, kScheduled},
+      Option{"factor_update_steps", o.factor_update_steps(), Integer{}, kScheduled},
+      Option{"inv_update_steps", o.inv_update_steps(), Integer{}, kScheduled},
+      Option{"damping", o.damping(), Number{}, kScheduled},
+      Option{"factor_decay", o.factor_decay(), kRateOrOne, kScheduled},
+      Option{"kl_clip", o.kl_clip(), kPositive, kSameInAllGroups | kScheduled},
       Option{"batch_averaged", o.batch_averaged(), Flag{}, kSameInAllGroups},
       Option{"eps", o.eps(), Number{}},
       Option{"damping_split", o.damping_split(), kDampingSplits, kSameInAllGroups},

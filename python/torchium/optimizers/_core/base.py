@@ -25,6 +25,7 @@ from .parameters import (
     parameter_name,
 )
 from .plan import Report
+from .schedules import SCHEDULES, without_schedules
 
 
 class CoreOptimizer(Optimizer):
@@ -36,7 +37,10 @@ class CoreOptimizer(Optimizer):
         check_params(params, type(self).__name__)
         self._forget_derived()
         lr = self._OPTIONS.checked_lr(defaults["lr"])
-        super().__init__(params, {"lr": lr, **self._OPTIONS.checked(defaults)})
+        checked = {"lr": lr, **self._OPTIONS.checked(defaults)}
+        if SCHEDULES in defaults:
+            checked[SCHEDULES] = defaults[SCHEDULES]
+        super().__init__(params, checked)
         self.register_state_dict_post_hook(_clone_state)
 
     # ---- what an optimizer defines
@@ -234,8 +238,12 @@ class CoreOptimizer(Optimizer):
 
 
 def _clone_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Copies the state into a state dict: a saved view would include its whole buffer."""
-    return {**state_dict, "state": _cloned(state_dict["state"])}
+    """Copies the state into a state dict: a saved view would include its whole buffer.
+
+    Functions are left out.
+    """
+    groups = [without_schedules(group) for group in state_dict["param_groups"]]
+    return {**state_dict, "state": _cloned(state_dict["state"]), "param_groups": groups}
 
 
 def _cloned(states: dict[Any, Any]) -> dict[Any, Any]:

@@ -22,6 +22,7 @@ from .base import CoreOptimizer
 from .checkpoint import as_tensors
 from .parameters import State, check_unsharded, parameter_name
 from .plan import JointPlan, Report, Snapshot, failures
+from .schedules import at_step, new_group, schedules_in, without_functions
 
 ParamsOrModel = ParamsT | nn.Module
 
@@ -45,6 +46,7 @@ class CapturingOptimizer(CoreOptimizer):
         self._init_capture()
         model = params_or_model if isinstance(params_or_model, nn.Module) else None
         params = params_or_model if model is None else list(model.named_parameters())
+        defaults = without_functions(self._OPTIONS, defaults)
         super().__init__(params, defaults)  # type: ignore[arg-type]
         if model is not None:
             self._adopt({module: name for name, module in model.named_modules()})
@@ -107,7 +109,7 @@ class CapturingOptimizer(CoreOptimizer):
     # ---- groups and modules
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
+        super().add_param_group(new_group(self._OPTIONS, param_group, self.defaults))
         self._bound_to = None
         self._capture.watch(self.param_groups[-1]["params"])
 
@@ -151,7 +153,22 @@ class CapturingOptimizer(CoreOptimizer):
         super().zero_grad(set_to_none)
         self._forget_calls()
 
+    def _follow_schedules(self) -> None:
+        """Sets the options that are functions of the step number."""
+        functions = [schedules_in(self._OPTIONS, group) for group in self.param_groups]
+        if any(functions):
+            steps = self._bound_plan().core.next_steps(len(self.param_groups))
+            values = [
+                at_step(self._OPTIONS, *each) if each[0] else {}
+                for each in zip(functions, steps, strict=True)
+            ]
+            groups = [{**g, **v} for g, v in zip(self.param_groups, values, strict=True)]
+            self._check_shared(groups)
+            for group, new in zip(self.param_groups, values, strict=True):
+                group.update(new)
+
     def _step_groups(self) -> None:
+        self._follow_schedules()
         for index, group in enumerate(self.param_groups):  # a wrong option leaves the captures
             self._check_changed_options(index, group)
         try:
@@ -178,13 +195,14 @@ class CapturingOptimizer(CoreOptimizer):
     def _decide(self) -> JointPlan | None:
         """The plan, with which the first forward pass decides whether the next step needs calls.
 
-        None: an option is wrong, for which ``step()`` raises.
+        None: an option is wrong, or its function fails, for which ``step()`` raises.
         """
         self._decided = True
         plan = self._bound_plan()
         try:
+            self._follow_schedules()
             self._adopt_options(plan)
-        except ValueError:
+        except Exception:
             return None
         return plan
 

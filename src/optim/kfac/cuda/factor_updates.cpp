@@ -21,7 +21,7 @@ FactorUpdates::FactorUpdates(const KfacGroup& group, const std::vector<size_t>& 
                           .sum = nullptr,
                           .updates = floats(layer.factor_updates),
                           .scale = 0.0,
-                          .stat_decay = layer.stat_decay,
+                          .stat_decay = 0.0,
                           .elements = factor.numel(),
                           .first_tile = 0,
                           .counts = counts},
@@ -41,8 +41,10 @@ bool FactorUpdates::set_sums() {
     FactorEntry &A = tables_[place.A], &G = tables_[place.G];
     A.sum = floats(layer.A_sum);
     A.scale = layer.A_scale;
+    A.stat_decay = layer.stat_decay;
     G.sum = floats(layer.G_sum);
     G.scale = layer.G_scale;
+    G.stat_decay = layer.stat_decay;
   }
   return any;
 }

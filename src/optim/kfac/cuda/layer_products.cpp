@@ -109,18 +109,19 @@ void LayerProducts::add_entries(const std::vector<size_t>& layers) {
                            .first_tile = 0},
                           1);
       if (is_exact()) {
-        eigenvalue_tables_.add({.start = starts_[k],
-                                .left_values = floats(layer.G_eigenvalues),
-                                .right_values = floats(layer.A_eigenvalues),
-                                .left = diagonal_root(layer.G_root),
-                                .right = diagonal_root(layer.A_root),
-                                .damping = static_cast<float>(layer.damping),
-                                .elements = static_cast<int>(elements),
-                                .columns = static_cast<int>(shape.columns),
-                                .group_rows = static_cast<int>(shape.rows),
-                                .first_tile = 0,
-                                .in_second = shape.products() % 2 == 1},
-                               kfac_tiles(elements));
+        const size_t entry = eigenvalue_tables_.add({.start = starts_[k],
+                                                     .left_values = floats(layer.G_eigenvalues),
+                                                     .right_values = floats(layer.A_eigenvalues),
+                                                     .left = diagonal_root(layer.G_root),
+                                                     .right = diagonal_root(layer.A_root),
+                                                     .damping = 0.0F,
+                                                     .elements = static_cast<int>(elements),
+                                                     .columns = static_cast<int>(shape.columns),
+                                                     .group_rows = static_cast<int>(shape.rows),
+                                                     .first_tile = 0,
+                                                     .in_second = shape.products() % 2 == 1},
+                                                    kfac_tiles(elements));
+        eigenvalue_places_.emplace_back(layers[k], entry);
       }
       matrices_ += groups;
     }
@@ -129,6 +130,9 @@ void LayerProducts::add_entries(const std::vector<size_t>& layers) {
 }
 
 void LayerProducts::set_aside() {
+  for (const auto& [layer, entry] : eigenvalue_places_) {
+    eigenvalue_tables_[entry].damping = static_cast<float>(group_.layers[layer].damping);
+  }
   first_ = has_unused_column_ ? at::zeros({elements_}, options_) : at::empty({elements_}, options_);
   second_ = at::empty({elements_}, options_);
   addresses_ = at::empty({4, matrices_}, options_.dtype(at::kLong));

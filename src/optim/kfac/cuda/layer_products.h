@@ -10,6 +10,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 namespace torchium::optim::detail {
@@ -29,7 +30,8 @@ class LayerProducts {
   };
   Place place(size_t k) const;
 
-  // Allocates the buffers. A column of V that no parameter fills is zero.
+  // Allocates the buffers, and reads the damping of this step. A column of V that no parameter
+  // fills is zero.
   void set_aside();
   cuda_kernels::KfacBuffers buffers() const;
   // V -> (G + ..I)^-1 V (A + ..I)^-1, or the same with eigenvectors.
@@ -70,6 +72,7 @@ class LayerProducts {
   std::vector<int64_t> split_of_;  // of each layer; -1: none
   KernelTables<cuda_kernels::AddressEntry> address_tables_;
   KernelTables<cuda_kernels::EigenvalueEntry> eigenvalue_tables_;
+  std::vector<std::pair<size_t, size_t>> eigenvalue_places_;  // layer and entry
   // Of one step.
   at::Tensor first_, second_;
   at::Tensor addresses_;  // [4, matrices]: V in the two buffers, the roots of G, those of A
