@@ -46,3 +46,13 @@ SETTINGS: dict[str, MakeOptimizer] = {
     "natural_gradient": _of_model(torchium.NaturalGradient),
 }
 REFUSING = ("natural_gradient",)
+_FAMILIES = ("shampoo", "adagrad", "kfac", "natural_gradient")
+
+
+def half_of_the_settings(turn: int) -> list[str]:
+    """Every optimizer, with half of its settings; consecutive turns take different ones."""
+    chosen = []
+    for family in _FAMILIES:
+        names = [name for name in SETTINGS if name.startswith(family)]
+        chosen += [names[(turn + i) % len(names)] for i in range((len(names) + 1) // 2)]
+    return chosen
