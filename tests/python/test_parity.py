@@ -11,8 +11,8 @@ import torch
 import torchium
 from parity_tools import assert_same, make, set_lr, state_of
 from torch import nn
-from trajectory_cases import BASE, CASES, OPTIONS
-from trajectory_problems import PROBLEMS, train
+from trajectory_cases import BASE, OPTIONS, cases_and_problems
+from trajectory_problems import train
 
 pytest.importorskip("torchium_cpp._C", exc_type=ImportError)
 
@@ -50,8 +50,7 @@ def test_options_have_the_same_names_and_defaults(name):
         assert type(cpp[key]) is type(listed[key]) is type(default), key
 
 
-@pytest.mark.parametrize("problem", PROBLEMS)
-@pytest.mark.parametrize(("name", "case"), CASES)
+@pytest.mark.parametrize(("name", "case", "problem"), cases_and_problems(turn=1))
 def test_trajectory_and_state(name, case, problem):
     options = OPTIONS[name][case]
     python_history, python_state = run("python", name, problem, torch.float32, **options)

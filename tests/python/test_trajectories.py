@@ -6,8 +6,8 @@ import pytest
 import torch
 import torchium
 from reference import ReferenceAdagrad, ReferenceShampoo
-from trajectory_cases import BASE, CASES, OPTIONS
-from trajectory_problems import PROBLEMS, train
+from trajectory_cases import BASE, OPTIONS, cases_and_problems
+from trajectory_problems import train
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}
 
@@ -32,8 +32,7 @@ def assert_agree(history, expected, dtype: torch.dtype) -> None:
             )
 
 
-@pytest.mark.parametrize("problem", PROBLEMS)
-@pytest.mark.parametrize(("optimizer", "case"), CASES)
+@pytest.mark.parametrize(("optimizer", "case", "problem"), cases_and_problems())
 def test_trajectory(optimizer, case, problem):
     options = OPTIONS[optimizer][case]
     of_reference = {k: v for k, v in options.items() if k != "root_method"}

@@ -79,3 +79,13 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "Adagrad": {case: {"lr": 0.05, **options} for case, options in ADAGRAD.items()},
 }
 CASES = [(name, case) for name, cases in OPTIONS.items() for case in cases]
+
+
+def cases_and_problems(turn: int = 0) -> list[tuple[str, str, str]]:
+    """Every case with `intermittent`, whose parameters have all shapes, and with one other problem in turn."""
+    others = ("mlp", "convnet", "odd_shapes")
+    return [
+        (name, case, problem)
+        for i, (name, case) in enumerate(CASES, start=turn)
+        for problem in ("intermittent", others[i % len(others)])
+    ]
