@@ -280,15 +280,14 @@ def test_a_cpp_archive_goes_on_like_an_uninterrupted_python_run(name, options, m
     python = Run("python", name, model, **options)
     for step in range(STEPS):
         python.step(step)
-    for pause in (1, 4, 5):
-        cpp = Run("cpp", name, model, **options)
-        for step in range(STEPS):
-            if step == pause:
-                archive = cpp.optimizer.save_bytes()
-                cpp.optimizer = cpp.make()
-                cpp.optimizer.load_bytes(archive)
-            cpp.step(step)
-        assert_twins(python, cpp)
+    cpp = Run("cpp", name, model, **options)
+    for step in range(STEPS):
+        if step in (1, 4, 5):
+            archive = cpp.optimizer.save_bytes()
+            cpp.optimizer = cpp.make()
+            cpp.optimizer.load_bytes(archive)
+        cpp.step(step)
+    assert_twins(python, cpp)
 
 
 SCHEDULES: dict[str, Callable[[int], Any]] = {
