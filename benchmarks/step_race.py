@@ -77,8 +77,8 @@ class Entry:
 
     def prepare(self, most_seconds: float) -> None:
         """Construct it, warm it up, and measure its memory."""
-        gc.collect()
         if self.is_cuda:
+            gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated() if self.is_cuda else 0
