@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from run_script import run_script
 
 pytest.importorskip("tabulate")
 pytest.importorskip("opacus")
@@ -16,8 +15,7 @@ METHODS = 13
 
 
 def test_a_tiny_run_measures_every_method() -> None:
-    command = [sys.executable, str(FOLDER / "curvature.py"), "--device", "cpu", "--tiny"]
-    done = subprocess.run([*command, "--rounds", "1"], capture_output=True, text=True, timeout=300)
+    done = run_script(FOLDER / "curvature.py", "--device", "cpu", "--tiny", "--rounds", "1")
     assert done.returncode == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
     times = [float(line.split("|")[2]) for line in rows if line.split("|")[2].strip()[:1].isdigit()]

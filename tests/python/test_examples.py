@@ -47,7 +47,7 @@ def table_rows(output: str) -> dict[str, list[str]]:
     return {label: rest for label, *rest in cells}
 
 
-@pytest.mark.parametrize(("model", "budget"), [("mlp", 150), ("convnet", 60)])
+@pytest.mark.parametrize(("model", "budget"), [("mlp", 60), ("convnet", 40)])
 def test_compare_trains_every_optimizer(model: str, budget: int, tmp_path: Path) -> None:
     output = checked_example(
         "train_classifier.py",
@@ -69,14 +69,14 @@ def test_compare_trains_every_optimizer(model: str, budget: int, tmp_path: Path)
 
 @pytest.mark.parametrize("optimizer", ["kfac", "naturalgradient"])
 def test_the_best_loss_of_sgd_is_reached_in_fewer_steps(optimizer: str, tmp_path: Path) -> None:
-    common = ("--data", "digits", "--device", "cpu", "--steps", "150", "--output", str(tmp_path))
+    common = ("--data", "digits", "--device", "cpu", "--steps", "80", "--output", str(tmp_path))
     sgd = table_rows(checked_example("train_classifier.py", "--optimizer", "sgd", *common))
     best = sgd["sgd"][0]  # of a rate that decays to zero, the last loss
     rows = table_rows(
         checked_example("train_classifier.py", "--optimizer", optimizer, "--target", best, *common)
     )
     *_, steps_to_target, _ = rows[optimizer]
-    assert int(steps_to_target) <= 120
+    assert int(steps_to_target) <= 64
 
 
 def test_settings_run_in_every_combination(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_wrong_arguments_are_named(arguments: list[str], message: str) -> None:
 )
 def test_amp_training_learns(arguments: list[str]) -> None:
     output = checked_example(
-        "amp_training.py", "--data", "digits", "--device", "cpu", "--steps", "120", *arguments
+        "amp_training.py", "--data", "digits", "--device", "cpu", "--steps", "60", *arguments
     )
     accuracy = re.search(r"test accuracy ([\d.]+)%", output)
     assert accuracy is not None
