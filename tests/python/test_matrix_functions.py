@@ -493,9 +493,14 @@ def test_gradient_in_half_precision():
 # Operators
 
 
-@pytest.mark.parametrize("shape", [(3, 3), (0, 2, 2), (2, 1, 4, 4)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_opcheck(device, shape, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        *((torch.float32, shape) for shape in ((3, 3), (0, 2, 2), (2, 1, 4, 4))),
+        *((dtype, (2, 1, 4, 4)) for dtype in (torch.float64, torch.bfloat16)),
+    ],
+)
+def test_opcheck(device, dtype, shape):
     A = torch.eye(shape[-1], device=device, dtype=dtype).expand(shape).contiguous()
     for method in METHODS:
         arguments, options = (A, 4), {"eps": 1e-2, "method": method}
