@@ -23,14 +23,3 @@ def test_a_dry_run_writes_its_tables_and_its_plot(tmp_path: Path) -> None:
     for what in ("error / that with float32 products", "error / that of float32 eigh"):
         assert text.count(what) == 12  # three orders, two families, two dampings
     assert plot.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_dry_run_of_old_eigenbases_writes_its_tables(tmp_path: Path) -> None:
-    pytest.importorskip("tabulate")
-    tables = tmp_path / "warm.md"
-    script = SCRIPT.with_name("warm_roots.py")
-    done = run_script(script, "--dry-run", "--rounds", "1", "--save", tables)
-    assert done.returncode == 0, done.stderr
-    text = tables.read_text()
-    assert text.count("| fresh") == text.count("| tracked") == 36  # orders, beta2, ages, dampings
-    assert text.count("| newton") == text.count("| tracking") == 4
