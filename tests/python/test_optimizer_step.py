@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
+import torchium
 from optimizer_cases import (
     all_cases,
     assert_same,
@@ -287,3 +289,22 @@ def test_the_default_device_does_not_matter(make):
     assert_same(values(elsewhere), values(plain))
     assert_same(found, expected)
     assert not torch.equal(values(plain)[0], values(mlp())[0])
+
+
+@pytest.mark.parametrize(
+    ("make", "phases"),
+    [
+        (torchium.Shampoo, {"elementwise", "statistics", "roots", "precondition"}),
+        (torchium.Adagrad, {"elementwise"}),
+        (torchium.KFAC, {"elementwise", "factors", "inverses", "precondition"}),
+        (torchium.NaturalGradient, {"elementwise", "gram", "precondition"}),
+    ],
+)
+def test_a_profiler_sees_the_phases_of_a_step(make, phases):
+    """Which `torch.autograd.profiler.emit_nvtx` shows as NVTX ranges too."""
+    model = mlp()
+    optimizer = make(model.parameters(), lr=0.01)
+    with torch.profiler.profile() as profile:
+        run(model, optimizer, steps=1)
+    names = {event.key for event in profile.key_averages()}
+    assert {f"torchium::{phase}" for phase in phases} <= names

@@ -105,7 +105,7 @@ struct TORCHIUM_API ShampooOptions
   /// Options of a replacement for AdamW: its lr, betas and decoupled weight decay; grafting_eps is
   /// its eps, and eps the square of that. The others are grafting = "adam", exponent = -0.5,
   /// exponent_warmup = 100, relative_eps = 1e-3 and update_freq = 10, found with
-  /// benchmarks/from_adamw.py and benchmarks/early_steps.py.
+  /// benchmarks/early_steps.py.
   /// Throws c10::ValueError for amsgrad = true and an eps below 0.
   static ShampooOptions from_adamw(const torch::optim::AdamWOptions& adamw = {});
   /// The same for Adam, whose weight decay is an L2 penalty.

@@ -121,6 +121,7 @@ void store_moment(at::Tensor& sum, const at::Tensor& X, int64_t length, int64_t 
                                          .pixels = as_int(pixels),
                                          .accumulate = accumulate},
                                         c10::cuda::getCurrentCUDAStream()));
+  sum.unsafeGetTensorImpl()->bump_version();
 }
 
 #else

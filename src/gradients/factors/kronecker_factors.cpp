@@ -3,6 +3,7 @@
 #include "gradients/factors/device_factors.h"
 #include "gradients/factors/patches.h"
 #include "linalg/products/symmetric_update.h"
+#include "support/phase.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
@@ -159,6 +160,7 @@ void check_kronecker_factors(const at::Tensor& A_sum, const at::Tensor& G_sum,
 void update_kronecker_factors_(at::Tensor& A_sum, at::Tensor& G_sum, const LayerCall& call,
                                at::IntArrayRef weight_shape, bool accumulate,
                                WeightSharing sharing) {
+  const torchium::detail::Phase phase("torchium::factors");
   c10::NoGradGuard no_grad;
   check_kronecker_factors(A_sum, G_sum, call, weight_shape);
   if (call.input.numel() == 0) {

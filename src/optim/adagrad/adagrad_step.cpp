@@ -4,6 +4,7 @@
 #include "optim/blocked/preconditioner.h"
 #include "optim/core/argument_checks.h"
 #include "optim/core/found_inf_guard.h"
+#include "support/phase.h"
 
 #include <ATen/ATen.h>
 #include <c10/util/accumulate.h>
@@ -166,6 +167,7 @@ AdagradStep::AdagradStep(const AdagradOptions& options, AdagradGroup group)
 
 void AdagradStep::run(const at::Tensor& lr, at::IntArrayRef host_steps,
                       const at::Tensor& found_inf) {
+  const torchium::detail::Phase phase("torchium::elementwise");
   const StepRule rule{.weight_decay = options_.weight_decay()};
   if (!prologue_->run(rule, found_inf)) {  // t <- t + 1, unless it is skipped
     return;

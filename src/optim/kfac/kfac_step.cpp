@@ -4,6 +4,7 @@
 #include "optim/core/argument_checks.h"
 #include "optim/kfac/cuda/kfac_kernels.h"
 #include "optim/kfac/kfac_inverses.h"
+#include "support/phase.h"
 
 #include <ATen/ATen.h>
 #include <c10/util/ScopeExit.h>
@@ -118,6 +119,10 @@ void KfacStep::examine_sums() {
 }
 
 void KfacStep::update_inverses(bool KfacLayer::*wanted, const FoundInfGuard& guard) {
+  if (std::ranges::none_of(group_.layers, wanted)) {
+    return;
+  }
+  const torchium::detail::Phase phase("torchium::inverses");
   detail::update_inverses(group_.layers, wanted, group_.shared.damping_split,
                           group_.shared.root_method, guard);
 }
@@ -141,29 +146,45 @@ void KfacStep::run(const at::Tensor&, at::IntArrayRef, const at::Tensor& found_i
     }
   });
   update_inverses(&KfacLayer::inverse_lost, FoundInfGuard::open());
-  examine_sums();
-  if (!prologue_->run({}, found_inf)) {  // t <- t + 1, unless it is skipped
-    return;
+  {
+    const torchium::detail::Phase phase("torchium::elementwise");
+    examine_sums();
+    if (!prologue_->run({}, found_inf)) {  // t <- t + 1, unless it is skipped
+      return;
+    }
   }
   const KfacRun run{grads_, *prologue_};
-  for (const auto& subset : subsets_) {  // A <- d A + (1 - d) E[a a^T], G <- d G + (1 - d) E[g g^T]
-    subset->update_factors(run);
+  {
+    const torchium::detail::Phase phase("torchium::factors");
+    for (const auto& subset : subsets_) {  // A <- d A + (1 - d) E[a a^T], G likewise with g
+      subset->update_factors(run);
+    }
   }
   // Where due: (A + ..I)^-1, (G + ..I)^-1.
   update_inverses(&KfacLayer::inverse_due, prologue_->guard());
   record_failures();
+  StepScalar nu;
+  {
+    const torchium::detail::Phase phase("torchium::precondition");
+    nu = precondition(run);
+  }
+  const torchium::detail::Phase phase("torchium::elementwise");
+  for (const auto& subset : subsets_) {  // buf <- momentum buf + nu d; p <- p - lr buf
+    subset->apply(run, nu);              // or .grad <- nu d
+  }
+}
+
+// d = (G + ..I)^-1 V (A + ..I)^-1. Returns nu.
+StepScalar KfacStep::precondition(const KfacRun& run) {
   std::vector<at::Tensor> terms;
-  for (const auto& subset : subsets_) {  // d = (G + ..I)^-1 V (A + ..I)^-1
+  for (const auto& subset : subsets_) {
     subset->precondition(run);
     const at::Tensor its = group_.shared.kl_clip ? subset->kl_terms(run) : at::Tensor();
     if (its.defined()) {
       terms.push_back(its);
     }
   }
-  const StepScalar nu = kl_scale(group_.shared.kl_clip.value_or(0.0), terms);
-  for (const auto& subset : subsets_) {  // buf <- momentum buf + nu d; p <- p - lr buf
-    subset->apply(run, nu);              // or .grad <- nu d
-  }
+  return kl_scale(group_.shared.kl_clip.value_or(0.0), terms);
 }
 
 }  // namespace torchium::optim::detail

@@ -38,6 +38,7 @@ class KfacStep : public PrologueStep {
   void examine_sums();
   void update_inverses(bool KfacLayer::*wanted, const FoundInfGuard& guard);
   void record_failures();
+  StepScalar precondition(const KfacRun& run);
 
   KfacGroup group_;
   at::Tensor status_;

@@ -9,6 +9,7 @@
 #include "optim/natural_gradient/natural_gradient_direction.h"
 #include "optim/natural_gradient/parameter_segments.h"
 #include "optim/natural_gradient/parameter_vectors.h"
+#include "support/phase.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
@@ -44,6 +45,7 @@ bool has_momentum(const NaturalGradientHyperparameters& h) {
 
 // L of S = J Lambda^-1 J^T / n + I; NaN where S is not positive definite.
 at::Tensor factorize(const Jacobian& J, const std::vector<double>& dampings) {
+  const torchium::detail::Phase phase("torchium::gram");
   std::vector<double> weights;
   for (const double damping : dampings) {
     weights.push_back(1.0 / (damping * static_cast<double>(J.samples())));
@@ -125,6 +127,7 @@ void apply_direction(const NaturalGradientHyperparameters& h, const ParameterSeg
                      at::TensorList params, const ParameterVector& d,
                      const ParameterVector& previous, NaturalGradientState& state,
                      const FoundInfGuard& guard) {
+  const torchium::detail::Phase phase("torchium::elementwise");
   const at::Tensor squares = squares_of_params(segments.split(d));
   record_failure(squares, guard, state.status);
   const FoundInfGuard accepted = guard.narrowed(squares.isfinite().all());
@@ -191,16 +194,20 @@ at::Tensor natural_gradient_step(const NaturalGradientHyperparameters& h, at::Te
   const auto dampings = segments.common(h.dampings);
   const ScaledVector previous = momentum_part(h, segments, state);  // mu d_prev
   ParameterVector d;
-  if (by_cg) {
-    ConjugateGradientsResult solution = cg_direction(segmented, dampings, h.eps, v, previous);
-    d = std::move(solution.x);
-    report.select(0, 0).fill_(solution.iterations);
-    report.select(0, 1).copy_(solution.relative_residual);
-    report.select(0, 2).fill_(1);
-  } else {
-    const GradientSplit split = refreshed ? split_gradient(segmented, v, segments.common(roundings))
-                                          : GradientSplit{at::zeros({}, report.options()), v};
-    d = gram_direction(segmented, dampings, split, previous, factorization);
+  {
+    const torchium::detail::Phase phase("torchium::precondition");
+    if (by_cg) {
+      ConjugateGradientsResult solution = cg_direction(segmented, dampings, h.eps, v, previous);
+      d = std::move(solution.x);
+      report.select(0, 0).fill_(solution.iterations);
+      report.select(0, 1).copy_(solution.relative_residual);
+      report.select(0, 2).fill_(1);
+    } else {
+      const GradientSplit split = refreshed
+                                      ? split_gradient(segmented, v, segments.common(roundings))
+                                      : GradientSplit{at::zeros({}, report.options()), v};
+      d = gram_direction(segmented, dampings, split, previous, factorization);
+    }
   }
   apply_direction(h, segments, params, d, previous.x, state, guard);
   return report;

@@ -5,9 +5,9 @@
 #include "optim/core/argument_checks.h"
 #include "optim/shampoo/cuda/shampoo_kernels.h"
 #include "optim/shampoo/shampoo_rules.h"
+#include "support/phase.h"
 
 #include <ATen/ATen.h>
-#include <ATen/record_function.h>
 #include <c10/util/ScopeExit.h>
 
 #include <algorithm>
@@ -87,7 +87,7 @@ void ShampooStep::run(const at::Tensor& lr, at::IntArrayRef host_steps,
     }
   });
   {
-    RECORD_FUNCTION("torchium::elementwise", {});
+    const torchium::detail::Phase phase("torchium::elementwise");
     if (!prologue_->run(step_rule(options_), found_inf)) {  // t <- t + 1, unless it is skipped
       return;
     }
@@ -95,7 +95,7 @@ void ShampooStep::run(const at::Tensor& lr, at::IntArrayRef host_steps,
   const Schedule schedule = make_schedule(options_, group_.states, host_steps);
   const ShampooRun run{options_, lr, grads_, schedule, *prologue_};
   const auto each = [&](const char* name, void (ShampooSubset::*part)(const ShampooRun&)) {
-    RECORD_FUNCTION(name, {});
+    const torchium::detail::Phase phase(name);
     for (const auto& subset : subsets_) {
       (subset.get()->*part)(run);
     }
@@ -104,7 +104,7 @@ void ShampooStep::run(const at::Tensor& lr, at::IntArrayRef host_steps,
   each("torchium::elementwise", &ShampooSubset::moments);    // m <- b1 m + (1 - b1) g; v, a
   each("torchium::statistics", &ShampooSubset::statistics);  // L_i <- b2 L_i + (1 - b2) g_i g_i^T
   if (schedule.any_root_due) {                               // R_i <- (L_i / c + eps I)^(-1/(2k))
-    RECORD_FUNCTION("torchium::roots", {});
+    const torchium::detail::Phase phase("torchium::roots");
     std::vector<StepScalar> c;
     for (size_t i = 0; i < group_.params.size(); ++i) {
       c.push_back(prologue_->correction(Average::kStatistics, i));
