@@ -348,8 +348,10 @@ py::class_<Optimizer, SecondOrderOptimizer> bind_optimizer(py::module_& module, 
 }
 
 template <typename Optimizer, typename Options>
-void bind_capturing_optimizer(py::module_& module, const char* name, const char* doc) {
-  bind_optimizer<Optimizer, Options>(module, name, doc)
+py::class_<Optimizer, SecondOrderOptimizer> bind_capturing_optimizer(py::module_& module,
+                                                                     const char* name,
+                                                                     const char* doc) {
+  return bind_optimizer<Optimizer, Options>(module, name, doc)
       .def("zero_grad", &Optimizer::zero_grad, py::arg("set_to_none") = true,
            py::call_guard<py::gil_scoped_release>())
       .def(
@@ -397,7 +399,9 @@ void bind_optimizers(py::module_& module) {
       .def("sync_lr", &Shampoo::sync_lr, no_gil(),
            "Writes the learning rate to the tensor that captured steps read.");
   bind_optimizer<Adagrad, AdagradOptions>(optim, "Adagrad", "torchium::optim::Adagrad");
-  bind_capturing_optimizer<KFAC, KFACOptions>(optim, "KFAC", "torchium::optim::KFAC");
+  bind_capturing_optimizer<KFAC, KFACOptions>(optim, "KFAC", "torchium::optim::KFAC")
+      .def("update_damping", &KFAC::update_damping, py::arg("loss_before"), py::arg("loss_after"),
+           no_gil(), "Adapts the damping by the losses before and after the last step.");
   bind_capturing_optimizer<KFACPreconditioner, KFACPreconditionerOptions>(
       optim, "KFACPreconditioner", "torchium::optim::KFACPreconditioner");
   bind_capturing_optimizer<NaturalGradient, NaturalGradientOptions>(

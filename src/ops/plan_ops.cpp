@@ -333,6 +333,11 @@ void register_kfac_plan(torch::Library& m, const std::string& optimizer, const c
              }
              return all;
            })
+      .def("damping_update",
+           [](const Self& self, double loss_before, double loss_after) {
+             const auto [ratio, factor] = self->damping_update(loss_before, loss_after);
+             return std::make_tuple(ratio, factor);
+           })
       .def("fallback", [](const Self& self) { return self->fallback(); })
       .def("new_fallback", [](const Self& self) { return self->new_fallback(); })
       .def("note_warned", [](const Self& self) { self->note_warned(); })

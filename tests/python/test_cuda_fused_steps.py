@@ -392,9 +392,9 @@ def test_a_gradient_that_is_not_finite_skips_all_of_a_mixed_model(victim: str) -
         assert_same(list(optimizer.state[p].values()), list(state.values()))
 
 
-def kfac_launches(model: nn.Module, **options: Any) -> int:
+def kfac_launches(model: nn.Module, make: Any = torchium.KFAC, **options: Any) -> int:
     model.cuda()
-    optimizer = torchium.KFAC(model, lr=1e-4, **options)
+    optimizer = make(model, lr=1e-4, **options)
     for seed in range(3):
         backward_pass(model, optimizer, seed)
         optimizer.step()
@@ -416,6 +416,14 @@ def test_launches_of_kfac_do_not_grow_with_the_number_of_layers(
         kfac_launches(make(number), TCov=10, TInv=10, damping_split=split) for number in (3, 40)
     ]
     assert counts[0] == counts[1] < (most if make is deep_model else 150)
+
+
+def test_launches_of_a_preconditioner_do_not_grow_with_the_number_of_layers() -> None:
+    counts = [
+        kfac_launches(deep_model(number), torchium.KFACPreconditioner, inv_update_steps=10)
+        for number in (3, 40)
+    ]
+    assert counts[0] == counts[1] < 30
 
 
 def test_launches_of_an_update_of_the_factors_do_not_grow_with_the_number_of_layers() -> None:

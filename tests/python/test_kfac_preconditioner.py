@@ -9,6 +9,7 @@ import pytest
 import torch
 import torchium
 from captured_layers import Conv1D
+from cuda_waits import no_waits
 from optimizer_cases import assert_same, backward, mlp, values
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -320,6 +321,45 @@ def test_checkpoints_of_kfac_and_of_its_preconditioner_are_told_apart():
         preconditioner.load_state_dict(optimizer.state_dict())
     with pytest.raises(ValueError, match="not one of KFAC"):
         optimizer.load_state_dict(preconditioner.state_dict())
+
+
+@pytest.mark.cuda
+def test_a_step_does_not_wait():
+    model = mlp("cuda")
+    scaler = GradScaler("cuda", init_scale=4.0)
+    preconditioner = KFACPreconditioner(model, lr=lambda step: 0.1 / step, grad_scaler=scaler)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step)).backward()
+        scaler.unscale_(optimizer)
+        if step < 2:
+            preconditioner.step()
+            continue
+        with no_waits() as asleep:
+            preconditioner.step()
+        assert not asleep.query()
+
+
+@pytest.mark.cuda
+def test_gradients_of_other_layouts_and_dtypes():
+    """As on the CPU; the kernels know neither float64 nor a gradient with other strides."""
+    grads = []
+    for device in ("cpu", "cuda"):
+        model = convolutions(torch.device(device), torch.contiguous_format)
+        model.head.double()
+        preconditioner = KFACPreconditioner(model)
+        x = torch.randn(8, 2, 4, 4, generator=torch.Generator().manual_seed(0)).to(device)
+        hidden = torch.tanh(model.norm(model.conv(x)))
+        model.head(torch.tanh(model.mix(hidden.flatten(1))).double()).square().sum(
+            1
+        ).mean().backward()
+        weight = model.mix.weight
+        weight.grad = weight.grad.t().contiguous().t()
+        preconditioner.step()
+        assert weight.grad.stride() == (1, 64)
+        grads.append([p.grad.cpu() for p in model.parameters()])
+    torch.testing.assert_close(grads[1], grads[0], rtol=2e-3, atol=1e-4)
 
 
 def test_it_is_no_optimizer_by_name():

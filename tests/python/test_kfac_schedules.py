@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_waits import no_waits
 from optimizer_cases import assert_same, backward, mlp, snapshot, values
 from torch import Tensor, nn
 from torchium import KFAC, KFACPreconditioner
@@ -129,6 +130,18 @@ def test_functions_may_be_set_replaced_and_deleted():
     group["damping"] = 1.0
     trained(optimizer, model, 6, 7)
     assert group["damping"] == 1.0
+
+
+@pytest.mark.cuda
+def test_a_step_with_functions_does_not_wait():
+    model = mlp("cuda")
+    optimizer = KFAC(model, **{**SCHEDULES, "TInv": lambda step: 5})
+    trained(optimizer, model, 1, 3)
+    backward(model, 3)
+    with no_waits() as asleep:
+        optimizer.step()
+    assert not asleep.query()
+    assert optimizer.param_groups[0]["damping"] == 0.5 / 3
 
 
 # ---- wrong values

@@ -317,6 +317,25 @@ def test_errors_of_functions_of_the_step():
     assert messages[0] == messages[1]
 
 
+@pytest.mark.parametrize("split", ["pi", "plain", "exact"])
+@pytest.mark.parametrize("model", ["mlp", "convnet"])
+def test_adaptive_damping(model, split):
+    options = dict(lr=0.5, momentum=0.0, adaptive_damping=True, TCov=1, TInv=2)
+    python, cpp = twins("KFAC", model, damping_split=split, **options)
+    ratios: list[list[float]] = [[], []]
+    for run, found in zip((python, cpp), ratios, strict=True):
+        for step in range(STEPS):
+            before = run.loss(step).item()
+            run.step(step)
+            if step % 3 == 2:
+                after = run.loss(step).item()
+                found.append(run.optimizer.update_damping(before, after))
+    assert_twins(python, cpp)
+    assert ratios[0] == ratios[1]
+    damping = python.optimizer.param_groups[0]["damping"]
+    assert damping == cpp.optimizer.options()["damping"] != 0.01
+
+
 PRECONDITIONER: dict[str, dict[str, Any]] = {
     "defaults": {},
     "pi": dict(factor_update_steps=2, inv_update_steps=3, factor_decay=0.5),

@@ -23,8 +23,8 @@ class KfacPlan;
 }  // namespace detail
 
 /// Options of KFAC; names and defaults are those of Python's `torchium.KFAC`. batch_averaged,
-/// kl_clip, damping_split and root_method must be the same in all groups; for the others, the group
-/// of the weight decides for a layer.
+/// kl_clip, damping_split, root_method and adaptive_damping must be the same in all groups; for the
+/// others, the group of the weight decides for a layer.
 struct TORCHIUM_API KFACOptions : public torch::optim::OptimizerCloneableOptions<KFACOptions> {
   KFACOptions(double lr = 0.003);
   /// Learning rate, >= 0.
@@ -60,6 +60,8 @@ struct TORCHIUM_API KFACOptions : public torch::optim::OptimizerCloneableOptions
   /// Of a factor of a larger order only the diagonal is kept, >= 1; of G of a tied head always. A
   /// new value counts for factors that do not exist yet.
   TORCH_ARG(int64_t, max_factor_size) = 5000;
+  /// KFAC::update_damping() may be called. Needs momentum 0.
+  TORCH_ARG(bool, adaptive_damping) = false;
   /// Ascend instead of descend.
   TORCH_ARG(bool, maximize) = false;
   /// damping, TCov, TInv, stat_decay and kl_clip as functions of the step; the values above follow.
@@ -155,6 +157,23 @@ class TORCHIUM_API KFAC : public CapturingOptimizer {
   KFAC& operator=(KFAC&&) noexcept;
 
   KFACReport report() const;
+
+  /// Adapts the damping of all groups by the rule of Levenberg and Marquardt (Martens and Grosse
+  /// 2015, section 6.5), which needs adaptive_damping. The losses are those of one batch before and
+  /// after the last step, with everything that its gradient had. With the k steps since the last
+  /// call, or since the optimizer was made or loaded,
+  ///
+  ///     ratio = (loss_before - loss_after) / sum (lr nu - lr^2 nu^2 / 2) V . D
+  ///
+  /// over the layers, where nu is the factor of the KL clip, multiplies the damping by 0.95^k if it
+  /// is above 3/4 and divides by it if it is below 1/4 or loss_after is not finite. The sum is the
+  /// reduction in the quadratic model of K-FAC. A step that promises none (skipped, or with lr nu
+  /// of 0 or above 2) changes nothing. Inverses have the new damping when they are due.
+  ///
+  /// Returns the ratio; NaN: no reduction was promised. Waits for the device. Throws
+  /// c10::ValueError unless a step was taken since the last call, for groups of different lr, and
+  /// if damping is a function of the step.
+  double update_damping(double loss_before, double loss_after);
 
  protected:
   // For constructors of derived classes, which call initialize().

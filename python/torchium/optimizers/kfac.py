@@ -14,6 +14,7 @@ from ._core.capturing import CapturingOptimizer, ParamsOrModel
 from ._core.factors import FactorCapture
 from ._core.options import OptionList
 from ._core.plan import JointPlan
+from ._core.schedules import schedules_in
 
 
 class KFACReport(TypedDict):
@@ -88,8 +89,8 @@ class KFAC(CapturingOptimizer):
         params_or_model (nn.Module or iterable): the model, or parameters, named parameters or dicts
             of parameter groups: then their layers are found when they run. Parameters are dense,
             real, float32, float64, bfloat16 or float16, all on one device. Every option but
-            ``batch_averaged``, ``kl_clip``, ``damping_split`` and ``root_method`` may be set for a
-            group; the group of its weight decides for a layer.
+            ``batch_averaged``, ``kl_clip``, ``damping_split``, ``root_method`` and ``adaptive_damping`` may
+            be set for a group; the group of its weight decides for a layer.
         lr (float or Tensor): learning rate, at least 0. A tensor has one element (default: 0.003).
         momentum (float): momentum of the direction, in [0, 1) (default: 0.9).
         weight_decay (float): L2 penalty (default: 0).
@@ -119,6 +120,8 @@ class KFAC(CapturingOptimizer):
             :meth:`report` name those. G of a tied head is always a diagonal. A factor of order n
             takes :math:`8 n^2` bytes with its inverse, and an inversion of order :math:`n^3` operations.
             A new value counts for factors that do not exist yet (default: 5000).
+        adaptive_damping (bool): :meth:`update_damping` may be called. Needs ``momentum=0``
+            (default: False).
         grad_scaler (GradScaler, optional): scales the loss, under mixed precision; its scale is taken
             out of the factors. Needed only if its ``unscale_()`` is called before ``step()``. It may be
             set later as an attribute; a copy of the optimizer has none (default: None).
@@ -174,10 +177,67 @@ class KFAC(CapturingOptimizer):
         root_method: str = "auto",
         weight_sharing: str = "expand",
         max_factor_size: int = 5000,
+        adaptive_damping: bool = False,
         grad_scaler: GradScaler | None = None,
         maximize: bool = False,
     ) -> None:
         super().__init__(params_or_model, self._OPTIONS.given(locals()), grad_scaler)
+
+    def update_damping(self, loss_before: float | Tensor, loss_after: float | Tensor) -> float:
+        r"""Adapts the damping of all groups by the rule of Levenberg and Marquardt.
+
+        Let :math:`k` be the number of steps since the last call, or since the optimizer was made, loaded
+        or copied. The last step has moved the layers by :math:`\delta = -\text{lr}\,\nu D`, where
+        :math:`\nu` is the factor of the KL clip. In the quadratic model of K-FAC it lowers the loss by
+        :math:`m = \sum (\text{lr}\,\nu - \text{lr}^2 \nu^2 / 2)\, V \cdot D`, summed over the layers. With
+        :math:`\rho = (\text{loss\_before} - \text{loss\_after}) / m`
+
+        - if :math:`\rho > 3/4`, damping is multiplied by :math:`0.95^k`;
+        - if :math:`\rho < 1/4`, or ``loss_after`` is not finite, it is divided by :math:`0.95^k`.
+
+        Inverses have the new damping when they are due. A step that promises no reduction (skipped, or
+        with :math:`\text{lr}\,\nu` 0 or above 2) changes nothing. The rule is that of Martens and Grosse 2015, section 6.5,
+        whose learning rate is found by a line search; with a fixed ``lr`` of at most 1 and the batch of the
+        step :math:`\rho` is near 1 where the model is good. Parameters without a layer lower the loss too,
+        but are not in :math:`m`.
+
+        Args:
+            loss_before: the loss whose gradient the last step had, with all of its penalties, and with the
+                penalty of ``weight_decay``. ``step(closure)`` returns it.
+            loss_after: the same after the step, on the same batch.
+
+        Returns:
+            :math:`\rho`; ``-inf`` if ``loss_after`` is not finite, and NaN if no reduction was promised.
+
+        Raises:
+            ValueError: ``adaptive_damping`` is off, ``damping`` is a function, ``loss_before`` is not
+                finite, no step was taken since the last call, or ``lr`` differs between groups.
+
+        .. note::
+            Waits for the GPU, unlike ``step()``: call it every few steps.
+
+        Example:
+            >>> model, x = torch.nn.Linear(10, 2), torch.randn(8, 10)
+            >>> optimizer = torchium.KFAC(model, lr=0.5, momentum=0, kl_clip=None, adaptive_damping=True)
+            >>> for step in range(20):
+            ...     loss = model(x).square().mean()
+            ...     optimizer.zero_grad()
+            ...     loss.backward()
+            ...     optimizer.step()
+            ...     if step % 5 == 4:
+            ...         ratio = optimizer.update_damping(loss, model(x).square().mean())
+        """
+        if any("damping" in schedules_in(self._OPTIONS, group) for group in self.param_groups):
+            raise ValueError(
+                "damping is a function of the step, which update_damping() cannot change; pass a number "
+                "to start from"
+            )
+        plan = self._bound_plan()
+        self._adopt_options(plan)
+        ratio, factor = plan.core.damping_update(_number(loss_before), _number(loss_after))
+        for group in self.param_groups:
+            group["damping"] *= factor
+        return float(ratio)
 
     def report(self) -> KFACReport:
         """What the last step of each parameter has done with it, and why.
@@ -295,3 +355,7 @@ class KFAC(CapturingOptimizer):
     def _forget_derived(self) -> None:
         super()._forget_derived()
         self._capture.release()
+
+
+def _number(loss: float | Tensor) -> float:
+    return loss.item() if isinstance(loss, Tensor) else float(loss)

@@ -84,6 +84,9 @@ class KFAC(SecondOrderOptimizer):
     def __init__(
         self, params: Iterable[Tensor] | Iterable[dict[str, Any]], **options: Any
     ) -> None: ...
+    def update_damping(self, loss_before: float, loss_after: float) -> float:
+        """Adapts the damping by the losses before and after the last step."""
+
     def report(self) -> dict[str, Any]:
         """What the optimizer has done."""
 

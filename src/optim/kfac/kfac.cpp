@@ -68,6 +68,22 @@ bool KFAC::captures_next() {
   return std::find(due.begin(), due.end(), true) != due.end();
 }
 
+double KFAC::update_damping(double loss_before, double loss_after) {
+  refuse_moved_from();
+  for (const auto& group : param_groups_) {
+    const auto* options = dynamic_cast<const KFACOptions*>(&group.options());
+    TORCH_CHECK_VALUE(options == nullptr || options->schedules().count("damping") == 0,
+                      "damping is a function of the step, which update_damping() cannot change; "
+                      "pass a number to start from");
+  }
+  const auto [ratio, factor] = plan().damping_update(loss_before, loss_after);
+  for (auto& group : param_groups_) {
+    auto& options = static_cast<KFACOptions&>(group.options());
+    options.damping(options.damping() * factor);
+  }
+  return ratio;
+}
+
 // ---- warnings and reports
 
 std::string KFAC::why_not(const at::Tensor& param) const {

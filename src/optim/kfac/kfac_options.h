@@ -28,6 +28,7 @@ auto option_fields(Options& o) {
       Option{"root_method", o.root_method(), kRootMethods, kSameInAllGroups},
       Option{"weight_sharing", o.weight_sharing(), kWeightSharings},
       Option{"max_factor_size", o.max_factor_size(), Integer{}},
+      Option{"adaptive_damping", o.adaptive_damping(), Flag{}, kSameInAllGroups},
       Option{"maximize", o.maximize(), Flag{}});
   // clang-format on
 }
@@ -36,6 +37,9 @@ inline void check_combination(const KFACOptions& o) {
   TORCH_CHECK_VALUE(o.root_method() != "newton" || o.damping_split() != "exact",
                     "root_method='newton' has no eigenvectors, which damping_split='exact' needs; "
                     "use 'eigh' or 'auto'");
+  TORCH_CHECK_VALUE(!o.adaptive_damping() || o.momentum() == 0.0,
+                    "adaptive_damping=True compares steps without momentum; use momentum=0, got ",
+                    detail::text_of(o.momentum()));
 }
 
 }  // namespace torchium::optim

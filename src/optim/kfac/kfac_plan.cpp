@@ -9,6 +9,8 @@
 #include <c10/util/irange.h>
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <utility>
 
 namespace torchium::optim::detail {
@@ -304,7 +306,7 @@ std::unique_ptr<PlannedStep> KfacPlan::plan(const std::vector<at::Tensor>& param
   group.params = params;
   group.states = states;
   group.shared = {shared.kl_clip(), damping_split_of(shared), shared.root_method(),
-                  writes_gradients()};
+                  writes_gradients(), shared.adaptive_damping()};
   std::vector<int64_t> place(size(), -1);
   for (const auto k : c10::irange(active().size())) {
     const size_t i = active()[k];
@@ -376,6 +378,7 @@ StateChanges KfacPlan::take(const JointInputs& inputs) {
     }
   }
   due_.clear();
+  ++steps_since_update_;
   try {
     StepPlan::step({}, inputs.found_inf);
   } catch (...) {  // perhaps after the counts were advanced: the next step would not be due
@@ -395,6 +398,31 @@ StateChanges KfacPlan::take(const JointInputs& inputs) {
     }
   }
   return {};
+}
+
+std::pair<double, double> KfacPlan::damping_update(double loss_before, double loss_after) {
+  constexpr double kDecay = 0.95;  // in each step
+  TORCH_CHECK_VALUE(!writes_gradients(), optimizer_name(),
+                    " does not know the step of the optimizer behind it, which update_damping() "
+                    "compares with its model; use KFAC");
+  TORCH_CHECK_VALUE(!options().empty() && options().front().adaptive_damping(),
+                    "update_damping() needs adaptive_damping=True");
+  TORCH_CHECK_VALUE(std::isfinite(loss_before), "loss_before must be finite, got ", loss_before);
+  const auto* step = static_cast<const KfacStep*>(planned());
+  const auto promised =
+      step == nullptr || steps_since_update_ == 0 ? std::nullopt : step->promised_reduction();
+  TORCH_CHECK_VALUE(promised,
+                    "update_damping() compares the losses before and after a step; call it once "
+                    "after step()");
+  const double decay = std::pow(kDecay, std::exchange(steps_since_update_, 0));
+  if (!(*promised > 0.0)) {
+    return {std::numeric_limits<double>::quiet_NaN(), 1.0};
+  }
+  const double reduction =
+      options().front().maximize() ? loss_after - loss_before : loss_before - loss_after;
+  const double ratio =
+      std::isfinite(reduction) ? reduction / *promised : -std::numeric_limits<double>::infinity();
+  return {ratio, ratio > 0.75 ? decay : ratio < 0.25 ? 1.0 / decay : 1.0};
 }
 
 void KfacPlan::note_skip(const std::vector<at::Tensor>& params) {

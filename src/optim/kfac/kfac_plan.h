@@ -14,6 +14,7 @@
 #include <string>
 #include <tuple>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 namespace torchium::optim::detail {
@@ -51,6 +52,10 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   // ---- steps
 
   StateChanges take(const JointInputs& inputs) override;
+
+  // The rule of update_damping() of KFAC: the ratio, and what the damping is multiplied by. Waits
+  // for the device.
+  std::pair<double, double> damping_update(double loss_before, double loss_after);
 
   // What the last step that a parameter took has done with it.
   struct Treatment {
@@ -115,7 +120,8 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   std::vector<Diagonal> new_diagonals_;
   bool only_creates_state_ = false;  // of all layers that are known without a call
   int64_t considered_ = 0;
-  std::vector<bool> checked_;  // whether the state was checked since bind()
+  int64_t steps_since_update_ = 0;  // damping_update()
+  std::vector<bool> checked_;       // whether the state was checked since bind()
   // factor_updates that the host knows to be above 0.
   std::unordered_set<const at::TensorImpl*> with_factors_;
   std::string damping_split_;  // of the options before

@@ -20,19 +20,23 @@ namespace {
 double largest_factor(at::ScalarType dtype) { return largest_number(dtype) / 4.0; }
 
 // min(1, sqrt(kl_clip / |sum of the terms|))
-StepScalar kl_scale(double kl_clip, const std::vector<at::Tensor>& terms) {
-  if (terms.empty()) {
+StepScalar kl_scale(std::optional<double> kl_clip, const at::Tensor& all) {
+  if (!kl_clip || !all.defined()) {
     return {};
   }
-  const at::Tensor all = terms.size() == 1 ? terms[0] : at::cat(terms);
   if (!all.is_cpu()) {
-    return {0.0, kl_scale_on_device(kl_clip, all)};
+    return {0.0, kl_scale_on_device(*kl_clip, all)};
   }
   double sum = 0.0;
   for (int64_t i = 0; i < all.numel(); ++i) {
     sum += all.const_data_ptr<double>()[i];
   }
-  return {std::min(1.0, std::sqrt(kl_clip / std::abs(sum))), {}};
+  return {std::min(1.0, std::sqrt(*kl_clip / std::abs(sum))), {}};
+}
+
+// Undefined: none.
+at::Tensor joined(const std::vector<at::Tensor>& terms) {
+  return terms.size() > 1 ? at::cat(terms) : terms.empty() ? at::Tensor() : terms[0];
 }
 
 }  // namespace
@@ -139,12 +143,50 @@ void KfacStep::record_failures() {
   record_root_failures(failures, status_);
 }
 
+std::vector<at::Tensor> KfacStep::copy_learning_rates() const {
+  std::vector<at::Tensor> lrs;
+  const at::Tensor* before = nullptr;
+  for (const KfacLayer& layer : group_.layers) {
+    for (const int64_t i : layer.params()) {
+      const at::Tensor& lr = group_.options[i].lr;
+      if (before == nullptr || !lr.is_same(*before)) {
+        lrs.push_back(lr.clone());
+      }
+      before = &lr;
+    }
+  }
+  return lrs;
+}
+
+// With delta = -lr nu d and (F + damping I) d = V, the model V . delta + delta . (F + damping I)
+// delta / 2 is -(lr nu - lr^2 nu^2 / 2) V . d.
+std::optional<double> KfacStep::promised_reduction() const {
+  if (!prediction_) {
+    return std::nullopt;
+  }
+  if (!prediction_->terms.defined()) {
+    return 0.0;
+  }
+  const double lr = prediction_->lrs[0].item<double>();
+  for (const at::Tensor& other : prediction_->lrs) {
+    TORCH_CHECK_VALUE(other.item<double>() == lr,
+                      "update_damping() compares steps with one lr for all groups, got ", lr,
+                      " and ", other.item<double>());
+  }
+  const double nu =
+      prediction_->nu.device.defined() ? prediction_->nu.device.item<double>() : prediction_->nu.host;
+  return lr > 0.0 ? prediction_->terms.sum().item<double>() * (nu / lr - nu * nu / 2.0) : 0.0;
+}
+
 void KfacStep::run(const at::Tensor&, at::IntArrayRef, const at::Tensor& found_inf) {
   const auto end = c10::make_scope_exit([&] {
     for (const auto& subset : subsets_) {
       subset->end();
     }
   });
+  if (group_.shared.keeps_prediction) {
+    prediction_ = Prediction{.lrs = copy_learning_rates()};
+  }
   update_inverses(&KfacLayer::inverse_lost, FoundInfGuard::open());
   {
     const torchium::detail::Phase phase("torchium::elementwise");
@@ -179,12 +221,19 @@ StepScalar KfacStep::precondition(const KfacRun& run) {
   std::vector<at::Tensor> terms;
   for (const auto& subset : subsets_) {
     subset->precondition(run);
-    const at::Tensor its = group_.shared.kl_clip ? subset->kl_terms(run) : at::Tensor();
+    const bool needs_terms = group_.shared.kl_clip || group_.shared.keeps_prediction;
+    const at::Tensor its = needs_terms ? subset->kl_terms(run) : at::Tensor();
     if (its.defined()) {
       terms.push_back(its);
     }
   }
-  return kl_scale(group_.shared.kl_clip.value_or(0.0), terms);
+  const at::Tensor all_terms = joined(terms);
+  const StepScalar nu = kl_scale(group_.shared.kl_clip, all_terms);
+  if (prediction_) {
+    prediction_->terms = all_terms;
+    prediction_->nu = nu;
+  }
+  return nu;
 }
 
 }  // namespace torchium::optim::detail

@@ -9,6 +9,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 namespace torchium::optim::detail {
@@ -29,6 +30,10 @@ class KfacStep : public PrologueStep {
   // Releases the sums.
   void forget_sums();
 
+  // By how much the quadratic model of the last step lowers the loss (update_damping() of KFAC). 0
+  // for a skipped step; none: no step was taken. Waits for the device.
+  std::optional<double> promised_reduction() const;
+
   void begin(std::vector<at::Tensor> grads) override;
   // `lr` and `host_steps` are not used.
   void run(const at::Tensor& lr, at::IntArrayRef host_steps, const at::Tensor& found_inf) override;
@@ -39,10 +44,19 @@ class KfacStep : public PrologueStep {
   void update_inverses(bool KfacLayer::*wanted, const FoundInfGuard& guard);
   void record_failures();
   StepScalar precondition(const KfacRun& run);
+  // One per group at least.
+  std::vector<at::Tensor> copy_learning_rates() const;
 
   KfacGroup group_;
   at::Tensor status_;
   std::vector<std::unique_ptr<KfacSubset>> subsets_;
+
+  struct Prediction {
+    std::vector<at::Tensor> lrs;
+    at::Tensor terms = {};  // of sum lr^2 V . d; undefined: none
+    StepScalar nu = {};
+  };
+  std::optional<Prediction> prediction_;  // of the last step
 };
 
 }  // namespace torchium::optim::detail

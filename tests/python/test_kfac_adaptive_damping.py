@@ -1,0 +1,219 @@
+"""The damping of K-FAC by the rule of Levenberg and Marquardt."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from optimizer_cases import values
+from torch import Tensor, nn
+from torchium import KFAC, KFACPreconditioner
+
+pytestmark = pytest.mark.filterwarnings("ignore:KFAC")
+
+
+def network(device: torch.device | str = "cpu") -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    return model.to(device, torch.float64)
+
+
+def loss_of(model: nn.Module, step: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    device = next(model.parameters()).device
+    x = torch.randn(16, 6, generator=generator).to(device, torch.float64)
+    y = torch.randint(3, (16,), generator=generator).to(device)
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def penalized_loss(model: nn.Module, step: int, weight_decay: float) -> float:
+    penalty = sum(p.detach().square().sum().item() for p in model.parameters())
+    return loss_of(model, step).item() + weight_decay / 2 * penalty
+
+
+def make(model: nn.Module, **options: Any) -> KFAC:
+    defaults = dict(lr=0.5, momentum=0.0, TCov=1, TInv=1, adaptive_damping=True)
+    return KFAC(model, **{**defaults, **options})
+
+
+def take_step(model: nn.Module, optimizer: KFAC, step: int = 0) -> float:
+    optimizer.zero_grad()
+    loss = loss_of(model, step)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def joint(weight: Tensor, bias: Tensor) -> Tensor:
+    return torch.cat([weight, bias[:, None]], 1)
+
+
+def model_reduction(
+    optimizer: KFAC, model: nn.Sequential, V: list[Tensor], before: list[Tensor]
+) -> float:
+    """- V . delta - delta . F delta / 2 with the dense damped Fisher matrix F of each layer."""
+    group, total = optimizer.param_groups[0], 0.0
+    split, damping = group["damping_split"], group["damping"]
+    for k, layer in enumerate((model[0], model[2])):
+        delta = joint(layer.weight, layer.bias).detach() - joint(*before[2 * k : 2 * k + 2])
+        state = optimizer.state[layer.weight]
+        A, G = state["A"][0], state["G"][0]
+        I_A, I_G = torch.eye(len(A)).to(A), torch.eye(len(G)).to(G)
+        if split == "exact":
+            F = torch.kron(G, A) + damping * torch.eye(delta.numel()).to(A)
+        else:
+            pi = 1.0 if split == "plain" else (A.diag().mean() / G.diag().mean()).sqrt()
+            root = math.sqrt(damping)
+            F = torch.kron(G + root / pi * I_G, A + pi * root * I_A)
+        v, d = joint(*V[2 * k : 2 * k + 2]).flatten(), delta.flatten()
+        total -= float(v @ d + d @ F @ d / 2)
+    return total
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("kl_clip", [None, 1e-4])
+@pytest.mark.parametrize("split", ["pi", "plain", "exact"])
+def test_the_ratio_is_that_of_the_quadratic_model(split, kl_clip, weight_decay, device):
+    model = network(device)
+    optimizer = make(model, damping_split=split, kl_clip=kl_clip, weight_decay=weight_decay)
+    for step in range(3):
+        before, old = penalized_loss(model, step, weight_decay), values(model)
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        V = [p.grad + weight_decay * p.detach() for p in model.parameters()]
+        optimizer.step()
+        expected = model_reduction(optimizer, model, V, old)
+        after = penalized_loss(model, step, weight_decay)
+        ratio = optimizer.update_damping(before, after)
+        assert ratio == pytest.approx((before - after) / expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("part", "power"), [(0.8, 1), (0.74, 0), (0.26, 0), (0.2, -1), (-3.0, -1), (math.nan, -1)]
+)
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_the_damping_follows_the_ratio(maximize, steps, part, power):
+    sign = -1.0 if maximize else 1.0
+
+    def after_steps() -> KFAC:
+        model = network()
+        optimizer = make(model, maximize=maximize)
+        for step in range(steps):
+            take_step(model, optimizer, step)
+        return optimizer
+
+    promised = 1.0 / after_steps().update_damping(0.0, -sign)
+    optimizer = after_steps()
+    ratio = optimizer.update_damping(1.0, 1.0 - sign * part * promised)
+    assert ratio == (pytest.approx(part) if math.isfinite(part) else -math.inf)
+    damping = optimizer.param_groups[0]["damping"]
+    assert damping == pytest.approx(0.01 * 0.95 ** (power * steps), rel=1e-12)
+
+
+def test_steps_count_from_the_last_call():
+    model = network()
+    optimizer = make(model)
+    for step in range(6):
+        take_step(model, optimizer, step)
+        if step in (1, 4):
+            optimizer.update_damping(1.0, math.inf)
+    assert optimizer.param_groups[0]["damping"] == pytest.approx(0.01 / 0.95**5)
+
+
+def trained(damping: float, adapt: bool, **options: Any) -> tuple[float, float]:
+    """The last loss and damping."""
+    model = network()
+    optimizer = make(model, lr=1.0, kl_clip=None, damping=damping, **options)
+    for step in range(100):
+        before = take_step(model, optimizer)
+        if adapt and step % 5 == 4:
+            optimizer.update_damping(before, loss_of(model))
+    return loss_of(model).item(), optimizer.param_groups[0]["damping"]
+
+
+def test_a_damping_that_is_too_large_falls_and_training_gets_faster():
+    fixed, adapted = trained(100.0, False)[0], trained(100.0, True)
+    assert adapted[1] < 2.0
+    assert adapted[0] < 0.9 * fixed
+
+
+def test_a_damping_that_is_too_small_grows_and_training_gets_stable():
+    fixed, adapted = trained(1e-4, False)[0], trained(1e-4, True)
+    assert adapted[1] > 5e-4
+    assert adapted[0] < fixed
+
+
+def test_a_skipped_step_changes_nothing(device):
+    model = network(device)
+    optimizer = make(model)
+    take_step(model, optimizer)
+    optimizer.zero_grad()
+    loss_of(model).backward()
+    model[0].weight.grad[0, 0] = torch.nan
+    optimizer.step()
+    assert math.isnan(optimizer.update_damping(1.0, 0.5))
+    assert optimizer.param_groups[0]["damping"] == 0.01
+
+
+def test_a_learning_rate_tensor(device):
+    model, other = network(device), network(device)
+    ratios = []
+    for each, lr in ((model, 0.5), (other, torch.tensor(0.5, device=device))):
+        optimizer = make(each, lr=lr)
+        before = take_step(each, optimizer)
+        if isinstance(lr, Tensor):
+            lr.mul_(0.1)  # by a scheduler, after the step
+        ratios.append(optimizer.update_damping(before, loss_of(each)))
+    assert ratios[1] == pytest.approx(ratios[0], rel=1e-6)
+
+
+def test_misuse_raises():
+    model = network()
+    optimizer = make(model)
+    with pytest.raises(ValueError, match=r"call it once after step\(\)"):
+        optimizer.update_damping(1.0, 0.5)
+    take_step(model, optimizer)
+    with pytest.raises(ValueError, match="loss_before must be finite, got nan"):
+        optimizer.update_damping(math.nan, 0.5)
+    optimizer.update_damping(1.0, 0.5)
+    with pytest.raises(ValueError, match=r"call it once after step\(\)"):
+        optimizer.update_damping(1.0, 0.5)
+    with pytest.raises(ValueError, match=r"momentum; use momentum=0, got 0\.9"):
+        KFAC(model, adaptive_damping=True)
+    off = KFAC(model)
+    take_step(model, off)
+    with pytest.raises(ValueError, match="needs adaptive_damping=True"):
+        off.update_damping(1.0, 0.5)
+    scheduled = make(model, damping=lambda step: 0.1)
+    take_step(model, scheduled)
+    with pytest.raises(ValueError, match="damping is a function of the step"):
+        scheduled.update_damping(1.0, 0.5)
+    preconditioner = KFACPreconditioner(model)
+    loss_of(model).backward()
+    preconditioner.step()
+    with pytest.raises(ValueError, match="does not know the step of the optimizer behind it"):
+        preconditioner.update_damping(1.0, 0.5)
+
+
+def test_groups_of_different_learning_rates_raise_and_share_a_damping_rule():
+    model = network()
+    groups = [
+        {"params": list(model[0].parameters()), "damping": 0.1},
+        {"params": list(model[2].parameters())},
+    ]
+    optimizer = make(groups)  # type: ignore[arg-type]
+    take_step(model, optimizer)
+    take_step(model, optimizer)
+    optimizer.update_damping(1.0, math.inf)
+    assert [group["damping"] for group in optimizer.param_groups] == [
+        pytest.approx(0.1 / 0.95**2),
+        pytest.approx(0.01 / 0.95**2),
+    ]
+    optimizer.param_groups[1]["lr"] = 0.25
+    take_step(model, optimizer)
+    with pytest.raises(ValueError, match=r"one lr for all groups, got 0\.5 and 0\.25"):
+        optimizer.update_damping(1.0, 0.5)
