@@ -347,10 +347,31 @@ py::class_<Optimizer, SecondOrderOptimizer> bind_optimizer(py::module_& module, 
            "The options of a parameter group, as a dict.");
 }
 
+void update_curvature(KFAC& optimizer, const at::Tensor& outputs, const std::string& loss,
+                      const std::string& reduction, std::optional<int64_t> class_dim,
+                      const std::optional<at::Tensor>& mask, int64_t samples,
+                      std::optional<at::Generator> generator) {
+  const py::gil_scoped_release no_gil;
+  optimizer.update_curvature(outputs, loss,
+                             optim::CurvatureOptions()
+                                 .reduction(reduction)
+                                 .class_dim(class_dim)
+                                 .mask(mask.value_or(at::Tensor()))
+                                 .samples(samples)
+                                 .generator(std::move(generator)));
+}
+
+template <typename Optimizer>
+auto with_update_curvature(py::class_<Optimizer, SecondOrderOptimizer> bound) {
+  return bound.def("update_curvature", &update_curvature, py::arg("outputs"), py::arg("loss"),
+                   py::kw_only(), py::arg("reduction") = "mean", py::arg("class_dim") = py::none(),
+                   py::arg("mask") = py::none(), py::arg("samples") = 1,
+                   py::arg("generator") = py::none(),
+                   "The factors G of the next step, for fisher 'mc' and 'ggn'.");
+}
+
 template <typename Optimizer, typename Options>
-py::class_<Optimizer, SecondOrderOptimizer> bind_capturing_optimizer(py::module_& module,
-                                                                     const char* name,
-                                                                     const char* doc) {
+auto bind_capturing_optimizer(py::module_& module, const char* name, const char* doc) {
   return bind_optimizer<Optimizer, Options>(module, name, doc)
       .def("zero_grad", &Optimizer::zero_grad, py::arg("set_to_none") = true,
            py::call_guard<py::gil_scoped_release>())
@@ -399,11 +420,12 @@ void bind_optimizers(py::module_& module) {
       .def("sync_lr", &Shampoo::sync_lr, no_gil(),
            "Writes the learning rate to the tensor that captured steps read.");
   bind_optimizer<Adagrad, AdagradOptions>(optim, "Adagrad", "torchium::optim::Adagrad");
-  bind_capturing_optimizer<KFAC, KFACOptions>(optim, "KFAC", "torchium::optim::KFAC")
+  with_update_curvature(
+      bind_capturing_optimizer<KFAC, KFACOptions>(optim, "KFAC", "torchium::optim::KFAC"))
       .def("update_damping", &KFAC::update_damping, py::arg("loss_before"), py::arg("loss_after"),
            no_gil(), "Adapts the damping by the losses before and after the last step.");
-  bind_capturing_optimizer<KFACPreconditioner, KFACPreconditionerOptions>(
-      optim, "KFACPreconditioner", "torchium::optim::KFACPreconditioner");
+  with_update_curvature(bind_capturing_optimizer<KFACPreconditioner, KFACPreconditionerOptions>(
+      optim, "KFACPreconditioner", "torchium::optim::KFACPreconditioner"));
   bind_capturing_optimizer<NaturalGradient, NaturalGradientOptions>(
       optim, "NaturalGradient", "torchium::optim::NaturalGradient");
 }

@@ -2,15 +2,14 @@
 
 #include "gradients/capture/layer_call.h"
 #include "gradients/capture/mixed_samples.h"
-#include "gradients/capture/uncaptured_calls.h"
 #include "gradients/factors/kronecker_factors.h"
 #include "gradients/jacobian/jacobian.h"
 #include "gradients/per_sample/sample_values.h"
+#include "ops/captured_graph.h"
 #include "ops/in_place_fake.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
-#include <torch/csrc/autograd/variable.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
@@ -157,36 +156,6 @@ std::tuple<std::vector<at::Tensor>, at::Tensor> clipped_gradient_sums_meta(
                                                  max_workspace_bytes)};
 }
 
-class CapturedGraph : public torch::CustomClassHolder {
- public:
-  // A number for search().
-  int64_t add(const at::Tensor& output, const at::Tensor& input,
-              const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias) {
-    const auto impl = [](const std::optional<at::Tensor>& tensor) {
-      return tensor ? tensor->unsafeGetTensorImpl() : nullptr;
-    };
-    auto call = std::make_shared<gradients::detail::CallEdges>();
-    call->weight = impl(weight);
-    call->bias = impl(bias);
-    call->leaf_input = input.is_leaf() ? impl(input) : nullptr;
-    call->input_node = input.grad_fn();
-    const auto* address = call.get();
-    calls_.add(torch::autograd::impl::gradient_edge(output).function, std::move(call));
-    return reinterpret_cast<int64_t>(address);
-  }
-
-  // The parameters that backward passes have reached outside of these calls, this one included.
-  std::vector<at::Tensor> search(int64_t reached) {
-    calls_.search(reinterpret_cast<const gradients::detail::CallEdges*>(reached));
-    return calls_.found();
-  }
-
-  void forget() { calls_.forget(); }
-
- private:
-  gradients::detail::UncapturedCalls calls_;
-};
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(torchium, m) {
@@ -221,6 +190,7 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
       .def(torch::init<>())
       .def("add", &CapturedGraph::add)
       .def("search", &CapturedGraph::search)
+      .def("calls_of", &CapturedGraph::calls_of)
       .def("forget", &CapturedGraph::forget);
 }
 

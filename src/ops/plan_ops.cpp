@@ -1,5 +1,6 @@
 // The plans of the optimizers as torch.classes.torchium: registration, no maths.
 
+#include "ops/captured_graph.h"
 #include "ops/option_ops.h"
 #include "optim/adagrad/adagrad_plan.h"
 #include "optim/blocked/blocked_plans.h"
@@ -232,6 +233,29 @@ gradients::detail::LayerCall call_from(const at::Tensor& input, const at::Tensor
   return gradients::detail::parse_calls({input}, {output_gradient}, row, {eps})[0];
 }
 
+// Calls that Python's hooks have captured: number in the graph, (padded) input, sizes of the
+// output, row, and whether the weight is tied.
+struct HookedCalls {
+  std::vector<int64_t> numbers;
+  std::vector<at::Tensor> inputs;
+  Lists<int64_t> output_sizes, rows;
+  std::vector<int64_t> tied;
+};
+
+std::vector<gradients::detail::DifferentiableCall> calls_from(const CapturedGraph& graph,
+                                                              const at::Tensor& outputs,
+                                                              const HookedCalls& hooked) {
+  const auto edges = graph.outputs_of_calls(outputs);
+  std::vector<gradients::detail::DifferentiableCall> calls;
+  for (size_t i = 0; i < hooked.numbers.size(); ++i) {
+    auto layer = gradients::detail::call_from_row(hooked.rows[i].data());
+    layer.input = hooked.inputs[i];
+    calls.push_back({std::move(layer), edges.at(hooked.numbers[i]), hooked.output_sizes[i],
+                     hooked.tied[i] != 0});
+  }
+  return calls;
+}
+
 template <typename Plan>
 torch::class_<Plan> register_joint_plan(torch::Library& m, const std::string& optimizer,
                                         const char* name) {
@@ -305,6 +329,27 @@ void register_kfac_plan(torch::Library& m, const std::string& optimizer, const c
              self->record(call_from(input, output_gradient, row, 0.0), is_tied,
                           loss_scale.value_or(at::Tensor()));
            })
+      .def(
+          "record_curvature",
+          [](const Self& self, const at::Tensor& outputs, std::string loss, std::string reduction,
+             std::optional<int64_t> class_dim, const Tensor& mask, int64_t samples,
+             std::optional<at::Generator> generator, const c10::intrusive_ptr<CapturedGraph>& graph,
+             std::vector<int64_t> numbers, std::vector<at::Tensor> inputs,
+             Lists<int64_t> output_sizes, Lists<int64_t> rows, std::vector<int64_t> tied) {
+            const auto options = optim::CurvatureOptions()
+                                     .reduction(std::move(reduction))
+                                     .class_dim(class_dim)
+                                     .mask(mask.value_or(at::Tensor()))
+                                     .samples(samples)
+                                     .generator(std::move(generator));
+            const optim::detail::LossCurvature curvature(outputs, std::move(loss), self->fisher(),
+                                                         options);
+            self->record_curvature(
+                outputs, curvature,
+                calls_from(*graph, outputs,
+                           {std::move(numbers), std::move(inputs), std::move(output_sizes),
+                            std::move(rows), std::move(tied)}));
+          })
       .def("declare",
            [](const Self& self, const std::vector<int64_t>& rows) {
              std::vector<optim::detail::DeclaredLayer> layers;

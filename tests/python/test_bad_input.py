@@ -97,6 +97,7 @@ BAD_OPTIONS = {
         "kl_clip": [0.0, -0.1, *NOT_FINITE, "0.1", True],
         "damping_split": ["Pi", "none", None, 1],
         "root_method": ["Newton", "svd", None, 1],
+        "fisher": ["GGN", "exact", None, 1],
         "weight_sharing": ["Expand", "none", None, 1],
         "max_factor_size": NO_COUNT,
         "maximize": NO_FLAG,

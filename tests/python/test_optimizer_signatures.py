@@ -132,6 +132,7 @@ SIGNATURES = {
             "kl_clip": 1e-3,
             "damping_split": "pi",
             "root_method": "auto",
+            "fisher": "empirical",
             "weight_sharing": "expand",
             "max_factor_size": 5000,
             "adaptive_damping": False,

@@ -110,6 +110,8 @@ KFAC: dict[str, dict[str, Any]] = {
     "diagonals": dict(TCov=2, TInv=3, max_factor_size=5),
     "exact_diagonals": dict(TCov=2, TInv=3, max_factor_size=6, damping_split="exact"),
     "reduce": dict(TCov=2, TInv=3, weight_sharing="reduce"),
+    "ggn": dict(TCov=2, TInv=3, fisher="ggn"),
+    "mc": dict(TCov=2, TInv=3, fisher="mc", weight_sharing="reduce", damping_split="exact"),
     "sum_of_losses": dict(TCov=2, TInv=2, batch_averaged=False, stat_decay=0.5, damping=0.1),
 }
 NATURAL_GRADIENT: dict[str, dict[str, Any]] = {
@@ -148,12 +150,17 @@ class Run:
             **{"lr": 0.05, **options},
         )
         self.optimizer = self.make()
+        self.has_curvature = options.get("fisher", "empirical") != "empirical"
         self.sign = -1.0 if options.get("maximize") else 1.0
         self.history: list[list[Tensor]] = []
 
     def loss(self, seed: int, part: slice = slice(None)) -> Tensor:
         targets = torch.randint(3, (BATCH,), generator=generator(seed))
         outputs = self.model(self.batch(seed)[part])
+        if self.has_curvature:
+            self.optimizer.update_curvature(
+                outputs, "cross_entropy", samples=2, generator=generator(seed)
+            )
         return self.sign * nn.functional.cross_entropy(outputs, targets[part])
 
     def step(self, seed: int) -> None:

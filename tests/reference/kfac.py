@@ -1,5 +1,5 @@
-"""K-FAC with the empirical Fisher (Martens and Grosse 2015, arXiv 1503.05671; convolutions: Grosse
-and Martens 2016, arXiv 1602.01407), sample by sample.
+"""K-FAC (Martens and Grosse 2015, arXiv 1503.05671; convolutions: Grosse and Martens 2016, arXiv
+1602.01407) with the empirical Fisher or the generalized Gauss-Newton matrix, sample by sample.
 """
 
 from __future__ import annotations
@@ -246,11 +246,16 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def capture(
-    model: nn.Module, layers: Sequence[Layer], batch: Iterable[tuple[Tensor, Tensor]], loss_fn
+    model: nn.Module,
+    layers: Sequence[Layer],
+    batch: Iterable[tuple[Tensor, Tensor]],
+    loss_fn,
+    fisher: str = "empirical",
 ) -> dict[int, list[Sample]]:
     """Samples of every layer: one forward and backward pass of loss_fn(model(x), y) per sample.
 
-    batch: pairs (x, y) of single samples with a batch dimension of one.
+    batch: pairs (x, y) of single samples with a batch dimension of one. "ggn": instead a pass for each
+    column of a root of the Hessian of the loss by the outputs, as if the layers were called again.
     """
     index = {layer.weight: i for i, layer in enumerate(layers)}
     captured: dict[int, list[Sample]] = {i: [] for i in range(len(layers))}
@@ -261,14 +266,20 @@ def capture(
             uses.append((module, inputs[0].detach().clone(), output))
 
         hooks = [m.register_forward_hook(remember) for m in model.modules()]
-        loss = loss_fn(model(x), y)
+        outputs = model(x)
         for hook in hooks:
             hook.remove()
+        loss = loss_fn(outputs, y)
         uses = [use for use in uses if getattr(use[0], "weight", None) in index]
-        gradients = torch.autograd.grad(loss, [output for *_, output in uses])
+        of_uses = [output for *_, output in uses]
+        if fisher == "ggn":
+            root = hessian_root(outputs, y, loss_fn)
+            passes = [torch.autograd.grad(outputs, of_uses, v, retain_graph=True) for v in root]
+        else:
+            passes = [torch.autograd.grad(loss, of_uses)]
         rows: dict[int, list[tuple[Tensor, Tensor]]] = {}
         lookups: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        for (module, a, _), g in zip(uses, gradients, strict=True):
+        for (module, a, _), g in [use for found in passes for use in zip(uses, found, strict=True)]:
             i = index[module.weight]
             if isinstance(module, nn.Embedding):
                 counts = a != (-1 if module.padding_idx is None else module.padding_idx)
@@ -281,6 +292,14 @@ def capture(
             calls = tuple(a.shape[1] for a, _ in pairs)
             captured[i].append(Sample(*sides, *found)._replace(calls=calls))
     return captured
+
+
+def hessian_root(outputs: Tensor, y: Tensor, loss_fn) -> list[Tensor]:
+    """Tensors v, shaped as the outputs of one sample, with sum v v^T the Hessian of the loss."""
+    f = outputs.detach()
+    H = torch.autograd.functional.hessian(lambda f: loss_fn(f, y), f).reshape(f.numel(), f.numel())
+    values, vectors = torch.linalg.eigh((H + H.mT) / 2)
+    return [v.view_as(f) for v in (vectors * values.clamp_min(0).sqrt()).mT]
 
 
 def position_rows(

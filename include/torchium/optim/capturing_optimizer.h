@@ -17,6 +17,7 @@
 namespace torchium::gradients::detail {
 class ModelLayers;
 class OperatorCapture;
+struct DifferentiableCall;
 }  // namespace torchium::gradients::detail
 
 namespace torchium::optim {
@@ -94,7 +95,10 @@ class TORCHIUM_API CapturingOptimizer : public SecondOrderOptimizer {
   // Whether these backward passes, or one of them, mix samples (OperatorCapture).
   bool mixes_samples(const std::vector<int64_t>& passes) const;
   void bind();                        // the plan, to groups and state
+  void adopt_groups();                // the same where something has changed, and its options
   std::vector<int64_t> next_steps();  // JointPlan
+  // The captured calls that `outputs` depends on.
+  std::vector<gradients::detail::DifferentiableCall> calls_of(const at::Tensor& outputs) const;
   // Drops the captured calls, and decides what to capture next.
   void forget_captures();
 

@@ -5,6 +5,7 @@
 
 #include "torchium/export.h"
 #include "torchium/optim/capturing_optimizer.h"
+#include "torchium/optim/curvature_options.h"
 #include "torchium/optim/schedules.h"
 
 #include <torch/optim/optimizer.h>
@@ -23,8 +24,8 @@ class KfacPlan;
 }  // namespace detail
 
 /// Options of KFAC; names and defaults are those of Python's `torchium.KFAC`. batch_averaged,
-/// kl_clip, damping_split, root_method and adaptive_damping must be the same in all groups; for the
-/// others, the group of the weight decides for a layer.
+/// kl_clip, damping_split, root_method, fisher and adaptive_damping must be the same in all groups;
+/// for the others, the group of the weight decides for a layer.
 struct TORCHIUM_API KFACOptions : public torch::optim::OptimizerCloneableOptions<KFACOptions> {
   KFACOptions(double lr = 0.003);
   /// Learning rate, >= 0.
@@ -53,6 +54,11 @@ struct TORCHIUM_API KFACOptions : public torch::optim::OptimizerCloneableOptions
   /// Frobenius norm of a factor to that (2^-46 in float64); or "auto": newton in float32 on a CUDA
   /// device with kernels for it, else Cholesky factors, and eigh on the CPU where these fail.
   TORCH_ARG(std::string, root_method) = "auto";
+  /// Where the vectors g come from: "empirical", the gradients of the loss; "ggn", the Hessian of
+  /// the loss by the outputs of the model (the generalized Gauss-Newton matrix); or "mc", an
+  /// estimate of it by targets drawn from the model's own distribution (the Fisher matrix). The
+  /// last two need KFAC::update_curvature(). A new value counts from the next factors on.
+  TORCH_ARG(std::string, fisher) = "empirical";
   /// Several positions of a sample, in sequences and convolutions: "expand", each is a vector a and
   /// a vector g, or "reduce", one a per sample, the mean over its positions, and one g, their sum.
   /// A new value counts from the next factors on.
@@ -155,6 +161,26 @@ class TORCHIUM_API KFAC : public CapturingOptimizer {
   ~KFAC() override;
   KFAC(KFAC&&) noexcept;
   KFAC& operator=(KFAC&&) noexcept;
+
+  /// fisher "mc" and "ggn": the factors G of the next step, from outputs [N, ...] of the model with
+  /// their graph, by backward passes that change no gradient and keep the graph. Called in each
+  /// iteration, once per micro-batch, between the forward pass and step(), before a backward() that
+  /// does not retain the graph; does nothing in steps without new factors (TCov). The factors are
+  /// means over the samples of all calls since the last step or zero_grad().
+  ///
+  /// loss: "cross_entropy", "mse" or "bce" (with logits), each as torch's function of that name,
+  /// with factor 1; G does not depend on targets, the factor of the loss or a loss scale. "ggn"
+  /// takes a backward pass for each element of a sample's outputs, "mc" options.samples() of them.
+  /// Does not wait for the device. Throws c10::ValueError for outputs and options that do not fit,
+  /// and c10::Error for fisher "empirical" and for a graph that was freed; nothing has changed
+  /// then.
+  ///
+  ///     auto outputs = model->forward(inputs);
+  ///     optimizer.update_curvature(outputs, "cross_entropy");
+  ///     torch::nn::functional::cross_entropy(outputs, targets).backward();
+  ///     optimizer.step();
+  void update_curvature(const at::Tensor& outputs, const std::string& loss,
+                        const CurvatureOptions& options = {});
 
   KFACReport report() const;
 

@@ -64,6 +64,10 @@ class Capture:
         self.used_outside: set[Tensor] = set()
         self._graph = torch.classes.torchium.CapturedGraph()
         self._add_to_graph = self._graph.add  # looked up once: each call of a layer runs it
+        # Of the calls in the graph, by their numbers there.
+        self._output_hooks: weakref.WeakValueDictionary[int, OutputHook] = (
+            weakref.WeakValueDictionary()
+        )
         self._searched: set[int] = set()  # tasks since forget()
         self._kinds = kinds
         self._wants = weakref.WeakMethod(wants)
@@ -206,9 +210,10 @@ class Capture:
             self._hook_parameter(param)
         anchor = next(iter(params.values()))
         saved = Saved.apply(anchor, input.detach())
-        add = partial(weakly, weakref.WeakMethod(self._add), module, params, outer, number)
-        hook = OutputHook(add, saved, module, shape, output.output_nr)
+        add = partial(weakly, weakref.WeakMethod(self._add), outer, number)
+        hook = OutputHook(add, saved, module, params, shape, output.output_nr)
         output.grad_fn.register_prehook(hook)
+        self._output_hooks[number] = hook
 
     def _trained(self, module: nn.Module) -> dict[str, Tensor]:
         own = module._parameters
@@ -257,10 +262,10 @@ class Capture:
 
     def _add(
         self,
-        module: nn.Module,
-        params: dict[str, Tensor],
         outer: int,
         number: int,
+        module: nn.Module,
+        params: dict[str, Tensor],
         input: Tensor,
         output_gradient: Tensor,
     ) -> None:

@@ -33,21 +33,23 @@ class OutputHook:
     A node gets its gradients after the hooks of its outputs, of which a user's may change them.
     """
 
-    __slots__ = ("_add", "_index", "_module", "_saved", "_shape")
+    __slots__ = ("__weakref__", "_add", "_index", "_saved", "module", "params", "shape")
 
     def __init__(
         self,
-        add: Callable[[Tensor, Tensor], None],
+        add: Callable[[nn.Module, dict[str, Tensor], Tensor, Tensor], None],
         saved: Tensor | None,
         module: nn.Module,
+        params: dict[str, Tensor],
         shape: torch.Size,
         index: int,
     ) -> None:
         self._add = add
         self._index = index
         self._saved = saved
-        self._module = module
-        self._shape = shape
+        self.module = module
+        self.params = params
+        self.shape = shape
 
     @_disable_dynamo
     def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
@@ -55,19 +57,26 @@ class OutputHook:
         if self._saved is None or gradient is None:
             return
         with torch.no_grad():
-            gradient = gradient.detach().reshape(self._shape)
-            self._add(self._input(self._saved.grad_fn), gradient)
+            gradient = gradient.detach().reshape(self.shape)
+            self._add(self.module, self.params, self.input(), gradient)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             self._saved = None  # the output may live on, the input need not
 
-    def _input(self, node: Any) -> Tensor:
+    def input(self) -> Tensor:
+        """What the layer received; RuntimeError if it was changed or the graph was freed."""
+        if self._saved is None:
+            raise RuntimeError(
+                "the graph of outputs was freed by a backward pass; call update_curvature() before it, "
+                "or retain the graph"
+            )
+        node: Any = self._saved.grad_fn
         try:
             input: Tensor = node.saved_tensors[0]
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
                 raise
             raise RuntimeError(
-                f"the input of {self._module} was changed in place after the layer had used it; its "
+                f"the input of {self.module} was changed in place after the layer had used it; its "
                 "second-order information is lost. Change a copy, or use an operation that is not in "
                 "place"
             ) from error

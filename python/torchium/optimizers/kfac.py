@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -15,6 +15,17 @@ from ._core.factors import FactorCapture
 from ._core.options import OptionList
 from ._core.plan import JointPlan
 from ._core.schedules import schedules_in
+
+# The arguments of update_curvature(), in the order of the core.
+_CURVATURE_TYPES: tuple[tuple[str, Any], ...] = (
+    ("outputs", Tensor),
+    ("loss", str),
+    ("reduction", str),
+    ("class_dim", int | None),
+    ("mask", Tensor | None),
+    ("samples", int),
+    ("generator", torch.Generator | None),
+)
 
 
 class KFACReport(TypedDict):
@@ -32,7 +43,9 @@ class KFAC(CapturingOptimizer):
 
     For a layer with inputs :math:`a` (a 1 appended for the bias) and gradients :math:`g` of the loss
     of single samples by its outputs, :math:`A = E[a a^\top]` and :math:`G = E[g g^\top]`
-    approximate the block of the empirical Fisher matrix by :math:`A \otimes G`. With :math:`V` the
+    approximate the block of the empirical Fisher matrix by :math:`A \otimes G`. With ``fisher="ggn"`` or
+    ``"mc"``, :math:`G` comes from the Hessian of the loss by the outputs of the model instead
+    (:meth:`update_curvature`). With :math:`V` the
     gradient of weight and bias in ``.grad``, in this order:
 
     1. :math:`V \leftarrow V + \text{weight\_decay}\,\theta`;
@@ -89,8 +102,8 @@ class KFAC(CapturingOptimizer):
         params_or_model (nn.Module or iterable): the model, or parameters, named parameters or dicts
             of parameter groups: then their layers are found when they run. Parameters are dense,
             real, float32, float64, bfloat16 or float16, all on one device. Every option but
-            ``batch_averaged``, ``kl_clip``, ``damping_split``, ``root_method`` and ``adaptive_damping`` may
-            be set for a group; the group of its weight decides for a layer.
+            ``batch_averaged``, ``kl_clip``, ``damping_split``, ``root_method``, ``fisher`` and
+            ``adaptive_damping`` may be set for a group; the group of its weight decides for a layer.
         lr (float or Tensor): learning rate, at least 0. A tensor has one element (default: 0.003).
         momentum (float): momentum of the direction, in [0, 1) (default: 0.9).
         weight_decay (float): L2 penalty (default: 0).
@@ -111,6 +124,11 @@ class KFAC(CapturingOptimizer):
             with kernels for it, else by Cholesky factors, and on the CPU by eigenvalues where a pivot is
             lost in rounding. ``"exact"`` needs eigenvectors, and so ``"eigh"`` or ``"auto"``, which are the
             same there (default: "auto").
+        fisher (str): where :math:`G` comes from. ``"empirical"``: the gradients of the loss. ``"ggn"``: the
+            Hessian of the loss by the outputs of the model, exactly (the generalized Gauss-Newton matrix).
+            ``"mc"``: an estimate of it by targets drawn from the model's own distribution (the Fisher
+            matrix). The last two need :meth:`update_curvature` in each iteration. A new value counts from
+            the next factors on (default: "empirical").
         weight_sharing (str): how several positions of a sample count. ``"expand"``: each is an :math:`a`
             and a :math:`g`. ``"reduce"``: a sample has one :math:`a`, the mean over its positions, and one
             :math:`g`, their sum; exact where the model averages the outputs of the layer over the
@@ -123,7 +141,8 @@ class KFAC(CapturingOptimizer):
         adaptive_damping (bool): :meth:`update_damping` may be called. Needs ``momentum=0``
             (default: False).
         grad_scaler (GradScaler, optional): scales the loss, under mixed precision; its scale is taken
-            out of the factors. Needed only if its ``unscale_()`` is called before ``step()``. It may be
+            out of the factors. Needed only if its ``unscale_()`` is called before ``step()`` and
+            ``fisher="empirical"``. It may be
             set later as an attribute; a copy of the optimizer has none (default: None).
         maximize (bool): go up instead of down (default: False).
 
@@ -175,6 +194,7 @@ class KFAC(CapturingOptimizer):
         kl_clip: float | Callable[[int], float | None] | None = 1e-3,
         damping_split: str = "pi",
         root_method: str = "auto",
+        fisher: str = "empirical",
         weight_sharing: str = "expand",
         max_factor_size: int = 5000,
         adaptive_damping: bool = False,
@@ -182,6 +202,91 @@ class KFAC(CapturingOptimizer):
         maximize: bool = False,
     ) -> None:
         super().__init__(params_or_model, self._OPTIONS.given(locals()), grad_scaler)
+
+    def update_curvature(
+        self,
+        outputs: Tensor,
+        loss: str,
+        *,
+        reduction: str = "mean",
+        class_dim: int | None = None,
+        mask: Tensor | None = None,
+        samples: int = 1,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        r"""Takes the factors of the next step from the curvature of the loss (``fisher="mc"`` and ``"ggn"``).
+
+        Differentiates the outputs of the model by backward passes of its own, which keep the graph and change
+        no ``.grad``. Call it in every iteration, once per micro-batch, after the forward pass (and
+        ``zero_grad()``), and before ``step()`` and before a ``backward()`` that does not retain the graph.
+        In steps without new factors (``TCov``) it does nothing. Where factors are due, :meth:`step`
+        raises ``RuntimeError`` without it. The factors are means over the samples of all calls since the
+        last step or ``zero_grad()``.
+
+        The loss of a sample is a sum over the elements :math:`e` of its outputs :math:`f` (tokens, pixels,
+        units), each with the weight :math:`w`:
+
+        - ``"cross_entropy"``: :math:`\sum_e w\, \text{ce}(f_e, y_e)`, with
+          :math:`H_e = w\,(\text{diag}(p) - p p^\top)`, :math:`p = \text{softmax}(f_e)`;
+        - ``"mse"``: :math:`\sum_e w\,(f_e - y_e)^2`, with :math:`H_e = 2w`;
+        - ``"bce"``, of logits: :math:`\sum_e w\, \text{bce}(f_e, y_e)`, with :math:`H_e = w\,p(1 - p)`,
+          :math:`p = \text{sigmoid}(f_e)`.
+
+        :math:`w = 1` for ``reduction="sum"``. For ``"mean"`` it is one over the elements of a sample (with a
+        mask, :math:`N` over those that count in the batch), as in torch's functions of these names. Neither
+        targets nor a factor of the loss (accumulation, a ``GradScaler``) change these factors. Label
+        smoothing does not change them either; class weights are not supported.
+
+        ``fisher="ggn"`` takes one backward pass for each element (and class): :math:`C` for outputs
+        :math:`[N, C]`. ``"mc"`` takes ``samples``, with targets drawn from the model's own distribution:
+        :math:`\text{softmax}(f_e)`, the normal distribution :math:`N(f_e, \tfrac12)`, or Bernoulli
+        :math:`(p)`. It is the better choice for outputs with many elements. Tokens may also be samples:
+        outputs flattened to :math:`[N T, C]` give the same ``"mc"``, and take :math:`C` instead of :math:`T C`
+        passes for ``"ggn"``, which is then exact if no layer mixes the positions.
+
+        Layers within ``torch.utils.checkpoint`` with ``use_reentrant=True`` are not reached. Hooks of
+        tensors run in these passes too. Does not wait for the device.
+
+        Args:
+            outputs (Tensor): what the model returned, with its graph; dimension 0 is the sample.
+            loss (str): ``"cross_entropy"``, ``"mse"`` or ``"bce"``.
+            reduction (str): how the loss combines the elements of a sample, ``"mean"`` or ``"sum"``. Over
+                samples it is a mean or a sum by ``batch_averaged`` (default: "mean").
+            class_dim (int, optional): dimension of the classes for ``"cross_entropy"``. Needed for outputs
+                of more than two dimensions: -1 for :math:`[N, \dots, C]`, 1 for torch's
+                :math:`[N, C, \dots]` (default: None).
+            mask (Tensor, optional): bool, the shape of the outputs without the classes; False where the
+                loss ignores an element, as in ``targets != ignore_index`` (default: None).
+            samples (int): targets drawn for each element, and so backward passes, of ``"mc"``
+                (default: 1).
+            generator (torch.Generator, optional): for these targets (default: None, that of the device).
+
+        Raises:
+            ValueError: outputs or arguments that do not fit.
+            RuntimeError: ``fisher="empirical"``; the graph was freed, or the input of a layer changed in
+                place.
+
+        Example:
+            >>> model = torch.nn.Linear(10, 2)
+            >>> optimizer = torchium.KFAC(model, lr=0.1, fisher="ggn")
+            >>> outputs, targets = model(torch.randn(8, 10)), torch.randint(2, (8,))
+            >>> optimizer.update_curvature(outputs, "cross_entropy")
+            >>> torch.nn.functional.cross_entropy(outputs, targets).backward()
+            >>> optimizer.step()
+        """
+        arguments = (loss, reduction, class_dim, mask, samples, generator)
+        for (name, kind), value in zip(_CURVATURE_TYPES, (outputs, *arguments), strict=True):
+            if not isinstance(value, kind) or isinstance(value, bool):
+                wanted = getattr(kind, "__name__", kind)
+                raise ValueError(f"{name} must be of type {wanted}, got {type(value).__name__}")
+        fisher = self.param_groups[0]["fisher"]
+        if fisher == "empirical":
+            raise RuntimeError(
+                f"update_curvature() needs fisher='mc' or 'ggn', got {fisher!r}, which takes the factors "
+                "from backward()"
+            )
+        if self._wants():
+            self._capture.record_curvature(outputs, *arguments)
 
     def update_damping(self, loss_before: float | Tensor, loss_after: float | Tensor) -> float:
         r"""Adapts the damping of all groups by the rule of Levenberg and Marquardt.
@@ -316,6 +421,9 @@ class KFAC(CapturingOptimizer):
             due = [plan.params[i] for i in plan.core.due()] if plan else []
             self._capture.due = frozenset(due)
         return bool(self._capture.due)
+
+    def _captures_scaled_loss(self) -> bool:
+        return bool(self.param_groups[0]["fisher"] == "empirical")
 
     def _unknown_loss_scale(self) -> Tensor | None:
         return self._loss_scale() if self.grad_scaler is None else None

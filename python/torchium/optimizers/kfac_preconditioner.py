@@ -54,7 +54,7 @@ class KFACPreconditioner(KFAC):
 
     Args:
         params_or_model (nn.Module or iterable): as for :class:`KFAC`. Every option but ``batch_averaged``,
-            ``kl_clip``, ``damping_split`` and ``root_method`` may be set for a group.
+            ``kl_clip``, ``damping_split``, ``root_method`` and ``fisher`` may be set for a group.
         factor_update_steps (int or callable): steps between two updates of the factors; ``TCov`` of :class:`KFAC`
             (default: 5).
         inv_update_steps (int or callable): steps between two inversions of the factors; ``TInv`` of :class:`KFAC`
@@ -70,6 +70,7 @@ class KFACPreconditioner(KFAC):
         eps (float): default: 1e-8.
         damping_split (str): default: "pi".
         root_method (str): default: "auto".
+        fisher (str): with :meth:`update_curvature` for "mc" and "ggn" (default: "empirical").
         weight_sharing (str): default: "expand".
         max_factor_size (int): default: 5000.
         grad_scaler (GradScaler, optional): scales the loss, under mixed precision. Always needed then
@@ -107,6 +108,7 @@ class KFACPreconditioner(KFAC):
         eps: float = 1e-8,
         damping_split: str = "pi",
         root_method: str = "auto",
+        fisher: str = "empirical",
         weight_sharing: str = "expand",
         max_factor_size: int = 5000,
         grad_scaler: GradScaler | None = None,

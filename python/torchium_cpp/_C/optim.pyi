@@ -8,7 +8,7 @@ but have no `grad_scaler`.
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import Tensor
+from torch import Generator, Tensor
 
 class SecondOrderOptimizer:
     """torchium::optim::SecondOrderOptimizer."""
@@ -84,6 +84,19 @@ class KFAC(SecondOrderOptimizer):
     def __init__(
         self, params: Iterable[Tensor] | Iterable[dict[str, Any]], **options: Any
     ) -> None: ...
+    def update_curvature(
+        self,
+        outputs: Tensor,
+        loss: str,
+        *,
+        reduction: str = "mean",
+        class_dim: int | None = None,
+        mask: Tensor | None = None,
+        samples: int = 1,
+        generator: Generator | None = None,
+    ) -> None:
+        """The factors G of the next step, for fisher 'mc' and 'ggn'."""
+
     def update_damping(self, loss_before: float, loss_after: float) -> float:
         """Adapts the damping by the losses before and after the last step."""
 
@@ -96,6 +109,19 @@ class KFACPreconditioner(SecondOrderOptimizer):
     def __init__(
         self, params: Iterable[Tensor] | Iterable[dict[str, Any]], **options: Any
     ) -> None: ...
+    def update_curvature(
+        self,
+        outputs: Tensor,
+        loss: str,
+        *,
+        reduction: str = "mean",
+        class_dim: int | None = None,
+        mask: Tensor | None = None,
+        samples: int = 1,
+        generator: Generator | None = None,
+    ) -> None:
+        """The factors G of the next step, for fisher 'mc' and 'ggn'."""
+
     def report(self) -> dict[str, Any]:
         """What the optimizer has done."""
 

@@ -1,5 +1,6 @@
 #include "gradients/capture/capture_state.h"
 
+#include "gradients/capture/call_gradients.h"
 #include "gradients/capture/mixed_samples.h"
 
 #include <ATen/ATen.h>
@@ -16,6 +17,12 @@ namespace torchium::gradients::detail {
 namespace {
 
 namespace autograd = torch::autograd;
+
+// Whether the input was changed in place after the layer had used it.
+bool has_changed(const PendingCall& call) {
+  const at::Tensor& input = call.layer.input;
+  return !input.is_inference() && input._version() != call.input_version;
+}
 
 at::Tensor without_history(const at::Tensor& tensor) {
   return tensor.requires_grad() ? tensor.detach() : tensor;
@@ -200,10 +207,27 @@ int64_t OperatorCapture::parameter_used_otherwise(const at::Tensor& loss) const 
 
 bool OperatorCapture::has_overwritten_input() const {
   const std::lock_guard lock(state_->mutex);
-  return std::any_of(state_->calls.begin(), state_->calls.end(), [](const auto& call) {
-    const at::Tensor& input = call->layer.input;
-    return !input.is_inference() && input._version() != call->input_version;
-  });
+  return std::any_of(state_->calls.begin(), state_->calls.end(),
+                     [](const auto& call) { return has_changed(*call); });
+}
+
+std::vector<DifferentiableCall> OperatorCapture::calls_of(const at::Tensor& outputs) const {
+  const std::lock_guard lock(state_->mutex);
+  std::vector<DifferentiableCall> calls;
+  for (const auto& [edge, captured] : state_->uncaptured.calls_of(outputs)) {
+    const auto call = captured->pending.lock();
+    if (call == nullptr) {
+      continue;
+    }
+    TORCH_CHECK(call->layer.input.defined(),
+                "the graph of outputs was freed by a backward pass; call update_curvature() before "
+                "it, or retain the graph");
+    TORCH_CHECK(!has_changed(*call), "the input ", call->layer.input.sizes(), " of a ",
+                name_of(call->layer.kind),
+                " layer was changed in place after the layer had used it; change a copy");
+    calls.push_back({call->layer, edge, call->output_sizes});
+  }
+  return calls;
 }
 
 std::vector<LayerCall> OperatorCapture::differentiate(const at::Tensor& losses,
@@ -222,10 +246,8 @@ std::vector<LayerCall> OperatorCapture::differentiate(const at::Tensor& losses,
   if (!losses.defined() || !losses.requires_grad() || calls.empty()) {
     return calls;
   }
-  const auto gradients = autograd::Engine::get_default_engine().execute(
-      {autograd::impl::gradient_edge(losses)},
-      {factors.defined() ? factors : at::ones_like(losses)}, /*keep_graph=*/keep,
-      /*create_graph=*/false, /*accumulate_grad=*/false, outputs);
+  const auto gradients = gradients_at(
+      outputs, losses, factors.defined() ? factors : at::ones_like(losses), /*keep_graph=*/keep);
   for (size_t i = 0; i < pending.size(); ++i) {
     if (gradients[i].defined()) {
       calls[i].output_gradient = gradients[i].reshape(pending[i]->output_sizes);

@@ -151,6 +151,7 @@ void note_call(const OperatorCall& call, CallContext& context) {
     pending->layer.settings[kTransposedWeight] *= takes_weight ? 1 : 0;
     pending->layer.input = (is_transposed && takes_weight ? with_samples(input) : input).detach();
     pending->edges = std::make_shared<CallEdges>();
+    pending->edges->pending = pending;
     pending->edges->weight = weight < 0 ? nullptr : call.weight.unsafeGetTensorImpl();
     pending->edges->bias = bias < 0 ? nullptr : call.bias.unsafeGetTensorImpl();
     pending->edges->leaf_input = input.is_leaf() ? input.unsafeGetTensorImpl() : nullptr;
@@ -234,7 +235,7 @@ void note_output(const at::Tensor& output, CallContext& context) {
     }
     {
       const std::lock_guard lock(capture->mutex);
-      capture->uncaptured.add(edge.function, call->edges);
+      capture->uncaptured.add(edge, call->edges);
     }
     if (capture->receiver) {
       edge.function->add_pre_hook(std::make_unique<ReceivingHook>(call, edge.input_nr));
@@ -252,9 +253,9 @@ void note_addition(const at::Tensor& output, const at::Tensor& bias, PendingCall
     const std::lock_guard lock(capture->mutex);
     call.layer.bias = capture->position(bias);
     call.edges->bias = bias.unsafeGetTensorImpl();
-    capture->uncaptured.add(output.grad_fn(), call.edges);
-    capture->uncaptured.add(autograd::impl::gradient_edge(tensor_to_hook(output)).function,
-                            call.edges);
+    capture->uncaptured.add_node(output.grad_fn(), call.edges);
+    capture->uncaptured.add_node(autograd::impl::gradient_edge(tensor_to_hook(output)).function,
+                                 call.edges);
   }
 }
 

@@ -2,6 +2,7 @@
 // callback observes operators with a parameter among their operands and hooks their outputs.
 #pragma once
 
+#include "gradients/capture/call_gradients.h"
 #include "gradients/capture/layer_call.h"
 #include "torchium/export.h"
 
@@ -62,6 +63,9 @@ class TORCHIUM_API OperatorCapture {
   bool mixes_samples(int64_t pass) const;
   // Rethrows, once, an exception that occurred while forward passes were observed.
   void raise_error();
+  // With a receiver: the calls that `outputs` depends on, without gradients. c10::Error if the
+  // input of one was changed in place, or freed by a backward pass that did not retain the graph.
+  std::vector<DifferentiableCall> calls_of(const at::Tensor& outputs) const;
   // Without a receiver: the position of a parameter that `loss` depends on outside of the calls so
   // far; -1: there is none.
   int64_t parameter_used_otherwise(const at::Tensor& loss) const;

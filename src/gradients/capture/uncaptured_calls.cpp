@@ -1,5 +1,7 @@
 #include "gradients/capture/uncaptured_calls.h"
 
+#include "gradients/capture/call_gradients.h"
+
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -61,12 +63,20 @@ bool accumulates(const Node* node) {
   return found != executed->end() && found->second.needed_;
 }
 
-void UncapturedCalls::add(const NodePointer& output, std::shared_ptr<const CallEdges> call) {
+void UncapturedCalls::add(const autograd::Edge& output, std::shared_ptr<const CallEdges> call) {
+  add({output.function, output.input_nr, std::move(call)});
+}
+
+void UncapturedCalls::add_node(const NodePointer& node, std::shared_ptr<const CallEdges> call) {
+  add({node, std::nullopt, std::move(call)});
+}
+
+void UncapturedCalls::add(Entry entry) {
   if (entries_.size() >= next_cleaning_) {
     std::erase_if(entries_, [](const Entry& entry) { return entry.output.expired(); });
     next_cleaning_ = std::max<size_t>(64, 2 * entries_.size());
   }
-  entries_.push_back({output, std::move(call)});
+  entries_.push_back(std::move(entry));
 }
 
 UncapturedCalls::Captured UncapturedCalls::alive() const {
@@ -135,6 +145,18 @@ std::unordered_set<const at::TensorImpl*> UncapturedCalls::find(const at::Tensor
     }
   }
   return found;
+}
+
+std::vector<CapturedOutput> UncapturedCalls::calls_of(const at::Tensor& outputs) const {
+  const auto nodes = nodes_of(outputs);
+  std::vector<CapturedOutput> calls;
+  for (const Entry& entry : entries_) {
+    const auto node = entry.output.lock();
+    if (entry.index && node != nullptr && nodes.count(node.get()) != 0) {
+      calls.push_back({autograd::Edge(node, *entry.index), entry.call});
+    }
+  }
+  return calls;
 }
 
 UncapturedCalls::Leaves UncapturedCalls::walk(const Captured& captured,

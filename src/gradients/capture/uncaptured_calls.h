@@ -5,14 +5,18 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/autograd/edge.h>
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
 
 namespace torchium::gradients::detail {
+
+struct PendingCall;
 
 // Where the operators of a captured call end in autograd's graph: at its input and its parameters.
 struct CallEdges {
@@ -21,13 +25,22 @@ struct CallEdges {
   const at::TensorImpl* bias = nullptr;
   const at::TensorImpl* leaf_input = nullptr;  // the input, if it is a leaf
   WeakNode input_node;                         // that has computed the input
+  std::weak_ptr<PendingCall> pending;          // of an OperatorCapture
+};
+
+// The output of a captured call in autograd's graph.
+struct CapturedOutput {
+  torch::autograd::Edge edge;
+  std::shared_ptr<const CallEdges> call;
 };
 
 // Not thread-safe.
 class UncapturedCalls {
  public:
-  // Adds a node that computes the output of a captured call. Keeps no node alive.
-  void add(const NodePointer& output, std::shared_ptr<const CallEdges> call);
+  // Adds the output of a captured call. Keeps no node alive.
+  void add(const torch::autograd::Edge& output, std::shared_ptr<const CallEdges> call);
+  // Adds a node that follows the output and belongs to the call too.
+  void add_node(const NodePointer& node, std::shared_ptr<const CallEdges> call);
   // Searches the graph of the running backward pass, once per pass. `reached`: the call whose
   // output the pass has just reached.
   void search(const CallEdges* reached);
@@ -40,14 +53,18 @@ class UncapturedCalls {
 
   // The parameters that `loss` depends on in such a way.
   std::unordered_set<const at::TensorImpl*> find(const at::Tensor& loss) const;
+  // The captured calls that `outputs` depends on, in the order of the calls.
+  std::vector<CapturedOutput> calls_of(const at::Tensor& outputs) const;
 
  private:
   using Node = torch::autograd::Node;
   using Captured = std::unordered_map<const Node*, std::shared_ptr<const CallEdges>>;
   struct Entry {
     WeakNode output;
+    std::optional<uint32_t> index;  // of the output among those of the node; none: add_node()
     std::shared_ptr<const CallEdges> call;
   };
+  void add(Entry entry);
   // Nodes that accumulate in leaves.
   struct Leaves {
     std::unordered_set<const Node*> of_calls;

@@ -21,9 +21,10 @@ bool has_device_positions(const LayerCall& call, const WeightGeometry& weight, a
 // kernel covers more than one pixel or skips some.
 class DevicePositions {
  public:
-  DevicePositions(const LayerCall& call, const WeightGeometry& weight);
+  // Without inputs: `A` of positions is undefined.
+  DevicePositions(const LayerCall& call, const WeightGeometry& weight, bool with_inputs);
 
-  int64_t samples() const { return input_.size(0); }
+  int64_t samples() const { return gradient_.size(0); }
   int64_t positions() const { return gradient_.size(2) * gradient_.size(3); }
   int64_t pixels() const { return weight_.kernel_height * weight_.kernel_width; }
   int64_t piece() const;
@@ -34,6 +35,7 @@ class DevicePositions {
 
   WeightGeometry weight_;
   std::array<int64_t, 8> settings_;
+  bool with_inputs_;
   at::Tensor input_, gradient_;  // [n, channels, height, width], channels-last
 };
 

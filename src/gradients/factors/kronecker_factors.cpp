@@ -97,13 +97,15 @@ void check_lookup_factors(const at::Tensor& A_sum, const at::Tensor& counts, con
 }
 
 void update_lookup_factors_(at::Tensor& A_sum, at::Tensor& counts, const LayerCall& call,
-                            bool accumulate) {
+                            bool accumulate, UpdatedFactors updated) {
   const at::Tensor indices = call.input.reshape(-1);
   const at::Tensor is_padding = indices.eq(call.settings[kPaddingIndex]);  // -1 is no index
-  if (!accumulate) {
-    counts.zero_();
+  if (updated == UpdatedFactors::kBoth) {
+    if (!accumulate) {
+      counts.zero_();
+    }
+    counts.select(0, 0).index_add_(0, indices, is_padding.logical_not().to(counts.scalar_type()));
   }
-  counts.select(0, 0).index_add_(0, indices, is_padding.logical_not().to(counts.scalar_type()));
   const at::Tensor h = call.output_gradient.reshape({1, indices.numel(), -1})
                            .to(A_sum.scalar_type())
                            .masked_fill(is_padding.unsqueeze(-1), 0);
@@ -116,7 +118,8 @@ at::Tensor diagonal_of(const at::Tensor& factor) {
 
 // One position per sample: the mean of the inputs and the sum of the output gradients.
 Positions reduced(const Positions& positions, at::ScalarType dtype) {
-  return {positions.A.mean(2, /*keepdim=*/true, dtype),
+  const bool has_inputs = positions.A.defined();
+  return {has_inputs ? positions.A.mean(2, /*keepdim=*/true, dtype) : at::Tensor(),
           positions.G.sum(2, /*keepdim=*/true, dtype)};
 }
 
@@ -130,7 +133,9 @@ void update_factors_(at::Tensor& A_sum, at::Tensor& G_sum, const Source& source,
     const auto [A, G] = sharing == WeightSharing::kReduce && source.positions() > 1
                             ? reduced(all, A_sum.scalar_type())
                             : all;
-    second_moment_(A_sum, A.flatten(1, 2).mT(), order, accumulate || first > 0);
+    if (A.defined()) {
+      second_moment_(A_sum, A.flatten(1, 2).mT(), order, accumulate || first > 0);
+    }
     second_moment_(G_sum, G.flatten(1, 2).mT(), {G.size(-1)}, accumulate || first > 0);
   }
 }
@@ -158,11 +163,12 @@ void check_kronecker_factors(const at::Tensor& A_sum, const at::Tensor& G_sum,
 }
 
 void update_kronecker_factors_(at::Tensor& A_sum, at::Tensor& G_sum, const LayerCall& call,
-                               at::IntArrayRef weight_shape, bool accumulate,
-                               WeightSharing sharing) {
+                               at::IntArrayRef weight_shape, bool accumulate, WeightSharing sharing,
+                               UpdatedFactors updated) {
   const torchium::detail::Phase phase("torchium::factors");
   c10::NoGradGuard no_grad;
   check_kronecker_factors(A_sum, G_sum, call, weight_shape);
+  const bool both = updated == UpdatedFactors::kBoth;
   if (call.input.numel() == 0) {
     if (!accumulate) {
       A_sum.zero_();
@@ -171,17 +177,18 @@ void update_kronecker_factors_(at::Tensor& A_sum, at::Tensor& G_sum, const Layer
     return;
   }
   if (call.kind == LayerKind::kEmbedding) {
-    update_lookup_factors_(A_sum, G_sum, call, accumulate);
+    update_lookup_factors_(A_sum, G_sum, call, accumulate, updated);
     return;
   }
   const WeightGeometry weight = weight_geometry(call, weight_shape, 0);
   const at::ScalarType dtype = A_sum.scalar_type();
   if (has_device_positions(call, weight, dtype)) {
-    const DevicePositions source(call, weight);
+    const DevicePositions source(call, weight, /*with_inputs=*/both);
     update_factors_(A_sum, G_sum, source, {weight.fan_in, source.pixels()}, accumulate, sharing);
     return;
   }
-  const PositionSource source(call, weight, dtype, /*keeps_16_bits=*/dtype == at::kFloat);
+  const PositionSource source(call, weight, dtype, /*keeps_16_bits=*/dtype == at::kFloat,
+                              /*with_inputs=*/both);
   update_factors_(A_sum, G_sum, source, {weight.fan_in}, accumulate, sharing);
 }
 

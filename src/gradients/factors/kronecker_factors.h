@@ -12,6 +12,9 @@ namespace torchium::gradients::detail {
 // 2311.00636): one pair per position, or the mean of a and the sum of g over them.
 enum class WeightSharing { kExpand, kReduce };
 
+// kOfGradients: only G, or A of an embedding; needs accumulate.
+enum class UpdatedFactors { kBoth, kOfGradients };
+
 // A_sum += sum of a a^T and G_sum += sum of g g^T over samples and positions: a is the input of a
 // linear layer or the patch of a convolution, g the output gradient. A_sum: [groups, a, a], where a
 // is the fan-in of a group, or one more, which extends each input vector by a 1 for the bias.
@@ -31,7 +34,8 @@ enum class WeightSharing { kExpand, kReduce };
 // accumulate = false overwrites the sums, which need not be initialised.
 void update_kronecker_factors_(at::Tensor& A_sum, at::Tensor& G_sum, const LayerCall& call,
                                at::IntArrayRef weight_shape, bool accumulate = true,
-                               WeightSharing sharing = WeightSharing::kExpand);
+                               WeightSharing sharing = WeightSharing::kExpand,
+                               UpdatedFactors updated = UpdatedFactors::kBoth);
 
 // Adds the factors of a weight's lookups, lookup_A_sum and counts as above, to the sums of its
 // products (a head tied to an embedding). The Fisher matrix of both is a sum of two Kronecker

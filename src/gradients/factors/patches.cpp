@@ -92,29 +92,36 @@ int64_t max_patch_elements(const at::Tensor& input) {
   return int64_t{1} << (input.is_cuda() ? 27 : 22);
 }
 
-Operands operands_of(const LayerCall& call, at::ScalarType dtype, bool keeps_16_bits) {
+Operands operands_of(const LayerCall& call, at::ScalarType dtype, bool keeps_16_bits,
+                     bool with_inputs) {
   const at::ScalarType narrow = call.output_gradient.scalar_type();
   const bool stays = keeps_16_bits && call.input.is_cuda() && at::isReducedFloatingType(narrow);
   const at::ScalarType type = stays ? narrow : dtype;
-  return {call.input.to(type), call.output_gradient.to(type)};
+  return {with_inputs ? call.input.to(type) : call.input, call.output_gradient.to(type)};
 }
 
 PositionSource::PositionSource(const LayerCall& call, const WeightGeometry& weight,
-                               at::ScalarType dtype, bool keeps_16_bits) {
-  const auto [input, gradient] = operands_of(call, dtype, keeps_16_bits);
+                               at::ScalarType dtype, bool keeps_16_bits, bool with_inputs) {
+  const auto [input, gradient] = operands_of(call, dtype, keeps_16_bits, with_inputs);
   if (call.kind == LayerKind::kLinear) {
     samples_ = input.dim() == 1 ? 1 : input.size(0);
     positions_ =
         input.dim() <= 2 ? 1 : c10::multiply_integers(input.sizes().slice(1, input.dim() - 2));
     piece_ = samples_;
-    whole_ = {input.reshape({1, samples_, positions_, weight.fan_in}),
-              gradient.reshape({1, samples_, positions_, weight.fan_out})};
+    whole_.G = gradient.reshape({1, samples_, positions_, weight.fan_out});
+    if (with_inputs) {
+      whole_.A = input.reshape({1, samples_, positions_, weight.fan_in});
+    }
+    return;
+  }
+  gradients_ = batched(gradient).unflatten(1, {weight.groups, weight.fan_out});
+  samples_ = gradients_.size(0);
+  positions_ = gradients_.size(3) * gradients_.size(4);
+  if (!with_inputs) {
+    piece_ = samples_;
     return;
   }
   patches_ = patches(call, weight, input);
-  gradients_ = batched(gradient).unflatten(1, {weight.groups, weight.fan_out});
-  samples_ = patches_.size(0);
-  positions_ = patches_.size(5) * patches_.size(6);
   const int64_t elements = weight.groups * weight.fan_in * positions_;
   piece_ = std::max<int64_t>(1, max_patch_elements(input) / std::max<int64_t>(1, elements));
 }
@@ -126,7 +133,7 @@ PositionSource::PositionSource(Positions whole)
       piece_(samples_) {}
 
 Positions PositionSource::of_samples(int64_t first, int64_t count) const {
-  if (whole_.A.defined()) {
+  if (whole_.G.defined()) {
     return count == samples_ ? whole_ : whole_.narrow(first, count);
   }
   // [groups, vector, n, T]: the pixels of each sample in turn, for products that sum over both.
@@ -134,7 +141,7 @@ Positions PositionSource::of_samples(int64_t first, int64_t count) const {
     const at::Tensor grouped = images.narrow(0, first, count).movedim(0, -3);
     return grouped.reshape({grouped.size(0), -1, count, positions_}).permute({0, 2, 3, 1});
   };
-  return {vectors(patches_), vectors(gradients_)};
+  return {patches_.defined() ? vectors(patches_) : at::Tensor(), vectors(gradients_)};
 }
 
 }  // namespace torchium::gradients::detail

@@ -47,16 +47,18 @@ int64_t max_patch_elements(const at::Tensor& input);
 struct Operands {
   at::Tensor input, gradient;
 };
-Operands operands_of(const LayerCall& call, at::ScalarType dtype, bool keeps_16_bits);
+Operands operands_of(const LayerCall& call, at::ScalarType dtype, bool keeps_16_bits,
+                     bool with_inputs);
 
 // The positions of one call. Those of a convolution hold each input many times, so they are formed
 // for some samples at a time.
 class PositionSource {
  public:
   // keeps_16_bits: on a GPU vectors are left in 16 bits, or brought to those of the output gradient
-  // as autocast did in the layer, for products that accumulate in float32.
+  // as autocast did in the layer, for products that accumulate in float32. Without inputs: `A` of
+  // positions is undefined.
   PositionSource(const LayerCall& call, const WeightGeometry& weight, at::ScalarType dtype,
-                 bool keeps_16_bits = false);
+                 bool keeps_16_bits = false, bool with_inputs = true);
   // Precomputed positions.
   explicit PositionSource(Positions whole);
 

@@ -12,6 +12,16 @@
 #include <utility>
 
 namespace torchium::optim {
+namespace {
+
+// Weight and bias of a capture, as positions in the plan.
+void use_positions(const std::vector<int64_t>& positions, gradients::detail::LayerCall& call) {
+  for (int64_t* param : {&call.weight, &call.bias}) {
+    *param = *param < 0 ? -1 : positions[*param];
+  }
+}
+
+}  // namespace
 
 CapturingOptimizer::CapturingOptimizer(const torch::nn::Module& model,
                                        std::unique_ptr<Options> defaults)
@@ -164,7 +174,7 @@ std::vector<int64_t> CapturingOptimizer::next_steps() {
   return joint_plan().next_steps(param_groups_.size());
 }
 
-void CapturingOptimizer::forget_captures() {
+void CapturingOptimizer::adopt_groups() {
   if (!is_bound()) {
     bind();
   }
@@ -175,6 +185,10 @@ void CapturingOptimizer::forget_captures() {
     is_known = false;
   }
   adopt_options();
+}
+
+void CapturingOptimizer::forget_captures() {
+  adopt_groups();
   detail::JointPlan& plan = joint_plan();
   plan.forget();
   std::vector<at::Tensor> watched;
@@ -191,9 +205,7 @@ void CapturingOptimizer::forget_captures() {
     const auto receive = [plan = plan_, positions = watched_](
                              gradients::detail::LayerCall call,
                              const std::vector<int64_t>& gone_passes) {
-      for (int64_t* param : {&call.weight, &call.bias}) {
-        *param = *param < 0 ? -1 : positions[*param];
-      }
+      use_positions(positions, call);
       plan->receive(std::move(call), gone_passes);
     };
     capture_ =
@@ -201,6 +213,15 @@ void CapturingOptimizer::forget_captures() {
   }
   capture_->forget();
   capture_->set_enabled(is_known && captures_next());
+}
+
+std::vector<gradients::detail::DifferentiableCall> CapturingOptimizer::calls_of(
+    const at::Tensor& outputs) const {
+  auto calls = capture_->calls_of(outputs);
+  for (auto& call : calls) {
+    use_positions(watched_, call.layer);
+  }
+  return calls;
 }
 
 bool CapturingOptimizer::is_used_otherwise(const at::Tensor& param) const {
@@ -223,10 +244,7 @@ void CapturingOptimizer::take_step() {
   TORCH_CHECK(processes <= 1, plan_->optimizer_name(), " does not combine what ", processes,
               " processes capture yet, so that their parameters would drift apart; train in one "
               "process");
-  if (!is_bound()) {
-    bind();
-  }
-  adopt_options();
+  adopt_groups();
   detail::JointPlan& plan = joint_plan();
   std::vector<int64_t> excluded;
   for (const int64_t i : watched_) {

@@ -11,6 +11,7 @@ namespace torchium::optim::detail {
 
 using gradients::detail::LayerCall;
 using gradients::detail::LayerKind;
+using gradients::detail::UpdatedFactors;
 using gradients::detail::WeightSharing;
 
 constexpr const char* kUsedBothWays = "used as [in, out] and as [out, in]";
@@ -21,6 +22,11 @@ namespace {
 at::Tensor empty_factor(const at::Tensor& weight, int64_t groups, int64_t n, bool diagonal) {
   const auto options = weight.options().dtype(state_dtype(weight)).requires_grad(false);
   return diagonal ? at::empty({groups, n}, options) : at::empty({groups, n, n}, options);
+}
+
+UpdatedFactors factors_of(const CurvatureColumn* column) {
+  return column == nullptr || column->is_first ? UpdatedFactors::kBoth
+                                               : UpdatedFactors::kOfGradients;
 }
 
 }  // namespace
@@ -61,16 +67,16 @@ FactorLayout FactorRecords::layout(const FactorWeight& weight, const FactorLayer
 }
 
 void FactorRecords::record(const FactorWeight& weight, const LayerCall& call,
-                           const FactorLayer& seen) {
+                           const FactorLayer& seen, const CurvatureColumn* column) {
   if (call.kind == LayerKind::kEmbedding) {
-    record_lookup(weight, call);
+    record_lookup(weight, call, column);
   } else if (call.kind == LayerKind::kLinear || call.kind == LayerKind::kConv2d) {
-    record_product(weight, call, seen);
+    record_product(weight, call, seen, column);
   }
 }
 
 void FactorRecords::record_product(const FactorWeight& weight, const LayerCall& call,
-                                   const FactorLayer& seen) {
+                                   const FactorLayer& seen, const CurvatureColumn* column) {
   const auto* impl = weight.param.unsafeGetTensorImpl();
   FactorSums& sums = sums_[impl];
   const bool is_looked_up = untied_.erase(impl) > 0 || sums.lookup_A.defined();
@@ -97,15 +103,20 @@ void FactorRecords::record_product(const FactorWeight& weight, const LayerCall& 
   }
   const at::Tensor matrix = layout.matrix(weight.param);
   gradients::detail::update_kronecker_factors_(sums.A, sums.G, call, matrix.sizes(),
-                                               /*accumulate=*/!is_first, weight.sharing);
+                                               /*accumulate=*/!is_first, weight.sharing,
+                                               factors_of(column));
+  if (factors_of(column) == UpdatedFactors::kOfGradients) {
+    return;
+  }
   const int64_t N = gradients::detail::samples_of(call).expect_int();
   int64_t& samples = sums.samples_of_pass[call.micro_batch];
-  samples = std::max(samples, N);
+  samples = std::max(samples, column == nullptr ? N : column->samples);
   sums.rows +=
       weight.sharing == WeightSharing::kReduce ? N : call.output_gradient.numel() / matrix.size(0);
 }
 
-void FactorRecords::record_lookup(const FactorWeight& weight, const LayerCall& call) {
+void FactorRecords::record_lookup(const FactorWeight& weight, const LayerCall& call,
+                                  const CurvatureColumn* column) {
   const auto* impl = weight.param.unsafeGetTensorImpl();
   const auto known = layers_.find(impl);
   if (known != layers_.end()) {
@@ -126,7 +137,8 @@ void FactorRecords::record_lookup(const FactorWeight& weight, const LayerCall& c
     sums.lookup_counts = empty_factor(weight.param, 1, weight.param.size(0), /*diagonal=*/true);
   }
   gradients::detail::update_kronecker_factors_(sums.lookup_A, sums.lookup_counts, call,
-                                               weight.param.sizes(), /*accumulate=*/!is_first);
+                                               weight.param.sizes(), /*accumulate=*/!is_first,
+                                               WeightSharing::kExpand, factors_of(column));
   sums.samples_of_pass.try_emplace(call.micro_batch, 0);
 }
 

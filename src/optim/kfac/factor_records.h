@@ -3,6 +3,7 @@
 
 #include "gradients/capture/layer_call.h"
 #include "gradients/factors/kronecker_factors.h"
+#include "optim/capture/loss_curvature.h"
 #include "optim/kfac/kfac_factors.h"
 
 #include <ATen/core/Tensor.h>
@@ -50,9 +51,10 @@ struct FactorWeight {
 class FactorRecords {
  public:
   // A call with its gradient, of which kind, settings, micro-batch and tensors count. Calls that
-  // are neither products nor lookups are ignored.
+  // are neither products nor lookups are ignored. column: of a curvature, whose gradient it is;
+  // null: it is that of the loss.
   void record(const FactorWeight& weight, const gradients::detail::LayerCall& call,
-              const FactorLayer& layer);
+              const FactorLayer& layer, const CurvatureColumn* column = nullptr);
   // Known without a call.
   void declare(const at::Tensor& weight, FactorLayer layer);
   // Drops the sums of a weight if they include one of these backward passes, or if none is given.
@@ -85,8 +87,9 @@ class FactorRecords {
 
  private:
   void record_product(const FactorWeight& weight, const gradients::detail::LayerCall& call,
-                      const FactorLayer& seen);
-  void record_lookup(const FactorWeight& weight, const gradients::detail::LayerCall& call);
+                      const FactorLayer& seen, const CurvatureColumn* column);
+  void record_lookup(const FactorWeight& weight, const gradients::detail::LayerCall& call,
+                     const CurvatureColumn* column);
 
   std::unordered_map<const at::TensorImpl*, FactorLayer> layers_;
   std::unordered_map<const at::TensorImpl*, FactorSums> sums_;

@@ -84,6 +84,20 @@ double KFAC::update_damping(double loss_before, double loss_after) {
   return ratio;
 }
 
+void KFAC::update_curvature(const at::Tensor& outputs, const std::string& loss,
+                            const CurvatureOptions& options) {
+  refuse_moved_from();
+  check_groups();
+  adopt_groups();
+  const auto& fisher = plan().fisher();
+  TORCH_CHECK(plan().takes_curvature(), "update_curvature() needs fisher='mc' or 'ggn', got '",
+              fisher, "', which takes the factors from backward()");
+  if (captures_next()) {
+    const detail::LossCurvature curvature(outputs, loss, fisher, options);
+    plan().record_curvature(outputs, curvature, calls_of(outputs));
+  }
+}
+
 // ---- warnings and reports
 
 std::string KFAC::why_not(const at::Tensor& param) const {

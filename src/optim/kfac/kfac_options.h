@@ -7,6 +7,7 @@
 namespace torchium::optim {
 
 constexpr auto kWeightSharings = detail::one_of("expand", "reduce");
+constexpr auto kFishers = detail::one_of("empirical", "mc", "ggn");
 
 template <typename Options>
 requires std::is_same_v<std::remove_const_t<Options>, KFACOptions>
@@ -26,6 +27,7 @@ auto option_fields(Options& o) {
       Option{"kl_clip", o.kl_clip(), kPositive, kSameInAllGroups | kScheduled},
       Option{"damping_split", o.damping_split(), kDampingSplits, kSameInAllGroups},
       Option{"root_method", o.root_method(), kRootMethods, kSameInAllGroups},
+      Option{"fisher", o.fisher(), kFishers, kSameInAllGroups},
       Option{"weight_sharing", o.weight_sharing(), kWeightSharings},
       Option{"max_factor_size", o.max_factor_size(), Integer{}},
       Option{"adaptive_damping", o.adaptive_damping(), Flag{}, kSameInAllGroups},

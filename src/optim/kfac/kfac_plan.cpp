@@ -55,6 +55,11 @@ void KfacPlan::after_set_options() {
     }
   }
   damping_split_ = split;
+  const std::string fisher = options().empty() ? std::string() : options().front().fisher();
+  if (!fisher_.empty() && fisher != fisher_) {
+    forget();
+  }
+  fisher_ = fisher;
 }
 
 FactorWeight KfacPlan::weight_of(size_t i) const {
@@ -99,9 +104,20 @@ const std::vector<bool>& KfacPlan::due() {
 
 void KfacPlan::record(gradients::detail::LayerCall call, bool is_tied,
                       const at::Tensor& loss_scale) {
+  if (!takes_curvature()) {
+    add_to_sums(std::move(call), is_tied, loss_scale, nullptr);
+  }
+}
+
+bool KfacPlan::is_due(const gradients::detail::LayerCall& call) const {
+  return call.weight >= 0 && call.weight < static_cast<int64_t>(due_.size()) && due_[call.weight];
+}
+
+void KfacPlan::add_to_sums(gradients::detail::LayerCall call, bool is_tied,
+                           const at::Tensor& loss_scale, const CurvatureColumn* column) {
   const c10::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  if (call.weight < 0 || call.weight >= static_cast<int64_t>(due_.size()) || !due_[call.weight]) {
+  if (!is_due(call)) {
     return;
   }
   const FactorWeight weight = weight_of(call.weight);
@@ -117,7 +133,7 @@ void KfacPlan::record(gradients::detail::LayerCall call, bool is_tied,
   if (call.kind == gradients::detail::LayerKind::kConv2d) {
     seen.groups = call.settings[gradients::detail::kGroups];
   }
-  records_.record(weight, call, seen);
+  records_.record(weight, call, seen, column);
 }
 
 void KfacPlan::receive(gradients::detail::LayerCall call, const std::vector<int64_t>& gone_passes) {
@@ -139,12 +155,13 @@ void KfacPlan::declare(const std::vector<DeclaredLayer>& layers) {
 }
 
 void KfacPlan::drop(int64_t weight, at::IntArrayRef passes) {
-  if (weight >= 0 && weight < static_cast<int64_t>(size())) {
+  if (!takes_curvature() && weight >= 0 && weight < static_cast<int64_t>(size())) {
     records_.drop(param(weight), passes);
   }
 }
 
 void KfacPlan::forget() {
+  curvature_batches_ = 0;
   records_.forget();
   for (Layer& layer : layers_) {
     layer.sums = nullptr;
@@ -171,6 +188,7 @@ bool KfacPlan::has_factors(size_t i) {
 }
 
 void KfacPlan::check(const std::vector<size_t>& active) {
+  require_curvature(active);
   for (const size_t i : active) {
     if (checked_[i]) {
       continue;
@@ -329,8 +347,8 @@ std::unique_ptr<PlannedStep> KfacPlan::plan(const std::vector<at::Tensor>& param
   return std::make_unique<KfacStep>(std::move(group), std::move(status));
 }
 
-// A mean over the batch has divided the output gradients by N, and N^2 / N makes the sums those of
-// single samples.
+// A mean loss has divided the output gradients by N, and N^2 / N makes the sums those of single
+// samples. Columns of a curvature are not divided.
 void KfacPlan::set_sums(const Layer& of, KfacLayer& layer) const {
   if (of.sums == nullptr || of.sums->samples() == 0) {
     return;
@@ -339,7 +357,8 @@ void KfacPlan::set_sums(const Layer& of, KfacLayer& layer) const {
   layer.A_sum = of.sums->A;
   layer.G_sum = of.sums->G;
   layer.A_scale = 1.0 / static_cast<double>(of.sums->rows);
-  layer.G_scale = options().front().batch_averaged() ? N : 1.0 / N;
+  const bool is_divided = options().front().batch_averaged() && !takes_curvature();
+  layer.G_scale = is_divided ? N : 1.0 / N;
 }
 
 StateChanges KfacPlan::take(const JointInputs& inputs) {
@@ -365,7 +384,7 @@ StateChanges KfacPlan::take(const JointInputs& inputs) {
     layer.inverse_lost =
         lost_inverses_.count(param(each.weight).unsafeGetTensorImpl()) != 0 && each.has_factors;
   }
-  if (inputs.loss_scale.defined()) {
+  if (inputs.loss_scale.defined() && !takes_curvature()) {
     const at::Tensor inverse = inputs.loss_scale.to(device()).square().reciprocal();
     std::vector<at::Tensor> sums;
     for (const Layer& each : layers_) {

@@ -1,7 +1,9 @@
 // K-FAC's plan of the steps of all parameter groups.
 #pragma once
 
+#include "gradients/capture/call_gradients.h"
 #include "optim/capture/joint_plan.h"
+#include "optim/capture/loss_curvature.h"
 #include "optim/kfac/factor_records.h"
 #include "optim/kfac/kfac_layer.h"
 #include "optim/kfac/kfac_options.h"
@@ -11,6 +13,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <tuple>
 #include <unordered_set>
@@ -43,6 +46,14 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   void record(gradients::detail::LayerCall call, bool is_tied = false,
               const at::Tensor& loss_scale = {});
   void receive(gradients::detail::LayerCall call, const std::vector<int64_t>& gone_passes) override;
+  // Whether fisher is "mc" or "ggn": G comes from record_curvature(), and record() and drop() do
+  // nothing.
+  bool takes_curvature() const;
+  const std::string& fisher() const { return fisher_; }
+  // Records, as one micro-batch, the gradients of `outputs` times each column of the curvature of
+  // the loss by the outputs of these calls. Keeps the graph. If it throws, all sums are dropped.
+  void record_curvature(const at::Tensor& outputs, const LossCurvature& curvature,
+                        std::vector<gradients::detail::DifferentiableCall> calls);
   void declare(const std::vector<DeclaredLayer>& layers);
   // FactorRecords::drop().
   void drop(int64_t weight, at::IntArrayRef passes = {});
@@ -107,6 +118,11 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   };
 
   FactorWeight weight_of(size_t i) const;
+  // After due().
+  bool is_due(const gradients::detail::LayerCall& call) const;
+  void add_to_sums(gradients::detail::LayerCall call, bool is_tied, const at::Tensor& loss_scale,
+                   const CurvatureColumn* column);
+  void require_curvature(const std::vector<size_t>& active);
   Treatment treatment(size_t i) const;
   bool has_factors(size_t i);
   void check_layer(const Layer& layer) const;
@@ -124,7 +140,9 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   std::vector<bool> checked_;       // whether the state was checked since bind()
   // factor_updates that the host knows to be above 0.
   std::unordered_set<const at::TensorImpl*> with_factors_;
-  std::string damping_split_;  // of the options before
+  int64_t curvature_batches_ = 0;       // recorded since forget()
+  std::mutex curvature_mutex_;          // threads may share a model
+  std::string damping_split_, fisher_;  // of the options before
   // Weights whose inverses are to be made anew: another damping_split had made them, or a step that
   // threw was to make them.
   std::unordered_set<const at::TensorImpl*> lost_inverses_;

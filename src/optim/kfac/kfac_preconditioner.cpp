@@ -37,6 +37,7 @@ KFACOptions kfac_options(const KFACPreconditionerOptions& o) {
       .kl_clip(o.kl_clip())
       .damping_split(o.damping_split())
       .root_method(o.root_method())
+      .fisher(o.fisher())
       .weight_sharing(o.weight_sharing())
       .max_factor_size(o.max_factor_size());
 }

@@ -22,6 +22,7 @@ auto option_fields(Options& o) {
       Option{"eps", o.eps(), Number{}},
       Option{"damping_split", o.damping_split(), kDampingSplits, kSameInAllGroups},
       Option{"root_method", o.root_method(), kRootMethods, kSameInAllGroups},
+      Option{"fisher", o.fisher(), kFishers, kSameInAllGroups},
       Option{"weight_sharing", o.weight_sharing(), kWeightSharings},
       Option{"max_factor_size", o.max_factor_size(), Integer{}});
   // clang-format on

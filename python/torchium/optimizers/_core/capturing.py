@@ -98,6 +98,10 @@ class CapturingOptimizer(CoreOptimizer):
         scale: Tensor | None = self.grad_scaler._get_scale_async()
         return scale
 
+    def _captures_scaled_loss(self) -> bool:
+        """Whether captured gradients have the factor of the loss."""
+        return True
+
     def _unknown_loss_scale(self) -> Tensor | None:
         """The factor that recorded calls still contain."""
         return self._loss_scale()
@@ -271,7 +275,8 @@ class CapturingOptimizer(CoreOptimizer):
                 )
         found_inf, grad_scale = (getattr(self, k, None) for k in ("found_inf", "grad_scale"))
         is_scaled = isinstance(found_inf, torch.Tensor)
-        if is_scaled and grad_scale is None and self.grad_scaler is None:
+        is_unknown = is_scaled and grad_scale is None and self.grad_scaler is None
+        if is_unknown and self._captures_scaled_loss():
             raise ValueError(
                 f"unscale_() has left this {name} without the scale of what its layers captured: pass "
                 "grad_scaler=scaler, or set the attribute grad_scaler of a copy"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -17,7 +18,9 @@ from ..._capture.layers import (
     computed_weight,
     core_tensors,
     has_transposed_weight,
+    is_single,
     layer_kind,
+    padded,
     why_unsupported,
 )
 from .plan import JointPlan
@@ -185,6 +188,34 @@ class FactorCapture(Capture):
             self._is_tied(weight),
             None if loss_scale is None else loss_scale(),
         )
+
+    def record_curvature(self, outputs: Tensor, *loss: Any) -> None:
+        """Hands the calls that ``outputs`` depends on to the plan; ``loss``: arguments of the core."""
+        plan = self.plan
+        assert plan is not None
+        numbers, inputs, sizes, rows, tied = [], [], [], [], []
+        with self._lock:
+            self._problems.clear()  # modules may have changed
+            for number in self._graph.calls_of(outputs):
+                hook = self._output_hooks.get(number)
+                weight = None if hook is None else hook.params.get("weight")
+                if hook is None or weight is None or weight not in plan.positions:
+                    continue
+                problem, bias = self._weight(plan, weight)
+                if self._declared_weights.get(weight) != (problem, bias):
+                    self._declared = None
+                if problem is not None:
+                    continue
+                module, shape = hook.module, list(hook.shape)
+                input = padded(module, hook.input())
+                single = is_single(module, input)
+                numbers.append(number)
+                inputs.append(input.unsqueeze(0) if single else input)
+                sizes.append([1, *shape] if single else shape)
+                rows.append(call_row(module, plan.positions[weight], bias, 0)[0])
+                tied.append(int(self._is_tied(weight)))
+        # Without the lock: the hooks of this backward pass may run on other threads.
+        plan.core.record_curvature(outputs, *loss, self._graph, numbers, inputs, sizes, rows, tied)
 
 
 def _problem_of_layers(modules: list[nn.Module]) -> str | None:
