@@ -182,25 +182,23 @@ class TestWheel:
             (rpath,) = re.findall(r"R(?:UN)?PATH.*\[(.*)\]", succeed("readelf", "-d", library))
             assert all(part.startswith("$ORIGIN") for part in rpath.split(":")), rpath
 
-    def run_python(self, code: str, site_packages: Path) -> str:
-        return succeed(
+    def test_works_where_it_is_unpacked(self, site_packages: Path, tmp_path: Path) -> None:
+        """Its import, its version, and a C++ program that finds it."""
+        code = """
+import importlib.metadata, torchium, torchium_cpp._C
+torchium_cpp._C.show_config()
+print(torchium.__file__, importlib.metadata.version("torchium"), torchium.__version__)
+print(torchium.utils.cmake_prefix_path)
+"""
+        output = succeed(
             *(sys.executable, "-c", code),
             env={"PYTHONPATH": str(site_packages)},
             cwd=site_packages,
-        ).strip()
-
-    def test_imports_from_where_it_is_unpacked(self, site_packages: Path) -> None:
-        code = "import torchium, torchium_cpp._C as c; print(torchium.__file__); c.show_config()"
-        assert str(site_packages) in self.run_python(code, site_packages)
-
-    def test_installed_version_is_that_of_the_module(self, site_packages: Path) -> None:
-        code = "import importlib.metadata as m, torchium as t; print(m.version('torchium'), t.__version__)"
-        installed, of_module = self.run_python(code, site_packages).split()
+        )
+        *_, line, prefix = output.strip().splitlines()
+        file, installed, of_module = line.split()
+        assert Path(file).is_relative_to(site_packages)
         assert installed == of_module == torchium.__version__
-
-    def test_program_in_cpp_builds_against_it(self, site_packages: Path, tmp_path: Path) -> None:
-        code = "import torchium; print(torchium.utils.cmake_prefix_path)"
-        prefix = self.run_python(code, site_packages)
         assert Path(prefix).is_relative_to(site_packages)
         scripts = "".join(path.read_text() for path in Path(prefix).rglob("*.cmake"))
         assert str(Path(torch.__file__).parents[1]) not in scripts
