@@ -52,24 +52,6 @@ TEST(Adagrad, FullMatrixStepByHand) {
   expect_near(param.detach(), torch::tensor({{-0.5F}, {-4.0F / 6.0F}}));
 }
 
-// Blocks of two of the flattened parameter, each with the rule above.
-TEST(Adagrad, FullMatrixWorksOnFlatBlocks) {
-  auto param = parameter(torch::zeros({5}));
-  Adagrad optimizer({param}, AdagradOptions(1.0).full_matrix(true).eps(11.0).block_size(2));
-  set_grad(param, torch::tensor({3.0F, 4.0F, 0.0F, 5.0F, 5.0F}));
-  optimizer.step();
-  expect_near(param.detach(), -torch::tensor({3.0F / 6, 4.0F / 6, 0.0F, 5.0F / 6, 5.0F / 6}));
-}
-
-TEST(Adagrad, FullMatrixStartsFromTheInitialValue) {
-  auto param = parameter(torch::zeros({1}));
-  Adagrad optimizer({param},
-                    AdagradOptions(1.0).full_matrix(true).eps(0.0).initial_accumulator_value(16.0));
-  set_grad(param, torch::full({1}, 3.0F));
-  optimizer.step();
-  EXPECT_NEAR(param.item<float>(), -3.0F / 5.0F, 1e-5);
-}
-
 TEST(Adagrad, ClosureAndLearningRate) {
   auto param = parameter(torch::full({1}, 4.0F));
   Adagrad optimizer({param}, AdagradOptions(1.0).eps(0.0));

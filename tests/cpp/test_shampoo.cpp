@@ -76,33 +76,6 @@ TEST(Shampoo, VectorHasTheDiagonalRule) {
   expect_near(state_of(optimizer, param).diagonal(), torch::tensor({4.0F, 9.0F, 0.25F}));
 }
 
-// preconditioner_1d = "full": L = g g^T + eps I, L^(-1/2) g = g / sqrt(|g|^2 + eps).
-TEST(Shampoo, VectorWithTheFullRule) {
-  auto param = parameter(torch::zeros({2}));
-  Shampoo optimizer({param}, plain_options().eps(11.0).preconditioner_1d("full"));
-  set_grad(param, torch::tensor({3.0F, 4.0F}));
-  optimizer.step();
-  expect_near(param.detach(), torch::tensor({-0.5F, -4.0F / 6.0F}));
-}
-
-TEST(Shampoo, RootsAreKeptBetweenUpdates) {
-  auto param = parameter(torch::zeros({2, 2}));
-  Shampoo optimizer({param}, plain_options().update_freq(100));
-  const auto grad = torch::diag(torch::tensor({2.0F, 8.0F}));
-  set_grad(param, grad);
-  for (int step = 1; step <= 8; ++step) {
-    optimizer.step();
-  }  // roots at steps 1 to 8, 10, 12, ...
-  const auto roots = state_of(optimizer, param).roots()[0].clone();
-  const auto before = param.detach().clone();
-  optimizer.step();
-  expect_equal({state_of(optimizer, param).roots()[0]}, {roots});
-  // The cached root, not the gradient: the step of step 8 again.
-  expect_near(before - param.detach(), std::sqrt(0.125) * torch::eye(2));
-  optimizer.step();
-  EXPECT_FALSE(torch::equal(state_of(optimizer, param).roots()[0], roots));
-}
-
 TEST(Shampoo, AChangedRootDtypeConvertsTheRoots) {
   auto param = parameter(torch::zeros({2, 2}));
   Shampoo optimizer({param}, plain_options().update_freq(100));
@@ -115,21 +88,6 @@ TEST(Shampoo, AChangedRootDtypeConvertsTheRoots) {
   optimizer.step();
   expect_equal({state_of(optimizer, param).roots()[0]}, {roots.to(torch::kBFloat16)});
   EXPECT_EQ(state_of(optimizer, param).step().item<float>(), 9.0F);
-}
-
-TEST(Shampoo, WeightDecay) {
-  auto l2 = parameter(torch::full({1}, 2.0F));
-  auto decoupled = parameter(torch::full({1}, 2.0F));
-  set_grad(l2, torch::full({1}, 3.0F));
-  set_grad(decoupled, torch::full({1}, 3.0F));
-  Shampoo with_l2({l2}, plain_options(0.5).weight_decay(0.1));
-  Shampoo with_decay({decoupled},
-                     plain_options(0.5).weight_decay(0.1).decoupled_weight_decay(true));
-  with_l2.step();
-  with_decay.step();
-  EXPECT_NEAR(state_of(with_l2, l2).diagonal().item<float>(), 3.2F * 3.2F, 1e-5);
-  EXPECT_NEAR(l2.item<float>(), 1.5F, 1e-6);
-  EXPECT_NEAR(decoupled.item<float>(), 2.0F * 0.95F - 0.5F, 1e-6);
 }
 
 // Directions 1, then 1 / sqrt(2) (see MatrixStepByHand), with momentum 0.5.
@@ -157,36 +115,6 @@ TEST(Shampoo, BetasAreBiasCorrected) {
   EXPECT_NEAR(param.item<float>(), -1.0F, 1e-5);
   EXPECT_NEAR(state_of(optimizer, param).exp_avg().item<float>(), 0.3F, 1e-6);
   EXPECT_NEAR(state_of(optimizer, param).diagonal().item<float>(), 0.09F, 1e-6);
-}
-
-TEST(Shampoo, GraftingTakesTheNormOfTheGraftedStep) {
-  const auto grad = torch::tensor({{1.0F, 2.0F}, {-3.0F, 5.0F}});
-  const std::vector<std::pair<std::string, double>> norms{
-      {"sgd", std::sqrt(39.0)}, {"adagrad", 2.0}, {"adam", 2.0}, {"rmsprop", 2.0 / std::sqrt(0.1)}};
-  for (const auto& [method, norm] : norms) {
-    auto param = parameter(torch::zeros({2, 2}));
-    Shampoo optimizer({param},
-                      plain_options().grafting(method).grafting_eps(0.0).grafting_beta2(0.9));
-    set_grad(param, grad);
-    optimizer.step();
-    EXPECT_NEAR(param.detach().norm().item<float>(), norm, 1e-4) << method;
-  }
-}
-
-TEST(Shampoo, MaximizeAscends) {
-  auto param = parameter(torch::zeros({1}));
-  Shampoo optimizer({param}, plain_options().maximize(true));
-  set_grad(param, torch::full({1}, 3.0F));
-  optimizer.step();
-  EXPECT_NEAR(param.item<float>(), 1.0F, 1e-6);
-}
-
-TEST(Shampoo, StartsWithTheGradient) {
-  auto param = parameter(torch::zeros({2, 2}));
-  Shampoo optimizer({param}, plain_options().start_preconditioning_step(2));
-  set_grad(param, torch::diag(torch::tensor({2.0F, 8.0F})));
-  optimizer.step();
-  expect_near(param.detach(), -torch::diag(torch::tensor({2.0F, 8.0F})));
 }
 
 TEST(Shampoo, MinimisesALinearRegression) {
