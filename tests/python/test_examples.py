@@ -47,7 +47,7 @@ def table_rows(output: str) -> dict[str, list[str]]:
     return {label: rest for label, *rest in cells}
 
 
-@pytest.mark.parametrize(("model", "budget"), [("mlp", 60), ("convnet", 40)])
+@pytest.mark.parametrize(("model", "budget"), [("mlp", 60), ("convnet", 60)])
 def test_compare_trains_every_optimizer(model: str, budget: int, tmp_path: Path) -> None:
     output = checked_example(
         "train_classifier.py",
