@@ -18,7 +18,7 @@ from .._capture.layers import (
     why_unsupported,
 )
 from .layers import LayerCalls
-from .per_sample import trainable
+from .sample_loss import trainable
 
 
 class per_sample:

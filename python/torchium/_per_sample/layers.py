@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node
 from torch.func import vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .._capture.layers import call_row, layer_input, padded, why_unsupported
-
-SampleLoss = Callable[[dict[str, Tensor], tuple[Tensor, ...]], Tensor]
-_NAMES = ("weight", "bias")
+from .._capture.layers import call_row, padded, why_unsupported
+from .recorder import NAMES, RecordedCall, Recorder, record
+from .sample_loss import SampleLoss
+from .samplewise import is_samplewise, samplewise_layers, summed_losses
 
 
 @dataclass
@@ -36,160 +37,94 @@ class LayerCalls:
             )
 
 
-@dataclass
-class _Call:
-    """One layer call in the forward pass. Dimension 0 of input and output is the sample."""
+def layer_calls(loss: SampleLoss) -> LayerCalls | None:
+    """The layer calls of the loss of each sample.
 
-    module: nn.Module
-    params: dict[str, int]  # "weight" and "bias", if trainable: positions in the parameters
-    input: Tensor
-    input_version: int
-    input_edge: GradientEdge | None
-    output_edge: GradientEdge
-    output_shape: torch.Size
-
-
-class _Tap(torch.autograd.Function):
-    """Passes a layer's batched tensors under vmap to a recorder, and returns ``output``.
-
-    Only vmap knows which dimension of a tensor is the sample; it passes that to the static method
-    ``vmap``. ``index`` has one value per sample, so the method is also called for a layer that all
-    samples share.
-    """
-
-    @staticmethod
-    def forward(
-        recorder: _Recorder, module: nn.Module, index: Tensor, input: Tensor, output: Tensor
-    ) -> Tensor:
-        return output.view_as(output)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, None, gradient
-
-    @staticmethod
-    def vmap(
-        info: Any,
-        in_dims: tuple[int | None, ...],
-        recorder: _Recorder,
-        module: nn.Module,
-        index: Tensor,
-        input: Tensor,
-        output: Tensor,
-    ) -> tuple[Tensor, int | None]:
-        _, _, of_samples, input_dim, output_dim = in_dims
-        if (
-            of_samples is None or not output.requires_grad
-        ):  # a vmap of the model itself, or no graph
-            recorder.complete = False
-            return output, output_dim
-        # Not a view: an in-place change of a view removes its node from the graph.
-        if output_dim is None:
-            output = output.expand(info.batch_size, *output.shape).clone()
-        else:
-            output = output.movedim(output_dim, 0)
-            output = torch.ops.aten._unsafe_view(output, output.shape)
-        if input_dim is None:
-            input = input.expand(info.batch_size, *input.shape)
-        else:
-            input = input.movedim(input_dim, 0)
-        recorder.record(module, input, output)
-        return output, 0
-
-
-class _Recorder:
-    """Forward hooks on the layers, within a ``with`` block."""
-
-    def __init__(self, layers: list[nn.Module], params: list[Tensor]) -> None:
-        self.calls: list[_Call] = []
-        self.complete = True  # False: a layer ran in a way that cannot be recorded
-        self.index: Tensor | None = None  # of the sample, under vmap
-        self._layers = layers
-        self._positions = {p: i for i, p in enumerate(params)}
-
-    def __enter__(self) -> _Recorder:
-        self._handles = [
-            layer.register_forward_hook(self._after_forward, prepend=True, with_kwargs=True)
-            for layer in self._layers
-        ]
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    @_disable_dynamo
-    def _after_forward(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
-    ) -> Tensor:
-        result: Tensor = _Tap.apply(self, module, self.index, layer_input(args, kwargs), output)
-        return result
-
-    def record(self, module: nn.Module, input: Tensor, output: Tensor) -> None:
-        own = {name: module._parameters.get(name) for name in _NAMES}
-        if any(getattr(module, name, None) is not param for name, param in own.items()):
-            self.complete = False  # a computed weight, perhaps from parameters
-        if any(
-            p is not None and p.requires_grad and p not in self._positions for p in own.values()
-        ):
-            self.complete = False  # by functional_call in the model
-        params = {n: self._positions[p] for n, p in own.items() if p in self._positions}
-        input_edge = get_gradient_edge(input) if input.requires_grad else None
-        self.calls.append(
-            _Call(
-                module,
-                params,
-                input.detach(),
-                input._version,
-                input_edge,
-                get_gradient_edge(output),
-                output.shape,
-            )
-        )
-
-
-def layer_calls(
-    model: nn.Module,
-    sample_loss: SampleLoss,
-    parameters: dict[str, Tensor],
-    tensors: list[Tensor],
-) -> LayerCalls | None:
-    """The layer calls of ``sample_loss(parameters, sample)`` for each sample.
-
-    ``parameters`` are the trainable ones of ``model``, and dimension 0 of ``tensors`` is the sample.
     None if layer calls do not suffice: other modules have parameters, or a parameter is used outside
     its layer.
     """
-    trainable = set(parameters.values())
+    return _calls_of_batch(loss) or _calls_under_vmap(loss)
+
+
+def _calls_of_batch(loss: SampleLoss) -> LayerCalls | None:
+    """The same by an ordinary pass; None: the samples have to be followed through the model."""
+    layers = samplewise_layers(loss.model)
+    if layers is None or not loss.inputs.is_tensor:
+        return None
+    params = list(loss.parameters.values())
+    positions = {p: i for i, p in enumerate(params)}
+    calls: list[RecordedCall] = []
+    x = loss.inputs.tensors[0]
+    with torch.enable_grad():
+        for layer in layers:
+            own = {n: positions[p] for n, p in layer._parameters.items() if p in positions}
+            if not is_samplewise(layer, x) or (own and not _is_known(layer)):
+                return None
+            input, x = x, layer(x)
+            if own:
+                calls.append(record(layer, own, input, x, has_batches=False))
+        if not calls or _overwritten(calls):
+            return None
+        losses = _losses_of(loss, x, calls)
+        return None if losses is None else _differentiated(params, calls, losses)
+
+
+def _losses_of(loss: SampleLoss, output: Tensor, calls: list[RecordedCall]) -> Tensor | None:
+    """The losses or their sum; None if they depend on parameters otherwise than by the output."""
+    if loss.targets.is_tensor:
+        total = summed_losses(loss.loss_fn, output, loss.targets.tensors[0])
+        if total is not None:
+            return total
+    losses = vmap(loss.of_output, randomness="error")(output, tuple(loss.targets.tensors))
+    return None if _uses_outside(losses, calls, loss.parameters.values()) else losses
+
+
+def _calls_under_vmap(loss: SampleLoss) -> LayerCalls | None:
+    """The same by following the samples through any model."""
+    model, params = loss.model, list(loss.parameters.values())
+    trainable = set(params)
     layers = [m for m in model.modules() if not trainable.isdisjoint(_own_parameters(m))]
     if not all(_is_known(layer) for layer in layers) or _has_backward_hooks(model):
         return None
     # Copies, so that no optimizer hook sees these gradients, and the model may change its weights.
-    own = {name: p.detach().clone().requires_grad_() for name, p in parameters.items()}
-    with torch.enable_grad(), _Recorder(layers, list(own.values())) as recorder:
+    own = [p.detach().clone().requires_grad_() for p in params]
+    recorder = Recorder(layers, own, len(loss.tensors[0]))
 
-        def recorded_loss(index: Tensor, sample: tuple[Tensor, ...]) -> Tensor:
-            recorder.index = index
-            return sample_loss(own, sample)
+    def recorded_loss(sample: tuple[Tensor, ...]) -> Tensor:
+        recorder.begin()
+        return loss(own, sample)
 
-        indices = torch.arange(len(tensors[0]), device=tensors[0].device)
-        losses = vmap(recorded_loss, randomness="error")(indices, tuple(tensors))
-    calls = recorder.calls
-    if not recorder.complete or losses.grad_fn is None or not calls:
-        return None
-    used_outside = leaves(
-        losses.grad_fn, {call.output_edge.node: call.input_edge for call in calls}
-    )
-    # The model's own parameters, kept by reference: the vmap(grad) path raises the error.
-    if not used_outside.isdisjoint([*own.values(), *parameters.values()]) or _overwritten(calls):
-        return None
+    with torch.enable_grad(), recorder, attention_for_vmap(loss.tensors[0].device):
+        losses = vmap(recorded_loss, randomness="error")(tuple(loss.tensors))
+        if not recorder.complete or losses.grad_fn is None or not recorder.calls:
+            return None
+        # The model's own parameters, kept by reference: the vmap(grad) path raises the error.
+        if _uses_outside(losses, recorder.calls, [*own, *params]) or _overwritten(recorder.calls):
+            return None
+        return _differentiated(params, recorder.calls, losses)
+
+
+def attention_for_vmap(device: torch.device) -> AbstractContextManager[None]:
+    """On a CPU vmap batches one implementation of scaled_dot_product_attention and loops over others."""
+    return sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else nullcontext()
+
+
+def _uses_outside(losses: Tensor, calls: list[RecordedCall], params: Iterable[Tensor]) -> bool:
+    """Whether losses depend on a parameter otherwise than by these calls."""
+    if losses.grad_fn is None:
+        return False
+    found = leaves(losses.grad_fn, {call.output_edge.node: call.input_edge for call in calls})
+    return not found.isdisjoint(params)
+
+
+def _differentiated(params: list[Tensor], calls: list[RecordedCall], losses: Tensor) -> LayerCalls:
+    """The calls with the gradients of their outputs."""
     edges = [call.output_edge for call in calls]
-    gradients = torch.autograd.grad(losses, edges, torch.ones_like(losses), allow_unused=True)
-    return _for_core(list(parameters.values()), calls, gradients)
+    gradients: tuple[Tensor | None, ...] = (None,) * len(calls)
+    if losses.requires_grad:
+        ones = torch.ones_like(losses) if losses.dim() else None
+        gradients = torch.autograd.grad(losses, edges, ones, allow_unused=True)
+    return _for_core(params, calls, gradients)
 
 
 def _own_parameters(module: nn.Module) -> list[Tensor]:
@@ -205,7 +140,7 @@ def _is_known(layer: nn.Module) -> bool:
     trainable = {n: p for n, p in layer._parameters.items() if p is not None and p.requires_grad}
     return (
         why_unsupported(layer) is None
-        and trainable.keys() <= set(_NAMES)
+        and trainable.keys() <= set(NAMES)
         and all(p.is_floating_point() for p in trainable.values())
     )
 
@@ -232,13 +167,13 @@ def leaves(root: Node, inputs: Mapping[Node, GradientEdge | None]) -> set[Tensor
     return found
 
 
-def _overwritten(calls: list[_Call]) -> bool:
+def _overwritten(calls: list[RecordedCall]) -> bool:
     """Whether the model has changed a layer's input in place, which autograd does not allow."""
     return any(call.input._version != call.input_version for call in calls)
 
 
 def _for_core(
-    params: list[Tensor], calls: list[_Call], gradients: tuple[Tensor | None, ...]
+    params: list[Tensor], calls: list[RecordedCall], gradients: tuple[Tensor | None, ...]
 ) -> LayerCalls:
     result = LayerCalls(params)
     for call, gradient in zip(calls, gradients, strict=True):
@@ -247,6 +182,7 @@ def _for_core(
         row, eps = call_row(
             call.module, call.params.get("weight", -1), call.params.get("bias", -1), 0
         )
+        gradient = gradient.reshape(call.output_shape)
         for input, output_gradient in _as_core_takes(call, gradient):
             result.inputs.append(padded(call.module, input))
             result.output_gradients.append(output_gradient)
@@ -255,13 +191,13 @@ def _for_core(
     return result
 
 
-def _as_core_takes(call: _Call, gradient: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _as_core_takes(call: RecordedCall, gradient: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Input and output gradient; one pair per image where a sample is a batch of images."""
     module, input = call.module, call.input
     has_images = isinstance(module, nn.GroupNorm) or (
         isinstance(module, nn.Conv2d) and input.dim() == 5
     )
-    if not has_images:
+    if not (call.has_batches and has_images):
         yield input, gradient
         return
     yield from zip(input.unbind(1), gradient.unbind(1), strict=True)

@@ -3,22 +3,21 @@
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.func import grad_and_value, vmap
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from .._capture.layers import mixes_samples
-from .layers import LayerCalls, SampleLoss, layer_calls, leaves
+from .layers import LayerCalls, attention_for_vmap, layer_calls, leaves
 from .random_numbers import DRAWN, NoRandomNumbers
+from .sample_loss import LossFunction, SampleLoss, trainable
 from .sample_trees import SampleTree, count_samples
 
-LossFunction = Callable[[Any, Any], Tensor]
 # The gradients of samples [first, last): one tensor [last - first, *shape] per parameter.
 Rows = Callable[[int, int], list[Tensor]]
 T = TypeVar("T")
@@ -65,7 +64,9 @@ def per_sample_gradients(
     - One pass over the batch and one product per layer, if Linear, Conv2d, Embedding, LayerNorm and
       GroupNorm layers own all trainable parameters (Goodfellow 2015, `arXiv:1510.01799
       <https://arxiv.org/abs/1510.01799>`_). The forward pass of a single sample runs under
-      ``torch.func.vmap``, which tracks the sample dimension wherever the model moves it.
+      ``torch.func.vmap``, which tracks the sample dimension wherever the model moves it. An
+      ``nn.Sequential`` of common layers, without hooks, is called with the whole batch instead, which
+      is fastest; so is ``cross_entropy``, ``mse_loss`` or ``binary_cross_entropy_with_logits``.
     - ``vmap(grad)`` of a single sample's pass for other layers, about 1.5 times as slow.
     - One backward pass per sample for models that ``vmap`` does not support: RNN, LSTM and GRU,
       checkpointed segments, data-dependent control flow, samples written into a buffer. It is slow,
@@ -79,26 +80,25 @@ def per_sample_gradients(
         >>> gradients["weight"].shape
         torch.Size([8, 2, 10])
     """
-    rows: list[Tensor] = evaluate(
-        "per_sample_gradients",
-        model,
-        loss_fn,
-        inputs,
-        targets,
-        from_calls=lambda calls: calls.run(torch.ops.torchium.per_sample_gradients),
-        from_rows=lambda rows, samples: rows(0, samples),
-    )
-    return dict(zip(trainable(model), rows, strict=True))
-
-
-def trainable(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters that have gradients, by name."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+    with one_call:
+        parameters = trainable(model)
+        rows: list[Tensor] = evaluate(
+            "per_sample_gradients",
+            model,
+            parameters,
+            loss_fn,
+            inputs,
+            targets,
+            from_calls=lambda calls: calls.run(torch.ops.torchium.per_sample_gradients),
+            from_rows=lambda rows, samples: rows(0, samples),
+        )
+    return dict(zip(parameters, rows, strict=True))
 
 
 def evaluate(
     function: str,
     model: nn.Module,
+    parameters: dict[str, Tensor],
     loss_fn: LossFunction,
     inputs: Any,
     targets: Any,
@@ -107,6 +107,8 @@ def evaluate(
 ) -> T:
     """A quantity of the per-sample gradients, as the public ``function`` returns it.
 
+    ``one_call`` must be held since ``parameters``, the trainable ones, were read from the model.
+
     ``from_calls`` computes it from the layer calls. ``from_rows`` computes it from explicit
     gradients of as many samples at a time as it asks for, and is told the number of samples. It may
     be called again after an exception.
@@ -114,31 +116,24 @@ def evaluate(
     input_tree = SampleTree("inputs", inputs, shared=(bool, str, type(None)))
     target_tree = SampleTree("targets", targets, shared=(type(None),))
     samples = count_samples(input_tree, target_tree)
-    tensors = input_tree.tensors + target_tree.tensors
-    with one_call:
-        _check_modules(model)
-        parameters = trainable(model)
-        sample_loss = _sample_loss(model, loss_fn, input_tree, target_tree)
-        calls: LayerCalls | None = None
-        reason = _why_not_vmap(model)
-        if reason is None:
-            try:
-                with _attention_for_vmap(tensors[0].device):
-                    calls = layer_calls(model, sample_loss, parameters, tensors)
-                    if calls is None:
-                        return from_rows(
-                            _rows_of(_by_vmap, sample_loss, parameters, tensors), samples
-                        )
-            # Unsupported models raise many kinds of errors in vmap. An error of the model or the
-            # loss itself is raised again below, in PyTorch's words.
-            except Exception as error:
-                if "called random operation" in str(error):  # and has drawn nothing
-                    raise ValueError(DRAWN) from error
-                reason = f"vmap refuses it ({str(error).strip().splitlines()[0]})"
-        if calls is not None:
-            return from_calls(calls)
-        with _kept_flat_weights(model), NoRandomNumbers():
-            result = from_rows(_rows_of(_one_by_one, sample_loss, parameters, tensors), samples)
+    reason = _check_modules(model)
+    loss = SampleLoss(model, parameters, loss_fn, input_tree, target_tree)
+    calls: LayerCalls | None = None
+    if reason is None:
+        try:
+            calls = layer_calls(loss)
+            if calls is None:
+                return from_rows(_rows_of(_by_vmap, loss), samples)
+        # Unsupported models raise many kinds of errors in vmap. An error of the model or the
+        # loss itself is raised again below, in PyTorch's words.
+        except Exception as error:
+            if "called random operation" in str(error):  # and has drawn nothing
+                raise ValueError(DRAWN) from error
+            reason = f"vmap refuses it ({str(error).strip().splitlines()[0]})"
+    if calls is not None:
+        return from_calls(calls)
+    with _kept_flat_weights(model), NoRandomNumbers():
+        result = from_rows(_rows_of(_one_by_one, loss), samples)
     warnings.warn(
         f"{function} takes the samples one by one, which is slow for a batch: in "
         f"{type(model).__name__}, {reason}",
@@ -147,85 +142,39 @@ def evaluate(
     return result
 
 
-def _rows_of(
-    method: Callable[..., dict[str, Tensor]],
-    sample_loss: SampleLoss,
-    parameters: dict[str, Tensor],
-    tensors: list[Tensor],
-) -> Rows:
+def _rows_of(method: Callable[[SampleLoss, list[Tensor]], list[Tensor]], loss: SampleLoss) -> Rows:
     def rows(first: int, last: int) -> list[Tensor]:
-        chunk = [t[first:last] for t in tensors]
-        return list(method(sample_loss, parameters, chunk).values())
+        return method(loss, [t[first:last] for t in loss.tensors])
 
     return rows
 
 
-def _sample_loss(
-    model: nn.Module, loss_fn: LossFunction, inputs: SampleTree, targets: SampleTree
-) -> SampleLoss:
-    """The loss of one sample, a function of parameters and tensors without a batch dimension."""
-    frozen = {n: p.detach() for n, p in model.named_parameters() if not p.requires_grad}
-    scope = _Scope(model)
-
-    def sample_loss(parameters: dict[str, Tensor], tensors: tuple[Tensor, ...]) -> Tensor:
-        batch = [t.unsqueeze(0) for t in tensors]
-        arguments = inputs.with_tensors(batch[: len(inputs.tensors)])
-        target = targets.with_tensors(batch[len(inputs.tensors) :])
-        kwargs = arguments if isinstance(arguments, dict) else {}
-        args = tuple(arguments) if isinstance(arguments, (tuple, list)) else (arguments,)
-        # Copies: this pass must not change buffers, such as a counter of calls.
-        buffers = {n: b.detach().clone() for n, b in model.named_buffers()}
-
-        def loss() -> Tensor:
-            return _one_number(loss_fn(model(*(() if kwargs else args), **kwargs), target))
-
-        own = {f"model.{n}": t for n, t in {**parameters, **frozen, **buffers}.items()}
-        result: Tensor = functional_call(scope, own, (loss,))
-        return result
-
-    return sample_loss
-
-
-class _Scope(nn.Module):
-    """Replaces a model's parameters for the loss too, which may use them."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, function: Callable[[], Tensor]) -> Tensor:
-        return function()
-
-
-def _by_vmap(
-    sample_loss: SampleLoss, parameters: dict[str, Tensor], tensors: list[Tensor]
-) -> dict[str, Tensor]:
+def _by_vmap(loss: SampleLoss, tensors: list[Tensor]) -> list[Tensor]:
     """The gradients of any model that vmap supports."""
     # Copies: an embedding with max_norm changes its weight.
-    copies = {n: p.detach().clone() for n, p in parameters.items()}
-    function = vmap(grad_and_value(sample_loss), in_dims=(None, 0), randomness="error")
+    copies = tuple(p.detach().clone() for p in loss.parameters.values())
+    function = vmap(grad_and_value(loss), in_dims=(None, 0), randomness="error")
     # The graph of the losses holds no copies, only tensors kept by loss_fn and the model.
-    with torch.enable_grad():
+    with torch.enable_grad(), attention_for_vmap(tensors[0].device):
         gradients, losses = function(copies, tuple(tensors))
-    _refuse_kept_references(losses, parameters)
-    return {n: gradient.detach() for n, gradient in gradients.items()}
+    _refuse_kept_references(losses, loss.parameters)
+    return [gradient.detach() for gradient in gradients]
 
 
-def _one_by_one(
-    sample_loss: SampleLoss, parameters: dict[str, Tensor], tensors: list[Tensor]
-) -> dict[str, Tensor]:
+def _one_by_one(loss: SampleLoss, tensors: list[Tensor]) -> list[Tensor]:
     """The gradients of any model, by one backward pass per sample."""
-    own = {n: p.detach().clone().requires_grad_() for n, p in parameters.items()}
+    params = loss.parameters
+    own = [p.detach().clone().requires_grad_() for p in params.values()]
     samples = len(tensors[0])
-    rows = {n: p.new_zeros(samples, *p.shape) for n, p in parameters.items()}
+    rows = [p.new_zeros(samples, *p.shape) for p in params.values()]
     for i in range(samples):
         with torch.enable_grad():
-            loss = sample_loss(own, tuple(t[i] for t in tensors))
-        _refuse_kept_references(loss, parameters)
-        if not own or not loss.requires_grad:
+            value = loss(own, tuple(t[i] for t in tensors))
+        _refuse_kept_references(value, params)
+        if not own or not value.requires_grad:
             continue
-        found = torch.autograd.grad(loss, list(own.values()), allow_unused=True)
-        for row, gradient in zip(rows.values(), found, strict=True):
+        found = torch.autograd.grad(value, own, allow_unused=True)
+        for row, gradient in zip(rows, found, strict=True):
             if gradient is not None:
                 row[i] = gradient.to_dense() if gradient.is_sparse else gradient
     return rows
@@ -255,34 +204,17 @@ def _kept_flat_weights(model: nn.Module) -> Iterator[None]:
             layer._flat_weights, layer._flat_weight_refs = weights, references
 
 
-def _why_not_vmap(model: nn.Module) -> str | None:
+def _check_modules(model: nn.Module) -> str | None:
+    """ValueError for a module that mixes samples or draws. Returns why vmap refuses the model."""
+    why_not_vmap = None
     for name, module in model.named_modules():
-        if isinstance(module, nn.RNNBase):
-            where = f"model.{name}" if name else "model"
-            return f"vmap does not support {where} ({type(module).__name__})"
-    return None
-
-
-def _attention_for_vmap(device: torch.device) -> AbstractContextManager[None]:
-    """On a CPU vmap batches one implementation of scaled_dot_product_attention and loops over others."""
-    return sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else nullcontext()
-
-
-def _one_number(loss: Tensor) -> Tensor:
-    if loss.numel() != 1:
-        raise ValueError(
-            f"loss_fn returned shape {tuple(loss.shape)} for one sample; it must return one "
-            "number, e.g. with reduction='mean' or 'sum'"
-        )
-    return loss.reshape(())
-
-
-def _check_modules(model: nn.Module) -> None:
-    for name, module in model.named_modules():
+        where = f"model.{name}" if name else "model"
         reason = _why_not_per_sample(module)
         if reason:
-            where = f"model.{name}" if name else "model"
             raise ValueError(f"{where} ({type(module).__name__}) {reason}")
+        if isinstance(module, nn.RNNBase) and why_not_vmap is None:
+            why_not_vmap = f"vmap does not support {where} ({type(module).__name__})"
+    return why_not_vmap
 
 
 def _why_not_per_sample(module: nn.Module) -> str | None:
@@ -309,5 +241,5 @@ def _dropout_probability(module: nn.Module) -> float:
     if isinstance(module, _DropoutNd):
         return module.p
     # Recurrent layers and MultiheadAttention.
-    dropout = getattr(module, "dropout", 0.0)
+    dropout = module.__dict__.get("dropout", 0.0)
     return dropout if isinstance(dropout, float) else 0.0

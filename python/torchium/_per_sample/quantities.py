@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .per_sample import LossFunction, Rows, evaluate, one_call, trainable
+from .per_sample import Rows, evaluate, one_call
+from .sample_loss import LossFunction, trainable
 
 _ops = torch.ops.torchium
 
@@ -43,21 +44,24 @@ def per_sample_norms(
             ``max_workspace_bytes`` below 1.
     """
     _check_workspace(max_workspace_bytes)
-    params = list(_trainable(model).values())
+    with one_call:
+        parameters = _trainable(model)
+        params = list(parameters.values())
 
-    def from_rows(rows: Rows, samples: int) -> Tensor:
-        chunks = _chunks(params, samples, max_workspace_bytes)
-        return torch.cat([_norms(rows(*chunk)) for chunk in chunks]).to(_dtype(params))
+        def from_rows(rows: Rows, samples: int) -> Tensor:
+            chunks = _chunks(params, samples, max_workspace_bytes)
+            return torch.cat([_norms(rows(*chunk)) for chunk in chunks]).to(_dtype(params))
 
-    norms: Tensor = evaluate(
-        "per_sample_norms",
-        model,
-        loss_fn,
-        inputs,
-        targets,
-        lambda calls: calls.run(_ops.per_sample_norms, max_workspace_bytes=max_workspace_bytes),
-        from_rows,
-    )
+        norms: Tensor = evaluate(
+            "per_sample_norms",
+            model,
+            parameters,
+            loss_fn,
+            inputs,
+            targets,
+            lambda calls: calls.run(_ops.per_sample_norms, max_workspace_bytes=max_workspace_bytes),
+            from_rows,
+        )
     return norms
 
 
@@ -92,34 +96,37 @@ def gram(
             ``max_workspace_bytes`` below 1.
     """
     _check_workspace(max_workspace_bytes)
-    params = list(_trainable(model).values())
+    with one_call:
+        parameters = _trainable(model)
+        params = list(parameters.values())
 
-    def from_rows(rows: Rows, samples: int) -> Tensor:
-        chunks = _chunks(params, samples, max_workspace_bytes)
-        if len(chunks) > 1:
-            chunks = _chunks(params, samples, max_workspace_bytes // 2)  # two at a time
-        K: Tensor | None = None
-        for i, chunk in enumerate(chunks):
-            left = rows(*chunk)
-            for other in chunks[: i + 1]:
-                right = left if other is chunk else rows(*other)
-                block = _products(left, right)
-                if K is None:
-                    K = block.new_zeros(samples, samples)
-                K[slice(*chunk), slice(*other)] = block
-                K[slice(*other), slice(*chunk)] = block.T
-        assert K is not None  # there is a sample
-        return (K + K.T) / 2
+        def from_rows(rows: Rows, samples: int) -> Tensor:
+            chunks = _chunks(params, samples, max_workspace_bytes)
+            if len(chunks) > 1:
+                chunks = _chunks(params, samples, max_workspace_bytes // 2)  # two at a time
+            K: Tensor | None = None
+            for i, chunk in enumerate(chunks):
+                left = rows(*chunk)
+                for other in chunks[: i + 1]:
+                    right = left if other is chunk else rows(*other)
+                    block = _products(left, right)
+                    if K is None:
+                        K = block.new_zeros(samples, samples)
+                    K[slice(*chunk), slice(*other)] = block
+                    K[slice(*other), slice(*chunk)] = block.T
+            assert K is not None  # there is a sample
+            return (K + K.T) / 2
 
-    K: Tensor = evaluate(
-        "gram",
-        model,
-        loss_fn,
-        inputs,
-        targets,
-        lambda calls: calls.run(_ops.per_sample_gram),
-        from_rows,
-    )
+        K: Tensor = evaluate(
+            "gram",
+            model,
+            parameters,
+            loss_fn,
+            inputs,
+            targets,
+            lambda calls: calls.run(_ops.per_sample_gram),
+            from_rows,
+        )
     return K
 
 
@@ -154,23 +161,26 @@ def jvp_dots(
             below 1, or vectors that do not fit the parameters.
     """
     _check_workspace(max_workspace_bytes)
-    params = _trainable(model)
-    v = [x.to(p.device, _dtype([p])) for p, x in _fitting(params, vectors)]
+    with one_call:
+        parameters = _trainable(model)
+        params = list(parameters.values())
+        v = [x.to(p.device, _dtype([p])) for p, x in _fitting(parameters, vectors)]
 
-    def from_rows(rows: Rows, samples: int) -> Tensor:
-        chunks = _chunks(list(params.values()), samples, max_workspace_bytes)
-        parts = [_products(rows(*chunk), [x.unsqueeze(0) for x in v]) for chunk in chunks]
-        return torch.cat(parts).squeeze(1).to(_dtype(list(params.values())))
+        def from_rows(rows: Rows, samples: int) -> Tensor:
+            chunks = _chunks(params, samples, max_workspace_bytes)
+            parts = [_products(rows(*chunk), [x.unsqueeze(0) for x in v]) for chunk in chunks]
+            return torch.cat(parts).squeeze(1).to(_dtype(params))
 
-    result: Tensor = evaluate(
-        "jvp_dots",
-        model,
-        loss_fn,
-        inputs,
-        targets,
-        lambda calls: calls.run(_ops.per_sample_products, vectors=v),
-        from_rows,
-    )
+        result: Tensor = evaluate(
+            "jvp_dots",
+            model,
+            parameters,
+            loss_fn,
+            inputs,
+            targets,
+            lambda calls: calls.run(_ops.per_sample_products, vectors=v),
+            from_rows,
+        )
     return result
 
 
@@ -225,25 +235,27 @@ def clip_and_accumulate(
     _check_workspace(max_workspace_bytes)
     if not max_norm > 0:
         raise ValueError(f"max_norm is {max_norm}; it must be positive")
-    params = list(_trainable(model).values())
-
-    def from_rows(rows: Rows, samples: int) -> tuple[list[Tensor], Tensor]:
-        sums = [torch.zeros_like(p, dtype=_dtype([p]), requires_grad=False) for p in params]
-        norms = []
-        for chunk in _chunks(params, samples, max_workspace_bytes):
-            gradients = rows(*chunk)
-            norms.append(_norms(gradients))
-            factors = (max_norm / norms[-1]).clamp(max=1)
-            for total, gradient in zip(sums, gradients, strict=True):
-                total += torch.tensordot(
-                    factors.to(total), gradient.to(total.dtype), dims=([0], [0])
-                )
-        return sums, torch.cat(norms).to(_dtype(params))
-
     with one_call:
+        parameters = _trainable(model)
+        params = list(parameters.values())
+
+        def from_rows(rows: Rows, samples: int) -> tuple[list[Tensor], Tensor]:
+            sums = [torch.zeros_like(p, dtype=_dtype([p]), requires_grad=False) for p in params]
+            norms = []
+            for chunk in _chunks(params, samples, max_workspace_bytes):
+                gradients = rows(*chunk)
+                norms.append(_norms(gradients))
+                factors = (max_norm / norms[-1]).clamp(max=1)
+                for total, gradient in zip(sums, gradients, strict=True):
+                    total += torch.tensordot(
+                        factors.to(total), gradient.to(total.dtype), dims=([0], [0])
+                    )
+            return sums, torch.cat(norms).to(_dtype(params))
+
         sums, norms = evaluate(
             "clip_and_accumulate",
             model,
+            parameters,
             loss_fn,
             inputs,
             targets,

@@ -24,13 +24,17 @@ class SampleTree:
             )
         # Other mappings (a tokenizer's result) would be a single leaf.
         value = dict(value) if isinstance(value, Mapping) else value
-        paths, self._spec = tree_flatten_with_path(value)
+        #: Whether it is a tensor alone.
+        self.is_tensor = isinstance(value, Tensor)
+        paths: list[tuple[tuple[Any, ...], Any]] = [((), value)]
+        if not self.is_tensor:
+            paths, self._spec = tree_flatten_with_path(value)
         self._leaves = [leaf for _, leaf in paths]
         #: The tensors, with their names in messages.
         self.tensors: list[Tensor] = []
         self.names: list[str] = []
         for path, leaf in paths:
-            where = name + keystr(path)
+            where = name if self.is_tensor else name + keystr(path)
             if isinstance(leaf, Tensor):
                 if leaf.dim() == 0:
                     raise ValueError(
@@ -47,6 +51,8 @@ class SampleTree:
 
     def with_tensors(self, tensors: list[Tensor]) -> Any:
         """The same tree with other tensors."""
+        if self.is_tensor:
+            return tensors[0]
         remaining = iter(tensors)
         leaves = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
         return tree_unflatten(leaves, self._spec)

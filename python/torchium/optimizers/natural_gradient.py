@@ -9,7 +9,8 @@ from torch.amp.grad_scaler import GradScaler
 
 from .._capture.capture import CallCapture
 from .._capture.layers import ALL_KINDS, call_row, computed_weight, core_tensors, why_unsupported
-from .._per_sample.per_sample import LossFunction, per_sample_gradients
+from .._per_sample.per_sample import per_sample_gradients
+from .._per_sample.sample_loss import LossFunction
 from ._core.capturing import CapturingOptimizer, ParamsOrModel
 from ._core.options import OptionList
 from ._core.plan import JointPlan

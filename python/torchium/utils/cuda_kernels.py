@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import linalg
-from .._per_sample.per_sample import LossFunction, per_sample_gradients
+from .._per_sample.per_sample import per_sample_gradients
+from .._per_sample.sample_loss import LossFunction
 from ..optimizers import Shampoo
 
 __all__ = [

@@ -1,0 +1,91 @@
+"""The loss of one sample as a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from .sample_trees import SampleTree
+
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+def trainable(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters that have gradients, by name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+class SampleLoss:
+    """``loss_fn(model(inputs), targets)`` for one sample, which is passed as a batch of one."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: dict[str, Tensor],
+        loss_fn: LossFunction,
+        inputs: SampleTree,
+        targets: SampleTree,
+    ) -> None:
+        self.model = model
+        self.parameters = parameters  # the trainable ones, by name
+        self.loss_fn = loss_fn
+        self.inputs = inputs
+        self.targets = targets
+        self.tensors = inputs.tensors + targets.tensors  # dimension 0 is the sample
+
+    def __call__(self, parameters: Sequence[Tensor], sample: tuple[Tensor, ...]) -> Tensor:
+        """The loss with other values of the trainable parameters; ``sample`` has no dimension 0."""
+        batch = [t.unsqueeze(0) for t in sample]
+        arguments = self.inputs.with_tensors(batch[: len(self.inputs.tensors)])
+        with _replaced(self.model, dict(zip(self.parameters.values(), parameters, strict=True))):
+            if isinstance(arguments, dict):
+                output = self.model(**arguments)
+            elif isinstance(arguments, (tuple, list)):
+                output = self.model(*arguments)
+            else:
+                output = self.model(arguments)
+            return self._of_output(output, batch[len(self.inputs.tensors) :])
+
+    def of_output(self, output: Tensor, target: tuple[Tensor, ...]) -> Tensor:
+        """The loss of an output; neither has a dimension 0."""
+        return self._of_output(output.unsqueeze(0), [t.unsqueeze(0) for t in target])
+
+    def _of_output(self, output: Any, target: list[Tensor]) -> Tensor:
+        loss = self.loss_fn(output, self.targets.with_tensors(target))
+        if loss.numel() != 1:
+            raise ValueError(
+                f"loss_fn returned shape {tuple(loss.shape)} for one sample; it must return one "
+                "number, e.g. with reduction='mean' or 'sum'"
+            )
+        return loss.reshape(())
+
+
+@contextmanager
+def _replaced(model: nn.Module, parameters: dict[Tensor, Tensor]) -> Iterator[None]:
+    """Replaces parameters everywhere, for the loss too, which may use them; buffers by copies.
+
+    The pass must not change buffers, such as a counter of calls.
+    """
+    values = dict(parameters)
+    kept: list[tuple[dict[str, Any], str, Tensor]] = []
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                if param not in values:
+                    values[param] = param.detach()  # frozen
+                kept.append((module._parameters, name, param))
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                if buffer not in values:
+                    values[buffer] = buffer.detach().clone()
+                kept.append((module._buffers, name, buffer))
+    try:
+        for tensors, name, tensor in kept:
+            tensors[name] = values[tensor]
+        yield
+    finally:
+        for tensors, name, tensor in kept:
+            tensors[name] = tensor
