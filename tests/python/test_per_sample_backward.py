@@ -133,7 +133,7 @@ def test_an_exception_sets_nothing():
     ("model", "message"),
     [
         (nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), r"model\.1 \(BatchNorm1d\) normalises"),
-        (nn.Sequential(nn.Linear(4, 4), nn.RMSNorm(4)), r"model\.1 \(RMSNorm\) is of an unsupp"),
+        (nn.Sequential(nn.Linear(4, 4), nn.PReLU()), r"model\.1 \(PReLU\) is of an unsupported"),
         (Scaled(), r"model \(Scaled\) is of an unsupported type; freeze its parameters"),
         (nn.Linear(4, 3).requires_grad_(False), "no parameter of Linear requires a gradient"),
     ],

@@ -229,7 +229,7 @@ SLOW = {
     "regularized": (Regularized, (4,)),
     "fed_by_a_parameter": (LearnedInput, (4,)),
     "own_forward": (lambda: OwnForward(4, 3), (4,)),
-    "convolution_1d": (lambda: nn.Sequential(nn.Conv1d(2, 3, 2), nn.Flatten()), (2, 2)),
+    "learned_slope": (lambda: nn.Sequential(nn.Linear(4, 3), nn.PReLU()), (4,)),
     "weight_norm": (lambda: weight_norm(nn.Linear(4, 3)), (4,)),
     "parametrized": (lambda: parametrizations.weight_norm(nn.Linear(4, 3)), (4,)),
     "hyper_network": (HyperNetwork, (4,)),

@@ -32,7 +32,6 @@ from .layers import (
     LayerCall,
     LayerKind,
     computed_output,
-    has_known_class,
     layer_input,
     may_mix_samples,
     mixes_samples,
@@ -124,7 +123,7 @@ class Capture:
             sees_mixing = self._sees_mixing and may_mix_samples(module)
             if owned or sees_mixing:
                 self.modules[module] = name
-            if sees_mixing or (owned and has_known_class(module)):
+            if sees_mixing or (owned and self._may_be_recorded(module)):
                 self._hook(module)
 
     def _hook(self, module: nn.Module) -> None:
@@ -197,7 +196,7 @@ class Capture:
         if self._sees_mixing and mixes_samples(module):
             output.register_hook(partial(weakly, weakref.WeakMethod(self._mixed), module, outer))
         wants = self._wants()
-        if wants is None or not wants() or why_unsupported(module, self._kinds):
+        if wants is None or not wants() or self._why_unsupported(module):
             return
         params = self._trained(module)
         if not params:
@@ -361,6 +360,14 @@ class Capture:
                 self._graph.forget()
 
     # ---- for subclasses
+
+    def _why_unsupported(self, module: nn.Module) -> str | None:
+        """Why calls of a module are not recorded."""
+        return why_unsupported(module, self._kinds)
+
+    def _may_be_recorded(self, module: nn.Module) -> bool:
+        """Whether a module of this class is ever recorded; else it gets no hook."""
+        return True
 
     def _is_needed(self, params: dict[str, Tensor]) -> bool:
         """Whether the next step needs calls of a layer with these parameters ("weight", "bias")."""

@@ -9,16 +9,36 @@ from torch import Tensor, nn
 
 from .._capture.capture import CallCapture
 from .._capture.layers import (
-    ALL_KINDS,
     LayerCall,
-    call_row,
     computed_weight,
-    core_tensors,
+    is_single,
     mixes_samples,
-    why_unsupported,
 )
-from .layers import LayerCalls
+from .formulas import formula_of, received_batch
+from .layers import KINDS, LayerCalls, why_unknown
+from .layers import LayerCall as CoreCall
+from .recorder import NAMES
 from .sample_loss import trainable
+
+
+class _Capture(CallCapture):
+    def _why_unsupported(self, module: nn.Module) -> str | None:
+        return _why_unknown(module)
+
+
+def _why_unknown(module: nn.Module) -> str | None:
+    """Why a block cannot take a layer."""
+    others = [
+        n
+        for n, p in module._parameters.items()
+        if p is not None and (n not in NAMES or not p.dim())
+    ]
+    if formula_of(module) is not None and others:
+        return (
+            f"has a parameter {others[0]!r}; a block takes those named weight and bias, with at least "
+            "one dimension"
+        )
+    return why_unknown(module)
 
 
 class per_sample:
@@ -46,8 +66,8 @@ class per_sample:
     batch that goes through the model in parts needs a backward pass for each part.
 
     Args:
-        model: Linear, Conv2d, Embedding, LayerNorm and GroupNorm layers must own all trainable
-            parameters.
+        model: the layers of the first of the methods of :func:`per_sample_gradients` must own all
+            trainable parameters.
         reduction: ``"mean"`` if the loss is the mean over the samples of a backward pass, ``"sum"`` if
             it is the sum.
 
@@ -74,7 +94,7 @@ class per_sample:
             raise ValueError(f"no parameter of {type(self._model).__name__} requires a gradient")
         for name, module in self._model.named_modules():
             self._check(name, module)
-        self._capture = CallCapture(ALL_KINDS, self._wants)
+        self._capture = _Capture(KINDS, self._wants)
         self._capture.watch(params.values())
         for name, module in self._model.named_modules():
             self._capture.adopt(module, name)
@@ -110,7 +130,7 @@ class per_sample:
         own = [p for p in module._parameters.values() if p is not None and p.requires_grad]
         how = computed_weight(module)
         computed = None if how is None else f"has a weight computed by {how}"
-        reason = computed or why_unsupported(module)
+        reason = computed or _why_unknown(module)
         if own and reason is not None:
             raise ValueError(
                 f"{where} ({type(module).__name__}) {reason}; freeze its parameters "
@@ -169,17 +189,12 @@ class per_sample:
         positions = {p: i for i, p in enumerate(params)}
         arguments = LayerCalls(params)
         for call in calls:
-            weight, bias = (
-                positions.get(call.params[name], -1) if name in call.reached else -1
-                for name in ("weight", "bias")
-            )
-            input, output_gradient = core_tensors(call.module, call.input, call.output_gradient)
-            row, eps = call_row(call.module, weight, bias, 0)
-            arguments.inputs.append(input)
-            arguments.output_gradients.append(output_gradient)
-            arguments.rows += row
-            arguments.eps.append(eps)
-        samples = len(arguments.inputs[0])
+            own = {name: positions[p] for name, p in call.params.items() if name in call.reached}
+            input, output_gradient = call.input, call.output_gradient
+            if is_single(call.module, input) or not received_batch(call.module, input):
+                input, output_gradient = input.unsqueeze(0), output_gradient.unsqueeze(0)
+            arguments.add(CoreCall(call.module, own, input, output_gradient))
+            samples = len(input)
         result: list[Tensor] = arguments.run(
             torch.ops.torchium.per_sample_gradients, scale=float(samples if self._is_mean else 1)
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,28 +13,93 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.func import vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .._capture.layers import call_row, padded, why_unsupported
+from .._capture.layers import (
+    ALL_KINDS,
+    LayerKind,
+    call_row,
+    has_transposed_weight,
+    padded,
+    why_unsupported,
+)
+from .formulas import formula_of, received_batch, rows_by_formula
 from .recorder import NAMES, RecordedCall, Recorder, record
 from .sample_loss import SampleLoss
 from .samplewise import is_samplewise, samplewise_layers, summed_losses
 
+KINDS = ALL_KINDS | {LayerKind.TRANSPOSED_LINEAR}
 
-@dataclass
+
+@dataclass(slots=True)
+class LayerCall:
+    """One call of a layer, with the sample in dimension 0."""
+
+    module: nn.Module
+    params: dict[str, int]  # its trained parameters, as positions in those of the model
+    input: Tensor
+    output_gradient: Tensor
+    has_batches: bool = False  # whether a sample is a batch of its own, in dimension 1
+
+
 class LayerCalls:
-    """Layer calls as the operators of the core take them."""
+    """Layer calls, for the operators of the core."""
 
-    params: list[Tensor]
-    inputs: list[Tensor] = field(default_factory=list)
-    output_gradients: list[Tensor] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
-    eps: list[float] = field(default_factory=list)
+    def __init__(self, params: list[Tensor]) -> None:
+        self.params = params
+        self._calls: list[LayerCall] = []
+        # As the operators take them.
+        self._inputs: list[Tensor] = []
+        self._output_gradients: list[Tensor] = []
+        self._rows: list[int] = []
+        self._eps: list[float] = []
+
+    def add(self, call: LayerCall) -> None:
+        self._calls.append(call)
 
     def run(self, operator: Any, **options: Any) -> Any:
         """The result of one of the operators ``torch.ops.torchium.per_sample_...``."""
         with torch.no_grad():
+            for call in self._calls:
+                self._convert(call)
+            self._calls.clear()
             return operator(
-                self.params, self.inputs, self.output_gradients, self.rows, self.eps, **options
+                self.params,
+                self._inputs,
+                self._output_gradients,
+                self._rows,
+                self._eps,
+                **options,
             )
+
+    def _convert(self, call: LayerCall) -> None:
+        module, params = call.module, call.params
+        input, output_gradient = call.input, call.output_gradient
+        if formula_of(module) is not None:
+            found = rows_by_formula(module, params, input, output_gradient, call.has_batches)
+            for name, rows in found.items():
+                self._add_rows(params[name], rows)
+        elif has_transposed_weight(module):
+            # The transposed weight of a linear layer with input and output gradient exchanged.
+            self._add_linear(params.get("weight", -1), -1, output_gradient, input)
+            self._add_linear(-1, params.get("bias", -1), input, output_gradient)
+        else:
+            row, eps = call_row(module, params.get("weight", -1), params.get("bias", -1), 0)
+            for one, gradient in _images(module, input, output_gradient, call.has_batches):
+                self._append(padded(module, one), gradient, row, eps)
+
+    def _add_rows(self, position: int, rows: Tensor) -> None:
+        """Explicit gradients: those of the bias of a layer norm with such an output gradient."""
+        settings = [rows.dim() - 1, *[0] * 7]
+        self._append(rows, rows, [LayerKind.LAYER_NORM, -1, position, 0, *settings], 0.0)
+
+    def _add_linear(self, weight: int, bias: int, input: Tensor, output_gradient: Tensor) -> None:
+        if weight >= 0 or bias >= 0:
+            self._append(input, output_gradient, [LayerKind.LINEAR, weight, bias, 0, *[0] * 8], 0.0)
+
+    def _append(self, input: Tensor, output_gradient: Tensor, row: list[int], eps: float) -> None:
+        self._inputs.append(input)
+        self._output_gradients.append(output_gradient)
+        self._rows += row
+        self._eps.append(eps)
 
 
 def layer_calls(loss: SampleLoss) -> LayerCalls | None:
@@ -136,12 +201,17 @@ def _has_backward_hooks(model: nn.Module) -> bool:
     return any(m._backward_hooks or m._backward_pre_hooks for m in model.modules())
 
 
+def why_unknown(layer: nn.Module) -> str | None:
+    """Why the gradients of a layer do not follow from its calls; None: they do."""
+    return None if formula_of(layer) is not None else why_unsupported(layer, KINDS)
+
+
 def _is_known(layer: nn.Module) -> bool:
     trainable = {n: p for n, p in layer._parameters.items() if p is not None and p.requires_grad}
     return (
-        why_unsupported(layer) is None
-        and trainable.keys() <= set(NAMES)
-        and all(p.is_floating_point() for p in trainable.values())
+        why_unknown(layer) is None
+        and (trainable.keys() <= set(NAMES) or formula_of(layer) is not None)
+        and all(p.is_floating_point() and p.dim() > 0 for p in trainable.values())
     )
 
 
@@ -179,25 +249,20 @@ def _for_core(
     for call, gradient in zip(calls, gradients, strict=True):
         if gradient is None:  # the loss does not depend on this output
             gradient = torch.zeros((), device=call.input.device).expand(call.output_shape)
-        row, eps = call_row(
-            call.module, call.params.get("weight", -1), call.params.get("bias", -1), 0
-        )
-        gradient = gradient.reshape(call.output_shape)
-        for input, output_gradient in _as_core_takes(call, gradient):
-            result.inputs.append(padded(call.module, input))
-            result.output_gradients.append(output_gradient)
-            result.rows += row
-            result.eps.append(eps)
+        input, gradient = call.input.detach(), gradient.reshape(call.output_shape)
+        has_batches = call.has_batches and received_batch(call.module, input[0])
+        result.add(LayerCall(call.module, call.params, input, gradient, has_batches))
     return result
 
 
-def _as_core_takes(call: RecordedCall, gradient: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _images(
+    module: nn.Module, input: Tensor, output_gradient: Tensor, has_batches: bool
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Input and output gradient; one pair per image where a sample is a batch of images."""
-    module, input = call.module, call.input
     has_images = isinstance(module, nn.GroupNorm) or (
         isinstance(module, nn.Conv2d) and input.dim() == 5
     )
-    if not (call.has_batches and has_images):
-        yield input, gradient
+    if not (has_batches and has_images):
+        yield input, output_gradient
         return
-    yield from zip(input.unbind(1), gradient.unbind(1), strict=True)
+    yield from zip(input.unbind(1), output_gradient.unbind(1), strict=True)

@@ -61,9 +61,10 @@ def per_sample_gradients(
 
     Three methods give the same rows:
 
-    - One pass over the batch and one product per layer, if Linear, Conv2d, Embedding, LayerNorm and
-      GroupNorm layers own all trainable parameters (Goodfellow 2015, `arXiv:1510.01799
-      <https://arxiv.org/abs/1510.01799>`_). The forward pass of a single sample runs under
+    - One pass over the batch and one product per layer, if these own all trainable parameters:
+      Linear, transformers' Conv1D, convolutions and transposed convolutions of any dimension,
+      Embedding, LayerNorm, RMSNorm, GroupNorm, and layers of :func:`register_layer` (Goodfellow 2015,
+      `arXiv:1510.01799 <https://arxiv.org/abs/1510.01799>`_). The forward pass of a single sample runs under
       ``torch.func.vmap``, which tracks the sample dimension wherever the model moves it. An
       ``nn.Sequential`` of common layers, without hooks, is called with the whole batch instead, which
       is fastest; so is ``cross_entropy``, ``mse_loss`` or ``binary_cross_entropy_with_logits``.

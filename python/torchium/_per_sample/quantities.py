@@ -34,7 +34,8 @@ def per_sample_norms(
     Args:
         model, loss_fn, inputs, targets: as for :func:`per_sample_gradients`.
         max_workspace_bytes: bounds the gradients that exist at a time, of at least one sample.
-            Inputs and output gradients of the layers, for the whole batch, are not counted.
+            Inputs and output gradients of the layers, for the whole batch, are not counted, nor are
+            the gradients of Conv1d, Conv3d, transposed convolutions, RMSNorm and registered layers.
 
     Returns:
         ``[batch]``; float64 if a parameter is, otherwise float32.

@@ -106,7 +106,7 @@ class Recorder:
         return _functorch.get_unwrapped(tensor), _functorch.maybe_get_bdim(tensor)
 
     def _record(self, module: nn.Module, input: Tensor, output: Tensor) -> None:
-        own = {name: module._parameters.get(name) for name in NAMES}
+        own = {name: module._parameters.get(name) for name in (*NAMES, *module._parameters)}
         if any(getattr(module, name, None) is not param for name, param in own.items()):
             self.complete = False  # a computed weight, perhaps from parameters
         if any(

@@ -178,16 +178,16 @@ void CapturingOptimizer::adopt_groups() {
   if (!is_bound()) {
     bind();
   }
+  adopt_options();
+}
+
+void CapturingOptimizer::forget_captures() {
   bool is_known = true;
   try {
     follow_schedules();
   } catch (const std::exception&) {  // the next step throws it
     is_known = false;
   }
-  adopt_options();
-}
-
-void CapturingOptimizer::forget_captures() {
   adopt_groups();
   detail::JointPlan& plan = joint_plan();
   plan.forget();

@@ -17,6 +17,7 @@ from ..._capture.layers import (
     call_row,
     computed_weight,
     core_tensors,
+    has_known_class,
     has_transposed_weight,
     is_single,
     layer_kind,
@@ -154,6 +155,9 @@ class FactorCapture(Capture):
     def _is_tied(self, weight: Tensor) -> bool:
         """Whether the weight is looked up as an embedding too."""
         return any(isinstance(module, nn.Embedding) for module in self.owners[weight])
+
+    def _may_be_recorded(self, module: nn.Module) -> bool:
+        return has_known_class(module)
 
     def _is_needed(self, params: dict[str, Tensor]) -> bool:
         weight = params.get("weight")

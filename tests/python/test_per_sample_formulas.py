@@ -1,0 +1,240 @@
+"""Per-sample gradients of layers by explicit formulas, torchium's own and registered ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torchium
+from reference.per_sample import per_sample_gradients as reference_gradients
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchium import gradients
+from torchium._per_sample import formulas
+from torchium._per_sample import per_sample as implementation
+
+
+@pytest.fixture(autouse=True)
+def _no_fallback(monkeypatch) -> None:
+    """Formulas are used, and registrations of a test end with it."""
+
+    def fail(*args):
+        pytest.fail("a formula was not used")
+
+    monkeypatch.setattr(implementation, "_by_vmap", fail)
+    monkeypatch.setattr(implementation, "_one_by_one", fail)
+    monkeypatch.setattr(formulas, "_registered", {})
+
+
+class Followed(nn.Module):
+    """Runs under vmap, because its forward is not known."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def squares(output: Tensor, target: Tensor) -> Tensor:
+    return (output.flatten(1).square().sum(1) * target).mean()
+
+
+def assert_all_right(model: nn.Module, x: Tensor, rtol: float = 1e-9) -> None:
+    """All five functions and the block, against vmap(grad)."""
+    y = torch.rand(len(x), dtype=x.dtype, device=x.device)
+    expected = reference_gradients(model, squares, x, y)
+    J = torch.cat([rows.flatten(1) for rows in expected.values()], 1).double()
+    close = {"rtol": rtol, "atol": rtol}
+    for form in (model, Followed(model)):
+        found = torchium.per_sample_gradients(form, squares, x, y)
+        for rows, of_reference in zip(found.values(), expected.values(), strict=True):
+            torch.testing.assert_close(rows, of_reference, **close)
+        norms = gradients.per_sample_norms(form, squares, x, y)
+        torch.testing.assert_close(norms.double(), J.norm(dim=1), **close)
+        K = gradients.gram(form, squares, x, y)
+        torch.testing.assert_close(K, J @ J.T, **close)
+        vectors = {n: torch.randn_like(p) for n, p in form.named_parameters()}
+        dots = gradients.jvp_dots(form, squares, x, y, vectors)
+        v = torch.cat([value.flatten() for value in vectors.values()]).double()
+        torch.testing.assert_close(dots.double(), J @ v, **close)
+        max_norm = J.norm(dim=1).median().item()
+        gradients.clip_and_accumulate(form, squares, x, y, max_norm)
+        found = torch.cat([p.grad.flatten() for p in form.parameters()]).double()
+        torch.testing.assert_close(found, (max_norm / J.norm(dim=1)).clamp(max=1) @ J, **close)
+        form.zero_grad()
+        with gradients.per_sample(form):
+            squares(form(x), y).backward()
+        for p, of_reference in zip(form.parameters(), expected.values(), strict=True):
+            torch.testing.assert_close(p.grad_sample, of_reference, **close)
+        form.zero_grad()
+
+
+CONVOLUTIONS = {
+    "plain": {},
+    "stride": {"stride": 2, "padding": 1},
+    "dilation": {"dilation": 2, "padding": 2},
+    "groups": {"groups": 2, "stride": 2},
+    "all": {"groups": 2, "stride": 2, "padding": 1, "dilation": 2, "bias": False},
+}
+
+
+@pytest.mark.parametrize("options", CONVOLUTIONS)
+@pytest.mark.parametrize("dims", [1, 3])
+def test_convolutions(dims, options, device):
+    torch.manual_seed(0)
+    cls = {1: nn.Conv1d, 3: nn.Conv3d}[dims]
+    layer = cls(4, 6, 2, **CONVOLUTIONS[options])
+    x = torch.randn(3, 4, *range(5, 5 + dims)).double().to(device)
+    assert_all_right(nn.Sequential(layer, nn.Tanh()).double().to(device), x)
+
+
+@pytest.mark.parametrize("padding", ["same", "valid", 1])
+@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
+def test_paddings(padding, mode):
+    torch.manual_seed(0)
+    layer = nn.Conv1d(2, 3, 4, padding=padding, padding_mode=mode)
+    assert_all_right(nn.Sequential(layer, nn.Tanh()).double(), torch.randn(3, 2, 7).double())
+
+
+@pytest.mark.parametrize("options", CONVOLUTIONS)
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_transposed_convolutions(dims, options, device):
+    torch.manual_seed(0)
+    cls = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}[dims]
+    settings = CONVOLUTIONS[options]
+    layer = cls(4, 6, 3, output_padding=int(settings.get("stride", 1) > 1), **settings)
+    x = torch.randn(3, 4, *range(4, 4 + dims)).double().to(device)
+    assert_all_right(nn.Sequential(layer, nn.Tanh()).double().to(device), x)
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (3, 2, 4), (3, 2, 5, 4)])
+@pytest.mark.parametrize("normalized", [1, 2])
+@pytest.mark.parametrize("eps", [None, 0.1])
+def test_rms_norm(shape, normalized, eps, device):
+    if len(shape) <= normalized:
+        return
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.RMSNorm(shape[-normalized:], eps=eps), nn.Linear(4, 3), nn.Tanh())
+    model = model.double().to(device)
+    nn.init.normal_(model[0].weight)
+    assert_all_right(model, torch.randn(shape).double().to(device))
+
+
+def test_the_transposed_linear_layer_of_transformers(device):
+    Conv1D = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    torch.manual_seed(0)
+    model = nn.Sequential(Conv1D(5, 4), nn.Tanh(), Conv1D(3, 5)).double().to(device)
+    for shape in ((3, 4), (3, 2, 4)):
+        assert_all_right(model, torch.randn(shape).double().to(device))
+
+
+def test_low_precision_is_summed_in_float32():
+    torch.manual_seed(0)
+    layer = nn.Conv1d(2, 2, 1, bias=False).bfloat16()
+    x = torch.full((1, 2, 4096), 1.0, dtype=torch.bfloat16)
+    rows = torchium.per_sample_gradients(layer, lambda y, t: y.float().sum(), x, torch.zeros(1))
+    assert (rows["weight"] == 4096).all()
+
+
+# ---- registered layers
+
+
+class Scale(nn.Module):
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.factor, self.shift = nn.Parameter(torch.randn(features)), nn.Parameter(torch.randn(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factor * x + self.shift
+
+
+def scale_formula(layer: Scale, input: Tensor, output_gradient: Tensor) -> dict[str, Tensor]:
+    return {"factor": input * output_gradient, "shift": output_gradient.sum(1, keepdim=True)}
+
+
+class Named(nn.Module):
+    """With parameters of the names that a block takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x + self.bias
+
+
+def test_a_registered_layer():
+    @gradients.register_layer(Named)
+    def formula(layer, input, output_gradient):
+        assert not torch.is_grad_enabled()
+        assert input.shape == output_gradient.shape == (3, 4)
+        return {"weight": input * output_gradient, "bias": output_gradient}
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), Named(), nn.Tanh()).double()
+    assert_all_right(model, torch.randn(3, 5).double())
+    model[1].bias.requires_grad_(False)
+    rows = torchium.per_sample_gradients(
+        model, squares, torch.randn(3, 5).double(), torch.ones(3).double()
+    )
+    assert list(rows) == ["0.weight", "0.bias", "1.weight"]
+
+
+def test_names_of_parameters_are_free_except_in_a_block():
+    gradients.register_layer(Scale, scale_formula)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), Scale(4)).double()
+    x, y = torch.randn(3, 5).double(), torch.ones(3).double()
+    expected = reference_gradients(model, squares, x, y)
+    torch.testing.assert_close(torchium.per_sample_gradients(model, squares, x, y), expected)
+    message = r"model\.1 \(Scale\) has a parameter 'factor'; a block takes those named weight"
+    with pytest.raises(ValueError, match=message), gradients.per_sample(model):
+        pass
+
+
+def test_a_subclass_with_a_forward_of_its_own_is_another_layer():
+    class Child(Scale):
+        pass
+
+    class Other(Scale):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.square())
+
+    gradients.register_layer(Scale, scale_formula)
+    assert formulas.formula_of(Child(3)) is scale_formula
+    assert formulas.formula_of(Other(3)) is None
+    assert formulas.formula_of(nn.Linear(3, 3)) is None
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ({}, "returned no tensor 'factor'"),
+        (None, "returned no tensor 'factor'"),
+        ({"factor": torch.zeros(3, 5), "shift": torch.zeros(3, 1)}, r"returned shape \(3, 5\)"),
+    ],
+)
+def test_wrong_results_of_a_formula(result, message):
+    gradients.register_layer(Scale, lambda layer, input, output_gradient: result)
+    with pytest.raises(ValueError, match=f"registered for Scale {message}"):
+        torchium.per_sample_gradients(Scale(4), squares, torch.randn(3, 4), torch.ones(3))
+
+
+def test_wrong_registrations():
+    with pytest.raises(ValueError, match=r"module_class is 3; it must be a subclass"):
+        gradients.register_layer(3, scale_formula)
+    with pytest.raises(ValueError, match="module_class is Linear of PyTorch; register a subclass"):
+        gradients.register_layer(nn.Linear, scale_formula)
+    with pytest.raises(ValueError, match="formula is 'x'; it must be a function of layer"):
+        gradients.register_layer(Scale, "x")
+
+
+def test_losses_of_classes_after_a_convolution():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.Flatten(), nn.Linear(12, 3)).double()
+    x, y = torch.randn(4, 2, 5).double(), torch.randint(3, (4,))
+    torch.testing.assert_close(
+        torchium.per_sample_gradients(model, F.cross_entropy, x, y),
+        reference_gradients(model, F.cross_entropy, x, y),
+    )
