@@ -229,3 +229,29 @@ def test_a_pass_has_no_operator_that_training_does_not_have(kind):
     with Operators() as ours:
         torchium.gradients.per_sample_norms(model, F.cross_entropy, x, y)
     assert ours.count <= training.count + 1  # the norms
+
+
+@pytest.mark.parametrize("max_workspace_bytes", [1, 500, 2**28])
+@pytest.mark.parametrize("bias", [False, True])
+def test_norms_of_all_layers_together_and_one_by_one(max_workspace_bytes, bias):
+    """The workspace holds no layer, one, or all."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5, bias=bias), nn.ReLU(), nn.Linear(5, 3)).double()
+    model.float()
+    x, y = torch.randn(6, 4), torch.randn(6, 3)
+    x[:3] *= 1e15  # the squares of some gradients overflow in float32
+    rows = torchium.per_sample_gradients(model, F.mse_loss, x, y)
+    expected = torch.cat([r.double().flatten(1) for r in rows.values()], 1).norm(dim=1)
+    norms = torchium.gradients.per_sample_norms(
+        model, F.mse_loss, x, y, max_workspace_bytes=max_workspace_bytes
+    )
+    torch.testing.assert_close(norms, expected.float())
+
+
+def test_rows_share_no_memory():
+    model, (x, y) = mlp(), batch()
+    rows = torchium.per_sample_gradients(model, F.cross_entropy, x, y)
+    rows["0.bias"].zero_()
+    assert rows["0.weight"].abs().sum() > 0
+    pointers = [r.untyped_storage().data_ptr() for r in rows.values()]
+    assert len(set(pointers)) == len(pointers)

@@ -41,6 +41,9 @@ void DenseBlock::add_squared_norms_(at::Tensor& squares, int64_t /*max_workspace
 }
 
 at::Tensor DenseBlock::weighted_rows(const at::Tensor& w) const {
+  if (!w.defined()) {
+    return rows_.clone(at::MemoryFormat::Contiguous);
+  }
   return (rows_.flatten(1) * w.unsqueeze(1)).view(rows_.sizes());
 }
 

@@ -41,7 +41,7 @@ void EmbeddingBlock::add_squared_norms_(at::Tensor& squares, int64_t max_workspa
 }
 
 at::Tensor EmbeddingBlock::weighted_rows(const at::Tensor& w) const {
-  return scatter_lookups(indices_, e_ * w.view({-1, 1, 1}), table_rows_);
+  return scatter_lookups(indices_, w.defined() ? e_ * w.view({-1, 1, 1}) : e_, table_rows_);
 }
 
 }  // namespace torchium::gradients::detail

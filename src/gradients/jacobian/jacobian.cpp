@@ -72,14 +72,17 @@ Jacobian::Jacobian(at::TensorList params, const std::vector<LayerCall>& calls, d
                         make_block(pieces[p], params[p].sizes(), dtype, samples_),
                         shared_bias(pieces, p)});
   }
-  scale_ = at::scalar_tensor(scale, calls[0].output_gradient.options().dtype(at::kDouble));
+  options_ = calls[0].output_gradient.options().dtype(at::kDouble);
+  if (scale != 1.0 || loss_scale.defined()) {
+    scale_ = at::scalar_tensor(scale, options_);
+  }
   if (loss_scale.defined()) {
     scale_.div_(loss_scale);
   }
 }
 
 at::Tensor Jacobian::gram(at::ArrayRef<double> weights) const {
-  at::Tensor K = at::zeros({samples_, samples_}, scale_.options());
+  at::Tensor K = at::zeros({samples_, samples_}, options_);
   std::vector<bool> done(columns_.size(), false);
   for (size_t p = 0; p < columns_.size(); ++p) {
     const auto& column = columns_[p];
@@ -93,17 +96,17 @@ at::Tensor Jacobian::gram(at::ArrayRef<double> weights) const {
       columns_[p].block->add_gram_(K, weights[p]);
     }
   }
-  return K.mul_(scale_.square());
+  return scale_.defined() ? K.mul_(scale_.square()) : K;
 }
 
 std::vector<at::Tensor> Jacobian::transpose_product(const at::Tensor& w,
                                                     at::ArrayRef<double> scales) const {
-  const at::Tensor scaled = w * scale_;
+  const at::Tensor scaled = scale_.defined() ? w * scale_ : w;
   std::vector<at::Tensor> result;
   for (size_t p = 0; p < columns_.size(); ++p) {
     const auto& [dtype, shape, block, bias] = columns_[p];
     if (!block) {
-      result.push_back(at::zeros(shape, scale_.options().dtype(dtype)));
+      result.push_back(at::zeros(shape, options_.dtype(dtype)));
       continue;
     }
     const at::Tensor of_column = scales.empty() ? scaled : scaled * scales[p];
@@ -113,33 +116,83 @@ std::vector<at::Tensor> Jacobian::transpose_product(const at::Tensor& w,
 }
 
 at::Tensor Jacobian::product(at::TensorList x, at::ArrayRef<double> scales) const {
-  at::Tensor result = at::zeros({samples_}, scale_.options());
+  at::Tensor result = at::zeros({samples_}, options_);
   for (size_t p = 0; p < columns_.size(); ++p) {
     if (columns_[p].block) {
       result.add_(columns_[p].block->product(x[p]), scales.empty() ? 1.0 : scales[p]);
     }
   }
-  return result.mul_(scale_);
+  return scale_.defined() ? result.mul_(scale_) : result;
 }
 
 at::Tensor Jacobian::norms(int64_t max_workspace_bytes) const {
-  at::Tensor squares = at::zeros({samples_}, scale_.options());
-  for (const auto& column : columns_) {
-    if (column.block) {
-      column.block->add_squared_norms_(squares, max_workspace_bytes);
+  at::Tensor squares = at::zeros({samples_}, options_);
+  std::vector<bool> done(columns_.size(), false);
+  add_norms_of_pairs_(squares, max_workspace_bytes, done);
+  for (size_t p = 0; p < columns_.size(); ++p) {
+    if (columns_[p].block && !done[p]) {
+      columns_[p].block->add_squared_norms_(squares, max_workspace_bytes);
     }
   }
-  return squares.sqrt_().mul_(scale_);
+  squares.sqrt_();
+  return scale_.defined() ? squares.mul_(scale_) : squares;
+}
+
+// Few operators for all layers: squares += sum over layers of (|a|^2 + 1) |g|^2, without 1 where
+// there is no bias.
+void Jacobian::add_norms_of_pairs_(at::Tensor& squares, int64_t max_workspace_bytes,
+                                   std::vector<bool>& done) const {
+  std::vector<at::Tensor> vectors;  // A and G of each layer
+  std::vector<bool> has_bias;
+  int64_t bytes = 0;
+  for (size_t p = 0; p < columns_.size(); ++p) {
+    const auto& [dtype, shape, block, bias] = columns_[p];
+    const auto pairs = block ? block->vector_pairs() : std::nullopt;
+    if (!pairs) {
+      continue;
+    }
+    const int64_t more = samples_ * (pairs->A.size(1) + pairs->G.size(1)) * 12;  // with the copy
+    if (bytes + more > max_workspace_bytes) {
+      continue;
+    }
+    bytes += more;
+    vectors.insert(vectors.end(), {pairs->A, pairs->G});
+    has_bias.push_back(bias >= 0);
+    done[p] = true;
+    if (bias >= 0) {
+      done[bias] = true;
+    }
+  }
+  if (vectors.empty()) {
+    return;
+  }
+  const at::Tensor all = at::cat(vectors, 1).to(at::kDouble).square_();
+  at::Tensor sums = at::empty({static_cast<int64_t>(vectors.size()), samples_}, options_);
+  int64_t first = 0;
+  for (size_t i = 0; i < vectors.size(); ++i) {
+    at::Tensor sum = sums[static_cast<int64_t>(i)];
+    at::sum_out(sum, all.narrow(1, first, vectors[i].size(1)), at::IntArrayRef({1}));
+    first += vectors[i].size(1);
+  }
+  sums = sums.view({-1, 2, samples_});
+  const at::Tensor inputs = sums.select(1, 0);
+  for (size_t layer = 0; layer < has_bias.size(); ++layer) {
+    if (has_bias[layer]) {
+      inputs[static_cast<int64_t>(layer)].add_(1.0);
+    }
+  }
+  squares.add_((inputs * sums.select(1, 1)).sum(0));
 }
 
 std::vector<at::Tensor> Jacobian::rows() const {
-  const at::Tensor weights = scale_.expand({samples_});
+  const at::Tensor weights = scale_.defined() ? scale_.expand({samples_}) : scale_;
   std::vector<at::Tensor> result;
   for (const auto& column : columns_) {
     auto sizes = column.shape;
     sizes.insert(sizes.begin(), samples_);
-    result.push_back(column.block ? column.block->weighted_rows(weights.to(column.dtype))
-                                  : at::zeros(sizes, scale_.options().dtype(column.dtype)));
+    result.push_back(column.block ? column.block->weighted_rows(
+                                        weights.defined() ? weights.to(column.dtype) : weights)
+                                  : at::zeros(sizes, options_.dtype(column.dtype)));
   }
   return result;
 }

@@ -47,9 +47,15 @@ class Jacobian {
     int64_t shared_bias;                   // see jacobian_pieces.h
   };
 
+  // Adds what all blocks of vector pairs have in common to compute; sets `done` for those, and for
+  // their biases.
+  void add_norms_of_pairs_(at::Tensor& squares, int64_t max_workspace_bytes,
+                           std::vector<bool>& done) const;
+
   std::vector<Column> columns_;
   int64_t samples_ = 0;
-  at::Tensor scale_;  // 0-dim float64
+  at::TensorOptions options_;  // float64
+  at::Tensor scale_;           // 0-dim float64; undefined for 1
 };
 
 }  // namespace torchium::gradients::detail

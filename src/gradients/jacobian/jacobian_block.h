@@ -4,8 +4,15 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 
 namespace torchium::gradients::detail {
+
+// Row i of J is the outer product of G[i] and A[i].
+struct VectorPairs {
+  at::Tensor A;  // [n, fan_in]
+  at::Tensor G;  // [n, fan_out]
+};
 
 // J: one row per sample, its gradient with respect to one parameter. Kept in factored form in the
 // parameter's state dtype (float64 for float64, otherwise float32).
@@ -25,11 +32,13 @@ class JacobianBlock {
   virtual at::Tensor transpose_product(const at::Tensor& w) const = 0;
   // J x for x of the parameter's shape and the state dtype: [n] float64.
   virtual at::Tensor product(const at::Tensor& x) const = 0;
+  // Set if every row is an outer product of two vectors.
+  virtual std::optional<VectorPairs> vector_pairs() const { return std::nullopt; }
   // Adds the squared l2 norm of each row to squares [n] float64. Rows that must be formed, and
   // copies of their factors, take at most `max_workspace_bytes` at a time, but at least one row is
   // formed.
   virtual void add_squared_norms_(at::Tensor& squares, int64_t max_workspace_bytes) const = 0;
-  // diag(w) J for w [n] of the state dtype: [n, *shape].
+  // diag(w) J for w [n] of the state dtype, undefined for ones: [n, *shape], in new memory.
   virtual at::Tensor weighted_rows(const at::Tensor& w) const = 0;
 };
 

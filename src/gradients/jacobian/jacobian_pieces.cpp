@@ -111,7 +111,8 @@ PairBlock pair_block(const std::vector<Piece>& pieces, at::IntArrayRef shape, at
   for (const auto& piece : pieces) {
     calls.push_back({position_source(piece, shape, dtype), piece.first_row});
   }
-  return PairBlock(std::move(calls), pieces[0].groups(), shape, samples);
+  const auto options = pieces[0].call->output_gradient.options().dtype(dtype);
+  return PairBlock(std::move(calls), pieces[0].groups(), shape, samples, options);
 }
 
 at::Tensor rows_of(const Piece& piece, at::IntArrayRef shape, at::ScalarType dtype) {
@@ -123,9 +124,7 @@ at::Tensor rows_of(const Piece& piece, at::IntArrayRef shape, at::ScalarType dty
   }
   Piece alone = piece;
   alone.first_row = 0;
-  const at::Tensor ones =
-      at::ones({piece.rows}, piece.call->output_gradient.options().dtype(dtype));
-  return pair_block({alone}, shape, dtype, piece.rows).weighted_rows(ones);
+  return pair_block({alone}, shape, dtype, piece.rows).weighted_rows({});
 }
 
 std::unique_ptr<JacobianBlock> dense_block(const std::vector<Piece>& pieces, at::IntArrayRef shape,

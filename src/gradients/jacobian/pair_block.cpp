@@ -89,13 +89,14 @@ Positions weighted(const Positions& x, const at::Tensor& w) {
 }  // namespace
 
 PairBlock::PairBlock(std::vector<Call> calls, int64_t groups, at::IntArrayRef shape,
-                     int64_t samples)
+                     int64_t samples, const at::TensorOptions& options)
     : calls_(std::move(calls)),
       groups_(groups),
       fan_in_(c10::multiply_integers(shape.slice(1))),
       fan_out_(shape[0] / groups),
       shape_(shape.vec()),
-      samples_(samples) {}
+      samples_(samples),
+      options_(options) {}
 
 template <typename Visit>
 void PairBlock::for_each_piece(const Visit& visit) const {
@@ -161,7 +162,10 @@ void PairBlock::add_gram_by_pairs_(at::Tensor& K, double weight, double bias_wei
     const Positions x = positions(pieces[a]);
     for (size_t b = 0; b <= a; ++b) {
       const Positions y = a == b ? x : positions(pieces[b]);
-      at::Tensor sums = at::bmm(x.A.flatten(1, 2), y.A.flatten(1, 2).mT()).mul_(weight);
+      at::Tensor sums = at::bmm(x.A.flatten(1, 2), y.A.flatten(1, 2).mT());
+      if (weight != 1.0) {
+        sums.mul_(weight);
+      }
       if (bias_weight != 0.0) {
         sums.add_(bias_weight);
       }
@@ -223,6 +227,16 @@ at::Tensor PairBlock::product(const at::Tensor& x) const {
   return result.to(at::kDouble);
 }
 
+std::optional<VectorPairs> PairBlock::vector_pairs() const {
+  const auto& source = calls_[0].source;
+  if (calls_.size() > 1 || groups_ > 1 || source.positions() != 1 || source.samples() != samples_ ||
+      source.piece() < samples_) {
+    return std::nullopt;
+  }
+  const auto [A, G] = source.of_samples(0, samples_);
+  return VectorPairs{A.view({samples_, fan_in_}), G.view({samples_, fan_out_})};
+}
+
 void PairBlock::add_squared_norms_(at::Tensor& squares, int64_t max_workspace_bytes) const {
   const at::NoTF32Guard full_precision;
   std::map<int64_t, std::vector<const PositionSource*>> micro_batches;  // by their first row
@@ -259,13 +273,13 @@ at::Tensor PairBlock::weighted_rows(const at::Tensor& w) const {
   const at::NoTF32Guard full_precision;
   const bool covered = calls_.size() == 1 && calls_[0].source.samples() == samples_;
   const std::vector<int64_t> sizes{samples_, groups_, fan_out_, fan_in_};
-  const at::Tensor rows = torchium::detail::empty_in_huge_pages(sizes, w.options());
+  const at::Tensor rows = torchium::detail::empty_in_huge_pages(sizes, options_);
   if (!covered) {
     rows.zero_();
   }
   for_each_piece([&](const Positions& x, int64_t row) {
     const int64_t count = x.A.size(1);
-    add_rows_(rows.narrow(0, row, count), weighted(x, w.narrow(0, row, count)),
+    add_rows_(rows.narrow(0, row, count), w.defined() ? weighted(x, w.narrow(0, row, count)) : x,
               covered ? 0.0 : 1.0);
   });
   auto shape = shape_;

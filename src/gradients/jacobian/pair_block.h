@@ -3,6 +3,7 @@
 #include "gradients/factors/patches.h"
 #include "gradients/jacobian/jacobian_block.h"
 
+#include <optional>
 #include <vector>
 
 namespace torchium::gradients::detail {
@@ -16,13 +17,16 @@ class PairBlock : public JacobianBlock {
     int64_t first_row;  // of the sample that comes first in `source`
   };
 
-  // `shape` is that of the weight: [groups * fan_out, fan_in...]; `samples` all rows of J.
-  PairBlock(std::vector<Call> calls, int64_t groups, at::IntArrayRef shape, int64_t samples);
+  // `shape` is that of the weight: [groups * fan_out, fan_in...]; `samples` all rows of J, which
+  // have these options.
+  PairBlock(std::vector<Call> calls, int64_t groups, at::IntArrayRef shape, int64_t samples,
+            const at::TensorOptions& options);
 
   void add_gram_(at::Tensor& K, double weight) const override;
   bool add_gram_with_bias_(at::Tensor& K, double weight, double bias_weight) const override;
   at::Tensor transpose_product(const at::Tensor& w) const override;
   at::Tensor product(const at::Tensor& x) const override;
+  std::optional<VectorPairs> vector_pairs() const override;
   void add_squared_norms_(at::Tensor& squares, int64_t max_workspace_bytes) const override;
   at::Tensor weighted_rows(const at::Tensor& w) const override;
 
@@ -40,6 +44,7 @@ class PairBlock : public JacobianBlock {
   int64_t fan_out_;
   std::vector<int64_t> shape_;
   int64_t samples_;
+  at::TensorOptions options_;
 };
 
 }  // namespace torchium::gradients::detail
