@@ -173,8 +173,8 @@ std::optional<double> KfacStep::promised_reduction() const {
                       "update_damping() compares steps with one lr for all groups, got ", lr,
                       " and ", other.item<double>());
   }
-  const double nu =
-      prediction_->nu.device.defined() ? prediction_->nu.device.item<double>() : prediction_->nu.host;
+  const double nu = prediction_->nu.device.defined() ? prediction_->nu.device.item<double>()
+                                                     : prediction_->nu.host;
   return lr > 0.0 ? prediction_->terms.sum().item<double>() * (nu / lr - nu * nu / 2.0) : 0.0;
 }
 
