@@ -288,7 +288,7 @@ def test_products_on_tensor_cores_are_nearly_those_of_float32(split: str) -> Non
         G, A = (optimizer.state[layer.weight][key].double() for key in ("G_inverse", "A_inverse"))
         with_bias = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
         rows = [p.grad.double().reshape(len(G), G.shape[1], -1) for p in with_bias]
-        expected = G @ torch.cat(rows, -1) @ A
+        expected = (G @ torch.cat(rows, -1) @ A).cpu()
         actual = torch.cat([moved[p].reshape(len(G), G.shape[1], -1) for p in with_bias], -1)
         assert relative_error(actual, expected) <= 1e-5
 

@@ -335,6 +335,8 @@ def test_a_step_does_not_wait():
         scaler.unscale_(optimizer)
         if step < 2:
             preconditioner.step()
+            scaler.step(optimizer)
+            scaler.update()
             continue
         with no_waits() as asleep:
             preconditioner.step()
