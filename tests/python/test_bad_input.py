@@ -100,6 +100,7 @@ BAD_OPTIONS = {
         "fisher": ["GGN", "exact", None, 1],
         "weight_sharing": ["Expand", "none", None, 1],
         "max_factor_size": NO_COUNT,
+        "adaptive_damping": NO_FLAG,
         "maximize": NO_FLAG,
     },
     torchium.NaturalGradient: {

@@ -106,6 +106,25 @@ def test_the_first_direction_is_that_of_kfac_bit_for_bit(device):
         assert_same(q.grad, optimizer.state[p]["momentum_buffer"])  # 0.5 * 0 + direction
 
 
+def test_factors_may_come_from_the_curvature_of_the_loss(device):
+    model, other = mlp(device), mlp(device)
+    optimizer = KFAC(model, lr=0.05, momentum=0.9, fisher="ggn", TCov=2)
+    preconditioner = KFACPreconditioner(other, lr=0.05, fisher="ggn", factor_update_steps=2)
+    sgd = torch.optim.SGD(other.parameters(), lr=0.05, momentum=0.9)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        x = torch.randn(8, 6, generator=generator).to(device)
+        targets = torch.randint(3, (8,), generator=generator).to(device)
+        for each, outer in ((model, optimizer), (other, preconditioner)):
+            outer.zero_grad()
+            outputs = each(x)
+            outer.update_curvature(outputs, "cross_entropy")
+            nn.functional.cross_entropy(outputs, targets).backward()
+            outer.step()
+        sgd.step()
+    torch.testing.assert_close(values(other), values(model), rtol=5e-6, atol=5e-6)
+
+
 def test_only_gradients_of_layers_change(device):
     model = mlp(device)
     preconditioner = KFACPreconditioner(model)

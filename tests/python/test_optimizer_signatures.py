@@ -153,6 +153,7 @@ SIGNATURES = {
             "eps": 1e-8,
             "damping_split": "pi",
             "root_method": "auto",
+            "fisher": "empirical",
             "weight_sharing": "expand",
             "max_factor_size": 5000,
             "grad_scaler": None,
