@@ -228,10 +228,8 @@ class Capture:
         if param in self._hooked_params:
             return
         self._hooked_params.add(param)
-        before = ParameterHook(self._before_accumulation, param)
-        after = ParameterHook(self._after_accumulation, param)
-        self._handles.append(param.register_hook(before))
-        self._handles.append(param.register_post_accumulate_grad_hook(after))
+        hook = ParameterHook(self._after_accumulation, param)
+        self._handles.append(param.register_post_accumulate_grad_hook(hook))
 
     # ---- backward
 
@@ -284,17 +282,12 @@ class Capture:
                 self.used_outside = self._params.intersection(self._graph.search(number))
                 self._started(root)
             call = LayerCall(module, params, input, output_gradient, root, task)
+            for param in params.values():
+                if self._was_zeroed(param):  # this pass has not added to .grad yet
+                    self._restart(param, root)
             for name, param in params.items():
                 self._open.setdefault(param, []).append((name, call))
             self._added(call)
-
-    def _before_accumulation(self, param: Tensor) -> None:
-        """Called when a backward pass is about to add to ``.grad``, or to return a gradient."""
-        with self._lock:
-            if not self._open and not self._gradients:  # nothing was recorded
-                return
-            if self._was_zeroed(param):
-                self._restart(param, self._root(torch._C._current_graph_task_id()))
 
     def _was_zeroed(self, param: Tensor) -> bool:
         """Whether .grad was set to zero in place since the last backward pass.
