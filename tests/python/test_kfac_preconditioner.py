@@ -241,6 +241,37 @@ def test_a_scaler_must_not_call_its_step(device):
         scaler.step(preconditioner)
 
 
+@pytest.mark.parametrize("unscales", ["nothing", "the preconditioner"])
+def test_gradients_that_still_have_the_scale_are_refused(device, unscales):
+    model = mlp(device)
+    scaler = GradScaler(device.type, init_scale=1024.0)
+    preconditioner = KFACPreconditioner(model, grad_scaler=scaler)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(2):  # in the second one, the first has unscaled and stepped
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step)).backward()
+        if step == 0:
+            scaler.unscale_(optimizer)
+            preconditioner.step()
+            scaler.step(optimizer)
+            scaler.update()
+    if unscales == "the preconditioner":
+        scaler.unscale_(preconditioner)
+    grads = [p.grad.clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=r"call scaler\.unscale_\(optimizer\)"):
+        preconditioner.step()
+    assert_same([p.grad for p in model.parameters()], grads)
+
+
+def test_a_disabled_scaler_needs_no_unscaling(device):
+    model = mlp(device)
+    preconditioner = KFACPreconditioner(model, grad_scaler=GradScaler(device.type, enabled=False))
+    loss_of(model, 0).backward()
+    before = model[0].weight.grad.clone()
+    preconditioner.step()
+    assert not torch.equal(model[0].weight.grad, before)
+
+
 # ---- failures
 
 

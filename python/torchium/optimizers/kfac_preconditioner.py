@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from ._core.amp import found_non_finite
+from ._core.amp import found_non_finite, has_unscaled
 from ._core.capturing import CapturingOptimizer, ParamsOrModel
 from ._core.options import OptionList
 from .kfac import KFAC
@@ -36,8 +36,9 @@ class KFACPreconditioner(KFAC):
       function is called in every ``step()``. A group may have its own.
     - Clip gradients before ``step()``, as for :class:`KFAC`.
     - With a ``GradScaler``, pass it as ``grad_scaler``, and call ``scaler.unscale_(optimizer)`` before
-      ``step()`` and ``scaler.step(optimizer)`` after it. The scale is taken out of the factors by the
-      scaler, and out of the gradients by ``unscale_()``. A step with gradients that are not finite is
+      ``step()`` and ``scaler.step(optimizer)`` after it. The factors are divided by the scale of
+      ``grad_scaler``, the gradients by ``unscale_()``. Without ``grad_scaler`` the factors contain the
+      scale, and the directions are wrong without an error. A step with gradients that are not finite is
       skipped here and by the scaler.
 
     Layers, capture, factors, checkpoints and errors are those of :class:`KFAC`. So is :meth:`report`, in
@@ -73,11 +74,12 @@ class KFACPreconditioner(KFAC):
         fisher (str): with :meth:`update_curvature` for "mc" and "ggn" (default: "empirical").
         weight_sharing (str): default: "expand".
         max_factor_size (int): default: 5000.
-        grad_scaler (GradScaler, optional): scales the loss, under mixed precision. Always needed then
-            (default: None).
+        grad_scaler (GradScaler, optional): the scaler of the loss, under mixed precision. Required whenever
+            one is used (default: None).
 
     Raises:
-        ValueError: as for :class:`KFAC`; and from ``step()``, if a ``GradScaler`` calls it.
+        ValueError: as for :class:`KFAC`; and from ``step()``, if a ``GradScaler`` calls it, or if
+            ``grad_scaler`` has not unscaled the gradients of another optimizer.
 
     Example:
         >>> model = torch.nn.Linear(10, 2)
@@ -122,6 +124,12 @@ class KFACPreconditioner(KFAC):
                 "a GradScaler has called step() of this KFACPreconditioner; call step() itself, after "
                 "scaler.unscale_(optimizer) and before scaler.step(optimizer), and pass the scaler as "
                 "grad_scaler"
+            )
+        scaler = self.grad_scaler
+        if scaler is not None and scaler.is_enabled() and not has_unscaled(scaler, self):
+            raise ValueError(
+                "the gradients still have the scale of grad_scaler; call scaler.unscale_(optimizer), with "
+                "the optimizer that takes the step, before step() of this KFACPreconditioner"
             )
         super()._refuse_misuse()
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
 Gradients = dict[tuple[torch.device, torch.dtype], list[Tensor]]
@@ -71,6 +72,14 @@ def found_non_finite(optimizer: Optimizer) -> Tensor | None:
     if not found:
         return None
     return torch.stack([on_device(each, found[0].device) for each in found]).any().float()
+
+
+def has_unscaled(scaler: GradScaler, besides: Optimizer) -> bool:
+    """Whether the scaler has divided the gradients of another optimizer by its scale since the last step."""
+    return any(
+        key != id(besides) and state["stage"] is OptState.UNSCALED
+        for key, state in scaler._per_optimizer_states.items()
+    )
 
 
 def on_device(scalar: Tensor, device: torch.device) -> Tensor:
