@@ -179,6 +179,10 @@ def test_misuse_raises():
     take_step(model, optimizer)
     with pytest.raises(ValueError, match="loss_before must be finite, got nan"):
         optimizer.update_damping(math.nan, 0.5)
+    with pytest.raises(ValueError, match=r"loss_after must be one number.* shape \(2,\)"):
+        optimizer.update_damping(1.0, torch.ones(2))
+    with pytest.raises(ValueError, match=r"loss_before must be a number .*got None"):
+        optimizer.update_damping(None, 0.5)
     optimizer.update_damping(1.0, 0.5)
     with pytest.raises(ValueError, match=r"call it once after step\(\)"):
         optimizer.update_damping(1.0, 0.5)

@@ -45,8 +45,7 @@ class KFAC(CapturingOptimizer):
     of single samples by its outputs, :math:`A = E[a a^\top]` and :math:`G = E[g g^\top]`
     approximate the block of the empirical Fisher matrix by :math:`A \otimes G`. With ``fisher="ggn"`` or
     ``"mc"``, :math:`G` comes from the Hessian of the loss by the outputs of the model instead
-    (:meth:`update_curvature`). With :math:`V` the
-    gradient of weight and bias in ``.grad``, in this order:
+    (:meth:`update_curvature`). With :math:`V` the gradient of weight and bias in ``.grad``, in this order:
 
     1. :math:`V \leftarrow V + \text{weight\_decay}\,\theta`;
     2. the direction :math:`D = (G + \sqrt{\text{damping}}/\pi\,I)^{-1}\, V\,
@@ -84,7 +83,7 @@ class KFAC(CapturingOptimizer):
     ``ValueError``, at construction for step 1, else in ``step()``, and changes nothing. As with
     ``torch.optim.lr_scheduler.LambdaLR``, ``state_dict()`` has the values but no functions; an optimizer that
     loads it keeps its own, and its step number is that of the checkpoint. Copies keep the functions, and so
-    do pickles, for which lambdas are no good.
+    do pickles, if the functions can be pickled (lambdas cannot).
 
     A gradient that is not finite, or too large to square (as for :class:`Shampoo`), skips the whole
     step, and so do inputs and output gradients of layers whose sums of squares overflow. A root that
@@ -142,8 +141,8 @@ class KFAC(CapturingOptimizer):
             (default: False).
         grad_scaler (GradScaler, optional): scales the loss, under mixed precision; its scale is taken
             out of the factors. Needed only if its ``unscale_()`` is called before ``step()`` and
-            ``fisher="empirical"``. It may be
-            set later as an attribute; a copy of the optimizer has none (default: None).
+            ``fisher="empirical"``. It may be set later as an attribute; a copy of the optimizer has none
+            (default: None).
         maximize (bool): go up instead of down (default: False).
 
     Raises:
@@ -307,16 +306,18 @@ class KFAC(CapturingOptimizer):
         but are not in :math:`m`.
 
         Args:
-            loss_before: the loss whose gradient the last step had, with all of its penalties, and with the
-                penalty of ``weight_decay``. ``step(closure)`` returns it.
-            loss_after: the same after the step, on the same batch.
+            loss_before (float or Tensor): the loss whose gradient the last step used, including all of its
+                penalties and that of ``weight_decay``. A tensor has one element. ``step(closure)`` returns
+                the loss without that of ``weight_decay``.
+            loss_after (float or Tensor): the same loss after the step, on the same batch.
 
         Returns:
             :math:`\rho`; ``-inf`` if ``loss_after`` is not finite, and NaN if no reduction was promised.
 
         Raises:
-            ValueError: ``adaptive_damping`` is off, ``damping`` is a function, ``loss_before`` is not
-                finite, no step was taken since the last call, or ``lr`` differs between groups.
+            ValueError: ``adaptive_damping`` is off, ``damping`` is a function, a loss is not one number,
+                ``loss_before`` is not finite, no step was taken since the last call, or ``lr`` differs
+                between groups.
 
         .. note::
             Waits for the GPU, unlike ``step()``: call it every few steps.
@@ -339,7 +340,9 @@ class KFAC(CapturingOptimizer):
             )
         plan = self._bound_plan()
         self._adopt_options(plan)
-        ratio, factor = plan.core.damping_update(_number(loss_before), _number(loss_after))
+        ratio, factor = plan.core.damping_update(
+            _number("loss_before", loss_before), _number("loss_after", loss_after)
+        )
         for group in self.param_groups:
             group["damping"] *= factor
         return float(ratio)
@@ -465,5 +468,10 @@ class KFAC(CapturingOptimizer):
         self._capture.release()
 
 
-def _number(loss: float | Tensor) -> float:
-    return loss.item() if isinstance(loss, Tensor) else float(loss)
+def _number(name: str, loss: float | Tensor) -> float:
+    if isinstance(loss, Tensor) and loss.numel() != 1:
+        raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(loss.shape)}")
+    try:
+        return float(loss)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be a number or a tensor with one, got {loss!r}") from None
