@@ -71,7 +71,7 @@ TEST(KfacAdaptiveDamping, RefusesMisuse) {
   train(scheduled, model, kMlpSample, 0, 1);
   expect_contains(refused(scheduled), "damping is a function of the step");
   optim::KFACPreconditioner preconditioner(*model);
-  expect_contains(refused(preconditioner), "does not know the step of the optimizer behind it");
+  expect_contains(refused(preconditioner), "does not take the step of the parameters");
 }
 
 }  // namespace

@@ -199,7 +199,7 @@ def test_misuse_raises():
     preconditioner = KFACPreconditioner(model)
     loss_of(model).backward()
     preconditioner.step()
-    with pytest.raises(ValueError, match="does not know the step of the optimizer behind it"):
+    with pytest.raises(ValueError, match="does not take the step of the parameters"):
         preconditioner.update_damping(1.0, 0.5)
 
 

@@ -275,6 +275,14 @@ def test_a_disabled_scaler_needs_no_unscaling(device):
 # ---- failures
 
 
+def test_a_missing_curvature_is_an_error_of_the_preconditioner():
+    model = mlp()
+    preconditioner = KFACPreconditioner(model, fisher="ggn")
+    loss_of(model, 0).backward()
+    with pytest.raises(RuntimeError, match=r"^KFACPreconditioner with fisher='ggn' .*not called"):
+        preconditioner.step()
+
+
 def test_gradients_that_are_not_finite_stay_and_the_third_time_raises():
     model = mlp()
     preconditioner = KFACPreconditioner(model)

@@ -50,7 +50,8 @@ void KfacPlan::require_curvature(const std::vector<size_t>& active) {
   }
   const bool any_due =
       std::any_of(active.begin(), active.end(), [&](size_t i) { return due()[i]; });
-  TORCH_CHECK(!any_due || only_creates_state(), "KFAC with fisher='", options().front().fisher(),
+  TORCH_CHECK(!any_due || only_creates_state(), optimizer_name(), " with fisher='",
+              options().front().fisher(),
               "' updates its factors in this step, but update_curvature() was not called: call it "
               "with the outputs of the model in each iteration, after zero_grad() and before "
               "step()");

@@ -421,9 +421,10 @@ StateChanges KfacPlan::take(const JointInputs& inputs) {
 
 std::pair<double, double> KfacPlan::damping_update(double loss_before, double loss_after) {
   constexpr double kDecay = 0.95;  // in each step
-  TORCH_CHECK_VALUE(!writes_gradients(), optimizer_name(),
-                    " does not know the step of the optimizer behind it, which update_damping() "
-                    "compares with its model; use KFAC");
+  TORCH_CHECK_VALUE(
+      !writes_gradients(), optimizer_name(),
+      " does not take the step of the parameters, which update_damping() compares with "
+      "its model; use KFAC");
   TORCH_CHECK_VALUE(!options().empty() && options().front().adaptive_damping(),
                     "update_damping() needs adaptive_damping=True");
   TORCH_CHECK_VALUE(std::isfinite(loss_before), "loss_before must be finite, got ", loss_before);
