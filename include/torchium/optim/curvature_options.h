@@ -1,4 +1,4 @@
-// What K-FAC::update_curvature() needs to know about the loss.
+// What KFAC::update_curvature() needs to know about the loss.
 #pragma once
 
 #include "torchium/export.h"

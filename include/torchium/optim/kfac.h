@@ -196,9 +196,10 @@ class TORCHIUM_API KFAC : public CapturingOptimizer {
   /// reduction in the quadratic model of K-FAC. A step that promises none (skipped, or with lr nu
   /// of 0 or above 2) changes nothing. Inverses have the new damping when they are due.
   ///
-  /// Returns the ratio; NaN: no reduction was promised. Waits for the device. Throws
-  /// c10::ValueError unless a step was taken since the last call, for groups of different lr, and
-  /// if damping is a function of the step.
+  /// Returns the ratio; -infinity: loss_after is not finite; NaN: no reduction was promised. Waits
+  /// for the device. Throws c10::ValueError without adaptive_damping, for a loss_before that is not
+  /// finite, unless a step was taken since the last call, for groups of different lr, if damping is
+  /// a function of the step, and for a KFACPreconditioner.
   double update_damping(double loss_before, double loss_after);
 
  protected:

@@ -21,7 +21,7 @@ namespace torchium::optim {
 struct TORCHIUM_API KFACPreconditionerOptions
     : public torch::optim::OptimizerCloneableOptions<KFACPreconditionerOptions> {
   KFACPreconditionerOptions(double lr = 0.1);
-  /// Learning rate of the optimizer behind, >= 0. Only the KL clip depends on it.
+  /// Learning rate of the other optimizer, >= 0. Only the KL clip depends on it.
   TORCH_ARG(double, lr) = 0.1;
   /// KFACOptions::TCov.
   TORCH_ARG(int64_t, factor_update_steps) = 5;

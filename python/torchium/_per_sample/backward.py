@@ -134,7 +134,8 @@ class per_sample:
         if own and reason is not None:
             raise ValueError(
                 f"{where} ({type(module).__name__}) {reason}; freeze its parameters "
-                "(requires_grad_(False)) or call per_sample_gradients(), which takes all layers"
+                "(requires_grad_(False)), call per_sample_gradients(), which takes all layers, or give a "
+                "class of your own a formula with register_layer()"
             )
 
     def _set_rows(self, capture: CallCapture, watched: set[Tensor]) -> None:
