@@ -53,12 +53,14 @@ def test_available_optimizers_are_sorted_and_can_all_be_created():
         torchium.ShampooW,
         torchium.Adagrad,
         torchium.KFAC,
+        torchium.KFAC.update_curvature,
         torchium.KFAC.update_damping,
         torchium.KFACPreconditioner,
         torchium.NaturalGradient,
         torchium.create_optimizer,
         torchium.per_sample_gradients,
         torchium.gradients.clip_and_accumulate,
+        torchium.gradients.register_layer,
     ],
 )
 def test_examples_of_the_docstrings_run(documented):
