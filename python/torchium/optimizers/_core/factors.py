@@ -77,6 +77,8 @@ class FactorCapture(Capture):
         rows, excluded = [], []
         for i, weight in enumerate(plan.params):
             if self.weight_beside(weight) is not weight:
+                if weight.dim() > 1:  # its layer may have had it until now
+                    excluded.append(i)
                 continue
             problem, bias = self._weight(plan, weight)
             self._declared_weights[weight] = problem, bias
@@ -89,6 +91,14 @@ class FactorCapture(Capture):
         plan.core.declare(rows)
         plan.core.exclude(excluded)
         self._declared = now
+
+    def _declare_changed(
+        self, plan: JointPlan, weight: Tensor, layer: tuple[str | None, int]
+    ) -> None:
+        """Before its calls are recorded, whose factors have the shape that the plan knows."""
+        if self._declared_weights.get(weight) != layer:
+            self._declared = None
+            self.declare(plan)
 
     def _weight(self, plan: JointPlan, weight: Tensor) -> tuple[str | None, int]:
         """Why the weight has no factors, and the position of the bias that shares them, else -1."""
@@ -180,8 +190,7 @@ class FactorCapture(Capture):
         if name != "weight" or weight is None or plan is None or weight not in plan.positions:
             return
         problem, bias = self._weight(plan, weight)
-        if self._declared_weights.get(weight) != (problem, bias):
-            self._declared = None
+        self._declare_changed(plan, weight, (problem, bias))
         if weight in self.used_outside or problem is not None:
             return
         loss_scale = self._loss_scale()
@@ -206,8 +215,7 @@ class FactorCapture(Capture):
                 if hook is None or weight is None or weight not in plan.positions:
                     continue
                 problem, bias = self._weight(plan, weight)
-                if self._declared_weights.get(weight) != (problem, bias):
-                    self._declared = None
+                self._declare_changed(plan, weight, (problem, bias))
                 if problem is not None:
                     continue
                 module, shape = hook.module, list(hook.shape)
