@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
 
 _SETTINGS = 8  # integers that describe a layer to the core
@@ -206,8 +207,28 @@ def core_tensors(
     return input, output_gradient
 
 
+def convolution_padding(module: _ConvNd) -> list[int]:
+    """What a convolution adds to its input, as for ``F.pad``: the last dimension first.
+
+    For zeros from the attributes that its forward pass reads, which may have been set since.
+    """
+    if module.padding_mode != "zeros":
+        return list(module._reversed_padding_repeated_twice)
+    sides: list[int] = []
+    for i in reversed(range(len(module.kernel_size))):
+        if module.padding == "same":
+            total = module.dilation[i] * (module.kernel_size[i] - 1)
+            sides += [total // 2, total - total // 2]
+        elif module.padding == "valid":
+            sides += [0, 0]
+        else:
+            zeros: Any = module.padding
+            sides += [zeros if isinstance(zeros, int) else zeros[i]] * 2
+    return sides
+
+
 def _needs_padded_input(module: nn.Conv2d) -> bool:
-    left, right, top, bottom = module._reversed_padding_repeated_twice
+    left, right, top, bottom = convolution_padding(module)
     return module.padding_mode != "zeros" or left != right or top != bottom
 
 
@@ -216,14 +237,14 @@ def padded(module: nn.Module, input: Tensor) -> Tensor:
     if not isinstance(module, nn.Conv2d) or not _needs_padded_input(module):
         return input
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-    return F.pad(input, module._reversed_padding_repeated_twice, mode=mode)
+    return F.pad(input, convolution_padding(module), mode=mode)
 
 
 def _padding(module: nn.Conv2d) -> tuple[int, int]:
     """Zeros on each side of what :func:`padded` returns."""
     if _needs_padded_input(module):
         return 0, 0
-    left, _, top, _ = module._reversed_padding_repeated_twice
+    left, _, top, _ = convolution_padding(module)
     return top, left
 
 

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from .._capture.layers import convolution_padding
+
 # (layer, input [samples, ...], output gradient [samples, ...]) -> name -> [samples, *shape]
 Formula = Callable[[Any, Tensor, Tensor], dict[str, Tensor]]
 FormulaT = TypeVar("FormulaT", bound=Formula)
@@ -176,7 +178,7 @@ def _products_of_windows(layer: _ConvNd, input: Tensor, other: Tensor) -> Tensor
 def _of_convolution(layer: _ConvNd, input: Tensor, output_gradient: Tensor) -> dict[str, Tensor]:
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
     output_gradient = _widened(output_gradient)
-    padded = F.pad(input.to(output_gradient), layer._reversed_padding_repeated_twice, mode=mode)
+    padded = F.pad(input.to(output_gradient), convolution_padding(layer), mode=mode)
     return {
         "weight": _products_of_windows(layer, padded, output_gradient),
         "bias": output_gradient.flatten(2).sum(2),
