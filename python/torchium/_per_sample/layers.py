@@ -125,6 +125,8 @@ def _calls_of_batch(loss: SampleLoss) -> LayerCalls | None:
             own = {n: positions[p] for n, p in layer._parameters.items() if p in positions}
             if not is_samplewise(layer, x) or (own and not _is_known(layer)):
                 return None
+            if not calls and getattr(layer, "inplace", False):
+                x = x.clone()  # perhaps a view of the inputs
             input, x = x, layer(x)
             if own:
                 calls.append(record(layer, own, input, x, has_batches=False))

@@ -39,7 +39,9 @@ class SampleLoss:
     def __call__(self, parameters: Sequence[Tensor], sample: tuple[Tensor, ...]) -> Tensor:
         """The loss with other values of the trainable parameters; ``sample`` has no dimension 0."""
         batch = [t.unsqueeze(0) for t in sample]
-        arguments = self.inputs.with_tensors(batch[: len(self.inputs.tensors)])
+        # Copies, which the model may change in place.
+        inputs = [t.clone() for t in batch[: len(self.inputs.tensors)]]
+        arguments = self.inputs.with_tensors(inputs)
         with _replaced(self.model, dict(zip(self.parameters.values(), parameters, strict=True))):
             if isinstance(arguments, dict):
                 output = self.model(**arguments)

@@ -68,12 +68,20 @@ def samplewise_layers(model: nn.Module) -> list[nn.Module] | None:
 
 
 def _collect(module: nn.Module, layers: list[nn.Module]) -> bool:
-    if "forward" in module.__dict__ or _has_hooks(module):
+    if "forward" in module.__dict__ or _has_hooks(module) or _computes_parameters(module):
         return False
     if type(module) is nn.Sequential:
         return all(_collect(child, layers) for child in module._modules.values())
     layers.append(module)
     return type(module) in _RULES
+
+
+def _computes_parameters(module: nn.Module) -> bool:
+    """Whether weight or bias is a tensor that code of the model has computed, perhaps from others."""
+    return any(
+        getattr(module, name, None) is not module._parameters.get(name)
+        for name in ("weight", "bias")
+    )
 
 
 def _has_hooks(module: nn.Module) -> bool:
