@@ -470,3 +470,73 @@ def test_gpt2_is_preconditioned_but_for_its_positions_and_norms():
         for layer in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
         for name in ("weight", "bias")
     }
+
+
+def small_model() -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+def train_small(model: nn.Module, optimizer: torchium.KFAC, steps: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(7, 4, generator=generator, dtype=torch.float64)
+    y = torch.randint(3, (7,), generator=generator)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def replace_the_first_weight(late: bool) -> list[Tensor]:
+    model = small_model()
+    optimizer = torchium.KFAC(model, lr=0.1, TCov=1, TInv=1, kl_clip=None, momentum=0.0)
+    train_small(model, optimizer, 2)
+    weight = nn.Parameter(model[0].weight.detach().clone())
+    model[0].weight = weight
+    if late:
+        train_small(model, optimizer, 1)
+    optimizer.add_param_group({"params": [("new", weight)]})
+    train_small(model, optimizer, 4)
+    optimizer.check_errors()
+    A = optimizer.state[weight]["A"]
+    assert A.shape == (1, 5, 5)
+    assert A.isfinite().all()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_weight_that_replaces_another_gets_factors_of_the_whole_layer(late):
+    """The bias was joint with the weight before."""
+    first, *others = (replace_the_first_weight(late) for _ in range(10))
+    for other in others:
+        assert_same(other, first)
+
+
+def test_a_weight_that_is_parametrized_in_mid_run_falls_back():
+    model = small_model()
+    optimizer = torchium.KFAC(model, TCov=1, TInv=1)
+    train_small(model, optimizer, 1)
+    assert optimizer.report()["parameters"]["0.weight"][0] == "factors"
+    nn.utils.parametrize.register_parametrization(model[0], "weight", nn.Tanh())
+    train_small(model, optimizer, 2)
+    assert optimizer.report()["parameters"]["0.weight"][0] == "fallback"
+
+
+def test_options_that_change_between_forward_pass_and_step_lose_no_factors():
+    model = small_model()
+    optimizer = torchium.KFAC(
+        model, lr=0.1, momentum=0.0, kl_clip=None, adaptive_damping=True, TCov=1
+    )
+    x, y = torch.randn(7, 4, dtype=torch.float64), torch.arange(7) % 3
+    last = None
+    for step in range(5):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        optimizer.param_groups[0]["stat_decay"] = 0.9 - 0.01 * step
+        if last is not None:
+            optimizer.update_damping(last, loss)
+        loss.backward()
+        optimizer.step()
+        last = loss.detach()
+    assert optimizer.state[model[0].weight]["factor_updates"] == 5

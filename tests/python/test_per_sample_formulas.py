@@ -238,3 +238,21 @@ def test_losses_of_classes_after_a_convolution():
         torchium.per_sample_gradients(model, F.cross_entropy, x, y),
         reference_gradients(model, F.cross_entropy, x, y),
     )
+
+
+@pytest.mark.parametrize("cls", [nn.Conv1d, nn.Conv2d, nn.Conv3d])
+@pytest.mark.parametrize("padding", [0, 2])
+def test_padding_may_be_set_later(cls, padding):
+    dimensions = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}[cls]
+    layer = cls(2, 3, 3, padding=1).double()
+    layer.padding = (padding,) * dimensions
+    x = torch.randn(4, 2, *[6] * dimensions, dtype=torch.float64)
+
+    def loss_fn(outputs, targets):
+        return outputs.square().flatten(1).sum(1).mean()
+
+    rows = torchium.gradients.per_sample_gradients(layer, loss_fn, x, x)
+    for i in range(4):
+        expected = torch.autograd.grad(loss_fn(layer(x[i : i + 1]), x), list(layer.parameters()))
+        for row, gradient in zip(rows.values(), expected, strict=True):
+            torch.testing.assert_close(row[i], gradient)

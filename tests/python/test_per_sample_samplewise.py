@@ -255,3 +255,25 @@ def test_rows_share_no_memory():
     assert rows["0.weight"].abs().sum() > 0
     pointers = [r.untyped_storage().data_ptr() for r in rows.values()]
     assert len(set(pointers)) == len(pointers)
+
+
+def test_inputs_are_those_of_the_caller_after_an_activation_in_place():
+    model = nn.Sequential(nn.SiLU(inplace=True), nn.Linear(4, 3)).double()
+    x, y = torch.randn(5, 4, dtype=torch.float64), torch.arange(5) % 3
+    before = x.clone()
+    rows = torchium.per_sample_gradients(model, nn.functional.cross_entropy, x, y)
+    assert torch.equal(x, before)
+    for i in range(5):
+        loss = nn.functional.cross_entropy(model(x[i : i + 1].clone()), y[i : i + 1])
+        expected = torch.autograd.grad(loss, list(model.parameters()))
+        for row, gradient in zip(rows.values(), expected, strict=True):
+            torch.testing.assert_close(row[i], gradient)
+
+
+def test_a_weight_computed_from_that_of_another_layer_is_not_ignored():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 4, bias=False)).double()
+    del model[2].weight
+    model[2].weight = model[0].weight.t()
+    x = torch.randn(5, 4, dtype=torch.float64)
+    with pytest.raises((ValueError, RuntimeError)):
+        torchium.per_sample_gradients(model, nn.functional.mse_loss, x, x)

@@ -31,6 +31,12 @@ KfacLayer core_layer(const KFACParamState& state, const KFACOptions& options) {
   return layer;
 }
 
+bool sums_fit(const FactorSums& sums, const at::Tensor& weight, const FactorLayout& layout) {
+  return sums.A.size(0) == layout.groups && sums.A.size(-1) == layout.order_A(weight) &&
+         (sums.A.dim() == 2) == layout.diagonal_A && sums.G.size(-1) == layout.order_G(weight) &&
+         (sums.G.dim() == 2) == layout.diagonal_G;
+}
+
 DampingSplit damping_split_of(const KFACOptions& options) {
   return options.damping_split() == "exact" ? DampingSplit::kExact
          : options.damping_split() == "pi"  ? DampingSplit::kPi
@@ -47,7 +53,10 @@ void KfacPlan::make_room(SecondOrderParamState& fresh, const SecondOrderParamSta
 }
 
 void KfacPlan::after_set_options() {
-  due_.clear();
+  if (!due_.empty()) {  // calls may be recorded between a change and the step
+    due_.clear();
+    due();
+  }
   const std::string split = options().empty() ? std::string() : options().front().damping_split();
   if (!damping_split_.empty() && split != damping_split_) {
     for (const auto i : c10::irange(size())) {
@@ -225,12 +234,16 @@ bool KfacPlan::derive(const std::vector<size_t>& active) {
     if (bias >= 0 && is_excluded(bias)) {
       continue;
     }
+    const FactorLayout layout = records_.layout(weight_of(i), *layer);
     FactorSums* sums = records_.sums(weight_of(i));
+    if (sums != nullptr && !sums_fit(*sums, param(i), layout)) {
+      sums = nullptr;  // from before the layer got or lost its bias
+    }
     const bool known = has_factors(i);
     if (sums == nullptr && !known) {
       continue;
     }
-    const bool has_room = records_.layout(weight_of(i), *layer).has_bias_row;
+    const bool has_room = layout.has_bias_row;
     bias = bias >= 0 && is_active[bias] && has_room ? bias : -1;
     found.push_back({i, bias, layer->is_transposed && param(i).dim() == 2, sums, known});
     is_active[i] = false;  // the others fall back
