@@ -77,11 +77,11 @@ def _collect(module: nn.Module, layers: list[nn.Module]) -> bool:
 
 
 def _computes_parameters(module: nn.Module) -> bool:
-    """Whether weight or bias is a tensor that code of the model has computed, perhaps from others."""
-    return any(
-        getattr(module, name, None) is not module._parameters.get(name)
-        for name in ("weight", "bias")
-    )
+    """Whether weight or bias is a tensor that code of the model has computed, perhaps from others.
+
+    Looks for no attribute, because those of parametrized layers are computed when they are read.
+    """
+    return "weight" in module.__dict__ or "bias" in module.__dict__
 
 
 def _has_hooks(module: nn.Module) -> bool:
