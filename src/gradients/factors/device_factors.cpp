@@ -46,14 +46,14 @@ bool has_device_positions(const LayerCall& call, const WeightGeometry& weight,
 
 DevicePositions::DevicePositions(const LayerCall& call, const WeightGeometry& weight,
                                  bool with_inputs)
-    : weight_(weight), settings_(call.settings), with_inputs_(with_inputs) {
+    : weight_(weight), settings_(call.settings) {
   const auto [input, gradient] = operands_of(call, at::kFloat, /*keeps_16_bits=*/true, with_inputs);
-  input_ = with_inputs ? channels_last(input) : input;
+  input_ = with_inputs ? channels_last(input) : at::Tensor();
   gradient_ = channels_last(gradient);
 }
 
 int64_t DevicePositions::piece() const {
-  return with_inputs_
+  return input_.defined()
              ? std::max<int64_t>(1, max_patch_elements(input_) / (weight_.fan_in * positions()))
              : samples();
 }
@@ -61,7 +61,8 @@ int64_t DevicePositions::piece() const {
 Positions DevicePositions::of_samples(int64_t first, int64_t count) const {
   const at::Tensor G =
       gradient_.narrow(0, first, count).permute({0, 2, 3, 1}).flatten(1, 2).unsqueeze(0);
-  return {with_inputs_ ? unfolded(input_.narrow(0, first, count)).unsqueeze(0) : at::Tensor(), G};
+  return {input_.defined() ? unfolded(input_.narrow(0, first, count)).unsqueeze(0) : at::Tensor(),
+          G};
 }
 
 // images: [n, channels, height, width]. Returns [n, T, pixels * channels].
@@ -131,8 +132,8 @@ void store_moment(at::Tensor& sum, const at::Tensor& X, int64_t length, int64_t 
 #else
 
 bool has_device_positions(const LayerCall&, const WeightGeometry&, at::ScalarType) { return false; }
-DevicePositions::DevicePositions(const LayerCall&, const WeightGeometry& weight, bool with_inputs)
-    : weight_(weight), with_inputs_(with_inputs) {}
+DevicePositions::DevicePositions(const LayerCall&, const WeightGeometry& weight, bool)
+    : weight_(weight) {}
 int64_t DevicePositions::piece() const { return 1; }
 Positions DevicePositions::of_samples(int64_t, int64_t) const { return {}; }
 bool has_moment_kernel(const at::Tensor&, const at::Tensor&) { return false; }

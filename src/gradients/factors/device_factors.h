@@ -35,8 +35,8 @@ class DevicePositions {
 
   WeightGeometry weight_;
   std::array<int64_t, 8> settings_;
-  bool with_inputs_;
-  at::Tensor input_, gradient_;  // [n, channels, height, width], channels-last
+  // [n, channels, height, width], channels-last; without inputs, input_ is undefined.
+  at::Tensor input_, gradient_;
 };
 
 // Whether store_moment() supports the sum and the vectors.

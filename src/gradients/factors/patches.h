@@ -43,7 +43,7 @@ int64_t max_patch_elements(const at::Tensor& input);
 
 // The input and the output gradient as factors on a GPU multiply them: in 16 bits if the gradient
 // is, as autocast had the input in the layer. Tensor cores multiply those exactly, and accumulate
-// in float32. Without keeps_16_bits, and on a CPU, in dtype.
+// in float32. Without keeps_16_bits, and on a CPU, in dtype. Without inputs: the input as it is.
 struct Operands {
   at::Tensor input, gradient;
 };

@@ -442,19 +442,19 @@ std::pair<double, double> KfacPlan::damping_update(double loss_before, double lo
                     "update_damping() needs adaptive_damping=True");
   TORCH_CHECK_VALUE(std::isfinite(loss_before), "loss_before must be finite, got ", loss_before);
   const auto* step = static_cast<const KfacStep*>(planned());
-  const auto promised =
-      step == nullptr || steps_since_update_ == 0 ? std::nullopt : step->promised_reduction();
-  TORCH_CHECK_VALUE(promised,
+  const auto predicted =
+      step == nullptr || steps_since_update_ == 0 ? std::nullopt : step->predicted_reduction();
+  TORCH_CHECK_VALUE(predicted,
                     "update_damping() compares the losses before and after a step; call it once "
                     "after step()");
   const double decay = std::pow(kDecay, std::exchange(steps_since_update_, 0));
-  if (!(*promised > 0.0)) {
+  if (!(*predicted > 0.0)) {
     return {std::numeric_limits<double>::quiet_NaN(), 1.0};
   }
   const double reduction =
       options().front().maximize() ? loss_after - loss_before : loss_before - loss_after;
   const double ratio =
-      std::isfinite(reduction) ? reduction / *promised : -std::numeric_limits<double>::infinity();
+      std::isfinite(reduction) ? reduction / *predicted : -std::numeric_limits<double>::infinity();
   return {ratio, ratio > 0.75 ? decay : ratio < 0.25 ? 1.0 / decay : 1.0};
 }
 

@@ -160,7 +160,7 @@ std::vector<at::Tensor> KfacStep::copy_learning_rates() const {
 
 // With delta = -lr nu d and (F + damping I) d = V, the model V . delta + delta . (F + damping I)
 // delta / 2 is -(lr nu - lr^2 nu^2 / 2) V . d.
-std::optional<double> KfacStep::promised_reduction() const {
+std::optional<double> KfacStep::predicted_reduction() const {
   if (!prediction_) {
     return std::nullopt;
   }

@@ -32,7 +32,7 @@ class KfacStep : public PrologueStep {
 
   // By how much the quadratic model of the last step lowers the loss (update_damping() of KFAC). 0
   // for a skipped step; none: no step was taken. Waits for the device.
-  std::optional<double> promised_reduction() const;
+  std::optional<double> predicted_reduction() const;
 
   void begin(std::vector<at::Tensor> grads) override;
   // `lr` and `host_steps` are not used.

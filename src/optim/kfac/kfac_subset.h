@@ -30,7 +30,7 @@ struct KfacSharedOptions {
   std::string root_method = "auto";  // "auto", "eigh" or "newton" (not with kExact)
   // The step ends with .grad <- nu d for the parameters of layers; nothing else moves.
   bool writes_gradients = false;
-  bool keeps_prediction = false;  // KfacStep::promised_reduction()
+  bool keeps_prediction = false;  // KfacStep::predicted_reduction()
 };
 
 // All lists but `layers` have one entry per parameter. The weight of a transposed layer and its

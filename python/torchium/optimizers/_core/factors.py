@@ -92,18 +92,18 @@ class FactorCapture(Capture):
         plan.core.exclude(excluded)
         self._declared = now
 
-    def _declare_changed(
-        self, plan: JointPlan, weight: Tensor, layer: tuple[str | None, int]
-    ) -> None:
-        """Before its calls are recorded, whose factors have the shape that the plan knows."""
-        if self._declared_weights.get(weight) != layer:
-            self._declared = None
-            self.declare(plan)
-
     def _weight(self, plan: JointPlan, weight: Tensor) -> tuple[str | None, int]:
         """Why the weight has no factors, and the position of the bias that shares them, else -1."""
         problem = self._problem_of_modules(weight)
         return problem, -1 if problem is not None else self._bias(plan, weight)
+
+    def _declared_weight(self, plan: JointPlan, weight: Tensor) -> tuple[str | None, int]:
+        """The same as the plan knows it, before a call is recorded: its factors have that shape."""
+        layer = self._weight(plan, weight)
+        if self._declared_weights.get(weight) != layer:
+            self._declared = None
+            self.declare(plan)
+        return layer
 
     def problem(self, param: Tensor) -> str | None:
         """Why no layer preconditions the parameter; None: one does."""
@@ -189,8 +189,7 @@ class FactorCapture(Capture):
         weight, plan = call.params.get("weight"), self.plan
         if name != "weight" or weight is None or plan is None or weight not in plan.positions:
             return
-        problem, bias = self._weight(plan, weight)
-        self._declare_changed(plan, weight, (problem, bias))
+        problem, bias = self._declared_weight(plan, weight)
         if weight in self.used_outside or problem is not None:
             return
         loss_scale = self._loss_scale()
@@ -214,8 +213,7 @@ class FactorCapture(Capture):
                 weight = None if hook is None else hook.params.get("weight")
                 if hook is None or weight is None or weight not in plan.positions:
                     continue
-                problem, bias = self._weight(plan, weight)
-                self._declare_changed(plan, weight, (problem, bias))
+                problem, bias = self._declared_weight(plan, weight)
                 if problem is not None:
                     continue
                 module, shape = hook.module, list(hook.shape)
