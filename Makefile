@@ -17,6 +17,8 @@ OWN_VENV := $(if $(filter file,$(origin PYTHON)),yes)
 
 export TORCHIUM_BUILD_DIR := $(BUILD)
 export CCACHE_SLOPPINESS ?= pch_defines,time_macros
+# The compilers list the headers that they read: ccache need not preprocess first.
+export CCACHE_DEPEND ?= true
 export PATH := $(VENV)/bin:$(PATH)
 PIP := python -m pip --disable-pip-version-check
 # One test at a time to each worker, so that all end together; but tests of one group to one worker.
@@ -35,7 +37,7 @@ test:
 	$(SETUP_VENV) test lint examples
 	$(MAKE) lint
 	$(MAKE) package CMAKE_FLAGS="-DTORCHIUM_BUILD_TESTS=ON"
-	ctest --test-dir "$(BUILD)" --verbose
+	ctest --test-dir "$(BUILD)" --parallel 2 --verbose
 	python -m pytest $(WORKERS)
 
 # `make test` trains the same models at a small size.

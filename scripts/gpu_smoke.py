@@ -1,6 +1,7 @@
 """A few steps of every optimizer on odd shapes, and roots of every size class, on a CUDA device.
 
-usage: gpu_smoke.py [PART...]   (default: all; a part is roots, products, graphs or the name of an optimizer)
+usage: gpu_smoke.py [PART...]   (default: all; a part is roots, products, graphs, factors or the name of an
+optimizer)
 
 gpu_check.sh runs it under compute-sanitizer, which makes it some hundred times slower: keep it small.
 """
@@ -123,6 +124,22 @@ def graphs() -> None:
     print("replayed steps: finite")
 
 
+def factors() -> None:
+    """K-FAC's factors of 16-bit layers: products of half matrices, sums for a bias, patches."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 5, stride=2, padding=1), nn.Flatten(), nn.Linear(8 * 36, 512)
+    ).cuda()
+    optimizer = torchium.KFAC(model, TCov=1, TInv=100)
+    for _ in range(2):
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            model(torch.randn(70, 3, 13, 13, device="cuda")).square().mean().backward()
+        optimizer.step()
+    kept = [optimizer.state[layer.weight][key] for layer in (model[0], model[2]) for key in "AG"]
+    assert all(bool(factor.isfinite().all()) for factor in kept)
+    print("factors of 16-bit layers: finite")
+
+
 def steps_of(name: str) -> None:
     for options in OPTIONS[name]:
         steps = model_steps if name in SEE_LAYERS else plain_steps
@@ -135,7 +152,7 @@ def steps_of(name: str) -> None:
 
 def main() -> None:
     torch.manual_seed(0)
-    parts = {"roots": roots, "products": products, "graphs": graphs}
+    parts = {"roots": roots, "products": products, "graphs": graphs, "factors": factors}
     for name in sys.argv[1:] or [*parts, *torchium.get_available_optimizers()]:
         if name in parts:
             parts[name]()

@@ -190,6 +190,7 @@ OptionDict report_of(const NaturalGradient& optimizer) {
   if (!report.solver.empty()) {
     result["solver"] = py::cast(report.solver);
     result["samples"] = py::cast(report.samples);
+    result["rows"] = py::cast(report.rows);
     result["iterations"] = py::cast(report.iterations);
     result["relative_residual"] = py::cast(report.relative_residual);
   }
@@ -347,7 +348,8 @@ py::class_<Optimizer, SecondOrderOptimizer> bind_optimizer(py::module_& module, 
            "The options of a parameter group, as a dict.");
 }
 
-void update_curvature(KFAC& optimizer, const at::Tensor& outputs, const std::string& loss,
+template <typename Optimizer>
+void update_curvature(Optimizer& optimizer, const at::Tensor& outputs, const std::string& loss,
                       const std::string& reduction, std::optional<int64_t> class_dim,
                       const std::optional<at::Tensor>& mask, int64_t samples,
                       std::optional<at::Generator> generator) {
@@ -363,11 +365,18 @@ void update_curvature(KFAC& optimizer, const at::Tensor& outputs, const std::str
 
 template <typename Optimizer>
 auto with_update_curvature(py::class_<Optimizer, SecondOrderOptimizer> bound) {
-  return bound.def("update_curvature", &update_curvature, py::arg("outputs"), py::arg("loss"),
-                   py::kw_only(), py::arg("reduction") = "mean", py::arg("class_dim") = py::none(),
-                   py::arg("mask") = py::none(), py::arg("samples") = 1,
-                   py::arg("generator") = py::none(),
-                   "The factors G of the next step, for fisher 'mc' and 'ggn'.");
+  return bound.def("update_curvature", &update_curvature<Optimizer>, py::arg("outputs"),
+                   py::arg("loss"), py::kw_only(), py::arg("reduction") = "mean",
+                   py::arg("class_dim") = py::none(), py::arg("mask") = py::none(),
+                   py::arg("samples") = 1, py::arg("generator") = py::none(),
+                   "The curvature of the next step, for fisher 'mc' and 'ggn'.");
+}
+
+template <typename Optimizer>
+auto with_update_damping(py::class_<Optimizer, SecondOrderOptimizer> bound) {
+  return bound.def("update_damping", &Optimizer::update_damping, py::arg("loss_before"),
+                   py::arg("loss_after"), py::call_guard<py::gil_scoped_release>(),
+                   "Adapts the damping by the losses before and after the last step.");
 }
 
 template <typename Optimizer, typename Options>
@@ -420,14 +429,16 @@ void bind_optimizers(py::module_& module) {
       .def("sync_lr", &Shampoo::sync_lr, no_gil(),
            "Writes the learning rate to the tensor that captured steps read.");
   bind_optimizer<Adagrad, AdagradOptions>(optim, "Adagrad", "torchium::optim::Adagrad");
-  with_update_curvature(
-      bind_capturing_optimizer<KFAC, KFACOptions>(optim, "KFAC", "torchium::optim::KFAC"))
-      .def("update_damping", &KFAC::update_damping, py::arg("loss_before"), py::arg("loss_after"),
-           no_gil(), "Adapts the damping by the losses before and after the last step.");
+  with_update_damping(with_update_curvature(
+      bind_capturing_optimizer<KFAC, KFACOptions>(optim, "KFAC", "torchium::optim::KFAC")));
   with_update_curvature(bind_capturing_optimizer<KFACPreconditioner, KFACPreconditionerOptions>(
       optim, "KFACPreconditioner", "torchium::optim::KFACPreconditioner"));
-  bind_capturing_optimizer<NaturalGradient, NaturalGradientOptions>(
-      optim, "NaturalGradient", "torchium::optim::NaturalGradient");
+  with_update_damping(
+      with_update_curvature(bind_capturing_optimizer<NaturalGradient, NaturalGradientOptions>(
+          optim, "NaturalGradient", "torchium::optim::NaturalGradient")))
+      .def("update_jacobian", &NaturalGradient::update_jacobian, py::arg("rows"),
+           py::arg("residuals"), no_gil(),
+           "The Jacobian and residuals of the next step, from the caller.");
 }
 
 }  // namespace torchium::python

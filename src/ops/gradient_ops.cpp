@@ -1,16 +1,13 @@
 // Operators on what layers have seen: schemas and registration, no maths. See gradients/*.h.
 
 #include "gradients/capture/layer_call.h"
-#include "gradients/capture/mixed_samples.h"
 #include "gradients/factors/kronecker_factors.h"
 #include "gradients/jacobian/jacobian.h"
 #include "gradients/per_sample/sample_values.h"
-#include "ops/captured_graph.h"
 #include "ops/in_place_fake.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
-#include <torch/custom_class.h>
 #include <torch/library.h>
 
 namespace torchium::ops {
@@ -166,7 +163,7 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
   m.def(
       "kronecker_factors_add_lookups_(Tensor(a!) A_sum, Tensor(b!) G_sum, Tensor lookup_A_sum, "
       "Tensor counts, *, int rows) -> ()");
-  // `calls`: a row [kind, weight, bias, micro_batch, s0..s7] per call
+  // `calls`: a row [kind, weight, bias, micro_batch, s0..s11] per call
   // (gradients/capture/layer_call.h).
   m.def(
       "per_sample_gradients(Tensor[] params, Tensor[] inputs, Tensor[] output_gradients, "
@@ -184,18 +181,9 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
       "clipped_gradient_sums(Tensor[] params, Tensor[] inputs, Tensor[] output_gradients, "
       "int[] calls, float[] call_eps, *, float max_norm, int max_workspace_bytes) "
       "-> (Tensor[] sums, Tensor norms)");
-  m.def("backward_pass_mixes_samples() -> bool");
-  // The calls that Python's hooks have captured.
-  m.class_<CapturedGraph>("CapturedGraph")
-      .def(torch::init<>())
-      .def("add", &CapturedGraph::add)
-      .def("search", &CapturedGraph::search)
-      .def("calls_of", &CapturedGraph::calls_of)
-      .def("forget", &CapturedGraph::forget);
 }
 
 TORCH_LIBRARY_IMPL(torchium, CompositeExplicitAutograd, m) {
-  m.impl("backward_pass_mixes_samples", gradients::detail::backward_pass_mixes_samples);
   m.impl("kronecker_factors_update_", kronecker_factors_update_);
   m.impl("kronecker_factors_add_lookups_", kronecker_factors_add_lookups_);
   m.impl("per_sample_gradients", per_sample_gradients);

@@ -1,6 +1,6 @@
 // The plans of the optimizers as torch.classes.torchium: registration, no maths.
 
-#include "ops/captured_graph.h"
+#include "ops/module_capture.h"
 #include "ops/option_ops.h"
 #include "optim/adagrad/adagrad_plan.h"
 #include "optim/blocked/blocked_plans.h"
@@ -233,51 +233,53 @@ gradients::detail::LayerCall call_from(const at::Tensor& input, const at::Tensor
   return gradients::detail::parse_calls({input}, {output_gradient}, row, {eps})[0];
 }
 
-// Calls that Python's hooks have captured: number in the graph, (padded) input, sizes of the
-// output, row, and whether the weight is tied.
-struct HookedCalls {
-  std::vector<int64_t> numbers;
-  std::vector<at::Tensor> inputs;
-  Lists<int64_t> output_sizes, rows;
-  std::vector<int64_t> tied;
-};
-
-std::vector<gradients::detail::DifferentiableCall> calls_from(const CapturedGraph& graph,
-                                                              const at::Tensor& outputs,
-                                                              const HookedCalls& hooked) {
-  const auto edges = graph.outputs_of_calls(outputs);
-  std::vector<gradients::detail::DifferentiableCall> calls;
-  for (size_t i = 0; i < hooked.numbers.size(); ++i) {
-    auto layer = gradients::detail::call_from_row(hooked.rows[i].data());
-    layer.input = hooked.inputs[i];
-    calls.push_back({std::move(layer), edges.at(hooked.numbers[i]), hooked.output_sizes[i],
-                     hooked.tied[i] != 0});
-  }
-  return calls;
+// update_curvature() of Python.
+template <typename Plan>
+void record_curvature(const c10::intrusive_ptr<Plan>& self, const at::Tensor& outputs,
+                      std::string loss, std::string reduction, std::optional<int64_t> class_dim,
+                      const Tensor& mask, int64_t samples, std::optional<at::Generator> generator,
+                      const c10::intrusive_ptr<ModuleCapture>& capture) {
+  const auto options = optim::CurvatureOptions()
+                           .reduction(std::move(reduction))
+                           .class_dim(class_dim)
+                           .mask(mask.value_or(at::Tensor()))
+                           .samples(samples)
+                           .generator(std::move(generator));
+  const optim::detail::LossCurvature curvature(outputs, std::move(loss), self->fisher(), options);
+  self->record_curvature(outputs, curvature, capture->calls_of(outputs, *self));
 }
 
+// The ratio, and the factor for the damping.
 template <typename Plan>
-torch::class_<Plan> register_joint_plan(torch::Library& m, const std::string& optimizer,
-                                        const char* name) {
+std::tuple<double, double> damping_update(const c10::intrusive_ptr<Plan>& self, double loss_before,
+                                          double loss_after) {
+  return self->damping_update(loss_before, loss_after);
+}
+
+// `make`: the plan of an optimizer by its name.
+template <typename Plan>
+torch::class_<Plan> register_joint_plan(torch::Library& m, const char* name,
+                                        c10::intrusive_ptr<Plan> (*make)(std::string)) {
   using Self = c10::intrusive_ptr<Plan>;
   return m.class_<Plan>(name)
-      .def(torch::init<>())
+      .def(torch::init(make))
       .def("set_options",
-           [optimizer](const Self& self, const c10::IValue& groups) {
+           [](const Self& self, const c10::IValue& groups) {
              std::vector<std::shared_ptr<const torch::optim::OptimizerOptions>> kept;
              std::vector<const torch::optim::OptimizerOptions*> options;
              for (const c10::IValue& values : groups.toTupleRef().elements()) {
-               kept.push_back(options_from(optimizer, values));
+               kept.push_back(options_from(self->optimizer_name(), values));
                options.push_back(kept.back().get());
              }
              self->set_options(options);
            })
-      .def("load",
-           [optimizer](const Self& self, const at::Tensor& param, const Dict& saved,
-                       const c10::IValue& options, int64_t params, const std::string& name) {
-             return dict_of(
-                 self->load(param, named(saved), *options_from(optimizer, options), params, name));
-           })
+      .def(
+          "load",
+          [](const Self& self, const at::Tensor& param, const Dict& saved,
+             const c10::IValue& options, int64_t params, const std::string& name) {
+            return dict_of(self->load(
+                param, named(saved), *options_from(self->optimizer_name(), options), params, name));
+          })
       .def("bind",
            [](const Self& self, std::vector<at::Tensor> params, const std::vector<Dict>& states,
               std::vector<int64_t> groups, std::vector<std::string> names) {
@@ -309,10 +311,16 @@ torch::class_<Plan> register_joint_plan(torch::Library& m, const std::string& op
       });
 }
 
-template <typename Plan>
-void register_kfac_plan(torch::Library& m, const std::string& optimizer, const char* name) {
-  using Self = c10::intrusive_ptr<Plan>;
-  register_joint_plan<Plan>(m, optimizer, name)
+c10::intrusive_ptr<KfacPlan> make_kfac_plan(std::string optimizer) {
+  if (optimizer == "KFAC") {
+    return c10::make_intrusive<KfacPlan>();
+  }
+  return c10::make_intrusive<KfacPreconditionerPlan>();
+}
+
+void register_kfac_plan(torch::Library& m) {
+  using Self = c10::intrusive_ptr<KfacPlan>;
+  register_joint_plan<KfacPlan>(m, "KfacPlan", make_kfac_plan)
       .def("due",
            [](const Self& self) {
              std::vector<int64_t> due;
@@ -325,41 +333,32 @@ void register_kfac_plan(torch::Library& m, const std::string& optimizer, const c
            })
       .def("record",
            [](const Self& self, const at::Tensor& input, const at::Tensor& output_gradient,
-              const std::vector<int64_t>& row, bool is_tied, const Tensor& loss_scale) {
-             self->record(call_from(input, output_gradient, row, 0.0), is_tied,
-                          loss_scale.value_or(at::Tensor()));
+              const std::vector<int64_t>& row) {
+             self->record(call_from(input, output_gradient, row, 0.0));
            })
-      .def(
-          "record_curvature",
-          [](const Self& self, const at::Tensor& outputs, std::string loss, std::string reduction,
-             std::optional<int64_t> class_dim, const Tensor& mask, int64_t samples,
-             std::optional<at::Generator> generator, const c10::intrusive_ptr<CapturedGraph>& graph,
-             std::vector<int64_t> numbers, std::vector<at::Tensor> inputs,
-             Lists<int64_t> output_sizes, Lists<int64_t> rows, std::vector<int64_t> tied) {
-            const auto options = optim::CurvatureOptions()
-                                     .reduction(std::move(reduction))
-                                     .class_dim(class_dim)
-                                     .mask(mask.value_or(at::Tensor()))
-                                     .samples(samples)
-                                     .generator(std::move(generator));
-            const optim::detail::LossCurvature curvature(outputs, std::move(loss), self->fisher(),
-                                                         options);
-            self->record_curvature(
-                outputs, curvature,
-                calls_from(*graph, outputs,
-                           {std::move(numbers), std::move(inputs), std::move(output_sizes),
-                            std::move(rows), std::move(tied)}));
-          })
+      .def("set_loss_scale",
+           [](const Self& self, const Tensor& scale) {
+             self->set_loss_scale(scale.value_or(at::Tensor()));
+           })
+      .def("receive_from",
+           [](const Self& self, const c10::intrusive_ptr<ModuleCapture>& capture) {
+             capture->hand_to(self);
+           })
+      .def("record_curvature", record_curvature<KfacPlan>)
       .def("declare",
            [](const Self& self, const std::vector<int64_t>& rows) {
              std::vector<optim::detail::DeclaredLayer> layers;
-             for (size_t i = 0; i + 4 < rows.size(); i += 5) {
-               layers.push_back(
-                   {rows[i], rows[i + 1], rows[i + 2] != 0, rows[i + 3] != 0, rows[i + 4]});
+             for (size_t i = 0; i + 6 < rows.size(); i += 7) {
+               layers.push_back({rows[i], rows[i + 1], rows[i + 2] != 0, rows[i + 3] != 0,
+                                 rows[i + 4], rows[i + 5] != 0, rows[i + 6] != 0});
              }
              self->declare(layers);
            })
-      .def("drop", [](const Self& self, int64_t weight) { self->drop(weight); })
+      .def("problem",
+           [](const Self& self, int64_t weight) {
+             const auto* layer = self->records().layer(self->param(static_cast<size_t>(weight)));
+             return layer == nullptr ? std::string() : layer->problem;
+           })
       .def("recorded",
            [](const Self& self) {
              std::vector<int64_t> recorded;
@@ -378,11 +377,7 @@ void register_kfac_plan(torch::Library& m, const std::string& optimizer, const c
              }
              return all;
            })
-      .def("damping_update",
-           [](const Self& self, double loss_before, double loss_after) {
-             const auto [ratio, factor] = self->damping_update(loss_before, loss_after);
-             return std::make_tuple(ratio, factor);
-           })
+      .def("damping_update", damping_update<KfacPlan>)
       .def("fallback", [](const Self& self) { return self->fallback(); })
       .def("new_fallback", [](const Self& self) { return self->new_fallback(); })
       .def("note_warned", [](const Self& self) { self->note_warned(); })
@@ -391,20 +386,32 @@ void register_kfac_plan(torch::Library& m, const std::string& optimizer, const c
       .def("new_diagonals", [](const Self& self) { return self->new_diagonals(); });
 }
 
-// Solver, samples, iterations, relative residual.
-using Solved = std::tuple<std::string, int64_t, int64_t, double>;
+// Solver, samples, rows, iterations, relative residual.
+using Solved = std::tuple<std::string, int64_t, int64_t, int64_t, double>;
+
+c10::intrusive_ptr<NaturalGradientPlan> make_natural_gradient_plan(std::string /*optimizer*/) {
+  return c10::make_intrusive<NaturalGradientPlan>();
+}
 
 void register_natural_gradient_plan(torch::Library& m) {
   using Self = c10::intrusive_ptr<NaturalGradientPlan>;
-  register_joint_plan<NaturalGradientPlan>(m, "NaturalGradient", "NaturalGradientPlan")
+  register_joint_plan<NaturalGradientPlan>(m, "NaturalGradientPlan", make_natural_gradient_plan)
       .def("is_refresh", [](const Self& self) { return self->is_refresh(); })
       .def("is_start", [](const Self& self) { return self->is_start(); })
       .def("record", [](const Self& self, const at::Tensor& input,
                         const at::Tensor& output_gradient, const std::vector<int64_t>& row,
                         double eps) { self->record(call_from(input, output_gradient, row, eps)); })
+      .def("record_curvature", record_curvature<NaturalGradientPlan>)
+      .def("set_jacobian",
+           [](const Self& self, std::vector<at::Tensor> rows, at::Tensor residuals) {
+             self->set_jacobian(std::move(rows), std::move(residuals));
+           })
+      .def("has_jacobian", [](const Self& self) { return self->has_jacobian(); })
+      .def("damping_update", damping_update<NaturalGradientPlan>)
       .def("report", [](const Self& self) {
         const auto report = self->report();
-        return Solved{report.solver, report.samples, report.iterations, report.relative_residual};
+        return Solved{report.solver, report.samples, report.rows, report.iterations,
+                      report.relative_residual};
       });
 }
 
@@ -413,6 +420,8 @@ void register_natural_gradient_plan(torch::Library& m) {
 TORCH_LIBRARY_FRAGMENT(torchium, m) {
   m.def("failure_message", failure_message);
   m.def("message_summary", message_summary);
+  // Implemented in Python: a backward pass has reached the first layer of this capture.
+  m.def("backward_started(int capture) -> ()");
   m.class_<BlockedPlans>("BlockedPlans")
       .def(torch::init([](std::string optimizer) {
         return optimizer == "Shampoo"
@@ -435,8 +444,20 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
       .def("report", report)
       .def("host_steps", &BlockedPlans::host_steps)
       .def("graph_count", &BlockedPlans::graph_count);
-  register_kfac_plan<KfacPlan>(m, "KFAC", "KfacPlan");
-  register_kfac_plan<KfacPreconditionerPlan>(m, "KFACPreconditioner", "KfacPreconditionerPlan");
+  m.class_<ModuleCapture>("ModuleCapture")
+      .def(torch::init<int64_t, bool>())
+      .def("watch", &ModuleCapture::watch)
+      .def("describe", &ModuleCapture::describe)
+      .def("add", &ModuleCapture::add)
+      .def("enter_pass", &ModuleCapture::enter_pass)
+      .def("add_mixing", &ModuleCapture::add_mixing)
+      .def("release", [](const c10::intrusive_ptr<ModuleCapture>& self) { self->hand_to({}); })
+      .def("used_outside", &ModuleCapture::used_outside)
+      .def("forget", &ModuleCapture::forget)
+      .def("calls", &ModuleCapture::calls)
+      .def("mixing_module", &ModuleCapture::mixing_module)
+      .def("is_mixed", &ModuleCapture::is_mixed);
+  register_kfac_plan(m);
   register_natural_gradient_plan(m);
 }
 

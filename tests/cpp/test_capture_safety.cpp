@@ -127,7 +127,7 @@ TEST(OtherUses, AreSeen) {
       {[&](auto w, auto b) { return layer(w, b) * b.dot(b); }, {1}},
       // In the graph of the captured layer.
       {[&](auto w, auto b) { return torch::linear(torch::linear(x, w) * b, w, b).sum() * 1; }, {1}},
-      {[&](auto w, auto b) { return torch::linear(x.matmul(w).tanh(), w, b).sum() * 1; }, {0}},
+      {[&](auto w, auto b) { return torch::linear(w.matmul(x).tanh(), w, b).sum() * 1; }, {0}},
       {[&](auto w, auto b) { return torch::linear(w, w, b).sum() * 1; }, {0}},
       // After the bias of another layer, whose weight is a function of this one.
       {[&](auto w, auto b) { return layer(w, {}) + layer(2 * w, b); }, {0}},
@@ -201,13 +201,32 @@ TEST(CaptureSafety, NaturalGradientRefusesAWeightThatIsUsedOtherwise) {
   const auto before = copies(model.parameters());
   for (int step = 0; step < 2; ++step) {
     optimizer.zero_grad();
-    model.loss(small_batch(step)).backward();
+    const auto batch = small_batch(step);
+    const auto x = model.head(model.table(batch.inputs).tanh());
+    cross_entropy(x.matmul(2.0 * model.table->weight), batch.targets).backward();
     const auto message = message_of<c10::ValueError>([&] { optimizer.step(); });
     expect_contains(message, "the gradient of 'table.weight', parameter 0 of group 0");
     expect_contains(message, "does not come from its layer alone");
   }
   expect_equal(copies(model.parameters()), before);
   EXPECT_TRUE(all_state(optimizer).empty());
+}
+
+TEST(CaptureSafety, AWeightThatIsUsedAsBothMatricesHasItsRows) {
+  TiedOutside model;
+  const auto batch = small_batch(0);
+  const auto rows = per_sample_gradients(
+      model,
+      [&](const torch::Tensor& x) {
+        return model.head(model.table(x).tanh()).matmul(model.table->weight);
+      },
+      [](const auto& y, const auto& t) { return cross_entropy(y, t); }, batch.inputs,
+      batch.targets);
+  for (int64_t i = 0; i < batch.targets.size(0); ++i) {
+    const auto loss = model.loss({batch.inputs.narrow(0, i, 1), batch.targets.narrow(0, i, 1)});
+    const auto expected = torch::autograd::grad({loss}, {model.table->weight});
+    expect_near(rows["table.weight"][i], expected[0], 1e-5);
+  }
 }
 
 TEST(CaptureSafety, NaturalGradientTakesWhatIsAddedToGradients) {

@@ -112,7 +112,7 @@ TEST(CheckedEigh, OptimizersTrainOn) {
   expect_the_same_steps<Adagrad>(AdagradOptions(0.01).full_matrix(true).root_method("eigh"));
   for (const char* split : {"pi", "plain", "exact"}) {
     expect_the_same_steps<KFAC>(
-        KFACOptions(0.01).root_method("eigh").TCov(1).TInv(1).damping_split(split));
+        KFACOptions(0.01).solver("eigh").TCov(1).TInv(1).damping_split(split));
   }
 }
 

@@ -24,9 +24,9 @@ TEST(KfacAdaptiveDamping, FollowsTheRatio) {
     KFAC optimizer(*model, adaptive_options()), other(*twin, adaptive_options());
     train(optimizer, model, kMlpSample, 0, 3);
     train(other, twin, kMlpSample, 0, 3);
-    const double promised = 1.0 / other.update_damping(1.0, 0.0);
-    EXPECT_GT(promised, 0.0);
-    EXPECT_NEAR(optimizer.update_damping(1.0, 1.0 - part * promised), part, 1e-9);
+    const double predicted = 1.0 / other.update_damping(1.0, 0.0);
+    EXPECT_GT(predicted, 0.0);
+    EXPECT_NEAR(optimizer.update_damping(1.0, 1.0 - part * predicted), part, 1e-9);
     EXPECT_NEAR(damping_of(optimizer), 0.01 * std::pow(0.95, 3 * power), 1e-12);
     train(optimizer, model, kMlpSample, 3, 4);
     const double infinity = std::numeric_limits<double>::infinity();

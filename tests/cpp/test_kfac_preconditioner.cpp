@@ -95,7 +95,7 @@ TEST(KfacPreconditioner, RestoresItsOptions) {
                                                   .batch_averaged(false)
                                                   .eps(1e-3)
                                                   .damping_split("plain")
-                                                  .root_method("eigh")
+                                                  .solver("eigh")
                                                   .weight_sharing("reduce")
                                                   .max_factor_size(7));
   auto model = make_mlp();
@@ -112,8 +112,8 @@ TEST(KfacPreconditioner, NamesWrongOptions) {
   expect_contains(refused(KFACPreconditionerOptions().factor_update_steps(0)),
                   "factor_update_steps must be an integer of at least 1, got 0");
   expect_contains(refused(KFACPreconditionerOptions().factor_decay(2.0)), "factor_decay must be");
-  expect_contains(refused(KFACPreconditionerOptions().root_method("newton").damping_split("exact")),
-                  "root_method='newton' has no eigenvectors");
+  expect_contains(refused(KFACPreconditionerOptions().solver("newton").damping_split("exact")),
+                  "solver='newton' has no eigenvectors");
   const std::vector<OptimizerParamGroup> foreign{
       OptimizerParamGroup(model->parameters(), std::make_unique<KFACOptions>())};
   expect_contains(message_of<c10::ValueError>([&] { KFACPreconditioner(*model, foreign); }),

@@ -77,7 +77,7 @@ TEST_P(Problems, FollowTheDenseSolve) {
 
 TEST_P(Problems, FollowTheFormulas) {
   const auto options = NaturalGradientOptions(0.1).damping(0.01);
-  for (const auto* solver : {"gram", "cg", "auto"}) {
+  for (const auto* solver : {"gram", "explicit", "cg", "auto"}) {
     SCOPED_TRACE(solver);
     auto o = options;
     o.solver(solver).eps(1e-12);
@@ -118,7 +118,7 @@ TEST_P(Problems, FollowTheCpuOnCuda) {
   if (!torch::cuda::is_available()) {
     GTEST_SKIP() << "skipped: no CUDA device";
   }
-  for (const auto* solver : {"gram", "cg"}) {
+  for (const auto* solver : {"gram", "explicit", "cg"}) {
     const auto options =
         NaturalGradientOptions(0.1).damping(0.1).momentum(0.5).update_freq(2).solver(solver);
     const auto model = make();

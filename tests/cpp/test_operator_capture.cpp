@@ -155,7 +155,6 @@ TEST(OperatorCapture, LeavesOtherProductsAlone) {
   }();
   Recorder recorder({w});
   const Tensors results{
-      x.matmul(w),                        // not transposed
       w.matmul(x.t()),                    // from the left
       w.matmul(torch::randn({2, 3, 4})),  // folds into a product with the transpose
       x.matmul(other.t()),                // of another parameter
@@ -174,6 +173,22 @@ TEST(OperatorCapture, LeavesOtherProductsAlone) {
   EXPECT_EQ(recorder.calls.size(), 0U);
 }
 
+TEST(OperatorCapture, SeesProductsWithAParameterItself) {
+  const auto w = parameter(torch::randn({3, 4}));
+  const auto x = torch::randn({5, 2, 3});
+  for (const auto& input : {x, x.view({10, 3}), x.select(1, 0)}) {
+    Recorder recorder({w});
+    input.matmul(w).square().sum().backward();
+    ASSERT_EQ(recorder.calls.size(), 1U);
+    const auto& call = recorder.calls[0];
+    EXPECT_EQ(call.settings[0], 1);
+    EXPECT_EQ(call.input.size(0), 5);  // the samples of the tensor that the view is of
+    EXPECT_EQ(call.output_gradient.sizes().slice(0, 1), call.input.sizes().slice(0, 1));
+    expect_near(weight_gradient(call).t(), w.grad());
+    w.mutable_grad() = torch::Tensor();
+  }
+}
+
 TEST(OperatorCapture, SeesTheAddendOfAddmm) {
   const auto w = parameter(torch::randn({4, 3}));
   const auto x = torch::randn({2, 3});
@@ -185,7 +200,7 @@ TEST(OperatorCapture, SeesTheAddendOfAddmm) {
   expect_explains(recorder.calls[0], w, {});
 }
 
-using Settings = std::array<int64_t, 8>;
+using Settings = std::array<int64_t, 12>;
 
 // The gradient with respect to a convolution's weight, from one of its calls.
 torch::Tensor convolution_gradient(const LayerCall& call, const torch::Tensor& weight) {
@@ -247,8 +262,87 @@ TEST(OperatorCapture, SeesConvolutionsByTheirOperators) {
   ASSERT_EQ(recorder.calls.size(), 1U);
   EXPECT_EQ(recorder.calls[0].settings, (Settings{2, 2, 1, 1, 1, 1, 2, 0}));
   expect_near(convolution_gradient(recorder.calls[0], params[0]), params[0].grad());
-  torch::conv_transpose2d(x, transposed).square().sum().backward();
+  torch::convolution(x, transposed, {}, {2, 1}, {1, 0}, {1, 1}, true, {1, 0}, 1)
+      .square()
+      .sum()
+      .backward();
+  ASSERT_EQ(recorder.calls.size(), 2U);
+  EXPECT_EQ(recorder.calls[1].settings, (Settings{2, 1, 1, 0, 1, 1, 1, 1}));
+}
+
+// What a layer with a bias has captured, for an input with samples and for one sample.
+template <typename Layer>
+LayerCall call_of(Layer layer, const torch::Tensor& x) {
+  Recorder recorder(layer->parameters());
+  layer(x).square().sum().backward();
+  recorder->raise_error();
   EXPECT_EQ(recorder.calls.size(), 1U);
+  EXPECT_EQ(recorder.calls[0].weight, 0);
+  EXPECT_EQ(recorder.calls[0].bias, 1);
+  return recorder.calls[0];
+}
+
+TEST(OperatorCapture, SeesConvolutionsOfOneDimensionAsImagesOfHeightOne) {
+  const auto x = torch::randn({2, 4, 9});
+  const auto options = nn::Conv1dOptions(4, 6, 3).stride(2).padding(1).groups(2);
+  for (const bool is_single : {false, true}) {
+    const auto call = call_of(nn::Conv1d(options), is_single ? x[0] : x);
+    EXPECT_EQ(call.kind, LayerKind::kConv2d);
+    EXPECT_EQ(call.settings, (Settings{1, 2, 0, 1, 1, 1, 2, 0}));
+    expect_equal({call.input}, {(is_single ? x[0] : x).unsqueeze(-2)});
+    EXPECT_EQ(call.output_gradient.sizes().slice(call.output_gradient.dim() - 3),
+              torch::IntArrayRef({6, 1, 5}));
+  }
+  const auto same = call_of(nn::Conv1d(nn::Conv1dOptions(4, 6, 4).padding(torch::kSame)), x);
+  EXPECT_EQ(same.settings, (Settings{1, 1, 0, 1, 1, 1, 1, 0}));
+  expect_equal({same.input}, {torch::constant_pad_nd(x, {0, 1}).unsqueeze(-2)});
+}
+
+TEST(OperatorCapture, SeesConvolutionsOfThreeDimensions) {
+  const auto x = torch::randn({2, 4, 5, 6, 7});
+  const auto plain = call_of(
+      nn::Conv3d(nn::Conv3dOptions(4, 6, {1, 2, 3}).stride({1, 2, 3}).dilation({3, 2, 1})), x);
+  EXPECT_EQ(plain.kind, LayerKind::kConv3d);
+  EXPECT_EQ(plain.settings, (Settings{1, 2, 3, 0, 0, 0, 3, 2, 1, 1, 0}));
+  const auto same =
+      call_of(nn::Conv3d(nn::Conv3dOptions(4, 6, {2, 3, 4}).padding(torch::kSame)), x);
+  EXPECT_EQ(same.settings, (Settings{1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 0}));
+  expect_equal({same.input}, {torch::constant_pad_nd(x, {0, 1, 0, 0, 0, 1})});
+}
+
+TEST(OperatorCapture, SeesTransposedConvolutions) {
+  const auto line =
+      call_of(nn::ConvTranspose1d(nn::ConvTranspose1dOptions(4, 6, 3).stride(2).output_padding(1)),
+              torch::randn({2, 4, 5}));
+  EXPECT_EQ(line.kind, LayerKind::kConv2d);
+  EXPECT_EQ(line.settings, (Settings{1, 2, 0, 0, 1, 1, 1, 1}));
+  EXPECT_EQ(line.output_gradient.sizes(), torch::IntArrayRef({2, 6, 1, 12}));
+  const auto image =
+      call_of(nn::ConvTranspose2d(nn::ConvTranspose2dOptions(4, 6, {3, 2}).padding(1).groups(2)),
+              torch::randn({2, 4, 5, 6}));
+  EXPECT_EQ(image.settings, (Settings{1, 1, 1, 1, 1, 1, 2, 1}));
+  const auto volume =
+      call_of(nn::ConvTranspose3d(nn::ConvTranspose3dOptions(4, 6, 2).dilation({1, 2, 3})),
+              torch::randn({4, 5, 6, 3}));
+  EXPECT_EQ(volume.kind, LayerKind::kConv3d);
+  EXPECT_EQ(volume.settings, (Settings{1, 1, 1, 0, 0, 0, 1, 2, 3, 1, 1}));
+}
+
+TEST(OperatorCapture, SeesRmsNorms) {
+  const auto weight = parameter(torch::randn({3, 4}));
+  Recorder recorder({weight});
+  const auto x = torch::randn({5, 2, 3, 4});
+  torch::rms_norm(x, {3, 4}, weight, 1e-3).square().sum().backward();
+  torch::rms_norm(x, {3, 4}, weight).square().sum().backward();
+  ASSERT_EQ(recorder.calls.size(), 2U);
+  for (const auto& call : recorder.calls) {
+    EXPECT_EQ(call.kind, LayerKind::kRmsNorm);
+    EXPECT_EQ(call.settings[0], 2);
+    EXPECT_EQ(call.weight, 0);
+    EXPECT_EQ(call.bias, -1);
+  }
+  EXPECT_EQ(recorder.calls[0].eps, 1e-3);
+  EXPECT_EQ(recorder.calls[1].eps, -1.0);  // of the dtype
 }
 
 TEST(OperatorCapture, SeesEmbeddings) {

@@ -173,9 +173,57 @@ TEST(PerSampleGradientsOf, LayersOfOtherKinds) {
         x = x.transpose(0, 1);
         return std::get<0>(m(x, x, x)).transpose(0, 1);
       });
-  expect_rows_of_a_stock_model<nn::Conv1d>(nn::Conv1d(2, 3, 2), {2, 5},
-                                           [](auto& m, auto x) { return m(x); });
   expect_rows_of_a_stock_model<nn::PReLU>(nn::PReLU(), {5}, [](auto& m, auto x) { return m(x); });
+}
+
+// With a layer call for the whole batch: the forward function is not called for each sample.
+template <typename Model>
+void expect_rows_of_one_pass(Model model, torch::IntArrayRef sample) {
+  int64_t calls = 0;
+  expect_rows_of_a_stock_model<Model>(model, sample, [&](auto& m, auto x) {
+    ++calls;
+    return m(x);
+  });
+  torch::manual_seed(0);
+  auto sizes = sample.vec();
+  sizes.insert(sizes.begin(), 20);
+  calls = 0;
+  const auto x = torch::randn(sizes, torch::kDouble);
+  per_sample_gradients(
+      *model,
+      [&](const torch::Tensor& inputs) {
+        ++calls;
+        return model(inputs);
+      },
+      [](const auto& y, const auto&) { return y.square().sum(); }, x, torch::ones({20}));
+  EXPECT_LT(calls, 10);
+}
+
+TEST(PerSampleGradientsOf, ConvolutionsAndTransposedConvolutionsOfAllDimensions) {
+  expect_rows_of_one_pass(
+      nn::Conv1d(nn::Conv1dOptions(4, 6, 3).stride(2).padding(2).dilation(2).groups(2)), {4, 7});
+  expect_rows_of_one_pass(
+      nn::Conv1d(nn::Conv1dOptions(2, 3, 3).padding(1).padding_mode(torch::kCircular)), {2, 5});
+  expect_rows_of_one_pass(nn::Conv3d(nn::Conv3dOptions(4, 6, 2).stride({1, 2, 1}).groups(2)),
+                          {4, 3, 4, 5});
+  expect_rows_of_one_pass(
+      nn::ConvTranspose1d(nn::ConvTranspose1dOptions(4, 6, 3).stride(2).output_padding(1)), {4, 5});
+  expect_rows_of_one_pass(
+      nn::ConvTranspose2d(
+          nn::ConvTranspose2dOptions(4, 6, 3).stride(2).padding(1).dilation(2).groups(2)),
+      {4, 4, 5});
+  expect_rows_of_one_pass(nn::ConvTranspose3d(nn::ConvTranspose3dOptions(2, 3, 2).bias(false)),
+                          {2, 3, 2, 4});
+}
+
+struct RmsNorm : public nn::Module {
+  RmsNorm() { weight = register_parameter("weight", torch::rand({3, 4})); }
+  torch::Tensor forward(const torch::Tensor& x) { return torch::rms_norm(x, {3, 4}, weight); }
+  torch::Tensor weight;
+};
+
+TEST(PerSampleGradientsOf, RmsNorms) {
+  expect_rows_of_one_pass(nn::ModuleHolder<RmsNorm>(), {2, 3, 4});
 }
 
 // A buffer whose value cannot be restored raises; from a destructor that would terminate the

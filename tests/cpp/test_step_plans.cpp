@@ -223,6 +223,7 @@ TEST(StepPlans, OfLayersNoticeWhatChanges) {
   const auto kfac = KFACOptions(0.02).TCov(2).TInv(3).weight_decay(0.01);
   expect_all_noticed<Model<KFAC>>(kfac);
   expect_all_noticed<Model<KFAC>>(KFACOptions(kfac).damping_split("exact"));
+  expect_all_noticed<Model<KFAC>>(KFACOptions(kfac).damping_split("exact").ekfac(true));
   const auto natural = NaturalGradientOptions(0.1).damping(0.1);
   expect_all_noticed<Model<NaturalGradient>>(natural);
   // A batch that is kept does not follow these.
@@ -240,7 +241,8 @@ TEST(StepPlans, OfLayersNoticeOptions) {
        {"TCov", [](auto& o) { o.TCov(1); }},
        {"TInv", [](auto& o) { o.TInv(1); }},
        {"kl_clip", [](auto& o) { o.kl_clip(1e-5); }},
-       {"damping_split", [](auto& o) { o.damping_split("exact"); }}});
+       {"damping_split", [](auto& o) { o.damping_split("exact"); }},
+       {"ekfac", [](auto& o) { o.damping_split("exact").ekfac(true); }}});
   expect_options_noticed<Model<NaturalGradient>, NaturalGradientOptions>(
       NaturalGradientOptions(0.1).damping(0.1).update_freq(3),
       {{"lr", [](auto& o) { o.lr(0.01); }},

@@ -8,9 +8,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.conv import _ConvNd
 
 Batch = tuple[Tensor, Tensor]
-KINDS = {nn.Linear: 0, nn.Conv2d: 1, nn.Embedding: 2, nn.LayerNorm: 3, nn.GroupNorm: 4}
+KINDS = {
+    nn.Linear: 0,
+    nn.Conv2d: 1,
+    nn.Embedding: 2,
+    nn.LayerNorm: 3,
+    nn.GroupNorm: 4,
+    nn.Conv3d: 5,
+    nn.ConvTranspose2d: 1,
+    nn.RMSNorm: 6,
+}
 
 
 @dataclass
@@ -35,17 +45,18 @@ class Captured:
 
 
 def settings_of(module: nn.Module) -> list[int]:
-    if isinstance(module, nn.Conv2d):
+    if isinstance(module, _ConvNd):
         settings = [*module.stride, *module.padding, *module.dilation, module.groups]
+        settings.append(int(module.transposed))
     elif isinstance(module, nn.Embedding):
         settings = [-1 if module.padding_idx is None else module.padding_idx]
-    elif isinstance(module, nn.LayerNorm):
+    elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         settings = [len(module.normalized_shape)]
     elif isinstance(module, nn.GroupNorm):
         settings = [module.num_groups]
     else:
         settings = []
-    return settings + [0] * (8 - len(settings))
+    return settings + [0] * (12 - len(settings))
 
 
 def forward(
@@ -205,6 +216,31 @@ def convolutions() -> nn.Module:
     )
 
 
+def volumes() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv3d(4, 6, (2, 3, 1), stride=(1, 2, 1), padding=(1, 0, 1), groups=2),
+        nn.Tanh(),
+        nn.Conv3d(6, 3, 2, dilation=(1, 1, 2)),
+        nn.Flatten(),
+        nn.Linear(3 * 4 * 1 * 3, 5),
+        nn.RMSNorm(5, eps=0.1),
+        nn.Linear(5, 3),
+    )
+
+
+def upsampling() -> nn.Module:
+    """The last row of the first output is covered by no window: its output padding is a stride."""
+    return nn.Sequential(
+        nn.ConvTranspose2d(
+            4, 6, (3, 2), stride=2, padding=1, output_padding=(2, 0), dilation=(3, 1), groups=2
+        ),
+        nn.Tanh(),
+        nn.ConvTranspose2d(6, 2, 2, bias=False),
+        nn.Flatten(),
+        nn.Linear(2 * 12 * 7, 3),
+    )
+
+
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 3))
 
@@ -218,6 +254,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, int]] = {
     "tied_embedding": (lambda: Language(tied=True), (6,), 7, 7),
     "two_tables": (TwoTables, (6,), 50, 3),
     "shared_everywhere": (SharedEverywhere, (2, 5, 4), 0, 3),
+    "volumes": (volumes, (4, 4, 5, 3), 0, 3),
+    "upsampling": (upsampling, (4, 3, 4), 0, 3),
 }
 
 

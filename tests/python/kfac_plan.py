@@ -73,8 +73,8 @@ class PlanKFAC:
         self.group_of = [i for i, group in enumerate(param_groups) for _ in group["params"]]
         self.layers = list(layers)
         self.shared: dict[str, Any] = {"kl_clip": kl_clip, "damping_split": damping_split}
-        self.shared |= {"batch_averaged": batch_averaged, "root_method": "eigh"}
-        self.plan = torch.classes.torchium.KfacPlan()
+        self.shared |= {"batch_averaged": batch_averaged, "solver": "eigh"}
+        self.plan = torch.classes.torchium.KfacPlan("KFAC")
         self.state: dict[Tensor, dict[str, Tensor]] = {p: {} for p in self.params}
         for layer in self.layers:
             self.state[layer.weight] = first_state(layer, damping_split)
@@ -116,7 +116,7 @@ class PlanKFAC:
         self.plan.due()
         for i, samples in captured.items():
             if samples and self.layers[i].weight.grad is not None:
-                self.plan.record(*self.call(self.layers[i], samples), False, None)
+                self.plan.record(*self.call(self.layers[i], samples))
         for i, key, value in self.plan.missing_state():
             self.state[self.params[i]][key] = value
         self.bind()
@@ -135,11 +135,11 @@ class PlanKFAC:
         n, groups, positions = a.shape[:3]
         place = [self.position(layer.weight), self.position(layer.bias), 0]
         if layer.weight.dim() == 2:
-            return a[:, 0], g[:, 0], [0, *place, *[0] * 8]
+            return a[:, 0], g[:, 0], [0, *place, *[0] * 12]
         channels, height, width = layer.weight.shape[1:]
         patches = a.reshape(n, groups, positions, channels, height, width)
         image = patches.permute(0, 1, 3, 2, 4, 5).reshape(n, groups * channels, -1, width)
-        row = [1, *place, height, width, 0, 0, 1, 1, groups, 0]
+        row = [1, *place, height, width, 0, 0, 1, 1, groups, *[0] * 5]
         return image, g.permute(0, 1, 3, 2).reshape(n, -1, positions, 1), row
 
 

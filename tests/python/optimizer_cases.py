@@ -45,8 +45,10 @@ CASES: dict[str, Make] = {
 # These need the gradients of a backward pass:
 CAPTURING_CASES: dict[str, Make] = {
     "kfac": _case(torchium.KFAC, lr=0.02, TCov=2, TInv=3, weight_decay=0.01, kl_clip=None),
-    "kfac_newton": _case(torchium.KFAC, lr=0.02, TCov=2, TInv=3, root_method="newton"),
+    "kfac_newton": _case(torchium.KFAC, lr=0.02, TCov=2, TInv=3, solver="newton"),
     "kfac_exact": _case(torchium.KFAC, lr=0.05, momentum=0.0, TCov=1, damping_split="exact"),
+    "kfac_bfloat16_factors": _case(torchium.KFAC, lr=0.02, TCov=2, TInv=3, factor_dtype="bfloat16"),
+    "ekfac": _case(torchium.KFAC, lr=0.05, TCov=1, TInv=3, damping_split="exact", ekfac=True),
     "natural_gradient": _case(torchium.NaturalGradient, lr=0.1, damping=0.1, momentum=0.5),
     "natural_gradient_between": _case(
         torchium.NaturalGradient, lr=0.1, damping=0.1, update_freq=3, max_norm=1.0
@@ -111,10 +113,30 @@ def run(
     return values(model)
 
 
+def trained(make: Make, device: torch.device | str = "cpu") -> tuple[nn.Module, Any]:
+    """An mlp() and its optimizer after 4 steps."""
+    model = mlp(device)
+    optimizer = make(model.parameters())
+    run(model, optimizer)
+    return model, optimizer
+
+
 def computed_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """State except captured tensors, which are kept unchanged."""
     captured = ("inputs", "output_gradients", "uses", "use_eps")
     return {key: value for key, value in state.items() if key.split(".")[0] not in captured}
+
+
+# Of state, whose dtype does not depend on that of the parameter.
+COUNTS = ("step", "factor_updates", "moment_updates")
+
+
+def state_in_own_dtype(optimizer: Any, param: Tensor) -> list[tuple[str, Tensor]]:
+    """The computed state except factors for which an option sets the dtype."""
+    group = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
+    free = ("A", "G") if group.get("factor_dtype") else ()
+    state = computed_state(optimizer.state[param])
+    return [(key, tensor) for key, tensor in state.items() if key not in free]
 
 
 def values(model: nn.Module) -> list[Tensor]:

@@ -313,7 +313,9 @@ def test_weight_and_bias_may_be_in_different_groups(make):
 
 
 @both
-def test_micro_batches_equal_one_batch(make):
+@pytest.mark.parametrize("replaces_gradients", [False, True])
+def test_micro_batches_equal_one_batch(make, replaces_gradients):
+    """Also if the gradients are other tensors after each of them."""
     model = net().double()
     whole = copy.deepcopy(model)
     optimizers = [make(model), make(whole)]
@@ -324,6 +326,8 @@ def test_micro_batches_equal_one_batch(make):
             optimizer.zero_grad()
         for part in (slice(0, 4), slice(4, 8)):
             (F.cross_entropy(model(x[part]), y[part]) / 2).backward()
+            for param in model.parameters():
+                param.grad = param.grad.clone() if replaces_gradients else param.grad
         F.cross_entropy(whole(x), y).backward()
         for optimizer in optimizers:
             optimizer.step()

@@ -12,6 +12,7 @@ import torchium
 from optimizer_cases import (
     ALL_CASES,
     CAPTURING_CASES,
+    COUNTS,
     all_cases,
     assert_goes_on_as_a_copy,
     assert_same,
@@ -24,6 +25,8 @@ from optimizer_cases import (
     run,
     set_gradients,
     snapshot,
+    state_in_own_dtype,
+    trained,
     values,
 )
 from torch import nn
@@ -50,31 +53,27 @@ def test_state_follows_the_model_to_another_dtype(make, dtypes, device):
     expected = run(other, other_optimizer, 4, 4)
     assert_same(run(model, optimizer, 4, 4), expected)
     for p in model.parameters():
-        for key, tensor in computed_state(optimizer.state[p]).items():
-            if tensor.is_floating_point() and key not in ("step", "factor_updates"):
+        for key, tensor in state_in_own_dtype(optimizer, p):
+            if tensor.is_floating_point() and key not in COUNTS:
                 assert tensor.dtype == after, key
 
 
 @all_cases
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_state_stays_float32_when_the_model_becomes_16_bit(make, dtype):
-    model = mlp()
-    optimizer = make(model.parameters())
-    run(model, optimizer)
+    model, optimizer = trained(make)
     model.to(dtype)
     run(model, optimizer, 4, 3)
     optimizer.check_errors()
     for p in model.parameters():
         assert optimizer.state[p]["step"] == 7
-        assert all(t.dtype != dtype for t in computed_state(optimizer.state[p]).values())
+        assert all(t.dtype != dtype for _, t in state_in_own_dtype(optimizer, p))
 
 
 @pytest.mark.cuda
 @all_cases
 def test_state_follows_the_model_to_a_gpu_and_back(make):
-    model = mlp()
-    optimizer = make(model.parameters())
-    run(model, optimizer)
+    model, optimizer = trained(make)
     for step, device in enumerate(("cuda", "cpu", "cuda")):
         model.to(device)
         run(model, optimizer, 4 + 2 * step, 2)
@@ -461,7 +460,5 @@ def test_a_second_moment_of_another_kind_starts_afresh(before, after, device):
 
 @plain_cases
 def test_averages_from_the_first_step_need_no_start(make):
-    model = mlp()
-    optimizer = make(model.parameters())
-    run(model, optimizer)
+    _model, optimizer = trained(make)
     assert not any("start" in key for state in optimizer.state.values() for key in state)

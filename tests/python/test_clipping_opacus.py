@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -10,14 +11,19 @@ from captured_layers import MODELS, loss_fn, model_and_batch
 from torch import Tensor, nn
 from torchium import gradients
 
-pytest.importorskip("opacus")
-from opacus.grad_sample import GradSampleModule
-from opacus.optimizers import DPOptimizer
+pytestmark = pytest.mark.xdist_group("opacus")  # one worker imports it, for seconds
 
 
-def opacus_sums(model: nn.Module, x: Tensor, y: Tensor, max_norm: float) -> list[Tensor]:
-    wrapped = GradSampleModule(copy.deepcopy(model), loss_reduction="sum")
-    optimizer = DPOptimizer(
+@pytest.fixture(scope="module")
+def opacus() -> Any:
+    return pytest.importorskip("opacus")
+
+
+def opacus_sums(
+    opacus: Any, model: nn.Module, x: Tensor, y: Tensor, max_norm: float
+) -> list[Tensor]:
+    wrapped = opacus.GradSampleModule(copy.deepcopy(model), loss_reduction="sum")
+    optimizer = opacus.optimizers.DPOptimizer(
         torch.optim.SGD(wrapped.parameters(), lr=0.1),
         noise_multiplier=0.0,
         max_grad_norm=max_norm,
@@ -31,7 +37,7 @@ def opacus_sums(model: nn.Module, x: Tensor, y: Tensor, max_norm: float) -> list
 
 @pytest.mark.parametrize("name", sorted(MODELS.keys() - {"sequence", "shared_everywhere"}))
 @pytest.mark.parametrize("clipped", [0, 3, 6])
-def test_clipped_sums_are_those_of_opacus(name, clipped):
+def test_clipped_sums_are_those_of_opacus(name, clipped, opacus):
     """With no, some and all gradients clipped. opacus adds 1e-6 to the norms."""
     model, (x, y) = model_and_batch(name, samples=6)
     if name == "two_tables":
@@ -43,14 +49,14 @@ def test_clipped_sums_are_those_of_opacus(name, clipped):
     max_norm = float(limits[clipped])
     found = gradients.clip_and_accumulate(model, loss_fn, x, y, max_norm)
     assert int((found > max_norm).sum()) == clipped
-    expected = opacus_sums(model, x, y, max_norm)
+    expected = opacus_sums(opacus, model, x, y, max_norm)
     for p, total in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(p.grad, total, rtol=1e-4, atol=1e-5 * max_norm)
 
 
-def test_grad_samples_are_those_of_opacus():
+def test_grad_samples_are_those_of_opacus(opacus):
     model, (x, y) = model_and_batch("convolutions")
-    wrapped = GradSampleModule(copy.deepcopy(model))
+    wrapped = opacus.GradSampleModule(copy.deepcopy(model))
     loss_fn(wrapped(x), y).backward()
     with gradients.per_sample(model):
         loss_fn(model(x), y).backward()

@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ import torch
 from run_script import run_script
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
-NAMES = ("AdamW", "Muon", "Shampoo-1", "Shampoo-10", "Shampoo-100")
+ADAMW_AND = ("AdamW", "Muon", "Shampoo-1", "Shampoo-10", "Shampoo-100")
+SGD_AND = ("SGD", "K-FAC", "NaturalGradient")
 sys.path.insert(0, str(FOLDER))
 
 import bible_text  # noqa: E402
@@ -28,41 +30,91 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     return run_script(FOLDER / "convergence.py", "--device", "cpu", "--tiny", *arguments)
 
 
-@pytest.mark.parametrize(("task", "classes"), [("transformer", 256), ("convnet", 10)])
+@pytest.mark.parametrize(
+    ("task", "names", "classes", "grid", "target"),
+    [
+        ("transformer", ADAMW_AND, 256, "1e-4 1e-3", "Shampoo-10: seconds to AdamW's final loss"),
+        ("convnet", ADAMW_AND, 10, "1e-4 1e-3", None),
+        ("curvature-mlp", SGD_AND, 10, "1e-2 3e-2", "K-FAC: steps to SGD's lowest loss"),
+        ("curvature-convnet", SGD_AND, 10, "1e-2 3e-2", "K-FAC: steps to SGD's lowest loss"),
+    ],
+)
 def test_a_tiny_run_in_two_parts_writes_its_tables_and_its_plot(
-    task: str, classes: int, tmp_path: Path
+    task: str, names: Sequence[str], classes: int, grid: str, target: str | None, tmp_path: Path
 ) -> None:
     pytest.importorskip("tabulate")
     pytest.importorskip("matplotlib")
-    if task == "convnet":
+    if task != "transformer":
         pytest.importorskip("sklearn")
     common = ["--task", task, "--runs", tmp_path / "runs"]
-    common += ["--grid", "1e-4", "1e-3", "--seeds", "1"]
-    first = run(*common, "--optimizers", "AdamW", "Muon")
+    common += ["--grid", *grid.split(), "--seeds", "1"]
+    first = run(*common, "--optimizers", *names[:2])
     assert first.returncode == 0, first.stderr
     tables, plot = tmp_path / "tables.md", tmp_path / "curves.png"
     second = run(*common, "--save", tables, "--plot", plot)
     assert second.returncode == 0, second.stderr
-    assert "AdamW, lr" not in second.stdout  # known already
+    assert f"{names[0]}, lr" not in second.stdout  # known already
     parts = sorted((tmp_path / "runs").glob("*.json"))
     runs = [run for part in parts for run in json.loads(part.read_text())]
     assert len(parts) == 2
-    assert len(runs) == len(NAMES) * 3
+    assert len(runs) == len(names) * 3
     for values in runs:
         assert values["task"] == task
         assert values["steps"] == [4, 8, 12]
         assert len(values["optimizer_ms"]) == 12
         for key in ("seconds", "train_losses", "validation_losses", "optimizer_ms"):
             assert all(math.isfinite(value) and value > 0 for value in values[key])
-        assert values["validation_losses"][-1] < math.log(classes)
-        assert len(values["accuracies"]) == (3 if task == "convnet" else 0)
+        assert values["validation_losses"][-1] < 1.01 * math.log(classes)  # that of a constant
+        assert len(values["accuracies"]) == (0 if task == "transformer" else 3)
     text = tables.read_text()
-    for name in NAMES:
+    for name in names:
         assert text.count(f"| {name} ") == 2  # the grid and the comparison
-    assert ("final accuracy, %" in text) == (task == "convnet")
-    target = "Shampoo-10: seconds to AdamW's final loss / AdamW's"
-    assert (target in text) == (task == "transformer")
+    assert ("final accuracy, %" in text) == (task != "transformer")
+    assert ("## Targets" in text) == (target is not None)
+    assert target is None or f"{target} / {names[0]}'s" in text
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_goal_of_training_is_the_lowest_training_loss() -> None:
+    pytest.importorskip("tabulate")
+    from convergence_report import crossings
+    from convergence_training import Run
+    from curvature_task import CurvatureMlpTask
+
+    def made(name: str, losses: list[float]) -> Run:
+        run = Run(name, 0.1, 1, 30, "CPU", [10, 20, 30], [1.0, 2.0, 3.0], losses, goal="training")
+        run.validation_losses = [9.0, 8.0, 7.0]
+        return run
+
+    sgd, kfac = made("SGD", [4.0, 2.0, 3.0]), made("K-FAC", [3.0, 1.0, 1.0])
+    assert sgd.reached == (2.0, 20, 2.0)
+    assert crossings(CurvatureMlpTask, "SGD", [sgd], 2.0) == [(20, 2.0)]
+    assert crossings(CurvatureMlpTask, "K-FAC", [kfac], 2.0) == [(15.0, 1.5)]
+    assert crossings(CurvatureMlpTask, "K-FAC", [kfac, made("K-FAC", [4.0, 3.0, 2.5])], 2.0) is None
+    diverged = made("K-FAC", [1.0, 5.0, math.nan])
+    assert diverged.reached[0] == math.inf
+
+
+def test_a_run_whose_optimizer_gives_up_ends_with_an_infinite_loss() -> None:
+    pytest.importorskip("tabulate")
+    pytest.importorskip("sklearn")
+    from convergence_task import Settings
+    from convergence_training import train
+    from convnet_task import load_images
+    from curvature_task import CurvatureMlpTask
+
+    task = CurvatureMlpTask(load_images("digits", None), "cpu")
+    run = train(task, Settings(batch=4, steps=20, warm_up=1, evaluate_every=20), "K-FAC", 1e12, 0)
+    assert run.reached[0] == math.inf
+    assert len(run.optimizer_ms) == run.steps[-1] < 20
+
+
+def test_an_optimizer_of_another_task_is_refused() -> None:
+    pytest.importorskip("tabulate")
+    pytest.importorskip("sklearn")
+    refused = run("--task", "curvature-mlp", "--optimizers", "Muon", "SGD")
+    assert refused.returncode == 2
+    assert "--task curvature-mlp has no Muon, only SGD, K-FAC, NaturalGradient" in refused.stderr
 
 
 def test_stored_runs_that_name_no_task_are_those_of_the_transformer(tmp_path: Path) -> None:

@@ -276,9 +276,10 @@ def test_kfac_knows_other_layouts_and_biases_without_gradient(
 @pytest.mark.parametrize("split", ["pi", "plain"])
 def test_products_on_tensor_cores_are_nearly_those_of_float32(split: str) -> None:
     """d = (G + ..I)^-1 V (A + ..I)^-1 with the inverses of the state."""
+    lr = 2.0**10  # parameters round far less than they move
     model, shape = wide()
     model.to("cuda", torch.float32)
-    optimizer = torchium.KFAC(model, lr=1.0, momentum=0.0, kl_clip=None, damping_split=split)
+    optimizer = torchium.KFAC(model, lr=lr, momentum=0.0, kl_clip=None, damping_split=split)
     x, y = batch_of(shape, 0)
     F.cross_entropy(model(x.to("cuda", torch.float32)), y.to("cuda")).backward()
     start = [p.detach().double() for p in model.parameters()]
@@ -288,9 +289,12 @@ def test_products_on_tensor_cores_are_nearly_those_of_float32(split: str) -> Non
         G, A = (optimizer.state[layer.weight][key].double() for key in ("G_inverse", "A_inverse"))
         with_bias = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
         rows = [p.grad.double().reshape(len(G), G.shape[1], -1) for p in with_bias]
-        expected = (G @ torch.cat(rows, -1) @ A).cpu()
+        V = torch.cat(rows, -1)
+        expected = (lr * G @ V @ A).cpu()
         actual = torch.cat([moved[p].reshape(len(G), G.shape[1], -1) for p in with_bias], -1)
-        assert relative_error(actual, expected) <= 1e-5
+        # Inverses may cancel much of the gradient.
+        in_float32 = lr * (G.float() @ V.float() @ A.float())
+        assert relative_error(actual, expected) <= 8 * relative_error(in_float32, expected)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

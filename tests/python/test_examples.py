@@ -47,12 +47,15 @@ def table_rows(output: str) -> dict[str, list[str]]:
     return {label: rest for label, *rest in cells}
 
 
-@pytest.mark.parametrize(("model", "budget"), [("mlp", 60), ("convnet", 60)])
-def test_compare_trains_every_optimizer(model: str, budget: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("model", "budget", "batch"), [("mlp", 30, 128), ("convnet", 60, 64)])
+def test_compare_trains_every_optimizer(
+    model: str, budget: int, batch: int, tmp_path: Path
+) -> None:
     output = checked_example(
         "train_classifier.py",
         *("--compare", "--data", "digits", "--device", "cpu", "--model", model),
-        *("--steps", str(budget), "--target", "1.0", "--output", str(tmp_path)),
+        *("--steps", str(budget), "--batch-size", str(batch), "--target", "1.0"),
+        *("--output", str(tmp_path)),
     )
     rows = table_rows(output)
     assert set(rows) == {*torchium.get_available_optimizers(), "sgd", "adamw"}
@@ -67,16 +70,31 @@ def test_compare_trains_every_optimizer(model: str, budget: int, tmp_path: Path)
     assert plot.read_bytes().startswith(PNG_SIGNATURE)
 
 
-@pytest.mark.parametrize("optimizer", ["kfac", "naturalgradient"])
-def test_the_best_loss_of_sgd_is_reached_in_fewer_steps(optimizer: str, tmp_path: Path) -> None:
+def test_natural_gradient_is_compared_with_adamw(tmp_path: Path) -> None:
+    output = checked_example(
+        "natural_gradient.py",
+        *("--adam", "--data", "digits", "--device", "cpu", "--model", "mlp", "--steps", "40"),
+        *("--damping", "10", "--output", str(tmp_path)),
+    )
+    rows = table_rows(output)
+    assert list(rows) == ["naturalgradient", "adamw"]
+    for loss, accuracy, steps, *_ in rows.values():
+        assert float(loss) < 0.5
+        assert float(accuracy.rstrip("%")) > 85
+        assert int(steps) == 40
+    plot = tmp_path / "natural-gradient-mlp-digits.png"
+    assert plot.read_bytes().startswith(PNG_SIGNATURE)
+
+
+def test_the_best_loss_of_sgd_is_reached_in_fewer_steps(tmp_path: Path) -> None:
     common = ("--data", "digits", "--device", "cpu", "--steps", "80", "--output", str(tmp_path))
     sgd = table_rows(checked_example("train_classifier.py", "--optimizer", "sgd", *common))
     best = sgd["sgd"][0]  # of a rate that decays to zero, the last loss
-    rows = table_rows(
-        checked_example("train_classifier.py", "--optimizer", optimizer, "--target", best, *common)
-    )
-    *_, steps_to_target, _ = rows[optimizer]
-    assert int(steps_to_target) <= 64
+    for optimizer in ("kfac", "naturalgradient"):
+        options = ("--optimizer", optimizer, "--target", best)
+        rows = table_rows(checked_example("train_classifier.py", *options, *common))
+        *_, steps_to_target, _ = rows[optimizer]
+        assert int(steps_to_target) <= 64, optimizer
 
 
 def test_settings_run_in_every_combination(tmp_path: Path) -> None:
@@ -95,7 +113,7 @@ def test_settings_run_in_every_combination(tmp_path: Path) -> None:
 
 
 def test_same_seed_gives_the_same_losses(tmp_path: Path) -> None:
-    arguments = ("--data", "digits", "--device", "cpu", "--steps", "20", "--output", str(tmp_path))
+    arguments = ("--data", "digits", "--device", "cpu", "--steps", "6", "--output", str(tmp_path))
     elsewhere = table_rows(in_a_process("train_classifier.py", *arguments))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -152,6 +170,15 @@ def test_dp_sgd_learns_unless_noise_drowns_the_gradient(noise: str, least: float
     accuracy, clipped = map(float, re.findall(r"([\d.]+)%", output))
     assert least <= accuracy <= (100 if least else 50)
     assert 0 < clipped <= 100
+
+
+def test_a_physics_informed_network_beats_adam() -> None:
+    output = checked_example(
+        "poisson_pinn.py", "--width", "12", "--per-side", "14", "--target", "1e-3"
+    )
+    natural, adam = (float(error) for error in re.findall(r"relative error ([\d.e+-]+)", output))
+    assert natural <= 1e-3
+    assert natural < 0.1 * adam
 
 
 def test_idx_files_are_read_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def test_micro_batches_are_more_samples(name, device):
 def test_a_parameter_has_zero_rows_where_a_micro_batch_does_not_use_it():
     x, g = torch.randn(2, 3), torch.randn(2, 4)
     params = [torch.zeros(4, 3), torch.zeros(4), torch.zeros(4, 3)]
-    calls = [[0, 0, 1, 0, *[0] * 8], [0, 2, -1, 7, *[0] * 8]]
+    calls = [[0, 0, 1, 0, *[0] * 12], [0, 2, -1, 7, *[0] * 12]]
     first, bias, second = ops.per_sample_gradients(
         params, [x, x], [g, g], [*calls[0], *calls[1]], [0.0, 0.0]
     )
@@ -68,7 +68,7 @@ def test_rows_of_many_megabytes(micro_batches, device):
     generator = torch.Generator().manual_seed(0)
     weight = torch.zeros(1200, 1100, device=device)
     x, g = (torch.randn(8, size, generator=generator).to(device) for size in (1100, 1200))
-    calls = [number for i in range(micro_batches) for number in [0, 0, -1, i, *[0] * 8]]
+    calls = [number for i in range(micro_batches) for number in [0, 0, -1, i, *[0] * 12]]
     pieces = [list(t.chunk(micro_batches)) for t in (x, g)]
     (rows,) = ops.per_sample_gradients([weight], *pieces, calls, [0.0] * micro_batches)
     assert rows.nbytes > 32 << 20
@@ -90,7 +90,7 @@ def test_an_input_without_a_batch_is_one_sample(layer, shape):
     weights = torch.randn_like(output)
     gradients = torch.autograd.grad((output * weights).sum(), list(layer.parameters()))
     kind = {nn.Linear: 0, nn.Conv2d: 1, nn.LayerNorm: 3}[type(layer)]
-    settings = {0: [0] * 8, 1: [1, 1, 0, 0, 1, 1, 2, 0], 3: [2, *[0] * 7]}[kind]
+    settings = {0: [0] * 12, 1: [1, 1, 0, 0, 1, 1, 2, *[0] * 5], 3: [2, *[0] * 11]}[kind]
     rows = ops.per_sample_gradients(
         list(layer.parameters()), [x], [weights], [kind, 0, 1, 0, *settings], [1e-5]
     )
@@ -131,13 +131,13 @@ FACTOR_CASES = {
     "linear_vector": ((4, 3), (3,), (4,), []),
     "linear_sequence": ((4, 3), (6, 5, 2, 3), (6, 5, 2, 4), []),
     "linear_wide": ((300, 260), (40, 260), (40, 300), []),
-    "conv": ((4, 3, 2, 3), (5, 3, 6, 7), (5, 4, 5, 5), [1, 1, 0, 0, 1, 1, 1, 0]),
-    "conv_image": ((4, 3, 2, 3), (3, 6, 7), (4, 5, 5), [1, 1, 0, 0, 1, 1, 1, 0]),
+    "conv": ((4, 3, 2, 3), (5, 3, 6, 7), (5, 4, 5, 5), [1, 1, 0, 0, 1, 1, 1, *[0] * 5]),
+    "conv_image": ((4, 3, 2, 3), (3, 6, 7), (4, 5, 5), [1, 1, 0, 0, 1, 1, 1, *[0] * 5]),
     "conv_groups": ((4, 2, 3, 3), (5, 4, 7, 7), (5, 4, 4, 5), [2, 1, 1, 1, 1, 2, 2, 0]),
     "conv_depthwise": ((6, 1, 3, 3), (5, 3, 5, 5), (5, 6, 5, 5), [1, 1, 1, 1, 1, 1, 3, 0]),
     "conv_wide": ((8, 16, 3, 3), (5, 16, 9, 8), (5, 8, 6, 3), [2, 2, 2, 1, 1, 2, 1, 0]),
     "conv_pixel_strided": ((4, 3, 1, 1), (5, 3, 5, 4), (5, 4, 3, 2), [2, 2, 0, 0, 1, 1, 1, 0]),
-    "conv_pixel": ((4, 3, 1, 1), (5, 3, 5, 4), (5, 4, 5, 4), [1, 1, 0, 0, 1, 1, 1, 0]),
+    "conv_pixel": ((4, 3, 1, 1), (5, 3, 5, 4), (5, 4, 5, 4), [1, 1, 0, 0, 1, 1, 1, *[0] * 5]),
 }
 
 
@@ -153,7 +153,7 @@ def factor_case(name: str, with_bias: bool, device, dtype=torch.float64, state=t
         torch.eye(k, device=device, dtype=state).expand(groups, k, k).contiguous()
         for k in (a + with_bias, shape[0] // groups)
     ]
-    row = [int(bool(settings)), -1, -1, 0, *settings, *[0] * (8 - len(settings))]
+    row = [int(bool(settings)), -1, -1, 0, *settings, *[0] * (12 - len(settings))]
     return sums, x, g, {"call": row, "weight_shape": list(shape)}
 
 
@@ -265,7 +265,7 @@ def test_a_long_convolution_is_unfolded_in_pieces(device):
     x = torch.randn(samples, 32, 80, 80, generator=generator).to(device)
     g = torch.randn(samples, 2, 78, 78, generator=generator).to(device)
     sums = [torch.zeros(1, k, k, device=device) for k in (32 * 9, 2)]
-    row = [1, -1, -1, 0, 1, 1, 0, 0, 1, 1, 1, 0]
+    row = [1, -1, -1, 0, 1, 1, 0, 0, 1, 1, 1, *[0] * 5]
     ops.kronecker_factors_update_(*sums, x, g, call=row, weight_shape=[2, 32, 3, 3])
     columns = nn.functional.unfold(x, 3).transpose(0, 1).flatten(1).double()
     expected = columns @ columns.mT
@@ -286,7 +286,7 @@ def lookup_case(device, diagonal: bool, words: int = 5, width: int = 3):
     h = torch.randn(4, 6, width, generator=generator, dtype=torch.float64).to(device)
     A = torch.eye(width, dtype=torch.float64, device=device)[None]
     counts = torch.ones(1, words, dtype=torch.float64, device=device)
-    options = {"call": [2, -1, -1, 0, 2, *[0] * 7], "weight_shape": [words, width]}
+    options = {"call": [2, -1, -1, 0, 2, *[0] * 11], "weight_shape": [words, width]}
     return [A.diagonal(0, -2, -1).clone() if diagonal else A, counts], indices, h, options
 
 
@@ -445,11 +445,11 @@ def wrong_factors(change: dict):
         ({"input": torch.zeros(5, 4, 7, 7, dtype=torch.int64)}, "inputs.0. of a conv2d layer is"),
         ({"input": torch.zeros(5, 4, 9, 7)}, r"inputs of shape \[5, 4, 9, 7\]"),
         ({"output_gradient": torch.zeros(5, 4, 4)}, "output gradient"),
-        ({"weight_shape": [4, 2, 3]}, r"weight of shape \[4, 2, 3\]"),
-        ({"call": [2, -1, -1, 0, *[0] * 8]}, "embedding layer is"),
-        ({"call": [9, -1, -1, 0, *[0] * 8]}, "has kind 9"),
-        ({"call": [1, -1, -1, 0, 0, 1, 1, 1, 1, 2, 2, 0]}, "stride, dilation and groups"),
-        ({"call": [1, -1]}, "12 integers"),
+        ({"weight_shape": [4, 2, 3]}, r"weight of shape \[4, 2, 1, 3\]"),
+        ({"call": [2, -1, -1, 0, *[0] * 12]}, "embedding layer is"),
+        ({"call": [9, -1, -1, 0, *[0] * 12]}, "has kind 9"),
+        ({"call": [1, -1, -1, 0, 0, 1, 1, 1, 1, 2, 2, *[0] * 5]}, "stride, dilation and groups"),
+        ({"call": [1, -1]}, "16 integers"),
     ],
 )
 def test_wrong_factors_are_refused_and_nothing_changes(change, message):
@@ -466,7 +466,7 @@ def one_call(**change) -> dict:
         "params": [torch.zeros(4, 3), torch.zeros(4)],
         "inputs": [x],
         "output_gradients": [g],
-        "calls": [0, 0, 1, 0, *[0] * 8],
+        "calls": [0, 0, 1, 0, *[0] * 12],
         "call_eps": [0.0],
     }
     return {**arguments, **change}
@@ -476,11 +476,11 @@ def one_call(**change) -> dict:
     ("change", "message"),
     [
         ({"call_eps": []}, "0 call_eps"),
-        ({"calls": [0, 2, 1, 0, *[0] * 8]}, "weight is parameter 2 of 2"),
-        ({"calls": [0, 0, -2, 0, *[0] * 8]}, "bias is parameter -2 of 2"),
-        ({"calls": [0, 1, -1, 0, *[0] * 8]}, r"weight of shape \[4\]"),
-        ({"calls": [0, -1, 0, 0, *[0] * 8]}, r"the bias of a linear layer has shape \[4, 3\]"),
-        ({"calls": [3, 1, -1, 0, 1, *[0] * 7]}, r"layer_norm layer got inputs of shape \[2, 3\]"),
+        ({"calls": [0, 2, 1, 0, *[0] * 12]}, "weight is parameter 2 of 2"),
+        ({"calls": [0, 0, -2, 0, *[0] * 12]}, "bias is parameter -2 of 2"),
+        ({"calls": [0, 1, -1, 0, *[0] * 12]}, r"weight of shape \[4\]"),
+        ({"calls": [0, -1, 0, 0, *[0] * 12]}, r"the bias of a linear layer has shape \[4, 3\]"),
+        ({"calls": [3, 1, -1, 0, 1, *[0] * 11]}, r"layer_norm layer got inputs of shape \[2, 3\]"),
         ({"inputs": [torch.zeros(2, 3).to_sparse()]}, "it must be a dense"),
         ({"output_gradients": [torch.randn(3, 4)]}, "same leading dimensions"),
         ({"inputs": [torch.zeros(0, 3)], "output_gradients": [torch.zeros(0, 4)]}, "no samples"),
@@ -489,7 +489,7 @@ def one_call(**change) -> dict:
             {
                 "inputs": [torch.randn(2, 3), torch.randn(3, 3)],
                 "output_gradients": [torch.randn(2, 4), torch.randn(3, 4)],
-                "calls": [0, 0, 1, 0, *[0] * 8, 0, 0, 1, 0, *[0] * 8],
+                "calls": [0, 0, 1, 0, *[0] * 12, 0, 0, 1, 0, *[0] * 12],
                 "call_eps": [0.0, 0.0],
             },
             r"calls\[1\] \(linear\) has seen 3 samples but calls\[0\]",

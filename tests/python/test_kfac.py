@@ -14,6 +14,7 @@ import pytest
 import torch
 import torchium
 from captured_layers import Conv1D
+from combinations import in_turn
 from optimizer_cases import ignore_fallback
 from reference import ReferenceKFAC, capture, layers_of
 from torch import Tensor, nn
@@ -211,6 +212,21 @@ class TiedHead(nn.Module):
         return self.head(x).mean(1)
 
 
+class Table(nn.Module):
+    """An embedding with a padding word, looked up twice, and one with a word for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 4, padding_idx=2)
+        self.kinds = nn.Embedding(3, 6)
+        self.mix, self.out = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        words = (3 * x).long() % 7
+        x = self.table(words).sum(1) + self.table(words[:, :1])[:, 0]
+        return self.out(torch.tanh(self.mix(x) + self.kinds(words[:, 0] % 3)))
+
+
 class Sequences(nn.Module):
     """Linear layers on [N, T1, T2, features]."""
 
@@ -251,14 +267,41 @@ def convolutions() -> nn.Module:
     )
 
 
+def signals() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv1d(2, 4, 4, padding="same", groups=2),
+        nn.Tanh(),
+        nn.Conv1d(4, 3, 3, stride=2, padding=2, dilation=2, padding_mode="reflect"),
+        nn.Tanh(),
+        nn.Conv1d(3, 2, 1, bias=False),
+        nn.Flatten(),
+        nn.LazyLinear(3),
+    )
+
+
+def volumes() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv3d(2, 4, (1, 2, 3), padding=(0, 1, 1), stride=(1, 2, 1), groups=2),
+        nn.Tanh(),
+        nn.Conv3d(4, 3, 2, padding="same", padding_mode="replicate", bias=False),
+        nn.Tanh(),
+        nn.Conv3d(3, 2, (2, 1, 2), dilation=(2, 1, 1)),
+        nn.Flatten(),
+        nn.LazyLinear(3),
+    )
+
+
 # name -> the model, the shape of a sample
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (lambda: mlp(4, 6, 5, 3), (4,)),
     "repeated": (Repeated, (4,)),
     "tied": (Tied, (4,)),
     "tied_head": (TiedHead, (4,)),
+    "table": (Table, (4,)),
     "sequences": (Sequences, (4,)),
     "convolutions": (convolutions, (2, 6, 7)),
+    "signals": (signals, (2, 7)),
+    "volumes": (volumes, (2, 4, 5, 3)),
     "transposed": (Transposed, (4,)),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -301,9 +344,7 @@ def train_reference(model: nn.Module, shape: tuple[int, ...], steps: int, **opti
 
 
 @ignore_fallback
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "options", "split"), in_turn(MODELS, OPTIONS, SPLITS))
 def test_training_follows_the_reference(name, options, split, device):
     model, shape = make_model(name)
     reference = copy.deepcopy(model)
@@ -323,9 +364,10 @@ def test_training_follows_the_reference(name, options, split, device):
 
 
 @ignore_fallback
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("name", ["mlp", "tied", "tied_head", "convolutions"])
-@pytest.mark.parametrize("sizes", [(4, 4), (1, 5, 2), (8,)])
+@pytest.mark.parametrize(
+    ("name", "sizes", "split"),
+    in_turn(["mlp", "tied", "tied_head", "convolutions"], [(4, 4), (1, 5, 2), (8,)], SPLITS),
+)
 def test_micro_batches_equal_one_batch(name, sizes, split, device):
     """Each brings its share of the mean loss, in a separate backward pass."""
     results = []
@@ -457,26 +499,40 @@ def random_network(seed: int) -> tuple[nn.Sequential, Tensor]:
     return model, x
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
-@pytest.mark.parametrize("seed", range(8))
-def test_directions_agree_with_curvlinops(seed, sharing, split, reduction):
+def curvlinops_directions(
+    model: nn.Module,
+    loss_fn: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    fisher_type: str,
+    sharing: str,
+    damping: dict[str, Any],
+    scale: float = 1.0,
+) -> list[Tensor]:
+    """Those of curvlinops for the gradients of `model`, times `scale`."""
     curvlinops = pytest.importorskip("curvlinops")
-    damping = 0.01
-    model, x = random_network(seed)
-    y = torch.arange(len(x)) % 3
-    loss_fn = nn.CrossEntropyLoss(reduction=reduction)
     params = list(model.parameters())
     kfac = curvlinops.KFACLinearOperator(
         model,
         loss_fn,
         params,
         [(x, y)],
-        fisher_type="empirical",
+        fisher_type=fisher_type,
         kfac_approx=sharing,
         separate_weight_and_bias=False,
     )
+    inverse = curvlinops.KFACInverseLinearOperator(kfac, **damping)
+    return inverse @ [scale * p.grad for p in params]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize(("seed", "split"), [(s, SPLITS[s % 3]) for s in range(8)])
+def test_directions_agree_with_curvlinops(seed, sharing, split, reduction):
+    damping = 0.01
+    model, x = random_network(seed)
+    y = torch.arange(len(x)) % 3
+    loss_fn = nn.CrossEntropyLoss(reduction=reduction)
     options = {
         "pi": {"damping": damping, "use_heuristic_damping": True},
         "plain": {"damping": (damping**0.5, damping**0.5)},
@@ -486,7 +542,6 @@ def test_directions_agree_with_curvlinops(seed, sharing, split, reduction):
         options["exact"]["damping"] = damping * len(x)
         options["pi"]["damping"] = damping * len(x)
         options["plain"]["damping"] = (damping**0.5, damping**0.5 * len(x))
-    inverse = curvlinops.KFACInverseLinearOperator(kfac, **options[split])
     optimizer = torchium.KFAC(
         model,
         damping=damping,
@@ -498,6 +553,8 @@ def test_directions_agree_with_curvlinops(seed, sharing, split, reduction):
     )
     loss_fn(model(x), y).backward()
     scale = 1.0 if reduction == "mean" else len(x)
-    expected = inverse @ [scale * p.grad for p in params]
+    expected = curvlinops_directions(
+        model, loss_fn, x, y, "empirical", sharing, options[split], scale
+    )
     for d, reference in zip(updates(model, optimizer), expected, strict=True):
         assert_close_in_norm(d, reference, 1e-6)

@@ -106,9 +106,9 @@ def test_the_damping_follows_the_ratio(maximize, steps, part, power):
             take_step(model, optimizer, step)
         return optimizer
 
-    promised = 1.0 / after_steps().update_damping(0.0, -sign)
+    predicted = 1.0 / after_steps().update_damping(0.0, -sign)
     optimizer = after_steps()
-    ratio = optimizer.update_damping(1.0, 1.0 - sign * part * promised)
+    ratio = optimizer.update_damping(1.0, 1.0 - sign * part * predicted)
     assert ratio == (pytest.approx(part) if math.isfinite(part) else -math.inf)
     damping = optimizer.param_groups[0]["damping"]
     assert damping == pytest.approx(0.01 * 0.95 ** (power * steps), rel=1e-12)
@@ -192,7 +192,13 @@ def test_misuse_raises():
     take_step(model, off)
     with pytest.raises(ValueError, match="needs adaptive_damping=True"):
         off.update_damping(1.0, 0.5)
-    scheduled = make(model, damping=lambda step: 0.1)
+    with pytest.raises(ValueError, match="damping of group 0 is a function of the step"):
+        make(model, damping=lambda step: 0.1)
+    groups = [{"params": model.parameters(), "damping": lambda step: 0.1}]
+    with pytest.raises(ValueError, match="damping of group 0 is a function of the step"):
+        make(groups)
+    scheduled = make(model)
+    scheduled.param_groups[0]["damping"] = lambda step: 0.1
     take_step(model, scheduled)
     with pytest.raises(ValueError, match="damping is a function of the step"):
         scheduled.update_damping(1.0, 0.5)

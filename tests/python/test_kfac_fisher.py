@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torchium
+from combinations import in_turn
 from cuda_waits import no_waits
 from optimizer_cases import ignore_fallback
 from reference import ReferenceKFAC, capture, layers_of
@@ -22,6 +23,7 @@ from test_kfac import (
     SPLITS,
     assert_close_in_norm,
     batch_of,
+    curvlinops_directions,
     factors_of,
     make_model,
     mlp,
@@ -77,9 +79,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @ignore_fallback
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "options", "split"), in_turn(MODELS, OPTIONS, SPLITS))
 def test_training_follows_the_reference(name, options, split, device):
     model, shape = make_model(name)
     twin = copy.deepcopy(model)
@@ -298,7 +298,8 @@ def test_a_generator_determines_the_targets(device):
 @pytest.mark.parametrize("first", ["update", "backward"])
 @pytest.mark.parametrize("fisher", FISHERS)
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_are_those_of_the_loss_alone(name, fisher, first, device):
+def test_gradients_are_those_of_the_loss_alone(name, fisher, first, device, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)  # two runs are compared
     gradients = []
     for with_curvature in (False, True):
         model, shape = make_model(name)
@@ -632,28 +633,17 @@ def test_wrong_arguments(case):
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("seed", range(6))
 def test_directions_agree_with_curvlinops(seed, sharing, loss):
-    curvlinops = pytest.importorskip("curvlinops")
     damping = 0.01
     model, x = random_network(seed)
     loss_fn, y = nn.CrossEntropyLoss(), torch.arange(len(x)) % 3
     if loss == "mse":
         loss_fn, y = nn.MSELoss(), random(len(x), 3, seed=1)
-    params = list(model.parameters())
-    kfac = curvlinops.KFACLinearOperator(
-        model,
-        loss_fn,
-        params,
-        [(x, y)],
-        fisher_type="type-2",
-        kfac_approx=sharing,
-        separate_weight_and_bias=False,
-    )
-    inverse = curvlinops.KFACInverseLinearOperator(kfac, damping=damping, use_exact_damping=True)
     options = {"damping": damping, "eps": 0.0, "damping_split": "exact", **BARE}
     optimizer = torchium.KFAC(model, fisher="ggn", weight_sharing=sharing, **options)
     outputs = model(x)
     optimizer.update_curvature(outputs, loss)
     loss_fn(outputs, y).backward()
-    expected = inverse @ [p.grad for p in params]
+    exact = {"damping": damping, "use_exact_damping": True}
+    expected = curvlinops_directions(model, loss_fn, x, y, "type-2", sharing, exact)
     for d, reference in zip(updates(model, optimizer), expected, strict=True):
         assert_close_in_norm(d, reference, 1e-6)

@@ -99,7 +99,10 @@ class FrozenWeight(nn.Module):
 
 # model -> reasons of the parameters that fall back
 FALLBACK = {
-    "embedding": (lambda: Words(tied=False), {"table.weight": "Embedding"}),
+    "counted_rows": (
+        lambda: Words(tied=False, scale_grad_by_freq=True),
+        {"table.weight": "Embedding has scale_grad_by_freq=True"},
+    ),
     "tied_to_counted_rows": (
         lambda: Words(scale_grad_by_freq=True),
         {"table.weight": "tied to an Embedding that has scale_grad_by_freq=True"},
@@ -150,6 +153,12 @@ FALLBACK = {
             ["0.parametrizations.weight.original", "0.bias", "1.weight_orig", "1.bias"],
             "weight computed by SpectralNorm",
         ),
+    ),
+    "transposed_convolution": (
+        lambda: nn.Sequential(
+            nn.Unflatten(1, (2, 2)), nn.ConvTranspose1d(2, 2, 2), nn.Flatten(), nn.Linear(6, 3)
+        ),
+        {"1.weight": "ConvTranspose1d", "1.bias": "ConvTranspose1d"},
     ),
     "frozen_weight": (FrozenWeight, {"a.bias": "its weight is not trained"}),
     "norms": (
@@ -462,7 +471,8 @@ def test_gpt2_is_preconditioned_but_for_its_positions_and_norms():
         messages += [str(w.message) for w in caught]
         losses.append(loss.item())
     assert losses[-1] < 0.9 * losses[0]
-    assert "1 (Embedding: transformer.wpe.weight)" in messages[0]
+    why = "looked up for positions that samples share"
+    assert f"1 ({why}: transformer.wpe.weight)" in messages[0]
     layers = {name for name in optimizer.report()["preconditioned"]}
     assert layers == {"transformer.wte.weight"} | {
         f"transformer.h.{block}.{layer}.{name}"
@@ -521,6 +531,25 @@ def test_a_weight_that_is_parametrized_in_mid_run_falls_back():
     nn.utils.parametrize.register_parametrization(model[0], "weight", nn.Tanh())
     train_small(model, optimizer, 2)
     assert optimizer.report()["parameters"]["0.weight"][0] == "fallback"
+
+
+def test_a_weight_whose_parametrization_was_removed_has_factors_again():
+    model = small_model()
+    nn.utils.parametrize.register_parametrization(model[0], "weight", nn.Identity())
+    optimizer = torchium.KFAC(model, TCov=1, TInv=1)
+    with pytest.warns(UserWarning, match="weight computed by Identity"):
+        train_small(model, optimizer, 1)
+    nn.utils.parametrize.remove_parametrizations(model[0], "weight")
+    fresh_model = copy.deepcopy(model)
+    fresh = torchium.KFAC(fresh_model, TCov=1, TInv=1)
+    train_small(model, optimizer, 1)
+    train_small(fresh_model, fresh, 1)
+    report = optimizer.report()["parameters"]
+    assert {treatment for treatment, _ in report.values()} == {"factors"}
+    for factor in ("A", "G"):
+        assert_same(
+            optimizer.state[model[0].weight][factor], fresh.state[fresh_model[0].weight][factor]
+        )
 
 
 def test_options_that_change_between_forward_pass_and_step_lose_no_factors():

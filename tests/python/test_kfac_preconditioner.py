@@ -9,6 +9,7 @@ import pytest
 import torch
 import torchium
 from captured_layers import Conv1D
+from combinations import in_turn
 from cuda_waits import no_waits
 from optimizer_cases import assert_same, backward, mlp, values
 from torch import Tensor, nn
@@ -23,8 +24,8 @@ OPTIONS = [
     (dict(factor_update_steps=2, inv_update_steps=3), dict(TCov=2, TInv=3)),
     (dict(damping_split="exact", factor_decay=0.5), dict(damping_split="exact", stat_decay=0.5)),
     (
-        dict(kl_clip=None, damping=0.3, max_factor_size=5, root_method="newton"),
-        dict(kl_clip=None, damping=0.3, max_factor_size=5, root_method="newton"),
+        dict(kl_clip=None, damping=0.3, max_factor_size=5, solver="newton"),
+        dict(kl_clip=None, damping=0.3, max_factor_size=5, solver="newton"),
     ),
     (
         dict(batch_averaged=False, eps=1e-3, weight_sharing="reduce", damping_split="plain"),
@@ -73,10 +74,13 @@ def trained(model: nn.Module, optimizer, preconditioner=None, steps: int = 8) ->
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("own", "kfac"), OPTIONS)
-@pytest.mark.parametrize("make", ["mlp", "contiguous", "channels_last"])
-def test_with_sgd_it_is_kfac(make, own, kfac, dtype, momentum, device):
+@pytest.mark.parametrize(
+    ("make", "options", "dtype"),
+    in_turn(["mlp", "contiguous", "channels_last"], OPTIONS, [torch.float32, torch.float64]),
+)
+def test_with_sgd_it_is_kfac(make, options, dtype, momentum, device):
+    own, kfac = options
+
     def model() -> nn.Module:
         if make == "mlp":
             return mlp(device, dtype)

@@ -124,14 +124,74 @@ def test_nothing_is_captured_where_no_factors_are_due():
     assert optimizer.state[model.table.weight]["factor_updates"] == 3
 
 
-def test_a_table_that_is_not_tied_is_not_captured():
-    model = nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS))
+@pytest.mark.parametrize("form", [lambda m: m, nn.Module.parameters], ids=["model", "parameters"])
+def test_a_table_that_is_not_tied_has_the_frequencies_of_its_words(form, device):
+    """It stays small: never [words, words]. The warning for large factors does not name it."""
+    model = nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
+    optimizer = torchium.KFAC(form(model.to(device)), TCov=1, max_factor_size=WIDTH + 1)
+    words = torch.tensor([[3, 5], [3, 4]], device=device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        F.cross_entropy(model(words).sum(1), torch.arange(2, device=device)).backward()
+        optimizer.step()
+    state = optimizer.state[model[0].weight]
+    expected = torch.zeros(WORDS, device=device)
+    expected[[3, 4, 5]] = torch.tensor([0.5, 0.25, 0.25], device=device)
+    torch.testing.assert_close(state["G"], expected[None])
+    assert state["A"].shape == (1, WIDTH, WIDTH)
+    treatments = list(optimizer.report()["parameters"].values())
+    assert treatments[0] == ("diagonal", f"A {WIDTH}, the diagonal of G {WORDS}")
+    assert not model[0].weight.grad[0].any()
+    assert optimizer.report()["fallback"] == []
+
+
+class Positions(nn.Module):
+    """A table of words, and one of positions."""
+
+    def __init__(self, rows: Any) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(WORDS, WIDTH), nn.Embedding(10, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS)
+        self.rows = rows
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.words(words) + self.positions(self.rows(words))))
+
+
+ROWS = {
+    "vector": lambda words: torch.arange(10),
+    "one_row": lambda words: torch.arange(10)[None],
+    "expanded": lambda words: torch.arange(10).expand(len(words), 10),
+}
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_rows_that_samples_share_fall_back(rows):
+    model = Positions(ROWS[rows])
     optimizer = torchium.KFAC(model, TCov=1)
-    with pytest.warns(UserWarning, match=r"2 of 3 .* 1 \(Embedding: 0.weight\)"):
-        train(model, optimizer, 0, 1)
-    word_loss(model, sentences(1)).backward()
-    assert 0 not in optimizer._plan.core.recorded()
-    assert model[0].weight not in optimizer._capture._open
+    why = "looked up for positions that samples share"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(model, optimizer, 0, 3)
+    report = optimizer.report()
+    if rows == "expanded":
+        assert not caught
+        assert report["fallback"] == []
+    else:
+        assert [f"1 ({why}: positions.weight)" in str(w.message) for w in caught] == [True]
+        assert report["fallback"] == ["positions.weight"]
+        assert report["parameters"]["positions.weight"] == ("fallback", why)
+    assert "words.weight" in report["preconditioned"]
+
+
+def test_tokens_may_be_the_samples_of_the_layers():
+    """Looked up as [N, T], multiplied as [N T]."""
+    model = nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Flatten(0, 1), nn.Linear(WIDTH, WORDS))
+    optimizer = torchium.KFAC(model, TCov=1)
+    words = sentences(0)
+    F.cross_entropy(model(words), words.flatten()).backward()
+    optimizer.step()
+    assert optimizer.report()["fallback"] == []
 
 
 def test_a_head_may_see_fewer_rows_than_there_are_samples():
@@ -320,4 +380,4 @@ def test_tied_weights_of_transformers(name):
         model(input_ids=sentences(step), labels=sentences(step)).loss.backward()
         optimizer.step()
     assert weight in optimizer.report()["preconditioned"]
-    assert optimizer.report()["diagonal_G"] == [weight]
+    assert weight in optimizer.report()["diagonal_G"]

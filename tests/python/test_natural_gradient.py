@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 DAMPINGS = [1e-7, 1e-5, 1e-3, 1e-1, 1.0]
-SOLVERS = ["gram", "cg"]
+SOLVERS = ["gram", "explicit", "cg"]
 Batch = tuple[Tensor, Tensor]
 
 
@@ -152,15 +152,38 @@ def test_groups_have_their_own_options(solver):
 
 
 def test_auto_takes_the_smaller_space():
+    """Of order m, if its matrix and factor, 16 m^2 bytes, fit into the workspace."""
     small = nn.Linear(2, 1)
     optimizer = torchium.NaturalGradient(small)
     assert optimizer.report() == {}
-    for samples, solver in ((3, "gram"), (4, "cg")):
+    for samples, order, solver in ((2, 2, "gram"), (3, 3, "gram"), (4, 3, "explicit")):
+        for workspace in (16 * order**2, 16 * order**2 - 1):
+            optimizer.param_groups[0]["max_workspace_bytes"] = workspace
+            optimizer.zero_grad()
+            small(torch.randn(samples, 2)).mean().backward()
+            optimizer.step()
+            fits = workspace == 16 * order**2
+            assert optimizer.report()["solver"] == (solver if fits else "cg")
+            assert optimizer.report()["samples"] == samples
+
+
+@pytest.mark.parametrize("workspace", [1, 16 * 900 * 2, 2**28])
+@pytest.mark.parametrize("name", ["mlp", "convolutions", "embedding", "shared_everywhere"])
+def test_explicit_takes_rows_in_chunks(name, workspace, device):
+    model, (x, y) = model_and_batch(name, samples=7, device=device)
+    reference = Reference(model, lr=0.1, damping=0.1)
+    start = values(model)
+    optimizer = torchium.NaturalGradient(
+        model, lr=0.1, damping=0.1, solver="explicit", max_workspace_bytes=workspace
+    )
+    for _ in range(2):
         optimizer.zero_grad()
-        small(torch.randn(samples, 2)).mean().backward()
+        for i in (0, 3):  # two micro-batches
+            part = slice(i, i + 3 + i // 3)
+            (loss_fn(model(x[part]), y[part]) * len(y[part]) / 7).backward()
         optimizer.step()
-        assert optimizer.report()["solver"] == solver
-        assert optimizer.report()["samples"] == samples
+        reference.step((x, y))
+    assert_moved_alike(model, reference, start, 1e-8)
 
 
 @pytest.mark.parametrize("name", ["mlp", "convolutions", "tied_embedding"])
@@ -281,7 +304,7 @@ def patched() -> nn.Module:
 
 UNSUPPORTED = {
     "lstm": (lambda: nn.LSTM(4, 4), r"layer '1' \(LSTM\), which is of an unsupported type"),
-    "conv1d": (lambda: nn.Conv1d(4, 4, 1), r"\(Conv1d\), which is of an unsupported type"),
+    "prelu": (nn.PReLU, r"\(PReLU\), which is of an unsupported type"),
     "batch_norm": (
         lambda: nn.BatchNorm1d(4).eval(),
         r"\(BatchNorm1d\), which is of an unsupported",
@@ -332,10 +355,10 @@ def snapshot_params(optimizer) -> list[Tensor]:
 
 
 def test_parameters_of_an_unsupported_layer_are_refused_when_it_has_run():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Unflatten(1, (4, 1)), nn.Conv1d(4, 4, 1))
+    model = nn.Sequential(nn.Linear(4, 4), nn.PReLU())
     optimizer = torchium.NaturalGradient(model.parameters())
     model(torch.randn(3, 4)).mean().backward()
-    assert_refused(optimizer, r"\(Conv1d\), which is of an unsupported type")
+    assert_refused(optimizer, r"\(PReLU\), which is of an unsupported type")
 
 
 @pytest.mark.parametrize("affine", [True, False])

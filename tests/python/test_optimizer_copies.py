@@ -19,6 +19,7 @@ from optimizer_cases import (
     run,
     set_gradients,
     snapshot,
+    trained,
 )
 from torch import nn
 
@@ -39,9 +40,7 @@ def test_model_and_optimizer_copied_together_continue_bit_for_bit(make, device):
 
 @plain_cases
 def test_pickled_optimizer_continues_bit_for_bit(make):
-    model = mlp()
-    optimizer = make(model.parameters())
-    run(model, optimizer)
+    model, optimizer = trained(make)
     other = pickle.loads(pickle.dumps(optimizer))
     params = other.param_groups[0]["params"]
     assert params[0] is not next(iter(model.parameters()))
@@ -74,9 +73,7 @@ def test_optimizer_copied_without_its_model_is_refused(make, copied, form):
 
 @all_cases
 def test_a_copy_whose_first_step_fails_continues_bit_for_bit(make):
-    model = mlp()
-    optimizer = make(model.parameters())
-    run(model, optimizer)
+    model, optimizer = trained(make)
     other, other_optimizer = copy.deepcopy((model, optimizer))
     other_optimizer.param_groups[0]["lr"] = -1.0
     with pytest.raises(ValueError, match="lr"):
@@ -88,9 +85,7 @@ def test_a_copy_whose_first_step_fails_continues_bit_for_bit(make):
 
 @all_cases
 def test_whole_optimizer_goes_through_torch_save(make):
-    model = mlp()
-    optimizer = make(model.parameters())
-    run(model, optimizer)
+    model, optimizer = trained(make)
     buffer = io.BytesIO()
     torch.save((model, optimizer), buffer)
     buffer.seek(0)

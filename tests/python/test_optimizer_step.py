@@ -18,6 +18,7 @@ from optimizer_cases import (
     plain_or_kfac_cases,
     run,
     set_gradients,
+    trained,
     values,
 )
 from torch import nn
@@ -70,9 +71,7 @@ def test_closure_runs_once_with_gradients_and_its_loss_is_returned(make):
 
 @all_cases
 def test_step_gives_no_parameter_and_no_state_a_graph(make):
-    model = mlp()
-    optimizer = make(model.parameters())
-    run(model, optimizer)
+    model, optimizer = trained(make)
     for p in model.parameters():
         assert p.is_leaf
         assert p.requires_grad
@@ -162,9 +161,7 @@ def test_step_without_any_gradient_does_nothing(make):
 
 @all_cases
 def test_zero_grad_sets_to_none_or_to_zero(make):
-    model = mlp()
-    optimizer = make(model.parameters())
-    run(model, optimizer)
+    model, optimizer = trained(make)
     optimizer.zero_grad(set_to_none=False)
     assert all(not p.grad.any() for p in model.parameters())
     optimizer.zero_grad()

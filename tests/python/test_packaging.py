@@ -88,17 +88,15 @@ find_package(Torchium REQUIRED)
 add_executable(program main.cpp)
 target_link_libraries(program PRIVATE torchium::torchium)
 """
-# Compiles in seconds, without torch/torch.h.
+# With headers and functions of both libraries that compile in a second.
 SHORT_PROGRAM = """
-#include <ATen/ops/eye.h>
+#include <c10/core/Device.h>
 #include <torchium/config.h>
-#include <torchium/linalg.h>
 
 #include <iostream>
 
 int main() {
-  const auto root = torchium::linalg::matrix_inverse_root(at::eye(3).mul(16), 4);
-  std::cout << torchium::show_config() << "root: " << root[0][0].item<float>() << '\\n';
+  std::cout << torchium::show_config() << "device: " << c10::Device("cpu") << '\\n';
 }
 """
 
@@ -210,7 +208,7 @@ print(torchium.utils.cmake_prefix_path)
         program = build / "program"
         output = succeed(program, env={"LD_LIBRARY_PATH": ""})
         assert f"torchium: {torchium.__version__}\n" in output
-        assert "root: 0.5\n" in output
+        assert "device: cpu\n" in output
         assert str(site_packages) in succeed("ldd", program, env={"LD_LIBRARY_PATH": ""})
 
 

@@ -57,6 +57,19 @@ class TiedWords(nn.Module):
         return self.head(x).mean(1)
 
 
+class Positions(nn.Module):
+    """Tables of words, of one word for each sample, and of positions that samples share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.kind = nn.Embedding(6, 4), nn.Embedding(3, 4, padding_idx=1)
+        self.positions, self.head = nn.Embedding(3, 4), nn.Linear(4, 3)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        x = self.words(indices) + self.kind(indices[:, 0] % 3)[:, None]
+        return self.head(torch.tanh(x + self.positions(torch.arange(3))[None])).mean(1)
+
+
 def mlp() -> nn.Module:
     return nn.Sequential(
         nn.Linear(5, 7), nn.ReLU(inplace=True), nn.Linear(7, 4), nn.Tanh(), nn.Linear(4, 3)
@@ -87,10 +100,28 @@ class Transposed(nn.Module):
         return self.last(torch.tanh(self.first(self.norm(x)))).mean(1)
 
 
+def signals() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv1d(2, 4, 4, padding="same"), nn.ReLU(inplace=True),
+        nn.Conv1d(4, 4, 3, padding=1, padding_mode="circular", groups=2), nn.RMSNorm(6), nn.Tanh(),
+        nn.ConvTranspose1d(4, 2, 3, stride=2, output_padding=1), nn.Flatten(), nn.Linear(28, 3),
+    )  # fmt: skip
+
+
+def volumes() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv3d(2, 4, 2, stride=(1, 2, 1), dilation=(2, 1, 1), groups=2), nn.Tanh(),
+        nn.ConvTranspose3d(4, 2, 2, padding=(0, 1, 0)), nn.Flatten(), nn.Linear(18, 3),
+    )  # fmt: skip
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
     "mlp": (mlp, lambda seed: torch.randn(BATCH, 5, generator=generator(seed))),
     "convnet": (convnet, lambda seed: torch.randn(BATCH, 2, 6, 6, generator=generator(seed))),
+    "signals": (signals, lambda seed: torch.randn(BATCH, 2, 6, generator=generator(seed))),
+    "volumes": (volumes, lambda seed: torch.randn(BATCH, 2, 4, 4, 3, generator=generator(seed))),
     "words": (Words, lambda seed: torch.randint(6, (BATCH, 3), generator=generator(seed))),
+    "positions": (Positions, lambda seed: torch.randint(6, (BATCH, 3), generator=generator(seed))),
     "tied_words": (
         TiedWords,
         lambda seed: torch.randint(6, (BATCH, 3), generator=generator(seed)),
@@ -103,13 +134,18 @@ KFAC: dict[str, dict[str, Any]] = {
     "defaults": {},
     "pi": dict(TCov=2, TInv=3),
     "plain": dict(TCov=2, TInv=3, damping_split="plain"),
-    "newton": dict(TCov=2, TInv=3, root_method="newton"),
+    "newton": dict(TCov=2, TInv=3, solver="newton"),
+    "cholesky": dict(TCov=2, TInv=3, solver="cholesky"),
     "exact": dict(TCov=2, TInv=3, damping_split="exact"),
     "every_step": dict(TCov=1, TInv=1, momentum=0.0, kl_clip=None, lr=0.01),
     "weight_decay": dict(TCov=3, TInv=4, weight_decay=0.1, maximize=True),
     "diagonals": dict(TCov=2, TInv=3, max_factor_size=5),
     "exact_diagonals": dict(TCov=2, TInv=3, max_factor_size=6, damping_split="exact"),
     "reduce": dict(TCov=2, TInv=3, weight_sharing="reduce"),
+    "bfloat16_factors": dict(TCov=2, TInv=3, factor_dtype="bfloat16"),
+    "ekfac": dict(TCov=2, TInv=3, damping_split="exact", ekfac=True),
+    "ekfac_ggn": dict(TCov=1, TInv=3, damping_split="exact", ekfac=True, fisher="ggn"),
+    "ekfac_diagonals": dict(TCov=1, TInv=3, damping_split="exact", ekfac=True, max_factor_size=6),
     "ggn": dict(TCov=2, TInv=3, fisher="ggn"),
     "mc": dict(TCov=2, TInv=3, fisher="mc", weight_sharing="reduce", damping_split="exact"),
     "sum_of_losses": dict(TCov=2, TInv=2, batch_averaged=False, stat_decay=0.5, damping=0.1),
@@ -124,6 +160,11 @@ NATURAL_GRADIENT: dict[str, dict[str, Any]] = {
     "update_freq_momentum": dict(update_freq=4, momentum=0.5, damping=0.5, max_norm=0.5),
     "cg_update_freq": dict(solver="cg", update_freq=3, damping=0.5),
     "max_norm": dict(max_norm=0.05, maximize=True),
+    "explicit": dict(solver="explicit", damping=0.1, max_workspace_bytes=2**14),
+    "nystrom": dict(solver="cg", damping=0.1, nystrom_rank=5, update_freq=2),
+    "ggn": dict(fisher="ggn", damping=0.1),
+    "ggn_cg": dict(fisher="ggn", damping=0.1, solver="cg", momentum=0.0),
+    "mc": dict(fisher="mc", damping=0.1, solver="explicit", update_freq=3),
 }
 CASES = [("KFAC", options) for options in KFAC.values()] + [
     ("NaturalGradient", options) for options in NATURAL_GRADIENT.values()
@@ -206,8 +247,8 @@ def twins(name: str, model: str, **options: Any) -> tuple[Run, Run]:
 @pytest.mark.parametrize("model", MODELS)
 @cases
 def test_trajectory_and_state(name, options, model):
-    if name == "NaturalGradient" and model == "transposed":
-        pytest.skip("natural gradient refuses Conv1D")
+    if name == "NaturalGradient" and model == "positions":
+        pytest.skip("natural gradient refuses rows that samples share")
     python, cpp = twins(name, model, **options)
     for run in (python, cpp):
         for step in range(STEPS):
@@ -324,11 +365,18 @@ def test_errors_of_functions_of_the_step():
     assert messages[0] == messages[1]
 
 
-@pytest.mark.parametrize("split", ["pi", "plain", "exact"])
+ADAPTIVE: list[tuple[str, dict[str, Any]]] = [
+    *(("KFAC", dict(TCov=1, TInv=2, damping_split=split)) for split in ("pi", "plain", "exact")),
+    *(("NaturalGradient", dict(solver=solver)) for solver in ("gram", "explicit", "cg")),
+    ("NaturalGradient", dict(fisher="ggn", update_freq=2)),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), ADAPTIVE)
 @pytest.mark.parametrize("model", ["mlp", "convnet"])
-def test_adaptive_damping(model, split):
-    options = dict(lr=0.5, momentum=0.0, adaptive_damping=True, TCov=1, TInv=2)
-    python, cpp = twins("KFAC", model, damping_split=split, **options)
+def test_adaptive_damping(model, name, options):
+    options = dict(lr=0.5, momentum=0.0, damping=0.01, adaptive_damping=True, **options)
+    python, cpp = twins(name, model, **options)
     ratios: list[list[float]] = [[], []]
     for run, found in zip((python, cpp), ratios, strict=True):
         for step in range(STEPS):
@@ -341,6 +389,33 @@ def test_adaptive_damping(model, split):
     assert ratios[0] == ratios[1]
     damping = python.optimizer.param_groups[0]["damping"]
     assert damping == cpp.optimizer.options()["damping"] != 0.01
+
+
+@pytest.mark.parametrize("solver", ["gram", "explicit", "cg"])
+def test_jacobians_from_the_caller(solver):
+    python, cpp = twins("NaturalGradient", "mlp", solver=solver, damping=0.1)
+    for run in (python, cpp):
+        for step in range(STEPS):
+            rows = [
+                torch.randn(BATCH, *p.shape, generator=generator(step + 20 * i))
+                for i, p in enumerate(run.params)
+            ]
+            residuals = torch.randn(BATCH, generator=generator(step))
+            run.optimizer.update_jacobian(rows, residuals)
+            run.optimizer.step()
+            run.record()
+    assert_twins(python, cpp)
+
+
+def test_errors_of_jacobians_from_the_caller():
+    messages = []
+    for run in twins("NaturalGradient", "mlp"):
+        rows = [torch.ones(BATCH, *p.shape) for p in run.params]
+        for change in (lambda J: (J[1:], torch.ones(BATCH)), lambda J: (J, torch.ones(3))):
+            with pytest.raises(ValueError, match="must be") as error:
+                run.optimizer.update_jacobian(*change(rows))
+            messages.append(str(error.value))
+    assert messages[:2] == messages[2:]
 
 
 PRECONDITIONER: dict[str, dict[str, Any]] = {

@@ -162,12 +162,32 @@ class Folded(nn.Module):
         return self.b(self.a(x.reshape(-1, 4)).view_as(x).sum(1))
 
 
+class SharedPositions(nn.Module):
+    """As in BERT and GPT-2 of transformers: one row of positions for the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.layer = nn.Embedding(2, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x + self.positions(torch.arange(2)[None])).sum(1)
+
+
 @pytest.mark.parametrize(
     ("model", "shape", "message"),
     [
         (UsedOutside(), (5, 4), "parameter 'a.weight' outside of its layer"),
         (BatchNormCall(), (5, 4), "normalised with the statistics of the batch"),
-        (Folded(), (5, 2, 4), r"has seen .* samples"),
+        (
+            Folded(),
+            (5, 2, 4),
+            r"model\.b \(Linear\) has seen 5 samples and model\.a \(Linear\) 10 ",
+        ),
+        (
+            SharedPositions(),
+            (5, 2, 4),
+            r"model\.positions \(Embedding\) has seen 1 .* to \[5, \.\.\.\]",
+        ),
     ],
 )
 def test_refused_passes(model, shape, message):

@@ -88,16 +88,20 @@ def test_chunked_matmul(dtype, batch, m, k, n, transposed, strided, limit):
     assert ((result.double() - exact).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("limit", [10_000, 50_000, 1_000_000])
-def test_chunked_matmul_keeps_to_its_workspace(dtype, limit):
-    A, B = randn(3, 50, 100, dtype=dtype), randn(3, 100, 40, dtype=dtype, seed=1)
+def assert_keeps_to_its_workspace(A, B, limit):
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         result = linalg.chunked_matmul(A, B, max_workspace_bytes=limit)
     allocated = sum(
         e.self_cpu_memory_usage for e in recorded.events() if e.self_cpu_memory_usage > 0
     )
     assert result.nbytes <= allocated <= result.nbytes + limit
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("limit", [10_000, 50_000, 1_000_000])
+def test_chunked_matmul_keeps_to_its_workspace(dtype, limit):
+    A, B = randn(3, 50, 100, dtype=dtype), randn(3, 100, 40, dtype=dtype, seed=1)
+    assert_keeps_to_its_workspace(A, B, limit)
 
 
 @given(
@@ -108,13 +112,7 @@ def test_chunked_matmul_keeps_to_its_workspace(dtype, limit):
 )
 def test_chunked_matmul_keeps_to_any_workspace(m, k, n, spare):
     A, B = randn(m, k, dtype=torch.float16), randn(k, n, dtype=torch.float16, seed=1)
-    limit = 8 * k + 4 + spare  # the minimum, and some more
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        result = linalg.chunked_matmul(A, B, max_workspace_bytes=limit)
-    allocated = sum(
-        e.self_cpu_memory_usage for e in recorded.events() if e.self_cpu_memory_usage > 0
-    )
-    assert result.nbytes <= allocated <= result.nbytes + limit
+    assert_keeps_to_its_workspace(A, B, 8 * k + 4 + spare)  # the minimum, and some more
 
 
 def test_chunked_matmul_needs_no_workspace_for_dense_float32():

@@ -238,6 +238,7 @@ def test_embeddings_train(make):
         ("pi", "auto"),
         ("plain", "eigh"),
         ("plain", "newton"),
+        ("pi", "cholesky"),
         ("exact", "eigh"),
     ],
 )
@@ -245,7 +246,7 @@ def test_embeddings_train(make):
 def test_kfac_on_bags_of_words(split, method, damping):
     model = nn.Sequential(nn.Linear(300, 16), nn.ReLU(), nn.Linear(16, 3))
     optimizer = torchium.KFAC(
-        model, lr=1e-3, TCov=1, TInv=1, damping=damping, damping_split=split, root_method=method
+        model, lr=1e-3, TCov=1, TInv=1, damping=damping, damping_split=split, solver=method
     )
     for step in range(8):
         optimizer.zero_grad()
@@ -260,11 +261,11 @@ def test_kfac_on_bags_of_words(split, method, damping):
 @pytest.mark.parametrize("split", ["pi", "plain"])
 def test_methods_of_kfac_agree(split, scale):
     results = []
-    for method in ("eigh", "newton", "auto"):
+    for method in ("eigh", "newton", "cholesky", "auto"):
         torch.manual_seed(0)
         model = nn.Linear(20, 6)
         optimizer = torchium.KFAC(
-            model, lr=0.1, damping=0.1, damping_split=split, root_method=method, kl_clip=None
+            model, lr=0.1, damping=0.1, damping_split=split, solver=method, kl_clip=None
         )
         x = torch.randn(64, 20, generator=generator(1)) * scale
         nn.functional.cross_entropy(model(x), torch.arange(64) % 6).backward()
@@ -277,7 +278,7 @@ def test_methods_of_kfac_agree(split, scale):
 
 def test_newton_has_no_eigenvectors_for_kfac():
     with pytest.raises(ValueError, match="damping_split='exact'"):
-        torchium.KFAC(nn.Linear(2, 2), damping_split="exact", root_method="newton")
+        torchium.KFAC(nn.Linear(2, 2), damping_split="exact", solver="newton")
 
 
 @pytest.mark.parametrize(
@@ -307,8 +308,8 @@ def test_remedy_names_options_of_the_class(make, key):
     with pytest.raises(RuntimeError, match="failed 3 times in a row") as error:
         fail_three_times()
     options = optimizer.param_groups[0].keys()
-    named = {"eps", "relative_eps", "damping", "root_method", "lr"} & set(
+    named = {"eps", "relative_eps", "damping", "root_method", "solver", "lr"} & set(
         re.findall(r"\w+", str(error.value).split(";")[-1])
     )
-    assert "root_method" in named
+    assert named & {"root_method", "solver"}
     assert named <= options

@@ -14,6 +14,7 @@ from optimizer_cases import (
     ignore_fallback,
     mlp,
     run,
+    trained,
     values,
 )
 from torch import nn
@@ -76,9 +77,7 @@ def test_schedules_go_on_beyond_the_counts_of_a_float32(device):
 
 @all_cases
 def test_float32_counts_of_earlier_versions_are_loaded(make):
-    model = mlp()
-    optimizer = make(model.parameters())
-    run(model, optimizer)
+    _model, optimizer = trained(make)
     expected = optimizer.state_dict()
     old = optimizer.state_dict()
     for state in old["state"].values():

@@ -22,6 +22,7 @@ from optimizer_cases import (
     plain_cases,
     run,
     set_gradients,
+    trained,
     values,
 )
 from torch import nn
@@ -110,9 +111,7 @@ CHANGES = [
 @plain_cases
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_identity_is_bound_again(make, change: Change, bindings, device):
-    model = mlp(device)
-    optimizer = make(model.parameters())
-    run(model, optimizer)
+    model, optimizer = trained(make, device)
     bindings.clear()
     change(model, optimizer)
     assert_goes_on_as_a_copy(model, optimizer)
@@ -122,9 +121,7 @@ def test_what_changes_identity_is_bound_again(make, change: Change, bindings, de
 @capturing_cases
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_identity_is_noticed_by_optimizers_that_capture(make, change, device):
-    model = mlp(device)
-    optimizer = make(model.parameters())
-    run(model, optimizer)
+    model, optimizer = trained(make, device)
     change(model, optimizer)
     assert_goes_on_as_a_copy(model, optimizer, steps=4)
 
@@ -162,9 +159,7 @@ def thaw(model, optimizer):
 
 @plain_cases
 def test_another_set_of_gradients_needs_no_binding(make, bindings, device):
-    model = mlp(device)
-    optimizer = make(model.parameters())
-    run(model, optimizer)
+    model, optimizer = trained(make, device)
     for change in (freeze, thaw, freeze):
         change(model, optimizer)
         assert_goes_on_as_a_copy(model, optimizer)
@@ -173,9 +168,7 @@ def test_another_set_of_gradients_needs_no_binding(make, bindings, device):
 
 @capturing_cases
 def test_frozen_and_thawed_parameters_of_optimizers_that_capture(make, device):
-    model = mlp(device)
-    optimizer = make(model.parameters())
-    run(model, optimizer)
+    model, optimizer = trained(make, device)
     for change in (freeze, thaw, freeze):
         change(model, optimizer)
         assert_goes_on_as_a_copy(model, optimizer, steps=3)

@@ -7,8 +7,14 @@ paper; nothing is batched, fused or done in place for speed.
 
 from .adagrad import ReferenceAdagrad
 from .blocking import blocks_of, preconditioned_shape
+from .ekfac import ReferenceEKFAC
 from .kfac import Layer, ReferenceKFAC, capture, layers_of, tied_factors
-from .natural_gradient import ReferenceNaturalGradient, fisher, natural_gradient
+from .natural_gradient import (
+    ReferenceNaturalGradient,
+    fisher,
+    gauss_newton,
+    natural_gradient,
+)
 from .per_sample import per_sample_gradients
 from .roots import damped_power, root_is_due
 from .shampoo import ReferenceShampoo
@@ -16,6 +22,7 @@ from .shampoo import ReferenceShampoo
 __all__ = [
     "Layer",
     "ReferenceAdagrad",
+    "ReferenceEKFAC",
     "ReferenceKFAC",
     "ReferenceNaturalGradient",
     "ReferenceShampoo",
@@ -23,6 +30,7 @@ __all__ = [
     "capture",
     "damped_power",
     "fisher",
+    "gauss_newton",
     "layers_of",
     "natural_gradient",
     "per_sample_gradients",

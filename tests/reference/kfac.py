@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+Solver = Callable[[Tensor], Tensor]
 
 
 class Sample(NamedTuple):
@@ -31,6 +35,7 @@ class Layer:
     bias: Tensor | None = None
     groups: int = 1
     transposed: bool = False
+    table: bool = False  # of an embedding: a linear layer [in, out] on one-hot vectors
 
     def join(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         """V [groups, o/groups, a] from a tensor of the weight's shape and one of the bias'."""
@@ -123,10 +128,14 @@ class ReferenceKFAC:
             state["A"] = d * state.get("A", torch.zeros_like(A)) + (1 - d) * A
             state["G"] = d * state.get("G", torch.zeros_like(G)) + (1 - d) * G
         if "A" in state and (t % o["TInv"] == 0 or "solve" not in state):
-            state["solve"] = [
-                damped_solver(A, G, o["damping"], o["eps"], self.damping_split)
-                for A, G in zip(state["A"], state["G"], strict=True)
-            ]
+            state["solve"] = self._solvers(state, o)
+
+    def _solvers(self, state: dict[str, Any], o: dict[str, Any]) -> list[Solver]:
+        """The map V -> (..)^-1 V of each group."""
+        return [
+            damped_solver(A, G, o["damping"], o["eps"], self.damping_split)
+            for A, G in zip(state["A"], state["G"], strict=True)
+        ]
 
     def _precondition(self, layer: Layer, V: dict, directions: dict) -> None:
         solvers = self.state[layer.weight].get("solve")
@@ -191,9 +200,7 @@ def kept(F: Tensor, max_factor_size: int) -> Tensor:
     return torch.diag_embed(F.diagonal(dim1=-2, dim2=-1))
 
 
-def damped_solver(
-    A: Tensor, G: Tensor, damping: float, eps: float, split: str
-) -> Callable[[Tensor], Tensor]:
+def damped_solver(A: Tensor, G: Tensor, damping: float, eps: float, split: str) -> Solver:
     """The map V -> (damped Kronecker product of G and A)^-1 V for one pair of factors."""
     pi = 1.0
     if split == "pi":
@@ -221,18 +228,21 @@ def floored(M: Tensor, eps: float) -> Tensor:
 
 
 def layers_of(model: nn.Module) -> list[Layer]:
-    """The layer of each trained weight of Linear, Conv2d and Conv1D of transformers, in their order.
+    """The layer of each trained weight of Linear, Conv1d to Conv3d, Embedding and Conv1D of transformers.
 
     A bias shares the factors of its weight if the same modules have both, and it is trained.
     """
     owners: dict[Tensor, list[nn.Module]] = {}
     for module in model.modules():
-        if isinstance(module, (nn.Linear, nn.Conv2d)) or is_transposed(module):
+        if isinstance(module, (nn.Linear, nn.Embedding, *CONVOLUTIONS)) or is_transposed(module):
             for param in module.parameters():
                 owners.setdefault(param, []).append(module)
     layers = []
-    for weight, modules in owners.items():
-        if weight is modules[0].weight and weight.requires_grad:
+    for weight, users in owners.items():
+        modules = [module for module in users if not isinstance(module, nn.Embedding)]
+        if not modules:
+            layers.append(Layer(weight, transposed=True, table=True))
+        elif weight is modules[0].weight and weight.requires_grad:
             bias = modules[0].bias
             joint = bias is not None and bias.requires_grad and owners[bias] == modules
             groups = getattr(modules[0], "groups", 1)
@@ -283,6 +293,10 @@ def capture(
             i = index[module.weight]
             if isinstance(module, nn.Embedding):
                 counts = a != (-1 if module.padding_idx is None else module.padding_idx)
+                if layers[i].table:
+                    words = nn.functional.one_hot(a[counts], len(module.weight)).to(g)
+                    rows.setdefault(i, []).append((words[None], g[counts][None]))
+                    continue
                 lookups.setdefault(i, []).append((a[counts], g[counts]))
                 continue
             rows.setdefault(i, []).append(position_rows(module, a, g, layers[i].bias is not None))
@@ -290,6 +304,7 @@ def capture(
             sides = [torch.cat(side, dim=1) for side in zip(*pairs, strict=True)]
             found = [torch.cat(side) for side in zip(*lookups.get(i, []), strict=True)]
             calls = tuple(a.shape[1] for a, _ in pairs)
+            calls = (1,) * sum(calls) if layers[i].table else calls  # lookups are never reduced
             captured[i].append(Sample(*sides, *found)._replace(calls=calls))
     return captured
 
@@ -306,7 +321,7 @@ def position_rows(
     module: nn.Module, a: Tensor, g: Tensor, with_bias: bool
 ) -> tuple[Tensor, Tensor]:
     """Input and output gradient of one use for one sample, as rows of positions."""
-    if isinstance(module, nn.Conv2d):
+    if isinstance(module, CONVOLUTIONS):
         a, g = convolution_rows(module, a, g)
     else:
         a, g = a.reshape(1, -1, a.shape[-1]), g.reshape(1, -1, g.shape[-1])
@@ -315,22 +330,19 @@ def position_rows(
     return a, g
 
 
-def convolution_rows(module: nn.Conv2d, a: Tensor, g: Tensor) -> Sample:
-    """Patches [groups, T, c/groups kh kw] and gradients [groups, T, o/groups], T = height width."""
+def convolution_rows(module: nn.Module, a: Tensor, g: Tensor) -> Sample:
+    """Patches [groups, T, c/groups * kernel] and gradients [groups, T, o/groups], T output pixels."""
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
     a = nn.functional.pad(a, module._reversed_padding_repeated_twice, mode=mode)
+    sizes = list(zip(module.stride, module.dilation, module.kernel_size, strict=True))
     patches = []
     for channels in a[0].chunk(module.groups):
         rows = []
-        for y in range(g.shape[-2]):
-            for x in range(g.shape[-1]):
-                (sy, sx), (dy, dx) = module.stride, module.dilation
-                kh, kw = module.kernel_size
-                window = channels[
-                    :,
-                    y * sy : y * sy + dy * (kh - 1) + 1 : dy,
-                    x * sx : x * sx + dx * (kw - 1) + 1 : dx,
-                ]
-                rows.append(window.flatten())
+        for pixel in itertools.product(*map(range, g.shape[2:])):
+            window = tuple(
+                slice(i * stride, i * stride + dilation * (kernel - 1) + 1, dilation)
+                for i, (stride, dilation, kernel) in zip(pixel, sizes, strict=True)
+            )
+            rows.append(channels[(slice(None), *window)].flatten())
         patches.append(torch.stack(rows))
     return torch.stack(patches), g[0].flatten(1).unflatten(0, (module.groups, -1)).mT

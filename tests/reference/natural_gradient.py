@@ -1,4 +1,4 @@
-"""Natural gradient descent with the damped empirical Fisher matrix, formed and solved as it is.
+"""Natural gradient descent with a damped matrix, formed and solved as it is.
 
 Momentum as in SPRING (Goldshlager, Abrahamsen, Lin 2024, arXiv 2401.10190, eq. 24).
 """
@@ -16,17 +16,23 @@ def fisher(rows: Tensor) -> Tensor:
     return rows.mT @ rows / len(rows)
 
 
-def natural_gradient(rows: Tensor, v: Tensor, damping: Tensor, previous: Tensor) -> Tensor:
+def gauss_newton(J: Tensor, H: Tensor) -> Tensor:
+    """The generalized Gauss-Newton matrix, the mean of J_i^T H_i J_i over the samples (Schraudolph
+    2002): J [n, C, P] is the Jacobian of the outputs, H [n, C, C] the Hessian of the loss by these.
+    """
+    return sum(j.mT @ h @ j for j, h in zip(J, H, strict=True)) / len(J)
+
+
+def natural_gradient(F: Tensor, v: Tensor, damping: Tensor, previous: Tensor) -> Tensor:
     """The direction d that fits F d = v best and stays close to `previous`:
 
     previous + (F + diag(damping))^-1 (v - F previous).
     """
-    F = fisher(rows)
     return previous + torch.linalg.solve(F + torch.diag(damping), v - F @ previous)
 
 
 class ReferenceNaturalGradient:
-    """Changes float64 `params` in place by their `.grad` and the per-sample gradients of a batch.
+    """Changes float64 `params` in place by their `.grad` and a matrix F of the batch.
 
     Options as those of torchium.NaturalGradient; `lr`, `damping`, `momentum` and `maximize` are
     numbers, or sequences with one entry per parameter.
@@ -51,7 +57,7 @@ class ReferenceNaturalGradient:
         self.update_freq = update_freq
         self.max_norm = max_norm
         self.steps = 0
-        self.rows = torch.empty(0, 0)
+        self.F = torch.empty(0, 0)
         self.direction = torch.zeros_like(self.lr)
 
     def _of_elements(self, option: float | Sequence[float]) -> Tensor:
@@ -64,15 +70,19 @@ class ReferenceNaturalGradient:
             ]
         )
 
-    @torch.no_grad()
     def step(self, rows: Sequence[Tensor]) -> None:
-        """`rows`: one [n, *shape] per parameter; read when a refresh is due."""
+        """`rows`: the per-sample gradients, one [n, *shape] per parameter."""
+        self.step_with(fisher(torch.cat([r.flatten(1) for r in rows], 1)))
+
+    @torch.no_grad()
+    def step_with(self, F: Tensor) -> None:
+        """`F` [P, P]: read when a refresh is due."""
         if self.steps % self.update_freq == 0:
-            self.rows = torch.cat([r.flatten(1) for r in rows], 1)
+            self.F = F
         self.steps += 1
         v = torch.cat([p.grad.flatten() for p in self.params])
         previous = self.momentum * self.direction
-        self.direction = natural_gradient(self.rows, v, self.damping, previous)
+        self.direction = natural_gradient(self.F, v, self.damping, previous)
         factor = 1.0
         if self.max_norm is not None:
             factor = min(1.0, self.max_norm / self.direction.norm().item())

@@ -31,8 +31,9 @@ using StateChange = std::tuple<int64_t, std::string, std::optional<at::Tensor>>;
 /// Base of the optimizers that capture the inputs of layers and the gradients of their outputs.
 ///
 /// Calls of these operators with a parameter are captured, within torch::nn or not: linear (also as
-/// addmm, matmul or mm with the transpose of the weight), conv2d, embedding, layer_norm and
-/// group_norm. Dimension 0 of their input is the sample. Forward passes may run on any thread, and
+/// addmm, matmul or mm with the weight or its transpose), conv1d to conv3d, conv_transpose1d to
+/// conv_transpose3d, embedding, layer_norm, rms_norm and group_norm. Dimension 0 of their input is
+/// the sample. Forward passes may run on any thread, and
 /// those without a backward pass leave no trace. Several backward passes before a step are
 /// micro-batches of one batch.
 ///
@@ -72,8 +73,6 @@ class TORCHIUM_API CapturingOptimizer : public SecondOrderOptimizer {
   virtual c10::intrusive_ptr<detail::JointPlan> make_plan() const = 0;
   // Whether calls of the parameter may be captured.
   virtual bool is_watched(const at::Tensor& param) const { return true; }
-  // Whether products with a weight [in, out] are captured.
-  virtual bool takes_transposed() const { return false; }
   // Whether the next step needs layer calls.
   virtual bool captures_next() = 0;
   // Throws c10::ValueError for layers that do not allow a step of these parameters.

@@ -1,4 +1,4 @@
-// What KFAC::update_curvature() needs to know about the loss.
+// What update_curvature() of KFAC and NaturalGradient needs to know about the loss.
 #pragma once
 
 #include "torchium/export.h"
@@ -14,11 +14,11 @@
 namespace torchium::optim {
 
 /// How a loss treats the outputs of the model; names and defaults are those of Python's
-/// `torchium.KFAC.update_curvature()`.
+/// `torchium.KFAC.update_curvature()` and `torchium.NaturalGradient.update_curvature()`.
 struct TORCHIUM_API CurvatureOptions {
   /// How the loss combines the elements of one sample (tokens, pixels, output units): "mean", as
   /// torch's losses by default, or "sum". Over samples it is a mean or a sum by
-  /// KFACOptions::batch_averaged.
+  /// KFACOptions::batch_averaged; natural gradient needs a mean.
   TORCH_ARG(std::string, reduction) = "mean";
   /// "cross_entropy": the dimension of the classes. Needed for outputs of more than two dimensions:
   /// -1 for [N, ..., C], 1 for torch's [N, C, ...].

@@ -24,8 +24,8 @@ class KfacPlan;
 }  // namespace detail
 
 /// Options of KFAC; names and defaults are those of Python's `torchium.KFAC`. batch_averaged,
-/// kl_clip, damping_split, root_method, fisher and adaptive_damping must be the same in all groups;
-/// for the others, the group of the weight decides for a layer.
+/// kl_clip, damping_split, ekfac, solver, fisher and adaptive_damping must be the same in all
+/// groups; for the others, the group of the weight decides for a layer.
 struct TORCHIUM_API KFACOptions : public torch::optim::OptimizerCloneableOptions<KFACOptions> {
   KFACOptions(double lr = 0.003);
   /// Learning rate, >= 0.
@@ -50,10 +50,15 @@ struct TORCHIUM_API KFACOptions : public torch::optim::OptimizerCloneableOptions
   TORCH_ARG(std::optional<double>, kl_clip) = 1e-3;
   /// "pi" (pi^2 is the ratio of the mean eigenvalues of A and G), "plain" (pi = 1) or "exact".
   TORCH_ARG(std::string, damping_split) = "pi";
-  /// Of the inverses: "eigh"; "newton" (not with "exact"), which raises damping below 2^-20 of the
-  /// Frobenius norm of a factor to that (2^-46 in float64); or "auto": newton in float32 on a CUDA
-  /// device with kernels for it, else Cholesky factors, and eigh on the CPU where these fail.
-  TORCH_ARG(std::string, root_method) = "auto";
+  /// EKFAC (George et al. 2018, arXiv 1806.03884): the second moments of the gradients of samples
+  /// in the eigenbasis of A and G replace the products of their eigenvalues. Needs damping_split
+  /// "exact".
+  TORCH_ARG(bool, ekfac) = false;
+  /// How factors are inverted: "eigh"; "cholesky", and eigh on the CPU where a pivot is lost in
+  /// rounding; "newton", which raises damping below 2^-20 of the Frobenius norm of a factor to that
+  /// (2^-46 in float64); or "auto": newton in float32 on a CUDA device with kernels for it, else
+  /// cholesky. damping_split "exact" needs eigenvectors: "eigh" or "auto".
+  TORCH_ARG(std::string, solver) = "auto";
   /// Where the vectors g come from: "empirical", the gradients of the loss; "ggn", the Hessian of
   /// the loss by the outputs of the model (the generalized Gauss-Newton matrix); or "mc", an
   /// estimate of it by targets drawn from the model's own distribution (the Fisher matrix). The
@@ -63,9 +68,12 @@ struct TORCHIUM_API KFACOptions : public torch::optim::OptimizerCloneableOptions
   /// a vector g, or "reduce", one a per sample, the mean over its positions, and one g, their sum.
   /// A new value counts from the next factors on.
   TORCH_ARG(std::string, weight_sharing) = "expand";
-  /// Of a factor of a larger order only the diagonal is kept, >= 1; of G of a tied head always. A
+  /// Of a factor of a larger order only the diagonal is kept, >= 1; of G of an embedding always. A
   /// new value counts for factors that do not exist yet.
   TORCH_ARG(int64_t, max_factor_size) = 5000;
+  /// Dtype of the stored factors A and G: "bfloat16", "float32" or "float64"; none: the state
+  /// dtype. Sums, and solves of bfloat16 factors, are in float32. A new value converts the factors.
+  TORCH_ARG(std::optional<std::string>, factor_dtype) = std::nullopt;
   /// KFAC::update_damping() may be called. Needs momentum 0.
   TORCH_ARG(bool, adaptive_damping) = false;
   /// Ascend instead of descend.
@@ -82,9 +90,10 @@ struct TORCHIUM_API KFACOptions : public torch::optim::OptimizerCloneableOptions
 };
 
 /// State of one parameter. The weight of a layer has the layer's factors: one matrix per channel
-/// group, in the state dtype. a is the fan-in of a group, plus one with a bias; o is the number of
-/// outputs. A factor above max_factor_size, and G of a tied head, is stored as its diagonal,
-/// [groups, n] instead of [groups, n, n], and so are its inverse or eigenvectors (the identity).
+/// group, in the state dtype (A and G: in factor_dtype). a is the fan-in of a group, plus one with
+/// a bias; o is the number of outputs. A factor above max_factor_size, and G of an embedding, is
+/// stored as its diagonal, [groups, n] instead of [groups, n, n], and so are its inverse or
+/// eigenvectors (the identity).
 struct TORCHIUM_API KFACParamState : public SecondOrderParamState {
   /// If momentum > 0: the shape of the parameter.
   TORCH_ARG(at::Tensor, momentum_buffer);
@@ -102,6 +111,11 @@ struct TORCHIUM_API KFACParamState : public SecondOrderParamState {
   /// "exact": [groups, a] and [groups, o / groups].
   TORCH_ARG(at::Tensor, A_eigenvalues);
   TORCH_ARG(at::Tensor, G_eigenvalues);
+  /// ekfac: [groups, o / groups, a], average of the squares of U_G^T D U_A over samples, with D
+  /// their gradients and U the eigenvectors; the product of the eigenvalues until the first update.
+  TORCH_ARG(at::Tensor, second_moments);
+  /// ekfac: updates of second_moments so far: 0-dim float32.
+  TORCH_ARG(at::Tensor, moment_updates);
   /// Updates of the factors so far: 0-dim float32.
   TORCH_ARG(at::Tensor, factor_updates);
   /// Consecutive failures to invert A and G: int32 [2].
@@ -143,11 +157,12 @@ struct KFACReport {
   std::vector<std::string> diagonal_G;
 };
 
-/// K-FAC for linear layers and two-dimensional convolutions, as modules or as operators
-/// (CapturingOptimizer). A weight may be [in, out], as in addmm(b, x, W), or also be an embedding
-/// table (a tied head). All others take steps of SGD with momentum: embeddings that are not tied,
-/// parameters of other operators, weights that other operators use too, and parameters of recurrent
-/// and transformer layers. A warning counts them and names some; report() names all.
+/// K-FAC for linear layers, convolutions of one to three dimensions that are not transposed, and
+/// embeddings, as modules or as operators (CapturingOptimizer). A weight may be [in, out], as in
+/// addmm(b, x, W), or also be an embedding table (a tied head). All others take steps of SGD with
+/// momentum: tables whose rows samples share, as those of positions [T], parameters of other
+/// operators, weights that other operators use too, and parameters of recurrent and transformer
+/// layers. A warning counts them and names some; report() names all.
 ///
 ///     torchium::optim::KFAC optimizer(*model, torchium::optim::KFACOptions(0.01).TInv(20));
 class TORCHIUM_API KFAC : public CapturingOptimizer {
@@ -193,10 +208,10 @@ class TORCHIUM_API KFAC : public CapturingOptimizer {
   ///
   /// over the layers, where nu is the factor of the KL clip, multiplies the damping by 0.95^k if it
   /// is above 3/4 and divides by it if it is below 1/4 or loss_after is not finite. The sum is the
-  /// reduction in the quadratic model of K-FAC. A step that promises none (skipped, or with lr nu
+  /// reduction in the quadratic model of K-FAC. A step that predicts none (skipped, or with lr nu
   /// of 0 or above 2) changes nothing. Inverses have the new damping when they are due.
   ///
-  /// Returns the ratio; -infinity: loss_after is not finite; NaN: no reduction was promised. Waits
+  /// Returns the ratio; -infinity: loss_after is not finite; NaN: no reduction was predicted. Waits
   /// for the device. Throws c10::ValueError without adaptive_damping, for a loss_before that is not
   /// finite, unless a step was taken since the last call, for groups of different lr, if damping is
   /// a function of the step, and for a KFACPreconditioner.
@@ -212,7 +227,6 @@ class TORCHIUM_API KFAC : public CapturingOptimizer {
   std::unique_ptr<SecondOrderParamState> make_empty_state() const override;
   c10::intrusive_ptr<detail::JointPlan> make_plan() const override;
   bool is_watched(const at::Tensor& param) const override;
-  bool takes_transposed() const override { return true; }
   bool captures_next() override;
   void announce() override;
   // What the warning says of parameters without a layer. names: a summary of them.

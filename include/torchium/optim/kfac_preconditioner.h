@@ -16,8 +16,8 @@ namespace torchium::optim {
 
 /// Options of KFACPreconditioner; names and defaults are those of Python's
 /// `torchium.KFACPreconditioner`, and the first six names also those of kfac-pytorch.
-/// batch_averaged, kl_clip, damping_split, root_method and fisher must be the same in all groups;
-/// for the others, the group of the weight decides for a layer.
+/// batch_averaged, kl_clip, damping_split, ekfac, solver and fisher must be the same in all
+/// groups; for the others, the group of the weight decides for a layer.
 struct TORCHIUM_API KFACPreconditionerOptions
     : public torch::optim::OptimizerCloneableOptions<KFACPreconditionerOptions> {
   KFACPreconditionerOptions(double lr = 0.1);
@@ -36,10 +36,12 @@ struct TORCHIUM_API KFACPreconditionerOptions
   TORCH_ARG(bool, batch_averaged) = true;
   TORCH_ARG(double, eps) = 1e-8;
   TORCH_ARG(std::string, damping_split) = "pi";
-  TORCH_ARG(std::string, root_method) = "auto";
+  TORCH_ARG(bool, ekfac) = false;
+  TORCH_ARG(std::string, solver) = "auto";
   TORCH_ARG(std::string, fisher) = "empirical";
   TORCH_ARG(std::string, weight_sharing) = "expand";
   TORCH_ARG(int64_t, max_factor_size) = 5000;
+  TORCH_ARG(std::optional<std::string>, factor_dtype) = std::nullopt;
   /// The first six options as functions of the step; their values above follow.
   TORCH_ARG(Schedules, schedules) = {};
 

@@ -5,6 +5,7 @@
 #include "torchium/export.h"
 #include "torchium/gradients.h"
 #include "torchium/optim/capturing_optimizer.h"
+#include "torchium/optim/curvature_options.h"
 
 #include <torch/optim/optimizer.h>
 
@@ -40,9 +41,23 @@ struct TORCHIUM_API NaturalGradientOptions
   TORCH_ARG(double, momentum) = 0.9;
   /// Bound of the norm of the direction, > 0; none: no bound.
   TORCH_ARG(std::optional<double>, max_norm) = std::nullopt;
-  /// "gram" (a factorisation), "cg" (conjugate gradients) or "auto" (the first for up to 4096
-  /// samples if these are no more than the parameters).
+  /// "gram" (a factorisation in the space of the rows of J), "explicit" (one in the space of the P
+  /// parameters), "cg" (conjugate gradients) or "auto": with m the smaller of rows and P, the
+  /// factorisation of order m if 16 m^2 <= max_workspace_bytes, else "cg".
   TORCH_ARG(std::string, solver) = "auto";
+  /// Where the rows of J come from: "empirical", the gradients of the losses; "ggn", a square root
+  /// of the Hessian of the loss by the outputs of the model (the generalized Gauss-Newton matrix);
+  /// or "mc", targets drawn from the model's own distribution (the Fisher matrix). The last two
+  /// need NaturalGradient::update_curvature(). A new value counts from the next matrix on.
+  TORCH_ARG(std::string, fisher) = "empirical";
+  /// Rank of the Nystrom preconditioner of conjugate gradients, >= 0; 0: the dampings alone. It
+  /// costs as many products with F as its rank, at each new matrix.
+  TORCH_ARG(int64_t, nystrom_rank) = 0;
+  /// Bound of the matrix of "auto" with its factor, and of the rows that "explicit" forms at a time
+  /// (at least those of one sample), >= 1.
+  TORCH_ARG(int64_t, max_workspace_bytes) = int64_t{1} << 28;
+  /// NaturalGradient::update_damping() may be called. Needs momentum 0.
+  TORCH_ARG(bool, adaptive_damping) = false;
   /// Ascend instead of descend.
   TORCH_ARG(bool, maximize) = false;
 
@@ -81,19 +96,21 @@ struct TORCHIUM_API NaturalGradientParamState : public SecondOrderParamState {
 
 /// How a step was solved.
 struct NaturalGradientReport {
-  /// "gram" or "cg"; empty before the first step.
+  /// "gram", "explicit" or "cg"; empty before the first step.
   std::string solver;
   /// Samples in the Fisher matrix.
   int64_t samples = 0;
+  /// Rows of J: one per sample, or one per sample and column of its curvature.
+  int64_t rows = 0;
   /// Of conjugate gradients, else 0.
   int64_t iterations = 0;
   double relative_residual = 0.0;
 };
 
-/// Natural gradient with the damped empirical Fisher matrix of the batch, for a loss that is a mean
-/// over the samples. Only the operators of CapturingOptimizer may use a parameter. What is added to
-/// its gradient after the backward pass, such as weight decay, is a part of the gradient, but not
-/// of the Fisher matrix.
+/// Natural gradient with the damped Fisher matrix of the batch, for a loss that is a mean over the
+/// samples. Only the operators of CapturingOptimizer may use a parameter, unless update_jacobian()
+/// is used. What is added to its gradient after the backward pass, such as weight decay, is a part
+/// of the gradient, but not of the Fisher matrix.
 ///
 /// The constructors throw c10::ValueError for a layer of torch::nn with trainable parameters that
 /// is not supported, such as recurrent and transformer layers. step() throws it, and changes
@@ -117,6 +134,30 @@ class TORCHIUM_API NaturalGradient : public CapturingOptimizer {
   static torch::OrderedDict<std::string, at::Tensor> compute_per_sample_gradients(
       const torch::nn::Module& model, const ForwardFunction& forward, const LossFunction& loss_fn,
       const at::Tensor& inputs, const at::Tensor& targets);
+
+  /// fisher "mc" and "ggn": the matrix of the next step, from outputs [N, ...] of the model with
+  /// their graph. KFAC::update_curvature() has the arguments, the losses and the errors. With S the
+  /// Jacobian by the parameters times a square root of the Hessian, C rows per sample for C
+  /// columns, F = S^T S / N over the N samples of all calls since the last step or zero_grad().
+  /// Does nothing in steps that keep their matrix (update_freq).
+  void update_curvature(const at::Tensor& outputs, const std::string& loss,
+                        const CurvatureOptions& options = {});
+
+  /// The next step minimizes r . r / (2 n) for n residuals r with the Jacobian J by the parameters,
+  /// which the caller has computed, as with second derivatives of the model: F = J^T J / n. Sets
+  /// `.grad` of every parameter to J^T r / n, and replaces what was captured. A weighted loss has
+  /// rows and residuals times the roots of the weights. Does not wait for the device.
+  ///
+  /// rows: one tensor [n, *shape] per parameter, in the order of the groups, of its dtype and on
+  /// its device; residuals: [n]. They are not copied, and must not change until step(). Throws
+  /// c10::ValueError, and changes nothing, for tensors that do not fit and with update_freq
+  /// above 1.
+  void update_jacobian(const std::vector<at::Tensor>& rows, const at::Tensor& residuals);
+
+  /// Adapts the damping of all groups by the rule of Levenberg and Marquardt, as
+  /// KFAC::update_damping() does. The predicted reduction of a step d is (lr nu - lr^2 nu^2 / 2)
+  /// v . d, with v the gradient and nu the factor of max_norm.
+  double update_damping(double loss_before, double loss_after);
 
   /// Of the last step; waits for the device.
   NaturalGradientReport report() const;

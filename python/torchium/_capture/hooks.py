@@ -1,4 +1,4 @@
-"""Hooks of modules, outputs and parameters that do not keep the optimizer alive."""
+"""Hooks of modules that do not keep the optimizer alive."""
 
 from __future__ import annotations
 
@@ -7,80 +7,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.nn.modules import module as nn_module
 from torch.utils.hooks import RemovableHandle
-
-
-class Saved(torch.autograd.Function):
-    """A node that saves a tensor as autograd does.
-
-    The tensor is therefore offloaded or recomputed like other saved tensors (activation
-    checkpointing), and a change in place is an error.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, saved: Tensor) -> Tensor:
-        ctx.save_for_backward(saved)
-        return anchor.new_empty(0)
-
-
-class OutputHook:
-    """Hook of the node that computed an output, which pairs its gradient with the layer's input.
-
-    A node gets its gradients after the hooks of its outputs, of which a user's may change them.
-    """
-
-    __slots__ = ("__weakref__", "_add", "_index", "_saved", "module", "params", "shape")
-
-    def __init__(
-        self,
-        add: Callable[[nn.Module, dict[str, Tensor], Tensor, Tensor], None],
-        saved: Tensor | None,
-        module: nn.Module,
-        params: dict[str, Tensor],
-        shape: torch.Size,
-        index: int,
-    ) -> None:
-        self._add = add
-        self._index = index
-        self._saved = saved
-        self.module = module
-        self.params = params
-        self.shape = shape
-
-    @_disable_dynamo
-    def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
-        gradient = gradients[self._index]
-        if self._saved is None or gradient is None:
-            return
-        with torch.no_grad():
-            gradient = gradient.detach().reshape(self.shape)
-            self._add(self.module, self.params, self.input(), gradient)
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
-            self._saved = None  # the output may live on, the input need not
-
-    def input(self) -> Tensor:
-        """What the layer received; RuntimeError if it was changed or the graph was freed."""
-        if self._saved is None:
-            raise RuntimeError(
-                "the graph of outputs was freed by a backward pass; call update_curvature() before it, "
-                "or retain the graph"
-            )
-        node: Any = self._saved.grad_fn
-        try:
-            input: Tensor = node.saved_tensors[0]
-        except RuntimeError as error:
-            if "modified by an inplace operation" not in str(error):
-                raise
-            raise RuntimeError(
-                f"the input of {self.module} was changed in place after the layer had used it; its "
-                "second-order information is lost. Change a copy, or use an operation that is not in "
-                "place"
-            ) from error
-        return input
 
 
 class ModuleHook:
@@ -157,22 +87,6 @@ _registrations = _RegistrationHook()
 def on_registration(method: Callable[[nn.Module, Tensor], None]) -> None:
     """Calls the method, as long as its object lives, for every parameter that a module gets."""
     _registrations.add(method)
-
-
-class ParameterHook:
-    """Hook of a parameter that does not keep the optimizer alive."""
-
-    __slots__ = ("_method", "_param")
-
-    def __init__(self, method: Callable[[Tensor], None], param: Tensor) -> None:
-        self._method = weakref.WeakMethod(method)
-        self._param = weakref.ref(param)
-
-    @_disable_dynamo
-    def __call__(self, tensor: Tensor) -> None:
-        method, param = self._method(), self._param()
-        if method is not None and param is not None:
-            method(param)
 
 
 def weakly(method: weakref.WeakMethod[Callable[..., None]], *args: Any) -> None:

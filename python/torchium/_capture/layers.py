@@ -5,7 +5,9 @@ Kinds, settings and layouts must agree with ``src/gradients/capture/layer_call.h
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,63 +18,61 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
 
-_SETTINGS = 8  # integers that describe a layer to the core
+_SETTINGS = 12  # integers that describe a layer to the core
 
 
 class LayerKind(IntEnum):
-    """``torchium::gradients::detail::LayerKind``, and one that is ``LINEAR`` in the core."""
+    """``torchium::gradients::detail::LayerKind``, and those that are another in the core."""
 
     LINEAR = 0
     CONV2D = 1
     EMBEDDING = 2
     LAYER_NORM = 3
     GROUP_NORM = 4
-    TRANSPOSED_LINEAR = 5  # Conv1D of transformers: a linear layer with a weight [in, out]
+    CONV3D = 5
+    RMS_NORM = 6
+    TRANSPOSED_LINEAR = 7  # Conv1D of transformers: a linear layer with a weight [in, out]
+    CONV1D = 8  # a conv2d of height 1
+    TRANSPOSED_CONV = 9  # of 1, 2 or 3 dimensions: a convolution with another setting
 
 
 @dataclass(eq=False, slots=True)
 class LayerCall:
-    """One call of a layer in a forward pass, with the gradient of its output.
-
-    ``root`` is the whole backward pass, ``task`` the part of it that reached the call: they differ
-    under reentrant checkpointing. ``reached`` names the parameters whose ``.grad`` has the
-    contribution of this call.
-    """
+    """One call of a layer in a forward pass, with the gradient of its output."""
 
     module: nn.Module
-    params: dict[str, Tensor]  # "weight" and "bias", where they are trained by the optimizer
+    params: dict[str, Tensor]  # "weight" and "bias", where ``.grad`` has what this call contributes
     input: Tensor
     output_gradient: Tensor
-    root: int
-    task: int
-    reached: set[str] = field(default_factory=set)
-    input_version: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.input_version = self._version()
-
-    def has_changed(self) -> bool:
-        """Whether the input was changed in place since the backward pass."""
-        return self._version() != self.input_version
-
-    def _version(self) -> int:
-        return 0 if self.input.is_inference() else self.input._version
+    has_changed: bool  # whether the input was changed in place since the backward pass
 
 
-_CLASSES: dict[LayerKind, type[nn.Module]] = {
-    LayerKind.LINEAR: nn.Linear,
-    LayerKind.CONV2D: nn.Conv2d,
-    LayerKind.EMBEDDING: nn.Embedding,
-    LayerKind.LAYER_NORM: nn.LayerNorm,
-    LayerKind.GROUP_NORM: nn.GroupNorm,
+_CLASSES: dict[type[nn.Module], LayerKind] = {
+    nn.Linear: LayerKind.LINEAR,
+    nn.Conv1d: LayerKind.CONV1D,
+    nn.Conv2d: LayerKind.CONV2D,
+    nn.Conv3d: LayerKind.CONV3D,
+    nn.ConvTranspose1d: LayerKind.TRANSPOSED_CONV,
+    nn.ConvTranspose2d: LayerKind.TRANSPOSED_CONV,
+    nn.ConvTranspose3d: LayerKind.TRANSPOSED_CONV,
+    nn.Embedding: LayerKind.EMBEDDING,
+    nn.LayerNorm: LayerKind.LAYER_NORM,
+    nn.RMSNorm: LayerKind.RMS_NORM,
+    nn.GroupNorm: LayerKind.GROUP_NORM,
 }
 
-ALL_KINDS = frozenset(_CLASSES)
-MATRIX_KINDS = frozenset({LayerKind.LINEAR, LayerKind.CONV2D, LayerKind.TRANSPOSED_LINEAR})
-
-
-# Those that K-FAC preconditions, and the one that a weight of them may be tied to.
-TIED_KINDS = MATRIX_KINDS | {LayerKind.EMBEDDING}
+ALL_KINDS = frozenset(LayerKind)
+# Those that K-FAC preconditions.
+FACTOR_KINDS = frozenset(
+    {
+        LayerKind.LINEAR,
+        LayerKind.EMBEDDING,
+        LayerKind.TRANSPOSED_LINEAR,
+        LayerKind.CONV1D,
+        LayerKind.CONV2D,
+        LayerKind.CONV3D,
+    }
+)
 
 
 # Of the classes seen so far: models ask for every call of a layer.
@@ -89,7 +89,7 @@ def _known_class(cls: type[nn.Module]) -> tuple[LayerKind, type[nn.Module]] | No
 
 
 def _find_known_class(cls: type[nn.Module]) -> tuple[LayerKind, type[nn.Module]] | None:
-    for kind, known in _CLASSES.items():
+    for known, kind in _CLASSES.items():
         if issubclass(cls, known):
             return kind, known
     for base in cls.__mro__:  # by name: transformers need not be installed
@@ -109,8 +109,9 @@ def layer_kind(module: nn.Module) -> LayerKind | None:
     if found is None:
         return None
     kind, cls = found
-    methods = ("forward", "_conv_forward") if kind is LayerKind.CONV2D else ("forward",)
-    for name in methods:
+    for name in ("forward", "_conv_forward"):
+        if not hasattr(cls, name):
+            continue
         if name in module.__dict__ or getattr(type(module), name) is not getattr(cls, name):
             return None
     return kind
@@ -190,21 +191,43 @@ def is_single(module: nn.Module, input: Tensor) -> bool:
     """Whether the input is one sample without a sample dimension."""
     if layer_kind(module) in (LayerKind.LINEAR, LayerKind.TRANSPOSED_LINEAR):
         return input.dim() == 1
-    if isinstance(module, nn.Conv2d):
-        return input.dim() == 3
+    if isinstance(module, _ConvNd):
+        return input.dim() == len(module.kernel_size) + 1
     if isinstance(module, nn.Embedding):
         return input.dim() == 0
-    return isinstance(module, nn.LayerNorm) and input.dim() == len(module.normalized_shape)
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        return input.dim() == len(module.normalized_shape)
+    return False
+
+
+def core_input(module: nn.Module, input: Tensor) -> Tensor:
+    """The input as the core takes it: padded, images of height 1, the sample in dimension 0."""
+    single = is_single(module, input)
+    input = padded(module, input)
+    if is_1d(module):
+        input = input.unsqueeze(-2)
+    return input.unsqueeze(0) if single else input
+
+
+def core_shape(module: nn.Module, input: Tensor, output: Sequence[int]) -> list[int]:
+    """The shape of an output of the layer as the core takes it."""
+    shape = list(output)
+    if is_1d(module):
+        shape.insert(-1, 1)
+    return [1, *shape] if is_single(module, input) else shape
 
 
 def core_tensors(
     module: nn.Module, input: Tensor, output_gradient: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Input and output gradient as the core takes them: padded, with the sample in dimension 0."""
-    input = padded(module, input)
-    if is_single(module, input):
-        return input.unsqueeze(0), output_gradient.unsqueeze(0)
-    return input, output_gradient
+    """Input and output gradient as the core takes them."""
+    shape = core_shape(module, input, output_gradient.shape)
+    return core_input(module, input), output_gradient.reshape(shape)
+
+
+def is_1d(module: nn.Module) -> bool:
+    """Whether the layer is a convolution that is one of height 1 in the core."""
+    return isinstance(module, _ConvNd) and len(module.kernel_size) == 1
 
 
 def convolution_padding(module: _ConvNd) -> list[int]:
@@ -227,25 +250,32 @@ def convolution_padding(module: _ConvNd) -> list[int]:
     return sides
 
 
-def _needs_padded_input(module: nn.Conv2d) -> bool:
-    left, right, top, bottom = convolution_padding(module)
-    return module.padding_mode != "zeros" or left != right or top != bottom
+def input_padding(module: nn.Module) -> tuple[list[int], str]:
+    """What the core does not add itself (other modes, more zeros behind) and the mode, for ``F.pad``."""
+    if not isinstance(module, _ConvNd):
+        return [], "constant"
+    sides = convolution_padding(module)
+    if module.padding_mode != "zeros":
+        return sides, module.padding_mode
+    pairs = zip(sides[::2], sides[1::2], strict=True)
+    more = [zeros for before, behind in pairs for zeros in (0, behind - before)]
+    return more if any(more) else [], "constant"
 
 
 def padded(module: nn.Module, input: Tensor) -> Tensor:
-    """The input with padding that the core does not support: other modes, uneven sides."""
-    if not isinstance(module, nn.Conv2d) or not _needs_padded_input(module):
-        return input
-    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-    return F.pad(input, convolution_padding(module), mode=mode)
+    """The input with the padding that the core does not add itself."""
+    padding, mode = input_padding(module)
+    return F.pad(input, padding, mode=mode) if padding else input
 
 
-def _padding(module: nn.Conv2d) -> tuple[int, int]:
-    """Zeros on each side of what :func:`padded` returns."""
-    if _needs_padded_input(module):
-        return 0, 0
-    left, _, top, _ = convolution_padding(module)
-    return top, left
+def _convolution_settings(module: _ConvNd) -> list[int]:
+    """Those of ``ConvolutionSettings`` of the core."""
+    sides = convolution_padding(module)
+    zeros = sides[-2::-2] if module.padding_mode == "zeros" else [0] * len(module.kernel_size)
+    lists = [list(module.stride), zeros, list(module.dilation)]
+    if is_1d(module):
+        lists = [[of_height, *list] for of_height, list in zip((1, 0, 1), lists, strict=True)]
+    return [*itertools.chain(*lists), module.groups, int(module.transposed)]
 
 
 def call_row(
@@ -259,13 +289,22 @@ def call_row(
     assert kind is not None
     if kind is LayerKind.TRANSPOSED_LINEAR:
         kind, settings = LayerKind.LINEAR, [1]
-    if isinstance(module, nn.Conv2d):
-        settings = [*module.stride, *_padding(module), *module.dilation, module.groups]
+    if isinstance(module, _ConvNd):
+        kind = LayerKind.CONV3D if len(module.kernel_size) == 3 else LayerKind.CONV2D
+        settings = _convolution_settings(module)
     elif isinstance(module, nn.Embedding):
         settings = [-1 if module.padding_idx is None else module.padding_idx]
     elif isinstance(module, nn.LayerNorm):
         settings, eps = [len(module.normalized_shape)], module.eps
+    elif isinstance(module, nn.RMSNorm):
+        settings, eps = [len(module.normalized_shape)], -1.0 if module.eps is None else module.eps
     elif isinstance(module, nn.GroupNorm):
         settings, eps = [module.num_groups], module.eps
-    settings += [0] * (_SETTINGS - len(settings))
-    return [int(kind), weight, bias, micro_batch, *settings], eps
+    return core_row(kind, weight, bias, micro_batch, settings), eps
+
+
+def core_row(
+    kind: LayerKind, weight: int, bias: int, micro_batch: int, settings: list[int]
+) -> list[int]:
+    """The integers of a call in the core."""
+    return [int(kind), weight, bias, micro_batch, *settings, *[0] * (_SETTINGS - len(settings))]

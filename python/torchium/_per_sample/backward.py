@@ -7,16 +7,17 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
-from .._capture.capture import CallCapture
+from .._capture.capture import CallCapture, check_inputs
 from .._capture.layers import (
+    ALL_KINDS,
     LayerCall,
     computed_weight,
     is_single,
     mixes_samples,
 )
-from .formulas import formula_of, received_batch
-from .layers import KINDS, LayerCalls, why_unknown
+from .formulas import formula_of
 from .layers import LayerCall as CoreCall
+from .layers import LayerCalls, why_unknown
 from .recorder import NAMES
 from .sample_loss import trainable
 
@@ -94,7 +95,7 @@ class per_sample:
             raise ValueError(f"no parameter of {type(self._model).__name__} requires a gradient")
         for name, module in self._model.named_modules():
             self._check(name, module)
-        self._capture = _Capture(KINDS, self._wants)
+        self._capture = _Capture(ALL_KINDS, self._wants)
         self._capture.watch(params.values())
         for name, module in self._model.named_modules():
             self._capture.adopt(module, name)
@@ -152,7 +153,7 @@ class per_sample:
                 "no backward pass of a batch that is not empty has reached a parameter; run the "
                 "forward and the backward pass inside of the per_sample block"
             )
-        capture.check_inputs("the per_sample block has ended")
+        check_inputs(passes, "the per_sample block has ended")
         for calls in passes:
             self._check_lookups(calls)
         mixing = capture.mixing()
@@ -162,8 +163,9 @@ class per_sample:
                 f"{what} normalised with the statistics of the batch, so a sample has no gradient "
                 "of its own; call it with training=False and running statistics"
             )
+        used_outside = capture.used_outside
         for name, param in params.items():
-            if param in capture.used_outside:
+            if param in used_outside:
                 raise ValueError(
                     f"the loss depends on the parameter {name!r} outside of its layer too; call "
                     "per_sample_gradients()"
@@ -185,17 +187,38 @@ class per_sample:
                     "shape"
                 )
 
+    def _check_counts(self, first_with: dict[int, nn.Module]) -> None:
+        if len(first_with) == 1:
+            return
+        names = {
+            module: f"model.{name}" if name else "model"
+            for name, module in self._model.named_modules()
+        }
+        few, many = min(first_with), max(first_with)
+        layers = [
+            f"{names.get(m, 'a layer')} ({type(m).__name__})"
+            for m in (first_with[few], first_with[many])
+        ]
+        raise ValueError(
+            f"{layers[0]} has seen {few} samples and {layers[1]} {many} in one backward pass; dimension "
+            "0 of the input of every layer must be the sample. Expand what all samples share: "
+            f"positions, for example, to [{many}, ...]"
+        )
+
     def _rows(self, params: list[Tensor], calls: list[LayerCall]) -> list[Tensor]:
         """The gradients of the samples of one backward pass."""
         positions = {p: i for i, p in enumerate(params)}
         arguments = LayerCalls(params)
+        first_with: dict[int, nn.Module] = {}  # this number of samples
         for call in calls:
-            own = {name: positions[p] for name, p in call.params.items() if name in call.reached}
+            own = {name: positions[p] for name, p in call.params.items()}
             input, output_gradient = call.input, call.output_gradient
-            if is_single(call.module, input) or not received_batch(call.module, input):
+            if is_single(call.module, input):
                 input, output_gradient = input.unsqueeze(0), output_gradient.unsqueeze(0)
             arguments.add(CoreCall(call.module, own, input, output_gradient))
             samples = len(input)
+            first_with.setdefault(samples, call.module)
+        self._check_counts(first_with)
         result: list[Tensor] = arguments.run(
             torch.ops.torchium.per_sample_gradients, scale=float(samples if self._is_mean else 1)
         )

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
-
-from .._capture.layers import convolution_padding
 
 # (layer, input [samples, ...], output gradient [samples, ...]) -> name -> [samples, *shape]
 Formula = Callable[[Any, Tensor, Tensor], dict[str, Tensor]]
@@ -88,7 +82,7 @@ def _register(module_class: type[nn.Module], formula: FormulaT) -> FormulaT:
 def formula_of(module: nn.Module) -> Formula | None:
     """The formula for a layer, if it has one."""
     for base in type(module).__mro__:
-        found = _registered.get(base) or _BUILT_IN.get(base)
+        found = _registered.get(base)
         if found is not None:
             methods = [n for n in ("forward", "_conv_forward") if hasattr(base, n)]
             is_same = all(
@@ -135,83 +129,3 @@ def _checked(module: nn.Module, name: str, found: Any, samples: int) -> Tensor:
             f"dict with the gradients of {name!r} of all samples, of shape {expected}"
         )
     return row
-
-
-# ---- torchium's own
-
-
-def _spatial_dims(layer: _ConvNd) -> int:
-    return len(layer.kernel_size)
-
-
-def received_batch(module: nn.Module, input: Tensor) -> bool:
-    """Whether the input of a layer has a batch in dimension 0."""
-    if isinstance(module, _ConvNd):
-        return input.dim() == _spatial_dims(module) + 2
-    return not isinstance(module, nn.RMSNorm) or input.dim() > len(module.normalized_shape)
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
-
-
-def _products_of_windows(layer: _ConvNd, input: Tensor, other: Tensor) -> Tensor:
-    """``sum_t other[n, o, t] input[n, i, stride t + dilation k]``: [n, o, i of a group, *k]."""
-    groups, samples = layer.groups, len(input)
-    channels = input.shape[1] // groups
-    input = input.contiguous()
-    n, c, *steps = input.stride()
-    windows = input.as_strided(
-        (samples, groups, channels, *layer.kernel_size, *other.shape[2:]),
-        (
-            *(n, c * channels, c),
-            *(step * dilation for step, dilation in zip(steps, layer.dilation, strict=True)),
-            *(step * stride for step, stride in zip(steps, layer.stride, strict=True)),
-        ),
-    )
-    A = windows.reshape(samples * groups, channels * math.prod(layer.kernel_size), -1)
-    G = other.reshape(samples * groups, other.shape[1] // groups, -1)
-    rows = torch.bmm(G, A.mT)
-    return rows.view(samples, other.shape[1], channels, *layer.kernel_size)
-
-
-def _of_convolution(layer: _ConvNd, input: Tensor, output_gradient: Tensor) -> dict[str, Tensor]:
-    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-    output_gradient = _widened(output_gradient)
-    padded = F.pad(input.to(output_gradient), convolution_padding(layer), mode=mode)
-    return {
-        "weight": _products_of_windows(layer, padded, output_gradient),
-        "bias": output_gradient.flatten(2).sum(2),
-    }
-
-
-def _of_transposed_convolution(
-    layer: _ConvNd, input: Tensor, output_gradient: Tensor
-) -> dict[str, Tensor]:
-    """That of the convolution from output to input."""
-    output_gradient = _widened(output_gradient)
-    sides: Any = layer.padding
-    padding = [zeros for zeros in reversed(sides) for _ in range(2)]
-    padded = F.pad(output_gradient, padding)
-    return {
-        "weight": _products_of_windows(layer, padded, input.to(padded)),
-        "bias": output_gradient.flatten(2).sum(2),
-    }
-
-
-def _of_rms_norm(layer: nn.RMSNorm, input: Tensor, output_gradient: Tensor) -> dict[str, Tensor]:
-    eps = torch.finfo(input.dtype).eps if layer.eps is None else layer.eps
-    output_gradient = _widened(output_gradient)
-    normalized = F.rms_norm(input.to(output_gradient), list(layer.normalized_shape), None, eps)
-    rows = normalized * output_gradient
-    between = range(1, rows.dim() - len(layer.normalized_shape))
-    return {"weight": rows.sum(tuple(between)) if between else rows}
-
-
-_BUILT_IN: dict[type[nn.Module], Formula] = {
-    **dict.fromkeys((nn.Conv1d, nn.Conv3d), _of_convolution),
-    **dict.fromkeys(
-        (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _of_transposed_convolution
-    ),
-    nn.RMSNorm: _of_rms_norm,
-}

@@ -12,21 +12,19 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 from torch.func import vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.conv import _ConvNd
 
 from .._capture.layers import (
-    ALL_KINDS,
     LayerKind,
     call_row,
-    has_transposed_weight,
-    padded,
+    core_row,
+    core_tensors,
     why_unsupported,
 )
-from .formulas import formula_of, received_batch, rows_by_formula
+from .formulas import formula_of, rows_by_formula
 from .recorder import NAMES, RecordedCall, Recorder, record
 from .sample_loss import SampleLoss
 from .samplewise import is_samplewise, samplewise_layers, summed_losses
-
-KINDS = ALL_KINDS | {LayerKind.TRANSPOSED_LINEAR}
 
 
 @dataclass(slots=True)
@@ -77,23 +75,15 @@ class LayerCalls:
             found = rows_by_formula(module, params, input, output_gradient, call.has_batches)
             for name, rows in found.items():
                 self._add_rows(params[name], rows)
-        elif has_transposed_weight(module):
-            # The transposed weight of a linear layer with input and output gradient exchanged.
-            self._add_linear(params.get("weight", -1), -1, output_gradient, input)
-            self._add_linear(-1, params.get("bias", -1), input, output_gradient)
         else:
             row, eps = call_row(module, params.get("weight", -1), params.get("bias", -1), 0)
-            for one, gradient in _images(module, input, output_gradient, call.has_batches):
-                self._append(padded(module, one), gradient, row, eps)
+            for image, gradient in _images(module, input, output_gradient, call.has_batches):
+                self._append(*core_tensors(module, image, gradient), row, eps)
 
     def _add_rows(self, position: int, rows: Tensor) -> None:
         """Explicit gradients: those of the bias of a layer norm with such an output gradient."""
-        settings = [rows.dim() - 1, *[0] * 7]
-        self._append(rows, rows, [LayerKind.LAYER_NORM, -1, position, 0, *settings], 0.0)
-
-    def _add_linear(self, weight: int, bias: int, input: Tensor, output_gradient: Tensor) -> None:
-        if weight >= 0 or bias >= 0:
-            self._append(input, output_gradient, [LayerKind.LINEAR, weight, bias, 0, *[0] * 8], 0.0)
+        row = core_row(LayerKind.LAYER_NORM, -1, position, 0, [rows.dim() - 1])
+        self._append(rows, rows, row, 0.0)
 
     def _append(self, input: Tensor, output_gradient: Tensor, row: list[int], eps: float) -> None:
         self._inputs.append(input)
@@ -205,7 +195,7 @@ def _has_backward_hooks(model: nn.Module) -> bool:
 
 def why_unknown(layer: nn.Module) -> str | None:
     """Why the gradients of a layer do not follow from its calls; None: they do."""
-    return None if formula_of(layer) is not None else why_unsupported(layer, KINDS)
+    return None if formula_of(layer) is not None else why_unsupported(layer)
 
 
 def _is_known(layer: nn.Module) -> bool:
@@ -252,8 +242,7 @@ def _for_core(
         if gradient is None:  # the loss does not depend on this output
             gradient = torch.zeros((), device=call.input.device).expand(call.output_shape)
         input, gradient = call.input.detach(), gradient.reshape(call.output_shape)
-        has_batches = call.has_batches and received_batch(call.module, input[0])
-        result.add(LayerCall(call.module, call.params, input, gradient, has_batches))
+        result.add(LayerCall(call.module, call.params, input, gradient, call.has_batches))
     return result
 
 
@@ -262,7 +251,7 @@ def _images(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Input and output gradient; one pair per image where a sample is a batch of images."""
     has_images = isinstance(module, nn.GroupNorm) or (
-        isinstance(module, nn.Conv2d) and input.dim() == 5
+        isinstance(module, _ConvNd) and input.dim() == len(module.kernel_size) + 3
     )
     if not (has_batches and has_images):
         yield input, output_gradient

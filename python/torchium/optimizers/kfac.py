@@ -14,18 +14,7 @@ from ._core.capturing import CapturingOptimizer, ParamsOrModel
 from ._core.factors import FactorCapture
 from ._core.options import OptionList
 from ._core.plan import JointPlan
-from ._core.schedules import schedules_in
-
-# The arguments of update_curvature(), in the order of the core.
-_CURVATURE_TYPES: tuple[tuple[str, Any], ...] = (
-    ("outputs", Tensor),
-    ("loss", str),
-    ("reduction", str),
-    ("class_dim", int | None),
-    ("mask", Tensor | None),
-    ("samples", int),
-    ("generator", torch.Generator | None),
-)
+from ._core.schedules import Group, schedules_in
 
 
 class KFACReport(TypedDict):
@@ -50,7 +39,9 @@ class KFAC(CapturingOptimizer):
     1. :math:`V \leftarrow V + \text{weight\_decay}\,\theta`;
     2. the direction :math:`D = (G + \sqrt{\text{damping}}/\pi\,I)^{-1}\, V\,
        (A + \pi \sqrt{\text{damping}}\,I)^{-1}`, or with ``damping_split="exact"``
-       :math:`(A \otimes G + \text{damping}\,I)^{-1} V`;
+       :math:`(A \otimes G + \text{damping}\,I)^{-1} V`. With ``ekfac=True``
+       :math:`D = U_G\,((U_G^\top V U_A) / (s + \text{damping}))\,U_A^\top`, with eigenvectors :math:`U` and
+       :math:`s = E[(U_G^\top D_n U_A)^2]` over the gradients :math:`D_n` of samples, element by element;
     3. the KL clip scales the directions of all layers together by
        :math:`\min(1, \sqrt{\text{kl\_clip} / |\sum \text{lr}^2\, V \cdot D|})`;
     4. momentum, and :math:`\theta \leftarrow \theta - \text{lr}\,D`.
@@ -61,13 +52,20 @@ class KFAC(CapturingOptimizer):
     steps 1, 1 + ``TInv``, .... Layers with :math:`T` positions per sample (sequences, convolutions) sum
     over them: :math:`A = \sum a a^\top / (N T)`, :math:`G = \sum g g^\top / N`; or with
     ``weight_sharing="reduce"`` :math:`a` is the mean and :math:`g` the sum over the positions of a sample.
+    :math:`s` of EKFAC is averaged like the factors, in the eigenvectors at hand. New ones change it to the
+    diagonal that the same matrix has in their basis, and before its first average it is
+    :math:`\lambda_G \lambda_A^\top`, the eigenvalues of K-FAC.
 
     Layers are ``nn.Linear`` (any leading dimensions; dimension 0 is the sample), the ``Conv1D`` of
-    transformers, and ``nn.Conv2d``, also if a weight is shared or a layer is used several times. The
-    weight of a linear layer may be that of an ``nn.Embedding`` too (a tied head). Other parameters,
-    embeddings that are not tied, and weights that are also used outside of their layers take steps of
-    SGD with momentum; a warning counts them once, and :meth:`report` names them. Uses outside are
-    looked for where factors are captured, and what is found holds until the next time.
+    transformers, ``nn.Conv1d`` to ``nn.Conv3d``, and ``nn.Embedding``, also if a weight is shared or a layer
+    is used several times. The weight of a linear layer may be that of an embedding too (a tied head). The
+    input factor of an embedding is diagonal, the frequencies of its words; as the first dimension of its
+    weight is that of the words, it is called G. Other parameters, and weights that are also used outside of
+    their layers, take steps of SGD with momentum; a warning counts them once, and :meth:`report` names
+    them. Among them are tables whose rows samples share, as those of positions :math:`[T]`, and transposed
+    convolutions: no paper defines their factors, and the two ways to write one as a linear layer with
+    shared weights have different ones. Uses outside are looked for where factors are captured, and what is
+    found holds until the next time.
     Micro-batches with loss / k, one ``backward()`` each, equal one batch.
     Passes without ``backward()`` between two steps leave no trace. ``zero_grad()`` of the optimizer
     forgets what was captured, and so does every step, except one that raises for a wrong option.
@@ -88,21 +86,24 @@ class KFAC(CapturingOptimizer):
     A gradient that is not finite, or too large to square (as for :class:`Shampoo`), skips the whole
     step, and so do inputs and output gradients of layers whose sums of squares overflow. A root that
     is not finite or not accurate is never used: the layer keeps its last good one, and three
-    failures in a row raise ``RuntimeError``. State is float32 (float64 for float64 parameters).
+    failures in a row raise ``RuntimeError``. State is float32 (float64 for float64 parameters), but for
+    ``factor_dtype``.
 
     Sources: Martens, Grosse, "Optimizing Neural Networks with Kronecker-factored Approximate
     Curvature", ICML 2015, `arXiv:1503.05671 <https://arxiv.org/abs/1503.05671>`_; convolutions:
     Grosse, Martens, ICML 2016, `arXiv:1602.01407 <https://arxiv.org/abs/1602.01407>`_; shared
     weights: Eschenhagen et al., NeurIPS 2023,
-    `arXiv:2311.00636 <https://arxiv.org/abs/2311.00636>`_; the KL clip: Ba, Grosse, Martens,
+    `arXiv:2311.00636 <https://arxiv.org/abs/2311.00636>`_; EKFAC: George et al., "Fast Approximate
+    Natural Gradient Descent in a Kronecker-factored Eigenbasis", NeurIPS 2018,
+    `arXiv:1806.03884 <https://arxiv.org/abs/1806.03884>`_; the KL clip: Ba, Grosse, Martens,
     "Distributed Second-Order Optimization using Kronecker-Factored Approximations", ICLR 2017.
 
     Args:
         params_or_model (nn.Module or iterable): the model, or parameters, named parameters or dicts
             of parameter groups: then their layers are found when they run. Parameters are dense,
             real, float32, float64, bfloat16 or float16, all on one device. Every option but
-            ``batch_averaged``, ``kl_clip``, ``damping_split``, ``root_method``, ``fisher`` and
-            ``adaptive_damping`` may be set for a group; the group of its weight decides for a layer.
+            ``batch_averaged``, ``kl_clip``, ``damping_split``, ``ekfac``, ``solver``, ``fisher``
+            and ``adaptive_damping`` may be set for a group; the group of its weight decides for a layer.
         lr (float or Tensor): learning rate, at least 0. A tensor has one element (default: 0.003).
         momentum (float): momentum of the direction, in [0, 1) (default: 0.9).
         weight_decay (float): L2 penalty (default: 0).
@@ -117,12 +118,17 @@ class KFAC(CapturingOptimizer):
             None: no bound (default: 1e-3).
         damping_split (str): ``"pi"``, with :math:`\pi^2` the ratio of the mean eigenvalues of A and G;
             ``"plain"``, with :math:`\pi = 1`; or ``"exact"`` (default: "pi").
-        root_method (str): how inverses are computed. ``"eigh"``: by eigenvalues. ``"newton"``: by a coupled
-            Newton iteration, which raises damping below :math:`2^{-20}` of the Frobenius norm of a factor
-            to that (:math:`2^{-46}` in float64). ``"auto"``: by this iteration in float32 on a CUDA device
-            with kernels for it, else by Cholesky factors, and on the CPU by eigenvalues where a pivot is
-            lost in rounding. ``"exact"`` needs eigenvectors, and so ``"eigh"`` or ``"auto"``, which are the
-            same there (default: "auto").
+        ekfac (bool): EKFAC. No other eigenvalues for these eigenvectors are closer to the Fisher matrix, in
+            the Frobenius norm, than :math:`s`. :math:`D_n` is the sum of :math:`g a^\top` over the positions
+            of a sample, also with ``weight_sharing="reduce"``; several calls of a layer, and lookups of a
+            tied head, count as samples of their own. State grows by the size of the weight. Needs
+            ``damping_split="exact"`` (default: False).
+        solver (str): how factors are inverted. ``"eigh"``: by eigenvalues. ``"cholesky"``: by Cholesky factors,
+            and on the CPU by eigenvalues where a pivot is lost in rounding. ``"newton"``: by a coupled Newton
+            iteration, which raises damping below :math:`2^{-20}` of the Frobenius norm of a factor to that
+            (:math:`2^{-46}` in float64). ``"auto"``: ``"newton"`` in float32 on a CUDA device with kernels
+            for it, else ``"cholesky"``. ``damping_split="exact"`` needs eigenvectors, and so ``"eigh"`` or
+            ``"auto"``, which are the same there (default: "auto").
         fisher (str): where :math:`G` comes from. ``"empirical"``: the gradients of the loss. ``"ggn"``: the
             Hessian of the loss by the outputs of the model, exactly (the generalized Gauss-Newton matrix).
             ``"mc"``: an estimate of it by targets drawn from the model's own distribution (the Fisher
@@ -131,14 +137,20 @@ class KFAC(CapturingOptimizer):
         weight_sharing (str): how several positions of a sample count. ``"expand"``: each is an :math:`a`
             and a :math:`g`. ``"reduce"``: a sample has one :math:`a`, the mean over its positions, and one
             :math:`g`, their sum; exact where the model averages the outputs of the layer over the
-            positions. Several calls of a layer, and lookups of a tied head, are always expanded. A new value
+            positions. Several calls of a layer, and lookups, are always expanded. A new value
             counts from the next factors on (default: "expand").
         max_factor_size (int): of a factor of a larger order only the diagonal is kept; a warning and
-            :meth:`report` name those. G of a tied head is always a diagonal. A factor of order n
+            :meth:`report` name those. G of an embedding or a tied head is always a diagonal. A factor of order n
             takes :math:`8 n^2` bytes with its inverse, and an inversion of order :math:`n^3` operations.
             A new value counts for factors that do not exist yet (default: 5000).
-        adaptive_damping (bool): :meth:`update_damping` may be called. Needs ``momentum=0``
-            (default: False).
+        factor_dtype (torch.dtype, optional): dtype of the stored factors :math:`A` and :math:`G`:
+            ``torch.bfloat16``, ``torch.float32``, ``torch.float64`` or their names. Sums, and solves of bfloat16
+            factors, are in float32; everything else that is stored keeps its dtype. bfloat16 halves the memory
+            of the factors and rounds them to 8 bits, :math:`2^{-9}` of the largest entry: damping of a factor
+            should be above that. A new value converts them. None: float32, or
+            float64 for float64 parameters (default: None).
+        adaptive_damping (bool): :meth:`update_damping` may be called. Needs ``momentum=0``, and
+            a number as ``damping`` (default: False).
         grad_scaler (GradScaler, optional): scales the loss, under mixed precision; its scale is taken
             out of the factors. Needed only if its ``unscale_()`` is called before ``step()`` and
             ``fisher="empirical"``. It may be set later as an attribute; a copy of the optimizer has none
@@ -170,6 +182,7 @@ class KFAC(CapturingOptimizer):
     _OPTIONS = OptionList("KFAC")
     _OWN_OPTION = "TCov"
     _PLAN = "KfacPlan"
+    _FROM_BACKWARD = "factors"
     # What the warning says of parameters without a layer.
     _FALLBACK_NOTE = (
         "It takes steps of SGD with momentum for {}. report() names all of them; a group with a larger "
@@ -192,10 +205,12 @@ class KFAC(CapturingOptimizer):
         stat_decay: float | Callable[[int], float] = 0.95,
         kl_clip: float | Callable[[int], float | None] | None = 1e-3,
         damping_split: str = "pi",
-        root_method: str = "auto",
+        ekfac: bool = False,
+        solver: str = "auto",
         fisher: str = "empirical",
         weight_sharing: str = "expand",
         max_factor_size: int = 5000,
+        factor_dtype: torch.dtype | str | None = None,
         adaptive_damping: bool = False,
         grad_scaler: GradScaler | None = None,
         maximize: bool = False,
@@ -273,19 +288,7 @@ class KFAC(CapturingOptimizer):
             >>> torch.nn.functional.cross_entropy(outputs, targets).backward()
             >>> optimizer.step()
         """
-        arguments = (loss, reduction, class_dim, mask, samples, generator)
-        for (name, kind), value in zip(_CURVATURE_TYPES, (outputs, *arguments), strict=True):
-            if not isinstance(value, kind) or isinstance(value, bool):
-                wanted = getattr(kind, "__name__", kind)
-                raise ValueError(f"{name} must be of type {wanted}, got {type(value).__name__}")
-        fisher = self.param_groups[0]["fisher"]
-        if fisher == "empirical":
-            raise RuntimeError(
-                f"update_curvature() needs fisher='mc' or 'ggn', got {fisher!r}, which takes the factors "
-                "from backward()"
-            )
-        if self._wants():
-            self._capture.record_curvature(outputs, *arguments)
+        self._update_curvature(outputs, loss, reduction, class_dim, mask, samples, generator)
 
     def update_damping(self, loss_before: float | Tensor, loss_after: float | Tensor) -> float:
         r"""Adapts the damping of all groups by the rule of Levenberg and Marquardt.
@@ -299,7 +302,7 @@ class KFAC(CapturingOptimizer):
         - if :math:`\rho > 3/4`, damping is multiplied by :math:`0.95^k`;
         - if :math:`\rho < 1/4`, or ``loss_after`` is not finite, it is divided by :math:`0.95^k`.
 
-        Inverses have the new damping when they are due. A step that promises no reduction (skipped, or
+        Inverses have the new damping when they are due. A step that predicts no reduction (skipped, or
         with :math:`\text{lr}\,\nu` 0 or above 2) changes nothing. The rule is that of Martens and Grosse 2015, section 6.5,
         whose learning rate is found by a line search; with a fixed ``lr`` of at most 1 and the batch of the
         step :math:`\rho` is near 1 where the model is good. Parameters without a layer lower the loss too,
@@ -312,7 +315,7 @@ class KFAC(CapturingOptimizer):
             loss_after (float or Tensor): the same loss after the step, on the same batch.
 
         Returns:
-            :math:`\rho`; ``-inf`` if ``loss_after`` is not finite, and NaN if no reduction was promised.
+            :math:`\rho`; ``-inf`` if ``loss_after`` is not finite, and NaN if no reduction was predicted.
 
         Raises:
             ValueError: ``adaptive_damping`` is off, ``damping`` is a function, a loss is not one number,
@@ -338,14 +341,7 @@ class KFAC(CapturingOptimizer):
                 "damping is a function of the step, which update_damping() cannot change; pass a number "
                 "to start from"
             )
-        plan = self._bound_plan()
-        self._adopt_options(plan)
-        ratio, factor = plan.core.damping_update(
-            _number("loss_before", loss_before), _number("loss_after", loss_after)
-        )
-        for group in self.param_groups:
-            group["damping"] *= factor
-        return float(ratio)
+        return self._update_damping(loss_before, loss_after)
 
     def report(self) -> KFACReport:
         """What the last step of each parameter has done with it, and why.
@@ -386,6 +382,14 @@ class KFAC(CapturingOptimizer):
             "diagonal_G": with_diagonal("G"),
         }
 
+    def _check_new_group(self, index: int, group: Group) -> None:
+        super()._check_new_group(index, group)
+        if group.get("adaptive_damping") and "damping" in schedules_in(self._OPTIONS, group):
+            raise ValueError(
+                f"damping of group {index} is a function of the step, which adaptive_damping=True cannot "
+                "change; pass a number to start from, or adaptive_damping=False"
+            )
+
     def _treatments(self, fallback: set[Tensor]) -> dict[str, tuple[str, str]]:
         plan, names = self._plan, self._short_names()
         params, treated = ([], []) if plan is None else (plan.params, plan.core.treatments())
@@ -406,27 +410,27 @@ class KFAC(CapturingOptimizer):
 
     def _why_not(self, param: Tensor, fallback: set[Tensor]) -> str:
         """Why no factors precondition a parameter; `fallback`: all of that kind."""
-        return self._capture.problem(param) or (
-            "not seen in use"
-            if self._capture.weight_beside(param) in fallback
-            else "not the one bias of its weight"
-        )
+        weight = self._capture.weight_beside(param)
+        reason = self._capture.problem(param)
+        if reason is None and weight is not None and self._plan is not None:
+            reason = self._plan.core.problem(self._plan.positions[weight]) or None
+        if reason is not None:
+            return reason
+        return "not seen in use" if weight in fallback else "not the one bias of its weight"
 
     # ---- capture
 
     def _init_capture(self) -> None:
         self._capture = FactorCapture(self._wants, self._loss_scale)
 
+    def _record_curvature(self, outputs: Tensor, *loss: Any) -> None:
+        self._capture.record_curvature(outputs, *loss)
+
     def _wants(self) -> bool:
         """Whether the factors of a layer are due."""
         if not self._decided:
-            plan = self._capture.plan = self._decide()
-            due = [plan.params[i] for i in plan.core.due()] if plan else []
-            self._capture.due = frozenset(due)
+            self._capture.follow(self._decide())
         return bool(self._capture.due)
-
-    def _captures_scaled_loss(self) -> bool:
-        return bool(self.param_groups[0]["fisher"] == "empirical")
 
     def _unknown_loss_scale(self) -> Tensor | None:
         return self._loss_scale() if self.grad_scaler is None else None
@@ -465,13 +469,4 @@ class KFAC(CapturingOptimizer):
 
     def _forget_derived(self) -> None:
         super()._forget_derived()
-        self._capture.release()
-
-
-def _number(name: str, loss: float | Tensor) -> float:
-    if isinstance(loss, Tensor) and loss.numel() != 1:
-        raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(loss.shape)}")
-    try:
-        return float(loss)
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} must be a number or a tensor with one, got {loss!r}") from None
+        self._capture.follow(None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
@@ -55,7 +56,7 @@ class KFACPreconditioner(KFAC):
 
     Args:
         params_or_model (nn.Module or iterable): as for :class:`KFAC`. Every option but ``batch_averaged``,
-            ``kl_clip``, ``damping_split``, ``root_method`` and ``fisher`` may be set for a group.
+            ``kl_clip``, ``damping_split``, ``ekfac``, ``solver`` and ``fisher`` may be set for a group.
         factor_update_steps (int or callable): steps between two updates of the factors; ``TCov`` of :class:`KFAC`
             (default: 5).
         inv_update_steps (int or callable): steps between two inversions of the factors; ``TInv`` of :class:`KFAC`
@@ -70,10 +71,12 @@ class KFACPreconditioner(KFAC):
         batch_averaged (bool): as for :class:`KFAC`, and all below too (default: True).
         eps (float): default: 1e-8.
         damping_split (str): default: "pi".
-        root_method (str): default: "auto".
+        ekfac (bool): default: False.
+        solver (str): default: "auto".
         fisher (str): with :meth:`update_curvature` for "mc" and "ggn" (default: "empirical").
         weight_sharing (str): default: "expand".
         max_factor_size (int): default: 5000.
+        factor_dtype (torch.dtype, optional): default: None.
         grad_scaler (GradScaler, optional): the scaler of the loss, under mixed precision. Required whenever
             one is used (default: None).
 
@@ -93,7 +96,6 @@ class KFACPreconditioner(KFAC):
 
     _OPTIONS = OptionList("KFACPreconditioner")
     _OWN_OPTION = "factor_update_steps"
-    _PLAN = "KfacPreconditionerPlan"
     _FALLBACK_NOTE = "It leaves the gradients as they are for {}. report() names all of them"
 
     def __init__(
@@ -109,10 +111,12 @@ class KFACPreconditioner(KFAC):
         batch_averaged: bool = True,
         eps: float = 1e-8,
         damping_split: str = "pi",
-        root_method: str = "auto",
+        ekfac: bool = False,
+        solver: str = "auto",
         fisher: str = "empirical",
         weight_sharing: str = "expand",
         max_factor_size: int = 5000,
+        factor_dtype: torch.dtype | str | None = None,
         grad_scaler: GradScaler | None = None,
     ) -> None:
         options = self._OPTIONS.given(locals())

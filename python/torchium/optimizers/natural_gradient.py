@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from .._capture.capture import CallCapture
-from .._capture.layers import ALL_KINDS, call_row, computed_weight, core_tensors, why_unsupported
+from .._capture.capture import CallCapture, check_inputs
+from .._capture.layers import (
+    ALL_KINDS,
+    LayerCall,
+    call_row,
+    computed_weight,
+    core_tensors,
+    why_unsupported,
+)
 from .._per_sample.per_sample import per_sample_gradients
 from .._per_sample.sample_loss import LossFunction
 from ._core.capturing import CapturingOptimizer, ParamsOrModel
@@ -20,7 +29,9 @@ class NaturalGradient(CapturingOptimizer):
     r"""Follows the natural gradient of the batch: the gradient times a damped inverse Fisher matrix.
 
     With :math:`J` the gradients of the losses of the :math:`n` samples, one a row,
-    :math:`F = J^\top J / n` is the empirical Fisher matrix of all parameters together, and
+    :math:`F = J^\top J / n` is the empirical Fisher matrix of all parameters together. With
+    ``fisher="ggn"`` or ``"mc"``, :math:`F` is the generalized Gauss-Newton matrix or an estimate of it
+    (:meth:`update_curvature`), and :meth:`update_jacobian` takes a :math:`J` from the caller. With
     :math:`v` the gradient in ``.grad``:
 
     .. math::
@@ -28,13 +39,15 @@ class NaturalGradient(CapturingOptimizer):
         \theta \leftarrow \theta - \text{lr}\,d \min(1, \text{max\_norm} / \|d\|),
 
     where :math:`\mu` is ``momentum`` and the :math:`d` on the right that of the last step (SPRING). It
-    is solved in the space of samples, by a float64 Cholesky factorisation of the n by n matrix
-    :math:`J J^\top`, which is built layer by layer and never from :math:`J`; or by conjugate
-    gradients. :math:`v` may be clipped or have weight decay added to it.
+    is solved in the space of the rows of :math:`J`, by a float64 Cholesky factorisation of the n by n
+    matrix :math:`J J^\top`, which is built layer by layer and never from :math:`J`; in that of the
+    parameters, by one of the P by P matrix :math:`F`; or by conjugate gradients, which form neither.
+    :math:`v` may be clipped or have weight decay added to it.
 
-    The loss is a mean over the samples, which are dimension 0 of what every layer receives: Linear
-    (any leading dimensions), Conv2d, Embedding, LayerNorm and GroupNorm, also if a weight is shared
-    or a layer is used several times. Positions that are looked up must be expanded to
+    The loss is a mean over the samples, which are dimension 0 of what every layer receives: Linear and
+    the ``Conv1D`` of transformers (any leading dimensions), convolutions and transposed convolutions of
+    1 to 3 dimensions, Embedding, LayerNorm, RMSNorm and GroupNorm, also if a weight is shared or a
+    layer is used several times. Positions that are looked up must be expanded to
     ``[batch, ...]``. All layers must see the samples in the same order: one that sorts or shuffles
     them, or receives time first where there are as many positions as samples, gives a wrong Fisher
     matrix without an error, and so do statistics of the batch that are computed by hand
@@ -52,7 +65,9 @@ class NaturalGradient(CapturingOptimizer):
     the space of samples: Ren, Goldfarb, 2019, `arXiv:1906.02353
     <https://arxiv.org/abs/1906.02353>`_; momentum: Goldshlager, Abrahamsen, Lin, "A Kaczmarz-inspired
     approach to accelerate the optimization of neural network wavefunctions" (SPRING), 2024,
-    `arXiv:2401.10190 <https://arxiv.org/abs/2401.10190>`_.
+    `arXiv:2401.10190 <https://arxiv.org/abs/2401.10190>`_; the Gauss-Newton matrix: Schraudolph, Neural
+    Computation 14, 2002; the preconditioner: Frangella, Tropp, Udell, "Randomized Nystrom
+    Preconditioning", 2021, `arXiv:2110.02820 <https://arxiv.org/abs/2110.02820>`_.
 
     Args:
         params_or_model (nn.Module or iterable): the model, or parameters, named parameters or dicts
@@ -67,12 +82,28 @@ class NaturalGradient(CapturingOptimizer):
         eps (float): relative tolerance of conjugate gradients, above 0 (default: 1e-8; float32
             parameters end near 1e-6).
         momentum (float): momentum, in [0, 1) (default: 0.9).
-        max_norm (float, optional): bound of the norm of the direction, above 0 (default: None).
-        solver (str): ``"gram"``, the factorisation; ``"cg"``, conjugate gradients; ``"auto"``, the
-            first for up to 4096 samples if these are no more than the parameters (default: "auto").
+        max_norm (float, optional): bound of the norm of the direction, above 0. With :math:`C / \text{lr}`
+            the step is at most :math:`C` long: :math:`\text{lr} \leftarrow \min(\text{lr}, C / \|d\|)`
+            (default: None).
+        solver (str): ``"gram"``, the factorisation in the space of the rows; ``"explicit"``, that in the
+            space of the :math:`P` parameters; ``"cg"``, conjugate gradients; ``"auto"``: with :math:`m` the
+            smaller of the rows and :math:`P`, the factorisation of order :math:`m` if
+            :math:`16 m^2 \le` ``max_workspace_bytes`` (4096 by default), else ``"cg"``
+            (default: "auto").
+        fisher (str): where the rows of :math:`J` come from. ``"empirical"``: the gradients of the losses.
+            ``"ggn"``: a square root of the Hessian of the loss by the outputs of the model (the generalized
+            Gauss-Newton matrix). ``"mc"``: targets drawn from the model's own distribution (the Fisher
+            matrix). The last two need :meth:`update_curvature` in each iteration. A new value counts from
+            the next matrix on (default: "empirical").
+        nystrom_rank (int): rank of the Nystrom preconditioner of conjugate gradients; 0: only the damping.
+            It costs as many products with :math:`F` as its rank at each new matrix (default: 0).
+        max_workspace_bytes (int): bound of the matrix of ``"auto"`` with its factor, and of the rows that
+            ``"explicit"`` forms at a time, of at least one sample (default: 2**28).
+        adaptive_damping (bool): :meth:`update_damping` may be called. Needs ``momentum=0``
+            (default: False).
         grad_scaler (GradScaler, optional): scales the loss, under mixed precision; its scale is taken
             out of the samples' gradients. Needed only if its ``unscale_()`` is called before
-            ``step()``. It may be set later as an attribute; a copy of the optimizer has none
+            ``step()`` and ``fisher="empirical"``. It may be set later as an attribute; a copy of the optimizer has none
             (default: None).
         maximize (bool): go up instead of down (default: False).
 
@@ -85,6 +116,11 @@ class NaturalGradient(CapturingOptimizer):
             outside of its layer, layers that disagree on the number of samples.
 
     .. note::
+        On a GPU conjugate gradients do not wait for the residual. A step launches a quarter and 8
+        iterations more than the last known step needed, twice as many as before if that one did not
+        reach ``eps``, and at first 4 times the order of the system, at most 1000. Iterations after the
+        tolerance is reached change nothing. :meth:`report` has the residual.
+
         With ``update_freq`` above 1, ``flatten_optimizer_state_dict=True`` of
         ``torch.distributed.checkpoint`` drops the batch, without an error: the next step captures its own.
 
@@ -104,6 +140,7 @@ class NaturalGradient(CapturingOptimizer):
     _OWN_OPTION = "solver"
     _capture: CallCapture
     _PLAN = "NaturalGradientPlan"
+    _FROM_BACKWARD = "matrix"
 
     def __init__(
         self,
@@ -116,6 +153,10 @@ class NaturalGradient(CapturingOptimizer):
         momentum: float = 0.9,
         max_norm: float | None = None,
         solver: str = "auto",
+        fisher: str = "empirical",
+        nystrom_rank: int = 0,
+        max_workspace_bytes: int = 2**28,
+        adaptive_damping: bool = False,
         grad_scaler: GradScaler | None = None,
         maximize: bool = False,
     ) -> None:
@@ -129,18 +170,116 @@ class NaturalGradient(CapturingOptimizer):
         """The gradient of the loss of every sample: :func:`torchium.per_sample_gradients`."""
         return per_sample_gradients(model, loss_fn, inputs, targets)
 
+    def update_curvature(
+        self,
+        outputs: Tensor,
+        loss: str,
+        *,
+        reduction: str = "mean",
+        class_dim: int | None = None,
+        mask: Tensor | None = None,
+        samples: int = 1,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        r"""Takes the matrix of the next step from the curvature of the loss (``fisher="mc"`` and ``"ggn"``).
+
+        With :math:`H_i` the Hessian of the loss of sample :math:`i` by its outputs and :math:`J_i` the
+        Jacobian of these by the parameters,
+
+        .. math::
+            F = \frac1N \sum_i J_i^\top H_i J_i = \frac1N S^\top S,
+
+        where :math:`S` has the rows :math:`v^\top J_i`, one for each column :math:`v` of a square root of
+        :math:`H_i`: :math:`N C` rows for outputs :math:`[N, C]` and ``fisher="ggn"``, :math:`N` times
+        ``samples`` for ``"mc"``. The :math:`N` samples are those of all calls since the last step or
+        ``zero_grad()``. The losses, the arguments, when to call it and what it raises are those of
+        :meth:`KFAC.update_curvature`; a step that keeps its matrix (``update_freq``) needs no call, which
+        then does nothing.
+
+        Example:
+            >>> model = torch.nn.Linear(10, 2)
+            >>> optimizer = torchium.NaturalGradient(model, lr=1.0, damping=1e-3, fisher="ggn")
+            >>> outputs, targets = model(torch.randn(8, 10)), torch.randint(2, (8,))
+            >>> optimizer.update_curvature(outputs, "cross_entropy")
+            >>> torch.nn.functional.cross_entropy(outputs, targets).backward()
+            >>> optimizer.step()
+        """
+        self._update_curvature(outputs, loss, reduction, class_dim, mask, samples, generator)
+
+    def update_jacobian(self, rows: Sequence[Tensor], residuals: Tensor) -> None:
+        r"""Takes the next step from residuals and their Jacobian, which the caller has computed.
+
+        For losses whose rows no layer call gives, such as the residuals of a differential equation, which
+        contain derivatives of the model by its inputs. The step minimizes
+        :math:`r^\top r / (2 n)` for residuals :math:`r`: the gradient is :math:`v = J^\top r / n`, and
+        :math:`F = J^\top J / n`. A sum of losses with weights :math:`w` has rows and residuals times
+        :math:`\sqrt w`. Sets ``.grad`` of every parameter to its part of :math:`v`, which may then be
+        changed, and replaces what was captured. ``fisher`` does not matter, and neither do the
+        kinds of layers, if the optimizer was given parameters and no model.
+
+        Args:
+            rows (sequence of Tensor): :math:`J`, one tensor :math:`[n, *shape]` per parameter in the order of
+                ``param_groups``, of its dtype and on its device, as from ``torch.func``. Not copied: it must
+                not change until ``step()``.
+            residuals (Tensor): :math:`[n]`.
+
+        Raises:
+            ValueError: tensors that do not fit, or ``update_freq`` above 1; nothing has changed.
+
+        Example:
+            >>> model, x = torch.nn.Linear(3, 1), torch.randn(8, 3)
+            >>> optimizer = torchium.NaturalGradient(model, lr=1.0, damping=1e-6, momentum=0)
+            >>> def residual(params, x):
+            ...     return torch.func.functional_call(model, params, x).square().sum() - 1
+            >>> params = {name: p.detach() for name, p in model.named_parameters()}
+            >>> per_sample = torch.func.vmap(torch.func.grad_and_value(residual), (None, 0))
+            >>> rows, residuals = per_sample(params, x)
+            >>> optimizer.update_jacobian(list(rows.values()), residuals)
+            >>> optimizer.step()
+        """
+        rows = list(rows)
+        for name, value in (
+            ("residuals", residuals),
+            *((f"rows[{i}]", r) for i, r in enumerate(rows)),
+        ):
+            if not isinstance(value, Tensor):
+                raise ValueError(f"{name} must be a Tensor, got {type(value).__name__}")
+        plan = self._bound_plan()
+        self._adopt_options(plan)
+        plan.core.set_jacobian([row.detach() for row in rows], residuals.detach())
+
+    def update_damping(self, loss_before: float | Tensor, loss_after: float | Tensor) -> float:
+        r"""Adapts the damping of all groups by the rule of Levenberg and Marquardt.
+
+        As :meth:`KFAC.update_damping`, with the reduction
+        :math:`m = (\text{lr}\,\nu - \text{lr}^2 \nu^2 / 2)\, v \cdot d` in the quadratic model with the
+        matrix :math:`F + \text{damping}\,I`, where :math:`\nu` is the factor of ``max_norm``. Needs
+        ``adaptive_damping=True``. With ``update_freq`` above 1 the model of a step between two matrices is
+        that of the older batch.
+
+        Example:
+            >>> model, x = torch.nn.Linear(10, 2), torch.randn(8, 10)
+            >>> optimizer = torchium.NaturalGradient(model, momentum=0, adaptive_damping=True)
+            >>> loss = model(x).square().mean()
+            >>> loss.backward()
+            >>> optimizer.step()
+            >>> ratio = optimizer.update_damping(loss, model(x).square().mean())
+        """
+        return self._update_damping(loss_before, loss_after)
+
     def report(self) -> dict[str, Any]:
         """How the last step was solved; waits for the device.
 
         Returns:
-            ``"solver"``: ``"gram"`` or ``"cg"``; ``"samples"``: how many the Fisher matrix has;
-            ``"iterations"`` and ``"relative_residual"`` of conjugate gradients, else 0. Empty before
-            the first step.
+            ``"solver"``: ``"gram"``, ``"explicit"`` or ``"cg"``; ``"samples"``: how many the Fisher matrix
+            has; ``"rows"`` of :math:`J`: one per sample, or one per sample and column of its curvature;
+            ``"iterations"`` and ``"relative_residual"`` of conjugate gradients, else 0. Empty before the
+            first step.
         """
         if self._plan is None:
             return {}
         values = self._plan.core.report()
-        keys = ("solver", "samples", "iterations", "relative_residual")
+        keys = ("solver", "samples", "rows", "iterations", "relative_residual")
         return dict(zip(keys, values, strict=True)) if values[0] else {}
 
     # ---- capture
@@ -148,6 +287,9 @@ class NaturalGradient(CapturingOptimizer):
     def _init_capture(self) -> None:
         self._capture = CallCapture(ALL_KINDS, self._wants)
         self._refreshes = True  # the next step, once that is decided
+
+    def _record_curvature(self, outputs: Tensor, *loss: Any) -> None:
+        self._bound_plan().core.record_curvature(outputs, *loss, self._capture.core)
 
     def _wants(self) -> bool:
         """Whether the next step takes its Fisher matrix from its own batch."""
@@ -193,10 +335,12 @@ class NaturalGradient(CapturingOptimizer):
     # ---- the step
 
     def _before_step(self, plan: JointPlan) -> None:
-        if not plan.core.is_refresh():
+        if not plan.core.is_refresh() or plan.core.has_jacobian():
             return
-        self._capture.check_inputs("step() has been called")
-        self._record_calls(plan)
+        if self.param_groups[0]["fisher"] == "empirical":
+            passes = self._capture.calls()
+            check_inputs(passes, "step() has been called")
+            self._record_calls(plan, passes)
         if plan.core.is_start():
             return
         self._check_owners([p for p in plan.params if p.grad is not None])
@@ -204,12 +348,10 @@ class NaturalGradient(CapturingOptimizer):
         used_outside = self._capture.used_outside
         plan.core.exclude([i for i, p in enumerate(plan.params) if p in used_outside])
 
-    def _record_calls(self, plan: JointPlan) -> None:
-        for index, calls in enumerate(self._capture.calls()):
+    def _record_calls(self, plan: JointPlan, passes: list[list[LayerCall]]) -> None:
+        for index, calls in enumerate(passes):
             for call in calls:
-                weight, bias = (
-                    plan.positions.get(call.params[name], -1) if name in call.reached else -1
-                    for name in ("weight", "bias")
-                )
+                positions = {name: plan.positions.get(p, -1) for name, p in call.params.items()}
+                weight, bias = (positions.get(name, -1) for name in ("weight", "bias"))
                 tensors = core_tensors(call.module, call.input, call.output_gradient)
                 plan.core.record(*tensors, *call_row(call.module, weight, bias, index))

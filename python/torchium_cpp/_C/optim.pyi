@@ -95,7 +95,7 @@ class KFAC(SecondOrderOptimizer):
         samples: int = 1,
         generator: Generator | None = None,
     ) -> None:
-        """The factors G of the next step, for fisher 'mc' and 'ggn'."""
+        """The curvature of the next step, for fisher 'mc' and 'ggn'."""
 
     def update_damping(self, loss_before: float, loss_after: float) -> float:
         """Adapts the damping by the losses before and after the last step."""
@@ -120,7 +120,7 @@ class KFACPreconditioner(SecondOrderOptimizer):
         samples: int = 1,
         generator: Generator | None = None,
     ) -> None:
-        """The factors G of the next step, for fisher 'mc' and 'ggn'."""
+        """The curvature of the next step, for fisher 'mc' and 'ggn'."""
 
     def report(self) -> dict[str, Any]:
         """What the optimizer has done."""
@@ -131,5 +131,24 @@ class NaturalGradient(SecondOrderOptimizer):
     def __init__(
         self, params: Iterable[Tensor] | Iterable[dict[str, Any]], **options: Any
     ) -> None: ...
+    def update_curvature(
+        self,
+        outputs: Tensor,
+        loss: str,
+        *,
+        reduction: str = "mean",
+        class_dim: int | None = None,
+        mask: Tensor | None = None,
+        samples: int = 1,
+        generator: Generator | None = None,
+    ) -> None:
+        """The curvature of the next step, for fisher 'mc' and 'ggn'."""
+
+    def update_jacobian(self, rows: list[Tensor], residuals: Tensor) -> None:
+        """The Jacobian and residuals of the next step, from the caller."""
+
+    def update_damping(self, loss_before: float, loss_after: float) -> float:
+        """Adapts the damping by the losses before and after the last step."""
+
     def report(self) -> dict[str, Any]:
         """What the optimizer has done."""

@@ -1,3 +1,4 @@
+#include "cuda_kernels/common/triangle.cuh"
 #include "cuda_kernels/factors/second_moment.h"
 
 namespace torchium::cuda_kernels {
@@ -6,23 +7,69 @@ namespace {
 constexpr int kTile = 32;
 constexpr int kThreadRows = 8;
 
-// Element (i, j) of X X^T with the row of sums; j <= i.
-__device__ float element(const SecondMoment& moment, int i, int j) {
-  const int64_t group = blockIdx.y;
-  const int n = moment.n, pitch = moment.pitch, channels = n / moment.pixels;
-  const auto place = [&](int k) { return k % moment.pixels * channels + k / moment.pixels; };
-  if (i < n) return moment.product[(group * pitch + place(i)) * pitch + place(j)];
-  return j < n ? moment.sums[group * pitch + place(j)] : moment.count;
+// Element (i, j) of X X^T, from a moment_product().
+class Parts {
+ public:
+  explicit Parts(const MomentParts& parts) : parts_(parts) {}
+
+  __device__ float operator()(const SecondMoment& moment, int i, int j) {
+    constexpr int kSize = MomentParts::kTile, kPart = kSize * kSize;
+    const int row = max(i, j), column = min(i, j);
+    find(triangle_tiles(row / kSize) + column / kSize);
+    const float* part = moment.product + int64_t{tile_ + first_} * kPart +
+                        int64_t{row % kSize} * kSize + column % kSize;
+    float sum = 0;
+#pragma unroll 8
+    for (int cluster = first_; cluster <= last_; ++cluster, part += kPart) sum += *part;
+    return sum;
+  }
+
+ private:
+  // The next element is mostly in the same tile.
+  __device__ void find(int tile) {
+    if (tile == tile_) return;
+    tile_ = tile;
+    first_ = tile * parts_.stages / parts_.share;
+    last_ = ((tile + 1) * parts_.stages - 1) / parts_.share;
+  }
+
+  MomentParts parts_;
+  int tile_ = -1, first_ = 0, last_ = 0;
+};
+
+// The same from a matrix.
+struct Whole {
+  __device__ float operator()(const SecondMoment& moment, int i, int j) const {
+    return moment.product[(int64_t{blockIdx.y} * moment.pitch + i) * moment.pitch + j];
+  }
+};
+
+// Element (i, j) of the target; j <= i.
+template <bool permuted, typename Product>
+__device__ float element(const SecondMoment& moment, Product& product, int i, int j) {
+  const int n = moment.n;
+  const auto place = [&](int k) {
+    if constexpr (permuted) return k % moment.pixels * (n / moment.pixels) + k / moment.pixels;
+    return k;
+  };
+  if (i < n) return product(moment, place(i), place(j));
+  if (j == n) return moment.count;
+  float sum = 0;
+#pragma unroll 8
+  for (int part = 0; part < moment.sum_parts; ++part) {
+    const int64_t row = int64_t{part} * moment.groups + blockIdx.y;
+    sum += moment.sums[row * moment.pitch + place(j)];
+  }
+  return sum;
 }
 
 // One tile on or below the diagonal, and its mirror image.
-__global__ void __launch_bounds__(kTile* kThreadRows) store_kernel(const SecondMoment moment) {
+template <bool permuted, typename Product>
+__global__ void __launch_bounds__(kTile* kThreadRows)
+    store_kernel(const SecondMoment moment, Product product) {
   __shared__ float values[kTile][kTile + 1];
-  const int index = static_cast<int>(blockIdx.x);
-  int row = static_cast<int>((sqrtf(8.0f * static_cast<float>(index) + 1) - 1) / 2);
-  while (row * (row + 1) / 2 > index) --row;
-  while ((row + 1) * (row + 2) / 2 <= index) ++row;
-  const int top = row * kTile, left = (index - row * (row + 1) / 2) * kTile;
+  const TriangleTile tile(static_cast<int>(blockIdx.x));
+  const int top = tile.row * kTile, left = tile.column * kTile;
   const int order = moment.n + (moment.sums == nullptr ? 0 : 1);
   float* target = moment.target + int64_t{blockIdx.y} * order * order;
   const int x = static_cast<int>(threadIdx.x);
@@ -30,7 +77,8 @@ __global__ void __launch_bounds__(kTile* kThreadRows) store_kernel(const SecondM
     const int i = top + y, j = left + x;
     if (i >= order || j > i) continue;
     float* place = target + int64_t{i} * order + j;
-    const float value = element(moment, i, j) + (moment.accumulate ? *place : 0.0f);
+    const float value =
+        element<permuted>(moment, product, i, j) + (moment.accumulate ? *place : 0.0f);
     *place = value;
     values[y][x] = value;
   }
@@ -41,15 +89,22 @@ __global__ void __launch_bounds__(kTile* kThreadRows) store_kernel(const SecondM
   }
 }
 
+template <typename Product>
+cudaError_t launch(const SecondMoment& moment, const Product& product, cudaStream_t stream) {
+  const int order = moment.n + (moment.sums == nullptr ? 0 : 1);
+  const dim3 blocks(triangle_tiles((order + kTile - 1) / kTile), moment.groups);
+  if (blocks.x == 0 || blocks.y == 0) return cudaSuccess;
+  const auto kernel =
+      moment.pixels == 1 ? store_kernel<false, Product> : store_kernel<true, Product>;
+  kernel<<<blocks, dim3(kTile, kThreadRows), 0, stream>>>(moment, product);
+  return cudaGetLastError();
+}
+
 }  // namespace
 
 cudaError_t store_second_moment(const SecondMoment& moment, cudaStream_t stream) {
-  const int order = moment.n + (moment.sums == nullptr ? 0 : 1);
-  const unsigned rows = (order + kTile - 1) / kTile;
-  const dim3 blocks(rows * (rows + 1) / 2, moment.groups);
-  if (blocks.x == 0 || blocks.y == 0) return cudaSuccess;
-  store_kernel<<<blocks, dim3(kTile, kThreadRows), 0, stream>>>(moment);
-  return cudaGetLastError();
+  return moment.parts == nullptr ? launch(moment, Whole{}, stream)
+                                 : launch(moment, Parts(*moment.parts), stream);
 }
 
 }  // namespace torchium::cuda_kernels

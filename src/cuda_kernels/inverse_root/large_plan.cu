@@ -1,3 +1,4 @@
+#include "cuda_kernels/common/triangle.cuh"
 #include "cuda_kernels/inverse_root/large_inverse_root.h"
 #include "cuda_kernels/inverse_root/symmetric_bands.cuh"
 #include "cuda_kernels/split_gemm/split_mma.cuh"
@@ -43,14 +44,10 @@ __global__ void __launch_bounds__(kThreads)
 // image.
 __global__ void __launch_bounds__(kThreads)
     fill_kernel(const float* A, int n, const SpectralBound* bounds, SplitMatrices M) {
-  const int bands = M.order / kBand, tiles = bands * (bands + 1) / 2;
+  const int tiles = triangle_tiles(M.order / kBand);
   const int64_t matrix = blockIdx.x / tiles;
-  const int index = blockIdx.x % tiles;
-  int band = static_cast<int>((sqrtf(8.0f * index + 1.0f) - 1.0f) / 2.0f);
-  while (band * (band + 1) / 2 > index) --band;
-  while ((band + 1) * (band + 2) / 2 <= index) ++band;
-  const int row = band * kBand;
-  const int column = (index - band * (band + 1) / 2) * kBand;
+  const TriangleTile place(static_cast<int>(blockIdx.x % tiles));
+  const int row = place.row * kBand, column = place.column * kBand;
   const SpectralBound bound = bounds[matrix];
   if (bound.scale == 0) return;
   const auto scale = static_cast<float>(bound.scale);
@@ -231,9 +228,8 @@ cudaError_t fill_inverse_root(const InverseRoot& arguments, const LargeWorkspace
       arguments.A, n, nullptr, M.order, w.images, w.partials);
   bound_kernel<<<blocks((matrices + kWarps - 1) / kWarps), kThreads, 0, stream>>>(
       arguments, w.partials, w.bounds, w.starts, w.first_start);
-  const int64_t bands = M.order / kBand;
-  fill_kernel<<<blocks(matrices * bands * (bands + 1) / 2), kThreads, 0, stream>>>(arguments.A, n,
-                                                                                   w.bounds, M);
+  fill_kernel<<<blocks(matrices * triangle_tiles(M.order / kBand)), kThreads, 0, stream>>>(
+      arguments.A, n, w.bounds, M);
   return cudaGetLastError();
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda_kernels/common/pipeline.cuh"
+#include "cuda_kernels/common/triangle.cuh"
 #include "cuda_kernels/split_gemm/batched_product.h"
 #include "cuda_kernels/split_gemm/split_mma.cuh"
 #include "cuda_kernels/split_gemm/tile_map.h"
@@ -78,7 +79,7 @@ __host__ __device__ constexpr bool across_B(ProductKind kind) {
 // Of one matrix.
 inline int tiles_of_matrix(ProductKind kind, int M, int N) {
   const int rows = tiles_along(M), columns = tiles_along(N);
-  return is_gram(kind) ? rows * (rows + 1) / 2 : rows * columns;
+  return is_gram(kind) ? triangle_tiles(rows) : rows * columns;
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -92,11 +93,9 @@ struct Tile {
       : product(entry), matrix(local / entry.tiles_of_matrix) {
     const int index = local % entry.tiles_of_matrix;
     if constexpr (is_gram(kind)) {
-      int r = static_cast<int>((sqrtf(8.0f * static_cast<float>(index) + 1) - 1) / 2);
-      while (r * (r + 1) / 2 > index) --r;
-      while ((r + 1) * (r + 2) / 2 <= index) ++r;
-      row = r * kTile;
-      column = (index - r * (r + 1) / 2) * kTile;
+      const TriangleTile tile(index);
+      row = tile.row * kTile;
+      column = tile.column * kTile;
     } else {
       row = index / tiles_along(entry.N) * kTile;
       column = index % tiles_along(entry.N) * kTile;

@@ -21,16 +21,19 @@ struct Encoder {
   }
 };
 
-// Boxes of fp16 numbers in `rank` dimensions; the first two are columns and rows.
-cudaError_t encode(const __half* data, int rank, const cuuint64_t* sizes, const cuuint64_t* strides,
+// It matters only for elements outside, which are zero.
+constexpr auto kType = CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+
+// Boxes of 16-bit numbers in `rank` dimensions; the first two are columns and rows.
+cudaError_t encode(const void* data, int rank, const cuuint64_t* sizes, const cuuint64_t* strides,
                    TileMap& map) {
   static const Encoder encoder;
   if (encoder.error != cudaSuccess) return encoder.error;
   const cuuint32_t box[4] = {kBoxElements, kBoxRows, 1, 1};
   const cuuint32_t steps[4] = {1, 1, 1, 1};
   const CUresult result =
-      encoder.encode(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, rank, const_cast<__half*>(data), sizes,
-                     strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      encoder.encode(&map, kType, rank, const_cast<void*>(data), sizes, strides, box, steps,
+                     CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
@@ -56,6 +59,14 @@ cudaError_t make_tile_map(const SplitFp16& batch, int64_t matrices, TileMap& map
   const cuuint64_t strides[] = {2 * columns, of_matrix,
                                 parts == 1 ? of_matrix : 2 * (batch.lo - batch.hi)};
   return encode(batch.hi, 4, sizes, strides, map);
+}
+
+cudaError_t make_tile_map(const void* matrix, int64_t rows, int64_t columns, int64_t pitch,
+                          TileMap& map) {
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows), 1};
+  const auto bytes = static_cast<cuuint64_t>(2 * pitch);
+  const cuuint64_t strides[] = {bytes, bytes * sizes[1]};
+  return encode(matrix, 3, sizes, strides, map);
 }
 
 }  // namespace torchium::cuda_kernels

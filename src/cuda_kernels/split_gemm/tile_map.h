@@ -25,4 +25,8 @@ cudaError_t make_tile_map(const SplitMatrices& matrices, int64_t count, bool sin
 // which is zero if absent.
 cudaError_t make_tile_map(const SplitFp16& batch, int64_t matrices, TileMap& map);
 
+// A box of 64 rows and 64 columns of a 16-bit matrix. Coordinates: column, row, 0.
+cudaError_t make_tile_map(const void* matrix, int64_t rows, int64_t columns, int64_t pitch,
+                          TileMap& map);
+
 }  // namespace torchium::cuda_kernels

@@ -18,7 +18,6 @@ struct DifferentiableCall {
   LayerCall layer;
   torch::autograd::Edge output;
   std::vector<int64_t> output_sizes;
-  bool is_tied = false;  // the weight is known to be looked up as an embedding too
 };
 
 // The nodes of the graph of `outputs`.

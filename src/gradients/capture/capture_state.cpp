@@ -1,120 +1,223 @@
 #include "gradients/capture/capture_state.h"
 
-#include "gradients/capture/call_gradients.h"
 #include "gradients/capture/mixed_samples.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/util/irange.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <iterator>
+#include <string_view>
+#include <utility>
 
 namespace torchium::gradients::detail {
 namespace {
 
 namespace autograd = torch::autograd;
 
-// Whether the input was changed in place after the layer had used it.
-bool has_changed(const PendingCall& call) {
-  const at::Tensor& input = call.layer.input;
-  return !input.is_inference() && input._version() != call.input_version;
-}
-
 at::Tensor without_history(const at::Tensor& tensor) {
   return tensor.requires_grad() ? tensor.detach() : tensor;
 }
 
+[[noreturn]] void refuse_changed_input(const PendingCall& call) {
+  const std::string layer =
+      call.module ? call.module->text : c10::str("a ", name_of(call.layer.kind), " layer");
+  TORCH_CHECK(false, "the input of ", layer,
+              " was changed in place after the layer had used it; its second-order information is "
+              "lost. Change a copy, or use an operation that is not in place");
+}
+
+at::Tensor unpacked(const PendingCall& call, const autograd::SavedVariable& saved) {
+  try {
+    return without_history(saved.unpack());
+  } catch (const c10::Error& error) {
+    const std::string_view message = error.what_without_backtrace();
+    if (message.find("modified by an inplace operation") != message.npos) {
+      refuse_changed_input(call);
+    }
+    throw;
+  }
+}
+
+// Saved tensors are checked when they are unpacked.
+void check_observed_input(const PendingCall& call, const at::Tensor& input) {
+  const bool is_observed = call.module == nullptr && call.layer.weight >= 0;
+  if (is_observed && !input.is_inference() && input._version() != call.input_version) {
+    refuse_changed_input(call);
+  }
+}
+
+// Hands over the gradient that a node gets, which hooks of the output tensor may have changed.
+struct ReceivingHook : public autograd::FunctionPreHook {
+  ReceivingHook(std::shared_ptr<PendingCall> call, size_t output)
+      : call(std::move(call)), output(output) {}
+
+  autograd::variable_list operator()(const autograd::variable_list& gradients) override {
+    const auto capture = call->capture.lock();
+    if (capture != nullptr && gradients[output].defined()) {
+      capture->receive(*call, gradients[output]);
+    }
+    return gradients;
+  }
+
+  std::shared_ptr<PendingCall> call;
+  size_t output;  // of the node
+};
+
 }  // namespace
 
-OperatorCapture::State::State(const std::vector<at::Tensor>& tensors, Receiver receiver,
-                              bool takes_transposed)
-    : receiver(std::move(receiver)), takes_transposed(takes_transposed) {
-  for (const at::Tensor& param : tensors) {
-    positions.emplace(param.unsafeGetTensorImpl(), static_cast<int64_t>(params.size()));
-    params.emplace_back(param.getIntrusivePtr());
+at::Tensor core_input(const PendingCall& call, const at::Tensor& input) {
+  const ModuleLayer* layer = call.module.get();
+  if (layer == nullptr) {
+    return input;
   }
+  const at::Tensor padded =
+      layer->padding.empty() ? input : at::pad(input, layer->padding, layer->padding_mode);
+  return layer->adds_height ? padded.unsqueeze(-2) : padded;
 }
 
-int64_t OperatorCapture::State::position(const at::Tensor& param) const {
-  const auto found = positions.find(param.unsafeGetTensorImpl());
-  return found == positions.end() ? -1 : found->second;
+at::Tensor core_gradient(const PendingCall& call, const at::Tensor& gradient) {
+  return call.module != nullptr && call.module->adds_height ? gradient.unsqueeze(-2) : gradient;
 }
 
-int64_t OperatorCapture::State::trainable_position(const at::Tensor& param) const {
-  return param.defined() && param.requires_grad() ? position(param) : -1;
+std::shared_ptr<CallEdges> edges_of(const std::shared_ptr<PendingCall>& call,
+                                    const at::Tensor& input, const at::Tensor& weight,
+                                    const at::Tensor& bias) {
+  const auto impl = [](const at::Tensor& tensor) {
+    return tensor.defined() ? tensor.unsafeGetTensorImpl() : nullptr;
+  };
+  auto edges = std::make_shared<CallEdges>();
+  edges->pending = call;
+  edges->weight = impl(weight);
+  edges->bias = impl(bias);
+  edges->leaf_input = input.is_leaf() ? impl(input) : nullptr;
+  edges->input_node = input.grad_fn();
+  return edges;
 }
 
-bool OperatorCapture::State::is_accumulated(int64_t position) const {
-  const auto impl = position < 0 ? nullptr : params[position].lock();
-  return impl != nullptr &&
-         accumulates(autograd::impl::try_get_grad_accumulator(at::Tensor(impl)).get());
-}
-
-int64_t OperatorCapture::State::pass_of(int64_t task) {
-  const auto count = static_cast<int64_t>(passes.size());
-  const auto [found, is_new] = passes.try_emplace(task, count);
-  const int64_t pass = found->second;
-  if (is_new && task == autograd::get_current_graph_task_id()) {
-    autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), task, pass] {
-      if (const auto state = weak.lock()) {
-        const std::lock_guard lock(state->mutex);
-        const auto known = state->passes.find(task);
-        if (known != state->passes.end() && known->second == pass) {  // not forgotten meanwhile
-          state->end_pass(pass);
-        }
-      }
-    });
+at::Tensor tensor_to_hook(const at::Tensor& output) {
+  if (!output.is_view()) {
+    return output;
   }
-  return pass;
+  const at::Tensor base(output._base());
+  return base.numel() == output.numel() && base.requires_grad() ? base : output;
 }
 
-void OperatorCapture::State::arrive(int64_t position, int64_t pass, bool may_be_zeroed,
-                                    std::vector<int64_t>& gone) {
-  const auto impl = position < 0 ? nullptr : params[position].lock();
-  if (impl == nullptr) {
-    return;
-  }
-  auto& earlier = passes_of_param[position];
-  const at::Tensor gradient = at::Tensor(impl).grad();
-  // Once in a pass: a later call finds what earlier ones have brought.
-  if (earlier.count(pass) == 0 &&
-      (!gradient.defined() || (may_be_zeroed && was_zeroed(gradient, position)))) {
-    std::erase_if(earlier, [&](int64_t other) {
-      const bool is_gone = other != pass && ended_passes.count(other) != 0;
-      if (is_gone) {
-        gone.push_back(other);
-      }
-      return is_gone;
-    });
-  }
-  earlier.insert(pass);
+// ---- parameters
+
+CaptureState::CaptureState(const std::vector<at::Tensor>& params, Receiver receiver,
+                           bool finds_mixing)
+    : receiver(std::move(receiver)), finds_mixing_(finds_mixing) {
+  watch(params);
 }
 
-void OperatorCapture::State::end_pass(int64_t pass) {
-  ended_passes.insert(pass);
-  for (const auto& [position, reached] : passes_of_param) {
-    const auto impl = reached.count(pass) == 0 ? nullptr : params[position].lock();
-    if (impl != nullptr) {
-      note_gradient(at::Tensor(impl).grad(), position);
+void CaptureState::watch(const std::vector<at::Tensor>& params) {
+  for (const at::Tensor& param : params) {
+    const auto position = static_cast<int64_t>(params_.size());
+    if (positions_.emplace(param.unsafeGetTensorImpl(), position).second) {
+      params_.emplace_back(param.getIntrusivePtr());
     }
   }
 }
 
-void OperatorCapture::State::note_gradient(const at::Tensor& gradient, int64_t position) {
-  if (gradient.defined() && !gradient.is_inference()) {
-    c10::weak_intrusive_ptr<at::TensorImpl> tensor(gradient.getIntrusivePtr());
-    seen_gradients.insert_or_assign(position, SeenGradient{std::move(tensor), gradient._version()});
+int64_t CaptureState::position(const at::Tensor& param) const {
+  const auto found =
+      param.defined() ? positions_.find(param.unsafeGetTensorImpl()) : positions_.end();
+  return found == positions_.end() ? -1 : found->second;
+}
+
+int64_t CaptureState::trainable_position(const at::Tensor& param) const {
+  return param.defined() && param.requires_grad() ? position(param) : -1;
+}
+
+at::Tensor CaptureState::param(int64_t position) const {
+  return position < 0 ? at::Tensor() : at::Tensor(params_[position].lock());
+}
+
+bool CaptureState::is_accumulated(int64_t position) const {
+  const at::Tensor param = this->param(position);
+  return param.defined() && accumulates(autograd::impl::try_get_grad_accumulator(param).get());
+}
+
+// ---- backward passes
+
+int64_t CaptureState::pass_of(const BackwardPass& outer) {
+  const auto count = static_cast<int64_t>(running_.size());
+  const auto [found, is_new] = passes_.try_emplace(outer.task, count);
+  const int64_t pass = found->second;
+  if (is_new) {
+    const bool is_current = outer.task == autograd::get_current_graph_task_id();
+    running_.push_back(is_current ? watch_task() : outer.running);
+    autograd::Engine::get_default_engine().queue_callback(
+        [weak = weak_from_this(), task = outer.task, pass] {
+          if (const auto state = weak.lock()) {
+            const std::lock_guard lock(state->mutex);
+            const auto known = state->passes_.find(task);
+            if (known != state->passes_.end() && known->second == pass) {  // not forgotten
+              state->end_pass(pass);
+            }
+          }
+        });
+  }
+  return pass;
+}
+
+int64_t CaptureState::current_pass(const BackwardPass& outer) {
+  return pass_of(outer.task >= 0 ? outer : BackwardPass{autograd::get_current_graph_task_id(), {}});
+}
+
+void CaptureState::arrive(int64_t position, int64_t pass, bool may_be_zeroed,
+                          std::vector<int64_t>& gone) {
+  const at::Tensor param = this->param(position);
+  if (!param.defined()) {
+    return;
+  }
+  auto& earlier = passes_of_param_[position];
+  // Once in a pass: a later call finds what earlier ones have brought.
+  if (!earlier.insert(pass).second) {
+    return;
+  }
+  std::vector<int64_t> ended;
+  std::copy_if(earlier.begin(), earlier.end(), std::back_inserter(ended),
+               [&](int64_t other) { return other != pass && running_[other].expired(); });
+  const at::Tensor gradient = param.grad();
+  if (!ended.empty() &&
+      (!gradient.defined() || (may_be_zeroed && was_zeroed(gradient, position)))) {
+    for (const int64_t other : ended) {
+      earlier.erase(other);
+      gone.push_back(other);
+    }
   }
 }
 
-bool OperatorCapture::State::was_zeroed(const at::Tensor& gradient, int64_t position) {
-  const auto seen = seen_gradients.find(position);
-  if (seen == seen_gradients.end() || gradient.is_inference() ||
-      (seen->second.tensor._unsafe_get_target() == gradient.unsafeGetTensorImpl() &&
+void CaptureState::end_pass(int64_t pass) {
+  for (const auto& [position, reached] : passes_of_param_) {
+    const at::Tensor param = reached.count(pass) == 0 ? at::Tensor() : this->param(position);
+    if (param.defined()) {
+      note_gradient(param.grad(), position);
+    }
+  }
+}
+
+void CaptureState::note_gradient(const at::Tensor& gradient, int64_t position) {
+  if (gradient.defined() && !gradient.is_inference()) {
+    c10::weak_intrusive_ptr<at::TensorImpl> tensor(gradient.getIntrusivePtr());
+    seen_gradients_.insert_or_assign(position,
+                                     SeenGradient{std::move(tensor), gradient._version()});
+  }
+}
+
+bool CaptureState::was_zeroed(const at::Tensor& gradient, int64_t position) {
+  const auto seen = seen_gradients_.find(position);  // none: the earlier passes have failed
+  if (gradient.is_inference() ||
+      (seen != seen_gradients_.end() &&
+       seen->second.tensor._unsafe_get_target() == gradient.unsafeGetTensorImpl() &&
        seen->second.version == gradient._version())) {
     return false;
   }
@@ -122,136 +225,125 @@ bool OperatorCapture::State::was_zeroed(const at::Tensor& gradient, int64_t posi
   return !gradient.any().item<bool>();
 }
 
-void OperatorCapture::State::look_for_mixed_samples(int64_t pass) {
-  const bool is_new = tasks_seen_for_mixing.insert(autograd::get_current_graph_task_id()).second;
+void CaptureState::look_for_mixed_samples(int64_t pass) {
+  const bool is_new = tasks_seen_for_mixing_.insert(autograd::get_current_graph_task_id()).second;
   if (is_new && backward_pass_mixes_samples()) {
     mixing_passes.insert(pass);
   }
 }
 
-void OperatorCapture::State::receive(PendingCall& call, const at::Tensor& gradient) {
+void CaptureState::forget() {
+  passes_.clear();
+  running_.clear();
+  passes_of_param_.clear();
+  seen_gradients_.clear();
+  uncaptured.forget();
+  mixing_passes.clear();
+  tasks_seen_for_mixing_.clear();
+  started_tasks_.clear();
+}
+
+// ---- calls
+
+void CaptureState::add(const std::shared_ptr<PendingCall>& call, const at::Tensor& output,
+                       bool is_received) {
+  const auto edge = autograd::impl::gradient_edge(tensor_to_hook(output));
+  {
+    const std::lock_guard lock(mutex);
+    uncaptured.add(edge, call->edges);
+  }
+  if (is_received) {
+    edge.function->add_pre_hook(std::make_unique<ReceivingHook>(call, edge.input_nr));
+  }
+}
+
+void CaptureState::receive(PendingCall& call, const at::Tensor& gradient) {
+  LayerCall layer;
+  std::shared_ptr<const autograd::SavedVariable> saved;
+  {
+    const std::lock_guard lock(mutex);
+    layer = call.layer;
+    saved = call.saved_input;
+    // torch::autograd::grad() passes here too.
+    layer.weight = is_accumulated(layer.weight) ? layer.weight : -1;
+    layer.bias = is_accumulated(layer.bias) ? layer.bias : -1;
+    if (!autograd::get_current_graph_task_keep_graph()) {  // the graph may outlive its last call
+      call.layer.input.reset();
+      call.saved_input.reset();
+    }
+  }
+  if (gradient.numel() == 0 || (layer.weight < 0 && layer.bias < 0)) {
+    return;
+  }
+  // Hooks of saved tensors may run the model once more: without the mutex, under autocast.
+  const at::Tensor input = saved == nullptr ? layer.input : unpacked(call, *saved);
+  if (!input.defined()) {
+    return;
+  }
+  check_observed_input(call, input);
+  start(call);
   const at::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const std::lock_guard lock(mutex);
-  LayerCall layer = call.layer;
-  // torch::autograd::grad() passes here too.
-  layer.weight = is_accumulated(layer.weight) ? layer.weight : -1;
-  layer.bias = is_accumulated(layer.bias) ? layer.bias : -1;
-  if (!autograd::get_current_graph_task_keep_graph()) {
-    call.layer.input = at::Tensor();  // the graph may outlive its last call
-  }
-  if (!gradient.defined() || !layer.input.defined() || (layer.weight < 0 && layer.bias < 0)) {
-    return;
-  }
-  uncaptured.search(call.edges.get());
+  layer.input = input;
   layer.output_gradient = without_history(gradient).reshape(call.output_sizes);
-  const int64_t task =
-      call.outer_task >= 0 ? call.outer_task : autograd::get_current_graph_task_id();
-  layer.micro_batch = pass_of(task);
+  layer.micro_batch = current_pass(call.outer);
   std::vector<int64_t> gone;
   arrive(layer.weight, layer.micro_batch, /*may_be_zeroed=*/true, gone);
   // The weight decides for the bias, whose gradient may have arrived before the call.
   arrive(layer.bias, layer.micro_batch, /*may_be_zeroed=*/layer.weight < 0, gone);
-  look_for_mixed_samples(layer.micro_batch);
-  receiver(std::move(layer), gone);
+  if (finds_mixing_) {
+    look_for_mixed_samples(layer.micro_batch);
+  }
+  if (receiver) {
+    receiver(call, std::move(layer), gone);
+  }
 }
 
-void OperatorCapture::forget() {
-  const std::lock_guard lock(state_->mutex);
-  state_->passes.clear();
-  state_->ended_passes.clear();
-  state_->passes_of_param.clear();
-  state_->seen_gradients.clear();
-  state_->uncaptured.forget();
-  state_->mixing_passes.clear();
-  state_->tasks_seen_for_mixing.clear();
-  state_->processes = 1;
-}
-
-void OperatorCapture::raise_error() {
-  std::exception_ptr error;
+void CaptureState::start(const PendingCall& call) {
+  const std::lock_guard starting(start_mutex_);
   {
-    const std::lock_guard lock(state_->mutex);
-    error = std::exchange(state_->error, nullptr);
-  }
-  if (error != nullptr) {
-    std::rethrow_exception(error);
-  }
-}
-
-int64_t OperatorCapture::processes() const {
-  const std::lock_guard lock(state_->mutex);
-  return state_->processes;
-}
-
-bool OperatorCapture::mixes_samples(int64_t pass) const {
-  const std::lock_guard lock(state_->mutex);
-  return state_->mixing_passes.count(pass) != 0;
-}
-
-bool OperatorCapture::is_used_otherwise(const at::Tensor& param) const {
-  const std::lock_guard lock(state_->mutex);
-  return state_->uncaptured.has_found(param);
-}
-
-int64_t OperatorCapture::parameter_used_otherwise(const at::Tensor& loss) const {
-  const std::lock_guard lock(state_->mutex);
-  const auto found = state_->uncaptured.find(loss);
-  for (const auto i : c10::irange(state_->params.size())) {
-    if (found.count(state_->params[i]._unsafe_get_target()) != 0) {
-      return static_cast<int64_t>(i);
+    const std::lock_guard lock(mutex);
+    uncaptured.search(call.edges.get());
+    if (!started_tasks_.insert(autograd::get_current_graph_task_id()).second) {
+      return;
     }
   }
-  return -1;
+  if (on_start) {
+    on_start();
+  }
 }
 
-bool OperatorCapture::has_overwritten_input() const {
-  const std::lock_guard lock(state_->mutex);
-  return std::any_of(state_->calls.begin(), state_->calls.end(),
-                     [](const auto& call) { return has_changed(*call); });
-}
-
-std::vector<DifferentiableCall> OperatorCapture::calls_of(const at::Tensor& outputs) const {
-  const std::lock_guard lock(state_->mutex);
+std::vector<DifferentiableCall> CaptureState::calls_of(const at::Tensor& outputs) {
+  struct Found {
+    torch::autograd::Edge edge;
+    std::shared_ptr<PendingCall> call;
+    LayerCall layer;
+    std::shared_ptr<const autograd::SavedVariable> saved;
+  };
+  std::vector<Found> found;
+  {
+    const std::lock_guard lock(mutex);
+    for (const auto& [edge, captured] : uncaptured.calls_of(outputs)) {
+      if (auto call = captured->pending.lock()) {
+        found.push_back({edge, call, call->layer, call->saved_input});
+      }
+    }
+  }
   std::vector<DifferentiableCall> calls;
-  for (const auto& [edge, captured] : state_->uncaptured.calls_of(outputs)) {
-    const auto call = captured->pending.lock();
-    if (call == nullptr) {
-      continue;
-    }
-    TORCH_CHECK(call->layer.input.defined(),
+  for (auto& [edge, call, layer, saved] : found) {
+    TORCH_CHECK(saved != nullptr || layer.input.defined(),
                 "the graph of outputs was freed by a backward pass; call update_curvature() before "
                 "it, or retain the graph");
-    TORCH_CHECK(!has_changed(*call), "the input ", call->layer.input.sizes(), " of a ",
-                name_of(call->layer.kind),
-                " layer was changed in place after the layer had used it; change a copy");
-    calls.push_back({call->layer, edge, call->output_sizes});
-  }
-  return calls;
-}
-
-std::vector<LayerCall> OperatorCapture::differentiate(const at::Tensor& losses,
-                                                      const at::Tensor& factors, bool keep) {
-  const std::lock_guard lock(state_->mutex);
-  const auto pending = state_->calls;
-  const auto outputs = state_->outputs;
-  if (!keep) {
-    state_->calls.clear();
-    state_->outputs.clear();
-  }
-  std::vector<LayerCall> calls;
-  for (const auto& call : pending) {
-    calls.push_back(call->layer);
-  }
-  if (!losses.defined() || !losses.requires_grad() || calls.empty()) {
-    return calls;
-  }
-  const auto gradients = gradients_at(
-      outputs, losses, factors.defined() ? factors : at::ones_like(losses), /*keep_graph=*/keep);
-  for (size_t i = 0; i < pending.size(); ++i) {
-    if (gradients[i].defined()) {
-      calls[i].output_gradient = gradients[i].reshape(pending[i]->output_sizes);
+    const at::Tensor input = saved == nullptr ? layer.input : unpacked(*call, *saved);
+    check_observed_input(*call, input);
+    const at::NoGradGuard no_grad;
+    layer.input = core_input(*call, input);
+    std::vector<int64_t> sizes = call->output_sizes;
+    if (call->module != nullptr && call->module->adds_height) {
+      sizes.insert(sizes.end() - 1, 1);
     }
+    calls.push_back({std::move(layer), edge, std::move(sizes)});
   }
   return calls;
 }

@@ -1,8 +1,11 @@
 #include "gradients/capture/layer_call.h"
 
+#include <c10/util/BFloat16.h>
 #include <c10/util/Exception.h>
+#include <c10/util/Half.h>
 
 #include <algorithm>
+#include <limits>
 
 namespace torchium::gradients::detail {
 namespace {
@@ -13,8 +16,10 @@ int64_t dims_of_a_sample(const LayerCall& call) {
     case LayerKind::kLinear:
       return 1;
     case LayerKind::kConv2d:
-      return 3;
+    case LayerKind::kConv3d:
+      return static_cast<int64_t>(spatial_dims(call)) + 1;
     case LayerKind::kLayerNorm:
+    case LayerKind::kRmsNorm:
       return call.settings[kNormalizedDims];
     case LayerKind::kEmbedding:
     case LayerKind::kGroupNorm:
@@ -46,8 +51,35 @@ const char* name_of(LayerKind kind) {
       return "layer_norm";
     case LayerKind::kGroupNorm:
       return "group_norm";
+    case LayerKind::kConv3d:
+      return "conv3d";
+    case LayerKind::kRmsNorm:
+      return "rms_norm";
   }
   return "unknown";
+}
+
+ConvolutionSettings convolution_settings(const LayerCall& call) {
+  const size_t n = spatial_dims(call);
+  const at::IntArrayRef all(call.settings);
+  return {all.slice(0, n), all.slice(n, n), all.slice(2 * n, n), all[3 * n], all[3 * n + 1] != 0};
+}
+
+int64_t groups_of(const LayerCall& call) {
+  return is_convolution(call) ? convolution_settings(call).groups : 1;
+}
+
+double epsilon_of(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kDouble:
+      return std::numeric_limits<double>::epsilon();
+    case at::kHalf:
+      return static_cast<double>(std::numeric_limits<at::Half>::epsilon());
+    case at::kBFloat16:
+      return static_cast<double>(std::numeric_limits<at::BFloat16>::epsilon());
+    default:
+      return std::numeric_limits<float>::epsilon();
+  }
 }
 
 LayerCall call_from_row(const int64_t* row) {
@@ -71,10 +103,10 @@ std::vector<LayerCall> parse_calls(at::TensorList inputs, at::TensorList output_
   std::vector<LayerCall> calls(count);
   for (size_t i = 0; i < count; ++i) {
     const auto row = rows.slice(i * kCallRowSize, kCallRowSize);
-    TORCH_CHECK_VALUE(row[0] >= 0 && row[0] <= static_cast<int64_t>(LayerKind::kGroupNorm),
-                      "calls[", i, "] has kind ", row[0],
-                      "; it must be 0 (linear), 1 (conv2d), 2 (embedding), 3 (layer_norm) or 4 "
-                      "(group_norm)");
+    TORCH_CHECK_VALUE(row[0] >= 0 && row[0] <= static_cast<int64_t>(kLastKind), "calls[", i,
+                      "] has kind ", row[0],
+                      "; it must be 0 (linear), 1 (conv2d), 2 (embedding), 3 (layer_norm), 4 "
+                      "(group_norm), 5 (conv3d) or 6 (rms_norm)");
     LayerCall& call = calls[i];
     call = call_from_row(row.data());
     call.eps = eps[i];

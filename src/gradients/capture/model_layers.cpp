@@ -64,7 +64,9 @@ std::string problem_of(const nn::Module& module) {
            "eval() is called on it";
   }
   const bool is_known =
-      is_one_of<nn::LinearImpl, nn::Conv2dImpl, nn::LayerNormImpl, nn::GroupNormImpl>(module);
+      is_one_of<nn::LinearImpl, nn::Conv1dImpl, nn::Conv2dImpl, nn::Conv3dImpl,
+                nn::ConvTranspose1dImpl, nn::ConvTranspose2dImpl, nn::ConvTranspose3dImpl,
+                nn::LayerNormImpl, nn::GroupNormImpl>(module);
   const bool is_stock = std::string_view(module.name()).starts_with("torch::nn::");
   return is_known || !is_stock ? "" : "is of an unsupported type";
 }

@@ -4,8 +4,10 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
+#include <algorithm>
 #include <string>
 #include <unordered_map>
+#include <vector>
 
 namespace torchium::gradients::detail {
 namespace {
@@ -52,6 +54,7 @@ OperatorCall make_call(LayerKind kind, at::Tensor weight, at::Tensor bias, at::T
   OperatorCall call;
   call.weight = std::move(weight);
   call.bias = std::move(bias);
+  call.input = input;
   call.layer.kind = kind;
   call.layer.input = std::move(input);
   return call;
@@ -102,50 +105,79 @@ Reading addition(Arguments a, bool in_place) {
 Reading add(Arguments a) { return addition(a, false); }
 Reading add_(Arguments a) { return addition(a, true); }
 
-// Settings of a two-dimensional convolution from [stride, padding, dilation], one or two numbers
-// each.
-Reading convolution_call(Arguments a, at::Tensor input, const std::vector<int64_t>& stride,
-                         const std::vector<int64_t>& padding, const std::vector<int64_t>& dilation,
-                         int64_t groups) {
+// Arguments of a convolution: one number for all spatial dimensions, or one for each.
+struct ConvolutionArguments {
+  std::vector<int64_t> stride, padding, dilation;
+  int64_t groups;
+  bool is_transposed = false;
+};
+
+// Operators that take them have the input first, then weight and bias.
+Reading convolution_call(Arguments a, const ConvolutionArguments& given) {
   const at::Tensor& weight = a[1].toTensor();
-  const auto is_plane = [](const auto& list) { return list.size() == 1 || list.size() == 2; };
-  if (weight.dim() != 4 || !is_plane(stride) || !is_plane(padding) || !is_plane(dilation)) {
+  const at::Tensor& input = a[0].toTensor();
+  const auto dims = static_cast<size_t>(std::max<int64_t>(0, weight.dim() - 2));
+  const auto fits = [&](const auto& list) { return list.size() == 1 || list.size() == dims; };
+  if (dims < 1 || dims > 3 || !fits(given.stride) || !fits(given.padding) ||
+      !fits(given.dilation)) {
     return std::nullopt;
   }
-  OperatorCall call = make_call(LayerKind::kConv2d, weight, tensor_or_none(a[2]), std::move(input));
-  call.layer.settings = {stride.front(),   stride.back(),   padding.front(), padding.back(),
-                         dilation.front(), dilation.back(), groups,          0};
+  OperatorCall call = make_call(dims == 3 ? LayerKind::kConv3d : LayerKind::kConv2d, weight,
+                                tensor_or_none(a[2]), input);
+  auto* setting = call.layer.settings.data();
+  const auto append = [&](const std::vector<int64_t>& list, int64_t of_height) {
+    if (dims == 1) {
+      *setting++ = of_height;
+    }
+    for (size_t i = 0; i < dims; ++i) {
+      *setting++ = list.size() == 1 ? list[0] : list[i];
+    }
+  };
+  append(given.stride, 1);
+  append(given.padding, 0);
+  append(given.dilation, 1);
+  *setting++ = given.groups;
+  *setting = given.is_transposed ? 1 : 0;
+  if (dims == 1) {
+    call.layer.input = input.unsqueeze(-2);
+  }
   return call;
 }
 
-Reading conv2d(Arguments a) {
-  return convolution_call(a, a[0].toTensor(), a[3].toIntVector(), a[4].toIntVector(),
-                          a[5].toIntVector(), a[6].toInt());
+Reading conv(Arguments a) {
+  return convolution_call(
+      a, {a[3].toIntVector(), a[4].toIntVector(), a[5].toIntVector(), a[6].toInt()});
 }
 
 // "valid" and "same"; "same" pads one more zero behind than before where the total is odd.
-Reading conv2d_with_named_padding(Arguments a) {
+Reading conv_with_named_padding(Arguments a) {
   const auto dilation = a[5].toIntVector();
-  const at::Tensor& weight = a[1].toTensor();
-  at::Tensor input = a[0].toTensor();
-  std::vector<int64_t> padding{0, 0};
-  if (a[4].toStringRef() == "same" && weight.dim() == 4 && !dilation.empty()) {
-    const int64_t height = dilation.front() * (weight.size(2) - 1);
-    const int64_t width = dilation.back() * (weight.size(3) - 1);
-    padding = {height / 2, width / 2};
-    if (height % 2 != 0 || width % 2 != 0) {
-      input = at::constant_pad_nd(input.detach(), {0, width % 2, 0, height % 2});
+  const auto kernel = a[1].toTensor().sizes().slice(2);
+  std::vector<int64_t> padding(kernel.size(), 0);
+  std::vector<int64_t> behind;  // the last dimension first
+  if (a[4].toStringRef() == "same" && !dilation.empty()) {
+    for (size_t i = kernel.size(); i-- > 0;) {
+      const int64_t total = (dilation.size() == 1 ? dilation[0] : dilation[i]) * (kernel[i] - 1);
+      padding[i] = total / 2;
+      behind.insert(behind.end(), {0, total % 2});
     }
   }
-  return convolution_call(a, std::move(input), a[3].toIntVector(), padding, dilation, a[6].toInt());
+  Reading call = convolution_call(a, {a[3].toIntVector(), padding, dilation, a[6].toInt()});
+  const bool is_uneven = std::any_of(behind.begin(), behind.end(), [](auto n) { return n > 0; });
+  if (call && is_uneven) {
+    call->layer.input = at::constant_pad_nd(call->layer.input.detach(), behind);
+  }
+  return call;
 }
 
 Reading convolution(Arguments a) {
-  if (a[6].toBool()) {  // transposed
-    return std::nullopt;
-  }
-  return convolution_call(a, a[0].toTensor(), a[3].toIntVector(), a[4].toIntVector(),
-                          a[5].toIntVector(), a[8].toInt());
+  return convolution_call(
+      a, {a[3].toIntVector(), a[4].toIntVector(), a[5].toIntVector(), a[8].toInt(), a[6].toBool()});
+}
+
+Reading transposed_conv(Arguments a) {
+  return convolution_call(a, {a[3].toIntVector(), a[4].toIntVector(), a[7].toIntVector(),
+                              a[6].toInt(), /*is_transposed=*/true});
 }
 
 Reading embedding(Arguments a) {
@@ -179,6 +211,12 @@ Reading native_group_norm(Arguments a) {
   return normalization(LayerKind::kGroupNorm, a[1], a[2], a[0], a[6].toInt(), a[7].toDouble());
 }
 
+Reading rms_norm(Arguments a) {
+  const auto dims = static_cast<int64_t>(a[1].toIntVector().size());
+  return normalization(LayerKind::kRmsNorm, a[2], {}, a[0], dims,
+                       a[3].isNone() ? -1.0 : a[3].toDouble());
+}
+
 Reading nothing(Arguments) { return std::nullopt; }
 
 std::unordered_map<const char*, LayerOperator> make_table() {
@@ -194,14 +232,22 @@ std::unordered_map<const char*, LayerOperator> make_table() {
       {"aten::mm", "", {&matmul, true}},
       {"aten::add", "Tensor", {&add, false}},
       {"aten::add_", "Tensor", {&add_, false}},
-      {"aten::conv2d", "", {&conv2d, true}},
-      {"aten::conv2d", "padding", {&conv2d_with_named_padding, true}},
+      {"aten::conv1d", "", {&conv, true}},
+      {"aten::conv1d", "padding", {&conv_with_named_padding, true}},
+      {"aten::conv2d", "", {&conv, true}},
+      {"aten::conv2d", "padding", {&conv_with_named_padding, true}},
+      {"aten::conv3d", "", {&conv, true}},
+      {"aten::conv3d", "padding", {&conv_with_named_padding, true}},
+      {"aten::conv_transpose1d", "", {&transposed_conv, true}},
+      {"aten::conv_transpose2d", "input", {&transposed_conv, true}},
+      {"aten::conv_transpose3d", "input", {&transposed_conv, true}},
       {"aten::convolution", "", {&convolution, true}},
       {"aten::embedding", "", {&embedding, true}},
       {"aten::layer_norm", "", {&layer_norm, true}},
       {"aten::native_layer_norm", "", {&layer_norm, true}},
       {"aten::group_norm", "", {&group_norm, true}},
       {"aten::native_group_norm", "", {&native_group_norm, true}},
+      {"aten::rms_norm", "", {&rms_norm, true}},
       {"aten::lstm", "input", {&nothing, true}},
       {"aten::lstm", "data", {&nothing, true}},
       {"aten::gru", "input", {&nothing, true}},

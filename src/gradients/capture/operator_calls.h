@@ -16,7 +16,8 @@ namespace torchium::gradients::detail {
 struct OperatorCall {
   at::Tensor weight;
   at::Tensor bias;
-  LayerCall layer;  // without positions and gradient
+  at::Tensor input;  // as the operator received it
+  LayerCall layer;   // without positions and gradient
   // The operator adds `bias` to its first operand in place, perhaps to the product of a weight.
   bool is_in_place_addition = false;
 };

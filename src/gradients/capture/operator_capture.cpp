@@ -1,16 +1,14 @@
 #include "gradients/capture/operator_capture.h"
 
-#include "gradients/capture/capture_state.h"
 #include "gradients/capture/collectives.h"
 #include "gradients/capture/graph_node.h"
 #include "gradients/capture/operator_calls.h"
+#include "gradients/capture/operator_state.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -134,11 +132,10 @@ void note_call(const OperatorCall& call, CallContext& context) {
         return;
       }
     }
-    const at::Tensor& input = call.layer.input;
+    const at::Tensor& input = call.input;
     const bool is_transposed = has_transposed_weight(call.layer);
     // A product of two parameters has no samples.
-    const bool takes_weight =
-        !is_transposed || (capture->takes_transposed && capture->trainable_position(input) < 0);
+    const bool takes_weight = !is_transposed || capture->trainable_position(input) < 0;
     const int64_t weight = takes_weight ? capture->trainable_position(call.weight) : -1;
     if (weight < 0 && bias < 0) {
       return;
@@ -149,15 +146,12 @@ void note_call(const OperatorCall& call, CallContext& context) {
     pending->layer.weight = weight;
     pending->layer.bias = bias;
     pending->layer.settings[kTransposedWeight] *= takes_weight ? 1 : 0;
-    pending->layer.input = (is_transposed && takes_weight ? with_samples(input) : input).detach();
-    pending->edges = std::make_shared<CallEdges>();
-    pending->edges->pending = pending;
-    pending->edges->weight = weight < 0 ? nullptr : call.weight.unsafeGetTensorImpl();
-    pending->edges->bias = bias < 0 ? nullptr : call.bias.unsafeGetTensorImpl();
-    pending->edges->leaf_input = input.is_leaf() ? input.unsafeGetTensorImpl() : nullptr;
-    pending->edges->input_node = input.grad_fn();
-    pending->input_version = input.is_inference() ? 0 : input._version();
-    pending->outer_task = autograd::get_current_graph_task_id();
+    const at::Tensor& read = call.layer.input;
+    pending->layer.input = (is_transposed && takes_weight ? with_samples(read) : read).detach();
+    pending->edges = edges_of(pending, input, weight < 0 ? at::Tensor() : call.weight,
+                              bias < 0 ? at::Tensor() : call.bias);
+    pending->input_version = read.is_inference() ? 0 : read._version();
+    pending->outer = pass_of_forward();
     context.calls.push_back(std::move(pending));
   });
 }
@@ -174,11 +168,15 @@ void note_exchange(const at::RecordFunction& function) {
 
 std::unique_ptr<at::ObserverContext> start(const at::RecordFunction& function) {
   note_exchange(function);
-  if (hiding_operators > 0 || !at::GradMode::is_enabled()) {
+  if (hiding_operators > 0) {
     return nullptr;
   }
   const LayerOperator* layer_operator = find_layer_operator(function.name());
   if (layer_operator == nullptr) {
+    return nullptr;
+  }
+  if (!at::GradMode::is_enabled()) {
+    pass_of_forward();  // perhaps a checkpoint, with others in it
     return nullptr;
   }
   auto context = std::make_unique<CallContext>(layer_operator->hides_calls);
@@ -190,59 +188,32 @@ std::unique_ptr<at::ObserverContext> start(const at::RecordFunction& function) {
   return context;
 }
 
-// The tensor whose hooks receive the gradient by `output` even if it is changed in place: for a
-// view (of a product of more than two dimensions, for example) autograd then leaves out its own
-// node.
-at::Tensor tensor_to_hook(const at::Tensor& output) {
-  if (!output.is_view()) {
-    return output;
+// Those of the output with the dimensions of the captured input.
+std::vector<int64_t> sizes_of_output(const at::Tensor& output, const LayerCall& layer) {
+  std::vector<int64_t> sizes = output.sizes().vec();
+  if (has_transposed_weight(layer)) {
+    sizes = layer.input.sizes().vec();
+    sizes.back() = output.size(-1);
+  } else if (is_convolution(layer) && layer.input.dim() > output.dim()) {  // conv1d: a height of 1
+    sizes.insert(sizes.end() - 1, 1);
   }
-  const at::Tensor base(output._base());
-  return base.numel() == output.numel() && base.requires_grad() ? base : output;
+  return sizes;
 }
 
-// Hands over the gradient that a node gets, which hooks of the output tensor may have changed.
-struct ReceivingHook : public autograd::FunctionPreHook {
-  ReceivingHook(std::shared_ptr<PendingCall> call, size_t output)
-      : call(std::move(call)), output(output) {}
-
-  autograd::variable_list operator()(const autograd::variable_list& gradients) override {
-    const auto capture = call->capture.lock();
-    if (capture != nullptr && gradients[output].defined()) {
-      capture->receive(*call, gradients[output]);
-    }
-    return gradients;
-  }
-
-  std::shared_ptr<PendingCall> call;
-  size_t output;  // of the node
-};
-
 void note_output(const at::Tensor& output, CallContext& context) {
-  const auto edge = autograd::impl::gradient_edge(tensor_to_hook(output));
   last_product.node = output.grad_fn();
   last_product.calls.assign(context.calls.begin(), context.calls.end());
   for (auto& call : context.calls) {
-    const auto capture = call->capture.lock();
+    const auto capture = std::static_pointer_cast<OperatorCapture::State>(call->capture.lock());
     if (capture == nullptr) {
       continue;
     }
-    call->output_sizes = output.sizes().vec();
-    if (has_transposed_weight(call->layer)) {  // dimensions as those of the input
-      const auto leading = call->layer.input.sizes();
-      call->output_sizes.assign(leading.begin(), leading.end() - 1);
-      call->output_sizes.push_back(output.size(-1));
-    }
-    {
-      const std::lock_guard lock(capture->mutex);
-      capture->uncaptured.add(edge, call->edges);
-    }
-    if (capture->receiver) {
-      edge.function->add_pre_hook(std::make_unique<ReceivingHook>(call, edge.input_nr));
-    } else {
+    call->output_sizes = sizes_of_output(output, call->layer);
+    capture->add(call, output, /*is_received=*/!capture->is_differentiated);
+    if (capture->is_differentiated) {
       const std::lock_guard lock(capture->mutex);
       capture->calls.push_back(call);
-      capture->outputs.push_back(edge);
+      capture->outputs.push_back(autograd::impl::gradient_edge(tensor_to_hook(output)));
     }
   }
 }
@@ -304,14 +275,13 @@ void Registry::remove(const OperatorCapture::State* capture) {
 
 }  // namespace
 
-OperatorCapture::OperatorCapture(std::vector<at::Tensor> params, Receiver receiver,
-                                 bool takes_transposed)
-    : state_(std::make_shared<State>(params, std::move(receiver), takes_transposed)) {}
+OperatorCapture::OperatorCapture(const std::vector<at::Tensor>& params, const Receiver& receiver)
+    : state_(std::make_shared<State>(params, receiver)) {}
 
 OperatorCapture::~OperatorCapture() { set_enabled(false); }
 
 bool OperatorCapture::watches(const std::vector<at::Tensor>& params) const {
-  bool result = params.size() == state_->params.size();
+  bool result = params.size() == state_->size();
   for (size_t i = 0; result && i < params.size(); ++i) {
     result = state_->position(params[i]) == static_cast<int64_t>(i);
   }

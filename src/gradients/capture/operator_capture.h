@@ -15,10 +15,12 @@
 namespace torchium::gradients::detail {
 
 // Captures the calls of some parameters by these operators, called directly or by torch::nn:
-//   linear, addmm, matmul, mm (whose operand is the whole transpose of the parameter, or, on
-//   demand, the parameter itself; a bias is addmm's first operand or what is added in place to the
-//   product), conv2d, convolution, embedding, layer_norm, native_layer_norm, group_norm,
-//   native_group_norm.
+//   linear, addmm, matmul, mm (whose operand is the whole transpose of the parameter, or the
+//   parameter itself; a bias is addmm's first operand or what is added in place to the product),
+//   conv1d to conv3d and their transposed forms, convolution, embedding, layer_norm,
+//   native_layer_norm, rms_norm, group_norm, native_group_norm.
+// The input [samples * positions, in] of a product with a parameter itself is captured as [samples,
+// positions, in] if it is a view of such a tensor.
 // A call counts if gradients are recorded and reach the parameter. Dimension 0 of the input is the
 // sample. An operator within one of these, or within a recurrent layer (lstm, gru, ...), does not
 // count: there dimension 0 may be something else.
@@ -37,11 +39,8 @@ class TORCHIUM_API OperatorCapture {
   using Receiver = std::function<void(LayerCall call, const std::vector<int64_t>& gone_passes)>;
 
   // Without a receiver the calls are kept for differentiate(). Disabled at first.
-  // takes_transposed: products with a parameter [in, out] itself are captured too. An input
-  // [samples * positions, in] that is a view of a tensor [samples, positions, in] is captured as
-  // that tensor.
-  OperatorCapture(std::vector<at::Tensor> params, Receiver receiver = nullptr,
-                  bool takes_transposed = false);
+  explicit OperatorCapture(const std::vector<at::Tensor>& params,
+                           const Receiver& receiver = nullptr);
   ~OperatorCapture();
   OperatorCapture(const OperatorCapture&) = delete;
   OperatorCapture& operator=(const OperatorCapture&) = delete;

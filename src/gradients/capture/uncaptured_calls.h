@@ -25,7 +25,7 @@ struct CallEdges {
   const at::TensorImpl* bias = nullptr;
   const at::TensorImpl* leaf_input = nullptr;  // the input, if it is a leaf
   WeakNode input_node;                         // that has computed the input
-  std::weak_ptr<PendingCall> pending;          // of an OperatorCapture
+  std::weak_ptr<PendingCall> pending;
 };
 
 // The output of a captured call in autograd's graph.

@@ -1,11 +1,14 @@
 #include "gradients/factors/device_factors.h"
 
 #ifdef TORCHIUM_WITH_CUDA
+#include "cuda_kernels/factors/column_sums.h"
+#include "cuda_kernels/factors/moment_product.h"
 #include "cuda_kernels/factors/second_moment.h"
 #include "cuda_kernels/factors/unfold.h"
 #include "support/device_code.h"
 
 #include <ATen/Context.h>
+#include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>
@@ -31,6 +34,45 @@ bool fits_int(const at::Tensor& tensor) {
 
 at::Tensor channels_last(const at::Tensor& image) {
   return (image.dim() == 3 ? image.unsqueeze(0) : image).contiguous(at::MemoryFormat::ChannelsLast);
+}
+
+// Whether the vectors in X [1, vector, count] are rows of a matrix of 16-bit elements.
+bool has_short_rows(const at::Tensor& X) {
+  return X.scalar_type() != at::kFloat && X.size(0) == 1 && X.stride(1) == 1 &&
+         X.stride(2) >= X.size(1) && X.stride(2) % kPitch == 0 &&
+         reinterpret_cast<uintptr_t>(X.const_data_ptr()) % 16 == 0;
+}
+
+// The sums of the vectors in X [groups, vector, count]: [parts, groups, vector], to be added.
+at::Tensor sums_of(const at::Tensor& X) {
+  if (!has_short_rows(X) || X.stride(2) != X.size(1)) {
+    return X.sum(2, /*keepdim=*/false, at::kFloat).unsqueeze(0);
+  }
+  const at::Tensor sums =
+      at::empty({cuda_kernels::kSumParts, 1, X.size(1)}, X.options().dtype(at::kFloat));
+  C10_CUDA_CHECK(cuda_kernels::column_sums({.X = X.const_data_ptr(),
+                                            .count = X.size(2),
+                                            .pitch = as_int(X.size(1)),
+                                            .is_bfloat16 = X.scalar_type() == at::kBFloat16,
+                                            .sums = sums.mutable_data_ptr<float>()},
+                                           c10::cuda::getCurrentCUDAStream()));
+  return sums;
+}
+
+// The product of the kernel for it, as parts in a workspace; undefined: there is none.
+at::Tensor product_in_parts(const cuda_kernels::MomentProduct& product,
+                            const at::TensorOptions& options, cuda_kernels::MomentParts& parts) {
+  const cudaDeviceProp* device = at::cuda::getCurrentDeviceProperties();
+  if (!cuda_kernels::has_moment_product(device->major, device->minor,
+                                        static_cast<int>(device->sharedMemPerBlockOptin)) ||
+      !cuda_kernels::fits_moment_product(product)) {
+    return {};
+  }
+  C10_CUDA_CHECK(cuda_kernels::plan_moment_product(product, parts));
+  const at::Tensor workspace = at::empty({parts.elements()}, options.dtype(at::kFloat));
+  C10_CUDA_CHECK(cuda_kernels::moment_product(product, parts, workspace.mutable_data_ptr<float>(),
+                                              c10::cuda::getCurrentCUDAStream()));
+  return workspace;
 }
 
 }  // namespace
@@ -108,24 +150,38 @@ void store_moment(at::Tensor& sum, const at::Tensor& X, int64_t length, int64_t 
                   bool accumulate) {
   torchium::detail::check_device_code(sum.device());
   const at::NoTF32Guard full_precision;
-  // cuBLAS is slow where the rows of a result begin at odd places, as those of a sum with a row for
-  // the bias do.
-  const at::Tensor product =
-      X.scalar_type() == at::kFloat ? at::bmm(X, X.mT()) : at::bmm(X, X.mT(), at::kFloat);
-  const bool has_bias = sum.size(1) > length;
-  const at::Tensor sums = has_bias ? X.sum(2, /*keepdim=*/false, at::kFloat) : at::Tensor();
   const c10::cuda::CUDAGuard guard(sum.device());
-  C10_CUDA_CHECK(
-      cuda_kernels::store_second_moment({.product = product.const_data_ptr<float>(),
-                                         .sums = has_bias ? sums.const_data_ptr<float>() : nullptr,
-                                         .target = sum.mutable_data_ptr<float>(),
-                                         .groups = as_int(sum.size(0)),
-                                         .n = as_int(length),
-                                         .pitch = as_int(X.size(1)),
-                                         .count = static_cast<float>(X.size(2)),
-                                         .pixels = as_int(pixels),
-                                         .accumulate = accumulate},
-                                        c10::cuda::getCurrentCUDAStream()));
+  const bool is_short = X.scalar_type() != at::kFloat;
+  cuda_kernels::MomentParts parts;
+  at::Tensor product;
+  if (has_short_rows(X)) {
+    product = product_in_parts({.X = X.const_data_ptr(),
+                                .count = X.size(2),
+                                .n = as_int(X.size(1)),
+                                .pitch = as_int(X.stride(2)),
+                                .is_bfloat16 = X.scalar_type() == at::kBFloat16},
+                               X.options(), parts);
+  }
+  const bool has_parts = product.defined();
+  if (!has_parts) {
+    // cuBLAS is slow where the rows of a result begin at odd places, as those of a sum with a row
+    // for the bias do.
+    product = is_short ? at::bmm(X, X.mT(), at::kFloat) : at::bmm(X, X.mT());
+  }
+  const at::Tensor sums = sum.size(1) > length ? sums_of(X) : at::Tensor();
+  C10_CUDA_CHECK(cuda_kernels::store_second_moment(
+      {.product = product.const_data_ptr<float>(),
+       .parts = has_parts ? &parts : nullptr,
+       .sums = sums.defined() ? sums.const_data_ptr<float>() : nullptr,
+       .sum_parts = sums.defined() ? as_int(sums.size(0)) : 0,
+       .target = sum.mutable_data_ptr<float>(),
+       .groups = as_int(sum.size(0)),
+       .n = as_int(length),
+       .pitch = as_int(X.size(1)),
+       .count = static_cast<float>(X.size(2)),
+       .pixels = as_int(pixels),
+       .accumulate = accumulate},
+      c10::cuda::getCurrentCUDAStream()));
   sum.unsafeGetTensorImpl()->bump_version();
 }
 
@@ -137,6 +193,9 @@ DevicePositions::DevicePositions(const LayerCall&, const WeightGeometry& weight,
 int64_t DevicePositions::piece() const { return 1; }
 Positions DevicePositions::of_samples(int64_t, int64_t) const { return {}; }
 bool has_moment_kernel(const at::Tensor&, const at::Tensor&) { return false; }
+bool store_patch_moment(at::Tensor&, const LayerCall&, const WeightGeometry&, bool) {
+  return false;
+}
 void store_moment(at::Tensor&, const at::Tensor&, int64_t, int64_t, bool) {
   TORCH_INTERNAL_ASSERT(false, "this build has no CUDA kernels");
 }

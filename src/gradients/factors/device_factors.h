@@ -1,5 +1,5 @@
 // Kronecker factors on a GPU: patches with the channels innermost, as cuDNN keeps images, and
-// products by cuBLAS.
+// products on tensor cores.
 #pragma once
 
 #include "gradients/capture/layer_call.h"
@@ -7,7 +7,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <array>
 #include <cstdint>
 
 namespace torchium::gradients::detail {
@@ -34,7 +33,7 @@ class DevicePositions {
   at::Tensor unfolded(const at::Tensor& images) const;
 
   WeightGeometry weight_;
-  std::array<int64_t, 8> settings_;
+  decltype(LayerCall::settings) settings_;
   // [n, channels, height, width], channels-last; without inputs, input_ is undefined.
   at::Tensor input_, gradient_;
 };

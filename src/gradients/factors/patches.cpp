@@ -3,7 +3,9 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <array>
 #include <utility>
+#include <vector>
 
 namespace torchium::gradients::detail {
 namespace {
@@ -24,50 +26,82 @@ void check_linear(const LayerCall& call, at::IntArrayRef shape, size_t index) {
                     "; they must be [..., in] and [..., out] with the same leading dimensions");
 }
 
-void check_conv2d(const LayerCall& call, at::IntArrayRef shape, size_t index) {
-  const auto& s = call.settings;
-  TORCH_CHECK_VALUE(s[kStrideHeight] > 0 && s[kStrideWidth] > 0 && s[kPaddingHeight] >= 0 &&
-                        s[kPaddingWidth] >= 0 && s[kDilationHeight] > 0 && s[kDilationWidth] > 0 &&
-                        s[kGroups] > 0,
-                    "calls[", index, "]: conv2d settings ", at::IntArrayRef(s),
-                    "; stride, dilation and groups must be positive, padding not negative");
+// The weight of a conv1d as that of a conv2d of height 1.
+std::vector<int64_t> convolution_shape(const LayerCall& call, at::IntArrayRef weight_shape) {
+  std::vector<int64_t> shape = weight_shape.vec();
+  if (call.kind == LayerKind::kConv2d && shape.size() == 3) {
+    shape.insert(shape.begin() + 2, 1);
+  }
+  return shape;
+}
+
+void check_settings(const LayerCall& call, size_t index) {
+  const auto [stride, padding, dilation, groups, is_transposed] = convolution_settings(call);
+  const auto all_above = [](at::IntArrayRef values, int64_t bound) {
+    return std::all_of(values.begin(), values.end(), [&](int64_t value) { return value > bound; });
+  };
+  TORCH_CHECK_VALUE(
+      all_above(stride, 0) && all_above(padding, -1) && all_above(dilation, 0) && groups > 0,
+      "calls[", index, "]: ", name_of(call.kind), " settings ", at::IntArrayRef(call.settings),
+      "; stride, dilation and groups must be positive, padding not negative");
+}
+
+void check_convolution(const LayerCall& call, at::IntArrayRef shape, size_t index) {
+  check_settings(call, index);
+  const auto s = convolution_settings(call);
   const auto in = call.input.sym_sizes();
   const auto out = call.output_gradient.sym_sizes();
-  const size_t c = in.size() - 3;  // the dimension of the channels
+  const size_t n = spatial_dims(call);
+  const size_t c = in.size() - n - 1;  // the dimension of the channels
+  bool fits = shape.size() == n + 2 && c <= 1 && shape[0] % s.groups == 0 &&
+              in[c] == shape[1] * s.groups && out[c] == shape[0] && (c == 0 || in[0] == out[0]);
+  for (size_t i = 0; fits && i < n; ++i) {
+    fits = out[c + 1 + i] ==
+           output_size(in[c + 1 + i], shape[2 + i], s.stride[i], s.padding[i], s.dilation[i]);
+  }
   TORCH_CHECK_VALUE(
-      shape.size() == 4 && shape[0] % s[kGroups] == 0 && in[c] == shape[1] * s[kGroups] &&
-          out[c] == shape[0] && (c == 0 || in[0] == out[0]) &&
-          out[c + 1] == output_size(in[c + 1], shape[2], s[kStrideHeight], s[kPaddingHeight],
-                                    s[kDilationHeight]) &&
-          out[c + 2] == output_size(in[c + 2], shape[3], s[kStrideWidth], s[kPaddingWidth],
-                                    s[kDilationWidth]),
-      "calls[", index, "]: conv2d with a weight of shape ", shape, " and settings ",
-      at::IntArrayRef(s), " got inputs of shape ", in, " and output_gradients of shape ", out,
+      fits, "calls[", index, "]: ", name_of(call.kind), " with a weight of shape ", shape,
+      " and settings ", at::IntArrayRef(call.settings), " got inputs of shape ", in,
+      " and output_gradients of shape ", out,
       "; pass the (already padded) input, the gradient of the output and the layer's settings");
 }
 
 // The tensor with a leading sample dimension.
-at::Tensor batched(const at::Tensor& image) {
-  return image.dim() == 3 ? image.unsqueeze(0) : image;
+at::Tensor batched(const LayerCall& call, const at::Tensor& image) {
+  return image.dim() == static_cast<int64_t>(spatial_dims(call)) + 1 ? image.unsqueeze(0) : image;
 }
 
-// The operand that a convolution multiplies by its weight: [n, groups, channels, kh, kw, height,
-// width], the last two of the output. An overlapping view of the (zero-padded) input.
-at::Tensor patches(const LayerCall& call, const WeightGeometry& weight, const at::Tensor& input) {
-  const auto& s = call.settings;
-  const int64_t pad_height = s[kPaddingHeight];
-  const int64_t pad_width = s[kPaddingWidth];
-  at::Tensor x = batched(input);
-  if (pad_height > 0 || pad_width > 0) {
-    x = at::constant_pad_nd(x, {pad_width, pad_width, pad_height, pad_height});
+at::Tensor padded(const at::Tensor& images, at::IntArrayRef padding) {
+  std::vector<int64_t> sides;  // the last dimension first
+  for (size_t i = padding.size(); i-- > 0;) {
+    sides.insert(sides.end(), 2, padding[i]);
   }
+  const bool is_needed =
+      std::any_of(padding.begin(), padding.end(), [](int64_t zeros) { return zeros > 0; });
+  return is_needed ? at::constant_pad_nd(images, sides) : images;
+}
+
+// The operand that a convolution multiplies by its weight: [n, groups, channels, kernel..., pixels
+// of the output...]. An overlapping view of the (zero-padded) input.
+at::Tensor patches(const LayerCall& call, const WeightGeometry& weight, const at::Tensor& input) {
+  const auto s = convolution_settings(call);
+  const size_t n = spatial_dims(call);
+  const at::Tensor x = padded(batched(call, input), s.padding);
   const int64_t channels = x.size(1) / weight.groups;
-  const at::Tensor out = batched(call.output_gradient);
-  return x.as_strided({x.size(0), weight.groups, channels, weight.kernel_height,
-                       weight.kernel_width, out.size(2), out.size(3)},
-                      {x.stride(0), x.stride(1) * channels, x.stride(1),
-                       x.stride(2) * s[kDilationHeight], x.stride(3) * s[kDilationWidth],
-                       x.stride(2) * s[kStrideHeight], x.stride(3) * s[kStrideWidth]});
+  const std::array<int64_t, 3> kernel{weight.kernel_depth, weight.kernel_height,
+                                      weight.kernel_width};
+  const auto out = call.output_gradient.sizes();
+  std::vector<int64_t> sizes{x.size(0), weight.groups, channels};
+  std::vector<int64_t> strides{x.stride(0), x.stride(1) * channels, x.stride(1)};
+  for (size_t i = 0; i < n; ++i) {
+    sizes.push_back(kernel[3 - n + i]);
+    strides.push_back(x.strides()[2 + i] * s.dilation[i]);
+  }
+  for (size_t i = 0; i < n; ++i) {
+    sizes.push_back(out[out.size() - n + i]);
+    strides.push_back(x.strides()[2 + i] * s.stride[i]);
+  }
+  return x.as_strided(sizes, strides);
 }
 
 }  // namespace
@@ -78,14 +112,56 @@ WeightGeometry weight_geometry(const LayerCall& call, at::IntArrayRef weight_sha
     check_linear(call, weight_shape, call_index);
     return {1, weight_shape[1], weight_shape[0]};
   }
-  TORCH_CHECK_VALUE(call.kind == LayerKind::kConv2d && call.input.dim() <= 4, "calls[", call_index,
-                    "] is a ", name_of(call.kind), " layer with an input of shape ",
-                    call.input.sym_sizes(),
-                    "; only linear and conv2d weights have Kronecker factors");
-  check_conv2d(call, weight_shape, call_index);
-  const int64_t groups = call.settings[kGroups];
-  return {groups, weight_shape[1] * weight_shape[2] * weight_shape[3], weight_shape[0] / groups,
-          weight_shape[2], weight_shape[3]};
+  TORCH_CHECK_VALUE(is_convolution(call) && !is_transposed_convolution(call), "calls[", call_index,
+                    "] is a ", name_of(call.kind), " layer with settings ",
+                    at::IntArrayRef(call.settings),
+                    "; only linear layers and convolutions that are not transposed have Kronecker "
+                    "factors");
+  const std::vector<int64_t> shape = convolution_shape(call, weight_shape);
+  check_convolution(call, shape, call_index);
+  const int64_t groups = groups_of(call);
+  return {groups,
+          c10::multiply_integers(shape.begin() + 1, shape.end()),
+          shape[0] / groups,
+          shape[shape.size() - 2],
+          shape.back(),
+          shape.size() == 5 ? shape[2] : 1};
+}
+
+LayerCall with_plain_weight(const LayerCall& call, at::IntArrayRef weight_shape,
+                            size_t call_index) {
+  if (!has_transposed_weight(call) && !is_transposed_convolution(call)) {
+    return call;
+  }
+  LayerCall plain = call;
+  std::swap(plain.input, plain.output_gradient);
+  if (call.kind == LayerKind::kLinear) {
+    plain.settings[kTransposedWeight] = 0;
+    return plain;
+  }
+  check_settings(call, call_index);
+  const size_t n = spatial_dims(call);
+  const auto s = convolution_settings(call);
+  const std::vector<int64_t> shape = convolution_shape(call, weight_shape);
+  // Only as much of the padded output as the windows of the inputs cover.
+  at::Tensor windows = padded(batched(call, plain.input), s.padding);
+  const at::Tensor x = batched(call, plain.output_gradient);
+  bool fits = shape.size() == n + 2;
+  for (size_t i = 0; fits && i < n; ++i) {
+    const auto dim = static_cast<int64_t>(2 + i);
+    const int64_t length = (x.size(dim) - 1) * s.stride[i] + (shape[2 + i] - 1) * s.dilation[i] + 1;
+    fits = length <= windows.size(dim);
+    windows = fits ? windows.narrow(dim, 0, length) : windows;
+  }
+  TORCH_CHECK_VALUE(fits, "calls[", call_index, "]: a transposed ", name_of(call.kind),
+                    " with a weight of shape ", weight_shape, " and settings ",
+                    at::IntArrayRef(call.settings), " got inputs of shape ", call.input.sizes(),
+                    " and output_gradients of shape ", call.output_gradient.sizes());
+  plain.input = windows;
+  plain.output_gradient = x;
+  std::fill_n(plain.settings.begin() + n, n, 0);  // the padding
+  plain.settings[3 * n + 1] = 0;
+  return plain;
 }
 
 int64_t max_patch_elements(const at::Tensor& input) {
@@ -114,9 +190,9 @@ PositionSource::PositionSource(const LayerCall& call, const WeightGeometry& weig
     }
     return;
   }
-  gradients_ = batched(gradient).unflatten(1, {weight.groups, weight.fan_out});
+  gradients_ = batched(call, gradient).unflatten(1, {weight.groups, weight.fan_out});
   samples_ = gradients_.size(0);
-  positions_ = gradients_.size(3) * gradients_.size(4);
+  positions_ = c10::multiply_integers(gradients_.sizes().slice(3));
   if (!with_inputs) {
     piece_ = samples_;
     return;
@@ -138,10 +214,23 @@ Positions PositionSource::of_samples(int64_t first, int64_t count) const {
   }
   // [groups, vector, n, T]: the pixels of each sample in turn, for products that sum over both.
   const auto vectors = [&](const at::Tensor& images) {
-    const at::Tensor grouped = images.narrow(0, first, count).movedim(0, -3);
+    const int64_t spatial = gradients_.dim() - 3;
+    const at::Tensor grouped = images.narrow(0, first, count).movedim(0, -1 - spatial);
     return grouped.reshape({grouped.size(0), -1, count, positions_}).permute({0, 2, 3, 1});
   };
   return {patches_.defined() ? vectors(patches_) : at::Tensor(), vectors(gradients_)};
+}
+
+void PositionSource::keep_patches(int64_t& bytes) {
+  if (!patches_.defined() || !patches_.is_cuda() || piece_ < samples_) {
+    return;
+  }
+  const int64_t needed = patches_.numel() * patches_.element_size();
+  if (needed <= bytes) {
+    bytes -= needed;
+    whole_ = of_samples(0, samples_);
+    patches_ = gradients_ = at::Tensor();
+  }
 }
 
 }  // namespace torchium::gradients::detail

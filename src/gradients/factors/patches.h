@@ -16,7 +16,14 @@ struct WeightGeometry {
   int64_t fan_out;  // of one group
   int64_t kernel_height = 1;
   int64_t kernel_width = 1;
+  int64_t kernel_depth = 1;
 };
+
+// A linear layer with a weight [in, out], or a transposed convolution, with input and output
+// gradient exchanged: the gradient of the weight is then that of a linear layer with a weight [out,
+// in], or of the convolution from output to input. Any other call as it is. Not for the bias.
+// ValueError, naming `call_index`, unless the tensors fit.
+LayerCall with_plain_weight(const LayerCall& call, at::IntArrayRef weight_shape, size_t call_index);
 
 // Raises ValueError, naming `call_index`, unless the call fits a weight of this shape.
 // Usable on tensors with symbolic sizes.
@@ -67,6 +74,9 @@ class PositionSource {
   // How many samples to request at a time.
   int64_t piece() const { return piece_; }
   Positions of_samples(int64_t first, int64_t count) const;
+  // Holds the patches of all samples from now on, if they are copies on a GPU of at most this many
+  // bytes, which are subtracted.
+  void keep_patches(int64_t& bytes);
 
  private:
   Positions whole_;  // undefined tensors: unfold

@@ -14,11 +14,14 @@ at::Tensor sum_over_positions(const LayerCall& call, const at::Tensor& output) {
       }
       return output.flatten(1, output.dim() - 2).sum(1);
     case LayerKind::kConv2d:
-      return output.dim() == 3 ? output.sum(at::IntArrayRef({1, 2})).unsqueeze(0)
-                               : output.sum(at::IntArrayRef({2, 3}));
+    case LayerKind::kConv3d: {
+      const at::Tensor sums = output.flatten(-static_cast<int64_t>(spatial_dims(call))).sum(-1);
+      return sums.dim() == 1 ? sums.unsqueeze(0) : sums;
+    }
     case LayerKind::kGroupNorm:
       return output.dim() == 2 ? output : output.flatten(2).sum(2);
-    case LayerKind::kLayerNorm: {
+    case LayerKind::kLayerNorm:
+    case LayerKind::kRmsNorm: {
       const int64_t dims = call.settings[kNormalizedDims];
       if (output.dim() == dims) {
         return output.unsqueeze(0);
@@ -38,17 +41,24 @@ at::Tensor normalized(const LayerCall& call, at::ScalarType dtype) {
     return at::group_norm(input, call.settings[kNumGroups], {}, {}, call.eps);
   }
   const int64_t dims = call.settings[kNormalizedDims];
-  return at::layer_norm(input, input.sizes().slice(input.dim() - dims), {}, {}, call.eps);
+  const auto shape = input.sizes().slice(input.dim() - dims);
+  if (call.kind == LayerKind::kRmsNorm) {
+    const double eps = call.eps < 0 ? epsilon_of(call.input.scalar_type()) : call.eps;
+    return at::rms_norm(input, shape, {}, eps);
+  }
+  return at::layer_norm(input, shape, {}, {}, call.eps);
 }
 
 // The dimensions of a bias in the output.
 at::IntArrayRef parameter_dims(const LayerCall& call, const at::Tensor& output) {
   switch (call.kind) {
     case LayerKind::kConv2d:
-      return output.sizes().slice(output.dim() - 3, 1);
+    case LayerKind::kConv3d:
+      return output.sizes().slice(output.dim() - spatial_dims(call) - 1, 1);
     case LayerKind::kGroupNorm:
       return output.sizes().slice(1, 1);
     case LayerKind::kLayerNorm:
+    case LayerKind::kRmsNorm:
       return output.sizes().slice(output.dim() - call.settings[kNormalizedDims]);
     case LayerKind::kLinear:
     case LayerKind::kEmbedding:

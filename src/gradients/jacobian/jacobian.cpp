@@ -1,10 +1,12 @@
 #include "gradients/jacobian/jacobian.h"
 
+#include "gradients/jacobian/dense_block.h"
 #include "gradients/jacobian/jacobian_pieces.h"
 #include "linalg/operand_checks.h"
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <map>
 #include <utility>
 
@@ -31,6 +33,22 @@ std::map<int64_t, MicroBatch> micro_batches(const std::vector<LayerCall>& calls)
 }
 
 }  // namespace
+
+void check_rows(at::TensorList params, at::TensorList rows) {
+  TORCH_CHECK_VALUE(!params.empty() && rows.size() == params.size(),
+                    "rows must be one tensor per parameter, got ", rows.size(), " for ",
+                    params.size(), " parameters");
+  const int64_t n = rows[0].dim() == 0 ? 0 : rows[0].size(0);
+  for (size_t p = 0; p < rows.size(); ++p) {
+    auto expected = params[p].sizes().vec();
+    expected.insert(expected.begin(), std::max<int64_t>(n, 1));
+    TORCH_CHECK_VALUE(rows[p].sizes() == expected && rows[p].device() == params[p].device() &&
+                          rows[p].scalar_type() == params[p].scalar_type(),
+                      "rows[", p, "] must be ", params[p].scalar_type(), at::IntArrayRef(expected),
+                      " on ", params[p].device(), ", got ", rows[p].scalar_type(), rows[p].sizes(),
+                      " on ", rows[p].device());
+  }
+}
 
 c10::SymInt count_samples(const std::vector<LayerCall>& calls) {
   c10::SymInt samples = 0;
@@ -78,6 +96,25 @@ Jacobian::Jacobian(at::TensorList params, const std::vector<LayerCall>& calls, d
   }
   if (loss_scale.defined()) {
     scale_.div_(loss_scale);
+  }
+}
+
+Jacobian::Jacobian(at::TensorList params, at::TensorList rows) {
+  check_rows(params, rows);
+  samples_ = rows[0].size(0);
+  options_ = rows[0].options().dtype(at::kDouble);
+  for (size_t p = 0; p < params.size(); ++p) {
+    const auto dtype = linalg::detail::compute_dtype(params[p]);
+    columns_.push_back({dtype, params[p].sizes().vec(),
+                        std::make_unique<DenseBlock>(rows[p].to(dtype)), /*shared_bias=*/-1});
+  }
+}
+
+void Jacobian::keep_patches(int64_t bytes) {
+  for (const auto& column : columns_) {
+    if (column.block) {
+      column.block->keep_patches(bytes);
+    }
   }
 }
 

@@ -16,6 +16,10 @@ namespace torchium::gradients::detail {
 // micro-batch disagree, or there are none. Works on tensors with symbolic sizes.
 c10::SymInt count_samples(const std::vector<LayerCall>& calls);
 
+// Raises ValueError unless `rows` are [n, *shape] with n >= 1, one tensor per parameter, of its
+// dtype and on its device.
+void check_rows(at::TensorList params, at::TensorList rows);
+
 class Jacobian {
  public:
   // Rows are ordered by micro-batch. Every output gradient is multiplied by `scale / loss_scale`
@@ -24,7 +28,14 @@ class Jacobian {
   Jacobian(at::TensorList params, const std::vector<LayerCall>& calls, double scale = 1.0,
            const at::Tensor& loss_scale = {});
 
+  // From rows [n, *shape], one tensor per parameter. ValueError if these do not fit.
+  Jacobian(at::TensorList params, at::TensorList rows);
+
   int64_t samples() const { return samples_; }
+
+  // Called before several of the products below: holds patches of convolutions on a GPU, of at most
+  // this many bytes, that each of them would form.
+  void keep_patches(int64_t bytes);
 
   // sum over the parameters p of weights[p] J_p J_p^T: [n, n] float64.
   at::Tensor gram(at::ArrayRef<double> weights) const;

@@ -38,6 +38,9 @@ class JacobianBlock {
   // copies of their factors, take at most `max_workspace_bytes` at a time, but at least one row is
   // formed.
   virtual void add_squared_norms_(at::Tensor& squares, int64_t max_workspace_bytes) const = 0;
+  // For several passes over the rows: holds patches of convolutions on a GPU, of at most this many
+  // bytes, which are subtracted.
+  virtual void keep_patches(int64_t& bytes) {}
   // diag(w) J for w [n] of the state dtype, undefined for ones: [n, *shape], in new memory.
   virtual at::Tensor weighted_rows(const at::Tensor& w) const = 0;
 };

@@ -96,8 +96,8 @@ std::unique_ptr<JacobianBlock> embedding_block(const std::vector<Piece>& pieces,
 // input and output gradient exchanged: row k of the table receives e where the index is k.
 PositionSource position_source(const Piece& piece, at::IntArrayRef shape, at::ScalarType dtype) {
   if (!piece.is_embedding()) {
-    return PositionSource(*piece.call, weight_geometry(*piece.call, shape, piece.call_index),
-                          dtype);
+    const LayerCall call = with_plain_weight(*piece.call, shape, piece.call_index);
+    return PositionSource(call, weight_geometry(call, shape, piece.call_index), dtype);
   }
   const Lookup one = lookup(piece, shape, dtype);
   const at::Tensor one_hot = at::zeros({piece.rows, one.indices.size(1), shape[0]}, one.e.options())
@@ -167,8 +167,8 @@ int64_t shared_bias(const std::vector<std::vector<Piece>>& pieces, size_t p) {
   const int64_t bias = pieces[p][0].call->bias;
   const bool shared = std::equal(pieces[p].begin(), pieces[p].end(), pieces[bias].begin(),
                                  pieces[bias].end(), [](const Piece& weight, const Piece& other) {
-                                   return weight.is_pair() && other.is_bias &&
-                                          weight.call_index == other.call_index;
+                                   return weight.is_pair() && !weight.is_exchanged() &&
+                                          other.is_bias && weight.call_index == other.call_index;
                                  });
   return shared ? bias : -1;
 }

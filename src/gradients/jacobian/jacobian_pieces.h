@@ -18,10 +18,12 @@ struct Piece {
   int64_t rows;
 
   bool is_embedding() const { return !is_bias && call->kind == LayerKind::kEmbedding; }
-  bool is_pair() const {
-    return !is_bias && (call->kind == LayerKind::kLinear || call->kind == LayerKind::kConv2d);
+  bool is_pair() const { return !is_bias && is_product(*call); }
+  // Whether input and output gradient are exchanged (with_plain_weight()).
+  bool is_exchanged() const {
+    return !is_bias && (has_transposed_weight(*call) || is_transposed_convolution(*call));
   }
-  int64_t groups() const { return call->kind == LayerKind::kConv2d ? call->settings[kGroups] : 1; }
+  int64_t groups() const { return groups_of(*call); }
 };
 
 // The block of a parameter of this shape, in the state dtype; null without pieces. ValueError if a

@@ -269,6 +269,12 @@ void PairBlock::add_squared_norms_(at::Tensor& squares, int64_t max_workspace_by
   }
 }
 
+void PairBlock::keep_patches(int64_t& bytes) {
+  for (auto& call : calls_) {
+    call.source.keep_patches(bytes);
+  }
+}
+
 at::Tensor PairBlock::weighted_rows(const at::Tensor& w) const {
   const at::NoTF32Guard full_precision;
   const bool covered = calls_.size() == 1 && calls_[0].source.samples() == samples_;

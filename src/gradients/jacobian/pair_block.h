@@ -28,6 +28,7 @@ class PairBlock : public JacobianBlock {
   at::Tensor product(const at::Tensor& x) const override;
   std::optional<VectorPairs> vector_pairs() const override;
   void add_squared_norms_(at::Tensor& squares, int64_t max_workspace_bytes) const override;
+  void keep_patches(int64_t& bytes) override;
   at::Tensor weighted_rows(const at::Tensor& w) const override;
 
  private:

@@ -1,27 +1,11 @@
 #include "gradients/per_sample/sample_checks.h"
 
 #include <ATen/ATen.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
 
 #include <cmath>
-#include <limits>
 
 namespace torchium::gradients::detail {
 namespace {
-
-double unit_of(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kDouble:
-      return std::numeric_limits<double>::epsilon();
-    case at::kHalf:
-      return static_cast<double>(std::numeric_limits<at::Half>::epsilon());
-    case at::kBFloat16:
-      return static_cast<double>(std::numeric_limits<at::BFloat16>::epsilon());
-    default:
-      return std::numeric_limits<float>::epsilon();
-  }
-}
 
 // Whether both lists hold the same layer calls, and `agree` is true for every pair.
 template <typename Agree>
@@ -65,7 +49,7 @@ bool rows_agree(const at::Tensor& rows, const at::Tensor& expected) {
   const at::Tensor a = rows.reshape({rows.size(0), -1}).to(at::kDouble);
   const at::Tensor b = expected.reshape({expected.size(0), -1}).to(at::kDouble);
   const at::Tensor scale = at::maximum(a.abs().amax(1), b.abs().amax(1));
-  const double tolerance = std::sqrt(unit_of(rows.scalar_type()));
+  const double tolerance = std::sqrt(epsilon_of(rows.scalar_type()));
   return ((a - b).abs().amax(1) <= tolerance * scale).all().item<bool>();
 }
 

@@ -45,11 +45,13 @@ class JointPlan : public StepPlan {
   bool is_bound_to(size_t i, const SecondOrderParamState* state) const;
 
   int64_t group(size_t i) const { return groups_[i]; }
+  // -1: not bound, or undefined.
+  int64_t position(const at::Tensor& param) const;
 
   // Parameters whose gradients do not come from recorded calls alone; replaces those given before.
   void exclude(const std::vector<int64_t>& params);
-  // Records a call of an OperatorCapture, with weight and bias as positions in what bind() was
-  // given, and drops what comes from `gone_passes` (OperatorCapture::Receiver).
+  // Records a captured call, with weight and bias as positions in what bind() was given, and drops
+  // what comes from `gone_passes` (OperatorCapture::Receiver).
   virtual void receive(gradients::detail::LayerCall call,
                        const std::vector<int64_t>& gone_passes) = 0;
   // Drops what was recorded.
@@ -98,8 +100,6 @@ class JointPlan : public StepPlan {
 
   const std::string& name(size_t i) const { return names_[i]; }
   const SecondOrderParamState& own_state(size_t i) const { return *states_[i]; }
-  // -1: not bound, or undefined.
-  int64_t position(const at::Tensor& param) const;
   bool is_excluded(size_t i) const { return excluded_.count(param(i).unsafeGetTensorImpl()) != 0; }
   // Steps that each parameter has taken; 0 without state. Waits for the device if the host does not
   // know.

@@ -37,7 +37,8 @@ std::string root_remedy(const std::string& optimizer) {
   }
   const bool is_kfac = is_kfac_name(optimizer), is_shampoo = optimizer == "Shampoo";
   return c10::str("raise ", is_kfac ? "damping" : "eps", is_shampoo ? " or relative_eps" : "",
-                  ", set root_method to 'eigh', or clip gradients so large that ",
+                  ", set ", is_kfac ? "solver" : "root_method",
+                  " to 'eigh', or clip gradients so large that ",
                   is_kfac      ? "factors overflow"
                   : is_shampoo ? "statistics overflow"
                                : "their sum overflows");

@@ -18,6 +18,7 @@ namespace torchium::optim::detail {
 std::optional<double> value_as(const c10::IValue& value, double);
 std::optional<int64_t> value_as(const c10::IValue& value, int64_t);
 template <typename T>
+requires requires { value_as(c10::IValue(), T()); }
 std::optional<std::optional<T>> value_as(const c10::IValue& value, const std::optional<T>&) {
   if (value.isNone()) {
     return std::optional<T>();

@@ -16,11 +16,19 @@ struct DampedFactor {
   at::Tensor accepted = {};     // [groups] bool
 };
 
+// A stored factor in a dtype that solvers know.
+inline at::Tensor solvable(const at::Tensor& factor) {
+  return factor.scalar_type() == at::kBFloat16 ? factor.to(at::kFloat) : factor;
+}
+
 struct DampedFactors {
-  explicit DampedFactors(KfacLayer& of) : layer(&of), A{of.A}, G{of.G} {}
+  explicit DampedFactors(KfacLayer& of) : layer(&of), A{solvable(of.A)}, G{solvable(of.G)} {}
 
   KfacLayer* layer;
   DampedFactor A, G;
 };
+
+// target [groups, ...] <- value where `accepted` [groups].
+void assign_accepted(at::Tensor& target, const at::Tensor& value, const at::Tensor& accepted);
 
 }  // namespace torchium::optim::detail

@@ -6,6 +6,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <initializer_list>
 #include <utility>
 
 namespace torchium::optim::detail {
@@ -40,9 +41,7 @@ class EagerSubset : public KfacSubset {
       V_[i] = signed_gradient(group_.params[i], run.grads[i], o.maximize, o.weight_decay, guard);
     }
     directions_ = V_;
-    for (const size_t l : members_.layers) {
-      precondition(group_.layers[l]);
-    }
+    precondition_layers();
     find_learning_rates(guard);
   }
 
@@ -82,20 +81,57 @@ class EagerSubset : public KfacSubset {
 
  private:
   static void update_factors(const KfacLayer& layer, const FoundInfGuard& guard) {
-    at::Tensor A = layer.A, G = layer.G, updates = layer.factor_updates;
-    if (A.is_cpu()) {
+    update_averages({{layer.A, layer.A_sum, layer.A_scale}, {layer.G, layer.G_sum, layer.G_scale}},
+                    layer.factor_updates, layer.stat_decay, guard);
+    if (layer.moment_sum.defined()) {  // in no basis before the first eigensystem
+      update_averages({{layer.second_moments, layer.moment_sum, layer.moment_scale}},
+                      layer.moment_updates, layer.stat_decay,
+                      guard.narrowed(layer.G_eigenvalues.ge(0).all()));
+    }
+  }
+
+  struct Average {
+    at::Tensor average;
+    at::Tensor sum;
+    double scale;
+  };
+
+  // The average, in a dtype that holds both; itself if it does.
+  static at::Tensor widened(const at::Tensor& average, const at::Tensor& sum) {
+    return average.to(at::promote_types(average.scalar_type(), sum.scalar_type()));
+  }
+  static void narrow_(at::Tensor& average, const at::Tensor& wide) {
+    if (!wide.is_same(average)) {
+      average.copy_(wide);
+    }
+  }
+
+  // k <- k + 1; average <- d average + (1 - d) scale sum with d = min(1 - 1/k, stat_decay)
+  static void update_averages(std::initializer_list<Average> averages, at::Tensor updates,
+                              double stat_decay, const FoundInfGuard& guard) {
+    if (guard.skipped_on_host()) {
+      return;
+    }
+    if (updates.is_cpu()) {
       updates.add_(1);
-      const double d = std::min(1.0 - 1.0 / updates.item<double>(), layer.stat_decay);
-      scale_and_add_(A, d, layer.A_sum, (1.0 - d) * layer.A_scale);
-      scale_and_add_(G, d, layer.G_sum, (1.0 - d) * layer.G_scale);
+      const double d = std::min(1.0 - 1.0 / updates.item<double>(), stat_decay);
+      for (auto [average, sum, scale] : averages) {
+        at::Tensor wide = widened(average, sum);
+        scale_and_add_(wide, d, sum.to(wide.scalar_type()), (1.0 - d) * scale);
+        narrow_(average, wide);
+      }
       return;
     }
     guard.advance(updates);
     const at::Tensor k = updates.to(at::kDouble).clamp_min_(1.0);
-    const at::Tensor d = (1.0 - k.reciprocal()).clamp_max_(layer.stat_decay);
-    const at::Tensor weight = guard.zero_if_skipped(1.0 - d).to(A.scalar_type());
-    A.lerp_(guard.zero_if_skipped(layer.A_sum) * layer.A_scale, weight);
-    G.lerp_(guard.zero_if_skipped(layer.G_sum) * layer.G_scale, weight);
+    const at::Tensor d = (1.0 - k.reciprocal()).clamp_max_(stat_decay);
+    const at::Tensor weight = guard.zero_if_skipped(1.0 - d);
+    for (auto [average, sum, scale] : averages) {
+      const at::Tensor wide = widened(average, sum);
+      const at::Tensor value = guard.zero_if_skipped(sum).to(wide.scalar_type()) * scale;
+      wide.lerp_(value, weight.to(wide.scalar_type()));
+      narrow_(average, wide);
+    }
   }
 
   // Entries that are not finite count as zero, and all stop at the largest number of the dtype.
@@ -108,13 +144,23 @@ class EagerSubset : public KfacSubset {
     }
   }
 
-  void precondition(const KfacLayer& layer) {
-    const at::Tensor bias = layer.bias < 0 ? at::Tensor() : V_[layer.bias];
-    const LayerTensors d =
-        kfac_direction(layer, group_.shared.damping_split, {V_[layer.weight], bias});
-    directions_[layer.weight] = d.weight;
-    if (layer.bias >= 0) {
-      directions_[layer.bias] = d.bias;
+  void precondition_layers() {
+    std::vector<const KfacLayer*> layers;
+    std::vector<LayerTensors> V;
+    for (const size_t l : members_.layers) {
+      const KfacLayer& layer = group_.layers[l];
+      layers.push_back(&layer);
+      V.push_back({V_[layer.weight], layer.bias < 0 ? at::Tensor() : V_[layer.bias]});
+    }
+    const DampingSplit split = group_.shared.damping_split;
+    const bool joins = !layers.empty() && !layers[0]->A.is_cpu();  // copies take longer on a CPU
+    const auto directions = joins ? kfac_directions(layers, split, V) : std::vector<LayerTensors>();
+    for (size_t k = 0; k < layers.size(); ++k) {
+      const LayerTensors d = joins ? directions[k] : kfac_direction(*layers[k], split, V[k]);
+      directions_[layers[k]->weight] = d.weight;
+      if (layers[k]->bias >= 0) {
+        directions_[layers[k]->bias] = d.bias;
+      }
     }
   }
 

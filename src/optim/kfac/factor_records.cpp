@@ -15,6 +15,8 @@ using gradients::detail::UpdatedFactors;
 using gradients::detail::WeightSharing;
 
 constexpr const char* kUsedBothWays = "used as [in, out] and as [out, in]";
+constexpr const char* kSharedRows = "looked up for positions that samples share";
+constexpr const char* kTransposedConvolution = "weight of a transposed convolution";
 
 namespace {
 
@@ -70,7 +72,7 @@ void FactorRecords::record(const FactorWeight& weight, const LayerCall& call,
                            const FactorLayer& seen, const CurvatureColumn* column) {
   if (call.kind == LayerKind::kEmbedding) {
     record_lookup(weight, call, column);
-  } else if (call.kind == LayerKind::kLinear || call.kind == LayerKind::kConv2d) {
+  } else if (is_product(call)) {
     record_product(weight, call, seen, column);
   }
 }
@@ -78,21 +80,24 @@ void FactorRecords::record(const FactorWeight& weight, const LayerCall& call,
 void FactorRecords::record_product(const FactorWeight& weight, const LayerCall& call,
                                    const FactorLayer& seen, const CurvatureColumn* column) {
   const auto* impl = weight.param.unsafeGetTensorImpl();
-  FactorSums& sums = sums_[impl];
-  const bool is_looked_up = untied_.erase(impl) > 0 || sums.lookup_A.defined();
-  const auto [found, is_new] = layers_.try_emplace(impl, seen);
+  const auto [found, is_new] = layers_.try_emplace(impl);
   FactorLayer& layer = found->second;
-  if (is_new) {
-    layer.bias.reset();
-    layer.bias = is_joint_bias(seen.bias) ? at::Tensor() : seen.bias;
-    layer.is_tied = seen.is_tied || is_looked_up;
+  if (is_new || layer.is_table) {
+    const at::Tensor bias = is_joint_bias(seen.bias) ? at::Tensor() : seen.bias;
+    const bool is_tied = layer.is_tied;
+    layer = seen;
+    layer.bias = bias;
+    layer.is_tied = is_tied;
   }
-  if (layer.is_transposed != seen.is_transposed || (layer.is_transposed && is_looked_up)) {
+  if (layer.is_transposed != seen.is_transposed || (layer.is_transposed && layer.is_tied)) {
     layer.problem = kUsedBothWays;
+  } else if (is_transposed_convolution(call)) {
+    layer.problem = kTransposedConvolution;
   }
   if (!layer.problem.empty()) {
     return;
   }
+  FactorSums& sums = sums_[impl];
   const FactorLayout layout = this->layout(weight, layer);
   const bool is_first = !sums.A.defined();
   if (is_first) {
@@ -105,6 +110,7 @@ void FactorRecords::record_product(const FactorWeight& weight, const LayerCall& 
   gradients::detail::update_kronecker_factors_(sums.A, sums.G, call, matrix.sizes(),
                                                /*accumulate=*/!is_first, weight.sharing,
                                                factors_of(column));
+  add_moments(weight, call, matrix.sizes(), sums);
   if (factors_of(column) == UpdatedFactors::kOfGradients) {
     return;
   }
@@ -118,28 +124,68 @@ void FactorRecords::record_product(const FactorWeight& weight, const LayerCall& 
 void FactorRecords::record_lookup(const FactorWeight& weight, const LayerCall& call,
                                   const CurvatureColumn* column) {
   const auto* impl = weight.param.unsafeGetTensorImpl();
-  const auto known = layers_.find(impl);
-  if (known != layers_.end()) {
-    FactorLayer& layer = known->second;
-    layer.is_tied = true;
-    layer.problem = layer.is_transposed ? kUsedBothWays : layer.problem;
-  }
-  if (untied_.count(impl) != 0 || (known != layers_.end() && !known->second.problem.empty())) {
+  const auto [known, is_new] = layers_.try_emplace(impl);
+  FactorLayer& layer = known->second;
+  layer.is_tied = true;
+  layer.is_table = is_new || layer.is_table;
+  layer.problem = layer.is_transposed ? kUsedBothWays : layer.problem;
+  if (!layer.problem.empty()) {
     return;
   }
   FactorSums& sums = sums_[impl];
   const bool is_first = !sums.lookup_A.defined();
   if (is_first) {
-    const int64_t width = weight.param.size(1);
-    const bool diagonal = known == layers_.end() ? width > weight.max_factor_size
-                                                 : layout(weight, known->second).diagonal_A;
-    sums.lookup_A = empty_factor(weight.param, 1, width, diagonal);
+    const bool diagonal = layout(weight, layer).diagonal_A;
+    sums.lookup_A = empty_factor(weight.param, 1, weight.param.size(1), diagonal);
     sums.lookup_counts = empty_factor(weight.param, 1, weight.param.size(0), /*diagonal=*/true);
   }
   gradients::detail::update_kronecker_factors_(sums.lookup_A, sums.lookup_counts, call,
                                                weight.param.sizes(), /*accumulate=*/!is_first,
                                                WeightSharing::kExpand, factors_of(column));
-  sums.samples_of_pass.try_emplace(call.micro_batch, 0);
+  if (factors_of(column) == UpdatedFactors::kBoth) {
+    sums.samples_of_pass.try_emplace(call.micro_batch, 0);
+    sums.lookups.push_back(
+        {call.micro_batch, gradients::detail::samples_of(call).expect_int(), call.input.numel()});
+  }
+  add_moments(weight, call, weight.param.sizes(), sums);
+}
+
+void FactorRecords::settle_tables() {
+  std::map<int64_t, int64_t> samples_of_pass;  // as products have seen them
+  for (const auto& [weight, sums] : sums_) {
+    for (const auto& [pass, samples] : sums.samples_of_pass) {
+      samples_of_pass[pass] = std::max(samples_of_pass[pass], samples);
+    }
+  }
+  for (auto& [weight, sums] : sums_) {
+    if (sums.A.defined() || !sums.lookup_A.defined()) {
+      continue;
+    }
+    for (const auto& [pass, rows, count] : sums.lookups) {
+      const int64_t seen = samples_of_pass[pass];
+      if (seen != 0 && seen != rows && seen != count) {
+        layers_.at(weight).problem = kSharedRows;
+      }
+      sums.samples_of_pass[pass] = std::max(sums.samples_of_pass[pass], seen != 0 ? seen : rows);
+    }
+    sums.A = std::exchange(sums.lookup_A, {});
+    sums.G = sums.lookup_counts / sums.lookup_counts.sum().clamp_min(1);
+    sums.lookup_counts.reset();
+    sums.rows = 1;
+    sums.A_is_of_gradients = true;
+  }
+}
+
+void FactorRecords::add_moments(const FactorWeight& weight, const LayerCall& call,
+                                at::IntArrayRef weight_shape, FactorSums& sums) {
+  if (!weight.basis.defined()) {
+    return;
+  }
+  if (!sums.moments.defined()) {
+    sums.moments = at::zeros({weight.G.size(0), weight.G.size(-1), weight.A.size(-1)},
+                             weight.basis.G.options());
+  }
+  gradients::detail::add_eigenbasis_moments_(sums.moments, call, weight_shape, weight.basis);
 }
 
 void FactorRecords::declare(const at::Tensor& weight, FactorLayer layer) {
@@ -158,14 +204,7 @@ void FactorRecords::drop(const at::Tensor& weight, at::IntArrayRef passes) {
   }
 }
 
-void FactorRecords::forget() {
-  for (const auto& [weight, sums] : sums_) {
-    if (sums.lookup_A.defined() && layers_.count(weight) == 0) {
-      untied_.insert(weight);
-    }
-  }
-  sums_.clear();
-}
+void FactorRecords::forget() { sums_.clear(); }
 
 FactorSums* FactorRecords::sums(const FactorWeight& weight) {
   const auto found = sums_.find(weight.param.unsafeGetTensorImpl());
@@ -189,13 +228,6 @@ FactorSums* FactorRecords::sums(const FactorWeight& weight) {
 const FactorLayer* FactorRecords::layer(const at::Tensor& weight) const {
   const auto found = layers_.find(weight.unsafeGetTensorImpl());
   return found == layers_.end() ? nullptr : &found->second;
-}
-
-bool FactorRecords::is_only_looked_up(const at::Tensor& param) const {
-  const auto* impl = param.unsafeGetTensorImpl();
-  const auto found = sums_.find(impl);
-  return layers_.count(impl) == 0 &&
-         (untied_.count(impl) != 0 || (found != sums_.end() && found->second.lookup_A.defined()));
 }
 
 }  // namespace torchium::optim::detail

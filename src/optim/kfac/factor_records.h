@@ -2,6 +2,7 @@
 #pragma once
 
 #include "gradients/capture/layer_call.h"
+#include "gradients/factors/eigenbasis_moments.h"
 #include "gradients/factors/kronecker_factors.h"
 #include "optim/capture/loss_curvature.h"
 #include "optim/kfac/kfac_factors.h"
@@ -12,17 +13,25 @@
 #include <map>
 #include <string>
 #include <unordered_map>
-#include <unordered_set>
+#include <vector>
 
 namespace torchium::optim::detail {
 
 // Sums over the calls of a weight since the last step (KfacLayer).
 struct FactorSums {
+  struct Lookups {
+    int64_t pass, samples, count;  // of one call: its rows of indices, and all of them
+  };
+
   at::Tensor A;  // undefined: only lookups so far
   at::Tensor G;
+  bool A_is_of_gradients = false;  // of a table: G has the frequencies of the words
   // Of lookups (gradients/factors/kronecker_factors.h); undefined: none.
   at::Tensor lookup_A;
   at::Tensor lookup_counts;
+  std::vector<Lookups> lookups;
+  // EKFAC: [groups, o, a], with those of lookups; undefined: none.
+  at::Tensor moments;
   // By backward pass. Products of one pass have the same samples.
   std::map<int64_t, int64_t> samples_of_pass;
   int64_t rows = 0;  // vectors a in the sum A
@@ -35,17 +44,20 @@ struct FactorLayer {
   at::Tensor bias;  // shares the factors; undefined: none does
   int64_t groups = 1;
   bool is_transposed = false;  // the weight is [in, out]
-  bool is_tied = false;        // the weight is an embedding table too
+  bool is_tied = false;        // the weight is an embedding table, perhaps too
+  bool is_table = false;       // it is that alone
   std::string problem;         // why the weight has no factors; empty: it has
 };
 
 // A weight, its factors in the state (undefined: none), the largest order of a factor that is
-// stored as a matrix, and how positions are summed.
+// stored as a matrix, how positions are summed, and the basis of its second moments (undefined: it
+// has none).
 struct FactorWeight {
   at::Tensor param;
   at::Tensor A, G;
   int64_t max_factor_size;
   gradients::detail::WeightSharing sharing;
+  gradients::detail::Eigenbasis basis = {};
 };
 
 class FactorRecords {
@@ -66,17 +78,17 @@ class FactorRecords {
   void keep_only(Known&& is_known) {
     std::erase_if(layers_, [&](const auto& entry) { return !is_known(entry.first); });
     std::erase_if(sums_, [&](const auto& entry) { return !is_known(entry.first); });
-    std::erase_if(untied_, [&](const auto* weight) { return !is_known(weight); });
   }
 
-  // Null: no product with the weight was recorded. Lookups are included.
+  // Makes the sums of tables that were in no product, once all calls of a step are recorded. A
+  // table whose rows samples share, as positions [T] or [1, T] are, gets a problem instead.
+  void settle_tables();
+  // Null: nothing was recorded, or only lookups since settle_tables(). Lookups are included.
   FactorSums* sums(const FactorWeight& weight);
-  // Null: not known as the weight of a linear layer or convolution.
+  // Null: not known as the weight of a linear layer, a convolution or an embedding.
   const FactorLayer* layer(const at::Tensor& weight) const;
   // Of the existing factors, or of new ones.
   FactorLayout layout(const FactorWeight& weight, const FactorLayer& layer) const;
-  // Whether the parameter was looked up as an embedding, and was in no product.
-  bool is_only_looked_up(const at::Tensor& param) const;
   // The weight of the layer with this bias; null: none.
   const at::TensorImpl* weight_beside(const at::Tensor& bias) const;
   // Whether the parameter is the bias of a layer.
@@ -90,11 +102,11 @@ class FactorRecords {
                       const FactorLayer& seen, const CurvatureColumn* column);
   void record_lookup(const FactorWeight& weight, const gradients::detail::LayerCall& call,
                      const CurvatureColumn* column);
+  static void add_moments(const FactorWeight& weight, const gradients::detail::LayerCall& call,
+                          at::IntArrayRef weight_shape, FactorSums& sums);
 
   std::unordered_map<const at::TensorImpl*, FactorLayer> layers_;
   std::unordered_map<const at::TensorImpl*, FactorSums> sums_;
-  // Embeddings that were in no product during a step. Their lookups are not recorded.
-  std::unordered_set<const at::TensorImpl*> untied_;
 };
 
 }  // namespace torchium::optim::detail

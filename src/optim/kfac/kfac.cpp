@@ -110,9 +110,6 @@ std::string KFAC::why_not(const at::Tensor& param) const {
   if (layer != nullptr && !layer->problem.empty()) {
     return layer->problem;
   }
-  if (records.is_only_looked_up(param)) {
-    return "looked up as an embedding";
-  }
   if (is_used_otherwise(param) || (layer != nullptr && is_used_otherwise(layer->bias))) {
     return "also used otherwise than by a linear layer or convolution";
   }

@@ -45,6 +45,8 @@ std::vector<SecondOrderParamState::NamedTensor> KFACParamState::factors() {
           {"G_eigenvectors", &G_eigenvectors()},
           {"A_eigenvalues", &A_eigenvalues()},
           {"G_eigenvalues", &G_eigenvalues()},
+          {"second_moments", &second_moments()},
+          {"moment_updates", &moment_updates()},
           {"factor_updates", &factor_updates()},
           {"root_failures", &root_failures()}};
 }
@@ -68,17 +70,20 @@ void KFACParamState::serialize(torch::serialize::InputArchive& archive) {
 }
 
 bool KFACParamState::is_of(const at::Tensor& param) {
+  const at::Tensor& root = A_inverse().defined() ? A_inverse() : A_eigenvectors();
   return SecondOrderParamState::is_of(param) &&
-         (!A().defined() || A().scalar_type() == detail::state_dtype(param));
+         (!root.defined() || root.scalar_type() == detail::state_dtype(param));
 }
 
+// The plan converts A and G, whose dtype is an option.
 void KFACParamState::convert_to(const at::Tensor& param) {
   SecondOrderParamState::convert_to(param);
   for (const auto& [key, tensor] : factors()) {
     if (tensor->defined()) {
-      const bool is_count = tensor == &factor_updates() || tensor == &root_failures();
+      const bool stays = tensor == &A() || tensor == &G() || tensor == &factor_updates() ||
+                         tensor == &moment_updates() || tensor == &root_failures();
       *tensor =
-          tensor->to(param.device(), is_count ? tensor->scalar_type() : detail::state_dtype(param));
+          tensor->to(param.device(), stays ? tensor->scalar_type() : detail::state_dtype(param));
     }
   }
 }

@@ -1,8 +1,8 @@
 // The factors G of K-FAC from the curvature of the loss instead of its gradients.
+#include "optim/capture/curvature_passes.h"
 #include "optim/kfac/kfac_plan.h"
 
 #include <ATen/ATen.h>
-#include <c10/util/irange.h>
 
 #include <algorithm>
 #include <utility>
@@ -19,25 +19,13 @@ void KfacPlan::record_curvature(const at::Tensor& outputs, const LossCurvature& 
   const std::lock_guard lock(curvature_mutex_);
   const int64_t micro_batch = curvature_batches_++;
   std::erase_if(calls, [&](const auto& call) { return !is_due(call.layer); });
-  torch::autograd::edge_list edges;
-  for (const auto& call : calls) {
-    edges.push_back(call.output);
-  }
   try {
-    for (int64_t k = 0; k < curvature.columns() && !calls.empty(); ++k) {
-      // g = J^T v of each sample: sum over columns of g g^T = J^T H J
-      const auto gradients = gradients::detail::gradients_at(edges, outputs, curvature.column(k),
-                                                             /*keep_graph=*/true);
-      const CurvatureColumn column{curvature.samples(), /*is_first=*/k == 0};
-      for (const auto i : c10::irange(calls.size())) {
-        if (gradients[i].defined()) {
-          gradients::detail::LayerCall call = calls[i].layer;
+    for_each_curvature_gradient(
+        outputs, curvature, calls, [&](int64_t k, size_t i, gradients::detail::LayerCall call) {
+          const CurvatureColumn column{curvature.samples(), /*is_first=*/k == 0};
           call.micro_batch = micro_batch;
-          call.output_gradient = gradients[i].detach().reshape(calls[i].output_sizes);
-          add_to_sums(std::move(call), calls[i].is_tied, {}, &column);
-        }
-      }
-    }
+          add_to_sums(std::move(call), &column);
+        });
   } catch (...) {
     forget();
     throw;

@@ -2,8 +2,11 @@
 #pragma once
 
 #include "optim/kfac/kfac_layer.h"
+#include "torchium/export.h"
 
 #include <ATen/core/Tensor.h>
+
+#include <vector>
 
 namespace torchium::optim::detail {
 
@@ -14,8 +17,15 @@ struct LayerTensors {
 };
 
 // (G + sqrt(damping)/pi I)^-1 V (A + pi sqrt(damping) I)^-1 by the cached inverses, or, with
-// kExact, Q_G ((Q_G^T V Q_A) / (lambda_G lambda_A^T + damping)) Q_A^T. V itself before the first
-// inverse.
-LayerTensors kfac_direction(const KfacLayer& layer, DampingSplit split, const LayerTensors& V);
+// kExact, Q_G ((Q_G^T V Q_A) / (lambda_G lambda_A^T + damping)) Q_A^T. EKFAC has its second moments
+// instead of lambda_G lambda_A^T. V itself before the first inverse.
+TORCHIUM_API LayerTensors kfac_direction(const KfacLayer& layer, DampingSplit split,
+                                         const LayerTensors& V);
+
+// The same for several layers. Those of one shape and damping are joined, which copies their roots
+// and takes one launch where each layer would take one.
+TORCHIUM_API std::vector<LayerTensors> kfac_directions(const std::vector<const KfacLayer*>& layers,
+                                                       DampingSplit split,
+                                                       const std::vector<LayerTensors>& V);
 
 }  // namespace torchium::optim::detail

@@ -58,17 +58,26 @@ bool has_roots(const KFACParamState& state, const std::string& damping_split) {
              : state.A_inverse().defined() && state.G_inverse().defined();
 }
 
+at::ScalarType factor_dtype_of(const KFACOptions& options, const at::Tensor& weight) {
+  const auto& name = options.factor_dtype();
+  return !name                 ? state_dtype(weight)
+         : *name == "bfloat16" ? at::kBFloat16
+         : *name == "float32"  ? at::kFloat
+                               : at::kDouble;
+}
+
 void add_factors(KFACParamState& state, const at::Tensor& weight, const FactorLayout& layout,
-                 const std::string& damping_split) {
-  const auto options = at::TensorOptions(state_dtype(weight)).device(weight.device());
+                 const KFACOptions& options) {
+  const auto of_factors =
+      at::TensorOptions(factor_dtype_of(options, weight)).device(weight.device());
   const auto zeros = [&](int64_t n, bool diagonal) {
-    return diagonal ? at::zeros({layout.groups, n}, options)
-                    : at::zeros({layout.groups, n, n}, options);
+    return diagonal ? at::zeros({layout.groups, n}, of_factors)
+                    : at::zeros({layout.groups, n, n}, of_factors);
   };
   state.A(zeros(layout.order_A(weight), layout.diagonal_A));
   state.G(zeros(layout.order_G(weight), layout.diagonal_G));
-  state.factor_updates(at::zeros({}, options.dtype(at::kFloat)));
-  reset_roots(state, weight, layout, damping_split);
+  state.factor_updates(at::zeros({}, of_factors.dtype(at::kFloat)));
+  reset_roots(state, weight, layout, options.damping_split());
 }
 
 void reset_roots(KFACParamState& state, const at::Tensor& weight, const FactorLayout& layout,
@@ -87,6 +96,7 @@ void reset_roots(KFACParamState& state, const at::Tensor& weight, const FactorLa
   state.root_failures(at::zeros({2}, options.dtype(at::kInt)));
   state.A_inverse({}).G_inverse({});
   state.A_eigenvectors({}).G_eigenvectors({}).A_eigenvalues({}).G_eigenvalues({});
+  state.second_moments({}).moment_updates({});
   if (damping_split == "exact") {
     state.A_eigenvectors(A_root).G_eigenvectors(G_root);
     state.A_eigenvalues(at::full({groups, a}, -1.0, options));
@@ -96,21 +106,38 @@ void reset_roots(KFACParamState& state, const at::Tensor& weight, const FactorLa
   }
 }
 
+bool has_second_moments(const KFACParamState& state, const at::Tensor& weight) {
+  const auto is_like = [](const at::Tensor& vectors, const at::Tensor& factor) {
+    return vectors.defined() && factor.defined() && vectors.sizes() == factor.sizes();
+  };
+  return state.second_moments().defined() && is_like(state.A_eigenvectors(), state.A()) &&
+         is_like(state.G_eigenvectors(), state.G()) && factors_fit(weight, state.A(), state.G());
+}
+
+void add_second_moments(KFACParamState& state) {
+  // Before the first solve both are -1.
+  state.second_moments(state.G_eigenvalues().unsqueeze(-1) * state.A_eigenvalues().unsqueeze(-2));
+  state.moment_updates(at::zeros_like(state.factor_updates()));
+}
+
 void add_saved_layout(KFACParamState& fresh, const at::Tensor& weight, const KFACParamState& saved,
-                      const std::string& damping_split) {
+                      const KFACOptions& options) {
   const at::Tensor& A = first_defined(saved.A(), saved.A_inverse(), saved.A_eigenvectors());
   const at::Tensor& G = first_defined(saved.G(), saved.G_inverse(), saved.G_eigenvectors());
   const bool has_factors = A.defined() || G.defined() || saved.factor_updates().defined() ||
                            saved.root_failures().defined();
-  if (!has_factors || (weight.dim() != 2 && weight.dim() != 4) || weight.numel() == 0) {
+  if (!has_factors || weight.dim() < 2 || weight.dim() > 5 || weight.numel() == 0) {
     return;
   }
   const bool exact = saved.A_eigenvectors().defined();
-  const bool other = saved.A_inverse().defined();
-  add_factors(fresh, weight, layout_of_factors(weight, A, G),
-              exact   ? "exact"
-              : other ? "pi"
-                      : damping_split);
+  KFACOptions of_saved = options;
+  if (exact || saved.A_inverse().defined()) {
+    of_saved.damping_split(exact ? "exact" : "pi");
+  }
+  add_factors(fresh, weight, layout_of_factors(weight, A, G), of_saved);
+  if (exact && (saved.second_moments().defined() || saved.moment_updates().defined())) {
+    add_second_moments(fresh);
+  }
 }
 
 }  // namespace torchium::optim::detail

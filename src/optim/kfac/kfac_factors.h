@@ -37,19 +37,28 @@ bool factors_fit(const at::Tensor& weight, const at::Tensor& A, const at::Tensor
 // Whether a layer with factors has the inverses or eigensystems of `damping_split`.
 bool has_roots(const KFACParamState& state, const std::string& damping_split);
 
+// The dtype of the stored factors A and G of a weight.
+at::ScalarType factor_dtype_of(const KFACOptions& options, const at::Tensor& weight);
+
 // Creates the factors of a weight, as zeros, and calls reset_roots().
 void add_factors(KFACParamState& state, const at::Tensor& weight, const FactorLayout& layout,
-                 const std::string& damping_split);
+                 const KFACOptions& options);
 
 // Sets inverses or eigenvectors to the identity and removes those of another damping_split.
 // Eigenvalues are -1 until the first solve.
 void reset_roots(KFACParamState& state, const at::Tensor& weight, const FactorLayout& layout,
                  const std::string& damping_split);
 
+// Whether a weight has second moments, and eigenvectors and factors that fit it.
+bool has_second_moments(const KFACParamState& state, const at::Tensor& weight);
+
+// Creates the second moments of a layer with eigenvectors, from its eigenvalues.
+void add_second_moments(KFACParamState& state);
+
 // Gives `fresh` factors of the layout in `saved`, with the inverses or eigensystems that are in
-// `saved`; if there are none, those of `damping_split`. Does nothing without factors in `saved`, or
-// for a parameter that cannot have any.
+// `saved`, and with its second moments; if there are none, those of `damping_split`. Does nothing
+// without factors in `saved`, or for a parameter that cannot have any.
 void add_saved_layout(KFACParamState& fresh, const at::Tensor& weight, const KFACParamState& saved,
-                      const std::string& damping_split);
+                      const KFACOptions& options);
 
 }  // namespace torchium::optim::detail

@@ -9,6 +9,7 @@
 #include "linalg/spectral/spectral.h"
 #include "optim/kfac/cuda/inverse_kernels.h"
 #include "optim/kfac/damped_factors.h"
+#include "optim/kfac/second_moments.h"
 
 #include <ATen/ATen.h>
 
@@ -37,10 +38,11 @@ void set_dampings(DampedFactors& factors, DampingSplit split) {
     return;
   }
   const KfacLayer& layer = *factors.layer;
-  const at::Tensor pi =
-      split == DampingSplit::kPlain
-          ? at::ones({layer.A.size(0)}, layer.A.options().dtype(at::kDouble))
-          : (mean_diagonal(layer.A, layer.floor) / mean_diagonal(layer.G, layer.floor)).sqrt_();
+  const at::Tensor pi = split == DampingSplit::kPlain
+                            ? at::ones({layer.A.size(0)}, layer.A.options().dtype(at::kDouble))
+                            : (mean_diagonal(factors.A.matrices, layer.floor) /
+                               mean_diagonal(factors.G.matrices, layer.floor))
+                                  .sqrt_();
   factors.A.damping = (pi * std::sqrt(layer.damping)).clamp_min(layer.floor);
   factors.G.damping = (std::sqrt(layer.damping) / pi).clamp_min(layer.floor);
 }
@@ -141,18 +143,18 @@ Solution solve_by_root(const Joined& joined, const std::string& method) {
   return {roots, {}, accepted};
 }
 
-Solution solve(const Joined& joined, const std::string& method) {
-  if (method == "eigh" || !joined.dampings.defined()) {
+Solution solve(const Joined& joined, const std::string& solver) {
+  if (solver == "eigh" || !joined.dampings.defined()) {
     return solve_by_eigh(joined);
   }
-  return method == "newton" || linalg::detail::has_device_root(joined.matrices, /*p=*/1)
-             ? solve_by_root(joined, method)
-             : solve_by_cholesky(joined);
+  const bool has_kernel = linalg::detail::has_device_root(joined.matrices, /*p=*/1);
+  return solver == "newton" || (solver == "auto" && has_kernel) ? solve_by_root(joined, solver)
+                                                                : solve_by_cholesky(joined);
 }
 
 void solve(const std::vector<DampedFactor*>& factors, at::TensorList matrices,
-           const MatrixGroup& group, const std::string& root_method) {
-  const Solution solution = solve(join(factors, matrices, group), root_method);
+           const MatrixGroup& group, const std::string& solver) {
+  const Solution solution = solve(join(factors, matrices, group), solver);
   // At once for all layers: kernels read contiguous roots.
   const at::Tensor roots = solution.roots.is_cpu() ? solution.roots : solution.roots.contiguous();
   const auto root = linalg::detail::split_by_buffer(roots, matrices, group);
@@ -180,13 +182,6 @@ void solve_diagonal(DampedFactor& factor) {
   factor.accepted = at::isfinite(factor.matrices.sum(-1)).logical_and_(at::isfinite(largest));
 }
 
-// target [groups, ...] <- value where `accepted` [groups].
-void assign_accepted(at::Tensor& target, const at::Tensor& value, const at::Tensor& accepted) {
-  std::vector<int64_t> sizes(target.dim(), 1);
-  sizes[0] = -1;
-  target.copy_(at::where(accepted.view(sizes), value.to(target.scalar_type()), target));
-}
-
 // Takes the roots and eigenvalues of groups of which both factors were accepted, and counts
 // consecutive failures.
 void take_accepted(const DampedFactors& factors, DampingSplit split, const FoundInfGuard& guard) {
@@ -207,13 +202,20 @@ void take_accepted(const DampedFactors& factors, DampingSplit split, const Found
 
 }  // namespace
 
+void assign_accepted(at::Tensor& target, const at::Tensor& value, const at::Tensor& accepted) {
+  std::vector<int64_t> sizes(target.dim(), 1);
+  sizes[0] = -1;
+  target.copy_(at::where(accepted.view(sizes), value.to(target.scalar_type()), target));
+}
+
 void update_inverses(std::vector<KfacLayer>& layers, bool KfacLayer::*wanted, DampingSplit split,
-                     const std::string& root_method, const FoundInfGuard& guard) {
+                     const std::string& solver, const FoundInfGuard& guard) {
   std::deque<DampedFactors> due;
   std::vector<DampedFactors*> by_kernels, eager;
   for (KfacLayer& layer : layers) {
     if (layer.*wanted) {
-      (has_inverse_kernels(layer) ? by_kernels : eager).push_back(&due.emplace_back(layer));
+      const bool has_kernels = layer.has_state_dtype() && has_inverse_kernels(layer);
+      (has_kernels ? by_kernels : eager).push_back(&due.emplace_back(layer));
     }
   }
   set_dampings_by_kernel(by_kernels, split);
@@ -233,8 +235,9 @@ void update_inverses(std::vector<KfacLayer>& layers, bool KfacLayer::*wanted, Da
     }
   }
   for (const auto& group : linalg::detail::group_by_order(matrices)) {
-    solve(factors, matrices, group, root_method);
+    solve(factors, matrices, group, solver);
   }
+  renew_second_moments(due, guard);
   take_accepted_by_kernel(by_kernels, guard);
   for (const DampedFactors* layer : eager) {
     take_accepted(*layer, split, guard);

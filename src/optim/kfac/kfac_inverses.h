@@ -11,9 +11,8 @@ namespace torchium::optim::detail {
 
 // Renews A_root, G_root and the eigenvalues of the layers with `wanted` (inverse_due or
 // inverse_lost). Factors of one size are solved together. If A or G of a group fails, both keep
-// their old roots, and the failure is counted. root_method: "auto", "eigh" or "newton"
-// (KFACOptions); kExact always uses "eigh".
+// their old roots, and the failure is counted. solver: of KFACOptions; kExact always uses "eigh".
 void update_inverses(std::vector<KfacLayer>& layers, bool KfacLayer::*wanted, DampingSplit split,
-                     const std::string& root_method, const FoundInfGuard& guard);
+                     const std::string& solver, const FoundInfGuard& guard);
 
 }  // namespace torchium::optim::detail

@@ -29,6 +29,9 @@ struct KfacLayer {
   at::Tensor G_sum;
   double A_scale = 1.0;  // A_scale A_sum = E[a a^T]
   double G_scale = 1.0;
+  // EKFAC: sum of (U_G^T D U_A)^2 over samples, with D their gradients.
+  at::Tensor moment_sum;
+  double moment_scale = 1.0;
   bool inverse_due = false;
   // There are factors, but A_root and G_root were reset. They are computed first, from the old
   // factors, even if the step is skipped.
@@ -47,10 +50,14 @@ struct KfacLayer {
   at::Tensor G_root;
   at::Tensor A_eigenvalues;   // kExact: [groups, a], floored; -1 until the first solve
   at::Tensor G_eigenvalues;   // kExact: [groups, o/groups]
+  at::Tensor second_moments;  // EKFAC: [groups, o/groups, a], 1 at first; undefined: K-FAC
+  at::Tensor moment_updates;  // EKFAC: 0-dim float32
   at::Tensor factor_updates;  // k: 0-dim float32
   at::Tensor root_failures;   // int32 [2]: consecutive failed solves of A and of G
 
   bool has_sums() const { return A_sum.defined(); }
+  // Whether the factors have the dtype of their roots.
+  bool has_state_dtype() const { return A.scalar_type() == A_root.scalar_type(); }
   // Weight and bias.
   std::vector<int64_t> params() const {
     return bias < 0 ? std::vector<int64_t>{weight} : std::vector<int64_t>{weight, bias};

@@ -1,13 +1,14 @@
 // The list of the options of K-FAC.
 #pragma once
 
-#include "optim/core/options.h"
+#include "optim/capture/capturing_options.h"
 #include "torchium/optim/kfac.h"
 
 namespace torchium::optim {
 
 constexpr auto kWeightSharings = detail::one_of("expand", "reduce");
-constexpr auto kFishers = detail::one_of("empirical", "mc", "ggn");
+constexpr auto kFactorDtypes = detail::one_of("bfloat16", "float32", "float64");
+constexpr auto kKfacSolvers = detail::one_of("auto", "eigh", "cholesky", "newton");
 
 template <typename Options>
 requires std::is_same_v<std::remove_const_t<Options>, KFACOptions>
@@ -26,22 +27,25 @@ auto option_fields(Options& o) {
       Option{"stat_decay", o.stat_decay(), kRateOrOne, kScheduled},
       Option{"kl_clip", o.kl_clip(), kPositive, kSameInAllGroups | kScheduled},
       Option{"damping_split", o.damping_split(), kDampingSplits, kSameInAllGroups},
-      Option{"root_method", o.root_method(), kRootMethods, kSameInAllGroups},
+      Option{"ekfac", o.ekfac(), Flag{}, kSameInAllGroups},
+      Option{"solver", o.solver(), kKfacSolvers, kSameInAllGroups},
       Option{"fisher", o.fisher(), kFishers, kSameInAllGroups},
       Option{"weight_sharing", o.weight_sharing(), kWeightSharings},
       Option{"max_factor_size", o.max_factor_size(), Integer{}},
+      Option{"factor_dtype", o.factor_dtype(), kFactorDtypes},
       Option{"adaptive_damping", o.adaptive_damping(), Flag{}, kSameInAllGroups},
       Option{"maximize", o.maximize(), Flag{}});
   // clang-format on
 }
 
 inline void check_combination(const KFACOptions& o) {
-  TORCH_CHECK_VALUE(o.root_method() != "newton" || o.damping_split() != "exact",
-                    "root_method='newton' has no eigenvectors, which damping_split='exact' needs; "
-                    "use 'eigh' or 'auto'");
-  TORCH_CHECK_VALUE(!o.adaptive_damping() || o.momentum() == 0.0,
-                    "adaptive_damping=True compares steps without momentum; use momentum=0, got ",
-                    detail::text_of(o.momentum()));
+  TORCH_CHECK_VALUE(
+      o.damping_split() != "exact" || o.solver() == "auto" || o.solver() == "eigh", "solver='",
+      o.solver(), "' has no eigenvectors, which damping_split='exact' needs; use 'eigh' or 'auto'");
+  TORCH_CHECK_VALUE(!o.ekfac() || o.damping_split() == "exact",
+                    "ekfac=True needs eigenvectors; use damping_split='exact', got '",
+                    o.damping_split(), "'");
+  detail::check_adaptive_damping(o.adaptive_damping(), o.momentum());
 }
 
 }  // namespace torchium::optim

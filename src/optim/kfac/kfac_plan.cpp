@@ -1,16 +1,17 @@
 #include "optim/kfac/kfac_plan.h"
 
+#include "optim/capture/adaptive_damping.h"
 #include "optim/kfac/kfac_step.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/ScopeExit.h>
 #include <c10/util/irange.h>
 
 #include <algorithm>
-#include <cmath>
-#include <limits>
+#include <string_view>
 #include <utility>
 
 namespace torchium::optim::detail {
@@ -25,6 +26,8 @@ KfacLayer core_layer(const KFACParamState& state, const KFACOptions& options) {
   layer.G_root = exact ? state.G_eigenvectors() : state.G_inverse();
   layer.A_eigenvalues = state.A_eigenvalues();
   layer.G_eigenvalues = state.G_eigenvalues();
+  layer.second_moments = options.ekfac() ? state.second_moments() : at::Tensor();
+  layer.moment_updates = state.moment_updates();
   layer.factor_updates = state.factor_updates();
   layer.root_failures = state.root_failures();
   layer.floor = options.eps();
@@ -49,7 +52,7 @@ void KfacPlan::make_room(SecondOrderParamState& fresh, const SecondOrderParamSta
                          const at::Tensor& param, const torch::optim::OptimizerOptions& options,
                          int64_t /*params*/, const std::string& /*name*/) const {
   add_saved_layout(static_cast<KFACParamState&>(fresh), param,
-                   static_cast<const KFACParamState&>(saved), own_options(options).damping_split());
+                   static_cast<const KFACParamState&>(saved), own_options(options));
 }
 
 void KfacPlan::after_set_options() {
@@ -73,9 +76,17 @@ void KfacPlan::after_set_options() {
 
 FactorWeight KfacPlan::weight_of(size_t i) const {
   const KFACParamState& state = state_of(i);
-  return {param(i), state.A(), state.G(), options(i).max_factor_size(),
-          options(i).weight_sharing() == "reduce" ? gradients::detail::WeightSharing::kReduce
-                                                  : gradients::detail::WeightSharing::kExpand};
+  FactorWeight weight{param(i), state.A(), state.G(), options(i).max_factor_size(),
+                      options(i).weight_sharing() == "reduce"
+                          ? gradients::detail::WeightSharing::kReduce
+                          : gradients::detail::WeightSharing::kExpand};
+  if (options(i).ekfac() && has_second_moments(state, param(i))) {
+    const auto as_sums = [&](const at::Tensor& vectors) {  // state follows its parameter later
+      return vectors.to(param(i).device(), state_dtype(param(i)));
+    };
+    weight.basis = {as_sums(state.A_eigenvectors()), as_sums(state.G_eigenvectors())};
+  }
+  return weight;
 }
 
 void KfacPlan::after_bind() {
@@ -111,37 +122,39 @@ const std::vector<bool>& KfacPlan::due() {
   return due_;
 }
 
-void KfacPlan::record(gradients::detail::LayerCall call, bool is_tied,
-                      const at::Tensor& loss_scale) {
+void KfacPlan::record(gradients::detail::LayerCall call) {
   if (!takes_curvature()) {
-    add_to_sums(std::move(call), is_tied, loss_scale, nullptr);
+    add_to_sums(std::move(call), nullptr);
   }
+}
+
+void KfacPlan::set_loss_scale(at::Tensor scale) {
+  const std::lock_guard lock(records_mutex_);
+  loss_scale_ = std::move(scale);
 }
 
 bool KfacPlan::is_due(const gradients::detail::LayerCall& call) const {
   return call.weight >= 0 && call.weight < static_cast<int64_t>(due_.size()) && due_[call.weight];
 }
 
-void KfacPlan::add_to_sums(gradients::detail::LayerCall call, bool is_tied,
-                           const at::Tensor& loss_scale, const CurvatureColumn* column) {
+void KfacPlan::add_to_sums(gradients::detail::LayerCall call, const CurvatureColumn* column) {
   const c10::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   if (!is_due(call)) {
     return;
   }
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;  // many small operators
+  const std::lock_guard lock(records_mutex_);
   const FactorWeight weight = weight_of(call.weight);
-  if (loss_scale.defined()) {  // before squaring, which may overflow
+  if (loss_scale_.defined() && column == nullptr) {  // before squaring, which may overflow
     const at::Tensor& g = call.output_gradient;
     call.output_gradient =
-        g.to(state_dtype(weight.param)) / loss_scale.to(g.device(), /*non_blocking=*/true);
+        g.to(state_dtype(weight.param)) / loss_scale_.to(g.device(), /*non_blocking=*/true);
   }
   FactorLayer seen;
   seen.bias = call.bias < 0 ? at::Tensor() : param(call.bias);
   seen.is_transposed = gradients::detail::has_transposed_weight(call);
-  seen.is_tied = is_tied;
-  if (call.kind == gradients::detail::LayerKind::kConv2d) {
-    seen.groups = call.settings[gradients::detail::kGroups];
-  }
+  seen.groups = gradients::detail::groups_of(call);
   records_.record(weight, call, seen, column);
 }
 
@@ -153,18 +166,22 @@ void KfacPlan::receive(gradients::detail::LayerCall call, const std::vector<int6
 }
 
 void KfacPlan::declare(const std::vector<DeclaredLayer>& layers) {
+  const std::lock_guard lock(records_mutex_);
   for (const DeclaredLayer& each : layers) {
     FactorLayer layer;
     layer.groups = each.groups;
     layer.bias = each.bias < 0 ? at::Tensor() : param(each.bias);
     layer.is_transposed = each.is_transposed;
     layer.is_tied = each.is_tied;
+    layer.is_table = each.is_table;
+    layer.problem = each.falls_back ? "falls back" : "";
     records_.declare(param(each.weight), std::move(layer));
   }
 }
 
 void KfacPlan::drop(int64_t weight, at::IntArrayRef passes) {
   if (!takes_curvature() && weight >= 0 && weight < static_cast<int64_t>(size())) {
+    const std::lock_guard lock(records_mutex_);
     records_.drop(param(weight), passes);
   }
 }
@@ -207,8 +224,9 @@ void KfacPlan::check(const std::vector<size_t>& active) {
     const bool has_any = std::any_of(members.begin(), members.end(),
                                      [](const auto& member) { return member.second->defined(); });
     for (const auto& [key, tensor] : members) {
-      const bool is_root = key.find("inverse") != key.npos || key.find("eigen") != key.npos;
-      TORCH_CHECK_VALUE(!has_any || is_root || tensor->defined(), "the state of ", name(i),
+      const bool is_of_option = key.find("inverse") != key.npos || key.find("eigen") != key.npos ||
+                                key.find("moment") != key.npos;
+      TORCH_CHECK_VALUE(!has_any || is_of_option || tensor->defined(), "the state of ", name(i),
                         " has lost '", key, "'; delete all of it to start afresh");
     }
     TORCH_CHECK_VALUE(!has_any || factors_fit(param(i), state.A(), state.G()), name(i),
@@ -220,6 +238,7 @@ void KfacPlan::check(const std::vector<size_t>& active) {
 
 // The layers with factors, and those with sums for their first ones.
 bool KfacPlan::derive(const std::vector<size_t>& active) {
+  records_.settle_tables();
   std::vector<bool> is_active(size(), false);
   for (const size_t i : active) {
     is_active[i] = true;
@@ -284,9 +303,10 @@ void KfacPlan::complete(size_t i, SecondOrderParamState& completed) {
   const auto& split = options(i).damping_split();
   const FactorLayout layout = records_.layout(weight_of(i), *known);
   if (!state.A().defined()) {
-    add_factors(state, param(i), layout, split);
+    add_factors(state, param(i), layout, options(i));
     for (const auto& [key, factor] : {std::pair("A", state.A()), std::pair("G", state.G())}) {
-      if (factor.dim() == 2 && factor.size(-1) > options(i).max_factor_size()) {
+      const bool is_exact = known->is_table && std::string_view(key) == "G";
+      if (factor.dim() == 2 && factor.size(-1) > options(i).max_factor_size() && !is_exact) {
         new_diagonals_.emplace_back(i, key, factor.size(-1));
       }
     }
@@ -295,6 +315,13 @@ void KfacPlan::complete(size_t i, SecondOrderParamState& completed) {
     if (layer != layers_.end() && layer->has_factors) {
       lost_inverses_.insert(param(i).unsafeGetTensorImpl());
     }
+  }
+  const at::ScalarType dtype = factor_dtype_of(options(i), param(i));
+  state.A(state.A().to(dtype)).G(state.G().to(dtype));
+  if (!options(i).ekfac()) {
+    state.second_moments({}).moment_updates({});
+  } else if (!state.second_moments().defined()) {
+    add_second_moments(state);
   }
 }
 
@@ -311,8 +338,7 @@ void KfacPlan::check_layer(const Layer& layer) const {
   }
   auto state = state_of(layer.weight);
   KFACParamState expected;
-  add_saved_layout(expected, at::empty_like(weight, at::kMeta), state,
-                   options(layer.weight).damping_split());
+  add_saved_layout(expected, at::empty_like(weight, at::kMeta), state, options(layer.weight));
   const auto found = state.factors();
   const auto needed = expected.factors();
   for (const auto k : c10::irange(needed.size())) {
@@ -336,8 +362,8 @@ std::unique_ptr<PlannedStep> KfacPlan::plan(const std::vector<at::Tensor>& param
   KfacGroup group;
   group.params = params;
   group.states = states;
-  group.shared = {shared.kl_clip(), damping_split_of(shared), shared.root_method(),
-                  writes_gradients(), shared.adaptive_damping()};
+  group.shared = {shared.kl_clip(), damping_split_of(shared), shared.solver(), writes_gradients(),
+                  shared.adaptive_damping()};
   std::vector<int64_t> place(size(), -1);
   for (const auto k : c10::irange(active().size())) {
     const size_t i = active()[k];
@@ -372,6 +398,13 @@ void KfacPlan::set_sums(const Layer& of, KfacLayer& layer) const {
   layer.A_scale = 1.0 / static_cast<double>(of.sums->rows);
   const bool is_divided = options().front().batch_averaged() && !takes_curvature();
   layer.G_scale = is_divided ? N : 1.0 / N;
+  layer.moment_scale = layer.G_scale;
+  if (of.sums->A_is_of_gradients) {
+    std::swap(layer.A_scale, layer.G_scale);
+  }
+  if (layer.second_moments.defined() && !layer.inverse_lost) {  // then the basis was another one
+    layer.moment_sum = of.sums->moments;
+  }
 }
 
 StateChanges KfacPlan::take(const JointInputs& inputs) {
@@ -390,19 +423,22 @@ StateChanges KfacPlan::take(const JointInputs& inputs) {
   for (const auto l : c10::irange(layers_.size())) {
     const Layer& each = layers_[l];
     KfacLayer& layer = group.layers[l];
-    set_sums(each, layer);
     layer.damping = options(each.weight).damping();
     layer.stat_decay = options(each.weight).stat_decay();
     layer.inverse_due = !each.has_factors || taken[layer.weight] % options(each.weight).TInv() == 0;
     layer.inverse_lost =
         lost_inverses_.count(param(each.weight).unsafeGetTensorImpl()) != 0 && each.has_factors;
+    set_sums(each, layer);
   }
   if (inputs.loss_scale.defined() && !takes_curvature()) {
     const at::Tensor inverse = inputs.loss_scale.to(device()).square().reciprocal();
     std::vector<at::Tensor> sums;
     for (const Layer& each : layers_) {
       if (each.sums != nullptr) {
-        sums.push_back(each.sums->G);
+        sums.push_back(each.sums->A_is_of_gradients ? each.sums->A : each.sums->G);
+        if (each.sums->moments.defined()) {
+          sums.push_back(each.sums->moments);
+        }
       }
     }
     if (!sums.empty()) {
@@ -433,29 +469,19 @@ StateChanges KfacPlan::take(const JointInputs& inputs) {
 }
 
 std::pair<double, double> KfacPlan::damping_update(double loss_before, double loss_after) {
-  constexpr double kDecay = 0.95;  // in each step
   TORCH_CHECK_VALUE(
       !writes_gradients(), optimizer_name(),
       " does not take the step of the parameters, which update_damping() compares with "
       "its model; use KFAC");
   TORCH_CHECK_VALUE(!options().empty() && options().front().adaptive_damping(),
                     "update_damping() needs adaptive_damping=True");
-  TORCH_CHECK_VALUE(std::isfinite(loss_before), "loss_before must be finite, got ", loss_before);
   const auto* step = static_cast<const KfacStep*>(planned());
   const auto predicted =
       step == nullptr || steps_since_update_ == 0 ? std::nullopt : step->predicted_reduction();
-  TORCH_CHECK_VALUE(predicted,
-                    "update_damping() compares the losses before and after a step; call it once "
-                    "after step()");
-  const double decay = std::pow(kDecay, std::exchange(steps_since_update_, 0));
-  if (!(*predicted > 0.0)) {
-    return {std::numeric_limits<double>::quiet_NaN(), 1.0};
-  }
-  const double reduction =
-      options().front().maximize() ? loss_after - loss_before : loss_before - loss_after;
-  const double ratio =
-      std::isfinite(reduction) ? reduction / *predicted : -std::numeric_limits<double>::infinity();
-  return {ratio, ratio > 0.75 ? decay : ratio < 0.25 ? 1.0 / decay : 1.0};
+  const auto update = detail::damping_update(
+      predicted, steps_since_update_, {loss_before, loss_after, options().front().maximize()});
+  steps_since_update_ = 0;
+  return update;
 }
 
 void KfacPlan::note_skip(const std::vector<at::Tensor>& params) {

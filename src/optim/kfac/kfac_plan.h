@@ -28,7 +28,9 @@ struct DeclaredLayer {
   int64_t bias = -1;
   bool is_transposed = false;
   bool is_tied = false;
-  int64_t groups = 1;  // of a convolution
+  int64_t groups = 1;       // of a convolution
+  bool is_table = false;    // only looked up
+  bool falls_back = false;  // has no factors
 };
 
 class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
@@ -40,11 +42,10 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   // Whether the factors of each parameter are due in the next step; calls of others are ignored.
   // Waits for the device only after a load.
   const std::vector<bool>& due();
-  // A call with its gradient; its micro-batch is any number of the backward pass. is_tied: the
-  // weight is known to be looked up as an embedding too. loss_scale: what the loss was multiplied
-  // by; undefined: 1, or not known yet.
-  void record(gradients::detail::LayerCall call, bool is_tied = false,
-              const at::Tensor& loss_scale = {});
+  // A call with its gradient; its micro-batch is any number of the backward pass.
+  void record(gradients::detail::LayerCall call);
+  // What the loss of recorded calls is multiplied by; undefined: 1, or not known yet.
+  void set_loss_scale(at::Tensor scale);
   void receive(gradients::detail::LayerCall call, const std::vector<int64_t>& gone_passes) override;
   // Whether fisher is "mc" or "ggn": G comes from record_curvature(), and record() and drop() do
   // nothing.
@@ -120,15 +121,16 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   FactorWeight weight_of(size_t i) const;
   // After due().
   bool is_due(const gradients::detail::LayerCall& call) const;
-  void add_to_sums(gradients::detail::LayerCall call, bool is_tied, const at::Tensor& loss_scale,
-                   const CurvatureColumn* column);
+  void add_to_sums(gradients::detail::LayerCall call, const CurvatureColumn* column);
   void require_curvature(const std::vector<size_t>& active);
   Treatment treatment(size_t i) const;
   bool has_factors(size_t i);
   void check_layer(const Layer& layer) const;
   void set_sums(const Layer& of, KfacLayer& layer) const;
 
+  std::mutex records_mutex_;  // between forward and backward passes of several threads
   FactorRecords records_;
+  at::Tensor loss_scale_;
   std::vector<bool> due_;      // empty: not decided
   std::vector<Layer> layers_;  // of the next step
   std::unordered_set<const at::TensorImpl*> fallback_, warned_;

@@ -36,10 +36,12 @@ KFACOptions kfac_options(const KFACPreconditionerOptions& o) {
       .stat_decay(o.factor_decay())
       .kl_clip(o.kl_clip())
       .damping_split(o.damping_split())
-      .root_method(o.root_method())
+      .ekfac(o.ekfac())
+      .solver(o.solver())
       .fisher(o.fisher())
       .weight_sharing(o.weight_sharing())
-      .max_factor_size(o.max_factor_size());
+      .max_factor_size(o.max_factor_size())
+      .factor_dtype(o.factor_dtype());
 }
 
 KFACPreconditioner::KFACPreconditioner(const torch::nn::Module& model,

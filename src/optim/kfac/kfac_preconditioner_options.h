@@ -21,10 +21,12 @@ auto option_fields(Options& o) {
       Option{"batch_averaged", o.batch_averaged(), Flag{}, kSameInAllGroups},
       Option{"eps", o.eps(), Number{}},
       Option{"damping_split", o.damping_split(), kDampingSplits, kSameInAllGroups},
-      Option{"root_method", o.root_method(), kRootMethods, kSameInAllGroups},
+      Option{"ekfac", o.ekfac(), Flag{}, kSameInAllGroups},
+      Option{"solver", o.solver(), kKfacSolvers, kSameInAllGroups},
       Option{"fisher", o.fisher(), kFishers, kSameInAllGroups},
       Option{"weight_sharing", o.weight_sharing(), kWeightSharings},
-      Option{"max_factor_size", o.max_factor_size(), Integer{}});
+      Option{"max_factor_size", o.max_factor_size(), Integer{}},
+      Option{"factor_dtype", o.factor_dtype(), kFactorDtypes});
   // clang-format on
 }
 

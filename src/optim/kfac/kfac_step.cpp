@@ -1,6 +1,7 @@
 #include "optim/kfac/kfac_step.h"
 
 #include "optim/blocked/root_failures.h"
+#include "optim/capture/adaptive_damping.h"
 #include "optim/core/argument_checks.h"
 #include "optim/kfac/cuda/kfac_kernels.h"
 #include "optim/kfac/kfac_inverses.h"
@@ -69,7 +70,11 @@ void KfacStep::make_subsets() {
   KfacMembers by_kernels, eager;
   std::vector<bool> has_layer(group_.params.size(), false);
   for (size_t l = 0; l < group_.layers.size(); ++l) {
-    KfacMembers& members = has_kfac_kernels(group_, group_.layers[l]) ? by_kernels : eager;
+    const KfacLayer& layer = group_.layers[l];
+    // No kernel divides by second moments, or averages factors of another dtype than their sums.
+    const bool has_kernels = !layer.second_moments.defined() && layer.has_state_dtype() &&
+                             has_kfac_kernels(group_, layer);
+    KfacMembers& members = has_kernels ? by_kernels : eager;
     members.layers.push_back(l);
     for (const int64_t i : group_.layers[l].params()) {
       members.params.push_back(i);
@@ -93,6 +98,7 @@ void KfacStep::forget_sums() {
   for (KfacLayer& layer : group_.layers) {
     layer.A_sum.reset();
     layer.G_sum.reset();
+    layer.moment_sum.reset();
   }
 }
 
@@ -106,18 +112,24 @@ void KfacStep::begin(std::vector<at::Tensor> grads) {
 }
 
 // The largest entry of a sum of x x^T is on its diagonal (Cauchy and Schwarz). On a GPU a copy of
-// each diagonal would take more time than a look at all entries.
+// each diagonal would take more time than a look at all entries. Second moments have no diagonal.
 void KfacStep::examine_sums() {
   for (const KfacLayer& layer : group_.layers) {
     if (!layer.has_sums()) {
       continue;
     }
+    const double largest =
+        std::min(largest_factor(layer.A_sum.scalar_type()), largest_factor(layer.A.scalar_type()));
     for (const auto& [sum, scale] :
          {std::pair(layer.A_sum, layer.A_scale), std::pair(layer.G_sum, layer.G_scale)}) {
       const bool whole = sum.dim() == 2 || !sum.is_cpu();
       prologue_->examine(whole ? sum : sum.diagonal(0, -2, -1).contiguous(),
-                         static_cast<size_t>(layer.weight),
-                         largest_factor(sum.scalar_type()) / std::max(scale, 1.0));
+                         static_cast<size_t>(layer.weight), largest / std::max(scale, 1.0));
+    }
+    if (layer.moment_sum.defined()) {
+      prologue_->examine(
+          layer.moment_sum, static_cast<size_t>(layer.weight),
+          largest_factor(layer.moment_sum.scalar_type()) / std::max(layer.moment_scale, 1.0));
     }
   }
 }
@@ -127,8 +139,8 @@ void KfacStep::update_inverses(bool KfacLayer::*wanted, const FoundInfGuard& gua
     return;
   }
   const torchium::detail::Phase phase("torchium::inverses");
-  detail::update_inverses(group_.layers, wanted, group_.shared.damping_split,
-                          group_.shared.root_method, guard);
+  detail::update_inverses(group_.layers, wanted, group_.shared.damping_split, group_.shared.solver,
+                          guard);
 }
 
 void KfacStep::record_failures() {
@@ -167,12 +179,7 @@ std::optional<double> KfacStep::predicted_reduction() const {
   if (!prediction_->terms.defined()) {
     return 0.0;
   }
-  const double lr = prediction_->lrs[0].item<double>();
-  for (const at::Tensor& other : prediction_->lrs) {
-    TORCH_CHECK_VALUE(other.item<double>() == lr,
-                      "update_damping() compares steps with one lr for all groups, got ", lr,
-                      " and ", other.item<double>());
-  }
+  const double lr = common_learning_rate(prediction_->lrs);
   const double nu = prediction_->nu.device.defined() ? prediction_->nu.device.item<double>()
                                                      : prediction_->nu.host;
   return lr > 0.0 ? prediction_->terms.sum().item<double>() * (nu / lr - nu * nu / 2.0) : 0.0;

@@ -27,7 +27,7 @@ struct KfacParameterOptions {
 struct KfacSharedOptions {
   std::optional<double> kl_clip = 1e-3;
   DampingSplit damping_split = DampingSplit::kPi;
-  std::string root_method = "auto";  // "auto", "eigh" or "newton" (not with kExact)
+  std::string solver = "auto";  // of KFACOptions
   // The step ends with .grad <- nu d for the parameters of layers; nothing else moves.
   bool writes_gradients = false;
   bool keeps_prediction = false;  // KfacStep::predicted_reduction()

@@ -7,10 +7,12 @@
 namespace torchium::optim::detail {
 namespace {
 
-// a / b, zero where b is: after convergence the iterates stay where they are. NaN stays NaN.
+// a / b, zero where b is. NaN stays NaN.
 at::Tensor safe_ratio(const at::Tensor& a, const at::Tensor& b) {
   return at::where(b <= 0, 0.0, a / b);
 }
+
+bool is_nan(const at::Tensor& number) { return std::isnan(number.item<double>()); }
 
 }  // namespace
 
@@ -25,34 +27,31 @@ ConjugateGradientsResult conjugate_gradients(
     r.push_back(tensor.clone());
   }
   const at::Tensor b_norm = dot(b, b).sqrt_();
-  const int64_t interval = b[0].is_cpu() ? 1 : kResidualInterval;
   ParameterVector z = precondition(r);
   ParameterVector p;
   for (const auto& tensor : z) {
     p.push_back(tensor.clone());
   }
   at::Tensor rz = dot(r, z);
+  result.iterations = at::zeros({}, rz.options());
   result.relative_residual = safe_ratio(b_norm, b_norm);
-  while (result.iterations < rule.max_iterations) {
-    if (result.iterations % interval == 0) {
-      const double residual = result.relative_residual.item<double>();
-      // NaN in b reaches x in the first iteration.
-      if (residual <= rule.tolerance || (std::isnan(residual) && result.iterations > 0)) {
-        break;
-      }
+  for (int64_t k = 0; k < rule.max_iterations; ++k) {
+    const at::Tensor done = result.relative_residual <= rule.tolerance;  // NaN goes on, into x
+    if (done.is_cpu() && (done.item<bool>() || (k > 0 && is_nan(result.relative_residual)))) {
+      break;
     }
     const ParameterVector Ap = apply(p);
-    const at::Tensor alpha = safe_ratio(rz, dot(p, Ap));
+    const at::Tensor alpha = safe_ratio(rz, dot(p, Ap)).masked_fill_(done, 0.0);
     add_scaled_(result.x, p, alpha);
     add_scaled_(r, Ap, alpha.neg());
     z = precondition(r);
     const at::Tensor rz_new = dot(r, z);
-    const at::Tensor beta = safe_ratio(rz_new, rz);
+    const at::Tensor beta = safe_ratio(rz_new, rz).masked_fill_(done, 0.0);
     for (size_t i = 0; i < p.size(); ++i) {
       p[i].mul_(beta).add_(z[i]);
     }
     rz = rz_new;
-    ++result.iterations;
+    result.iterations.add_(done.logical_not());
     result.relative_residual = safe_ratio(dot(r, r).sqrt_(), b_norm);
   }
   return result;

@@ -12,7 +12,7 @@ namespace torchium::optim::detail {
 
 struct ConjugateGradientsResult {
   ParameterVector x;
-  int64_t iterations = 0;
+  at::Tensor iterations;         // until the tolerance was reached: 0-dim float64
   at::Tensor relative_residual;  // |b - A x| / |b| as the recurrence has it: 0-dim float64
 };
 
@@ -22,13 +22,12 @@ struct ConjugateGradientsRule {
 };
 
 // x of A x = b for a symmetric positive definite A, from x = 0. `apply` is x -> A x and
-// `precondition` x -> M^-1 x. All scalars are float64 and stay on the device. On a GPU the host
-// reads the residual, and waits for it, every kResidualInterval iterations.
+// `precondition` x -> M^-1 x. All scalars are float64 and stay on the device. Once the tolerance is
+// reached, x stays as it is: on the CPU the iteration ends, on a GPU, where the host does not know,
+// the others up to max_iterations have steps of length zero.
 ConjugateGradientsResult conjugate_gradients(
     const std::function<ParameterVector(const ParameterVector&)>& apply,
     const std::function<ParameterVector(const ParameterVector&)>& precondition,
     const ParameterVector& b, const ConjugateGradientsRule& rule);
-
-constexpr int64_t kResidualInterval = 16;
 
 }  // namespace torchium::optim::detail

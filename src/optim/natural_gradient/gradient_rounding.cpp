@@ -9,7 +9,6 @@ namespace torchium::optim::detail {
 namespace {
 
 using gradients::detail::LayerCall;
-using gradients::detail::LayerKind;
 
 constexpr double kTf32Epsilon = 1.0 / 1024;
 
@@ -29,11 +28,10 @@ double rounding_of(at::ScalarType dtype) {
 }
 
 bool computes_in_tf32(const LayerCall& call) {
-  if (!call.output_gradient.is_cuda() ||
-      (call.kind != LayerKind::kLinear && call.kind != LayerKind::kConv2d)) {
+  if (!call.output_gradient.is_cuda() || !is_product(call)) {
     return false;
   }
-  const auto op = call.kind == LayerKind::kConv2d ? at::Float32Op::CONV : at::Float32Op::MATMUL;
+  const auto op = is_convolution(call) ? at::Float32Op::CONV : at::Float32Op::MATMUL;
   return at::globalContext().float32Precision(at::Float32Backend::CUDA, op) ==
          at::Float32Precision::TF32;
 }

@@ -38,7 +38,8 @@ bool are_calls(const at::Tensor& rows, int64_t param_count) {
   const at::Tensor cpu = rows.cpu().contiguous();
   for (const auto j : c10::irange(cpu.size(0))) {
     const int64_t* row = cpu.const_data_ptr<int64_t>() + j * kRowSize;
-    const bool has_kind = row[0] >= 0 && row[0] <= static_cast<int64_t>(LayerKind::kGroupNorm);
+    const bool has_kind =
+        row[0] >= 0 && row[0] <= static_cast<int64_t>(gradients::detail::kLastKind);
     const auto is_param = [&](int64_t i) { return i >= -1 && i < param_count; };
     if (!has_kind || !is_param(row[1]) || !is_param(row[2]) || std::max(row[1], row[2]) < 0) {
       return false;
@@ -127,7 +128,12 @@ void NaturalGradientParamState::serialize(torch::serialize::InputArchive& archiv
 
 namespace detail {
 
-int64_t KeptBatch::samples() const { return gradients::detail::count_samples(calls).expect_int(); }
+int64_t KeptBatch::rows() const {
+  return given_rows.empty() ? gradients::detail::count_samples(calls).expect_int()
+                            : given_rows[0].size(0);
+}
+
+int64_t KeptBatch::samples() const { return is_curvature ? curvature_samples : rows(); }
 
 void clear_batch(NaturalGradientParamState& state) {
   state.uses({}).use_eps({});
@@ -141,6 +147,11 @@ void write_batch(const KeptBatch& batch, const BatchStates& states) {
                ? gradient.to(at::promote_types(gradient.scalar_type(), at::kFloat)) /
                      batch.loss_scale.to(gradient.device())
                : gradient.clone();
+  };
+  std::map<const at::TensorImpl*, at::Tensor> inputs;  // columns of a curvature share them
+  const auto copy_of_input = [&](const at::Tensor& input) {
+    at::Tensor& copy = inputs[input.unsafeGetTensorImpl()];
+    return copy.defined() ? copy : copy = input.clone();
   };
   std::map<int64_t, std::vector<int64_t>> places_of;  // of the calls of each owner
   for (const auto place : c10::irange(batch.calls.size())) {
@@ -157,7 +168,7 @@ void write_batch(const KeptBatch& batch, const BatchStates& states) {
       const auto row = row_of(call, places[j]);
       std::copy(row.begin(), row.end(), rows.mutable_data_ptr<int64_t>() + j * kRowSize);
       eps.mutable_data_ptr<double>()[j] = call.eps;
-      state.inputs().push_back(call.input.clone());
+      state.inputs().push_back(copy_of_input(call.input));
       state.output_gradients().push_back(unscaled(call.output_gradient));
     }
     state.uses(rows).use_eps(eps);

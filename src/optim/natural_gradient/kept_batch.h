@@ -15,12 +15,20 @@
 
 namespace torchium::optim::detail {
 
-// Calls in the order of their micro-batches, which count from 0. Weights and biases are positions
-// in the parameters of all groups.
+// What F = J^T J / n comes from: layer calls, or rows that the caller has given.
 struct KeptBatch {
+  // In the order of their micro-batches, which count from 0. Weights and biases are positions in
+  // the parameters of all groups. The output gradients are those of rows of J divided by rows().
   std::vector<gradients::detail::LayerCall> calls;
-  at::Tensor loss_scale;  // what the loss was multiplied by; undefined: 1
+  at::Tensor loss_scale;      // what the loss was multiplied by; undefined: 1
+  bool is_curvature = false;  // and not gradients of the loss
+  int64_t curvature_samples = 0;
 
+  std::vector<at::Tensor> given_rows;  // one per parameter of all groups; empty: there are calls
+  at::Tensor residuals;                // of these rows
+
+  bool is_empty() const { return calls.empty() && given_rows.empty(); }
+  int64_t rows() const;
   int64_t samples() const;
 };
 

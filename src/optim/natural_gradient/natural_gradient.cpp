@@ -87,7 +87,7 @@ void NaturalGradient::check_known_layers(const std::vector<at::Tensor>& params) 
 }
 
 void NaturalGradient::check_layers(const std::vector<at::Tensor>& active) {
-  if (!plan().is_refresh() || plan().is_start()) {
+  if (!plan().is_refresh() || plan().has_jacobian() || plan().is_start()) {
     return;
   }
   check_known_layers(active);
@@ -97,6 +97,37 @@ void NaturalGradient::check_layers(const std::vector<at::Tensor>& active) {
       "batch_norm() with training = true, called in the forward pass, normalised with "
       "the statistics of the batch, so that a sample has no gradient of its own; "
       "call it with training = false and running statistics, or use group_norm()");
+}
+
+void NaturalGradient::update_curvature(const at::Tensor& outputs, const std::string& loss,
+                                       const CurvatureOptions& options) {
+  refuse_moved_from();
+  check_groups();
+  adopt_groups();
+  TORCH_CHECK(plan().takes_curvature(), "update_curvature() needs fisher='mc' or 'ggn', got '",
+              plan().fisher(), "', which takes the matrix from backward()");
+  if (captures_next()) {
+    const detail::LossCurvature curvature(outputs, loss, plan().fisher(), options);
+    plan().record_curvature(outputs, curvature, calls_of(outputs));
+  }
+}
+
+void NaturalGradient::update_jacobian(const std::vector<at::Tensor>& rows,
+                                      const at::Tensor& residuals) {
+  refuse_moved_from();
+  check_groups();
+  adopt_groups();
+  plan().set_jacobian(rows, residuals);
+}
+
+double NaturalGradient::update_damping(double loss_before, double loss_after) {
+  refuse_moved_from();
+  const auto [ratio, factor] = plan().damping_update(loss_before, loss_after);
+  for (auto& group : param_groups_) {
+    auto& options = static_cast<NaturalGradientOptions&>(group.options());
+    options.damping(options.damping() * factor);
+  }
+  return ratio;
 }
 
 NaturalGradientReport NaturalGradient::report() const {

@@ -1,5 +1,7 @@
 #include "optim/natural_gradient/natural_gradient_direction.h"
 
+#include "optim/natural_gradient/nystrom.h"
+
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -33,29 +35,28 @@ ParameterVector divided_by_dampings(const std::vector<double>& dampings, const P
 }  // namespace
 
 GradientSplit split_gradient(const SegmentedJacobian& J, const ParameterVector& v,
-                             const std::vector<double>& roundings) {
-  const at::Tensor mean = at::full({J.samples()}, 1.0 / static_cast<double>(J.samples()),
-                                   v[0].options().dtype(at::kDouble));
-  ParameterVector u = J.transpose_product(mean);
+                             const at::Tensor& a, const std::vector<double>& roundings) {
+  ParameterVector u = J.transpose_product(a / static_cast<double>(J.samples()));
   const at::Tensor uu = dot(u, u);
   const at::Tensor c = at::where(uu == 0, 0.0, dot(v, u) / uu);
+  const at::Tensor y = a * c;
   for (size_t p = 0; p < v.size(); ++p) {
     at::addcmul_out(u[p], v[p], u[p], c.neg().to(u[p].scalar_type()));
   }
   ParameterVector& r = u;
   const at::Tensor negligible = dot(r, r) <= largest_square_of_rounding(v, roundings);
   if (negligible.is_cpu()) {
-    return {c, negligible.item<bool>() ? ParameterVector() : std::move(r)};
+    return {y, negligible.item<bool>() ? ParameterVector() : std::move(r)};
   }
   for (auto& tensor : r) {  // the host must not ask whether it is zero
     tensor.masked_fill_(negligible, 0);
   }
-  return {c, std::move(r)};
+  return {y, std::move(r)};
 }
 
-// With v = c J^T 1 / n + r, x = mu d_prev + Lambda^-1 r and S = J Lambda^-1 J^T / n + I it is
-//   d = x + Lambda^-1 J^T w,  w = S^-1 (c 1 - J x) / n.
-// With r for all of v (c = 0) the two terms would cancel, and lose their digits.
+// With v = J^T y / n + r, x = mu d_prev + Lambda^-1 r and S = J Lambda^-1 J^T / n + I it is
+//   d = x + Lambda^-1 J^T w,  w = S^-1 (y - J x) / n.
+// With r for all of v (y = 0) the two terms would cancel, and lose their digits.
 ParameterVector gram_direction(const SegmentedJacobian& J, const std::vector<double>& dampings,
                                const GradientSplit& v, const ScaledVector& previous,
                                const at::Tensor& L) {
@@ -64,9 +65,10 @@ ParameterVector gram_direction(const SegmentedJacobian& J, const std::vector<dou
     x = {divided_by_dampings(dampings, v.r), std::vector<double>(v.r.size(), 1.0)};
     add_(x.x, previous);
   }
-  at::Tensor y = v.c.expand({J.samples()});
+  at::Tensor y = v.y;
   if (!x.x.empty()) {
-    y = y - J.product(x.x, x.scales);
+    const at::Tensor known = J.product(x.x, x.scales);
+    y = y.defined() ? y - known : known.neg();
   }
   const double n = static_cast<double>(J.samples());
   const at::Tensor w = at::cholesky_solve(y.unsqueeze(1), L).squeeze(1).div_(n);
@@ -80,8 +82,9 @@ ParameterVector gram_direction(const SegmentedJacobian& J, const std::vector<dou
 }
 
 ConjugateGradientsResult cg_direction(const SegmentedJacobian& J,
-                                      const std::vector<double>& dampings, double eps,
-                                      ParameterVector v, const ScaledVector& previous) {
+                                      const std::vector<double>& dampings, const at::Tensor& W,
+                                      const ConjugateGradientsRule& rule, ParameterVector v,
+                                      const ScaledVector& previous) {
   const double n = static_cast<double>(J.samples());
   const auto damped_fisher = [&](const ParameterVector& x) {
     ParameterVector result = J.transpose_product(J.product(x).div_(n));
@@ -89,7 +92,7 @@ ConjugateGradientsResult cg_direction(const SegmentedJacobian& J,
     return result;
   };
   const auto precondition = [&](const ParameterVector& x) {
-    return divided_by_dampings(dampings, x);
+    return preconditioned(W, J.segments, dampings, x);
   };
   if (!previous.x.empty()) {
     const ParameterVector known =
@@ -98,21 +101,22 @@ ConjugateGradientsResult cg_direction(const SegmentedJacobian& J,
       v[p] = v[p] - known[p];
     }
   }
-  int64_t size = 0;
+  ConjugateGradientsResult result = conjugate_gradients(damped_fisher, precondition, v, rule);
+  add_(result.x, previous);
+  return result;
+}
+
+ConjugateGradientsRule conjugate_gradients_rule(const SegmentedJacobian& J, double eps,
+                                                const ParameterVector& v) {
   double floor = 0.0;
   for (const auto& tensor : v) {
-    size += tensor.numel();
     floor = std::max(floor, tensor.scalar_type() == at::kDouble
                                 ? std::numeric_limits<double>::epsilon()
                                 : std::numeric_limits<float>::epsilon());
   }
   // As many iterations as F has non-zero eigenvalues, and one, would do without rounding.
-  const int64_t rank = std::min(size, J.samples());
-  const ConjugateGradientsRule rule{std::max(eps, 4 * floor),
-                                    std::min<int64_t>(4 * rank + 20, 1000)};
-  ConjugateGradientsResult result = conjugate_gradients(damped_fisher, precondition, v, rule);
-  add_(result.x, previous);
-  return result;
+  const int64_t rank = std::min(J.segments.elements(), J.samples());
+  return {std::max(eps, 4 * floor), std::min<int64_t>(4 * rank + 20, 1000)};
 }
 
 }  // namespace torchium::optim::detail

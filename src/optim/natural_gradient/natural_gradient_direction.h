@@ -15,28 +15,33 @@ namespace torchium::optim::detail {
 
 // Vectors, dampings, roundings and scales are those of segments.
 
-// A gradient as v = c u + r, u = J^T 1 / n: its part along the mean of the captured gradients, and
-// what clipping or weight decay has added to it.
+// A gradient as v = J^T y / n + r.
 struct GradientSplit {
-  at::Tensor c;       // 0-dim float64
+  at::Tensor y;       // [n] float64; undefined: zero
   ParameterVector r;  // empty: zero
 };
 
-// With r orthogonal to u. A part r within the `roundings` of v (gradient_rounding.h) counts as
+// y = c a, with c J^T a / n the projection of v: r is what clipping or weight decay has added to
+// the gradient J^T a / n. A part r within the `roundings` of v (gradient_rounding.h) counts as
 // zero, because it would be divided by the damping.
 GradientSplit split_gradient(const SegmentedJacobian& J, const ParameterVector& v,
-                             const std::vector<double>& roundings);
+                             const at::Tensor& a, const std::vector<double>& roundings);
 
-// Solved in the space of samples. previous: mu d_prev. L: the Cholesky factor of
+// Solved in the space of the rows of J. previous: mu d_prev. L: the Cholesky factor of
 // J Lambda^-1 J^T / n + I.
 ParameterVector gram_direction(const SegmentedJacobian& J, const std::vector<double>& dampings,
                                const GradientSplit& v, const ScaledVector& previous,
                                const at::Tensor& L);
 
-// Solved in parameter space by conjugate gradients, to a relative residual of `eps`, or what the
-// dtype of v allows.
+// Solved in parameter space by conjugate gradients. W: nystrom_factor(), or undefined.
 ConjugateGradientsResult cg_direction(const SegmentedJacobian& J,
-                                      const std::vector<double>& dampings, double eps,
-                                      ParameterVector v, const ScaledVector& previous);
+                                      const std::vector<double>& dampings, const at::Tensor& W,
+                                      const ConjugateGradientsRule& rule, ParameterVector v,
+                                      const ScaledVector& previous);
+
+// The relative residual `eps`, or what the dtypes of v allow; as many iterations as F can need with
+// rounding, but at most 1000.
+ConjugateGradientsRule conjugate_gradients_rule(const SegmentedJacobian& J, double eps,
+                                                const ParameterVector& v);
 
 }  // namespace torchium::optim::detail

@@ -1,7 +1,7 @@
 // The list of the options of natural gradient.
 #pragma once
 
-#include "optim/core/options.h"
+#include "optim/capture/capturing_options.h"
 #include "torchium/optim/natural_gradient.h"
 
 namespace torchium::optim {
@@ -18,11 +18,17 @@ auto option_fields(Options& o) {
       Option{"eps", o.eps(), kPositive, kSameInAllGroups},
       Option{"momentum", o.momentum(), kRate},
       Option{"max_norm", o.max_norm(), kPositive, kSameInAllGroups},
-      Option{"solver", o.solver(), one_of("auto", "gram", "cg"), kSameInAllGroups},
+      Option{"solver", o.solver(), one_of("auto", "gram", "explicit", "cg"), kSameInAllGroups},
+      Option{"fisher", o.fisher(), kFishers, kSameInAllGroups},
+      Option{"nystrom_rank", o.nystrom_rank(), Integer{0}, kSameInAllGroups},
+      Option{"max_workspace_bytes", o.max_workspace_bytes(), Integer{}, kSameInAllGroups},
+      Option{"adaptive_damping", o.adaptive_damping(), Flag{}, kSameInAllGroups},
       Option{"maximize", o.maximize(), Flag{}});
   // clang-format on
 }
 
-inline void check_combination(const NaturalGradientOptions&) {}
+inline void check_combination(const NaturalGradientOptions& o) {
+  detail::check_adaptive_damping(o.adaptive_damping(), o.momentum());
+}
 
 }  // namespace torchium::optim

@@ -1,5 +1,6 @@
 #include "optim/natural_gradient/natural_gradient_plan.h"
 
+#include "optim/capture/adaptive_damping.h"
 #include "optim/core/argument_checks.h"
 #include "optim/core/found_inf_guard.h"
 #include "optim/natural_gradient/natural_gradient_step.h"
@@ -17,21 +18,23 @@ using gradients::detail::LayerCall;
 
 struct NaturalGradientPlannedStep : public PlannedStep {
   void run(const at::Tensor&, at::IntArrayRef, const at::Tensor& found_inf) override {
-    if (batch.calls.empty()) {
+    if (batch.is_empty()) {
       at::_foreach_add_(state.steps, 1);
       return;
     }
-    result = natural_gradient_step(options, params, grads_, state, batch, L, refreshed, found_inf);
+    solved = natural_gradient_step(options, params, grads_, state, batch, L, refreshed, *budget,
+                                   found_inf);
   }
 
   NaturalGradientHyperparameters options;
   std::vector<at::Tensor> params;
   NaturalGradientState state;
-  // Of the next step; without calls it only counts.
+  // Of the next step; an empty one only counts.
   CapturedBatch batch;
   at::Tensor L;
   bool refreshed = false;
-  at::Tensor result;
+  IterationBudget* budget = nullptr;  // of the plan
+  SolvedStep solved;
 };
 
 bool same_tensors(const KeptBatch& a, const KeptBatch& b) {
@@ -140,74 +143,24 @@ bool NaturalGradientPlan::is_refresh() {
   return *refresh_;
 }
 
-void NaturalGradientPlan::record(LayerCall call) {
-  const uint32_t version = call.input.is_inference() ? 0 : call.input._version();
-  passes_[call.micro_batch].push_back({std::move(call), version});
-}
-
-void NaturalGradientPlan::receive(LayerCall call, const std::vector<int64_t>& gone_passes) {
-  for (const int64_t pass : gone_passes) {
-    passes_.erase(pass);
-  }
-  record(std::move(call));
-}
-
-void NaturalGradientPlan::forget() {
-  passes_.clear();
-  batch_ = nullptr;
-}
-
-std::vector<int64_t> NaturalGradientPlan::passes() const {
-  std::vector<int64_t> result;
-  for (const auto& [pass, recorded] : passes_) {
-    result.push_back(pass);
-  }
-  return result;
-}
-
-// The recorded calls of active parameters.
-std::shared_ptr<const KeptBatch> NaturalGradientPlan::recorded_batch(
-    const std::vector<size_t>& active) const {
-  const auto reached = [&](int64_t i) {
-    return i >= 0 && std::binary_search(active.begin(), active.end(), static_cast<size_t>(i)) ? i
-                                                                                              : -1;
-  };
-  auto batch = std::make_shared<KeptBatch>();
-  int64_t micro_batch = 0;
-  for (const auto& [pass, recorded] : passes_) {
-    const size_t before = batch->calls.size();
-    for (const auto& [call, input_version] : recorded) {
-      const int64_t weight = reached(call.weight);
-      const int64_t bias = reached(call.bias);
-      if (weight < 0 && bias < 0) {
-        continue;
-      }
-      TORCH_CHECK_VALUE(call.input.is_inference() || call.input._version() == input_version,
-                        "the input ", call.input.sizes(), " of a ",
-                        gradients::detail::name_of(call.kind),
-                        " layer was changed in place after the backward pass; fill another tensor "
-                        "with the next batch until step() has been called");
-      batch->calls.push_back(call);
-      batch->calls.back().weight = weight;
-      batch->calls.back().bias = bias;
-      batch->calls.back().micro_batch = micro_batch;
-    }
-    micro_batch += batch->calls.size() > before ? 1 : 0;
-  }
-  return batch;
-}
-
 // ---- the step
 
 bool NaturalGradientPlan::is_start() {
-  return passes_.empty() && is_refresh() && only_creates_state();
+  return passes_.empty() && columns_.empty() && given_ == nullptr && is_refresh() &&
+         only_creates_state();
 }
 
 // Before anything is changed.
 void NaturalGradientPlan::check(const std::vector<size_t>& active) {
+  if (given_ != nullptr) {
+    check_given();
+    batch_ = given_;
+    return;
+  }
   if (is_refresh()) {
     batch_ = nullptr;
     if (!is_start()) {
+      require_curvature();
       auto batch = recorded_batch(active);
       check_recorded(*batch, active);
       batch_ = std::move(batch);
@@ -221,31 +174,6 @@ void NaturalGradientPlan::check(const std::vector<size_t>& active) {
                       ") was kept; delete its state to start afresh");
   }
   batch_ = kept_;
-}
-
-// Refuses a batch that does not account for all gradients.
-void NaturalGradientPlan::check_recorded(const KeptBatch& batch,
-                                         const std::vector<size_t>& active) const {
-  TORCH_CHECK_VALUE(!batch.calls.empty(),
-                    "NaturalGradient has captured no backward pass since the last step or "
-                    "zero_grad(); make the optimizer before the forward pass, call backward() "
-                    "once a batch, and let gradients come from layers that it knows");
-  std::vector<bool> is_known(size(), false);
-  for (const LayerCall& call : batch.calls) {
-    for (const int64_t i : {call.weight, call.bias}) {
-      if (i >= 0) {
-        is_known[i] = !is_excluded(i);
-      }
-    }
-  }
-  for (const size_t i : active) {
-    TORCH_CHECK_VALUE(is_known[i], "the gradient of ", name(i),
-                      " does not come from its layer alone, as with a function call that is not "
-                      "captured or a gradient that was set by hand; use the weight through a layer "
-                      "(tie it: linear.weight = embedding.weight), freeze it, or add the gradient "
-                      "of a penalty after backward()");
-  }
-  check_samples(batch, [&](int64_t i) { return name(i); });
 }
 
 void NaturalGradientPlan::complete(size_t i, SecondOrderParamState& completed) {
@@ -262,11 +190,15 @@ std::unique_ptr<PlannedStep> NaturalGradientPlan::plan(const std::vector<at::Ten
   step->options.eps = shared.eps();
   step->options.max_norm = shared.max_norm();
   step->options.solver = shared.solver();
+  step->options.max_workspace_bytes = shared.max_workspace_bytes();
+  step->options.adaptive_damping = shared.adaptive_damping();
   for (const size_t i : active()) {
     step->options.dampings.push_back(options(i).damping());
     step->options.momentums.push_back(options(i).momentum());
     step->options.maximize.push_back(options(i).maximize());
   }
+  step->options.nystrom_rank = shared.nystrom_rank();
+  step->budget = &budget_;
   step->params = params;
   step->state.steps = list_of(states, &ParameterState::step);
   for (const ParameterState& state : states) {
@@ -281,10 +213,33 @@ std::unique_ptr<PlannedStep> NaturalGradientPlan::plan(const std::vector<at::Ten
 
 bool NaturalGradientPlan::Factorization::is_of(const Factorization& other) const {
   return batch == other.batch && dampings == other.dampings && solver == other.solver &&
+         max_workspace_bytes == other.max_workspace_bytes && nystrom_rank == other.nystrom_rank &&
          std::equal(params.begin(), params.end(), other.params.begin(), other.params.end(),
                     [](const auto& a, const auto& b) {
                       return a.first.is_same(b.first) && a.second == b.second;
                     });
+}
+
+// The batch with parameters as positions in the active ones.
+CapturedBatch NaturalGradientPlan::captured(const KeptBatch& batch, bool refreshed) const {
+  std::vector<int64_t> place(size(), -1);
+  for (const auto k : c10::irange(active().size())) {
+    place[active()[k]] = static_cast<int64_t>(k);
+  }
+  CapturedBatch result{batch.calls, static_cast<double>(rows_), batch.loss_scale, {}, {}};
+  for (LayerCall& call : result.calls) {
+    call.weight = call.weight < 0 ? -1 : place[call.weight];
+    call.bias = call.bias < 0 ? -1 : place[call.bias];
+  }
+  if (!batch.given_rows.empty()) {
+    for (const size_t i : active()) {
+      result.given_rows.push_back(batch.given_rows[i]);
+    }
+    result.coefficients = batch.residuals.to(at::kDouble);
+  } else if (refreshed && !batch.is_curvature) {
+    result.coefficients = at::ones({rows_}, at::TensorOptions(at::kDouble).device(device()));
+  }
+  return result;
 }
 
 StateChanges NaturalGradientPlan::take(const JointInputs& inputs) {
@@ -295,28 +250,25 @@ StateChanges NaturalGradientPlan::take(const JointInputs& inputs) {
   step->options.lrs = learning_rates(inputs);
   step->refreshed = is_refresh();
   step->batch = {};
-  Factorization wanted{batch_, step->options.dampings, step->options.solver, {}, {}};
+  Factorization wanted{batch_,
+                       step->options.dampings,
+                       step->options.solver,
+                       step->options.max_workspace_bytes,
+                       step->options.nystrom_rank,
+                       {},
+                       {}};
   for (const at::Tensor& param : step->params) {
     wanted.params.emplace_back(param, param.scalar_type());
   }
   if (batch_ != nullptr) {
-    if (step->refreshed && inputs.loss_scale.defined()) {
+    if (step->refreshed && inputs.loss_scale.defined() && !batch_->is_curvature) {
       auto scaled = std::make_shared<KeptBatch>(*batch_);
       scaled->loss_scale = inputs.loss_scale;
       wanted.batch = batch_ = std::move(scaled);
     }
-    std::vector<int64_t> place(size(), -1);
-    for (const auto k : c10::irange(active().size())) {
-      place[active()[k]] = static_cast<int64_t>(k);
-    }
-    step->batch.calls = batch_->calls;
-    for (LayerCall& call : step->batch.calls) {
-      call.weight = call.weight < 0 ? -1 : place[call.weight];
-      call.bias = call.bias < 0 ? -1 : place[call.bias];
-    }
-    samples_ = batch_->samples();
-    step->batch.scale = static_cast<double>(samples_);
-    step->batch.loss_scale = batch_->loss_scale;
+    rows_ = batch_->rows();
+    samples_ = step->refreshed || samples_ == 0 ? batch_->samples() : samples_;
+    step->batch = captured(*batch_, step->refreshed);
     wanted.L = wanted.is_of(factorization_) ? factorization_.L : at::Tensor();
     step->L = wanted.L;
   }
@@ -328,7 +280,14 @@ StateChanges NaturalGradientPlan::take(const JointInputs& inputs) {
     refresh_.reset();
     return {};
   }
-  result_ = std::move(step->result);
+  solved_ = std::move(step->solved);
+  ++steps_since_damping_;
+  lrs_.clear();
+  if (step->options.adaptive_damping) {  // a tensor may change before update_damping()
+    for (const at::Tensor& lr : step->options.lrs) {
+      lrs_.push_back(lr.clone());
+    }
+  }
   wanted.L = std::move(step->L);
   factorization_ = std::move(wanted);
   step->batch = {};
@@ -376,15 +335,37 @@ StateChanges NaturalGradientPlan::keep() {
 
 NaturalGradientReport NaturalGradientPlan::report() const {
   NaturalGradientReport report;
-  if (result_.defined()) {
-    const at::Tensor result = result_.cpu();
-    const double* values = result.const_data_ptr<double>();
-    report.solver = values[2] != 0.0 ? "cg" : "gram";
+  if (solved_.numbers.defined()) {
+    const at::Tensor numbers = solved_.numbers.cpu();
+    const double* values = numbers.const_data_ptr<double>();
+    report.solver = solved_.solver;
     report.samples = samples_;
+    report.rows = rows_;
     report.iterations = static_cast<int64_t>(values[0]);
     report.relative_residual = values[1];
   }
   return report;
+}
+
+// With delta = -lr nu d and (F + Lambda) d = v, the model v . delta + delta . (F + Lambda) delta /
+// 2 is -(lr nu - lr^2 nu^2 / 2) v . d.
+std::optional<double> NaturalGradientPlan::predicted_reduction() const {
+  if (steps_since_damping_ == 0 || lrs_.empty()) {
+    return std::nullopt;
+  }
+  const double step = common_learning_rate(lrs_) * solved_.numbers[3].item<double>();
+  return (step - step * step / 2.0) * solved_.numbers[2].item<double>();
+}
+
+std::pair<double, double> NaturalGradientPlan::damping_update(double loss_before,
+                                                              double loss_after) {
+  TORCH_CHECK_VALUE(!options().empty() && options().front().adaptive_damping(),
+                    "update_damping() needs adaptive_damping=True");
+  const auto update =
+      detail::damping_update(predicted_reduction(), steps_since_damping_,
+                             {loss_before, loss_after, options().front().maximize()});
+  steps_since_damping_ = 0;
+  return update;
 }
 
 }  // namespace torchium::optim::detail

@@ -1,10 +1,13 @@
 // Natural gradient's plan of the steps of all parameter groups.
 #pragma once
 
+#include "gradients/capture/call_gradients.h"
 #include "optim/capture/joint_plan.h"
+#include "optim/capture/loss_curvature.h"
 #include "optim/core/seen_tensor.h"
 #include "optim/natural_gradient/kept_batch.h"
 #include "optim/natural_gradient/natural_gradient_options.h"
+#include "optim/natural_gradient/natural_gradient_step.h"
 #include "torchium/optim/natural_gradient.h"
 
 #include <ATen/core/Tensor.h>
@@ -12,6 +15,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -34,6 +38,19 @@ class NaturalGradientPlan : public JointPlanOf<NaturalGradientOptions, NaturalGr
   void forget() override;
   // Backward passes with recorded calls.
   std::vector<int64_t> passes() const;
+  // Whether fisher is "mc" or "ggn": the calls come from record_curvature(), and record() does
+  // nothing.
+  bool takes_curvature() const;
+  const std::string& fisher() const { return options().front().fisher(); }
+  // Records the gradients of `outputs` times each column of the curvature of the loss, a
+  // micro-batch each, by the outputs of these calls. Keeps the graph. If it throws, all of them are
+  // dropped.
+  void record_curvature(const at::Tensor& outputs, const LossCurvature& curvature,
+                        std::vector<gradients::detail::DifferentiableCall> calls);
+  // NaturalGradient::update_jacobian()
+  void set_jacobian(std::vector<at::Tensor> rows, at::Tensor residuals);
+  // Whether the next step takes the Jacobian of set_jacobian().
+  bool has_jacobian() const { return given_ != nullptr; }
 
   // ---- steps
 
@@ -42,6 +59,8 @@ class NaturalGradientPlan : public JointPlanOf<NaturalGradientOptions, NaturalGr
   StateChanges take(const JointInputs& inputs) override;
   // Waits for the device.
   NaturalGradientReport report() const;
+  // NaturalGradient::update_damping(): the ratio, and the factor for the damping.
+  std::pair<double, double> damping_update(double loss_before, double loss_after);
 
  protected:
   void make_room(SecondOrderParamState& fresh, const SecondOrderParamState& saved,
@@ -62,17 +81,27 @@ class NaturalGradientPlan : public JointPlanOf<NaturalGradientOptions, NaturalGr
 
   bool has_momentum() const;
   BatchStates batch_states() const;
+  void require_curvature() const;
+  void check_given() const;
+  std::optional<double> predicted_reduction() const;
   std::shared_ptr<const KeptBatch> recorded_batch(const std::vector<size_t>& active) const;
   void check_recorded(const KeptBatch& batch, const std::vector<size_t>& active) const;
+  CapturedBatch captured(const KeptBatch& batch, bool refreshed) const;
   StateChanges keep();
   void set_kept(std::shared_ptr<const KeptBatch> batch);
   bool kept_is(const KeptBatch& batch) const;
   bool has_kept_params() const;
 
-  std::map<int64_t, std::vector<Recorded>> passes_;  // by backward pass
-  std::optional<bool> refresh_;                      // none: not decided
-  std::shared_ptr<const KeptBatch> kept_;            // of the last refresh; null: none
-  std::shared_ptr<const KeptBatch> batch_;           // of the next step; null: is_start()
+  std::map<int64_t, std::vector<Recorded>> passes_;   // by backward pass
+  std::map<int64_t, std::vector<Recorded>> columns_;  // of curvatures
+  int64_t curvature_samples_ = 0;                     // of record_curvature() since forget()
+  std::mutex curvature_mutex_;                        // threads may share a model
+  // Of set_jacobian(), with the versions of its tensors; null: none.
+  std::shared_ptr<const KeptBatch> given_;
+  std::vector<uint32_t> given_versions_;
+  std::optional<bool> refresh_;             // none: not decided
+  std::shared_ptr<const KeptBatch> kept_;   // of the last refresh; null: none
+  std::shared_ptr<const KeptBatch> batch_;  // of the next step; null: is_start()
   // Of kept_, also after it was dropped: the parameters of all groups, in order, and the memory
   // that it shares with the state.
   std::vector<const at::TensorImpl*> kept_params_;
@@ -83,13 +112,20 @@ class NaturalGradientPlan : public JointPlanOf<NaturalGradientOptions, NaturalGr
     std::shared_ptr<const KeptBatch> batch;
     std::vector<double> dampings;
     std::string solver;
+    int64_t max_workspace_bytes = 0;
+    int64_t nystrom_rank = 0;
     std::vector<std::pair<at::Tensor, at::ScalarType>> params;
     at::Tensor L;
 
     bool is_of(const Factorization& other) const;
   } factorization_;
+  // Of the last step.
   int64_t samples_ = 0;
-  at::Tensor result_;  // of the last step
+  int64_t rows_ = 0;
+  SolvedStep solved_;
+  std::vector<at::Tensor> lrs_;  // with adaptive_damping
+  int64_t steps_since_damping_ = 0;
+  IterationBudget budget_;
 };
 
 }  // namespace torchium::optim::detail

@@ -7,7 +7,9 @@
 #include "optim/core/step_status.h"
 #include "optim/natural_gradient/gradient_rounding.h"
 #include "optim/natural_gradient/natural_gradient_direction.h"
+#include "optim/natural_gradient/nystrom.h"
 #include "optim/natural_gradient/parameter_segments.h"
+#include "optim/natural_gradient/parameter_space.h"
 #include "optim/natural_gradient/parameter_vectors.h"
 #include "support/phase.h"
 
@@ -25,36 +27,34 @@ namespace {
 
 using gradients::detail::Jacobian;
 
-// Above this order the factorisation costs more than conjugate gradients.
-constexpr int64_t kMaxGramSamples = 4096;
-
 int64_t elements(at::TensorList params) {
   return std::accumulate(params.begin(), params.end(), int64_t{0},
                          [](int64_t sum, const auto& param) { return sum + param.numel(); });
 }
 
-// Whether `solver` means a factorisation: "gram", or "auto" with few enough samples.
-bool solves_in_sample_space(const std::string& solver, int64_t samples, int64_t elements) {
-  return solver == "gram" ||
-         (solver == "auto" && samples <= elements && samples <= kMaxGramSamples);
+// "auto": the smaller of both systems, if its matrix and factor fit into the workspace.
+std::string chosen_solver(const NaturalGradientHyperparameters& h, int64_t rows, int64_t elements) {
+  if (h.solver != "auto") {
+    return h.solver;
+  }
+  const int64_t order = std::min(rows, elements);
+  const bool fits = order <= h.max_workspace_bytes / 16 / std::max<int64_t>(order, 1);
+  return !fits ? "cg" : rows <= elements ? "gram" : "explicit";
 }
 
 bool has_momentum(const NaturalGradientHyperparameters& h) {
   return std::any_of(h.momentums.begin(), h.momentums.end(), [](double mu) { return mu != 0.0; });
 }
 
-// L of S = J Lambda^-1 J^T / n + I; NaN where S is not positive definite.
-at::Tensor factorize(const Jacobian& J, const std::vector<double>& dampings) {
-  const torchium::detail::Phase phase("torchium::gram");
+// L of J Lambda^-1 J^T / n + I.
+at::Tensor gram_factor(const Jacobian& J, const std::vector<double>& dampings) {
   std::vector<double> weights;
   for (const double damping : dampings) {
     weights.push_back(1.0 / (damping * static_cast<double>(J.samples())));
   }
   at::Tensor S = J.gram(weights);
   S.diagonal().add_(1.0);
-  const auto [L, info] = at::linalg_cholesky_ex(S);
-  // cuSOLVER's factor lies in columns; the fake implementation promises rows.
-  return at::where(info == 0, L, std::numeric_limits<double>::quiet_NaN()).contiguous();
+  return checked_cholesky(S);
 }
 
 // mu d_prev
@@ -122,17 +122,17 @@ void subtract_at_once(const std::vector<at::Tensor>& params, const std::vector<a
 }
 
 // d_prev <- d;  p <- p - lr d min(1, max_norm / |d|)  (+ for maximize), if d is finite.
-// previous: d_prev.
-void apply_direction(const NaturalGradientHyperparameters& h, const ParameterSegments& segments,
-                     at::TensorList params, const ParameterVector& d,
-                     const ParameterVector& previous, NaturalGradientState& state,
-                     const FoundInfGuard& guard) {
+// previous: d_prev. Returns the factor of max_norm; undefined: nothing has moved.
+at::Tensor apply_direction(const NaturalGradientHyperparameters& h,
+                           const ParameterSegments& segments, at::TensorList params,
+                           const ParameterVector& d, const ParameterVector& previous,
+                           NaturalGradientState& state, const FoundInfGuard& guard) {
   const torchium::detail::Phase phase("torchium::elementwise");
   const at::Tensor squares = squares_of_params(segments.split(d));
   record_failure(squares, guard, state.status);
   const FoundInfGuard accepted = guard.narrowed(squares.isfinite().all());
   if (accepted.skipped_on_host()) {
-    return;
+    return {};
   }
   const at::Tensor norm_factor =
       h.max_norm ? accepted.zero_if_skipped((*h.max_norm / squares.sum().sqrt_()).clamp_max_(1.0))
@@ -162,29 +162,42 @@ void apply_direction(const NaturalGradientHyperparameters& h, const ParameterSeg
       subtract(of_segment(params), segments.split(direction, s), lr, accepted);
     }
   }
+  return norm_factor;
 }
 
 }  // namespace
 
-at::Tensor natural_gradient_step(const NaturalGradientHyperparameters& h, at::TensorList params,
+// Of all layers, within a step.
+constexpr int64_t kKeptPatchBytes = int64_t{1} << 29;
+
+gradients::detail::Jacobian CapturedBatch::jacobian(at::TensorList params) const {
+  return given_rows.empty() ? Jacobian(params, calls, scale, loss_scale)
+                            : Jacobian(params, given_rows);
+}
+
+SolvedStep natural_gradient_step(const NaturalGradientHyperparameters& h, at::TensorList params,
                                  at::TensorList grads, NaturalGradientState& state,
                                  const CapturedBatch& batch, at::Tensor& factorization,
-                                 bool refreshed, const at::Tensor& found_inf) {
+                                 bool refreshed, IterationBudget& budget,
+                                 const at::Tensor& found_inf) {
   c10::NoGradGuard no_grad;
-  const at::Tensor report = at::zeros({3}, state.status.options().dtype(at::kDouble));
+  SolvedStep solved{"", at::zeros({4}, state.status.options().dtype(at::kDouble))};
   if (params.empty()) {
-    return report;
+    return solved;
   }
-  const Jacobian J(params, batch.calls, batch.scale, batch.loss_scale);
-  const bool by_cg = !solves_in_sample_space(h.solver, J.samples(), elements(params));
-  if (!by_cg) {
-    factorization = factorization.defined() ? factorization : factorize(J, h.dampings);
+  Jacobian J = batch.jacobian(params);
+  J.keep_patches(kKeptPatchBytes);
+  solved.solver = chosen_solver(h, J.samples(), elements(params));
+  if (solved.solver != "cg" && !factorization.defined()) {
+    const torchium::detail::Phase phase("torchium::gram");
+    factorization = solved.solver == "gram" ? gram_factor(J, h.dampings)
+                                            : explicit_factor(params, batch, J.samples(), h);
   }
   const auto examined =
       examined_gradients(params, grads, state.steps, std::vector<double>(params.size(), 0.0));
   const FoundInfGuard guard = FoundInfGuard::check(examined, state.status, found_inf);
   if (guard.skipped_on_host()) {
-    return report;
+    return solved;
   }
   guard.advance(state.steps);
   const std::vector<double> roundings = gradient_roundings(grads, batch.calls);
@@ -196,21 +209,37 @@ at::Tensor natural_gradient_step(const NaturalGradientHyperparameters& h, at::Te
   ParameterVector d;
   {
     const torchium::detail::Phase phase("torchium::precondition");
-    if (by_cg) {
-      ConjugateGradientsResult solution = cg_direction(segmented, dampings, h.eps, v, previous);
+    if (solved.solver == "cg") {
+      if (h.nystrom_rank > 0 && !factorization.defined()) {
+        const int64_t rank = std::min({h.nystrom_rank, J.samples(), segments.elements()});
+        factorization = nystrom_factor(segmented, dampings, v, rank);
+      }
+      ConjugateGradientsRule rule = conjugate_gradients_rule(segmented, h.eps, v);
+      if (!v[0].is_cpu()) {
+        rule.max_iterations = budget.next(rule.max_iterations);
+      }
+      ConjugateGradientsResult solution =
+          cg_direction(segmented, dampings, factorization, rule, v, previous);
       d = std::move(solution.x);
-      report.select(0, 0).fill_(solution.iterations);
-      report.select(0, 1).copy_(solution.relative_residual);
-      report.select(0, 2).fill_(1);
+      solved.numbers.select(0, 0).copy_(solution.iterations);
+      solved.numbers.select(0, 1).copy_(solution.relative_residual);
+      budget.submit(solved.numbers, rule.tolerance);
+    } else if (solved.solver == "explicit") {
+      d = explicit_direction(segments, dampings, v, previous, factorization);
     } else {
-      const GradientSplit split = refreshed
-                                      ? split_gradient(segmented, v, segments.common(roundings))
-                                      : GradientSplit{at::zeros({}, report.options()), v};
+      const bool is_known = refreshed && batch.coefficients.defined();
+      const GradientSplit split =
+          is_known ? split_gradient(segmented, v, batch.coefficients, segments.common(roundings))
+                   : GradientSplit{{}, v};
       d = gram_direction(segmented, dampings, split, previous, factorization);
     }
   }
-  apply_direction(h, segments, params, d, previous.x, state, guard);
-  return report;
+  const at::Tensor norm_factor = apply_direction(h, segments, params, d, previous.x, state, guard);
+  if (h.adaptive_damping && norm_factor.defined()) {
+    solved.numbers.select(0, 2).copy_(dot(v, d));
+    solved.numbers.select(0, 3).copy_(norm_factor);
+  }
+  return solved;
 }
 
 }  // namespace torchium::optim::detail

@@ -1,8 +1,10 @@
-// Natural gradient descent with the damped empirical Fisher matrix of a batch, F = J^T J / n, J the
-// per-sample gradients; solved in the space of samples or by conjugate gradients.
+// Natural gradient descent with the damped Fisher matrix of a batch, F = J^T J / n; solved in the
+// space of the n rows of J, in that of the parameters, or by conjugate gradients.
 #pragma once
 
 #include "gradients/capture/layer_call.h"
+#include "gradients/jacobian/jacobian.h"
+#include "optim/natural_gradient/iteration_budget.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -13,13 +15,20 @@
 
 namespace torchium::optim::detail {
 
-// The layer calls of the last refresh.
+// What the rows of J come from.
 struct CapturedBatch {
+  // Output gradients times scale / loss_scale are rows of J. For gradients of the mean loss of n
+  // samples scale = n; loss_scale is the factor of a GradScaler.
   std::vector<gradients::detail::LayerCall> calls;
-  // Output gradients times scale / loss_scale are those of per-sample losses. For the mean loss of
-  // n samples scale = n; loss_scale is the factor of a GradScaler.
   double scale = 1.0;
   at::Tensor loss_scale;  // one number on the device, or undefined
+  // Instead of calls: one [n, *shape] per parameter.
+  std::vector<at::Tensor> given_rows;
+  // a [n] float64 with J^T a / n the gradient before it was changed; undefined: unknown.
+  at::Tensor coefficients;
+
+  bool is_empty() const { return calls.empty() && given_rows.empty(); }
+  gradients::detail::Jacobian jacobian(at::TensorList params) const;
 };
 
 // Names and defaults are those of NaturalGradientOptions and of Python's torchium.NaturalGradient.
@@ -32,7 +41,10 @@ struct NaturalGradientHyperparameters {
 
   double eps = 1e-8;               // relative tolerance of conjugate gradients
   std::optional<double> max_norm;  // of the direction of all parameters together
-  std::string solver = "auto";     // "auto", "gram" or "cg"
+  std::string solver = "auto";     // "auto", "gram", "explicit" or "cg"
+  int64_t max_workspace_bytes = int64_t{1} << 28;
+  bool adaptive_damping = false;
+  int64_t nystrom_rank = 0;  // 0: no preconditioner
 };
 
 // Lists have one entry per parameter and are changed in place.
@@ -42,21 +54,28 @@ struct NaturalGradientState {
   at::Tensor status;                         // step_status.h
 };
 
+// How a step was solved.
+struct SolvedStep {
+  std::string solver;  // "gram", "explicit" or "cg"
+  // float64 [4]: iterations and relative residual of conjugate gradients (else 0); with
+  // adaptive_damping v . d and the factor of max_norm.
+  at::Tensor numbers;
+};
+
 // One step of all parameters on one device. With v the gradients in `grads`:
 //   d <- mu d_prev + (F + Lambda)^-1 (v - F mu d_prev)      (SPRING, arXiv 2401.10190)
 //   d_prev <- d;  p <- p - lr d min(1, max_norm / |d|)      (+ for maximize)
-// `factorization`: the Cholesky factor L [n, n] float64 of S = J Lambda^-1 J^T / n + I, Lambda the
-// dampings; NaN where S is not positive definite. From an earlier step with the same calls and
-// dampings; undefined: it is computed and left there, unless conjugate gradients solve (`solver`
-// "cg", or "auto" with more samples than elements of parameters, or more than 4096).
+// with Lambda the dampings. `factorization`: the Cholesky factor, float64, of
+// J Lambda^-1 J^T / n + I [n, n] or of F + Lambda [P, P], NaN where that is not positive definite;
+// or with nystrom_rank the factor of the preconditioner of conjugate gradients (nystrom.h). From an
+// earlier step with the same batch and options; undefined: it is computed and left there.
+// `budget`: of conjugate gradients on a GPU.
 // `refreshed`: the batch is the one that `grads` come from.
 // A direction that is not finite changes no parameter and counts as a failure in the status.
-// Returns float64 [3]: iterations, relative residual (of conjugate gradients, else 0), 1 if
-// conjugate gradients were used.
-at::Tensor natural_gradient_step(const NaturalGradientHyperparameters& hyperparameters,
+SolvedStep natural_gradient_step(const NaturalGradientHyperparameters& hyperparameters,
                                  at::TensorList params, at::TensorList grads,
                                  NaturalGradientState& state, const CapturedBatch& batch,
-                                 at::Tensor& factorization, bool refreshed,
+                                 at::Tensor& factorization, bool refreshed, IterationBudget& budget,
                                  const at::Tensor& found_inf);
 
 }  // namespace torchium::optim::detail

@@ -94,4 +94,32 @@ std::vector<at::Tensor> ParameterSegments::split(const ParameterVector& vector) 
   return result;
 }
 
+int64_t ParameterSegments::elements() const {
+  int64_t count = 0;
+  for (const auto& shape : shapes_) {
+    count += c10::multiply_integers(shape);
+  }
+  return count;
+}
+
+at::Tensor ParameterSegments::flatten(const ParameterVector& vector, at::ScalarType dtype) const {
+  std::vector<at::Tensor> flat;
+  for (const at::Tensor& of_param : split(vector)) {
+    flat.push_back(of_param.reshape(-1).to(dtype));
+  }
+  return at::cat(flat);
+}
+
+ParameterVector ParameterSegments::unflatten(const at::Tensor& flat,
+                                             const ParameterVector& like) const {
+  std::vector<at::Tensor> of_params;
+  int64_t first = 0;
+  for (const at::Tensor& each : split(like)) {
+    of_params.push_back(
+        flat.narrow(0, first, each.numel()).view(each.sizes()).to(each.scalar_type()));
+    first += each.numel();
+  }
+  return join(of_params);
+}
+
 }  // namespace torchium::optim::detail

@@ -42,6 +42,12 @@ class ParameterSegments {
   std::vector<at::Tensor> split(const ParameterVector& vector) const;
   std::vector<at::Tensor> split(const at::Tensor& vector, size_t segment) const;
 
+  // All parameters one after the other: [elements].
+  int64_t elements() const;
+  at::Tensor flatten(const ParameterVector& vector, at::ScalarType dtype) const;
+  // The inverse, in the dtypes of `like`.
+  ParameterVector unflatten(const at::Tensor& flat, const ParameterVector& like) const;
+
  private:
   std::vector<std::vector<size_t>> members_;
   std::vector<std::vector<int64_t>> shapes_;  // of the parameters

@@ -20,6 +20,7 @@ from ..._capture.capture import Capture
 from .amp import unscaled_gradients
 from .base import CoreOptimizer
 from .checkpoint import as_tensors
+from .curvature import as_number, check_curvature_arguments
 from .parameters import State, check_unsharded, parameter_name
 from .plan import JointPlan, Report, Snapshot, failures
 from .schedules import at_step, new_group, schedules_in, without_functions
@@ -32,6 +33,7 @@ class CapturingOptimizer(CoreOptimizer):
 
     # The class of its plan in the core.
     _PLAN: ClassVar[str]
+    _FROM_BACKWARD: ClassVar[str]  # what backward() gives with fisher="empirical"
     # An option that no other optimizer has.
     _OWN_OPTION: ClassVar[str]
 
@@ -60,6 +62,14 @@ class CapturingOptimizer(CoreOptimizer):
     @abstractmethod
     def _init_capture(self) -> None:
         """Creates the capture, and what else does not follow from groups and state."""
+
+    @abstractmethod
+    def _wants(self) -> bool:
+        """Whether the next step needs layer calls."""
+
+    @abstractmethod
+    def _record_curvature(self, outputs: Tensor, *loss: Any) -> None:
+        """Hands the calls that ``outputs`` depends on to the plan; ``loss``: arguments of the core."""
 
     @abstractmethod
     def _before_step(self, plan: JointPlan) -> None:
@@ -100,7 +110,7 @@ class CapturingOptimizer(CoreOptimizer):
 
     def _captures_scaled_loss(self) -> bool:
         """Whether captured gradients have the factor of the loss."""
-        return True
+        return bool(self.param_groups[0]["fisher"] == "empirical")
 
     def _unknown_loss_scale(self) -> Tensor | None:
         """The factor that recorded calls still contain."""
@@ -213,7 +223,7 @@ class CapturingOptimizer(CoreOptimizer):
     def _bound_plan(self) -> JointPlan:
         """The plan, bound to the current groups and state."""
         if self._plan is None:
-            self._plan = JointPlan(self._PLAN)
+            self._plan = JointPlan(self._PLAN, self._OPTIONS.optimizer)
         if self._bound_to is None or not self._bound_to.is_of(self.param_groups, self.state):
             self._bind(self._plan)
         return self._plan
@@ -255,6 +265,29 @@ class CapturingOptimizer(CoreOptimizer):
                 state.pop(key, None)
             else:
                 state[key] = value
+
+    def _update_curvature(self, outputs: Tensor, *loss: Any) -> None:
+        """The body of ``update_curvature()``."""
+        check_curvature_arguments(outputs, *loss)
+        fisher = self.param_groups[0]["fisher"]
+        if fisher == "empirical":
+            raise RuntimeError(
+                f"update_curvature() needs fisher='mc' or 'ggn', got {fisher!r}, which takes the "
+                f"{self._FROM_BACKWARD} from backward()"
+            )
+        if self._wants():
+            self._record_curvature(outputs, *loss)
+
+    def _update_damping(self, loss_before: float | Tensor, loss_after: float | Tensor) -> float:
+        """The body of ``update_damping()``."""
+        plan = self._bound_plan()
+        self._adopt_options(plan)
+        ratio, factor = plan.core.damping_update(
+            as_number("loss_before", loss_before), as_number("loss_after", loss_after)
+        )
+        for group in self.param_groups:
+            group["damping"] *= factor
+        return float(ratio)
 
     def _take_reports(self, wait: bool) -> list[Report]:
         if self._plan is None:
@@ -303,7 +336,7 @@ class CapturingOptimizer(CoreOptimizer):
     def _loaded_state(
         self, index: int, group: dict[str, Any], saved: dict[Tensor, dict[str, Any]]
     ) -> dict[Tensor, State]:
-        core = JointPlan(self._PLAN).core
+        core = JointPlan(self._PLAN, self._OPTIONS.optimizer).core
         options = self._OPTIONS.values(group)
         count = sum(len(group["params"]) for group in self.param_groups)
         loaded: dict[Tensor, State] = {}

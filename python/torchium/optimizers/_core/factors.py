@@ -10,25 +10,19 @@ from torch import Tensor, nn
 
 from ..._capture.capture import Capture
 from ..._capture.layers import (
-    MATRIX_KINDS,
-    TIED_KINDS,
-    LayerCall,
+    FACTOR_KINDS,
     LayerKind,
-    call_row,
     computed_weight,
-    core_tensors,
     has_known_class,
     has_transposed_weight,
-    is_single,
     layer_kind,
-    padded,
     why_unsupported,
 )
 from .plan import JointPlan
 
 
 class FactorCapture(Capture):
-    """Hands each call of a weight to the plan as soon as its gradient is there.
+    """The core hands each call of a weight to the plan as soon as its gradient is there.
 
     ``loss_scale`` is a method of the optimizer, which is not kept alive: the factor of the loss, or
     None.
@@ -42,26 +36,31 @@ class FactorCapture(Capture):
         wants: Callable[[], bool],
         loss_scale: Callable[[], Tensor | None],
     ) -> None:
-        super().__init__(TIED_KINDS, wants)
+        super().__init__(FACTOR_KINDS, wants)
         self._loss_scale = weakref.WeakMethod(loss_scale)
-        # Of the last declare(): the plan, which parameters were trained or used outside, and of each
-        # weight the reason for having no factors and its bias. None: something has changed since.
+        # Of the last declare(): the plan, and which parameters were trained or used outside. None:
+        # something has changed since.
         self._declared: tuple[JointPlan, list[bool], set[Tensor]] | None = None
-        self._declared_weights: dict[Tensor, tuple[str | None, int]] = {}
-        self._problems: dict[Tensor, str | None] = {}  # of modules, in this backward pass
+        self._problems: dict[Tensor, str | None] = {}  # of the modules as they are now
 
     def adopt(self, module: nn.Module, name: str) -> None:
         super().adopt(module, name)
-        self._forget_problems()
+        self._changed()
 
-    def _forget_problems(self) -> None:
+    def _changed(self) -> None:
         self._declared = None
         self._problems.clear()
 
-    def release(self) -> None:
-        """Releases the plan."""
-        self.plan = None
-        self._forget_problems()
+    def follow(self, plan: JointPlan | None) -> None:
+        """Hands further calls to a plan, or to none, with the parameters that are due."""
+        if plan is not self.plan:
+            self._changed()
+        self.plan = plan
+        if plan is None:
+            self.core.release()
+        else:
+            plan.core.receive_from(self.core)
+        self.due = frozenset(plan.params[i] for i in plan.core.due()) if plan else frozenset()
 
     def declare(self, plan: JointPlan) -> None:
         """Tells the plan which layers are known, if that has changed."""
@@ -73,37 +72,23 @@ class FactorCapture(Capture):
         ):
             return
         self._problems.clear()
-        self._declared_weights.clear()
         rows, excluded = [], []
         for i, weight in enumerate(plan.params):
             if self.weight_beside(weight) is not weight:
                 if weight.dim() > 1:  # its layer may have had it until now
                     excluded.append(i)
                 continue
-            problem, bias = self._weight(plan, weight)
-            self._declared_weights[weight] = problem, bias
-            if problem is None:
-                owner = self.owners[weight][0]
-                rows += [i, bias, int(has_transposed_weight(owner))]
-                rows += [int(self._is_tied(weight)), getattr(owner, "groups", 1)]
-            if problem is not None or self._is_used_outside(weight):
+            problem = self._problem_of_modules(weight)
+            owner, has_factors = self.owners[weight][0], problem is None
+            rows += [i, self._bias(plan, weight) if has_factors else -1]
+            rows += [int(has_transposed_weight(owner)), int(self._is_tied(weight))]
+            rows += [getattr(owner, "groups", 1), int(self._is_table(weight))]
+            rows.append(int(not has_factors))
+            if not has_factors or self._is_used_outside(weight, now[2]):
                 excluded.append(i)
         plan.core.declare(rows)
         plan.core.exclude(excluded)
         self._declared = now
-
-    def _weight(self, plan: JointPlan, weight: Tensor) -> tuple[str | None, int]:
-        """Why the weight has no factors, and the position of the bias that shares them, else -1."""
-        problem = self._problem_of_modules(weight)
-        return problem, -1 if problem is not None else self._bias(plan, weight)
-
-    def _declared_weight(self, plan: JointPlan, weight: Tensor) -> tuple[str | None, int]:
-        """The same as the plan knows it, before a call is recorded: its factors have that shape."""
-        layer = self._weight(plan, weight)
-        if self._declared_weights.get(weight) != layer:
-            self._declared = None
-            self.declare(plan)
-        return layer
 
     def problem(self, param: Tensor) -> str | None:
         """Why no layer preconditions the parameter; None: one does."""
@@ -112,11 +97,11 @@ class FactorCapture(Capture):
             return reason
         weight = self.weight_beside(param)
         assert weight is not None
-        return "used outside of its layer" if self._is_used_outside(weight) else None
+        is_outside = self._is_used_outside(weight, self.used_outside)
+        return "used outside of its layer" if is_outside else None
 
-    def _is_used_outside(self, weight: Tensor) -> bool:
-        """Whether the weight or the bias that shares its factors is."""
-        outside = self.used_outside
+    def _is_used_outside(self, weight: Tensor, outside: set[Tensor]) -> bool:
+        """Whether the weight or the bias that shares its factors is among these."""
         return bool(outside) and not outside.isdisjoint({weight, self.joint_bias(weight)})
 
     def _problem_of_modules(self, param: Tensor) -> str | None:
@@ -166,79 +151,43 @@ class FactorCapture(Capture):
         """Whether the weight is looked up as an embedding too."""
         return any(isinstance(module, nn.Embedding) for module in self.owners[weight])
 
+    def _is_table(self, weight: Tensor) -> bool:
+        """Whether the weight is only looked up."""
+        return all(isinstance(module, nn.Embedding) for module in self.owners[weight])
+
     def _may_be_recorded(self, module: nn.Module) -> bool:
         return has_known_class(module)
 
-    def _is_needed(self, params: dict[str, Tensor]) -> bool:
-        weight = params.get("weight")
-        return weight in self.due and self._may_be_in_products(weight)
+    def _is_needed(self, module: nn.Module, weight: Tensor | None) -> bool:
+        return weight in self.due
 
-    def _may_be_in_products(self, weight: Tensor) -> bool:
-        """Whether a layer that is no embedding owns the weight, or one may still be found."""
-        owners = self.owners.get(weight, ())
-        return self.is_searching() or not all(isinstance(m, nn.Embedding) for m in owners)
-
-    def _started(self, root: int) -> None:
-        self._problems.clear()  # modules may have changed
-
-    def _restart(self, param: Tensor, root: int) -> None:
-        if self.plan is not None and param in self.plan.positions:
-            self.plan.core.drop(self.plan.positions[param])
-
-    def _reached(self, name: str, call: LayerCall) -> None:
-        weight, plan = call.params.get("weight"), self.plan
-        if name != "weight" or weight is None or plan is None or weight not in plan.positions:
-            return
-        problem, bias = self._declared_weight(plan, weight)
-        if weight in self.used_outside or problem is not None:
-            return
-        loss_scale = self._loss_scale()
-        row = call_row(call.module, plan.positions[weight], bias, call.root)[0]
-        plan.core.record(
-            *core_tensors(call.module, call.input, call.output_gradient),
-            row,
-            self._is_tied(weight),
-            None if loss_scale is None else loss_scale(),
-        )
+    def started(self) -> None:
+        with self._lock:
+            loss_scale, plan = self._loss_scale(), self.plan
+            if plan is not None:
+                self.declare(plan)
+                plan.core.set_loss_scale(None if loss_scale is None else loss_scale())
 
     def record_curvature(self, outputs: Tensor, *loss: Any) -> None:
         """Hands the calls that ``outputs`` depends on to the plan; ``loss``: arguments of the core."""
         plan = self.plan
         assert plan is not None
-        numbers, inputs, sizes, rows, tied = [], [], [], [], []
         with self._lock:
-            self._problems.clear()  # modules may have changed
-            for number in self._graph.calls_of(outputs):
-                hook = self._output_hooks.get(number)
-                weight = None if hook is None else hook.params.get("weight")
-                if hook is None or weight is None or weight not in plan.positions:
-                    continue
-                problem, bias = self._declared_weight(plan, weight)
-                if problem is not None:
-                    continue
-                module, shape = hook.module, list(hook.shape)
-                input = padded(module, hook.input())
-                single = is_single(module, input)
-                numbers.append(number)
-                inputs.append(input.unsqueeze(0) if single else input)
-                sizes.append([1, *shape] if single else shape)
-                rows.append(call_row(module, plan.positions[weight], bias, 0)[0])
-                tied.append(int(self._is_tied(weight)))
+            self.declare(plan)
         # Without the lock: the hooks of this backward pass may run on other threads.
-        plan.core.record_curvature(outputs, *loss, self._graph, numbers, inputs, sizes, rows, tied)
+        plan.core.record_curvature(outputs, *loss, self.core)
 
 
 def _problem_of_layers(modules: list[nn.Module]) -> str | None:
     """Why the weight of these layers has no factors; None: it has."""
     is_tied = not all(isinstance(module, nn.Embedding) for module in modules)
-    kinds = TIED_KINDS if is_tied else MATRIX_KINDS
     for module in modules:
         how = computed_weight(module)
         if how is not None:
             return f"weight computed by {how}"
-        why = why_unsupported(module, kinds)
-        if why and why.startswith("has ") and is_tied and layer_kind(module) is LayerKind.EMBEDDING:
-            return f"tied to an Embedding that {why}"
+        why = why_unsupported(module, FACTOR_KINDS)
+        if why and why.startswith("has ") and layer_kind(module) is LayerKind.EMBEDDING:
+            return f"tied to an Embedding that {why}" if is_tied else f"Embedding {why}"
         if why:
             return " and ".join(dict.fromkeys(type(m).__name__ for m in modules))
     return None

@@ -1,0 +1,60 @@
+"""What the core knows of a layer before a call, and when that changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from .layers import call_row, input_padding, is_1d, layer_kind
+
+# Attributes that a forward pass reads, besides the parameters.
+_ATTRIBUTES: dict[type[nn.Module], Callable[[nn.Module], Any]] = {
+    _ConvNd: attrgetter(
+        "stride", "padding", "dilation", "groups", "padding_mode", "kernel_size", "transposed"
+    ),
+    nn.Embedding: attrgetter("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"),
+    nn.LayerNorm: attrgetter("normalized_shape", "eps"),
+    nn.RMSNorm: attrgetter("normalized_shape", "eps"),
+    nn.GroupNorm: attrgetter("num_groups", "eps"),
+}
+# Of the classes seen so far, until they get another forward.
+_getters: dict[type[nn.Module], Callable[[nn.Module], Any] | None] = {}
+
+
+def layer_signature(module: nn.Module) -> tuple[Any, ...]:
+    """What :func:`describe`, and whether a layer is supported, depends on."""
+    cls, own = type(module), module.__dict__
+    if cls not in _getters:
+        found = [getter for known, getter in _ATTRIBUTES.items() if issubclass(cls, known)]
+        _getters[cls] = found[0] if found else None
+    getter = _getters[cls]
+    weight, bias = own["_parameters"].get("weight"), own["_parameters"].get("bias")
+    return (
+        cls.forward,
+        own.get("forward"),
+        own.get("_conv_forward"),
+        id(weight),
+        id(bias),
+        weight is not None and weight.requires_grad,
+        bias is not None and bias.requires_grad,
+        None if getter is None else getter(module),
+    )
+
+
+def kept(signature: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A copy to compare with later signatures; a list in it, which may change, equals none."""
+    *parts, attributes = signature
+    if isinstance(attributes, tuple):
+        attributes = tuple(None if isinstance(each, list) else each for each in attributes)
+    return (*parts, attributes)
+
+
+def describe(module: nn.Module) -> tuple[list[int], float, list[int], str, bool, str]:
+    """The arguments of ``ModuleCapture::describe`` (``src/ops/module_capture.h``)."""
+    if layer_kind(module) is None:  # only Python knows it
+        return [], 0.0, [], "", False, str(module)
+    return (*call_row(module, -1, -1, 0), *input_padding(module), is_1d(module), str(module))

@@ -1,0 +1,85 @@
+// Layer calls of modules in Python, for torch.classes.torchium: hooks of modules bring them, and
+// everything else is as for operators in C++ (gradients/capture/capture_state.h).
+#pragma once
+
+#include "gradients/capture/call_gradients.h"
+#include "gradients/capture/capture_state.h"
+#include "optim/capture/joint_plan.h"
+
+#include <ATen/core/Tensor.h>
+#include <torch/custom_class.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <unordered_map>
+#include <vector>
+
+namespace torchium::ops {
+
+class ModuleCapture : public torch::CustomClassHolder {
+ public:
+  // keeps: whether calls are kept for calls(), with what is_mixed() and mixing_module() need.
+  // Otherwise the operator backward_started gets the number of the capture when a backward pass
+  // reaches its first layer.
+  ModuleCapture(int64_t number, bool keeps);
+
+  void watch(const std::vector<at::Tensor>& params);
+  // Layers have numbers 0, 1, ... A layer may be described anew.
+  // row: of a call (gradients/capture/layer_call.h), whose kind and settings count; empty: not
+  // known to the core. padding, adds_height: ModuleLayer.
+  void describe(int64_t number, const std::vector<int64_t>& row, double eps,
+                std::vector<int64_t> padding, std::string padding_mode, bool adds_height,
+                std::string text);
+  // A call of a layer. Without is_received it only counts as no use outside of layers.
+  void add(const at::Tensor& output, const at::Tensor& input,
+           const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
+           int64_t number, bool is_received);
+  // A forward pass runs within a backward pass, perhaps without gradients.
+  void enter_pass();
+  // `output` comes from a module, with the caller's number, that has mixed samples.
+  void add_mixing(const at::Tensor& output, int64_t number);
+
+  // Hands further calls to a plan. Null: to none.
+  void hand_to(c10::intrusive_ptr<optim::detail::JointPlan> plan);
+  // Parameters that backward passes have reached outside of layers.
+  std::vector<at::Tensor> used_outside();
+  // The calls that `outputs` depends on, with parameters as positions in the plan.
+  std::vector<gradients::detail::DifferentiableCall> calls_of(const at::Tensor& outputs,
+                                                              const optim::detail::JointPlan& plan);
+  void forget();
+
+  // Pass, number of the layer, input, output gradient, weight, bias (none: absent, or not reached)
+  // and whether the input was changed since.
+  using Call = std::tuple<int64_t, int64_t, at::Tensor, at::Tensor, std::optional<at::Tensor>,
+                          std::optional<at::Tensor>, bool>;
+  // The calls whose gradients `.grad` holds, by pass.
+  std::vector<Call> calls();
+  // The number of a module that has mixed the samples of one of these calls; -1: none did.
+  int64_t mixing_module();
+  // Whether a function has mixed them.
+  bool is_mixed();
+
+ private:
+  struct KeptCall {
+    int64_t number;
+    gradients::detail::LayerCall layer;
+    uint32_t input_version;
+  };
+  // What the hooks of modules share with those of outputs.
+  struct Kept {
+    std::map<int64_t, std::vector<KeptCall>> calls;  // by pass
+    std::map<int64_t, int64_t> mixing;               // modules by pass
+  };
+  struct MixingHook;
+
+  std::shared_ptr<gradients::detail::CaptureState> state_;
+  // With the mutex of the state:
+  std::shared_ptr<Kept> kept_;  // null: it keeps none
+  std::vector<std::shared_ptr<const gradients::detail::ModuleLayer>> layers_;
+};
+
+}  // namespace torchium::ops

@@ -1,0 +1,20 @@
+// What the options of K-FAC and natural gradient have in common.
+#pragma once
+
+#include "optim/core/options.h"
+
+namespace torchium::optim {
+
+constexpr auto kFishers = detail::one_of("empirical", "mc", "ggn");
+
+namespace detail {
+
+// Throws c10::ValueError where momentum hides the reduction of a single step.
+inline void check_adaptive_damping(bool adaptive_damping, double momentum) {
+  TORCH_CHECK_VALUE(!adaptive_damping || momentum == 0.0,
+                    "adaptive_damping=True compares steps without momentum; use momentum=0, got ",
+                    text_of(momentum));
+}
+
+}  // namespace detail
+}  // namespace torchium::optim

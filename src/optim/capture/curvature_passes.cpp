@@ -1,0 +1,34 @@
+#include "optim/capture/curvature_passes.h"
+
+#include <ATen/ATen.h>
+#include <c10/util/irange.h>
+
+#include <utility>
+
+namespace torchium::optim::detail {
+
+void for_each_curvature_gradient(
+    const at::Tensor& outputs, const LossCurvature& curvature,
+    const std::vector<gradients::detail::DifferentiableCall>& calls,
+    const std::function<void(int64_t, size_t, gradients::detail::LayerCall)>& visit) {
+  if (calls.empty()) {
+    return;
+  }
+  torch::autograd::edge_list edges;
+  for (const auto& call : calls) {
+    edges.push_back(call.output);
+  }
+  for (int64_t k = 0; k < curvature.columns(); ++k) {
+    const auto gradients = gradients::detail::gradients_at(edges, outputs, curvature.column(k),
+                                                           /*keep_graph=*/true);
+    for (const auto i : c10::irange(calls.size())) {
+      if (gradients[i].defined()) {
+        gradients::detail::LayerCall call = calls[i].layer;
+        call.output_gradient = gradients[i].detach().reshape(calls[i].output_sizes);
+        visit(k, i, std::move(call));
+      }
+    }
+  }
+}
+
+}  // namespace torchium::optim::detail

@@ -1,0 +1,23 @@
+// Backward passes of the curvature of a loss through captured layer calls.
+#pragma once
+
+#include "gradients/capture/call_gradients.h"
+#include "optim/capture/loss_curvature.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+namespace torchium::optim::detail {
+
+// Calls visit(k, i, call) for each column k of the curvature and each of the calls i that depends
+// on it. The output gradient of `call` is J^T v, with v the column and J the Jacobian of `outputs`
+// by the output of the layer: the sum over k of (J^T v)(J^T v)^T is J^T H J. Keeps the graph.
+void for_each_curvature_gradient(
+    const at::Tensor& outputs, const LossCurvature& curvature,
+    const std::vector<gradients::detail::DifferentiableCall>& calls,
+    const std::function<void(int64_t, size_t, gradients::detail::LayerCall)>& visit);
+
+}  // namespace torchium::optim::detail

@@ -1,0 +1,212 @@
+// What the matrix of the next step comes from: layer calls of backward passes, columns of a
+// curvature, or a Jacobian that the caller has given.
+#include "optim/capture/curvature_passes.h"
+#include "optim/natural_gradient/natural_gradient_plan.h"
+
+#include <ATen/ATen.h>
+#include <c10/util/irange.h>
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+namespace torchium::optim::detail {
+namespace {
+
+using gradients::detail::LayerCall;
+
+uint32_t version_of(const at::Tensor& tensor) {
+  return tensor.is_inference() ? 0 : tensor._version();
+}
+
+// F = S^T S / N for the columns S of N samples is J^T J / R for R rows J = sqrt(R / N) S.
+void average_over_samples(KeptBatch& batch) {
+  std::vector<at::Tensor> gradients;
+  for (const LayerCall& call : batch.calls) {
+    const at::Tensor& gradient = call.output_gradient;
+    gradients.push_back(gradient.to(at::promote_types(gradient.scalar_type(), at::kFloat)));
+  }
+  const double R = static_cast<double>(batch.rows());
+  const double N = static_cast<double>(batch.curvature_samples);
+  const auto scaled = at::_foreach_mul(gradients, 1.0 / std::sqrt(R * N));
+  for (const auto i : c10::irange(scaled.size())) {
+    batch.calls[i].output_gradient = scaled[i];
+  }
+}
+
+}  // namespace
+
+bool NaturalGradientPlan::takes_curvature() const {
+  return !options().empty() && fisher() != "empirical";
+}
+
+// A call of a curvature is only a sign of its backward pass.
+void NaturalGradientPlan::record(LayerCall call) {
+  auto& pass = passes_[call.micro_batch];
+  if (!takes_curvature()) {
+    const uint32_t version = version_of(call.input);
+    pass.push_back({std::move(call), version});
+  }
+}
+
+void NaturalGradientPlan::receive(LayerCall call, const std::vector<int64_t>& gone_passes) {
+  for (const int64_t pass : gone_passes) {
+    passes_.erase(pass);
+  }
+  record(std::move(call));
+}
+
+void NaturalGradientPlan::forget() {
+  passes_.clear();
+  columns_.clear();
+  curvature_samples_ = 0;
+  given_ = nullptr;
+  given_versions_.clear();
+  batch_ = nullptr;
+}
+
+std::vector<int64_t> NaturalGradientPlan::passes() const {
+  std::vector<int64_t> result;
+  for (const auto& [pass, recorded] : passes_) {
+    result.push_back(pass);
+  }
+  return result;
+}
+
+// The recorded calls of active parameters.
+std::shared_ptr<const KeptBatch> NaturalGradientPlan::recorded_batch(
+    const std::vector<size_t>& active) const {
+  const auto reached = [&](int64_t i) {
+    return i >= 0 && std::binary_search(active.begin(), active.end(), static_cast<size_t>(i)) ? i
+                                                                                              : -1;
+  };
+  auto batch = std::make_shared<KeptBatch>();
+  int64_t micro_batch = 0;
+  for (const auto& [pass, recorded] : takes_curvature() ? columns_ : passes_) {
+    const size_t before = batch->calls.size();
+    for (const auto& [call, input_version] : recorded) {
+      const int64_t weight = reached(call.weight);
+      const int64_t bias = reached(call.bias);
+      if (weight < 0 && bias < 0) {
+        continue;
+      }
+      TORCH_CHECK_VALUE(version_of(call.input) == input_version, "the input ", call.input.sizes(),
+                        " of a ", gradients::detail::name_of(call.kind),
+                        " layer was changed in place after the backward pass; fill another tensor "
+                        "with the next batch until step() has been called");
+      batch->calls.push_back(call);
+      batch->calls.back().weight = weight;
+      batch->calls.back().bias = bias;
+      batch->calls.back().micro_batch = micro_batch;
+    }
+    micro_batch += batch->calls.size() > before ? 1 : 0;
+  }
+  if (takes_curvature() && !batch->calls.empty()) {
+    batch->is_curvature = true;
+    batch->curvature_samples = curvature_samples_;
+    average_over_samples(*batch);
+  }
+  return batch;
+}
+
+void NaturalGradientPlan::record_curvature(
+    const at::Tensor& outputs, const LossCurvature& curvature,
+    std::vector<gradients::detail::DifferentiableCall> calls) {
+  const std::lock_guard lock(curvature_mutex_);
+  const auto first = static_cast<int64_t>(columns_.size());
+  curvature_samples_ += curvature.samples();
+  try {
+    for_each_curvature_gradient(outputs, curvature, calls,
+                                [&](int64_t k, size_t /*i*/, LayerCall call) {
+                                  call.micro_batch = first + k;
+                                  const uint32_t version = version_of(call.input);
+                                  columns_[call.micro_batch].push_back({std::move(call), version});
+                                });
+  } catch (...) {
+    forget();
+    throw;
+  }
+}
+
+void NaturalGradientPlan::require_curvature() const {
+  TORCH_CHECK(!takes_curvature() || curvature_samples_ > 0, "NaturalGradient with fisher='",
+              fisher(),
+              "' takes a new matrix in this step, but update_curvature() was not called: call it "
+              "with the outputs of the model in each iteration, after zero_grad() and before "
+              "step()");
+}
+
+// Refuses a batch that does not account for all gradients.
+void NaturalGradientPlan::check_recorded(const KeptBatch& batch,
+                                         const std::vector<size_t>& active) const {
+  TORCH_CHECK_VALUE(!batch.calls.empty(),
+                    "NaturalGradient has captured no backward pass since the last step or "
+                    "zero_grad(); make the optimizer before the forward pass, call backward() "
+                    "once a batch, and let gradients come from layers that it knows");
+  std::vector<bool> is_known(size(), false);
+  for (const LayerCall& call : batch.calls) {
+    for (const int64_t i : {call.weight, call.bias}) {
+      if (i >= 0) {
+        is_known[i] = !is_excluded(i);
+      }
+    }
+  }
+  for (const size_t i : active) {
+    TORCH_CHECK_VALUE(is_known[i], "the gradient of ", name(i),
+                      " does not come from its layer alone, as with a function call that is not "
+                      "captured or a gradient that was set by hand; use the weight through a layer "
+                      "(tie it: linear.weight = embedding.weight), freeze it, or add the gradient "
+                      "of a penalty after backward()");
+  }
+  check_samples(batch, [&](int64_t i) { return name(i); });
+}
+
+// ---- a given Jacobian
+
+void NaturalGradientPlan::set_jacobian(std::vector<at::Tensor> rows, at::Tensor residuals) {
+  const c10::NoGradGuard no_grad;
+  std::vector<at::Tensor> params;
+  for (const auto i : c10::irange(size())) {
+    params.push_back(param(i));
+  }
+  gradients::detail::check_rows(params, rows);
+  const int64_t n = rows[0].size(0);
+  TORCH_CHECK_VALUE(residuals.dim() == 1 && residuals.size(0) == n &&
+                        at::isFloatingType(residuals.scalar_type()) &&
+                        residuals.device() == rows[0].device(),
+                    "residuals must be a real floating-point tensor [", n, "] on ",
+                    rows[0].device(), ", one for each row, got ", residuals.scalar_type(),
+                    residuals.sizes(), " on ", residuals.device());
+  TORCH_CHECK_VALUE(!options().empty() && options().front().update_freq() == 1,
+                    "update_jacobian() needs update_freq=1: a given Jacobian is not kept");
+  const std::vector<at::Tensor> gradients =
+      gradients::detail::Jacobian(params, rows).transpose_product(residuals.to(at::kDouble) / n);
+  for (const auto i : c10::irange(params.size())) {
+    if (params[i].requires_grad()) {
+      params[i].mutable_grad() = gradients[i].to(params[i].scalar_type());
+    }
+  }
+  auto given = std::make_shared<KeptBatch>();
+  given->given_rows = std::move(rows);
+  given->residuals = std::move(residuals);
+  given_versions_.clear();
+  for (const at::Tensor& tensor : given->given_rows) {
+    given_versions_.push_back(version_of(tensor));
+  }
+  given_versions_.push_back(version_of(given->residuals));
+  given_ = std::move(given);
+  batch_ = nullptr;
+}
+
+void NaturalGradientPlan::check_given() const {
+  std::vector<at::Tensor> tensors = given_->given_rows;
+  tensors.push_back(given_->residuals);
+  for (const auto i : c10::irange(tensors.size())) {
+    TORCH_CHECK_VALUE(version_of(tensors[i]) == given_versions_[i],
+                      "rows or residuals of update_jacobian() were changed in place before step()");
+  }
+  TORCH_CHECK_VALUE(given_->given_rows.size() == size(),
+                    "parameters were added after update_jacobian(); call it again");
+}
+
+}  // namespace torchium::optim::detail
