@@ -1,4 +1,4 @@
-"""Convergence of a character Transformer or a ConvNet: Shampoo against AdamW and Muon.
+"""Convergence: Shampoo against AdamW and Muon, K-FAC and natural gradient against SGD with momentum.
 
 Every optimizer runs the same learning rates with one seed, then the best of them with the other seeds. Runs
 are saved in a folder and not repeated: the benchmark can be split over several calls, and the last one writes
@@ -17,15 +17,17 @@ from pathlib import Path
 import torch
 from bible_text import load_bible
 from common import ROOT, Report
-from convergence_optimizers import BETAS, OPTIMIZERS, WEIGHT_DECAY
+from convergence_optimizers import OPTIMIZERS
 from convergence_report import best_lr, comparison, grid_table
 from convergence_task import Settings, Task
 from convergence_training import Run, train
 from convnet_task import ConvNetTask, load_images
+from curvature_task import CurvatureConvNetTask, CurvatureMlpTask
 from transformer_model import Shape
 from transformer_task import TransformerTask
 
-TASKS = (TransformerTask.name, ConvNetTask.name)
+IMAGE_TASKS = {task.name: task for task in (ConvNetTask, CurvatureMlpTask, CurvatureConvNetTask)}
+TASKS = (TransformerTask.name, *IMAGE_TASKS)
 TINY_SHAPE = Shape(layers=2, width=32, heads=2, context=32)
 TINY = Settings(batch=4, steps=12, warm_up=2, evaluate_every=4)
 
@@ -54,8 +56,8 @@ class Experiment:
     """The planned runs, and the completed ones."""
 
     def __init__(self, arguments: argparse.Namespace, task: Task, settings: Settings) -> None:
-        self.names: list[str] = arguments.optimizers
-        self.grid: list[float] = arguments.grid or list(task.grid)
+        names = arguments.optimizers or list(task.grids)
+        self.grids = {name: arguments.grid or task.grids[name] for name in names}
         self.tuning_seed: int = arguments.tuning_seed
         self.seeds: list[int] = arguments.seeds
         self.task, self.settings = task, settings
@@ -79,7 +81,7 @@ class Experiment:
         self.runs.add(run)
         ms = sum(run.optimizer_ms) / len(run.optimizer_ms)
         print(
-            f"{name}, lr {lr:g}, seed {seed}: validation loss {run.validation_losses[-1]:.4f}, "
+            f"{name}, lr {lr:g}, seed {seed}: {run.goal} loss {run.losses[-1]:.4f}, "
             f"{run.seconds[-1]:.1f} s, {ms:.2f} optimizer ms per step",
             flush=True,
         )
@@ -90,16 +92,16 @@ class Experiment:
     def warm_up(self) -> None:
         """First calls of kernels and libraries, excluded from all runs."""
         short = dataclasses.replace(self.settings, steps=3, warm_up=1, evaluate_every=3)
-        for name in self.names:
+        for name in self.grids:
             train(self.task, short, name, 1e-5, 0)
 
     def run(self) -> None:
         self.warm_up()
-        for name in self.names:
-            for lr in self.grid:
+        for name, grid in self.grids.items():
+            for lr in grid:
                 self.need(name, lr, self.tuning_seed)
         for seed in self.seeds:  # outermost, so that an interrupted call has complete seeds
-            for name in self.names:
+            for name in self.grids:
                 lr = best_lr(self.tuning(), name)
                 if lr is not None:
                     self.need(name, lr, seed)
@@ -107,7 +109,7 @@ class Experiment:
     def final(self) -> dict[str, list[Run]]:
         """The runs at each optimizer's best learning rate, on the seeds not used for tuning."""
         result = {}
-        for name in OPTIMIZERS:
+        for name in self.task.grids:
             lr = best_lr(self.tuning(), name)
             found = [
                 run
@@ -122,9 +124,9 @@ class Experiment:
 def make_task(arguments: argparse.Namespace) -> Task:
     """Raises FileNotFoundError if the data are not there and cannot be downloaded."""
     folder, device = arguments.data_dir, arguments.device
-    if arguments.task == ConvNetTask.name:
+    if arguments.task in IMAGE_TASKS:
         name = "digits" if arguments.tiny else "fashion-mnist"
-        return ConvNetTask(load_images(name, folder), device)
+        return IMAGE_TASKS[arguments.task](load_images(name, folder), device)
     if arguments.tiny:
         return TransformerTask(Path(__file__).read_bytes(), TINY_SHAPE, device)
     return TransformerTask(load_bible(folder or ROOT / ".data"), Shape(), device)
@@ -133,8 +135,7 @@ def make_task(arguments: argparse.Namespace) -> Task:
 def describe(report: Report, task: Task, settings: Settings) -> None:
     report.write(
         f"{task.describe(settings)} {settings.steps} steps, {settings.warm_up} of warm-up, then a "
-        f"cosine to zero; betas {BETAS[0]:g} and {BETAS[1]:g}, weight decay {WEIGHT_DECAY:g} of "
-        "weights. Seconds are those of training alone "
+        "cosine to zero. Seconds are those of training alone "
         f"({settings.conditions(task.device)})."
     )
 
@@ -144,12 +145,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--task", choices=TASKS, default=TASKS[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument(
-        "--optimizers", nargs="+", default=list(OPTIMIZERS), choices=list(OPTIMIZERS)
+        "--optimizers", nargs="+", choices=list(OPTIMIZERS), help="default: those of the task"
     )
-    parser.add_argument("--grid", nargs="+", type=float, help="default: that of the task")
+    parser.add_argument(
+        "--grid", nargs="+", type=float, help="learning rates (default: those of the task)"
+    )
     parser.add_argument("--tuning-seed", type=int, default=0)
     parser.add_argument("--seeds", nargs="*", type=int, default=[1, 2, 3])
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, help="default: those of the task")
     parser.add_argument("--graph", action="store_true", help="capture forward and backward pass")
     parser.add_argument(
         "--tf32", action="store_true", help="float32 products and convolutions may use TF32"
@@ -165,7 +168,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--tiny",
         action="store_true",
-        help="12 steps on small data: a small Transformer on the text of this program, the ConvNet "
+        help="12 steps on small data: a small Transformer on the text of this program, the others "
         "on scikit-learn's digits. A smoke test; the numbers are meaningless",
     )
     return parser.parse_args()
@@ -183,7 +186,15 @@ def main() -> int:
         return 2
     settings = TINY
     if not arguments.tiny:
-        settings = Settings(task.batch, arguments.steps, graph=arguments.graph)
+        steps = arguments.steps or task.settings.steps
+        settings = dataclasses.replace(task.settings, steps=steps, graph=arguments.graph)
+    others = set(arguments.optimizers or ()) - set(task.grids)
+    if others:
+        print(
+            f"--task {task.name} has no {', '.join(sorted(others))}, only {', '.join(task.grids)}",
+            file=sys.stderr,
+        )
+        return 2
     experiment = Experiment(arguments, task, settings)
     if not arguments.report_only:
         experiment.run()
@@ -192,14 +203,14 @@ def main() -> int:
     describe(report, task, settings)
     if experiment.left_out:
         report.skip(f"{experiment.left_out} runs", "out of time")
-    grid_table(report, experiment.tuning(), list(OPTIMIZERS))
+    grid_table(report, task, experiment.tuning())
     final = experiment.final()
-    comparison(report, final, task.targets)
+    comparison(report, task, final)
     missed = report.finish(arguments.save)
     if arguments.plot and final:
         from convergence_plot import draw
 
-        draw(final, task.loss_unit, arguments.plot)
+        draw(task, final, arguments.plot)
     return 0 if arguments.tiny else missed
 
 

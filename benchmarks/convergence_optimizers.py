@@ -1,4 +1,4 @@
-"""The compared optimizers. All have the same weight decay, on weights only."""
+"""The compared optimizers, with their options."""
 
 from __future__ import annotations
 
@@ -13,6 +13,21 @@ from torch.optim import Optimizer
 
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1  # of weights; biases and scales have none
+ADAMW_OPTIONS = f"Betas {BETAS[0]:g} and {BETAS[1]:g}, weight decay {WEIGHT_DECAY:g} of weights."
+
+# Without weight decay, which natural gradient does not have.
+KFAC_OPTIONS: dict[str, Any] = {
+    "damping": 0.01,
+    "kl_clip": None,
+    # The factors change by orders of magnitude in the first steps.
+    "TCov": lambda step: 1 if step <= 20 else 10,
+    "TInv": lambda step: 1 if step <= 20 else 20,
+}
+NATURAL_GRADIENT_OPTIONS: dict[str, Any] = {"damping": 30.0, "momentum": 0.9}
+CURVATURE_OPTIONS = (
+    "None has weight decay; SGD has momentum 0.9. K-FAC: damping 0.01, no KL clip, factors and inverses in "
+    "each of the first 20 steps, then every 10 and every 20. Natural gradient: damping 30, momentum 0.9."
+)
 
 Optimizers = list[Optimizer]  # they share the model's parameters
 Make = Callable[[Task, nn.Module, float], Optimizers]
@@ -63,10 +78,30 @@ def shampoo(update_freq: int) -> Make:
     return make
 
 
+def against_adamw(*rates: float) -> dict[str, Sequence[float]]:
+    """The same learning rates for AdamW and all that replace it."""
+    return {name: rates for name in ("AdamW", "Muon", "Shampoo-1", "Shampoo-10", "Shampoo-100")}
+
+
+def sgd(task: Task, model: nn.Module, lr: float) -> Optimizers:
+    return [torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)]
+
+
+def kfac(task: Task, model: nn.Module, lr: float) -> Optimizers:
+    return [torchium.KFAC(model, lr=lr, **KFAC_OPTIONS)]
+
+
+def natural_gradient(task: Task, model: nn.Module, lr: float) -> Optimizers:
+    return [torchium.NaturalGradient(model, lr=lr, **NATURAL_GRADIENT_OPTIONS)]
+
+
 OPTIMIZERS: dict[str, Make] = {
     "AdamW": lambda task, model, lr: [adamw(model, lr)],
     "Muon": muon,
     "Shampoo-1": shampoo(1),
     "Shampoo-10": shampoo(10),
     "Shampoo-100": shampoo(100),
+    "SGD": sgd,
+    "K-FAC": kfac,
+    "NaturalGradient": natural_gradient,
 }

@@ -7,16 +7,16 @@ import statistics
 from collections.abc import Sequence
 
 from common import Report
-from convergence_task import Targets
+from convergence_task import Targets, Task
 from convergence_training import Run
 
-BASELINE = "AdamW"
+GOALS = {"validation": "final loss", "training": "lowest loss"}
 
 
 def best_lr(runs: Sequence[Run], optimizer: str) -> float | None:
-    """The learning rate with the lowest final validation loss among runs of one seed."""
+    """The learning rate that reaches the lowest loss among runs of one seed."""
     tried = [run for run in runs if run.optimizer == optimizer]
-    return min(tried, key=lambda run: run.final).lr if tried else None
+    return min(tried, key=lambda run: run.reached).lr if tried else None
 
 
 def spread(values: Sequence[float], digits: int) -> str:
@@ -25,11 +25,11 @@ def spread(values: Sequence[float], digits: int) -> str:
     return f"{statistics.mean(values):.{digits}f} ± {half:.{digits}f}"
 
 
-def grid_table(report: Report, runs: Sequence[Run], names: Sequence[str]) -> None:
+def grid_table(report: Report, task: Task, runs: Sequence[Run]) -> None:
     rates = sorted({run.lr for run in runs})
     rows, at_edge = [], []
-    for name in names:
-        losses = {run.lr: run.final for run in runs if run.optimizer == name}
+    for name in task.grids:
+        losses = {run.lr: run.reached[0] for run in runs if run.optimizer == name}
         if not losses:
             continue
         rows.append([name, *(losses.get(lr) for lr in rates)])
@@ -37,7 +37,7 @@ def grid_table(report: Report, runs: Sequence[Run], names: Sequence[str]) -> Non
         if best in (min(losses), max(losses)):
             at_edge.append(name)
     report.table(
-        "Final validation loss for each learning rate, one seed",
+        f"{GOALS[task.goal].capitalize()} ({task.goal}) for each learning rate, one seed",
         ["optimizer", *(f"{lr:g}" for lr in rates)],
         rows,
         ".5g",
@@ -46,35 +46,46 @@ def grid_table(report: Report, runs: Sequence[Run], names: Sequence[str]) -> Non
         report.write(f"Best at an end of its grid: {', '.join(at_edge)}.")
 
 
-def crossings(runs: Sequence[Run], loss: float) -> list[tuple[float, float]] | None:
-    """Steps and seconds to `loss` for every run; None if one of them does not reach it."""
+def target_of(baseline: Sequence[Run]) -> float:
+    """The loss that the others are to reach."""
+    return statistics.mean(run.reached[0] for run in baseline)
+
+
+def crossings(
+    task: Task, name: str, runs: Sequence[Run], loss: float
+) -> list[tuple[float, float]] | None:
+    """Steps and seconds to `loss` for every run; None if one of them does not reach it.
+
+    Those of the baseline are to the loss that the run reaches, of which `loss` is the mean.
+    """
+    if name == task.baseline:
+        return [run.reached[1:] for run in runs]
     found = [run.first_below(loss) for run in runs]
     return None if None in found else [pair for pair in found if pair is not None]
 
 
 def check_targets(
-    report: Report, targets: Targets, ratios: Sequence[float], optimizer_ms: float
+    report: Report, task: Task, targets: Targets, ratios: Sequence[float], optimizer_ms: float
 ) -> None:
-    """`ratios`: steps and seconds to the baseline's final loss, over the baseline's."""
-    name = targets.optimizer
+    """`ratios`: steps and seconds to the baseline's loss, over the baseline's."""
+    name, base = targets.optimizer, task.baseline
     most = (targets.steps, targets.seconds)
     for what, ratio, at_most in zip(("steps", "seconds"), ratios, most, strict=True):
-        report.check(f"{name}: {what} to {BASELINE}'s final loss / {BASELINE}'s", ratio, at_most)
-    what = f"{name}: optimizer ms per step / {targets.optimizer_ms:g}"
-    report.check(what, optimizer_ms / targets.optimizer_ms, 1.0)
+        report.check(f"{name}: {what} to {base}'s {GOALS[task.goal]} / {base}'s", ratio, at_most)
+    if targets.optimizer_ms is not None:
+        what = f"{name}: optimizer ms per step / {targets.optimizer_ms:g}"
+        report.check(what, optimizer_ms / targets.optimizer_ms, 1.0)
 
 
-def comparison(report: Report, final: dict[str, list[Run]], targets: Targets | None) -> None:
+def comparison(report: Report, task: Task, final: dict[str, list[Run]]) -> None:
     """`final`: the runs of each optimizer at its best learning rate, one per seed."""
-    baseline = final.get(BASELINE)
+    base = task.baseline
+    baseline = final.get(base)
     if not baseline:
-        report.skip(f"comparison with {BASELINE}", "no run of it")
+        report.skip(f"comparison with {base}", "no run of it")
         return
-    target = statistics.mean(run.final for run in baseline)
-    whole = [
-        statistics.mean(run.steps[-1] for run in baseline),
-        statistics.mean(run.seconds[-1] for run in baseline),
-    ]
+    target = target_of(baseline)
+    whole = [statistics.mean(run.reached[i] for run in baseline) for i in (1, 2)]
     with_accuracy = all(run.accuracies for runs in final.values() for run in runs)
     rows = []
     for name, runs in final.items():
@@ -82,12 +93,11 @@ def comparison(report: Report, final: dict[str, list[Run]], targets: Targets | N
         step_ms = statistics.mean(1e3 * run.seconds[-1] / run.steps[-1] for run in runs)
         row = [name, runs[0].lr, len(runs)]
         row += [spread([min(run.validation_losses) for run in runs], 4)]
-        row += [spread([run.final for run in runs], 4)]
+        row += [spread([run.validation_losses[-1] for run in runs], 4)]
         row += [spread([run.train_losses[-1] for run in runs], 4)]
         if with_accuracy:
             row += [spread([100 * run.accuracies[-1] for run in runs], 2)]
-        ends = [(float(run.steps[-1]), run.seconds[-1]) for run in runs]
-        reached = ends if name == BASELINE else crossings(runs, target)
+        reached = crossings(task, name, runs, target)
         ratios = [math.inf, math.inf]
         if reached is None:
             row += ["-"] * 4
@@ -95,13 +105,13 @@ def comparison(report: Report, final: dict[str, list[Run]], targets: Targets | N
             to_steps, to_seconds = ([pair[i] for pair in reached] for i in (0, 1))
             ratios = [statistics.mean(to_steps) / whole[0], statistics.mean(to_seconds) / whole[1]]
             row += [spread(to_steps, 0), spread(to_seconds, 2), *(f"{r:.3f}" for r in ratios)]
-        if targets and name == targets.optimizer:
-            check_targets(report, targets, ratios, optimizer_ms)
+        for targets in task.targets:
+            if name == targets.optimizer:
+                check_targets(report, task, targets, ratios, optimizer_ms)
         rows.append([*row, step_ms, optimizer_ms])
     headers = ["optimizer", "lr", "seeds", "best validation loss", "final", "final training loss"]
     headers += ["final accuracy, %"] * with_accuracy
     headers += [f"{what} to {target:.4f}" for what in ("steps", "seconds")]
-    headers += ["steps / AdamW's", "seconds / AdamW's", "ms per step", "optimizer ms"]
-    report.table(
-        f"At the best learning rate; {BASELINE} ends at {target:.4f}", headers, rows, ".4g"
-    )
+    headers += [f"steps / {base}'s", f"seconds / {base}'s", "ms per step", "optimizer ms"]
+    title = f"At the best learning rate; {base}'s {GOALS[task.goal]} ({task.goal}) is {target:.4f}"
+    report.table(title, headers, rows, ".4g")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,9 +38,9 @@ class Targets:
     """Upper limits for an optimizer."""
 
     optimizer: str
-    steps: float  # until AdamW's final loss, relative to AdamW's
+    steps: float  # until the baseline's loss, relative to the baseline's
     seconds: float
-    optimizer_ms: float  # per step
+    optimizer_ms: float | None = None  # per step
 
 
 class Task(ABC):
@@ -52,9 +52,11 @@ class Task(ABC):
     name: str  # of --task, and in stored runs
     title: str
     loss_unit: str
-    batch: int  # examples per step
-    grid: Sequence[float]  # default learning rates
-    targets: Targets | None = None
+    settings: Settings
+    grids: Mapping[str, Sequence[float]]  # the default learning rates of each of its optimizers
+    baseline = "AdamW"
+    goal = "validation"  # the loss that counts; or "training"
+    targets: Sequence[Targets] = ()
     device: torch.device
 
     @abstractmethod
@@ -79,4 +81,4 @@ class Task(ABC):
 
     @abstractmethod
     def describe(self, settings: Settings) -> str:
-        """Model, batches, precision and data, in one or two sentences."""
+        """Model, batches, precision, data and options of optimizers, in a few sentences."""

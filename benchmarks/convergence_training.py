@@ -11,11 +11,15 @@ import torch
 from convergence_optimizers import OPTIMIZERS
 from convergence_task import Settings, Task
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 
 @dataclass
 class Run:
-    """Losses are recorded at intervals; the seconds are training time only."""
+    """Losses are recorded at intervals; the seconds are training time only.
+
+    The goal of the others is the last validation loss of the baseline, or its lowest training loss.
+    """
 
     optimizer: str
     lr: float
@@ -29,20 +33,30 @@ class Run:
     optimizer_ms: list[float] = field(default_factory=list)  # per step
     accuracies: list[float] = field(default_factory=list)  # on held-out data, if it has classes
     task: str = "transformer"
+    goal: str = "validation"  # the loss that counts; or "training"
 
     @property
     def key(self) -> tuple[object, ...]:
         return self.optimizer, self.lr, self.seed, self.task, self.length, self.conditions
 
     @property
-    def final(self) -> float:
-        """The last validation loss; infinite for a run that diverged."""
-        last = self.validation_losses[-1]
-        return last if math.isfinite(last) else math.inf
+    def losses(self) -> list[float]:
+        return self.train_losses if self.goal == "training" else self.validation_losses
+
+    @property
+    def reached(self) -> tuple[float, int, float]:
+        """The loss that the run reaches, its steps and seconds; infinite if it diverged."""
+        losses = self.losses
+        i = len(losses) - 1
+        if not math.isfinite(losses[i]):
+            return math.inf, self.steps[i], self.seconds[i]
+        if self.goal == "training":
+            i = min(range(len(losses)), key=losses.__getitem__)
+        return losses[i], self.steps[i], self.seconds[i]
 
     def first_below(self, loss: float) -> tuple[float, float] | None:
-        """(steps, seconds) until the validation loss is below `loss`, interpolated between records."""
-        losses = self.validation_losses
+        """(steps, seconds) until the loss is below `loss`, interpolated between records."""
+        losses = self.losses
         for i, value in enumerate(losses):
             if value <= loss:
                 share = (losses[i - 1] - loss) / (losses[i - 1] - value) if i else 1.0
@@ -115,10 +129,22 @@ def gradient_function(
     return replay
 
 
+def took_step(optimizer: Optimizer) -> bool:
+    """Whether it did not give up on gradients or roots that are not finite."""
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        if "in a row" not in str(error):
+            raise
+        return False
+    return True
+
+
 def train(task: Task, settings: Settings, name: str, lr: float, seed: int) -> Run:
     """Train a fresh model; the same seed gives every optimizer the same weights and batches.
 
-    The host waits for the device only at records. A run with a non-finite loss stops there.
+    The host waits for the device only at records. A run with a non-finite loss stops there, and one whose
+    optimizer gives up stops with NaN.
     """
     torch.manual_seed(seed)
     device = task.device
@@ -127,7 +153,8 @@ def train(task: Task, settings: Settings, name: str, lr: float, seed: int) -> Ru
     groups = [(group, group["lr"]) for o in optimizers for group in o.param_groups]
     batches = task.draw(settings.steps, settings.batch, seed)
     compute = gradient_function(task, model, settings, batches[0])
-    run = Run(name, lr, seed, settings.steps, settings.conditions(device), task=task.name)
+    conditions = settings.conditions(device)
+    run = Run(name, lr, seed, settings.steps, conditions, task=task.name, goal=task.goal)
     watch = Stopwatch(device.type == "cuda")
     total = torch.zeros((), device=device)
     seconds = 0.0
@@ -138,17 +165,18 @@ def train(task: Task, settings: Settings, name: str, lr: float, seed: int) -> Ru
         for group, peak in groups:
             group["lr"] = peak * settings.learning_rate(step)
         start = watch.mark()
-        for optimizer in optimizers:
-            optimizer.step()
+        has_diverged = not all(map(took_step, optimizers))
         watch.keep(start)
-        if (step + 1) % settings.evaluate_every == 0 or step + 1 == settings.steps:
+        is_last = step + 1 == settings.steps or has_diverged
+        if (step + 1) % settings.evaluate_every == 0 or is_last:
             synchronize(device)
             seconds += time.perf_counter() - begin
             count = step + 1 - (run.steps[-1] if run.steps else 0)
             run.steps.append(step + 1)
             run.seconds.append(seconds)
-            run.train_losses.append(float(total) / count)
+            run.train_losses.append(math.nan if has_diverged else float(total) / count)
             validation_loss, accuracy = task.evaluate(model)
+            validation_loss = math.nan if has_diverged else validation_loss
             run.validation_losses.append(validation_loss)
             if accuracy is not None:
                 run.accuracies.append(accuracy)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from common import ROOT
+from convergence_optimizers import ADAMW_OPTIONS, against_adamw
 from convergence_task import Settings, Task
 from torch import Tensor, nn
 
@@ -26,16 +27,17 @@ class ConvNetTask(Task):
 
     name = "convnet"
     title = "A ConvNet"
+    network = "convnet"  # of the examples
     loss_unit = "nats per image"
-    batch = 128
-    grid = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
+    settings = Settings(batch=128)
+    grids = against_adamw(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
 
     def __init__(self, data: ImageData, device: str) -> None:
         self.data = data.to(torch.device(device))
         self.device = self.data.train_images.device
 
     def model(self) -> nn.Sequential:
-        return make_model("convnet", self.data.image_shape)
+        return make_model(self.network, self.data.image_shape)
 
     def hidden(self, model: nn.Module) -> list[nn.Parameter]:
         return [p for p in model.parameters() if p.dim() >= 2][1:-1]
@@ -66,5 +68,5 @@ class ConvNetTask(Task):
             f"{data.name}; {settings.batch} images per step; float32. "
             f"{len(data.train_labels):,} images to train on, {len(data.test_labels):,} to validate "
             "on. Muon takes the second convolution, as a matrix with one row per output channel, and "
-            "the first linear layer."
+            f"the first linear layer. {ADAMW_OPTIONS}"
         )

@@ -47,7 +47,7 @@ COMMON: dict[str, Make] = {
 }
 SMALL: dict[str, Make] = {
     **COMMON,
-    "K-FAC, TCov 1, TInv 10, eigh": kfac(TCov=1, TInv=10, root_method="eigh"),
+    "K-FAC, TCov 1, TInv 10, eigh": kfac(TCov=1, TInv=10, solver="eigh"),
     "K-FAC, TCov 1, TInv 10, exact": kfac(TCov=1, TInv=10, damping_split="exact"),
     "natural gradient": natural_gradient(solver="gram"),
     "natural gradient, every 10": natural_gradient(solver="gram", update_freq=10),

@@ -124,7 +124,7 @@ class Run:
 def compare(report: Report, name: str, arguments: argparse.Namespace) -> None:
     marks = [m for m in MARKS if m <= arguments.steps]
     task = make_task(name, arguments)
-    run = Run(task, Settings(task.batch, marks[-1]), marks)
+    run = Run(task, Settings(task.settings.batch, marks[-1]), marks)
     rows = []
     for lr in RATES[name]:
         means: dict[str, list[float]] = {}

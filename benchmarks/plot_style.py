@@ -24,6 +24,9 @@ CURVES = {
     "Shampoo-1": ("Shampoo, roots every step", SKY, ":"),
     "Shampoo-10": ("Shampoo, roots every 10 steps", BLUE, "-"),
     "Shampoo-100": ("Shampoo, roots every 100 steps", VERMILION, (0, (5, 1, 1, 1, 1, 1))),
+    "SGD": ("SGD with momentum", BLACK, "--"),
+    "K-FAC": ("K-FAC", GREEN, "-"),
+    "NaturalGradient": ("natural gradient", PURPLE, "-."),
 }
 
 

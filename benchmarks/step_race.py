@@ -20,6 +20,7 @@ from step_shapes import Gradients
 
 WARM_UP = 10
 STEPS_PER_ROUND = 5  # for optimizers whose steps all cost the same
+LEAST_ROUNDS = 3  # the median of fewer is that of an accident
 
 
 @contextmanager
@@ -163,7 +164,8 @@ def race(entries: list[Entry], rounds: int, most_seconds: float) -> None:
         entry.prepare(most_seconds)
     for r in range(rounds):
         for entry in shuffle(entries, len(entries)):
-            if entry.optimizer is not None and (r == 0 or entry.spent < most_seconds):
+            limit = LEAST_ROUNDS * most_seconds if r < LEAST_ROUNDS else most_seconds
+            if entry.optimizer is not None and (r == 0 or entry.spent < limit):
                 entry.round()
     for entry in entries:
         if entry.optimizer is not None and entry.spent < 2 * most_seconds:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from convergence_optimizers import ADAMW_OPTIONS, against_adamw
 from convergence_task import Settings, Targets, Task
 from torch import Tensor, nn
 from transformer_model import Shape, Transformer
@@ -28,9 +29,9 @@ class TransformerTask(Task):
     name = "transformer"
     title = "A character Transformer"
     loss_unit = "nats per character"
-    batch = 64
-    grid = (5e-4, 1e-3, 2e-3, 4e-3)
-    targets = Targets("Shampoo-10", steps=0.6, seconds=0.85, optimizer_ms=3.0)
+    settings = Settings(batch=64)
+    grids = against_adamw(5e-4, 1e-3, 2e-3, 4e-3)
+    targets = (Targets("Shampoo-10", steps=0.6, seconds=0.85, optimizer_ms=3.0),)
 
     def __init__(self, text: bytes, shape: Shape, device: str) -> None:
         symbols, characters = torch.frombuffer(bytearray(text), dtype=torch.uint8).unique(
@@ -79,5 +80,5 @@ class TransformerTask(Task):
             f"{shape.layers} layers, width {shape.width}, {parameters / 1e6:.3g} M parameters; "
             f"{settings.batch} sequences of {shape.context} characters per step; {precision}. "
             f"{len(self.training):,} characters to train on, {len(self.validation):,} to validate "
-            "on. Muon takes the matrices between the embeddings and the head."
+            f"on. Muon takes the matrices between the embeddings and the head. {ADAMW_OPTIONS}"
         )
