@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 import torchium
 from reference.per_sample import per_sample_gradients as reference_gradients
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules import module as nn_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchium._per_sample import layers as implementation
 from torchium._per_sample import samplewise
+
+
+@pytest.fixture(autouse=True)
+def no_hook_of_earlier_tests() -> None:
+    """A global hook would be noticed here: one of an optimizer that an earlier traceback still holds."""
+    if nn_module._has_any_global_hook():
+        gc.collect()
+    assert not nn_module._has_any_global_hook()
 
 
 @pytest.fixture
