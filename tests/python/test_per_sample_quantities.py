@@ -365,6 +365,7 @@ def test_bad_arguments():
         ({**v, "9.weight": v["0.bias"]}, "'9.weight', which is no trainable parameter"),
         ({n: x for n, x in v.items() if n != "0.bias"}, "no entry '0.bias'; pass zeros"),
         ({**v, "0.bias": v["0.weight"]}, r"vectors\['0.bias'\] is \(8, 5\); .* shape \(8,\)"),
+        (list(v.values()), "vectors is of type list; it must be a dict"),
         ({**v, "0.bias": 1.0}, r"vectors\['0.bias'\] is float; .* shape \(8,\)"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -40,7 +40,7 @@ struct TORCHIUM_API KFACOptions : public torch::optim::OptimizerCloneableOptions
   TORCH_ARG(int64_t, TCov) = 5;
   /// Steps between two inversions of the factors, >= 1.
   TORCH_ARG(int64_t, TInv) = 10;
-  /// The loss is a mean over the samples, and no sum.
+  /// The loss is a mean over the samples, not a sum.
   TORCH_ARG(bool, batch_averaged) = true;
   /// Floor of the eigenvalues of a factor, >= 0.
   TORCH_ARG(double, eps) = 1e-8;
@@ -60,8 +60,8 @@ struct TORCHIUM_API KFACOptions : public torch::optim::OptimizerCloneableOptions
   /// cholesky. damping_split "exact" needs eigenvectors: "eigh" or "auto".
   TORCH_ARG(std::string, solver) = "auto";
   /// Where the vectors g come from: "empirical", the gradients of the loss; "ggn", the Hessian of
-  /// the loss by the outputs of the model (the generalized Gauss-Newton matrix); or "mc", an
-  /// estimate of it by targets drawn from the model's own distribution (the Fisher matrix). The
+  /// the loss with respect to the model's outputs (the generalized Gauss-Newton matrix); or "mc",
+  /// an estimate of it by targets drawn from the model's own distribution (the Fisher matrix). The
   /// last two need KFAC::update_curvature(). A new value counts from the next factors on.
   TORCH_ARG(std::string, fisher) = "empirical";
   /// Several positions of a sample, in sequences and convolutions: "expand", each is a vector a and

@@ -46,7 +46,7 @@ struct TORCHIUM_API NaturalGradientOptions
   /// factorisation of order m if 16 m^2 <= max_workspace_bytes, else "cg".
   TORCH_ARG(std::string, solver) = "auto";
   /// Where the rows of J come from: "empirical", the gradients of the losses; "ggn", a square root
-  /// of the Hessian of the loss by the outputs of the model (the generalized Gauss-Newton matrix);
+  /// of the Hessian of the loss with respect to the outputs (the generalized Gauss-Newton matrix);
   /// or "mc", targets drawn from the model's own distribution (the Fisher matrix). The last two
   /// need NaturalGradient::update_curvature(). A new value counts from the next matrix on.
   TORCH_ARG(std::string, fisher) = "empirical";
@@ -143,7 +143,7 @@ class TORCHIUM_API NaturalGradient : public CapturingOptimizer {
   void update_curvature(const at::Tensor& outputs, const std::string& loss,
                         const CurvatureOptions& options = {});
 
-  /// The next step minimizes r . r / (2 n) for n residuals r with the Jacobian J by the parameters,
+  /// The next step minimizes r . r / (2 n) for n residuals r with the Jacobian J [n, parameters],
   /// which the caller has computed, as with second derivatives of the model: F = J^T J / n. Sets
   /// `.grad` of every parameter to J^T r / n, and replaces what was captured. A weighted loss has
   /// rows and residuals times the roots of the weights. Does not wait for the device.

@@ -37,6 +37,6 @@ def create_optimizer(name: str, params: ParamsT, **kwargs: Any) -> Optimizer:
     """
     if not isinstance(name, str) or name.lower() not in _OPTIMIZERS:
         raise ValueError(
-            f"name {name!r} is no optimizer; available: {', '.join(get_available_optimizers())}"
+            f"name {name!r} is not an optimizer; available: {', '.join(get_available_optimizers())}"
         )
     return _OPTIMIZERS[name.lower()](params, **kwargs)

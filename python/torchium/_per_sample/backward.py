@@ -144,14 +144,14 @@ class per_sample:
         for name, param in params.items():
             if param not in watched:
                 raise ValueError(
-                    f"the parameter {name!r} has become trainable inside of the per_sample block; "
+                    f"the parameter {name!r} has become trainable inside the per_sample block; "
                     "begin the block after that"
                 )
         passes = capture.calls()
         if not passes:
             raise ValueError(
                 "no backward pass of a batch that is not empty has reached a parameter; run the "
-                "forward and the backward pass inside of the per_sample block"
+                "forward and the backward pass inside the per_sample block"
             )
         check_inputs(passes, "the per_sample block has ended")
         for calls in passes:

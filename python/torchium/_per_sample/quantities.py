@@ -308,6 +308,11 @@ def _fitting(
     params: dict[str, Tensor], vectors: Mapping[str, Tensor]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Parameters with their vectors."""
+    if not isinstance(vectors, Mapping):
+        raise ValueError(
+            f"vectors is of type {type(vectors).__name__}; it must be a dict of one tensor per "
+            "trainable parameter, by its name in model.named_parameters()"
+        )
     unknown = sorted(vectors.keys() - params.keys())
     if unknown:
         raise ValueError(

@@ -31,9 +31,9 @@ class KFAC(CapturingOptimizer):
     r"""Preconditions the gradient of each layer by the Kronecker factors of its Fisher matrix.
 
     For a layer with inputs :math:`a` (a 1 appended for the bias) and gradients :math:`g` of the loss
-    of single samples by its outputs, :math:`A = E[a a^\top]` and :math:`G = E[g g^\top]`
+    of single samples at its outputs, :math:`A = E[a a^\top]` and :math:`G = E[g g^\top]`
     approximate the block of the empirical Fisher matrix by :math:`A \otimes G`. With ``fisher="ggn"`` or
-    ``"mc"``, :math:`G` comes from the Hessian of the loss by the outputs of the model instead
+    ``"mc"``, :math:`G` comes from the Hessian of the loss with respect to the model's outputs instead
     (:meth:`update_curvature`). With :math:`V` the gradient of weight and bias in ``.grad``, in this order:
 
     1. :math:`V \leftarrow V + \text{weight\_decay}\,\theta`;
@@ -110,7 +110,7 @@ class KFAC(CapturingOptimizer):
         damping (float or callable): added to the Fisher matrix, at least 0 (default: 0.01).
         TCov (int or callable): steps between two updates of the factors (default: 5).
         TInv (int or callable): steps between two inversions of the factors (default: 10).
-        batch_averaged (bool): the loss is a mean over the samples, and no sum (default: True).
+        batch_averaged (bool): the loss is a mean over the samples, not a sum (default: True).
         eps (float): floor of the damping of a factor, and with ``damping_split="exact"`` of its
             eigenvalues (default: 1e-8).
         stat_decay (float or callable): decay of the averages of the factors, in [0, 1] (default: 0.95).
@@ -130,7 +130,7 @@ class KFAC(CapturingOptimizer):
             for it, else ``"cholesky"``. ``damping_split="exact"`` needs eigenvectors, and so ``"eigh"`` or
             ``"auto"``, which are the same there (default: "auto").
         fisher (str): where :math:`G` comes from. ``"empirical"``: the gradients of the loss. ``"ggn"``: the
-            Hessian of the loss by the outputs of the model, exactly (the generalized Gauss-Newton matrix).
+            Hessian of the loss with respect to the model's outputs (the generalized Gauss-Newton matrix).
             ``"mc"``: an estimate of it by targets drawn from the model's own distribution (the Fisher
             matrix). The last two need :meth:`update_curvature` in each iteration. A new value counts from
             the next factors on (default: "empirical").
@@ -327,7 +327,7 @@ class KFAC(CapturingOptimizer):
 
         Example:
             >>> model, x = torch.nn.Linear(10, 2), torch.randn(8, 10)
-            >>> optimizer = torchium.KFAC(model, lr=0.5, momentum=0, kl_clip=None, adaptive_damping=True)
+            >>> optimizer = torchium.KFAC(model, lr=0.5, momentum=0, kl_clip=0.01, adaptive_damping=True)
             >>> for step in range(20):
             ...     loss = model(x).square().mean()
             ...     optimizer.zero_grad()

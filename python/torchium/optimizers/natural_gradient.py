@@ -91,8 +91,8 @@ class NaturalGradient(CapturingOptimizer):
             :math:`16 m^2 \le` ``max_workspace_bytes`` (4096 by default), else ``"cg"``
             (default: "auto").
         fisher (str): where the rows of :math:`J` come from. ``"empirical"``: the gradients of the losses.
-            ``"ggn"``: a square root of the Hessian of the loss by the outputs of the model (the generalized
-            Gauss-Newton matrix). ``"mc"``: targets drawn from the model's own distribution (the Fisher
+            ``"ggn"``: a square root of the Hessian of the loss with respect to the model's outputs (the
+            generalized Gauss-Newton matrix). ``"mc"``: targets drawn from the model's own distribution (the Fisher
             matrix). The last two need :meth:`update_curvature` in each iteration. A new value counts from
             the next matrix on (default: "empirical").
         nystrom_rank (int): rank of the Nystrom preconditioner of conjugate gradients; 0: only the damping.
@@ -183,8 +183,8 @@ class NaturalGradient(CapturingOptimizer):
     ) -> None:
         r"""Takes the matrix of the next step from the curvature of the loss (``fisher="mc"`` and ``"ggn"``).
 
-        With :math:`H_i` the Hessian of the loss of sample :math:`i` by its outputs and :math:`J_i` the
-        Jacobian of these by the parameters,
+        With :math:`H_i` the Hessian of the loss of sample :math:`i` with respect to its outputs and :math:`J_i`
+        the Jacobian of these outputs with respect to the parameters,
 
         .. math::
             F = \frac1N \sum_i J_i^\top H_i J_i = \frac1N S^\top S,
@@ -311,10 +311,12 @@ class NaturalGradient(CapturingOptimizer):
             computed = None if how is None else f"has a weight computed by {how}"
             reason = computed or why_unsupported(module)
             if reason is not None:
+                own = [n for n, p in module.named_parameters(recurse=False) if p.requires_grad]
+                listed = ", ".join(own[:4]) + (f", {len(own) - 4} more" if len(own) > 4 else "")
                 raise ValueError(
                     f"NaturalGradient cannot see the samples of {self._module_name(module)}, which "
-                    f"{reason}; freeze its parameters (requires_grad_(False)) or give them to "
-                    "another optimizer, as torchium.ShampooW"
+                    f"{reason}; freeze its parameters ({listed}) by requires_grad_(False) or give "
+                    "them to another optimizer, such as torchium.ShampooW"
                 )
 
     def _check_mixing(self) -> None:

@@ -82,7 +82,7 @@ void NaturalGradient::check_known_layers(const std::vector<at::Tensor>& params) 
     TORCH_CHECK_VALUE(place == nullptr || place->problem.empty(),
                       "NaturalGradient cannot see the samples of ", place->module, ", which ",
                       place->problem, "; freeze its parameter '", place->name,
-                      "' or give it to another optimizer, as torchium::optim::Shampoo");
+                      "' or give it to another optimizer, such as torchium::optim::Shampoo");
   }
 }
 
