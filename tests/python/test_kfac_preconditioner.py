@@ -137,8 +137,9 @@ def test_only_gradients_of_layers_change(device):
     grads = [p.grad.clone() for p in model.parameters()]
     with pytest.warns(
         UserWarning, match=r"KFACPreconditioner preconditions 4 of 6 .*as they are for"
-    ):
+    ) as warned:
         preconditioner.step()
+    assert {w.filename for w in warned} == {__file__}  # the user's line
     assert_same(values(model), before)
     unchanged = [torch.equal(p.grad, g) for p, g in zip(model.parameters(), grads, strict=True)]
     assert unchanged == [False, False, True, True, False, False]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
+from ._core.callers import users_stacklevel
 from ._core.capturing import CapturingOptimizer, ParamsOrModel
 from ._core.factors import FactorCapture
 from ._core.options import OptionList
@@ -452,7 +453,7 @@ class KFAC(CapturingOptimizer):
             warnings.warn(
                 f"{type(self).__name__} preconditions {core.preconditioned()} of {core.considered()} "
                 f"parameters. {self._FALLBACK_NOTE.format(summary(kinds))}",
-                stacklevel=2,
+                stacklevel=users_stacklevel(),
             )
         diagonal: dict[str, list[str]] = {}
         for i, factor, order in core.new_diagonals():
@@ -462,7 +463,7 @@ class KFAC(CapturingOptimizer):
             warnings.warn(
                 f"{type(self).__name__} keeps only the diagonal of factors above max_factor_size: "
                 f"{summary(diagonal)}",
-                stacklevel=2,
+                stacklevel=users_stacklevel(),
             )
 
     # ---- state
