@@ -81,13 +81,17 @@ void ModuleCapture::watch(const std::vector<at::Tensor>& params) {
 
 void ModuleCapture::describe(int64_t number, const std::vector<int64_t>& row, double eps,
                              std::vector<int64_t> padding, std::string padding_mode,
-                             bool adds_height, std::string text) {
+                             bool adds_height, std::string text,
+                             const std::optional<at::Tensor>& mean,
+                             const std::optional<at::Tensor>& variance) {
   TORCH_CHECK(row.empty() || row.size() == gradients::detail::kCallRowSize, "a row has ",
               row.size(), " integers instead of ", gradients::detail::kCallRowSize);
   auto layer = std::make_shared<ModuleLayer>();
   layer->number = number;
   layer->call = row.empty() ? LayerCall() : gradients::detail::call_from_row(row.data());
   layer->call.eps = eps;
+  layer->call.mean = mean.value_or(at::Tensor());
+  layer->call.variance = variance.value_or(at::Tensor());
   layer->padding = std::move(padding);
   layer->padding_mode = std::move(padding_mode);
   layer->adds_height = adds_height;
@@ -107,6 +111,9 @@ void ModuleCapture::add(const at::Tensor& output, const at::Tensor& input,
     const std::lock_guard lock(state_->mutex);
     call->module = layers_.at(number);
     call->layer = call->module->call;
+    for (at::Tensor* statistic : {&call->layer.mean, &call->layer.variance}) {
+      *statistic = statistic->defined() ? statistic->detach().clone() : at::Tensor();
+    }
     call->layer.weight = weight ? state_->trainable_position(*weight) : -1;
     call->layer.bias = bias ? state_->trainable_position(*bias) : -1;
   }

@@ -345,15 +345,17 @@ void register_kfac_plan(torch::Library& m) {
              capture->hand_to(self);
            })
       .def("record_curvature", record_curvature<KfacPlan>)
-      .def("declare",
-           [](const Self& self, const std::vector<int64_t>& rows) {
-             std::vector<optim::detail::DeclaredLayer> layers;
-             for (size_t i = 0; i + 6 < rows.size(); i += 7) {
-               layers.push_back({rows[i], rows[i + 1], rows[i + 2] != 0, rows[i + 3] != 0,
-                                 rows[i + 4], rows[i + 5] != 0, rows[i + 6] != 0});
-             }
-             self->declare(layers);
-           })
+      .def(
+          "declare",
+          [](const Self& self, const std::vector<int64_t>& rows) {
+            std::vector<optim::detail::DeclaredLayer> layers;
+            for (size_t i = 0; i + 7 < rows.size(); i += 8) {
+              layers.push_back({rows[i], rows[i + 1], rows[i + 2] != 0, rows[i + 3] != 0,
+                                rows[i + 4], rows[i + 5] != 0, rows[i + 6] != 0, rows[i + 7] != 0});
+            }
+            self->declare(layers);
+          })
+      .def("new_different_samples", [](const Self& self) { return self->new_different_samples(); })
       .def("problem",
            [](const Self& self, int64_t weight) {
              const auto* layer = self->records().layer(self->param(static_cast<size_t>(weight)));

@@ -51,8 +51,9 @@ TEST(Kfac, FallsBackToMomentum) {
   const auto names = model->named_parameters();
   const auto report = optimizer.report();
   EXPECT_EQ(report.preconditioned,
-            (std::vector<std::string>{"embedding.weight", "head.weight", "head.bias"}));
-  EXPECT_EQ(report.fallback.size(), names.size() - 3);
+            (std::vector<std::string>{"embedding.weight", "norm.weight", "norm.bias", "head.weight",
+                                      "head.bias"}));
+  EXPECT_EQ(report.fallback.size(), names.size() - 5);
   EXPECT_EQ(report.parameters.size(), names.size());
   const auto treatment = [&](const std::string& name) {
     const auto found = std::find_if(report.parameters.begin(), report.parameters.end(),
@@ -62,11 +63,13 @@ TEST(Kfac, FallsBackToMomentum) {
   EXPECT_EQ(treatment("embedding.weight"), "diagonal: A 4, the diagonal of G 7");
   EXPECT_EQ(treatment("head.weight").substr(0, 11), "factors: A ");
   EXPECT_EQ(treatment("head.bias"), treatment("head.weight") + " of head.weight");
+  EXPECT_EQ(treatment("norm.weight"), "unit-wise: 4 blocks 2 x 2");
+  EXPECT_EQ(treatment("norm.bias"), "unit-wise: 4 blocks 2 x 2 of norm.weight");
   for (const auto& name : report.fallback) {
     expect_near(names[name], twin->named_parameters()[name], 1e-12);
   }
   EXPECT_FALSE(torch::allclose(names["head.weight"], twin->head->weight));
-  expect_contains(warnings.text, c10::str("KFAC preconditions 3 of ", names.size(), " parameters"));
+  expect_contains(warnings.text, c10::str("KFAC preconditions 5 of ", names.size(), " parameters"));
   expect_contains(warnings.text, "4 (LSTM is of an unsupported type: lstm.weight_ih_l0, ");
   EXPECT_EQ(warnings.text.find("head"), std::string::npos);
   EXPECT_EQ(warnings.text.find("embedding"), std::string::npos);

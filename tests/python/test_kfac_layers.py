@@ -98,6 +98,15 @@ class FrozenWeight(nn.Module):
 
 
 # model -> reasons of the parameters that fall back
+class OwnNorm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+
+    def forward(self, x):
+        return x / x.norm(dim=-1, keepdim=True) * self.weight + self.bias
+
+
 FALLBACK = {
     "counted_rows": (
         lambda: Words(tied=False, scale_grad_by_freq=True),
@@ -161,14 +170,9 @@ FALLBACK = {
         {"1.weight": "ConvTranspose1d", "1.bias": "ConvTranspose1d"},
     ),
     "frozen_weight": (FrozenWeight, {"a.bias": "its weight is not trained"}),
-    "norms": (
-        lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm1d(4), nn.Linear(4, 3)),
-        {
-            "1.weight": "LayerNorm",
-            "1.bias": "LayerNorm",
-            "2.weight": "BatchNorm1d",
-            "2.bias": "BatchNorm1d",
-        },
+    "other_norms": (
+        lambda: nn.Sequential(nn.Linear(4, 4), OwnNorm(4), nn.LayerNorm(4), nn.Linear(4, 3)),
+        {"1.weight": "OwnNorm", "1.bias": "OwnNorm"},
     ),
 }
 
@@ -206,6 +210,7 @@ def test_other_parameters_take_sgd_steps_and_are_named_once(kind, form):
     assert {kind for n, (kind, _) in treatments.items() if n not in reasons} <= {
         "factors",
         "diagonal",  # of a tied head
+        "unit-wise",
         "none",  # a frozen weight
     }
     assert train(model, optimizer, x, steps=12) == []
@@ -399,15 +404,15 @@ def test_a_checkpoint_loads_before_the_layers_are_known():
 
 
 def test_the_warning_about_many_parameters_is_short_and_begins_with_their_number():
-    norms = {f"a_rather_long_name_of_a_stage_{i}": nn.LayerNorm(4) for i in range(60)}
-    model = nn.Sequential(collections.OrderedDict({**norms, "table": nn.GroupNorm(2, 4)}))
+    norms = {f"a_rather_long_name_of_a_stage_{i}": OwnNorm(4) for i in range(60)}
+    model = nn.Sequential(collections.OrderedDict({**norms, "table": nn.PReLU()}))
     optimizer = torchium.KFAC(model)
     (message,) = train(model, optimizer, torch.randn(5, 4))
-    assert message.startswith("KFAC preconditions 0 of 122 parameters")
-    assert "120 (LayerNorm: " in message
-    assert "2 (GroupNorm: table.weight, table.bias)" in message
+    assert message.startswith("KFAC preconditions 0 of 121 parameters")
+    assert "120 (OwnNorm: " in message
+    assert "1 (PReLU: table.weight)" in message
     assert len(message) < 1000
-    assert len(optimizer.report()["fallback"]) == 122
+    assert len(optimizer.report()["fallback"]) == 121
 
 
 def test_a_wide_layer_keeps_diagonals_and_says_so():
@@ -449,7 +454,7 @@ def test_diagonal_factors_go_through_checkpoints(split):
 # ---- transformers
 
 
-def test_gpt2_is_preconditioned_but_for_its_positions_and_norms():
+def test_gpt2_is_preconditioned_but_for_its_positions():
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.GPT2Config(
@@ -474,10 +479,12 @@ def test_gpt2_is_preconditioned_but_for_its_positions_and_norms():
     why = "looked up for positions that samples share"
     assert f"1 ({why}: transformer.wpe.weight)" in messages[0]
     layers = {name for name in optimizer.report()["preconditioned"]}
-    assert layers == {"transformer.wte.weight"} | {
+    assert layers == {
+        f"transformer.{name}" for name in ("wte.weight", "ln_f.weight", "ln_f.bias")
+    } | {
         f"transformer.h.{block}.{layer}.{name}"
         for block in range(2)
-        for layer in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+        for layer in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj", "ln_1", "ln_2")
         for name in ("weight", "bias")
     }
 

@@ -14,13 +14,15 @@ import torch
 from torch import Tensor, nn
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, *BATCH_NORMS)
 Solver = Callable[[Tensor], Tensor]
 
 
 class Sample(NamedTuple):
     """What a layer sees of one sample at T positions, and where its weight is an embedding too."""
 
-    a: Tensor  # inputs [groups, T, a], 1 appended for a bias
+    a: Tensor  # inputs [groups, T, a], 1 appended for a bias; normalised inputs of a norm [1, T, C]
     g: Tensor  # gradients of the loss of the sample by the outputs [groups, T, o/groups]
     words: Tensor | None = None  # looked up, without padding [L]
     h: Tensor | None = None  # gradients by what was looked up [L, a]
@@ -36,12 +38,14 @@ class Layer:
     groups: int = 1
     transposed: bool = False
     table: bool = False  # of an embedding: a linear layer [in, out] on one-hot vectors
+    norm: bool = False  # with a group for each channel
 
     def join(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         """V [groups, o/groups, a] from a tensor of the weight's shape and one of the bias'."""
         if self.transposed:
             weight = weight.mT
-        V = weight.reshape(self.groups, len(weight) // self.groups, -1)
+        rows = 1 if self.norm else len(weight) // self.groups
+        V = weight.reshape(self.groups, rows, -1)
         return V if bias is None else torch.cat([V, bias.reshape(self.groups, -1, 1)], dim=-1)
 
     def split(self, V: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -49,7 +53,7 @@ class Layer:
         weight = V if self.bias is None else V[..., :-1]
         if self.transposed:
             weight = weight[0].mT
-        bias = None if self.bias is None else V[..., -1].flatten()
+        bias = None if self.bias is None else V[..., -1].reshape(self.bias.shape)
         return weight.reshape(self.weight.shape), bias
 
 
@@ -120,6 +124,9 @@ class ReferenceKFAC:
         """Factors and inverses, where due."""
         o, state = self.options[layer.weight], self.state[layer.weight]
         t = state["step"]
+        if layer.norm:
+            self._update_norm(layer, samples if t % o["TCov"] == 0 else [])
+            return
         if t % o["TCov"] == 0 and samples:
             samples = [reduced(s) if o["weight_sharing"] == "reduce" else s for s in samples]
             A, G = (kept(F, o["max_factor_size"]) for F in factors(samples))
@@ -129,6 +136,22 @@ class ReferenceKFAC:
             state["G"] = d * state.get("G", torch.zeros_like(G)) + (1 - d) * G
         if "A" in state and (t % o["TInv"] == 0 or "solve" not in state):
             state["solve"] = self._solvers(state, o)
+
+    def _update_norm(self, layer: Layer, samples: list[Sample]) -> None:
+        """Fisher blocks, and their damped inverses in every step."""
+        o, state = self.options[layer.weight], self.state[layer.weight]
+        if samples:
+            F = fisher_blocks(samples, o["weight_sharing"], layer.bias is not None)
+            state["k"] = k = state.get("k", 0) + 1
+            d = min(1 - 1 / k, o["stat_decay"])
+            state["F"] = d * state.get("F", torch.zeros_like(F)) + (1 - d) * F
+        if "F" in state:
+            damping = max(o["damping"], o["eps"])
+            eye = torch.eye(state["F"].shape[-1], dtype=state["F"].dtype)
+            state["solve"] = [
+                lambda V, D=block + damping * eye: torch.linalg.solve(D, V.mT).mT
+                for block in state["F"]
+            ]
 
     def _solvers(self, state: dict[str, Any], o: dict[str, Any]) -> list[Solver]:
         """The map V -> (..)^-1 V of each group."""
@@ -155,6 +178,22 @@ def reduced(sample: Sample) -> Sample:
     a = torch.stack([part.mean(1) for part in sample.a.split(sizes, dim=1)], dim=1)
     g = torch.stack([part.sum(1) for part in sample.g.split(sizes, dim=1)], dim=1)
     return sample._replace(a=a, g=g, calls=(1,) * len(sizes))
+
+
+def fisher_blocks(samples: list[Sample], weight_sharing: str, with_bias: bool) -> Tensor:
+    """The mean over samples of (u, v) (u, v)^T, [C, 2, 2], with the gradients u of scale and v of shift.
+
+    "expand": each position is a sample. [C, 1, 1] of the scale alone (Osawa et al. 2019, section 4.2).
+    """
+    F = 0.0
+    for sample in samples:
+        sizes = sample.calls or (sample.a.shape[1],)
+        for a, g in zip(sample.a[0].split(sizes), sample.g[0].split(sizes), strict=True):
+            rows = torch.stack([a * g, g][: 1 + with_bias], dim=-1)  # [T, C, 1 or 2]
+            if weight_sharing == "reduce":
+                rows = rows.sum(0, keepdim=True)
+            F = F + torch.einsum("tci,tcj->cij", rows, rows)
+    return F / len(samples)
 
 
 def factors(samples: list[Sample]) -> tuple[Tensor, Tensor]:
@@ -233,8 +272,9 @@ def layers_of(model: nn.Module) -> list[Layer]:
     A bias shares the factors of its weight if the same modules have both, and it is trained.
     """
     owners: dict[Tensor, list[nn.Module]] = {}
+    kinds = (nn.Linear, nn.Embedding, *CONVOLUTIONS, *NORMS)
     for module in model.modules():
-        if isinstance(module, (nn.Linear, nn.Embedding, *CONVOLUTIONS)) or is_transposed(module):
+        if isinstance(module, kinds) or is_transposed(module):
             for param in module.parameters():
                 owners.setdefault(param, []).append(module)
     layers = []
@@ -243,11 +283,12 @@ def layers_of(model: nn.Module) -> list[Layer]:
         if not modules:
             layers.append(Layer(weight, transposed=True, table=True))
         elif weight is modules[0].weight and weight.requires_grad:
-            bias = modules[0].bias
+            bias = getattr(modules[0], "bias", None)
             joint = bias is not None and bias.requires_grad and owners[bias] == modules
-            groups = getattr(modules[0], "groups", 1)
+            norm = isinstance(modules[0], NORMS)
+            groups = weight.numel() if norm else getattr(modules[0], "groups", 1)
             transposed = is_transposed(modules[0])
-            layers.append(Layer(weight, bias if joint else None, groups, transposed))
+            layers.append(Layer(weight, bias if joint else None, groups, transposed, norm=norm))
     return layers
 
 
@@ -299,6 +340,9 @@ def capture(
                     continue
                 lookups.setdefault(i, []).append((a[counts], g[counts]))
                 continue
+            if layers[i].norm:
+                rows.setdefault(i, []).append(norm_rows(module, a, g))
+                continue
             rows.setdefault(i, []).append(position_rows(module, a, g, layers[i].bias is not None))
         for i, pairs in rows.items():  # several uses are more positions
             sides = [torch.cat(side, dim=1) for side in zip(*pairs, strict=True)]
@@ -328,6 +372,28 @@ def position_rows(
     if with_bias:
         a = torch.cat([a, torch.ones_like(a[..., :1])], dim=-1)
     return a, g
+
+
+def norm_rows(module: nn.Module, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Normalised input and output gradient of a norm for one sample, [1, T, C]."""
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        C = module.weight.numel()
+        rows, g = a.reshape(-1, C), g.reshape(1, -1, C)
+        if isinstance(module, nn.RMSNorm):
+            eps = torch.finfo(a.dtype).eps if module.eps is None else module.eps
+            return (rows / torch.sqrt(rows.square().mean(1, keepdim=True) + eps))[None], g
+        rows = rows - rows.mean(1, keepdim=True)
+        return (rows / torch.sqrt(rows.square().mean(1, keepdim=True) + module.eps))[None], g
+    if isinstance(module, nn.GroupNorm):
+        rows = a.reshape(module.num_groups, -1)
+        rows = rows - rows.mean(1, keepdim=True)
+        rows = rows / torch.sqrt(rows.square().mean(1, keepdim=True) + module.eps)
+    else:
+        assert not module.training, "the statistics of a batch are not those of one sample"
+        mean, var = module.running_mean[:, None], module.running_var[:, None]
+        rows = (a.reshape(len(mean), -1) - mean) / torch.sqrt(var + module.eps)
+    C = module.weight.numel()
+    return rows.reshape(C, -1).mT[None], g.reshape(C, -1).mT[None]
 
 
 def convolution_rows(module: nn.Module, a: Tensor, g: Tensor) -> Sample:

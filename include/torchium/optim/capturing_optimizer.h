@@ -73,6 +73,8 @@ class TORCHIUM_API CapturingOptimizer : public SecondOrderOptimizer {
   virtual c10::intrusive_ptr<detail::JointPlan> make_plan() const = 0;
   // Whether calls of the parameter may be captured.
   virtual bool is_watched(const at::Tensor& param) const { return true; }
+  // Whether calls of batch norm are captured, which mix samples in training mode.
+  virtual bool takes_batch_norm() const { return false; }
   // Whether the next step needs layer calls.
   virtual bool captures_next() = 0;
   // Throws c10::ValueError for layers that do not allow a step of these parameters.

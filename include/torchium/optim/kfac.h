@@ -116,6 +116,9 @@ struct TORCHIUM_API KFACParamState : public SecondOrderParamState {
   TORCH_ARG(at::Tensor, second_moments);
   /// ekfac: updates of second_moments so far: 0-dim float32.
   TORCH_ARG(at::Tensor, moment_updates);
+  /// A norm's weight with C elements: [C, 2, 2], or [C, 1, 1] without a bias; average over samples
+  /// of (u, v) (u, v)^T for the gradients u of the weight and v of the bias, element by element.
+  TORCH_ARG(at::Tensor, fisher_blocks);
   /// Updates of the factors so far: 0-dim float32.
   TORCH_ARG(at::Tensor, factor_updates);
   /// Consecutive failures to invert A and G: int32 [2].
@@ -138,10 +141,10 @@ struct TORCHIUM_API KFACParamState : public SecondOrderParamState {
 struct KFACParameterReport {
   /// In the model.
   std::string name;
-  /// "factors"; "diagonal": with a factor that is stored as its diagonal; "fallback": a step of SGD
-  /// with momentum; or "none".
+  /// "factors"; "diagonal": with a factor that is stored as its diagonal; "unit-wise": scale or
+  /// shift of a norm; "fallback": a step of SGD with momentum; or "none".
   std::string treatment;
-  /// The orders of the factors, or why there are none.
+  /// The orders of the factors or blocks, or why there are none.
   std::string detail;
 };
 
@@ -157,12 +160,18 @@ struct KFACReport {
   std::vector<std::string> diagonal_G;
 };
 
-/// K-FAC for linear layers, convolutions of one to three dimensions that are not transposed, and
-/// embeddings, as modules or as operators (CapturingOptimizer). A weight may be [in, out], as in
-/// addmm(b, x, W), or also be an embedding table (a tied head). All others take steps of SGD with
-/// momentum: tables whose rows samples share, as those of positions [T], parameters of other
-/// operators, weights that other operators use too, and parameters of recurrent and transformer
-/// layers. A warning counts them and names some; report() names all.
+/// K-FAC for linear layers, convolutions of one to three dimensions that are not transposed,
+/// embeddings, and layer, RMS, group and batch norms, as modules or as operators
+/// (CapturingOptimizer). Scale and shift of a norm have a 2 x 2 block of the Fisher matrix for each
+/// channel (unit-wise: Osawa et al. 2019, arXiv 1811.12019, section 4.2), in which the statistics
+/// of a batch count as constants. A weight may be [in, out], as in addmm(b, x, W), or also be an
+/// embedding table (a tied head). All others take steps of SGD with momentum: tables whose rows
+/// samples share, as those of positions [T], parameters of other operators, weights that other
+/// operators use too, and parameters of recurrent and transformer layers. A warning counts them and
+/// names some; report() names all.
+///
+/// Calls of a layer in one backward pass are positions of the same samples: a batch that goes
+/// through the model in parts needs a backward() for each part.
 ///
 ///     torchium::optim::KFAC optimizer(*model, torchium::optim::KFACOptions(0.01).TInv(20));
 class TORCHIUM_API KFAC : public CapturingOptimizer {
@@ -228,6 +237,7 @@ class TORCHIUM_API KFAC : public CapturingOptimizer {
   c10::intrusive_ptr<detail::JointPlan> make_plan() const override;
   bool is_watched(const at::Tensor& param) const override;
   bool captures_next() override;
+  bool takes_batch_norm() const override { return true; }
   void announce() override;
   // What the warning says of parameters without a layer. names: a summary of them.
   virtual std::string fallback_note(const std::string& names) const;
@@ -239,6 +249,7 @@ class TORCHIUM_API KFAC : public CapturingOptimizer {
   KFACParamState* state_of(const at::Tensor& param) const;
   detail::KfacPlan& plan() const;
   std::string why_not(const at::Tensor& param) const;
+  void announce_different_samples();
 };
 
 }  // namespace torchium::optim

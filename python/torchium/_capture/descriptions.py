@@ -6,10 +6,11 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from .layers import call_row, input_padding, is_1d, layer_kind
+from .layers import call_row, input_padding, is_1d, layer_kind, used_statistics
 
 # Attributes that a forward pass reads, besides the parameters.
 _ATTRIBUTES: dict[type[nn.Module], Callable[[nn.Module], Any]] = {
@@ -20,6 +21,7 @@ _ATTRIBUTES: dict[type[nn.Module], Callable[[nn.Module], Any]] = {
     nn.LayerNorm: attrgetter("normalized_shape", "eps"),
     nn.RMSNorm: attrgetter("normalized_shape", "eps"),
     nn.GroupNorm: attrgetter("num_groups", "eps"),
+    _BatchNorm: lambda module: (module.eps, module.training, *map(id, used_statistics(module))),
 }
 # Of the classes seen so far, until they get another forward.
 _getters: dict[type[nn.Module], Callable[[nn.Module], Any] | None] = {}
@@ -53,8 +55,12 @@ def kept(signature: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*parts, attributes)
 
 
-def describe(module: nn.Module) -> tuple[list[int], float, list[int], str, bool, str]:
+def describe(
+    module: nn.Module,
+) -> tuple[list[int], float, list[int], str, bool, str, Tensor | None, Tensor | None]:
     """The arguments of ``ModuleCapture::describe`` (``src/ops/module_capture.h``)."""
     if layer_kind(module) is None:  # only Python knows it
-        return [], 0.0, [], "", False, str(module)
-    return (*call_row(module, -1, -1, 0), *input_padding(module), is_1d(module), str(module))
+        return [], 0.0, [], "", False, str(module), None, None
+    row, eps = call_row(module, -1, -1, 0)
+    padding, text = input_padding(module), str(module)
+    return row, eps, *padding, is_1d(module), text, *used_statistics(module)

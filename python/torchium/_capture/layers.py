@@ -31,9 +31,10 @@ class LayerKind(IntEnum):
     GROUP_NORM = 4
     CONV3D = 5
     RMS_NORM = 6
-    TRANSPOSED_LINEAR = 7  # Conv1D of transformers: a linear layer with a weight [in, out]
-    CONV1D = 8  # a conv2d of height 1
-    TRANSPOSED_CONV = 9  # of 1, 2 or 3 dimensions: a convolution with another setting
+    BATCH_NORM = 7  # recorded for K-FAC alone
+    TRANSPOSED_LINEAR = 8  # Conv1D of transformers: a linear layer with a weight [in, out]
+    CONV1D = 9  # a conv2d of height 1
+    TRANSPOSED_CONV = 10  # of 1, 2 or 3 dimensions: a convolution with another setting
 
 
 @dataclass(eq=False, slots=True)
@@ -59,11 +60,23 @@ _CLASSES: dict[type[nn.Module], LayerKind] = {
     nn.LayerNorm: LayerKind.LAYER_NORM,
     nn.RMSNorm: LayerKind.RMS_NORM,
     nn.GroupNorm: LayerKind.GROUP_NORM,
+    nn.BatchNorm1d: LayerKind.BATCH_NORM,
+    nn.BatchNorm2d: LayerKind.BATCH_NORM,
+    nn.BatchNorm3d: LayerKind.BATCH_NORM,
 }
 
-ALL_KINDS = frozenset(LayerKind)
+# Those whose samples have gradients of their own.
+SAMPLE_KINDS = frozenset(LayerKind) - {LayerKind.BATCH_NORM}
+NORM_KINDS = frozenset(
+    {
+        LayerKind.LAYER_NORM,
+        LayerKind.RMS_NORM,
+        LayerKind.GROUP_NORM,
+        LayerKind.BATCH_NORM,
+    }
+)
 # Those that K-FAC preconditions.
-FACTOR_KINDS = frozenset(
+FACTOR_KINDS = NORM_KINDS | frozenset(
     {
         LayerKind.LINEAR,
         LayerKind.EMBEDDING,
@@ -122,19 +135,17 @@ def has_transposed_weight(module: nn.Module) -> bool:
     return layer_kind(module) is LayerKind.TRANSPOSED_LINEAR
 
 
-def why_unsupported(module: nn.Module, kinds: frozenset[LayerKind] = ALL_KINDS) -> str | None:
+def why_unsupported(module: nn.Module, kinds: frozenset[LayerKind] = SAMPLE_KINDS) -> str | None:
     """Why the parameters of the module have no per-sample gradients; None: they have."""
     kind = layer_kind(module)
-    if kind is None:
-        if _known_class(type(module)) is not None:
-            return "has a forward of its own"
+    if kind is None and _known_class(type(module)) is not None:
+        return "has a forward of its own"
+    if kind not in kinds:
         if may_mix_samples(module):
             return (
                 "is of an unsupported type, and normalises with the statistics of the batch unless "
                 ".eval() is called on it"
             )
-        return "is of an unsupported type"
-    if kind not in kinds:
         return "is of an unsupported type"
     if isinstance(module, nn.Embedding):
         options = {
@@ -170,6 +181,13 @@ def mixes_samples(module: nn.Module) -> bool:
 def may_mix_samples(module: nn.Module) -> bool:
     """Whether the module mixes samples in one of its modes."""
     return isinstance(module, _BatchNorm)
+
+
+def used_statistics(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+    """The running statistics that a batch norm, as it is now, normalises with; else None."""
+    if not isinstance(module, _BatchNorm) or mixes_samples(module):
+        return None, None
+    return module.running_mean, module.running_var
 
 
 def layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -300,6 +318,8 @@ def call_row(
         settings, eps = [len(module.normalized_shape)], -1.0 if module.eps is None else module.eps
     elif isinstance(module, nn.GroupNorm):
         settings, eps = [module.num_groups], module.eps
+    elif isinstance(module, _BatchNorm):
+        eps = module.eps
     return core_row(kind, weight, bias, micro_batch, settings), eps
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .._capture.capture import CallCapture, check_inputs
 from .._capture.layers import (
-    ALL_KINDS,
+    SAMPLE_KINDS,
     LayerCall,
     computed_weight,
     is_single,
@@ -95,7 +95,7 @@ class per_sample:
             raise ValueError(f"no parameter of {type(self._model).__name__} requires a gradient")
         for name, module in self._model.named_modules():
             self._check(name, module)
-        self._capture = _Capture(ALL_KINDS, self._wants)
+        self._capture = _Capture(SAMPLE_KINDS, self._wants)
         self._capture.watch(params.values())
         for name, module in self._model.named_modules():
             self._capture.adopt(module, name)

@@ -58,8 +58,12 @@ class KFAC(CapturingOptimizer):
     :math:`\lambda_G \lambda_A^\top`, the eigenvalues of K-FAC.
 
     Layers are ``nn.Linear`` (any leading dimensions; dimension 0 is the sample), the ``Conv1D`` of
-    transformers, ``nn.Conv1d`` to ``nn.Conv3d``, and ``nn.Embedding``, also if a weight is shared or a layer
-    is used several times. The weight of a linear layer may be that of an embedding too (a tied head). The
+    transformers, ``nn.Conv1d`` to ``nn.Conv3d``, ``nn.Embedding``, ``nn.LayerNorm``, ``nn.RMSNorm``,
+    ``nn.GroupNorm`` and ``nn.BatchNorm1d`` to ``nn.BatchNorm3d``, also if a weight is shared or a layer
+    is used several times. Scale and shift of a norm have a 2 x 2 block of the Fisher matrix for each channel
+    (unit-wise: Osawa et al. 2019, section 4.2), :math:`D_c = (F_c + \text{damping}\,I)^{-1} V_c` with
+    :math:`F_c = E[(u, v)^\top (u, v)]` of their gradients; it is averaged like the factors and solved in
+    every step. Statistics of a batch count as constants there. The weight of a linear layer may be that of an embedding too (a tied head). The
     input factor of an embedding is diagonal, the frequencies of its words; as the first dimension of its
     weight is that of the words, it is called G. Other parameters, and weights that are also used outside of
     their layers, take steps of SGD with momentum; a warning counts them once, and :meth:`report` names
@@ -67,7 +71,10 @@ class KFAC(CapturingOptimizer):
     convolutions: no paper defines their factors, and the two ways to write one as a linear layer with
     shared weights have different ones. Uses outside are looked for where factors are captured, and what is
     found holds until the next time.
-    Micro-batches with loss / k, one ``backward()`` each, equal one batch.
+    Micro-batches with loss / k, one ``backward()`` each, equal one batch. Calls of a layer in one backward
+    pass are positions of the same samples: a batch that goes through the model in parts needs a
+    ``backward()`` for each part. A warning names layers whose parts differ in size; parts of one size cannot be
+    told from shared weights.
     Passes without ``backward()`` between two steps leave no trace. ``zero_grad()`` of the optimizer
     forgets what was captured, and so does every step, except one that raises for a wrong option.
 
@@ -97,7 +104,8 @@ class KFAC(CapturingOptimizer):
     `arXiv:2311.00636 <https://arxiv.org/abs/2311.00636>`_; EKFAC: George et al., "Fast Approximate
     Natural Gradient Descent in a Kronecker-factored Eigenbasis", NeurIPS 2018,
     `arXiv:1806.03884 <https://arxiv.org/abs/1806.03884>`_; the KL clip: Ba, Grosse, Martens,
-    "Distributed Second-Order Optimization using Kronecker-Factored Approximations", ICLR 2017.
+    "Distributed Second-Order Optimization using Kronecker-Factored Approximations", ICLR 2017; norms: Osawa
+    et al., CVPR 2019, `arXiv:1811.12019 <https://arxiv.org/abs/1811.12019>`_.
 
     Args:
         params_or_model (nn.Module or iterable): the model, or parameters, named parameters or dicts
@@ -350,7 +358,7 @@ class KFAC(CapturingOptimizer):
         Returns:
             ``"parameters"``: for each name (or place, without a name) a treatment and a detail. The
             treatment is ``"factors"``; ``"diagonal"``, with a factor that is kept as its diagonal;
-            ``"fallback"``, a step of SGD with momentum; or ``"none"``. The detail has the orders of the
+            ``"unit-wise"``, of a norm; ``"fallback"``, a step of SGD with momentum; or ``"none"``. The detail has the orders of the
             factors, or the reason for having none.
 
             ``"preconditioned"``, ``"fallback"``: names of the parameters of both kinds. A layer joins the
@@ -365,7 +373,7 @@ class KFAC(CapturingOptimizer):
             >>> optimizer.report()["parameters"]["0.weight"]
             ('factors', 'A 5, G 3')
             >>> optimizer.report()["parameters"]["1.weight"]
-            ('fallback', 'LayerNorm')
+            ('unit-wise', '3 blocks 2 x 2')
         """
         plan, names = self._plan, self._short_names()
         fallback = set() if plan is None else {plan.params[i] for i in plan.core.fallback()}
@@ -463,6 +471,16 @@ class KFAC(CapturingOptimizer):
             warnings.warn(
                 f"{type(self).__name__} keeps only the diagonal of factors above max_factor_size: "
                 f"{summary(diagonal)}",
+                stacklevel=users_stacklevel(),
+            )
+        batches: dict[str, list[str]] = {}
+        for i, fewer, more in core.new_different_samples():
+            batches.setdefault(f"{fewer} and {more} samples", []).append(names()[plan.params[i]])
+        if batches:
+            warnings.warn(
+                f"{type(self).__name__} takes all calls of a layer in one backward pass as positions of "
+                f"the same samples, but their batches differ: {summary(batches)}. If a batch goes "
+                "through the model in parts, call backward() for each part",
                 stacklevel=users_stacklevel(),
             )
 

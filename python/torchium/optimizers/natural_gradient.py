@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from .._capture.capture import CallCapture, check_inputs
 from .._capture.layers import (
-    ALL_KINDS,
+    SAMPLE_KINDS,
     LayerCall,
     call_row,
     computed_weight,
@@ -285,7 +285,7 @@ class NaturalGradient(CapturingOptimizer):
     # ---- capture
 
     def _init_capture(self) -> None:
-        self._capture = CallCapture(ALL_KINDS, self._wants)
+        self._capture = CallCapture(SAMPLE_KINDS, self._wants)
         self._refreshes = True  # the next step, once that is decided
 
     def _record_curvature(self, outputs: Tensor, *loss: Any) -> None:

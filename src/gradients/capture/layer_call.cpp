@@ -23,13 +23,16 @@ int64_t dims_of_a_sample(const LayerCall& call) {
       return call.settings[kNormalizedDims];
     case LayerKind::kEmbedding:
     case LayerKind::kGroupNorm:
+    case LayerKind::kBatchNorm:
       break;
   }
   return 0;
 }
 
 int64_t least_dims(const LayerCall& call) {
-  return call.kind == LayerKind::kGroupNorm ? 2 : dims_of_a_sample(call);
+  const bool has_channels =
+      call.kind == LayerKind::kGroupNorm || call.kind == LayerKind::kBatchNorm;
+  return has_channels ? 2 : dims_of_a_sample(call);
 }
 
 void check_index(int64_t index, int64_t params, const char* role, size_t call) {
@@ -55,6 +58,8 @@ const char* name_of(LayerKind kind) {
       return "conv3d";
     case LayerKind::kRmsNorm:
       return "rms_norm";
+    case LayerKind::kBatchNorm:
+      return "batch_norm";
   }
   return "unknown";
 }

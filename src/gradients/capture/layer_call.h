@@ -18,8 +18,9 @@ enum class LayerKind : int64_t {
   kGroupNorm = 4,
   kConv3d = 5,
   kRmsNorm = 6,
+  kBatchNorm = 7,  // only captured for K-FAC
 };
-constexpr LayerKind kLastKind = LayerKind::kRmsNorm;
+constexpr LayerKind kLastKind = LayerKind::kRmsNorm;  // of those that operators take
 
 const char* name_of(LayerKind kind);
 
@@ -53,6 +54,8 @@ struct LayerCall {
   double eps = 0.0;            // of a norm; kRmsNorm, below 0: epsilon of the input's dtype
   at::Tensor input;            // input of the layer; embedding: integer indices
   at::Tensor output_gradient;  // gradient of the loss by its output
+  // Batch norm: the running statistics that it used, [C]; undefined: it used those of the input.
+  at::Tensor mean, variance;
 };
 
 // Whether the weight of a linear layer is [in, out].
@@ -67,6 +70,12 @@ inline bool is_convolution(const LayerCall& call) {
 // Whether the layer multiplies a matrix, its weight, by vectors.
 inline bool is_product(const LayerCall& call) {
   return call.kind == LayerKind::kLinear || is_convolution(call);
+}
+
+// Whether the layer multiplies its normalised input by its weight, element by element.
+inline bool is_norm(const LayerCall& call) {
+  return call.kind == LayerKind::kLayerNorm || call.kind == LayerKind::kGroupNorm ||
+         call.kind == LayerKind::kRmsNorm || call.kind == LayerKind::kBatchNorm;
 }
 
 // Of a convolution.

@@ -217,6 +217,15 @@ Reading rms_norm(Arguments a) {
                        a[3].isNone() ? -1.0 : a[3].toDouble());
 }
 
+Reading batch_norm(Arguments a) {
+  Reading call = normalization(LayerKind::kBatchNorm, a[1], a[2], a[0], 0, a[7].toDouble());
+  if (!a[5].toBool()) {  // running statistics may be updated before the backward pass
+    call->layer.mean = a[3].toTensor().detach().clone();
+    call->layer.variance = a[4].toTensor().detach().clone();
+  }
+  return call;
+}
+
 Reading nothing(Arguments) { return std::nullopt; }
 
 std::unordered_map<const char*, LayerOperator> make_table() {
@@ -248,6 +257,7 @@ std::unordered_map<const char*, LayerOperator> make_table() {
       {"aten::group_norm", "", {&group_norm, true}},
       {"aten::native_group_norm", "", {&native_group_norm, true}},
       {"aten::rms_norm", "", {&rms_norm, true}},
+      {"aten::batch_norm", "", {&batch_norm, true}},
       {"aten::lstm", "input", {&nothing, true}},
       {"aten::lstm", "data", {&nothing, true}},
       {"aten::gru", "input", {&nothing, true}},

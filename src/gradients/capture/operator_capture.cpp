@@ -125,6 +125,9 @@ at::Tensor with_samples(const at::Tensor& input) {
 
 void note_call(const OperatorCall& call, CallContext& context) {
   Registry::instance().for_each([&](const std::shared_ptr<OperatorCapture::State>& capture) {
+    if (call.layer.kind == LayerKind::kBatchNorm && !capture->takes_batch_norm) {
+      return;
+    }
     const int64_t bias = capture->trainable_position(call.bias);
     if (call.is_in_place_addition && bias >= 0) {
       if (auto found = product_call(call.layer.input, capture.get())) {
@@ -275,8 +278,9 @@ void Registry::remove(const OperatorCapture::State* capture) {
 
 }  // namespace
 
-OperatorCapture::OperatorCapture(const std::vector<at::Tensor>& params, const Receiver& receiver)
-    : state_(std::make_shared<State>(params, receiver)) {}
+OperatorCapture::OperatorCapture(const std::vector<at::Tensor>& params, const Receiver& receiver,
+                                 bool takes_batch_norm)
+    : state_(std::make_shared<State>(params, receiver, takes_batch_norm)) {}
 
 OperatorCapture::~OperatorCapture() { set_enabled(false); }
 

@@ -18,7 +18,7 @@ namespace torchium::gradients::detail {
 //   linear, addmm, matmul, mm (whose operand is the whole transpose of the parameter, or the
 //   parameter itself; a bias is addmm's first operand or what is added in place to the product),
 //   conv1d to conv3d and their transposed forms, convolution, embedding, layer_norm,
-//   native_layer_norm, rms_norm, group_norm, native_group_norm.
+//   native_layer_norm, rms_norm, group_norm, native_group_norm, and batch_norm if asked for.
 // The input [samples * positions, in] of a product with a parameter itself is captured as [samples,
 // positions, in] if it is a view of such a tensor.
 // A call counts if gradients are recorded and reach the parameter. Dimension 0 of the input is the
@@ -39,8 +39,9 @@ class TORCHIUM_API OperatorCapture {
   using Receiver = std::function<void(LayerCall call, const std::vector<int64_t>& gone_passes)>;
 
   // Without a receiver the calls are kept for differentiate(). Disabled at first.
+  // takes_batch_norm: whether calls of batch_norm are captured, which mix samples in training mode.
   explicit OperatorCapture(const std::vector<at::Tensor>& params,
-                           const Receiver& receiver = nullptr);
+                           const Receiver& receiver = nullptr, bool takes_batch_norm = false);
   ~OperatorCapture();
   OperatorCapture(const OperatorCapture&) = delete;
   OperatorCapture& operator=(const OperatorCapture&) = delete;

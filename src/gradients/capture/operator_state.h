@@ -14,8 +14,9 @@
 namespace torchium::gradients::detail {
 
 struct OperatorCapture::State : public CaptureState {
-  State(const std::vector<at::Tensor>& params, const OperatorCapture::Receiver& receive)
-      : CaptureState(params), is_differentiated(!receive) {
+  State(const std::vector<at::Tensor>& params, const OperatorCapture::Receiver& receive,
+        bool takes_batch_norm)
+      : CaptureState(params), is_differentiated(!receive), takes_batch_norm(takes_batch_norm) {
     if (receive) {
       receiver = [receive](const PendingCall&, LayerCall call, const std::vector<int64_t>& gone) {
         receive(std::move(call), gone);
@@ -24,6 +25,7 @@ struct OperatorCapture::State : public CaptureState {
   }
 
   const bool is_differentiated;  // without a receiver
+  const bool takes_batch_norm;
 
   // With the mutex:
   std::exception_ptr error;

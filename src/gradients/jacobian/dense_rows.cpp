@@ -5,50 +5,6 @@
 namespace torchium::gradients::detail {
 namespace {
 
-// Sums an output-shaped tensor over all dimensions but the sample and those of the bias.
-at::Tensor sum_over_positions(const LayerCall& call, const at::Tensor& output) {
-  switch (call.kind) {
-    case LayerKind::kLinear:
-      if (output.dim() <= 2) {
-        return output.dim() == 1 ? output.unsqueeze(0) : output;
-      }
-      return output.flatten(1, output.dim() - 2).sum(1);
-    case LayerKind::kConv2d:
-    case LayerKind::kConv3d: {
-      const at::Tensor sums = output.flatten(-static_cast<int64_t>(spatial_dims(call))).sum(-1);
-      return sums.dim() == 1 ? sums.unsqueeze(0) : sums;
-    }
-    case LayerKind::kGroupNorm:
-      return output.dim() == 2 ? output : output.flatten(2).sum(2);
-    case LayerKind::kLayerNorm:
-    case LayerKind::kRmsNorm: {
-      const int64_t dims = call.settings[kNormalizedDims];
-      if (output.dim() == dims) {
-        return output.unsqueeze(0);
-      }
-      return output.dim() == dims + 1 ? output : output.flatten(1, output.dim() - dims - 1).sum(1);
-    }
-    case LayerKind::kEmbedding:
-      break;
-  }
-  TORCH_CHECK_VALUE(false, "a layer of kind ", name_of(call.kind), " has no bias");
-}
-
-// The operand that a norm's affine part multiplies by its weight.
-at::Tensor normalized(const LayerCall& call, at::ScalarType dtype) {
-  const at::Tensor input = call.input.to(dtype);
-  if (call.kind == LayerKind::kGroupNorm) {
-    return at::group_norm(input, call.settings[kNumGroups], {}, {}, call.eps);
-  }
-  const int64_t dims = call.settings[kNormalizedDims];
-  const auto shape = input.sizes().slice(input.dim() - dims);
-  if (call.kind == LayerKind::kRmsNorm) {
-    const double eps = call.eps < 0 ? epsilon_of(call.input.scalar_type()) : call.eps;
-    return at::rms_norm(input, shape, {}, eps);
-  }
-  return at::layer_norm(input, shape, {}, {}, call.eps);
-}
-
 // The dimensions of a bias in the output.
 at::IntArrayRef parameter_dims(const LayerCall& call, const at::Tensor& output) {
   switch (call.kind) {
@@ -56,6 +12,7 @@ at::IntArrayRef parameter_dims(const LayerCall& call, const at::Tensor& output) 
     case LayerKind::kConv3d:
       return output.sizes().slice(output.dim() - spatial_dims(call) - 1, 1);
     case LayerKind::kGroupNorm:
+    case LayerKind::kBatchNorm:
       return output.sizes().slice(1, 1);
     case LayerKind::kLayerNorm:
     case LayerKind::kRmsNorm:
@@ -77,6 +34,66 @@ void check_shape(const LayerCall& call, at::IntArrayRef shape, const char* role,
 
 }  // namespace
 
+at::Tensor sum_over_positions(const LayerCall& call, const at::Tensor& output) {
+  switch (call.kind) {
+    case LayerKind::kLinear:
+      if (output.dim() <= 2) {
+        return output.dim() == 1 ? output.unsqueeze(0) : output;
+      }
+      return output.flatten(1, output.dim() - 2).sum(1);
+    case LayerKind::kConv2d:
+    case LayerKind::kConv3d: {
+      const at::Tensor sums = output.flatten(-static_cast<int64_t>(spatial_dims(call))).sum(-1);
+      return sums.dim() == 1 ? sums.unsqueeze(0) : sums;
+    }
+    case LayerKind::kGroupNorm:
+    case LayerKind::kBatchNorm:
+      return output.dim() == 2 ? output : output.flatten(2).sum(2);
+    case LayerKind::kLayerNorm:
+    case LayerKind::kRmsNorm: {
+      const int64_t dims = call.settings[kNormalizedDims];
+      if (output.dim() == dims) {
+        return output.unsqueeze(0);
+      }
+      return output.dim() == dims + 1 ? output : output.flatten(1, output.dim() - dims - 1).sum(1);
+    }
+    case LayerKind::kEmbedding:
+      break;
+  }
+  TORCH_CHECK_VALUE(false, "a layer of kind ", name_of(call.kind), " has no bias");
+}
+
+at::Tensor normalized_input(const LayerCall& call, at::ScalarType dtype) {
+  const at::Tensor input = call.input.to(dtype);
+  if (call.kind == LayerKind::kGroupNorm) {
+    return at::group_norm(input, call.settings[kNumGroups], {}, {}, call.eps);
+  }
+  if (call.kind == LayerKind::kBatchNorm) {
+    const bool has_statistics = call.mean.defined();
+    const auto as_input = [&](const at::Tensor& statistic) {
+      return has_statistics ? statistic.to(dtype) : at::Tensor();
+    };
+    return at::batch_norm(input, {}, {}, as_input(call.mean), as_input(call.variance),
+                          /*training=*/!has_statistics, /*momentum=*/0.0, call.eps,
+                          /*cudnn_enabled=*/false);
+  }
+  const int64_t dims = call.settings[kNormalizedDims];
+  const auto shape = input.sizes().slice(input.dim() - dims);
+  if (call.kind == LayerKind::kRmsNorm) {
+    const double eps = call.eps < 0 ? epsilon_of(call.input.scalar_type()) : call.eps;
+    return at::rms_norm(input, shape, {}, eps);
+  }
+  return at::layer_norm(input, shape, {}, {}, call.eps);
+}
+
+void check_norm(const LayerCall& call, at::IntArrayRef shape, size_t call_index) {
+  check_shape(call, shape, "weight", call_index);
+  TORCH_CHECK_VALUE(call.input.sizes() == call.output_gradient.sizes(), "calls[", call_index,
+                    "]: a ", name_of(call.kind), " layer got inputs of shape ", call.input.sizes(),
+                    " and output_gradients of shape ", call.output_gradient.sizes(),
+                    "; they must be the same");
+}
+
 at::Tensor bias_rows(const LayerCall& call, at::IntArrayRef shape, at::ScalarType dtype,
                      size_t call_index) {
   check_shape(call, shape, "bias", call_index);
@@ -85,12 +102,8 @@ at::Tensor bias_rows(const LayerCall& call, at::IntArrayRef shape, at::ScalarTyp
 
 at::Tensor norm_weight_rows(const LayerCall& call, at::IntArrayRef shape, at::ScalarType dtype,
                             size_t call_index) {
-  check_shape(call, shape, "weight", call_index);
-  TORCH_CHECK_VALUE(call.input.sizes() == call.output_gradient.sizes(), "calls[", call_index,
-                    "]: a ", name_of(call.kind), " layer got inputs of shape ", call.input.sizes(),
-                    " and output_gradients of shape ", call.output_gradient.sizes(),
-                    "; they must be the same");
-  return sum_over_positions(call, normalized(call, dtype) * call.output_gradient.to(dtype));
+  check_norm(call, shape, call_index);
+  return sum_over_positions(call, normalized_input(call, dtype) * call.output_gradient.to(dtype));
 }
 
 }  // namespace torchium::gradients::detail

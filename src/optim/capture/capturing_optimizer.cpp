@@ -208,7 +208,8 @@ void CapturingOptimizer::forget_captures() {
       use_positions(positions, call);
       plan->receive(std::move(call), gone_passes);
     };
-    capture_ = std::make_unique<gradients::detail::OperatorCapture>(watched, receive);
+    capture_ =
+        std::make_unique<gradients::detail::OperatorCapture>(watched, receive, takes_batch_norm());
   }
   capture_->forget();
   capture_->set_enabled(is_known && captures_next());

@@ -1,12 +1,12 @@
 #include "optim/blocked/elementwise.h"
 #include "optim/core/argument_checks.h"
+#include "optim/kfac/factor_averages.h"
 #include "optim/kfac/kfac_direction.h"
 #include "optim/kfac/kfac_subset.h"
 
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <initializer_list>
 #include <utility>
 
 namespace torchium::optim::detail {
@@ -87,50 +87,6 @@ class EagerSubset : public KfacSubset {
       update_averages({{layer.second_moments, layer.moment_sum, layer.moment_scale}},
                       layer.moment_updates, layer.stat_decay,
                       guard.narrowed(layer.G_eigenvalues.ge(0).all()));
-    }
-  }
-
-  struct Average {
-    at::Tensor average;
-    at::Tensor sum;
-    double scale;
-  };
-
-  // The average, in a dtype that holds both; itself if it does.
-  static at::Tensor widened(const at::Tensor& average, const at::Tensor& sum) {
-    return average.to(at::promote_types(average.scalar_type(), sum.scalar_type()));
-  }
-  static void narrow_(at::Tensor& average, const at::Tensor& wide) {
-    if (!wide.is_same(average)) {
-      average.copy_(wide);
-    }
-  }
-
-  // k <- k + 1; average <- d average + (1 - d) scale sum with d = min(1 - 1/k, stat_decay)
-  static void update_averages(std::initializer_list<Average> averages, at::Tensor updates,
-                              double stat_decay, const FoundInfGuard& guard) {
-    if (guard.skipped_on_host()) {
-      return;
-    }
-    if (updates.is_cpu()) {
-      updates.add_(1);
-      const double d = std::min(1.0 - 1.0 / updates.item<double>(), stat_decay);
-      for (auto [average, sum, scale] : averages) {
-        at::Tensor wide = widened(average, sum);
-        scale_and_add_(wide, d, sum.to(wide.scalar_type()), (1.0 - d) * scale);
-        narrow_(average, wide);
-      }
-      return;
-    }
-    guard.advance(updates);
-    const at::Tensor k = updates.to(at::kDouble).clamp_min_(1.0);
-    const at::Tensor d = (1.0 - k.reciprocal()).clamp_max_(stat_decay);
-    const at::Tensor weight = guard.zero_if_skipped(1.0 - d);
-    for (auto [average, sum, scale] : averages) {
-      const at::Tensor wide = widened(average, sum);
-      const at::Tensor value = guard.zero_if_skipped(sum).to(wide.scalar_type()) * scale;
-      wide.lerp_(value, weight.to(wide.scalar_type()));
-      narrow_(average, wide);
     }
   }
 

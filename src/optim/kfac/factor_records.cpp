@@ -16,6 +16,8 @@ using gradients::detail::WeightSharing;
 
 constexpr const char* kUsedBothWays = "used as [in, out] and as [out, in]";
 constexpr const char* kSharedRows = "looked up for positions that samples share";
+constexpr const char* kNormAndOther = "used by a norm and by another layer";
+constexpr const char* kSeveralBiases = "used by norms with different biases";
 constexpr const char* kTransposedConvolution = "weight of a transposed convolution";
 
 namespace {
@@ -39,6 +41,15 @@ int64_t FactorSums::samples() const {
     total += samples;
   }
   return total;
+}
+
+void FactorSums::count_samples(const LayerCall& call, const CurvatureColumn* column) {
+  const int64_t N = gradients::detail::samples_of(call).expect_int();
+  int64_t& samples = samples_of_pass[call.micro_batch];
+  if (column == nullptr && samples != 0 && samples != N) {
+    different_samples = std::minmax(samples, N);
+  }
+  samples = std::max(samples, column == nullptr ? N : column->samples);
 }
 
 const at::TensorImpl* FactorRecords::weight_beside(const at::Tensor& bias) const {
@@ -74,6 +85,8 @@ void FactorRecords::record(const FactorWeight& weight, const LayerCall& call,
     record_lookup(weight, call, column);
   } else if (is_product(call)) {
     record_product(weight, call, seen, column);
+  } else if (gradients::detail::is_norm(call)) {
+    record_norm(weight, call, seen, column);
   }
 }
 
@@ -93,6 +106,8 @@ void FactorRecords::record_product(const FactorWeight& weight, const LayerCall& 
     layer.problem = kUsedBothWays;
   } else if (is_transposed_convolution(call)) {
     layer.problem = kTransposedConvolution;
+  } else if (layer.is_unitwise) {
+    layer.problem = kNormAndOther;
   }
   if (!layer.problem.empty()) {
     return;
@@ -114,11 +129,10 @@ void FactorRecords::record_product(const FactorWeight& weight, const LayerCall& 
   if (factors_of(column) == UpdatedFactors::kOfGradients) {
     return;
   }
-  const int64_t N = gradients::detail::samples_of(call).expect_int();
-  int64_t& samples = sums.samples_of_pass[call.micro_batch];
-  samples = std::max(samples, column == nullptr ? N : column->samples);
-  sums.rows +=
-      weight.sharing == WeightSharing::kReduce ? N : call.output_gradient.numel() / matrix.size(0);
+  sums.count_samples(call, column);
+  sums.rows += weight.sharing == WeightSharing::kReduce
+                   ? gradients::detail::samples_of(call).expect_int()
+                   : call.output_gradient.numel() / matrix.size(0);
 }
 
 void FactorRecords::record_lookup(const FactorWeight& weight, const LayerCall& call,
@@ -150,9 +164,43 @@ void FactorRecords::record_lookup(const FactorWeight& weight, const LayerCall& c
   add_moments(weight, call, weight.param.sizes(), sums);
 }
 
+void FactorRecords::record_norm(const FactorWeight& weight, const LayerCall& call,
+                                const FactorLayer& seen, const CurvatureColumn* column) {
+  const auto* impl = weight.param.unsafeGetTensorImpl();
+  const auto [known, is_new] = layers_.try_emplace(impl);
+  FactorLayer& layer = known->second;
+  if (is_new) {
+    layer.is_unitwise = true;
+    layer.bias = is_joint_bias(seen.bias) ? at::Tensor() : seen.bias;
+  } else if (!layer.is_unitwise) {
+    layer.problem = kNormAndOther;
+  } else if (layer.bias.defined() && !layer.bias.is_same(seen.bias)) {
+    layer.problem = kSeveralBiases;
+  }
+  if (!layer.problem.empty()) {
+    return;
+  }
+  FactorSums& sums = sums_[impl];
+  if (!sums.blocks.defined()) {
+    const int64_t k = weight.blocks.defined() ? weight.blocks.size(-1)
+                      : layer.bias.defined()  ? 2
+                                              : 1;
+    sums.blocks =
+        at::zeros({weight.param.numel(), k, k},
+                  weight.param.options().dtype(state_dtype(weight.param)).requires_grad(false));
+  }
+  gradients::detail::update_fisher_blocks_(sums.blocks, call, weight.param.sizes(), weight.sharing);
+  if (factors_of(column) == UpdatedFactors::kBoth) {
+    sums.count_samples(call, column);
+  }
+}
+
 void FactorRecords::settle_tables() {
   std::map<int64_t, int64_t> samples_of_pass;  // as products have seen them
   for (const auto& [weight, sums] : sums_) {
+    if (sums.blocks.defined()) {
+      continue;
+    }
     for (const auto& [pass, samples] : sums.samples_of_pass) {
       samples_of_pass[pass] = std::max(samples_of_pass[pass], samples);
     }
@@ -208,10 +256,13 @@ void FactorRecords::forget() { sums_.clear(); }
 
 FactorSums* FactorRecords::sums(const FactorWeight& weight) {
   const auto found = sums_.find(weight.param.unsafeGetTensorImpl());
-  if (found == sums_.end() || !found->second.A.defined()) {
+  if (found == sums_.end() || !(found->second.A.defined() || found->second.blocks.defined())) {
     return nullptr;
   }
   FactorSums& sums = found->second;
+  if (sums.blocks.defined()) {
+    return &sums;
+  }
   const FactorLayer* known = layer(weight.param);
   if (sums.G.dim() == 3 && known != nullptr && layout(weight, *known).diagonal_G) {
     sums.G = sums.G.diagonal(0, -2, -1).contiguous();  // looked up after the first product

@@ -3,6 +3,7 @@
 
 #include "gradients/capture/layer_call.h"
 #include "gradients/factors/eigenbasis_moments.h"
+#include "gradients/factors/fisher_blocks.h"
 #include "gradients/factors/kronecker_factors.h"
 #include "optim/capture/loss_curvature.h"
 #include "optim/kfac/kfac_factors.h"
@@ -11,8 +12,10 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace torchium::optim::detail {
@@ -32,11 +35,18 @@ struct FactorSums {
   std::vector<Lookups> lookups;
   // EKFAC: [groups, o, a], with those of lookups; undefined: none.
   at::Tensor moments;
+  // Of a norm: [C, 2, 2], or [C, 1, 1] without a bias; undefined: of another layer.
+  at::Tensor blocks;
   // By backward pass. Products of one pass have the same samples.
   std::map<int64_t, int64_t> samples_of_pass;
   int64_t rows = 0;  // vectors a in the sum A
+  // Samples of two calls of one pass, if they have differed: perhaps the batch went through the
+  // model in parts, which count as positions of the same samples.
+  std::optional<std::pair<int64_t, int64_t>> different_samples;
 
   int64_t samples() const;
+  // Counts those of a call, or of the curvature that the column is of.
+  void count_samples(const gradients::detail::LayerCall& call, const CurvatureColumn* column);
 };
 
 // A layer, from the first call of its weight.
@@ -46,6 +56,7 @@ struct FactorLayer {
   bool is_transposed = false;  // the weight is [in, out]
   bool is_tied = false;        // the weight is an embedding table, perhaps too
   bool is_table = false;       // it is that alone
+  bool is_unitwise = false;    // the weight is the scale of a norm
   std::string problem;         // why the weight has no factors; empty: it has
 };
 
@@ -55,6 +66,7 @@ struct FactorLayer {
 struct FactorWeight {
   at::Tensor param;
   at::Tensor A, G;
+  at::Tensor blocks;  // instead of both: of a norm
   int64_t max_factor_size;
   gradients::detail::WeightSharing sharing;
   gradients::detail::Eigenbasis basis = {};
@@ -63,8 +75,8 @@ struct FactorWeight {
 class FactorRecords {
  public:
   // A call with its gradient, of which kind, settings, micro-batch and tensors count. Calls that
-  // are neither products nor lookups are ignored. column: of a curvature, whose gradient it is;
-  // null: it is that of the loss.
+  // are neither products nor lookups nor of norms are ignored. column: of a curvature, whose
+  // gradient it is; null: it is that of the loss.
   void record(const FactorWeight& weight, const gradients::detail::LayerCall& call,
               const FactorLayer& layer, const CurvatureColumn* column = nullptr);
   // Known without a call.
@@ -102,6 +114,8 @@ class FactorRecords {
                       const FactorLayer& seen, const CurvatureColumn* column);
   void record_lookup(const FactorWeight& weight, const gradients::detail::LayerCall& call,
                      const CurvatureColumn* column);
+  void record_norm(const FactorWeight& weight, const gradients::detail::LayerCall& call,
+                   const FactorLayer& seen, const CurvatureColumn* column);
   static void add_moments(const FactorWeight& weight, const gradients::detail::LayerCall& call,
                           at::IntArrayRef weight_shape, FactorSums& sums);
 

@@ -111,12 +111,12 @@ std::string KFAC::why_not(const at::Tensor& param) const {
     return layer->problem;
   }
   if (is_used_otherwise(param) || (layer != nullptr && is_used_otherwise(layer->bias))) {
-    return "also used otherwise than by a linear layer or convolution";
+    return "also used otherwise than by a linear layer, convolution or norm";
   }
   if (records.is_joint_bias(param)) {
     return "the bias of a weight that falls back";
   }
-  return "not seen as weight or bias of a linear layer or convolution";
+  return "not seen as weight or bias of a linear layer, convolution or norm";
 }
 
 std::string KFAC::fallback_note(const std::string& names) const {
@@ -145,6 +145,19 @@ void KFAC::announce() {
   if (!diagonal.empty()) {
     TORCH_WARN(name(), " keeps only the diagonal of factors above max_factor_size: ",
                detail::summary(diagonal));
+  }
+  announce_different_samples();
+}
+
+void KFAC::announce_different_samples() {
+  detail::NamesByKind names;
+  for (const auto& [i, fewer, more] : plan().new_different_samples()) {
+    names[c10::str(fewer, " and ", more, " samples")].push_back(name_of(plan().param(i)));
+  }
+  if (!names.empty()) {
+    TORCH_WARN(name(), " takes all calls of a layer in one backward pass as positions of the same ",
+               "samples, but their batches differ: ", detail::summary(names),
+               ". If a batch goes through the model in parts, call backward() for each part");
   }
 }
 

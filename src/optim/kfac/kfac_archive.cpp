@@ -47,6 +47,7 @@ std::vector<SecondOrderParamState::NamedTensor> KFACParamState::factors() {
           {"G_eigenvalues", &G_eigenvalues()},
           {"second_moments", &second_moments()},
           {"moment_updates", &moment_updates()},
+          {"fisher_blocks", &fisher_blocks()},
           {"factor_updates", &factor_updates()},
           {"root_failures", &root_failures()}};
 }
@@ -70,7 +71,9 @@ void KFACParamState::serialize(torch::serialize::InputArchive& archive) {
 }
 
 bool KFACParamState::is_of(const at::Tensor& param) {
-  const at::Tensor& root = A_inverse().defined() ? A_inverse() : A_eigenvectors();
+  const at::Tensor& root = A_inverse().defined()        ? A_inverse()
+                           : A_eigenvectors().defined() ? A_eigenvectors()
+                                                        : fisher_blocks();
   return SecondOrderParamState::is_of(param) &&
          (!root.defined() || root.scalar_type() == detail::state_dtype(param));
 }
@@ -101,6 +104,14 @@ bool KFACParamState::assign(const std::string& key, const at::Tensor& value) {
   return false;
 }
 
+namespace {
+
+bool has_curvature(const KFACParamState& state) {
+  return state.A().defined() || state.fisher_blocks().defined();
+}
+
+}  // namespace
+
 // One row per weight with factors: its position in all_params(), that of its bias (-1: none), and
 // whether the weight is [in, out].
 void KFAC::save_more(torch::serialize::OutputArchive& archive) const {
@@ -114,7 +125,7 @@ void KFAC::save_more(torch::serialize::OutputArchive& archive) const {
   for (const auto i : c10::irange(params.size())) {
     KFACParamState* state = state_of(params[i]);
     const auto* layer = plan().records().layer(params[i]);
-    if (state != nullptr && state->A().defined() && layer != nullptr) {
+    if (state != nullptr && has_curvature(*state) && layer != nullptr) {
       rows.insert(rows.end(), {static_cast<int64_t>(i), position(layer->bias),
                                static_cast<int64_t>(layer->is_transposed)});
     }
@@ -139,8 +150,11 @@ std::function<void()> KFAC::read_more(torch::serialize::InputArchive& archive) {
     const auto row = rows.accessor<int64_t, 2>();
     for (const auto i : c10::irange(rows.size(0))) {
       const KFACParamState* state = state_of(plan().param(row[i][0]));
-      if (state != nullptr && state->A().defined()) {
-        layers.push_back({row[i][0], row[i][1], row[i][2] != 0});
+      if (state != nullptr && has_curvature(*state)) {
+        layers.push_back({.weight = row[i][0],
+                          .bias = row[i][1],
+                          .is_transposed = row[i][2] != 0,
+                          .is_unitwise = state->fisher_blocks().defined()});
       }
     }
     plan().declare(layers);

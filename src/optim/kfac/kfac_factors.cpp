@@ -120,8 +120,20 @@ void add_second_moments(KFACParamState& state) {
   state.moment_updates(at::zeros_like(state.factor_updates()));
 }
 
+void add_fisher_blocks(KFACParamState& state, const at::Tensor& weight, bool with_bias) {
+  const auto options = at::TensorOptions(state_dtype(weight)).device(weight.device());
+  const int64_t k = with_bias ? 2 : 1;
+  state.fisher_blocks(at::zeros({weight.numel(), k, k}, options));
+  state.factor_updates(at::zeros({}, options.dtype(at::kFloat)));
+}
+
 void add_saved_layout(KFACParamState& fresh, const at::Tensor& weight, const KFACParamState& saved,
                       const KFACOptions& options) {
+  if (saved.fisher_blocks().defined()) {
+    const at::Tensor& blocks = saved.fisher_blocks();
+    add_fisher_blocks(fresh, weight, /*with_bias=*/blocks.dim() > 0 && blocks.size(-1) > 1);
+    return;
+  }
   const at::Tensor& A = first_defined(saved.A(), saved.A_inverse(), saved.A_eigenvectors());
   const at::Tensor& G = first_defined(saved.G(), saved.G_inverse(), saved.G_eigenvectors());
   const bool has_factors = A.defined() || G.defined() || saved.factor_updates().defined() ||

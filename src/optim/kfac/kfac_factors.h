@@ -55,6 +55,9 @@ bool has_second_moments(const KFACParamState& state, const at::Tensor& weight);
 // Creates the second moments of a layer with eigenvectors, from its eigenvalues.
 void add_second_moments(KFACParamState& state);
 
+// Creates the Fisher blocks of a norm's weight, as zeros.
+void add_fisher_blocks(KFACParamState& state, const at::Tensor& weight, bool with_bias);
+
 // Gives `fresh` factors of the layout in `saved`, with the inverses or eigensystems that are in
 // `saved`, and with its second moments; if there are none, those of `damping_split`. Does nothing
 // without factors in `saved`, or for a parameter that cannot have any.

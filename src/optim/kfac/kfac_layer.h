@@ -64,4 +64,28 @@ struct KfacLayer {
   }
 };
 
+// The scale [C] (any shape with C elements) and the shift of a norm. Their Fisher matrix has one
+// block for each channel (unit-wise: Osawa et al. 2019, arXiv 1811.12019, section 4.2).
+struct UnitwiseLayer {
+  int64_t weight = 0;  // index in the parameters of the step
+  int64_t bias = -1;   // -1: none; if the blocks have room for it, its gradient counts as zero
+
+  // Of one step.
+  at::Tensor block_sum;  // as the blocks; block_scale block_sum = E[..]; undefined: they stay
+  double block_scale = 1.0;
+  double damping = 1e-3;
+  double stat_decay = 0.95;
+
+  double floor = 1e-8;  // of the damping
+
+  // State, owned by the caller and changed in place.
+  at::Tensor blocks;          // [C, 2, 2], or [C, 1, 1] without a shift; zero at first
+  at::Tensor factor_updates;  // k: 0-dim float32
+
+  bool has_sums() const { return block_sum.defined(); }
+  std::vector<int64_t> params() const {
+    return bias < 0 ? std::vector<int64_t>{weight} : std::vector<int64_t>{weight, bias};
+  }
+};
+
 }  // namespace torchium::optim::detail

@@ -1,13 +1,9 @@
 #include "optim/kfac/kfac_plan.h"
 
-#include "optim/capture/adaptive_damping.h"
-#include "optim/kfac/kfac_step.h"
-
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/util/ScopeExit.h>
 #include <c10/util/irange.h>
 
 #include <algorithm>
@@ -17,33 +13,15 @@
 namespace torchium::optim::detail {
 namespace {
 
-KfacLayer core_layer(const KFACParamState& state, const KFACOptions& options) {
-  const bool exact = options.damping_split() == "exact";
-  KfacLayer layer;
-  layer.A = state.A();
-  layer.G = state.G();
-  layer.A_root = exact ? state.A_eigenvectors() : state.A_inverse();
-  layer.G_root = exact ? state.G_eigenvectors() : state.G_inverse();
-  layer.A_eigenvalues = state.A_eigenvalues();
-  layer.G_eigenvalues = state.G_eigenvalues();
-  layer.second_moments = options.ekfac() ? state.second_moments() : at::Tensor();
-  layer.moment_updates = state.moment_updates();
-  layer.factor_updates = state.factor_updates();
-  layer.root_failures = state.root_failures();
-  layer.floor = options.eps();
-  return layer;
+// Whether a norm's sums, and the state of its weight, have blocks of one order.
+bool blocks_fit(const FactorSums& sums, const KFACParamState& state) {
+  return !state.fisher_blocks().defined() || sums.blocks.sizes() == state.fisher_blocks().sizes();
 }
 
 bool sums_fit(const FactorSums& sums, const at::Tensor& weight, const FactorLayout& layout) {
   return sums.A.size(0) == layout.groups && sums.A.size(-1) == layout.order_A(weight) &&
          (sums.A.dim() == 2) == layout.diagonal_A && sums.G.size(-1) == layout.order_G(weight) &&
          (sums.G.dim() == 2) == layout.diagonal_G;
-}
-
-DampingSplit damping_split_of(const KFACOptions& options) {
-  return options.damping_split() == "exact" ? DampingSplit::kExact
-         : options.damping_split() == "pi"  ? DampingSplit::kPi
-                                            : DampingSplit::kPlain;
 }
 
 }  // namespace
@@ -76,7 +54,11 @@ void KfacPlan::after_set_options() {
 
 FactorWeight KfacPlan::weight_of(size_t i) const {
   const KFACParamState& state = state_of(i);
-  FactorWeight weight{param(i), state.A(), state.G(), options(i).max_factor_size(),
+  FactorWeight weight{param(i),
+                      state.A(),
+                      state.G(),
+                      state.fisher_blocks(),
+                      options(i).max_factor_size(),
                       options(i).weight_sharing() == "reduce"
                           ? gradients::detail::WeightSharing::kReduce
                           : gradients::detail::WeightSharing::kExpand};
@@ -104,7 +86,7 @@ void KfacPlan::after_bind() {
   }
   const auto is_known = [&](const at::TensorImpl* impl) { return params.count(impl) != 0; };
   records_.keep_only(is_known);
-  for (auto* set : {&fallback_, &warned_, &lost_inverses_}) {
+  for (auto* set : {&fallback_, &warned_, &warned_of_samples_, &lost_inverses_}) {
     std::erase_if(*set, [&](const auto* impl) { return !is_known(impl); });
   }
 }
@@ -116,7 +98,7 @@ const std::vector<bool>& KfacPlan::due() {
     take_reports(/*wait=*/false);
     const auto taken = steps_taken();
     for (const auto i : c10::irange(size())) {
-      due_.push_back(param(i).dim() >= 2 && taken[i] % options(i).TCov() == 0);
+      due_.push_back(taken[i] % options(i).TCov() == 0);
     }
   }
   return due_;
@@ -174,6 +156,7 @@ void KfacPlan::declare(const std::vector<DeclaredLayer>& layers) {
     layer.is_transposed = each.is_transposed;
     layer.is_tied = each.is_tied;
     layer.is_table = each.is_table;
+    layer.is_unitwise = each.is_unitwise;
     layer.problem = each.falls_back ? "falls back" : "";
     records_.declare(param(each.weight), std::move(layer));
   }
@@ -198,7 +181,8 @@ void KfacPlan::forget() {
 
 bool KfacPlan::has_factors(size_t i) {
   const KFACParamState& state = state_of(i);
-  if (!state.A().defined() || !state.factor_updates().defined()) {
+  if (!(state.A().defined() || state.fisher_blocks().defined()) ||
+      !state.factor_updates().defined()) {
     return false;
   }
   const auto* count = state.factor_updates().unsafeGetTensorImpl();
@@ -224,10 +208,21 @@ void KfacPlan::check(const std::vector<size_t>& active) {
     const bool has_any = std::any_of(members.begin(), members.end(),
                                      [](const auto& member) { return member.second->defined(); });
     for (const auto& [key, tensor] : members) {
-      const bool is_of_option = key.find("inverse") != key.npos || key.find("eigen") != key.npos ||
-                                key.find("moment") != key.npos;
+      const bool is_norm = state.fisher_blocks().defined();
+      const bool is_of_other_kind =
+          key == "fisher_blocks" ? !is_norm : is_norm && key != "factor_updates";
+      const bool is_of_option = is_of_other_kind || key.find("inverse") != key.npos ||
+                                key.find("eigen") != key.npos || key.find("moment") != key.npos;
       TORCH_CHECK_VALUE(!has_any || is_of_option || tensor->defined(), "the state of ", name(i),
                         " has lost '", key, "'; delete all of it to start afresh");
+    }
+    if (state.fisher_blocks().defined()) {
+      TORCH_CHECK_VALUE(state.fisher_blocks().size(0) == param(i).numel(), name(i),
+                        " has got another shape since its fisher_blocks ",
+                        state.fisher_blocks().sizes(),
+                        " were made; delete its state to start afresh");
+      checked_[i] = true;
+      continue;
     }
     TORCH_CHECK_VALUE(!has_any || factors_fit(param(i), state.A(), state.G()), name(i),
                       " has got another shape since its factors A ", state.A().sizes(), " and G ",
@@ -253,18 +248,26 @@ bool KfacPlan::derive(const std::vector<size_t>& active) {
     if (bias >= 0 && is_excluded(bias)) {
       continue;
     }
-    const FactorLayout layout = records_.layout(weight_of(i), *layer);
+    const KFACParamState& state = state_of(i);
+    if (layer->is_unitwise ? state.A().defined() : state.fisher_blocks().defined()) {
+      continue;  // was the weight of another kind of layer
+    }
+    const FactorLayout layout =
+        layer->is_unitwise ? FactorLayout() : records_.layout(weight_of(i), *layer);
     FactorSums* sums = records_.sums(weight_of(i));
-    if (sums != nullptr && !sums_fit(*sums, param(i), layout)) {
+    if (sums != nullptr &&
+        !(layer->is_unitwise ? blocks_fit(*sums, state) : sums_fit(*sums, param(i), layout))) {
       sums = nullptr;  // from before the layer got or lost its bias
     }
     const bool known = has_factors(i);
     if (sums == nullptr && !known) {
       continue;
     }
-    const bool has_room = layout.has_bias_row;
+    const at::Tensor& blocks = known || sums == nullptr ? state.fisher_blocks() : sums->blocks;
+    const bool has_room = layer->is_unitwise ? blocks.size(-1) == 2 : layout.has_bias_row;
     bias = bias >= 0 && is_active[bias] && has_room ? bias : -1;
-    found.push_back({i, bias, layer->is_transposed && param(i).dim() == 2, sums, known});
+    found.push_back(
+        {i, bias, layer->is_transposed && param(i).dim() == 2, layer->is_unitwise, sums, known});
     is_active[i] = false;  // the others fall back
     if (bias >= 0) {
       is_active[bias] = false;
@@ -300,6 +303,14 @@ void KfacPlan::complete(size_t i, SecondOrderParamState& completed) {
   if (layer == layers_.end() && !is_declared) {
     return;
   }
+  if (known->is_unitwise) {
+    if (!state.fisher_blocks().defined()) {
+      const bool is_recorded = layer != layers_.end() && layer->sums != nullptr;
+      add_fisher_blocks(state, param(i),
+                        is_recorded ? layer->sums->blocks.size(-1) == 2 : known->bias.defined());
+    }
+    return;
+  }
   const auto& split = options(i).damping_split();
   const FactorLayout layout = records_.layout(weight_of(i), *known);
   if (!state.A().defined()) {
@@ -330,11 +341,13 @@ void KfacPlan::check_layer(const Layer& layer) const {
   const at::Tensor& weight = param(layer.weight);
   if (layer.bias >= 0) {
     const at::Tensor& bias = param(layer.bias);
-    TORCH_CHECK_VALUE(bias.dim() == 1 && bias.size(0) == weight.size(layer.is_transposed ? 1 : 0) &&
-                          state_dtype(bias) == state_dtype(weight),
-                      name(layer.bias), " is ", bias.toString(), bias.sizes(),
-                      ", which does not fit its weight, ", name(layer.weight), ", of type ",
-                      weight.toString());
+    const bool fits =
+        layer.is_unitwise
+            ? bias.sizes() == weight.sizes()
+            : bias.dim() == 1 && bias.size(0) == weight.size(layer.is_transposed ? 1 : 0);
+    TORCH_CHECK_VALUE(fits && state_dtype(bias) == state_dtype(weight), name(layer.bias), " is ",
+                      bias.toString(), bias.sizes(), ", which does not fit its weight, ",
+                      name(layer.weight), ", of type ", weight.toString());
   }
   auto state = state_of(layer.weight);
   KFACParamState expected;
@@ -351,137 +364,6 @@ void KfacPlan::check_layer(const Layer& layer) const {
                       like.scalar_type(), like.sizes(), " on ", weight.device(), ", got ",
                       tensor.toString(), tensor.defined() ? tensor.sizes() : at::IntArrayRef());
   }
-}
-
-std::unique_ptr<PlannedStep> KfacPlan::plan(const std::vector<at::Tensor>& params,
-                                            const StateList& states, at::Tensor status) {
-  for (const Layer& each : layers_) {
-    check_layer(each);
-  }
-  const KFACOptions& shared = options().front();
-  KfacGroup group;
-  group.params = params;
-  group.states = states;
-  group.shared = {shared.kl_clip(), damping_split_of(shared), shared.solver(), writes_gradients(),
-                  shared.adaptive_damping()};
-  std::vector<int64_t> place(size(), -1);
-  for (const auto k : c10::irange(active().size())) {
-    const size_t i = active()[k];
-    place[i] = static_cast<int64_t>(k);
-    const KFACOptions& o = options(i);
-    group.options.push_back({{}, o.momentum(), o.weight_decay(), o.maximize()});
-    fallback_.insert(param(i).unsafeGetTensorImpl());
-  }
-  for (const Layer& each : layers_) {
-    KfacLayer layer = core_layer(state_of(each.weight), options(each.weight));
-    layer.weight = place[each.weight];
-    layer.bias = each.bias < 0 ? -1 : place[each.bias];
-    layer.is_transposed = each.is_transposed;
-    group.layers.push_back(std::move(layer));
-    fallback_.erase(param(each.weight).unsafeGetTensorImpl());
-    if (each.bias >= 0) {
-      fallback_.erase(param(each.bias).unsafeGetTensorImpl());
-    }
-  }
-  return std::make_unique<KfacStep>(std::move(group), std::move(status));
-}
-
-// A mean loss has divided the output gradients by N, and N^2 / N makes the sums those of single
-// samples. Columns of a curvature are not divided.
-void KfacPlan::set_sums(const Layer& of, KfacLayer& layer) const {
-  if (of.sums == nullptr || of.sums->samples() == 0) {
-    return;
-  }
-  const auto N = static_cast<double>(of.sums->samples());
-  layer.A_sum = of.sums->A;
-  layer.G_sum = of.sums->G;
-  layer.A_scale = 1.0 / static_cast<double>(of.sums->rows);
-  const bool is_divided = options().front().batch_averaged() && !takes_curvature();
-  layer.G_scale = is_divided ? N : 1.0 / N;
-  layer.moment_scale = layer.G_scale;
-  if (of.sums->A_is_of_gradients) {
-    std::swap(layer.A_scale, layer.G_scale);
-  }
-  if (layer.second_moments.defined() && !layer.inverse_lost) {  // then the basis was another one
-    layer.moment_sum = of.sums->moments;
-  }
-}
-
-StateChanges KfacPlan::take(const JointInputs& inputs) {
-  auto* step = static_cast<KfacStep*>(planned());
-  if (step == nullptr) {
-    return {};
-  }
-  KfacGroup& group = step->group();
-  const auto lrs = learning_rates(inputs);
-  for (const auto k : c10::irange(lrs.size())) {
-    group.options[k].lr = lrs[k];
-  }
-  group.shared.kl_clip = options().front().kl_clip();
-  const auto end = c10::make_scope_exit([&] { step->forget_sums(); });  // memory of the captures
-  const auto taken = known_steps(active());
-  for (const auto l : c10::irange(layers_.size())) {
-    const Layer& each = layers_[l];
-    KfacLayer& layer = group.layers[l];
-    layer.damping = options(each.weight).damping();
-    layer.stat_decay = options(each.weight).stat_decay();
-    layer.inverse_due = !each.has_factors || taken[layer.weight] % options(each.weight).TInv() == 0;
-    layer.inverse_lost =
-        lost_inverses_.count(param(each.weight).unsafeGetTensorImpl()) != 0 && each.has_factors;
-    set_sums(each, layer);
-  }
-  if (inputs.loss_scale.defined() && !takes_curvature()) {
-    const at::Tensor inverse = inputs.loss_scale.to(device()).square().reciprocal();
-    std::vector<at::Tensor> sums;
-    for (const Layer& each : layers_) {
-      if (each.sums != nullptr) {
-        sums.push_back(each.sums->A_is_of_gradients ? each.sums->A : each.sums->G);
-        if (each.sums->moments.defined()) {
-          sums.push_back(each.sums->moments);
-        }
-      }
-    }
-    if (!sums.empty()) {
-      at::_foreach_mul_(sums, inverse);
-    }
-  }
-  due_.clear();
-  ++steps_since_update_;
-  try {
-    StepPlan::step({}, inputs.found_inf);
-  } catch (...) {  // perhaps after the counts were advanced: the next step would not be due
-    for (const auto l : c10::irange(layers_.size())) {
-      if (group.layers[l].inverse_due) {
-        lost_inverses_.insert(param(layers_[l].weight).unsafeGetTensorImpl());
-      }
-    }
-    throw;
-  }
-  for (const Layer& each : layers_) {
-    lost_inverses_.erase(param(each.weight).unsafeGetTensorImpl());
-  }
-  if (!device().is_cpu()) {  // on the CPU a skipped step is known at once
-    for (const Layer& each : layers_) {
-      with_factors_.insert(state_of(each.weight).factor_updates().unsafeGetTensorImpl());
-    }
-  }
-  return {};
-}
-
-std::pair<double, double> KfacPlan::damping_update(double loss_before, double loss_after) {
-  TORCH_CHECK_VALUE(
-      !writes_gradients(), optimizer_name(),
-      " does not take the step of the parameters, which update_damping() compares with "
-      "its model; use KFAC");
-  TORCH_CHECK_VALUE(!options().empty() && options().front().adaptive_damping(),
-                    "update_damping() needs adaptive_damping=True");
-  const auto* step = static_cast<const KfacStep*>(planned());
-  const auto predicted =
-      step == nullptr || steps_since_update_ == 0 ? std::nullopt : step->predicted_reduction();
-  const auto update = detail::damping_update(
-      predicted, steps_since_update_, {loss_before, loss_after, options().front().maximize()});
-  steps_since_update_ = 0;
-  return update;
 }
 
 void KfacPlan::note_skip(const std::vector<at::Tensor>& params) {

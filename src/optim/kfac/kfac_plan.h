@@ -28,9 +28,10 @@ struct DeclaredLayer {
   int64_t bias = -1;
   bool is_transposed = false;
   bool is_tied = false;
-  int64_t groups = 1;       // of a convolution
-  bool is_table = false;    // only looked up
-  bool falls_back = false;  // has no factors
+  int64_t groups = 1;        // of a convolution
+  bool is_table = false;     // only looked up
+  bool falls_back = false;   // has no factors
+  bool is_unitwise = false;  // of a norm
 };
 
 class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
@@ -71,8 +72,9 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
 
   // What the last step that a parameter took has done with it.
   struct Treatment {
-    std::string name;     // "factors", "diagonal" (of one factor at least), "fallback" or "none"
-    std::string detail;   // the orders of the factors; empty: none
+    // "factors", "diagonal" (of one factor at least), "unit-wise", "fallback" or "none"
+    std::string name;
+    std::string detail;   // the orders of the factors or blocks; empty: none
     int64_t weight = -1;  // of a bias that shares the factors of this parameter
   };
   std::vector<Treatment> treatments() const;
@@ -87,6 +89,10 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   // New factors that are stored as diagonals because of their order: weight, factor and order.
   using Diagonal = std::tuple<int64_t, std::string, int64_t>;
   const std::vector<Diagonal>& new_diagonals() const { return new_diagonals_; }
+  // Weights of the next step whose calls in one backward pass had different numbers of samples,
+  // with two of these; each weight is named once.
+  using DifferentSamples = std::tuple<int64_t, int64_t, int64_t>;
+  std::vector<DifferentSamples> new_different_samples();
 
  protected:
   // KfacSharedOptions
@@ -110,11 +116,13 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
     size_t weight;
     int64_t bias;  // -1: none
     bool is_transposed;
+    bool is_unitwise;
     FactorSums* sums;  // null: the factors stay
     bool has_factors;  // already
 
     bool operator==(const Layer& other) const {
-      return weight == other.weight && bias == other.bias && is_transposed == other.is_transposed;
+      return weight == other.weight && bias == other.bias && is_transposed == other.is_transposed &&
+             is_unitwise == other.is_unitwise;
     }
   };
 
@@ -127,13 +135,15 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   bool has_factors(size_t i);
   void check_layer(const Layer& layer) const;
   void set_sums(const Layer& of, KfacLayer& layer) const;
+  void set_sums(const Layer& of, UnitwiseLayer& layer) const;
+  double gradient_scale(const FactorSums& sums) const;
 
   std::mutex records_mutex_;  // between forward and backward passes of several threads
   FactorRecords records_;
   at::Tensor loss_scale_;
   std::vector<bool> due_;      // empty: not decided
   std::vector<Layer> layers_;  // of the next step
-  std::unordered_set<const at::TensorImpl*> fallback_, warned_;
+  std::unordered_set<const at::TensorImpl*> fallback_, warned_, warned_of_samples_;
   std::vector<int64_t> new_fallback_;
   std::vector<Diagonal> new_diagonals_;
   bool only_creates_state_ = false;  // of all layers that are known without a call

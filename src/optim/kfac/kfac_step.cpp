@@ -81,6 +81,11 @@ void KfacStep::make_subsets() {
       has_layer[i] = true;
     }
   }
+  for (const UnitwiseLayer& layer : group_.unitwise) {
+    for (const int64_t i : layer.params()) {
+      has_layer[i] = true;
+    }
+  }
   for (size_t i = 0; i < group_.params.size(); ++i) {
     if (!has_layer[i] && !group_.shared.writes_gradients) {
       (has_kfac_kernels(group_, i) ? by_kernels : eager).params.push_back(i);
@@ -92,6 +97,9 @@ void KfacStep::make_subsets() {
   if (!eager.params.empty()) {
     subsets_.push_back(make_eager_subset(group_, std::move(eager)));
   }
+  if (!group_.unitwise.empty()) {
+    subsets_.push_back(make_unitwise_subset(group_));
+  }
 }
 
 void KfacStep::forget_sums() {
@@ -99,6 +107,9 @@ void KfacStep::forget_sums() {
     layer.A_sum.reset();
     layer.G_sum.reset();
     layer.moment_sum.reset();
+  }
+  for (UnitwiseLayer& layer : group_.unitwise) {
+    layer.block_sum.reset();
   }
 }
 
@@ -132,6 +143,13 @@ void KfacStep::examine_sums() {
           largest_factor(layer.moment_sum.scalar_type()) / std::max(layer.moment_scale, 1.0));
     }
   }
+  for (const UnitwiseLayer& layer : group_.unitwise) {
+    if (layer.has_sums()) {
+      prologue_->examine(
+          layer.block_sum, static_cast<size_t>(layer.weight),
+          largest_factor(layer.block_sum.scalar_type()) / std::max(layer.block_scale, 1.0));
+    }
+  }
 }
 
 void KfacStep::update_inverses(bool KfacLayer::*wanted, const FoundInfGuard& guard) {
@@ -158,15 +176,19 @@ void KfacStep::record_failures() {
 std::vector<at::Tensor> KfacStep::copy_learning_rates() const {
   std::vector<at::Tensor> lrs;
   const at::Tensor* before = nullptr;
-  for (const KfacLayer& layer : group_.layers) {
-    for (const int64_t i : layer.params()) {
-      const at::Tensor& lr = group_.options[i].lr;
-      if (before == nullptr || !lr.is_same(*before)) {
-        lrs.push_back(lr.clone());
+  const auto copy_those_of = [&](const auto& layers) {
+    for (const auto& layer : layers) {
+      for (const int64_t i : layer.params()) {
+        const at::Tensor& lr = group_.options[i].lr;
+        if (before == nullptr || !lr.is_same(*before)) {
+          lrs.push_back(lr.clone());
+        }
+        before = &lr;
       }
-      before = &lr;
     }
-  }
+  };
+  copy_those_of(group_.layers);
+  copy_those_of(group_.unitwise);
   return lrs;
 }
 

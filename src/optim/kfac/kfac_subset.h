@@ -41,6 +41,7 @@ struct KfacGroup {
   std::vector<KfacParameterOptions> options;
   KfacSharedOptions shared;
   std::vector<KfacLayer> layers;
+  std::vector<UnitwiseLayer> unitwise;
 };
 
 struct KfacRun {
@@ -72,6 +73,9 @@ class KfacSubset {
 struct KfacMembers {
   std::vector<size_t> params, layers;
 };
+
+// The unit-wise layers of the group, by PyTorch operators for all of them together.
+std::unique_ptr<KfacSubset> make_unitwise_subset(const KfacGroup& group);
 
 // By PyTorch operators, on any device. The group must outlive the subset.
 std::unique_ptr<KfacSubset> make_eager_subset(const KfacGroup& group, KfacMembers members);

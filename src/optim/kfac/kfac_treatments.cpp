@@ -24,6 +24,18 @@ void KfacPlan::note_warned() {
   new_fallback_.clear();
 }
 
+std::vector<KfacPlan::DifferentSamples> KfacPlan::new_different_samples() {
+  std::vector<DifferentSamples> found;
+  for (const Layer& layer : layers_) {
+    if (layer.sums != nullptr && layer.sums->different_samples &&
+        warned_of_samples_.insert(param(layer.weight).unsafeGetTensorImpl()).second) {
+      const auto [fewer, more] = *layer.sums->different_samples;
+      found.emplace_back(static_cast<int64_t>(layer.weight), fewer, more);
+    }
+  }
+  return found;
+}
+
 int64_t KfacPlan::preconditioned() const {
   int64_t count = 0;
   for (const Layer& layer : layers_) {
@@ -44,6 +56,10 @@ KfacPlan::Treatment KfacPlan::treatment(size_t i) const {
   if (state.A().defined() && state.G().defined()) {
     const bool diagonal = state.A().dim() == 2 || state.G().dim() == 2;
     return {diagonal ? "diagonal" : "factors", orders_of(state.A(), state.G())};
+  }
+  if (state.fisher_blocks().defined()) {
+    const auto k = state.fisher_blocks().size(-1);
+    return {"unit-wise", c10::str(state.fisher_blocks().size(0), " blocks ", k, " x ", k)};
   }
   const at::TensorImpl* weight = records_.weight_beside(param(i));
   for (const auto k : c10::irange(size())) {

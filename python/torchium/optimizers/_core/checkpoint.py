@@ -14,7 +14,7 @@ from .parameters import State
 # State of the optimizers of this package; a list has a number behind a dot.
 _OUR_KEYS = frozenset(
     (
-        *("A", "G", "A_inverse", "G_inverse", "factor_updates"),
+        *("A", "G", "A_inverse", "G_inverse", "factor_updates", "fisher_blocks"),
         *("A_eigenvectors", "G_eigenvectors", "A_eigenvalues", "G_eigenvalues"),
         *("second_moments", "moment_updates"),
         *("step", "exp_avg_start", "grafting_second_moment_start"),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..._capture.capture import Capture
 from ..._capture.layers import (
     FACTOR_KINDS,
+    NORM_KINDS,
     LayerKind,
     computed_weight,
     has_known_class,
@@ -75,7 +76,9 @@ class FactorCapture(Capture):
         rows, excluded = [], []
         for i, weight in enumerate(plan.params):
             if self.weight_beside(weight) is not weight:
-                if weight.dim() > 1:  # its layer may have had it until now
+                owners = self.owners.get(weight, [])
+                is_bias = any(module._parameters.get("bias") is weight for module in owners)
+                if weight.dim() > 1 and not is_bias:  # its layer may have had it until now
                     excluded.append(i)
                 continue
             problem = self._problem_of_modules(weight)
@@ -83,7 +86,7 @@ class FactorCapture(Capture):
             rows += [i, self._bias(plan, weight) if has_factors else -1]
             rows += [int(has_transposed_weight(owner)), int(self._is_tied(weight))]
             rows += [getattr(owner, "groups", 1), int(self._is_table(weight))]
-            rows.append(int(not has_factors))
+            rows += [int(not has_factors), int(layer_kind(owner) in NORM_KINDS)]
             if not has_factors or self._is_used_outside(weight, now[2]):
                 excluded.append(i)
         plan.core.declare(rows)
@@ -121,6 +124,8 @@ class FactorCapture(Capture):
             return "its weight is not trained"
         if weight is not param and _problem_of_layers(self.owners[weight]) is not None:
             return "its weight falls back"
+        if len({layer_kind(module) in NORM_KINDS for module in self.owners[weight]}) > 1:
+            return "used by a norm and by another layer"
         if len({has_transposed_weight(module) for module in self.owners[weight]}) > 1:
             return "used as [in, out] and as [out, in]"
         if len({getattr(module, "groups", 1) for module in self.owners[weight]}) > 1:

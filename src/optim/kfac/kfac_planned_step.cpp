@@ -1,0 +1,206 @@
+// The step of K-FAC's plan: what it is made of, and what it gets each time.
+#include "optim/capture/adaptive_damping.h"
+#include "optim/kfac/kfac_plan.h"
+#include "optim/kfac/kfac_step.h"
+
+#include <ATen/ATen.h>
+#include <c10/util/ScopeExit.h>
+#include <c10/util/irange.h>
+
+#include <utility>
+
+namespace torchium::optim::detail {
+namespace {
+
+KfacLayer core_layer(const KFACParamState& state, const KFACOptions& options) {
+  const bool exact = options.damping_split() == "exact";
+  KfacLayer layer;
+  layer.A = state.A();
+  layer.G = state.G();
+  layer.A_root = exact ? state.A_eigenvectors() : state.A_inverse();
+  layer.G_root = exact ? state.G_eigenvectors() : state.G_inverse();
+  layer.A_eigenvalues = state.A_eigenvalues();
+  layer.G_eigenvalues = state.G_eigenvalues();
+  layer.second_moments = options.ekfac() ? state.second_moments() : at::Tensor();
+  layer.moment_updates = state.moment_updates();
+  layer.factor_updates = state.factor_updates();
+  layer.root_failures = state.root_failures();
+  layer.floor = options.eps();
+  return layer;
+}
+
+UnitwiseLayer unitwise_layer(const KFACParamState& state, const KFACOptions& options) {
+  UnitwiseLayer layer;
+  layer.blocks = state.fisher_blocks();
+  layer.factor_updates = state.factor_updates();
+  layer.floor = options.eps();
+  return layer;
+}
+
+DampingSplit damping_split_of(const KFACOptions& options) {
+  return options.damping_split() == "exact" ? DampingSplit::kExact
+         : options.damping_split() == "pi"  ? DampingSplit::kPi
+                                            : DampingSplit::kPlain;
+}
+
+}  // namespace
+
+std::unique_ptr<PlannedStep> KfacPlan::plan(const std::vector<at::Tensor>& params,
+                                            const StateList& states, at::Tensor status) {
+  for (const Layer& each : layers_) {
+    check_layer(each);
+  }
+  const KFACOptions& shared = options().front();
+  KfacGroup group;
+  group.params = params;
+  group.states = states;
+  group.shared = {shared.kl_clip(), damping_split_of(shared), shared.solver(), writes_gradients(),
+                  shared.adaptive_damping()};
+  std::vector<int64_t> place(size(), -1);
+  for (const auto k : c10::irange(active().size())) {
+    const size_t i = active()[k];
+    place[i] = static_cast<int64_t>(k);
+    const KFACOptions& o = options(i);
+    group.options.push_back({{}, o.momentum(), o.weight_decay(), o.maximize()});
+    fallback_.insert(param(i).unsafeGetTensorImpl());
+  }
+  for (const Layer& each : layers_) {
+    const auto add = [&](auto& layers, auto layer) {
+      layer.weight = place[each.weight];
+      layer.bias = each.bias < 0 ? -1 : place[each.bias];
+      layers.push_back(std::move(layer));
+    };
+    if (each.is_unitwise) {
+      add(group.unitwise, unitwise_layer(state_of(each.weight), options(each.weight)));
+    } else {
+      add(group.layers, core_layer(state_of(each.weight), options(each.weight)));
+      group.layers.back().is_transposed = each.is_transposed;
+    }
+    fallback_.erase(param(each.weight).unsafeGetTensorImpl());
+    if (each.bias >= 0) {
+      fallback_.erase(param(each.bias).unsafeGetTensorImpl());
+    }
+  }
+  return std::make_unique<KfacStep>(std::move(group), std::move(status));
+}
+
+// A mean loss has divided the output gradients by N, and N^2 / N makes the sums those of single
+// samples. Columns of a curvature are not divided.
+double KfacPlan::gradient_scale(const FactorSums& sums) const {
+  const auto N = static_cast<double>(sums.samples());
+  const bool is_divided = options().front().batch_averaged() && !takes_curvature();
+  return is_divided ? N : 1.0 / N;
+}
+
+void KfacPlan::set_sums(const Layer& of, UnitwiseLayer& layer) const {
+  if (of.sums != nullptr && of.sums->samples() != 0) {
+    layer.block_sum = of.sums->blocks;
+    layer.block_scale = gradient_scale(*of.sums);
+  }
+}
+
+void KfacPlan::set_sums(const Layer& of, KfacLayer& layer) const {
+  if (of.sums == nullptr || of.sums->samples() == 0) {
+    return;
+  }
+  layer.A_sum = of.sums->A;
+  layer.G_sum = of.sums->G;
+  layer.A_scale = 1.0 / static_cast<double>(of.sums->rows);
+  layer.G_scale = gradient_scale(*of.sums);
+  layer.moment_scale = layer.G_scale;
+  if (of.sums->A_is_of_gradients) {
+    std::swap(layer.A_scale, layer.G_scale);
+  }
+  if (layer.second_moments.defined() && !layer.inverse_lost) {  // then the basis was another one
+    layer.moment_sum = of.sums->moments;
+  }
+}
+
+StateChanges KfacPlan::take(const JointInputs& inputs) {
+  auto* step = static_cast<KfacStep*>(planned());
+  if (step == nullptr) {
+    return {};
+  }
+  KfacGroup& group = step->group();
+  const auto lrs = learning_rates(inputs);
+  for (const auto k : c10::irange(lrs.size())) {
+    group.options[k].lr = lrs[k];
+  }
+  group.shared.kl_clip = options().front().kl_clip();
+  const auto end = c10::make_scope_exit([&] { step->forget_sums(); });  // memory of the captures
+  const auto taken = known_steps(active());
+  auto layer_of = group.layers.begin();
+  auto unitwise_of = group.unitwise.begin();
+  for (const Layer& each : layers_) {
+    const auto set_options = [&](auto& layer) {
+      layer.damping = options(each.weight).damping();
+      layer.stat_decay = options(each.weight).stat_decay();
+      set_sums(each, layer);
+    };
+    if (each.is_unitwise) {
+      set_options(*unitwise_of++);
+      continue;
+    }
+    KfacLayer& layer = *layer_of++;
+    layer.inverse_due = !each.has_factors || taken[layer.weight] % options(each.weight).TInv() == 0;
+    layer.inverse_lost =
+        lost_inverses_.count(param(each.weight).unsafeGetTensorImpl()) != 0 && each.has_factors;
+    set_options(layer);  // after inverse_lost, on which the sums depend
+  }
+  if (inputs.loss_scale.defined() && !takes_curvature()) {
+    const at::Tensor inverse = inputs.loss_scale.to(device()).square().reciprocal();
+    std::vector<at::Tensor> sums;
+    for (const Layer& each : layers_) {
+      if (each.sums != nullptr) {
+        sums.push_back(each.is_unitwise               ? each.sums->blocks
+                       : each.sums->A_is_of_gradients ? each.sums->A
+                                                      : each.sums->G);
+        if (each.sums->moments.defined()) {
+          sums.push_back(each.sums->moments);
+        }
+      }
+    }
+    if (!sums.empty()) {
+      at::_foreach_mul_(sums, inverse);
+    }
+  }
+  due_.clear();
+  ++steps_since_update_;
+  try {
+    StepPlan::step({}, inputs.found_inf);
+  } catch (...) {  // perhaps after the counts were advanced: the next step would not be due
+    for (const KfacLayer& layer : group.layers) {
+      if (layer.inverse_due) {
+        lost_inverses_.insert(param(active()[layer.weight]).unsafeGetTensorImpl());
+      }
+    }
+    throw;
+  }
+  for (const Layer& each : layers_) {
+    lost_inverses_.erase(param(each.weight).unsafeGetTensorImpl());
+  }
+  if (!device().is_cpu()) {  // on the CPU a skipped step is known at once
+    for (const Layer& each : layers_) {
+      with_factors_.insert(state_of(each.weight).factor_updates().unsafeGetTensorImpl());
+    }
+  }
+  return {};
+}
+
+std::pair<double, double> KfacPlan::damping_update(double loss_before, double loss_after) {
+  TORCH_CHECK_VALUE(
+      !writes_gradients(), optimizer_name(),
+      " does not take the step of the parameters, which update_damping() compares with "
+      "its model; use KFAC");
+  TORCH_CHECK_VALUE(!options().empty() && options().front().adaptive_damping(),
+                    "update_damping() needs adaptive_damping=True");
+  const auto* step = static_cast<const KfacStep*>(planned());
+  const auto predicted =
+      step == nullptr || steps_since_update_ == 0 ? std::nullopt : step->predicted_reduction();
+  const auto update = detail::damping_update(
+      predicted, steps_since_update_, {loss_before, loss_after, options().front().maximize()});
+  steps_since_update_ = 0;
+  return update;
+}
+
+}  // namespace torchium::optim::detail
