@@ -76,22 +76,31 @@ TORCHIUM_API at::Tensor per_sample_norms(const torch::nn::Module& model,
                                          int64_t max_workspace_bytes = int64_t{1} << 28);
 
 /// The inner products of the samples' gradients, `J J^T`, layer by layer without J. If the samples
-/// are taken one by one, J is formed in float64.
+/// are taken one by one, J is formed in float64, some rows at a time.
 ///
+/// @param max_workspace_bytes bounds these rows, of at least one sample. If it is too small for
+/// all,
+///   gradients are computed several times. The workspace of layers that do not need them is at most
+///   100 MB per layer.
 /// @return [batch, batch], float64, symmetric.
 TORCHIUM_API at::Tensor gram(const torch::nn::Module& model, const ForwardFunction& forward,
                              const LossFunction& loss_fn, const at::Tensor& inputs,
-                             const at::Tensor& targets);
+                             const at::Tensor& targets,
+                             int64_t max_workspace_bytes = int64_t{1} << 28);
 
 /// The inner product of each sample's gradient with given vectors, `J v`: the derivative of the
 /// sample's loss in the direction v.
 ///
 /// @param vectors name -> tensor of the parameter's shape, for each trainable parameter.
+/// @param max_workspace_bytes bounds the gradients that exist at a time, of at least one sample,
+/// for
+///   models that need explicit gradients. At present there is never more than one.
 /// @return [batch]; float64 if a parameter is, otherwise float32.
 TORCHIUM_API at::Tensor jvp_dots(const torch::nn::Module& model, const ForwardFunction& forward,
                                  const LossFunction& loss_fn, const at::Tensor& inputs,
                                  const at::Tensor& targets,
-                                 const torch::OrderedDict<std::string, at::Tensor>& vectors);
+                                 const torch::OrderedDict<std::string, at::Tensor>& vectors,
+                                 int64_t max_workspace_bytes = int64_t{1} << 28);
 
 /// Adds the sum of the clipped gradients of all samples to `.grad`, and returns the norms.
 ///

@@ -30,13 +30,13 @@ inline void expect_quantities(const nn::Module& model, const ForwardFunction& fo
     expect_near(gradients::per_sample_norms(model, forward, loss, inputs, targets, workspace)
                     .to(torch::kDouble),
                 norms, tolerance);
+    const auto K = gradients::gram(model, forward, loss, inputs, targets, workspace);
+    EXPECT_TRUE(torch::equal(K, K.t()));
+    expect_near(K, J.mm(J.t()), tolerance);
+    const auto dots =
+        gradients::jvp_dots(model, forward, loss, inputs, targets, vectors, workspace);
+    expect_near(dots.to(torch::kDouble), J.mv(torch::cat(flat_vectors)), tolerance);
   }
-  const auto K = gradients::gram(model, forward, loss, inputs, targets);
-  EXPECT_TRUE(torch::equal(K, K.t()));
-  expect_near(K, J.mm(J.t()), tolerance);
-  expect_near(
-      gradients::jvp_dots(model, forward, loss, inputs, targets, vectors).to(torch::kDouble),
-      J.mv(torch::cat(flat_vectors)), tolerance);
   const double limit = norms.median().item<double>() + 1e-6;
   expect_near(gradients::clip_and_accumulate(model, forward, loss, inputs, targets, limit)
                   .to(torch::kDouble),

@@ -142,5 +142,43 @@ TEST(PerSampleQuantities, TakeSingleSamplesWhereLossesDependOnTheBatch) {
   }
 }
 
+// A layer whose samples are taken one by one: gradients that do not fit are computed again.
+TEST(PerSampleQuantities, GramIsTheSameInChunks) {
+  torch::manual_seed(4);
+  nn::LSTM lstm(nn::LSTMOptions(4, 3).batch_first(true));
+  lstm->to(torch::kDouble);
+  const int64_t samples = 5;
+  const auto batch = make_batch(0, {2, 4}, samples);
+  int64_t evaluated = 0;
+  const ForwardFunction forward = [&](const torch::Tensor& x) {
+    ++evaluated;
+    return std::get<0>(lstm->forward(x)).mean(1);
+  };
+  int64_t bytes = 0;
+  for (const auto& param : lstm->parameters()) {
+    bytes += param.nbytes();
+  }
+  const auto gram = [&](int64_t workspace) {
+    evaluated = 0;
+    return gradients::gram(*lstm, forward, &cross_entropy, batch.inputs, batch.targets, workspace);
+  };
+  const auto whole = gradients::gram(*lstm, forward, &cross_entropy, batch.inputs, batch.targets);
+  EXPECT_EQ(evaluated, samples);
+  for (const auto& [rows, evaluations] :
+       {std::pair<int64_t, int64_t>{1, 15}, {2, 9}, {3, 7}, {5, 5}}) {
+    SCOPED_TRACE(rows);
+    expect_near(gram(rows * bytes), whole, 1e-12);
+    EXPECT_EQ(evaluated, evaluations);
+  }
+  expect_near(gram(1), whole, 1e-12);
+  expect_contains(refusal([&] { gram(0); }), "max_workspace_bytes is 0; it must be positive");
+  torch::OrderedDict<std::string, torch::Tensor> none;
+  expect_contains(refusal([&] {
+                    gradients::jvp_dots(*lstm, forward, &cross_entropy, batch.inputs, batch.targets,
+                                        none, -1);
+                  }),
+                  "max_workspace_bytes is -1; it must be positive");
+}
+
 }  // namespace
 }  // namespace torchium::testing

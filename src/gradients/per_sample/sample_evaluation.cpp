@@ -77,10 +77,10 @@ std::string capture_samples(OperatorCapture& capture, const SampleLoss& loss,
   return "";
 }
 
-void visit_samples(const SampleLoss& loss, const std::vector<at::Tensor>& params,
+void visit_samples(const SampleLoss& loss, const std::vector<at::Tensor>& params, int64_t first,
                    const SampleReceiver& of_sample) {
   KeptBuffers buffers(loss.model());
-  for (const auto i : c10::irange(loss.samples())) {
+  for (const auto i : c10::irange(first, loss.samples())) {
     buffers.restore();
     std::vector<at::Tensor> found;
     {
@@ -179,7 +179,7 @@ TrainableParameters::TrainableParameters(const torch::nn::Module& model) {
 
 void evaluate(const char* function, const SampleLoss& loss, const TrainableParameters& trainable,
               const std::function<void(const Jacobian&)>& of_jacobian,
-              const SampleReceiver& of_sample) {
+              const std::function<void(const SampleVisit&)>& of_samples) {
   const auto& [params, names] = trainable;
   const ModelLayers layers(loss.model());
   layers.refuse_mixed_samples();
@@ -210,7 +210,9 @@ void evaluate(const char* function, const SampleLoss& loss, const TrainableParam
   }
   if (!reason.empty()) {
     TORCH_WARN_ONCE(function, " takes the samples one by one, which is slow for a batch: ", reason);
-    visit_samples(loss, params, of_sample);
+    of_samples([&](int64_t first, const SampleReceiver& of_sample) {
+      visit_samples(loss, params, first, of_sample);
+    });
     refuse_random_numbers();
   } else if (!calls.empty()) {
     const at::NoGradGuard no_grad;
@@ -218,6 +220,15 @@ void evaluate(const char* function, const SampleLoss& loss, const TrainableParam
     of_jacobian(Jacobian(params, calls));
   }
   random_state.restore();
+}
+
+void evaluate(const char* function, const SampleLoss& loss, const TrainableParameters& trainable,
+              const std::function<void(const Jacobian&)>& of_jacobian,
+              const SampleReceiver& of_sample) {
+  const std::function<void(const SampleVisit&)> once = [&](const SampleVisit& visit) {
+    visit(0, of_sample);
+  };
+  evaluate(function, loss, trainable, of_jacobian, once);
 }
 
 }  // namespace torchium::gradients::detail

@@ -57,10 +57,16 @@ struct TrainableParameters {
 
 // Receives the gradients of sample i, undefined where the loss does not depend on the parameter.
 using SampleReceiver = std::function<void(int64_t i, const std::vector<at::Tensor>& gradients)>;
+// Hands the gradients of samples `first` to the last to a receiver, computed anew in each call.
+using SampleVisit = std::function<void(int64_t first, const SampleReceiver& of_sample)>;
 
-// Calls of_jacobian once if layer calls suffice, otherwise of_sample for each sample, with a
-// warning that names the public `function`. Calls neither if no loss depends on a parameter. Leaves
+// Calls of_jacobian once if layer calls suffice, otherwise of_samples once, with a warning that
+// names the public `function`. Does not call of_jacobian if no loss depends on a parameter. Leaves
 // buffers and random numbers alone. Raises ValueError if a sample has no gradient of its own.
+void evaluate(const char* function, const SampleLoss& loss, const TrainableParameters& trainable,
+              const std::function<void(const Jacobian&)>& of_jacobian,
+              const std::function<void(const SampleVisit&)>& of_samples);
+// The same with one visit of all samples.
 void evaluate(const char* function, const SampleLoss& loss, const TrainableParameters& trainable,
               const std::function<void(const Jacobian&)>& of_jacobian,
               const SampleReceiver& of_sample);

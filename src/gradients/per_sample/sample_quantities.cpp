@@ -7,6 +7,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/util/irange.h>
 
+#include <algorithm>
 #include <vector>
 
 namespace torchium::gradients {
@@ -48,6 +49,40 @@ void accumulate(const at::Tensor& param, const at::Tensor& sum) {
   }
 }
 
+// How many float64 gradients fit, one at least.
+int64_t samples_at_a_time(const std::vector<at::Tensor>& params, int64_t max_workspace_bytes) {
+  int64_t bytes = 0;
+  for (const auto& param : params) {
+    bytes += param.numel() * static_cast<int64_t>(sizeof(double));
+  }
+  return std::max<int64_t>(1, max_workspace_bytes / std::max<int64_t>(1, bytes));
+}
+
+// Sets the rows and columns of the Gram matrix of samples [first, last), from `first` on. Their
+// gradients are kept; each later one is multiplied by all of them.
+void add_products(at::Tensor& K, int64_t first, int64_t last, const std::vector<at::Tensor>& params,
+                  const detail::SampleVisit& visit) {
+  std::vector<at::Tensor> rows;
+  for (const auto& param : params) {
+    rows.push_back(at::zeros({last - first, param.numel()}, K.options()));
+  }
+  visit(first, [&](int64_t i, const OfSample& of_sample) {
+    at::Tensor products = at::zeros({last - first}, K.options());
+    for (const auto p : c10::irange(of_sample.size())) {
+      if (of_sample[p].defined()) {
+        const at::Tensor gradient = of_sample[p].flatten().to(at::kDouble);
+        if (i < last) {
+          rows[p][i - first].copy_(gradient);
+        }
+        products.addmv_(rows[p], gradient);  // rows that are still to come are zero
+      }
+    }
+    const int64_t known = std::min(i + 1, last) - first;
+    K[i].narrow(0, first, known).copy_(products.narrow(0, 0, known));
+    K.select(1, i).narrow(0, first, known).copy_(products.narrow(0, 0, known));
+  });
+}
+
 }  // namespace
 
 at::Tensor per_sample_norms(const torch::nn::Module& model, const ForwardFunction& forward,
@@ -68,41 +103,31 @@ at::Tensor per_sample_norms(const torch::nn::Module& model, const ForwardFunctio
 }
 
 at::Tensor gram(const torch::nn::Module& model, const ForwardFunction& forward,
-                const LossFunction& loss_fn, const at::Tensor& inputs, const at::Tensor& targets) {
+                const LossFunction& loss_fn, const at::Tensor& inputs, const at::Tensor& targets,
+                int64_t max_workspace_bytes) {
+  detail::check_workspace(max_workspace_bytes);
   const SampleLoss loss(model, forward, loss_fn, inputs, targets);
   const TrainableParameters trainable(model);
   check_trainable(trainable);
-  const at::TensorOptions options = zeros_for(loss, trainable).options();
-  at::Tensor K;
-  std::vector<at::Tensor> rows;
+  at::Tensor K = at::zeros({loss.samples(), loss.samples()}, zeros_for(loss, trainable).options());
   detail::evaluate(
       "gram", loss, trainable,
       [&](const Jacobian& jacobian) { K = detail::gram_of(jacobian, trainable.params.size()); },
-      [&](int64_t i, const OfSample& of_sample) {
-        for (const auto p : c10::irange(of_sample.size())) {
-          if (rows.size() <= p) {
-            rows.push_back(at::zeros({loss.samples(), trainable.params[p].numel()}, options));
-          }
-          if (of_sample[p].defined()) {
-            rows[p][i].copy_(of_sample[p].flatten());
-          }
+      [&](const detail::SampleVisit& visit) {
+        const int64_t step = samples_at_a_time(trainable.params, max_workspace_bytes);
+        for (int64_t first = 0; first < loss.samples(); first += step) {
+          add_products(K, first, std::min(first + step, loss.samples()), trainable.params, visit);
         }
       });
-  if (!K.defined()) {
-    const at::NoGradGuard no_grad;
-    K = at::zeros({loss.samples(), loss.samples()}, options);
-    for (const auto& of_param : rows) {
-      K.addmm_(of_param, of_param.t());
-    }
-    K = K.add(K.t()).div_(2.0);
-  }
   return K;
 }
 
 at::Tensor jvp_dots(const torch::nn::Module& model, const ForwardFunction& forward,
                     const LossFunction& loss_fn, const at::Tensor& inputs,
                     const at::Tensor& targets,
-                    const torch::OrderedDict<std::string, at::Tensor>& vectors) {
+                    const torch::OrderedDict<std::string, at::Tensor>& vectors,
+                    int64_t max_workspace_bytes) {
+  detail::check_workspace(max_workspace_bytes);
   const SampleLoss loss(model, forward, loss_fn, inputs, targets);
   const TrainableParameters trainable(model);
   check_trainable(trainable);
