@@ -132,6 +132,14 @@ class per_sample:
         how = computed_weight(module)
         computed = None if how is None else f"has a weight computed by {how}"
         reason = computed or _why_unknown(module)
+        bare = [repr(n) for n, p in module._parameters.items() if p is not None and p.requires_grad]
+        if own and reason is not None and computed is None and next(module.children(), None):
+            raise ValueError(
+                f"{where} ({type(module).__name__}) has the parameter {', '.join(bare)} beside its layers, "
+                "and only the calls of layers are recorded; move it to a module without children and give "
+                "its class a formula with register_layer(), freeze it (requires_grad_(False)), or call "
+                "per_sample_gradients(), which takes all models"
+            )
         if own and reason is not None:
             raise ValueError(
                 f"{where} ({type(module).__name__}) {reason}; freeze its parameters "

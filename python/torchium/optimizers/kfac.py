@@ -63,14 +63,14 @@ class KFAC(CapturingOptimizer):
     is used several times. Scale and shift of a norm have a 2 x 2 block of the Fisher matrix for each channel
     (unit-wise: Osawa et al. 2019, section 4.2), :math:`D_c = (F_c + \text{damping}\,I)^{-1} V_c` with
     :math:`F_c = E[(u, v)^\top (u, v)]` of their gradients; it is averaged like the factors and solved in
-    every step. Statistics of a batch count as constants there. The weight of a linear layer may be that of an embedding too (a tied head). The
-    input factor of an embedding is diagonal, the frequencies of its words; as the first dimension of its
-    weight is that of the words, it is called G. Other parameters, and weights that are also used outside of
-    their layers, take steps of SGD with momentum; a warning counts them once, and :meth:`report` names
-    them. Among them are tables whose rows samples share, as those of positions :math:`[T]`, and transposed
-    convolutions: no paper defines their factors, and the two ways to write one as a linear layer with
-    shared weights have different ones. Uses outside are looked for where factors are captured, and what is
-    found holds until the next time.
+    every step. Statistics of a batch count as constants there. The weight of a linear layer may be that of
+    an embedding too (a tied head). The input factor of an embedding is diagonal, the frequencies of its
+    words; as the first dimension of its weight is that of the words, it is called G. Other parameters, and
+    weights that are also used outside of their layers, take steps of SGD with momentum; a warning counts
+    them once, and :meth:`report` names them. Among them are tables whose rows samples share, as those of
+    positions :math:`[T]`, and transposed convolutions: no paper defines their factors, and the two ways to
+    write one as a linear layer with shared weights have different ones. Uses outside are looked for where
+    factors are captured, and what is found holds until the next time.
     Micro-batches with loss / k, one ``backward()`` each, equal one batch. Calls of a layer in one backward
     pass are positions of the same samples: a batch that goes through the model in parts needs a
     ``backward()`` for each part. A warning names layers whose parts differ in size; parts of one size cannot be
@@ -358,7 +358,8 @@ class KFAC(CapturingOptimizer):
         Returns:
             ``"parameters"``: for each name (or place, without a name) a treatment and a detail. The
             treatment is ``"factors"``; ``"diagonal"``, with a factor that is kept as its diagonal;
-            ``"unit-wise"``, of a norm; ``"fallback"``, a step of SGD with momentum; or ``"none"``. The detail has the orders of the
+            ``"unit-wise"``, of a norm; ``"fallback"``, a step of SGD with momentum; or ``"none"``. The
+            detail has the orders of the
             factors, or the reason for having none.
 
             ``"preconditioned"``, ``"fallback"``: names of the parameters of both kinds. A layer joins the

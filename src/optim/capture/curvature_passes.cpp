@@ -2,10 +2,29 @@
 
 #include <ATen/ATen.h>
 #include <c10/util/irange.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace torchium::optim::detail {
+
+void check_origin(const at::Tensor& outputs, const char* optimizer,
+                  const std::vector<gradients::detail::DifferentiableCall>& calls,
+                  const std::function<bool(const at::Tensor&)>& is_known) {
+  if (!calls.empty()) {
+    return;
+  }
+  const auto nodes = gradients::detail::nodes_of(outputs);
+  const bool is_own = std::any_of(nodes.begin(), nodes.end(), [&](const auto* node) {
+    const auto* leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(node);
+    return leaf != nullptr && is_known(leaf->variable);
+  });
+  TORCH_CHECK_VALUE(is_own, "outputs ", outputs.sizes(), " do not depend on any parameter of this ",
+                    optimizer,
+                    "; pass what its own model has returned, not within "
+                    "torch.utils.checkpoint with use_reentrant=True");
+}
 
 void for_each_curvature_gradient(
     const at::Tensor& outputs, const LossCurvature& curvature,

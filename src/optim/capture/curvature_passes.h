@@ -12,6 +12,12 @@
 
 namespace torchium::optim::detail {
 
+// ValueError if there are no calls although `outputs` come from another model: no parameter of
+// which `is_known` is true is in their graph.
+void check_origin(const at::Tensor& outputs, const char* optimizer,
+                  const std::vector<gradients::detail::DifferentiableCall>& calls,
+                  const std::function<bool(const at::Tensor&)>& is_known);
+
 // Calls visit(k, i, call) for each column k of the curvature and each of the calls i that depends
 // on it. The output gradient of `call` is J^T v, with v the column and J the Jacobian of `outputs`
 // by the output of the layer: the sum over k of (J^T v)(J^T v)^T is J^T H J. Keeps the graph.

@@ -19,6 +19,15 @@ void check_choice(const char* name, const std::string& value, const Requirement&
                     ", got ", text_of(value));
 }
 
+// "a tensor of dtype int64 and shape [2, 3] on cpu"
+std::string described(const at::Tensor& tensor) {
+  if (!tensor.defined()) {
+    return "no tensor";
+  }
+  return c10::str("a tensor of dtype ", c10::getDtypeNames(tensor.scalar_type()).first,
+                  " and shape ", tensor.sizes(), " on ", tensor.device());
+}
+
 // The dimension of the classes, at least 1.
 int64_t class_dim_of(const at::Tensor& outputs, std::optional<int64_t> given) {
   const int64_t dims = outputs.dim();
@@ -39,7 +48,7 @@ void check_curvature_outputs(const at::Tensor& outputs) {
                         outputs.layout() == at::kStrided && outputs.dim() >= 1,
                     "outputs must be a dense real floating-point tensor with the samples in "
                     "dimension 0, got ",
-                    outputs.toString(), outputs.defined() ? outputs.sizes() : at::IntArrayRef());
+                    described(outputs));
   TORCH_CHECK_VALUE(outputs.requires_grad(),
                     "outputs must have their graph, but do not require gradients; pass what the "
                     "model has returned, not detached and not computed under no_grad()");
@@ -58,7 +67,7 @@ at::Tensor root_of_weights(const at::Tensor& logits, const CurvatureOptions& opt
   TORCH_CHECK_VALUE(mask.scalar_type() == at::kBool && mask.sizes() == mask_shape &&
                         mask.device() == logits.device(),
                     "mask must be a bool tensor of shape ", mask_shape, " on ", logits.device(),
-                    ", got ", mask.toString(), mask.sizes(), " on ", mask.device());
+                    ", got ", described(mask));
   const at::Tensor w = mask.reshape({logits.size(0), logits.size(1), 1}).to(logits.scalar_type());
   const at::Tensor counted =
       is_mean ? w.sum().clamp_min(1.0).div(logits.size(0)) : at::ones_like(w);

@@ -42,6 +42,14 @@ void KFAC::follow_schedules() {
 
 void KFAC::check_together(const std::vector<const Options*>& groups) const {
   detail::check_same_in_all<KFACOptions>("KFAC", groups);
+  for (const auto g : c10::irange(groups.size())) {
+    const auto& options = detail::options_as<KFACOptions>(*groups[g], "KFAC");
+    TORCH_CHECK_VALUE(
+        !options.adaptive_damping() || options.schedules().count("damping") == 0,
+        "damping of group ", g,
+        " is a function of the step, which adaptive_damping=True cannot change; pass a number to ",
+        "start from, or adaptive_damping=False");
+  }
 }
 
 std::unique_ptr<SecondOrderParamState> KFAC::make_empty_state() const {

@@ -16,6 +16,8 @@ bool KfacPlan::takes_curvature() const {
 
 void KfacPlan::record_curvature(const at::Tensor& outputs, const LossCurvature& curvature,
                                 std::vector<gradients::detail::DifferentiableCall> calls) {
+  check_origin(outputs, optimizer_name(), calls,
+               [&](const at::Tensor& param) { return position(param) >= 0; });
   const std::lock_guard lock(curvature_mutex_);
   const int64_t micro_batch = curvature_batches_++;
   std::erase_if(calls, [&](const auto& call) { return !is_due(call.layer); });

@@ -4,7 +4,11 @@
 #include "optim/kfac/kfac_preconditioner_options.h"
 #include "optim/kfac/kfac_preconditioner_plan.h"
 
+#include <c10/util/irange.h>
+
+#include <algorithm>
 #include <utility>
+#include <vector>
 
 namespace torchium::optim {
 
@@ -61,6 +65,42 @@ KFACPreconditioner::KFACPreconditioner(
 KFACPreconditioner::~KFACPreconditioner() = default;
 KFACPreconditioner::KFACPreconditioner(KFACPreconditioner&&) noexcept = default;
 KFACPreconditioner& KFACPreconditioner::operator=(KFACPreconditioner&&) noexcept = default;
+
+namespace detail {
+namespace {
+
+// Whether two of its elements may have one address. True for some layouts of which it is not known.
+bool may_overlap(const at::Tensor& tensor) {
+  std::vector<std::pair<int64_t, int64_t>> dims;  // stride and size
+  for (const auto d : c10::irange(tensor.dim())) {
+    if (tensor.size(d) > 1) {
+      dims.emplace_back(tensor.stride(d), tensor.size(d));
+    }
+  }
+  std::sort(dims.begin(), dims.end());
+  int64_t last = 0;  // address of the last element of the dimensions so far
+  for (const auto& [stride, size] : dims) {
+    if (stride <= last) {
+      return true;
+    }
+    last += stride * (size - 1);
+  }
+  return false;
+}
+
+}  // namespace
+
+void KfacPreconditionerPlan::check(const std::vector<size_t>& active) {
+  KfacPlan::check(active);
+  for (const size_t i : active) {
+    const at::Tensor& grad = param(i).grad();
+    TORCH_CHECK_VALUE(!grad.defined() || !may_overlap(grad), "elements of the gradient of ",
+                      name(i), " share memory (shape ", grad.sizes(), ", strides ", grad.strides(),
+                      "), but ", optimizer_name(), " writes to it; assign a copy, p.grad.clone()");
+  }
+}
+
+}  // namespace detail
 
 void KFACPreconditioner::check_options(const Options& options) const {
   detail::check_options(detail::options_as<KFACPreconditionerOptions>(options, name()));

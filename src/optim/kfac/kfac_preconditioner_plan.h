@@ -11,6 +11,8 @@ class KfacPreconditionerPlan : public KfacPlan {
   const char* optimizer_name() const override { return "KFACPreconditioner"; }
 
  protected:
+  // Also refuses gradients that cannot be written to.
+  void check(const std::vector<size_t>& active) override;
   bool writes_gradients() const override { return true; }
   KFACOptions own_options(const torch::optim::OptimizerOptions& group) const override {
     return kfac_options(options_as<KFACPreconditionerOptions>(group, optimizer_name()));

@@ -112,6 +112,8 @@ std::shared_ptr<const KeptBatch> NaturalGradientPlan::recorded_batch(
 void NaturalGradientPlan::record_curvature(
     const at::Tensor& outputs, const LossCurvature& curvature,
     std::vector<gradients::detail::DifferentiableCall> calls) {
+  check_origin(outputs, optimizer_name(), calls,
+               [&](const at::Tensor& param) { return position(param) >= 0; });
   const std::lock_guard lock(curvature_mutex_);
   const auto first = static_cast<int64_t>(columns_.size());
   curvature_samples_ += curvature.samples();
