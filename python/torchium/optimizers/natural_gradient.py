@@ -51,7 +51,8 @@ class NaturalGradient(CapturingOptimizer):
     ``[batch, ...]``. All layers must see the samples in the same order: one that sorts or shuffles
     them, or receives time first where there are as many positions as samples, gives a wrong Fisher
     matrix without an error, and so do statistics of the batch that are computed by hand
-    (``x - x.mean(0)``). Micro-batches with loss / k, one ``backward()`` each, equal one batch. Passes
+    (``x - x.mean(0)``). Micro-batches with loss / k, one ``backward()`` each, equal one batch. Calls of a
+    layer in one backward pass are positions of the same samples, and no parts of a batch. Passes
     without ``backward()`` between two steps leave no trace. ``zero_grad()`` of the optimizer forgets
     what was captured, and so does every step, except one that raises for a wrong option.
 
