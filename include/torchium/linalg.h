@@ -1,5 +1,9 @@
 // Batched linear algebra: all of torchium::linalg.
 #pragma once
 
+#include <torchium/linalg/estimators.h>
+#include <torchium/linalg/hessian.h>
+#include <torchium/linalg/krylov.h>
+#include <torchium/linalg/linear_operator.h>
 #include <torchium/linalg/matrix_functions.h>
 #include <torchium/linalg/products.h>

@@ -1,0 +1,163 @@
+"""Eigenpairs and stochastic estimates of a large symmetric matrix: time, error and passes over the matrix.
+
+Lanczos' method is compared with its products alone, SciPy's eigsh (CuPy's on a CUDA device) and torch.lobpcg;
+estimates of the diagonal with cola-ml, where these packages are installed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable
+
+import torch
+from common import Report, interleaved, median_ratio, parse_arguments, result_file
+from torch import Tensor
+from torchium.linalg import hutchinson_diagonal, hutchpp, lanczos, logdet, xdiag
+
+PAIRS = 16
+TOLERANCE = 1e-5
+OURS = "torchium lanczos"
+PRODUCTS = "its products alone"
+COLA = "cola-ml, Hutchinson"
+DIAGONAL = "torchium hutchinson_diagonal"
+
+
+def matrix(n: int, device: str) -> Tensor:
+    """Symmetric, positive definite: a bulk in (0, 1] and a tail of separate large eigenvalues."""
+    generator = torch.Generator().manual_seed(0)
+    bulk = torch.randn(n, n, generator=generator) / (2 * n**0.5)
+    tail = torch.randn(n, 2 * PAIRS, generator=generator) / n**0.5
+    tail = tail * torch.linspace(2, 6, 2 * PAIRS).sqrt()
+    A = bulk @ bulk.T + tail @ tail.T
+    A.diagonal().add_(0.01)
+    return A.to(device)
+
+
+def waits(device: str, function: Callable[[], object]) -> Callable[[], object]:
+    def call() -> object:
+        result = function()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return result
+
+    return call
+
+
+def eigensolvers(A: Tensor, products: int) -> dict[str, Callable[[], object]]:
+    def multiply() -> None:
+        x = torch.ones(len(A), 1, device=A.device)
+        for _ in range(products):
+            x = A @ x
+
+    found: dict[str, Callable[[], object]] = {
+        OURS: lambda: lanczos(A, PAIRS, tol=TOLERANCE)[:2],
+        PRODUCTS: multiply,
+        "torch.lobpcg": lambda: torch.lobpcg(A, PAIRS, tol=TOLERANCE, niter=-1),
+    }
+    if A.is_cuda:
+        try:
+            import cupy
+            from cupyx.scipy.sparse.linalg import eigsh
+        except ImportError:
+            return found
+        on_device = cupy.from_dlpack(A)
+        found["CuPy eigsh"] = lambda: _tensors(eigsh(on_device, PAIRS, tol=TOLERANCE), A)
+    else:
+        from scipy.sparse.linalg import eigsh
+
+        array = A.numpy()
+        found["SciPy eigsh"] = lambda: _tensors(eigsh(array, PAIRS, which="LA", tol=TOLERANCE), A)
+    return found
+
+
+def _tensors(pairs: tuple, A: Tensor) -> tuple[Tensor, Tensor]:
+    return tuple(torch.as_tensor(x, device=A.device) for x in pairs)
+
+
+def largest_residual(A: Tensor, pairs: tuple[Tensor, Tensor]) -> float:
+    """In units of the largest eigenvalue, computed in float64 for some rows at a time."""
+    values, vectors = (x.double() for x in pairs)
+    images = torch.cat([rows.double() @ vectors for rows in A.split(1024)])
+    return float((images - vectors * values).norm(dim=0).max() / values.abs().max())
+
+
+def measure_eigenpairs(report: Report, A: Tensor, rounds: int) -> None:
+    products = lanczos(A, PAIRS, tol=TOLERANCE).products
+    functions = eigensolvers(A, products)
+    seconds = interleaved({name: waits(A.device.type, f) for name, f in functions.items()}, rounds)
+    rows = []
+    for name, function in functions.items():
+        residual = "-" if name == PRODUCTS else f"{largest_residual(A, function()):.1e}"
+        ratio = median_ratio(seconds[name], seconds[PRODUCTS])
+        rows.append([name, 1e3 * statistics.median(seconds[name]), ratio, residual])
+    report.table(
+        f"{PAIRS} largest eigenpairs, n = {len(A)}, float32, {products} products",
+        ["", "ms", "ratio to the products", "largest residual"],
+        rows,
+    )
+    report.check("lanczos / its products", median_ratio(seconds[OURS], seconds[PRODUCTS]), 1.3)
+    peer = next((name for name in seconds if name.endswith("eigsh")), None)
+    if peer is not None:
+        report.check(f"lanczos / {peer}", median_ratio(seconds[OURS], seconds[peer]), 0.5)
+
+
+def measure_estimates(report: Report, A: Tensor, rounds: int) -> None:
+    n, exact = len(A), A.diagonal()
+    functions: dict[str, Callable[[], Tensor]] = {
+        DIAGONAL: lambda: hutchinson_diagonal(A, num_samples=1000, block_size=100).value,
+        "torchium xdiag, 200 products": lambda: xdiag(A, num_products=200).value,
+    }
+    try:
+        import cola
+        from cola.linalg.trace.diagonal_estimation import hutchinson_diag_estimate
+    except ImportError:
+        report.skip("hutchinson_diagonal / cola-ml", "cola-ml is not installed")
+    else:
+        operator = cola.ops.Dense(A)
+        # Its samples: batches of 100, until the tolerance or 10 batches.
+        functions[COLA] = lambda: hutchinson_diag_estimate(
+            operator, k=0, bs=100, tol=1e-6, max_iters=10
+        )[0]
+    seconds = interleaved({k: waits(A.device.type, f) for k, f in functions.items()}, rounds)
+    rows = [
+        [name, 1e3 * statistics.median(seconds[name]), float((f() - exact).norm() / exact.norm())]
+        for name, f in functions.items()
+    ]
+    report.table(f"Diagonal, n = {n}, float32", ["", "ms", "relative error"], rows)
+    if COLA in seconds:
+        ratio = median_ratio(seconds[DIAGONAL], seconds[COLA])
+        report.check("hutchinson_diagonal / cola-ml", ratio, 0.2)
+
+    double = A.double()
+    functions = {
+        "trace: sum of the diagonal": lambda: double.diagonal().sum(),
+        "trace: torchium hutchpp, 99 products": lambda: hutchpp(A).value,
+        "log det: torch.linalg.cholesky": lambda: (
+            2 * torch.linalg.cholesky(double).diagonal().log().sum()
+        ),
+        "log det: torchium logdet, 30 x 30 products": lambda: logdet(A).value,
+    }
+    seconds = interleaved({k: waits(A.device.type, f) for k, f in functions.items()}, rounds)
+    values = {name: float(f()) for name, f in functions.items()}
+    rows = []
+    for name, value in values.items():
+        target = next(v for k, v in values.items() if k.split(":")[0] == name.split(":")[0])
+        rows.append([name, 1e3 * statistics.median(seconds[name]), abs(value / target - 1)])
+    report.table(f"Trace and log-determinant, n = {n}", ["", "ms", "relative error"], rows)
+
+
+def main() -> int:
+    arguments = parse_arguments(__doc__.splitlines()[0], device=True)
+    on_gpu = arguments.device.startswith("cuda")
+    n = 400 if arguments.tiny else 16384 if on_gpu else 4096
+    report = Report("Eigenpairs and estimates of a large matrix")
+    A = matrix(n, arguments.device)
+    measure_eigenpairs(report, A, arguments.rounds)
+    measure_estimates(report, A, arguments.rounds)
+    missed = report.finish(result_file(f"linalg_{'h200' if on_gpu else 'cpu'}", arguments))
+    return int(missed > 0 and not arguments.tiny)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+// Trace, diagonal and log-determinant of large matrices that are known by their products, from
+// products with random signs (Rademacher variables).
+//
+// The signs follow from `seed` by a counter-based generator and are equal on every device; no
+// global random state is read or changed. Each product has `block_size` columns. Values are
+// float64 but for diagonals, which have the operator's dtype. Without `tol` the host never waits.
+#pragma once
+
+#include <torchium/export.h>
+#include <torchium/linalg/linear_operator.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+
+namespace torchium::linalg {
+
+struct StochasticEstimate {
+  at::Tensor value;           // [], or [n] for a diagonal
+  at::Tensor standard_error;  // of the shape of `value`; NaN for a single sample
+  int64_t products = 0;       // columns that A has been multiplied by
+};
+
+struct HutchinsonOptions {
+  int64_t num_samples = 100;  // at most
+  int64_t block_size = 10;
+  // Stops once |standard error| <= tol |value| (norms for a diagonal), which is tested after every
+  // ten products: the host waits then.
+  std::optional<double> tol;
+  uint64_t seed = 0;
+};
+
+// tr A = E[z^T A z] (Hutchinson 1989).
+TORCHIUM_API StochasticEstimate hutchinson_trace(const LinearOperator& A,
+                                                 const HutchinsonOptions& options = {});
+
+// diag A = E[z o A z] (Bekas, Kokiopoulou and Saad 2007).
+TORCHIUM_API StochasticEstimate hutchinson_diagonal(const LinearOperator& A,
+                                                    const HutchinsonOptions& options = {});
+
+// tr A by Hutch++ (Meyer, Musco, Musco and Woodruff 2021): exact on the range Q of a third of the
+// products, Hutchinson's estimate on its complement. num_products: at least 3.
+TORCHIUM_API StochasticEstimate hutchpp(const LinearOperator& A, int64_t num_products = 99,
+                                        uint64_t seed = 0);
+
+// diag A of a symmetric A by XDiag (Epperly, Tropp and Webber 2024, "XTrace: making the most of
+// every sample in stochastic trace estimation", section 2.4): every sample serves for the range and
+// for the complement of the others'. num_products: even, at least 4, at most 2 n.
+TORCHIUM_API StochasticEstimate xdiag(const LinearOperator& A, int64_t num_products = 100,
+                                      uint64_t seed = 0);
+
+struct LogdetOptions {
+  int64_t num_samples = 30;
+  int64_t num_steps = 30;  // of Lanczos' method per sample, at most n
+  int64_t block_size = 10;
+  uint64_t seed = 0;
+};
+
+// log det A of a symmetric positive definite A by stochastic Lanczos quadrature (Ubaru, Chen and
+// Saad 2017, "Fast estimation of tr(f(A)) via stochastic Lanczos quadrature"). NaN if an
+// eigenvalue of the small problems is not positive.
+TORCHIUM_API StochasticEstimate logdet(const LinearOperator& A, const LogdetOptions& options = {});
+
+}  // namespace torchium::linalg

@@ -1,0 +1,55 @@
+// Some eigenpairs of large matrices that are known by their products, by Krylov methods.
+//
+// Both methods build an orthonormal basis V of a Krylov space with full re-orthogonalisation,
+// solve the small problem H = V^T A V in float64 on the host, and restart from the best part of
+// the space until the residuals |A x - lambda x| are small (thick restarts: Wu and Simon 2000,
+// "Thick-restart Lanczos method for large symmetric eigenvalue problems"; Stewart 2002, "A
+// Krylov-Schur algorithm for large eigenproblems"). On a GPU the host waits once per restart, not
+// once per product.
+#pragma once
+
+#include <torchium/export.h>
+#include <torchium/linalg/linear_operator.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+namespace torchium::linalg {
+
+struct KrylovOptions {
+  // Which eigenvalues. lanczos: "LA" (largest, default), "SA" (smallest), "LM" (largest magnitude).
+  // arnoldi: "LM" (default), "LR" and "SR" (largest and smallest real part), "LI" (largest
+  // imaginary part in magnitude).
+  std::string which;
+  int64_t block_size = 1;            // columns per product; at least the multiplicity sought
+  std::optional<int64_t> max_basis;  // columns of V; default: max(2 k + 1, 20) + 2 block_size
+  int64_t max_restarts = 100;
+  // An eigenpair has converged if its residual is at most tol times the largest magnitude of an
+  // eigenvalue of H. Default: epsilon(dtype)^(2/3).
+  std::optional<double> tol;
+  at::Tensor start;   // [n] or [n, block_size]; default: random signs
+  uint64_t seed = 0;  // of the random signs, which are equal on every device
+};
+
+struct KrylovEigenpairs {
+  at::Tensor eigenvalues;     // [k], the most wanted first; complex for arnoldi
+  at::Tensor eigenvectors;    // [n, k], columns of norm 1
+  at::Tensor residual_norms;  // [k]: |A x - lambda x|
+  at::Tensor converged;       // [k], bool
+  int64_t products = 0;       // columns that A has been multiplied by
+};
+
+// k eigenpairs of a symmetric A. c10::ValueError: options that do not fit, products that are not
+// finite, or A that is not symmetric. Warns if an eigenpair has not converged.
+TORCHIUM_API KrylovEigenpairs lanczos(const LinearOperator& A, int64_t k,
+                                      const KrylovOptions& options = {});
+
+// k eigenpairs of a general real A; complex ones come in conjugate pairs, of which the last may be
+// cut off. Errors as lanczos.
+TORCHIUM_API KrylovEigenpairs arnoldi(const LinearOperator& A, int64_t k,
+                                      const KrylovOptions& options = {});
+
+}  // namespace torchium::linalg

@@ -1,0 +1,106 @@
+"""Some eigenpairs of large matrices that are known by their products."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._operators import LinearOperator, as_operator, run
+
+_ops = torch.ops.torchium
+
+
+class KrylovEigenpairs(NamedTuple):
+    """What :func:`lanczos` and :func:`arnoldi` return."""
+
+    eigenvalues: Tensor  #: ``[k]``, the most wanted first; complex for :func:`arnoldi`
+    eigenvectors: Tensor  #: ``[n, k]``, columns of norm 1
+    residual_norms: Tensor  #: ``[k]``: ``|A x - lambda x|``
+    converged: Tensor  #: ``[k]``, bool
+    products: int  #: columns that ``A`` has been multiplied by
+
+
+def lanczos(
+    A: Tensor | LinearOperator,
+    k: int = 6,
+    *,
+    which: str = "LA",
+    block_size: int = 1,
+    max_basis: int | None = None,
+    max_restarts: int = 100,
+    tol: float | None = None,
+    start: Tensor | None = None,
+    seed: int = 0,
+) -> KrylovEigenpairs:
+    """Return ``k`` eigenpairs of a symmetric matrix, by Lanczos' method with thick restarts.
+
+    An orthonormal basis ``V`` of a Krylov space is built with full re-orthogonalisation; the small
+    problem ``H = V^T A V`` is solved in float64 on the host; then the method restarts from the best
+    part of the space (Wu and Simon 2000, "Thick-restart Lanczos method for large symmetric eigenvalue
+    problems"). On a GPU the host waits once per restart, not once per product. A matrix of an order
+    not above ``max_basis`` is formed and solved densely.
+
+    Args:
+        A: ``[n, n]``, dense or sparse, or a :class:`LinearOperator`; symmetric, float32 or float64.
+        k: the number of eigenpairs, from 1 to n.
+        which: ``"LA"`` (largest), ``"SA"`` (smallest) or ``"LM"`` (largest magnitude).
+        block_size: columns per product. A matrix with eigenvalues of multiplicity m needs
+            ``block_size >= m`` to find all of them reliably.
+        max_basis: columns of V, at least ``k + 2 block_size``; by default
+            ``max(2 k + 1, 20) + 2 block_size``.
+        max_restarts: after these a warning names the number of pairs that have not converged.
+        tol: an eigenpair has converged if ``|A x - lambda x| <= tol max |lambda|``; by default
+            ``finfo(dtype).eps ** (2 / 3)``.
+        start: ``[n]`` or ``[n, block_size]``; by default random signs.
+        seed: of the random signs, which are equal on every device. No global random state changes.
+
+    Returns:
+        :class:`KrylovEigenpairs`, real. Not differentiable.
+
+    Raises:
+        ValueError: an argument that does not fit, a product that is not finite, or a matrix that is
+            not symmetric.
+    """
+    return _eigenpairs(True, A, k, which, block_size, max_basis, max_restarts, tol, start, seed)
+
+
+def arnoldi(
+    A: Tensor | LinearOperator,
+    k: int = 6,
+    *,
+    which: str = "LM",
+    block_size: int = 1,
+    max_basis: int | None = None,
+    max_restarts: int = 100,
+    tol: float | None = None,
+    start: Tensor | None = None,
+    seed: int = 0,
+) -> KrylovEigenpairs:
+    """Return ``k`` eigenpairs of a real square matrix, by Arnoldi's method with thick restarts.
+
+    As :func:`lanczos` for matrices that are not symmetric (Stewart 2002, "A Krylov-Schur algorithm
+    for large eigenproblems"). Complex eigenvalues come in conjugate pairs, of which the last may be
+    cut off.
+
+    Args:
+        A: ``[n, n]``, dense or sparse, or a :class:`LinearOperator`; float32 or float64.
+        which: ``"LM"`` (largest magnitude), ``"LR"``, ``"SR"`` (largest and smallest real part) or
+            ``"LI"`` (largest magnitude of the imaginary part).
+        k, block_size, max_basis, max_restarts, tol, start, seed: as for :func:`lanczos`.
+
+    Returns:
+        :class:`KrylovEigenpairs`, complex. Not differentiable.
+
+    Raises:
+        ValueError: an argument that does not fit, or a product that is not finite.
+    """
+    return _eigenpairs(False, A, k, which, block_size, max_basis, max_restarts, tol, start, seed)
+
+
+def _eigenpairs(symmetric: bool, A: Any, k: int, *options: Any) -> KrylovEigenpairs:
+    operator = as_operator("lanczos" if symmetric else "arnoldi", A)
+    process = _ops.krylov(symmetric, len(operator), k, *options, operator.dtype, operator.device)
+    values, vectors, residuals, converged = run(process, operator)
+    return KrylovEigenpairs(values, vectors, residuals, converged, process.products())

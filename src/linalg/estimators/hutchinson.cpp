@@ -1,0 +1,101 @@
+#include "linalg/estimators/hutchinson.h"
+
+#include "linalg/estimators/random_signs.h"
+#include "linalg/krylov/operator_checks.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+
+namespace torchium::linalg::detail {
+namespace {
+
+constexpr int64_t kCallsPerTest = 10;
+
+const char* estimator_name(bool diagonal) {
+  return diagonal ? "hutchinson_diagonal" : "hutchinson_trace";
+}
+
+}  // namespace
+
+void RunningMean::add(const at::Tensor& samples) {
+  const int64_t added = samples.size(-1);
+  const at::Tensor mean = samples.mean(-1);
+  const at::Tensor squares = (samples - mean.unsqueeze(-1)).square().sum(-1);
+  if (count_ == 0) {
+    mean_ = mean;
+    squares_ = squares;
+  } else {
+    const at::Tensor shift = mean - mean_;
+    const double total = static_cast<double>(count_ + added);
+    squares_ = squares_ + squares +
+               shift.square() * (static_cast<double>(count_) * static_cast<double>(added) / total);
+    mean_ = mean_ + shift * (static_cast<double>(added) / total);
+  }
+  count_ += added;
+}
+
+at::Tensor RunningMean::standard_error() const {
+  const double samples = static_cast<double>(count_);
+  return (squares_ / ((samples - 1) * samples)).sqrt();
+}
+
+HutchinsonProcess::HutchinsonProcess(bool diagonal, int64_t n, const HutchinsonOptions& options,
+                                     const at::TensorOptions& tensor_options)
+    : diagonal_(diagonal), n_(n), options_(options), tensor_options_(tensor_options) {
+  const char* name = estimator_name(diagonal);
+  check_operator(name, n, tensor_options);
+  check_positive(name, "num_samples", options.num_samples);
+  check_positive(name, "block_size", options.block_size);
+  TORCH_CHECK_VALUE(!options.tol.has_value() || (*options.tol > 0 && std::isfinite(*options.tol)),
+                    name, ": tol is ", options.tol.value_or(0.0),
+                    "; it must be positive and finite, or not given.");
+}
+
+at::Tensor HutchinsonProcess::next_operand() {
+  if (done_) return {};
+  const int64_t columns = std::min(options_.block_size, options_.num_samples - products_);
+  return random_signs(n_, columns, options_.seed, products_, tensor_options_);
+}
+
+void HutchinsonProcess::use(const at::Tensor& signs, const at::Tensor& product) {
+  const at::Tensor terms = signs * product;
+  estimate_.add(diagonal_ ? terms : terms.sum(0, /*keepdim=*/false, at::kDouble));
+  ++calls_;
+  done_ = products_ == options_.num_samples ||
+          (options_.tol.has_value() && calls_ % kCallsPerTest == 0 && is_accurate());
+}
+
+bool HutchinsonProcess::is_accurate() const {
+  const at::Tensor error = estimate_.standard_error().norm();
+  return (error <= *options_.tol * estimate_.mean().norm()).item<bool>();
+}
+
+std::vector<at::Tensor> HutchinsonProcess::make_result() {
+  return {estimate_.mean(), estimate_.standard_error()};
+}
+
+}  // namespace torchium::linalg::detail
+
+namespace torchium::linalg {
+namespace {
+
+StochasticEstimate estimate(bool diagonal, const LinearOperator& A,
+                            const HutchinsonOptions& options) {
+  detail::HutchinsonProcess process(diagonal, A.size(), options, A.options());
+  const auto result = process.run(A);
+  return {result[0], result[1], process.products()};
+}
+
+}  // namespace
+
+StochasticEstimate hutchinson_trace(const LinearOperator& A, const HutchinsonOptions& options) {
+  return estimate(false, A, options);
+}
+
+StochasticEstimate hutchinson_diagonal(const LinearOperator& A, const HutchinsonOptions& options) {
+  return estimate(true, A, options);
+}
+
+}  // namespace torchium::linalg

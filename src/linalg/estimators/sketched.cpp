@@ -1,0 +1,118 @@
+#include "linalg/estimators/sketched.h"
+
+#include "linalg/estimators/hutchinson.h"
+#include "linalg/estimators/random_signs.h"
+#include "linalg/krylov/operator_checks.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <limits>
+#include <tuple>
+
+namespace torchium::linalg::detail {
+namespace {
+
+std::vector<at::Tensor> mean_and_error(const at::Tensor& samples) {
+  RunningMean mean;
+  mean.add(samples);
+  return {mean.mean(), mean.standard_error()};
+}
+
+// The columns of R^-T, scaled to norm 1: column i is orthogonal to all columns of R but the i-th.
+// Where R is singular, which makes the range exact, its pivots count as rounding errors.
+at::Tensor left_out_directions(const at::Tensor& R) {
+  const at::Tensor pivots = R.diagonal();
+  const at::Tensor least = (pivots.abs().max() * epsilon_of(R.scalar_type()))
+                               .clamp_min(std::numeric_limits<float>::min());
+  const at::Tensor safe = at::where(pivots.abs() < least, least, pivots);
+  const at::Tensor regular = R.triu(1) + at::diag(safe);
+  const at::Tensor S =
+      at::linalg_solve_triangular(regular, at::eye(R.size(0), R.options()), /*upper=*/true);
+  return S.mT() / S.mT().norm(2, 0, /*keepdim=*/true);
+}
+
+}  // namespace
+
+HutchppProcess::HutchppProcess(int64_t n, int64_t num_products, uint64_t seed,
+                               const at::TensorOptions& options)
+    : n_(n),
+      sketch_(std::min(num_products / 3, n)),
+      samples_(num_products - 2 * sketch_),
+      seed_(seed),
+      options_(options) {
+  check_operator("hutchpp", n, options);
+  TORCH_CHECK_VALUE(num_products >= 3, "hutchpp: num_products is ", num_products,
+                    "; it must be at least 3.");
+}
+
+at::Tensor HutchppProcess::next_operand() {
+  if (!result_.empty()) return {};
+  return range_and_samples_.defined() ? range_and_samples_
+                                      : random_signs(n_, sketch_, seed_, 0, options_);
+}
+
+void HutchppProcess::use(const at::Tensor& operand, const at::Tensor& product) {
+  if (!range_and_samples_.defined()) {
+    const at::Tensor Q = std::get<0>(at::linalg_qr(product));
+    const at::Tensor G = random_signs(n_, samples_, seed_, sketch_, options_);
+    range_and_samples_ = at::cat({Q, G - Q.matmul(Q.mT().matmul(G))}, 1);
+    return;
+  }
+  const at::Tensor terms = (operand * product).sum(0, false, at::kDouble);
+  const at::Tensor exact = terms.narrow(0, 0, sketch_).sum();
+  result_ = mean_and_error(terms.narrow(0, sketch_, samples_) + exact);
+}
+
+XdiagProcess::XdiagProcess(int64_t n, int64_t num_products, uint64_t seed,
+                           const at::TensorOptions& options) {
+  check_operator("xdiag", n, options);
+  TORCH_CHECK_VALUE(num_products >= 4 && num_products % 2 == 0 && num_products <= 2 * n,
+                    "xdiag: num_products is ", num_products,
+                    "; it must be even, at least 4 and at most 2 n = ", 2 * n, ".");
+  signs_ = random_signs(n, num_products / 2, seed, 0, options);
+}
+
+at::Tensor XdiagProcess::next_operand() {
+  if (!result_.empty()) return {};
+  return images_.defined() ? range_ : signs_;
+}
+
+void XdiagProcess::use(const at::Tensor& /*operand*/, const at::Tensor& product) {
+  if (!images_.defined()) {
+    images_ = product;
+    std::tie(range_, R_) = at::linalg_qr(images_);
+    return;
+  }
+  // Sample i: diag(Q P Q^T A) + w o (I - Q P Q^T) A w for P = I - s s^T, with Q^T A = Z^T and A w =
+  // y.
+  const at::Tensor& Z = product;
+  const at::Tensor S = left_out_directions(R_);
+  const at::Tensor QS = range_.matmul(S), ZS = Z.matmul(S);
+  const at::Tensor T = Z.mT().matmul(signs_);
+  const at::Tensor outside = images_ - range_.matmul(T) + QS * (S * T).sum(0);
+  const at::Tensor exact = (range_ * Z).sum(1, /*keepdim=*/true);
+  result_ = mean_and_error(exact - QS * ZS + signs_ * outside);
+}
+
+}  // namespace torchium::linalg::detail
+
+namespace torchium::linalg {
+namespace {
+
+StochasticEstimate finished(detail::OperatorProcess&& process, const LinearOperator& A) {
+  const auto result = process.run(A);
+  return {result[0], result[1], process.products()};
+}
+
+}  // namespace
+
+StochasticEstimate hutchpp(const LinearOperator& A, int64_t num_products, uint64_t seed) {
+  return finished(detail::HutchppProcess(A.size(), num_products, seed, A.options()), A);
+}
+
+StochasticEstimate xdiag(const LinearOperator& A, int64_t num_products, uint64_t seed) {
+  return finished(detail::XdiagProcess(A.size(), num_products, seed, A.options()), A);
+}
+
+}  // namespace torchium::linalg

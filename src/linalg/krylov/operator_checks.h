@@ -1,0 +1,43 @@
+// Checks of operators, of what they return and of options, and the precision of their dtypes. Every
+// error is a c10::ValueError.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/TensorOptions.h>
+#include <c10/util/Exception.h>
+
+#include <cstdint>
+#include <limits>
+
+namespace torchium::linalg::detail {
+
+// Order of at least 1; float32 or float64.
+inline void check_operator(const char* function, int64_t n, const at::TensorOptions& options) {
+  TORCH_CHECK_VALUE(n > 0, function, ": n is ", n, "; it must be positive.");
+  const auto dtype = c10::typeMetaToScalarType(options.dtype());
+  TORCH_CHECK_VALUE(dtype == at::kFloat || dtype == at::kDouble, function, ": dtype is ", dtype,
+                    "; it must be float32 or float64.");
+}
+
+inline void check_product(const at::Tensor& X, const at::Tensor& product) {
+  TORCH_CHECK_VALUE(product.defined() && product.sizes() == X.sizes() &&
+                        product.scalar_type() == X.scalar_type() && product.device() == X.device(),
+                    "The operator's product with ", X.sizes(), " columns of ", X.scalar_type(),
+                    " on ", X.device(), " is ",
+                    product.defined() ? c10::str(product.sizes(), " of ", product.scalar_type(),
+                                                 " on ", product.device())
+                                      : "undefined",
+                    "; it must be of the same shape, dtype and device.");
+}
+
+// float32 or float64.
+inline double epsilon_of(at::ScalarType dtype) {
+  return dtype == at::kDouble ? std::numeric_limits<double>::epsilon()
+                              : std::numeric_limits<float>::epsilon();
+}
+
+inline void check_positive(const char* function, const char* name, int64_t value) {
+  TORCH_CHECK_VALUE(value > 0, function, ": ", name, " is ", value, "; it must be positive.");
+}
+
+}  // namespace torchium::linalg::detail

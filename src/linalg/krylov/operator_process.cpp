@@ -1,0 +1,39 @@
+#include "linalg/krylov/operator_process.h"
+
+#include "linalg/krylov/operator_checks.h"
+
+#include <c10/core/GradMode.h>
+
+namespace torchium::linalg::detail {
+
+at::Tensor OperatorProcess::operand() {
+  if (!operand_.defined()) {
+    const c10::NoGradGuard no_grad;
+    operand_ = next_operand();
+  }
+  return operand_;
+}
+
+void OperatorProcess::accept(const at::Tensor& product) {
+  const at::Tensor X = operand();
+  TORCH_CHECK(X.defined(), "No product is missing.");
+  check_product(X, product);
+  const c10::NoGradGuard no_grad;
+  products_ += X.size(1);
+  operand_.reset();
+  use(X, product.detach());
+}
+
+std::vector<at::Tensor> OperatorProcess::result() {
+  TORCH_CHECK(!operand().defined(), "Products with the operator are missing.");
+  return make_result();
+}
+
+std::vector<at::Tensor> OperatorProcess::run(const LinearOperator& A) {
+  for (at::Tensor X = operand(); X.defined(); X = operand()) {
+    accept(A.matmul(X));
+  }
+  return result();
+}
+
+}  // namespace torchium::linalg::detail

@@ -1,0 +1,59 @@
+#include "linalg/krylov/small_eigenproblem.h"
+
+#include <ATen/ATen.h>
+
+#include <complex>
+#include <utility>
+#include <vector>
+
+namespace torchium::linalg::detail {
+namespace {
+
+// Large where a value is wanted.
+at::Tensor priority(const at::Tensor& values, const std::string& which) {
+  if (which == "LM") return values.abs();
+  if (which == "LI") return at::imag(values).abs();
+  const at::Tensor real = values.is_complex() ? at::real(values) : values;
+  return which[0] == 'S' ? real.neg() : real;
+}
+
+// The real vectors that span the same space as the first pairs, at least `least` of them.
+at::Tensor real_span(const RitzPairs& pairs, int64_t least) {
+  if (!pairs.values.is_complex()) {
+    return pairs.vectors.narrow(1, 0, least);
+  }
+  std::vector<at::Tensor> columns;
+  for (int64_t i = 0; i < pairs.values.size(0) && static_cast<int64_t>(columns.size()) < least;
+       ++i) {
+    const auto value = pairs.values[i].item<c10::complex<double>>();
+    if (value.imag() < 0) continue;  // the conjugate of one that is there
+    const at::Tensor x = pairs.vectors.select(1, i);
+    columns.push_back(at::real(x));
+    if (value.imag() > 0) {
+      columns.push_back(at::imag(x));
+    }
+  }
+  return std::get<0>(at::linalg_qr(at::stack(columns, 1)));
+}
+
+}  // namespace
+
+RitzPairs ritz_pairs(const at::Tensor& H, const at::Tensor& B, bool symmetric,
+                     const std::string& which) {
+  auto [values, vectors] = symmetric ? at::linalg_eigh((H + H.mT()) / 2) : at::linalg_eig(H);
+  const at::Tensor order = priority(values, which).argsort(/*stable=*/true, -1, true);
+  vectors = vectors.index_select(1, order);
+  const at::Tensor residuals = B.to(vectors.scalar_type()).matmul(vectors);
+  return {values.index_select(0, order), vectors, residuals.norm(2, 0)};
+}
+
+RestartSpace restart_space(const RitzPairs& pairs, const at::Tensor& H, const at::Tensor& B,
+                           int64_t least) {
+  const at::Tensor U = real_span(pairs, least);
+  const at::Tensor HU = H.matmul(U);
+  const at::Tensor projection = U.mT().matmul(HU);
+  const double error = (HU - U.matmul(projection)).norm().item<double>();
+  return {U, projection, B.matmul(U), error};
+}
+
+}  // namespace torchium::linalg::detail

@@ -1,0 +1,104 @@
+// Algorithms that ask for products with an operator, as one torch class: schemas, no maths. See
+// torchium/linalg/krylov.h and estimators.h.
+#include "linalg/estimators/hutchinson.h"
+#include "linalg/estimators/lanczos_quadrature.h"
+#include "linalg/estimators/random_signs.h"
+#include "linalg/estimators/sketched.h"
+#include "linalg/krylov/krylov_process.h"
+
+#include <torch/custom_class.h>
+#include <torch/library.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+namespace torchium::ops {
+namespace {
+
+namespace detail = linalg::detail;
+
+struct OperatorProcess : torch::CustomClassHolder {
+  explicit OperatorProcess(std::unique_ptr<detail::OperatorProcess> algorithm)
+      : algorithm(std::move(algorithm)) {}
+
+  std::unique_ptr<detail::OperatorProcess> algorithm;
+};
+using Process = c10::intrusive_ptr<OperatorProcess>;
+
+template <typename Algorithm, typename... Arguments>
+Process make(Arguments&&... arguments) {
+  return c10::make_intrusive<OperatorProcess>(
+      std::make_unique<Algorithm>(std::forward<Arguments>(arguments)...));
+}
+
+at::TensorOptions tensor_options(at::ScalarType dtype, at::Device device) {
+  return at::TensorOptions(dtype).device(device);
+}
+
+Process krylov(bool symmetric, int64_t n, int64_t k, const std::string& which, int64_t block_size,
+               std::optional<int64_t> max_basis, int64_t max_restarts, std::optional<double> tol,
+               const std::optional<at::Tensor>& start, int64_t seed, at::ScalarType dtype,
+               at::Device device) {
+  linalg::KrylovOptions options;
+  options.which = which;
+  options.block_size = block_size;
+  options.max_basis = max_basis;
+  options.max_restarts = max_restarts;
+  options.tol = tol;
+  options.start = start.value_or(at::Tensor());
+  options.seed = static_cast<uint64_t>(seed);
+  return make<detail::KrylovProcess>(symmetric, n, k, options, tensor_options(dtype, device));
+}
+
+Process hutchinson(bool diagonal, int64_t n, int64_t num_samples, int64_t block_size,
+                   std::optional<double> tol, int64_t seed, at::ScalarType dtype,
+                   at::Device device) {
+  const linalg::HutchinsonOptions options{num_samples, block_size, tol,
+                                          static_cast<uint64_t>(seed)};
+  return make<detail::HutchinsonProcess>(diagonal, n, options, tensor_options(dtype, device));
+}
+
+template <typename Algorithm>
+Process sketched(int64_t n, int64_t num_products, int64_t seed, at::ScalarType dtype,
+                 at::Device device) {
+  return make<Algorithm>(n, num_products, static_cast<uint64_t>(seed),
+                         tensor_options(dtype, device));
+}
+
+Process logdet(int64_t n, int64_t num_samples, int64_t num_steps, int64_t block_size, int64_t seed,
+               at::ScalarType dtype, at::Device device) {
+  const linalg::LogdetOptions options{num_samples, num_steps, block_size,
+                                      static_cast<uint64_t>(seed)};
+  return make<detail::LogdetProcess>(n, options, tensor_options(dtype, device));
+}
+
+at::Tensor random_signs(int64_t n, int64_t columns, int64_t seed, int64_t first_stream,
+                        at::ScalarType dtype, at::Device device) {
+  return detail::random_signs(n, columns, static_cast<uint64_t>(seed),
+                              static_cast<uint64_t>(first_stream), tensor_options(dtype, device));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(torchium, m) {
+  m.class_<OperatorProcess>("OperatorProcess")
+      .def("operand",
+           [](const Process& self) -> std::optional<at::Tensor> {
+             const at::Tensor X = self->algorithm->operand();
+             return X.defined() ? std::make_optional(X) : std::nullopt;
+           })
+      .def("accept",
+           [](const Process& self, const at::Tensor& product) { self->algorithm->accept(product); })
+      .def("result", [](const Process& self) { return self->algorithm->result(); })
+      .def("products", [](const Process& self) { return self->algorithm->products(); });
+  m.def("krylov", &krylov);
+  m.def("hutchinson", &hutchinson);
+  m.def("hutchpp", &sketched<detail::HutchppProcess>);
+  m.def("xdiag", &sketched<detail::XdiagProcess>);
+  m.def("logdet", &logdet);
+  m.def("random_signs", &random_signs);
+}
+
+}  // namespace torchium::ops

@@ -1,0 +1,270 @@
+"""lanczos() and arnoldi(), against dense float64 eigenproblems."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torchium
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+linalg = torchium.linalg
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+def with_eigenvalues(values: Tensor, device: str = "cpu") -> Tensor:
+    torch.manual_seed(0)
+    Q, _ = torch.linalg.qr(torch.randn(len(values), len(values), dtype=torch.float64))
+    A = (Q * values.double()) @ Q.T
+    return ((A + A.T) / 2).to(device, values.dtype)
+
+
+def unsymmetric(n: int = 200) -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(n, n, dtype=torch.float64) / n**0.5
+
+
+def assert_pairs(A: Tensor, found, expected: Tensor, error: float) -> None:
+    """Eigenvalues, residuals as they are, and vectors of norm 1."""
+    scale = expected.abs().max().item()
+    assert bool(found.converged.all())
+    assert (found.eigenvalues.to(expected) - expected).abs().max() <= error * scale
+    X = found.eigenvectors.to(
+        torch.complex128 if found.eigenvectors.is_complex() else torch.float64
+    )
+    residuals = (A.to(X) @ X - X * found.eigenvalues.to(X)).norm(dim=0)
+    assert residuals.max() <= error * scale
+    torch.testing.assert_close(X.norm(dim=0).real, torch.ones_like(residuals), rtol=0, atol=error)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("which", ["LA", "SA", "LM"])
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_lanczos_finds_the_wanted_eigenvalues(device, dtype, which, block_size):
+    values = torch.cat([torch.linspace(-2, 1, 290), torch.linspace(1.5, 3, 10)]).to(dtype)
+    A = with_eigenvalues(values, device)
+    found = linalg.lanczos(A, 5, which=which, block_size=block_size)
+    order = {"LA": -values, "SA": values, "LM": -values.abs()}[which].argsort()
+    error = 30 * torch.finfo(dtype).eps ** (2 / 3)
+    assert_pairs(A, found, values.double()[order[:5]].to(device), error)
+    assert found.eigenvalues.dtype == found.eigenvectors.dtype == dtype
+    X = found.eigenvectors.double()
+    identity = torch.eye(5, dtype=torch.float64, device=device)
+    torch.testing.assert_close(X.T @ X, identity, rtol=0, atol=200 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("which", ["LM", "LR", "SR", "LI"])
+@pytest.mark.parametrize("block_size", [1, 3])
+def test_arnoldi_finds_the_wanted_eigenvalues(device, which, block_size):
+    A = unsymmetric()
+    values = torch.linalg.eigvals(A)
+    priority = {"LM": values.abs(), "LR": values.real, "SR": -values.real, "LI": values.imag.abs()}
+    order = priority[which].argsort(descending=True)
+    found = linalg.arnoldi(
+        A.to(device), 6, which=which, block_size=block_size, max_basis=40, max_restarts=300
+    )
+    assert bool(found.converged.all())
+    # The order of a conjugate pair is open.
+    expected = values[order[:7]].cpu()
+    for value in found.eigenvalues.cpu():
+        assert (expected - value).abs().min() <= 1e-9
+    X, A = found.eigenvectors.cpu(), A.to(torch.complex128)
+    assert (A @ X - X * found.eigenvalues.cpu()).norm(dim=0).max() <= 1e-9
+
+
+def test_a_block_finds_all_copies_of_a_multiple_eigenvalue():
+    values = torch.cat([torch.linspace(0, 1, 200), torch.full((4,), 2.0)]).double()
+    found = linalg.lanczos(with_eigenvalues(values), 5, block_size=4)
+    expected = torch.tensor([2.0, 2, 2, 2, 1], dtype=torch.float64)
+    torch.testing.assert_close(found.eigenvalues, expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 22, 23, 24, 25])
+@pytest.mark.parametrize("block_size", [1, 3])
+def test_small_matrices(n, block_size):
+    A = with_eigenvalues(torch.arange(n).double())
+    found = linalg.lanczos(A, min(n, 3), which="SA", block_size=block_size)
+    torch.testing.assert_close(
+        found.eigenvalues, torch.arange(n).double()[:3], rtol=0, atol=1e-12 * n
+    )
+    general = linalg.arnoldi(A, min(n, 3), block_size=block_size)
+    torch.testing.assert_close(
+        general.eigenvalues.real, torch.arange(n).double().flip(0)[:3], rtol=0, atol=1e-9
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("block_size", [1, 3])
+@pytest.mark.parametrize("matrix", ["zero", "identity", "rank one", "diagonal"])
+def test_invariant_spaces_are_left(device, block_size, matrix):
+    """The Krylov space of the start ends early; random vectors continue it."""
+    n = 100
+    one = torch.ones(n, 1, dtype=torch.float64)
+    A = {
+        "zero": torch.zeros(n, n, dtype=torch.float64),
+        "identity": torch.eye(n, dtype=torch.float64),
+        "rank one": one @ one.T,
+        "diagonal": torch.diag(torch.arange(n).double() // 25),
+    }[matrix].to(device)
+    found = linalg.lanczos(A, 4, block_size=block_size)
+    expected = torch.linalg.eigvalsh(A).flip(0)
+    assert bool(found.converged.all())
+    assert abs(found.eigenvalues[0] - expected[0]) <= 1e-10 * n
+    residuals = (A @ found.eigenvectors - found.eigenvectors * found.eigenvalues).norm(dim=0)
+    assert residuals.max() <= 1e-8 * n
+
+
+def test_an_operator_and_a_sparse_matrix_give_the_same_pairs():
+    n = 500
+    diagonals = torch.stack([-torch.ones(n), 2 * torch.ones(n), -torch.ones(n)]).double()
+    sparse = torch.sparse.spdiags(diagonals, torch.tensor([-1, 0, 1]), (n, n))
+    dense = sparse.to_dense()
+    calls = []
+
+    def product(X: Tensor) -> Tensor:
+        calls.append(X.shape[1])
+        return dense @ X
+
+    operator = linalg.LinearOperator(n, product, dtype=torch.float64)
+    of_operator = linalg.lanczos(operator, 3, max_basis=60)
+    of_sparse = linalg.lanczos(sparse, 3, max_basis=60)
+    exact = 2 - 2 * torch.cos(torch.pi * torch.arange(n, n - 3, -1).double() / (n + 1))
+    torch.testing.assert_close(of_operator.eigenvalues, exact, rtol=1e-9, atol=0)
+    torch.testing.assert_close(of_sparse.eigenvalues, exact, rtol=1e-9, atol=0)
+    assert sum(calls) == of_operator.products
+
+
+def test_the_seed_decides_and_global_random_numbers_are_not_used():
+    A = with_eigenvalues(torch.linspace(0, 1, 100).double())
+    state = torch.get_rng_state()
+    first, again = linalg.lanczos(A, 2), linalg.lanczos(A, 2)
+    other = linalg.lanczos(A, 2, seed=1)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(first.eigenvectors, again.eigenvectors)
+    assert not torch.equal(first.eigenvectors, other.eigenvectors)
+
+
+def test_a_good_start_saves_products():
+    A = with_eigenvalues(torch.linspace(0, 1, 400).double())
+    first = linalg.lanczos(A, 1)
+    again = linalg.lanczos(A, 1, start=first.eigenvectors[:, 0])
+    assert again.products < first.products / 3
+
+
+def test_what_has_not_converged_is_named():
+    A = with_eigenvalues(torch.linspace(0, 1, 400).double())
+    with pytest.warns(
+        UserWarning, match="lanczos: 3 of 3 eigenpairs have not converged in 0 restarts"
+    ):
+        found = linalg.lanczos(A, 3, max_restarts=0)
+    assert not bool(found.converged.any())
+    # The residuals are those of the pairs.
+    X = found.eigenvectors
+    residuals = (A @ X - X * found.eigenvalues).norm(dim=0)
+    torch.testing.assert_close(found.residual_norms, residuals, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"k": 0}, "lanczos: k is 0; it must be between 1 and n = 50"),
+        ({"k": 51}, "lanczos: k is 51; it must be between 1 and n = 50"),
+        ({"which": "LR"}, 'lanczos: which is "LR"; it must be "LA", "SA" or "LM"'),
+        ({"block_size": 0}, "lanczos: block_size is 0; it must be positive"),
+        ({"max_basis": 7}, "lanczos: max_basis is 7; it must be at least k + 2 block_size = 8"),
+        ({"max_restarts": -1}, "lanczos: max_restarts is -1; it must not be negative"),
+        ({"tol": float("nan")}, "lanczos: tol is nan; it must be finite and not negative"),
+        (
+            {"start": torch.zeros(49)},
+            r"lanczos: start is \[49\] of Float on cpu; it must be \[50, 1\]",
+        ),
+    ],
+)
+def test_bad_options(kwargs, message):
+    with pytest.raises(ValueError, match=message.replace("+", r"\+")):
+        linalg.lanczos(torch.eye(50), **{"k": 6, **kwargs})
+
+
+def test_bad_operators():
+    with pytest.raises(ValueError, match=r"lanczos: A is \(3, 4\); it must be a square matrix"):
+        linalg.lanczos(torch.zeros(3, 4))
+    with pytest.raises(ValueError, match=r"lanczos: A is torch\.bfloat16; it must be float32 or"):
+        linalg.lanczos(torch.eye(3).bfloat16())
+    with pytest.raises(
+        ValueError, match="A is of type function; it must be a matrix or a torchium"
+    ):
+        linalg.lanczos(lambda X: X)
+    with pytest.raises(ValueError, match="n is 0; it must be a positive integer"):
+        linalg.LinearOperator(0, lambda X: X)
+    with pytest.raises(ValueError, match=r"the operator is not symmetric: .* use arnoldi"):
+        linalg.lanczos(unsymmetric())
+    with pytest.raises(ValueError, match="a product of the operator is not finite"):
+        linalg.lanczos(torch.full((100, 100), float("nan")))
+    wrong = linalg.LinearOperator(100, lambda X: X[:50])
+    with pytest.raises(ValueError, match=r"product with \[100, 1\] columns .* is \[50, 1\]"):
+        linalg.lanczos(wrong)
+
+
+# ---- the Hessian
+
+
+def network() -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    return model, torch.randn(20, 6).double(), torch.randint(3, (20,))
+
+
+def dense_hessian(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    names = [name for name, _ in model.named_parameters()]
+    sizes = [p.numel() for p in model.parameters()]
+    shapes = [p.shape for p in model.parameters()]
+
+    def loss(flat: Tensor) -> Tensor:
+        parts = [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+        output = torch.func.functional_call(model, dict(zip(names, parts, strict=True)), x)
+        return F.cross_entropy(output, y)
+
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return torch.func.hessian(loss)(flat)
+
+
+def test_hessian_vector_products():
+    model, x, y = network()
+    H = linalg.hvp_operator(lambda: F.cross_entropy(model(x), y), model.parameters())
+    exact = dense_hessian(model, x, y)
+    assert H.shape == exact.shape
+    X = torch.randn(len(exact), 4, dtype=torch.float64)
+    torch.testing.assert_close(H @ X, exact @ X)
+    torch.testing.assert_close(H @ X[:, 0], exact @ X[:, 0])
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_the_spectrum_of_a_hessian():
+    model, x, y = network()
+    H = linalg.hvp_operator(lambda: F.cross_entropy(model(x), y), model.parameters())
+    values = torch.linalg.eigvalsh(dense_hessian(model, x, y))
+    found = linalg.lanczos(H, 3)
+    torch.testing.assert_close(found.eigenvalues, values.flip(0)[:3], rtol=1e-8, atol=1e-10)
+    assert abs(linalg.hutchpp(H, num_products=99).value - values.sum()) <= 0.05 * values.sum()
+
+
+def test_a_hessian_of_parameters_that_enter_linearly_or_not_at_all():
+    p, q = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+    assert bool((linalg.hvp_operator(lambda: p.sum(), [p, q]) @ torch.ones(5) == 0).all())
+    H = linalg.hvp_operator(lambda: p.square().sum(), [p, q])
+    torch.testing.assert_close(H @ torch.ones(5), torch.tensor([2.0, 2, 2, 0, 0]))
+
+
+def test_an_operator_is_freed():
+    model, x, y = network()
+    H = linalg.hvp_operator(lambda: F.cross_entropy(model(x), y), model.parameters())
+    linalg.lanczos(H, 2)
+    alive = weakref.ref(H)
+    del H
+    gc.collect()
+    assert alive() is None
