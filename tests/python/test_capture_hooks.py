@@ -7,6 +7,7 @@ import gc
 import sys
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from optimizer_cases import values
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules import module as nn_module
+from torch.utils.checkpoint import checkpoint
 
 OPTIMIZERS = {
     "kfac": lambda params: torchium.KFAC(params, lr=0.1, TCov=1, TInv=1, kl_clip=None),
@@ -91,6 +93,144 @@ def test_optimizers_may_go_while_modules_are_built():
     finally:
         handle.remove()
     assert not left
+
+
+@both
+def test_no_cycle_keeps_an_optimizer_alive(make):
+    make(mlp())  # torch keeps the frames of the process's first optimizer
+    gc.collect()
+    gc.disable()
+    try:
+        for unused in (False, True):
+            model = mlp()
+            optimizer = make(model.parameters())
+            if not unused:
+                step(model, optimizer)
+                with pytest.raises(ValueError, match="lr"):
+                    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": -1.0})
+            reference = weakref.ref(optimizer)
+            del optimizer
+            assert reference() is None
+            assert not nn_module._has_any_global_hook()
+            assert not model[0]._forward_hooks
+    finally:
+        gc.enable()
+
+
+# ---- hooks of other code that run first
+
+
+class _SteeperGradient(torch.autograd.Function):
+    """The same values with another gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 3 * gradient
+
+
+REPLACEMENTS = {
+    "doubled": lambda output: 2 * output,
+    "in_place": lambda output: output.mul_(2),
+    "steeper": _SteeperGradient.apply,
+}
+
+
+def hook_before(place: str, layer: nn.Module, function) -> torch.utils.hooks.RemovableHandle:
+    def hook(module, args, output):
+        return function(output) if module is layer else None
+
+    if place == "global":
+        return nn_module.register_module_forward_hook(hook)
+    return layer.register_forward_hook(hook, prepend=True)
+
+
+@pytest.mark.parametrize("place", ["global", "prepended"])
+@pytest.mark.parametrize("replaced", REPLACEMENTS.values(), ids=REPLACEMENTS.keys())
+def test_an_output_that_a_hook_has_replaced_is_not_that_of_the_layer(place, replaced):
+    """Its gradient is not that of the layer's output."""
+    model = mlp()
+    kfac, natural = (make(model) for make in OPTIMIZERS.values())
+    handle = hook_before(place, model[2], replaced)
+    try:
+        with pytest.warns(UserWarning, match="used outside of its layer"):
+            step(model, kfac)
+        with pytest.raises(ValueError, match=r"'2\.weight'.* does not come from its layer alone"):
+            step(model, natural)
+    finally:
+        handle.remove()
+    assert kfac.report()["fallback"] == ["2.weight", "2.bias"]
+
+
+@both
+@pytest.mark.parametrize("place", ["global", "prepended"])
+def test_hooks_that_run_first_and_replace_nothing_do_not_matter(make, place):
+    results = []
+    for is_watched in (False, True):
+        model = mlp()
+        optimizer = make(model)
+        seen: list[torch.Tensor] = []
+        if is_watched:
+            handle = hook_before(place, model[2], seen.append)
+        for number in range(3):
+            step(model, optimizer, number)
+        results.append(values(model))
+    handle.remove()
+    assert len(seen) == 3
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@both
+def test_a_hook_that_runs_first_does_not_disturb_checkpoints(make):
+    results = []
+    for is_watched in (False, True):
+        model = mlp()
+        optimizer = make(model)
+        if is_watched:
+            handle = hook_before("prepended", model[2], lambda output: None)
+        x, y = batch()
+        F.cross_entropy(checkpoint(model, x, use_reentrant=False), y).backward()
+        optimizer.step()
+        results.append(values(model))
+    handle.remove()
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+# ---- calls of other forms
+
+
+@both
+def test_the_input_may_be_a_keyword_of_another_name(make):
+    Conv1D = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    results = []
+    for by_keyword in (False, True):
+        torch.manual_seed(0)
+        layer = Conv1D(3, 4)
+        optimizer = make(layer)
+        x, y = batch()
+        F.cross_entropy(layer(x=x) if by_keyword else layer(x), y).backward()
+        optimizer.step()
+        results.append(values(layer))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_layers_of_nested_tensors_are_not_captured(layout):
+    layer = nn.Linear(4, 3)
+    kfac, natural = (make(layer) for make in OPTIMIZERS.values())
+    nested = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)], layout=layout)
+    sum(each.square().sum() for each in layer(nested).unbind()).backward()
+    with pytest.warns(UserWarning, match="preconditions 0 of 2 parameters"):
+        kfac.step()
+    with pytest.raises(ValueError, match="has captured no backward pass"):
+        natural.step()
 
 
 # ---- modules constructed later

@@ -21,7 +21,13 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
 
 from .descriptions import describe, kept, layer_signature
-from .hooks import ModuleHook, on_registration, register_any_forward_hook
+from .hooks import (
+    ModuleHook,
+    is_own_output,
+    on_registration,
+    register_any_forward_hook,
+    runs_after_others,
+)
 from .layers import (
     LayerCall,
     LayerKind,
@@ -70,6 +76,8 @@ class Capture:
         self._scanned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._handles: list[RemovableHandle] = []
         self._global_handle: RemovableHandle | None = None
+        self._own_hook = ModuleHook(self._after_own_forward)  # of each hooked module
+        self._any_hook = ModuleHook(self._after_any_forward)  # of all modules
         # Per thread: the module whose call the global hook has just handled.
         self._seen = threading.local()
         self._lock = threading.RLock()  # for everything, because threads share the hooks
@@ -96,8 +104,7 @@ class Capture:
             for module in list(self.modules):
                 self.adopt(module, self.modules[module])
             if self._global_handle is None and not self._params <= self.owners.keys():
-                hook = ModuleHook(self._after_any_forward)
-                self._global_handle = register_any_forward_hook(hook)
+                self._global_handle = register_any_forward_hook(self._any_hook)
                 self._handles.append(self._global_handle)
                 self._scanned.clear()
 
@@ -128,8 +135,9 @@ class Capture:
     def _hook(self, module: nn.Module) -> None:
         if module not in self._hooked_modules:
             self._hooked_modules.add(module)
-            hook = ModuleHook(self._after_own_forward)
-            self._handles.append(module.register_forward_hook(hook, prepend=True, with_kwargs=True))
+            self._handles.append(
+                module.register_forward_hook(self._own_hook, prepend=True, with_kwargs=True)
+            )
 
     def _after_registration(self, module: nn.Module, param: Tensor) -> None:
         """Hooks a module that gets a known parameter; it counts as an owner once it runs."""
@@ -162,7 +170,7 @@ class Capture:
             # Its own hook runs next, unless it was registered during this call.
             if module in self.modules:
                 self._seen.module = module
-                self._after_forward(module, args, kwargs, output)
+                self._after_forward(self._any_hook, module, args, kwargs, output)
 
     # ---- forward
 
@@ -176,10 +184,15 @@ class Capture:
             if module not in self.modules:
                 self.adopt(module, self._names.get(module, ""))
             if module in self.modules:
-                self._after_forward(module, args, kwargs, output)
+                self._after_forward(self._own_hook, module, args, kwargs, output)
 
     def _after_forward(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self,
+        hook: ModuleHook,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
     ) -> None:
         self.ran = True
         if torch._C._current_graph_task_id() != NO_TASK:  # a checkpoint, with others in it perhaps
@@ -189,14 +202,17 @@ class Capture:
         if self._keeps_calls and mixes_samples(module):
             self.core.add_mixing(output, self._number(module))
         wants = self._wants()
-        if wants is not None and wants():
-            number = self._layer(module)
-            if number >= 0:
-                own = module._parameters
-                weight, bias = own.get("weight"), own.get("bias")
-                needed = self._is_needed(module, weight)
-                input = layer_input(args, kwargs)
-                self._add(output, input, weight, bias, number, needed)
+        if wants is None or not wants():
+            return
+        number = self._layer(module)
+        if number < 0 or output.is_nested:  # rows of a nested tensor are no samples
+            return
+        if runs_after_others(hook, module) and not is_own_output(module, args, kwargs, output):
+            return
+        own = module._parameters
+        weight, bias = own.get("weight"), own.get("bias")
+        needed = self._is_needed(module, weight)
+        self._add(output, layer_input(args, kwargs), weight, bias, number, needed)
 
     def _number(self, module: nn.Module) -> int:
         return self._numbers.setdefault(module, len(self._numbers))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.nn.modules import module as nn_module
@@ -47,6 +49,38 @@ class ModuleHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ModuleHook, (None,)
+
+
+def runs_after_others(hook: ModuleHook, module: nn.Module) -> bool:
+    """Whether hooks of other code run before this one and may replace the output of the module.
+
+    Hooks of all modules run before those of one, and those registered with ``prepend=True`` before
+    earlier ones.
+    """
+    hooks = itertools.chain(
+        nn_module._global_forward_hooks.values(), module._forward_hooks.values()
+    )
+    for other in hooks:
+        if other is hook:
+            return False
+        if not isinstance(other, ModuleHook):
+            return True
+    return False
+
+
+def is_own_output(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+) -> bool:
+    """Whether the module itself has computed the output: runs it again."""
+    # Hooks of saved tensors, as those of a checkpoint, do not see this call.
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
+        own = type(module).forward(module, *args, **kwargs)
+    is_same_node = type(own.grad_fn) is type(output.grad_fn)
+    return is_same_node and torch.allclose(own.detach(), output.detach(), rtol=1e-2, equal_nan=True)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def register_any_forward_hook(hook: ModuleHook) -> RemovableHandle:

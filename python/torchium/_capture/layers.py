@@ -191,8 +191,8 @@ def used_statistics(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
 
 
 def layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The input of a layer's call; all layers name the argument ``input``."""
-    value: Tensor = args[0] if args else kwargs["input"]
+    """The input of a layer's call, named ``input``, or ``x`` by Conv1D of transformers."""
+    value: Tensor = args[0] if args else kwargs["x" if "x" in kwargs else "input"]
     return value
 
 
