@@ -599,6 +599,12 @@ def test_state_of_another_kind_of_optimizer_is_refused(name, other):
     assert not any(loader.state.values())
 
 
+COUNTS_AND_SQUARES = (
+    *("step", "factor_updates", "moment_updates"),
+    *("sum", "diagonal", "grafting_second_moment"),
+)
+
+
 def bad_numbers(state: dict) -> dict[str, list[float]]:
     """Invalid values for the entries of each saved tensor."""
     bad = {
@@ -606,7 +612,7 @@ def bad_numbers(state: dict) -> dict[str, list[float]]:
         for key, value in state.items()
         if value.is_floating_point()
     }
-    for key in ("step", "factor_updates", "sum", "diagonal", "grafting_second_moment"):
+    for key in COUNTS_AND_SQUARES:
         if key in bad:
             bad[key].append(-1.0)
     bad["step"].append(2.5)

@@ -13,6 +13,7 @@ const std::set<std::string_view> kNonNegative = {"step",
                                                  "exp_avg_start",
                                                  "grafting_second_moment_start",
                                                  "factor_updates",
+                                                 "moment_updates",
                                                  "grafting_second_moment",
                                                  "diagonal",
                                                  "sum"};
