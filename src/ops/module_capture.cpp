@@ -45,6 +45,10 @@ struct ModuleCapture::MixingHook : public autograd::FunctionPreHook {
     return gradients;
   }
 
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {
+    gradients::detail::refuse_compiled_autograd();
+  }
+
   std::weak_ptr<CaptureState> state;
   std::weak_ptr<Kept> kept;
   gradients::detail::BackwardPass outer;

@@ -14,6 +14,7 @@ import torch
 import torchium
 from optimizer_cases import values
 from torch import nn
+from torch._dynamo import compiled_autograd
 from torch.nn import functional as F
 from torch.nn.modules import module as nn_module
 from torch.utils.checkpoint import checkpoint
@@ -231,6 +232,20 @@ def test_layers_of_nested_tensors_are_not_captured(layout):
         kfac.step()
     with pytest.raises(ValueError, match="has captured no backward pass"):
         natural.step()
+
+
+@both
+def test_compiled_autograd_is_refused_by_its_name(make):
+    model = mlp()
+    optimizer = make(model)
+    x, y = batch()
+    loss = F.cross_entropy(model(x), y)
+    with (
+        compiled_autograd._enable(torch.compile(backend="eager")),
+        pytest.raises(NotImplementedError, match="compiled_autograd = False"),
+    ):
+        loss.backward()
+    step(model, optimizer)
 
 
 # ---- modules constructed later

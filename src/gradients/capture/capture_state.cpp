@@ -66,6 +66,10 @@ struct ReceivingHook : public autograd::FunctionPreHook {
     return gradients;
   }
 
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {
+    refuse_compiled_autograd();
+  }
+
   std::shared_ptr<PendingCall> call;
   size_t output;  // of the node
 };
@@ -99,6 +103,14 @@ std::shared_ptr<CallEdges> edges_of(const std::shared_ptr<PendingCall>& call,
   edges->leaf_input = input.is_leaf() ? impl(input) : nullptr;
   edges->input_node = input.grad_fn();
   return edges;
+}
+
+void refuse_compiled_autograd() {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false,
+      "compiled autograd does not run the hooks that see the gradients of layers; set "
+      "torch._dynamo.config.compiled_autograd = False for K-FAC, natural gradient and "
+      "per-sample gradients");
 }
 
 at::Tensor tensor_to_hook(const at::Tensor& output) {

@@ -64,6 +64,9 @@ std::shared_ptr<CallEdges> edges_of(const std::shared_ptr<PendingCall>& call,
                                     const at::Tensor& input, const at::Tensor& weight,
                                     const at::Tensor& bias);
 
+// Compiled autograd calls no hook of C++: raises NotImplementedError.
+[[noreturn]] void refuse_compiled_autograd();
+
 // The tensor whose hooks receive the gradient by `output` even if it is changed in place: for a
 // view (of a product of more than two dimensions, for example) autograd then leaves out its own
 // node.
