@@ -166,6 +166,25 @@ def test_an_output_that_a_hook_has_replaced_is_not_that_of_the_layer(place, repl
     assert kfac.report()["fallback"] == ["2.weight", "2.bias"]
 
 
+@pytest.mark.parametrize("place", ["global", "prepended"])
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_hook_that_runs_first_does_not_count_a_batch_twice(place, is_training):
+    results = []
+    for is_watched in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
+        model.train(is_training)
+        optimizer = torchium.KFAC(model, TInv=1)
+        handle = hook_before(place, model[1], lambda output: None) if is_watched else None
+        step(model, optimizer)
+        if handle is not None:
+            handle.remove()
+        assert optimizer.report()["fallback"] == []
+        results.append(list(model.state_dict().values()))
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 @both
 @pytest.mark.parametrize("place", ["global", "prepended"])
 def test_hooks_that_run_first_and_replace_nothing_do_not_matter(make, place):

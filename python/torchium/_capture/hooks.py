@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.nn.modules import module as nn_module
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
 
@@ -71,7 +72,12 @@ def runs_after_others(hook: ModuleHook, module: nn.Module) -> bool:
 def is_own_output(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
 ) -> bool:
-    """Whether the module itself has computed the output: runs it again."""
+    """Whether the module itself has computed the output: runs it again.
+
+    Not a batch norm, which would count the batch twice in its running statistics.
+    """
+    if isinstance(module, _BatchNorm):
+        return output.grad_fn is None or "BatchNorm" in output.grad_fn.name()
     # Hooks of saved tensors, as those of a checkpoint, do not see this call.
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
         own = type(module).forward(module, *args, **kwargs)
