@@ -96,7 +96,7 @@ def test_keys_of_the_state():
 
 
 def test_keys_of_the_state_of_layers():
-    """Weight, bias, and a norm that K-FAC does not precondition."""
+    """Weight, bias, and the scale of a norm."""
 
     def keys(cls, **options):
         model = mlp()
@@ -107,14 +107,15 @@ def test_keys_of_the_state_of_layers():
     factors = {"A", "G", "factor_updates", "root_failures"}
     inverses = {"A_inverse", "G_inverse"}
     eigen = {"A_eigenvectors", "G_eigenvectors", "A_eigenvalues", "G_eigenvalues"}
-    others = [{"step", "momentum_buffer"}] * 2
+    blocks = {"fisher_blocks", "factor_updates"}
+    plain, momentum = {"step"}, {"step", "momentum_buffer"}
     for split, roots in {"pi": inverses, "plain": inverses, "exact": eigen}.items():
-        weight = {"step", "momentum_buffer", *factors, *roots}
-        assert keys(torchium.KFAC, damping_split=split) == [weight, *others]
-    plain = {"step"}
-    assert keys(torchium.KFAC, momentum=0.0) == [{"step", *factors, *inverses}, plain, plain]
+        weight, norm = momentum | factors | roots, momentum | blocks
+        assert keys(torchium.KFAC, damping_split=split) == [weight, momentum, norm]
+    without = [plain | factors | inverses, plain, plain | blocks]
+    assert keys(torchium.KFAC, momentum=0.0) == without
     assert keys(torchium.NaturalGradient, momentum=0.0) == [plain] * 3
-    assert keys(torchium.NaturalGradient) == [{"step", "momentum_buffer"}] * 3
+    assert keys(torchium.NaturalGradient) == [momentum] * 3
     use = {"step", "inputs.0", "output_gradients.0", "uses", "use_eps"}
     assert keys(torchium.NaturalGradient, update_freq=2, momentum=0.0) == [use, plain, use]
 
