@@ -48,6 +48,18 @@ CAPTURING_CASES: dict[str, Make] = {
     "kfac_newton": _case(torchium.KFAC, lr=0.02, TCov=2, TInv=3, solver="newton"),
     "kfac_exact": _case(torchium.KFAC, lr=0.05, momentum=0.0, TCov=1, damping_split="exact"),
     "kfac_bfloat16_factors": _case(torchium.KFAC, lr=0.02, TCov=2, TInv=3, factor_dtype="bfloat16"),
+    "kfac_inverse_free": _case(
+        torchium.KFAC, lr=0.2, TCov=1, solver="inverse_free", structures=("dense", "toeplitz")
+    ),
+    "kfac_inverse_free_blocks": _case(
+        torchium.KFAC,
+        lr=0.2,
+        TCov=2,
+        solver="inverse_free",
+        structures=("block_diagonal", "diagonal"),
+        block_size=3,
+        factor_dtype="bfloat16",
+    ),
     "ekfac": _case(torchium.KFAC, lr=0.05, TCov=1, TInv=3, damping_split="exact", ekfac=True),
     "natural_gradient": _case(torchium.NaturalGradient, lr=0.1, damping=0.1, momentum=0.5),
     "natural_gradient_between": _case(
@@ -134,7 +146,7 @@ COUNTS = ("step", "factor_updates", "moment_updates")
 def state_in_own_dtype(optimizer: Any, param: Tensor) -> list[tuple[str, Tensor]]:
     """The computed state except factors for which an option sets the dtype."""
     group = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
-    free = ("A", "G") if group.get("factor_dtype") else ()
+    free = ("A", "G", "K", "C", "m_K", "m_C") if group.get("factor_dtype") else ()
     state = computed_state(optimizer.state[param])
     return [(key, tensor) for key, tensor in state.items() if key not in free]
 

@@ -18,6 +18,7 @@ from .natural_gradient import (
 from .per_sample import per_sample_gradients
 from .roots import damped_power, root_is_due
 from .shampoo import ReferenceShampoo
+from .singd import ReferenceSINGD
 
 __all__ = [
     "Layer",
@@ -25,6 +26,7 @@ __all__ = [
     "ReferenceEKFAC",
     "ReferenceKFAC",
     "ReferenceNaturalGradient",
+    "ReferenceSINGD",
     "ReferenceShampoo",
     "blocks_of",
     "capture",

@@ -43,6 +43,14 @@ SETTINGS: dict[str, MakeOptimizer] = {
     "kfac_pi": _of_model(torchium.KFAC, **{**_TUNED_KFAC, "damping": 0.1}),
     "kfac_plain": _of_model(torchium.KFAC, **_TUNED_KFAC, damping_split="plain"),
     "kfac_exact": _of_model(torchium.KFAC, **_TUNED_KFAC, damping_split="exact"),
+    "kfac_inverse_free": _of_model(
+        torchium.KFAC,
+        lr=0.01,
+        damping=0.1,
+        stat_decay=0.8,
+        solver="inverse_free",
+        structures=("block_diagonal", "dense"),
+    ),
     "natural_gradient": _of_model(torchium.NaturalGradient),
 }
 REFUSING = ("natural_gradient",)

@@ -14,6 +14,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -28,6 +29,7 @@ class KfacPlan;
 /// groups; for the others, the group of the weight decides for a layer.
 struct TORCHIUM_API KFACOptions : public torch::optim::OptimizerCloneableOptions<KFACOptions> {
   KFACOptions(double lr = 0.003);
+  using structures_t = std::tuple<std::string, std::string>;
   /// Learning rate, >= 0.
   TORCH_ARG(double, lr) = 0.003;
   /// Momentum of the direction, in [0, 1).
@@ -58,7 +60,20 @@ struct TORCHIUM_API KFACOptions : public torch::optim::OptimizerCloneableOptions
   /// rounding; "newton", which raises damping below 2^-20 of the Frobenius norm of a factor to that
   /// (2^-46 in float64); or "auto": newton in float32 on a CUDA device with kernels for it, else
   /// cholesky. damping_split "exact" needs eigenvectors: "eigh" or "auto".
+  ///
+  /// "inverse_free" (SINGD: Lin et al. 2024, arXiv 2312.05705) inverts nothing. Instead of A and G
+  /// it stores K and C, with K K^T (x) C C^T near (A (x) G + damping I)^-1, and corrects them with
+  /// the factors of every TCov-th step, at the rate 1 - stat_decay. TInv, eps and damping_split
+  /// have no meaning then, and must have their defaults.
   TORCH_ARG(std::string, solver) = "auto";
+  /// "inverse_free": the structures of K and of C. "dense"; "block_diagonal", with blocks of
+  /// block_size; "toeplitz", lower triangular; or "diagonal". A new value counts for factors that
+  /// do not exist yet.
+  TORCH_ARG(structures_t, structures) = std::make_tuple("dense", "dense");
+  /// "block_diagonal": order of the blocks but the last, >= 2. As structures.
+  TORCH_ARG(int64_t, block_size) = 32;
+  /// "inverse_free": decay of the averages m_K and m_C, in [0, 1).
+  TORCH_ARG(double, alpha1) = 0.5;
   /// Where the vectors g come from: "empirical", the gradients of the loss; "ggn", the Hessian of
   /// the loss with respect to the model's outputs (the generalized Gauss-Newton matrix); or "mc",
   /// an estimate of it by targets drawn from the model's own distribution (the Fisher matrix). The
@@ -68,11 +83,13 @@ struct TORCHIUM_API KFACOptions : public torch::optim::OptimizerCloneableOptions
   /// a vector g, or "reduce", one a per sample, the mean over its positions, and one g, their sum.
   /// A new value counts from the next factors on.
   TORCH_ARG(std::string, weight_sharing) = "expand";
-  /// Of a factor of a larger order only the diagonal is kept, >= 1; of G of an embedding always. A
-  /// new value counts for factors that do not exist yet.
+  /// Of a factor of a larger order only the diagonal is kept, >= 1; of G of an embedding always.
+  /// "inverse_free": of one of structure "dense". A new value counts for factors that do not exist
+  /// yet.
   TORCH_ARG(int64_t, max_factor_size) = 5000;
-  /// Dtype of the stored factors A and G: "bfloat16", "float32" or "float64"; none: the state
-  /// dtype. Sums, and solves of bfloat16 factors, are in float32. A new value converts the factors.
+  /// Dtype of the stored factors A and G, or K, C, m_K and m_C: "bfloat16", "float32" or "float64";
+  /// none: the state dtype. Sums, and what is computed from bfloat16 factors, are in float32. A new
+  /// value converts the factors.
   TORCH_ARG(std::optional<std::string>, factor_dtype) = std::nullopt;
   /// KFAC::update_damping() may be called. Needs momentum 0.
   TORCH_ARG(bool, adaptive_damping) = false;
@@ -121,8 +138,17 @@ struct TORCHIUM_API KFACParamState : public SecondOrderParamState {
   TORCH_ARG(at::Tensor, fisher_blocks);
   /// Updates of the factors so far: 0-dim float32.
   TORCH_ARG(at::Tensor, factor_updates);
-  /// Consecutive failures to invert A and G: int32 [2].
+  /// Consecutive failures to invert A and G, or to correct K and C: int32 [2].
   TORCH_ARG(at::Tensor, root_failures);
+  /// solver "inverse_free", instead of A, G and their inverses, in factor_dtype; the identity at
+  /// first. With n = a or o / groups, [groups, n, n]; block-diagonal: [groups, n, block_size], row
+  /// i has the entries of its block; Toeplitz: [groups, n, 1], the first column; diagonal: [groups,
+  /// n].
+  TORCH_ARG(at::Tensor, K);
+  TORCH_ARG(at::Tensor, C);
+  /// If alpha1 > 0: as K and C.
+  TORCH_ARG(at::Tensor, m_K);
+  TORCH_ARG(at::Tensor, m_C);
 
  public:
   std::unique_ptr<torch::optim::OptimizerParamState> clone() const override;
@@ -155,7 +181,7 @@ struct KFACReport {
   std::vector<std::string> preconditioned;
   /// Parameters that take steps of SGD with momentum.
   std::vector<std::string> fallback;
-  /// Weights whose factor is stored as its diagonal.
+  /// Weights whose factor, or whose K or C, is stored as its diagonal.
   std::vector<std::string> diagonal_A;
   std::vector<std::string> diagonal_G;
 };

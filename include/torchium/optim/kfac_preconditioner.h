@@ -10,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 namespace torchium::optim {
@@ -38,6 +39,9 @@ struct TORCHIUM_API KFACPreconditionerOptions
   TORCH_ARG(std::string, damping_split) = "pi";
   TORCH_ARG(bool, ekfac) = false;
   TORCH_ARG(std::string, solver) = "auto";
+  TORCH_ARG(KFACOptions::structures_t, structures) = std::make_tuple("dense", "dense");
+  TORCH_ARG(int64_t, block_size) = 32;
+  TORCH_ARG(double, alpha1) = 0.5;
   TORCH_ARG(std::string, fisher) = "empirical";
   TORCH_ARG(std::string, weight_sharing) = "expand";
   TORCH_ARG(int64_t, max_factor_size) = 5000;

@@ -103,9 +103,11 @@ class KFAC(CapturingOptimizer):
     weights: Eschenhagen et al., NeurIPS 2023,
     `arXiv:2311.00636 <https://arxiv.org/abs/2311.00636>`_; EKFAC: George et al., "Fast Approximate
     Natural Gradient Descent in a Kronecker-factored Eigenbasis", NeurIPS 2018,
-    `arXiv:1806.03884 <https://arxiv.org/abs/1806.03884>`_; the KL clip: Ba, Grosse, Martens,
-    "Distributed Second-Order Optimization using Kronecker-Factored Approximations", ICLR 2017; norms: Osawa
-    et al., CVPR 2019, `arXiv:1811.12019 <https://arxiv.org/abs/1811.12019>`_.
+    `arXiv:1806.03884 <https://arxiv.org/abs/1806.03884>`_; ``solver="inverse_free"``: Lin et al., "Structured
+    Inverse-Free Natural Gradient Descent", ICML 2024, `arXiv:2312.05705 <https://arxiv.org/abs/2312.05705>`_;
+    the KL clip: Ba, Grosse, Martens, "Distributed Second-Order Optimization using Kronecker-Factored
+    Approximations", ICLR 2017; norms: Osawa et al., CVPR 2019,
+    `arXiv:1811.12019 <https://arxiv.org/abs/1811.12019>`_.
 
     Args:
         params_or_model (nn.Module or iterable): the model, or parameters, named parameters or dicts
@@ -138,6 +140,29 @@ class KFAC(CapturingOptimizer):
             (:math:`2^{-46}` in float64). ``"auto"``: ``"newton"`` in float32 on a CUDA device with kernels
             for it, else ``"cholesky"``. ``damping_split="exact"`` needs eigenvectors, and so ``"eigh"`` or
             ``"auto"``, which are the same there (default: "auto").
+
+            ``"inverse_free"`` (SINGD) inverts nothing. Instead of the factors it stores :math:`K` and :math:`C`
+            with :math:`(A \otimes G + \text{damping}\,I)^{-1} \approx K K^\top \otimes C C^\top`, and
+            :math:`D = C C^\top V K K^\top`. They begin as the identity, so that the first steps are those of
+            SGD. With each new :math:`A` and :math:`G`, :math:`\text{tr}` the mean of a diagonal, :math:`P` the
+            projection to the structure, and :math:`b = \min(1 - \text{stat\_decay}, 1 / (2 \|m_K\|))`,
+
+            .. math::
+                m_K &\leftarrow \text{alpha1}\, m_K + \tfrac{1 - \text{alpha1}}{2} P\bigl(
+                \text{tr}(C^\top G C) K^\top A K + \text{damping}\, \text{tr}(C^\top C) K^\top K - I\bigr), \\
+                K &\leftarrow K (I - b\, m_K),
+
+            and the same for :math:`C`, with the roles exchanged. ``TInv``, ``eps`` and ``damping_split`` have no
+            meaning then and must have their defaults. It stays accurate in bfloat16 (``factor_dtype``).
+        structures (tuple of str): ``solver="inverse_free"``: the structures of :math:`K` and of :math:`C`.
+            ``"dense"``; ``"block_diagonal"``; ``"toeplitz"``, lower triangular; or ``"diagonal"``. With factors of
+            order n they take :math:`n^2`, :math:`n b`, n and n numbers each. The :math:`C` of an embedding or a
+            tied head is always diagonal, and so is one of structure "dense" above ``max_factor_size``. A new value
+            counts for factors that do not exist yet (default: ("dense", "dense")).
+        block_size (int): order of the blocks of ``"block_diagonal"`` but the last, at least 2; as ``structures``
+            (default: 32).
+        alpha1 (float): ``solver="inverse_free"``: decay of the averages :math:`m_K` and :math:`m_C`, in [0, 1)
+            (default: 0.5).
         fisher (str): where :math:`G` comes from. ``"empirical"``: the gradients of the loss. ``"ggn"``: the
             Hessian of the loss with respect to the model's outputs (the generalized Gauss-Newton matrix).
             ``"mc"``: an estimate of it by targets drawn from the model's own distribution (the Fisher
@@ -152,8 +177,9 @@ class KFAC(CapturingOptimizer):
             :meth:`report` name those. G of an embedding or a tied head is always a diagonal. A factor of order n
             takes :math:`8 n^2` bytes with its inverse, and an inversion of order :math:`n^3` operations.
             A new value counts for factors that do not exist yet (default: 5000).
-        factor_dtype (torch.dtype, optional): dtype of the stored factors :math:`A` and :math:`G`:
-            ``torch.bfloat16``, ``torch.float32``, ``torch.float64`` or their names. Sums, and solves of bfloat16
+        factor_dtype (torch.dtype, optional): dtype of the stored factors :math:`A` and :math:`G`, or of :math:`K`,
+            :math:`C`, :math:`m_K` and :math:`m_C`: ``torch.bfloat16``, ``torch.float32``, ``torch.float64`` or
+            their names. Sums, and solves of bfloat16
             factors, are in float32; everything else that is stored keeps its dtype. bfloat16 halves the memory
             of the factors and rounds them to 8 bits, :math:`2^{-9}` of the largest entry: damping of a factor
             should be above that. A new value converts them. None: float32, or
@@ -216,6 +242,9 @@ class KFAC(CapturingOptimizer):
         damping_split: str = "pi",
         ekfac: bool = False,
         solver: str = "auto",
+        structures: tuple[str, str] = ("dense", "dense"),
+        block_size: int = 32,
+        alpha1: float = 0.5,
         fisher: str = "empirical",
         weight_sharing: str = "expand",
         max_factor_size: int = 5000,
@@ -364,7 +393,7 @@ class KFAC(CapturingOptimizer):
 
             ``"preconditioned"``, ``"fallback"``: names of the parameters of both kinds. A layer joins the
             first list with its first factors. ``"diagonal_A"``, ``"diagonal_G"``: names of the weights of
-            which that factor is kept as its diagonal.
+            which that factor, or :math:`K` or :math:`C`, is kept as its diagonal.
 
         Example:
             >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.LayerNorm(3))
@@ -380,16 +409,18 @@ class KFAC(CapturingOptimizer):
         fallback = set() if plan is None else {plan.params[i] for i in plan.core.fallback()}
         params = [p for p in names if self._has_state(p)]
 
-        def with_diagonal(factor: str) -> list[str]:
-            weights = [p for p in params if factor in self.state[p]]
-            return [names[p] for p in weights if self.state[p][factor].dim() == 2]
+        def with_diagonal(*keys: str) -> list[str]:
+            factors = {
+                p: self.state[p][key] for p in params for key in keys if key in self.state[p]
+            }
+            return [names[p] for p, factor in factors.items() if factor.dim() == 2]
 
         return {
             "parameters": self._treatments(fallback),
             "preconditioned": [names[p] for p in params if p not in fallback],
             "fallback": [names[p] for p in params if p in fallback],
-            "diagonal_A": with_diagonal("A"),
-            "diagonal_G": with_diagonal("G"),
+            "diagonal_A": with_diagonal("A", "K"),
+            "diagonal_G": with_diagonal("G", "C"),
         }
 
     def _check_new_group(self, index: int, group: Group) -> None:

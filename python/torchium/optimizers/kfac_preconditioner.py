@@ -73,6 +73,9 @@ class KFACPreconditioner(KFAC):
         damping_split (str): default: "pi".
         ekfac (bool): default: False.
         solver (str): default: "auto".
+        structures (tuple of str): default: ("dense", "dense").
+        block_size (int): default: 32.
+        alpha1 (float): default: 0.5.
         fisher (str): with :meth:`update_curvature` for "mc" and "ggn" (default: "empirical").
         weight_sharing (str): default: "expand".
         max_factor_size (int): default: 5000.
@@ -113,6 +116,9 @@ class KFACPreconditioner(KFAC):
         damping_split: str = "pi",
         ekfac: bool = False,
         solver: str = "auto",
+        structures: tuple[str, str] = ("dense", "dense"),
+        block_size: int = 32,
+        alpha1: float = 0.5,
         fisher: str = "empirical",
         weight_sharing: str = "expand",
         max_factor_size: int = 5000,

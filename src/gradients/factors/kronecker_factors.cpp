@@ -2,7 +2,9 @@
 
 #include "gradients/factors/device_factors.h"
 #include "gradients/factors/patches.h"
+#include "linalg/products/structured_matrix.h"
 #include "linalg/products/symmetric_update.h"
+#include "linalg/products/toeplitz.h"
 #include "support/phase.h"
 
 #include <ATen/ATen.h>
@@ -14,10 +16,10 @@ namespace torchium::gradients::detail {
 namespace {
 
 void check_factor(const at::Tensor& factor, const char* name, int64_t groups, int64_t order,
-                  bool with_bias, const at::Tensor& input) {
+                  bool with_bias, const at::Tensor& input, bool is_structured) {
   const auto sizes = factor.sym_sizes();
   const bool fits = (sizes.size() == 3 || sizes.size() == 2) && sizes[0] == groups &&
-                    sizes[1] == sizes.back() &&
+                    (is_structured || sizes[1] == sizes.back()) &&
                     (sizes[1] == order || (with_bias && sizes[1] == order + 1));
   TORCH_CHECK_VALUE(fits, name, " has shape ", sizes, "; it must be [", groups, ", ", order, ", ",
                     order, "] or its diagonal [", groups, ", ", order, "]",
@@ -52,10 +54,28 @@ at::Tensor in_order_of_weight(const at::Tensor& X, const VectorOrder& order) {
                            : vectors.unflatten(1, {order.pixels, -1}).transpose(1, 2).flatten(1, 2);
 }
 
+bool is_compact(const at::Tensor& sum) { return sum.dim() == 3 && sum.size(2) != sum.size(1); }
+
+// second_moment_() of a block-diagonal or Toeplitz sum. M: K or C of StructuredSums.
+void compact_moment_(at::Tensor& sum, const at::Tensor& X, const at::Tensor& M, bool accumulate) {
+  const int64_t n = sum.size(1);
+  at::Tensor vectors = X.to(sum.scalar_type());
+  if (n > X.size(1)) {
+    vectors = at::cat({vectors, at::ones({X.size(0), 1, X.size(2)}, vectors.options())}, 1);
+  }
+  const at::Tensor moment =
+      linalg::detail::structured_moment(vectors, sum.sizes(), M.defined() ? M.narrow(1, 0, n) : M);
+  accumulate ? sum.add_(moment) : sum.copy_(moment);
+}
+
 // sum[g] <- X[g] X[g]^T, plus sum[g] to accumulate, with X: [groups, vector, count], each vector
-// extended by a 1 if `sum` has room for it.
+// extended by a 1 if `sum` has room for it. M: K or C of StructuredSums.
 void second_moment_(at::Tensor& sum, const at::Tensor& vectors, const VectorOrder& order,
-                    bool accumulate) {
+                    bool accumulate, const at::Tensor& M) {
+  if (is_compact(sum)) {
+    compact_moment_(sum, in_order_of_weight(vectors, order), M, accumulate);
+    return;
+  }
   if (has_moment_kernel(sum, vectors)) {
     store_moment(sum, vectors, order.length, order.pixels, accumulate);
     return;
@@ -83,21 +103,21 @@ void second_moment_(at::Tensor& sum, const at::Tensor& vectors, const VectorOrde
 }
 
 void check_lookup_factors(const at::Tensor& A_sum, const at::Tensor& counts, const LayerCall& call,
-                          at::IntArrayRef weight_shape) {
+                          at::IntArrayRef weight_shape, bool is_structured) {
   const auto& gradient = call.output_gradient;
   TORCH_CHECK_VALUE(weight_shape.size() == 2 && gradient.sym_size(-1) == weight_shape[1] &&
                         gradient.sym_sizes().slice(0, gradient.dim() - 1) == call.input.sym_sizes(),
                     "an embedding with a weight of shape ", weight_shape, " got indices of shape ",
                     call.input.sym_sizes(), " and output_gradients of shape ", gradient.sym_sizes(),
                     "; they must be [...] and [..., width]");
-  check_factor(A_sum, "A_sum", 1, weight_shape[1], /*with_bias=*/false, call.input);
-  check_factor(counts, "G_sum", 1, weight_shape[0], /*with_bias=*/false, call.input);
+  check_factor(A_sum, "A_sum", 1, weight_shape[1], /*with_bias=*/false, call.input, is_structured);
+  check_factor(counts, "G_sum", 1, weight_shape[0], /*with_bias=*/false, call.input, is_structured);
   TORCH_CHECK_VALUE(counts.dim() == 2, "G_sum of an embedding is a diagonal, [1, ", weight_shape[0],
                     "], got shape ", counts.sym_sizes());
 }
 
 void update_lookup_factors_(at::Tensor& A_sum, at::Tensor& counts, const LayerCall& call,
-                            bool accumulate, UpdatedFactors updated) {
+                            bool accumulate, UpdatedFactors updated, const at::Tensor& K) {
   const at::Tensor indices = call.input.reshape(-1);
   const at::Tensor is_padding = indices.eq(call.settings[kPaddingIndex]);  // -1 is no index
   if (updated == UpdatedFactors::kBoth) {
@@ -109,11 +129,7 @@ void update_lookup_factors_(at::Tensor& A_sum, at::Tensor& counts, const LayerCa
   const at::Tensor h = call.output_gradient.reshape({1, indices.numel(), -1})
                            .to(A_sum.scalar_type())
                            .masked_fill(is_padding.unsqueeze(-1), 0);
-  second_moment_(A_sum, h.mT(), {h.size(-1)}, accumulate);
-}
-
-at::Tensor diagonal_of(const at::Tensor& factor) {
-  return factor.dim() == 2 ? factor : factor.diagonal(0, -2, -1);
+  second_moment_(A_sum, h.mT(), {h.size(-1)}, accumulate, K);
 }
 
 // One position per sample: the mean of the inputs and the sum of the output gradients.
@@ -126,7 +142,8 @@ Positions reduced(const Positions& positions, at::ScalarType dtype) {
 // Adds the moments of all positions of a call. Source: PositionSource or DevicePositions.
 template <typename Source>
 void update_factors_(at::Tensor& A_sum, at::Tensor& G_sum, const Source& source,
-                     const VectorOrder& order, bool accumulate, WeightSharing sharing) {
+                     const VectorOrder& order, bool accumulate, WeightSharing sharing,
+                     const StructuredSums& structured) {
   for (int64_t first = 0; first < source.samples(); first += source.piece()) {
     const int64_t count = std::min(source.piece(), source.samples() - first);
     const Positions all = source.of_samples(first, count);
@@ -134,9 +151,10 @@ void update_factors_(at::Tensor& A_sum, at::Tensor& G_sum, const Source& source,
                             ? reduced(all, A_sum.scalar_type())
                             : all;
     if (A.defined()) {
-      second_moment_(A_sum, A.flatten(1, 2).mT(), order, accumulate || first > 0);
+      second_moment_(A_sum, A.flatten(1, 2).mT(), order, accumulate || first > 0, structured.K);
     }
-    second_moment_(G_sum, G.flatten(1, 2).mT(), {G.size(-1)}, accumulate || first > 0);
+    second_moment_(G_sum, G.flatten(1, 2).mT(), {G.size(-1)}, accumulate || first > 0,
+                   structured.C);
   }
 }
 
@@ -148,14 +166,17 @@ at::Tensor ratio(const at::Tensor& numerator, const at::Tensor& denominator) {
 }  // namespace
 
 void check_kronecker_factors(const at::Tensor& A_sum, const at::Tensor& G_sum,
-                             const LayerCall& call, at::IntArrayRef weight_shape) {
+                             const LayerCall& call, at::IntArrayRef weight_shape,
+                             bool is_structured) {
   check_call_tensors(call, 0);
   if (call.kind == LayerKind::kEmbedding) {
-    check_lookup_factors(A_sum, G_sum, call, weight_shape);
+    check_lookup_factors(A_sum, G_sum, call, weight_shape, is_structured);
   } else {
     const WeightGeometry weight = weight_geometry(call, weight_shape, 0);
-    check_factor(A_sum, "A_sum", weight.groups, weight.fan_in, /*with_bias=*/true, call.input);
-    check_factor(G_sum, "G_sum", weight.groups, weight.fan_out, /*with_bias=*/false, call.input);
+    check_factor(A_sum, "A_sum", weight.groups, weight.fan_in, /*with_bias=*/true, call.input,
+                 is_structured);
+    check_factor(G_sum, "G_sum", weight.groups, weight.fan_out, /*with_bias=*/false, call.input,
+                 is_structured);
   }
   TORCH_CHECK_VALUE(A_sum.scalar_type() == G_sum.scalar_type(), "A_sum has dtype ",
                     A_sum.scalar_type(), " and G_sum ", G_sum.scalar_type(),
@@ -164,10 +185,11 @@ void check_kronecker_factors(const at::Tensor& A_sum, const at::Tensor& G_sum,
 
 void update_kronecker_factors_(at::Tensor& A_sum, at::Tensor& G_sum, const LayerCall& call,
                                at::IntArrayRef weight_shape, bool accumulate, WeightSharing sharing,
-                               UpdatedFactors updated) {
+                               UpdatedFactors updated, const StructuredSums* structured) {
   const torchium::detail::Phase phase("torchium::factors");
   c10::NoGradGuard no_grad;
-  check_kronecker_factors(A_sum, G_sum, call, weight_shape);
+  check_kronecker_factors(A_sum, G_sum, call, weight_shape, structured != nullptr);
+  const StructuredSums bases = structured == nullptr ? StructuredSums() : *structured;
   const bool both = updated == UpdatedFactors::kBoth;
   if (call.input.numel() == 0) {
     if (!accumulate) {
@@ -177,19 +199,20 @@ void update_kronecker_factors_(at::Tensor& A_sum, at::Tensor& G_sum, const Layer
     return;
   }
   if (call.kind == LayerKind::kEmbedding) {
-    update_lookup_factors_(A_sum, G_sum, call, accumulate, updated);
+    update_lookup_factors_(A_sum, G_sum, call, accumulate, updated, bases.K);
     return;
   }
   const WeightGeometry weight = weight_geometry(call, weight_shape, 0);
   const at::ScalarType dtype = A_sum.scalar_type();
   if (has_device_positions(call, weight, dtype)) {
     const DevicePositions source(call, weight, /*with_inputs=*/both);
-    update_factors_(A_sum, G_sum, source, {weight.fan_in, source.pixels()}, accumulate, sharing);
+    update_factors_(A_sum, G_sum, source, {weight.fan_in, source.pixels()}, accumulate, sharing,
+                    bases);
     return;
   }
   const PositionSource source(call, weight, dtype, /*keeps_16_bits=*/dtype == at::kFloat,
                               /*with_inputs=*/both);
-  update_factors_(A_sum, G_sum, source, {weight.fan_in}, accumulate, sharing);
+  update_factors_(A_sum, G_sum, source, {weight.fan_in}, accumulate, sharing, bases);
 }
 
 void add_lookup_factors_(at::Tensor& A_sum, at::Tensor& G_sum, int64_t rows,
@@ -200,7 +223,10 @@ void add_lookup_factors_(at::Tensor& A_sum, at::Tensor& G_sum, int64_t rows,
                     "lookup_A_sum ", lookup_A_sum.sizes(), " and counts ", counts.sizes(),
                     " do not fit A_sum ", A_sum.sizes(), " and G_sum ", G_sum.sizes(), " of ", rows,
                     " rows");
-  const auto trace = [](const at::Tensor& factor) { return diagonal_of(factor).sum(at::kDouble); };
+  using linalg::detail::structured_diagonal;
+  const auto trace = [](const at::Tensor& factor) {
+    return structured_diagonal(factor).sum(at::kDouble);
+  };
   const at::Tensor A_trace = trace(A_sum) / rows;
   const at::Tensor G_trace = trace(G_sum);
   const at::Tensor h_trace = trace(lookup_A_sum);
@@ -214,9 +240,12 @@ void add_lookup_factors_(at::Tensor& A_sum, at::Tensor& G_sum, int64_t rows,
                           const at::Tensor& added_by) {
     factor.mul_(by.to(factor.scalar_type()));
     at::Tensor target = factor;
-    if (added.dim() == 2 || factor.dim() == 2) {
-      target = diagonal_of(factor);
-      added = diagonal_of(added);
+    if (added.dim() == 2 && factor.dim() == 3) {
+      target = factor.diagonal(0, -2, -1);
+    } else if (factor.dim() == 2) {
+      added = structured_diagonal(added);
+    } else if (linalg::detail::structure_of(factor) == linalg::detail::Structure::kToeplitz) {
+      added = linalg::detail::toeplitz_padded(added, factor.size(1));
     }
     for (int64_t i = 1; i < target.dim(); ++i) {  // a bias comes last, and is not looked up
       target = target.narrow(i, 0, added.size(i));

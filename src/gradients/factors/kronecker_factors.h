@@ -15,6 +15,14 @@ enum class WeightSharing { kExpand, kReduce };
 // kOfGradients: only G, or A of an embedding; needs accumulate.
 enum class UpdatedFactors { kBoth, kOfGradients };
 
+// Sums that may be block-diagonal or Toeplitz (linalg/products/structured_matrix.h). A Toeplitz
+// A_sum is that of the vectors K^T a, and a Toeplitz G_sum that of C^T g; K and C are stored like
+// the sums, or have one row and column more, for a bias that a lookup does not have. Undefined: the
+// identity.
+struct StructuredSums {
+  at::Tensor K, C;
+};
+
 // A_sum += sum of a a^T and G_sum += sum of g g^T over samples and positions: a is the input of a
 // linear layer or the patch of a convolution, g the output gradient. A_sum: [groups, a, a], where a
 // is the fan-in of a group, or one more, which extends each input vector by a 1 for the bias.
@@ -31,11 +39,13 @@ enum class UpdatedFactors { kBoth, kOfGradients };
 // With kReduce a linear layer or convolution adds one vector a, and one g, per sample: the mean and
 // the sum over its positions. Lookups are always expanded.
 //
-// accumulate = false overwrites the sums, which need not be initialised.
+// accumulate = false overwrites the sums, which need not be initialised. structured: null, for sums
+// that are matrices or diagonals.
 void update_kronecker_factors_(at::Tensor& A_sum, at::Tensor& G_sum, const LayerCall& call,
                                at::IntArrayRef weight_shape, bool accumulate = true,
                                WeightSharing sharing = WeightSharing::kExpand,
-                               UpdatedFactors updated = UpdatedFactors::kBoth);
+                               UpdatedFactors updated = UpdatedFactors::kBoth,
+                               const StructuredSums* structured = nullptr);
 
 // Adds the factors of a weight's lookups, lookup_A_sum and counts as above, to the sums of its
 // products (a head tied to an embedding). The Fisher matrix of both is a sum of two Kronecker
@@ -50,6 +60,7 @@ void add_lookup_factors_(at::Tensor& A_sum, at::Tensor& G_sum, int64_t rows,
 
 // Only the checks of update_kronecker_factors_(). Usable on tensors with symbolic sizes.
 void check_kronecker_factors(const at::Tensor& A_sum, const at::Tensor& G_sum,
-                             const LayerCall& call, at::IntArrayRef weight_shape);
+                             const LayerCall& call, at::IntArrayRef weight_shape,
+                             bool is_structured = false);
 
 }  // namespace torchium::gradients::detail

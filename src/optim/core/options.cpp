@@ -35,8 +35,5 @@ std::string text_of(double value) {
 std::string text_of(int64_t value) { return std::to_string(value); }
 std::string text_of(bool value) { return value ? "True" : "False"; }
 std::string text_of(const std::string& value) { return "'" + value + "'"; }
-std::string text_of(const std::tuple<double, double>& value) {
-  return c10::str('(', text_of(std::get<0>(value)), ", ", text_of(std::get<1>(value)), ')');
-}
 
 }  // namespace torchium::optim::detail

@@ -88,6 +88,15 @@ struct NumberPair {
   std::string requirement() const { return "a pair of numbers"; }
 };
 
+template <size_t N>
+struct ChoicePair {
+  Choice<N> each;
+
+  std::string requirement() const { return "a pair of names, each " + each.requirement(); }
+};
+template <size_t N>
+ChoicePair(Choice<N>) -> ChoicePair<N>;
+
 // ---- one option
 
 enum OptionTraits : uint8_t {
@@ -136,14 +145,20 @@ template <typename T>
 std::string text_of(const std::optional<T>& value) {
   return value ? text_of(*value) : "None";
 }
-std::string text_of(const std::tuple<double, double>& value);
+template <typename T>
+std::string text_of(const std::tuple<T, T>& value) {
+  return "(" + text_of(std::get<0>(value)) + ", " + text_of(std::get<1>(value)) + ")";
+}
 
 // The type of a value, as the Python interface names it.
 inline std::string kind_of(double) { return "float"; }
 inline std::string kind_of(int64_t) { return "int"; }
 inline std::string kind_of(bool) { return "bool"; }
 inline std::string kind_of(const std::string&) { return "str"; }
-inline std::string kind_of(const std::tuple<double, double>&) { return "pair"; }
+template <typename T>
+std::string kind_of(const std::tuple<T, T>&) {
+  return "pair of " + kind_of(T());
+}
 template <typename T>
 std::string kind_of(const std::optional<T>&) {
   return kind_of(T()) + "?";
@@ -177,6 +192,13 @@ inline std::optional<WrongOption> find_wrong(const std::string& name,
                                              const NumberPair& pair) {
   auto wrong = find_wrong(name + "[0]", std::get<0>(value), pair.first);
   return wrong ? wrong : find_wrong(name + "[1]", std::get<1>(value), pair.second);
+}
+template <size_t N>
+std::optional<WrongOption> find_wrong(const std::string& name,
+                                      const std::tuple<std::string, std::string>& value,
+                                      const ChoicePair<N>& pair) {
+  auto wrong = find_wrong(name + "[0]", std::get<0>(value), pair.each);
+  return wrong ? wrong : find_wrong(name + "[1]", std::get<1>(value), pair.each);
 }
 template <typename T, typename Requirement>
 std::optional<WrongOption> find_wrong(const std::string& name, const std::optional<T>& value,

@@ -27,7 +27,7 @@ class EagerSubset : public KfacSubset {
 
   void update_factors(const KfacRun& run) override {
     for (const size_t l : members_.layers) {
-      if (group_.layers[l].has_sums()) {
+      if (group_.layers[l].has_sums() && !group_.layers[l].is_inverse_free()) {
         update_factors(group_.layers[l], run.prologue.guard());
       }
     }
@@ -109,7 +109,8 @@ class EagerSubset : public KfacSubset {
       V.push_back({V_[layer.weight], layer.bias < 0 ? at::Tensor() : V_[layer.bias]});
     }
     const DampingSplit split = group_.shared.damping_split;
-    const bool joins = !layers.empty() && !layers[0]->A.is_cpu();  // copies take longer on a CPU
+    const bool joins =
+        !layers.empty() && !layers[0]->factor_updates.is_cpu();  // copies take longer on a CPU
     const auto directions = joins ? kfac_directions(layers, split, V) : std::vector<LayerTensors>();
     for (size_t k = 0; k < layers.size(); ++k) {
       const LayerTensors d = joins ? directions[k] : kfac_direction(*layers[k], split, V[k]);

@@ -11,6 +11,7 @@ namespace torchium::optim::detail {
 
 using gradients::detail::LayerCall;
 using gradients::detail::LayerKind;
+using gradients::detail::StructuredSums;
 using gradients::detail::UpdatedFactors;
 using gradients::detail::WeightSharing;
 
@@ -22,10 +23,21 @@ constexpr const char* kTransposedConvolution = "weight of a transposed convoluti
 
 namespace {
 
-// [groups, n, n], or the diagonal [groups, n]; its values are not set.
-at::Tensor empty_factor(const at::Tensor& weight, int64_t groups, int64_t n, bool diagonal) {
-  const auto options = weight.options().dtype(state_dtype(weight)).requires_grad(false);
-  return diagonal ? at::empty({groups, n}, options) : at::empty({groups, n, n}, options);
+// Its values are not set.
+at::Tensor empty_sum(const at::Tensor& weight, at::IntArrayRef sizes) {
+  return at::empty(sizes, weight.options().dtype(state_dtype(weight)).requires_grad(false));
+}
+
+// K and C, for Toeplitz sums.
+StructuredSums structured_sums(const FactorWeight& weight) {
+  if (!weight.A.defined() || !factors_fit(weight.param, weight.A, weight.G)) {
+    return {};  // the step refuses factors of another shape
+  }
+  const auto as_sums = [&](const at::Tensor& factor) {  // state follows its parameter later
+    const bool is_needed = linalg::detail::structure_of(factor) == Structure::kToeplitz;
+    return is_needed ? factor.to(weight.param.device(), state_dtype(weight.param)) : at::Tensor();
+  };
+  return {as_sums(weight.A), as_sums(weight.G)};
 }
 
 UpdatedFactors factors_of(const CurvatureColumn* column) {
@@ -74,8 +86,17 @@ FactorLayout FactorRecords::layout(const FactorWeight& weight, const FactorLayer
   layout.groups = layer.groups;
   layout.has_bias_row = layer.bias.defined();
   layout.is_transposed = layer.is_transposed;
-  layout.diagonal_A = layout.order_A(weight.param) > weight.max_factor_size;
-  layout.diagonal_G = layer.is_tied || layout.order_G(weight.param) > weight.max_factor_size;
+  layout.structures = weight.structures;
+  const auto limit = [&](Structure& structure, int64_t order) {
+    if (structure == Structure::kDense && order > weight.max_factor_size) {
+      structure = Structure::kDiagonal;
+    }
+  };
+  limit(layout.structures.A, layout.order_A(weight.param));
+  limit(layout.structures.G, layout.order_G(weight.param));
+  if (layer.is_tied) {
+    layout.structures.G = Structure::kDiagonal;
+  }
   return layout;
 }
 
@@ -116,15 +137,22 @@ void FactorRecords::record_product(const FactorWeight& weight, const LayerCall& 
   const FactorLayout layout = this->layout(weight, layer);
   const bool is_first = !sums.A.defined();
   if (is_first) {
-    sums.A =
-        empty_factor(weight.param, layout.groups, layout.order_A(weight.param), layout.diagonal_A);
-    sums.G =
-        empty_factor(weight.param, layout.groups, layout.order_G(weight.param), layout.diagonal_G);
+    sums.A = empty_sum(weight.param, layout.sizes_A(weight.param));
+    sums.G = empty_sum(weight.param, layout.sizes_G(weight.param));
   }
   const at::Tensor matrix = layout.matrix(weight.param);
+  const StructuredSums structured = structured_sums(weight);
   gradients::detail::update_kronecker_factors_(sums.A, sums.G, call, matrix.sizes(),
                                                /*accumulate=*/!is_first, weight.sharing,
-                                               factors_of(column));
+                                               factors_of(column), &structured);
+  if (!weight.G.defined() && layout.structures.G == Structure::kToeplitz) {
+    if (!sums.G_diagonal.defined()) {
+      sums.G_diagonal = at::zeros({layout.groups, layout.order_G(weight.param)}, sums.G.options());
+    }
+    gradients::detail::update_kronecker_factors_(sums.A, sums.G_diagonal, call, matrix.sizes(),
+                                                 /*accumulate=*/true, weight.sharing,
+                                                 UpdatedFactors::kOfGradients, &structured);
+  }
   add_moments(weight, call, matrix.sizes(), sums);
   if (factors_of(column) == UpdatedFactors::kOfGradients) {
     return;
@@ -149,13 +177,16 @@ void FactorRecords::record_lookup(const FactorWeight& weight, const LayerCall& c
   FactorSums& sums = sums_[impl];
   const bool is_first = !sums.lookup_A.defined();
   if (is_first) {
-    const bool diagonal = layout(weight, layer).diagonal_A;
-    sums.lookup_A = empty_factor(weight.param, 1, weight.param.size(1), diagonal);
-    sums.lookup_counts = empty_factor(weight.param, 1, weight.param.size(0), /*diagonal=*/true);
+    const FactorStructures structures = layout(weight, layer).structures;
+    sums.lookup_A = empty_sum(
+        weight.param,
+        linalg::detail::stored_sizes(1, weight.param.size(1), structures.A, structures.block));
+    sums.lookup_counts = empty_sum(weight.param, {1, weight.param.size(0)});
   }
-  gradients::detail::update_kronecker_factors_(sums.lookup_A, sums.lookup_counts, call,
-                                               weight.param.sizes(), /*accumulate=*/!is_first,
-                                               WeightSharing::kExpand, factors_of(column));
+  const StructuredSums structured = structured_sums(weight);
+  gradients::detail::update_kronecker_factors_(
+      sums.lookup_A, sums.lookup_counts, call, weight.param.sizes(), /*accumulate=*/!is_first,
+      WeightSharing::kExpand, factors_of(column), &structured);
   if (factors_of(column) == UpdatedFactors::kBoth) {
     sums.samples_of_pass.try_emplace(call.micro_batch, 0);
     sums.lookups.push_back(
@@ -264,8 +295,11 @@ FactorSums* FactorRecords::sums(const FactorWeight& weight) {
     return &sums;
   }
   const FactorLayer* known = layer(weight.param);
-  if (sums.G.dim() == 3 && known != nullptr && layout(weight, *known).diagonal_G) {
-    sums.G = sums.G.diagonal(0, -2, -1).contiguous();  // looked up after the first product
+  const bool has_diagonal_G =
+      known != nullptr && layout(weight, *known).structures.G == Structure::kDiagonal;
+  if (sums.G.dim() == 3 && has_diagonal_G) {  // looked up after the first product
+    sums.G = sums.G_diagonal.defined() ? sums.G_diagonal
+                                       : linalg::detail::structured_diagonal(sums.G).contiguous();
   }
   if (sums.lookup_A.defined() && sums.rows > 0) {
     gradients::detail::add_lookup_factors_(sums.A, sums.G, sums.rows, sums.lookup_A,

@@ -28,6 +28,9 @@ struct FactorSums {
 
   at::Tensor A;  // undefined: only lookups so far
   at::Tensor G;
+  // Beside a first Toeplitz sum G, which has none: a later call may show that the weight is a
+  // table.
+  at::Tensor G_diagonal;
   bool A_is_of_gradients = false;  // of a table: G has the frequencies of the words
   // Of lookups (gradients/factors/kronecker_factors.h); undefined: none.
   at::Tensor lookup_A;
@@ -60,15 +63,16 @@ struct FactorLayer {
   std::string problem;         // why the weight has no factors; empty: it has
 };
 
-// A weight, its factors in the state (undefined: none), the largest order of a factor that is
-// stored as a matrix, how positions are summed, and the basis of its second moments (undefined: it
-// has none).
+// A weight, its factors in the state (A and G, or K and C; undefined: none), the largest order of a
+// factor that is stored as a matrix, how positions are summed, the structures of new factors, and
+// the basis of its second moments (undefined: it has none).
 struct FactorWeight {
   at::Tensor param;
   at::Tensor A, G;
   at::Tensor blocks;  // instead of both: of a norm
   int64_t max_factor_size;
   gradients::detail::WeightSharing sharing;
+  FactorStructures structures = {};
   gradients::detail::Eigenbasis basis = {};
 };
 

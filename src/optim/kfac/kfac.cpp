@@ -190,10 +190,13 @@ KFACReport KFAC::report() const {
           std::find(fallback.begin(), fallback.end(), static_cast<int64_t>(i)) != fallback.end();
       (falls_back ? report.fallback : report.preconditioned).push_back(name_of(param));
       const KFACParamState& state = *state_of(param);
-      if (state.A().defined() && state.A().dim() == 2) {
+      const auto is_diagonal = [](const at::Tensor& factor) {
+        return factor.defined() && factor.dim() == 2;
+      };
+      if (is_diagonal(detail::factor_of_inputs(state))) {
         report.diagonal_A.push_back(name_of(param));
       }
-      if (state.G().defined() && state.G().dim() == 2) {
+      if (is_diagonal(detail::factor_of_gradients(state))) {
         report.diagonal_G.push_back(name_of(param));
       }
     }

@@ -8,6 +8,7 @@
 #include <c10/util/irange.h>
 
 #include <algorithm>
+#include <initializer_list>
 #include <utility>
 
 namespace torchium::optim {
@@ -26,6 +27,30 @@ void KFACOptions::serialize(torch::serialize::OutputArchive& archive) const {
 
 bool operator==(const KFACOptions& lhs, const KFACOptions& rhs) {
   return detail::equal_options(lhs, rhs);
+}
+
+void check_inverse_free(const KFACOptions& o, const char* name_of_TInv) {
+  const KFACOptions defaults;
+  const bool is_inverse_free = detail::is_inverse_free(o);
+  const auto require_default = [](const char* name, const auto& value, const auto& only,
+                                  const char* why) {
+    using detail::text_of;
+    TORCH_CHECK_VALUE(value == only, name, "=", text_of(value), " has no meaning with solver=", why,
+                      "; leave it at ", text_of(only));
+  };
+  if (is_inverse_free) {
+    require_default(name_of_TInv, o.TInv(), defaults.TInv(),
+                    "'inverse_free', which inverts nothing and corrects K and C with every factor");
+    require_default("eps", o.eps(), defaults.eps(),
+                    "'inverse_free', which computes no eigenvalues");
+    require_default("damping_split", o.damping_split(), defaults.damping_split(),
+                    "'inverse_free', which damps the Fisher matrix as a whole");
+    return;
+  }
+  const std::string other = detail::text_of(o.solver()) + ", but only with 'inverse_free'";
+  require_default("structures", o.structures(), defaults.structures(), other.c_str());
+  require_default("block_size", o.block_size(), defaults.block_size(), other.c_str());
+  require_default("alpha1", o.alpha1(), defaults.alpha1(), other.c_str());
 }
 
 std::unique_ptr<torch::optim::OptimizerParamState> KFACParamState::clone() const {
@@ -49,7 +74,11 @@ std::vector<SecondOrderParamState::NamedTensor> KFACParamState::factors() {
           {"moment_updates", &moment_updates()},
           {"fisher_blocks", &fisher_blocks()},
           {"factor_updates", &factor_updates()},
-          {"root_failures", &root_failures()}};
+          {"root_failures", &root_failures()},
+          {"K", &K()},
+          {"C", &C()},
+          {"m_K", &m_K()},
+          {"m_C", &m_C()}};
 }
 
 std::vector<std::pair<std::string, at::Tensor>> KFACParamState::tensors() const {
@@ -78,13 +107,21 @@ bool KFACParamState::is_of(const at::Tensor& param) {
          (!root.defined() || root.scalar_type() == detail::state_dtype(param));
 }
 
-// The plan converts A and G, whose dtype is an option.
+// The plan converts A and G, or K, C and their momenta, whose dtype is an option.
 void KFACParamState::convert_to(const at::Tensor& param) {
   SecondOrderParamState::convert_to(param);
   for (const auto& [key, tensor] : factors()) {
     if (tensor->defined()) {
-      const bool stays = tensor == &A() || tensor == &G() || tensor == &factor_updates() ||
-                         tensor == &moment_updates() || tensor == &root_failures();
+      const std::initializer_list<const at::Tensor*> staying{&A(),
+                                                             &G(),
+                                                             &K(),
+                                                             &C(),
+                                                             &m_K(),
+                                                             &m_C(),
+                                                             &factor_updates(),
+                                                             &moment_updates(),
+                                                             &root_failures()};
+      const bool stays = std::ranges::find(staying, tensor) != staying.end();
       *tensor =
           tensor->to(param.device(), stays ? tensor->scalar_type() : detail::state_dtype(param));
     }
@@ -107,7 +144,7 @@ bool KFACParamState::assign(const std::string& key, const at::Tensor& value) {
 namespace {
 
 bool has_curvature(const KFACParamState& state) {
-  return state.A().defined() || state.fisher_blocks().defined();
+  return detail::factor_of_inputs(state).defined() || state.fisher_blocks().defined();
 }
 
 }  // namespace

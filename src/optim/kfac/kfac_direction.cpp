@@ -1,5 +1,7 @@
 #include "optim/kfac/kfac_direction.h"
 
+#include "optim/kfac/inverse_free.h"
+
 #include <ATen/ATen.h>
 #include <c10/util/irange.h>
 
@@ -88,6 +90,7 @@ bool have_one_shape(const at::Tensor& a, const at::Tensor& b) {
 bool are_alike(const KfacLayer& a, const LayerTensors& V, const KfacLayer& b,
                const LayerTensors& W) {
   return have_one_shape(a.A_root, b.A_root) && have_one_shape(a.G_root, b.G_root) &&
+         have_one_shape(a.K, b.K) && have_one_shape(a.C, b.C) &&
          have_one_shape(a.second_moments, b.second_moments) &&
          V.weight.numel() == W.weight.numel() && V.bias.defined() == W.bias.defined() &&
          a.damping == b.damping && a.floor == b.floor;
@@ -109,6 +112,8 @@ KfacLayer joined(const std::vector<const KfacLayer*>& layers, const Members& mem
   KfacLayer layer;
   layer.A_root = all(&KfacLayer::A_root);
   layer.G_root = all(&KfacLayer::G_root);
+  layer.K = all(&KfacLayer::K);
+  layer.C = all(&KfacLayer::C);
   layer.A_eigenvalues = all(&KfacLayer::A_eigenvalues);
   layer.G_eigenvalues = all(&KfacLayer::G_eigenvalues);
   layer.second_moments = all(&KfacLayer::second_moments);
@@ -160,6 +165,9 @@ std::vector<LayerTensors> kfac_directions(const std::vector<const KfacLayer*>& l
 }
 
 LayerTensors kfac_direction(const KfacLayer& layer, DampingSplit split, const LayerTensors& V) {
+  if (layer.is_inverse_free()) {
+    return inverse_free_direction(layer, V);
+  }
   const SplitMatrix matrix = split_matrix(V, layer.A_root.size(0));
   const int64_t columns = layer.A_root.size(-1);
   if (split != DampingSplit::kExact) {

@@ -18,7 +18,8 @@ struct LayerTensors {
 
 // (G + sqrt(damping)/pi I)^-1 V (A + pi sqrt(damping) I)^-1 by the cached inverses, or, with
 // kExact, Q_G ((Q_G^T V Q_A) / (lambda_G lambda_A^T + damping)) Q_A^T. EKFAC has its second moments
-// instead of lambda_G lambda_A^T. V itself before the first inverse.
+// instead of lambda_G lambda_A^T. V itself before the first inverse. Of layers with K and C:
+// inverse_free_direction().
 TORCHIUM_API LayerTensors kfac_direction(const KfacLayer& layer, DampingSplit split,
                                          const LayerTensors& V);
 

@@ -11,11 +11,36 @@ int64_t fan_in(const at::Tensor& matrix) {
   return matrix.size(0) == 0 ? 0 : matrix.numel() / matrix.size(0);
 }
 
-const at::Tensor& first_defined(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c) {
+at::Tensor first_defined(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c = {}) {
   return a.defined() ? a : b.defined() ? b : c;
 }
 
+Structure structure_called(const std::string& name) {
+  return name == "diagonal"         ? Structure::kDiagonal
+         : name == "toeplitz"       ? Structure::kToeplitz
+         : name == "block_diagonal" ? Structure::kBlockDiagonal
+                                    : Structure::kDense;
+}
+
 }  // namespace
+
+bool is_inverse_free(const KFACOptions& options) { return options.solver() == "inverse_free"; }
+
+FactorStructures structures_of(const KFACOptions& options) {
+  if (!is_inverse_free(options)) {
+    return {};
+  }
+  const auto& [K, C] = options.structures();
+  return {structure_called(K), structure_called(C), options.block_size()};
+}
+
+const at::Tensor& factor_of_inputs(const KFACParamState& state) {
+  return state.A().defined() ? state.A() : state.K();
+}
+
+const at::Tensor& factor_of_gradients(const KFACParamState& state) {
+  return state.G().defined() ? state.G() : state.C();
+}
 
 at::Tensor FactorLayout::matrix(const at::Tensor& weight) const {
   return is_transposed ? weight.detach().t() : weight;
@@ -29,24 +54,40 @@ int64_t FactorLayout::order_G(const at::Tensor& weight) const {
   return matrix(weight).size(0) / groups;
 }
 
+std::vector<int64_t> FactorLayout::sizes_A(const at::Tensor& weight) const {
+  return linalg::detail::stored_sizes(groups, order_A(weight), structures.A, structures.block);
+}
+
+std::vector<int64_t> FactorLayout::sizes_G(const at::Tensor& weight) const {
+  return linalg::detail::stored_sizes(groups, order_G(weight), structures.G, structures.block);
+}
+
 FactorLayout layout_of_factors(const at::Tensor& weight, const at::Tensor& A, const at::Tensor& G) {
   FactorLayout layout;
-  layout.diagonal_A = A.defined() && A.dim() == 2;
-  layout.diagonal_G = G.defined() && G.dim() == 2;
+  const auto set_structure = [&](const at::Tensor& factor, Structure& structure) {
+    if (factor.defined() && (factor.dim() == 2 || (factor.dim() == 3 && factor.size(2) > 0))) {
+      structure = linalg::detail::structure_of(factor);
+      if (structure == Structure::kBlockDiagonal) {
+        layout.structures.block = factor.size(2);
+      }
+    }
+  };
+  set_structure(A, layout.structures.A);
+  set_structure(G, layout.structures.G);
   layout.is_transposed = weight.dim() == 2 && G.defined() && G.dim() >= 2 &&
-                         weight.size(0) != weight.size(1) && G.size(-1) == weight.size(1);
+                         weight.size(0) != weight.size(1) && G.size(1) == weight.size(1);
   const at::Tensor matrix = layout.matrix(weight);
   if (A.defined() && A.dim() >= 2 && A.size(0) > 0 && matrix.size(0) % A.size(0) == 0) {
     layout.groups = A.size(0);
   }
-  layout.has_bias_row = A.defined() && A.dim() >= 2 && A.size(-1) == fan_in(matrix) + 1;
+  layout.has_bias_row = A.defined() && A.dim() >= 2 && A.size(1) == fan_in(matrix) + 1;
   return layout;
 }
 
 bool factors_fit(const at::Tensor& weight, const at::Tensor& A, const at::Tensor& G) {
   const auto fits = [&](const at::Tensor& matrix) {
-    const int64_t rows_of_bias = A.size(-1) - fan_in(matrix);
-    return (rows_of_bias == 0 || rows_of_bias == 1) && A.size(0) * G.size(-1) == matrix.size(0);
+    const int64_t rows_of_bias = A.size(1) - fan_in(matrix);
+    return (rows_of_bias == 0 || rows_of_bias == 1) && A.size(0) * G.size(1) == matrix.size(0);
   };
   return weight.dim() >= 2 && (fits(weight) || (weight.dim() == 2 && fits(weight.mT())));
 }
@@ -70,14 +111,31 @@ void add_factors(KFACParamState& state, const at::Tensor& weight, const FactorLa
                  const KFACOptions& options) {
   const auto of_factors =
       at::TensorOptions(factor_dtype_of(options, weight)).device(weight.device());
-  const auto zeros = [&](int64_t n, bool diagonal) {
-    return diagonal ? at::zeros({layout.groups, n}, of_factors)
-                    : at::zeros({layout.groups, n, n}, of_factors);
-  };
-  state.A(zeros(layout.order_A(weight), layout.diagonal_A));
-  state.G(zeros(layout.order_G(weight), layout.diagonal_G));
   state.factor_updates(at::zeros({}, of_factors.dtype(at::kFloat)));
-  reset_roots(state, weight, layout, options.damping_split());
+  at::Tensor of_inputs = at::zeros(layout.sizes_A(weight), of_factors);
+  at::Tensor of_gradients = at::zeros(layout.sizes_G(weight), of_factors);
+  if (is_inverse_free(options)) {
+    linalg::detail::add_to_diagonal_(of_inputs, 1.0);
+    linalg::detail::add_to_diagonal_(of_gradients, 1.0);
+    state.K(of_inputs).C(of_gradients);
+    state.root_failures(at::zeros({2}, of_factors.dtype(at::kInt)));
+    update_momenta(state, weight, options);
+  } else {
+    state.A(of_inputs).G(of_gradients);
+    reset_roots(state, weight, layout, options.damping_split());
+  }
+}
+
+void update_momenta(KFACParamState& state, const at::Tensor& weight, const KFACOptions& options) {
+  const at::ScalarType dtype = factor_dtype_of(options, weight);
+  state.K(state.K().to(dtype)).C(state.C().to(dtype));
+  const auto update = [&](at::Tensor& momentum, const at::Tensor& factor) {
+    momentum = options.alpha1() == 0.0 ? at::Tensor()
+               : momentum.defined()    ? momentum.to(dtype)
+                                       : at::zeros_like(factor);
+  };
+  update(state.m_K(), state.K());
+  update(state.m_C(), state.C());
 }
 
 void reset_roots(KFACParamState& state, const at::Tensor& weight, const FactorLayout& layout,
@@ -91,8 +149,8 @@ void reset_roots(KFACParamState& state, const at::Tensor& weight, const FactorLa
     return diagonal ? at::ones({groups, n}, options)
                     : at::eye(n, options).expand({groups, n, n}).contiguous();
   };
-  const at::Tensor A_root = identities(a, layout.diagonal_A);
-  const at::Tensor G_root = identities(o, layout.diagonal_G);
+  const at::Tensor A_root = identities(a, layout.structures.A == Structure::kDiagonal);
+  const at::Tensor G_root = identities(o, layout.structures.G == Structure::kDiagonal);
   state.root_failures(at::zeros({2}, options.dtype(at::kInt)));
   state.A_inverse({}).G_inverse({});
   state.A_eigenvectors({}).G_eigenvectors({}).A_eigenvalues({}).G_eigenvalues({});
@@ -134,8 +192,14 @@ void add_saved_layout(KFACParamState& fresh, const at::Tensor& weight, const KFA
     add_fisher_blocks(fresh, weight, /*with_bias=*/blocks.dim() > 0 && blocks.size(-1) > 1);
     return;
   }
-  const at::Tensor& A = first_defined(saved.A(), saved.A_inverse(), saved.A_eigenvectors());
-  const at::Tensor& G = first_defined(saved.G(), saved.G_inverse(), saved.G_eigenvectors());
+  const bool is_of_roots =
+      saved.K().defined() || saved.C().defined() || saved.m_K().defined() || saved.m_C().defined();
+  const at::Tensor A = is_of_roots
+                           ? first_defined(saved.K(), saved.m_K())
+                           : first_defined(saved.A(), saved.A_inverse(), saved.A_eigenvectors());
+  const at::Tensor G = is_of_roots
+                           ? first_defined(saved.C(), saved.m_C())
+                           : first_defined(saved.G(), saved.G_inverse(), saved.G_eigenvectors());
   const bool has_factors = A.defined() || G.defined() || saved.factor_updates().defined() ||
                            saved.root_failures().defined();
   if (!has_factors || weight.dim() < 2 || weight.dim() > 5 || weight.numel() == 0) {
@@ -143,7 +207,10 @@ void add_saved_layout(KFACParamState& fresh, const at::Tensor& weight, const KFA
   }
   const bool exact = saved.A_eigenvectors().defined();
   KFACOptions of_saved = options;
-  if (exact || saved.A_inverse().defined()) {
+  of_saved.solver(is_of_roots ? "inverse_free" : "auto");
+  if (is_of_roots) {
+    of_saved.alpha1(saved.m_K().defined() || saved.m_C().defined() ? 0.5 : 0.0);
+  } else if (exact || saved.A_inverse().defined()) {
     of_saved.damping_split(exact ? "exact" : "pi");
   }
   add_factors(fresh, weight, layout_of_factors(weight, A, G), of_saved);

@@ -1,34 +1,52 @@
 // A layer's factors in the state of its weight (KFACParamState).
 #pragma once
 
+#include "linalg/products/structured_matrix.h"
 #include "torchium/optim/kfac.h"
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace torchium::optim::detail {
 
-// How the factors of a layer are stored.
+using linalg::detail::Structure;
+
+// The structures of new factors that are not of larger orders, or of an embedding.
+struct FactorStructures {
+  Structure A = Structure::kDense;
+  Structure G = Structure::kDense;
+  int64_t block = 0;
+};
+FactorStructures structures_of(const KFACOptions& options);
+
+// How the factors of a layer are stored: A and G, or K and C of solver "inverse_free".
 struct FactorLayout {
   int64_t groups = 1;
   bool has_bias_row = false;   // A has a row for a bias
   bool is_transposed = false;  // the weight is [in, out]
-  bool diagonal_A = false;     // only the diagonal is stored
-  bool diagonal_G = false;
+  FactorStructures structures = {};
 
   // The weight, or a tensor of its shape, as [out, ...].
   at::Tensor matrix(const at::Tensor& weight) const;
   // Orders of A and of G.
   int64_t order_A(const at::Tensor& weight) const;
   int64_t order_G(const at::Tensor& weight) const;
+  // Their sizes.
+  std::vector<int64_t> sizes_A(const at::Tensor& weight) const;
+  std::vector<int64_t> sizes_G(const at::Tensor& weight) const;
 };
 
 // The layout of these factors. Their shapes determine the number of groups, whether there is a row
 // for a bias, which factors are diagonals, and, unless the weight is square, which of its
 // dimensions is the input.
 FactorLayout layout_of_factors(const at::Tensor& weight, const at::Tensor& A, const at::Tensor& G);
+
+// A or K, and G or C; undefined: the state has none.
+const at::Tensor& factor_of_inputs(const KFACParamState& state);
+const at::Tensor& factor_of_gradients(const KFACParamState& state);
 
 // Whether the factors are those of a layer with this weight, as [out, in] or [in, out], with or
 // without a bias.
@@ -40,7 +58,10 @@ bool has_roots(const KFACParamState& state, const std::string& damping_split);
 // The dtype of the stored factors A and G of a weight.
 at::ScalarType factor_dtype_of(const KFACOptions& options, const at::Tensor& weight);
 
-// Creates the factors of a weight, as zeros, and calls reset_roots().
+bool is_inverse_free(const KFACOptions& options);
+
+// Creates the factors of a weight: A and G as zeros, with reset_roots(), or K and C as identities,
+// with update_momenta().
 void add_factors(KFACParamState& state, const at::Tensor& weight, const FactorLayout& layout,
                  const KFACOptions& options);
 
@@ -48,6 +69,10 @@ void add_factors(KFACParamState& state, const at::Tensor& weight, const FactorLa
 // Eigenvalues are -1 until the first solve.
 void reset_roots(KFACParamState& state, const at::Tensor& weight, const FactorLayout& layout,
                  const std::string& damping_split);
+
+// Brings K, C and their momenta to factor_dtype. Creates missing momenta, as zeros, and removes
+// those without an alpha1.
+void update_momenta(KFACParamState& state, const at::Tensor& weight, const KFACOptions& options);
 
 // Whether a weight has second moments, and eigenvectors and factors that fit it.
 bool has_second_moments(const KFACParamState& state, const at::Tensor& weight);

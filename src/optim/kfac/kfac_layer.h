@@ -17,7 +17,8 @@ enum class DampingSplit {
 
 // A weight [o, c, ...] of `groups` channel groups as V [groups, o/groups, a], with a = numel/o plus
 // one column for the bias. Factors and roots have one matrix per group. A factor [groups, n, n] may
-// be stored as its diagonal, [groups, n], and then so are its sum and its root.
+// be stored as its diagonal, [groups, n], and then so are its sum and its root. With solver
+// "inverse_free" the sums are stored like K and C.
 struct KfacLayer {
   int64_t weight = 0;          // index in the parameters of the step
   int64_t bias = -1;           // -1: none; if A has a row for a bias, its gradient counts as zero
@@ -43,6 +44,11 @@ struct KfacLayer {
 
   double floor = 1e-8;  // of the eigenvalues of A and G
 
+  // solver "inverse_free": K, C, m_K and m_C instead of A, G, their roots and eigenvalues.
+  double alpha1 = 0.5;
+  at::Tensor K, C;      // [groups, ...] as in linalg/products/structured_matrix.h
+  at::Tensor m_K, m_C;  // undefined: alpha1 is 0
+
   // State, owned by the caller and changed in place.
   at::Tensor A;       // [groups, a, a], zero at first
   at::Tensor G;       // [groups, o/groups, o/groups], zero at first
@@ -56,8 +62,10 @@ struct KfacLayer {
   at::Tensor root_failures;   // int32 [2]: consecutive failed solves of A and of G
 
   bool has_sums() const { return A_sum.defined(); }
+  bool is_inverse_free() const { return K.defined(); }
   // Whether the factors have the dtype of their roots.
   bool has_state_dtype() const { return A.scalar_type() == A_root.scalar_type(); }
+  at::ScalarType factor_dtype() const { return (K.defined() ? K : A).scalar_type(); }
   // Weight and bias.
   std::vector<int64_t> params() const {
     return bias < 0 ? std::vector<int64_t>{weight} : std::vector<int64_t>{weight, bias};

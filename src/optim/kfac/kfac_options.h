@@ -8,7 +8,9 @@ namespace torchium::optim {
 
 constexpr auto kWeightSharings = detail::one_of("expand", "reduce");
 constexpr auto kFactorDtypes = detail::one_of("bfloat16", "float32", "float64");
-constexpr auto kKfacSolvers = detail::one_of("auto", "eigh", "cholesky", "newton");
+constexpr auto kKfacSolvers = detail::one_of("auto", "eigh", "cholesky", "newton", "inverse_free");
+constexpr detail::ChoicePair kStructures{
+    detail::one_of("dense", "block_diagonal", "toeplitz", "diagonal")};
 
 template <typename Options>
 requires std::is_same_v<std::remove_const_t<Options>, KFACOptions>
@@ -29,6 +31,9 @@ auto option_fields(Options& o) {
       Option{"damping_split", o.damping_split(), kDampingSplits, kSameInAllGroups},
       Option{"ekfac", o.ekfac(), Flag{}, kSameInAllGroups},
       Option{"solver", o.solver(), kKfacSolvers, kSameInAllGroups},
+      Option{"structures", o.structures(), kStructures},
+      Option{"block_size", o.block_size(), Integer{.low = 2}},
+      Option{"alpha1", o.alpha1(), kRate},
       Option{"fisher", o.fisher(), kFishers, kSameInAllGroups},
       Option{"weight_sharing", o.weight_sharing(), kWeightSharings},
       Option{"max_factor_size", o.max_factor_size(), Integer{}},
@@ -38,7 +43,12 @@ auto option_fields(Options& o) {
   // clang-format on
 }
 
+// Throws c10::ValueError for options without a meaning for solver "inverse_free", or for no other
+// one. name_of_TInv: of that option in the caller's list.
+void check_inverse_free(const KFACOptions& options, const char* name_of_TInv = "TInv");
+
 inline void check_combination(const KFACOptions& o) {
+  check_inverse_free(o);
   TORCH_CHECK_VALUE(
       o.damping_split() != "exact" || o.solver() == "auto" || o.solver() == "eigh", "solver='",
       o.solver(), "' has no eigenvectors, which damping_split='exact' needs; use 'eigh' or 'auto'");

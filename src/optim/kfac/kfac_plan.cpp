@@ -7,7 +7,6 @@
 #include <c10/util/irange.h>
 
 #include <algorithm>
-#include <string_view>
 #include <utility>
 
 namespace torchium::optim::detail {
@@ -19,19 +18,10 @@ bool blocks_fit(const FactorSums& sums, const KFACParamState& state) {
 }
 
 bool sums_fit(const FactorSums& sums, const at::Tensor& weight, const FactorLayout& layout) {
-  return sums.A.size(0) == layout.groups && sums.A.size(-1) == layout.order_A(weight) &&
-         (sums.A.dim() == 2) == layout.diagonal_A && sums.G.size(-1) == layout.order_G(weight) &&
-         (sums.G.dim() == 2) == layout.diagonal_G;
+  return sums.A.sizes() == layout.sizes_A(weight) && sums.G.sizes() == layout.sizes_G(weight);
 }
 
 }  // namespace
-
-void KfacPlan::make_room(SecondOrderParamState& fresh, const SecondOrderParamState& saved,
-                         const at::Tensor& param, const torch::optim::OptimizerOptions& options,
-                         int64_t /*params*/, const std::string& /*name*/) const {
-  add_saved_layout(static_cast<KFACParamState&>(fresh), param,
-                   static_cast<const KFACParamState&>(saved), own_options(options));
-}
 
 void KfacPlan::after_set_options() {
   if (!due_.empty()) {  // calls may be recorded between a change and the step
@@ -45,6 +35,11 @@ void KfacPlan::after_set_options() {
     }
   }
   damping_split_ = split;
+  const bool has_roots = !options().empty() && is_inverse_free(options().front());
+  if (has_roots != is_inverse_free_) {
+    is_inverse_free_ = has_roots;
+    checked_.assign(size(), false);  // the state is that of another solver
+  }
   const std::string fisher = options().empty() ? std::string() : options().front().fisher();
   if (!fisher_.empty() && fisher != fisher_) {
     forget();
@@ -55,13 +50,14 @@ void KfacPlan::after_set_options() {
 FactorWeight KfacPlan::weight_of(size_t i) const {
   const KFACParamState& state = state_of(i);
   FactorWeight weight{param(i),
-                      state.A(),
-                      state.G(),
+                      factor_of_inputs(state),
+                      factor_of_gradients(state),
                       state.fisher_blocks(),
                       options(i).max_factor_size(),
                       options(i).weight_sharing() == "reduce"
                           ? gradients::detail::WeightSharing::kReduce
-                          : gradients::detail::WeightSharing::kExpand};
+                          : gradients::detail::WeightSharing::kExpand,
+                      structures_of(options(i))};
   if (options(i).ekfac() && has_second_moments(state, param(i))) {
     const auto as_sums = [&](const at::Tensor& vectors) {  // state follows its parameter later
       return vectors.to(param(i).device(), state_dtype(param(i)));
@@ -181,7 +177,7 @@ void KfacPlan::forget() {
 
 bool KfacPlan::has_factors(size_t i) {
   const KFACParamState& state = state_of(i);
-  if (!(state.A().defined() || state.fisher_blocks().defined()) ||
+  if (!(factor_of_inputs(state).defined() || state.fisher_blocks().defined()) ||
       !state.factor_updates().defined()) {
     return false;
   }
@@ -203,30 +199,7 @@ void KfacPlan::check(const std::vector<size_t>& active) {
     if (checked_[i]) {
       continue;
     }
-    const KFACParamState& state = state_of(i);
-    const auto members = const_cast<KFACParamState&>(state).factors();  // nothing is written here
-    const bool has_any = std::any_of(members.begin(), members.end(),
-                                     [](const auto& member) { return member.second->defined(); });
-    for (const auto& [key, tensor] : members) {
-      const bool is_norm = state.fisher_blocks().defined();
-      const bool is_of_other_kind =
-          key == "fisher_blocks" ? !is_norm : is_norm && key != "factor_updates";
-      const bool is_of_option = is_of_other_kind || key.find("inverse") != key.npos ||
-                                key.find("eigen") != key.npos || key.find("moment") != key.npos;
-      TORCH_CHECK_VALUE(!has_any || is_of_option || tensor->defined(), "the state of ", name(i),
-                        " has lost '", key, "'; delete all of it to start afresh");
-    }
-    if (state.fisher_blocks().defined()) {
-      TORCH_CHECK_VALUE(state.fisher_blocks().size(0) == param(i).numel(), name(i),
-                        " has got another shape since its fisher_blocks ",
-                        state.fisher_blocks().sizes(),
-                        " were made; delete its state to start afresh");
-      checked_[i] = true;
-      continue;
-    }
-    TORCH_CHECK_VALUE(!has_any || factors_fit(param(i), state.A(), state.G()), name(i),
-                      " has got another shape since its factors A ", state.A().sizes(), " and G ",
-                      state.G().sizes(), " were made; delete its state to start afresh");
+    check_state(i);
     checked_[i] = true;
   }
 }
@@ -249,7 +222,7 @@ bool KfacPlan::derive(const std::vector<size_t>& active) {
       continue;
     }
     const KFACParamState& state = state_of(i);
-    if (layer->is_unitwise ? state.A().defined() : state.fisher_blocks().defined()) {
+    if (layer->is_unitwise ? factor_of_inputs(state).defined() : state.fisher_blocks().defined()) {
       continue;  // was the weight of another kind of layer
     }
     const FactorLayout layout =
@@ -288,82 +261,6 @@ bool KfacPlan::derive(const std::vector<size_t>& active) {
 void KfacPlan::before_completing() {
   new_diagonals_.clear();
   only_creates_state_ = layers_.empty() && only_creates_state();
-}
-
-void KfacPlan::complete(size_t i, SecondOrderParamState& completed) {
-  auto& state = static_cast<KFACParamState&>(completed);
-  if (options(i).momentum() > 0.0 && !state.momentum_buffer().defined()) {
-    state.momentum_buffer(parameter_shaped_zeros(param(i)));
-  }
-  const auto layer = std::find_if(layers_.begin(), layers_.end(),
-                                  [&](const Layer& each) { return each.weight == i; });
-  const FactorLayer* known = records_.layer(param(i));
-  const bool is_declared =
-      only_creates_state_ && known != nullptr && known->problem.empty() && !is_excluded(i);
-  if (layer == layers_.end() && !is_declared) {
-    return;
-  }
-  if (known->is_unitwise) {
-    if (!state.fisher_blocks().defined()) {
-      const bool is_recorded = layer != layers_.end() && layer->sums != nullptr;
-      add_fisher_blocks(state, param(i),
-                        is_recorded ? layer->sums->blocks.size(-1) == 2 : known->bias.defined());
-    }
-    return;
-  }
-  const auto& split = options(i).damping_split();
-  const FactorLayout layout = records_.layout(weight_of(i), *known);
-  if (!state.A().defined()) {
-    add_factors(state, param(i), layout, options(i));
-    for (const auto& [key, factor] : {std::pair("A", state.A()), std::pair("G", state.G())}) {
-      const bool is_exact = known->is_table && std::string_view(key) == "G";
-      if (factor.dim() == 2 && factor.size(-1) > options(i).max_factor_size() && !is_exact) {
-        new_diagonals_.emplace_back(i, key, factor.size(-1));
-      }
-    }
-  } else if (!has_roots(state, split)) {
-    reset_roots(state, param(i), layout, split);
-    if (layer != layers_.end() && layer->has_factors) {
-      lost_inverses_.insert(param(i).unsafeGetTensorImpl());
-    }
-  }
-  const at::ScalarType dtype = factor_dtype_of(options(i), param(i));
-  state.A(state.A().to(dtype)).G(state.G().to(dtype));
-  if (!options(i).ekfac()) {
-    state.second_moments({}).moment_updates({});
-  } else if (!state.second_moments().defined()) {
-    add_second_moments(state);
-  }
-}
-
-// State may have been replaced.
-void KfacPlan::check_layer(const Layer& layer) const {
-  const at::Tensor& weight = param(layer.weight);
-  if (layer.bias >= 0) {
-    const at::Tensor& bias = param(layer.bias);
-    const bool fits =
-        layer.is_unitwise
-            ? bias.sizes() == weight.sizes()
-            : bias.dim() == 1 && bias.size(0) == weight.size(layer.is_transposed ? 1 : 0);
-    TORCH_CHECK_VALUE(fits && state_dtype(bias) == state_dtype(weight), name(layer.bias), " is ",
-                      bias.toString(), bias.sizes(), ", which does not fit its weight, ",
-                      name(layer.weight), ", of type ", weight.toString());
-  }
-  auto state = state_of(layer.weight);
-  KFACParamState expected;
-  add_saved_layout(expected, at::empty_like(weight, at::kMeta), state, options(layer.weight));
-  const auto found = state.factors();
-  const auto needed = expected.factors();
-  for (const auto k : c10::irange(needed.size())) {
-    const at::Tensor& tensor = *found[k].second;
-    const at::Tensor& like = *needed[k].second;
-    TORCH_CHECK_VALUE(!like.defined() || (tensor.defined() && tensor.sizes() == like.sizes() &&
-                                          tensor.scalar_type() == like.scalar_type() &&
-                                          tensor.device() == weight.device()),
-                      "'", needed[k].first, "' of ", name(layer.weight), " must be ",
-                      like.scalar_type(), like.sizes(), " on ", weight.device(), ", got ",
-                      tensor.toString(), tensor.defined() ? tensor.sizes() : at::IntArrayRef());
-  }
 }
 
 void KfacPlan::note_skip(const std::vector<at::Tensor>& params) {

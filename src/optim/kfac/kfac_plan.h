@@ -133,6 +133,9 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   void require_curvature(const std::vector<size_t>& active);
   Treatment treatment(size_t i) const;
   bool has_factors(size_t i);
+  void check_state(size_t i) const;
+  void check_fisher_blocks(size_t i) const;
+  void note_diagonals(size_t i, const KFACParamState& state, const FactorLayer& layer);
   void check_layer(const Layer& layer) const;
   void set_sums(const Layer& of, KfacLayer& layer) const;
   void set_sums(const Layer& of, UnitwiseLayer& layer) const;
@@ -155,6 +158,7 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   int64_t curvature_batches_ = 0;       // recorded since forget()
   std::mutex curvature_mutex_;          // threads may share a model
   std::string damping_split_, fisher_;  // of the options before
+  bool is_inverse_free_ = false;
   // Weights whose inverses are to be made anew: another damping_split had made them, or a step that
   // threw was to make them.
   std::unordered_set<const at::TensorImpl*> lost_inverses_;

@@ -15,6 +15,11 @@ namespace {
 KfacLayer core_layer(const KFACParamState& state, const KFACOptions& options) {
   const bool exact = options.damping_split() == "exact";
   KfacLayer layer;
+  layer.alpha1 = options.alpha1();
+  layer.K = state.K();
+  layer.C = state.C();
+  layer.m_K = state.m_K();
+  layer.m_C = state.m_C();
   layer.A = state.A();
   layer.G = state.G();
   layer.A_root = exact ? state.A_eigenvectors() : state.A_inverse();
@@ -146,6 +151,10 @@ StateChanges KfacPlan::take(const JointInputs& inputs) {
     layer.inverse_lost =
         lost_inverses_.count(param(each.weight).unsafeGetTensorImpl()) != 0 && each.has_factors;
     set_options(layer);  // after inverse_lost, on which the sums depend
+    if (layer.is_inverse_free()) {
+      layer.inverse_due = layer.has_sums();
+      layer.inverse_lost = false;
+    }
   }
   if (inputs.loss_scale.defined() && !takes_curvature()) {
     const at::Tensor inverse = inputs.loss_scale.to(device()).square().reciprocal();

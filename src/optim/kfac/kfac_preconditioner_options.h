@@ -23,6 +23,9 @@ auto option_fields(Options& o) {
       Option{"damping_split", o.damping_split(), kDampingSplits, kSameInAllGroups},
       Option{"ekfac", o.ekfac(), Flag{}, kSameInAllGroups},
       Option{"solver", o.solver(), kKfacSolvers, kSameInAllGroups},
+      Option{"structures", o.structures(), kStructures},
+      Option{"block_size", o.block_size(), Integer{.low = 2}},
+      Option{"alpha1", o.alpha1(), kRate},
       Option{"fisher", o.fisher(), kFishers, kSameInAllGroups},
       Option{"weight_sharing", o.weight_sharing(), kWeightSharings},
       Option{"max_factor_size", o.max_factor_size(), Integer{}},
@@ -34,7 +37,9 @@ auto option_fields(Options& o) {
 KFACOptions kfac_options(const KFACPreconditionerOptions& options);
 
 inline void check_combination(const KFACPreconditionerOptions& o) {
-  check_combination(kfac_options(o));
+  const KFACOptions options = kfac_options(o);
+  check_inverse_free(options, "inv_update_steps");
+  check_combination(options);
 }
 
 }  // namespace torchium::optim

@@ -4,6 +4,7 @@
 #include "optim/capture/adaptive_damping.h"
 #include "optim/core/argument_checks.h"
 #include "optim/kfac/cuda/kfac_kernels.h"
+#include "optim/kfac/inverse_free.h"
 #include "optim/kfac/kfac_inverses.h"
 #include "support/phase.h"
 
@@ -71,9 +72,10 @@ void KfacStep::make_subsets() {
   std::vector<bool> has_layer(group_.params.size(), false);
   for (size_t l = 0; l < group_.layers.size(); ++l) {
     const KfacLayer& layer = group_.layers[l];
-    // No kernel divides by second moments, or averages factors of another dtype than their sums.
-    const bool has_kernels = !layer.second_moments.defined() && layer.has_state_dtype() &&
-                             has_kfac_kernels(group_, layer);
+    // No kernel divides by second moments, multiplies by K and C, or averages factors of another
+    // dtype than their sums.
+    const bool has_kernels = !layer.second_moments.defined() && !layer.is_inverse_free() &&
+                             layer.has_state_dtype() && has_kfac_kernels(group_, layer);
     KfacMembers& members = has_kernels ? by_kernels : eager;
     members.layers.push_back(l);
     for (const int64_t i : group_.layers[l].params()) {
@@ -123,17 +125,18 @@ void KfacStep::begin(std::vector<at::Tensor> grads) {
 }
 
 // The largest entry of a sum of x x^T is on its diagonal (Cauchy and Schwarz). On a GPU a copy of
-// each diagonal would take more time than a look at all entries. Second moments have no diagonal.
+// each diagonal would take more time than a look at all entries. Second moments have no diagonal,
+// and compact sums are small.
 void KfacStep::examine_sums() {
   for (const KfacLayer& layer : group_.layers) {
     if (!layer.has_sums()) {
       continue;
     }
     const double largest =
-        std::min(largest_factor(layer.A_sum.scalar_type()), largest_factor(layer.A.scalar_type()));
+        std::min(largest_factor(layer.A_sum.scalar_type()), largest_factor(layer.factor_dtype()));
     for (const auto& [sum, scale] :
          {std::pair(layer.A_sum, layer.A_scale), std::pair(layer.G_sum, layer.G_scale)}) {
-      const bool whole = sum.dim() == 2 || !sum.is_cpu();
+      const bool whole = sum.dim() == 2 || sum.size(2) != sum.size(1) || !sum.is_cpu();
       prologue_->examine(whole ? sum : sum.diagonal(0, -2, -1).contiguous(),
                          static_cast<size_t>(layer.weight), largest / std::max(scale, 1.0));
     }
@@ -157,6 +160,10 @@ void KfacStep::update_inverses(bool KfacLayer::*wanted, const FoundInfGuard& gua
     return;
   }
   const torchium::detail::Phase phase("torchium::inverses");
+  if (group_.shared.solver == "inverse_free") {
+    update_inverse_free(group_.layers, guard);
+    return;
+  }
   detail::update_inverses(group_.layers, wanted, group_.shared.damping_split, group_.shared.solver,
                           guard);
 }
@@ -231,7 +238,7 @@ void KfacStep::run(const at::Tensor&, at::IntArrayRef, const at::Tensor& found_i
       subset->update_factors(run);
     }
   }
-  // Where due: (A + ..I)^-1, (G + ..I)^-1.
+  // Where due: (A + ..I)^-1, (G + ..I)^-1; or K and C, from the sums.
   update_inverses(&KfacLayer::inverse_due, prologue_->guard());
   record_failures();
   StepScalar nu;
@@ -245,7 +252,7 @@ void KfacStep::run(const at::Tensor&, at::IntArrayRef, const at::Tensor& found_i
   }
 }
 
-// d = (G + ..I)^-1 V (A + ..I)^-1. Returns nu.
+// d = (G + ..I)^-1 V (A + ..I)^-1, or C C^T V K K^T. Returns nu.
 StepScalar KfacStep::precondition(const KfacRun& run) {
   std::vector<at::Tensor> terms;
   for (const auto& subset : subsets_) {

@@ -55,9 +55,10 @@ class KfacSubset {
   virtual ~KfacSubset() = default;
 
   // Of layers with sums: k <- k + 1; A <- d A + (1 - d) E[a a^T], G <- d G + (1 - d) E[g g^T] with
-  // d = min(1 - 1/k, stat_decay).
+  // d = min(1 - 1/k, stat_decay). Not those of solver "inverse_free", which has no A and G.
   virtual void update_factors(const KfacRun& run) = 0;
-  // V = g + weight_decay p; d = (G + ..I)^-1 V (A + ..I)^-1 of layers, else d = V.
+  // V = g + weight_decay p; d = (G + ..I)^-1 V (A + ..I)^-1, or C C^T V K K^T, of layers, else d =
+  // V.
   virtual void precondition(const KfacRun& run) = 0;
   // Terms of sum lr^2 V . d over the parameters of layers: float64 [any]; undefined: none.
   virtual at::Tensor kl_terms(const KfacRun& run) = 0;

@@ -6,10 +6,23 @@
 namespace torchium::optim::detail {
 namespace {
 
+std::string structure_text(const at::Tensor& factor) {
+  switch (linalg::detail::structure_of(factor)) {
+    case Structure::kDiagonal:
+      return "the diagonal of ";
+    case Structure::kToeplitz:
+      return "Toeplitz ";
+    case Structure::kBlockDiagonal:
+      return c10::str("blocks of ", factor.size(2), " of ");
+    default:
+      return "";
+  }
+}
+
 // "A 5, G 3"; "4 groups with A 9, the diagonal of G 2"
 std::string orders_of(const at::Tensor& A, const at::Tensor& G) {
   const auto order = [](const char* name, const at::Tensor& factor) {
-    return c10::str(factor.dim() == 2 ? "the diagonal of " : "", name, " ", factor.size(-1));
+    return c10::str(structure_text(factor), name, " ", factor.size(1));
   };
   const std::string groups = A.size(0) > 1 ? c10::str(A.size(0), " groups with ") : "";
   return groups + order("A", A) + ", " + order("G", G);
@@ -53,9 +66,10 @@ KfacPlan::Treatment KfacPlan::treatment(size_t i) const {
   if (fallback_.count(impl) != 0) {
     return {"fallback", ""};
   }
-  if (state.A().defined() && state.G().defined()) {
-    const bool diagonal = state.A().dim() == 2 || state.G().dim() == 2;
-    return {diagonal ? "diagonal" : "factors", orders_of(state.A(), state.G())};
+  const at::Tensor& A = factor_of_inputs(state);
+  const at::Tensor& G = factor_of_gradients(state);
+  if (A.defined() && G.defined()) {
+    return {A.dim() == 2 || G.dim() == 2 ? "diagonal" : "factors", orders_of(A, G)};
   }
   if (state.fisher_blocks().defined()) {
     const auto k = state.fisher_blocks().size(-1);

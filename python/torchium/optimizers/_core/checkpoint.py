@@ -17,6 +17,7 @@ _OUR_KEYS = frozenset(
         *("A", "G", "A_inverse", "G_inverse", "factor_updates", "fisher_blocks"),
         *("A_eigenvectors", "G_eigenvectors", "A_eigenvalues", "G_eigenvalues"),
         *("second_moments", "moment_updates"),
+        *("K", "C", "m_K", "m_C"),
         *("step", "exp_avg_start", "grafting_second_moment_start"),
         *("grafting_second_moment", "diagonal", "sum"),
         *("exp_avg", "momentum_buffer", "statistics", "roots", "root_failures"),

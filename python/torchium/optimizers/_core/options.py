@@ -113,8 +113,8 @@ def _as_kind(kind: str, value: Any) -> Any:
         return value
     if kind == "str" and isinstance(value, (str, torch.dtype)):
         return str(value).removeprefix("torch.")  # a dtype by its name, as C++ has it
-    if kind == "pair" and isinstance(value, Sequence) and len(value) == 2:
-        pair = tuple(_as_kind("float", number) for number in value)
+    if kind.startswith("pair of ") and isinstance(value, Sequence) and len(value) == 2:
+        pair = tuple(_as_kind(kind.removeprefix("pair of "), each) for each in value)
         return _WRONG if _WRONG in pair else pair
     return _WRONG
 
