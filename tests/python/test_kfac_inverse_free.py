@@ -339,7 +339,6 @@ def test_the_rate_is_bounded_where_a_constant_one_would_diverge(device):
     ("options", "message"),
     [
         ({"TInv": 5}, "TInv=5 has no meaning with solver='inverse_free'.*leave it at 10"),
-        ({"eps": 1e-3}, "eps=0.001 has no meaning with solver='inverse_free'.*leave it at 1e-08"),
         ({"damping_split": "plain"}, "damping_split='plain' has no meaning.*leave it at 'pi'"),
         ({"damping_split": "exact", "ekfac": True}, "damping_split='exact' has no meaning"),
         ({"solver": "auto", "structures": ("dense", "toeplitz")}, "structures=.*only with"),

@@ -63,8 +63,8 @@ struct TORCHIUM_API KFACOptions : public torch::optim::OptimizerCloneableOptions
   ///
   /// "inverse_free" (SINGD: Lin et al. 2024, arXiv 2312.05705) inverts nothing. Instead of A and G
   /// it stores K and C, with K K^T (x) C C^T near (A (x) G + damping I)^-1, and corrects them with
-  /// the factors of every TCov-th step, at the rate 1 - stat_decay. TInv, eps and damping_split
-  /// have no meaning then, and must have their defaults.
+  /// the factors of every TCov-th step, at the rate 1 - stat_decay. TInv and damping_split have no
+  /// meaning then, and must have their defaults.
   TORCH_ARG(std::string, solver) = "auto";
   /// "inverse_free": the structures of K and of C. "dense"; "block_diagonal", with blocks of
   /// block_size; "toeplitz", lower triangular; or "diagonal". A new value counts for factors that

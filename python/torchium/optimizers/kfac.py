@@ -152,8 +152,8 @@ class KFAC(CapturingOptimizer):
                 \text{tr}(C^\top G C) K^\top A K + \text{damping}\, \text{tr}(C^\top C) K^\top K - I\bigr), \\
                 K &\leftarrow K (I - b\, m_K),
 
-            and the same for :math:`C`, with the roles exchanged. ``TInv``, ``eps`` and ``damping_split`` have no
-            meaning then and must have their defaults. It stays accurate in bfloat16 (``factor_dtype``).
+            and the same for :math:`C`, with the roles exchanged. ``TInv`` and ``damping_split`` have no meaning
+            then and must have their defaults. It stays accurate in bfloat16 (``factor_dtype``).
         structures (tuple of str): ``solver="inverse_free"``: the structures of :math:`K` and of :math:`C`.
             ``"dense"``; ``"block_diagonal"``; ``"toeplitz"``, lower triangular; or ``"diagonal"``. With factors of
             order n they take :math:`n^2`, :math:`n b`, n and n numbers each. The :math:`C` of an embedding or a

@@ -31,18 +31,15 @@ bool operator==(const KFACOptions& lhs, const KFACOptions& rhs) {
 
 void check_inverse_free(const KFACOptions& o, const char* name_of_TInv) {
   const KFACOptions defaults;
-  const bool is_inverse_free = detail::is_inverse_free(o);
   const auto require_default = [](const char* name, const auto& value, const auto& only,
                                   const char* why) {
     using detail::text_of;
     TORCH_CHECK_VALUE(value == only, name, "=", text_of(value), " has no meaning with solver=", why,
                       "; leave it at ", text_of(only));
   };
-  if (is_inverse_free) {
+  if (detail::is_inverse_free(o)) {
     require_default(name_of_TInv, o.TInv(), defaults.TInv(),
                     "'inverse_free', which inverts nothing and corrects K and C with every factor");
-    require_default("eps", o.eps(), defaults.eps(),
-                    "'inverse_free', which computes no eigenvalues");
     require_default("damping_split", o.damping_split(), defaults.damping_split(),
                     "'inverse_free', which damps the Fisher matrix as a whole");
     return;
@@ -112,16 +109,11 @@ void KFACParamState::convert_to(const at::Tensor& param) {
   SecondOrderParamState::convert_to(param);
   for (const auto& [key, tensor] : factors()) {
     if (tensor->defined()) {
-      const std::initializer_list<const at::Tensor*> staying{&A(),
-                                                             &G(),
-                                                             &K(),
-                                                             &C(),
-                                                             &m_K(),
-                                                             &m_C(),
-                                                             &factor_updates(),
-                                                             &moment_updates(),
-                                                             &root_failures()};
-      const bool stays = std::ranges::find(staying, tensor) != staying.end();
+      const std::initializer_list<const at::Tensor*> of_option{&A(), &G(),   &K(),
+                                                               &C(), &m_K(), &m_C()};
+      const bool stays = std::ranges::find(of_option, tensor) != of_option.end() ||
+                         tensor == &factor_updates() || tensor == &moment_updates() ||
+                         tensor == &root_failures();
       *tensor =
           tensor->to(param.device(), stays ? tensor->scalar_type() : detail::state_dtype(param));
     }
