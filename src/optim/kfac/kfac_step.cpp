@@ -37,7 +37,7 @@ StepScalar kl_scale(std::optional<double> kl_clip, const at::Tensor& all) {
 }
 
 // Undefined: none.
-at::Tensor joined(const std::vector<at::Tensor>& terms) {
+at::Tensor joined_terms(const std::vector<at::Tensor>& terms) {
   return terms.size() > 1 ? at::cat(terms) : terms.empty() ? at::Tensor() : terms[0];
 }
 
@@ -263,7 +263,7 @@ StepScalar KfacStep::precondition(const KfacRun& run) {
       terms.push_back(its);
     }
   }
-  const at::Tensor all_terms = joined(terms);
+  const at::Tensor all_terms = joined_terms(terms);
   const StepScalar nu = kl_scale(group_.shared.kl_clip, all_terms);
   if (prediction_) {
     prediction_->terms = all_terms;
