@@ -30,7 +30,8 @@ at::Tensor empty_sum(const at::Tensor& weight, at::IntArrayRef sizes) {
 
 // K and C, for Toeplitz sums.
 StructuredSums structured_sums(const FactorWeight& weight) {
-  if (!weight.A.defined() || !factors_fit(weight.param, weight.A, weight.G)) {
+  if (!weight.A.defined() || !weight.G.defined() ||
+      !factors_fit(weight.param, weight.A, weight.G)) {
     return {};  // the step refuses factors of another shape
   }
   const auto as_sums = [&](const at::Tensor& factor) {  // state follows its parameter later
