@@ -44,6 +44,9 @@ class ReferenceSINGD(ReferenceKFAC):
         }
 
     def _update_layer(self, layer: Layer, samples: list[Sample]) -> None:
+        if layer.norm:
+            super()._update_layer(layer, samples)
+            return
         o, state = self.options[layer.weight], self.state[layer.weight]
         if state["step"] % o["TCov"] != 0 or not samples:
             return
@@ -84,6 +87,9 @@ class ReferenceSINGD(ReferenceKFAC):
             pair[root] = pair[root] @ (eye(m) - rate * m)
 
     def _precondition(self, layer: Layer, V: dict, directions: dict) -> None:
+        if layer.norm:
+            super()._precondition(layer, V, directions)
+            return
         pairs = self.state[layer.weight].get("pairs")
         if pairs is None:
             return
