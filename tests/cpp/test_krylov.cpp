@@ -92,6 +92,9 @@ TEST(Hessian, MultipliesAsTheSecondDerivative) {
   EXPECT_TRUE(torch::allclose(H.matmul(torch::eye(5, torch::kFloat64)), expected));
   EXPECT_THROW(linalg::hvp_operator([&] { return p; }, {p}), c10::ValueError);
   EXPECT_THROW(linalg::hvp_operator([&] { return p.sum(); }, {}), c10::ValueError);
+  EXPECT_THROW(linalg::hvp_operator([&] { return p.sum(); }, {p, p}), c10::ValueError);
+  EXPECT_THROW(linalg::hvp_operator([&] { return p.sum(); }, {q}), c10::ValueError);
+  EXPECT_THROW(linalg::hvp_operator([&] { return p.sum(); }, {p, q.detach()}), c10::ValueError);
 }
 
 }  // namespace

@@ -205,3 +205,37 @@ def test_estimates_change_no_random_state_and_keep_no_graph():
 def test_bad_input(call, message):
     with pytest.raises(ValueError, match=message):
         call(torch.eye(20))
+
+
+# ---- memory and range
+
+
+@pytest.mark.parametrize(
+    "estimate", [linalg.xdiag, linalg.hutchpp, linalg.hutchinson_diagonal, linalg.logdet]
+)
+def test_an_operator_may_write_all_products_into_the_same_memory(estimate):
+    A = positive()
+    memory = torch.empty(60 * 100, dtype=torch.float64)
+
+    def product(X: Tensor) -> Tensor:
+        return memory[: X.numel()].view(X.shape).copy_(A @ X)
+
+    found = estimate(linalg.LinearOperator(60, product, dtype=torch.float64))
+    torch.testing.assert_close(found.value, estimate(A).value)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e20, 1e30])
+def test_squares_of_entries_may_leave_the_range_of_float32(device, scale):
+    A = positive(device=device)
+    scaled = (scale * A).float()
+    for estimate in (linalg.hutchinson_diagonal, linalg.xdiag):
+        found, expected = estimate(scaled), estimate(A.float())
+        for a, b in (
+            (found.value, expected.value),
+            (found.standard_error, expected.standard_error),
+        ):
+            torch.testing.assert_close(a.double() / scale, b.double(), rtol=1e-3, atol=1e-5)
+    shift = 60 * torch.tensor(scale, dtype=torch.float64).log()
+    found, expected = linalg.logdet(scaled), linalg.logdet(A.float())
+    torch.testing.assert_close(found.value.cpu() - shift, expected.value.cpu(), rtol=1e-3, atol=0)

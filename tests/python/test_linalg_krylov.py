@@ -210,6 +210,46 @@ def test_bad_operators():
         linalg.lanczos(wrong)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e20, 1e30])
+@pytest.mark.parametrize("method", [linalg.lanczos, linalg.arnoldi])
+def test_squares_of_entries_may_leave_the_range_of_float32(device, scale, method):
+    values = torch.cat([torch.linspace(0, 1, 290), torch.linspace(1.5, 3, 10)])
+    A = (scale * with_eigenvalues(values, device).double()).float()
+    found = method(A, 3)
+    assert bool(found.converged.all())
+    expected = values.double().flip(0)[:3].to(device)
+    found_values = found.eigenvalues.to(torch.complex128).real / scale
+    torch.testing.assert_close(found_values, expected, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("n", [20, 200])
+def test_residuals_contain_what_is_not_symmetric(n):
+    A = with_eigenvalues(torch.linspace(-1, 1, n).double())
+    A += 1e-9 * torch.triu(A, 1)
+    # Not symmetric enough to converge to the default tolerance.
+    with pytest.warns(UserWarning, match="have not converged"):
+        found = linalg.lanczos(A, 3)
+    X = found.eigenvectors
+    residuals = (A @ X - X * found.eigenvalues).norm(dim=0)
+    assert bool((found.residual_norms >= 0.5 * residuals).all())
+    assert found.residual_norms.min() > 1e-11
+
+
+def test_a_start_that_is_not_finite_is_refused():
+    start = torch.ones(50)
+    start[7] = float("nan")
+    with pytest.raises(ValueError, match="lanczos: start is not finite"):
+        linalg.lanczos(torch.eye(50), 2, start=start)
+
+
+@pytest.mark.parametrize("function", [linalg.lanczos, linalg.logdet, linalg.xdiag])
+def test_an_operator_that_changes_its_operand_is_refused(function):
+    operator = linalg.LinearOperator(100, lambda X: X.mul_(2))
+    with pytest.raises(ValueError, match="product has changed X in place; it must leave X"):
+        function(operator)
+
+
 # ---- the Hessian
 
 
@@ -258,6 +298,47 @@ def test_a_hessian_of_parameters_that_enter_linearly_or_not_at_all():
     assert bool((linalg.hvp_operator(lambda: p.sum(), [p, q]) @ torch.ones(5) == 0).all())
     H = linalg.hvp_operator(lambda: p.square().sum(), [p, q])
     torch.testing.assert_close(H @ torch.ones(5), torch.tensor([2.0, 2, 2, 0, 0]))
+
+
+def test_a_hessian_of_a_scalar_and_of_an_empty_parameter():
+    s, empty = nn.Parameter(torch.tensor(3.0)), nn.Parameter(torch.zeros(0))
+    H = linalg.hvp_operator(lambda: s**3 + (empty * s).sum(), [s, empty])
+    torch.testing.assert_close(H @ torch.eye(1), torch.tensor([[18.0]]))
+
+
+def test_single_columns_need_no_vmap():
+    torch.manual_seed(0)
+    # vmap cannot batch the second derivative of GroupNorm.
+    model, x = (
+        nn.Sequential(nn.Linear(6, 4), nn.GroupNorm(2, 4)).double(),
+        torch.randn(9, 6).double(),
+    )
+    params = list(model.parameters())
+    loss = lambda: model(x).pow(3).mean()  # noqa: E731
+    v = torch.randn(36, 1, dtype=torch.float64)
+    gradient = torch.cat(
+        [g.flatten() for g in torch.autograd.grad(loss(), params, create_graph=True)]
+    )
+    expected = torch.autograd.grad(gradient @ v[:, 0], params)
+    found = linalg.hvp_operator(loss, params) @ v
+    torch.testing.assert_close(found[:, 0], torch.cat([e.flatten() for e in expected]))
+
+
+def test_parameters_of_which_there_is_no_hessian():
+    model, x, y = network()
+    params = list(model.parameters())
+
+    def refuses(message: str, params, loss=lambda: F.cross_entropy(model(x), y)) -> None:
+        with pytest.raises(ValueError, match=message):
+            linalg.hvp_operator(loss, params)
+
+    refuses("params is a Tensor; it must be a list of parameters", params[0])
+    refuses(r"params\[0\] is a tuple, not a Tensor", model.named_parameters())
+    refuses(r"params\[2\] is in params twice", [params[0], params[1], params[0]])
+    refuses("the loss depends on none of params", network()[0].parameters())
+    refuses("has no graph", params, lambda: F.cross_entropy(model(x), y).detach())
+    params[1].requires_grad_(False)
+    refuses(r"params\[1\] does not require gradients; leave it out", params)
 
 
 def test_an_operator_is_freed():

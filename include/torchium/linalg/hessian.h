@@ -17,8 +17,9 @@ namespace torchium::linalg {
 // through its gradient. The operator keeps the graph of the loss: the parameters must not change in
 // place before the last product.
 //
-// params: of one dtype, float32 or float64, on one device. c10::ValueError: no parameters, mixed
-// dtypes or devices, or a loss that is not a scalar.
+// params: of one dtype, float32 or float64, on one device. c10::ValueError: no parameters, one
+// that is there twice or does not require gradients, mixed dtypes or devices, or a loss that is not
+// a scalar or depends on none of the parameters.
 TORCHIUM_API LinearOperator hvp_operator(const std::function<at::Tensor()>& loss_fn,
                                          const std::vector<at::Tensor>& params);
 

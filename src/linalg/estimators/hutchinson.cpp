@@ -22,7 +22,7 @@ const char* estimator_name(bool diagonal) {
 void RunningMean::add(const at::Tensor& samples) {
   const int64_t added = samples.size(-1);
   const at::Tensor mean = samples.mean(-1);
-  const at::Tensor squares = (samples - mean.unsqueeze(-1)).square().sum(-1);
+  const at::Tensor squares = norms(samples - mean.unsqueeze(-1), -1).square();
   if (count_ == 0) {
     mean_ = mean;
     squares_ = squares;
@@ -30,7 +30,8 @@ void RunningMean::add(const at::Tensor& samples) {
     const at::Tensor shift = mean - mean_;
     const double total = static_cast<double>(count_ + added);
     squares_ = squares_ + squares +
-               shift.square() * (static_cast<double>(count_) * static_cast<double>(added) / total);
+               shift.to(at::kDouble).square() *
+                   (static_cast<double>(count_) * static_cast<double>(added) / total);
     mean_ = mean_ + shift * (static_cast<double>(added) / total);
   }
   count_ += added;
@@ -38,7 +39,7 @@ void RunningMean::add(const at::Tensor& samples) {
 
 at::Tensor RunningMean::standard_error() const {
   const double samples = static_cast<double>(count_);
-  return (squares_ / ((samples - 1) * samples)).sqrt();
+  return (squares_ / ((samples - 1) * samples)).sqrt().to(mean_.scalar_type());
 }
 
 HutchinsonProcess::HutchinsonProcess(bool diagonal, int64_t n, const HutchinsonOptions& options,
@@ -68,8 +69,8 @@ void HutchinsonProcess::use(const at::Tensor& signs, const at::Tensor& product) 
 }
 
 bool HutchinsonProcess::is_accurate() const {
-  const at::Tensor error = estimate_.standard_error().norm();
-  return (error <= *options_.tol * estimate_.mean().norm()).item<bool>();
+  const at::Tensor error = norms(estimate_.standard_error().flatten(), 0);
+  return (error <= *options_.tol * norms(estimate_.mean().flatten(), 0)).item<bool>();
 }
 
 std::vector<at::Tensor> HutchinsonProcess::make_result() {

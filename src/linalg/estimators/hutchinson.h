@@ -18,7 +18,7 @@ class RunningMean {
 
  private:
   int64_t count_ = 0;
-  at::Tensor mean_, squares_;  // squares_: the sum of squared deviations
+  at::Tensor mean_, squares_;  // squares_: the sum of squared deviations, float64
 };
 
 class HutchinsonProcess final : public OperatorProcess {

@@ -39,7 +39,7 @@ at::Tensor LogdetProcess::next_operand() {
 
 void LogdetProcess::use(const at::Tensor& /*operand*/, const at::Tensor& product) {
   at::Tensor w = product.mT().unsqueeze(2).clone();  // [columns, n, 1]
-  const at::Tensor length = w.norm(2, 1, /*keepdim=*/true);
+  const at::Tensor length = norms(w, 1, /*keepdim=*/true);
   const at::Tensor V = bases_.narrow(1, 0, step_ + 1);
   for (int pass = 0; pass < 2; ++pass) {
     const at::Tensor c = V.bmm(w);
@@ -48,9 +48,9 @@ void LogdetProcess::use(const at::Tensor& /*operand*/, const at::Tensor& product
   }
   // Where nothing is left the Krylov space is invariant. Zero vectors continue it, with eigenvalues
   // 1, whose logarithm is zero.
-  const at::Tensor is_zero = (bases_.select(1, step_).norm(2, 1) == 0).to(w.scalar_type());
+  const at::Tensor is_zero = (norms(bases_.select(1, step_), 1) == 0).to(w.scalar_type());
   projections_.select(1, step_).select(1, step_).add_(is_zero);
-  const at::Tensor left = w.norm(2, 1, /*keepdim=*/true);
+  const at::Tensor left = norms(w, 1, /*keepdim=*/true).to(w.scalar_type());
   const double noise = epsilon_of(w.scalar_type()) * std::sqrt(static_cast<double>(n_));
   const at::Tensor goes_on = left > noise * length;
   const at::Tensor beta = at::where(goes_on, left, at::zeros_like(left)).flatten();

@@ -22,14 +22,15 @@ std::vector<at::Tensor> mean_and_error(const at::Tensor& samples) {
 // The columns of R^-T, scaled to norm 1: column i is orthogonal to all columns of R but the i-th.
 // Where R is singular, which makes the range exact, its pivots count as rounding errors.
 at::Tensor left_out_directions(const at::Tensor& R) {
-  const at::Tensor pivots = R.diagonal();
-  const at::Tensor least = (pivots.abs().max() * epsilon_of(R.scalar_type()))
-                               .clamp_min(std::numeric_limits<float>::min());
-  const at::Tensor safe = at::where(pivots.abs() < least, least, pivots);
-  const at::Tensor regular = R.triu(1) + at::diag(safe);
+  const at::Tensor largest = R.diagonal().abs().max().clamp_min(std::numeric_limits<float>::min());
+  const at::Tensor scaled = R / largest;
+  const at::Tensor pivots = scaled.diagonal();
+  const double least = epsilon_of(R.scalar_type());
+  const at::Tensor safe = at::where(pivots.abs() < least, least, pivots).to(R.scalar_type());
+  const at::Tensor regular = scaled.triu(1) + at::diag(safe);
   const at::Tensor S =
       at::linalg_solve_triangular(regular, at::eye(R.size(0), R.options()), /*upper=*/true);
-  return S.mT() / S.mT().norm(2, 0, /*keepdim=*/true);
+  return S.mT() / norms(S.mT(), 0, /*keepdim=*/true).to(S.scalar_type());
 }
 
 }  // namespace
@@ -80,7 +81,7 @@ at::Tensor XdiagProcess::next_operand() {
 
 void XdiagProcess::use(const at::Tensor& /*operand*/, const at::Tensor& product) {
   if (!images_.defined()) {
-    images_ = product;
+    images_ = product.clone();  // the operator may write its next product into the same memory
     std::tie(range_, R_) = at::linalg_qr(images_);
     return;
   }

@@ -4,6 +4,7 @@
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace torchium::linalg {
@@ -11,7 +12,13 @@ namespace {
 
 void check_params(const std::vector<at::Tensor>& params) {
   TORCH_CHECK_VALUE(!params.empty(), "hvp_operator: params is empty.");
-  for (const at::Tensor& p : params) {
+  for (size_t i = 0; i < params.size(); ++i) {
+    const at::Tensor& p = params[i];
+    TORCH_CHECK_VALUE(p.requires_grad(), "hvp_operator: params[", i,
+                      "] does not require gradients; leave it out.");
+    const auto is_p = [&](const at::Tensor& other) { return other.is_same(p); };
+    TORCH_CHECK_VALUE(std::none_of(params.begin(), params.begin() + i, is_p),
+                      "hvp_operator: params[", i, "] is in params twice.");
     TORCH_CHECK_VALUE(
         p.scalar_type() == params[0].scalar_type() && p.device() == params[0].device(),
         "hvp_operator: params must be of one dtype and on one device.");
@@ -38,10 +45,14 @@ LinearOperator hvp_operator(const std::function<at::Tensor()>& loss_fn,
   const at::Tensor loss = loss_fn();
   TORCH_CHECK_VALUE(loss.defined() && loss.numel() == 1,
                     "hvp_operator: loss_fn must return a scalar tensor.");
-  const at::Tensor gradient = concatenated(
+  TORCH_CHECK_VALUE(loss.requires_grad(),
+                    "hvp_operator: the loss that loss_fn returns has no graph.");
+  const std::vector<at::Tensor> found =
       torch::autograd::grad({loss}, params, {}, /*retain_graph=*/true, /*create_graph=*/true,
-                            /*allow_unused=*/true),
-      params);
+                            /*allow_unused=*/true);
+  TORCH_CHECK_VALUE(std::any_of(found.begin(), found.end(), [](auto& g) { return g.defined(); }),
+                    "hvp_operator: the loss depends on none of params.");
+  const at::Tensor gradient = concatenated(found, params);
   const auto product = [gradient, params](const at::Tensor& X) {
     if (!gradient.requires_grad()) {  // a loss linear in all parameters
       return at::zeros_like(X);

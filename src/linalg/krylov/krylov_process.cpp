@@ -66,12 +66,14 @@ at::Tensor KrylovProcess::start() const {
   const at::Tensor& given = options_.start;
   const bool fits = given.scalar_type() == c10::typeMetaToScalarType(tensor_options_.dtype()) &&
                     given.device() == tensor_options_.device();
-  const at::Tensor start = given.dim() == 1 ? given.unsqueeze(1) : given;
+  const at::Tensor start = (given.dim() == 1 ? given.unsqueeze(1) : given).detach();
   TORCH_CHECK_VALUE(
       fits && start.dim() == 2 && start.size(0) == n_ && start.size(1) == options_.block_size,
       method_name(symmetric_), ": start is ", given.sizes(), " of ", given.scalar_type(), " on ",
       given.device(), "; it must be [", n_, ", ", options_.block_size,
       "], of the operator's dtype and device.");
+  TORCH_CHECK_VALUE(at::isfinite(start).all().item<bool>(), method_name(symmetric_),
+                    ": start is not finite.");
   return start;
 }
 

@@ -39,6 +39,7 @@ class KrylovSpace {
 
   at::Tensor basis_;       // [capacity + b, n]: the columns of V and F
   at::Tensor projection_;  // [capacity + b, capacity]: H above B
+  at::Tensor noise_;       // [b], float64: of a normalised row, no more than this is noise
   int64_t block_;
   int64_t size_ = 0;
   uint64_t seed_;

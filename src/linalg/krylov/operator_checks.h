@@ -3,6 +3,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/linalg_vector_norm.h>
 #include <c10/core/TensorOptions.h>
 #include <c10/util/Exception.h>
 
@@ -34,6 +35,11 @@ inline void check_product(const at::Tensor& X, const at::Tensor& product) {
 inline double epsilon_of(at::ScalarType dtype) {
   return dtype == at::kDouble ? std::numeric_limits<double>::epsilon()
                               : std::numeric_limits<float>::epsilon();
+}
+
+// The norms of x along `dim`, float64: the squares of float32 numbers leave their range.
+inline at::Tensor norms(const at::Tensor& x, int64_t dim, bool keepdim = false) {
+  return at::linalg_vector_norm(x, 2, dim, keepdim, at::kDouble);
 }
 
 inline void check_positive(const char* function, const char* name, int64_t value) {

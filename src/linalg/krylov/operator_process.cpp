@@ -5,11 +5,17 @@
 #include <c10/core/GradMode.h>
 
 namespace torchium::linalg::detail {
+namespace {
+
+int64_t version_of(const at::Tensor& X) { return X.is_inference() ? 0 : X._version(); }
+
+}  // namespace
 
 at::Tensor OperatorProcess::operand() {
   if (!operand_.defined()) {
     const c10::NoGradGuard no_grad;
     operand_ = next_operand();
+    version_ = operand_.defined() ? version_of(operand_) : 0;
   }
   return operand_;
 }
@@ -18,6 +24,8 @@ void OperatorProcess::accept(const at::Tensor& product) {
   const at::Tensor X = operand();
   TORCH_CHECK(X.defined(), "No product is missing.");
   check_product(X, product);
+  TORCH_CHECK_VALUE(version_of(X) == version_,
+                    "The operator's product has changed X in place; it must leave X as it is.");
   const c10::NoGradGuard no_grad;
   products_ += X.size(1);
   operand_.reset();

@@ -18,7 +18,7 @@ class OperatorProcess {
   // The columns [n, columns] to be multiplied next; undefined once the result is there.
   at::Tensor operand();
 
-  // A times operand(). c10::ValueError: another shape, dtype or device.
+  // A times operand(). c10::ValueError: another shape, dtype or device, or a changed operand().
   void accept(const at::Tensor& product);
 
   // c10::Error: products are missing.
@@ -38,6 +38,7 @@ class OperatorProcess {
 
  private:
   at::Tensor operand_;
+  int64_t version_ = 0;  // of operand_, which the operator must not change
 };
 
 }  // namespace torchium::linalg::detail

@@ -43,8 +43,10 @@ RitzPairs ritz_pairs(const at::Tensor& H, const at::Tensor& B, bool symmetric,
   auto [values, vectors] = symmetric ? at::linalg_eigh((H + H.mT()) / 2) : at::linalg_eig(H);
   const at::Tensor order = priority(values, which).argsort(/*stable=*/true, -1, true);
   vectors = vectors.index_select(1, order);
-  const at::Tensor residuals = B.to(vectors.scalar_type()).matmul(vectors);
-  return {values.index_select(0, order), vectors, residuals.norm(2, 0)};
+  values = values.index_select(0, order);
+  const at::Tensor inside = H.to(vectors.scalar_type()).matmul(vectors) - vectors * values;
+  const at::Tensor outside = B.to(vectors.scalar_type()).matmul(vectors);
+  return {values, vectors, at::cat({inside, outside}).norm(2, 0)};
 }
 
 RestartSpace restart_space(const RitzPairs& pairs, const at::Tensor& H, const at::Tensor& B,
