@@ -40,7 +40,7 @@ def lanczos(
     problem ``H = V^T A V`` is solved in float64 on the host; then the method restarts from the best
     part of the space (Wu and Simon 2000, "Thick-restart Lanczos method for large symmetric eigenvalue
     problems"). On a GPU the host waits once per restart, not once per product. A matrix of an order
-    not above ``max_basis`` is formed and solved densely.
+    not above ``max_basis + block_size`` is formed and solved densely.
 
     Args:
         A: ``[n, n]``, dense or sparse, or a :class:`LinearOperator`; symmetric, float32 or float64.
@@ -82,7 +82,8 @@ def arnoldi(
 
     As :func:`lanczos` for matrices that are not symmetric (Stewart 2002, "A Krylov-Schur algorithm
     for large eigenproblems"). Complex eigenvalues come in conjugate pairs, of which the last may be
-    cut off.
+    cut off. Near a defective eigenvalue the restart adds an error, which ``residual_norms`` contain: it
+    can keep a pair from converging, whose remedy is a larger ``max_basis`` or ``tol``.
 
     Args:
         A: ``[n, n]``, dense or sparse, or a :class:`LinearOperator`; float32 or float64.
