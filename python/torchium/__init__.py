@@ -5,6 +5,7 @@ from torchium_cpp import __version__
 from . import gradients, linalg, optimizers, utils
 from ._capture.registry import create_optimizer, get_available_optimizers
 from ._config import show_config
+from ._per_sample.backward import per_sample
 from ._per_sample.per_sample import per_sample_gradients
 from .optimizers import KFAC, Adagrad, KFACPreconditioner, NaturalGradient, Shampoo, ShampooW
 
@@ -21,6 +22,7 @@ __all__ = [
     "gradients",
     "linalg",
     "optimizers",
+    "per_sample",
     "per_sample_gradients",
     "show_config",
     "utils",

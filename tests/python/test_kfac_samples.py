@@ -139,13 +139,13 @@ def test_per_sample_names_a_bare_parameter_and_the_remedies():
     model = Scaled()
     with (
         pytest.raises(ValueError, match="'scale' beside its layers") as refused,
-        torchium.gradients.per_sample(model),
+        torchium.per_sample(model),
     ):
         pass
     for remedy in ("register_layer()", "requires_grad_(False)", "per_sample_gradients()"):
         assert remedy in str(refused.value)
     assert "unsupported type" not in str(refused.value)
     model.scale.requires_grad_(False)
-    with torchium.gradients.per_sample(model):
+    with torchium.per_sample(model):
         model(torch.randn(5, 4)).square().mean().backward()
     assert model.layer.weight.grad_sample.shape == (5, 3, 4)

@@ -47,7 +47,7 @@ class per_sample:
 
     ::
 
-        with torchium.gradients.per_sample(model):
+        with torchium.per_sample(model):
             loss = loss_fn(model(inputs), targets)
             loss.backward()
         norms = torch.stack(
