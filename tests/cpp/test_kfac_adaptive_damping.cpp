@@ -1,5 +1,5 @@
 // The damping of K-FAC by the rule of Levenberg and Marquardt.
-// test_kfac_adaptive_damping.py compares the ratio with the quadratic model.
+// test_adaptive_damping.py compares the ratio with the quadratic model.
 #include "kfac_testing.h"
 #include "torchium/optim/kfac_preconditioner.h"
 
