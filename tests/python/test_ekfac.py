@@ -9,9 +9,17 @@ import pytest
 import torch
 import torchium
 from optimizer_cases import ignore_fallback
-from reference import ReferenceEKFAC, capture, layers_of
+from reference import ReferenceEKFAC
 from reference.ekfac import dense
-from test_kfac import BARE, assert_close_in_norm, make_model, mlp, random, updates
+from test_kfac import (
+    BARE,
+    assert_close_in_norm,
+    make_model,
+    mlp,
+    random,
+    train_reference,
+    updates,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -61,21 +69,6 @@ def bases_of(state: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
     return list(zip(state["A_eigenvectors"], state["G_eigenvectors"], strict=True))
 
 
-def train_reference(model: nn.Module, shape: tuple[int, ...], steps: int, **options: Any) -> None:
-    shared = {k: options.pop(k) for k in ("kl_clip",) if k in options}
-    params = [p for p in model.parameters() if p.requires_grad]
-    layers = layers_of(model)
-    reference = ReferenceEKFAC([{"params": params, **options}], layers, **shared)
-    for step in range(steps):
-        x, y = batch_of(shape, step)
-        samples = [(x[i : i + 1], y[i : i + 1]) for i in range(len(x))]
-        captured = capture(model, layers, samples, F.cross_entropy)
-        gradients = torch.autograd.grad(F.cross_entropy(model(x), y), params)
-        for p, gradient in zip(params, gradients, strict=True):
-            p.grad = gradient
-        reference.step(captured)
-
-
 @ignore_fallback
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(
@@ -84,7 +77,7 @@ def train_reference(model: nn.Module, shape: tuple[int, ...], steps: int, **opti
 def test_training_follows_the_reference(name, options, device):
     model, shape = trained_model(name)
     reference = copy.deepcopy(model)
-    train_reference(reference, shape, 6, **OPTIONS[options])
+    train_reference(reference, shape, 6, kind=ReferenceEKFAC, size=16, **OPTIONS[options])
     model.to(device)
     optimizer = torchium.KFAC(model, **OPTIONS[options], **EKFAC)
     for step in range(6):

@@ -327,16 +327,25 @@ def batch_of(shape: tuple[int, ...], step: int, size: int = 4) -> tuple[Tensor, 
     return random(size, *shape, seed=100 + step), (torch.arange(size) + step) % 3
 
 
-def train_reference(model: nn.Module, shape: tuple[int, ...], steps: int, **options: Any) -> None:
+def train_reference(
+    model: nn.Module,
+    shape: tuple[int, ...],
+    steps: int,
+    *,
+    kind: type[ReferenceKFAC] = ReferenceKFAC,
+    fisher: str = "empirical",
+    size: int = 4,
+    **options: Any,
+) -> None:
     """Capture sample by sample; gradients of the mean loss by one pass."""
     shared = {k: options.pop(k) for k in ("kl_clip", "damping_split") if k in options}
     params = [p for p in model.parameters() if p.requires_grad]
     layers = layers_of(model)
-    reference = ReferenceKFAC([{"params": params, **options}], layers, **shared)
+    reference = kind([{"params": params, **options}], layers, **shared)
     for step in range(steps):
-        x, y = batch_of(shape, step)
+        x, y = batch_of(shape, step, size)
         samples = [(x[i : i + 1], y[i : i + 1]) for i in range(len(x))]
-        captured = capture(model, layers, samples, F.cross_entropy)
+        captured = capture(model, layers, samples, F.cross_entropy, fisher)
         gradients = torch.autograd.grad(F.cross_entropy(model(x), y), params)
         for p, gradient in zip(params, gradients, strict=True):
             p.grad = gradient

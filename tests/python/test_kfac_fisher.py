@@ -6,7 +6,6 @@ Against dense float64 Gauss-Newton matrices, PyTorch's own Hessians of its losse
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +14,8 @@ import torch
 import torchium
 from combinations import in_turn
 from cuda_waits import no_waits
+from curvature_losses import FISHERS, LOSSES, binary, losses
 from optimizer_cases import ignore_fallback
-from reference import ReferenceKFAC, capture, layers_of
 from test_kfac import (
     BARE,
     MODELS,
@@ -29,28 +28,11 @@ from test_kfac import (
     mlp,
     random,
     random_network,
+    train_reference,
     updates,
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-FISHERS = ["ggn", "mc"]
-
-
-def binary(f: Tensor, y: Tensor, **options: Any) -> Tensor:
-    return F.binary_cross_entropy_with_logits(f, y.expand_as(f).double(), **options)
-
-
-# name -> torch's function, a target for outputs of this shape
-LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor], Tensor]]] = {
-    "cross_entropy": (
-        F.cross_entropy,
-        lambda f: torch.arange(len(f), device=f.device) % f.shape[1],
-    ),
-    "mse": (F.mse_loss, lambda f: torch.ones_like(f)),
-    "bce": (binary, lambda f: torch.ones_like(f)),
-}
-losses = pytest.mark.parametrize("loss", LOSSES)
 
 
 def train(
@@ -83,17 +65,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_training_follows_the_reference(name, options, split, device):
     model, shape = make_model(name)
     twin = copy.deepcopy(model)
-    layers = layers_of(twin)
-    params = [p for p in twin.parameters() if p.requires_grad]
-    reference = ReferenceKFAC([{"params": params, **OPTIONS[options]}], layers, damping_split=split)
-    for step in range(4):
-        x, y = batch_of(shape, step)
-        samples = [(x[i : i + 1], y[i : i + 1]) for i in range(len(x))]
-        captured = capture(twin, layers, samples, F.cross_entropy, fisher="ggn")
-        gradients = torch.autograd.grad(F.cross_entropy(twin(x), y), params)
-        for p, gradient in zip(params, gradients, strict=True):
-            p.grad = gradient
-        reference.step(captured)
+    train_reference(twin, shape, 4, fisher="ggn", damping_split=split, **OPTIONS[options])
     model.to(device)
     optimizer = torchium.KFAC(model, fisher="ggn", damping_split=split, **OPTIONS[options])
     train(model, optimizer, shape, 4)
@@ -345,56 +317,6 @@ def test_micro_batches_equal_one_batch(name, sizes, device):
         assert_close_in_norm(ours, theirs, 1e-10)
 
 
-def test_steps_without_new_factors_take_no_passes(device):
-    model, shape = make_model("mlp")
-    model.to(device)
-    optimizer = torchium.KFAC(model, fisher="ggn", TCov=3)
-    passes = []
-    for step in range(7):
-        x, y = (t.to(device) for t in batch_of(shape, step))
-        optimizer.zero_grad()
-        outputs = model(x)
-        count = [0]
-        outputs.register_hook(lambda g, count=count: count.__setitem__(0, count[0] + 1))
-        optimizer.update_curvature(outputs, "cross_entropy")
-        passes.append(count[0])
-        F.cross_entropy(outputs, y).backward()
-        optimizer.step()
-    assert passes == [3, 0, 0, 3, 0, 0, 3]  # one per class
-
-
-@pytest.mark.parametrize("fisher", FISHERS)
-@pytest.mark.parametrize("step", [0, 2])
-def test_a_step_without_curvature_raises_and_changes_nothing(step, fisher, device):
-    model, shape = make_model("mlp")
-    model.to(device)
-    optimizer = torchium.KFAC(model, fisher=fisher, TCov=2)
-    train(model, optimizer, shape, step)
-    x, y = (t.to(device) for t in batch_of(shape, step))
-    optimizer.zero_grad()
-    outputs = model(x)
-    F.cross_entropy(outputs, y).backward(retain_graph=True)
-    before = copy.deepcopy([list(model.parameters()), optimizer.state_dict()["state"]])
-    with pytest.raises(RuntimeError, match=r"call it with the outputs of the model in each iter"):
-        optimizer.step()
-    after = [list(model.parameters()), optimizer.state_dict()["state"]]
-    torch.testing.assert_close(after, before, rtol=0, atol=0)
-    optimizer.update_curvature(outputs, "cross_entropy")  # the remedy
-    optimizer.step()
-    assert not torch.equal(model[0].weight, before[0][0])
-
-
-def test_zero_grad_forgets_the_curvature(device):
-    model = nn.Linear(4, 3).to(device)
-    optimizer = torchium.KFAC(model, fisher="ggn")
-    outputs = model(torch.ones(2, 4, device=device))
-    optimizer.update_curvature(outputs, "mse")
-    optimizer.zero_grad()
-    outputs.sum().backward()
-    with pytest.raises(RuntimeError, match="after zero_grad"):
-        optimizer.step()
-
-
 def test_curvature_of_several_passes_is_their_mean(device):
     """Also if gradients were set to None in between, which empirical factors follow."""
     model = nn.Linear(4, 3).double().to(device)
@@ -408,26 +330,6 @@ def test_curvature_of_several_passes_is_their_mean(device):
     x = torch.cat([random(2, 4, seed=2), random(6, 4, seed=6)])
     x = torch.cat([x, torch.ones_like(x[:, :1])], 1)
     assert_close_in_norm(optimizer.state[model.weight]["A"][0].cpu(), x.mT @ x / 8, 1e-12)
-
-
-def test_a_freed_graph_is_an_error(device):
-    for model in (nn.Linear(4, 3), nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))):
-        model.to(device)
-        optimizer = torchium.KFAC(model, fisher="ggn")
-        outputs = model(torch.ones(2, 4, device=device))
-        outputs.sum().backward()
-        with pytest.raises(RuntimeError, match=r"call update_curvature\(\) before it"):
-            optimizer.update_curvature(outputs, "mse")
-
-
-def test_an_input_changed_in_place_is_an_error(device):
-    model = nn.Linear(4, 3).to(device)
-    optimizer = torchium.KFAC(model, fisher="ggn")
-    x = torch.ones(2, 4, device=device)
-    outputs = model(x)
-    x += 1
-    with pytest.raises(RuntimeError, match="changed in place after the layer had used it"):
-        optimizer.update_curvature(outputs, "mse")
 
 
 def test_sampled_curvature_does_not_wait(device):
@@ -448,30 +350,6 @@ def test_sampled_curvature_does_not_wait(device):
             optimizer.update_curvature(outputs, "cross_entropy", mask=mask)
         outputs.sum().backward()
         optimizer.step()
-
-
-@ignore_fallback
-@pytest.mark.parametrize("unscale", [False, True])
-def test_a_loss_scale_and_a_factor_of_the_loss_do_not_matter(unscale, device):
-    results = []
-    for scaled in (False, True):
-        model, shape = make_model("convolutions")
-        model.to(device)
-        scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, enabled=scaled)
-        optimizer = torchium.KFAC(model, lr=0.1, TCov=1, TInv=1, fisher="ggn")
-        for step in range(3):
-            x, y = (t.to(device) for t in batch_of(shape, step))
-            optimizer.zero_grad()
-            outputs = model(x)
-            optimizer.update_curvature(outputs, "cross_entropy")
-            scaler.scale(F.cross_entropy(outputs, y)).backward()
-            if unscale:
-                scaler.unscale_(optimizer)  # without grad_scaler=
-            scaler.step(optimizer)
-            scaler.update()
-        results.append([*factors_of(optimizer), *(p.detach() for p in model.parameters())])
-    for ours, theirs in zip(*results, strict=True):
-        assert_close_in_norm(ours, theirs, 1e-10)
 
 
 def test_half_precision_outputs(device):
@@ -513,17 +391,6 @@ def test_checkpointed_layers(device):
         assert_close_in_norm(ours, theirs, 1e-10)
 
 
-@pytest.mark.parametrize("fisher", FISHERS)
-def test_a_first_step_of_zeros_creates_the_state(fisher, device):
-    """torch.distributed.checkpoint takes such a step before it loads."""
-    model = mlp(4, 5, 3).to(device)
-    optimizer = torchium.KFAC(model, fisher=fisher, lr=0.0)
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    assert {"A", "G", "A_inverse", "G_inverse"} <= optimizer.state[model[0].weight].keys()
-
-
 # The option
 
 
@@ -547,83 +414,6 @@ def test_the_option_may_change_in_mid_run(fisher, device):
     optimizer.step()
     after = [s["factor_updates"].item() for s in optimizer.state.values() if "A" in s]
     assert [n + 3 for n in k] == after
-
-
-def test_the_option_is_the_same_in_all_groups():
-    model = mlp(4, 5, 3)
-    groups = [{"params": model[0].parameters(), "fisher": "mc"}, {"params": model[2].parameters()}]
-    with pytest.raises(ValueError, match="fisher must be the same in all parameter groups"):
-        torchium.KFAC(groups)
-
-
-@ignore_fallback
-@pytest.mark.parametrize("fisher", FISHERS)
-@pytest.mark.parametrize("how", ["deepcopy", "state_dict"])
-def test_copies_and_checkpoints_go_on_alike(how, fisher, device):
-    model, shape = make_model("tied_head")
-    model.to(device)
-    optimizer = torchium.KFAC(model, lr=0.1, TCov=2, TInv=3, fisher=fisher)
-    train(model, optimizer, shape, 3)
-    if how == "deepcopy":
-        twin, other = copy.deepcopy((model, optimizer))
-    else:
-        saved = io.BytesIO()
-        torch.save(optimizer.state_dict(), saved)
-        saved.seek(0)
-        twin = copy.deepcopy(model)
-        other = torchium.KFAC(twin)
-        other.load_state_dict(torch.load(saved))
-        assert other.param_groups[0]["fisher"] == fisher
-    for each, its in ((model, optimizer), (twin, other)):
-        train(each, its, shape, 4, first=3)
-    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-
-
-def test_empirical_factors_take_no_curvature():
-    model = nn.Linear(4, 3)
-    optimizer = torchium.KFAC(model)
-    with pytest.raises(RuntimeError, match="needs fisher='mc' or 'ggn', got 'empirical'"):
-        optimizer.update_curvature(model(torch.ones(2, 4)), "mse")
-
-
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "no_tensor": ({"outputs": [1.0]}, "outputs must be of type Tensor, got list"),
-    "no_graph": ({"outputs": torch.ones(2, 3)}, "do not require gradients"),
-    "one_dimension": ({"outputs": torch.ones(3, requires_grad=True)}, r"must be \[N, C\]"),
-    "integers": ({"outputs": torch.ones(2, 3, dtype=torch.long)}, "real floating-point tensor"),
-    "loss": ({"loss": "nll"}, "loss must be one of 'cross_entropy', 'mse', 'bce', got 'nll'"),
-    "loss_type": ({"loss": F.cross_entropy}, "loss must be of type str, got function"),
-    "reduction": ({"reduction": "none"}, "reduction must be one of 'mean', 'sum', got 'none'"),
-    "class_dim": ({"class_dim": 0}, "class_dim must be a dimension of the outputs"),
-    "class_dim_range": ({"class_dim": 2}, "class_dim must be a dimension of the outputs"),
-    "class_dim_needless": (
-        {"loss": "mse", "class_dim": 1},
-        "class_dim is for loss='cross_entropy'",
-    ),
-    "class_dim_missing": (
-        {"outputs": torch.ones(2, 3, 4, requires_grad=True)},
-        "have more than two dimensions: pass class_dim",
-    ),
-    "mask_shape": ({"mask": torch.ones(2, 3, dtype=torch.bool)}, r"mask must be a bool tensor of"),
-    "mask_dtype": ({"mask": torch.ones(2)}, r"mask must be a bool tensor of shape \[2\]"),
-    "samples": ({"samples": 0}, "samples must be an integer of at least 1, got 0"),
-    "samples_type": ({"samples": 1.5}, "samples must be of type int, got float"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments(case):
-    arguments, message = WRONG[case]
-    model = nn.Linear(4, 3)
-    optimizer = torchium.KFAC(model, fisher="mc")
-    outputs = model(torch.ones(2, 4))
-    given: dict[str, Any] = {"outputs": outputs, "loss": "cross_entropy", **arguments}
-    with pytest.raises(ValueError, match=message):
-        optimizer.update_curvature(**given)
-    outputs.sum().backward()
-    with pytest.raises(RuntimeError, match="was not called"):  # nothing was recorded
-        optimizer.step()
 
 
 # Another implementation

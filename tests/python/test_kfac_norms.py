@@ -10,16 +10,11 @@ import pytest
 import torch
 import torchium
 from combinations import in_turn
-from reference import ReferenceKFAC, capture, layers_of
+from test_kfac import batch_of, random, train_reference
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 BARE: dict[str, Any] = {"lr": 1.0, "momentum": 0.0, "kl_clip": None}
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 class Channels(nn.Module):
@@ -95,25 +90,6 @@ def make_model(name: str) -> tuple[nn.Module, tuple[int, ...]]:
     return model, shape
 
 
-def batch_of(shape: tuple[int, ...], step: int, size: int = 4) -> tuple[Tensor, Tensor]:
-    return random(size, *shape, seed=100 + step), (torch.arange(size) + step) % 3
-
-
-def train_reference(model, shape, steps, fisher="empirical", **options: Any) -> None:
-    shared = {k: options.pop(k) for k in ("kl_clip", "damping_split") if k in options}
-    params = list(model.parameters())
-    layers = layers_of(model)
-    reference = ReferenceKFAC([{"params": params, **options}], layers, **shared)
-    for step in range(steps):
-        x, y = batch_of(shape, step)
-        samples = [(x[i : i + 1], y[i : i + 1]) for i in range(len(x))]
-        captured = capture(model, layers, samples, F.cross_entropy, fisher)
-        gradients = torch.autograd.grad(F.cross_entropy(model(x), y), params)
-        for p, gradient in zip(params, gradients, strict=True):
-            p.grad = gradient
-        reference.step(captured)
-
-
 def train(model, optimizer, shape, steps, device="cpu", pieces=1) -> None:
     """`pieces`: micro-batches, whose gradients are accumulated."""
     for step in range(steps):
@@ -152,7 +128,7 @@ def test_training_follows_the_reference(name, options, split, device):
 def test_ggn_follows_the_reference(name, device):
     model, shape = make_model(name)
     reference = copy.deepcopy(model)
-    train_reference(reference, shape, 3, "ggn", **OPTIONS["every_step"])
+    train_reference(reference, shape, 3, fisher="ggn", **OPTIONS["every_step"])
     model.to(device)
     optimizer = torchium.KFAC(model, fisher="ggn", **OPTIONS["every_step"])
     train(model, optimizer, shape, 3, device)

@@ -6,8 +6,6 @@ Against dense float64 Gauss-Newton matrices by torch.func, PyTorch's Hessians, a
 from __future__ import annotations
 
 import copy
-import io
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,28 +13,13 @@ import torch
 import torchium
 from captured_layers import MODELS, model_and_batch
 from cuda_waits import no_waits
+from curvature_losses import FISHERS, LOSSES, losses
 from reference import ReferenceNaturalGradient, gauss_newton
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 SOLVERS = ["gram", "explicit", "cg"]
-FISHERS = ["ggn", "mc"]
 NAMES = sorted(MODELS.keys() - {"two_tables"})
-
-
-def binary(f: Tensor, y: Tensor, **options: Any) -> Tensor:
-    return F.binary_cross_entropy_with_logits(f, y.expand_as(f).double(), **options)
-
-
-LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor], Tensor]]] = {
-    "cross_entropy": (
-        F.cross_entropy,
-        lambda f: torch.arange(len(f), device=f.device) % f.shape[1],
-    ),
-    "mse": (F.mse_loss, lambda f: torch.ones_like(f)),
-    "bce": (binary, lambda f: torch.ones_like(f)),
-}
-losses = pytest.mark.parametrize("loss", LOSSES)
 
 
 def dense_ggn(model: nn.Module, x: Tensor, loss: str) -> Tensor:
@@ -275,65 +258,10 @@ def test_micro_batches_equal_one_batch(name, sizes, solver, device):
     assert_near(*results, 1e-10)
 
 
-def test_steps_that_keep_their_matrix_take_no_passes(device):
-    model, (x, y) = model_and_batch("mlp", device=device)
-    optimizer = torchium.NaturalGradient(model, fisher="ggn", update_freq=3)
-    passes = []
-    for _ in range(7):
-        optimizer.zero_grad()
-        outputs = model(x)
-        count = [0]
-        outputs.register_hook(lambda g, count=count: count.__setitem__(0, count[0] + 1))
-        optimizer.update_curvature(outputs, "cross_entropy")
-        passes.append(count[0])
-        F.cross_entropy(outputs, y).backward()
-        optimizer.step()
-    assert passes == [3, 0, 0, 3, 0, 0, 3]  # one per class
-
-
-@pytest.mark.parametrize("fisher", FISHERS)
-@pytest.mark.parametrize("steps", [0, 2])
-def test_a_step_without_curvature_raises_and_changes_nothing(steps, fisher, device):
-    model, (x, y) = model_and_batch("mlp", device=device)
-    optimizer = torchium.NaturalGradient(model, fisher=fisher, update_freq=2)
-    train(optimizer, model, "mlp", steps)
-    optimizer.zero_grad()
-    outputs = model(x)
-    F.cross_entropy(outputs, y).backward(retain_graph=True)
-    before = copy.deepcopy([list(model.parameters()), optimizer.state_dict()["state"]])
-    with pytest.raises(RuntimeError, match=r"call it with the outputs of the model in each iter"):
-        optimizer.step()
-    after = [list(model.parameters()), optimizer.state_dict()["state"]]
-    torch.testing.assert_close(after, before, rtol=0, atol=0)
-    optimizer.update_curvature(outputs, "cross_entropy")  # the remedy
-    optimizer.step()
-    assert not torch.equal(model[0].weight, before[0][0])
-
-
-def test_zero_grad_forgets_the_curvature(device):
-    model = nn.Linear(4, 3).to(device)
-    optimizer = torchium.NaturalGradient(model, fisher="ggn")
-    outputs = model(torch.ones(2, 4, device=device))
-    optimizer.update_curvature(outputs, "mse")
-    optimizer.zero_grad()
-    outputs.sum().backward()
-    with pytest.raises(RuntimeError, match="after zero_grad"):
-        optimizer.step()
-
-
-def test_errors_of_the_graph(device):
+def test_an_input_changed_in_place_before_the_step_is_an_error(device):
     model = nn.Linear(4, 3).to(device)
     optimizer = torchium.NaturalGradient(model, fisher="ggn")
     x = torch.ones(2, 4, device=device)
-    outputs = model(x)
-    outputs.sum().backward(retain_graph=True)
-    x += 1
-    with pytest.raises(RuntimeError, match="changed in place after the layer had used it"):
-        optimizer.update_curvature(outputs, "mse")
-    outputs = model(x)
-    outputs.sum().backward()
-    with pytest.raises(RuntimeError, match=r"call update_curvature\(\) before it"):
-        optimizer.update_curvature(outputs, "mse")
     outputs = model(x)
     optimizer.update_curvature(outputs, "mse")
     outputs.sum().backward()
@@ -358,40 +286,6 @@ def test_mixed_samples_are_refused():
     backward(optimizer, model, torch.randn(5, 4), "mse")
     with pytest.raises(ValueError, match="normalised with the statistics of the batch"):
         optimizer.step()
-
-
-@pytest.mark.parametrize("unscale", [False, True])
-@pytest.mark.parametrize("update_freq", [1, 2])
-def test_a_loss_scale_does_not_matter(unscale, update_freq, device):
-    results = []
-    for scaled in (False, True):
-        model, _ = model_and_batch("convolutions", device=device)
-        scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, enabled=scaled)
-        optimizer = torchium.NaturalGradient(
-            model, damping=0.1, fisher="ggn", update_freq=update_freq
-        )
-        for seed in range(3):
-            x, y = model_and_batch("convolutions", seed=seed, device=device)[1]
-            optimizer.zero_grad()
-            outputs = model(x)
-            optimizer.update_curvature(outputs, "cross_entropy")
-            scaler.scale(F.cross_entropy(outputs, y)).backward()
-            if unscale:
-                scaler.unscale_(optimizer)  # without grad_scaler=
-            scaler.step(optimizer)
-            scaler.update()
-        results.append(flat(model.parameters()))
-    assert_near(*results, 1e-10)
-
-
-@pytest.mark.parametrize("fisher", FISHERS)
-def test_a_first_step_of_zeros_creates_the_state(fisher, device):
-    model, _ = model_and_batch("mlp", device=device)
-    optimizer = torchium.NaturalGradient(model, fisher=fisher)
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    assert all("momentum_buffer" in optimizer.state[p] for p in model.parameters())
 
 
 def test_curvature_does_not_wait(device):
@@ -430,63 +324,3 @@ def test_the_option_may_change_in_mid_run(fisher, device):
     F.cross_entropy(model(x), y).backward()
     optimizer.step()
     assert optimizer.report()["rows"] == 5
-
-
-def test_the_option_is_the_same_in_all_groups():
-    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
-    groups = [{"params": model[0].parameters(), "fisher": "mc"}, {"params": model[1].parameters()}]
-    with pytest.raises(ValueError, match="fisher must be the same in all parameter groups"):
-        torchium.NaturalGradient(groups)
-
-
-@pytest.mark.parametrize("fisher", FISHERS)
-@pytest.mark.parametrize("update_freq", [1, 3])
-@pytest.mark.parametrize("how", ["deepcopy", "state_dict"])
-def test_copies_and_checkpoints_go_on_alike(how, update_freq, fisher, device):
-    model, _ = model_and_batch("tied_embedding", device=device)
-    optimizer = torchium.NaturalGradient(
-        model, damping=0.1, fisher=fisher, update_freq=update_freq, solver="gram"
-    )
-    train(optimizer, model, "tied_embedding", 2)
-    if how == "deepcopy":
-        twin, other = copy.deepcopy((model, optimizer))
-    else:
-        saved = io.BytesIO()
-        torch.save(optimizer.state_dict(), saved)
-        saved.seek(0)
-        twin = copy.deepcopy(model)
-        other = torchium.NaturalGradient(twin)
-        other.load_state_dict(torch.load(saved))
-        assert other.param_groups[0]["fisher"] == fisher
-    for each, its in ((model, optimizer), (twin, other)):
-        train(its, each, "tied_embedding", 4, first=3)
-    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-
-
-def test_the_empirical_matrix_takes_no_curvature():
-    model = nn.Linear(4, 3)
-    optimizer = torchium.NaturalGradient(model)
-    with pytest.raises(RuntimeError, match="needs fisher='mc' or 'ggn', got 'empirical'"):
-        optimizer.update_curvature(model(torch.ones(2, 4)), "mse")
-
-
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "no_tensor": ({"outputs": [1.0]}, "outputs must be of type Tensor, got list"),
-    "no_graph": ({"outputs": torch.ones(2, 3)}, "do not require gradients"),
-    "loss": ({"loss": "nll"}, "loss must be one of 'cross_entropy', 'mse', 'bce', got 'nll'"),
-    "samples": ({"samples": 0}, "samples must be an integer of at least 1, got 0"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments(case):
-    arguments, message = WRONG[case]
-    model = nn.Linear(4, 3)
-    optimizer = torchium.NaturalGradient(model, fisher="mc")
-    outputs = model(torch.ones(2, 4))
-    with pytest.raises(ValueError, match=message):
-        optimizer.update_curvature(**{"outputs": outputs, "loss": "cross_entropy", **arguments})
-    outputs.sum().backward()
-    with pytest.raises(RuntimeError, match="was not called"):  # nothing was recorded
-        optimizer.step()
