@@ -48,7 +48,7 @@ def measured(
 
 
 def run(model: nn.Module, data: ImageData, arguments: argparse.Namespace) -> dict[int, tuple]:
-    """What was measured at each of the steps, from the first to the last."""
+    """The measurements, step by step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     interval = max(1, arguments.steps // (MEASUREMENTS - 1))
     found = {}

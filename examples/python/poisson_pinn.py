@@ -3,7 +3,7 @@
     python poisson_pinn.py --target 1e-6
 
 -Laplace(u) = f on the unit square with u = 0 on its boundary, and f such that u = sin(pi x) sin(pi y). The
-residuals at points inside and on the boundary contain second derivatives of the network by its inputs, so no
+residuals at points inside and on the boundary contain second derivatives with respect to the inputs of the network, so no
 layer call gives their Jacobian. torch.func computes it, and update_jacobian() takes it. With a damping
 proportional to the loss, a step is one of Levenberg and Marquardt.
 """

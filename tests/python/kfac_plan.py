@@ -81,7 +81,7 @@ class PlanKFAC:
 
     @property
     def states(self) -> list[dict[str, Tensor]]:
-        """What each layer keeps, under the names of STATE."""
+        """The state of each layer, under the names of STATE."""
         of_weights = [self.state[layer.weight] for layer in self.layers]
         return [
             {name: state[key] for name, keys in STATE.items() for key in keys if key in state}

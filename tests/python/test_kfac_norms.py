@@ -136,7 +136,7 @@ def test_ggn_follows_the_reference(name, device):
 
 
 def dense_fisher(model: nn.Module, x: Tensor, y: Tensor, params: list[Tensor]) -> Tensor:
-    """E[j j^T] over samples, j the gradient by these parameters."""
+    """E[j j^T] over samples, j the gradient of these parameters."""
     rows = [
         torch.cat([g.flatten() for g in torch.autograd.grad(F.cross_entropy(model(a), b), params)])
         for a, b in zip(x.split(1), y.split(1), strict=True)

@@ -20,7 +20,7 @@ from torchium import KFAC, NaturalGradient
 
 pytestmark = ignore_fallback
 
-# What the state of a weight has after the first step.
+# Entries in the state of a weight after the first step.
 STATE = {KFAC: {"A", "G", "A_inverse", "G_inverse"}, NaturalGradient: {"momentum_buffer"}}
 kinds = pytest.mark.parametrize("kind", STATE)
 fishers = pytest.mark.parametrize("fisher", FISHERS)

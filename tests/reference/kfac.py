@@ -20,10 +20,10 @@ Solver = Callable[[Tensor], Tensor]
 
 
 class Sample(NamedTuple):
-    """What a layer sees of one sample at T positions, and where its weight is an embedding too."""
+    """Inputs and gradients of a layer for one sample at T positions, also as an embedding."""
 
     a: Tensor  # inputs [groups, T, a], 1 appended for a bias; normalised inputs of a norm [1, T, C]
-    g: Tensor  # gradients of the loss of the sample by the outputs [groups, T, o/groups]
+    g: Tensor  # gradients of the loss of the sample [groups, T, o/groups]
     words: Tensor | None = None  # looked up, without padding [L]
     h: Tensor | None = None  # gradients by what was looked up [L, a]
     calls: tuple[int, ...] | None = None  # positions of each call of the layer; None: one call
@@ -233,7 +233,7 @@ def tied_factors(A1: Tensor, G1: Tensor, A2: Tensor, G2: Tensor) -> tuple[Tensor
 
 
 def kept(F: Tensor, max_factor_size: int) -> Tensor:
-    """What is kept of a factor [groups, n, n]: above the limit its diagonal."""
+    """The stored form of a factor [groups, n, n]: above the limit its diagonal."""
     if F.shape[-1] <= max_factor_size:
         return F
     return torch.diag_embed(F.diagonal(dim1=-2, dim2=-1))
@@ -306,7 +306,7 @@ def capture(
     """Samples of every layer: one forward and backward pass of loss_fn(model(x), y) per sample.
 
     batch: pairs (x, y) of single samples with a batch dimension of one. "ggn": instead a pass for each
-    column of a root of the Hessian of the loss by the outputs, as if the layers were called again.
+    column of a root of the Hessian of the loss with respect to the outputs, as if the layers were called again.
     """
     index = {layer.weight: i for i, layer in enumerate(layers)}
     captured: dict[int, list[Sample]] = {i: [] for i in range(len(layers))}

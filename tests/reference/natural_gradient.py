@@ -18,7 +18,8 @@ def fisher(rows: Tensor) -> Tensor:
 
 def gauss_newton(J: Tensor, H: Tensor) -> Tensor:
     """The generalized Gauss-Newton matrix, the mean of J_i^T H_i J_i over the samples (Schraudolph
-    2002): J [n, C, P] is the Jacobian of the outputs, H [n, C, C] the Hessian of the loss by these.
+    2002): J [n, C, P] is the Jacobian of the outputs, H [n, C, C] the Hessian of the loss with respect to
+    them.
     """
     return sum(j.mT @ h @ j for j, h in zip(J, H, strict=True)) / len(J)
 

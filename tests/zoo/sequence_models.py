@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class RecurrentClassifier(nn.Module):
-    """Reads a text word by word; the last state tells the class."""
+    """Reads a text word by word; the last state predicts the class."""
 
     def __init__(self, cell: type[nn.RNNBase], vocabulary: int, width: int, layers: int) -> None:
         super().__init__()

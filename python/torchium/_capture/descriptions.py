@@ -1,4 +1,4 @@
-"""What the core knows of a layer before a call, and when that changes."""
+"""Descriptions of layers for the core, and when they change."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _getters: dict[type[nn.Module], Callable[[nn.Module], Any] | None] = {}
 
 
 def layer_signature(module: nn.Module) -> tuple[Any, ...]:
-    """What :func:`describe`, and whether a layer is supported, depends on."""
+    """The values that :func:`describe` and the support of a layer depend on."""
     cls, own = type(module), module.__dict__
     if cls not in _getters:
         found = [getter for known, getter in _ATTRIBUTES.items() if issubclass(cls, known)]

@@ -160,7 +160,7 @@ def why_unsupported(module: nn.Module, kinds: frozenset[LayerKind] = SAMPLE_KIND
 
 
 def computed_weight(module: nn.Module) -> str | None:
-    """What computes the weight of a layer from other parameters; None: it is a parameter."""
+    """The mechanism that computes the weight of a layer from other parameters; None: a parameter."""
     if isinstance(module, ParametrizationList):
         return ", ".join(type(step).__name__.lstrip("_") for step in module)
     parametrized = getattr(module, "parametrizations", {})
@@ -249,7 +249,7 @@ def is_1d(module: nn.Module) -> bool:
 
 
 def convolution_padding(module: _ConvNd) -> list[int]:
-    """What a convolution adds to its input, as for ``F.pad``: the last dimension first.
+    """The padding of a convolution, as for ``F.pad``: the last dimension first.
 
     For zeros from the attributes that its forward pass reads, which may have been set since.
     """
@@ -269,7 +269,7 @@ def convolution_padding(module: _ConvNd) -> list[int]:
 
 
 def input_padding(module: nn.Module) -> tuple[list[int], str]:
-    """What the core does not add itself (other modes, more zeros behind) and the mode, for ``F.pad``."""
+    """The padding that the core does not add (other modes, more zeros behind), and its mode, for ``F.pad``."""
     if not isinstance(module, _ConvNd):
         return [], "constant"
     sides = convolution_padding(module)

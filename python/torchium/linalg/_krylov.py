@@ -13,7 +13,7 @@ _ops = torch.ops.torchium
 
 
 class KrylovEigenpairs(NamedTuple):
-    """What :func:`lanczos` and :func:`arnoldi` return."""
+    """The result of :func:`lanczos` and :func:`arnoldi`."""
 
     eigenvalues: Tensor  #: ``[k]``, the most wanted first; complex for :func:`arnoldi`
     eigenvectors: Tensor  #: ``[n, k]``, columns of norm 1

@@ -53,7 +53,7 @@ class KFAC(CapturingOptimizer):
     steps 1, 1 + ``TInv``, .... Layers with :math:`T` positions per sample (sequences, convolutions) sum
     over them: :math:`A = \sum a a^\top / (N T)`, :math:`G = \sum g g^\top / N`; or with
     ``weight_sharing="reduce"`` :math:`a` is the mean and :math:`g` the sum over the positions of a sample.
-    :math:`s` of EKFAC is averaged like the factors, in the eigenvectors at hand. New ones change it to the
+    :math:`s` of EKFAC is averaged like the factors, in the current eigenvectors. New ones change it to the
     diagonal that the same matrix has in their basis, and before its first average it is
     :math:`\lambda_G \lambda_A^\top`, the eigenvalues of K-FAC.
 
@@ -218,7 +218,7 @@ class KFAC(CapturingOptimizer):
     _OWN_OPTION = "TCov"
     _PLAN = "KfacPlan"
     _FROM_BACKWARD = "factors"
-    # What the warning says of parameters without a layer.
+    # Of the warning of parameters without a layer.
     _FALLBACK_NOTE = (
         "It takes steps of SGD with momentum for {}. report() names all of them; a group with a larger "
         "lr or another optimizer may suit them better"
@@ -482,7 +482,14 @@ class KFAC(CapturingOptimizer):
         self._capture.declare(plan)
 
     def _announce(self, plan: JointPlan) -> None:
-        core, names, summary = plan.core, self._short_names, torch.ops.torchium.message_summary
+        core, names = plan.core, self._short_names
+
+        def warn(text: str, kinds: dict[str, list[str]]) -> None:
+            if kinds:
+                summary = torch.ops.torchium.message_summary(kinds)
+                message = f"{type(self).__name__} {text.format(summary)}"
+                warnings.warn(message, stacklevel=users_stacklevel())
+
         fallback = [plan.params[i] for i in core.new_fallback()]
         if fallback and (self._capture.ran or any(bool(p.grad.any()) for p in fallback)):
             core.note_warned()
@@ -490,31 +497,25 @@ class KFAC(CapturingOptimizer):
             members, all_names = set(fallback), names()
             for param in fallback:
                 kinds.setdefault(self._why_not(param, members), []).append(all_names[param])
-            warnings.warn(
-                f"{type(self).__name__} preconditions {core.preconditioned()} of {core.considered()} "
-                f"parameters. {self._FALLBACK_NOTE.format(summary(kinds))}",
-                stacklevel=users_stacklevel(),
+            warn(
+                f"preconditions {core.preconditioned()} of {core.considered()} parameters. "
+                f"{self._FALLBACK_NOTE}",
+                kinds,
             )
         diagonal: dict[str, list[str]] = {}
         for i, factor, order in core.new_diagonals():
             label = f"{names()[plan.params[i]]} ({order})"
             diagonal.setdefault(f"a factor {factor}", []).append(label)
-        if diagonal:
-            warnings.warn(
-                f"{type(self).__name__} keeps only the diagonal of factors above max_factor_size: "
-                f"{summary(diagonal)}",
-                stacklevel=users_stacklevel(),
-            )
+        warn("keeps only the diagonal of factors above max_factor_size: {}", diagonal)
         batches: dict[str, list[str]] = {}
         for i, fewer, more in core.new_different_samples():
             batches.setdefault(f"{fewer} and {more} samples", []).append(names()[plan.params[i]])
-        if batches:
-            warnings.warn(
-                f"{type(self).__name__} takes all calls of a layer in one backward pass as positions of "
-                f"the same samples, but their batches differ: {summary(batches)}. If a batch goes "
-                "through the model in parts, call backward() for each part",
-                stacklevel=users_stacklevel(),
-            )
+        warn(
+            "takes all calls of a layer in one backward pass as positions of the same samples, but "
+            "their batches differ: {}. If a batch goes through the model in parts, call backward() "
+            "for each part",
+            batches,
+        )
 
     # ---- state
 

@@ -211,7 +211,7 @@ class NaturalGradient(CapturingOptimizer):
         r"""Takes the next step from residuals and their Jacobian, which the caller has computed.
 
         For losses whose rows no layer call gives, such as the residuals of a differential equation, which
-        contain derivatives of the model by its inputs. The step minimizes
+        contain derivatives with respect to the inputs of the model. The step minimizes
         :math:`r^\top r / (2 n)` for residuals :math:`r`: the gradient is :math:`v = J^\top r / n`, and
         :math:`F = J^\top J / n`. A sum of losses with weights :math:`w` has rows and residuals times
         :math:`\sqrt w`. Sets ``.grad`` of every parameter to its part of :math:`v`, which may then be

@@ -1,4 +1,4 @@
-"""What the optimizers with ``update_curvature()`` and ``update_damping()`` share."""
+"""Checks of the arguments of ``update_curvature()`` and ``update_damping()``."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class FactorCapture(Capture):
         self.due = frozenset(plan.params[i] for i in plan.core.due()) if plan else frozenset()
 
     def declare(self, plan: JointPlan) -> None:
-        """Tells the plan which layers are known, if that has changed."""
+        """Declares the known layers to the plan, if they have changed."""
         now = plan, [param.requires_grad for param in plan.params], self.used_outside
         if (
             self._declared is not None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class ParameterReport:
-    """What Shampoo does with one parameter.
+    """How Shampoo treats one parameter.
 
     Attributes:
         name: its name, or ``"parameter 1 of group 0"`` if the optimizer was given no names.
@@ -30,7 +30,7 @@ class ParameterReport:
 
 @dataclass(frozen=True)
 class ShampooReport:
-    """What Shampoo does with each parameter; ``print(report)`` shows a table."""
+    """How Shampoo treats each parameter; ``print(report)`` shows a table."""
 
     parameters: tuple[ParameterReport, ...]
     table: str = field(repr=False)
