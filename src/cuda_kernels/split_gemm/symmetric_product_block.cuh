@@ -4,6 +4,7 @@
 
 #include "cuda_kernels/common/pipeline.cuh"
 #include "cuda_kernels/common/tile_schedule.cuh"
+#include "cuda_kernels/common/triangle.cuh"
 #include "cuda_kernels/split_gemm/symmetric_product.h"
 #include "cuda_kernels/split_gemm/tile_map.h"
 
@@ -47,8 +48,7 @@ static_assert(kSharedBytes <= 227 * 1024);
 constexpr int kSumsOfTile = 8;
 
 __host__ __device__ inline int product_sums_of(int order) {
-  const int side = (order + kTile - 1) / kTile;
-  return side * (side + 1) / 2 * kSumsOfTile;
+  return triangle_tiles((order + kTile - 1) / kTile) * kSumsOfTile;
 }
 
 struct TileMaps {

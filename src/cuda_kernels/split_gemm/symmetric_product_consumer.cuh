@@ -120,7 +120,7 @@ class Consumer {
     if (lane_ != 0) return;
     const int row = tile.row / kTile;
     const int index =
-        (row * (row + 1) / 2 + tile.column / kTile) * kSumsOfTile + 4 * group_ + warp_;
+        (triangle_tiles(row) + tile.column / kTile) * kSumsOfTile + 4 * group_ + warp_;
     const int64_t first = int64_t{tile.matrix} * product_sums_of(args_.A.order);
     args_.squares[first + index] = tile.row == tile.column ? sum : 2 * sum;
   }

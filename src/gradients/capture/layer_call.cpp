@@ -1,11 +1,8 @@
 #include "gradients/capture/layer_call.h"
 
-#include <c10/util/BFloat16.h>
 #include <c10/util/Exception.h>
-#include <c10/util/Half.h>
 
 #include <algorithm>
-#include <limits>
 
 namespace torchium::gradients::detail {
 namespace {
@@ -72,19 +69,6 @@ ConvolutionSettings convolution_settings(const LayerCall& call) {
 
 int64_t groups_of(const LayerCall& call) {
   return is_convolution(call) ? convolution_settings(call).groups : 1;
-}
-
-double epsilon_of(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kDouble:
-      return std::numeric_limits<double>::epsilon();
-    case at::kHalf:
-      return static_cast<double>(std::numeric_limits<at::Half>::epsilon());
-    case at::kBFloat16:
-      return static_cast<double>(std::numeric_limits<at::BFloat16>::epsilon());
-    default:
-      return std::numeric_limits<float>::epsilon();
-  }
 }
 
 LayerCall call_from_row(const int64_t* row) {

@@ -53,7 +53,7 @@ struct LayerCall {
   std::array<int64_t, 12> settings{};
   double eps = 0.0;            // of a norm; kRmsNorm, below 0: epsilon of the input's dtype
   at::Tensor input;            // input of the layer; embedding: integer indices
-  at::Tensor output_gradient;  // gradient of the loss by its output
+  at::Tensor output_gradient;  // of the loss with respect to the output
   // Batch norm: the running statistics that it used, [C]; undefined: it used those of the input.
   at::Tensor mean, variance;
 };
@@ -115,9 +115,6 @@ void check_calls(const std::vector<LayerCall>& calls, int64_t params);
 
 // Only the checks of the tensors of one call.
 void check_call_tensors(const LayerCall& call, size_t index);
-
-// 1 to the next larger number.
-double epsilon_of(at::ScalarType dtype);
 
 // The number of samples in a call. Works on tensors with symbolic sizes.
 c10::SymInt samples_of(const LayerCall& call);

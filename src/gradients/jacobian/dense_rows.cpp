@@ -1,5 +1,7 @@
 #include "gradients/jacobian/dense_rows.h"
 
+#include "linalg/precision.h"
+
 #include <ATen/ATen.h>
 
 namespace torchium::gradients::detail {
@@ -80,7 +82,8 @@ at::Tensor normalized_input(const LayerCall& call, at::ScalarType dtype) {
   const int64_t dims = call.settings[kNormalizedDims];
   const auto shape = input.sizes().slice(input.dim() - dims);
   if (call.kind == LayerKind::kRmsNorm) {
-    const double eps = call.eps < 0 ? epsilon_of(call.input.scalar_type()) : call.eps;
+    const double eps =
+        call.eps < 0 ? linalg::detail::epsilon_of(call.input.scalar_type()) : call.eps;
     return at::rms_norm(input, shape, {}, eps);
   }
   return at::layer_norm(input, shape, {}, {}, call.eps);

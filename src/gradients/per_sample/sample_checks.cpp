@@ -1,5 +1,7 @@
 #include "gradients/per_sample/sample_checks.h"
 
+#include "linalg/precision.h"
+
 #include <ATen/ATen.h>
 
 #include <cmath>
@@ -49,7 +51,7 @@ bool rows_agree(const at::Tensor& rows, const at::Tensor& expected) {
   const at::Tensor a = rows.reshape({rows.size(0), -1}).to(at::kDouble);
   const at::Tensor b = expected.reshape({expected.size(0), -1}).to(at::kDouble);
   const at::Tensor scale = at::maximum(a.abs().amax(1), b.abs().amax(1));
-  const double tolerance = std::sqrt(epsilon_of(rows.scalar_type()));
+  const double tolerance = std::sqrt(linalg::detail::epsilon_of(rows.scalar_type()));
   return ((a - b).abs().amax(1) <= tolerance * scale).all().item<bool>();
 }
 

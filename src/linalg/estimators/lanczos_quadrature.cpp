@@ -3,6 +3,7 @@
 #include "linalg/estimators/random_signs.h"
 #include "linalg/krylov/operator_checks.h"
 #include "linalg/matrix_functions.h"
+#include "linalg/precision.h"
 
 #include <ATen/ATen.h>
 

@@ -2,6 +2,7 @@
 
 #include "linalg/estimators/random_signs.h"
 #include "linalg/krylov/operator_checks.h"
+#include "linalg/precision.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>

@@ -1,5 +1,4 @@
-// Checks of operators, of what they return and of options, and the precision of their dtypes. Every
-// error is a c10::ValueError.
+// Checks of operators, of what they return and of options. Every error is a c10::ValueError.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,7 +7,6 @@
 #include <c10/util/Exception.h>
 
 #include <cstdint>
-#include <limits>
 
 namespace torchium::linalg::detail {
 
@@ -29,12 +27,6 @@ inline void check_product(const at::Tensor& X, const at::Tensor& product) {
                                                  " on ", product.device())
                                       : "undefined",
                     "; it must be of the same shape, dtype and device.");
-}
-
-// float32 or float64.
-inline double epsilon_of(at::ScalarType dtype) {
-  return dtype == at::kDouble ? std::numeric_limits<double>::epsilon()
-                              : std::numeric_limits<float>::epsilon();
 }
 
 // The norms of x along `dim`, float64: the squares of float32 numbers leave their range.

@@ -1,5 +1,6 @@
 #include "linalg/roots/newton.h"
 
+#include "linalg/precision.h"
 #include "linalg/roots/root_schedule_table.h"
 
 #include <ATen/ATen.h>
@@ -134,11 +135,9 @@ std::pair<at::Tensor, at::Tensor> iterate_by_device(const at::Tensor& M, const a
 
 NewtonLimits newton_limits(int64_t n, at::ScalarType dtype) {
   const bool is_float = dtype == at::kFloat;
-  const double unit = is_float ? std::numeric_limits<float>::epsilon() / 2
-                               : std::numeric_limits<double>::epsilon() / 2;
+  const double u = epsilon_of(dtype);
   const double smallest =
       is_float ? std::numeric_limits<float>::min() : std::numeric_limits<double>::min();
-  const double u = 2 * unit;
   // Measured noise: 0.2 u for statistics of rank one, 5 u for Q D Q^T.
   const double noise = 3 * u * std::max(1.0, std::sqrt(static_cast<double>(n)) / 32);
   // Errors of the smallest eigenvalues, and of medium ones (minimax.cpp), grow with the inverse of
@@ -146,7 +145,7 @@ NewtonLimits newton_limits(int64_t n, at::ScalarType dtype) {
   const double lowest_start = n <= 128 ? 16 * u : std::max(8 * u, noise);
   // The iteration overshoots on null eigenvalues, by a factor of at most 60 (p = 1): the result
   // must not overflow.
-  return {unit, noise, lowest_start, 64 * smallest};
+  return {u / 2, noise, lowest_start, 64 * smallest};
 }
 
 int64_t NewtonLimits::lowest_level() const {

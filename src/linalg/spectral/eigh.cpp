@@ -1,5 +1,6 @@
 #include "linalg/spectral/eigh.h"
 
+#include "linalg/precision.h"
 #include "linalg/spectral/batched_syev.h"
 #include "linalg/spectral/checked_eigh.h"
 
@@ -10,7 +11,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <optional>
 
 // MKL's function, if torch uses MKL: sets the number of threads of LAPACK on the calling thread, 0
@@ -97,9 +97,7 @@ Eigensystem symmetric_eigensystem(const at::Tensor& S) {
 }
 
 double eigenvalue_noise(int64_t n, at::ScalarType dtype) {
-  const double unit = dtype == at::kFloat ? std::numeric_limits<float>::epsilon()
-                                          : std::numeric_limits<double>::epsilon();
-  return unit * (4.0 + 0.25 * std::sqrt(static_cast<double>(n)));
+  return epsilon_of(dtype) * (4.0 + 0.25 * std::sqrt(static_cast<double>(n)));
 }
 
 }  // namespace torchium::linalg::detail

@@ -1,9 +1,10 @@
 #include "optim/natural_gradient/gradient_rounding.h"
 
+#include "linalg/precision.h"
+
 #include <ATen/Context.h>
 
 #include <algorithm>
-#include <limits>
 
 namespace torchium::optim::detail {
 namespace {
@@ -19,9 +20,8 @@ double rounding_of(at::ScalarType dtype) {
     case at::kDouble:
       return 1e-12;
     case at::kHalf:
-      return 2.0 * std::numeric_limits<at::Half>::epsilon();
     case at::kBFloat16:
-      return 2.0 * std::numeric_limits<at::BFloat16>::epsilon();
+      return 2.0 * linalg::detail::epsilon_of(dtype);
     default:
       return 1e-5;
   }

@@ -1,11 +1,11 @@
 #include "optim/natural_gradient/natural_gradient_direction.h"
 
+#include "linalg/precision.h"
 #include "optim/natural_gradient/nystrom.h"
 
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <limits>
 #include <utility>
 
 namespace torchium::optim::detail {
@@ -110,9 +110,7 @@ ConjugateGradientsRule conjugate_gradients_rule(const SegmentedJacobian& J, doub
                                                 const ParameterVector& v) {
   double floor = 0.0;
   for (const auto& tensor : v) {
-    floor = std::max(floor, tensor.scalar_type() == at::kDouble
-                                ? std::numeric_limits<double>::epsilon()
-                                : std::numeric_limits<float>::epsilon());
+    floor = std::max(floor, linalg::detail::epsilon_of(tensor.scalar_type()));
   }
   // As many iterations as F has non-zero eigenvalues, and one, would do without rounding.
   const int64_t rank = std::min(J.segments.elements(), J.samples());

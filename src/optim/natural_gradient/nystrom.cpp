@@ -1,5 +1,6 @@
 #include "optim/natural_gradient/nystrom.h"
 
+#include "linalg/precision.h"
 #include "linalg/spectral/eigh.h"
 
 #include <ATen/ATen.h>
@@ -7,7 +8,6 @@
 #include <c10/util/irange.h>
 
 #include <cmath>
-#include <limits>
 #include <utility>
 
 namespace torchium::optim::detail {
@@ -60,9 +60,8 @@ at::Tensor nystrom_factor(const SegmentedJacobian& J, const std::vector<double>&
     Y.select(1, k).copy_(J.segments.flatten(scaled(Fx, dampings, -0.5), dtype));
   }
   // A shift by the rounding of Y makes the sketch positive definite.
-  const double unit = dtype == at::kDouble ? std::numeric_limits<double>::epsilon()
-                                           : std::numeric_limits<float>::epsilon();
-  const at::Tensor shift = Y.norm().mul_(std::sqrt(static_cast<double>(P)) * unit);
+  const at::Tensor shift =
+      Y.norm().mul_(std::sqrt(static_cast<double>(P)) * linalg::detail::epsilon_of(dtype));
   Y.addcmul_(omega, shift);
   const at::Tensor core = omega.mT().matmul(Y).to(at::kDouble);
   const auto [C, info] = at::linalg_cholesky_ex((core + core.mT()).div_(2.0));
