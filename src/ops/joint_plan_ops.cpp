@@ -1,22 +1,19 @@
-// The plans of the optimizers as torch.classes.torchium: registration, no maths.
+// The plans of K-FAC and natural gradient, one of all groups each, and the capture of layer calls,
+// as torch.classes.torchium: registration, no maths.
 
 #include "ops/module_capture.h"
 #include "ops/option_ops.h"
-#include "optim/adagrad/adagrad_plan.h"
-#include "optim/blocked/blocked_plans.h"
-#include "optim/core/failure_message.h"
+#include "ops/plan_conversions.h"
 #include "optim/kfac/kfac_plan.h"
 #include "optim/kfac/kfac_preconditioner_plan.h"
 #include "optim/natural_gradient/natural_gradient_plan.h"
-#include "optim/reports/message_summary.h"
-#include "optim/shampoo/shampoo_plan.h"
 
 #include <ATen/ATen.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
+#include <memory>
 #include <optional>
-#include <sstream>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -25,200 +22,15 @@
 namespace torchium::ops {
 namespace {
 
-using optim::detail::BlockedGroup;
-using optim::detail::BlockedPlan;
-using optim::detail::BlockedPlans;
-using optim::detail::kConsecutiveRootFailures;
-using optim::detail::kConsecutiveSkips;
-using optim::detail::NamedTensors;
-using optim::detail::ParameterState;
-using Dict = c10::Dict<std::string, at::Tensor>;
-template <typename T>
-using Lists = std::vector<std::vector<T>>;  // one list per group
-// Group (0 for a joint plan), consecutive skips, the parameter of the last one, consecutive failed
-// roots, their parameter.
-using Failure =
-    std::tuple<int64_t, int64_t, std::optional<at::Tensor>, int64_t, std::optional<at::Tensor>>;
-// Name, shape, group, rule, detail, bytes of state.
-using ReportLine =
-    std::tuple<std::string, std::vector<int64_t>, int64_t, std::string, std::string, int64_t>;
-
-using Self = c10::intrusive_ptr<BlockedPlans>;
-
-NamedTensors named(const Dict& dict) {
-  NamedTensors tensors;
-  for (const auto& entry : dict) {
-    tensors.emplace_back(entry.key(), entry.value());
-  }
-  return tensors;
-}
-
-Dict dict_of(const NamedTensors& tensors) {
-  Dict dict;
-  for (const auto& [key, tensor] : tensors) {
-    dict.insert(key, tensor);
-  }
-  return dict;
-}
-
-// `options`: a tuple with one tuple of names and values per group. `names`: empty if unknown.
-std::vector<BlockedGroup> groups_from(const Self& self, const c10::IValue& options,
-                                      Lists<at::Tensor> params, Lists<std::string> names,
-                                      const Lists<Dict>& states) {
-  std::vector<BlockedGroup> groups;
-  for (size_t g = 0; g < params.size(); ++g) {
-    BlockedGroup group{options_from(self->optimizer(), options.toTupleRef().elements()[g]),
-                       std::move(params[g]),
-                       std::move(names[g]),
-                       {}};
-    for (const Dict& state : states[g]) {
-      group.states.emplace_back(named(state));
-    }
-    groups.push_back(std::move(group));
-  }
-  return groups;
-}
-
-// The states that have changed, for the caller to keep; empty: unchanged.
-Lists<Dict> bind(const Self& self, const c10::IValue& options, Lists<at::Tensor> params,
-                 Lists<std::string> names, const Lists<Dict>& states, bool all_with_state) {
-  using Active = BlockedPlans::Active;
-  auto groups = groups_from(self, options, std::move(params), std::move(names), states);
-  const auto before = groups;
-  self->bind(groups, all_with_state ? Active::kWithState : Active::kWithGradient);
-  Lists<Dict> changed;
-  for (size_t g = 0; g < groups.size(); ++g) {
-    changed.emplace_back();
-    for (size_t i = 0; i < groups[g].states.size(); ++i) {
-      const ParameterState& state = groups[g].states[i];
-      changed.back().push_back(state.is_same(before[g].states[i]) ? Dict()
-                                                                  : dict_of(state.named()));
-    }
-  }
-  return changed;
-}
-
-// A learning rate as the plans take it: 0-dim, float64 on the CPU, or any float on `device`.
-at::Tensor learning_rate_on(const at::Tensor& tensor, c10::Device device) {
-  const at::Tensor lr = tensor.detach().reshape({});
-  return lr.is_cpu() ? lr.to(at::kDouble) : lr.to(device, /*non_blocking=*/!device.is_cpu());
-}
-
-// `tensors`: empty, or the learning rate of each group as a tensor, instead of `lrs`.
-void step(const Self& self, const std::vector<double>& lrs, const std::vector<at::Tensor>& tensors,
-          const std::optional<at::Tensor>& found_inf) {
-  const auto learning_rate = [&](size_t group, const BlockedPlan& plan) {
-    if (tensors.empty()) {
-      return at::scalar_tensor(lrs[group], at::kDouble);
-    }
-    return learning_rate_on(tensors[group], plan.device());
-  };
-  self->step(learning_rate, found_inf.value_or(at::Tensor()));
-}
-
-std::optional<at::Tensor> defined(const at::Tensor& tensor) {
-  return tensor.defined() ? std::optional(tensor) : std::nullopt;
-}
-
-Failure failure_of(size_t group, const optim::detail::StepReport& report) {
-  return {static_cast<int64_t>(group), report.entries[kConsecutiveSkips],
-          defined(report.non_finite_parameter), report.entries[kConsecutiveRootFailures],
-          defined(report.failed_parameter)};
-}
-
-std::optional<Failure> next_failure(const Self& self, bool wait) {
-  const auto failure = self->next_failure(wait);
-  return failure ? std::optional(failure_of(failure->first, failure->second)) : std::nullopt;
-}
-
-// Of one group.
-std::vector<Dict> load(const Self& self, int64_t index, const c10::IValue& options,
-                       const std::vector<at::Tensor>& params, const std::vector<std::string>& names,
-                       const std::vector<Dict>& saved) {
-  const BlockedGroup group{options_from(self->optimizer(), options), params, names, {}};
-  std::vector<NamedTensors> states;
-  for (const Dict& state : saved) {
-    states.push_back(named(state));
-  }
-  std::vector<Dict> loaded;
-  for (const ParameterState& state : self->load(index, group, states)) {
-    loaded.push_back(dict_of(state.named()));
-  }
-  return loaded;
-}
-
-// See optim/core/failure_message.h.
-std::string failure_message(std::string optimizer, int64_t skips,
-                            const std::optional<at::Tensor>& non_finite,
-                            const std::optional<at::Tensor>& step, std::string non_finite_name,
-                            int64_t root_failures, std::string failed_name,
-                            int64_t max_root_failures) {
-  return optim::detail::failure_message(
-      optimizer,
-      {skips, non_finite.value_or(at::Tensor()), step.value_or(at::Tensor()), non_finite_name,
-       root_failures, failed_name},
-      max_root_failures);
-}
-
-// See optim/reports/message_summary.h.
-std::string message_summary(const c10::Dict<std::string, std::vector<std::string>>& names) {
-  optim::detail::NamesByKind by_kind;
-  for (const auto& entry : names) {
-    by_kind[entry.key()] = entry.value();
-  }
-  return optim::detail::summary(by_kind);
-}
-
-template <typename Report>
-std::string text_of(const Report& report) {
-  std::ostringstream stream;
-  stream << report;
-  return stream.str();
-}
-
-// The numbers of each group, then of all, in the order of the fields of Python's report; the table.
-std::tuple<Lists<int64_t>, std::string> memory_report(const Self& self, const c10::IValue& options,
-                                                      const Lists<at::Tensor>& params,
-                                                      const Lists<std::string>& names,
-                                                      const Lists<Dict>& states) {
-  const auto report = self->memory_report(groups_from(self, options, params, names, states));
-  Lists<int64_t> rows;
-  auto groups = report.groups;
-  groups.push_back(report.total());
-  for (const auto& group : groups) {
-    const auto& s = group.state;
-    rows.push_back({group.elements, group.parameters, group.graphs, s.statistics, s.roots,
-                    s.averages, s.grafting_second_moments, s.momentum_buffers, s.diagonals,
-                    s.counters});
-  }
-  return {std::move(rows), text_of(report)};
-}
-
-std::tuple<std::vector<ReportLine>, std::string> report(const Self& self,
-                                                        const c10::IValue& options,
-                                                        const Lists<at::Tensor>& params,
-                                                        const Lists<std::string>& names,
-                                                        const Lists<Dict>& states) {
-  const auto report = self->report(groups_from(self, options, params, names, states));
-  std::vector<ReportLine> lines;
-  for (const auto& line : report.parameters) {
-    lines.emplace_back(line.name, line.shape, static_cast<int64_t>(line.group), line.rule,
-                       line.detail, line.state_bytes);
-  }
-  return {std::move(lines), text_of(report)};
-}
-
-// ---- K-FAC and natural gradient: one plan of all groups
-
 using optim::detail::JointInputs;
 using optim::detail::KfacPlan;
 using optim::detail::KfacPreconditionerPlan;
 using optim::detail::NaturalGradientPlan;
-using Tensor = std::optional<at::Tensor>;
+using MaybeTensor = std::optional<at::Tensor>;
 
 // `lrs`: a tuple of numbers and tensors.
-JointInputs inputs_from(const c10::IValue& lrs, const Tensor& found_inf, const Tensor& loss_scale,
-                        c10::Device device) {
+JointInputs inputs_from(const c10::IValue& lrs, const MaybeTensor& found_inf,
+                        const MaybeTensor& loss_scale, c10::Device device) {
   JointInputs inputs{{}, found_inf.value_or(at::Tensor()), loss_scale.value_or(at::Tensor())};
   for (const c10::IValue& lr : lrs.toTupleRef().elements()) {
     inputs.lrs.push_back(lr.isTensor() ? learning_rate_on(lr.toTensor(), device)
@@ -237,7 +49,8 @@ gradients::detail::LayerCall call_from(const at::Tensor& input, const at::Tensor
 template <typename Plan>
 void record_curvature(const c10::intrusive_ptr<Plan>& self, const at::Tensor& outputs,
                       std::string loss, std::string reduction, std::optional<int64_t> class_dim,
-                      const Tensor& mask, int64_t samples, std::optional<at::Generator> generator,
+                      const MaybeTensor& mask, int64_t samples,
+                      std::optional<at::Generator> generator,
                       const c10::intrusive_ptr<ModuleCapture>& capture) {
   const auto options = optim::CurvatureOptions()
                            .reduction(std::move(reduction))
@@ -299,8 +112,8 @@ torch::class_<Plan> register_joint_plan(torch::Library& m, const char* name,
       .def("prepare", [](const Self& self) { return self->prepare(); })
       .def("missing_state", [](const Self& self) { return self->missing_state(); })
       .def("step",
-           [](const Self& self, const c10::IValue& lrs, const Tensor& found_inf,
-              const Tensor& loss_scale) {
+           [](const Self& self, const c10::IValue& lrs, const MaybeTensor& found_inf,
+              const MaybeTensor& loss_scale) {
              return self->take(inputs_from(lrs, found_inf, loss_scale, self->device()));
            })
       .def("host_steps", [](const Self& self) { return self->host_steps(); })
@@ -337,7 +150,7 @@ void register_kfac_plan(torch::Library& m) {
              self->record(call_from(input, output_gradient, row, 0.0));
            })
       .def("set_loss_scale",
-           [](const Self& self, const Tensor& scale) {
+           [](const Self& self, const MaybeTensor& scale) {
              self->set_loss_scale(scale.value_or(at::Tensor()));
            })
       .def("receive_from",
@@ -420,32 +233,8 @@ void register_natural_gradient_plan(torch::Library& m) {
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(torchium, m) {
-  m.def("failure_message", failure_message);
-  m.def("message_summary", message_summary);
   // Implemented in Python: a backward pass has reached the first layer of this capture.
   m.def("backward_started(int capture) -> ()");
-  m.class_<BlockedPlans>("BlockedPlans")
-      .def(torch::init([](std::string optimizer) {
-        return optimizer == "Shampoo"
-                   ? optim::detail::make_blocked_plans<optim::detail::ShampooPlan>(optimizer)
-                   : optim::detail::make_blocked_plans<optim::detail::AdagradPlan>(optimizer);
-      }))
-      .def("bind", bind)
-      .def("set_options",
-           [](const Self& self, int64_t group, const c10::IValue& options) {
-             return self->set_options(group, options_from(self->optimizer(), options));
-           })
-      .def("prepare", &BlockedPlans::prepare)
-      .def("step", step)
-      .def("has_all_states", &BlockedPlans::has_all_states)
-      .def("update_preconditioners", &BlockedPlans::update_preconditioners)
-      .def("request_reports", &BlockedPlans::request_reports)
-      .def("next_failure", next_failure)
-      .def("load", load)
-      .def("memory_report", memory_report)
-      .def("report", report)
-      .def("host_steps", &BlockedPlans::host_steps)
-      .def("graph_count", &BlockedPlans::graph_count);
   m.class_<ModuleCapture>("ModuleCapture")
       .def(torch::init<int64_t, bool>())
       .def("watch", &ModuleCapture::watch)

@@ -1,0 +1,198 @@
+// The plans of Shampoo and Adagrad, and messages of failures, as torch.classes.torchium and
+// torch.ops.torchium: registration, no maths.
+
+#include "ops/option_ops.h"
+#include "ops/plan_conversions.h"
+#include "optim/adagrad/adagrad_plan.h"
+#include "optim/blocked/blocked_plans.h"
+#include "optim/core/failure_message.h"
+#include "optim/reports/message_summary.h"
+#include "optim/shampoo/shampoo_plan.h"
+
+#include <ATen/ATen.h>
+#include <torch/custom_class.h>
+#include <torch/library.h>
+
+#include <optional>
+#include <sstream>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace torchium::ops {
+namespace {
+
+using optim::detail::BlockedGroup;
+using optim::detail::BlockedPlan;
+using optim::detail::BlockedPlans;
+using optim::detail::ParameterState;
+template <typename T>
+using Lists = std::vector<std::vector<T>>;  // one list per group
+// Name, shape, group, rule, detail, bytes of state.
+using ReportLine =
+    std::tuple<std::string, std::vector<int64_t>, int64_t, std::string, std::string, int64_t>;
+
+using Self = c10::intrusive_ptr<BlockedPlans>;
+
+// `options`: a tuple with one tuple of names and values per group. `names`: empty if unknown.
+std::vector<BlockedGroup> groups_from(const Self& self, const c10::IValue& options,
+                                      Lists<at::Tensor> params, Lists<std::string> names,
+                                      const Lists<Dict>& states) {
+  std::vector<BlockedGroup> groups;
+  for (size_t g = 0; g < params.size(); ++g) {
+    BlockedGroup group{options_from(self->optimizer(), options.toTupleRef().elements()[g]),
+                       std::move(params[g]),
+                       std::move(names[g]),
+                       {}};
+    for (const Dict& state : states[g]) {
+      group.states.emplace_back(named(state));
+    }
+    groups.push_back(std::move(group));
+  }
+  return groups;
+}
+
+// The states that have changed, for the caller to keep; empty: unchanged.
+Lists<Dict> bind(const Self& self, const c10::IValue& options, Lists<at::Tensor> params,
+                 Lists<std::string> names, const Lists<Dict>& states, bool all_with_state) {
+  using Active = BlockedPlans::Active;
+  auto groups = groups_from(self, options, std::move(params), std::move(names), states);
+  const auto before = groups;
+  self->bind(groups, all_with_state ? Active::kWithState : Active::kWithGradient);
+  Lists<Dict> changed;
+  for (size_t g = 0; g < groups.size(); ++g) {
+    changed.emplace_back();
+    for (size_t i = 0; i < groups[g].states.size(); ++i) {
+      const ParameterState& state = groups[g].states[i];
+      changed.back().push_back(state.is_same(before[g].states[i]) ? Dict()
+                                                                  : dict_of(state.named()));
+    }
+  }
+  return changed;
+}
+
+// `tensors`: empty, or the learning rate of each group as a tensor, instead of `lrs`.
+void step(const Self& self, const std::vector<double>& lrs, const std::vector<at::Tensor>& tensors,
+          const std::optional<at::Tensor>& found_inf) {
+  const auto learning_rate = [&](size_t group, const BlockedPlan& plan) {
+    if (tensors.empty()) {
+      return at::scalar_tensor(lrs[group], at::kDouble);
+    }
+    return learning_rate_on(tensors[group], plan.device());
+  };
+  self->step(learning_rate, found_inf.value_or(at::Tensor()));
+}
+
+std::optional<Failure> next_failure(const Self& self, bool wait) {
+  const auto failure = self->next_failure(wait);
+  return failure ? std::optional(failure_of(failure->first, failure->second)) : std::nullopt;
+}
+
+// Of one group.
+std::vector<Dict> load(const Self& self, int64_t index, const c10::IValue& options,
+                       const std::vector<at::Tensor>& params, const std::vector<std::string>& names,
+                       const std::vector<Dict>& saved) {
+  const BlockedGroup group{options_from(self->optimizer(), options), params, names, {}};
+  std::vector<NamedTensors> states;
+  for (const Dict& state : saved) {
+    states.push_back(named(state));
+  }
+  std::vector<Dict> loaded;
+  for (const ParameterState& state : self->load(index, group, states)) {
+    loaded.push_back(dict_of(state.named()));
+  }
+  return loaded;
+}
+
+// See optim/core/failure_message.h.
+std::string failure_message(std::string optimizer, int64_t skips,
+                            const std::optional<at::Tensor>& non_finite,
+                            const std::optional<at::Tensor>& step, std::string non_finite_name,
+                            int64_t root_failures, std::string failed_name,
+                            int64_t max_root_failures) {
+  return optim::detail::failure_message(
+      optimizer,
+      {skips, non_finite.value_or(at::Tensor()), step.value_or(at::Tensor()), non_finite_name,
+       root_failures, failed_name},
+      max_root_failures);
+}
+
+// See optim/reports/message_summary.h.
+std::string message_summary(const c10::Dict<std::string, std::vector<std::string>>& names) {
+  optim::detail::NamesByKind by_kind;
+  for (const auto& entry : names) {
+    by_kind[entry.key()] = entry.value();
+  }
+  return optim::detail::summary(by_kind);
+}
+
+template <typename Report>
+std::string text_of(const Report& report) {
+  std::ostringstream stream;
+  stream << report;
+  return stream.str();
+}
+
+// The numbers of each group, then of all, in the order of the fields of Python's report; the table.
+std::tuple<Lists<int64_t>, std::string> memory_report(const Self& self, const c10::IValue& options,
+                                                      const Lists<at::Tensor>& params,
+                                                      const Lists<std::string>& names,
+                                                      const Lists<Dict>& states) {
+  const auto report = self->memory_report(groups_from(self, options, params, names, states));
+  Lists<int64_t> rows;
+  auto groups = report.groups;
+  groups.push_back(report.total());
+  for (const auto& group : groups) {
+    const auto& s = group.state;
+    rows.push_back({group.elements, group.parameters, group.graphs, s.statistics, s.roots,
+                    s.averages, s.grafting_second_moments, s.momentum_buffers, s.diagonals,
+                    s.counters});
+  }
+  return {std::move(rows), text_of(report)};
+}
+
+std::tuple<std::vector<ReportLine>, std::string> report(const Self& self,
+                                                        const c10::IValue& options,
+                                                        const Lists<at::Tensor>& params,
+                                                        const Lists<std::string>& names,
+                                                        const Lists<Dict>& states) {
+  const auto report = self->report(groups_from(self, options, params, names, states));
+  std::vector<ReportLine> lines;
+  for (const auto& line : report.parameters) {
+    lines.emplace_back(line.name, line.shape, static_cast<int64_t>(line.group), line.rule,
+                       line.detail, line.state_bytes);
+  }
+  return {std::move(lines), text_of(report)};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(torchium, m) {
+  m.def("failure_message", failure_message);
+  m.def("message_summary", message_summary);
+  m.class_<BlockedPlans>("BlockedPlans")
+      .def(torch::init([](std::string optimizer) {
+        return optimizer == "Shampoo"
+                   ? optim::detail::make_blocked_plans<optim::detail::ShampooPlan>(optimizer)
+                   : optim::detail::make_blocked_plans<optim::detail::AdagradPlan>(optimizer);
+      }))
+      .def("bind", bind)
+      .def("set_options",
+           [](const Self& self, int64_t group, const c10::IValue& options) {
+             return self->set_options(group, options_from(self->optimizer(), options));
+           })
+      .def("prepare", &BlockedPlans::prepare)
+      .def("step", step)
+      .def("has_all_states", &BlockedPlans::has_all_states)
+      .def("update_preconditioners", &BlockedPlans::update_preconditioners)
+      .def("request_reports", &BlockedPlans::request_reports)
+      .def("next_failure", next_failure)
+      .def("load", load)
+      .def("memory_report", memory_report)
+      .def("report", report)
+      .def("host_steps", &BlockedPlans::host_steps)
+      .def("graph_count", &BlockedPlans::graph_count);
+}
+
+}  // namespace torchium::ops
