@@ -6,6 +6,7 @@
 #include "optim/kfac/kfac_preconditioner_options.h"
 #include "optim/natural_gradient/natural_gradient_options.h"
 #include "optim/shampoo/shampoo_options.h"
+#include "option_conversion.h"
 #include "torchium/optim/adagrad.h"
 #include "torchium/optim/kfac.h"
 #include "torchium/optim/kfac_preconditioner.h"
@@ -13,7 +14,6 @@
 #include "torchium/optim/shampoo.h"
 
 #include <ATen/core/Tensor.h>
-#include <torch/nn/module.h>
 #include <torch/serialize/archive.h>
 
 #include <functional>
@@ -25,9 +25,7 @@
 #include <sstream>
 #include <string>
 #include <string_view>
-#include <type_traits>
 #include <utility>
-#include <variant>
 #include <vector>
 
 namespace torchium::python {
@@ -35,7 +33,6 @@ namespace {
 
 using optim::Adagrad;
 using optim::AdagradOptions;
-using optim::CapturingOptimizer;
 using optim::KFAC;
 using optim::KFACOptions;
 using optim::KFACPreconditioner;
@@ -47,7 +44,6 @@ using optim::Shampoo;
 using optim::ShampooOptions;
 using torch::optim::AdamWOptions;
 using torch::optim::OptimizerParamGroup;
-using OptionDict = py::typing::Dict<py::str, py::object>;
 
 void translate_errors(std::exception_ptr error) {
   try {
@@ -58,101 +54,6 @@ void translate_errors(std::exception_ptr error) {
     py::set_error(PyExc_ValueError, e.what_without_backtrace());
   } catch (const c10::Error& e) {
     py::set_error(PyExc_RuntimeError, e.what_without_backtrace());
-  }
-}
-
-// A Python function of the step. It may be called, and copied, without the interpreter's lock.
-optim::Schedule schedule_from(const py::object& function) {
-  using Result = std::variant<std::monostate, int64_t, double>;
-  const auto call = function.cast<std::function<Result(int64_t)>>();
-  return [call](int64_t step) {
-    return std::visit(
-        [](const auto& value) {
-          if constexpr (std::is_same_v<std::decay_t<decltype(value)>, std::monostate>) {
-            return c10::IValue();
-          } else {
-            return c10::IValue(value);
-          }
-        },
-        call(step));
-  };
-}
-
-// `base` with the options of `values`. Raises TypeError for an unknown name or a wrong type.
-template <typename Options>
-Options with_options(Options base, const py::dict& values) {
-  size_t used = 0;
-  optim::detail::for_each_option(base, [&](const auto& option) {
-    if (!values.contains(option.name)) {
-      return;
-    }
-    ++used;
-    if constexpr (requires { base.schedules(); }) {
-      if (py::isinstance<py::function>(values[option.name])) {
-        base.schedules()[option.name] = schedule_from(values[option.name]);
-        return;
-      }
-    }
-    try {
-      option.value = values[option.name].template cast<std::decay_t<decltype(option.value)>>();
-    } catch (const py::cast_error&) {
-      throw py::type_error(std::string("option '") + option.name + "' has a wrong type: " +
-                           py::repr(values[option.name]).template cast<std::string>());
-    }
-  });
-  if (used != values.size()) {
-    std::string known;
-    optim::detail::for_each_option(base, [&](const auto& option) {
-      known += (known.empty() ? "" : ", ") + std::string(option.name);
-    });
-    throw py::type_error("unknown option in " + py::repr(values).cast<std::string>() +
-                         "; the options are " + known);
-  }
-  return base;
-}
-
-template <typename Options>
-OptimizerParamGroup make_group(const py::dict& group, const Options& defaults) {
-  if (!group.contains("params")) {
-    throw py::value_error("a parameter group needs the key 'params'");
-  }
-  std::vector<at::Tensor> params;
-  for (const auto& param : group["params"].cast<py::iterable>()) {
-    params.push_back(param.cast<at::Tensor>());
-  }
-  py::dict options;
-  for (const auto& [key, value] : group) {
-    if (!key.equal(py::str("params"))) {
-      options[key] = value;
-    }
-  }
-  return OptimizerParamGroup(std::move(params),
-                             std::make_unique<Options>(with_options(defaults, options)));
-}
-
-using Groups = py::typing::Iterable<py::typing::Union<at::Tensor, OptionDict>>;
-
-// `params`: tensors, or dicts of parameter groups.
-template <typename Optimizer, typename Options>
-std::unique_ptr<Optimizer> make_optimizer(const Groups& params,
-                                          const py::KWArgs<py::object>& options) {
-  const Options defaults = with_options(Options(), options);
-  std::vector<OptimizerParamGroup> groups;
-  const py::list items(params);
-  if (!items.empty() && py::isinstance<py::dict>(items[0])) {
-    for (const auto& item : items) {
-      groups.push_back(make_group(item.cast<py::dict>(), defaults));
-    }
-  } else {
-    py::dict group;
-    group["params"] = items;
-    groups.push_back(make_group(group, defaults));
-  }
-  if constexpr (std::is_base_of_v<CapturingOptimizer, Optimizer>) {
-    // Uses of the parameters are seen in Python too; their names are not known.
-    return std::make_unique<Optimizer>(torch::nn::Module(), groups, defaults);
-  } else {
-    return std::make_unique<Optimizer>(groups, defaults);
   }
 }
 
@@ -333,10 +234,9 @@ void load_from_file(SecondOrderOptimizer& optimizer, const std::string& path) {
   optimizer.load(archive);
 }
 
-template <typename Optimizer, typename Options>
-py::class_<Optimizer, SecondOrderOptimizer> bind_optimizer(py::module_& module, const char* name,
-                                                           const char* doc) {
-  return py::class_<Optimizer, SecondOrderOptimizer>(module, name, doc)
+template <typename Optimizer, typename Options, typename Base = SecondOrderOptimizer>
+py::class_<Optimizer, Base> bind_optimizer(py::module_& module, const char* name, const char* doc) {
+  return py::class_<Optimizer, Base>(module, name, doc)
       .def(py::init(&make_optimizer<Optimizer, Options>), py::arg("params"))
       .def(
           "add_param_group",
@@ -363,27 +263,20 @@ void update_curvature(Optimizer& optimizer, const at::Tensor& outputs, const std
                                  .generator(std::move(generator)));
 }
 
-template <typename Optimizer>
-auto with_update_curvature(py::class_<Optimizer, SecondOrderOptimizer> bound) {
-  return bound.def("update_curvature", &update_curvature<Optimizer>, py::arg("outputs"),
-                   py::arg("loss"), py::kw_only(), py::arg("reduction") = "mean",
-                   py::arg("class_dim") = py::none(), py::arg("mask") = py::none(),
-                   py::arg("samples") = 1, py::arg("generator") = py::none(),
-                   "The curvature of the next step, for fisher 'mc' and 'ggn'.");
-}
-
-template <typename Optimizer>
-auto with_update_damping(py::class_<Optimizer, SecondOrderOptimizer> bound) {
-  return bound.def("update_damping", &Optimizer::update_damping, py::arg("loss_before"),
-                   py::arg("loss_after"), py::call_guard<py::gil_scoped_release>(),
-                   "Adapts the damping by the losses before and after the last step.");
-}
-
 template <typename Optimizer, typename Options>
-auto bind_capturing_optimizer(py::module_& module, const char* name, const char* doc) {
+py::class_<Optimizer, SecondOrderOptimizer> bind_capturing_optimizer(py::module_& module,
+                                                                     const char* name,
+                                                                     const char* doc) {
   return bind_optimizer<Optimizer, Options>(module, name, doc)
       .def("zero_grad", &Optimizer::zero_grad, py::arg("set_to_none") = true,
            py::call_guard<py::gil_scoped_release>())
+      .def("update_curvature", &update_curvature<Optimizer>, py::arg("outputs"), py::arg("loss"),
+           py::kw_only(), py::arg("reduction") = "mean", py::arg("class_dim") = py::none(),
+           py::arg("mask") = py::none(), py::arg("samples") = 1, py::arg("generator") = py::none(),
+           "The curvature of the next step, for fisher 'mc' and 'ggn'.")
+      .def("update_damping", &Optimizer::update_damping, py::arg("loss_before"),
+           py::arg("loss_after"), py::call_guard<py::gil_scoped_release>(),
+           "Adapts the damping by the losses before and after the last step.")
       .def(
           "report", [](const Optimizer& self) { return report_of(self); },
           "What the optimizer has done, as a dict.");
@@ -429,13 +322,11 @@ void bind_optimizers(py::module_& module) {
       .def("sync_lr", &Shampoo::sync_lr, no_gil(),
            "Writes the learning rate to the tensor that captured steps read.");
   bind_optimizer<Adagrad, AdagradOptions>(optim, "Adagrad", "torchium::optim::Adagrad");
-  with_update_damping(with_update_curvature(
-      bind_capturing_optimizer<KFAC, KFACOptions>(optim, "KFAC", "torchium::optim::KFAC")));
-  with_update_curvature(bind_capturing_optimizer<KFACPreconditioner, KFACPreconditionerOptions>(
-      optim, "KFACPreconditioner", "torchium::optim::KFACPreconditioner"));
-  with_update_damping(
-      with_update_curvature(bind_capturing_optimizer<NaturalGradient, NaturalGradientOptions>(
-          optim, "NaturalGradient", "torchium::optim::NaturalGradient")))
+  bind_capturing_optimizer<KFAC, KFACOptions>(optim, "KFAC", "torchium::optim::KFAC");
+  bind_optimizer<KFACPreconditioner, KFACPreconditionerOptions, KFAC>(
+      optim, "KFACPreconditioner", "torchium::optim::KFACPreconditioner");
+  bind_capturing_optimizer<NaturalGradient, NaturalGradientOptions>(
+      optim, "NaturalGradient", "torchium::optim::NaturalGradient")
       .def("update_jacobian", &NaturalGradient::update_jacobian, py::arg("rows"),
            py::arg("residuals"), no_gil(),
            "The Jacobian and residuals of the next step, from the caller.");

@@ -103,27 +103,12 @@ class KFAC(SecondOrderOptimizer):
     def report(self) -> dict[str, Any]:
         """What the optimizer has done."""
 
-class KFACPreconditioner(SecondOrderOptimizer):
+class KFACPreconditioner(KFAC):
     """torchium::optim::KFACPreconditioner."""
 
     def __init__(
         self, params: Iterable[Tensor] | Iterable[dict[str, Any]], **options: Any
     ) -> None: ...
-    def update_curvature(
-        self,
-        outputs: Tensor,
-        loss: str,
-        *,
-        reduction: str = "mean",
-        class_dim: int | None = None,
-        mask: Tensor | None = None,
-        samples: int = 1,
-        generator: Generator | None = None,
-    ) -> None:
-        """The curvature of the next step, for fisher 'mc' and 'ggn'."""
-
-    def report(self) -> dict[str, Any]:
-        """What the optimizer has done."""
 
 class NaturalGradient(SecondOrderOptimizer):
     """torchium::optim::NaturalGradient."""
