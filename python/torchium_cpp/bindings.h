@@ -1,4 +1,4 @@
-// What fills the module torchium_cpp._C.
+// Fills the module torchium_cpp._C.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>

@@ -1,4 +1,4 @@
-// What update_curvature() of KFAC and NaturalGradient needs to know about the loss.
+// Options of update_curvature() of KFAC and NaturalGradient.
 #pragma once
 
 #include "torchium/export.h"

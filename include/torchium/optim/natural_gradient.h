@@ -137,9 +137,9 @@ class TORCHIUM_API NaturalGradient : public CapturingOptimizer {
 
   /// fisher "mc" and "ggn": the matrix of the next step, from outputs [N, ...] of the model with
   /// their graph. KFAC::update_curvature() has the arguments, the losses and the errors. With S the
-  /// Jacobian by the parameters times a square root of the Hessian, C rows per sample for C
-  /// columns, F = S^T S / N over the N samples of all calls since the last step or zero_grad().
-  /// Does nothing in steps that keep their matrix (update_freq).
+  /// Jacobian with respect to the parameters times a square root of the Hessian, C rows per sample
+  /// for C columns, F = S^T S / N over the N samples of all calls since the last step or
+  /// zero_grad(). Does nothing in steps that keep their matrix (update_freq).
   void update_curvature(const at::Tensor& outputs, const std::string& loss,
                         const CurvatureOptions& options = {});
 

@@ -11,7 +11,7 @@
 
 namespace torchium::optim {
 
-/// What Shampoo does with one parameter.
+/// How Shampoo treats one parameter.
 struct TORCHIUM_API ParameterReport {
   /// Its name in the model, or "parameter 1 of group 0".
   std::string name;
@@ -28,7 +28,7 @@ struct TORCHIUM_API ParameterReport {
   int64_t state_bytes = 0;
 };
 
-/// What Shampoo does with each parameter. `<<` writes a table with one line per parameter.
+/// How Shampoo treats each parameter. `<<` writes a table with one line per parameter.
 struct TORCHIUM_API ShampooReport {
   std::vector<ParameterReport> parameters;
 

@@ -1,4 +1,4 @@
-// What the host and the kernels agree on for every step.
+// Constants of a step that the host and the kernels share.
 #pragma once
 
 #include <cstdint>

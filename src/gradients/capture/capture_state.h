@@ -1,5 +1,5 @@
-// What a capture knows between forward and backward passes: that of operators in C++
-// (operator_capture.h) as that of modules in Python (ops/module_capture.h).
+// The state of a capture between forward and backward passes, of operators in C++
+// (operator_capture.h) and of modules in Python (ops/module_capture.h).
 #pragma once
 
 #include "gradients/capture/backward_pass.h"
@@ -67,7 +67,7 @@ std::shared_ptr<CallEdges> edges_of(const std::shared_ptr<PendingCall>& call,
 // Compiled autograd calls no hook of C++: raises NotImplementedError.
 [[noreturn]] void refuse_compiled_autograd();
 
-// The tensor whose hooks receive the gradient by `output` even if it is changed in place: for a
+// The tensor whose hooks receive the gradient of `output` even if it is changed in place: for a
 // view (of a product of more than two dimensions, for example) autograd then leaves out its own
 // node.
 at::Tensor tensor_to_hook(const at::Tensor& output);

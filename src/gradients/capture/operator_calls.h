@@ -11,7 +11,7 @@
 
 namespace torchium::gradients::detail {
 
-// What an operator was called with. `weight` and `bias` are the parameters themselves where a
+// The arguments of an operator. `weight` and `bias` are the parameters themselves where a
 // gradient would reach them; undefined otherwise.
 struct OperatorCall {
   at::Tensor weight;

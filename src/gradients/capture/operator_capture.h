@@ -29,7 +29,7 @@ namespace torchium::gradients::detail {
 // enabled, because it costs every operator a few hundred nanoseconds.
 class TORCHIUM_API OperatorCapture {
  public:
-  // Receives one call in the backward pass, on its thread, once the gradient by the layer's output
+  // Receives one call in the backward pass, on its thread, once the gradient of the layer's output
   // is known. One call at a time. An exception propagates out of the backward pass.
   // `call`: weight and bias are positions in the list of the capture; -1: not there, frozen, or not
   // accumulated by this backward pass. The micro-batch counts the backward passes.

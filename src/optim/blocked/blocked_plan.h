@@ -31,7 +31,7 @@ struct StateEntry {
   std::shared_ptr<const StateOrigin> origin;  // null: unknown
 };
 
-// What a checkpoint holds of a parameter.
+// The state of a parameter in a checkpoint.
 struct SavedState {
   at::Tensor param;
   std::string name;

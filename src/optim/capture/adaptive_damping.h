@@ -10,7 +10,7 @@
 
 namespace torchium::optim::detail {
 
-// What update_damping() of K-FAC and natural gradient was given.
+// Arguments of update_damping() of K-FAC and natural gradient.
 struct DampingLosses {
   double before;
   double after;

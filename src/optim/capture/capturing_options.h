@@ -1,4 +1,4 @@
-// What the options of K-FAC and natural gradient have in common.
+// Options of both K-FAC and natural gradient.
 #pragma once
 
 #include "optim/core/options.h"

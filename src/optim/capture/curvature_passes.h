@@ -20,7 +20,8 @@ void check_origin(const at::Tensor& outputs, const char* optimizer,
 
 // Calls visit(k, i, call) for each column k of the curvature and each of the calls i that depends
 // on it. The output gradient of `call` is J^T v, with v the column and J the Jacobian of `outputs`
-// by the output of the layer: the sum over k of (J^T v)(J^T v)^T is J^T H J. Keeps the graph.
+// with respect to the output of the layer: the sum over k of (J^T v)(J^T v)^T is J^T H J. Keeps the
+// graph.
 void for_each_curvature_gradient(
     const at::Tensor& outputs, const LossCurvature& curvature,
     const std::vector<gradients::detail::DifferentiableCall>& calls,

@@ -1,4 +1,4 @@
-// The Hessian of a loss by the outputs of the model, as columns for backward passes.
+// The Hessian of a loss with respect to the outputs of the model, as columns for backward passes.
 #pragma once
 
 #include "torchium/optim/curvature_options.h"
@@ -18,8 +18,8 @@ struct CurvatureColumn {
 };
 
 // Columns v, shaped as the outputs f of a model, with sum v v^T = H for each sample: H is the
-// Hessian of the sample's loss by its outputs, block-diagonal over the elements of the sample
-// (tokens, pixels, units).
+// Hessian of the sample's loss with respect to its outputs, block-diagonal over the elements of the
+// sample (tokens, pixels, units).
 //   loss "cross_entropy"  sum_e w ce(f_e, y_e)      H_e = w (diag(p) - p p^T),  p = softmax(f_e)
 //        "mse"            sum_e w (f_e - y_e)^2     H_e = 2 w
 //        "bce"            sum_e w bce(f_e, y_e)     H_e = w p (1 - p),  p = sigmoid(f_e)

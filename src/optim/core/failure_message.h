@@ -1,4 +1,4 @@
-// What an optimizer raises for skipped steps and failed roots.
+// The errors of an optimizer for skipped steps and failed roots.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -34,7 +34,7 @@ class StepGraphs {
   // Scratch memory that kAuto allows: this share of the bytes of state, or of the device's memory.
   static constexpr double kShareOfState = 0.05, kShareOfDevice = 0.01;
 
-  // What run() needs of one step.
+  // The arguments of run() for one step.
   struct Step {
     const GraphKey& key;
     const at::Tensor& lr;         // 0-dim, on the CPU or on the device

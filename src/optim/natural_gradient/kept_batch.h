@@ -15,7 +15,7 @@
 
 namespace torchium::optim::detail {
 
-// What F = J^T J / n comes from: layer calls, or rows that the caller has given.
+// The sources of F = J^T J / n: layer calls, or rows that the caller has given.
 struct KeptBatch {
   // In the order of their micro-batches, which count from 0. Weights and biases are positions in
   // the parameters of all groups. The output gradients are those of rows of J divided by rows().

@@ -1,4 +1,4 @@
-// What the matrix of the next step comes from: layer calls of backward passes, columns of a
+// Sources of the matrix of the next step: layer calls of backward passes, columns of a
 // curvature, or a Jacobian that the caller has given.
 #include "optim/capture/curvature_passes.h"
 #include "optim/natural_gradient/natural_gradient_plan.h"

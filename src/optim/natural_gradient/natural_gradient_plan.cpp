@@ -86,7 +86,7 @@ void NaturalGradientPlan::after_bind() {
   batch_ = nullptr;
 }
 
-// What was not to be captured is not there, whatever the new options say.
+// A decision against a refresh stays: the calls of this step were not captured.
 void NaturalGradientPlan::after_set_options() {
   if (refresh_ == true) {
     refresh_.reset();

@@ -15,7 +15,7 @@
 
 namespace torchium::optim::detail {
 
-// What the rows of J come from.
+// The sources of the rows of J.
 struct CapturedBatch {
   // Output gradients times scale / loss_scale are rows of J. For gradients of the mean loss of n
   // samples scale = n; loss_scale is the factor of a GradScaler.

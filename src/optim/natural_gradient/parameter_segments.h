@@ -24,7 +24,7 @@ class ParameterSegments {
   // The parameters of each segment.
   const std::vector<std::vector<size_t>>& members() const { return members_; }
 
-  // What the parameters of each segment have in common.
+  // The common values of the parameters of each segment.
   template <typename T>
   std::vector<T> common(const std::vector<T>& of_params) const {
     std::vector<T> result;
