@@ -2,6 +2,7 @@
 #pragma once
 
 #include "optimizer_testing.h"
+#include "torchium/optim/curvature_options.h"
 
 namespace torchium::testing {
 
@@ -90,6 +91,21 @@ inline std::string refusal_to_load(torch::optim::Optimizer& optimizer, const std
 
 inline const std::vector<int64_t> kMlpSample{5};
 inline const std::vector<int64_t> kImageSample{2, 6, 6};
+
+// Steps first..last-1 with update_curvature(), each on a new batch.
+template <typename Optimizer>
+void train_with_curvature(Optimizer& optimizer, nn::Sequential& model, int first, int last) {
+  for (int step = first; step < last; ++step) {
+    const auto batch = make_batch(step, kMlpSample);
+    optimizer.zero_grad();
+    const auto outputs = model->forward(batch.inputs);
+    optimizer.update_curvature(
+        outputs, "cross_entropy",
+        optim::CurvatureOptions().generator(torch::make_generator<torch::CPUGeneratorImpl>(step)));
+    cross_entropy(outputs, batch.targets).backward();
+    optimizer.step();
+  }
+}
 
 // 60 steps on one batch from make_mlp() end below `ratio` of the loss of SGD with momentum.
 template <typename Optimizer>

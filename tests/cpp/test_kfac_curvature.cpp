@@ -12,19 +12,6 @@ KFACOptions bare(const std::string& fisher) {
   return KFACOptions(1.0).momentum(0.0).kl_clip(std::nullopt).fisher(fisher);
 }
 
-void train_with_curvature(KFAC& optimizer, nn::Sequential& model, int first, int last) {
-  for (int step = first; step < last; ++step) {
-    const auto batch = make_batch(step, kMlpSample);
-    optimizer.zero_grad();
-    const auto outputs = model->forward(batch.inputs);
-    optimizer.update_curvature(
-        outputs, "cross_entropy",
-        CurvatureOptions().generator(torch::make_generator<torch::CPUGeneratorImpl>(step)));
-    cross_entropy(outputs, batch.targets).backward();
-    optimizer.step();
-  }
-}
-
 TEST(KfacCurvature, SolvesLinearRegressionInOneStep) {
   const auto x = make_batch(0, kMlpSample, 20).inputs;
   const auto y = make_batch(1, {3}, 20).inputs;

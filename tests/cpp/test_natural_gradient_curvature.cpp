@@ -7,25 +7,10 @@
 namespace torchium::testing {
 namespace {
 
-using optim::CurvatureOptions;
-
 constexpr const char* kSolvers[] = {"gram", "explicit", "cg"};
 
 NaturalGradientOptions newton(double damping) {
   return NaturalGradientOptions(1.0).momentum(0.0).damping(damping).eps(1e-13);
-}
-
-void train_with_curvature(NaturalGradient& optimizer, nn::Sequential& model, int first, int last) {
-  for (int step = first; step < last; ++step) {
-    const auto batch = make_batch(step, kMlpSample);
-    optimizer.zero_grad();
-    const auto outputs = model->forward(batch.inputs);
-    optimizer.update_curvature(
-        outputs, "cross_entropy",
-        CurvatureOptions().generator(torch::make_generator<torch::CPUGeneratorImpl>(step)));
-    cross_entropy(outputs, batch.targets).backward();
-    optimizer.step();
-  }
 }
 
 TEST(NaturalGradientCurvature, FollowsTheDenseGaussNewtonMatrix) {
@@ -83,17 +68,12 @@ TEST(NaturalGradientCurvature, SolvesLinearRegressionInOneStep) {
 TEST(NaturalGradientCurvature, IsNeededWhereTheMatrixIsDue) {
   auto model = make_mlp();
   NaturalGradient optimizer(*model, NaturalGradientOptions(0.05).update_freq(2).fisher("mc"));
-  const auto train_without = [&](int step) {
-    const auto batch = make_batch(step, kMlpSample);
-    optimizer.zero_grad();
-    cross_entropy(model->forward(batch.inputs), batch.targets).backward();
-    optimizer.step();
-  };
   train_with_curvature(optimizer, model, 0, 1);
-  train_without(1);  // not due
+  train_on(optimizer, model, make_batch(1, kMlpSample));  // not due
   const auto params = copies(model->parameters());
-  expect_contains(message_of<c10::Error>([&] { train_without(2); }),
-                  "update_curvature() was not called");
+  expect_contains(
+      message_of<c10::Error>([&] { train_on(optimizer, model, make_batch(2, kMlpSample)); }),
+      "update_curvature() was not called");
   expect_equal(copies(model->parameters()), params);
   train_with_curvature(optimizer, model, 2, 3);
   NaturalGradient empirical(*model);
