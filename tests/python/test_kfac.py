@@ -332,13 +332,14 @@ def train_reference(
     shape: tuple[int, ...],
     steps: int,
     *,
-    kind: type[ReferenceKFAC] = ReferenceKFAC,
+    kind: Callable[..., ReferenceKFAC] = ReferenceKFAC,
     fisher: str = "empirical",
     size: int = 4,
     **options: Any,
 ) -> None:
     """Capture sample by sample; gradients of the mean loss by one pass."""
-    shared = {k: options.pop(k) for k in ("kl_clip", "damping_split") if k in options}
+    of_all_groups = {"kl_clip", "damping_split", "alpha1", "structures", "structures_of_layers"}
+    shared = {k: options.pop(k) for k in of_all_groups & options.keys()}
     params = [p for p in model.parameters() if p.requires_grad]
     layers = layers_of(model)
     reference = kind([{"params": params, **options}], layers, **shared)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,8 +12,17 @@ import torch
 import torchium
 from combinations import in_turn
 from optimizer_cases import ignore_fallback
-from reference import ReferenceSINGD, capture, layers_of
-from test_kfac import MODELS, TiedHead, assert_close_in_norm, batch_of, make_model, mlp, random
+from reference import ReferenceSINGD, layers_of
+from test_kfac import (
+    MODELS,
+    TiedHead,
+    assert_close_in_norm,
+    batch_of,
+    make_model,
+    mlp,
+    random,
+    train_reference,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -43,30 +53,6 @@ def structures_of(model: nn.Module, structure: str) -> dict[int, tuple[str, str]
     return special
 
 
-def train_reference(
-    model: nn.Module, shape: tuple[int, ...], structure: str, fisher: str, **options: Any
-) -> None:
-    layers = layers_of(model)
-    params = [p for p in model.parameters() if p.requires_grad]
-    shared = {key: options.pop(key) for key in ("kl_clip", "alpha1") if key in options}
-    reference = ReferenceSINGD(
-        [{"params": params, **options}],
-        layers,
-        structures=(structure, structure),
-        structures_of_layers=structures_of(model, structure),
-        block_size=3,
-        **shared,
-    )
-    for step in range(6):
-        x, y = batch_of(shape, step)
-        samples = [(x[i : i + 1], y[i : i + 1]) for i in range(len(x))]
-        captured = capture(model, layers, samples, F.cross_entropy, fisher)
-        gradients = torch.autograd.grad(F.cross_entropy(model(x), y), params)
-        for p, gradient in zip(params, gradients, strict=True):
-            p.grad = gradient
-        reference.step(captured)
-
-
 @ignore_fallback
 @pytest.mark.parametrize(
     ("name", "structure", "options"), in_turn(MODELS, STRUCTURES, list(OPTIONS))
@@ -75,7 +61,16 @@ def test_training_follows_the_reference(name, structure, options, device):
     model, shape = make_model(name)
     reference = copy.deepcopy(model)
     fisher = "ggn" if name in ("mlp", "tied") else "empirical"
-    train_reference(reference, shape, structure, fisher, **OPTIONS[options])
+    train_reference(
+        reference,
+        shape,
+        6,
+        kind=partial(ReferenceSINGD, block_size=3),
+        fisher=fisher,
+        structures=(structure, structure),
+        structures_of_layers=structures_of(reference, structure),
+        **OPTIONS[options],
+    )
     model.to(device)
     optimizer = inverse_free(
         model, structures=(structure, structure), block_size=3, fisher=fisher, **OPTIONS[options]

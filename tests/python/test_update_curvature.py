@@ -14,6 +14,7 @@ import torch
 from curvature_losses import FISHERS
 from optimizer_cases import ignore_fallback
 from test_kfac import assert_close_in_norm, batch_of, make_model, mlp
+from test_kfac_fisher import train
 from torch import nn
 from torch.nn import functional as F
 from torchium import KFAC, NaturalGradient
@@ -30,20 +31,6 @@ def make(kind: type, params: Any, every: int = 1, **options: Any) -> Any:
     """An optimizer that takes a new matrix in every so many steps."""
     intervals = ("TCov", "TInv") if kind is KFAC else ("update_freq",)
     return kind(params, **dict.fromkeys(intervals, every), **options)
-
-
-def train(
-    model: nn.Module, optimizer: Any, shape: tuple[int, ...], steps: int, first: int = 0
-) -> None:
-    device = next(model.parameters()).device
-    for step in range(first, first + steps):
-        x, y = (t.to(device) for t in batch_of(shape, step))
-        optimizer.zero_grad()
-        outputs = model(x)
-        generator = torch.Generator(device).manual_seed(step)
-        optimizer.update_curvature(outputs, "cross_entropy", generator=generator)
-        F.cross_entropy(outputs, y).backward()
-        optimizer.step()
 
 
 @kinds
