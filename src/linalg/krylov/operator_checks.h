@@ -1,4 +1,5 @@
-// Checks of operators, of what they return and of options. Every error is a c10::ValueError.
+// Norms, and checks of operators, of their products and of options. Every error is a
+// c10::ValueError.
 #pragma once
 
 #include <ATen/core/Tensor.h>
