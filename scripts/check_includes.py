@@ -27,6 +27,7 @@ PUBLIC = {
 }
 FOLDERS = {
     "cuda_kernels": [{"common"}, {"split_gemm"}, {"inverse_root", "optimizer_step", "factors"}],
+    "linalg": [{"operators"}, {"krylov", "estimators"}],
     "optim": [
         {"core"},
         {"reports"},

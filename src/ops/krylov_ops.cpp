@@ -2,9 +2,9 @@
 // torchium/linalg/krylov.h and estimators.h.
 #include "linalg/estimators/hutchinson.h"
 #include "linalg/estimators/lanczos_quadrature.h"
-#include "linalg/estimators/random_signs.h"
 #include "linalg/estimators/sketched.h"
 #include "linalg/krylov/krylov_process.h"
+#include "linalg/operators/random_signs.h"
 
 #include <torch/custom_class.h>
 #include <torch/library.h>

@@ -1,7 +1,7 @@
 // Estimates from products with random signs: see torchium/linalg/estimators.h.
 #pragma once
 
-#include "linalg/krylov/operator_process.h"
+#include "linalg/operators/operator_process.h"
 #include <torchium/linalg/estimators.h>
 
 #include <ATen/core/Tensor.h>

@@ -1,8 +1,8 @@
 #include "linalg/estimators/lanczos_quadrature.h"
 
-#include "linalg/estimators/random_signs.h"
-#include "linalg/krylov/operator_checks.h"
 #include "linalg/matrix_functions.h"
+#include "linalg/operators/operator_checks.h"
+#include "linalg/operators/random_signs.h"
 #include "linalg/precision.h"
 
 #include <ATen/ATen.h>

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "linalg/estimators/hutchinson.h"
-#include "linalg/krylov/operator_process.h"
+#include "linalg/operators/operator_process.h"
 #include <torchium/linalg/estimators.h>
 
 #include <ATen/core/Tensor.h>

@@ -1,7 +1,7 @@
 // Estimates that are exact on the range of a sketch: see torchium/linalg/estimators.h.
 #pragma once
 
-#include "linalg/krylov/operator_process.h"
+#include "linalg/operators/operator_process.h"
 
 #include <ATen/core/Tensor.h>
 

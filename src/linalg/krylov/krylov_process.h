@@ -2,8 +2,8 @@
 #pragma once
 
 #include "linalg/krylov/krylov_space.h"
-#include "linalg/krylov/operator_process.h"
 #include "linalg/krylov/small_eigenproblem.h"
+#include "linalg/operators/operator_process.h"
 #include <torchium/linalg/krylov.h>
 
 #include <memory>

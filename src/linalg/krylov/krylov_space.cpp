@@ -1,7 +1,7 @@
 #include "linalg/krylov/krylov_space.h"
 
-#include "linalg/estimators/random_signs.h"
-#include "linalg/krylov/operator_checks.h"
+#include "linalg/operators/operator_checks.h"
+#include "linalg/operators/random_signs.h"
 #include "linalg/precision.h"
 
 #include <ATen/ATen.h>

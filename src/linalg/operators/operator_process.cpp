@@ -1,6 +1,6 @@
-#include "linalg/krylov/operator_process.h"
+#include "linalg/operators/operator_process.h"
 
-#include "linalg/krylov/operator_checks.h"
+#include "linalg/operators/operator_checks.h"
 
 #include <c10/core/GradMode.h>
 

@@ -1,4 +1,4 @@
-#include "linalg/estimators/random_signs.h"
+#include "linalg/operators/random_signs.h"
 
 #include "cuda_kernels/common/philox.h"
 

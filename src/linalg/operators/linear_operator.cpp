@@ -1,4 +1,4 @@
-#include "linalg/krylov/operator_checks.h"
+#include "linalg/operators/operator_checks.h"
 #include <torchium/linalg/linear_operator.h>
 
 #include <ATen/ops/matmul.h>
