@@ -1,7 +1,7 @@
 """Eigenpairs and stochastic estimates of a large symmetric matrix: time, error and passes over the matrix.
 
-Lanczos' method is compared with its products alone, SciPy's eigsh (CuPy's on a CUDA device) and torch.lobpcg;
-estimates of the diagonal with cola-ml, where these packages are installed.
+Lanczos' method is compared with its products alone, SciPy's eigsh (CuPy's on a CUDA device); estimates
+of the diagonal with cola-ml, where these packages are installed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ def eigensolvers(A: Tensor, products: int) -> dict[str, Callable[[], object]]:
     found: dict[str, Callable[[], object]] = {
         OURS: lambda: lanczos(A, PAIRS, tol=TOLERANCE)[:2],
         PRODUCTS: multiply,
-        "torch.lobpcg": lambda: torch.lobpcg(A, PAIRS, tol=TOLERANCE, niter=-1),
     }
     if A.is_cuda:
         try:

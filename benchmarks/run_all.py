@@ -16,6 +16,7 @@ BENCHMARKS = (
     "natural_gradient_cpu.py",
     "curvature.py",
     "roots_cpu.py",
+    "linalg.py",
 )
 
 

@@ -156,6 +156,16 @@ def test_a_good_start_saves_products():
     assert again.products < first.products / 3
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_tolerance_out_of_reach_does_not_cost_accuracy(dtype):
+    """Every restart adds rounding errors: residuals grow once they have reached these."""
+    values = torch.cat([torch.linspace(0, 1, 380), torch.linspace(2, 6, 20)]).to(dtype)
+    found = linalg.lanczos(with_eigenvalues(values), 8, tol=0.0)
+    assert bool(found.converged.all())
+    assert found.residual_norms.max() <= 6 * 100 * torch.finfo(dtype).eps
+    assert found.products < 400
+
+
 def test_what_has_not_converged_is_named():
     A = with_eigenvalues(torch.linspace(0, 1, 400).double())
     with pytest.warns(

@@ -13,6 +13,9 @@
 namespace torchium::linalg::detail {
 namespace {
 
+// Residuals, in units of epsilon and the largest eigenvalue, that may be rounding errors.
+constexpr double kRoundingErrors = 100.0;
+
 const char* method_name(bool symmetric) { return symmetric ? "lanczos" : "arnoldi"; }
 
 int64_t basis_size(const char* name, int64_t k, const KrylovOptions& options) {
@@ -50,8 +53,8 @@ KrylovProcess::KrylovProcess(bool symmetric, int64_t n, int64_t k, const KrylovO
     options_.which = symmetric ? "LA" : "LM";
   }
   check_options(symmetric, n, k, options_);
-  tol_ = options_.tol.value_or(
-      std::pow(epsilon_of(c10::typeMetaToScalarType(tensor_options.dtype())), 2.0 / 3.0));
+  epsilon_ = epsilon_of(c10::typeMetaToScalarType(tensor_options.dtype()));
+  tol_ = options_.tol.value_or(std::pow(epsilon_, 2.0 / 3.0));
   const int64_t capacity = basis_size(method_name(symmetric), k, options_);
   const at::Tensor first = start();
   // A small operator is formed: its Krylov space may be the whole space.
@@ -100,9 +103,7 @@ void KrylovProcess::check_projection(const at::Tensor& H) const {
                     ": a product of the operator is not finite.");
   if (symmetric_) {
     const double asymmetry = (H - H.mT()).norm().item<double>() / 2;
-    const double noise = 10 *
-                         std::sqrt(epsilon_of(c10::typeMetaToScalarType(tensor_options_.dtype()))) *
-                         H.norm().item<double>();
+    const double noise = 10 * std::sqrt(epsilon_) * H.norm().item<double>();
     TORCH_CHECK_VALUE(asymmetry <= noise, name,
                       ": the operator is not symmetric: |H - H^T| / 2 is ", asymmetry,
                       " for a projection H of norm ", H.norm().item<double>(), "; use arnoldi.");
@@ -115,15 +116,25 @@ void KrylovProcess::solve_densely(const at::Tensor& A) {
   finish(ritz_pairs(H, at::zeros({1, n_}, H.options()), symmetric_, options_.which));
 }
 
+// Also if the residuals are rounding errors and do not fall any more: each restart adds about
+// epsilon to them.
+bool KrylovProcess::has_converged(const RitzPairs& pairs) {
+  const double unit = pairs.values.abs().max().item<double>();
+  const double residual = pairs.residuals.narrow(0, 0, k_).max().item<double>();
+  if (residual >= last_residual_ && residual <= kRoundingErrors * epsilon_ * unit) {
+    tol_ = std::max(tol_, kRoundingErrors * epsilon_);
+  }
+  last_residual_ = residual;
+  return residual <= tol_ * unit;
+}
+
 void KrylovProcess::restart_or_finish() {
   const at::Tensor H = space_->projection().to(at::kCPU, at::kDouble);
   const at::Tensor B = space_->coupling().to(at::kCPU, at::kDouble);
   check_projection(H);
   RitzPairs pairs = ritz_pairs(H, B, symmetric_, options_.which);
   pairs.residuals += restart_error_;
-  const double bound = tol_ * pairs.values.abs().max().item<double>();
-  const bool done = (pairs.residuals.narrow(0, 0, k_) <= bound).all().item<bool>();
-  if (done || restarts_ == options_.max_restarts) {
+  if (has_converged(pairs) || restarts_ == options_.max_restarts) {
     finish(pairs);
     return;
   }

@@ -6,6 +6,7 @@
 #include "linalg/operators/operator_process.h"
 #include <torchium/linalg/krylov.h>
 
+#include <limits>
 #include <memory>
 
 namespace torchium::linalg::detail {
@@ -23,6 +24,7 @@ class KrylovProcess final : public OperatorProcess {
   bool solves_densely() const { return space_ == nullptr; }
   void solve_densely(const at::Tensor& A);
   void restart_or_finish();
+  bool has_converged(const RitzPairs& pairs);
   void finish(const RitzPairs& pairs);
   at::Tensor start() const;
   void check_projection(const at::Tensor& H) const;
@@ -31,7 +33,8 @@ class KrylovProcess final : public OperatorProcess {
   int64_t n_, k_;
   KrylovOptions options_;
   at::TensorOptions tensor_options_;
-  double tol_;
+  double tol_, epsilon_;
+  double last_residual_ = std::numeric_limits<double>::infinity();
   std::unique_ptr<KrylovSpace> space_;
   int64_t restarts_ = 0;
   double restart_error_ = 0.0;
