@@ -1,5 +1,7 @@
 #include "ops/module_capture.h"
 
+#include "support/tensor_version.h"
+
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -16,12 +18,9 @@ using gradients::detail::CaptureState;
 using gradients::detail::LayerCall;
 using gradients::detail::ModuleLayer;
 using gradients::detail::PendingCall;
+using torchium::detail::version_of;
 
 namespace {
-
-uint32_t version_of(const at::Tensor& tensor) {
-  return tensor.is_inference() ? 0 : tensor._version();
-}
 
 // Weight and bias as positions in the plan instead of the capture.
 void use_positions_of(const optim::detail::JointPlan& plan, const CaptureState& state,
@@ -65,7 +64,7 @@ ModuleCapture::ModuleCapture(int64_t number, bool keeps)
       for (const int64_t pass : gone_passes) {
         kept->calls.erase(pass);
       }
-      const uint32_t version = version_of(layer.input);
+      const int64_t version = version_of(layer.input);
       kept->calls[layer.micro_batch].push_back({pending.module->number, std::move(layer), version});
     };
   } else {

@@ -69,7 +69,7 @@ class ModuleCapture : public torch::CustomClassHolder {
   struct KeptCall {
     int64_t number;
     gradients::detail::LayerCall layer;
-    uint32_t input_version;
+    int64_t input_version;
   };
   // What the hooks of modules share with those of outputs.
   struct Kept {

@@ -55,6 +55,25 @@ inline KFAC make_kfac(const nn::Sequential& model, const std::string& split) {
   return KFAC(*model, KFACOptions(0.05).TCov(2).TInv(3).damping_split(split));
 }
 
+// Steps 0..pause-1, an archive, and steps pause..last-1 in another optimizer are as good as
+// all in one.
+inline void expect_archive_continues(const KFACOptions& options, int pause, int last) {
+  auto model = make_convnet(torch::kFloat);
+  KFAC optimizer(*model, options);
+  const Warnings warnings;
+  train(optimizer, model, kImageSample, 0, pause);
+  const auto data = saved(optimizer);
+  auto resumed_model = make_convnet(torch::kFloat);
+  copy_parameters(*model, *resumed_model);
+  train(optimizer, model, kImageSample, pause, last);
+
+  KFAC resumed(*resumed_model, KFACOptions(0.1));  // the options are in the archive
+  load(resumed, data);
+  train(resumed, resumed_model, kImageSample, pause, last);
+  expect_equal(copies(resumed_model->parameters()), copies(model->parameters()));
+  expect_equal(all_state(resumed), all_state(optimizer));
+}
+
 // Over the values of damping_split.
 class Splits : public ::testing::TestWithParam<std::string> {};
 

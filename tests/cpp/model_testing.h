@@ -107,6 +107,25 @@ void train_with_curvature(Optimizer& optimizer, nn::Sequential& model, int first
   }
 }
 
+// One step of the optimizer that `make` returns, with update_curvature(), lands on the least
+// squares solution.
+template <typename Make>
+void expect_linear_regression_in_one_step(const Make& make, double tolerance) {
+  const auto x = make_batch(0, kMlpSample, 20).inputs;
+  const auto y = make_batch(1, {3}, 20).inputs;
+  nn::Linear model(5, 3);
+  model->to(torch::kDouble);
+  auto optimizer = make(*model);
+  const auto outputs = model(x);
+  optimizer.update_curvature(outputs, "mse");
+  nn::functional::mse_loss(outputs, y).backward();
+  optimizer.step();
+  const auto solution = std::get<0>(torch::linalg_lstsq(
+      torch::cat({x, torch::ones({20, 1}, x.options())}, 1), y, std::nullopt, std::nullopt));
+  const torch::NoGradGuard no_grad;
+  expect_near(torch::cat({model->weight.t(), model->bias.unsqueeze(0)}), solution, tolerance);
+}
+
 // 60 steps on one batch from make_mlp() end below `ratio` of the loss of SGD with momentum.
 template <typename Optimizer>
 void expect_faster_than_momentum(Optimizer& optimizer, nn::Sequential& model, double ratio) {

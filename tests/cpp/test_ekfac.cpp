@@ -36,20 +36,7 @@ TEST(Ekfac, EqualsTheDenseFisherOfOneSample) {
 
 TEST(Ekfac, ContinuesFromAnArchive) {
   for (int pause = 1; pause < 7; ++pause) {
-    auto model = make_convnet(torch::kFloat);
-    KFAC optimizer(*model, ekfac());
-    const Warnings warnings;
-    train(optimizer, model, kImageSample, 0, pause);
-    const auto data = saved(optimizer);
-    auto resumed_model = make_convnet(torch::kFloat);
-    copy_parameters(*model, *resumed_model);
-    train(optimizer, model, kImageSample, pause, 8);
-
-    KFAC resumed(*resumed_model, KFACOptions(0.1));  // the options are in the archive
-    load(resumed, data);
-    train(resumed, resumed_model, kImageSample, pause, 8);
-    expect_equal(copies(resumed_model->parameters()), copies(model->parameters()));
-    expect_equal(all_state(resumed), all_state(optimizer));
+    expect_archive_continues(ekfac(), pause, 8);
   }
 }
 

@@ -13,19 +13,10 @@ KFACOptions bare(const std::string& fisher) {
 }
 
 TEST(KfacCurvature, SolvesLinearRegressionInOneStep) {
-  const auto x = make_batch(0, kMlpSample, 20).inputs;
-  const auto y = make_batch(1, {3}, 20).inputs;
-  nn::Linear model(5, 3);
-  model->to(torch::kDouble);
-  KFAC optimizer(*model, bare("ggn").damping(0.0).eps(1e-14).damping_split("exact"));
-  const auto outputs = model(x);
-  optimizer.update_curvature(outputs, "mse");
-  nn::functional::mse_loss(outputs, y).backward();
-  optimizer.step();
-  const auto solution = std::get<0>(torch::linalg_lstsq(
-      torch::cat({x, torch::ones({20, 1}, x.options())}, 1), y, std::nullopt, std::nullopt));
-  const torch::NoGradGuard no_grad;
-  expect_near(torch::cat({model->weight.t(), model->bias.unsqueeze(0)}), solution, 1e-10);
+  const auto make = [](const nn::Module& model) {
+    return KFAC(model, bare("ggn").damping(0.0).eps(1e-14).damping_split("exact"));
+  };
+  expect_linear_regression_in_one_step(make, 1e-10);
 }
 
 TEST(KfacCurvature, HasTheHessianOfTheLossAsFactor) {

@@ -33,20 +33,7 @@ TEST(InverseFree, ContinuesFromAnArchive) {
                              std::pair("toeplitz", "diagonal")}) {
     SCOPED_TRACE(K);
     for (int pause = 1; pause < 4; ++pause) {
-      auto model = make_convnet(torch::kFloat);
-      KFAC optimizer(*model, inverse_free(K, C));
-      const Warnings warnings;
-      train(optimizer, model, kImageSample, 0, pause);
-      const auto data = saved(optimizer);
-      auto resumed_model = make_convnet(torch::kFloat);
-      copy_parameters(*model, *resumed_model);
-      train(optimizer, model, kImageSample, pause, 6);
-
-      KFAC resumed(*resumed_model, KFACOptions(0.1));  // the options are in the archive
-      load(resumed, data);
-      train(resumed, resumed_model, kImageSample, pause, 6);
-      expect_equal(copies(resumed_model->parameters()), copies(model->parameters()));
-      expect_equal(all_state(resumed), all_state(optimizer));
+      expect_archive_continues(inverse_free(K, C), pause, 6);
     }
   }
 }

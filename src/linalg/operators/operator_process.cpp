@@ -1,15 +1,13 @@
 #include "linalg/operators/operator_process.h"
 
 #include "linalg/operators/operator_checks.h"
+#include "support/tensor_version.h"
 
 #include <c10/core/GradMode.h>
 
 namespace torchium::linalg::detail {
-namespace {
 
-int64_t version_of(const at::Tensor& X) { return X.is_inference() ? 0 : X._version(); }
-
-}  // namespace
+using torchium::detail::version_of;
 
 at::Tensor OperatorProcess::operand() {
   if (!operand_.defined()) {

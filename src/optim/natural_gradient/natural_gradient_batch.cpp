@@ -2,6 +2,7 @@
 // curvature, or a Jacobian that the caller has given.
 #include "optim/capture/curvature_passes.h"
 #include "optim/natural_gradient/natural_gradient_plan.h"
+#include "support/tensor_version.h"
 
 #include <ATen/ATen.h>
 #include <c10/util/irange.h>
@@ -14,10 +15,7 @@ namespace torchium::optim::detail {
 namespace {
 
 using gradients::detail::LayerCall;
-
-uint32_t version_of(const at::Tensor& tensor) {
-  return tensor.is_inference() ? 0 : tensor._version();
-}
+using torchium::detail::version_of;
 
 // F = S^T S / N for the columns S of N samples is J^T J / R for R rows J = sqrt(R / N) S.
 void average_over_samples(KeptBatch& batch) {
@@ -44,7 +42,7 @@ bool NaturalGradientPlan::takes_curvature() const {
 void NaturalGradientPlan::record(LayerCall call) {
   auto& pass = passes_[call.micro_batch];
   if (!takes_curvature()) {
-    const uint32_t version = version_of(call.input);
+    const int64_t version = version_of(call.input);
     pass.push_back({std::move(call), version});
   }
 }
@@ -121,7 +119,7 @@ void NaturalGradientPlan::record_curvature(
     for_each_curvature_gradient(outputs, curvature, calls,
                                 [&](int64_t k, size_t /*i*/, LayerCall call) {
                                   call.micro_batch = first + k;
-                                  const uint32_t version = version_of(call.input);
+                                  const int64_t version = version_of(call.input);
                                   columns_[call.micro_batch].push_back({std::move(call), version});
                                 });
   } catch (...) {

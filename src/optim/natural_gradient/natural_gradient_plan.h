@@ -76,7 +76,7 @@ class NaturalGradientPlan : public JointPlanOf<NaturalGradientOptions, NaturalGr
  private:
   struct Recorded {
     gradients::detail::LayerCall call;
-    uint32_t input_version;
+    int64_t input_version;
   };
 
   bool has_momentum() const;
@@ -98,7 +98,7 @@ class NaturalGradientPlan : public JointPlanOf<NaturalGradientOptions, NaturalGr
   std::mutex curvature_mutex_;                        // threads may share a model
   // Of set_jacobian(), with the versions of its tensors; null: none.
   std::shared_ptr<const KeptBatch> given_;
-  std::vector<uint32_t> given_versions_;
+  std::vector<int64_t> given_versions_;
   std::optional<bool> refresh_;             // none: not decided
   std::shared_ptr<const KeptBatch> kept_;   // of the last refresh; null: none
   std::shared_ptr<const KeptBatch> batch_;  // of the next step; null: is_start()
