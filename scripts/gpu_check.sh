@@ -16,7 +16,7 @@ python=${PYTHON:-python3}
 logs=$build/gpu_check
 mkdir -p "$logs"
 
-export PYTHONPATH=$build/python PYTHONDONTWRITEBYTECODE=1
+export PYTHONPATH=$build/python${PYTHONPATH:+:$PYTHONPATH} PYTHONDONTWRITEBYTECODE=1
 if ! description=$("$python" - << 'PY'
 import sys
 import torch
