@@ -1,8 +1,8 @@
 """Convergence: Shampoo against AdamW and Muon, K-FAC and natural gradient against SGD with momentum.
 
-Every optimizer runs the same learning rates with one seed, then the best of them with the other seeds. Runs
-are saved in a folder and not repeated: the benchmark can be split over several calls, and the last one writes
-the tables.
+Every optimizer runs the same learning rates with one seed, then the best of them with the other seeds; where
+one of these diverges, the next best. Runs are saved in a folder and not repeated: the benchmark can be split
+over several calls, and the last one writes the tables.
 """
 
 from __future__ import annotations
@@ -86,8 +86,11 @@ class Experiment:
             flush=True,
         )
 
-    def tuning(self) -> list[Run]:
-        return [run for run in self.comparable() if run.seed == self.tuning_seed]
+    def best_rates(self) -> dict[str, float]:
+        """Of the optimizers that have run and not diverged at every rate."""
+        runs = self.comparable()
+        rates = {name: best_lr(runs, name, self.tuning_seed) for name in self.task.grids}
+        return {name: lr for name, lr in rates.items() if lr is not None}
 
     def warm_up(self) -> None:
         """First calls of kernels and libraries, excluded from all runs."""
@@ -100,17 +103,18 @@ class Experiment:
         for name, grid in self.grids.items():
             for lr in grid:
                 self.need(name, lr, self.tuning_seed)
-        for seed in self.seeds:  # outermost, so that an interrupted call has complete seeds
-            for name in self.grids:
-                lr = best_lr(self.tuning(), name)
-                if lr is not None:
-                    self.need(name, lr, seed)
+        tried: dict[str, float] = {}
+        while tried != (rates := self.best_rates()):  # they change where a seed diverges
+            tried = rates
+            for seed in self.seeds:  # outermost, so that an interrupted call has complete seeds
+                for name in self.grids:
+                    if name in rates:
+                        self.need(name, rates[name], seed)
 
     def final(self) -> dict[str, list[Run]]:
         """The runs at each optimizer's best learning rate, on the seeds not used for tuning."""
         result = {}
-        for name in self.task.grids:
-            lr = best_lr(self.tuning(), name)
+        for name, lr in self.best_rates().items():
             found = [
                 run
                 for run in self.comparable()
@@ -203,7 +207,7 @@ def main() -> int:
     describe(report, task, settings)
     if experiment.left_out:
         report.skip(f"{experiment.left_out} runs", "out of time")
-    grid_table(report, task, experiment.tuning())
+    grid_table(report, task, experiment.comparable(), experiment.tuning_seed)
     final = experiment.final()
     comparison(report, task, final)
     missed = report.finish(arguments.save)

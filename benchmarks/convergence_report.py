@@ -13,9 +13,20 @@ from convergence_training import Run
 GOALS = {"validation": "final loss", "training": "lowest loss"}
 
 
-def best_lr(runs: Sequence[Run], optimizer: str) -> float | None:
-    """The learning rate that reaches the lowest loss among runs of one seed."""
-    tried = [run for run in runs if run.optimizer == optimizer]
+def diverged_rates(runs: Sequence[Run], optimizer: str) -> set[float]:
+    return {
+        run.lr for run in runs if run.optimizer == optimizer and not math.isfinite(run.reached[0])
+    }
+
+
+def best_lr(runs: Sequence[Run], optimizer: str, tuning_seed: int) -> float | None:
+    """The learning rate of the lowest loss with the tuning seed, of those at which no seed diverged."""
+    diverged = diverged_rates(runs, optimizer)
+    tried = [
+        run
+        for run in runs
+        if (run.optimizer, run.seed) == (optimizer, tuning_seed) and run.lr not in diverged
+    ]
     return min(tried, key=lambda run: run.reached).lr if tried else None
 
 
@@ -25,13 +36,18 @@ def spread(values: Sequence[float], digits: int) -> str:
     return f"{statistics.mean(values):.{digits}f} ± {half:.{digits}f}"
 
 
-def grid_table(report: Report, task: Task, runs: Sequence[Run]) -> None:
-    rates = sorted({run.lr for run in runs})
-    rows, at_edge = [], []
+def grid_table(report: Report, task: Task, runs: Sequence[Run], tuning_seed: int) -> None:
+    tuning = [run for run in runs if run.seed == tuning_seed]
+    rates = sorted({run.lr for run in tuning})
+    rows, at_edge, unsafe = [], [], []
     for name in task.grids:
-        losses = {run.lr: run.reached[0] for run in runs if run.optimizer == name}
+        losses = {run.lr: run.reached[0] for run in tuning if run.optimizer == name}
         if not losses:
             continue
+        with_tuning_seed = diverged_rates(tuning, name)
+        unsafe += [
+            f"{name} at {lr:g}" for lr in sorted(diverged_rates(runs, name) - with_tuning_seed)
+        ]
         rows.append([name, *(losses.get(lr) for lr in rates)])
         best = min(losses, key=lambda lr: losses[lr])
         if best in (min(losses), max(losses)):
@@ -44,6 +60,8 @@ def grid_table(report: Report, task: Task, runs: Sequence[Run]) -> None:
     )
     if at_edge:
         report.write(f"Best at an end of its grid: {', '.join(at_edge)}.")
+    if unsafe:
+        report.write(f"Left out, because another seed diverged: {', '.join(unsafe)}.")
 
 
 def target_of(baseline: Sequence[Run]) -> float:

@@ -95,6 +95,23 @@ def test_the_goal_of_training_is_the_lowest_training_loss() -> None:
     assert diverged.reached[0] == math.inf
 
 
+def test_a_rate_at_which_a_seed_diverges_is_not_the_best() -> None:
+    pytest.importorskip("tabulate")
+    from convergence_report import best_lr
+    from convergence_training import Run
+
+    def made(lr: float, seed: int, loss: float, name: str = "K-FAC") -> Run:
+        run = Run(name, lr, seed, 10, "CPU", [10], [1.0], [loss])
+        run.validation_losses = [loss]
+        return run
+
+    runs = [made(0.1, 0, 1.0), made(0.2, 0, 0.5), made(0.2, 1, 0.6), made(0.4, 0, math.nan)]
+    assert best_lr(runs, "K-FAC", tuning_seed=0) == 0.2
+    runs.append(made(0.2, 2, math.nan))
+    assert best_lr(runs, "K-FAC", tuning_seed=0) == 0.1
+    assert best_lr([made(0.1, 0, math.nan)], "K-FAC", tuning_seed=0) is None
+
+
 def test_a_run_whose_optimizer_gives_up_ends_with_an_infinite_loss() -> None:
     pytest.importorskip("tabulate")
     pytest.importorskip("sklearn")

