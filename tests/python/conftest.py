@@ -44,16 +44,19 @@ def prefix(build_dir: Path) -> Path:
 def programs(build_dir: Path, prefix: Path) -> Path:
     """The tutorial's project outside the tree: one program `train` that runs each by its name.
 
-    tests/consumer and the programs of the documentation are one source, because torch/torch.h takes 15 s
-    to parse.
+    tests/consumer, an example and the programs of the documentation are one source, because torch/torch.h
+    takes 15 s to parse.
     """
     folder = build_dir / "tests" / "programs"
     folder.mkdir(parents=True, exist_ok=True)
     (project,) = (b for b in code_blocks(TUTORIAL_CPP, "cmake") if "project(" in b)
-    consumer = {"consumer": (ROOT / "tests/consumer/main.cpp").read_text()}
+    others = {
+        "consumer": (ROOT / "tests/consumer/main.cpp").read_text(),
+        "poisson_pinn": (ROOT / "examples/cpp/poisson_pinn.cpp").read_text(),
+    }
     for name, text in (
         ("CMakeLists.txt", project),
-        ("train.cpp", one_program({**consumer, **cpp_programs()})),
+        ("train.cpp", one_program({**others, **cpp_programs()})),
     ):
         if not (folder / name).exists() or (folder / name).read_text() != text:
             (folder / name).write_text(text)

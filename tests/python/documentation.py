@@ -40,13 +40,14 @@ def one_program(programs: dict[str, str]) -> str:
         assert body.endswith("}"), f"{name} does not end with main()"
         # Only the main() of a program returns 0 by itself.
         namespaces.append(f"namespace {name} {{\n{body[:-1]}return 0;\n}}\n}}")
-        calls.append(f'  if (name == "{name}") return {name}::main();')
+        given = "count - 1, arguments + 1" if "int main(int argc, char** argv)" in body else ""
+        calls.append(f'  if (name == "{name}") return {name}::main({given});')
     return "\n".join(
         [
             *includes,
             "#include <string_view>",
             *namespaces,
-            "int main(int, char** arguments) {",
+            "int main(int count, char** arguments) {",
             "  const std::string_view name = arguments[1];",
             *calls,
             "  return 2;",

@@ -196,6 +196,16 @@ def test_a_physics_informed_network_beats_adam() -> None:
     assert natural < 0.1 * adam
 
 
+def test_poisson_in_cpp(programs: Path) -> None:
+    run = subprocess.run(
+        [programs, "poisson_pinn", "1e-3", "12", "14"], capture_output=True, text=True, timeout=600
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    natural, adam = map(float, re.findall(r"relative error (\S+)", run.stdout))
+    assert natural <= 1e-3
+    assert natural < 0.1 * adam
+
+
 def test_idx_files_are_read_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import gzip
 
