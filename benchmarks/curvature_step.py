@@ -1,13 +1,15 @@
 """Whole training steps with K-FAC and natural gradient on a CUDA device, against SGD in the same run.
 
-ResNet-50 and the blocks of GPT-2 small run under bfloat16 autocast, and there K-FAC is compared with a loop
-over the layers too (kfac_loop.py). All steps are launched without waiting: the mean is that of the whole
-loop, the others are times from the end of a step to the end of the next, on the device.
+ResNet-50 and the blocks of GPT-2 small run under bfloat16 autocast. There K-FAC is compared with a loop over
+the layers too (kfac_loop.py), and its inverse-free solver with the package singd, where it is installed. All
+steps are launched without waiting: the mean is that of the whole loop, the others are times from the end of a
+step to the end of the next, on the device.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import itertools
 import statistics
 import sys
@@ -29,6 +31,7 @@ WARM_UP = 21
 SPIKE = 3.0  # the longest step may take this many times the median
 OFTEN, SELDOM = "K-FAC, TCov 1, TInv 10", "K-FAC, TCov 10, TInv 100"
 LOOP = "K-FAC in a loop over layers, TCov 1, TInv 10"
+SINGD, PACKAGE = "inverse_free, T 10", "package singd, T 10"
 CHECKED = ("SGD", OFTEN, SELDOM, "natural gradient")
 
 
@@ -38,6 +41,12 @@ def kfac(**options: object) -> Make:
 
 def natural_gradient(**options: object) -> Make:
     return lambda model: torchium.NaturalGradient(model, lr=1e-4, **options)
+
+
+def singd(model: nn.Module) -> Optimizer:
+    from singd.optim.optimizer import SINGD as Package
+
+    return Package(model, lr=1e-4, momentum=0.9, damping=1e-3, T=10, warn_unsupported=False)
 
 
 COMMON: dict[str, Make] = {
@@ -57,7 +66,10 @@ LARGE: dict[str, Make] = {
     **COMMON,
     "AdamW, fused": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True),
     LOOP: lambda model: KFACLoop(model, lr=1e-4, TCov=1, TInv=10),
+    SINGD: kfac(TCov=10, TInv=10, solver="inverse_free", alpha1=0.5, damping=1e-3),
 }
+if importlib.util.find_spec("singd") is not None:
+    LARGE[PACKAGE] = singd
 
 
 @dataclass
@@ -145,9 +157,10 @@ def main() -> int:
         beyond = {label: mean - means["SGD"] for label, mean in means.items()}
         for label, limit in (task.at_most or {}).items():
             report.check(f"{name}, {label}: ms beyond SGD / {limit:g}", beyond[label] / limit, 1.0)
-        if LOOP in beyond:
-            ratio = beyond[OFTEN] / beyond[LOOP]
-            report.check(f"{name}: ms beyond SGD, {OFTEN} / {LOOP}", ratio, 0.2)
+        for ours, theirs in ((OFTEN, LOOP), (SINGD, PACKAGE)):
+            if theirs in beyond:
+                ratio = beyond[ours] / beyond[theirs]
+                report.check(f"{name}: ms beyond SGD, {ours} / {theirs}", ratio, 0.2)
     report.table(
         "Training steps, ms",
         ["model", "optimizer", "mean", "minus SGD", "median", "longest"],
