@@ -2,6 +2,8 @@
 #include "cuda_kernels/optimizer_step/parameter_update.cuh"
 #include "cuda_kernels/split_gemm/split_fp16.cuh"
 
+#include <cfloat>
+
 namespace torchium::cuda_kernels {
 namespace {
 
@@ -109,6 +111,36 @@ __global__ void __launch_bounds__(kElementThreads)
   }
 }
 
+// With the formula of optim/kfac/unitwise_subset.cpp.
+__device__ void solve_block(const float* F, double damping, float* V, float* shift) {
+  const double a = fmax(double{F[0]}, 0.0), c = fmax(double{F[3]}, 0.0);
+  const double s = fmax(a + c + damping, DBL_MIN);
+  const double l = damping / s, p = a / s, q = c / s;
+  const double most = sqrt(p * q);
+  const double r = fmax(fmin(F[2] / s, most), -most);
+  const double determinant = (most - r) * (most + r) + l * (p + q + l);
+  const double u = *V / s, v = shift == nullptr ? 0 : *shift / s;
+  *V = static_cast<float>(((q + l) * u - r * v) / determinant);
+  if (shift != nullptr) *shift = static_cast<float>(((p + l) * v - r * u) / determinant);
+}
+
+template <int bytes>
+__global__ void __launch_bounds__(kUnitwiseTile)
+    unitwise_kernel(const __grid_constant__ Table<UnitwiseEntry, bytes> norms,
+                    KfacBuffers buffers) {
+  const int tile = norms.first_tile + static_cast<int>(blockIdx.x);
+  const UnitwiseEntry& entry = entry_of_tile(norms, tile);
+  const int channel = (tile - entry.first_tile) * kUnitwiseTile + static_cast<int>(threadIdx.x);
+  if (channel >= entry.channels) return;
+  float* V = buffers.first + entry.scale + channel;
+  if (entry.order == 1) {
+    *V = static_cast<float>(*V / (fmax(double{entry.blocks[channel]}, 0.0) + entry.damping));
+    return;
+  }
+  float* shift = entry.shift < 0 ? nullptr : buffers.first + entry.shift + channel;
+  solve_block(entry.blocks + int64_t{channel} * 4, entry.damping, V, shift);
+}
+
 template <int bytes>
 __global__ void __launch_bounds__(kElementThreads)
     products_kernel(const __grid_constant__ Table<KfacEntry, bytes> parameters,
@@ -211,6 +243,13 @@ cudaError_t divide_by_eigenvalues(const Table<EigenvalueEntry>& layers, const Kf
                                   cudaStream_t stream) {
   return launch_shortest(layers, [&](const auto& table) {
     eigenvalues_kernel<<<table.tiles(), kElementThreads, 0, stream>>>(table, buffers);
+  });
+}
+
+cudaError_t solve_unitwise(const Table<UnitwiseEntry>& norms, const KfacBuffers& buffers,
+                           cudaStream_t stream) {
+  return launch_shortest(norms, [&](const auto& table) {
+    unitwise_kernel<<<table.tiles(), kUnitwiseTile, 0, stream>>>(table, buffers);
   });
 }
 

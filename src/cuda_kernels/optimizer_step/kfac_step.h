@@ -10,7 +10,7 @@
 
 namespace torchium::cuda_kernels {
 
-// A factor of a layer: A or G.
+// A factor of a layer, A or G, or the blocks of a norm.
 struct FactorEntry {
   float* factor;
   const float* sum;  // of this step; null: the factor stays
@@ -19,7 +19,7 @@ struct FactorEntry {
   double stat_decay;
   int64_t elements;
   int first_tile;
-  bool counts;  // one of the factors of each layer does
+  bool counts;  // one entry of each layer does
 };
 constexpr int kFactorTile = 1 << 13;  // elements
 
@@ -80,6 +80,20 @@ struct EigenvalueEntry {
 // the roots that are diagonals.
 cudaError_t divide_by_eigenvalues(const Table<EigenvalueEntry>& layers, const KfacBuffers& buffers,
                                   cudaStream_t stream);
+
+// A norm with the V of its scale and of its shift in the first buffer.
+struct UnitwiseEntry {
+  const float* blocks;  // F: [channels, order, order]
+  int64_t scale, shift;  // starts; shift -1: none
+  double damping;
+  int channels, order;
+  int first_tile;
+};
+constexpr int kUnitwiseTile = 256;  // channels
+
+// (V, V') <- (F + damping I)^-1 (V, V') for each channel; without a shift V' counts as 0.
+cudaError_t solve_unitwise(const Table<UnitwiseEntry>& norms, const KfacBuffers& buffers,
+                           cudaStream_t stream);
 
 // lr^2 sum d . V, for each tile; zero for parameters of no layer.
 cudaError_t sum_products(const Table<KfacEntry>& parameters, const StepNumbers* numbers,

@@ -1,5 +1,6 @@
 #include "gradients/factors/fisher_blocks.h"
 
+#include "gradients/factors/device_norms.h"
 #include "gradients/jacobian/dense_rows.h"
 #include "support/phase.h"
 
@@ -9,11 +10,19 @@
 namespace torchium::gradients::detail {
 
 void update_fisher_blocks_(at::Tensor& sum, const LayerCall& call, at::IntArrayRef weight_shape,
-                           WeightSharing sharing) {
+                           bool accumulate, WeightSharing sharing) {
   const torchium::detail::Phase phase("torchium::factors");
   c10::NoGradGuard no_grad;
   check_call_tensors(call, 0);
   check_norm(call, weight_shape, 0);
+  const bool has_kernels = call.input.numel() > 0 && has_norm_kernels(sum, call);
+  if (has_kernels) {
+    store_norm_blocks(sum, call, sharing, accumulate);
+    return;
+  }
+  if (!accumulate) {
+    sum.zero_();
+  }
   if (call.input.numel() == 0) {
     return;
   }

@@ -15,8 +15,9 @@ namespace torchium::gradients::detail {
 // inner sums are over the positions of a sample, with kExpand each position counts as a sample.
 // float32 or float64; exactly symmetric. Statistics count as constants, also those of a batch.
 // ValueError for tensors that do not fit, with nothing changed. Only kind, settings, eps and
-// tensors of the call are used.
+// tensors of the call are used. accumulate = false overwrites the sum, which need not be
+// initialised.
 void update_fisher_blocks_(at::Tensor& sum, const LayerCall& call, at::IntArrayRef weight_shape,
-                           WeightSharing sharing);
+                           bool accumulate, WeightSharing sharing);
 
 }  // namespace torchium::gradients::detail

@@ -213,15 +213,15 @@ void FactorRecords::record_norm(const FactorWeight& weight, const LayerCall& cal
     return;
   }
   FactorSums& sums = sums_[impl];
-  if (!sums.blocks.defined()) {
-    const int64_t k = weight.blocks.defined() ? weight.blocks.size(-1)
-                      : layer.bias.defined()  ? 2
-                                              : 1;
-    sums.blocks =
-        at::zeros({weight.param.numel(), k, k},
-                  weight.param.options().dtype(state_dtype(weight.param)).requires_grad(false));
-  }
-  gradients::detail::update_fisher_blocks_(sums.blocks, call, weight.param.sizes(), weight.sharing);
+  const bool is_first = !sums.blocks.defined();
+  const int64_t k = weight.blocks.defined() ? weight.blocks.size(-1)
+                    : layer.bias.defined()  ? 2
+                                            : 1;
+  at::Tensor blocks =
+      is_first ? empty_sum(weight.param, {weight.param.numel(), k, k}) : sums.blocks;
+  gradients::detail::update_fisher_blocks_(blocks, call, weight.param.sizes(),
+                                           /*accumulate=*/!is_first, weight.sharing);
+  sums.blocks = blocks;
   if (factors_of(column) == UpdatedFactors::kBoth) {
     sums.count_samples(call, column);
   }

@@ -83,9 +83,15 @@ void KfacStep::make_subsets() {
       has_layer[i] = true;
     }
   }
-  for (const UnitwiseLayer& layer : group_.unitwise) {
+  for (size_t l = 0; l < group_.unitwise.size(); ++l) {
+    const UnitwiseLayer& layer = group_.unitwise[l];
+    const bool has_kernels = has_kfac_kernels(group_, layer);
+    (has_kernels ? by_kernels : eager).norms.push_back(l);
     for (const int64_t i : layer.params()) {
       has_layer[i] = true;
+      if (has_kernels) {
+        by_kernels.params.push_back(i);
+      }
     }
   }
   for (size_t i = 0; i < group_.params.size(); ++i) {
@@ -96,11 +102,11 @@ void KfacStep::make_subsets() {
   if (!by_kernels.params.empty()) {
     subsets_.push_back(make_kfac_kernels(group_, std::move(by_kernels), *prologue_));
   }
+  if (!eager.norms.empty()) {
+    subsets_.push_back(make_unitwise_subset(group_, std::move(eager.norms)));
+  }
   if (!eager.params.empty()) {
     subsets_.push_back(make_eager_subset(group_, std::move(eager)));
-  }
-  if (!group_.unitwise.empty()) {
-    subsets_.push_back(make_unitwise_subset(group_));
   }
 }
 

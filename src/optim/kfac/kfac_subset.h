@@ -69,14 +69,16 @@ class KfacSubset {
   virtual void end() = 0;
 };
 
-// Some parameters and layers of a group, by their positions in it. Weight and bias of a layer are
-// in the same subset.
+// Some parameters, layers and unit-wise layers of a group, by their positions in it. Weight and
+// bias of a layer are in the same subset.
 struct KfacMembers {
-  std::vector<size_t> params, layers;
+  std::vector<size_t> params, layers, norms;
 };
 
-// The unit-wise layers of the group, by PyTorch operators for all of them together.
-std::unique_ptr<KfacSubset> make_unitwise_subset(const KfacGroup& group);
+// These unit-wise layers of the group, which must outlive the subset, by PyTorch operators for all
+// of them together.
+std::unique_ptr<KfacSubset> make_unitwise_subset(const KfacGroup& group,
+                                                 std::vector<size_t> norms);
 
 // By PyTorch operators, on any device. The group must outlive the subset.
 std::unique_ptr<KfacSubset> make_eager_subset(const KfacGroup& group, KfacMembers members);

@@ -1,5 +1,5 @@
-// Scales and shifts of norms. Layers with the same options are joined, because each has few
-// elements.
+// Scales and shifts of norms by PyTorch operators. Layers with the same options are joined, because
+// each has few elements.
 #include "optim/blocked/elementwise.h"
 #include "optim/core/argument_checks.h"
 #include "optim/kfac/factor_averages.h"
@@ -84,10 +84,12 @@ void solve(JoinedLayers& joined_layers) {
 
 class UnitwiseSubset : public KfacSubset {
  public:
-  explicit UnitwiseSubset(const KfacGroup& group) : group_(group) {}
+  UnitwiseSubset(const KfacGroup& group, std::vector<size_t> norms)
+      : group_(group), norms_(std::move(norms)) {}
 
   void update_factors(const KfacRun& run) override {
-    for (const UnitwiseLayer& layer : group_.unitwise) {
+    for (const size_t l : norms_) {
+      const UnitwiseLayer& layer = group_.unitwise[l];
       if (layer.has_sums()) {
         update_averages({{layer.blocks, layer.block_sum, layer.block_scale}}, layer.factor_updates,
                         layer.stat_decay, run.prologue.guard());
@@ -195,7 +197,8 @@ class UnitwiseSubset : public KfacSubset {
 
   void join_layers() {
     joined_.clear();
-    for (const UnitwiseLayer& layer : group_.unitwise) {
+    for (const size_t l : norms_) {
+      const UnitwiseLayer& layer = group_.unitwise[l];
       auto found = std::ranges::find_if(
           joined_, [&](const auto& each) { return are_alike(*each.layers[0], layer); });
       const auto params = layer.params();
@@ -211,13 +214,15 @@ class UnitwiseSubset : public KfacSubset {
   }
 
   const KfacGroup& group_;
+  std::vector<size_t> norms_;
   std::vector<JoinedLayers> joined_;  // of one step
 };
 
 }  // namespace
 
-std::unique_ptr<KfacSubset> make_unitwise_subset(const KfacGroup& group) {
-  return std::make_unique<UnitwiseSubset>(group);
+std::unique_ptr<KfacSubset> make_unitwise_subset(const KfacGroup& group,
+                                                 std::vector<size_t> norms) {
+  return std::make_unique<UnitwiseSubset>(group, std::move(norms));
 }
 
 }  // namespace torchium::optim::detail

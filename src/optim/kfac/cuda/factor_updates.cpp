@@ -10,41 +10,48 @@ namespace torchium::optim::detail {
 
 using cuda_kernels::FactorEntry;
 
-FactorUpdates::FactorUpdates(const KfacGroup& group, const std::vector<size_t>& layers)
-    : group_(group) {
-  for (const size_t l : layers) {
+FactorUpdates::FactorUpdates(const KfacGroup& group, const KfacMembers& members) : group_(group) {
+  const auto add = [&](const at::Tensor& factor, const at::Tensor& updates, bool counts) {
+    const int64_t tiles =
+        (factor.numel() + cuda_kernels::kFactorTile - 1) / cuda_kernels::kFactorTile;
+    return tables_.add({.factor = floats(factor),
+                        .sum = nullptr,
+                        .updates = floats(updates),
+                        .scale = 0.0,
+                        .stat_decay = 0.0,
+                        .elements = factor.numel(),
+                        .first_tile = 0,
+                        .counts = counts},
+                       static_cast<int>(tiles));
+  };
+  for (const size_t l : members.layers) {
     const KfacLayer& layer = group.layers[l];
-    const auto add = [&](const at::Tensor& factor, bool counts) {
-      const int64_t tiles =
-          (factor.numel() + cuda_kernels::kFactorTile - 1) / cuda_kernels::kFactorTile;
-      return tables_.add({.factor = floats(factor),
-                          .sum = nullptr,
-                          .updates = floats(layer.factor_updates),
-                          .scale = 0.0,
-                          .stat_decay = 0.0,
-                          .elements = factor.numel(),
-                          .first_tile = 0,
-                          .counts = counts},
-                         static_cast<int>(tiles));
-    };
-    const size_t A = add(layer.A, true);
-    places_.push_back({l, A, add(layer.G, false)});
+    const size_t A = add(layer.A, layer.factor_updates, true);
+    places_.push_back({l, A, add(layer.G, layer.factor_updates, false)});
+  }
+  for (const size_t l : members.norms) {
+    const UnitwiseLayer& norm = group.unitwise[l];
+    norm_places_.push_back({l, add(norm.blocks, norm.factor_updates, true)});
   }
 }
 
 // False: there are none.
 bool FactorUpdates::set_sums() {
   bool any = false;
+  const auto set = [&](size_t entry, const at::Tensor& sum, double scale, double stat_decay) {
+    tables_[entry].sum = floats(sum);
+    tables_[entry].scale = scale;
+    tables_[entry].stat_decay = stat_decay;
+    any |= sum.defined();
+  };
   for (const Place& place : places_) {
     const KfacLayer& layer = group_.layers[place.layer];
-    any |= layer.has_sums();
-    FactorEntry &A = tables_[place.A], &G = tables_[place.G];
-    A.sum = floats(layer.A_sum);
-    A.scale = layer.A_scale;
-    A.stat_decay = layer.stat_decay;
-    G.sum = floats(layer.G_sum);
-    G.scale = layer.G_scale;
-    G.stat_decay = layer.stat_decay;
+    set(place.A, layer.A_sum, layer.A_scale, layer.stat_decay);
+    set(place.G, layer.G_sum, layer.G_scale, layer.stat_decay);
+  }
+  for (const NormPlace& place : norm_places_) {
+    const UnitwiseLayer& norm = group_.unitwise[place.norm];
+    set(place.blocks, norm.block_sum, norm.block_scale, norm.stat_decay);
   }
   return any;
 }
@@ -66,6 +73,13 @@ void FactorUpdates::run(const cuda_kernels::StepControl* control) {
       note_change(layer.A);
       note_change(layer.G);
       note_change(layer.factor_updates);
+    }
+  }
+  for (const NormPlace& place : norm_places_) {
+    const UnitwiseLayer& norm = group_.unitwise[place.norm];
+    if (norm.has_sums()) {
+      note_change(norm.blocks);
+      note_change(norm.factor_updates);
     }
   }
 }

@@ -1,4 +1,4 @@
-// Updates of the factors of all layers in two launches. CUDA builds only.
+// Updates of the factors of all layers, and of the blocks of all norms, in two launches. CUDA builds only.
 #pragma once
 
 #include "cuda_kernels/optimizer_step/kfac_step.h"
@@ -13,8 +13,8 @@ namespace torchium::optim::detail {
 // Keeps the tables of the kernels from step to step.
 class FactorUpdates {
  public:
-  // For these layers of the group, which must outlive this object.
-  FactorUpdates(const KfacGroup& group, const std::vector<size_t>& layers);
+  // For the layers and norms of these members of the group, which must outlive this object.
+  FactorUpdates(const KfacGroup& group, const KfacMembers& members);
 
   // Of the layers with sums, unless `control` skips the step.
   void run(const cuda_kernels::StepControl* control);
@@ -24,11 +24,15 @@ class FactorUpdates {
     size_t layer;
     size_t A, G;  // entries
   };
+  struct NormPlace {
+    size_t norm, blocks;
+  };
 
   bool set_sums();
 
   const KfacGroup& group_;
   std::vector<Place> places_;
+  std::vector<NormPlace> norm_places_;
   KernelTables<cuda_kernels::FactorEntry> tables_;
 };
 

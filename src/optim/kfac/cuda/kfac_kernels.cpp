@@ -55,7 +55,7 @@ class KfacKernels : public KfacSubset {
       : group_(group),
         members_(std::move(members)),
         check_(check),
-        factors_(group, members_.layers),
+        factors_(group, members_),
         products_(group, members_.layers) {
     std::vector<KfacEntry> entries(group.params.size());
     for (const size_t i : members_.params) {
@@ -70,6 +70,9 @@ class KfacKernels : public KfacSubset {
         column = entries[i].columns;
       }
     }
+    for (const size_t l : members_.norms) {
+      add_norm(group.unitwise[l], entries);
+    }
     for (const size_t i : members_.params) {
       const int64_t elements = int64_t{entries[i].rows} * entries[i].columns;
       if (elements > 0) {
@@ -82,7 +85,7 @@ class KfacKernels : public KfacSubset {
 
   void precondition(const KfacRun&) override {
     set_entries();
-    if (members_.layers.empty()) {
+    if (!has_layers()) {
       return;
     }
     products_.set_aside();
@@ -91,10 +94,13 @@ class KfacKernels : public KfacSubset {
                                                products_.buffers(), stream()));
     }
     products_.precondition();
+    for (const auto& table : norm_tables_) {
+      C10_CUDA_CHECK(cuda_kernels::solve_unitwise(table, products_.buffers(), stream()));
+    }
   }
 
   at::Tensor kl_terms(const KfacRun&) override {
-    if (members_.layers.empty()) {
+    if (!has_layers()) {
       return {};
     }
     at::Tensor terms = at::empty(
@@ -163,6 +169,8 @@ class KfacKernels : public KfacSubset {
     }
   }
 
+  bool has_layers() const { return !members_.layers.empty() || !members_.norms.empty(); }
+
   static cudaStream_t stream() { return c10::cuda::getCurrentCUDAStream(); }
 
   // As a parameter of no layer: its elements in the order of the memory.
@@ -204,8 +212,28 @@ class KfacKernels : public KfacSubset {
     entry.group_rows = static_cast<int>(layer.G.size(1));
   }
 
+  // V of its parameters becomes their direction in its place.
+  void add_norm(const UnitwiseLayer& norm, std::vector<KfacEntry>& entries) {
+    for (const int64_t i : norm.params()) {
+      entries[i].start = products_.add(group_.params[i].numel());
+    }
+    const auto channels = static_cast<int>(norm.blocks.size(0));
+    norm_tables_.add({.blocks = floats(norm.blocks),
+                      .scale = entries[norm.weight].start,
+                      .shift = norm.bias < 0 ? -1 : entries[norm.bias].start,
+                      .damping = 0.0,
+                      .channels = channels,
+                      .order = static_cast<int>(norm.blocks.size(-1)),
+                      .first_tile = 0},
+                     (channels + cuda_kernels::kUnitwiseTile - 1) / cuda_kernels::kUnitwiseTile);
+  }
+
   // What changes from step to step.
   void set_entries() {
+    for (size_t k = 0; k < members_.norms.size(); ++k) {
+      const UnitwiseLayer& norm = group_.unitwise[members_.norms[k]];
+      norm_tables_[k].damping = std::max(norm.damping, norm.floor);
+    }
     const at::Tensor* before = nullptr;
     for (const TablePlace& place : places_) {
       const at::Tensor& lr = group_.options[place.param].lr;
@@ -225,6 +253,7 @@ class KfacKernels : public KfacSubset {
   FactorUpdates factors_;
   LayerProducts products_;
   KernelTables<KfacEntry> tables_;
+  KernelTables<cuda_kernels::UnitwiseEntry> norm_tables_;
   std::vector<TablePlace> places_;  // of parameters that have elements
   std::vector<at::Tensor> lrs_;     // of one step, as the kernels read them
 };
@@ -258,6 +287,15 @@ bool has_kfac_kernels(const KfacGroup& group, const KfacLayer& layer) {
           (fits(layer.A_eigenvalues) && fits(layer.G_eigenvalues)));
 }
 
+bool has_kfac_kernels(const KfacGroup& group, const UnitwiseLayer& layer) {
+  const auto fits = [&](int64_t i) {
+    return has_kfac_kernels(group, static_cast<size_t>(i)) && group.params[i].is_contiguous() &&
+           group.params[i].numel() == layer.blocks.size(0);
+  };
+  return std::ranges::all_of(layer.params(), fits) && layer.blocks.is_contiguous() &&
+         layer.blocks.numel() > 0 && layer.blocks.scalar_type() == at::kFloat;
+}
+
 std::unique_ptr<KfacSubset> make_kfac_kernels(const KfacGroup& group, KfacMembers members,
                                               StepPrologue& prologue) {
   return std::make_unique<KfacKernels>(group, std::move(members),
@@ -267,6 +305,7 @@ std::unique_ptr<KfacSubset> make_kfac_kernels(const KfacGroup& group, KfacMember
 #else
 
 bool has_kfac_kernels(const KfacGroup&, const KfacLayer&) { return false; }
+bool has_kfac_kernels(const KfacGroup&, const UnitwiseLayer&) { return false; }
 bool has_kfac_kernels(const KfacGroup&, size_t) { return false; }
 
 std::unique_ptr<KfacSubset> make_kfac_kernels(const KfacGroup&, KfacMembers, StepPrologue&) {

@@ -15,6 +15,8 @@ namespace torchium::optim::detail {
 // parameters that are contiguous, channels-last or a transposed matrix. Never in a build without
 // CUDA.
 bool has_kfac_kernels(const KfacGroup& group, const KfacLayer& layer);
+// Whether they can take a norm: on a GPU, with contiguous parameters and float32 state.
+bool has_kfac_kernels(const KfacGroup& group, const UnitwiseLayer& layer);
 // Whether they can take a parameter of no layer: on a GPU, dense, with float32 state.
 bool has_kfac_kernels(const KfacGroup& group, size_t param);
 

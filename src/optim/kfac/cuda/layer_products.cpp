@@ -60,13 +60,17 @@ void LayerProducts::find_shapes(const std::vector<size_t>& layers) {
   }
 }
 
+int64_t LayerProducts::add(int64_t elements) {
+  const int64_t start = elements_;
+  elements_ += (elements + kLayerAlignment - 1) / kLayerAlignment * kLayerAlignment;
+  return start;
+}
+
 void LayerProducts::find_places(const std::vector<size_t>& layers) {
   for (size_t k = 0; k < layers.size(); ++k) {
     const KfacLayer& layer = group_.layers[layers[k]];
     const int64_t pitch = shapes_[shape_of_[k]].pitch;
-    const int64_t elements = layer.A.size(0) * layer.G.size(1) * pitch;
-    starts_.push_back(elements_);
-    elements_ += (elements + kLayerAlignment - 1) / kLayerAlignment * kLayerAlignment;
+    starts_.push_back(add(layer.A.size(0) * layer.G.size(1) * pitch));
     const at::Tensor& weight = group_.params[layer.weight];
     has_unused_column_ |= weight.numel() / weight.size(0) + (layer.bias < 0 ? 0 : 1) < pitch;
   }

@@ -21,6 +21,9 @@ class LayerProducts {
   // For these layers of the group, which must outlive this object.
   LayerProducts(const KfacGroup& group, const std::vector<size_t>& layers);
 
+  // Makes room for another V of this many elements, which no product changes. Returns its start.
+  int64_t add(int64_t elements);
+
   // Where V and the direction of the k-th of them are.
   struct Place {
     int64_t start;      // of both, in the buffers
