@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 
-def launches(optimizer: torch.optim.Optimizer) -> int:
-    """Kernels, copies and fills of one step."""
+def launches_of(work: Callable[[], object]) -> int:
+    """Kernels, copies and fills."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        optimizer.step()
+        work()
         torch.cuda.synchronize()
     events = [event for event in profiler.events() if event.device_type.name == "CUDA"]
     return len(events)
+
+
+def launches(optimizer: torch.optim.Optimizer) -> int:
+    """Those of one step."""
+    return launches_of(optimizer.step)

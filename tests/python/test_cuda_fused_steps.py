@@ -410,6 +410,40 @@ def deep_model(layers: int) -> nn.Module:
     return nn.Sequential(*(nn.Linear(24, 24) for _ in range(layers)))
 
 
+class Normed(nn.Module):
+    """A linear layer between norms of several kinds."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(24, 24)
+        kinds = (nn.LayerNorm, nn.RMSNorm, nn.BatchNorm1d)
+        self.norms = nn.Sequential(*(kinds[i % 3](24) for i in range(layers)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norms(self.linear(x))
+
+
+@pytest.mark.parametrize("TCov", [1, 10])
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (torchium.KFAC, {"TInv": 100}),
+        (torchium.KFACPreconditioner, {"inv_update_steps": 100}),
+    ],
+)
+def test_launches_of_a_step_do_not_grow_with_the_number_of_norms(
+    make: Any, options: dict[str, Any], TCov: int
+) -> None:
+    update = {"TCov" if make is torchium.KFAC else "factor_update_steps": TCov}
+    counts = [kfac_launches(Normed(number), make, **options, **update) for number in (3, 60)]
+    assert counts[0] == counts[1] < 30
+
+
+def test_norms_add_one_launch_to_a_step() -> None:
+    counts = [kfac_launches(Normed(number), TCov=1, TInv=100) for number in (0, 6)]
+    assert counts[1] <= counts[0] + 1
+
+
 @pytest.mark.parametrize(("split", "most"), [("pi", 25), ("exact", 35)])
 @pytest.mark.parametrize("make", [deep_model, MixedModel], ids=["float32", "mixed"])
 def test_launches_of_kfac_do_not_grow_with_the_number_of_layers(

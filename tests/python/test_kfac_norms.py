@@ -299,12 +299,12 @@ def test_a_checkpoint_continues_bit_by_bit():
 
 @pytest.mark.parametrize("damping", [0.0, 1e-12, 1e-3])
 @pytest.mark.parametrize("scale", [1e-18, 1.0, 1e8])
-def test_singular_and_huge_blocks(scale, damping):
+def test_singular_and_huge_blocks(scale, damping, device):
     """One sample: rank one."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 1, bias=False))
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 1, bias=False)).to(device)
     optimizer = torchium.KFAC(model, damping=damping, eps=0.0, **BARE)
-    (scale * model(torch.randn(1, 4))).sum().backward()
+    (scale * model(torch.randn(1, 4).to(device))).sum().backward()
     V = torch.stack([p.grad.double() for p in model[0].parameters()], dim=-1)
     before = torch.stack([p.detach().double() for p in model[0].parameters()], dim=-1)
     optimizer.step()
@@ -312,7 +312,7 @@ def test_singular_and_huge_blocks(scale, damping):
     assert step.isfinite().all()
     if damping == 1e-3 and scale < 10:
         blocks = optimizer.state[model[0].weight]["fisher_blocks"].double()
-        expected = torch.linalg.solve(blocks + damping * torch.eye(2, dtype=V.dtype), V)
+        expected = torch.linalg.solve(blocks + damping * torch.eye(2).to(blocks), V)
         torch.testing.assert_close(step, expected, rtol=1e-3, atol=1e-6)
 
 

@@ -177,8 +177,8 @@ int channels_of_thread(const NormInput& input) {
 
 // Threads along the channels.
 int width_of(const NormInput& input, int channels_of_thread) {
-  return std::min(kWarp, next_power_of_two((input.channels + channels_of_thread - 1) /
-                                           channels_of_thread));
+  return std::min(
+      kWarp, next_power_of_two((input.channels + channels_of_thread - 1) / channels_of_thread));
 }
 
 }  // namespace
@@ -208,19 +208,16 @@ cudaError_t channel_moments(const NormInput& input, bool channels_last, const No
     using G = decltype(of_g);
     if (!channels_last) {
       const int64_t longest = std::min(parts.positions, input.positions);
-      const int lanes =
-          std::clamp(next_power_of_two(ceil_of(longest, 2 * kPack)), 4, kWarp);
+      const int lanes = std::clamp(next_power_of_two(ceil_of(longest, 2 * kPack)), 4, kWarp);
       const int64_t blocks = ceil_of(all * input.channels, kThreads / lanes);
       channels_first_kernel<X, G><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(
           input, parts, lanes, has_packs(input.x, input.g), sums);
       return;
     }
     const int N = channels_of_thread(input), width = width_of(input, N);
-    const auto blocks =
-        static_cast<unsigned>(all * ceil_of(input.channels, int64_t{width} * N));
+    const auto blocks = static_cast<unsigned>(all * ceil_of(input.channels, int64_t{width} * N));
     if (N == kPack) {
-      channels_last_kernel<X, G, kPack>
-          <<<blocks, kThreads, 0, stream>>>(input, parts, width, sums);
+      channels_last_kernel<X, G, kPack><<<blocks, kThreads, 0, stream>>>(input, parts, width, sums);
     } else {
       channels_last_kernel<X, G, 1><<<blocks, kThreads, 0, stream>>>(input, parts, width, sums);
     }

@@ -50,7 +50,8 @@ void launch_for_type(ElementType type, const Launch& launch) {
 }
 template <typename Launch>
 void launch_for_types(ElementType x, ElementType g, const Launch& launch) {
-  launch_for_type(x, [&](auto of_x) { launch_for_type(g, [&](auto of_g) { launch(of_x, of_g); }); });
+  launch_for_type(x,
+                  [&](auto of_x) { launch_for_type(g, [&](auto of_g) { launch(of_x, of_g); }); });
 }
 
 // Whether packs of both tensors can be read at every multiple of kPack elements.

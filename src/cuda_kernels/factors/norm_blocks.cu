@@ -37,9 +37,7 @@ class PartSums {
   __device__ double operator[](NormPlane plane) const { return first_[plane * channels_]; }
 
   // Sums of x and of (x - mean)^2 over `count` positions.
-  __device__ double of_inputs(double count) const {
-    return count * (*this)[kShift] + (*this)[kY];
-  }
+  __device__ double of_inputs(double count) const { return count * (*this)[kShift] + (*this)[kY]; }
   __device__ double of_squares(double count, double mean) const {
     const double d = mean - (*this)[kShift];
     return (*this)[kYy] - 2 * d * (*this)[kY] + count * d * d;

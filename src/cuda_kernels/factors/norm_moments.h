@@ -22,7 +22,7 @@ namespace torchium::cuda_kernels {
 enum NormPlane : int { kW, kWy, kWyy, kRowPlanes, kShift = kRowPlanes, kY, kYy, kChannelPlanes };
 
 struct NormInput {
-  const void *x, *g;  // dense, in the same order
+  const void *x, *g;           // dense, in the same order
   ElementType x_type, g_type;  // not kDouble
   int64_t samples, positions;
   int channels;
@@ -68,11 +68,11 @@ struct NormBlocks {
   double eps;
   const void *mean, *variance;  // kGiven: [channels]
   ElementType mean_type, variance_type;
-  int groups;        // kOfGroups
+  int groups;         // kOfGroups
   double* of_groups;  // kOfGroups: workspace [samples, groups, 2]
-  float* blocks;     // [channels, order, order]
-  int order;         // 2, or 1: of the scale alone
-  bool accumulate;   // adds to the blocks
+  float* blocks;      // [channels, order, order]
+  int order;          // 2, or 1: of the scale alone
+  bool accumulate;    // adds to the blocks
 };
 
 // blocks <- sum of (u, v) (u, v)^T with u = sum of g x^ and v = sum of g over a sample, or over a

@@ -20,8 +20,8 @@ struct Teams {
 
   explicit Teams(int channels) {
     const int64_t packs = ceil_of(channels, kPack);
-    threads = packs < kWarp ? next_power_of_two(packs)
-                            : static_cast<int>(ceil_of(packs, kWarp)) * kWarp;
+    threads =
+        packs < kWarp ? next_power_of_two(packs) : static_cast<int>(ceil_of(packs, kWarp)) * kWarp;
     count = std::max(1, kUsualThreads / threads);
   }
 };
@@ -185,7 +185,8 @@ cudaError_t row_moments(const NormInput& input, const RowStatistics& statistics,
     using X = decltype(of_x);
     using G = decltype(of_g);
     if (input.channels % kPack == 0 && has_packs(input.x, input.g)) {
-      rows_kernel<X, G, kPack><<<blocks, threads, 0, stream>>>(input, statistics, parts, teams, sums);
+      rows_kernel<X, G, kPack>
+          <<<blocks, threads, 0, stream>>>(input, statistics, parts, teams, sums);
     } else {
       rows_kernel<X, G, 1><<<blocks, threads, 0, stream>>>(input, statistics, parts, teams, sums);
     }

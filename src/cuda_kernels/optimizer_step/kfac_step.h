@@ -83,7 +83,7 @@ cudaError_t divide_by_eigenvalues(const Table<EigenvalueEntry>& layers, const Kf
 
 // A norm with the V of its scale and of its shift in the first buffer.
 struct UnitwiseEntry {
-  const float* blocks;  // F: [channels, order, order]
+  const float* blocks;   // F: [channels, order, order]
   int64_t scale, shift;  // starts; shift -1: none
   double damping;
   int channels, order;

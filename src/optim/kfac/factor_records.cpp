@@ -214,9 +214,7 @@ void FactorRecords::record_norm(const FactorWeight& weight, const LayerCall& cal
   }
   FactorSums& sums = sums_[impl];
   const bool is_first = !sums.blocks.defined();
-  const int64_t k = weight.blocks.defined() ? weight.blocks.size(-1)
-                    : layer.bias.defined()  ? 2
-                                            : 1;
+  const int64_t k = weight.blocks.defined() ? weight.blocks.size(-1) : layer.bias.defined() ? 2 : 1;
   at::Tensor blocks =
       is_first ? empty_sum(weight.param, {weight.param.numel(), k, k}) : sums.blocks;
   gradients::detail::update_fisher_blocks_(blocks, call, weight.param.sizes(),

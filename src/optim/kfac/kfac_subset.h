@@ -77,8 +77,7 @@ struct KfacMembers {
 
 // These unit-wise layers of the group, which must outlive the subset, by PyTorch operators for all
 // of them together.
-std::unique_ptr<KfacSubset> make_unitwise_subset(const KfacGroup& group,
-                                                 std::vector<size_t> norms);
+std::unique_ptr<KfacSubset> make_unitwise_subset(const KfacGroup& group, std::vector<size_t> norms);
 
 // By PyTorch operators, on any device. The group must outlive the subset.
 std::unique_ptr<KfacSubset> make_eager_subset(const KfacGroup& group, KfacMembers members);

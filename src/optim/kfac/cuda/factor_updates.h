@@ -1,4 +1,5 @@
-// Updates of the factors of all layers, and of the blocks of all norms, in two launches. CUDA builds only.
+// Updates of the factors of all layers, and of the blocks of all norms, in two launches. CUDA
+// builds only.
 #pragma once
 
 #include "cuda_kernels/optimizer_step/kfac_step.h"
