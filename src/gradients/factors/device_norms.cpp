@@ -118,6 +118,45 @@ NormOperands channel_operands(const LayerCall& call, bool reduces) {
   return operands;
 }
 
+// What x is normalised by, and the memory for it until the launch.
+class Statistics {
+ public:
+  Statistics(const LayerCall& call, int64_t samples, const at::TensorOptions& options)
+      : kind_(is_normed_by_rows(call)              ? NormStatistics::kOfRows
+              : call.kind == LayerKind::kGroupNorm ? NormStatistics::kOfGroups
+              : call.mean.defined()                ? NormStatistics::kGiven
+                                                   : NormStatistics::kOfBatch) {
+    if (kind_ == NormStatistics::kOfGroups) {
+      of_groups_ = at::empty({samples, call.settings[kNumGroups], 2}, options.dtype(at::kDouble));
+    } else if (kind_ == NormStatistics::kGiven) {
+      mean_ = call.mean.contiguous();
+      variance_ = call.variance.contiguous();
+    }
+  }
+
+  void set(NormBlocks& arguments) const {
+    arguments.statistics = kind_;
+    if (of_groups_.defined()) {
+      arguments.groups = static_cast<int>(of_groups_.size(1));
+      arguments.of_groups = of_groups_.mutable_data_ptr<double>();
+    } else if (mean_.defined()) {
+      arguments.mean = mean_.const_data_ptr();
+      arguments.variance = variance_.const_data_ptr();
+      arguments.mean_type = *type_of(mean_);
+      arguments.variance_type = *type_of(variance_);
+    }
+  }
+
+ private:
+  NormStatistics kind_;
+  at::Tensor of_groups_, mean_, variance_;
+};
+
+double eps_of(const LayerCall& call) {
+  const bool is_default = call.kind == LayerKind::kRmsNorm && call.eps < 0;
+  return is_default ? linalg::detail::epsilon_of(call.input.scalar_type()) : call.eps;
+}
+
 float* floats(const at::Tensor& tensor) { return tensor.mutable_data_ptr<float>(); }
 
 }  // namespace
@@ -142,9 +181,9 @@ void store_norm_blocks(at::Tensor& blocks, const LayerCall& call, WeightSharing 
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const bool by_rows = is_normed_by_rows(call);
   const bool reduces = sharing == WeightSharing::kReduce;
-  const auto [x, g, input_sizes, channels_last] =
+  const auto [x, g, sizes, channels_last] =
       by_rows ? row_operands(call, reduces) : channel_operands(call, reduces);
-  NormInput input = input_sizes;
+  NormInput input = sizes;
   input.x = x.const_data_ptr();
   input.g = g.const_data_ptr();
   input.x_type = *type_of(x);
@@ -152,48 +191,24 @@ void store_norm_blocks(at::Tensor& blocks, const LayerCall& call, WeightSharing 
   NormParts parts;
   C10_CUDA_CHECK(by_rows ? cuda_kernels::plan_row_moments(input, parts)
                          : cuda_kernels::plan_channel_moments(input, channels_last, parts));
-  const bool has_rms_default = call.kind == LayerKind::kRmsNorm && call.eps < 0;
-  const double eps =
-      has_rms_default ? linalg::detail::epsilon_of(call.input.scalar_type()) : call.eps;
   const int planes = by_rows ? cuda_kernels::kRowPlanes : cuda_kernels::kChannelPlanes;
   const at::Tensor sums =
       at::empty({input.samples * parts.per_sample * planes * input.channels}, blocks.options());
+  const double eps = eps_of(call);
   C10_CUDA_CHECK(
       by_rows ? cuda_kernels::row_moments(input, {call.kind == LayerKind::kLayerNorm, eps}, parts,
                                           floats(sums), stream)
               : cuda_kernels::channel_moments(input, channels_last, parts, floats(sums), stream));
-  NormBlocks arguments{.input = input,
-                       .parts = parts,
-                       .sums = floats(sums),
-                       .statistics = NormStatistics::kOfBatch,
-                       .eps = eps,
-                       .mean = nullptr,
-                       .variance = nullptr,
-                       .mean_type = ElementType::kFloat,
-                       .variance_type = ElementType::kFloat,
-                       .groups = 1,
-                       .of_groups = nullptr,
-                       .blocks = floats(blocks),
-                       .order = static_cast<int>(blocks.size(-1)),
-                       .accumulate = accumulate};
-  at::Tensor mean, variance, of_groups;  // until the launch
-  if (by_rows) {
-    arguments.statistics = NormStatistics::kOfRows;
-  } else if (call.kind == LayerKind::kGroupNorm) {
-    arguments.statistics = NormStatistics::kOfGroups;
-    arguments.groups = static_cast<int>(call.settings[kNumGroups]);
-    of_groups =
-        at::empty({input.samples, arguments.groups, 2}, blocks.options().dtype(at::kDouble));
-    arguments.of_groups = of_groups.mutable_data_ptr<double>();
-  } else if (call.mean.defined()) {
-    arguments.statistics = NormStatistics::kGiven;
-    mean = call.mean.contiguous();
-    variance = call.variance.contiguous();
-    arguments.mean = mean.const_data_ptr();
-    arguments.variance = variance.const_data_ptr();
-    arguments.mean_type = *type_of(mean);
-    arguments.variance_type = *type_of(variance);
-  }
+  NormBlocks arguments{};
+  arguments.input = input;
+  arguments.parts = parts;
+  arguments.sums = floats(sums);
+  arguments.eps = eps;
+  arguments.blocks = floats(blocks);
+  arguments.order = static_cast<int>(blocks.size(-1));
+  arguments.accumulate = accumulate;
+  const Statistics statistics(call, input.samples, blocks.options());
+  statistics.set(arguments);
   C10_CUDA_CHECK(cuda_kernels::norm_blocks(arguments, stream));
   blocks.unsafeGetTensorImpl()->bump_version();
 }
