@@ -33,7 +33,7 @@ FOLDERS = {
         {"reports"},
         {"blocked"},
         {"capture"},
-        {"shampoo", "adagrad", "kfac", "natural_gradient"},
+        {"shampoo", "adagrad", "adahessian", "kfac", "natural_gradient"},
     ],
 }
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)

@@ -34,6 +34,7 @@ CURVES = {
     "adamw": ("AdamW", BLACK, "--"),
     "sgd": ("SGD with momentum", BLACK, ":"),
     "adagrad": ("Adagrad", ORANGE, "-."),
+    "adahessian": ("AdaHessian", ORANGE, "-"),
     "kfac": ("K-FAC", GREEN, (0, (6, 1))),
     "naturalgradient": ("natural gradient", PURPLE, (0, (4, 1, 1, 1))),
     "shampoo": ("Shampoo", BLUE, "-"),

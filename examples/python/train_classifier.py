@@ -31,6 +31,7 @@ TORCH_OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 LEARNING_RATES: dict[str, dict[str, float]] = {
     "mlp": {
         "adagrad": 0.02,
+        "adahessian": 0.05,
         "adamw": 0.002,
         "sgd": 0.1,
         "kfac": 0.01,
@@ -40,6 +41,7 @@ LEARNING_RATES: dict[str, dict[str, float]] = {
     },
     "convnet": {
         "adagrad": 0.04,
+        "adahessian": 0.05,
         "adamw": 0.008,
         "sgd": 0.1,
         "kfac": 0.01,

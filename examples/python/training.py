@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
+import torchium
 from classifiers import evaluate, make_model
 from image_data import ImageData
 from torch import Tensor, nn
@@ -116,7 +117,8 @@ def train(
                 if not loss.isfinite():
                     progress = 1.0
                     break
-                loss.backward()
+                # AdaHessian differentiates the gradients.
+                loss.backward(create_graph=isinstance(optimizer, torchium.AdaHessian))
                 optimizer.step()
                 steps += 1
                 progress = budget.progress(steps, clock.seconds)

@@ -6,6 +6,7 @@
 #include <torchium/linalg.h>
 #include <torchium/memory.h>
 #include <torchium/optim/adagrad.h>
+#include <torchium/optim/adahessian.h>
 #include <torchium/optim/kfac.h>
 #include <torchium/optim/kfac_preconditioner.h>
 #include <torchium/optim/natural_gradient.h>

@@ -7,10 +7,19 @@ from ._capture.registry import create_optimizer, get_available_optimizers
 from ._config import show_config
 from ._per_sample.backward import per_sample
 from ._per_sample.per_sample import per_sample_gradients
-from .optimizers import KFAC, Adagrad, KFACPreconditioner, NaturalGradient, Shampoo, ShampooW
+from .optimizers import (
+    KFAC,
+    Adagrad,
+    AdaHessian,
+    KFACPreconditioner,
+    NaturalGradient,
+    Shampoo,
+    ShampooW,
+)
 
 __all__ = [
     "KFAC",
+    "AdaHessian",
     "Adagrad",
     "KFACPreconditioner",
     "NaturalGradient",

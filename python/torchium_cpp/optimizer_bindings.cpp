@@ -2,12 +2,14 @@
 // compare both languages. Python programs use torchium.Shampoo, torchium.KFAC, ...
 #include "bindings.h"
 #include "optim/adagrad/adagrad_options.h"
+#include "optim/adahessian/adahessian_options.h"
 #include "optim/kfac/kfac_options.h"
 #include "optim/kfac/kfac_preconditioner_options.h"
 #include "optim/natural_gradient/natural_gradient_options.h"
 #include "optim/shampoo/shampoo_options.h"
 #include "option_conversion.h"
 #include "torchium/optim/adagrad.h"
+#include "torchium/optim/adahessian.h"
 #include "torchium/optim/kfac.h"
 #include "torchium/optim/kfac_preconditioner.h"
 #include "torchium/optim/natural_gradient.h"
@@ -33,6 +35,8 @@ namespace {
 
 using optim::Adagrad;
 using optim::AdagradOptions;
+using optim::AdaHessian;
+using optim::AdaHessianOptions;
 using optim::KFAC;
 using optim::KFACOptions;
 using optim::KFACPreconditioner;
@@ -322,6 +326,7 @@ void bind_optimizers(py::module_& module) {
       .def("sync_lr", &Shampoo::sync_lr, no_gil(),
            "Writes the learning rate to the tensor that captured steps read.");
   bind_optimizer<Adagrad, AdagradOptions>(optim, "Adagrad", "torchium::optim::Adagrad");
+  bind_optimizer<AdaHessian, AdaHessianOptions>(optim, "AdaHessian", "torchium::optim::AdaHessian");
   bind_capturing_optimizer<KFAC, KFACOptions>(optim, "KFAC", "torchium::optim::KFAC");
   bind_optimizer<KFACPreconditioner, KFACPreconditionerOptions, KFAC>(
       optim, "KFACPreconditioner", "torchium::optim::KFACPreconditioner");

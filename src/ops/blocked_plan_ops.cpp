@@ -1,9 +1,10 @@
-// The plans of Shampoo and Adagrad, and messages of failures, as torch.classes.torchium and
-// torch.ops.torchium: registration, no maths.
+// The plans of Shampoo, Adagrad and AdaHessian, and messages of failures, as torch.classes.torchium
+// and torch.ops.torchium: registration, no maths.
 
 #include "ops/option_ops.h"
 #include "ops/plan_conversions.h"
 #include "optim/adagrad/adagrad_plan.h"
+#include "optim/adahessian/adahessian_plan.h"
 #include "optim/blocked/blocked_plans.h"
 #include "optim/core/failure_message.h"
 #include "optim/reports/message_summary.h"
@@ -34,6 +35,17 @@ using ReportLine =
     std::tuple<std::string, std::vector<int64_t>, int64_t, std::string, std::string, int64_t>;
 
 using Self = c10::intrusive_ptr<BlockedPlans>;
+
+Self plans_of(std::string optimizer) {
+  using namespace optim::detail;
+  if (optimizer == "Shampoo") {
+    return make_blocked_plans<ShampooPlan>(optimizer);
+  }
+  if (optimizer == "Adagrad") {
+    return make_blocked_plans<AdagradPlan>(optimizer);
+  }
+  return c10::make_intrusive<AdaHessianPlans>();
+}
 
 // `options`: a tuple with one tuple of names and values per group. `names`: empty if unknown.
 std::vector<BlockedGroup> groups_from(const Self& self, const c10::IValue& options,
@@ -172,11 +184,7 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
   m.def("failure_message", failure_message);
   m.def("message_summary", message_summary);
   m.class_<BlockedPlans>("BlockedPlans")
-      .def(torch::init([](std::string optimizer) {
-        return optimizer == "Shampoo"
-                   ? optim::detail::make_blocked_plans<optim::detail::ShampooPlan>(optimizer)
-                   : optim::detail::make_blocked_plans<optim::detail::AdagradPlan>(optimizer);
-      }))
+      .def(torch::init(plans_of))
       .def("bind", bind)
       .def("set_options",
            [](const Self& self, int64_t group, const c10::IValue& options) {
@@ -184,6 +192,10 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
            })
       .def("prepare", &BlockedPlans::prepare)
       .def("step", step)
+      .def("set_loss_scale",
+           [](const Self& self, const std::optional<at::Tensor>& scale) {
+             self->set_loss_scale(scale.value_or(at::Tensor()));
+           })
       .def("has_all_states", &BlockedPlans::has_all_states)
       .def("update_preconditioners", &BlockedPlans::update_preconditioners)
       .def("request_reports", &BlockedPlans::request_reports)

@@ -3,6 +3,7 @@
 #include "ops/option_ops.h"
 
 #include "optim/adagrad/adagrad_options.h"
+#include "optim/adahessian/adahessian_options.h"
 #include "optim/kfac/kfac_options.h"
 #include "optim/kfac/kfac_preconditioner_options.h"
 #include "optim/natural_gradient/natural_gradient_options.h"
@@ -31,6 +32,9 @@ auto with_defaults(const std::string& optimizer, Visitor&& visit) {
   }
   if (optimizer == "Adagrad") {
     return visit(optim::AdagradOptions());
+  }
+  if (optimizer == "AdaHessian") {
+    return visit(optim::AdaHessianOptions());
   }
   if (optimizer == "KFAC") {
     return visit(optim::KFACOptions());

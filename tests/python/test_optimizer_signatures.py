@@ -52,6 +52,7 @@ def test_available_optimizers_are_sorted_and_can_all_be_created():
         torchium.Shampoo,
         torchium.ShampooW,
         torchium.Adagrad,
+        torchium.AdaHessian,
         torchium.KFAC,
         torchium.KFAC.update_curvature,
         torchium.KFAC.update_damping,
@@ -120,6 +121,18 @@ SIGNATURES = {
             "root_method": "eigh",
             "maximize": False,
         },
+    ),
+    torchium.AdaHessian: (
+        {
+            "lr": 0.15,
+            "betas": (0.9, 0.999),
+            "eps": 1e-4,
+            "weight_decay": 0.0,
+            "hessian_power": 1.0,
+            "update_each": 1,
+            "n_samples": 1,
+        },
+        {"grad_scaler": None},
     ),
     torchium.KFAC: (
         {

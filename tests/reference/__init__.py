@@ -6,6 +6,7 @@ paper; nothing is batched, fused or done in place for speed.
 """
 
 from .adagrad import ReferenceAdagrad
+from .adahessian import ReferenceAdaHessian
 from .blocking import blocks_of, preconditioned_shape
 from .ekfac import ReferenceEKFAC
 from .kfac import Layer, ReferenceKFAC, capture, layers_of, tied_factors
@@ -22,6 +23,7 @@ from .singd import ReferenceSINGD
 
 __all__ = [
     "Layer",
+    "ReferenceAdaHessian",
     "ReferenceAdagrad",
     "ReferenceEKFAC",
     "ReferenceKFAC",

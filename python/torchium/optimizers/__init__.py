@@ -6,6 +6,7 @@ from ._core.memory import StateMemory as StateMemory
 from ._core.report import ParameterReport as ParameterReport
 from ._core.report import ShampooReport as ShampooReport
 from .adagrad import Adagrad
+from .adahessian import AdaHessian
 from .kfac import KFAC
 from .kfac import KFACReport as KFACReport
 from .kfac_preconditioner import KFACPreconditioner
@@ -13,4 +14,12 @@ from .natural_gradient import NaturalGradient
 from .shampoo import Shampoo
 from .shampoo_w import ShampooW
 
-__all__ = ["KFAC", "Adagrad", "KFACPreconditioner", "NaturalGradient", "Shampoo", "ShampooW"]
+__all__ = [
+    "KFAC",
+    "AdaHessian",
+    "Adagrad",
+    "KFACPreconditioner",
+    "NaturalGradient",
+    "Shampoo",
+    "ShampooW",
+]

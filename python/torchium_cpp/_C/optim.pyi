@@ -78,6 +78,13 @@ class Adagrad(SecondOrderOptimizer):
         self, params: Iterable[Tensor] | Iterable[dict[str, Any]], **options: Any
     ) -> None: ...
 
+class AdaHessian(SecondOrderOptimizer):
+    """torchium::optim::AdaHessian."""
+
+    def __init__(
+        self, params: Iterable[Tensor] | Iterable[dict[str, Any]], **options: Any
+    ) -> None: ...
+
 class KFAC(SecondOrderOptimizer):
     """torchium::optim::KFAC."""
 

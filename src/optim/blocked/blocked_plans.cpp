@@ -172,7 +172,16 @@ bool BlockedPlans::prepare() {
                      [](const GroupPlan& each) { return each.plan->prepare(); });
 }
 
+std::vector<BlockedPlan*> BlockedPlans::plans() const {
+  std::vector<BlockedPlan*> plans;
+  for (const GroupPlan& each : plans_) {
+    plans.push_back(each.plan.get());
+  }
+  return plans;
+}
+
 void BlockedPlans::step(const LearningRates& lr, const at::Tensor& found_inf) {
+  before_step();
   for (const GroupPlan& each : plans_) {
     each.plan->step(lr(each.group, *each.plan), found_inf);
   }

@@ -51,6 +51,9 @@ class BlockedPlans : public torch::CustomClassHolder {
   // Runs the steps planned by prepare(). `lr` returns the learning rate of a group on a device.
   using LearningRates = std::function<at::Tensor(size_t group, const BlockedPlan& plan)>;
   void step(const LearningRates& lr, const at::Tensor& found_inf);
+  // The number by which the loss of the next step was multiplied, for plans that differentiate its
+  // gradients; undefined: 1.
+  void set_loss_scale(at::Tensor scale) { loss_scale_ = std::move(scale); }
   void update_preconditioners();
 
   // The oldest failure report not yet returned, and its group.
@@ -74,6 +77,12 @@ class BlockedPlans : public torch::CustomClassHolder {
   int64_t host_steps(const at::Tensor& param) const;
   int64_t graph_count() const;
 
+ protected:
+  // Called by step() before all plans step.
+  virtual void before_step() {}
+  std::vector<BlockedPlan*> plans() const;
+  const at::Tensor& loss_scale() const { return loss_scale_; }
+
  private:
   struct GroupPlan {
     size_t group;
@@ -88,6 +97,7 @@ class BlockedPlans : public torch::CustomClassHolder {
   std::string optimizer_;  // its name
   MakePlan make_plan_;
   bool has_all_states_ = false;
+  at::Tensor loss_scale_;
   std::vector<GroupPlan> plans_;
   std::unordered_map<const at::TensorImpl*, std::shared_ptr<const StateOrigin>> origins_;
 };

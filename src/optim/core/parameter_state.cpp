@@ -18,7 +18,9 @@ constexpr std::pair<std::string_view, at::Tensor ParameterState::*> kTensors[] =
     {"momentum_buffer", &ParameterState::momentum_buffer},
     {"exp_avg_start", &ParameterState::exp_avg_start},
     {"grafting_second_moment_start", &ParameterState::grafting_second_moment_start},
-    {"sum", &ParameterState::sum}};
+    {"sum", &ParameterState::sum},
+    {"hessian_diagonal", &ParameterState::hessian_diagonal},
+    {"exp_hessian_diag_sq", &ParameterState::exp_hessian_diag_sq}};
 
 constexpr std::pair<std::string_view, std::vector<at::Tensor> ParameterState::*> kSlots[] = {
     {"statistics.", &ParameterState::statistics},

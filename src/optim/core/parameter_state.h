@@ -1,4 +1,5 @@
-// The state of one parameter of Shampoo or Adagrad: tensors under the keys of checkpoints.
+// The state of one parameter of an optimizer without layer calls: tensors under the keys of
+// checkpoints.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,6 +25,7 @@ struct ParameterState {
   at::Tensor diagonal, exp_avg, grafting_second_moment, momentum_buffer;
   at::Tensor exp_avg_start, grafting_second_moment_start;
   at::Tensor sum;
+  at::Tensor hessian_diagonal, exp_hessian_diag_sq;
 
   ParameterState() = default;
   // Ignores unknown keys.

@@ -16,6 +16,8 @@ const std::set<std::string_view> kNonNegative = {"step",
                                                  "moment_updates",
                                                  "grafting_second_moment",
                                                  "diagonal",
+                                                 "hessian_diagonal",
+                                                 "exp_hessian_diag_sq",
                                                  "sum"};
 
 bool is_dense_real(const at::Tensor& tensor) {

@@ -19,6 +19,39 @@ from torch.optim import Optimizer
 Gradients = dict[tuple[torch.device, torch.dtype], list[Tensor]]
 
 
+class ScaledLoss:
+    """Part of an optimizer that needs the factor of the loss, not of the gradients alone."""
+
+    @property
+    def grad_scaler(self) -> GradScaler | None:
+        """The :class:`torch.amp.GradScaler` that scales the loss, or None."""
+        return self._grad_scaler
+
+    @grad_scaler.setter
+    def grad_scaler(self, scaler: GradScaler | None) -> None:
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            raise ValueError(f"grad_scaler must be a torch.amp.GradScaler or None, got {scaler!r}")
+        self._grad_scaler = scaler
+
+    def _loss_scale(self) -> Tensor | None:
+        """The factor of the loss; None: 1.
+
+        Without ``grad_scaler`` it is known only while a scaler runs the step.
+        """
+        if self.grad_scaler is None:
+            return getattr(self, "grad_scale", None)
+        if not self.grad_scaler.is_enabled():
+            return None
+        scale: Tensor | None = self.grad_scaler._get_scale_async()
+        return scale
+
+    def _has_lost_scale(self) -> bool:
+        """Whether ``unscale_()`` was called, so that a scaler that runs the step no longer gives its scale."""
+        found_inf = getattr(self, "found_inf", None)
+        is_known = getattr(self, "grad_scale", None) is not None or self.grad_scaler is not None
+        return isinstance(found_inf, Tensor) and not is_known
+
+
 @contextmanager
 def unscaled_gradients(optimizer: Optimizer) -> Iterator[Tensor | None]:
     """Divides all gradients by the scale; yields a tensor that is not 0 if the step must be skipped.

@@ -17,7 +17,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import ParamsT
 
 from ..._capture.capture import Capture
-from .amp import unscaled_gradients
+from .amp import ScaledLoss, unscaled_gradients
 from .base import CoreOptimizer
 from .checkpoint import as_tensors
 from .curvature import as_number, check_curvature_arguments
@@ -28,7 +28,7 @@ from .schedules import at_step, new_group, schedules_in, without_functions
 ParamsOrModel = ParamsT | nn.Module
 
 
-class CapturingOptimizer(CoreOptimizer):
+class CapturingOptimizer(ScaledLoss, CoreOptimizer):
     """Base of the optimizers that capture the inputs and output gradients of layers."""
 
     # The class of its plan in the core.
@@ -81,32 +81,9 @@ class CapturingOptimizer(CoreOptimizer):
     # ---- the scaler
 
     @property
-    def grad_scaler(self) -> GradScaler | None:
-        """The :class:`torch.amp.GradScaler` that scales the loss, or None."""
-        return self._grad_scaler
-
-    @grad_scaler.setter
-    def grad_scaler(self, scaler: GradScaler | None) -> None:
-        if scaler is not None and not isinstance(scaler, GradScaler):
-            raise ValueError(f"grad_scaler must be a torch.amp.GradScaler or None, got {scaler!r}")
-        self._grad_scaler = scaler
-
-    @property
     def _step_supports_amp_scaling(self) -> bool:
         """Makes a scaler call step() even for a step to be skipped, so that captures are dropped."""
         return True
-
-    def _loss_scale(self) -> Tensor | None:
-        """The factor of the loss; None: 1.
-
-        Without ``grad_scaler`` it is known only while a scaler runs the step.
-        """
-        if self.grad_scaler is None:
-            return getattr(self, "grad_scale", None)
-        if not self.grad_scaler.is_enabled():
-            return None
-        scale: Tensor | None = self.grad_scaler._get_scale_async()
-        return scale
 
     def _captures_scaled_loss(self) -> bool:
         """Whether captured gradients have the factor of the loss."""
@@ -306,10 +283,7 @@ class CapturingOptimizer(CoreOptimizer):
                     f"{name} does not combine what {ranks} processes capture yet, so that their "
                     "parameters would drift apart; train in one process"
                 )
-        found_inf, grad_scale = (getattr(self, k, None) for k in ("found_inf", "grad_scale"))
-        is_scaled = isinstance(found_inf, torch.Tensor)
-        is_unknown = is_scaled and grad_scale is None and self.grad_scaler is None
-        if is_unknown and self._captures_scaled_loss():
+        if self._has_lost_scale() and self._captures_scaled_loss():
             raise ValueError(
                 f"unscale_() has left this {name} without the scale of what its layers captured: pass "
                 "grad_scaler=scaler, or set the attribute grad_scaler of a copy"

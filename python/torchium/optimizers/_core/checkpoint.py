@@ -20,6 +20,7 @@ _OUR_KEYS = frozenset(
         *("K", "C", "m_K", "m_C"),
         *("step", "exp_avg_start", "grafting_second_moment_start"),
         *("grafting_second_moment", "diagonal", "sum"),
+        *("hessian_diagonal", "exp_hessian_diag_sq"),
         *("exp_avg", "momentum_buffer", "statistics", "roots", "root_failures"),
         *("uses", "use_eps", "inputs", "output_gradients"),
     )

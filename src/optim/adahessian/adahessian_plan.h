@@ -1,0 +1,59 @@
+// AdaHessian's plans: one for each parameter group and device, and all of them, which estimate the
+// diagonal of the Hessian together.
+#pragma once
+
+#include "optim/adahessian/adahessian_step.h"
+#include "optim/adahessian/hessian_diagonal.h"
+#include "optim/blocked/blocked_plan.h"
+#include "optim/blocked/blocked_plans.h"
+#include "torchium/optim/adahessian.h"
+
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+namespace torchium::optim::detail {
+
+class AdaHessianPlan : public BlockedPlan {
+ public:
+  using BlockedPlan::BlockedPlan;
+
+  // Of the schedule of estimates.
+  bool host_decides() const override { return true; }
+
+  // Positions among the parameters with a gradient whose estimate is due in the planned step.
+  std::vector<size_t> due();
+  DiagonalRequest request(size_t position) const;
+  // One per parameter with a gradient; undefined: none.
+  void set_diagonals(std::vector<at::Tensor> diagonals);
+  size_t active_count() const { return active().size(); }
+
+ protected:
+  std::unique_ptr<PlannedStep> plan(const std::vector<at::Tensor>& params, const StateList& states,
+                                    at::Tensor status) override;
+
+  const Options& options() const override { return options_; }
+  void adopt(const Options& options) override {
+    options_ = static_cast<const AdaHessianOptions&>(options);
+  }
+  double l2_penalty() const override { return 0.0; }
+  OptionTexts options_of_state(const Options& options) const override;
+  BlockStorage init_storage(at::TensorList) const override { return {}; }
+  void init_elementwise(const at::Tensor& param, ParameterState& state) const override;
+  bool needs_buffer(const StateBuffer& buffer) const override {
+    return buffer.tensor == &ParameterState::exp_avg;
+  }
+
+ private:
+  AdaHessianOptions options_;
+};
+
+class AdaHessianPlans : public BlockedPlans {
+ public:
+  AdaHessianPlans();
+
+ protected:
+  void before_step() override;
+};
+
+}  // namespace torchium::optim::detail

@@ -1,0 +1,92 @@
+#include "optim/adahessian/hessian_diagonal.h"
+
+#include "linalg/operators/random_signs.h"
+#include "optim/core/parameter_state.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <algorithm>
+#include <limits>
+
+namespace torchium::optim::detail {
+namespace {
+
+uint64_t new_seed() {
+  return static_cast<uint64_t>(
+      at::randint(std::numeric_limits<int64_t>::max(), {1}, at::kLong).item<int64_t>());
+}
+
+// Signs of the shape and dtype of each gradient. Sample s of parameter i is stream `samples i + s`,
+// so that no two agree.
+at::Tensor signs_like(const at::Tensor& gradient, uint64_t seed, uint64_t stream) {
+  const at::TensorOptions options = gradient.options().requires_grad(false);
+  const at::ScalarType dtype = gradient.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  return linalg::detail::random_signs(gradient.numel(), 1, seed, stream, options.dtype(dtype))
+      .view(gradient.sizes())
+      .to(gradient.scalar_type());
+}
+
+// Averages over the kernel of a convolution.
+at::Tensor spatial_mean(const at::Tensor& diagonal) {
+  if (diagonal.dim() <= 2 || diagonal.numel() == 0) {
+    return diagonal;
+  }
+  std::vector<int64_t> kernel;
+  for (int64_t d = 2; d < diagonal.dim(); ++d) {
+    kernel.push_back(d);
+  }
+  return diagonal.mean(kernel, /*keepdim=*/true).expand_as(diagonal);
+}
+
+}  // namespace
+
+std::vector<at::Tensor> hessian_diagonals(const std::vector<DiagonalRequest>& requests,
+                                          const at::Tensor& loss_scale) {
+  TORCH_CHECK_VALUE(
+      std::any_of(requests.begin(), requests.end(),
+                  [](const auto& request) { return request.gradient.requires_grad(); }),
+      "AdaHessian: no gradient has a graph, which second derivatives need; call "
+      "loss.backward(create_graph=True), and step() once after it");
+  std::vector<at::Tensor> params, sums(requests.size());
+  int64_t most = 0;
+  for (size_t i = 0; i < requests.size(); ++i) {
+    params.push_back(requests[i].param);
+    sums[i] = parameter_shaped_zeros(requests[i].param);
+    most = std::max(most, requests[i].samples);
+  }
+  const uint64_t seed = new_seed();
+  for (int64_t sample = 0; sample < most; ++sample) {
+    // All parameters: z^T H z' has cross terms of zero mean, and one pass serves all of them.
+    std::vector<at::Tensor> outputs, signs(requests.size()), given;
+    for (size_t i = 0; i < requests.size(); ++i) {
+      const at::Tensor& gradient = requests[i].gradient;
+      if (gradient.requires_grad() && gradient.numel() > 0) {
+        const uint64_t stream = static_cast<uint64_t>(most) * i + static_cast<uint64_t>(sample);
+        signs[i] = signs_like(gradient, seed, stream);
+        outputs.push_back(gradient);
+        given.push_back(signs[i]);
+      }
+    }
+    const std::vector<at::Tensor> products =
+        torch::autograd::grad(outputs, params, given, /*retain_graph=*/sample + 1 < most,
+                              /*create_graph=*/false, /*allow_unused=*/true);
+    for (size_t i = 0; i < requests.size(); ++i) {
+      if (signs[i].defined() && products[i].defined() && sample < requests[i].samples) {
+        sums[i].addcmul_(signs[i].to(sums[i].scalar_type()),
+                         products[i].detach().to(sums[i].scalar_type()),
+                         1.0 / static_cast<double>(requests[i].samples));
+      }
+    }
+  }
+  std::vector<at::Tensor> diagonals;
+  for (const at::Tensor& sum : sums) {
+    const at::Tensor diagonal = spatial_mean(sum.abs());
+    diagonals.push_back(loss_scale.defined()
+                            ? diagonal / loss_scale.to(sum.device(), sum.scalar_type())
+                            : diagonal);
+  }
+  return diagonals;
+}
+
+}  // namespace torchium::optim::detail
