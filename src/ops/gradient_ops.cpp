@@ -76,7 +76,7 @@ at::Tensor per_sample_norms(at::TensorList params, at::TensorList inputs,
   c10::NoGradGuard no_grad;
   gradients::detail::check_workspace(max_workspace_bytes);
   const auto parsed = gradients::detail::parse_calls(inputs, output_gradients, calls, call_eps);
-  return Jacobian(params, parsed).norms(max_workspace_bytes).to(widest_state_dtype(params));
+  return Jacobian(params, parsed).norms(max_workspace_bytes, widest_state_dtype(params));
 }
 
 at::Tensor per_sample_gram(at::TensorList params, at::TensorList inputs,

@@ -14,6 +14,9 @@ enum class ProductKind : uint8_t {
   kColumnGram,   // A^T A
   kGeneral,      // A B
   kBySymmetric,  // A B, B symmetric
+  // Only for kernels of their own:
+  kRowProduct,  // A B^T
+  kGramParts,   // parts of A A^T: part i sums the terms from i K to (i + 1) K - 1
 };
 
 // C <- A B for each matrix of a batch. Gram matrices: C <- beta C + alpha A A^T, where only tiles

@@ -20,7 +20,8 @@ constexpr int kConsumers = 128 * kGroups;
 constexpr int kTileBytes = 2 * kBoxBytes;  // of one part of an operand, 64 terms deep
 
 __host__ __device__ constexpr bool is_gram(ProductKind kind) {
-  return kind == ProductKind::kRowGram || kind == ProductKind::kColumnGram;
+  return kind == ProductKind::kRowGram || kind == ProductKind::kColumnGram ||
+         kind == ProductKind::kGramParts;
 }
 
 // One warp's 16 rows of the result, padded so that few elements of a column share a bank.
@@ -55,16 +56,19 @@ struct ProductEntry {
   unsigned* largest;
   int M, N, K;
   int first_tile, tiles_of_matrix;
+  int terms = 0;  // of all parts of a Gram matrix
 };
 
 // A kernel argument, limited to 32,764 bytes; large ones take longer to launch.
-struct ProductTable {
-  static constexpr int kCapacity = 32;
+template <int capacity>
+struct ProductTableOf {
+  static constexpr int kCapacity = capacity;
 
   ProductEntry entries[kCapacity];
   int count = 0, tiles = 0;
   const GramUpdate* update = nullptr;
 };
+using ProductTable = ProductTableOf<32>;
 
 __host__ __device__ inline int tiles_along(int size) { return (size + kTile - 1) / kTile; }
 
@@ -87,11 +91,12 @@ inline int tiles_of_matrix(ProductKind kind, int M, int N) {
 template <ProductKind kind>
 struct Tile {
   const ProductEntry& product;
-  int matrix, row, column;
+  int matrix, index, row, column;  // index: among the tiles of the matrix
 
   __device__ Tile(const ProductEntry& entry, int local)
-      : product(entry), matrix(local / entry.tiles_of_matrix) {
-    const int index = local % entry.tiles_of_matrix;
+      : product(entry),
+        matrix(local / entry.tiles_of_matrix),
+        index(local % entry.tiles_of_matrix) {
     if constexpr (is_gram(kind)) {
       const TriangleTile tile(index);
       row = tile.row * kTile;
@@ -104,13 +109,19 @@ struct Tile {
 
   // Whether both operands are the same part of the same matrix.
   __device__ bool is_diagonal() const { return is_gram(kind) && row == column; }
-  __device__ int stages() const { return (product.K + kBoxElements - 1) / kBoxElements; }
+  // The terms of the sum, and the matrix in memory that holds them.
+  __device__ int begin() const { return kind == ProductKind::kGramParts ? matrix * product.K : 0; }
+  __device__ int end() const {
+    return kind == ProductKind::kGramParts ? min(product.terms, begin() + product.K) : product.K;
+  }
+  __device__ int plane() const { return kind == ProductKind::kGramParts ? 0 : matrix; }
+  __device__ int stages() const { return (end() - begin() + kBoxElements - 1) / kBoxElements; }
   __device__ float* C() const { return product.C + int64_t{matrix} * product.M * product.N; }
 };
 
 // body(tile) for every tile of this block.
-template <ProductKind kind, typename Body>
-__device__ void for_each_tile(const ProductTable& table, const Body& body) {
+template <ProductKind kind, int capacity, typename Body>
+__device__ void for_each_tile(const ProductTableOf<capacity>& table, const Body& body) {
   int entry = 0;
   for (int tile = blockIdx.x; tile < table.tiles; tile += gridDim.x) {
     while (entry + 1 < table.count && table.entries[entry + 1].first_tile <= tile) ++entry;
@@ -154,17 +165,18 @@ class Loader {
 
   __device__ explicit Loader(const Shared<kind, single>& shared) : shared_(shared) {}
 
-  __device__ void run(const ProductTable& table) {
+  template <int capacity>
+  __device__ void run(const ProductTableOf<capacity>& table) {
     for_each_tile<kind>(table, [&](const Tile<kind>& tile) {
       const ProductEntry& product = tile.product;
       const bool has_B = !tile.is_diagonal();
       const TileMap& B = is_gram(kind) ? product.A : product.B;
-      for (int k = 0; k < product.K; k += kBoxElements, position_.advance()) {
+      for (int k = tile.begin(); k < tile.end(); k += kBoxElements, position_.advance()) {
         const uint32_t slot = position_.slot();
         wait_for(shared_.empty(slot), position_.parity() ^ 1);
         arrive_and_expect(shared_.full(slot), (has_B ? 2 : 1) * L::kOperandBytes);
-        load<across_A(kind)>(shared_.A(slot), product.A, tile.row, k, tile.matrix);
-        if (has_B) load<across_B(kind)>(shared_.B(slot), B, tile.column, k, tile.matrix);
+        load<across_A(kind)>(shared_.A(slot), product.A, tile.row, k, tile.plane());
+        if (has_B) load<across_B(kind)>(shared_.B(slot), B, tile.column, k, tile.plane());
       }
     });
   }

@@ -116,7 +116,7 @@ class Consumer {
     });
   }
 
- private:
+ protected:
   // C <- beta C + alpha x, where alpha includes the inverse of the scales. For tiny operands it is
   // no normal float, but both factors of it are.
   struct Factors {

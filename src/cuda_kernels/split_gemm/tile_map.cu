@@ -48,13 +48,13 @@ cudaError_t make_tile_map(const SplitMatrices& matrices, int64_t count, bool sin
   return encode(matrices.data, 3, sizes, strides, map);
 }
 
-cudaError_t make_tile_map(const SplitFp16& batch, int64_t matrices, TileMap& map) {
+cudaError_t make_tile_map(const SplitFp16& batch, int64_t matrices, TileMap& map, int64_t between) {
   const auto columns = static_cast<cuuint64_t>(batch.columns);
   const auto rows = static_cast<cuuint64_t>(batch.rows);
   const auto count = static_cast<cuuint64_t>(matrices);
   const cuuint64_t parts = batch.lo == nullptr ? 1 : 2;
   const cuuint64_t sizes[] = {columns, rows, count, parts};
-  const cuuint64_t of_matrix = 2 * columns * rows;
+  const cuuint64_t of_matrix = between > 0 ? 2 * between : 2 * columns * rows;
   // Parts are any multiple of 16 bytes apart.
   const cuuint64_t strides[] = {2 * columns, of_matrix,
                                 parts == 1 ? of_matrix : 2 * (batch.lo - batch.hi)};

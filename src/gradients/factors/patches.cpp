@@ -83,7 +83,7 @@ at::Tensor padded(const at::Tensor& images, at::IntArrayRef padding) {
 
 // The operand that a convolution multiplies by its weight: [n, groups, channels, kernel..., pixels
 // of the output...]. An overlapping view of the (zero-padded) input.
-at::Tensor patches(const LayerCall& call, const WeightGeometry& weight, const at::Tensor& input) {
+at::Tensor patches_of(const LayerCall& call, const WeightGeometry& weight, const at::Tensor& input) {
   const auto s = convolution_settings(call);
   const size_t n = spatial_dims(call);
   const at::Tensor x = padded(batched(call, input), s.padding);
@@ -177,36 +177,46 @@ Operands operands_of(const LayerCall& call, at::ScalarType dtype, bool keeps_16_
 }
 
 PositionSource::PositionSource(const LayerCall& call, const WeightGeometry& weight,
-                               at::ScalarType dtype, bool keeps_16_bits, bool with_inputs) {
-  const auto [input, gradient] = operands_of(call, dtype, keeps_16_bits, with_inputs);
+                               at::ScalarType dtype, bool keeps_16_bits, bool with_inputs)
+    : call_(call), weight_(weight), has_inputs_(with_inputs) {
+  auto [input, gradient] = operands_of(call, dtype, keeps_16_bits, with_inputs);
+  call_.input = std::move(input);
+  call_.output_gradient = std::move(gradient);
   if (call.kind == LayerKind::kLinear) {
-    samples_ = input.dim() == 1 ? 1 : input.size(0);
-    positions_ =
-        input.dim() <= 2 ? 1 : c10::multiply_integers(input.sizes().slice(1, input.dim() - 2));
+    const at::Tensor& x = call_.input;
+    samples_ = x.dim() == 1 ? 1 : x.size(0);
+    positions_ = x.dim() <= 2 ? 1 : c10::multiply_integers(x.sizes().slice(1, x.dim() - 2));
     piece_ = samples_;
-    whole_.G = gradient.reshape({1, samples_, positions_, weight.fan_out});
+    whole_.G = call_.output_gradient.reshape({1, samples_, positions_, weight.fan_out});
     if (with_inputs) {
-      whole_.A = input.reshape({1, samples_, positions_, weight.fan_in});
+      whole_.A = x.reshape({1, samples_, positions_, weight.fan_in});
     }
     return;
   }
-  gradients_ = batched(call, gradient).unflatten(1, {weight.groups, weight.fan_out});
+  gradients_ = batched(call, call_.output_gradient).unflatten(1, {weight.groups, weight.fan_out});
   samples_ = gradients_.size(0);
   positions_ = c10::multiply_integers(gradients_.sizes().slice(3));
   if (!with_inputs) {
     piece_ = samples_;
     return;
   }
-  patches_ = patches(call, weight, input);
   const int64_t elements = weight.groups * weight.fan_in * positions_;
-  piece_ = std::max<int64_t>(1, max_patch_elements(input) / std::max<int64_t>(1, elements));
+  piece_ = std::max<int64_t>(1, max_patch_elements(call_.input) / std::max<int64_t>(1, elements));
 }
 
 PositionSource::PositionSource(Positions whole)
-    : whole_(std::move(whole)),
+    : is_precomputed_(true),
+      whole_(std::move(whole)),
       samples_(whole_.A.size(1)),
       positions_(whole_.A.size(2)),
       piece_(samples_) {}
+
+const at::Tensor& PositionSource::patches() const {
+  if (!patches_.defined()) {
+    patches_ = patches_of(call_, weight_, call_.input);
+  }
+  return patches_;
+}
 
 Positions PositionSource::of_samples(int64_t first, int64_t count) const {
   if (whole_.G.defined()) {
@@ -218,19 +228,37 @@ Positions PositionSource::of_samples(int64_t first, int64_t count) const {
     const at::Tensor grouped = images.narrow(0, first, count).movedim(0, -1 - spatial);
     return grouped.reshape({grouped.size(0), -1, count, positions_}).permute({0, 2, 3, 1});
   };
-  return {patches_.defined() ? vectors(patches_) : at::Tensor(), vectors(gradients_)};
+  return {has_inputs_ ? vectors(patches()) : at::Tensor(), vectors(gradients_)};
 }
 
 void PositionSource::keep_patches(int64_t& bytes) {
-  if (!patches_.defined() || !patches_.is_cuda() || piece_ < samples_) {
+  if (!gradients_.defined() || !has_inputs_ || !call_.input.is_cuda() || piece_ < samples_) {
     return;
   }
-  const int64_t needed = patches_.numel() * patches_.element_size();
+  const int64_t needed = samples_ * weight_.groups * weight_.fan_in * positions_ *
+                         static_cast<int64_t>(call_.input.element_size());
   if (needed <= bytes) {
     bytes -= needed;
     whole_ = of_samples(0, samples_);
     patches_ = gradients_ = at::Tensor();
   }
+}
+
+std::optional<PositionImages> PositionSource::images() const {
+  if (is_precomputed_ || !has_inputs_ || call_.kind == LayerKind::kConv3d) {
+    return std::nullopt;
+  }
+  if (call_.kind == LayerKind::kLinear) {
+    const auto image = [](const at::Tensor& vectors) {  // [n, vector, 1, T]
+      return vectors[0].permute({0, 2, 1}).unsqueeze(2);
+    };
+    decltype(LayerCall::settings) settings{};
+    settings[kStrideHeight] = settings[kStrideWidth] = 1;
+    settings[kDilationHeight] = settings[kDilationWidth] = settings[kGroups] = 1;
+    return PositionImages{image(whole_.A), image(whole_.G), weight_, settings};
+  }
+  return PositionImages{batched(call_, call_.input), batched(call_, call_.output_gradient), weight_,
+                        call_.settings};
 }
 
 }  // namespace torchium::gradients::detail

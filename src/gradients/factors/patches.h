@@ -5,7 +5,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <cstdint>
+#include <optional>
 
 namespace torchium::gradients::detail {
 
@@ -57,6 +59,18 @@ struct Operands {
 Operands operands_of(const LayerCall& call, at::ScalarType dtype, bool keeps_16_bits,
                      bool with_inputs);
 
+// What the positions of a call are made of: its vectors are the patches of an image. A linear layer
+// has one of height 1, a pixel per position, and a kernel of 1 x 1.
+struct PositionImages {
+  at::Tensor input;     // [n, groups * channels, height, width]
+  at::Tensor gradient;  // [n, groups * fan_out, output height, output width]
+  WeightGeometry weight;
+  decltype(LayerCall::settings) settings;  // of a conv2d
+
+  int64_t samples() const { return gradient.size(0); }
+  int64_t positions() const { return gradient.size(2) * gradient.size(3); }
+};
+
 // The positions of one call. Those of a convolution hold each input many times, so they are formed
 // for some samples at a time.
 class PositionSource {
@@ -77,10 +91,19 @@ class PositionSource {
   // Holds the patches of all samples from now on, if they are copies on a GPU of at most this many
   // bytes, which are subtracted.
   void keep_patches(int64_t& bytes);
+  // Without patches. Nothing for a conv3d, or precomputed positions.
+  std::optional<PositionImages> images() const;
 
  private:
+  // The operand that a convolution multiplies by its weight, formed when it is first needed.
+  const at::Tensor& patches() const;
+
+  LayerCall call_;  // its tensors as products take them
+  WeightGeometry weight_{};
+  bool is_precomputed_ = false;
+  bool has_inputs_ = true;
   Positions whole_;  // undefined tensors: unfold
-  at::Tensor patches_;
+  mutable at::Tensor patches_;
   at::Tensor gradients_;
   int64_t samples_ = 0;
   int64_t positions_ = 0;

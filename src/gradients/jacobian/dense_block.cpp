@@ -1,5 +1,6 @@
 #include "gradients/jacobian/dense_block.h"
 
+#include "gradients/jacobian/device_sums.h"
 #include "linalg/products/symmetric_update.h"
 
 #include <ATen/ATen.h>
@@ -28,6 +29,14 @@ void DenseBlock::add_gram_(at::Tensor& K, double weight) const {
   add_product_of_rows_(K, rows_.flatten(1), weight);
 }
 
+Added DenseBlock::add_gram_to(GramSums& sums, double weight, double /*bias_weight*/) const {
+  if (rows_.scalar_type() != at::kFloat) {
+    return Added::kNothing;
+  }
+  sums.add(rows_, weight);
+  return Added::kBlock;
+}
+
 at::Tensor DenseBlock::transpose_product(const at::Tensor& w) const {
   return at::mv(rows_.flatten(1).t(), w).view(rows_.sizes().slice(1));
 }
@@ -38,6 +47,15 @@ at::Tensor DenseBlock::product(const at::Tensor& x) const {
 
 void DenseBlock::add_squared_norms_(at::Tensor& squares, int64_t /*max_workspace_bytes*/) const {
   squares.add_(squared_norms_of(rows_));
+}
+
+Added DenseBlock::add_norms_to(NormSums& sums, bool /*has_bias*/,
+                               int64_t /*max_workspace_bytes*/) const {
+  if (rows_.scalar_type() != at::kFloat) {
+    return Added::kNothing;
+  }
+  sums.add(rows_);
+  return Added::kBlock;
 }
 
 at::Tensor DenseBlock::weighted_rows(const at::Tensor& w) const {

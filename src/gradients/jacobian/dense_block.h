@@ -13,9 +13,11 @@ class DenseBlock : public JacobianBlock {
   explicit DenseBlock(at::Tensor rows) : rows_(std::move(rows)) {}
 
   void add_gram_(at::Tensor& K, double weight) const override;
+  Added add_gram_to(GramSums& sums, double weight, double bias_weight) const override;
   at::Tensor transpose_product(const at::Tensor& w) const override;
   at::Tensor product(const at::Tensor& x) const override;
   void add_squared_norms_(at::Tensor& squares, int64_t max_workspace_bytes) const override;
+  Added add_norms_to(NormSums& sums, bool has_bias, int64_t max_workspace_bytes) const override;
   at::Tensor weighted_rows(const at::Tensor& w) const override;
 
  private:

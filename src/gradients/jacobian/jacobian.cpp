@@ -1,6 +1,7 @@
 #include "gradients/jacobian/jacobian.h"
 
 #include "gradients/jacobian/dense_block.h"
+#include "gradients/jacobian/device_sums.h"
 #include "gradients/jacobian/jacobian_pieces.h"
 #include "linalg/operand_checks.h"
 
@@ -30,6 +31,10 @@ std::map<int64_t, MicroBatch> micro_batches(const std::vector<LayerCall>& calls)
         found->second.samples, "; dimension 0 of the input of every layer must be the batch");
   }
   return result;
+}
+
+bool all_of(const std::vector<bool>& flags) {
+  return std::find(flags.begin(), flags.end(), false) == flags.end();
 }
 
 }  // namespace
@@ -118,20 +123,58 @@ void Jacobian::keep_patches(int64_t bytes) {
   }
 }
 
-at::Tensor Jacobian::gram(at::ArrayRef<double> weights) const {
-  at::Tensor K = at::zeros({samples_, samples_}, options_);
-  std::vector<bool> done(columns_.size(), false);
+std::vector<bool> Jacobian::without_block() const {
+  std::vector<bool> result;
+  for (const auto& column : columns_) {
+    result.push_back(!column.block);
+  }
+  return result;
+}
+
+template <typename Add>
+void Jacobian::add_blocks(std::vector<bool>& done, const Add& add) const {
   for (size_t p = 0; p < columns_.size(); ++p) {
     const auto& column = columns_[p];
-    if (column.shared_bias >= 0) {
-      done[p] = column.block->add_gram_with_bias_(K, weights[p], weights[column.shared_bias]);
-      done[column.shared_bias] = done[p];
+    if (done[p]) {
+      continue;
+    }
+    const Added added = add(*column.block, column.shared_bias, p);
+    done[p] = added != Added::kNothing;
+    if (column.shared_bias >= 0 && added == Added::kBlockAndBias) {
+      done[column.shared_bias] = true;
     }
   }
-  for (size_t p = 0; p < columns_.size(); ++p) {
-    if (columns_[p].block && !done[p]) {
-      columns_[p].block->add_gram_(K, weights[p]);
-    }
+}
+
+at::Tensor Jacobian::gram(at::ArrayRef<double> weights, GramSum sum) const {
+  std::vector<bool> done = without_block();
+  at::Tensor K;
+  if (GramSums::is_available(options_.device(), samples_)) {
+    GramSums sums;
+    add_blocks(done, [&](const JacobianBlock& block, int64_t bias, size_t p) {
+      return block.add_gram_to(sums, weights[p], bias >= 0 ? weights[bias] : 0.0);
+    });
+    K = sums.gram(options_, samples_);
+  } else {
+    K = at::zeros({samples_, samples_}, options_);
+  }
+  if (sum == GramSum::kFloat32) {
+    add_blocks(done, [&](const JacobianBlock& block, int64_t, size_t p) {
+      return block.add_gram_in_float32_(K, weights[p]) ? Added::kBlock : Added::kNothing;
+    });
+  }
+  const bool is_symmetric = all_of(done);
+  add_blocks(done, [&](const JacobianBlock& block, int64_t bias, size_t p) {
+    const bool has_both =
+        bias >= 0 && !done[bias] && block.add_gram_with_bias_(K, weights[p], weights[bias]);
+    return has_both ? Added::kBlockAndBias : Added::kNothing;
+  });
+  add_blocks(done, [&](const JacobianBlock& block, int64_t, size_t p) {
+    block.add_gram_(K, weights[p]);
+    return Added::kBlock;
+  });
+  if (sum == GramSum::kFloat32 && !is_symmetric) {
+    K = K.add(K.t()).div_(2.0);
   }
   return scale_.defined() ? K.mul_(scale_.square()) : K;
 }
@@ -162,17 +205,27 @@ at::Tensor Jacobian::product(at::TensorList x, at::ArrayRef<double> scales) cons
   return scale_.defined() ? result.mul_(scale_) : result;
 }
 
-at::Tensor Jacobian::norms(int64_t max_workspace_bytes) const {
-  at::Tensor squares = at::zeros({samples_}, options_);
-  std::vector<bool> done(columns_.size(), false);
-  add_norms_of_pairs_(squares, max_workspace_bytes, done);
-  for (size_t p = 0; p < columns_.size(); ++p) {
-    if (columns_[p].block && !done[p]) {
-      columns_[p].block->add_squared_norms_(squares, max_workspace_bytes);
-    }
+at::Tensor Jacobian::norms(int64_t max_workspace_bytes, at::ScalarType dtype) const {
+  std::vector<bool> done = without_block();
+  const bool on_device = NormSums::is_available(options_.device());
+  NormSums sums;
+  if (on_device) {
+    add_blocks(done, [&](const JacobianBlock& block, int64_t bias, size_t) {
+      return block.add_norms_to(sums, bias >= 0, max_workspace_bytes);
+    });
   }
-  squares.sqrt_();
-  return scale_.defined() ? squares.mul_(scale_) : squares;
+  at::Tensor squares;
+  if (!on_device || !all_of(done)) {
+    squares = at::zeros({samples_}, options_);
+    add_norms_of_pairs_(squares, max_workspace_bytes, done);
+    add_blocks(done, [&](const JacobianBlock& block, int64_t, size_t) {
+      block.add_squared_norms_(squares, max_workspace_bytes);
+      return Added::kBlock;
+    });
+  }
+  const at::Tensor norms =
+      on_device ? sums.norms(squares, options_, samples_, dtype) : squares.sqrt_().to(dtype);
+  return scale_.defined() ? norms * scale_ : norms;
 }
 
 // Few operators for all layers: squares += sum over layers of (|a|^2 + 1) |g|^2, without 1 where
@@ -185,7 +238,7 @@ void Jacobian::add_norms_of_pairs_(at::Tensor& squares, int64_t max_workspace_by
   for (size_t p = 0; p < columns_.size(); ++p) {
     const auto& [dtype, shape, block, bias] = columns_[p];
     const auto pairs = block ? block->vector_pairs() : std::nullopt;
-    if (!pairs) {
+    if (!pairs || done[p]) {
       continue;
     }
     const int64_t more = samples_ * (pairs->A.size(1) + pairs->G.size(1)) * 12;  // with the copy

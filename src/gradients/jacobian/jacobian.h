@@ -20,6 +20,12 @@ c10::SymInt count_samples(const std::vector<LayerCall>& calls);
 // dtype and on its device.
 void check_rows(at::TensorList params, at::TensorList rows);
 
+// How the products of two rows are added up.
+enum class GramSum : uint8_t {
+  kFloat64,
+  kFloat32,  // on a GPU, where it is faster, with the precision of a float32 product
+};
+
 class Jacobian {
  public:
   // Rows are ordered by micro-batch. Every output gradient is multiplied by `scale / loss_scale`
@@ -37,16 +43,16 @@ class Jacobian {
   // this many bytes, that each of them would form.
   void keep_patches(int64_t bytes);
 
-  // sum over the parameters p of weights[p] J_p J_p^T: [n, n] float64.
-  at::Tensor gram(at::ArrayRef<double> weights) const;
+  // sum over the parameters p of weights[p] J_p J_p^T: [n, n] float64; with kFloat32 exactly symmetric.
+  at::Tensor gram(at::ArrayRef<double> weights, GramSum sum = GramSum::kFloat64) const;
   // J_p^T w, times scales[p] if given, for w [n]: one tensor per parameter, in its state dtype.
   std::vector<at::Tensor> transpose_product(const at::Tensor& w,
                                             at::ArrayRef<double> scales = {}) const;
   // sum over the parameters p of J_p x_p, times scales[p] if given, for x with one tensor per
   // parameter: [n] float64.
   at::Tensor product(at::TensorList x, at::ArrayRef<double> scales = {}) const;
-  // The l2 norm of each row: [n] float64. See JacobianBlock::add_squared_norms_().
-  at::Tensor norms(int64_t max_workspace_bytes) const;
+  // The l2 norm of each row: [n] of `dtype`. See JacobianBlock::add_squared_norms_().
+  at::Tensor norms(int64_t max_workspace_bytes, at::ScalarType dtype = at::kDouble) const;
   // J: one tensor [n, *shape] per parameter, in its state dtype.
   std::vector<at::Tensor> rows() const;
 
@@ -58,6 +64,12 @@ class Jacobian {
     int64_t shared_bias;                   // see jacobian_pieces.h
   };
 
+  // Which parameters have no block.
+  std::vector<bool> without_block() const;
+  // Calls add(block, bias, p) for each block that is not done. It returns what it has added, which is
+  // done then.
+  template <typename Add>
+  void add_blocks(std::vector<bool>& done, const Add& add) const;
   // Adds what all blocks of vector pairs have in common to compute; sets `done` for those, and for
   // their biases.
   void add_norms_of_pairs_(at::Tensor& squares, int64_t max_workspace_bytes,

@@ -14,6 +14,12 @@ struct VectorPairs {
   at::Tensor G;  // [n, fan_out]
 };
 
+class GramSums;
+class NormSums;
+
+// What a block has added to a sum.
+enum class Added : uint8_t { kNothing, kBlock, kBlockAndBias };
+
 // J: one row per sample, its gradient with respect to one parameter. Kept in factored form in the
 // parameter's state dtype (float64 for float64, otherwise float32).
 class JacobianBlock {
@@ -28,6 +34,12 @@ class JacobianBlock {
   virtual bool add_gram_with_bias_(at::Tensor& K, double weight, double bias_weight) const {
     return false;
   }
+  // The same as terms of a sum on a GPU that all blocks share; nothing if it does not take them.
+  virtual Added add_gram_to(GramSums& sums, double weight, double bias_weight) const {
+    return Added::kNothing;
+  }
+  // The same with sums that are as precise as those of a float32 product; false: there are none.
+  virtual bool add_gram_in_float32_(at::Tensor& K, double weight) const { return false; }
   // J^T w for w [n] of the state dtype: a tensor of the parameter's shape.
   virtual at::Tensor transpose_product(const at::Tensor& w) const = 0;
   // J x for x of the parameter's shape and the state dtype: [n] float64.
@@ -38,6 +50,10 @@ class JacobianBlock {
   // copies of their factors, take at most `max_workspace_bytes` at a time, but at least one row is
   // formed.
   virtual void add_squared_norms_(at::Tensor& squares, int64_t max_workspace_bytes) const = 0;
+  // The same as terms of a sum on a GPU that all blocks share; nothing if it does not take them.
+  virtual Added add_norms_to(NormSums& sums, bool has_bias, int64_t max_workspace_bytes) const {
+    return Added::kNothing;
+  }
   // For several passes over the rows: holds patches of convolutions on a GPU, of at most this many
   // bytes, which are subtracted.
   virtual void keep_patches(int64_t& bytes) {}

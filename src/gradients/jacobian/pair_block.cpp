@@ -28,6 +28,15 @@ int64_t max_pair_samples(bool is_cuda, int64_t of_sample, int64_t T, int64_t gro
   return std::max<int64_t>(1, std::min(kElements / of_sample, side / T));
 }
 
+// Bytes of operands in parts that exist at a time, where the caller sets no bound.
+constexpr int64_t kMostOperandBytes = int64_t{1} << 29;
+
+// Whether the squared norms of the rows take fewer operations over pairs of positions. Those are
+// float64, of which tensor cores do a quarter as many as of rows in two parts.
+bool saves_norms_by_pairs(int64_t T, int64_t fan_in, int64_t fan_out) {
+  return 2 * T * T < fan_in * fan_out && 4 * T * (fan_in + fan_out) < fan_in * fan_out;
+}
+
 // rows [n, groups, fan_out, fan_in] <- beta rows + sum_t G[group, i, t] A[group, i, t]^T
 void add_rows_(at::Tensor rows, const Positions& x, double beta) {
   const int64_t groups = x.A.size(0);
@@ -121,6 +130,23 @@ bool PairBlock::saves_by_pairs() const {
   return positions * positions * (p + o) <= positions * p * o + n * n * p * o;
 }
 
+std::unique_ptr<DeviceRows> PairBlock::device_rows(int64_t max_bytes) const {
+  if (!options_.device().is_cuda()) {
+    return nullptr;
+  }
+  std::vector<DeviceRows::Call> calls;
+  for (const auto& [source, first_row] : calls_) {
+    auto images = source.images();
+    if (!images || source.positions() <= 1) {
+      return nullptr;
+    }
+    calls.push_back({*std::move(images), first_row});
+  }
+  return DeviceRows::are_supported(calls, samples_)
+             ? std::make_unique<DeviceRows>(std::move(calls), samples_, max_bytes)
+             : nullptr;
+}
+
 void PairBlock::add_gram_(at::Tensor& K, double weight) const {
   if (saves_by_pairs()) {
     add_gram_by_pairs_(K, weight, 0.0);
@@ -135,6 +161,26 @@ bool PairBlock::add_gram_with_bias_(at::Tensor& K, double weight, double bias_we
   }
   add_gram_by_pairs_(K, weight, bias_weight);
   return true;
+}
+
+Added PairBlock::add_gram_to(GramSums& sums, double weight, double bias_weight) const {
+  const auto pairs = vector_pairs();
+  if (!pairs || pairs->A.scalar_type() != at::kFloat || pairs->G.scalar_type() != at::kFloat) {
+    return Added::kNothing;
+  }
+  sums.add(*pairs, weight, bias_weight);
+  return Added::kBlockAndBias;
+}
+
+bool PairBlock::add_gram_in_float32_(at::Tensor& K, double weight) const {
+  if (saves_by_pairs()) {
+    return false;
+  }
+  const auto rows = device_rows(kMostOperandBytes);
+  if (rows) {
+    rows->add_gram_(K, weight);
+  }
+  return rows != nullptr;
 }
 
 // K_ij += sum over groups, t and s of (weight * A_it . A_js + bias_weight) (G_it . G_js)
@@ -191,9 +237,16 @@ void PairBlock::add_gram_by_rows_(at::Tensor& K, double weight) const {
   const at::NoTF32Guard full_precision;
   const int64_t of_output = samples_ * groups_ * fan_in_;
   const int64_t chunk = std::max<int64_t>(1, max_row_elements(K.is_cuda()) / of_output);
+  const auto on_device = device_rows(kMostOperandBytes);
   for (int64_t first = 0; first < fan_out_; first += chunk) {
     const int64_t outputs = std::min(chunk, fan_out_ - first);
     at::Tensor rows;
+    if (on_device) {
+      rows = at::empty({samples_, groups_, outputs, fan_in_}, options_);
+      on_device->store(rows, first, {});
+      add_product_of_rows_(K, rows.flatten(1), weight);
+      continue;
+    }
     for_each_piece([&](const Positions& x, int64_t row) {
       if (!rows.defined()) {
         rows = at::zeros({samples_, groups_, outputs, fan_in_}, x.A.options());
@@ -269,6 +322,25 @@ void PairBlock::add_squared_norms_(at::Tensor& squares, int64_t max_workspace_by
   }
 }
 
+Added PairBlock::add_norms_to(NormSums& sums, bool has_bias, int64_t max_workspace_bytes) const {
+  if (const auto pairs = vector_pairs()) {
+    if (pairs->A.scalar_type() != at::kFloat || pairs->G.scalar_type() != at::kFloat) {
+      return Added::kNothing;
+    }
+    sums.add(*pairs, has_bias);
+    return Added::kBlockAndBias;
+  }
+  if (saves_norms_by_pairs(calls_[0].source.positions(), fan_in_, fan_out_)) {
+    return Added::kNothing;
+  }
+  const auto rows = device_rows(max_workspace_bytes);
+  if (!rows) {
+    return Added::kNothing;
+  }
+  sums.add(rows->squares());
+  return Added::kBlock;
+}
+
 void PairBlock::keep_patches(int64_t& bytes) {
   for (auto& call : calls_) {
     call.source.keep_patches(bytes);
@@ -280,6 +352,12 @@ at::Tensor PairBlock::weighted_rows(const at::Tensor& w) const {
   const bool covered = calls_.size() == 1 && calls_[0].source.samples() == samples_;
   const std::vector<int64_t> sizes{samples_, groups_, fan_out_, fan_in_};
   const at::Tensor rows = torchium::detail::empty_in_huge_pages(sizes, options_);
+  auto shape = shape_;
+  shape.insert(shape.begin(), samples_);
+  if (const auto on_device = device_rows(kMostOperandBytes)) {
+    on_device->store(rows, 0, w);
+    return rows.view(shape);
+  }
   if (!covered) {
     rows.zero_();
   }
@@ -288,8 +366,6 @@ at::Tensor PairBlock::weighted_rows(const at::Tensor& w) const {
     add_rows_(rows.narrow(0, row, count), w.defined() ? weighted(x, w.narrow(0, row, count)) : x,
               covered ? 0.0 : 1.0);
   });
-  auto shape = shape_;
-  shape.insert(shape.begin(), samples_);
   return rows.view(shape);
 }
 

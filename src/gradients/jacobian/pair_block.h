@@ -1,8 +1,10 @@
 #pragma once
 
 #include "gradients/factors/patches.h"
+#include "gradients/jacobian/device_sums.h"
 #include "gradients/jacobian/jacobian_block.h"
 
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -24,15 +26,20 @@ class PairBlock : public JacobianBlock {
 
   void add_gram_(at::Tensor& K, double weight) const override;
   bool add_gram_with_bias_(at::Tensor& K, double weight, double bias_weight) const override;
+  Added add_gram_to(GramSums& sums, double weight, double bias_weight) const override;
+  bool add_gram_in_float32_(at::Tensor& K, double weight) const override;
   at::Tensor transpose_product(const at::Tensor& w) const override;
   at::Tensor product(const at::Tensor& x) const override;
   std::optional<VectorPairs> vector_pairs() const override;
   void add_squared_norms_(at::Tensor& squares, int64_t max_workspace_bytes) const override;
+  Added add_norms_to(NormSums& sums, bool has_bias, int64_t max_workspace_bytes) const override;
   void keep_patches(int64_t& bytes) override;
   at::Tensor weighted_rows(const at::Tensor& w) const override;
 
  private:
   bool saves_by_pairs() const;
+  // What forms the rows on a GPU, if it can.
+  std::unique_ptr<DeviceRows> device_rows(int64_t max_bytes) const;
   void add_gram_by_pairs_(at::Tensor& K, double weight, double bias_weight) const;
   void add_gram_by_rows_(at::Tensor& K, double weight) const;
   // Calls visit(positions, first row) for all pieces of all calls.

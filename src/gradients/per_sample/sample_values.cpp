@@ -50,8 +50,7 @@ std::vector<at::Tensor> as_state(at::TensorList params, const std::vector<std::s
 }
 
 at::Tensor gram_of(const Jacobian& jacobian, size_t params) {
-  const at::Tensor K = jacobian.gram(std::vector<double>(params, 1.0));
-  return K.add(K.t()).div_(2.0);
+  return jacobian.gram(std::vector<double>(params, 1.0), GramSum::kFloat32);
 }
 
 at::Tensor clip_factors(const at::Tensor& norms, double max_norm) {
