@@ -122,11 +122,14 @@ def layer_kind(module: nn.Module) -> LayerKind | None:
     if found is None:
         return None
     kind, cls = found
-    for name in ("forward", "_conv_forward"):
-        if not hasattr(cls, name):
-            continue
-        if name in module.__dict__ or getattr(type(module), name) is not getattr(cls, name):
-            return None
+    own = module.__dict__
+    if "forward" in own or "_conv_forward" in own:
+        return None
+    if type(module) is not cls:
+        for name in ("forward", "_conv_forward"):
+            known = getattr(cls, name, None)
+            if known is not None and getattr(type(module), name) is not known:
+                return None
     return kind
 
 
@@ -240,7 +243,9 @@ def core_tensors(
 ) -> tuple[Tensor, Tensor]:
     """Input and output gradient as the core takes them."""
     shape = core_shape(module, input, output_gradient.shape)
-    return core_input(module, input), output_gradient.reshape(shape)
+    if len(shape) != output_gradient.dim():
+        output_gradient = output_gradient.reshape(shape)
+    return core_input(module, input), output_gradient
 
 
 def is_1d(module: nn.Module) -> bool:

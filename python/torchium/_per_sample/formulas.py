@@ -81,6 +81,8 @@ def _register(module_class: type[nn.Module], formula: FormulaT) -> FormulaT:
 
 def formula_of(module: nn.Module) -> Formula | None:
     """The formula for a layer, if it has one."""
+    if not _registered:
+        return None
     for base in type(module).__mro__:
         found = _registered.get(base)
         if found is not None:

@@ -75,6 +75,11 @@ class LayerCalls:
             found = rows_by_formula(module, params, input, output_gradient, call.has_batches)
             for name, rows in found.items():
                 self._add_rows(params[name], rows)
+        elif type(module) is nn.Linear and input.dim() > 1:  # what call_row() and core_tensors() return
+            settings = core_row(
+                LayerKind.LINEAR, params.get("weight", -1), params.get("bias", -1), 0, []
+            )
+            self._append(input, output_gradient, settings, 0.0)
         else:
             row, eps = call_row(module, params.get("weight", -1), params.get("bias", -1), 0)
             for image, gradient in _images(module, input, output_gradient, call.has_batches):
@@ -156,7 +161,7 @@ def _calls_under_vmap(loss: SampleLoss) -> LayerCalls | None:
         if not recorder.complete or losses.grad_fn is None or not recorder.calls:
             return None
         # The model's own parameters, kept by reference: the vmap(grad) path raises the error.
-        if _uses_outside(losses, recorder.calls, [*own, *params]) or _overwritten(recorder.calls):
+        if _overwritten(recorder.calls) or _uses_outside(losses, recorder.calls, [*own, *params]):
             return None
         return _differentiated(params, recorder.calls, losses)
 
@@ -199,11 +204,13 @@ def why_unknown(layer: nn.Module) -> str | None:
 
 
 def _is_known(layer: nn.Module) -> bool:
-    trainable = {n: p for n, p in layer._parameters.items() if p is not None and p.requires_grad}
-    return (
-        why_unknown(layer) is None
-        and (trainable.keys() <= set(NAMES) or formula_of(layer) is not None)
-        and all(p.is_floating_point() and p.dim() > 0 for p in trainable.values())
+    has_formula = formula_of(layer) is not None
+    if not has_formula and why_unsupported(layer) is not None:
+        return False
+    return all(
+        (has_formula or name in NAMES) and p.is_floating_point() and p.dim() > 0
+        for name, p in layer._parameters.items()
+        if p is not None and p.requires_grad
     )
 
 
@@ -241,7 +248,9 @@ def _for_core(
     for call, gradient in zip(calls, gradients, strict=True):
         if gradient is None:  # the loss does not depend on this output
             gradient = torch.zeros((), device=call.input.device).expand(call.output_shape)
-        input, gradient = call.input.detach(), gradient.reshape(call.output_shape)
+        if gradient.shape != call.output_shape:
+            gradient = gradient.reshape(call.output_shape)
+        input = call.input.detach()
         result.add(LayerCall(call.module, call.params, input, gradient, call.has_batches))
     return result
 

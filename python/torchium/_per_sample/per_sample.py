@@ -22,6 +22,15 @@ from .sample_trees import SampleTree, count_samples
 Rows = Callable[[int, int], list[Tensor]]
 T = TypeVar("T")
 
+# Of these classes, not of subclasses, no module mixes samples, draws or resists vmap.
+_HARMLESS = frozenset(
+    {
+        *(nn.Sequential, nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding, nn.Flatten),
+        *(nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid),
+        *(nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.Identity, nn.ModuleList),
+    }
+)
+
 # Held while a model's parameters are replaced. One lock, because models may share layers.
 one_call = threading.RLock()
 
@@ -208,6 +217,8 @@ def _kept_flat_weights(model: nn.Module) -> Iterator[None]:
 def _check_modules(model: nn.Module) -> str | None:
     """ValueError for a module that mixes samples or draws. Returns why vmap refuses the model."""
     why_not_vmap = None
+    if all(type(module) in _HARMLESS for module in model.modules()):
+        return None
     for name, module in model.named_modules():
         where = f"model.{name}" if name else "model"
         reason = _why_not_per_sample(module)

@@ -24,10 +24,14 @@ class RecordedCall:
     params: dict[str, int]  # "weight" and "bias", if trainable: positions in the parameters
     input: Tensor
     input_version: int
-    input_edge: GradientEdge | None
     output_edge: GradientEdge
     output_shape: torch.Size
     has_batches: bool  # whether a sample is a batch, as a layer under vmap receives it
+
+    @property
+    def input_edge(self) -> GradientEdge | None:
+        """Where the graph goes on before the layer, unless the input has been overwritten."""
+        return get_gradient_edge(self.input) if self.input.requires_grad else None
 
 
 def record(
@@ -39,7 +43,6 @@ def record(
         params,
         input,
         input._version,
-        get_gradient_edge(input) if input.requires_grad else None,
         get_gradient_edge(computed_output(output)),
         output.shape,
         has_batches,

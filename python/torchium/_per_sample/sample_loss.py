@@ -14,8 +14,31 @@ LossFunction = Callable[[Any, Any], Tensor]
 
 
 def trainable(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters that have gradients, by name."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+    """The parameters that have gradients, by name as in ``named_parameters()``."""
+    cls = type(model)
+    if (
+        cls.named_parameters is not nn.Module.named_parameters
+        or cls.named_modules is not nn.Module.named_modules
+    ):
+        return {name: p for name, p in model.named_parameters() if p.requires_grad}
+    names: dict[Tensor, str] = {}
+    _collect_trainable(model, "", names, set())
+    return {name: p for p, name in names.items()}
+
+
+def _collect_trainable(
+    module: nn.Module, prefix: str, names: dict[Tensor, str], seen: set[nn.Module]
+) -> None:
+    """What ``named_parameters()`` finds, in a fraction of its time."""
+    if module in seen:
+        return
+    seen.add(module)
+    for name, p in module._parameters.items():
+        if p is not None and p.requires_grad and p not in names:
+            names[p] = prefix + name
+    for name, child in module._modules.items():
+        if child is not None:
+            _collect_trainable(child, f"{prefix}{name}.", names, seen)
 
 
 class SampleLoss:
