@@ -26,7 +26,11 @@ PUBLIC = {
     "torchium": "torchium_cpp",  # the umbrella: for programs, not for the library's own sources
 }
 FOLDERS = {
-    "cuda_kernels": [{"common"}, {"split_gemm"}, {"inverse_root", "optimizer_step", "factors", "samples"}],
+    "cuda_kernels": [
+        {"common"},
+        {"split_gemm"},
+        {"inverse_root", "optimizer_step", "factors", "samples"},
+    ],
     "linalg": [{"operators"}, {"krylov", "estimators"}],
     "optim": [
         {"core"},

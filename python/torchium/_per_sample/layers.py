@@ -75,7 +75,9 @@ class LayerCalls:
             found = rows_by_formula(module, params, input, output_gradient, call.has_batches)
             for name, rows in found.items():
                 self._add_rows(params[name], rows)
-        elif type(module) is nn.Linear and input.dim() > 1:  # what call_row() and core_tensors() return
+        elif (
+            type(module) is nn.Linear and input.dim() > 1
+        ):  # what call_row() and core_tensors() return
             settings = core_row(
                 LayerKind.LINEAR, params.get("weight", -1), params.get("bias", -1), 0, []
             )

@@ -8,8 +8,8 @@ namespace {
 // each.
 constexpr int kTile = 32;
 constexpr int kThreads = 256;
-constexpr int kDepth = 64;           // terms of a stage
-constexpr int kPitch = kDepth + 4;   // no bank holds two of the elements that a warp reads at a time
+constexpr int kDepth = 64;          // terms of a stage
+constexpr int kPitch = kDepth + 4;  // no bank holds two of the elements that a warp reads at a time
 constexpr int kLoads = kTile * kDepth / kThreads;  // elements of a stage of one operand, per thread
 
 #if __CUDA_ARCH__ >= 800

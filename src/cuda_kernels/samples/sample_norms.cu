@@ -29,8 +29,7 @@ __device__ double squared_norm(const NormTerm& term, int64_t sample, int lane) {
   if (pair.G != nullptr) {
     double factor = pair.bias_weight;
     if (pair.A != nullptr) {
-      factor +=
-          pair.weight * sum_of_row<true>(pair.A + sample * pair.A_pitch, pair.fan_in, lane);
+      factor += pair.weight * sum_of_row<true>(pair.A + sample * pair.A_pitch, pair.fan_in, lane);
     }
     return factor * sum_of_row<true>(pair.G + sample * pair.G_pitch, pair.fan_out, lane);
   }

@@ -9,8 +9,8 @@ namespace torchium::cuda_kernels {
 // A layer with one position per sample: the gradient of sample i with respect to its weight is the
 // outer product of G[i] and A[i], and that with respect to its bias G[i]. Rows are contiguous.
 struct SamplePair {
-  const float* A = nullptr;  // [n, fan_in]; null: there is no weight
-  const float* G = nullptr;  // [n, fan_out]
+  const float* A = nullptr;          // [n, fan_in]; null: there is no weight
+  const float* G = nullptr;          // [n, fan_out]
   int64_t A_pitch = 0, G_pitch = 0;  // elements between rows
   int fan_in = 0, fan_out = 0;
   double weight = 1, bias_weight = 0;
@@ -47,8 +47,8 @@ struct SampleNorms {
 
 cudaError_t sample_norms(const SampleNorms& arguments, cudaStream_t stream);
 
-// K_ij <- beta K_ij + the sum over the pairs of (weight A_i . A_j + bias_weight) G_i . G_j, in float64
-// and exactly symmetric. On tensor cores, for matrices of a few thousand rows at most.
+// K_ij <- beta K_ij + the sum over the pairs of (weight A_i . A_j + bias_weight) G_i . G_j, in
+// float64 and exactly symmetric. On tensor cores, for matrices of a few thousand rows at most.
 struct PairGram {
   static constexpr int kMostPairs = 32;
 

@@ -97,8 +97,8 @@ class SampleConsumer : public Consumer<kProduct, false> {
     }
   }
 
-  // Four lanes have eight columns of a row in pairs. They exchange those of four times eight columns,
-  // so that each stores eight at once.
+  // Four lanes have eight columns of a row in pairs. They exchange those of four times eight
+  // columns, so that each stores eight at once.
   __device__ void store_parts(const Tile<kProduct>& tile, const Target& target,
                               const float (&x)[64]) const {
     const int M = tile.product.M;
@@ -118,7 +118,8 @@ class SampleConsumer : public Consumer<kProduct, false> {
         transpose_in_four(low, this->lane_);
         const int column = tile.column + 8 * (j + this->lane_ % 4);
         if (row >= M || column >= target.pitch) continue;
-        *reinterpret_cast<uint4*>(target.hi + begin + column) = {high[0], high[1], high[2], high[3]};
+        *reinterpret_cast<uint4*>(target.hi + begin + column) = {high[0], high[1], high[2],
+                                                                 high[3]};
         *reinterpret_cast<uint4*>(target.lo + begin + column) = {low[0], low[1], low[2], low[3]};
       }
     }

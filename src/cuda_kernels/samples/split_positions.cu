@@ -149,8 +149,8 @@ cudaError_t split_positions(const SplitPositions& A, const SplitPositions& G, in
   const dim3 blocks(operands.first_blocks[1] + blocks_of_sample(G), std::min(samples, kMostRows));
   find_largest_kernel<<<blocks, kThreads, 0, stream>>>(operands);
   operands.first_blocks[1] = blocks_of(A, samples);
-  split_positions_kernel<<<operands.first_blocks[1] + blocks_of(G, samples), kThreads, 0,
-                           stream>>>(operands);
+  split_positions_kernel<<<operands.first_blocks[1] + blocks_of(G, samples), kThreads, 0, stream>>>(
+      operands);
   return cudaGetLastError();
 }
 

@@ -22,8 +22,8 @@ using TileMap = CUtensorMap;
 cudaError_t make_tile_map(const SplitMatrices& matrices, int64_t count, bool single, TileMap& map);
 
 // A box of 64 rows and 64 columns. Coordinates: column, row, matrix, part: 0 for hi, 1 for lo,
-// which is zero if absent. between: elements from a matrix to the next, a multiple of 8; 0: they are
-// contiguous.
+// which is zero if absent. between: elements from a matrix to the next, a multiple of 8; 0: they
+// are contiguous.
 cudaError_t make_tile_map(const SplitFp16& batch, int64_t matrices, TileMap& map,
                           int64_t between = 0);
 

@@ -83,7 +83,8 @@ at::Tensor padded(const at::Tensor& images, at::IntArrayRef padding) {
 
 // The operand that a convolution multiplies by its weight: [n, groups, channels, kernel..., pixels
 // of the output...]. An overlapping view of the (zero-padded) input.
-at::Tensor patches_of(const LayerCall& call, const WeightGeometry& weight, const at::Tensor& input) {
+at::Tensor patches_of(const LayerCall& call, const WeightGeometry& weight,
+                      const at::Tensor& input) {
   const auto s = convolution_settings(call);
   const size_t n = spatial_dims(call);
   const at::Tensor x = padded(batched(call, input), s.padding);

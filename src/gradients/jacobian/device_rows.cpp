@@ -45,8 +45,8 @@ bool is_supported(const PositionImages& x) {
 
 // Positions lie side by side, so images whose channels do are copied.
 at::Tensor plain(const at::Tensor& images) {
-  const bool is_sequence = images.stride(1) == 1 && images.size(2) == 1 &&
-                           images.transpose(1, 3).is_contiguous();
+  const bool is_sequence =
+      images.stride(1) == 1 && images.size(2) == 1 && images.transpose(1, 3).is_contiguous();
   return is_sequence ? images : images.contiguous();
 }
 
@@ -135,10 +135,15 @@ DeviceRows::Operands DeviceRows::split(const Call& call, int64_t first, int64_t 
     return p;
   };
   const auto A = split_of(images.input, true), G = split_of(images.gradient, false);
-  C10_CUDA_CHECK(cuda_kernels::split_positions(A, G, as_int(count),
-                                               c10::cuda::getCurrentCUDAStream()));
+  C10_CUDA_CHECK(
+      cuda_kernels::split_positions(A, G, as_int(count), c10::cuda::getCurrentCUDAStream()));
   auto& product = result.product;
-  product = {A.parts,          G.parts, as_int(count), as_int(weight.groups), as_int(positions()), 0,
+  product = {A.parts,
+             G.parts,
+             as_int(count),
+             as_int(weight.groups),
+             as_int(positions()),
+             0,
              as_int(weight.fan_out)};
   product.A.rows = as_int(weight.fan_in);  // of a group
   product.G.rows = as_int(weight.fan_out);
@@ -208,9 +213,9 @@ void DeviceRows::add_gram_(at::Tensor& K, double factor) {
     for_each_piece([&](cuda_kernels::SampleProduct product, int64_t row) {
       product.first_output = static_cast<int>(first);
       product.outputs = static_cast<int>(outputs);
-      C10_CUDA_CHECK(cuda_kernels::sample_parts(
-          product, hi + row * of_sample, hi + elements + row * of_sample, static_cast<int>(pitch),
-          c10::cuda::getCurrentCUDAStream()));
+      C10_CUDA_CHECK(
+          cuda_kernels::sample_parts(product, hi + row * of_sample, hi + elements + row * of_sample,
+                                     static_cast<int>(pitch), c10::cuda::getCurrentCUDAStream()));
     });
     cuda_kernels::SampleGram gram{.J = {.hi = hi,
                                         .lo = hi + elements,

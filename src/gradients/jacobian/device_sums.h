@@ -32,15 +32,15 @@ class DeviceRows {
   DeviceRows(const DeviceRows&) = delete;
   DeviceRows& operator=(const DeviceRows&) = delete;
 
-  // Numbers that add up to the squared norms: [samples, tiles] float32. The sums are to be multiplied
-  // by `factor` and divided by the squares of the scales, [2, samples].
+  // Numbers that add up to the squared norms: [samples, tiles] float32. The sums are to be
+  // multiplied by `factor` and divided by the squares of the scales, [2, samples].
   struct Squares {
     at::Tensor tiles, scales;
     double factor;
   };
   Squares squares();
-  // rows [samples, groups, outputs, fan_in] <- rows of J, of the outputs from first_output on, times
-  // w [samples] if defined.
+  // rows [samples, groups, outputs, fan_in] <- rows of J, of the outputs from first_output on,
+  // times w [samples] if defined.
   void store(const at::Tensor& rows, int64_t first_output, const at::Tensor& w);
   // K += weight * J J^T. Sums over rows of J are float32, as precise as those of a float32 product.
   void add_gram_(at::Tensor& K, double weight);

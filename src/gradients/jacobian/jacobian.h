@@ -43,7 +43,8 @@ class Jacobian {
   // this many bytes, that each of them would form.
   void keep_patches(int64_t bytes);
 
-  // sum over the parameters p of weights[p] J_p J_p^T: [n, n] float64; with kFloat32 exactly symmetric.
+  // sum over the parameters p of weights[p] J_p J_p^T: [n, n] float64; with kFloat32 exactly
+  // symmetric.
   at::Tensor gram(at::ArrayRef<double> weights, GramSum sum = GramSum::kFloat64) const;
   // J_p^T w, times scales[p] if given, for w [n]: one tensor per parameter, in its state dtype.
   std::vector<at::Tensor> transpose_product(const at::Tensor& w,
@@ -66,8 +67,8 @@ class Jacobian {
 
   // Which parameters have no block.
   std::vector<bool> without_block() const;
-  // Calls add(block, bias, p) for each block that is not done. It returns what it has added, which is
-  // done then.
+  // Calls add(block, bias, p) for each block that is not done. It returns what it has added, which
+  // is done then.
   template <typename Add>
   void add_blocks(std::vector<bool>& done, const Add& add) const;
   // Adds what all blocks of vector pairs have in common to compute; sets `done` for those, and for
