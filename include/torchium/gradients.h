@@ -76,12 +76,12 @@ TORCHIUM_API at::Tensor per_sample_norms(const torch::nn::Module& model,
                                          int64_t max_workspace_bytes = int64_t{1} << 28);
 
 /// The inner products of the samples' gradients, `J J^T`, layer by layer without J. If the samples
-/// are taken one by one, J is formed in float64, some rows at a time.
+/// are taken one by one, J is formed in float64, some rows at a time. Sums are float64; Hopper GPUs
+/// add up those of convolutions and sequences in float32.
 ///
 /// @param max_workspace_bytes bounds these rows, of at least one sample. If it is too small for
-/// all,
-///   gradients are computed several times. The workspace of layers that do not need them is at most
-///   100 MB per layer.
+///   all, gradients are computed several times. The workspace of layers that do not need them is at
+///   most 100 MB, on a GPU 1 GB.
 /// @return [batch, batch], float64, symmetric.
 TORCHIUM_API at::Tensor gram(const torch::nn::Module& model, const ForwardFunction& forward,
                              const LossFunction& loss_fn, const at::Tensor& inputs,

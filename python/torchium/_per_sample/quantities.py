@@ -79,7 +79,8 @@ def gram(
     ``K[i, j] = g_i . g_j``, where ``g_i`` is row i of :func:`per_sample_gradients`, over all trainable
     parameters. Layer by layer without J: for linear layers ``(A A^T) * (G G^T)``, elementwise, with
     their inputs A and output gradients G; for convolutions and sequences this, or products of some
-    rows of J at a time, whichever takes fewer operations. Sums are float64.
+    rows of J at a time, whichever takes fewer operations. Sums are float64; Hopper GPUs add up those of
+    convolutions and sequences in float32.
 
     Models, losses, batches and errors are those of :func:`per_sample_gradients`. Nothing is changed.
 
@@ -87,7 +88,7 @@ def gram(
         model, loss_fn, inputs, targets: as for :func:`per_sample_gradients`.
         max_workspace_bytes: bounds the gradients that exist at a time for models that need explicit
             gradients. If it is too small for all, those of each pair of chunks are computed anew.
-            The workspace of layers that do not need them is at most 100 MB per layer.
+            The workspace of layers that do not need them is at most 100 MB, on a GPU 1 GB.
 
     Returns:
         ``[batch, batch]``, float64, symmetric.
