@@ -39,8 +39,8 @@ class Jacobian {
 
   int64_t samples() const { return samples_; }
 
-  // Called before several of the products below: holds patches of convolutions on a GPU, of at most
-  // this many bytes, that each of them would form.
+  // Called before several of the products below: holds the rows of convolutions on a GPU, or
+  // patches, of at most this many bytes, that each of them would form.
   void keep_patches(int64_t bytes);
 
   // sum over the parameters p of weights[p] J_p J_p^T: [n, n] float64; with kFloat32 exactly

@@ -54,8 +54,8 @@ class JacobianBlock {
   virtual Added add_norms_to(NormSums& sums, bool has_bias, int64_t max_workspace_bytes) const {
     return Added::kNothing;
   }
-  // For several passes over the rows: holds patches of convolutions on a GPU, of at most this many
-  // bytes, which are subtracted.
+  // For several passes over the rows: holds them, or patches of convolutions, on a GPU, of at most
+  // this many bytes, which are subtracted.
   virtual void keep_patches(int64_t& bytes) {}
   // diag(w) J for w [n] of the state dtype, undefined for ones: [n, *shape], in new memory.
   virtual at::Tensor weighted_rows(const at::Tensor& w) const = 0;

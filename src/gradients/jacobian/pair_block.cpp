@@ -31,6 +31,9 @@ int64_t max_pair_samples(bool is_cuda, int64_t of_sample, int64_t T, int64_t gro
 // Bytes of operands in parts that exist at a time, where the caller sets no bound.
 constexpr int64_t kMostOperandBytes = int64_t{1} << 29;
 
+// From as many positions on, a product reads kept rows in less time than it multiplies positions.
+constexpr int64_t kLeastPositionsOfRows = 32;
+
 // Whether the squared norms of the rows take fewer operations over pairs of positions. Those are
 // float64, of which tensor cores do a quarter as many as of rows in two parts.
 bool saves_norms_by_pairs(int64_t T, int64_t fan_in, int64_t fan_out) {
@@ -148,7 +151,9 @@ std::unique_ptr<DeviceRows> PairBlock::device_rows(int64_t max_bytes) const {
 }
 
 void PairBlock::add_gram_(at::Tensor& K, double weight) const {
-  if (saves_by_pairs()) {
+  if (rows_) {
+    rows_->add_gram_(K, weight);
+  } else if (saves_by_pairs()) {
     add_gram_by_pairs_(K, weight, 0.0);
   } else {
     add_gram_by_rows_(K, weight);
@@ -156,7 +161,7 @@ void PairBlock::add_gram_(at::Tensor& K, double weight) const {
 }
 
 bool PairBlock::add_gram_with_bias_(at::Tensor& K, double weight, double bias_weight) const {
-  if (!saves_by_pairs()) {
+  if (rows_ || !saves_by_pairs()) {
     return false;
   }
   add_gram_by_pairs_(K, weight, bias_weight);
@@ -173,7 +178,7 @@ Added PairBlock::add_gram_to(GramSums& sums, double weight, double bias_weight) 
 }
 
 bool PairBlock::add_gram_in_float32_(at::Tensor& K, double weight) const {
-  if (saves_by_pairs()) {
+  if (rows_ || saves_by_pairs()) {
     return false;
   }
   const auto rows = device_rows(kMostOperandBytes);
@@ -259,6 +264,9 @@ void PairBlock::add_gram_by_rows_(at::Tensor& K, double weight) const {
 
 at::Tensor PairBlock::transpose_product(const at::Tensor& w) const {
   const at::NoTF32Guard full_precision;
+  if (rows_) {
+    return rows_->transpose_product(w);
+  }
   at::Tensor result = at::empty({groups_, fan_out_, fan_in_}, w.options());
   double beta = 0.0;
   for_each_piece([&](const Positions& x, int64_t row) {
@@ -271,6 +279,9 @@ at::Tensor PairBlock::transpose_product(const at::Tensor& w) const {
 
 at::Tensor PairBlock::product(const at::Tensor& x) const {
   const at::NoTF32Guard full_precision;
+  if (rows_) {
+    return rows_->product(x);
+  }
   const at::Tensor matrices = x.reshape({groups_, fan_out_, fan_in_}).mT();
   const at::Tensor result = at::zeros({samples_}, x.options());
   for_each_piece([&](const Positions& y, int64_t row) {
@@ -342,6 +353,13 @@ Added PairBlock::add_norms_to(NormSums& sums, bool has_bias, int64_t max_workspa
 }
 
 void PairBlock::keep_patches(int64_t& bytes) {
+  const int64_t of_rows = samples_ * groups_ * fan_out_ * fan_in_ * 4;
+  if (calls_[0].source.positions() >= kLeastPositionsOfRows && of_rows <= bytes &&
+      device_rows(kMostOperandBytes)) {
+    rows_ = std::make_unique<DenseBlock>(weighted_rows({}));
+    bytes -= of_rows;
+    return;
+  }
   for (auto& call : calls_) {
     call.source.keep_patches(bytes);
   }
@@ -349,6 +367,9 @@ void PairBlock::keep_patches(int64_t& bytes) {
 
 at::Tensor PairBlock::weighted_rows(const at::Tensor& w) const {
   const at::NoTF32Guard full_precision;
+  if (rows_) {
+    return rows_->weighted_rows(w);
+  }
   const bool covered = calls_.size() == 1 && calls_[0].source.samples() == samples_;
   const std::vector<int64_t> sizes{samples_, groups_, fan_out_, fan_in_};
   const at::Tensor rows = torchium::detail::empty_in_huge_pages(sizes, options_);

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "gradients/factors/patches.h"
+#include "gradients/jacobian/dense_block.h"
 #include "gradients/jacobian/device_sums.h"
 #include "gradients/jacobian/jacobian_block.h"
 
@@ -53,6 +54,7 @@ class PairBlock : public JacobianBlock {
   std::vector<int64_t> shape_;
   int64_t samples_;
   at::TensorOptions options_;
+  std::unique_ptr<DenseBlock> rows_;  // kept
 };
 
 }  // namespace torchium::gradients::detail
