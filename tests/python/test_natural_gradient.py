@@ -91,6 +91,26 @@ def test_float32_direction_is_near_the_dense_solve(name, damping, device):
     assert_moved_alike(model, reference, start, 2e-3)
 
 
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_convolution_with_many_positions_in_float32(solver, device):
+    """Its rows are kept within a step on a Hopper GPU, and multiplied three times with momentum."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(16, 16, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(16 * 36, 3)
+    ).to(device)
+    options = {"lr": 1.0, "damping": 1e-2, "momentum": 0.9}
+    start, reference = values(model), Reference(model, **options)
+    optimizer = torchium.NaturalGradient(model, solver=solver, eps=1e-6, **options)
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(5, 16, 6, 6, generator=generator).to(device)
+        y = torch.randint(3, (5,), generator=generator).to(device)
+        step(optimizer, model, (x, y))
+        reference.step((x.double(), y))
+    assert_moved_alike(model, reference, start, 2e-3)
+
+
 def halve(params):
     for p in params:
         p.grad.mul_(0.5)
