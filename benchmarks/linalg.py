@@ -18,7 +18,7 @@ from torchium.linalg import hutchinson_diagonal, hutchpp, lanczos, logdet, xdiag
 PAIRS = 16
 TOLERANCE = 1e-5
 OURS = "torchium lanczos"
-PRODUCTS = "its products alone"
+PRODUCTS = "its passes over the matrix"
 COLA = "cola-ml, Hutchinson"
 DIAGONAL = "torchium hutchinson_diagonal"
 
@@ -44,10 +44,11 @@ def waits(device: str, function: Callable[[], object]) -> Callable[[], object]:
     return call
 
 
-def eigensolvers(A: Tensor, products: int) -> dict[str, Callable[[], object]]:
+def eigensolvers(A: Tensor, passes: int) -> dict[str, Callable[[], object]]:
     def multiply() -> None:
-        x = torch.ones(len(A), 1, device=A.device)
-        for _ in range(products):
+        """As many passes over the matrix as Lanczos' method makes, one column each."""
+        x = torch.ones(len(A), device=A.device)
+        for _ in range(passes):
             x = A @ x
 
     found: dict[str, Callable[[], object]] = {
@@ -82,8 +83,9 @@ def largest_residual(A: Tensor, pairs: tuple[Tensor, Tensor]) -> float:
 
 
 def measure_eigenpairs(report: Report, A: Tensor, rounds: int) -> None:
-    products = lanczos(A, PAIRS, tol=TOLERANCE).products
-    functions = eigensolvers(A, products)
+    block = 8 if A.is_cuda else 1  # the default
+    passes = lanczos(A, PAIRS, tol=TOLERANCE).products // block
+    functions = eigensolvers(A, passes)
     seconds = interleaved({name: waits(A.device.type, f) for name, f in functions.items()}, rounds)
     rows = []
     for name, function in functions.items():
@@ -91,11 +93,11 @@ def measure_eigenpairs(report: Report, A: Tensor, rounds: int) -> None:
         ratio = median_ratio(seconds[name], seconds[PRODUCTS])
         rows.append([name, 1e3 * statistics.median(seconds[name]), ratio, residual])
     report.table(
-        f"{PAIRS} largest eigenpairs, n = {len(A)}, float32, {products} products",
-        ["", "ms", "ratio to the products", "largest residual"],
+        f"{PAIRS} largest eigenpairs, n = {len(A)}, float32, {passes} products of {block} columns",
+        ["", "ms", "ratio to the passes", "largest residual"],
         rows,
     )
-    report.check("lanczos / its products", median_ratio(seconds[OURS], seconds[PRODUCTS]), 1.3)
+    report.check("lanczos / its passes", median_ratio(seconds[OURS], seconds[PRODUCTS]), 1.3)
     peer = next((name for name in seconds if name.endswith("eigsh")), None)
     if peer is not None:
         report.check(f"lanczos / {peer}", median_ratio(seconds[OURS], seconds[peer]), 0.5)

@@ -29,7 +29,7 @@ FOLDERS = {
     "cuda_kernels": [
         {"common"},
         {"split_gemm"},
-        {"inverse_root", "optimizer_step", "factors", "samples"},
+        {"inverse_root", "optimizer_step", "factors", "samples", "krylov"},
     ],
     "linalg": [{"operators"}, {"krylov", "estimators"}],
     "optim": [

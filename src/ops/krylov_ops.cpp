@@ -4,6 +4,7 @@
 #include "linalg/estimators/lanczos_quadrature.h"
 #include "linalg/estimators/sketched.h"
 #include "linalg/krylov/krylov_process.h"
+#include "linalg/operators/dense_product.h"
 #include "linalg/operators/random_signs.h"
 
 #include <torch/custom_class.h>
@@ -37,10 +38,11 @@ at::TensorOptions tensor_options(at::ScalarType dtype, at::Device device) {
   return at::TensorOptions(dtype).device(device);
 }
 
-Process krylov(bool symmetric, int64_t n, int64_t k, const std::string& which, int64_t block_size,
-               std::optional<int64_t> max_basis, int64_t max_restarts, std::optional<double> tol,
-               const std::optional<at::Tensor>& start, int64_t seed, at::ScalarType dtype,
-               at::Device device) {
+Process krylov(bool symmetric, int64_t n, int64_t k, const std::string& which,
+               std::optional<int64_t> block_size, std::optional<int64_t> max_basis,
+               int64_t max_restarts, std::optional<double> tol,
+               const std::optional<at::Tensor>& start, int64_t seed, bool is_dense,
+               at::ScalarType dtype, at::Device device) {
   linalg::KrylovOptions options;
   options.which = which;
   options.block_size = block_size;
@@ -49,7 +51,8 @@ Process krylov(bool symmetric, int64_t n, int64_t k, const std::string& which, i
   options.tol = tol;
   options.start = start.value_or(at::Tensor());
   options.seed = static_cast<uint64_t>(seed);
-  return make<detail::KrylovProcess>(symmetric, n, k, options, tensor_options(dtype, device));
+  return make<detail::KrylovProcess>(symmetric, n, k, options, is_dense,
+                                     tensor_options(dtype, device));
 }
 
 Process hutchinson(bool diagonal, int64_t n, int64_t num_samples, int64_t block_size,
@@ -99,6 +102,7 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
   m.def("xdiag", &sketched<detail::XdiagProcess>);
   m.def("logdet", &logdet);
   m.def("random_signs", &random_signs);
+  m.def("_dense_product(Tensor A, Tensor X) -> Tensor", &detail::dense_product);
 }
 
 }  // namespace torchium::ops

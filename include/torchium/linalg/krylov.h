@@ -4,8 +4,8 @@
 // solve the small problem H = V^T A V in float64 on the host, and restart from the best part of
 // the space until the residuals |A x - lambda x| are small (thick restarts: Wu and Simon 2000,
 // "Thick-restart Lanczos method for large symmetric eigenvalue problems"; Stewart 2002, "A
-// Krylov-Schur algorithm for large eigenproblems"). On a GPU the host waits once per restart, not
-// once per product.
+// Krylov-Schur algorithm for large eigenproblems"). lanczos also stops in between. On a GPU
+// the host waits a few times per restart, not once per product.
 #pragma once
 
 #include <torchium/export.h>
@@ -24,8 +24,11 @@ struct KrylovOptions {
   // arnoldi: "LM" (default), "LR" and "SR" (largest and smallest real part), "LI" (largest
   // imaginary part in magnitude).
   std::string which;
-  int64_t block_size = 1;            // columns per product; at least the multiplicity sought
-  std::optional<int64_t> max_basis;  // columns of V; default: max(2 k + 1, 20) + 2 block_size
+  // Columns per product; at least the multiplicity sought. Default: those of `start`, or 8 for a
+  // dense float32 matrix on a GPU, which reads it no slower than for one, otherwise 1.
+  std::optional<int64_t> block_size;
+  // Columns of V. Default: max(2 k + 1, 20, 10 block_size) + 2 block_size.
+  std::optional<int64_t> max_basis;
   int64_t max_restarts = 100;
   // An eigenpair has converged if its residual is at most tol times the largest magnitude of an
   // eigenvalue of H, or if it is a rounding error that does not fall any more (tol 0). Default:

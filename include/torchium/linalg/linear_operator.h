@@ -24,6 +24,7 @@ class TORCHIUM_API LinearOperator {
 
   int64_t size() const { return n_; }
   const at::TensorOptions& options() const { return options_; }
+  bool is_dense() const { return is_dense_; }  // made from a dense matrix
 
   // A X. c10::ValueError: X, or what `product` returned, is not [n, columns] of the operator's
   // dtype and device.
@@ -32,6 +33,7 @@ class TORCHIUM_API LinearOperator {
  private:
   int64_t n_;
   Product product_;
+  bool is_dense_ = false;
   at::TensorOptions options_;
 };
 

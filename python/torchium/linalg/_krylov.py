@@ -27,7 +27,7 @@ def lanczos(
     k: int = 6,
     *,
     which: str = "LA",
-    block_size: int = 1,
+    block_size: int | None = None,
     max_basis: int | None = None,
     max_restarts: int = 100,
     tol: float | None = None,
@@ -39,17 +39,19 @@ def lanczos(
     An orthonormal basis ``V`` of a Krylov space is built with full re-orthogonalisation; the small
     problem ``H = V^T A V`` is solved in float64 on the host; then the method restarts from the best
     part of the space (Wu and Simon 2000, "Thick-restart Lanczos method for large symmetric eigenvalue
-    problems"). On a GPU the host waits once per restart, not once per product. A matrix of an order
-    not above ``max_basis + block_size`` is formed and solved densely.
+    problems"). It also stops in between, as soon as the residuals allow it. On a GPU the host waits
+    a few times per restart, not once per product. A matrix of an order not above
+    ``max_basis + block_size`` is formed and solved densely.
 
     Args:
         A: ``[n, n]``, dense or sparse, or a :class:`LinearOperator`; symmetric, float32 or float64.
         k: the number of eigenpairs, from 1 to n.
         which: ``"LA"`` (largest), ``"SA"`` (smallest) or ``"LM"`` (largest magnitude).
         block_size: columns per product. A matrix with eigenvalues of multiplicity m needs
-            ``block_size >= m`` to find all of them reliably.
+            ``block_size >= m`` to find all of them reliably. By default that of ``start``, or 8 for a
+            dense float32 matrix on a GPU, which reads it no slower than for one column, otherwise 1.
         max_basis: columns of V, at least ``k + 2 block_size``; by default
-            ``max(2 k + 1, 20) + 2 block_size``.
+            ``max(2 k + 1, 20, 10 block_size) + 2 block_size``.
         max_restarts: after these a warning names the number of pairs that have not converged.
         tol: an eigenpair has converged if ``|A x - lambda x| <= tol max |lambda|``; by default
             ``finfo(dtype).eps ** (2 / 3)``. With 0 the method ends once the residuals are rounding
@@ -72,7 +74,7 @@ def arnoldi(
     k: int = 6,
     *,
     which: str = "LM",
-    block_size: int = 1,
+    block_size: int | None = None,
     max_basis: int | None = None,
     max_restarts: int = 100,
     tol: float | None = None,
@@ -103,6 +105,8 @@ def arnoldi(
 
 def _eigenpairs(symmetric: bool, A: Any, k: int, *options: Any) -> KrylovEigenpairs:
     operator = as_operator("lanczos" if symmetric else "arnoldi", A)
-    process = _ops.krylov(symmetric, len(operator), k, *options, operator.dtype, operator.device)
+    process = _ops.krylov(
+        symmetric, len(operator), k, *options, operator.is_dense, operator.dtype, operator.device
+    )
     values, vectors, residuals, converged = run(process, operator)
     return KrylovEigenpairs(values, vectors, residuals, converged, process.products())

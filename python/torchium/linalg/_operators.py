@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_ops = torch.ops.torchium
+
 
 class LinearOperator:
     """A square matrix that is known by its products.
@@ -48,6 +50,7 @@ class LinearOperator:
         self.dtype = dtype
         # The device of tensors: "cuda" is the current one.
         self.device = torch.empty(0, device=device).device
+        self.is_dense = False  # True: made from a dense matrix
         self._product = product
 
     def __matmul__(self, X: Tensor) -> Tensor:
@@ -77,7 +80,13 @@ def as_operator(function: str, A: Any) -> LinearOperator:
         raise ValueError(f"{function}: A is {tuple(A.shape)}; it must be a square matrix")
     if A.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"{function}: A is {A.dtype}; it must be float32 or float64")
-    return LinearOperator(len(A), lambda X: A @ X, dtype=A.dtype, device=A.device)
+    if A.layout != torch.strided:
+        return LinearOperator(len(A), lambda X: A @ X, dtype=A.dtype, device=A.device)
+    operator = LinearOperator(
+        len(A), lambda X: _ops._dense_product(A, X), dtype=A.dtype, device=A.device
+    )
+    operator.is_dense = True
+    return operator
 
 
 def run(process: Any, A: LinearOperator) -> list[Tensor]:

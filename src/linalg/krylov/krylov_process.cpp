@@ -5,10 +5,13 @@
 #include "linalg/precision.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <set>
+#include <utility>
 
 namespace torchium::linalg::detail {
 namespace {
@@ -16,18 +19,35 @@ namespace {
 // Residuals, in units of epsilon and the largest eigenvalue, that may be rounding errors.
 constexpr double kRoundingErrors = 100.0;
 
+// The first check is due when the basis has this many columns per wanted pair.
+constexpr int64_t kFirstCheck = 3;
+
 const char* method_name(bool symmetric) { return symmetric ? "lanczos" : "arnoldi"; }
 
-int64_t basis_size(const char* name, int64_t k, const KrylovOptions& options) {
-  const int64_t least = k + 2 * options.block_size;
+// Columns of a product by which a GPU reads a dense float32 matrix no slower than by one. In float64
+// the many small operations of a block take longer than they save.
+constexpr int64_t kDenseBlock = 8;
+
+int64_t block_size(const KrylovOptions& options, bool is_dense,
+                   const at::TensorOptions& tensor_options) {
+  if (options.block_size) return *options.block_size;
+  if (options.start.defined()) return options.start.dim() == 2 ? options.start.size(1) : 1;
+  const bool is_float = c10::typeMetaToScalarType(tensor_options.dtype()) == at::kFloat;
+  return is_dense && is_float && tensor_options.device().is_cuda() ? kDenseBlock : 1;
+}
+
+// With fewer than ten blocks, a Krylov space of blocks has polynomials of too low a degree.
+int64_t basis_size(const char* name, int64_t k, int64_t block, const KrylovOptions& options) {
+  const int64_t least = k + 2 * block;
   const int64_t size =
-      options.max_basis.value_or(std::max<int64_t>(2 * k + 1, 20) + 2 * options.block_size);
+      options.max_basis.value_or(std::max({2 * k + 1, int64_t{20}, 10 * block}) + 2 * block);
   TORCH_CHECK_VALUE(size >= least, name, ": max_basis is ", size, "; it must be at least k + 2 ",
                     "block_size = ", least, ".");
   return size;
 }
 
-void check_options(bool symmetric, int64_t n, int64_t k, const KrylovOptions& options) {
+void check_options(bool symmetric, int64_t n, int64_t k, int64_t block,
+                   const KrylovOptions& options) {
   const char* name = method_name(symmetric);
   const std::set<std::string> known = symmetric ? std::set<std::string>{"LA", "SA", "LM"}
                                                 : std::set<std::string>{"LM", "LR", "SR", "LI"};
@@ -35,7 +55,7 @@ void check_options(bool symmetric, int64_t n, int64_t k, const KrylovOptions& op
   TORCH_CHECK_VALUE(known.count(options.which) == 1, name, ": which is \"", options.which,
                     "\"; it must be ",
                     symmetric ? "\"LA\", \"SA\" or \"LM\"." : "\"LM\", \"LR\", \"SR\" or \"LI\".");
-  check_positive(name, "block_size", options.block_size);
+  check_positive(name, "block_size", block);
   TORCH_CHECK_VALUE(options.max_restarts >= 0, name, ": max_restarts is ", options.max_restarts,
                     "; it must not be negative.");
   const double tol = options.tol.value_or(0.0);
@@ -46,35 +66,44 @@ void check_options(bool symmetric, int64_t n, int64_t k, const KrylovOptions& op
 }  // namespace
 
 KrylovProcess::KrylovProcess(bool symmetric, int64_t n, int64_t k, const KrylovOptions& options,
-                             const at::TensorOptions& tensor_options)
-    : symmetric_(symmetric), n_(n), k_(k), options_(options), tensor_options_(tensor_options) {
+                             bool is_dense, const at::TensorOptions& tensor_options)
+    : symmetric_(symmetric),
+      n_(n),
+      k_(k),
+      block_(block_size(options, is_dense, tensor_options)),
+      options_(options),
+      tensor_options_(tensor_options),
+      checks_late_(is_dense && tensor_options.device().is_cuda()) {
   check_operator(method_name(symmetric), n, tensor_options);
   if (options_.which.empty()) {
     options_.which = symmetric ? "LA" : "LM";
   }
-  check_options(symmetric, n, k, options_);
+  check_options(symmetric, n, k, block_, options_);
   epsilon_ = epsilon_of(c10::typeMetaToScalarType(tensor_options.dtype()));
   tol_ = options_.tol.value_or(std::pow(epsilon_, 2.0 / 3.0));
-  const int64_t capacity = basis_size(method_name(symmetric), k, options_);
+  // A general eigenproblem takes the host long: it is solved when the basis is full.
+  next_check_ = symmetric ? std::max<int64_t>(2, (kFirstCheck * k + block_ - 1) / block_)
+                          : std::numeric_limits<int64_t>::max();
+  const int64_t capacity = basis_size(method_name(symmetric), k, block_, options_);
   const at::Tensor first = start();
   // A small operator is formed: its Krylov space may be the whole space.
-  if (n > capacity + options_.block_size) {
+  if (n > capacity + block_) {
     space_ = std::make_unique<KrylovSpace>(first, capacity, options_.seed);
   }
 }
 
 at::Tensor KrylovProcess::start() const {
   if (!options_.start.defined()) {
-    return random_signs(n_, std::min(options_.block_size, n_), options_.seed, 0, tensor_options_);
+    return random_signs(n_, std::min(block_, n_), options_.seed, 0, tensor_options_);
   }
   const at::Tensor& given = options_.start;
   const bool fits = given.scalar_type() == c10::typeMetaToScalarType(tensor_options_.dtype()) &&
                     given.device() == tensor_options_.device();
   const at::Tensor start = (given.dim() == 1 ? given.unsqueeze(1) : given).detach();
   TORCH_CHECK_VALUE(
-      fits && start.dim() == 2 && start.size(0) == n_ && start.size(1) == options_.block_size,
+      fits && start.dim() == 2 && start.size(0) == n_ && start.size(1) == block_,
       method_name(symmetric_), ": start is ", given.sizes(), " of ", given.scalar_type(), " on ",
-      given.device(), "; it must be [", n_, ", ", options_.block_size,
+      given.device(), "; it must be [", n_, ", ", block_,
       "], of the operator's dtype and device.");
   TORCH_CHECK_VALUE(at::isfinite(start).all().item<bool>(), method_name(symmetric_),
                     ": start is not finite.");
@@ -92,9 +121,37 @@ void KrylovProcess::use(const at::Tensor& /*operand*/, const at::Tensor& product
     return;
   }
   space_->extend(product);
+  ++steps_;
   if (space_->is_full()) {
-    restart_or_finish();
+    late_.reset();
+    if (!check(snapshot())) restart();
+    return;
   }
+  if (late_) {
+    Snapshot last = std::move(*late_);
+    late_.reset();
+    if (check(std::move(last))) return;
+  }
+  if (steps_ >= next_check_) {
+    if (checks_late_) {
+      late_ = snapshot();
+    } else {
+      check(snapshot());
+    }
+  }
+}
+
+KrylovProcess::Snapshot KrylovProcess::snapshot() const {
+  const at::Tensor projection = space_->projection();
+  Snapshot result{projection, c10::Event(tensor_options_.device().type()), steps_};
+  if (!projection.is_cpu()) {
+    result.projection =
+        at::empty(projection.sizes(), projection.options().device(at::kCPU).pinned_memory(true));
+    result.projection.copy_(projection, /*non_blocking=*/true);
+    const c10::impl::VirtualGuardImpl guard(projection.device().type());
+    result.arrival.record(guard.getStream(projection.device()));
+  }
+  return result;
 }
 
 void KrylovProcess::check_projection(const at::Tensor& H) const {
@@ -116,32 +173,52 @@ void KrylovProcess::solve_densely(const at::Tensor& A) {
   finish(ritz_pairs(H, at::zeros({1, n_}, H.options()), symmetric_, options_.which));
 }
 
-// Also if the residuals are rounding errors and do not fall any more: each restart adds about
-// epsilon to them.
-bool KrylovProcess::has_converged(const RitzPairs& pairs) {
+// Whether the pairs have converged, or are rounding errors that do not fall any more: each restart
+// adds about epsilon to them. The next check is due when half of the steps are done that are
+// missing if the residual falls as since the last check; it mostly falls faster.
+bool KrylovProcess::has_converged(const RitzPairs& pairs, int64_t step) {
   const double unit = pairs.values.abs().max().item<double>();
   const double residual = pairs.residuals.narrow(0, 0, k_).max().item<double>();
-  if (residual >= last_residual_ && residual <= kRoundingErrors * epsilon_ * unit) {
-    tol_ = std::max(tol_, kRoundingErrors * epsilon_);
+  if (residual <= tol_ * unit) return true;
+  const double relative = residual / unit;
+  const double noise = kRoundingErrors * epsilon_;
+  if (step > last_step_ && relative >= last_residual_ && relative <= noise) {
+    tol_ = std::max(tol_, noise);
+    return true;
   }
-  last_residual_ = residual;
-  return residual <= tol_ * unit;
+  const double fall = std::log(last_residual_ / relative) / static_cast<double>(step - last_step_);
+  const double left = std::log(relative / std::max(tol_, epsilon_));
+  const double most = static_cast<double>(step) / 4;
+  const double wait = fall > 0 ? std::min(left / fall / 2, most) : most;
+  if (symmetric_) next_check_ = step + std::max<int64_t>(1, static_cast<int64_t>(wait));
+  last_step_ = step;
+  last_residual_ = relative;
+  return false;
 }
 
-void KrylovProcess::restart_or_finish() {
-  const at::Tensor H = space_->projection().to(at::kCPU, at::kDouble);
-  const at::Tensor B = space_->coupling().to(at::kCPU, at::kDouble);
-  check_projection(H);
-  RitzPairs pairs = ritz_pairs(H, B, symmetric_, options_.which);
-  pairs.residuals += restart_error_;
-  if (has_converged(pairs) || restarts_ == options_.max_restarts) {
-    finish(pairs);
-    return;
+// Finishes and returns true if the pairs have converged, or no restart is left for a full basis.
+bool KrylovProcess::check(Snapshot snapshot) {
+  if (tensor_options_.device().type() != at::kCPU) snapshot.arrival.synchronize();
+  const at::Tensor& projection = snapshot.projection;
+  const int64_t size = projection.size(1);
+  H_ = projection.narrow(0, 0, size);
+  B_ = projection.narrow(0, size, block_);
+  check_projection(H_);
+  pairs_ = ritz_pairs(H_, B_, symmetric_, options_.which);
+  pairs_.residuals += restart_error_;
+  const bool is_last = space_->is_full() && restarts_ == options_.max_restarts;
+  if (size >= k_ && (has_converged(pairs_, snapshot.step) || is_last)) {
+    finish(pairs_);
+    return true;
   }
+  return false;
+}
+
+void KrylovProcess::restart() {
   ++restarts_;
-  const int64_t room = space_->size() - options_.block_size - (symmetric_ ? 0 : 1);
+  const int64_t room = space_->size() - block_ - (symmetric_ ? 0 : 1);
   const int64_t kept = std::min(std::max(k_, space_->size() / 2), room);
-  const RestartSpace next = restart_space(pairs, H, B, kept);
+  const RestartSpace next = restart_space(pairs_, H_, B_, kept);
   restart_error_ += next.error;
   space_->restart(next.basis, next.projection, next.coupling);
 }
@@ -181,7 +258,7 @@ namespace {
 
 KrylovEigenpairs eigenpairs(bool symmetric, const LinearOperator& A, int64_t k,
                             const KrylovOptions& options) {
-  detail::KrylovProcess process(symmetric, A.size(), k, options, A.options());
+  detail::KrylovProcess process(symmetric, A.size(), k, options, A.is_dense(), A.options());
   const auto result = process.run(A);
   return {result[0], result[1], result[2], result[3], process.products()};
 }

@@ -6,14 +6,17 @@
 #include "linalg/operators/operator_process.h"
 #include <torchium/linalg/krylov.h>
 
-#include <limits>
+#include <c10/core/Event.h>
+
 #include <memory>
+#include <optional>
 
 namespace torchium::linalg::detail {
 
 class KrylovProcess final : public OperatorProcess {
  public:
-  KrylovProcess(bool symmetric, int64_t n, int64_t k, const KrylovOptions& options,
+  // is_dense: of the operator.
+  KrylovProcess(bool symmetric, int64_t n, int64_t k, const KrylovOptions& options, bool is_dense,
                 const at::TensorOptions& tensor_options);
 
  private:
@@ -23,21 +26,38 @@ class KrylovProcess final : public OperatorProcess {
 
   bool solves_densely() const { return space_ == nullptr; }
   void solve_densely(const at::Tensor& A);
-  void restart_or_finish();
-  bool has_converged(const RitzPairs& pairs);
-  void finish(const RitzPairs& pairs);
   at::Tensor start() const;
+
+  // H above B, on its way to the host.
+  struct Snapshot {
+    at::Tensor projection;
+    c10::Event arrival;
+    int64_t step;
+  };
+  Snapshot snapshot() const;
+  bool check(Snapshot snapshot);
+  void restart();
+  bool has_converged(const RitzPairs& pairs, int64_t step);
+  void finish(const RitzPairs& pairs);
   void check_projection(const at::Tensor& H) const;
 
   bool symmetric_;
-  int64_t n_, k_;
+  int64_t n_, k_, block_;
   KrylovOptions options_;
   at::TensorOptions tensor_options_;
+  bool checks_late_;  // once the device has its next product
   double tol_, epsilon_;
-  double last_residual_ = std::numeric_limits<double>::infinity();
   std::unique_ptr<KrylovSpace> space_;
+  int64_t steps_ = 0;  // products with a block
+  int64_t next_check_;
+  std::optional<Snapshot> late_;
+  int64_t last_step_ = 0;       // of the last check
+  double last_residual_ = 1.0;  // there, in units of the largest eigenvalue
   int64_t restarts_ = 0;
   double restart_error_ = 0.0;
+  // Of the last check:
+  at::Tensor H_, B_;
+  RitzPairs pairs_;
   std::vector<at::Tensor> result_;
 };
 

@@ -25,21 +25,21 @@ class KrylovSpace {
   at::Tensor operand() const;              // F
   void extend(const at::Tensor& product);  // A F: V becomes [V, F]
 
-  at::Tensor projection() const;  // H
-  at::Tensor coupling() const;    // B
+  // H above B: [m + b, m] float64, contiguous.
+  at::Tensor projection() const;
 
-  // V U for U [m, columns], as [n, columns].
+  // The first m columns of V times U [m, columns]: [n, columns].
   at::Tensor combined(const at::Tensor& U) const;
 
-  // V becomes V U for an orthonormal U [m, p] that spans an invariant subspace of H.
+  // V becomes V U for an orthonormal U [m, p] that spans an invariant subspace of H. The others
+  // replace H and B.
   void restart(const at::Tensor& U, const at::Tensor& projection, const at::Tensor& coupling);
 
  private:
-  at::Tensor with_random_rows(const at::Tensor& X);
+  void append(const at::Tensor& columns, int64_t known, const at::Tensor& projection);
 
-  at::Tensor basis_;       // [capacity + b, n]: the columns of V and F
-  at::Tensor projection_;  // [capacity + b, capacity]: H above B
-  at::Tensor noise_;       // [b], float64: of a normalised row, no more than this is noise
+  at::Tensor basis_;       // [capacity + 3 b, n]: the columns of V and F, then work
+  at::Tensor projection_;  // [capacity + b, capacity] float64: H above B
   int64_t block_;
   int64_t size_ = 0;
   uint64_t seed_;

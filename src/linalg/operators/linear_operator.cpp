@@ -1,3 +1,4 @@
+#include "linalg/operators/dense_product.h"
 #include "linalg/operators/operator_checks.h"
 #include <torchium/linalg/linear_operator.h>
 
@@ -9,7 +10,10 @@ namespace torchium::linalg {
 
 LinearOperator::LinearOperator(const at::Tensor& A)
     : n_(A.defined() && A.dim() == 2 ? A.size(0) : 0),
-      product_([A](const at::Tensor& X) { return at::matmul(A, X); }),
+      product_([A](const at::Tensor& X) {
+        return A.layout() == at::kStrided ? detail::dense_product(A, X) : at::matmul(A, X);
+      }),
+      is_dense_(A.defined() && A.layout() == at::kStrided),
       options_(A.defined() ? at::TensorOptions(A.scalar_type()).device(A.device())
                            : at::TensorOptions()) {
   TORCH_CHECK_VALUE(A.defined() && A.dim() == 2 && A.size(0) == A.size(1), "LinearOperator: A is ",

@@ -44,9 +44,8 @@ void fill_on_cuda(const at::Tensor& rows, uint64_t seed, uint64_t first_stream) 
 
 }  // namespace
 
-at::Tensor random_signs(int64_t n, int64_t columns, uint64_t seed, uint64_t first_stream,
-                        const at::TensorOptions& options) {
-  at::Tensor rows = at::empty({columns, n}, options);
+void random_signs_(const at::Tensor& rows, uint64_t seed, uint64_t first_stream) {
+  TORCH_INTERNAL_ASSERT(rows.is_contiguous());
   AT_DISPATCH_FLOATING_TYPES(rows.scalar_type(), "random_signs", [&] {
 #ifdef TORCHIUM_WITH_CUDA
     if (rows.is_cuda()) {
@@ -54,8 +53,14 @@ at::Tensor random_signs(int64_t n, int64_t columns, uint64_t seed, uint64_t firs
       return;
     }
 #endif
-    fill_on_cpu(rows.mutable_data_ptr<scalar_t>(), columns, n, seed, first_stream);
+    fill_on_cpu(rows.mutable_data_ptr<scalar_t>(), rows.size(0), rows.size(1), seed, first_stream);
   });
+}
+
+at::Tensor random_signs(int64_t n, int64_t columns, uint64_t seed, uint64_t first_stream,
+                        const at::TensorOptions& options) {
+  const at::Tensor rows = at::empty({columns, n}, options);
+  random_signs_(rows, seed, first_stream);
   return rows.mT();
 }
 

@@ -14,4 +14,7 @@ namespace torchium::linalg::detail {
 at::Tensor random_signs(int64_t n, int64_t columns, uint64_t seed, uint64_t first_stream,
                         const at::TensorOptions& options);
 
+// The same as the rows of `rows`, contiguous.
+void random_signs_(const at::Tensor& rows, uint64_t seed, uint64_t first_stream);
+
 }  // namespace torchium::linalg::detail
