@@ -1,3 +1,4 @@
+#include "linalg/direct_power.h"
 #include "linalg/matrix_functions.h"
 #include "linalg/spectral/spectral.h"
 
@@ -71,6 +72,11 @@ MatrixPower matrix_power_with_eigensystem(const at::Tensor& A, double exponent, 
 }
 
 at::Tensor matrix_power(const at::Tensor& A, double exponent, double eps, double relative_eps) {
+  // relative_eps is in units of an eigenvalue.
+  if (relative_eps == 0) {
+    const at::Tensor power = direct_power(as_batch(A), exponent, eps);
+    if (power.defined()) return power.view(A.sizes());
+  }
   return matrix_power_with_eigensystem(A, exponent, eps, relative_eps).power;
 }
 

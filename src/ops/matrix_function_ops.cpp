@@ -94,7 +94,9 @@ PowerTuple power(const Tensor& A, double exponent, double eps, double relative_e
 }
 
 Tensor power_alone(const Tensor& A, double exponent, double eps, double relative_eps) {
-  return std::get<0>(power(A, exponent, eps, relative_eps));
+  check_power(A, exponent, eps, relative_eps);
+  return to_dtype_of(
+      A, linalg::detail::matrix_power(to_compute_dtype(A), exponent, eps, relative_eps));
 }
 
 // The halves of the derivative. A: what the result depends on beside its gradient or tangent, for

@@ -123,6 +123,40 @@ def test_matrix_power(device, n, dtype, exponent):
     assert torch.equal(X, X.mT)
 
 
+@pytest.mark.parametrize(
+    "exponent", [-2.0, -1.0, -2 / 3, -0.5, -0.25, -0.3, 0.0, 0.5, 1.0, 2.0, 3.0, 7.0, 16.0, 17.0]
+)
+@pytest.mark.parametrize("dtype", REAL)
+@pytest.mark.parametrize("n", [1, 5, 64, 200])
+def test_matrix_power_without_relative_eps(device, n, dtype, exponent):
+    """By products and inverse roots, where these are faster."""
+    A = from_spectrum(torch.logspace(0, -2, n, dtype=torch.float64).expand(3, n)).to(device, dtype)
+    A = A * torch.tensor([1.0, 0.1, 10.0], device=device, dtype=dtype).view(3, 1, 1)
+    A[:, 0, n - 1] *= 1.001  # not quite symmetric
+    X = matrix_power(A, exponent, eps=1e-4)
+    expected = damped_power(A.cpu(), exponent, eps=1e-4)
+    assert (relative_error(X, expected) < 1e3 * (1 + abs(exponent)) * rounding(dtype)).all()
+    assert torch.equal(X, X.mT)
+    again = matrix_power(A.requires_grad_(), exponent, eps=1e-4)  # by eigenvalues
+    assert (relative_error(again, expected) < 1e3 * (1 + abs(exponent)) * rounding(dtype)).all()
+
+
+@pytest.mark.parametrize("exponent", [-2.0, -0.5, 0.0, 0.5, 1.0, 2.0, 3.0, 8.0])
+@pytest.mark.parametrize("scale", [1e-42, 1e-30, 1e-18, 1e18, 1e30, 1e37])
+def test_powers_at_the_ends_of_the_range(device, scale, exponent):
+    A = from_spectrum(torch.logspace(0, -2, 40, dtype=torch.float64))
+    A = (scale * A).float().to(device)
+    X = matrix_power(A, exponent)
+    assert X.isfinite().all()
+    largest = 1.0 / torch.finfo(torch.float32).tiny
+    expected = damped_power(A.cpu(), exponent)
+    in_range = (expected.abs().amax() < largest / 1e3) & (expected.abs().amax() > 1e3 / largest)
+    if in_range and scale > 1e-40:
+        assert relative_error(X, expected) < 5e-3 * (1 + abs(exponent)) ** 2
+    A[3, 3] = torch.nan
+    assert matrix_power(A, exponent).isnan().all()
+
+
 @pytest.mark.parametrize("exponent", [0, 1, 2, 3, 4, 7])
 def test_integer_powers_of_indefinite_matrices(device, exponent):
     A = from_spectrum(torch.linspace(-1, 1.2, 12, dtype=torch.float64)).to(device)

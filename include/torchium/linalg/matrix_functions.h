@@ -69,6 +69,10 @@ TORCHIUM_API std::vector<InverseRootInfo> matrix_inverse_root_info(
 // Integer exponents >= 0 are defined for indefinite matrices too. For other exponents A is assumed
 // positive semi-definite: with positive exponents, negative eigenvalues count as zero; with
 // negative exponents, eigenvalues below the floor of matrix_inverse_root count as that floor.
+// Without relative_eps and where no derivative is recorded, integers up to 16 are products, and on
+// a CUDA device -1/p, -2/p and 1/2 are made of one matrix_inverse_root by "newton", with its floor.
+// All others take eigenvalues.
+//
 // Differentiable once, in reverse and forward mode, also if eigenvalues coincide (Daleckii-Krein;
 // Higham 2008, "Functions of Matrices", theorem 3.11).
 TORCHIUM_API at::Tensor matrix_power(const at::Tensor& A, double exponent, double eps = 0.0,

@@ -180,6 +180,10 @@ def matrix_power(
     negative eigenvalues count as zero for positive exponents, and as the floor of
     :func:`matrix_inverse_root` for negative ones. The result saturates instead of overflowing.
 
+    Without ``relative_eps`` and where no derivative is recorded, integer exponents up to 16 are
+    products, and on a CUDA device ``-1/p``, ``-2/p`` and ``1/2`` are made of one
+    :func:`matrix_inverse_root` by ``"newton"``, with its floor. All others take eigenvalues.
+
     Differentiable once, in reverse and forward mode and under ``torch.func``, also if eigenvalues
     coincide (Daleckii-Krein; Higham 2008, "Functions of Matrices", theorem 3.11). Eigenvalues below
     the floor have no gradient unless the exponent is an integer ``>= 0``.

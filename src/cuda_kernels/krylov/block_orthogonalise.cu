@@ -9,10 +9,10 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kRowsAtOnce = 2;        // of row_products_kernel, per thread block
-constexpr int kLeastSegment = 512;    // columns of a thread block there
-constexpr int kWantedBlocks = 288;    // thread blocks that keep a device busy
-constexpr int kColumns = 64;          // of subtract_kernel, per thread block
+constexpr int kRowsAtOnce = 2;      // of row_products_kernel, per thread block
+constexpr int kLeastSegment = 512;  // columns of a thread block there
+constexpr int kWantedBlocks = 288;  // thread blocks that keep a device busy
+constexpr int kColumns = 64;        // of subtract_kernel, per thread block
 constexpr int kGroups = kThreads / kColumns;
 constexpr int kCoefficientRows = 32;
 constexpr int kRecombineThreads = 128;

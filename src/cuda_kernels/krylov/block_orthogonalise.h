@@ -18,12 +18,12 @@ struct BlockOrthogonalise {
   float* rows;  // [known + 2 block, n]
   int64_t n;
   int known;
-  int block;            // can_orthogonalise
-  double epsilon;       // of |W[i]|: no more than this is left: a rounding error
-  double noise;         // of a normalised row, after the second projection, likewise
-  double* projection;   // [known + block, block]: C above R; null: not wanted
-  int64_t row_stride;   // of `projection`
-  double* workspace;    // block_orthogonalise_workspace() numbers
+  int block;           // can_orthogonalise
+  double epsilon;      // of |W[i]|: no more than this is left: a rounding error
+  double noise;        // of a normalised row, after the second projection, likewise
+  double* projection;  // [known + block, block]: C above R; null: not wanted
+  int64_t row_stride;  // of `projection`
+  double* workspace;   // block_orthogonalise_workspace() numbers
 };
 
 int64_t block_orthogonalise_workspace(int known, int block, int64_t n);

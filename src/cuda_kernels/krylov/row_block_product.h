@@ -17,7 +17,7 @@ void row_block_product(const T* A, const T* X, T* Y, int64_t m, int64_t n, int c
 
 extern template void row_block_product(const float*, const float*, float*, int64_t, int64_t, int,
                                        cudaStream_t);
-extern template void row_block_product(const double*, const double*, double*, int64_t, int64_t,
-                                       int, cudaStream_t);
+extern template void row_block_product(const double*, const double*, double*, int64_t, int64_t, int,
+                                       cudaStream_t);
 
 }  // namespace torchium::cuda_kernels

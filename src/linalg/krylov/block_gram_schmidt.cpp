@@ -67,10 +67,9 @@ void orthogonalise_on_device(const at::Tensor& rows, int64_t known, int64_t bloc
   torchium::detail::check_device_code(rows.device());
   const c10::cuda::CUDAGuard device_guard(rows.device());
   const int64_t n = rows.size(1);
-  const at::Tensor workspace =
-      at::empty({cuda_kernels::block_orthogonalise_workspace(static_cast<int>(known),
-                                                             static_cast<int>(block), n)},
-                rows.options().dtype(at::kDouble));
+  const at::Tensor workspace = at::empty({cuda_kernels::block_orthogonalise_workspace(
+                                             static_cast<int>(known), static_cast<int>(block), n)},
+                                         rows.options().dtype(at::kDouble));
   const cuda_kernels::BlockOrthogonalise arguments{
       .rows = rows.mutable_data_ptr<float>(),
       .n = n,
@@ -81,8 +80,7 @@ void orthogonalise_on_device(const at::Tensor& rows, int64_t known, int64_t bloc
       .projection = projection.defined() ? projection.mutable_data_ptr<double>() : nullptr,
       .row_stride = projection.defined() ? projection.stride(0) : 0,
       .workspace = workspace.mutable_data_ptr<double>()};
-  C10_CUDA_CHECK(
-      cuda_kernels::block_orthogonalise(arguments, c10::cuda::getCurrentCUDAStream()));
+  C10_CUDA_CHECK(cuda_kernels::block_orthogonalise(arguments, c10::cuda::getCurrentCUDAStream()));
 }
 #endif
 

@@ -24,8 +24,8 @@ constexpr int64_t kFirstCheck = 3;
 
 const char* method_name(bool symmetric) { return symmetric ? "lanczos" : "arnoldi"; }
 
-// Columns of a product by which a GPU reads a dense float32 matrix no slower than by one. In float64
-// the many small operations of a block take longer than they save.
+// Columns of a product by which a GPU reads a dense float32 matrix no slower than by one. In
+// float64 the many small operations of a block take longer than they save.
 constexpr int64_t kDenseBlock = 8;
 
 int64_t block_size(const KrylovOptions& options, bool is_dense,
@@ -100,11 +100,10 @@ at::Tensor KrylovProcess::start() const {
   const bool fits = given.scalar_type() == c10::typeMetaToScalarType(tensor_options_.dtype()) &&
                     given.device() == tensor_options_.device();
   const at::Tensor start = (given.dim() == 1 ? given.unsqueeze(1) : given).detach();
-  TORCH_CHECK_VALUE(
-      fits && start.dim() == 2 && start.size(0) == n_ && start.size(1) == block_,
-      method_name(symmetric_), ": start is ", given.sizes(), " of ", given.scalar_type(), " on ",
-      given.device(), "; it must be [", n_, ", ", block_,
-      "], of the operator's dtype and device.");
+  TORCH_CHECK_VALUE(fits && start.dim() == 2 && start.size(0) == n_ && start.size(1) == block_,
+                    method_name(symmetric_), ": start is ", given.sizes(), " of ",
+                    given.scalar_type(), " on ", given.device(), "; it must be [", n_, ", ", block_,
+                    "], of the operator's dtype and device.");
   TORCH_CHECK_VALUE(at::isfinite(start).all().item<bool>(), method_name(symmetric_),
                     ": start is not finite.");
   return start;

@@ -10,8 +10,8 @@ namespace torchium::linalg::detail {
 
 KrylovSpace::KrylovSpace(const at::Tensor& start, int64_t capacity, uint64_t seed)
     : basis_(at::empty({capacity + 3 * start.size(1), start.size(0)}, start.options())),
-      projection_(at::zeros({capacity + start.size(1), capacity},
-                            start.options().dtype(at::kDouble))),
+      projection_(
+          at::zeros({capacity + start.size(1), capacity}, start.options().dtype(at::kDouble))),
       block_(start.size(1)),
       seed_(seed) {
   append(start, 0, {});

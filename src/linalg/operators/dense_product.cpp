@@ -20,7 +20,8 @@ namespace {
 
 #ifdef TORCHIUM_WITH_CUDA
 bool has_kernel(const at::Tensor& A, const at::Tensor& X) {
-  const bool has_derivative = c10::GradMode::is_enabled() && (A.requires_grad() || X.requires_grad());
+  const bool has_derivative =
+      c10::GradMode::is_enabled() && (A.requires_grad() || X.requires_grad());
   return A.is_cuda() && A.layout() == at::kStrided && !has_derivative && X.device() == A.device() &&
          X.scalar_type() == A.scalar_type() && X.size(1) >= 2 &&
          X.size(1) <= cuda_kernels::kMostBlockRows && A.numel() > 0 && A.is_contiguous() &&
@@ -35,8 +36,7 @@ at::Tensor product_by_kernel(const at::Tensor& A, const at::Tensor& X) {
   AT_DISPATCH_FLOATING_TYPES(A.scalar_type(), "dense_product", [&] {
     cuda_kernels::row_block_product(A.const_data_ptr<scalar_t>(), X.const_data_ptr<scalar_t>(),
                                     rows.mutable_data_ptr<scalar_t>(), A.size(0), A.size(1),
-                                    static_cast<int>(X.size(1)),
-                                    c10::cuda::getCurrentCUDAStream());
+                                    static_cast<int>(X.size(1)), c10::cuda::getCurrentCUDAStream());
   });
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return rows.mT();

@@ -169,7 +169,10 @@ Candidate compute_root(const at::Tensor& matrices, const RootRule& rule, double 
     candidate.root = std::move(result.root);
     residual = std::move(result.residual);
   } else {
-    candidate.root = linalg::detail::matrix_power(matrices, exponent, rule.eps, rule.relative_eps);
+    // By eigenvalues, which no failure of an iteration replaces.
+    candidate.root = linalg::detail::matrix_power_with_eigensystem(matrices, exponent, rule.eps,
+                                                                   rule.relative_eps)
+                         .power;
   }
   candidate.accepted = linalg::detail::is_finite(candidate.root);
   if (residual.defined()) {
