@@ -1,7 +1,7 @@
-"""Eigenpairs and stochastic estimates of a large symmetric matrix: time, error and passes over the matrix.
+"""Eigenpairs and estimates of a large symmetric matrix, lists of small tensors, powers of matrices.
 
-Lanczos' method is compared with its products alone, SciPy's eigsh (CuPy's on a CUDA device); estimates
-of the diagonal with cola-ml, where these packages are installed.
+Lanczos' method is compared with its passes over the matrix and with SciPy's eigsh (CuPy's on a CUDA
+device); estimates of the diagonal with cola-ml, where these packages are installed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,18 @@ from collections.abc import Callable
 import torch
 from common import Report, interleaved, median_ratio, parse_arguments, result_file
 from torch import Tensor
-from torchium.linalg import hutchinson_diagonal, hutchpp, lanczos, logdet, xdiag
+from torchium.linalg import (
+    fused_mul_add_,
+    hutchinson_diagonal,
+    hutchpp,
+    lanczos,
+    logdet,
+    matrix_inverse_root,
+    matrix_power,
+    spd_inverse,
+    spd_solve,
+    xdiag,
+)
 
 PAIRS = 16
 TOLERANCE = 1e-5
@@ -148,14 +159,96 @@ def measure_estimates(report: Report, A: Tensor, rounds: int) -> None:
     report.table(f"Trace and log-determinant, n = {n}", ["", "ms", "relative error"], rows)
 
 
+def measure_lists(report: Report, device: str, rounds: int) -> None:
+    """Many small tensors."""
+    a, b, c = ([torch.randn(100 + i, device=device) for i in range(500)] for _ in range(3))
+
+    def one_by_one() -> None:
+        for x, y, z in zip(a, b, c, strict=True):
+            z.addcmul_(x, y)
+
+    functions: dict[str, Callable[[], object]] = {
+        "torchium fused_mul_add_": lambda: fused_mul_add_(a, b, c),
+        "addcmul_ in a loop": one_by_one,
+        "torch._foreach_addcmul_": lambda: torch._foreach_addcmul_(c, a, b),
+    }
+    seconds = interleaved({k: waits(device, f) for k, f in functions.items()}, rounds)
+    rows = [[name, 1e3 * statistics.median(seconds[name])] for name in functions]
+    report.table("a b + c for 500 tensors of 100 to 599 numbers, float32", ["", "ms"], rows)
+    ratio = median_ratio(seconds["torchium fused_mul_add_"], seconds["addcmul_ in a loop"])
+    report.check("fused_mul_add_ / a loop", ratio, 0.1)
+
+
+def spd_batch(n: int, count: int, device: str) -> Tensor:
+    X = torch.randn(count, n, 2 * n, generator=torch.Generator().manual_seed(0))
+    return (X @ X.mT / (2 * n)).to(device)
+
+
+def measure_inverses(report: Report, device: str, rounds: int, n: int, count: int) -> None:
+    A = spd_batch(n, count, device)
+    B = torch.randn(count, n, 8, device=device)
+    functions: dict[str, Callable[[], Tensor]] = {
+        "torchium spd_inverse": lambda: spd_inverse(A, damping=1e-3),
+        "torch cholesky + cholesky_inverse": lambda: torch.cholesky_inverse(
+            torch.linalg.cholesky(A + 1e-3 * torch.eye(n, device=device))
+        ),
+        "torchium spd_solve, 8 columns": lambda: spd_solve(A, B, damping=1e-3),
+        "torch cholesky + cholesky_solve": lambda: torch.cholesky_solve(
+            B, torch.linalg.cholesky(A + 1e-3 * torch.eye(n, device=device))
+        ),
+    }
+    seconds = interleaved({k: waits(device, f) for k, f in functions.items()}, rounds)
+    D = A.double() + 1e-3 * torch.eye(n, device=device)
+    exact = torch.linalg.inv(D)
+    rows = []
+    for name, function in functions.items():
+        expected = exact @ B.double() if "solve" in name else exact
+        error = float((function().double() - expected).norm() / expected.norm())
+        rows.append([name, 1e3 * statistics.median(seconds[name]), error])
+    report.table(
+        f"Inverses and solutions, {count} of n = {n}, float32", ["", "ms", "relative error"], rows
+    )
+    ours, peer = list(functions)[:2]
+    report.check(
+        f"spd_inverse / {peer}, n = {n}", median_ratio(seconds[ours], seconds[peer]), 1 / 3
+    )
+
+
+def measure_powers(report: Report, device: str, rounds: int, n: int, count: int) -> None:
+    """Powers, beside the inverse root of the order that they take."""
+    A = spd_batch(n, count, device)
+    roots = {-0.5: 2, -2 / 3: 3, 0.5: 2, 2.0: 2}
+    functions: dict[str, Callable[[], object]] = {}
+    for exponent in roots:
+        functions[f"power {exponent:.3g}"] = lambda e=exponent: matrix_power(A, e)
+    for root in sorted(set(roots.values())):
+        functions[f"inverse root {root}"] = lambda p=root: matrix_inverse_root(A, p)
+    functions["eigh"] = lambda: matrix_power(A, -0.3)
+    seconds = interleaved({k: waits(device, f) for k, f in functions.items()}, rounds)
+    rows = [[name, 1e3 * statistics.median(seconds[name])] for name in functions]
+    report.table(f"Matrix powers, {count} of n = {n}, float32", ["", "ms"], rows)
+    if device == "cuda":
+        for exponent, root in roots.items():
+            ratio = median_ratio(
+                seconds[f"power {exponent:.3g}"], seconds[f"inverse root {root}"]
+            )
+            report.check(f"power {exponent:.3g} / inverse root {root}", ratio, 1.3)
+
+
 def main() -> int:
     arguments = parse_arguments(__doc__.splitlines()[0], device=True)
     on_gpu = arguments.device.startswith("cuda")
     n = 400 if arguments.tiny else 16384 if on_gpu else 4096
-    report = Report("Eigenpairs and estimates of a large matrix")
+    report = Report("Eigenpairs, estimates, lists and powers")
     A = matrix(n, arguments.device)
     measure_eigenpairs(report, A, arguments.rounds)
     measure_estimates(report, A, arguments.rounds)
+    del A
+    measure_lists(report, arguments.device, arguments.rounds)
+    size = (32, 4) if arguments.tiny else (512, 32) if on_gpu else (128, 16)
+    measure_powers(report, arguments.device, arguments.rounds, *size)
+    for shape in [size, (1024, 8)] if on_gpu and not arguments.tiny else [size]:
+        measure_inverses(report, arguments.device, arguments.rounds, *shape)
     missed = report.finish(result_file(f"linalg_{'h200' if on_gpu else 'cpu'}", arguments))
     return int(missed > 0 and not arguments.tiny)
 

@@ -28,6 +28,8 @@ void register_operators(torch::Library& m) {
                            "spd_inverse",
                            "spd_solve",
                            "fused_mul_add",
+                           "fused_mul_add.out",
+                           "fused_mul_add_",
                            "kronecker_factors_update_",
                            "kronecker_factors_add_lookups_",
                            "per_sample_gradients",

@@ -84,6 +84,37 @@ at::Tensor fused_mul_add_autograd(const at::Tensor& a, const at::Tensor& b, cons
   return fused_mul_add(a, b, c);
 }
 
+// The lists in place: no derivative, but autograd sees that c changes.
+void fused_mul_add_lists_autograd(at::TensorList a, at::TensorList b, at::TensorList c) {
+  for (const at::TensorList list : {a, b, c}) {
+    for (const at::Tensor& entry : list) {
+      TORCH_CHECK(!ops::needs_derivative({entry}),
+                  "fused_mul_add_ has no derivative, but an entry requires grad or has a tangent. "
+                  "Call it under torch.no_grad(), or use fused_mul_add.");
+    }
+  }
+  {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    fused_mul_add_(a, b, c);
+  }
+  for (const at::Tensor& entry : c) {
+    if (!entry.is_inference()) entry.unsafeGetTensorImpl()->bump_version();
+  }
+}
+
+at::Tensor& fused_mul_add_out_autograd(const at::Tensor& a, const at::Tensor& b,
+                                       const at::Tensor& c, at::Tensor& out) {
+  TORCH_CHECK(!ops::needs_derivative({a, b, c, out}),
+              "fused_mul_add with `out` has no derivative, but an operand requires grad or has a "
+              "tangent. Call it under torch.no_grad(), or without `out`.");
+  {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    fused_mul_add(a, b, c, out);
+  }
+  if (!out.is_inference()) out.unsafeGetTensorImpl()->bump_version();
+  return out;
+}
+
 }  // namespace
 
 at::Tensor kron(const at::Tensor& A, const at::Tensor& B) {
@@ -118,9 +149,22 @@ at::Tensor spd_solve(const at::Tensor& A, const at::Tensor& X, double damping) {
   return op.call(A, X, damping);
 }
 
-at::Tensor fused_mul_add(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c) {
+at::Tensor fused_mul_add(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c,
+                         const std::optional<at::Tensor>& out) {
+  if (out) {
+    static const auto into = c10::Dispatcher::singleton()
+                                 .findSchemaOrThrow("torchium::fused_mul_add", "out")
+                                 .typed<decltype(detail::fused_mul_add_out)>();
+    at::Tensor result = *out;
+    return into.call(a, b, c, result);
+  }
   static const auto op = find_operator("torchium::fused_mul_add", &detail::fused_mul_add);
   return op.call(a, b, c);
+}
+
+void fused_mul_add_(at::TensorList a, at::TensorList b, at::TensorList c) {
+  static const auto op = find_operator("torchium::fused_mul_add_", &detail::fused_mul_add_);
+  op.call(a, b, c);
 }
 
 TORCH_LIBRARY_FRAGMENT(torchium, m) {
@@ -133,6 +177,8 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
   m.def("spd_inverse(Tensor A, *, float damping=0.0) -> Tensor");
   m.def("spd_solve(Tensor A, Tensor X, *, float damping=0.0) -> Tensor");
   m.def("fused_mul_add(Tensor a, Tensor b, Tensor c) -> Tensor");
+  m.def("fused_mul_add.out(Tensor a, Tensor b, Tensor c, *, Tensor(a!) out) -> Tensor(a!)");
+  m.def("fused_mul_add_(Tensor[] a, Tensor[] b, Tensor(a!)[] c) -> ()");
 }
 
 // Made of ATen's operators, so for every backend; sparse tensors get here too, and are refused by
@@ -143,6 +189,8 @@ TORCH_LIBRARY_IMPL(torchium, CompositeExplicitAutograd, m) {
   m.impl("spd_inverse", &detail::spd_inverse);
   m.impl("spd_solve", &detail::spd_solve);
   m.impl("fused_mul_add", &detail::fused_mul_add);
+  m.impl("fused_mul_add.out", &detail::fused_mul_add_out);
+  m.impl("fused_mul_add_", &detail::fused_mul_add_);
 }
 
 TORCH_LIBRARY_IMPL(torchium, Meta, m) {
@@ -158,6 +206,8 @@ TORCH_LIBRARY_IMPL(torchium, Autograd, m) {
   m.impl("spd_inverse", ops::refuse_gradients_kernel<kUseInverse>());
   m.impl("spd_solve", ops::refuse_gradients_kernel<kUseSolve>());
   m.impl("fused_mul_add", &fused_mul_add_autograd);
+  m.impl("fused_mul_add.out", &fused_mul_add_out_autograd);
+  m.impl("fused_mul_add_", &fused_mul_add_lists_autograd);
 }
 
 }  // namespace torchium::linalg

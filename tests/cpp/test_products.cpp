@@ -58,6 +58,18 @@ TEST(Products, ChunkedMatmulGivesTheProductInAnyWorkspace) {
   EXPECT_THROW(linalg::chunked_matmul(A, B, 100), c10::ValueError);
 }
 
+TEST(Products, FusedMulAddWritesToOutAndToLists) {
+  torch::manual_seed(0);
+  const auto a = torch::randn({3, 4}), b = torch::randn({4}), c = torch::randn({3, 4});
+  const auto expected = a * b + c;
+  auto out = torch::empty({3, 4});
+  EXPECT_EQ(linalg::fused_mul_add(a, b, c, out).data_ptr(), out.data_ptr());
+  expect_close(out, expected, 1e-6);
+  linalg::fused_mul_add_({a, a}, {b, a}, {c, out});
+  expect_close(c, expected, 1e-6);
+  expect_close(out, a * a + expected, 1e-6);
+}
+
 TEST(Products, DerivativesReachCppPrograms) {
   torch::manual_seed(0);
   const auto with_grad = [](at::IntArrayRef shape) {
@@ -94,6 +106,8 @@ TEST(Products, WrongArgumentsAreValueErrors) {
   EXPECT_THROW(linalg::kron_solve(A, A, torch::eye(4), -1.0), c10::ValueError);
   EXPECT_THROW(linalg::spd_solve(A, torch::eye(3)), c10::ValueError);
   EXPECT_THROW(linalg::spd_inverse(A, std::numeric_limits<double>::infinity()), c10::ValueError);
+  EXPECT_THROW(linalg::fused_mul_add(A, A, A, torch::zeros({1})), c10::ValueError);
+  EXPECT_THROW(linalg::fused_mul_add_({A}, {A}, {}), c10::ValueError);
   EXPECT_THROW(linalg::fused_mul_add(A, A, A.to(torch::kInt)), c10::ValueError);
   EXPECT_THROW(linalg::fused_mul_add(A, A, at::Tensor()), c10::Error);
 }

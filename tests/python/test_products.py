@@ -14,6 +14,7 @@ from matrix_cases import (
     subnormal,
 )
 from reference import products as reference
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torchium import linalg
 
@@ -177,3 +178,104 @@ def test_fused_mul_add_promotes_as_addcmul(dtypes):
     result = linalg.fused_mul_add(a, b, c)
     assert result.dtype == torch.addcmul(c, a, b).dtype
     assert torch.equal(result, torch.addcmul(c, a, b))
+
+
+@pytest.mark.parametrize("dtype", ALL_FLOATS)
+@pytest.mark.parametrize("shapes", [((7,), (7,), (7,)), ((3, 1), (4,), ()), ((1000, 33),) * 3])
+def test_fused_mul_add_writes_to_out(dtype, shapes, device):
+    a, b, c = (randn(*shape, dtype=dtype, seed=i).to(device) for i, shape in enumerate(shapes))
+    expected = linalg.fused_mul_add(a, b, c)
+    out = torch.full_like(expected, torch.nan)
+    assert linalg.fused_mul_add(a, b, c, out=out) is out
+    assert torch.equal(out, expected)
+    if a.shape == expected.shape:
+        version = a._version
+        linalg.fused_mul_add(a, b, c, out=a)
+        assert torch.equal(a, expected)
+        assert a._version > version
+
+
+def test_an_out_that_does_not_fit_is_refused(device):
+    a, b, c = (randn(3, dtype=torch.float32, seed=i).to(device) for i in range(3))
+    with pytest.raises(ValueError, match=r"fused_mul_add: out is \[4\] of Float; it must be \[3\]"):
+        linalg.fused_mul_add(a, b, c, out=torch.zeros(4, device=device))
+    with pytest.raises(ValueError, match=r"out is \[3\] of Double; it must be \[3\] of Float"):
+        linalg.fused_mul_add(a, b, c, out=torch.zeros(3, device=device, dtype=torch.float64))
+    with pytest.raises(RuntimeError, match="fused_mul_add with `out` has no derivative"):
+        linalg.fused_mul_add(a.requires_grad_(), b, c, out=torch.zeros(3, device=device))
+    with pytest.raises(ValueError, match="fused_mul_add: out is 3 "):
+        linalg.fused_mul_add(a, b, c, out=3)
+
+
+def mixed_list(device: torch.device | str, count: int, dtypes: list[torch.dtype]) -> list[Tensor]:
+    """Shapes of one to some thousand entries, empty ones, unaligned and strided ones."""
+    shapes = [(), (1,), (7,), (33, 5), (64, 64), (0, 3), (9000,), (4097,)]
+    tensors = []
+    for i in range(count):
+        shape, dtype = shapes[i % len(shapes)], dtypes[i % len(dtypes)]
+        x = randn(*shape, dtype=dtype, seed=i).to(device)
+        if i % 5 == 1:
+            x = torch.cat([x.flatten()[:1], x.flatten()])[1:].view(shape)  # not aligned
+        if i % 7 == 3 and len(shape) == 2:
+            x = x.mT.contiguous().mT  # not contiguous
+        tensors.append(x)
+    return tensors
+
+
+@pytest.mark.parametrize("count", [1, 40, 2000])
+def test_fused_mul_add_of_lists(device, count):
+    a, b, c = (
+        mixed_list(device, 3 * count, ALL_FLOATS)[i * count : (i + 1) * count] for i in range(3)
+    )
+    a, b = (
+        [
+            y.view_as(z).to(z) if y.numel() == z.numel() else torch.full_like(z, 0.5)
+            for y, z in zip(x, c, strict=True)
+        ]
+        for x in (a, b)
+    )
+    a[0] = a[0].reshape(-1)[:1].sum() if a[0].numel() else a[0]  # broadcasts
+    expected = [linalg.fused_mul_add(*entry) for entry in zip(a, b, c, strict=True)]
+    versions = [z._version for z in c]
+    assert linalg.fused_mul_add_(a, b, c) is None
+    for found, z, version in zip(c, expected, versions, strict=True):
+        torch.testing.assert_close(found, z, rtol=0, atol=0)
+        assert found.numel() == 0 or found._version > version
+
+
+def test_lists_that_do_not_fit_change_nothing(device):
+    def lists() -> tuple[list[Tensor], ...]:
+        return tuple(
+            [torch.ones(3, device=device), torch.ones(2, 2, device=device)] for _ in range(3)
+        )
+
+    def refuses(message: str, change, error: type[Exception] = ValueError) -> None:
+        a, b, c = lists()
+        change(a, b, c)
+        with pytest.raises(error, match=message):
+            linalg.fused_mul_add_(a, b, c)
+        assert all(bool((z == 1).all()) for z in c)
+
+    refuses("a, b and c have 1, 2 and 2 entries; they must be", lambda a, b, c: a.pop())
+    refuses(
+        r"a\[1\] is \[3\] of Float .* it must fit c\[1\], which is \[2, 2\]",
+        lambda a, b, c: a.__setitem__(1, a[0]),
+    )
+    refuses(r"b\[1\] is \[2, 2\] of Double", lambda a, b, c: b.__setitem__(1, b[1].double()))
+    refuses(r"c\[0\] has dtype Int", lambda a, b, c: c.__setitem__(0, c[0].int()))
+    refuses(r"c\[1\] is in c twice", lambda a, b, c: [x.__setitem__(1, x[0]) for x in (a, b, c)])
+    refuses("has no derivative", lambda a, b, c: a[0].requires_grad_(), RuntimeError)
+    refuses(r"a\[0\] is 3 .*it must be a tensor", lambda a, b, c: a.__setitem__(0, 3))
+    with pytest.raises(ValueError, match="a is of type Tensor; it must be a list or tuple"):
+        linalg.fused_mul_add_(torch.ones(3), [torch.ones(3)], [torch.ones(3)])
+    linalg.fused_mul_add_([], [], [])
+
+
+@pytest.mark.cuda
+def test_a_list_of_hundreds_takes_one_launch():
+    a, b, c = ([torch.ones(100 + i, device="cuda") for i in range(500)] for _ in range(3))
+    linalg.fused_mul_add_(a, b, c)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        linalg.fused_mul_add_(a, b, c)
+        torch.cuda.synchronize()
+    assert sum(event.device_type.name == "CUDA" for event in profiler.events()) == 1

@@ -58,10 +58,11 @@ TORCHIUM_API at::Tensor chunked_matmul(const at::Tensor& A, const at::Tensor& B,
 // (A + damping I)^-1, exactly symmetric: [..., n, n] -> [..., n, n]. A is symmetric positive
 // semi-definite (it is symmetrised); damping finite and not negative.
 //
-// By Cholesky. If the factorisation of a matrix breaks down, or meets a pivot below
+// In float32 and 16 bits on a GPU by matrix_inverse_root of root 1 and a step of Newton's, with the
+// floor of the former; the host does not wait. Elsewhere by Cholesky. If the factorisation of a matrix breaks down, or meets a pivot below
 // (4 + sqrt(n) / 4) epsilon(dtype) times its largest entry, that matrix is solved by its
 // eigendecomposition instead. Eigenvalues below that fraction of the largest, or below the smallest
-// normal number, count as that floor. On a GPU the host waits once, to find these matrices. Values
+// normal number, count as that floor. In float64 on a GPU the host waits once, to find these matrices. Values
 // beyond the range of the dtype saturate. A matrix with NaN or Inf yields NaN and does not affect
 // the others.
 TORCHIUM_API at::Tensor spd_inverse(const at::Tensor& A, double damping = 0.0);
@@ -73,7 +74,17 @@ TORCHIUM_API at::Tensor spd_solve(const at::Tensor& A, const at::Tensor& X, doub
 // a * b + c in one pass over memory; bfloat16 and float16 results are rounded once. Shapes
 // broadcast and dtypes promote as in torch.addcmul(c, a, b). Contiguous CUDA tensors of equal shape
 // and dtype use a vectorised kernel, all others torch.addcmul.
-TORCHIUM_API at::Tensor fused_mul_add(const at::Tensor& a, const at::Tensor& b,
-                                      const at::Tensor& c);
+//
+// out: of the shape and dtype of the result, may be one of the operands; it is written and
+// returned. Then no operand may require grad while grad mode is on.
+TORCHIUM_API at::Tensor fused_mul_add(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c,
+                                      const std::optional<at::Tensor>& out = std::nullopt);
+
+// c[i] = a[i] * b[i] + c[i] in place, for lists of one length. a[i] and b[i] are of the dtype of
+// c[i] and broadcast to its shape. Contiguous CUDA tensors of equal shapes take one launch per 800
+// entries, also of mixed shapes and dtypes. The entries of c must not overlap each other or other
+// operands, except a[i] or b[i] as a whole. Errors as above, also where an entry requires grad
+// while grad mode is on; nothing is changed then.
+TORCHIUM_API void fused_mul_add_(at::TensorList a, at::TensorList b, at::TensorList c);
 
 }  // namespace torchium::linalg

@@ -20,6 +20,7 @@ from ._operators import LinearOperator, hvp_operator
 from ._products import (
     chunked_matmul,
     fused_mul_add,
+    fused_mul_add_,
     kron,
     kron_matmul,
     kron_solve,
@@ -37,6 +38,7 @@ __all__ = [
     "eigh",
     "eigh_retries",
     "fused_mul_add",
+    "fused_mul_add_",
     "hutchinson_diagonal",
     "hutchinson_trace",
     "hutchpp",

@@ -1,5 +1,7 @@
 """Kronecker products, products with bounded memory, and symmetric positive definite systems."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -168,16 +170,54 @@ def spd_solve(A: Tensor, X: Tensor, *, damping: float = 0.0) -> Tensor:
     return result
 
 
-def fused_mul_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+def fused_mul_add(a: Tensor, b: Tensor, c: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Return ``a * b + c`` in one pass over memory.
 
     Shapes broadcast and dtypes promote as in ``torch.addcmul(c, a, b)``. Contiguous CUDA tensors of
     equal shape and dtype use a vectorised kernel, all others ``torch.addcmul``. bfloat16 and float16
-    are computed in float32 and rounded once. Differentiable.
+    are computed in float32 and rounded once. Differentiable without ``out``.
+
+    Args:
+        a, b, c: float32, float64, bfloat16 or float16.
+        out: of the shape and dtype of the result, may be one of the operands; it is written and
+            returned.
 
     Raises:
-        ValueError: an operand that is not a dense floating point tensor.
+        ValueError: an operand that is not a dense floating point tensor, or an ``out`` that does not
+            fit.
+        RuntimeError: with ``out``, an operand that requires grad while gradients are recorded.
     """
     check_tensors("fused_mul_add", a=a, b=b, c=c)
-    result: Tensor = _ops.fused_mul_add(a, b, c)
-    return result
+    if out is None:
+        result: Tensor = _ops.fused_mul_add.default(a, b, c)
+        return result
+    check_tensors("fused_mul_add", out=out)
+    _ops.fused_mul_add.out(a, b, c, out=out)
+    return out
+
+
+def fused_mul_add_(a: Sequence[Tensor], b: Sequence[Tensor], c: Sequence[Tensor]) -> None:
+    """Compute ``c[i] = a[i] * b[i] + c[i]`` in place, for lists of tensors.
+
+    Contiguous CUDA tensors of equal shapes take one launch per 800 entries, also of mixed shapes and
+    dtypes; all others ``torch.Tensor.addcmul_``.
+
+    Args:
+        a, b: ``a[i]`` and ``b[i]`` are of the dtype of ``c[i]`` and broadcast to its shape.
+        c: float32, float64, bfloat16 or float16. Its entries must not overlap each other or other
+            operands, except ``a[i]`` or ``b[i]`` as a whole.
+
+    Raises:
+        ValueError: lists of different lengths, or an entry that does not fit; names it. Nothing is
+            changed.
+        RuntimeError: an entry that requires grad while gradients are recorded.
+    """
+    for name, entries in (("a", a), ("b", b), ("c", c)):
+        if not isinstance(entries, (list, tuple)):
+            raise ValueError(
+                f"fused_mul_add_: {name} is of type {type(entries).__name__}; it must be a list or "
+                "tuple of tensors. For single tensors use fused_mul_add(a, b, c, out=c)."
+            )
+        if not all(isinstance(entry, Tensor) for entry in entries):
+            check_tensors("fused_mul_add_", **{f"{name}[{i}]": x for i, x in enumerate(entries)})
+    _ops.fused_mul_add_(a, b, c)

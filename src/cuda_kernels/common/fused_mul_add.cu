@@ -1,3 +1,4 @@
+#include "cuda_kernels/common/element_access.cuh"
 #include "cuda_kernels/common/fused_mul_add.h"
 
 #include <algorithm>
@@ -67,7 +68,63 @@ void launch(const T* a, const T* b, const T* c, T* out, int64_t n, cudaStream_t 
       <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(a, b, c, out, n);
 }
 
+template <typename T, int N>
+__device__ void add_products(const MulAddEntry& entry, int64_t begin, int64_t end) {
+  using Pack = Vector<T, N>;
+  const auto* a = static_cast<const T*>(entry.a);
+  const auto* b = static_cast<const T*>(entry.b);
+  auto* c = static_cast<T*>(entry.c);
+  const int64_t packs_end = begin + (end - begin) / N * N;
+  for (int64_t i = begin + int64_t{N} * threadIdx.x; i < packs_end; i += N * kElementThreads) {
+    const Pack x = *reinterpret_cast<const Pack*>(a + i);
+    const Pack y = *reinterpret_cast<const Pack*>(b + i);
+    Pack z = *reinterpret_cast<const Pack*>(c + i);
+#pragma unroll
+    for (int lane = 0; lane < N; ++lane) {
+      z.lane[lane] = multiply_add(x.lane[lane], y.lane[lane], z.lane[lane]);
+    }
+    *reinterpret_cast<Pack*>(c + i) = z;
+  }
+  for (int64_t i = packs_end + threadIdx.x; i < end; i += kElementThreads) {
+    c[i] = multiply_add(a[i], b[i], c[i]);
+  }
+}
+
+template <typename T>
+__device__ void add_products(const MulAddEntry& entry, int64_t begin, int64_t end) {
+  if (entry.is_aligned) {
+    add_products<T, kVectorBytes / sizeof(T)>(entry, begin, end);
+  } else {
+    add_products<T, 1>(entry, begin, end);
+  }
+}
+
+template <int bytes>
+__global__ void __launch_bounds__(kElementThreads)
+    fused_mul_add_lists_kernel(const __grid_constant__ Table<MulAddEntry, bytes> entries) {
+  const int tile = entries.first_tile + static_cast<int>(blockIdx.x);
+  const MulAddEntry& entry = entry_of_tile(entries, tile);
+  const int64_t begin = (tile - entry.first_tile) * kMulAddTile;
+  const int64_t end = min(begin + kMulAddTile, entry.elements);
+  switch (entry.type) {
+    case ElementType::kFloat:
+      return add_products<float>(entry, begin, end);
+    case ElementType::kDouble:
+      return add_products<double>(entry, begin, end);
+    case ElementType::kHalf:
+      return add_products<__half>(entry, begin, end);
+    case ElementType::kBFloat16:
+      return add_products<__nv_bfloat16>(entry, begin, end);
+  }
+}
+
 }  // namespace
+
+cudaError_t fused_mul_add_lists(const Table<MulAddEntry>& entries, cudaStream_t stream) {
+  return launch_shortest(entries, [&](const auto& table) {
+    fused_mul_add_lists_kernel<<<table.tiles(), kElementThreads, 0, stream>>>(table);
+  });
+}
 
 template <typename T>
 void fused_mul_add(const T* a, const T* b, const T* c, T* out, int64_t n, cudaStream_t stream) {

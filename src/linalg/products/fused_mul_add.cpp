@@ -2,7 +2,13 @@
 
 #include "linalg/operand_checks.h"
 
+#include <ATen/ExpandUtils.h>
+#include <ATen/native/TypeProperties.h>
 #include <ATen/ops/addcmul.h>
+#include <c10/util/Exception.h>
+
+#include <string>
+#include <unordered_set>
 
 #ifdef TORCHIUM_WITH_CUDA
 #include "cuda_kernels/common/fused_mul_add.h"
@@ -14,6 +20,8 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <map>
+#include <memory>
 #include <type_traits>
 #endif
 
@@ -32,10 +40,15 @@ bool alike_and_contiguous(const at::Tensor& x, const at::Tensor& like) {
          x.sizes() == like.sizes() && x.is_contiguous() && !x.is_neg();
 }
 
-at::Tensor fused_mul_add_cuda(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c) {
+bool has_kernel(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c) {
+  return c.is_cuda() && alike_and_contiguous(c, c) && alike_and_contiguous(a, c) &&
+         alike_and_contiguous(b, c);
+}
+
+void fused_mul_add_cuda(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c,
+                        const at::Tensor& out) {
   torchium::detail::check_device_code(c.device());
   const c10::cuda::CUDAGuard device_guard(c.device());
-  auto out = at::empty_like(c);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.scalar_type(), "fused_mul_add", [&] {
     using T = CudaScalar<scalar_t>;
     const auto pointer = [](const at::Tensor& x) {
@@ -46,13 +59,100 @@ at::Tensor fused_mul_add_cuda(const at::Tensor& a, const at::Tensor& b, const at
                                    c.numel(), c10::cuda::getCurrentCUDAStream());
   });
   C10_CUDA_KERNEL_LAUNCH_CHECK();
-  return out;
 }
+
+cuda_kernels::ElementType type_of_elements(at::ScalarType dtype) {
+  using cuda_kernels::ElementType;
+  return dtype == at::kFloat    ? ElementType::kFloat
+         : dtype == at::kDouble ? ElementType::kDouble
+         : dtype == at::kHalf   ? ElementType::kHalf
+                                : ElementType::kBFloat16;
+}
+
+// The entries of one device, launched when the table is full and at the end.
+class EntryTable {
+ public:
+  explicit EntryTable(c10::Device device) : device_(device) {
+    torchium::detail::check_device_code(device);
+  }
+
+  void add(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c) {
+    if (table_.count == decltype(table_)::kCapacity) launch();
+    const void* const pointers[] = {a.const_data_ptr(), b.const_data_ptr()};
+    void* const target = c.mutable_data_ptr();
+    const auto address = reinterpret_cast<uintptr_t>(pointers[0]) |
+                         reinterpret_cast<uintptr_t>(pointers[1]) |
+                         reinterpret_cast<uintptr_t>(target);
+    table_.entries[table_.count++] = {.a = pointers[0],
+                                      .b = pointers[1],
+                                      .c = target,
+                                      .elements = c.numel(),
+                                      .first_tile = table_.end_tile,
+                                      .type = type_of_elements(c.scalar_type()),
+                                      .is_aligned = address % 16 == 0};
+    const int64_t tiles = (c.numel() + cuda_kernels::kMulAddTile - 1) / cuda_kernels::kMulAddTile;
+    table_.end_tile += static_cast<int>(tiles);
+  }
+
+  void launch() {
+    if (table_.count == 0) return;
+    const c10::cuda::CUDAGuard device_guard(device_);
+    C10_CUDA_CHECK(cuda_kernels::fused_mul_add_lists(table_, c10::cuda::getCurrentCUDAStream()));
+    table_.count = 0;
+    table_.end_tile = 0;
+  }
+
+ private:
+  c10::Device device_;
+  cuda_kernels::Table<cuda_kernels::MulAddEntry> table_;
+};
 #endif
+
+constexpr char kName[] = "fused_mul_add";
+constexpr char kListName[] = "fused_mul_add_";
 
 void check_operands(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c) {
   for (const auto& operand : {Operand{"a", a}, Operand{"b", b}, Operand{"c", c}}) {
-    check_floating("fused_mul_add", operand);
+    check_floating(kName, operand);
+  }
+}
+
+void check_entry(const char* list, size_t i, const at::Tensor& entry) {
+  const std::string name = std::string(list) + "[" + std::to_string(i) + "]";
+  check_floating(kListName, {name.c_str(), entry});
+}
+
+// Of addcmul(c, a, b).
+at::ScalarType result_type_of(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c) {
+  at::native::ResultTypeState state = at::native::update_result_type_state(c, {});
+  state = at::native::update_result_type_state(a, state);
+  return at::native::result_type(at::native::update_result_type_state(b, state));
+}
+
+bool broadcasts_to(const at::Tensor& x, const at::Tensor& target) {
+  return at::is_expandable_to(x.sym_sizes(), target.sym_sizes());
+}
+
+// Everything, before anything is changed.
+void check_lists(at::TensorList a, at::TensorList b, at::TensorList c) {
+  TORCH_CHECK_VALUE(a.size() == c.size() && b.size() == c.size(), kListName, ": a, b and c have ",
+                    a.size(), ", ", b.size(), " and ", c.size(),
+                    " entries; they must be lists of one length.");
+  std::unordered_set<const void*> targets;
+  for (size_t i = 0; i < c.size(); ++i) {
+    const auto entries = {std::pair{"c", c[i]}, std::pair{"a", a[i]}, std::pair{"b", b[i]}};
+    for (const auto& [list, entry] : entries) {
+      check_entry(list, i, entry);
+      TORCH_CHECK_VALUE(entry.scalar_type() == c[i].scalar_type() && broadcasts_to(entry, c[i]) &&
+                            (entry.device() == c[i].device() || entry.dim() == 0),
+                        kListName, ": ", list, "[", i, "] is ", entry.sym_sizes(), " of ",
+                        entry.scalar_type(), " on ", entry.device(), "; it must fit c[", i,
+                        "], which is ", c[i].sym_sizes(), " of ", c[i].scalar_type(), " on ",
+                        c[i].device(), ".");
+    }
+    TORCH_CHECK_VALUE(
+        c[i].is_meta() || c[i].sym_numel() == 0 || targets.insert(c[i].const_data_ptr()).second,
+        kListName, ": c[", i, "] is in c twice; call the function once for each.");
   }
 }
 
@@ -66,12 +166,55 @@ at::Tensor fused_mul_add_by_torch(const at::Tensor& a, const at::Tensor& b, cons
 at::Tensor fused_mul_add(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c) {
 #ifdef TORCHIUM_WITH_CUDA
   check_operands(a, b, c);
-  if (c.is_cuda() && alike_and_contiguous(c, c) && alike_and_contiguous(a, c) &&
-      alike_and_contiguous(b, c)) {
-    return fused_mul_add_cuda(a, b, c);
+  if (has_kernel(a, b, c)) {
+    const at::Tensor out = at::empty_like(c);
+    fused_mul_add_cuda(a, b, c, out);
+    return out;
   }
 #endif
   return fused_mul_add_by_torch(a, b, c);
+}
+
+at::Tensor& fused_mul_add_out(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c,
+                              at::Tensor& out) {
+  check_operands(a, b, c);
+  check_floating(kName, {"out", out});
+  const auto shape = at::infer_size_symdimvector(
+      at::infer_size_symdimvector(a.sym_sizes(), b.sym_sizes()), c.sym_sizes());
+  const at::ScalarType dtype = result_type_of(a, b, c);
+  TORCH_CHECK_VALUE(out.sym_sizes() == c10::SymIntArrayRef(shape) && out.scalar_type() == dtype,
+                    kName, ": out is ", out.sym_sizes(), " of ", out.scalar_type(), "; it must be ",
+                    c10::SymIntArrayRef(shape), " of ", dtype, ".");
+#ifdef TORCHIUM_WITH_CUDA
+  if (has_kernel(a, b, c) && alike_and_contiguous(out, c)) {
+    fused_mul_add_cuda(a, b, c, out);
+    return out;
+  }
+#endif
+  return at::addcmul_out(out, c, a, b);
+}
+
+void fused_mul_add_(at::TensorList a, at::TensorList b, at::TensorList c) {
+  check_lists(a, b, c);
+#ifdef TORCHIUM_WITH_CUDA
+  std::map<c10::DeviceIndex, std::unique_ptr<EntryTable>> tables;
+#endif
+  for (size_t i = 0; i < c.size(); ++i) {
+    at::Tensor target = c[i];
+    if (target.sym_numel() == 0) continue;
+#ifdef TORCHIUM_WITH_CUDA
+    if (has_kernel(a[i], b[i], target)) {
+      auto& table = tables[target.device().index()];
+      if (table == nullptr) table = std::make_unique<EntryTable>(target.device());
+      table->add(a[i], b[i], target);
+      continue;
+    }
+#endif
+    target.addcmul_(a[i], b[i]);
+  }
+#ifdef TORCHIUM_WITH_CUDA
+  for (const auto& [index, table] : tables) table->launch();
+#endif
 }
 
 }  // namespace torchium::linalg::detail
