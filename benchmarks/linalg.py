@@ -229,9 +229,7 @@ def measure_powers(report: Report, device: str, rounds: int, n: int, count: int)
     report.table(f"Matrix powers, {count} of n = {n}, float32", ["", "ms"], rows)
     if device == "cuda":
         for exponent, root in roots.items():
-            ratio = median_ratio(
-                seconds[f"power {exponent:.3g}"], seconds[f"inverse root {root}"]
-            )
+            ratio = median_ratio(seconds[f"power {exponent:.3g}"], seconds[f"inverse root {root}"])
             report.check(f"power {exponent:.3g} / inverse root {root}", ratio, 1.3)
 
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from cuda_waits import no_waits
 from hypothesis import given
 from hypothesis import strategies as st
 from matrix_cases import (
@@ -72,7 +73,7 @@ def allowed_error(lapack: Tensor, exact: Tensor, A: Tensor, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("dtype", ALL_FLOATS)
 @pytest.mark.parametrize("damping", [0.0, 1e-3, 10.0])
-@pytest.mark.parametrize("n", [1, 7, 64])
+@pytest.mark.parametrize("n", [1, 7, 64, 200])
 def test_spd_is_as_accurate_as_lapack(dtype, damping, n, device):
     A = symmetric("spread", n, batch=(2, 3)).to(dtype).to(device)
     X = randn(3, n, 4, dtype=dtype, seed=1).to(device)
@@ -107,6 +108,38 @@ def test_a_singular_or_non_finite_matrix_leaves_the_others_alone(device):
         torch.testing.assert_close(result[0], alone)
         assert result[[1, 3, 4]].isfinite().all()
         assert result[2].isnan().all()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("n", [20, 200])
+def test_spd_does_not_wait_in_float32(n):
+    A = symmetric("spread", n, batch=(3,)).float().cuda()
+    X = randn(n, 2, dtype=torch.float32).cuda()
+    functions = [
+        lambda: linalg.spd_inverse(A, damping=1e-3),
+        lambda: linalg.spd_solve(A, X),
+        lambda: linalg.spd_inverse(A.bfloat16()),
+    ]
+    expected = [function() for function in functions]
+    with no_waits():
+        found = [function() for function in functions]
+    for x, y in zip(found, expected, strict=True):
+        assert torch.equal(x, y)
+    A[1, 2, 3] = torch.nan
+    assert linalg.spd_inverse(A).isnan().flatten(1).all(1).tolist() == [False, True, False]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("scale", [1e-37, 1e-30, 1.0, 1e30, 1e37])
+@pytest.mark.parametrize("kind", SPECTRA)
+@pytest.mark.parametrize("n", [20, 200])
+def test_spd_is_finite_on_a_gpu(n, kind, scale):
+    A = symmetric(kind, n, scale).float().cuda()
+    X = randn(n, 3, dtype=torch.float32).cuda()
+    inverse, solution = linalg.spd_inverse(A), linalg.spd_solve(A, X)
+    assert inverse.isfinite().all()
+    assert solution.isfinite().all()
+    assert torch.equal(inverse, inverse.mT)
 
 
 def test_non_symmetric_input_is_symmetrised():

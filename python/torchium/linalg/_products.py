@@ -117,14 +117,15 @@ def chunked_matmul(A: Tensor, B: Tensor, *, max_workspace_bytes: int | None = No
 
 
 def spd_inverse(A: Tensor, *, damping: float = 0.0) -> Tensor:
-    """Return ``(A + damping I)^-1`` for symmetric positive semi-definite ``A``, by Cholesky.
+    """Return ``(A + damping I)^-1`` for symmetric positive semi-definite ``A``.
 
-    If the factorisation of a matrix breaks down, or meets a pivot below
+    In float32 and 16 bits on a GPU by :func:`matrix_inverse_root` of root 1 and a step of Newton's,
+    with the floor of the former; the host does not wait. Elsewhere by Cholesky. If the factorisation of a matrix breaks down, or meets a pivot below
     ``(4 + sqrt(n) / 4) finfo(dtype).eps`` times its largest entry, that matrix is solved by its
     eigendecomposition. Its eigenvalues below that fraction of the largest, or below the smallest
     normal number, count as that floor, so zero and rank-deficient matrices have a finite result.
-    Values beyond the range of the dtype saturate. On a GPU the host waits once, to find the matrices
-    that need this. A matrix with NaN or Inf yields NaN and does not affect the others. bfloat16 and
+    Values beyond the range of the dtype saturate. In float64 on a GPU the host waits once, to find
+    the matrices that need this. A matrix with NaN or Inf yields NaN and does not affect the others. bfloat16 and
     float16 are computed in float32.
 
     Args:
