@@ -37,12 +37,12 @@ DIAGONAL = "torchium hutchinson_diagonal"
 def matrix(n: int, device: str) -> Tensor:
     """Symmetric, positive definite: a bulk in (0, 1] and a tail of separate large eigenvalues."""
     generator = torch.Generator().manual_seed(0)
-    bulk = torch.randn(n, n, generator=generator) / (2 * n**0.5)
+    bulk = torch.randn(n, n, generator=generator).to(device) / (2 * n**0.5)
     tail = torch.randn(n, 2 * PAIRS, generator=generator) / n**0.5
-    tail = tail * torch.linspace(2, 6, 2 * PAIRS).sqrt()
+    tail = (tail * torch.linspace(2, 6, 2 * PAIRS).sqrt()).to(device)
     A = bulk @ bulk.T + tail @ tail.T
     A.diagonal().add_(0.01)
-    return A.to(device)
+    return A
 
 
 def waits(device: str, function: Callable[[], object]) -> Callable[[], object]:

@@ -13,6 +13,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/GradMode.h>
 #include <torch/library.h>
 
 #include <optional>
@@ -86,9 +87,10 @@ at::Tensor fused_mul_add_autograd(const at::Tensor& a, const at::Tensor& b, cons
 
 // The lists in place: no derivative, but autograd sees that c changes.
 void fused_mul_add_lists_autograd(at::TensorList a, at::TensorList b, at::TensorList c) {
+  const bool records = c10::GradMode::is_enabled();
   for (const at::TensorList list : {a, b, c}) {
     for (const at::Tensor& entry : list) {
-      TORCH_CHECK(!ops::needs_derivative({entry}),
+      TORCH_CHECK(!(records && entry.requires_grad()) && !ops::has_tangent(entry),
                   "fused_mul_add_ has no derivative, but an entry requires grad or has a tangent. "
                   "Call it under torch.no_grad(), or use fused_mul_add.");
     }

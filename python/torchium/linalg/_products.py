@@ -219,6 +219,6 @@ def fused_mul_add_(a: Sequence[Tensor], b: Sequence[Tensor], c: Sequence[Tensor]
                 f"fused_mul_add_: {name} is of type {type(entries).__name__}; it must be a list or "
                 "tuple of tensors. For single tensors use fused_mul_add(a, b, c, out=c)."
             )
-        if not all(isinstance(entry, Tensor) for entry in entries):
+        if not all(issubclass(kind, Tensor) for kind in set(map(type, entries))):
             check_tensors("fused_mul_add_", **{f"{name}[{i}]": x for i, x in enumerate(entries)})
     _ops.fused_mul_add_(a, b, c)

@@ -117,11 +117,6 @@ void check_operands(const at::Tensor& a, const at::Tensor& b, const at::Tensor& 
   }
 }
 
-void check_entry(const char* list, size_t i, const at::Tensor& entry) {
-  const std::string name = std::string(list) + "[" + std::to_string(i) + "]";
-  check_floating(kListName, {name.c_str(), entry});
-}
-
 // Of addcmul(c, a, b).
 at::ScalarType result_type_of(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c) {
   at::native::ResultTypeState state = at::native::update_result_type_state(c, {});
@@ -133,23 +128,40 @@ bool broadcasts_to(const at::Tensor& x, const at::Tensor& target) {
   return at::is_expandable_to(x.sym_sizes(), target.sym_sizes());
 }
 
+// An entry of a list that fits its target, which is checked before.
+void check_entry(const char* list, size_t i, const at::Tensor& entry, const at::Tensor& target) {
+  const std::string name = std::string(list) + "[" + std::to_string(i) + "]";
+  check_floating(kListName, {name.c_str(), entry});
+  TORCH_CHECK_VALUE(entry.scalar_type() == target.scalar_type() && broadcasts_to(entry, target) &&
+                        (entry.device() == target.device() || entry.dim() == 0),
+                    kListName, ": ", name, " is ", entry.sym_sizes(), " of ", entry.scalar_type(),
+                    " on ", entry.device(), "; it must fit c[", i, "], which is ",
+                    target.sym_sizes(), " of ", target.scalar_type(), " on ", target.device(), ".");
+}
+
+// What mostly is so, and shows in a fraction of the time.
+bool is_alike(const at::Tensor& entry, const at::Tensor& target) {
+  return entry.defined() && entry.layout() == at::kStrided &&
+         entry.scalar_type() == target.scalar_type() && entry.device() == target.device() &&
+         entry.sym_sizes() == target.sym_sizes();
+}
+
 // Everything, before anything is changed.
 void check_lists(at::TensorList a, at::TensorList b, at::TensorList c) {
   TORCH_CHECK_VALUE(a.size() == c.size() && b.size() == c.size(), kListName, ": a, b and c have ",
                     a.size(), ", ", b.size(), " and ", c.size(),
                     " entries; they must be lists of one length.");
   std::unordered_set<const void*> targets;
+  targets.reserve(c.size());
+  at::ScalarType known =
+      at::ScalarType::Undefined;  // the last dtype of c, once it has been checked
   for (size_t i = 0; i < c.size(); ++i) {
-    const auto entries = {std::pair{"c", c[i]}, std::pair{"a", a[i]}, std::pair{"b", b[i]}};
-    for (const auto& [list, entry] : entries) {
-      check_entry(list, i, entry);
-      TORCH_CHECK_VALUE(entry.scalar_type() == c[i].scalar_type() && broadcasts_to(entry, c[i]) &&
-                            (entry.device() == c[i].device() || entry.dim() == 0),
-                        kListName, ": ", list, "[", i, "] is ", entry.sym_sizes(), " of ",
-                        entry.scalar_type(), " on ", entry.device(), "; it must fit c[", i,
-                        "], which is ", c[i].sym_sizes(), " of ", c[i].scalar_type(), " on ",
-                        c[i].device(), ".");
+    if (!c[i].defined() || c[i].layout() != at::kStrided || c[i].scalar_type() != known) {
+      check_entry("c", i, c[i], c[i]);
+      known = c[i].scalar_type();
     }
+    if (!is_alike(a[i], c[i])) check_entry("a", i, a[i], c[i]);
+    if (!is_alike(b[i], c[i])) check_entry("b", i, b[i], c[i]);
     TORCH_CHECK_VALUE(
         c[i].is_meta() || c[i].sym_numel() == 0 || targets.insert(c[i].const_data_ptr()).second,
         kListName, ": c[", i, "] is in c twice; call the function once for each.");
