@@ -98,6 +98,7 @@ OptionDict report_of(const NaturalGradient& optimizer) {
     result["rows"] = py::cast(report.rows);
     result["iterations"] = py::cast(report.iterations);
     result["relative_residual"] = py::cast(report.relative_residual);
+    result["graph_bytes"] = py::cast(report.graph_bytes);
   }
   return result;
 }

@@ -221,6 +221,8 @@ void register_natural_gradient_plan(torch::Library& m) {
            [](const Self& self, std::vector<at::Tensor> rows, at::Tensor residuals) {
              self->set_jacobian(std::move(rows), std::move(residuals));
            })
+      .def("graph_count", [](const Self& self) { return self->graph_count(); })
+      .def("graph_bytes", [](const Self& self) { return self->graph_bytes(); })
       .def("has_jacobian", [](const Self& self) { return self->has_jacobian(); })
       .def("damping_update", damping_update<NaturalGradientPlan>)
       .def("report", [](const Self& self) {

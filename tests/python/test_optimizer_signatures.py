@@ -199,6 +199,7 @@ SIGNATURES = {
             "adaptive_damping": False,
             "grad_scaler": None,
             "maximize": False,
+            "graphs": "auto",
         },
     ),
 }

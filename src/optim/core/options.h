@@ -80,6 +80,7 @@ constexpr Choice<sizeof...(Choices)> one_of(Choices... choices) {
   return {{choices...}};
 }
 constexpr auto kRootMethods = one_of("auto", "eigh", "newton");
+constexpr auto kGraphModes = one_of("auto", "always", "never");
 constexpr auto kDampingSplits = one_of("pi", "plain", "exact");
 
 struct NumberPair {

@@ -22,6 +22,12 @@
 
 namespace torchium::optim::detail {
 
+GraphMode graph_mode(std::string_view graphs) {
+  return graphs == "auto"     ? GraphMode::kAuto
+         : graphs == "always" ? GraphMode::kAlways
+                              : GraphMode::kNever;
+}
+
 #ifdef TORCHIUM_WITH_CUDA
 namespace {
 
@@ -54,6 +60,9 @@ struct StepGraphs::Graphs {
     GraphKey key;
     int64_t last_step;
     int64_t seen = 0;
+    // Of the graph; null or empty: none.
+    std::unique_ptr<GraphInputs> inputs = nullptr;
+    std::vector<at::Tensor> results = {};
     cudaGraphExec_t exec = nullptr;
     bool is_refused = false;  // a capture failed, or took too much memory
   };
@@ -68,34 +77,31 @@ struct StepGraphs::Graphs {
   cudaStream_t stream = nullptr;  // of the captures, which no other thread uses
   std::vector<Kind> kinds;
   int64_t pool_uses = 0;
-  int64_t scratch = 0;
+  int64_t pool_bytes = 0;
   int64_t steps = 0, captures = 0, replays = 0;
-  // Read by the graphs.
-  at::Tensor lr;  // 0-dim float64
-  std::optional<double> lr_value;
-  at::Tensor found_inf;  // 0-dim float32
-  bool found_inf_is_zero = true;
-  std::optional<c10::cuda::CUDAStream> inputs_stream;
 
   static void destroy(Kind& kind);
   Kind& kind_of(const Step& step);
   bool is_due(const Kind& kind) const;
-  void set_inputs(const Step& step);
-  cudaGraphExec_t capture(const Step& step);
+  int64_t bytes() const;
+  bool exceeds_limit(int64_t bytes, const Step& step, GraphMode mode) const;
+  void capture(Kind& kind, const Step& step);
   void add_graph(Kind& kind, const Step& step, GraphMode mode);
   bool replay(Kind& kind);
   void drop_graphs();
 };
 
 StepGraphs::Graphs::Kind& StepGraphs::Graphs::kind_of(const Step& step) {
-  auto kind = std::ranges::find(kinds, step.key, &Kind::key);
+  GraphKey key = step.key;
+  GraphInputs::add_layouts(key, step.inputs);
+  auto kind = std::ranges::find(kinds, key, &Kind::key);
   if (kind == kinds.end()) {
     if (kinds.size() == kMaxKinds) {
       const auto oldest = std::ranges::min_element(kinds, {}, &Kind::last_step);
       destroy(*oldest);
       kinds.erase(oldest);
     }
-    kind = kinds.insert(kinds.end(), {step.key, 0});
+    kind = kinds.insert(kinds.end(), {std::move(key), 0});
   }
   kind->last_step = ++steps;
   ++kind->seen;
@@ -108,36 +114,26 @@ bool StepGraphs::Graphs::is_due(const Kind& kind) const {
          captures < kFreeCaptures + replays / kReplaysPerCapture;
 }
 
-void StepGraphs::Graphs::set_inputs(const Step& step) {
-  const c10::cuda::CUDAStream current = c10::cuda::getCurrentCUDAStream(device.index());
-  if (!lr.defined()) {
-    lr = at::empty({}, at::TensorOptions(at::kDouble).device(device));
-    found_inf = at::zeros({}, at::TensorOptions(at::kFloat).device(device));
-  } else if (inputs_stream != current) {
-    lr.record_stream(current);
-    found_inf.record_stream(current);
+int64_t StepGraphs::Graphs::bytes() const {
+  int64_t bytes = pool_bytes;
+  for (const Kind& kind : kinds) {
+    bytes += kind.inputs == nullptr ? 0 : kind.inputs->bytes();
   }
-  inputs_stream = current;
-  if (!step.lr.is_cpu()) {
-    lr.copy_(step.lr);
-    lr_value.reset();
-  } else if (const double value = step.lr.item<double>(); lr_value != value) {
-    lr.fill_(value);
-    lr_value = value;
-  }
-  if (step.found_inf.defined()) {
-    found_inf.copy_(step.found_inf.view(at::IntArrayRef()));
-    found_inf_is_zero = false;
-  } else if (!found_inf_is_zero) {
-    found_inf.zero_();
-    found_inf_is_zero = true;
-  }
+  return bytes;
 }
 
-// Null if it fails: the step then runs as usual, and raises if the step itself is at fault.
-// Exceptions that are not PyTorch's own, of Python code that a dispatch mode calls for one, are
-// passed on.
-cudaGraphExec_t StepGraphs::Graphs::capture(const Step& step) {
+bool StepGraphs::Graphs::exceeds_limit(int64_t bytes, const Step& step, GraphMode mode) const {
+  const auto of_device =
+      static_cast<double>(at::cuda::getDeviceProperties(device.index())->totalGlobalMem);
+  const double limit =
+      std::max(kShareOfState * static_cast<double>(step.state_bytes), kShareOfDevice * of_device);
+  return mode == GraphMode::kAuto && static_cast<double>(bytes) > limit;
+}
+
+// Leaves kind.exec null if it fails: the step then runs as usual, and raises if the step itself is
+// at fault. Exceptions that are not PyTorch's own, of Python code that a dispatch mode calls for
+// one, are passed on.
+void StepGraphs::Graphs::capture(Kind& kind, const Step& step) {
   if (stream == nullptr) {
     C10_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   }
@@ -154,7 +150,7 @@ cudaGraphExec_t StepGraphs::Graphs::capture(const Step& step) {
   std::exception_ptr of_others;
   if (error == cudaSuccess) {
     try {
-      step.launch(lr, found_inf);
+      kind.results = step.launch(kind.inputs->copies(), kind.inputs->found_inf());
     } catch (const c10::Error&) {
       error = cudaErrorStreamCaptureInvalidated;
     } catch (...) {
@@ -176,22 +172,21 @@ cudaGraphExec_t StepGraphs::Graphs::capture(const Step& step) {
   if (of_others) {
     std::rethrow_exception(of_others);
   }
-  scratch += std::max<int64_t>(0, reserved_bytes(device) - reserved);
+  pool_bytes += std::max<int64_t>(0, reserved_bytes(device) - reserved);
   ++captures;
-  return error == cudaSuccess ? exec : nullptr;
+  kind.exec = error == cudaSuccess ? exec : nullptr;
 }
 
 // Leaves kind.exec null if the capture fails or takes too much memory.
 void StepGraphs::Graphs::add_graph(Kind& kind, const Step& step, GraphMode mode) {
-  try {
-    kind.exec = capture(step);
-  } catch (const c10::Error&) {  // of an allocator without memory pools
+  if (!exceeds_limit(bytes() + GraphInputs::bytes_of(step.inputs), step, mode)) {
+    try {
+      kind.inputs = std::make_unique<GraphInputs>(step.inputs, device);
+      capture(kind, step);
+    } catch (const c10::Error&) {  // of an allocator without memory pools, or without memory
+    }
   }
-  const auto of_device =
-      static_cast<double>(at::cuda::getDeviceProperties(device.index())->totalGlobalMem);
-  const double limit =
-      std::max(kShareOfState * static_cast<double>(step.state_bytes), kShareOfDevice * of_device);
-  if (kind.exec == nullptr || (mode == GraphMode::kAuto && static_cast<double>(scratch) > limit)) {
+  if (kind.exec == nullptr || exceeds_limit(bytes(), step, mode)) {
     drop_graphs();  // other kinds are captured again, without its scratch memory
     kind.is_refused = true;
   }
@@ -223,6 +218,8 @@ StepGraphs::Graphs::~Graphs() {
 }
 
 void StepGraphs::Graphs::destroy(Kind& kind) {
+  kind.inputs = nullptr;
+  kind.results.clear();
   if (kind.exec != nullptr) {
     cudaGraphExecDestroy(kind.exec);
     kind.exec = nullptr;
@@ -238,7 +235,7 @@ void StepGraphs::Graphs::drop_graphs() {
     allocator::releasePool(device.index(), pool);
   }
   pool = at::cuda::graph_pool_handle();
-  scratch = 0;
+  pool_bytes = 0;
 }
 
 StepGraphs::StepGraphs(c10::Device device) {
@@ -248,22 +245,27 @@ StepGraphs::StepGraphs(c10::Device device) {
 }
 
 StepGraphs::~StepGraphs() = default;
+StepGraphs& StepGraphs::operator=(StepGraphs&&) noexcept = default;
 
-bool StepGraphs::run(GraphMode mode, const Step& step) {
+std::optional<std::vector<at::Tensor>> StepGraphs::run(GraphMode mode, const Step& step) {
   if (graphs_ == nullptr || mode == GraphMode::kNever ||
       torchium::detail::is_capturing(graphs_->device)) {
-    return false;
+    return std::nullopt;
   }
   const c10::cuda::CUDAGuard device_guard(graphs_->device);
   Graphs::Kind& kind = graphs_->kind_of(step);
-  if (kind.exec == nullptr && !graphs_->is_due(kind)) {
-    return false;
-  }
-  graphs_->set_inputs(step);
   if (kind.exec == nullptr) {
+    if (!graphs_->is_due(kind)) {
+      return std::nullopt;
+    }
     graphs_->add_graph(kind, step, mode);
+    if (kind.exec == nullptr) {
+      return std::nullopt;
+    }
   }
-  return kind.exec != nullptr && graphs_->replay(kind);
+  kind.inputs->set(step.inputs, step.found_inf,
+                   c10::cuda::getCurrentCUDAStream(graphs_->device.index()));
+  return graphs_->replay(kind) ? std::optional(kind.results) : std::nullopt;
 }
 
 void StepGraphs::clear() {
@@ -279,7 +281,7 @@ int64_t StepGraphs::count() const {
                                 return kind.exec != nullptr;
                               });
 }
-int64_t StepGraphs::scratch_bytes() const { return graphs_ == nullptr ? 0 : graphs_->scratch; }
+int64_t StepGraphs::scratch_bytes() const { return graphs_ == nullptr ? 0 : graphs_->bytes(); }
 
 #else
 
@@ -287,7 +289,10 @@ struct StepGraphs::Graphs {};
 
 StepGraphs::StepGraphs(c10::Device) {}
 StepGraphs::~StepGraphs() = default;
-bool StepGraphs::run(GraphMode, const Step&) { return false; }
+StepGraphs& StepGraphs::operator=(StepGraphs&&) noexcept = default;
+std::optional<std::vector<at::Tensor>> StepGraphs::run(GraphMode, const Step&) {
+  return std::nullopt;
+}
 void StepGraphs::clear() {}
 int64_t StepGraphs::count() const { return 0; }
 int64_t StepGraphs::scratch_bytes() const { return 0; }

@@ -1,12 +1,16 @@
 // Steps of a plan as CUDA graphs: captured once, then replayed by one call of the host.
 #pragma once
 
+#include "optim/core/graph_inputs.h"
+
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
+#include <string_view>
 #include <vector>
 
 namespace torchium::optim::detail {
@@ -17,19 +21,19 @@ enum class GraphMode : uint8_t {
   kNever,
 };
 
-// Everything that the launches of a step depend on except the options, the state tensors and the
-// gradients' addresses.
-using GraphKey = std::vector<uint8_t>;
+// Of an option "auto", "always" or "never".
+GraphMode graph_mode(std::string_view graphs);
 
-// A graph for each kind of step. Kernels find the addresses of the gradients in memory that is
-// written before every step, so that a graph survives zero_grad(set_to_none=True). Scratch memory
-// is common to all graphs and stays allocated with them.
+// A graph for each kind of step. What lies elsewhere in each step is read from memory that is
+// written before it, so that a graph survives zero_grad(set_to_none=True): tables of addresses, or
+// copies (GraphInputs). Scratch memory is common to all graphs and stays allocated with them.
 class StepGraphs {
  public:
   explicit StepGraphs(c10::Device device);
   ~StepGraphs();
   StepGraphs(const StepGraphs&) = delete;
   StepGraphs& operator=(const StepGraphs&) = delete;
+  StepGraphs& operator=(StepGraphs&&) noexcept;
 
   // Scratch memory that kAuto allows: this share of the bytes of state, or of the device's memory.
   static constexpr double kShareOfState = 0.05, kShareOfDevice = 0.01;
@@ -37,21 +41,23 @@ class StepGraphs {
   // The arguments of run() for one step.
   struct Step {
     const GraphKey& key;
-    const at::Tensor& lr;         // 0-dim, on the CPU or on the device
+    at::TensorList inputs;        // GraphInputs; their layouts need not be in the key
     const at::Tensor& found_inf;  // one number on the device; undefined: 0
     int64_t state_bytes;
-    // Launches the step with these instead.
-    std::function<void(const at::Tensor& lr, const at::Tensor& found_inf)> launch;
+    // Launches the step with these instead. Returns tensors that outlive it.
+    std::function<std::vector<at::Tensor>(at::TensorList inputs, const at::Tensor& found_inf)>
+        launch;
   };
 
-  // Replays the step, or captures and then replays it. False, and nothing is done: it has to be
-  // launched as usual.
-  bool run(GraphMode mode, const Step& step);
+  // Replays the step, or captures and then replays it. Returns what launch() returned at the
+  // capture, with the values of this step, until the next step of its kind. None, and nothing is
+  // done: it has to be launched as usual.
+  std::optional<std::vector<at::Tensor>> run(GraphMode mode, const Step& step);
 
   // Drops all graphs. The step has changed.
   void clear();
 
-  // Of the graphs that are kept.
+  // Of the graphs that are kept, with the copies of inputs.
   int64_t count() const;
   int64_t scratch_bytes() const;
 

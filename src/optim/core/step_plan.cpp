@@ -153,18 +153,36 @@ void StepPlan::run(const at::Tensor& lr, at::IntArrayRef host_steps, const at::T
     grads.push_back(gradient_of(bound_[i].param.tensor()));
   }
   planned_->begin(std::move(grads));
-  const auto key =
-      graph_mode_ == GraphMode::kNever ? std::nullopt : planned_->graph_key(host_steps);
-  const auto launch = [&](const at::Tensor& rate, const at::Tensor& inf) {
-    planned_->run(rate, host_steps, inf);
-  };
-  if (!key || !graphs_.run(graph_mode_, {*key, lr, found_inf, state_bytes_, launch})) {
-    launch(lr, found_inf);
-    return;
+  const auto key = graph_mode_ == GraphMode::kNever || !device_.is_cuda()
+                       ? std::nullopt
+                       : planned_->graph_key(host_steps);
+  if (!key || !replay(*key, lr, host_steps, found_inf)) {
+    planned_->run(lr, host_steps, found_inf);
   }
+}
+
+bool StepPlan::replay(const GraphKey& key, const at::Tensor& lr, at::IntArrayRef host_steps,
+                      const at::Tensor& found_inf) {
+  const std::vector<at::Tensor> own = planned_->inputs();
+  std::vector<at::Tensor> inputs = own;
+  if (lr.defined()) {
+    inputs.push_back(lr);
+  }
+  const auto launch = [&](at::TensorList read, const at::Tensor& inf) {
+    const auto restore = c10::make_scope_exit([&] { planned_->set_inputs(own); });
+    planned_->set_inputs(read.slice(0, own.size()));
+    planned_->run(lr.defined() ? read.back() : lr, host_steps, inf);
+    return planned_->results();
+  };
+  const auto results = graphs_.run(graph_mode_, {key, inputs, found_inf, state_bytes_, launch});
+  if (!results) {
+    return false;
+  }
+  planned_->set_results(*results);
   for (const at::Tensor& param : *active_params_) {
     param.unsafeGetTensorImpl()->bump_version();
   }
+  return true;
 }
 
 // No event may be recorded in a capture. request_report() reports the status of such calls.
@@ -202,7 +220,9 @@ std::vector<int64_t> StepPlan::known_steps(const std::vector<size_t>& of) {
 void StepPlan::follow_to(c10::Device device) {
   if (device != device_) {
     take_reports(/*wait=*/true);
+    forget_planned();
     device_ = device;
+    graphs_ = StepGraphs(device);
     monitor_ = StepMonitor(device);
   }
 }

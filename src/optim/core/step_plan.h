@@ -40,6 +40,13 @@ class PlannedStep {
   virtual std::optional<GraphKey> graph_key(at::IntArrayRef host_steps) const {
     return std::nullopt;
   }
+  // What a graph of run() reads from memory of its own (GraphInputs), beside `lr` and `found_inf`,
+  // and the same to be read instead.
+  virtual std::vector<at::Tensor> inputs() { return {}; }
+  virtual void set_inputs(at::TensorList inputs) {}
+  // What run() has left for later, and the same from a graph.
+  virtual std::vector<at::Tensor> results() const { return {}; }
+  virtual void set_results(at::TensorList results) {}
 
  protected:
   std::vector<at::Tensor> grads_;
@@ -96,7 +103,7 @@ class StepPlan : public torch::CustomClassHolder {
   PlannedStep* planned() const { return planned_.get(); }
   // For options that change the step, or numbers in it.
   void forget_planned();
-  void forget_graphs(GraphMode mode);
+  void forget_graphs(GraphMode mode);  // and uses this mode from now on
 
   // The parts of prepare(): the parameters with a gradient (none: bind() must come first), whether
   // the step is planned for them, and planning it. Parameters are positions in the list of bind().
@@ -129,6 +136,9 @@ class StepPlan : public torch::CustomClassHolder {
     bool is_unchanged() const;
   };
   void run(const at::Tensor& lr, at::IntArrayRef host_steps, const at::Tensor& found_inf);
+  // run() by a graph; false: there is none.
+  bool replay(const GraphKey& key, const at::Tensor& lr, at::IntArrayRef host_steps,
+              const at::Tensor& found_inf);
 
   c10::Device device_;
   StepMonitor monitor_;

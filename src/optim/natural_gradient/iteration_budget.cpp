@@ -14,7 +14,15 @@ void IterationBudget::take_arrived() {
   }
   const double* numbers = pending_->host.const_data_ptr<double>();
   const auto needed = static_cast<int64_t>(numbers[0]);
-  known_ = numbers[1] <= pending_->tolerance ? needed + needed / 4 + 8 : 2 * pending_->launched;
+  const int64_t launched = pending_->launched;
+  if (numbers[1] > pending_->tolerance) {
+    known_ = 2 * launched;
+  } else if (const int64_t enough = needed + needed / 4 + 8;
+             launched < needed + needed / 8 + 4 || 3 * launched > 4 * enough) {
+    known_ = enough;
+  } else {
+    known_ = launched;
+  }
   pending_.reset();
 }
 

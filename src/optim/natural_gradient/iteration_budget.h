@@ -10,11 +10,14 @@
 namespace torchium::optim::detail {
 
 // The host does not wait for the residual, so a step launches a number of iterations that earlier
-// steps suggest: a quarter and 8 more than the last known one needed, or twice as many where that
-// one did not reach its tolerance. Without a known step: the most that are allowed.
+// steps suggest: as many as the last known one if that had an eighth and 4 to spare, but at most a
+// third above the number that replaces it else: a quarter and 8 more than that one needed. Twice
+// as many where it did not reach its tolerance. Without a known step: the most that are allowed.
 class IterationBudget {
  public:
   int64_t next(int64_t most);
+  // Whether next() followed a known step.
+  bool is_known() const { return known_.has_value(); }
   // numbers: iterations and relative residual of the step, float64 on the device. Copied to the
   // host without a wait; a step whose numbers have not arrived is not known yet.
   void submit(const at::Tensor& numbers, double tolerance);

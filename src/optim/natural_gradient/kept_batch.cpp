@@ -10,6 +10,8 @@
 #include <array>
 #include <charconv>
 #include <map>
+#include <unordered_map>
+#include <unordered_set>
 #include <utility>
 
 namespace torchium::optim {
@@ -47,6 +49,36 @@ bool are_calls(const at::Tensor& rows, int64_t param_count) {
   }
   return true;
 }
+
+// Copies of tensors in the memory of earlier ones, so that the state stays the same tensors.
+class CopiesInPlace {
+ public:
+  // In old[j] if that is there, has the layout, and holds no other copy. A tensor that comes again
+  // has one copy: columns of a curvature share inputs.
+  at::Tensor add(const at::Tensor& tensor, const std::vector<at::Tensor>& old, int64_t j) {
+    at::Tensor& copy = copies_[tensor.unsafeGetTensorImpl()];
+    if (copy.defined()) {
+      return copy;
+    }
+    sources_.push_back(tensor);  // no other may take its place
+    const bool fits = j < static_cast<int64_t>(old.size()) && old[j].defined() &&
+                      has_layout_of_copy(old[j], tensor) &&
+                      used_.insert(old[j].unsafeGetTensorImpl()).second;
+    copy = fits ? old[j].copy_(tensor) : tensor.clone();
+    return copy;
+  }
+
+ private:
+  static bool has_layout_of_copy(const at::Tensor& old, const at::Tensor& tensor) {
+    return old.sizes() == tensor.sizes() && old.scalar_type() == tensor.scalar_type() &&
+           old.device() == tensor.device() &&
+           (old.strides() == tensor.strides() || !tensor.is_non_overlapping_and_dense());
+  }
+
+  std::unordered_map<const at::TensorImpl*, at::Tensor> copies_;
+  std::unordered_set<const at::TensorImpl*> used_;
+  std::vector<at::Tensor> sources_;
+};
 
 }  // namespace
 
@@ -141,37 +173,40 @@ void clear_batch(NaturalGradientParamState& state) {
 }
 
 void write_batch(const KeptBatch& batch, const BatchStates& states) {
-  // A copy of its own; in float32 where 16 bits may be too few for it.
+  // In float32 where 16 bits may be too few without the scale.
   const auto unscaled = [&](const at::Tensor& gradient) {
-    return batch.loss_scale.defined()
-               ? gradient.to(at::promote_types(gradient.scalar_type(), at::kFloat)) /
-                     batch.loss_scale.to(gradient.device())
-               : gradient.clone();
+    return gradient.to(at::promote_types(gradient.scalar_type(), at::kFloat)) /
+           batch.loss_scale.to(gradient.device());
   };
-  std::map<const at::TensorImpl*, at::Tensor> inputs;  // columns of a curvature share them
-  const auto copy_of_input = [&](const at::Tensor& input) {
-    at::Tensor& copy = inputs[input.unsafeGetTensorImpl()];
-    return copy.defined() ? copy : copy = input.clone();
-  };
+  CopiesInPlace copies;
   std::map<int64_t, std::vector<int64_t>> places_of;  // of the calls of each owner
   for (const auto place : c10::irange(batch.calls.size())) {
     const LayerCall& call = batch.calls[place];
     places_of[call.weight >= 0 ? call.weight : call.bias].push_back(static_cast<int64_t>(place));
   }
-  for (const auto& [owner, places] : places_of) {
+  for (const auto i : c10::irange(states.size())) {
+    NaturalGradientParamState& state = *states[i];
+    const NaturalGradientParamState old = state;
+    clear_batch(state);
+    const auto found = places_of.find(static_cast<int64_t>(i));
+    if (found == places_of.end()) {
+      continue;
+    }
+    const auto& places = found->second;
     const auto count = static_cast<int64_t>(places.size());
     at::Tensor rows = at::empty({count, kRowSize}, at::kLong);
     at::Tensor eps = at::empty({count}, at::kDouble);
-    NaturalGradientParamState& state = *states[owner];
     for (const auto j : c10::irange(count)) {
       const LayerCall& call = batch.calls[places[j]];
       const auto row = row_of(call, places[j]);
       std::copy(row.begin(), row.end(), rows.mutable_data_ptr<int64_t>() + j * kRowSize);
       eps.mutable_data_ptr<double>()[j] = call.eps;
-      state.inputs().push_back(copy_of_input(call.input));
-      state.output_gradients().push_back(unscaled(call.output_gradient));
+      const at::Tensor& gradient = call.output_gradient;
+      state.inputs().push_back(copies.add(call.input, old.inputs(), j));
+      state.output_gradients().push_back(copies.add(
+          batch.loss_scale.defined() ? unscaled(gradient) : gradient, old.output_gradients(), j));
     }
-    state.uses(rows).use_eps(eps);
+    state.uses(copies.add(rows, {old.uses()}, 0)).use_eps(copies.add(eps, {old.use_eps()}, 0));
   }
 }
 

@@ -36,7 +36,8 @@ struct KeptBatch {
 using BatchStates = std::vector<NaturalGradientParamState*>;
 
 void clear_batch(NaturalGradientParamState& state);
-// Copies the tensors of the batch into the state, without the scale of the loss.
+// Copies the tensors of the batch into the state, without the scale of the loss, and into the
+// memory of the batch before where the layouts are the same.
 void write_batch(const KeptBatch& batch, const BatchStates& states);
 // The batch that write_batch() wrote, which shares its memory with the state; null: none.
 std::shared_ptr<const KeptBatch> read_batch(const BatchStates& states);

@@ -1,5 +1,6 @@
 #include "optim/natural_gradient/natural_gradient_direction.h"
 
+#include "linalg/operand_checks.h"
 #include "linalg/precision.h"
 #include "optim/natural_gradient/nystrom.h"
 
@@ -106,14 +107,15 @@ ConjugateGradientsResult cg_direction(const SegmentedJacobian& J,
   return result;
 }
 
-ConjugateGradientsRule conjugate_gradients_rule(const SegmentedJacobian& J, double eps,
-                                                const ParameterVector& v) {
+ConjugateGradientsRule conjugate_gradients_rule(at::TensorList params, int64_t rows, double eps) {
   double floor = 0.0;
-  for (const auto& tensor : v) {
-    floor = std::max(floor, linalg::detail::epsilon_of(tensor.scalar_type()));
+  int64_t elements = 0;
+  for (const at::Tensor& param : params) {
+    floor = std::max(floor, linalg::detail::epsilon_of(linalg::detail::compute_dtype(param)));
+    elements += param.numel();
   }
   // As many iterations as F has non-zero eigenvalues, and one, would do without rounding.
-  const int64_t rank = std::min(J.segments.elements(), J.samples());
+  const int64_t rank = std::min(elements, rows);
   return {std::max(eps, 4 * floor), std::min<int64_t>(4 * rank + 20, 1000)};
 }
 

@@ -39,9 +39,8 @@ ConjugateGradientsResult cg_direction(const SegmentedJacobian& J,
                                       const ConjugateGradientsRule& rule, ParameterVector v,
                                       const ScaledVector& previous);
 
-// The relative residual `eps`, or what the dtypes of v allow; as many iterations as F can need with
-// rounding, but at most 1000.
-ConjugateGradientsRule conjugate_gradients_rule(const SegmentedJacobian& J, double eps,
-                                                const ParameterVector& v);
+// The relative residual `eps`, or what the state dtypes allow; as many iterations as F of J with
+// these rows can need with rounding, but at most 1000.
+ConjugateGradientsRule conjugate_gradients_rule(at::TensorList params, int64_t rows, double eps);
 
 }  // namespace torchium::optim::detail

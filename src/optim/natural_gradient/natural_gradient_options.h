@@ -23,7 +23,8 @@ auto option_fields(Options& o) {
       Option{"nystrom_rank", o.nystrom_rank(), Integer{0}, kSameInAllGroups},
       Option{"max_workspace_bytes", o.max_workspace_bytes(), Integer{}, kSameInAllGroups},
       Option{"adaptive_damping", o.adaptive_damping(), Flag{}, kSameInAllGroups},
-      Option{"maximize", o.maximize(), Flag{}});
+      Option{"maximize", o.maximize(), Flag{}},
+      Option{"graphs", o.graphs(), kGraphModes, kSameInAllGroups});
   // clang-format on
 }
 

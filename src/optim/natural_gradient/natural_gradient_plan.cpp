@@ -3,7 +3,7 @@
 #include "optim/capture/adaptive_damping.h"
 #include "optim/core/argument_checks.h"
 #include "optim/core/found_inf_guard.h"
-#include "optim/natural_gradient/natural_gradient_step.h"
+#include "optim/natural_gradient/natural_gradient_planned_step.h"
 
 #include <ATen/ATen.h>
 #include <c10/util/irange.h>
@@ -15,27 +15,6 @@ namespace torchium::optim::detail {
 namespace {
 
 using gradients::detail::LayerCall;
-
-struct NaturalGradientPlannedStep : public PlannedStep {
-  void run(const at::Tensor&, at::IntArrayRef, const at::Tensor& found_inf) override {
-    if (batch.is_empty()) {
-      at::_foreach_add_(state.steps, 1);
-      return;
-    }
-    solved = natural_gradient_step(options, params, grads_, state, batch, L, refreshed, *budget,
-                                   found_inf);
-  }
-
-  NaturalGradientHyperparameters options;
-  std::vector<at::Tensor> params;
-  NaturalGradientState state;
-  // Of the next step; an empty one only counts.
-  CapturedBatch batch;
-  at::Tensor L;
-  bool refreshed = false;
-  IterationBudget* budget = nullptr;  // of the plan
-  SolvedStep solved;
-};
 
 bool same_tensors(const KeptBatch& a, const KeptBatch& b) {
   return std::equal(a.calls.begin(), a.calls.end(), b.calls.begin(), b.calls.end(),
@@ -91,6 +70,7 @@ void NaturalGradientPlan::after_set_options() {
   if (refresh_ == true) {
     refresh_.reset();
   }
+  forget_graphs(graph_mode(options().empty() ? "never" : options().front().graphs()));
 }
 
 void NaturalGradientPlan::set_kept(std::shared_ptr<const KeptBatch> batch) {
@@ -187,9 +167,7 @@ std::unique_ptr<PlannedStep> NaturalGradientPlan::plan(const std::vector<at::Ten
                                                        const StateList& states, at::Tensor status) {
   auto step = std::make_unique<NaturalGradientPlannedStep>();
   const NaturalGradientOptions& shared = options().front();
-  step->options.eps = shared.eps();
   step->options.max_norm = shared.max_norm();
-  step->options.solver = shared.solver();
   step->options.max_workspace_bytes = shared.max_workspace_bytes();
   step->options.adaptive_damping = shared.adaptive_damping();
   for (const size_t i : active()) {
@@ -198,7 +176,6 @@ std::unique_ptr<PlannedStep> NaturalGradientPlan::plan(const std::vector<at::Ten
     step->options.maximize.push_back(options(i).maximize());
   }
   step->options.nystrom_rank = shared.nystrom_rank();
-  step->budget = &budget_;
   step->params = params;
   step->state.steps = list_of(states, &ParameterState::step);
   for (const ParameterState& state : states) {
@@ -227,6 +204,7 @@ CapturedBatch NaturalGradientPlan::captured(const KeptBatch& batch, bool refresh
     place[active()[k]] = static_cast<int64_t>(k);
   }
   CapturedBatch result{batch.calls, static_cast<double>(rows_), batch.loss_scale, {}, {}};
+  result.is_of_gradient = refreshed && !batch.is_curvature;
   for (LayerCall& call : result.calls) {
     call.weight = call.weight < 0 ? -1 : place[call.weight];
     call.bias = call.bias < 0 ? -1 : place[call.bias];
@@ -235,9 +213,7 @@ CapturedBatch NaturalGradientPlan::captured(const KeptBatch& batch, bool refresh
     for (const size_t i : active()) {
       result.given_rows.push_back(batch.given_rows[i]);
     }
-    result.coefficients = batch.residuals.to(at::kDouble);
-  } else if (refreshed && !batch.is_curvature) {
-    result.coefficients = at::ones({rows_}, at::TensorOptions(at::kDouble).device(device()));
+    result.residuals = batch.residuals;
   }
   return result;
 }
@@ -248,11 +224,11 @@ StateChanges NaturalGradientPlan::take(const JointInputs& inputs) {
     return {};
   }
   step->options.lrs = learning_rates(inputs);
-  step->refreshed = is_refresh();
+  const bool refreshed = is_refresh();
   step->batch = {};
   Factorization wanted{batch_,
                        step->options.dampings,
-                       step->options.solver,
+                       options().front().solver(),
                        step->options.max_workspace_bytes,
                        step->options.nystrom_rank,
                        {},
@@ -261,16 +237,17 @@ StateChanges NaturalGradientPlan::take(const JointInputs& inputs) {
     wanted.params.emplace_back(param, param.scalar_type());
   }
   if (batch_ != nullptr) {
-    if (step->refreshed && inputs.loss_scale.defined() && !batch_->is_curvature) {
+    if (refreshed && inputs.loss_scale.defined() && !batch_->is_curvature) {
       auto scaled = std::make_shared<KeptBatch>(*batch_);
       scaled->loss_scale = inputs.loss_scale;
       wanted.batch = batch_ = std::move(scaled);
     }
     rows_ = batch_->rows();
-    samples_ = step->refreshed || samples_ == 0 ? batch_->samples() : samples_;
-    step->batch = captured(*batch_, step->refreshed);
-    wanted.L = wanted.is_of(factorization_) ? factorization_.L : at::Tensor();
-    step->L = wanted.L;
+    samples_ = refreshed || samples_ == 0 ? batch_->samples() : samples_;
+    step->batch = captured(*batch_, refreshed);
+    step->is_kept = !refreshed;
+    step->known_L = wanted.is_of(factorization_) ? factorization_.L : at::Tensor();
+    choose_solver(*step);
   }
   factorization_ = {};
   const at::Tensor& count = step->state.steps.front();
@@ -280,7 +257,11 @@ StateChanges NaturalGradientPlan::take(const JointInputs& inputs) {
     refresh_.reset();
     return {};
   }
-  solved_ = std::move(step->solved);
+  solver_ = step->solver.name;
+  numbers_ = std::move(step->numbers);
+  if (solver_ == "cg" && !device().is_cpu()) {
+    budget_.submit(numbers_, step->solver.rule.tolerance);
+  }
   ++steps_since_damping_;
   lrs_.clear();
   if (step->options.adaptive_damping) {  // a tensor may change before update_damping()
@@ -291,11 +272,24 @@ StateChanges NaturalGradientPlan::take(const JointInputs& inputs) {
   wanted.L = std::move(step->L);
   factorization_ = std::move(wanted);
   step->batch = {};
+  step->known_L.reset();
   // On the CPU a skipped step is known at once.
   const bool is_skipped = count.is_cpu() && count_on_cpu(count) == before;
-  const bool keeps = step->refreshed && !is_skipped;
+  const bool keeps = refreshed && !is_skipped;
   refresh_.reset();
   return keeps ? keep() : StateChanges();
+}
+
+void NaturalGradientPlan::choose_solver(NaturalGradientPlannedStep& step) {
+  const NaturalGradientOptions& shared = options().front();
+  step.solver = chosen_solver(shared.solver(), shared.eps(), shared.max_workspace_bytes(),
+                              step.params, rows_);
+  step.is_probing = false;
+  if (step.solver.name == "cg" && !device().is_cpu()) {
+    auto& most = step.solver.rule.max_iterations;
+    most = budget_.next(most);
+    step.is_probing = !budget_.is_known();
+  }
 }
 
 // Copies the batch into the state if later steps need it.
@@ -314,8 +308,10 @@ StateChanges NaturalGradientPlan::keep() {
   states.reserve(old.size());
   for (const auto* state : old) {
     states.push_back(*state);
-    clear_batch(states.back());
     written.push_back(&states.back());
+    if (!is_needed) {
+      clear_batch(states.back());
+    }
   }
   if (is_needed) {
     write_batch(*batch_, written);
@@ -335,14 +331,15 @@ StateChanges NaturalGradientPlan::keep() {
 
 NaturalGradientReport NaturalGradientPlan::report() const {
   NaturalGradientReport report;
-  if (solved_.numbers.defined()) {
-    const at::Tensor numbers = solved_.numbers.cpu();
+  if (numbers_.defined()) {
+    const at::Tensor numbers = numbers_.cpu();
     const double* values = numbers.const_data_ptr<double>();
-    report.solver = solved_.solver;
+    report.solver = solver_;
     report.samples = samples_;
     report.rows = rows_;
     report.iterations = static_cast<int64_t>(values[0]);
     report.relative_residual = values[1];
+    report.graph_bytes = graph_bytes();
   }
   return report;
 }
@@ -353,8 +350,8 @@ std::optional<double> NaturalGradientPlan::predicted_reduction() const {
   if (steps_since_damping_ == 0 || lrs_.empty()) {
     return std::nullopt;
   }
-  const double step = common_learning_rate(lrs_) * solved_.numbers[3].item<double>();
-  return (step - step * step / 2.0) * solved_.numbers[2].item<double>();
+  const double step = common_learning_rate(lrs_) * numbers_[3].item<double>();
+  return (step - step * step / 2.0) * numbers_[2].item<double>();
 }
 
 std::pair<double, double> NaturalGradientPlan::damping_update(double loss_before,

@@ -5,6 +5,7 @@
 #include "optim/capture/joint_plan.h"
 #include "optim/capture/loss_curvature.h"
 #include "optim/core/seen_tensor.h"
+#include "optim/natural_gradient/iteration_budget.h"
 #include "optim/natural_gradient/kept_batch.h"
 #include "optim/natural_gradient/natural_gradient_options.h"
 #include "optim/natural_gradient/natural_gradient_step.h"
@@ -22,6 +23,8 @@
 #include <vector>
 
 namespace torchium::optim::detail {
+
+class NaturalGradientPlannedStep;
 
 class NaturalGradientPlan : public JointPlanOf<NaturalGradientOptions, NaturalGradientParamState> {
  public:
@@ -87,6 +90,7 @@ class NaturalGradientPlan : public JointPlanOf<NaturalGradientOptions, NaturalGr
   std::shared_ptr<const KeptBatch> recorded_batch(const std::vector<size_t>& active) const;
   void check_recorded(const KeptBatch& batch, const std::vector<size_t>& active) const;
   CapturedBatch captured(const KeptBatch& batch, bool refreshed) const;
+  void choose_solver(NaturalGradientPlannedStep& step);
   StateChanges keep();
   void set_kept(std::shared_ptr<const KeptBatch> batch);
   bool kept_is(const KeptBatch& batch) const;
@@ -122,7 +126,8 @@ class NaturalGradientPlan : public JointPlanOf<NaturalGradientOptions, NaturalGr
   // Of the last step.
   int64_t samples_ = 0;
   int64_t rows_ = 0;
-  SolvedStep solved_;
+  std::string solver_;           // "gram", "explicit" or "cg"
+  at::Tensor numbers_;           // natural_gradient_step()
   std::vector<at::Tensor> lrs_;  // with adaptive_damping
   int64_t steps_since_damping_ = 0;
   IterationBudget budget_;

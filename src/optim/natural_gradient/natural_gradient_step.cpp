@@ -32,16 +32,6 @@ int64_t elements(at::TensorList params) {
                          [](int64_t sum, const auto& param) { return sum + param.numel(); });
 }
 
-// "auto": the smaller of both systems, if its matrix and factor fit into the workspace.
-std::string chosen_solver(const NaturalGradientHyperparameters& h, int64_t rows, int64_t elements) {
-  if (h.solver != "auto") {
-    return h.solver;
-  }
-  const int64_t order = std::min(rows, elements);
-  const bool fits = order <= h.max_workspace_bytes / 16 / std::max<int64_t>(order, 1);
-  return !fits ? "cg" : rows <= elements ? "gram" : "explicit";
-}
-
 bool has_momentum(const NaturalGradientHyperparameters& h) {
   return std::any_of(h.momentums.begin(), h.momentums.end(), [](double mu) { return mu != 0.0; });
 }
@@ -167,6 +157,16 @@ at::Tensor apply_direction(const NaturalGradientHyperparameters& h,
 
 }  // namespace
 
+// "auto": the smaller of both systems, if its matrix and factor fit into the workspace.
+Solver chosen_solver(const std::string& option, double eps, int64_t max_workspace_bytes,
+                     at::TensorList params, int64_t rows) {
+  const int64_t columns = elements(params);
+  const int64_t order = std::min(rows, columns);
+  const bool fits = order <= max_workspace_bytes / 16 / std::max<int64_t>(order, 1);
+  const std::string best = !fits ? "cg" : rows <= columns ? "gram" : "explicit";
+  return {option == "auto" ? best : option, conjugate_gradients_rule(params, rows, eps)};
+}
+
 // Of all layers, within a step.
 constexpr int64_t kKeptPatchBytes = int64_t{1} << 29;
 
@@ -175,29 +175,34 @@ gradients::detail::Jacobian CapturedBatch::jacobian(at::TensorList params) const
                             : Jacobian(params, given_rows);
 }
 
-SolvedStep natural_gradient_step(const NaturalGradientHyperparameters& h, at::TensorList params,
-                                 at::TensorList grads, NaturalGradientState& state,
-                                 const CapturedBatch& batch, at::Tensor& factorization,
-                                 bool refreshed, IterationBudget& budget,
-                                 const at::Tensor& found_inf) {
+at::Tensor CapturedBatch::coefficients(int64_t n, const at::TensorOptions& options) const {
+  if (residuals.defined()) {
+    return residuals.to(at::kDouble);
+  }
+  return is_of_gradient ? at::ones({n}, options.dtype(at::kDouble)) : at::Tensor();
+}
+
+at::Tensor natural_gradient_step(const NaturalGradientHyperparameters& h, const Solver& solver,
+                                 at::TensorList params, at::TensorList grads,
+                                 NaturalGradientState& state, const CapturedBatch& batch,
+                                 at::Tensor& factorization, const at::Tensor& found_inf) {
   c10::NoGradGuard no_grad;
-  SolvedStep solved{"", at::zeros({4}, state.status.options().dtype(at::kDouble))};
+  at::Tensor numbers = at::zeros({4}, state.status.options().dtype(at::kDouble));
   if (params.empty()) {
-    return solved;
+    return numbers;
   }
   Jacobian J = batch.jacobian(params);
   J.keep_patches(kKeptPatchBytes);
-  solved.solver = chosen_solver(h, J.samples(), elements(params));
-  if (solved.solver != "cg" && !factorization.defined()) {
+  if (solver.name != "cg" && !factorization.defined()) {
     const torchium::detail::Phase phase("torchium::gram");
-    factorization = solved.solver == "gram" ? gram_factor(J, h.dampings)
-                                            : explicit_factor(params, batch, J.samples(), h);
+    factorization = solver.name == "gram" ? gram_factor(J, h.dampings)
+                                          : explicit_factor(params, batch, J.samples(), h);
   }
   const auto examined =
       examined_gradients(params, grads, state.steps, std::vector<double>(params.size(), 0.0));
   const FoundInfGuard guard = FoundInfGuard::check(examined, state.status, found_inf);
   if (guard.skipped_on_host()) {
-    return solved;
+    return numbers;
   }
   guard.advance(state.steps);
   const std::vector<double> roundings = gradient_roundings(grads, batch.calls);
@@ -209,37 +214,32 @@ SolvedStep natural_gradient_step(const NaturalGradientHyperparameters& h, at::Te
   ParameterVector d;
   {
     const torchium::detail::Phase phase("torchium::precondition");
-    if (solved.solver == "cg") {
+    if (solver.name == "cg") {
       if (h.nystrom_rank > 0 && !factorization.defined()) {
         const int64_t rank = std::min({h.nystrom_rank, J.samples(), segments.elements()});
         factorization = nystrom_factor(segmented, dampings, v, rank);
       }
-      ConjugateGradientsRule rule = conjugate_gradients_rule(segmented, h.eps, v);
-      if (!v[0].is_cpu()) {
-        rule.max_iterations = budget.next(rule.max_iterations);
-      }
       ConjugateGradientsResult solution =
-          cg_direction(segmented, dampings, factorization, rule, v, previous);
+          cg_direction(segmented, dampings, factorization, solver.rule, v, previous);
       d = std::move(solution.x);
-      solved.numbers.select(0, 0).copy_(solution.iterations);
-      solved.numbers.select(0, 1).copy_(solution.relative_residual);
-      budget.submit(solved.numbers, rule.tolerance);
-    } else if (solved.solver == "explicit") {
+      numbers.select(0, 0).copy_(solution.iterations);
+      numbers.select(0, 1).copy_(solution.relative_residual);
+    } else if (solver.name == "explicit") {
       d = explicit_direction(segments, dampings, v, previous, factorization);
     } else {
-      const bool is_known = refreshed && batch.coefficients.defined();
-      const GradientSplit split =
-          is_known ? split_gradient(segmented, v, batch.coefficients, segments.common(roundings))
-                   : GradientSplit{{}, v};
+      const at::Tensor a = batch.coefficients(J.samples(), v[0].options());
+      const GradientSplit split = a.defined()
+                                      ? split_gradient(segmented, v, a, segments.common(roundings))
+                                      : GradientSplit{{}, v};
       d = gram_direction(segmented, dampings, split, previous, factorization);
     }
   }
   const at::Tensor norm_factor = apply_direction(h, segments, params, d, previous.x, state, guard);
   if (h.adaptive_damping && norm_factor.defined()) {
-    solved.numbers.select(0, 2).copy_(dot(v, d));
-    solved.numbers.select(0, 3).copy_(norm_factor);
+    numbers.select(0, 2).copy_(dot(v, d));
+    numbers.select(0, 3).copy_(norm_factor);
   }
-  return solved;
+  return numbers;
 }
 
 }  // namespace torchium::optim::detail

@@ -4,7 +4,7 @@
 
 #include "gradients/capture/layer_call.h"
 #include "gradients/jacobian/jacobian.h"
-#include "optim/natural_gradient/iteration_budget.h"
+#include "optim/natural_gradient/conjugate_gradients.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -22,12 +22,15 @@ struct CapturedBatch {
   std::vector<gradients::detail::LayerCall> calls;
   double scale = 1.0;
   at::Tensor loss_scale;  // one number on the device, or undefined
-  // Instead of calls: one [n, *shape] per parameter.
+  // Instead of calls: one [n, *shape] per parameter, and the residuals [n].
   std::vector<at::Tensor> given_rows;
-  // a [n] float64 with J^T a / n the gradient before it was changed; undefined: unknown.
-  at::Tensor coefficients;
+  at::Tensor residuals;
+  // Whether the mean of the rows is the gradient before it was changed.
+  bool is_of_gradient = false;
 
   bool is_empty() const { return calls.empty() && given_rows.empty(); }
+  // a [n] float64 with J^T a / n the gradient before it was changed; undefined: unknown.
+  at::Tensor coefficients(int64_t n, const at::TensorOptions& options) const;
   gradients::detail::Jacobian jacobian(at::TensorList params) const;
 };
 
@@ -39,9 +42,7 @@ struct NaturalGradientHyperparameters {
   std::vector<double> momentums;
   std::vector<bool> maximize;
 
-  double eps = 1e-8;               // relative tolerance of conjugate gradients
   std::optional<double> max_norm;  // of the direction of all parameters together
-  std::string solver = "auto";     // "auto", "gram", "explicit" or "cg"
   int64_t max_workspace_bytes = int64_t{1} << 28;
   bool adaptive_damping = false;
   int64_t nystrom_rank = 0;  // 0: no preconditioner
@@ -54,13 +55,15 @@ struct NaturalGradientState {
   at::Tensor status;                         // step_status.h
 };
 
-// How a step was solved.
-struct SolvedStep {
-  std::string solver;  // "gram", "explicit" or "cg"
-  // float64 [4]: iterations and relative residual of conjugate gradients (else 0); with
-  // adaptive_damping v . d and the factor of max_norm.
-  at::Tensor numbers;
+// How a step solves its system.
+struct Solver {
+  std::string name;             // "gram", "explicit" or "cg"
+  ConjugateGradientsRule rule;  // of "cg"
 };
+
+// `option`: a name, or "auto". eps: relative tolerance of conjugate gradients. rows: of J.
+Solver chosen_solver(const std::string& option, double eps, int64_t max_workspace_bytes,
+                     at::TensorList params, int64_t rows);
 
 // One step of all parameters on one device. With v the gradients in `grads`:
 //   d <- mu d_prev + (F + Lambda)^-1 (v - F mu d_prev)      (SPRING, arXiv 2401.10190)
@@ -69,13 +72,12 @@ struct SolvedStep {
 // J Lambda^-1 J^T / n + I [n, n] or of F + Lambda [P, P], NaN where that is not positive definite;
 // or with nystrom_rank the factor of the preconditioner of conjugate gradients (nystrom.h). From an
 // earlier step with the same batch and options; undefined: it is computed and left there.
-// `budget`: of conjugate gradients on a GPU.
-// `refreshed`: the batch is the one that `grads` come from.
 // A direction that is not finite changes no parameter and counts as a failure in the status.
-SolvedStep natural_gradient_step(const NaturalGradientHyperparameters& hyperparameters,
-                                 at::TensorList params, at::TensorList grads,
+// Returns float64 [4]: iterations and relative residual of conjugate gradients (else 0); with
+// adaptive_damping v . d and the factor of max_norm.
+at::Tensor natural_gradient_step(const NaturalGradientHyperparameters& hyperparameters,
+                                 const Solver& solver, at::TensorList params, at::TensorList grads,
                                  NaturalGradientState& state, const CapturedBatch& batch,
-                                 at::Tensor& factorization, bool refreshed, IterationBudget& budget,
-                                 const at::Tensor& found_inf);
+                                 at::Tensor& factorization, const at::Tensor& found_inf);
 
 }  // namespace torchium::optim::detail

@@ -14,11 +14,11 @@ constexpr int64_t kFewElements = int64_t{1} << 12;
 
 bool is_joined(const at::Tensor& param) { return !param.is_cpu() || param.numel() <= kFewElements; }
 
+}  // namespace
+
 bool same_number(const at::Tensor& a, const at::Tensor& b) {
   return a.is_same(b) || (a.is_cpu() && b.is_cpu() && a.item<double>() == b.item<double>());
 }
-
-}  // namespace
 
 ParameterSegments::ParameterSegments(at::TensorList params, const NaturalGradientHyperparameters& h,
                                      const std::vector<double>& roundings) {

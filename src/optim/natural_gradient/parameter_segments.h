@@ -12,6 +12,9 @@
 
 namespace torchium::optim::detail {
 
+// Whether it is known without a wait that both are equal.
+bool same_number(const at::Tensor& a, const at::Tensor& b);
+
 // A segment has parameters with the same options, dtype and rounding. On a GPU, where a
 // launch costs more than a copy, it has all of them; on a CPU those of a few elements. A segment of
 // one parameter is a tensor of its shape, any other one is flat.

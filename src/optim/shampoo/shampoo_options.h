@@ -38,7 +38,7 @@ auto option_fields(Options& o) {
       Option{"max_root_failures", o.max_root_failures(), Integer{}},
       Option{"maximize", o.maximize(), Flag{}},
       Option{"capturable", o.capturable(), Flag{}},
-      Option{"graphs", o.graphs(), one_of("auto", "always", "never")});
+      Option{"graphs", o.graphs(), kGraphModes});
   // clang-format on
 }
 

@@ -9,15 +9,6 @@
 #include <utility>
 
 namespace torchium::optim::detail {
-namespace {
-
-GraphMode graph_mode(const std::string& graphs) {
-  return graphs == "auto"     ? GraphMode::kAuto
-         : graphs == "always" ? GraphMode::kAlways
-                              : GraphMode::kNever;
-}
-
-}  // namespace
 
 void ShampooPlan::adopt(const Options& options) {
   options_ = static_cast<const ShampooOptions&>(options);
