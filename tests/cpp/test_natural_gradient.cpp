@@ -138,6 +138,34 @@ TEST_P(Problems, FollowTheCpuOnCuda) {
   }
 }
 
+TEST_P(Problems, ReplayLaunchedStepsOnCuda) {
+  if (!torch::cuda::is_available()) {
+    GTEST_SKIP() << "skipped: no CUDA device";
+  }
+  for (const auto* solver : {"gram", "explicit"}) {
+    std::vector<torch::Tensor> results;
+    for (const std::string graphs : {"always", "never"}) {
+      const auto model = make();
+      model->to(torch::kCUDA);
+      NaturalGradient optimizer(
+          *model,
+          NaturalGradientOptions(0.1).damping(0.1).update_freq(3).solver(solver).graphs(graphs));
+      for (int step = 0; step < 14; ++step) {
+        if (step == 10) {
+          EXPECT_EQ(optimizer.report().graph_bytes > 0, graphs == "always");
+          optimizer.param_groups()[0].options().set_lr(0.05);
+        }
+        const auto batch = GetParam().batch(step, torch::kDouble);
+        train_step(optimizer, GetParam(), *model,
+                   {batch.inputs.to(torch::kCUDA), batch.targets.to(torch::kCUDA)});
+      }
+      optimizer.check_errors();
+      results.push_back(flatten(model->parameters()));
+    }
+    EXPECT_TRUE(torch::equal(results[0], results[1]));
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(All, Problems, ::testing::ValuesIn(problems()),
                          [](const auto& info) { return info.param.name; });
 

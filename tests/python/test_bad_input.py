@@ -119,6 +119,7 @@ BAD_OPTIONS = {
         "fisher": ["Empirical", None, 1],
         "nystrom_rank": [-1, 0.5, True],
         "max_workspace_bytes": [0, -1, 0.5, True],
+        "graphs": ["on", None, 1, 2.0],
         "adaptive_damping": NO_FLAG,
         "maximize": NO_FLAG,
     },
