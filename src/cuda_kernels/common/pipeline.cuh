@@ -99,6 +99,17 @@ __device__ inline void copy_box_to_all(uint32_t target, const CUtensorMap& map, 
       : "memory");
 }
 
+__device__ inline void copy_box_of_part_to_all(uint32_t target, const CUtensorMap& map, int x,
+                                               int y, int z, int part, uint32_t barrier,
+                                               uint16_t mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(target),
+      "l"(reinterpret_cast<uint64_t>(&map)), "r"(x), "r"(y), "r"(z), "r"(part), "r"(barrier),
+      "h"(mask)
+      : "memory");
+}
+
 // Copies a box of this block back to device memory, except what lies outside the matrix. Shared
 // memory must have been published before.
 __device__ inline void write_box(uint32_t source, const CUtensorMap& map, int x, int y, int z) {

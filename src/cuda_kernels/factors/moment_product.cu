@@ -26,34 +26,73 @@ constexpr int kTile = MomentParts::kTile;
 constexpr int kTerms = MomentParts::kTerms;
 // Fewer stages per cluster take longer to add up than they save.
 constexpr int kLeastShare = 16;
+constexpr int kLongShare = 64;
 static_assert(kSharedBytes <= 227 * 1024 && kTerms == kBoxRows && kTile == 4 * kBoxElements);
 
+using View = MomentProduct::View;
+constexpr int kBoxes = ShiftedProduct::kBoxes;
+
+// The boxes that cover a view.
+struct Grid {
+  BoxOfPixels box;
+  int columns, rows;  // of boxes
+};
+
 struct Operand {
-  TileMap map;
+  TileMap maps[MomentProduct::kMostViews];
+  Grid grids[MomentProduct::kMostViews];
+  ShiftedProduct products[MomentProduct::kMostProducts];
   MomentParts parts;
+  int count;            // of products
+  int boxes_per_shift;  // adjacent boxes with the same shift
   float* workspace;
 };
+static_assert(sizeof(Operand) <= 4096);  // kernel arguments
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 // Stages [begin, end) of a tile.
 struct Segment {
-  int tile, row, column, begin, end;
-
-  __device__ bool is_diagonal() const { return row == column; }
+  int product, tile, row, column, begin, end;
+  bool is_diagonal;  // rows and columns are the same
 };
+
+__device__ Segment segment_of(const TileSeries& series, int tile, int channel_tiles) {
+  int row = tile / channel_tiles, column = tile % channel_tiles;
+  if (series.is_triangular) {
+    const TriangleTile place(tile);
+    row = place.row;
+    column = place.column;
+  }
+  return {0,
+          series.first_tile + tile,
+          row * kTile,
+          column * kTile,
+          0,
+          0,
+          series.is_triangular && row == column};
+}
 
 // body(segment) for every segment of this block's cluster.
 template <typename Body>
-__device__ void for_each_segment(const MomentParts& parts, const Body& body) {
+__device__ void for_each_segment(const Operand& operand, const Body& body) {
+  const MomentParts& parts = operand.parts;
   const int cluster = static_cast<int>(blockIdx.x) / kBlocks;
-  const int last = min(parts.tiles * parts.stages, (cluster + 1) * parts.share);
+  const int last = min(parts.stages, (cluster + 1) * parts.share);
+  int product = 0;
   for (int stage = cluster * parts.share; stage < last;) {
-    const int tile = stage / parts.stages, first = tile * parts.stages;
-    const int end = min(last, first + parts.stages);
-    const TriangleTile place(tile);
-    body(Segment{tile, place.row * kTile, place.column * kTile, stage - first, end - first});
-    stage = end;
+    while (product + 1 < operand.count && stage >= parts.series[product + 1].first_stage) {
+      ++product;
+    }
+    const TileSeries& series = parts.series[product];
+    const int tile = (stage - series.first_stage) / series.stages;
+    const int first = series.first_stage + tile * series.stages;
+    Segment segment = segment_of(series, tile, parts.channel_tiles);
+    segment.product = product;
+    segment.begin = stage - first;
+    segment.end = min(last - first, series.stages);
+    body(segment);
+    stage = first + segment.end;
   }
 }
 
@@ -79,21 +118,31 @@ struct Shared {
 __device__ void load_stages(const Operand& operand, const Shared& shared) {
   constexpr uint16_t kAllBlocks = (1 << kBlocks) - 1;
   Position<kStages> position;
-  for_each_segment(operand.parts, [&](const Segment& segment) {
-    const bool has_rows = !segment.is_diagonal();
+  for_each_segment(operand, [&](const Segment& segment) {
+    const ShiftedProduct& product = operand.products[segment.product];
+    const TileMap& map = operand.maps[product.view];
+    const Grid& grid = operand.grids[product.view];
+    const bool has_rows = !segment.is_diagonal;
     for (int stage = segment.begin; stage < segment.end; ++stage, position.advance()) {
+      const int line = stage / grid.columns;
+      const int x = (stage - line * grid.columns) * grid.box.width;
+      const int y = line % grid.rows * grid.box.height;
+      const int sample = line / grid.rows * grid.box.samples;
       const uint32_t slot = position.slot(), full = shared.full(slot);
       wait_for(shared.empty(slot), position.parity() ^ 1);
       arrive_and_expect(full, (has_rows ? kRowBytes : 0) + kColumnBytes);
 #pragma unroll
       for (uint32_t box = 0; box < 2; ++box) {
         const uint32_t place = 2 * shared.rank + box;
-        const int offset = static_cast<int>(place) * kBoxElements, first = stage * kTerms;
-        copy_box_to_all(shared.columns(slot) + place * kBoxBytes, operand.map,
-                        segment.column + offset, first, 0, full, kAllBlocks);
+        const int channel = static_cast<int>(place) % operand.boxes_per_shift * kBoxElements;
+        const Shift of_column = product.columns[place];
+        copy_box_of_part_to_all(shared.columns(slot) + place * kBoxBytes, map,
+                                segment.column + channel, x + of_column.x, y + of_column.y, sample,
+                                full, kAllBlocks);
         if (has_rows) {
-          copy_box(shared.rows(slot) + box * kBoxBytes, operand.map, segment.row + offset, first, 0,
-                   full);
+          const Shift of_row = product.rows[place];
+          copy_box_of_part(shared.rows(slot) + box * kBoxBytes, map, segment.row + channel,
+                           x + of_row.x, y + of_row.y, sample, full);
         }
       }
     }
@@ -108,7 +157,7 @@ class Consumer {
       : shared_(shared), group_(threadIdx.x / 128 - 1), thread_(threadIdx.x % 128) {}
 
   __device__ void run(const Operand& operand) {
-    for_each_segment(operand.parts, [&](const Segment& segment) {
+    for_each_segment(operand, [&](const Segment& segment) {
       float sum[128];
       accumulate(segment, sum);
       const int64_t part = segment.tile + blockIdx.x / kBlocks;  // as MomentParts says
@@ -122,7 +171,7 @@ class Consumer {
   }
 
   __device__ void accumulate(const Segment& segment, float (&sum)[128]) {
-    const bool is_diagonal = segment.is_diagonal();
+    const bool is_diagonal = segment.is_diagonal;
     int is_later = 0;
     // The wait at the end must be unconditional: otherwise the compiler cannot prove that no
     // product is in flight when registers are read, and serialises all products.
@@ -184,10 +233,10 @@ __global__ void TORCHIUM_CLUSTER __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) shared.initialize();
   cluster_sync();
   if (threadIdx.x < 128) {
-    give_registers<24>();
+    give_registers<40>();
     if (threadIdx.x == 0) load_stages(operand, shared);
   } else {
-    take_registers<240>();
+    take_registers<232>();
     Consumer<Element>(shared).run(operand);
   }
   __syncwarp();
@@ -205,9 +254,49 @@ cudaError_t launch(const Operand& operand, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-int64_t stages_of(int64_t count) { return (count + kTerms - 1) / kTerms; }
+int64_t pieces(int64_t size, int64_t piece) { return (size + piece - 1) / piece; }
+
+// The shape with the fewest pixels outside of the view, and the widest of those. Pixels outside
+// must be outside of the image too, where all are zero: a view of one row or column has boxes of
+// one.
+BoxOfPixels box_of(const View& view, int64_t samples) {
+  BoxOfPixels best{};
+  int64_t least = std::numeric_limits<int64_t>::max();
+  for (int width = view.width == 1 ? 1 : kTerms; width > 0; width /= 2) {
+    for (int height = view.height == 1 ? 1 : kTerms / width; height > 0; height /= 2) {
+      const int depth = kTerms / width / height;
+      const int64_t boxes =
+          pieces(view.width, width) * pieces(view.height, height) * pieces(samples, depth);
+      if (boxes < least) {
+        least = boxes;
+        best = {width, height, depth};
+      }
+    }
+  }
+  return best;
+}
+
+int64_t boxes_of(const View& view, int64_t samples) {
+  const BoxOfPixels box = box_of(view, samples);
+  return pieces(view.width, box.width) * pieces(view.height, box.height) *
+         pieces(samples, box.samples);
+}
+
+bool has_same_shifts(const ShiftedProduct& product) {
+  return std::equal(product.rows, product.rows + kBoxes, product.columns,
+                    [](const Shift& a, const Shift& b) { return a.y == b.y && a.x == b.x; });
+}
 
 }  // namespace
+
+MomentProduct product_of_rows(const Images& X) {
+  MomentProduct product{};
+  product.images = X;
+  product.block = kTile;
+  product.views = product.products = 1;
+  product.view[0] = {X.height, X.width};
+  return product;
+}
 
 bool has_moment_product(int major, int minor, int shared_bytes) {
 #ifdef TORCHIUM_HAS_SM90A
@@ -217,24 +306,39 @@ bool has_moment_product(int major, int minor, int shared_bytes) {
 #endif
 }
 
-bool fits_moment_product(const MomentProduct& product) {
-  const int64_t n = product.n;
-  const int64_t tiles = triangle_tiles((product.n + kTile - 1) / kTile);
-  const bool saves_work = 10 * tiles * kTile * kTile <= 9 * n * n;
-  return saves_work && product.count > 0 &&
-         tiles * stages_of(product.count) <= std::numeric_limits<int>::max() / 2;
-}
-
 cudaError_t plan_moment_product(const MomentProduct& product, MomentParts& parts) {
   int processors = 0;
   const cudaError_t error = count_processors(processors);
   if (error != cudaSuccess) return error;
-  parts.tiles = triangle_tiles((product.n + kTile - 1) / kTile);
-  parts.stages = static_cast<int>(stages_of(product.count));
-  const int all = parts.tiles * parts.stages, clusters = processors / kBlocks;
-  parts.share = std::max(kLeastShare, (all + clusters - 1) / clusters);
-  parts.clusters = (all + parts.share - 1) / parts.share;
+  parts = {};
+  const Images& images = product.images;
+  const int64_t rows = pieces(images.channels, product.block);
+  int64_t tiles = 0, stages = 0;
+  for (int i = 0; i < product.products; ++i) {
+    const int64_t boxes = boxes_of(product.view[product.product[i].view], images.samples);
+    const bool is_triangular = has_same_shifts(product.product[i]);
+    parts.series[i] = {static_cast<int>(tiles), static_cast<int>(stages), static_cast<int>(boxes),
+                       is_triangular};
+    const int64_t own = is_triangular ? rows * (rows + 1) / 2 : rows * rows;
+    tiles += own;
+    stages += own * boxes;
+    if (stages > std::numeric_limits<int>::max() / 2) return cudaSuccess;
+  }
+  parts.tiles = static_cast<int>(tiles);
+  parts.stages = static_cast<int>(stages);
+  parts.channel_tiles = static_cast<int>(rows);
+  const int clusters = processors / kBlocks;
+  parts.share = std::max(kLeastShare, (parts.stages + clusters - 1) / clusters);
+  parts.clusters = (parts.stages + parts.share - 1) / parts.share;
   return cudaSuccess;
+}
+
+bool saves_work(const MomentParts& parts, int64_t n) {
+  const int64_t elements = int64_t{parts.tiles} * kTile * kTile;
+  const bool is_less = 10 * elements <= 9 * n * n;
+  // cuBLAS's kernels for few columns and many rows are slower.
+  const bool is_long = elements <= n * n && parts.share >= kLongShare;
+  return is_less || is_long;
 }
 
 cudaError_t moment_product(const MomentProduct& product, const MomentParts& parts, float* workspace,
@@ -242,11 +346,22 @@ cudaError_t moment_product(const MomentProduct& product, const MomentParts& part
   Operand operand{};
   operand.parts = parts;
   operand.workspace = workspace;
-  const cudaError_t error =
-      make_tile_map(product.X, product.count, product.n, product.pitch, operand.map);
-  if (error != cudaSuccess) return error;
-  return product.is_bfloat16 ? launch<__nv_bfloat16>(operand, stream)
-                             : launch<__half>(operand, stream);
+  operand.count = product.products;
+  operand.boxes_per_shift = product.block / kBoxElements;
+  std::copy_n(product.product, product.products, operand.products);
+  const Images& images = product.images;
+  for (int i = 0; i < product.views; ++i) {
+    const View& view = product.view[i];
+    const BoxOfPixels box = box_of(view, images.samples);
+    operand.grids[i] = {box, static_cast<int>(pieces(view.width, box.width)),
+                        static_cast<int>(pieces(view.height, box.height))};
+    const cudaError_t error = make_tile_map({images.data, images.samples, images.height,
+                                             images.width, images.channels, images.pitch, box},
+                                            operand.maps[i]);
+    if (error != cudaSuccess) return error;
+  }
+  return images.is_bfloat16 ? launch<__nv_bfloat16>(operand, stream)
+                            : launch<__half>(operand, stream);
 }
 
 }  // namespace torchium::cuda_kernels

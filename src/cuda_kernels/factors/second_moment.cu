@@ -1,4 +1,5 @@
 #include "cuda_kernels/common/triangle.cuh"
+#include "cuda_kernels/factors/moment_parts.cuh"
 #include "cuda_kernels/factors/second_moment.h"
 
 namespace torchium::cuda_kernels {
@@ -10,18 +11,13 @@ constexpr int kThreadRows = 8;
 // Element (i, j) of X X^T, from a moment_product().
 class Parts {
  public:
-  explicit Parts(const MomentParts& parts) : parts_(parts) {}
+  explicit Parts(const MomentParts& parts) : share_(parts.share), series_(parts.series[0]) {}
 
   __device__ float operator()(const SecondMoment& moment, int i, int j) {
-    constexpr int kSize = MomentParts::kTile, kPart = kSize * kSize;
+    constexpr int kSize = MomentParts::kTile;
     const int row = max(i, j), column = min(i, j);
     find(triangle_tiles(row / kSize) + column / kSize);
-    const float* part = moment.product + int64_t{tile_ + first_} * kPart +
-                        int64_t{row % kSize} * kSize + column % kSize;
-    float sum = 0;
-#pragma unroll 8
-    for (int cluster = first_; cluster <= last_; ++cluster, part += kPart) sum += *part;
-    return sum;
+    return sum_of_parts(moment.product, tile_, range_, row % kSize * kSize + column % kSize);
   }
 
  private:
@@ -29,12 +25,12 @@ class Parts {
   __device__ void find(int tile) {
     if (tile == tile_) return;
     tile_ = tile;
-    first_ = tile * parts_.stages / parts_.share;
-    last_ = ((tile + 1) * parts_.stages - 1) / parts_.share;
+    range_ = parts_of_tile(series_, share_, tile);
   }
 
-  MomentParts parts_;
-  int tile_ = -1, first_ = 0, last_ = 0;
+  int share_, tile_ = -1;
+  TileSeries series_;
+  PartRange range_{};
 };
 
 // The same from a matrix.

@@ -27,8 +27,20 @@ cudaError_t make_tile_map(const SplitMatrices& matrices, int64_t count, bool sin
 cudaError_t make_tile_map(const SplitFp16& batch, int64_t matrices, TileMap& map,
                           int64_t between = 0);
 
-// A box of 64 rows and 64 columns of a 16-bit matrix. Coordinates: column, row, 0.
-cudaError_t make_tile_map(const void* matrix, int64_t rows, int64_t columns, int64_t pitch,
-                          TileMap& map);
+// The 64 pixels of a box.
+struct BoxOfPixels {
+  int width, height, samples;
+};
+
+// 16-bit images [samples, height, width, channels], of pixels `pitch` elements apart.
+struct TiledImages {
+  const void* data;
+  int64_t samples, height, width, channels, pitch;
+  BoxOfPixels box;
+};
+
+// A box of 64 channels of 64 pixels, which are its rows. Coordinates: channel, x, y, sample; zeros
+// outside an image on every side.
+cudaError_t make_tile_map(const TiledImages& images, TileMap& map);
 
 }  // namespace torchium::cuda_kernels

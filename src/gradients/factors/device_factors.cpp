@@ -3,6 +3,7 @@
 #ifdef TORCHIUM_WITH_CUDA
 #include "cuda_kernels/factors/column_sums.h"
 #include "cuda_kernels/factors/moment_product.h"
+#include "cuda_kernels/factors/patch_moment.h"
 #include "cuda_kernels/factors/second_moment.h"
 #include "cuda_kernels/factors/unfold.h"
 #include "support/device_code.h"
@@ -10,7 +11,10 @@
 #include <ATen/Context.h>
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/ops/bmm.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/stack.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -59,20 +63,41 @@ at::Tensor sums_of(const at::Tensor& X) {
   return sums;
 }
 
-// The product of the kernel for it, as parts in a workspace; undefined: there is none.
-at::Tensor product_in_parts(const cuda_kernels::MomentProduct& product,
-                            const at::TensorOptions& options, cuda_kernels::MomentParts& parts) {
+bool has_product_in_parts() {
   const cudaDeviceProp* device = at::cuda::getCurrentDeviceProperties();
-  if (!cuda_kernels::has_moment_product(device->major, device->minor,
-                                        static_cast<int>(device->sharedMemPerBlockOptin)) ||
-      !cuda_kernels::fits_moment_product(product)) {
-    return {};
-  }
-  C10_CUDA_CHECK(cuda_kernels::plan_moment_product(product, parts));
+  return cuda_kernels::has_moment_product(device->major, device->minor,
+                                          static_cast<int>(device->sharedMemPerBlockOptin));
+}
+
+at::Tensor product_in_parts(const cuda_kernels::MomentProduct& product,
+                            const cuda_kernels::MomentParts& parts,
+                            const at::TensorOptions& options) {
   const at::Tensor workspace = at::empty({parts.elements()}, options.dtype(at::kFloat));
   C10_CUDA_CHECK(cuda_kernels::moment_product(product, parts, workspace.mutable_data_ptr<float>(),
                                               c10::cuda::getCurrentCUDAStream()));
   return workspace;
+}
+
+// Whether the patches of a convolution are the 3 x 3 pixels around every pixel.
+bool has_patches_around_pixels(const LayerCall& call, const WeightGeometry& weight) {
+  const auto is_both = [&](ConvSetting height, ConvSetting width, int64_t value) {
+    return call.settings[height] == value && call.settings[width] == value;
+  };
+  return weight.kernel_height == cuda_kernels::kPatchSide &&
+         weight.kernel_width == cuda_kernels::kPatchSide &&
+         is_both(kStrideHeight, kStrideWidth, 1) && is_both(kPaddingHeight, kPaddingWidth, 1) &&
+         is_both(kDilationHeight, kDilationWidth, 1);
+}
+
+// The sums of such patches, [channels * 9]. images: [n, channels, height, width].
+at::Tensor sums_of_patches(const at::Tensor& images) {
+  const auto shifted_sums = [](const at::Tensor& x, int64_t dim) {
+    const int64_t others = x.size(dim) - 1;
+    return at::stack(
+        {x.narrow(dim, 0, others).sum(dim), x.sum(dim), x.narrow(dim, 1, others).sum(dim)}, dim);
+  };
+  const at::Tensor image = images.sum(0, /*keepdim=*/false, at::kFloat);
+  return shifted_sums(shifted_sums(image, 1), 2).reshape(-1);
 }
 
 }  // namespace
@@ -154,13 +179,19 @@ void store_moment(at::Tensor& sum, const at::Tensor& X, int64_t length, int64_t 
   const bool is_short = X.scalar_type() != at::kFloat;
   cuda_kernels::MomentParts parts;
   at::Tensor product;
-  if (has_short_rows(X)) {
-    product = product_in_parts({.X = X.const_data_ptr(),
-                                .count = X.size(2),
-                                .n = as_int(X.size(1)),
-                                .pitch = as_int(X.stride(2)),
-                                .is_bfloat16 = X.scalar_type() == at::kBFloat16},
-                               X.options(), parts);
+  if (has_short_rows(X) && has_product_in_parts()) {
+    const cuda_kernels::MomentProduct rows =
+        cuda_kernels::product_of_rows({.data = X.const_data_ptr(),
+                                       .samples = 1,
+                                       .height = 1,
+                                       .width = X.size(2),
+                                       .channels = as_int(X.size(1)),
+                                       .pitch = X.stride(2),
+                                       .is_bfloat16 = X.scalar_type() == at::kBFloat16});
+    C10_CUDA_CHECK(cuda_kernels::plan_moment_product(rows, parts));
+    if (parts.clusters > 0 && cuda_kernels::saves_work(parts, X.size(1))) {
+      product = product_in_parts(rows, parts, X.options());
+    }
   }
   const bool has_parts = product.defined();
   if (!has_parts) {
@@ -183,6 +214,61 @@ void store_moment(at::Tensor& sum, const at::Tensor& X, int64_t length, int64_t 
        .accumulate = accumulate},
       c10::cuda::getCurrentCUDAStream()));
   sum.unsafeGetTensorImpl()->bump_version();
+}
+
+bool store_patch_moment(at::Tensor& sum, const LayerCall& call, const WeightGeometry& weight,
+                        bool accumulate) {
+  const at::ScalarType type = call.output_gradient.scalar_type();
+  if (!has_patches_around_pixels(call, weight) || sum.dim() != 3 || sum.size(1) != sum.size(2) ||
+      !at::isReducedFloatingType(type)) {
+    return false;
+  }
+  torchium::detail::check_device_code(sum.device());
+  const c10::cuda::CUDAGuard guard(sum.device());
+  const int64_t n = weight.fan_in, channels = n / cuda_kernels::kPatchPixels;
+  if (channels % kPitch != 0 || !has_product_in_parts()) {
+    return false;
+  }
+  const int64_t height = call.input.size(-2), width = call.input.size(-1);
+  const int64_t count = call.input.numel() / channels;
+  cuda_kernels::PatchProducts products =
+      cuda_kernels::patch_products({.data = nullptr,
+                                    .samples = count / (height * width),
+                                    .height = height,
+                                    .width = width,
+                                    .channels = as_int(channels),
+                                    .pitch = channels,
+                                    .is_bfloat16 = type == at::kBFloat16});
+  cuda_kernels::MomentParts parts;
+  C10_CUDA_CHECK(cuda_kernels::plan_moment_product(products.product, parts));
+  // A product of patches needs half of all multiplications.
+  const double of_patches = 0.5 * static_cast<double>(n * n) * static_cast<double>(count);
+  if (parts.clusters == 0 || parts.multiplications() > of_patches) {
+    return false;
+  }
+  const at::Tensor images = channels_last(
+      operands_of(call, at::kFloat, /*keeps_16_bits=*/true, /*with_inputs=*/true).input);
+  products.product.images.data = images.const_data_ptr();
+  if (reinterpret_cast<uintptr_t>(images.const_data_ptr()) % 16 != 0) {
+    return false;
+  }
+  const at::Tensor workspace = product_in_parts(products.product, parts, images.options());
+  C10_CUDA_CHECK(cuda_kernels::store_patch_moment({.products = &products,
+                                                   .parts = &parts,
+                                                   .workspace = workspace.const_data_ptr<float>(),
+                                                   .target = sum.mutable_data_ptr<float>(),
+                                                   .order = as_int(sum.size(1)),
+                                                   .accumulate = accumulate},
+                                                  c10::cuda::getCurrentCUDAStream()));
+  sum.unsafeGetTensorImpl()->bump_version();
+  if (sum.size(1) > n) {
+    const at::Tensor sums = sums_of_patches(images);
+    const at::Tensor last = at::cat({sums, at::full({1}, count, sums.options())});
+    const at::Tensor row = sum[0][n];
+    accumulate ? row.add_(last) : row.copy_(last);
+    sum[0].select(1, n).narrow(0, 0, n).copy_(row.narrow(0, 0, n));
+  }
+  return true;
 }
 
 #else

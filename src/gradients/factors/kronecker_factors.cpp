@@ -205,7 +205,9 @@ void update_kronecker_factors_(at::Tensor& A_sum, at::Tensor& G_sum, const Layer
   const WeightGeometry weight = weight_geometry(call, weight_shape, 0);
   const at::ScalarType dtype = A_sum.scalar_type();
   if (has_device_positions(call, weight, dtype)) {
-    const DevicePositions source(call, weight, /*with_inputs=*/both);
+    const bool has_A = both && sharing == WeightSharing::kExpand &&
+                       store_patch_moment(A_sum, call, weight, accumulate);
+    const DevicePositions source(call, weight, /*with_inputs=*/both && !has_A);
     update_factors_(A_sum, G_sum, source, {weight.fan_in, source.pixels()}, accumulate, sharing,
                     bases);
     return;

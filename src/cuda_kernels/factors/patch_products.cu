@@ -1,0 +1,162 @@
+#include "cuda_kernels/factors/patch_products.h"
+
+#include <algorithm>
+#include <vector>
+
+namespace torchium::cuda_kernels {
+namespace {
+
+using Shifts = std::vector<Shift>;
+constexpr int kBoxes = ShiftedProduct::kBoxes;
+enum ViewOf { kWhole, kRow, kColumn, kPixel };
+
+// Along a dimension of `size` pixels, from `first` on for a view that covers only one.
+struct Axis {
+  bool is_covered;
+  int first;
+  int beyond;  // pixels past the end that are covered too
+};
+
+// Whether images shifted by a and by b give the sum of x[q] x[q + d] over all q along the axis. Of
+// p = q - a = q + d - b no pixel may be missed where both are inside of the image.
+bool gives(const Axis& axis, int a, int b, int d) {
+  if (!axis.is_covered) return a == axis.first && b == axis.first && d == 0;
+  const bool sees_all = (a >= 0 && b <= 0) || (a <= 0 && b >= 0) ||
+                        (a < 0 && b < 0 && std::min(-a, -b) <= axis.beyond);
+  return b - a == d && sees_all;
+}
+
+class Builder {
+ public:
+  explicit Builder(const Images& images) {
+    MomentProduct& product = result_.product;
+    product.images = images;
+    product.block = images.channels <= 64 ? 64 : images.channels <= 128 ? 128 : 256;
+    groups_ = MomentParts::kTile / product.block;
+    bottom_ = static_cast<int>(images.height) - 1;
+    right_ = static_cast<int>(images.width) - 1;
+    beyond_ = groups_ == 4 ? 1 : 0;
+    product.views = 4;
+    product.view[kWhole] = {images.height + beyond_, images.width};
+    product.view[kRow] = {1, images.width};
+    product.view[kColumn] = {images.height, 1};
+    product.view[kPixel] = {1, 1};
+  }
+
+  PatchProducts build() {
+    add_whole();
+    add_borders();
+    add_corners();
+    find_terms();
+    return result_;
+  }
+
+ private:
+  // With as many shifts as a tile has groups of boxes.
+  void add(ViewOf view, const Shifts& rows, const Shifts& columns) {
+    ShiftedProduct& product = result_.product.product[result_.product.products++];
+    product.view = view;
+    for (int i = 0; i < kBoxes; ++i) {
+      product.rows[i] = rows[i * groups_ / kBoxes];
+      product.columns[i] = columns[i * groups_ / kBoxes];
+    }
+  }
+
+  // Of d and -d one is enough: d_y > 0, or d_y = 0 and d_x >= 0. The shifts of a tile were found by
+  // search: their differences are as many such d as possible.
+  void add_whole() {
+    if (groups_ == 4) {
+      add(kWhole, {{0, -2}, {0, 0}, {-2, 1}, {1, 1}}, {{0, -1}, {-1, 0}, {0, 0}, {2, 0}});
+    } else if (groups_ == 2) {
+      add(kWhole, {{-1, -1}, {0, 0}}, {{0, 0}, {1, 1}});
+      add(kWhole, {{-2, 0}, {-1, 0}}, {{0, -2}, {0, -1}});
+      add(kWhole, {{-2, 0}, {0, 0}}, {{0, 0}, {0, 1}});
+      add(kWhole, {{-1, 0}, {0, 0}}, {{0, 0}, {0, 2}});
+    } else {
+      for (int dy = 0; dy <= patch_terms::kReach; ++dy) {
+        for (int dx = dy == 0 ? 0 : -patch_terms::kReach; dx <= patch_terms::kReach; ++dx) {
+          add(kWhole, {{0, 0}}, {{dy, dx}});
+        }
+      }
+    }
+  }
+
+  void add_borders() {
+    for (const bool is_row : {true, false}) {
+      const auto at = [&](int end, int along) {
+        return is_row ? Shift{end, along} : Shift{along, end};
+      };
+      const ViewOf view = is_row ? kRow : kColumn;
+      const int last = is_row ? bottom_ : right_;
+      if (groups_ == 4) {
+        add(view, {at(0, -1), at(0, 0), at(last, -1), at(last, 0)},
+            {at(0, 0), at(0, 1), at(last, 0), at(last, 1)});
+        continue;
+      }
+      for (const int end : {0, last}) {
+        if (groups_ == 2) {
+          add(view, {at(end, -1), at(end, 0)}, {at(end, 0), at(end, 1)});
+          continue;
+        }
+        for (int d = 0; d <= patch_terms::kReach; ++d) add(view, {at(end, 0)}, {at(end, d)});
+      }
+    }
+  }
+
+  void add_corners() {
+    const Shifts corners = {{0, 0}, {0, right_}, {bottom_, 0}, {bottom_, right_}};
+    for (size_t i = 0; i < corners.size(); i += groups_) {
+      const Shifts some(corners.begin() + i, corners.begin() + i + groups_);
+      add(kPixel, some, some);
+    }
+  }
+
+  void find_terms() {
+    using namespace patch_terms;
+    for (int dy = -kReach; dy <= kReach; ++dy) {
+      for (int dx = -kReach; dx <= kReach; ++dx) {
+        find(whole(dy, dx), kWhole, {true, 0, beyond_}, {true, 0, 0}, {dy, dx});
+      }
+    }
+    for (const bool is_last : {false, true}) {
+      const Axis y{false, is_last ? bottom_ : 0, 0}, x{false, is_last ? right_ : 0, 0};
+      for (int d = -kReach; d <= kReach; ++d) {
+        find(in_row(is_last, d), kRow, y, {true, 0, 0}, {0, d});
+        find(in_column(is_last, d), kColumn, {true, 0, 0}, x, {d, 0});
+      }
+      for (const bool is_right : {false, true}) {
+        find(in_corner(is_last, is_right), kPixel, y, {false, is_right ? right_ : 0, 0}, {0, 0});
+      }
+    }
+  }
+
+  // The sum of x[q] x[q + d], or of x[q] x[q - d] with the channels exchanged.
+  void find(int term, ViewOf view, const Axis& y, const Axis& x, const Shift& d) {
+    const MomentProduct& all = result_.product;
+    const auto is_found = [&](int index, int i, int j, int sign) {
+      const Shift& a = all.product[index].rows[i * kBoxes / groups_];
+      const Shift& b = all.product[index].columns[j * kBoxes / groups_];
+      return gives(y, a.y, b.y, sign * d.y) && gives(x, a.x, b.x, sign * d.x);
+    };
+    for (int index = 0; index < all.products; ++index) {
+      if (all.product[index].view != view) continue;
+      for (int place = 0; place < groups_ * groups_; ++place) {
+        const int i = place / groups_, j = place % groups_;
+        const bool is_same = is_found(index, i, j, 1);
+        if (!is_same && !is_found(index, i, j, -1)) continue;
+        result_.terms[term] = {static_cast<short>(index), static_cast<short>(i * all.block),
+                               static_cast<short>(j * all.block), !is_same, d.y == 0 && d.x == 0};
+        return;
+      }
+    }
+  }
+
+  PatchProducts result_{};
+  int groups_, bottom_, right_, beyond_;
+};
+
+}  // namespace
+
+PatchProducts patch_products(const Images& images) { return Builder(images).build(); }
+
+}  // namespace torchium::cuda_kernels
