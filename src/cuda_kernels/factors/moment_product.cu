@@ -29,36 +29,54 @@ constexpr int kLeastShare = 16;
 constexpr int kLongShare = 64;
 static_assert(kSharedBytes <= 227 * 1024 && kTerms == kBoxRows && kTile == 4 * kBoxElements);
 
+constexpr int kBoxes = kTile / kBoxElements;  // of the rows and of the columns of a tile
+
 using View = MomentProduct::View;
-constexpr int kBoxes = ShiftedProduct::kBoxes;
 
 // The boxes that cover a view.
 struct Grid {
-  BoxOfPixels box;
-  int columns, rows;  // of boxes
+  int columns, rows;           // of boxes
+  int width, height, samples;  // of the images, from box to box
 };
 
 struct Operand {
   TileMap maps[MomentProduct::kMostViews];
   Grid grids[MomentProduct::kMostViews];
-  ShiftedProduct products[MomentProduct::kMostProducts];
+  MomentProduct::Factors products[MomentProduct::kMostProducts];
+  Shift shift[MomentProduct::kMostShifts];
   MomentParts parts;
-  int count;            // of products
-  int boxes_per_shift;  // adjacent boxes with the same shift
+  int count;  // of products
+  int shifts, boxes_per_shift;
   float* workspace;
 };
 static_assert(sizeof(Operand) <= 4096);  // kernel arguments
+
+// Box `box` of the vectors whose shifts begin at `first`.
+struct BoxPlace {
+  int channel, x, y;
+
+  __device__ BoxPlace(const Operand& operand, int first, int box) {
+    const int index = box / operand.boxes_per_shift;
+    const Shift shift = operand.shift[first + min(index, operand.shifts - 1)];
+    // After the last shift: past the last channel.
+    const int place =
+        index < operand.shifts ? box % operand.boxes_per_shift : operand.boxes_per_shift;
+    channel = place * kBoxElements;
+    x = shift.x;
+    y = shift.y;
+  }
+};
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 // Stages [begin, end) of a tile.
 struct Segment {
-  int product, tile, row, column, begin, end;
-  bool is_diagonal;  // rows and columns are the same
+  int product, tile, row, column, begin, end;  // row and column count boxes
+  bool is_diagonal;                            // both have the same boxes
 };
 
-__device__ Segment segment_of(const TileSeries& series, int tile, int channel_tiles) {
-  int row = tile / channel_tiles, column = tile % channel_tiles;
+__device__ Segment segment_of(const TileSeries& series, int tile, int tile_rows) {
+  int row = tile / tile_rows, column = tile % tile_rows;
   if (series.is_triangular) {
     const TriangleTile place(tile);
     row = place.row;
@@ -66,8 +84,8 @@ __device__ Segment segment_of(const TileSeries& series, int tile, int channel_ti
   }
   return {0,
           series.first_tile + tile,
-          row * kTile,
-          column * kTile,
+          row * kBoxes,
+          column * kBoxes,
           0,
           0,
           series.is_triangular && row == column};
@@ -87,7 +105,7 @@ __device__ void for_each_segment(const Operand& operand, const Body& body) {
     const TileSeries& series = parts.series[product];
     const int tile = (stage - series.first_stage) / series.stages;
     const int first = series.first_stage + tile * series.stages;
-    Segment segment = segment_of(series, tile, parts.channel_tiles);
+    Segment segment = segment_of(series, tile, parts.tile_rows);
     segment.product = product;
     segment.begin = stage - first;
     segment.end = min(last - first, series.stages);
@@ -119,30 +137,31 @@ __device__ void load_stages(const Operand& operand, const Shared& shared) {
   constexpr uint16_t kAllBlocks = (1 << kBlocks) - 1;
   Position<kStages> position;
   for_each_segment(operand, [&](const Segment& segment) {
-    const ShiftedProduct& product = operand.products[segment.product];
+    const MomentProduct::Factors& product = operand.products[segment.product];
     const TileMap& map = operand.maps[product.view];
     const Grid& grid = operand.grids[product.view];
     const bool has_rows = !segment.is_diagonal;
+    const uint32_t first = 2 * shared.rank;
+    const auto box = static_cast<int>(first);
+    const BoxPlace rows[2] = {{operand, product.rows, segment.row + box},
+                              {operand, product.rows, segment.row + box + 1}};
+    const BoxPlace columns[2] = {{operand, product.columns, segment.column + box},
+                                 {operand, product.columns, segment.column + box + 1}};
     for (int stage = segment.begin; stage < segment.end; ++stage, position.advance()) {
       const int line = stage / grid.columns;
-      const int x = (stage - line * grid.columns) * grid.box.width;
-      const int y = line % grid.rows * grid.box.height;
-      const int sample = line / grid.rows * grid.box.samples;
+      const int x = (stage - line * grid.columns) * grid.width;
+      const int y = line % grid.rows * grid.height, sample = line / grid.rows * grid.samples;
       const uint32_t slot = position.slot(), full = shared.full(slot);
       wait_for(shared.empty(slot), position.parity() ^ 1);
       arrive_and_expect(full, (has_rows ? kRowBytes : 0) + kColumnBytes);
 #pragma unroll
-      for (uint32_t box = 0; box < 2; ++box) {
-        const uint32_t place = 2 * shared.rank + box;
-        const int channel = static_cast<int>(place) % operand.boxes_per_shift * kBoxElements;
-        const Shift of_column = product.columns[place];
-        copy_box_of_part_to_all(shared.columns(slot) + place * kBoxBytes, map,
-                                segment.column + channel, x + of_column.x, y + of_column.y, sample,
+      for (uint32_t i = 0; i < 2; ++i) {
+        copy_box_of_part_to_all(shared.columns(slot) + (first + i) * kBoxBytes, map,
+                                columns[i].channel, x + columns[i].x, y + columns[i].y, sample,
                                 full, kAllBlocks);
         if (has_rows) {
-          const Shift of_row = product.rows[place];
-          copy_box_of_part(shared.rows(slot) + box * kBoxBytes, map, segment.row + channel,
-                           x + of_row.x, y + of_row.y, sample, full);
+          copy_box_of_part(shared.rows(slot) + i * kBoxBytes, map, rows[i].channel, x + rows[i].x,
+                           y + rows[i].y, sample, full);
         }
       }
     }
@@ -256,18 +275,22 @@ cudaError_t launch(const Operand& operand, cudaStream_t stream) {
 
 int64_t pieces(int64_t size, int64_t piece) { return (size + piece - 1) / piece; }
 
-// The shape with the fewest pixels outside of the view, and the widest of those. Pixels outside
-// must be outside of the image too, where all are zero: a view of one row or column has boxes of
-// one.
+// Boxes along a side of a view, or 0: they cannot cover it.
+int64_t boxes_along(int64_t size, int box, bool is_exact) {
+  return (is_exact || size == 1) && size % box != 0 ? 0 : pieces(size, box);
+}
+
+// The fewest boxes that cover a view, and the widest of those. Strides are left out.
 BoxOfPixels box_of(const View& view, int64_t samples) {
   BoxOfPixels best{};
   int64_t least = std::numeric_limits<int64_t>::max();
-  for (int width = view.width == 1 ? 1 : kTerms; width > 0; width /= 2) {
-    for (int height = view.height == 1 ? 1 : kTerms / width; height > 0; height /= 2) {
+  for (int width = kTerms; width > 0; width /= 2) {
+    for (int height = kTerms / width; height > 0; height /= 2) {
       const int depth = kTerms / width / height;
-      const int64_t boxes =
-          pieces(view.width, width) * pieces(view.height, height) * pieces(samples, depth);
-      if (boxes < least) {
+      const int64_t boxes = boxes_along(view.width, width, view.is_exact) *
+                            boxes_along(view.height, height, view.is_exact) *
+                            pieces(samples, depth);
+      if (boxes > 0 && boxes < least) {
         least = boxes;
         best = {width, height, depth};
       }
@@ -282,19 +305,31 @@ int64_t boxes_of(const View& view, int64_t samples) {
          pieces(samples, box.samples);
 }
 
-bool has_same_shifts(const ShiftedProduct& product) {
-  return std::equal(product.rows, product.rows + kBoxes, product.columns,
+bool has_same_factors(const MomentProduct& product, const MomentProduct::Factors& factors) {
+  const Shift* rows = product.shift + factors.rows;
+  return std::equal(rows, rows + product.shifts, product.shift + factors.columns,
                     [](const Shift& a, const Shift& b) { return a.y == b.y && a.x == b.x; });
+}
+
+int64_t boxes_per_shift(const MomentProduct& product) {
+  return pieces(product.images.channels, kBoxElements);
 }
 
 }  // namespace
 
+Images contiguous_images(const void* data, int64_t samples, int64_t height, int64_t width,
+                         int channels, bool is_bfloat16) {
+  return {data,       samples,  height,           width,
+          channels,   channels, width * channels, height * width * channels,
+          is_bfloat16};
+}
+
 MomentProduct product_of_rows(const Images& X) {
   MomentProduct product{};
   product.images = X;
-  product.block = kTile;
-  product.views = product.products = 1;
-  product.view[0] = {X.height, X.width};
+  product.stride = {1, 1};
+  product.shifts = product.views = product.products = 1;
+  product.view[0] = {X.height, X.width, false};
   return product;
 }
 
@@ -312,11 +347,11 @@ cudaError_t plan_moment_product(const MomentProduct& product, MomentParts& parts
   if (error != cudaSuccess) return error;
   parts = {};
   const Images& images = product.images;
-  const int64_t rows = pieces(images.channels, product.block);
+  const int64_t rows = pieces(product.shifts * boxes_per_shift(product), kBoxes);
   int64_t tiles = 0, stages = 0;
   for (int i = 0; i < product.products; ++i) {
     const int64_t boxes = boxes_of(product.view[product.product[i].view], images.samples);
-    const bool is_triangular = has_same_shifts(product.product[i]);
+    const bool is_triangular = has_same_factors(product, product.product[i]);
     parts.series[i] = {static_cast<int>(tiles), static_cast<int>(stages), static_cast<int>(boxes),
                        is_triangular};
     const int64_t own = is_triangular ? rows * (rows + 1) / 2 : rows * rows;
@@ -326,7 +361,7 @@ cudaError_t plan_moment_product(const MomentProduct& product, MomentParts& parts
   }
   parts.tiles = static_cast<int>(tiles);
   parts.stages = static_cast<int>(stages);
-  parts.channel_tiles = static_cast<int>(rows);
+  parts.tile_rows = static_cast<int>(rows);
   const int clusters = processors / kBlocks;
   parts.share = std::max(kLeastShare, (parts.stages + clusters - 1) / clusters);
   parts.clusters = (parts.stages + parts.share - 1) / parts.share;
@@ -347,17 +382,23 @@ cudaError_t moment_product(const MomentProduct& product, const MomentParts& part
   operand.parts = parts;
   operand.workspace = workspace;
   operand.count = product.products;
-  operand.boxes_per_shift = product.block / kBoxElements;
+  operand.shifts = product.shifts;
+  operand.boxes_per_shift = static_cast<int>(boxes_per_shift(product));
   std::copy_n(product.product, product.products, operand.products);
+  std::copy_n(product.shift, MomentProduct::kMostShifts, operand.shift);
   const Images& images = product.images;
   for (int i = 0; i < product.views; ++i) {
     const View& view = product.view[i];
-    const BoxOfPixels box = box_of(view, images.samples);
-    operand.grids[i] = {box, static_cast<int>(pieces(view.width, box.width)),
-                        static_cast<int>(pieces(view.height, box.height))};
-    const cudaError_t error = make_tile_map({images.data, images.samples, images.height,
-                                             images.width, images.channels, images.pitch, box},
-                                            operand.maps[i]);
+    BoxOfPixels box = box_of(view, images.samples);
+    box.stride_x = product.stride.x;
+    box.stride_y = product.stride.y;
+    operand.grids[i] = {static_cast<int>(pieces(view.width, box.width)),
+                        static_cast<int>(pieces(view.height, box.height)), box.width * box.stride_x,
+                        box.height * box.stride_y, box.samples};
+    const cudaError_t error =
+        make_tile_map({images.data, images.samples, images.height, images.width, images.channels,
+                       images.sample_pitch, images.row_pitch, images.pixel_pitch},
+                      box, operand.maps[i]);
     if (error != cudaSuccess) return error;
   }
   return images.is_bfloat16 ? launch<__nv_bfloat16>(operand, stream)

@@ -8,50 +8,53 @@
 namespace torchium::cuda_kernels {
 
 // [samples, height, width, channels], channels side by side. The rows of a matrix are the pixels of
-// one image of height 1.
+// one image of height 1. Pixels may overlap.
 struct Images {
   const void* data;  // aligned to 16 bytes
   int64_t samples, height, width;
   int channels;
-  int64_t pitch;     // elements from pixel to pixel, a multiple of 8
-  bool is_bfloat16;  // not fp16
+  int64_t pixel_pitch, row_pitch, sample_pitch;  // elements, multiples of 8
+  bool is_bfloat16;                              // not fp16
 };
+
+// Without gaps between pixels.
+Images contiguous_images(const void* data, int64_t samples, int64_t height, int64_t width,
+                         int channels, bool is_bfloat16);
 
 struct Shift {
   int y, x;
 };
 
-// A tile is 256 x 256. Its rows and its columns come in four boxes of 64 channels, each with its
-// own shift: element (i, j) is the sum over pixels p of images[p + rows][i] images[p + columns][j],
-// with zeros outside of an image.
-struct ShiftedProduct {
-  static constexpr int kBoxes = 4;
-  int view;  // the range of p
-  Shift rows[kBoxes], columns[kBoxes];
-};
-
+// Products R^T C, summed over the pixels p of a view, of vectors R and C that are several shifted
+// pixels side by side: shift s of a vector is images[stride * p + s], zero outside of an image, and
+// zeros up to a multiple of 64 elements.
 struct MomentProduct {
-  static constexpr int kMostViews = 4, kMostProducts = 32;
-  // All p with 0 <= y < height and 0 <= x < width in all samples. Both are those of the images, or
-  // larger, or 1.
+  static constexpr int kMostViews = 4, kMostProducts = 32, kMostShifts = 64;
+  // All p with 0 <= y < height and 0 <= x < width in all samples. An exact view has no other p;
+  // otherwise p beyond may count too. A size of 1 is always exact.
   struct View {
     int64_t height, width;
+    bool is_exact;
+  };
+  struct Factors {
+    int view;
+    int rows, columns;  // the first shift of R and of C
   };
 
   Images images;
-  // Channels of the boxes in a tile: 256, and then as many tiles as all channels need, or 128 or
-  // 64, in 2 or 4 groups of boxes with a shift each.
-  int block;
+  Shift stride;
+  int shifts;  // of R, and of C
   int views, products;
   View view[kMostViews];
-  ShiftedProduct product[kMostProducts];
+  Factors product[kMostProducts];
+  Shift shift[kMostShifts];
 };
 
 // X^T X.
 MomentProduct product_of_rows(const Images& X);
 
-// The tiles of a product: all, or those on and below the diagonal if rows and columns have the same
-// shifts; they are numbered row by row.
+// The 256 x 256 tiles of a product: all, or those on and below the diagonal if R and C are the
+// same; they are numbered row by row.
 struct TileSeries {
   int first_tile, first_stage;  // of the tiles and stages of all products
   int stages;                   // per tile
@@ -66,7 +69,7 @@ struct MomentParts {
   static constexpr int kTile = 256;
   static constexpr int kTerms = 64;  // of a stage
   int tiles, stages;                 // of all products
-  int channel_tiles;                 // per row of the tiles of a product
+  int tile_rows;                     // of a product
   int share;                         // stages per cluster
   int clusters;                      // that have a share
   TileSeries series[MomentProduct::kMostProducts];

@@ -56,7 +56,7 @@ __device__ float value_of(const Arguments& arguments, const PatchTerm& term, int
   const TileSeries& series = arguments.parts.series[term.product];
   const int row = i / kTile, column = j / kTile;
   const int tile = series.is_triangular ? triangle_tiles(row) + column
-                                        : row * arguments.parts.channel_tiles + column;
+                                        : row * arguments.parts.tile_rows + column;
   const int place = (term.row + i % kTile) * kTile + term.column + j % kTile;
   return sum_of_parts(arguments.workspace, series.first_tile + tile,
                       parts_of_tile(series, arguments.parts.share, tile), place);

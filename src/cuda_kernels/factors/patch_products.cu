@@ -7,7 +7,6 @@ namespace torchium::cuda_kernels {
 namespace {
 
 using Shifts = std::vector<Shift>;
-constexpr int kBoxes = ShiftedProduct::kBoxes;
 enum ViewOf { kWhole, kRow, kColumn, kPixel };
 
 // Along a dimension of `size` pixels, from `first` on for a view that covers only one.
@@ -31,16 +30,16 @@ class Builder {
   explicit Builder(const Images& images) {
     MomentProduct& product = result_.product;
     product.images = images;
-    product.block = images.channels <= 64 ? 64 : images.channels <= 128 ? 128 : 256;
-    groups_ = MomentParts::kTile / product.block;
+    product.stride = {1, 1};
+    shifts_ = product.shifts = images.channels <= 64 ? 4 : images.channels <= 128 ? 2 : 1;
     bottom_ = static_cast<int>(images.height) - 1;
     right_ = static_cast<int>(images.width) - 1;
-    beyond_ = groups_ == 4 ? 1 : 0;
+    beyond_ = shifts_ == 4 ? 1 : 0;
     product.views = 4;
-    product.view[kWhole] = {images.height + beyond_, images.width};
-    product.view[kRow] = {1, images.width};
-    product.view[kColumn] = {images.height, 1};
-    product.view[kPixel] = {1, 1};
+    product.view[kWhole] = {images.height + beyond_, images.width, false};
+    product.view[kRow] = {1, images.width, false};
+    product.view[kColumn] = {images.height, 1, false};
+    product.view[kPixel] = {1, 1, false};
   }
 
   PatchProducts build() {
@@ -52,22 +51,21 @@ class Builder {
   }
 
  private:
-  // With as many shifts as a tile has groups of boxes.
   void add(ViewOf view, const Shifts& rows, const Shifts& columns) {
-    ShiftedProduct& product = result_.product.product[result_.product.products++];
-    product.view = view;
-    for (int i = 0; i < kBoxes; ++i) {
-      product.rows[i] = rows[i * groups_ / kBoxes];
-      product.columns[i] = columns[i * groups_ / kBoxes];
+    MomentProduct& product = result_.product;
+    product.product[product.products++] = {view, count_, count_ + shifts_};
+    for (const Shifts& shifts : {rows, columns}) {
+      std::copy(shifts.begin(), shifts.end(), product.shift + count_);
+      count_ += shifts_;
     }
   }
 
   // Of d and -d one is enough: d_y > 0, or d_y = 0 and d_x >= 0. The shifts of a tile were found by
   // search: their differences are as many such d as possible.
   void add_whole() {
-    if (groups_ == 4) {
+    if (shifts_ == 4) {
       add(kWhole, {{0, -2}, {0, 0}, {-2, 1}, {1, 1}}, {{0, -1}, {-1, 0}, {0, 0}, {2, 0}});
-    } else if (groups_ == 2) {
+    } else if (shifts_ == 2) {
       add(kWhole, {{-1, -1}, {0, 0}}, {{0, 0}, {1, 1}});
       add(kWhole, {{-2, 0}, {-1, 0}}, {{0, -2}, {0, -1}});
       add(kWhole, {{-2, 0}, {0, 0}}, {{0, 0}, {0, 1}});
@@ -88,13 +86,13 @@ class Builder {
       };
       const ViewOf view = is_row ? kRow : kColumn;
       const int last = is_row ? bottom_ : right_;
-      if (groups_ == 4) {
+      if (shifts_ == 4) {
         add(view, {at(0, -1), at(0, 0), at(last, -1), at(last, 0)},
             {at(0, 0), at(0, 1), at(last, 0), at(last, 1)});
         continue;
       }
       for (const int end : {0, last}) {
-        if (groups_ == 2) {
+        if (shifts_ == 2) {
           add(view, {at(end, -1), at(end, 0)}, {at(end, 0), at(end, 1)});
           continue;
         }
@@ -105,8 +103,8 @@ class Builder {
 
   void add_corners() {
     const Shifts corners = {{0, 0}, {0, right_}, {bottom_, 0}, {bottom_, right_}};
-    for (size_t i = 0; i < corners.size(); i += groups_) {
-      const Shifts some(corners.begin() + i, corners.begin() + i + groups_);
+    for (size_t i = 0; i < corners.size(); i += shifts_) {
+      const Shifts some(corners.begin() + i, corners.begin() + i + shifts_);
       add(kPixel, some, some);
     }
   }
@@ -134,25 +132,29 @@ class Builder {
   void find(int term, ViewOf view, const Axis& y, const Axis& x, const Shift& d) {
     const MomentProduct& all = result_.product;
     const auto is_found = [&](int index, int i, int j, int sign) {
-      const Shift& a = all.product[index].rows[i * kBoxes / groups_];
-      const Shift& b = all.product[index].columns[j * kBoxes / groups_];
+      const Shift& a = all.shift[all.product[index].rows + i];
+      const Shift& b = all.shift[all.product[index].columns + j];
       return gives(y, a.y, b.y, sign * d.y) && gives(x, a.x, b.x, sign * d.x);
     };
     for (int index = 0; index < all.products; ++index) {
       if (all.product[index].view != view) continue;
-      for (int place = 0; place < groups_ * groups_; ++place) {
-        const int i = place / groups_, j = place % groups_;
+      for (int pair = 0; pair < shifts_ * shifts_; ++pair) {
+        const int i = pair / shifts_, j = pair % shifts_;
         const bool is_same = is_found(index, i, j, 1);
         if (!is_same && !is_found(index, i, j, -1)) continue;
-        result_.terms[term] = {static_cast<short>(index), static_cast<short>(i * all.block),
-                               static_cast<short>(j * all.block), !is_same, d.y == 0 && d.x == 0};
+        const auto place = [&](int shift) {
+          return static_cast<short>(shift * MomentParts::kTile / shifts_);
+        };
+        result_.terms[term] = {static_cast<short>(index), place(i), place(j), !is_same,
+                               d.y == 0 && d.x == 0};
         return;
       }
     }
   }
 
   PatchProducts result_{};
-  int groups_, bottom_, right_, beyond_;
+  int shifts_, bottom_, right_, beyond_;
+  int count_ = 0;  // of shifts in the list
 };
 
 }  // namespace

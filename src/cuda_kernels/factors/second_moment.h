@@ -1,12 +1,21 @@
 // Sums of outer products x x^T as the Kronecker factors of K-FAC keep them.
 #pragma once
 
+#include "cuda_kernels/factors/folded_images.h"
 #include "cuda_kernels/factors/moment_product.h"
 
 #include <cstdint>
 #include <cuda_runtime_api.h>
 
 namespace torchium::cuda_kernels {
+
+// The order of the elements in the vectors of a product, for a target in the order of the weight.
+enum class VectorOrder {
+  kOfWeight,
+  kPixels,  // element i of the target is element i % k * (n / k) + i / k in the product: there the
+            // channels of a patch run fastest, and here its k pixels
+  kFolded,  // folded_images.h: 64 elements per row of folded pixels
+};
 
 // target <- X X^T, or target + X X^T to accumulate, with a row and column more for vectors that end
 // with a 1. Exactly symmetric.
@@ -15,16 +24,16 @@ struct SecondMoment {
   // moment_product().
   const float* product;
   const MomentParts* parts;  // null: none
-  // Of the vectors in X: [sum_parts, groups, pitch], of which the parts are to be added; null: the
-  // target has no row more.
+  // Of the vectors in X: [sum_parts, groups, pitch], of which the parts are to be added; null: no
+  // row more is written.
   const float* sums;
   int sum_parts;
-  float* target;  // [groups, order, order], order = n, or n + 1 with sums
-  int groups, n, pitch;
+  float* target;  // [groups, order, order]
+  int groups, n, pitch, order;
   float count;  // of the vectors in X
-  // Element i of a vector, in the target, is element i % k * (n / k) + i / k in the product: there
-  // the channels of a patch run fastest, and here its k pixels. 1: the same order in both.
-  int pixels;
+  VectorOrder vectors;
+  int pixels;       // k
+  FoldedSide y, x;  // of folded patches
   bool accumulate;
 };
 

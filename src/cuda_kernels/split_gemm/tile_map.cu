@@ -26,10 +26,9 @@ constexpr auto kType = CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
 
 // Boxes of 16-bit numbers in `rank` dimensions.
 cudaError_t encode(const void* data, int rank, const cuuint64_t* sizes, const cuuint64_t* strides,
-                   const cuuint32_t* box, TileMap& map) {
+                   const cuuint32_t* box, const cuuint32_t* steps, TileMap& map) {
   static const Encoder encoder;
   if (encoder.error != cudaSuccess) return encoder.error;
-  const cuuint32_t steps[4] = {1, 1, 1, 1};
   const CUresult result =
       encoder.encode(&map, kType, rank, const_cast<void*>(data), sizes, strides, box, steps,
                      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
@@ -39,6 +38,7 @@ cudaError_t encode(const void* data, int rank, const cuuint64_t* sizes, const cu
 
 // Boxes in matrices, whose first two dimensions are columns and rows.
 constexpr cuuint32_t kMatrixBox[4] = {kBoxElements, kBoxRows, 1, 1};
+constexpr cuuint32_t kOneByOne[4] = {1, 1, 1, 1};
 
 }  // namespace
 
@@ -47,7 +47,7 @@ cudaError_t make_tile_map(const SplitMatrices& matrices, int64_t count, bool sin
   const cuuint64_t width = single ? order : 2 * order;
   const cuuint64_t sizes[] = {width, order, static_cast<cuuint64_t>(count)};
   const cuuint64_t strides[] = {2 * width, 4 * order * order};  // bytes
-  return encode(matrices.data, 3, sizes, strides, kMatrixBox, map);
+  return encode(matrices.data, 3, sizes, strides, kMatrixBox, kOneByOne, map);
 }
 
 cudaError_t make_tile_map(const SplitFp16& batch, int64_t matrices, TileMap& map, int64_t between) {
@@ -60,19 +60,20 @@ cudaError_t make_tile_map(const SplitFp16& batch, int64_t matrices, TileMap& map
   // Parts are any multiple of 16 bytes apart.
   const cuuint64_t strides[] = {2 * columns, of_matrix,
                                 parts == 1 ? of_matrix : 2 * (batch.lo - batch.hi)};
-  return encode(batch.hi, 4, sizes, strides, kMatrixBox, map);
+  return encode(batch.hi, 4, sizes, strides, kMatrixBox, kOneByOne, map);
 }
 
-cudaError_t make_tile_map(const TiledImages& images, TileMap& map) {
+cudaError_t make_tile_map(const TiledImages& images, const BoxOfPixels& box, TileMap& map) {
   const auto size = [](int64_t value) { return static_cast<cuuint64_t>(value); };
   const cuuint64_t sizes[] = {size(images.channels), size(images.width), size(images.height),
                               size(images.samples)};
-  const cuuint64_t pixel = 2 * size(images.pitch);  // bytes
-  const cuuint64_t strides[] = {pixel, pixel * sizes[1], pixel * sizes[1] * sizes[2]};
+  const cuuint64_t strides[] = {2 * size(images.pixel_pitch), 2 * size(images.row_pitch),
+                                2 * size(images.sample_pitch)};  // bytes
   const auto extent = [](int value) { return static_cast<cuuint32_t>(value); };
-  const cuuint32_t box[] = {kBoxElements, extent(images.box.width), extent(images.box.height),
-                            extent(images.box.samples)};
-  return encode(images.data, 4, sizes, strides, box, map);
+  const cuuint32_t range[] = {kBoxElements, extent(box.width * box.stride_x),
+                              extent(box.height * box.stride_y), extent(box.samples)};
+  const cuuint32_t steps[] = {1, extent(box.stride_x), extent(box.stride_y), 1};
+  return encode(images.data, 4, sizes, strides, range, steps, map);
 }
 
 }  // namespace torchium::cuda_kernels

@@ -27,20 +27,21 @@ cudaError_t make_tile_map(const SplitMatrices& matrices, int64_t count, bool sin
 cudaError_t make_tile_map(const SplitFp16& batch, int64_t matrices, TileMap& map,
                           int64_t between = 0);
 
-// The 64 pixels of a box.
+// The 64 pixels of a box, each `stride` pixels from the next.
 struct BoxOfPixels {
   int width, height, samples;
+  int stride_x, stride_y;
 };
 
-// 16-bit images [samples, height, width, channels], of pixels `pitch` elements apart.
+// 16-bit images [samples, height, width, channels]; pitches in elements, multiples of 8.
 struct TiledImages {
   const void* data;
-  int64_t samples, height, width, channels, pitch;
-  BoxOfPixels box;
+  int64_t samples, height, width, channels;
+  int64_t sample_pitch, row_pitch, pixel_pitch;
 };
 
 // A box of 64 channels of 64 pixels, which are its rows. Coordinates: channel, x, y, sample; zeros
 // outside an image on every side.
-cudaError_t make_tile_map(const TiledImages& images, TileMap& map);
+cudaError_t make_tile_map(const TiledImages& images, const BoxOfPixels& box, TileMap& map);
 
 }  // namespace torchium::cuda_kernels

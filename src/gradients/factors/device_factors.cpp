@@ -1,20 +1,17 @@
 #include "gradients/factors/device_factors.h"
 
+#include "gradients/factors/device_products.h"
+
 #ifdef TORCHIUM_WITH_CUDA
 #include "cuda_kernels/factors/column_sums.h"
 #include "cuda_kernels/factors/moment_product.h"
-#include "cuda_kernels/factors/patch_moment.h"
 #include "cuda_kernels/factors/second_moment.h"
 #include "cuda_kernels/factors/unfold.h"
 #include "support/device_code.h"
 
 #include <ATen/Context.h>
-#include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/ops/bmm.h>
-#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/stack.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -30,21 +27,14 @@ namespace {
 
 constexpr int64_t kPitch = 8;  // elements; cuBLAS is slow with other rows
 
-int as_int(int64_t size) { return static_cast<int>(size); }
-
 bool fits_int(const at::Tensor& tensor) {
   return tensor.numel() / std::max<int64_t>(1, tensor.size(0)) < std::numeric_limits<int>::max();
-}
-
-at::Tensor channels_last(const at::Tensor& image) {
-  return (image.dim() == 3 ? image.unsqueeze(0) : image).contiguous(at::MemoryFormat::ChannelsLast);
 }
 
 // Whether the vectors in X [1, vector, count] are rows of a matrix of 16-bit elements.
 bool has_short_rows(const at::Tensor& X) {
   return X.scalar_type() != at::kFloat && X.size(0) == 1 && X.stride(1) == 1 &&
-         X.stride(2) >= X.size(1) && X.stride(2) % kPitch == 0 &&
-         reinterpret_cast<uintptr_t>(X.const_data_ptr()) % 16 == 0;
+         X.stride(2) >= X.size(1) && X.stride(2) % kPitch == 0 && is_aligned(X);
 }
 
 // The sums of the vectors in X [groups, vector, count]: [parts, groups, vector], to be added.
@@ -61,43 +51,6 @@ at::Tensor sums_of(const at::Tensor& X) {
                                             .sums = sums.mutable_data_ptr<float>()},
                                            c10::cuda::getCurrentCUDAStream()));
   return sums;
-}
-
-bool has_product_in_parts() {
-  const cudaDeviceProp* device = at::cuda::getCurrentDeviceProperties();
-  return cuda_kernels::has_moment_product(device->major, device->minor,
-                                          static_cast<int>(device->sharedMemPerBlockOptin));
-}
-
-at::Tensor product_in_parts(const cuda_kernels::MomentProduct& product,
-                            const cuda_kernels::MomentParts& parts,
-                            const at::TensorOptions& options) {
-  const at::Tensor workspace = at::empty({parts.elements()}, options.dtype(at::kFloat));
-  C10_CUDA_CHECK(cuda_kernels::moment_product(product, parts, workspace.mutable_data_ptr<float>(),
-                                              c10::cuda::getCurrentCUDAStream()));
-  return workspace;
-}
-
-// Whether the patches of a convolution are the 3 x 3 pixels around every pixel.
-bool has_patches_around_pixels(const LayerCall& call, const WeightGeometry& weight) {
-  const auto is_both = [&](ConvSetting height, ConvSetting width, int64_t value) {
-    return call.settings[height] == value && call.settings[width] == value;
-  };
-  return weight.kernel_height == cuda_kernels::kPatchSide &&
-         weight.kernel_width == cuda_kernels::kPatchSide &&
-         is_both(kStrideHeight, kStrideWidth, 1) && is_both(kPaddingHeight, kPaddingWidth, 1) &&
-         is_both(kDilationHeight, kDilationWidth, 1);
-}
-
-// The sums of such patches, [channels * 9]. images: [n, channels, height, width].
-at::Tensor sums_of_patches(const at::Tensor& images) {
-  const auto shifted_sums = [](const at::Tensor& x, int64_t dim) {
-    const int64_t others = x.size(dim) - 1;
-    return at::stack(
-        {x.narrow(dim, 0, others).sum(dim), x.sum(dim), x.narrow(dim, 1, others).sum(dim)}, dim);
-  };
-  const at::Tensor image = images.sum(0, /*keepdim=*/false, at::kFloat);
-  return shifted_sums(shifted_sums(image, 1), 2).reshape(-1);
 }
 
 }  // namespace
@@ -179,14 +132,16 @@ void store_moment(at::Tensor& sum, const at::Tensor& X, int64_t length, int64_t 
   const bool is_short = X.scalar_type() != at::kFloat;
   cuda_kernels::MomentParts parts;
   at::Tensor product;
-  if (has_short_rows(X) && has_product_in_parts()) {
+  if (has_short_rows(X) && has_moment_products()) {
     const cuda_kernels::MomentProduct rows =
         cuda_kernels::product_of_rows({.data = X.const_data_ptr(),
                                        .samples = 1,
                                        .height = 1,
                                        .width = X.size(2),
                                        .channels = as_int(X.size(1)),
-                                       .pitch = X.stride(2),
+                                       .pixel_pitch = X.stride(2),
+                                       .row_pitch = X.stride(2) * X.size(2),
+                                       .sample_pitch = X.stride(2) * X.size(2),
                                        .is_bfloat16 = X.scalar_type() == at::kBFloat16});
     C10_CUDA_CHECK(cuda_kernels::plan_moment_product(rows, parts));
     if (parts.clusters > 0 && cuda_kernels::saves_work(parts, X.size(1))) {
@@ -209,66 +164,14 @@ void store_moment(at::Tensor& sum, const at::Tensor& X, int64_t length, int64_t 
        .groups = as_int(sum.size(0)),
        .n = as_int(length),
        .pitch = as_int(X.size(1)),
+       .order = as_int(sum.size(1)),
        .count = static_cast<float>(X.size(2)),
+       .vectors =
+           pixels == 1 ? cuda_kernels::VectorOrder::kOfWeight : cuda_kernels::VectorOrder::kPixels,
        .pixels = as_int(pixels),
        .accumulate = accumulate},
       c10::cuda::getCurrentCUDAStream()));
   sum.unsafeGetTensorImpl()->bump_version();
-}
-
-bool store_patch_moment(at::Tensor& sum, const LayerCall& call, const WeightGeometry& weight,
-                        bool accumulate) {
-  const at::ScalarType type = call.output_gradient.scalar_type();
-  if (!has_patches_around_pixels(call, weight) || sum.dim() != 3 || sum.size(1) != sum.size(2) ||
-      !at::isReducedFloatingType(type)) {
-    return false;
-  }
-  torchium::detail::check_device_code(sum.device());
-  const c10::cuda::CUDAGuard guard(sum.device());
-  const int64_t n = weight.fan_in, channels = n / cuda_kernels::kPatchPixels;
-  if (channels % kPitch != 0 || !has_product_in_parts()) {
-    return false;
-  }
-  const int64_t height = call.input.size(-2), width = call.input.size(-1);
-  const int64_t count = call.input.numel() / channels;
-  cuda_kernels::PatchProducts products =
-      cuda_kernels::patch_products({.data = nullptr,
-                                    .samples = count / (height * width),
-                                    .height = height,
-                                    .width = width,
-                                    .channels = as_int(channels),
-                                    .pitch = channels,
-                                    .is_bfloat16 = type == at::kBFloat16});
-  cuda_kernels::MomentParts parts;
-  C10_CUDA_CHECK(cuda_kernels::plan_moment_product(products.product, parts));
-  // A product of patches needs half of all multiplications.
-  const double of_patches = 0.5 * static_cast<double>(n * n) * static_cast<double>(count);
-  if (parts.clusters == 0 || parts.multiplications() > of_patches) {
-    return false;
-  }
-  const at::Tensor images = channels_last(
-      operands_of(call, at::kFloat, /*keeps_16_bits=*/true, /*with_inputs=*/true).input);
-  products.product.images.data = images.const_data_ptr();
-  if (reinterpret_cast<uintptr_t>(images.const_data_ptr()) % 16 != 0) {
-    return false;
-  }
-  const at::Tensor workspace = product_in_parts(products.product, parts, images.options());
-  C10_CUDA_CHECK(cuda_kernels::store_patch_moment({.products = &products,
-                                                   .parts = &parts,
-                                                   .workspace = workspace.const_data_ptr<float>(),
-                                                   .target = sum.mutable_data_ptr<float>(),
-                                                   .order = as_int(sum.size(1)),
-                                                   .accumulate = accumulate},
-                                                  c10::cuda::getCurrentCUDAStream()));
-  sum.unsafeGetTensorImpl()->bump_version();
-  if (sum.size(1) > n) {
-    const at::Tensor sums = sums_of_patches(images);
-    const at::Tensor last = at::cat({sums, at::full({1}, count, sums.options())});
-    const at::Tensor row = sum[0][n];
-    accumulate ? row.add_(last) : row.copy_(last);
-    sum[0].select(1, n).narrow(0, 0, n).copy_(row.narrow(0, 0, n));
-  }
-  return true;
 }
 
 #else
@@ -279,9 +182,6 @@ DevicePositions::DevicePositions(const LayerCall&, const WeightGeometry& weight,
 int64_t DevicePositions::piece() const { return 1; }
 Positions DevicePositions::of_samples(int64_t, int64_t) const { return {}; }
 bool has_moment_kernel(const at::Tensor&, const at::Tensor&) { return false; }
-bool store_patch_moment(at::Tensor&, const LayerCall&, const WeightGeometry&, bool) {
-  return false;
-}
 void store_moment(at::Tensor&, const at::Tensor&, int64_t, int64_t, bool) {
   TORCH_INTERNAL_ASSERT(false, "this build has no CUDA kernels");
 }

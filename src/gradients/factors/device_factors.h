@@ -38,13 +38,6 @@ class DevicePositions {
   at::Tensor input_, gradient_;
 };
 
-// A_sum of a convolution with the patches of all positions, plus what it is to accumulate, from
-// products of its shifted inputs (cuda_kernels/factors/patch_products.h). False, with nothing
-// changed, if the convolution has no such products, or if they are more work than that of patches.
-// The call must have device positions.
-bool store_patch_moment(at::Tensor& A_sum, const LayerCall& call, const WeightGeometry& weight,
-                        bool accumulate);
-
 // Whether store_moment() supports the sum and the vectors.
 bool has_moment_kernel(const at::Tensor& sum, const at::Tensor& X);
 

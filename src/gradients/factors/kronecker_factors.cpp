@@ -1,6 +1,7 @@
 #include "gradients/factors/kronecker_factors.h"
 
 #include "gradients/factors/device_factors.h"
+#include "gradients/factors/patch_moments.h"
 #include "gradients/factors/patches.h"
 #include "linalg/products/structured_matrix.h"
 #include "linalg/products/symmetric_update.h"

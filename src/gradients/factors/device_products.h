@@ -1,0 +1,30 @@
+// Products for Kronecker factors on a GPU.
+#pragma once
+
+#ifdef TORCHIUM_WITH_CUDA
+#include "cuda_kernels/factors/moment_product.h"
+
+#include <ATen/core/Tensor.h>
+
+namespace torchium::gradients::detail {
+
+// Whether the current device has the kernel of moment_product().
+bool has_moment_products();
+
+// What the plan writes: its workspace.
+at::Tensor product_in_parts(const cuda_kernels::MomentProduct& product,
+                            const cuda_kernels::MomentParts& parts,
+                            const at::TensorOptions& options);
+
+// [n, channels, height, width] with the channels of a pixel side by side.
+at::Tensor channels_last(const at::Tensor& image);
+
+// An int of the kernels.
+inline int as_int(int64_t size) { return static_cast<int>(size); }
+
+inline bool is_aligned(const at::Tensor& tensor) {
+  return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
+}
+
+}  // namespace torchium::gradients::detail
+#endif
