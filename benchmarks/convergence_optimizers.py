@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torchium
 from convergence_task import Task
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 BETAS = (0.9, 0.95)
@@ -23,10 +23,11 @@ KFAC_OPTIONS: dict[str, Any] = {
     "TCov": lambda step: 1 if step <= 20 else 10,
     "TInv": lambda step: 1 if step <= 20 else 20,
 }
-NATURAL_GRADIENT_OPTIONS: dict[str, Any] = {"damping": 30.0, "momentum": 0.9}
+NATURAL_GRADIENT_OPTIONS: dict[str, Any] = {"damping": 0.1, "momentum": 0.9, "fisher": "mc"}
 CURVATURE_OPTIONS = (
     "None has weight decay; SGD has momentum 0.9. K-FAC: damping 0.01, no KL clip, factors and inverses in "
-    "each of the first 20 steps, then every 10 and every 20. Natural gradient: damping 30, momentum 0.9."
+    "each of the first 20 steps, then every 10 and every 20. Natural gradient: "
+    'fisher="mc", damping {damping:g}, momentum {momentum:g}.'.format(**NATURAL_GRADIENT_OPTIONS)
 )
 
 Optimizers = list[Optimizer]  # they share the model's parameters
@@ -92,7 +93,14 @@ def kfac(task: Task, model: nn.Module, lr: float) -> Optimizers:
 
 
 def natural_gradient(task: Task, model: nn.Module, lr: float) -> Optimizers:
-    return [torchium.NaturalGradient(model, lr=lr, **NATURAL_GRADIENT_OPTIONS)]
+    optimizer = torchium.NaturalGradient(model, lr=lr, **NATURAL_GRADIENT_OPTIONS)
+
+    def take_curvature(_: nn.Module, inputs: object, outputs: Tensor) -> None:
+        if outputs.requires_grad:  # in a training step
+            optimizer.update_curvature(outputs, "cross_entropy")
+
+    model.register_forward_hook(take_curvature)
+    return [optimizer]
 
 
 OPTIMIZERS: dict[str, Make] = {
