@@ -171,6 +171,37 @@ def test_numbers_that_are_not_finite_stay_in_their_sample(name, value, device):
     assert K[keep][:, keep].isfinite().all()
 
 
+@pytest.mark.parametrize("name", ["strided", "sequence", "vectors"])
+def test_a_bias_before_its_weight_counts_once(name, device):
+    layer = LAYERS[name]
+    x, g = layer.tensors(device)
+    rows = layer.rows(x, g)
+    (weight, bias), inputs, output_gradients, row, eps = layer.arguments(x, g)
+    arguments = [bias, weight], inputs, output_gradients, [row[0], 1, 0, *row[3:]], eps
+    norms = ops.per_sample_norms(*arguments, max_workspace_bytes=WORKSPACE)
+    torch.testing.assert_close(norms.double(), rows.norm(dim=1), rtol=2e-6, atol=0)
+    K = ops.per_sample_gram(*arguments)
+    torch.testing.assert_close(K, rows @ rows.T, rtol=0, atol=2e-6 * float(K.max()))
+
+
+@pytest.mark.parametrize("trained", ["weight", "bias"])
+@pytest.mark.parametrize("name", ["strided", "first_of_convnet", "sequence", "vectors"])
+def test_one_of_weight_and_bias_is_trained(name, trained, device):
+    layer = LAYERS[name]
+    x, g = layer.tensors(device)
+    rows = layer.rows(x, g)
+    params, inputs, output_gradients, row, eps = layer.arguments(x, g)
+    split = params[0].numel()
+    rows = rows[:, :split] if trained == "weight" else rows[:, split:]
+    given = [0, -1] if trained == "weight" else [-1, 0]
+    own = params[:1] if trained == "weight" else params[1:]
+    arguments = own, inputs, output_gradients, [row[0], *given, *row[3:]], eps
+    norms = ops.per_sample_norms(*arguments, max_workspace_bytes=WORKSPACE)
+    torch.testing.assert_close(norms.double(), rows.norm(dim=1), rtol=2e-6, atol=0)
+    K = ops.per_sample_gram(*arguments)
+    torch.testing.assert_close(K, rows @ rows.T, rtol=0, atol=2e-6 * float(K.max()))
+
+
 def test_micro_batches_of_one_layer(device):
     """Samples of several backward passes, and two calls of the layer in one."""
     layer = LAYERS["strided"]

@@ -20,6 +20,8 @@ struct SplitPositions {
   int channels;
   int size[2], kernel[2], output_size[2];
   int stride[2], padding[2], dilation[2];
+  float* sums;  // [samples, channels] <- those over the positions; null: not computed. Only for
+                // images whose channels are contiguous, without gaps.
   unsigned* largest;  // [samples]: zeros, then the largest magnitude of each sample, as float bits
   SplitFp16 parts;    // rows: of a sample; columns: pitch, a multiple of 8; has_scales
 };

@@ -26,43 +26,43 @@ at::Tensor squared_norms_of(const at::Tensor& R) {
 }
 
 void DenseBlock::add_gram_(at::Tensor& K, double weight) const {
-  add_product_of_rows_(K, rows_.flatten(1), weight);
+  add_product_of_rows_(K, rows().flatten(1), weight);
 }
 
 Added DenseBlock::add_gram_to(GramSums& sums, double weight, double /*bias_weight*/) const {
-  if (rows_.scalar_type() != at::kFloat) {
+  if (rows().scalar_type() != at::kFloat) {
     return Added::kNothing;
   }
-  sums.add(rows_, weight);
+  sums.add(rows(), weight);
   return Added::kBlock;
 }
 
 at::Tensor DenseBlock::transpose_product(const at::Tensor& w) const {
-  return at::mv(rows_.flatten(1).t(), w).view(rows_.sizes().slice(1));
+  return at::mv(rows().flatten(1).t(), w).view(rows().sizes().slice(1));
 }
 
 at::Tensor DenseBlock::product(const at::Tensor& x) const {
-  return at::mv(rows_.flatten(1), x.reshape(-1)).to(at::kDouble);
+  return at::mv(rows().flatten(1), x.reshape(-1)).to(at::kDouble);
 }
 
 void DenseBlock::add_squared_norms_(at::Tensor& squares, int64_t /*max_workspace_bytes*/) const {
-  squares.add_(squared_norms_of(rows_));
+  squares.add_(squared_norms_of(rows()));
 }
 
 Added DenseBlock::add_norms_to(NormSums& sums, bool /*has_bias*/,
                                int64_t /*max_workspace_bytes*/) const {
-  if (rows_.scalar_type() != at::kFloat) {
+  if (rows().scalar_type() != at::kFloat) {
     return Added::kNothing;
   }
-  sums.add(rows_);
+  sums.add(rows());
   return Added::kBlock;
 }
 
 at::Tensor DenseBlock::weighted_rows(const at::Tensor& w) const {
   if (!w.defined()) {
-    return rows_.clone(at::MemoryFormat::Contiguous);
+    return rows().clone(at::MemoryFormat::Contiguous);
   }
-  return (rows_.flatten(1) * w.unsqueeze(1)).view(rows_.sizes());
+  return (rows().flatten(1) * w.unsqueeze(1)).view(rows().sizes());
 }
 
 }  // namespace torchium::gradients::detail

@@ -2,6 +2,7 @@
 
 #include "gradients/jacobian/jacobian_block.h"
 
+#include <functional>
 #include <utility>
 
 namespace torchium::gradients::detail {
@@ -11,6 +12,8 @@ class DenseBlock : public JacobianBlock {
  public:
   // rows: [n, *shape] in the state dtype.
   explicit DenseBlock(at::Tensor rows) : rows_(std::move(rows)) {}
+  // Formed when they are first needed.
+  explicit DenseBlock(std::function<at::Tensor()> form) : form_(std::move(form)) {}
 
   void add_gram_(at::Tensor& K, double weight) const override;
   Added add_gram_to(GramSums& sums, double weight, double bias_weight) const override;
@@ -21,7 +24,15 @@ class DenseBlock : public JacobianBlock {
   at::Tensor weighted_rows(const at::Tensor& w) const override;
 
  private:
-  at::Tensor rows_;
+  const at::Tensor& rows() const {
+    if (!rows_.defined()) {
+      rows_ = form_();
+    }
+    return rows_;
+  }
+
+  mutable at::Tensor rows_;
+  std::function<at::Tensor()> form_;
 };
 
 }  // namespace torchium::gradients::detail

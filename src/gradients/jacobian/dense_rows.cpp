@@ -97,9 +97,13 @@ void check_norm(const LayerCall& call, at::IntArrayRef shape, size_t call_index)
                     "; they must be the same");
 }
 
+void check_bias(const LayerCall& call, at::IntArrayRef shape, size_t call_index) {
+  check_shape(call, shape, "bias", call_index);
+}
+
 at::Tensor bias_rows(const LayerCall& call, at::IntArrayRef shape, at::ScalarType dtype,
                      size_t call_index) {
-  check_shape(call, shape, "bias", call_index);
+  check_bias(call, shape, call_index);
   return sum_over_positions(call, call.output_gradient.to(dtype));
 }
 

@@ -12,6 +12,9 @@ namespace torchium::gradients::detail {
 at::Tensor bias_rows(const LayerCall& call, at::IntArrayRef shape, at::ScalarType dtype,
                      size_t call_index);
 
+// The check alone.
+void check_bias(const LayerCall& call, at::IntArrayRef shape, size_t call_index);
+
 // The same for the weight of a norm.
 at::Tensor norm_weight_rows(const LayerCall& call, at::IntArrayRef shape, at::ScalarType dtype,
                             size_t call_index);

@@ -75,7 +75,7 @@ bool DeviceRows::are_supported(const std::vector<Call>& calls, int64_t samples) 
                                            static_cast<int>(device->sharedMemPerBlockOptin));
 }
 
-DeviceRows::DeviceRows(std::vector<Call> calls, int64_t samples, int64_t max_bytes)
+DeviceRows::DeviceRows(std::vector<Call> calls, int64_t samples, int64_t max_bytes, bool with_bias)
     : calls_(std::move(calls)), samples_(samples) {
   for (auto& [images, first_row] : calls_) {
     images.input = plain(images.input);
@@ -87,6 +87,12 @@ DeviceRows::DeviceRows(std::vector<Call> calls, int64_t samples, int64_t max_byt
   const at::Tensor& input = calls_[0].images.input;
   torchium::detail::check_device_code(input.device());
   scales_ = at::empty({2, samples}, input.options().memory_format(at::MemoryFormat::Contiguous));
+  const bool can_sum = std::all_of(calls_.begin(), calls_.end(), [](const Call& call) {
+    return call.images.gradient.is_contiguous();
+  });
+  if (with_bias && can_sum) {
+    bias_rows_ = at::empty({samples, weight().groups * weight().fan_out}, scales_.options());
+  }
 }
 
 DeviceRows::~DeviceRows() = default;
@@ -116,6 +122,9 @@ DeviceRows::Operands DeviceRows::split(const Call& call, int64_t first, int64_t 
         .stride = {1, 1},
         .padding = {0, 0},
         .dilation = {1, 1},
+        .sums = is_input || !bias_rows_.defined()
+                    ? nullptr
+                    : bias_rows_.mutable_data_ptr<float>() + (first_row + first) * x.size(1),
         .largest = is_input ? bits : bits + count,
         .parts = {.hi = is_input ? half : half + 2 * of_A,
                   .lo = is_input ? half + of_A : half + 2 * of_A + of_G,
@@ -198,6 +207,9 @@ void DeviceRows::store(const at::Tensor& rows, int64_t first_output, const at::T
 }
 
 void DeviceRows::add_gram_(at::Tensor& K, double factor) {
+  if (!K.defined()) {
+    K = at::zeros({samples_, samples_}, scales_.options().dtype(at::kDouble));
+  }
   const int64_t pitch = rounded_up(weight().fan_in), groups = weight().groups;
   const int64_t fan_out = weight().fan_out;
   const int64_t of_output = samples_ * groups * pitch;
@@ -240,7 +252,7 @@ void DeviceRows::add_gram_(at::Tensor& K, double factor) {
 
 struct DeviceRows::Operands {};
 bool DeviceRows::are_supported(const std::vector<Call>&, int64_t) { return false; }
-DeviceRows::DeviceRows(std::vector<Call> calls, int64_t samples, int64_t)
+DeviceRows::DeviceRows(std::vector<Call> calls, int64_t samples, int64_t, bool)
     : calls_(std::move(calls)), samples_(samples), piece_(1) {}
 DeviceRows::~DeviceRows() = default;
 DeviceRows::Squares DeviceRows::squares() { return {}; }

@@ -17,9 +17,6 @@ namespace torchium::gradients::detail {
 #ifdef TORCHIUM_WITH_CUDA
 namespace {
 
-// Above, cuBLAS is faster.
-constexpr int64_t kMostGramSamples = 1024;
-
 // Rows of which the elements are contiguous: [n, size].
 at::Tensor as_rows(const at::Tensor& x) {
   const at::Tensor rows = x.flatten(1);
@@ -80,22 +77,25 @@ at::Tensor NormSums::norms(const at::Tensor& squares, const at::TensorOptions& o
   return sums;
 }
 
-bool GramSums::is_available(c10::Device device, int64_t samples) {
-  return device.is_cuda() && samples <= kMostGramSamples &&
+bool GramSums::is_available(c10::Device device) {
+  return device.is_cuda() &&
          cuda_kernels::has_pair_gram(at::cuda::getDeviceProperties(device.index())->major);
 }
 
-at::Tensor GramSums::gram(const at::TensorOptions& options, int64_t samples) const {
+at::Tensor GramSums::gram(at::Tensor K, const at::TensorOptions& options, int64_t samples) const {
   using cuda_kernels::PairGram;
   if (terms_.empty()) {
-    return at::zeros({samples, samples}, options);
+    return K.defined() ? K : at::zeros({samples, samples}, options);
   }
   torchium::detail::check_device_code(options.device());
   const c10::cuda::CUDAGuard guard(options.device());
-  const at::Tensor K = at::empty({samples, samples}, options);
+  const bool is_new = !K.defined();
+  if (is_new) {
+    K = at::empty({samples, samples}, options);
+  }
   for (size_t next = 0; next < terms_.size();) {
     PairGram arguments;
-    arguments.beta = next == 0 ? 0.0 : 1.0;
+    arguments.beta = is_new && next == 0 ? 0.0 : 1.0;
     for (; next < terms_.size() && arguments.count < PairGram::kMostPairs; ++next) {
       const auto& [A, G, weight, bias_weight] = terms_[next];
       arguments.pairs[arguments.count++] = pair_of(A, G, weight, bias_weight);
@@ -130,8 +130,8 @@ at::Tensor NormSums::norms(const at::Tensor&, const at::TensorOptions&, int64_t,
 }
 void NormSums::add(const VectorPairs&, bool) {}
 void NormSums::add(const at::Tensor&) {}
-bool GramSums::is_available(c10::Device, int64_t) { return false; }
-at::Tensor GramSums::gram(const at::TensorOptions&, int64_t) const {
+bool GramSums::is_available(c10::Device) { return false; }
+at::Tensor GramSums::gram(at::Tensor, const at::TensorOptions&, int64_t) const {
   TORCH_INTERNAL_ASSERT(false, "this build has no CUDA kernels");
 }
 void GramSums::add(const VectorPairs&, double, double) {}

@@ -26,8 +26,9 @@ class DeviceRows {
   // not small, and each row in exactly one call.
   static bool are_supported(const std::vector<Call>& calls, int64_t samples);
 
-  // At most `max_bytes` of operands exist at a time, but those of at least one sample.
-  DeviceRows(std::vector<Call> calls, int64_t samples, int64_t max_bytes);
+  // At most `max_bytes` of operands exist at a time, but those of at least one sample. with_bias:
+  // the rows of the bias are formed on the way, if channels do not lie side by side.
+  DeviceRows(std::vector<Call> calls, int64_t samples, int64_t max_bytes, bool with_bias = false);
   ~DeviceRows();
   DeviceRows(const DeviceRows&) = delete;
   DeviceRows& operator=(const DeviceRows&) = delete;
@@ -42,8 +43,12 @@ class DeviceRows {
   // rows [samples, groups, outputs, fan_in] <- rows of J, of the outputs from first_output on,
   // times w [samples] if defined.
   void store(const at::Tensor& rows, int64_t first_output, const at::Tensor& w);
-  // K += weight * J J^T. Sums over rows of J are float32, as precise as those of a float32 product.
+  // K += weight * J J^T; K undefined: zeros. Sums over rows of J are float32, as precise as those
+  // of a float32 product.
   void add_gram_(at::Tensor& K, double weight);
+  // After one of these: the rows of the bias, [samples, groups * fan_out]; undefined: they are not
+  // formed.
+  const at::Tensor& bias_rows() const { return bias_rows_; }
 
  private:
   struct Operands;
@@ -57,7 +62,8 @@ class DeviceRows {
   std::vector<Call> calls_;
   int64_t samples_;
   int64_t piece_;
-  at::Tensor scales_;               // [2, samples], of inputs and output gradients
+  at::Tensor scales_;  // [2, samples], of inputs and output gradients
+  at::Tensor bias_rows_;
   std::unique_ptr<Operands> kept_;  // if there is only one piece
 };
 
@@ -88,15 +94,18 @@ class NormSums {
 // K as a sum over blocks whose rows are vectors, or outer products of two, in few launches.
 class GramSums {
  public:
-  // For matrices K of this order.
-  static bool is_available(c10::Device device, int64_t samples);
+  // The largest order of K at which cuBLAS is not faster for vectors of any length.
+  static constexpr int64_t kMostSamples = 1024;
+
+  // Whether the device has the kernel.
+  static bool is_available(c10::Device device);
 
   // Adds (weight A_i . A_j + bias_weight) G_i . G_j.
   void add(const VectorPairs& pairs, double weight, double bias_weight);
   // Adds weight R_i . R_j for rows [n, ...] float32.
   void add(const at::Tensor& rows, double weight);
-  // [n, n] float64.
-  at::Tensor gram(const at::TensorOptions& options, int64_t samples) const;
+  // K += all that was added, for symmetric K [n, n] float64; undefined: zeros.
+  at::Tensor gram(at::Tensor K, const at::TensorOptions& options, int64_t samples) const;
 
  private:
   struct Term {

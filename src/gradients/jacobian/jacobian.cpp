@@ -138,10 +138,12 @@ void Jacobian::add_blocks(std::vector<bool>& done, const Add& add) const {
     if (done[p]) {
       continue;
     }
-    const Added added = add(*column.block, column.shared_bias, p);
+    const int64_t bias =
+        column.shared_bias >= 0 && !done[column.shared_bias] ? column.shared_bias : -1;
+    const Added added = add(*column.block, bias, p);
     done[p] = added != Added::kNothing;
-    if (column.shared_bias >= 0 && added == Added::kBlockAndBias) {
-      done[column.shared_bias] = true;
+    if (bias >= 0 && added == Added::kBlockAndBias) {
+      done[bias] = true;
     }
   }
 }
@@ -149,24 +151,26 @@ void Jacobian::add_blocks(std::vector<bool>& done, const Add& add) const {
 at::Tensor Jacobian::gram(at::ArrayRef<double> weights, GramSum sum) const {
   std::vector<bool> done = without_block();
   at::Tensor K;
-  if (GramSums::is_available(options_.device(), samples_)) {
+  if (GramSums::is_available(options_.device())) {
     GramSums sums;
-    add_blocks(done, [&](const JacobianBlock& block, int64_t bias, size_t p) {
-      return block.add_gram_to(sums, weights[p], bias >= 0 ? weights[bias] : 0.0);
-    });
-    K = sums.gram(options_, samples_);
+    const auto bias_weight = [&](int64_t bias) { return bias >= 0 ? weights[bias] : 0.0; };
+    if (sum == GramSum::kFloat32) {
+      add_blocks(done, [&](const JacobianBlock& block, int64_t bias, size_t p) {
+        return block.add_gram_in_float32_(K, sums, weights[p], bias_weight(bias));
+      });
+    }
+    if (samples_ <= GramSums::kMostSamples) {
+      add_blocks(done, [&](const JacobianBlock& block, int64_t bias, size_t p) {
+        return block.add_gram_to(sums, weights[p], bias_weight(bias));
+      });
+    }
+    K = sums.gram(K, options_, samples_);
   } else {
     K = at::zeros({samples_, samples_}, options_);
   }
-  if (sum == GramSum::kFloat32) {
-    add_blocks(done, [&](const JacobianBlock& block, int64_t, size_t p) {
-      return block.add_gram_in_float32_(K, weights[p]) ? Added::kBlock : Added::kNothing;
-    });
-  }
   const bool is_symmetric = all_of(done);
   add_blocks(done, [&](const JacobianBlock& block, int64_t bias, size_t p) {
-    const bool has_both =
-        bias >= 0 && !done[bias] && block.add_gram_with_bias_(K, weights[p], weights[bias]);
+    const bool has_both = bias >= 0 && block.add_gram_with_bias_(K, weights[p], weights[bias]);
     return has_both ? Added::kBlockAndBias : Added::kNothing;
   });
   add_blocks(done, [&](const JacobianBlock& block, int64_t, size_t p) {
@@ -237,8 +241,8 @@ void Jacobian::add_norms_of_pairs_(at::Tensor& squares, int64_t max_workspace_by
   int64_t bytes = 0;
   for (size_t p = 0; p < columns_.size(); ++p) {
     const auto& [dtype, shape, block, bias] = columns_[p];
-    const auto pairs = block ? block->vector_pairs() : std::nullopt;
-    if (!pairs || done[p]) {
+    const auto pairs = done[p] ? std::nullopt : block->vector_pairs();
+    if (!pairs) {
       continue;
     }
     const int64_t more = samples_ * (pairs->A.size(1) + pairs->G.size(1)) * 12;  // with the copy
@@ -247,7 +251,7 @@ void Jacobian::add_norms_of_pairs_(at::Tensor& squares, int64_t max_workspace_by
     }
     bytes += more;
     vectors.insert(vectors.end(), {pairs->A, pairs->G});
-    has_bias.push_back(bias >= 0);
+    has_bias.push_back(bias >= 0 && !done[bias]);
     done[p] = true;
     if (bias >= 0) {
       done[bias] = true;

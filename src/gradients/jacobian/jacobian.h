@@ -67,8 +67,8 @@ class Jacobian {
 
   // Which parameters have no block.
   std::vector<bool> without_block() const;
-  // Calls add(block, bias, p) for each block that is not done. It returns what it has added, which
-  // is done then.
+  // Calls add(block, bias, p) for each block that is not done, with the bias that it shares calls
+  // with, or -1 if there is none or it is done. It returns what it has added, which is done then.
   template <typename Add>
   void add_blocks(std::vector<bool>& done, const Add& add) const;
   // Adds what all blocks of vector pairs have in common to compute; sets `done` for those, and for

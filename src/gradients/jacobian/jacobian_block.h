@@ -38,8 +38,12 @@ class JacobianBlock {
   virtual Added add_gram_to(GramSums& sums, double weight, double bias_weight) const {
     return Added::kNothing;
   }
-  // The same with sums that are as precise as those of a float32 product; false: there are none.
-  virtual bool add_gram_in_float32_(at::Tensor& K, double weight) const { return false; }
+  // The same with sums that are as precise as those of a float32 product; nothing: there are none.
+  // The bias has `bias_weight`, unless it is zero, and may be a term of `sums`.
+  virtual Added add_gram_in_float32_(at::Tensor& K, GramSums& sums, double weight,
+                                     double bias_weight) const {
+    return Added::kNothing;
+  }
   // J^T w for w [n] of the state dtype: a tensor of the parameter's shape.
   virtual at::Tensor transpose_product(const at::Tensor& w) const = 0;
   // J x for x of the parameter's shape and the state dtype: [n] float64.

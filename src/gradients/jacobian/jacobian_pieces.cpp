@@ -130,7 +130,14 @@ at::Tensor rows_of(const Piece& piece, at::IntArrayRef shape, at::ScalarType dty
 std::unique_ptr<JacobianBlock> dense_block(const std::vector<Piece>& pieces, at::IntArrayRef shape,
                                            at::ScalarType dtype, int64_t samples) {
   if (pieces.size() == 1 && pieces[0].rows == samples) {
-    return std::make_unique<DenseBlock>(rows_of(pieces[0], shape, dtype));
+    if (!pieces[0].is_bias) {
+      return std::make_unique<DenseBlock>(rows_of(pieces[0], shape, dtype));
+    }
+    // The block of the weight may form them on the way.
+    check_bias(*pieces[0].call, shape, pieces[0].call_index);
+    return std::make_unique<DenseBlock>([call = *pieces[0].call, index = pieces[0].call_index,
+                                         shape = shape.vec(),
+                                         dtype] { return bias_rows(call, shape, dtype, index); });
   }
   auto sizes = shape.vec();
   sizes.insert(sizes.begin(), samples);

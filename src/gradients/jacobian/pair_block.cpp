@@ -133,7 +133,7 @@ bool PairBlock::saves_by_pairs() const {
   return positions * positions * (p + o) <= positions * p * o + n * n * p * o;
 }
 
-std::unique_ptr<DeviceRows> PairBlock::device_rows(int64_t max_bytes) const {
+std::unique_ptr<DeviceRows> PairBlock::device_rows(int64_t max_bytes, bool with_bias) const {
   if (!options_.device().is_cuda()) {
     return nullptr;
   }
@@ -146,7 +146,7 @@ std::unique_ptr<DeviceRows> PairBlock::device_rows(int64_t max_bytes) const {
     calls.push_back({*std::move(images), first_row});
   }
   return DeviceRows::are_supported(calls, samples_)
-             ? std::make_unique<DeviceRows>(std::move(calls), samples_, max_bytes)
+             ? std::make_unique<DeviceRows>(std::move(calls), samples_, max_bytes, with_bias)
              : nullptr;
 }
 
@@ -177,15 +177,21 @@ Added PairBlock::add_gram_to(GramSums& sums, double weight, double bias_weight) 
   return Added::kBlockAndBias;
 }
 
-bool PairBlock::add_gram_in_float32_(at::Tensor& K, double weight) const {
+Added PairBlock::add_gram_in_float32_(at::Tensor& K, GramSums& sums, double weight,
+                                      double bias_weight) const {
   if (rows_ || saves_by_pairs()) {
-    return false;
+    return Added::kNothing;
   }
-  const auto rows = device_rows(kMostOperandBytes);
-  if (rows) {
-    rows->add_gram_(K, weight);
+  const auto rows = device_rows(kMostOperandBytes, bias_weight != 0.0);
+  if (!rows) {
+    return Added::kNothing;
   }
-  return rows != nullptr;
+  rows->add_gram_(K, weight);
+  if (!rows->bias_rows().defined()) {
+    return Added::kBlock;
+  }
+  sums.add(rows->bias_rows(), bias_weight);
+  return Added::kBlockAndBias;
 }
 
 // K_ij += sum over groups, t and s of (weight * A_it . A_js + bias_weight) (G_it . G_js)
@@ -344,12 +350,16 @@ Added PairBlock::add_norms_to(NormSums& sums, bool has_bias, int64_t max_workspa
   if (saves_norms_by_pairs(calls_[0].source.positions(), fan_in_, fan_out_)) {
     return Added::kNothing;
   }
-  const auto rows = device_rows(max_workspace_bytes);
+  const auto rows = device_rows(max_workspace_bytes, has_bias);
   if (!rows) {
     return Added::kNothing;
   }
   sums.add(rows->squares());
-  return Added::kBlock;
+  if (!rows->bias_rows().defined()) {
+    return Added::kBlock;
+  }
+  sums.add(rows->bias_rows());
+  return Added::kBlockAndBias;
 }
 
 void PairBlock::keep_patches(int64_t& bytes) {

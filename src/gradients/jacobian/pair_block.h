@@ -28,7 +28,8 @@ class PairBlock : public JacobianBlock {
   void add_gram_(at::Tensor& K, double weight) const override;
   bool add_gram_with_bias_(at::Tensor& K, double weight, double bias_weight) const override;
   Added add_gram_to(GramSums& sums, double weight, double bias_weight) const override;
-  bool add_gram_in_float32_(at::Tensor& K, double weight) const override;
+  Added add_gram_in_float32_(at::Tensor& K, GramSums& sums, double weight,
+                             double bias_weight) const override;
   at::Tensor transpose_product(const at::Tensor& w) const override;
   at::Tensor product(const at::Tensor& x) const override;
   std::optional<VectorPairs> vector_pairs() const override;
@@ -40,7 +41,7 @@ class PairBlock : public JacobianBlock {
  private:
   bool saves_by_pairs() const;
   // What forms the rows on a GPU, if it can.
-  std::unique_ptr<DeviceRows> device_rows(int64_t max_bytes) const;
+  std::unique_ptr<DeviceRows> device_rows(int64_t max_bytes, bool with_bias = false) const;
   void add_gram_by_pairs_(at::Tensor& K, double weight, double bias_weight) const;
   void add_gram_by_rows_(at::Tensor& K, double weight) const;
   // Calls visit(positions, first row) for all pieces of all calls.
