@@ -192,7 +192,9 @@ at::Tensor natural_gradient_step(const NaturalGradientHyperparameters& h, const 
     return numbers;
   }
   Jacobian J = batch.jacobian(params);
-  J.keep_patches(kKeptPatchBytes);
+  if (solver.name != "explicit") {
+    J.keep_patches(kKeptPatchBytes);
+  }
   if (solver.name != "cg" && !factorization.defined()) {
     const torchium::detail::Phase phase("torchium::gram");
     factorization = solver.name == "gram" ? gram_factor(J, h.dampings)
