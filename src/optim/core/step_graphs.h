@@ -50,8 +50,8 @@ class StepGraphs {
   };
 
   // Replays the step, or captures and then replays it. Returns what launch() returned at the
-  // capture, with the values of this step, until the next step of its kind. None, and nothing is
-  // done: it has to be launched as usual.
+  // capture, in scratch memory, with the values of this step until the next one of any kind. None,
+  // and nothing is done: it has to be launched as usual.
   std::optional<std::vector<at::Tensor>> run(GraphMode mode, const Step& step);
 
   // Drops all graphs. The step has changed.

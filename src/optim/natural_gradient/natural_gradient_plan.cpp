@@ -176,6 +176,7 @@ std::unique_ptr<PlannedStep> NaturalGradientPlan::plan(const std::vector<at::Ten
     step->options.maximize.push_back(options(i).maximize());
   }
   step->options.nystrom_rank = shared.nystrom_rank();
+  step->is_reused = shared.update_freq() > 1;
   step->params = params;
   step->state.steps = list_of(states, &ParameterState::step);
   for (const ParameterState& state : states) {

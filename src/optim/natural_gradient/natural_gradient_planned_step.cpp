@@ -133,11 +133,19 @@ void NaturalGradientPlannedStep::set_inputs(at::TensorList inputs) {
   for_each_input([&](at::Tensor& tensor) { tensor = inputs[next++]; });
 }
 
-std::vector<at::Tensor> NaturalGradientPlannedStep::results() const { return {numbers, L}; }
+// A factorisation that later steps need is copied, because their graphs share scratch memory with
+// this one.
+std::vector<at::Tensor> NaturalGradientPlannedStep::results() const {
+  return is_reused ? std::vector<at::Tensor>{numbers, L} : std::vector<at::Tensor>{numbers};
+}
 
 void NaturalGradientPlannedStep::set_results(at::TensorList results) {
   numbers = results[0];
-  L = known_L.defined() ? known_L : results[1];
+  if (known_L.defined()) {
+    L = known_L;
+  } else if (is_reused && results[1].defined()) {
+    L = results[1].clone();
+  }
 }
 
 }  // namespace torchium::optim::detail

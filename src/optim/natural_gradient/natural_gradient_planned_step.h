@@ -26,6 +26,8 @@ class NaturalGradientPlannedStep : public PlannedStep {
   std::vector<at::Tensor> params;
   NaturalGradientState state;
 
+  bool is_reused = false;  // later steps may have the batch of this one
+
   // Of the next one.
   CapturedBatch batch;   // empty: the step only counts
   bool is_kept = false;  // the batch lies in the state
