@@ -1,25 +1,56 @@
-// Sums of the parts that a moment_product() leaves in its workspace.
+// Tiles of a moment_product(), and sums of the parts of them that it leaves in its workspace.
 #pragma once
 
+#include "cuda_kernels/common/triangle.cuh"
 #include "cuda_kernels/factors/moment_product.h"
 
 namespace torchium::cuda_kernels {
+
+struct MomentTile {
+  int index;        // in its series
+  int row, column;  // in tiles
+  int unit;         // the first
+  int units;        // per stage
+};
+
+__device__ inline MomentTile moment_tile(const TileSeries& series, int row, int column) {
+  const bool is_triangular = series.is_triangular;
+  const int index = is_triangular ? triangle_tiles(row) + column : row * series.tile_rows + column;
+  const int on_diagonal = is_triangular ? row : 0;  // of the tiles before
+  const int before = MomentParts::kUnits * index -
+                     (MomentParts::kUnits - MomentParts::kUnitsOnDiagonal) * on_diagonal;
+  return {index, row, column, series.first_unit + series.stages * before,
+          is_triangular && row == column ? MomentParts::kUnitsOnDiagonal : MomentParts::kUnits};
+}
+
+// The tile with a unit of the series.
+__device__ inline MomentTile moment_tile_at(const TileSeries& series, int unit) {
+  const int place = (unit - series.first_unit) / series.stages;
+  if (!series.is_triangular) {
+    const int index = place / MomentParts::kUnits;
+    return moment_tile(series, index / series.tile_rows, index % series.tile_rows);
+  }
+  // Rows before row r have 2 r^2 + r units per stage.
+  int row = static_cast<int>((sqrtf(8.0f * static_cast<float>(place) + 1) - 1) / 4);
+  while (2 * row * row + row > place) --row;
+  while (2 * (row + 1) * (row + 1) + row + 1 <= place) ++row;
+  return moment_tile(series, row, (place - 2 * row * row - row) / MomentParts::kUnits);
+}
 
 struct PartRange {
   int first, last;  // clusters that work on the tile
 };
 
-// Tile `tile` of a series.
-__device__ inline PartRange parts_of_tile(const TileSeries& series, int share, int tile) {
-  const int begin = series.first_stage + tile * series.stages;
-  return {begin / share, (begin + series.stages - 1) / share};
+__device__ inline PartRange parts_of(const TileSeries& series, const MomentTile& tile, int share) {
+  return {tile.unit / share, (tile.unit + tile.units * (series.stages - 1)) / share};
 }
 
-// Element `place` of tile `tile` of all products.
-__device__ inline float sum_of_parts(const float* workspace, int tile, const PartRange& range,
-                                     int place) {
+// Element `place` of the tile.
+__device__ inline float sum_of_parts(const float* workspace, const TileSeries& series,
+                                     const MomentTile& tile, const PartRange& range, int place) {
   constexpr int kPart = MomentParts::kTile * MomentParts::kTile;
-  const float* part = workspace + int64_t{tile + range.first} * kPart + place;
+  const float* part =
+      workspace + int64_t{series.first_tile + tile.index + range.first} * kPart + place;
   float sum = 0;
 #pragma unroll 8
   for (int cluster = range.first; cluster <= range.last; ++cluster, part += kPart) sum += *part;

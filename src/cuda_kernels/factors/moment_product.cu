@@ -1,8 +1,7 @@
 #include "cuda_kernels/common/pipeline.cuh"
 #include "cuda_kernels/common/processor_count.h"
-#include "cuda_kernels/common/triangle.cuh"
 #include "cuda_kernels/common/wgmma.cuh"
-#include "cuda_kernels/factors/moment_product.h"
+#include "cuda_kernels/factors/moment_parts.cuh"
 #include "cuda_kernels/split_gemm/tile_map.h"
 
 #include <algorithm>
@@ -24,9 +23,9 @@ constexpr int kBarriersAt = kStages * kStageBytes;
 constexpr int kSharedBytes = kBarriersAt + 2 * 8 * kStages + 1024;
 constexpr int kTile = MomentParts::kTile;
 constexpr int kTerms = MomentParts::kTerms;
-// Fewer stages per cluster take longer to add up than they save.
-constexpr int kLeastShare = 16;
-constexpr int kLongShare = 64;
+// Units per cluster: fewer take longer to add up than they save.
+constexpr int kLeastShare = 16 * MomentParts::kUnits;
+constexpr int kLongShare = 48 * MomentParts::kUnits;
 static_assert(kSharedBytes <= 227 * 1024 && kTerms == kBoxRows && kTile == 4 * kBoxElements);
 
 constexpr int kBoxes = kTile / kBoxElements;  // of the rows and of the columns of a tile
@@ -75,42 +74,26 @@ struct Segment {
   bool is_diagonal;                            // both have the same boxes
 };
 
-__device__ Segment segment_of(const TileSeries& series, int tile, int tile_rows) {
-  int row = tile / tile_rows, column = tile % tile_rows;
-  if (series.is_triangular) {
-    const TriangleTile place(tile);
-    row = place.row;
-    column = place.column;
-  }
-  return {0,
-          series.first_tile + tile,
-          row * kBoxes,
-          column * kBoxes,
-          0,
-          0,
-          series.is_triangular && row == column};
-}
+__device__ int pieces_of(int size, int piece) { return (size + piece - 1) / piece; }
 
 // body(segment) for every segment of this block's cluster.
 template <typename Body>
 __device__ void for_each_segment(const Operand& operand, const Body& body) {
   const MomentParts& parts = operand.parts;
   const int cluster = static_cast<int>(blockIdx.x) / kBlocks;
-  const int last = min(parts.stages, (cluster + 1) * parts.share);
+  const int last = min(parts.units, (cluster + 1) * parts.share);
   int product = 0;
-  for (int stage = cluster * parts.share; stage < last;) {
-    while (product + 1 < operand.count && stage >= parts.series[product + 1].first_stage) {
-      ++product;
-    }
+  for (int unit = cluster * parts.share; unit < last;) {
+    while (product + 1 < operand.count && unit >= parts.series[product + 1].first_unit) ++product;
     const TileSeries& series = parts.series[product];
-    const int tile = (stage - series.first_stage) / series.stages;
-    const int first = series.first_stage + tile * series.stages;
-    Segment segment = segment_of(series, tile, parts.tile_rows);
-    segment.product = product;
-    segment.begin = stage - first;
-    segment.end = min(last - first, series.stages);
-    body(segment);
-    stage = first + segment.end;
+    const MomentTile tile = moment_tile_at(series, unit);
+    const int begin = pieces_of(unit - tile.unit, tile.units);
+    const int end = min(series.stages, pieces_of(last - tile.unit, tile.units));
+    if (begin < end) {
+      body(Segment{product, series.first_tile + tile.index, tile.row * kBoxes, tile.column * kBoxes,
+                   begin, end, series.is_triangular && tile.row == tile.column});
+    }
+    unit = tile.unit + end * tile.units;
   }
 }
 
@@ -147,6 +130,7 @@ __device__ void load_stages(const Operand& operand, const Shared& shared) {
                               {operand, product.rows, segment.row + box + 1}};
     const BoxPlace columns[2] = {{operand, product.columns, segment.column + box},
                                  {operand, product.columns, segment.column + box + 1}};
+#pragma unroll 1
     for (int stage = segment.begin; stage < segment.end; ++stage, position.advance()) {
       const int line = stage / grid.columns;
       const int x = (stage - line * grid.columns) * grid.width;
@@ -177,19 +161,36 @@ class Consumer {
 
   __device__ void run(const Operand& operand) {
     for_each_segment(operand, [&](const Segment& segment) {
-      float sum[128];
-      accumulate(segment, sum);
       const int64_t part = segment.tile + blockIdx.x / kBlocks;  // as MomentParts says
-      store(operand.workspace + part * kTile * kTile, sum);
+      float* target = operand.workspace + part * kTile * kTile;
+      // On the diagonal the first half of the rows needs only the first half of the columns, and
+      // each block has a quarter of the rows in either half.
+      const int rank = static_cast<int>(shared_.rank);
+      if (!segment.is_diagonal) {
+        compute<kTile>(segment, 2 * rank + group_, target);
+      } else if (group_ == 0) {
+        compute<kTile / 2>(segment, rank, target);
+      } else {
+        compute<kTile>(segment, 3 - rank, target);
+      }
     });
   }
 
  private:
+  // The first `width` columns of 64 rows of a tile.
+  template <int width>
+  __device__ void compute(const Segment& segment, int rows, float* target) {
+    float sum[width / 2];
+    accumulate<width>(segment, rows, sum);
+    store<width>(target + rows * 64 * kTile, sum);
+  }
+
   __device__ void release(uint32_t slot) const {
     if (thread_ < kBlocks) arrive_at(shared_.empty(slot), thread_);
   }
 
-  __device__ void accumulate(const Segment& segment, float (&sum)[128]) {
+  template <int width>
+  __device__ void accumulate(const Segment& segment, int row_box, float (&sum)[width / 2]) {
     const bool is_diagonal = segment.is_diagonal;
     int is_later = 0;
     // The wait at the end must be unconditional: otherwise the compiler cannot prove that no
@@ -200,15 +201,18 @@ class Consumer {
       wait_for(shared_.full(slot), position_.parity());
       position_.advance();
       const uint32_t columns = shared_.columns(slot);
-      const uint32_t own =
-          is_diagonal ? columns + 2 * shared_.rank * kBoxBytes : shared_.rows(slot);
-      const uint32_t rows = own + group_ * kBoxBytes;
+      const uint32_t rows =
+          is_diagonal ? columns + row_box * kBoxBytes : shared_.rows(slot) + group_ * kBoxBytes;
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < kTerms; k += 16) {  // rows of 128 bytes
-        wgmma_64x256x16<Element, true, true>(sum, tile_descriptor<true>(rows + k * 128),
-                                             tile_descriptor<true>(columns + k * 128),
-                                             k > 0 || is_later);
+        const uint64_t A = tile_descriptor<true>(rows + k * 128);
+        const uint64_t B = tile_descriptor<true>(columns + k * 128);
+        if constexpr (width == kTile) {
+          wgmma_64x256x16<true, true, Element>(sum, A, B, k > 0 || is_later);
+        } else {
+          wgmma_64x128x16<true, true, Element>(sum, A, B, k > 0 || is_later);
+        }
       }
       wgmma_commit();
       wgmma_wait<1>();
@@ -219,14 +223,14 @@ class Consumer {
     release(position_.previous_slot());
   }
 
-  __device__ void store(float* part, const float (&sum)[128]) const {
+  template <int width>
+  __device__ void store(float* rows, const float (&sum)[width / 2]) const {
     const int warp = thread_ / 32, lane = thread_ % 32;
-    const int first = static_cast<int>(shared_.rank) * kTile / kBlocks + group_ * 64 + 16 * warp;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float* row = part + (first + lane / 4 + 8 * h) * kTile + lane % 4 * 2;
+      float* row = rows + (16 * warp + lane / 4 + 8 * h) * kTile + lane % 4 * 2;
 #pragma unroll
-      for (int j = 0; j < 32; ++j) {
+      for (int j = 0; j < width / 8; ++j) {
         *reinterpret_cast<float2*>(row + 8 * j) = {sum[4 * j + 2 * h], sum[4 * j + 2 * h + 1]};
       }
     }
@@ -348,23 +352,24 @@ cudaError_t plan_moment_product(const MomentProduct& product, MomentParts& parts
   parts = {};
   const Images& images = product.images;
   const int64_t rows = pieces(product.shifts * boxes_per_shift(product), kBoxes);
-  int64_t tiles = 0, stages = 0;
+  int64_t tiles = 0, units = 0;
   for (int i = 0; i < product.products; ++i) {
-    const int64_t boxes = boxes_of(product.view[product.product[i].view], images.samples);
+    const int64_t stages = boxes_of(product.view[product.product[i].view], images.samples);
     const bool is_triangular = has_same_factors(product, product.product[i]);
-    parts.series[i] = {static_cast<int>(tiles), static_cast<int>(stages), static_cast<int>(boxes),
-                       is_triangular};
     const int64_t own = is_triangular ? rows * (rows + 1) / 2 : rows * rows;
+    parts.series[i] = {static_cast<int>(tiles), static_cast<int>(units), static_cast<int>(stages),
+                       static_cast<int>(rows), is_triangular};
     tiles += own;
-    stages += own * boxes;
-    if (stages > std::numeric_limits<int>::max() / 2) return cudaSuccess;
+    units += (MomentParts::kUnits * own -
+              (is_triangular ? rows : 0) * (MomentParts::kUnits - MomentParts::kUnitsOnDiagonal)) *
+             stages;
+    if (units > std::numeric_limits<int>::max() / 2) return cudaSuccess;
   }
   parts.tiles = static_cast<int>(tiles);
-  parts.stages = static_cast<int>(stages);
-  parts.tile_rows = static_cast<int>(rows);
+  parts.units = static_cast<int>(units);
   const int clusters = processors / kBlocks;
-  parts.share = std::max(kLeastShare, (parts.stages + clusters - 1) / clusters);
-  parts.clusters = (parts.stages + parts.share - 1) / parts.share;
+  parts.share = std::max(kLeastShare, (parts.units + clusters - 1) / clusters);
+  parts.clusters = (parts.units + parts.share - 1) / parts.share;
   return cudaSuccess;
 }
 

@@ -54,27 +54,30 @@ struct MomentProduct {
 MomentProduct product_of_rows(const Images& X);
 
 // The 256 x 256 tiles of a product: all, or those on and below the diagonal if R and C are the
-// same; they are numbered row by row.
+// same; they are numbered row by row. The upper right quarter of a tile on the diagonal is not
+// computed.
 struct TileSeries {
-  int first_tile, first_stage;  // of the tiles and stages of all products
-  int stages;                   // per tile
+  int first_tile, first_unit;  // of the tiles and units of all products
+  int stages;                  // per tile
+  int tile_rows;               // also columns
   bool is_triangular;
 };
 
-// How products are cut. A cluster of two blocks takes the same share of the stages of all tiles as
-// every other, so that it may begin and end within a tile, and writes each tile's part of the sum
-// to a place of its own in the workspace. Parts of a tile follow each other: those of tile t by the
-// clusters c that work on it are parts t + c.
+// How products are cut. The work of a stage is 4 units, on the diagonal 3. A cluster of two blocks
+// takes the stages that begin in the same share of all units as every other, so that it may begin
+// and end within a tile, and writes each tile's part of the sum to a place of its own in the
+// workspace. Parts of a tile follow each other: those of tile t by the clusters c that work on it
+// are parts t + c.
 struct MomentParts {
   static constexpr int kTile = 256;
   static constexpr int kTerms = 64;  // of a stage
-  int tiles, stages;                 // of all products
-  int tile_rows;                     // of a product
-  int share;                         // stages per cluster
-  int clusters;                      // that have a share
+  static constexpr int kUnits = 4, kUnitsOnDiagonal = 3;
+  int tiles, units;  // of all products
+  int share;         // units per cluster
+  int clusters;      // that have a share
   TileSeries series[MomentProduct::kMostProducts];
 
-  double multiplications() const { return double{kTile} * kTile * kTerms * stages; }
+  double multiplications() const { return double{kTile} * kTile * kTerms / kUnits * units; }
   // Floats in the workspace.
   int64_t elements() const { return int64_t{tiles + clusters} * kTile * kTile; }
 };

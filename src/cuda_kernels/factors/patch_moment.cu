@@ -1,4 +1,3 @@
-#include "cuda_kernels/common/triangle.cuh"
 #include "cuda_kernels/factors/moment_parts.cuh"
 #include "cuda_kernels/factors/patch_moment.h"
 
@@ -54,12 +53,10 @@ __device__ float value_of(const Arguments& arguments, const PatchTerm& term, int
     j = swapped;
   }
   const TileSeries& series = arguments.parts.series[term.product];
-  const int row = i / kTile, column = j / kTile;
-  const int tile = series.is_triangular ? triangle_tiles(row) + column
-                                        : row * arguments.parts.tile_rows + column;
+  const MomentTile tile = moment_tile(series, i / kTile, j / kTile);
   const int place = (term.row + i % kTile) * kTile + term.column + j % kTile;
-  return sum_of_parts(arguments.workspace, series.first_tile + tile,
-                      parts_of_tile(series, arguments.parts.share, tile), place);
+  return sum_of_parts(arguments.workspace, series, tile,
+                      parts_of(series, tile, arguments.parts.share), place);
 }
 
 __global__ void __launch_bounds__(kThreads)

@@ -16,20 +16,22 @@ class Parts {
   __device__ float operator()(const SecondMoment& moment, int i, int j) {
     constexpr int kSize = MomentParts::kTile;
     const int row = max(i, j), column = min(i, j);
-    find(triangle_tiles(row / kSize) + column / kSize);
-    return sum_of_parts(moment.product, tile_, range_, row % kSize * kSize + column % kSize);
+    find(row / kSize, column / kSize);
+    return sum_of_parts(moment.product, series_, tile_, range_,
+                        row % kSize * kSize + column % kSize);
   }
 
  private:
   // The next element is mostly in the same tile.
-  __device__ void find(int tile) {
-    if (tile == tile_) return;
-    tile_ = tile;
-    range_ = parts_of_tile(series_, share_, tile);
+  __device__ void find(int row, int column) {
+    if (row == tile_.row && column == tile_.column) return;
+    tile_ = moment_tile(series_, row, column);
+    range_ = parts_of(series_, tile_, share_);
   }
 
-  int share_, tile_ = -1;
+  int share_;
   TileSeries series_;
+  MomentTile tile_{-1, -1, -1, 0, 0};
   PartRange range_{};
 };
 

@@ -33,7 +33,7 @@ struct SecondMoment {
   float count;  // of the vectors in X
   VectorOrder vectors;
   int pixels;       // k
-  FoldedSide y, x;  // of folded patches
+  FoldedSide y{}, x{};  // of folded patches
   bool accumulate;
 };
 
