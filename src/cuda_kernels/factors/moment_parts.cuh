@@ -45,15 +45,33 @@ __device__ inline PartRange parts_of(const TileSeries& series, const MomentTile&
   return {tile.unit / share, (tile.unit + tile.units * (series.stages - 1)) / share};
 }
 
-// Element `place` of the tile.
-__device__ inline float sum_of_parts(const float* workspace, const TileSeries& series,
-                                     const MomentTile& tile, const PartRange& range, int place) {
-  constexpr int kPart = MomentParts::kTile * MomentParts::kTile;
-  const float* part =
-      workspace + int64_t{series.first_tile + tile.index + range.first} * kPart + place;
+// Parts [256, 256] of a tile follow each other.
+__device__ inline const float* first_part(const float* workspace, const TileSeries& series,
+                                          const MomentTile& tile, const PartRange& range) {
+  return workspace + int64_t{series.first_tile + tile.index + range.first} * MomentParts::kTile *
+                         MomentParts::kTile;
+}
+
+// Of an element, from that of the first part on.
+__device__ inline float sum_of_parts(const float* first, int count) {
   float sum = 0;
 #pragma unroll 8
-  for (int cluster = range.first; cluster <= range.last; ++cluster, part += kPart) sum += *part;
+  for (int i = 0; i < count; ++i) sum += first[i * MomentParts::kTile * MomentParts::kTile];
+  return sum;
+}
+
+// Of four adjacent ones.
+__device__ inline float4 sum_of_vectors(const float* first, int count) {
+  float4 sum{};
+#pragma unroll 4
+  for (int i = 0; i < count; ++i) {
+    const float4 part =
+        *reinterpret_cast<const float4*>(first + i * MomentParts::kTile * MomentParts::kTile);
+    sum.x += part.x;
+    sum.y += part.y;
+    sum.z += part.z;
+    sum.w += part.w;
+  }
   return sum;
 }
 

@@ -29,7 +29,7 @@ struct Shift {
 // pixels side by side: shift s of a vector is images[stride * p + s], zero outside of an image, and
 // zeros up to a multiple of 64 elements.
 struct MomentProduct {
-  static constexpr int kMostViews = 4, kMostProducts = 32, kMostShifts = 64;
+  static constexpr int kMostViews = 12, kMostProducts = 32, kMostShifts = 64;
   // All p with 0 <= y < height and 0 <= x < width in all samples. An exact view has no other p;
   // otherwise p beyond may count too. A size of 1 is always exact.
   struct View {

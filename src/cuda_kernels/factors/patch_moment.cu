@@ -6,12 +6,15 @@
 namespace torchium::cuda_kernels {
 namespace {
 
-// A block writes the elements of 8 x 8 channels, 72 x 72.
+// A block writes the elements of 8 x 8 channels, 72 x 72, on or below the diagonal, and their
+// mirror image.
 constexpr int kChannels = 8;
 constexpr int kWidth = kChannels * kPatchPixels;
 constexpr int kThreadRows = 12;
 constexpr int kThreads = kWidth * kThreadRows;
 constexpr int kNone = patch_terms::kCount;  // a term that is zero
+constexpr int kTile = MomentParts::kTile;
+static_assert(kTile % kChannels == 0);  // the channels of a block are in one tile of each product
 
 struct Arguments {
   PatchTerm terms[patch_terms::kCount];
@@ -44,59 +47,72 @@ __device__ ElementTerms terms_of(int k, int l) {
           term(has_row && has_column, corner)};
 }
 
-// The term for channels i and j, of rows and columns of its product.
-__device__ float value_of(const Arguments& arguments, const PatchTerm& term, int i, int j) {
-  constexpr int kTile = MomentParts::kTile;
-  if (term.is_symmetric && i < j) {
-    const int swapped = i;
-    i = j;
-    j = swapped;
-  }
+// The parts of a term in a block.
+struct TermParts {
+  const float* first;  // element of the first part
+  int count;
+};
+
+// top >= left: the first channels of the block.
+__device__ TermParts parts_of_term(const Arguments& arguments, const PatchTerm& term, int top,
+                                   int left) {
+  const int i = term.is_transposed ? left : top, j = term.is_transposed ? top : left;
   const TileSeries& series = arguments.parts.series[term.product];
   const MomentTile tile = moment_tile(series, i / kTile, j / kTile);
-  const int place = (term.row + i % kTile) * kTile + term.column + j % kTile;
-  return sum_of_parts(arguments.workspace, series, tile,
-                      parts_of(series, tile, arguments.parts.share), place);
+  const PartRange range = parts_of(series, tile, arguments.parts.share);
+  return {first_part(arguments.workspace, series, tile, range) + (term.row + i % kTile) * kTile +
+              term.column + j % kTile,
+          range.last - range.first + 1};
 }
 
 __global__ void __launch_bounds__(kThreads)
     store_kernel(const __grid_constant__ Arguments arguments) {
   __shared__ float values[patch_terms::kCount + 1][kChannels][kChannels + 1];
+  __shared__ TermParts parts[patch_terms::kCount];
   __shared__ ElementTerms table[kPatchPixels][kPatchPixels];
   const int x = static_cast<int>(threadIdx.x), y = static_cast<int>(threadIdx.y);
   const int thread = y * kWidth + x;
-  const int top = static_cast<int>(blockIdx.y) * kChannels;
-  const int left = static_cast<int>(blockIdx.x) * kChannels;
+  const TriangleTile block(static_cast<int>(blockIdx.x));
+  const int top = block.row * kChannels, left = block.column * kChannels;
   if (thread < kPatchPixels * kPatchPixels) {
     table[thread / kPatchPixels][thread % kPatchPixels] =
         terms_of(thread / kPatchPixels, thread % kPatchPixels);
   }
+  if (thread < patch_terms::kCount) {
+    parts[thread] = parts_of_term(arguments, arguments.terms[thread], top, left);
+  }
+  __syncthreads();
   constexpr int kPairs = kChannels * kChannels;
-  for (int i = thread; i < (patch_terms::kCount + 1) * kPairs; i += kThreads) {
-    const int index = i / kPairs, hi = i % kPairs / kChannels, lo = i % kChannels;
+  for (int v = thread; v < (patch_terms::kCount + 1) * kPairs; v += kThreads) {
+    const int index = v / kPairs;
+    int i = v % kPairs / kChannels, j = v % kChannels;  // row and column of the product
     if (index == kNone) {
-      values[index][hi][lo] = 0;
+      values[index][i][j] = 0;
       continue;
     }
     const PatchTerm& term = arguments.terms[index];
-    // Neighbouring threads read neighbouring columns of the product.
-    if (term.is_transposed) {
-      values[index][lo][hi] = value_of(arguments, term, left + hi, top + lo);
-    } else {
-      values[index][hi][lo] = value_of(arguments, term, top + hi, left + lo);
-    }
+    const bool is_above = top == left && term.is_symmetric && i < j;
+    const float value = sum_of_parts(
+        parts[index].first + (is_above ? j * kTile + i : i * kTile + j), parts[index].count);
+    values[index][term.is_transposed ? j : i][term.is_transposed ? i : j] = value;
   }
   __syncthreads();
-  const int column = x / kPatchPixels, l = x % kPatchPixels;
+  // Of row i and column j of the block.
+  const auto element = [&](int i, int j) {
+    const ElementTerms& terms = table[i % kPatchPixels][j % kPatchPixels];
+    const auto value = [&](int index) { return values[index][i / kPatchPixels][j / kPatchPixels]; };
+    return value(terms.whole) - value(terms.row) - value(terms.column) + value(terms.corner);
+  };
+  const auto store = [&](int row, int column, float value) {
+    float* place = arguments.target + int64_t{row} * arguments.order + column;
+    *place = arguments.accumulate ? *place + value : value;
+  };
   for (int i = y; i < kWidth; i += kThreadRows) {
-    const int row = i / kPatchPixels;
-    const ElementTerms& terms = table[i % kPatchPixels][l];
-    const auto value = [&](int index) { return values[index][row][column]; };
-    float* place = arguments.target + int64_t{top * kPatchPixels + i} * arguments.order +
-                   left * kPatchPixels + x;
-    const float sum =
-        value(terms.whole) - value(terms.row) - value(terms.column) + value(terms.corner);
-    *place = arguments.accumulate ? *place + sum : sum;
+    store(top * kPatchPixels + i, left * kPatchPixels + x, element(i, x));
+  }
+  if (top == left) return;
+  for (int j = y; j < kWidth; j += kThreadRows) {
+    store(left * kPatchPixels + j, top * kPatchPixels + x, element(x, j));
   }
 }
 
@@ -111,8 +127,8 @@ cudaError_t store_patch_moment(const PatchMoment& moment, cudaStream_t stream) {
   arguments.target = moment.target;
   arguments.order = moment.order;
   arguments.accumulate = moment.accumulate;
-  const unsigned groups = product.images.channels / kChannels;
-  store_kernel<<<dim3(groups, groups), dim3(kWidth, kThreadRows), 0, stream>>>(arguments);
+  const int blocks = triangle_tiles(product.images.channels / kChannels);
+  store_kernel<<<blocks, dim3(kWidth, kThreadRows), 0, stream>>>(arguments);
   return cudaGetLastError();
 }
 

@@ -1,13 +1,15 @@
 #include "cuda_kernels/factors/patch_products.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <vector>
 
 namespace torchium::cuda_kernels {
 namespace {
 
 using Shifts = std::vector<Shift>;
-enum ViewOf { kWhole, kRow, kColumn, kPixel };
+// Views from kWhole on are of the image, or of the part of it that x[q] and x[q + d] share.
+enum ViewOf { kRow, kColumn, kPixel, kWhole };
 
 // Along a dimension of `size` pixels, from `first` on for a view that covers only one.
 struct Axis {
@@ -35,11 +37,10 @@ class Builder {
     bottom_ = static_cast<int>(images.height) - 1;
     right_ = static_cast<int>(images.width) - 1;
     beyond_ = shifts_ == 4 ? 1 : 0;
-    product.views = 4;
-    product.view[kWhole] = {images.height + beyond_, images.width, false};
     product.view[kRow] = {1, images.width, false};
     product.view[kColumn] = {images.height, 1, false};
     product.view[kPixel] = {1, 1, false};
+    product.views = kWhole;
   }
 
   PatchProducts build() {
@@ -51,7 +52,7 @@ class Builder {
   }
 
  private:
-  void add(ViewOf view, const Shifts& rows, const Shifts& columns) {
+  void add(int view, const Shifts& rows, const Shifts& columns) {
     MomentProduct& product = result_.product;
     product.product[product.products++] = {view, count_, count_ + shifts_};
     for (const Shifts& shifts : {rows, columns}) {
@@ -60,23 +61,43 @@ class Builder {
     }
   }
 
-  // Of d and -d one is enough: d_y > 0, or d_y = 0 and d_x >= 0. The shifts of a tile were found by
-  // search: their differences are as many such d as possible.
+  // Of d and -d one is enough: d_y > 0, or d_y = 0 and d_x >= 0. The shifts of tiles with several
+  // were found by search: their differences are as many such d as possible.
   void add_whole() {
+    if (shifts_ == 1) {
+      add_each();
+      return;
+    }
+    const int view = add_view(-beyond_, 0);
     if (shifts_ == 4) {
-      add(kWhole, {{0, -2}, {0, 0}, {-2, 1}, {1, 1}}, {{0, -1}, {-1, 0}, {0, 0}, {2, 0}});
-    } else if (shifts_ == 2) {
-      add(kWhole, {{-1, -1}, {0, 0}}, {{0, 0}, {1, 1}});
-      add(kWhole, {{-2, 0}, {-1, 0}}, {{0, -2}, {0, -1}});
-      add(kWhole, {{-2, 0}, {0, 0}}, {{0, 0}, {0, 1}});
-      add(kWhole, {{-1, 0}, {0, 0}}, {{0, 0}, {0, 2}});
+      add(view, {{0, -2}, {0, 0}, {-2, 1}, {1, 1}}, {{0, -1}, {-1, 0}, {0, 0}, {2, 0}});
     } else {
-      for (int dy = 0; dy <= patch_terms::kReach; ++dy) {
-        for (int dx = dy == 0 ? 0 : -patch_terms::kReach; dx <= patch_terms::kReach; ++dx) {
-          add(kWhole, {{0, 0}}, {{dy, dx}});
-        }
+      add(view, {{-1, -1}, {0, 0}}, {{0, 0}, {1, 1}});
+      add(view, {{-2, 0}, {-1, 0}}, {{0, -2}, {0, -1}});
+      add(view, {{-2, 0}, {0, 0}}, {{0, 0}, {0, 1}});
+      add(view, {{-1, 0}, {0, 0}}, {{0, 0}, {0, 2}});
+    }
+  }
+
+  // A product for each d, over the pixels q from which q + d is in the image.
+  void add_each() {
+    constexpr int kReach = patch_terms::kReach;
+    int views[kReach + 1][kReach + 1];
+    for (int dy = 0; dy <= kReach; ++dy) {
+      for (int dx = 0; dx <= kReach; ++dx) views[dy][dx] = add_view(dy, dx);
+      for (int dx = dy == 0 ? 0 : -kReach; dx <= kReach; ++dx) {
+        const int first = std::max(0, -dx);
+        add(views[dy][std::abs(dx)], {{0, first}}, {{dy, first + dx}});
       }
     }
+  }
+
+  // Of images with so many rows and columns less.
+  int add_view(int rows, int columns) {
+    MomentProduct& product = result_.product;
+    product.view[product.views] = {std::max<int64_t>(1, product.images.height - rows),
+                                   std::max<int64_t>(1, product.images.width - columns), false};
+    return product.views++;
   }
 
   void add_borders() {
@@ -137,7 +158,7 @@ class Builder {
       return gives(y, a.y, b.y, sign * d.y) && gives(x, a.x, b.x, sign * d.x);
     };
     for (int index = 0; index < all.products; ++index) {
-      if (all.product[index].view != view) continue;
+      if (std::min<int>(all.product[index].view, kWhole) != view) continue;
       for (int pair = 0; pair < shifts_ * shifts_; ++pair) {
         const int i = pair / shifts_, j = pair % shifts_;
         const bool is_same = is_found(index, i, j, 1);

@@ -7,6 +7,10 @@ namespace {
 
 constexpr int kTile = 32;
 constexpr int kThreadRows = 8;
+constexpr int kFewBlocks = 128;  // with a thread for each element
+constexpr int kLargeTile = 64;
+constexpr int kLargeThreads = 256;
+constexpr int kLargeOrder = 1024;
 
 // Element (i, j) of X X^T, from a moment_product().
 class Parts {
@@ -16,23 +20,25 @@ class Parts {
   __device__ float operator()(const SecondMoment& moment, int i, int j) {
     constexpr int kSize = MomentParts::kTile;
     const int row = max(i, j), column = min(i, j);
-    find(row / kSize, column / kSize);
-    return sum_of_parts(moment.product, series_, tile_, range_,
-                        row % kSize * kSize + column % kSize);
+    find(moment.product, row / kSize, column / kSize);
+    return sum_of_parts(first_ + row % kSize * kSize + column % kSize, count_);
   }
 
  private:
   // The next element is mostly in the same tile.
-  __device__ void find(int row, int column) {
-    if (row == tile_.row && column == tile_.column) return;
-    tile_ = moment_tile(series_, row, column);
-    range_ = parts_of(series_, tile_, share_);
+  __device__ void find(const float* workspace, int row, int column) {
+    if (row == row_ && column == column_) return;
+    row_ = row;
+    column_ = column;
+    const MomentTile tile = moment_tile(series_, row, column);
+    const PartRange range = parts_of(series_, tile, share_);
+    first_ = first_part(workspace, series_, tile, range);
+    count_ = range.last - range.first + 1;
   }
 
-  int share_;
+  int share_, row_ = -1, column_ = -1, count_ = 0;
   TileSeries series_;
-  MomentTile tile_{-1, -1, -1, 0, 0};
-  PartRange range_{};
+  const float* first_ = nullptr;
 };
 
 // The same from a matrix.
@@ -84,7 +90,7 @@ __host__ __device__ int written_rows(const SecondMoment& moment) {
 
 // One tile on or below the diagonal, and its mirror image.
 template <VectorOrder vectors, typename Product>
-__global__ void __launch_bounds__(kTile* kThreadRows)
+__global__ void __launch_bounds__(kTile* kTile, 1)
     store_kernel(const SecondMoment moment, Product product) {
   __shared__ float values[kTile][kTile + 1];
   const TriangleTile tile(static_cast<int>(blockIdx.x));
@@ -92,7 +98,7 @@ __global__ void __launch_bounds__(kTile* kThreadRows)
   const int order = moment.order, written = written_rows(moment);
   float* target = moment.target + int64_t{blockIdx.y} * order * order;
   const int x = static_cast<int>(threadIdx.x);
-  for (int y = static_cast<int>(threadIdx.y); y < kTile; y += kThreadRows) {
+  for (int y = static_cast<int>(threadIdx.y); y < kTile; y += blockDim.y) {
     const int i = top + y, j = left + x;
     if (i >= written || j > i) continue;
     float* place = target + int64_t{i} * order + j;
@@ -102,9 +108,58 @@ __global__ void __launch_bounds__(kTile* kThreadRows)
     values[y][x] = value;
   }
   __syncthreads();
-  for (int y = static_cast<int>(threadIdx.y); y < kTile; y += kThreadRows) {
+  for (int y = static_cast<int>(threadIdx.y); y < kTile; y += blockDim.y) {
     const int i = left + y, j = top + x;
     if (j < written && i < j) target[int64_t{i} * order + j] = values[x][y];
+  }
+}
+
+// The same for vectors in the order of the weight, from parts, in larger tiles. Each lies in one
+// tile of the product.
+__global__ void __launch_bounds__(kLargeThreads)
+    store_large_kernel(const SecondMoment moment, const TileSeries series, int share) {
+  constexpr int kSize = MomentParts::kTile, kVectors = kLargeTile / 4;
+  static_assert(kSize % kLargeTile == 0 && kLargeThreads % kLargeTile == 0);
+  __shared__ float values[kLargeTile][kLargeTile + 1];
+  const TriangleTile tile(static_cast<int>(blockIdx.x));
+  const int top = tile.row * kLargeTile, left = tile.column * kLargeTile;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int n = moment.n, order = moment.order, written = written_rows(moment);
+  if (top < n) {
+    const MomentTile product = moment_tile(series, top / kSize, left / kSize);
+    const PartRange range = parts_of(series, product, share);
+    const float* first =
+        first_part(moment.product, series, product, range) + top % kSize * kSize + left % kSize;
+    const int count = range.last - range.first + 1, column = thread % kVectors * 4;
+    for (int y = thread / kVectors; y < kLargeTile; y += kLargeThreads / kVectors) {
+      const float4 sum = sum_of_vectors(first + y * kSize + column, count);
+      values[y][column] = sum.x;
+      values[y][column + 1] = sum.y;
+      values[y][column + 2] = sum.z;
+      values[y][column + 3] = sum.w;
+    }
+  }
+  __syncthreads();
+  if (n < written && top <= n && n < top + kLargeTile && thread < kLargeTile) {
+    Whole none;
+    const int j = left + thread;
+    if (j <= n) values[n - top][thread] = element<VectorOrder::kOfWeight>(moment, none, n, j);
+  }
+  __syncthreads();
+  const int x = thread % kLargeTile, begin = thread / kLargeTile;
+  constexpr int kStep = kLargeThreads / kLargeTile;
+  for (int y = begin; y < kLargeTile; y += kStep) {
+    const int i = top + y, j = left + x;
+    if (i >= written || j > i) continue;
+    float* place = moment.target + int64_t{i} * order + j;
+    const float value = values[y][x] + (moment.accumulate ? *place : 0.0f);
+    *place = value;
+    values[y][x] = value;
+  }
+  __syncthreads();
+  for (int y = begin; y < kLargeTile; y += kStep) {
+    const int i = left + y, j = top + x;
+    if (j < written && i < j) moment.target[int64_t{i} * order + j] = values[x][y];
   }
 }
 
@@ -116,15 +171,22 @@ cudaError_t launch(const SecondMoment& moment, const Product& product, cudaStrea
       moment.vectors == VectorOrder::kOfWeight ? store_kernel<VectorOrder::kOfWeight, Product>
       : moment.vectors == VectorOrder::kPixels ? store_kernel<VectorOrder::kPixels, Product>
                                                : store_kernel<VectorOrder::kFolded, Product>;
-  kernel<<<blocks, dim3(kTile, kThreadRows), 0, stream>>>(moment, product);
+  const int rows = blocks.x * blocks.y <= kFewBlocks ? kTile : kThreadRows;
+  kernel<<<blocks, dim3(kTile, rows), 0, stream>>>(moment, product);
   return cudaGetLastError();
 }
 
 }  // namespace
 
 cudaError_t store_second_moment(const SecondMoment& moment, cudaStream_t stream) {
-  return moment.parts == nullptr ? launch(moment, Whole{}, stream)
-                                 : launch(moment, Parts(*moment.parts), stream);
+  if (moment.parts == nullptr) return launch(moment, Whole{}, stream);
+  if (moment.vectors != VectorOrder::kOfWeight || moment.n < kLargeOrder) {
+    return launch(moment, Parts(*moment.parts), stream);
+  }
+  const int blocks = triangle_tiles((written_rows(moment) + kLargeTile - 1) / kLargeTile);
+  store_large_kernel<<<blocks, kLargeThreads, 0, stream>>>(moment, moment.parts->series[0],
+                                                           moment.parts->share);
+  return cudaGetLastError();
 }
 
 }  // namespace torchium::cuda_kernels

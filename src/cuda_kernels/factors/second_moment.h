@@ -32,7 +32,7 @@ struct SecondMoment {
   int groups, n, pitch, order;
   float count;  // of the vectors in X
   VectorOrder vectors;
-  int pixels;       // k
+  int pixels;           // k
   FoldedSide y{}, x{};  // of folded patches
   bool accumulate;
 };
