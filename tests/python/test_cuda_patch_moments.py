@@ -137,6 +137,7 @@ LAYERS = [
     ((65, 8, 8, 128), (3, 1, 2, 2)),
     ((128, 14, 14, 512), (3, 2, 1, 1)),
 ]
+WIDE_STRIDE = ((64, 20, 20, 64), (3, 5, 1, 1))  # patches are formed
 
 
 def layer_of(images: Tensor, settings) -> nn.Conv2d:
@@ -144,7 +145,7 @@ def layer_of(images: Tensor, settings) -> nn.Conv2d:
     return nn.Conv2d(images.shape[1], 1, kernel, stride, padding, dilation, device="meta")
 
 
-@pytest.mark.parametrize(("size", "settings"), LAYERS)
+@pytest.mark.parametrize(("size", "settings"), [*LAYERS, WIDE_STRIDE])
 @pytest.mark.parametrize(
     ("dtype", "with_bias", "accumulate"),
     [(torch.bfloat16, False, False), (torch.float16, True, False), (torch.bfloat16, True, True)],

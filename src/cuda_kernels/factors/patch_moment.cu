@@ -12,12 +12,11 @@ constexpr int kChannels = 8;
 constexpr int kWidth = kChannels * kPatchPixels;
 constexpr int kThreadRows = 12;
 constexpr int kThreads = kWidth * kThreadRows;
-constexpr int kNone = patch_terms::kCount;  // a term that is zero
 constexpr int kTile = MomentParts::kTile;
 static_assert(kTile % kChannels == 0);  // the channels of a block are in one tile of each product
 
 struct Arguments {
-  PatchTerm terms[patch_terms::kCount];
+  PatchTerm terms[PatchProducts::kMostTerms];
   MomentParts parts;
   const float* workspace;
   float* target;
@@ -30,21 +29,29 @@ struct ElementTerms {
   unsigned char whole, row, column, corner;
 };
 
+template <bool is_of_shifts>
+constexpr int kTerms = is_of_shifts ? patch_terms::kCount : PatchProducts::kMostTerms;
+
 // Of pixels k and l of the kernel, from 0 on.
+template <bool is_of_shifts>
 __device__ ElementTerms terms_of(int k, int l) {
   using namespace patch_terms;
+  constexpr int kNone = kTerms<is_of_shifts>;  // a term that is zero
+  const auto term = [](bool exists, int index) {
+    return static_cast<unsigned char>(exists ? index : kNone);
+  };
+  if constexpr (!is_of_shifts) {
+    const unsigned char none = term(false, 0);
+    return {term(true, k * kPatchPixels + l), none, none, none};
+  }
   constexpr int kLast = kPatchSide - 1;
   const int y = k / kPatchSide, x = k % kPatchSide;
   const int dy = l / kPatchSide - y, dx = l % kPatchSide - x;
   const bool has_row = dy == 0 && y != kLast / 2, has_column = dx == 0 && x != kLast / 2;
   // The last row of the kernel does not see the first row of the image.
-  const auto row = in_row(y == 0, dx), column = in_column(x == 0, dy);
-  const auto corner = in_corner(y == 0, x == 0);
-  const auto term = [](bool exists, int index) {
-    return static_cast<unsigned char>(exists ? index : kNone);
-  };
-  return {term(true, whole(dy, dx)), term(has_row, row), term(has_column, column),
-          term(has_row && has_column, corner)};
+  return {term(true, whole(dy, dx)), term(has_row, in_row(y == 0, dx)),
+          term(has_column, in_column(x == 0, dy)),
+          term(has_row && has_column, in_corner(y == 0, x == 0))};
 }
 
 // The parts of a term in a block.
@@ -56,19 +63,21 @@ struct TermParts {
 // top >= left: the first channels of the block.
 __device__ TermParts parts_of_term(const Arguments& arguments, const PatchTerm& term, int top,
                                    int left) {
-  const int i = term.is_transposed ? left : top, j = term.is_transposed ? top : left;
+  const int i = term.row + (term.is_transposed ? left : top);
+  const int j = term.column + (term.is_transposed ? top : left);
   const TileSeries& series = arguments.parts.series[term.product];
   const MomentTile tile = moment_tile(series, i / kTile, j / kTile);
   const PartRange range = parts_of(series, tile, arguments.parts.share);
-  return {first_part(arguments.workspace, series, tile, range) + (term.row + i % kTile) * kTile +
-              term.column + j % kTile,
+  return {first_part(arguments.workspace, series, tile, range) + i % kTile * kTile + j % kTile,
           range.last - range.first + 1};
 }
 
+template <bool is_of_shifts>
 __global__ void __launch_bounds__(kThreads)
     store_kernel(const __grid_constant__ Arguments arguments) {
-  __shared__ float values[patch_terms::kCount + 1][kChannels][kChannels + 1];
-  __shared__ TermParts parts[patch_terms::kCount];
+  constexpr int kCount = kTerms<is_of_shifts>;
+  __shared__ float values[kCount + 1][kChannels][kChannels + 1];
+  __shared__ TermParts parts[kCount];
   __shared__ ElementTerms table[kPatchPixels][kPatchPixels];
   const int x = static_cast<int>(threadIdx.x), y = static_cast<int>(threadIdx.y);
   const int thread = y * kWidth + x;
@@ -76,17 +85,17 @@ __global__ void __launch_bounds__(kThreads)
   const int top = block.row * kChannels, left = block.column * kChannels;
   if (thread < kPatchPixels * kPatchPixels) {
     table[thread / kPatchPixels][thread % kPatchPixels] =
-        terms_of(thread / kPatchPixels, thread % kPatchPixels);
+        terms_of<is_of_shifts>(thread / kPatchPixels, thread % kPatchPixels);
   }
-  if (thread < patch_terms::kCount) {
+  if (thread < kCount) {
     parts[thread] = parts_of_term(arguments, arguments.terms[thread], top, left);
   }
   __syncthreads();
   constexpr int kPairs = kChannels * kChannels;
-  for (int v = thread; v < (patch_terms::kCount + 1) * kPairs; v += kThreads) {
+  for (int v = thread; v < (kCount + 1) * kPairs; v += kThreads) {
     const int index = v / kPairs;
     int i = v % kPairs / kChannels, j = v % kChannels;  // row and column of the product
-    if (index == kNone) {
+    if (index == kCount) {
       values[index][i][j] = 0;
       continue;
     }
@@ -121,14 +130,15 @@ __global__ void __launch_bounds__(kThreads)
 cudaError_t store_patch_moment(const PatchMoment& moment, cudaStream_t stream) {
   const MomentProduct& product = moment.products->product;
   Arguments arguments{};
-  std::copy_n(moment.products->terms, patch_terms::kCount, arguments.terms);
+  std::copy_n(moment.products->terms, PatchProducts::kMostTerms, arguments.terms);
   arguments.parts = *moment.parts;
   arguments.workspace = moment.workspace;
   arguments.target = moment.target;
   arguments.order = moment.order;
   arguments.accumulate = moment.accumulate;
   const int blocks = triangle_tiles(product.images.channels / kChannels);
-  store_kernel<<<blocks, dim3(kWidth, kThreadRows), 0, stream>>>(arguments);
+  const auto kernel = moment.products->is_of_shifts ? store_kernel<true> : store_kernel<false>;
+  kernel<<<blocks, dim3(kWidth, kThreadRows), 0, stream>>>(arguments);
   return cudaGetLastError();
 }
 

@@ -48,6 +48,7 @@ class Builder {
     add_borders();
     add_corners();
     find_terms();
+    result_.is_of_shifts = true;
     return result_;
   }
 
@@ -163,11 +164,8 @@ class Builder {
         const int i = pair / shifts_, j = pair % shifts_;
         const bool is_same = is_found(index, i, j, 1);
         if (!is_same && !is_found(index, i, j, -1)) continue;
-        const auto place = [&](int shift) {
-          return static_cast<short>(shift * MomentParts::kTile / shifts_);
-        };
-        result_.terms[term] = {static_cast<short>(index), place(i), place(j), !is_same,
-                               d.y == 0 && d.x == 0};
+        const int step = MomentParts::kTile / shifts_;
+        result_.terms[term] = {index, i * step, j * step, !is_same, d.y == 0 && d.x == 0};
         return;
       }
     }
@@ -181,5 +179,18 @@ class Builder {
 }  // namespace
 
 PatchProducts patch_products(const Images& images) { return Builder(images).build(); }
+
+PatchProducts products_of_patches(const MomentProduct& product) {
+  PatchProducts result{};
+  result.product = product;
+  const int channels = product.images.channels;
+  for (int k = 0; k < kPatchPixels; ++k) {
+    for (int l = 0; l < kPatchPixels; ++l) {
+      result.terms[k * kPatchPixels + l] = {0, std::max(k, l) * channels, std::min(k, l) * channels,
+                                            k < l, k == l};
+    }
+  }
+  return result;
+}
 
 }  // namespace torchium::cuda_kernels

@@ -33,19 +33,27 @@ constexpr int in_corner(bool is_bottom, bool is_right) {
 }
 }  // namespace patch_terms
 
-// Where a term is: element (row + i, column + j) of a tile of a product is that of channels (i, j),
-// or of (j, i) if transposed.
+// Where a term is: element (row + i, column + j) of a product is that of channels (i, j), or of (j,
+// i) if transposed.
 struct PatchTerm {
-  short product, row, column;
+  int product, row, column;
   bool is_transposed;
   bool is_symmetric;  // d = 0: only read elements with i >= j
 };
 
 struct PatchProducts {
+  // Without products of shifted images: that for pixels k and l of the kernel is term 9 k + l.
+  static constexpr int kMostTerms = kPatchPixels * kPatchPixels;
+
   MomentProduct product;
-  PatchTerm terms[patch_terms::kCount];
+  PatchTerm terms[kMostTerms];
+  bool is_of_shifts;
 };
 
 PatchProducts patch_products(const Images& images);
+
+// For any other 3 x 3 convolution, with channels in multiples of 64: its product of patches, which
+// has one shift for each pixel of the kernel.
+PatchProducts products_of_patches(const MomentProduct& product);
 
 }  // namespace torchium::cuda_kernels

@@ -16,6 +16,8 @@
 #include <c10/cuda/CUDAStream.h>
 #endif
 
+#include <algorithm>
+
 namespace torchium::gradients::detail {
 
 #ifdef TORCHIUM_WITH_CUDA
@@ -27,6 +29,7 @@ using cuda_kernels::MomentProduct;
 // Folded patches with fewer elements are faster formed, and padded patches with fewer multiplied.
 constexpr int64_t kLeastFolded = 64;
 constexpr double kMostPadding = 1.25;
+constexpr int64_t kMostStride = 4;  // of the copy engine, for a box of 64 pixels in a row
 
 // A convolution on images [n, channels, height, width].
 struct PatchGeometry {
@@ -96,6 +99,18 @@ void store_parts(at::Tensor& sum, const PatchGeometry& g, const at::Tensor& work
   C10_CUDA_CHECK(cuda_kernels::store_second_moment(moment, stream()));
 }
 
+void store_products(at::Tensor& sum, const cuda_kernels::PatchProducts& products,
+                    const MomentParts& parts, bool accumulate, const at::Tensor& images) {
+  const at::Tensor workspace = product_in_parts(products.product, parts, images.options());
+  C10_CUDA_CHECK(cuda_kernels::store_patch_moment({.products = &products,
+                                                   .parts = &parts,
+                                                   .workspace = workspace.const_data_ptr<float>(),
+                                                   .target = sum.mutable_data_ptr<float>(),
+                                                   .order = as_int(sum.size(1)),
+                                                   .accumulate = accumulate},
+                                                  stream()));
+}
+
 bool store_shifted(at::Tensor& sum, const PatchGeometry& g, const LayerCall& call,
                    at::Tensor& images, bool accumulate) {
   if (!g.is_around_pixels() || g.channels % 8 != 0) return false;
@@ -106,14 +121,7 @@ bool store_shifted(at::Tensor& sum, const PatchGeometry& g, const LayerCall& cal
   images = images_of(call);
   if (!is_aligned(images)) return false;
   products.product.images.data = images.const_data_ptr();
-  const at::Tensor workspace = product_in_parts(products.product, parts, images.options());
-  C10_CUDA_CHECK(cuda_kernels::store_patch_moment({.products = &products,
-                                                   .parts = &parts,
-                                                   .workspace = workspace.const_data_ptr<float>(),
-                                                   .target = sum.mutable_data_ptr<float>(),
-                                                   .order = as_int(sum.size(1)),
-                                                   .accumulate = accumulate},
-                                                  stream()));
+  store_products(sum, products, parts, accumulate, images);
   return true;
 }
 
@@ -163,7 +171,10 @@ bool store_in_place(at::Tensor& sum, const PatchGeometry& g, const LayerCall& ca
                     at::Tensor& images, bool accumulate) {
   const int64_t pixels = g.kernel[0] * g.kernel[1];
   const bool is_view = pixels == 1 && g.both(g.stride, 1) && g.both(g.padding, 0);
-  if (is_view || g.channels % 64 != 0 || pixels > MomentProduct::kMostShifts) return false;
+  if (is_view || g.channels % 64 != 0 || pixels > MomentProduct::kMostShifts ||
+      std::max(g.stride[0], g.stride[1]) > kMostStride) {
+    return false;
+  }
   MomentProduct product = cuda_kernels::product_of_rows(g.images(nullptr));
   product.stride = {as_int(g.stride[0]), as_int(g.stride[1])};
   product.view[0] = {g.output_size[0], g.output_size[1], true};
@@ -177,6 +188,10 @@ bool store_in_place(at::Tensor& sum, const PatchGeometry& g, const LayerCall& ca
   images = images_of(call);
   if (!is_aligned(images)) return false;
   product.images.data = images.const_data_ptr();
+  if (g.both(g.kernel, cuda_kernels::kPatchSide)) {
+    store_products(sum, cuda_kernels::products_of_patches(product), parts, accumulate, images);
+    return true;
+  }
   const at::Tensor workspace = product_in_parts(product, parts, images.options());
   cuda_kernels::SecondMoment moment{};
   moment.vectors =
