@@ -7,3 +7,5 @@
 #include <torchium/linalg/linear_operator.h>
 #include <torchium/linalg/matrix_functions.h>
 #include <torchium/linalg/products.h>
+#include <torchium/linalg/solvers.h>
+#include <torchium/linalg/structured_operators.h>

@@ -1,26 +1,73 @@
-"""Square matrices that are known by their products."""
+"""Square matrices that are known by their products and their structure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
+from ._arguments import check_integer, check_numbers, check_string, check_tensors
+
 _ops = torch.ops.torchium
+
+Self = TypeVar("Self", bound="LinearOperator")
+
+
+class _Products:
+    """The functions of a matrix that the compiled core multiplies by: it knows their number."""
+
+    _numbers = itertools.count()
+    _by_number: weakref.WeakValueDictionary[int, _Products] = weakref.WeakValueDictionary()
+
+    def __init__(
+        self,
+        product: Callable[[Tensor], Tensor],
+        transpose_product: Callable[[Tensor], Tensor] | None,
+    ) -> None:
+        self.functions = (product, transpose_product)
+        self.number = next(_Products._numbers)
+        _Products._by_number[self.number] = self
+
+    @staticmethod
+    def multiply(number: int, transposed: bool, X: Tensor) -> Tensor:
+        function = _Products._by_number[number].functions[transposed]
+        assert function is not None
+        Y = function(X)
+        if not isinstance(Y, Tensor):
+            raise ValueError(f"LinearOperator: product returns a {type(Y).__name__}, not a tensor")
+        # An operator must not return its operand.
+        return Y.view_as(Y) if Y is X else Y
+
+
+# The core calls it as an operator, because it is not linked with Python.
+_library = torch.library.Library("torchium", "IMPL")
+_library.impl("operator_product", _Products.multiply, "CompositeImplicitAutograd")
 
 
 class LinearOperator:
-    """A square matrix that is known by its products.
+    """A square matrix that is known by its products and its structure.
+
+    This class is a matrix that is known by its products alone; the others, as :class:`Kronecker`,
+    also by their structure. ``A @ X`` takes ``[n]`` or ``[..., n, columns]``. ``A @ B``, ``A + B``,
+    ``A - B``, ``c * A``, ``A / c``, ``A ** p`` and ``A.T`` are operators again. All are immutable
+    and share the tensors that they are made of, which must not change in place.
+
+    Every function uses the structure. Where there is none, a matrix of an order up to 1000 is formed
+    and solved densely; larger ones by conjugate gradients (if positive definite, see
+    :meth:`assume`), GMRES, Lanczos' (if symmetric) or Arnoldi's method. Products with a tensor are
+    differentiable, as is what follows from structure or dense matrices; iterative methods raise an
+    error if their operand requires grad.
 
     Args:
         n: the order.
         product: maps ``X``, ``[n, columns]``, to ``A X``, of the same shape, dtype and device.
         dtype: float32 or float64.
         device: of ``X`` and ``A X``.
-
-    ``A @ X`` takes ``[n]`` or ``[n, columns]``.
+        transpose_product: maps ``X`` to ``A^T X``; by default the derivative of ``product``.
 
     Raises:
         ValueError: an order, dtype or product that does not fit.
@@ -32,6 +79,12 @@ class LinearOperator:
         500500.0
     """
 
+    shape: torch.Size  #: ``[..., n, n]``
+    dtype: torch.dtype
+    device: torch.device
+    _handle: Any  # the operator of the core
+    _products: frozenset[_Products]  # which it refers to by their numbers
+
     def __init__(
         self,
         n: int,
@@ -39,32 +92,270 @@ class LinearOperator:
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        transpose_product: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         if not isinstance(n, int) or n < 1:
             raise ValueError(f"LinearOperator: n is {n!r}; it must be a positive integer")
         if not callable(product):
             raise ValueError(f"LinearOperator: product is {product!r}; it must be a function of X")
+        if transpose_product is not None and not callable(transpose_product):
+            raise ValueError(
+                f"LinearOperator: transpose_product is {transpose_product!r}; it must be a function"
+            )
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"LinearOperator: dtype is {dtype}; it must be float32 or float64")
-        self.shape = torch.Size([n, n])
-        self.dtype = dtype
         # The device of tensors: "cuda" is the current one.
-        self.device = torch.empty(0, device=device).device
-        self.is_dense = False  # True: made from a dense matrix
-        self._product = product
+        device = torch.empty(0, device=device).device
+        products = _Products(product, transpose_product)
+        handle = _ops.callable_operator(
+            n, products.number, transpose_product is not None, dtype, device
+        )
+        self._set(handle, frozenset([products]))
 
-    def __matmul__(self, X: Tensor) -> Tensor:
-        if X.dim() not in (1, 2) or len(X) != len(self):
-            raise ValueError(
-                f"LinearOperator: X is {tuple(X.shape)}; it must have {len(self)} rows"
-            )
-        return self._product(X) if X.dim() == 2 else self._product(X.unsqueeze(1)).squeeze(1)
+    def _set(self, handle: Any, products: frozenset[_Products] = frozenset()) -> None:
+        self._handle, self._products = handle, products
+        self._multiply = handle.matmul  # looked up once: it costs as much as a small product
+        self.shape = torch.Size(handle.sizes())
+        like = handle.empty()
+        self.dtype, self.device = like.dtype, like.device
+
+    def _made(self, handle: Any, *others: LinearOperator) -> LinearOperator:
+        """The operator of a handle that was made of this operator and others."""
+        kind = handle.kind()
+        A = object.__new__(_classes.get(kind, LinearOperator))
+        A._set(handle, self._products.union(*(other._products for other in others)))
+        return A
+
+    @property
+    def kind(self) -> str:
+        """The name of its class, also of those without one of their own, as ``"Inverse"``."""
+        kind: str = self._handle.kind()
+        return kind
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether it is known to be symmetric, by its structure or by :meth:`assume`."""
+        symmetric: bool = self._handle.is_symmetric()
+        return symmetric
 
     def __len__(self) -> int:
-        return self.shape[0]
+        return self.shape[-1]
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(n={len(self)}, dtype={self.dtype}, device='{self.device}')"
+        batch = f"batch={list(self.shape[:-2])}, " if len(self.shape) > 2 else ""
+        kind = self.kind
+        return f"{kind}({batch}n={len(self)}, dtype={self.dtype}, device='{self.device}')"
+
+    # Products and sums.
+
+    def __matmul__(self, X: Any) -> Any:
+        if isinstance(X, LinearOperator):
+            handle = _ops.product_operator([self._handle, X._handle])
+            return self._made(handle, X)
+        if not isinstance(X, Tensor):
+            check_tensors(self.kind, X=X)
+        return self._multiply(X)
+
+    def __add__(self, other: LinearOperator) -> LinearOperator:
+        if not isinstance(other, LinearOperator):
+            return NotImplemented
+        return self._made(self._handle.add(other._handle), other)
+
+    def __sub__(self, other: LinearOperator) -> LinearOperator:
+        if not isinstance(other, LinearOperator):
+            return NotImplemented
+        return self + -other
+
+    def __mul__(self, c: float) -> LinearOperator:
+        if isinstance(c, LinearOperator):
+            raise ValueError(f"{self.kind}: products of operators are written A @ B")
+        check_numbers(self.kind, c=c)
+        return self._made(self._handle.scale(float(c)))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, c: float) -> LinearOperator:
+        if c == 0:
+            raise ValueError(f"{self.kind}: c is 0; A / c needs another divisor")
+        return self * (1 / c)
+
+    def __neg__(self) -> LinearOperator:
+        return self * -1.0
+
+    def __pow__(self, exponent: float) -> LinearOperator:
+        return self.pow(exponent)
+
+    @property
+    def T(self) -> LinearOperator:
+        """The transposed matrix."""
+        return self.transpose()
+
+    def transpose(self) -> LinearOperator:
+        """Return the transposed matrix."""
+        return self._made(self._handle.transpose())
+
+    def to_dense(self) -> Tensor:
+        """Return the matrix, ``[..., n, n]``."""
+        A: Tensor = self._handle.to_dense()
+        return A
+
+    def assume(self, property: str) -> LinearOperator:
+        """Return the operator with a property that it is known to have, which is not tested.
+
+        Cholesky, conjugate gradients, Lanczos' method and eigh then replace LU, GMRES, Arnoldi's
+        method and eig.
+
+        Args:
+            property: ``"symmetric"``, ``"positive_semidefinite"`` or ``"positive_definite"``.
+        """
+        check_string(
+            "assume",
+            "property",
+            property,
+            'it must be "symmetric", "positive_semidefinite" or "positive_definite".',
+        )
+        return self._made(self._handle.assume(property))
+
+    # Functions.
+
+    def inverse(self, *, tol: float | None = None, max_iterations: int = 1000) -> LinearOperator:
+        """Return ``A^-1``, as an operator.
+
+        Kronecker product of inverses, inverse of each block, Woodbury's formula, transposed
+        permutation, Fourier transform, substitution, or a factorisation, once. Without structure and
+        above order 1000 each product is an iteration, whose failure warns.
+
+        Args:
+            tol: of iterations: ``|b - A x| <= tol |b|``; by default ``finfo(dtype).eps ** (2 / 3)``.
+            max_iterations: of iterations.
+
+        Raises:
+            ValueError: a singular matrix, where the factorisation shows it.
+        """
+        _check_iteration("inverse", tol, max_iterations)
+        return self._made(self._handle.inverse(tol, max_iterations))
+
+    def solve(self, X: Tensor, *, tol: float | None = None, max_iterations: int = 1000) -> Tensor:
+        """Return ``A^-1 X``, as ``A.inverse() @ X``."""
+        check_tensors(f"{self.kind}.solve", X=X)
+        _check_iteration("solve", tol, max_iterations)
+        solution: Tensor = self._handle.solve(X, tol, max_iterations)
+        return solution
+
+    def exp(self, *, tol: float | None = None, max_iterations: int = 1000) -> LinearOperator:
+        """Return the matrix exponential, as an operator.
+
+        Args:
+            tol: of iterations: relative change of a product in ten iterations.
+            max_iterations: of iterations, at most 200.
+        """
+        _check_iteration("exp", tol, max_iterations)
+        return self._made(self._handle.exp(tol, max_iterations))
+
+    def sqrt(self, *, tol: float | None = None, max_iterations: int = 1000) -> LinearOperator:
+        """Return the principal square root, as an operator.
+
+        Raises:
+            ValueError: a negative eigenvalue; or, of a dense matrix that is not known to be
+                symmetric, no well-conditioned basis of eigenvectors.
+        """
+        _check_iteration("sqrt", tol, max_iterations)
+        return self._made(self._handle.sqrt(tol, max_iterations))
+
+    def pow(
+        self, exponent: float, *, tol: float | None = None, max_iterations: int = 1000
+    ) -> LinearOperator:
+        """Return the power, as an operator.
+
+        Integer exponents are defined for all matrices, negative ones for regular matrices; for other
+        exponents see :meth:`sqrt`.
+        """
+        check_numbers("pow", exponent=exponent)
+        _check_iteration("pow", tol, max_iterations)
+        return self._made(self._handle.pow(float(exponent), tol, max_iterations))
+
+    # Numbers.
+
+    def diag(self, *, num_samples: int | None = None, seed: int = 0) -> Tensor:
+        """Return the diagonal, ``[..., n]``.
+
+        Args:
+            num_samples: estimates what the structure does not give by :func:`hutchinson_diagonal`;
+                by default it takes n products.
+            seed: of the estimate.
+        """
+        _check_estimate("diag", num_samples, seed)
+        d: Tensor = self._handle.diag(num_samples, seed)
+        return d
+
+    def trace(self, *, num_samples: int | None = None, seed: int = 0) -> Tensor:
+        """Return the trace, ``[...]``; estimates by :func:`hutchpp`, else as :meth:`diag`."""
+        _check_estimate("trace", num_samples, seed)
+        trace: Tensor = self._handle.trace(num_samples, seed)
+        return trace
+
+    def slogdet(self, *, num_samples: int | None = None, seed: int = 0) -> tuple[Tensor, Tensor]:
+        """Return sign and ``log |det A|``, both ``[...]``.
+
+        Args:
+            num_samples: estimates what the structure does not give by :func:`logdet`, which needs
+                positive definite matrices; by default that is computed from the dense matrix.
+            seed: of the estimate.
+        """
+        _check_estimate("slogdet", num_samples, seed)
+        sign, logabsdet = self._handle.slogdet(num_samples, seed)
+        return sign, logabsdet
+
+    def logdet(self, *, num_samples: int | None = None, seed: int = 0) -> Tensor:
+        """Return ``log det A``, as :meth:`slogdet`; NaN for a negative determinant."""
+        _check_estimate("logdet", num_samples, seed)
+        value: Tensor = self._handle.logdet(num_samples, seed)
+        return value
+
+    def det(self, *, num_samples: int | None = None, seed: int = 0) -> Tensor:
+        """Return the determinant, as :meth:`slogdet`."""
+        _check_estimate("det", num_samples, seed)
+        value: Tensor = self._handle.det(num_samples, seed)
+        return value
+
+    def eigs(self, k: int | None = None, which: str = "LM") -> tuple[Tensor, Tensor]:
+        """Return ``k`` eigenvalues, ``[k]``, and eigenvectors of norm 1, ``[n, k]``.
+
+        Real for operators that are known to be symmetric, else complex. Exact where structure or a
+        dense matrix give them, else by :func:`lanczos` or :func:`arnoldi`.
+
+        Args:
+            k: by default all.
+            which: the most wanted first, as for :func:`lanczos` and :func:`arnoldi`.
+        """
+        if k is not None:
+            check_integer("eigs", "k", k, "it must be from 1 to n.")
+        check_string("eigs", "which", which, 'it must be a string, as "LM".')
+        values, vectors = self._handle.eigs(k, which)
+        return values, vectors
+
+
+_classes: dict[str, type[LinearOperator]] = {}  # by kind
+
+Operand: TypeAlias = "Tensor | LinearOperator"
+
+
+def of_kind(cls: type[Self]) -> type[Self]:
+    """Class decorator: results of this kind are instances of ``cls``."""
+    _classes[cls.__name__] = cls
+    return cls
+
+
+def _check_iteration(function: str, tol: float | None, max_iterations: int) -> None:
+    if tol is not None:
+        check_numbers(function, tol=tol)
+    check_integer(function, "max_iterations", max_iterations, "it must be a positive integer.")
+
+
+def _check_estimate(function: str, num_samples: int | None, seed: int) -> None:
+    if num_samples is not None:
+        check_integer(function, "num_samples", num_samples, "it must be a positive integer.")
+    check_integer(function, "seed", seed, "it must be an integer.")
 
 
 def as_operator(function: str, A: Any) -> LinearOperator:
@@ -80,12 +371,9 @@ def as_operator(function: str, A: Any) -> LinearOperator:
         raise ValueError(f"{function}: A is {tuple(A.shape)}; it must be a square matrix")
     if A.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"{function}: A is {A.dtype}; it must be float32 or float64")
-    if A.layout != torch.strided:
-        return LinearOperator(len(A), lambda X: A @ X, dtype=A.dtype, device=A.device)
-    operator = LinearOperator(
-        len(A), lambda X: _ops._dense_product(A, X), dtype=A.dtype, device=A.device
-    )
-    operator.is_dense = True
+    kind = "dense_operator" if A.layout is torch.strided else "sparse_operator"
+    operator = object.__new__(LinearOperator)
+    operator._set(getattr(_ops, kind)(A))
     return operator
 
 
@@ -96,96 +384,3 @@ def run(process: Any, A: LinearOperator) -> list[Tensor]:
             process.accept(A @ X)
     result: list[Tensor] = process.result()
     return result
-
-
-def _checked_params(params: Iterable[Tensor]) -> list[Tensor]:
-    if isinstance(params, Tensor):
-        raise ValueError("hvp_operator: params is a Tensor; it must be a list of parameters")
-    params = list(params)
-    if not params:
-        raise ValueError("hvp_operator: params is empty")
-    seen: set[int] = set()
-    for i, p in enumerate(params):
-        if not isinstance(p, Tensor):
-            raise ValueError(f"hvp_operator: params[{i}] is a {type(p).__name__}, not a Tensor")
-        if not p.requires_grad:
-            raise ValueError(f"hvp_operator: params[{i}] does not require gradients; leave it out")
-        if id(p) in seen:
-            raise ValueError(f"hvp_operator: params[{i}] is in params twice")
-        seen.add(id(p))
-    if any(p.dtype != params[0].dtype or p.device != params[0].device for p in params):
-        raise ValueError("hvp_operator: params must be of one dtype and on one device")
-    return params
-
-
-def hvp_operator(loss_fn: Callable[[], Tensor], params: Iterable[Tensor]) -> LinearOperator:
-    """Return the Hessian of a loss, as an operator on the concatenated parameters.
-
-    ``H v = d/dp (dL/dp . v)`` (Pearlmutter 1994, "Fast exact multiplication by the Hessian"). The
-    loss is evaluated once, here; each product is a backward pass through its gradient, for all
-    columns together (``torch.func.vmap``). The Hessian is that of the parameters' values now; they
-    must not change in place before the last product.
-
-    Args:
-        loss_fn: returns the loss, a scalar that depends on the parameters twice differentiably. Every
-            operation needs a second derivative: for attention, put
-            ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`` around the model's call. What
-            ``torch.func.vmap`` cannot batch, as ``torch.nn.GroupNorm``, needs ``block_size=1``.
-        params: parameters of one dtype, float32 or float64, and one device. Entry ``i`` of a vector
-            belongs to entry ``i`` of ``torch.cat([p.flatten() for p in params])``.
-
-    Returns:
-        An operator of order P, the number of entries of all parameters. It keeps the graph of the
-        loss.
-
-    Raises:
-        ValueError: no parameters, a parameter that is there twice or does not require gradients, mixed
-            dtypes or devices, or a loss that is not a scalar or depends on none of the parameters.
-
-    Example:
-        >>> model = torch.nn.Linear(3, 1)
-        >>> x, y = torch.randn(8, 3), torch.randn(8, 1)
-        >>> H = torchium.linalg.hvp_operator(
-        ...     lambda: torch.nn.functional.mse_loss(model(x), y), model.parameters()
-        ... )
-        >>> torchium.linalg.lanczos(H, 1).eigenvalues.shape
-        torch.Size([1])
-    """
-    params = _checked_params(params)
-    with torch.enable_grad():
-        loss = loss_fn()
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ValueError("hvp_operator: loss_fn must return a scalar tensor")
-        if not loss.requires_grad:
-            raise ValueError("hvp_operator: the loss that loss_fn returns has no graph")
-        found = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
-        if all(g is None for g in found):
-            raise ValueError("hvp_operator: the loss depends on none of params")
-        gradient = torch.cat(
-            [
-                (torch.zeros_like(p) if g is None else g).flatten()
-                for g, p in zip(found, params, strict=True)
-            ]
-        )
-
-    def product(X: Tensor) -> Tensor:
-        if not gradient.requires_grad:  # a loss linear in all parameters
-            return torch.zeros_like(X)
-        is_batch = X.shape[1] > 1  # a single column needs no vmap
-        rows = torch.autograd.grad(
-            gradient,
-            params,
-            X.mT.contiguous() if is_batch else X[:, 0],
-            retain_graph=True,
-            is_grads_batched=is_batch,
-            allow_unused=True,
-        )
-        sizes = [(X.shape[1], p.numel()) for p in params]
-        # None where the gradient does not depend on the parameter.
-        parts = [
-            X.new_zeros(size) if row is None else row.reshape(size)
-            for row, size in zip(rows, sizes, strict=True)
-        ]
-        return torch.cat(parts, 1).mT
-
-    return LinearOperator(len(gradient), product, dtype=gradient.dtype, device=gradient.device)

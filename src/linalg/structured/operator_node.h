@@ -1,0 +1,109 @@
+// The matrix behind a LinearOperator. A node computes what its structure gives; LinearOperator
+// (operators/linear_operator.cpp) does the rest, so that operands of a node can do everything.
+#pragma once
+
+#include <torchium/linalg/linear_operator.h>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/TensorOptions.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <vector>
+
+namespace torchium::linalg::detail {
+
+// Each contains those above it.
+enum class Property { kNone, kSymmetric, kPositiveSemidefinite, kPositiveDefinite };
+
+// exp, or a power.
+struct MatrixFunction {
+  const char* name;                // for messages
+  std::optional<double> exponent;  // none: exp
+  IterationOptions iteration;
+
+  bool is_inverse() const { return exponent && *exponent == -1.0; }
+  bool is_integer_power() const;
+};
+
+struct Slogdet {
+  at::Tensor sign, logabsdet;  // [...]
+};
+
+// A = V diag(values) V^T with an orthogonal V.
+struct Spectrum {
+  at::Tensor values;  // [..., n]
+  LinearOperator vectors;
+};
+
+struct Eigensolution {
+  at::Tensor values;  // [n]
+  // Indices [k] of values -> eigenvectors [n, k].
+  std::function<at::Tensor(const at::Tensor&)> vectors;
+};
+
+class OperatorNode {
+ public:
+  OperatorNode(const char* kind, std::vector<int64_t> batch, int64_t n,
+               const at::TensorOptions& options);
+  virtual ~OperatorNode() = default;
+
+  virtual at::Tensor multiply(const at::Tensor& X) const = 0;  // [..., n, m]
+  virtual LinearOperator transpose() const = 0;
+  virtual std::shared_ptr<OperatorNode> clone() const = 0;
+  virtual at::Tensor to_dense() const;
+
+  // What the structure shows; property() may read values, is_symmetric() not.
+  virtual bool is_symmetric() const { return false; }
+  virtual Property property() const;
+
+  virtual std::optional<at::Tensor> diag(const EstimateOptions&) const { return std::nullopt; }
+  virtual std::optional<at::Tensor> trace(const EstimateOptions&) const { return std::nullopt; }
+  virtual std::optional<Slogdet> slogdet(const EstimateOptions&) const { return std::nullopt; }
+  virtual std::optional<LinearOperator> apply(const MatrixFunction&) const { return std::nullopt; }
+  virtual std::optional<Spectrum> spectrum() const { return std::nullopt; }       // if symmetric
+  virtual std::optional<Eigensolution> eigen() const { return std::nullopt; }
+
+  const char* kind;
+  const std::vector<int64_t> batch;
+  const int64_t n;
+  const at::TensorOptions options;
+  Property assumed = Property::kNone;  // LinearOperator::assume
+};
+
+// Copies of the derived class.
+template <typename Derived>
+class NodeOf : public OperatorNode {
+ public:
+  using OperatorNode::OperatorNode;
+  std::shared_ptr<OperatorNode> clone() const override {
+    return std::make_shared<Derived>(static_cast<const Derived&>(*this));
+  }
+};
+
+template <typename Node, typename... Arguments>
+LinearOperator make_operator(Arguments&&... arguments) {
+  return LinearOperator(std::make_shared<Node>(std::forward<Arguments>(arguments)...));
+}
+
+// The node of A if it is of this class.
+template <typename Node>
+const Node* node_as(const LinearOperator& A) {
+  return dynamic_cast<const Node*>(&A.node());
+}
+
+// The largest order that is solved densely without structure.
+constexpr int64_t kLargestDenseOrder = 1000;
+
+// Total functions of operators, for nodes that consist of others.
+LinearOperator apply(const LinearOperator& A, const MatrixFunction& f);
+Property property_of(const LinearOperator& A);
+// None: not symmetric, or of an order that is not solved densely.
+std::optional<Spectrum> spectrum_of(const LinearOperator& A);
+std::optional<Eigensolution> eigen_of(const LinearOperator& A);
+Slogdet slogdet_of(const LinearOperator& A, const EstimateOptions& options);
+LinearOperator with_property(const LinearOperator& A, Property property);
+
+}  // namespace torchium::linalg::detail

@@ -1,0 +1,183 @@
+// Conjugate gradients and GMRES: see torchium/linalg/solvers.h.
+#include <torchium/linalg/solvers.h>
+
+#include "linalg/structured/column_krylov.h"
+#include "linalg/structured/operator_node.h"
+#include "linalg/structured/solver_checks.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <limits>
+
+namespace torchium::linalg {
+namespace {
+
+constexpr int64_t kIterationsPerTest = 10;
+
+// A system with true residuals; a method corrects X until they are small.
+class LinearSystem {
+ public:
+  LinearSystem(const char* function, const LinearOperator& A, const at::Tensor& B,
+               const SolverOptions& options);
+
+  // X by cycles of `correct(B - A X)`, which returns a correction and counts its iterations.
+  template <typename Correct>
+  SolveResult solve(const Correct& correct);
+
+  at::Tensor multiply(const at::Tensor& X) const { return A_.matmul(X); }
+  at::Tensor precondition(const at::Tensor& X) const {
+    return options_.preconditioner ? options_.preconditioner->matmul(X) : X;
+  }
+  int64_t iterations_left() const { return options_.max_iterations - iterations_; }
+  void count(int64_t iterations) { iterations_ += iterations; }
+  const at::Tensor& goals() const { return goals_; }
+
+ private:
+  const char* function_;
+  const LinearOperator& A_;
+  const SolverOptions& options_;
+  at::Tensor B_;  // [n, m]
+  bool is_vector_;
+  double tol_;
+  at::Tensor goals_;  // [m] float64: tol |b|
+  int64_t iterations_ = 0;
+};
+
+LinearSystem::LinearSystem(const char* function, const LinearOperator& A, const at::Tensor& B,
+                           const SolverOptions& options)
+    : function_(function), A_(A), options_(options) {
+  detail::check_solver(function, options.tol, options.max_iterations);
+  TORCH_CHECK_VALUE(A.node().batch.empty(), function, ": A is ", at::IntArrayRef(A.sizes()),
+                    "; it must be a single matrix.");
+  TORCH_CHECK_VALUE(B.defined() && (B.dim() == 1 || B.dim() == 2) && B.size(0) == A.size(),
+                    function, ": B is ", B.defined() ? at::str(B.sizes()) : "undefined",
+                    "; it must be a vector or a matrix with ", A.size(), " rows.");
+  TORCH_CHECK_VALUE(B.dtype() == A.options().dtype() && B.device() == A.options().device(),
+                    function, ": B is ", B.scalar_type(), " on ", B.device(), ", A is ",
+                    A.options().dtype(), " on ", A.options().device(), "; they must be equal.");
+  TORCH_CHECK_VALUE(!(c10::GradMode::is_enabled() && B.requires_grad()), function,
+                    ": B requires grad, but the method is not differentiable. Use "
+                    "torch.no_grad(), or B.detach().");
+  if (options.preconditioner) {
+    TORCH_CHECK_VALUE(options.preconditioner->sizes() == A.sizes(), function,
+                      ": preconditioner is ", at::IntArrayRef(options.preconditioner->sizes()),
+                      "; it must be of the shape of A, ", at::IntArrayRef(A.sizes()), ".");
+  }
+  is_vector_ = B.dim() == 1;
+  B_ = is_vector_ ? B.unsqueeze(1) : B;
+  tol_ = detail::tolerance(options.tol, B.scalar_type());
+  goals_ = tol_ * detail::norms(B_, 0);
+}
+
+template <typename Correct>
+SolveResult LinearSystem::solve(const Correct& correct) {
+  const c10::NoGradGuard no_grad;
+  at::Tensor X = at::zeros_like(B_), R = B_;
+  at::Tensor residuals = detail::norms(R, 0), converged = residuals <= goals_;
+  double worst = std::numeric_limits<double>::infinity();
+  while (iterations_left() > 0 && !converged.all().item<bool>()) {
+    const at::Tensor corrected = X + correct(R);
+    R = B_ - A_.matmul(corrected);
+    // A cycle in which rounding errors make a column worse does not count for it.
+    const at::Tensor lengths = detail::norms(R, 0);
+    const at::Tensor is_better = lengths < residuals;
+    X = at::where(is_better, corrected, X);
+    residuals = at::where(is_better, lengths, residuals);
+    converged = residuals <= goals_;
+    // Rounding errors, or a singular matrix, stop the progress.
+    const double ratio = (residuals / goals_).max().item<double>();
+    if (!(ratio < 0.9 * worst)) {
+      break;
+    }
+    worst = ratio;
+    R = at::where(is_better, R, B_ - A_.matmul(X));
+  }
+  const int64_t missing = converged.logical_not().sum().item<int64_t>();
+  if (missing > 0) {
+    TORCH_WARN(function_, ": ", missing, " of ", B_.size(1), " columns have not converged to tol = ",
+               tol_, " after ", iterations_,
+               " iterations. Raise max_iterations or tol, or pass a preconditioner.");
+  }
+  const auto shaped = [&](const at::Tensor& x) { return is_vector_ ? x.squeeze(-1) : x; };
+  return {shaped(X), shaped(residuals), shaped(converged), iterations_};
+}
+
+// Sums of products over rows: [1, m].
+at::Tensor column_products(const at::Tensor& X, const at::Tensor& Y) {
+  return (X * Y).sum(0, /*keepdim=*/true);
+}
+
+// A^-1 R, each column until its recursive residual is below its goal.
+at::Tensor conjugate_gradients(LinearSystem& system, at::Tensor R) {
+  at::Tensor X = at::zeros_like(R), Z = system.precondition(R), P = Z, rho = column_products(R, Z);
+  at::Tensor is_active = (detail::norms(R, 0) > system.goals()).unsqueeze(0);
+  at::Tensor is_indefinite = at::zeros_like(is_active);
+  const int64_t most = system.iterations_left();
+  for (int64_t i = 1; i <= most; ++i) {
+    const at::Tensor Q = system.multiply(P);
+    const at::Tensor curvature = column_products(P, Q);
+    is_indefinite = is_indefinite.logical_or(is_active.logical_and(curvature <= 0));
+    const at::Tensor step = at::where(is_active, rho / curvature, at::zeros_like(rho));
+    X = X + step * P;
+    R = R - step * Q;
+    is_active = is_active.logical_and(detail::norms(R, 0).unsqueeze(0) > system.goals());
+    Z = system.precondition(R);
+    const at::Tensor next = column_products(R, Z);
+    P = Z + at::where(is_active, next / rho, at::zeros_like(rho)) * P;
+    rho = next;
+    system.count(1);
+    if (i % kIterationsPerTest == 0 || i == most) {
+      TORCH_CHECK_VALUE(!is_indefinite.any().item<bool>(),
+                        "cg: A is not positive definite: x^T A x <= 0 was met. Use gmres.");
+      if (!is_active.any().item<bool>()) {
+        break;
+      }
+    }
+  }
+  return X;
+}
+
+// The correction of one cycle of GMRES: P V y with the y that minimises |R - A P V y|.
+at::Tensor gmres_cycle(LinearSystem& system, const at::Tensor& R, int64_t restart) {
+  const int64_t most = std::min({restart, system.iterations_left(), R.size(0)});
+  detail::ColumnKrylov space(
+      [&](const at::Tensor& V) { return system.multiply(system.precondition(V)); }, R, most);
+  const at::Tensor goals = system.goals().cpu();
+  const at::Tensor lengths = space.lengths().cpu();
+  at::Tensor y;
+  while (space.steps() < most) {
+    const int64_t steps = std::min(kIterationsPerTest, most - space.steps());
+    for (int64_t i = 0; i < steps; ++i) {
+      space.step();
+    }
+    system.count(steps);
+    const at::Tensor H = space.projections().cpu();
+    at::Tensor target = at::zeros({H.size(0), H.size(1), 1}, H.options());
+    target.select(1, 0).copy_(lengths.squeeze(2));
+    // gelsd: invariant spaces make H singular.
+    y = std::get<0>(at::linalg_lstsq(H, target, std::nullopt, "gelsd"));
+    const at::Tensor residuals = detail::norms(target - H.bmm(y), 1).squeeze(1);
+    if (residuals.le(goals).all().item<bool>()) {
+      break;
+    }
+  }
+  return system.precondition(space.combine(y.to(R.device())));
+}
+
+}  // namespace
+
+SolveResult cg(const LinearOperator& A, const at::Tensor& B, const SolverOptions& options) {
+  LinearSystem system("cg", A, B, options);
+  return system.solve([&](const at::Tensor& R) { return conjugate_gradients(system, R); });
+}
+
+SolveResult gmres(const LinearOperator& A, const at::Tensor& B, const SolverOptions& options,
+                  int64_t restart) {
+  detail::check_positive("gmres", "restart", restart);
+  LinearSystem system("gmres", A, B, options);
+  return system.solve([&](const at::Tensor& R) { return gmres_cycle(system, R, restart); });
+}
+
+}  // namespace torchium::linalg

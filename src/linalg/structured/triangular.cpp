@@ -1,0 +1,65 @@
+// Triangular matrices, and their inverses by substitution.
+#include "linalg/structured/function_of_values.h"
+#include "linalg/structured/operand_checks.h"
+#include "linalg/structured/operator_node.h"
+#include <torchium/linalg/structured_operators.h>
+
+#include <ATen/ATen.h>
+
+namespace torchium::linalg::detail {
+namespace {
+
+class TriangularNode final : public NodeOf<TriangularNode> {
+ public:
+  // `inverted`: the inverse of the triangle.
+  TriangularNode(const at::Tensor& A, bool lower, bool inverted)
+      : NodeOf(inverted ? "Inverse" : "Triangular", batch_of(A, 2), A.size(-1), options_of(A)),
+        A_(lower ? A.tril() : A.triu()), lower_(lower), inverted_(inverted) {}
+
+  at::Tensor multiply(const at::Tensor& X) const override {
+    return inverted_ ? at::linalg_solve_triangular(A_, X, /*upper=*/!lower_) : A_.matmul(X);
+  }
+
+  LinearOperator transpose() const override {
+    return make_operator<TriangularNode>(A_.mT(), !lower_, inverted_);
+  }
+
+  std::optional<at::Tensor> diag(const EstimateOptions&) const override {
+    const at::Tensor d = A_.diagonal(0, -2, -1);
+    return inverted_ ? d.reciprocal() : d;
+  }
+
+  std::optional<Slogdet> slogdet(const EstimateOptions& estimate) const override {
+    const at::Tensor d = *diag(estimate);
+    return Slogdet{d.sign().prod(-1), d.abs().log().sum(at::IntArrayRef{-1})};
+  }
+
+  std::optional<LinearOperator> apply(const MatrixFunction& f) const override {
+    if (f.is_inverse()) {
+      if (!inverted_ && A_.detach().diagonal(0, -2, -1).eq(0).any().item<bool>()) {
+        throw_singular(kind, f, "an entry of the diagonal is zero");
+      }
+      return make_operator<TriangularNode>(A_, lower_, !inverted_);
+    }
+    // Functions of a triangular matrix are triangular.
+    const at::Tensor image = function_of_dense(kind, f, to_dense(), /*symmetric=*/false);
+    return make_operator<TriangularNode>(image, lower_, /*inverted=*/false);
+  }
+
+  std::optional<Eigensolution> eigen() const override { return eigen_of(Dense(to_dense())); }
+
+ private:
+  at::Tensor A_;
+  bool lower_, inverted_;
+};
+
+}  // namespace
+}  // namespace torchium::linalg::detail
+
+namespace torchium::linalg {
+
+Triangular::Triangular(const at::Tensor& A, bool lower)
+    : LinearOperator(detail::make_operator<detail::TriangularNode>(
+          detail::checked_matrix("Triangular", A), lower, /*inverted=*/false)) {}
+
+}  // namespace torchium::linalg

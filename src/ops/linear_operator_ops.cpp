@@ -1,0 +1,173 @@
+// LinearOperator as a torch class: schemas, no maths. See torchium/linalg/linear_operator.h.
+//
+// A matrix that Python knows by its products is the operator of a number; `operator_product`, which
+// Python implements, multiplies by it. So this library needs no Python.
+#include <torchium/linalg/linear_operator.h>
+#include <torchium/linalg/solvers.h>
+#include <torchium/linalg/structured_operators.h>
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <torch/custom_class.h>
+#include <torch/library.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace torchium::ops {
+namespace {
+
+struct OperatorHandle : torch::CustomClassHolder {
+  explicit OperatorHandle(linalg::LinearOperator A) : A(std::move(A)) {}
+  linalg::LinearOperator A;
+};
+using Handle = c10::intrusive_ptr<OperatorHandle>;
+
+Handle handle_of(linalg::LinearOperator A) {
+  return c10::make_intrusive<OperatorHandle>(std::move(A));
+}
+
+std::vector<linalg::LinearOperator> operators_of(const c10::List<Handle>& handles) {
+  std::vector<linalg::LinearOperator> operators;
+  for (const Handle& handle : handles.vec()) {
+    operators.push_back(handle->A);
+  }
+  return operators;
+}
+
+linalg::LinearOperator::Product python_product(int64_t number, bool transposed) {
+  return [=](const at::Tensor& X) {
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("torchium::operator_product", "")
+                               .typed<at::Tensor(int64_t, bool, const at::Tensor&)>();
+    return op.call(number, transposed, X);
+  };
+}
+
+Handle callable_operator(int64_t n, int64_t number, bool has_transpose, at::ScalarType dtype,
+                         at::Device device) {
+  return handle_of({n, python_product(number, false), at::TensorOptions(dtype).device(device),
+                    has_transpose ? python_product(number, true) : nullptr});
+}
+
+linalg::IterationOptions iteration(std::optional<double> tol, int64_t max_iterations) {
+  return {tol, max_iterations};
+}
+
+linalg::EstimateOptions estimate(std::optional<int64_t> num_samples, int64_t seed) {
+  return {num_samples, static_cast<uint64_t>(seed)};
+}
+
+using Solution = std::tuple<at::Tensor, at::Tensor, at::Tensor, int64_t>;
+
+Solution solve_iteratively(const Handle& A, const at::Tensor& B, std::optional<double> tol,
+                           int64_t max_iterations, const std::optional<Handle>& preconditioner,
+                           std::optional<int64_t> restart) {
+  linalg::SolverOptions options;
+  options.tol = tol;
+  options.max_iterations = max_iterations;
+  if (preconditioner) {
+    options.preconditioner = (*preconditioner)->A;
+  }
+  const auto found =
+      restart ? linalg::gmres(A->A, B, options, *restart) : linalg::cg(A->A, B, options);
+  return {found.solution, found.residual_norms, found.converged, found.iterations};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(torchium, m) {
+  using Tensor = at::Tensor;
+  using Number = std::optional<double>;
+  m.class_<OperatorHandle>("LinearOperator")
+      .def("kind", [](const Handle& self) { return self->A.kind(); })
+      .def("sizes", [](const Handle& self) { return self->A.sizes(); })
+      // An empty tensor of the operator's dtype and device.
+      .def("empty", [](const Handle& self) { return at::empty({0}, self->A.options()); })
+      .def("is_symmetric", [](const Handle& self) { return self->A.is_symmetric(); })
+      .def("matmul", [](const Handle& self, const Tensor& X) { return self->A.matmul(X); })
+      .def("to_dense", [](const Handle& self) { return self->A.to_dense(); })
+      .def("transpose", [](const Handle& self) { return handle_of(self->A.transpose()); })
+      .def("assume",
+           [](const Handle& self, const std::string& property) {
+             return handle_of(self->A.assume(property));
+           })
+      .def("add",
+           [](const Handle& self, const Handle& other) { return handle_of(self->A + other->A); })
+      .def("scale", [](const Handle& self, double c) { return handle_of(c * self->A); })
+      .def("inverse",
+           [](const Handle& self, Number tol, int64_t max_iterations) {
+             return handle_of(self->A.inverse(iteration(tol, max_iterations)));
+           })
+      .def("solve",
+           [](const Handle& self, const Tensor& X, Number tol, int64_t max_iterations) {
+             return self->A.solve(X, iteration(tol, max_iterations));
+           })
+      .def("exp",
+           [](const Handle& self, Number tol, int64_t max_iterations) {
+             return handle_of(self->A.exp(iteration(tol, max_iterations)));
+           })
+      .def("sqrt",
+           [](const Handle& self, Number tol, int64_t max_iterations) {
+             return handle_of(self->A.sqrt(iteration(tol, max_iterations)));
+           })
+      .def("pow",
+           [](const Handle& self, double exponent, Number tol, int64_t max_iterations) {
+             return handle_of(self->A.pow(exponent, iteration(tol, max_iterations)));
+           })
+      .def("diag", [](const Handle& self, std::optional<int64_t> num_samples,
+                      int64_t seed) { return self->A.diag(estimate(num_samples, seed)); })
+      .def("trace", [](const Handle& self, std::optional<int64_t> num_samples,
+                       int64_t seed) { return self->A.trace(estimate(num_samples, seed)); })
+      .def("slogdet", [](const Handle& self, std::optional<int64_t> num_samples,
+                         int64_t seed) { return self->A.slogdet(estimate(num_samples, seed)); })
+      .def("logdet", [](const Handle& self, std::optional<int64_t> num_samples,
+                        int64_t seed) { return self->A.logdet(estimate(num_samples, seed)); })
+      .def("det", [](const Handle& self, std::optional<int64_t> num_samples,
+                     int64_t seed) { return self->A.det(estimate(num_samples, seed)); })
+      .def("eigs",
+           [](const Handle& self, std::optional<int64_t> k, const std::string& which) {
+             return self->A.eigs(k, which);
+           })
+      // A method, because warnings of methods reach Python's; those of operators do not.
+      .def("solve_iteratively", &solve_iteratively);
+  m.def("operator_product(int number, bool transposed, Tensor X) -> Tensor");
+  m.def("callable_operator", &callable_operator);
+  m.def("dense_operator", [](const Tensor& A) { return handle_of(linalg::Dense(A)); });
+  m.def("diagonal_operator", [](const Tensor& d) { return handle_of(linalg::Diagonal(d)); });
+  m.def("identity_operator",
+        [](int64_t n, double scale, at::ScalarType dtype, at::Device device) {
+          return handle_of(linalg::Identity(n, scale, at::TensorOptions(dtype).device(device)));
+        });
+  m.def("triangular_operator",
+        [](const Tensor& A, bool lower) { return handle_of(linalg::Triangular(A, lower)); });
+  m.def("permutation_operator", [](const Tensor& perm, at::ScalarType dtype) {
+    return handle_of(linalg::Permutation(perm, dtype));
+  });
+  m.def("convolution_operator",
+        [](const Tensor& kernel, const std::optional<std::vector<int64_t>>& shape) {
+          return handle_of(linalg::Convolution(kernel, shape));
+        });
+  m.def("sparse_operator", [](const Tensor& A) { return handle_of(linalg::Sparse(A)); });
+  m.def("product_operator", [](const c10::List<Handle>& factors) {
+    return handle_of(linalg::Product(operators_of(factors)));
+  });
+  m.def("sum_operator", [](const c10::List<Handle>& terms) {
+    return handle_of(linalg::Sum(operators_of(terms)));
+  });
+  m.def("kronecker_operator", [](const c10::List<Handle>& factors) {
+    return handle_of(linalg::Kronecker(operators_of(factors)));
+  });
+  m.def("block_diag_operator", [](const c10::List<Handle>& blocks) {
+    return handle_of(linalg::BlockDiag(operators_of(blocks)));
+  });
+  m.def("low_rank_plus_diagonal_operator",
+        [](const Tensor& d, const Tensor& U, const std::optional<Tensor>& V) {
+          return handle_of(linalg::LowRankPlusDiagonal(d, U, V));
+        });
+}
+
+}  // namespace torchium::ops

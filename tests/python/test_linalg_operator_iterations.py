@@ -1,0 +1,222 @@
+"""Operators without structure and above the order that is solved densely: iterations and estimates."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from operator_cases import randn
+from torch import Tensor
+from torchium import linalg
+
+N = 1200
+
+
+def definite(n: int = N) -> Tensor:
+    """Eigenvalues from 1 to 10 in a random basis of Householder reflections."""
+    u = randn(n, 1) / randn(n, 1).norm()
+    A = torch.diag(torch.linspace(1, 10, n, dtype=torch.float64))
+    H = torch.eye(n, dtype=torch.float64) - 2 * u @ u.T
+    return H @ A @ H
+
+
+@pytest.fixture(scope="module")
+def A() -> Tensor:
+    return definite()
+
+
+@pytest.fixture(scope="module")
+def unsymmetric(A) -> Tensor:
+    return A + 0.5 * randn(N, N, seed=1) / N**0.5
+
+
+def known_by_products(A: Tensor) -> tuple[linalg.LinearOperator, list[int]]:
+    columns: list[int] = []
+
+    def product(X: Tensor) -> Tensor:
+        columns.append(X.shape[1])
+        return A @ X
+
+    return linalg.LinearOperator(len(A), product, dtype=A.dtype, device=A.device), columns
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+def test_solutions_by_conjugate_gradients_and_gmres(A, unsymmetric):
+    B = randn(N, 3)
+    operator, columns = known_by_products(A)
+    declared = operator.assume("positive_definite")
+    assert relative_error(declared.solve(B), torch.linalg.solve(A, B)) <= 1e-9
+    assert relative_error(declared.solve(B, tol=1e-13), torch.linalg.solve(A, B)) <= 1e-12
+    assert len(columns) < 150
+    columns.clear()
+    assert relative_error(operator.solve(B), torch.linalg.solve(A, B)) <= 1e-9
+    assert len(columns) < 150
+    operator, _ = known_by_products(unsymmetric)
+    assert relative_error(operator.solve(B), torch.linalg.solve(unsymmetric, B)) <= 1e-9
+    inverse = operator.inverse()
+    assert relative_error(inverse.T @ B, torch.linalg.solve(unsymmetric.T, B)) <= 1e-9
+    stacked = torch.stack([B, 2 * B])
+    assert relative_error(inverse @ stacked, torch.linalg.solve(unsymmetric, stacked)) <= 1e-9
+
+
+@pytest.mark.parametrize("name", ["exp", "sqrt", "pow"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_functions_by_krylov_spaces(A, unsymmetric, name, symmetric):
+    matrix = A if symmetric else unsymmetric
+    operator, columns = known_by_products(matrix)
+    if symmetric:
+        operator = operator.assume("symmetric")
+    X = randn(N, 2)
+    arguments = (-0.5,) if name == "pow" else ()
+    found = getattr(operator, name)(*arguments, tol=1e-11) @ X
+    values, V = torch.linalg.eig(matrix)
+    image = {"exp": values.exp(), "sqrt": values.sqrt(), "pow": values**-0.5}[name]
+    expected = (V @ (image[:, None] * torch.linalg.solve(V, X.to(V)))).real
+    assert relative_error(found, expected) <= 1e-9
+    assert len(columns) <= 200
+
+
+def test_integer_powers_are_products(A):
+    operator, columns = known_by_products(A)
+    x = randn(N)
+    assert relative_error((operator**3) @ x, A @ (A @ (A @ x))) <= 1e-13
+    assert columns == [1, 1, 1]
+
+
+def test_structure_around_large_parts(A):
+    """Only the part without structure is iterated."""
+    operator, _ = known_by_products(A)
+    d = torch.linspace(1, 2, 5, dtype=torch.float64)
+    K = linalg.Kronecker(operator.assume("positive_definite"), linalg.Diagonal(d))
+    X = randn(5 * N, 1)
+    assert relative_error(K @ K.solve(X, tol=1e-12), X) <= 1e-11
+    S = operator.assume("positive_definite") + linalg.Diagonal(torch.ones(N).double())
+    assert relative_error(S @ S.solve(X[:N]), X[:N]) <= 1e-9
+
+
+def test_estimates_on_request(A):
+    operator, columns = known_by_products(A)
+    declared = operator.assume("positive_definite")
+    assert abs(declared.trace() / A.trace() - 1) <= 1e-13
+    assert sum(columns) == N
+    columns.clear()
+    trace = declared.trace(num_samples=60)
+    assert sum(columns) == 60
+    assert abs(trace / A.trace() - 1) <= 0.05
+    assert relative_error(declared.diag(num_samples=100), A.diagonal()) <= 0.1
+    assert abs(declared.logdet(num_samples=30) / torch.logdet(A) - 1) <= 0.05
+    assert torch.equal(declared.logdet(num_samples=3, seed=7), declared.logdet(num_samples=3, seed=7))
+    d = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    blocks = linalg.BlockDiag(declared, linalg.Diagonal(d))
+    assert abs(blocks.logdet(num_samples=30) / (torch.logdet(A) + d.log().sum()) - 1) <= 0.05
+    with pytest.raises(ValueError, match=r'not known to be positive definite.*assume\("positive'):
+        operator.logdet(num_samples=3)
+
+
+def test_eigenpairs_by_krylov_methods(A, unsymmetric):
+    operator, _ = known_by_products(A)
+    values, vectors = operator.assume("symmetric").eigs(2, "LA")
+    expected = torch.linspace(1, 10, N, dtype=torch.float64)[-2:].flip(0)
+    torch.testing.assert_close(values, expected, rtol=1e-8, atol=0)
+    assert (A @ vectors - vectors * values).norm() <= 1e-6
+    with pytest.raises(ValueError, match="eigs: k is missing"):
+        operator.eigs()
+
+
+def test_what_has_not_converged_is_told(A):
+    operator, _ = known_by_products(A)
+    x = randn(N, 1)
+    with pytest.warns(UserWarning, match=r"gmres: 1 of 1 columns have not converged"):
+        operator.solve(x, max_iterations=3)
+    with pytest.warns(UserWarning, match=r"cg: 1 of 1 columns have not converged"):
+        operator.assume("positive_definite").solve(x, max_iterations=3)
+    with pytest.warns(UserWarning, match=r"exp: after 20 iterations the result still changes"):
+        _ = (10 * operator).exp(max_iterations=20) @ x
+
+
+def test_iterations_refuse_gradients(A):
+    operator, _ = known_by_products(A)
+    x = randn(N).requires_grad_()
+    for function in [operator.inverse(), operator.exp()]:
+        with pytest.raises(ValueError, match="iterative methods are not differentiable"):
+            _ = function @ x
+        with torch.no_grad():
+            assert (function @ x).shape == x.shape
+
+
+SOLVERS = [linalg.cg, linalg.gmres]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_solvers(solver, dtype, device):
+    A = definite(300).to(device, dtype)
+    B = randn(300, 4).to(device, dtype)
+    B[:, 2] = 0  # solved from the start
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = solver(A, B)
+        single = solver(A, B[:, 0])
+    tol = torch.finfo(dtype).eps ** (2 / 3)
+    residuals = (B.double() - A.double() @ found.solution.double()).norm(dim=0)
+    assert bool(found.converged.all())
+    assert (residuals <= 1.1 * tol * B.double().norm(dim=0)).all()
+    torch.testing.assert_close(found.residual_norms, residuals, rtol=0.2, atol=1e-12)
+    assert found.solution.dtype == dtype
+    assert found.iterations < 100
+    assert single.solution.shape == (300,)
+    assert single.residual_norms.shape == single.converged.shape == ()
+    assert not found.solution[:, 2].any()
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_preconditioners_save_iterations(solver):
+    d = torch.logspace(0, 4, 400, dtype=torch.float64)
+    A = torch.diag(d) + 0.1 * definite(400)
+    b = randn(400)
+    plain = solver(A, b, max_iterations=5000)
+    P = linalg.Diagonal(1 / A.diagonal())
+    preconditioned = solver(A, b, preconditioner=P)
+    assert bool(preconditioned.converged)
+    assert preconditioned.iterations < plain.iterations / 3
+    assert relative_error(preconditioned.solution, torch.linalg.solve(A, b)) <= 1e-6
+
+
+@pytest.mark.parametrize("restart", [5, 20, 400])
+def test_gmres_restarts(restart):
+    A = definite(300) + 0.5 * randn(300, 300, seed=1) / 300**0.5
+    b = randn(300)
+    found = linalg.gmres(A, b, restart=restart)
+    assert bool(found.converged)
+    assert relative_error(A @ found.solution, b) <= 1e-10
+
+
+def test_solvers_of_invariant_spaces():
+    """The Krylov space ends before the order of the matrix."""
+    A = 2 * torch.eye(300, dtype=torch.float64)
+    A[0, 0] = 5
+    B = randn(300, 2)
+    for solver in SOLVERS:
+        found = solver(A, B, tol=1e-14)
+        assert bool(found.converged.all())
+        assert relative_error(found.solution, torch.linalg.solve(A, B)) <= 1e-13
+
+
+def test_conjugate_gradients_refuse_indefinite_matrices():
+    A = torch.diag(torch.linspace(-1, 1, 50, dtype=torch.float64))
+    with pytest.raises(ValueError, match="cg: A is not positive definite.*Use gmres"):
+        linalg.cg(A, torch.ones(50, dtype=torch.float64))
+
+
+def test_gmres_of_a_singular_matrix_tells_that_it_fails():
+    A = torch.diag(torch.tensor([1.0, 2, 0], dtype=torch.float64))
+    with pytest.warns(UserWarning, match="1 of 1 columns have not converged"):
+        found = linalg.gmres(A, torch.ones(3, dtype=torch.float64))
+    assert torch.isfinite(found.solution).all()
+    assert not bool(found.converged)
