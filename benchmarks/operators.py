@@ -107,7 +107,9 @@ def simple_tasks(cola: Any, n: int) -> list[Task]:
     ).coalesce()
     ours_c = linalg.Sparse(sparse.to_sparse_csr()).assume("positive_definite")
     theirs_c = cola.ops.Sparse(sparse.values(), *sparse.indices(), (n, n))
-    theirs_c.A = sparse.to_sparse_csr()  # it may confuse the entries of a row: its sort is not stable
+    theirs_c.A = (
+        sparse.to_sparse_csr()
+    )  # it may confuse the entries of a row: its sort is not stable
     theirs_c = cola.PSD(theirs_c)
     low = U @ U.T + torch.diag(d)
     band = sparse.to_dense()

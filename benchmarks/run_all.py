@@ -17,6 +17,7 @@ BENCHMARKS = (
     "curvature.py",
     "roots_cpu.py",
     "linalg.py",
+    "operators.py",
 )
 
 

@@ -128,20 +128,17 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
                         int64_t seed) { return self->A.logdet(estimate(num_samples, seed)); })
       .def("det", [](const Handle& self, std::optional<int64_t> num_samples,
                      int64_t seed) { return self->A.det(estimate(num_samples, seed)); })
-      .def("eigs",
-           [](const Handle& self, std::optional<int64_t> k, const std::string& which) {
-             return self->A.eigs(k, which);
-           })
+      .def("eigs", [](const Handle& self, std::optional<int64_t> k,
+                      const std::string& which) { return self->A.eigs(k, which); })
       // A method, because warnings of methods reach Python's; those of operators do not.
       .def("solve_iteratively", &solve_iteratively);
   m.def("operator_product(int number, bool transposed, Tensor X) -> Tensor");
   m.def("callable_operator", &callable_operator);
   m.def("dense_operator", [](const Tensor& A) { return handle_of(linalg::Dense(A)); });
   m.def("diagonal_operator", [](const Tensor& d) { return handle_of(linalg::Diagonal(d)); });
-  m.def("identity_operator",
-        [](int64_t n, double scale, at::ScalarType dtype, at::Device device) {
-          return handle_of(linalg::Identity(n, scale, at::TensorOptions(dtype).device(device)));
-        });
+  m.def("identity_operator", [](int64_t n, double scale, at::ScalarType dtype, at::Device device) {
+    return handle_of(linalg::Identity(n, scale, at::TensorOptions(dtype).device(device)));
+  });
   m.def("triangular_operator",
         [](const Tensor& A, bool lower) { return handle_of(linalg::Triangular(A, lower)); });
   m.def("permutation_operator", [](const Tensor& perm, at::ScalarType dtype) {
@@ -155,9 +152,8 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
   m.def("product_operator", [](const c10::List<Handle>& factors) {
     return handle_of(linalg::Product(operators_of(factors)));
   });
-  m.def("sum_operator", [](const c10::List<Handle>& terms) {
-    return handle_of(linalg::Sum(operators_of(terms)));
-  });
+  m.def("sum_operator",
+        [](const c10::List<Handle>& terms) { return handle_of(linalg::Sum(operators_of(terms))); });
   m.def("kronecker_operator", [](const c10::List<Handle>& factors) {
     return handle_of(linalg::Kronecker(operators_of(factors)));
   });

@@ -3,9 +3,8 @@
 
 #include <torch/torch.h>
 
-#include <gtest/gtest.h>
-
 #include <functional>
+#include <gtest/gtest.h>
 #include <string>
 #include <utility>
 #include <vector>
@@ -99,8 +98,8 @@ TEST(LinearOperators, KeepTheirStructure) {
   EXPECT_EQ(low_rank.inverse().kind(), "LowRankPlusDiagonal");
   EXPECT_EQ((low_rank + linalg::Diagonal(d)).kind(), "LowRankPlusDiagonal");
   const auto definite = LinearOperator(S).assume("positive_definite");
-  const auto damped = linalg::Kronecker({definite, definite}) +
-                      0.1 * linalg::Identity(9, 1.0, torch::kFloat64);
+  const auto damped =
+      linalg::Kronecker({definite, definite}) + 0.1 * linalg::Identity(9, 1.0, torch::kFloat64);
   EXPECT_TRUE(damped.is_symmetric());
   EXPECT_EQ(damped.inverse().kind(), "Product");  // by the eigenvectors of the factors
   expect_equal_within_rounding(damped.sqrt().matmul(damped.sqrt().to_dense()), damped.to_dense());
@@ -109,7 +108,8 @@ TEST(LinearOperators, KeepTheirStructure) {
 TEST(LinearOperators, IterateWithoutStructure) {
   const int64_t n = 1500;
   const auto d = torch::linspace(1, 5, n, torch::kFloat64).unsqueeze(1);
-  const LinearOperator A(n, [d](const at::Tensor& X) { return d * X; }, torch::kFloat64);
+  const LinearOperator A(
+      n, [d](const at::Tensor& X) { return d * X; }, torch::kFloat64);
   const auto X = torch::randn({n, 2}, torch::kFloat64);
   expect_equal_within_rounding(A.assume("positive_definite").solve(X), X / d);
   linalg::IterationOptions options;

@@ -30,7 +30,9 @@ def leaves(n: int) -> st.SearchStrategy[Case]:
 
     def permutation(seed: int) -> Case:
         perm = randn(n, seed=seed).argsort()
-        return linalg.Permutation(perm, dtype=torch.float64), torch.eye(n, dtype=torch.float64)[perm]
+        return linalg.Permutation(perm, dtype=torch.float64), torch.eye(n, dtype=torch.float64)[
+            perm
+        ]
 
     def convolution(seed: int) -> Case:
         kernel = 0.3 * randn(min(n, 3), seed=seed) / n

@@ -37,8 +37,14 @@ def singular_operators() -> dict[str, linalg.LinearOperator]:
 def test_singular_operators(kind):
     A = singular_operators()[kind]
     name = kind.split()[0]
-    for B, expected in [(A, name), (linalg.Kronecker(A, I2), name), (linalg.BlockDiag(I2, A), name)]:
-        with pytest.raises(ValueError, match=rf"{expected}\.\w+: the operator is singular: .*identity"):
+    for B, expected in [
+        (A, name),
+        (linalg.Kronecker(A, I2), name),
+        (linalg.BlockDiag(I2, A), name),
+    ]:
+        with pytest.raises(
+            ValueError, match=rf"{expected}\.\w+: the operator is singular: .*identity"
+        ):
             B.inverse()
         assert abs(B.det().item()) <= 1e-6
     with pytest.raises(ValueError, match=r"\.solve: the operator is singular"):

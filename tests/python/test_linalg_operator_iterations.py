@@ -109,7 +109,9 @@ def test_estimates_on_request(A):
     assert abs(trace / A.trace() - 1) <= 0.05
     assert relative_error(declared.diag(num_samples=100), A.diagonal()) <= 0.1
     assert abs(declared.logdet(num_samples=30) / torch.logdet(A) - 1) <= 0.05
-    assert torch.equal(declared.logdet(num_samples=3, seed=7), declared.logdet(num_samples=3, seed=7))
+    assert torch.equal(
+        declared.logdet(num_samples=3, seed=7), declared.logdet(num_samples=3, seed=7)
+    )
     d = torch.tensor([1.0, 2.0], dtype=torch.float64)
     blocks = linalg.BlockDiag(declared, linalg.Diagonal(d))
     assert abs(blocks.logdet(num_samples=30) / (torch.logdet(A) + d.log().sum()) - 1) <= 0.05
@@ -210,7 +212,7 @@ def test_solvers_of_invariant_spaces():
 
 def test_conjugate_gradients_refuse_indefinite_matrices():
     A = torch.diag(torch.linspace(-1, 1, 50, dtype=torch.float64))
-    with pytest.raises(ValueError, match="cg: A is not positive definite.*Use gmres"):
+    with pytest.raises(ValueError, match=r"cg: A is not positive definite.*Use gmres"):
         linalg.cg(A, torch.ones(50, dtype=torch.float64))
 
 

@@ -17,7 +17,9 @@ def header(name: str) -> str:
 
 
 def test_the_classes_are_the_same():
-    declared = re.findall(r"struct TORCHIUM_API (\w+) : LinearOperator", header("structured_operators"))
+    declared = re.findall(
+        r"struct TORCHIUM_API (\w+) : LinearOperator", header("structured_operators")
+    )
     assert len(declared) == 12
     for name in declared:
         assert issubclass(getattr(linalg, name), linalg.LinearOperator)
@@ -39,9 +41,13 @@ def test_the_functions_are_the_same():
 
 
 def test_the_defaults_are_the_same():
-    most = re.findall(r"int64_t max_iterations = (\d+);", header("solvers") + header("linear_operator"))
+    most = re.findall(
+        r"int64_t max_iterations = (\d+);", header("solvers") + header("linear_operator")
+    )
     functions = [linalg.cg, linalg.gmres]
-    functions += [getattr(linalg.LinearOperator, n) for n in ["inverse", "solve", "exp", "sqrt", "pow"]]
+    functions += [
+        getattr(linalg.LinearOperator, n) for n in ["inverse", "solve", "exp", "sqrt", "pow"]
+    ]
     for function in functions:
         parameters = inspect.signature(function).parameters
         assert {str(parameters["max_iterations"].default)} == set(most)

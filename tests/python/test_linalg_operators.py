@@ -357,7 +357,7 @@ def test_results_are_of_the_classes_of_their_structure():
 @pytest.mark.cuda
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
 def test_cuda_agrees_with_the_cpu(make):
-    operator, A = make()
+    _, A = make()
     K = linalg.Kronecker(A.cuda(), linalg.Diagonal(torch.tensor([1.0, 2.0]).double().cuda()))
     expected = linalg.Kronecker(A, linalg.Diagonal(torch.tensor([1.0, 2.0]).double()))
     X = randn(2 * len(A), 3)

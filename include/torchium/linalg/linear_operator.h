@@ -3,13 +3,14 @@
 // An operator is a cheap handle of an immutable matrix A, [..., n, n], float32 or float64. Every
 // function uses the structure: the inverse of a Kronecker product is the Kronecker product of the
 // inverses, and so on (Potapczynski, Finzi, Pleiss and Wilson 2023, "CoLA: Exploiting compositional
-// structure for automatic and efficient numerical linear algebra"). Where there is none, matrices of
-// order up to 1000 are formed and solved densely; larger ones by conjugate gradients, GMRES,
+// structure for automatic and efficient numerical linear algebra"). Where there is none, matrices
+// of order up to 1000 are formed and solved densely; larger ones by conjugate gradients, GMRES,
 // Lanczos' or Arnoldi's method. structured_operators.h has the classes.
 //
 // Products with dense tensors are differentiable, as are functions that follow from the structure.
 // Iterative methods raise an error if their operand requires grad. Every error is a
-// c10::ValueError. Tests for singular matrices, and iterative methods, make the host wait for a GPU.
+// c10::ValueError. Tests for singular matrices, and iterative methods, make the host wait for a
+// GPU.
 #pragma once
 
 #include <torchium/export.h>
@@ -59,10 +60,10 @@ class TORCHIUM_API LinearOperator {
   LinearOperator(int64_t n, Product product, const at::TensorOptions& options = {},
                  Product transpose_product = nullptr);
 
-  int64_t size() const;                 // n
-  std::vector<int64_t> sizes() const;   // [..., n, n]
+  int64_t size() const;                // n
+  std::vector<int64_t> sizes() const;  // [..., n, n]
   const at::TensorOptions& options() const;
-  std::string kind() const;             // the name of its class
+  std::string kind() const;  // the name of its class
 
   // A X for X [n] or [..., n, columns], of the operator's dtype and device.
   at::Tensor matmul(const at::Tensor& X) const;

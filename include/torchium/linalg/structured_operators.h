@@ -43,8 +43,9 @@ struct TORCHIUM_API Permutation : LinearOperator {
 
 // Periodic convolution on a grid: (C x)_i = sum_j kernel_j x_(i - j mod shape), diagonal in Fourier
 // space. x lists the grid's points in row-major order; n is the product of `shape`.
-// kernel [..., k1, ..., kd] with ki <= shape[i] and index 0 at offset 0. Without a shape the grid is
-// the kernel's own, and the kernel of a one-dimensional grid the first column of a circulant matrix.
+// kernel [..., k1, ..., kd] with ki <= shape[i] and index 0 at offset 0. Without a shape the grid
+// is the kernel's own, and the kernel of a one-dimensional grid the first column of a circulant
+// matrix.
 struct TORCHIUM_API Convolution : LinearOperator {
   explicit Convolution(const at::Tensor& kernel,
                        const std::optional<std::vector<int64_t>>& shape = std::nullopt);

@@ -87,6 +87,4 @@ def _solve(
     check_integer(function, "max_iterations", max_iterations, "it must be a positive integer.")
     operator = as_operator(function, A)
     P = None if preconditioner is None else as_operator(function, preconditioner)._handle
-    return SolveResult(
-        *operator._handle.solve_iteratively(B, tol, max_iterations, P, restart)
-    )
+    return SolveResult(*operator._handle.solve_iteratively(B, tol, max_iterations, P, restart))

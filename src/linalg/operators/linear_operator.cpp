@@ -1,6 +1,4 @@
 // What operators can do, with the structure of their nodes or without.
-#include <torchium/linalg/linear_operator.h>
-
 #include "linalg/operators/operator_checks.h"
 #include "linalg/structured/callable.h"
 #include "linalg/structured/dense.h"
@@ -9,6 +7,7 @@
 #include "linalg/structured/operator_node.h"
 #include <torchium/linalg/estimators.h>
 #include <torchium/linalg/krylov.h>
+#include <torchium/linalg/linear_operator.h>
 #include <torchium/linalg/structured_operators.h>
 
 #include <ATen/ATen.h>
@@ -85,24 +84,23 @@ LinearOperator unnamed_image(const LinearOperator& A, const MatrixFunction& f) {
   }
   if (A.is_symmetric()) {
     if (const auto found = A.node().spectrum()) {
-      const at::Tensor image = function_of_values(A.node().kind, f, found->values,
-                                                  eigenvalue_rounding(found->values));
+      const at::Tensor image =
+          function_of_values(A.node().kind, f, found->values, eigenvalue_rounding(found->values));
       return Product({found->vectors, Diagonal(image), found->vectors.transpose()});
     }
   }
   if (is_small(A)) {
     const at::Tensor dense = A.to_dense();
-    return f.is_inverse()
-               ? make_operator<FactorizedInverse>(f, A, dense)
-               : Dense(function_of_dense(A.node().kind, f, dense, A.is_symmetric()));
+    return f.is_inverse() ? make_operator<FactorizedInverse>(f, A, dense)
+                          : Dense(function_of_dense(A.node().kind, f, dense, A.is_symmetric()));
   }
   // Of a few factors: no iteration but that of an inverse.
   constexpr double kMostFactors = 16;
   if (f.is_integer_power() && !f.is_inverse() && std::abs(*f.exponent) <= kMostFactors) {
     MatrixFunction base = f;
     base.exponent = *f.exponent < 0 ? -1.0 : 1.0;
-    return Product(std::vector<LinearOperator>(static_cast<size_t>(std::abs(*f.exponent)),
-                                               apply(A, base)));
+    return Product(
+        std::vector<LinearOperator>(static_cast<size_t>(std::abs(*f.exponent)), apply(A, base)));
   }
   return f.is_inverse() ? make_iterative_inverse(A, f.iteration) : make_krylov_function(A, f);
 }
@@ -179,8 +177,8 @@ at::Tensor diagonal_by_products(const LinearOperator& A) {
 
 void check_single(const char* function, const LinearOperator& A) {
   TORCH_CHECK_VALUE(A.node().batch.empty(), A.node().kind, ".", function,
-                    ": the operator is a batch of matrices, ",
-                    at::IntArrayRef(A.sizes()), "; take them one by one.");
+                    ": the operator is a batch of matrices, ", at::IntArrayRef(A.sizes()),
+                    "; take them one by one.");
 }
 
 // Orders of eigenvalues, the most wanted first.
@@ -238,12 +236,12 @@ std::string LinearOperator::kind() const { return node_->kind; }
 
 at::Tensor LinearOperator::matmul(const at::Tensor& X) const {
   const int64_t n = node_->n;
-  TORCH_CHECK_VALUE(X.defined() && X.dim() >= 1 && X.size(X.dim() == 1 ? 0 : -2) == n,
-                    node_->kind, ": X is ", X.defined() ? at::str(X.sizes()) : "undefined",
-                    "; it must have ", n, " rows.");
+  TORCH_CHECK_VALUE(X.defined() && X.dim() >= 1 && X.size(X.dim() == 1 ? 0 : -2) == n, node_->kind,
+                    ": X is ", X.defined() ? at::str(X.sizes()) : "undefined", "; it must have ", n,
+                    " rows.");
   TORCH_CHECK_VALUE(X.dtype() == node_->options.dtype() && X.device() == node_->options.device(),
-                    node_->kind, ": X is ", X.scalar_type(), " on ", X.device(),
-                    ", the operator ", c10::typeMetaToScalarType(node_->options.dtype()), " on ",
+                    node_->kind, ": X is ", X.scalar_type(), " on ", X.device(), ", the operator ",
+                    c10::typeMetaToScalarType(node_->options.dtype()), " on ",
                     node_->options.device(), "; they must be equal.");
   return X.dim() == 1 ? node_->multiply(X.unsqueeze(-1)).squeeze(-1) : node_->multiply(X);
 }
@@ -304,8 +302,7 @@ LinearOperator LinearOperator::sqrt(const IterationOptions& options) const {
 }
 
 LinearOperator LinearOperator::pow(double exponent, const IterationOptions& options) const {
-  TORCH_CHECK_VALUE(std::isfinite(exponent), "pow: exponent is ", exponent,
-                    "; it must be finite.");
+  TORCH_CHECK_VALUE(std::isfinite(exponent), "pow: exponent is ", exponent, "; it must be finite.");
   return image(*this, "pow", exponent, options);
 }
 
@@ -331,8 +328,7 @@ at::Tensor LinearOperator::trace(const EstimateOptions& options) const {
   }
   const auto diagonal = node_->diag(options);
   if (diagonal || !options.num_samples) {
-    return (diagonal ? *diagonal : detail::diagonal_by_products(*this))
-        .sum(at::IntArrayRef{-1});
+    return (diagonal ? *diagonal : detail::diagonal_by_products(*this)).sum(at::IntArrayRef{-1});
   }
   detail::check_single("trace", *this);
   constexpr int64_t kLeastProducts = 3;
@@ -365,10 +361,9 @@ std::tuple<at::Tensor, at::Tensor> LinearOperator::eigs(std::optional<int64_t> k
   const bool symmetric = is_symmetric();
   detail::ranking(at::empty({0}), which, symmetric);
   if (const auto found = detail::eigen_of(*this)) {
-    const at::Tensor order =
-        detail::ranking(found->values.detach(), which, symmetric)
-            .argsort(/*stable=*/true, /*dim=*/0, /*descending=*/true)
-            .narrow(0, 0, k.value_or(size()));
+    const at::Tensor order = detail::ranking(found->values.detach(), which, symmetric)
+                                 .argsort(/*stable=*/true, /*dim=*/0, /*descending=*/true)
+                                 .narrow(0, 0, k.value_or(size()));
     const at::Tensor values = found->values.index_select(0, order);
     if (symmetric || values.is_complex()) {
       return {values, found->vectors(order)};
@@ -380,7 +375,8 @@ std::tuple<at::Tensor, at::Tensor> LinearOperator::eigs(std::optional<int64_t> k
                     size(), " without structure take a dense matrix, Dense(A.to_dense()).");
   KrylovOptions krylov;
   krylov.which = which;
-  const KrylovEigenpairs pairs = symmetric ? lanczos(*this, *k, krylov) : arnoldi(*this, *k, krylov);
+  const KrylovEigenpairs pairs =
+      symmetric ? lanczos(*this, *k, krylov) : arnoldi(*this, *k, krylov);
   return {pairs.eigenvalues, pairs.eigenvectors};
 }
 

@@ -96,7 +96,8 @@ class BlockDiagNode final : public NodeOf<BlockDiagNode> {
       vectors.push_back(found->vectors);
     }
     size_t i = 0;
-    const at::Tensor values = concatenated([&](const LinearOperator&) { return parts[i++].values; });
+    const at::Tensor values =
+        concatenated([&](const LinearOperator&) { return parts[i++].values; });
     return Spectrum{values, make_operator<BlockDiagNode>(vectors)};
   }
 

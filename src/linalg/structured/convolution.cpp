@@ -31,11 +31,11 @@ class ConvolutionNode final : public NodeOf<ConvolutionNode> {
  public:
   // response: the real Fourier transform of the kernel, [..., *half of shape].
   ConvolutionNode(const at::Tensor& response, const Shape& shape)
-      : NodeOf("Convolution", batch_of(response, static_cast<int64_t>(shape.size())),
-               points(shape),
+      : NodeOf("Convolution", batch_of(response, static_cast<int64_t>(shape.size())), points(shape),
                at::TensorOptions(c10::toRealValueType(response.scalar_type()))
                    .device(response.device())),
-        response_(response), shape_(shape) {}
+        response_(response),
+        shape_(shape) {}
 
   at::Tensor multiply(const at::Tensor& X) const override {
     if (X.numel() == 0) {  // MKL refuses it
@@ -82,7 +82,8 @@ class ConvolutionNode final : public NodeOf<ConvolutionNode> {
   // Their real and imaginary parts added (Hartley's basis) are the real ones of a symmetric matrix.
   std::optional<Eigensolution> eigen() const override {
     const bool real = assumed >= Property::kSymmetric;
-    const auto vectors = [real, shape = shape_, n = n, options = options](const at::Tensor& indices) {
+    const auto vectors = [real, shape = shape_, n = n,
+                          options = options](const at::Tensor& indices) {
       const at::Tensor point = at::arange(n, indices.options());
       at::Tensor angle = at::zeros({}, options.dtype(at::kDouble));
       int64_t stride = n;

@@ -34,8 +34,8 @@ std::optional<Slogdet> DenseNode::slogdet(const EstimateOptions&) const {
 std::optional<LinearOperator> DenseNode::apply(const MatrixFunction& f) const {
   const bool symmetric = assumed >= Property::kSymmetric;
   if (f.is_inverse()) {
-    return make_operator<FactorizedInverse>(
-        f, with_property(make_operator<DenseNode>(A), assumed), A);
+    return make_operator<FactorizedInverse>(f, with_property(make_operator<DenseNode>(A), assumed),
+                                            A);
   }
   return with_property(make_operator<DenseNode>(function_of_dense(kind, f, A, symmetric)),
                        f.exponent || !symmetric ? assumed : Property::kPositiveDefinite);
@@ -52,9 +52,8 @@ std::optional<Spectrum> DenseNode::spectrum() const {
 std::optional<Eigensolution> DenseNode::eigen() const {
   const auto [values, V] =
       assumed >= Property::kSymmetric ? symmetric_eigensystem_of(A) : at::linalg_eig(A);
-  return Eigensolution{values, [V = V](const at::Tensor& indices) {
-                         return V.index_select(1, indices);
-                       }};
+  return Eigensolution{values,
+                       [V = V](const at::Tensor& indices) { return V.index_select(1, indices); }};
 }
 
 FactorizedInverse::FactorizedInverse(const MatrixFunction& f, const LinearOperator& A,
@@ -107,7 +106,7 @@ std::optional<LinearOperator> FactorizedInverse::apply(const MatrixFunction& f) 
 namespace torchium::linalg {
 
 Dense::Dense(const at::Tensor& A)
-    : LinearOperator(
-          detail::make_operator<detail::DenseNode>(detail::checked_matrix("Dense", A))) {}
+    : LinearOperator(detail::make_operator<detail::DenseNode>(detail::checked_matrix("Dense", A))) {
+}
 
 }  // namespace torchium::linalg

@@ -138,8 +138,9 @@ at::Tensor KrylovFunction::image_of(const at::Tensor& B) const {
     const double last = change.defined() ? change.item<double>() : 1.0;
     if (last > tol) {
       TORCH_WARN(A_.node().kind, ".", f_.name, ": after ", most,
-                 " iterations the result still changes by ", last, " of its norm, more than tol = ",
-                 tol, ". Raise max_iterations (at most ", kMostSteps, ") or tol.");
+                 " iterations the result still changes by ", last,
+                 " of its norm, more than tol = ", tol, ". Raise max_iterations (at most ",
+                 kMostSteps, ") or tol.");
     }
   }
   return space.combine(y * space.lengths());
@@ -153,13 +154,15 @@ void check_iteration(const char* function, const IterationOptions& options) {
 
 LinearOperator make_iterative_inverse(const LinearOperator& A, const IterationOptions& options) {
   TORCH_CHECK_VALUE(A.node().batch.empty(), A.node().kind,
-                    ".inverse: iterative methods take single matrices, not ", at::IntArrayRef(A.sizes()), ".");
+                    ".inverse: iterative methods take single matrices, not ",
+                    at::IntArrayRef(A.sizes()), ".");
   return make_operator<IterativeInverse>(A, options);
 }
 
 LinearOperator make_krylov_function(const LinearOperator& A, const MatrixFunction& f) {
   TORCH_CHECK_VALUE(A.node().batch.empty(), A.node().kind, ".", f.name,
-                    ": iterative methods take single matrices, not ", at::IntArrayRef(A.sizes()), ".");
+                    ": iterative methods take single matrices, not ", at::IntArrayRef(A.sizes()),
+                    ".");
   return make_operator<KrylovFunction>(A, f);
 }
 

@@ -106,8 +106,7 @@ class KroneckerNode final : public NodeOf<KroneckerNode> {
 
   // Powers of the product are products of powers; roots only if no eigenvalue is negative.
   std::optional<LinearOperator> apply(const MatrixFunction& f) const override {
-    if (!f.exponent ||
-        (!f.is_integer_power() && property() < Property::kPositiveSemidefinite)) {
+    if (!f.exponent || (!f.is_integer_power() && property() < Property::kPositiveSemidefinite)) {
       return std::nullopt;
     }
     return mapped([&](const LinearOperator& A) { return detail::apply(A, f); });
@@ -145,8 +144,7 @@ class KroneckerNode final : public NodeOf<KroneckerNode> {
       for (const Eigensolution& part : parts) {
         const int64_t order = part.values.size(0);
         stride /= order;
-        const at::Tensor mine =
-            part.vectors(indices.div(stride, "floor").remainder(order)).mT();
+        const at::Tensor mine = part.vectors(indices.div(stride, "floor").remainder(order)).mT();
         columns = columns.defined() ? kron_vectors(columns, mine) : mine;
       }
       return columns.mT();

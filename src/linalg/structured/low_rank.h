@@ -21,8 +21,8 @@ class LowRankNode final : public NodeOf<LowRankNode> {
   LinearOperator plus_diagonal(const at::Tensor& e) const;
 
  private:
-  bool has_zero() const;               // in d
-  at::Tensor capacitance() const;      // I + V^T D^-1 U
+  bool has_zero() const;           // in d
+  at::Tensor capacitance() const;  // I + V^T D^-1 U
   at::Tensor d_, U_, V_;
   bool symmetric_;
 };

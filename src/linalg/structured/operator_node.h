@@ -63,7 +63,7 @@ class OperatorNode {
   virtual std::optional<at::Tensor> trace(const EstimateOptions&) const { return std::nullopt; }
   virtual std::optional<Slogdet> slogdet(const EstimateOptions&) const { return std::nullopt; }
   virtual std::optional<LinearOperator> apply(const MatrixFunction&) const { return std::nullopt; }
-  virtual std::optional<Spectrum> spectrum() const { return std::nullopt; }       // if symmetric
+  virtual std::optional<Spectrum> spectrum() const { return std::nullopt; }  // if symmetric
   virtual std::optional<Eigensolution> eigen() const { return std::nullopt; }
 
   const char* kind;

@@ -102,12 +102,11 @@ class PermutationNode final : public NodeOf<PermutationNode> {
 };
 
 const at::Tensor& checked_permutation(const at::Tensor& perm) {
-  TORCH_CHECK_VALUE(perm.defined() && perm.dim() == 1 && perm.numel() > 0 &&
-                        perm.scalar_type() == at::kLong,
-                    "Permutation: perm is ",
-                    perm.defined() ? c10::str(perm.sizes(), " of ", perm.scalar_type())
-                                   : "undefined",
-                    "; it must be a vector of int64, not empty.");
+  TORCH_CHECK_VALUE(
+      perm.defined() && perm.dim() == 1 && perm.numel() > 0 && perm.scalar_type() == at::kLong,
+      "Permutation: perm is ",
+      perm.defined() ? c10::str(perm.sizes(), " of ", perm.scalar_type()) : "undefined",
+      "; it must be a vector of int64, not empty.");
   const at::Tensor sorted = std::get<0>(perm.sort());
   TORCH_CHECK_VALUE(sorted.equal(at::arange(perm.numel(), perm.options())),
                     "Permutation: perm does not contain every index from 0 to ", perm.numel() - 1,

@@ -1,9 +1,8 @@
 // Conjugate gradients and GMRES: see torchium/linalg/solvers.h.
-#include <torchium/linalg/solvers.h>
-
 #include "linalg/structured/column_krylov.h"
 #include "linalg/structured/operator_node.h"
 #include "linalg/structured/solver_checks.h"
+#include <torchium/linalg/solvers.h>
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
@@ -96,8 +95,8 @@ SolveResult LinearSystem::solve(const Correct& correct) {
   }
   const int64_t missing = converged.logical_not().sum().item<int64_t>();
   if (missing > 0) {
-    TORCH_WARN(function_, ": ", missing, " of ", B_.size(1), " columns have not converged to tol = ",
-               tol_, " after ", iterations_,
+    TORCH_WARN(function_, ": ", missing, " of ", B_.size(1),
+               " columns have not converged to tol = ", tol_, " after ", iterations_,
                " iterations. Raise max_iterations or tol, or pass a preconditioner.");
   }
   const auto shaped = [&](const at::Tensor& x) { return is_vector_ ? x.squeeze(-1) : x; };

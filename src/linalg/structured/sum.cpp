@@ -108,7 +108,9 @@ class ScaledNode final : public NodeOf<ScaledNode> {
 
   at::Tensor multiply(const at::Tensor& X) const override { return c_ * A_.node().multiply(X); }
   at::Tensor to_dense() const override { return c_ * A_.to_dense(); }
-  LinearOperator transpose() const override { return make_operator<ScaledNode>(c_, A_.transpose()); }
+  LinearOperator transpose() const override {
+    return make_operator<ScaledNode>(c_, A_.transpose());
+  }
   bool is_symmetric() const override { return A_.is_symmetric(); }
 
   Property property() const override {

@@ -14,7 +14,9 @@ class TriangularNode final : public NodeOf<TriangularNode> {
   // `inverted`: the inverse of the triangle.
   TriangularNode(const at::Tensor& A, bool lower, bool inverted)
       : NodeOf(inverted ? "Inverse" : "Triangular", batch_of(A, 2), A.size(-1), options_of(A)),
-        A_(lower ? A.tril() : A.triu()), lower_(lower), inverted_(inverted) {}
+        A_(lower ? A.tril() : A.triu()),
+        lower_(lower),
+        inverted_(inverted) {}
 
   at::Tensor multiply(const at::Tensor& X) const override {
     return inverted_ ? at::linalg_solve_triangular(A_, X, /*upper=*/!lower_) : A_.matmul(X);
