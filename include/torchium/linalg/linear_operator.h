@@ -67,6 +67,7 @@ class TORCHIUM_API LinearOperator {
 
   // A X for X [n] or [..., n, columns], of the operator's dtype and device.
   at::Tensor matmul(const at::Tensor& X) const;
+  bool is_dense() const;  // of class Dense, no batch
   at::Tensor to_dense() const;
   LinearOperator transpose() const;
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,9 @@ class _Products:
     """The functions of a matrix that the compiled core multiplies by: it knows their number."""
 
     _numbers = itertools.count()
-    _by_number: weakref.WeakValueDictionary[int, _Products] = weakref.WeakValueDictionary()
+    _by_number: ClassVar[weakref.WeakValueDictionary[int, _Products]] = (
+        weakref.WeakValueDictionary()
+    )
 
     def __init__(
         self,
@@ -131,6 +133,11 @@ class LinearOperator:
         """The name of its class, also of those without one of their own, as ``"Inverse"``."""
         kind: str = self._handle.kind()
         return kind
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether it is of class ``Dense``, and no batch."""
+        return len(self.shape) == 2 and self.kind == "Dense"
 
     @property
     def is_symmetric(self) -> bool:

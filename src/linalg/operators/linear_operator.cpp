@@ -246,6 +246,10 @@ at::Tensor LinearOperator::matmul(const at::Tensor& X) const {
   return X.dim() == 1 ? node_->multiply(X.unsqueeze(-1)).squeeze(-1) : node_->multiply(X);
 }
 
+bool LinearOperator::is_dense() const {
+  return node_->batch.empty() && detail::node_as<detail::DenseNode>(*this) != nullptr;
+}
+
 at::Tensor LinearOperator::to_dense() const { return node_->to_dense(); }
 
 bool LinearOperator::is_symmetric() const {

@@ -1,5 +1,6 @@
 #include "linalg/structured/dense.h"
 
+#include "linalg/operators/dense_product.h"
 #include "linalg/structured/function_of_values.h"
 #include "linalg/structured/operand_checks.h"
 #include <torchium/linalg/structured_operators.h>
@@ -11,7 +12,9 @@ namespace torchium::linalg::detail {
 DenseNode::DenseNode(const at::Tensor& A)
     : NodeOf("Dense", batch_of(A, 2), A.size(-1), options_of(A)), A(A) {}
 
-at::Tensor DenseNode::multiply(const at::Tensor& X) const { return A.matmul(X); }
+at::Tensor DenseNode::multiply(const at::Tensor& X) const {
+  return A.dim() == 2 && X.dim() == 2 ? dense_product(A, X) : A.matmul(X);
+}
 
 LinearOperator DenseNode::transpose() const { return make_operator<DenseNode>(A.mT()); }
 
