@@ -90,9 +90,9 @@ struct SolverResult {
 
 SolverResult root_by_eigh(const Normalized& input, int64_t p, double eps, double relative_eps) {
   const DampedSpectrum spectrum = damped_spectrum(input, eps, relative_eps);
-  const at::Tensor f = at::maximum(spectrum.values, spectrum.floor.unsqueeze(-1))
-                           .div_(input.scale.unsqueeze(-1))
-                           .pow_(-1.0 / static_cast<double>(p));
+  const at::Tensor f = power_(
+      at::maximum(spectrum.values, spectrum.floor.unsqueeze(-1)).div_(input.scale.unsqueeze(-1)),
+      -1.0 / static_cast<double>(p));
   return {compose(spectrum.vectors, f, /*non_negative=*/true), spectrum.damping, spectrum.floor};
 }
 

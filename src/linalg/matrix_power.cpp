@@ -59,7 +59,7 @@ MatrixPower matrix_power_with_eigensystem(const at::Tensor& A, double exponent, 
   }
   const double limit = saturation(A.scalar_type());
   const at::Tensor scale = input.scale.unsqueeze(-1);
-  const at::Tensor f = (base / scale).pow_(exponent).clamp_(-limit, limit);
+  const at::Tensor f = power_(base / scale, exponent).clamp_(-limit, limit);
   const bool may_be_negative = exponent > 0 && std::fmod(exponent, 2.0) == 1.0;
   MatrixPower result{compose(spectrum.vectors, f, /*non_negative=*/!may_be_negative),
                      spectrum.values / scale, spectrum.vectors};

@@ -2,6 +2,7 @@
 
 #include "linalg/precision.h"
 #include "linalg/roots/root_schedule_table.h"
+#include "linalg/spectral/spectral.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Context.h>
@@ -175,7 +176,7 @@ NewtonRoot newton_inverse_root(const Normalized& input, int64_t p, double eps,
                                 : iterate_by_host(M, levels, p, unit);
   const double largest =
       dtype == at::kFloat ? std::numeric_limits<float>::max() : std::numeric_limits<double>::max();
-  root.mul_((top / input.scale).pow_(-1.0 / static_cast<double>(p)).to(dtype).view({-1, 1, 1}))
+  root.mul_(power_(top / input.scale, -1.0 / static_cast<double>(p)).to(dtype).view({-1, 1, 1}))
       .clamp_(-largest, largest);
   return {root, damping, iterations, top * at::exp2(levels.to(at::kDouble)), top};
 }

@@ -3,6 +3,7 @@
 #include "linalg/products/symmetric_update.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <cmath>
@@ -14,6 +15,20 @@ namespace torchium::linalg::detail {
 at::Tensor as_batch(const at::Tensor& A) {
   return A.reshape(
       {c10::multiply_integers(A.sizes().slice(0, A.dim() - 2)), A.size(-2), A.size(-1)});
+}
+
+at::Tensor power_(at::Tensor x, double exponent) {
+  if (!x.is_cpu() || !x.is_contiguous()) {
+    return x.pow_(exponent);
+  }
+  constexpr int64_t kElementsPerTask = 512;
+  auto* values = x.mutable_data_ptr<double>();
+  at::parallel_for(0, x.numel(), kElementsPerTask, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      values[i] = std::pow(values[i], exponent);
+    }
+  });
+  return x;
 }
 
 double smallest_normal(at::ScalarType dtype) {

@@ -45,6 +45,10 @@ at::Tensor spectral_residual(const at::Tensor& S, const Eigensystem& system);
 // Q diag(f) Q^T for f [N, n] float64, exactly symmetric. f >= 0 halves the work.
 at::Tensor compose(const at::Tensor& vectors, const at::Tensor& f, bool non_negative);
 
+// x^exponent in place, for float64. On a CPU one number is rounded like any other: torch's vectors
+// differ from its remainders, and a matrix would depend on its place in the batch.
+at::Tensor power_(at::Tensor x, double exponent);
+
 // Whether all entries are finite, [N] bool, for matrices [N, n, n].
 at::Tensor is_finite(const at::Tensor& matrices);
 
