@@ -1,6 +1,6 @@
 """Checks that includes point one way: a layer includes itself and the layers before it.
 
-support <- cuda_kernels <- linalg <- gradients <- optim <- ops <- torchium_cpp (C++)
+support <- distributed <- cuda_kernels <- linalg <- gradients <- optim <- ops <- torchium_cpp (C++)
 torchium_cpp <- torchium (Python)
 
 Inside a layer folders have an order too (FOLDERS); those of one row do not include each other.
@@ -13,7 +13,16 @@ import re
 import sys
 from pathlib import Path
 
-LAYERS = ["support", "cuda_kernels", "linalg", "gradients", "optim", "ops", "torchium_cpp"]
+LAYERS = [
+    "support",
+    "distributed",
+    "cuda_kernels",
+    "linalg",
+    "gradients",
+    "optim",
+    "ops",
+    "torchium_cpp",
+]
 # Public headers that are no folder of their own.
 PUBLIC = {
     "export": "support",
@@ -36,7 +45,7 @@ FOLDERS = {
         {"core"},
         {"reports"},
         {"blocked"},
-        {"capture"},
+        {"capture", "sharing"},
         {"shampoo", "adagrad", "adahessian", "kfac", "natural_gradient"},
     ],
 }

@@ -1,0 +1,142 @@
+#include "distributed/ownership.h"
+
+#include <algorithm>
+#include <numeric>
+#include <optional>
+
+namespace torchium::distributed {
+namespace {
+
+// A root of order n takes about so many n^3 operations (docs/roots.md).
+constexpr int64_t kRootProducts = 25;
+// Element-wise work is bound by memory: operations that a GPU does in the time for one element.
+constexpr int64_t kOperationsPerElement = 512;
+
+// Ranks that hold the whole block.
+std::vector<int64_t> holders(const Block& block, const std::vector<Source>& sources) {
+  std::vector<int64_t> ranks;
+  for (const Source& source : sources) {
+    if (source.rectangle.contains(block.rectangle)) {
+      ranks.push_back(source.rank);
+    }
+  }
+  return ranks;
+}
+
+int64_t least_loaded(const std::vector<int64_t>& candidates, const std::vector<int64_t>& load) {
+  return *std::ranges::min_element(candidates, [&](int64_t a, int64_t b) {
+    return load[a] != load[b] ? load[a] < load[b] : a < b;
+  });
+}
+
+std::vector<int64_t> loads(const std::vector<Block>& blocks, const std::vector<int64_t>& owners,
+                           int64_t ranks) {
+  std::vector<int64_t> load(ranks, 0);
+  for (size_t b = 0; b < blocks.size(); ++b) {
+    load[owners[b]] += blocks[b].cost;
+  }
+  return load;
+}
+
+}  // namespace
+
+int64_t matrix_cost(const std::vector<int64_t>& sizes, int64_t frequency) {
+  const int64_t elements = whole(sizes).numel();
+  int64_t cost = elementwise_cost(elements);
+  for (const int64_t n : sizes) {
+    cost +=
+        3 * n * elements;  // n^2 numel / n for the half of a symmetric product, 2 n numel for R g
+    cost += kRootProducts * n * n * n / frequency;
+  }
+  return cost;
+}
+
+int64_t elementwise_cost(int64_t elements) { return kOperationsPerElement * elements; }
+
+std::vector<int64_t> assign_owners(const std::vector<Block>& blocks,
+                                   const std::vector<std::vector<Source>>& sources, int64_t ranks,
+                                   std::vector<int64_t> load) {
+  load.resize(ranks, 0);
+  std::vector<int64_t> all(ranks);
+  std::iota(all.begin(), all.end(), 0);
+  std::vector<std::vector<int64_t>> candidates;
+  for (const Block& block : blocks) {
+    candidates.push_back(holders(block, sources[block.param]));
+    if (candidates.back().empty()) {
+      candidates.back() = all;
+    }
+  }
+  std::vector<size_t> order(blocks.size());
+  std::iota(order.begin(), order.end(), 0);
+  // Blocks without a choice come first: the others make up for them.
+  std::ranges::stable_sort(order, [&](size_t a, size_t b) {
+    const bool a_is_fixed = candidates[a].size() == 1, b_is_fixed = candidates[b].size() == 1;
+    return a_is_fixed != b_is_fixed ? a_is_fixed : blocks[a].cost > blocks[b].cost;
+  });
+  std::vector<int64_t> owners(blocks.size());
+  for (const size_t b : order) {
+    owners[b] = least_loaded(candidates[b], load);
+    load[owners[b]] += blocks[b].cost;
+  }
+  return owners;
+}
+
+double imbalance(const std::vector<Block>& blocks, const std::vector<int64_t>& owners,
+                 int64_t ranks) {
+  const std::vector<int64_t> load = loads(blocks, owners, ranks);
+  const auto total = static_cast<double>(std::accumulate(load.begin(), load.end(), int64_t{0}));
+  return total == 0.0
+             ? 1.0
+             : static_cast<double>(std::ranges::max(load)) * static_cast<double>(ranks) / total;
+}
+
+std::vector<Route> gradient_routes(const std::vector<Block>& blocks,
+                                   const std::vector<std::vector<Source>>& sources,
+                                   const std::vector<int64_t>& owners, int64_t ranks,
+                                   int64_t bytes_per_element) {
+  std::vector<Route> routes;
+  std::vector<int64_t> sent(ranks, 0);
+  for (size_t b = 0; b < blocks.size(); ++b) {
+    // The parts of the block and the ranks that hold each.
+    std::vector<std::pair<Rectangle, std::vector<int64_t>>> parts;
+    for (const Source& source : sources[blocks[b].param]) {
+      const auto part = overlap(source.rectangle, blocks[b].rectangle);
+      if (!part) {
+        continue;
+      }
+      auto found = std::ranges::find(parts, *part, &decltype(parts)::value_type::first);
+      if (found == parts.end()) {
+        parts.push_back({*part, {}});
+        found = parts.end() - 1;
+      }
+      found->second.push_back(source.rank);
+    }
+    for (const auto& [part, holders] : parts) {
+      if (std::ranges::find(holders, owners[b]) == holders.end()) {
+        const int64_t from = least_loaded(holders, sent);
+        const int64_t bytes = part.numel() * bytes_per_element;
+        routes.push_back({static_cast<int64_t>(b), {from, part}, owners[b], bytes});
+        sent[from] += bytes;
+      }
+    }
+  }
+  return routes;
+}
+
+std::vector<int64_t> update_bytes(const std::vector<Block>& blocks,
+                                  const std::vector<std::vector<Source>>& sources,
+                                  const std::vector<int64_t>& owners, int64_t ranks,
+                                  int64_t bytes_per_element) {
+  std::vector<int64_t> bytes(ranks, 0);
+  for (size_t b = 0; b < blocks.size(); ++b) {
+    for (const Source& source : sources[blocks[b].param]) {
+      const auto part = overlap(source.rectangle, blocks[b].rectangle);
+      if (part && source.rank != owners[b]) {
+        bytes[owners[b]] += part->numel() * bytes_per_element;
+      }
+    }
+  }
+  return bytes;
+}
+
+}  // namespace torchium::distributed

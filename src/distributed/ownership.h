@@ -1,0 +1,62 @@
+// Which rank owns which block, and what travels. Integers only: every rank computes the same plan,
+// for any number of ranks, without communication.
+#pragma once
+
+#include "distributed/rectangle.h"
+#include "distributed/sources.h"
+#include "torchium/export.h"
+
+#include <cstdint>
+#include <vector>
+
+namespace torchium::distributed {
+
+// A part of a parameter that one rank preconditions.
+struct Block {
+  int64_t param;
+  Rectangle rectangle;  // in the dimensions that the sources of the parameter are given in
+  int64_t slot;         // the first of its slots in the state of the parameter; -1: no matrices
+  int64_t cost;         // of one step
+};
+
+// Relative cost of a step for a block of these sizes with a matrix per mode: products for
+// statistics and directions, and roots, which are due once in `frequency` steps.
+TORCHIUM_API int64_t matrix_cost(const std::vector<int64_t>& sizes, int64_t frequency);
+// The same for elements without matrices.
+int64_t elementwise_cost(int64_t elements);
+
+// The owner of each block. A block that lies wholly in one rank's rectangle stays there; of several
+// such ranks, or of all if there are none, the one with the least work takes it, dearest blocks
+// first (longest processing time). Ties: the first block, the lowest rank.
+// sources: of each parameter. load: the work that each rank has already; empty: none.
+TORCHIUM_API std::vector<int64_t> assign_owners(const std::vector<Block>& blocks,
+                                                const std::vector<std::vector<Source>>& sources,
+                                                int64_t ranks, std::vector<int64_t> load = {});
+
+// Largest work of a rank, divided by the mean.
+TORCHIUM_API double imbalance(const std::vector<Block>& blocks, const std::vector<int64_t>& owners,
+                              int64_t ranks);
+
+// A part of the gradient of a block that its owner does not hold, and the rank that sends it.
+struct Route {
+  int64_t block;
+  Source source;
+  int64_t owner;
+  int64_t bytes;
+};
+
+// Of ranks that hold the same rectangle the one that has sent least so far is the source. Updates
+// travel the other way, to all ranks that hold elements of the block: update_bytes().
+TORCHIUM_API std::vector<Route> gradient_routes(const std::vector<Block>& blocks,
+                                                const std::vector<std::vector<Source>>& sources,
+                                                const std::vector<int64_t>& owners, int64_t ranks,
+                                                int64_t bytes_per_element);
+
+// Bytes of updates that leave each rank's blocks for the ranks that hold their elements, counted
+// once per receiver.
+TORCHIUM_API std::vector<int64_t> update_bytes(const std::vector<Block>& blocks,
+                                               const std::vector<std::vector<Source>>& sources,
+                                               const std::vector<int64_t>& owners, int64_t ranks,
+                                               int64_t bytes_per_element);
+
+}  // namespace torchium::distributed

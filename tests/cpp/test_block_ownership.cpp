@@ -1,0 +1,237 @@
+// The plan of work for several ranks, without processes: owners, sources and routes.
+#include "distributed/ownership.h"
+
+#include <algorithm>
+#include <gtest/gtest.h>
+#include <map>
+#include <numeric>
+#include <set>
+#include <vector>
+
+namespace torchium::testing::block_ownership {
+namespace {
+
+using namespace distributed;
+using Shape = std::vector<int64_t>;
+using Kind = Placement::Kind;
+
+const Placement kReplicate{};
+Placement shard(int64_t dim) { return {Kind::kShard, dim, 1}; }
+Placement strided(int64_t dim, int64_t factor) { return {Kind::kStridedShard, dim, factor}; }
+
+// Blocks of 2-dim parameters, each dimension cut at multiples of `size`.
+std::vector<Block> blocks_of(const std::vector<Shape>& shapes, int64_t size, int64_t frequency) {
+  std::vector<Block> blocks;
+  for (size_t p = 0; p < shapes.size(); ++p) {
+    for (int64_t i = 0; i < shapes[p][0]; i += size) {
+      for (int64_t j = 0; j < shapes[p][1]; j += size) {
+        const Shape sizes{std::min(size, shapes[p][0] - i), std::min(size, shapes[p][1] - j)};
+        blocks.push_back(
+            {static_cast<int64_t>(p), {{i, j}, sizes}, 0, matrix_cost(sizes, frequency)});
+      }
+    }
+  }
+  return blocks;
+}
+
+std::vector<std::vector<Source>> sources_of(const std::vector<Shape>& shapes,
+                                            const Sharding& sharding) {
+  std::vector<std::vector<Source>> all;
+  for (const Shape& shape : shapes) {
+    all.push_back(sources(shape, sharding));
+  }
+  return all;
+}
+
+// Weights of a decoder with 24 layers, 302 million elements: q, k, v, o, up, down.
+std::vector<Shape> decoder() {
+  std::vector<Shape> shapes;
+  for (int layer = 0; layer < 24; ++layer) {
+    for (const Shape& shape : {Shape{1024, 1024},
+                               {1024, 1024},
+                               {1024, 1024},
+                               {1024, 1024},
+                               {4096, 1024},
+                               {1024, 4096}}) {
+      shapes.push_back(shape);
+    }
+  }
+  return shapes;
+}
+
+// How often each element of a tensor is in one of the rectangles.
+std::map<Shape, int> coverage(const Shape& shape, const std::vector<Rectangle>& rectangles) {
+  std::map<Shape, int> count;
+  for (const Rectangle& rectangle : rectangles) {
+    for (int64_t i = 0; i < rectangle.sizes[0]; ++i) {
+      for (int64_t j = 0; j < rectangle.sizes[1]; ++j) {
+        ++count[{rectangle.offsets[0] + i, rectangle.offsets[1] + j}];
+      }
+    }
+  }
+  EXPECT_EQ(static_cast<int64_t>(count.size()), shape[0] * shape[1]);
+  return count;
+}
+
+TEST(BlockOwnership, BalancesReplicatedBlocks) {
+  const auto shapes = decoder();
+  const auto blocks = blocks_of(shapes, 1024, 10);
+  ASSERT_EQ(blocks.size(), 24U * 12U);
+  for (const int64_t ranks : {1, 2, 4, 8, 16, 32}) {
+    const auto owners = assign_owners(blocks, sources_of(shapes, {{ranks}, {kReplicate}}), ranks);
+    EXPECT_LE(imbalance(blocks, owners, ranks), 1.05) << ranks;
+    EXPECT_EQ(std::set<int64_t>(owners.begin(), owners.end()).size(), static_cast<size_t>(ranks));
+  }
+  // 288 equal blocks on 64 ranks: the best is 5 on the fullest, 4.5 on average.
+  const auto owners = assign_owners(blocks, sources_of(shapes, {{64}, {kReplicate}}), 64);
+  EXPECT_DOUBLE_EQ(imbalance(blocks, owners, 64), 5 / 4.5);
+}
+
+// The table of docs/distributed.md.
+TEST(BlockOwnership, BalanceAndBytesOfADecoder) {
+  const auto shapes = decoder();
+  const auto expect = [&](int64_t size, int64_t ranks, double balance, double mib) {
+    const auto blocks = blocks_of(shapes, size, 10);
+    const auto all = sources_of(shapes, {{ranks}, {kReplicate}});
+    const auto owners = assign_owners(blocks, all, ranks);
+    EXPECT_NEAR(imbalance(blocks, owners, ranks), balance, 0.005) << size << " on " << ranks;
+    const int64_t most = std::ranges::max(update_bytes(blocks, all, owners, ranks, 4));
+    EXPECT_EQ(static_cast<double>(most) / static_cast<double>((ranks - 1) << 20), mib);
+  };
+  expect(1024, 4, 1.0, 288);
+  expect(1024, 8, 1.0, 144);
+  expect(1024, 64, 1.11, 20);
+  expect(1024, 512, 1.78, 4);
+  expect(512, 4, 1.0, 288);
+  expect(512, 8, 1.0, 144);
+  expect(512, 64, 1.0, 18);
+  expect(512, 512, 1.33, 3);
+}
+
+TEST(BlockOwnership, BalancesBlocksOfMixedSizes) {
+  std::vector<Shape> shapes;
+  for (int64_t i = 1; i <= 400; ++i) {
+    shapes.push_back({32 * (1 + i * 7 % 29), 48 * (1 + i * 11 % 23)});
+  }
+  const auto blocks = blocks_of(shapes, 512, 10);
+  for (const int64_t ranks : {2, 4, 8, 64}) {
+    const auto owners = assign_owners(blocks, sources_of(shapes, {{ranks}, {kReplicate}}), ranks);
+    EXPECT_LE(imbalance(blocks, owners, ranks), 1.05) << ranks;
+    EXPECT_EQ(owners, assign_owners(blocks, sources_of(shapes, {{ranks}, {kReplicate}}), ranks));
+  }
+}
+
+TEST(BlockOwnership, EqualBlocksGoToTheLowestRanksFirst) {
+  const std::vector<Shape> shapes{{4, 4}, {4, 4}, {8, 4}};
+  const auto blocks = blocks_of(shapes, 4, 1);
+  const auto owners = assign_owners(blocks, sources_of(shapes, {{3}, {kReplicate}}), 3);
+  EXPECT_EQ(owners, (std::vector<int64_t>{0, 1, 2, 0}));
+}
+
+TEST(BlockOwnership, ReplicatedGradientsDoNotTravel) {
+  const auto shapes = decoder();
+  const auto blocks = blocks_of(shapes, 1024, 10);
+  const auto all = sources_of(shapes, {{8}, {kReplicate}});
+  const auto owners = assign_owners(blocks, all, 8);
+  EXPECT_TRUE(gradient_routes(blocks, all, owners, 8, 4).empty());
+  const auto bytes = update_bytes(blocks, all, owners, 8, 4);
+  EXPECT_EQ(std::accumulate(bytes.begin(), bytes.end(), int64_t{0}),
+            int64_t{7} * 4 * 288 * 1024 * 1024);
+}
+
+TEST(BlockOwnership, BlocksInsideAShardStay) {
+  const std::vector<Shape> shapes{{8, 6}, {16, 3}};
+  const auto all = sources_of(shapes, {{4}, {shard(0)}});
+  const auto blocks = blocks_of(shapes, 2, 1);
+  const auto owners = assign_owners(blocks, all, 4);
+  EXPECT_TRUE(gradient_routes(blocks, all, owners, 4, 4).empty());
+  for (size_t b = 0; b < blocks.size(); ++b) {
+    EXPECT_EQ(owners[b], blocks[b].rectangle.offsets[0] / (shapes[blocks[b].param][0] / 4));
+  }
+  EXPECT_EQ(update_bytes(blocks, all, owners, 4, 4), (std::vector<int64_t>{0, 0, 0, 0}));
+}
+
+TEST(BlockOwnership, ReplicasOfAShardShareItsBlocks) {
+  // HSDP: 2 replicas of 2 shards.
+  const std::vector<Shape> shapes{{8, 8}};
+  const auto all = sources_of(shapes, {{2, 2}, {kReplicate, shard(0)}});
+  const auto blocks = blocks_of(shapes, 4, 1);
+  const auto owners = assign_owners(blocks, all, 4);
+  EXPECT_EQ(owners, (std::vector<int64_t>{0, 2, 1, 3}));
+  EXPECT_TRUE(gradient_routes(blocks, all, owners, 4, 4).empty());
+  EXPECT_EQ(update_bytes(blocks, all, owners, 4, 4), (std::vector<int64_t>(4, 16 * 4)));
+}
+
+TEST(BlockOwnership, EveryElementReachesTheOwnerOnce) {
+  const Shape shape{13, 10};
+  const std::vector<Sharding> shardings{{{4}, {shard(0)}},
+                                        {{16}, {shard(0)}},  // empty shards
+                                        {{3}, {shard(1)}},
+                                        {{2, 2}, {kReplicate, shard(0)}},
+                                        {{2, 3}, {shard(0), shard(1)}},
+                                        {{2, 2}, {shard(0), shard(0)}},
+                                        {{2, 2}, {strided(0, 2), shard(0)}},
+                                        {{64}, {shard(0)}}};
+  for (const Sharding& sharding : shardings) {
+    const int64_t ranks = std::accumulate(sharding.mesh.begin(), sharding.mesh.end(), int64_t{1},
+                                          std::multiplies<>());
+    const auto blocks = blocks_of({shape}, 4, 1);
+    const auto all = sources_of({shape}, sharding);
+    const auto owners = assign_owners(blocks, all, ranks);
+    std::vector<Rectangle> arrived;
+    for (const Route& route : gradient_routes(blocks, all, owners, ranks, 4)) {
+      EXPECT_EQ(route.owner, owners[route.block]);
+      EXPECT_NE(route.source.rank, route.owner);
+      EXPECT_EQ(route.bytes, 4 * route.source.rectangle.numel());
+      arrived.push_back(route.source.rectangle);
+    }
+    for (size_t b = 0; b < blocks.size(); ++b) {  // what the owner has already
+      std::set<Shape> seen;
+      for (const Source& source : all[0]) {
+        const auto part = overlap(source.rectangle, blocks[b].rectangle);
+        if (source.rank == owners[b] && part) {
+          arrived.push_back(*part);
+        }
+      }
+    }
+    for (const auto& [element, count] : coverage(shape, arrived)) {
+      ASSERT_EQ(count, 1) << element[0] << ", " << element[1];
+    }
+  }
+}
+
+TEST(BlockOwnership, ShardsHaveTheSizesOfChunk) {
+  const auto rows = [](const std::vector<Source>& all) {
+    Shape sizes;
+    for (const Source& source : all) {
+      sizes.push_back(source.rectangle.sizes[0]);
+    }
+    return sizes;
+  };
+  EXPECT_EQ(rows(sources({10, 2}, {{4}, {shard(0)}})), (Shape{3, 3, 3, 1}));
+  EXPECT_EQ(rows(sources({5, 2}, {{4}, {shard(0)}})), (Shape{2, 2, 1}));  // the last is empty
+  // FSDP over tensor parallelism on one dimension: rank (i, j) has part i of part j.
+  const auto all = sources({8, 1}, {{2, 2}, {strided(0, 2), shard(0)}});
+  Shape offsets;
+  for (const Source& source : all) {
+    offsets.push_back(source.rectangle.offsets[0]);
+  }
+  EXPECT_EQ(offsets, (Shape{0, 4, 2, 6}));
+}
+
+TEST(BlockOwnership, RectanglesFollowMergedDimensions) {
+  const Shape convolution{6, 4, 3, 3}, dims{6, 36};
+  EXPECT_EQ(after_merging({{2, 0, 0, 0}, {3, 4, 3, 3}}, convolution, dims),
+            (std::vector<Rectangle>{{{2, 0}, {3, 36}}}));
+  EXPECT_EQ(after_merging({{0, 1, 0, 0}, {6, 2, 3, 3}}, convolution, dims),
+            (std::vector<Rectangle>{{{0, 9}, {6, 18}}}));
+  EXPECT_EQ(after_merging({{0, 1}, {2, 1}}, {2, 3}, {6}),
+            (std::vector<Rectangle>{{{1}, {1}}, {{4}, {1}}}));
+  EXPECT_EQ(after_merging({{0, 1, 0}, {1, 2, 1}}, {1, 5, 1}, {5}),
+            (std::vector<Rectangle>{{{1}, {2}}}));
+  EXPECT_EQ(after_merging(whole({}), {}, {1}), (std::vector<Rectangle>{{{0}, {1}}}));
+  EXPECT_TRUE(after_merging({{5, 0}, {0, 3}}, {5, 3}, {5, 3}).empty());
+}
+
+}  // namespace
+}  // namespace torchium::testing::block_ownership
