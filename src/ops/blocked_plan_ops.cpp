@@ -9,6 +9,7 @@
 #include "optim/core/failure_message.h"
 #include "optim/reports/message_summary.h"
 #include "optim/shampoo/shampoo_plan.h"
+#include "optim/shampoo/shampoo_sharing.h"
 
 #include <ATen/ATen.h>
 #include <torch/custom_class.h>
@@ -36,8 +37,15 @@ using ReportLine =
 
 using Self = c10::intrusive_ptr<BlockedPlans>;
 
-Self plans_of(std::string optimizer) {
+// `process_group`: the name under which Python has registered it; empty: none. The rest: see
+// SharingOptions.
+Self make_plans(const std::string& optimizer, const std::string& process_group,
+                at::ScalarType comm_dtype, int64_t bucket_bytes) {
   using namespace optim::detail;
+  if (!process_group.empty()) {
+    return make_shared_shampoo_plans(distributed::Communicator(process_group),
+                                     {comm_dtype, bucket_bytes});
+  }
   if (optimizer == "Shampoo") {
     return make_blocked_plans<ShampooPlan>(optimizer);
   }
@@ -117,6 +125,20 @@ std::vector<Dict> load(const Self& self, int64_t index, const c10::IValue& optio
   return loaded;
 }
 
+// Of all groups. Ranks that share a step must all call it.
+Lists<Dict> whole_states(const Self& self, const c10::IValue& options, Lists<at::Tensor> params,
+                         Lists<std::string> names, const Lists<Dict>& states) {
+  Lists<Dict> whole;
+  for (const BlockedGroup& group :
+       groups_from(self, options, std::move(params), std::move(names), states)) {
+    whole.emplace_back();
+    for (const ParameterState& state : self->whole_states(group)) {
+      whole.back().push_back(dict_of(state.named()));
+    }
+  }
+  return whole;
+}
+
 // See optim/core/failure_message.h.
 std::string failure_message(std::string optimizer, int64_t skips,
                             const std::optional<at::Tensor>& non_finite,
@@ -184,7 +206,7 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
   m.def("failure_message", failure_message);
   m.def("message_summary", message_summary);
   m.class_<BlockedPlans>("BlockedPlans")
-      .def(torch::init(plans_of))
+      .def(torch::init(make_plans))
       .def("bind", bind)
       .def("set_options",
            [](const Self& self, int64_t group, const c10::IValue& options) {
@@ -196,6 +218,8 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
            [](const Self& self, const std::optional<at::Tensor>& scale) {
              self->set_loss_scale(scale.value_or(at::Tensor()));
            })
+      .def("withdraw", &BlockedPlans::withdraw)
+      .def("whole_states", whole_states)
       .def("has_all_states", &BlockedPlans::has_all_states)
       .def("update_preconditioners", &BlockedPlans::update_preconditioners)
       .def("request_reports", &BlockedPlans::request_reports)

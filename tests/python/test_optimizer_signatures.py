@@ -104,6 +104,9 @@ SIGNATURES = {
             "maximize": False,
             "capturable": False,
             "graphs": "auto",
+            "process_group": None,
+            "comm_dtype": torch.float32,
+            "bucket_bytes": 2**25,
         },
     ),
     torchium.Adagrad: (
@@ -217,5 +220,6 @@ def test_signature_and_defaults(cls):
     expected = {**positional, **keyword_only}
     assert {p.name: p.default for p in rest} == expected
     group = cls(mlp().parameters()).param_groups[0]
-    expected.pop("grad_scaler", None)
+    for name in ("grad_scaler", "process_group", "comm_dtype", "bucket_bytes"):
+        expected.pop(name, None)
     assert {k: v for k, v in group.items() if k != "params"} == expected

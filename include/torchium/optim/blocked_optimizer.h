@@ -7,6 +7,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -67,6 +68,7 @@ class TORCHIUM_API BlockedOptimizer : public SecondOrderOptimizer {
   void take_step() override;
   void read_reports(bool wait) override;
   void forget_derived() override;
+  std::optional<StateMap> whole_state() const override;
   StateList fit_states(size_t group, const Options& options,
                        const StateList& loaded) const override;
 

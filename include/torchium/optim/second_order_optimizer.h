@@ -11,6 +11,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -128,6 +129,9 @@ class TORCHIUM_API SecondOrderOptimizer : public torch::optim::Optimizer {
   virtual std::function<void()> read_more(torch::serialize::InputArchive& archive) {
     return nullptr;
   }
+  // The state of all parameters for an archive, if that is not the one that is kept.
+  using StateMap = std::decay_t<decltype(std::declval<torch::optim::Optimizer>().state())>;
+  virtual std::optional<StateMap> whole_state() const { return std::nullopt; }
   // Raises for the first failure of the steps that are known to be done; of all steps after a wait.
   virtual void read_reports(bool wait) = 0;
   // Drops everything that can be rebuilt from groups and state.

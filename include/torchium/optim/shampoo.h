@@ -21,6 +21,12 @@
 #include <utility>
 #include <vector>
 
+namespace c10d {
+class ProcessGroup;
+}
+namespace torchium::distributed {
+class Communicator;
+}
 namespace torchium::gradients::detail {
 class ModelLayers;
 }
@@ -101,6 +107,15 @@ struct TORCHIUM_API ShampooOptions
   /// not affected.
   TORCH_ARG(std::string, graphs) = "auto";
 
+  // The rest is the same for all groups, taken from the defaults of the optimizer, and not saved.
+
+  /// dtype in which the directions of float32 state travel between the ranks of `process_group`:
+  /// kFloat, kBFloat16 or kHalf; those of float64 parameters travel in float64.
+  TORCH_ARG(at::ScalarType, comm_dtype) = at::kFloat;
+  /// They travel in buckets of at most so many bytes of a rank, or one block if that is larger,
+  /// while those that have arrived are applied; >= 1.
+  TORCH_ARG(int64_t, bucket_bytes) = int64_t{1} << 25;
+
  public:
   /// Options of a replacement for AdamW: its lr, betas and decoupled weight decay; grafting_eps is
   /// its eps, and eps the square of that. The others are grafting = "adam", exponent = -0.5,
@@ -111,11 +126,22 @@ struct TORCHIUM_API ShampooOptions
   /// The same for Adam, whose weight decay is an L2 penalty.
   static ShampooOptions from_adamw(const torch::optim::AdamOptions& adam);
 
+  /// The ranks that share the step, where parameters and gradients are the same on all of them.
+  /// Each keeps the state of its own blocks and computes their directions, which all gather. All
+  /// ranks must call step(), and save(), which then writes the whole state on each. Null: no group,
+  /// this process takes the whole step.
+  ShampooOptions& process_group(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+  /// Null: none.
+  const std::shared_ptr<const distributed::Communicator>& ranks() const { return ranks_; }
+
   void serialize(torch::serialize::InputArchive& archive) override;
   void serialize(torch::serialize::OutputArchive& archive) const override;
   TORCHIUM_API friend bool operator==(const ShampooOptions& lhs, const ShampooOptions& rhs);
   double get_lr() const override;
   void set_lr(const double lr) override;
+
+ private:
+  std::shared_ptr<const distributed::Communicator> ranks_;
 };
 
 /// State of one parameter. The tensors below have its shape and the state dtype.
@@ -200,6 +226,7 @@ class TORCHIUM_API Shampoo : public BlockedOptimizer {
 
  protected:
   void check_options(const Options& options) const override;
+  void check_together(const std::vector<const Options*>& groups) const override;
   std::unique_ptr<SecondOrderParamState> make_empty_state() const override;
   bool equal_but_lr(const Options& a, const Options& b) const override;
   c10::intrusive_ptr<detail::BlockedPlans> make_plans() const override;

@@ -13,8 +13,11 @@ from ._core.blocked import BlockedOptimizer
 from ._core.memory import GroupMemory, MemoryReport, StateMemory
 from ._core.model_groups import model_groups
 from ._core.report import ParameterReport, ShampooReport
+from ._core.sharing import SHARING_ARGUMENTS, Sharing
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from .shampoo_w import ShampooW
 
 
@@ -122,6 +125,15 @@ class Shampoo(BlockedOptimizer):
             where the memory that the graphs keep is at most 5 % of the state or 1 % of the device's;
             ``"always"`` or True; ``"never"`` or False. Steps that a caller captures are not affected
             (default: "auto").
+        process_group (ProcessGroup, optional): the ranks that share the step, under
+            ``DistributedDataParallel``: parameters and gradients are the same on all of them. Each keeps
+            the state of its own blocks and computes their directions, which all gather. All ranks must
+            call :meth:`step` and :meth:`state_dict`. None: this process takes the whole step
+            (default: None).
+        comm_dtype (torch.dtype): in which directions travel: ``torch.float32``, ``torch.bfloat16`` or
+            ``torch.float16``; those of float64 parameters travel in float64 (default: torch.float32).
+        bucket_bytes (int): directions travel in buckets of at most so many bytes of a rank, or one block
+            if that is larger, while those that have arrived are applied (default: 2**25).
 
     Raises:
         ValueError: an option is out of its range, or a parameter is sparse, complex, integer,
@@ -141,6 +153,7 @@ class Shampoo(BlockedOptimizer):
     """
 
     _OPTIONS = SHAMPOO
+    _can_share = True
 
     def __init__(
         self,
@@ -173,7 +186,11 @@ class Shampoo(BlockedOptimizer):
         maximize: bool = False,
         capturable: bool = False,
         graphs: str | bool = "auto",
+        process_group: ProcessGroup | None = None,
+        comm_dtype: torch.dtype = torch.float32,
+        bucket_bytes: int = 2**25,
     ) -> None:
+        self._sharing = Sharing.of(process_group, comm_dtype, bucket_bytes)
         defaults = self._OPTIONS.given(locals())
         super().__init__(
             model_groups(params) if isinstance(params, nn.Module) else params, defaults
@@ -212,8 +229,9 @@ class Shampoo(BlockedOptimizer):
 
         if not isinstance(optimizer_or_params, Optimizer):
             return ShampooW(optimizer_or_params, **hyperparameters)
+        sharing = {k: hyperparameters.pop(k) for k in SHARING_ARGUMENTS if k in hyperparameters}
         groups, options = adopt(optimizer_or_params, hyperparameters)
-        return ShampooW(groups, **options)
+        return ShampooW(groups, **options, **sharing)
 
     @torch.no_grad()
     def update_preconditioners(self) -> None:

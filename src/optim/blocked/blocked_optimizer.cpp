@@ -164,9 +164,14 @@ void BlockedOptimizer::bind(bool all_with_state) {
 }
 
 void BlockedOptimizer::take_step() {
-  if (!is_bound() || !plans().prepare()) {
-    bind(/*all_with_state=*/false);
-    TORCH_CHECK(plans().prepare(), "parameters, gradients or state changed during step()");
+  try {
+    if (!is_bound() || !plans().prepare()) {
+      bind(/*all_with_state=*/false);
+      TORCH_CHECK(plans().prepare(), "parameters, gradients or state changed during step()");
+    }
+  } catch (...) {
+    plans().withdraw();  // the ranks that share the step would wait
+    throw;
   }
   const auto learning_rate = [this](size_t group, const detail::BlockedPlan& plan) {
     const c10::Device device = plan.device();
@@ -209,6 +214,24 @@ void BlockedOptimizer::sync_learning_rates() {
       learning_rate.sync(param_groups_[place.first].options().get_lr());
     }
   }
+}
+
+std::optional<BlockedOptimizer::StateMap> BlockedOptimizer::whole_state() const {
+  if (!plans().shares()) {
+    return std::nullopt;
+  }
+  StateMap whole;
+  for (const auto group : c10::irange(param_groups_.size())) {
+    const auto states = plans().whole_states(group_of(group, param_groups_[group].options()));
+    for (const auto i : c10::irange(states.size())) {
+      if (!states[i].is_empty()) {
+        auto state = make_empty_state();
+        static_cast<MatrixParamState&>(*state).assign(states[i]);
+        whole[param_groups_[group].params()[i].unsafeGetTensorImpl()] = std::move(state);
+      }
+    }
+  }
+  return whole;
 }
 
 BlockedOptimizer::StateList BlockedOptimizer::fit_states(size_t group, const Options& options,

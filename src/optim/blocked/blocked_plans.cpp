@@ -208,7 +208,6 @@ void BlockedPlans::request_reports() {
   }
 }
 
-// A plan with the options of the group, bound to nothing.
 c10::intrusive_ptr<BlockedPlan> BlockedPlans::plan_of(const BlockedGroup& group) const {
   auto plan = make_plan_(at::kCPU);
   plan->set_options(*group.options);

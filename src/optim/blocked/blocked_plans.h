@@ -41,13 +41,14 @@ class BlockedPlans : public torch::CustomClassHolder {
   // Checks the groups, whose options are valid, brings their states into the form that a step takes
   // (BlockedPlan::fit), and binds the plans to them. The caller keeps the states. Throws before it
   // changes anything.
-  void bind(std::vector<BlockedGroup>& groups, Active active);
+  virtual void bind(std::vector<BlockedGroup>& groups, Active active);
 
   // Gives the plans of a group other options. False if its state has to follow: call bind().
-  bool set_options(size_t group, std::shared_ptr<const torch::optim::OptimizerOptions> options);
+  virtual bool set_options(size_t group,
+                           std::shared_ptr<const torch::optim::OptimizerOptions> options);
 
   // StepPlan::prepare() of all.
-  bool prepare();
+  virtual bool prepare();
   // Runs the steps planned by prepare(). `lr` returns the learning rate of a group on a device.
   using LearningRates = std::function<at::Tensor(size_t group, const BlockedPlan& plan)>;
   void step(const LearningRates& lr, const at::Tensor& found_inf);
@@ -55,14 +56,25 @@ class BlockedPlans : public torch::CustomClassHolder {
   // gradients; undefined: 1.
   void set_loss_scale(at::Tensor scale) { loss_scale_ = std::move(scale); }
   void update_preconditioners();
+  virtual void step(const LearningRates& lr, const at::Tensor& found_inf);
+  // Instead of step(), by a process that cannot take it: others that share the step raise too.
+  virtual void withdraw() {}
+  virtual void update_preconditioners();
 
   // The oldest failure report not yet returned, and its group.
-  std::optional<std::pair<size_t, StepReport>> next_failure(bool wait);
-  void request_reports();
+  virtual std::optional<std::pair<size_t, StepReport>> next_failure(bool wait);
+  virtual void request_reports();
 
   // The states of a group from a checkpoint; empty: none.
   std::vector<ParameterState> load(size_t index, const BlockedGroup& group,
                                    const std::vector<NamedTensors>& saved) const;
+
+  // Whether several processes share the steps. Each then keeps a part of the state.
+  virtual bool shares() const { return false; }
+  // The states of a group, as a checkpoint holds them. All processes that share must call it.
+  virtual std::vector<ParameterState> whole_states(const BlockedGroup& group) const {
+    return group.states;
+  }
 
   // Existing state of the parameters that have some, future state of the others that require a
   // gradient.
@@ -71,11 +83,15 @@ class BlockedPlans : public torch::CustomClassHolder {
 
   // Whether all existing state can be used as it is. False also if the state of a parameter without
   // a gradient lacks what an option needs by now.
-  bool has_all_states() const;
+  virtual bool has_all_states() const;
 
   // Steps of a parameter, as far as the host knows; -1: unknown.
-  int64_t host_steps(const at::Tensor& param) const;
-  int64_t graph_count() const;
+  virtual int64_t host_steps(const at::Tensor& param) const;
+  virtual int64_t graph_count() const;
+
+ protected:
+  // A plan with the options of the group, bound to nothing.
+  c10::intrusive_ptr<BlockedPlan> plan_of(const BlockedGroup& group) const;
 
  protected:
   // Called by step() before all plans step.
@@ -91,7 +107,6 @@ class BlockedPlans : public torch::CustomClassHolder {
   struct Draft;
   std::vector<Draft> draft(const std::vector<BlockedGroup>& groups, Active active) const;
   c10::intrusive_ptr<BlockedPlan> find_plan(size_t group, c10::Device device) const;
-  c10::intrusive_ptr<BlockedPlan> plan_of(const BlockedGroup& group) const;
   ParameterState state_or_plan(const BlockedPlan& plan, const BlockedGroup& group, size_t i) const;
 
   std::string optimizer_;  // its name

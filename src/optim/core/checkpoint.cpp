@@ -25,6 +25,18 @@ Value read(InputArchive& archive, const std::string& key) {
   return value;
 }
 
+// Groups with another state than that of their optimizer.
+class Saved : public torch::optim::Optimizer {
+ public:
+  Saved(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+        std::unique_ptr<torch::optim::OptimizerOptions> defaults,
+        std::decay_t<decltype(state_)> state)
+      : Optimizer(groups, std::move(defaults)) {
+    state_ = std::move(state);
+  }
+  at::Tensor step(LossClosure) override { return {}; }
+};
+
 // One parameter group of an archive.
 struct SavedGroup {
   std::vector<std::string> params;  // keys of the states
@@ -129,8 +141,15 @@ void SecondOrderParamState::serialize(InputArchive& archive) {
 void SecondOrderOptimizer::save(OutputArchive& archive) const {
   refuse_moved_from();
   // Members that differ between optimizers are virtual, so the base classes suffice.
-  torch::optim::serialize<torch::optim::OptimizerParamState, torch::optim::OptimizerOptions>(
-      archive, *this);
+  const auto write = [&](const torch::optim::Optimizer& optimizer) {
+    torch::optim::serialize<torch::optim::OptimizerParamState, torch::optim::OptimizerOptions>(
+        archive, optimizer);
+  };
+  if (auto whole = whole_state()) {
+    write(Saved(param_groups_, defaults_->clone(), std::move(*whole)));
+  } else {
+    write(*this);
+  }
   save_more(archive);
 }
 

@@ -1,10 +1,12 @@
 #include "torchium/optim/shampoo.h"
 
+#include "distributed/communicator.h"
 #include "gradients/capture/model_layers.h"
 #include "optim/blocked/blocked_plans.h"
 #include "optim/core/model_groups.h"
 #include "optim/shampoo/shampoo_options.h"
 #include "optim/shampoo/shampoo_plan.h"
+#include "optim/shampoo/shampoo_sharing.h"
 
 #include <utility>
 
@@ -78,6 +80,17 @@ void Shampoo::check_options(const Options& options) const {
   detail::check_options(shampoo_options(options));
 }
 
+void Shampoo::check_together(const std::vector<const Options*>& groups) const {
+  const auto& ranks = shampoo_options(defaults()).ranks();
+  for (const Options* options : groups) {
+    const auto& own = shampoo_options(*options).ranks();
+    TORCH_CHECK_VALUE(
+        own == nullptr || (ranks != nullptr && own->has_group_of(*ranks)),
+        "process_group of a parameter group differs from that of the optimizer; set it "
+        "in the defaults alone");
+  }
+}
+
 std::unique_ptr<SecondOrderParamState> Shampoo::make_empty_state() const {
   return std::make_unique<ShampooParamState>();
 }
@@ -91,7 +104,17 @@ bool Shampoo::equal_but_lr(const Options& a, const Options& b) const {
   return detail::equal_but_lr(shampoo_options(a), shampoo_options(b));
 }
 
+ShampooOptions& ShampooOptions::process_group(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  ranks_ = distributed::communicator_of(group);
+  return *this;
+}
+
 c10::intrusive_ptr<detail::BlockedPlans> Shampoo::make_plans() const {
+  const ShampooOptions& options = shampoo_options(defaults());
+  if (options.ranks() != nullptr) {
+    return detail::make_shared_shampoo_plans(*options.ranks(),
+                                             {options.comm_dtype(), options.bucket_bytes()});
+  }
   return detail::make_blocked_plans<detail::ShampooPlan>(name());
 }
 

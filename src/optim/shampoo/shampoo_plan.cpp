@@ -17,7 +17,8 @@ void ShampooPlan::adopt(const Options& options) {
 
 std::unique_ptr<PlannedStep> ShampooPlan::plan(const std::vector<at::Tensor>& params,
                                                const StateList& states, at::Tensor status) {
-  return std::make_unique<ShampooStep>(options_, params, states, std::move(status));
+  return std::make_unique<ShampooStep>(options_, make_blockings(options_, params, dims_), params,
+                                       states, std::move(status));
 }
 
 OptionTexts ShampooPlan::options_of_state(const Options& options) const {
@@ -25,11 +26,11 @@ OptionTexts ShampooPlan::options_of_state(const Options& options) const {
 }
 
 BlockStorage ShampooPlan::init_storage(at::TensorList params) const {
-  return make_block_storage(params, make_blockings(options_, params), options_.root_dtype());
+  return make_block_storage(params, make_blockings(options_, params, dims_), options_.root_dtype());
 }
 
 void ShampooPlan::init_elementwise(const at::Tensor& param, ParameterState& state) const {
-  if (rule_of_shape(options_, param.sizes()) == ParameterRule::kDiagonal) {
+  if (rule_of_shape(options_, param.sizes(), dims_) == ParameterRule::kDiagonal) {
     state.diagonal = parameter_shaped_zeros(param);
   }
 }
@@ -74,7 +75,7 @@ void ShampooPlan::check_saved_rule(const at::Tensor& param, const ParameterState
 
 void ShampooPlan::renew_roots(const std::vector<at::Tensor>& params, const StateList& states,
                               at::Tensor status) {
-  const auto blockings = make_blockings(options_, params);
+  const auto blockings = make_blockings(options_, params, dims_);
   std::vector<size_t> all(params.size());
   std::iota(all.begin(), all.end(), 0);
   auto batches = find_batches(blockings, states, all);

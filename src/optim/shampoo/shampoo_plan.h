@@ -9,7 +9,8 @@ namespace torchium::optim::detail {
 
 class ShampooPlan : public BlockedPlan {
  public:
-  using BlockedPlan::BlockedPlan;
+  explicit ShampooPlan(c10::Device device, Dims dims = Dims::kMerged)
+      : BlockedPlan(device), dims_(dims) {}
 
   bool host_decides() const override { return !options_.capturable(); }
   Rule rule(at::IntArrayRef shape) const override;
@@ -33,6 +34,7 @@ class ShampooPlan : public BlockedPlan {
 
  private:
   ShampooOptions options_;
+  Dims dims_;  // of its parameters
 };
 
 }  // namespace torchium::optim::detail

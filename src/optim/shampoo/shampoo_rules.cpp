@@ -33,6 +33,10 @@ std::string describe_blocks(const ShampooOptions& o, const Blocking& blocking) {
   return text.str();
 }
 
+std::vector<int64_t> dims_of(const ShampooOptions& o, at::IntArrayRef shape, Dims dims) {
+  return dims == Dims::kMerged ? merged_dims(shape, o.block_size(), o.merge_dims()) : shape.vec();
+}
+
 // Why no matrices precondition a parameter.
 std::string describe_exception(const ShampooOptions& o, const std::vector<int64_t>& dims) {
   if (!o.preconditioned()) {
@@ -82,8 +86,8 @@ ParameterRule parameter_rule(const ShampooOptions& o, at::IntArrayRef dims) {
   return excluded || is_vector || is_empty ? ParameterRule::kDiagonal : ParameterRule::kMatrices;
 }
 
-ParameterRule rule_of_shape(const ShampooOptions& o, at::IntArrayRef shape) {
-  return parameter_rule(o, merged_dims(shape, o.block_size(), o.merge_dims()));
+ParameterRule rule_of_shape(const ShampooOptions& o, at::IntArrayRef shape, Dims dims) {
+  return parameter_rule(o, dims_of(o, shape, dims));
 }
 
 BlockedPlan::Rule describe_rule(const ShampooOptions& o, at::IntArrayRef shape) {
@@ -99,14 +103,18 @@ BlockedPlan::Rule describe_rule(const ShampooOptions& o, at::IntArrayRef shape) 
   TORCH_INTERNAL_ASSERT(false, "a rule that is not known");
 }
 
-std::vector<Blocking> make_blockings(const ShampooOptions& o, at::TensorList params) {
+Blocking shampoo_blocking(const ShampooOptions& o, at::IntArrayRef shape, Dims kind) {
+  auto dims = dims_of(o, shape, kind);
+  return parameter_rule(o, dims) == ParameterRule::kMatrices
+             ? make_blocking(std::move(dims), o.block_size())
+             : Blocking{std::move(dims), {}};
+}
+
+std::vector<Blocking> make_blockings(const ShampooOptions& o, at::TensorList params, Dims dims) {
   std::vector<Blocking> blockings;
   blockings.reserve(params.size());
   for (const at::Tensor& param : params) {
-    auto dims = merged_dims(param.sizes(), o.block_size(), o.merge_dims());
-    blockings.push_back(parameter_rule(o, dims) == ParameterRule::kMatrices
-                            ? make_blocking(std::move(dims), o.block_size())
-                            : Blocking{std::move(dims), {}});
+    blockings.push_back(shampoo_blocking(o, param.sizes(), dims));
   }
   return blockings;
 }

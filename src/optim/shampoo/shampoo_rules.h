@@ -36,14 +36,25 @@ enum class ParameterRule : uint8_t {
 // diagonal rule.
 ParameterRule parameter_rule(const ShampooOptions& o, at::IntArrayRef dims);
 
+// The dimensions that blocks are cut from.
+enum class Dims : uint8_t {
+  kMerged,   // merged_dims()
+  kAsGiven,  // those of the tensor, which is one block already
+};
+
 // The same for the shape of the parameter itself.
-ParameterRule rule_of_shape(const ShampooOptions& o, at::IntArrayRef shape);
+ParameterRule rule_of_shape(const ShampooOptions& o, at::IntArrayRef shape,
+                            Dims dims = Dims::kMerged);
 
 // The name is "preconditioned", "diagonal" or that of the grafted method. The detail gives the
 // blocks and the exponent, or why no matrices precondition the parameter.
 BlockedPlan::Rule describe_rule(const ShampooOptions& o, at::IntArrayRef shape);
 
-// The blocks of each parameter; none if no matrices precondition it.
-std::vector<Blocking> make_blockings(const ShampooOptions& o, at::TensorList params);
+// The blocks of a parameter; none if no matrices precondition it.
+Blocking shampoo_blocking(const ShampooOptions& o, at::IntArrayRef shape,
+                          Dims dims = Dims::kMerged);
+// The same for each parameter.
+std::vector<Blocking> make_blockings(const ShampooOptions& o, at::TensorList params,
+                                     Dims dims = Dims::kMerged);
 
 }  // namespace torchium::optim::detail

@@ -7,6 +7,7 @@ resumed run continues bit for bit.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from .base import CoreOptimizer
 from .checkpoint import as_tensors, own_state
 from .parameters import State, check_unsharded, parameter_name
 from .plan import Report, Snapshot, failures
+from .sharing import Sharing, warn_of_repeated_work
 
 # Options, parameters, names (or none) and states of all groups, as the plans take them.
 _Groups = tuple[tuple[Any, ...], list[list[Tensor]], list[list[str]], list[list[State]]]
@@ -27,6 +29,10 @@ class BlockedOptimizer(CoreOptimizer):
 
     # A GradScaler then leaves the decision to skip to step(), which does not wait for the device.
     _step_supports_amp_scaling = True
+
+    # Set before the constructor runs by optimizers that can share their step.
+    _sharing: Sharing | None = None
+    _can_share = False
 
     _plans: Any  # torch.classes.torchium.BlockedPlans
     # What the plans are bound to, and the options that they have, by group.
@@ -48,15 +54,21 @@ class BlockedOptimizer(CoreOptimizer):
     # ---- the step
 
     def _step_groups(self) -> None:
-        if not (self._is_bound() and self._prepare()):
-            self._bind()
-            if not self._prepare():
-                raise RuntimeError("parameters, gradients or state changed during step()")
-        lrs = [group["lr"] for group in self.param_groups]
-        tensors: list[Tensor] = []
-        if any([isinstance(lr, Tensor) for lr in lrs]):
-            tensors = [torch.as_tensor(lr, dtype=getattr(lr, "dtype", torch.float64)) for lr in lrs]
-            lrs = []
+        try:
+            if not (self._is_bound() and self._prepare()):
+                self._bind()
+                if not self._prepare():
+                    raise RuntimeError("parameters, gradients or state changed during step()")
+            lrs = [group["lr"] for group in self.param_groups]
+            tensors: list[Tensor] = []
+            if any([isinstance(lr, Tensor) for lr in lrs]):
+                tensors = [
+                    torch.as_tensor(lr, dtype=getattr(lr, "dtype", torch.float64)) for lr in lrs
+                ]
+                lrs = []
+        except BaseException:
+            self._plans.withdraw()  # the ranks that share the step would wait
+            raise
         with unscaled_gradients(self) as found_inf:
             self._step_plans(lrs, tensors, found_inf)
 
@@ -83,6 +95,8 @@ class BlockedOptimizer(CoreOptimizer):
 
         That is the state of the parameters with a gradient, or of all parameters that have state.
         """
+        if self._can_share and self._sharing is None and self._bound_to is None:
+            warn_of_repeated_work(type(self).__name__)
         self._bound_to = None  # until all is done
         for index, group in enumerate(self.param_groups):
             self._check_changed_options(index, group)
@@ -115,6 +129,33 @@ class BlockedOptimizer(CoreOptimizer):
 
     # ---- state
 
+    def state_dict(self) -> dict[str, Any]:
+        """As :meth:`torch.optim.Optimizer.state_dict`.
+
+        With a ``process_group`` all of its ranks must call it, and each gets the whole state, which any
+        number of processes can load.
+        """
+        if self._sharing is None:
+            return super().state_dict()
+        share = self.state
+        self.state = self._whole_state()
+        try:
+            return super().state_dict()
+        finally:
+            self.state = share
+
+    def _whole_state(self) -> defaultdict[Tensor, Any]:
+        state = defaultdict(dict, self.state)
+        groups = self._groups()
+        for params, states in zip(groups[1], self._plans.whole_states(*groups), strict=True):
+            for param, whole in zip(params, states, strict=True):
+                if whole:
+                    state[param] = {**state[param], **whole}
+        return state
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_sharing": self._sharing}
+
     def _loaded_state(
         self, index: int, group: dict[str, Any], saved: dict[Tensor, dict[str, Any]]
     ) -> dict[Tensor, State]:
@@ -129,7 +170,9 @@ class BlockedOptimizer(CoreOptimizer):
 
     def _forget_derived(self) -> None:
         super()._forget_derived()
-        self._plans = torch.classes.torchium.BlockedPlans(self._OPTIONS.optimizer)
+        self._plans = torch.classes.torchium.BlockedPlans(
+            self._OPTIONS.optimizer, *(self._sharing or ("", torch.float32, 1))
+        )
         # Looked up once: each runs in every step.
         self._prepare = self._plans.prepare
         self._step_plans = self._plans.step

@@ -1,0 +1,58 @@
+"""Steps that the ranks of a process group share (``src/optim/sharing/shared_plans.h``)."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.distributed
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# Of the constructors.
+SHARING_ARGUMENTS = ("process_group", "comm_dtype", "bucket_bytes")
+_COMM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Sharing(NamedTuple):
+    """Names the group, so that copies and pickles of an optimizer share with it too."""
+
+    process_group: str
+    comm_dtype: torch.dtype
+    bucket_bytes: int
+
+    @classmethod
+    def of(
+        cls, process_group: ProcessGroup | None, comm_dtype: torch.dtype, bucket_bytes: int
+    ) -> Sharing | None:
+        """None without a group. Raises ValueError for a wrong argument."""
+        if comm_dtype not in _COMM_DTYPES:
+            names = ", ".join(str(dtype) for dtype in _COMM_DTYPES)
+            raise ValueError(f"comm_dtype must be one of {names}, got {comm_dtype!r}")
+        if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool) or bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes must be an integer of at least 1, got {bucket_bytes!r}")
+        if process_group is None:
+            return None
+        if not isinstance(process_group, torch.distributed.ProcessGroup):
+            raise ValueError(
+                "process_group must be a torch.distributed.ProcessGroup that this process belongs to, "
+                f"for example torch.distributed.group.WORLD, got {process_group!r}"
+            )
+        return cls(process_group.group_name, comm_dtype, bucket_bytes)
+
+
+def warn_of_repeated_work(optimizer: str) -> None:
+    """Warns if several processes run and each takes the whole step."""
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        return
+    ranks = distributed.get_world_size()
+    if ranks > 1:
+        warnings.warn(
+            f"each of {ranks} processes repeats the whole step of {optimizer}. If they have the same "
+            f"parameters and gradients, as under DistributedDataParallel, share it: {optimizer}(..., "
+            "process_group=torch.distributed.group.WORLD)",
+            stacklevel=2,
+        )

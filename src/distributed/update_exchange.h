@@ -1,0 +1,58 @@
+// Brings the updates that each rank has computed to all ranks, in buckets.
+#pragma once
+
+#include "distributed/communicator.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+namespace torchium::distributed {
+
+// The parts of one buffer per rank, in a fixed order.
+class UpdateExchange {
+ public:
+  struct Part {
+    int64_t owner;
+    int64_t elements;
+  };
+
+  // `dtype`: of the updates; they travel in `comm_dtype`, at most `bucket_bytes` of each rank at a
+  // time, or one part if that is larger.
+  UpdateExchange(const Communicator& communicator, const std::vector<Part>& parts,
+                 at::ScalarType dtype, at::ScalarType comm_dtype, int64_t bucket_bytes,
+                 c10::Device device);
+
+  // The memory of a part that this rank owns: contiguous, to be filled before run().
+  const at::Tensor& own(size_t part) const { return own_[part]; }
+  void clear_own();
+
+  // Calls take(part, update) for every part, this rank's own included, while later buckets travel.
+  // All ranks must call it. `update` is valid during the call.
+  using Take = std::function<void(size_t part, const at::Tensor& update)>;
+  void run(const Take& take) const;
+
+  // Bytes that a rank sends in one run, with padding.
+  int64_t sent_bytes() const;
+
+ private:
+  struct Place {
+    size_t part;
+    int64_t owner, offset, elements;  // offset in the rank's share of the bucket
+  };
+  struct Bucket {
+    int64_t begin = 0, length = 0;  // of each rank's share, in elements
+    std::vector<Place> places;
+  };
+
+  Communicator communicator_;
+  at::ScalarType comm_dtype_;
+  std::vector<Bucket> buckets_;
+  at::Tensor buffer_;            // shares of all buckets
+  std::vector<at::Tensor> own_;  // views; undefined: another rank's
+};
+
+}  // namespace torchium::distributed

@@ -1,0 +1,128 @@
+#include "optim/sharing/step_agreement.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <limits>
+#include <sstream>
+
+namespace torchium::optim::detail {
+namespace {
+
+constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+
+// Positive, so that its negative is a number too.
+int64_t short_hash(uint64_t hash) { return static_cast<int64_t>(hash >> 2); }
+
+uint64_t hash_of(const std::vector<char>& mask) {
+  return Hash().add(std::string(mask.begin(), mask.end())).value();
+}
+
+std::string listed(const std::vector<int64_t>& ranks) {
+  std::ostringstream text;
+  for (const int64_t rank : ranks) {
+    text << (rank == ranks.front() ? "" : ", ") << rank;
+  }
+  return text.str();
+}
+
+// Names the first parameter whose gradient some ranks lack.
+[[noreturn]] void refuse_masks(const StepFindings& own, const distributed::Communicator& ranks,
+                               const std::vector<std::string>& names) {
+  const auto masks = ranks.gather({own.mask.begin(), own.mask.end()});
+  for (size_t i = 0; i < own.mask.size(); ++i) {
+    std::vector<int64_t> with, without;
+    for (size_t rank = 0; rank < masks.size(); ++rank) {
+      (masks[rank][i] != 0 ? with : without).push_back(static_cast<int64_t>(rank));
+    }
+    TORCH_CHECK(with.empty() || without.empty(), names[i], " has a gradient on rank ", listed(with),
+                " of the process group and none on rank ", listed(without),
+                "; all ranks need gradients of the same parameters. No rank has taken the step");
+  }
+  TORCH_INTERNAL_ASSERT(false, "masks differ in their hashes alone");
+}
+
+[[noreturn]] void refuse_setups(const StepFindings& own, const distributed::Communicator& ranks) {
+  const auto setups = ranks.gather({short_hash(own.setup)});
+  std::vector<int64_t> different;
+  for (size_t rank = 0; rank < setups.size(); ++rank) {
+    if (setups[rank] != setups[0]) {
+      different.push_back(static_cast<int64_t>(rank));
+    }
+  }
+  TORCH_CHECK(
+      false, "rank ", listed(different),
+      " of the process group has other parameters, options or learning rates than rank 0; "
+      "make the optimizer with the same arguments on all ranks, and change them in the same "
+      "step. No rank has taken the step");
+}
+
+}  // namespace
+
+Hash& Hash::add(const std::string& text) {
+  add_bytes(text.data(), text.size());
+  return add(static_cast<int64_t>(text.size()));
+}
+
+Hash& Hash::add(int64_t value) {
+  add_bytes(&value, sizeof(value));
+  return *this;
+}
+
+Hash& Hash::add(double value) {
+  add_bytes(&value, sizeof(value));
+  return *this;
+}
+
+void Hash::add_bytes(const void* data, size_t count) {
+  const auto* bytes = static_cast<const unsigned char*>(data);
+  for (size_t i = 0; i < count; ++i) {
+    value_ = (value_ ^ bytes[i]) * 1099511628211ULL;
+  }
+}
+
+StepFindings agree(const StepFindings& own, const distributed::Communicator& ranks,
+                   const std::vector<std::string>& names) {
+  const int64_t setup = short_hash(own.setup), mask = short_hash(hash_of(own.mask));
+  // Largest values decide: two hashes agree if the largest and the smallest do. An error comes
+  // first, and is all that a rank may know: it gives no groups.
+  std::vector<int64_t> head{own.has_error ? ranks.rank() + 1 : 0,
+                            own.found_inf ? 1 : 0,
+                            own.has_error ? 0 : setup,
+                            own.has_error ? -kMost : -setup,
+                            own.has_error ? 0 : mask,
+                            own.has_error ? -kMost : -mask,
+                            static_cast<int64_t>(own.groups.size()),
+                            -static_cast<int64_t>(own.groups.size())};
+  std::vector<int64_t> values = head;
+  for (size_t g = 0; g < kMostSharedGroups; ++g) {
+    const GroupFindings found = g < own.groups.size() ? own.groups[g] : GroupFindings();
+    values.push_back(found.unfit < 0 ? 0 : kMost - found.unfit);
+    values.push_back(found.failed < 0 ? 0
+                                      : found.root_failures * (kMost + 1) + kMost - found.failed);
+  }
+  values = ranks.maximum(values);
+  if (values[0] != 0) {
+    TORCH_CHECK(own.has_error, "rank ", values[0] - 1,
+                " of the process group raised an error in step(); see its message. No rank has "
+                "taken the step");
+    return own;
+  }
+  if (values[2] != -values[3] || values[6] != -values[7]) {
+    refuse_setups(own, ranks);
+  }
+  if (values[4] != -values[5]) {
+    refuse_masks(own, ranks, names);
+  }
+  StepFindings all = own;
+  all.found_inf = values[1] != 0;
+  for (size_t g = 0; g < own.groups.size(); ++g) {
+    const int64_t unfit = values[head.size() + 2 * g], failed = values[head.size() + 2 * g + 1];
+    all.groups[g].unfit = unfit == 0 ? -1 : kMost - unfit;
+    all.groups[g].root_failures = failed / (kMost + 1);
+    all.groups[g].failed = failed == 0 ? -1 : kMost - failed % (kMost + 1);
+  }
+  return all;
+}
+
+}  // namespace torchium::optim::detail

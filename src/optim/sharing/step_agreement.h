@@ -1,0 +1,50 @@
+// What all ranks agree on before a step: whether it is taken, and why not. One small all-reduce.
+#pragma once
+
+#include "distributed/communicator.h"
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace torchium::optim::detail {
+
+// The groups of an optimizer, so that what ranks exchange has the same length on all of them.
+constexpr size_t kMostSharedGroups = 128;
+
+// Of one parameter group. Positions are those of its parameters; -1: none.
+struct GroupFindings {
+  int64_t unfit = -1;         // first parameter whose gradient is not finite or too large
+  int64_t root_failures = 0;  // most consecutive failures of one root
+  int64_t failed = -1;        // its parameter
+};
+
+struct StepFindings {
+  bool has_error = false;
+  bool found_inf = false;  // by a GradScaler
+  uint64_t setup = 0;      // a hash of parameters, owners, options and learning rates
+  std::vector<char> mask;  // of all parameters: 1 if it has a gradient
+  std::vector<GroupFindings> groups;
+};
+
+// The findings of all ranks together: the first unfit parameter of a group, and its most failures.
+// All ranks must call this, and get the same. Throws c10::Error on all of them where one has an
+// error (on that one only if the caller does not: its own says more), and where their setups or
+// masks differ. `names`: of all parameters.
+StepFindings agree(const StepFindings& own, const distributed::Communicator& ranks,
+                   const std::vector<std::string>& names);
+
+// A hash that is the same in every process.
+class Hash {
+ public:
+  Hash& add(const std::string& text);
+  Hash& add(int64_t value);
+  Hash& add(double value);
+  uint64_t value() const { return value_; }
+
+ private:
+  void add_bytes(const void* data, size_t count);
+  uint64_t value_ = 14695981039346656037ULL;  // FNV-1a
+};
+
+}  // namespace torchium::optim::detail
