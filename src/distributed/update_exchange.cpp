@@ -5,6 +5,12 @@
 #include <algorithm>
 
 namespace torchium::distributed {
+namespace {
+
+// Elements: every part begins where kernels and BLAS read fastest.
+constexpr int64_t kAlignment = 16;
+
+}  // namespace
 
 UpdateExchange::UpdateExchange(const Communicator& communicator, const std::vector<Part>& parts,
                                at::ScalarType dtype, at::ScalarType comm_dtype,
@@ -27,7 +33,7 @@ UpdateExchange::UpdateExchange(const Communicator& communicator, const std::vect
       buckets_.emplace_back();
     }
     buckets_[bucket].places.push_back({i, parts[i].owner, elements, parts[i].elements});
-    elements += parts[i].elements;
+    elements += (parts[i].elements + kAlignment - 1) / kAlignment * kAlignment;
     buckets_[bucket].length = std::max(buckets_[bucket].length, elements);
   }
   int64_t total = 0;
@@ -51,7 +57,7 @@ int64_t UpdateExchange::sent_bytes() const {
   return buffer_.numel() * static_cast<int64_t>(c10::elementSize(comm_dtype_));
 }
 
-void UpdateExchange::run(const Take& take) const {
+void UpdateExchange::run(const std::function<void(const std::vector<Update>&)>& take) const {
   // Two slots: one bucket travels while the one before is taken.
   at::Tensor slots[2], shares[2];
   std::function<void()> wait;
@@ -75,10 +81,13 @@ void UpdateExchange::run(const Take& take) const {
     }
     const Bucket& bucket = buckets_[k];
     const at::Tensor all = slots[k % 2];
+    std::vector<Update> updates;
     for (const Place& place : bucket.places) {
-      take(place.part, all.narrow(0, place.owner * bucket.length + place.offset, place.elements)
-                           .to(buffer_.scalar_type()));
+      const int64_t begin = place.owner * bucket.length + place.offset;
+      updates.push_back(
+          {place.part, all.narrow(0, begin, place.elements).to(buffer_.scalar_type())});
     }
+    take(updates);
   }
 }
 

@@ -30,10 +30,13 @@ class UpdateExchange {
   const at::Tensor& own(size_t part) const { return own_[part]; }
   void clear_own();
 
-  // Calls take(part, update) for every part, this rank's own included, while later buckets travel.
-  // All ranks must call it. `update` is valid during the call.
-  using Take = std::function<void(size_t part, const at::Tensor& update)>;
-  void run(const Take& take) const;
+  // Calls take(parts) for every bucket, this rank's own parts included, while the next one travels.
+  // All ranks must call it. The updates are valid during the call, and for what it launches.
+  struct Update {
+    size_t part;
+    at::Tensor values;  // contiguous
+  };
+  void run(const std::function<void(const std::vector<Update>&)>& take) const;
 
   // Bytes that a rank sends in one run, with padding.
   int64_t sent_bytes() const;

@@ -51,12 +51,10 @@ class BlockedPlans : public torch::CustomClassHolder {
   virtual bool prepare();
   // Runs the steps planned by prepare(). `lr` returns the learning rate of a group on a device.
   using LearningRates = std::function<at::Tensor(size_t group, const BlockedPlan& plan)>;
-  void step(const LearningRates& lr, const at::Tensor& found_inf);
+  virtual void step(const LearningRates& lr, const at::Tensor& found_inf);
   // The number by which the loss of the next step was multiplied, for plans that differentiate its
   // gradients; undefined: 1.
   void set_loss_scale(at::Tensor scale) { loss_scale_ = std::move(scale); }
-  void update_preconditioners();
-  virtual void step(const LearningRates& lr, const at::Tensor& found_inf);
   // Instead of step(), by a process that cannot take it: others that share the step raise too.
   virtual void withdraw() {}
   virtual void update_preconditioners();
@@ -92,8 +90,6 @@ class BlockedPlans : public torch::CustomClassHolder {
  protected:
   // A plan with the options of the group, bound to nothing.
   c10::intrusive_ptr<BlockedPlan> plan_of(const BlockedGroup& group) const;
-
- protected:
   // Called by step() before all plans step.
   virtual void before_step() {}
   std::vector<BlockedPlan*> plans() const;

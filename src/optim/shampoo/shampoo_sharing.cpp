@@ -1,6 +1,5 @@
 #include "optim/shampoo/shampoo_sharing.h"
 
-#include "optim/blocked/elementwise.h"
 #include "optim/shampoo/shampoo_options.h"
 #include "optim/shampoo/shampoo_plan.h"
 #include "optim/shampoo/shampoo_rules.h"
@@ -72,10 +71,8 @@ class ShampooSharing : public SharingRules {
     return detail::l2_penalty(shampoo(options));
   }
 
-  void apply(const Options& options, const StepScalar& lr, at::Tensor& param,
-             const at::Tensor& direction) const override {
-    const UpdateRule rule{.decoupled_weight_decay = decoupled_decay(shampoo(options))};
-    apply_update(rule, lr, param, direction, nullptr, FoundInfGuard::open());
+  double decoupled_decay(const Options& options) const override {
+    return detail::decoupled_decay(shampoo(options));
   }
 };
 

@@ -3,6 +3,7 @@
 #include "optim/blocked/elementwise.h"
 #include "optim/core/state_checks.h"
 #include "optim/core/step_status.h"
+#include "optim/sharing/cuda/block_moves.h"
 #include "optim/sharing/shared_state.h"
 
 #include <ATen/ATen.h>
@@ -293,7 +294,7 @@ void SharedPlans::step(const LearningRates& lr, const at::Tensor& found_inf) {
   const at::Tensor minus_one = at::scalar_tensor(-1.0, at::kDouble);
   blocks_.step([&](size_t, const BlockedPlan&) { return minus_one; }, {});  // 0 + d
   take_block_failures();
-  apply(findings, lr);  // p <- (1 - lr wd) p - lr d
+  apply_all(findings, lr);  // p <- (1 - lr wd) p - lr d
 }
 
 void SharedPlans::withdraw() {
@@ -407,44 +408,67 @@ void SharedPlans::finish_gradients(const StepFindings& findings) {
   }
 }
 
-void SharedPlans::apply(const StepFindings& findings, const LearningRates& lr) {
-  std::vector<StepScalar> rates;
-  for (size_t g = 0; g < options_.size(); ++g) {
-    rates.push_back(FoundInfGuard::open().learning_rate(lr(g, *plans_of_groups_[g])));
-  }
-  // Copies of parameters in other memory layouts, whose blocks are no views.
-  std::map<size_t, at::Tensor> copies;
-  const auto take = [&](const Place& place, const at::Tensor& update) {
-    Parameter& p = parameters_[place.parameter];
+// p <- (1 - lr wd) p - lr d, for the blocks of one bucket.
+void SharedPlans::apply(const std::vector<distributed::UpdateExchange::Update>& updates,
+                        const Exchange& exchange, const StepFindings& findings,
+                        const std::vector<at::Tensor>& rates, Copies& copies) {
+  std::vector<std::vector<BlockMove>> by_kernels(options_.size());
+  for (const auto& [part, values] : updates) {
+    const auto [index, block] = exchange.places[part];
+    const Parameter& p = parameters_[index];
     if (!p.is_active || !is_kept(findings, p.group)) {
-      return;
+      continue;
     }
     at::Tensor param = p.param.tensor().detach();
     if (!param.is_contiguous()) {
-      param = copies.try_emplace(place.parameter, param.contiguous()).first->second;
+      param = copies.try_emplace(index, param.contiguous()).first->second;
     }
-    at::Tensor target = block_of(param, *p.shared, place.block);
-    const at::Tensor direction = update.view(target.sizes());
+    at::Tensor target = block_of(param, *p.shared, block);
+    const BlockMove move{target, values.view(target.sizes())};
+    if (has_move_kernel(move)) {
+      by_kernels[p.group].push_back(move);
+      continue;
+    }
+    const UpdateRule rule{.decoupled_weight_decay = rules_->decoupled_decay(*options_[p.group])};
+    const FoundInfGuard open = FoundInfGuard::open();
+    const StepScalar lr = open.learning_rate(rates[p.group]);
     if (param.is_cpu() && !target.is_contiguous()) {  // fused loops need one piece of memory
-      at::Tensor block = target.contiguous();
-      rules_->apply(*options_[p.group], rates[p.group], block, direction);
-      target.copy_(block);
+      at::Tensor copy = target.contiguous();
+      apply_update(rule, lr, copy, move.direction, nullptr, open);
+      target.copy_(copy);
     } else {
-      rules_->apply(*options_[p.group], rates[p.group], target, direction);
+      apply_update(rule, lr, target, move.direction, nullptr, open);
     }
-  };
+  }
+  for (size_t g = 0; g < by_kernels.size(); ++g) {
+    move_by_kernels(by_kernels[g], rates[g], rules_->decoupled_decay(*options_[g]));
+  }
+}
+
+void SharedPlans::apply_all(const StepFindings& findings, const LearningRates& lr) {
+  std::vector<at::Tensor> rates;
+  for (size_t g = 0; g < options_.size(); ++g) {
+    rates.push_back(lr(g, *plans_of_groups_[g]));
+  }
+  Copies copies;
   for (const auto& [dtype, exchange] : exchanges_) {
     exchange.updates->run(
-        [&](size_t part, const at::Tensor& update) { take(exchange.places[part], update); });
+        [&](const auto& updates) { apply(updates, exchange, findings, rates, copies); });
   }
-  for (const auto& [p, copy] : copies) {
-    parameters_[p].param.tensor().detach().copy_(copy);
+  for (const auto& [index, copy] : copies) {
+    parameters_[index].param.tensor().detach().copy_(copy);
   }
-  for (Parameter& p : parameters_) {
+  std::vector<at::Tensor> steps;
+  for (const Parameter& p : parameters_) {
     if (p.is_active && is_kept(findings, p.group)) {
-      FoundInfGuard::open().advance(p.state.step);
+      steps.push_back(p.state.step);
       p.param.tensor().unsafeGetTensorImpl()->bump_version();
     }
+  }
+  if (!steps.empty() && !steps[0].is_cpu()) {
+    at::_foreach_add_(steps, 1);
+  } else {
+    FoundInfGuard::open().advance(steps);  // t <- t + 1
   }
 }
 

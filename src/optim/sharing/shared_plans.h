@@ -92,7 +92,12 @@ class SharedPlans : public BlockedPlans {
   StepFindings examine() const;
   StepFindings agreed(const LearningRates& lr, const at::Tensor& found_inf);
   void finish_gradients(const StepFindings& findings);
-  void apply(const StepFindings& findings, const LearningRates& lr);
+  // Copies of parameters in other memory layouts, whose blocks are no views.
+  using Copies = std::map<size_t, at::Tensor>;
+  void apply(const std::vector<distributed::UpdateExchange::Update>& updates,
+             const Exchange& exchange, const StepFindings& findings,
+             const std::vector<at::Tensor>& rates, Copies& copies);
+  void apply_all(const StepFindings& findings, const LearningRates& lr);
   void take_block_failures();
   void report(const StepFindings& findings);
   bool is_kept(const StepFindings& findings, size_t group) const;

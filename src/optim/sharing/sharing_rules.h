@@ -6,7 +6,6 @@
 
 #include "optim/blocked/blocked_plan.h"
 #include "optim/blocked/blocking.h"
-#include "optim/core/found_inf_guard.h"
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
@@ -44,9 +43,8 @@ class SharingRules {
   virtual bool maximize(const Options& options) const = 0;
   // Added to the gradient.
   virtual double l2_penalty(const Options& options) const = 0;
-  // From a direction to the parameter: contiguous on a CPU, of one shape.
-  virtual void apply(const Options& options, const StepScalar& lr, at::Tensor& param,
-                     const at::Tensor& direction) const = 0;
+  // Subtracted from the parameter.
+  virtual double decoupled_decay(const Options& options) const = 0;
 };
 
 }  // namespace torchium::optim::detail

@@ -1,0 +1,105 @@
+"""A step of Shampoo on several GPUs of one host: shared by the ranks, and repeated on each.
+
+Gradients are the same on all ranks, as under DistributedDataParallel. One process per GPU is started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchium
+from torch import Tensor, nn
+
+# Matrices, biases and norms of a decoder: width, layers, vocabulary.
+MODELS = {"103M": (768, 9, 50304), "308M": (1024, 20, 50304), "tiny": (32, 2, 100)}
+
+
+def parameters(width: int, layers: int, words: int, device: torch.device) -> list[nn.Parameter]:
+    shapes: list[tuple[int, ...]] = [(words, width)]
+    for _ in range(layers):
+        shapes += [(width, width)] * 4 + [(4 * width, width), (width, 4 * width)]
+        shapes += [(width,)] * 6 + [(4 * width,)]
+    generator = torch.Generator(device).manual_seed(0)
+    return [
+        nn.Parameter(torch.randn(shape, generator=generator, device=device) * 0.02)
+        for shape in shapes
+    ]
+
+
+def seconds_of_step(optimizer: Any, params: list[nn.Parameter], steps: int) -> float:
+    """The mean of some steps, after as many for state, graphs and buffers."""
+    device = params[0].device
+    for _ in range(max(4, steps // 2)):
+        optimizer.step()
+    optimizer.check_errors()
+    dist.barrier()
+    begin = time.perf_counter()
+    for _ in range(steps):
+        optimizer.step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    dist.barrier()
+    return (time.perf_counter() - begin) / steps
+
+
+def state_bytes(optimizer: Any) -> int:
+    tensors: list[Tensor] = [t for state in optimizer.state.values() for t in state.values()]
+    return sum(t.nbytes for t in tensors)
+
+
+def measure(rank: int, ranks: int, store: str, model: str, steps: int, on_gpu: bool) -> None:
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks
+    )
+    if rank == 0:
+        print(
+            f"{'roots':>12} {'repeated ms':>12} {'shared ms':>10} {'ratio':>6} {'state ratio':>12}"
+        )
+    for name, update_freq in (("every step", 1), ("never", 10**6)):
+        times, states = [], []
+        for group in (None, dist.group.WORLD):
+            params = parameters(*MODELS[model], device)
+            for p in params:
+                p.grad = p.detach() * 0.1
+            optimizer = torchium.Shampoo.from_adamw(
+                params, update_freq=update_freq, process_group=group
+            )
+            times.append(seconds_of_step(optimizer, params, steps))
+            states.append(state_bytes(optimizer))
+            del optimizer, params
+        if rank == 0:
+            print(
+                f"{name:>12} {1e3 * times[0]:12.2f} {1e3 * times[1]:10.2f} "
+                f"{times[1] / times[0]:6.2f} {states[1] / states[0]:12.2f}",
+                flush=True,
+            )
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=MODELS, default="103M")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--ranks", type=int, default=max(1, torch.cuda.device_count()))
+    parser.add_argument("--dry-run", action="store_true", help="two processes on the CPU, small")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = 2 if arguments.dry_run else arguments.ranks
+        model, steps = ("tiny", 2) if arguments.dry_run else (arguments.model, arguments.steps)
+        torch.multiprocessing.spawn(
+            measure,
+            (ranks, f"{folder}/store", model, steps, not arguments.dry_run),
+            nprocs=ranks,
+        )
+
+
+if __name__ == "__main__":
+    main()

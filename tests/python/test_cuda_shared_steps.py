@@ -1,0 +1,129 @@
+"""Two GPUs share the steps of Shampoo, with NCCL."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torchium
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices"),
+]
+SHAPES = [(300, 200), (128, 128), (200,), (), (64, 16, 3, 3), (1000, 30), (257, 129), (5000,)]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"betas": (0.9, 0.99), "grafting": "adam", "momentum": 0.9},
+    {"weight_decay": 0.1, "maximize": True, "preconditioner_1d": "full", "grafting": "sgd"},
+    {"max_preconditioned_dim": 250, "grafting": "rmsprop", "weight_decay": 0.1},
+]
+
+
+def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        nn.Parameter(torch.randn(shape, generator=generator).to("cuda", dtype)) for shape in SHAPES
+    ]
+
+
+def train(optimizer: Any, params: list[nn.Parameter], steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator).to(p)
+        optimizer.step()
+
+
+def check_same_on_both(params: list[nn.Parameter]) -> None:
+    own = torch.cat([p.detach().flatten().float() for p in params])
+    every = [torch.empty_like(own) for _ in range(2)]
+    dist.all_gather(every, own)
+    assert torch.equal(*every)
+
+
+def check_steps() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for options in OPTIONS:
+            given = {"block_size": 128, "update_freq": 3, "eps": 1e-2, **options}
+            alone, shared = parameters(dtype), parameters(dtype)
+            one = torchium.Shampoo(alone, **given)
+            two = torchium.Shampoo(
+                shared, **given, process_group=dist.group.WORLD, bucket_bytes=2**16
+            )
+            for steps in (range(3), range(3, 12)):
+                train(one, alone, steps)
+                train(two, shared, steps)
+                check_same_on_both(shared)
+                buffer = io.BytesIO()
+                torch.save(two.state_dict(), buffer)
+                buffer.seek(0)
+                two.load_state_dict(torch.load(buffer))
+            two.check_errors()
+            rtol = 1e-3 if dtype == torch.float32 else 2e-2
+            for i, (p, q) in enumerate(zip(shared, alone, strict=True)):
+                error = ((p - q).norm() / q.norm()).item()
+                assert error < rtol, (dtype, options, i, error)
+
+
+def check_failures() -> None:
+    rank = dist.get_rank()
+    params = parameters(torch.float32)
+    optimizer = torchium.Shampoo(params, block_size=128, process_group=dist.group.WORLD)
+    optimizer.param_groups[0]["eps"] = -1.0 if rank else 1e-4
+    message = "eps must be" if rank else "rank 1 of the process group raised an error"
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        train(optimizer, params, range(1))
+    optimizer.param_groups[0]["eps"] = 1e-4
+    train(optimizer, params, range(2))
+    before = [p.detach().clone() for p in params]
+    params[2].grad = None if rank else params[2].grad
+    with pytest.raises(RuntimeError, match=r"has a gradient on rank 0 .* none on rank 1"):
+        optimizer.step()
+    for attempt in range(3):
+        for p in params:
+            p.grad = torch.full_like(p, float("nan") if rank else 1.0)
+        if attempt < 2:
+            optimizer.step()
+    with pytest.raises(RuntimeError, match="3 steps in a row"):
+        optimizer.step()
+    assert all(torch.equal(p, old) for p, old in zip(params, before, strict=True))
+    train(optimizer, params, range(2, 4))
+    check_same_on_both(params)
+
+
+def check_training() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 10)).cuda()
+    model = DistributedDataParallel(net, device_ids=[dist.get_rank()])
+    optimizer = torchium.Shampoo.from_adamw(net, lr=1e-2, process_group=dist.group.WORLD)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    losses = []
+    for _ in range(40):
+        inputs = torch.randn(32, 64, generator=generator).cuda()
+        optimizer.zero_grad()
+        loss = (model(inputs) - inputs[:, :10]).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    check_same_on_both([*net.parameters()])
+
+
+def run(rank: int, store: str) -> None:
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=2)
+    check_steps()
+    check_failures()
+    check_training()
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:each of 2 processes repeats")
+def test_two_gpus_share_steps(tmp_path):
+    torch.multiprocessing.spawn(run, (str(tmp_path / "store"),), nprocs=2)
