@@ -23,7 +23,8 @@ def normalized(norm: nn.Module, x: Tensor) -> Tensor:
     if isinstance(norm, nn.LayerNorm):
         return F.layer_norm(x, norm.normalized_shape, eps=norm.eps)
     if isinstance(norm, nn.RMSNorm):
-        return F.rms_norm(x, norm.normalized_shape, eps=norm.eps)
+        eps = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
+        return F.rms_norm(x, norm.normalized_shape, eps=eps)
     if isinstance(norm, nn.GroupNorm):
         return F.group_norm(x, norm.num_groups, eps=norm.eps)
     assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
@@ -146,6 +147,12 @@ def test_blocks_of_parameters_in_16_bits(name: str, dtype: torch.dtype) -> None:
     make, shape = LAYERS[name]
     x, g = operands(shape, dtype, "cuda")
     assert_blocks(spread(make()).to("cuda", dtype), x, g.to(dtype), "expand", tolerance=2e-5)
+
+
+def test_a_default_eps_is_that_of_float32_for_16_bits(device: torch.device) -> None:
+    """As in PyTorch, which computes in float32."""
+    x, g = operands((4, 9, 32), torch.bfloat16, device)
+    assert_blocks(nn.RMSNorm(32).to(device), x / 16, g, "expand", autocast=torch.bfloat16)
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:

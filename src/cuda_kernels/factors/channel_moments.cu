@@ -8,9 +8,10 @@ namespace torchium::cuda_kernels {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kWarp = 32;
-constexpr int kBlocksPerProcessor = 4;    // channels-last
+constexpr int kWarp = 32, kWarps = kThreads / kWarp;
+constexpr int kBlocksPerProcessor = 2;    // channels-last: that many run at the same time
 constexpr int64_t kMostPositions = 2048;  // of a part, channels first
+constexpr int kSums = kShift;
 
 // Packs of both tensors that a thread reads before it adds.
 template <typename X, typename G>
@@ -18,10 +19,11 @@ constexpr int kInFlight = sizeof(X) + sizeof(G) > 4 ? 2 : 4;
 
 // Of one channel.
 struct Moments {
-  float sum[kChannelPlanes]{};
+  float shift = 0;
+  float sum[kSums]{};
 
   __device__ void add(float x, float g, bool squares) {
-    const float y = x - sum[kShift], w = squares ? g * g : g, wy = w * y;
+    const float y = x - shift, w = squares ? g * g : g, wy = w * y;
     sum[kW] += w;
     sum[kWy] += wy;
     sum[kWyy] = fmaf(wy, y, sum[kWyy]);
@@ -29,6 +31,11 @@ struct Moments {
     sum[kYy] = fmaf(y, y, sum[kYy]);
   }
 };
+
+// A single outlier is not the median.
+__device__ float median(float a, float b, float c) {
+  return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c));
+}
 
 // The positions [begin, end) of a part.
 struct PartRange {
@@ -40,74 +47,93 @@ struct PartRange {
         end(min(begin + parts.positions, input.positions)) {}
 };
 
+// The first, the middle and the last position of a part.
+template <typename X, int N>
+__device__ void set_shifts(Moments (&moments)[N], const X* x, const PartRange& range,
+                           int64_t stride) {
+  Pack<X, N> first, middle, last;
+  first.load(x + range.begin * stride);
+  middle.load(x + (range.begin + range.end) / 2 * stride);
+  last.load(x + (range.end - 1) * stride);
+#pragma unroll
+  for (int i = 0; i < N; ++i) moments[i].shift = median(first[i], middle[i], last[i]);
+}
+
+// Adds `count` positions that lie `stride` elements apart.
+template <typename X, typename G, int N>
+__device__ void add_positions(Moments (&moments)[N], const X* x, const G* g, int64_t count,
+                              int64_t stride, bool squares) {
+  constexpr int kSteps = kInFlight<X, G>;
+  for (int64_t first = 0; first < count;
+       first += kSteps, x += kSteps * stride, g += kSteps * stride) {
+    Pack<X, N> xs[kSteps];
+    Pack<G, N> gs[kSteps];
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      if (first + k < count) {
+        xs[k].load(x + k * stride);
+        gs[k].load(g + k * stride);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      if (first + k < count) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) moments[i].add(xs[k][i], gs[k][i], squares);
+      }
+    }
+  }
+}
+
 // Channels-last: a thread has N channels of some positions, and `width` threads, a power of two up
 // to a warp, have those of one position.
 template <typename X, typename G, int N>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
     channels_last_kernel(const NormInput input, const NormParts parts, int width, float* sums) {
-  __shared__ float of_warps[kThreads / kWarp][kWarp * N];
+  __shared__ alignas(16) float of_warps[kSums][kWarps][kWarp * N];
   const int channels = input.channels, tiles = (channels + width * N - 1) / (width * N);
   const int64_t part = blockIdx.x / tiles;
   const int first_channel = static_cast<int>(blockIdx.x % tiles) * width * N;
   const int column = static_cast<int>(threadIdx.x) % width;
   const int row = static_cast<int>(threadIdx.x) / width, rows = kThreads / width;
   const int channel = first_channel + column * N;
+  float* target = sums + part * kChannelPlanes * channels + first_channel;
   const PartRange range(input, parts, part);
   Moments moments[N];
   if (channel < channels) {
     const int64_t start = range.sample * input.positions * channels + channel;
     const X* x = static_cast<const X*>(input.x) + start;
-    const G* g = static_cast<const G*>(input.g) + start;
-    Pack<X, N> shift;
-    shift.load(x + range.begin * channels);
-#pragma unroll
-    for (int i = 0; i < N; ++i) moments[i].sum[kShift] = shift[i];
-    constexpr int kSteps = kInFlight<X, G>;
-    for (int64_t first = range.begin + row; first < range.end; first += kSteps * rows) {
-      Pack<X, N> xs[kSteps];
-      Pack<G, N> gs[kSteps];
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k) {
-        const int64_t position = first + k * rows;
-        if (position < range.end) {
-          xs[k].load(x + position * channels);
-          gs[k].load(g + position * channels);
-        }
-      }
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k) {
-        if (first + k * rows < range.end) {
-#pragma unroll
-          for (int i = 0; i < N; ++i) moments[i].add(xs[k][i], gs[k][i], input.squares);
-        }
-      }
+    set_shifts(moments, x, range, channels);
+    const int64_t position = range.begin + row;
+    const int64_t count = (range.end - position + rows - 1) / rows;
+    add_positions(moments, x + position * channels,
+                  static_cast<const G*>(input.g) + start + position * channels, count,
+                  int64_t{rows} * channels, input.squares);
+    if (row == 0) {
+      store_pack<N>(target + int64_t{kShift} * channels + column * N,
+                    [&](int i) { return moments[i].shift; });
     }
   }
   const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = threadIdx.x % kWarp;
 #pragma unroll
-  for (int plane = 0; plane < kChannelPlanes; ++plane) {
-    float* target = sums + (part * kChannelPlanes + plane) * channels + first_channel;
-    if (plane == kShift) {
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        if (row == 0 && channel < channels) target[column * N + i] = moments[i].sum[kShift];
-      }
-      continue;
-    }
-    __syncthreads();  // the sums of the last plane have been read
+  for (int plane = 0; plane < kSums; ++plane) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const float sum = sum_of_lanes(moments[i].sum[plane], width, kWarp);
-      if (lane < width) of_warps[warp][lane * N + i] = sum;
+      moments[i].sum[plane] = sum_of_lanes(moments[i].sum[plane], width, kWarp);
     }
-    __syncthreads();
-    const int own = static_cast<int>(threadIdx.x);
-    if (own < width * N && first_channel + own < channels) {
-      float sum = 0;
+    if (lane < width) {
+      store_pack<N>(&of_warps[plane][warp][lane * N], [&](int i) { return moments[i].sum[plane]; });
+    }
+  }
+  __syncthreads();
+  const int own = static_cast<int>(threadIdx.x);
+  if (own >= width * N || first_channel + own >= channels) return;
 #pragma unroll
-      for (int k = 0; k < kThreads / kWarp; ++k) sum += of_warps[k][own];
-      target[own] = sum;
-    }
+  for (int plane = 0; plane < kSums; ++plane) {
+    float sum = 0;
+#pragma unroll
+    for (int k = 0; k < kWarps; ++k) sum += of_warps[plane][k][own];
+    target[int64_t{plane} * channels + own] = sum;
   }
 }
 
@@ -152,7 +178,8 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t start = (range.sample * input.channels + channel) * input.positions;
     const X* x = static_cast<const X*>(input.x) + start;
     const G* g = static_cast<const G*>(input.g) + start;
-    moments.sum[kShift] = static_cast<float>(x[range.begin]);
+    const auto at = [&](int64_t position) { return static_cast<float>(x[position]); };
+    moments.shift = median(at(range.begin), at((range.begin + range.end) / 2), at(range.end - 1));
     // Packs begin at multiples of kPack in the tensor.
     const int64_t before = (kPack - (start + range.begin) % kPack) % kPack;
     const int64_t first = by_packs ? min(range.begin + before, range.end) : range.end;
@@ -163,8 +190,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 #pragma unroll
   for (int plane = 0; plane < kChannelPlanes; ++plane) {
-    const float sum =
-        plane == kShift ? moments.sum[kShift] : sum_of_lanes(moments.sum[plane], 1, lanes);
+    const float sum = plane == kShift ? moments.shift : sum_of_lanes(moments.sum[plane], 1, lanes);
     if (exists && lane == 0) {
       sums[(part * kChannelPlanes + plane) * input.channels + channel] = sum;
     }
@@ -190,9 +216,12 @@ cudaError_t plan_channel_moments(const NormInput& input, bool channels_last, Nor
     const cudaError_t error = count_processors(processors);
     if (error != cudaSuccess) return error;
     const int N = channels_of_thread(input), width = width_of(input, N);
-    const int64_t blocks = int64_t{processors} * kBlocksPerProcessor;
-    wanted = ceil_of(blocks, input.samples * ceil_of(input.channels, int64_t{width} * N));
-    multiple = kThreads / width;
+    const int64_t others = input.samples * ceil_of(input.channels, int64_t{width} * N);
+    // All blocks at the same time, or so many that the last ones matter little.
+    const int64_t together = int64_t{processors} * kBlocksPerProcessor;
+    wanted = std::max<int64_t>(1, together / others);
+    if (wanted * others < together * 7 / 8) wanted = ceil_of(4 * together, others);
+    multiple = 1;
   }
   if (!input.squares) wanted = std::min(wanted, kMostPartsOfSample);
   parts.positions = ceil_of(ceil_of(input.positions, wanted), multiple) * multiple;

@@ -36,6 +36,20 @@ struct Pack<Element, 1> {
   __device__ float operator[](int) const { return static_cast<float>(element); }
 };
 
+// data[i] <- value(i) for i < N; N is kPack, with data aligned to 16 bytes, or 1.
+template <int N, typename Value>
+__device__ void store_pack(float* data, const Value& value) {
+  if constexpr (N == kPack) {
+#pragma unroll
+    for (int i = 0; i < N; i += 4) {
+      *reinterpret_cast<float4*>(data + i) =
+          make_float4(value(i), value(i + 1), value(i + 2), value(i + 3));
+    }
+  } else {
+    *data = value(0);
+  }
+}
+
 // launch(X(), G()) with the types of the two tensors.
 template <typename Launch>
 void launch_for_type(ElementType type, const Launch& launch) {

@@ -6,9 +6,9 @@
 // sample is cut into parts, and a part sums for each channel, with y = x - shift and w = g, or w =
 // g^2 where each position counts as a sample,
 //   w, w y, w y^2, and y, y^2.
-// The shift is an x of the part, so that no sum cancels if |mean| is much larger than the standard
-// deviation. Where the statistics are those of a row of channels, the kernel knows them before it
-// sums, y is the normalised input, and a part has the first three sums alone.
+// The shift is the median of three x of the part, so that no sum cancels if |mean| is much larger
+// than the standard deviation. Where the statistics are those of a row of channels, the kernel
+// knows them before it sums, y is the normalised input, and a part has the first three sums alone.
 #pragma once
 
 #include "cuda_kernels/common/parameter_table.h"
@@ -19,7 +19,7 @@
 namespace torchium::cuda_kernels {
 
 // Of a part: one float of each channel.
-enum NormPlane : int { kW, kWy, kWyy, kRowPlanes, kShift = kRowPlanes, kY, kYy, kChannelPlanes };
+enum NormPlane : int { kW, kWy, kWyy, kRowPlanes, kY = kRowPlanes, kYy, kShift, kChannelPlanes };
 
 struct NormInput {
   const void *x, *g;           // dense, in the same order

@@ -51,7 +51,7 @@ struct LayerCall {
   // Calls of one backward pass share a micro-batch and its samples.
   int64_t micro_batch = 0;
   std::array<int64_t, 12> settings{};
-  double eps = 0.0;            // of a norm; kRmsNorm, below 0: epsilon of the input's dtype
+  double eps = 0.0;            // of a norm; kRmsNorm, below 0: it has none
   at::Tensor input;            // input of the layer; embedding: integer indices
   at::Tensor output_gradient;  // of the loss with respect to the output
   // Batch norm: the running statistics that it used, [C]; undefined: it used those of the input.

@@ -2,7 +2,7 @@
 
 #ifdef TORCHIUM_WITH_CUDA
 #include "cuda_kernels/factors/norm_moments.h"
-#include "linalg/precision.h"
+#include "gradients/jacobian/dense_rows.h"
 #include "support/device_code.h"
 
 #include <ATen/core/Tensor.h>
@@ -152,11 +152,6 @@ class Statistics {
   at::Tensor of_groups_, mean_, variance_;
 };
 
-double eps_of(const LayerCall& call) {
-  const bool is_default = call.kind == LayerKind::kRmsNorm && call.eps < 0;
-  return is_default ? linalg::detail::epsilon_of(call.input.scalar_type()) : call.eps;
-}
-
 float* floats(const at::Tensor& tensor) { return tensor.mutable_data_ptr<float>(); }
 
 }  // namespace
@@ -194,7 +189,7 @@ void store_norm_blocks(at::Tensor& blocks, const LayerCall& call, WeightSharing 
   const int planes = by_rows ? cuda_kernels::kRowPlanes : cuda_kernels::kChannelPlanes;
   const at::Tensor sums =
       at::empty({input.samples * parts.per_sample * planes * input.channels}, blocks.options());
-  const double eps = eps_of(call);
+  const double eps = eps_of_norm(call);
   C10_CUDA_CHECK(
       by_rows ? cuda_kernels::row_moments(input, {call.kind == LayerKind::kLayerNorm, eps}, parts,
                                           floats(sums), stream)

@@ -65,6 +65,12 @@ at::Tensor sum_over_positions(const LayerCall& call, const at::Tensor& output) {
   TORCH_CHECK_VALUE(false, "a layer of kind ", name_of(call.kind), " has no bias");
 }
 
+double eps_of_norm(const LayerCall& call) {
+  const bool is_double = call.input.scalar_type() == at::kDouble;
+  const bool is_default = call.kind == LayerKind::kRmsNorm && call.eps < 0;
+  return is_default ? linalg::detail::epsilon_of(is_double ? at::kDouble : at::kFloat) : call.eps;
+}
+
 at::Tensor normalized_input(const LayerCall& call, at::ScalarType dtype) {
   const at::Tensor input = call.input.to(dtype);
   if (call.kind == LayerKind::kGroupNorm) {
@@ -82,9 +88,7 @@ at::Tensor normalized_input(const LayerCall& call, at::ScalarType dtype) {
   const int64_t dims = call.settings[kNormalizedDims];
   const auto shape = input.sizes().slice(input.dim() - dims);
   if (call.kind == LayerKind::kRmsNorm) {
-    const double eps =
-        call.eps < 0 ? linalg::detail::epsilon_of(call.input.scalar_type()) : call.eps;
-    return at::rms_norm(input, shape, {}, eps);
+    return at::rms_norm(input, shape, {}, eps_of_norm(call));
   }
   return at::layer_norm(input, shape, {}, {}, call.eps);
 }

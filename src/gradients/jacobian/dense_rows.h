@@ -23,6 +23,10 @@ at::Tensor norm_weight_rows(const LayerCall& call, at::IntArrayRef shape, at::Sc
 // mode, with the statistics of this input.
 at::Tensor normalized_input(const LayerCall& call, at::ScalarType dtype);
 
+// The eps of a norm. An RMS norm without one has that of the dtype in which PyTorch computes it:
+// float32 for 16 bits.
+double eps_of_norm(const LayerCall& call);
+
 // Sums a tensor of the shape of the output over positions: [n, *shape of the bias].
 at::Tensor sum_over_positions(const LayerCall& call, const at::Tensor& output);
 
