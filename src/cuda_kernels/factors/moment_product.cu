@@ -1,18 +1,17 @@
 #include "cuda_kernels/common/pipeline.cuh"
-#include "cuda_kernels/common/processor_count.h"
 #include "cuda_kernels/common/wgmma.cuh"
 #include "cuda_kernels/factors/moment_parts.cuh"
+#include "cuda_kernels/factors/moment_plan.h"
 #include "cuda_kernels/split_gemm/tile_map.h"
 
 #include <algorithm>
-#include <limits>
 
 namespace torchium::cuda_kernels {
 namespace {
 
 // A cluster of two blocks computes a tile, each block half of its rows. Two warpgroups compute, and
 // one thread loads.
-constexpr int kBlocks = 2;
+constexpr int kBlocks = MomentParts::kBlocks;
 constexpr int kThreads = 384;
 constexpr int kStages = 4;
 constexpr int kRowBytes = 2 * kBoxBytes;     // of the rows of a block
@@ -23,9 +22,6 @@ constexpr int kBarriersAt = kStages * kStageBytes;
 constexpr int kSharedBytes = kBarriersAt + 2 * 8 * kStages + 1024;
 constexpr int kTile = MomentParts::kTile;
 constexpr int kTerms = MomentParts::kTerms;
-// Units per cluster: fewer take longer to add up than they save.
-constexpr int kLeastShare = 16 * MomentParts::kUnits;
-constexpr int kLongShare = 48 * MomentParts::kUnits;
 static_assert(kSharedBytes <= 227 * 1024 && kTerms == kBoxRows && kTile == 4 * kBoxElements);
 
 constexpr int kBoxes = kTile / kBoxElements;  // of the rows and of the columns of a tile
@@ -73,8 +69,6 @@ struct Segment {
   int product, tile, row, column, begin, end;  // row and column count boxes
   bool is_diagonal;                            // both have the same boxes
 };
-
-__device__ int pieces_of(int size, int piece) { return (size + piece - 1) / piece; }
 
 // body(segment) for every segment of this block's cluster.
 template <typename Body>
@@ -277,65 +271,7 @@ cudaError_t launch(const Operand& operand, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-int64_t pieces(int64_t size, int64_t piece) { return (size + piece - 1) / piece; }
-
-// Boxes along a side of a view, or 0: they cannot cover it.
-int64_t boxes_along(int64_t size, int box, bool is_exact) {
-  return (is_exact || size == 1) && size % box != 0 ? 0 : pieces(size, box);
-}
-
-// The fewest boxes that cover a view, and the widest of those. Strides are left out.
-BoxOfPixels box_of(const View& view, int64_t samples) {
-  BoxOfPixels best{};
-  int64_t least = std::numeric_limits<int64_t>::max();
-  for (int width = kTerms; width > 0; width /= 2) {
-    for (int height = kTerms / width; height > 0; height /= 2) {
-      const int depth = kTerms / width / height;
-      const int64_t boxes = boxes_along(view.width, width, view.is_exact) *
-                            boxes_along(view.height, height, view.is_exact) *
-                            pieces(samples, depth);
-      if (boxes > 0 && boxes < least) {
-        least = boxes;
-        best = {width, height, depth};
-      }
-    }
-  }
-  return best;
-}
-
-int64_t boxes_of(const View& view, int64_t samples) {
-  const BoxOfPixels box = box_of(view, samples);
-  return pieces(view.width, box.width) * pieces(view.height, box.height) *
-         pieces(samples, box.samples);
-}
-
-bool has_same_factors(const MomentProduct& product, const MomentProduct::Factors& factors) {
-  const Shift* rows = product.shift + factors.rows;
-  return std::equal(rows, rows + product.shifts, product.shift + factors.columns,
-                    [](const Shift& a, const Shift& b) { return a.y == b.y && a.x == b.x; });
-}
-
-int64_t boxes_per_shift(const MomentProduct& product) {
-  return pieces(product.images.channels, kBoxElements);
-}
-
 }  // namespace
-
-Images contiguous_images(const void* data, int64_t samples, int64_t height, int64_t width,
-                         int channels, bool is_bfloat16) {
-  return {data,       samples,  height,           width,
-          channels,   channels, width * channels, height * width * channels,
-          is_bfloat16};
-}
-
-MomentProduct product_of_rows(const Images& X) {
-  MomentProduct product{};
-  product.images = X;
-  product.stride = {1, 1};
-  product.shifts = product.views = product.products = 1;
-  product.view[0] = {X.height, X.width, false};
-  return product;
-}
 
 bool has_moment_product(int major, int minor, int shared_bytes) {
 #ifdef TORCHIUM_HAS_SM90A
@@ -345,42 +281,6 @@ bool has_moment_product(int major, int minor, int shared_bytes) {
 #endif
 }
 
-cudaError_t plan_moment_product(const MomentProduct& product, MomentParts& parts) {
-  int processors = 0;
-  const cudaError_t error = count_processors(processors);
-  if (error != cudaSuccess) return error;
-  parts = {};
-  const Images& images = product.images;
-  const int64_t rows = pieces(product.shifts * boxes_per_shift(product), kBoxes);
-  int64_t tiles = 0, units = 0;
-  for (int i = 0; i < product.products; ++i) {
-    const int64_t stages = boxes_of(product.view[product.product[i].view], images.samples);
-    const bool is_triangular = has_same_factors(product, product.product[i]);
-    const int64_t own = is_triangular ? rows * (rows + 1) / 2 : rows * rows;
-    parts.series[i] = {static_cast<int>(tiles), static_cast<int>(units), static_cast<int>(stages),
-                       static_cast<int>(rows), is_triangular};
-    tiles += own;
-    units += (MomentParts::kUnits * own -
-              (is_triangular ? rows : 0) * (MomentParts::kUnits - MomentParts::kUnitsOnDiagonal)) *
-             stages;
-    if (units > std::numeric_limits<int>::max() / 2) return cudaSuccess;
-  }
-  parts.tiles = static_cast<int>(tiles);
-  parts.units = static_cast<int>(units);
-  const int clusters = processors / kBlocks;
-  parts.share = std::max(kLeastShare, (parts.units + clusters - 1) / clusters);
-  parts.clusters = (parts.units + parts.share - 1) / parts.share;
-  return cudaSuccess;
-}
-
-bool saves_work(const MomentParts& parts, int64_t n) {
-  const int64_t elements = int64_t{parts.tiles} * kTile * kTile;
-  const bool is_less = 10 * elements <= 9 * n * n;
-  // cuBLAS's kernels for few columns and many rows are slower.
-  const bool is_long = elements <= n * n && parts.share >= kLongShare;
-  return is_less || is_long;
-}
-
 cudaError_t moment_product(const MomentProduct& product, const MomentParts& parts, float* workspace,
                            cudaStream_t stream) {
   Operand operand{};
@@ -388,18 +288,18 @@ cudaError_t moment_product(const MomentProduct& product, const MomentParts& part
   operand.workspace = workspace;
   operand.count = product.products;
   operand.shifts = product.shifts;
-  operand.boxes_per_shift = static_cast<int>(boxes_per_shift(product));
+  operand.boxes_per_shift = static_cast<int>(moment_boxes_per_shift(product));
   std::copy_n(product.product, product.products, operand.products);
   std::copy_n(product.shift, MomentProduct::kMostShifts, operand.shift);
   const Images& images = product.images;
   for (int i = 0; i < product.views; ++i) {
     const View& view = product.view[i];
-    BoxOfPixels box = box_of(view, images.samples);
+    BoxOfPixels box = moment_box(view, images.samples);
     box.stride_x = product.stride.x;
     box.stride_y = product.stride.y;
-    operand.grids[i] = {static_cast<int>(pieces(view.width, box.width)),
-                        static_cast<int>(pieces(view.height, box.height)), box.width * box.stride_x,
-                        box.height * box.stride_y, box.samples};
+    operand.grids[i] = {static_cast<int>(pieces_of<int64_t>(view.width, box.width)),
+                        static_cast<int>(pieces_of<int64_t>(view.height, box.height)),
+                        box.width * box.stride_x, box.height * box.stride_y, box.samples};
     const cudaError_t error =
         make_tile_map({images.data, images.samples, images.height, images.width, images.channels,
                        images.sample_pitch, images.row_pitch, images.pixel_pitch},

@@ -69,6 +69,7 @@ struct TileSeries {
 // workspace. Parts of a tile follow each other: those of tile t by the clusters c that work on it
 // are parts t + c.
 struct MomentParts {
+  static constexpr int kBlocks = 2;  // of a cluster
   static constexpr int kTile = 256;
   static constexpr int kTerms = 64;  // of a stage
   static constexpr int kUnits = 4, kUnitsOnDiagonal = 3;
