@@ -66,7 +66,7 @@ LinearOperator hvp_operator(const std::function<at::Tensor()>& loss_fn,
     }
     return at::stack(columns, 1);
   };
-  return {gradient.numel(), product, gradient.options()};
+  return LinearOperator(gradient.numel(), product, gradient.options()).assume("symmetric");
 }
 
 }  // namespace torchium::linalg
