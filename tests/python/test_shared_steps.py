@@ -1,13 +1,16 @@
-"""Several processes share the steps of Shampoo: the cases of shared_cases.py, with gloo on the CPU."""
+"""Several processes share the steps of Shampoo: the cases of shared_cases.py and
+shared_failures.py, with gloo on the CPU."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
 import pytest
-import shared_cases
+import shared_run
 import torch
 import torch.distributed as dist
 
@@ -26,7 +29,7 @@ def results(tmp_path_factory) -> Path:
     with mock.patch.dict(os.environ, {"MKL_CBWR": "COMPATIBLE", "OMP_NUM_THREADS": "1"}):
         groups = [
             torch.multiprocessing.spawn(
-                shared_cases.run, (ranks, str(folder)), nprocs=ranks, join=False
+                shared_run.run, (ranks, str(folder)), nprocs=ranks, join=False
             )
             for ranks in RANKS
         ]
@@ -37,7 +40,7 @@ def results(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "name"), [(ranks, name) for ranks in RANKS for name in shared_cases.cases_of(ranks)]
+    ("ranks", "name"), [(ranks, name) for ranks in RANKS for name in shared_run.cases_of(ranks)]
 )
 def test_ranks_that_share_steps(results, name, ranks):
     failures = []
@@ -47,3 +50,14 @@ def test_ranks_that_share_steps(results, name, ranks):
         if text:
             failures.append(f"rank {rank}: {text}")
     assert not failures, "\n".join(failures)
+
+
+def test_benchmark_of_several_gpus():
+    script = Path(__file__).resolve().parents[2] / "benchmarks" / "distributed.py"
+    run = subprocess.run(
+        [sys.executable, script, "--dry-run"], capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+    rows = [line.split() for line in run.stdout.splitlines()[1:]]
+    assert [row[0] for row in rows] == ["every", "never"]
+    assert all(0.3 < float(row[-1]) < 0.7 for row in rows)  # of the state
