@@ -20,6 +20,7 @@ SHAPES = [(33, 17), (1, 7), (7, 1), (64,), (), (3, 5, 4)]
 # Every matrix function in each step.
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "adagrad": [{}, {"full_matrix": True, "eps": 1e-4}],
+    "adahessian": [{"n_samples": 2}],
     "kfac": [
         {"TCov": 1, "TInv": 1, "damping_split": split, "max_factor_size": size}
         for split, size in (("pi", 5000), ("exact", 5000), ("plain", 16))
@@ -32,6 +33,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "shampoow": [{"max_preconditioned_dim": 40}],
 }
 SEE_LAYERS = ("kfac", "naturalgradient")
+NEED_MODEL = (*SEE_LAYERS, "adahessian")
 
 
 class SmallModel(nn.Module):
@@ -66,11 +68,13 @@ def plain_steps(name: str, options: dict[str, Any]) -> list[Tensor]:
 
 def model_steps(name: str, options: dict[str, Any]) -> list[Tensor]:
     model = SmallModel().cuda()
-    optimizer = torchium.create_optimizer(name, model, lr=0.01, **options)
+    params = model if name in SEE_LAYERS else model.parameters()
+    optimizer = torchium.create_optimizer(name, params, lr=0.01, **options)
     tokens, targets = torch.randint(11, (9,), device="cuda"), torch.randint(5, (9,), device="cuda")
     for _ in range(2):
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(tokens), targets).backward()
+        loss = nn.functional.cross_entropy(model(tokens), targets)
+        loss.backward(create_graph=name == "adahessian")
         optimizer.step()
     torchium.per_sample_gradients(model, nn.functional.cross_entropy, tokens, targets)
     return list(model.parameters())
@@ -142,7 +146,7 @@ def factors() -> None:
 
 def steps_of(name: str) -> None:
     for options in OPTIONS[name]:
-        steps = model_steps if name in SEE_LAYERS else plain_steps
+        steps = model_steps if name in NEED_MODEL else plain_steps
         parameters = steps(name, options)
         torch.cuda.synchronize()
         finite = all(bool(parameter.isfinite().all()) for parameter in parameters)

@@ -35,6 +35,14 @@ at::Tensor symmetric_and_bounded(at::Tensor C) {
   return C + C.mT();
 }
 
+// X X, without overflow before the last multiplication.
+at::Tensor product_with_itself(const at::Tensor& X) {
+  const at::Tensor largest = X.abs().amax({-2, -1}, /*keepdim=*/true).mul_(X.size(-1));
+  const at::Tensor exponent = std::get<1>(at::frexp(largest)).clamp_(-100, 126);
+  const at::Tensor scale = at::ldexp(at::ones_like(largest), exponent);
+  return symmetric_and_bounded(at::bmm(X / scale, X).mul_(scale));
+}
+
 // D D^(-1/2) for D = A + eps I.
 at::Tensor square_root(const at::Tensor& A, double eps) {
   const at::Tensor half = A * 0.5;
@@ -85,8 +93,7 @@ at::Tensor direct_power(const at::Tensor& A, double exponent, double eps) {
     return inverse_root(A, *p, eps);
   }
   if (const auto p = inverse_root_order(exponent, 2); p && has_device_root(A, *p)) {
-    const at::Tensor X = inverse_root(A, *p, eps);
-    return symmetric_and_bounded(at::bmm(X, X));
+    return product_with_itself(inverse_root(A, *p, eps));
   }
   if (exponent == 0.5 && has_device_root(A, 2)) return square_root(A, eps);
   return {};

@@ -396,4 +396,4 @@ def test_cuda_structures():
         applied = torch.complex(operator @ vectors.real, operator @ vectors.imag) if (
             vectors.is_complex()
         ) else operator @ vectors  # fmt: skip
-        close(applied, vectors * values, 1e-6)
+        close(applied, vectors * values, 1e-4)  # the tolerance of eigs

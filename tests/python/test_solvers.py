@@ -105,7 +105,8 @@ def test_a_singular_or_non_finite_matrix_leaves_the_others_alone(device):
             linalg.kron_solve(good, torch.ones(1, 1, device=device), X, 0.0),
         ),
     ]:
-        torch.testing.assert_close(result[0], alone)
+        # Rounding errors of a condition number of 1000 differ with the size of a batch.
+        torch.testing.assert_close(result[0], alone, rtol=0, atol=1e-4 * float(alone.abs().max()))
         assert result[[1, 3, 4]].isfinite().all()
         assert result[2].isnan().all()
 
