@@ -1,7 +1,7 @@
 """Convergence: Shampoo against AdamW and Muon, K-FAC and natural gradient against SGD with momentum.
 
-Every optimizer runs the same learning rates with one seed, then the best of them with the other seeds; where
-one of these diverges, the next best. Runs are saved in a folder and not repeated: the benchmark can be split
+Every optimizer runs the same learning rates with one seed, then the best of them with the other seeds; while
+another rate has a lower mean then, that one too. Runs are saved in a folder and not repeated: the benchmark can be split
 over several calls, and the last one writes the tables.
 """
 
@@ -87,9 +87,9 @@ class Experiment:
         )
 
     def best_rates(self) -> dict[str, float]:
-        """Of the optimizers that have run and not diverged at every rate."""
+        """Of the optimizers that have run and not diverged at every rate; they change with more seeds."""
         runs = self.comparable()
-        rates = {name: best_lr(runs, name, self.tuning_seed) for name in self.task.grids}
+        rates = {name: best_lr(runs, name) for name in self.task.grids}
         return {name: lr for name, lr in rates.items() if lr is not None}
 
     def warm_up(self) -> None:
@@ -104,7 +104,7 @@ class Experiment:
             for lr in grid:
                 self.need(name, lr, self.tuning_seed)
         tried: dict[str, float] = {}
-        while tried != (rates := self.best_rates()):  # they change where a seed diverges
+        while tried != (rates := self.best_rates()):
             tried = rates
             for seed in self.seeds:  # outermost, so that an interrupted call has complete seeds
                 for name in self.grids:

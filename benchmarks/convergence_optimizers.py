@@ -23,7 +23,7 @@ KFAC_OPTIONS: dict[str, Any] = {
     "TCov": lambda step: 1 if step <= 20 else 10,
     "TInv": lambda step: 1 if step <= 20 else 20,
 }
-NATURAL_GRADIENT_OPTIONS: dict[str, Any] = {"damping": 0.1, "momentum": 0.9, "fisher": "mc"}
+NATURAL_GRADIENT_OPTIONS: dict[str, Any] = {"damping": 0.3, "momentum": 0.9, "fisher": "mc"}
 CURVATURE_OPTIONS = (
     "None has weight decay; SGD has momentum 0.9. K-FAC: damping 0.01, no KL clip, factors and inverses in "
     "each of the first 20 steps, then every 10 and every 20. Natural gradient: "

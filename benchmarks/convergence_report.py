@@ -13,21 +13,20 @@ from convergence_training import Run
 GOALS = {"validation": "final loss", "training": "lowest loss"}
 
 
-def diverged_rates(runs: Sequence[Run], optimizer: str) -> set[float]:
-    return {
-        run.lr for run in runs if run.optimizer == optimizer and not math.isfinite(run.reached[0])
-    }
+def mean_losses(runs: Sequence[Run], optimizer: str) -> dict[float, float]:
+    """The mean over the seeds of the losses reached, by learning rate."""
+    losses: dict[float, list[float]] = {}
+    for run in runs:
+        if run.optimizer == optimizer:
+            losses.setdefault(run.lr, []).append(run.reached[0])
+    return {lr: statistics.mean(values) for lr, values in losses.items()}
 
 
-def best_lr(runs: Sequence[Run], optimizer: str, tuning_seed: int) -> float | None:
-    """The learning rate of the lowest loss with the tuning seed, of those at which no seed diverged."""
-    diverged = diverged_rates(runs, optimizer)
-    tried = [
-        run
-        for run in runs
-        if (run.optimizer, run.seed) == (optimizer, tuning_seed) and run.lr not in diverged
-    ]
-    return min(tried, key=lambda run: run.reached).lr if tried else None
+def best_lr(runs: Sequence[Run], optimizer: str) -> float | None:
+    """The learning rate of the lowest mean over the seeds that have run; None if all diverged."""
+    means = mean_losses(runs, optimizer)
+    best = min(means, key=lambda lr: means[lr], default=None)
+    return best if best is not None and math.isfinite(means[best]) else None
 
 
 def spread(values: Sequence[float], digits: int) -> str:
@@ -39,15 +38,15 @@ def spread(values: Sequence[float], digits: int) -> str:
 def grid_table(report: Report, task: Task, runs: Sequence[Run], tuning_seed: int) -> None:
     tuning = [run for run in runs if run.seed == tuning_seed]
     rates = sorted({run.lr for run in tuning})
-    rows, at_edge, unsafe = [], [], []
+    rows, at_edge, means = [], [], []
     for name in task.grids:
         losses = {run.lr: run.reached[0] for run in tuning if run.optimizer == name}
         if not losses:
             continue
-        with_tuning_seed = diverged_rates(tuning, name)
-        unsafe += [
-            f"{name} at {lr:g}" for lr in sorted(diverged_rates(runs, name) - with_tuning_seed)
-        ]
+        for lr, mean in sorted(mean_losses(runs, name).items()):
+            count = sum((run.optimizer, run.lr) == (name, lr) for run in runs)
+            if count > 1:
+                means.append(f"{name} at {lr:g}: {mean:.4g} ({count})")
         rows.append([name, *(losses.get(lr) for lr in rates)])
         best = min(losses, key=lambda lr: losses[lr])
         if best in (min(losses), max(losses)):
@@ -60,8 +59,8 @@ def grid_table(report: Report, task: Task, runs: Sequence[Run], tuning_seed: int
     )
     if at_edge:
         report.write(f"Best at an end of its grid: {', '.join(at_edge)}.")
-    if unsafe:
-        report.write(f"Left out, because another seed diverged: {', '.join(unsafe)}.")
+    if means:
+        report.write(f"Means over several seeds (their number): {', '.join(means)}.")
 
 
 def target_of(baseline: Sequence[Run]) -> float:

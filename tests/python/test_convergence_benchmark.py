@@ -57,7 +57,8 @@ def test_a_tiny_run_in_two_parts_writes_its_tables_and_its_plot(
     parts = sorted((tmp_path / "runs").glob("*.json"))
     runs = [run for part in parts for run in json.loads(part.read_text())]
     assert len(parts) == 2
-    assert len(runs) == len(names) * 3
+    # Two rates with one seed, the best one with another; and the other rate, if its mean is lower then.
+    assert len(names) * 3 <= len(runs) <= len(names) * 4
     for values in runs:
         assert values["task"] == task
         assert values["steps"] == [4, 8, 12]
@@ -95,7 +96,7 @@ def test_the_goal_of_training_is_the_lowest_training_loss() -> None:
     assert diverged.reached[0] == math.inf
 
 
-def test_a_rate_at_which_a_seed_diverges_is_not_the_best() -> None:
+def test_the_best_rate_has_the_lowest_mean_over_the_seeds() -> None:
     pytest.importorskip("tabulate")
     from convergence_report import best_lr
     from convergence_training import Run
@@ -106,10 +107,10 @@ def test_a_rate_at_which_a_seed_diverges_is_not_the_best() -> None:
         return run
 
     runs = [made(0.1, 0, 1.0), made(0.2, 0, 0.5), made(0.2, 1, 0.6), made(0.4, 0, math.nan)]
-    assert best_lr(runs, "K-FAC", tuning_seed=0) == 0.2
-    runs.append(made(0.2, 2, math.nan))
-    assert best_lr(runs, "K-FAC", tuning_seed=0) == 0.1
-    assert best_lr([made(0.1, 0, math.nan)], "K-FAC", tuning_seed=0) is None
+    assert best_lr(runs, "K-FAC") == 0.2
+    assert best_lr([*runs, made(0.2, 2, 9.0)], "K-FAC") == 0.1
+    assert best_lr([*runs, made(0.2, 2, math.nan)], "K-FAC") == 0.1
+    assert best_lr([made(0.1, 0, math.nan)], "K-FAC") is None
 
 
 def test_a_run_whose_optimizer_gives_up_ends_with_an_infinite_loss() -> None:
