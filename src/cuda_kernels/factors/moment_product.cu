@@ -1,3 +1,4 @@
+#include "cuda_kernels/common/hopper.h"
 #include "cuda_kernels/common/pipeline.cuh"
 #include "cuda_kernels/common/wgmma.cuh"
 #include "cuda_kernels/factors/moment_parts.cuh"
@@ -274,11 +275,7 @@ cudaError_t launch(const Operand& operand, cudaStream_t stream) {
 }  // namespace
 
 bool has_moment_product(int major, int minor, int shared_bytes) {
-#ifdef TORCHIUM_HAS_SM90A
-  return major == 9 && minor == 0 && shared_bytes >= kSharedBytes;
-#else
-  return false;
-#endif
+  return has_hopper_kernel(major, minor, shared_bytes, kSharedBytes);
 }
 
 cudaError_t moment_product(const MomentProduct& product, const MomentParts& parts, float* workspace,

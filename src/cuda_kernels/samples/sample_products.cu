@@ -1,3 +1,4 @@
+#include "cuda_kernels/common/hopper.h"
 #include "cuda_kernels/common/processor_count.h"
 #include "cuda_kernels/samples/sample_products.h"
 #include "cuda_kernels/split_gemm/batched_product_block.cuh"
@@ -282,11 +283,7 @@ cudaError_t launch_product(const SampleProduct& product, const Target& target,
 }  // namespace
 
 bool has_sample_products(int major, int minor, int shared_bytes) {
-#ifdef TORCHIUM_HAS_SM90A
-  return major == 9 && minor == 0 && shared_bytes >= kSharedBytes;
-#else
-  return false;
-#endif
+  return has_hopper_kernel(major, minor, shared_bytes, kSharedBytes);
 }
 
 double scale_of_positions(int positions) { return std::ldexp(1.0, exponent_of(positions)); }

@@ -1,3 +1,4 @@
+#include "cuda_kernels/common/hopper.h"
 #include "cuda_kernels/common/processor_count.h"
 #include "cuda_kernels/split_gemm/batched_product.h"
 #include "cuda_kernels/split_gemm/batched_product_block.cuh"
@@ -100,11 +101,7 @@ cudaError_t launch(ProductKind kind, const ProductTable& table, cudaStream_t str
 }  // namespace
 
 bool has_batched_product(int major, int minor, int shared_bytes) {
-#ifdef TORCHIUM_HAS_SM90A
-  return major == 9 && minor == 0 && shared_bytes >= kMostSharedBytes;
-#else
-  return false;
-#endif
+  return has_hopper_kernel(major, minor, shared_bytes, kMostSharedBytes);
 }
 
 cudaError_t batched_products(ProductKind kind, const BatchedProduct* products, int count,

@@ -1,3 +1,4 @@
+#include "cuda_kernels/common/hopper.h"
 #include "cuda_kernels/common/processor_count.h"
 #include "cuda_kernels/split_gemm/symmetric_product.h"
 #include "cuda_kernels/split_gemm/symmetric_product_consumer.cuh"
@@ -116,11 +117,7 @@ cudaError_t launch(const SymmetricProduct& arguments, cudaStream_t stream) {
 int product_sums(int order) { return product_sums_of(order); }
 
 bool has_symmetric_product(int major, int minor, int shared_bytes) {
-#ifdef TORCHIUM_HAS_SM90A
-  return major == 9 && minor == 0 && shared_bytes >= kSharedBytes;
-#else
-  return false;
-#endif
+  return has_hopper_kernel(major, minor, shared_bytes, kSharedBytes);
 }
 
 cudaError_t symmetric_product(const SymmetricProduct& arguments, cudaStream_t stream) {

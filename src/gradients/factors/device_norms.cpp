@@ -3,6 +3,7 @@
 #ifdef TORCHIUM_WITH_CUDA
 #include "cuda_kernels/factors/norm_moments.h"
 #include "gradients/jacobian/dense_rows.h"
+#include "linalg/element_type.h"
 #include "support/device_code.h"
 
 #include <ATen/core/Tensor.h>
@@ -30,18 +31,7 @@ using cuda_kernels::NormStatistics;
 constexpr int64_t kMostElements = int64_t{1} << 36, kMostSamples = int64_t{1} << 24;
 
 std::optional<ElementType> type_of(const at::Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case at::kFloat:
-      return ElementType::kFloat;
-    case at::kBFloat16:
-      return ElementType::kBFloat16;
-    case at::kHalf:
-      return ElementType::kHalf;
-    case at::kDouble:
-      return ElementType::kDouble;
-    default:
-      return std::nullopt;
-  }
+  return linalg::detail::element_type(tensor.scalar_type());
 }
 
 bool is_normed_by_rows(const LayerCall& call) {

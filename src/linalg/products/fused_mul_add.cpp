@@ -12,6 +12,7 @@
 
 #ifdef TORCHIUM_WITH_CUDA
 #include "cuda_kernels/common/fused_mul_add.h"
+#include "linalg/element_type.h"
 #include "support/device_code.h"
 
 #include <ATen/Dispatch.h>
@@ -61,14 +62,6 @@ void fused_mul_add_cuda(const at::Tensor& a, const at::Tensor& b, const at::Tens
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-cuda_kernels::ElementType type_of_elements(at::ScalarType dtype) {
-  using cuda_kernels::ElementType;
-  return dtype == at::kFloat    ? ElementType::kFloat
-         : dtype == at::kDouble ? ElementType::kDouble
-         : dtype == at::kHalf   ? ElementType::kHalf
-                                : ElementType::kBFloat16;
-}
-
 // The entries of one device, launched when the table is full and at the end.
 class EntryTable {
  public:
@@ -88,7 +81,7 @@ class EntryTable {
                                       .c = target,
                                       .elements = c.numel(),
                                       .first_tile = table_.end_tile,
-                                      .type = type_of_elements(c.scalar_type()),
+                                      .type = *element_type(c.scalar_type()),
                                       .is_aligned = address % 16 == 0};
     const int64_t tiles = (c.numel() + cuda_kernels::kMulAddTile - 1) / cuda_kernels::kMulAddTile;
     table_.end_tile += static_cast<int>(tiles);

@@ -1,11 +1,11 @@
 #ifdef TORCHIUM_WITH_CUDA
 #include "optim/core/cuda/kernel_tensors.h"
 
+#include "linalg/element_type.h"
+
 #include <ATen/ops/empty_like.h>
 
 namespace torchium::optim::detail {
-
-using cuda_kernels::ElementType;
 
 bool same_layout(const at::Tensor& tensor, const at::Tensor& param) {
   return (tensor.is_contiguous() && param.is_contiguous()) || tensor.strides() == param.strides();
@@ -36,17 +36,8 @@ cuda_kernels::LearningRate learning_rate(const at::Tensor& lr) {
           lr.is_cpu() ? lr.item<double>() : 0.0};
 }
 
-ElementType element_type(at::ScalarType type) {
-  switch (type) {
-    case at::kBFloat16:
-      return ElementType::kBFloat16;
-    case at::kHalf:
-      return ElementType::kHalf;
-    case at::kDouble:
-      return ElementType::kDouble;
-    default:
-      return ElementType::kFloat;
-  }
+cuda_kernels::ElementType element_type(at::ScalarType type) {
+  return linalg::detail::element_type(type).value_or(cuda_kernels::ElementType::kFloat);
 }
 
 bool is_readable(const at::Tensor& grad, const at::Tensor& param, bool is_updated) {
