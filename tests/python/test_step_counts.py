@@ -19,7 +19,7 @@ from optimizer_cases import (
 )
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchium.optimizers._core.blocked import BlockedOptimizer
+from torchium.optimizers._blocked.base import BlockedOptimizer
 
 pytestmark = ignore_fallback
 

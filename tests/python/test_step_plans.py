@@ -26,7 +26,7 @@ from optimizer_cases import (
     values,
 )
 from torch import nn
-from torchium.optimizers._core.blocked import BlockedOptimizer
+from torchium.optimizers._blocked.base import BlockedOptimizer
 
 pytestmark = ignore_fallback
 

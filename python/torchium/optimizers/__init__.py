@@ -1,10 +1,10 @@
 """Optimizers: :class:`torch.optim.Optimizer` subclasses over the compiled core."""
 
+from ._blocked.report import ParameterReport as ParameterReport
+from ._blocked.report import ShampooReport as ShampooReport
 from ._core.memory import GroupMemory as GroupMemory
 from ._core.memory import MemoryReport as MemoryReport
 from ._core.memory import StateMemory as StateMemory
-from ._core.report import ParameterReport as ParameterReport
-from ._core.report import ShampooReport as ShampooReport
 from .adagrad import Adagrad
 from .adahessian import AdaHessian
 from .kfac import KFAC

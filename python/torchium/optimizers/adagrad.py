@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ._core.blocked import BlockedOptimizer
+from ._blocked.base import BlockedOptimizer
 from ._core.options import OptionList
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import ParamsT
 
+from ._blocked.base import BlockedOptimizer
 from ._core.amp import ScaledLoss
-from ._core.blocked import BlockedOptimizer
 from ._core.options import OptionList
 
 

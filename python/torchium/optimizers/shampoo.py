@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from ._core.adamw import SHAMPOO, adopt
-from ._core.blocked import BlockedOptimizer
+from ._blocked.adamw import SHAMPOO, adopt
+from ._blocked.base import BlockedOptimizer
+from ._blocked.report import ParameterReport, ShampooReport
+from ._blocked.sharing import SHARING_ARGUMENTS, Sharing
 from ._core.memory import GroupMemory, MemoryReport, StateMemory
 from ._core.model_groups import model_groups
-from ._core.report import ParameterReport, ShampooReport
-from ._core.sharing import SHARING_ARGUMENTS, Sharing
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from ._core.adamw import ADAMW_OPTIONS, options_beside_adamw, shampoo_options
+from ._blocked.adamw import ADAMW_OPTIONS, options_beside_adamw, shampoo_options
 from .shampoo import Shampoo
 
 

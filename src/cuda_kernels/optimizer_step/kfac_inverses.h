@@ -1,5 +1,5 @@
 // What comes before and after the inversion of the factors of K-FAC on a GPU, for all layers at
-// once. Symbols as in optim/kfac/kfac_inverses.cpp.
+// once. Symbols as in optim/kfac/factors/kfac_inverses.cpp.
 #pragma once
 
 #include "cuda_kernels/common/parameter_table.h"

@@ -1,9 +1,9 @@
 // What operators can do, with the structure of their nodes or without.
 #include "linalg/operators/operator_checks.h"
-#include "linalg/structured/callable.h"
 #include "linalg/structured/dense.h"
-#include "linalg/structured/function_of_values.h"
-#include "linalg/structured/iterative_function.h"
+#include "linalg/structured/iterative/callable.h"
+#include "linalg/structured/iterative/function_of_values.h"
+#include "linalg/structured/iterative/iterative_function.h"
 #include "linalg/structured/operator_node.h"
 #include <torchium/linalg/estimators.h>
 #include <torchium/linalg/krylov.h>

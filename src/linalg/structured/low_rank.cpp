@@ -1,6 +1,6 @@
 #include "linalg/structured/low_rank.h"
 
-#include "linalg/structured/function_of_values.h"
+#include "linalg/structured/iterative/function_of_values.h"
 #include "linalg/structured/operand_checks.h"
 #include <torchium/linalg/structured_operators.h>
 

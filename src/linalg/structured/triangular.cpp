@@ -1,5 +1,5 @@
 // Triangular matrices, and their inverses by substitution.
-#include "linalg/structured/function_of_values.h"
+#include "linalg/structured/iterative/function_of_values.h"
 #include "linalg/structured/operand_checks.h"
 #include "linalg/structured/operator_node.h"
 #include <torchium/linalg/structured_operators.h>

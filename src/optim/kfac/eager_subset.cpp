@@ -1,6 +1,6 @@
 #include "optim/blocked/elementwise.h"
 #include "optim/core/argument_checks.h"
-#include "optim/kfac/factor_averages.h"
+#include "optim/kfac/factors/factor_averages.h"
 #include "optim/kfac/kfac_direction.h"
 #include "optim/kfac/kfac_subset.h"
 

@@ -1,6 +1,6 @@
 #include "optim/kfac/kfac_direction.h"
 
-#include "optim/kfac/inverse_free.h"
+#include "optim/kfac/factors/inverse_free.h"
 
 #include <ATen/ATen.h>
 #include <c10/util/irange.h>

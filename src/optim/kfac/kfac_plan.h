@@ -4,7 +4,7 @@
 #include "gradients/capture/call_gradients.h"
 #include "optim/capture/joint_plan.h"
 #include "optim/capture/loss_curvature.h"
-#include "optim/kfac/factor_records.h"
+#include "optim/kfac/factors/factor_records.h"
 #include "optim/kfac/kfac_layer.h"
 #include "optim/kfac/kfac_options.h"
 #include "torchium/optim/kfac.h"

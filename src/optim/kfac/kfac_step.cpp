@@ -4,8 +4,8 @@
 #include "optim/capture/adaptive_damping.h"
 #include "optim/core/argument_checks.h"
 #include "optim/kfac/cuda/kfac_kernels.h"
-#include "optim/kfac/inverse_free.h"
-#include "optim/kfac/kfac_inverses.h"
+#include "optim/kfac/factors/inverse_free.h"
+#include "optim/kfac/factors/kfac_inverses.h"
 #include "support/phase.h"
 
 #include <ATen/ATen.h>

@@ -2,7 +2,7 @@
 // each has few elements.
 #include "optim/blocked/elementwise.h"
 #include "optim/core/argument_checks.h"
-#include "optim/kfac/factor_averages.h"
+#include "optim/kfac/factors/factor_averages.h"
 #include "optim/kfac/kfac_subset.h"
 
 #include <ATen/ATen.h>

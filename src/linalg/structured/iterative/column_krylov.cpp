@@ -1,4 +1,4 @@
-#include "linalg/structured/column_krylov.h"
+#include "linalg/structured/iterative/column_krylov.h"
 
 #include "linalg/operators/operator_checks.h"
 #include "linalg/precision.h"

@@ -1,4 +1,4 @@
-#include "linalg/structured/function_of_values.h"
+#include "linalg/structured/iterative/function_of_values.h"
 
 #include "linalg/precision.h"
 #include <torchium/linalg/matrix_functions.h>

@@ -1,4 +1,4 @@
-#include "optim/kfac/kfac_factors.h"
+#include "optim/kfac/factors/kfac_factors.h"
 
 #include "optim/core/parameter_state.h"
 

@@ -1,9 +1,9 @@
-#include "linalg/structured/iterative_function.h"
+#include "linalg/structured/iterative/iterative_function.h"
 
 #include "linalg/operators/operator_checks.h"
-#include "linalg/structured/column_krylov.h"
-#include "linalg/structured/function_of_values.h"
-#include "linalg/structured/solver_checks.h"
+#include "linalg/structured/iterative/column_krylov.h"
+#include "linalg/structured/iterative/function_of_values.h"
+#include "linalg/structured/iterative/solver_checks.h"
 #include <torchium/linalg/solvers.h>
 
 #include <ATen/ATen.h>

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .amp import unscaled_gradients
-from .base import CoreOptimizer
-from .checkpoint import as_tensors, own_state
-from .parameters import State, check_unsharded, parameter_name
-from .plan import Report, Snapshot, failures
+from .._core.amp import unscaled_gradients
+from .._core.base import CoreOptimizer
+from .._core.checkpoint import as_tensors, own_state
+from .._core.parameters import State, check_unsharded, parameter_name
+from .._core.plan import Report, Snapshot, failures
 from .sharing import Sharing, warn_of_repeated_work
 
 # Options, parameters, names (or none) and states of all groups, as the plans take them.

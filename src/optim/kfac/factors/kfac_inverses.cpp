@@ -1,4 +1,4 @@
-#include "optim/kfac/kfac_inverses.h"
+#include "optim/kfac/factors/kfac_inverses.h"
 
 #include "linalg/matrix_functions.h"
 #include "linalg/matrix_groups.h"
@@ -8,8 +8,8 @@
 #include "linalg/spectral/eigh.h"
 #include "linalg/spectral/spectral.h"
 #include "optim/kfac/cuda/inverse_kernels.h"
-#include "optim/kfac/damped_factors.h"
-#include "optim/kfac/second_moments.h"
+#include "optim/kfac/factors/damped_factors.h"
+#include "optim/kfac/factors/second_moments.h"
 
 #include <ATen/ATen.h>
 

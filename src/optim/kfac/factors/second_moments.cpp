@@ -1,4 +1,4 @@
-#include "optim/kfac/second_moments.h"
+#include "optim/kfac/factors/second_moments.h"
 
 #include <ATen/ATen.h>
 

@@ -1,4 +1,4 @@
-#include "optim/kfac/factor_averages.h"
+#include "optim/kfac/factors/factor_averages.h"
 
 #include "optim/blocked/elementwise.h"
 

@@ -6,7 +6,7 @@
 #include "gradients/factors/fisher_blocks.h"
 #include "gradients/factors/kronecker_factors.h"
 #include "optim/capture/loss_curvature.h"
-#include "optim/kfac/kfac_factors.h"
+#include "optim/kfac/factors/kfac_factors.h"
 
 #include <ATen/core/Tensor.h>
 

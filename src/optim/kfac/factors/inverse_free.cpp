@@ -1,4 +1,4 @@
-#include "optim/kfac/inverse_free.h"
+#include "optim/kfac/factors/inverse_free.h"
 
 #include "linalg/products/structured_matrix.h"
 #include "linalg/spectral/spectral.h"

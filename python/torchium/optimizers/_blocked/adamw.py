@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from .options import OptionList
+from .._core.options import OptionList
 
 SHAMPOO = OptionList("Shampoo")
 

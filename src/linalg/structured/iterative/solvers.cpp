@@ -1,7 +1,7 @@
 // Conjugate gradients and GMRES: see torchium/linalg/solvers.h.
-#include "linalg/structured/column_krylov.h"
+#include "linalg/structured/iterative/column_krylov.h"
+#include "linalg/structured/iterative/solver_checks.h"
 #include "linalg/structured/operator_node.h"
-#include "linalg/structured/solver_checks.h"
 #include <torchium/linalg/solvers.h>
 
 #include <ATen/ATen.h>

@@ -1,4 +1,4 @@
-#include "optim/kfac/factor_records.h"
+#include "optim/kfac/factors/factor_records.h"
 
 #include "optim/core/parameter_state.h"
 

@@ -1,0 +1,1 @@
+"""What the optimizers have in common whose state is matrices of blocks: Shampoo and Adagrad."""
