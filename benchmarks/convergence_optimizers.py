@@ -23,11 +23,11 @@ KFAC_OPTIONS: dict[str, Any] = {
     "TCov": lambda step: 1 if step <= 20 else 10,
     "TInv": lambda step: 1 if step <= 20 else 20,
 }
-NATURAL_GRADIENT_OPTIONS: dict[str, Any] = {"damping": 0.3, "momentum": 0.9, "fisher": "mc"}
+NATURAL_GRADIENT_OPTIONS: dict[str, Any] = {"fisher": "mc", "update_freq": 4}
 CURVATURE_OPTIONS = (
     "None has weight decay; SGD has momentum 0.9. K-FAC: damping 0.01, no KL clip, factors and inverses in "
-    "each of the first 20 steps, then every 10 and every 20. Natural gradient: "
-    'fisher="mc", damping {damping:g}, momentum {momentum:g}.'.format(**NATURAL_GRADIENT_OPTIONS)
+    "each of the first 20 steps, then every 10 and every 20. Natural gradient: defaults, but "
+    'fisher="mc" and a new matrix in every fourth step.'
 )
 
 Optimizers = list[Optimizer]  # they share the model's parameters

@@ -9,7 +9,7 @@ from convnet_task import ConvNetTask
 GRIDS = {
     "SGD": (0.025, 0.05, 0.1, 0.2, 0.3),
     "K-FAC": (0.003, 0.005, 0.01, 0.02, 0.03),
-    "NaturalGradient": (0.05, 0.1, 0.15, 0.2, 0.3),
+    "NaturalGradient": (0.1, 0.2, 0.3, 0.4, 0.5),
 }
 
 

@@ -1,7 +1,7 @@
 """A few steps of every optimizer on odd shapes, and roots of every size class, on a CUDA device.
 
-usage: gpu_smoke.py [PART...]   (default: all; a part is roots, products, graphs, factors or the name of an
-optimizer)
+usage: gpu_smoke.py [PART...]   (default: all; a part is roots, products, graphs, factors, samples or the name
+of an optimizer)
 
 gpu_check.sh runs it under compute-sanitizer, which makes it some hundred times slower: keep it small.
 """
@@ -144,6 +144,29 @@ def factors() -> None:
     print("factors of 16-bit layers: finite")
 
 
+def samples() -> None:
+    """Norms and inner products of gradients, and factors of images whose width fills 3 x 3 kernels."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.Conv2d(8, 72, 3, padding=1),
+        nn.GroupNorm(4, 72),
+        nn.Flatten(),
+        nn.Linear(72 * 64, 10),
+    ).cuda()
+    inputs = torch.randn(20, 3, 8, 8, device="cuda")
+    targets = torch.randint(10, (20,), device="cuda")
+    batch = (nn.functional.cross_entropy, inputs, targets)
+    norms = torchium.gradients.per_sample_norms(model, *batch)
+    squares = torchium.gradients.gram(model, *batch).diag()
+    torch.testing.assert_close(squares.sqrt().float(), norms, rtol=1e-3, atol=1e-5)
+    clipped = torchium.gradients.clip_and_accumulate(model, *batch, 0.1)
+    torch.testing.assert_close(clipped, norms, rtol=1e-3, atol=1e-5)
+    optimizer = torchium.KFAC(model, TCov=1, TInv=1)
+    nn.functional.cross_entropy(model(inputs), targets).backward()
+    optimizer.step()
+    print("gradients of samples: consistent")
+
+
 def steps_of(name: str) -> None:
     for options in OPTIONS[name]:
         steps = model_steps if name in NEED_MODEL else plain_steps
@@ -156,7 +179,13 @@ def steps_of(name: str) -> None:
 
 def main() -> None:
     torch.manual_seed(0)
-    parts = {"roots": roots, "products": products, "graphs": graphs, "factors": factors}
+    parts = {
+        "roots": roots,
+        "products": products,
+        "graphs": graphs,
+        "factors": factors,
+        "samples": samples,
+    }
     for name in sys.argv[1:] or [*parts, *torchium.get_available_optimizers()]:
         if name in parts:
             parts[name]()
