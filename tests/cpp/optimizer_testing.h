@@ -22,6 +22,15 @@ inline void set_grad(torch::Tensor& param, const torch::Tensor& grad) {
   param.mutable_grad() = grad.clone();
 }
 
+template <typename Options>
+Options& options_of(torch::optim::Optimizer& optimizer, size_t group = 0) {
+  return static_cast<Options&>(optimizer.param_groups().at(group).options());
+}
+template <typename Options>
+const Options& options_of(const torch::optim::Optimizer& optimizer, size_t group = 0) {
+  return static_cast<const Options&>(optimizer.param_groups().at(group).options());
+}
+
 inline constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 inline constexpr double kInfinity = std::numeric_limits<double>::infinity();
 

@@ -19,8 +19,8 @@ using optim::ShampooReport;
 using torch::optim::AdamW;
 using torch::optim::AdamWOptions;
 
-struct TiedHead : torch::nn::Module {
-  explicit TiedHead(torch::Tensor weight) { register_parameter("weight", std::move(weight)); }
+struct TiedWeight : torch::nn::Module {
+  explicit TiedWeight(torch::Tensor weight) { register_parameter("weight", std::move(weight)); }
 };
 
 // An embedding tied to a head, a bag, a linear layer and a frozen one.
@@ -30,7 +30,7 @@ struct TiedModelImpl : torch::nn::Module {
     bag = register_module("bag", torch::nn::EmbeddingBag(9, 6));
     linear = register_module("linear", torch::nn::Linear(6, 5));
     frozen = register_module("frozen", torch::nn::Linear(6, 5));
-    register_module("head", std::make_shared<TiedHead>(tokens->weight));
+    register_module("head", std::make_shared<TiedWeight>(tokens->weight));
     for (auto& param : frozen->parameters()) {
       param.requires_grad_(false);
     }
@@ -40,10 +40,6 @@ struct TiedModelImpl : torch::nn::Module {
   torch::nn::Linear linear{nullptr}, frozen{nullptr};
 };
 TORCH_MODULE(TiedModel);
-
-const ShampooOptions& options_of(const Shampoo& optimizer, size_t group) {
-  return dynamic_cast<const ShampooOptions&>(optimizer.param_groups().at(group).options());
-}
 
 std::map<std::string, ParameterReport> by_name(const ShampooReport& report) {
   std::map<std::string, ParameterReport> result;
@@ -62,8 +58,8 @@ TEST(ShampooOfAModel, GivesEmbeddingsAGroupOfTheirOwn) {
   EXPECT_TRUE(embeddings[0].is_same(model->tokens->weight));
   EXPECT_TRUE(embeddings[1].is_same(model->bag->weight));
   EXPECT_EQ(optimizer.param_groups()[0].params().size(), 4);
-  EXPECT_TRUE(options_of(optimizer, 0).preconditioned());
-  EXPECT_EQ(options_of(optimizer, 1), ShampooOptions(0.5).preconditioned(false));
+  EXPECT_TRUE(options_of<ShampooOptions>(optimizer, 0).preconditioned());
+  EXPECT_EQ(options_of<ShampooOptions>(optimizer, 1), ShampooOptions(0.5).preconditioned(false));
   const torch::nn::Linear plain(3, 2);
   EXPECT_EQ(Shampoo(*plain).param_groups().size(), 1);
 }
@@ -73,8 +69,9 @@ TEST(ShampooOfAModel, FromAdamWTakesIt) {
   const auto optimizer = Shampoo::from_adamw(
       *model, AdamWOptions(0.1), [](ShampooOptions& options) { options.update_freq(7); });
   const auto expected = ShampooOptions::from_adamw(AdamWOptions(0.1)).update_freq(7);
-  EXPECT_EQ(options_of(optimizer, 0), expected);
-  EXPECT_EQ(options_of(optimizer, 1), ShampooOptions(expected).preconditioned(false));
+  EXPECT_EQ(options_of<ShampooOptions>(optimizer, 0), expected);
+  EXPECT_EQ(options_of<ShampooOptions>(optimizer, 1),
+            ShampooOptions(expected).preconditioned(false));
 }
 
 TEST(ShampooOfAModel, ReportsItsNames) {

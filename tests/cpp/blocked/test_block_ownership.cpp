@@ -12,7 +12,7 @@ namespace torchium::testing::block_ownership {
 namespace {
 
 using namespace distributed;
-using Shape = std::vector<int64_t>;
+using BlockShape = std::vector<int64_t>;
 using Kind = Placement::Kind;
 
 const Placement kReplicate{};
@@ -20,12 +20,13 @@ Placement shard(int64_t dim) { return {Kind::kShard, dim, 1}; }
 Placement strided(int64_t dim, int64_t factor) { return {Kind::kStridedShard, dim, factor}; }
 
 // Blocks of 2-dim parameters, each dimension cut at multiples of `size`.
-std::vector<Block> blocks_of(const std::vector<Shape>& shapes, int64_t size, int64_t frequency) {
+std::vector<Block> blocks_of(const std::vector<BlockShape>& shapes, int64_t size,
+                             int64_t frequency) {
   std::vector<Block> blocks;
   for (size_t p = 0; p < shapes.size(); ++p) {
     for (int64_t i = 0; i < shapes[p][0]; i += size) {
       for (int64_t j = 0; j < shapes[p][1]; j += size) {
-        const Shape sizes{std::min(size, shapes[p][0] - i), std::min(size, shapes[p][1] - j)};
+        const BlockShape sizes{std::min(size, shapes[p][0] - i), std::min(size, shapes[p][1] - j)};
         blocks.push_back(
             {static_cast<int64_t>(p), {{i, j}, sizes}, 0, matrix_cost(sizes, frequency)});
       }
@@ -34,25 +35,25 @@ std::vector<Block> blocks_of(const std::vector<Shape>& shapes, int64_t size, int
   return blocks;
 }
 
-std::vector<std::vector<Source>> sources_of(const std::vector<Shape>& shapes,
+std::vector<std::vector<Source>> sources_of(const std::vector<BlockShape>& shapes,
                                             const Sharding& sharding) {
   std::vector<std::vector<Source>> all;
-  for (const Shape& shape : shapes) {
+  for (const BlockShape& shape : shapes) {
     all.push_back(sources(shape, sharding));
   }
   return all;
 }
 
 // Weights of a decoder with 24 layers, 302 million elements: q, k, v, o, up, down.
-std::vector<Shape> decoder() {
-  std::vector<Shape> shapes;
+std::vector<BlockShape> decoder() {
+  std::vector<BlockShape> shapes;
   for (int layer = 0; layer < 24; ++layer) {
-    for (const Shape& shape : {Shape{1024, 1024},
-                               {1024, 1024},
-                               {1024, 1024},
-                               {1024, 1024},
-                               {4096, 1024},
-                               {1024, 4096}}) {
+    for (const BlockShape& shape : {BlockShape{1024, 1024},
+                                    {1024, 1024},
+                                    {1024, 1024},
+                                    {1024, 1024},
+                                    {4096, 1024},
+                                    {1024, 4096}}) {
       shapes.push_back(shape);
     }
   }
@@ -60,8 +61,9 @@ std::vector<Shape> decoder() {
 }
 
 // How often each element of a tensor is in one of the rectangles.
-std::map<Shape, int> coverage(const Shape& shape, const std::vector<Rectangle>& rectangles) {
-  std::map<Shape, int> count;
+std::map<BlockShape, int> coverage(const BlockShape& shape,
+                                   const std::vector<Rectangle>& rectangles) {
+  std::map<BlockShape, int> count;
   for (const Rectangle& rectangle : rectangles) {
     for (int64_t i = 0; i < rectangle.sizes[0]; ++i) {
       for (int64_t j = 0; j < rectangle.sizes[1]; ++j) {
@@ -109,7 +111,7 @@ TEST(BlockOwnership, BalanceAndBytesOfADecoder) {
 }
 
 TEST(BlockOwnership, BalancesBlocksOfMixedSizes) {
-  std::vector<Shape> shapes;
+  std::vector<BlockShape> shapes;
   for (int64_t i = 1; i <= 400; ++i) {
     shapes.push_back({32 * (1 + i * 7 % 29), 48 * (1 + i * 11 % 23)});
   }
@@ -122,7 +124,7 @@ TEST(BlockOwnership, BalancesBlocksOfMixedSizes) {
 }
 
 TEST(BlockOwnership, EqualBlocksGoToTheLowestRanksFirst) {
-  const std::vector<Shape> shapes{{4, 4}, {4, 4}, {8, 4}};
+  const std::vector<BlockShape> shapes{{4, 4}, {4, 4}, {8, 4}};
   const auto blocks = blocks_of(shapes, 4, 1);
   const auto owners = assign_owners(blocks, sources_of(shapes, {{3}, {kReplicate}}), 3);
   EXPECT_EQ(owners, (std::vector<int64_t>{0, 1, 2, 0}));
@@ -140,7 +142,7 @@ TEST(BlockOwnership, ReplicatedGradientsDoNotTravel) {
 }
 
 TEST(BlockOwnership, BlocksInsideAShardStay) {
-  const std::vector<Shape> shapes{{8, 6}, {16, 3}};
+  const std::vector<BlockShape> shapes{{8, 6}, {16, 3}};
   const auto all = sources_of(shapes, {{4}, {shard(0)}});
   const auto blocks = blocks_of(shapes, 2, 1);
   const auto owners = assign_owners(blocks, all, 4);
@@ -153,7 +155,7 @@ TEST(BlockOwnership, BlocksInsideAShardStay) {
 
 TEST(BlockOwnership, ReplicasOfAShardShareItsBlocks) {
   // HSDP: 2 replicas of 2 shards.
-  const std::vector<Shape> shapes{{8, 8}};
+  const std::vector<BlockShape> shapes{{8, 8}};
   const auto all = sources_of(shapes, {{2, 2}, {kReplicate, shard(0)}});
   const auto blocks = blocks_of(shapes, 4, 1);
   const auto owners = assign_owners(blocks, all, 4);
@@ -163,7 +165,7 @@ TEST(BlockOwnership, ReplicasOfAShardShareItsBlocks) {
 }
 
 TEST(BlockOwnership, EveryElementReachesTheOwnerOnce) {
-  const Shape shape{13, 10};
+  const BlockShape shape{13, 10};
   const std::vector<Sharding> shardings{{{4}, {shard(0)}},
                                         {{16}, {shard(0)}},  // empty shards
                                         {{3}, {shard(1)}},
@@ -186,7 +188,7 @@ TEST(BlockOwnership, EveryElementReachesTheOwnerOnce) {
       arrived.push_back(route.source.rectangle);
     }
     for (size_t b = 0; b < blocks.size(); ++b) {  // what the owner has already
-      std::set<Shape> seen;
+      std::set<BlockShape> seen;
       for (const Source& source : all[0]) {
         const auto part = overlap(source.rectangle, blocks[b].rectangle);
         if (source.rank == owners[b] && part) {
@@ -202,25 +204,25 @@ TEST(BlockOwnership, EveryElementReachesTheOwnerOnce) {
 
 TEST(BlockOwnership, ShardsHaveTheSizesOfChunk) {
   const auto rows = [](const std::vector<Source>& all) {
-    Shape sizes;
+    BlockShape sizes;
     for (const Source& source : all) {
       sizes.push_back(source.rectangle.sizes[0]);
     }
     return sizes;
   };
-  EXPECT_EQ(rows(sources({10, 2}, {{4}, {shard(0)}})), (Shape{3, 3, 3, 1}));
-  EXPECT_EQ(rows(sources({5, 2}, {{4}, {shard(0)}})), (Shape{2, 2, 1}));  // the last is empty
+  EXPECT_EQ(rows(sources({10, 2}, {{4}, {shard(0)}})), (BlockShape{3, 3, 3, 1}));
+  EXPECT_EQ(rows(sources({5, 2}, {{4}, {shard(0)}})), (BlockShape{2, 2, 1}));  // the last is empty
   // FSDP over tensor parallelism on one dimension: rank (i, j) has part i of part j.
   const auto all = sources({8, 1}, {{2, 2}, {strided(0, 2), shard(0)}});
-  Shape offsets;
+  BlockShape offsets;
   for (const Source& source : all) {
     offsets.push_back(source.rectangle.offsets[0]);
   }
-  EXPECT_EQ(offsets, (Shape{0, 4, 2, 6}));
+  EXPECT_EQ(offsets, (BlockShape{0, 4, 2, 6}));
 }
 
 TEST(BlockOwnership, RectanglesFollowMergedDimensions) {
-  const Shape convolution{6, 4, 3, 3}, dims{6, 36};
+  const BlockShape convolution{6, 4, 3, 3}, dims{6, 36};
   EXPECT_EQ(after_merging({{2, 0, 0, 0}, {3, 4, 3, 3}}, convolution, dims),
             (std::vector<Rectangle>{{{2, 0}, {3, 36}}}));
   EXPECT_EQ(after_merging({{0, 1, 0, 0}, {6, 2, 3, 3}}, convolution, dims),

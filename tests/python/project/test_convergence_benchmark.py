@@ -18,7 +18,7 @@ import pytest
 import torch
 from run_script import run_script
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+FOLDER = Path(__file__).resolve().parents[3] / "benchmarks"
 ADAMW_AND = ("AdamW", "Muon", "Shampoo-1", "Shampoo-10", "Shampoo-100")
 SGD_AND = ("SGD", "K-FAC", "NaturalGradient")
 sys.path.insert(0, str(FOLDER))

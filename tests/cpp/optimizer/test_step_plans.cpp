@@ -28,7 +28,7 @@ using torch::optim::OptimizerParamGroup;
 
 constexpr int kStepsBefore = 4, kStepsAfter = 5;
 
-ShampooOptions shampoo_options() {
+ShampooOptions planned_options() {
   return ShampooOptions(0.05).update_freq(3).block_size(4).betas({0.9, 0.99}).grafting("adam");
 }
 
@@ -214,7 +214,7 @@ void expect_options_noticed(
 }
 
 TEST(StepPlans, NoticeWhatChanges) {
-  expect_all_noticed<Parameters<Shampoo>>(shampoo_options().momentum(0.9));
+  expect_all_noticed<Parameters<Shampoo>>(planned_options().momentum(0.9));
   expect_all_noticed<Parameters<Adagrad>>(AdagradOptions(0.1));
   expect_all_noticed<Parameters<Adagrad>>(AdagradOptions(0.1).full_matrix(true).block_size(4));
 }
@@ -254,7 +254,7 @@ TEST(StepPlans, OfLayersNoticeOptions) {
 
 TEST(StepPlans, NoticeOptions) {
   expect_options_noticed<Parameters<Shampoo>, ShampooOptions>(
-      shampoo_options(),
+      planned_options(),
       {{"lr", [](auto& o) { o.lr(0.01); }},
        {"update_freq", [](auto& o) { o.update_freq(2); }},
        {"eps", [](auto& o) { o.eps(1e-2); }},
@@ -304,7 +304,7 @@ TEST(StepPlans, NoticeOptionsOfIdleParameters) {
 
 TEST(StepPlans, DropAveragesOfIdleParameters) {
   Tensors params = parameters_like(odd_parameters());
-  Shampoo optimizer(params, shampoo_options());
+  Shampoo optimizer(params, planned_options());
   auto& options = static_cast<ShampooOptions&>(optimizer.param_groups()[0].options());
   step_once(optimizer, params, 0);
   options.betas({0.0, 0.99});
@@ -325,7 +325,7 @@ TEST(StepPlans, BeginAnotherKindOfSecondMomentAfresh) {
   std::vector<Tensors> results;
   for (const bool by_hand : {false, true}) {
     Tensors params = parameters_like(initial);
-    Shampoo optimizer(params, shampoo_options());
+    Shampoo optimizer(params, planned_options());
     for (int t = 0; t < kStepsBefore + kStepsAfter; ++t) {
       if (t == kStepsBefore) {
         static_cast<ShampooOptions&>(optimizer.param_groups()[0].options()).grafting("adagrad");

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs/troubleshooting.md").read_text()
 PATTERNS = ("python/**/*.py", "src/**/*.cpp", "include/**/*.h", "cmake/*", "setup.py")
 

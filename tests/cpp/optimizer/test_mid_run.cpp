@@ -28,11 +28,6 @@ using optim::Shampoo;
 using optim::ShampooOptions;
 using optim::ShampooParamState;
 
-template <typename Options>
-Options& options_of(torch::optim::Optimizer& optimizer, size_t group = 0) {
-  return static_cast<Options&>(optimizer.param_groups()[group].options());
-}
-
 double step_of(const torch::optim::Optimizer& optimizer, const torch::Tensor& param) {
   return state_tensors(optimizer, param).front().second.item<double>();
 }

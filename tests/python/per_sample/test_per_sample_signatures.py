@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torchium import gradients
 
-HEADER = Path(__file__).parents[2] / "include" / "torchium" / "gradients.h"
+HEADER = Path(__file__).parents[3] / "include" / "torchium" / "gradients.h"
 
 
 @pytest.mark.parametrize("name", ["per_sample_norms", "gram", "jvp_dots", "clip_and_accumulate"])

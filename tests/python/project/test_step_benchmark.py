@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from run_script import run_script
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+FOLDER = Path(__file__).resolve().parents[3] / "benchmarks"
 MODELS = {"llama-103m": "two Llama layers of width 24", "mlp": "MLP 12-8-8-3"}
 sys.path.insert(0, str(FOLDER))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from run_script import run_script
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "roots.py"
+SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "roots.py"
 
 
 def test_a_dry_run_writes_its_tables_and_its_plot(tmp_path: Path) -> None:

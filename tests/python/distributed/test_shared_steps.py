@@ -53,7 +53,7 @@ def test_ranks_that_share_steps(results, name, ranks):
 
 
 def test_benchmark_of_several_gpus():
-    script = Path(__file__).resolve().parents[2] / "benchmarks" / "distributed.py"
+    script = Path(__file__).resolve().parents[3] / "benchmarks" / "distributed.py"
     run = subprocess.run(
         [sys.executable, script, "--dry-run"], capture_output=True, text=True, timeout=120
     )

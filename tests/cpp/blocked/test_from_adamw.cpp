@@ -16,10 +16,6 @@ using torch::optim::AdamW;
 using torch::optim::AdamWOptions;
 using torch::optim::OptimizerParamGroup;
 
-const ShampooOptions& options_of(const Shampoo& optimizer, size_t group) {
-  return dynamic_cast<const ShampooOptions&>(optimizer.param_groups().at(group).options());
-}
-
 TEST(FromAdamW, OptionsAreThoseOfAdamW) {
   const auto options = ShampooOptions::from_adamw(
       AdamWOptions(2e-3).betas(std::make_tuple(0.8, 0.95)).eps(1e-6).weight_decay(0.3));
@@ -45,13 +41,13 @@ TEST(FromAdamW, TakesOverGroupsAndDefaults) {
       Shampoo::from_adamw(adamw, [](ShampooOptions& options) { options.update_freq(7); });
   ASSERT_EQ(optimizer.param_groups().size(), 2);
   EXPECT_TRUE(optimizer.param_groups()[1].params()[0].is_same(params[1]));
-  EXPECT_EQ(options_of(optimizer, 0),
+  EXPECT_EQ(options_of<ShampooOptions>(optimizer, 0),
             ShampooOptions::from_adamw(AdamWOptions(0.1).weight_decay(0.2)).update_freq(7));
   EXPECT_EQ(
-      options_of(optimizer, 1),
+      options_of<ShampooOptions>(optimizer, 1),
       ShampooOptions::from_adamw(AdamWOptions(0.5).weight_decay(0.0).eps(1e-4)).update_freq(7));
   optimizer.add_param_group(OptimizerParamGroup(Tensors{params[2]}));
-  EXPECT_EQ(options_of(optimizer, 2), options_of(optimizer, 0));
+  EXPECT_EQ(options_of<ShampooOptions>(optimizer, 2), options_of<ShampooOptions>(optimizer, 0));
 }
 
 TEST(FromAdamW, GroupsOfParametersMayHaveOptionsOfAdamOrNone) {
@@ -60,8 +56,9 @@ TEST(FromAdamW, GroupsOfParametersMayHaveOptionsOfAdamOrNone) {
   groups.emplace_back(Tensors{parameter(torch::ones({2}))},
                       std::make_unique<AdamOptions>(AdamOptions(0.5).weight_decay(0.3)));
   const auto optimizer = Shampoo::from_adamw(groups, AdamWOptions(0.1));
-  EXPECT_EQ(options_of(optimizer, 0), ShampooOptions::from_adamw(AdamWOptions(0.1)));
-  EXPECT_EQ(options_of(optimizer, 1),
+  EXPECT_EQ(options_of<ShampooOptions>(optimizer, 0),
+            ShampooOptions::from_adamw(AdamWOptions(0.1)));
+  EXPECT_EQ(options_of<ShampooOptions>(optimizer, 1),
             ShampooOptions::from_adamw(AdamOptions(0.5).weight_decay(0.3)));
 }
 

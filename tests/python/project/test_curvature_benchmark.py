@@ -10,7 +10,7 @@ from run_script import run_script
 pytest.importorskip("tabulate")
 pytest.importorskip("opacus")
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+FOLDER = Path(__file__).resolve().parents[3] / "benchmarks"
 METHODS = 13
 
 

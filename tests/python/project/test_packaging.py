@@ -18,7 +18,7 @@ import torchium
 import torchium_cpp
 from torchium_cpp._build_info import CUDA_VERSION
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TORCH_MINOR = ".".join(torch.__version__.split(".")[:2])
 
 
