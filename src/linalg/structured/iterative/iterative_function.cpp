@@ -104,7 +104,9 @@ at::Tensor KrylovFunction::coefficients(const ColumnKrylov& space) const {
     H = (H + H.mT()) / 2;
   }
   // Zero vectors, which continue an invariant space, have eigenvalues 1: every f is defined there.
-  const at::Tensor is_zero = H.abs().sum(1).eq(0).logical_and(H.abs().sum(2).eq(0));
+  // The first vector is no zero vector, even if A maps it to zero, unless B is.
+  at::Tensor is_zero = H.abs().sum(1).eq(0).logical_and(H.abs().sum(2).eq(0));
+  is_zero.select(1, 0).logical_and_(space.lengths().flatten().eq(0));
   H = H + at::diag_embed(is_zero.to(H.scalar_type()));
   // The small problems are faster on the host.
   return function_of_dense(A_.node().kind, f_, H.cpu(), A_.is_symmetric())
