@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from operator_cases import randn
 from torch import Tensor
-from torchium.linalg import LinearOperator
+from torchium import linalg
+from torchium.linalg import BlockDiag, Dense, Identity, Kronecker, LinearOperator
 
 LARGE = 1100  # above the order that is solved densely
 
@@ -31,3 +33,33 @@ def test_functions_of_vectors_that_an_operator_maps_to_zero(symmetric):
         _ = A.pow(-0.5) @ X[:, 0]
     assert not torch.any(A.sqrt() @ X[:, 0])
     assert not torch.any(A.pow(-0.5) @ X[:, 2])
+
+
+def symmetric_matrix(n: int) -> Tensor:
+    A = randn(n, n)
+    return A + A.mT
+
+
+def declared_symmetric() -> dict[str, LinearOperator]:
+    S, skew = symmetric_matrix(4), torch.tensor([[0.0, 1], [-1, 0]], dtype=torch.float64)
+    operators = {
+        "BlockDiag": BlockDiag(S, 2 * S),
+        "Kronecker": Kronecker(S, S),
+        "Kronecker of skew-symmetric factors": Kronecker(skew, skew),
+        "Permutation": linalg.Permutation(torch.tensor([1, 0, 3, 2]), dtype=S.dtype),
+        "Scaled": 2 * Dense(S),
+        "Sum": Dense(S) + Identity(4, dtype=S.dtype),
+        "Triangular": linalg.Triangular(torch.diag(torch.arange(4, dtype=S.dtype))),
+    }
+    return {name: A.assume("symmetric") for name, A in operators.items()}
+
+
+@pytest.mark.parametrize("name", declared_symmetric())
+def test_eigenpairs_are_real_where_a_composition_is_declared_symmetric(name):
+    A = declared_symmetric()[name]
+    values, vectors = A.eigs(which="LA")
+    assert values.dtype == vectors.dtype == torch.float64
+    torch.testing.assert_close(values, torch.linalg.eigvalsh(A.to_dense()).flip(0))
+    identity = torch.eye(len(A), dtype=torch.float64)
+    torch.testing.assert_close(vectors.T @ vectors, identity, rtol=0, atol=1e-12)
+    torch.testing.assert_close(A @ vectors, vectors * values)

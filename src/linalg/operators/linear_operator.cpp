@@ -132,7 +132,9 @@ std::optional<Eigensolution> eigen_of(const LinearOperator& A) {
       return Eigensolution{found->values, vectors};
     }
   }
-  if (auto found = A.node().eigen()) {
+  // The parts of a symmetric matrix may have complex eigenvectors.
+  auto found = A.node().eigen();
+  if (found && !(A.is_symmetric() && found->values.is_complex())) {
     return found;
   }
   return is_small(A) ? densified(A).node().eigen() : std::nullopt;

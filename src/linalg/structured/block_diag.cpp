@@ -84,11 +84,12 @@ class BlockDiagNode final : public NodeOf<BlockDiagNode> {
     return mapped([&](const LinearOperator& A) { return detail::apply(A, f); });
   }
 
+  // The blocks of a symmetric matrix are symmetric.
   std::optional<Spectrum> spectrum() const override {
     std::vector<LinearOperator> vectors;
     std::vector<Spectrum> parts;
     for (const LinearOperator& A : blocks_) {
-      auto found = spectrum_of(A);
+      auto found = spectrum_of(with_property(A, Property::kSymmetric));
       if (!found) {
         return std::nullopt;
       }

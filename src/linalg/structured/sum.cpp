@@ -67,12 +67,12 @@ class SumNode final : public NodeOf<SumNode> {
     return total([&](const LinearOperator& A) { return A.trace(estimate); });
   }
 
-  // A + c I has the eigenvectors of A.
+  // A + c I has the eigenvectors of A, which is symmetric if the sum is.
   std::optional<Spectrum> spectrum() const override {
     if (rest_.size() != 1) {
       return std::nullopt;
     }
-    auto found = spectrum_of(rest_[0]);
+    auto found = spectrum_of(with_property(rest_[0], Property::kSymmetric));
     return found ? std::make_optional(Spectrum{found->values + shift_, found->vectors})
                  : std::nullopt;
   }
@@ -141,7 +141,7 @@ class ScaledNode final : public NodeOf<ScaledNode> {
   }
 
   std::optional<Spectrum> spectrum() const override {
-    auto found = spectrum_of(A_);
+    auto found = spectrum_of(with_property(A_, Property::kSymmetric));
     return found ? std::make_optional(Spectrum{c_ * found->values, found->vectors}) : std::nullopt;
   }
 
