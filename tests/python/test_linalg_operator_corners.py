@@ -63,3 +63,37 @@ def test_eigenpairs_are_real_where_a_composition_is_declared_symmetric(name):
     identity = torch.eye(len(A), dtype=torch.float64)
     torch.testing.assert_close(vectors.T @ vectors, identity, rtol=0, atol=1e-12)
     torch.testing.assert_close(A @ vectors, vectors * values)
+
+
+@pytest.mark.parametrize("name", ["sqrt", "pow", "exp"])
+@pytest.mark.parametrize("form", ["Dense", "Sum"])
+def test_gradients_of_functions_where_eigenvalues_are_equal(name, form):
+    """A covariance matrix with noise: most of its eigenvalues are equal up to rounding."""
+    x = torch.linspace(0, 1, 40, dtype=torch.float64)
+    left, right = randn(40), randn(40, seed=1)
+    identity = torch.eye(40, dtype=torch.float64)
+
+    def value(scale: Tensor) -> Tensor:
+        K = torch.exp(-(x[:, None] - x).square() / (2 * scale**2))
+        if form == "Dense":
+            A = Dense(K + 0.1 * identity)
+        else:
+            A = Dense(K).assume("symmetric") + 0.1 * Identity(40, dtype=K.dtype)
+        A = A.assume("positive_definite")
+        image = {"sqrt": A.sqrt, "exp": A.exp, "pow": lambda: A.pow(-0.5)}[name]()
+        return left @ (image @ right)
+
+    scale = torch.tensor(0.2, dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(value(scale), scale)
+    with torch.no_grad():
+        h = 1e-4
+        expected = (value(scale + h) - value(scale - h)) / (2 * h)
+    torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=0)
+
+
+def test_gradients_where_all_eigenvalues_are_equal():
+    A = (4 * torch.eye(5, dtype=torch.float64)).requires_grad_()
+    x, y = randn(5), randn(5, seed=1)
+    (gradient,) = torch.autograd.grad(y @ (Dense(A).assume("positive_definite").sqrt() @ x), A)
+    symmetric = torch.outer(y, x) + torch.outer(x, y)
+    torch.testing.assert_close(gradient, symmetric / 8)  # 1 / (2 sqrt(4))

@@ -11,6 +11,7 @@
 #include <torchium/linalg/structured_operators.h>
 
 #include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
 
 #include <algorithm>
 #include <cmath>
@@ -83,7 +84,11 @@ LinearOperator unnamed_image(const LinearOperator& A, const MatrixFunction& f) {
     return Identity(A.size(), 1.0, A.options());
   }
   if (A.is_symmetric()) {
-    if (const auto found = A.node().spectrum()) {
+    const auto found = A.node().spectrum();
+    // Eigenvectors have no derivative where eigenvalues are equal; functions of matrices have one.
+    const bool has_derivative =
+        found && c10::GradMode::is_enabled() && found->values.requires_grad();
+    if (found && !(has_derivative && is_small(A))) {
       const at::Tensor image =
           function_of_values(A.node().kind, f, found->values, eigenvalue_rounding(found->values));
       return Product({found->vectors, Diagonal(image), found->vectors.transpose()});

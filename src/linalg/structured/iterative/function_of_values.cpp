@@ -93,6 +93,14 @@ at::Tensor function_of_dense(const char* kind, const MatrixFunction& f, const at
     const auto p = static_cast<int64_t>(*f.exponent);
     return at::linalg_matrix_power(p < 0 ? inverse_of_dense(kind, f, A) : A, std::abs(p));
   }
+  if (symmetric && c10::GradMode::is_enabled() && A.requires_grad()) {
+    if (!f.exponent) {
+      return at::linalg_matrix_exp((A + A.mT()) / 2);
+    }
+    const at::Tensor values = std::get<0>(eigh(A.detach()));
+    function_of_values(kind, f, values, eigenvalue_rounding(values));  // its errors
+    return matrix_power(A, *f.exponent);
+  }
   if (symmetric) {
     const auto [values, V] = symmetric_eigensystem_of(A);
     const at::Tensor image = function_of_values(kind, f, values, eigenvalue_rounding(values));
