@@ -97,3 +97,14 @@ def test_gradients_where_all_eigenvalues_are_equal():
     (gradient,) = torch.autograd.grad(y @ (Dense(A).assume("positive_definite").sqrt() @ x), A)
     symmetric = torch.outer(y, x) + torch.outer(x, y)
     torch.testing.assert_close(gradient, symmetric / 8)  # 1 / (2 sqrt(4))
+
+
+def test_derived_transposed_products_are_differentiable():
+    W = randn(5, 5).requires_grad_()
+    X = randn(5, 2, seed=1).requires_grad_()
+    A = LinearOperator(5, lambda X: W @ X, dtype=W.dtype)
+    seed = randn(5, 2, seed=2)
+    found = torch.autograd.grad((A.T @ X * seed).sum(), (W, X))
+    expected = torch.autograd.grad((W.T @ X * seed).sum(), (W, X))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)

@@ -58,6 +58,7 @@ class SparseNode final : public NodeOf<SparseNode> {
 
 // A^T Y, the derivative of <Y, A X> with respect to X.
 at::Tensor transposed_by_autograd(const LinearOperator::Product& product, const at::Tensor& Y) {
+  const bool differentiable = c10::GradMode::is_enabled();
   const at::AutoGradMode enable_grad(true);
   const at::Tensor X = at::zeros(Y.sizes(), Y.options()).requires_grad_();
   const at::Tensor image = product(X);
@@ -65,7 +66,8 @@ at::Tensor transposed_by_autograd(const LinearOperator::Product& product, const 
   TORCH_CHECK_VALUE(image.requires_grad(),
                     "LinearOperator: the transposed product needs transpose_product, because "
                     "product is not differentiable with respect to X.");
-  return torch::autograd::grad({image}, {X}, {Y})[0];
+  return torch::autograd::grad({image}, {X}, {Y}, /*retain_graph=*/differentiable,
+                               /*create_graph=*/differentiable)[0];
 }
 
 }  // namespace
