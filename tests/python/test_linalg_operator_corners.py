@@ -7,7 +7,7 @@ import torch
 from operator_cases import randn
 from torch import Tensor
 from torchium import linalg
-from torchium.linalg import BlockDiag, Dense, Identity, Kronecker, LinearOperator
+from torchium.linalg import BlockDiag, Dense, Diagonal, Identity, Kronecker, LinearOperator
 
 LARGE = 1100  # above the order that is solved densely
 
@@ -108,3 +108,15 @@ def test_derived_transposed_products_are_differentiable():
     expected = torch.autograd.grad((W.T @ X * seed).sum(), (W, X))
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_iterations_refuse_operators_that_require_grad():
+    d = (1 + torch.rand(LARGE, dtype=torch.float64)).requires_grad_()
+    shift = torch.eye(LARGE, dtype=torch.float64).roll(1, 0).to_sparse()
+    A = linalg.Sparse(0.1 * shift) + Diagonal(d)
+    b = randn(LARGE)
+    for function in (A.inverse(), A.exp()):
+        with pytest.raises(ValueError, match="made of tensors that require grad"):
+            _ = function @ b
+    with torch.no_grad():
+        torch.testing.assert_close(A @ A.solve(b, tol=1e-12), b)

@@ -8,8 +8,8 @@
 // Lanczos' or Arnoldi's method. structured_operators.h has the classes.
 //
 // Products with dense tensors are differentiable, as are functions that follow from the structure.
-// Iterative methods raise an error if their operand requires grad. Every error is a
-// c10::ValueError. Tests for singular matrices, and iterative methods, make the host wait for a
+// Iterative methods raise an error if their operand, or the operator, requires grad. Every error is
+// a c10::ValueError. Tests for singular matrices, and iterative methods, make the host wait for a
 // GPU.
 #pragma once
 

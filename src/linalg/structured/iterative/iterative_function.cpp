@@ -15,10 +15,18 @@
 namespace torchium::linalg::detail {
 namespace {
 
-void check_no_gradient(const char* kind, const char* function, const at::Tensor& X) {
-  TORCH_CHECK_VALUE(!(c10::GradMode::is_enabled() && X.requires_grad()), kind, ".", function,
+void check_no_gradient(const LinearOperator& A, const char* function, const at::Tensor& X) {
+  if (!c10::GradMode::is_enabled()) {
+    return;
+  }
+  TORCH_CHECK_VALUE(!X.requires_grad(), A.node().kind, ".", function,
                     ": X requires grad, but iterative methods are not differentiable. Use "
                     "torch.no_grad(), or X.detach().");
+  const at::Tensor image = A.matmul(at::zeros({A.size(), 1}, A.options()));
+  TORCH_CHECK_VALUE(
+      !image.requires_grad(), A.node().kind, ".", function,
+      ": the operator is made of tensors that require grad, but iterative methods are "
+      "not differentiable. Use torch.no_grad(), or detach them.");
 }
 
 // As one matrix of columns.
@@ -37,7 +45,7 @@ class IterativeInverse final : public NodeOf<IterativeInverse> {
         by_cg_(property_of(A) == Property::kPositiveDefinite) {}
 
   at::Tensor multiply(const at::Tensor& X) const override {
-    check_no_gradient(A_.node().kind, "inverse", X);
+    check_no_gradient(A_, "inverse", X);
     SolverOptions options;
     options.tol = iteration_.tol;
     options.max_iterations = iteration_.max_iterations;
@@ -78,7 +86,7 @@ class KrylovFunction final : public NodeOf<KrylovFunction> {
       : NodeOf("MatrixFunction", A.node().batch, A.size(), A.options()), A_(A), f_(f) {}
 
   at::Tensor multiply(const at::Tensor& X) const override {
-    check_no_gradient(A_.node().kind, f_.name, X);
+    check_no_gradient(A_, f_.name, X);
     return iterate_on_columns(X, [&](const at::Tensor& B) { return image_of(B); });
   }
 
