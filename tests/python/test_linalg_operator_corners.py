@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from operator_cases import randn
@@ -120,3 +122,34 @@ def test_iterations_refuse_operators_that_require_grad():
             _ = function @ b
     with torch.no_grad():
         torch.testing.assert_close(A @ A.solve(b, tol=1e-12), b)
+
+
+@pytest.mark.parametrize("start", [0.0, float("nan")])
+def test_a_column_that_cannot_progress_does_not_stop_the_others(start):
+    A = randn(300, 300) / 300**0.5 + 1.3 * torch.eye(300, dtype=torch.float64)
+    B = randn(300, 3, seed=1)
+    alone = linalg.gmres(A, B[:, 0], restart=20)
+    B[:, 1] = start
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if start else "error")
+        found = linalg.gmres(A, B, restart=20)
+    assert alone.iterations > 20
+    assert found.converged.tolist() == [True, start == 0, True]
+
+
+@pytest.mark.filterwarnings("ignore:cg. 2 of 2 columns")
+def test_conjugate_gradients_that_are_cut_off_return_the_last_iterate():
+    """Their error falls in the norm of A, while the residual may rise above that of zero."""
+    d = torch.logspace(0, 6, 400, dtype=torch.float64)
+    A = torch.diag(d)
+    B = randn(400, 2)
+    solution = B / d[:, None]
+    before = None
+    for iterations in (5, 20, 60):
+        found = linalg.cg(A, B, max_iterations=iterations)
+        residuals = (B - A @ found.solution).norm(dim=0)
+        torch.testing.assert_close(found.residual_norms, residuals)
+        error = (d[:, None] * (found.solution - solution).square()).sum(0)
+        assert torch.all(error < (before if before is not None else (B * solution).sum(0)))
+        before = error
+    assert torch.all(residuals > B.norm(dim=0))

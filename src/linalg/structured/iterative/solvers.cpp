@@ -8,7 +8,6 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
-#include <limits>
 
 namespace torchium::linalg {
 namespace {
@@ -22,8 +21,9 @@ class LinearSystem {
                const SolverOptions& options);
 
   // X by cycles of `correct(B - A X)`, which returns a correction and counts its iterations.
+  // `longer_may_be_better`: a first cycle may lower the error and raise the residual.
   template <typename Correct>
-  SolveResult solve(const Correct& correct);
+  SolveResult solve(bool longer_may_be_better, const Correct& correct);
 
   at::Tensor multiply(const at::Tensor& X) const { return A_.matmul(X); }
   at::Tensor precondition(const at::Tensor& X) const {
@@ -71,27 +71,28 @@ LinearSystem::LinearSystem(const char* function, const LinearOperator& A, const 
 }
 
 template <typename Correct>
-SolveResult LinearSystem::solve(const Correct& correct) {
+SolveResult LinearSystem::solve(bool longer_may_be_better, const Correct& correct) {
   const c10::NoGradGuard no_grad;
   at::Tensor X = at::zeros_like(B_), R = B_;
   at::Tensor residuals = detail::norms(R, 0), converged = residuals <= goals_;
-  double worst = std::numeric_limits<double>::infinity();
-  while (iterations_left() > 0 && !converged.all().item<bool>()) {
+  bool progresses = true;
+  while (progresses && iterations_left() > 0 && !converged.all().item<bool>()) {
+    const bool is_first = iterations_ == 0;
     const at::Tensor corrected = X + correct(R);
     R = B_ - A_.matmul(corrected);
     // A cycle in which rounding errors make a column worse does not count for it.
     const at::Tensor lengths = detail::norms(R, 0);
-    const at::Tensor is_better = lengths < residuals;
+    const at::Tensor is_better =
+        is_first && longer_may_be_better ? lengths.isfinite() : lengths < residuals;
+    // Rounding errors, or a singular matrix, stop the progress of a column.
+    progresses =
+        lengths.lt(0.9 * residuals).logical_and(converged.logical_not()).any().item<bool>();
     X = at::where(is_better, corrected, X);
     residuals = at::where(is_better, lengths, residuals);
     converged = residuals <= goals_;
-    // Rounding errors, or a singular matrix, stop the progress.
-    const double ratio = (residuals / goals_).max().item<double>();
-    if (!(ratio < 0.9 * worst)) {
-      break;
+    if (!is_better.all().item<bool>()) {
+      R = at::where(is_better, R, B_ - A_.matmul(X));
     }
-    worst = ratio;
-    R = at::where(is_better, R, B_ - A_.matmul(X));
   }
   const int64_t missing = converged.logical_not().sum().item<int64_t>();
   if (missing > 0) {
@@ -169,14 +170,17 @@ at::Tensor gmres_cycle(LinearSystem& system, const at::Tensor& R, int64_t restar
 
 SolveResult cg(const LinearOperator& A, const at::Tensor& B, const SolverOptions& options) {
   LinearSystem system("cg", A, B, options);
-  return system.solve([&](const at::Tensor& R) { return conjugate_gradients(system, R); });
+  // The error falls in the norm of A.
+  return system.solve(/*longer_may_be_better=*/true,
+                      [&](const at::Tensor& R) { return conjugate_gradients(system, R); });
 }
 
 SolveResult gmres(const LinearOperator& A, const at::Tensor& B, const SolverOptions& options,
                   int64_t restart) {
   detail::check_positive("gmres", "restart", restart);
   LinearSystem system("gmres", A, B, options);
-  return system.solve([&](const at::Tensor& R) { return gmres_cycle(system, R, restart); });
+  return system.solve(/*longer_may_be_better=*/false,
+                      [&](const at::Tensor& R) { return gmres_cycle(system, R, restart); });
 }
 
 }  // namespace torchium::linalg
