@@ -153,3 +153,11 @@ def test_conjugate_gradients_that_are_cut_off_return_the_last_iterate():
         assert torch.all(error < (before if before is not None else (B * solution).sum(0)))
         before = error
     assert torch.all(residuals > B.norm(dim=0))
+
+
+def test_products_must_not_change_their_operand():
+    x = torch.ones(30)
+    A = LinearOperator(30, lambda X: X.mul_(2))
+    for use in (lambda: A @ x, lambda: linalg.cg(A, torch.ones(30))):
+        with pytest.raises(ValueError, match="changed X in place"):
+            use()

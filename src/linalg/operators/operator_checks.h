@@ -2,6 +2,8 @@
 // c10::ValueError.
 #pragma once
 
+#include "support/tensor_version.h"
+
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <c10/core/TensorOptions.h>
@@ -28,6 +30,12 @@ inline void check_product(const at::Tensor& X, const at::Tensor& product) {
                                                  " on ", product.device())
                                       : "undefined",
                     "; it must be of the same shape, dtype and device.");
+}
+
+// Since its version was that, before the product.
+inline void check_unchanged(const at::Tensor& X, int64_t version) {
+  TORCH_CHECK_VALUE(torchium::detail::version_of(X) == version,
+                    "The operator's product has changed X in place; it must leave X as it is.");
 }
 
 // The norms of x along `dim`, float64: the squares of float32 numbers leave their range.

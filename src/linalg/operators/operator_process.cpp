@@ -22,8 +22,7 @@ void OperatorProcess::accept(const at::Tensor& product) {
   const at::Tensor X = operand();
   TORCH_CHECK(X.defined(), "No product is missing.");
   check_product(X, product);
-  TORCH_CHECK_VALUE(version_of(X) == version_,
-                    "The operator's product has changed X in place; it must leave X as it is.");
+  check_unchanged(X, version_);
   const c10::NoGradGuard no_grad;
   products_ += X.size(1);
   operand_.reset();

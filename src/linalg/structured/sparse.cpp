@@ -80,8 +80,10 @@ CallableNode::CallableNode(int64_t n, Product product, Product transpose_product
 
 at::Tensor CallableNode::multiply(const at::Tensor& X) const {
   return on_columns(X, [&](const at::Tensor& columns) {
+    const int64_t version = torchium::detail::version_of(columns);
     at::Tensor Y = product_(columns);
     check_product(columns, Y);
+    check_unchanged(columns, version);
     return Y;
   });
 }
