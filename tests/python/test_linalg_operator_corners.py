@@ -161,3 +161,16 @@ def test_products_must_not_change_their_operand():
     for use in (lambda: A @ x, lambda: linalg.cg(A, torch.ones(30))):
         with pytest.raises(ValueError, match="changed X in place"):
             use()
+
+
+def test_estimates_of_factors_are_independent():
+    """The product of estimates from the same signs would be larger by their variance."""
+    A = randn(30, 30) + 2 * torch.eye(30, dtype=torch.float64)
+    operator = LinearOperator(30, lambda X: A @ X, dtype=A.dtype)
+    K = Kronecker(operator, operator)
+    of_squares = torch.arange(30) * 31  # the entries a_ii^2 of the diagonal of the product
+    estimates = torch.stack(
+        [K.diag(num_samples=2, seed=seed)[of_squares].mean() for seed in range(300)]
+    )
+    error = estimates.mean() - A.diagonal().square().mean()
+    assert abs(error) <= 4 * estimates.std() / 300**0.5
