@@ -217,7 +217,8 @@ void SharedPlans::hash_setup() {
     }
   }
   for (const Parameter& p : parameters_) {
-    hash.add(static_cast<int64_t>(p.group))
+    hash.add(p.name)
+        .add(static_cast<int64_t>(p.group))
         .add(static_cast<int64_t>(p.param.tensor().scalar_type()));
     for (const int64_t size : p.param.tensor().sizes()) {
       hash.add(size);

@@ -104,6 +104,20 @@ def an_error_on_one_rank_is_one_on_all(ranks: int) -> None:
 
 
 @case
+def parameters_in_another_order_on_one_rank(ranks: int) -> None:
+    params = parameters(shapes=[(20, 20), (20, 20), (5,)])
+    named = [(f"p{i}", p) for i, p in enumerate(params)]
+    if dist.get_rank() == 1:
+        named[:2] = named[1::-1]
+    before = [p.detach().clone() for p in params]
+    set_gradients(params, 0)
+    kind, message = message_of(shampoo(named, world()).step)
+    assert kind == "RuntimeError"
+    assert "rank 1 of the process group has other parameters" in message
+    assert all(torch.equal(p, start) for p, start in zip(params, before, strict=True))
+
+
+@case
 def gradients_of_other_parameters_on_one_rank(ranks: int) -> None:
     params = parameters()
     optimizer = shampoo([(f"p{i}", p) for i, p in enumerate(params)], world())
