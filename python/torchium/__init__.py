@@ -2,7 +2,7 @@
 
 from torchium_cpp import __version__
 
-from . import gradients, linalg, optimizers, utils
+from . import compat, gradients, linalg, optimizers, utils
 from ._capture.registry import create_optimizer, get_available_optimizers
 from ._config import show_config
 from ._per_sample.backward import per_sample
@@ -26,6 +26,7 @@ __all__ = [
     "Shampoo",
     "ShampooW",
     "__version__",
+    "compat",
     "create_optimizer",
     "get_available_optimizers",
     "gradients",
