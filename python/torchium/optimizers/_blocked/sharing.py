@@ -53,6 +53,7 @@ def warn_of_repeated_work(optimizer: str) -> None:
         warnings.warn(
             f"each of {ranks} processes repeats the whole step of {optimizer}. If they have the same "
             f"parameters and gradients, as under DistributedDataParallel, share it: {optimizer}(..., "
-            "process_group=torch.distributed.group.WORLD)",
+            "process_group=torch.distributed.group.WORLD). Under ZeroRedundancyOptimizer nothing is "
+            "repeated",
             stacklevel=2,
         )
