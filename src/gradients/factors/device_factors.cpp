@@ -152,7 +152,9 @@ void store_moment(at::Tensor& sum, const at::Tensor& X, int64_t length, int64_t 
   if (!has_parts) {
     // cuBLAS is slow where the rows of a result begin at odd places, as those of a sum with a row
     // for the bias do.
-    product = is_short ? at::bmm(X, X.mT(), at::kFloat) : at::bmm(X, X.mT());
+    product = is_short              ? at::bmm(X, X.mT(), at::kFloat)
+              : has_gram_of_rows(X) ? gram_of_rows(X)
+                                    : at::bmm(X, X.mT());
   }
   const at::Tensor sums = sum.size(1) > length ? sums_of(X) : at::Tensor();
   C10_CUDA_CHECK(cuda_kernels::store_second_moment(
