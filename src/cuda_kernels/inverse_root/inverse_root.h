@@ -8,8 +8,9 @@ namespace torchium::cuda_kernels {
 struct NewtonRule {
   int n;
   int p;
-  double eps, relative_eps;  // damping = eps + relative_eps bound
-  double noise;              // rounding noise of the eigenvalues, in units of the bound
+  // damping = max(eps, least_damping |A|_F) + relative_eps bound
+  double eps, relative_eps, least_damping;
+  double noise;  // rounding noise of the eigenvalues, in units of the bound
   // The interval starts at max(damping, noise_margin (noise - damping), lowest_start), in units of
   // its upper end: linalg/roots/newton.h.
   double noise_margin, lowest_start;
@@ -36,6 +37,8 @@ struct InverseRoot {
   NewtonRule rule;
   // [matrices]: the root is that of A / divisor; null: of A.
   const double* divisors = nullptr;
+  // [matrices]: eps of each; null: that of the rule.
+  const double* eps = nullptr;
   // [matrices]: consecutive failures, for roots updated in place. An accepted root whose entries
   // are in the range of float32 resets the count to 0; any other is not written and adds 1. Null:
   // every root is written.

@@ -32,9 +32,10 @@ __global__ void __launch_bounds__(kThreads)
   const double divisor = divisor_of(arguments, matrix);
   largest = static_cast<float>(largest / divisor);
   const bool has_root = largest <= FLT_MAX && is_kept(arguments);
-  const double divided = newton_scale(largest, arguments.rule.eps, divisor);
+  const double eps = eps_of(arguments, matrix);
+  const double divided = newton_scale(largest, eps, divisor);
   const double scale = divided / divisor;
-  bounds[matrix] = has_root ? bound_spectrum(arguments.rule, divided, divisor, scale * most,
+  bounds[matrix] = has_root ? bound_spectrum(arguments.rule, eps, divided, divisor, scale * most,
                                              scale * sqrt(square))
                             : SpectralBound{};
   starts[matrix] = has_root ? 0 : INT_MAX;

@@ -53,6 +53,10 @@ __device__ inline double divisor_of(const InverseRoot& arguments, int64_t matrix
   return arguments.divisors == nullptr ? 1.0 : arguments.divisors[matrix];
 }
 
+__device__ inline double eps_of(const InverseRoot& arguments, int64_t matrix) {
+  return arguments.eps == nullptr ? arguments.rule.eps : arguments.eps[matrix];
+}
+
 // 2^-e that brings the larger of eps and `largest`, both of A / divisor, to [1/2, 1), if it exists
 // and stays finite when divided by the divisor.
 __device__ inline float newton_scale(float largest, double eps, double divisor) {
@@ -68,11 +72,12 @@ __device__ inline double least_top(const NewtonRule& rule, double scale) {
 }
 
 // From the scale of A / divisor, and the largest absolute row sum and Frobenius norm of scale S.
-__device__ inline SpectralBound bound_spectrum(const NewtonRule& rule, double scale, double divisor,
-                                               double row_sum, double frobenius) {
+__device__ inline SpectralBound bound_spectrum(const NewtonRule& rule, double eps, double scale,
+                                               double divisor, double row_sum, double frobenius) {
   constexpr double kUnit = FLT_EPSILON / 2;
   const double bound = fmin(row_sum, frobenius) * (1 + 2 * kUnit * rule.n);
-  const double damping = scale * rule.eps + rule.relative_eps * bound;
+  const double damping =
+      fmax(scale * eps, rule.least_damping * frobenius) + rule.relative_eps * bound;
   const double top = fmax((bound + damping) * (1 + 2 * kUnit), least_top(rule, scale));
   return {scale / divisor, scale, frobenius, damping, top};
 }

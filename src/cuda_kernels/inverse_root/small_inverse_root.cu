@@ -158,7 +158,8 @@ class SmallRoot {
     const double divisor = divisor_of(args_, matrix);
     if (args_.divisors != nullptr) largest = static_cast<float>(largest / divisor);
     const bool finite = largest <= FLT_MAX;
-    const float divided = newton_scale(largest, args_.rule.eps, divisor);
+    const double eps = eps_of(args_, matrix);
+    const float divided = newton_scale(largest, eps, divisor);
     const float scale = args_.divisors == nullptr ? divided : static_cast<float>(divided / divisor);
 
     float most = 0, square = 0;
@@ -179,7 +180,7 @@ class SmallRoot {
     square = reduce<N, true>(square, scratch_);
     if (threadIdx.x == 0) {
       plan_ = plan_newton(args_.rule, schedules_, finite,
-                          bound_spectrum(args_.rule, divided, divisor, most, sqrtf(square)),
+                          bound_spectrum(args_.rule, eps, divided, divisor, most, sqrtf(square)),
                           args_.damping + matrix, args_.floor + matrix);
     }
     __syncthreads();

@@ -86,6 +86,7 @@ class Solve {
                           .p = static_cast<int>(p),
                           .eps = eps,
                           .relative_eps = relative_eps,
+                          .least_damping = 0.0,
                           .noise = limits.noise,
                           .noise_margin = NewtonLimits::kNoiseMargin,
                           .lowest_start = limits.lowest_start,
@@ -157,6 +158,16 @@ DeviceRoot device_inverse_root(const at::Tensor& A, int64_t p, double eps, doubl
   return solve.outputs();
 }
 
+DeviceRoot device_inverse(const at::Tensor& A, const at::Tensor& dampings, double least_damping) {
+  const c10::cuda::CUDAGuard device_guard(A.device());
+  TORCH_INTERNAL_ASSERT(dampings.is_contiguous() && dampings.scalar_type() == at::kDouble);
+  Solve solve(A, /*p=*/1, /*eps=*/0.0, /*relative_eps=*/0.0);
+  solve.arguments.eps = dampings.const_data_ptr<double>();
+  solve.arguments.rule.least_damping = least_damping;
+  solve.run(c10::cuda::getCurrentCUDAStream());
+  return solve.outputs();
+}
+
 void renew_inverse_roots(const std::vector<RootRenewal>& batches, int64_t p, double eps,
                          double relative_eps, const at::Tensor& keep) {
   for (size_t begin = 0; begin < batches.size();) {
@@ -184,6 +195,10 @@ void renew_inverse_roots(const std::vector<RootRenewal>& batches, int64_t p, dou
 bool has_device_root(const at::Tensor& A, int64_t p) { return false; }
 
 DeviceRoot device_inverse_root(const at::Tensor& A, int64_t p, double eps, double relative_eps) {
+  TORCH_INTERNAL_ASSERT(false, "built without CUDA");
+}
+
+DeviceRoot device_inverse(const at::Tensor& A, const at::Tensor& dampings, double least_damping) {
   TORCH_INTERNAL_ASSERT(false, "built without CUDA");
 }
 

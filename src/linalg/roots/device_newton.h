@@ -32,6 +32,10 @@ struct DeviceRoot {
 // the identity; its `iterations` is 0. The host reads nothing.
 DeviceRoot device_inverse_root(const at::Tensor& A, int64_t p, double eps, double relative_eps);
 
+// The same of A + s I for p = 1, where s is the damping of each matrix, [N] float64, but at least
+// least_damping |A|_F.
+DeviceRoot device_inverse(const at::Tensor& A, const at::Tensor& dampings, double least_damping);
+
 // N matrices, and their roots, which are updated in place.
 struct RootRenewal {
   at::Tensor A;         // [N, n, n], contiguous, supported by has_device_root

@@ -123,8 +123,16 @@ Solution solve_by_cholesky(const Joined& joined) {
 // The smallest damping that an iteration resolves, relative to the factor's Frobenius norm.
 double least_damping(at::ScalarType dtype) { return dtype == at::kDouble ? 0x1p-46 : 0x1p-20; }
 
+// (F + s I)^-1, where kernels take a damping for each matrix. Of a failed one, or one that is not
+// finite, the residual is not small.
+Solution solve_by_kernels(const Joined& joined) {
+  const auto solved = linalg::detail::device_inverse(joined.matrices, joined.dampings.contiguous(),
+                                                     least_damping(joined.matrices.scalar_type()));
+  return {solved.root, {}, solved.residual.le(linalg::detail::kNewtonResidualTolerance)};
+}
+
 // (F + s I)^-1 = (F / s + I)^-1 / s, so that all matrices have the same damping.
-Solution solve_by_root(const Joined& joined, const std::string& method) {
+Solution solve_by_root(const Joined& joined) {
   const at::ScalarType dtype = joined.matrices.scalar_type();
   const at::Tensor largest = joined.matrices.flatten(1).abs().amax(1).to(at::kDouble);
   const at::Tensor norm =  // entries may be too large to square
@@ -134,9 +142,9 @@ Solution solve_by_root(const Joined& joined, const std::string& method) {
       largest;
   const at::Tensor s =
       at::maximum(joined.dampings, norm * least_damping(dtype)).to(dtype).view({-1, 1, 1});
-  const auto solved = linalg::detail::matrix_inverse_root(joined.matrices / s, /*root=*/1,
-                                                          /*eps=*/1.0, /*relative_eps=*/0.0, method,
-                                                          linalg::detail::Residual::kEstimate);
+  const auto solved = linalg::detail::matrix_inverse_root(
+      joined.matrices / s, /*root=*/1,
+      /*eps=*/1.0, /*relative_eps=*/0.0, "newton", linalg::detail::Residual::kEstimate);
   const at::Tensor roots = solved.root / s;
   const at::Tensor accepted = solved.residual.le(linalg::detail::kNewtonResidualTolerance)
                                   .logical_and_(linalg::detail::is_finite(roots));
@@ -147,9 +155,10 @@ Solution solve(const Joined& joined, const std::string& solver) {
   if (solver == "eigh" || !joined.dampings.defined()) {
     return solve_by_eigh(joined);
   }
-  const bool has_kernel = linalg::detail::has_device_root(joined.matrices, /*p=*/1);
-  return solver == "newton" || (solver == "auto" && has_kernel) ? solve_by_root(joined, solver)
-                                                                : solve_by_cholesky(joined);
+  if (solver != "cholesky" && linalg::detail::has_device_root(joined.matrices, /*p=*/1)) {
+    return solve_by_kernels(joined);
+  }
+  return solver == "newton" ? solve_by_root(joined) : solve_by_cholesky(joined);
 }
 
 void solve(const std::vector<DampedFactor*>& factors, at::TensorList matrices,
