@@ -38,22 +38,31 @@ __global__ void __launch_bounds__(kElementThreads)
 // An element of a parameter.
 struct Place {
   int64_t in_param, packed;
-  int row, diagonal;  // where the roots that are diagonals have its factors
+  int row, column;  // of V
 };
 
-// body(place) for every element of the tile.
+// body(place) for every element of the tile. Divisions of integers take longer than an element of
+// memory.
 template <typename Body>
 __device__ void for_each_place(const KfacEntry& entry, int tile, const Body& body) {
   const int begin = (tile - entry.first_tile) * kKfacTile;
   const int end = min(entry.rows * entry.columns - begin, kKfacTile) + begin;
-  for (int i = begin + static_cast<int>(threadIdx.x); i < end; i += kElementThreads) {
-    const int row = i / entry.columns, column = i % entry.columns;
+  const int first = begin + static_cast<int>(threadIdx.x), columns = entry.columns;
+  const int more_rows = kElementThreads / columns, more_columns = kElementThreads % columns;
+  int row = first / columns, column = first % columns;
+#pragma unroll 4
+  for (int i = first; i < end; i += kElementThreads) {
+    const int outer = entry.inner == 1 ? column : column / entry.inner;
     const int packed = entry.first_column + column;
-    body(Place{int64_t{row} * entry.row_stride +
-                   int64_t{column / entry.inner} * entry.outer_stride +
-                   int64_t{column % entry.inner} * entry.inner_stride,
-               int64_t{row} * entry.packed_columns + packed, row,
-               row / entry.group_rows * entry.packed_columns + packed});
+    body(Place{int64_t{row} * entry.row_stride + int64_t{outer} * entry.outer_stride +
+                   int64_t{column - outer * entry.inner} * entry.inner_stride,
+               int64_t{row} * entry.packed_columns + packed, row, packed});
+    row += more_rows;
+    column += more_columns;
+    if (column >= columns) {
+      column -= columns;
+      ++row;
+    }
   }
 }
 
@@ -87,7 +96,9 @@ __global__ void __launch_bounds__(kElementThreads)
   unsigned most = 0;
   for_each_place(entry, tile, [&](const Place& place) {
     const float g = keep ? gradient(entry, numbers, place.in_param) : 0;
-    V[place.packed] = by_diagonals(entry, g, place.row, place.diagonal);
+    const int group = entry.right == nullptr ? 0 : place.row / entry.group_rows;
+    const int diagonal = group * entry.packed_columns + place.column;
+    V[place.packed] = by_diagonals(entry, g, place.row, diagonal);
     most = max(most, magnitude_bits(g));
   });
   if (entry.largest != nullptr) record_largest(most, entry.largest);
