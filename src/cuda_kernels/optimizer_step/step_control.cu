@@ -23,14 +23,14 @@ __device__ Bits largest_of(const uint4& bytes, Bits magnitude) {
 }
 
 template <typename Bits>
-__device__ Bits largest_of_tile(const void* address, int64_t begin, int64_t elements,
+__device__ Bits largest_of_tile(const ScanEntry& entry, const void* address, int64_t begin,
                                 Bits magnitude) {
   constexpr int kPerVector = sizeof(uint4) / sizeof(Bits);
   const auto* data = static_cast<const Bits*>(address);
-  const int64_t end = min(begin + kScanTile, elements);
+  const int64_t end = min(begin + kScanTile, entry.elements);
   Bits most = 0;
   int64_t i = begin;
-  if (reinterpret_cast<uintptr_t>(data) % sizeof(uint4) == 0) {
+  if (entry.stride == 1 && reinterpret_cast<uintptr_t>(data) % sizeof(uint4) == 0) {
     const int64_t vectors_end = begin + (end - begin) / kPerVector * kPerVector;
     for (i += threadIdx.x * kPerVector; i < vectors_end; i += kElementThreads * kPerVector) {
       most = max(most, largest_of(*reinterpret_cast<const uint4*>(data + i), magnitude));
@@ -38,26 +38,24 @@ __device__ Bits largest_of_tile(const void* address, int64_t begin, int64_t elem
     i = vectors_end;
   }
   for (i += threadIdx.x; i < end; i += kElementThreads) {
-    most = max(most, static_cast<Bits>(data[i] & magnitude));
+    most = max(most, static_cast<Bits>(data[i * entry.stride] & magnitude));
   }
   return most;
 }
 
 // As a double, which holds the magnitudes of all types.
 __device__ double largest_magnitude(const ScanEntry& entry, const void* data, int64_t begin) {
-  const int64_t elements = entry.elements;
   switch (entry.type) {
     case ElementType::kDouble:
-      return __longlong_as_double(static_cast<int64_t>(
-          largest_of_tile<uint64_t>(data, begin, elements, 0x7fffffffffffffff)));
+      return __longlong_as_double(
+          static_cast<int64_t>(largest_of_tile<uint64_t>(entry, data, begin, 0x7fffffffffffffff)));
     case ElementType::kBFloat16:
-      return __uint_as_float(unsigned{largest_of_tile<uint16_t>(data, begin, elements, 0x7fff)}
-                             << 16);
+      return __uint_as_float(unsigned{largest_of_tile<uint16_t>(entry, data, begin, 0x7fff)} << 16);
     case ElementType::kHalf:
       return __half2float(__ushort_as_half(
-          static_cast<unsigned short>(largest_of_tile<uint16_t>(data, begin, elements, 0x7fff))));
+          static_cast<unsigned short>(largest_of_tile<uint16_t>(entry, data, begin, 0x7fff))));
     default:
-      return __uint_as_float(largest_of_tile<uint32_t>(data, begin, elements, 0x7fffffff));
+      return __uint_as_float(largest_of_tile<uint32_t>(entry, data, begin, 0x7fffffff));
   }
 }
 

@@ -47,6 +47,7 @@ struct ScanEntry {
   // null: up to `largest`.
   const double* step;
   double largest;
+  int64_t stride = 1;  // from an element to the next
 };
 constexpr int64_t kScanTile = 1 << 14;  // elements
 

@@ -43,8 +43,8 @@ class StepPrologue {
   // Adds what the launches of a step depend on in these gradients, apart from their addresses.
   virtual void add_to(GraphKey&) const {}
 
-  // Between begin() and run(): this step also examines `tensor`, which is dense and belongs to
-  // parameter `param`. Magnitudes up to `largest` fit.
+  // Between begin() and run(): this step also examines `tensor`, which is dense, or on a GPU a
+  // vector of any stride, and belongs to parameter `param`. Magnitudes up to `largest` fit.
   virtual void examine(const at::Tensor& tensor, size_t param, double largest) = 0;
 
   // t <- t + 1 of all parameters, unless a gradient is not finite or too large, an examined tensor

@@ -41,6 +41,19 @@ at::Tensor joined_terms(const std::vector<at::Tensor>& terms) {
   return terms.size() > 1 ? at::cat(terms) : terms.empty() ? at::Tensor() : terms[0];
 }
 
+// What the prologue examines of a sum. The largest entry of a sum of x x^T is on its diagonal
+// (Cauchy and Schwarz). Second moments have no diagonal, and compact sums are small. A GPU reads a
+// diagonal where it is, unless a layer has several.
+at::Tensor examined_part(const at::Tensor& sum) {
+  const bool is_dense = sum.dim() == 3 && sum.size(1) == sum.size(2);
+  if (!is_dense) {
+    return sum;
+  }
+  return sum.is_cpu()       ? sum.diagonal(0, -2, -1).contiguous()
+         : sum.size(0) == 1 ? sum[0].diagonal()
+                            : sum;
+}
+
 }  // namespace
 
 KfacStep::KfacStep(KfacGroup group, at::Tensor status)
@@ -130,9 +143,6 @@ void KfacStep::begin(std::vector<at::Tensor> grads) {
   PrologueStep::begin(std::move(grads));
 }
 
-// The largest entry of a sum of x x^T is on its diagonal (Cauchy and Schwarz). On a GPU a copy of
-// each diagonal would take more time than a look at all entries. Second moments have no diagonal,
-// and compact sums are small.
 void KfacStep::examine_sums() {
   for (const KfacLayer& layer : group_.layers) {
     if (!layer.has_sums()) {
@@ -142,9 +152,8 @@ void KfacStep::examine_sums() {
         std::min(largest_factor(layer.A_sum.scalar_type()), largest_factor(layer.factor_dtype()));
     for (const auto& [sum, scale] :
          {std::pair(layer.A_sum, layer.A_scale), std::pair(layer.G_sum, layer.G_scale)}) {
-      const bool whole = sum.dim() == 2 || sum.size(2) != sum.size(1) || !sum.is_cpu();
-      prologue_->examine(whole ? sum : sum.diagonal(0, -2, -1).contiguous(),
-                         static_cast<size_t>(layer.weight), largest / std::max(scale, 1.0));
+      prologue_->examine(examined_part(sum), static_cast<size_t>(layer.weight),
+                         largest / std::max(scale, 1.0));
     }
     if (layer.moment_sum.defined()) {
       prologue_->examine(

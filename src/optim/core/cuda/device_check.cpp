@@ -39,7 +39,8 @@ ScanEntry scan_entry(const at::Tensor& tensor, size_t param, ScanKind kind, doub
           .type = element_type(tensor.scalar_type()),
           .kind = kind,
           .step = step,
-          .largest = largest};
+          .largest = largest,
+          .stride = tensor.dim() == 1 ? tensor.stride(0) : 1};
 }
 
 }  // namespace
