@@ -48,6 +48,9 @@ struct KfacLayer {
   double alpha1 = 0.5;
   at::Tensor K, C;      // [groups, ...] as in linalg/products/structured_matrix.h
   at::Tensor m_K, m_C;  // undefined: alpha1 is 0
+  // Of the K and C that were squared (renew_squares()). A_root and G_root are their squares then,
+  // not state, and A and G stand for the shapes.
+  int64_t seen_versions = -1;
 
   // State, owned by the caller and changed in place.
   at::Tensor A;       // [groups, a, a], zero at first

@@ -36,6 +36,15 @@ StepScalar kl_scale(std::optional<double> kl_clip, const at::Tensor& all) {
   return {std::min(1.0, std::sqrt(*kl_clip / std::abs(sum))), {}};
 }
 
+// Squares are as large as K and C, and those of a smaller dtype are to save memory.
+bool fits_squares(const KfacLayer& layer) {
+  const auto fits = [](const at::Tensor& root) {
+    return root.is_cuda() && root.scalar_type() == at::kFloat &&
+           (root.dim() == 2 || root.size(1) == root.size(2));
+  };
+  return layer.is_inverse_free() && fits(layer.K) && fits(layer.C);
+}
+
 // Undefined: none.
 at::Tensor joined_terms(const std::vector<at::Tensor>& terms) {
   return terms.size() > 1 ? at::cat(terms) : terms.empty() ? at::Tensor() : terms[0];
@@ -84,11 +93,18 @@ void KfacStep::make_subsets() {
   KfacMembers by_kernels, eager;
   std::vector<bool> has_layer(group_.params.size(), false);
   for (size_t l = 0; l < group_.layers.size(); ++l) {
-    const KfacLayer& layer = group_.layers[l];
+    KfacLayer& layer = group_.layers[l];
+    if (fits_squares(layer)) {
+      make_room_for_squares(layer);
+    }
     // No kernel divides by second moments, multiplies by K and C, or averages factors of another
     // dtype than their sums.
-    const bool has_kernels = !layer.second_moments.defined() && !layer.is_inverse_free() &&
+    const bool has_kernels = !layer.second_moments.defined() &&
+                             (!layer.is_inverse_free() || has_squares(layer)) &&
                              layer.has_state_dtype() && has_kfac_kernels(group_, layer);
+    if (has_squares(layer) && !has_kernels) {
+      drop_squares(layer);
+    }
     KfacMembers& members = has_kernels ? by_kernels : eager;
     members.layers.push_back(l);
     for (const int64_t i : group_.layers[l].params()) {
@@ -255,6 +271,7 @@ void KfacStep::run(const at::Tensor&, at::IntArrayRef, const at::Tensor& found_i
   }
   // Where due: (A + ..I)^-1, (G + ..I)^-1; or K and C, from the sums.
   update_inverses(&KfacLayer::inverse_due, prologue_->guard());
+  renew_squares(group_.layers);
   record_failures();
   StepScalar nu;
   {

@@ -26,6 +26,9 @@ FactorUpdates::FactorUpdates(const KfacGroup& group, const KfacMembers& members)
   };
   for (const size_t l : members.layers) {
     const KfacLayer& layer = group.layers[l];
+    if (layer.is_inverse_free()) {
+      continue;
+    }
     const size_t A = add(layer.A, layer.factor_updates, true);
     places_.push_back({l, A, add(layer.G, layer.factor_updates, false)});
   }

@@ -2,11 +2,14 @@
 
 #include "linalg/products/structured_matrix.h"
 #include "linalg/spectral/spectral.h"
+#include "optim/kfac/cuda/square_products.h"
+#include "support/tensor_version.h"
 
 #include <ATen/ATen.h>
 #include <c10/util/irange.h>
 
 #include <algorithm>
+#include <map>
 #include <utility>
 
 namespace torchium::optim::detail {
@@ -58,6 +61,19 @@ at::Tensor per_matrix(const at::Tensor& numbers, const at::Tensor& like) {
   return numbers.view(sizes);
 }
 
+// P(K^T S K), P(K^T K) and K m.
+at::Tensor congruence(const at::Tensor& K, const at::Tensor& S) {
+  return has_square_products(K) ? square_congruence(K, S)
+                                : linalg::detail::structured_congruence(K, S);
+}
+at::Tensor gram(const at::Tensor& K) {
+  return has_square_products(K) ? square_gram(K, /*of_rows=*/false)
+                                : linalg::detail::structured_gram(K);
+}
+at::Tensor product(const at::Tensor& K, const at::Tensor& m) {
+  return has_square_products(K) ? square_product(K, m) : linalg::detail::structured_product(K, m);
+}
+
 // Computed in float32 at least.
 Side side_of(const Layers& layers, const SideMembers& members) {
   std::vector<at::Tensor> sums = all(layers, members.sum);
@@ -71,9 +87,8 @@ Side side_of(const Layers& layers, const SideMembers& members) {
   const auto dtype = at::promote_types(side.root.scalar_type(), sums[0].scalar_type());
   side.root = side.root.to(dtype);
   side.momentum = joined_along_groups(all(layers, members.momentum));
-  side.curvature =
-      linalg::detail::structured_congruence(side.root, joined_along_groups(sums).to(dtype));
-  side.gram = linalg::detail::structured_gram(side.root);
+  side.curvature = congruence(side.root, joined_along_groups(sums).to(dtype));
+  side.gram = gram(side.root);
   return side;
 }
 
@@ -90,7 +105,7 @@ at::Tensor new_momentum(const Side& side, const Side& other, double damping, dou
 // K (I - b m)
 at::Tensor corrected(const at::Tensor& root, const at::Tensor& m, double rate) {
   const at::Tensor b = linalg::detail::largest_row_sum(m).mul_(2.0).reciprocal_().clamp_max_(rate);
-  return at::addcmul(root, linalg::detail::structured_product(root, m), per_matrix(b, root), -1.0);
+  return at::addcmul(root, product(root, m), per_matrix(b, root), -1.0);
 }
 
 // target <- value where `accepted`, with parts of the value for each layer.
@@ -149,6 +164,13 @@ void update_alike(const Layers& layers, const FoundInfGuard& guard) {
   }
 }
 
+// K K^T of stored matrices, dense or diagonal.
+at::Tensor square_of(const at::Tensor& K) {
+  return K.dim() == 2             ? K.square()
+         : has_square_products(K) ? square_gram(K, /*of_rows=*/true)
+                                  : at::bmm(K, K.mT());
+}
+
 bool can_be_joined(const KfacLayer& a, const KfacLayer& b) {
   const auto have_one_kind = [](const at::Tensor& x, const at::Tensor& y) {
     return x.sizes() == y.sizes() && x.scalar_type() == y.scalar_type();
@@ -172,6 +194,45 @@ void update_inverse_free(std::vector<KfacLayer>& layers, const FoundInfGuard& gu
   }
   for (const Layers& members : alike) {
     update_alike(members, guard);
+  }
+}
+
+bool has_squares(const KfacLayer& layer) {
+  return layer.is_inverse_free() && layer.A_root.defined();
+}
+
+void make_room_for_squares(KfacLayer& layer) {
+  layer.A = layer.A_root = at::empty_like(layer.K);
+  layer.G = layer.G_root = at::empty_like(layer.C);
+  layer.seen_versions = -1;
+}
+
+void drop_squares(KfacLayer& layer) {
+  layer.A = layer.G = layer.A_root = layer.G_root = at::Tensor();
+}
+
+void renew_squares(std::vector<KfacLayer>& layers) {
+  std::map<std::vector<int64_t>, std::pair<std::vector<at::Tensor>, std::vector<at::Tensor>>> all;
+  for (KfacLayer& layer : layers) {
+    if (!has_squares(layer)) {
+      continue;
+    }
+    const int64_t versions =  // each only rises
+        torchium::detail::version_of(layer.K) + torchium::detail::version_of(layer.C);
+    if (std::exchange(layer.seen_versions, versions) == versions) {
+      continue;
+    }
+    for (const auto& [root, square] :
+         {std::pair(layer.K, layer.A_root), std::pair(layer.C, layer.G_root)}) {
+      auto& [roots, squares] = all[root.sizes().vec()];
+      roots.push_back(root);
+      squares.push_back(square);
+    }
+  }
+  for (const auto& [sizes, matrices] : all) {
+    const at::Tensor squares = square_of(joined_along_groups(matrices.first));
+    at::_foreach_copy_(matrices.second,
+                       squares.chunk(static_cast<int64_t>(matrices.second.size())));
   }
 }
 

@@ -30,6 +30,15 @@ namespace torchium::optim::detail {
 // not wait for the device. On a GPU, layers of one shape share their launches.
 void update_inverse_free(std::vector<KfacLayer>& layers, const FoundInfGuard& guard);
 
+// K K^T and C C^T, from which a direction takes half as many products as from K and C. They are
+// kept from one update to the next as A_root and G_root, beside the state.
+bool has_squares(const KfacLayer& layer);
+// For dense and diagonal K and C.
+void make_room_for_squares(KfacLayer& layer);
+void drop_squares(KfacLayer& layer);
+// Those whose K or C has changed since the last time, with one product for all of one shape.
+void renew_squares(std::vector<KfacLayer>& layers);
+
 // C C^T V K K^T
 LayerTensors inverse_free_direction(const KfacLayer& layer, const LayerTensors& V);
 
