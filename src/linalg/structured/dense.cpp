@@ -78,7 +78,9 @@ FactorizedInverse::FactorizedInverse(const MatrixFunction& f, const LinearOperat
 
 at::Tensor FactorizedInverse::multiply(const at::Tensor& X) const {
   if (!pivots_.defined()) {
-    return at::cholesky_solve(X, factor_);
+    // L L^T x = b; at::cholesky_solve copies L.
+    const at::Tensor Y = at::linalg_solve_triangular(factor_, X, /*upper=*/false);
+    return at::linalg_solve_triangular(factor_.mT(), Y, /*upper=*/true);
   }
   return at::linalg_lu_solve(factor_, pivots_, X, /*left=*/true, /*adjoint=*/transposed_);
 }

@@ -11,10 +11,10 @@ namespace {
 
 class TriangularNode final : public NodeOf<TriangularNode> {
  public:
-  // `inverted`: the inverse of the triangle.
+  // A: triangular; `inverted`: its inverse.
   TriangularNode(const at::Tensor& A, bool lower, bool inverted)
       : NodeOf(inverted ? "Inverse" : "Triangular", batch_of(A, 2), A.size(-1), options_of(A)),
-        A_(lower ? A.tril() : A.triu()),
+        A_(A),
         lower_(lower),
         inverted_(inverted) {}
 
@@ -45,7 +45,7 @@ class TriangularNode final : public NodeOf<TriangularNode> {
     }
     // Functions of a triangular matrix are triangular.
     const at::Tensor image = function_of_dense(kind, f, to_dense(), /*symmetric=*/false);
-    return make_operator<TriangularNode>(image, lower_, /*inverted=*/false);
+    return Triangular(image, lower_);
   }
 
   std::optional<Eigensolution> eigen() const override { return eigen_of(Dense(to_dense())); }
@@ -55,13 +55,16 @@ class TriangularNode final : public NodeOf<TriangularNode> {
   bool lower_, inverted_;
 };
 
+LinearOperator make_triangular(const at::Tensor& A, bool lower) {
+  return make_operator<TriangularNode>(lower ? A.tril() : A.triu(), lower, /*inverted=*/false);
+}
+
 }  // namespace
 }  // namespace torchium::linalg::detail
 
 namespace torchium::linalg {
 
 Triangular::Triangular(const at::Tensor& A, bool lower)
-    : LinearOperator(detail::make_operator<detail::TriangularNode>(
-          detail::checked_matrix("Triangular", A), lower, /*inverted=*/false)) {}
+    : LinearOperator(detail::make_triangular(detail::checked_matrix("Triangular", A), lower)) {}
 
 }  // namespace torchium::linalg
