@@ -5,8 +5,9 @@
 namespace torchium::cuda_kernels {
 namespace {
 
-constexpr int kWarps = 4;
-constexpr int kRows = 4;  // of A, per warp: each load of X serves all of them
+constexpr int kWarps = 8;
+constexpr int kRows = 4;    // of A, per warp: each load of X serves all of them
+constexpr int kInStep = 4;  // iterations after which the warps wait for each other
 
 template <typename T, int N>
 struct alignas(sizeof(T) * N) Pack {
@@ -26,13 +27,13 @@ __device__ Pack<T, N> load_once(const T* address) {
   return pack;
 }
 
-// One warp computes kRows rows of A times B rows of X; rows from `count` on repeat the last one.
+// One warp computes kRows rows of A times B rows of X; rows from m and `count` on repeat the last
+// ones. The warps of a block keep step, so that all read a part of X while it is in the L1 cache.
 template <typename T, int N, int B>
-__global__ void __launch_bounds__(32 * kWarps)
+__global__ void __launch_bounds__(32 * kWarps, 2)
     row_block_product_kernel(const T* A, const T* X, T* Y, int64_t m, int64_t n, int count) {
   const int lane = threadIdx.x % 32;
   const int64_t first = (int64_t{blockIdx.x} * kWarps + threadIdx.x / 32) * kRows;
-  if (first >= m) return;
   const T* a[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) a[r] = A + (first + r < m ? first + r : m - 1) * n;
@@ -41,8 +42,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   for (int k = 0; k < B; ++k) x[k] = X + int64_t{min(k, count - 1)} * n;
 
   T sum[kRows][B] = {};
-#pragma unroll 2
-  for (int64_t c = lane * N; c < n; c += 32 * N) {
+  const auto add = [&](int64_t c) {
     Pack<T, N> of_A[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) of_A[r] = load_once<T, N>(a[r] + c);
@@ -57,7 +57,15 @@ __global__ void __launch_bounds__(32 * kWarps)
         }
       }
     }
+  };
+  constexpr int kColumns = 32 * N;
+  int64_t c = lane * N;
+  for (int64_t left = n / (kInStep * kColumns); left > 0; --left) {
+#pragma unroll
+    for (int i = 0; i < kInStep; ++i, c += kColumns) add(c);
+    __syncthreads();
   }
+  for (; c < n; c += kColumns) add(c);
 
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {

@@ -19,8 +19,8 @@ namespace {
 // Residuals, in units of epsilon and the largest eigenvalue, that may be rounding errors.
 constexpr double kRoundingErrors = 100.0;
 
-// The first check is due when the basis has this many columns per wanted pair.
-constexpr int64_t kFirstCheck = 3;
+// Columns of the basis at the first check: a few per wanted pair, and two blocks.
+int64_t columns_at_first_check(int64_t k, int64_t block) { return 3 * k + 2 * block; }
 
 const char* method_name(bool symmetric) { return symmetric ? "lanczos" : "arnoldi"; }
 
@@ -82,7 +82,7 @@ KrylovProcess::KrylovProcess(bool symmetric, int64_t n, int64_t k, const KrylovO
   epsilon_ = epsilon_of(c10::typeMetaToScalarType(tensor_options.dtype()));
   tol_ = options_.tol.value_or(std::pow(epsilon_, 2.0 / 3.0));
   // A general eigenproblem takes the host long: it is solved when the basis is full.
-  next_check_ = symmetric ? std::max<int64_t>(2, (kFirstCheck * k + block_ - 1) / block_)
+  next_check_ = symmetric ? (columns_at_first_check(k, block_) + block_ - 1) / block_
                           : std::numeric_limits<int64_t>::max();
   const int64_t capacity = basis_size(method_name(symmetric), k, block_, options_);
   const at::Tensor first = start();

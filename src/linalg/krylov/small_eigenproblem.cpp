@@ -1,8 +1,11 @@
 #include "linalg/krylov/small_eigenproblem.h"
 
+#include "linalg/spectral/serial_lapack.h"
+
 #include <ATen/ATen.h>
 
 #include <complex>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -40,6 +43,8 @@ at::Tensor real_span(const RitzPairs& pairs, int64_t least) {
 
 RitzPairs ritz_pairs(const at::Tensor& H, const at::Tensor& B, bool symmetric,
                      const std::string& which) {
+  std::optional<SerialLapack> serial;  // threads that sleep take longer to wake than to help
+  if (H.size(0) <= SerialLapack::kLargestOrder) serial.emplace();
   auto [values, vectors] = symmetric ? at::linalg_eigh((H + H.mT()) / 2) : at::linalg_eig(H);
   const at::Tensor order = priority(values, which).argsort(/*stable=*/true, -1, true);
   vectors = vectors.index_select(1, order);

@@ -3,6 +3,7 @@
 #include "linalg/precision.h"
 #include "linalg/spectral/batched_syev.h"
 #include "linalg/spectral/checked_eigh.h"
+#include "linalg/spectral/serial_lapack.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Context.h>
@@ -13,39 +14,8 @@
 #include <cmath>
 #include <optional>
 
-// MKL's function, if torch uses MKL: sets the number of threads of LAPACK on the calling thread, 0
-// for the global number. Returns the previous one.
-extern "C" int MKL_Set_Num_Threads_Local(int threads) __attribute__((weak));
-
 namespace torchium::linalg::detail {
 namespace {
-
-// LAPACK on one thread. In a parallel region MKL, whose number of threads torch sets permanently,
-// hands parts of a matrix to threads that never come: above n = 512 eigenvectors would be garbage.
-class SerialLapack {
- public:
-  SerialLapack() {
-    at::get_num_threads();  // otherwise torch sets MKL's number at a thread's first query
-    before_ = sets_threads() ? MKL_Set_Num_Threads_Local(1) : 0;
-  }
-  ~SerialLapack() {
-    if (sets_threads()) {
-      MKL_Set_Num_Threads_Local(before_);
-    }
-  }
-  SerialLapack(const SerialLapack&) = delete;
-  SerialLapack& operator=(const SerialLapack&) = delete;
-
-  static bool is_possible() { return sets_threads() || !at::hasMKL(); }
-
- private:
-  static bool sets_threads() { return MKL_Set_Num_Threads_Local != nullptr; }
-
-  int before_;
-};
-
-// Up to this order LAPACK gains nothing from threads and loses time waiting for them.
-constexpr int64_t kLargestSerialOrder = 128;
 
 // Whether one matrix per thread beats one matrix at a time with a threaded LAPACK. LAPACK
 // gains nothing from threads for small orders and little for large ones: on two cores 1.0 at
@@ -80,7 +50,7 @@ Eigensystem symmetric_eigensystem(const at::Tensor& S) {
   }
   if (!one_matrix_per_thread(matrices, n)) {
     std::optional<SerialLapack> serial;
-    if (n <= kLargestSerialOrder) {
+    if (n <= SerialLapack::kLargestOrder) {
       serial.emplace();
     }
     solve_checked(S, out.values, out.vectors);
