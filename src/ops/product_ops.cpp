@@ -104,8 +104,8 @@ void fused_mul_add_lists_autograd(at::TensorList a, at::TensorList b, at::Tensor
   }
 }
 
-at::Tensor& fused_mul_add_out_autograd(const at::Tensor& a, const at::Tensor& b,
-                                       const at::Tensor& c, at::Tensor& out) {
+void fused_mul_add_out_autograd(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c,
+                                at::Tensor& out) {
   TORCH_CHECK(!ops::needs_derivative({a, b, c, out}),
               "fused_mul_add with `out` has no derivative, but an operand requires grad or has a "
               "tangent. Call it under torch.no_grad(), or without `out`.");
@@ -114,7 +114,6 @@ at::Tensor& fused_mul_add_out_autograd(const at::Tensor& a, const at::Tensor& b,
     fused_mul_add(a, b, c, out);
   }
   if (!out.is_inference()) out.unsafeGetTensorImpl()->bump_version();
-  return out;
 }
 
 }  // namespace
@@ -158,7 +157,8 @@ at::Tensor fused_mul_add(const at::Tensor& a, const at::Tensor& b, const at::Ten
                                  .findSchemaOrThrow("torchium::fused_mul_add", "out")
                                  .typed<decltype(detail::fused_mul_add_out)>();
     at::Tensor result = *out;
-    return into.call(a, b, c, result);
+    into.call(a, b, c, result);
+    return result;
   }
   static const auto op = find_operator("torchium::fused_mul_add", &detail::fused_mul_add);
   return op.call(a, b, c);
@@ -179,7 +179,7 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
   m.def("spd_inverse(Tensor A, *, float damping=0.0) -> Tensor");
   m.def("spd_solve(Tensor A, Tensor X, *, float damping=0.0) -> Tensor");
   m.def("fused_mul_add(Tensor a, Tensor b, Tensor c) -> Tensor");
-  m.def("fused_mul_add.out(Tensor a, Tensor b, Tensor c, *, Tensor(a!) out) -> Tensor(a!)");
+  m.def("fused_mul_add.out(Tensor a, Tensor b, Tensor c, *, Tensor(a!) out) -> ()");
   m.def("fused_mul_add_(Tensor[] a, Tensor[] b, Tensor(a!)[] c) -> ()");
 }
 

@@ -7,8 +7,9 @@
 #include <ATen/ops/addcmul.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <string>
-#include <unordered_set>
+#include <vector>
 
 #ifdef TORCHIUM_WITH_CUDA
 #include "cuda_kernels/common/fused_mul_add.h"
@@ -144,7 +145,7 @@ void check_lists(at::TensorList a, at::TensorList b, at::TensorList c) {
   TORCH_CHECK_VALUE(a.size() == c.size() && b.size() == c.size(), kListName, ": a, b and c have ",
                     a.size(), ", ", b.size(), " and ", c.size(),
                     " entries; they must be lists of one length.");
-  std::unordered_set<const void*> targets;
+  std::vector<const void*> targets;
   targets.reserve(c.size());
   at::ScalarType known =
       at::ScalarType::Undefined;  // the last dtype of c, once it has been checked
@@ -155,10 +156,11 @@ void check_lists(at::TensorList a, at::TensorList b, at::TensorList c) {
     }
     if (!is_alike(a[i], c[i])) check_entry("a", i, a[i], c[i]);
     if (!is_alike(b[i], c[i])) check_entry("b", i, b[i], c[i]);
-    TORCH_CHECK_VALUE(
-        c[i].is_meta() || c[i].sym_numel() == 0 || targets.insert(c[i].const_data_ptr()).second,
-        kListName, ": c[", i, "] is in c twice; call the function once for each.");
+    if (!c[i].is_meta() && c[i].sym_numel() != 0) targets.push_back(c[i].const_data_ptr());
   }
+  std::sort(targets.begin(), targets.end());
+  TORCH_CHECK_VALUE(std::adjacent_find(targets.begin(), targets.end()) == targets.end(), kListName,
+                    ": an entry is in c twice; call the function once for each.");
 }
 
 }  // namespace
@@ -180,8 +182,8 @@ at::Tensor fused_mul_add(const at::Tensor& a, const at::Tensor& b, const at::Ten
   return fused_mul_add_by_torch(a, b, c);
 }
 
-at::Tensor& fused_mul_add_out(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c,
-                              at::Tensor& out) {
+void fused_mul_add_out(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c,
+                       at::Tensor& out) {
   check_operands(a, b, c);
   check_floating(kName, {"out", out});
   const auto shape = at::infer_size_symdimvector(
@@ -193,10 +195,10 @@ at::Tensor& fused_mul_add_out(const at::Tensor& a, const at::Tensor& b, const at
 #ifdef TORCHIUM_WITH_CUDA
   if (has_kernel(a, b, c) && alike_and_contiguous(out, c)) {
     fused_mul_add_cuda(a, b, c, out);
-    return out;
+    return;
   }
 #endif
-  return at::addcmul_out(out, c, a, b);
+  at::addcmul_out(out, c, a, b);
 }
 
 void fused_mul_add_(at::TensorList a, at::TensorList b, at::TensorList c) {

@@ -9,8 +9,8 @@ namespace torchium::linalg::detail {
 at::Tensor fused_mul_add(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c);
 
 // Into `out`, of the shape, dtype and device of the result.
-at::Tensor& fused_mul_add_out(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c,
-                              at::Tensor& out);
+void fused_mul_add_out(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c,
+                       at::Tensor& out);
 
 // By differentiable operators.
 at::Tensor fused_mul_add_by_torch(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c);

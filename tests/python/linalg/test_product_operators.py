@@ -180,3 +180,9 @@ def test_bad_input(call, message):
 def test_package_exports():
     assert torchium.linalg is linalg
     assert {"kron", "chunked_matmul", "spd_solve"} <= set(linalg.__all__)
+
+
+def test_opcheck_in_place_and_out(device):
+    a, b, c = ([randn(3, seed=i).to(device), randn(2, 2, seed=i).to(device)] for i in range(3))
+    opcheck(ops.fused_mul_add_.default, (a, b, c))
+    opcheck(ops.fused_mul_add.out, (a[0], b[0], c[0]), {"out": torch.empty_like(c[0])})
