@@ -17,12 +17,16 @@ from torchium.linalg import (
     fused_mul_add_,
     hutchinson_diagonal,
     hutchpp,
+    kron_matmul,
+    kron_solve,
     lanczos,
     logdet,
     matrix_inverse_root,
     matrix_power,
+    orthogonalize,
     spd_inverse,
     spd_solve,
+    svd,
     xdiag,
 )
 
@@ -214,6 +218,70 @@ def measure_inverses(report: Report, device: str, rounds: int, n: int, count: in
     )
 
 
+def decomposition_errors(A: Tensor, U: Tensor, S: Tensor, Vh: Tensor) -> list[float]:
+    """Of S, and of U S V^T, in units of the largest singular value; of U^T U and V^T V."""
+    A, U, S, Vh = (x.double() for x in (A, U, S, Vh))
+    exact = torch.linalg.svdvals(A)
+    largest = exact[:, :1]
+    identity = torch.eye(S.shape[-1], dtype=A.dtype, device=A.device)
+    rest = torch.linalg.matrix_norm((U * S.unsqueeze(-2)) @ Vh - A, 2)
+    errors = [(S - exact).abs() / largest, rest / largest[:, 0]]
+    errors += [U.mT @ U - identity, Vh @ Vh.mT - identity]
+    return [float(error.abs().max()) for error in errors]
+
+
+def measure_singular_values(report: Report, device: str, rounds: int, n: int, count: int) -> None:
+    A = torch.randn(count, n, n, generator=torch.Generator().manual_seed(0)).to(device)
+    functions: dict[str, Callable[[], object]] = {
+        "torchium svd": lambda: svd(A),
+        "torch.linalg.svd": lambda: torch.linalg.svd(A),
+        "torchium orthogonalize": lambda: orthogonalize(A),
+        "torchium orthogonalize, rcond=0.01": lambda: orthogonalize(A, rcond=0.01),
+    }
+    seconds = interleaved({k: waits(device, f) for k, f in functions.items()}, rounds)
+    ours, peer, factor, _ = functions
+    found = {ours: svd(A), peer: torch.linalg.svd(A)}
+    rows: list[list[object]] = []
+    for name in functions:
+        errors = ["-"] * 4
+        if name in found:
+            errors = [f"{error:.1e}" for error in decomposition_errors(A, *found[name])]
+        rows.append([name, 1e3 * statistics.median(seconds[name]), *errors])
+    report.table(
+        f"Singular values, {count} of n = {n}, float32",
+        ["", "ms", "error of S", "of U S V^T", "of U^T U", "of V^T V"],
+        rows,
+    )
+    for name in (ours, factor) if A.is_cuda else ():  # elsewhere by torch.linalg.svd
+        ratio = median_ratio(seconds[name], seconds[peer])
+        report.check(f"{name} / {peer}, {count} of n = {n}", ratio, 0.2)
+
+
+def measure_kronecker(report: Report, device: str, rounds: int, order: int, count: int) -> None:
+    """Lists of pairs of many shapes, and a system with and without damping."""
+    orders = [order // 2 + (7 * i) % (order // 2) for i in range(count)]
+    A = [spd_batch(n, 1, device)[0] for n in orders]
+    B = [spd_batch(n, 1, device)[0] for n in reversed(orders)]
+    X = [torch.ones(len(a) * len(b), 1, device=device) for a, b in zip(A, B, strict=True)]
+    largest = max(range(count), key=lambda i: len(X[i]))
+    pair = A[largest], B[largest], X[largest]
+    functions: dict[str, Callable[[], object]] = {
+        "kron_matmul of lists": lambda: kron_matmul(A, B, X),
+        "kron_matmul in a loop": lambda: [
+            kron_matmul(a, b, x) for a, b, x in zip(A, B, X, strict=True)
+        ],
+        "kron_solve of one pair": lambda: kron_solve(*pair, 0.0),
+        "kron_solve of one pair, damped": lambda: kron_solve(*pair, 1e-3),
+    }
+    seconds = interleaved({k: waits(device, f) for k, f in functions.items()}, rounds)
+    rows = [[name, 1e3 * statistics.median(seconds[name])] for name in functions]
+    report.table(
+        f"{count} Kronecker products of orders {min(orders)} to {max(orders)}, float32",
+        ["", "ms"],
+        rows,
+    )
+
+
 def measure_powers(report: Report, device: str, rounds: int, n: int, count: int) -> None:
     """Powers, beside the inverse root of the order that they take."""
     A = spd_batch(n, count, device)
@@ -247,6 +315,10 @@ def main() -> int:
     measure_powers(report, arguments.device, arguments.rounds, *size)
     for shape in [size, (1024, 8)] if on_gpu and not arguments.tiny else [size]:
         measure_inverses(report, arguments.device, arguments.rounds, *shape)
+    measure_kronecker(report, arguments.device, arguments.rounds, *size)
+    several = [(512, 1), (512, 32), (1024, 1), (1024, 8)]
+    for shape in several if on_gpu and not arguments.tiny else [size]:
+        measure_singular_values(report, arguments.device, min(arguments.rounds, 5), *shape)
     missed = report.finish(result_file(f"linalg_{'h200' if on_gpu else 'cpu'}", arguments))
     return int(missed > 0 and not arguments.tiny)
 

@@ -1,6 +1,7 @@
 // Batched linear algebra: all of torchium::linalg.
 #pragma once
 
+#include <torchium/linalg/decompositions.h>
 #include <torchium/linalg/estimators.h>
 #include <torchium/linalg/hessian.h>
 #include <torchium/linalg/krylov.h>

@@ -1,5 +1,15 @@
 """Batched linear algebra."""
 
+from ._decompositions import (
+    CholeskyFactor,
+    PolarFactors,
+    SingularValues,
+    cholesky,
+    orthogonalize,
+    polar,
+    spd_logdet,
+    svd,
+)
 from ._estimators import (
     StochasticEstimate,
     hutchinson_diagonal,
@@ -46,6 +56,7 @@ from ._structured import (
 
 __all__ = [
     "BlockDiag",
+    "CholeskyFactor",
     "Convolution",
     "Dense",
     "Diagonal",
@@ -56,7 +67,9 @@ __all__ = [
     "LinearOperator",
     "LowRankPlusDiagonal",
     "Permutation",
+    "PolarFactors",
     "Product",
+    "SingularValues",
     "SolveResult",
     "Sparse",
     "StochasticEstimate",
@@ -64,6 +77,7 @@ __all__ = [
     "Triangular",
     "arnoldi",
     "cg",
+    "cholesky",
     "chunked_matmul",
     "eigh",
     "eigh_retries",
@@ -81,7 +95,11 @@ __all__ = [
     "logdet",
     "matrix_inverse_root",
     "matrix_power",
+    "orthogonalize",
+    "polar",
     "spd_inverse",
+    "spd_logdet",
     "spd_solve",
+    "svd",
     "xdiag",
 ]

@@ -227,9 +227,9 @@ Approximation<2> quadratic_step(int64_t root, const Interval& interval, double u
 }
 
 // The intervals of the spectrum of M before each step.
-class Spectrum {
+class IterationSpectrum {
  public:
-  Spectrum(int64_t root, double lower, double unit_roundoff)
+  IterationSpectrum(int64_t root, double lower, double unit_roundoff)
       : p_(static_cast<double>(root)),
         // Relative rounding error of q^p M, as a fraction of the largest eigenvalue.
         rounding_(4 * unit_roundoff * std::max(1.0, p_ / 4)),
@@ -251,7 +251,7 @@ class Spectrum {
 };
 
 std::vector<MinimaxStep> make_schedule(int64_t root, double lower, double unit_roundoff) {
-  Spectrum spectrum(root, lower, unit_roundoff);
+  IterationSpectrum spectrum(root, lower, unit_roundoff);
   std::vector<MinimaxStep> steps;
   while (static_cast<int>(steps.size()) < kMaxSteps) {
     const auto [q, error] = quadratic_step(root, spectrum.interval(), unit_roundoff);
@@ -286,7 +286,7 @@ bool may_be_last(const Approximation<6>& last, const Interval& interval, double 
 
 LastStepSchedule make_last_step_schedule(int64_t root, double lower, double unit_roundoff) {
   const double tolerance = last_step_tolerance(lower, unit_roundoff);
-  Spectrum spectrum(root, lower, unit_roundoff);
+  IterationSpectrum spectrum(root, lower, unit_roundoff);
   LastStepSchedule result{};
   for (;;) {
     const Interval& interval = spectrum.interval();

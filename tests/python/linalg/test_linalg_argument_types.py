@@ -17,6 +17,11 @@ ONE_STACK = {
     "chunked_matmul": (I, I),
     "spd_inverse": (I,),
     "spd_solve": (I, torch.ones(3, 1)),
+    "cholesky": (I,),
+    "spd_logdet": (I,),
+    "orthogonalize": (I,),
+    "polar": (I,),
+    "svd": (I,),
     "fused_mul_add": (I, I, I),
 }
 STACKS = {"matrix_inverse_root": (I, 2), "matrix_power": (I, 0.5), "eigh": (I,)}

@@ -1,0 +1,70 @@
+// Cholesky, polar and singular value decompositions of batches of matrices.
+//
+// A: a dense float32, float64, bfloat16 or float16 tensor of matrices, the last two dimensions.
+// bfloat16 and float16 are computed in float32 or better and rounded once, at the end; autocast has
+// no effect. A wrong operand raises a c10::ValueError that names it; nothing is changed. An error
+// is raised if A requires grad while grad mode is on, or has a tangent: there are no derivatives.
+#pragma once
+
+#include <torchium/export.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+namespace torchium::linalg {
+
+struct CholeskyFactor {
+  at::Tensor L;       // [..., n, n], lower triangular
+  at::Tensor jitter;  // [...] float64: what was added to the diagonal
+};
+
+// L L^T = A + (damping + jitter) I for A [..., n, n] (it is symmetrised). damping: finite, not
+// negative.
+//
+// A matrix that breaks down is tried again with a jitter of 1, then 100 times the rounding error of
+// an eigenvalue: (4 + sqrt(n) / 4) epsilon(dtype) times the largest entry, at least the smallest
+// normal number. If that is not enough, its L and jitter are NaN, as for a matrix with NaN or Inf.
+// The host reads nothing from a GPU, which factors all matrices three times.
+TORCHIUM_API CholeskyFactor cholesky(const at::Tensor& A, double damping = 0.0);
+
+// log det (A + (damping + jitter) I), [...], from the factor and with the jitter of cholesky; NaN
+// where that is. In float32 for 16-bit matrices.
+TORCHIUM_API at::Tensor spd_logdet(const at::Tensor& A, double damping = 0.0);
+
+// U V^T for A = U S V^T, the orthonormal matrix closest to A: [..., m, n] -> [..., m, n].
+//
+// Singular values above rcond times the largest become one, smaller ones a number up to one, also
+// zeros that are rounding errors. rcond: above 0 and below 1; default, and least: epsilon(dtype),
+// of float32 for 16 bits. A matrix with NaN or Inf yields NaN.
+//
+// In float32 and 16 bits on a GPU with fast float64 (compute capability 8.0, 9.0 or 10.0) by
+// products in float64, without a host wait: 15 steps of three products by default, 7 with rcond =
+// 0.01 (Polar Express, Amsel et al. 2025, arXiv 2505.16932). Elsewhere by at::linalg_svd.
+TORCHIUM_API at::Tensor orthogonalize(const at::Tensor& A,
+                                      std::optional<double> rcond = std::nullopt);
+
+struct PolarFactors {
+  at::Tensor U;  // [..., m, n]: orthogonalize(A)
+  at::Tensor H;  // [..., n, n]: V S V^T, exactly symmetric
+};
+
+// The polar decomposition A = U H. As orthogonalize.
+TORCHIUM_API PolarFactors polar(const at::Tensor& A, std::optional<double> rcond = std::nullopt);
+
+struct SingularValues {
+  at::Tensor U;   // [..., m, k], orthonormal columns
+  at::Tensor S;   // [..., k], descending, not negative
+  at::Tensor Vh;  // [..., k, n], orthonormal rows
+};
+
+// A = U S V^T for A [..., m, n], with k = min(m, n).
+//
+// In float32 and 16 bits on a GPU with fast float64 all matrices at once, without a host wait: from
+// the polar factor, in float64, and the eigenproblem of H (Higham and Papadimitriou 1994). Errors
+// of S, and of U S V^T, relative to the largest singular value, are those of float32 symmetric
+// eigenproblems: up to (4 + sqrt(k) / 4) epsilon. Elsewhere by at::linalg_svd. A matrix with NaN or
+// Inf yields NaN.
+TORCHIUM_API SingularValues svd(const at::Tensor& A);
+
+}  // namespace torchium::linalg
