@@ -3,6 +3,7 @@
 
 #include <torchium/linalg/decompositions.h>
 #include <torchium/linalg/estimators.h>
+#include <torchium/linalg/fisher.h>
 #include <torchium/linalg/hessian.h>
 #include <torchium/linalg/krylov.h>
 #include <torchium/linalg/linear_operator.h>

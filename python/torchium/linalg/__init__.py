@@ -18,6 +18,7 @@ from ._estimators import (
     logdet,
     xdiag,
 )
+from ._fisher import fisher_operator
 from ._hessian import hvp_operator
 from ._krylov import KrylovEigenpairs, arnoldi, lanczos
 from ._matrix_functions import (
@@ -81,6 +82,7 @@ __all__ = [
     "chunked_matmul",
     "eigh",
     "eigh_retries",
+    "fisher_operator",
     "fused_mul_add",
     "fused_mul_add_",
     "gmres",

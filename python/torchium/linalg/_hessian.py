@@ -8,26 +8,7 @@ import torch
 from torch import Tensor
 
 from ._operators import LinearOperator
-
-
-def _checked_params(params: Iterable[Tensor]) -> list[Tensor]:
-    if isinstance(params, Tensor):
-        raise ValueError("hvp_operator: params is a Tensor; it must be a list of parameters")
-    params = list(params)
-    if not params:
-        raise ValueError("hvp_operator: params is empty")
-    seen: set[int] = set()
-    for i, p in enumerate(params):
-        if not isinstance(p, Tensor):
-            raise ValueError(f"hvp_operator: params[{i}] is a {type(p).__name__}, not a Tensor")
-        if not p.requires_grad:
-            raise ValueError(f"hvp_operator: params[{i}] does not require gradients; leave it out")
-        if id(p) in seen:
-            raise ValueError(f"hvp_operator: params[{i}] is in params twice")
-        seen.add(id(p))
-    if any(p.dtype != params[0].dtype or p.device != params[0].device for p in params):
-        raise ValueError("hvp_operator: params must be of one dtype and on one device")
-    return params
+from ._parameter_derivatives import checked_params, flat_derivative, flat_gradient
 
 
 def hvp_operator(loss_fn: Callable[[], Tensor], params: Iterable[Tensor]) -> LinearOperator:
@@ -63,42 +44,19 @@ def hvp_operator(loss_fn: Callable[[], Tensor], params: Iterable[Tensor]) -> Lin
         >>> torchium.linalg.lanczos(H, 1).eigenvalues.shape
         torch.Size([1])
     """
-    params = _checked_params(params)
+    parameters = checked_params("hvp_operator", params)
     with torch.enable_grad():
         loss = loss_fn()
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ValueError("hvp_operator: loss_fn must return a scalar tensor")
         if not loss.requires_grad:
             raise ValueError("hvp_operator: the loss that loss_fn returns has no graph")
-        found = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
-        if all(g is None for g in found):
-            raise ValueError("hvp_operator: the loss depends on none of params")
-        gradient = torch.cat(
-            [
-                (torch.zeros_like(p) if g is None else g).flatten()
-                for g, p in zip(found, params, strict=True)
-            ]
-        )
+        gradient = flat_gradient(loss, parameters, torch.ones_like(loss))
+    if gradient is None:
+        raise ValueError("hvp_operator: the loss depends on none of params")
 
     def product(X: Tensor) -> Tensor:
-        if not gradient.requires_grad:  # a loss linear in all parameters
-            return torch.zeros_like(X)
-        is_batch = X.shape[1] > 1  # a single column needs no vmap
-        rows = torch.autograd.grad(
-            gradient,
-            params,
-            X.mT.contiguous() if is_batch else X[:, 0],
-            retain_graph=True,
-            is_grads_batched=is_batch,
-            allow_unused=True,
-        )
-        sizes = [(X.shape[1], p.numel()) for p in params]
-        # None where the gradient does not depend on the parameter.
-        parts = [
-            X.new_zeros(size) if row is None else row.reshape(size)
-            for row, size in zip(rows, sizes, strict=True)
-        ]
-        return torch.cat(parts, 1).mT
+        return flat_derivative(gradient, parameters, X.mT).mT
 
     H = LinearOperator(len(gradient), product, dtype=gradient.dtype, device=gradient.device)
     return H.assume("symmetric")

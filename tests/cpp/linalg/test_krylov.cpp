@@ -97,4 +97,36 @@ TEST(Hessian, MultipliesAsTheSecondDerivative) {
   EXPECT_THROW(linalg::hvp_operator([&] { return p.sum(); }, {p, q.detach()}), c10::ValueError);
 }
 
+TEST(Fisher, MultipliesAsItsDefinition) {
+  torch::manual_seed(0);
+  const auto W = torch::randn({3, 4}, torch::kFloat64).requires_grad_();
+  const auto x = torch::randn({5, 4}, torch::kFloat64);
+  const auto losses = [&] {
+    const auto z = x.matmul(W.mT());
+    return linalg::SampleLosses{z.square().sum(1) / 2, z};
+  };
+  // J_n = I (x) x_n, and the gradient is z_n (x) x_n.
+  const auto z = x.matmul(W.mT()).detach();
+  const auto gradients = (z.unsqueeze(2) * x.unsqueeze(1)).flatten(1);
+  const auto I = torch::eye(12, torch::kFloat64);
+  const auto empirical = linalg::fisher_operator(losses, {W});
+  EXPECT_EQ(empirical.size(), 12);
+  EXPECT_TRUE(torch::allclose(empirical.matmul(I), gradients.mT().matmul(gradients) / 5));
+  const auto ggn = linalg::fisher_operator(losses, {W}, "ggn");
+  const auto expected = torch::kron(torch::eye(3, torch::kFloat64), x.mT().matmul(x) / 5);
+  EXPECT_TRUE(torch::allclose(ggn.matmul(I), expected));
+
+  const auto refuses = [&](const linalg::SampleLosses& found, const std::string& fisher) {
+    EXPECT_THROW(linalg::fisher_operator([&] { return found; }, {W}, fisher), c10::ValueError);
+  };
+  const auto [l, outputs] = losses();
+  refuses({l, outputs}, "mc");
+  refuses({l.mean(), outputs}, "empirical");
+  refuses({l, {}}, "ggn");
+  refuses({l, outputs.narrow(0, 0, 2)}, "ggn");
+  refuses({l.detach(), {}}, "empirical");
+  refuses({l, losses().outputs}, "ggn");
+  EXPECT_THROW(linalg::fisher_operator(losses, {}), c10::ValueError);
+}
+
 }  // namespace

@@ -1,0 +1,110 @@
+"""The Fisher matrix of a model, as an operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from ._operators import LinearOperator
+from ._parameter_derivatives import checked_params, flat_derivative, flat_gradient
+
+_KINDS = ("empirical", "ggn")
+
+
+def _checked_losses(fisher: str, found: object) -> tuple[Tensor, Tensor]:
+    """Losses ``[N]``, and what J is the Jacobian of: these, or outputs ``[N, ...]``."""
+    if fisher == "empirical":
+        losses, outputs = found, found
+    elif isinstance(found, tuple) and len(found) == 2:
+        losses, outputs = found
+    else:
+        raise ValueError(
+            'fisher_operator: loss_fn must return a pair of losses and outputs with fisher="ggn"'
+        )
+    if not isinstance(losses, Tensor) or losses.dim() != 1 or len(losses) == 0:
+        raise ValueError(
+            "fisher_operator: loss_fn must return the losses of N samples, a tensor [N]; use "
+            'reduction="none"'
+        )
+    if not isinstance(outputs, Tensor) or outputs.dim() == 0 or len(outputs) != len(losses):
+        raise ValueError(
+            f"fisher_operator: the outputs must be a tensor [N, ...] with N = {len(losses)}, the "
+            "number of losses"
+        )
+    if not losses.requires_grad or not outputs.requires_grad:
+        raise ValueError("fisher_operator: what loss_fn returns has no graph")
+    return losses, outputs
+
+
+def fisher_operator(
+    loss_fn: Callable[[], Tensor | tuple[Tensor, Tensor]],
+    params: Iterable[Tensor],
+    *,
+    fisher: str = "empirical",
+) -> LinearOperator:
+    """Return the Fisher matrix of N samples, as an operator on the concatenated parameters.
+
+    - ``"empirical"``: ``F = (1/N) sum_n g_n g_n^T``, ``g_n`` the gradient of the loss of sample n.
+    - ``"ggn"``: ``F = (1/N) sum_n J_n^T H_n J_n``, the generalised Gauss-Newton matrix: ``J_n`` is
+      the Jacobian of the outputs of sample n and ``H_n`` the Hessian of its loss with respect to
+      these. For cross-entropy and squared error it is the Fisher matrix (Martens 2020, "New insights
+      and perspectives on the natural gradient method", section 9).
+
+    The loss is evaluated once, here. A product is a derivative of ``J^T u`` with respect to ``u``,
+    which is ``J v``, and one backward pass, each for all columns together (``torch.func.vmap``); no
+    gradient of a sample is formed. The matrix is that of the parameters' values now; they must not
+    change in place before the last product.
+
+    Args:
+        loss_fn: returns the losses of the samples, ``[N]`` (``reduction="none"``); with
+            ``fisher="ggn"`` a pair of these and the outputs ``[N, ...]`` that they are computed from,
+            sample by sample. Every operation needs a second derivative, and what ``torch.func.vmap``
+            cannot batch needs ``block_size=1``, as for :func:`hvp_operator`.
+        params: parameters of one dtype, float32 or float64, and one device. Entry ``i`` of a vector
+            belongs to entry ``i`` of ``torch.cat([p.flatten() for p in params])``.
+        fisher: ``"empirical"`` or ``"ggn"``.
+
+    Returns:
+        An operator of order P, the number of entries of all parameters, declared positive
+        semidefinite. It keeps the graph of the losses.
+
+    Raises:
+        ValueError: no parameters, a parameter that is there twice or does not require gradients, mixed
+            dtypes or devices, another ``fisher``, or losses and outputs of another shape, without a
+            graph or independent of the parameters or of each other.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 2)
+        >>> x, y = torch.randn(8, 3), torch.randint(2, (8,))
+        >>> def losses():
+        ...     z = model(x)
+        ...     return torch.nn.functional.cross_entropy(z, y, reduction="none"), z
+        >>> F = torchium.linalg.fisher_operator(losses, model.parameters(), fisher="ggn")
+        >>> torchium.linalg.lanczos(F, 1).eigenvalues.shape
+        torch.Size([1])
+    """
+    if fisher not in _KINDS:
+        raise ValueError(f'fisher_operator: fisher is {fisher!r}; it must be "empirical" or "ggn"')
+    parameters = checked_params("fisher_operator", params)
+    with torch.enable_grad():
+        losses, z = _checked_losses(fisher, loss_fn())
+        u = torch.zeros_like(z, requires_grad=True)
+        transposed = flat_gradient(z, parameters, u)  # J^T u
+        if transposed is None:
+            raise ValueError("fisher_operator: the losses depend on none of params")
+        slope = None  # of the losses with respect to z
+        if fisher == "ggn":
+            (slope,) = torch.autograd.grad(losses.sum(), z, create_graph=True, allow_unused=True)
+            if slope is None:
+                raise ValueError("fisher_operator: the losses do not depend on the outputs")
+
+    def product(X: Tensor) -> Tensor:
+        rows = flat_derivative(transposed, [u], X.mT)  # J v
+        if slope is not None:
+            rows = flat_derivative(slope, [z], rows.view(-1, *z.shape))
+        return flat_derivative(z, parameters, rows.view(-1, *z.shape) / len(z)).mT
+
+    F = LinearOperator(len(transposed), product, dtype=transposed.dtype, device=transposed.device)
+    return F.assume("positive_semidefinite")
