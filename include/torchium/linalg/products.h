@@ -16,6 +16,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 namespace torchium::linalg {
 
@@ -26,19 +27,31 @@ TORCHIUM_API at::Tensor kron(const at::Tensor& A, const at::Tensor& B);
 // A [..., mA, nA], B [..., mB, nB], X [..., nA nB, k] -> [..., mA mB, k].
 TORCHIUM_API at::Tensor kron_matmul(const at::Tensor& A, const at::Tensor& B, const at::Tensor& X);
 
+// The same for each A[i], B[i] and X[i] of three lists of one length. CUDA tensors without leading
+// dimensions take two launches for some 300 pairs of any shapes, if no derivative is asked. All
+// others of the same shapes, dtype and device are multiplied together.
+TORCHIUM_API std::vector<at::Tensor> kron_matmul(at::TensorList A, at::TensorList B,
+                                                 at::TensorList X);
+
 // (A (x) B + damping I)^-1 X without forming A (x) B, from the eigendecompositions of A and B
-// (Van Loan 2000, "The ubiquitous Kronecker product").
+// (Van Loan 2000, "The ubiquitous Kronecker product"), or without damping by spd_solve of each
+// factor.
 // A [..., nA, nA] and B [..., nB, nB] symmetric positive semi-definite (they are symmetrised;
 // negative eigenvalues count as zero), X [..., nA nB, m] -> [..., nA nB, m]. damping: finite, not
 // negative.
 //
 // Floor: (4 + sqrt(n) / 4) epsilon(dtype), summed over n = nA and n = nB, times the largest
 // eigenvalue of A (x) B + damping I, and at least the smallest normal number. Smaller eigenvalues,
-// hidden by rounding errors, count as the floor, so the result is finite. Values beyond the range
-// of the dtype saturate. A pair with NaN or Inf in A or B yields NaN and does not affect the
-// others.
+// hidden by rounding errors, count as the floor, so the result is finite. Without damping it is the
+// floor of spd_solve, of each factor. Values beyond the range of the dtype saturate. A pair with
+// NaN or Inf in A or B yields NaN and does not affect the others.
 TORCHIUM_API at::Tensor kron_solve(const at::Tensor& A, const at::Tensor& B, const at::Tensor& X,
                                    double damping);
+
+// The same for each A[i], B[i] and X[i] of three lists of one length. Pairs of the same shapes,
+// dtype and device are solved together.
+TORCHIUM_API std::vector<at::Tensor> kron_solve(at::TensorList A, at::TensorList B,
+                                                at::TensorList X, double damping);
 
 // A B with a bounded workspace: [..., m, k], [..., k, n] -> [..., m, n]. Each operand has at least
 // two dimensions.

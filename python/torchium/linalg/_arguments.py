@@ -31,6 +31,19 @@ def check_tensors(function: str, **arguments: Any) -> None:
             )
 
 
+def check_tensors_or_lists(function: str, **arguments: Any) -> bool:
+    """All must be tensors, or all lists or tuples of tensors. Returns True for tensors."""
+    is_one = not all(isinstance(value, (list, tuple)) for value in arguments.values())
+    if not is_one:
+        arguments = {
+            f"{name}[{index}]": entry
+            for name, entries in arguments.items()
+            for index, entry in enumerate(entries)
+        }
+    check_tensors(function, **arguments)
+    return is_one
+
+
 def check_matrices(function: str, A: Any) -> bool:
     """``A`` must be a tensor, or a list or tuple of tensors. Returns True for one tensor."""
     if isinstance(A, (list, tuple)):

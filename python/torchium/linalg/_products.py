@@ -1,11 +1,12 @@
 """Kronecker products, products with bounded memory, and symmetric positive definite systems."""
 
 from collections.abc import Sequence
+from typing import overload
 
 import torch
 from torch import Tensor
 
-from ._arguments import check_integer, check_numbers, check_tensors
+from ._arguments import check_integer, check_numbers, check_tensors, check_tensors_or_lists
 
 _ops = torch.ops.torchium
 
@@ -28,57 +29,90 @@ def kron(A: Tensor, B: Tensor) -> Tensor:
     return result
 
 
-def kron_matmul(A: Tensor, B: Tensor, X: Tensor) -> Tensor:
+@overload
+def kron_matmul(A: Tensor, B: Tensor, X: Tensor) -> Tensor: ...
+
+
+@overload
+def kron_matmul(A: Sequence[Tensor], B: Sequence[Tensor], X: Sequence[Tensor]) -> list[Tensor]: ...
+
+
+def kron_matmul(
+    A: Tensor | Sequence[Tensor], B: Tensor | Sequence[Tensor], X: Tensor | Sequence[Tensor]
+) -> Tensor | list[Tensor]:
     """Return ``kron(A, B) @ X`` without forming the Kronecker product.
 
-    One matrix product per factor. bfloat16 and float16 are computed in float32.
+    One matrix product per factor. bfloat16 and float16 are computed in float32. Lists of CUDA tensors
+    without leading dimensions take two launches for some 300 pairs of any shapes, if no derivative is
+    asked. Other pairs of the same shapes, dtype and device are multiplied together.
 
     Args:
-        A: ``[..., mA, nA]``, floating point.
+        A: ``[..., mA, nA]``, floating point. Or three lists of one length.
         B: ``[..., mB, nB]``, of the same dtype.
         X: ``[..., nA nB, k]``, of the same dtype; leading dimensions broadcast.
 
     Returns:
-        ``[..., mA mB, k]``. Differentiable.
+        ``[..., mA mB, k]``; for lists the list of products. Differentiable.
 
     Raises:
-        ValueError: types, shapes, dtypes or devices that do not fit.
+        ValueError: types, shapes, dtypes or devices that do not fit; names the entry of a list.
     """
-    check_tensors("kron_matmul", A=A, B=B, X=X)
-    result: Tensor = _ops.kron_matmul(A, B, X)
+    is_one = check_tensors_or_lists("kron_matmul", A=A, B=B, X=X)
+    operator = _ops.kron_matmul.default if is_one else _ops.kron_matmul.list
+    result: Tensor | list[Tensor] = operator(A, B, X)
     return result
 
 
-def kron_solve(A: Tensor, B: Tensor, X: Tensor, damping: float) -> Tensor:
+@overload
+def kron_solve(A: Tensor, B: Tensor, X: Tensor, damping: float) -> Tensor: ...
+
+
+@overload
+def kron_solve(
+    A: Sequence[Tensor], B: Sequence[Tensor], X: Sequence[Tensor], damping: float
+) -> list[Tensor]: ...
+
+
+def kron_solve(
+    A: Tensor | Sequence[Tensor],
+    B: Tensor | Sequence[Tensor],
+    X: Tensor | Sequence[Tensor],
+    damping: float,
+) -> Tensor | list[Tensor]:
     """Return ``(kron(A, B) + damping I)^-1 X`` without forming the Kronecker product.
 
     From the eigendecompositions of the factors (Van Loan 2000, "The ubiquitous Kronecker product"):
-    ``(Q_A x Q_B) (D_A x D_B + damping)^-1 (Q_A x Q_B)^T X``.
+    ``(Q_A x Q_B) (D_A x D_B + damping)^-1 (Q_A x Q_B)^T X``. Without damping by :func:`spd_solve` of
+    each factor. A sum of Kronecker products is an operator that :func:`cg` solves.
 
     The floor is ``(4 + sqrt(n) / 4) finfo(dtype).eps``, summed over n = nA and n = nB, times the
     largest eigenvalue of the damped product, and at least the smallest normal number. Smaller
     eigenvalues, hidden by rounding errors, count as the floor, so singular factors have a finite
-    result. Values beyond the range of the dtype saturate. A pair with NaN or Inf in a factor yields
-    NaN and does not affect the others. bfloat16 and float16 are computed in float32.
+    result. Without damping it is the floor of :func:`spd_solve`, of each factor. Values beyond the
+    range of the dtype saturate. A pair with NaN or Inf in a factor yields NaN and does not affect the
+    others. bfloat16 and float16 are computed in float32.
 
     Args:
         A: ``[..., nA, nA]``, symmetric positive semi-definite; symmetrised, negative eigenvalues
-            count as zero.
+            count as zero. Or three lists of one length, of which pairs with the same shapes, dtype
+            and device are solved together.
         B: ``[..., nB, nB]``, likewise, of the same dtype.
         X: ``[..., nA nB, m]``, of the same dtype; leading dimensions broadcast.
         damping: finite, not negative.
 
     Returns:
-        ``[..., nA nB, m]``.
+        ``[..., nA nB, m]``; for lists the list of solutions.
 
     Raises:
-        ValueError: types, shapes, dtypes, devices or a damping that do not fit.
+        ValueError: types, shapes, dtypes, devices or a damping that do not fit; names the entry of a
+            list.
         RuntimeError: an operand requires grad while grad mode is on, or has a tangent of
             forward-mode differentiation.
     """
-    check_tensors("kron_solve", A=A, B=B, X=X)
+    is_one = check_tensors_or_lists("kron_solve", A=A, B=B, X=X)
     check_numbers("kron_solve", damping=damping)
-    result: Tensor = _ops.kron_solve(A, B, X, damping)
+    operator = _ops.kron_solve.default if is_one else _ops.kron_solve.list
+    result: Tensor | list[Tensor] = operator(A, B, X, damping)
     return result
 
 
@@ -120,13 +154,13 @@ def spd_inverse(A: Tensor, *, damping: float = 0.0) -> Tensor:
     """Return ``(A + damping I)^-1`` for symmetric positive semi-definite ``A``.
 
     In float32 and 16 bits on a GPU by :func:`matrix_inverse_root` of root 1 and a step of Newton's,
-    with the floor of the former; the host does not wait. Elsewhere by Cholesky. If the factorisation of a matrix breaks down, or meets a pivot below
-    ``(4 + sqrt(n) / 4) finfo(dtype).eps`` times its largest entry, that matrix is solved by its
-    eigendecomposition. Its eigenvalues below that fraction of the largest, or below the smallest
-    normal number, count as that floor, so zero and rank-deficient matrices have a finite result.
-    Values beyond the range of the dtype saturate. In float64 on a GPU the host waits once, to find
-    the matrices that need this. A matrix with NaN or Inf yields NaN and does not affect the others. bfloat16 and
-    float16 are computed in float32.
+    with the floor of the former; the host does not wait. Elsewhere by Cholesky. If the factorisation
+    of a matrix breaks down, or meets a pivot below ``(4 + sqrt(n) / 4) finfo(dtype).eps`` times its
+    largest entry, that matrix is solved by its eigendecomposition. Its eigenvalues below that
+    fraction of the largest, or below the smallest normal number, count as that floor, so zero and
+    rank-deficient matrices have a finite result. Values beyond the range of the dtype saturate. In
+    float64 on a GPU the host waits once, to find the matrices that need this. A matrix with NaN or
+    Inf yields NaN and does not affect the others. bfloat16 and float16 are computed in float32.
 
     Args:
         A: ``[..., n, n]``, floating point; symmetrised.

@@ -4,13 +4,11 @@
 #include "linalg/operand_checks.h"
 #include "linalg/products/symmetric_storage.h"
 #include "linalg/spectral/eigh.h"
+#include "linalg/spectral/spd.h"
 #include "linalg/spectral/spectral.h"
+#include "linalg/spectral/unit_scale.h"
 
-#include <ATen/TensorOperators.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/matmul.h>
-#include <ATen/ops/maximum.h>
-#include <ATen/ops/unflatten.h>
+#include <ATen/ATen.h>
 #include <c10/util/Exception.h>
 
 #include <array>
@@ -20,16 +18,27 @@
 namespace torchium::linalg::detail {
 namespace {
 
-// (A (x) B) X for operands of one dtype. X is row-major in the column pairs (i, j) of A and B. With
-// X as [nA, nB, k] the result is sum_ij A[a, i] B[b, j] X[i, j, :]: one product per factor.
-at::Tensor apply_factors(const at::Tensor& A, const at::Tensor& B, const at::Tensor& X) {
-  const auto nB = B.sym_size(-1);
+// (A (x) B) X for two linear maps, each a function of [..., n, q] -> [..., m, q]. X is row-major in
+// the column pairs (i, j) of A and B. With X as [nA, nB, k] the result is
+// sum_ij A[a, i] B[b, j] X[i, j, :].
+template <typename Left, typename Right>
+at::Tensor map_factors(const Left& by_A, const Right& by_B, const c10::SymInt& nA,
+                       const c10::SymInt& nB, const at::Tensor& X) {
   const auto k = X.sym_size(-1);
-  auto Y = at::unflatten_symint(X, -2, std::array{A.sym_size(-1), nB}).flatten(-2);
-  Y = at::unflatten_symint(at::matmul(A, Y), -1, std::array{nB, k});  // [..., mA, nB, k]
-  Y = at::matmul(B, Y.transpose(-3, -2).flatten(-2));                 // [..., mB, mA k]
-  Y = at::unflatten_symint(Y, -1, std::array{A.sym_size(-2), k});     // [..., mB, mA, k]
+  auto Y = by_A(at::unflatten_symint(X, -2, std::array{nA, nB}).flatten(-2));
+  const auto mA = Y.sym_size(-2);
+  Y = at::unflatten_symint(Y, -1, std::array{nB, k});  // [..., mA, nB, k]
+  Y = by_B(Y.transpose(-3, -2).flatten(-2));           // [..., mB, mA k]
+  Y = at::unflatten_symint(Y, -1, std::array{mA, k});  // [..., mB, mA, k]
   return Y.transpose(-3, -2).flatten(-3, -2);
+}
+
+// (A (x) B) X for operands of one dtype: one product per factor.
+at::Tensor apply_factors(const at::Tensor& A, const at::Tensor& B, const at::Tensor& X) {
+  const auto times = [](const at::Tensor& M) {
+    return [M](const at::Tensor& Y) { return at::matmul(M, Y); };
+  };
+  return map_factors(times(A), times(B), A.sym_size(-1), B.sym_size(-1), X);
 }
 
 // Returns the sizes of the result, [..., nA nB, m].
@@ -55,7 +64,7 @@ struct FactorSpectrum {
 };
 
 // Of (A + A^T) / 2. Negative eigenvalues, rounding errors of a semi-definite matrix, count as zero.
-FactorSpectrum spectrum_of(const at::Tensor& A, at::ScalarType dtype) {
+FactorSpectrum factor_spectrum(const at::Tensor& A, at::ScalarType dtype) {
   const auto batch = A.sizes().slice(0, A.dim() - 2);
   const auto input = normalize_symmetric(as_batch(A.to(dtype)), /*eps=*/0.0);
   const auto [values, vectors] = symmetric_eigensystem(input.matrix);
@@ -90,6 +99,51 @@ at::Tensor kron_solve_meta(const at::Tensor& A, const at::Tensor& B, const at::T
   return at::empty_symint(check_kron_solve(A, B, X, damping), X.options());
 }
 
+namespace {
+
+// 2^exponent x, in two factors that are normal numbers where the result is.
+at::Tensor times_power_of_two(const at::Tensor& x, const at::Tensor& exponent) {
+  const double most = x.scalar_type() == at::kDouble ? 1022 : 126;
+  const at::Tensor half = exponent.div(2, "floor");
+  const auto power = [&](const at::Tensor& e) {
+    return at::exp2(e.clamp(-most, most)).to(x.scalar_type());
+  };
+  return x * power(half) * power(exponent - half);
+}
+
+// The power of two of unit_scale.h, as its exponent.
+at::Tensor exponent_of(const at::Tensor& scale) { return at::log2(scale.to(at::kDouble)).round(); }
+
+// (A^-1 (x) B^-1) X, factor by factor, each in units of its largest entry: by Cholesky, or on a GPU
+// by the iteration for inverses.
+at::Tensor solve_by_factors(const at::Tensor& A, const at::Tensor& B, const at::Tensor& X) {
+  const auto unit_of = [&](const at::Tensor& M) {
+    UnitScaled unit = unit_scaled(as_batch(M.to(compute_dtype(X))));
+    const auto batch = M.sizes().slice(0, M.dim() - 2);
+    return UnitScaled{restore_batch(unit.matrix, batch), restore_batch(unit.scale, batch),
+                      restore_batch(unit.finite, batch)};
+  };
+  const UnitScaled a = unit_of(A), b = unit_of(B);
+  const at::Tensor Y = X.to(compute_dtype(X));
+  // NaN and Inf stay in their columns.
+  const at::Tensor finite_part = at::where(at::isfinite(Y), Y, at::zeros_like(Y));
+  const UnitScaled x = unit_scaled(as_batch(finite_part));
+  const at::Tensor exponent = restore_batch(exponent_of(x.scale), X.sizes().slice(0, X.dim() - 2));
+  const auto inverse_of = [](const UnitScaled& M) {
+    return [&M](const at::Tensor& R) { return spd_solve(M.matrix, R, /*damping=*/0.0); };
+  };
+  const at::Tensor solution = map_factors(inverse_of(a), inverse_of(b), A.size(-1), B.size(-1),
+                                          times_power_of_two(Y, exponent));
+  const at::Tensor scaled =
+      times_power_of_two(solution, exponent_of(a.scale) + exponent_of(b.scale) - exponent);
+  const at::Tensor finite = a.finite.logical_and(b.finite);
+  return saturated(
+      scaled.masked_fill(finite.logical_not(), std::numeric_limits<double>::quiet_NaN()),
+      X.scalar_type());
+}
+
+}  // namespace
+
 // With A = Q_A D_A Q_A^T and B = Q_B D_B Q_B^T the solution is
 // (Q_A (x) Q_B) (D_A (x) D_B + damping)^-1 (Q_A (x) Q_B)^T X (Van Loan 2000, "The ubiquitous
 // Kronecker product").
@@ -98,9 +152,10 @@ at::Tensor kron_solve(const at::Tensor& A, const at::Tensor& B, const at::Tensor
   const auto result_sizes = check_kron_solve(A, B, X, damping);
   const auto sizes = C10_AS_INTARRAYREF_SLOW(result_sizes);
   if (c10::multiply_integers(sizes) == 0) return at::empty(sizes, X.options());
+  if (damping == 0.0) return solve_by_factors(A, B, X).contiguous();
   const auto dtype = compute_dtype(X);
-  const auto a = spectrum_of(A, dtype);
-  const auto b = spectrum_of(B, dtype);
+  const auto a = factor_spectrum(A, dtype);
+  const auto b = factor_spectrum(B, dtype);
 
   // In float64 the product of two float32 eigenvalues neither overflows nor underflows.
   const auto damped = (a.values.unsqueeze(-1) * b.values.unsqueeze(-2))

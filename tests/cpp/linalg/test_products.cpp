@@ -37,6 +37,22 @@ TEST(Products, KroneckerOperatorsAgreeWithTheProductItself) {
   expect_close(linalg::kron_matmul(A, B, X), K.matmul(X));
   const auto damped = K + 0.5 * torch::eye(12, torch::kFloat64);
   expect_close(damped.matmul(linalg::kron_solve(A, B, X, 0.5)), X);
+  expect_close(K.matmul(linalg::kron_solve(A, B, X, 0.0)), X);
+}
+
+TEST(Products, KroneckerOperatorsTakeLists) {
+  torch::manual_seed(0);
+  const std::vector<at::Tensor> A{positive_definite(3), positive_definite(2), positive_definite(3)};
+  const std::vector<at::Tensor> B{positive_definite(4), positive_definite(5), positive_definite(4)};
+  std::vector<at::Tensor> X;
+  for (const int64_t n : {12, 10, 12}) X.push_back(torch::randn({n, 2}, torch::kFloat64));
+  const auto products = linalg::kron_matmul(A, B, X);
+  const auto solutions = linalg::kron_solve(A, B, X, 0.5);
+  for (size_t i = 0; i < X.size(); ++i) {
+    expect_close(products[i], linalg::kron_matmul(A[i], B[i], X[i]));
+    expect_close(solutions[i], linalg::kron_solve(A[i], B[i], X[i], 0.5));
+  }
+  EXPECT_THROW(linalg::kron_matmul(A, B, {X[0]}), c10::ValueError);
 }
 
 TEST(Products, SpdSolversInvert) {
