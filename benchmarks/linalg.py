@@ -131,9 +131,9 @@ def measure_estimates(report: Report, A: Tensor, rounds: int) -> None:
         report.skip("hutchinson_diagonal / cola-ml", "cola-ml is not installed")
     else:
         operator = cola.ops.Dense(A)
-        # Its samples: batches of 100, until the tolerance or 10 batches.
+        # 10 batches of 100, whose error is above the tolerance, the least that it takes.
         functions[COLA] = lambda: hutchinson_diag_estimate(
-            operator, k=0, bs=100, tol=1e-6, max_iters=10
+            operator, k=0, bs=100, tol=1.1e-3, max_iters=10
         )[0]
     seconds = interleaved({k: waits(A.device.type, f) for k, f in functions.items()}, rounds)
     rows = [
