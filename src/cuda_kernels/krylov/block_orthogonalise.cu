@@ -11,15 +11,33 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kRowsAtOnce = 2;      // of row_products_kernel, per thread block
 constexpr int kLeastSegment = 512;  // columns of a thread block there
-constexpr int kWantedBlocks = 288;  // thread blocks that keep a device busy
+constexpr int kMostBlocks = 264;    // thread blocks there that run at the same time: two per
+                                    // processor of an H100
 constexpr int kColumns = 64;        // of subtract_kernel, per thread block
 constexpr int kGroups = kThreads / kColumns;
 constexpr int kCoefficientRows = 32;
 constexpr int kRecombineThreads = 128;
 
-__device__ double warp_sum(double x) {
-  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
-  return x;
+// The sums over the warp of the first `count` of V values: lane l returns that of value
+// l / (32 / count). In each step a lane keeps one half of its values and passes the other half on.
+template <int count, int offset = 16, int V>
+__device__ __forceinline__ double warp_sums(double (&values)[V], int lane) {
+  if constexpr (count > 1) {
+    const bool keeps_upper = (lane & offset) != 0;
+#pragma unroll
+    for (int i = 0; i < count / 2; ++i) {
+      const double passed = keeps_upper ? values[i] : values[i + count / 2];
+      const double kept = keeps_upper ? values[i + count / 2] : values[i];
+      values[i] = kept + __shfl_xor_sync(0xffffffffu, passed, offset);
+    }
+  } else {
+    values[0] += __shfl_xor_sync(0xffffffffu, values[0], offset);
+  }
+  if constexpr (offset > 1) {
+    return warp_sums<(count > 1 ? count / 2 : 1), offset / 2>(values, lane);
+  } else {
+    return values[0];
+  }
 }
 
 // partial[s, i, k] = sum of rows[i, c] block[k, c] over the columns c of segment s.
@@ -34,7 +52,8 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int r = 0; r < kRowsAtOnce; ++r) row[r] = rows + int64_t{min(first + r, count - 1)} * n;
 
-  double sum[kRowsAtOnce][K] = {};
+  double sum[kRowsAtOnce * K] = {};
+#pragma unroll 2
   for (int64_t c = begin + threadIdx.x; c < end; c += kThreads) {
     double x[kRowsAtOnce];
 #pragma unroll
@@ -43,19 +62,15 @@ __global__ void __launch_bounds__(kThreads)
     for (int k = 0; k < K; ++k) {
       const double w = block[k * n + c];
 #pragma unroll
-      for (int r = 0; r < kRowsAtOnce; ++r) sum[r][k] = fma(x[r], w, sum[r][k]);
+      for (int r = 0; r < kRowsAtOnce; ++r) sum[r * K + k] = fma(x[r], w, sum[r * K + k]);
     }
   }
 
+  constexpr int kLanes = 32 / (kRowsAtOnce * K);  // that have the same sum
   __shared__ double parts[kWarps][kRowsAtOnce * K];
-#pragma unroll
-  for (int r = 0; r < kRowsAtOnce; ++r) {
-#pragma unroll
-    for (int k = 0; k < K; ++k) {
-      const double total = warp_sum(sum[r][k]);
-      if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32][r * K + k] = total;
-    }
-  }
+  const int lane = threadIdx.x % 32;
+  const double of_warp = warp_sums<kRowsAtOnce * K>(sum, lane);
+  if (lane % kLanes == 0) parts[threadIdx.x / 32][lane / kLanes] = of_warp;
   __syncthreads();
   const int i = threadIdx.x;
   if (i < kRowsAtOnce * K && first + i / K < count) {
@@ -83,6 +98,7 @@ __global__ void __launch_bounds__(kThreads)
     __syncthreads();
     for (int i = threadIdx.x; i < here * K; i += kThreads) {
       double each = 0;
+#pragma unroll 8
       for (int s = 0; s < segments; ++s) each += partial[(int64_t{s} * total + first) * K + i];
       coefficient[i / K][i % K] = each;
       if (blockIdx.x == 0) sums[first * K + i] = each;
@@ -196,6 +212,7 @@ __global__ void __launch_bounds__(kRecombineThreads)
   __shared__ GramSchmidt<B> s;
   for (int i = threadIdx.x; i < K * K; i += kRecombineThreads) {
     double sum = 0;
+#pragma unroll 8
     for (int each = 0; each < segments; ++each) sum += partial[each * K * K + i];
     s.G[i / K][i % K] = sum;
     s.T[i / K][i % K] = i / K == i % K ? 1.0 : 0.0;
@@ -227,7 +244,7 @@ __global__ void __launch_bounds__(kRecombineThreads)
 
 int segments_of(int rows, int64_t n) {
   const int64_t row_blocks = std::max(1, (rows + kRowsAtOnce - 1) / kRowsAtOnce);
-  const int64_t wanted = (kWantedBlocks + row_blocks - 1) / row_blocks;
+  const int64_t wanted = kMostBlocks / row_blocks;
   const int64_t most = (n + kLeastSegment - 1) / kLeastSegment;
   return static_cast<int>(std::max<int64_t>(1, std::min(wanted, most)));
 }
