@@ -1,6 +1,6 @@
-"""Eigenpairs and estimates of a large symmetric matrix, lists of small tensors, powers of matrices.
+"""Eigenpairs and estimates of a large matrix, lists of small tensors, powers and products of matrices.
 
-Lanczos' method is compared with its passes over the matrix and with SciPy's eigsh (CuPy's on a CUDA
+Products in a limited workspace are measured in chunked_products.py. Lanczos' method is compared with its passes over the matrix and with SciPy's eigsh (CuPy's on a CUDA
 device); estimates of the diagonal with cola-ml, where these packages are installed.
 """
 
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 
 import torch
+from chunked_products import measure_products
 from common import Report, interleaved, median_ratio, parse_arguments, result_file
 from torch import Tensor
 from torchium.linalg import (
@@ -305,7 +306,7 @@ def main() -> int:
     arguments = parse_arguments(__doc__.splitlines()[0], device=True)
     on_gpu = arguments.device.startswith("cuda")
     n = 400 if arguments.tiny else 16384 if on_gpu else 4096
-    report = Report("Eigenpairs, estimates, lists and powers")
+    report = Report("Eigenpairs, estimates, lists, powers and products")
     A = matrix(n, arguments.device)
     measure_eigenpairs(report, A, arguments.rounds)
     measure_estimates(report, A, arguments.rounds)
@@ -319,6 +320,7 @@ def main() -> int:
     several = [(512, 1), (512, 32), (1024, 1), (1024, 8)]
     for shape in several if on_gpu and not arguments.tiny else [size]:
         measure_singular_values(report, arguments.device, min(arguments.rounds, 5), *shape)
+    measure_products(report, arguments.device, arguments.rounds, arguments.tiny)
     missed = report.finish(result_file(f"linalg_{'h200' if on_gpu else 'cpu'}", arguments))
     return int(missed > 0 and not arguments.tiny)
 

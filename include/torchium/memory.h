@@ -3,10 +3,12 @@
 
 #include <torchium/export.h>
 
-#include <c10/core/Device.h>
+#include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <optional>
+#include <string>
+#include <vector>
 
 namespace torchium {
 
@@ -27,5 +29,56 @@ TORCHIUM_API CudaMemoryInfo cuda_memory_info(std::optional<c10::Device> device =
 // PyTorch's allocator. CPU: the machine's available memory, or that of the process's control group
 // if it is less.
 TORCHIUM_API int64_t free_memory(c10::Device device);
+
+// What there is and what is used. A CPU has no allocated and cached memory of its own here: zero.
+struct MemoryInfo {
+  int64_t total = 0;             // of the device, or of the machine
+  int64_t available = 0;         // free_memory(device)
+  int64_t allocated = 0;         // in live tensors of this process
+  int64_t cached = 0;            // reserved by PyTorch's allocator, live tensors included
+  int64_t arena = 0;             // held by efficient_tensor_creation, live tensors included
+  int64_t arena_in_use = 0;      // of that, in live tensors
+  int64_t workspace_limit = -1;  // set_workspace_limit(); -1: none
+};
+
+// Of `device`, by default the current CUDA device if there is one, else the CPU. c10::ValueError:
+// as cuda_memory_info, or a CUDA device without CUDA.
+TORCHIUM_API MemoryInfo memory_info(std::optional<c10::Device> device = std::nullopt);
+
+// What one owner holds between calls: an optimizer's group of parameters on one device, or the
+// arena of a device. Kernels hold nothing: their scratch returns to PyTorch's allocator with every
+// call.
+struct WorkspaceUse {
+  std::string owner;  // "Shampoo", "Arena", ...
+  c10::Device device = c10::kCPU;
+  int64_t parameters = 0;     // tensors
+  int64_t state_bytes = 0;    // of the optimizer's state on this device
+  int64_t scratch_bytes = 0;  // captured steps, or memory of the arena
+};
+
+// All owners of this process, the largest first. Call it between steps: a step on another thread
+// may change what it counts.
+TORCHIUM_API std::vector<WorkspaceUse> workspace_report();
+
+// The most bytes of workspace that an operation of torchium takes where the caller sets no limit of
+// its own: max_workspace_bytes of linalg::chunked_matmul, and what the arena of a device keeps. For
+// the whole process; std::nullopt, the default: none. The state and the scratch of optimizers are
+// not limited: without them there is no step. c10::ValueError: bytes is negative.
+TORCHIUM_API void set_workspace_limit(std::optional<int64_t> bytes);
+TORCHIUM_API std::optional<int64_t> workspace_limit();
+
+// Zeros of `shape`, in memory of the device's arena: blocks that are kept and taken again as soon
+// as all tensors of a block are gone. device: by default the CPU; dtype: torch's default.
+//
+// For short-lived tensors of one stream: a block belongs to the current stream, and its tensors
+// must not be used on another one after they are gone there. A tensor that lives on keeps its whole
+// block (2 MiB, or the size of the tensor). Beyond workspace_limit() and in a CUDA graph capture
+// the memory is PyTorch's. c10::ValueError: a negative size.
+TORCHIUM_API at::Tensor efficient_tensor_creation(
+    at::IntArrayRef shape, std::optional<c10::Device> device = std::nullopt,
+    std::optional<at::ScalarType> dtype = std::nullopt);
+
+// Gives the blocks without live tensors back to PyTorch's allocator.
+TORCHIUM_API void release_arenas();
 
 }  // namespace torchium

@@ -17,6 +17,8 @@
 #include <torch/library.h>
 
 #include <optional>
+#include <string>
+#include <string_view>
 #include <vector>
 
 namespace torchium::linalg {
@@ -36,28 +38,32 @@ constexpr char kUseInverse[] =
     "Call it under torch.no_grad(), detach() the argument, or use torch.linalg.inv.";
 
 // G = dL/d(A B) gives dL/dA = G B^T and dL/dB = A^T G, summed over broadcast dimensions.
-ops::Derivative chunked_matmul_derivative(std::optional<int64_t> limit) {
+ops::Derivative chunked_matmul_derivative(std::optional<int64_t> limit,
+                                          std::optional<std::string> precision) {
   const auto backward = [=](const at::Tensor& G, const variable_list& saved,
                             const std::vector<bool>& wanted) {
     const auto &A = saved[0], &B = saved[1];
     variable_list result(2);
     if (wanted[0]) {
-      result[0] = at::sum_to(chunked_matmul(G, B.mT(), limit), A.sym_sizes());
+      result[0] = at::sum_to(chunked_matmul(G, B.mT(), limit, precision), A.sym_sizes());
+      result[0] = result[0].to(A.device());
     }
     if (wanted[1]) {
       // With one B the sum over the batch is part of the product: no [batch, k, n] is formed.
-      result[1] = B.dim() == 2 ? chunked_matmul(A.flatten(0, -2).mT(), G.flatten(0, -2), limit)
-                               : at::sum_to(chunked_matmul(A.mT(), G, limit), B.sym_sizes());
+      result[1] = B.dim() == 2
+                      ? chunked_matmul(A.flatten(0, -2).mT(), G.flatten(0, -2), limit, precision)
+                      : at::sum_to(chunked_matmul(A.mT(), G, limit, precision), B.sym_sizes());
+      result[1] = result[1].to(B.device());
     }
     return result;
   };
   const auto forward = [=](const variable_list& tangents, const variable_list& saved) {
     at::Tensor sum;
     if (tangents[0].defined()) {
-      sum = chunked_matmul(tangents[0], saved[1], limit);
+      sum = chunked_matmul(tangents[0], saved[1], limit, precision);
     }
     if (tangents[1].defined()) {
-      const at::Tensor term = chunked_matmul(saved[0], tangents[1], limit);
+      const at::Tensor term = chunked_matmul(saved[0], tangents[1], limit, precision);
       sum = sum.defined() ? sum + term : term;
     }
     return sum;
@@ -66,14 +72,16 @@ ops::Derivative chunked_matmul_derivative(std::optional<int64_t> limit) {
 }
 
 at::Tensor chunked_matmul_autograd(const at::Tensor& A, const at::Tensor& B,
-                                   std::optional<int64_t> max_workspace_bytes) {
+                                   std::optional<int64_t> max_workspace_bytes,
+                                   std::optional<std::string_view> precision) {
   at::Tensor product;
+  const auto kept = precision ? std::optional<std::string>(*precision) : std::nullopt;
   {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    product = chunked_matmul(A, B, max_workspace_bytes);
+    product = chunked_matmul(A, B, max_workspace_bytes, kept);
   }
   return ops::with_derivative(product, {A, B}, {A, B},
-                              chunked_matmul_derivative(max_workspace_bytes));
+                              chunked_matmul_derivative(max_workspace_bytes, kept));
 }
 
 // torch's own operator is differentiable and computes the same.
@@ -135,9 +143,10 @@ at::Tensor kron_solve(const at::Tensor& A, const at::Tensor& B, const at::Tensor
 }
 
 at::Tensor chunked_matmul(const at::Tensor& A, const at::Tensor& B,
-                          std::optional<int64_t> max_workspace_bytes) {
+                          std::optional<int64_t> max_workspace_bytes,
+                          const std::optional<std::string>& precision) {
   static const auto op = find_operator("torchium::chunked_matmul", &detail::chunked_matmul);
-  return op.call(A, B, max_workspace_bytes);
+  return op.call(A, B, max_workspace_bytes, precision);
 }
 
 at::Tensor spd_inverse(const at::Tensor& A, double damping) {
@@ -175,7 +184,9 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
   m.def("kron_matmul(Tensor A, Tensor B, Tensor X) -> Tensor", &detail::kron_matmul);
 
   m.def("kron_solve(Tensor A, Tensor B, Tensor X, float damping) -> Tensor");
-  m.def("chunked_matmul(Tensor A, Tensor B, *, int? max_workspace_bytes=None) -> Tensor");
+  m.def(
+      "chunked_matmul(Tensor A, Tensor B, *, int? max_workspace_bytes=None, str? precision=None) "
+      "-> Tensor");
   m.def("spd_inverse(Tensor A, *, float damping=0.0) -> Tensor");
   m.def("spd_solve(Tensor A, Tensor X, *, float damping=0.0) -> Tensor");
   m.def("fused_mul_add(Tensor a, Tensor b, Tensor c) -> Tensor");

@@ -1,3 +1,4 @@
+#include "support/arena.h"
 #include <torchium/memory.h>
 
 #include <ATen/Context.h>
@@ -6,6 +7,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <atomic>
 #include <fstream>
 #include <limits>
 #include <string>
@@ -13,6 +15,9 @@
 
 namespace torchium {
 namespace {
+
+constexpr int64_t kNoLimit = -1;
+std::atomic<int64_t> limit_of_workspaces = kNoLimit;
 
 constexpr int64_t kUnknown = std::numeric_limits<int64_t>::max();
 
@@ -31,6 +36,10 @@ int64_t available_host_memory() {
     if (key == "MemAvailable:") return kilobytes * 1024;
   }
   return static_cast<int64_t>(sysconf(_SC_AVPHYS_PAGES)) * sysconf(_SC_PAGESIZE);
+}
+
+int64_t host_memory() {
+  return static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
 }
 
 // The remaining memory of the control group (version 2) that is this process's root.
@@ -68,6 +77,40 @@ int64_t free_memory(c10::Device device) {
     return info.free_memory + info.cached_memory - info.allocated_memory;
   }
   return std::min(available_host_memory(), control_group_memory());
+}
+
+MemoryInfo memory_info(std::optional<c10::Device> device) {
+  const c10::Device chosen = device.value_or(
+      at::hasCUDA() && at::accelerator::deviceCount() > 0 ? c10::Device(c10::kCUDA) : c10::kCPU);
+  const auto of_cuda = cuda_memory_info(chosen);  // checks the device
+  TORCH_CHECK_VALUE(chosen.is_cpu() || of_cuda.available, "memory_info: device is ", chosen,
+                    "; there is no CUDA device");
+  c10::Device place = chosen;
+  MemoryInfo info{.total = of_cuda.total_memory,
+                  .allocated = of_cuda.allocated_memory,
+                  .cached = of_cuda.cached_memory,
+                  .workspace_limit = workspace_limit().value_or(kNoLimit)};
+  if (chosen.is_cpu()) {
+    info.total = std::min(host_memory(), read_bytes("/sys/fs/cgroup/memory.max"));
+  } else if (!chosen.has_index()) {
+    place.set_index(at::accelerator::getDeviceIndex());
+  }
+  const auto arena = detail::arena_bytes(place);
+  info.available = free_memory(place);
+  info.arena = arena.held;
+  info.arena_in_use = arena.in_use;
+  return info;
+}
+
+void set_workspace_limit(std::optional<int64_t> bytes) {
+  TORCH_CHECK_VALUE(bytes.value_or(0) >= 0, "set_workspace_limit: bytes is ", bytes.value_or(0),
+                    "; it must not be negative");
+  limit_of_workspaces = bytes.value_or(kNoLimit);
+}
+
+std::optional<int64_t> workspace_limit() {
+  const int64_t limit = limit_of_workspaces;
+  return limit == kNoLimit ? std::nullopt : std::optional<int64_t>(limit);
 }
 
 }  // namespace torchium

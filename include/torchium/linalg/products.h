@@ -1,9 +1,10 @@
 // Kronecker products, products with bounded memory, and symmetric positive definite systems.
 //
 // All operands are dense float32, float64, bfloat16 or float16 tensors of one dtype on one device
-// (fused_mul_add promotes dtypes). Matrices are the last two dimensions; leading dimensions
-// broadcast. bfloat16 and float16 are computed in float32 and rounded once, at the end; autocast
-// has no effect. A wrong operand raises a c10::ValueError that names it; nothing is changed.
+// (fused_mul_add promotes dtypes; chunked_matmul takes operands in host memory beside a device).
+// Matrices are the last two dimensions; leading dimensions broadcast. bfloat16 and float16 are
+// computed in float32 and rounded once, at the end; autocast has no effect. A wrong operand raises
+// a c10::ValueError that names it; nothing is changed.
 //
 // Derivatives: kron, kron_matmul, chunked_matmul and fused_mul_add, of any order, in reverse and
 // forward mode. kron_solve, spd_inverse and spd_solve raise an error if an operand requires grad
@@ -16,6 +17,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <vector>
 
 namespace torchium::linalg {
@@ -56,17 +58,32 @@ TORCHIUM_API std::vector<at::Tensor> kron_solve(at::TensorList A, at::TensorList
 // A B with a bounded workspace: [..., m, k], [..., k, n] -> [..., m, n]. Each operand has at least
 // two dimensions.
 //
-// The workspace is the memory in addition to operands and result: float32 copies of bfloat16 or
-// float16 operands and results, and copies of operands with strides that BLAS cannot read.
-// Broadcast leading dimensions are never copied. If the whole product would need more than
-// max_workspace_bytes, it is computed in tiles of rows, columns and matrices. Default: a quarter of
-// the device's free memory, at least 64 MiB. BLAS' own fixed workspace is not counted. The
-// derivative has the same bound.
+// The workspace is the memory of the device in addition to operands and result: float32 copies of
+// bfloat16 or float16 operands and results, copies of operands with strides that BLAS cannot read,
+// fp16 parts, and buffers for operands in host memory. Broadcast leading dimensions are never
+// copied. If the whole product would need more than max_workspace_bytes, it is computed in tiles of
+// rows, columns and matrices. Default: a quarter of the device's free memory, at least 64 MiB, at
+// most workspace_limit(). BLAS' own fixed workspace is not counted. The derivative has the same
+// bound.
+//
+// precision, of float32 on a GPU: "highest" or "high" (TF32: operands of 11 bits); std::nullopt:
+// torch's setting. "highest" of large matrices on Hopper multiplies two fp16 parts of each operand,
+// 22 bits, with a scale for each row of A and column of B (Ootomo and Yokota 2022, arXiv
+// 2203.03341), else it computes in float32: also where the workspace does not hold the parts, 4
+// bytes per element. There a row of A or column of B with Inf gives NaN or Inf.
+//
+// An operand in pinned host memory stays there and is streamed through the CUDA device of the other
+// operand, or through the current one. Copies to and from the device overlap with products. An
+// operand in pageable memory beside it is streamed too, at the lower rate of its copies; one whose
+// rows and columns are both not contiguous is copied on the host first. The result is on the device
+// if an operand is and the free memory holds it, else in pinned host memory. The host waits for
+// copies from and to its memory, so such a product cannot be captured in a CUDA graph.
 //
 // c10::ValueError: the bound is too small for one element of the product. c10::OutOfMemoryError:
 // names the sizes and the remedy.
 TORCHIUM_API at::Tensor chunked_matmul(const at::Tensor& A, const at::Tensor& B,
-                                       std::optional<int64_t> max_workspace_bytes = std::nullopt);
+                                       std::optional<int64_t> max_workspace_bytes = std::nullopt,
+                                       const std::optional<std::string>& precision = std::nullopt);
 
 // (A + damping I)^-1, exactly symmetric: [..., n, n] -> [..., n, n]. A is symmetric positive
 // semi-definite (it is symmetrised); damping finite and not negative.

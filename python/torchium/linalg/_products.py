@@ -116,26 +116,46 @@ def kron_solve(
     return result
 
 
-def chunked_matmul(A: Tensor, B: Tensor, *, max_workspace_bytes: int | None = None) -> Tensor:
-    """Return ``A @ B`` with a bounded workspace.
+def chunked_matmul(
+    A: Tensor,
+    B: Tensor,
+    *,
+    max_workspace_bytes: int | None = None,
+    precision: str | None = None,
+) -> Tensor:
+    """Return ``A @ B`` with a bounded workspace, also for operands in pinned host memory.
 
-    The workspace is the memory in addition to operands and result: float32 copies of bfloat16 and
-    float16, and copies of operands with strides that BLAS cannot read. Broadcast leading dimensions
-    are never copied. A product that would need more is computed in tiles of rows, columns and
-    matrices. BLAS' own fixed workspace is not counted. The derivative has the same bound.
+    The workspace is the memory of the device in addition to operands and result: float32 copies of
+    bfloat16 and float16, copies of operands with strides that BLAS cannot read, fp16 parts, and
+    buffers for operands in host memory. Broadcast leading dimensions are never copied. A product
+    that would need more is computed in tiles of rows, columns and matrices. BLAS' own fixed
+    workspace is not counted. The derivative has the same bound.
+
+    An operand in pinned host memory stays there and is streamed through the CUDA device of the other
+    operand, or through the current one; copies to and from the device overlap with products. An
+    operand in pageable memory beside it is streamed too, at the lower rate of its copies; one whose
+    rows and columns are both not contiguous is copied on the host first. The host waits for copies
+    from and to its memory, so such a product cannot be captured in a CUDA graph or compiled.
 
     Args:
         A: ``[..., m, k]``, floating point, at least two dimensions.
         B: ``[..., k, n]``, of the same dtype; leading dimensions broadcast.
         max_workspace_bytes: the bound; by default a quarter of the free memory of the device, at
-            least 64 MiB.
+            least 64 MiB, at most :func:`torchium.set_workspace_limit`.
+        precision: of float32 on a GPU: ``"highest"`` or ``"high"`` (TF32: operands of 11 bits); by
+            default torch's setting. ``"highest"`` of large matrices on Hopper multiplies two fp16
+            parts of each operand, 22 bits, with a scale for each row of ``A`` and column of ``B``
+            (Ootomo and Yokota 2022, arXiv 2203.03341), else it computes in float32: also where the
+            workspace does not hold the parts, 4 bytes per element. There a row of ``A`` or column of
+            ``B`` with Inf gives NaN or Inf.
 
     Returns:
-        ``[..., m, n]``, equal to ``torch.matmul`` up to rounding. Differentiable.
+        ``[..., m, n]``, equal to ``torch.matmul`` up to rounding. Differentiable. On the device if an
+        operand is and the free memory holds the result, else in pinned host memory.
 
     Raises:
-        ValueError: types, shapes, dtypes or devices that do not fit, or a bound too small for one
-            element of the product.
+        ValueError: types, shapes, dtypes or devices that do not fit, an unknown precision, or a bound
+            too small for one element of the product.
         torch.OutOfMemoryError: names the sizes and the remedy.
     """
     check_tensors("chunked_matmul", A=A, B=B)
@@ -146,7 +166,14 @@ def chunked_matmul(A: Tensor, B: Tensor, *, max_workspace_bytes: int | None = No
             max_workspace_bytes,
             "it must be an integer below 2**63, or None.",
         )
-    result: Tensor = _ops.chunked_matmul(A, B, max_workspace_bytes=max_workspace_bytes)
+    if precision is not None and not isinstance(precision, str):
+        raise ValueError(
+            f"chunked_matmul: precision is {precision!r}; it must be 'highest' or 'high', or None "
+            "for torch's setting"
+        )
+    result: Tensor = _ops.chunked_matmul(
+        A, B, max_workspace_bytes=max_workspace_bytes, precision=precision
+    )
     return result
 
 

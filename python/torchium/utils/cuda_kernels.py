@@ -89,10 +89,16 @@ class CUDAMemoryOps:
 
     @staticmethod
     def memory_efficient_matmul(
-        A: Tensor, B: Tensor, *, max_workspace_bytes: int | None = None
+        A: Tensor,
+        B: Tensor,
+        *,
+        max_workspace_bytes: int | None = None,
+        precision: str | None = None,
     ) -> Tensor:
         """Return ``A @ B`` with a bounded workspace: :func:`torchium.linalg.chunked_matmul`."""
-        return linalg.chunked_matmul(A, B, max_workspace_bytes=max_workspace_bytes)
+        return linalg.chunked_matmul(
+            A, B, max_workspace_bytes=max_workspace_bytes, precision=precision
+        )
 
     @staticmethod
     def efficient_tensor_creation(
@@ -100,8 +106,30 @@ class CUDAMemoryOps:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Return zeros of ``shape``; device and dtype default to torch's."""
-        return torch.zeros(tuple(shape), device=device, dtype=dtype)
+        """Return zeros of ``shape``, in memory that is kept and taken again.
+
+        The memory is an arena's: blocks that are reused as soon as all tensors of a block are gone.
+        Meant for short-lived tensors of one stream: a block belongs to the current stream, and its
+        tensors must not be used on another one after they are gone there. A tensor that lives on
+        keeps its whole block (2 MiB, or the size of the tensor). Beyond
+        :func:`torchium.set_workspace_limit` and in a CUDA graph capture the memory is torch's.
+
+        Args:
+            shape: sizes, not negative.
+            device: by default torch's default device.
+            dtype: by default torch's default dtype.
+
+        Raises:
+            ValueError: a negative size.
+        """
+        chosen = torch.get_default_device() if device is None else torch.device(device)
+        result: Tensor = torch.ops.torchium.efficient_tensor_creation(tuple(shape), chosen, dtype)
+        return result
+
+    @staticmethod
+    def release_arenas() -> None:
+        """Give the memory of :meth:`efficient_tensor_creation` without live tensors back."""
+        torch.ops.torchium.release_arenas()
 
 
 def is_cuda_available() -> bool:

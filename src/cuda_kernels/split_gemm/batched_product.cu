@@ -104,6 +104,21 @@ bool has_batched_product(int major, int minor, int shared_bytes) {
   return has_hopper_kernel(major, minor, shared_bytes, kMostSharedBytes);
 }
 
+ProductWork work_of(ProductKind kind, const BatchedProduct* products, int count, bool single) {
+  const int64_t parts = single ? 1 : 2, part_products = single ? 1 : 3;
+  constexpr int64_t kHalfBytes = 2, kFloatBytes = 4;
+  ProductWork work;
+  for (int i = 0; i < count; ++i) {
+    const auto [M, N, K] = sizes_of(kind, products[i]);
+    const int64_t results = is_gram(kind) ? int64_t{M} * (M + 1) / 2 : int64_t{M} * N;
+    const int64_t operands = int64_t{M} * K + (is_gram(kind) ? 0 : int64_t{K} * N);
+    work.flops += products[i].matrices * part_products * 2 * results * K;
+    work.bytes += products[i].matrices * (kHalfBytes * parts * operands +
+                                          kFloatBytes * int64_t{M} * N * (is_gram(kind) ? 2 : 1));
+  }
+  return work;
+}
+
 cudaError_t batched_products(ProductKind kind, const BatchedProduct* products, int count,
                              const GramUpdate* update, bool single, cudaStream_t stream) {
   for (int begin = 0; begin < count; begin += ProductTable::kCapacity) {

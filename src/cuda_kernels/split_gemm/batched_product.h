@@ -45,6 +45,13 @@ inline bool fits_batched_product(int64_t rows, int64_t columns) {
   return rows > 0 && columns > 0 && rows % 8 == 0 && columns % 8 == 0;
 }
 
+// What batched_products() does: floating point operations of the tensor cores, three products of
+// parts without `single`, and bytes of operands and results, each once.
+struct ProductWork {
+  int64_t flops = 0, bytes = 0;
+};
+ProductWork work_of(ProductKind kind, const BatchedProduct* products, int count, bool single);
+
 // All `count` products. update: on the device, for Gram matrices only. single: lo parts count as
 // zero, for a third of the arithmetic. Returns the launch error.
 cudaError_t batched_products(ProductKind kind, const BatchedProduct* products, int count,

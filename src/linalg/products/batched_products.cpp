@@ -3,6 +3,8 @@
 #include <ATen/Context.h>
 
 #ifdef TORCHIUM_WITH_CUDA
+#include "support/phase.h"
+
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/cuda/Exceptions.h>
 
@@ -34,6 +36,11 @@ cublasComputeType_t compute_type(MatmulPrecision precision) {
   return precision == MatmulPrecision::kHigh ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
 }
 
+// Of `count` products [m, k] by [k, n] in float32.
+torchium::detail::KernelWork announced(int64_t count, int64_t m, int64_t n, int64_t k) {
+  return {2 * count * m * n * k, 4 * count * (m * k + k * n + m * n)};
+}
+
 int as_int(int64_t size) { return static_cast<int>(size); }
 
 // Sets where cuBLAS reads alpha and beta. torch expects the host, also after an error.
@@ -62,6 +69,7 @@ void gemm(cublasPointerMode_t mode, const float* alpha, const GemmOperand& A, co
   const int64_t k = a.size(A.operation == CUBLAS_OP_N ? -2 : -1);
   cublasHandle_t handle = at::cuda::getCurrentCUDABlasHandle();
   const PointerMode pointer_mode(handle, mode);
+  const auto work = announced(C.size(0), C.size(-2), C.size(-1), k);
   TORCH_CUDABLAS_CHECK(cublasGemmStridedBatchedEx(
       handle, A.operation, B.operation, as_int(C.size(-1)), as_int(C.size(-2)), as_int(k), alpha,
       a.const_data_ptr(), CUDA_R_32F, as_int(a.size(-1)), size_of_matrix(a), b.const_data_ptr(),
@@ -85,6 +93,31 @@ void multiply_batches_out(at::Tensor& out, const at::Tensor& A, const at::Tensor
   gemm(CUBLAS_POINTER_MODE_HOST, &one, {B, CUBLAS_OP_N}, {A, CUBLAS_OP_N}, &zero, out, precision);
 }
 
+void multiply_strided_out(at::Tensor& out, const at::Tensor& A, const at::Tensor& B,
+                          MatmulPrecision precision) {
+  const at::NoTF32Guard as_asked;
+  const float one = 1, zero = 0;
+  const auto has_rows = [](const at::Tensor& x) {
+    return x.stride(2) == 1 && (x.size(1) == 1 || x.stride(1) >= x.size(2));
+  };
+  const auto operation = [&](const at::Tensor& x) {
+    return has_rows(x) ? CUBLAS_OP_N : CUBLAS_OP_T;
+  };
+  // The strides of dimensions with one element mean nothing.
+  const auto leading = [&](const at::Tensor& x) {
+    return has_rows(x) ? as_int(x.size(1) == 1 ? x.size(2) : x.stride(1))
+                       : as_int(x.size(2) == 1 ? x.size(1) : x.stride(2));
+  };
+  const auto work = announced(out.size(0), out.size(1), out.size(2), A.size(2));
+  // cuBLAS sees the transpose of each matrix: C^T = B^T A^T.
+  TORCH_CUDABLAS_CHECK(cublasGemmStridedBatchedEx(
+      at::cuda::getCurrentCUDABlasHandle(), operation(B), operation(A), as_int(out.size(2)),
+      as_int(out.size(1)), as_int(A.size(2)), &one, B.const_data_ptr(), CUDA_R_32F, leading(B),
+      B.stride(0), A.const_data_ptr(), CUDA_R_32F, leading(A), A.stride(0), &zero,
+      out.mutable_data_ptr(), CUDA_R_32F, leading(out), out.stride(0), as_int(out.size(0)),
+      compute_type(precision), CUBLAS_GEMM_DEFAULT));
+}
+
 void multiply_at_addresses(float* const* C, const MatrixAddresses& A, const MatrixAddresses& B,
                            int64_t m, int64_t n, int64_t k, int64_t count,
                            MatmulPrecision precision) {
@@ -96,6 +129,7 @@ void multiply_at_addresses(float* const* C, const MatrixAddresses& A, const Matr
   const auto untyped = [](float* const* matrices) {
     return reinterpret_cast<const void* const*>(matrices);
   };
+  const auto work = announced(count, m, n, k);
   // cuBLAS sees the transpose of each matrix: C^T = op(B)^T op(A)^T.
   TORCH_CUDABLAS_CHECK(cublasGemmBatchedEx(
       at::cuda::getCurrentCUDABlasHandle(), operation(B), operation(A), as_int(n), as_int(m),

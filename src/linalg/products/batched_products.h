@@ -31,6 +31,10 @@ TORCHIUM_API void gram_update_(at::Tensor& C, const at::Tensor& X, bool transpos
 void multiply_batches_out(at::Tensor& out, const at::Tensor& A, const at::Tensor& B,
                           MatmulPrecision precision);
 
+// As above, for matrices of which each has contiguous rows or columns; those of out are rows.
+void multiply_strided_out(at::Tensor& out, const at::Tensor& A, const at::Tensor& B,
+                          MatmulPrecision precision);
+
 // Float32 matrices of one shape anywhere on a device, given by an array of addresses on the device.
 struct MatrixAddresses {
   float* const* matrices;

@@ -1,127 +1,103 @@
 #include "linalg/products/chunked_matmul.h"
 
 #include "linalg/operand_checks.h"
-#include <torchium/memory.h>
+#include "linalg/products/product_workspace.h"
+#include "linalg/products/streamed_matmul.h"
+#include "linalg/products/tile_product.h"
 
+#include <ATen/Context.h>
 #include <ATen/TensorUtils.h>
-#include <ATen/ops/bmm.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/mm.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <cmath>
 #include <vector>
 
 namespace torchium::linalg::detail {
 namespace {
 
-// Workspaces up to this size are allocated without querying the free memory.
-constexpr int64_t kSmallWorkspaceBytes = int64_t{64} << 20;
-constexpr int64_t kFreeMemoryFraction = 4;
+constexpr auto kChunkedMatmul = "chunked_matmul";
+
+// Smaller tiles waste the kernel of split products.
+constexpr int64_t kLeastSplitTile = 256;
+
+ProductOptions product_options(std::optional<int64_t> max_workspace_bytes,
+                               std::optional<std::string_view> precision) {
+  ProductOptions options{max_workspace_bytes, std::nullopt};
+  if (precision) options.precision = std::string(*precision);
+  return options;
+}
 
 std::vector<c10::SymInt> check_chunked_matmul(const at::Tensor& A, const at::Tensor& B,
-                                              std::optional<int64_t> max_workspace_bytes) {
-  constexpr auto op = "chunked_matmul";
-  check_matrices(op, {{"A", A}, {"B", B}});
-  TORCH_CHECK_VALUE(A.sym_size(-1) == B.sym_size(-2), op, ": A has shape ", A.sym_sizes(),
-                    " and B ", B.sym_sizes(), "; they must be [..., m, k] and [..., k, n]");
-  TORCH_CHECK_VALUE(max_workspace_bytes.value_or(0) >= 0, op, ": max_workspace_bytes is ",
-                    max_workspace_bytes.value_or(0), "; it must not be negative");
-  auto sizes = broadcast_batch(op, {{"A", A}, {"B", B}});
+                                              const ProductOptions& options) {
+  check_matrices(kChunkedMatmul, {{"A", A}});
+  check_matrices(kChunkedMatmul, {{"B", B}});
+  if (A.defined() && B.defined() && A.is_cpu() == B.is_cpu()) {
+    check_matrices(kChunkedMatmul, {{"A", A}, {"B", B}});  // of one device
+  }
+  TORCH_CHECK_VALUE(A.scalar_type() == B.scalar_type(), kChunkedMatmul, ": B has dtype ",
+                    B.scalar_type(), " and A has ", A.scalar_type(),
+                    "; convert one of them with .to(dtype)");
+  TORCH_CHECK_VALUE(A.sym_size(-1) == B.sym_size(-2), kChunkedMatmul, ": A has shape ",
+                    A.sym_sizes(), " and B ", B.sym_sizes(),
+                    "; they must be [..., m, k] and [..., k, n]");
+  const auto limit = options.max_workspace_bytes.value_or(0);
+  TORCH_CHECK_VALUE(limit >= 0, kChunkedMatmul, ": max_workspace_bytes is ", limit,
+                    "; it must not be negative");
+  const auto precision = options.precision.value_or("highest");
+  TORCH_CHECK_VALUE(precision == "highest" || precision == "high", kChunkedMatmul,
+                    ": precision is '", precision,
+                    "'; it must be 'highest' or 'high', or None for torch's setting");
+  auto sizes = broadcast_batch(kChunkedMatmul, {{"A", A}, {"B", B}});
   sizes.insert(sizes.end(), {A.sym_size(-2), B.sym_size(-1)});
   return sizes;
 }
 
-// The memory of one matrix product in addition to its operands and its result. A copied operand
-// costs bytes per element in the workspace at a time.
-struct CopyPlan {
-  int64_t A_bytes = 0;       // an element of A: converted, or made contiguous
-  int64_t B_bytes = 0;       // an element of B
-  int64_t result_bytes = 0;  // an element of the result, before it is rounded to the output dtype
-};
-
-// Whether BLAS can read the matrices in place.
-bool blas_readable(const at::Tensor& x) {
-  const auto rows = x.size(-2), columns = x.size(-1);
-  return (x.stride(-1) == 1 && x.stride(-2) >= std::max<int64_t>(1, columns)) ||
-         (x.stride(-2) == 1 && x.stride(-1) >= std::max<int64_t>(1, rows));
-}
-
-struct Tile {
-  int64_t rows;
-  int64_t columns;
-};
-
-// Tiles of a multiple of this keep the alignment that fast kernels need: on an H200 a bfloat16
-// product of order 8192 took 8.5 ms in tiles of 4095 columns and 1.76 ms in aligned ones.
-constexpr int64_t kAlignment = 64;
-
-int64_t aligned(int64_t size, int64_t limit) {
-  return size >= limit ? limit : size < kAlignment ? size : size / kAlignment * kAlignment;
-}
-
-// A large tile of an [m, n] result whose workspace, row_bytes per row, column_bytes per column and
-// element_bytes per element, is at most `budget`: near square, then widened to the edges. The
-// caller has checked that a 1 x 1 tile fits.
-Tile choose_tile(int64_t m, int64_t n, int64_t row_bytes, int64_t column_bytes,
-                 int64_t element_bytes, int64_t budget) {
-  const auto fit = [budget](int64_t used, int64_t each, int64_t limit) {
-    return each == 0 ? limit : aligned(std::max<int64_t>(1, (budget - used) / each), limit);
-  };
-  // The side of the square solves element_bytes side^2 + linear side = budget.
-  const double linear = static_cast<double>(row_bytes) + static_cast<double>(column_bytes);
-  const double constant = static_cast<double>(budget);
-  const double root =
-      std::sqrt(linear * linear + 4.0 * static_cast<double>(element_bytes) * constant);
-  const double side = std::clamp(2.0 * constant / (linear + root), 1.0, static_cast<double>(n));
-  int64_t columns = aligned(static_cast<int64_t>(side), n);
-  const int64_t rows = fit(column_bytes * columns, row_bytes + element_bytes * columns, m);
-  columns = fit(row_bytes * rows, column_bytes + element_bytes * rows, n);
-  return {rows, columns};
-}
-
-// Computes out = A B within a budget of bytes, through buffers that are allocated once.
+// Computes out = A B where the operands are, within a budget of bytes, through buffers that are
+// allocated once.
 class ChunkedProduct {
  public:
-  ChunkedProduct(const at::Tensor& A, const at::Tensor& B, std::optional<int64_t> budget)
-      : compute_dtype_(compute_dtype(A)),
-        // cuBLAS multiplies half-precision operands into float32 results itself.
-        operand_dtype_(A.is_cuda() ? A.scalar_type() : compute_dtype_),
-        requested_(budget) {
-    const bool convert = A.scalar_type() != operand_dtype_;
-    const auto operand_bytes = static_cast<int64_t>(c10::elementSize(operand_dtype_));
-    if (convert || !blas_readable(A)) plan_.A_bytes = operand_bytes;
-    if (convert || !blas_readable(B)) plan_.B_bytes = operand_bytes;
-    if (A.scalar_type() != compute_dtype_) {
-      plan_.result_bytes = static_cast<int64_t>(c10::elementSize(compute_dtype_));
-    }
-  }
+  ChunkedProduct(const at::Tensor& A, const ProductOptions& options)
+      : product_(A.scalar_type(), A.device(), matmul_precision(options.precision)),
+        requested_(options.max_workspace_bytes) {}
 
+  // [b, m, k] by [b, k, n].
   void run(const at::Tensor& out, const at::Tensor& A, const at::Tensor& B) {
-    set_budget(out, A.size(-1));
+    const int64_t m = out.size(-2), n = out.size(-1), k = A.size(-1);
+    if (product_.split(m, n, k)) {
+      bytes_ = product_.bytes(A, B);
+      budget_ = workspace_budget(out.device(), requested_, bytes_.of(m, n));
+      tile_ = split_tile(out, k);
+      if (std::min(tile_.rows, m) >= std::min(m, kLeastSplitTile) &&
+          std::min(tile_.columns, n) >= std::min(n, kLeastSplitTile)) {
+        return multiply(out, A, B);
+      }
+      product_.use_float32();
+    }
+    bytes_ = product_.bytes(A, B);
+    const auto matrices = static_cast<double>(out.numel() / (m * n));
+    budget_ = workspace_budget(out.device(), requested_, matrices * bytes_.of(m, n));
+    check_budget(kChunkedMatmul, A, B, budget_, static_cast<int64_t>(bytes_.of(1, 1)));
+    tile_ = bytes_.of(m, n) <= static_cast<double>(budget_) ? Tile{m, n}
+                                                            : choose_tile(m, n, bytes_, budget_);
     multiply(out, A, B);
   }
 
  private:
-  void set_budget(const at::Tensor& out, int64_t k) {
+  // Whole rows of the result, which need no copy, if enough of them fit.
+  Tile split_tile(const at::Tensor& out, int64_t k) {
+    constexpr int64_t kManyRows = 1024;
+    // Padding of rows to a multiple of 8, and of allocations.
+    constexpr int64_t kPadding = 7, kAllocations = 8 * 512;
     const int64_t m = out.size(-2), n = out.size(-1);
-    const double everything =
-        static_cast<double>(out.numel() / (m * n)) *
-        (static_cast<double>(plan_.A_bytes) * static_cast<double>(m * k) +
-         static_cast<double>(plan_.B_bytes) * static_cast<double>(k * n) +
-         static_cast<double>(plan_.result_bytes) * static_cast<double>(m * n));
-    if (requested_) {
-      budget_ = *requested_;
-    } else if (everything <= kSmallWorkspaceBytes) {
-      budget_ = kSmallWorkspaceBytes;
-    } else {
-      budget_ = std::max(kSmallWorkspaceBytes, free_memory(out.device()) / kFreeMemoryFraction);
+    const int64_t budget = budget_ - kAllocations - kPadding * 4 * (m + k);
+    if (n % 8 == 0 && out.stride(-2) == n) {
+      const int64_t rows =
+          budget <= bytes_.column * n ? 0 : (budget - bytes_.column * n) / bytes_.row;
+      if (rows >= std::min(m, kManyRows)) return {aligned_size(rows, m), n};
     }
-    const int64_t least = (plan_.A_bytes + plan_.B_bytes) * k + plan_.result_bytes;
-    TORCH_CHECK_VALUE(budget_ >= least, "chunked_matmul: max_workspace_bytes is ", budget_,
-                      "; one element of the product of [", m, ", ", k, "] and [", k, ", ", n,
-                      "] needs ", least);
+    return budget < bytes_.of(1, 1) ? Tile{0, 0} : choose_tile(m, n, bytes_, budget);
   }
 
   // Any number of batch dimensions: splits off leading ones until the rest can be flattened.
@@ -146,77 +122,37 @@ class ChunkedProduct {
     return at::detail::computeStride(x.sizes(), x.strides(), collapsed_shape(x)).has_value();
   }
 
-  // [b, m, k] by [b, k, n]: as many whole matrices at a time as fit, otherwise tiles of each.
+  // As many whole matrices at a time as fit, otherwise tiles of each.
   void multiply_batch(const at::Tensor& out, const at::Tensor& A, const at::Tensor& B) {
-    const int64_t b = out.size(0), m = out.size(1), n = out.size(2), k = A.size(2);
-    const int64_t row_bytes = plan_.A_bytes * k, column_bytes = plan_.B_bytes * k;
-    const double whole = static_cast<double>(row_bytes) * static_cast<double>(m) +
-                         static_cast<double>(column_bytes) * static_cast<double>(n) +
-                         static_cast<double>(plan_.result_bytes) * static_cast<double>(m * n);
-    const double matrices =
-        whole == 0 ? static_cast<double>(b) : static_cast<double>(budget_) / whole;
-    const auto step = static_cast<int64_t>(std::clamp(matrices, 1.0, static_cast<double>(b)));
-    const Tile tile = matrices >= 1
-                          ? Tile{m, n}
-                          : choose_tile(m, n, row_bytes, column_bytes, plan_.result_bytes, budget_);
+    const int64_t b = out.size(0), m = out.size(1), n = out.size(2);
+    const double whole = bytes_.of(m, n), most = static_cast<double>(b);
+    const double matrices = product_.is_split() ? 1
+                            : whole == 0        ? most
+                                                : static_cast<double>(budget_) / whole;
+    const auto step = static_cast<int64_t>(std::clamp(matrices, 1.0, most));
     for (int64_t i = 0; i < b; i += step) {
       const int64_t count = std::min(step, b - i);
-      for (int64_t column = 0; column < n; column += tile.columns) {
-        const int64_t columns = std::min(tile.columns, n - column);
+      for (int64_t column = 0; column < n; column += tile_.columns) {
+        const int64_t columns = std::min(tile_.columns, n - column);
         const auto B_part =
-            operand(B.narrow(0, i, count).narrow(2, column, columns), plan_.B_bytes > 0, B_buffer_);
-        for (int64_t row = 0; row < m; row += tile.rows) {
-          const int64_t rows = std::min(tile.rows, m - row);
+            product_.column_operand(B.narrow(0, i, count).narrow(2, column, columns), B_buffer_);
+        for (int64_t row = 0; row < m; row += tile_.rows) {
+          const int64_t rows = std::min(tile_.rows, m - row);
           const auto A_part =
-              operand(A.narrow(0, i, count).narrow(1, row, rows), plan_.A_bytes > 0, A_buffer_);
+              product_.row_operand(A.narrow(0, i, count).narrow(1, row, rows), A_buffer_);
           auto out_part = out.narrow(0, i, count).narrow(1, row, rows).narrow(2, column, columns);
-          multiply_tile(out_part, A_part, B_part);
+          product_.multiply(out_part, A_part, B_part);
         }
       }
     }
   }
 
-  // The part itself, or its contiguous copy in `buffer`.
-  at::Tensor operand(const at::Tensor& part, bool copied, at::Tensor& buffer) const {
-    if (!copied) return part;
-    return view_of(buffer, part.sizes(), part.options().dtype(operand_dtype_)).copy_(part);
-  }
-
-  void multiply_tile(at::Tensor& out, const at::Tensor& A, const at::Tensor& B) {
-    if (plan_.result_bytes == 0) {
-      multiply_into(out, A, B);
-      return;
-    }
-    auto result = view_of(result_buffer_, out.sizes(), out.options().dtype(compute_dtype_));
-    multiply_into(result, A, B);
-    out.copy_(result);
-  }
-
-  void multiply_into(at::Tensor& out, const at::Tensor& A, const at::Tensor& B) const {
-    if (operand_dtype_ != compute_dtype_) {
-      at::bmm_out(out, A, B, compute_dtype_);
-    } else if (out.size(0) == 1) {
-      auto matrix = out[0];
-      at::mm_out(matrix, A[0], B[0]);
-    } else {
-      at::bmm_out(out, A, B);
-    }
-  }
-
-  // A contiguous tensor at the beginning of `buffer`, which the first (and largest) use allocates.
-  at::Tensor view_of(at::Tensor& buffer, at::IntArrayRef sizes,
-                     const at::TensorOptions& options) const {
-    const auto numel = c10::multiply_integers(sizes);
-    if (!buffer.defined() || buffer.numel() < numel) buffer = at::empty({numel}, options);
-    return buffer.narrow(0, 0, numel).view(sizes);
-  }
-
-  at::ScalarType compute_dtype_;
-  at::ScalarType operand_dtype_;
+  TileProduct product_;
   std::optional<int64_t> requested_;
   int64_t budget_ = 0;
-  CopyPlan plan_;
-  at::Tensor A_buffer_, B_buffer_, result_buffer_;
+  TileBytes bytes_;
+  Tile tile_{};
+  at::Tensor A_buffer_, B_buffer_;
 };
 
 // Runs `compute`; adds the sizes and the remedy to an error of the allocator.
@@ -248,34 +184,53 @@ at::Tensor explain_out_of_memory(at::IntArrayRef sizes, const at::Tensor& A, con
   TORCH_INTERNAL_ASSERT(false);
 }
 
+// The operands as matrices or batches of equal size, and where their product goes.
+struct Operands {
+  at::Tensor out, A, B;
+};
+
+Operands arranged(const at::Tensor& out, const at::Tensor& A, const at::Tensor& B) {
+  const int64_t m = A.size(-2), k = A.size(-1), n = B.size(-1);
+  const at::DimVector rows{A.numel() / k, k};
+  if (B.numel() == k * n && at::detail::computeStride(A.sizes(), A.strides(), rows)) {
+    // One B for all: the batch dimensions of A become rows.
+    return {out.view({-1, n}), A.view(rows), B.view({k, n})};
+  }
+  const auto batch = out.sizes().slice(0, out.dim() - 2);
+  const auto expanded = [&batch](const at::Tensor& x, int64_t rows, int64_t columns) {
+    auto shape = batch.vec();
+    shape.insert(shape.end(), {rows, columns});
+    return x.expand(shape);
+  };
+  return {out, expanded(A, m, k), expanded(B, k, n)};
+}
+
 }  // namespace
 
 at::Tensor chunked_matmul_meta(const at::Tensor& A, const at::Tensor& B,
-                               std::optional<int64_t> max_workspace_bytes) {
-  return at::empty_symint(check_chunked_matmul(A, B, max_workspace_bytes), A.options());
+                               std::optional<int64_t> max_workspace_bytes,
+                               std::optional<std::string_view> precision) {
+  const auto sizes = check_chunked_matmul(A, B, product_options(max_workspace_bytes, precision));
+  return at::empty_symint(sizes, A.options());
 }
 
 at::Tensor chunked_matmul(const at::Tensor& A, const at::Tensor& B,
-                          std::optional<int64_t> max_workspace_bytes) {
-  const auto result_sizes = check_chunked_matmul(A, B, max_workspace_bytes);
+                          std::optional<int64_t> max_workspace_bytes,
+                          std::optional<std::string_view> precision) {
+  const auto options = product_options(max_workspace_bytes, precision);
+  const auto result_sizes = check_chunked_matmul(A, B, options);
   const auto sizes = C10_AS_INTARRAYREF_SLOW(result_sizes);
   return explain_out_of_memory(sizes, A, B, max_workspace_bytes, [&] {
-    auto out = at::empty(sizes, A.options());
-    const int64_t m = A.size(-2), k = A.size(-1), n = B.size(-1);
-    if (out.numel() == 0 || k == 0) return out.zero_();
-    ChunkedProduct product(A, B, max_workspace_bytes);
-    const at::DimVector rows{A.numel() / k, k};
-    if (B.numel() == k * n && at::detail::computeStride(A.sizes(), A.strides(), rows)) {
-      // One B for all: the batch dimensions of A become rows.
-      product.run(out.view({-1, n}), A.view(rows), B.view({k, n}));
+    const auto placement = product_placement(A, B, sizes);
+    c10::OptionalDeviceGuard guard;
+    if (placement.device.is_cuda()) guard.reset_device(placement.device);
+    auto out = at::empty(sizes, placement.result);
+    if (out.numel() == 0 || A.size(-1) == 0) return out.zero_();
+    const auto [result, left, right] = arranged(out, A.resolve_neg(), B.resolve_neg());
+    if (placement.is_streamed) {
+      streamed_matmul(result, left, right, placement.device, options);
     } else {
-      const auto batch = at::IntArrayRef(sizes).slice(0, sizes.size() - 2);
-      const auto expanded = [&batch](const at::Tensor& x, int64_t rows, int64_t columns) {
-        auto shape = batch.vec();
-        shape.insert(shape.end(), {rows, columns});
-        return x.expand(shape);
-      };
-      product.run(out, expanded(A, m, k), expanded(B, k, n));
+      ChunkedProduct(left, options).run(result, left, right);
     }
     return out;
   });

@@ -5,12 +5,15 @@
 
 #include <cstdint>
 #include <optional>
+#include <string_view>
 
 namespace torchium::linalg::detail {
 
 at::Tensor chunked_matmul(const at::Tensor& A, const at::Tensor& B,
-                          std::optional<int64_t> max_workspace_bytes);
+                          std::optional<int64_t> max_workspace_bytes,
+                          std::optional<std::string_view> precision);
 at::Tensor chunked_matmul_meta(const at::Tensor& A, const at::Tensor& B,
-                               std::optional<int64_t> max_workspace_bytes);
+                               std::optional<int64_t> max_workspace_bytes,
+                               std::optional<std::string_view> precision);
 
 }  // namespace torchium::linalg::detail

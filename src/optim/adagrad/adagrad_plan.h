@@ -10,6 +10,7 @@ class AdagradPlan : public BlockedPlan {
  public:
   using BlockedPlan::BlockedPlan;
 
+  const char* optimizer_name() const override { return "Adagrad"; }
   bool host_decides() const override { return options_.full_matrix(); }
 
  protected:

@@ -19,6 +19,7 @@ class AdaHessianPlan : public BlockedPlan {
   using BlockedPlan::BlockedPlan;
 
   // Of the schedule of estimates.
+  const char* optimizer_name() const override { return "AdaHessian"; }
   bool host_decides() const override { return true; }
 
   // Positions among the parameters with a gradient whose estimate is due in the planned step.

@@ -32,8 +32,6 @@ class JointPlan : public StepPlan {
  public:
   JointPlan() : StepPlan(at::kCPU) {}
 
-  virtual const char* optimizer_name() const = 0;
-
   // The options of each group; those that must be the same in all groups are. lr does not count.
   virtual void set_options(const std::vector<const torch::optim::OptimizerOptions*>& groups) = 0;
 

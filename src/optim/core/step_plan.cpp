@@ -49,6 +49,21 @@ void StepPlan::bind(std::vector<at::Tensor> params, std::vector<ParameterState> 
   forget_planned();
 }
 
+std::vector<WorkspaceUse> StepPlan::workspaces() const {
+  WorkspaceUse use{optimizer_name(), device_, static_cast<int64_t>(bound_.size()), 0,
+                   graph_bytes()};
+  std::unordered_set<const void*> counted;  // parameters of a layer share its factors
+  for (const Bound& bound : bound_) {
+    for (const SeenTensor& seen : bound.tensors) {
+      const at::Tensor& tensor = seen.tensor();
+      if (tensor.device() == device_ && counted.insert(tensor.const_data_ptr()).second) {
+        use.state_bytes += static_cast<int64_t>(tensor.nbytes());
+      }
+    }
+  }
+  return bound_.empty() ? std::vector<WorkspaceUse>{} : std::vector{use};
+}
+
 bool StepPlan::is_unchanged() const {
   return std::all_of(bound_.begin(), bound_.end(),
                      [](const Bound& bound) { return bound.is_unchanged(); });

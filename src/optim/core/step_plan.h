@@ -6,6 +6,7 @@
 #include "optim/core/seen_tensor.h"
 #include "optim/core/step_graphs.h"
 #include "optim/core/step_monitor.h"
+#include "support/workspace_owners.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
@@ -96,6 +97,9 @@ class StepPlan : public torch::CustomClassHolder {
   // Queues a report of the status after all work so far.
   void request_report() { monitor_.submit(); }
 
+  // Its name in reports.
+  virtual const char* optimizer_name() const { return "optimizer"; }
+
  protected:
   virtual std::unique_ptr<PlannedStep> plan(const std::vector<at::Tensor>& params,
                                             const StateList& states, at::Tensor status) = 0;
@@ -139,6 +143,8 @@ class StepPlan : public torch::CustomClassHolder {
   // run() by a graph; false: there is none.
   bool replay(const GraphKey& key, const at::Tensor& lr, at::IntArrayRef host_steps,
               const at::Tensor& found_inf);
+  // What the plan holds; empty before the first step.
+  std::vector<WorkspaceUse> workspaces() const;
 
   c10::Device device_;
   StepMonitor monitor_;
@@ -151,6 +157,7 @@ class StepPlan : public torch::CustomClassHolder {
   int64_t state_bytes_ = 0;               // of the active parameters
   GraphMode graph_mode_ = GraphMode::kNever;
   StepGraphs graphs_;  // of planned_
+  const torchium::detail::WorkspaceOwner owner_{[this] { return workspaces(); }};
 };
 
 }  // namespace torchium::optim::detail

@@ -12,6 +12,7 @@ class ShampooPlan : public BlockedPlan {
   explicit ShampooPlan(c10::Device device, Dims dims = Dims::kMerged)
       : BlockedPlan(device), dims_(dims) {}
 
+  const char* optimizer_name() const override { return "Shampoo"; }
   bool host_decides() const override { return !options_.capturable(); }
   Rule rule(at::IntArrayRef shape) const override;
 
