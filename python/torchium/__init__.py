@@ -8,6 +8,8 @@ from ._config import show_config
 from ._memory import MemoryInfo, WorkspaceUse, memory_info, set_workspace_limit, workspace_report
 from ._per_sample.backward import per_sample
 from ._per_sample.per_sample import per_sample_gradients
+from ._profile.phase_cost import PhaseCost
+from ._profile.profile import Profile, profile
 from .optimizers import (
     KFAC,
     Adagrad,
@@ -25,6 +27,8 @@ __all__ = [
     "KFACPreconditioner",
     "MemoryInfo",
     "NaturalGradient",
+    "PhaseCost",
+    "Profile",
     "Shampoo",
     "ShampooW",
     "WorkspaceUse",
@@ -38,6 +42,7 @@ __all__ = [
     "optimizers",
     "per_sample",
     "per_sample_gradients",
+    "profile",
     "set_workspace_limit",
     "show_config",
     "utils",

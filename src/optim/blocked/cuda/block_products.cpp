@@ -4,6 +4,7 @@
 #include "cuda_kernels/split_gemm/batched_product.h"
 #include "optim/core/cuda/kernel_tables.h"
 #include "optim/core/cuda/kernel_tensors.h"
+#include "support/phase.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -89,8 +90,10 @@ void BlockProducts::update_statistics(const cuda_kernels::StepControl* control) 
   }
   for (const int mode : {0, 1}) {
     const auto kind = mode == 0 ? ProductKind::kRowGram : ProductKind::kColumnGram;
-    C10_CUDA_CHECK(cuda_kernels::batched_products(kind, products[mode].data(),
-                                                  static_cast<int>(products[mode].size()),
+    const auto count = static_cast<int>(products[mode].size());
+    const auto done = cuda_kernels::work_of(kind, products[mode].data(), count, is_single());
+    const torchium::detail::KernelWork work(done.flops, done.bytes);
+    C10_CUDA_CHECK(cuda_kernels::batched_products(kind, products[mode].data(), count,
                                                   &control->update, is_single(), stream_));
   }
 }
@@ -181,8 +184,11 @@ void BlockProducts::precondition_part(const std::vector<Piece>& part,
   }
   split(roots, stream_);
   const auto multiply = [&](ProductKind kind, const std::vector<BatchedProduct>& products) {
-    C10_CUDA_CHECK(cuda_kernels::batched_products(
-        kind, products.data(), static_cast<int>(products.size()), nullptr, is_single(), stream_));
+    const auto count = static_cast<int>(products.size());
+    const auto done = cuda_kernels::work_of(kind, products.data(), count, is_single());
+    const torchium::detail::KernelWork work(done.flops, done.bytes);
+    C10_CUDA_CHECK(cuda_kernels::batched_products(kind, products.data(), count, nullptr,
+                                                  is_single(), stream_));
   };
   multiply(ProductKind::kGeneral, first);  // R_1 m
   split(between, stream_);

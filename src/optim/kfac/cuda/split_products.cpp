@@ -3,6 +3,7 @@
 
 #include "cuda_kernels/split_gemm/batched_product.h"
 #include "optim/core/cuda/kernel_tables.h"
+#include "support/phase.h"
 
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/ops/empty.h>
@@ -147,8 +148,11 @@ void SplitProducts::run_part(size_t begin, size_t end, const at::Tensor& parts,
     }
   };
   const auto multiply = [&](ProductKind kind, const std::vector<BatchedProduct>& products) {
-    C10_CUDA_CHECK(cuda_kernels::batched_products(
-        kind, products.data(), static_cast<int>(products.size()), nullptr, single, stream()));
+    const auto count = static_cast<int>(products.size());
+    const auto done = cuda_kernels::work_of(kind, products.data(), count, single);
+    const torchium::detail::KernelWork work(done.flops, done.bytes);
+    C10_CUDA_CHECK(
+        cuda_kernels::batched_products(kind, products.data(), count, nullptr, single, stream()));
   };
   for (const auto& table : roots) {
     C10_CUDA_CHECK(cuda_kernels::find_largest_on_diagonals(table, stream()));
