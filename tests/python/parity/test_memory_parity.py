@@ -11,7 +11,7 @@ import torchium
 from torchium import linalg
 from torchium.utils.cuda_kernels import CUDAMemoryOps
 
-INCLUDE = Path(__file__).resolve().parents[2] / "include/torchium"
+INCLUDE = Path(__file__).resolve().parents[3] / "include/torchium"
 
 
 def parameters(header: str, function: str) -> dict[str, bool]:
