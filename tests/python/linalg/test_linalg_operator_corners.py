@@ -174,3 +174,10 @@ def test_estimates_of_factors_are_independent():
     )
     error = estimates.mean() - A.diagonal().square().mean()
     assert abs(error) <= 4 * estimates.std() / 300**0.5
+
+
+def test_gmres_of_a_matrix_that_is_not_finite():
+    A = torch.eye(20)
+    A[3, 4] = float("nan")
+    with pytest.raises(ValueError, match="gmres: a product of the operator is not finite"):
+        linalg.gmres(A, torch.ones(20))

@@ -155,6 +155,8 @@ at::Tensor gmres_cycle(LinearSystem& system, const at::Tensor& R, int64_t restar
     }
     system.count(steps);
     const at::Tensor H = space.projections().cpu();
+    TORCH_CHECK_VALUE(H.isfinite().all().item<bool>(),
+                      "gmres: a product of the operator is not finite.");
     at::Tensor target = at::zeros({H.size(0), H.size(1), 1}, H.options());
     target.select(1, 0).copy_(lengths.squeeze(2));
     // gelsd: invariant spaces make H singular.
