@@ -145,7 +145,8 @@ class KFAC(CapturingOptimizer):
             with :math:`(A \otimes G + \text{damping}\,I)^{-1} \approx K K^\top \otimes C C^\top`, and
             :math:`D = C C^\top V K K^\top`. They begin as the identity, so that the first steps are those of
             SGD. With each new :math:`A` and :math:`G`, :math:`\text{tr}` the mean of a diagonal, :math:`P` the
-            projection to the structure, and :math:`b = \min(1 - \text{stat\_decay}, 1 / (2 \|m_K\|))`,
+            projection to the structure, and :math:`b = \min(1 - \text{stat\_decay}, 1 / (2 \|m_K\|))` with the largest
+            sum of magnitudes in a row as the norm,
 
             .. math::
                 m_K &\leftarrow \text{alpha1}\, m_K + \tfrac{1 - \text{alpha1}}{2} P\bigl(
