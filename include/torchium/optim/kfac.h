@@ -44,7 +44,7 @@ struct TORCHIUM_API KFACOptions : public torch::optim::OptimizerCloneableOptions
   TORCH_ARG(int64_t, TInv) = 10;
   /// The loss is a mean over the samples, not a sum.
   TORCH_ARG(bool, batch_averaged) = true;
-  /// Floor of the eigenvalues of a factor, >= 0.
+  /// Floor of the damping of a factor, and with damping_split "exact" of its eigenvalues, >= 0.
   TORCH_ARG(double, eps) = 1e-8;
   /// Decay of the averages of the factors, in [0, 1].
   TORCH_ARG(double, stat_decay) = 0.95;
