@@ -8,7 +8,7 @@ from torch import Tensor
 
 def jacobian(rows: dict[str, Tensor]) -> Tensor:
     """[batch, all elements of all parameters]."""
-    return torch.cat([r.flatten(1).double() for r in rows.values()], 1)
+    return torch.cat([r.unsqueeze(-1).flatten(1).double() for r in rows.values()], 1)
 
 
 def norms(rows: dict[str, Tensor]) -> Tensor:

@@ -343,9 +343,14 @@ def _chunks(params: list[Tensor], samples: int, max_bytes: int) -> list[tuple[in
     return [(first, min(first + size, samples)) for first in range(0, samples, size)]
 
 
+def _flat(rows: Tensor) -> Tensor:
+    """[samples, *shape] -> [samples, elements], also for the shape []."""
+    return rows.unsqueeze(-1).flatten(1)
+
+
 def _norms(rows: list[Tensor]) -> Tensor:
     squares = [
-        torch.linalg.vector_norm(r.flatten(1), dim=1, dtype=torch.float64).square() for r in rows
+        torch.linalg.vector_norm(_flat(r), dim=1, dtype=torch.float64).square() for r in rows
     ]
     return torch.stack(squares).sum(0).sqrt()
 
@@ -353,5 +358,5 @@ def _norms(rows: list[Tensor]) -> Tensor:
 def _products(left: list[Tensor], right: list[Tensor]) -> Tensor:
     """The inner products of two sets of gradients, [left, right], float64."""
     pairs = zip(left, right, strict=True)
-    products = [a.flatten(1).double() @ b.flatten(1).double().T for a, b in pairs]
+    products = [_flat(a).double() @ _flat(b).double().T for a, b in pairs]
     return torch.stack(products).sum(0)

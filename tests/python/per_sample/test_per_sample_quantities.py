@@ -91,6 +91,26 @@ def assert_right(
         p.grad = None
 
 
+class WithTemperature(nn.Module):
+    """Has parameters without dimensions and without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.temperature + self.empty.sum()
+
+
+def test_parameters_without_dimensions():
+    model = WithTemperature().double()
+    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert_right(model, x, torch.arange(5) % 4, F.cross_entropy)
+    assert_right(model, x, torch.arange(5) % 4, F.cross_entropy, max_workspace_bytes=ONE_SAMPLE)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_layers(name, device):
     model, batch = model_and_batch(name, samples=6, device=device)
