@@ -21,12 +21,12 @@ void add_product_of_rows_(at::Tensor& K, const at::Tensor& R, double weight) {
 }
 
 at::Tensor squared_norms_of(const at::Tensor& R) {
-  return at::linalg_vector_norm(R.flatten(1), 2, at::IntArrayRef({1}), false, at::kDouble)
+  return at::linalg_vector_norm(flat_rows(R), 2, at::IntArrayRef({1}), false, at::kDouble)
       .square_();
 }
 
 void DenseBlock::add_gram_(at::Tensor& K, double weight) const {
-  add_product_of_rows_(K, rows().flatten(1), weight);
+  add_product_of_rows_(K, flat_rows(rows()), weight);
 }
 
 Added DenseBlock::add_gram_to(GramSums& sums, double weight, double /*bias_weight*/) const {
@@ -38,11 +38,11 @@ Added DenseBlock::add_gram_to(GramSums& sums, double weight, double /*bias_weigh
 }
 
 at::Tensor DenseBlock::transpose_product(const at::Tensor& w) const {
-  return at::mv(rows().flatten(1).t(), w).view(rows().sizes().slice(1));
+  return at::mv(flat_rows(rows()).t(), w).view(rows().sizes().slice(1));
 }
 
 at::Tensor DenseBlock::product(const at::Tensor& x) const {
-  return at::mv(rows().flatten(1), x.reshape(-1)).to(at::kDouble);
+  return at::mv(flat_rows(rows()), x.reshape(-1)).to(at::kDouble);
 }
 
 void DenseBlock::add_squared_norms_(at::Tensor& squares, int64_t /*max_workspace_bytes*/) const {
@@ -62,7 +62,7 @@ at::Tensor DenseBlock::weighted_rows(const at::Tensor& w) const {
   if (!w.defined()) {
     return rows().clone(at::MemoryFormat::Contiguous);
   }
-  return (rows().flatten(1) * w.unsqueeze(1)).view(rows().sizes());
+  return (flat_rows(rows()) * w.unsqueeze(1)).view(rows().sizes());
 }
 
 }  // namespace torchium::gradients::detail

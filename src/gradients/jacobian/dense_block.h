@@ -2,10 +2,15 @@
 
 #include "gradients/jacobian/jacobian_block.h"
 
+#include <ATen/core/Tensor.h>
+
 #include <functional>
 #include <utility>
 
 namespace torchium::gradients::detail {
+
+// [n, *shape] -> [n, elements], also for the shape [].
+inline at::Tensor flat_rows(const at::Tensor& R) { return R.unsqueeze(-1).flatten(1); }
 
 // Explicit rows: for biases, norm weights, and weights whose calls have no common factors.
 class DenseBlock : public JacobianBlock {

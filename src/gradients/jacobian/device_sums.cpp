@@ -17,9 +17,9 @@ namespace torchium::gradients::detail {
 #ifdef TORCHIUM_WITH_CUDA
 namespace {
 
-// Rows of which the elements are contiguous: [n, size].
+// [n, *shape] -> [n, size], rows of which the elements are contiguous.
 at::Tensor as_rows(const at::Tensor& x) {
-  const at::Tensor rows = x.flatten(1);
+  const at::Tensor rows = x.unsqueeze(-1).flatten(1);
   return rows.size(1) > 1 && rows.stride(1) != 1 ? rows.contiguous() : rows;
 }
 

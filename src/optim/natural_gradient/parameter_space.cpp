@@ -77,7 +77,7 @@ at::Tensor explicit_factor(at::TensorList params, const CapturedBatch& batch, in
   for (const CapturedBatch& chunk : chunks_of(batch, most)) {
     std::vector<at::Tensor> rows;
     for (const at::Tensor& of_param : chunk.jacobian(params).rows()) {
-      rows.push_back(of_param.flatten(1).to(at::kDouble));
+      rows.push_back(of_param.unsqueeze(-1).flatten(1).to(at::kDouble));
     }
     linalg::detail::symmetric_update_(F, at::cat(rows, 1).mT().unsqueeze(0), 1.0,
                                       1.0 / static_cast<double>(n));

@@ -257,3 +257,26 @@ def test_tensors_that_were_changed_are_refused(changed):
     with pytest.raises(ValueError, match="changed in place before step"):
         optimizer.step()
     assert torch.equal(flat(model.parameters()), before)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_parameters_without_dimensions(solver, device):
+    """As a coefficient of a differential equation that is fitted."""
+    shapes = [(3, 2), (), (0,), (4,)]
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
+
+    params = [nn.Parameter(drawn(*shape)) for shape in shapes]
+    start = flat(params)
+    rows, residuals = [drawn(6, *shape) for shape in shapes], drawn(6)
+    optimizer = torchium.NaturalGradient(
+        params, lr=1.0, damping=0.1, momentum=0, solver=solver, eps=1e-14
+    )
+    optimizer.update_jacobian(rows, residuals)
+    optimizer.step()
+    J = torch.cat([row.reshape(6, -1) for row in rows[:2] + rows[3:]], 1).cpu()
+    identity = torch.eye(J.shape[1], dtype=torch.float64)
+    direction = torch.linalg.solve(J.T @ J / 6 + 0.1 * identity, J.T @ residuals.cpu() / 6)
+    torch.testing.assert_close(start - flat(params), direction, rtol=1e-6, atol=1e-9)
