@@ -22,6 +22,10 @@ constexpr double kRoundingErrors = 100.0;
 // Columns of the basis at the first check: a few per wanted pair, and two blocks.
 int64_t columns_at_first_check(int64_t k, int64_t block) { return 3 * k + 2 * block; }
 
+// Products that a device is given before the host waits for what a check needs: they take about as
+// long as the check.
+constexpr int64_t kStepsAhead = 2;
+
 const char* method_name(bool symmetric) { return symmetric ? "lanczos" : "arnoldi"; }
 
 // Columns of a product by which a GPU reads a dense float32 matrix no slower than by one. In
@@ -126,12 +130,12 @@ void KrylovProcess::use(const at::Tensor& /*operand*/, const at::Tensor& product
     if (!check(snapshot())) restart();
     return;
   }
-  if (late_) {
+  if (late_ && steps_ >= late_->step + kStepsAhead) {
     Snapshot last = std::move(*late_);
     late_.reset();
     if (check(std::move(last))) return;
   }
-  if (steps_ >= next_check_) {
+  if (!late_ && steps_ >= next_check_) {
     if (checks_late_) {
       late_ = snapshot();
     } else {

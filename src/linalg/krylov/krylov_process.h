@@ -45,7 +45,7 @@ class KrylovProcess final : public OperatorProcess {
   int64_t n_, k_, block_;
   KrylovOptions options_;
   at::TensorOptions tensor_options_;
-  bool checks_late_;  // once the device has its next product
+  bool checks_late_;  // once the device has its next products
   double tol_, epsilon_;
   std::unique_ptr<KrylovSpace> space_;
   int64_t steps_ = 0;  // products with a block
