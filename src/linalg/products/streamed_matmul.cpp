@@ -28,12 +28,22 @@ struct Slot {
   at::cuda::CUDAEvent filled, emptied;
 };
 
-// One operand, cut into chunks of rows (of A) or columns (of B).
-struct Source {
+// One operand, cut into chunks of rows (of A) or columns (of B), of which some are on the device.
+struct Chunks {
   at::Tensor matrix;
   int64_t dimension;  // that is cut
   int64_t chunk;
   bool on_host;
+  std::vector<Slot> slots;  // that chunks from the host are copied to
+  // Of chunk i at i modulo their number.
+  std::vector<at::Tensor> copies;
+  std::vector<TileOperand> operands;
+
+  int64_t total() const { return matrix.size(dimension); }
+  int64_t count() const { return (total() + chunk - 1) / chunk; }
+  int64_t size(int64_t i) const { return std::min(chunk, total() - i * chunk); }
+  Slot& slot(int64_t i) { return slots[i % slots.size()]; }
+  TileOperand& operand(int64_t i) { return operands[i % operands.size()]; }
 };
 
 // Matrices of equal orientation, each with contiguous rows or columns.
@@ -69,7 +79,6 @@ class HostCopies {
   cudaStream_t in_, out_;
 };
 
-// The chunks of one operand stay on the device while those of the other pass through two buffers.
 // Copies in, products and copies out run on three streams.
 class StreamedProduct {
  public:
@@ -77,9 +86,13 @@ class StreamedProduct {
       : plan_(plan), product_(std::move(product)), options_(options) {}
 
   void run(const at::Tensor& out, const at::Tensor& A, const at::Tensor& B) {
-    // The side streams write into these buffers. They begin after the work of the current stream so
-    // far, and it goes on after theirs, so the buffers belong to it.
-    allocate(A, B);
+    // The side streams write into the slots. They begin after the work of the current stream so
+    // far, and it goes on after theirs, so the memory belongs to it.
+    Chunks rows = chunks_of(A, 0, plan_.rows, plan_.rows_on_device);
+    Chunks columns = chunks_of(B, 1, plan_.columns, plan_.columns_on_device);
+    for (Slot& slot : results_) {
+      if (plan_.result_on_host) slot.buffer = at::empty({plan_.rows * plan_.columns}, options_);
+    }
     torchium::detail::SideStreams streams(options_.device(), 3);
     const auto stream = [&](size_t i) {
       return c10::cuda::getStreamFromExternal(streams[std::min(i, streams.size() - 1)],
@@ -89,7 +102,7 @@ class StreamedProduct {
     const HostCopies copies(in, back);
     in_ = &in;
     back_ = &back;
-    multiply_all(out, A, B);
+    multiply_all(out, A, B, rows, columns);
     copies.wait();
     streams.join();
   }
@@ -99,69 +112,78 @@ class StreamedProduct {
     return c10::cuda::getCurrentCUDAStream(options_.device().index());
   }
 
-  Source row_source(const at::Tensor& A) const { return {A, 0, plan_.rows, A.is_cpu()}; }
-  Source column_source(const at::Tensor& B) const { return {B, 1, plan_.columns, B.is_cpu()}; }
-
-  void allocate(const at::Tensor& A, const at::Tensor& B) {
-    const int64_t k = A.size(-1);
-    const Source a = row_source(A), b = column_source(B);
-    const Source &kept = plan_.keeps_rows ? a : b, &passing = plan_.keeps_rows ? b : a;
-    const auto buffer = [&](int64_t elements) { return at::empty({elements}, options_); };
-    kept_.resize(plan_.kept_chunks);
-    kept_copies_.resize(plan_.kept_chunks);
-    kept_operands_.resize(plan_.kept_chunks);
-    // Split operands keep their parts alone.
-    kept_slots_ = product_.is_split() ? std::min<int64_t>(2, plan_.kept_chunks) : plan_.kept_chunks;
-    for (int64_t i = 0; kept.on_host && i < kept_slots_; ++i)
-      kept_[i].buffer = buffer(kept.chunk * k);
-    for (Slot& slot : passing_) {
-      if (passing.on_host) slot.buffer = buffer(passing.chunk * k);
+  Chunks chunks_of(const at::Tensor& matrices, int64_t dimension, int64_t chunk,
+                   int64_t on_device) const {
+    const int64_t total = matrices.size(dimension - 2), k = matrices.size(-1 - dimension);
+    Chunks chunks{at::Tensor(), dimension, chunk, matrices.is_cpu(), {}, {}, {}};
+    const int64_t count = (total + chunk - 1) / chunk;
+    chunks.slots.resize(slots_of(product_.is_split(), on_device, count));
+    for (Slot& slot : chunks.slots) {
+      if (chunks.on_host) slot.buffer = at::empty({chunk * k}, options_);
     }
-    for (Slot& slot : results_) {
-      if (plan_.result_on_host) slot.buffer = buffer(plan_.rows * plan_.columns);
+    chunks.copies.resize(on_device);
+    chunks.operands.resize(on_device);
+    return chunks;
+  }
+
+  void multiply_all(const at::Tensor& out, const at::Tensor& A, const at::Tensor& B, Chunks& rows,
+                    Chunks& columns) {
+    if (out.dim() > 2) {
+      for (int64_t i = 0; i < out.size(0); ++i) multiply_all(out[i], A[i], B[i], rows, columns);
+      return;
+    }
+    rows.matrix = A;
+    columns.matrix = B;
+    const bool holds_rows = plan_.rows_on_device == rows.count();
+    const bool holds_columns = plan_.columns_on_device == columns.count();
+    if (holds_rows && holds_columns) {
+      multiply_growing(out, rows, columns);
+    } else if (plan_.rows_on_device > plan_.columns_on_device) {
+      multiply_panels(out, rows, columns, rows, columns);
+    } else {
+      multiply_panels(out, columns, rows, rows, columns);
     }
   }
 
-  void multiply_all(const at::Tensor& out, const at::Tensor& A, const at::Tensor& B) {
-    if (out.dim() == 2) {
-      const Source a = row_source(A), b = column_source(B);
-      return plan_.keeps_rows ? multiply(out, a, b) : multiply(out, b, a);
-    }
-    for (int64_t i = 0; i < out.size(0); ++i) multiply_all(out[i], A[i], B[i]);
-  }
-
-  void multiply(const at::Tensor& out, const Source& kept, const Source& passing) {
-    const int64_t kept_size = kept.matrix.size(kept.dimension);
-    const int64_t passing_size = passing.matrix.size(passing.dimension);
-    for (int64_t panel = 0; panel < kept_size; panel += plan_.kept_chunks * kept.chunk) {
-      const int64_t end = std::min(kept_size, panel + plan_.kept_chunks * kept.chunk);
-      for (int64_t begin = 0; begin < passing_size; begin += passing.chunk) {
-        const int64_t count = std::min(passing.chunk, passing_size - begin);
-        Slot& slot = passing_[passed_++ % 2];
-        const TileOperand operand = load(passing, begin, count, slot, passing_copy_);
-        for (int64_t at = panel; at < end; at += kept.chunk) {
-          const int64_t chunk = (at - panel) / kept.chunk, size = std::min(kept.chunk, end - at);
-          Slot& kept_slot = kept_[chunk % kept_slots_];
-          if (begin == 0) {
-            kept_operands_[chunk] = load(kept, at, size, kept_slot, kept_copies_[chunk]);
-          }
-          const at::Tensor part =
-              out.narrow(kept.dimension, at, size).narrow(passing.dimension, begin, count);
-          write(part, plan_.keeps_rows ? kept_operands_[chunk] : operand,
-                plan_.keeps_rows ? operand : kept_operands_[chunk]);
-          if (!product_.is_split()) kept_slot.emptied.record(current());
-        }
-        if (!product_.is_split()) slot.emptied.record(current());
+  // All chunks stay. Every new one meets all of the other operand, so that there is much to do
+  // while the next is copied.
+  void multiply_growing(const at::Tensor& out, Chunks& rows, Chunks& columns) {
+    const int64_t all_rows = rows.count(), all_columns = columns.count();
+    for (int64_t i = 0, j = 0; i < all_rows || j < all_columns;) {
+      if (i < all_rows && i * all_columns <= j * all_rows) {
+        load(rows, i);
+        for (int64_t c = 0; c < j; ++c) write(out, rows, i, columns, c);
+        ++i;
+      } else {
+        load(columns, j);
+        for (int64_t r = 0; r < i; ++r) write(out, rows, r, columns, j);
+        ++j;
       }
     }
   }
 
-  // A chunk on the device, as the product reads it.
-  TileOperand load(const Source& source, int64_t begin, int64_t count, Slot& slot,
-                   at::Tensor& copy) {
-    at::Tensor part = source.matrix.narrow(source.dimension, begin, count);
-    if (source.on_host) {
-      const bool has_rows = source.matrix.stride(1) == 1;
+  // Some chunks of one operand stay while all of the other pass.
+  void multiply_panels(const at::Tensor& out, Chunks& kept, Chunks& passing, Chunks& rows,
+                       Chunks& columns) {
+    const auto at_a_time = static_cast<int64_t>(kept.operands.size());
+    for (int64_t first = 0; first < kept.count(); first += at_a_time) {
+      const int64_t last = std::min(first + at_a_time, kept.count());
+      for (int64_t i = 0; i < passing.count(); ++i) {
+        load(passing, i);
+        for (int64_t j = first; j < last; ++j) {
+          if (i == 0) load(kept, j);
+          write(out, rows, &kept == &rows ? j : i, columns, &kept == &rows ? i : j);
+        }
+      }
+    }
+  }
+
+  // Brings a chunk to the device, as the product reads it.
+  void load(Chunks& chunks, int64_t i) {
+    at::Tensor part = chunks.matrix.narrow(chunks.dimension, i * chunks.chunk, chunks.size(i));
+    Slot& slot = chunks.slot(i);
+    if (chunks.on_host) {
+      const bool has_rows = chunks.matrix.stride(1) == 1;
       const at::Tensor memory = slot.buffer.narrow(0, 0, part.numel());
       const at::Tensor target =
           has_rows ? memory.view(part.sizes()) : memory.view({part.size(1), part.size(0)}).mT();
@@ -172,35 +194,39 @@ class StreamedProduct {
       part = target;
     }
     const at::Tensor batch = part.unsqueeze(0);
-    const TileOperand operand = source.dimension == 0 ? product_.row_operand(batch, copy)
-                                                      : product_.column_operand(batch, copy);
-    if (product_.is_split()) slot.emptied.record(current());
-    return operand;
+    at::Tensor& copy = chunks.copies[i % chunks.copies.size()];
+    chunks.operand(i) = chunks.dimension == 0 ? product_.row_operand(batch, copy)
+                                              : product_.column_operand(batch, copy);
+    slot.emptied.record(current());  // of split operands the parts alone are read again
   }
 
-  void write(const at::Tensor& part, const TileOperand& A, const TileOperand& B) {
-    at::Tensor out = part.unsqueeze(0);
-    if (!plan_.result_on_host) return product_.multiply(out, A, B);
-    Slot& slot = results_[written_++ % 2];
-    out = slot.buffer.narrow(0, 0, part.numel()).view(out.sizes());
-    slot.emptied.block(current());
-    product_.multiply(out, A, B);
-    slot.filled.record(current());
-    slot.filled.block(*back_);
-    copy_matrix(part, out[0], *back_);
-    slot.emptied.record(*back_);
+  void write(const at::Tensor& out, Chunks& rows, int64_t i, Chunks& columns, int64_t j) {
+    const at::Tensor part =
+        out.narrow(0, i * rows.chunk, rows.size(i)).narrow(1, j * columns.chunk, columns.size(j));
+    at::Tensor product = part.unsqueeze(0);
+    Slot& result = results_[written_++ % 2];
+    if (plan_.result_on_host) {
+      product = result.buffer.narrow(0, 0, part.numel()).view(product.sizes());
+      result.emptied.block(current());
+    }
+    product_.multiply(product, rows.operand(i), columns.operand(j));
+    if (!product_.is_split()) {
+      rows.slot(i).emptied.record(current());
+      columns.slot(j).emptied.record(current());
+    }
+    if (plan_.result_on_host) {
+      result.filled.record(current());
+      result.filled.block(*back_);
+      copy_matrix(part, product[0], *back_);
+      result.emptied.record(*back_);
+    }
   }
 
   StreamPlan plan_;
   TileProduct product_;
   at::TensorOptions options_;
-  std::vector<Slot> kept_;
-  std::vector<at::Tensor> kept_copies_;
-  std::vector<TileOperand> kept_operands_;
-  int64_t kept_slots_ = 0;
-  std::array<Slot, 2> passing_, results_;
-  at::Tensor passing_copy_;
-  int64_t passed_ = 0, written_ = 0;
+  std::array<Slot, 2> results_;
+  int64_t written_ = 0;
   const c10::cuda::CUDAStream *in_ = nullptr, *back_ = nullptr;
 };
 

@@ -92,14 +92,20 @@ class FullMatrix : public AdagradSubset {
     for (size_t i = 0; i < group_.params.size(); ++i) {
       g.push_back(gradient(run, group_.params[i], i, guard));
     }
-    for (MatrixBatch& batch : batches_) {
-      blocks.push_back(pack(batch, blockings_, g, {}));
-      update_statistics(batch, blocks.back(), 1.0, guard);
+    {
+      const torchium::detail::Phase phase("torchium::statistics");
+      for (MatrixBatch& batch : batches_) {
+        blocks.push_back(pack(batch, blockings_, g, {}));
+        update_statistics(batch, blocks.back(), 1.0, guard);
+      }
     }
     update_due_roots(run, guard);
-    for (size_t b = 0; b < batches_.size(); ++b) {
-      unpack(batches_[b], blockings_, precondition(batches_[b], blocks[b]), group_.params,
-             directions);
+    {
+      const torchium::detail::Phase phase("torchium::precondition");
+      for (size_t b = 0; b < batches_.size(); ++b) {
+        unpack(batches_[b], blockings_, precondition(batches_[b], blocks[b]), group_.params,
+               directions);
+      }
     }
     const StepScalar lr = guard.learning_rate(run.lr);
     for (size_t i = 0; i < directions.size(); ++i) {
@@ -121,6 +127,7 @@ class FullMatrix : public AdagradSubset {
       any_due |= due_steps.back() != 0;
     }
     if (any_due) {
+      const torchium::detail::Phase phase("torchium::roots");
       const std::vector<StepScalar> no_correction(group_.params.size());
       update_roots(batches_, {run.options.eps(), 0.0, -0.5, run.options.root_method()}, due_steps,
                    no_correction, guard);

@@ -94,6 +94,10 @@ def test_kernels_belong_to_the_range_that_launched_them():
     assert "work" not in costs
 
 
+def full_matrix_adagrad(params, lr):
+    return torchium.Adagrad(params, lr=lr, full_matrix=True)
+
+
 def steps(optimizer_class, count=2):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.ReLU(), torch.nn.Linear(30, 5))
@@ -109,6 +113,7 @@ def steps(optimizer_class, count=2):
     ("optimizer", "phases"),
     [
         (torchium.Shampoo, {"elementwise", "statistics", "roots", "precondition"}),
+        (full_matrix_adagrad, {"elementwise", "statistics", "roots", "precondition"}),
         (torchium.KFAC, {"elementwise", "factors", "inverses", "precondition"}),
         (torchium.NaturalGradient, {"elementwise", "gram", "precondition"}),
     ],

@@ -1,0 +1,58 @@
+// What profilers see of a step: ranges, and the work that kernels announce.
+#include "support/phase.h"
+#include <torchium/optim/shampoo.h>
+
+#include <ATen/record_function.h>
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+#include <set>
+#include <string>
+#include <vector>
+
+namespace torchium {
+namespace {
+
+std::multiset<std::string> seen_ranges;
+std::vector<int64_t> seen_numbers;
+
+std::unique_ptr<at::ObserverContext> note(const at::RecordFunction& function) {
+  const std::string name = function.name();
+  if (name.starts_with("torchium::")) seen_ranges.insert(name);
+  if (name == "torchium::work") {
+    for (const c10::IValue& input : function.inputs()) seen_numbers.push_back(input.toInt());
+  }
+  return nullptr;
+}
+
+class Phases : public testing::Test {
+ protected:
+  void SetUp() override {
+    seen_ranges.clear();
+    seen_numbers.clear();
+    callback_ = at::addThreadLocalCallback(at::RecordFunctionCallback(&note).needsInputs(true));
+  }
+  void TearDown() override { at::removeCallback(callback_); }
+
+ private:
+  at::CallbackHandle callback_ = 0;
+};
+
+TEST_F(Phases, OfAStepAreRanges) {
+  torch::nn::Linear layer(5, 4);
+  optim::Shampoo optimizer(layer->parameters());
+  layer(torch::ones({3, 5})).sum().backward();
+  optimizer.step();
+  for (const char* name : {"elementwise", "statistics", "roots", "precondition"}) {
+    EXPECT_GE(seen_ranges.count(std::string("torchium::") + name), 1U) << name;
+  }
+}
+
+TEST_F(Phases, KernelsAnnounceOperationsAndBytes) {
+  { const torchium::detail::KernelWork work(12, 34); }
+  EXPECT_EQ(seen_ranges.count("torchium::work"), 1U);
+  EXPECT_EQ(seen_numbers, (std::vector<int64_t>{12, 34}));
+}
+
+}  // namespace
+}  // namespace torchium
