@@ -11,7 +11,7 @@
 namespace torchium {
 namespace {
 
-class WorkspaceMemory : public testing::Test {
+class WorkspaceMemory : public ::testing::Test {
  protected:
   void SetUp() override { clean_up(); }
   void TearDown() override { clean_up(); }

@@ -25,7 +25,7 @@ std::unique_ptr<at::ObserverContext> note(const at::RecordFunction& function) {
   return nullptr;
 }
 
-class Phases : public testing::Test {
+class Phases : public ::testing::Test {
  protected:
   void SetUp() override {
     seen_ranges.clear();
