@@ -124,6 +124,47 @@ def test_directions_follow_k_and_c_that_are_replaced_or_changed() -> None:
     assert (ways["in place"] - ways["none"]).norm() > 1e-3 * ways["none"].norm()
 
 
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_inverses_of_several_steps_follow_float64(name: str, precision: str) -> None:
+    """The fp16 numbers of inverses are kept until the next ones."""
+    torch.manual_seed(0)
+    make, shape = MODELS[name]
+    start = make()
+    results = []
+    before = torch.get_float32_matmul_precision()
+    for device, dtype in (("cuda", torch.float32), ("cpu", torch.float64)):
+        model = copy.deepcopy(start).to(device, dtype)
+        optimizer = torchium.KFAC(model, TCov=1, TInv=3, lr=0.05, damping=0.1)
+        train(model, optimizer, shape, range(4))
+        if device == "cuda":
+            torch.set_float32_matmul_precision(precision)
+        try:
+            train(model, optimizer, shape, range(4, 8))
+        finally:
+            torch.set_float32_matmul_precision(before)
+        results.append(model)
+    assert relative_change(*results, start) < (2e-4 if precision == "highest" else 2e-2)
+
+
+def test_an_inverse_that_is_changed_in_place_counts_from_the_next_step() -> None:
+    torch.manual_seed(0)
+    start = perceptron().cuda()
+    ways = []
+    for factor in (1.0, 3.0):
+        model = copy.deepcopy(start)
+        optimizer = torchium.KFAC(model, TCov=100, TInv=100, lr=0.01, kl_clip=None, momentum=0.0)
+        train(model, optimizer, (40,), range(3))
+        for state in optimizer.state.values():
+            if "A_inverse" in state:
+                state["A_inverse"].mul_(factor)
+        before = [p.detach().clone() for p in model.parameters()]
+        train(model, optimizer, (40,), range(3, 4))
+        changes = [p.detach() - q for p, q in zip(model.parameters(), before, strict=True)]
+        ways.append(torch.cat([change.flatten() for change in changes]))
+    torch.testing.assert_close(ways[1], 3 * ways[0], rtol=1e-3, atol=1e-5)
+
+
 def test_steps_without_inverses_do_not_wait() -> None:
     model = perceptron().cuda()
     optimizer = torchium.KFAC(model, solver="inverse_free", TCov=2, lr=0.01)

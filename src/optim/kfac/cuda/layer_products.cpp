@@ -3,6 +3,7 @@
 
 #include "linalg/products/batched_products.h"
 #include "optim/core/cuda/kernel_tensors.h"
+#include "support/tensor_version.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -90,6 +91,11 @@ void LayerProducts::add_split_layers(const std::vector<size_t>& layers) {
                                                                .columns = shape.columns,
                                                                .pitch = shape.pitch})));
   }
+  for (size_t k = 0; k < layers.size(); ++k) {
+    if (split_of_[k] >= 0) {
+      split_layers_.push_back(layers[k]);
+    }
+  }
   split_.finish(options_);
 }
 
@@ -149,10 +155,25 @@ cuda_kernels::KfacBuffers LayerProducts::buffers() const {
   return {floats(first_), floats(second_)};
 }
 
-void LayerProducts::precondition() const {
+// Each only rises. None: inference tensors have no version.
+std::optional<int64_t> LayerProducts::versions_of_roots() const {
+  int64_t versions = 0;
+  for (const size_t l : split_layers_) {
+    for (const at::Tensor& root : {group_.layers[l].A_root, group_.layers[l].G_root}) {
+      if (root.is_inference()) {
+        return std::nullopt;
+      }
+      versions += torchium::detail::version_of(root);
+    }
+  }
+  return versions;
+}
+
+void LayerProducts::precondition() {
   write_addresses();
-  split_.run(buffers(), linalg::detail::matmul_precision(std::nullopt) ==
-                            linalg::detail::MatmulPrecision::kHigh);
+  const bool single =
+      linalg::detail::matmul_precision(std::nullopt) == linalg::detail::MatmulPrecision::kHigh;
+  split_.run(buffers(), single, versions_of_roots());
   if (!is_exact()) {
     multiply(0, false, false);
     return;

@@ -10,6 +10,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -38,7 +39,7 @@ class LayerProducts {
   void set_aside();
   cuda_kernels::KfacBuffers buffers() const;
   // V -> (G + ..I)^-1 V (A + ..I)^-1, or the same with eigenvectors.
-  void precondition() const;
+  void precondition();
   void free_all();
 
  private:
@@ -63,6 +64,7 @@ class LayerProducts {
   float** addresses(int64_t array) const;
   void multiply(int pass, bool transpose_left, bool transpose_right) const;
   void divide() const;
+  std::optional<int64_t> versions_of_roots() const;
 
   const KfacGroup& group_;
   at::TensorOptions options_;  // of float32 buffers
@@ -73,6 +75,7 @@ class LayerProducts {
   bool has_unused_column_ = false;
   SplitProducts split_;
   std::vector<int64_t> split_of_;  // of each layer; -1: none
+  std::vector<size_t> split_layers_;
   KernelTables<cuda_kernels::AddressEntry> address_tables_;
   KernelTables<cuda_kernels::EigenvalueEntry> eigenvalue_tables_;
   std::vector<std::pair<size_t, size_t>> eigenvalue_places_;  // layer and entry

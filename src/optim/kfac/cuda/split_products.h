@@ -3,11 +3,13 @@
 #pragma once
 
 #include "cuda_kernels/optimizer_step/kfac_step.h"
+#include "cuda_kernels/split_gemm/split_fp16.h"
 
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 namespace torchium::optim::detail {
@@ -38,18 +40,32 @@ class SplitProducts {
   // Before the largest magnitudes are found.
   void clear() const;
   // first <- (left V) right for V in `first`; `second` is overwritten. single: with 11 bits.
-  void run(const cuda_kernels::KfacBuffers& buffers, bool single) const;
+  // versions: of all roots together, another one after each change; none: not known.
+  void run(const cuda_kernels::KfacBuffers& buffers, bool single, std::optional<int64_t> versions);
+
+  // The parts of the roots stay from step to step if they take at most this share of the device's
+  // memory.
+  static constexpr double kShareOfDevice = 0.01;
 
  private:
   enum Operand : size_t { kLeft, kRight, kV, kProduct, kOperands };
 
-  int64_t elements(const SplitLayer& layer) const;
+  // A batch, and its parts at a place of `parts` [1 or 2, elements]: hi, lo.
+  cuda_kernels::SplitEntry entry(size_t layer, Operand operand, const float* x,
+                                 const at::Tensor& parts, int64_t place) const;
   float* number(size_t layer, Operand operand) const;
-  void run_part(size_t begin, size_t end, const at::Tensor& parts,
-                const cuda_kernels::KfacBuffers& buffers, bool single) const;
+  at::Tensor parts_of(int64_t elements, bool single) const;
+  bool keep_roots(bool single, std::optional<int64_t> versions);
+  void split_roots(size_t begin, size_t end, const at::Tensor& roots) const;
+  void multiply(size_t begin, size_t end, const at::Tensor& roots,
+                const cuda_kernels::KfacBuffers& buffers) const;
 
   std::vector<SplitLayer> layers_;
+  std::vector<int64_t> root_places_{0};  // of each layer, and the end of the last
   at::Tensor numbers_;  // [2, layers, kOperands]: largest magnitudes as bits, scales
+  bool may_keep_ = false;
+  at::Tensor kept_;  // parts of all roots
+  std::optional<int64_t> kept_versions_;
 };
 
 }  // namespace torchium::optim::detail

@@ -219,7 +219,8 @@ void renew_squares(std::vector<KfacLayer>& layers) {
     }
     const int64_t versions =  // each only rises
         torchium::detail::version_of(layer.K) + torchium::detail::version_of(layer.C);
-    if (std::exchange(layer.seen_versions, versions) == versions) {
+    const bool has_versions = !layer.K.is_inference() && !layer.C.is_inference();
+    if (std::exchange(layer.seen_versions, versions) == versions && has_versions) {
       continue;
     }
     for (const auto& [root, square] :
