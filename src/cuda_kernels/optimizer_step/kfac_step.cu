@@ -1,3 +1,4 @@
+#include "cuda_kernels/common/triangle.cuh"
 #include "cuda_kernels/optimizer_step/kfac_step.h"
 #include "cuda_kernels/optimizer_step/parameter_update.cuh"
 #include "cuda_kernels/split_gemm/split_fp16.cuh"
@@ -19,6 +20,34 @@ __global__ void __launch_bounds__(kCountThreads)
   if (entry.counts && entry.sum != nullptr) *entry.updates += 1;
 }
 
+// One tile of a symmetric matrix, and its mirror image.
+template <typename Average>
+__device__ void update_symmetric(const FactorEntry& entry, int tile, const Average& average) {
+  constexpr int kRows = kElementThreads / kFactorSide;  // at a time
+  __shared__ float mirrored[kFactorSide][kFactorSide + 1];
+  const int n = entry.order, tiles = triangle_tiles((n + kFactorSide - 1) / kFactorSide);
+  const TriangleTile place(tile % tiles);
+  const int64_t first = int64_t{tile / tiles} * n * n;
+  const int x = static_cast<int>(threadIdx.x) % kFactorSide;
+  const int y = static_cast<int>(threadIdx.x) / kFactorSide;
+  const int row = place.row * kFactorSide, column = place.column * kFactorSide;
+#pragma unroll 8
+  for (int r = y; r < kFactorSide; r += kRows) {
+    if (row + r >= n || column + x >= n) continue;
+    const int64_t i = first + int64_t{row + r} * n + column + x;
+    const float value = average(i);
+    entry.factor[i] = value;
+    mirrored[x][r] = value;
+  }
+  if (row == column) return;
+  __syncthreads();
+#pragma unroll 8
+  for (int r = y; r < kFactorSide; r += kRows) {
+    if (row + x >= n) continue;  // no tile left of the diagonal ends at the last column
+    entry.factor[first + int64_t{column + r} * n + row + x] = mirrored[r][x];
+  }
+}
+
 template <int bytes>
 __global__ void __launch_bounds__(kElementThreads)
     factors_kernel(const __grid_constant__ Table<FactorEntry, bytes> factors,
@@ -28,10 +57,17 @@ __global__ void __launch_bounds__(kElementThreads)
   if (entry.sum == nullptr || !control->keep) return;
   const double d = fmin(1 - 1 / double{*entry.updates}, entry.stat_decay);
   const auto decay = static_cast<float>(d), weight = static_cast<float>((1 - d) * entry.scale);
+  const auto average = [&](int64_t i) {
+    return fmaf(weight, entry.sum[i], decay * entry.factor[i]);
+  };
+  if (entry.order > 0) {
+    update_symmetric(entry, tile - entry.first_tile, average);
+    return;
+  }
   const int64_t begin = int64_t{tile - entry.first_tile} * kFactorTile;
   const int64_t end = min(begin + kFactorTile, entry.elements);
   for (int64_t i = begin + threadIdx.x; i < end; i += kElementThreads) {
-    entry.factor[i] = fmaf(weight, entry.sum[i], decay * entry.factor[i]);
+    entry.factor[i] = average(i);
   }
 }
 
@@ -233,6 +269,12 @@ cudaError_t count_factor_updates(const Table<FactorEntry>& factors, const StepCo
   return launch_shortest(factors, [&](const auto& table) {
     count_kernel<<<blocks, kCountThreads, 0, stream>>>(table, control);
   });
+}
+
+int factor_tiles(int64_t elements, int order) {
+  if (order == 0) return static_cast<int>((elements + kFactorTile - 1) / kFactorTile);
+  const int64_t groups = elements / (int64_t{order} * order);
+  return static_cast<int>(groups * triangle_tiles((order + kFactorSide - 1) / kFactorSide));
 }
 
 cudaError_t update_factors(const Table<FactorEntry>& factors, const StepControl* control,

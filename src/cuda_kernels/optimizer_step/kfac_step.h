@@ -18,10 +18,13 @@ struct FactorEntry {
   double scale;      // of the sum
   double stat_decay;
   int64_t elements;
+  int order;  // of symmetric matrices, of which one half is read; 0: elements without that
   int first_tile;
   bool counts;  // one entry of each layer does
 };
-constexpr int kFactorTile = 1 << 13;  // elements
+// Elements of a tile, and rows and columns of one on or below the diagonal of a matrix.
+constexpr int kFactorTile = 1 << 13, kFactorSide = 64;
+int factor_tiles(int64_t elements, int order);
 
 // k <- k + 1 for layers with sums. Nothing where the step is skipped.
 cudaError_t count_factor_updates(const Table<FactorEntry>& factors, const StepControl* control,

@@ -12,17 +12,20 @@ using cuda_kernels::FactorEntry;
 
 FactorUpdates::FactorUpdates(const KfacGroup& group, const KfacMembers& members) : group_(group) {
   const auto add = [&](const at::Tensor& factor, const at::Tensor& updates, bool counts) {
-    const int64_t tiles =
-        (factor.numel() + cuda_kernels::kFactorTile - 1) / cuda_kernels::kFactorTile;
+    const int64_t n = factor.size(-1);
+    const bool is_symmetric =
+        factor.dim() == 3 && factor.size(1) == n && n >= cuda_kernels::kFactorSide;
+    const int order = is_symmetric ? static_cast<int>(n) : 0;
     return tables_.add({.factor = floats(factor),
                         .sum = nullptr,
                         .updates = floats(updates),
                         .scale = 0.0,
                         .stat_decay = 0.0,
                         .elements = factor.numel(),
+                        .order = order,
                         .first_tile = 0,
                         .counts = counts},
-                       static_cast<int>(tiles));
+                       cuda_kernels::factor_tiles(factor.numel(), order));
   };
   for (const size_t l : members.layers) {
     const KfacLayer& layer = group.layers[l];
