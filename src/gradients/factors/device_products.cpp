@@ -2,6 +2,7 @@
 
 #ifdef TORCHIUM_WITH_CUDA
 #include "cuda_kernels/split_gemm/batched_product.h"
+#include "support/phase.h"
 
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/ops/empty.h>
@@ -78,8 +79,11 @@ at::Tensor gram_of_rows(const at::Tensor& X) {
   const at::Tensor products = at::zeros({parts, n, n}, X.options());
   const cuda_kernels::BatchedProduct product{
       .A = split, .B = {}, .C = products.mutable_data_ptr<float>(), .matrices = parts};
+  constexpr auto kKind = cuda_kernels::ProductKind::kColumnGram;
+  const auto done = cuda_kernels::work_of(kKind, &product, 1, /*single=*/false);
+  const torchium::detail::KernelWork work(done.flops, done.bytes);
   C10_CUDA_CHECK(cuda_kernels::batched_products(
-      cuda_kernels::ProductKind::kColumnGram, &product, 1,
+      kKind, &product, 1,
       reinterpret_cast<const cuda_kernels::GramUpdate*>(alpha_and_beta.mutable_data_ptr<float>()),
       /*single=*/false, c10::cuda::getCurrentCUDAStream()));
   return parts == 1 ? products : products.sum(0, /*keepdim=*/true);

@@ -6,6 +6,7 @@
 #include "optim/core/cuda/kernel_tables.h"
 #include "optim/core/cuda/kernel_tensors.h"
 #include "optim/kfac/cuda/split_products.h"
+#include "support/phase.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linalg_vector_norm.h>
@@ -91,8 +92,10 @@ class SplitSquares {
 
   void multiply(ProductKind kind, const BatchedProduct& product,
                 const cuda_kernels::GramUpdate* update) const {
-    C10_CUDA_CHECK(cuda_kernels::batched_products(kind, &product, 1, update,
-                                                  /*single=*/parts_.size(0) == 1,
+    const bool single = parts_.size(0) == 1;
+    const auto done = cuda_kernels::work_of(kind, &product, 1, single);
+    const torchium::detail::KernelWork work(done.flops, done.bytes);
+    C10_CUDA_CHECK(cuda_kernels::batched_products(kind, &product, 1, update, single,
                                                   c10::cuda::getCurrentCUDAStream()));
   }
 
