@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
@@ -127,6 +128,10 @@ def test_container_of_torchtitan(grouped_by_pattern):
     if grouped_by_pattern:
 
         class Optimizers(module.OptimizersContainer):
+            @dataclass(kw_only=True, slots=True)
+            class Config(module.OptimizersContainer.Config):
+                pass
+
             @staticmethod
             def _resolve_optimizer_factory(name: str) -> object:
                 return {"ShampooW": torchium.ShampooW}[name]
@@ -134,8 +139,7 @@ def test_container_of_torchtitan(grouped_by_pattern):
         group = module.ParamGroupConfig(
             pattern=".*", optimizer_name="ShampooW", optimizer_kwargs=options
         )
-        config = module.OptimizersContainer.Config(param_groups=[group])
-        optimizer = Optimizers(config, model_parts=[model])
+        optimizer = Optimizers.Config(param_groups=[group]).build(model_parts=[model])
     else:
         options |= {"fused": True, "foreach": False}
         optimizer = module.OptimizersContainer([model], torchium.ShampooW, options)

@@ -227,8 +227,15 @@ PAGES_WITH_PYTHON = [
 ]
 
 
+# Some recipes need packages that the tests do not install.
+OPTIONAL = {"accelerate", "lightning"}
+
+
 @pytest.mark.parametrize("page", PAGES_WITH_PYTHON)
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for block in code_blocks(page, "python"):
+        for package in OPTIONAL & set(re.findall(r"^(?:from|import) (\w+)", block, re.MULTILINE)):
+            pytest.importorskip(package, reason=f"{package} is not installed")
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     namespace: dict[str, object] = {"__name__": "__main__"}
