@@ -34,7 +34,7 @@ class DistributedShampoo(Shampoo):
     Takes the arguments of ``DistributedShampoo`` in https://github.com/facebookresearch/optimizers, at
     commit f606606, and its configuration objects, which are recognised by the names of their classes. Its
     package need not be installed. Parameters then follow its trajectories
-    (``tests/python/test_compat_distributed_shampoo.py``), except that
+    (``tests/python/blocked/test_compat_distributed_shampoo.py``), except that
 
     - roots are also computed in earlier steps, if ``precondition_frequency`` is above 1: as in
       :class:`Shampoo`, from ``start_preconditioning_step`` on, while these steps are closer together;
