@@ -51,6 +51,7 @@ def test_available_optimizers_are_sorted_and_can_all_be_created():
     [
         torchium.Shampoo,
         torchium.ShampooW,
+        torchium.compat.DistributedShampoo,
         torchium.Adagrad,
         torchium.AdaHessian,
         torchium.KFAC,
