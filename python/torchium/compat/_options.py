@@ -38,7 +38,7 @@ _METHODS = {
 def shampoo_options(
     theirs: Mapping[str, Any], params: Sequence[tuple[str, Tensor]] = ()
 ) -> dict[str, Any]:
-    """All options of Shampoo but ``lr`` that follow from ``theirs`` for a group of named parameters.
+    """The options of Shampoo but ``lr`` that ``theirs`` sets, for a group of named parameters.
 
     Raises ValueError, with the names of Distributed Shampoo, for options that Shampoo cannot reproduce.
     """
@@ -47,10 +47,12 @@ def shampoo_options(
     options = {
         "betas": betas,
         **momentum,
-        **_decay(theirs, bool(momentum)),
+        **_decay(theirs, momentum["momentum"] > 0.0),
         **_schedule(theirs),
         "eps": _positive_eps(theirs),
+        "preconditioned": True,
         "max_preconditioned_dim": None,
+        "grafting": None,
     }
     if type(theirs["preconditioner_config"]).__name__ in GRAFTING:
         return {**options, **_without_matrices(theirs)}
@@ -91,7 +93,7 @@ def _uses_matrices(theirs: Mapping[str, Any]) -> bool:
 def _momentum(theirs: Mapping[str, Any]) -> dict[str, Any]:
     config = theirs["iterate_averaging_config"]
     if config is None:
-        return {}
+        return {"momentum": 0.0, "nesterov": False}
     values = read("iterate_averaging_config", config, AVERAGING).values
     dampening = values["dampening"]
     if dampening:
@@ -161,7 +163,7 @@ def _without_matrices(theirs: Mapping[str, Any]) -> dict[str, Any]:
     if theirs["grafting_config"] is not None:
         remedy = f"leave it out with preconditioner_config={config.name}"
         refuse("grafting_config", theirs["grafting_config"], remedy)
-    rule = {"preconditioned": False, "grafting": None, "start_preconditioning_step": _INFINITY}
+    rule = {"preconditioned": False, "start_preconditioning_step": _INFINITY}
     if config.name in ELEMENTWISE:
         rule |= _elementwise("preconditioner_config", config)
     return rule

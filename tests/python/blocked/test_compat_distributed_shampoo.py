@@ -153,6 +153,26 @@ def test_groups_have_their_options():
     assert not second.keys() & {"peak_lr", "weight_decay_type", "preconditioner_config"}
 
 
+def test_groups_take_nothing_from_a_configuration_that_they_replace():
+    params = [nn.Parameter(torch.ones(6, 4)) for _ in range(2)]
+    arguments = {
+        "iterate_averaging_config": configs.ClassicMomentumConfig(use_nesterov=True),
+        "grafting_config": configs.AdamPreconditionerConfig(),
+        "distributed_config": KEEPS_MATRICES,
+    }
+    without = {"iterate_averaging_config": None, "grafting_config": None}
+    groups = [{"params": params[:1]}, {"params": params[1:], **without}]
+    first, second = DistributedShampoo(groups, **arguments).param_groups
+    assert (first["momentum"], first["nesterov"], first["grafting"]) == (0.5, True, "adam")
+    assert (second["momentum"], second["nesterov"], second["grafting"]) == (0.0, False, None)
+
+    sgd = {"preconditioner_config": configs.SGDPreconditionerConfig()}
+    matrices = {"preconditioner_config": configs.RootInvShampooPreconditionerConfig()}
+    groups = [{"params": params[:1]}, {"params": params[1:], **matrices}]
+    optimizer = DistributedShampoo(groups, **sgd, distributed_config=KEEPS_MATRICES)
+    assert [p.rule for p in optimizer.report().parameters] == ["diagonal", "preconditioned"]
+
+
 def test_options_of_matrices():
     p = nn.Parameter(torch.ones(8, 8))
     config = configs.RootInvShampooPreconditionerConfig(
