@@ -80,6 +80,8 @@ class SampleLoss:
 
     def _of_output(self, output: Any, target: list[Tensor]) -> Tensor:
         loss = self.loss_fn(output, self.targets.with_tensors(target))
+        if not isinstance(loss, Tensor):
+            raise ValueError(f"loss_fn returned a {type(loss).__name__}; it must return a tensor")
         if loss.numel() != 1:
             raise ValueError(
                 f"loss_fn returned shape {tuple(loss.shape)} for one sample; it must return one "

@@ -171,3 +171,7 @@ def test_per_sample_gradients_need_one_number():
         CUDAGradientOps.per_sample_gradients(
             nn.Linear(5, 3), lambda output, target: output, torch.ones(2, 5), torch.zeros(2)
         )
+    with pytest.raises(ValueError, match="loss_fn returned a float; it must return a tensor"):
+        CUDAGradientOps.per_sample_gradients(
+            nn.Linear(5, 3), lambda output, target: 1.0, torch.ones(2, 5), torch.zeros(2)
+        )
