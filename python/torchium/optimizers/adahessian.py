@@ -31,8 +31,9 @@ class AdaHessian(ScaledLoss, BlockedOptimizer):
     The gradients need a graph: call ``loss.backward(create_graph=True)``. :meth:`step` differentiates them,
     one backward pass for all parameters and each sample, and frees the graph; call ``zero_grad()`` before the
     next backward pass, so that gradients and parameters do not keep each other alive. A gradient without a
-    graph, of a loss that is linear in its parameter, has :math:`D = 0`. The signs come from one seed of
-    PyTorch's default generator on the CPU, and are the same on every device.
+    graph, of a loss that is linear in its parameter or of a backward pass without ``create_graph=True``, has
+    :math:`D = 0`, and where :math:`v` is 0 too its step is :math:`\text{lr}\, m / \text{eps}`. The signs come
+    from one seed of PyTorch's default generator on the CPU, and are the same on every device.
 
     State is float32 (float64 for float64 parameters), also under bfloat16 and float16 parameters. A
     gradient or diagonal that is not finite, or too large to square (as for :class:`Shampoo`), skips the
