@@ -36,13 +36,18 @@ int64_t Communicator::rank() const { return group_->processes->getRank(); }
 int64_t Communicator::size() const { return group_->processes->getSize(); }
 
 std::vector<int64_t> Communicator::maximum(const std::vector<int64_t>& values) const {
-  std::vector<at::Tensor> tensors{group_->sent(values)};
+  at::Tensor all = group_->sent(values);
+  maximum_(all);
+  const at::Tensor result = all.cpu();
+  const auto* data = result.const_data_ptr<int64_t>();
+  return {data, data + result.numel()};
+}
+
+void Communicator::maximum_(at::Tensor& values) const {
+  std::vector<at::Tensor> tensors{values};
   c10d::AllreduceOptions options;
   options.reduceOp = c10d::ReduceOp::MAX;
   group_->processes->allreduce(tensors, options)->wait();
-  const at::Tensor result = tensors[0].cpu();
-  const auto* data = result.const_data_ptr<int64_t>();
-  return {data, data + result.numel()};
 }
 
 std::vector<std::vector<int64_t>> Communicator::gather(const std::vector<int64_t>& values) const {
@@ -80,6 +85,17 @@ void Communicator::combine_(const std::vector<at::Tensor>& tensors) const {
 std::function<void()> Communicator::begin_gather(const at::Tensor& part, at::Tensor all) const {
   at::Tensor input = part, output = all.view({-1});
   const auto work = group_->processes->_allgather_base(output, input);
+  return [work] { work->wait(); };
+}
+
+std::function<void()> Communicator::begin_exchange(const at::Tensor& outgoing,
+                                                   const std::vector<int64_t>& sent,
+                                                   at::Tensor incoming,
+                                                   const std::vector<int64_t>& received) const {
+  at::Tensor input = outgoing;
+  std::vector<int64_t> output_sizes = received, input_sizes = sent;
+  const auto work =
+      group_->processes->alltoall_base(incoming, input, output_sizes, input_sizes);
   return [work] { work->wait(); };
 }
 

@@ -28,6 +28,8 @@ class Communicator {
 
   // The largest value of all ranks, for each position. Waits for all ranks.
   std::vector<int64_t> maximum(const std::vector<int64_t>& values) const;
+  // The largest value of all ranks, on the device of the tensor. The host waits only on a CPU.
+  void maximum_(at::Tensor& values) const;
   // The values of each rank, which gives equally many: [rank][position].
   std::vector<std::vector<int64_t>> gather(const std::vector<int64_t>& values) const;
   // Fills the tensors, which are contiguous, with the bytes that one rank has; the others have
@@ -35,6 +37,11 @@ class Communicator {
   void combine_(const std::vector<at::Tensor>& tensors) const;
   // Begins to gather `part` of every rank to `all` [rank, *part]. Returns the wait.
   std::function<void()> begin_gather(const at::Tensor& part, at::Tensor all) const;
+  // Begins to send the parts of `outgoing`, so many elements to each rank in order, and to receive
+  // `incoming` in the same way. Returns the wait.
+  std::function<void()> begin_exchange(const at::Tensor& outgoing,
+                                       const std::vector<int64_t>& sent, at::Tensor incoming,
+                                       const std::vector<int64_t>& received) const;
 
  private:
   struct Group;  // keeps the headers of c10d out of this one

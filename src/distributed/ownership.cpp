@@ -1,8 +1,11 @@
 #include "distributed/ownership.h"
 
 #include <algorithm>
+#include <cstddef>
+#include <iterator>
 #include <numeric>
 #include <optional>
+#include <utility>
 
 namespace torchium::distributed {
 namespace {
@@ -90,51 +93,65 @@ double imbalance(const std::vector<Block>& blocks, const std::vector<int64_t>& o
              : static_cast<double>(std::ranges::max(load)) * static_cast<double>(ranks) / total;
 }
 
-std::vector<Route> gradient_routes(const std::vector<Block>& blocks,
-                                   const std::vector<std::vector<Source>>& sources,
-                                   const std::vector<int64_t>& owners, int64_t ranks,
-                                   int64_t bytes_per_element) {
-  std::vector<Route> routes;
+std::vector<Part> parts_of(const std::vector<Block>& blocks,
+                           const std::vector<std::vector<Source>>& sources,
+                           const std::vector<int64_t>& owners, int64_t ranks) {
+  std::vector<Part> parts;
   std::vector<int64_t> sent(ranks, 0);
   for (size_t b = 0; b < blocks.size(); ++b) {
-    // The parts of the block and the ranks that hold each.
-    std::vector<std::pair<Rectangle, std::vector<int64_t>>> parts;
+    const auto first = static_cast<std::ptrdiff_t>(parts.size());
     for (const Source& source : sources[blocks[b].param]) {
-      const auto part = overlap(source.rectangle, blocks[b].rectangle);
-      if (!part) {
+      const auto common = overlap(source.rectangle, blocks[b].rectangle);
+      if (!common) {
         continue;
       }
-      auto found = std::ranges::find(parts, *part, &decltype(parts)::value_type::first);
+      auto found =
+          std::find_if(parts.begin() + first, parts.end(),
+                       [&](const Part& part) { return part.rectangle == *common; });
       if (found == parts.end()) {
-        parts.push_back({*part, {}});
+        parts.push_back({static_cast<int64_t>(b), *common, {}, 0});
         found = parts.end() - 1;
       }
-      found->second.push_back(source.rank);
+      std::vector<int64_t> local = source.local;
+      for (size_t d = 0; d < local.size(); ++d) {
+        local[d] += common->offsets[d] - source.rectangle.offsets[d];
+      }
+      found->holders.push_back({source.rank, std::move(local)});
     }
-    for (const auto& [part, holders] : parts) {
+    for (auto part = parts.begin() + first; part != parts.end(); ++part) {
+      std::vector<int64_t> holders;
+      std::ranges::transform(part->holders, std::back_inserter(holders), &Part::Holder::rank);
+      part->source = owners[b];
       if (std::ranges::find(holders, owners[b]) == holders.end()) {
-        const int64_t from = least_loaded(holders, sent);
-        const int64_t bytes = part.numel() * bytes_per_element;
-        routes.push_back({static_cast<int64_t>(b), {from, part}, owners[b], bytes});
-        sent[from] += bytes;
+        part->source = least_loaded(holders, sent);
+        sent[part->source] += part->rectangle.numel();
       }
     }
   }
-  return routes;
+  return parts;
 }
 
-std::vector<int64_t> update_bytes(const std::vector<Block>& blocks,
-                                  const std::vector<std::vector<Source>>& sources,
+std::vector<int64_t> gradient_bytes(const std::vector<Part>& parts,
+                                    const std::vector<int64_t>& owners, int64_t ranks,
+                                    int64_t bytes_per_element) {
+  std::vector<int64_t> bytes(ranks, 0);
+  for (const Part& part : parts) {
+    if (part.source != owners[part.block]) {
+      bytes[part.source] += part.rectangle.numel() * bytes_per_element;
+    }
+  }
+  return bytes;
+}
+
+std::vector<int64_t> update_bytes(const std::vector<Part>& parts,
                                   const std::vector<int64_t>& owners, int64_t ranks,
                                   int64_t bytes_per_element) {
   std::vector<int64_t> bytes(ranks, 0);
-  for (size_t b = 0; b < blocks.size(); ++b) {
-    for (const Source& source : sources[blocks[b].param]) {
-      const auto part = overlap(source.rectangle, blocks[b].rectangle);
-      if (part && source.rank != owners[b]) {
-        bytes[owners[b]] += part->numel() * bytes_per_element;
-      }
-    }
+  for (const Part& part : parts) {
+    const int64_t owner = owners[part.block];
+    const auto receivers = std::ranges::count_if(
+        part.holders, [&](const Part::Holder& holder) { return holder.rank != owner; });
+    bytes[owner] += receivers * part.rectangle.numel() * bytes_per_element;
   }
   return bytes;
 }

@@ -37,25 +37,33 @@ TORCHIUM_API std::vector<int64_t> assign_owners(const std::vector<Block>& blocks
 TORCHIUM_API double imbalance(const std::vector<Block>& blocks, const std::vector<int64_t>& owners,
                               int64_t ranks);
 
-// A part of the gradient of a block that its owner does not hold, and the rank that sends it.
-struct Route {
+// Elements of a block that lie together in the tensors of some ranks.
+struct Part {
+  struct Holder {
+    int64_t rank;
+    std::vector<int64_t> local;  // where the part begins in the rank's tensor
+  };
   int64_t block;
-  Source source;
-  int64_t owner;
-  int64_t bytes;
+  Rectangle rectangle;
+  std::vector<Holder> holders;  // ordered by rank
+  int64_t source;  // the holder whose gradient the owner of the block takes
 };
 
-// Of ranks that hold the same rectangle the one that has sent least so far is the source. Updates
-// travel the other way, to all ranks that hold elements of the block: update_bytes().
-TORCHIUM_API std::vector<Route> gradient_routes(const std::vector<Block>& blocks,
-                                                const std::vector<std::vector<Source>>& sources,
-                                                const std::vector<int64_t>& owners, int64_t ranks,
-                                                int64_t bytes_per_element);
+// The parts of all blocks, in order. Of several holders the owner of the block is the source if it
+// is among them, else the one that has sent least so far. Updates travel the other way, to all
+// holders.
+TORCHIUM_API std::vector<Part> parts_of(const std::vector<Block>& blocks,
+                                        const std::vector<std::vector<Source>>& sources,
+                                        const std::vector<int64_t>& owners, int64_t ranks);
+
+// Bytes of gradients that each rank sends.
+TORCHIUM_API std::vector<int64_t> gradient_bytes(const std::vector<Part>& parts,
+                                                 const std::vector<int64_t>& owners, int64_t ranks,
+                                                 int64_t bytes_per_element);
 
 // Bytes of updates that leave each rank's blocks for the ranks that hold their elements, counted
 // once per receiver.
-TORCHIUM_API std::vector<int64_t> update_bytes(const std::vector<Block>& blocks,
-                                               const std::vector<std::vector<Source>>& sources,
+TORCHIUM_API std::vector<int64_t> update_bytes(const std::vector<Part>& parts,
                                                const std::vector<int64_t>& owners, int64_t ranks,
                                                int64_t bytes_per_element);
 

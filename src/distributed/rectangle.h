@@ -23,10 +23,4 @@ TORCHIUM_API Rectangle whole(const std::vector<int64_t>& shape);
 // The elements of both; none: no element.
 TORCHIUM_API std::optional<Rectangle> overlap(const Rectangle& a, const Rectangle& b);
 
-// A rectangle of a tensor of this shape, after a view that drops unit dimensions and merges
-// adjacent ones to `dims`: one rectangle, or several where a part of an inner dimension is merged.
-TORCHIUM_API std::vector<Rectangle> after_merging(const Rectangle& part,
-                                                  const std::vector<int64_t>& shape,
-                                                  const std::vector<int64_t>& dims);
-
 }  // namespace torchium::distributed

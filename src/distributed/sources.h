@@ -17,21 +17,49 @@ struct Placement {
   int64_t dim = 0;  // of the tensor
   // Of _StridedShard: `dim` is cut into so many pieces, and each of them over the ranks.
   int64_t split_factor = 1;
+
+  friend bool operator==(const Placement&, const Placement&) = default;
 };
 
-struct Sharding {
-  std::vector<int64_t> mesh;          // ranks are numbered in row-major order
+// Rank r is at r / strides[m] % mesh[m] in dimension m, so that ranks that differ in no dimension
+// of the mesh hold the same.
+struct TORCHIUM_API Sharding {
+  std::vector<int64_t> mesh;
   std::vector<Placement> placements;  // one per dimension of the mesh
+  std::vector<int64_t> strides = {};  // empty: row-major
+  int64_t ranks = 0;                  // of the group; 0: those of the mesh
+
+  bool is_replicated() const;
+  friend bool operator==(const Sharding&, const Sharding&) = default;
+};
+
+// A tensor of which each rank holds a part.
+struct ShardedShape {
+  std::vector<int64_t> shape;
+  Sharding sharding;
 };
 
 struct Source {
   int64_t rank;
   Rectangle rectangle;
+  // Where it begins in the tensor that the rank holds, in the same dimensions.
+  std::vector<int64_t> local = {};
 };
 
 // The rectangles that each rank holds, ordered by rank. Pieces have the sizes of torch.chunk, so
 // the last ones are smaller or empty. An empty shard has no rectangle; a strided one has several.
+//
+// `dims`: the shape after a view that drops unit dimensions and merges adjacent ones, in which the
+// rectangles are. Where a part of an inner dimension is merged, there are several of them.
+TORCHIUM_API std::vector<Source> sources(const std::vector<int64_t>& shape,
+                                         const Sharding& sharding,
+                                         const std::vector<int64_t>& dims);
 TORCHIUM_API std::vector<Source> sources(const std::vector<int64_t>& shape,
                                          const Sharding& sharding);
+
+// The shape of what a rank holds, in these dimensions.
+TORCHIUM_API std::vector<int64_t> local_sizes(const std::vector<int64_t>& shape,
+                                              const Sharding& sharding, int64_t rank,
+                                              const std::vector<int64_t>& dims);
 
 }  // namespace torchium::distributed

@@ -1,16 +1,12 @@
 #include "distributed/update_exchange.h"
 
+#include "distributed/alignment.h"
+
 #include <ATen/ATen.h>
 
 #include <algorithm>
 
 namespace torchium::distributed {
-namespace {
-
-// Elements: every part begins where kernels and BLAS read fastest.
-constexpr int64_t kAlignment = 16;
-
-}  // namespace
 
 UpdateExchange::UpdateExchange(const Communicator& communicator, const std::vector<Part>& parts,
                                at::ScalarType dtype, at::ScalarType comm_dtype,
@@ -33,7 +29,7 @@ UpdateExchange::UpdateExchange(const Communicator& communicator, const std::vect
       buckets_.emplace_back();
     }
     buckets_[bucket].places.push_back({i, parts[i].owner, elements, parts[i].elements});
-    elements += (parts[i].elements + kAlignment - 1) / kAlignment * kAlignment;
+    elements += aligned(parts[i].elements);
     buckets_[bucket].length = std::max(buckets_[bucket].length, elements);
   }
   int64_t total = 0;

@@ -1,6 +1,7 @@
 // The plans of Shampoo, Adagrad and AdaHessian, and messages of failures, as torch.classes.torchium
 // and torch.ops.torchium: registration, no maths.
 
+#include "distributed/sources.h"
 #include "ops/option_ops.h"
 #include "ops/plan_conversions.h"
 #include "optim/adagrad/adagrad_plan.h"
@@ -15,6 +16,7 @@
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
+#include <memory>
 #include <optional>
 #include <sstream>
 #include <string>
@@ -55,10 +57,32 @@ Self make_plans(const std::string& optimizer, const std::string& process_group,
   return c10::make_intrusive<AdaHessianPlans>();
 }
 
+// Of a DTensor: its shape, and for each dimension of the mesh the size, the stride of the ranks, and
+// kind, dimension and split factor of the placement; then the number of ranks. Empty: a plain tensor.
+using Numbers = std::vector<std::vector<int64_t>>;
+
+std::shared_ptr<const distributed::ShardedShape> sharded_shape(const Numbers& numbers) {
+  if (numbers.empty()) {
+    return nullptr;
+  }
+  auto result = std::make_shared<distributed::ShardedShape>();
+  distributed::Sharding& sharding = result->sharding;
+  result->shape = numbers[0];
+  sharding.mesh = numbers[1];
+  sharding.strides = numbers[2];
+  for (size_t m = 0; m < sharding.mesh.size(); ++m) {
+    sharding.placements.push_back({static_cast<distributed::Placement::Kind>(numbers[3][m]),
+                                   numbers[4][m], numbers[5][m]});
+  }
+  sharding.ranks = numbers[6][0];
+  return result;
+}
+
 // `options`: a tuple with one tuple of names and values per group. `names`: empty if unknown.
+// `sharded`: empty if all parameters are plain.
 std::vector<BlockedGroup> groups_from(const Self& self, const c10::IValue& options,
                                       Lists<at::Tensor> params, Lists<std::string> names,
-                                      const Lists<Dict>& states) {
+                                      const Lists<Dict>& states, const Lists<Numbers>& sharded) {
   std::vector<BlockedGroup> groups;
   for (size_t g = 0; g < params.size(); ++g) {
     BlockedGroup group{options_from(self->optimizer(), options.toTupleRef().elements()[g]),
@@ -68,6 +92,9 @@ std::vector<BlockedGroup> groups_from(const Self& self, const c10::IValue& optio
     for (const Dict& state : states[g]) {
       group.states.emplace_back(named(state));
     }
+    for (const Numbers& numbers : sharded.empty() ? std::vector<Numbers>() : sharded[g]) {
+      group.sharded.push_back(sharded_shape(numbers));
+    }
     groups.push_back(std::move(group));
   }
   return groups;
@@ -75,9 +102,10 @@ std::vector<BlockedGroup> groups_from(const Self& self, const c10::IValue& optio
 
 // The states that have changed, for the caller to keep; empty: unchanged.
 Lists<Dict> bind(const Self& self, const c10::IValue& options, Lists<at::Tensor> params,
-                 Lists<std::string> names, const Lists<Dict>& states, bool all_with_state) {
+                 Lists<std::string> names, const Lists<Dict>& states,
+                 const Lists<Numbers>& sharded, bool all_with_state) {
   using Active = BlockedPlans::Active;
-  auto groups = groups_from(self, options, std::move(params), std::move(names), states);
+  auto groups = groups_from(self, options, std::move(params), std::move(names), states, sharded);
   const auto before = groups;
   self->bind(groups, all_with_state ? Active::kWithState : Active::kWithGradient);
   Lists<Dict> changed;
@@ -112,8 +140,11 @@ std::optional<Failure> next_failure(const Self& self, bool wait) {
 // Of one group.
 std::vector<Dict> load(const Self& self, int64_t index, const c10::IValue& options,
                        const std::vector<at::Tensor>& params, const std::vector<std::string>& names,
-                       const std::vector<Dict>& saved) {
-  const BlockedGroup group{options_from(self->optimizer(), options), params, names, {}};
+                       const std::vector<Dict>& saved, const std::vector<Numbers>& sharded) {
+  BlockedGroup group{options_from(self->optimizer(), options), params, names, {}};
+  for (const Numbers& numbers : sharded) {
+    group.sharded.push_back(sharded_shape(numbers));
+  }
   std::vector<NamedTensors> states;
   for (const Dict& state : saved) {
     states.push_back(named(state));
@@ -127,10 +158,11 @@ std::vector<Dict> load(const Self& self, int64_t index, const c10::IValue& optio
 
 // Of all groups. Ranks that share a step must all call it.
 Lists<Dict> whole_states(const Self& self, const c10::IValue& options, Lists<at::Tensor> params,
-                         Lists<std::string> names, const Lists<Dict>& states) {
+                         Lists<std::string> names, const Lists<Dict>& states,
+                         const Lists<Numbers>& sharded) {
   Lists<Dict> whole;
   for (const BlockedGroup& group :
-       groups_from(self, options, std::move(params), std::move(names), states)) {
+       groups_from(self, options, std::move(params), std::move(names), states, sharded)) {
     whole.emplace_back();
     for (const ParameterState& state : self->whole_states(group)) {
       whole.back().push_back(dict_of(state.named()));
@@ -172,8 +204,10 @@ std::string text_of(const Report& report) {
 std::tuple<Lists<int64_t>, std::string> memory_report(const Self& self, const c10::IValue& options,
                                                       const Lists<at::Tensor>& params,
                                                       const Lists<std::string>& names,
-                                                      const Lists<Dict>& states) {
-  const auto report = self->memory_report(groups_from(self, options, params, names, states));
+                                                      const Lists<Dict>& states,
+                                                      const Lists<Numbers>& sharded) {
+  const auto report =
+      self->memory_report(groups_from(self, options, params, names, states, sharded));
   Lists<int64_t> rows;
   auto groups = report.groups;
   groups.push_back(report.total());
@@ -190,8 +224,9 @@ std::tuple<std::vector<ReportLine>, std::string> report(const Self& self,
                                                         const c10::IValue& options,
                                                         const Lists<at::Tensor>& params,
                                                         const Lists<std::string>& names,
-                                                        const Lists<Dict>& states) {
-  const auto report = self->report(groups_from(self, options, params, names, states));
+                                                        const Lists<Dict>& states,
+                                                        const Lists<Numbers>& sharded) {
+  const auto report = self->report(groups_from(self, options, params, names, states, sharded));
   std::vector<ReportLine> lines;
   for (const auto& line : report.parameters) {
     lines.emplace_back(line.name, line.shape, static_cast<int64_t>(line.group), line.rule,

@@ -137,7 +137,8 @@ class Shampoo(BlockedOptimizer):
 
     Raises:
         ValueError: an option is out of its range, or a parameter is sparse, complex, integer,
-            expanded, a ``DTensor`` or a flat shard of ``FullyShardedDataParallel``.
+            expanded, or a flat shard of ``FullyShardedDataParallel``; a ``DTensor`` is partial; or plain
+            parameters that require gradients stand beside ``DTensor`` ones without a ``process_group``.
 
     .. note::
         Schedulers that cycle momentum (``OneCycleLR``, ``CyclicLR``) cycle ``betas[0]``, as they do

@@ -18,10 +18,15 @@ std::string given_name(const BlockedGroup& group, size_t i) {
 }
 
 std::string name_in(const BlockedGroup& group, size_t index, size_t i) {
-  return parameter_name(index, i, given_name(group, i), group.params[i]);
+  return parameter_name(index, i, given_name(group, i), group.whole(i));
 }
 
 }  // namespace
+
+at::Tensor BlockedGroup::whole(size_t i) const {
+  const distributed::ShardedShape* of = sharded_shape(i);
+  return of == nullptr ? params[i] : params[i].new_empty({}).expand(of->shape);
+}
 
 // The plan of one group on one device before it is bound.
 struct BlockedPlans::Draft {
@@ -220,7 +225,7 @@ std::vector<ParameterState> BlockedPlans::load(size_t index, const BlockedGroup&
   std::vector<SavedState> with_state;
   for (size_t i = 0; i < saved.size(); ++i) {
     if (!saved[i].empty()) {
-      with_state.push_back({group.params[i], name_in(group, index, i), &saved[i]});
+      with_state.push_back({group.whole(i), name_in(group, index, i), &saved[i]});
     }
   }
   std::vector<ParameterState> fitted = plan_of(group)->load(with_state);
@@ -236,9 +241,9 @@ std::vector<ParameterState> BlockedPlans::load(size_t index, const BlockedGroup&
 // The state, or the future state; empty for a parameter that will get none.
 ParameterState BlockedPlans::state_or_plan(const BlockedPlan& plan, const BlockedGroup& group,
                                            size_t i) const {
-  const at::Tensor& param = group.params[i];
-  return !group.states[i].is_empty() || !param.requires_grad() ? group.states[i]
-                                                               : plan.planned_state(param);
+  return !group.states[i].is_empty() || !group.params[i].requires_grad()
+             ? group.states[i]
+             : plan.planned_state(group.whole(i));
 }
 
 MemoryReport BlockedPlans::memory_report(const std::vector<BlockedGroup>& groups) const {
@@ -250,8 +255,9 @@ MemoryReport BlockedPlans::memory_report(const std::vector<BlockedGroup>& groups
       const ParameterState state = state_or_plan(*plan, groups[g], i);
       if (!state.is_empty()) {
         memory.state += memory_of(state);
-        memory.elements += groups[g].params[i].numel();
-        memory.parameters += static_cast<int64_t>(groups[g].params[i].nbytes());
+        const at::Tensor whole = groups[g].whole(i);
+        memory.elements += whole.numel();
+        memory.parameters += static_cast<int64_t>(whole.nbytes());
       }
     }
     for (const GroupPlan& each : plans_) {
@@ -267,7 +273,7 @@ ShampooReport BlockedPlans::report(const std::vector<BlockedGroup>& groups) cons
   for (size_t g = 0; g < groups.size(); ++g) {
     const auto plan = plan_of(groups[g]);
     for (size_t i = 0; i < groups[g].params.size(); ++i) {
-      const at::Tensor& param = groups[g].params[i];
+      const at::Tensor param = groups[g].whole(i);
       const ParameterState state = state_or_plan(*plan, groups[g], i);
       const BlockedPlan::Rule rule = state.is_empty()
                                          ? BlockedPlan::Rule{"none", "requires no gradient"}

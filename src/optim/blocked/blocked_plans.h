@@ -2,6 +2,7 @@
 // Both languages step by them.
 #pragma once
 
+#include "distributed/sources.h"
 #include "optim/blocked/blocked_plan.h"
 #include "torchium/optim/memory_report.h"
 #include "torchium/optim/shampoo_report.h"
@@ -26,6 +27,14 @@ struct BlockedGroup {
   std::vector<at::Tensor> params;
   std::vector<std::string> names;      // in the model; empty: unknown
   std::vector<ParameterState> states;  // empty: none
+  // The tensors of which the parameters are this rank's shards; null: whole. Empty: all are.
+  std::vector<std::shared_ptr<const distributed::ShardedShape>> sharded = {};
+
+  const distributed::ShardedShape* sharded_shape(size_t i) const {
+    return sharded.empty() ? nullptr : sharded[i].get();
+  }
+  // The parameter, or a tensor of the whole shape without memory for its elements.
+  at::Tensor whole(size_t i) const;
 };
 
 class BlockedPlans : public torch::CustomClassHolder {

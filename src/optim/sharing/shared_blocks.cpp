@@ -20,35 +20,94 @@ int64_t round_up(int64_t value, int64_t multiple) {
 }
 
 bool same_cut(const SharedBlocks& a, const SharedBlocks& b) {
-  return a.dims == b.dims &&
+  return a.dims == b.dims && a.sharding == b.sharding &&
          std::ranges::equal(a.blocks, b.blocks, {}, &distributed::Block::rectangle,
                             &distributed::Block::rectangle);
 }
 
+at::Tensor rectangle_of(at::Tensor tensor, const std::vector<int64_t>& offsets,
+                        const std::vector<int64_t>& sizes) {
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    tensor = tensor.narrow(static_cast<int64_t>(d), offsets[d], sizes[d]);
+  }
+  return tensor;
+}
+
 }  // namespace
 
-SharedBlocks BlockOwners::cut(const BlockedGroup& group, const at::Tensor& param) const {
-  const Blocking blocking = rules_.blocking(*group.options, param.sizes());
-  SharedBlocks result{param, blocking.dims, blocking.shapes, {}, {}, {}};
-  if (blocking.shapes.empty()) {
-    const int64_t elements = param.numel();
-    const size_t kind = rules_.kind(*group.options, param.sizes());
-    const int64_t range =
-        round_up(std::max(kSmallestRange,
-                          (elements + kRangesPerRank * ranks_ - 1) / (kRangesPerRank * ranks_)),
-                 std::min(rules_.unit(*group.options, kind), std::max<int64_t>(elements, 1)));
-    result.dims = {elements};
-    for (int64_t begin = 0; begin < elements; begin += range) {
-      const int64_t length = std::min(range, elements - begin);
-      result.blocks.push_back({0, {{begin}, {length}}, -1, distributed::elementwise_cost(length)});
-      result.matrices.push_back(0);
-    }
-    return result;
+SharedBlocks BlockOwners::cut(const BlockedGroup& group, size_t i) const {
+  SharedBlocks result;
+  result.param = group.params[i];
+  result.whole = group.whole(i);
+  const distributed::ShardedShape* sharded = group.sharded_shape(i);
+  result.sharding =
+      sharded != nullptr
+          ? sharded->sharding
+          : distributed::Sharding{{ranks_}, {{distributed::Placement::Kind::kReplicate}}};
+  const at::IntArrayRef shape = result.whole.sizes();
+  Blocking blocking = rules_.blocking(*group.options, shape);
+  result.dims = std::move(blocking.dims);
+  result.shapes = std::move(blocking.shapes);
+  if (result.shapes.empty()) {
+    cut_elements(result, rules_.unit(*group.options, rules_.kind(*group.options, shape)));
+  } else {
+    cut_matrices(result, rules_.root_interval(*group.options));
   }
+  result.local_dims =
+      distributed::local_sizes(shape.vec(), result.sharding, rank_, result.dims);
+  return result;
+}
+
+// Ranges that begin at multiples of `unit`. Where that is one, each lies in one shard.
+void BlockOwners::cut_elements(SharedBlocks& result, int64_t unit) const {
+  using distributed::Rectangle;
+  const std::vector<int64_t> shape = result.whole.sizes().vec();
+  const int64_t elements = result.whole.numel();
+  result.dims = {elements};
+  std::vector<std::pair<Rectangle, int64_t>> areas;  // and the ranks that hold each
+  if (unit > 1) {
+    areas.emplace_back(distributed::whole(result.dims), ranks_);
+  } else {
+    auto sources = distributed::sources(shape, result.sharding, result.dims);
+    const auto in_shape = distributed::sources(shape, result.sharding);
+    if (in_shape.size() < sources.size()) {  // a shard of columns is many ranges
+      result.dims = shape;
+      sources = in_shape;
+    }
+    for (distributed::Source& source : sources) {
+      const auto found = std::ranges::find(areas, source.rectangle,
+                                           &decltype(areas)::value_type::first);
+      if (found == areas.end()) {
+        areas.emplace_back(std::move(source.rectangle), 1);
+      } else {
+        ++found->second;
+      }
+    }
+  }
+  const auto add = [&](Rectangle rectangle) {
+    const int64_t cost = distributed::elementwise_cost(rectangle.numel());
+    result.blocks.push_back({0, std::move(rectangle), -1, cost});
+    result.matrices.push_back(0);
+  };
+  for (const auto& [area, holders] : areas) {
+    if (area.sizes.size() > 1) {
+      add(area);
+      continue;
+    }
+    const int64_t begin = area.offsets[0], length = area.sizes[0];
+    const int64_t pieces = kRangesPerRank * holders;
+    const int64_t range = round_up(std::max(kSmallestRange, (length + pieces - 1) / pieces),
+                                   std::min(unit, std::max<int64_t>(length, 1)));
+    for (int64_t at = 0; at < length; at += range) {
+      add({{begin + at}, {std::min(range, length - at)}});
+    }
+  }
+}
+
+void BlockOwners::cut_matrices(SharedBlocks& result, int64_t root_interval) const {
   int64_t slot = 0;
-  for (const BlockShape& shape : blocking.shapes) {
-    const int64_t cost =
-        distributed::matrix_cost(shape.sizes, rules_.root_interval(*group.options));
+  for (const BlockShape& shape : result.shapes) {
+    const int64_t cost = distributed::matrix_cost(shape.sizes, root_interval);
     for (int64_t i = 0; i < shape.count(); ++i) {
       distributed::Rectangle rectangle{shape.offsets, shape.sizes};
       int64_t rest = i;  // row-major in the grid
@@ -61,7 +120,6 @@ SharedBlocks BlockOwners::cut(const BlockedGroup& group, const at::Tensor& param
     }
     slot += static_cast<int64_t>(shape.sizes.size());
   }
-  return result;
 }
 
 const SharedBlocks* BlockOwners::find(const at::Tensor& param) const {
@@ -80,14 +138,14 @@ void BlockOwners::share_out(const std::vector<BlockedGroup>& groups) {
       if (!param.requires_grad() && !gradient_of(param).defined() && !has_state) {
         continue;
       }
-      SharedBlocks own = cut(groups[g], param);
+      SharedBlocks own = cut(groups[g], i);
       if (const SharedBlocks* before = find(param)) {
         if (same_cut(*before, own)) {
           continue;
         }
         TORCH_CHECK_VALUE(
             !has_state, "the state of ",
-            parameter_name(g, i, groups[g].names.empty() ? "" : groups[g].names[i], param),
+            parameter_name(g, i, groups[g].names.empty() ? "" : groups[g].names[i], own.whole),
             " was made for other blocks; set block_size, merge_dims, preconditioner_1d, "
             "preconditioned and max_preconditioned_dim back, or delete its entry in the state of "
             "the optimizer to start afresh");
@@ -96,18 +154,23 @@ void BlockOwners::share_out(const std::vector<BlockedGroup>& groups) {
         block.param = static_cast<int64_t>(cuts.size());
       }
       blocks.insert(blocks.end(), own.blocks.begin(), own.blocks.end());
-      // Replicated: every rank has all elements.
-      sources.push_back(
-          distributed::sources(own.dims, {{ranks_}, {{distributed::Placement::Kind::kReplicate}}}));
+      sources.push_back(distributed::sources(own.whole.sizes().vec(), own.sharding, own.dims));
       cuts.push_back(std::move(own));
     }
     const auto owners = distributed::assign_owners(blocks, sources, ranks_, load_);
     load_.resize(ranks_, 0);
-    auto owner = owners.begin();
+    auto part = distributed::parts_of(blocks, sources, owners, ranks_);
+    auto next = part.begin();
+    int64_t b = 0;
     for (SharedBlocks& own : cuts) {
       for (const distributed::Block& block : own.blocks) {
-        load_[*owner] += block.cost;
-        own.owners.push_back(*owner++);
+        load_[owners[b]] += block.cost;
+        own.owners.push_back(owners[b]);
+        own.parts.emplace_back();
+        for (; next != part.end() && next->block == b; ++next) {
+          own.parts.back().push_back(std::move(*next));
+        }
+        ++b;
       }
       const at::TensorImpl* key = own.param.unsafeGetTensorImpl();
       of_.insert_or_assign(key, std::move(own));
@@ -116,13 +179,22 @@ void BlockOwners::share_out(const std::vector<BlockedGroup>& groups) {
 }
 
 at::Tensor block_of(const at::Tensor& tensor, const SharedBlocks& of, size_t block) {
-  const distributed::Rectangle& rectangle = of.blocks[block].rectangle;
-  at::Tensor view = tensor.view(of.dims);
-  for (size_t d = 0; d < of.dims.size(); ++d) {
-    const auto dim = static_cast<int64_t>(d);
-    view = view.narrow(dim, rectangle.offsets[d], rectangle.sizes[d]);
+  const auto& [offsets, sizes] = of.blocks[block].rectangle;
+  return rectangle_of(tensor.view(of.dims), offsets, sizes);
+}
+
+at::Tensor part_of_block(const at::Tensor& values, const distributed::Block& block,
+                         const distributed::Part& part) {
+  std::vector<int64_t> offsets = part.rectangle.offsets;
+  for (size_t d = 0; d < offsets.size(); ++d) {
+    offsets[d] -= block.rectangle.offsets[d];
   }
-  return view;
+  return rectangle_of(values, offsets, part.rectangle.sizes);
+}
+
+at::Tensor part_of_shard(const at::Tensor& tensor, const SharedBlocks& of,
+                         const distributed::Part& part, const std::vector<int64_t>& local) {
+  return rectangle_of(tensor.view(of.local_dims), local, part.rectangle.sizes);
 }
 
 }  // namespace torchium::optim::detail

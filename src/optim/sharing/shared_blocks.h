@@ -14,21 +14,27 @@
 
 namespace torchium::optim::detail {
 
-// The blocks of one parameter. Without matrices they are ranges of the flat parameter.
+// The blocks of one parameter. Without matrices they are ranges of the flat parameter, or its
+// shards.
 struct SharedBlocks {
-  at::Tensor param;
-  std::vector<int64_t> dims;  // in which the rectangles are
+  at::Tensor param;  // of this rank
+  at::Tensor whole;  // BlockedGroup::whole()
+  distributed::Sharding sharding;
+  std::vector<int64_t> dims;        // in which the rectangles are
+  std::vector<int64_t> local_dims;  // of this rank's tensor: its part of each of them
   std::vector<BlockShape> shapes;
   std::vector<distributed::Block> blocks;  // in the order of the shapes
   std::vector<int64_t> matrices;           // of each block: its place in its slots
   std::vector<int64_t> owners;
+  std::vector<std::vector<distributed::Part>> parts;  // of each block
 };
 
 // Owners stay while the parameter does: state would have to move. Groups are shared out one after
 // the other, so that a group that is added later has the owners that it would have had before.
 class BlockOwners {
  public:
-  BlockOwners(const SharingRules& rules, int64_t ranks) : rules_(rules), ranks_(ranks) {}
+  BlockOwners(const SharingRules& rules, int64_t rank, int64_t ranks)
+      : rules_(rules), rank_(rank), ranks_(ranks) {}
 
   // Shares out the parameters that have none yet and may be stepped. Throws c10::ValueError if
   // options have changed that decide how a parameter with state is cut.
@@ -37,15 +43,23 @@ class BlockOwners {
   const SharedBlocks* find(const at::Tensor& param) const;
 
  private:
-  SharedBlocks cut(const BlockedGroup& group, const at::Tensor& param) const;
+  SharedBlocks cut(const BlockedGroup& group, size_t i) const;
+  void cut_elements(SharedBlocks& result, int64_t unit) const;
+  void cut_matrices(SharedBlocks& result, int64_t root_interval) const;
 
   const SharingRules& rules_;
-  int64_t ranks_;
+  int64_t rank_, ranks_;
   std::vector<int64_t> load_;
   std::unordered_map<const at::TensorImpl*, SharedBlocks> of_;
 };
 
 // The elements of a block in a tensor that can be viewed as the dims of its parameter.
 at::Tensor block_of(const at::Tensor& tensor, const SharedBlocks& of, size_t block);
+// The elements of a part of a block in a tensor of the sizes of the block.
+at::Tensor part_of_block(const at::Tensor& values, const distributed::Block& block,
+                         const distributed::Part& part);
+// The elements of a part in this rank's tensor, which can be viewed as its local dims, at `local`.
+at::Tensor part_of_shard(const at::Tensor& tensor, const SharedBlocks& of,
+                         const distributed::Part& part, const std::vector<int64_t>& local);
 
 }  // namespace torchium::optim::detail

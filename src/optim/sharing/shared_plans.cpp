@@ -1,9 +1,11 @@
 #include "optim/sharing/shared_plans.h"
 
+#include "optim/core/found_inf_guard.h"
 #include "optim/core/state_checks.h"
 #include "optim/sharing/shared_state.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
@@ -14,7 +16,7 @@ namespace torchium::optim::detail {
 namespace {
 
 std::string name_of(const BlockedGroup& group, size_t g, size_t i) {
-  return parameter_name(g, i, group.names.empty() ? "" : group.names[i], group.params[i]);
+  return parameter_name(g, i, group.names.empty() ? "" : group.names[i], group.whole(i));
 }
 
 }  // namespace
@@ -26,7 +28,7 @@ SharedPlans::SharedPlans(std::string optimizer, MakePlan make_plan, MakePlan mak
       rules_(std::move(rules)),
       ranks_(std::move(ranks)),
       sharing_(options),
-      owners_(*rules_, ranks_.size()),
+      owners_(*rules_, ranks_.rank(), ranks_.size()),
       blocks_(optimizer, std::move(make_block_plan)) {
   TORCH_CHECK_VALUE(sharing_.bucket_bytes >= 1,
                     "bucket_bytes must be an integer of at least 1, got ", sharing_.bucket_bytes);
@@ -57,68 +59,15 @@ void SharedPlans::check(const std::vector<BlockedGroup>& groups, Active active) 
                         " and another on ", *device,
                         "; an optimizer with a process_group needs all parameters on one device");
       device = param.device();
+      if (const distributed::ShardedShape* of = groups[g].sharded_shape(i)) {
+        const auto sizes =
+            distributed::local_sizes(of->shape, of->sharding, ranks_.rank(), of->shape);
+        TORCH_CHECK_VALUE(param.sizes() == sizes, name, " has a local tensor of shape ",
+                          param.sizes(), " on rank ", ranks_.rank(), "; its placements give ",
+                          at::IntArrayRef(sizes));
+      }
       if (active == Active::kWithGradient && gradient_of(param).defined()) {
         check_gradient(gradient_of(param), param, name);
-      }
-    }
-  }
-}
-
-// Parameters, the memory of their updates, and the blocks of this rank.
-void SharedPlans::lay_out(const std::vector<BlockedGroup>& groups) {
-  // Blocks stay the same tensors, by which blocks_ knows what their states were made for.
-  std::map<std::pair<const at::TensorImpl*, size_t>, at::Tensor> before;
-  for (const Parameter& p : parameters_) {
-    for (const OwnBlock& own : p.own) {
-      before[{p.param.tensor().unsafeGetTensorImpl(), own.block}] = own.tensor;
-    }
-  }
-  options_.clear();
-  plans_of_groups_.clear();
-  parameters_.clear();
-  exchanges_.clear();
-  std::map<at::ScalarType, std::vector<distributed::UpdateExchange::Part>> parts;
-  for (size_t g = 0; g < groups.size(); ++g) {
-    options_.push_back(groups[g].options);
-    plans_of_groups_.push_back(plan_of(groups[g]));
-    for (size_t i = 0; i < groups[g].params.size(); ++i) {
-      const at::Tensor& param = groups[g].params[i];
-      const SharedBlocks* shared = owners_.find(param);
-      device_ = param.device();
-      Parameter parameter{.group = g,
-                          .index = i,
-                          .name = name_of(groups[g], g, i),
-                          .param = SeenTensor(param),
-                          .state = {},
-                          .tensors = {},
-                          .shared = shared,
-                          .kind = rules_->kind(*groups[g].options, param.sizes()),
-                          .own = {}};
-      for (size_t b = 0; shared != nullptr && b < shared->blocks.size(); ++b) {
-        const at::ScalarType dtype = state_dtype(param);
-        exchanges_[dtype].places.push_back({parameters_.size(), b});
-        parts[dtype].push_back({shared->owners[b], shared->blocks[b].rectangle.numel()});
-      }
-      parameters_.push_back(std::move(parameter));
-    }
-  }
-  for (auto& [dtype, exchange] : exchanges_) {
-    exchange.updates = std::make_unique<distributed::UpdateExchange>(
-        ranks_, parts[dtype], dtype, dtype == at::kDouble ? dtype : sharing_.comm_dtype,
-        sharing_.bucket_bytes, device_);
-    for (size_t k = 0; k < exchange.places.size(); ++k) {
-      const auto [p, block] = exchange.places[k];
-      const SharedBlocks& shared = *parameters_[p].shared;
-      if (shared.owners[block] == ranks_.rank()) {
-        at::Tensor tensor = exchange.updates->own(k).view(shared.blocks[block].rectangle.sizes);
-        const auto found =
-            before.find({parameters_[p].param.tensor().unsafeGetTensorImpl(), block});
-        if (found != before.end() && found->second.device() == device_) {
-          found->second.mutable_grad().reset();
-          found->second.set_data(tensor);
-          tensor = found->second;
-        }
-        parameters_[p].own.push_back({block, tensor, at::zeros_like(tensor)});
       }
     }
   }
@@ -190,7 +139,8 @@ void SharedPlans::bind(std::vector<BlockedGroup>& groups, Active active) {
                          ? at::zeros({}, param.options().dtype(at::kDouble).requires_grad(false))
                          : before.step.to(device_, at::kDouble);
     has_changed |= join_states(states, *p.shared, blocks_of(*p.shared, ranks_.rank()), before,
-                               plans_of_groups_[p.group]->planned_state(param), shares[k]);
+                               plans_of_groups_[p.group]->planned_state(p.shared->whole),
+                               shares[k]);
   }
   if (has_changed) {
     blocks_.bind(of_blocks, active);
@@ -220,10 +170,21 @@ void SharedPlans::hash_setup() {
     hash.add(p.name)
         .add(static_cast<int64_t>(p.group))
         .add(static_cast<int64_t>(p.param.tensor().scalar_type()));
-    for (const int64_t size : p.param.tensor().sizes()) {
+    if (p.shared == nullptr) {
+      continue;
+    }
+    for (const int64_t size : p.shared->whole.sizes()) {
       hash.add(size);
     }
-    for (size_t b = 0; p.shared != nullptr && b < p.shared->owners.size(); ++b) {
+    for (size_t m = 0; m < p.shared->sharding.mesh.size(); ++m) {
+      const distributed::Placement& placement = p.shared->sharding.placements[m];
+      hash.add(p.shared->sharding.mesh[m])
+          .add(p.shared->sharding.strides.empty() ? 0 : p.shared->sharding.strides[m])
+          .add(static_cast<int64_t>(placement.kind))
+          .add(placement.dim)
+          .add(placement.split_factor);
+    }
+    for (size_t b = 0; b < p.shared->owners.size(); ++b) {
       hash.add(p.shared->owners[b]);
     }
   }
@@ -276,6 +237,7 @@ int64_t SharedPlans::host_steps(const at::Tensor& param) const {
 
 std::vector<ParameterState> SharedPlans::whole_states(const BlockedGroup& group) const {
   const c10::NoGradGuard no_grad;
+  const c10::DeviceGuard device_guard(device_);
   std::vector<int64_t> presence;
   for (const ParameterState& state : group.states) {
     const auto of_param = presence_of(state);
@@ -291,7 +253,7 @@ std::vector<ParameterState> SharedPlans::whole_states(const BlockedGroup& group)
       continue;
     }
     const auto first = presence.begin() + static_cast<std::ptrdiff_t>(i * kPresence);
-    states.push_back(whole_state(group.states[i], plan->planned_state(group.params[i]), *shared,
+    states.push_back(whole_state(group.states[i], plan->planned_state(group.whole(i)), *shared,
                                  {first, first + kPresence}, ranks_));
   }
   return states;

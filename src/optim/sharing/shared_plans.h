@@ -1,12 +1,15 @@
-// All plans of an optimizer whose step the ranks of a process group share. Parameters and gradients
-// are replicated: DistributedDataParallel. Each rank keeps statistics, roots and averages of its
-// own blocks, and computes their directions; all ranks gather the directions and apply them.
+// All plans of an optimizer whose step the ranks of a process group share. Each rank keeps
+// statistics, roots and averages of its own blocks, and computes their directions. Parts of the
+// gradients that the owner of a block lacks travel to it, directions to all ranks that hold
+// elements of the block; these apply them. Replicated parameters and gradients
+// (DistributedDataParallel) are the case in which each rank holds all.
 //
 // For equal gradients the result is that of one process, bit for bit, where one process computes a
 // block the same way whatever is batched with it.
 #pragma once
 
 #include "distributed/communicator.h"
+#include "distributed/part_exchange.h"
 #include "distributed/update_exchange.h"
 #include "optim/blocked/blocked_plans.h"
 #include "optim/core/seen_tensor.h"
@@ -18,6 +21,8 @@
 
 #include <cstdint>
 #include <deque>
+#include <exception>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -61,6 +66,13 @@ class SharedPlans : public BlockedPlans {
     size_t block;
     at::Tensor tensor, gradient;
   };
+  // A part of a block whose gradient this rank has, for itself or another.
+  struct Sent {
+    size_t parameter;
+    const distributed::Part* part;
+    at::Tensor values;  // contiguous, in the dtype of the state
+    at::Tensor target;  // of the gradient of an own block, to copy them to; undefined: nothing to do
+  };
   struct Parameter {
     size_t group, index;
     std::string name;
@@ -78,29 +90,78 @@ class SharedPlans : public BlockedPlans {
   struct Place {
     size_t parameter, block;
   };
+  // A part of a block that travels between two ranks.
+  struct PartPlace {
+    size_t parameter, block, part;
+    int64_t from, to;
+  };
+  // Of all parameters with one dtype of the state.
   struct Exchange {
-    std::unique_ptr<distributed::UpdateExchange> updates;
-    std::vector<Place> places;
+    // Directions of blocks that all ranks hold.
+    std::unique_ptr<distributed::UpdateExchange> gathered;
+    std::vector<Place> gathered_places;
+    // Gradients and directions of the other blocks.
+    std::unique_ptr<distributed::PartExchange> gradients, updates;
+    std::vector<PartPlace> gradient_places, update_places;
+    at::Tensor directions;  // memory of the directions of these, of this rank's
+  };
+  // The direction of a part of a block, for this rank's tensor.
+  struct Update {
+    size_t parameter;
+    at::Tensor target, values;
+  };
+
+  // An error on this rank, which must not keep it from what other ranks wait for.
+  class HeldError {
+   public:
+    // Does nothing once there is an error.
+    void run(const std::function<void()>& work);
+    bool is_set() const { return error_ != nullptr; }
+    void raise() const;
+
+   private:
+    std::exception_ptr error_;
   };
 
   void check(const std::vector<BlockedGroup>& groups, Active active) const;
+  using Tensors = std::map<std::pair<const at::TensorImpl*, size_t>, at::Tensor>;
   void lay_out(const std::vector<BlockedGroup>& groups);
+  bool gathers(const SharedBlocks& shared, size_t block) const;
+  void add_parts(Exchange& exchange, size_t parameter, size_t block) const;
+  void allocate(at::ScalarType dtype, Exchange& exchange, const Tensors& before);
+  void allocate_directions(at::ScalarType dtype, Exchange& exchange, const Tensors& before);
+  void add_own_block(size_t parameter, size_t block, const at::Tensor& memory,
+                     const Tensors& before);
+  void lay_out_sent();
+  OwnBlock& own_block(size_t parameter, size_t block);
+  const distributed::Part& part_at(const PartPlace& place) const;
   std::vector<BlockedGroup> groups_of_blocks() const;
   void hash_setup();
 
   void gather_gradients();
   StepFindings examine() const;
+  at::Tensor values_of(const Sent& sent) const;
   StepFindings agreed(const LearningRates& lr, const at::Tensor& found_inf);
   void finish_gradients(const StepFindings& findings);
+  void exchange_gradients(const StepFindings& findings, HeldError& held);
+  void step_blocks();
+  at::Tensor agree_on_error(const HeldError& held);
+  static void check_last_step(const at::Tensor& failed);
   // Copies of parameters in other memory layouts, whose blocks are no views.
   using Copies = std::map<size_t, at::Tensor>;
-  void apply(const std::vector<distributed::UpdateExchange::Update>& updates,
-             const Exchange& exchange, const StepFindings& findings,
-             const std::vector<at::Tensor>& rates, Copies& copies);
-  void apply_all(const StepFindings& findings, const LearningRates& lr);
+  at::Tensor target_of(size_t parameter, const distributed::Part& part, Copies& copies) const;
+  void send_updates(const Exchange& exchange, const StepFindings& findings);
+  std::vector<Update> own_updates(const Exchange& exchange, at::ScalarType dtype,
+                                  const StepFindings& findings, Copies& copies) const;
+  void apply(std::vector<Update> updates, const std::vector<at::Tensor>& rates) const;
+  void apply_all(const StepFindings& findings, const LearningRates& lr,
+                 const at::Tensor& all_well);
   void take_block_failures();
   void report(const StepFindings& findings);
   bool is_kept(const StepFindings& findings, size_t group) const;
+  bool steps(const Parameter& parameter, const StepFindings& findings) const {
+    return parameter.is_active && is_kept(findings, parameter.group);
+  }
 
   std::unique_ptr<SharingRules> rules_;
   distributed::Communicator ranks_;
@@ -111,9 +172,11 @@ class SharedPlans : public BlockedPlans {
   std::vector<std::shared_ptr<const torch::optim::OptimizerOptions>> options_;  // of the groups
   std::vector<c10::intrusive_ptr<BlockedPlan>> plans_of_groups_;
   std::vector<Parameter> parameters_;
+  std::vector<Sent> sent_;
   std::map<at::ScalarType, Exchange> exchanges_;  // by the dtype of the state
   c10::Device device_ = at::kCPU;
   uint64_t setup_ = 0;
+  at::Tensor failed_;  // the rank that failed in the last step, plus one, on a device; 0: none
 
   std::vector<GroupFindings> failures_;  // of roots, not yet agreed on
   std::vector<int64_t> skips_in_a_row_;

@@ -146,7 +146,7 @@ ParameterState share_of(const ParameterState& state, const SharedBlocks& shared,
     if (!tensor.defined() || tensor.sizes() == at::IntArrayRef({elements})) {
       continue;
     }
-    if (tensor.sizes() != shared.param.sizes()) {
+    if (tensor.sizes() != shared.whole.sizes()) {
       refuse("a tensor", tensor);
     }
     const at::Tensor whole = tensor.contiguous();
@@ -207,7 +207,7 @@ bool join_states(std::vector<ParameterState*> states, const SharedBlocks& shared
       if (parts[s][slot].empty()) {
         const at::Tensor none = (whole.*kMatrixLists[s])[slot].narrow(0, 0, 0);
         (share.*kMatrixLists[s])[slot] =
-            old.defined() ? old : at::empty_like(none, at::TensorOptions(shared.param.device()));
+            old.defined() ? old : at::empty_like(none, at::TensorOptions(shared.whole.device()));
         continue;
       }
       std::vector<int64_t> sizes = parts[s][slot].front()->sizes().vec();
@@ -257,7 +257,7 @@ ParameterState whole_state(const ParameterState& share, const ParameterState& wh
     return result;
   }
   const std::vector<size_t> own = blocks_of(shared, ranks.rank());
-  const at::TensorOptions on_device(shared.param.device());
+  const at::TensorOptions on_device(shared.whole.device());
   std::vector<at::Tensor> parts;  // zeros where other ranks fill in
   for (const Slots slots : kMatrixLists) {
     for (const at::Tensor& slot : whole.*slots) {
@@ -272,11 +272,11 @@ ParameterState whole_state(const ParameterState& share, const ParameterState& wh
   }
   size_t key = 1;
   for (const Member member : kElementLists) {
-    const bool is_empty = shared.param.numel() == 0;  // no rank has a block of it
+    const bool is_empty = shared.whole.numel() == 0;  // no rank has a block of it
     if (presence[key++] == 0 && !(is_empty && (whole.*member).defined())) {
       continue;
     }
-    at::Tensor all = at::zeros(shared.param.sizes(), on_device.dtype(state_dtype(shared.param)));
+    at::Tensor all = at::zeros(shared.whole.sizes(), on_device.dtype(state_dtype(shared.whole)));
     int64_t at = 0;
     for (const size_t block : own) {
       at::Tensor part = block_of(all, shared, block);
@@ -289,7 +289,7 @@ ParameterState whole_state(const ParameterState& share, const ParameterState& wh
   ranks.combine_(parts);
   for (const Member member : kElementLists) {
     if ((result.*member).defined()) {  // in the memory layout of the parameter
-      result.*member = parameter_shaped_zeros(shared.param).copy_(result.*member);
+      result.*member = parameter_shaped_zeros(shared.whole).copy_(result.*member);
     }
   }
   result.step = share.step.clone();

@@ -10,17 +10,35 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
+#include <exception>
+#include <functional>
 #include <utility>
 
 namespace torchium::optim::detail {
 namespace {
 
-// In a memory layout whose blocks are views.
-at::Tensor block_in(const at::Tensor& tensor, const SharedBlocks& of, size_t block) {
-  return block_of(tensor.detach().contiguous(), of, block);
+// Where a part lies in the tensor of a rank that holds it.
+const std::vector<int64_t>& place_on(int64_t rank, const distributed::Part& part) {
+  return std::ranges::lower_bound(part.holders, rank, {}, &distributed::Part::Holder::rank)->local;
 }
 
 }  // namespace
+
+void SharedPlans::HeldError::run(const std::function<void()>& work) {
+  if (error_ == nullptr) {
+    try {
+      work();
+    } catch (...) {
+      error_ = std::current_exception();
+    }
+  }
+}
+
+void SharedPlans::HeldError::raise() const {
+  if (error_ != nullptr) {
+    std::rethrow_exception(error_);
+  }
+}
 
 void SharedPlans::step(const LearningRates& lr, const at::Tensor& found_inf) {
   const c10::NoGradGuard no_grad;
@@ -35,54 +53,104 @@ void SharedPlans::step(const LearningRates& lr, const at::Tensor& found_inf) {
   if (!any_kept) {
     return;
   }
-  finish_gradients(findings);  // g <- +-g + wd p
+  HeldError held;
+  held.run([&] { finish_gradients(findings); });  // g <- +-g + wd p
+  exchange_gradients(findings, held);
+  held.run([&] {
+    step_blocks();  // 0 + d
+    for (const auto& [dtype, exchange] : exchanges_) {
+      send_updates(exchange, findings);
+    }
+  });
+  const at::Tensor all_well = agree_on_error(held);
+  apply_all(findings, lr, all_well);  // p <- (1 - lr wd) p - lr d
+  held.raise();
+}
+
+void SharedPlans::step_blocks() {
   for (const auto& [dtype, exchange] : exchanges_) {
-    exchange.updates->clear_own();
+    exchange.gathered->clear_own();
+    exchange.directions.zero_();
   }
   TORCH_CHECK(blocks_.prepare(), "parameters, gradients or state changed during step()");
   const at::Tensor minus_one = at::scalar_tensor(-1.0, at::kDouble);
-  blocks_.step([&](size_t, const BlockedPlan&) { return minus_one; }, {});  // 0 + d
+  blocks_.step([&](size_t, const BlockedPlan&) { return minus_one; }, {});
   take_block_failures();
-  apply_all(findings, lr);  // p <- (1 - lr wd) p - lr d
+}
+
+// 1 if no rank holds an error, on this device; else throws if the host knows already. On other
+// devices than the CPU nobody waits: 0 keeps all parameters as they are, and the next step throws.
+at::Tensor SharedPlans::agree_on_error(const HeldError& held) {
+  const at::TensorOptions options = at::TensorOptions(device_).dtype(at::kLong);
+  at::Tensor failed = at::full({1}, held.is_set() ? ranks_.rank() + 1 : 0, options);
+  ranks_.maximum_(failed);
+  if (device_.is_cpu()) {
+    held.raise();
+    check_last_step(failed);
+  } else {
+    failed_ = failed;
+  }
+  return failed.eq(0).to(at::kDouble).view(at::IntArrayRef{});
+}
+
+void SharedPlans::check_last_step(const at::Tensor& failed) {
+  const auto rank = failed.item<int64_t>();
+  TORCH_CHECK(rank == 0, "rank ", rank - 1, " of the process group raised an error during its work "
+              "in step(); see its message. No parameter has changed, but the state of other ranks "
+              "has: go on from a checkpoint");
 }
 
 void SharedPlans::withdraw() {
+  const c10::DeviceGuard device_guard(device_);
   StepFindings findings;
   findings.has_error = true;
   agree(findings, ranks_, {});
 }
 
-// Copies the gradients of the own blocks.
+// Copies the gradients that this rank gives.
 void SharedPlans::gather_gradients() {
-  for (Parameter& p : parameters_) {
-    if (!p.is_active || p.own.empty()) {
+  size_t parameter = parameters_.size();
+  at::Tensor grad;  // in a memory layout whose blocks are views
+  for (const Sent& sent : sent_) {
+    const Parameter& p = parameters_[sent.parameter];
+    if (!p.is_active) {
       continue;
     }
-    const at::Tensor grad = gradient_of(p.param.tensor()).detach().contiguous();
-    for (OwnBlock& own : p.own) {
-      own.gradient.copy_(block_of(grad, *p.shared, own.block));
+    if (sent.parameter != parameter) {
+      parameter = sent.parameter;
+      grad = gradient_of(p.param.tensor()).detach().contiguous();
     }
+    sent.values.copy_(
+        part_of_shard(grad, *p.shared, *sent.part, place_on(ranks_.rank(), *sent.part)));
   }
 }
 
-// Each rank examines its own blocks, by the limits of their parameters.
+// The elements of the parameter that belong to a gradient, contiguous.
+at::Tensor SharedPlans::values_of(const Sent& sent) const {
+  const Parameter& p = parameters_[sent.parameter];
+  return part_of_shard(p.param.tensor().detach().contiguous(), *p.shared, *sent.part,
+                       place_on(ranks_.rank(), *sent.part))
+      .contiguous();
+}
+
+// Each rank examines the gradients that it gives, by the limits of their parameters.
 StepFindings SharedPlans::examine() const {
   StepFindings findings;
   std::vector<std::vector<Examined>> examined(options_.size());
   for (const Parameter& p : parameters_) {
     findings.mask.push_back(p.is_active ? 1 : 0);
-    const at::Tensor& param = p.param.tensor();
-    const GradientLimits limits = gradient_limits(param, rules_->l2_penalty(*options_[p.group]));
-    for (const OwnBlock& own : p.own) {
-      if (!p.is_active) {
-        continue;
-      }
-      auto& of_group = examined[p.group];
-      of_group.push_back({own.gradient, p.index, limits.gradient, p.state.step});
-      if (limits.has_parameter) {
-        of_group.push_back({block_in(param, *p.shared, own.block).contiguous(), p.index,
-                            limits.parameter, p.state.step});
-      }
+  }
+  for (const Sent& sent : sent_) {
+    const Parameter& p = parameters_[sent.parameter];
+    if (!p.is_active) {
+      continue;
+    }
+    const GradientLimits limits =
+        gradient_limits(p.shared->whole, rules_->l2_penalty(*options_[p.group]));
+    auto& of_group = examined[p.group];
+    of_group.push_back({sent.values, p.index, limits.gradient, p.state.step});
+    if (limits.has_parameter) {
+      of_group.push_back({values_of(sent), p.index, limits.parameter, p.state.step});
     }
   }
   for (size_t g = 0; g < options_.size(); ++g) {
@@ -112,6 +180,9 @@ StepFindings SharedPlans::agreed(const LearningRates& lr, const at::Tensor& foun
   StepFindings own;
   std::vector<std::string> names;
   try {
+    if (failed_.defined()) {
+      check_last_step(std::exchange(failed_, {}));
+    }
     gather_gradients();
     own = examine();
     Hash hash;
@@ -140,39 +211,110 @@ bool SharedPlans::is_kept(const StepFindings& findings, size_t group) const {
 
 void SharedPlans::finish_gradients(const StepFindings& findings) {
   for (Parameter& p : parameters_) {
-    const bool steps = p.is_active && is_kept(findings, p.group);
+    for (OwnBlock& own : p.own) {
+      own.tensor.mutable_grad() = steps(p, findings) ? own.gradient : at::Tensor();
+    }
+  }
+  for (const Sent& sent : sent_) {
+    const Parameter& p = parameters_[sent.parameter];
+    if (!steps(p, findings)) {
+      continue;
+    }
     const auto& options = *options_[p.group];
     const GradientRule rule{.maximize = rules_->maximize(options),
                             .weight_decay = rules_->l2_penalty(options)};
-    for (OwnBlock& own : p.own) {
-      own.tensor.mutable_grad() = steps ? own.gradient : at::Tensor();
-      if (steps && (rule.maximize || rule.weight_decay != 0.0)) {
-        const at::Tensor block = block_in(p.param.tensor(), *p.shared, own.block);
-        GradientElements elements;
-        elements.param = block.to(own.gradient.scalar_type()).contiguous();
-        elements.grad = elements.g = own.gradient;
-        gradient_pass(rule, elements, FoundInfGuard::open());
-      }
+    if (rule.maximize || rule.weight_decay != 0.0) {
+      GradientElements elements;
+      elements.param = values_of(sent).to(sent.values.scalar_type());
+      elements.grad = elements.g = sent.values;
+      gradient_pass(rule, elements, FoundInfGuard::open());
+    }
+    if (sent.target.defined()) {
+      sent.target.copy_(sent.values);
     }
   }
 }
 
-// p <- (1 - lr wd) p - lr d, for the blocks of one bucket.
-void SharedPlans::apply(const std::vector<distributed::UpdateExchange::Update>& updates,
-                        const Exchange& exchange, const StepFindings& findings,
-                        const std::vector<at::Tensor>& rates, Copies& copies) {
-  std::vector<std::vector<BlockMove>> by_kernels(options_.size());
-  for (const auto& [part, values] : updates) {
-    const auto [index, block] = exchange.places[part];
+// Brings to the own blocks the parts of their gradients that other ranks have.
+void SharedPlans::exchange_gradients(const StepFindings& findings, HeldError& held) {
+  for (const auto& [dtype, exchange] : exchanges_) {
+    exchange.gradients->run([&](const auto& arrivals) {
+      held.run([&] {
+        for (const auto& [transfer, values] : arrivals) {
+          const PartPlace& place = exchange.gradient_places[transfer];
+          const Parameter& p = parameters_[place.parameter];
+          if (steps(p, findings)) {
+            const distributed::Part& part = part_at(place);
+            part_of_block(own_block(place.parameter, place.block).gradient,
+                          p.shared->blocks[place.block], part)
+                .copy_(values.view(part.rectangle.sizes));
+          }
+        }
+      });
+    });
+  }
+}
+
+// Where a part lies in this rank's parameter, or in a copy of that.
+at::Tensor SharedPlans::target_of(size_t parameter, const distributed::Part& part,
+                                  Copies& copies) const {
+  const Parameter& p = parameters_[parameter];
+  at::Tensor param = p.param.tensor().detach();
+  if (!param.is_contiguous()) {
+    param = copies.try_emplace(parameter, param.contiguous()).first->second;
+  }
+  return part_of_shard(param, *p.shared, part, place_on(ranks_.rank(), part));
+}
+
+// Fills the directions that this rank sends to single others.
+void SharedPlans::send_updates(const Exchange& exchange, const StepFindings& findings) {
+  for (size_t t = 0; t < exchange.update_places.size(); ++t) {
+    const PartPlace& place = exchange.update_places[t];
+    const Parameter& p = parameters_[place.parameter];
+    if (place.from == ranks_.rank() && steps(p, findings)) {
+      const distributed::Part& part = part_at(place);
+      exchange.updates->outgoing(t)
+          .view(part.rectangle.sizes)
+          .copy_(part_of_block(own_block(place.parameter, place.block).tensor,
+                               p.shared->blocks[place.block], part));
+    }
+  }
+}
+
+// The directions of own blocks for this rank's own elements, rounded as they travel: all replicas
+// stay equal.
+std::vector<SharedPlans::Update> SharedPlans::own_updates(const Exchange& exchange,
+                                                          at::ScalarType dtype,
+                                                          const StepFindings& findings,
+                                                          Copies& copies) const {
+  std::vector<Update> updates;
+  for (size_t index = 0; index < parameters_.size(); ++index) {
     const Parameter& p = parameters_[index];
-    if (!p.is_active || !is_kept(findings, p.group)) {
+    if (!steps(p, findings) || state_dtype(p.param.tensor()) != dtype) {
       continue;
     }
-    at::Tensor param = p.param.tensor().detach();
-    if (!param.is_contiguous()) {
-      param = copies.try_emplace(index, param.contiguous()).first->second;
+    for (const OwnBlock& own : p.own) {
+      if (gathers(*p.shared, own.block)) {
+        continue;
+      }
+      for (const distributed::Part& part : p.shared->parts[own.block]) {
+        if (part.source == ranks_.rank()) {  // the owner is the source where it holds the part
+          const at::Tensor values =
+              part_of_block(own.tensor, p.shared->blocks[own.block], part);
+          updates.push_back({index, target_of(index, part, copies),
+                             values.to(exchange.updates->comm_dtype()).to(dtype).contiguous()});
+        }
+      }
     }
-    at::Tensor target = block_of(param, *p.shared, block);
+  }
+  return updates;
+}
+
+// p <- (1 - lr wd) p - lr d, for parts of blocks.
+void SharedPlans::apply(std::vector<Update> updates, const std::vector<at::Tensor>& rates) const {
+  std::vector<std::vector<BlockMove>> by_kernels(options_.size());
+  for (auto& [parameter, target, values] : updates) {
+    const Parameter& p = parameters_[parameter];
     const BlockMove move{target, values.view(target.sizes())};
     if (has_move_kernel(move)) {
       by_kernels[p.group].push_back(move);
@@ -181,7 +323,7 @@ void SharedPlans::apply(const std::vector<distributed::UpdateExchange::Update>& 
     const UpdateRule rule{.decoupled_weight_decay = rules_->decoupled_decay(*options_[p.group])};
     const FoundInfGuard open = FoundInfGuard::open();
     const StepScalar lr = open.learning_rate(rates[p.group]);
-    if (param.is_cpu() && !target.is_contiguous()) {  // fused loops need one piece of memory
+    if (target.is_cpu() && !target.is_contiguous()) {  // fused loops need one piece of memory
       at::Tensor copy = target.contiguous();
       apply_update(rule, lr, copy, move.direction, nullptr, open);
       target.copy_(copy);
@@ -194,30 +336,53 @@ void SharedPlans::apply(const std::vector<distributed::UpdateExchange::Update>& 
   }
 }
 
-void SharedPlans::apply_all(const StepFindings& findings, const LearningRates& lr) {
+void SharedPlans::apply_all(const StepFindings& findings, const LearningRates& lr,
+                            const at::Tensor& all_well) {
   std::vector<at::Tensor> rates;
   for (size_t g = 0; g < options_.size(); ++g) {
-    rates.push_back(lr(g, *plans_of_groups_[g]));
+    const at::Tensor rate = lr(g, *plans_of_groups_[g]);
+    rates.push_back(device_.is_cpu() ? rate : all_well * rate);
   }
   Copies copies;
   for (const auto& [dtype, exchange] : exchanges_) {
-    exchange.updates->run(
-        [&](const auto& updates) { apply(updates, exchange, findings, rates, copies); });
+    exchange.gathered->run([&](const auto& arrivals) {
+      std::vector<Update> updates;
+      for (const auto& [k, values] : arrivals) {
+        const auto [p, block] = exchange.gathered_places[k];
+        if (steps(parameters_[p], findings)) {
+          updates.push_back(
+              {p, target_of(p, parameters_[p].shared->parts[block][0], copies), values});
+        }
+      }
+      apply(std::move(updates), rates);
+    });
+    exchange.updates->run([&](const auto& arrivals) {
+      std::vector<Update> updates;
+      for (const auto& [transfer, values] : arrivals) {
+        const PartPlace& place = exchange.update_places[transfer];
+        if (steps(parameters_[place.parameter], findings)) {
+          updates.push_back(
+              {place.parameter, target_of(place.parameter, part_at(place), copies), values});
+        }
+      }
+      apply(std::move(updates), rates);
+    });
+    apply(own_updates(exchange, dtype, findings, copies), rates);
   }
   for (const auto& [index, copy] : copies) {
     parameters_[index].param.tensor().detach().copy_(copy);
   }
-  std::vector<at::Tensor> steps;
+  std::vector<at::Tensor> counts;
   for (const Parameter& p : parameters_) {
-    if (p.is_active && is_kept(findings, p.group)) {
-      steps.push_back(p.state.step);
+    if (steps(p, findings)) {
+      counts.push_back(p.state.step);
       p.param.tensor().unsafeGetTensorImpl()->bump_version();
     }
   }
-  if (!steps.empty() && !steps[0].is_cpu()) {
-    at::_foreach_add_(steps, 1);
+  if (!counts.empty() && !counts[0].is_cpu()) {
+    at::_foreach_add_(counts, all_well);
   } else {
-    FoundInfGuard::open().advance(steps);  // t <- t + 1
+    FoundInfGuard::open().advance(counts);  // t <- t + 1
   }
 }
 

@@ -6,6 +6,7 @@
 #include <map>
 #include <numeric>
 #include <set>
+#include <utility>
 #include <vector>
 
 namespace torchium::testing::block_ownership {
@@ -75,6 +76,17 @@ std::map<BlockShape, int> coverage(const BlockShape& shape,
   return count;
 }
 
+// Whether the rank's tensor has the rectangle at this place.
+bool holds(const std::vector<Source>& all, const Part::Holder& holder, const Rectangle& part) {
+  return std::ranges::any_of(all, [&](const Source& source) {
+    bool same = source.rank == holder.rank && source.rectangle.contains(part);
+    for (size_t d = 0; same && d < holder.local.size(); ++d) {
+      same = holder.local[d] - source.local[d] == part.offsets[d] - source.rectangle.offsets[d];
+    }
+    return same;
+  });
+}
+
 TEST(BlockOwnership, BalancesReplicatedBlocks) {
   const auto shapes = decoder();
   const auto blocks = blocks_of(shapes, 1024, 10);
@@ -97,7 +109,8 @@ TEST(BlockOwnership, BalanceAndBytesOfADecoder) {
     const auto all = sources_of(shapes, {{ranks}, {kReplicate}});
     const auto owners = assign_owners(blocks, all, ranks);
     EXPECT_NEAR(imbalance(blocks, owners, ranks), balance, 0.005) << size << " on " << ranks;
-    const int64_t most = std::ranges::max(update_bytes(blocks, all, owners, ranks, 4));
+    const int64_t most =
+        std::ranges::max(update_bytes(parts_of(blocks, all, owners, ranks), owners, ranks, 4));
     EXPECT_EQ(static_cast<double>(most) / static_cast<double>((ranks - 1) << 20), mib);
   };
   expect(1024, 4, 1.0, 288);
@@ -135,8 +148,9 @@ TEST(BlockOwnership, ReplicatedGradientsDoNotTravel) {
   const auto blocks = blocks_of(shapes, 1024, 10);
   const auto all = sources_of(shapes, {{8}, {kReplicate}});
   const auto owners = assign_owners(blocks, all, 8);
-  EXPECT_TRUE(gradient_routes(blocks, all, owners, 8, 4).empty());
-  const auto bytes = update_bytes(blocks, all, owners, 8, 4);
+  const auto parts = parts_of(blocks, all, owners, 8);
+  EXPECT_EQ(gradient_bytes(parts, owners, 8, 4), BlockShape(8, 0));
+  const auto bytes = update_bytes(parts, owners, 8, 4);
   EXPECT_EQ(std::accumulate(bytes.begin(), bytes.end(), int64_t{0}),
             int64_t{7} * 4 * 288 * 1024 * 1024);
 }
@@ -146,11 +160,12 @@ TEST(BlockOwnership, BlocksInsideAShardStay) {
   const auto all = sources_of(shapes, {{4}, {shard(0)}});
   const auto blocks = blocks_of(shapes, 2, 1);
   const auto owners = assign_owners(blocks, all, 4);
-  EXPECT_TRUE(gradient_routes(blocks, all, owners, 4, 4).empty());
+  const auto parts = parts_of(blocks, all, owners, 4);
+  EXPECT_EQ(gradient_bytes(parts, owners, 4, 4), BlockShape(4, 0));
   for (size_t b = 0; b < blocks.size(); ++b) {
     EXPECT_EQ(owners[b], blocks[b].rectangle.offsets[0] / (shapes[blocks[b].param][0] / 4));
   }
-  EXPECT_EQ(update_bytes(blocks, all, owners, 4, 4), (std::vector<int64_t>{0, 0, 0, 0}));
+  EXPECT_EQ(update_bytes(parts, owners, 4, 4), BlockShape(4, 0));
 }
 
 TEST(BlockOwnership, ReplicasOfAShardShareItsBlocks) {
@@ -160,8 +175,9 @@ TEST(BlockOwnership, ReplicasOfAShardShareItsBlocks) {
   const auto blocks = blocks_of(shapes, 4, 1);
   const auto owners = assign_owners(blocks, all, 4);
   EXPECT_EQ(owners, (std::vector<int64_t>{0, 2, 1, 3}));
-  EXPECT_TRUE(gradient_routes(blocks, all, owners, 4, 4).empty());
-  EXPECT_EQ(update_bytes(blocks, all, owners, 4, 4), (std::vector<int64_t>(4, 16 * 4)));
+  const auto parts = parts_of(blocks, all, owners, 4);
+  EXPECT_EQ(gradient_bytes(parts, owners, 4, 4), BlockShape(4, 0));
+  EXPECT_EQ(update_bytes(parts, owners, 4, 4), BlockShape(4, 16 * 4));
 }
 
 TEST(BlockOwnership, EveryElementReachesTheOwnerOnce) {
@@ -181,20 +197,14 @@ TEST(BlockOwnership, EveryElementReachesTheOwnerOnce) {
     const auto all = sources_of({shape}, sharding);
     const auto owners = assign_owners(blocks, all, ranks);
     std::vector<Rectangle> arrived;
-    for (const Route& route : gradient_routes(blocks, all, owners, ranks, 4)) {
-      EXPECT_EQ(route.owner, owners[route.block]);
-      EXPECT_NE(route.source.rank, route.owner);
-      EXPECT_EQ(route.bytes, 4 * route.source.rectangle.numel());
-      arrived.push_back(route.source.rectangle);
-    }
-    for (size_t b = 0; b < blocks.size(); ++b) {  // what the owner has already
-      std::set<BlockShape> seen;
-      for (const Source& source : all[0]) {
-        const auto part = overlap(source.rectangle, blocks[b].rectangle);
-        if (source.rank == owners[b] && part) {
-          arrived.push_back(*part);
-        }
+    for (const Part& part : parts_of(blocks, all, owners, ranks)) {
+      EXPECT_TRUE(blocks[part.block].rectangle.contains(part.rectangle));
+      for (const Part::Holder& holder : part.holders) {
+        EXPECT_TRUE(holds(all[0], holder, part.rectangle));
       }
+      EXPECT_NE(std::ranges::find(part.holders, part.source, &Part::Holder::rank),
+                part.holders.end());
+      arrived.push_back(part.rectangle);
     }
     for (const auto& [element, count] : coverage(shape, arrived)) {
       ASSERT_EQ(count, 1) << element[0] << ", " << element[1];
@@ -221,18 +231,43 @@ TEST(BlockOwnership, ShardsHaveTheSizesOfChunk) {
   EXPECT_EQ(offsets, (BlockShape{0, 4, 2, 6}));
 }
 
-TEST(BlockOwnership, RectanglesFollowMergedDimensions) {
+TEST(BlockOwnership, SourcesFollowMergedDimensions) {
   const BlockShape convolution{6, 4, 3, 3}, dims{6, 36};
-  EXPECT_EQ(after_merging({{2, 0, 0, 0}, {3, 4, 3, 3}}, convolution, dims),
-            (std::vector<Rectangle>{{{2, 0}, {3, 36}}}));
-  EXPECT_EQ(after_merging({{0, 1, 0, 0}, {6, 2, 3, 3}}, convolution, dims),
-            (std::vector<Rectangle>{{{0, 9}, {6, 18}}}));
-  EXPECT_EQ(after_merging({{0, 1}, {2, 1}}, {2, 3}, {6}),
-            (std::vector<Rectangle>{{{1}, {1}}, {{4}, {1}}}));
-  EXPECT_EQ(after_merging({{0, 1, 0}, {1, 2, 1}}, {1, 5, 1}, {5}),
-            (std::vector<Rectangle>{{{1}, {2}}}));
-  EXPECT_EQ(after_merging(whole({}), {}, {1}), (std::vector<Rectangle>{{{0}, {1}}}));
-  EXPECT_TRUE(after_merging({{5, 0}, {0, 3}}, {5, 3}, {5, 3}).empty());
+  const auto of_rank = [](const std::vector<Source>& all, int64_t rank) {
+    std::vector<std::pair<Rectangle, BlockShape>> result;
+    for (const Source& source : all) {
+      if (source.rank == rank) {
+        result.emplace_back(source.rectangle, source.local);
+      }
+    }
+    return result;
+  };
+  using Held = std::vector<std::pair<Rectangle, BlockShape>>;
+  EXPECT_EQ(of_rank(sources(convolution, {{2}, {shard(0)}}, dims), 1),
+            (Held{{{{3, 0}, {3, 36}}, {0, 0}}}));
+  EXPECT_EQ(of_rank(sources(convolution, {{2}, {shard(1)}}, dims), 1),
+            (Held{{{{0, 18}, {6, 18}}, {0, 0}}}));
+  EXPECT_EQ(of_rank(sources({2, 3}, {{3}, {shard(1)}}, {6}), 1),
+            (Held{{{{1}, {1}}, {0}}, {{{4}, {1}}, {1}}}));
+  EXPECT_EQ(of_rank(sources({1, 5, 1}, {{3}, {shard(1)}}, {5}), 2), (Held{{{{4}, {1}}, {0}}}));
+  EXPECT_EQ(of_rank(sources({}, {{2}, {kReplicate}}, {1}), 1), (Held{{{{0}, {1}}, {0}}}));
+  EXPECT_TRUE(sources({5, 0}, {{2}, {shard(0)}}, {5, 0}).empty());
+  // A strided shard holds its pieces one after the other.
+  EXPECT_EQ(of_rank(sources({8, 3}, {{2}, {strided(0, 2)}}), 1),
+            (Held{{{{2, 0}, {2, 3}}, {0, 0}}, {{{6, 0}, {2, 3}}, {2, 0}}}));
+  EXPECT_EQ(local_sizes({8, 3}, {{2}, {strided(0, 2)}}, 1, {8, 3}), (BlockShape{4, 3}));
+  EXPECT_EQ(local_sizes({0, 3}, {{2}, {shard(0)}}, 1, {0, 3}), (BlockShape{0, 3}));
+  EXPECT_EQ(local_sizes(convolution, {{4}, {shard(1)}}, 3, dims), (BlockShape{6, 9}));
+}
+
+// FSDP on a part of the ranks: those with the same remainder of the rank by 2 form a mesh.
+TEST(BlockOwnership, MeshesOfSomeRanksRepeat) {
+  const auto all = sources({4, 2}, {{2}, {shard(0)}, {2}, 4});
+  BlockShape offsets;
+  for (const Source& source : all) {
+    offsets.push_back(source.rectangle.offsets[0]);
+  }
+  EXPECT_EQ(offsets, (BlockShape{0, 0, 2, 2}));
 }
 
 }  // namespace

@@ -5,8 +5,13 @@
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -45,6 +50,56 @@ CASES: dict[str, Callable[[int], None]] = {}
 def case(function: Callable[[int], None]) -> Callable[[int], None]:
     CASES[function.__name__] = function
     return function
+
+
+def cases_in(*modules: str) -> list[str]:
+    return [name for name, function in CASES.items() if function.__module__ in modules]
+
+
+def run_cases(rank: int, ranks: int, folder: str, names: list[str]) -> None:
+    """In one process of a group; writes the traceback of each case that fails."""
+    os.environ["SHARED_STEPS_FOLDER"] = folder
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store{ranks}",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=20),
+    )
+    for name in names:
+        failure = ""
+        try:
+            CASES[name](ranks)
+        except BaseException:
+            failure = traceback.format_exc()
+        Path(folder, f"{ranks}.{name}.{rank}").write_text(failure)
+        if failure:  # the others may be at another place: they fail too
+            break
+    dist.destroy_process_group()
+
+
+def spawn(run: Callable[[int, int, str], None], all_ranks: tuple[int, ...], folder: Path) -> Path:
+    """One group of processes per size runs all cases. Returns the folder with their results."""
+    # MKL's products then do not depend on the alignment of a matrix, which differs in another batch.
+    with mock.patch.dict(os.environ, {"MKL_CBWR": "COMPATIBLE", "OMP_NUM_THREADS": "1"}):
+        groups = [
+            torch.multiprocessing.spawn(run, (ranks, str(folder)), nprocs=ranks, join=False)
+            for ranks in all_ranks
+        ]
+        for group in groups:
+            while not group.join(timeout=120):
+                pass
+    return folder
+
+
+def check_case(folder: Path, ranks: int, name: str) -> None:
+    failures = []
+    for rank in range(ranks):
+        file = folder / f"{ranks}.{name}.{rank}"
+        text = file.read_text() if file.exists() else "did not run: an earlier case failed"
+        if text:
+            failures.append(f"rank {rank}: {text}")
+    assert not failures, "\n".join(failures)
 
 
 def parameters(dtype: torch.dtype = torch.float32, shapes: Any = SHAPES) -> list[nn.Parameter]:

@@ -1,4 +1,4 @@
-"""Two GPUs share the steps of Shampoo, with NCCL."""
+"""Two GPUs share the steps of Shampoo, with NCCL: replicas and shards."""
 
 from __future__ import annotations
 
@@ -115,12 +115,80 @@ def check_training() -> None:
     check_same_on_both([*net.parameters()])
 
 
+def sharded(tensors: list[nn.Parameter], mesh: Any, placement: Any) -> list[nn.Parameter]:
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    return [
+        nn.Parameter(
+            distribute_tensor(
+                t.detach(), mesh, [placement if t.dim() > placement.dim else Replicate()]
+            )
+        )
+        for t in tensors
+    ]
+
+
+def check_shards() -> None:
+    """Rows and columns, of sizes that two ranks do not divide and that the blocks do not."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cuda", (2,))
+    for dtype, placement in ((torch.float32, Shard(0)), (torch.bfloat16, Shard(1))):
+        for options in OPTIONS:
+            given = {"block_size": 128, "update_freq": 3, "eps": 1e-2, **options}
+            alone, shards = parameters(dtype), sharded(parameters(dtype), mesh, placement)
+            one = torchium.Shampoo(alone, **given)
+            two = torchium.Shampoo(shards, **given, bucket_bytes=2**16)
+            for step in range(8):
+                generator = torch.Generator().manual_seed(step)
+                for p, shard in zip(alone, shards, strict=True):
+                    p.grad = torch.randn(p.shape, generator=generator).to(p)
+                    shard.grad = distribute_tensor(p.grad, mesh, shard.placements)
+                one.step()
+                two.step()
+            two.check_errors()
+            rtol = 1e-3 if dtype == torch.float32 else 2e-2
+            for i, (p, q) in enumerate(zip(shards, alone, strict=True)):
+                error = ((p.full_tensor() - q).norm() / q.norm()).item()
+                assert error < rtol, (dtype, options, i, error)
+
+
+def check_fully_shard() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cuda", (2,))
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 255), nn.Tanh(), nn.Linear(255, 10)).cuda()
+    fully_shard(net, mesh=mesh)
+    optimizer = torchium.Shampoo.from_adamw(net, lr=1e-2)
+    scaler = torch.amp.GradScaler("cuda")
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    losses = []
+    for _ in range(40):
+        inputs = torch.randn(32, 64, generator=generator).cuda()
+        optimizer.zero_grad()
+        loss = (net(inputs) - inputs[:, :10]).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    optimizer.load_state_dict(optimizer.state_dict())
+    net(inputs).square().mean().backward()
+    optimizer.step()
+    optimizer.check_errors()
+
+
 def run(rank: int, store: str) -> None:
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=2)
     check_steps()
     check_failures()
     check_training()
+    check_shards()
+    check_fully_shard()
     dist.destroy_process_group()
 
 

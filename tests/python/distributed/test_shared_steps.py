@@ -3,15 +3,13 @@ shared_failures.py, with gloo on the CPU."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import shared_run
-import torch
+import shared_tools
 import torch.distributed as dist
 
 pytestmark = [
@@ -23,33 +21,14 @@ RANKS = (2, 3)
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> Path:
-    """One group of processes per size runs all cases."""
-    folder = tmp_path_factory.mktemp("ranks")
-    # MKL's products then do not depend on the alignment of a matrix, which differs in another batch.
-    with mock.patch.dict(os.environ, {"MKL_CBWR": "COMPATIBLE", "OMP_NUM_THREADS": "1"}):
-        groups = [
-            torch.multiprocessing.spawn(
-                shared_run.run, (ranks, str(folder)), nprocs=ranks, join=False
-            )
-            for ranks in RANKS
-        ]
-        for group in groups:
-            while not group.join(timeout=120):
-                pass
-    return folder
+    return shared_tools.spawn(shared_run.run, RANKS, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize(
     ("ranks", "name"), [(ranks, name) for ranks in RANKS for name in shared_run.cases_of(ranks)]
 )
 def test_ranks_that_share_steps(results, name, ranks):
-    failures = []
-    for rank in range(ranks):
-        file = results / f"{ranks}.{name}.{rank}"
-        text = file.read_text() if file.exists() else "did not run: an earlier case failed"
-        if text:
-            failures.append(f"rank {rank}: {text}")
-    assert not failures, "\n".join(failures)
+    shared_tools.check_case(results, ranks, name)
 
 
 def test_benchmark_of_several_gpus():

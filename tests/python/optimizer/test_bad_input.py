@@ -251,6 +251,8 @@ def test_dtensor_is_refused_by_name(make, mesh):
     from torch.distributed.tensor import distribute_tensor
 
     parameter = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh))
+    if issubclass(type(make(mlp().parameters())), torchium.Shampoo):
+        pytest.skip("takes them")
     with pytest.raises(ValueError, match=r"'shard'.*DTensor"):
         make([("shard", parameter)])
 

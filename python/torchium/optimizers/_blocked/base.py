@@ -16,12 +16,15 @@ from torch import Tensor
 from .._core.amp import unscaled_gradients
 from .._core.base import CoreOptimizer
 from .._core.checkpoint import as_tensors, own_state
-from .._core.parameters import State, check_unsharded, parameter_name
+from .._core.parameters import State, check_unsharded, is_dtensor, parameter_name
 from .._core.plan import Report, Snapshot, failures
-from .sharing import Sharing, warn_of_repeated_work
+from .shards import Numbers, Shards, group_of
+from .sharing import Sharing, group_named, warn_of_repeated_work
 
-# Options, parameters, names (or none) and states of all groups, as the plans take them.
-_Groups = tuple[tuple[Any, ...], list[list[Tensor]], list[list[str]], list[list[State]]]
+# Options, parameters, names (or none), states and shardings of all groups, as the plans take them.
+_Groups = tuple[
+    tuple[Any, ...], list[list[Tensor]], list[list[str]], list[list[State]], list[list[Numbers]]
+]
 
 
 class BlockedOptimizer(CoreOptimizer):
@@ -31,8 +34,7 @@ class BlockedOptimizer(CoreOptimizer):
     _step_supports_amp_scaling = True
 
     # Set before the constructor runs by optimizers that can share their step.
-    _sharing: Sharing | None = None
-    _can_share = False
+    _sharing = Sharing.with_none()
 
     _plans: Any  # torch.classes.torchium.BlockedPlans
     # What the plans are bound to, and the options that they have, by group.
@@ -41,20 +43,40 @@ class BlockedOptimizer(CoreOptimizer):
 
     def _groups(self) -> _Groups:
         groups = self.param_groups
+        self._recognise_shards()
         return (
             tuple(self._OPTIONS.values(group) for group in groups),
-            [group["params"] for group in groups],
+            [[self._shards.of(p) for p in group["params"]] for group in groups],
             [group.get("param_names", []) for group in groups],
             [
                 [own_state(self.state[p]) if self._has_state(p) else {} for p in group["params"]]
                 for group in groups
             ],
+            [self._shardings(index, group) for index, group in enumerate(groups)],
         )
+
+    def _recognise_shards(self) -> None:
+        """Shares the steps among the ranks of the meshes on which DTensor parameters lie."""
+        if self._can_share and not self._sharing.process_group:
+            group = group_of(self.param_groups)
+            if group is not None:
+                self._sharing = self._sharing._replace(process_group=group.group_name)
+                self._forget_derived()
+
+    def _shardings(self, index: int, group: dict[str, Any]) -> list[Numbers]:
+        name = self._sharing.process_group
+        return [
+            self._shards.numbers_of(p, group_named(name), parameter_name(index, group, p))
+            if is_dtensor(p)
+            else []
+            for p in group["params"]
+        ]
 
     # ---- the step
 
     def _step_groups(self) -> None:
         try:
+            self._shards.take_gradients()
             if not (self._is_bound() and self._prepare()):
                 self._bind()
                 if not self._prepare():
@@ -71,6 +93,7 @@ class BlockedOptimizer(CoreOptimizer):
             raise
         with unscaled_gradients(self) as found_inf:
             self._step_plans(lrs, tensors, found_inf)
+        self._shards.end_step()
 
     # Runs in every step for all parameters of a model: no call per parameter.
     def _is_bound(self) -> bool:
@@ -95,7 +118,8 @@ class BlockedOptimizer(CoreOptimizer):
 
         That is the state of the parameters with a gradient, or of all parameters that have state.
         """
-        if self._can_share and self._sharing is None and self._bound_to is None:
+        self._recognise_shards()
+        if self._can_share and not self._sharing.process_group and self._bound_to is None:
             warn_of_repeated_work(type(self).__name__)
         self._bound_to = None  # until all is done
         for index, group in enumerate(self.param_groups):
@@ -104,9 +128,10 @@ class BlockedOptimizer(CoreOptimizer):
                 if not self._has_state(param) and param.grad is not None:
                     check_unsharded(param, parameter_name(index, group, param))
         groups = self._groups()
+        self._shards.take_gradients()
         changed = self._plans.bind(*groups, all_with_state)
-        for params, old_states, states in zip(groups[1], groups[3], changed, strict=True):
-            for param, old, new in zip(params, old_states, states, strict=True):
+        for group, old_states, states in zip(self.param_groups, groups[3], changed, strict=True):
+            for param, old, new in zip(group["params"], old_states, states, strict=True):
                 if new:
                     state = self.state[param]
                     for key in old.keys() - new.keys():
@@ -125,7 +150,13 @@ class BlockedOptimizer(CoreOptimizer):
     def _take_reports(self, wait: bool) -> list[Report]:
         if wait:
             self._plans.request_reports()
-        return failures(self._next_failure, wait)
+        return [
+            report._replace(
+                non_finite=self._shards.param_of(report.non_finite),
+                failed=self._shards.param_of(report.failed),
+            )
+            for report in failures(self._next_failure, wait)
+        ]
 
     # ---- state
 
@@ -135,7 +166,7 @@ class BlockedOptimizer(CoreOptimizer):
         With a ``process_group`` all of its ranks must call it, and each gets the whole state, which any
         number of processes can load.
         """
-        if self._sharing is None:
+        if not self._sharing.process_group:
             return super().state_dict()
         share = self.state
         self.state = self._whole_state()
@@ -147,8 +178,9 @@ class BlockedOptimizer(CoreOptimizer):
     def _whole_state(self) -> defaultdict[Tensor, Any]:
         state = defaultdict(dict, self.state)
         groups = self._groups()
-        for params, states in zip(groups[1], self._plans.whole_states(*groups), strict=True):
-            for param, whole in zip(params, states, strict=True):
+        whole_states = self._plans.whole_states(*groups)
+        for group, states in zip(self.param_groups, whole_states, strict=True):
+            for param, whole in zip(group["params"], states, strict=True):
                 if whole:
                     state[param] = {**state[param], **whole}
         return state
@@ -159,20 +191,28 @@ class BlockedOptimizer(CoreOptimizer):
     def _loaded_state(
         self, index: int, group: dict[str, Any], saved: dict[Tensor, dict[str, Any]]
     ) -> dict[Tensor, State]:
+        self._recognise_shards()
         states = [
             as_tensors(saved.get(p, {}), parameter_name(index, group, p)) for p in group["params"]
         ]
         names = group.get("param_names", [])
+        shards = [self._shards.of(p) for p in group["params"]]
         loaded = self._plans.load(
-            index, self._OPTIONS.values(group), group["params"], names, states
+            index,
+            self._OPTIONS.values(group),
+            shards,
+            names,
+            states,
+            self._shardings(index, group),
         )
         return {p: s for p, s in zip(group["params"], loaded, strict=True) if s}
 
     def _forget_derived(self) -> None:
         super()._forget_derived()
         self._plans = torch.classes.torchium.BlockedPlans(
-            self._OPTIONS.optimizer, *(self._sharing or ("", torch.float32, 1))
+            self._OPTIONS.optimizer, *self._sharing
         )
+        self._shards = Shards()
         # Looked up once: each runs in every step.
         self._prepare = self._plans.prepare
         self._step_plans = self._plans.step

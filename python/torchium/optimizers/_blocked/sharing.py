@@ -19,28 +19,36 @@ _COMM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Sharing(NamedTuple):
     """Names the group, so that copies and pickles of an optimizer share with it too."""
 
-    process_group: str
+    process_group: str  # empty: none
     comm_dtype: torch.dtype
     bucket_bytes: int
 
     @classmethod
     def of(
         cls, process_group: ProcessGroup | None, comm_dtype: torch.dtype, bucket_bytes: int
-    ) -> Sharing | None:
-        """None without a group. Raises ValueError for a wrong argument."""
+    ) -> Sharing:
+        """Raises ValueError for a wrong argument."""
         if comm_dtype not in _COMM_DTYPES:
             names = ", ".join(str(dtype) for dtype in _COMM_DTYPES)
             raise ValueError(f"comm_dtype must be one of {names}, got {comm_dtype!r}")
         if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool) or bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be an integer of at least 1, got {bucket_bytes!r}")
         if process_group is None:
-            return None
+            return cls("", comm_dtype, bucket_bytes)
         if not isinstance(process_group, torch.distributed.ProcessGroup):
             raise ValueError(
                 "process_group must be a torch.distributed.ProcessGroup that this process belongs to, "
                 f"for example torch.distributed.group.WORLD, got {process_group!r}"
             )
         return cls(process_group.group_name, comm_dtype, bucket_bytes)
+
+    @classmethod
+    def with_none(cls) -> Sharing:
+        return cls("", torch.float32, 1)
+
+
+def group_named(name: str) -> ProcessGroup:
+    return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[no-any-return]
 
 
 def warn_of_repeated_work(optimizer: str) -> None:

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
+from .parameters import local_tensor
+
 Gradients = dict[tuple[torch.device, torch.dtype], list[Tensor]]
 
 
@@ -81,7 +83,8 @@ def scaled_gradients(optimizer: Optimizer) -> Gradients:
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.grad is not None:
-                grads[param.grad.device, param.grad.dtype].append(param.grad)
+                grad = local_tensor(param.grad)
+                grads[grad.device, grad.dtype].append(grad)
     if any(dtype == torch.float16 for _, dtype in grads):
         raise ValueError(
             "gradients in float16 would underflow when they are unscaled; keep the parameters "

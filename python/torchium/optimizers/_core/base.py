@@ -32,6 +32,7 @@ class CoreOptimizer(Optimizer):
     """Base of the optimizers, whose step runs in the compiled core."""
 
     _OPTIONS: ClassVar[OptionList]
+    _can_share: ClassVar[bool] = False  # a step, among ranks, and so DTensor parameters
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         check_params(params, type(self).__name__)
@@ -79,7 +80,8 @@ class CoreOptimizer(Optimizer):
         if len(set(group["params"])) != len(group["params"]):
             raise ValueError(f"params of group {index} hold a parameter more than once")
         for param in group["params"]:
-            check_parameter(param, parameter_name(index, group, param))
+            name = parameter_name(index, group, param)
+            check_parameter(param, name, takes_shards=self._can_share)
 
     # ---- the step
 

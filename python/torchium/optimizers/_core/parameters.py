@@ -37,9 +37,10 @@ def _name_at(index: int, group: dict[str, Any], position: int) -> str:
 
 def check_dense(tensor: Tensor, name: str) -> None:
     """Raises ValueError for tensors that the operators do not take."""
-    if _is_dtensor(tensor):
+    if is_dtensor(tensor):
         raise ValueError(
-            f"{name} is a DTensor, which is not supported; optimize the full tensor on each rank"
+            f"{name} is a DTensor, which is not supported; optimize the full tensor on each rank, "
+            "or use Shampoo, which takes DTensor parameters"
         )
     if tensor.layout != torch.strided:
         raise ValueError(
@@ -67,8 +68,11 @@ def check_params(params: object, optimizer: str) -> None:
         )
 
 
-def check_parameter(param: Tensor, name: str) -> None:
+def check_parameter(param: Tensor, name: str, *, takes_shards: bool = False) -> None:
     """Raises ValueError for parameters that the optimizers do not support."""
+    if takes_shards and is_dtensor(param):
+        _check_placements(param, name)
+        param = local_tensor(param)
     if is_lazy(param):
         raise ValueError(
             f"{name} is uninitialized, as those of a lazy module are; run a forward pass first"
@@ -87,12 +91,29 @@ def check_unsharded(param: Tensor, name: str) -> None:
     if getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False):
         raise ValueError(
             f"{name} is a flat shard of FullyShardedDataParallel, which has lost the shape that "
-            "preconditioners need; train in one process or with DistributedDataParallel (the "
-            "DTensor parameters of fully_shard are not supported either)"
+            "preconditioners need; use fully_shard, whose DTensor parameters Shampoo takes, or train "
+            "in one process or with DistributedDataParallel"
         )
 
 
-def _is_dtensor(tensor: Tensor) -> bool:
+def _check_placements(param: Any, name: str) -> None:
+    if any(placement.is_partial() for placement in param.placements):
+        raise ValueError(
+            f"{name} has the placements {param.placements}; a parameter must be replicated or sharded "
+            "in each dimension of its mesh, for example by redistribute()"
+        )
+
+
+def is_dtensor(tensor: Tensor) -> bool:
     # No tensor is a DTensor before its module, slow to import, is loaded.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """What this rank holds of a DTensor, in the same memory; any other tensor itself."""
+    if not is_dtensor(tensor):
+        return tensor
+    local: Tensor = tensor._local_tensor  # type: ignore[attr-defined]  # to_local() is for autograd
+    # The result of a collective that has not been waited for.
+    return local.wait() if hasattr(local, "wait") else local

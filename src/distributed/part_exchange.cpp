@@ -1,0 +1,106 @@
+#include "distributed/part_exchange.h"
+
+#include "distributed/alignment.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <functional>
+#include <utility>
+
+namespace torchium::distributed {
+
+PartExchange::PartExchange(const Communicator& communicator,
+                           const std::vector<Transfer>& transfers, at::ScalarType dtype,
+                           at::ScalarType comm_dtype, int64_t bucket_bytes, c10::Device device)
+    : communicator_(communicator),
+      comm_dtype_(comm_dtype),
+      offsets_(transfers.size(), 0),
+      outgoing_(transfers.size()) {
+  const int64_t most =
+      std::max<int64_t>(1, bucket_bytes / static_cast<int64_t>(c10::elementSize(comm_dtype)));
+  std::vector<std::vector<size_t>> members;  // of each bucket
+  std::vector<int64_t> sent, received;       // in the last bucket
+  for (size_t i = 0; i < transfers.size(); ++i) {
+    const auto& [from, to, elements] = transfers[i];
+    const bool fits = !members.empty() &&
+                      (sent[from] == 0 || sent[from] + elements <= most) &&
+                      (received[to] == 0 || received[to] + elements <= most);
+    if (!fits) {
+      members.emplace_back();
+      sent.assign(communicator.size(), 0);
+      received.assign(communicator.size(), 0);
+    }
+    members.back().push_back(i);
+    sent[from] += elements;
+    received[to] += elements;
+  }
+  int64_t total = 0;
+  for (const std::vector<size_t>& of_bucket : members) {
+    buckets_.emplace_back();
+    buckets_.back().begin = total;
+    lay_out(buckets_.back(), of_bucket, transfers);
+    total += buckets_.back().outgoing;
+  }
+  buffer_ = at::zeros({total}, at::TensorOptions(device).dtype(dtype));
+  for (size_t i = 0; i < transfers.size(); ++i) {
+    if (transfers[i].from == communicator.rank()) {
+      outgoing_[i] = buffer_.narrow(0, offsets_[i], transfers[i].elements);
+    }
+  }
+}
+
+// Parts lie in the order of the ranks on the other side, and of the transfers of each.
+void PartExchange::lay_out(Bucket& bucket, const std::vector<size_t>& members,
+                           const std::vector<Transfer>& transfers) {
+  const int64_t own = communicator_.rank();
+  for (int64_t rank = 0; rank < communicator_.size(); ++rank) {
+    const int64_t sent = bucket.outgoing, received = bucket.incoming;
+    for (const size_t i : members) {
+      const auto& [from, to, elements] = transfers[i];
+      if (from == own && to == rank) {
+        offsets_[i] = bucket.begin + bucket.outgoing;
+        bucket.outgoing += aligned(elements);
+      } else if (from == rank && to == own) {
+        bucket.arrivals.push_back({i, bucket.incoming, elements});
+        bucket.incoming += aligned(elements);
+      }
+    }
+    bucket.sent.push_back(bucket.outgoing - sent);
+    bucket.received.push_back(bucket.incoming - received);
+  }
+}
+
+void PartExchange::run(const std::function<void(const std::vector<Arrival>&)>& take) const {
+  // Two slots: one bucket travels while the one before is taken.
+  at::Tensor slots[2], sent[2];
+  std::function<void()> wait;
+  const auto begin = [&](size_t k) {
+    const Bucket& bucket = buckets_[k];
+    at::Tensor& slot = slots[k % 2];
+    if (!slot.defined() || slot.numel() < bucket.incoming) {
+      slot = at::empty({bucket.incoming}, buffer_.options().dtype(comm_dtype_));
+    }
+    sent[k % 2] = buffer_.narrow(0, bucket.begin, bucket.outgoing).to(comm_dtype_);
+    wait = communicator_.begin_exchange(sent[k % 2], bucket.sent,
+                                        slot.narrow(0, 0, bucket.incoming), bucket.received);
+  };
+  for (size_t k = 0; k < buckets_.size(); ++k) {
+    if (k == 0) {
+      begin(0);
+    }
+    wait();
+    if (k + 1 < buckets_.size()) {
+      begin(k + 1);
+    }
+    const at::Tensor all = slots[k % 2];
+    std::vector<Arrival> arrivals;
+    for (const auto& [transfer, offset, elements] : buckets_[k].arrivals) {
+      arrivals.push_back(
+          {transfer, all.narrow(0, offset, elements).to(buffer_.scalar_type())});
+    }
+    take(arrivals);
+  }
+}
+
+}  // namespace torchium::distributed

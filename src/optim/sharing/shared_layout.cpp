@@ -1,0 +1,197 @@
+// The memory of SharedPlans: what this rank computes, sends and receives in a step.
+#include "distributed/alignment.h"
+#include "optim/core/state_checks.h"
+#include "optim/sharing/shared_plans.h"
+
+#include <ATen/ATen.h>
+#include <c10/util/accumulate.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace torchium::optim::detail {
+
+// Parameters, the memory of their updates, and the blocks of this rank.
+void SharedPlans::lay_out(const std::vector<BlockedGroup>& groups) {
+  // Blocks stay the same tensors, by which blocks_ knows what their states were made for.
+  Tensors before;
+  for (const Parameter& p : parameters_) {
+    for (const OwnBlock& own : p.own) {
+      before[{p.param.tensor().unsafeGetTensorImpl(), own.block}] = own.tensor;
+    }
+  }
+  options_.clear();
+  plans_of_groups_.clear();
+  parameters_.clear();
+  exchanges_.clear();
+  for (size_t g = 0; g < groups.size(); ++g) {
+    options_.push_back(groups[g].options);
+    plans_of_groups_.push_back(plan_of(groups[g]));
+    for (size_t i = 0; i < groups[g].params.size(); ++i) {
+      const at::Tensor& param = groups[g].params[i];
+      const SharedBlocks* shared = owners_.find(param);
+      const at::Tensor whole = groups[g].whole(i);
+      device_ = param.device();
+      const std::string name = groups[g].names.empty() ? "" : groups[g].names[i];
+      parameters_.push_back({.group = g,
+                             .index = i,
+                             .name = parameter_name(g, i, name, whole),
+                             .param = SeenTensor(param),
+                             .state = {},
+                             .tensors = {},
+                             .shared = shared,
+                             .kind = rules_->kind(*groups[g].options, whole.sizes()),
+                             .own = {}});
+      for (size_t b = 0; shared != nullptr && b < shared->blocks.size(); ++b) {
+        Exchange& exchange = exchanges_[state_dtype(param)];
+        const size_t p = parameters_.size() - 1;
+        if (gathers(*shared, b)) {
+          exchange.gathered_places.push_back({p, b});
+        } else {
+          add_parts(exchange, p, b);
+        }
+      }
+    }
+  }
+  for (auto& [dtype, exchange] : exchanges_) {
+    allocate(dtype, exchange, before);
+  }
+  lay_out_sent();
+}
+
+// Whether every rank has all elements of a block.
+bool SharedPlans::gathers(const SharedBlocks& shared, size_t block) const {
+  const auto& parts = shared.parts[block];
+  return parts.size() == 1 && static_cast<int64_t>(parts[0].holders.size()) == ranks_.size();
+}
+
+void SharedPlans::add_parts(Exchange& exchange, size_t parameter, size_t block) const {
+  const SharedBlocks& shared = *parameters_[parameter].shared;
+  for (size_t i = 0; i < shared.parts[block].size(); ++i) {
+    const distributed::Part& part = shared.parts[block][i];
+    const int64_t owner = shared.owners[block];
+    if (part.source != owner) {
+      exchange.gradient_places.push_back({parameter, block, i, part.source, owner});
+    }
+    for (const auto& holder : part.holders) {
+      if (holder.rank != owner) {
+        exchange.update_places.push_back({parameter, block, i, owner, holder.rank});
+      }
+    }
+  }
+}
+
+void SharedPlans::allocate(at::ScalarType dtype, Exchange& exchange, const Tensors& before) {
+  const at::ScalarType comm_dtype = dtype == at::kDouble ? dtype : sharing_.comm_dtype;
+  std::vector<distributed::UpdateExchange::Part> gathered;
+  for (const auto& [p, b] : exchange.gathered_places) {
+    const SharedBlocks& shared = *parameters_[p].shared;
+    gathered.push_back({shared.owners[b], shared.blocks[b].rectangle.numel()});
+  }
+  exchange.gathered = std::make_unique<distributed::UpdateExchange>(
+      ranks_, gathered, dtype, comm_dtype, sharing_.bucket_bytes, device_);
+  for (size_t k = 0; k < gathered.size(); ++k) {
+    if (gathered[k].owner == ranks_.rank()) {
+      const auto [p, b] = exchange.gathered_places[k];
+      add_own_block(p, b, exchange.gathered->own(k), before);
+    }
+  }
+  const auto exchange_of = [&](const std::vector<PartPlace>& places, at::ScalarType travels_in) {
+    std::vector<distributed::PartExchange::Transfer> transfers;
+    for (const PartPlace& place : places) {
+      transfers.push_back({place.from, place.to, part_at(place).rectangle.numel()});
+    }
+    return std::make_unique<distributed::PartExchange>(ranks_, transfers, dtype, travels_in,
+                                                       sharing_.bucket_bytes, device_);
+  };
+  exchange.gradients = exchange_of(exchange.gradient_places, dtype);
+  exchange.updates = exchange_of(exchange.update_places, comm_dtype);
+  allocate_directions(dtype, exchange, before);
+}
+
+// One buffer for the directions of the own blocks that are not gathered.
+void SharedPlans::allocate_directions(at::ScalarType dtype, Exchange& exchange,
+                                      const Tensors& before) {
+  struct Range {
+    Place place;
+    int64_t begin, elements;
+  };
+  std::vector<Range> ranges;
+  int64_t total = 0;
+  for (size_t p = 0; p < parameters_.size(); ++p) {
+    const SharedBlocks* shared = parameters_[p].shared;
+    if (shared == nullptr || state_dtype(shared->param) != dtype) {
+      continue;
+    }
+    for (size_t b = 0; b < shared->blocks.size(); ++b) {
+      if (shared->owners[b] == ranks_.rank() && !gathers(*shared, b)) {
+        const int64_t elements = shared->blocks[b].rectangle.numel();
+        ranges.push_back({{p, b}, total, elements});
+        total += distributed::aligned(elements);
+      }
+    }
+  }
+  exchange.directions = at::zeros({total}, at::TensorOptions(device_).dtype(dtype));
+  for (const auto& [place, begin, elements] : ranges) {
+    add_own_block(place.parameter, place.block, exchange.directions.narrow(0, begin, elements),
+                  before);
+  }
+}
+
+void SharedPlans::add_own_block(size_t parameter, size_t block, const at::Tensor& memory,
+                                const Tensors& before) {
+  Parameter& p = parameters_[parameter];
+  at::Tensor tensor = memory.view(p.shared->blocks[block].rectangle.sizes);
+  const auto found = before.find({p.param.tensor().unsafeGetTensorImpl(), block});
+  if (found != before.end() && found->second.device() == device_) {
+    found->second.mutable_grad().reset();
+    found->second.set_data(tensor);
+    tensor = found->second;
+  }
+  p.own.push_back({block, tensor, at::zeros_like(tensor)});
+}
+
+SharedPlans::OwnBlock& SharedPlans::own_block(size_t parameter, size_t block) {
+  auto& own = parameters_[parameter].own;
+  return *std::ranges::find(own, block, &OwnBlock::block);
+}
+
+const distributed::Part& SharedPlans::part_at(const PartPlace& place) const {
+  return parameters_[place.parameter].shared->parts[place.block][place.part];
+}
+
+// The gradients that this rank gives, in the order of the parameters.
+void SharedPlans::lay_out_sent() {
+  std::map<std::pair<const distributed::Part*, int64_t>, at::Tensor> outgoing;
+  for (const auto& [dtype, exchange] : exchanges_) {
+    for (size_t t = 0; t < exchange.gradient_places.size(); ++t) {
+      const PartPlace& place = exchange.gradient_places[t];
+      outgoing[{&part_at(place), place.to}] = exchange.gradients->outgoing(t);
+    }
+  }
+  sent_.clear();
+  for (size_t p = 0; p < parameters_.size(); ++p) {
+    const SharedBlocks* shared = parameters_[p].shared;
+    for (size_t b = 0; shared != nullptr && b < shared->blocks.size(); ++b) {
+      for (const distributed::Part& part : shared->parts[b]) {
+        if (part.source != ranks_.rank()) {
+          continue;
+        }
+        Sent sent{.parameter = p, .part = &part, .values = {}, .target = {}};
+        const auto& sizes = part.rectangle.sizes;
+        if (shared->owners[b] != ranks_.rank()) {
+          sent.values = outgoing.at({&part, shared->owners[b]}).view(sizes);
+        } else if (const at::Tensor& gradient = own_block(p, b).gradient;
+                   part.rectangle == shared->blocks[b].rectangle) {
+          sent.values = gradient;
+        } else {
+          sent.values = at::zeros(sizes, gradient.options());
+          sent.target = part_of_block(gradient, shared->blocks[b], part);
+        }
+        sent_.push_back(std::move(sent));
+      }
+    }
+  }
+}
+
+}  // namespace torchium::optim::detail

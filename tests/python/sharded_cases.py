@@ -1,0 +1,347 @@
+"""DTensor parameters: ranks that hold parts of them step as one process does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from shared_tools import OPTIONS, SHAPES, assert_same, case, message_of, parameters, shampoo
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.placement_types import _StridedShard
+
+
+def line(ranks: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (ranks,), mesh_dim_names=("ranks",))
+
+
+def square() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+
+
+def sharded(tensor: Tensor, mesh: DeviceMesh, placements: list[Any]) -> DTensor:
+    placements = [
+        Replicate() if not p.is_replicate() and p.dim >= tensor.dim() else p for p in placements
+    ]
+    return distribute_tensor(tensor.detach(), mesh, placements)
+
+
+def shards(params: list[nn.Parameter], mesh: DeviceMesh, placements: list[Any]) -> list[Any]:
+    return [nn.Parameter(sharded(p, mesh, placements)) for p in params]
+
+
+def set_gradients(params: list[Any], step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for p in params:
+        grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        p.grad = sharded(grad, p.device_mesh, p.placements) if isinstance(p, DTensor) else grad
+
+
+def train(optimizer: Any, params: list[Any], steps: range) -> None:
+    for step in steps:
+        set_gradients(params, step)
+        optimizer.step()
+
+
+def values(optimizer: Any, params: list[Any]) -> dict[str, Tensor]:
+    result = {
+        f"parameter {i}": (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for i, p in enumerate(params)
+    }
+    for i, state in optimizer.state_dict()["state"].items():
+        result.update({f"{key} of {i}": value for key, value in state.items()})
+    return result
+
+
+def layouts(ranks: int) -> dict[str, tuple[DeviceMesh, list[Any]]]:
+    result: dict[str, tuple[DeviceMesh, list[Any]]] = {
+        "rows": (line(ranks), [Shard(0)]),
+        "columns": (line(ranks), [Shard(1)]),
+        "replicas": (line(ranks), [Replicate()]),
+    }
+    if ranks == 4:
+        result |= {
+            "replicas of rows": (square(), [Replicate(), Shard(0)]),
+            "rows of columns": (square(), [Shard(0), Shard(1)]),
+            "rows of rows": (square(), [Shard(0), Shard(0)]),
+            "strided rows": (square(), [_StridedShard(0, split_factor=2), Shard(0)]),
+            "part of the ranks": (square()["inner"], [Shard(0)]),
+        }
+    return result
+
+
+def both(
+    mesh: DeviceMesh, placements: list[Any], dtype: torch.dtype, steps: int, **options: Any
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Values of shards, and of one process."""
+    results = []
+    for is_sharded in (True, False):
+        params: list[Any] = parameters(dtype)
+        if is_sharded:
+            params = shards(params, mesh, placements)
+        optimizer = shampoo(params, dist.group.WORLD if is_sharded else None, **options)
+        train(optimizer, params, range(steps))
+        results.append(values(optimizer, params))
+    return results[0], results[1]
+
+
+@case
+def shards_equal_one_process(ranks: int) -> None:
+    for layout, (mesh, placements) in layouts(ranks).items():
+        for name, options in OPTIONS.items():
+            few = layout not in ("rows", "strided rows")
+            if few and name not in ("all_buffers", "diagonal"):
+                continue
+            for dtype in (torch.float32,) if few else (torch.float32, torch.bfloat16):
+                actual, expected = both(mesh, placements, dtype, 5, **options)
+                try:
+                    assert_same(actual, expected)
+                except AssertionError as error:
+                    raise AssertionError(f"{layout}, {name}, {dtype}") from error
+
+
+def one_process(model: nn.Module) -> list[nn.Parameter]:
+    return [nn.Parameter(p.full_tensor()) for p in model.parameters()]
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(10, 33), nn.Tanh(), nn.Linear(33, 34), nn.Tanh(), nn.Linear(34, 3)
+    )
+
+
+def fully_sharded(ranks: int) -> nn.Module:
+    model = network()
+    fully_shard(model[2], mesh=line(ranks))
+    return fully_shard(model, mesh=line(ranks))
+
+
+def hybrid_sharded(ranks: int) -> nn.Module:
+    return fully_shard(network(), mesh=square())
+
+
+def tensor_parallel(mesh: DeviceMesh) -> nn.Module:
+    plan = {"2": ColwiseParallel(), "4": RowwiseParallel()}
+    model = parallelize_module(network(), mesh, plan)
+    for name, p in model[0].named_parameters():
+        setattr(model[0], name, nn.Parameter(sharded(p, mesh, [Replicate()])))
+    model[0].register_forward_pre_hook(lambda _, x: distribute_tensor(x[0], mesh, [Replicate()]))
+    model[1].register_forward_hook(lambda *x: x[2].to_local())
+    return model
+
+
+def fully_sharded_tensor_parallel(ranks: int) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(network(), mesh["tp"], {"2": ColwiseParallel(), "4": RowwiseParallel()})
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+MODELS: dict[str, Callable[[int], nn.Module]] = {
+    "fully_shard": fully_sharded,
+    "hybrid": hybrid_sharded,
+    "tensor parallel": lambda ranks: tensor_parallel(square()["inner"]),
+    "fully_shard and tensor parallel": fully_sharded_tensor_parallel,
+}
+
+
+def loss_of(model: nn.Module, step: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + seed)
+    inputs = torch.randn(8, 10, generator=generator)
+    return (model(inputs) - inputs[:, :3].square()).square().mean()
+
+
+def full_gradients(model: nn.Module) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.full_tensor().clone() for p in model.parameters()]
+
+
+@case
+def models_train_as_in_one_process(ranks: int) -> None:
+    for name, make in MODELS.items():
+        model = make(ranks)
+        whole = one_process(model)
+        # The ranks are those of the mesh, without a process_group.
+        optimizer = shampoo(model.parameters(), grafting="adam", betas=(0.9, 0.99), lr=0.01)
+        alone = shampoo(whole, grafting="adam", betas=(0.9, 0.99), lr=0.01)
+        for step in range(4):
+            optimizer.zero_grad()
+            seed = 0 if "tensor" in name else dist.get_rank()
+            loss_of(model, step, seed).backward()
+            for p, grad in zip(whole, full_gradients(model), strict=True):
+                p.grad = grad
+            optimizer.step()
+            alone.step()
+        try:
+            assert_same(values(optimizer, [*model.parameters()]), values(alone, whole))
+        except AssertionError as error:
+            raise AssertionError(name) from error
+
+
+@case
+def accumulation_without_reduction(ranks: int) -> None:
+    model = fully_sharded(ranks)
+    whole = one_process(model)
+    optimizer, alone = shampoo(model.parameters()), shampoo(whole)
+    for step in range(3):
+        for half in range(2):
+            model.set_requires_gradient_sync(half == 1)
+            loss_of(model, 2 * step + half, dist.get_rank()).backward()
+        for p, grad in zip(whole, full_gradients(model), strict=True):
+            p.grad = grad
+        optimizer.step()
+        alone.step()
+        optimizer.zero_grad()
+    assert_same(values(optimizer, [*model.parameters()]), values(alone, whole))
+
+
+@case
+def frozen_parameters_and_new_groups(ranks: int) -> None:
+    mesh = line(ranks)
+    results = []
+    for is_sharded in (True, False):
+        params: list[Any] = parameters()
+        if is_sharded:
+            params = shards(params, mesh, [Shard(0)])
+        params[0].requires_grad_(False)
+        optimizer = shampoo(params[:5], dist.group.WORLD if is_sharded else None)
+        for step in range(6):
+            if step == 2:
+                optimizer.add_param_group({"params": params[5:], "lr": 0.02})
+            if step == 4:
+                params[0].requires_grad_(True)
+            set_gradients(params, step)
+            if step < 4:
+                params[0].grad = None
+            if step % 2:
+                params[3].grad = None
+            optimizer.step()
+        results.append(values(optimizer, params))
+    assert_same(*results)
+
+
+@case
+def buckets_and_rounding_keep_replicas_equal(ranks: int) -> None:
+    results = []
+    for options in ({"bucket_bytes": 1}, {"bucket_bytes": 2**25}, {"comm_dtype": torch.bfloat16}):
+        params = shards(parameters(), square(), [Replicate(), Shard(0)])
+        optimizer = shampoo(params, **options)
+        train(optimizer, params, range(3))
+        results.append(values(optimizer, params))
+        for p in params:
+            local = p.to_local().detach()
+            other = local.clone()
+            dist.broadcast(other, dist.get_rank() % 2, group=square().get_group("outer"))
+            assert torch.equal(local, other)
+    assert_same(results[0], results[1])
+    assert any(not torch.equal(results[0][key], results[2][key]) for key in results[0])
+
+
+@case
+def blocks_stay_in_their_shards(ranks: int) -> None:
+    """State of aligned blocks lies where the parameter does; others are shared out."""
+    params = shards(parameters(shapes=[(64, 32), (50, 16)]), line(ranks), [Shard(0)])
+    optimizer = shampoo(params)
+    train(optimizer, params, range(1))
+    assert optimizer.state[params[0]]["statistics.0"].shape == (2, 16, 16)
+    rows = optimizer.state[params[1]]["statistics.0"].shape[0]
+    assert rows <= 1
+    own = sum(t.numel() for p in params for t in optimizer.state[p].values())
+    whole = sum(t.numel() for s in optimizer.state_dict()["state"].values() for t in s.values())
+    assert own < 1.3 * whole / ranks
+
+
+@case
+def failures_are_those_of_all_ranks(ranks: int) -> None:
+    params = shards(parameters(), line(ranks), [Shard(0)])
+    optimizer = shampoo([(f"p{i}", p) for i, p in enumerate(params)])
+    train(optimizer, params, range(2))
+    before = values(optimizer, params)
+    last = dist.get_rank() == ranks - 1
+
+    set_gradients(params, 2)
+    if last:
+        params[0].grad.to_local().fill_(float("nan"))
+    optimizer.step()
+    assert_same(values(optimizer, params), before)
+
+    set_gradients(params, 2)
+    if last:
+        params[3].grad = None
+    kind, message = message_of(optimizer.step)
+    assert kind == "RuntimeError"
+    assert f"'p3' of group 0 (shape [33, 17]) has a gradient on rank 0, 1, 2 of" in message
+
+    set_gradients(params, 2)
+    if last:
+        optimizer.param_groups[0]["eps"] = -1.0
+    kind, message = message_of(optimizer.step)
+    assert ("eps must be" if last else f"rank {ranks - 1} of the process group raised") in message
+    optimizer.param_groups[0]["eps"] = 1e-4
+    assert_same(values(optimizer, params), before)
+
+    for attempt in range(3):
+        set_gradients(params, 2)
+        if dist.get_rank() == 0:
+            params[0].grad.to_local()[0, 0] = float("inf")
+        kind, message = message_of(optimizer.step)
+    assert "3 steps in a row" in message
+    assert "parameter 'p0' of group 0 (shape [40, 24])" in message
+
+
+@case
+def a_scaler_unscales_shards(ranks: int) -> None:
+    results = []
+    for scale in (1.0, 1024.0):
+        params = shards(parameters(), line(ranks), [Shard(0)])
+        optimizer = shampoo(params)
+        for step in range(3):
+            set_gradients(params, step)
+            for p in params:
+                p.grad *= scale
+            optimizer.grad_scale = torch.tensor(scale)
+            optimizer.found_inf = torch.tensor(float(step == 1 and dist.get_rank() == 2))
+            optimizer.step()
+            del optimizer.grad_scale, optimizer.found_inf
+        results.append(values(optimizer, params))
+    assert results[0]["step of 0"] == 2
+    assert_same(*results)
+
+
+@case
+def what_is_refused(ranks: int) -> None:
+    import torchium
+
+    mesh = line(ranks)
+    plain = nn.Parameter(torch.randn(4, 4))
+    mixed = [*shards(parameters(shapes=[(8, 8)]), mesh, [Shard(0)]), plain]
+    optimizer = shampoo([("a", mixed[0]), ("b", plain)])
+    set_gradients(mixed, 0)
+    kind, message = message_of(optimizer.step)
+    assert kind == "ValueError"
+    assert "parameter 'b' of group 0 (shape [4, 4]) is a plain tensor among DTensor" in message
+    shared = shampoo(mixed, dist.group.WORLD)
+    shared.step()
+    for make in (torchium.Adagrad, torchium.AdaHessian):
+        kind, message = message_of(lambda make=make: make(mixed[:1]))
+        assert kind == "ValueError"
+        assert "is a DTensor, which is not supported" in message
+    from torch.distributed.tensor import Partial
+
+    partial = nn.Parameter(DTensor.from_local(torch.randn(4, 4), mesh, [Partial()]))
+    kind, message = message_of(lambda: shampoo([partial]))
+    assert kind == "ValueError"
+    assert "must be replicated or sharded" in message
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    other = shampoo(mixed[:1], halves[dist.get_rank() // 2])
+    kind, message = message_of(other.step)
+    assert kind == "ValueError"
+    assert "no regular part of the ranks" in message

@@ -1,0 +1,140 @@
+"""Checkpoints of optimizers whose parameters are DTensors, on other numbers of ranks."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from shared_tools import OPTIONS, assert_same, case, parameters, shampoo
+from sharded_cases import MODELS, full_gradients, fully_sharded, loss_of, shards, train, values
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+
+@case
+def state_dicts_on_other_meshes(ranks: int) -> None:
+    rank = dist.get_rank()
+    options = OPTIONS["all_buffers"]
+    expected_params = parameters()
+    expected = shampoo(expected_params, **options)
+    train(expected, expected_params, range(4))
+    final = values(expected, expected_params)
+    meshes = {n: DeviceMesh("cpu", [*range(n)]) for n in (1, 2, 3, 4)}
+    for before, after in ((1, 2), (2, 1), (2, 3), (3, 2), (4, 2), (0, 3), (3, 0)):  # 0: one process
+        saved: list[Any] = [None, None]
+        params: list[Any] = parameters()
+        if rank < max(before, 1):
+            if before:
+                params = shards(params, meshes[before], [Shard(0)])
+            optimizer = shampoo(params, **options)
+            train(optimizer, params, range(2))
+            buffer = io.BytesIO()
+            torch.save(optimizer.state_dict(), buffer)
+            full = [p.full_tensor() if before else p for p in params]
+            saved = [buffer.getvalue(), [p.detach() for p in full]]
+        dist.broadcast_object_list(saved, 0)
+        params = [nn.Parameter(p.clone()) for p in saved[1]]
+        if rank < max(after, 1):
+            if after:
+                params = shards(params, meshes[after], [Shard(0)])
+            optimizer = shampoo(params, **options)
+            optimizer.load_state_dict(torch.load(io.BytesIO(saved[0])))
+            assert "statistics.0" in optimizer.state_dict()["state"][0]
+            train(optimizer, params, range(2, 4))
+            assert_same(values(optimizer, params), final)
+
+
+def step(model: nn.Module, optimizer: Any, seed: int) -> None:
+    optimizer.zero_grad()
+    loss_of(model, seed, 0).backward()
+    optimizer.step()
+
+
+@case
+def distributed_checkpoints_of_shards(ranks: int) -> None:
+    folder = Path(os.environ["SHARED_STEPS_FOLDER"])
+    for name in ("fully_shard", "hybrid", "fully_shard and tensor parallel"):
+        for flatten in (False, True):
+            options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+            model = MODELS[name](ranks)
+            optimizer = shampoo(model.parameters(), **OPTIONS["all_buffers"])
+            for i in range(2):
+                step(model, optimizer, i)
+            checkpoint = folder / f"dcp {name} {flatten}"
+            state = get_optimizer_state_dict(model, optimizer, options=options)
+            dcp.save({"model": model.state_dict(), "optimizer": state}, checkpoint_id=checkpoint)
+
+            other_model = MODELS[name](ranks)
+            start = [p.to_local().clone() for p in other_model.parameters()]
+            other = shampoo(other_model.parameters(), **OPTIONS["all_buffers"])
+            state = {
+                "model": other_model.state_dict(),
+                # Takes a step with gradients of zero and a learning rate of zero.
+                "optimizer": get_optimizer_state_dict(other_model, other, options=options),
+            }
+            for p, local in zip(other_model.parameters(), start, strict=True):
+                assert torch.equal(p.to_local(), local)
+            dcp.load(state, checkpoint_id=checkpoint)
+            other_model.load_state_dict(state["model"])
+            set_optimizer_state_dict(other_model, other, state["optimizer"], options=options)
+            for each, of in ((model, optimizer), (other_model, other)):
+                step(each, of, 2)
+            assert_same(
+                values(other, [*other_model.parameters()]),
+                values(optimizer, [*model.parameters()]),
+            )
+
+
+@case
+def full_state_dicts_on_one_rank(ranks: int) -> None:
+    """Saved by rank 0 alone, loaded and broadcast from there."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    model = fully_sharded(ranks)
+    optimizer = shampoo(model.parameters(), betas=(0.9, 0.9))
+    for i in range(2):
+        step(model, optimizer, i)
+    state = get_optimizer_state_dict(model, optimizer, options=options)
+    assert (len(state["state"]) > 0) == (dist.get_rank() == 0)
+    weights = [p.to_local().clone() for p in model.parameters()]
+    other_model = fully_sharded(ranks)
+    other = shampoo(other_model.parameters(), betas=(0.9, 0.9))
+    set_optimizer_state_dict(
+        other_model,
+        other,
+        state,
+        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+    )
+    with torch.no_grad():
+        for p, local in zip(other_model.parameters(), weights, strict=True):
+            p.to_local().copy_(local)
+    for each, of in ((model, optimizer), (other_model, other)):
+        step(each, of, 2)
+    assert_same(values(other, [*other_model.parameters()]), values(optimizer, [*model.parameters()]))
+
+
+@case
+def one_process_takes_over(ranks: int) -> None:
+    """A checkpoint of fully_shard, loaded by one process without torch.distributed.checkpoint."""
+    model = fully_sharded(ranks)
+    optimizer = shampoo(model.parameters(), betas=(0.9, 0.9))
+    for i in range(2):
+        step(model, optimizer, i)
+    whole = [nn.Parameter(p.full_tensor()) for p in model.parameters()]
+    alone = shampoo(whole, betas=(0.9, 0.9))
+    alone.load_state_dict(optimizer.state_dict())
+    step(model, optimizer, 2)
+    for p, grad in zip(whole, full_gradients(model), strict=True):
+        p.grad = grad
+    alone.step()
+    assert_same(values(optimizer, [*model.parameters()]), values(alone, whole))
