@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -128,7 +130,7 @@ class Shampoo(BlockedOptimizer):
         process_group (ProcessGroup, optional): the ranks that share the step, under
             ``DistributedDataParallel``: parameters and gradients are the same on all of them. Each keeps
             the state of its own blocks and computes their directions, which all gather. All ranks must
-            call :meth:`step` and :meth:`state_dict`. None: this process takes the whole step
+            call :meth:`step`, and :meth:`state_dict` in :meth:`consolidating`. None: this process takes the whole step
             (default: None).
         comm_dtype (torch.dtype): in which directions travel: ``torch.float32``, ``torch.bfloat16`` or
             ``torch.float16``; those of float64 parameters travel in float64 (default: torch.float32).
@@ -246,6 +248,25 @@ class Shampoo(BlockedOptimizer):
             RuntimeError: as :meth:`step`, or a graph is captured without ``capturable=True``.
         """
         self._renew_roots()
+
+    @contextmanager
+    def consolidating(self) -> Iterator[None]:
+        """A block that all ranks of the ``process_group`` run, in which :meth:`state_dict` gathers the state.
+
+        Each rank keeps the state of its own blocks. Outside of the block :meth:`state_dict` raises an error
+        instead of a wait for ranks that may not call it.
+
+        Example:
+            >>> with optimizer.consolidating():  # on all ranks
+            ...     state = optimizer.state_dict()
+            >>> if torch.distributed.get_rank() == 0:
+            ...     torch.save(state, "optimizer.pt")
+        """
+        before, self._consolidates = self._consolidates, True
+        try:
+            yield
+        finally:
+            self._consolidates = before
 
     def memory_report(self) -> MemoryReport:
         """Bytes of the state.

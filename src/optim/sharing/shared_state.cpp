@@ -223,7 +223,11 @@ bool join_states(std::vector<ParameterState*> states, const SharedBlocks& shared
         elements.push_back(&(state->*member));
       }
     }
-    if (elements.empty()) {
+    if (own.empty() && (whole.*member).defined()) {  // every rank has all keys
+      const at::Tensor none =
+          at::empty({0}, at::TensorOptions(shared.whole.device()).dtype(state_dtype(shared.whole)));
+      share.*member = (before.*member).defined() ? before.*member : none;
+    } else if (elements.empty()) {
       (share.*member).reset();
     } else {
       share.*member =

@@ -14,6 +14,7 @@ from shared_tools import (
     shampoo,
     train,
     values,
+    whole_state,
     world,
 )
 from torch import nn
@@ -72,12 +73,12 @@ def each_rank_keeps_its_share(ranks: int) -> None:
     optimizer = shampoo(params, world(), betas=(0.9, 0.99))
     train(optimizer, params, range(2))
     own = sum(t.numel() for p in params for t in optimizer.state[p].values())
-    whole = sum(t.numel() for s in optimizer.state_dict()["state"].values() for t in s.values())
+    whole = sum(t.numel() for s in whole_state(optimizer)["state"].values() for t in s.values())
     assert own < 1.2 * whole / ranks
     counts = torch.tensor([optimizer.state[params[0]]["statistics.0"].shape[0]])
     dist.all_reduce(counts)
     assert counts.item() == 16
-    assert optimizer.state_dict()["state"][0]["statistics.0"].shape == (16, 16, 16)
+    assert whole_state(optimizer)["state"][0]["statistics.0"].shape == (16, 16, 16)
 
 
 @case

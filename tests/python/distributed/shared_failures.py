@@ -7,6 +7,8 @@ import io
 import os
 import pickle
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from shared_tools import (
     shampoo,
     train,
     values,
+    whole_state,
     world,
 )
 from torch import nn
@@ -195,7 +198,7 @@ def checkpoints_on_other_numbers_of_ranks(ranks: int) -> None:
             optimizer = shampoo(params, groups.get(before), **options)
             train(optimizer, params, range(3))
             buffer = io.BytesIO()
-            torch.save(optimizer.state_dict(), buffer)
+            torch.save(whole_state(optimizer), buffer)
             saved = [buffer.getvalue(), [p.detach() for p in params]]
         dist.broadcast_object_list(saved, 0)
         params = [nn.Parameter(p.clone()) for p in saved[1]]
@@ -238,18 +241,73 @@ def distributed_checkpoints(ranks: int) -> None:
     model = network()
     optimizer = shampoo(model.parameters(), world(), betas=(0.9, 0.9))
     train(optimizer, [*model.parameters()], range(3))
-    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
+    with optimizer.consolidating():
+        dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
     other_model = network()
     other_model.load_state_dict(model.state_dict())
     other = shampoo(other_model.parameters(), world(), betas=(0.9, 0.9))
-    state = get_optimizer_state_dict(other_model, other)  # takes a step with gradients of zero
+    with other.consolidating():
+        state = get_optimizer_state_dict(other_model, other)  # takes a step with gradients of zero
     other_model.load_state_dict(model.state_dict())
     dcp.load({"optimizer": state}, checkpoint_id=folder)
-    set_optimizer_state_dict(other_model, other, state)
+    with other.consolidating():
+        set_optimizer_state_dict(other_model, other, state)
     params, others = [*model.parameters()], [*other_model.parameters()]
     train(optimizer, params, range(3, 5))
     train(other, others, range(3, 5))
     assert_same(values(other, others), values(optimizer, params))
+
+
+@case
+def a_rank_alone_does_not_wait_for_a_state_dict(ranks: int) -> None:
+    params = parameters()
+    optimizer = shampoo(params, world())
+    assert optimizer.state_dict()["state"] == {}
+    train(optimizer, params, range(1))
+    if dist.get_rank() == 0:
+        kind, message = message_of(optimizer.state_dict)
+        assert kind == "RuntimeError"
+        assert "with optimizer.consolidating()" in message
+    with optimizer.consolidating():
+        state = optimizer.state_dict()
+    alone = shampoo(parameters())
+    alone.load_state_dict(state)
+    assert alone.state_dict()["state"].keys() == state["state"].keys()
+
+
+@contextmanager
+def failing_products() -> Iterator[None]:
+    """As if this rank were out of memory."""
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise MemoryError("none left for products")
+
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        library.impl("baddbmm_", fail, "CPU")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+@case
+def an_error_during_the_work_of_one_rank_is_one_on_all(ranks: int) -> None:
+    params = parameters()
+    optimizer = shampoo(params, world(), update_freq=1)
+    train(optimizer, params, range(2))
+    before = [p.detach().clone() for p in params]
+    set_gradients(params, 2)
+    last = dist.get_rank() == ranks - 1
+    with failing_products() if last else nullcontext():
+        kind, message = message_of(optimizer.step)
+    if last:
+        assert "none left for products" in message, (kind, message)
+    else:
+        assert kind == "RuntimeError"
+        assert f"rank {ranks - 1} of the process group raised an error during its work" in message, message
+    assert all(torch.equal(p, old) for p, old in zip(params, before, strict=True))
 
 
 @case

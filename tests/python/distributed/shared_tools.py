@@ -130,10 +130,15 @@ def train(optimizer: Any, params: list[nn.Parameter], steps: range) -> None:
         optimizer.step()
 
 
+def whole_state(optimizer: Any) -> dict[str, Any]:
+    with optimizer.consolidating():
+        return optimizer.state_dict()  # type: ignore[no-any-return]
+
+
 def values(optimizer: Any, params: list[nn.Parameter]) -> dict[str, Tensor]:
     """Parameters and the whole state."""
     result = {f"parameter {i}": p.detach().clone() for i, p in enumerate(params)}
-    for i, state in optimizer.state_dict()["state"].items():
+    for i, state in whole_state(optimizer)["state"].items():
         result.update({f"{key} of {i}": value for key, value in state.items()})
     return result
 

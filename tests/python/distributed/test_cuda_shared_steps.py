@@ -61,7 +61,8 @@ def check_steps() -> None:
                 train(two, shared, steps)
                 check_same_on_both(shared)
                 buffer = io.BytesIO()
-                torch.save(two.state_dict(), buffer)
+                with two.consolidating():
+                    torch.save(two.state_dict(), buffer)
                 buffer.seek(0)
                 two.load_state_dict(torch.load(buffer))
             two.check_errors()

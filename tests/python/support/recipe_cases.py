@@ -167,9 +167,10 @@ def trainer(ranks: int, folder: Path) -> None:
 
     class SharedTrainer(Trainer):
         def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-            if not self.args.should_save:
-                self.optimizer.state_dict()  # all ranks gather the state that the first one saves
-            super()._save_optimizer_and_scheduler(output_dir)
+            with self.optimizer.optimizer.consolidating():  # inside of Accelerate's
+                if not self.args.should_save:
+                    self.optimizer.state_dict()  # all ranks gather the state that the first one saves
+                super()._save_optimizer_and_scheduler(output_dir)
 
     def end_of(steps: int, checkpoint: Path | None = None) -> Tensor:
         arguments = TrainingArguments(

@@ -35,6 +35,7 @@ class BlockedOptimizer(CoreOptimizer):
 
     # Set before the constructor runs by optimizers that can share their step.
     _sharing = Sharing.with_none()
+    _consolidates = False
 
     _plans: Any  # torch.classes.torchium.BlockedPlans
     # What the plans are bound to, and the options that they have, by group.
@@ -161,19 +162,37 @@ class BlockedOptimizer(CoreOptimizer):
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
-        """As :meth:`torch.optim.Optimizer.state_dict`.
+        """As :meth:`torch.optim.Optimizer.state_dict`: the whole state, which any number of processes can load.
 
-        With a ``process_group`` all of its ranks must call it, and each gets the whole state, which any
-        number of processes can load.
+        Ranks that share the step must all call it, and each gets all of it. With a ``process_group`` they
+        say so by ``consolidating()``; with ``DTensor`` parameters, whose checkpoints are made by all ranks,
+        they need not.
+
+        Raises:
+            RuntimeError: a rank with a ``process_group`` calls it outside of ``consolidating()``, where it
+                might wait for ever.
         """
         if not self._sharing.process_group:
             return super().state_dict()
+        if not (self._consolidates or self._has_shards() or self._owns_all_state()):
+            raise RuntimeError(
+                "each rank of the process_group keeps the state of its own blocks, and state_dict() would "
+                "wait for the others; call it on all ranks in a block `with optimizer.consolidating():`, "
+                "and save what it returns on one"
+            )
         share = self.state
         self.state = self._whole_state()
         try:
             return super().state_dict()
         finally:
             self.state = share
+
+    def _has_shards(self) -> bool:
+        return any(is_dtensor(p) for group in self.param_groups for p in group["params"])
+
+    def _owns_all_state(self) -> bool:
+        alone = group_named(self._sharing.process_group).size() == 1
+        return alone or not any(self._has_state(p) for p in self.state)
 
     def _whole_state(self) -> defaultdict[Tensor, Any]:
         state = defaultdict(dict, self.state)
