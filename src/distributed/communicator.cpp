@@ -94,8 +94,7 @@ std::function<void()> Communicator::begin_exchange(const at::Tensor& outgoing,
                                                    const std::vector<int64_t>& received) const {
   at::Tensor input = outgoing;
   std::vector<int64_t> output_sizes = received, input_sizes = sent;
-  const auto work =
-      group_->processes->alltoall_base(incoming, input, output_sizes, input_sizes);
+  const auto work = group_->processes->alltoall_base(incoming, input, output_sizes, input_sizes);
   return [work] { work->wait(); };
 }
 

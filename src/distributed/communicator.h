@@ -39,8 +39,8 @@ class Communicator {
   std::function<void()> begin_gather(const at::Tensor& part, at::Tensor all) const;
   // Begins to send the parts of `outgoing`, so many elements to each rank in order, and to receive
   // `incoming` in the same way. Returns the wait.
-  std::function<void()> begin_exchange(const at::Tensor& outgoing,
-                                       const std::vector<int64_t>& sent, at::Tensor incoming,
+  std::function<void()> begin_exchange(const at::Tensor& outgoing, const std::vector<int64_t>& sent,
+                                       at::Tensor incoming,
                                        const std::vector<int64_t>& received) const;
 
  private:

@@ -105,9 +105,8 @@ std::vector<Part> parts_of(const std::vector<Block>& blocks,
       if (!common) {
         continue;
       }
-      auto found =
-          std::find_if(parts.begin() + first, parts.end(),
-                       [&](const Part& part) { return part.rectangle == *common; });
+      auto found = std::find_if(parts.begin() + first, parts.end(),
+                                [&](const Part& part) { return part.rectangle == *common; });
       if (found == parts.end()) {
         parts.push_back({static_cast<int64_t>(b), *common, {}, 0});
         found = parts.end() - 1;

@@ -46,7 +46,7 @@ struct Part {
   int64_t block;
   Rectangle rectangle;
   std::vector<Holder> holders;  // ordered by rank
-  int64_t source;  // the holder whose gradient the owner of the block takes
+  int64_t source;               // the holder whose gradient the owner of the block takes
 };
 
 // The parts of all blocks, in order. Of several holders the owner of the block is the source if it

@@ -10,9 +10,9 @@
 
 namespace torchium::distributed {
 
-PartExchange::PartExchange(const Communicator& communicator,
-                           const std::vector<Transfer>& transfers, at::ScalarType dtype,
-                           at::ScalarType comm_dtype, int64_t bucket_bytes, c10::Device device)
+PartExchange::PartExchange(const Communicator& communicator, const std::vector<Transfer>& transfers,
+                           at::ScalarType dtype, at::ScalarType comm_dtype, int64_t bucket_bytes,
+                           c10::Device device)
     : communicator_(communicator),
       comm_dtype_(comm_dtype),
       offsets_(transfers.size(), 0),
@@ -23,8 +23,7 @@ PartExchange::PartExchange(const Communicator& communicator,
   std::vector<int64_t> sent, received;       // in the last bucket
   for (size_t i = 0; i < transfers.size(); ++i) {
     const auto& [from, to, elements] = transfers[i];
-    const bool fits = !members.empty() &&
-                      (sent[from] == 0 || sent[from] + elements <= most) &&
+    const bool fits = !members.empty() && (sent[from] == 0 || sent[from] + elements <= most) &&
                       (received[to] == 0 || received[to] + elements <= most);
     if (!fits) {
       members.emplace_back();
@@ -96,8 +95,7 @@ void PartExchange::run(const std::function<void(const std::vector<Arrival>&)>& t
     const at::Tensor all = slots[k % 2];
     std::vector<Arrival> arrivals;
     for (const auto& [transfer, offset, elements] : buckets_[k].arrivals) {
-      arrivals.push_back(
-          {transfer, all.narrow(0, offset, elements).to(buffer_.scalar_type())});
+      arrivals.push_back({transfer, all.narrow(0, offset, elements).to(buffer_.scalar_type())});
     }
     take(arrivals);
   }

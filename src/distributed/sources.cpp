@@ -163,8 +163,7 @@ std::vector<Source> sources(const std::vector<int64_t>& shape, const Sharding& s
     return result;
   }
   for (int64_t rank = 0; rank < ranks; ++rank) {
-    append_sources(result, rank,
-                   after_merging(local_segments(shape, sharding, rank), shape, dims));
+    append_sources(result, rank, after_merging(local_segments(shape, sharding, rank), shape, dims));
   }
   return result;
 }

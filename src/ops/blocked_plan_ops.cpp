@@ -57,8 +57,9 @@ Self make_plans(const std::string& optimizer, const std::string& process_group,
   return c10::make_intrusive<AdaHessianPlans>();
 }
 
-// Of a DTensor: its shape, and for each dimension of the mesh the size, the stride of the ranks, and
-// kind, dimension and split factor of the placement; then the number of ranks. Empty: a plain tensor.
+// Of a DTensor: its shape, and for each dimension of the mesh the size, the stride of the ranks,
+// and kind, dimension and split factor of the placement; then the number of ranks. Empty: a plain
+// tensor.
 using Numbers = std::vector<std::vector<int64_t>>;
 
 std::shared_ptr<const distributed::ShardedShape> sharded_shape(const Numbers& numbers) {
@@ -71,8 +72,8 @@ std::shared_ptr<const distributed::ShardedShape> sharded_shape(const Numbers& nu
   sharding.mesh = numbers[1];
   sharding.strides = numbers[2];
   for (size_t m = 0; m < sharding.mesh.size(); ++m) {
-    sharding.placements.push_back({static_cast<distributed::Placement::Kind>(numbers[3][m]),
-                                   numbers[4][m], numbers[5][m]});
+    sharding.placements.push_back(
+        {static_cast<distributed::Placement::Kind>(numbers[3][m]), numbers[4][m], numbers[5][m]});
   }
   sharding.ranks = numbers[6][0];
   return result;
@@ -102,8 +103,8 @@ std::vector<BlockedGroup> groups_from(const Self& self, const c10::IValue& optio
 
 // The states that have changed, for the caller to keep; empty: unchanged.
 Lists<Dict> bind(const Self& self, const c10::IValue& options, Lists<at::Tensor> params,
-                 Lists<std::string> names, const Lists<Dict>& states,
-                 const Lists<Numbers>& sharded, bool all_with_state) {
+                 Lists<std::string> names, const Lists<Dict>& states, const Lists<Numbers>& sharded,
+                 bool all_with_state) {
   using Active = BlockedPlans::Active;
   auto groups = groups_from(self, options, std::move(params), std::move(names), states, sharded);
   const auto before = groups;
@@ -220,12 +221,9 @@ std::tuple<Lists<int64_t>, std::string> memory_report(const Self& self, const c1
   return {std::move(rows), text_of(report)};
 }
 
-std::tuple<std::vector<ReportLine>, std::string> report(const Self& self,
-                                                        const c10::IValue& options,
-                                                        const Lists<at::Tensor>& params,
-                                                        const Lists<std::string>& names,
-                                                        const Lists<Dict>& states,
-                                                        const Lists<Numbers>& sharded) {
+std::tuple<std::vector<ReportLine>, std::string> report(
+    const Self& self, const c10::IValue& options, const Lists<at::Tensor>& params,
+    const Lists<std::string>& names, const Lists<Dict>& states, const Lists<Numbers>& sharded) {
   const auto report = self->report(groups_from(self, options, params, names, states, sharded));
   std::vector<ReportLine> lines;
   for (const auto& line : report.parameters) {

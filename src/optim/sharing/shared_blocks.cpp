@@ -53,8 +53,7 @@ SharedBlocks BlockOwners::cut(const BlockedGroup& group, size_t i) const {
   } else {
     cut_matrices(result, rules_.root_interval(*group.options));
   }
-  result.local_dims =
-      distributed::local_sizes(shape.vec(), result.sharding, rank_, result.dims);
+  result.local_dims = distributed::local_sizes(shape.vec(), result.sharding, rank_, result.dims);
   return result;
 }
 
@@ -75,8 +74,8 @@ void BlockOwners::cut_elements(SharedBlocks& result, int64_t unit) const {
       sources = in_shape;
     }
     for (distributed::Source& source : sources) {
-      const auto found = std::ranges::find(areas, source.rectangle,
-                                           &decltype(areas)::value_type::first);
+      const auto found =
+          std::ranges::find(areas, source.rectangle, &decltype(areas)::value_type::first);
       if (found == areas.end()) {
         areas.emplace_back(std::move(source.rectangle), 1);
       } else {

@@ -138,9 +138,9 @@ void SharedPlans::bind(std::vector<BlockedGroup>& groups, Active active) {
     shares[k].step = before.is_empty()
                          ? at::zeros({}, param.options().dtype(at::kDouble).requires_grad(false))
                          : before.step.to(device_, at::kDouble);
-    has_changed |= join_states(states, *p.shared, blocks_of(*p.shared, ranks_.rank()), before,
-                               plans_of_groups_[p.group]->planned_state(p.shared->whole),
-                               shares[k]);
+    has_changed |=
+        join_states(states, *p.shared, blocks_of(*p.shared, ranks_.rank()), before,
+                    plans_of_groups_[p.group]->planned_state(p.shared->whole), shares[k]);
   }
   if (has_changed) {
     blocks_.bind(of_blocks, active);

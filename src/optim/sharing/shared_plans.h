@@ -71,7 +71,8 @@ class SharedPlans : public BlockedPlans {
     size_t parameter;
     const distributed::Part* part;
     at::Tensor values;  // contiguous, in the dtype of the state
-    at::Tensor target;  // of the gradient of an own block, to copy them to; undefined: nothing to do
+    at::Tensor
+        target;  // of the gradient of an own block, to copy them to; undefined: nothing to do
   };
   struct Parameter {
     size_t group, index;
@@ -154,8 +155,7 @@ class SharedPlans : public BlockedPlans {
   std::vector<Update> own_updates(const Exchange& exchange, at::ScalarType dtype,
                                   const StepFindings& findings, Copies& copies) const;
   void apply(std::vector<Update> updates, const std::vector<at::Tensor>& rates) const;
-  void apply_all(const StepFindings& findings, const LearningRates& lr,
-                 const at::Tensor& all_well);
+  void apply_all(const StepFindings& findings, const LearningRates& lr, const at::Tensor& all_well);
   void take_block_failures();
   void report(const StepFindings& findings);
   bool is_kept(const StepFindings& findings, size_t group) const;

@@ -95,7 +95,8 @@ at::Tensor SharedPlans::agree_on_error(const HeldError& held) {
 
 void SharedPlans::check_last_step(const at::Tensor& failed) {
   const auto rank = failed.item<int64_t>();
-  TORCH_CHECK(rank == 0, "rank ", rank - 1, " of the process group raised an error during its work "
+  TORCH_CHECK(rank == 0, "rank ", rank - 1,
+              " of the process group raised an error during its work "
               "in step(); see its message. No parameter has changed, but the state of other ranks "
               "has: go on from a checkpoint");
 }
@@ -299,8 +300,7 @@ std::vector<SharedPlans::Update> SharedPlans::own_updates(const Exchange& exchan
       }
       for (const distributed::Part& part : p.shared->parts[own.block]) {
         if (part.source == ranks_.rank()) {  // the owner is the source where it holds the part
-          const at::Tensor values =
-              part_of_block(own.tensor, p.shared->blocks[own.block], part);
+          const at::Tensor values = part_of_block(own.tensor, p.shared->blocks[own.block], part);
           updates.push_back({index, target_of(index, part, copies),
                              values.to(exchange.updates->comm_dtype()).to(dtype).contiguous()});
         }

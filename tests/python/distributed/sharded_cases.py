@@ -144,7 +144,9 @@ def tensor_parallel(mesh: DeviceMesh) -> nn.Module:
 
 def fully_sharded_tensor_parallel(ranks: int) -> nn.Module:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = parallelize_module(network(), mesh["tp"], {"2": ColwiseParallel(), "4": RowwiseParallel()})
+    model = parallelize_module(
+        network(), mesh["tp"], {"2": ColwiseParallel(), "4": RowwiseParallel()}
+    )
     return fully_shard(model, mesh=mesh["dp"])
 
 
@@ -280,7 +282,7 @@ def failures_are_those_of_all_ranks(ranks: int) -> None:
         params[3].grad = None
     kind, message = message_of(optimizer.step)
     assert kind == "RuntimeError"
-    assert f"'p3' of group 0 (shape [33, 17]) has a gradient on rank 0, 1, 2 of" in message
+    assert "'p3' of group 0 (shape [33, 17]) has a gradient on rank 0, 1, 2 of" in message
 
     set_gradients(params, 2)
     if last:

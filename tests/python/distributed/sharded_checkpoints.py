@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from shared_tools import OPTIONS, assert_same, case, parameters, shampoo
 from sharded_cases import MODELS, full_gradients, fully_sharded, loss_of, shards, train, values
+from shared_tools import OPTIONS, assert_same, case, parameters, shampoo
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -120,7 +120,9 @@ def full_state_dicts_on_one_rank(ranks: int) -> None:
             p.to_local().copy_(local)
     for each, of in ((model, optimizer), (other_model, other)):
         step(each, of, 2)
-    assert_same(values(other, [*other_model.parameters()]), values(optimizer, [*model.parameters()]))
+    assert_same(
+        values(other, [*other_model.parameters()]), values(optimizer, [*model.parameters()])
+    )
 
 
 @case

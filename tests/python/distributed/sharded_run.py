@@ -9,7 +9,11 @@ from shared_tools import cases_in, run_cases
 
 def cases_of(ranks: int) -> list[str]:
     """All with four ranks; with three, over which no size of the cases is even, the equality."""
-    return cases_in("sharded_cases", "sharded_checkpoints") if ranks == 4 else ["shards_equal_one_process"]
+    return (
+        cases_in("sharded_cases", "sharded_checkpoints")
+        if ranks == 4
+        else ["shards_equal_one_process"]
+    )
 
 
 def run(rank: int, ranks: int, folder: str) -> None:

@@ -306,7 +306,9 @@ def an_error_during_the_work_of_one_rank_is_one_on_all(ranks: int) -> None:
         assert "none left for products" in message, (kind, message)
     else:
         assert kind == "RuntimeError"
-        assert f"rank {ranks - 1} of the process group raised an error during its work" in message, message
+        assert (
+            f"rank {ranks - 1} of the process group raised an error during its work" in message
+        ), message
     assert all(torch.equal(p, old) for p, old in zip(params, before, strict=True))
 
 

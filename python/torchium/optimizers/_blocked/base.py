@@ -228,9 +228,7 @@ class BlockedOptimizer(CoreOptimizer):
 
     def _forget_derived(self) -> None:
         super()._forget_derived()
-        self._plans = torch.classes.torchium.BlockedPlans(
-            self._OPTIONS.optimizer, *self._sharing
-        )
+        self._plans = torch.classes.torchium.BlockedPlans(self._OPTIONS.optimizer, *self._sharing)
         self._shards = Shards()
         # Looked up once: each runs in every step.
         self._prepare = self._plans.prepare

@@ -139,6 +139,8 @@ def _strides(mesh: Tensor, ranks: list[int]) -> list[int] | None:
         strides.append(max(1, int(places[tuple(second)] - places[tuple(first)])))
     for m, (size, stride) in enumerate(zip(mesh.shape, strides, strict=True)):
         shape = [size if d == m else 1 for d in range(mesh.ndim)]
-        if not torch.equal(places // stride % size, torch.arange(size).view(shape).expand_as(places)):
+        if not torch.equal(
+            places // stride % size, torch.arange(size).view(shape).expand_as(places)
+        ):
             return None
     return strides

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed
@@ -48,7 +48,9 @@ class Sharing(NamedTuple):
 
 
 def group_named(name: str) -> ProcessGroup:
-    return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[no-any-return]
+    c10d: Any = torch.distributed.distributed_c10d
+    group: ProcessGroup = c10d._resolve_process_group(name)
+    return group
 
 
 def warn_of_repeated_work(optimizer: str) -> None:
