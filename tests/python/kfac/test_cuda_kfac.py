@@ -219,9 +219,12 @@ def test_every_factor_has_its_own_damping(scale: float, damping: float, solver: 
         ):
             eye = torch.eye(F_.shape[-1], device="cuda", dtype=torch.double)
             s = torch.maximum(s, 2**-20 * F_.norm()).clamp_min(1e-8)
-            residual = ((F_ + s * eye) @ X.double() - eye).norm() / eye.norm()
-            condition = (F_.norm() / s).item()
-            assert residual < 1e-4 + 1e-6 * condition
+            D = F_ + s * eye
+            error = D @ X.double() - eye
+            if F_.norm() < 3e3 * s:  # another damping would show in every small eigenvalue
+                assert error.norm() < 0.05 * eye.norm()
+            else:  # what is accepted, estimated from one vector
+                assert (error @ D).norm() < 0.35 * D.norm()
 
 
 @pytest.mark.parametrize(("size", "count"), [(576, 40000), (256, 65536), (1152, 5001), (3072, 700)])
