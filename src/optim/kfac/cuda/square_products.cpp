@@ -112,7 +112,8 @@ class SplitSquares {
 
 bool has_square_products(const at::Tensor& M) {
   return M.is_cuda() && M.scalar_type() == at::kFloat && M.dim() == 3 && M.size(0) > 0 &&
-         M.size(1) == M.size(2) && has_split_products(M.size(1), M.size(1));
+         M.size(1) == M.size(2) &&
+         has_split_products(split_pitch(M.size(1)), M.size(1));  // parts have the pitch in rows too
 }
 
 at::Tensor square_product(const at::Tensor& A, const at::Tensor& B) {
