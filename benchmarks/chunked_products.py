@@ -36,9 +36,9 @@ def relative_error(C: Tensor, A: Tensor, B: Tensor) -> float:
 
 
 def measure_limited(report: Report, device: str, rounds: int, n: int, dtype: torch.dtype) -> None:
-    """Operands on the device, and a quarter of one's bytes as workspace."""
+    """Operands on the device, and half of one's bytes as workspace."""
     A, B = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-    limit = max(MIB, A.nbytes // 4)
+    limit = max(MIB, A.nbytes // 2)
     functions: dict[str, Callable[[], Tensor]] = {
         IN_CORE: lambda: A @ B,
         "torchium chunked_matmul": lambda: chunked_matmul(A, B),

@@ -1,6 +1,7 @@
 #include "linalg/products/stream_plan.h"
 
 #include <algorithm>
+#include <limits>
 
 namespace torchium::linalg::detail {
 namespace {
@@ -9,6 +10,8 @@ namespace {
 // first copy in and the last copy out.
 constexpr int64_t kMostOfChunk = 4096, kLeastOfChunk = 1024, kChunks = 8;
 constexpr int64_t kLeastSplitChunk = 256;
+// Of the product of two chunks: 128 tiles of 128 x 128, about one per multiprocessor.
+constexpr int64_t kLeastElements = int64_t{1} << 21;
 // Roundings of the allocator, and what a split product keeps per call.
 constexpr int64_t kAllocations = 16 * 512;
 
@@ -52,16 +55,11 @@ StreamPlan whole_plan(const StreamSizes& s) {
   return plan;
 }
 
-// The most chunks of A, or else of B, that fit; 0 rows: not even one does.
-StreamPlan plan_with(const StreamSizes& s, bool keeps_rows, double budget) {
-  StreamPlan plan = whole_plan(s);
+// The most chunks of A, or else of B, that fit with these sizes; 0 rows: not even one does.
+StreamPlan filled(const StreamSizes& s, bool keeps_rows, double budget, StreamPlan plan) {
   int64_t& kept = keeps_rows ? plan.rows_on_device : plan.columns_on_device;
   plan.rows_on_device = plan.columns_on_device = 1;
-  while (buffer_bytes(s, plan) > budget) {
-    int64_t& larger = plan.rows >= plan.columns ? plan.rows : plan.columns;
-    if (larger == 1) return {};
-    larger = aligned_size((larger + 1) / 2, larger);
-  }
+  if (buffer_bytes(s, plan) > budget) return {};
   int64_t fewest = 1;
   int64_t most = keeps_rows ? chunks_of_size(s.m, plan.rows) : chunks_of_size(s.n, plan.columns);
   while (fewest < most) {
@@ -76,7 +74,7 @@ StreamPlan plan_with(const StreamSizes& s, bool keeps_rows, double budget) {
   return plan;
 }
 
-// Bytes of A and B that are copied to the device if chunks of one of them pass.
+// Bytes of A and B that are copied to the device if chunks of one of them pass, per term.
 double copied_bytes(const StreamSizes& s, const StreamPlan& plan, bool keeps_rows) {
   const double A = s.A_on_host ? static_cast<double>(s.m) : 0.0;
   const double B = s.B_on_host ? static_cast<double>(s.n) : 0.0;
@@ -86,12 +84,40 @@ double copied_bytes(const StreamSizes& s, const StreamPlan& plan, bool keeps_row
   return keeps_rows ? A + B * static_cast<double>(panels) : B + A * static_cast<double>(panels);
 }
 
+// Chunks of one operand pass: those sizes, whole or halved, that copy the fewest bytes and whose
+// products still fill a device; otherwise the first that fit.
+StreamPlan panel_plan(const StreamSizes& s, double budget) {
+  const StreamPlan whole = whole_plan(s);
+  StreamPlan best{};
+  double fewest = std::numeric_limits<double>::infinity();
+  const auto consider = [&](int64_t rows, int64_t columns) {
+    for (const bool keeps_rows : {false, true}) {
+      const StreamPlan plan = filled(s, keeps_rows, budget, {rows, columns, 1, 1, s.out_on_host});
+      if (plan.rows == 0 || copied_bytes(s, plan, keeps_rows) >= fewest) continue;
+      best = plan;
+      fewest = copied_bytes(s, plan, keeps_rows);
+    }
+  };
+  for (const int64_t rows : {whole.rows, whole.rows / 2, whole.rows / 4}) {
+    for (const int64_t columns : {whole.columns, whole.columns / 2, whole.columns / 4}) {
+      if (rows % kTileAlignment == 0 && columns % kTileAlignment == 0 &&
+          rows * columns >= kLeastElements) {
+        consider(rows, columns);
+      }
+    }
+  }
+  for (int64_t rows = whole.rows, columns = whole.columns; best.rows == 0;) {
+    consider(rows, columns);
+    int64_t& larger = rows >= columns ? rows : columns;
+    if (larger == 1) break;
+    larger = aligned_size((larger + 1) / 2, larger);
+  }
+  return best;
+}
+
 StreamPlan best_plan(const StreamSizes& s, double budget) {
   const StreamPlan whole = whole_plan(s);
-  if (buffer_bytes(s, whole) <= budget) return whole;
-  const StreamPlan columns = plan_with(s, false, budget), rows = plan_with(s, true, budget);
-  if (columns.rows == 0) return columns;  // a single element of either does not fit
-  return copied_bytes(s, rows, true) < copied_bytes(s, columns, false) ? rows : columns;
+  return buffer_bytes(s, whole) <= budget ? whole : panel_plan(s, budget);
 }
 
 }  // namespace
