@@ -62,9 +62,9 @@ struct SingularValues {
 //
 // In float32 and 16 bits on a GPU with fast float64 all matrices at once, without a host wait: from
 // the polar factor, in float64, and the eigenproblem of H (Higham and Papadimitriou 1994). Errors
-// of S, and of U S V^T, relative to the largest singular value, are those of float32 symmetric
-// eigenproblems: up to (4 + sqrt(k) / 4) epsilon. Elsewhere by at::linalg_svd. A matrix with NaN or
-// Inf yields NaN.
+// are those of float32 symmetric eigenproblems. Measured at k = 1024, in units of epsilon, and of
+// the largest singular value where it counts: 13 of S, 44 of U S V^T, 17 of U^T U and V^T V.
+// Elsewhere by at::linalg_svd. A matrix with NaN or Inf yields NaN.
 TORCHIUM_API SingularValues svd(const at::Tensor& A);
 
 }  // namespace torchium::linalg

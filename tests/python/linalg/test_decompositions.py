@@ -202,6 +202,8 @@ def test_svd(shape, dtype, scale, kind, device):
     assert (S.diff() <= 0).all()
     identity = torch.eye(k, dtype=torch.float64, device=device)
     unit = 8 * (floor(k, computed_in(dtype)) + rounding(dtype))
+    if device.type == "cuda" and dtype == torch.float64:
+        unit *= 8  # torch.linalg.svd's Jacobi method
     for Q in (U.double(), Vh.mT.double()):
         assert (norm(Q.mT @ Q - identity) <= unit * k).all()
     exact = torch.linalg.svdvals(A.double())
