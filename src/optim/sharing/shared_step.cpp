@@ -181,11 +181,11 @@ StepFindings SharedPlans::agreed(const LearningRates& lr, const at::Tensor& foun
   StepFindings own;
   std::vector<std::string> names;
   try {
-    if (failed_.defined()) {
-      check_last_step(std::exchange(failed_, {}));
-    }
     gather_gradients();
     own = examine();
+    if (failed_.defined()) {  // the host has just waited for what comes after it
+      check_last_step(std::exchange(failed_, {}));
+    }
     Hash hash;
     hash.add(static_cast<int64_t>(setup_));
     for (size_t g = 0; g < options_.size(); ++g) {
