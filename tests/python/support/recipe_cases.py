@@ -153,7 +153,8 @@ def accelerate(ranks: int, folder: Path) -> None:
 
     first, second = epoch(), epoch()
     assert second < first
-    accelerator.save_state(folder / "state")
+    with optimizer.optimizer.consolidating():  # inside of Accelerate's
+        accelerator.save_state(folder / "state")
     after = [values(model)] if epoch() else []
     accelerator.load_state(folder / "state")
     epoch()
