@@ -1,6 +1,7 @@
 // The plans of K-FAC and natural gradient, one of all groups each, and the capture of layer calls,
 // as torch.classes.torchium: registration, no maths.
 
+#include "distributed/communicator.h"
 #include "ops/module_capture.h"
 #include "ops/option_ops.h"
 #include "ops/plan_conversions.h"
@@ -69,13 +70,19 @@ std::tuple<double, double> damping_update(const c10::intrusive_ptr<Plan>& self, 
   return self->damping_update(loss_before, loss_after);
 }
 
-// `make`: the plan of an optimizer by its name.
-template <typename Plan>
-torch::class_<Plan> register_joint_plan(torch::Library& m, const char* name,
-                                        c10::intrusive_ptr<Plan> (*make)(std::string)) {
+// `make`: the plan of an optimizer by its name. The constructor also takes the name under which
+// Python has registered the process group (empty: none).
+template <typename Plan, c10::intrusive_ptr<Plan> (*make)(const std::string&)>
+torch::class_<Plan> register_joint_plan(torch::Library& m, const char* name) {
   using Self = c10::intrusive_ptr<Plan>;
   return m.class_<Plan>(name)
-      .def(torch::init(make))
+      .def(torch::init([](const std::string& optimizer, const std::string& process_group) {
+        Self plan = make(optimizer);
+        if (!process_group.empty()) {
+          plan->share_with(std::make_shared<distributed::Communicator>(process_group));
+        }
+        return plan;
+      }))
       .def("set_options",
            [](const Self& self, const c10::IValue& groups) {
              std::vector<std::shared_ptr<const torch::optim::OptimizerOptions>> kept;
@@ -109,6 +116,7 @@ torch::class_<Plan> register_joint_plan(torch::Library& m, const char* name,
            [](const Self& self, int64_t groups) {
              return self->next_steps(static_cast<size_t>(groups));
            })
+      .def("withdraw", [](const Self& self) { self->withdraw(); })
       .def("prepare", [](const Self& self) { return self->prepare(); })
       .def("missing_state", [](const Self& self) { return self->missing_state(); })
       .def("step",
@@ -124,7 +132,7 @@ torch::class_<Plan> register_joint_plan(torch::Library& m, const char* name,
       });
 }
 
-c10::intrusive_ptr<KfacPlan> make_kfac_plan(std::string optimizer) {
+c10::intrusive_ptr<KfacPlan> make_kfac_plan(const std::string& optimizer) {
   if (optimizer == "KFAC") {
     return c10::make_intrusive<KfacPlan>();
   }
@@ -133,7 +141,7 @@ c10::intrusive_ptr<KfacPlan> make_kfac_plan(std::string optimizer) {
 
 void register_kfac_plan(torch::Library& m) {
   using Self = c10::intrusive_ptr<KfacPlan>;
-  register_joint_plan<KfacPlan>(m, "KfacPlan", make_kfac_plan)
+  register_joint_plan<KfacPlan, make_kfac_plan>(m, "KfacPlan")
       .def("due",
            [](const Self& self) {
              std::vector<int64_t> due;
@@ -204,13 +212,14 @@ void register_kfac_plan(torch::Library& m) {
 // Solver, samples, rows, iterations, relative residual.
 using Solved = std::tuple<std::string, int64_t, int64_t, int64_t, double>;
 
-c10::intrusive_ptr<NaturalGradientPlan> make_natural_gradient_plan(std::string /*optimizer*/) {
+c10::intrusive_ptr<NaturalGradientPlan> make_natural_gradient_plan(
+    const std::string& /*optimizer*/) {
   return c10::make_intrusive<NaturalGradientPlan>();
 }
 
 void register_natural_gradient_plan(torch::Library& m) {
   using Self = c10::intrusive_ptr<NaturalGradientPlan>;
-  register_joint_plan<NaturalGradientPlan>(m, "NaturalGradientPlan", make_natural_gradient_plan)
+  register_joint_plan<NaturalGradientPlan, make_natural_gradient_plan>(m, "NaturalGradientPlan")
       .def("is_refresh", [](const Self& self) { return self->is_refresh(); })
       .def("is_start", [](const Self& self) { return self->is_start(); })
       .def("record", [](const Self& self, const at::Tensor& input,

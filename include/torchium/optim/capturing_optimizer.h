@@ -14,6 +14,12 @@
 #include <tuple>
 #include <vector>
 
+namespace c10d {
+class ProcessGroup;
+}  // namespace c10d
+namespace torchium::distributed {
+class Communicator;
+}  // namespace torchium::distributed
 namespace torchium::gradients::detail {
 class ModelLayers;
 class OperatorCapture;
@@ -42,10 +48,11 @@ using StateChange = std::tuple<int64_t, std::string, std::optional<at::Tensor>>;
 /// option. Those of a parameter are also dropped when its gradient is set to undefined. All
 /// parameters must be on one device.
 ///
-/// step() throws c10::Error, and changes nothing, if several processes have exchanged tensors since
-/// calls were last dropped. Captures of several processes are not combined, so their parameters
-/// would drift apart. Operators of a c10d::ProcessGroup are detected. A backend that is used
-/// without one is not, nor is an exchange while the optimizer does not capture.
+/// Several processes share the steps of an optimizer with a process_group among its options.
+/// Without one step() throws c10::Error, and changes nothing, if several processes have exchanged
+/// tensors since calls were last dropped: what they capture would not be combined, and their
+/// parameters would drift apart. Operators of a c10d::ProcessGroup are detected. A backend that is
+/// used without one is not, nor is an exchange while the optimizer does not capture.
 class TORCHIUM_API CapturingOptimizer : public SecondOrderOptimizer {
  public:
   ~CapturingOptimizer() override;
@@ -72,6 +79,9 @@ class TORCHIUM_API CapturingOptimizer : public SecondOrderOptimizer {
   // ---- what an optimizer defines
 
   virtual c10::intrusive_ptr<detail::JointPlan> make_plan() const = 0;
+  // process_group of these options.
+  virtual std::shared_ptr<const distributed::Communicator> ranks_of(
+      const Options& options) const = 0;
   // Whether calls of the parameter may be captured.
   virtual bool is_watched(const at::Tensor& param) const { return true; }
   // Whether calls of batch norm are captured, which mix samples in training mode.
@@ -104,6 +114,8 @@ class TORCHIUM_API CapturingOptimizer : public SecondOrderOptimizer {
   // Drops the captured calls, and decides what to capture next.
   void forget_captures();
 
+  // Throws c10::ValueError for a process_group that is not that of the optimizer.
+  void check_together(const std::vector<const Options*>& groups) const override;
   void take_step() override;
   StateList fit_states(size_t group, const Options& options,
                        const StateList& loaded) const override;
@@ -112,6 +124,7 @@ class TORCHIUM_API CapturingOptimizer : public SecondOrderOptimizer {
 
  private:
   bool is_bound() const;
+  void prepare_step(const std::vector<at::Tensor>& active);
   void adopt_options();
   void change_states(const std::vector<detail::StateChange>& changes);
 

@@ -99,11 +99,20 @@ struct TORCHIUM_API KFACOptions : public torch::optim::OptimizerCloneableOptions
   TORCH_ARG(Schedules, schedules) = {};
 
  public:
+  /// The ranks that share the step, where parameters and gradients are the same on all of them and
+  /// each has its own samples: factors are those of all samples. All ranks must call step(). In the
+  /// defaults of the optimizer alone, and not saved. Null: no group.
+  KFACOptions& process_group(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+  const std::shared_ptr<const distributed::Communicator>& ranks() const { return ranks_; }
+
   void serialize(torch::serialize::InputArchive& archive) override;
   void serialize(torch::serialize::OutputArchive& archive) const override;
   TORCHIUM_API friend bool operator==(const KFACOptions& lhs, const KFACOptions& rhs);
   double get_lr() const override;
   void set_lr(const double lr) override;
+
+ private:
+  std::shared_ptr<const distributed::Communicator> ranks_;
 };
 
 /// State of one parameter. The weight of a layer has the layer's factors: one matrix per channel
@@ -261,6 +270,7 @@ class TORCHIUM_API KFAC : public CapturingOptimizer {
   void follow_schedules() override;
   std::unique_ptr<SecondOrderParamState> make_empty_state() const override;
   c10::intrusive_ptr<detail::JointPlan> make_plan() const override;
+  std::shared_ptr<const distributed::Communicator> ranks_of(const Options& options) const override;
   bool is_watched(const at::Tensor& param) const override;
   bool captures_next() override;
   bool takes_batch_norm() const override { return true; }

@@ -50,12 +50,19 @@ struct TORCHIUM_API KFACPreconditionerOptions
   TORCH_ARG(Schedules, schedules) = {};
 
  public:
+  /// As in KFACOptions.
+  KFACPreconditionerOptions& process_group(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+  const std::shared_ptr<const distributed::Communicator>& ranks() const { return ranks_; }
+
   void serialize(torch::serialize::InputArchive& archive) override;
   void serialize(torch::serialize::OutputArchive& archive) const override;
   TORCHIUM_API friend bool operator==(const KFACPreconditionerOptions& lhs,
                                       const KFACPreconditionerOptions& rhs);
   double get_lr() const override;
   void set_lr(const double lr) override;
+
+ private:
+  std::shared_ptr<const distributed::Communicator> ranks_;
 };
 
 /// KFAC without its update: step() replaces the gradients of the layers by the direction of K-FAC,
@@ -92,6 +99,7 @@ class TORCHIUM_API KFACPreconditioner : public KFAC {
   void check_together(const std::vector<const Options*>& groups) const override;
   void follow_schedules() override;
   c10::intrusive_ptr<detail::JointPlan> make_plan() const override;
+  std::shared_ptr<const distributed::Communicator> ranks_of(const Options& options) const override;
   std::string fallback_note(const std::string& names) const override;
   const char* name() const override { return "KFACPreconditioner"; }
 };

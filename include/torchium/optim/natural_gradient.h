@@ -68,12 +68,21 @@ struct TORCHIUM_API NaturalGradientOptions
   TORCH_ARG(std::string, graphs) = "auto";
 
  public:
+  /// The ranks that share the step, where parameters and gradients are the same on all of them and
+  /// each has its own samples: the matrix is that of all samples. All ranks must call step(). In
+  /// the defaults of the optimizer alone, and not saved. Null: no group.
+  NaturalGradientOptions& process_group(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+  const std::shared_ptr<const distributed::Communicator>& ranks() const { return ranks_; }
+
   void serialize(torch::serialize::InputArchive& archive) override;
   void serialize(torch::serialize::OutputArchive& archive) const override;
   TORCHIUM_API friend bool operator==(const NaturalGradientOptions& lhs,
                                       const NaturalGradientOptions& rhs);
   double get_lr() const override;
   void set_lr(const double lr) override;
+
+ private:
+  std::shared_ptr<const distributed::Communicator> ranks_;
 };
 
 /// State of one parameter. With update_freq > 1 it has a part of the batch of the last refresh: the
@@ -175,6 +184,7 @@ class TORCHIUM_API NaturalGradient : public CapturingOptimizer {
   void check_together(const std::vector<const Options*>& groups) const override;
   std::unique_ptr<SecondOrderParamState> make_empty_state() const override;
   c10::intrusive_ptr<detail::JointPlan> make_plan() const override;
+  std::shared_ptr<const distributed::Communicator> ranks_of(const Options& options) const override;
   bool captures_next() override;
   void check_layers(const std::vector<at::Tensor>& active) override;
   const char* name() const override { return "NaturalGradient"; }

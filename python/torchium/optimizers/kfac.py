@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from ._core.factors import FactorCapture
 from ._core.options import OptionList
 from ._core.plan import JointPlan
 from ._core.schedules import Group, schedules_in
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class KFACReport(TypedDict):
@@ -192,6 +195,9 @@ class KFAC(CapturingOptimizer):
             ``fisher="empirical"``. It may be set later as an attribute; a copy of the optimizer has none
             (default: None).
         maximize (bool): go up instead of down (default: False).
+        process_group (ProcessGroup, optional): the ranks that share the step, as under
+            ``DistributedDataParallel``: parameters and gradients are the same on all of them, and each has samples of
+            its own. The factors are those of all samples. All ranks must call :meth:`step` (default: None, this process alone).
 
     Raises:
         ValueError: an option is out of its range or, where it must not, differs between groups; a
@@ -203,8 +209,8 @@ class KFAC(CapturingOptimizer):
         into an optimizer that was given the model, or whose model has run; else it drops them, without
         an error.
 
-        The hooks work under ``torch.compile``, with a break of the graph at each layer. Under
-        ``torch.distributed`` with more than one process :meth:`step` raises ``RuntimeError``.
+        The hooks work under ``torch.compile``, with a break of the graph at each layer. With several
+        processes of ``torch.distributed`` and no ``process_group`` :meth:`step` raises ``RuntimeError``.
 
     Example:
         >>> model = torch.nn.Linear(10, 2)
@@ -253,8 +259,10 @@ class KFAC(CapturingOptimizer):
         adaptive_damping: bool = False,
         grad_scaler: GradScaler | None = None,
         maximize: bool = False,
+        process_group: ProcessGroup | None = None,
     ) -> None:
-        super().__init__(params_or_model, self._OPTIONS.given(locals()), grad_scaler)
+        options = self._OPTIONS.given(locals())
+        super().__init__(params_or_model, options, grad_scaler, process_group)
 
     def update_curvature(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from ._core.amp import found_non_finite, has_unscaled
 from ._core.capturing import CapturingOptimizer, ParamsOrModel
 from ._core.options import OptionList
 from .kfac import KFAC
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class KFACPreconditioner(KFAC):
@@ -82,6 +86,7 @@ class KFACPreconditioner(KFAC):
         factor_dtype (torch.dtype, optional): default: None.
         grad_scaler (GradScaler, optional): the scaler of the loss, under mixed precision. Required whenever
             one is used (default: None).
+        process_group (ProcessGroup, optional): as for :class:`KFAC` (default: None).
 
     Raises:
         ValueError: as for :class:`KFAC`; and from ``step()``, if a ``GradScaler`` calls it, or if
@@ -124,9 +129,10 @@ class KFACPreconditioner(KFAC):
         max_factor_size: int = 5000,
         factor_dtype: torch.dtype | str | None = None,
         grad_scaler: GradScaler | None = None,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         options = self._OPTIONS.given(locals())
-        CapturingOptimizer.__init__(self, params_or_model, options, grad_scaler)
+        CapturingOptimizer.__init__(self, params_or_model, options, grad_scaler, process_group)
 
     def _refuse_misuse(self) -> None:
         if hasattr(self, "found_inf"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from .._per_sample.sample_loss import LossFunction
 from ._core.capturing import CapturingOptimizer, ParamsOrModel
 from ._core.options import OptionList
 from ._core.plan import JointPlan
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class NaturalGradient(CapturingOptimizer):
@@ -113,6 +116,9 @@ class NaturalGradient(CapturingOptimizer):
             at most 5 % of the state or 1 % of the device's; ``"always"`` or True; ``"never"`` or
             False. A change of another option than ``lr``, and of the shapes of a batch, begins with
             launched steps (default: "auto").
+        process_group (ProcessGroup, optional): the ranks that share the step, as under
+            ``DistributedDataParallel``: parameters and gradients are the same on all of them, and each has samples of
+            its own. The matrix is that of all samples. All ranks must call :meth:`step` (default: None, this process alone).
 
     Raises:
         ValueError: an option is out of its range or, where it must not, differs between groups; a
@@ -131,8 +137,8 @@ class NaturalGradient(CapturingOptimizer):
         With ``update_freq`` above 1, ``flatten_optimizer_state_dict=True`` of
         ``torch.distributed.checkpoint`` drops the batch, without an error: the next step captures its own.
 
-        The hooks work under ``torch.compile``, with a break of the graph at each layer. Under
-        ``torch.distributed`` with more than one process :meth:`step` raises ``RuntimeError``.
+        The hooks work under ``torch.compile``, with a break of the graph at each layer. With several
+        processes of ``torch.distributed`` and no ``process_group`` :meth:`step` raises ``RuntimeError``.
 
     Example:
         >>> model = torch.nn.Linear(10, 2)
@@ -167,8 +173,10 @@ class NaturalGradient(CapturingOptimizer):
         grad_scaler: GradScaler | None = None,
         maximize: bool = False,
         graphs: str | bool = "auto",
+        process_group: ProcessGroup | None = None,
     ) -> None:
-        super().__init__(params_or_model, self._OPTIONS.given(locals()), grad_scaler)
+        options = self._OPTIONS.given(locals())
+        super().__init__(params_or_model, options, grad_scaler, process_group)
         self._check_known_layers()
 
     @staticmethod

@@ -1,5 +1,6 @@
 #include "torchium/optim/capturing_optimizer.h"
 
+#include "distributed/communicator.h"
 #include "gradients/capture/model_layers.h"
 #include "gradients/capture/operator_capture.h"
 #include "optim/capture/joint_plan.h"
@@ -63,8 +64,13 @@ void CapturingOptimizer::add_param_group(const torch::optim::OptimizerParamGroup
 
 at::Tensor CapturingOptimizer::step(LossClosure closure) {
   refuse_moved_from();
-  follow_schedules();  // a wrong option leaves what was captured
-  check_groups();
+  try {  // a wrong option leaves what was captured
+    follow_schedules();
+    check_groups();
+  } catch (...) {
+    plan_->withdraw();
+    throw;
+  }
   at::Tensor loss;
   try {
     loss = SecondOrderOptimizer::step(std::move(closure));
@@ -86,6 +92,7 @@ void CapturingOptimizer::zero_grad(bool set_to_none) {
 
 void CapturingOptimizer::forget_derived() {
   plan_ = make_plan();
+  plan_->share_with(ranks_of(defaults()));
   capture_ = nullptr;  // brings its calls to the plan
 }
 
@@ -233,17 +240,43 @@ bool CapturingOptimizer::mixes_samples(const std::vector<int64_t>& passes) const
                      [&](int64_t pass) { return capture_->mixes_samples(pass); });
 }
 
+void CapturingOptimizer::check_together(const std::vector<const Options*>& groups) const {
+  const auto ranks = ranks_of(defaults());
+  for (const Options* options : groups) {
+    const auto own = ranks_of(*options);
+    TORCH_CHECK_VALUE(
+        own == nullptr || (ranks != nullptr && own->has_group_of(*ranks)),
+        "process_group of a parameter group differs from that of the optimizer; set it "
+        "in the defaults alone");
+  }
+}
+
 void CapturingOptimizer::take_step() {
   std::vector<at::Tensor> active = all_params();
   std::erase_if(active, [](const at::Tensor& param) { return !param.grad().defined(); });
-  if (active.empty()) {
+  if (active.empty() && plan_->ranks() == nullptr) {
     return;
   }
+  try {
+    prepare_step(active);
+  } catch (...) {
+    plan_->withdraw();
+    throw;
+  }
+  detail::JointInputs inputs;
+  for (const auto& group : param_groups_) {
+    inputs.lrs.push_back(at::scalar_tensor(group.options().get_lr(), at::kDouble));
+  }
+  change_states(plan_->take(inputs));
+}
+
+void CapturingOptimizer::prepare_step(const std::vector<at::Tensor>& active) {
   capture_->raise_error();
-  const int64_t processes = capture_->processes();
-  TORCH_CHECK(processes <= 1, plan_->optimizer_name(), " does not combine what ", processes,
-              " processes capture yet, so that their parameters would drift apart; train in one "
-              "process");
+  const int64_t processes = plan_->ranks() == nullptr ? capture_->processes() : 1;
+  TORCH_CHECK(
+      processes <= 1, plan_->optimizer_name(), " has no process_group, but ", processes,
+      " processes have exchanged tensors: what they capture would not be combined, and their "
+      "parameters would drift apart. Set process_group in its options");
   adopt_groups();
   detail::JointPlan& plan = joint_plan();
   std::vector<int64_t> excluded;
@@ -263,11 +296,6 @@ void CapturingOptimizer::take_step() {
     TORCH_CHECK(plan.prepare(), "parameters, gradients or state changed during step()");
   }
   announce();
-  detail::JointInputs inputs;
-  for (const auto& group : param_groups_) {
-    inputs.lrs.push_back(at::scalar_tensor(group.options().get_lr(), at::kDouble));
-  }
-  change_states(plan.take(inputs));
 }
 
 std::vector<at::Tensor> CapturingOptimizer::all_params() const {

@@ -113,6 +113,39 @@ void JointPlan::exclude(const std::vector<int64_t>& params) {
   }
 }
 
+void JointPlan::withdraw() {
+  if (ranks_ != nullptr) {
+    distributed::StepFindings findings;
+    findings.has_error = true;
+    distributed::agree(findings, *ranks_, {});
+  }
+}
+
+StateChanges JointPlan::take(const JointInputs& inputs) {
+  if (ranks_ != nullptr) {
+    agree(inputs);
+  }
+  return take_agreed(inputs);
+}
+
+void JointPlan::agree(const JointInputs& inputs) const {
+  distributed::Hash hash;
+  add_to_setup(hash);
+  for (const at::Tensor& lr : inputs.lrs) {
+    hash.add(lr.is_cpu() ? lr.item<double>() : 0.0);
+  }
+  distributed::StepFindings own;
+  for (size_t i = 0; i < size(); ++i) {
+    hash.add(groups_[i]).add(static_cast<int64_t>(param(i).scalar_type()));
+    for (const int64_t size : param(i).sizes()) {
+      hash.add(size);
+    }
+    own.mask.push_back(gradient_of(param(i)).defined() ? 1 : 0);
+  }
+  own.setup = hash.value();
+  distributed::agree(own, *ranks_, names_);
+}
+
 bool JointPlan::prepare() {
   refuse_capture(device());
   auto active = find_active();

@@ -1,6 +1,8 @@
 // The plan of an optimizer that captures layer calls: one for the parameters of all groups.
 #pragma once
 
+#include "distributed/communicator.h"
+#include "distributed/step_agreement.h"
 #include "gradients/capture/operator_capture.h"
 #include "optim/core/options.h"
 #include "optim/core/step_plan.h"
@@ -12,8 +14,10 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 namespace torchium::optim::detail {
@@ -31,6 +35,15 @@ struct JointInputs {
 class JointPlan : public StepPlan {
  public:
   JointPlan() : StepPlan(at::kCPU) {}
+
+  // The ranks that share the step: parameters and gradients are the same on all of them, recorded
+  // calls are those of each rank's samples. Null: none. Called before anything else.
+  void share_with(std::shared_ptr<const distributed::Communicator> ranks) {
+    ranks_ = std::move(ranks);
+  }
+  const distributed::Communicator* ranks() const { return ranks_.get(); }
+  // All ranks raise in their step(), which this one does not take because of an error.
+  void withdraw();
 
   // The options of each group; those that must be the same in all groups are. lr does not count.
   virtual void set_options(const std::vector<const torch::optim::OptimizerOptions*>& groups) = 0;
@@ -64,8 +77,9 @@ class JointPlan : public StepPlan {
   // State that the next step has to create, or to convert to another device or dtype. After bind().
   // ValueError for state that does not fit its parameter.
   StateChanges missing_state();
-  // The step that prepare() has planned. Returns the state whose tensors it replaces.
-  virtual StateChanges take(const JointInputs& inputs) = 0;
+  // The step that prepare() has planned. Returns the state whose tensors it replaces. Ranks that
+  // share the step agree on it first: all take it, or all raise.
+  StateChanges take(const JointInputs& inputs);
 
   // State of a parameter with the values of `saved` from a checkpoint. `params`: how many the
   // optimizer has. ValueError for what does not fit (loaded_state() of state_checks.h).
@@ -93,6 +107,9 @@ class JointPlan : public StepPlan {
   virtual void complete(size_t i, SecondOrderParamState& state) = 0;
   // Called after bind().
   virtual void after_bind() {}
+  virtual StateChanges take_agreed(const JointInputs& inputs) = 0;
+  // What must be the same on all ranks that share the step, beside parameters and learning rates.
+  virtual void add_to_setup(distributed::Hash& hash) const = 0;
 
   // ---- what it may use; parameters are positions in what bind() was given
 
@@ -108,9 +125,11 @@ class JointPlan : public StepPlan {
   std::vector<at::Tensor> learning_rates(const JointInputs& inputs) const;  // of active parameters
 
  private:
+  void agree(const JointInputs& inputs) const;
   StateChanges changes_for(const std::vector<size_t>& active);
   void check_all(const std::vector<size_t>& active);
 
+  std::shared_ptr<const distributed::Communicator> ranks_;
   std::vector<std::unique_ptr<SecondOrderParamState>> states_;
   std::vector<int64_t> groups_;
   std::vector<std::string> names_;
@@ -158,6 +177,13 @@ class JointPlanOf : public JointPlan {
     return options_as<Options>(group, optimizer_name());
   }
   virtual void after_set_options() {}
+  void add_to_setup(distributed::Hash& hash) const override {
+    for (const Options& group : options_) {
+      for_each_option(group, [&](const auto& option) {
+        hash.add(std::string_view(option.name) == "lr" ? "" : text_of(option.value));
+      });
+    }
+  }
 
   const std::vector<Options>& options() const { return options_; }
   const Options& options(size_t i) const { return options_.at(static_cast<size_t>(group(i))); }

@@ -41,6 +41,7 @@ void KFAC::follow_schedules() {
 }
 
 void KFAC::check_together(const std::vector<const Options*>& groups) const {
+  CapturingOptimizer::check_together(groups);
   detail::check_same_in_all<KFACOptions>("KFAC", groups);
   for (const auto g : c10::irange(groups.size())) {
     const auto& options = detail::options_as<KFACOptions>(*groups[g], "KFAC");
@@ -62,6 +63,10 @@ KFACParamState* KFAC::state_of(const at::Tensor& param) const {
 
 c10::intrusive_ptr<detail::JointPlan> KFAC::make_plan() const {
   return c10::make_intrusive<detail::KfacPlan>();
+}
+
+std::shared_ptr<const distributed::Communicator> KFAC::ranks_of(const Options& options) const {
+  return detail::options_as<KFACOptions>(options, "KFAC").ranks();
 }
 
 detail::KfacPlan& KFAC::plan() const { return static_cast<detail::KfacPlan&>(joint_plan()); }

@@ -1,4 +1,5 @@
 // Options, state and archives of KFAC.
+#include "distributed/communicator.h"
 #include "optim/core/parameter_state.h"
 #include "optim/kfac/kfac_options.h"
 #include "optim/kfac/kfac_plan.h"
@@ -14,6 +15,11 @@
 namespace torchium::optim {
 
 KFACOptions::KFACOptions(double lr) : lr_(lr) {}
+
+KFACOptions& KFACOptions::process_group(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  ranks_ = distributed::communicator_of(group);
+  return *this;
+}
 
 double KFACOptions::get_lr() const { return lr(); }
 void KFACOptions::set_lr(const double lr) { this->lr(lr); }

@@ -64,8 +64,6 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
 
   // ---- steps
 
-  StateChanges take(const JointInputs& inputs) override;
-
   // The rule of update_damping() of KFAC: the ratio, and what the damping is multiplied by. Waits
   // for the device.
   std::pair<double, double> damping_update(double loss_before, double loss_after);
@@ -109,6 +107,7 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   std::unique_ptr<PlannedStep> plan(const std::vector<at::Tensor>& params, const StateList& states,
                                     at::Tensor status) override;
   void note_skip(const std::vector<at::Tensor>& params) override;
+  StateChanges take_agreed(const JointInputs& inputs) override;
 
  private:
   // A weight that the next step preconditions, and the bias that shares its factors.

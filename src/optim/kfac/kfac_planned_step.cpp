@@ -121,7 +121,7 @@ void KfacPlan::set_sums(const Layer& of, KfacLayer& layer) const {
   }
 }
 
-StateChanges KfacPlan::take(const JointInputs& inputs) {
+StateChanges KfacPlan::take_agreed(const JointInputs& inputs) {
   auto* step = static_cast<KfacStep*>(planned());
   if (step == nullptr) {
     return {};

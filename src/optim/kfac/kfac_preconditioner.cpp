@@ -1,5 +1,6 @@
 #include "torchium/optim/kfac_preconditioner.h"
 
+#include "distributed/communicator.h"
 #include "optim/core/schedules.h"
 #include "optim/kfac/kfac_preconditioner_options.h"
 #include "optim/kfac/kfac_preconditioner_plan.h"
@@ -13,6 +14,12 @@
 namespace torchium::optim {
 
 KFACPreconditionerOptions::KFACPreconditionerOptions(double lr) : lr_(lr) {}
+
+KFACPreconditionerOptions& KFACPreconditionerOptions::process_group(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  ranks_ = distributed::communicator_of(group);
+  return *this;
+}
 
 double KFACPreconditionerOptions::get_lr() const { return lr(); }
 void KFACPreconditionerOptions::set_lr(const double lr) { this->lr(lr); }
@@ -115,11 +122,17 @@ void KFACPreconditioner::follow_schedules() {
 }
 
 void KFACPreconditioner::check_together(const std::vector<const Options*>& groups) const {
+  CapturingOptimizer::check_together(groups);
   detail::check_same_in_all<KFACPreconditionerOptions>(name(), groups);
 }
 
 c10::intrusive_ptr<detail::JointPlan> KFACPreconditioner::make_plan() const {
   return c10::make_intrusive<detail::KfacPreconditionerPlan>();
+}
+
+std::shared_ptr<const distributed::Communicator> KFACPreconditioner::ranks_of(
+    const Options& options) const {
+  return detail::options_as<KFACPreconditionerOptions>(options, name()).ranks();
 }
 
 std::string KFACPreconditioner::fallback_note(const std::string& names) const {

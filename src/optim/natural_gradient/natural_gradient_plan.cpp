@@ -219,7 +219,7 @@ CapturedBatch NaturalGradientPlan::captured(const KeptBatch& batch, bool refresh
   return result;
 }
 
-StateChanges NaturalGradientPlan::take(const JointInputs& inputs) {
+StateChanges NaturalGradientPlan::take_agreed(const JointInputs& inputs) {
   auto* step = static_cast<NaturalGradientPlannedStep*>(planned());
   if (step == nullptr) {
     return {};

@@ -59,7 +59,6 @@ class NaturalGradientPlan : public JointPlanOf<NaturalGradientOptions, NaturalGr
 
   // Whether the next step only creates state, which needs no samples.
   bool is_start();
-  StateChanges take(const JointInputs& inputs) override;
   // Waits for the device.
   NaturalGradientReport report() const;
   // NaturalGradient::update_damping(): the ratio, and the factor for the damping.
@@ -75,6 +74,7 @@ class NaturalGradientPlan : public JointPlanOf<NaturalGradientOptions, NaturalGr
   void after_set_options() override;
   std::unique_ptr<PlannedStep> plan(const std::vector<at::Tensor>& params, const StateList& states,
                                     at::Tensor status) override;
+  StateChanges take_agreed(const JointInputs& inputs) override;
 
  private:
   struct Recorded {

@@ -45,9 +45,9 @@ bool SharedPlans::Parameter::is_unchanged() const {
 // ---- binding
 
 void SharedPlans::check(const std::vector<BlockedGroup>& groups, Active active) const {
-  TORCH_CHECK_VALUE(groups.size() <= kMostSharedGroups,
-                    "an optimizer with a process_group has at most ", kMostSharedGroups,
-                    " parameter groups, got ", groups.size());
+  TORCH_CHECK_VALUE(groups.size() <= distributed::kMostSharedGroups,
+                    "an optimizer with a process_group has at most ",
+                    distributed::kMostSharedGroups, " parameter groups, got ", groups.size());
   std::optional<c10::Device> device;
   for (size_t g = 0; g < groups.size(); ++g) {
     rules_->check(*groups[g].options);
@@ -159,7 +159,7 @@ void SharedPlans::bind(std::vector<BlockedGroup>& groups, Active active) {
 }
 
 void SharedPlans::hash_setup() {
-  Hash hash;
+  distributed::Hash hash;
   hash.add(static_cast<int64_t>(sharing_.comm_dtype)).add(sharing_.bucket_bytes);
   for (const auto& options : options_) {
     for (const auto& [name, value] : rules_->all_options(*options)) {

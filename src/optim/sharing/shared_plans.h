@@ -10,12 +10,12 @@
 
 #include "distributed/communicator.h"
 #include "distributed/part_exchange.h"
+#include "distributed/step_agreement.h"
 #include "distributed/update_exchange.h"
 #include "optim/blocked/blocked_plans.h"
 #include "optim/core/seen_tensor.h"
 #include "optim/sharing/shared_blocks.h"
 #include "optim/sharing/sharing_rules.h"
-#include "optim/sharing/step_agreement.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -31,6 +31,9 @@
 #include <vector>
 
 namespace torchium::optim::detail {
+
+using distributed::GroupFindings;
+using distributed::StepFindings;
 
 struct SharingOptions {
   at::ScalarType comm_dtype = at::kFloat;  // of the updates of float32 state

@@ -186,7 +186,7 @@ StepFindings SharedPlans::agreed(const LearningRates& lr, const at::Tensor& foun
     if (failed_.defined()) {  // the host has just waited for what comes after it
       check_last_step(std::exchange(failed_, {}));
     }
-    Hash hash;
+    distributed::Hash hash;
     hash.add(static_cast<int64_t>(setup_));
     for (size_t g = 0; g < options_.size(); ++g) {
       const at::Tensor rate = lr(g, *plans_of_groups_[g]);

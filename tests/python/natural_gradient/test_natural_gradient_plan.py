@@ -40,7 +40,7 @@ class Step:
         self.groups = [dict(zip(own, value, strict=True)) | shared for value in values]
         self.params = params
         self.state: list[dict[str, Tensor]] = [{} for _ in params]
-        self.plan = torch.classes.torchium.NaturalGradientPlan("NaturalGradient")
+        self.plan = torch.classes.torchium.NaturalGradientPlan("NaturalGradient", "")
 
     @property
     def steps(self) -> list[Tensor]:

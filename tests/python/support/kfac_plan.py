@@ -74,7 +74,7 @@ class PlanKFAC:
         self.layers = list(layers)
         self.shared: dict[str, Any] = {"kl_clip": kl_clip, "damping_split": damping_split}
         self.shared |= {"batch_averaged": batch_averaged, "solver": "eigh"}
-        self.plan = torch.classes.torchium.KfacPlan("KFAC")
+        self.plan = torch.classes.torchium.KfacPlan("KFAC", "")
         self.state: dict[Tensor, dict[str, Tensor]] = {p: {} for p in self.params}
         for layer in self.layers:
             self.state[layer.weight] = first_state(layer, damping_split)

@@ -18,8 +18,9 @@ from .._core.base import CoreOptimizer
 from .._core.checkpoint import as_tensors, own_state
 from .._core.parameters import State, check_unsharded, is_dtensor, parameter_name
 from .._core.plan import Report, Snapshot, failures
+from .._core.process_groups import group_named
 from .shards import Numbers, Shards, group_of
-from .sharing import Sharing, group_named, warn_of_repeated_work
+from .sharing import Sharing, warn_of_repeated_work
 
 # Options, parameters, names (or none), states and shardings of all groups, as the plans take them.
 _Groups = tuple[

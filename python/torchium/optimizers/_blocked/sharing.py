@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed
+
+from .._core.process_groups import group_name, processes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -33,32 +35,16 @@ class Sharing(NamedTuple):
             raise ValueError(f"comm_dtype must be one of {names}, got {comm_dtype!r}")
         if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool) or bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be an integer of at least 1, got {bucket_bytes!r}")
-        if process_group is None:
-            return cls("", comm_dtype, bucket_bytes)
-        if not isinstance(process_group, torch.distributed.ProcessGroup):
-            raise ValueError(
-                "process_group must be a torch.distributed.ProcessGroup that this process belongs to, "
-                f"for example torch.distributed.group.WORLD, got {process_group!r}"
-            )
-        return cls(process_group.group_name, comm_dtype, bucket_bytes)
+        return cls(group_name(process_group), comm_dtype, bucket_bytes)
 
     @classmethod
     def with_none(cls) -> Sharing:
         return cls("", torch.float32, 1)
 
 
-def group_named(name: str) -> ProcessGroup:
-    c10d: Any = torch.distributed.distributed_c10d
-    group: ProcessGroup = c10d._resolve_process_group(name)
-    return group
-
-
 def warn_of_repeated_work(optimizer: str) -> None:
     """Warns if several processes run and each takes the whole step."""
-    distributed = torch.distributed
-    if not distributed.is_available() or not distributed.is_initialized():
-        return
-    ranks = distributed.get_world_size()
+    ranks = processes()
     if ranks > 1:
         warnings.warn(
             f"each of {ranks} processes repeats the whole step of {optimizer}. If they have the same "

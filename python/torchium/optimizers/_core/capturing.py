@@ -8,10 +8,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from contextlib import AbstractContextManager
 from operator import is_
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-import torch.distributed
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import ParamsT
@@ -23,7 +21,11 @@ from .checkpoint import as_tensors
 from .curvature import as_number, check_curvature_arguments
 from .parameters import State, check_unsharded, parameter_name
 from .plan import JointPlan, Report, Snapshot, failures
+from .process_groups import group_name, processes
 from .schedules import at_step, new_group, schedules_in, without_functions
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 ParamsOrModel = ParamsT | nn.Module
 
@@ -42,8 +44,10 @@ class CapturingOptimizer(ScaledLoss, CoreOptimizer):
         params_or_model: ParamsOrModel,
         defaults: dict[str, Any],
         grad_scaler: GradScaler | None,
+        process_group: ProcessGroup | None,
     ) -> None:
         self.grad_scaler = grad_scaler
+        self._process_group = group_name(process_group)
         self._is_copy = False
         self._init_capture()
         model = params_or_model if isinstance(params_or_model, nn.Module) else None
@@ -54,6 +58,7 @@ class CapturingOptimizer(ScaledLoss, CoreOptimizer):
             self._adopt({module: name for name, module in model.named_modules()})
 
     _capture: Capture
+    _process_group: str  # its name; empty: none
     _plan: JointPlan | None
     # What the plan is bound to, and the checked options that it has.
     _bound_to: Snapshot | None
@@ -159,9 +164,14 @@ class CapturingOptimizer(ScaledLoss, CoreOptimizer):
                 group.update(new)
 
     def _step_groups(self) -> None:
-        self._follow_schedules()
-        for index, group in enumerate(self.param_groups):  # a wrong option leaves the captures
-            self._check_changed_options(index, group)
+        try:
+            self._follow_schedules()
+            for index, group in enumerate(self.param_groups):  # a wrong option leaves the captures
+                self._check_changed_options(index, group)
+        except BaseException:
+            self._withdraw()
+            raise
+        reaches_plan = False  # which agrees with other ranks
         try:
             self._refuse_misuse()
             plan = self._bound_plan()
@@ -172,11 +182,22 @@ class CapturingOptimizer(ScaledLoss, CoreOptimizer):
             self._announce(plan)
             lrs = [group["lr"] for group in self.param_groups]
             with self._unscaled_gradients() as found_inf:
-                self._change_state(plan, plan.step(lrs, found_inf, self._unknown_loss_scale()))
+                scale = self._unknown_loss_scale()
+                reaches_plan = True
+                self._change_state(plan, plan.step(lrs, found_inf, scale))
+        except BaseException:
+            if not reaches_plan:
+                self._withdraw()
+            raise
         finally:
             self._forget_calls()
             self._capture.settle()
             self._decided = False
+
+    def _withdraw(self) -> None:
+        """The ranks that share the step would wait for this one."""
+        if self._process_group:
+            self._own_plan().core.withdraw()
 
     def _forget_calls(self) -> None:
         self._capture.forget()
@@ -199,10 +220,14 @@ class CapturingOptimizer(ScaledLoss, CoreOptimizer):
 
     def _bound_plan(self) -> JointPlan:
         """The plan, bound to the current groups and state."""
-        if self._plan is None:
-            self._plan = JointPlan(self._PLAN, self._OPTIONS.optimizer)
+        plan = self._own_plan()
         if self._bound_to is None or not self._bound_to.is_of(self.param_groups, self.state):
-            self._bind(self._plan)
+            self._bind(plan)
+        return plan
+
+    def _own_plan(self) -> JointPlan:
+        if self._plan is None:
+            self._plan = JointPlan(self._PLAN, self._OPTIONS.optimizer, self._process_group)
         return self._plan
 
     def _bind(self, plan: JointPlan) -> None:
@@ -275,14 +300,12 @@ class CapturingOptimizer(ScaledLoss, CoreOptimizer):
 
     def _refuse_misuse(self) -> None:
         name = type(self).__name__
-        distributed = torch.distributed
-        if distributed.is_available() and distributed.is_initialized():
-            ranks = distributed.get_world_size()
-            if ranks > 1:
-                raise RuntimeError(
-                    f"{name} does not combine what {ranks} processes capture yet, so that their "
-                    "parameters would drift apart; train in one process"
-                )
+        if not self._process_group and processes() > 1:
+            raise RuntimeError(
+                f"{name} has no process_group, but {processes()} processes run: what their layers capture "
+                "would not be combined, and their parameters would drift apart. Share the step: "
+                f"{name}(..., process_group=torch.distributed.group.WORLD)"
+            )
         if self._has_lost_scale() and self._captures_scaled_loss():
             raise ValueError(
                 f"unscale_() has left this {name} without the scale of what its layers captured: pass "
@@ -310,7 +333,7 @@ class CapturingOptimizer(ScaledLoss, CoreOptimizer):
     def _loaded_state(
         self, index: int, group: dict[str, Any], saved: dict[Tensor, dict[str, Any]]
     ) -> dict[Tensor, State]:
-        core = JointPlan(self._PLAN, self._OPTIONS.optimizer).core
+        core = JointPlan(self._PLAN, self._OPTIONS.optimizer, "").core
         options = self._OPTIONS.values(group)
         count = sum(len(group["params"]) for group in self.param_groups)
         loaded: dict[Tensor, State] = {}
@@ -329,7 +352,11 @@ class CapturingOptimizer(ScaledLoss, CoreOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy makes its own hooks. It has no scaler, because a copied scaler would not be updated.
-        return {**super().__getstate__(), "modules": dict(self._capture.modules)}
+        return {
+            **super().__getstate__(),
+            "modules": dict(self._capture.modules),
+            "_process_group": self._process_group,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         modules = state.pop("modules")

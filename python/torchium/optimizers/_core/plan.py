@@ -60,8 +60,8 @@ def _held(groups: list[dict[str, Any]], state: dict[Any, Any]) -> tuple[list[int
 class JointPlan:
     """The plan for all groups of an optimizer that records layer calls."""
 
-    def __init__(self, name: str, optimizer: str) -> None:
-        self.core = getattr(torch.classes.torchium, name)(optimizer)
+    def __init__(self, name: str, optimizer: str, process_group: str) -> None:
+        self.core = getattr(torch.classes.torchium, name)(optimizer, process_group)
         self.params: list[Tensor] = []
         self.positions: dict[Tensor, int] = {}
 

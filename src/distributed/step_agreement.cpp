@@ -1,4 +1,4 @@
-#include "optim/sharing/step_agreement.h"
+#include "distributed/step_agreement.h"
 
 #include <c10/util/Exception.h>
 
@@ -6,7 +6,7 @@
 #include <limits>
 #include <sstream>
 
-namespace torchium::optim::detail {
+namespace torchium::distributed {
 namespace {
 
 constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
@@ -27,7 +27,7 @@ std::string listed(const std::vector<int64_t>& ranks) {
 }
 
 // Names the first parameter whose gradient some ranks lack.
-[[noreturn]] void refuse_masks(const StepFindings& own, const distributed::Communicator& ranks,
+[[noreturn]] void refuse_masks(const StepFindings& own, const Communicator& ranks,
                                const std::vector<std::string>& names) {
   const auto masks = ranks.gather({own.mask.begin(), own.mask.end()});
   for (size_t i = 0; i < own.mask.size(); ++i) {
@@ -42,7 +42,7 @@ std::string listed(const std::vector<int64_t>& ranks) {
   TORCH_INTERNAL_ASSERT(false, "masks differ in their hashes alone");
 }
 
-[[noreturn]] void refuse_setups(const StepFindings& own, const distributed::Communicator& ranks) {
+[[noreturn]] void refuse_setups(const StepFindings& own, const Communicator& ranks) {
   const auto setups = ranks.gather({short_hash(own.setup)});
   std::vector<int64_t> different;
   for (size_t rank = 0; rank < setups.size(); ++rank) {
@@ -81,7 +81,7 @@ void Hash::add_bytes(const void* data, size_t count) {
   }
 }
 
-StepFindings agree(const StepFindings& own, const distributed::Communicator& ranks,
+StepFindings agree(const StepFindings& own, const Communicator& ranks,
                    const std::vector<std::string>& names) {
   const int64_t setup = short_hash(own.setup), mask = short_hash(hash_of(own.mask));
   // Largest values decide: two hashes agree if the largest and the smallest do. An error comes
@@ -125,4 +125,4 @@ StepFindings agree(const StepFindings& own, const distributed::Communicator& ran
   return all;
 }
 
-}  // namespace torchium::optim::detail
+}  // namespace torchium::distributed

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-namespace torchium::optim::detail {
+namespace torchium::distributed {
 
 // The groups of an optimizer, so that what ranks exchange has the same length on all of them.
 constexpr size_t kMostSharedGroups = 128;
@@ -31,7 +31,7 @@ struct StepFindings {
 // All ranks must call this, and get the same. Throws c10::Error on all of them where one has an
 // error (on that one only if the caller does not: its own says more), and where their setups or
 // masks differ. `names`: of all parameters.
-StepFindings agree(const StepFindings& own, const distributed::Communicator& ranks,
+StepFindings agree(const StepFindings& own, const Communicator& ranks,
                    const std::vector<std::string>& names);
 
 // A hash that is the same in every process.
@@ -47,4 +47,4 @@ class Hash {
   uint64_t value_ = 14695981039346656037ULL;  // FNV-1a
 };
 
-}  // namespace torchium::optim::detail
+}  // namespace torchium::distributed
