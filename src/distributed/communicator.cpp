@@ -50,6 +50,16 @@ void Communicator::maximum_(at::Tensor& values) const {
   group_->processes->allreduce(tensors, options)->wait();
 }
 
+void Communicator::sum_(at::Tensor& values) const {
+  std::vector<at::Tensor> tensors{values};
+  group_->processes->allreduce(tensors)->wait();
+}
+
+void Communicator::broadcast_(at::Tensor& values) const {
+  std::vector<at::Tensor> tensors{values};
+  group_->processes->broadcast(tensors)->wait();
+}
+
 std::vector<std::vector<int64_t>> Communicator::gather(const std::vector<int64_t>& values) const {
   const at::Tensor own = group_->sent(values);
   const at::Tensor all = at::empty({size(), own.numel()}, own.options());

@@ -30,6 +30,10 @@ class Communicator {
   std::vector<int64_t> maximum(const std::vector<int64_t>& values) const;
   // The largest value of all ranks, on the device of the tensor. The host waits only on a CPU.
   void maximum_(at::Tensor& values) const;
+  // The sum over all ranks, bit for bit the same on each. The host waits only on a CPU.
+  void sum_(at::Tensor& values) const;
+  // The values of rank 0. The host waits only on a CPU.
+  void broadcast_(at::Tensor& values) const;
   // The values of each rank, which gives equally many: [rank][position].
   std::vector<std::vector<int64_t>> gather(const std::vector<int64_t>& values) const;
   // Fills the tensors, which are contiguous, with the bytes that one rank has; the others have

@@ -103,9 +103,8 @@ StepFindings agree(const StepFindings& own, const Communicator& ranks,
   }
   values = ranks.maximum(values);
   if (values[0] != 0) {
-    TORCH_CHECK(own.has_error, "rank ", values[0] - 1,
-                " of the process group raised an error in step(); see its message. No rank has "
-                "taken the step");
+    TORCH_CHECK(own.has_error, "rank ", values[0] - 1, " of the process group raised an error in ",
+                own.call, "; see its message. No rank has taken the step");
     return own;
   }
   if (values[2] != -values[3] || values[6] != -values[7]) {

@@ -20,6 +20,7 @@ struct GroupFindings {
 };
 
 struct StepFindings {
+  std::string call = "step()";  // in messages
   bool has_error = false;
   bool found_inf = false;  // by a GradScaler
   uint64_t setup = 0;      // a hash of parameters, owners, options and learning rates

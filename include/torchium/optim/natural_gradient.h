@@ -95,6 +95,9 @@ struct TORCHIUM_API NaturalGradientParamState : public SecondOrderParamState {
   TORCH_ARG(at::Tensor, uses);
   /// [J] float64 on the CPU: eps of norms.
   TORCH_ARG(at::Tensor, use_eps);
+  /// [2] int64 on the CPU, with a process_group of several ranks: the rank whose samples they are,
+  /// and the number of ranks. Another rank, or number of ranks, captures a batch of its own.
+  TORCH_ARG(at::Tensor, use_ranks);
   /// Of each call, as captured.
   TORCH_ARG(std::vector<at::Tensor>, inputs);
   TORCH_ARG(std::vector<at::Tensor>, output_gradients);
@@ -109,7 +112,7 @@ struct TORCHIUM_API NaturalGradientParamState : public SecondOrderParamState {
   void serialize(torch::serialize::InputArchive& archive) override;
 };
 
-/// How a step was solved.
+/// How a step was solved. With a process_group numbers are those of all ranks together.
 struct NaturalGradientReport {
   /// "gram", "explicit" or "cg"; empty before the first step.
   std::string solver;
@@ -169,11 +172,15 @@ class TORCHIUM_API NaturalGradient : public CapturingOptimizer {
   /// its device; residuals: [n]. They are not copied, and must not change until step(). Throws
   /// c10::ValueError, and changes nothing, for tensors that do not fit and with update_freq
   /// above 1.
+  ///
+  /// With a process_group all ranks must call it. Each gives its own rows and residuals, n counts
+  /// those of all ranks, and all ranks get the same gradients.
   void update_jacobian(const std::vector<at::Tensor>& rows, const at::Tensor& residuals);
 
   /// Adapts the damping of all groups by the rule of Levenberg and Marquardt, as
   /// KFAC::update_damping() does. The predicted reduction of a step d is (lr nu - lr^2 nu^2 / 2)
-  /// v . d, with v the gradient and nu the factor of max_norm.
+  /// v . d, with v the gradient and nu the factor of max_norm. With a process_group all ranks must
+  /// call it; the losses are the means of those that the ranks give.
   double update_damping(double loss_before, double loss_after);
 
   /// Of the last step; waits for the device.

@@ -118,7 +118,8 @@ class NaturalGradient(CapturingOptimizer):
             launched steps (default: "auto").
         process_group (ProcessGroup, optional): the ranks that share the step, as under
             ``DistributedDataParallel``: parameters and gradients are the same on all of them, and each has samples of
-            its own. The matrix is that of all samples. All ranks must call :meth:`step` (default: None, this process alone).
+            its own. The matrix is that of all samples. All ranks must call :meth:`step`, and what else the
+            optimizer is to be told (default: None, this process alone).
 
     Raises:
         ValueError: an option is out of its range or, where it must not, differs between groups; a
@@ -233,6 +234,9 @@ class NaturalGradient(CapturingOptimizer):
         changed, and replaces what was captured. ``fisher`` does not matter, and neither do the
         kinds of layers, if the optimizer was given parameters and no model.
 
+        With a ``process_group`` all ranks must call it. Each gives its own rows and residuals, :math:`n` counts
+        those of all ranks, and all ranks get the same gradients.
+
         Args:
             rows (sequence of Tensor): :math:`J`, one tensor :math:`[n, *shape]` per parameter in the order of
                 ``param_groups``, of its dtype and on its device, as from ``torch.func``. Not copied: it must
@@ -253,15 +257,19 @@ class NaturalGradient(CapturingOptimizer):
             >>> optimizer.update_jacobian(list(rows.values()), residuals)
             >>> optimizer.step()
         """
-        rows = list(rows)
-        for name, value in (
-            ("residuals", residuals),
-            *((f"rows[{i}]", r) for i, r in enumerate(rows)),
-        ):
-            if not isinstance(value, Tensor):
-                raise ValueError(f"{name} must be a Tensor, got {type(value).__name__}")
-        plan = self._bound_plan()
-        self._adopt_options(plan)
+        try:
+            rows = list(rows)
+            for name, value in (
+                ("residuals", residuals),
+                *((f"rows[{i}]", r) for i, r in enumerate(rows)),
+            ):
+                if not isinstance(value, Tensor):
+                    raise ValueError(f"{name} must be a Tensor, got {type(value).__name__}")
+            plan = self._bound_plan()
+            self._adopt_options(plan)
+        except BaseException:
+            self._withdraw()
+            raise
         plan.core.set_jacobian([row.detach() for row in rows], residuals.detach())
 
     def update_damping(self, loss_before: float | Tensor, loss_after: float | Tensor) -> float:
@@ -271,7 +279,8 @@ class NaturalGradient(CapturingOptimizer):
         :math:`m = (\text{lr}\,\nu - \text{lr}^2 \nu^2 / 2)\, v \cdot d` in the quadratic model with the
         matrix :math:`F + \text{damping}\,I`, where :math:`\nu` is the factor of ``max_norm``. Needs
         ``adaptive_damping=True``. With ``update_freq`` above 1 the model of a step between two matrices is
-        that of the older batch.
+        that of the older batch. With a ``process_group`` all ranks must call it; the losses are the means of
+        those that the ranks give.
 
         Example:
             >>> model, x = torch.nn.Linear(10, 2), torch.randn(8, 10)
@@ -290,7 +299,8 @@ class NaturalGradient(CapturingOptimizer):
             ``"solver"``: ``"gram"``, ``"explicit"`` or ``"cg"``; ``"samples"``: how many the Fisher matrix
             has; ``"rows"`` of :math:`J`: one per sample, or one per sample and column of its curvature;
             ``"iterations"`` and ``"relative_residual"`` of conjugate gradients, else 0;
-            ``"graph_bytes"``: the memory that captured steps keep. Empty before the first step.
+            ``"graph_bytes"``: the memory that captured steps keep. With a ``process_group`` samples and rows
+            are those of all ranks. Empty before the first step.
         """
         if self._plan is None:
             return {}

@@ -137,7 +137,15 @@ void check_calls(const std::vector<LayerCall>& calls, int64_t params) {
 }
 
 c10::SymInt samples_of(const LayerCall& call) {
-  return call.input.dim() == dims_of_a_sample(call) ? c10::SymInt(1) : call.input.sym_size(0);
+  return has_sample_dimension(call) ? call.input.sym_size(0) : c10::SymInt(1);
+}
+
+int64_t samples_of(const LayerCall& call, at::IntArrayRef input) {
+  return static_cast<int64_t>(input.size()) == dims_of_a_sample(call) ? 1 : input[0];
+}
+
+bool has_sample_dimension(const LayerCall& call) {
+  return call.input.dim() != dims_of_a_sample(call);
 }
 
 }  // namespace torchium::gradients::detail

@@ -118,5 +118,9 @@ void check_call_tensors(const LayerCall& call, size_t index);
 
 // The number of samples in a call. Works on tensors with symbolic sizes.
 c10::SymInt samples_of(const LayerCall& call);
+// The same for a call with an input of this shape.
+int64_t samples_of(const LayerCall& call, at::IntArrayRef input);
+// Whether dimension 0 of the input is the sample.
+bool has_sample_dimension(const LayerCall& call);
 
 }  // namespace torchium::gradients::detail

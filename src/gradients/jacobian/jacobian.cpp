@@ -67,14 +67,20 @@ c10::SymInt count_samples(const std::vector<LayerCall>& calls) {
 }
 
 Jacobian::Jacobian(at::TensorList params, const std::vector<LayerCall>& calls, double scale,
-                   const at::Tensor& loss_scale) {
+                   const at::Tensor& loss_scale, at::IntArrayRef samples) {
   check_calls(calls, static_cast<int64_t>(params.size()));
-  samples_ = count_samples(calls).guard_int(__FILE__, __LINE__);
+  count_samples(calls);
   std::map<int64_t, int64_t> first_rows;
-  int64_t next = 0;
   for (const auto& [key, micro_batch] : micro_batches(calls)) {
-    first_rows[key] = next;
-    next += micro_batch.samples.guard_int(__FILE__, __LINE__);
+    first_rows[key] = samples_;
+    samples_ += micro_batch.samples.guard_int(__FILE__, __LINE__);
+  }
+  if (!samples.empty()) {
+    samples_ = 0;
+    for (size_t k = 0; k < samples.size(); ++k) {
+      first_rows[static_cast<int64_t>(k)] = samples_;
+      samples_ += samples[k];
+    }
   }
   std::vector<std::vector<Piece>> pieces(params.size());
   for (size_t i = 0; i < calls.size(); ++i) {

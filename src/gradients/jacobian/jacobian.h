@@ -30,9 +30,10 @@ class Jacobian {
  public:
   // Rows are ordered by micro-batch. Every output gradient is multiplied by `scale / loss_scale`
   // (loss_scale: a number on the device, or undefined for 1). A parameter without calls in a
-  // micro-batch has zero rows there. Raises ValueError if calls and parameters do not fit.
+  // micro-batch has zero rows there. samples: of each micro-batch, by its number; empty: those of
+  // the calls. Raises ValueError if calls and parameters do not fit.
   Jacobian(at::TensorList params, const std::vector<LayerCall>& calls, double scale = 1.0,
-           const at::Tensor& loss_scale = {});
+           const at::Tensor& loss_scale = {}, at::IntArrayRef samples = {});
 
   // From rows [n, *shape], one tensor per parameter. ValueError if these do not fit.
   Jacobian(at::TensorList params, at::TensorList rows);

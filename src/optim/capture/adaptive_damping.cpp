@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <bit>
 #include <cmath>
 #include <limits>
 
@@ -24,6 +25,16 @@ std::pair<double, double> damping_update(const std::optional<double>& predicted,
   const double ratio =
       std::isfinite(reduction) ? reduction / *predicted : -std::numeric_limits<double>::infinity();
   return {ratio, ratio > 0.75 ? decay : ratio < 0.25 ? 1.0 / decay : 1.0};
+}
+
+DampingLosses mean_over_ranks(const DampingLosses& own, const distributed::Communicator& ranks) {
+  DampingLosses mean{0.0, 0.0, own.maximize};
+  for (const auto& row :
+       ranks.gather({std::bit_cast<int64_t>(own.before), std::bit_cast<int64_t>(own.after)})) {
+    mean.before += std::bit_cast<double>(row[0]) / static_cast<double>(ranks.size());
+    mean.after += std::bit_cast<double>(row[1]) / static_cast<double>(ranks.size());
+  }
+  return mean;
 }
 
 double common_learning_rate(const std::vector<at::Tensor>& lrs) {

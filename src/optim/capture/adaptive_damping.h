@@ -1,6 +1,8 @@
 // The damping by the rule of Levenberg and Marquardt (Martens and Grosse 2015, section 6.5).
 #pragma once
 
+#include "distributed/communicator.h"
+
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -16,6 +18,9 @@ struct DampingLosses {
   double after;
   bool maximize;
 };
+
+// The means of the losses that the ranks give. All ranks must call this.
+DampingLosses mean_over_ranks(const DampingLosses& own, const distributed::Communicator& ranks);
 
 // The ratio of the reduction of the loss to the one that the quadratic model predicts, and the
 // factor for the damping after `steps` steps: 0.95^steps for a ratio above 3/4, its inverse below

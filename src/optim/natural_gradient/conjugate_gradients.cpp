@@ -19,7 +19,8 @@ bool is_nan(const at::Tensor& number) { return std::isnan(number.item<double>())
 ConjugateGradientsResult conjugate_gradients(
     const std::function<ParameterVector(const ParameterVector&)>& apply,
     const std::function<ParameterVector(const ParameterVector&)>& precondition,
-    const ParameterVector& b, const ConjugateGradientsRule& rule) {
+    const ParameterVector& b, const ConjugateGradientsRule& rule,
+    const std::function<bool(bool)>& on_any_rank) {
   ConjugateGradientsResult result;
   ParameterVector r;
   for (const auto& tensor : b) {
@@ -37,7 +38,8 @@ ConjugateGradientsResult conjugate_gradients(
   result.relative_residual = safe_ratio(b_norm, b_norm);
   for (int64_t k = 0; k < rule.max_iterations; ++k) {
     const at::Tensor done = result.relative_residual <= rule.tolerance;  // NaN goes on, into x
-    if (done.is_cpu() && (done.item<bool>() || (k > 0 && is_nan(result.relative_residual)))) {
+    if (done.is_cpu() &&
+        on_any_rank(done.item<bool>() || (k > 0 && is_nan(result.relative_residual)))) {
       break;
     }
     const ParameterVector Ap = apply(p);

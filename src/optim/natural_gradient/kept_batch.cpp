@@ -112,6 +112,7 @@ std::vector<std::pair<std::string, at::Tensor>> NaturalGradientParamState::tenso
   };
   add("uses", uses());
   add("use_eps", use_eps());
+  add("use_ranks", use_ranks());
   for (const auto j : c10::irange(inputs().size())) {
     add("inputs." + std::to_string(j), inputs()[j]);
   }
@@ -125,9 +126,13 @@ bool NaturalGradientParamState::assign(const std::string& key, const at::Tensor&
   if (SecondOrderParamState::assign(key, value)) {
     return true;
   }
-  if (key == "uses" || key == "use_eps") {
-    (key == "uses" ? uses() : use_eps()) = value;
-    return true;
+  for (auto& [name, tensor] : {std::pair<const char*, at::Tensor*>("uses", &uses()),
+                               {"use_eps", &use_eps()},
+                               {"use_ranks", &use_ranks()}}) {
+    if (key == name) {
+      *tensor = value;
+      return true;
+    }
   }
   for (auto& [prefix, list] :
        {std::pair<std::string, std::vector<at::Tensor>*>("inputs.", &inputs()),
@@ -167,8 +172,20 @@ int64_t KeptBatch::rows() const {
 
 int64_t KeptBatch::samples() const { return is_curvature ? curvature_samples : rows(); }
 
+void scale_gradients(KeptBatch& batch, double factor) {
+  std::vector<at::Tensor> gradients;
+  for (const LayerCall& call : batch.calls) {
+    const at::Tensor& gradient = call.output_gradient;
+    gradients.push_back(gradient.to(at::promote_types(gradient.scalar_type(), at::kFloat)));
+  }
+  const auto scaled = at::_foreach_mul(gradients, factor);
+  for (const auto i : c10::irange(scaled.size())) {
+    batch.calls[i].output_gradient = scaled[i];
+  }
+}
+
 void clear_batch(NaturalGradientParamState& state) {
-  state.uses({}).use_eps({});
+  state.uses({}).use_eps({}).use_ranks({});
   state.inputs({}).output_gradients({});
 }
 
@@ -207,11 +224,16 @@ void write_batch(const KeptBatch& batch, const BatchStates& states) {
           batch.loss_scale.defined() ? unscaled(gradient) : gradient, old.output_gradients(), j));
     }
     state.uses(copies.add(rows, {old.uses()}, 0)).use_eps(copies.add(eps, {old.use_eps()}, 0));
+    if (batch.ranks > 1) {
+      const at::Tensor ranks = at::tensor({batch.rank, batch.ranks}, at::kLong);
+      state.use_ranks(copies.add(ranks, {old.use_ranks()}, 0));
+    }
   }
 }
 
 std::shared_ptr<const KeptBatch> read_batch(const BatchStates& states) {
   std::map<int64_t, LayerCall> found;  // by place
+  auto batch = std::make_shared<KeptBatch>();
   for (const auto* state : states) {
     if (!state->uses().defined()) {
       continue;
@@ -222,6 +244,11 @@ std::shared_ptr<const KeptBatch> read_batch(const BatchStates& states) {
                           state->output_gradients().size() == count,
                       "the state of a parameter has lost a part of the batch in 'uses'; delete the "
                       "state of all parameters to start afresh");
+    if (state->use_ranks().defined()) {
+      const at::Tensor ranks = state->use_ranks().cpu().contiguous();
+      batch->rank = ranks.const_data_ptr<int64_t>()[0];
+      batch->ranks = ranks.const_data_ptr<int64_t>()[1];
+    }
     const at::Tensor eps = state->use_eps().cpu().contiguous();
     for (const auto j : c10::irange(rows.size(0))) {
       const int64_t* row = rows.const_data_ptr<int64_t>() + j * kRowSize;
@@ -235,7 +262,6 @@ std::shared_ptr<const KeptBatch> read_batch(const BatchStates& states) {
   if (found.empty()) {
     return nullptr;
   }
-  auto batch = std::make_shared<KeptBatch>();
   for (auto& [place, call] : found) {
     batch->calls.push_back(std::move(call));
   }
@@ -262,6 +288,9 @@ void add_saved_room(NaturalGradientParamState& fresh, const NaturalGradientParam
   };
   fresh.uses(at::empty(rows.sizes(), at::kLong));
   fresh.use_eps(at::empty({rows.size(0)}, at::kDouble));
+  if (saved.use_ranks().defined()) {
+    fresh.use_ranks(at::empty({2}, at::kLong));
+  }
   const at::Tensor on_cpu = rows.cpu().contiguous();
   for (const auto j : c10::irange(count)) {
     const auto kind = static_cast<LayerKind>(on_cpu.const_data_ptr<int64_t>()[j * kRowSize]);

@@ -23,6 +23,8 @@ struct KeptBatch {
   at::Tensor loss_scale;      // what the loss was multiplied by; undefined: 1
   bool is_curvature = false;  // and not gradients of the loss
   int64_t curvature_samples = 0;
+  // Of the ranks that share the steps, the one whose samples they are.
+  int64_t rank = 0, ranks = 1;
 
   std::vector<at::Tensor> given_rows;  // one per parameter of all groups; empty: there are calls
   at::Tensor residuals;                // of these rows
@@ -35,6 +37,8 @@ struct KeptBatch {
 // One per parameter of all groups.
 using BatchStates = std::vector<NaturalGradientParamState*>;
 
+// Multiplies the output gradients. In float32 where 16 bits may be too few.
+void scale_gradients(KeptBatch& batch, double factor);
 void clear_batch(NaturalGradientParamState& state);
 // Copies the tensors of the batch into the state, without the scale of the loss, and into the
 // memory of the batch before where the layouts are the same.

@@ -128,8 +128,13 @@ void NaturalGradient::update_curvature(const at::Tensor& outputs, const std::str
 void NaturalGradient::update_jacobian(const std::vector<at::Tensor>& rows,
                                       const at::Tensor& residuals) {
   refuse_moved_from();
-  check_groups();
-  adopt_groups();
+  try {
+    check_groups();
+    adopt_groups();
+  } catch (...) {
+    plan().withdraw();
+    throw;
+  }
   plan().set_jacobian(rows, residuals);
 }
 

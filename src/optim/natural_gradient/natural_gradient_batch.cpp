@@ -19,17 +19,18 @@ using torchium::detail::version_of;
 
 // F = S^T S / N for the columns S of N samples is J^T J / R for R rows J = sqrt(R / N) S.
 void average_over_samples(KeptBatch& batch) {
-  std::vector<at::Tensor> gradients;
-  for (const LayerCall& call : batch.calls) {
-    const at::Tensor& gradient = call.output_gradient;
-    gradients.push_back(gradient.to(at::promote_types(gradient.scalar_type(), at::kFloat)));
-  }
   const double R = static_cast<double>(batch.rows());
   const double N = static_cast<double>(batch.curvature_samples);
-  const auto scaled = at::_foreach_mul(gradients, 1.0 / std::sqrt(R * N));
-  for (const auto i : c10::irange(scaled.size())) {
-    batch.calls[i].output_gradient = scaled[i];
-  }
+  scale_gradients(batch, 1.0 / std::sqrt(R * N));
+}
+
+void check_residuals(const at::Tensor& residuals, const at::Tensor& rows) {
+  TORCH_CHECK_VALUE(residuals.dim() == 1 && residuals.size(0) == rows.size(0) &&
+                        at::isFloatingType(residuals.scalar_type()) &&
+                        residuals.device() == rows.device(),
+                    "residuals must be a real floating-point tensor [", rows.size(0), "] on ",
+                    rows.device(), ", one for each row, got ", residuals.scalar_type(),
+                    residuals.sizes(), " on ", residuals.device());
 }
 
 }  // namespace
@@ -79,6 +80,10 @@ std::shared_ptr<const KeptBatch> NaturalGradientPlan::recorded_batch(
                                                                                               : -1;
   };
   auto batch = std::make_shared<KeptBatch>();
+  if (is_shared()) {
+    batch->rank = ranks()->rank();
+    batch->ranks = ranks()->size();
+  }
   int64_t micro_batch = 0;
   for (const auto& [pass, recorded] : takes_curvature() ? columns_ : passes_) {
     const size_t before = batch->calls.size();
@@ -163,24 +168,40 @@ void NaturalGradientPlan::check_recorded(const KeptBatch& batch,
 
 // ---- a given Jacobian
 
+// J^T r / n, for the rows of all ranks.
+std::vector<at::Tensor> NaturalGradientPlan::gradients_of_residuals(
+    const std::vector<at::Tensor>& params, const std::vector<at::Tensor>& rows,
+    const at::Tensor& residuals) const {
+  const gradients::detail::Jacobian J(params, rows);
+  const at::Tensor r = residuals.to(at::kDouble);
+  if (!is_shared()) {
+    return J.transpose_product(r / J.samples());
+  }
+  distributed::StepFindings own;
+  own.call = "update_jacobian()";
+  own.setup = distributed::Hash().add(own.call).value();
+  distributed::agree(own, *ranks(), {});
+  std::vector<int64_t> counts;
+  for (const auto& count : ranks()->gather({J.samples()})) {
+    counts.push_back(count.front());
+  }
+  const SharedRows shared(*ranks(), counts);
+  return shared.sum(J.transpose_product(r / shared.total()));
+}
+
 void NaturalGradientPlan::set_jacobian(std::vector<at::Tensor> rows, at::Tensor residuals) {
   const c10::NoGradGuard no_grad;
-  std::vector<at::Tensor> params;
-  for (const auto i : c10::irange(size())) {
-    params.push_back(param(i));
+  const std::vector<at::Tensor> params = all_params();
+  try {
+    gradients::detail::check_rows(params, rows);
+    check_residuals(residuals, rows[0]);
+    TORCH_CHECK_VALUE(!options().empty() && options().front().update_freq() == 1,
+                      "update_jacobian() needs update_freq=1: a given Jacobian is not kept");
+  } catch (...) {
+    withdraw();
+    throw;
   }
-  gradients::detail::check_rows(params, rows);
-  const int64_t n = rows[0].size(0);
-  TORCH_CHECK_VALUE(residuals.dim() == 1 && residuals.size(0) == n &&
-                        at::isFloatingType(residuals.scalar_type()) &&
-                        residuals.device() == rows[0].device(),
-                    "residuals must be a real floating-point tensor [", n, "] on ",
-                    rows[0].device(), ", one for each row, got ", residuals.scalar_type(),
-                    residuals.sizes(), " on ", residuals.device());
-  TORCH_CHECK_VALUE(!options().empty() && options().front().update_freq() == 1,
-                    "update_jacobian() needs update_freq=1: a given Jacobian is not kept");
-  const std::vector<at::Tensor> gradients =
-      gradients::detail::Jacobian(params, rows).transpose_product(residuals.to(at::kDouble) / n);
+  const std::vector<at::Tensor> gradients = gradients_of_residuals(params, rows, residuals);
   for (const auto i : c10::irange(params.size())) {
     if (params[i].requires_grad()) {
       params[i].mutable_grad() = gradients[i].to(params[i].scalar_type());

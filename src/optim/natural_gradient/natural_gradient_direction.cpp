@@ -47,7 +47,8 @@ GradientSplit split_gradient(const SegmentedJacobian& J, const ParameterVector& 
   ParameterVector& r = u;
   const at::Tensor negligible = dot(r, r) <= largest_square_of_rounding(v, roundings);
   if (negligible.is_cpu()) {
-    return {y, negligible.item<bool>() ? ParameterVector() : std::move(r)};
+    const bool counts = J.any(!negligible.item<bool>());
+    return {y, counts ? std::move(r) : ParameterVector()};
   }
   for (auto& tensor : r) {  // the host must not ask whether it is zero
     tensor.masked_fill_(negligible, 0);
@@ -102,7 +103,8 @@ ConjugateGradientsResult cg_direction(const SegmentedJacobian& J,
       v[p] = v[p] - known[p];
     }
   }
-  ConjugateGradientsResult result = conjugate_gradients(damped_fisher, precondition, v, rule);
+  ConjugateGradientsResult result = conjugate_gradients(damped_fisher, precondition, v, rule,
+                                                        [&](bool own) { return J.any(own); });
   add_(result.x, previous);
   return result;
 }

@@ -53,7 +53,7 @@ void NaturalGradientPlan::after_bind() {
   const auto is_bound = [&](const LayerCall& call) {
     return std::max(call.weight, call.bias) < static_cast<int64_t>(size());
   };
-  if (kept != nullptr && !std::ranges::all_of(kept->calls, is_bound)) {
+  if (kept != nullptr && !(std::ranges::all_of(kept->calls, is_bound) && is_own(*kept))) {
     kept = nullptr;
   }
   if (kept == nullptr || !kept_is(*kept)) {
@@ -112,7 +112,8 @@ bool NaturalGradientPlan::has_kept_params() const {
 
 bool NaturalGradientPlan::is_refresh() {
   if (!refresh_) {
-    take_reports(/*wait=*/false);
+    // All ranks decide alike, and so from the same reports.
+    take_reports(/*wait=*/is_shared() && !options().empty() && options().front().update_freq() > 1);
     int64_t taken = 0;
     for (const int64_t count : steps_taken()) {
       taken = std::max(taken, count);
@@ -199,13 +200,14 @@ bool NaturalGradientPlan::Factorization::is_of(const Factorization& other) const
 }
 
 // The batch with parameters as positions in the active ones.
-CapturedBatch NaturalGradientPlan::captured(const KeptBatch& batch, bool refreshed) const {
+CapturedBatch NaturalGradientPlan::captured(const KeptBatch& batch) const {
   std::vector<int64_t> place(size(), -1);
   for (const auto k : c10::irange(active().size())) {
     place[active()[k]] = static_cast<int64_t>(k);
   }
-  CapturedBatch result{batch.calls, static_cast<double>(rows_), batch.loss_scale, {}, {}};
-  result.is_of_gradient = refreshed && !batch.is_curvature;
+  CapturedBatch result{.calls = batch.calls,
+                       .scale = static_cast<double>(batch.rows()),
+                       .loss_scale = batch.loss_scale};
   for (LayerCall& call : result.calls) {
     call.weight = call.weight < 0 ? -1 : place[call.weight];
     call.bias = call.bias < 0 ? -1 : place[call.bias];
@@ -237,23 +239,31 @@ StateChanges NaturalGradientPlan::take_agreed(const JointInputs& inputs) {
   for (const at::Tensor& param : step->params) {
     wanted.params.emplace_back(param, param.scalar_type());
   }
+  if (batch_ != nullptr && refreshed && inputs.loss_scale.defined() && !batch_->is_curvature) {
+    auto scaled = std::make_shared<KeptBatch>(*batch_);
+    scaled->loss_scale = inputs.loss_scale;
+    wanted.batch = batch_ = std::move(scaled);
+  }
+  RankBatch own = own_batch(refreshed);
+  own.has_factorization = wanted.is_of(factorization_) && factorization_.L.defined();
+  at::Tensor found_inf = inputs.found_inf;
+  const JointBatch joint = joint_batch(own, found_inf);
   if (batch_ != nullptr) {
-    if (refreshed && inputs.loss_scale.defined() && !batch_->is_curvature) {
-      auto scaled = std::make_shared<KeptBatch>(*batch_);
-      scaled->loss_scale = inputs.loss_scale;
-      wanted.batch = batch_ = std::move(scaled);
-    }
-    rows_ = batch_->rows();
-    samples_ = refreshed || samples_ == 0 ? batch_->samples() : samples_;
-    step->batch = captured(*batch_, refreshed);
+    wanted.batch = batch_;
+    own_samples_ = own.samples;
+    rows_ = joint.rows;
+    samples_ = joint.samples;
+    step->batch = captured(*batch_);
+    step->batch.is_of_gradient = joint.is_of_gradient;
+    step->batch.shared = joint.shared;
     step->is_kept = !refreshed;
-    step->known_L = wanted.is_of(factorization_) ? factorization_.L : at::Tensor();
+    step->known_L = joint.has_factorization ? factorization_.L : at::Tensor();
     choose_solver(*step);
   }
   factorization_ = {};
   const at::Tensor& count = step->state.steps.front();
   const double before = count.is_cpu() ? count_on_cpu(count) : -1.0;
-  StepPlan::step({}, inputs.found_inf);
+  StepPlan::step({}, found_inf);
   if (batch_ == nullptr) {
     refresh_.reset();
     return {};
@@ -289,6 +299,9 @@ void NaturalGradientPlan::choose_solver(NaturalGradientPlannedStep& step) {
   if (step.solver.name == "cg" && !device().is_cpu()) {
     auto& most = step.solver.rule.max_iterations;
     most = budget_.next(most);
+    if (is_shared()) {  // which numbers have arrived is not the same on all ranks
+      most = ranks()->maximum({most}).front();
+    }
     step.is_probing = !budget_.is_known();
   }
 }
@@ -359,9 +372,11 @@ std::pair<double, double> NaturalGradientPlan::damping_update(double loss_before
                                                               double loss_after) {
   TORCH_CHECK_VALUE(!options().empty() && options().front().adaptive_damping(),
                     "update_damping() needs adaptive_damping=True");
-  const auto update =
-      detail::damping_update(predicted_reduction(), steps_since_damping_,
-                             {loss_before, loss_after, options().front().maximize()});
+  DampingLosses losses{loss_before, loss_after, options().front().maximize()};
+  if (is_shared()) {
+    losses = mean_over_ranks(losses, *ranks());
+  }
+  const auto update = detail::damping_update(predicted_reduction(), steps_since_damping_, losses);
   steps_since_damping_ = 0;
   return update;
 }

@@ -9,6 +9,7 @@
 #include "optim/natural_gradient/kept_batch.h"
 #include "optim/natural_gradient/natural_gradient_options.h"
 #include "optim/natural_gradient/natural_gradient_step.h"
+#include "optim/natural_gradient/sharing/rank_batches.h"
 #include "torchium/optim/natural_gradient.h"
 
 #include <ATen/core/Tensor.h>
@@ -82,6 +83,23 @@ class NaturalGradientPlan : public JointPlanOf<NaturalGradientOptions, NaturalGr
     int64_t input_version;
   };
 
+  // The sources of the rows of the next step: of this process alone, or of all ranks together.
+  struct JointBatch {
+    std::shared_ptr<const SharedRows> shared;  // null: this process alone
+    int64_t rows = 0;
+    int64_t samples = 0;
+    bool is_of_gradient = false;     // CapturedBatch
+    bool has_factorization = false;  // on all ranks
+  };
+
+  bool is_shared() const { return ranks() != nullptr && ranks()->size() > 1; }
+  RankBatch own_batch(bool refreshed) const;
+  JointBatch joint_batch(RankBatch own, at::Tensor& found_inf);
+  bool is_own(const KeptBatch& batch) const;
+  std::vector<at::Tensor> all_params() const;
+  std::vector<at::Tensor> gradients_of_residuals(const std::vector<at::Tensor>& params,
+                                                 const std::vector<at::Tensor>& rows,
+                                                 const at::Tensor& residuals) const;
   bool has_momentum() const;
   BatchStates batch_states() const;
   void require_curvature() const;
@@ -89,7 +107,7 @@ class NaturalGradientPlan : public JointPlanOf<NaturalGradientOptions, NaturalGr
   std::optional<double> predicted_reduction() const;
   std::shared_ptr<const KeptBatch> recorded_batch(const std::vector<size_t>& active) const;
   void check_recorded(const KeptBatch& batch, const std::vector<size_t>& active) const;
-  CapturedBatch captured(const KeptBatch& batch, bool refreshed) const;
+  CapturedBatch captured(const KeptBatch& batch) const;
   void choose_solver(NaturalGradientPlannedStep& step);
   StateChanges keep();
   void set_kept(std::shared_ptr<const KeptBatch> batch);
@@ -124,8 +142,9 @@ class NaturalGradientPlan : public JointPlanOf<NaturalGradientOptions, NaturalGr
     bool is_of(const Factorization& other) const;
   } factorization_;
   // Of the last step.
-  int64_t samples_ = 0;
+  int64_t samples_ = 0;  // of all ranks
   int64_t rows_ = 0;
+  int64_t own_samples_ = 0;      // of this rank
   std::string solver_;           // "gram", "explicit" or "cg"
   at::Tensor numbers_;           // natural_gradient_step()
   std::vector<at::Tensor> lrs_;  // with adaptive_damping

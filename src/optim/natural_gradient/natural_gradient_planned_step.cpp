@@ -58,7 +58,8 @@ void NaturalGradientPlannedStep::run(const at::Tensor&, at::IntArrayRef,
 std::optional<GraphKey> NaturalGradientPlannedStep::graph_key(at::IntArrayRef) const {
   const bool draws_sketch =  // with random numbers and eigenvalues
       solver.name == "cg" && options.nystrom_rank > 0 && !known_L.defined();
-  if (batch.is_empty() || draws_sketch || is_probing) {
+  const bool has_ranks = batch.shared != nullptr;  // whose host takes part in exchanges
+  if (batch.is_empty() || draws_sketch || is_probing || has_ranks) {
     return std::nullopt;
   }
   GraphKey key{is_kept, known_L.defined(), batch.is_of_gradient, batch.loss_scale.defined(),

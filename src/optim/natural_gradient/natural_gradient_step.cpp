@@ -1,6 +1,5 @@
 #include "optim/natural_gradient/natural_gradient_step.h"
 
-#include "gradients/jacobian/jacobian.h"
 #include "optim/blocked/elementwise.h"
 #include "optim/core/argument_checks.h"
 #include "optim/core/found_inf_guard.h"
@@ -11,6 +10,7 @@
 #include "optim/natural_gradient/parameter_segments.h"
 #include "optim/natural_gradient/parameter_space.h"
 #include "optim/natural_gradient/parameter_vectors.h"
+#include "optim/natural_gradient/sharing/shared_jacobian.h"
 #include "support/phase.h"
 
 #include <ATen/ATen.h>
@@ -25,8 +25,6 @@
 namespace torchium::optim::detail {
 namespace {
 
-using gradients::detail::Jacobian;
-
 int64_t elements(at::TensorList params) {
   return std::accumulate(params.begin(), params.end(), int64_t{0},
                          [](int64_t sum, const auto& param) { return sum + param.numel(); });
@@ -37,12 +35,12 @@ bool has_momentum(const NaturalGradientHyperparameters& h) {
 }
 
 // L of J Lambda^-1 J^T / n + I.
-at::Tensor gram_factor(const Jacobian& J, const std::vector<double>& dampings) {
+at::Tensor gram_factor(const SharedJacobian& J, const NaturalGradientHyperparameters& h) {
   std::vector<double> weights;
-  for (const double damping : dampings) {
+  for (const double damping : h.dampings) {
     weights.push_back(1.0 / (damping * static_cast<double>(J.samples())));
   }
-  at::Tensor S = J.gram(weights);
+  at::Tensor S = J.gram(weights, h.max_workspace_bytes);
   S.diagonal().add_(1.0);
   return checked_cholesky(S);
 }
@@ -170,18 +168,6 @@ Solver chosen_solver(const std::string& option, double eps, int64_t max_workspac
 // Of all layers, within a step.
 constexpr int64_t kKeptPatchBytes = int64_t{1} << 29;
 
-gradients::detail::Jacobian CapturedBatch::jacobian(at::TensorList params) const {
-  return given_rows.empty() ? Jacobian(params, calls, scale, loss_scale)
-                            : Jacobian(params, given_rows);
-}
-
-at::Tensor CapturedBatch::coefficients(int64_t n, const at::TensorOptions& options) const {
-  if (residuals.defined()) {
-    return residuals.to(at::kDouble);
-  }
-  return is_of_gradient ? at::ones({n}, options.dtype(at::kDouble)) : at::Tensor();
-}
-
 at::Tensor natural_gradient_step(const NaturalGradientHyperparameters& h, const Solver& solver,
                                  at::TensorList params, at::TensorList grads,
                                  NaturalGradientState& state, const CapturedBatch& batch,
@@ -191,19 +177,19 @@ at::Tensor natural_gradient_step(const NaturalGradientHyperparameters& h, const 
   if (params.empty()) {
     return numbers;
   }
-  Jacobian J = batch.jacobian(params);
+  SharedJacobian J(params, batch);
   if (solver.name != "explicit") {
     J.keep_patches(kKeptPatchBytes);
   }
   if (solver.name != "cg" && !factorization.defined()) {
     const torchium::detail::Phase phase("torchium::gram");
-    factorization = solver.name == "gram" ? gram_factor(J, h.dampings)
-                                          : explicit_factor(params, batch, J.samples(), h);
+    factorization =
+        solver.name == "gram" ? gram_factor(J, h) : explicit_factor(params, batch, J.samples(), h);
   }
   const auto examined =
       examined_gradients(params, grads, state.steps, std::vector<double>(params.size(), 0.0));
   const FoundInfGuard guard = FoundInfGuard::check(examined, state.status, found_inf);
-  if (guard.skipped_on_host()) {
+  if (J.any(guard.skipped_on_host())) {
     return numbers;
   }
   guard.advance(state.steps);
@@ -220,14 +206,17 @@ at::Tensor natural_gradient_step(const NaturalGradientHyperparameters& h, const 
       if (h.nystrom_rank > 0 && !factorization.defined()) {
         const int64_t rank = std::min({h.nystrom_rank, J.samples(), segments.elements()});
         factorization = nystrom_factor(segmented, dampings, v, rank);
+        J.equalize_({factorization});
       }
       ConjugateGradientsResult solution =
           cg_direction(segmented, dampings, factorization, solver.rule, v, previous);
       d = std::move(solution.x);
       numbers.select(0, 0).copy_(solution.iterations);
       numbers.select(0, 1).copy_(solution.relative_residual);
+      J.equalize_(d);
     } else if (solver.name == "explicit") {
       d = explicit_direction(segments, dampings, v, previous, factorization);
+      J.equalize_(d);
     } else {
       const at::Tensor a = batch.coefficients(J.samples(), v[0].options());
       const GradientSplit split = a.defined()

@@ -2,8 +2,7 @@
 // space of the n rows of J, in that of the parameters, or by conjugate gradients.
 #pragma once
 
-#include "gradients/capture/layer_call.h"
-#include "gradients/jacobian/jacobian.h"
+#include "optim/natural_gradient/captured_batch.h"
 #include "optim/natural_gradient/conjugate_gradients.h"
 
 #include <ATen/core/Tensor.h>
@@ -14,25 +13,6 @@
 #include <vector>
 
 namespace torchium::optim::detail {
-
-// The sources of the rows of J.
-struct CapturedBatch {
-  // Output gradients times scale / loss_scale are rows of J. For gradients of the mean loss of n
-  // samples scale = n; loss_scale is the factor of a GradScaler.
-  std::vector<gradients::detail::LayerCall> calls;
-  double scale = 1.0;
-  at::Tensor loss_scale;  // one number on the device, or undefined
-  // Instead of calls: one [n, *shape] per parameter, and the residuals [n].
-  std::vector<at::Tensor> given_rows;
-  at::Tensor residuals;
-  // Whether the mean of the rows is the gradient before it was changed.
-  bool is_of_gradient = false;
-
-  bool is_empty() const { return calls.empty() && given_rows.empty(); }
-  // a [n] float64 with J^T a / n the gradient before it was changed; undefined: unknown.
-  at::Tensor coefficients(int64_t n, const at::TensorOptions& options) const;
-  gradients::detail::Jacobian jacobian(at::TensorList params) const;
-};
 
 // Names and defaults are those of NaturalGradientOptions and of Python's torchium.NaturalGradient.
 struct NaturalGradientHyperparameters {
@@ -72,7 +52,8 @@ Solver chosen_solver(const std::string& option, double eps, int64_t max_workspac
 // J Lambda^-1 J^T / n + I [n, n] or of F + Lambda [P, P], NaN where that is not positive definite;
 // or with nystrom_rank the factor of the preconditioner of conjugate gradients (nystrom.h). From an
 // earlier step with the same batch and options; undefined: it is computed and left there.
-// A direction that is not finite changes no parameter and counts as a failure in the status.
+// A direction that is not finite changes no parameter and counts as a failure in the status. Ranks
+// that share the step (batch.shared) all call this, and have the same parameters after it.
 // Returns float64 [4]: iterations and relative residual of conjugate gradients (else 0); with
 // adaptive_damping v . d and the factor of max_norm.
 at::Tensor natural_gradient_step(const NaturalGradientHyperparameters& hyperparameters,

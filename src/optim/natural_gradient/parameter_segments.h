@@ -1,9 +1,9 @@
 // Parameters whose parts of a vector lie one after the other, so that operations on it are few.
 #pragma once
 
-#include "gradients/jacobian/jacobian.h"
 #include "optim/natural_gradient/natural_gradient_step.h"
 #include "optim/natural_gradient/parameter_vectors.h"
+#include "optim/natural_gradient/sharing/shared_jacobian.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -58,10 +58,11 @@ class ParameterSegments {
 
 // J with vectors in segments.
 struct SegmentedJacobian {
-  const gradients::detail::Jacobian& J;
+  const SharedJacobian& J;
   const ParameterSegments& segments;
 
   int64_t samples() const { return J.samples(); }
+  bool any(bool own) const { return J.any(own); }
   at::Tensor product(const ParameterVector& x, at::ArrayRef<double> scales = {}) const {
     return J.product(segments.split(x), segments.of_params(scales));
   }

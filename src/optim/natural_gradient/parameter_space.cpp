@@ -21,7 +21,7 @@ CapturedBatch narrowed(const CapturedBatch& batch, std::vector<LayerCall> calls,
     call.input = call.input.narrow(0, first, count);
     call.output_gradient = call.output_gradient.narrow(0, first, count);
   }
-  return {std::move(calls), batch.scale, batch.loss_scale, {}, {}};
+  return {.calls = std::move(calls), .scale = batch.scale, .loss_scale = batch.loss_scale};
 }
 
 // Batches of at most `most` rows, or of one sample each.
@@ -44,7 +44,8 @@ std::vector<CapturedBatch> chunks_of(const CapturedBatch& batch, int64_t most) {
   for (auto& [key, calls] : micro_batches) {
     const int64_t samples = gradients::detail::samples_of(calls[0]).expect_int();
     if (samples <= most) {
-      chunks.push_back({std::move(calls), batch.scale, batch.loss_scale, {}, {}});
+      chunks.push_back(
+          {.calls = std::move(calls), .scale = batch.scale, .loss_scale = batch.loss_scale});
       continue;
     }
     for (int64_t first = 0; first < samples; first += most) {
@@ -64,10 +65,12 @@ at::Tensor checked_cholesky(const at::Tensor& A) {
 
 at::Tensor explicit_factor(at::TensorList params, const CapturedBatch& batch, int64_t n,
                            const NaturalGradientHyperparameters& h) {
+  // The dampings are those of one rank alone, because F is the sum over all of them.
+  const bool is_first = !batch.shared || batch.shared->first() == 0;
   std::vector<at::Tensor> diagonal;
   for (const auto p : c10::irange(params.size())) {
-    diagonal.push_back(
-        at::full({params[p].numel()}, h.dampings[p], params[p].options().dtype(at::kDouble)));
+    diagonal.push_back(at::full({params[p].numel()}, is_first ? h.dampings[p] : 0.0,
+                                params[p].options().dtype(at::kDouble)));
   }
   at::Tensor F = at::diag_embed(at::cat(diagonal)).unsqueeze(0);
   const int64_t P = F.size(1);
@@ -81,6 +84,9 @@ at::Tensor explicit_factor(at::TensorList params, const CapturedBatch& batch, in
     }
     linalg::detail::symmetric_update_(F, at::cat(rows, 1).mT().unsqueeze(0), 1.0,
                                       1.0 / static_cast<double>(n));
+  }
+  if (batch.shared) {
+    batch.shared->ranks().sum_(F);
   }
   return checked_cholesky(F[0]);
 }

@@ -15,8 +15,8 @@ namespace torchium::optim::detail {
 // The Cholesky factor of A [n, n] float64; NaN where A is not positive definite. Does not wait.
 at::Tensor checked_cholesky(const at::Tensor& A);
 
-// That of F + Lambda, float64 [P, P], for J with n rows, of which as many are formed at a time as
-// max_workspace_bytes hold, but at least those of one sample.
+// That of F + Lambda, float64 [P, P], for J with n rows on all ranks, of which a rank forms as many
+// at a time as max_workspace_bytes hold, but at least those of one sample.
 at::Tensor explicit_factor(at::TensorList params, const CapturedBatch& batch, int64_t n,
                            const NaturalGradientHyperparameters& hyperparameters);
 

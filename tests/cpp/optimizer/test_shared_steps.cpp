@@ -1,19 +1,14 @@
 // Two ranks, as threads of one process, share the steps of Shampoo.
+#include "rank_threads.h"
 #include "torchium/torchium.h"
 
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/torch.h>
 
-#include <barrier>
-#include <chrono>
 #include <cmath>
-#include <exception>
 #include <gtest/gtest.h>
 #include <memory>
 #include <sstream>
 #include <string>
-#include <thread>
-#include <utility>
 #include <vector>
 
 namespace torchium::testing::shared_steps {
@@ -22,85 +17,6 @@ namespace {
 using optim::Shampoo;
 using optim::ShampooOptions;
 using Tensors = std::vector<torch::Tensor>;
-
-constexpr int kRanks = 2;
-
-// What the ranks show each other; libtorch has no headers of its own backends on the CPU.
-struct Board {
-  std::barrier<> barrier{kRanks};
-  Tensors shown = Tensors(kRanks);
-};
-
-class Done : public c10d::Work {
- public:
-  bool wait(std::chrono::milliseconds) override { return true; }
-};
-
-class Threads : public c10d::Backend {
- public:
-  Threads(std::shared_ptr<Board> board, int rank)
-      : Backend(rank, kRanks), board_(std::move(board)) {}
-  const std::string getBackendName() const override { return "threads"; }
-
-  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
-                                           const c10d::AllreduceOptions& options) override {
-    const Tensors all = exchange(tensors[0]);
-    const at::Tensor stacked = at::stack(all);
-    tensors[0].copy_(options.reduceOp == c10d::ReduceOp::MAX
-                         ? stacked.amax(0)
-                         : stacked.sum(0, /*keepdim=*/false, stacked.scalar_type()));
-    return c10::make_intrusive<Done>();
-  }
-
-  c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
-                                                 const c10d::AllgatherOptions&) override {
-    output.copy_(at::cat(exchange(input)));
-    return c10::make_intrusive<Done>();
-  }
-
- private:
-  Tensors exchange(const at::Tensor& own) {
-    board_->shown[rank_] = own.clone();
-    board_->barrier.arrive_and_wait();
-    const Tensors all = board_->shown;
-    board_->barrier.arrive_and_wait();
-    return all;
-  }
-
-  std::shared_ptr<Board> board_;
-};
-
-c10::intrusive_ptr<c10d::ProcessGroup> group_of(const std::shared_ptr<Board>& board, int rank) {
-  auto group = c10::make_intrusive<c10d::ProcessGroup>(rank, kRanks);
-  group->setBackend(torch::kCPU, c10d::ProcessGroup::CUSTOM,
-                    c10::make_intrusive<Threads>(board, rank));
-  return group;
-}
-
-// Calls body(rank, group) in one thread per rank; rethrows what one has thrown.
-template <typename Body>
-void on_all_ranks(const Body& body) {
-  const auto board = std::make_shared<Board>();
-  std::vector<std::exception_ptr> errors(kRanks);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < kRanks; ++rank) {
-    threads.emplace_back([&, rank] {
-      try {
-        body(rank, group_of(board, rank));
-      } catch (...) {
-        errors[rank] = std::current_exception();
-      }
-    });
-  }
-  for (std::thread& thread : threads) {
-    thread.join();
-  }
-  for (const auto& error : errors) {
-    if (error) {
-      std::rethrow_exception(error);
-    }
-  }
-}
 
 Tensors parameters() {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(0);

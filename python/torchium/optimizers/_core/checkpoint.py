@@ -22,7 +22,7 @@ _OUR_KEYS = frozenset(
         *("grafting_second_moment", "diagonal", "sum"),
         *("hessian_diagonal", "exp_hessian_diag_sq"),
         *("exp_avg", "momentum_buffer", "statistics", "roots", "root_failures"),
-        *("uses", "use_eps", "inputs", "output_gradients"),
+        *("uses", "use_eps", "use_ranks", "inputs", "output_gradients"),
     )
 )
 

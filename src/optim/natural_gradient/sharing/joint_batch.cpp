@@ -1,0 +1,93 @@
+// The batches of all ranks that share a step of NaturalGradientPlan, put together.
+#include "optim/natural_gradient/gradient_rounding.h"
+#include "optim/natural_gradient/natural_gradient_plan.h"
+
+#include <ATen/ATen.h>
+#include <c10/util/irange.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace torchium::optim::detail {
+
+using Source = RankBatch::Source;
+
+// Whether these are samples of this rank, and not of another one that has saved them.
+bool NaturalGradientPlan::is_own(const KeptBatch& batch) const {
+  return is_shared() ? batch.rank == ranks()->rank() && batch.ranks == ranks()->size()
+                     : batch.ranks == 1;
+}
+
+std::vector<at::Tensor> NaturalGradientPlan::all_params() const {
+  std::vector<at::Tensor> params;
+  for (const auto i : c10::irange(size())) {
+    params.push_back(param(i));
+  }
+  return params;
+}
+
+RankBatch NaturalGradientPlan::own_batch(bool refreshed) const {
+  RankBatch own;
+  if (batch_ == nullptr) {
+    return own;
+  }
+  own.source = !batch_->given_rows.empty() ? Source::kGiven
+               : !refreshed                ? Source::kKept
+               : batch_->is_curvature      ? Source::kCurvature
+                                           : Source::kBackward;
+  own.rows = batch_->rows();
+  own.samples = refreshed || own_samples_ == 0 ? batch_->samples() : own_samples_;
+  if (is_shared()) {
+    distributed::Hash hash;
+    for (const double rounding : gradient_roundings(all_params(), batch_->calls)) {
+      hash.add(rounding);
+    }
+    own.precision = static_cast<int64_t>(hash.value() >> 1);
+  }
+  return own;
+}
+
+// Changes found_inf to that of all ranks, and the output gradients of a curvature to those of rows
+// of all ranks.
+NaturalGradientPlan::JointBatch NaturalGradientPlan::joint_batch(RankBatch own,
+                                                                 at::Tensor& found_inf) {
+  const auto is_of_gradient = [](const RankBatch& batch) {
+    return batch.source == Source::kBackward || batch.source == Source::kGiven;
+  };
+  if (!is_shared()) {
+    return {nullptr, own.rows, own.samples, is_of_gradient(own), own.has_factorization};
+  }
+  own.has_found_inf = found_inf.defined();
+  const std::vector<RankBatch> batches = gather_batches(*ranks(), own);
+  if (std::ranges::any_of(batches, &RankBatch::has_found_inf)) {
+    at::Tensor found = at::zeros({1}, at::TensorOptions(at::kFloat).device(device()));
+    if (found_inf.defined()) {
+      found.copy_(found_inf.reshape({1}));
+    }
+    ranks()->maximum_(found);
+    found_inf = found.squeeze(0);
+  }
+  JointBatch joint;
+  std::vector<int64_t> counts;
+  for (const RankBatch& batch : batches) {
+    counts.push_back(batch.rows);
+    joint.rows += batch.rows;
+    joint.samples += batch.samples;
+  }
+  joint.is_of_gradient = std::ranges::all_of(batches, is_of_gradient);
+  joint.has_factorization = std::ranges::all_of(batches, &RankBatch::has_factorization);
+  if (batch_ != nullptr) {
+    joint.shared = std::make_shared<SharedRows>(*ranks(), counts);
+  }
+  if (own.source == Source::kCurvature) {
+    const double factor = curvature_factor(batches, ranks()->rank());
+    if (factor != 1.0) {
+      auto scaled = std::make_shared<KeptBatch>(*batch_);
+      scale_gradients(*scaled, factor);
+      batch_ = std::move(scaled);
+    }
+  }
+  return joint;
+}
+
+}  // namespace torchium::optim::detail

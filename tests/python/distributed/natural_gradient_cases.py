@@ -1,0 +1,315 @@
+"""Processes that share the steps of NaturalGradient do what one does with all samples."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from captured_layers import MODELS, loss_fn, model_and_batch
+from natural_gradient_tools import (
+    SOLVERS,
+    Dense,
+    alone,
+    assert_moved_alike,
+    average_gradients,
+    batches_of,
+    flat,
+    natural_gradient,
+    own,
+    sizes_of,
+    step,
+    trained,
+)
+from shared_tools import assert_same_on_all_ranks, case
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+NAMES = sorted(MODELS.keys() - {"two_tables"})
+
+
+def follow_dense(
+    name: str, solver: str, sizes: list[int], steps: int = 2, change: Any = None, **options: Any
+) -> None:
+    model, _ = model_and_batch(name)
+    start, reference = flat(model), Dense(model, **options)
+    optimizer = natural_gradient(model, **SOLVERS[solver], **options)
+    for seed in range(steps):
+        batches = batches_of(name, sizes, seed)
+        step(optimizer, model, batches[own()], change)
+        reference.step(batches, change)
+    try:
+        assert_moved_alike(model, reference.model, start, 1e-6)
+    except AssertionError as error:
+        raise AssertionError(f"{name}, {solver}, {sizes}") from error
+    report = optimizer.report()
+    assert report["samples"] == report["rows"] == sum(sizes)
+    assert (report["iterations"] > 0) == (report["solver"] == "cg")
+
+
+@case
+def all_layers_follow_the_dense_solve(ranks: int) -> None:
+    for name in NAMES:
+        for solver in SOLVERS:
+            if "gram" in solver or name in ("mlp", "tied_embedding"):
+                follow_dense(name, solver, sizes_of(ranks))
+
+
+@case
+def changed_gradients_follow_the_dense_solve(ranks: int) -> None:
+    def clip_and_decay(params: list[Tensor]) -> None:
+        for p in params:
+            p.grad.mul_(0.3).add_(p.detach(), alpha=0.1)
+
+    for solver in ("gram", "explicit", "cg"):
+        follow_dense("mlp", solver, sizes_of(ranks), 3, clip_and_decay, momentum=0.0)
+
+
+@case
+def options_follow_the_dense_solve(ranks: int) -> None:
+    for solver in ("gram", "explicit", "nystrom"):
+        for options in (
+            {"update_freq": 3, "momentum": 0.9},
+            {"max_norm": 0.1, "maximize": True},
+        ):
+            follow_dense("convolutions", solver, sizes_of(ranks), 5, **options)
+
+
+@case
+def fewer_layers_than_ranks(ranks: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3, bias=False).double()
+    one = copy.deepcopy(model)
+    start = flat(model)
+    x, y = torch.randn(2 * ranks, 4).double(), torch.arange(2 * ranks) % 3
+    for each, group, samples in (
+        (model, None, slice(2 * own(), 2 * own() + 2)),
+        (one, alone(), slice(None)),
+    ):
+        optimizer = natural_gradient(each, group, solver="gram")
+        loss_fn(each(x[samples]), y[samples]).backward()
+        if group is None:
+            average_gradients(each)
+        optimizer.step()
+    assert_moved_alike(model, one, start, 1e-9)
+
+
+@case
+def equal_batches_are_one_batch(ranks: int) -> None:
+    sizes = sizes_of(ranks, equal=True)
+    for name in ("convolutions", "shared_everywhere", "embedding"):
+        model, _ = model_and_batch(name)
+        one = copy.deepcopy(model)
+        start = flat(model)
+        optimizer = natural_gradient(model, update_freq=2)
+        expected = natural_gradient(one, alone(), update_freq=2)
+        for seed in range(4):
+            batches = batches_of(name, sizes, seed)
+            step(optimizer, model, batches[own()])
+            expected.zero_grad()
+            x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+            loss_fn(one(x), y).backward()
+            expected.step()
+        assert_moved_alike(model, one, start, 1e-9)
+
+
+@case
+def micro_batches_and_scaled_losses(ranks: int) -> None:
+    model, _ = model_and_batch("sequence")
+    start, reference = flat(model), Dense(model)
+    optimizer = natural_gradient(model, update_freq=2)
+    scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
+    optimizer.grad_scaler = scaler
+    for seed in range(3):
+        batches = batches_of("sequence", [2, 4, 2][:ranks], seed)
+        optimizer.zero_grad()
+        x, y = batches[own()]
+        for half, target in zip(x.chunk(2), y.chunk(2), strict=True):
+            scaler.scale(loss_fn(model(half), target) / 2).backward()
+        average_gradients(model)
+        scaler.step(optimizer)
+        scaler.update()
+        reference.optimizer.update_freq = 2
+        reference.step(batches)
+    assert_moved_alike(model, reference.model, start, 1e-9)
+
+
+def curvature_of_all_ranks(
+    name: str, sizes: list[int], draws: list[int], **options: Any
+) -> tuple[nn.Module, nn.Module, Tensor]:
+    """A model that the ranks have trained, one that this rank has trained alone, and the start.
+
+    Alone it takes the batches of the ranks as micro-batches, and their mean gradient.
+    """
+    model, _ = model_and_batch(name)
+    one = copy.deepcopy(model)
+    start = flat(model)
+    optimizer = natural_gradient(model, **options)
+    expected = natural_gradient(one, alone(), **options)
+    for seed in range(2):
+        batches = batches_of(name, sizes, seed)
+        for each, each_optimizer, members in (
+            (model, optimizer, [own()]),
+            (one, expected, range(len(sizes))),
+        ):
+            each_optimizer.zero_grad()
+            for rank in members:
+                x, y = batches[rank]
+                outputs = each(x)
+                generator = torch.Generator().manual_seed(10 * seed + rank)
+                each_optimizer.update_curvature(
+                    outputs, "cross_entropy", samples=draws[rank], generator=generator
+                )
+                loss_fn(outputs, y).backward()
+        average_gradients(model)
+        for p, q in zip(trained(one), trained(model), strict=True):
+            assert q.grad is not None
+            p.grad = q.grad.clone()
+        expected.step()
+        optimizer.step()
+        for key in ("samples", "rows"):
+            assert optimizer.report()[key] == expected.report()[key]
+    return model, one, start
+
+
+@case
+def curvatures_of_the_loss(ranks: int) -> None:
+    for solver in ("gram", "cg"):
+        for fisher, draws in (("ggn", [1] * 3), ("mc", [1] * 3), ("mc", [1, 3, 2])):
+            model, one, start = curvature_of_all_ranks(
+                "embedding", sizes_of(ranks), draws, fisher=fisher, **SOLVERS[solver]
+            )
+            assert_moved_alike(model, one, start, 1e-6)
+
+
+@case
+def kept_curvatures(ranks: int) -> None:
+    model, one, start = curvature_of_all_ranks(
+        "mlp", sizes_of(ranks), [1, 2, 1], fisher="mc", update_freq=2
+    )
+    assert_moved_alike(model, one, start, 1e-9)
+
+
+def rows_and_residuals(model: nn.Module, batch: Tensor) -> tuple[list[Tensor], Tensor]:
+    def residual(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(model, params, x[None]).square().sum() - 1
+
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    rows, residuals = torch.func.vmap(torch.func.grad_and_value(residual), (None, 0))(params, batch)
+    return list(rows.values()), residuals
+
+
+@case
+def given_jacobians(ranks: int) -> None:
+    sizes = sizes_of(ranks)
+    for solver in ("gram", "gram_by_layers", "explicit", "cg"):
+        model, _ = model_and_batch("mlp")
+        one = copy.deepcopy(model)
+        start = flat(model)
+        optimizer = natural_gradient([*model.parameters()], **SOLVERS[solver])
+        expected = natural_gradient([*one.parameters()], alone(), **SOLVERS[solver])
+        for seed in range(3):
+            batches = [x for x, _ in batches_of("mlp", sizes, seed)]
+            optimizer.update_jacobian(*rows_and_residuals(model, batches[own()]))
+            assert_same_on_all_ranks([p.grad for p in trained(model)])
+            expected.update_jacobian(*rows_and_residuals(one, torch.cat(batches)))
+            for p, q in zip(trained(model), trained(one), strict=True):
+                torch.testing.assert_close(p.grad, q.grad)
+            optimizer.step()
+            expected.step()
+        assert_moved_alike(model, one, start, 1e-6)
+        assert optimizer.report()["rows"] == sum(sizes)
+
+
+@case
+def adaptive_damping(ranks: int) -> None:
+    sizes = sizes_of(ranks, equal=True)
+    model, _ = model_and_batch("mlp")
+    one = copy.deepcopy(model)
+    options = {"momentum": 0.0, "adaptive_damping": True, "lr": 0.05, "damping": 1.0}
+    optimizer = natural_gradient(model, **options)
+    expected = natural_gradient(one, alone(), **options)
+    for seed in range(6):
+        batches = batches_of("mlp", sizes, seed)
+        ratios = []
+        for each, each_optimizer, batch in (
+            (model, optimizer, batches[own()]),
+            (one, expected, tuple(torch.cat(parts) for parts in zip(*batches, strict=True))),
+        ):
+            each_optimizer.zero_grad()
+            before = loss_fn(each(batch[0]), batch[1])
+            before.backward()
+            if each is model:
+                average_gradients(model)
+            each_optimizer.step()
+            after = loss_fn(each(batch[0]), batch[1])
+            ratios.append(each_optimizer.update_damping(before, after))
+        torch.testing.assert_close(*ratios)
+        dampings = [o.param_groups[0]["damping"] for o in (optimizer, expected)]
+        assert dampings[0] == dampings[1]
+    assert dampings[0] != 1.0
+    assert_same_on_all_ranks(trained(model))
+
+
+@case
+def data_parallel_training(ranks: int) -> None:
+    data = torch.randn(30, 4 * ranks, 10, generator=torch.Generator().manual_seed(1))
+    for options in ({}, {"update_freq": 3}):
+        losses = []
+        for group in (None, alone()):
+            torch.manual_seed(0)
+            net = nn.Sequential(nn.Linear(10, 24), nn.Tanh(), nn.Linear(24, 3))
+            model = DistributedDataParallel(net) if group is None else net
+            optimizer = natural_gradient(model, group, lr=0.3, damping=0.1, momentum=0.5, **options)
+            for batch in data:
+                x = batch[4 * own() : 4 * own() + 4] if group is None else batch
+                optimizer.zero_grad()
+                F.mse_loss(model(x), x[:, :3].square()).backward()
+                optimizer.step()
+            losses.append(F.mse_loss(net(data[0]), data[0, :, :3].square()).item())
+            if group is None:
+                assert_same_on_all_ranks(trained(net))
+        assert losses[1] < 0.5 * data[0, :, :3].square().var().item()
+        assert abs(losses[0] - losses[1]) < 1e-2 * losses[1]
+
+
+@case
+def half_precision_and_mixed_dtypes(ranks: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3).bfloat16())
+    x = torch.randn(2 * ranks, 6)[2 * own() : 2 * own() + 2]
+    for solver in ("gram", "explicit", "cg"):
+        optimizer = natural_gradient(model, lr=0.1, **{**SOLVERS[solver], "eps": 1e-6})
+        for _ in range(2):
+            optimizer.zero_grad()
+            model[2](model[1](model[0](x)).bfloat16()).float().square().mean().backward()
+            average_gradients(model)
+            optimizer.step()
+        assert_same_on_all_ranks(trained(model))
+        assert all(p.isfinite().all() for p in model.parameters())
+
+
+@case
+def sequences_of_different_lengths(ranks: int) -> None:
+    """The positions of a layer differ between ranks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 4), nn.LayerNorm(4)).double()
+    one = copy.deepcopy(model)
+    start = flat(model)
+    tokens = [torch.randint(9, (2, 3 + rank)) for rank in range(ranks)]
+    optimizer, expected = natural_gradient(model), natural_gradient(one, alone())
+
+    def loss(net: nn.Module, x: Tensor) -> Tensor:
+        return net(x).cumsum(2).square().mean()
+
+    loss(model, tokens[own()]).backward()
+    average_gradients(model)
+    optimizer.step()
+    for x in tokens:
+        (loss(one, x) / ranks).backward()
+    expected.step()
+    assert_moved_alike(model, one, start, 1e-9)
+    assert dist.get_world_size() == ranks
