@@ -18,6 +18,14 @@ uint64_t hash_of(const std::vector<char>& mask) {
   return Hash().add(std::string(mask.begin(), mask.end())).value();
 }
 
+uint64_t hash_of(const std::vector<int64_t>& layers) {
+  Hash hash;
+  for (const int64_t layer : layers) {
+    hash.add(layer);
+  }
+  return hash.value();
+}
+
 std::string listed(const std::vector<int64_t>& ranks) {
   std::ostringstream text;
   for (const int64_t rank : ranks) {
@@ -40,6 +48,30 @@ std::string listed(const std::vector<int64_t>& ranks) {
                 "; all ranks need gradients of the same parameters. No rank has taken the step");
   }
   TORCH_INTERNAL_ASSERT(false, "masks differ in their hashes alone");
+}
+
+// Names the first parameter whose layer the ranks treat differently.
+[[noreturn]] void refuse_layers(const StepFindings& own, const Communicator& ranks,
+                                const std::vector<std::string>& names) {
+  const auto layers = ranks.gather(own.layers);
+  for (size_t i = 0; i < own.layers.size(); ++i) {
+    std::vector<int64_t> with, without, different;
+    for (size_t rank = 0; rank < layers.size(); ++rank) {
+      (layers[rank][i] % 2 != 0 ? with : without).push_back(static_cast<int64_t>(rank));
+      if (layers[rank][i] != layers[0][i]) {
+        different.push_back(static_cast<int64_t>(rank));
+      }
+    }
+    TORCH_CHECK(
+        with.empty() || without.empty(), names[i], " has captured samples on rank ", listed(with),
+        " of the process group and none on rank ", listed(without),
+        "; its layer must run in the forward pass of all ranks. No rank has taken the step");
+    TORCH_CHECK(different.empty(), names[i], " is of another layer, or has other state, on rank ",
+                listed(different),
+                " of the process group than on rank 0; all ranks need the same model and the same "
+                "checkpoint. No rank has taken the step");
+  }
+  TORCH_INTERNAL_ASSERT(false, "layers differ in their hashes alone");
 }
 
 [[noreturn]] void refuse_setups(const StepFindings& own, const Communicator& ranks) {
@@ -83,7 +115,8 @@ void Hash::add_bytes(const void* data, size_t count) {
 
 StepFindings agree(const StepFindings& own, const Communicator& ranks,
                    const std::vector<std::string>& names) {
-  const int64_t setup = short_hash(own.setup), mask = short_hash(hash_of(own.mask));
+  const int64_t setup = short_hash(own.setup), mask = short_hash(hash_of(own.mask)),
+                layers = short_hash(hash_of(own.layers));
   // Largest values decide: two hashes agree if the largest and the smallest do. An error comes
   // first, and is all that a rank may know: it gives no groups.
   std::vector<int64_t> head{own.has_error ? ranks.rank() + 1 : 0,
@@ -92,6 +125,9 @@ StepFindings agree(const StepFindings& own, const Communicator& ranks,
                             own.has_error ? -kMost : -setup,
                             own.has_error ? 0 : mask,
                             own.has_error ? -kMost : -mask,
+                            own.has_error ? 0 : layers,
+                            own.has_error ? -kMost : -layers,
+                            own.renews ? 1 : 0,
                             static_cast<int64_t>(own.groups.size()),
                             -static_cast<int64_t>(own.groups.size())};
   std::vector<int64_t> values = head;
@@ -107,14 +143,18 @@ StepFindings agree(const StepFindings& own, const Communicator& ranks,
                 own.call, "; see its message. No rank has taken the step");
     return own;
   }
-  if (values[2] != -values[3] || values[6] != -values[7]) {
+  if (values[2] != -values[3] || values[9] != -values[10]) {
     refuse_setups(own, ranks);
   }
   if (values[4] != -values[5]) {
     refuse_masks(own, ranks, names);
   }
+  if (values[6] != -values[7]) {
+    refuse_layers(own, ranks, names);
+  }
   StepFindings all = own;
   all.found_inf = values[1] != 0;
+  all.renews = values[8] != 0;
   for (size_t g = 0; g < own.groups.size(); ++g) {
     const int64_t unfit = values[head.size() + 2 * g], failed = values[head.size() + 2 * g + 1];
     all.groups[g].unfit = unfit == 0 ? -1 : kMost - unfit;

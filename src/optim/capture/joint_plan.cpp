@@ -122,13 +122,10 @@ void JointPlan::withdraw() {
 }
 
 StateChanges JointPlan::take(const JointInputs& inputs) {
-  if (ranks_ != nullptr) {
-    agree(inputs);
-  }
-  return take_agreed(inputs);
+  return take_agreed(ranks_ == nullptr ? inputs : agree(inputs));
 }
 
-void JointPlan::agree(const JointInputs& inputs) const {
+JointInputs JointPlan::agree(const JointInputs& inputs) {
   distributed::Hash hash;
   add_to_setup(hash);
   for (const at::Tensor& lr : inputs.lrs) {
@@ -143,7 +140,16 @@ void JointPlan::agree(const JointInputs& inputs) const {
     own.mask.push_back(gradient_of(param(i)).defined() ? 1 : 0);
   }
   own.setup = hash.value();
-  distributed::agree(own, *ranks_, names_);
+  own.found_inf = inputs.found_inf.defined() && inputs.found_inf.item<double>() != 0.0;
+  add_layers(own);
+  const distributed::StepFindings all = distributed::agree(own, *ranks_, names_);
+  settle_reports();  // of steps that the host has just waited for
+  take_findings(all);
+  JointInputs agreed = inputs;
+  if (all.found_inf && !own.found_inf) {
+    agreed.found_inf = at::ones({1}, at::TensorOptions(device()).dtype(at::kFloat));
+  }
+  return agreed;
 }
 
 bool JointPlan::prepare() {

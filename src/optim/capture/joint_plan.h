@@ -38,7 +38,7 @@ class JointPlan : public StepPlan {
 
   // The ranks that share the step: parameters and gradients are the same on all of them, recorded
   // calls are those of each rank's samples. Null: none. Called before anything else.
-  void share_with(std::shared_ptr<const distributed::Communicator> ranks) {
+  virtual void share_with(std::shared_ptr<const distributed::Communicator> ranks) {
     ranks_ = std::move(ranks);
   }
   const distributed::Communicator* ranks() const { return ranks_.get(); }
@@ -110,6 +110,11 @@ class JointPlan : public StepPlan {
   virtual StateChanges take_agreed(const JointInputs& inputs) = 0;
   // What must be the same on all ranks that share the step, beside parameters and learning rates.
   virtual void add_to_setup(distributed::Hash& hash) const = 0;
+  // `layers` and `renews` of what the ranks agree on, and what they have agreed on.
+  virtual void add_layers(distributed::StepFindings& findings) {}
+  virtual void take_findings(const distributed::StepFindings& findings) {}
+  // In each agreement.
+  bool settles_reports() const override { return ranks_ != nullptr && !device().is_cpu(); }
 
   // ---- what it may use; parameters are positions in what bind() was given
 
@@ -125,7 +130,8 @@ class JointPlan : public StepPlan {
   std::vector<at::Tensor> learning_rates(const JointInputs& inputs) const;  // of active parameters
 
  private:
-  void agree(const JointInputs& inputs) const;
+  // Returns the inputs of all ranks.
+  JointInputs agree(const JointInputs& inputs);
   StateChanges changes_for(const std::vector<size_t>& active);
   void check_all(const std::vector<size_t>& active);
 

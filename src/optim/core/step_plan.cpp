@@ -218,7 +218,7 @@ std::vector<int64_t> StepPlan::known_steps(const std::vector<size_t>& of) {
   }
   if (!unknown.empty()) {
     const at::Tensor counts = device_.is_cpu() ? at::Tensor() : at::stack(steps).cpu();
-    take_reports(/*wait=*/false);  // earlier skips are not in the counts
+    settle_reports();  // earlier skips are not in the counts
     for (size_t k = 0; k < unknown.size(); ++k) {
       const at::Tensor count = counts.defined() ? counts[k] : steps[k];
       host_steps_[unknown[k]] = static_cast<int64_t>(count.item<double>());
@@ -268,13 +268,27 @@ std::optional<StepReport> StepPlan::next_failure(bool wait) {
 }
 
 void StepPlan::take_reports(bool wait) {
+  if (!wait && settles_reports()) {
+    return;
+  }
   while (auto report = monitor_.next(wait)) {
     if (report->skipped && report->step_params) {
-      note_skip(*report->step_params);
+      if (settles_reports()) {
+        skips_.push_back(report->step_params);
+      } else {
+        note_skip(*report->step_params);
+      }
     }
     if (report->entries[kConsecutiveSkips] > 0 || report->entries[kConsecutiveRootFailures] > 0) {
       failures_.push_back(std::move(*report));
     }
+  }
+}
+
+void StepPlan::settle_reports() {
+  take_reports(/*wait=*/settles_reports());
+  for (const TensorVector& params : std::exchange(skips_, {})) {
+    note_skip(*params);
   }
 }
 

@@ -121,10 +121,15 @@ class StepPlan : public torch::CustomClassHolder {
   // Steps that parameters with state have taken. Waits for the device only if the host does not
   // know them: after a load, a copy, captured steps or a step that threw.
   std::vector<int64_t> known_steps(const std::vector<size_t>& of);
-  // Reads the reports that have arrived, or all of them after a wait.
+  // Reads the reports that have arrived, or all of them after a wait. With settles_reports() only
+  // after a wait.
   void take_reports(bool wait);
   // Corrects the host's step counts for a skipped step.
   virtual void note_skip(const std::vector<at::Tensor>& params);
+  // Whether reports count only where settle_reports() is called: they arrive at different times on
+  // ranks that share the step.
+  virtual bool settles_reports() const { return false; }
+  void settle_reports();
   StepMonitor& monitor() { return monitor_; }
   // Submits the status of a call, unless that is captured.
   void report();
@@ -149,6 +154,7 @@ class StepPlan : public torch::CustomClassHolder {
   c10::Device device_;
   StepMonitor monitor_;
   std::deque<StepReport> failures_;  // not yet returned
+  std::vector<TensorVector> skips_;  // parameters of skipped steps that are not settled
   std::vector<Bound> bound_;
   std::vector<int64_t> host_steps_;  // one per bound parameter
   std::vector<size_t> active_;       // those with a gradient
