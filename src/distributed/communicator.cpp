@@ -92,6 +92,12 @@ void Communicator::combine_(const std::vector<at::Tensor>& tensors) const {
   }
 }
 
+std::function<void()> Communicator::begin_sum(const at::Tensor& values) const {
+  std::vector<at::Tensor> tensors{values};
+  const auto work = group_->processes->allreduce(tensors);
+  return [work] { work->wait(); };
+}
+
 std::function<void()> Communicator::begin_gather(const at::Tensor& part, at::Tensor all) const {
   at::Tensor input = part, output = all.view({-1});
   const auto work = group_->processes->_allgather_base(output, input);

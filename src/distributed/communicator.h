@@ -16,6 +16,9 @@ class ProcessGroup;
 
 namespace torchium::distributed {
 
+// What travels at a time, unless the caller chooses.
+constexpr int64_t kBucketBytes = int64_t{1} << 25;
+
 class Communicator {
  public:
   explicit Communicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
@@ -39,6 +42,8 @@ class Communicator {
   // Fills the tensors, which are contiguous, with the bytes that one rank has; the others have
   // zeros there.
   void combine_(const std::vector<at::Tensor>& tensors) const;
+  // Begins to add up the values of all ranks, in place: contiguous. Returns the wait.
+  std::function<void()> begin_sum(const at::Tensor& values) const;
   // Begins to gather `part` of every rank to `all` [rank, *part]. Returns the wait.
   std::function<void()> begin_gather(const at::Tensor& part, at::Tensor all) const;
   // Begins to send the parts of `outgoing`, so many elements to each rank in order, and to receive

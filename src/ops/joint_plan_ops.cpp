@@ -142,6 +142,17 @@ c10::intrusive_ptr<KfacPlan> make_kfac_plan(const std::string& optimizer) {
 void register_kfac_plan(torch::Library& m) {
   using Self = c10::intrusive_ptr<KfacPlan>;
   register_joint_plan<KfacPlan, make_kfac_plan>(m, "KfacPlan")
+      .def("set_grad_worker_fraction",
+           [](const Self& self, double fraction) { self->set_grad_worker_fraction(fraction); })
+      .def("has_parts", [](const Self& self) { return self->has_parts(); })
+      .def("whole_states",
+           [](const Self& self) {
+             std::vector<Dict> states;
+             for (const auto& state : self->whole_states()) {
+               states.push_back(state == nullptr ? Dict() : dict_of(state->tensors()));
+             }
+             return states;
+           })
       .def("due",
            [](const Self& self) {
              std::vector<int64_t> due;

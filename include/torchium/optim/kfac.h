@@ -104,7 +104,14 @@ struct TORCHIUM_API KFACOptions : public torch::optim::OptimizerCloneableOptions
   /// defaults of the optimizer alone, and not saved. Null: no group.
   KFACOptions& process_group(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
   const std::shared_ptr<const distributed::Communicator>& ranks() const { return ranks_; }
+  /// With a process_group of W ranks: the share of the ranks that keep the inverses of a layer and
+  /// compute its direction, max(1, round(grad_worker_fraction W)) of them at most, in (0, 1]. 1:
+  /// inverses are sent when they are due, and nothing else; 1 / W: one rank keeps them, and sends
+  /// the direction in every step (KAISA: Pauloski et al. 2021, arXiv 2107.01739). ekfac needs 1. In
+  /// the defaults of the optimizer alone, and not saved.
+  TORCH_ARG(double, grad_worker_fraction) = 1.0;
 
+ public:
   void serialize(torch::serialize::InputArchive& archive) override;
   void serialize(torch::serialize::OutputArchive& archive) const override;
   TORCHIUM_API friend bool operator==(const KFACOptions& lhs, const KFACOptions& rhs);
@@ -269,6 +276,7 @@ class TORCHIUM_API KFAC : public CapturingOptimizer {
   void check_together(const std::vector<const Options*>& groups) const override;
   void follow_schedules() override;
   std::unique_ptr<SecondOrderParamState> make_empty_state() const override;
+  std::optional<StateMap> whole_state() const override;
   c10::intrusive_ptr<detail::JointPlan> make_plan() const override;
   std::shared_ptr<const distributed::Communicator> ranks_of(const Options& options) const override;
   bool is_watched(const at::Tensor& param) const override;

@@ -53,7 +53,9 @@ struct TORCHIUM_API KFACPreconditionerOptions
   /// As in KFACOptions.
   KFACPreconditionerOptions& process_group(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
   const std::shared_ptr<const distributed::Communicator>& ranks() const { return ranks_; }
+  TORCH_ARG(double, grad_worker_fraction) = 1.0;
 
+ public:
   void serialize(torch::serialize::InputArchive& archive) override;
   void serialize(torch::serialize::OutputArchive& archive) const override;
   TORCHIUM_API friend bool operator==(const KFACPreconditionerOptions& lhs,

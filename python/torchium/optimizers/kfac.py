@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -15,6 +16,7 @@ from ._core.capturing import CapturingOptimizer, ParamsOrModel
 from ._core.factors import FactorCapture
 from ._core.options import OptionList
 from ._core.plan import JointPlan
+from ._core.process_groups import Consolidating
 from ._core.schedules import Group, schedules_in
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ class KFACReport(TypedDict):
     diagonal_G: list[str]
 
 
-class KFAC(CapturingOptimizer):
+class KFAC(Consolidating, CapturingOptimizer):
     r"""Preconditions the gradient of each layer by the Kronecker factors of its Fisher matrix.
 
     For a layer with inputs :math:`a` (a 1 appended for the bias) and gradients :math:`g` of the loss
@@ -197,7 +199,14 @@ class KFAC(CapturingOptimizer):
         maximize (bool): go up instead of down (default: False).
         process_group (ProcessGroup, optional): the ranks that share the step, as under
             ``DistributedDataParallel``: parameters and gradients are the same on all of them, and each has samples of
-            its own. The factors are those of all samples. All ranks must call :meth:`step` (default: None, this process alone).
+            its own. The factors are those of all samples; the loss of a rank is the mean (or with
+            ``batch_averaged=False`` the sum) over its own. All ranks must call :meth:`step`, and where they keep
+            different inverses :meth:`state_dict` in :meth:`consolidating` (default: None, this process alone).
+        grad_worker_fraction (float): the share of the ranks that keep the inverses of a layer and compute its
+            direction: at most :math:`\max(1, \text{round}(\text{grad\_worker\_fraction}\, W))` of :math:`W`
+            ranks, in (0, 1]. 1: all; inverses are sent when they are due, and nothing else. 1 / :math:`W`: one
+            rank, which sends the direction in every step (KAISA: Pauloski et al. 2021,
+            `arXiv:2107.01739 <https://arxiv.org/abs/2107.01739>`_). ``ekfac=True`` needs 1 (default: 1.0).
 
     Raises:
         ValueError: an option is out of its range or, where it must not, differs between groups; a
@@ -260,8 +269,10 @@ class KFAC(CapturingOptimizer):
         grad_scaler: GradScaler | None = None,
         maximize: bool = False,
         process_group: ProcessGroup | None = None,
+        grad_worker_fraction: float = 1.0,
     ) -> None:
         options = self._OPTIONS.given(locals())
+        self._grad_worker_fraction = checked_fraction(grad_worker_fraction, ekfac)
         super().__init__(params_or_model, options, grad_scaler, process_group)
 
     def update_curvature(
@@ -528,6 +539,62 @@ class KFAC(CapturingOptimizer):
 
     # ---- state
 
+    def state_dict(self) -> dict[str, Any]:
+        """As :meth:`torch.optim.Optimizer.state_dict`: the whole state, which any number of processes can load.
+
+        Where each rank of the ``process_group`` keeps the inverses of some layers alone
+        (``grad_worker_fraction``), all ranks must call it, in a block of :meth:`consolidating`, and each gets all
+        of it.
+
+        Raises:
+            RuntimeError: a rank that lacks inverses calls it outside of ``consolidating()``, where it might wait
+                for ever.
+        """
+        if self._plan is None or not self._plan.core.has_parts():
+            return super().state_dict()
+        if not self._consolidates:
+            raise RuntimeError(
+                "each rank of the process_group keeps the inverses of some layers, and state_dict() would wait "
+                "for the others; call it on all ranks in a block `with optimizer.consolidating():`, and save "
+                "what it returns on one"
+            )
+        plan, part = self._bound_plan(), self.state
+        self.state = defaultdict(dict, part)
+        for param, whole in zip(plan.params, plan.core.whole_states(), strict=True):
+            if whole:
+                self.state[param] = {**part[param], **whole}
+        try:
+            return super().state_dict()
+        finally:
+            self.state = part
+
+    def _own_plan(self) -> JointPlan:
+        is_new = self._plan is None
+        plan = super()._own_plan()
+        if is_new:
+            plan.core.set_grad_worker_fraction(self._grad_worker_fraction)
+        return plan
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_grad_worker_fraction": self._grad_worker_fraction}
+
     def _forget_derived(self) -> None:
         super()._forget_derived()
         self._capture.follow(None)
+
+
+def checked_fraction(fraction: float, ekfac: bool) -> float:
+    if (
+        not isinstance(fraction, (int, float))
+        or isinstance(fraction, bool)
+        or not 0 < fraction <= 1
+    ):
+        raise ValueError(
+            f"grad_worker_fraction must be a number above 0 and at most 1, got {fraction!r}"
+        )
+    if ekfac and fraction < 1:
+        raise ValueError(
+            "ekfac=True needs the eigenvectors of all layers on all ranks, where their samples are, got "
+            f"grad_worker_fraction={fraction}; use 1"
+        )
+    return float(fraction)

@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import GradScaler
 from ._core.amp import found_non_finite, has_unscaled
 from ._core.capturing import CapturingOptimizer, ParamsOrModel
 from ._core.options import OptionList
-from .kfac import KFAC
+from .kfac import KFAC, checked_fraction
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -87,6 +87,7 @@ class KFACPreconditioner(KFAC):
         grad_scaler (GradScaler, optional): the scaler of the loss, under mixed precision. Required whenever
             one is used (default: None).
         process_group (ProcessGroup, optional): as for :class:`KFAC` (default: None).
+        grad_worker_fraction (float): as for :class:`KFAC` (default: 1.0).
 
     Raises:
         ValueError: as for :class:`KFAC`; and from ``step()``, if a ``GradScaler`` calls it, or if
@@ -130,8 +131,10 @@ class KFACPreconditioner(KFAC):
         factor_dtype: torch.dtype | str | None = None,
         grad_scaler: GradScaler | None = None,
         process_group: ProcessGroup | None = None,
+        grad_worker_fraction: float = 1.0,
     ) -> None:
         options = self._OPTIONS.given(locals())
+        self._grad_worker_fraction = checked_fraction(grad_worker_fraction, ekfac)
         CapturingOptimizer.__init__(self, params_or_model, options, grad_scaler, process_group)
 
     def _refuse_misuse(self) -> None:

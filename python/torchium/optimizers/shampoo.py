@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +14,7 @@ from ._blocked.report import ParameterReport, ShampooReport
 from ._blocked.sharing import SHARING_ARGUMENTS, Sharing
 from ._core.memory import GroupMemory, MemoryReport, StateMemory
 from ._core.model_groups import model_groups
+from ._core.process_groups import Consolidating
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from .shampoo_w import ShampooW
 
 
-class Shampoo(BlockedOptimizer):
+class Shampoo(Consolidating, BlockedOptimizer):
     r"""Preconditions each mode of a gradient tensor by a root of its own second moment.
 
     A gradient :math:`G` of order :math:`k` (after its unit dimensions are dropped, adjacent
@@ -248,25 +247,6 @@ class Shampoo(BlockedOptimizer):
             RuntimeError: as :meth:`step`, or a graph is captured without ``capturable=True``.
         """
         self._renew_roots()
-
-    @contextmanager
-    def consolidating(self) -> Iterator[None]:
-        """A block that all ranks of the ``process_group`` run, in which :meth:`state_dict` gathers the state.
-
-        Each rank keeps the state of its own blocks. Outside of the block :meth:`state_dict` raises an error
-        instead of a wait for ranks that may not call it.
-
-        Example:
-            >>> with optimizer.consolidating():  # on all ranks
-            ...     state = optimizer.state_dict()
-            >>> if torch.distributed.get_rank() == 0:
-            ...     torch.save(state, "optimizer.pt")
-        """
-        before, self._consolidates = self._consolidates, True
-        try:
-            yield
-        finally:
-            self._consolidates = before
 
     def memory_report(self) -> MemoryReport:
         """Bytes of the state.

@@ -45,6 +45,14 @@ class EagerSubset : public KfacSubset {
     find_learning_rates(guard);
   }
 
+  Tensors directions(size_t l) const override {
+    Tensors all;
+    for (const int64_t i : group_.layers[l].params()) {
+      all.push_back(directions_[i]);
+    }
+    return all;
+  }
+
   at::Tensor kl_terms(const KfacRun&) override {
     Tensors terms;
     for (const size_t l : members_.layers) {
@@ -105,6 +113,12 @@ class EagerSubset : public KfacSubset {
     std::vector<LayerTensors> V;
     for (const size_t l : members_.layers) {
       const KfacLayer& layer = group_.layers[l];
+      if (!layer.preconditions) {
+        for (const int64_t i : layer.params()) {
+          directions_[i] = at::empty(V_[i].sizes(), V_[i].options());
+        }
+        continue;
+      }
       layers.push_back(&layer);
       V.push_back({V_[layer.weight], layer.bias < 0 ? at::Tensor() : V_[layer.bias]});
     }
@@ -114,9 +128,13 @@ class EagerSubset : public KfacSubset {
     const auto directions = joins ? kfac_directions(layers, split, V) : std::vector<LayerTensors>();
     for (size_t k = 0; k < layers.size(); ++k) {
       const LayerTensors d = joins ? directions[k] : kfac_direction(*layers[k], split, V[k]);
-      directions_[layers[k]->weight] = d.weight;
+      // As where they are received: loops over other strides may round differently.
+      const auto stored = [&](const at::Tensor& direction) {
+        return group_.exchange ? direction.contiguous() : direction;
+      };
+      directions_[layers[k]->weight] = stored(d.weight);
       if (layers[k]->bias >= 0) {
-        directions_[layers[k]->bias] = d.bias;
+        directions_[layers[k]->bias] = stored(d.bias);
       }
     }
   }

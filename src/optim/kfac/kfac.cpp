@@ -33,7 +33,9 @@ KFAC::KFAC(KFAC&&) noexcept = default;
 KFAC& KFAC::operator=(KFAC&&) noexcept = default;
 
 void KFAC::check_options(const Options& options) const {
-  detail::check_options(detail::options_as<KFACOptions>(options, "KFAC"));
+  const auto& own = detail::options_as<KFACOptions>(options, "KFAC");
+  detail::check_options(own);
+  check_grad_workers(own);
 }
 
 void KFAC::follow_schedules() {
@@ -43,6 +45,7 @@ void KFAC::follow_schedules() {
 void KFAC::check_together(const std::vector<const Options*>& groups) const {
   CapturingOptimizer::check_together(groups);
   detail::check_same_in_all<KFACOptions>("KFAC", groups);
+  check_same_grad_workers<KFACOptions>(defaults(), groups);
   for (const auto g : c10::irange(groups.size())) {
     const auto& options = detail::options_as<KFACOptions>(*groups[g], "KFAC");
     TORCH_CHECK_VALUE(
@@ -62,7 +65,29 @@ KFACParamState* KFAC::state_of(const at::Tensor& param) const {
 }
 
 c10::intrusive_ptr<detail::JointPlan> KFAC::make_plan() const {
-  return c10::make_intrusive<detail::KfacPlan>();
+  auto plan = c10::make_intrusive<detail::KfacPlan>();
+  plan->set_grad_worker_fraction(
+      detail::options_as<KFACOptions>(defaults(), name()).grad_worker_fraction());
+  return plan;
+}
+
+std::optional<KFAC::StateMap> KFAC::whole_state() const {
+  if (!plan().has_parts()) {
+    return std::nullopt;
+  }
+  const auto params = all_params();
+  std::vector<const KFACParamState*> states;
+  for (const at::Tensor& param : params) {
+    states.push_back(state_of(param));
+  }
+  auto all = plan().whole_states(states);
+  StateMap whole;
+  for (const auto i : c10::irange(params.size())) {
+    if (all[i] != nullptr) {
+      whole[params[i].unsafeGetTensorImpl()] = std::move(all[i]);
+    }
+  }
+  return whole;
 }
 
 std::shared_ptr<const distributed::Communicator> KFAC::ranks_of(const Options& options) const {

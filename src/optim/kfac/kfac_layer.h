@@ -44,6 +44,12 @@ struct KfacLayer {
 
   double floor = 1e-8;  // of the eigenvalues of A and G
 
+  // Where several ranks share the step: the one that makes the inverses, and what this one does. A
+  // rank that does not precondition the layer has no A_root, G_root and eigenvalues.
+  int64_t owner = 0;
+  bool inverts = true;
+  bool preconditions = true;
+
   // solver "inverse_free": K, C, m_K and m_C instead of A, G, their roots and eigenvalues.
   double alpha1 = 0.5;
   at::Tensor K, C;      // [groups, ...] as in linalg/products/structured_matrix.h
@@ -53,8 +59,9 @@ struct KfacLayer {
   int64_t seen_versions = -1;
 
   // State, owned by the caller and changed in place.
-  at::Tensor A;       // [groups, a, a], zero at first
-  at::Tensor G;       // [groups, o/groups, o/groups], zero at first
+  at::Tensor A;  // [groups, a, a], zero at first
+  at::Tensor G;  // [groups, o/groups, o/groups], zero at first
+  at::ScalarType root_dtype = at::kFloat;
   at::Tensor A_root;  // damped inverse, or eigenvectors in columns (kExact); the identity at first
   at::Tensor G_root;
   at::Tensor A_eigenvalues;   // kExact: [groups, a], floored; -1 until the first solve
@@ -67,7 +74,7 @@ struct KfacLayer {
   bool has_sums() const { return A_sum.defined(); }
   bool is_inverse_free() const { return K.defined(); }
   // Whether the factors have the dtype of their roots.
-  bool has_state_dtype() const { return A.scalar_type() == A_root.scalar_type(); }
+  bool has_state_dtype() const { return A.scalar_type() == root_dtype; }
   at::ScalarType factor_dtype() const { return (K.defined() ? K : A).scalar_type(); }
   // Weight and bias.
   std::vector<int64_t> params() const {

@@ -4,6 +4,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/accumulate.h>
 #include <c10/util/irange.h>
 
 #include <algorithm>
@@ -15,6 +16,12 @@ namespace {
 // Whether a norm's sums, and the state of its weight, have blocks of one order.
 bool blocks_fit(const FactorSums& sums, const KFACParamState& state) {
   return !state.fisher_blocks().defined() || sums.blocks.sizes() == state.fisher_blocks().sizes();
+}
+
+// Of the inverse or eigensystem of a factor of this stored shape.
+int64_t inversion_cost(const std::vector<int64_t>& sizes) {
+  const bool is_dense = sizes.size() == 3 && sizes[1] == sizes[2];
+  return is_dense ? sizes[0] * sizes[1] * sizes[1] * sizes[1] : c10::multiply_integers(sizes);
 }
 
 bool sums_fit(const FactorSums& sums, const at::Tensor& weight, const FactorLayout& layout) {
@@ -85,6 +92,7 @@ void KfacPlan::after_bind() {
   for (auto* set : {&fallback_, &warned_, &warned_of_samples_, &lost_inverses_}) {
     std::erase_if(*set, [&](const auto* impl) { return !is_known(impl); });
   }
+  std::erase_if(owners_, [&](const auto& entry) { return !is_known(entry.first); });
 }
 
 // ---- layer calls
@@ -195,6 +203,7 @@ bool KfacPlan::has_factors(size_t i) {
 
 void KfacPlan::check(const std::vector<size_t>& active) {
   require_curvature(active);
+  check_sharing();
   for (const size_t i : active) {
     if (checked_[i]) {
       continue;
@@ -206,7 +215,7 @@ void KfacPlan::check(const std::vector<size_t>& active) {
 
 // The layers with factors, and those with sums for their first ones.
 bool KfacPlan::derive(const std::vector<size_t>& active) {
-  records_.settle_tables();
+  records_.settle_tables(is_shared());
   std::vector<bool> is_active(size(), false);
   for (const size_t i : active) {
     is_active[i] = true;
@@ -227,7 +236,7 @@ bool KfacPlan::derive(const std::vector<size_t>& active) {
     }
     const FactorLayout layout =
         layer->is_unitwise ? FactorLayout() : records_.layout(weight_of(i), *layer);
-    FactorSums* sums = records_.sums(weight_of(i));
+    FactorSums* sums = records_.sums(weight_of(i), is_shared());
     if (sums != nullptr &&
         !(layer->is_unitwise ? blocks_fit(*sums, state) : sums_fit(*sums, param(i), layout))) {
       sums = nullptr;  // from before the layer got or lost its bias
@@ -241,6 +250,10 @@ bool KfacPlan::derive(const std::vector<size_t>& active) {
     bias = bias >= 0 && is_active[bias] && has_room ? bias : -1;
     found.push_back(
         {i, bias, layer->is_transposed && param(i).dim() == 2, layer->is_unitwise, sums, known});
+    if (!layer->is_unitwise) {
+      found.back().cost =
+          inversion_cost(layout.sizes_A(param(i))) + inversion_cost(layout.sizes_G(param(i)));
+    }
     is_active[i] = false;  // the others fall back
     if (bias >= 0) {
       is_active[bias] = false;
@@ -253,6 +266,7 @@ bool KfacPlan::derive(const std::vector<size_t>& active) {
     }
   }
   considered_ = static_cast<int64_t>(active.size());
+  choose_owners(found);
   const bool is_new = found != layers_;
   layers_ = std::move(found);
   return is_new;

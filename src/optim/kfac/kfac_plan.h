@@ -7,6 +7,8 @@
 #include "optim/kfac/factors/factor_records.h"
 #include "optim/kfac/kfac_layer.h"
 #include "optim/kfac/kfac_options.h"
+#include "optim/kfac/sharing/layer_exchange.h"
+#include "optim/kfac/sharing/worker_groups.h"
 #include "torchium/optim/kfac.h"
 
 #include <ATen/core/Tensor.h>
@@ -16,6 +18,7 @@
 #include <mutex>
 #include <string>
 #include <tuple>
+#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -37,6 +40,19 @@ struct DeclaredLayer {
 class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
  public:
   const char* optimizer_name() const override { return "KFAC"; }
+
+  // ---- ranks that share the step
+
+  void share_with(std::shared_ptr<const distributed::Communicator> ranks) override;
+  // ValueError unless it is above 0 and at most 1.
+  void set_grad_worker_fraction(double fraction);
+  // Whether ranks have inverses that others lack.
+  bool has_parts() const;
+  // These states, one per parameter that is bound (null: none), with the inverses of all ranks in
+  // new tensors. All ranks must call it.
+  using States = std::vector<std::unique_ptr<KFACParamState>>;
+  States whole_states(const std::vector<const KFACParamState*>& states) const;
+  States whole_states() const;  // of the bound states
 
   // ---- layer calls
 
@@ -108,6 +124,9 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
                                     at::Tensor status) override;
   void note_skip(const std::vector<at::Tensor>& params) override;
   StateChanges take_agreed(const JointInputs& inputs) override;
+  void add_to_setup(distributed::Hash& hash) const override;
+  void add_layers(distributed::StepFindings& findings) override;
+  void take_findings(const distributed::StepFindings& findings) override;
 
  private:
   // A weight that the next step preconditions, and the bias that shares its factors.
@@ -118,10 +137,12 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
     bool is_unitwise;
     FactorSums* sums;  // null: the factors stay
     bool has_factors;  // already
+    int64_t cost = 0;  // of its inverses, relative to other layers
+    int64_t owner = 0;
 
     bool operator==(const Layer& other) const {
       return weight == other.weight && bias == other.bias && is_transposed == other.is_transposed &&
-             is_unitwise == other.is_unitwise;
+             is_unitwise == other.is_unitwise && owner == other.owner;
     }
   };
 
@@ -136,6 +157,14 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   void check_fisher_blocks(size_t i) const;
   void note_diagonals(size_t i, const KFACParamState& state, const FactorLayer& layer);
   void check_layer(const Layer& layer) const;
+  bool is_shared() const { return groups_.ranks() > 1; }
+  void check_sharing() const;
+  void choose_owners(std::vector<Layer>& layers) const;
+  bool keeps_inverses(const Layer& layer) const;
+  void assign_work(const Layer& of, KfacLayer& layer) const;
+  std::shared_ptr<LayerExchange> make_exchange(DampingSplit split) const;
+  bool is_lost(const Layer& layer) const;
+  void finish_sums(const at::Tensor& loss_scale);
   void set_sums(const Layer& of, KfacLayer& layer) const;
   void set_sums(const Layer& of, UnitwiseLayer& layer) const;
   double gradient_scale(const FactorSums& sums) const;
@@ -161,6 +190,13 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   // Weights whose inverses are to be made anew: another damping_split had made them, or a step that
   // threw was to make them.
   std::unordered_set<const at::TensorImpl*> lost_inverses_;
+  // Of weights whose layers have taken a step.
+  struct Owned {
+    int64_t owner, cost;
+  };
+  std::unordered_map<const at::TensorImpl*, Owned> owners_;
+  double grad_worker_fraction_ = 1.0;
+  WorkerGroups groups_;
 };
 
 }  // namespace torchium::optim::detail

@@ -89,7 +89,9 @@ void KfacPlan::complete(size_t i, SecondOrderParamState& completed) {
     update_momenta(state, param(i), options(i));
     return;
   }
-  if (!is_new && !has_roots(state, split)) {
+  if (layer != layers_.end() && !keeps_inverses(*layer)) {
+    drop_roots(state);
+  } else if (!is_new && !has_roots(state, split)) {
     reset_roots(state, param(i), layout, split);
     if (layer != layers_.end() && layer->has_factors) {
       lost_inverses_.insert(param(i).unsafeGetTensorImpl());
@@ -135,6 +137,9 @@ void KfacPlan::check_layer(const Layer& layer) const {
   auto state = state_of(layer.weight);
   KFACParamState expected;
   add_saved_layout(expected, at::empty_like(weight, at::kMeta), state, options(layer.weight));
+  if (!keeps_inverses(layer)) {
+    drop_roots(expected);
+  }
   const auto found = state.factors();
   const auto needed = expected.factors();
   for (const auto k : c10::irange(needed.size())) {

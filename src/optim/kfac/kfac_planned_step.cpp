@@ -2,6 +2,7 @@
 #include "optim/capture/adaptive_damping.h"
 #include "optim/kfac/kfac_plan.h"
 #include "optim/kfac/kfac_step.h"
+#include "optim/kfac/sharing/shared_sums.h"
 
 #include <ATen/ATen.h>
 #include <c10/util/ScopeExit.h>
@@ -12,7 +13,8 @@
 namespace torchium::optim::detail {
 namespace {
 
-KfacLayer core_layer(const KFACParamState& state, const KFACOptions& options) {
+KfacLayer core_layer(const at::Tensor& weight, const KFACParamState& state,
+                     const KFACOptions& options) {
   const bool exact = options.damping_split() == "exact";
   KfacLayer layer;
   layer.alpha1 = options.alpha1();
@@ -22,6 +24,7 @@ KfacLayer core_layer(const KFACParamState& state, const KFACOptions& options) {
   layer.m_C = state.m_C();
   layer.A = state.A();
   layer.G = state.G();
+  layer.root_dtype = state_dtype(weight);
   layer.A_root = exact ? state.A_eigenvectors() : state.A_inverse();
   layer.G_root = exact ? state.G_eigenvectors() : state.G_inverse();
   layer.A_eigenvalues = state.A_eigenvalues();
@@ -69,6 +72,7 @@ std::unique_ptr<PlannedStep> KfacPlan::plan(const std::vector<at::Tensor>& param
     group.options.push_back({{}, o.momentum(), o.weight_decay(), o.maximize()});
     fallback_.insert(param(i).unsafeGetTensorImpl());
   }
+  group.exchange = make_exchange(group.shared.damping_split);
   for (const Layer& each : layers_) {
     const auto add = [&](auto& layers, auto layer) {
       layer.weight = place[each.weight];
@@ -78,8 +82,10 @@ std::unique_ptr<PlannedStep> KfacPlan::plan(const std::vector<at::Tensor>& param
     if (each.is_unitwise) {
       add(group.unitwise, unitwise_layer(state_of(each.weight), options(each.weight)));
     } else {
-      add(group.layers, core_layer(state_of(each.weight), options(each.weight)));
+      add(group.layers,
+          core_layer(param(each.weight), state_of(each.weight), options(each.weight)));
       group.layers.back().is_transposed = each.is_transposed;
+      assign_work(each, group.layers.back());
     }
     fallback_.erase(param(each.weight).unsafeGetTensorImpl());
     if (each.bias >= 0) {
@@ -94,23 +100,43 @@ std::unique_ptr<PlannedStep> KfacPlan::plan(const std::vector<at::Tensor>& param
 double KfacPlan::gradient_scale(const FactorSums& sums) const {
   const auto N = static_cast<double>(sums.samples());
   const bool is_divided = options().front().batch_averaged() && !takes_curvature();
-  return is_divided ? N : 1.0 / N;
+  return sums.is_joint ? 1.0 : is_divided ? N : 1.0 / N;
+}
+
+// Takes the loss scale out of the sums, and adds up those of all ranks.
+void KfacPlan::finish_sums(const at::Tensor& loss_scale) {
+  std::vector<FactorSums*> all;
+  std::vector<at::Tensor> of_gradients;
+  for (const Layer& each : layers_) {
+    if (each.sums != nullptr) {
+      all.push_back(each.sums);
+      const auto own = each.sums->of_gradients();
+      of_gradients.insert(of_gradients.end(), own.begin(), own.end());
+    }
+  }
+  if (loss_scale.defined() && !takes_curvature() && !of_gradients.empty()) {
+    at::_foreach_mul_(of_gradients, loss_scale.to(device()).square().reciprocal());
+  }
+  if (is_shared()) {
+    const bool is_divided = options().front().batch_averaged() && !takes_curvature();
+    sum_over_ranks(*ranks(), all, is_divided, distributed::kBucketBytes);
+  }
 }
 
 void KfacPlan::set_sums(const Layer& of, UnitwiseLayer& layer) const {
-  if (of.sums != nullptr && of.sums->samples() != 0) {
+  if (of.sums != nullptr && (of.sums->is_joint || of.sums->samples() != 0)) {
     layer.block_sum = of.sums->blocks;
     layer.block_scale = gradient_scale(*of.sums);
   }
 }
 
 void KfacPlan::set_sums(const Layer& of, KfacLayer& layer) const {
-  if (of.sums == nullptr || of.sums->samples() == 0) {
+  if (of.sums == nullptr || (!of.sums->is_joint && of.sums->samples() == 0)) {
     return;
   }
   layer.A_sum = of.sums->A;
   layer.G_sum = of.sums->G;
-  layer.A_scale = 1.0 / static_cast<double>(of.sums->rows);
+  layer.A_scale = of.sums->is_joint ? 1.0 : 1.0 / static_cast<double>(of.sums->rows);
   layer.G_scale = gradient_scale(*of.sums);
   layer.moment_scale = layer.G_scale;
   if (of.sums->A_is_of_gradients) {
@@ -133,6 +159,7 @@ StateChanges KfacPlan::take_agreed(const JointInputs& inputs) {
   }
   group.shared.kl_clip = options().front().kl_clip();
   const auto end = c10::make_scope_exit([&] { step->forget_sums(); });  // memory of the captures
+  finish_sums(inputs.loss_scale);
   const auto taken = known_steps(active());
   auto layer_of = group.layers.begin();
   auto unitwise_of = group.unitwise.begin();
@@ -148,29 +175,11 @@ StateChanges KfacPlan::take_agreed(const JointInputs& inputs) {
     }
     KfacLayer& layer = *layer_of++;
     layer.inverse_due = !each.has_factors || taken[layer.weight] % options(each.weight).TInv() == 0;
-    layer.inverse_lost =
-        lost_inverses_.count(param(each.weight).unsafeGetTensorImpl()) != 0 && each.has_factors;
+    layer.inverse_lost = is_lost(each);
     set_options(layer);  // after inverse_lost, on which the sums depend
     if (layer.is_inverse_free()) {
       layer.inverse_due = layer.has_sums();
       layer.inverse_lost = false;
-    }
-  }
-  if (inputs.loss_scale.defined() && !takes_curvature()) {
-    const at::Tensor inverse = inputs.loss_scale.to(device()).square().reciprocal();
-    std::vector<at::Tensor> sums;
-    for (const Layer& each : layers_) {
-      if (each.sums != nullptr) {
-        sums.push_back(each.is_unitwise               ? each.sums->blocks
-                       : each.sums->A_is_of_gradients ? each.sums->A
-                                                      : each.sums->G);
-        if (each.sums->moments.defined()) {
-          sums.push_back(each.sums->moments);
-        }
-      }
-    }
-    if (!sums.empty()) {
-      at::_foreach_mul_(sums, inverse);
     }
   }
   due_.clear();

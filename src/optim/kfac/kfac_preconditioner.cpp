@@ -113,7 +113,9 @@ void KfacPreconditionerPlan::check(const std::vector<size_t>& active) {
 }  // namespace detail
 
 void KFACPreconditioner::check_options(const Options& options) const {
-  detail::check_options(detail::options_as<KFACPreconditionerOptions>(options, name()));
+  const auto& own = detail::options_as<KFACPreconditionerOptions>(options, name());
+  detail::check_options(own);
+  check_grad_workers(own);
 }
 
 void KFACPreconditioner::follow_schedules() {
@@ -124,10 +126,14 @@ void KFACPreconditioner::follow_schedules() {
 void KFACPreconditioner::check_together(const std::vector<const Options*>& groups) const {
   CapturingOptimizer::check_together(groups);
   detail::check_same_in_all<KFACPreconditionerOptions>(name(), groups);
+  check_same_grad_workers<KFACPreconditionerOptions>(defaults(), groups);
 }
 
 c10::intrusive_ptr<detail::JointPlan> KFACPreconditioner::make_plan() const {
-  return c10::make_intrusive<detail::KfacPreconditionerPlan>();
+  auto plan = c10::make_intrusive<detail::KfacPreconditionerPlan>();
+  plan->set_grad_worker_fraction(
+      detail::options_as<KFACPreconditionerOptions>(defaults(), name()).grad_worker_fraction());
+  return plan;
 }
 
 std::shared_ptr<const distributed::Communicator> KFACPreconditioner::ranks_of(

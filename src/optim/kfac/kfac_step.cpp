@@ -42,7 +42,7 @@ bool fits_squares(const KfacLayer& layer) {
     return root.is_cuda() && root.scalar_type() == at::kFloat &&
            (root.dim() == 2 || root.size(1) == root.size(2));
   };
-  return layer.is_inverse_free() && fits(layer.K) && fits(layer.C);
+  return layer.is_inverse_free() && layer.preconditions && fits(layer.K) && fits(layer.C);
 }
 
 // Undefined: none.
@@ -91,7 +91,7 @@ void KfacStep::make_subsets() {
   }
   prologue_ = StepPrologue::make(group_.params, group_.states, status_, weight_decays);
   KfacMembers by_kernels, eager;
-  std::vector<bool> has_layer(group_.params.size(), false);
+  std::vector<bool> has_layer(group_.params.size(), false), runs_by_kernels;
   for (size_t l = 0; l < group_.layers.size(); ++l) {
     KfacLayer& layer = group_.layers[l];
     if (fits_squares(layer)) {
@@ -107,6 +107,7 @@ void KfacStep::make_subsets() {
     }
     KfacMembers& members = has_kernels ? by_kernels : eager;
     members.layers.push_back(l);
+    runs_by_kernels.push_back(has_kernels);
     for (const int64_t i : group_.layers[l].params()) {
       members.params.push_back(i);
       has_layer[i] = true;
@@ -136,6 +137,9 @@ void KfacStep::make_subsets() {
   }
   if (!eager.params.empty()) {
     subsets_.push_back(make_eager_subset(group_, std::move(eager)));
+  }
+  for (const bool by_kernel : runs_by_kernels) {
+    subset_of_.push_back(by_kernel ? 0 : subsets_.size() - 1);
   }
 }
 
@@ -193,10 +197,20 @@ void KfacStep::update_inverses(bool KfacLayer::*wanted, const FoundInfGuard& gua
   const torchium::detail::Phase phase("torchium::inverses");
   if (group_.shared.solver == "inverse_free") {
     update_inverse_free(group_.layers, guard);
-    return;
+  } else {
+    detail::update_inverses(group_.layers, wanted, group_.shared.damping_split,
+                            group_.shared.solver, guard);
   }
-  detail::update_inverses(group_.layers, wanted, group_.shared.damping_split, group_.shared.solver,
-                          guard);
+  if (group_.exchange) {
+    group_.exchange->send_inverses(group_.layers, wanted);
+  }
+}
+
+void KfacStep::send_directions() const {
+  if (group_.exchange) {
+    group_.exchange->send_directions(
+        group_.layers, [&](size_t l) { return subsets_[subset_of_[l]]->directions(l); });
+  }
 }
 
 void KfacStep::record_failures() {
@@ -284,11 +298,14 @@ void KfacStep::run(const at::Tensor&, at::IntArrayRef, const at::Tensor& found_i
   }
 }
 
-// d = (G + ..I)^-1 V (A + ..I)^-1, or C C^T V K K^T. Returns nu.
+// d = (G + ..I)^-1 V (A + ..I)^-1, or C C^T V K K^T, by the workers of each layer. Returns nu.
 StepScalar KfacStep::precondition(const KfacRun& run) {
-  std::vector<at::Tensor> terms;
   for (const auto& subset : subsets_) {
     subset->precondition(run);
+  }
+  send_directions();
+  std::vector<at::Tensor> terms;
+  for (const auto& subset : subsets_) {
     const bool needs_terms = group_.shared.kl_clip || group_.shared.keeps_prediction;
     const at::Tensor its = needs_terms ? subset->kl_terms(run) : at::Tensor();
     if (its.defined()) {

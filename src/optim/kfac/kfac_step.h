@@ -42,6 +42,7 @@ class KfacStep : public PrologueStep {
   void make_subsets();
   void examine_sums();
   void update_inverses(bool KfacLayer::*wanted, const FoundInfGuard& guard);
+  void send_directions() const;
   void record_failures();
   StepScalar precondition(const KfacRun& run);
   // One per group at least.
@@ -50,6 +51,7 @@ class KfacStep : public PrologueStep {
   KfacGroup group_;
   at::Tensor status_;
   std::vector<std::unique_ptr<KfacSubset>> subsets_;
+  std::vector<size_t> subset_of_;  // of each layer
 
   struct Prediction {
     std::vector<at::Tensor> lrs;

@@ -5,6 +5,7 @@
 #include "optim/core/parameter_state.h"
 #include "optim/core/step_prologue.h"
 #include "optim/kfac/kfac_layer.h"
+#include "optim/kfac/sharing/layer_exchange.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -42,6 +43,8 @@ struct KfacGroup {
   KfacSharedOptions shared;
   std::vector<KfacLayer> layers;
   std::vector<UnitwiseLayer> unitwise;
+  // With the ranks that share the step; null: none do.
+  std::shared_ptr<LayerExchange> exchange;
 };
 
 struct KfacRun {
@@ -58,8 +61,11 @@ class KfacSubset {
   // d = min(1 - 1/k, stat_decay). Not those of solver "inverse_free", which has no A and G.
   virtual void update_factors(const KfacRun& run) = 0;
   // V = g + weight_decay p; d = (G + ..I)^-1 V (A + ..I)^-1, or C C^T V K K^T, of layers, else d =
-  // V.
+  // V. Of layers that other ranks precondition d has no value yet.
   virtual void precondition(const KfacRun& run) = 0;
+  // Between precondition() and end(): d of the weight and the bias of a layer of this subset, by
+  // its position in the group, to be read or to be filled: [o, c] or [o, c, ...], and [o].
+  virtual std::vector<at::Tensor> directions(size_t layer) const = 0;
   // Terms of sum lr^2 V . d over the parameters of layers: float64 [any]; undefined: none.
   virtual at::Tensor kl_terms(const KfacRun& run) = 0;
   // buf <- momentum buf + nu d; p <- p - lr buf. nu: for parameters of layers. With

@@ -115,6 +115,8 @@ class UnitwiseSubset : public KfacSubset {
     }
   }
 
+  std::vector<at::Tensor> directions(size_t) const override { return {}; }  // it has no layer
+
   at::Tensor kl_terms(const KfacRun&) override {
     Tensors terms;
     for (const JoinedLayers& layers : joined_) {

@@ -37,7 +37,7 @@ using distributed::StepFindings;
 
 struct SharingOptions {
   at::ScalarType comm_dtype = at::kFloat;  // of the updates of float32 state
-  int64_t bucket_bytes = int64_t{1} << 25;
+  int64_t bucket_bytes = distributed::kBucketBytes;
 };
 
 class SharedPlans : public BlockedPlans {

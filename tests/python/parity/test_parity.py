@@ -39,7 +39,8 @@ def run(language: str, name: str, problem: str, dtype: torch.dtype, **options: A
 def test_options_have_the_same_names_and_defaults(name):
     signature = inspect.signature(getattr(torchium, name).__init__).parameters
     only_python = ("self", "params", "params_or_model", "grad_scaler")  # libtorch has no scaler
-    of_ranks = ("process_group", "comm_dtype", "bucket_bytes")  # no part of a checkpoint
+    # No part of a checkpoint.
+    of_ranks = ("process_group", "comm_dtype", "bucket_bytes", "grad_worker_fraction")
     python = {k: p.default for k, p in signature.items() if k not in (*only_python, *of_ranks)}
     cpp = make("cpp", name, [nn.Parameter(torch.zeros(2))]).options()
     names, *_ = torch.ops.torchium.option_fields(name)

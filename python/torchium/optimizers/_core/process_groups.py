@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,3 +40,28 @@ def processes() -> int:
     if not distributed.is_available() or not distributed.is_initialized():
         return 1
     return int(distributed.get_world_size())
+
+
+class Consolidating:
+    """A base of optimizers of which a rank may keep a part of the state."""
+
+    _consolidates = False
+
+    @contextmanager
+    def consolidating(self) -> Iterator[None]:
+        """A block that all ranks of the ``process_group`` run, in which ``state_dict()`` gathers the state.
+
+        A rank may keep a part of the state alone. Outside of the block ``state_dict()`` then raises an error
+        instead of a wait for ranks that may not call it.
+
+        Example:
+            >>> with optimizer.consolidating():  # on all ranks
+            ...     state = optimizer.state_dict()
+            >>> if torch.distributed.get_rank() == 0:
+            ...     torch.save(state, "optimizer.pt")
+        """
+        before, self._consolidates = self._consolidates, True
+        try:
+            yield
+        finally:
+            self._consolidates = before

@@ -49,6 +49,12 @@ std::optional<MatrixLayout> matrix_layout(const at::Tensor& param) {
   return std::nullopt;
 }
 
+// Those of these layers that this rank preconditions.
+std::vector<size_t> preconditioned(const KfacGroup& group, std::vector<size_t> layers) {
+  std::erase_if(layers, [&](size_t l) { return !group.layers[l].preconditions; });
+  return layers;
+}
+
 class KfacKernels : public KfacSubset {
  public:
   KfacKernels(const KfacGroup& group, KfacMembers members, DeviceCheck& check)
@@ -56,17 +62,21 @@ class KfacKernels : public KfacSubset {
         members_(std::move(members)),
         check_(check),
         factors_(group, members_),
-        products_(group, members_.layers) {
+        products_(group, preconditioned(group, members_.layers)),
+        layer_places_(group.layers.size()) {
     std::vector<KfacEntry> entries(group.params.size());
     for (const size_t i : members_.params) {
       check.set_updated(i);
       entries[i] = entry_of(i);
     }
-    for (size_t k = 0; k < members_.layers.size(); ++k) {
-      const KfacLayer& layer = group.layers[members_.layers[k]];
+    size_t of_products = 0;
+    for (const size_t l : members_.layers) {
+      const KfacLayer& layer = group.layers[l];
+      layer_places_[l] =
+          layer.preconditions ? products_.place(of_products++) : place_of_received(layer);
       int column = 0;
       for (const int64_t i : layer.params()) {
-        fill_layer(entries[i], k, group.params[i], column);
+        fill_layer(entries[i], layer, layer_places_[l], group.params[i], column);
         column = entries[i].columns;
       }
     }
@@ -97,6 +107,21 @@ class KfacKernels : public KfacSubset {
     for (const auto& table : norm_tables_) {
       C10_CUDA_CHECK(cuda_kernels::solve_unitwise(table, products_.buffers(), stream()));
     }
+  }
+
+  std::vector<at::Tensor> directions(size_t l) const override {
+    const auto& [start, pitch, in_second, largest] = layer_places_[l];
+    std::vector<at::Tensor> all;
+    int64_t first = start;
+    for (const int64_t i : group_.layers[l].params()) {
+      const at::Tensor& param = group_.params[i];
+      const int64_t rows = param.size(0), columns = param.numel() / rows;
+      const at::Tensor matrix =
+          products_.buffer(in_second).as_strided({rows, columns}, {pitch, 1}, first);
+      all.push_back(param.dim() == 1 ? matrix.select(1, 0) : matrix);
+      first += columns;
+    }
+    return all;
   }
 
   at::Tensor kl_terms(const KfacRun&) override {
@@ -192,14 +217,21 @@ class KfacKernels : public KfacSubset {
     return entry;
   }
 
-  void fill_layer(KfacEntry& entry, size_t k, const at::Tensor& param, int first_column) const {
-    const KfacLayer& layer = group_.layers[members_.layers[k]];
+  // The direction of another rank replaces V.
+  LayerProducts::Place place_of_received(const KfacLayer& layer) {
+    const at::Tensor& weight = group_.params[layer.weight];
+    const int64_t columns = weight.numel() / weight.size(0) + (layer.bias < 0 ? 0 : 1);
+    return {products_.add(weight.size(0) * columns), columns, /*in_second=*/false, nullptr};
+  }
+
+  static void fill_layer(KfacEntry& entry, const KfacLayer& layer,
+                         const LayerProducts::Place& place, const at::Tensor& param,
+                         int first_column) {
     const MatrixLayout layout = *matrix_layout(param);
-    const auto place = products_.place(k);
     entry.start = place.start;
     entry.in_second = place.in_second;
-    entry.left = diagonal_root(layer.G_root);
-    entry.right = diagonal_root(layer.A_root);
+    entry.left = layer.preconditions ? diagonal_root(layer.G_root) : nullptr;
+    entry.right = layer.preconditions ? diagonal_root(layer.A_root) : nullptr;
     entry.rows = static_cast<int>(param.size(0));
     entry.columns = static_cast<int>(param.numel() / param.size(0));
     entry.row_stride = static_cast<int>(layout.row_stride);
@@ -252,6 +284,7 @@ class KfacKernels : public KfacSubset {
   DeviceCheck& check_;
   FactorUpdates factors_;
   LayerProducts products_;
+  std::vector<LayerProducts::Place> layer_places_;  // of each layer of the group
   KernelTables<KfacEntry> tables_;
   KernelTables<cuda_kernels::UnitwiseEntry> norm_tables_;
   std::vector<TablePlace> places_;  // of parameters that have elements
@@ -281,10 +314,10 @@ bool has_kfac_kernels(const KfacGroup& group, const KfacLayer& layer) {
                                       matrix_layout(group.params[i]).has_value();
                              }) &&
          layer.A.size(0) * layer.G.size(1) * layer.A.size(1) < std::numeric_limits<int>::max() &&
-         layer.A.is_contiguous() && layer.G.is_contiguous() && fits(layer.A_root) &&
-         fits(layer.G_root) &&
-         (group.shared.damping_split != DampingSplit::kExact ||
-          (fits(layer.A_eigenvalues) && fits(layer.G_eigenvalues)));
+         layer.A.is_contiguous() && layer.G.is_contiguous() &&
+         (!layer.preconditions || (fits(layer.A_root) && fits(layer.G_root) &&
+                                   (group.shared.damping_split != DampingSplit::kExact ||
+                                    (fits(layer.A_eigenvalues) && fits(layer.G_eigenvalues)))));
 }
 
 bool has_kfac_kernels(const KfacGroup& group, const UnitwiseLayer& layer) {

@@ -22,7 +22,8 @@ class LayerProducts {
   // For these layers of the group, which must outlive this object.
   LayerProducts(const KfacGroup& group, const std::vector<size_t>& layers);
 
-  // Makes room for another V of this many elements, which no product changes. Returns its start.
+  // Makes room for another V of this many elements, which no product changes, in the first buffer.
+  // Returns its start.
   int64_t add(int64_t elements);
 
   // Where V and the direction of the k-th of them are.
@@ -38,6 +39,7 @@ class LayerProducts {
   // fills is zero.
   void set_aside();
   cuda_kernels::KfacBuffers buffers() const;
+  const at::Tensor& buffer(bool second) const { return second ? second_ : first_; }
   // V -> (G + ..I)^-1 V (A + ..I)^-1, or the same with eigenvectors.
   void precondition();
   void free_all();

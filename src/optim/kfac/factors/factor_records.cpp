@@ -56,6 +56,16 @@ int64_t FactorSums::samples() const {
   return total;
 }
 
+std::vector<at::Tensor> FactorSums::of_gradients() const {
+  std::vector<at::Tensor> tensors{blocks.defined() ? blocks : A_is_of_gradients ? A : G};
+  for (const at::Tensor& tensor : {lookup_A, moments}) {
+    if (tensor.defined()) {
+      tensors.push_back(tensor);
+    }
+  }
+  return tensors;
+}
+
 void FactorSums::count_samples(const LayerCall& call, const CurvatureColumn* column) {
   const int64_t N = gradients::detail::samples_of(call).expect_int();
   int64_t& samples = samples_of_pass[call.micro_batch];
@@ -225,7 +235,7 @@ void FactorRecords::record_norm(const FactorWeight& weight, const LayerCall& cal
   }
 }
 
-void FactorRecords::settle_tables() {
+void FactorRecords::settle_tables(bool is_shared) {
   std::map<int64_t, int64_t> samples_of_pass;  // as products have seen them
   for (const auto& [weight, sums] : sums_) {
     if (sums.blocks.defined()) {
@@ -247,8 +257,10 @@ void FactorRecords::settle_tables() {
       sums.samples_of_pass[pass] = std::max(sums.samples_of_pass[pass], seen != 0 ? seen : rows);
     }
     sums.A = std::exchange(sums.lookup_A, {});
-    sums.G = sums.lookup_counts / sums.lookup_counts.sum().clamp_min(1);
-    sums.lookup_counts.reset();
+    sums.G = std::exchange(sums.lookup_counts, {});
+    if (!is_shared) {
+      sums.G = sums.G / sums.G.sum().clamp_min(1);
+    }
     sums.rows = 1;
     sums.A_is_of_gradients = true;
   }
@@ -284,7 +296,7 @@ void FactorRecords::drop(const at::Tensor& weight, at::IntArrayRef passes) {
 
 void FactorRecords::forget() { sums_.clear(); }
 
-FactorSums* FactorRecords::sums(const FactorWeight& weight) {
+FactorSums* FactorRecords::sums(const FactorWeight& weight, bool is_shared) {
   const auto found = sums_.find(weight.param.unsafeGetTensorImpl());
   if (found == sums_.end() || !(found->second.A.defined() || found->second.blocks.defined())) {
     return nullptr;
@@ -300,7 +312,7 @@ FactorSums* FactorRecords::sums(const FactorWeight& weight) {
     sums.G = sums.G_diagonal.defined() ? sums.G_diagonal
                                        : linalg::detail::structured_diagonal(sums.G).contiguous();
   }
-  if (sums.lookup_A.defined() && sums.rows > 0) {
+  if (!is_shared && sums.lookup_A.defined() && sums.rows > 0) {
     gradients::detail::add_lookup_factors_(sums.A, sums.G, sums.rows, sums.lookup_A,
                                            sums.lookup_counts);
     sums.lookup_A.reset();

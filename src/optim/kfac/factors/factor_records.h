@@ -46,8 +46,12 @@ struct FactorSums {
   // Samples of two calls of one pass, if they have differed: perhaps the batch went through the
   // model in parts, which count as positions of the same samples.
   std::optional<std::pair<int64_t, int64_t>> different_samples;
+  // Of the samples of all ranks, and divided by their numbers (sharing/shared_sums.h).
+  bool is_joint = false;
 
   int64_t samples() const;
+  // Those of gradients and their squares.
+  std::vector<at::Tensor> of_gradients() const;
   // Counts those of a call, or of the curvature that the column is of.
   void count_samples(const gradients::detail::LayerCall& call, const CurvatureColumn* column);
 };
@@ -98,9 +102,11 @@ class FactorRecords {
 
   // Makes the sums of tables that were in no product, once all calls of a step are recorded. A
   // table whose rows samples share, as positions [T] or [1, T] are, gets a problem instead.
-  void settle_tables();
-  // Null: nothing was recorded, or only lookups since settle_tables(). Lookups are included.
-  FactorSums* sums(const FactorWeight& weight);
+  // is_shared: G has the counts of the words instead of their frequencies.
+  void settle_tables(bool is_shared);
+  // Null: nothing was recorded, or only lookups since settle_tables(). Lookups are included, but if
+  // is_shared.
+  FactorSums* sums(const FactorWeight& weight, bool is_shared);
   // Null: not known as the weight of a linear layer, a convolution or an embedding.
   const FactorLayer* layer(const at::Tensor& weight) const;
   // Of the existing factors, or of new ones.

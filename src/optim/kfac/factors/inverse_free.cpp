@@ -185,7 +185,7 @@ bool can_be_joined(const KfacLayer& a, const KfacLayer& b) {
 void update_inverse_free(std::vector<KfacLayer>& layers, const FoundInfGuard& guard) {
   std::vector<Layers> alike;
   for (KfacLayer& layer : layers) {
-    if (!layer.has_sums()) {
+    if (!layer.has_sums() || !layer.inverts) {
       continue;
     }
     const auto group = std::ranges::find_if(

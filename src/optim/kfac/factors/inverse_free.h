@@ -13,8 +13,9 @@
 
 namespace torchium::optim::detail {
 
-// Corrects K and C of the layers with sums. With A and G the factors of the sums, tr the mean of a
-// diagonal, and P the projection to a structure (linalg/products/structured_matrix.h):
+// Corrects K and C of the layers with sums that this rank inverts. With A and G the factors of the
+// sums, tr the mean of a diagonal, and P the projection to a structure
+// (linalg/products/structured_matrix.h):
 //
 //   m_K <- alpha1 m_K + (1 - alpha1)/2 P(tr(C^T G C) K^T A K + damping tr(C^T C) K^T K - I)
 //   m_C <- alpha1 m_C + (1 - alpha1)/2 P(tr(K^T A K) C^T G C + damping tr(K^T K) C^T C - I)

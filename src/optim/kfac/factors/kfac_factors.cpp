@@ -152,9 +152,7 @@ void reset_roots(KFACParamState& state, const at::Tensor& weight, const FactorLa
   const at::Tensor A_root = identities(a, layout.structures.A == Structure::kDiagonal);
   const at::Tensor G_root = identities(o, layout.structures.G == Structure::kDiagonal);
   state.root_failures(at::zeros({2}, options.dtype(at::kInt)));
-  state.A_inverse({}).G_inverse({});
-  state.A_eigenvectors({}).G_eigenvectors({}).A_eigenvalues({}).G_eigenvalues({});
-  state.second_moments({}).moment_updates({});
+  drop_roots(state);
   if (damping_split == "exact") {
     state.A_eigenvectors(A_root).G_eigenvectors(G_root);
     state.A_eigenvalues(at::full({groups, a}, -1.0, options));
@@ -162,6 +160,12 @@ void reset_roots(KFACParamState& state, const at::Tensor& weight, const FactorLa
   } else {
     state.A_inverse(A_root).G_inverse(G_root);
   }
+}
+
+void drop_roots(KFACParamState& state) {
+  state.A_inverse({}).G_inverse({});
+  state.A_eigenvectors({}).G_eigenvectors({}).A_eigenvalues({}).G_eigenvalues({});
+  state.second_moments({}).moment_updates({});
 }
 
 bool has_second_moments(const KFACParamState& state, const at::Tensor& weight) {

@@ -74,6 +74,9 @@ void reset_roots(KFACParamState& state, const at::Tensor& weight, const FactorLa
 // those without an alpha1.
 void update_momenta(KFACParamState& state, const at::Tensor& weight, const KFACOptions& options);
 
+// Removes inverses, eigensystems and second moments.
+void drop_roots(KFACParamState& state);
+
 // Whether a weight has second moments, and eigenvectors and factors that fit it.
 bool has_second_moments(const KFACParamState& state, const at::Tensor& weight);
 

@@ -222,7 +222,7 @@ void update_inverses(std::vector<KfacLayer>& layers, bool KfacLayer::*wanted, Da
   std::deque<DampedFactors> due;
   std::vector<DampedFactors*> by_kernels, eager;
   for (KfacLayer& layer : layers) {
-    if (layer.*wanted) {
+    if (layer.*wanted && layer.inverts) {
       const bool has_kernels = layer.has_state_dtype() && has_inverse_kernels(layer);
       (has_kernels ? by_kernels : eager).push_back(&due.emplace_back(layer));
     }

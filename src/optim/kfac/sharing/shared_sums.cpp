@@ -1,0 +1,84 @@
+#include "optim/kfac/sharing/shared_sums.h"
+
+#include "distributed/bucketed_sum.h"
+
+#include <ATen/ATen.h>
+
+namespace torchium::optim::detail {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+
+void append(Tensors& all, const Tensors& more) { all.insert(all.end(), more.begin(), more.end()); }
+
+// The sums that are not of gradients; undefined: none.
+Tensors others(const FactorSums& sums) {
+  Tensors tensors;
+  if (!sums.blocks.defined()) {
+    tensors.push_back(sums.A_is_of_gradients ? sums.G : sums.A);
+  }
+  if (sums.lookup_counts.defined()) {
+    tensors.push_back(sums.lookup_counts);
+  }
+  return tensors;
+}
+
+// Samples and rows of each layer, [layers, 2].
+at::Tensor counts_of(const std::vector<FactorSums*>& layers, c10::Device device) {
+  std::vector<double> counts;
+  for (const FactorSums* sums : layers) {
+    counts.push_back(static_cast<double>(sums->samples()));
+    counts.push_back(static_cast<double>(sums->rows));
+  }
+  return at::tensor(counts, at::kDouble)
+      .view({-1, 2})
+      .to(device, /*non_blocking=*/!device.is_cpu());
+}
+
+// Makes means of the sums of a layer. count: samples and rows of all ranks.
+void divide(FactorSums& sums, const at::Tensor& count) {
+  for (const at::Tensor& tensor : sums.of_gradients()) {
+    tensor.div_(count[0]);
+  }
+  if (sums.A_is_of_gradients) {
+    sums.G.div_(sums.G.sum().clamp_min(1));
+  } else if (!sums.blocks.defined()) {
+    sums.A.div_(count[1]);
+  }
+  if (sums.lookup_A.defined()) {
+    gradients::detail::add_lookup_factors_(sums.A, sums.G, /*rows=*/1, sums.lookup_A,
+                                           sums.lookup_counts);
+    sums.lookup_A.reset();
+    sums.lookup_counts.reset();
+  }
+  sums.is_joint = true;
+}
+
+}  // namespace
+
+void sum_over_ranks(const distributed::Communicator& ranks, const std::vector<FactorSums*>& layers,
+                    bool is_divided, int64_t bucket_bytes) {
+  if (layers.empty()) {
+    return;
+  }
+  Tensors all, of_gradients;
+  std::vector<at::Scalar> weights;
+  for (const FactorSums* sums : layers) {
+    const auto N = static_cast<double>(sums->samples());
+    append(of_gradients, sums->of_gradients());
+    weights.resize(of_gradients.size(), at::Scalar(N * N));
+    append(all, others(*sums));
+  }
+  if (is_divided) {
+    at::_foreach_mul_(of_gradients, weights);
+  }
+  const at::Tensor counts = counts_of(layers, of_gradients[0].device());
+  append(all, of_gradients);
+  all.push_back(counts);
+  distributed::sum_in_buckets(ranks, all, bucket_bytes);
+  for (size_t l = 0; l < layers.size(); ++l) {
+    divide(*layers[l], counts[static_cast<int64_t>(l)]);
+  }
+}
+
+}  // namespace torchium::optim::detail
