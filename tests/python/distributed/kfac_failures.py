@@ -1,0 +1,340 @@
+"""Processes that share the steps of K-FAC fail and resume together."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from kfac_tools import (
+    FRACTIONS,
+    Batch,
+    assert_close,
+    kfac,
+    network,
+    own_part,
+    shared,
+    state_of,
+    step_alone,
+    step_shared,
+    sum_gradients,
+    trained,
+)
+from shared_tools import (
+    assert_same,
+    assert_same_on_all_ranks,
+    case,
+    message_of,
+    whole_state,
+    world,
+)
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def is_last() -> bool:
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+def backward(model: nn.Module, step: int, prepare: Callable[[Batch], None] | None = None) -> None:
+    """Gradients of the samples of all ranks; prepare(): for the samples of this one."""
+    batch = Batch(step)
+    own = batch.of(own_part(len(batch), dist.get_world_size()))
+    if prepare is not None:
+        prepare(own)
+    own.loss(model)[1].backward()
+    sum_gradients(model, len(own) / len(batch))
+
+
+@case
+def samples_of_one_rank_are_not_finite(ranks: int) -> None:
+    for fraction in FRACTIONS:
+        model, optimizer = shared(grad_worker_fraction=fraction, steps=range(2), TCov=1, TInv=1)
+        parallel = DistributedDataParallel(model)
+        before = state_of(model, optimizer)
+        for attempt in range(3):
+            optimizer.zero_grad()
+            own = Batch(2).of(own_part(12, ranks))
+            if is_last():
+                own.images[0, 0, 0, 0] = float("nan")
+            own.loss(parallel)[1].backward()
+            kind, message = message_of(optimizer.step)
+            assert (kind == "RuntimeError") == (attempt == 2), message
+        assert "3 steps in a row" in message
+        assert_same(state_of(model, optimizer), before)
+        step_shared(model, optimizer, Batch(2))
+        assert_same_on_all_ranks([*model.parameters()])
+
+
+@case
+def factors_of_one_rank_are_too_large(ranks: int) -> None:
+    """Finite gradients, but the squares of inputs overflow."""
+    model, optimizer = shared(steps=range(2), TCov=1, grad_worker_fraction=0.01)
+    before = state_of(model, optimizer)
+
+    def prepare(own: Batch) -> None:
+        if is_last():
+            own.images[0] *= 1e200
+
+    optimizer.zero_grad()
+    backward(model, 2, prepare)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert_same(state_of(model, optimizer), before)
+
+
+@case
+def a_scaler_of_one_rank_found_inf(ranks: int) -> None:
+    model, optimizer = shared(steps=range(2), grad_worker_fraction=0.01)
+    before = state_of(model, optimizer)
+    for _ in range(4):
+        optimizer.zero_grad()
+        backward(model, 2)
+        optimizer.found_inf = torch.tensor([float(is_last())])
+        optimizer.grad_scale = torch.tensor(1.0)
+        optimizer.step()
+        del optimizer.found_inf, optimizer.grad_scale
+    assert_same(state_of(model, optimizer), before)
+
+
+@case
+def an_error_of_one_rank_is_one_of_all(ranks: int) -> None:
+    model, optimizer = shared(steps=range(2), grad_worker_fraction=0.01)
+    before = state_of(model, optimizer)
+
+    def sparse() -> None:
+        model.out.weight.grad = torch.ones_like(model.out.weight).to_sparse()
+
+    def wrong_option() -> None:
+        optimizer.param_groups[0]["eps"] = -1.0
+
+    for spoil, text in ((sparse, "layout"), (wrong_option, "eps must be")):
+        optimizer.zero_grad()
+        backward(model, 2)
+        if is_last():
+            spoil()
+        kind, message = message_of(optimizer.step)
+        if is_last():
+            assert kind == "ValueError"
+            assert text in message
+        else:
+            assert kind == "RuntimeError"
+            assert f"rank {ranks - 1} of the process group raised an error in step()" in message
+        optimizer.param_groups[0]["eps"] = 1e-8
+        assert_same(state_of(model, optimizer), before)
+    step_shared(model, optimizer, Batch(2))
+    assert_same_on_all_ranks([*model.parameters()])
+
+
+@case
+def a_layer_runs_on_one_rank_alone(ranks: int) -> None:
+    """At first, when no rank has factors, and later."""
+    for first in (0, 2):
+        model = network()
+        optimizer = kfac(model, world(), grad_worker_fraction=0.01)
+        for step in range(first):
+            step_shared(model, optimizer, Batch(step))
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        batch = Batch(first)
+        if is_last():
+            batch.loss(model)[1].backward()
+        else:
+            features = model.norm(model.convolution(batch.images)).tanh().flatten(1)
+            model.hidden(features).square().mean().backward()
+        for p in model.parameters():
+            p.grad = torch.ones_like(p) if p.grad is None else p.grad
+            dist.all_reduce(p.grad)
+        kind, message = message_of(optimizer.step)
+        others = ", ".join(str(rank) for rank in range(ranks - 1))
+        assert kind == "RuntimeError", message
+        assert f"has captured samples on rank {ranks - 1} of the process group" in message
+        assert f"none on rank {others}; its layer must run" in message
+        assert "weight" in message, message
+        assert all(map(torch.equal, model.parameters(), before))
+        for step in range(first, first + 4):
+            step_shared(model, optimizer, Batch(step))
+        assert_same_on_all_ranks([*model.parameters()])
+
+
+@case
+def other_options_of_one_rank(ranks: int) -> None:
+    model = network()
+    optimizer = kfac(model, world(), grad_worker_fraction=1.0 if is_last() else 0.01)
+    backward(model, 0)
+    kind, message = message_of(optimizer.step)
+    assert kind == "RuntimeError"
+    assert "of the process group has other parameters, options or learning rates" in message
+    model, optimizer = shared(steps=range(1))
+    for name, wrong in (("lr", 0.5), ("damping", 0.5), ("TInv", 4)):
+        right = optimizer.param_groups[0][name]
+        if is_last():
+            optimizer.param_groups[0][name] = wrong
+        optimizer.zero_grad()
+        backward(model, 1)
+        kind, message = message_of(optimizer.step)
+        assert kind == "RuntimeError"
+        assert f"rank {ranks - 1} of the process group has other parameters" in message
+        optimizer.param_groups[0][name] = right
+
+
+@case
+def a_checkpoint_on_one_rank_alone(ranks: int) -> None:
+    model, optimizer = shared(steps=range(3))
+    state = optimizer.state_dict()
+    step_shared(model, optimizer, Batch(3))
+    if is_last():
+        optimizer.load_state_dict(state)
+    optimizer.zero_grad()
+    backward(model, 4)
+    kind, message = message_of(optimizer.step)
+    assert kind == "RuntimeError"
+    assert f"has other state, on rank {ranks - 1} of" in message or "captured" in message
+
+
+@case
+def failed_roots_raise_on_all_ranks(ranks: int) -> None:
+    for fraction in FRACTIONS:
+        model, optimizer = shared(steps=range(1), TCov=100, TInv=1, grad_worker_fraction=fraction)
+        optimizer.state[model.out.weight]["A"].fill_(float("inf"))
+        before = state_of(model, optimizer)
+        for attempt in range(3):
+            optimizer.zero_grad()
+            backward(model, attempt)
+            kind, message = message_of(optimizer.step)
+            assert (kind == "RuntimeError") == (attempt == 2), message
+        assert "out.weight" in message
+        after = state_of(model, optimizer)
+        for key in ("A_inverse of out.weight", "G_inverse of out.weight"):
+            assert torch.equal(after[key], before[key])
+        assert after["root_failures of out.weight"].tolist() == [3, 0]
+        assert_same_on_all_ranks([*model.parameters()])
+
+
+@case
+def inverses_that_one_rank_has_lost(ranks: int) -> None:
+    """All ranks make them anew together."""
+    states = []
+    for loses in (False, True):
+        model, optimizer = shared(steps=range(2), TInv=100)
+        if loses and is_last():
+            for key in ("A_inverse", "G_inverse"):
+                del optimizer.state[model.out.weight][key]
+        for step in range(2, 4):
+            step_shared(model, optimizer, Batch(step))
+        assert_same_on_all_ranks([*model.parameters()])
+        states.append(state_of(model, optimizer))
+    assert states[0].keys() == states[1].keys()
+
+
+@case
+def kfac_checkpoints_on_other_numbers_of_ranks(ranks: int) -> None:
+    rank = dist.get_rank()
+    groups = {1: dist.new_group([0]), 2: dist.new_group([0, 1]), ranks: world()}
+    for options in ({}, {"damping_split": "exact"}, {"solver": "inverse_free"}):
+        reference, optimizer = trained(steps=range(5), **options)
+        expected = state_of(reference, optimizer)
+        for step in range(5, 8):
+            step_alone(reference, optimizer, Batch(step))
+        final = {name: p.detach() for name, p in reference.named_parameters()}
+        for before, after in ((0, ranks), (ranks, 0), (ranks, 2), (2, ranks)):
+            saved: list[Any] = [None]
+            if rank < max(before, 1):
+                model, optimizer = _on(groups.get(before), range(5), **options)
+                buffer = io.BytesIO()
+                torch.save([whole_state(optimizer), model.state_dict()], buffer)
+                saved = [buffer.getvalue()]
+            dist.broadcast_object_list(saved, 0)
+            state, weights = torch.load(io.BytesIO(saved[0]))
+            if rank < max(after, 1):
+                model = network()
+                model.load_state_dict(weights)
+                optimizer = kfac(model, groups.get(after), grad_worker_fraction=0.01, **options)
+                optimizer.load_state_dict(state)
+                assert_close(state_of(model, optimizer), expected)
+                _take(model, optimizer, groups.get(after), range(5, 8))
+                own = {name: p.detach() for name, p in model.named_parameters()}
+                assert_close(own, final)
+
+
+def _on(group: Any, steps: range, **options: Any) -> tuple[nn.Module, Any]:
+    model = network()
+    optimizer = kfac(model, group, grad_worker_fraction=0.01, **options)
+    _take(model, optimizer, group, steps)
+    return model, optimizer
+
+
+def _take(model: nn.Module, optimizer: Any, group: Any, steps: range) -> None:
+    for step in steps:
+        batch = Batch(step)
+        if group is None:
+            step_alone(model, optimizer, batch)
+            continue
+        count, rank = dist.get_world_size(group), dist.get_rank(group)
+        share = len(batch) // count
+        own = batch.of(slice(rank * share, (rank + 1) * share))
+        optimizer.zero_grad()
+        own.loss(model)[1].backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad, group=group)
+            p.grad.div_(count)
+        optimizer.step()
+
+
+@case
+def kfac_copies_and_pickles_go_on(ranks: int) -> None:
+    for fraction in FRACTIONS:
+        model, optimizer = shared(steps=range(3), grad_worker_fraction=fraction)
+        copied = copy.deepcopy((model, optimizer))
+        pickled = pickle.loads(pickle.dumps((model, optimizer)))
+        for each in ((model, optimizer), copied, pickled):
+            for step in range(3, 6):
+                step_shared(*each, Batch(step))
+        expected = state_of(model, optimizer)
+        for other in (copied, pickled):
+            assert_same(state_of(*other), expected)
+
+
+@case
+def a_rank_alone_does_not_wait_for_inverses(ranks: int) -> None:
+    _, optimizer = shared(steps=range(1), grad_worker_fraction=0.01)
+    kind, message = message_of(optimizer.state_dict)
+    assert kind == "RuntimeError"
+    assert "with optimizer.consolidating()" in message
+    _, optimizer = shared(steps=range(1))
+    if dist.get_rank() == 0:
+        assert any("A_inverse" in state for state in optimizer.state_dict()["state"].values())
+
+
+@case
+def wrong_arguments_of_kfac(ranks: int) -> None:
+    for wrong, text in (
+        ({"process_group": "WORLD"}, "process_group must be a torch.distributed.ProcessGroup"),
+        (
+            {"grad_worker_fraction": 0},
+            "grad_worker_fraction must be a number above 0 and at most 1",
+        ),
+        ({"grad_worker_fraction": 1.5}, "at most 1, got 1.5"),
+        ({"grad_worker_fraction": "all"}, "got 'all'"),
+        (
+            {"grad_worker_fraction": 0.5, "ekfac": True, "damping_split": "exact"},
+            "ekfac=True needs the eigenvectors of all layers on all ranks",
+        ),
+    ):
+        for name in ("KFAC", "KFACPreconditioner"):
+            options = {"group": world(), **wrong}
+            options["group"] = options.pop("process_group", options["group"])
+            kind, message = message_of(lambda o=options, n=name: kfac(network(), name=n, **o))
+            assert kind == "ValueError", message
+            assert text in message
+    model, optimizer = shared(steps=range(1), grad_worker_fraction=0.01, damping_split="exact")
+    optimizer.param_groups[0]["ekfac"] = True
+    backward(model, 1)
+    kind, message = message_of(optimizer.step)
+    assert kind == "ValueError"
+    assert "use grad_worker_fraction=1" in message
