@@ -265,7 +265,8 @@ class TORCHIUM_API KFAC : public CapturingOptimizer {
   /// Returns the ratio; -infinity: loss_after is not finite; NaN: no reduction was predicted. Waits
   /// for the device. Throws c10::ValueError without adaptive_damping, for a loss_before that is not
   /// finite, unless a step was taken since the last call, for groups of different lr, if damping is
-  /// a function of the step, and for a KFACPreconditioner.
+  /// a function of the step, and for a KFACPreconditioner. With a process_group all ranks must call
+  /// it; the losses are the means of those that the ranks give.
   double update_damping(double loss_before, double loss_after);
 
  protected:

@@ -366,6 +366,8 @@ class KFAC(Consolidating, CapturingOptimizer):
         step :math:`\rho` is near 1 where the model is good. Parameters without a layer lower the loss too,
         but are not in :math:`m`.
 
+        With a ``process_group`` all ranks must call it; the losses are the means of those that the ranks give.
+
         Args:
             loss_before (float or Tensor): the loss whose gradient the last step used, including all of its
                 penalties and that of ``weight_decay``. A tensor has one element. ``step(closure)`` returns

@@ -215,8 +215,11 @@ std::pair<double, double> KfacPlan::damping_update(double loss_before, double lo
   const auto* step = static_cast<const KfacStep*>(planned());
   const auto predicted =
       step == nullptr || steps_since_update_ == 0 ? std::nullopt : step->predicted_reduction();
-  const auto update = detail::damping_update(
-      predicted, steps_since_update_, {loss_before, loss_after, options().front().maximize()});
+  DampingLosses losses{loss_before, loss_after, options().front().maximize()};
+  if (ranks() != nullptr) {
+    losses = mean_over_ranks(losses, *ranks());
+  }
+  const auto update = detail::damping_update(predicted, steps_since_update_, losses);
   steps_since_update_ = 0;
   return update;
 }
