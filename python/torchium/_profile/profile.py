@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -94,7 +95,8 @@ def profile(
 
     Raises:
         ImportError: ``roofline`` is given and matplotlib is not installed; nothing is run.
-        ValueError: the device is neither CUDA nor CPU, or there is no CUDA device.
+        ValueError: ``roofline`` is no path, the device is neither CUDA nor CPU, or there is no CUDA device;
+            nothing is run.
 
     Example:
         >>> with torchium.profile("roofline.png") as profile:
@@ -103,6 +105,8 @@ def profile(
     """
     chosen = _checked(device)
     if roofline is not None:
+        if not isinstance(roofline, (str, os.PathLike)):
+            raise ValueError(f"profile: roofline is {roofline!r}; it must be the path of a PNG")
         check_matplotlib()
     result = Profile(chosen)
     activities = [torch.profiler.ProfilerActivity.CPU]

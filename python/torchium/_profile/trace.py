@@ -1,6 +1,7 @@
 """Costs of phases from a trace of torch.profiler.
 
-A phase is a range named ``torchium::...``; work belongs to the innermost. Time is that of kernels by
+A phase is a range named ``torchium::...``, or an operator of torchium on tensors; work belongs to the
+innermost. Time is that of kernels by
 the range that launched them, and without a CUDA device the time of the operators themselves.
 
 torch records the shapes and dtypes of the operands of operators, not results, and nothing of kernels
@@ -15,7 +16,10 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
+
+import torch
 
 PREFIX = "torchium::"
 WORK = "torchium::work"
@@ -147,6 +151,16 @@ def _announced(event: dict[str, Any]) -> tuple[int, int]:
     return (int(values[0]), int(values[1])) if len(values) == 2 else (0, 0)
 
 
+@cache
+def _is_phase(name: str) -> bool:
+    """Whether a range is a phase. Operators without tensors, such as checks of options, are none."""
+    if not name.startswith(PREFIX):
+        return False
+    schemas = torch._C._jit_get_schemas_for_operator(name)
+    arguments = [argument for schema in schemas for argument in schema.arguments]
+    return not schemas or any("Tensor" in str(argument.type) for argument in arguments)
+
+
 def _is_operator(event: dict[str, Any]) -> bool:
     return event["cat"] == "cpu_op" and not event["name"].startswith(PREFIX)
 
@@ -180,7 +194,7 @@ class _Costs:
             self.phases[phase].flops += flops
             self.phases[phase].bytes += traffic
             is_counted = True
-        elif name.startswith(PREFIX):
+        elif _is_phase(name):
             phase = name.removeprefix(PREFIX)
             self.phases[phase].calls += 1
         elif not is_counted and name in PRODUCTS:

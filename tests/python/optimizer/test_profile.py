@@ -56,6 +56,19 @@ def test_time_on_a_cpu_belongs_to_the_innermost_phase():
     assert costs["inner"].calls == costs["outer"].calls == 1
 
 
+def test_operators_without_tensors_are_no_phases():
+    costs = phase_costs(
+        [
+            event("torchium::roots", 0, 100),
+            event("torchium::wrong_option", 10, 20),
+            operator("torchium::matrix_inverse_root", 40, 30, (4, 4)),
+        ]
+    )
+    assert {name: cost.seconds for name, cost in costs.items()} == pytest.approx(
+        {"roots": 70e-6, "matrix_inverse_root": 30e-6}
+    )
+
+
 def test_an_operator_counts_once_however_many_it_calls():
     costs = phase_costs(
         [
@@ -159,13 +172,16 @@ def test_a_roofline_is_a_picture(tmp_path):
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_without_matplotlib_nothing_runs(monkeypatch, tmp_path):
+def test_a_roofline_that_cannot_be_drawn_runs_nothing(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     ran = []
     with (
         pytest.raises(ImportError, match="pip install matplotlib"),
         torchium.profile(tmp_path / "roofline.png", device="cpu"),
     ):
+        ran.append(1)
+    assert not ran
+    with pytest.raises(ValueError, match="roofline is 3"), torchium.profile(3, device="cpu"):
         ran.append(1)
     assert not ran
     with torchium.profile(device="cpu", print_table=False):
