@@ -15,6 +15,8 @@ LossFunction = Callable[[Any, Any], Tensor]
 
 def trainable(model: nn.Module) -> dict[str, Tensor]:
     """The parameters that have gradients, by name as in ``named_parameters()``."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
     cls = type(model)
     if (
         cls.named_parameters is not nn.Module.named_parameters
@@ -52,6 +54,10 @@ class SampleLoss:
         inputs: SampleTree,
         targets: SampleTree,
     ) -> None:
+        if not callable(loss_fn):
+            raise ValueError(
+                f"loss_fn is a {type(loss_fn).__name__}; it must be a function of output and target"
+            )
         self.model = model
         self.parameters = parameters  # the trainable ones, by name
         self.loss_fn = loss_fn

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ._operators import LinearOperator
-from ._parameter_derivatives import checked_params, flat_derivative, flat_gradient
+from ._parameter_derivatives import check_loss_fn, checked_params, flat_derivative, flat_gradient
 
 
 def hvp_operator(loss_fn: Callable[[], Tensor], params: Iterable[Tensor]) -> LinearOperator:
@@ -44,6 +44,7 @@ def hvp_operator(loss_fn: Callable[[], Tensor], params: Iterable[Tensor]) -> Lin
         >>> torchium.linalg.lanczos(H, 1).eigenvalues.shape
         torch.Size([1])
     """
+    check_loss_fn("hvp_operator", loss_fn)
     parameters = checked_params("hvp_operator", params)
     with torch.enable_grad():
         loss = loss_fn()

@@ -8,6 +8,14 @@ import torch
 from torch import Tensor
 
 
+def check_loss_fn(function: str, loss_fn: object) -> None:
+    if not callable(loss_fn):
+        raise ValueError(
+            f"{function}: loss_fn is a {type(loss_fn).__name__}; it must be a function that computes the "
+            "loss, such as lambda: loss_of(model(x), y)"
+        )
+
+
 def checked_params(function: str, params: Iterable[Tensor]) -> list[Tensor]:
     if isinstance(params, Tensor):
         raise ValueError(f"{function}: params is a Tensor; it must be a list of parameters")

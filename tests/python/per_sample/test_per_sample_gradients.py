@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import torchium
 from reference import per_sample
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
@@ -164,6 +165,14 @@ def test_per_sample_gradients_refuse_batches(inputs, targets, message):
             nn.Linear(5, 3), nn.CrossEntropyLoss(), inputs, targets
         )
     assert "123" not in str(caught.value)  # no contents
+
+
+def test_per_sample_gradients_need_a_model_and_a_loss():
+    x, y = torch.ones(2, 5), torch.zeros(2)
+    with pytest.raises(ValueError, match=r"model is a Tensor; it must be a torch\.nn\.Module"):
+        torchium.per_sample_gradients(x, nn.CrossEntropyLoss(), x, y)
+    with pytest.raises(ValueError, match="loss_fn is a Tensor; it must be a function of output"):
+        torchium.per_sample_gradients(nn.Linear(5, 3), y, x, y)
 
 
 def test_per_sample_gradients_need_one_number():
