@@ -97,7 +97,6 @@ class FrozenWeight(nn.Module):
         return self.b(self.a(x))
 
 
-# model -> reasons of the parameters that fall back
 class OwnNorm(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -107,6 +106,14 @@ class OwnNorm(nn.Module):
         return x / x.norm(dim=-1, keepdim=True) * self.weight + self.bias
 
 
+class LayerNorm(nn.LayerNorm):
+    """One that replaces PyTorch's, as timm's does."""
+
+    def forward(self, x):
+        return super().forward(x)
+
+
+# model -> reasons of the parameters that fall back
 FALLBACK = {
     "counted_rows": (
         lambda: Words(tied=False, scale_grad_by_freq=True),
@@ -170,6 +177,12 @@ FALLBACK = {
         {"1.weight": "ConvTranspose1d", "1.bias": "ConvTranspose1d"},
     ),
     "frozen_weight": (FrozenWeight, {"a.bias": "its weight is not trained"}),
+    "own_forward": (
+        lambda: nn.Sequential(nn.Linear(4, 4), LayerNorm(4), nn.Linear(4, 3)),
+        dict.fromkeys(
+            ["1.weight", "1.bias"], f"LayerNorm of {__name__}, with a forward of its own"
+        ),
+    ),
     "other_norms": (
         lambda: nn.Sequential(nn.Linear(4, 4), OwnNorm(4), nn.LayerNorm(4), nn.Linear(4, 3)),
         {"1.weight": "OwnNorm", "1.bias": "OwnNorm"},

@@ -194,5 +194,13 @@ def _problem_of_layers(modules: list[nn.Module]) -> str | None:
         if why and why.startswith("has ") and layer_kind(module) is LayerKind.EMBEDDING:
             return f"tied to an Embedding that {why}" if is_tied else f"Embedding {why}"
         if why:
-            return " and ".join(dict.fromkeys(type(m).__name__ for m in modules))
+            return " and ".join(dict.fromkeys(_class_name(m) for m in modules))
     return None
+
+
+def _class_name(module: nn.Module) -> str:
+    """The name of its class; of a class that replaces a supported one, also where it is from."""
+    name = type(module).__name__
+    if has_known_class(module) and layer_kind(module) is None:
+        return f"{name} of {type(module).__module__}, with a forward of its own"
+    return name
