@@ -68,6 +68,7 @@ class Adagrad(BlockedOptimizer):
     """
 
     _OPTIONS = OptionList("Adagrad")
+    _OWN_OPTION = "initial_accumulator_value"  # of torch.optim.Adagrad too
 
     def __init__(
         self,

@@ -72,6 +72,7 @@ class AdaHessian(ScaledLoss, BlockedOptimizer):
     """
 
     _OPTIONS = OptionList("AdaHessian")
+    _OWN_OPTION = "hessian_power"
 
     def __init__(
         self,

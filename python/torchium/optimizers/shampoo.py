@@ -155,6 +155,7 @@ class Shampoo(Consolidating, BlockedOptimizer):
     """
 
     _OPTIONS = SHAMPOO
+    _OWN_OPTION = "grafting"
     _can_share = True
 
     def __init__(

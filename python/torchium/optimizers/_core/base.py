@@ -33,6 +33,8 @@ class CoreOptimizer(Optimizer):
 
     _OPTIONS: ClassVar[OptionList]
     _can_share: ClassVar[bool] = False  # a step, among ranks, and so DTensor parameters
+    # An option by which a checkpoint of this optimizer is recognised.
+    _OWN_OPTION: ClassVar[str]
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         check_params(params, type(self).__name__)
@@ -57,7 +59,13 @@ class CoreOptimizer(Optimizer):
         """Checks the saved values; returns fresh state of the parameters in ``saved`` with them."""
 
     def _check_saved_groups(self, state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> None:
-        """Raises ValueError for groups of a checkpoint that contradict each other."""
+        """Raises ValueError for groups of another optimizer, or that contradict each other."""
+        for index, group in enumerate(state_dict["param_groups"]):
+            if self._OWN_OPTION not in group:
+                raise ValueError(
+                    f"state_dict is not one of {type(self).__name__}: {self._OWN_OPTION!r} is missing "
+                    f"from parameter group {index}"
+                )
 
     # ---- groups
 

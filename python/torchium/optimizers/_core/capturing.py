@@ -36,8 +36,6 @@ class CapturingOptimizer(ScaledLoss, CoreOptimizer):
     # The class of its plan in the core.
     _PLAN: ClassVar[str]
     _FROM_BACKWARD: ClassVar[str]  # what backward() gives with fisher="empirical"
-    # An option that no other optimizer has.
-    _OWN_OPTION: ClassVar[str]
 
     def __init__(
         self,
@@ -322,12 +320,7 @@ class CapturingOptimizer(ScaledLoss, CoreOptimizer):
     # ---- state
 
     def _check_saved_groups(self, state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> None:
-        for index, group in enumerate(state_dict["param_groups"]):
-            if self._OWN_OPTION not in group:
-                raise ValueError(
-                    f"state_dict is not one of {type(self).__name__}: {self._OWN_OPTION!r} is missing "
-                    f"from parameter group {index}"
-                )
+        super()._check_saved_groups(state_dict, groups)
         self._check_shared(groups)
 
     def _loaded_state(
