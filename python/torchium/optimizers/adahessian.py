@@ -29,8 +29,11 @@ class AdaHessian(ScaledLoss, BlockedOptimizer):
     where :math:`k` is ``hessian_power``. For a convolution :math:`D` is the mean over its kernel.
 
     The gradients need a graph: call ``loss.backward(create_graph=True)``. :meth:`step` differentiates them,
-    one backward pass for all parameters and each sample, and frees the graph; call ``zero_grad()`` before the
-    next backward pass, so that gradients and parameters do not keep each other alive. A gradient without a
+    one backward pass for all parameters and each random vector, and frees the graph; call ``zero_grad()``
+    before the next backward pass, so that gradients and parameters do not keep each other alive. Every
+    operation of the model needs a second derivative. PyTorch has none for fused attention (put
+    ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`` around the model's call), for ``nn.EmbeddingBag``, and
+    for models compiled by ``torch.compile``. A gradient without a
     graph, of a loss that is linear in its parameter or of a backward pass without ``create_graph=True``, has
     :math:`D = 0`, and where :math:`v` is 0 too its step is :math:`\text{lr}\, m / \text{eps}`. The signs come
     from one seed of PyTorch's default generator on the CPU, and are the same on every device.
@@ -93,8 +96,8 @@ class AdaHessian(ScaledLoss, BlockedOptimizer):
     def _step_groups(self) -> None:
         if self._has_lost_scale():
             raise ValueError(
-                "unscale_() has left this AdaHessian without the scale of the loss, whose gradients it "
-                "differentiates: pass grad_scaler=scaler, or set the attribute grad_scaler of a copy"
+                "AdaHessian does not know the loss scale after unscale_(), and the graph of the gradients "
+                "is still scaled; pass grad_scaler=scaler, or set the attribute grad_scaler"
             )
         self._plans.set_loss_scale(self._loss_scale())
         super()._step_groups()

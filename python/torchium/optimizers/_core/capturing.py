@@ -306,8 +306,8 @@ class CapturingOptimizer(ScaledLoss, CoreOptimizer):
             )
         if self._has_lost_scale() and self._captures_scaled_loss():
             raise ValueError(
-                f"unscale_() has left this {name} without the scale of what its layers captured: pass "
-                "grad_scaler=scaler, or set the attribute grad_scaler of a copy"
+                f"{name} does not know the loss scale after unscale_(), and what its layers captured "
+                "is still scaled; pass grad_scaler=scaler, or set the attribute grad_scaler"
             )
         if self._is_copy and not self._capture.ran:
             raise RuntimeError(
