@@ -58,7 +58,7 @@ class DistributedShampoo(Shampoo):
         max_preconditioner_dim (int or math.inf): ``block_size`` (default: 1024).
         precondition_frequency (int): ``update_freq`` (default: 1).
         start_preconditioning_step (int or math.inf): as in :class:`Shampoo`; at least
-            ``precondition_frequency``, which -1 stands for (default: -1).
+            ``precondition_frequency``, the value for -1 (default: -1).
         use_bias_correction (bool): must be True, unless ``betas=(0.0, 1.0)`` (default: True).
         iterate_averaging_config: None, or a ``ClassicMomentumConfig`` without dampening (default: None).
         grafting_config: None, or an ``SGDPreconditionerConfig``, ``AdaGradPreconditionerConfig``,
@@ -113,12 +113,12 @@ class DistributedShampoo(Shampoo):
         super().__init__(groups, lr, **defaults, **sharing)
 
     def _check_saved_groups(self, state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> None:
-        super()._check_saved_groups(state_dict, groups)
         if any("epsilon" in group for group in groups):
             raise ValueError(
                 "state_dict is one of Distributed Shampoo, whose state cannot be loaded; load the "
                 "parameters alone and warm the learning rate up again"
             )
+        super()._check_saved_groups(state_dict, groups)
 
 
 def _groups(params: Any) -> list[dict[str, Any]]:
