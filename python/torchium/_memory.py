@@ -55,6 +55,12 @@ class WorkspaceUse:
     scratch_bytes: int
 
 
+def as_device(device: torch.device | str | int) -> torch.device:
+    """The device; an integer is the index of a CUDA device."""
+    # torch.device(int) means the accelerator, and raises without one.
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+
+
 def memory_info(device: torch.device | str | int | None = None) -> MemoryInfo:
     """Return the memory of a device.
 
@@ -68,8 +74,7 @@ def memory_info(device: torch.device | str | int | None = None) -> MemoryInfo:
     if device is None:
         chosen = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     else:
-        # torch.device(int) means the accelerator, and raises without one.
-        chosen = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        chosen = as_device(device)
     if chosen.type == "cuda" and chosen.index is None and torch.cuda.is_available():
         chosen = torch.device("cuda", torch.cuda.current_device())
     total, available, allocated, cached, arena, in_use, limit = _ops.memory_info(chosen)

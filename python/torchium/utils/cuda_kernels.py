@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import linalg
+from .._memory import as_device
 from .._per_sample.per_sample import per_sample_gradients
 from .._per_sample.sample_loss import LossFunction
 from ..optimizers import Shampoo
@@ -106,12 +107,12 @@ class CUDAMemoryOps:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Return zeros of ``shape``, in memory that is kept and taken again.
+        """Return zeros of ``shape``, in memory that is kept and reused.
 
         The memory is an arena's: blocks that are reused as soon as all tensors of a block are gone.
-        Meant for short-lived tensors of one stream: a block belongs to the current stream, and its
-        tensors must not be used on another one after they are gone there. A tensor that lives on
-        keeps its whole block (2 MiB, or the size of the tensor). Beyond
+        Meant for short-lived tensors of one stream. A block belongs to the current stream: work on
+        another stream must have finished with its tensors before they are freed. A tensor that lives
+        on keeps its whole block (2 MiB, or the size of the tensor). Beyond
         :func:`torchium.set_workspace_limit` and in a CUDA graph capture the memory is torch's.
 
         Args:
@@ -184,8 +185,7 @@ def cuda_memory_info(device: torch.device | str | int | None = None) -> dict[str
 def _cuda_index(device: torch.device | str | int | None) -> int | None:
     """The index of the CUDA device; None for the CPU or without CUDA."""
     if device is not None:
-        # torch.device(int) means the accelerator, and raises without one.
-        device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        device = as_device(device)
         if device.type not in ("cuda", "cpu"):
             raise ValueError(f"device is {device}; it must be a CUDA device or the CPU")
     if not torch.cuda.is_available() or (device is not None and device.type == "cpu"):
