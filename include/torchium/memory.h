@@ -60,20 +60,20 @@ struct WorkspaceUse {
 // may change what it counts.
 TORCHIUM_API std::vector<WorkspaceUse> workspace_report();
 
-// The most bytes of workspace that an operation of torchium takes where the caller sets no limit of
-// its own: max_workspace_bytes of linalg::chunked_matmul, and what the arena of a device keeps. For
+// The largest workspace in bytes that an operation of torchium takes where the caller sets no
+// limit: max_workspace_bytes of linalg::chunked_matmul, and what the arena of a device keeps. For
 // the whole process; std::nullopt, the default: none. The state and the scratch of optimizers are
 // not limited: without them there is no step. c10::ValueError: bytes is negative.
 TORCHIUM_API void set_workspace_limit(std::optional<int64_t> bytes);
 TORCHIUM_API std::optional<int64_t> workspace_limit();
 
-// Zeros of `shape`, in memory of the device's arena: blocks that are kept and taken again as soon
+// Zeros of `shape`, in memory of the device's arena: blocks that are kept and reused as soon
 // as all tensors of a block are gone. device: by default the CPU; dtype: torch's default.
 //
-// For short-lived tensors of one stream: a block belongs to the current stream, and its tensors
-// must not be used on another one after they are gone there. A tensor that lives on keeps its whole
-// block (2 MiB, or the size of the tensor). Beyond workspace_limit() and in a CUDA graph capture
-// the memory is PyTorch's. c10::ValueError: a negative size.
+// For short-lived tensors of one stream. A block belongs to the current stream: work on another
+// stream must have finished with its tensors before they are freed. A tensor that lives on keeps
+// its whole block (2 MiB, or the size of the tensor). Beyond workspace_limit() and in a CUDA graph
+// capture the memory is PyTorch's. c10::ValueError: a negative size.
 TORCHIUM_API at::Tensor efficient_tensor_creation(
     at::IntArrayRef shape, std::optional<c10::Device> device = std::nullopt,
     std::optional<at::ScalarType> dtype = std::nullopt);

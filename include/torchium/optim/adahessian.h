@@ -66,9 +66,10 @@ struct TORCHIUM_API AdaHessianParamState : public MatrixParamState {
 /// with random signs z and m', v' the averages without their bias.
 ///
 /// The backward pass must keep its graph: `loss.backward({}, std::nullopt, /*create_graph=*/true)`.
-/// step() frees it; set gradients to undefined before the next one, which zero_grad() does. A
-/// diagonal that is not finite skips the step, as a gradient does. The signs come from a seed of
-/// libtorch's default generator of the CPU. Cannot be captured in a CUDA graph.
+/// step() frees it; set gradients to undefined before the next one, which zero_grad() does. Every
+/// operation of the model needs a second derivative, which libtorch lacks for fused attention and
+/// EmbeddingBag. A diagonal that is not finite skips the step, as a gradient does. The signs come
+/// from a seed of libtorch's default generator of the CPU. Cannot be captured in a CUDA graph.
 ///
 /// step() throws c10::ValueError, and changes no parameter, if no gradient has a graph.
 class TORCHIUM_API AdaHessian : public BlockedOptimizer {

@@ -112,7 +112,7 @@ struct TORCHIUM_API ShampooOptions
   /// dtype in which the directions of float32 state travel between the ranks of `process_group`:
   /// kFloat, kBFloat16 or kHalf; those of float64 parameters travel in float64.
   TORCH_ARG(at::ScalarType, comm_dtype) = at::kFloat;
-  /// They travel in buckets of at most so many bytes of a rank, or one block if that is larger,
+  /// They travel in buckets of at most this many bytes per rank, or one block if that is larger,
   /// while those that have arrived are applied; >= 1.
   TORCH_ARG(int64_t, bucket_bytes) = int64_t{1} << 25;
 
@@ -188,7 +188,7 @@ class TORCHIUM_API Shampoo : public BlockedOptimizer {
   /// A Shampoo that replaces `optimizer`: its parameter groups, with ShampooOptions::from_adamw()
   /// of their options. Every block of a matrix takes a step of the length that AdamW would take;
   /// parameters of order 0 and 1 step as with AdamW. The state starts fresh. `optimizer` is not
-  /// changed, and must not be stepped any more.
+  /// changed, and must no longer be stepped.
   ///
   ///     auto optimizer = torchium::optim::Shampoo::from_adamw(
   ///         adamw, [](auto& options) { options.update_freq(20); });

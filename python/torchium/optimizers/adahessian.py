@@ -33,7 +33,7 @@ class AdaHessian(ScaledLoss, BlockedOptimizer):
     before the next backward pass, so that gradients and parameters do not keep each other alive. Every
     operation of the model needs a second derivative. PyTorch has none for fused attention (put
     ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`` around the model's call), for ``nn.EmbeddingBag``, and
-    for models compiled by ``torch.compile``. A gradient without a
+    for models compiled by ``torch.compile``; ``DistributedDataParallel`` does not support ``create_graph=True``. A gradient without a
     graph, of a loss that is linear in its parameter or of a backward pass without ``create_graph=True``, has
     :math:`D = 0`, and where :math:`v` is 0 too its step is :math:`\text{lr}\, m / \text{eps}`. The signs come
     from one seed of PyTorch's default generator on the CPU, and are the same on every device.

@@ -129,17 +129,17 @@ class Shampoo(Consolidating, BlockedOptimizer):
         process_group (ProcessGroup, optional): the ranks that share the step, under
             ``DistributedDataParallel``: parameters and gradients are the same on all of them. Each keeps
             the state of its own blocks and computes their directions, which all gather. All ranks must
-            call :meth:`step`, and :meth:`state_dict` in :meth:`consolidating`. None: this process takes the whole step
-            (default: None).
-        comm_dtype (torch.dtype): in which directions travel: ``torch.float32``, ``torch.bfloat16`` or
+            call :meth:`step`, and :meth:`state_dict` in :meth:`consolidating`. None: this process takes
+            the whole step (default: None).
+        comm_dtype (torch.dtype): dtype in which directions travel: ``torch.float32``, ``torch.bfloat16`` or
             ``torch.float16``; those of float64 parameters travel in float64 (default: torch.float32).
-        bucket_bytes (int): directions travel in buckets of at most so many bytes of a rank, or one block
+        bucket_bytes (int): directions travel in buckets of at most this many bytes per rank, or one block
             if that is larger, while those that have arrived are applied (default: 2**25).
 
     Raises:
         ValueError: an option is out of its range, or a parameter is sparse, complex, integer,
             expanded, or a flat shard of ``FullyShardedDataParallel``; a ``DTensor`` is partial; or plain
-            parameters that require gradients stand beside ``DTensor`` ones without a ``process_group``.
+            parameters that require gradients are mixed with ``DTensor`` ones without a ``process_group``.
 
     .. note::
         Schedulers that cycle momentum (``OneCycleLR``, ``CyclicLR``) cycle ``betas[0]``, as they do
@@ -213,7 +213,7 @@ class Shampoo(Consolidating, BlockedOptimizer):
             optimizer_or_params (Optimizer, Module or iterable): a :class:`torch.optim.AdamW`, or a
                 :class:`torch.optim.Adam`, whose weight decay is an L2 penalty. Its parameter groups are
                 copied with all options, names of parameters and keys of schedulers. It is not changed,
-                and must not be stepped any more. Or the parameters of :class:`ShampooW`.
+                and must no longer be stepped. Or the parameters of :class:`ShampooW`.
             **hyperparameters: those of :class:`ShampooW`; with an optimizer, only those that AdamW does
                 not have. ``capturable`` is not copied from an optimizer, because roots would then be
                 left to :meth:`update_preconditioners`.

@@ -171,7 +171,7 @@ class BlockedOptimizer(CoreOptimizer):
 
         Raises:
             RuntimeError: a rank with a ``process_group`` calls it outside of ``consolidating()``, where it
-                might wait for ever.
+                might wait forever.
         """
         if not self._sharing.process_group:
             return super().state_dict()
