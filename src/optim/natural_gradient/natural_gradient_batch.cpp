@@ -1,7 +1,9 @@
 // Sources of the matrix of the next step: layer calls of backward passes, columns of a
 // curvature, or a Jacobian that the caller has given.
+#include "distributed/step_agreement.h"
 #include "optim/capture/curvature_passes.h"
 #include "optim/natural_gradient/natural_gradient_plan.h"
+#include "optim/natural_gradient/sharing/shared_rows.h"
 #include "support/tensor_version.h"
 
 #include <ATen/ATen.h>

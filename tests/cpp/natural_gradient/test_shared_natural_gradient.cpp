@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-namespace torchium::testing {
+namespace torchium::testing::shared_natural_gradient {
 namespace {
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
@@ -163,4 +163,4 @@ TEST(SharedNaturalGradient, ArchivesKeepTheBatchOfTheRank) {
 }
 
 }  // namespace
-}  // namespace torchium::testing
+}  // namespace torchium::testing::shared_natural_gradient

@@ -42,7 +42,7 @@ def follow_dense(
         step(optimizer, model, batches[own()], change)
         reference.step(batches, change)
     try:
-        assert_moved_alike(model, reference.model, start, 1e-6)
+        reference.assert_moved_alike(model, start, 1e-6)
     except AssertionError as error:
         raise AssertionError(f"{name}, {solver}, {sizes}") from error
     report = optimizer.report()
@@ -53,9 +53,9 @@ def follow_dense(
 @case
 def all_layers_follow_the_dense_solve(ranks: int) -> None:
     for name in NAMES:
-        for solver in SOLVERS:
-            if "gram" in solver or name in ("mlp", "tied_embedding"):
-                follow_dense(name, solver, sizes_of(ranks))
+        follow_dense(name, "gram_by_layers" if name == "convolutions" else "gram", sizes_of(ranks))
+    for solver in SOLVERS:
+        follow_dense("tied_embedding", solver, sizes_of(ranks))
 
 
 @case
@@ -75,7 +75,7 @@ def options_follow_the_dense_solve(ranks: int) -> None:
             {"update_freq": 3, "momentum": 0.9},
             {"max_norm": 0.1, "maximize": True},
         ):
-            follow_dense("convolutions", solver, sizes_of(ranks), 5, **options)
+            follow_dense("mlp", solver, sizes_of(ranks), 4, **options)
 
 
 @case
@@ -119,7 +119,7 @@ def equal_batches_are_one_batch(ranks: int) -> None:
 @case
 def micro_batches_and_scaled_losses(ranks: int) -> None:
     model, _ = model_and_batch("sequence")
-    start, reference = flat(model), Dense(model)
+    start, reference = flat(model), Dense(model, update_freq=2)
     optimizer = natural_gradient(model, update_freq=2)
     scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
     optimizer.grad_scaler = scaler
@@ -132,9 +132,8 @@ def micro_batches_and_scaled_losses(ranks: int) -> None:
         average_gradients(model)
         scaler.step(optimizer)
         scaler.update()
-        reference.optimizer.update_freq = 2
         reference.step(batches)
-    assert_moved_alike(model, reference.model, start, 1e-9)
+    reference.assert_moved_alike(model, start, 1e-9)
 
 
 def curvature_of_all_ranks(
@@ -256,24 +255,23 @@ def adaptive_damping(ranks: int) -> None:
 
 @case
 def data_parallel_training(ranks: int) -> None:
-    data = torch.randn(30, 4 * ranks, 10, generator=torch.Generator().manual_seed(1))
-    for options in ({}, {"update_freq": 3}):
-        losses = []
-        for group in (None, alone()):
-            torch.manual_seed(0)
-            net = nn.Sequential(nn.Linear(10, 24), nn.Tanh(), nn.Linear(24, 3))
-            model = DistributedDataParallel(net) if group is None else net
-            optimizer = natural_gradient(model, group, lr=0.3, damping=0.1, momentum=0.5, **options)
-            for batch in data:
-                x = batch[4 * own() : 4 * own() + 4] if group is None else batch
-                optimizer.zero_grad()
-                F.mse_loss(model(x), x[:, :3].square()).backward()
-                optimizer.step()
-            losses.append(F.mse_loss(net(data[0]), data[0, :, :3].square()).item())
-            if group is None:
-                assert_same_on_all_ranks(trained(net))
-        assert losses[1] < 0.5 * data[0, :, :3].square().var().item()
-        assert abs(losses[0] - losses[1]) < 1e-2 * losses[1]
+    data = torch.randn(16, 4 * ranks, 10, generator=torch.Generator().manual_seed(1))
+    losses = []
+    for group in (None, alone()):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(10, 24), nn.Tanh(), nn.Linear(24, 3))
+        model = DistributedDataParallel(net) if group is None else net
+        optimizer = natural_gradient(model, group, lr=0.5, damping=1.0, momentum=0.5, update_freq=2)
+        for batch in data:
+            x = batch[4 * own() : 4 * own() + 4] if group is None else batch
+            optimizer.zero_grad()
+            F.mse_loss(model(x), x[:, :3]).backward()
+            optimizer.step()
+        losses.append(F.mse_loss(net(data[0]), data[0, :, :3]).item())
+        if group is None:
+            assert_same_on_all_ranks(trained(net))
+    assert losses[1] < 0.2  # of 1.3 at the start
+    assert abs(losses[0] - losses[1]) < 1e-2 * losses[1]
 
 
 @case

@@ -85,7 +85,7 @@ def step(
 
 
 class Dense:
-    """The dense solve in float64 with the gradients of the samples of all ranks."""
+    """The dense solve in float64 with the gradients of the samples of all ranks; on rank 0 alone."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         self.model = copy.deepcopy(model)
@@ -94,6 +94,8 @@ class Dense:
         self.optimizer = ReferenceNaturalGradient(trained(self.model), **{**given, **options})
 
     def step(self, batches: Sequence[Batch], change: Callable[[Any], None] | None = None) -> None:
+        if own() != 0:
+            return
         rows = [per_sample_gradients(self.model, loss_fn, *batch) for batch in batches]
         for name, p in zip(self.names, self.optimizer.params, strict=True):
             p.grad = torch.stack([r[name].mean(0) for r in rows]).mean(0)
@@ -101,12 +103,20 @@ class Dense:
             change(self.optimizer.params)
         self.optimizer.step([torch.cat([r[name] for r in rows]) for name in self.names])
 
+    def assert_moved_alike(self, model: nn.Module, start: Tensor, tolerance: float) -> None:
+        if own() == 0:
+            assert_near(flat(model) - start, flat(self.model) - start, tolerance)
+        assert_same_on_all_ranks(trained(model))
+
+
+def assert_near(actual: Tensor, expected: Tensor, tolerance: float) -> None:
+    assert expected.norm() > 0
+    error = ((actual - expected).norm() / expected.norm()).item()
+    assert error <= tolerance, error
+
 
 def assert_moved_alike(
     model: nn.Module, expected: nn.Module, start: Tensor, tolerance: float
 ) -> None:
-    moved, exact = flat(model) - start, flat(expected) - start
-    assert exact.norm() > 0
-    error = ((moved - exact).norm() / exact.norm()).item()
-    assert error <= tolerance, error
+    assert_near(flat(model) - start, flat(expected) - start, tolerance)
     assert_same_on_all_ranks(trained(model))
