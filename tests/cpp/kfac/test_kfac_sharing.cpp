@@ -1,5 +1,7 @@
 // Two ranks, as threads of one process, share the steps of K-FAC.
+#include "distributed/bucketed_sum.h"
 #include "kfac_testing.h"
+#include "optim/kfac/sharing/worker_groups.h"
 #include "rank_threads.h"
 #include "torchium/optim/kfac_preconditioner.h"
 
@@ -162,6 +164,50 @@ TEST(KfacSharing, AnErrorOfOneRankIsOneOfAll) {
   expect_contains(messages[0], "rank 1 of the process group raised an error in step()");
   expect_contains(messages[1], "eps must be");
   expect_equal(copies(of_ranks[1]->parameters()), copies(of_ranks[0]->parameters()));
+}
+
+TEST(KfacSharing, SumsInBucketsOfAnySize) {
+  for (const int64_t bucket_bytes : {1, 100, 1 << 20}) {
+    on_all_ranks([&](int rank, const auto& group) {
+      Tensors tensors;
+      for (const int64_t size : {3, 0, 20, 1, 40}) {
+        tensors.push_back(torch::full({size, 2}, 1.0 + rank));
+        tensors.push_back(torch::full({size}, 10.0 + rank, torch::kDouble));
+      }
+      const KFACOptions of_group = KFACOptions().process_group(group);
+      distributed::sum_in_buckets(*of_group.ranks(), tensors, bucket_bytes);
+      for (const torch::Tensor& sum : tensors) {
+        EXPECT_TRUE(sum.eq(sum.dtype() == torch::kDouble ? 21.0 : 3.0).all().item<bool>());
+      }
+    });
+  }
+}
+
+TEST(KfacSharing, WorkersAreAsManyAsAsked) {
+  using optim::detail::WorkerGroups;
+  struct Expected {
+    int64_t ranks;
+    double fraction;
+    int64_t groups, most;
+  };
+  for (const auto& [ranks, fraction, count, most] :
+       {Expected{1, 0.3, 1, 1}, Expected{4, 1.0, 1, 4}, Expected{4, 0.5, 2, 2},
+        Expected{4, 0.25, 4, 1}, Expected{4, 0.01, 4, 1}, Expected{3, 0.5, 2, 2},
+        Expected{5, 0.8, 2, 3}, Expected{8, 0.3, 4, 2}}) {
+    SCOPED_TRACE(::testing::Message() << ranks << " ranks, " << fraction);
+    const WorkerGroups groups(ranks, fraction);
+    EXPECT_EQ(groups.groups(), count);
+    for (int64_t owner = 0; owner < ranks; ++owner) {
+      const auto [first, last] = groups.members_beside(owner);
+      EXPECT_TRUE(first <= owner && owner < last && last - first <= most);
+      for (int64_t rank = 0; rank < ranks; ++rank) {
+        const int64_t source = groups.source(owner, rank);
+        EXPECT_EQ(groups.are_together(owner, rank), first <= rank && rank < last);
+        EXPECT_TRUE(groups.are_together(owner, source));
+        EXPECT_EQ(source == rank, groups.are_together(owner, rank));
+      }
+    }
+  }
 }
 
 TEST(KfacSharing, RefusesWrongFractions) {

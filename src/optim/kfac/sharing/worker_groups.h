@@ -1,6 +1,8 @@
 // Which ranks compute the directions of a layer (KAISA: Pauloski et al. 2021, arXiv 2107.01739).
 #pragma once
 
+#include "torchium/export.h"
+
 #include <cstdint>
 #include <utility>
 
@@ -10,7 +12,7 @@ namespace torchium::optim::detail {
 // the group of the owner are the workers of the layer: they keep its inverses and compute its
 // direction, which the ranks of other groups get from them. All workers of a layer have the same
 // layers, and so the same batches of products: their directions are equal bit for bit.
-class WorkerGroups {
+class TORCHIUM_API WorkerGroups {
  public:
   // One rank.
   WorkerGroups() = default;
