@@ -63,15 +63,25 @@ AVERAGING: Known = {
 }
 
 _TARGET = {"target_parameter_dimensionality": 1}
+# torchium chooses the owners of blocks itself.
+_RANKS = {
+    **_TARGET,
+    "communicate_params": False,
+    "communication_dtype": torch.float32,
+    "load_balancing_config": None,
+    "num_trainers_per_group": -1,
+}
+_SHARDS = {
+    **_TARGET,
+    "load_balancing_config": None,
+    "num_sub_groups": 1,
+    "param_assignment_strategy": "DEFAULT",
+}
 DISTRIBUTED: Known = {
     "SingleDeviceDistributedConfig": _TARGET,
-    "DDPDistributedConfig": {
-        **_TARGET,
-        "communicate_params": False,
-        "communication_dtype": torch.float32,
-        "load_balancing_config": None,  # torchium chooses the owners of blocks itself
-        "num_trainers_per_group": -1,
-    },
+    "DDPDistributedConfig": _RANKS,
+    "FullyShardDistributedConfig": _SHARDS,
+    "HybridShardDistributedConfig": {**_RANKS, **_SHARDS, "device_mesh": None},
 }
 
 RUNTIME: Known = {"ShampooRuntimeConfig": {"eager_nan_check": False}}
@@ -115,6 +125,14 @@ def read_distributed(config: object) -> Config:
         raise ValueError(
             "distributed_config.target_parameter_dimensionality must be an integer of at least 1 or "
             f"math.inf, got {target!r}"
+        )
+    strategy = read_config.values.get("param_assignment_strategy")
+    strategy = getattr(strategy, "name", strategy)
+    if strategy not in (None, "REPLICATE", "ROUND_ROBIN"):
+        refuse(
+            "distributed_config.param_assignment_strategy",
+            strategy,
+            "use REPLICATE or ROUND_ROBIN: blocks are those of whole parameters, not of their shards",
         )
     return read_config
 

@@ -64,8 +64,10 @@ class DistributedShampoo(Shampoo):
         grafting_config: None, or an ``SGDPreconditionerConfig``, ``AdaGradPreconditionerConfig``,
             ``RMSpropPreconditionerConfig`` or ``AdamPreconditionerConfig`` (default: None).
         use_pin_memory, shampoo_pt2_compile_config, concurrency_config: ignored; they do not change results.
-        distributed_config: a ``SingleDeviceDistributedConfig``, or a ``DDPDistributedConfig``, whose
-            ranks share the step as those of a ``process_group`` (default: None, the first).
+        distributed_config: a ``SingleDeviceDistributedConfig``; a ``DDPDistributedConfig``, whose ranks
+            share the step as those of a ``process_group``; or, for parameters of ``fully_shard``, a
+            ``FullyShardDistributedConfig`` or ``HybridShardDistributedConfig`` that assigns whole
+            parameters (default: None, the first).
         preconditioner_config: a ``RootInvShampooPreconditionerConfig`` or
             ``EigendecomposedShampooPreconditionerConfig``; for a direction without matrices, one of
             those of ``grafting_config`` (default: None, the first).
@@ -170,7 +172,10 @@ def _check_runtime(config: Any) -> None:
 
 
 def _sharing(configs: Iterable[Any]) -> dict[str, Any]:
-    """``process_group`` and ``comm_dtype`` of a ``DDPDistributedConfig``; all groups have the same."""
+    """``process_group`` and ``comm_dtype``, which all groups have the same.
+
+    Sharded parameters need no group: their meshes have one.
+    """
     argument = "distributed_config"
     shared: set[tuple[Any, Any] | None] = set()
     for config in configs:
@@ -178,9 +183,11 @@ def _sharing(configs: Iterable[Any]) -> dict[str, Any]:
         if name == "SingleDeviceDistributedConfig":
             shared.add(None)
             continue
-        if values["communicate_params"]:
+        if values.get("communicate_params"):
             refuse(f"{argument}.communicate_params", True, "use False: directions travel")
-        shared.add((values["communication_dtype"], values["num_trainers_per_group"]))
+        is_sharded = "param_assignment_strategy" in values
+        ranks = None if is_sharded else values["num_trainers_per_group"]
+        shared.add((values.get("communication_dtype", torch.float32), ranks))
     if len(shared) > 1:
         raise ValueError(f"{argument} must share the step of all parameter groups in the same way")
     common = shared.pop() if shared else None
@@ -192,7 +199,8 @@ def _sharing(configs: Iterable[Any]) -> dict[str, Any]:
     except ValueError as error:
         message = str(error).replace("comm_dtype", f"{argument}.communication_dtype", 1)
         raise ValueError(message) from None
-    return {"process_group": _process_group(ranks), "comm_dtype": dtype}
+    group = None if ranks is None else _process_group(ranks)
+    return {"process_group": group, "comm_dtype": dtype}
 
 
 def _process_group(ranks: Any) -> ProcessGroup | None:

@@ -144,9 +144,13 @@ REFUSED = {
         },
         "target_parameter_dimensionality must be .*got 0",
     ),
-    "sharded": (
+    "flat shards": (
+        {"distributed_config": configs.FSDPDistributedConfig()},
+        "distributed_config must be a SingleDeviceDistributedConfig or DDPDistributedConfig or Fully",
+    ),
+    "blocks of shards": (
         {"distributed_config": configs.FullyShardDistributedConfig()},
-        "distributed_config must be a SingleDeviceDistributedConfig or DDPDistributedConfig",
+        "distributed_config.param_assignment_strategy='DEFAULT' .* use REPLICATE or ROUND_ROBIN",
     ),
     "no process group": (
         {"distributed_config": configs.DDPDistributedConfig(target_parameter_dimensionality=2)},

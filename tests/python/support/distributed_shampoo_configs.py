@@ -130,8 +130,25 @@ class DDPDistributedConfig(SingleDeviceDistributedConfig):
 
 
 @dataclass(kw_only=True)
+class FSDPDistributedConfig(SingleDeviceDistributedConfig):
+    param_to_metadata: Any = None
+
+
+class FSDPParamAssignmentStrategy(enum.Enum):
+    DEFAULT = enum.auto()
+    REPLICATE = enum.auto()
+    ROUND_ROBIN = enum.auto()
+
+
+@dataclass(kw_only=True)
 class FullyShardDistributedConfig(SingleDeviceDistributedConfig):
+    param_assignment_strategy: Any = FSDPParamAssignmentStrategy.DEFAULT
     num_sub_groups: int = 1
+
+
+@dataclass(kw_only=True)
+class HybridShardDistributedConfig(FullyShardDistributedConfig, DDPDistributedConfig):
+    device_mesh: Any
 
 
 @dataclass(kw_only=True)

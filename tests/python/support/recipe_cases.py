@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 import torchium
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -97,6 +99,40 @@ def distributed_shampoo(ranks: int, folder: Path) -> None:
     distributed = configs.DDPDistributedConfig(num_trainers_per_group=ranks + 1)
     with pytest.raises(ValueError, match="must be -1 or divide the number of processes"):
         torchium.compat.DistributedShampoo([torch.ones(40, 40)], distributed_config=distributed)
+
+
+@case
+def distributed_shampoo_of_shards(ranks: int, folder: Path) -> None:
+    """Its configurations for fully_shard, with whole parameters assigned to ranks."""
+    strategy = configs.FSDPParamAssignmentStrategy
+    shapes = {"target_parameter_dimensionality": 2}
+    line = init_device_mesh("cpu", (ranks,))
+    for distributed in (
+        configs.FullyShardDistributedConfig(
+            **shapes, param_assignment_strategy=strategy.ROUND_ROBIN
+        ),
+        configs.HybridShardDistributedConfig(
+            **shapes, param_assignment_strategy=strategy.REPLICATE, device_mesh=line
+        ),
+    ):
+        models = []
+        for config in (distributed, configs.SingleDeviceDistributedConfig(**shapes)):
+            model = net() if config is not distributed else fully_shard(net(), mesh=line)
+            optimizer = torchium.compat.DistributedShampoo(
+                model.parameters(),
+                lr=0.1,
+                epsilon=1e-4,
+                max_preconditioner_dim=8,
+                distributed_config=config,
+                grafting_config=configs.AdamPreconditionerConfig(),
+            )
+            for step in range(4):
+                optimizer.zero_grad()
+                loss_of(model, inputs().roll(step * 8, 0)[:16]).backward()
+                optimizer.step()
+            models.append(model)
+        whole = torch.cat([p.full_tensor().detach().flatten() for p in models[0].parameters()])
+        torch.testing.assert_close(whole, values(models[1]), rtol=0, atol=1e-5)
 
 
 @case
