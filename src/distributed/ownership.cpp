@@ -130,6 +130,10 @@ std::vector<Part> parts_of(const std::vector<Block>& blocks,
   return parts;
 }
 
+const std::vector<int64_t>& Part::local_on(int64_t rank) const {
+  return std::ranges::lower_bound(holders, rank, {}, &Holder::rank)->local;
+}
+
 std::vector<int64_t> gradient_bytes(const std::vector<Part>& parts,
                                     const std::vector<int64_t>& owners, int64_t ranks,
                                     int64_t bytes_per_element) {

@@ -47,6 +47,9 @@ struct Part {
   Rectangle rectangle;
   std::vector<Holder> holders;  // ordered by rank
   int64_t source;               // the holder whose gradient the owner of the block takes
+
+  // Of a holder.
+  const std::vector<int64_t>& local_on(int64_t rank) const;
 };
 
 // The parts of all blocks, in order. Of several holders the owner of the block is the source if it

@@ -34,13 +34,17 @@ PartExchange::PartExchange(const Communicator& communicator, const std::vector<T
     sent[from] += elements;
     received[to] += elements;
   }
-  int64_t total = 0;
+  int64_t total = 0, most_sent = 0, most_received = 0;
   for (const std::vector<size_t>& of_bucket : members) {
     buckets_.emplace_back();
-    buckets_.back().begin = total;
-    lay_out(buckets_.back(), of_bucket, transfers);
-    total += buckets_.back().outgoing;
+    Bucket& bucket = buckets_.back();
+    bucket.begin = total;
+    lay_out(bucket, of_bucket, transfers);
+    total += bucket.outgoing;
+    most_sent = std::max(most_sent, bucket.outgoing);
+    most_received = std::max(most_received, bucket.incoming);
   }
+  slots_ = BucketSlots(buckets_.size(), most_sent, most_received, dtype, comm_dtype, device);
   buffer_ = at::zeros({total}, at::TensorOptions(device).dtype(dtype));
   for (size_t i = 0; i < transfers.size(); ++i) {
     if (transfers[i].from == communicator.rank()) {
@@ -71,34 +75,21 @@ void PartExchange::lay_out(Bucket& bucket, const std::vector<size_t>& members,
 }
 
 void PartExchange::run(const std::function<void(const std::vector<Arrival>&)>& take) const {
-  // Two slots: one bucket travels while the one before is taken.
-  at::Tensor slots[2], sent[2];
-  std::function<void()> wait;
+  const auto received = [&](size_t k) { return slots_.received(k, buckets_[k].incoming); };
   const auto begin = [&](size_t k) {
     const Bucket& bucket = buckets_[k];
-    at::Tensor& slot = slots[k % 2];
-    if (!slot.defined() || slot.numel() < bucket.incoming) {
-      slot = at::empty({bucket.incoming}, buffer_.options().dtype(comm_dtype_));
-    }
-    sent[k % 2] = buffer_.narrow(0, bucket.begin, bucket.outgoing).to(comm_dtype_);
-    wait = communicator_.begin_exchange(sent[k % 2], bucket.sent,
-                                        slot.narrow(0, 0, bucket.incoming), bucket.received);
+    const at::Tensor values = buffer_.narrow(0, bucket.begin, bucket.outgoing);
+    return communicator_.begin_exchange(slots_.packed(k, values), bucket.sent, received(k),
+                                        bucket.received);
   };
-  for (size_t k = 0; k < buckets_.size(); ++k) {
-    if (k == 0) {
-      begin(0);
-    }
-    wait();
-    if (k + 1 < buckets_.size()) {
-      begin(k + 1);
-    }
-    const at::Tensor all = slots[k % 2];
+  run_buckets(buckets_.size(), begin, [&](size_t k) {
+    const at::Tensor all = received(k);
     std::vector<Arrival> arrivals;
     for (const auto& [transfer, offset, elements] : buckets_[k].arrivals) {
-      arrivals.push_back({transfer, all.narrow(0, offset, elements).to(buffer_.scalar_type())});
+      arrivals.push_back({transfer, all.narrow(0, offset, elements)});
     }
     take(arrivals);
-  }
+  });
 }
 
 }  // namespace torchium::distributed

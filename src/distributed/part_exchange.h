@@ -1,6 +1,7 @@
 // Brings parts of tensors from one rank to another, in buckets.
 #pragma once
 
+#include "distributed/bucket_slots.h"
 #include "distributed/communicator.h"
 
 #include <ATen/core/Tensor.h>
@@ -35,7 +36,7 @@ class PartExchange {
   // ranks must call it. The values are valid during the call, and for what it launches.
   struct Arrival {
     size_t transfer;
-    at::Tensor values;  // contiguous
+    at::Tensor values;  // contiguous, in comm_dtype
   };
   void run(const std::function<void(const std::vector<Arrival>&)>& take) const;
 
@@ -56,6 +57,7 @@ class PartExchange {
   Communicator communicator_;
   at::ScalarType comm_dtype_;
   std::vector<Bucket> buckets_;
+  BucketSlots slots_;
   std::vector<int64_t> offsets_;      // of the parts that this rank sends
   at::Tensor buffer_;                 // what this rank sends, bucket after bucket
   std::vector<at::Tensor> outgoing_;  // views of it

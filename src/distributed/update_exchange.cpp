@@ -12,8 +12,9 @@ UpdateExchange::UpdateExchange(const Communicator& communicator, const std::vect
                                at::ScalarType dtype, at::ScalarType comm_dtype,
                                int64_t bucket_bytes, c10::Device device)
     : communicator_(communicator), comm_dtype_(comm_dtype), own_(parts.size()) {
+  // Every rank receives as much from each.
   const int64_t most =
-      std::max<int64_t>(1, bucket_bytes / static_cast<int64_t>(c10::elementSize(comm_dtype)));
+      bucket_bytes / static_cast<int64_t>(c10::elementSize(comm_dtype)) / communicator.size();
   struct Filled {
     size_t bucket = 0;
     int64_t elements = 0;
@@ -32,11 +33,14 @@ UpdateExchange::UpdateExchange(const Communicator& communicator, const std::vect
     elements += aligned(parts[i].elements);
     buckets_[bucket].length = std::max(buckets_[bucket].length, elements);
   }
-  int64_t total = 0;
+  int64_t total = 0, longest = 0;
   for (Bucket& bucket : buckets_) {
     bucket.begin = total;
     total += bucket.length;
+    longest = std::max(longest, bucket.length);
   }
+  slots_ = BucketSlots(buckets_.size(), longest, communicator.size() * longest, dtype, comm_dtype,
+                       device);
   buffer_ = at::zeros({total}, at::TensorOptions(device).dtype(dtype));
   for (const Bucket& bucket : buckets_) {
     for (const Place& place : bucket.places) {
@@ -54,37 +58,22 @@ int64_t UpdateExchange::sent_bytes() const {
 }
 
 void UpdateExchange::run(const std::function<void(const std::vector<Update>&)>& take) const {
-  // Two slots: one bucket travels while the one before is taken.
-  at::Tensor slots[2], shares[2];
-  std::function<void()> wait;
-  const auto begin = [&](size_t k) {
-    const Bucket& bucket = buckets_[k];
-    at::Tensor& slot = slots[k % 2];
-    const int64_t elements = communicator_.size() * bucket.length;
-    if (!slot.defined() || slot.numel() < elements) {
-      slot = at::empty({elements}, buffer_.options().dtype(comm_dtype_));
-    }
-    shares[k % 2] = buffer_.narrow(0, bucket.begin, bucket.length).to(comm_dtype_);
-    wait = communicator_.begin_gather(shares[k % 2], slot.narrow(0, 0, elements));
+  const auto received = [&](size_t k) {
+    return slots_.received(k, communicator_.size() * buckets_[k].length);
   };
-  for (size_t k = 0; k < buckets_.size(); ++k) {
-    if (k == 0) {
-      begin(0);
-    }
-    wait();
-    if (k + 1 < buckets_.size()) {
-      begin(k + 1);
-    }
-    const Bucket& bucket = buckets_[k];
-    const at::Tensor all = slots[k % 2];
+  const auto begin = [&](size_t k) {
+    const at::Tensor share = buffer_.narrow(0, buckets_[k].begin, buckets_[k].length);
+    return communicator_.begin_gather(slots_.packed(k, share), received(k));
+  };
+  run_buckets(buckets_.size(), begin, [&](size_t k) {
+    const at::Tensor all = received(k);
     std::vector<Update> updates;
-    for (const Place& place : bucket.places) {
-      const int64_t begin = place.owner * bucket.length + place.offset;
-      updates.push_back(
-          {place.part, all.narrow(0, begin, place.elements).to(buffer_.scalar_type())});
+    for (const Place& place : buckets_[k].places) {
+      const int64_t offset = place.owner * buckets_[k].length + place.offset;
+      updates.push_back({place.part, all.narrow(0, offset, place.elements)});
     }
     take(updates);
-  }
+  });
 }
 
 }  // namespace torchium::distributed

@@ -1,6 +1,7 @@
 // Brings the updates that each rank has computed to all ranks, in buckets.
 #pragma once
 
+#include "distributed/bucket_slots.h"
 #include "distributed/communicator.h"
 
 #include <ATen/core/Tensor.h>
@@ -20,8 +21,8 @@ class UpdateExchange {
     int64_t elements;
   };
 
-  // `dtype`: of the updates; they travel in `comm_dtype`, at most `bucket_bytes` of each rank at a
-  // time, or one part if that is larger.
+  // `dtype`: of the updates; they travel in `comm_dtype`, at most `bucket_bytes` of all ranks
+  // together at a time, or one part of each if that is larger.
   UpdateExchange(const Communicator& communicator, const std::vector<Part>& parts,
                  at::ScalarType dtype, at::ScalarType comm_dtype, int64_t bucket_bytes,
                  c10::Device device);
@@ -34,7 +35,7 @@ class UpdateExchange {
   // All ranks must call it. The updates are valid during the call, and for what it launches.
   struct Update {
     size_t part;
-    at::Tensor values;  // contiguous
+    at::Tensor values;  // contiguous, in comm_dtype
   };
   void run(const std::function<void(const std::vector<Update>&)>& take) const;
 
@@ -54,6 +55,7 @@ class UpdateExchange {
   Communicator communicator_;
   at::ScalarType comm_dtype_;
   std::vector<Bucket> buckets_;
+  BucketSlots slots_;
   at::Tensor buffer_;            // shares of all buckets
   std::vector<at::Tensor> own_;  // views; undefined: another rank's
 };

@@ -162,14 +162,43 @@ Lists<Dict> whole_states(const Self& self, const c10::IValue& options, Lists<at:
                          Lists<std::string> names, const Lists<Dict>& states,
                          const Lists<Numbers>& sharded) {
   Lists<Dict> whole;
-  for (const BlockedGroup& group :
-       groups_from(self, options, std::move(params), std::move(names), states, sharded)) {
+  const auto groups =
+      groups_from(self, options, std::move(params), std::move(names), states, sharded);
+  for (size_t g = 0; g < groups.size(); ++g) {
     whole.emplace_back();
-    for (const ParameterState& state : self->whole_states(group)) {
+    for (const ParameterState& state : self->whole_states(g, groups[g])) {
       whole.back().push_back(dict_of(state.named()));
     }
   }
   return whole;
+}
+
+// The whole state without values; whether this rank has a share of it; dims; and slot, matrix,
+// offsets and sizes of each own block.
+using PlacesOfShare = std::tuple<Dict, bool, std::vector<int64_t>, Numbers>;
+
+// Of all groups. Ranks that share a step must all call it.
+Lists<PlacesOfShare> share_places(const Self& self, const c10::IValue& options,
+                                  Lists<at::Tensor> params, Lists<std::string> names,
+                                  const Lists<Dict>& states, const Lists<Numbers>& sharded) {
+  Lists<PlacesOfShare> result;
+  const auto groups =
+      groups_from(self, options, std::move(params), std::move(names), states, sharded);
+  for (size_t g = 0; g < groups.size(); ++g) {
+    result.emplace_back();
+    for (const BlockedPlans::SharePlaces& places : self->share_places(g, groups[g])) {
+      Numbers blocks;
+      for (const auto& [slot, matrix, rectangle] : places.blocks) {
+        blocks.push_back({slot, matrix});
+        for (const auto* part : {&rectangle.offsets, &rectangle.sizes}) {
+          blocks.back().insert(blocks.back().end(), part->begin(), part->end());
+        }
+      }
+      result.back().emplace_back(dict_of(places.whole.named()), places.is_share, places.dims,
+                                 std::move(blocks));
+    }
+  }
+  return result;
 }
 
 // See optim/core/failure_message.h.
@@ -252,7 +281,10 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
              self->set_loss_scale(scale.value_or(at::Tensor()));
            })
       .def("withdraw", &BlockedPlans::withdraw)
+      .def("owners", &BlockedPlans::owners)
+      .def("give_owners", &BlockedPlans::give_owners)
       .def("whole_states", whole_states)
+      .def("share_places", share_places)
       .def("has_all_states", &BlockedPlans::has_all_states)
       .def("update_preconditioners", &BlockedPlans::update_preconditioners)
       .def("request_reports", &BlockedPlans::request_reports)

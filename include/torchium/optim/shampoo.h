@@ -112,8 +112,9 @@ struct TORCHIUM_API ShampooOptions
   /// dtype in which the directions of float32 state travel between the ranks of `process_group`:
   /// kFloat, kBFloat16 or kHalf; those of float64 parameters travel in float64.
   TORCH_ARG(at::ScalarType, comm_dtype) = at::kFloat;
-  /// They travel in buckets of at most this many bytes per rank, or one block if that is larger,
-  /// while those that have arrived are applied; >= 1.
+  /// They travel in buckets, of which a rank receives at most this many bytes, or a block of each
+  /// rank if that is more, while those that have arrived are applied; >= 1. Each rank keeps memory
+  /// for two.
   TORCH_ARG(int64_t, bucket_bytes) = int64_t{1} << 25;
 
  public:

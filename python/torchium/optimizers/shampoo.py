@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -133,8 +135,9 @@ class Shampoo(Consolidating, BlockedOptimizer):
             the whole step (default: None).
         comm_dtype (torch.dtype): dtype in which directions travel: ``torch.float32``, ``torch.bfloat16`` or
             ``torch.float16``; those of float64 parameters travel in float64 (default: torch.float32).
-        bucket_bytes (int): directions travel in buckets of at most this many bytes per rank, or one block
-            if that is larger, while those that have arrived are applied (default: 2**25).
+        bucket_bytes (int): directions travel in buckets, of which a rank receives at most this many bytes, or
+            a block of each rank if that is more, while those that have arrived are applied. Each rank keeps
+            memory for two (default: 2**25).
 
     Raises:
         ValueError: an option is out of its range, or a parameter is sparse, complex, integer,
@@ -248,6 +251,26 @@ class Shampoo(Consolidating, BlockedOptimizer):
             RuntimeError: as :meth:`step`, or a graph is captured without ``capturable=True``.
         """
         self._renew_roots()
+
+    @contextmanager
+    def sharding(self) -> Iterator[None]:
+        """A block that all ranks run, in which :meth:`state_dict` returns this rank's share of the state.
+
+        For ``torch.distributed.checkpoint``, which saves each block from its owner and reads checkpoints of
+        any number of ranks: no rank has the whole state. Without ranks that share the step, nothing changes.
+
+        Example:
+            >>> with optimizer.sharding():
+            ...     state = get_optimizer_state_dict(model, optimizer)
+            >>> dcp.save({"optimizer": state}, checkpoint_id="checkpoint")
+            >>> dcp.load({"optimizer": state}, checkpoint_id="checkpoint")
+            >>> set_optimizer_state_dict(model, optimizer, state)
+        """
+        before, self._keeps_shares = self._keeps_shares, True
+        try:
+            yield
+        finally:
+            self._keeps_shares = before
 
     def memory_report(self) -> MemoryReport:
         """Bytes of the state.

@@ -222,7 +222,8 @@ std::optional<BlockedOptimizer::StateMap> BlockedOptimizer::whole_state() const 
   }
   StateMap whole;
   for (const auto group : c10::irange(param_groups_.size())) {
-    const auto states = plans().whole_states(group_of(group, param_groups_[group].options()));
+    const auto states =
+        plans().whole_states(group, group_of(group, param_groups_[group].options()));
     for (const auto i : c10::irange(states.size())) {
       if (!states[i].is_empty()) {
         auto state = make_empty_state();

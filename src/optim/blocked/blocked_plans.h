@@ -2,6 +2,7 @@
 // Both languages step by them.
 #pragma once
 
+#include "distributed/rectangle.h"
 #include "distributed/sources.h"
 #include "optim/blocked/blocked_plan.h"
 #include "torchium/optim/memory_report.h"
@@ -78,9 +79,29 @@ class BlockedPlans : public torch::CustomClassHolder {
 
   // Whether several processes share the steps. Each then keeps a part of the state.
   virtual bool shares() const { return false; }
+  // The processes that own the blocks of a parameter; empty: unknown. A copy of the optimizer,
+  // whose states are as those of this one, is given them before it is bound.
+  virtual std::vector<int64_t> owners(const at::Tensor&) const { return {}; }
+  virtual void give_owners(const at::Tensor&, std::vector<int64_t>) {}
   // The states of a group, as a checkpoint holds them. All processes that share must call it.
-  virtual std::vector<ParameterState> whole_states(const BlockedGroup& group) const {
+  virtual std::vector<ParameterState> whole_states(size_t, const BlockedGroup& group) {
     return group.states;
+  }
+  // Where a process's part of the state of a parameter lies in the whole.
+  struct SharePlaces {
+    ParameterState whole;       // without values: tensors on the device "meta", but for counts
+    std::vector<int64_t> dims;  // in which the rectangles are
+    struct Block {
+      int64_t slot;    // of its first matrix; -1: none
+      int64_t matrix;  // its place in its slots
+      distributed::Rectangle rectangle;
+    };
+    std::vector<Block> blocks;  // own ones, in the order of the share
+    bool is_share = false;      // or the process has the whole state
+  };
+  // Of a group. All processes that share must call it.
+  virtual std::vector<SharePlaces> share_places(size_t, const BlockedGroup& group) {
+    return std::vector<SharePlaces>(group.states.size());
   }
 
   // Existing state of the parameters that have some, future state of the others that require a

@@ -6,6 +6,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <span>
 #include <utility>
 
 namespace torchium::optim::detail {
@@ -126,54 +127,126 @@ const SharedBlocks* BlockOwners::find(const at::Tensor& param) const {
   return found == of_.end() ? nullptr : &found->second;
 }
 
-void BlockOwners::share_out(const std::vector<BlockedGroup>& groups) {
-  for (size_t g = 0; g < groups.size(); ++g) {
-    std::vector<SharedBlocks> cuts;
-    std::vector<distributed::Block> blocks;
-    std::vector<std::vector<distributed::Source>> sources;
-    for (size_t i = 0; i < groups[g].params.size(); ++i) {
-      const at::Tensor& param = groups[g].params[i];
-      const bool has_state = !groups[g].states[i].is_empty();
-      if (!param.requires_grad() && !gradient_of(param).defined() && !has_state) {
+// The parameters without owners that may be stepped.
+std::vector<SharedBlocks> BlockOwners::new_cuts(const BlockedGroup& group, size_t g) const {
+  std::vector<SharedBlocks> cuts;
+  for (size_t i = 0; i < group.params.size(); ++i) {
+    const at::Tensor& param = group.params[i];
+    const bool has_state = !group.states[i].is_empty();
+    if (!param.requires_grad() && !gradient_of(param).defined() && !has_state) {
+      continue;
+    }
+    SharedBlocks own = cut(group, i);
+    if (const SharedBlocks* before = find(param)) {
+      if (same_cut(*before, own)) {
         continue;
       }
-      SharedBlocks own = cut(groups[g], i);
-      if (const SharedBlocks* before = find(param)) {
-        if (same_cut(*before, own)) {
-          continue;
-        }
-        TORCH_CHECK_VALUE(
-            !has_state, "the state of ",
-            parameter_name(g, i, groups[g].names.empty() ? "" : groups[g].names[i], own.whole),
-            " was made for other blocks; set block_size, merge_dims, preconditioner_1d, "
-            "preconditioned and max_preconditioned_dim back, or delete its entry in the state of "
-            "the optimizer to start afresh");
-      }
-      for (distributed::Block& block : own.blocks) {
-        block.param = static_cast<int64_t>(cuts.size());
-      }
-      blocks.insert(blocks.end(), own.blocks.begin(), own.blocks.end());
-      sources.push_back(distributed::sources(own.whole.sizes().vec(), own.sharding, own.dims));
-      cuts.push_back(std::move(own));
+      TORCH_CHECK_VALUE(
+          !has_state, "the state of ",
+          parameter_name(g, i, group.names.empty() ? "" : group.names[i], own.whole),
+          " was made for other blocks; set block_size, merge_dims, preconditioner_1d, "
+          "preconditioned and max_preconditioned_dim back, or delete its entry in the state of "
+          "the optimizer to start afresh");
     }
-    const auto owners = distributed::assign_owners(blocks, sources, ranks_, load_);
-    load_.resize(ranks_, 0);
-    auto part = distributed::parts_of(blocks, sources, owners, ranks_);
-    auto next = part.begin();
-    int64_t b = 0;
-    for (SharedBlocks& own : cuts) {
-      for (const distributed::Block& block : own.blocks) {
-        load_[owners[b]] += block.cost;
-        own.owners.push_back(owners[b]);
-        own.parts.emplace_back();
-        for (; next != part.end() && next->block == b; ++next) {
-          own.parts.back().push_back(std::move(*next));
-        }
-        ++b;
-      }
-      const at::TensorImpl* key = own.param.unsafeGetTensorImpl();
-      of_.insert_or_assign(key, std::move(own));
+    cuts.push_back(std::move(own));
+  }
+  return cuts;
+}
+
+void BlockOwners::give(const at::Tensor& param, std::vector<int64_t> owners) {
+  given_.emplace_back(param, std::move(owners));
+}
+
+std::vector<int64_t> BlockOwners::owners(const at::Tensor& param) const {
+  if (const SharedBlocks* shared = find(param)) {
+    return shared->owners;
+  }
+  const auto given =
+      std::ranges::find_if(given_, [&](const auto& each) { return each.first.is_same(param); });
+  return given == given_.end() ? std::vector<int64_t>() : given->second;
+}
+
+// Cuts with given owners come first. Returns their number.
+size_t BlockOwners::take_given_owners(std::vector<SharedBlocks>& cuts) {
+  for (SharedBlocks& own : cuts) {
+    const auto given = std::ranges::find_if(
+        given_, [&](const auto& each) { return each.first.is_same(own.param); });
+    if (given == given_.end()) {
+      continue;
     }
+    if (given->second.size() == own.blocks.size() &&
+        std::ranges::all_of(given->second, [&](int64_t rank) { return rank < ranks_; })) {
+      own.owners = std::move(given->second);
+    }
+    given_.erase(given);
+  }
+  const auto rest = std::ranges::stable_partition(cuts, [](const SharedBlocks& own) {
+    return !own.owners.empty() || own.blocks.empty();  // no elements: nothing to own
+  });
+  return cuts.size() - rest.size();
+}
+
+BlockOwners::Plan BlockOwners::plan_of(std::span<const SharedBlocks> cuts) {
+  Plan plan;
+  for (const SharedBlocks& own : cuts) {
+    for (distributed::Block block : own.blocks) {
+      block.param = static_cast<int64_t>(plan.sources.size());
+      plan.blocks.push_back(std::move(block));
+    }
+    plan.sources.push_back(distributed::sources(own.whole.sizes().vec(), own.sharding, own.dims));
+  }
+  return plan;
+}
+
+void BlockOwners::choose_owners(std::span<SharedBlocks> cuts) const {
+  const Plan plan = plan_of(cuts);
+  const auto owners = distributed::assign_owners(plan.blocks, plan.sources, ranks_, load_);
+  auto next = owners.begin();
+  for (SharedBlocks& own : cuts) {
+    const auto end = next + static_cast<std::ptrdiff_t>(own.blocks.size());
+    own.owners.assign(std::exchange(next, end), end);
+  }
+}
+
+void BlockOwners::add(std::span<SharedBlocks> cuts) {
+  const Plan plan = plan_of(cuts);
+  std::vector<int64_t> owners;
+  for (const SharedBlocks& own : cuts) {
+    owners.insert(owners.end(), own.owners.begin(), own.owners.end());
+  }
+  load_.resize(ranks_, 0);
+  for (size_t b = 0; b < owners.size(); ++b) {
+    load_[owners[b]] += plan.blocks[b].cost;
+  }
+  auto parts = distributed::parts_of(plan.blocks, plan.sources, owners, ranks_);
+  auto next = parts.begin();
+  int64_t b = 0;
+  for (SharedBlocks& own : cuts) {
+    for (size_t i = 0; i < own.blocks.size(); ++i, ++b) {
+      own.parts.emplace_back();
+      for (; next != parts.end() && next->block == b; ++next) {
+        own.parts.back().push_back(std::move(*next));
+      }
+    }
+    const at::TensorImpl* key = own.param.unsafeGetTensorImpl();
+    of_.insert_or_assign(key, std::move(own));
+  }
+}
+
+void BlockOwners::share_out(const std::vector<BlockedGroup>& groups) {
+  for (size_t g = 0; g < groups.size(); ++g) {
+    std::vector<SharedBlocks> cuts = new_cuts(groups[g], g);
+    const size_t given = take_given_owners(cuts);
+    add(std::span(cuts).first(given));
+    choose_owners(std::span(cuts).subspan(given));
+    add(std::span(cuts).subspan(given));
+  }
+}
+
+void BlockOwners::share_out_given(const BlockedGroup& group, size_t g) {
+  if (!given_.empty()) {
+    std::vector<SharedBlocks> cuts = new_cuts(group, g);
+    add(std::span(cuts).first(take_given_owners(cuts)));
   }
 }
 

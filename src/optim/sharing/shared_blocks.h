@@ -8,8 +8,11 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <span>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace torchium::optim::detail {
@@ -41,8 +44,24 @@ class BlockOwners {
   void share_out(const std::vector<BlockedGroup>& groups);
   // Null: none yet.
   const SharedBlocks* find(const at::Tensor& param) const;
+  // Of its blocks; empty: none yet.
+  std::vector<int64_t> owners(const at::Tensor& param) const;
+  // The owners of the blocks of a parameter that is shared out later, whose state is a share of
+  // theirs: that of a copy of an optimizer.
+  void give(const at::Tensor& param, std::vector<int64_t> owners);
+  // Shares out the parameters of a group whose owners are given.
+  void share_out_given(const BlockedGroup& group, size_t g);
 
  private:
+  struct Plan {
+    std::vector<distributed::Block> blocks;
+    std::vector<std::vector<distributed::Source>> sources;
+  };
+  static Plan plan_of(std::span<const SharedBlocks> cuts);
+  std::vector<SharedBlocks> new_cuts(const BlockedGroup& group, size_t g) const;
+  size_t take_given_owners(std::vector<SharedBlocks>& cuts);
+  void choose_owners(std::span<SharedBlocks> cuts) const;
+  void add(std::span<SharedBlocks> cuts);
   SharedBlocks cut(const BlockedGroup& group, size_t i) const;
   void cut_elements(SharedBlocks& result, int64_t unit) const;
   void cut_matrices(SharedBlocks& result, int64_t root_interval) const;
@@ -51,6 +70,7 @@ class BlockOwners {
   int64_t rank_, ranks_;
   std::vector<int64_t> load_;
   std::unordered_map<const at::TensorImpl*, SharedBlocks> of_;
+  std::vector<std::pair<at::Tensor, std::vector<int64_t>>> given_;
 };
 
 // The elements of a block in a tensor that can be viewed as the dims of its parameter.

@@ -117,11 +117,9 @@ void SharedPlans::bind(std::vector<BlockedGroup>& groups, Active active) {
       shares.back() = share_of(state, *p.shared, ranks_.rank(), p.name);
       states = states_of_blocks(shares.back(), *p.shared, blocks_of(*p.shared, ranks_.rank()));
     }
-    for (OwnBlock& own : p.own) {
-      own.tensor.mutable_grad() = p.is_active ? own.gradient : at::Tensor();
-    }
     std::ranges::move(states, std::back_inserter(target.states));
   }
+  give_gradients([](const Parameter& p) { return p.is_active; });
   blocks_.bind(of_blocks, active);
   bool has_changed = false;
   for (size_t k = 0; k < parameters_.size(); ++k) {
@@ -209,14 +207,30 @@ bool SharedPlans::set_options(size_t group,
 }
 
 bool SharedPlans::prepare() {
+  bool same_gradients = true;
   for (Parameter& p : parameters_) {
     const at::Tensor& grad = gradient_of(p.param.tensor());
-    p.is_active = grad.defined();
+    same_gradients &= std::exchange(p.is_active, grad.defined()) == grad.defined();
     if (p.is_active && (p.state.is_empty() || !p.is_unchanged() || !fits(grad, p.param.tensor()))) {
       return false;
     }
   }
-  return true;
+  if (same_gradients) {
+    return true;
+  }
+  // Options may have changed while a parameter had no gradient: its state is then incomplete.
+  give_gradients([](const Parameter& p) { return p.is_active; });
+  return blocks_.prepare();
+}
+
+// Gives the own blocks of these parameters their gradients; the others have none.
+void SharedPlans::give_gradients(const std::function<bool(const Parameter&)>& has_gradient) {
+  for (Parameter& p : parameters_) {
+    const bool given = has_gradient(p);
+    for (OwnBlock& own : p.own) {
+      own.tensor.mutable_grad() = given ? own.gradient : at::Tensor();
+    }
+  }
 }
 
 bool SharedPlans::has_all_states() const {
@@ -235,28 +249,59 @@ int64_t SharedPlans::host_steps(const at::Tensor& param) const {
   return -1;
 }
 
-std::vector<ParameterState> SharedPlans::whole_states(const BlockedGroup& group) const {
-  const c10::NoGradGuard no_grad;
-  const c10::DeviceGuard device_guard(device_);
+// All ranks must call it. Empty for parameters whose state this rank has whole: frozen ones, and
+// those that were just loaded.
+std::vector<ParameterState> SharedPlans::whole_frames(size_t g, const BlockedGroup& group) {
+  owners_.share_out_given(group, g);
   std::vector<int64_t> presence;
   for (const ParameterState& state : group.states) {
     const auto of_param = presence_of(state);
     presence.insert(presence.end(), of_param.begin(), of_param.end());
   }
   presence = ranks_.maximum(presence);
-  std::vector<ParameterState> states;
+  std::vector<ParameterState> frames(group.params.size());
   const auto plan = plan_of(group);
   for (size_t i = 0; i < group.params.size(); ++i) {
-    const SharedBlocks* shared = owners_.find(group.params[i]);
-    if (shared == nullptr) {  // frozen, or just loaded and whole
-      states.push_back(group.states[i]);
-      continue;
+    if (const SharedBlocks* shared = owners_.find(group.params[i])) {
+      const auto first = presence.begin() + static_cast<std::ptrdiff_t>(i * kPresence);
+      frames[i] = whole_frame(group.states[i], plan->planned_state(group.whole(i)), *shared,
+                              {first, first + kPresence});
     }
-    const auto first = presence.begin() + static_cast<std::ptrdiff_t>(i * kPresence);
-    states.push_back(whole_state(group.states[i], plan->planned_state(group.whole(i)), *shared,
-                                 {first, first + kPresence}, ranks_));
+  }
+  return frames;
+}
+
+std::vector<ParameterState> SharedPlans::whole_states(size_t g, const BlockedGroup& group) {
+  const c10::NoGradGuard no_grad;
+  const c10::DeviceGuard device_guard(device_);
+  std::vector<ParameterState> states = whole_frames(g, group);
+  for (size_t i = 0; i < group.params.size(); ++i) {
+    const SharedBlocks* shared = owners_.find(group.params[i]);
+    states[i] = shared == nullptr ? group.states[i]
+                                  : whole_state(group.states[i], states[i], *shared, ranks_);
   }
   return states;
+}
+
+std::vector<BlockedPlans::SharePlaces> SharedPlans::share_places(size_t g,
+                                                                 const BlockedGroup& group) {
+  const c10::NoGradGuard no_grad;
+  const c10::DeviceGuard device_guard(device_);
+  std::vector<ParameterState> frames = whole_frames(g, group);
+  std::vector<SharePlaces> places(frames.size());
+  for (size_t i = 0; i < frames.size(); ++i) {
+    const SharedBlocks* shared = owners_.find(group.params[i]);
+    if (shared == nullptr) {
+      continue;
+    }
+    places[i] = {
+        .whole = std::move(frames[i]), .dims = shared->dims, .blocks = {}, .is_share = true};
+    for (const size_t b : blocks_of(*shared, ranks_.rank())) {
+      places[i].blocks.push_back(
+          {shared->blocks[b].slot, shared->matrices[b], shared->blocks[b].rectangle});
+    }
+  }
+  return places;
 }
 
 }  // namespace torchium::optim::detail

@@ -60,7 +60,14 @@ class SharedPlans : public BlockedPlans {
   int64_t host_steps(const at::Tensor& param) const override;
   int64_t graph_count() const override { return blocks_.graph_count(); }
   bool shares() const override { return true; }
-  std::vector<ParameterState> whole_states(const BlockedGroup& group) const override;
+  std::vector<int64_t> owners(const at::Tensor& param) const override {
+    return owners_.owners(param);
+  }
+  void give_owners(const at::Tensor& param, std::vector<int64_t> owners) override {
+    owners_.give(param, std::move(owners));
+  }
+  std::vector<ParameterState> whole_states(size_t g, const BlockedGroup& group) override;
+  std::vector<SharePlaces> share_places(size_t g, const BlockedGroup& group) override;
 
  private:
   // A block that this rank owns, as a parameter of its own. Its gradient is that of the block, and
@@ -141,6 +148,8 @@ class SharedPlans : public BlockedPlans {
   const distributed::Part& part_at(const PartPlace& place) const;
   std::vector<BlockedGroup> groups_of_blocks() const;
   void hash_setup();
+  std::vector<ParameterState> whole_frames(size_t g, const BlockedGroup& group);
+  void give_gradients(const std::function<bool(const Parameter&)>& has_gradient);
 
   void gather_gradients();
   StepFindings examine() const;
@@ -158,7 +167,10 @@ class SharedPlans : public BlockedPlans {
   std::vector<Update> own_updates(const Exchange& exchange, at::ScalarType dtype,
                                   const StepFindings& findings, Copies& copies) const;
   void apply(std::vector<Update> updates, const std::vector<at::Tensor>& rates) const;
-  void apply_all(const StepFindings& findings, const LearningRates& lr, const at::Tensor& all_well);
+  void apply_all(const StepFindings& findings, const LearningRates& lr, const at::Tensor& all_well,
+                 HeldError& held);
+  void finish_parameters(const StepFindings& findings, const Copies& copies,
+                         const at::Tensor& all_well);
   void take_block_failures();
   void report(const StepFindings& findings);
   bool is_kept(const StepFindings& findings, size_t group) const;

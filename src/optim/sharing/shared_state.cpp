@@ -243,8 +243,9 @@ bool join_states(std::vector<ParameterState*> states, const SharedBlocks& shared
 std::vector<int64_t> presence_of(const ParameterState& share) {
   // A rank without a state has taken no step; others may have made theirs for one that failed.
   std::vector<int64_t> presence{share.is_empty() ? 1 : 0};
-  for (const Member member : kElementLists) {
-    presence.push_back((share.*member).defined() ? 1 : 0);
+  for (const Member member :
+       kElementLists) {  // a rank without blocks may have more keys than others
+    presence.push_back((share.*member).defined() && (share.*member).numel() > 0 ? 1 : 0);
   }
   for (const Member member : kStartCounts) {
     const at::Tensor& start = share.*member;
@@ -253,20 +254,45 @@ std::vector<int64_t> presence_of(const ParameterState& share) {
   return presence;
 }
 
-ParameterState whole_state(const ParameterState& share, const ParameterState& whole,
-                           const SharedBlocks& shared, const std::vector<int64_t>& presence,
-                           const distributed::Communicator& ranks) {
-  ParameterState result;
+ParameterState whole_frame(const ParameterState& share, const ParameterState& whole,
+                           const SharedBlocks& shared, const std::vector<int64_t>& presence) {
+  ParameterState frame;
   if (presence[0] == 1) {
-    return result;
+    return frame;
   }
+  for (const Slots slots : kMatrixLists) {
+    frame.*slots = whole.*slots;
+  }
+  size_t key = 1;
+  for (const Member member : kElementLists) {
+    const bool is_empty = shared.whole.numel() == 0;  // no rank has a block of it
+    if (presence[key++] != 0 || (is_empty && (whole.*member).defined())) {
+      frame.*member = at::empty(shared.whole.sizes(),
+                                at::TensorOptions(at::kMeta).dtype(state_dtype(shared.whole)));
+    }
+  }
+  frame.step = share.step.clone();
+  for (const Member member : kStartCounts) {
+    if (const int64_t start = presence[key++]; start != 0) {
+      frame.*member = at::full_like(frame.step, start - 1);
+    }
+  }
+  return frame;
+}
+
+ParameterState whole_state(const ParameterState& share, const ParameterState& frame,
+                           const SharedBlocks& shared, const distributed::Communicator& ranks) {
+  if (frame.is_empty()) {
+    return frame;
+  }
+  ParameterState result = frame;
   const std::vector<size_t> own = blocks_of(shared, ranks.rank());
   const at::TensorOptions on_device(shared.whole.device());
   std::vector<at::Tensor> parts;  // zeros where other ranks fill in
   for (const Slots slots : kMatrixLists) {
-    for (const at::Tensor& slot : whole.*slots) {
-      (result.*slots).push_back(at::zeros_like(slot, on_device));
-      parts.push_back((result.*slots).back());
+    for (at::Tensor& slot : result.*slots) {
+      slot = at::zeros_like(slot, on_device);
+      parts.push_back(slot);
     }
     for_each_matrix(shared, own, [&](size_t k, size_t slot, size_t, int64_t row) {
       (result.*slots)[slot]
@@ -274,13 +300,11 @@ ParameterState whole_state(const ParameterState& share, const ParameterState& wh
           .copy_((share.*slots)[slot].select(0, row));
     });
   }
-  size_t key = 1;
   for (const Member member : kElementLists) {
-    const bool is_empty = shared.whole.numel() == 0;  // no rank has a block of it
-    if (presence[key++] == 0 && !(is_empty && (whole.*member).defined())) {
+    if (!(frame.*member).defined()) {
       continue;
     }
-    at::Tensor all = at::zeros(shared.whole.sizes(), on_device.dtype(state_dtype(shared.whole)));
+    at::Tensor all = at::zeros_like(frame.*member, on_device);
     int64_t at = 0;
     for (const size_t block : own) {
       at::Tensor part = block_of(all, shared, block);
@@ -294,12 +318,6 @@ ParameterState whole_state(const ParameterState& share, const ParameterState& wh
   for (const Member member : kElementLists) {
     if ((result.*member).defined()) {  // in the memory layout of the parameter
       result.*member = parameter_shaped_zeros(shared.whole).copy_(result.*member);
-    }
-  }
-  result.step = share.step.clone();
-  for (const Member member : kStartCounts) {
-    if (const int64_t start = presence[key++]; start != 0) {
-      result.*member = at::full_like(result.step, start - 1);
     }
   }
   return result;

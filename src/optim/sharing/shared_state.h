@@ -44,11 +44,14 @@ bool join_states(std::vector<ParameterState*> states, const SharedBlocks& shared
 constexpr size_t kPresence = 8;
 std::vector<int64_t> presence_of(const ParameterState& share);
 
-// The whole state, in new tensors, from the shares of all ranks, which all must call this. Empty
-// unless all ranks have one. `whole`: of the shapes of the whole state, on the device "meta";
-// `presence`: of all ranks together.
-ParameterState whole_state(const ParameterState& share, const ParameterState& whole,
-                           const SharedBlocks& shared, const std::vector<int64_t>& presence,
-                           const distributed::Communicator& ranks);
+// The whole state without values: tensors on the device "meta", but for counts. Empty unless all
+// ranks have a state. `whole`: of the shapes of the whole state; `presence`: of all ranks together.
+ParameterState whole_frame(const ParameterState& share, const ParameterState& whole,
+                           const SharedBlocks& shared, const std::vector<int64_t>& presence);
+
+// The whole state, in new tensors, from the shares of all ranks, which all must call this. `frame`:
+// see whole_frame().
+ParameterState whole_state(const ParameterState& share, const ParameterState& frame,
+                           const SharedBlocks& shared, const distributed::Communicator& ranks);
 
 }  // namespace torchium::optim::detail

@@ -1,6 +1,6 @@
-// A step of SharedPlans, from the gradients to the parameters, and its failures.
+// A step of SharedPlans, from the directions to the parameters, and its failures.
 #include "optim/blocked/elementwise.h"
-#include "optim/core/step_status.h"
+#include "optim/core/found_inf_guard.h"
 #include "optim/sharing/cuda/block_moves.h"
 #include "optim/sharing/shared_plans.h"
 
@@ -15,14 +15,6 @@
 #include <utility>
 
 namespace torchium::optim::detail {
-namespace {
-
-// Where a part lies in the tensor of a rank that holds it.
-const std::vector<int64_t>& place_on(int64_t rank, const distributed::Part& part) {
-  return std::ranges::lower_bound(part.holders, rank, {}, &distributed::Part::Holder::rank)->local;
-}
-
-}  // namespace
 
 void SharedPlans::HeldError::run(const std::function<void()>& work) {
   if (error_ == nullptr) {
@@ -63,7 +55,10 @@ void SharedPlans::step(const LearningRates& lr, const at::Tensor& found_inf) {
     }
   });
   const at::Tensor all_well = agree_on_error(held);
-  apply_all(findings, lr, all_well);  // p <- (1 - lr wd) p - lr d
+  apply_all(findings, lr, all_well, held);  // p <- (1 - lr wd) p - lr d
+  if (held.is_set()) {                      // the next step of the other ranks raises too
+    failed_ = at::full({1}, ranks_.rank() + 1, at::TensorOptions(device_).dtype(at::kLong));
+  }
   held.raise();
 }
 
@@ -108,152 +103,8 @@ void SharedPlans::withdraw() {
   agree(findings, ranks_, {});
 }
 
-// Copies the gradients that this rank gives.
-void SharedPlans::gather_gradients() {
-  size_t parameter = parameters_.size();
-  at::Tensor grad;  // in a memory layout whose blocks are views
-  for (const Sent& sent : sent_) {
-    const Parameter& p = parameters_[sent.parameter];
-    if (!p.is_active) {
-      continue;
-    }
-    if (sent.parameter != parameter) {
-      parameter = sent.parameter;
-      grad = gradient_of(p.param.tensor()).detach().contiguous();
-    }
-    sent.values.copy_(
-        part_of_shard(grad, *p.shared, *sent.part, place_on(ranks_.rank(), *sent.part)));
-  }
-}
-
-// The elements of the parameter that belong to a gradient, contiguous.
-at::Tensor SharedPlans::values_of(const Sent& sent) const {
-  const Parameter& p = parameters_[sent.parameter];
-  return part_of_shard(p.param.tensor().detach().contiguous(), *p.shared, *sent.part,
-                       place_on(ranks_.rank(), *sent.part))
-      .contiguous();
-}
-
-// Each rank examines the gradients that it gives, by the limits of their parameters.
-StepFindings SharedPlans::examine() const {
-  StepFindings findings;
-  std::vector<std::vector<Examined>> examined(options_.size());
-  for (const Parameter& p : parameters_) {
-    findings.mask.push_back(p.is_active ? 1 : 0);
-  }
-  for (const Sent& sent : sent_) {
-    const Parameter& p = parameters_[sent.parameter];
-    if (!p.is_active) {
-      continue;
-    }
-    const GradientLimits limits =
-        gradient_limits(p.shared->whole, rules_->l2_penalty(*options_[p.group]));
-    auto& of_group = examined[p.group];
-    of_group.push_back({sent.values, p.index, limits.gradient, p.state.step});
-    if (limits.has_parameter) {
-      of_group.push_back({values_of(sent), p.index, limits.parameter, p.state.step});
-    }
-  }
-  for (size_t g = 0; g < options_.size(); ++g) {
-    findings.groups.push_back(failures_[g]);
-    if (examined[g].empty()) {
-      continue;
-    }
-    at::Tensor status = at::zeros({kStatusSize}, at::TensorOptions(device_).dtype(at::kLong));
-    // On a device the rank of a parameter among the examined ones is found, on a CPU its index.
-    std::vector<size_t> params;
-    for (Examined& each : examined[g]) {
-      const size_t index = std::exchange(each.param, params.size());
-      if (params.empty() || params.back() != index) {
-        params.push_back(index);
-      } else {
-        --each.param;
-      }
-    }
-    FoundInfGuard::check(examined[g], status);
-    const auto first = status[kNonFiniteParameter].item<int64_t>();
-    findings.groups[g].unfit = first < 0 ? -1 : static_cast<int64_t>(params[first]);
-  }
-  return findings;
-}
-
-StepFindings SharedPlans::agreed(const LearningRates& lr, const at::Tensor& found_inf) {
-  StepFindings own;
-  std::vector<std::string> names;
-  try {
-    gather_gradients();
-    own = examine();
-    if (failed_.defined()) {  // the host has just waited for what comes after it
-      check_last_step(std::exchange(failed_, {}));
-    }
-    distributed::Hash hash;
-    hash.add(static_cast<int64_t>(setup_));
-    for (size_t g = 0; g < options_.size(); ++g) {
-      const at::Tensor rate = lr(g, *plans_of_groups_[g]);
-      hash.add(rate.is_cpu() ? rate.item<double>() : 0.0);
-    }
-    own.setup = hash.value();
-    own.found_inf = found_inf.defined() && found_inf.item<double>() != 0.0;
-    for (const Parameter& p : parameters_) {
-      names.push_back(p.name);
-    }
-  } catch (...) {
-    withdraw();
-    throw;
-  }
-  const StepFindings all = agree(own, ranks_, names);
-  failures_.assign(options_.size(), {});
-  return all;
-}
-
 bool SharedPlans::is_kept(const StepFindings& findings, size_t group) const {
   return !findings.found_inf && findings.groups[group].unfit < 0;
-}
-
-void SharedPlans::finish_gradients(const StepFindings& findings) {
-  for (Parameter& p : parameters_) {
-    for (OwnBlock& own : p.own) {
-      own.tensor.mutable_grad() = steps(p, findings) ? own.gradient : at::Tensor();
-    }
-  }
-  for (const Sent& sent : sent_) {
-    const Parameter& p = parameters_[sent.parameter];
-    if (!steps(p, findings)) {
-      continue;
-    }
-    const auto& options = *options_[p.group];
-    const GradientRule rule{.maximize = rules_->maximize(options),
-                            .weight_decay = rules_->l2_penalty(options)};
-    if (rule.maximize || rule.weight_decay != 0.0) {
-      GradientElements elements;
-      elements.param = values_of(sent).to(sent.values.scalar_type());
-      elements.grad = elements.g = sent.values;
-      gradient_pass(rule, elements, FoundInfGuard::open());
-    }
-    if (sent.target.defined()) {
-      sent.target.copy_(sent.values);
-    }
-  }
-}
-
-// Brings to the own blocks the parts of their gradients that other ranks have.
-void SharedPlans::exchange_gradients(const StepFindings& findings, HeldError& held) {
-  for (const auto& [dtype, exchange] : exchanges_) {
-    exchange.gradients->run([&](const auto& arrivals) {
-      held.run([&] {
-        for (const auto& [transfer, values] : arrivals) {
-          const PartPlace& place = exchange.gradient_places[transfer];
-          const Parameter& p = parameters_[place.parameter];
-          if (steps(p, findings)) {
-            const distributed::Part& part = part_at(place);
-            part_of_block(own_block(place.parameter, place.block).gradient,
-                          p.shared->blocks[place.block], part)
-                .copy_(values.view(part.rectangle.sizes));
-          }
-        }
-      });
-    });
-  }
 }
 
 // Where a part lies in this rank's parameter, or in a copy of that.
@@ -264,7 +115,7 @@ at::Tensor SharedPlans::target_of(size_t parameter, const distributed::Part& par
   if (!param.is_contiguous()) {
     param = copies.try_emplace(parameter, param.contiguous()).first->second;
   }
-  return part_of_shard(param, *p.shared, part, place_on(ranks_.rank(), part));
+  return part_of_shard(param, *p.shared, part, part.local_on(ranks_.rank()));
 }
 
 // Fills the directions that this rank sends to single others.
@@ -337,38 +188,49 @@ void SharedPlans::apply(std::vector<Update> updates, const std::vector<at::Tenso
 }
 
 void SharedPlans::apply_all(const StepFindings& findings, const LearningRates& lr,
-                            const at::Tensor& all_well) {
+                            const at::Tensor& all_well, HeldError& held) {
   std::vector<at::Tensor> rates;
-  for (size_t g = 0; g < options_.size(); ++g) {
-    const at::Tensor rate = lr(g, *plans_of_groups_[g]);
-    rates.push_back(device_.is_cpu() ? rate : all_well * rate);
-  }
+  held.run([&] {
+    for (size_t g = 0; g < options_.size(); ++g) {
+      const at::Tensor rate = lr(g, *plans_of_groups_[g]);
+      rates.push_back(device_.is_cpu() ? rate : all_well * rate);
+    }
+  });
   Copies copies;
   for (const auto& [dtype, exchange] : exchanges_) {
-    exchange.gathered->run([&](const auto& arrivals) {
-      std::vector<Update> updates;
-      for (const auto& [k, values] : arrivals) {
-        const auto [p, block] = exchange.gathered_places[k];
-        if (steps(parameters_[p], findings)) {
-          updates.push_back(
-              {p, target_of(p, parameters_[p].shared->parts[block][0], copies), values});
+    exchange.gathered->run([&, dtype = dtype](const auto& arrivals) {
+      held.run([&] {
+        std::vector<Update> updates;
+        for (const auto& [k, values] : arrivals) {
+          const auto [p, block] = exchange.gathered_places[k];
+          if (steps(parameters_[p], findings)) {
+            const distributed::Part& part = parameters_[p].shared->parts[block][0];
+            updates.push_back({p, target_of(p, part, copies), values.to(dtype)});
+          }
         }
-      }
-      apply(std::move(updates), rates);
+        apply(std::move(updates), rates);
+      });
     });
-    exchange.updates->run([&](const auto& arrivals) {
-      std::vector<Update> updates;
-      for (const auto& [transfer, values] : arrivals) {
-        const PartPlace& place = exchange.update_places[transfer];
-        if (steps(parameters_[place.parameter], findings)) {
-          updates.push_back(
-              {place.parameter, target_of(place.parameter, part_at(place), copies), values});
+    exchange.updates->run([&, dtype = dtype](const auto& arrivals) {
+      held.run([&] {
+        std::vector<Update> updates;
+        for (const auto& [transfer, values] : arrivals) {
+          const PartPlace& place = exchange.update_places[transfer];
+          if (steps(parameters_[place.parameter], findings)) {
+            updates.push_back({place.parameter, target_of(place.parameter, part_at(place), copies),
+                               values.to(dtype)});
+          }
         }
-      }
-      apply(std::move(updates), rates);
+        apply(std::move(updates), rates);
+      });
     });
-    apply(own_updates(exchange, dtype, findings, copies), rates);
+    held.run([&] { apply(own_updates(exchange, dtype, findings, copies), rates); });
   }
+  held.run([&] { finish_parameters(findings, copies, all_well); });
+}
+
+void SharedPlans::finish_parameters(const StepFindings& findings, const Copies& copies,
+                                    const at::Tensor& all_well) {
   for (const auto& [index, copy] : copies) {
     parameters_[index].param.tensor().detach().copy_(copy);
   }

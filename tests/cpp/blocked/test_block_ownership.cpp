@@ -123,6 +123,32 @@ TEST(BlockOwnership, BalanceAndBytesOfADecoder) {
   expect(512, 512, 1.33, 3);
 }
 
+// The same under fully_shard, whose shards are rows: gradients that the busiest rank sends, and
+// directions.
+TEST(BlockOwnership, BalanceAndBytesOfAShardedDecoder) {
+  const auto shapes = decoder();
+  const auto expect = [&](int64_t size, int64_t ranks, double balance, double gradient_mib,
+                          double update_mib) {
+    const auto blocks = blocks_of(shapes, size, 10);
+    const auto all = sources_of(shapes, {{ranks}, {shard(0)}});
+    const auto owners = assign_owners(blocks, all, ranks);
+    EXPECT_NEAR(imbalance(blocks, owners, ranks), balance, 0.005) << size << " on " << ranks;
+    const auto parts = parts_of(blocks, all, owners, ranks);
+    const auto most = [](const std::vector<int64_t>& bytes) {
+      return static_cast<double>(std::ranges::max(bytes)) / (1 << 20);
+    };
+    EXPECT_NEAR(most(gradient_bytes(parts, owners, ranks, 4)), gradient_mib, 0.05)
+        << size << " on " << ranks;
+    EXPECT_NEAR(most(update_bytes(parts, owners, ranks, 4)), update_mib, 0.05)
+        << size << " on " << ranks;
+  };
+  expect(256, 4, 1.0, 0, 0);
+  expect(512, 4, 1.0, 120, 120);
+  expect(512, 8, 1.0, 90, 90);
+  expect(512, 64, 1.0, 18, 18);
+  expect(512, 512, 1.33, 2.25, 3);
+}
+
 TEST(BlockOwnership, BalancesBlocksOfMixedSizes) {
   std::vector<BlockShape> shapes;
   for (int64_t i = 1; i <= 400; ++i) {

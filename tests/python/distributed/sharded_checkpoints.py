@@ -10,8 +10,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from sharded_cases import MODELS, full_gradients, fully_sharded, loss_of, shards, train, values
-from shared_tools import OPTIONS, assert_same, case, parameters, shampoo
+from sharded_cases import (
+    MODELS,
+    full_gradients,
+    fully_sharded,
+    layouts,
+    loss_of,
+    shards,
+    train,
+    values,
+)
+from shared_tools import OPTIONS, assert_same, case, message_of, parameters, shampoo
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -94,6 +103,73 @@ def distributed_checkpoints_of_shards(ranks: int) -> None:
                 values(other, [*other_model.parameters()]),
                 values(optimizer, [*model.parameters()]),
             )
+
+
+def elements(states: dict[int, Any]) -> int:
+    """Of the state that a rank saves, but for counts, which all have."""
+    tensors = [t for state in states.values() for t in state.values() if t.dim()]
+    return sum(getattr(t, "share", t).numel() for t in tensors)
+
+
+@case
+def every_block_is_saved_by_its_owner(ranks: int) -> None:
+    """Shares of the state, into one process and from one."""
+    folder = Path(os.environ["SHARED_STEPS_FOLDER"])
+    for layout, options in (
+        ("rows", OPTIONS["all_buffers"]),
+        ("rows of columns", OPTIONS["unpreconditioned"]),
+        ("replicas of rows", OPTIONS["penalty"]),
+        ("strided rows", OPTIONS["diagonal"]),
+    ):
+        mesh, placements = layouts(ranks)[layout]
+        params = shards(parameters(), mesh, placements)
+        optimizer = shampoo(params, dist.group.WORLD, **options)
+        train(optimizer, params, range(2))
+        before = values(optimizer, params)
+        with optimizer.sharding():
+            state = optimizer.state_dict()["state"]
+        whole = optimizer.state_dict()["state"]
+        count = torch.tensor(elements(state))
+        dist.all_reduce(count)
+        assert count == elements(whole), layout
+        dcp.async_save({"state": state}, checkpoint_id=folder / layout).result()
+        fresh = {i: {k: torch.zeros_like(t) for k, t in s.items()} for i, s in whole.items()}
+        dcp.load({"state": fresh}, checkpoint_id=folder / layout, no_dist=True)
+        for i, saved in whole.items():
+            assert_same(fresh[i], saved)
+        dcp.save({"state": whole}, checkpoint_id=folder / f"{layout} whole")
+        train(optimizer, params, range(2, 4))
+        with optimizer.sharding():
+            own = optimizer.state_dict()
+        dcp.load({"state": own["state"]}, checkpoint_id=folder / f"{layout} whole")
+        optimizer.load_state_dict(own)
+        at_once = values(optimizer, params)
+        assert_same(
+            {k: v for k, v in at_once.items() if " of " in k},
+            {k: v for k, v in before.items() if " of " in k},
+        )
+        train(optimizer, params, range(2, 3))
+
+
+@case
+def shares_fit_their_own_optimizer_alone(ranks: int) -> None:
+    params = shards(parameters(), layouts(ranks)["rows"][0], [Shard(0)])
+    optimizer, other = shampoo(params), shampoo(params)
+    train(optimizer, params, range(2))
+    with optimizer.sharding():
+        state = optimizer.state_dict()
+    assert "whole tensors" in message_of(lambda: state["state"][0]["statistics.0"] + 1)[1]
+    assert "for torch.save call" in message_of(lambda: torch.save(state, io.BytesIO()))[1]
+    before = values(optimizer, params)
+    kind, message = message_of(lambda: other.load_state_dict(state))
+    assert kind == "ValueError"
+    assert "load into a state dict that this optimizer has made" in message
+    for share in state["state"][0].values():
+        if share.is_floating_point() and getattr(share, "share", share).numel():
+            getattr(share, "share", share).fill_(float("nan"))
+    kind, message = message_of(lambda: optimizer.load_state_dict(state))
+    assert "NaN" in message
+    assert_same(values(optimizer, params), before)
 
 
 @case

@@ -151,6 +151,23 @@ def groups_and_options_change(ranks: int) -> None:
 
 
 @case
+def options_change_while_a_gradient_is_missing(ranks: int) -> None:
+    results = []
+    for group in (None, world()):
+        params = parameters()
+        optimizer = shampoo(params, group)
+        train(optimizer, params, range(1))
+        optimizer.param_groups[0]["momentum"] = 0.9
+        for step in range(1, 5):
+            set_gradients(params, step)
+            if step < 3:
+                params[0].grad = None
+            optimizer.step()
+        results.append(values(optimizer, params))
+    assert_same(results[1], results[0])
+
+
+@case
 def other_memory_layouts(ranks: int) -> None:
     results = []
     for group in (None, world()):

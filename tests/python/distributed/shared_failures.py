@@ -225,6 +225,48 @@ def copies_and_pickles_go_on(ranks: int) -> None:
 
 
 @case
+def copies_keep_owners_that_were_chosen_late(ranks: int) -> None:
+    """Parameters that were frozen at first have owners chosen after those of the others."""
+    params = parameters()
+    for p in params[::2]:
+        p.requires_grad_(False)
+    optimizer = shampoo(params, world(), **OPTIONS["all_buffers"])
+    for step in range(3):
+        set_gradients(params, step)
+        for p in params[::2]:
+            p.grad = None
+        optimizer.step()
+    for p in params[::2]:
+        p.requires_grad_(True)
+    copied = copy.deepcopy((params, optimizer))
+    pickled = pickle.loads(pickle.dumps((params, optimizer)))
+    train(optimizer, params, range(3, 5))
+    for other_params, other in (copied, pickled):
+        train(other, other_params, range(3, 5))
+        assert_same(values(other, other_params), values(optimizer, params))
+    copied = copy.deepcopy(copy.deepcopy((params, optimizer)))
+    assert_same(values(copied[1], copied[0]), values(optimizer, params))  # before a step
+    train(copied[1], copied[0], range(5, 7))
+    train(optimizer, params, range(5, 7))
+    assert_same(values(copied[1], copied[0]), values(optimizer, params))
+
+
+@case
+def state_that_only_some_ranks_need(ranks: int) -> None:
+    """A state dict after an option has changed while a parameter had no gradient."""
+    params = parameters()
+    optimizer = shampoo(params, world())
+    train(optimizer, params, range(1))
+    optimizer.param_groups[0]["momentum"] = 0.9
+    set_gradients(params, 1)
+    params[1].grad = None  # of one block, which one rank owns
+    optimizer.step()
+    state = whole_state(optimizer)["state"]
+    assert "momentum_buffer" in state[0]
+    assert "momentum_buffer" not in state[1]
+
+
+@case
 def distributed_checkpoints(ranks: int) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import (
@@ -238,24 +280,27 @@ def distributed_checkpoints(ranks: int) -> None:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(20, 33), nn.Tanh(), nn.Linear(33, 7))
 
-    model = network()
-    optimizer = shampoo(model.parameters(), world(), betas=(0.9, 0.9))
-    train(optimizer, [*model.parameters()], range(3))
-    with optimizer.consolidating():
-        dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
-    other_model = network()
-    other_model.load_state_dict(model.state_dict())
-    other = shampoo(other_model.parameters(), world(), betas=(0.9, 0.9))
-    with other.consolidating():
-        state = get_optimizer_state_dict(other_model, other)  # takes a step with gradients of zero
-    other_model.load_state_dict(model.state_dict())
-    dcp.load({"optimizer": state}, checkpoint_id=folder)
-    with other.consolidating():
-        set_optimizer_state_dict(other_model, other, state)
-    params, others = [*model.parameters()], [*other_model.parameters()]
-    train(optimizer, params, range(3, 5))
-    train(other, others, range(3, 5))
-    assert_same(values(other, others), values(optimizer, params))
+    for way in ("consolidating", "sharding"):
+        model = network()
+        optimizer = shampoo(model.parameters(), world(), betas=(0.9, 0.9))
+        train(optimizer, [*model.parameters()], range(3))
+        with getattr(optimizer, way)():
+            saved = get_optimizer_state_dict(model, optimizer)
+            dcp.save({"optimizer": saved}, checkpoint_id=folder / way)
+        other_model = network()
+        other_model.load_state_dict(model.state_dict())
+        other = shampoo(other_model.parameters(), world(), betas=(0.9, 0.9))
+        with getattr(other, way)():
+            state = get_optimizer_state_dict(other_model, other)  # a step with gradients of zero
+        assert_same(dict(other_model.state_dict()), dict(model.state_dict()))
+        dcp.load({"optimizer": state}, checkpoint_id=folder / way)
+        with getattr(other, way)():
+            set_optimizer_state_dict(other_model, other, state)
+        params, others = [*model.parameters()], [*other_model.parameters()]
+        assert {k: v for k, v in values(other, others).items() if "step" in k}
+        train(optimizer, params, range(3, 5))
+        train(other, others, range(3, 5))
+        assert_same(values(other, others), values(optimizer, params))
 
 
 @case
@@ -310,6 +355,43 @@ def an_error_during_the_work_of_one_rank_is_one_on_all(ranks: int) -> None:
             f"rank {ranks - 1} of the process group raised an error during its work" in message
         ), message
     assert all(torch.equal(p, old) for p, old in zip(params, before, strict=True))
+
+
+@contextmanager
+def failing_conversions() -> Iterator[None]:
+    """As if this rank were out of memory for the directions that it has received."""
+
+    def convert(tensor: Any, *, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
+        if isinstance(tensor, float):
+            return torch.full((), tensor, dtype=dtype or torch.float64)
+        if tensor.dtype == torch.bfloat16:
+            raise MemoryError("none left for directions")
+        return torch.empty(tensor.shape, dtype=dtype or tensor.dtype).copy_(tensor)
+
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        library.impl("_to_copy", convert, "CPU")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+@case
+def an_error_while_directions_are_applied_is_heard_of_in_the_next_step(ranks: int) -> None:
+    params = parameters()
+    optimizer = shampoo(params, world(), comm_dtype=torch.bfloat16)
+    train(optimizer, params, range(2))
+    last = dist.get_rank() == ranks - 1
+    for step in (2, 3):
+        set_gradients(params, step)
+        with failing_conversions() if last and step == 2 else nullcontext():
+            kind, message = message_of(optimizer.step)
+        if step == 2:
+            assert ("none left for directions" in message) == last, (kind, message)
+        else:
+            assert f"rank {ranks - 1} of the process group raised" in message, (kind, message)
 
 
 @case

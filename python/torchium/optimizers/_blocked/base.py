@@ -21,6 +21,7 @@ from .._core.plan import Report, Snapshot, failures
 from .._core.process_groups import group_named
 from .shards import Numbers, Shards, group_of
 from .sharing import Sharing, warn_of_repeated_work
+from .state_shares import StateShare, loaded_share, state_shares
 
 # Options, parameters, names (or none), states and shardings of all groups, as the plans take them.
 _Groups = tuple[
@@ -37,6 +38,8 @@ class BlockedOptimizer(CoreOptimizer):
     # Set before the constructor runs by optimizers that can share their step.
     _sharing = Sharing.with_none()
     _consolidates = False
+    _keeps_shares = False
+    _loaded_shares: set[Tensor]  # parameters whose shares load_state_dict() has loaded
 
     _plans: Any  # torch.classes.torchium.BlockedPlans
     # What the plans are bound to, and the options that they have, by group.
@@ -167,7 +170,7 @@ class BlockedOptimizer(CoreOptimizer):
 
         Ranks that share the step must all call it, and each gets all of it. With a ``process_group`` they
         say so by ``consolidating()``; with ``DTensor`` parameters, whose checkpoints are made by all ranks,
-        they need not.
+        they need not. In ``sharding()`` each rank gets its own share.
 
         Raises:
             RuntimeError: a rank with a ``process_group`` calls it outside of ``consolidating()``, where it
@@ -175,14 +178,15 @@ class BlockedOptimizer(CoreOptimizer):
         """
         if not self._sharing.process_group:
             return super().state_dict()
-        if not (self._consolidates or self._has_shards() or self._owns_all_state()):
+        all_call = self._consolidates or self._keeps_shares or self._has_shards()
+        if not (all_call or self._owns_all_state()):
             raise RuntimeError(
                 "each rank of the process_group keeps the state of its own blocks, and state_dict() would "
                 "wait for the others; call it on all ranks in a block `with optimizer.consolidating():`, "
                 "and save what it returns on one"
             )
         share = self.state
-        self.state = self._whole_state()
+        self.state = self._state_to_save()
         try:
             return super().state_dict()
         finally:
@@ -195,37 +199,83 @@ class BlockedOptimizer(CoreOptimizer):
         alone = group_named(self._sharing.process_group).size() == 1
         return alone or not any(self._has_state(p) for p in self.state)
 
-    def _whole_state(self) -> defaultdict[Tensor, Any]:
+    def _state_to_save(self) -> defaultdict[Tensor, Any]:
         state = defaultdict(dict, self.state)
         groups = self._groups()
-        whole_states = self._plans.whole_states(*groups)
-        for group, states in zip(self.param_groups, whole_states, strict=True):
-            for param, whole in zip(group["params"], states, strict=True):
-                if whole:
-                    state[param] = {**state[param], **whole}
+        saved = self._shares(groups) if self._keeps_shares else self._plans.whole_states(*groups)
+        for group, states in zip(self.param_groups, saved, strict=True):
+            for param, own in zip(group["params"], states, strict=True):
+                before = state.pop(param, {})
+                others = {k: v for k, v in before.items() if k not in own_state(before)}
+                if own or others:
+                    state[param] = {**others, **own}
         return state
 
+    def _shares(self, groups: _Groups) -> list[list[State]]:
+        return [
+            [
+                state_shares(whole, state, dims, blocks, self._plans.owners(tensor))
+                if is_share
+                else state
+                for tensor, state, (whole, is_share, dims, blocks) in zip(*of_group, strict=True)
+            ]
+            for of_group in zip(
+                groups[1], groups[3], self._plans.share_places(*groups), strict=True
+            )
+        ]
+
+    def _owners(self) -> list[tuple[Tensor, list[int]]]:
+        """The ranks that own the blocks of each parameter, as far as they are known."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        owners = [(p, self._plans.owners(self._shards.of(p))) for p in params]
+        return [(p, of_blocks) for p, of_blocks in owners if of_blocks]
+
+    def _give_owners(self, owners: list[tuple[Tensor, list[int]]]) -> None:
+        for param, of_blocks in owners:
+            self._plans.give_owners(self._shards.of(param), of_blocks)
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_sharing": self._sharing}
+        return {**super().__getstate__(), "_sharing": self._sharing, "_owners": self._owners()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = state.copy()
+        owners = state.pop("_owners", [])
+        super().__setstate__(state)
+        self._give_owners(owners)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        owners = self._owners()
+        self._loaded_shares = set()
+        super().load_state_dict(state_dict)
+        self._give_owners([(p, ranks) for p, ranks in owners if p in self._loaded_shares])
 
     def _loaded_state(
         self, index: int, group: dict[str, Any], saved: dict[Tensor, dict[str, Any]]
     ) -> dict[Tensor, State]:
         self._recognise_shards()
-        states = [
-            as_tensors(saved.get(p, {}), parameter_name(index, group, p)) for p in group["params"]
-        ]
-        names = group.get("param_names", [])
-        shards = [self._shards.of(p) for p in group["params"]]
+        params = group["params"]
+        states = [as_tensors(saved.get(p, {}), parameter_name(index, group, p)) for p in params]
+        shards = [self._shards.of(p) for p in params]
+        shares: dict[Tensor, State] = {}
+        for i, param in enumerate(params):
+            if any(isinstance(value, StateShare) for value in states[i].values()):
+                shares[param] = loaded_share(
+                    parameter_name(index, group, param),
+                    states[i],
+                    own_state(self.state[param]) if self._has_state(param) else {},
+                    self._plans.owners(shards[i]),
+                )
+                states[i] = {}
         loaded = self._plans.load(
             index,
             self._OPTIONS.values(group),
             shards,
-            names,
+            group.get("param_names", []),
             states,
             self._shardings(index, group),
         )
-        return {p: s for p, s in zip(group["params"], loaded, strict=True) if s}
+        self._loaded_shares.update(shares)
+        return {**{p: s for p, s in zip(params, loaded, strict=True) if s}, **shares}
 
     def _forget_derived(self) -> None:
         super()._forget_derived()
