@@ -1,0 +1,80 @@
+"""torchrun restarts a run after the death of a rank, on fewer ranks, from the last checkpoint."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from shared_tools import OPTIONS, set_gradients, shampoo
+
+STEPS, DEATH, RANKS = 5, 2, 3
+SCRIPT = Path(__file__).with_name("elastic_training.py")
+
+
+def start_torchrun(folder: Path, ranks: int, **environment: str) -> subprocess.Popen[str]:
+    """One of at most two hosts."""
+    options = {
+        "nnodes": "1:2",
+        "nproc-per-node": ranks,
+        "max-restarts": 5,
+        "monitor-interval": 0.2,
+        "rdzv-backend": "c10d",
+        "rdzv-endpoint": folder / "rendezvous",
+        "rdzv-id": "elastic",
+        "rdzv-conf": "store_type=file,last_call_timeout=5,keep_alive_interval=1,join_timeout=60",
+    }
+    flags = [f"--{name}={value}" for name, value in options.items()]
+    command = [sys.executable, "-m", "torch.distributed.run", *flags, SCRIPT, folder, STEPS, RANKS]
+    path = os.pathsep.join(p for p in sys.path if p)
+    own = {"MKL_CBWR": "COMPATIBLE", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    return subprocess.Popen(
+        [str(word) for word in command],
+        env={**os.environ, **own, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def trained_alone(folder: Path) -> list[torch.Tensor]:
+    """In a process of its own, because MKL reads its environment once."""
+    code = "import sys, torch, test_torchrun; torch.save(test_torchrun.values_alone(), sys.argv[1])"
+    own = {"MKL_CBWR": "COMPATIBLE", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    file = folder / "alone.pt"
+    subprocess.run([sys.executable, "-c", code, file], check=True, env={**os.environ, **own})
+    return torch.load(file)
+
+
+def values_alone() -> list[torch.Tensor]:
+    from sharded_cases import network
+
+    params = [*network().parameters()]
+    optimizer = shampoo(params, **OPTIONS["all_buffers"])
+    for step in range(STEPS):
+        set_gradients(params, step)
+        optimizer.step()
+    return [p.detach() for p in params]
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+@pytest.mark.xdist_group("ranks")
+def test_fewer_ranks_resume_after_a_death(tmp_path):
+    survivor = start_torchrun(tmp_path, RANKS - 1)
+    victim = start_torchrun(tmp_path, 1, DIES_AT_STEP=str(DEATH))
+    try:
+        victim.wait(timeout=200)
+        output, _ = survivor.communicate(timeout=200)
+    finally:
+        survivor.kill()
+        victim.kill()
+    assert survivor.returncode == 0, output
+    steps = [tuple(map(int, line.split())) for line in (tmp_path / "log").read_text().splitlines()]
+    assert steps == [(step, RANKS if step < DEATH else RANKS - 1) for step in range(STEPS)]
+    values = torch.load(tmp_path / "values.pt")
+    for actual, expected in zip(values, trained_alone(tmp_path), strict=True):
+        assert torch.equal(actual, expected)
