@@ -46,7 +46,7 @@ TORCHIUM_API at::Tensor orthogonalize(const at::Tensor& A,
 
 struct PolarFactors {
   at::Tensor U;  // [..., m, n]: orthogonalize(A)
-  at::Tensor H;  // [..., n, n]: V S V^T, exactly symmetric
+  at::Tensor H;  // [..., n, n]: V S V^T, exactly symmetric; saturates
 };
 
 // The polar decomposition A = U H. As orthogonalize.
@@ -54,7 +54,7 @@ TORCHIUM_API PolarFactors polar(const at::Tensor& A, std::optional<double> rcond
 
 struct SingularValues {
   at::Tensor U;   // [..., m, k], orthonormal columns
-  at::Tensor S;   // [..., k], descending, not negative
+  at::Tensor S;   // [..., k], descending, not negative; saturates
   at::Tensor Vh;  // [..., k, n], orthonormal rows
 };
 

@@ -107,7 +107,7 @@ def polar(A: Tensor, *, rcond: float | None = None) -> PolarFactors:
         A, rcond: as for :func:`orthogonalize`, whose errors are these, too.
 
     Returns:
-        :class:`PolarFactors`.
+        :class:`PolarFactors`, in the dtype of ``A``; values beyond its range saturate.
 
     Raises:
         ValueError, RuntimeError: as :func:`orthogonalize`.
@@ -140,7 +140,7 @@ def svd(A: Tensor) -> SingularValues:
         A: ``[..., m, n]``, floating point. A matrix with NaN or Inf yields NaN.
 
     Returns:
-        :class:`SingularValues`.
+        :class:`SingularValues`, in the dtype of ``A``; values beyond its range saturate.
 
     Raises:
         ValueError: a type, shape or dtype that does not fit.

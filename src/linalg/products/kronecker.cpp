@@ -12,6 +12,7 @@
 #include <c10/util/Exception.h>
 
 #include <array>
+#include <cmath>
 #include <limits>
 #include <vector>
 
@@ -101,41 +102,33 @@ at::Tensor kron_solve_meta(const at::Tensor& A, const at::Tensor& B, const at::T
 
 namespace {
 
-// 2^exponent x, in two factors that are normal numbers where the result is.
-at::Tensor times_power_of_two(const at::Tensor& x, const at::Tensor& exponent) {
-  const double most = x.scalar_type() == at::kDouble ? 1022 : 126;
-  const at::Tensor half = exponent.div(2, "floor");
-  const auto power = [&](const at::Tensor& e) {
-    return at::exp2(e.clamp(-most, most)).to(x.scalar_type());
-  };
-  return x * power(half) * power(exponent - half);
+// A matrix [..., n, n] in units of its largest entry. A zero matrix counts as its floor, the
+// smallest normal number, in units of that.
+UnitScaled unit_factor(const at::Tensor& M, at::ScalarType dtype) {
+  const auto batch = M.sizes().slice(0, M.dim() - 2);
+  const UnitScaled unit = unit_scaled(as_batch(M.to(dtype)));
+  const at::Tensor is_zero = (unit.matrix == 0).all(-1, /*keepdim=*/true).all(-2, /*keepdim=*/true);
+  const at::Tensor identity = at::eye(M.size(-1), unit.matrix.options());
+  const int least = std::ilogb(smallest_normal(dtype));
+  return {restore_batch(at::where(is_zero, identity, unit.matrix), batch),
+          restore_batch(unit.exponent.masked_fill(is_zero, least), batch),
+          restore_batch(unit.finite, batch)};
 }
 
-// The power of two of unit_scale.h, as its exponent.
-at::Tensor exponent_of(const at::Tensor& scale) { return at::log2(scale.to(at::kDouble)).round(); }
-
-// (A^-1 (x) B^-1) X, factor by factor, each in units of its largest entry: by Cholesky, or on a GPU
-// by the iteration for inverses.
+// (A^-1 (x) B^-1) X, factor by factor: by Cholesky, or on a GPU by the iteration for inverses.
 at::Tensor solve_by_factors(const at::Tensor& A, const at::Tensor& B, const at::Tensor& X) {
-  const auto unit_of = [&](const at::Tensor& M) {
-    UnitScaled unit = unit_scaled(as_batch(M.to(compute_dtype(X))));
-    const auto batch = M.sizes().slice(0, M.dim() - 2);
-    return UnitScaled{restore_batch(unit.matrix, batch), restore_batch(unit.scale, batch),
-                      restore_batch(unit.finite, batch)};
-  };
-  const UnitScaled a = unit_of(A), b = unit_of(B);
   const at::Tensor Y = X.to(compute_dtype(X));
+  const UnitScaled a = unit_factor(A, Y.scalar_type()), b = unit_factor(B, Y.scalar_type());
   // NaN and Inf stay in their columns.
   const at::Tensor finite_part = at::where(at::isfinite(Y), Y, at::zeros_like(Y));
-  const UnitScaled x = unit_scaled(as_batch(finite_part));
-  const at::Tensor exponent = restore_batch(exponent_of(x.scale), X.sizes().slice(0, X.dim() - 2));
+  const at::Tensor exponent =
+      restore_batch(unit_scaled(as_batch(finite_part)).exponent, X.sizes().slice(0, X.dim() - 2));
   const auto inverse_of = [](const UnitScaled& M) {
     return [&M](const at::Tensor& R) { return spd_solve(M.matrix, R, /*damping=*/0.0); };
   };
   const at::Tensor solution = map_factors(inverse_of(a), inverse_of(b), A.size(-1), B.size(-1),
-                                          times_power_of_two(Y, exponent));
-  const at::Tensor scaled =
-      times_power_of_two(solution, exponent_of(a.scale) + exponent_of(b.scale) - exponent);
+                                          times_power_of_two(Y, -exponent));
+  const at::Tensor scaled = times_power_of_two(solution, exponent - a.exponent - b.exponent);
   const at::Tensor finite = a.finite.logical_and(b.finite);
   return saturated(
       scaled.masked_fill(finite.logical_not(), std::numeric_limits<double>::quiet_NaN()),

@@ -83,7 +83,7 @@ std::tuple<at::Tensor, at::Tensor> polar(const at::Tensor& A, std::optional<doub
   const UnitScaled input = unit_scaled(as_batch(A.to(compute_dtype(A))));
   const at::Tensor U = factor_of(input, rcond);
   const at::Tensor half = at::bmm(U.mT(), input.matrix.to(U.scalar_type())).mul_(0.5);
-  const at::Tensor H = (half + half.mT()).to(input.scale.scalar_type()).div_(input.scale);
+  const at::Tensor H = times_power_of_two((half + half.mT()).to(compute_dtype(A)), input.exponent);
   return {rounded(U, A), saturated(H, A.scalar_type()).view(sizes)};
 }
 

@@ -89,7 +89,8 @@ Svd svd(const at::Tensor& A) {
         .contiguous()
         .view(C10_AS_INTARRAYREF_SLOW(to));
   };
-  return {result(U, sizes.U), result(S.unsqueeze(-2) / input.scale, sizes.S), result(Vh, sizes.Vh)};
+  return {result(U, sizes.U), result(times_power_of_two(S.unsqueeze(-2), input.exponent), sizes.S),
+          result(Vh, sizes.Vh)};
 }
 
 }  // namespace torchium::linalg::detail

@@ -13,11 +13,17 @@ at::Tensor UnitScaled::or_nan(const at::Tensor& X) const {
 UnitScaled unit_scaled(const at::Tensor& A) {
   const at::Tensor largest = A.abs().amax({-2, -1}, /*keepdim=*/true);
   const at::Tensor finite = largest.isfinite();
-  // In two factors, each a normal number.
   const at::Tensor exponent = std::get<1>(at::frexp(at::where(finite, largest, 0.5)));
-  const at::Tensor half = at::ldexp(at::ones_like(largest), -exponent.div(2, "floor"));
-  const at::Tensor rest = at::ldexp(half, -exponent.remainder(2));
-  return {at::where(finite, A, 0).mul_(half).mul_(rest), half * rest, finite};
+  return {times_power_of_two(at::where(finite, A, 0), -exponent), exponent, finite};
+}
+
+at::Tensor times_power_of_two(const at::Tensor& x, const at::Tensor& exponent) {
+  const double most = x.scalar_type() == at::kDouble ? 1022 : 126;
+  const at::Tensor half = exponent.div(2, "floor");
+  const auto power = [&](const at::Tensor& e) {
+    return at::exp2(e.to(at::kDouble).clamp_(-most, most)).to(x.scalar_type());
+  };
+  return x * power(half) * power(exponent - half);
 }
 
 }  // namespace torchium::linalg::detail

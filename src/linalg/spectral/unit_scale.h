@@ -5,17 +5,21 @@
 
 namespace torchium::linalg::detail {
 
-// Matrices [N, m, n] times powers of two that bring the largest entry to [1/2, 1); zero where a
-// matrix is not finite.
+// Matrices A [N, m, n] = 2^exponent matrix, with the largest entry of `matrix` in [1/2, 1); zero
+// where A is zero or not finite.
 struct UnitScaled {
   at::Tensor matrix;
-  at::Tensor scale;   // [N, 1, 1] of the dtype of the matrices
-  at::Tensor finite;  // [N, 1, 1]
+  at::Tensor exponent;  // [N, 1, 1] int32
+  at::Tensor finite;    // [N, 1, 1]
 
   // NaN for the matrices that are not finite, X [N, ., .].
   at::Tensor or_nan(const at::Tensor& X) const;
 };
 
 UnitScaled unit_scaled(const at::Tensor& A);
+
+// 2^exponent x, in two factors that are normal numbers where the result is: the power alone may be
+// out of range.
+at::Tensor times_power_of_two(const at::Tensor& x, const at::Tensor& exponent);
 
 }  // namespace torchium::linalg::detail

@@ -233,3 +233,14 @@ def test_polar_and_svd_do_not_wait():
     with no_waits():
         found = [*linalg.polar(A), *linalg.svd(A)]
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 1e-40), (torch.float64, 1e-310)])
+def test_denormal_singular_values_stay(dtype, scale, device):
+    A = (scale * randn(6, 4)).to(device, dtype)
+    exact = torch.linalg.svdvals(A.cpu().double() / scale)
+    assert (linalg.svd(A).S.cpu().double() / scale - exact).abs().max() <= 1e-3 * exact[0]
+    U, H = linalg.polar(A)
+    assert norm(U @ (H / scale).to(dtype) - (A / scale).to(dtype)) <= 1e-3 * norm(
+        A.double() / scale
+    )
