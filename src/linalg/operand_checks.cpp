@@ -48,26 +48,39 @@ void check_damping(const char* op, double damping, const at::Tensor& operand) {
                     "; it must be finite and not negative");
 }
 
-std::vector<c10::SymInt> broadcast_batch(const char* op, std::initializer_list<Operand> operands) {
-  std::vector<c10::SymInt> batch;
+namespace {
+
+// The broadcast of the dimensions before the last `kept` ones, which are `what`.
+std::vector<c10::SymInt> broadcast(const char* op, std::initializer_list<Operand> operands,
+                                   int64_t kept, const char* what) {
+  std::vector<c10::SymInt> shape;
   const Operand* previous = operands.begin();
   for (const auto& operand : operands) {
-    const auto sizes = operand.tensor.sym_sizes().slice(0, operand.tensor.dim() - 2);
-    if (sizes.size() > batch.size()) {
-      batch.insert(batch.begin(), sizes.size() - batch.size(), c10::SymInt(1));
+    const auto sizes = operand.tensor.sym_sizes().slice(0, operand.tensor.dim() - kept);
+    if (sizes.size() > shape.size()) {
+      shape.insert(shape.begin(), sizes.size() - shape.size(), c10::SymInt(1));
     }
-    const auto offset = batch.size() - sizes.size();
+    const auto offset = shape.size() - sizes.size();
     for (size_t i = 0; i < sizes.size(); ++i) {
-      auto& size = batch[offset + i];
-      TORCH_CHECK_VALUE(size == sizes[i] || size == 1 || sizes[i] == 1, op,
-                        ": the leading dimensions of ", previous->name, " ",
-                        previous->tensor.sym_sizes(), " and ", operand.name, " ",
-                        operand.tensor.sym_sizes(), " do not broadcast");
+      auto& size = shape[offset + i];
+      TORCH_CHECK_VALUE(size == sizes[i] || size == 1 || sizes[i] == 1, op, ": the ", what, " of ",
+                        previous->name, " ", previous->tensor.sym_sizes(), " and ", operand.name,
+                        " ", operand.tensor.sym_sizes(), " do not broadcast");
       if (size == 1) size = sizes[i];
     }
     previous = &operand;
   }
-  return batch;
+  return shape;
+}
+
+}  // namespace
+
+std::vector<c10::SymInt> broadcast_shape(const char* op, std::initializer_list<Operand> operands) {
+  return broadcast(op, operands, /*kept=*/0, "shapes");
+}
+
+std::vector<c10::SymInt> broadcast_batch(const char* op, std::initializer_list<Operand> operands) {
+  return broadcast(op, operands, /*kept=*/2, "leading dimensions");
 }
 
 at::ScalarType compute_dtype(const at::Tensor& operand) {

@@ -26,7 +26,8 @@ void check_square(const char* op, const Operand& operand);
 // Not negative, and a finite number in the dtype that `operand` is computed in.
 void check_damping(const char* op, double damping, const at::Tensor& operand);
 
-// The broadcast of the dimensions before the last two.
+// The broadcast of all dimensions, and of those before the last two.
+std::vector<c10::SymInt> broadcast_shape(const char* op, std::initializer_list<Operand> operands);
 std::vector<c10::SymInt> broadcast_batch(const char* op, std::initializer_list<Operand> operands);
 
 // The dtype to compute in: float32 for bfloat16 and float16, else the operand's own.

@@ -38,6 +38,8 @@ void check_pairs(const Pairs& pairs) {
     linalg::detail::check_matrices(
         name, {{names[0].c_str(), A[i]}, {names[1].c_str(), B[i]}, {names[2].c_str(), X[i]}});
     const c10::SymInt rows = A[i].sym_size(-1) * B[i].sym_size(-1);
+    linalg::detail::broadcast_batch(
+        name, {{names[0].c_str(), A[i]}, {names[1].c_str(), B[i]}, {names[2].c_str(), X[i]}});
     TORCH_CHECK_VALUE(X[i].sym_size(-2) == rows, name, ": ", names[2], " has shape ",
                       X[i].sym_sizes(), "; with ", names[0], " ", A[i].sym_sizes(), " and ",
                       names[1], " ", B[i].sym_sizes(), " it must be [..., ", rows, ", k]");
@@ -47,6 +49,13 @@ void check_pairs(const Pairs& pairs) {
 bool are_alike(const Tensor& x, const Tensor& y) {
   return x.sym_sizes() == y.sym_sizes() && x.scalar_type() == y.scalar_type() &&
          x.device() == y.device();
+}
+
+// x with ones before its sizes, of `dim` dimensions: they broadcast as before.
+Tensor with_dimensions(const Tensor& x, int64_t dim) {
+  std::vector<c10::SymInt> sizes(dim - x.dim(), 1);
+  sizes.insert(sizes.end(), x.sym_sizes().begin(), x.sym_sizes().end());
+  return x.view_symint(sizes);
 }
 
 // multiply(A, B, X) of all pairs with the same shapes, dtype and device at once.
@@ -69,16 +78,18 @@ Tensors each_shape(const Pairs& pairs, const Multiply& multiply) {
 
   Tensors results(pairs.X.size());
   for (const auto& group : groups) {
-    const auto joined = [&](at::TensorList list) {
-      Tensors entries;
-      for (const size_t i : group) entries.push_back(list[i]);
-      return at::stack(entries);
-    };
+    const size_t first = group.front();
     if (group.size() == 1) {
-      const size_t i = group.front();
-      results[i] = multiply(pairs.A[i], pairs.B[i], pairs.X[i]);
+      results[first] = multiply(pairs.A[first], pairs.B[first], pairs.X[first]);
       continue;
     }
+    const int64_t dim =
+        std::max({pairs.A[first].dim(), pairs.B[first].dim(), pairs.X[first].dim()});
+    const auto joined = [&](at::TensorList list) {
+      Tensors entries;
+      for (const size_t i : group) entries.push_back(with_dimensions(list[i], dim));
+      return at::stack(entries);
+    };
     const Tensors parts = multiply(joined(pairs.A), joined(pairs.B), joined(pairs.X)).unbind(0);
     for (size_t k = 0; k < group.size(); ++k) results[group[k]] = parts[k];
   }

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from cuda_launches import launches_of
-from matrix_cases import ALL_FLOATS, eps, floor, norm, randn, rounding, symmetric
+from matrix_cases import ALL_FLOATS, FLOATS, eps, floor, norm, randn, rounding, symmetric
 from reference import products as reference
 from torch import Tensor
 from torchium import linalg
@@ -68,6 +68,49 @@ def test_solutions_without_damping_at_any_scale(scales, device):
         assert (error <= 20 * floor(5, torch.float32) * condition * norm(exact)).all()
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("zero", ["A", "B"])
+def test_a_zero_factor_counts_as_its_floor(dtype, zero, device):
+    A, B = symmetric("clustered", 3), symmetric("rank_deficient", 4, seed=1)
+    if zero == "A":
+        A = torch.zeros_like(A)
+    else:
+        A, B = B, torch.zeros_like(A)
+    X = randn(12, 2)
+    found = linalg.kron_solve(*(x.to(device, dtype) for x in (A, B, X)), 0.0)
+    assert found.isfinite().all()
+    tiny = torch.finfo(dtype).tiny
+    least = X * tiny  # the solution with 1 / tiny for the factor that is zero, and 1 for the other
+    scaled = linalg.kron_solve(*(x.to(device, dtype) for x in (A, B, least)), 0.0).double().cpu()
+    inverse = [
+        torch.eye(len(M), dtype=torch.float64)
+        if not M.any()
+        else linalg.spd_inverse(M.to(device, dtype)).double().cpu()
+        for M in (A, B)
+    ]
+    exact = reference.kron(*inverse) @ X
+    assert norm(scaled - exact) <= 1e-2 * norm(exact)
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 1e-40), (torch.float64, 1e-310)])
+def test_denormal_factors_have_solutions(dtype, scale, device):
+    A, B, X = symmetric("clustered", 3), symmetric("clustered", 2, seed=1), randn(6, 2)
+    arguments = ((scale * A).to(device, dtype), B.to(device, dtype), (scale * X).to(device, dtype))
+    exact = reference.kron_solve(A, B, X, 0.0)
+    assert norm(linalg.kron_solve(*arguments, 0.0).double().cpu() - exact) <= 1e-2 * norm(exact)
+
+
+@pytest.mark.parametrize("batches", [((2,), (), ()), ((), (3, 1), (2,)), ((), (), (2,))])
+def test_pairs_broadcast_within_lists(batches, device):
+    a, b, x = batches
+    A = [symmetric("spread", 3, seed=i, batch=a).to(device) for i in range(3)]
+    B = [symmetric("spread", 2, seed=i, batch=b).to(device) for i in range(3)]
+    X = [randn(*x, 6, 2, seed=i).to(device) for i in range(3)]
+    for function in (linalg.kron_matmul, lambda *x: linalg.kron_solve(*x, 0.1)):
+        for y, *pair in zip(function(A, B, X), A, B, X, strict=True):
+            torch.testing.assert_close(y, function(*pair))
+
+
 def test_non_finite_columns_and_factors_stay_alone(device):
     A = symmetric("spread", 3, batch=(2,)).to(device)
     B, X = symmetric("spread", 2, seed=1).to(device), randn(2, 6, 3).to(device)
@@ -107,6 +150,8 @@ def test_lists_that_do_not_fit(name):
     refuses(r"A is \[.*; it must be a tensor", A, B[0], X)
     refuses(r"X\[2\] is 3 .*; it must be a tensor", A, B, [*X[:2], 3, X[3]])
     refuses(r"B\[1\] has dtype Double", A, [B[0], B[1].double(), *B[2:]], X)
+    batch = [torch.ones(5, 3, 3), *A[1:]], [torch.ones(4, 5, 5), *B[1:]]
+    refuses(r"the leading dimensions of A\[0\] .* and B\[0\] .* do not broadcast", *batch, X)
     refuses(r"X\[0\] has shape \[8, 2\].* it must be \[..., 15, ", A, B, [X[1], *X[1:]])
 
 
