@@ -62,7 +62,8 @@ class LinearOperator:
     and solved densely; larger ones by conjugate gradients (if positive definite, see
     :meth:`assume`), GMRES, Lanczos' (if symmetric) or Arnoldi's method. Products with a tensor are
     differentiable, as is what follows from structure or dense matrices; iterative methods raise an
-    error if their operand, or a tensor that the operator is made of, requires grad.
+    error if their operand, or a tensor that the operator is made of, requires grad. Autocast has no
+    effect, also not on ``product``.
 
     Args:
         n: the order.
@@ -365,19 +366,19 @@ def _check_estimate(function: str, num_samples: int | None, seed: int) -> None:
     check_integer(function, "seed", seed, "it must be an integer.")
 
 
-def as_operator(function: str, A: Any) -> LinearOperator:
-    """``A``, a tensor or an operator, as an operator."""
+def as_operator(function: str, A: Any, name: str = "A") -> LinearOperator:
+    """The argument ``name``, a tensor or an operator, as an operator."""
     if isinstance(A, LinearOperator):
         return A
     if not isinstance(A, Tensor):
         raise ValueError(
-            f"{function}: A is of type {type(A).__name__}; it must be a matrix or a "
+            f"{function}: {name} is of type {type(A).__name__}; it must be a matrix or a "
             "torchium.linalg.LinearOperator, which is made from a function and the order n"
         )
     if A.dim() != 2 or A.shape[0] != A.shape[1]:
-        raise ValueError(f"{function}: A is {tuple(A.shape)}; it must be a square matrix")
+        raise ValueError(f"{function}: {name} is {tuple(A.shape)}; it must be a square matrix")
     if A.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"{function}: A is {A.dtype}; it must be float32 or float64")
+        raise ValueError(f"{function}: {name} is {A.dtype}; it must be float32 or float64")
     kind = "dense_operator" if A.layout is torch.strided else "sparse_operator"
     operator = object.__new__(LinearOperator)
     operator._set(getattr(_ops, kind)(A))

@@ -30,8 +30,8 @@ def cg(
     """Return ``A^-1 B`` by conjugate gradients, for a symmetric positive definite matrix.
 
     Hestenes and Stiefel 1952, "Methods of conjugate gradients for solving linear systems". Each column
-    is solved by itself, all with the same products. On a GPU the host waits once in ten iterations.
-    Not differentiable.
+    is solved by itself, in units of its largest entry, all with the same products. A column with NaN
+    or Inf yields NaN. On a GPU the host waits once in ten iterations. Not differentiable.
 
     Args:
         A: ``[n, n]``, dense or sparse, or a :class:`LinearOperator`; float32 or float64.
@@ -86,5 +86,7 @@ def _solve(
         check_numbers(function, tol=tol)
     check_integer(function, "max_iterations", max_iterations, "it must be a positive integer.")
     operator = as_operator(function, A)
-    P = None if preconditioner is None else as_operator(function, preconditioner)._handle
+    P = None
+    if preconditioner is not None:
+        P = as_operator(function, preconditioner, "preconditioner")._handle
     return SolveResult(*operator._handle.solve_iteratively(B, tol, max_iterations, P, restart))

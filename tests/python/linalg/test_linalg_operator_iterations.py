@@ -222,3 +222,48 @@ def test_gmres_of_a_singular_matrix_tells_that_it_fails():
         found = linalg.gmres(A, torch.ones(3, dtype=torch.float64))
     assert torch.isfinite(found.solution).all()
     assert not bool(found.converged)
+
+
+@pytest.mark.parametrize("method", [linalg.cg, linalg.gmres])
+@pytest.mark.parametrize(
+    ("dtype", "units"),
+    [(torch.float32, (1e-42, 1e-30, 1e30, 1e37)), (torch.float64, (1e-310, 1e-200, 1e200, 1e300))],
+)
+def test_columns_of_any_scale_have_solutions(method, dtype, units):
+    A = definite(50).to(dtype)
+    units = torch.tensor([0.0, 1.0, *units], dtype=torch.float64)
+    B = randn(50, 1).to(dtype) * units.to(dtype)
+    found = method(A, B, tol=1e-3 if dtype == torch.float32 else None)
+    assert found.converged.all()
+    assert (found.residual_norms <= 2e-3 * units * 50).all()
+    exact = torch.linalg.solve(A.double(), (B / units.to(dtype)).nan_to_num().double())
+    error = ((found.solution.double() / units).nan_to_num() - exact).norm(dim=0)
+    assert (error <= 2e-3 * exact.norm(dim=0)).all()
+
+
+@pytest.mark.parametrize("method", [linalg.cg, linalg.gmres])
+def test_columns_that_are_not_finite_yield_nan_alone(method):
+    A, B = definite(50), randn(50, 4)
+    expected = method(A, B).solution
+    B[3, 1], B[7, 2] = torch.nan, torch.inf
+    with pytest.warns(UserWarning, match="2 of 4 columns have not converged"):
+        found = method(A, B)
+    assert found.converged.tolist() == [True, False, False, True]
+    assert found.solution[:, 1:3].isnan().all()
+    assert found.residual_norms[1:3].isnan().all()
+    torch.testing.assert_close(found.solution[:, ::3], expected[:, ::3])
+
+
+@pytest.mark.parametrize("method", [linalg.cg, linalg.gmres])
+def test_right_hand_sides_and_preconditioners_that_do_not_fit(method):
+    A, b = definite(4), randn(4)
+    name = method.__name__
+
+    def refuses(message: str, b: Tensor, preconditioner=None) -> None:
+        with pytest.raises(ValueError, match=f"{name}: {message}"):
+            method(A, b, preconditioner=preconditioner)
+
+    refuses(r"B has layout Sparse; pass a dense tensor", b.to_sparse())
+    refuses("preconditioner is of type str", b, "diagonal")
+    refuses(r"preconditioner is torch\.int64", b, torch.eye(4).long())
+    refuses("preconditioner is float on cpu, A is double", b, torch.eye(4))

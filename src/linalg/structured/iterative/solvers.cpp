@@ -1,4 +1,5 @@
 // Conjugate gradients and GMRES: see torchium/linalg/solvers.h.
+#include "linalg/spectral/unit_scale.h"
 #include "linalg/structured/iterative/column_krylov.h"
 #include "linalg/structured/iterative/solver_checks.h"
 #include "linalg/structured/operator_node.h"
@@ -8,13 +9,15 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <limits>
 
 namespace torchium::linalg {
 namespace {
 
 constexpr int64_t kIterationsPerTest = 10;
 
-// A system with true residuals; a method corrects X until they are small.
+// A system with true residuals; a method corrects X until they are small. Columns of B are solved
+// in units of their largest entry, because their squares may be out of range.
 class LinearSystem {
  public:
   LinearSystem(const char* function, const LinearOperator& A, const at::Tensor& B,
@@ -37,7 +40,8 @@ class LinearSystem {
   const char* function_;
   const LinearOperator& A_;
   const SolverOptions& options_;
-  at::Tensor B_;  // [n, m]
+  detail::UnitScaled columns_;  // of B, [m, 1, n]
+  at::Tensor B_;                // [n, m], scaled
   bool is_vector_;
   double tol_;
   at::Tensor goals_;  // [m] float64: tol |b|
@@ -53,6 +57,8 @@ LinearSystem::LinearSystem(const char* function, const LinearOperator& A, const 
   TORCH_CHECK_VALUE(B.defined() && (B.dim() == 1 || B.dim() == 2) && B.size(0) == A.size(),
                     function, ": B is ", B.defined() ? at::str(B.sizes()) : "undefined",
                     "; it must be a vector or a matrix with ", A.size(), " rows.");
+  TORCH_CHECK_VALUE(B.layout() == at::kStrided, function, ": B has layout ", B.layout(),
+                    "; pass a dense tensor, B.to_dense().");
   TORCH_CHECK_VALUE(B.dtype() == A.options().dtype() && B.device() == A.options().device(),
                     function, ": B is ", B.scalar_type(), " on ", B.device(), ", A is ",
                     A.options().dtype(), " on ", A.options().device(), "; they must be equal.");
@@ -63,9 +69,14 @@ LinearSystem::LinearSystem(const char* function, const LinearOperator& A, const 
     TORCH_CHECK_VALUE(options.preconditioner->sizes() == A.sizes(), function,
                       ": preconditioner is ", at::IntArrayRef(options.preconditioner->sizes()),
                       "; it must be of the shape of A, ", at::IntArrayRef(A.sizes()), ".");
+    const auto& given = options.preconditioner->options();
+    TORCH_CHECK_VALUE(given.dtype() == B.dtype() && given.device() == B.device(), function,
+                      ": preconditioner is ", given.dtype(), " on ", given.device(), ", A is ",
+                      B.dtype(), " on ", B.device(), "; they must be equal.");
   }
   is_vector_ = B.dim() == 1;
-  B_ = is_vector_ ? B.unsqueeze(1) : B;
+  columns_ = detail::unit_scaled((is_vector_ ? B.unsqueeze(1) : B).detach().mT().unsqueeze(1));
+  B_ = columns_.matrix.squeeze(1).mT();
   tol_ = detail::tolerance(options.tol, B.scalar_type());
   goals_ = tol_ * detail::norms(B_, 0);
 }
@@ -94,6 +105,11 @@ SolveResult LinearSystem::solve(bool longer_may_be_better, const Correct& correc
       R = at::where(is_better, R, B_ - A_.matmul(X));
     }
   }
+  const at::Tensor finite = columns_.finite.flatten(), exponents = columns_.exponent.flatten();
+  converged = converged.logical_and(finite);
+  X = columns_.or_nan(detail::times_power_of_two(X, exponents).mT().unsqueeze(1)).squeeze(1).mT();
+  residuals = detail::times_power_of_two(residuals, exponents)
+                  .masked_fill(finite.logical_not(), std::numeric_limits<double>::quiet_NaN());
   const int64_t missing = converged.logical_not().sum().item<int64_t>();
   if (missing > 0) {
     TORCH_WARN(function_, ": ", missing, " of ", B_.size(1),
