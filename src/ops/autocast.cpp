@@ -1,6 +1,8 @@
 // Under autocast every operator computes as without it: a root or a statistic in half precision
 // would be wrong, and state must keep its dtype.
 
+#include "support/no_autocast.h"
+
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
@@ -8,7 +10,7 @@ namespace torchium::ops {
 namespace {
 
 void call_without_autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const torchium::detail::NoAutocast no_autocast;
   op.callBoxed(stack);
 }
 

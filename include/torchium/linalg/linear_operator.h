@@ -10,7 +10,7 @@
 // Products with dense tensors are differentiable, as are functions that follow from the structure.
 // Iterative methods raise an error if their operand, or the operator, requires grad. Every error is
 // a c10::ValueError. Tests for singular matrices, and iterative methods, make the host wait for a
-// GPU.
+// GPU. Autocast has no effect, also not on products of functions.
 #pragma once
 
 #include <torchium/export.h>

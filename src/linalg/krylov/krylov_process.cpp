@@ -3,6 +3,7 @@
 #include "linalg/operators/operator_checks.h"
 #include "linalg/operators/random_signs.h"
 #include "linalg/precision.h"
+#include "support/no_autocast.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -89,6 +90,7 @@ KrylovProcess::KrylovProcess(bool symmetric, int64_t n, int64_t k, const KrylovO
   next_check_ = symmetric ? (columns_at_first_check(k, block_) + block_ - 1) / block_
                           : std::numeric_limits<int64_t>::max();
   const int64_t capacity = basis_size(method_name(symmetric), k, block_, options_);
+  const torchium::detail::NoAutocast no_autocast;
   const at::Tensor first = start();
   // A small operator is formed: its Krylov space may be the whole space.
   if (n > capacity + block_) {

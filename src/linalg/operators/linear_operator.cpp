@@ -5,6 +5,7 @@
 #include "linalg/structured/iterative/function_of_values.h"
 #include "linalg/structured/iterative/iterative_function.h"
 #include "linalg/structured/operator_node.h"
+#include "support/no_autocast.h"
 #include <torchium/linalg/estimators.h>
 #include <torchium/linalg/krylov.h>
 #include <torchium/linalg/linear_operator.h>
@@ -242,6 +243,7 @@ const at::TensorOptions& LinearOperator::options() const { return node_->options
 std::string LinearOperator::kind() const { return node_->kind; }
 
 at::Tensor LinearOperator::matmul(const at::Tensor& X) const {
+  const torchium::detail::NoAutocast no_autocast;
   const int64_t n = node_->n;
   TORCH_CHECK_VALUE(X.defined() && X.dim() >= 1 && X.size(X.dim() == 1 ? 0 : -2) == n, node_->kind,
                     ": X is ", X.defined() ? at::str(X.sizes()) : "undefined", "; it must have ", n,
@@ -257,7 +259,10 @@ bool LinearOperator::is_dense() const {
   return node_->batch.empty() && detail::node_as<detail::DenseNode>(*this) != nullptr;
 }
 
-at::Tensor LinearOperator::to_dense() const { return node_->to_dense(); }
+at::Tensor LinearOperator::to_dense() const {
+  const torchium::detail::NoAutocast no_autocast;
+  return node_->to_dense();
+}
 
 bool LinearOperator::is_symmetric() const {
   return node_->assumed >= Property::kSymmetric || node_->is_symmetric();
@@ -284,6 +289,7 @@ namespace {
 
 LinearOperator image(const LinearOperator& A, const char* name, std::optional<double> exponent,
                      const IterationOptions& options) {
+  const torchium::detail::NoAutocast no_autocast;
   detail::check_iteration(name, options);
   return detail::apply(A, MatrixFunction{name, exponent, options});
 }
@@ -318,6 +324,7 @@ LinearOperator LinearOperator::pow(double exponent, const IterationOptions& opti
 }
 
 at::Tensor LinearOperator::diag(const EstimateOptions& options) const {
+  const torchium::detail::NoAutocast no_autocast;
   check_estimate("diag", options);
   if (auto found = node_->diag(options)) {
     return *found;
@@ -333,6 +340,7 @@ at::Tensor LinearOperator::diag(const EstimateOptions& options) const {
 }
 
 at::Tensor LinearOperator::trace(const EstimateOptions& options) const {
+  const torchium::detail::NoAutocast no_autocast;
   check_estimate("trace", options);
   if (auto found = node_->trace(options)) {
     return *found;
@@ -348,6 +356,7 @@ at::Tensor LinearOperator::trace(const EstimateOptions& options) const {
 }
 
 std::tuple<at::Tensor, at::Tensor> LinearOperator::slogdet(const EstimateOptions& options) const {
+  const torchium::detail::NoAutocast no_autocast;
   check_estimate("slogdet", options);
   const detail::Slogdet found = detail::slogdet_of(*this, options);
   const at::IntArrayRef batch = node_->batch;
@@ -366,6 +375,7 @@ at::Tensor LinearOperator::det(const EstimateOptions& options) const {
 
 std::tuple<at::Tensor, at::Tensor> LinearOperator::eigs(std::optional<int64_t> k,
                                                         const std::string& which) const {
+  const torchium::detail::NoAutocast no_autocast;
   detail::check_single("eigs", *this);
   TORCH_CHECK_VALUE(!k || (*k >= 1 && *k <= size()), "eigs: k is ", k.value_or(0),
                     "; it must be from 1 to n = ", size(), ".");

@@ -3,6 +3,7 @@
 #include "linalg/structured/iterative/column_krylov.h"
 #include "linalg/structured/iterative/solver_checks.h"
 #include "linalg/structured/operator_node.h"
+#include "support/no_autocast.h"
 #include <torchium/linalg/solvers.h>
 
 #include <ATen/ATen.h>
@@ -84,6 +85,7 @@ LinearSystem::LinearSystem(const char* function, const LinearOperator& A, const 
 template <typename Correct>
 SolveResult LinearSystem::solve(bool longer_may_be_better, const Correct& correct) {
   const c10::NoGradGuard no_grad;
+  const torchium::detail::NoAutocast no_autocast;
   at::Tensor X = at::zeros_like(B_), R = B_;
   at::Tensor residuals = detail::norms(R, 0), converged = residuals <= goals_;
   bool progresses = true;
