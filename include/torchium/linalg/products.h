@@ -105,8 +105,8 @@ TORCHIUM_API at::Tensor spd_solve(const at::Tensor& A, const at::Tensor& X, doub
 // broadcast and dtypes promote as in torch.addcmul(c, a, b). Contiguous CUDA tensors of equal shape
 // and dtype use a vectorised kernel, all others torch.addcmul.
 //
-// out: of the shape and dtype of the result, may be one of the operands; it is written and
-// returned. Then no operand may require grad while grad mode is on.
+// out: of the shape and dtype of the result, may be one of the operands, but not share a part of
+// its memory; it is written and returned. Then no operand may require grad while grad mode is on.
 TORCHIUM_API at::Tensor fused_mul_add(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c,
                                       const std::optional<at::Tensor>& out = std::nullopt);
 

@@ -241,12 +241,12 @@ def fused_mul_add(a: Tensor, b: Tensor, c: Tensor, *, out: Tensor | None = None)
 
     Args:
         a, b, c: float32, float64, bfloat16 or float16.
-        out: of the shape and dtype of the result, may be one of the operands; it is written and
-            returned.
+        out: of the shape and dtype of the result, may be one of the operands, but not share a part
+            of its memory; it is written and returned.
 
     Raises:
-        ValueError: an operand that is not a dense floating point tensor, or an ``out`` that does not
-            fit.
+        ValueError: an operand that is not a dense floating point tensor, shapes or devices that do
+            not fit, or an ``out`` that does not.
         RuntimeError: with ``out``, an operand that requires grad while gradients are recorded.
     """
     check_tensors("fused_mul_add", a=a, b=b, c=c)

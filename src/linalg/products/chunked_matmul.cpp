@@ -33,9 +33,8 @@ std::vector<c10::SymInt> check_chunked_matmul(const at::Tensor& A, const at::Ten
                                               const ProductOptions& options) {
   check_matrices(kChunkedMatmul, {{"A", A}});
   check_matrices(kChunkedMatmul, {{"B", B}});
-  if (A.defined() && B.defined() && A.is_cpu() == B.is_cpu()) {
-    check_matrices(kChunkedMatmul, {{"A", A}, {"B", B}});  // of one device
-  }
+  const bool may_stream = (A.is_cpu() && B.is_cuda()) || (A.is_cuda() && B.is_cpu());
+  if (!may_stream) check_matrices(kChunkedMatmul, {{"A", A}, {"B", B}});  // of one device
   TORCH_CHECK_VALUE(A.scalar_type() == B.scalar_type(), kChunkedMatmul, ": B has dtype ",
                     B.scalar_type(), " and A has ", A.scalar_type(),
                     "; convert one of them with .to(dtype)");

@@ -3,11 +3,13 @@
 #include "linalg/operand_checks.h"
 
 #include <ATen/ExpandUtils.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/native/TypeProperties.h>
 #include <ATen/ops/addcmul.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <initializer_list>
 #include <string>
 #include <vector>
 
@@ -105,9 +107,36 @@ class EntryTable {
 constexpr char kName[] = "fused_mul_add";
 constexpr char kListName[] = "fused_mul_add_";
 
-void check_operands(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c) {
-  for (const auto& operand : {Operand{"a", a}, Operand{"b", b}, Operand{"c", c}}) {
+// Numbers, operands without dimensions, may be on any device.
+void check_tensors(std::initializer_list<Operand> operands) {
+  const Operand* first = nullptr;  // that is no number
+  for (const Operand& operand : operands) {
     check_floating(kName, operand);
+    if (operand.tensor.dim() == 0) continue;
+    if (first == nullptr) first = &operand;
+    TORCH_CHECK_VALUE(operand.tensor.device() == first->tensor.device(), kName, ": ", operand.name,
+                      " is on ", operand.tensor.device(), " and ", first->name, " on ",
+                      first->tensor.device(), "; move one of them with .to(device)");
+  }
+}
+
+void check_operands(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c) {
+  check_tensors({{"a", a}, {"b", b}, {"c", c}});
+  broadcast_shape(kName, {{"a", a}, {"b", b}, {"c", c}});
+}
+
+// A target in which entries share memory, or that shares a part of its memory with an operand,
+// would be read after it is written.
+void check_target(const char* op, const Operand& target, std::initializer_list<Operand> operands) {
+  if (target.tensor.is_meta()) return;
+  TORCH_CHECK_VALUE(at::has_internal_overlap(target.tensor) != at::MemOverlap::Yes, op, ": ",
+                    target.name, " has entries that share memory; pass ", target.name,
+                    ".clone() or a tensor that is not expanded.");
+  for (const Operand& operand : operands) {
+    TORCH_CHECK_VALUE(
+        at::get_overlap_status(target.tensor, operand.tensor) != at::MemOverlapStatus::Partial, op,
+        ": ", target.name, " shares a part of its memory with ", operand.name, "; pass ",
+        operand.name, ".clone().");
   }
 }
 
@@ -122,15 +151,24 @@ bool broadcasts_to(const at::Tensor& x, const at::Tensor& target) {
   return at::is_expandable_to(x.sym_sizes(), target.sym_sizes());
 }
 
+std::string name_of(const char* list, size_t i) {
+  return std::string(list) + "[" + std::to_string(i) + "]";
+}
+
 // An entry of a list that fits its target, which is checked before.
 void check_entry(const char* list, size_t i, const at::Tensor& entry, const at::Tensor& target) {
-  const std::string name = std::string(list) + "[" + std::to_string(i) + "]";
+  const std::string name = name_of(list, i);
   check_floating(kListName, {name.c_str(), entry});
   TORCH_CHECK_VALUE(entry.scalar_type() == target.scalar_type() && broadcasts_to(entry, target) &&
                         (entry.device() == target.device() || entry.dim() == 0),
                     kListName, ": ", name, " is ", entry.sym_sizes(), " of ", entry.scalar_type(),
                     " on ", entry.device(), "; it must fit c[", i, "], which is ",
                     target.sym_sizes(), " of ", target.scalar_type(), " on ", target.device(), ".");
+}
+
+// Whether check_target has something to check.
+bool shares_memory(const at::Tensor& c, const at::Tensor& a, const at::Tensor& b) {
+  return !c.is_non_overlapping_and_dense() || c.is_alias_of(a) || c.is_alias_of(b);
 }
 
 // What mostly is so, and shows in a fraction of the time.
@@ -156,7 +194,12 @@ void check_lists(at::TensorList a, at::TensorList b, at::TensorList c) {
     }
     if (!is_alike(a[i], c[i])) check_entry("a", i, a[i], c[i]);
     if (!is_alike(b[i], c[i])) check_entry("b", i, b[i], c[i]);
-    if (!c[i].is_meta() && c[i].sym_numel() != 0) targets.push_back(c[i].const_data_ptr());
+    if (c[i].is_meta() || c[i].sym_numel() == 0) continue;
+    targets.push_back(c[i].const_data_ptr());
+    if (shares_memory(c[i], a[i], b[i])) {
+      check_target(kListName, {name_of("c", i).c_str(), c[i]},
+                   {{name_of("a", i).c_str(), a[i]}, {name_of("b", i).c_str(), b[i]}});
+    }
   }
   std::sort(targets.begin(), targets.end());
   TORCH_CHECK_VALUE(std::adjacent_find(targets.begin(), targets.end()) == targets.end(), kListName,
@@ -184,14 +227,13 @@ at::Tensor fused_mul_add(const at::Tensor& a, const at::Tensor& b, const at::Ten
 
 void fused_mul_add_out(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c,
                        at::Tensor& out) {
-  check_operands(a, b, c);
-  check_floating(kName, {"out", out});
-  const auto shape = at::infer_size_symdimvector(
-      at::infer_size_symdimvector(a.sym_sizes(), b.sym_sizes()), c.sym_sizes());
+  check_tensors({{"a", a}, {"b", b}, {"c", c}, {"out", out}});
+  const auto shape = broadcast_shape(kName, {{"a", a}, {"b", b}, {"c", c}});
   const at::ScalarType dtype = result_type_of(a, b, c);
   TORCH_CHECK_VALUE(out.sym_sizes() == c10::SymIntArrayRef(shape) && out.scalar_type() == dtype,
                     kName, ": out is ", out.sym_sizes(), " of ", out.scalar_type(), "; it must be ",
                     c10::SymIntArrayRef(shape), " of ", dtype, ".");
+  check_target(kName, {"out", out}, {{"a", a}, {"b", b}, {"c", c}});
 #ifdef TORCHIUM_WITH_CUDA
   if (has_kernel(a, b, c) && alike_and_contiguous(out, c)) {
     fused_mul_add_cuda(a, b, c, out);

@@ -222,6 +222,34 @@ def mixed_list(device: torch.device | str, count: int, dtypes: list[torch.dtype]
     return tensors
 
 
+def test_operands_that_do_not_fit_each_other_are_named():
+    a, b, c = torch.ones(3), torch.ones(4), torch.ones(5)
+    with pytest.raises(
+        ValueError, match=r"fused_mul_add: the shapes of a \[3\] and b \[4\] do not"
+    ):
+        linalg.fused_mul_add(a, b, c)
+    with pytest.raises(ValueError, match=r"fused_mul_add: b is on meta and a on cpu; move one"):
+        linalg.fused_mul_add(a, a.to("meta"), a)
+    with pytest.raises(ValueError, match=r"fused_mul_add: out is on meta and a on cpu; move one"):
+        linalg.fused_mul_add(a, a, a, out=a.to("meta"))
+    with pytest.raises(ValueError, match=r"chunked_matmul: B is on meta and A on cpu; move one"):
+        linalg.chunked_matmul(torch.eye(3), torch.eye(3, device="meta"))
+
+
+def test_an_out_that_shares_a_part_of_its_memory_is_refused(device):
+    memory, x = torch.randn(20, device=device), torch.randn(10, device=device)
+    before = memory.clone()
+    for operands in ((memory[:10], x, x), (x, memory[:10], x), (x, x, memory[:10])):
+        with pytest.raises(ValueError, match="fused_mul_add: out shares a part of its memory with"):
+            linalg.fused_mul_add(*operands, out=memory[5:15])
+    square = memory[:16].view(4, 4)
+    with pytest.raises(ValueError, match=r"out shares a part of its memory with c; pass c\.clone"):
+        linalg.fused_mul_add(square.clone(), square.clone(), square, out=square.mT)
+    with pytest.raises(ValueError, match="out has entries that share memory"):
+        linalg.fused_mul_add(x, x, x, out=memory[:1].expand(10))
+    assert torch.equal(memory, before)
+
+
 @pytest.mark.parametrize("count", [1, 40, 2000])
 def test_fused_mul_add_of_lists(device, count):
     a, b, c = (
@@ -264,6 +292,17 @@ def test_lists_that_do_not_fit_change_nothing(device):
     refuses(r"b\[1\] is \[2, 2\] of Double", lambda a, b, c: b.__setitem__(1, b[1].double()))
     refuses(r"c\[0\] has dtype Int", lambda a, b, c: c.__setitem__(0, c[0].int()))
     refuses("an entry is in c twice", lambda a, b, c: [x.__setitem__(1, x[0]) for x in (a, b, c)])
+    row = torch.ones(1, 2, device=device)
+    refuses(
+        r"c\[1\] has entries that share memory", lambda a, b, c: c.__setitem__(1, row.expand(2, 2))
+    )
+    memory = torch.ones(5, device=device)
+    refuses(
+        r"c\[1\] shares a part of its memory with b\[1\]; pass b\[1\]\.clone",
+        lambda a, b, c: [
+            x.__setitem__(1, y) for x, y in ((a, a[0]), (b, memory[1:4]), (c, memory[:3]))
+        ],
+    )
     refuses("has no derivative", lambda a, b, c: a[0].requires_grad_(), RuntimeError)
     refuses(r"a\[0\] is 3 .*it must be a tensor", lambda a, b, c: a.__setitem__(0, 3))
     with pytest.raises(ValueError, match="a is of type Tensor; it must be a list or tuple"):
