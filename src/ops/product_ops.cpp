@@ -37,6 +37,12 @@ constexpr char kUseSolve[] =
 constexpr char kUseInverse[] =
     "Call it under torch.no_grad(), detach() the argument, or use torch.linalg.inv.";
 
+// [..., k] -> [rows, k]. flatten would fail for batches of gradients (is_grads_batched).
+at::Tensor rows(const at::Tensor& x) {
+  const auto sizes = x.sym_sizes();
+  return x.reshape_symint({c10::multiply_integers(sizes.slice(0, x.dim() - 1)), sizes.back()});
+}
+
 // G = dL/d(A B) gives dL/dA = G B^T and dL/dB = A^T G, summed over broadcast dimensions.
 ops::Derivative chunked_matmul_derivative(std::optional<int64_t> limit,
                                           std::optional<std::string> precision) {
@@ -51,7 +57,7 @@ ops::Derivative chunked_matmul_derivative(std::optional<int64_t> limit,
     if (wanted[1]) {
       // With one B the sum over the batch is part of the product: no [batch, k, n] is formed.
       result[1] = B.dim() == 2
-                      ? chunked_matmul(A.flatten(0, -2).mT(), G.flatten(0, -2), limit, precision)
+                      ? chunked_matmul(rows(A).mT(), rows(G), limit, precision)
                       : at::sum_to(chunked_matmul(A.mT(), G, limit, precision), B.sym_sizes());
       result[1] = result[1].to(B.device());
     }

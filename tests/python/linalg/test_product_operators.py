@@ -56,6 +56,20 @@ def test_derivatives(name, shapes):
     assert torch.autograd.gradgradcheck(function, operands)
 
 
+@pytest.mark.parametrize(("name", "shapes"), CASES)
+def test_batches_of_gradients(name, shapes):
+    operands = [randn(*s, seed=i).requires_grad_() for i, s in enumerate(shapes)]
+    result = getattr(ops, name)(*operands)
+    gradients = randn(5, *result.shape)
+    for k, operand in enumerate(operands):
+        found = torch.autograd.grad(
+            result, operand, gradients, retain_graph=True, is_grads_batched=True
+        )[0]
+        for g, each in zip(gradients, found, strict=True):
+            expected = torch.autograd.grad(result, operand, g, retain_graph=True)[0]
+            torch.testing.assert_close(each, expected, msg=f"operand {k}")
+
+
 def test_fused_mul_add_derivatives_have_the_dtypes_of_the_operands():
     a = randn(4, 1, dtype=torch.float16).requires_grad_()
     b = randn(5, dtype=torch.float32).requires_grad_()
