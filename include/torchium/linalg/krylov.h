@@ -48,12 +48,12 @@ struct KrylovEigenpairs {
 
 // k eigenpairs of a symmetric A. c10::ValueError: options that do not fit, products that are not
 // finite, or A that is not symmetric. Warns if an eigenpair has not converged.
-TORCHIUM_API KrylovEigenpairs lanczos(const LinearOperator& A, int64_t k,
+TORCHIUM_API KrylovEigenpairs lanczos(const LinearOperator& A, int64_t k = 6,
                                       const KrylovOptions& options = {});
 
 // k eigenpairs of a general real A; complex ones come in conjugate pairs, of which the last may be
 // cut off. Errors as lanczos.
-TORCHIUM_API KrylovEigenpairs arnoldi(const LinearOperator& A, int64_t k,
+TORCHIUM_API KrylovEigenpairs arnoldi(const LinearOperator& A, int64_t k = 6,
                                       const KrylovOptions& options = {});
 
 }  // namespace torchium::linalg

@@ -72,6 +72,12 @@ def check_integer(function: str, name: str, value: Any, remedy: str) -> None:
         raise ValueError(f"{function}: {name} is {_described(value)}; {remedy}")
 
 
+def check_callable(function: str, name: str, value: Any) -> None:
+    """``value`` must be a function."""
+    if not callable(value):
+        raise ValueError(f"{function}: {name} is {_described(value)}; it must be a function.")
+
+
 def check_string(function: str, name: str, value: Any, remedy: str) -> None:
     """``value`` must be a string."""
     if not isinstance(value, str):

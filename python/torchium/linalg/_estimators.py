@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ._arguments import check_integer, check_numbers
 from ._operators import LinearOperator, as_operator, run
 
 _ops = torch.ops.torchium
@@ -98,7 +99,8 @@ def xdiag(
     Every sample serves for the range and, in turn, for the complement of the range of the others
     (Epperly, Tropp and Webber 2024, "XTrace: making the most of every sample in stochastic trace
     estimation", `arXiv:2301.07825 <https://arxiv.org/abs/2301.07825>`_). Far more accurate than
-    :func:`hutchinson_diagonal` where eigenvalues decay.
+    :func:`hutchinson_diagonal` where eigenvalues decay. Samples are not independent, so the standard
+    error is too small: by a factor of up to 1.3 where eigenvalues decay, 1.7 where they are equal.
 
     Args:
         A: symmetric; otherwise as for :func:`hutchinson_trace`.
@@ -141,22 +143,51 @@ def logdet(
         ValueError: an argument that does not fit.
     """
     operator = as_operator("logdet", A)
+    _check_integers(
+        "logdet", num_samples=num_samples, num_steps=num_steps, block_size=block_size, seed=seed
+    )
     process = _ops.logdet(
         len(operator), num_samples, num_steps, block_size, seed, operator.dtype, operator.device
     )
     return _estimate(process, operator)
 
 
-def _hutchinson(function: str, diagonal: bool, A: Any, *options: Any) -> StochasticEstimate:
+def _hutchinson(
+    function: str,
+    diagonal: bool,
+    A: Any,
+    num_samples: int,
+    block_size: int,
+    tol: float | None,
+    seed: int,
+) -> StochasticEstimate:
     operator = as_operator(function, A)
-    process = _ops.hutchinson(diagonal, len(operator), *options, operator.dtype, operator.device)
+    _check_integers(function, num_samples=num_samples, block_size=block_size, seed=seed)
+    if tol is not None:
+        check_numbers(function, tol=tol)
+    process = _ops.hutchinson(
+        diagonal,
+        len(operator),
+        num_samples,
+        block_size,
+        tol,
+        seed,
+        operator.dtype,
+        operator.device,
+    )
     return _estimate(process, operator)
 
 
 def _sketched(make: Any, function: str, A: Any, num_products: int, seed: int) -> StochasticEstimate:
     operator = as_operator(function, A)
+    _check_integers(function, num_products=num_products, seed=seed)
     process = make(len(operator), num_products, seed, operator.dtype, operator.device)
     return _estimate(process, operator)
+
+
+def _check_integers(function: str, **arguments: Any) -> None:
+    for name, value in arguments.items():
+        check_integer(function, name, value, "it must be an integer below 2**63.")
 
 
 def _estimate(process: Any, operator: LinearOperator) -> StochasticEstimate:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from ._arguments import check_callable
 from ._operators import LinearOperator
-from ._parameter_derivatives import check_loss_fn, checked_params, flat_derivative, flat_gradient
+from ._parameter_derivatives import checked_params, flat_derivative, flat_gradient
 
 _KINDS = ("empirical", "ggn")
 
@@ -87,7 +88,7 @@ def fisher_operator(
     """
     if fisher not in _KINDS:
         raise ValueError(f'fisher_operator: fisher is {fisher!r}; it must be "empirical" or "ggn"')
-    check_loss_fn("fisher_operator", loss_fn)
+    check_callable("fisher_operator", "loss_fn", loss_fn)
     parameters = checked_params("fisher_operator", params)
     with torch.enable_grad():
         losses, z = _checked_losses(fisher, loss_fn())

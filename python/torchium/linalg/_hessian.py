@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from ._arguments import check_callable
 from ._operators import LinearOperator
-from ._parameter_derivatives import check_loss_fn, checked_params, flat_derivative, flat_gradient
+from ._parameter_derivatives import checked_params, flat_derivative, flat_gradient
 
 
 def hvp_operator(loss_fn: Callable[[], Tensor], params: Iterable[Tensor]) -> LinearOperator:
@@ -44,12 +45,13 @@ def hvp_operator(loss_fn: Callable[[], Tensor], params: Iterable[Tensor]) -> Lin
         >>> torchium.linalg.lanczos(H, 1).eigenvalues.shape
         torch.Size([1])
     """
-    check_loss_fn("hvp_operator", loss_fn)
+    check_callable("hvp_operator", "loss_fn", loss_fn)
     parameters = checked_params("hvp_operator", params)
     with torch.enable_grad():
         loss = loss_fn()
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ValueError("hvp_operator: loss_fn must return a scalar tensor")
+            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"hvp_operator: loss_fn returns {shape}; it must return a scalar")
         if not loss.requires_grad:
             raise ValueError("hvp_operator: the loss that loss_fn returns has no graph")
         gradient = flat_gradient(loss, parameters, torch.ones_like(loss))

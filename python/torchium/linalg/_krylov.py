@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ._arguments import check_integer, check_numbers, check_string, check_tensors
 from ._operators import LinearOperator, as_operator, run
 
 _ops = torch.ops.torchium
@@ -103,10 +104,45 @@ def arnoldi(
     return _eigenpairs(False, A, k, which, block_size, max_basis, max_restarts, tol, start, seed)
 
 
-def _eigenpairs(symmetric: bool, A: Any, k: int, *options: Any) -> KrylovEigenpairs:
-    operator = as_operator("lanczos" if symmetric else "arnoldi", A)
+def _eigenpairs(
+    symmetric: bool,
+    A: Any,
+    k: int,
+    which: str,
+    block_size: int | None,
+    max_basis: int | None,
+    max_restarts: int,
+    tol: float | None,
+    start: Tensor | None,
+    seed: int,
+) -> KrylovEigenpairs:
+    function = "lanczos" if symmetric else "arnoldi"
+    operator = as_operator(function, A)
+    check_integer(function, "k", k, "it must be from 1 to n.")
+    check_string(function, "which", which, 'it must be a string, as "LM".')
+    for name, value in (("block_size", block_size), ("max_basis", max_basis)):
+        if value is not None:
+            check_integer(function, name, value, "it must be a positive integer, or None.")
+    check_integer(function, "max_restarts", max_restarts, "it must be an integer, not negative.")
+    if tol is not None:
+        check_numbers(function, tol=tol)
+    if start is not None:
+        check_tensors(function, start=start)
+    check_integer(function, "seed", seed, "it must be an integer below 2**63.")
     process = _ops.krylov(
-        symmetric, len(operator), k, *options, operator.is_dense, operator.dtype, operator.device
+        symmetric,
+        len(operator),
+        k,
+        which,
+        block_size,
+        max_basis,
+        max_restarts,
+        tol,
+        start,
+        seed,
+        operator.is_dense,
+        operator.dtype,
+        operator.device,
     )
     values, vectors, residuals, converged = run(process, operator)
     return KrylovEigenpairs(values, vectors, residuals, converged, process.products())

@@ -8,29 +8,23 @@ import torch
 from torch import Tensor
 
 
-def check_loss_fn(function: str, loss_fn: object) -> None:
-    if not callable(loss_fn):
-        raise ValueError(
-            f"{function}: loss_fn is a {type(loss_fn).__name__}; it must be a function that computes the "
-            "loss, such as lambda: loss_of(model(x), y)"
-        )
-
-
 def checked_params(function: str, params: Iterable[Tensor]) -> list[Tensor]:
     if isinstance(params, Tensor):
         raise ValueError(f"{function}: params is a Tensor; it must be a list of parameters")
     params = list(params)
-    if not params:
-        raise ValueError(f"{function}: params is empty")
     seen: set[int] = set()
     for i, p in enumerate(params):
         if not isinstance(p, Tensor):
             raise ValueError(f"{function}: params[{i}] is a {type(p).__name__}, not a Tensor")
         if not p.requires_grad:
             raise ValueError(f"{function}: params[{i}] does not require gradients; leave it out")
+        if p.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"{function}: params[{i}] is {p.dtype}; it must be float32 or float64")
         if id(p) in seen:
             raise ValueError(f"{function}: params[{i}] is in params twice")
         seen.add(id(p))
+    if not any(p.numel() for p in params):
+        raise ValueError(f"{function}: params has no entries; pass at least one parameter")
     if any(p.dtype != params[0].dtype or p.device != params[0].device for p in params):
         raise ValueError(f"{function}: params must be of one dtype and on one device")
     return params

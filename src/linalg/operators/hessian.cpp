@@ -11,8 +11,9 @@ LinearOperator hvp_operator(const std::function<at::Tensor()>& loss_fn,
   detail::check_params("hvp_operator", params);
   const at::AutoGradMode enable_grad(true);
   const at::Tensor loss = loss_fn();
-  TORCH_CHECK_VALUE(loss.defined() && loss.numel() == 1,
-                    "hvp_operator: loss_fn must return a scalar tensor.");
+  TORCH_CHECK_VALUE(loss.defined() && loss.numel() == 1, "hvp_operator: loss_fn returns ",
+                    loss.defined() ? at::str(loss.sizes()) : "an undefined tensor",
+                    "; it must return a scalar.");
   TORCH_CHECK_VALUE(loss.requires_grad(),
                     "hvp_operator: the loss that loss_fn returns has no graph.");
   const at::Tensor gradient =

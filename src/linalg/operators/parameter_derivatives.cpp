@@ -9,11 +9,15 @@
 namespace torchium::linalg::detail {
 
 void check_params(const char* function, const std::vector<at::Tensor>& params) {
-  TORCH_CHECK_VALUE(!params.empty(), function, ": params is empty.");
+  TORCH_CHECK_VALUE(
+      std::any_of(params.begin(), params.end(), [](const at::Tensor& p) { return p.numel() > 0; }),
+      function, ": params has no entries; pass at least one parameter.");
   for (size_t i = 0; i < params.size(); ++i) {
     const at::Tensor& p = params[i];
     TORCH_CHECK_VALUE(p.requires_grad(), function, ": params[", i,
                       "] does not require gradients; leave it out.");
+    TORCH_CHECK_VALUE(p.scalar_type() == at::kFloat || p.scalar_type() == at::kDouble, function,
+                      ": params[", i, "] is ", p.scalar_type(), "; it must be float32 or float64.");
     const auto is_p = [&](const at::Tensor& other) { return other.is_same(p); };
     TORCH_CHECK_VALUE(std::none_of(params.begin(), params.begin() + i, is_p), function, ": params[",
                       i, "] is in params twice.");

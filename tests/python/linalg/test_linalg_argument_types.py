@@ -116,3 +116,43 @@ def test_checks_leave_one_compiled_graph(dynamic):
 def test_proxies_of_fx_are_tensors():
     graph = torch.fx.symbolic_trace(lambda A: linalg.matrix_power(linalg.kron(A, A), 0.5))
     torch.testing.assert_close(graph(I), torch.eye(9))
+
+
+@pytest.mark.parametrize("value", [1.5, "x", None, True, 2**63])
+def test_numbers_of_products_and_seeds_must_be_integers(value):
+    remedy = r" is .*; it must be an integer below 2\*\*63\."
+    for function in ("hutchinson_trace", "hutchinson_diagonal", "logdet"):
+        for name in ("num_samples", "block_size", "seed"):
+            refuses(name + remedy, function, I, **{name: value})
+    for function in ("hutchpp", "xdiag"):
+        for name in ("num_products", "seed"):
+            refuses(name + remedy, function, I, **{name: value})
+    refuses("num_steps" + remedy, "logdet", I, num_steps=value)
+    for function in ("lanczos", "arnoldi"):
+        refuses("seed" + remedy, function, I, 1, seed=value)
+        refuses(r"k is .*; it must be from 1 to n\.", function, I, value)
+        refuses("max_restarts is .*; it must be an integer", function, I, 1, max_restarts=value)
+        if value is not None:
+            refuses("block_size is .*; it must be a positive", function, I, 1, block_size=value)
+            refuses("max_basis is .*; it must be a positive", function, I, 1, max_basis=value)
+
+
+@pytest.mark.parametrize("function", ["lanczos", "arnoldi"])
+def test_other_arguments_of_eigenpairs(function):
+    refuses(r"which is 3 \(int\); it must be a string", function, I, 1, which=3)
+    refuses(r"tol is 'x' \(str\); it must be a number", function, I, 1, tol="x")
+    refuses(r"start is 'x' \(str\); it must be a tensor", function, I, 1, start="x")
+
+
+@pytest.mark.parametrize("function", ["hvp_operator", "fisher_operator"])
+def test_losses_and_parameters_of_operators(function):
+    w, half = (torch.ones(2, dtype=d, requires_grad=True) for d in (torch.float32, torch.float16))
+    refuses(r"loss_fn is 3 \(int\); it must be a function", function, 3, [w])
+    refuses(r"params\[1\] is torch\.float16; it must be float32", function, w.square, [w, half])
+    refuses("params has no entries", function, w.square, [torch.ones(0, requires_grad=True)])
+
+
+def test_the_loss_of_a_hessian_is_a_scalar():
+    w = torch.ones(2, requires_grad=True)
+    refuses(r"loss_fn returns \(2,\); it must return a scalar", "hvp_operator", w.square, [w])
+    refuses("loss_fn returns float; it must return a scalar", "hvp_operator", lambda: 1.0, [w])
