@@ -55,10 +55,15 @@ class WorkspaceUse:
     scratch_bytes: int
 
 
-def as_device(device: torch.device | str | int) -> torch.device:
+def as_device(function: str, device: torch.device | str | int) -> torch.device:
     """The device; an integer is the index of a CUDA device."""
-    # torch.device(int) means the accelerator, and raises without one.
-    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    try:
+        # torch.device(int) means the accelerator, and raises without one.
+        return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"{function}: device is {device!r}; it must be a CUDA device or the CPU"
+        ) from error
 
 
 def memory_info(device: torch.device | str | int | None = None) -> MemoryInfo:
@@ -74,7 +79,7 @@ def memory_info(device: torch.device | str | int | None = None) -> MemoryInfo:
     if device is None:
         chosen = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     else:
-        chosen = as_device(device)
+        chosen = as_device("memory_info", device)
     if chosen.type == "cuda" and chosen.index is None and torch.cuda.is_available():
         chosen = torch.device("cuda", torch.cuda.current_device())
     total, available, allocated, cached, arena, in_use, limit = _ops.memory_info(chosen)
@@ -109,9 +114,10 @@ def set_workspace_limit(bytes: int | None) -> None:
     Raises:
         ValueError: not an integer, or negative.
     """
-    if bytes is not None and (not isinstance(bytes, int) or isinstance(bytes, bool)):
+    is_integer = isinstance(bytes, int) and not isinstance(bytes, bool) and bytes < 2**63
+    if bytes is not None and not is_integer:
         raise ValueError(
             f"set_workspace_limit: bytes is {bytes!r} ({type(bytes).__name__}); it must be an "
-            "integer, or None for no limit"
+            "integer below 2**63, or None for no limit"
         )
     _ops.set_workspace_limit(bytes)

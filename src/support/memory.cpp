@@ -52,15 +52,16 @@ int64_t control_group_memory() {
 
 }  // namespace
 
-CudaMemoryInfo cuda_memory_info(std::optional<c10::Device> device) {
-  TORCH_CHECK_VALUE(!device || device->is_cpu() || device->is_cuda(),
-                    "cuda_memory_info: device is ", *device,
-                    "; it must be a CUDA device or the CPU");
+namespace {
+
+CudaMemoryInfo checked_memory_info(const char* function, std::optional<c10::Device> device) {
+  TORCH_CHECK_VALUE(!device || device->is_cpu() || device->is_cuda(), function, ": device is ",
+                    *device, "; it must be a CUDA device or the CPU");
   if (!at::hasCUDA() || (device && device->is_cpu())) return {};
   const auto count = at::accelerator::deviceCount();
   const auto index =
       device && device->has_index() ? device->index() : at::accelerator::getDeviceIndex();
-  TORCH_CHECK_VALUE(index < count, "cuda_memory_info: device is cuda:", static_cast<int>(index),
+  TORCH_CHECK_VALUE(index < count, function, ": device is cuda:", static_cast<int>(index),
                     "; there are ", static_cast<int>(count), " CUDA devices");
   at::globalContext().lazyInitDevice(c10::kCUDA);
   auto* allocator = at::getDeviceAllocator(c10::kCUDA);
@@ -69,6 +70,12 @@ CudaMemoryInfo cuda_memory_info(std::optional<c10::Device> device) {
   constexpr auto all = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
   return {static_cast<int64_t>(total), static_cast<int64_t>(free),
           stats.allocated_bytes[all].current, stats.reserved_bytes[all].current, true};
+}
+
+}  // namespace
+
+CudaMemoryInfo cuda_memory_info(std::optional<c10::Device> device) {
+  return checked_memory_info("cuda_memory_info", device);
 }
 
 int64_t free_memory(c10::Device device) {
@@ -82,7 +89,7 @@ int64_t free_memory(c10::Device device) {
 MemoryInfo memory_info(std::optional<c10::Device> device) {
   const c10::Device chosen = device.value_or(
       at::hasCUDA() && at::accelerator::deviceCount() > 0 ? c10::Device(c10::kCUDA) : c10::kCPU);
-  const auto of_cuda = cuda_memory_info(chosen);  // checks the device
+  const auto of_cuda = checked_memory_info("memory_info", chosen);
   TORCH_CHECK_VALUE(chosen.is_cpu() || of_cuda.available, "memory_info: device is ", chosen,
                     "; there is no CUDA device");
   c10::Device place = chosen;

@@ -5,6 +5,7 @@ torchium package.
 """
 
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -121,8 +122,17 @@ class CUDAMemoryOps:
             dtype: by default torch's default dtype.
 
         Raises:
-            ValueError: a negative size.
+            ValueError: a size that is negative or no integer, or another dtype than torch's.
         """
+        is_sequence = isinstance(shape, Sequence) and not isinstance(shape, str)
+        if not is_sequence or not all(isinstance(size, Integral) for size in shape):
+            raise ValueError(
+                f"efficient_tensor_creation: shape is {shape!r}; it must be a sequence of integers"
+            )
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise ValueError(
+                f"efficient_tensor_creation: dtype is {dtype!r}; it must be a torch.dtype"
+            )
         chosen = torch.get_default_device() if device is None else torch.device(device)
         result: Tensor = torch.ops.torchium.efficient_tensor_creation(tuple(shape), chosen, dtype)
         return result
@@ -185,7 +195,7 @@ def cuda_memory_info(device: torch.device | str | int | None = None) -> dict[str
 def _cuda_index(device: torch.device | str | int | None) -> int | None:
     """The index of the CUDA device; None for the CPU or without CUDA."""
     if device is not None:
-        device = as_device(device)
+        device = as_device("get_memory_info", device)
         if device.type not in ("cuda", "cpu"):
             raise ValueError(f"device is {device}; it must be a CUDA device or the CPU")
     if not torch.cuda.is_available() or (device is not None and device.type == "cpu"):

@@ -116,9 +116,7 @@ def every_block_is_saved_by_its_owner(ranks: int) -> None:
     """Shares of the state, into one process and from one."""
     folder = Path(os.environ["SHARED_STEPS_FOLDER"])
     for layout, options in (
-        ("rows", OPTIONS["all_buffers"]),
-        ("rows of columns", OPTIONS["unpreconditioned"]),
-        ("replicas of rows", OPTIONS["penalty"]),
+        ("replicas of rows", OPTIONS["all_buffers"]),
         ("strided rows", OPTIONS["diagonal"]),
     ):
         mesh, placements = layouts(ranks)[layout]

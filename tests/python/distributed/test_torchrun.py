@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,9 @@ STEPS, DEATH, RANKS = 5, 2, 3
 SCRIPT = Path(__file__).with_name("elastic_training.py")
 
 
-def start_torchrun(folder: Path, ranks: int, **environment: str) -> subprocess.Popen[str]:
+def start_torchrun(
+    folder: Path, output: Path, ranks: int, **environment: str
+) -> subprocess.Popen[str]:
     """One of at most two hosts."""
     options = {
         "nnodes": "1:2",
@@ -31,11 +34,17 @@ def start_torchrun(folder: Path, ranks: int, **environment: str) -> subprocess.P
     flags = [f"--{name}={value}" for name, value in options.items()]
     command = [sys.executable, "-m", "torch.distributed.run", *flags, SCRIPT, folder, STEPS, RANKS]
     path = os.pathsep.join(p for p in sys.path if p)
-    own = {"MKL_CBWR": "COMPATIBLE", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    own = {
+        "MKL_CBWR": "COMPATIBLE",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": path,
+        # Workers of a new round would find addresses of the last one in a common store.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
     return subprocess.Popen(
         [str(word) for word in command],
         env={**os.environ, **own, **environment},
-        stdout=subprocess.PIPE,
+        stdout=output.open("w"),
         stderr=subprocess.STDOUT,
         text=True,
     )
@@ -64,15 +73,16 @@ def values_alone() -> list[torch.Tensor]:
 @pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 @pytest.mark.xdist_group("ranks")
 def test_fewer_ranks_resume_after_a_death(tmp_path):
-    survivor = start_torchrun(tmp_path, RANKS - 1)
-    victim = start_torchrun(tmp_path, 1, DIES_AT_STEP=str(DEATH))
+    output = tmp_path / "output"
+    survivor = start_torchrun(tmp_path, output, RANKS - 1)
+    victim = start_torchrun(tmp_path, tmp_path / "victim", 1, DIES_AT_STEP=str(DEATH))
     try:
-        victim.wait(timeout=200)
-        output, _ = survivor.communicate(timeout=200)
+        survivor.wait(timeout=200)
     finally:
-        survivor.kill()
+        survivor.terminate()  # its processes too
         victim.kill()
-    assert survivor.returncode == 0, output
+    assert victim.wait() == -signal.SIGKILL
+    assert survivor.returncode == 0, output.read_text()
     steps = [tuple(map(int, line.split())) for line in (tmp_path / "log").read_text().splitlines()]
     assert steps == [(step, RANKS if step < DEATH else RANKS - 1) for step in range(STEPS)]
     values = torch.load(tmp_path / "values.pt")

@@ -254,3 +254,24 @@ def test_the_report_lists_the_arena():
     del x
     CUDAMemoryOps.release_arenas()
     assert not uses("Arena")
+
+
+def test_devices_and_limits_that_do_not_fit_are_named():
+    for device in ("meta", "banana", 3.5, -1):
+        with pytest.raises(
+            ValueError, match=rf"memory_info: device is '?{device}'?; it must be a CUDA"
+        ):
+            torchium.memory_info(device)
+    with pytest.raises(
+        ValueError, match=r"set_workspace_limit: bytes is 9223372036854775808 \(int\)"
+    ):
+        torchium.set_workspace_limit(2**63)
+
+
+@pytest.mark.parametrize("shape", [5, "5", (1.5,), ("a",), None])
+def test_shapes_of_the_arena_are_sequences_of_integers(shape):
+    message = r"efficient_tensor_creation: shape is .*; it must be a sequence of integers"
+    with pytest.raises(ValueError, match=message):
+        zeros(shape)
+    with pytest.raises(ValueError, match=r"dtype is 'f'; it must be a torch\.dtype"):
+        zeros((2,), dtype="f")
