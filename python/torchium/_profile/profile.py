@@ -95,8 +95,9 @@ def profile(
 
     Raises:
         ImportError: ``roofline`` is given and matplotlib is not installed; nothing is run.
-        ValueError: ``roofline`` is no path, the device is neither CUDA nor CPU, or there is no CUDA device;
-            nothing is run.
+        ValueError: the device is neither CUDA nor CPU, or there is no CUDA device; ``roofline`` is no path, or
+            in no folder. Nothing is run.
+        RuntimeError: another profiler of torch is running.
 
     Example:
         >>> with torchium.profile("roofline.png") as profile:
@@ -105,9 +106,13 @@ def profile(
     """
     chosen = _checked(device)
     if roofline is not None:
-        if not isinstance(roofline, (str, os.PathLike)):
-            raise ValueError(f"profile: roofline is {roofline!r}; it must be the path of a PNG")
+        _check_picture(roofline)
         check_matplotlib()
+    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        raise RuntimeError(
+            "profile: another profiler of torch is running; leave its block, or that of the outer "
+            "torchium.profile(), first"
+        )
     result = Profile(chosen)
     activities = [torch.profiler.ProfilerActivity.CPU]
     if chosen.type == "cuda":
@@ -129,6 +134,13 @@ def profile(
         print(result)
     if roofline is not None:
         draw_roofline(result.phases, result.limits, str(chosen), Path(roofline))
+
+
+def _check_picture(roofline: Any) -> None:
+    if not isinstance(roofline, (str, os.PathLike)) or not Path(roofline).parent.is_dir():
+        raise ValueError(
+            f"profile: roofline is {roofline!r}; it must be a path in an existing folder"
+        )
 
 
 def _checked(device: torch.device | str | None) -> torch.device:

@@ -195,7 +195,7 @@ def cuda_memory_info(device: torch.device | str | int | None = None) -> dict[str
 def _cuda_index(device: torch.device | str | int | None) -> int | None:
     """The index of the CUDA device; None for the CPU or without CUDA."""
     if device is not None:
-        device = as_device("get_memory_info", device)
+        device = as_device("cuda_memory_info", device)
         if device.type not in ("cuda", "cpu"):
             raise ValueError(f"device is {device}; it must be a CUDA device or the CPU")
     if not torch.cuda.is_available() or (device is not None and device.type == "cpu"):

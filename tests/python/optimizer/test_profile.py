@@ -189,6 +189,27 @@ def test_a_roofline_that_cannot_be_drawn_runs_nothing(monkeypatch, tmp_path):
     assert ran
 
 
+@pytest.mark.parametrize("outer", ["torch", "torchium"])
+def test_a_second_profiler_is_refused_before_anything_runs(outer):
+    device = {"device": "cpu", "print_table": False}
+    first = torch.profiler.profile() if outer == "torch" else torchium.profile(**device)
+    ran = []
+    message = "another profiler of torch is running"
+    with first, pytest.raises(RuntimeError, match=message), torchium.profile(**device):
+        ran.append(1)
+    assert not ran
+    with torchium.profile(**device) as profile, torch.profiler.record_function("torchium::x"):
+        torch.ones(9).sum()
+    assert [phase.name for phase in profile.phases] == ["x"]
+
+
+@pytest.mark.parametrize("path", [3, "no-folder/roofline.png"])
+def test_a_picture_needs_a_folder(path):
+    message = r"profile: roofline is .*; it must be a path in an existing folder"
+    with pytest.raises(ValueError, match=message):
+        torchium.profile(path, device="cpu").__enter__()
+
+
 def test_an_error_of_the_block_passes(capsys):
     with pytest.raises(ZeroDivisionError), torchium.profile(device="cpu") as profile:
         1 / 0  # noqa: B018
