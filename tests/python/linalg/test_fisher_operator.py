@@ -98,6 +98,6 @@ def test_what_has_no_fisher_matrix():
     refuses("has no graph", (losses, z.detach()), fisher="ggn")
     refuses("depend on none of params", losses, params=network(torch.device("cpu"))[0].parameters())
     refuses("params has no entries", losses, params=[])
-    with pytest.raises(ValueError, match="fisher_operator: loss_fn is .*; it must be a function"):
+    with pytest.raises(ValueError, match=r"fisher_operator: loss_fn is .*; it must be a function"):
         linalg.fisher_operator(losses, params)
     refuses(r"params\[1\] is in params twice", losses, params=[params[0], params[0]])

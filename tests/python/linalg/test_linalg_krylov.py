@@ -388,9 +388,7 @@ def test_parameters_of_which_there_is_no_hessian():
     refuses(r"params\[2\] is in params twice", [params[0], params[1], params[0]])
     refuses("the loss depends on none of params", network()[0].parameters())
     refuses("has no graph", params, lambda: F.cross_entropy(model(x), y).detach())
-    refuses(
-        "hvp_operator: loss_fn is .*; it must be a function", params, model(x).square().mean()
-    )
+    refuses("hvp_operator: loss_fn is .*; it must be a function", params, model(x).square().mean())
     params[1].requires_grad_(False)
     refuses(r"params\[1\] does not require gradients; leave it out", params)
 
