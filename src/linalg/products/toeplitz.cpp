@@ -64,8 +64,10 @@ at::Tensor toeplitz_gram(const at::Tensor& M) {
 
 // Diagonal j of y y^T has the sum: sum over i of y_i y_{i + j}, whose transform is |y^|^2.
 at::Tensor toeplitz_moment(const at::Tensor& X, const at::Tensor& M) {
-  const at::Tensor Y = M.defined() ? toeplitz_multiply(M, X, /*transposed=*/true) : X;
   const Transforms transforms(X.size(1));
+  // There and back also without M: the same bits as with an identity.
+  const at::Tensor Y = M.defined() ? toeplitz_multiply(M, X, /*transposed=*/true)
+                                   : transforms.inverse(transforms.of(X));
   const at::Tensor power = at::view_as_real(transforms.of(Y)).square().sum({2, 3});
   return projected(transforms.inverse(power.unsqueeze(-1)));
 }
