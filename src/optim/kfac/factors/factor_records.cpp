@@ -156,7 +156,9 @@ void FactorRecords::record_product(const FactorWeight& weight, const LayerCall& 
   gradients::detail::update_kronecker_factors_(sums.A, sums.G, call, matrix.sizes(),
                                                /*accumulate=*/!is_first, weight.sharing,
                                                factors_of(column), &structured);
-  if (!weight.G.defined() && layout.structures.G == Structure::kToeplitz) {
+  // Not from the diagonal of G, whose last bits are those of another sum.
+  const bool may_be_table = call.kind == LayerKind::kLinear && !layer.is_transposed;
+  if (!weight.G.defined() && may_be_table && layout.structures.G != Structure::kDiagonal) {
     if (!sums.G_diagonal.defined()) {
       sums.G_diagonal = at::zeros({layout.groups, layout.order_G(weight.param)}, sums.G.options());
     }

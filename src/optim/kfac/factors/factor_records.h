@@ -28,8 +28,7 @@ struct FactorSums {
 
   at::Tensor A;  // undefined: only lookups so far
   at::Tensor G;
-  // Beside a first Toeplitz sum G, which has none: a later call may show that the weight is a
-  // table.
+  // Beside the first sum G of a linear layer: a later call may show that the weight is a table.
   at::Tensor G_diagonal;
   bool A_is_of_gradients = false;  // of a table: G has the frequencies of the words
   // Of lookups (gradients/factors/kronecker_factors.h); undefined: none.
