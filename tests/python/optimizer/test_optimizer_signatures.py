@@ -165,6 +165,8 @@ SIGNATURES = {
             "adaptive_damping": False,
             "grad_scaler": None,
             "maximize": False,
+            "process_group": None,
+            "grad_worker_fraction": 1.0,
         },
     ),
     torchium.KFACPreconditioner: (
@@ -189,6 +191,8 @@ SIGNATURES = {
             "max_factor_size": 5000,
             "factor_dtype": None,
             "grad_scaler": None,
+            "process_group": None,
+            "grad_worker_fraction": 1.0,
         },
     ),
     torchium.NaturalGradient: (
@@ -204,6 +208,7 @@ SIGNATURES = {
             "grad_scaler": None,
             "maximize": False,
             "graphs": "auto",
+            "process_group": None,
         },
     ),
 }
@@ -221,6 +226,12 @@ def test_signature_and_defaults(cls):
     expected = {**positional, **keyword_only}
     assert {p.name: p.default for p in rest} == expected
     group = cls(mlp().parameters()).param_groups[0]
-    for name in ("grad_scaler", "process_group", "comm_dtype", "bucket_bytes"):
+    for name in (
+        "grad_scaler",
+        "process_group",
+        "grad_worker_fraction",
+        "comm_dtype",
+        "bucket_bytes",
+    ):
         expected.pop(name, None)
     assert {k: v for k, v in group.items() if k != "params"} == expected
