@@ -579,37 +579,6 @@ def test_the_message_names_the_parameter():
         optimizer.load_state_dict(state_dict)
 
 
-@pytest.mark.parametrize("name", ALL_CASES)
-@pytest.mark.parametrize("other", [torch.optim.SGD, torch.optim.Adam, *ALL_CASES])
-def test_state_of_another_kind_of_optimizer_is_refused(name, other):
-    model = mlp()
-    foreign = ALL_CASES[other] if isinstance(other, str) else other
-    optimizer = foreign(model.parameters(), lr=0.1)
-    if isinstance(optimizer, torch.optim.SGD):
-        optimizer.param_groups[0]["momentum"] = 0.9
-    run(model, optimizer)
-    same_class = type(ALL_CASES[name](mlp().parameters())) is type(optimizer)
-    loader = ALL_CASES[name](model.parameters())
-    if same_class:  # the options come with the checkpoint
-        loader.load_state_dict(optimizer.state_dict())
-        return
-    # Those of torch.optim.Adagrad fit; natural gradient and K-FAC have options of the same names.
-    message = r"is not one of|Adam or AdamW|solver must|missing|unexpected"
-    with pytest.raises(ValueError, match=message):
-        loader.load_state_dict(optimizer.state_dict())
-    assert not any(loader.state.values())
-
-
-@all_cases
-@pytest.mark.parametrize("other", [torch.optim.SGD, torch.optim.AdamW])
-def test_options_of_another_kind_of_optimizer_are_refused(make, other):
-    optimizer = make(mlp().parameters())
-    before = copy.deepcopy(optimizer.defaults)
-    with pytest.raises(ValueError, match=r"state_dict is not one of .* is missing from parameter"):
-        optimizer.load_state_dict(other(mlp().parameters(), lr=0.125).state_dict())
-    assert all(optimizer.param_groups[0][name] == value for name, value in before.items())
-
-
 COUNTS_AND_SQUARES = (
     *("step", "factor_updates", "moment_updates"),
     *("sum", "diagonal", "grafting_second_moment"),
