@@ -1,4 +1,4 @@
-"""Shared by all tests: devices, the visible skip of tests that need CUDA, threads, hypothesis' profiles.
+"""Shared by all tests: devices, seeds, the visible skip of tests that need CUDA, threads, hypothesis' profiles.
 
 It also makes `import reference` work: pytest puts the folder of this file on the path.
 """
@@ -23,6 +23,12 @@ def pytest_configure() -> None:
         threads = max(1, len(os.sched_getaffinity(0)) // workers)
         torch.set_num_threads(threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # of the programs that tests start
+
+
+@pytest.hookimpl(tryfirst=True)  # before the fixtures of the test, of any scope
+def pytest_runtest_setup() -> None:
+    """Gives each test the same random numbers, in whichever worker and order it runs."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])

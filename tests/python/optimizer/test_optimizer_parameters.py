@@ -81,7 +81,8 @@ def test_the_memory_format_of_a_parameter_does_not_matter(make):
             optimizer.step()
         strided.weight.grad = strided.weight.grad.contiguous(memory_format=torch.channels_last)
     assert strided.weight.is_contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(values(strided), values(plain), rtol=1e-5, atol=1e-6)
+    # Statistics of two gradients are singular, and their roots amplify the rounding of another order of sums.
+    torch.testing.assert_close(values(strided), values(plain), rtol=1e-4, atol=2e-5)
 
 
 @plain_or_kfac_cases
