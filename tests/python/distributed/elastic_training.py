@@ -1,7 +1,7 @@
 """A run of fully_shard and Shampoo that resumes from its last checkpoint, as torchrun starts it.
 
-usage: elastic_training.py FOLDER STEPS RANKS. RANKS begin; fewer may go on. With DIES_AT_STEP in the environment, the
-process and the torchrun that started it are killed at that step.
+usage: elastic_training.py FOLDER STEPS RANKS. RANKS begin; fewer may go on. Saves the parameters and those of a run in
+one process. With DIES_AT_STEP in the environment, the process and the torchrun that started it are killed at that step.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from sharded_cases import fully_sharded, set_gradients
-from shared_tools import OPTIONS, shampoo
+from shampoo_tools import OPTIONS, set_gradients, shampoo, train
+from sharded_shampoo_cases import fully_sharded, network
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 
@@ -51,8 +51,15 @@ def main(folder: Path, steps: int, ranks: int) -> None:
         dist.barrier()
     values = [p.full_tensor().detach() for p in params]
     if dist.get_rank() == 0:
-        torch.save(values, folder / "values.pt")
+        torch.save((values, trained_alone(steps)), folder / "values.pt")
     dist.destroy_process_group()
+
+
+def trained_alone(steps: int) -> list[torch.Tensor]:
+    """Here, where MKL has the same environment, because a process that only does this imports for seconds."""
+    params = [*network().parameters()]
+    train(shampoo(params, **OPTIONS["all_buffers"]), params, range(steps))
+    return [p.detach() for p in params]
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from group_tools import assert_same, assert_same_on_all_ranks, in_one_process, world
 from kfac_tools import (
     FRACTIONS,
     Batch,
@@ -13,7 +14,6 @@ from kfac_tools import (
     Small,
     Tied,
     assert_close,
-    in_one_process,
     kfac,
     network,
     own_part,
@@ -23,7 +23,7 @@ from kfac_tools import (
     step_shared,
     trained,
 )
-from shared_tools import assert_same, assert_same_on_all_ranks, case, world
+from ranks import case
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -43,8 +43,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@case
-def kfac_equals_one_process(ranks: int) -> None:
+@case(2, 3)
+def equals_one_process(ranks: int) -> None:
     for i, (name, options) in enumerate(OPTIONS.items()):
         expected = state_of(*trained(steps=range(5), **options))
         # All with the options whose inverses are the usual ones.
@@ -57,7 +57,7 @@ def kfac_equals_one_process(ranks: int) -> None:
                 raise AssertionError(f"{name}, {fraction}") from error
 
 
-@case
+@case(3)
 def ekfac_equals_one_process(ranks: int) -> None:
     options = {"damping_split": "exact", "ekfac": True, "kind": Small}
     expected = state_of(*trained(**options))
@@ -66,14 +66,14 @@ def ekfac_equals_one_process(ranks: int) -> None:
     assert_close(state_of(model, optimizer), expected)
 
 
-@case
+@case(3)
 def a_tied_head(ranks: int) -> None:
     for options in ({}, {"solver": "inverse_free"}):
         expected = state_of(*trained(kind=Tied, **options))
         assert_close(state_of(*shared(kind=Tied, **options)), expected)
 
 
-@case
+@case(2, 3)
 def unequal_batches(ranks: int) -> None:
     for reduction, options in (
         ("mean", {}),
@@ -94,8 +94,8 @@ def unequal_batches(ranks: int) -> None:
         assert_close(states[1], states[0])
 
 
-@case
-def kfac_data_parallel_training(ranks: int) -> None:
+@case(3)
+def data_parallel_training(ranks: int) -> None:
     """With micro-batches, of which the first does not synchronise gradients."""
     for name in ("KFAC", "KFACPreconditioner"):
         states = []
@@ -127,7 +127,7 @@ def kfac_data_parallel_training(ranks: int) -> None:
         assert_close(states[1], states[0])
 
 
-@case
+@case(3)
 def a_scaled_loss(ranks: int) -> None:
     expected = state_of(*trained(steps=range(4)))
     model = network()
@@ -146,7 +146,7 @@ def a_scaled_loss(ranks: int) -> None:
     assert_close(state_of(model, optimizer), expected)
 
 
-@case
+@case(3)
 def sampled_targets_of_each_rank(ranks: int) -> None:
     """The Fisher matrix has no equal in one process: each rank draws its own targets."""
     model = network()
@@ -166,7 +166,7 @@ def sampled_targets_of_each_rank(ranks: int) -> None:
     assert_same_on_all_ranks([state[key] for key in sorted(state)])
 
 
-@case
+@case(3)
 def one_rank_is_no_group(ranks: int) -> None:
     groups = [dist.new_group([rank]) for rank in range(ranks)]
     states = []
@@ -179,7 +179,7 @@ def one_rank_is_no_group(ranks: int) -> None:
     assert_same(states[1], states[0])
 
 
-@case
+@case(3)
 def layers_come_and_go(ranks: int) -> None:
     for fraction in FRACTIONS:
         states = []
@@ -213,7 +213,7 @@ def layers_come_and_go(ranks: int) -> None:
         assert_close(states[1], states[0])
 
 
-@case
+@case(3)
 def another_damping_split(ranks: int) -> None:
     for fraction in FRACTIONS:
         states = []
@@ -228,7 +228,7 @@ def another_damping_split(ranks: int) -> None:
         assert_close(states[1], states[0])
 
 
-@case
+@case(2, 3)
 def workers_alone_keep_inverses(ranks: int) -> None:
     kept = {}
     for fraction in FRACTIONS:
@@ -247,7 +247,7 @@ def workers_alone_keep_inverses(ranks: int) -> None:
     }
 
 
-@case
+@case(3)
 def the_step_of_a_preconditioner_leaves_the_rest(ranks: int) -> None:
     model = network()
     optimizer = kfac(model, world(), name="KFACPreconditioner", grad_worker_fraction=0.01)

@@ -10,6 +10,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from group_tools import (
+    assert_same,
+    assert_same_on_all_ranks,
+    is_last,
+    message_of,
+    whole_state,
+    world,
+)
 from kfac_tools import (
     FRACTIONS,
     Batch,
@@ -24,20 +32,9 @@ from kfac_tools import (
     sum_gradients,
     trained,
 )
-from shared_tools import (
-    assert_same,
-    assert_same_on_all_ranks,
-    case,
-    message_of,
-    whole_state,
-    world,
-)
+from ranks import case
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-
-
-def is_last() -> bool:
-    return dist.get_rank() == dist.get_world_size() - 1
 
 
 def backward(model: nn.Module, step: int, prepare: Callable[[Batch], None] | None = None) -> None:
@@ -50,7 +47,7 @@ def backward(model: nn.Module, step: int, prepare: Callable[[Batch], None] | Non
     sum_gradients(model, len(own) / len(batch))
 
 
-@case
+@case(3)
 def samples_of_one_rank_are_not_finite(ranks: int) -> None:
     for fraction in FRACTIONS:
         model, optimizer = shared(grad_worker_fraction=fraction, steps=range(2), TCov=1, TInv=1)
@@ -70,7 +67,7 @@ def samples_of_one_rank_are_not_finite(ranks: int) -> None:
         assert_same_on_all_ranks([*model.parameters()])
 
 
-@case
+@case(3)
 def factors_of_one_rank_are_too_large(ranks: int) -> None:
     """Finite gradients, but the squares of inputs overflow."""
     model, optimizer = shared(steps=range(2), TCov=1, grad_worker_fraction=0.01)
@@ -88,7 +85,7 @@ def factors_of_one_rank_are_too_large(ranks: int) -> None:
     assert_same(state_of(model, optimizer), before)
 
 
-@case
+@case(3)
 def a_scaler_of_one_rank_found_inf(ranks: int) -> None:
     model, optimizer = shared(steps=range(2), grad_worker_fraction=0.01)
     before = state_of(model, optimizer)
@@ -102,7 +99,7 @@ def a_scaler_of_one_rank_found_inf(ranks: int) -> None:
     assert_same(state_of(model, optimizer), before)
 
 
-@case
+@case(3)
 def an_error_of_one_rank_is_one_of_all(ranks: int) -> None:
     model, optimizer = shared(steps=range(2), grad_worker_fraction=0.01)
     before = state_of(model, optimizer)
@@ -131,7 +128,7 @@ def an_error_of_one_rank_is_one_of_all(ranks: int) -> None:
     assert_same_on_all_ranks([*model.parameters()])
 
 
-@case
+@case(3)
 def a_layer_runs_on_one_rank_alone(ranks: int) -> None:
     """At first, when no rank has factors, and later."""
     for first in (0, 2):
@@ -162,7 +159,7 @@ def a_layer_runs_on_one_rank_alone(ranks: int) -> None:
         assert_same_on_all_ranks([*model.parameters()])
 
 
-@case
+@case(3)
 def other_options_of_one_rank(ranks: int) -> None:
     model = network()
     optimizer = kfac(model, world(), grad_worker_fraction=1.0 if is_last() else 0.01)
@@ -183,7 +180,7 @@ def other_options_of_one_rank(ranks: int) -> None:
         optimizer.param_groups[0][name] = right
 
 
-@case
+@case(3)
 def a_checkpoint_on_one_rank_alone(ranks: int) -> None:
     model, optimizer = shared(steps=range(3))
     state = optimizer.state_dict()
@@ -197,7 +194,7 @@ def a_checkpoint_on_one_rank_alone(ranks: int) -> None:
     assert f"has other state, on rank {ranks - 1} of" in message or "captured" in message
 
 
-@case
+@case(3)
 def failed_roots_raise_on_all_ranks(ranks: int) -> None:
     for fraction in FRACTIONS:
         model, optimizer = shared(steps=range(1), TCov=100, TInv=1, grad_worker_fraction=fraction)
@@ -216,7 +213,7 @@ def failed_roots_raise_on_all_ranks(ranks: int) -> None:
         assert_same_on_all_ranks([*model.parameters()])
 
 
-@case
+@case(3)
 def inverses_that_one_rank_has_lost(ranks: int) -> None:
     """All ranks make them anew together."""
     states = []
@@ -232,8 +229,8 @@ def inverses_that_one_rank_has_lost(ranks: int) -> None:
     assert states[0].keys() == states[1].keys()
 
 
-@case
-def kfac_checkpoints_on_other_numbers_of_ranks(ranks: int) -> None:
+@case(3)
+def checkpoints_on_other_numbers_of_ranks(ranks: int) -> None:
     rank = dist.get_rank()
     groups = {1: dist.new_group([0]), 2: dist.new_group([0, 1]), ranks: world()}
     for options in ({}, {"damping_split": "exact"}, {"solver": "inverse_free"}):
@@ -286,8 +283,8 @@ def _take(model: nn.Module, optimizer: Any, group: Any, steps: range) -> None:
         optimizer.step()
 
 
-@case
-def kfac_copies_and_pickles_go_on(ranks: int) -> None:
+@case(3)
+def copies_and_pickles_go_on(ranks: int) -> None:
     for fraction in FRACTIONS:
         model, optimizer = shared(steps=range(3), grad_worker_fraction=fraction)
         copied = copy.deepcopy((model, optimizer))
@@ -300,7 +297,7 @@ def kfac_copies_and_pickles_go_on(ranks: int) -> None:
             assert_same(state_of(*other), expected)
 
 
-@case
+@case(3)
 def a_rank_alone_does_not_wait_for_inverses(ranks: int) -> None:
     _, optimizer = shared(steps=range(1), grad_worker_fraction=0.01)
     kind, message = message_of(optimizer.state_dict)
@@ -311,8 +308,8 @@ def a_rank_alone_does_not_wait_for_inverses(ranks: int) -> None:
         assert any("A_inverse" in state for state in optimizer.state_dict()["state"].values())
 
 
-@case
-def wrong_arguments_of_kfac(ranks: int) -> None:
+@case(3)
+def wrong_arguments(ranks: int) -> None:
     for wrong, text in (
         ({"process_group": "WORLD"}, "process_group must be a torch.distributed.ProcessGroup"),
         (

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
-from shared_tools import whole_state, world
+from group_tools import in_one_process, whole_state, world
 from torch import Tensor, nn
 
 FRACTIONS = (1.0, 0.5, 0.01)  # of all workers, some, and one
@@ -109,13 +106,6 @@ def kfac(model: Any, group: Any = None, *, name: str = "KFAC", **options: Any) -
     if options.get("solver") == "inverse_free":
         del given["TInv"]
     return getattr(torchium, name)(model, process_group=group, **{**given, **options})
-
-
-@contextmanager
-def in_one_process() -> Iterator[None]:
-    """As if no other process ran, for an optimizer without a group."""
-    with mock.patch("torchium.optimizers._core.capturing.processes", return_value=1):
-        yield
 
 
 def step_alone(model: nn.Module, optimizer: Any, batch: Batch, *, reduction: str = "mean") -> None:

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torchium
 from captured_layers import MODELS, loss_fn, model_and_batch
+from group_tools import assert_same, assert_same_on_all_ranks, in_one_process
 from natural_gradient_tools import (
     SOLVERS,
     Dense,
@@ -22,7 +24,7 @@ from natural_gradient_tools import (
     step,
     trained,
 )
-from shared_tools import assert_same_on_all_ranks, case
+from ranks import case
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn import functional as F
@@ -50,7 +52,7 @@ def follow_dense(
     assert (report["iterations"] > 0) == (report["solver"] == "cg")
 
 
-@case
+@case(3)
 def all_layers_follow_the_dense_solve(ranks: int) -> None:
     for name in NAMES:
         follow_dense(name, "gram_by_layers" if name == "convolutions" else "gram", sizes_of(ranks))
@@ -58,7 +60,7 @@ def all_layers_follow_the_dense_solve(ranks: int) -> None:
         follow_dense("tied_embedding", solver, sizes_of(ranks))
 
 
-@case
+@case(3)
 def changed_gradients_follow_the_dense_solve(ranks: int) -> None:
     def clip_and_decay(params: list[Tensor]) -> None:
         for p in params:
@@ -68,7 +70,7 @@ def changed_gradients_follow_the_dense_solve(ranks: int) -> None:
         follow_dense("mlp", solver, sizes_of(ranks), 3, clip_and_decay, momentum=0.0)
 
 
-@case
+@case(3)
 def options_follow_the_dense_solve(ranks: int) -> None:
     for solver in ("gram", "explicit", "nystrom"):
         for options in (
@@ -78,7 +80,7 @@ def options_follow_the_dense_solve(ranks: int) -> None:
             follow_dense("mlp", solver, sizes_of(ranks), 4, **options)
 
 
-@case
+@case(3)
 def fewer_layers_than_ranks(ranks: int) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 3, bias=False).double()
@@ -97,7 +99,7 @@ def fewer_layers_than_ranks(ranks: int) -> None:
     assert_moved_alike(model, one, start, 1e-9)
 
 
-@case
+@case(2, 3)
 def equal_batches_are_one_batch(ranks: int) -> None:
     sizes = sizes_of(ranks, equal=True)
     for name in ("convolutions", "shared_everywhere", "embedding"):
@@ -116,7 +118,7 @@ def equal_batches_are_one_batch(ranks: int) -> None:
         assert_moved_alike(model, one, start, 1e-9)
 
 
-@case
+@case(3)
 def micro_batches_and_scaled_losses(ranks: int) -> None:
     model, _ = model_and_batch("sequence")
     start, reference = flat(model), Dense(model, update_freq=2)
@@ -174,7 +176,7 @@ def curvature_of_all_ranks(
     return model, one, start
 
 
-@case
+@case(2, 3)
 def curvatures_of_the_loss(ranks: int) -> None:
     for solver in ("gram", "cg"):
         for fisher, draws in (("ggn", [1] * 3), ("mc", [1] * 3), ("mc", [1, 3, 2])):
@@ -184,7 +186,7 @@ def curvatures_of_the_loss(ranks: int) -> None:
             assert_moved_alike(model, one, start, 1e-6)
 
 
-@case
+@case(3)
 def kept_curvatures(ranks: int) -> None:
     model, one, start = curvature_of_all_ranks(
         "mlp", sizes_of(ranks), [1, 2, 1], fisher="mc", update_freq=2
@@ -201,7 +203,7 @@ def rows_and_residuals(model: nn.Module, batch: Tensor) -> tuple[list[Tensor], T
     return list(rows.values()), residuals
 
 
-@case
+@case(2, 3)
 def given_jacobians(ranks: int) -> None:
     sizes = sizes_of(ranks)
     for solver in ("gram", "gram_by_layers", "explicit", "cg"):
@@ -223,7 +225,7 @@ def given_jacobians(ranks: int) -> None:
         assert optimizer.report()["rows"] == sum(sizes)
 
 
-@case
+@case(3)
 def adaptive_damping(ranks: int) -> None:
     sizes = sizes_of(ranks, equal=True)
     model, _ = model_and_batch("mlp")
@@ -253,7 +255,7 @@ def adaptive_damping(ranks: int) -> None:
     assert_same_on_all_ranks(trained(model))
 
 
-@case
+@case(3)
 def data_parallel_training(ranks: int) -> None:
     data = torch.randn(16, 4 * ranks, 10, generator=torch.Generator().manual_seed(1))
     losses = []
@@ -274,7 +276,7 @@ def data_parallel_training(ranks: int) -> None:
     assert abs(losses[0] - losses[1]) < 1e-2 * losses[1]
 
 
-@case
+@case(3)
 def half_precision_and_mixed_dtypes(ranks: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3).bfloat16())
@@ -290,7 +292,7 @@ def half_precision_and_mixed_dtypes(ranks: int) -> None:
         assert all(p.isfinite().all() for p in model.parameters())
 
 
-@case
+@case(3)
 def sequences_of_different_lengths(ranks: int) -> None:
     """The positions of a layer differ between ranks."""
     torch.manual_seed(0)
@@ -311,3 +313,21 @@ def sequences_of_different_lengths(ranks: int) -> None:
     expected.step()
     assert_moved_alike(model, one, start, 1e-9)
     assert dist.get_world_size() == ranks
+
+
+@case(2)
+def a_group_of_one_changes_no_bit(ranks: int) -> None:
+    results = []
+    for group in (None, alone()):
+        model, _ = model_and_batch("convolutions", dtype=torch.float32)
+        optimizer = torchium.NaturalGradient(model, update_freq=2, process_group=group)
+        with in_one_process():
+            for seed in range(4):
+                x, y = model_and_batch("convolutions", dtype=torch.float32, seed=seed)[1]
+                optimizer.zero_grad()
+                loss_fn(model(x), y).backward()
+                optimizer.step()
+        state = optimizer.state_dict()["state"]
+        tensors = {f"{i}.{k}": v for i, s in state.items() for k, v in s.items()}
+        results.append({**tensors, **model.state_dict()})
+    assert_same(results[1], results[0])

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from captured_layers import loss_fn, model_and_batch
+from group_tools import assert_same_on_all_ranks, is_last, message_of
 from natural_gradient_tools import (
     SOLVERS,
     alone,
@@ -24,7 +25,7 @@ from natural_gradient_tools import (
     step,
     trained,
 )
-from shared_tools import assert_same_on_all_ranks, case, message_of
+from ranks import case
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
@@ -34,11 +35,7 @@ def train(optimizer: Any, model: nn.Module, steps: range) -> None:
         step(optimizer, model, batches_of("mlp", sizes_of(dist.get_world_size()), seed)[own()])
 
 
-def is_last() -> bool:
-    return dist.get_rank() == dist.get_world_size() - 1
-
-
-@case
+@case(3)
 def samples_that_are_not_finite_on_one_rank(ranks: int) -> None:
     for solver in SOLVERS:
         model, (x, y) = model_and_batch("mlp")
@@ -56,7 +53,7 @@ def samples_that_are_not_finite_on_one_rank(ranks: int) -> None:
         assert_same_on_all_ranks(trained(model))
 
 
-@case
+@case(3)
 def rows_that_are_not_finite_on_one_rank(ranks: int) -> None:
     """The gradient is finite, but not the matrix."""
     for solver in SOLVERS:
@@ -75,7 +72,7 @@ def rows_that_are_not_finite_on_one_rank(ranks: int) -> None:
         assert_same_on_all_ranks(trained(model))
 
 
-@case
+@case(3)
 def gradients_and_scalers_that_differ(ranks: int) -> None:
     """Ranks that do not have the same gradients skip together all the same."""
     for solver in ("gram", "cg"):
@@ -102,7 +99,7 @@ def gradients_and_scalers_that_differ(ranks: int) -> None:
         assert_same_on_all_ranks(trained(model))
 
 
-@case
+@case(3)
 def an_error_on_one_rank_is_one_on_all(ranks: int) -> None:
     model, _ = model_and_batch("mlp")
     optimizer = natural_gradient(model)
@@ -135,7 +132,7 @@ def an_error_on_one_rank_is_one_on_all(ranks: int) -> None:
     assert_same_on_all_ranks(trained(model))
 
 
-@case
+@case(3)
 def an_error_in_update_jacobian_is_one_on_all(ranks: int) -> None:
     model, _ = model_and_batch("mlp")
     optimizer = natural_gradient([*model.parameters()])
@@ -153,7 +150,7 @@ def an_error_in_update_jacobian_is_one_on_all(ranks: int) -> None:
         assert all(p.grad is None for p in model.parameters())
 
 
-@case
+@case(3)
 def other_options_or_samples_on_one_rank(ranks: int) -> None:
     model, _ = model_and_batch("mlp")
     optimizer = natural_gradient(model)
@@ -185,7 +182,7 @@ def other_options_or_samples_on_one_rank(ranks: int) -> None:
     assert torch.equal(flat(model), before)
 
 
-@case
+@case(3)
 def another_precision_on_one_rank(ranks: int) -> None:
     model, (x, y) = model_and_batch("mlp", dtype=torch.float32)
     optimizer = natural_gradient(model)
@@ -199,7 +196,7 @@ def another_precision_on_one_rank(ranks: int) -> None:
     assert torch.equal(flat(model), before)
 
 
-@case
+@case(3)
 def without_a_group_the_step_is_refused(ranks: int) -> None:
     import torchium
 
@@ -211,7 +208,7 @@ def without_a_group_the_step_is_refused(ranks: int) -> None:
     assert "process_group" in message
 
 
-@case
+@case(3)
 def copies_and_own_checkpoints_go_on(ranks: int) -> None:
     """Between two matrices, with the batch that each rank keeps."""
     model, _ = model_and_batch("mlp")
@@ -237,7 +234,7 @@ def copies_and_own_checkpoints_go_on(ranks: int) -> None:
     assert_same_on_all_ranks(trained(model))
 
 
-@case
+@case(3)
 def the_checkpoint_of_one_rank_serves_all(ranks: int) -> None:
     """A rank without a batch of its own takes one in the next step."""
     sizes = sizes_of(ranks)
@@ -286,7 +283,7 @@ def rows_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
     return [*torch.cat([r.flatten(1) for r in rows.values()], 1)]
 
 
-@case
+@case(3)
 def optimizers_follow_one_process_after_a_checkpoint(ranks: int) -> None:
     """A state without a kept batch is that of one process."""
     sizes = sizes_of(ranks, equal=True)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from captured_layers import loss_fn, model_and_batch
+from group_tools import assert_same_on_all_ranks, world
 from reference import ReferenceNaturalGradient
 from reference.per_sample import per_sample_gradients
-from shared_tools import assert_same_on_all_ranks, world
 from torch import Tensor, nn
 
 Batch = tuple[Tensor, Tensor]

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import os
 from dataclasses import dataclass
-from pathlib import Path
-from unittest import mock
 
 import pytest
 import recipe_cases
 import torch
 import torch.distributed as dist
 import torchium
+from ranks import CASES, Ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -34,32 +32,20 @@ def missing(name: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory) -> Path:
-    """One group of processes runs all cases whose packages are installed."""
-    folder = tmp_path_factory.mktemp("recipes")
-    names = [name for name in recipe_cases.CASES if not missing(name)]
-    with mock.patch.dict(os.environ, {"MKL_CBWR": "COMPATIBLE", "OMP_NUM_THREADS": "1"}):
-        group = torch.multiprocessing.spawn(
-            recipe_cases.run, (RANKS, str(folder), names), nprocs=RANKS, join=False
-        )
-        while not group.join(timeout=240):
-            pass
-    return folder
+def group(tmp_path_factory):
+    """One group of processes for all cases."""
+    group = Ranks(RANKS, tmp_path_factory.mktemp("recipes"))
+    yield group
+    group.stop()
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 @pytest.mark.xdist_group("recipes")
-@pytest.mark.parametrize("name", recipe_cases.CASES)
-def test_on_two_ranks(results, name):
+@pytest.mark.parametrize("name", [name for module, name in CASES if module == "recipe_cases"])
+def test_on_two_ranks(group, name):
     if missing(name):
         pytest.skip(f"not installed: {', '.join(missing(name))}")
-    failures = []
-    for rank in range(RANKS):
-        file = results / f"{name}.{rank}"
-        text = file.read_text() if file.exists() else "did not run: an earlier case failed"
-        if text:
-            failures.append(f"rank {rank}: {text}")
-    assert not failures, "\n".join(failures)
+    group.check("recipe_cases", name)
 
 
 def grouped(model: nn.Module) -> list[dict[str, object]]:

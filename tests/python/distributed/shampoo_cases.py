@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from shared_tools import (
-    OPTIONS,
-    assert_same,
-    assert_same_on_all_ranks,
-    case,
-    parameters,
-    set_gradients,
-    shampoo,
-    train,
-    values,
-    whole_state,
-    world,
-)
+from group_tools import assert_same, assert_same_on_all_ranks, whole_state, world
+from ranks import case
+from shampoo_tools import OPTIONS, parameters, set_gradients, shampoo, train, values
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
-@case
+@case(2, 3)
 def equals_one_process(ranks: int) -> None:
     for name, options in OPTIONS.items():
         for dtype in (torch.float32, torch.bfloat16):
@@ -38,7 +28,7 @@ def equals_one_process(ranks: int) -> None:
                     raise AssertionError(f"{name}, {dtype}, {method}") from error
 
 
-@case
+@case(3)
 def a_block_is_computed_alike_in_any_batch(ranks: int) -> None:
     shapes = [(16, 16), (40, 24), (50, 7), (7, 33), (9,)]
     for dtype in (torch.float32, torch.float64):
@@ -54,7 +44,7 @@ def a_block_is_computed_alike_in_any_batch(ranks: int) -> None:
                 assert torch.equal(alone[i], together[i]), (dtype, method, shapes[i])
 
 
-@case
+@case(3)
 def float64_stays_float64(ranks: int) -> None:
     for options in OPTIONS.values():
         results = []
@@ -67,7 +57,7 @@ def float64_stays_float64(ranks: int) -> None:
             torch.testing.assert_close(results[1][key], expected, rtol=1e-9, atol=1e-11)
 
 
-@case
+@case(3)
 def each_rank_keeps_its_share(ranks: int) -> None:
     params = parameters(shapes=[(64, 64), (64, 48), (64,), (32, 32)])
     optimizer = shampoo(params, world(), betas=(0.9, 0.99))
@@ -81,7 +71,7 @@ def each_rank_keeps_its_share(ranks: int) -> None:
     assert whole_state(optimizer)["state"][0]["statistics.0"].shape == (16, 16, 16)
 
 
-@case
+@case(3)
 def buckets_do_not_matter(ranks: int) -> None:
     results = []
     for bucket_bytes in (1, 700, 2**25):
@@ -93,7 +83,7 @@ def buckets_do_not_matter(ranks: int) -> None:
     assert_same(results[0], results[2])
 
 
-@case
+@case(3)
 def updates_travel_in_16_bits(ranks: int) -> None:
     for dtype, error in ((torch.bfloat16, 2**-8), (torch.float16, 2**-11)):
         exact, rounded = parameters(), parameters()
@@ -108,7 +98,7 @@ def updates_travel_in_16_bits(ranks: int) -> None:
         assert any(not torch.equal(x, y) for x, y in zip(exact, rounded, strict=True))
 
 
-@case
+@case(3)
 def late_and_missing_gradients(ranks: int) -> None:
     results = []
     for group in (None, world()):
@@ -130,7 +120,7 @@ def late_and_missing_gradients(ranks: int) -> None:
     assert_same(results[1], results[0])
 
 
-@case
+@case(2, 3)
 def groups_and_options_change(ranks: int) -> None:
     results = []
     for group in (None, world()):
@@ -150,7 +140,7 @@ def groups_and_options_change(ranks: int) -> None:
     assert_same(results[1], results[0])
 
 
-@case
+@case(3)
 def options_change_while_a_gradient_is_missing(ranks: int) -> None:
     results = []
     for group in (None, world()):
@@ -167,7 +157,7 @@ def options_change_while_a_gradient_is_missing(ranks: int) -> None:
     assert_same(results[1], results[0])
 
 
-@case
+@case(3)
 def other_memory_layouts(ranks: int) -> None:
     results = []
     for group in (None, world()):
@@ -184,7 +174,7 @@ def other_memory_layouts(ranks: int) -> None:
         assert results[1][key].stride() == expected.stride()
 
 
-@case
+@case(3)
 def data_parallel_training(ranks: int) -> None:
     rank = dist.get_rank()
     generator = torch.Generator().manual_seed(1)
@@ -212,7 +202,7 @@ def data_parallel_training(ranks: int) -> None:
     assert abs(losses[True] - losses[False]) < 1e-3 * losses[True]
 
 
-@case
+@case(3)
 def closures_and_tensors_as_learning_rates(ranks: int) -> None:
     results = []
     for group in (None, world()):
@@ -228,7 +218,7 @@ def closures_and_tensors_as_learning_rates(ranks: int) -> None:
     assert_same(results[1], results[0])
 
 
-@case
+@case(3)
 def as_a_replacement_of_adamw(ranks: int) -> None:
     import torchium
 

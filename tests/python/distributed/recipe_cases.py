@@ -1,15 +1,8 @@
-"""What users run with several processes around a torchium optimizer; test_recipes.py runs each on two ranks.
-
-``CASES[name](ranks, folder)`` runs on all ranks at the same time, in a process group of gloo.
-"""
+"""What users run with several processes around a torchium optimizer; test_recipes.py runs each on two ranks."""
 
 from __future__ import annotations
 
-import os
-import traceback
 import warnings
-from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchium
+from ranks import case, shared_folder
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-CASES: dict[str, Callable[[int, Path], None]] = {}
 PACKAGES = {"accelerate": ["accelerate"], "trainer": ["accelerate"], "lightning": ["lightning"]}
-
-
-def case(function: Callable[[int, Path], None]) -> Callable[[int, Path], None]:
-    CASES[function.__name__] = function
-    return function
 
 
 def net() -> nn.Sequential:
@@ -66,8 +54,8 @@ def assert_same(model: nn.Module, other: nn.Module) -> None:
     torch.testing.assert_close(values(model), values(other), rtol=0, atol=1e-6)
 
 
-@case
-def distributed_shampoo(ranks: int, folder: Path) -> None:
+@case(2)
+def distributed_shampoo(ranks: int) -> None:
     """Distributed Shampoo's configuration for DDP shares the step, with all ranks or with some."""
     ends = []
     for distributed in (
@@ -101,8 +89,8 @@ def distributed_shampoo(ranks: int, folder: Path) -> None:
         torchium.compat.DistributedShampoo([torch.ones(40, 40)], distributed_config=distributed)
 
 
-@case
-def distributed_shampoo_of_shards(ranks: int, folder: Path) -> None:
+@case(2)
+def distributed_shampoo_of_shards(ranks: int) -> None:
     """Its configurations for fully_shard, with whole parameters assigned to ranks."""
     strategy = configs.FSDPParamAssignmentStrategy
     shapes = {"target_parameter_dimensionality": 2}
@@ -135,8 +123,8 @@ def distributed_shampoo_of_shards(ranks: int, folder: Path) -> None:
         torch.testing.assert_close(whole, values(models[1]), rtol=0, atol=1e-5)
 
 
-@case
-def zero_redundancy_optimizer(ranks: int, folder: Path) -> None:
+@case(2)
+def zero_redundancy_optimizer(ranks: int) -> None:
     """Each rank steps its own parameters, as in one optimizer; consolidated state resumes on all."""
     for kind, options in (
         (torchium.ShampooW, {"lr": 1e-2, "update_freq": 2, "eps": 1e-4, "fused": True}),
@@ -161,8 +149,8 @@ def zero_redundancy_optimizer(ranks: int, folder: Path) -> None:
         assert_same(model, alone)
 
 
-@case
-def accelerate(ranks: int, folder: Path) -> None:
+@case(2)
+def accelerate(ranks: int) -> None:
     from accelerate import Accelerator
 
     def batches() -> Any:
@@ -190,15 +178,15 @@ def accelerate(ranks: int, folder: Path) -> None:
     first, second = epoch(), epoch()
     assert second < first
     with optimizer.optimizer.consolidating():  # inside of Accelerate's
-        accelerator.save_state(folder / "state")
+        accelerator.save_state(shared_folder() / "state")
     after = [values(model)] if epoch() else []
-    accelerator.load_state(folder / "state")
+    accelerator.load_state(shared_folder() / "state")
     epoch()
     assert torch.equal(values(model), after[0])
 
 
-@case
-def trainer(ranks: int, folder: Path) -> None:
+@case(2)
+def trainer(ranks: int) -> None:
     """The page's Trainer, which saves state that the ranks share, and resumes from it."""
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
@@ -211,7 +199,7 @@ def trainer(ranks: int, folder: Path) -> None:
 
     def end_of(steps: int, checkpoint: Path | None = None) -> Tensor:
         arguments = TrainingArguments(
-            str(folder / "trainer"),
+            str(shared_folder() / "trainer"),
             max_steps=steps,
             per_device_train_batch_size=4,
             learning_rate=1e-2,
@@ -240,7 +228,7 @@ def trainer(ranks: int, folder: Path) -> None:
         return values(run.model)
 
     whole = end_of(6)
-    resumed = end_of(6, folder / "trainer" / "checkpoint-4")
+    resumed = end_of(6, shared_folder() / "trainer" / "checkpoint-4")
     torch.testing.assert_close(resumed, whole, rtol=0, atol=1e-6)
 
 
@@ -248,8 +236,8 @@ def tokens() -> Tensor:
     return torch.randint(0, 32, (64, 8), generator=torch.Generator().manual_seed(0))
 
 
-@case
-def lightning(ranks: int, folder: Path) -> None:
+@case(2)
+def lightning(ranks: int) -> None:
     import lightning
 
     class Module(lightning.LightningModule):
@@ -276,7 +264,7 @@ def lightning(ranks: int, folder: Path) -> None:
             logger=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            default_root_dir=folder,
+            default_root_dir=shared_folder(),
             gradient_clip_val=1.0,
         )
         # Equal batches: a resumed run of Lightning may begin with another one.
@@ -285,46 +273,7 @@ def lightning(ranks: int, folder: Path) -> None:
         return values(module), run
 
     _, run = end_of(8)
-    run.save_checkpoint(folder / "lightning.ckpt")
+    run.save_checkpoint(shared_folder() / "lightning.ckpt")
     whole, _ = end_of(16)
-    resumed, _ = end_of(16, folder / "lightning.ckpt")
+    resumed, _ = end_of(16, shared_folder() / "lightning.ckpt")
     torch.testing.assert_close(resumed, whole, rtol=0, atol=1e-6)
-
-
-def run(rank: int, ranks: int, folder: str, names: list[str]) -> None:
-    """The named cases, in one process of a group; writes the traceback of each that fails."""
-    os.environ.update(environment(rank, ranks))
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=30),
-    )
-    for name in names:
-        failure = ""
-        try:
-            CASES[name](ranks, Path(folder))
-        except BaseException:
-            failure = traceback.format_exc()
-        Path(folder, f"{name}.{rank}").write_text(failure)
-        if failure:  # the others may be at another place: they fail too
-            break
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def environment(rank: int, ranks: int) -> dict[str, str]:
-    """What torchrun sets."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-        "TORCHELASTIC_RUN_ID": "recipes",
-        "ACCELERATE_USE_CPU": "true",
-    }

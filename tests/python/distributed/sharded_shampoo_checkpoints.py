@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import io
-import os
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from sharded_cases import (
+from group_tools import assert_same, message_of
+from ranks import case, shared_folder
+from shampoo_tools import OPTIONS, parameters, shampoo, train, values
+from sharded_shampoo_cases import (
     MODELS,
     full_gradients,
     fully_sharded,
     layouts,
     loss_of,
     shards,
-    train,
-    values,
 )
-from shared_tools import OPTIONS, assert_same, case, message_of, parameters, shampoo
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -31,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 
-@case
+@case(4)
 def state_dicts_on_other_meshes(ranks: int) -> None:
     rank = dist.get_rank()
     options = OPTIONS["all_buffers"]
@@ -70,9 +68,9 @@ def step(model: nn.Module, optimizer: Any, seed: int) -> None:
     optimizer.step()
 
 
-@case
+@case(4)
 def distributed_checkpoints_of_shards(ranks: int) -> None:
-    folder = Path(os.environ["SHARED_STEPS_FOLDER"])
+    folder = shared_folder()
     for name in ("fully_shard", "hybrid", "fully_shard and tensor parallel"):
         for flatten in (False, True) if name == "hybrid" else (False,):
             options = StateDictOptions(flatten_optimizer_state_dict=flatten)
@@ -111,10 +109,10 @@ def elements(states: dict[int, Any]) -> int:
     return sum(getattr(t, "share", t).numel() for t in tensors)
 
 
-@case
+@case(4)
 def every_block_is_saved_by_its_owner(ranks: int) -> None:
     """Shares of the state, into one process and from one."""
-    folder = Path(os.environ["SHARED_STEPS_FOLDER"])
+    folder = shared_folder()
     for layout, options in (
         ("replicas of rows", OPTIONS["all_buffers"]),
         ("strided rows", OPTIONS["diagonal"]),
@@ -149,7 +147,7 @@ def every_block_is_saved_by_its_owner(ranks: int) -> None:
         train(optimizer, params, range(2, 3))
 
 
-@case
+@case(4)
 def shares_fit_their_own_optimizer_alone(ranks: int) -> None:
     params = shards(parameters(), layouts(ranks)["rows"][0], [Shard(0)])
     optimizer, other = shampoo(params), shampoo(params)
@@ -170,7 +168,7 @@ def shares_fit_their_own_optimizer_alone(ranks: int) -> None:
     assert_same(values(optimizer, params), before)
 
 
-@case
+@case(4)
 def full_state_dicts_on_one_rank(ranks: int) -> None:
     """Saved by rank 0 alone, loaded and broadcast from there."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -199,7 +197,7 @@ def full_state_dicts_on_one_rank(ranks: int) -> None:
     )
 
 
-@case
+@case(4)
 def one_process_takes_over(ranks: int) -> None:
     """A checkpoint of fully_shard, loaded by one process without torch.distributed.checkpoint."""
     model = fully_sharded(ranks)

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from shared_tools import OPTIONS, assert_same, case, message_of, parameters, shampoo, whole_state
+from group_tools import assert_same, is_last, message_of
+from ranks import case
+from shampoo_tools import OPTIONS, parameters, set_gradients, shampoo, train, values
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -42,29 +44,6 @@ def shards(params: list[nn.Parameter], mesh: DeviceMesh, placements: list[Any]) 
     return [nn.Parameter(sharded(p, mesh, placements)) for p in params]
 
 
-def set_gradients(params: list[Any], step: int) -> None:
-    generator = torch.Generator().manual_seed(step)
-    for p in params:
-        grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-        p.grad = sharded(grad, p.device_mesh, p.placements) if isinstance(p, DTensor) else grad
-
-
-def train(optimizer: Any, params: list[Any], steps: range) -> None:
-    for step in steps:
-        set_gradients(params, step)
-        optimizer.step()
-
-
-def values(optimizer: Any, params: list[Any]) -> dict[str, Tensor]:
-    result = {
-        f"parameter {i}": (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-        for i, p in enumerate(params)
-    }
-    for i, state in whole_state(optimizer)["state"].items():
-        result.update({f"{key} of {i}": value for key, value in state.items()})
-    return result
-
-
 def layouts(ranks: int) -> dict[str, tuple[DeviceMesh, list[Any]]]:
     result: dict[str, tuple[DeviceMesh, list[Any]]] = {
         "rows": (line(ranks), [Shard(0)]),
@@ -88,7 +67,7 @@ def trained(params: list[Any], group: Any, **options: Any) -> dict[str, Tensor]:
     return values(optimizer, params)
 
 
-@case
+@case(3, 4)
 def shards_equal_one_process(ranks: int) -> None:
     alone: dict[tuple[str, torch.dtype], dict[str, Tensor]] = {}
     for layout, (mesh, placements) in layouts(ranks).items():
@@ -165,7 +144,7 @@ def full_gradients(model: nn.Module) -> list[Tensor | None]:
     return [None if p.grad is None else p.grad.full_tensor().clone() for p in model.parameters()]
 
 
-@case
+@case(4)
 def models_train_as_in_one_process(ranks: int) -> None:
     for name, make in MODELS.items():
         model = make(ranks)
@@ -187,7 +166,7 @@ def models_train_as_in_one_process(ranks: int) -> None:
             raise AssertionError(name) from error
 
 
-@case
+@case(4)
 def accumulation_without_reduction(ranks: int) -> None:
     model = fully_sharded(ranks)
     whole = one_process(model)
@@ -204,7 +183,7 @@ def accumulation_without_reduction(ranks: int) -> None:
     assert_same(values(optimizer, [*model.parameters()]), values(alone, whole))
 
 
-@case
+@case(4)
 def frozen_parameters_and_new_groups(ranks: int) -> None:
     mesh = line(ranks)
     results = []
@@ -229,7 +208,7 @@ def frozen_parameters_and_new_groups(ranks: int) -> None:
     assert_same(*results)
 
 
-@case
+@case(4)
 def buckets_and_rounding_keep_replicas_equal(ranks: int) -> None:
     results = []
     for options in ({"bucket_bytes": 1}, {"bucket_bytes": 2**25}, {"comm_dtype": torch.bfloat16}):
@@ -246,7 +225,7 @@ def buckets_and_rounding_keep_replicas_equal(ranks: int) -> None:
     assert any(not torch.equal(results[0][key], results[2][key]) for key in results[0])
 
 
-@case
+@case(4)
 def blocks_stay_in_their_shards(ranks: int) -> None:
     """State of aligned blocks lies where the parameter does; others are shared out."""
     params = shards(parameters(shapes=[(64, 32), (50, 16)]), line(ranks), [Shard(0)])
@@ -260,13 +239,13 @@ def blocks_stay_in_their_shards(ranks: int) -> None:
     assert own < 1.3 * whole / ranks
 
 
-@case
+@case(4)
 def failures_are_those_of_all_ranks(ranks: int) -> None:
     params = shards(parameters(), line(ranks), [Shard(0)])
     optimizer = shampoo([(f"p{i}", p) for i, p in enumerate(params)])
     train(optimizer, params, range(2))
     before = values(optimizer, params)
-    last = dist.get_rank() == ranks - 1
+    last = is_last()
 
     set_gradients(params, 2)
     if last:
@@ -298,7 +277,7 @@ def failures_are_those_of_all_ranks(ranks: int) -> None:
     assert "parameter 'p0' of group 0 (shape [40, 24])" in message
 
 
-@case
+@case(4)
 def a_scaler_unscales_shards(ranks: int) -> None:
     results = []
     for scale in (1.0, 1024.0):
@@ -317,7 +296,7 @@ def a_scaler_unscales_shards(ranks: int) -> None:
     assert_same(*results)
 
 
-@case
+@case(4)
 def what_is_refused(ranks: int) -> None:
     import torchium
 
@@ -348,7 +327,7 @@ def what_is_refused(ranks: int) -> None:
     assert "no regular part of the ranks" in message
 
 
-@case
+@case(4)
 def reports_roots_and_copies(ranks: int) -> None:
     params: list[Any] = shards(parameters(), line(ranks), [Shard(0)])
     whole = parameters()
@@ -369,7 +348,7 @@ def reports_roots_and_copies(ranks: int) -> None:
     assert_same(values(other, other_params), values(optimizer, params))
 
 
-@case
+@case(4)
 def parameters_that_are_swapped(ranks: int) -> None:
     """Accelerate puts other tensors into the groups after the optimizer was made."""
     mesh = line(ranks)

@@ -1,0 +1,157 @@
+"""Processes that share the steps of Shampoo save, resume and copy it together."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from group_tools import assert_same, message_of, whole_state, world
+from ranks import case, shared_folder
+from shampoo_tools import OPTIONS, parameters, set_gradients, shampoo, train, values
+from torch import nn
+
+
+@case(3)
+def checkpoints_on_other_numbers_of_ranks(ranks: int) -> None:
+    rank = dist.get_rank()
+    groups = {
+        1: dist.new_group([0]),
+        2: dist.new_group([0, 1]),
+        3: dist.new_group([0, 1, 2]),
+    }
+    options = OPTIONS["all_buffers"]
+    expected_params = parameters()
+    expected = shampoo(expected_params, **options)
+    train(expected, expected_params, range(5))
+    final = values(expected, expected_params)
+    for before, after in ((1, 2), (2, 1), (2, 3), (3, 2), (0, 3), (3, 0)):  # 0: no group
+        params = parameters()
+        saved: list[Any] = [None, None]
+        if rank < max(before, 1):
+            optimizer = shampoo(params, groups.get(before), **options)
+            train(optimizer, params, range(3))
+            buffer = io.BytesIO()
+            torch.save(whole_state(optimizer), buffer)
+            saved = [buffer.getvalue(), [p.detach() for p in params]]
+        dist.broadcast_object_list(saved, 0)
+        params = [nn.Parameter(p.clone()) for p in saved[1]]
+        if rank < max(after, 1):
+            optimizer = shampoo(params, groups.get(after), **options)
+            optimizer.load_state_dict(torch.load(io.BytesIO(saved[0])))
+            at_once = values(optimizer, params)
+            train(optimizer, params, range(3, 5))
+            assert_same(values(optimizer, params), final)
+            assert "statistics.0 of 0" in at_once
+
+
+@case(3)
+def copies_and_pickles_go_on(ranks: int) -> None:
+    params = parameters()
+    optimizer = shampoo(params, world(), **OPTIONS["all_buffers"])
+    train(optimizer, params, range(3))
+    copied = copy.deepcopy((params, optimizer))
+    pickled = pickle.loads(pickle.dumps((params, optimizer)))
+    train(optimizer, params, range(3, 5))
+    for other_params, other in (copied, pickled):
+        train(other, other_params, range(3, 5))
+        assert_same(values(other, other_params), values(optimizer, params))
+
+
+@case(3)
+def copies_keep_owners_that_were_chosen_late(ranks: int) -> None:
+    """Parameters that were frozen at first have owners chosen after those of the others."""
+    params = parameters()
+    for p in params[::2]:
+        p.requires_grad_(False)
+    optimizer = shampoo(params, world(), **OPTIONS["all_buffers"])
+    for step in range(3):
+        set_gradients(params, step)
+        for p in params[::2]:
+            p.grad = None
+        optimizer.step()
+    for p in params[::2]:
+        p.requires_grad_(True)
+    copied = copy.deepcopy((params, optimizer))
+    pickled = pickle.loads(pickle.dumps((params, optimizer)))
+    train(optimizer, params, range(3, 5))
+    for other_params, other in (copied, pickled):
+        train(other, other_params, range(3, 5))
+        assert_same(values(other, other_params), values(optimizer, params))
+    copied = copy.deepcopy(copy.deepcopy((params, optimizer)))
+    assert_same(values(copied[1], copied[0]), values(optimizer, params))  # before a step
+    train(copied[1], copied[0], range(5, 7))
+    train(optimizer, params, range(5, 7))
+    assert_same(values(copied[1], copied[0]), values(optimizer, params))
+
+
+@case(3)
+def state_that_only_some_ranks_need(ranks: int) -> None:
+    """A state dict after an option has changed while a parameter had no gradient."""
+    params = parameters()
+    optimizer = shampoo(params, world())
+    train(optimizer, params, range(1))
+    optimizer.param_groups[0]["momentum"] = 0.9
+    set_gradients(params, 1)
+    params[1].grad = None  # of one block, which one rank owns
+    optimizer.step()
+    state = whole_state(optimizer)["state"]
+    assert "momentum_buffer" in state[0]
+    assert "momentum_buffer" not in state[1]
+
+
+@case(3)
+def distributed_checkpoints(ranks: int) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import (
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    folder = shared_folder() / "shampoo"
+
+    def network() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(20, 33), nn.Tanh(), nn.Linear(33, 7))
+
+    for way in ("consolidating", "sharding"):
+        model = network()
+        optimizer = shampoo(model.parameters(), world(), betas=(0.9, 0.9))
+        train(optimizer, [*model.parameters()], range(3))
+        with getattr(optimizer, way)():
+            saved = get_optimizer_state_dict(model, optimizer)
+            dcp.save({"optimizer": saved}, checkpoint_id=folder / way)
+        other_model = network()
+        other_model.load_state_dict(model.state_dict())
+        other = shampoo(other_model.parameters(), world(), betas=(0.9, 0.9))
+        with getattr(other, way)():
+            state = get_optimizer_state_dict(other_model, other)  # a step with gradients of zero
+        assert_same(dict(other_model.state_dict()), dict(model.state_dict()))
+        dcp.load({"optimizer": state}, checkpoint_id=folder / way)
+        with getattr(other, way)():
+            set_optimizer_state_dict(other_model, other, state)
+        params, others = [*model.parameters()], [*other_model.parameters()]
+        assert {k: v for k, v in values(other, others).items() if "step" in k}
+        train(optimizer, params, range(3, 5))
+        train(other, others, range(3, 5))
+        assert_same(values(other, others), values(optimizer, params))
+
+
+@case(3)
+def a_rank_alone_does_not_wait_for_a_state_dict(ranks: int) -> None:
+    params = parameters()
+    optimizer = shampoo(params, world())
+    assert optimizer.state_dict()["state"] == {}
+    train(optimizer, params, range(1))
+    if dist.get_rank() == 0:
+        kind, message = message_of(optimizer.state_dict)
+        assert kind == "RuntimeError"
+        assert "with optimizer.consolidating()" in message
+    with optimizer.consolidating():
+        state = optimizer.state_dict()
+    alone = shampoo(parameters())
+    alone.load_state_dict(state)
+    assert alone.state_dict()["state"].keys() == state["state"].keys()

@@ -1,0 +1,73 @@
+"""Parameters and training for processes that share the steps of Shampoo."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from group_tools import whole_state
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+SHAPES = [(40, 24), (16, 16), (24,), (33, 17), (), (8, 3, 3, 3), (50, 7), (0, 3), (5, 3, 4), (70,)]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "all_buffers": {
+        "betas": (0.9, 0.99),
+        "grafting": "adam",
+        "weight_decay": 0.1,
+        "decoupled_weight_decay": True,
+        "momentum": 0.9,
+    },
+    "penalty": {
+        "weight_decay": 0.1,
+        "maximize": True,
+        "preconditioner_1d": "full",
+        "grafting": "sgd",
+    },
+    "unpreconditioned": {
+        "max_preconditioned_dim": 30,
+        "grafting": "rmsprop",
+        "momentum": 0.5,
+        "nesterov": True,
+        "start_preconditioning_step": 3,
+    },
+    "diagonal": {"max_preconditioned_dim": 30, "grafting": "sgd", "betas": (0.5, 0.9)},
+}
+
+
+def parameters(dtype: torch.dtype = torch.float32, shapes: Any = SHAPES) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+
+
+def set_gradients(params: list[Any], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in params:
+        grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        is_shard = isinstance(p, DTensor)
+        p.grad = distribute_tensor(grad, p.device_mesh, p.placements) if is_shard else grad
+
+
+def shampoo(params: Any, ranks: Any = None, **options: Any) -> torch.optim.Optimizer:
+    import torchium
+
+    given = {"block_size": 16, "update_freq": 3, "root_method": "eigh", "bucket_bytes": 1000}
+    return torchium.Shampoo(params, process_group=ranks, **{**given, **options})
+
+
+def train(optimizer: Any, params: list[Any], steps: range) -> None:
+    for step in steps:
+        set_gradients(params, step)
+        optimizer.step()
+
+
+def values(optimizer: Any, params: list[Any]) -> dict[str, Tensor]:
+    """Parameters and the whole state."""
+    result = {
+        f"parameter {i}": (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for i, p in enumerate(params)
+    }
+    for i, state in whole_state(optimizer)["state"].items():
+        result.update({f"{key} of {i}": value for key, value in state.items()})
+    return result
