@@ -37,13 +37,10 @@ class ReferenceAdaHessian:
         """The gradient [P] and the Hessian [P, P]."""
         gradients = torch.autograd.grad(loss(), self.params, create_graph=True)
         gradient = torch.cat([g.reshape(-1) for g in gradients])
-        rows = []
-        for entry in gradient:
-            row = torch.autograd.grad(
-                entry, self.params, retain_graph=True, allow_unused=True, materialize_grads=True
-            )
-            rows.append(torch.cat([r.reshape(-1) for r in row]))
-        return gradient.detach(), torch.stack(rows)
+        blocks = torch.autograd.grad(
+            gradient, self.params, torch.eye(len(gradient)).to(gradient), is_grads_batched=True
+        )
+        return gradient.detach(), torch.cat([block.flatten(1) for block in blocks], 1)
 
     def step(self, loss: Callable[[], Tensor], signs: Sequence[Sequence[Tensor]]) -> None:
         gradient, H = self.hessian(loss)
