@@ -10,7 +10,7 @@
 
 namespace torchium::distributed {
 
-// Memory of two buckets: one travels while the one before is taken. It lasts as long as the
+// Memory of two buckets: one is in flight while the one before is used. It lasts as long as the
 // exchange, so that no step allocates it while other ranks wait.
 class BucketSlots {
  public:

@@ -37,10 +37,10 @@ std::vector<Tensors> buckets_of(const Tensors& tensors, int64_t bucket_bytes) {
 // Begins the sum of a bucket. Returns what ends it.
 std::function<void()> begin(const Communicator& ranks, const Tensors& bucket) {
   if (bucket.size() == 1) {
-    return ranks.begin_sum(bucket[0]);
+    return ranks.begin_all_reduce_sum(bucket[0]);
   }
   const at::Tensor all = at::cat(bucket);
-  return [bucket, all, wait = ranks.begin_sum(all)] {
+  return [bucket, all, wait = ranks.begin_all_reduce_sum(all)] {
     wait();
     Tensors parts;
     int64_t first = 0;

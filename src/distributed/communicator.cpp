@@ -28,42 +28,40 @@ Communicator::Communicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group)
 Communicator::Communicator(const std::string& name)
     : Communicator(c10d::resolve_process_group(name)) {}
 
-bool Communicator::has_group_of(const Communicator& other) const {
+bool Communicator::is_same_group_as(const Communicator& other) const {
   return group_->processes == other.group_->processes;
 }
 
 int64_t Communicator::rank() const { return group_->processes->getRank(); }
 int64_t Communicator::size() const { return group_->processes->getSize(); }
 
-std::vector<int64_t> Communicator::maximum(const std::vector<int64_t>& values) const {
+std::vector<int64_t> Communicator::all_reduce_max(const std::vector<int64_t>& values) const {
   at::Tensor all = group_->sent(values);
-  maximum_(all);
+  all_reduce_max_(all);
   const at::Tensor result = all.cpu();
   const auto* data = result.const_data_ptr<int64_t>();
   return {data, data + result.numel()};
 }
 
-void Communicator::maximum_(at::Tensor& values) const {
+void Communicator::all_reduce_max_(at::Tensor& values) const {
   std::vector<at::Tensor> tensors{values};
   c10d::AllreduceOptions options;
   options.reduceOp = c10d::ReduceOp::MAX;
   group_->processes->allreduce(tensors, options)->wait();
 }
 
-void Communicator::sum_(at::Tensor& values) const {
-  std::vector<at::Tensor> tensors{values};
-  group_->processes->allreduce(tensors)->wait();
-}
+void Communicator::all_reduce_sum_(at::Tensor& values) const { begin_all_reduce_sum(values)(); }
 
 void Communicator::broadcast_(at::Tensor& values) const {
   std::vector<at::Tensor> tensors{values};
   group_->processes->broadcast(tensors)->wait();
 }
 
-std::vector<std::vector<int64_t>> Communicator::gather(const std::vector<int64_t>& values) const {
+std::vector<std::vector<int64_t>> Communicator::all_gather(
+    const std::vector<int64_t>& values) const {
   const at::Tensor own = group_->sent(values);
   const at::Tensor all = at::empty({size(), own.numel()}, own.options());
-  begin_gather(own, all)();
+  begin_all_gather(own, all)();
   const at::Tensor result = all.cpu();
   std::vector<std::vector<int64_t>> rows;
   for (int64_t rank = 0; rank < size(); ++rank) {
@@ -92,22 +90,22 @@ void Communicator::combine_(const std::vector<at::Tensor>& tensors) const {
   }
 }
 
-std::function<void()> Communicator::begin_sum(const at::Tensor& values) const {
+std::function<void()> Communicator::begin_all_reduce_sum(const at::Tensor& values) const {
   std::vector<at::Tensor> tensors{values};
   const auto work = group_->processes->allreduce(tensors);
   return [work] { work->wait(); };
 }
 
-std::function<void()> Communicator::begin_gather(const at::Tensor& part, at::Tensor all) const {
+std::function<void()> Communicator::begin_all_gather(const at::Tensor& part, at::Tensor all) const {
   at::Tensor input = part, output = all.view({-1});
   const auto work = group_->processes->_allgather_base(output, input);
   return [work] { work->wait(); };
 }
 
-std::function<void()> Communicator::begin_exchange(const at::Tensor& outgoing,
-                                                   const std::vector<int64_t>& sent,
-                                                   at::Tensor incoming,
-                                                   const std::vector<int64_t>& received) const {
+std::function<void()> Communicator::begin_all_to_all(const at::Tensor& outgoing,
+                                                     const std::vector<int64_t>& sent,
+                                                     at::Tensor incoming,
+                                                     const std::vector<int64_t>& received) const {
   at::Tensor input = outgoing;
   std::vector<int64_t> output_sizes = received, input_sizes = sent;
   const auto work = group_->processes->alltoall_base(incoming, input, output_sizes, input_sizes);

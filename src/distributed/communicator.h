@@ -16,7 +16,7 @@ class ProcessGroup;
 
 namespace torchium::distributed {
 
-// What travels at a time, unless the caller chooses.
+// Default size of a bucket.
 constexpr int64_t kBucketBytes = int64_t{1} << 25;
 
 class Communicator {
@@ -25,32 +25,32 @@ class Communicator {
   // The group that Python registered under this name.
   explicit Communicator(const std::string& name);
 
-  bool has_group_of(const Communicator& other) const;
+  bool is_same_group_as(const Communicator& other) const;
   int64_t rank() const;
   int64_t size() const;
 
   // The largest value of all ranks, for each position. Waits for all ranks.
-  std::vector<int64_t> maximum(const std::vector<int64_t>& values) const;
+  std::vector<int64_t> all_reduce_max(const std::vector<int64_t>& values) const;
   // The largest value of all ranks, on the device of the tensor. The host waits only on a CPU.
-  void maximum_(at::Tensor& values) const;
+  void all_reduce_max_(at::Tensor& values) const;
   // The sum over all ranks, bit for bit the same on each. The host waits only on a CPU.
-  void sum_(at::Tensor& values) const;
+  void all_reduce_sum_(at::Tensor& values) const;
   // The values of rank 0. The host waits only on a CPU.
   void broadcast_(at::Tensor& values) const;
   // The values of each rank, which gives equally many: [rank][position].
-  std::vector<std::vector<int64_t>> gather(const std::vector<int64_t>& values) const;
-  // Fills the tensors, which are contiguous, with the bytes that one rank has; the others have
-  // zeros there.
+  std::vector<std::vector<int64_t>> all_gather(const std::vector<int64_t>& values) const;
+  // Each of these contiguous tensors has its values on one rank and zeros on the others; afterwards
+  // all ranks have the values, bit for bit.
   void combine_(const std::vector<at::Tensor>& tensors) const;
-  // Begins to add up the values of all ranks, in place: contiguous. Returns the wait.
-  std::function<void()> begin_sum(const at::Tensor& values) const;
-  // Begins to gather `part` of every rank to `all` [rank, *part]. Returns the wait.
-  std::function<void()> begin_gather(const at::Tensor& part, at::Tensor all) const;
-  // Begins to send the parts of `outgoing`, so many elements to each rank in order, and to receive
-  // `incoming` in the same way. Returns the wait.
-  std::function<void()> begin_exchange(const at::Tensor& outgoing, const std::vector<int64_t>& sent,
-                                       at::Tensor incoming,
-                                       const std::vector<int64_t>& received) const;
+  // Starts an all-reduce in place of a contiguous tensor. The returned function waits for it.
+  std::function<void()> begin_all_reduce_sum(const at::Tensor& values) const;
+  // Starts to gather `part` of every rank into `all` [rank, *part]. The returned function waits.
+  std::function<void()> begin_all_gather(const at::Tensor& part, at::Tensor all) const;
+  // Starts to send `sent` elements of `outgoing` to each rank in order, and to receive `received`
+  // elements from each into `incoming`. The returned function waits.
+  std::function<void()> begin_all_to_all(const at::Tensor& outgoing,
+                                         const std::vector<int64_t>& sent, at::Tensor incoming,
+                                         const std::vector<int64_t>& received) const;
 
  private:
   struct Group;  // keeps the headers of c10d out of this one

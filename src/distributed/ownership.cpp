@@ -32,23 +32,14 @@ int64_t least_loaded(const std::vector<int64_t>& candidates, const std::vector<i
   });
 }
 
-std::vector<int64_t> loads(const std::vector<Block>& blocks, const std::vector<int64_t>& owners,
-                           int64_t ranks) {
-  std::vector<int64_t> load(ranks, 0);
-  for (size_t b = 0; b < blocks.size(); ++b) {
-    load[owners[b]] += blocks[b].cost;
-  }
-  return load;
-}
-
 }  // namespace
 
 int64_t matrix_cost(const std::vector<int64_t>& sizes, int64_t frequency) {
   const int64_t elements = whole(sizes).numel();
   int64_t cost = elementwise_cost(elements);
   for (const int64_t n : sizes) {
-    cost +=
-        3 * n * elements;  // n^2 numel / n for the half of a symmetric product, 2 n numel for R g
+    // n^2 numel / n for one triangle of a symmetric product, 2 n numel for R g.
+    cost += 3 * n * elements;
     cost += kRootProducts * n * n * n / frequency;
   }
   return cost;
@@ -82,15 +73,6 @@ std::vector<int64_t> assign_owners(const std::vector<Block>& blocks,
     load[owners[b]] += blocks[b].cost;
   }
   return owners;
-}
-
-double imbalance(const std::vector<Block>& blocks, const std::vector<int64_t>& owners,
-                 int64_t ranks) {
-  const std::vector<int64_t> load = loads(blocks, owners, ranks);
-  const auto total = static_cast<double>(std::accumulate(load.begin(), load.end(), int64_t{0}));
-  return total == 0.0
-             ? 1.0
-             : static_cast<double>(std::ranges::max(load)) * static_cast<double>(ranks) / total;
 }
 
 std::vector<Part> parts_of(const std::vector<Block>& blocks,
@@ -132,31 +114,6 @@ std::vector<Part> parts_of(const std::vector<Block>& blocks,
 
 const std::vector<int64_t>& Part::local_on(int64_t rank) const {
   return std::ranges::lower_bound(holders, rank, {}, &Holder::rank)->local;
-}
-
-std::vector<int64_t> gradient_bytes(const std::vector<Part>& parts,
-                                    const std::vector<int64_t>& owners, int64_t ranks,
-                                    int64_t bytes_per_element) {
-  std::vector<int64_t> bytes(ranks, 0);
-  for (const Part& part : parts) {
-    if (part.source != owners[part.block]) {
-      bytes[part.source] += part.rectangle.numel() * bytes_per_element;
-    }
-  }
-  return bytes;
-}
-
-std::vector<int64_t> update_bytes(const std::vector<Part>& parts,
-                                  const std::vector<int64_t>& owners, int64_t ranks,
-                                  int64_t bytes_per_element) {
-  std::vector<int64_t> bytes(ranks, 0);
-  for (const Part& part : parts) {
-    const int64_t owner = owners[part.block];
-    const auto receivers = std::ranges::count_if(
-        part.holders, [&](const Part::Holder& holder) { return holder.rank != owner; });
-    bytes[owner] += receivers * part.rectangle.numel() * bytes_per_element;
-  }
-  return bytes;
 }
 
 }  // namespace torchium::distributed

@@ -26,16 +26,12 @@ TORCHIUM_API int64_t matrix_cost(const std::vector<int64_t>& sizes, int64_t freq
 int64_t elementwise_cost(int64_t elements);
 
 // The owner of each block. A block that lies wholly in one rank's rectangle stays there; of several
-// such ranks, or of all if there are none, the one with the least work takes it, dearest blocks
-// first (longest processing time). Ties: the first block, the lowest rank.
+// such ranks, or of all if there are none, the one with the least work takes it, most
+// expensive blocks first (longest processing time). Ties: the first block, the lowest rank.
 // sources: of each parameter. load: the work that each rank has already; empty: none.
 TORCHIUM_API std::vector<int64_t> assign_owners(const std::vector<Block>& blocks,
                                                 const std::vector<std::vector<Source>>& sources,
                                                 int64_t ranks, std::vector<int64_t> load = {});
-
-// Largest work of a rank, divided by the mean.
-TORCHIUM_API double imbalance(const std::vector<Block>& blocks, const std::vector<int64_t>& owners,
-                              int64_t ranks);
 
 // Elements of a block that lie together in the tensors of some ranks.
 struct Part {
@@ -58,16 +54,5 @@ struct Part {
 TORCHIUM_API std::vector<Part> parts_of(const std::vector<Block>& blocks,
                                         const std::vector<std::vector<Source>>& sources,
                                         const std::vector<int64_t>& owners, int64_t ranks);
-
-// Bytes of gradients that each rank sends.
-TORCHIUM_API std::vector<int64_t> gradient_bytes(const std::vector<Part>& parts,
-                                                 const std::vector<int64_t>& owners, int64_t ranks,
-                                                 int64_t bytes_per_element);
-
-// Bytes of updates that leave each rank's blocks for the ranks that hold their elements, counted
-// once per receiver.
-TORCHIUM_API std::vector<int64_t> update_bytes(const std::vector<Part>& parts,
-                                               const std::vector<int64_t>& owners, int64_t ranks,
-                                               int64_t bytes_per_element);
 
 }  // namespace torchium::distributed

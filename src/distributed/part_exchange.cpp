@@ -1,6 +1,6 @@
 #include "distributed/part_exchange.h"
 
-#include "distributed/alignment.h"
+#include "distributed/buffer_layout.h"
 
 #include <ATen/ATen.h>
 
@@ -79,8 +79,8 @@ void PartExchange::run(const std::function<void(const std::vector<Arrival>&)>& t
   const auto begin = [&](size_t k) {
     const Bucket& bucket = buckets_[k];
     const at::Tensor values = buffer_.narrow(0, bucket.begin, bucket.outgoing);
-    return communicator_.begin_exchange(slots_.packed(k, values), bucket.sent, received(k),
-                                        bucket.received);
+    return communicator_.begin_all_to_all(slots_.packed(k, values), bucket.sent, received(k),
+                                          bucket.received);
   };
   run_buckets(buckets_.size(), begin, [&](size_t k) {
     const at::Tensor all = received(k);

@@ -14,7 +14,7 @@
 namespace torchium::distributed {
 
 // A tensor that one rank has and one needs, which may be the same.
-struct Parcel {
+struct Message {
   int64_t from = 0, to = 0;
   size_t round = 0;
   at::ScalarType dtype = at::kByte;
@@ -24,22 +24,22 @@ struct Parcel {
 };
 
 // Who takes what, and when.
-struct Deliveries {
+struct Assignment {
   std::vector<int64_t> owners;  // of each part
   std::vector<size_t> rounds;   // of each part
   size_t round_count = 0;
 };
 // The owners of parts with these costs, so that all ranks have about the same work (longest
 // processing time). An owner gets parts of at most `most_bytes` together in a round, or one part.
-Deliveries deliveries(const std::vector<int64_t>& costs, const std::vector<int64_t>& bytes,
-                      int64_t ranks, int64_t most_bytes);
+Assignment assign_parts(const std::vector<int64_t>& costs, const std::vector<int64_t>& bytes,
+                        int64_t ranks, int64_t most_bytes);
 
-// Calls take(round, tensors) with the parcels that have come to this rank in a round, its own ones
-// included, by their positions in `parcels`; those of the next round travel meanwhile. All ranks
-// give the same parcels; own[i]: the tensor of parcel i, where it comes from this rank.
+// Calls on_arrival(round, tensors) with the messages that have come to this rank in a round, its
+// own ones included, by their positions in `messages`; those of the next round travel meanwhile.
+// All ranks give the same messages; own[i]: the tensor of message i, where it comes from this rank.
 void exchange_in_rounds(
-    const Communicator& ranks, const std::vector<Parcel>& parcels, size_t rounds,
+    const Communicator& ranks, const std::vector<Message>& messages, size_t rounds,
     const std::vector<at::Tensor>& own, c10::Device device,
-    const std::function<void(size_t round, const std::vector<at::Tensor>& tensors)>& take);
+    const std::function<void(size_t round, const std::vector<at::Tensor>& tensors)>& on_arrival);
 
 }  // namespace torchium::distributed

@@ -11,6 +11,18 @@ namespace {
 
 constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
 
+// What the ranks exchange; after a value with which all must agree comes its negative.
+enum Slot : size_t {
+  kError,
+  kFoundInf,
+  kRenews,
+  kSetup,
+  kMask = kSetup + 2,
+  kLayers = kMask + 2,
+  kGroupCount = kLayers + 2,
+  kGroups = kGroupCount + 2,  // two values of each
+};
+
 // Positive, so that its negative is a number too.
 int64_t short_hash(uint64_t hash) { return static_cast<int64_t>(hash >> 2); }
 
@@ -37,7 +49,7 @@ std::string listed(const std::vector<int64_t>& ranks) {
 // Names the first parameter whose gradient some ranks lack.
 [[noreturn]] void refuse_masks(const StepFindings& own, const Communicator& ranks,
                                const std::vector<std::string>& names) {
-  const auto masks = ranks.gather({own.mask.begin(), own.mask.end()});
+  const auto masks = ranks.all_gather({own.mask.begin(), own.mask.end()});
   for (size_t i = 0; i < own.mask.size(); ++i) {
     std::vector<int64_t> with, without;
     for (size_t rank = 0; rank < masks.size(); ++rank) {
@@ -53,7 +65,7 @@ std::string listed(const std::vector<int64_t>& ranks) {
 // Names the first parameter whose layer the ranks treat differently.
 [[noreturn]] void refuse_layers(const StepFindings& own, const Communicator& ranks,
                                 const std::vector<std::string>& names) {
-  const auto layers = ranks.gather(own.layers);
+  const auto layers = ranks.all_gather(own.layers);
   for (size_t i = 0; i < own.layers.size(); ++i) {
     std::vector<int64_t> with, without, different;
     for (size_t rank = 0; rank < layers.size(); ++rank) {
@@ -66,7 +78,8 @@ std::string listed(const std::vector<int64_t>& ranks) {
         with.empty() || without.empty(), names[i], " has captured samples on rank ", listed(with),
         " of the process group and none on rank ", listed(without),
         "; its layer must run in the forward pass of all ranks. No rank has taken the step");
-    TORCH_CHECK(different.empty(), names[i], " is of another layer, or has other state, on rank ",
+    TORCH_CHECK(different.empty(), names[i],
+                " belongs to a different layer, or has different state, on rank ",
                 listed(different),
                 " of the process group than on rank 0; all ranks need the same model and the same "
                 "checkpoint. No rank has taken the step");
@@ -75,7 +88,7 @@ std::string listed(const std::vector<int64_t>& ranks) {
 }
 
 [[noreturn]] void refuse_setups(const StepFindings& own, const Communicator& ranks) {
-  const auto setups = ranks.gather({short_hash(own.setup)});
+  const auto setups = ranks.all_gather({short_hash(own.setup)});
   std::vector<int64_t> different;
   for (size_t rank = 0; rank < setups.size(); ++rank) {
     if (setups[rank] != setups[0]) {
@@ -84,9 +97,9 @@ std::string listed(const std::vector<int64_t>& ranks) {
   }
   TORCH_CHECK(
       false, "rank ", listed(different),
-      " of the process group has other parameters, options or learning rates than rank 0; "
-      "make the optimizer with the same arguments on all ranks, and change them in the same "
-      "step. No rank has taken the step");
+      " of the process group differs from rank 0 in parameters, options or learning rates; "
+      "construct the optimizer with the same arguments on all ranks, and change options in the "
+      "same step. No rank has taken the step");
 }
 
 }  // namespace
@@ -115,48 +128,48 @@ void Hash::add_bytes(const void* data, size_t count) {
 
 StepFindings agree(const StepFindings& own, const Communicator& ranks,
                    const std::vector<std::string>& names) {
-  const int64_t setup = short_hash(own.setup), mask = short_hash(hash_of(own.mask)),
-                layers = short_hash(hash_of(own.layers));
   // Largest values decide: two hashes agree if the largest and the smallest do. An error comes
   // first, and is all that a rank may know: it gives no groups.
-  std::vector<int64_t> head{own.has_error ? ranks.rank() + 1 : 0,
-                            own.found_inf ? 1 : 0,
-                            own.has_error ? 0 : setup,
-                            own.has_error ? -kMost : -setup,
-                            own.has_error ? 0 : mask,
-                            own.has_error ? -kMost : -mask,
-                            own.has_error ? 0 : layers,
-                            own.has_error ? -kMost : -layers,
-                            own.renews ? 1 : 0,
-                            static_cast<int64_t>(own.groups.size()),
-                            -static_cast<int64_t>(own.groups.size())};
-  std::vector<int64_t> values = head;
+  std::vector<int64_t> values(kGroups, 0);
+  const auto add_both = [&](Slot slot, int64_t value) {
+    values[slot] = own.has_error ? 0 : value;
+    values[slot + 1] = own.has_error ? -kMost : -value;
+  };
+  const auto differs = [&](Slot slot) { return values[slot] != -values[slot + 1]; };
+  values[kError] = own.has_error ? ranks.rank() + 1 : 0;
+  values[kFoundInf] = own.found_inf ? 1 : 0;
+  values[kRenews] = own.renews ? 1 : 0;
+  add_both(kSetup, short_hash(own.setup));
+  add_both(kMask, short_hash(hash_of(own.mask)));
+  add_both(kLayers, short_hash(hash_of(own.layers)));
+  add_both(kGroupCount, static_cast<int64_t>(own.groups.size()));
   for (size_t g = 0; g < kMostSharedGroups; ++g) {
     const GroupFindings found = g < own.groups.size() ? own.groups[g] : GroupFindings();
     values.push_back(found.unfit < 0 ? 0 : kMost - found.unfit);
     values.push_back(found.failed < 0 ? 0
                                       : found.root_failures * (kMost + 1) + kMost - found.failed);
   }
-  values = ranks.maximum(values);
-  if (values[0] != 0) {
-    TORCH_CHECK(own.has_error, "rank ", values[0] - 1, " of the process group raised an error in ",
-                own.call, "; see its message. No rank has taken the step");
+  values = ranks.all_reduce_max(values);
+  if (values[kError] != 0) {
+    TORCH_CHECK(own.has_error, "rank ", values[kError] - 1,
+                " of the process group raised an error in ", own.call,
+                "; see its message. No rank has taken the step");
     return own;
   }
-  if (values[2] != -values[3] || values[9] != -values[10]) {
+  if (differs(kSetup) || differs(kGroupCount)) {
     refuse_setups(own, ranks);
   }
-  if (values[4] != -values[5]) {
+  if (differs(kMask)) {
     refuse_masks(own, ranks, names);
   }
-  if (values[6] != -values[7]) {
+  if (differs(kLayers)) {
     refuse_layers(own, ranks, names);
   }
   StepFindings all = own;
-  all.found_inf = values[1] != 0;
-  all.renews = values[8] != 0;
+  all.found_inf = values[kFoundInf] != 0;
+  all.renews = values[kRenews] != 0;
   for (size_t g = 0; g < own.groups.size(); ++g) {
-    const int64_t unfit = values[head.size() + 2 * g], failed = values[head.size() + 2 * g + 1];
+    const int64_t unfit = values[kGroups + 2 * g], failed = values[kGroups + 2 * g + 1];
     all.groups[g].unfit = unfit == 0 ? -1 : kMost - unfit;
     all.groups[g].root_failures = failed / (kMost + 1);
     all.groups[g].failed = failed == 0 ? -1 : kMost - failed % (kMost + 1);

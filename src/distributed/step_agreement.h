@@ -28,13 +28,13 @@ struct StepFindings {
   // Of all parameters, for optimizers that record layer calls: a hash of how the next step treats
   // the layer that it is the weight of, odd if it has captured samples of it; 0: it is of none.
   std::vector<int64_t> layers;
-  bool renews = false;  // a rank has lost what all are to make anew together
+  bool renews = false;  // this rank has lost inverses, which all ranks then recompute
   std::vector<GroupFindings> groups;
 };
 
 // The findings of all ranks together: the first unfit parameter of a group, and its most failures.
-// All ranks must call this, and get the same. Throws c10::Error on all of them where one has an
-// error (on that one only if the caller does not: its own says more), and where their setups,
+// All ranks must call this, and get the same. If a rank has an error, throws c10::Error on all
+// others; the call returns on that rank, which then throws its own error. Also throws where setups,
 // masks or layers differ. `names`: of all parameters.
 StepFindings agree(const StepFindings& own, const Communicator& ranks,
                    const std::vector<std::string>& names);

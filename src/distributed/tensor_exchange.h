@@ -21,31 +21,31 @@ class TensorExchange {
   struct Route {
     int64_t from, to;
   };
-  struct Parcel {
-    int64_t bytes;              // parcel_bytes()
+  struct Message {
+    int64_t bytes;              // packed_bytes()
     std::vector<Route> routes;  // at most one to each rank
   };
 
-  // All ranks give the same parcels, which travel as bytes, at most `bucket_bytes` to and from a
-  // rank at a time, or one parcel if that is larger. Parcels that all go from one rank to all
+  // All ranks give the same messages, which travel as bytes, at most kBucketBytes to and from a
+  // rank at a time, or one message if that is larger. Messages that all go from one rank to all
   // others are gathered; else each travels where it is needed.
-  TensorExchange(const Communicator& communicator, std::vector<Parcel> parcels,
-                 int64_t bucket_bytes, c10::Device device);
+  TensorExchange(const Communicator& communicator, std::vector<Message> messages,
+                 c10::Device device);
 
-  // Sends the tensors of parcels that this rank has to where their routes lead, and fills those
+  // Sends the tensors of messages that this rank has to where their routes lead, and fills those
   // that it is to receive. Sizes and dtypes are the same on both sides, strides need not be. All
   // ranks must call it.
-  void run(const std::function<std::vector<at::Tensor>(size_t parcel)>& tensors) const;
+  void run(const std::function<std::vector<at::Tensor>(size_t message)>& tensors) const;
 
  private:
   int64_t rank_;
-  std::vector<Parcel> parcels_;
-  std::vector<std::pair<size_t, Route>> transfers_;  // with their parcels
+  std::vector<Message> messages_;
+  std::vector<std::pair<size_t, Route>> transfers_;  // with their messages
   std::optional<UpdateExchange> gathered_;           // or
   std::optional<PartExchange> sent_;
 };
 
-// What these tensors take as a parcel.
-int64_t parcel_bytes(const std::vector<at::Tensor>& tensors);
+// What these tensors take as a message.
+int64_t packed_bytes(const std::vector<at::Tensor>& tensors);
 
 }  // namespace torchium::distributed

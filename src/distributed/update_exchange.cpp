@@ -1,6 +1,6 @@
 #include "distributed/update_exchange.h"
 
-#include "distributed/alignment.h"
+#include "distributed/buffer_layout.h"
 
 #include <ATen/ATen.h>
 
@@ -53,17 +53,13 @@ UpdateExchange::UpdateExchange(const Communicator& communicator, const std::vect
 
 void UpdateExchange::clear_own() { buffer_.zero_(); }
 
-int64_t UpdateExchange::sent_bytes() const {
-  return buffer_.numel() * static_cast<int64_t>(c10::elementSize(comm_dtype_));
-}
-
 void UpdateExchange::run(const std::function<void(const std::vector<Update>&)>& take) const {
   const auto received = [&](size_t k) {
     return slots_.received(k, communicator_.size() * buckets_[k].length);
   };
   const auto begin = [&](size_t k) {
     const at::Tensor share = buffer_.narrow(0, buckets_[k].begin, buckets_[k].length);
-    return communicator_.begin_gather(slots_.packed(k, share), received(k));
+    return communicator_.begin_all_gather(slots_.packed(k, share), received(k));
   };
   run_buckets(buckets_.size(), begin, [&](size_t k) {
     const at::Tensor all = received(k);

@@ -39,9 +39,6 @@ class UpdateExchange {
   };
   void run(const std::function<void(const std::vector<Update>&)>& take) const;
 
-  // Bytes that a rank sends in one run, with padding.
-  int64_t sent_bytes() const;
-
  private:
   struct Place {
     size_t part;

@@ -145,6 +145,7 @@ void register_kfac_plan(torch::Library& m) {
       .def("set_grad_worker_fraction",
            [](const Self& self, double fraction) { self->set_grad_worker_fraction(fraction); })
       .def("has_parts", [](const Self& self) { return self->has_parts(); })
+      .def("lacks_inverses", [](const Self& self) { return self->lacks_inverses(); })
       .def("whole_states",
            [](const Self& self) {
              std::vector<Dict> states;

@@ -66,6 +66,7 @@ class TORCHIUM_API BlockedOptimizer : public SecondOrderOptimizer {
   virtual c10::intrusive_ptr<detail::BlockedPlans> make_plans() const = 0;
 
   void take_step() override;
+  void withdraw() override;
   void read_reports(bool wait) override;
   void forget_derived() override;
   std::optional<StateMap> whole_state() const override;

@@ -117,6 +117,7 @@ class TORCHIUM_API CapturingOptimizer : public SecondOrderOptimizer {
   // Throws c10::ValueError for a process_group that is not that of the optimizer.
   void check_together(const std::vector<const Options*>& groups) const override;
   void take_step() override;
+  void withdraw() override;
   StateList fit_states(size_t group, const Options& options,
                        const StateList& loaded) const override;
   void read_reports(bool wait) override;

@@ -54,7 +54,8 @@ struct TORCHIUM_API NaturalGradientOptions
   /// costs as many products with F as its rank, at each new matrix.
   TORCH_ARG(int64_t, nystrom_rank) = 0;
   /// Bound of the matrix of "auto" with its factor, and of the rows that "explicit" forms at a time
-  /// (at least those of one sample), >= 1.
+  /// (at least those of one sample), >= 1. With a process_group also of the layer calls that reach
+  /// a rank at a time under "gram", of which two sets are in memory.
   TORCH_ARG(int64_t, max_workspace_bytes) = int64_t{1} << 28;
   /// NaturalGradient::update_damping() may be called. Needs momentum 0.
   TORCH_ARG(bool, adaptive_damping) = false;
@@ -90,7 +91,7 @@ struct TORCHIUM_API NaturalGradientOptions
 struct TORCHIUM_API NaturalGradientParamState : public SecondOrderParamState {
   /// The last direction, if momentum > 0 in any group: the shape of the parameter.
   TORCH_ARG(at::Tensor, momentum_buffer);
-  /// [J, 13] int64 on the CPU: kind, weight, bias, micro-batch, eight settings, place among all
+  /// [J, 17] int64 on the CPU: kind, weight, bias, micro-batch, 12 settings, place among all
   /// calls. Weight and bias are positions in the parameters of all groups.
   TORCH_ARG(at::Tensor, uses);
   /// [J] float64 on the CPU: eps of norms.

@@ -119,6 +119,8 @@ class TORCHIUM_API SecondOrderOptimizer : public torch::optim::Optimizer {
   virtual std::unique_ptr<SecondOrderParamState> make_empty_state() const = 0;
   // One step of all groups; creates missing state. Throws before it changes anything.
   virtual void take_step() = 0;
+  // Called instead of take_step() after an error: ranks that share the step raise too.
+  virtual void withdraw() = 0;
   // States of the parameters of a group, with what `loaded` has from an archive; null: none. Throws
   // c10::ValueError for what does not fit.
   virtual StateList fit_states(size_t group, const Options& options,

@@ -233,6 +233,7 @@ class KFAC(Consolidating, CapturingOptimizer):
     _OPTIONS = OptionList("KFAC")
     _OWN_OPTION = "TCov"
     _PLAN = "KfacPlan"
+    _PART = "the inverses of some layers"
     _FROM_BACKWARD = "factors"
     # Of the warning of parameters without a layer.
     _FALLBACK_NOTE = (
@@ -396,11 +397,6 @@ class KFAC(Consolidating, CapturingOptimizer):
             ...     if step % 5 == 4:
             ...         ratio = optimizer.update_damping(loss, model(x).square().mean())
         """
-        if any("damping" in schedules_in(self._OPTIONS, group) for group in self.param_groups):
-            raise ValueError(
-                "damping is a function of the step, which update_damping() cannot change; pass a number "
-                "to start from"
-            )
         return self._update_damping(loss_before, loss_after)
 
     def report(self) -> KFACReport:
@@ -541,34 +537,19 @@ class KFAC(Consolidating, CapturingOptimizer):
 
     # ---- state
 
-    def state_dict(self) -> dict[str, Any]:
-        """As :meth:`torch.optim.Optimizer.state_dict`: the whole state, which any number of processes can load.
+    def _is_partial(self) -> bool:
+        if not self._group_name or self._grad_worker_fraction == 1:
+            return False
+        core = self._bound_plan().core
+        return bool(core.has_parts() and (self._consolidates or core.lacks_inverses()))
 
-        Where each rank of the ``process_group`` keeps the inverses of some layers alone
-        (``grad_worker_fraction``), all ranks must call it, in a block of :meth:`consolidating`, and each gets all
-        of it.
-
-        Raises:
-            RuntimeError: a rank that lacks inverses calls it outside of ``consolidating()``, where it might wait
-                for ever.
-        """
-        if self._plan is None or not self._plan.core.has_parts():
-            return super().state_dict()
-        if not self._consolidates:
-            raise RuntimeError(
-                "each rank of the process_group keeps the inverses of some layers, and state_dict() would wait "
-                "for the others; call it on all ranks in a block `with optimizer.consolidating():`, and save "
-                "what it returns on one"
-            )
-        plan, part = self._bound_plan(), self.state
-        self.state = defaultdict(dict, part)
-        for param, whole in zip(plan.params, plan.core.whole_states(), strict=True):
-            if whole:
-                self.state[param] = {**part[param], **whole}
-        try:
-            return super().state_dict()
-        finally:
-            self.state = part
+    def _state_to_save(self) -> defaultdict[Tensor, Any]:
+        plan = self._bound_plan()
+        whole = defaultdict(dict, self.state)
+        for param, state in zip(plan.params, plan.core.whole_states(), strict=True):
+            if state:
+                whole[param] = {**self.state[param], **state}
+        return whole
 
     def _own_plan(self) -> JointPlan:
         is_new = self._plan is None

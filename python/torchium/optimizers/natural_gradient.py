@@ -102,7 +102,9 @@ class NaturalGradient(CapturingOptimizer):
         nystrom_rank (int): rank of the Nystrom preconditioner of conjugate gradients; 0: only the damping.
             It costs as many products with :math:`F` as its rank at each new matrix (default: 0).
         max_workspace_bytes (int): bound of the matrix of ``"auto"`` with its factor, and of the rows that
-            ``"explicit"`` forms at a time, of at least one sample (default: 2**28).
+            ``"explicit"`` forms at a time, of at least one sample. With a ``process_group`` also of the layer
+            calls that reach a rank at a time under ``"gram"``, of which two sets are in memory
+            (default: 2**28).
         adaptive_damping (bool): :meth:`update_damping` may be called. Needs ``momentum=0``
             (default: False).
         grad_scaler (GradScaler, optional): scales the loss, under mixed precision; its scale is taken
@@ -118,8 +120,9 @@ class NaturalGradient(CapturingOptimizer):
             launched steps (default: "auto").
         process_group (ProcessGroup, optional): the ranks that share the step, as under
             ``DistributedDataParallel``: parameters and gradients are the same on all of them, and each has samples of
-            its own. The matrix is that of all samples. All ranks must call :meth:`step`, and what else the
-            optimizer is to be told (default: None, this process alone).
+            its own. The matrix is that of all samples. All ranks must call :meth:`step`,
+            :meth:`update_curvature`, :meth:`update_jacobian` and :meth:`update_damping` together (default:
+            None, this process alone).
 
     Raises:
         ValueError: an option is out of its range or, where it must not, differs between groups; a

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import defaultdict
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,12 +11,15 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from ._blocked.adamw import SHAMPOO, adopt
-from ._blocked.base import BlockedOptimizer
+from ._blocked.base import BlockedOptimizer, Groups
 from ._blocked.report import ParameterReport, ShampooReport
 from ._blocked.sharing import SHARING_ARGUMENTS, Sharing
+from ._blocked.state_shares import state_shares
+from ._core.checkpoint import own_state
 from ._core.memory import GroupMemory, MemoryReport, StateMemory
 from ._core.model_groups import model_groups
-from ._core.process_groups import Consolidating
+from ._core.parameters import State, is_dtensor
+from ._core.process_groups import Consolidating, group_named, set_within
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -160,6 +163,8 @@ class Shampoo(Consolidating, BlockedOptimizer):
     _OPTIONS = SHAMPOO
     _OWN_OPTION = "grafting"
     _can_share = True
+    _PART = "the state of its own blocks"
+    _keeps_shares = False  # in state_dict()
 
     def __init__(
         self,
@@ -252,8 +257,7 @@ class Shampoo(Consolidating, BlockedOptimizer):
         """
         self._renew_roots()
 
-    @contextmanager
-    def sharding(self) -> Iterator[None]:
+    def sharding(self) -> AbstractContextManager[None]:
         """A block that all ranks run, in which :meth:`state_dict` returns this rank's share of the state.
 
         For ``torch.distributed.checkpoint``, which saves each block from its owner and reads checkpoints of
@@ -266,11 +270,47 @@ class Shampoo(Consolidating, BlockedOptimizer):
             >>> dcp.load({"optimizer": state}, checkpoint_id="checkpoint")
             >>> set_optimizer_state_dict(model, optimizer, state)
         """
-        before, self._keeps_shares = self._keeps_shares, True
-        try:
-            yield
-        finally:
-            self._keeps_shares = before
+        return set_within(self, "_keeps_shares")
+
+    def _is_partial(self) -> bool:
+        return bool(self._sharing.group_name) and (
+            self._all_ranks_call() or not self._owns_all_state()
+        )
+
+    def _all_ranks_call(self) -> bool:
+        return super()._all_ranks_call() or self._keeps_shares or self._has_shards()
+
+    def _has_shards(self) -> bool:
+        return any(is_dtensor(p) for group in self.param_groups for p in group["params"])
+
+    def _owns_all_state(self) -> bool:
+        alone = group_named(self._sharing.group_name).size() == 1
+        return alone or not any(self._has_state(p) for p in self.state)
+
+    def _state_to_save(self) -> defaultdict[Tensor, Any]:
+        state = defaultdict(dict, self.state)
+        groups = self._groups()
+        saved = self._shares(groups) if self._keeps_shares else self._plans.whole_states(*groups)
+        for group, states in zip(self.param_groups, saved, strict=True):
+            for param, own in zip(group["params"], states, strict=True):
+                before = state.pop(param, {})
+                others = {k: v for k, v in before.items() if k not in own_state(before)}
+                if own or others:
+                    state[param] = {**others, **own}
+        return state
+
+    def _shares(self, groups: Groups) -> list[list[State]]:
+        return [
+            [
+                state_shares(whole, state, dims, blocks, self._plans.owners(tensor))
+                if is_share
+                else state
+                for tensor, state, (whole, is_share, dims, blocks) in zip(*of_group, strict=True)
+            ]
+            for of_group in zip(
+                groups[1], groups[3], self._plans.share_places(*groups), strict=True
+            )
+        ]
 
     def memory_report(self) -> MemoryReport:
         """Bytes of the state.

@@ -163,6 +163,8 @@ void BlockedOptimizer::bind(bool all_with_state) {
   runtime_->bound = std::move(bound);
 }
 
+void BlockedOptimizer::withdraw() { plans().withdraw(); }
+
 void BlockedOptimizer::take_step() {
   try {
     if (!is_bound() || !plans().prepare()) {
@@ -170,7 +172,7 @@ void BlockedOptimizer::take_step() {
       TORCH_CHECK(plans().prepare(), "parameters, gradients or state changed during step()");
     }
   } catch (...) {
-    plans().withdraw();  // the ranks that share the step would wait
+    withdraw();
     throw;
   }
   const auto learning_rate = [this](size_t group, const detail::BlockedPlan& plan) {

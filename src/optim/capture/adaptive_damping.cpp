@@ -30,7 +30,7 @@ std::pair<double, double> damping_update(const std::optional<double>& predicted,
 DampingLosses mean_over_ranks(const DampingLosses& own, const distributed::Communicator& ranks) {
   DampingLosses mean{0.0, 0.0, own.maximize};
   for (const auto& row :
-       ranks.gather({std::bit_cast<int64_t>(own.before), std::bit_cast<int64_t>(own.after)})) {
+       ranks.all_gather({std::bit_cast<int64_t>(own.before), std::bit_cast<int64_t>(own.after)})) {
     mean.before += std::bit_cast<double>(row[0]) / static_cast<double>(ranks.size());
     mean.after += std::bit_cast<double>(row[1]) / static_cast<double>(ranks.size());
   }

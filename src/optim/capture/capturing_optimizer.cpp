@@ -68,7 +68,7 @@ at::Tensor CapturingOptimizer::step(LossClosure closure) {
     follow_schedules();
     check_groups();
   } catch (...) {
-    plan_->withdraw();
+    withdraw();
     throw;
   }
   at::Tensor loss;
@@ -245,22 +245,24 @@ void CapturingOptimizer::check_together(const std::vector<const Options*>& group
   for (const Options* options : groups) {
     const auto own = ranks_of(*options);
     TORCH_CHECK_VALUE(
-        own == nullptr || (ranks != nullptr && own->has_group_of(*ranks)),
+        own == nullptr || (ranks != nullptr && own->is_same_group_as(*ranks)),
         "process_group of a parameter group differs from that of the optimizer; set it "
         "in the defaults alone");
   }
 }
 
+void CapturingOptimizer::withdraw() { plan_->withdraw(); }
+
 void CapturingOptimizer::take_step() {
   std::vector<at::Tensor> active = all_params();
   std::erase_if(active, [](const at::Tensor& param) { return !param.grad().defined(); });
-  if (active.empty() && plan_->ranks() == nullptr) {
+  if (active.empty() && !plan_->is_shared()) {
     return;
   }
   try {
     prepare_step(active);
   } catch (...) {
-    plan_->withdraw();
+    withdraw();
     throw;
   }
   detail::JointInputs inputs;
@@ -272,7 +274,7 @@ void CapturingOptimizer::take_step() {
 
 void CapturingOptimizer::prepare_step(const std::vector<at::Tensor>& active) {
   capture_->raise_error();
-  const int64_t processes = plan_->ranks() == nullptr ? capture_->processes() : 1;
+  const int64_t processes = plan_->is_shared() ? 1 : capture_->processes();
   TORCH_CHECK(
       processes <= 1, plan_->optimizer_name(), " has no process_group, but ", processes,
       " processes have exchanged tensors: what they capture would not be combined, and their "

@@ -4,6 +4,7 @@
 #include "support/stream_capture.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
@@ -114,18 +115,36 @@ void JointPlan::exclude(const std::vector<int64_t>& params) {
 }
 
 void JointPlan::withdraw() {
-  if (ranks_ != nullptr) {
+  if (is_shared()) {
+    const c10::DeviceGuard device_guard(device());
     distributed::StepFindings findings;
     findings.has_error = true;
     distributed::agree(findings, *ranks_, {});
   }
 }
 
-StateChanges JointPlan::take(const JointInputs& inputs) {
-  return take_agreed(ranks_ == nullptr ? inputs : agree(inputs));
+void JointPlan::agree_to(const std::string& call, const std::function<void()>& check) {
+  const c10::DeviceGuard device_guard(device());
+  try {
+    check();
+  } catch (...) {
+    withdraw();
+    throw;
+  }
+  if (is_shared()) {
+    distributed::StepFindings findings;
+    findings.call = call;
+    findings.setup = distributed::Hash().add(call).value();
+    distributed::agree(findings, *ranks_, {});
+  }
 }
 
-JointInputs JointPlan::agree(const JointInputs& inputs) {
+StateChanges JointPlan::take(const JointInputs& inputs) {
+  const c10::DeviceGuard device_guard(device());
+  return take_agreed(is_shared() ? agree(inputs) : inputs);
+}
+
+distributed::StepFindings JointPlan::own_findings(const JointInputs& inputs) {
   distributed::Hash hash;
   add_to_setup(hash);
   for (const at::Tensor& lr : inputs.lrs) {
@@ -133,7 +152,7 @@ JointInputs JointPlan::agree(const JointInputs& inputs) {
   }
   distributed::StepFindings own;
   for (size_t i = 0; i < size(); ++i) {
-    hash.add(groups_[i]).add(static_cast<int64_t>(param(i).scalar_type()));
+    hash.add(names_[i]).add(groups_[i]).add(static_cast<int64_t>(param(i).scalar_type()));
     for (const int64_t size : param(i).sizes()) {
       hash.add(size);
     }
@@ -142,7 +161,22 @@ JointInputs JointPlan::agree(const JointInputs& inputs) {
   own.setup = hash.value();
   own.found_inf = inputs.found_inf.defined() && inputs.found_inf.item<double>() != 0.0;
   add_layers(own);
+  return own;
+}
+
+JointInputs JointPlan::agree(const JointInputs& inputs) {
+  distributed::StepFindings own;
+  try {
+    own = own_findings(inputs);
+  } catch (...) {
+    withdraw();
+    throw;
+  }
+  own.has_error = std::exchange(has_left_step_, false);
   const distributed::StepFindings all = distributed::agree(own, *ranks_, names_);
+  TORCH_CHECK(!own.has_error,
+              "this rank raised an error in the middle of its last step(), which other ranks took; "
+              "continue from a checkpoint");
   settle_reports();  // of steps that the host has just waited for
   take_findings(all);
   JointInputs agreed = inputs;
@@ -150,6 +184,11 @@ JointInputs JointPlan::agree(const JointInputs& inputs) {
     agreed.found_inf = at::ones({1}, at::TensorOptions(device()).dtype(at::kFloat));
   }
   return agreed;
+}
+
+DampingLosses JointPlan::joint_losses(const DampingLosses& own) const {
+  const c10::DeviceGuard device_guard(device());
+  return is_shared() ? mean_over_ranks(own, *ranks_) : own;
 }
 
 bool JointPlan::prepare() {

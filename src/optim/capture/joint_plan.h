@@ -4,6 +4,7 @@
 #include "distributed/communicator.h"
 #include "distributed/step_agreement.h"
 #include "gradients/capture/operator_capture.h"
+#include "optim/capture/adaptive_damping.h"
 #include "optim/core/options.h"
 #include "optim/core/step_plan.h"
 #include "torchium/optim/capturing_optimizer.h"
@@ -12,6 +13,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -37,13 +39,16 @@ class JointPlan : public StepPlan {
   JointPlan() : StepPlan(at::kCPU) {}
 
   // The ranks that share the step: parameters and gradients are the same on all of them, recorded
-  // calls are those of each rank's samples. Null: none. Called before anything else.
+  // calls are those of each rank's samples. Null, or one rank: none. Called before anything else.
   virtual void share_with(std::shared_ptr<const distributed::Communicator> ranks) {
-    ranks_ = std::move(ranks);
+    ranks_ = ranks != nullptr && ranks->size() > 1 ? std::move(ranks) : nullptr;
   }
-  const distributed::Communicator* ranks() const { return ranks_.get(); }
-  // All ranks raise in their step(), which this one does not take because of an error.
+  bool is_shared() const { return ranks_ != nullptr; }
+  // Called instead of take() after an error, so that the other ranks raise instead of waiting.
   void withdraw();
+  // All ranks that share the step make this call, such as "update_damping()", or all raise. check()
+  // throws for what this rank cannot accept.
+  void agree_to(const std::string& call, const std::function<void()>& check);
 
   // The options of each group; those that must be the same in all groups are. lr does not count.
   virtual void set_options(const std::vector<const torch::optim::OptimizerOptions*>& groups) = 0;
@@ -113,13 +118,16 @@ class JointPlan : public StepPlan {
   // `layers` and `renews` of what the ranks agree on, and what they have agreed on.
   virtual void add_layers(distributed::StepFindings& findings) {}
   virtual void take_findings(const distributed::StepFindings& findings) {}
-  // In each agreement.
-  bool settles_reports() const override { return ranks_ != nullptr && !device().is_cpu(); }
+  // The next step raises on all ranks: this one has left a step by an error, and others took it.
+  void leave_step() { has_left_step_ = true; }
+  // Reports count from an agreement on, so that all ranks have the same step counts.
+  bool settles_reports() const override { return is_shared() && !device().is_cpu(); }
 
   // ---- what it may use; parameters are positions in what bind() was given
 
   const std::string& name(size_t i) const { return names_[i]; }
   const SecondOrderParamState& own_state(size_t i) const { return *states_[i]; }
+  const distributed::Communicator& ranks() const { return *ranks_; }  // where the step is shared
   bool is_excluded(size_t i) const { return excluded_.count(param(i).unsafeGetTensorImpl()) != 0; }
   // Steps that each parameter has taken; 0 without state. Waits for the device if the host does not
   // know.
@@ -128,14 +136,18 @@ class JointPlan : public StepPlan {
   // such a step to create the state that it loads into. Waits for the device.
   bool only_creates_state();
   std::vector<at::Tensor> learning_rates(const JointInputs& inputs) const;  // of active parameters
+  // The means over the ranks that share the step, which must all call it.
+  DampingLosses joint_losses(const DampingLosses& own) const;
 
  private:
+  distributed::StepFindings own_findings(const JointInputs& inputs);
   // Returns the inputs of all ranks.
   JointInputs agree(const JointInputs& inputs);
   StateChanges changes_for(const std::vector<size_t>& active);
   void check_all(const std::vector<size_t>& active);
 
   std::shared_ptr<const distributed::Communicator> ranks_;
+  bool has_left_step_ = false;
   std::vector<std::unique_ptr<SecondOrderParamState>> states_;
   std::vector<int64_t> groups_;
   std::vector<std::string> names_;

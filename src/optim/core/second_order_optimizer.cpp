@@ -88,7 +88,12 @@ std::vector<const SecondOrderOptimizer::Options*> SecondOrderOptimizer::options_
 at::Tensor SecondOrderOptimizer::step(LossClosure closure) {
   refuse_moved_from();
   const at::NoGradGuard no_grad;
-  read_reports(/*wait=*/false);
+  try {
+    read_reports(/*wait=*/false);
+  } catch (...) {
+    withdraw();
+    throw;
+  }
   at::Tensor loss;
   if (closure != nullptr) {
     const at::AutoGradMode enable_grad(true);

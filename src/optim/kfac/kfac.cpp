@@ -108,12 +108,16 @@ bool KFAC::captures_next() {
 
 double KFAC::update_damping(double loss_before, double loss_after) {
   refuse_moved_from();
-  for (const auto& group : param_groups_) {
+  const bool is_scheduled = std::ranges::any_of(param_groups_, [](const auto& group) {
     const auto* options = dynamic_cast<const KFACOptions*>(&group.options());
-    TORCH_CHECK_VALUE(options == nullptr || options->schedules().count("damping") == 0,
-                      "damping is a function of the step, which update_damping() cannot change; "
-                      "pass a number to start from");
+    return options != nullptr && options->schedules().count("damping") != 0;
+  });
+  if (is_scheduled) {
+    plan().withdraw();
   }
+  TORCH_CHECK_VALUE(!is_scheduled,
+                    "damping is a function of the step, which update_damping() cannot change; "
+                    "pass a number to start from");
   const auto [ratio, factor] = plan().damping_update(loss_before, loss_after);
   for (auto& group : param_groups_) {
     auto& options = static_cast<KFACOptions&>(group.options());

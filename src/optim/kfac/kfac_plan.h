@@ -46,8 +46,10 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   void share_with(std::shared_ptr<const distributed::Communicator> ranks) override;
   // ValueError unless it is above 0 and at most 1.
   void set_grad_worker_fraction(double fraction);
-  // Whether ranks have inverses that others lack.
+  // Once it is bound: whether ranks may have inverses that others lack, and whether this one lacks
+  // any.
   bool has_parts() const;
+  bool lacks_inverses() const;
   // These states, one per parameter that is bound (null: none), with the inverses of all ranks in
   // new tensors. All ranks must call it.
   using States = std::vector<std::unique_ptr<KFACParamState>>;
@@ -157,7 +159,6 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   void check_fisher_blocks(size_t i) const;
   void note_diagonals(size_t i, const KFACParamState& state, const FactorLayer& layer);
   void check_layer(const Layer& layer) const;
-  bool is_shared() const { return groups_.ranks() > 1; }
   void check_sharing() const;
   void choose_owners(std::vector<Layer>& layers) const;
   bool keeps_inverses(const Layer& layer) const;
@@ -167,6 +168,7 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   void finish_sums(const at::Tensor& loss_scale);
   void set_sums(const Layer& of, KfacLayer& layer) const;
   void set_sums(const Layer& of, UnitwiseLayer& layer) const;
+  bool has_divided_gradients() const;
   double gradient_scale(const FactorSums& sums) const;
 
   std::mutex records_mutex_;  // between forward and backward passes of several threads
@@ -187,8 +189,8 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   std::mutex curvature_mutex_;          // threads may share a model
   std::string damping_split_, fisher_;  // of the options before
   bool is_inverse_free_ = false;
-  // Weights whose inverses are to be made anew: another damping_split had made them, or a step that
-  // threw was to make them.
+  // Weights whose inverses must be recomputed: damping_split has changed, or the step that was to
+  // renew them threw.
   std::unordered_set<const at::TensorImpl*> lost_inverses_;
   // Of weights whose layers have taken a step.
   struct Owned {

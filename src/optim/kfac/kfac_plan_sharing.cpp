@@ -5,6 +5,7 @@
 #include "optim/kfac/kfac_plan.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/util/irange.h>
 
 #include <algorithm>
@@ -44,7 +45,7 @@ void KfacPlan::set_grad_worker_fraction(double fraction) {
   TORCH_CHECK_VALUE(fraction > 0.0 && fraction <= 1.0,
                     "grad_worker_fraction must be above 0 and at most 1, got ", fraction);
   grad_worker_fraction_ = fraction;
-  groups_ = ranks() == nullptr ? WorkerGroups() : WorkerGroups(ranks()->size(), fraction);
+  groups_ = is_shared() ? WorkerGroups(ranks().size(), fraction) : WorkerGroups();
 }
 
 // Throws c10::ValueError for options that ranks without the inverses of all layers do not allow.
@@ -56,7 +57,8 @@ void KfacPlan::check_sharing() const {
 
 // ---- owners
 
-// The rank with the least work so far, dearest layers first. They stay while the weights do.
+// The rank with the least work so far, most expensive layers first. A layer keeps its owner as
+// long as its weight is bound.
 void KfacPlan::choose_owners(std::vector<Layer>& layers) const {
   if (!is_shared()) {
     return;
@@ -88,19 +90,17 @@ void KfacPlan::choose_owners(std::vector<Layer>& layers) const {
 }
 
 bool KfacPlan::keeps_inverses(const Layer& layer) const {
-  return !is_shared() || groups_.are_together(ranks()->rank(), layer.owner);
+  return !is_shared() || groups_.are_together(ranks().rank(), layer.owner);
 }
 
 void KfacPlan::assign_work(const Layer& of, KfacLayer& layer) const {
   layer.owner = of.owner;
-  layer.inverts = !is_shared() || of.owner == ranks()->rank();
+  layer.inverts = !is_shared() || of.owner == ranks().rank();
   layer.preconditions = keeps_inverses(of);
 }
 
 std::shared_ptr<LayerExchange> KfacPlan::make_exchange(DampingSplit split) const {
-  return is_shared()
-             ? std::make_shared<LayerExchange>(*ranks(), groups_, split, distributed::kBucketBytes)
-             : nullptr;
+  return is_shared() ? std::make_shared<LayerExchange>(ranks(), groups_, split) : nullptr;
 }
 
 // ---- the agreement
@@ -154,7 +154,7 @@ void KfacPlan::take_findings(const distributed::StepFindings& findings) {
   for (const Layer& each : layers_) {
     lost.push_back(is_lost(each) ? 1 : 0);
   }
-  lost = ranks()->maximum(lost);
+  lost = ranks().all_reduce_max(lost);
   for (const auto k : c10::irange(layers_.size())) {
     if (lost[k] != 0) {
       lost_inverses_.insert(param(layers_[k].weight).unsafeGetTensorImpl());
@@ -164,7 +164,16 @@ void KfacPlan::take_findings(const distributed::StepFindings& findings) {
 
 // ---- the whole state
 
-bool KfacPlan::has_parts() const { return groups_.groups() > 1 && !owners_.empty(); }
+bool KfacPlan::has_parts() const { return groups_.groups() > 1 && size() > 0; }
+
+bool KfacPlan::lacks_inverses() const {
+  for (const auto i : c10::irange(size())) {
+    if (state_of(i).A().defined() && kept(state_of(i)) == kNone) {
+      return true;
+    }
+  }
+  return false;
+}
 
 KfacPlan::States KfacPlan::whole_states() const {
   std::vector<const KFACParamState*> states;
@@ -175,11 +184,12 @@ KfacPlan::States KfacPlan::whole_states() const {
 }
 
 KfacPlan::States KfacPlan::whole_states(const std::vector<const KFACParamState*>& states) const {
-  std::vector<int64_t> present;
+  const c10::DeviceGuard device_guard(device());
+  std::vector<int64_t> own;
   for (const KFACParamState* state : states) {
-    present.push_back(state == nullptr ? kNone : kept(*state));
+    own.push_back(state == nullptr ? kNone : kept(*state));
   }
-  present = ranks()->maximum(present);
+  const auto of_ranks = ranks().all_gather(own);
   States whole(states.size());
   for (const auto i : c10::irange(states.size())) {
     if (states[i] == nullptr) {
@@ -187,25 +197,27 @@ KfacPlan::States KfacPlan::whole_states(const std::vector<const KFACParamState*>
     }
     whole[i] = std::make_unique<KFACParamState>(*states[i]);
     KFACParamState& state = *whole[i];
-    const auto found = owners_.find(param(i).unsafeGetTensorImpl());
-    if (present[i] == kNone || found == owners_.end() || !state.A().defined()) {
+    const auto with =
+        std::ranges::find_if(of_ranks, [&](const auto& of_rank) { return of_rank[i] != kNone; });
+    if (with == of_ranks.end() || !state.A().defined()) {
       continue;
     }
-    const bool is_own = found->second.owner == ranks()->rank();
+    const bool is_own = with - of_ranks.begin() == ranks().rank();
     const auto options = at::TensorOptions(state_dtype(param(i))).device(state.A().device());
     std::vector<at::Tensor> tensors;
     const auto gather = [&](at::Tensor& root, at::IntArrayRef sizes) {
-      root = is_own && root.defined() ? root.clone() : at::zeros(sizes, options);
+      root = is_own && root.defined() ? root.clone(at::MemoryFormat::Contiguous)
+                                      : at::zeros(sizes, options);
       tensors.push_back(root);
     };
-    const bool exact = present[i] == kEigensystems;
+    const bool exact = (*with)[i] == kEigensystems;
     gather(exact ? state.A_eigenvectors() : state.A_inverse(), state.A().sizes());
     gather(exact ? state.G_eigenvectors() : state.G_inverse(), state.G().sizes());
     if (exact) {
       gather(state.A_eigenvalues(), state.A().sizes().slice(0, 2));
       gather(state.G_eigenvalues(), state.G().sizes().slice(0, 2));
     }
-    ranks()->combine_(tensors);
+    ranks().combine_(tensors);
   }
   return whole;
 }

@@ -95,12 +95,16 @@ std::unique_ptr<PlannedStep> KfacPlan::plan(const std::vector<at::Tensor>& param
   return std::make_unique<KfacStep>(std::move(group), std::move(status));
 }
 
+// Columns of a curvature are not divided.
+bool KfacPlan::has_divided_gradients() const {
+  return options().front().batch_averaged() && !takes_curvature();
+}
+
 // A mean loss has divided the output gradients by N, and N^2 / N makes the sums those of single
-// samples. Columns of a curvature are not divided.
+// samples.
 double KfacPlan::gradient_scale(const FactorSums& sums) const {
   const auto N = static_cast<double>(sums.samples());
-  const bool is_divided = options().front().batch_averaged() && !takes_curvature();
-  return sums.is_joint ? 1.0 : is_divided ? N : 1.0 / N;
+  return sums.is_joint ? 1.0 : has_divided_gradients() ? N : 1.0 / N;
 }
 
 // Takes the loss scale out of the sums, and adds up those of all ranks.
@@ -118,8 +122,7 @@ void KfacPlan::finish_sums(const at::Tensor& loss_scale) {
     at::_foreach_mul_(of_gradients, loss_scale.to(device()).square().reciprocal());
   }
   if (is_shared()) {
-    const bool is_divided = options().front().batch_averaged() && !takes_curvature();
-    sum_over_ranks(*ranks(), all, is_divided, distributed::kBucketBytes);
+    sum_over_ranks(ranks(), all, has_divided_gradients());
   }
 }
 
@@ -187,6 +190,9 @@ StateChanges KfacPlan::take_agreed(const JointInputs& inputs) {
   try {
     StepPlan::step({}, inputs.found_inf);
   } catch (...) {  // perhaps after the counts were advanced: the next step would not be due
+    if (is_shared() && !device().is_cpu()) {  // on a CPU all ranks have raised
+      leave_step();
+    }
     for (const KfacLayer& layer : group.layers) {
       if (layer.inverse_due) {
         lost_inverses_.insert(param(active()[layer.weight]).unsafeGetTensorImpl());
@@ -206,19 +212,19 @@ StateChanges KfacPlan::take_agreed(const JointInputs& inputs) {
 }
 
 std::pair<double, double> KfacPlan::damping_update(double loss_before, double loss_after) {
-  TORCH_CHECK_VALUE(
-      !writes_gradients(), optimizer_name(),
-      " does not take the step of the parameters, which update_damping() compares with "
-      "its model; use KFAC");
-  TORCH_CHECK_VALUE(!options().empty() && options().front().adaptive_damping(),
-                    "update_damping() needs adaptive_damping=True");
+  agree_to("update_damping()", [&] {
+    TORCH_CHECK_VALUE(
+        !writes_gradients(), optimizer_name(),
+        " does not take the step of the parameters, which update_damping() compares with "
+        "its model; use KFAC");
+    TORCH_CHECK_VALUE(!options().empty() && options().front().adaptive_damping(),
+                      "update_damping() needs adaptive_damping=True");
+  });
   const auto* step = static_cast<const KfacStep*>(planned());
   const auto predicted =
       step == nullptr || steps_since_update_ == 0 ? std::nullopt : step->predicted_reduction();
-  DampingLosses losses{loss_before, loss_after, options().front().maximize()};
-  if (ranks() != nullptr) {
-    losses = mean_over_ranks(losses, *ranks());
-  }
+  const DampingLosses losses =
+      joint_losses({loss_before, loss_after, options().front().maximize()});
   const auto update = detail::damping_update(predicted, steps_since_update_, losses);
   steps_since_update_ = 0;
   return update;

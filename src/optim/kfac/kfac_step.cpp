@@ -42,7 +42,7 @@ bool fits_squares(const KfacLayer& layer) {
     return root.is_cuda() && root.scalar_type() == at::kFloat &&
            (root.dim() == 2 || root.size(1) == root.size(2));
   };
-  return layer.is_inverse_free() && layer.preconditions && fits(layer.K) && fits(layer.C);
+  return layer.is_inverse_free() && fits(layer.K) && fits(layer.C);
 }
 
 // Undefined: none.
@@ -190,27 +190,50 @@ void KfacStep::examine_sums() {
   }
 }
 
-void KfacStep::update_inverses(bool KfacLayer::*wanted, const FoundInfGuard& guard) {
+void KfacStep::update_inverses(bool KfacLayer::*wanted, const FoundInfGuard& guard,
+                               HeldError& held) {
   if (std::ranges::none_of(group_.layers, wanted)) {
     return;
   }
   const torchium::detail::Phase phase("torchium::inverses");
-  if (group_.shared.solver == "inverse_free") {
-    update_inverse_free(group_.layers, guard);
-  } else {
-    detail::update_inverses(group_.layers, wanted, group_.shared.damping_split,
-                            group_.shared.solver, guard);
-  }
+  held.run([&] {
+    if (group_.shared.solver == "inverse_free") {
+      update_inverse_free(group_.layers, guard);
+    } else {
+      detail::update_inverses(group_.layers, wanted, group_.shared.damping_split,
+                              group_.shared.solver, guard);
+    }
+  });
   if (group_.exchange) {
     group_.exchange->send_inverses(group_.layers, wanted);
   }
 }
 
-void KfacStep::send_directions() const {
-  if (group_.exchange) {
-    group_.exchange->send_directions(
-        group_.layers, [&](size_t l) { return subsets_[subset_of_[l]]->directions(l); });
+// After an error other ranks still wait for tensors of these sizes.
+std::vector<at::Tensor> KfacStep::direction(size_t layer, const HeldError& held) const {
+  if (!held.is_set()) {
+    return subsets_[subset_of_[layer]]->directions(layer);
   }
+  std::vector<at::Tensor> zeros;
+  for (const int64_t i : group_.layers[layer].params()) {
+    const at::Tensor& param = group_.params[i];
+    zeros.push_back(at::zeros(param.sizes(), param.options().dtype(state_dtype(param))));
+  }
+  return zeros;
+}
+
+void KfacStep::send_directions(const HeldError& held) const {
+  if (group_.exchange) {
+    group_.exchange->send_directions(group_.layers, [&](size_t l) { return direction(l, held); });
+  }
+}
+
+bool KfacStep::all_go_on(bool is_kept, const HeldError& held) const {
+  if (!group_.exchange) {
+    held.raise();
+    return is_kept;
+  }
+  return status_.is_cpu() ? group_.exchange->all_go_on(is_kept, held) : is_kept;
 }
 
 void KfacStep::record_failures() {
@@ -265,33 +288,40 @@ void KfacStep::run(const at::Tensor&, at::IntArrayRef, const at::Tensor& found_i
       subset->end();
     }
   });
+  HeldError held;
   if (group_.shared.keeps_prediction) {
     prediction_ = Prediction{.lrs = copy_learning_rates()};
   }
-  update_inverses(&KfacLayer::inverse_lost, FoundInfGuard::open());
-  {
+  update_inverses(&KfacLayer::inverse_lost, FoundInfGuard::open(), held);
+  bool is_kept = true;
+  held.run([&] {
     const torchium::detail::Phase phase("torchium::elementwise");
     examine_sums();
-    if (!prologue_->run({}, found_inf)) {  // t <- t + 1, unless it is skipped
-      return;
-    }
+    is_kept = prologue_->run({}, found_inf);  // t <- t + 1, unless it is skipped
+  });
+  if (!all_go_on(is_kept, held)) {
+    return;
   }
   const KfacRun run{grads_, *prologue_};
-  {
+  held.run([&] {
     const torchium::detail::Phase phase("torchium::factors");
     for (const auto& subset : subsets_) {  // A <- d A + (1 - d) E[a a^T], G likewise with g
       subset->update_factors(run);
     }
-  }
+  });
   // Where due: (A + ..I)^-1, (G + ..I)^-1; or K and C, from the sums.
-  update_inverses(&KfacLayer::inverse_due, prologue_->guard());
-  renew_squares(group_.layers);
-  record_failures();
+  update_inverses(&KfacLayer::inverse_due, prologue_->guard(), held);
+  held.run([&] {
+    renew_squares(group_.layers);
+    record_failures();
+  });
   StepScalar nu;
   {
     const torchium::detail::Phase phase("torchium::precondition");
-    nu = precondition(run);
+    nu = precondition(run, held);
   }
+  all_go_on(/*is_kept=*/true, held);
+  held.raise();
   const torchium::detail::Phase phase("torchium::elementwise");
   for (const auto& subset : subsets_) {  // buf <- momentum buf + nu d; p <- p - lr buf
     subset->apply(run, nu);              // or .grad <- nu d
@@ -299,25 +329,30 @@ void KfacStep::run(const at::Tensor&, at::IntArrayRef, const at::Tensor& found_i
 }
 
 // d = (G + ..I)^-1 V (A + ..I)^-1, or C C^T V K K^T, by the workers of each layer. Returns nu.
-StepScalar KfacStep::precondition(const KfacRun& run) {
-  for (const auto& subset : subsets_) {
-    subset->precondition(run);
-  }
-  send_directions();
-  std::vector<at::Tensor> terms;
-  for (const auto& subset : subsets_) {
-    const bool needs_terms = group_.shared.kl_clip || group_.shared.keeps_prediction;
-    const at::Tensor its = needs_terms ? subset->kl_terms(run) : at::Tensor();
-    if (its.defined()) {
-      terms.push_back(its);
+StepScalar KfacStep::precondition(const KfacRun& run, HeldError& held) {
+  held.run([&] {
+    for (const auto& subset : subsets_) {
+      subset->precondition(run);
     }
-  }
-  const at::Tensor all_terms = joined_terms(terms);
-  const StepScalar nu = kl_scale(group_.shared.kl_clip, all_terms);
-  if (prediction_) {
-    prediction_->terms = all_terms;
-    prediction_->nu = nu;
-  }
+  });
+  send_directions(held);
+  StepScalar nu;
+  held.run([&] {
+    std::vector<at::Tensor> terms;
+    for (const auto& subset : subsets_) {
+      const bool needs_terms = group_.shared.kl_clip || group_.shared.keeps_prediction;
+      const at::Tensor its = needs_terms ? subset->kl_terms(run) : at::Tensor();
+      if (its.defined()) {
+        terms.push_back(its);
+      }
+    }
+    const at::Tensor all_terms = joined_terms(terms);
+    nu = kl_scale(group_.shared.kl_clip, all_terms);
+    if (prediction_) {
+      prediction_->terms = all_terms;
+      prediction_->nu = nu;
+    }
+  });
   return nu;
 }
 

@@ -3,6 +3,7 @@
 // Fisher.
 #pragma once
 
+#include "distributed/held_error.h"
 #include "optim/core/step_prologue.h"
 #include "optim/kfac/kfac_subset.h"
 
@@ -41,10 +42,16 @@ class KfacStep : public PrologueStep {
  private:
   void make_subsets();
   void examine_sums();
-  void update_inverses(bool KfacLayer::*wanted, const FoundInfGuard& guard);
-  void send_directions() const;
+  // Work of this rank alone, whose error is held while there are collectives to take part in.
+  using HeldError = distributed::HeldError;
+  void update_inverses(bool KfacLayer::*wanted, const FoundInfGuard& guard, HeldError& held);
+  std::vector<at::Tensor> direction(size_t layer, const HeldError& held) const;
+  void send_directions(const HeldError& held) const;
   void record_failures();
-  StepScalar precondition(const KfacRun& run);
+  StepScalar precondition(const KfacRun& run, HeldError& held);
+  // False: the host knows that all ranks skip the step. Throws an error that is held, on a CPU on
+  // all ranks. On other devices it stays held while ranks share the step.
+  bool all_go_on(bool is_kept, const HeldError& held) const;
   // One per group at least.
   std::vector<at::Tensor> copy_learning_rates() const;
 

@@ -1,6 +1,5 @@
 // Sources of the matrix of the next step: layer calls of backward passes, columns of a
 // curvature, or a Jacobian that the caller has given.
-#include "distributed/step_agreement.h"
 #include "optim/capture/curvature_passes.h"
 #include "optim/natural_gradient/natural_gradient_plan.h"
 #include "optim/natural_gradient/sharing/shared_rows.h"
@@ -83,8 +82,8 @@ std::shared_ptr<const KeptBatch> NaturalGradientPlan::recorded_batch(
   };
   auto batch = std::make_shared<KeptBatch>();
   if (is_shared()) {
-    batch->rank = ranks()->rank();
-    batch->ranks = ranks()->size();
+    batch->rank = ranks().rank();
+    batch->ranks = ranks().size();
   }
   int64_t micro_batch = 0;
   for (const auto& [pass, recorded] : takes_curvature() ? columns_ : passes_) {
@@ -179,30 +178,24 @@ std::vector<at::Tensor> NaturalGradientPlan::gradients_of_residuals(
   if (!is_shared()) {
     return J.transpose_product(r / J.samples());
   }
-  distributed::StepFindings own;
-  own.call = "update_jacobian()";
-  own.setup = distributed::Hash().add(own.call).value();
-  distributed::agree(own, *ranks(), {});
   std::vector<int64_t> counts;
-  for (const auto& count : ranks()->gather({J.samples()})) {
+  for (const auto& count : ranks().all_gather({J.samples()})) {
     counts.push_back(count.front());
   }
-  const SharedRows shared(*ranks(), counts);
+  const SharedRows shared(ranks(), counts);
   return shared.sum(J.transpose_product(r / shared.total()));
 }
 
 void NaturalGradientPlan::set_jacobian(std::vector<at::Tensor> rows, at::Tensor residuals) {
   const c10::NoGradGuard no_grad;
   const std::vector<at::Tensor> params = all_params();
-  try {
+  agree_to("update_jacobian()", [&] {
     gradients::detail::check_rows(params, rows);
     check_residuals(residuals, rows[0]);
     TORCH_CHECK_VALUE(!options().empty() && options().front().update_freq() == 1,
                       "update_jacobian() needs update_freq=1: a given Jacobian is not kept");
-  } catch (...) {
-    withdraw();
-    throw;
-  }
+  });
+  const c10::DeviceGuard device_guard(device());
   const std::vector<at::Tensor> gradients = gradients_of_residuals(params, rows, residuals);
   for (const auto i : c10::irange(params.size())) {
     if (params[i].requires_grad()) {

@@ -40,6 +40,7 @@ GradientSplit split_gradient(const SegmentedJacobian& J, const ParameterVector& 
   ParameterVector u = J.transpose_product(a / static_cast<double>(J.samples()));
   const at::Tensor uu = dot(u, u);
   const at::Tensor c = at::where(uu == 0, 0.0, dot(v, u) / uu);
+  J.equalize_({c});
   const at::Tensor y = a * c;
   for (size_t p = 0; p < v.size(); ++p) {
     at::addcmul_out(u[p], v[p], u[p], c.neg().to(u[p].scalar_type()));

@@ -112,8 +112,11 @@ bool NaturalGradientPlan::has_kept_params() const {
 
 bool NaturalGradientPlan::is_refresh() {
   if (!refresh_) {
-    // All ranks decide alike, and so from the same reports.
-    take_reports(/*wait=*/is_shared() && !options().empty() && options().front().update_freq() > 1);
+    if (is_shared() && !options().empty() && options().front().update_freq() > 1) {
+      settle_reports();  // all ranks decide by the same counts
+    } else {
+      take_reports(/*wait=*/false);
+    }
     int64_t taken = 0;
     for (const int64_t count : steps_taken()) {
       taken = std::max(taken, count);
@@ -246,8 +249,7 @@ StateChanges NaturalGradientPlan::take_agreed(const JointInputs& inputs) {
   }
   RankBatch own = own_batch(refreshed);
   own.has_factorization = wanted.is_of(factorization_) && factorization_.L.defined();
-  at::Tensor found_inf = inputs.found_inf;
-  const JointBatch joint = joint_batch(own, found_inf);
+  const JointBatch joint = joint_batch(own);
   if (batch_ != nullptr) {
     wanted.batch = batch_;
     own_samples_ = own.samples;
@@ -263,7 +265,7 @@ StateChanges NaturalGradientPlan::take_agreed(const JointInputs& inputs) {
   factorization_ = {};
   const at::Tensor& count = step->state.steps.front();
   const double before = count.is_cpu() ? count_on_cpu(count) : -1.0;
-  StepPlan::step({}, found_inf);
+  StepPlan::step({}, inputs.found_inf);
   if (batch_ == nullptr) {
     refresh_.reset();
     return {};
@@ -300,7 +302,7 @@ void NaturalGradientPlan::choose_solver(NaturalGradientPlannedStep& step) {
     auto& most = step.solver.rule.max_iterations;
     most = budget_.next(most);
     if (is_shared()) {  // which numbers have arrived is not the same on all ranks
-      most = ranks()->maximum({most}).front();
+      most = ranks().all_reduce_max({most}).front();
     }
     step.is_probing = !budget_.is_known();
   }
@@ -370,12 +372,12 @@ std::optional<double> NaturalGradientPlan::predicted_reduction() const {
 
 std::pair<double, double> NaturalGradientPlan::damping_update(double loss_before,
                                                               double loss_after) {
-  TORCH_CHECK_VALUE(!options().empty() && options().front().adaptive_damping(),
-                    "update_damping() needs adaptive_damping=True");
-  DampingLosses losses{loss_before, loss_after, options().front().maximize()};
-  if (is_shared()) {
-    losses = mean_over_ranks(losses, *ranks());
-  }
+  agree_to("update_damping()", [&] {
+    TORCH_CHECK_VALUE(!options().empty() && options().front().adaptive_damping(),
+                      "update_damping() needs adaptive_damping=True");
+  });
+  const DampingLosses losses =
+      joint_losses({loss_before, loss_after, options().front().maximize()});
   const auto update = detail::damping_update(predicted_reduction(), steps_since_damping_, losses);
   steps_since_damping_ = 0;
   return update;

@@ -92,9 +92,8 @@ class NaturalGradientPlan : public JointPlanOf<NaturalGradientOptions, NaturalGr
     bool has_factorization = false;  // on all ranks
   };
 
-  bool is_shared() const { return ranks() != nullptr && ranks()->size() > 1; }
   RankBatch own_batch(bool refreshed) const;
-  JointBatch joint_batch(RankBatch own, at::Tensor& found_inf);
+  JointBatch joint_batch(const RankBatch& own);
   bool is_own(const KeptBatch& batch) const;
   std::vector<at::Tensor> all_params() const;
   std::vector<at::Tensor> gradients_of_residuals(const std::vector<at::Tensor>& params,

@@ -63,6 +63,7 @@ struct SegmentedJacobian {
 
   int64_t samples() const { return J.samples(); }
   bool any(bool own) const { return J.any(own); }
+  void equalize_(const std::vector<at::Tensor>& results) const { J.equalize_(results); }
   at::Tensor product(const ParameterVector& x, at::ArrayRef<double> scales = {}) const {
     return J.product(segments.split(x), segments.of_params(scales));
   }

@@ -86,7 +86,7 @@ at::Tensor explicit_factor(at::TensorList params, const CapturedBatch& batch, in
                                       1.0 / static_cast<double>(n));
   }
   if (batch.shared) {
-    batch.shared->ranks().sum_(F);
+    batch.shared->ranks().all_reduce_sum_(F);
   }
   return checked_cholesky(F[0]);
 }

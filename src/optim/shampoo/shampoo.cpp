@@ -85,7 +85,7 @@ void Shampoo::check_together(const std::vector<const Options*>& groups) const {
   for (const Options* options : groups) {
     const auto& own = shampoo_options(*options).ranks();
     TORCH_CHECK_VALUE(
-        own == nullptr || (ranks != nullptr && own->has_group_of(*ranks)),
+        own == nullptr || (ranks != nullptr && own->is_same_group_as(*ranks)),
         "process_group of a parameter group differs from that of the optimizer; set it "
         "in the defaults alone");
   }

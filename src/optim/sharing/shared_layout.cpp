@@ -1,5 +1,5 @@
 // The memory of SharedPlans: what this rank computes, sends and receives in a step.
-#include "distributed/alignment.h"
+#include "distributed/buffer_layout.h"
 #include "optim/core/state_checks.h"
 #include "optim/sharing/shared_plans.h"
 

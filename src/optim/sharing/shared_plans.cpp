@@ -258,7 +258,7 @@ std::vector<ParameterState> SharedPlans::whole_frames(size_t g, const BlockedGro
     const auto of_param = presence_of(state);
     presence.insert(presence.end(), of_param.begin(), of_param.end());
   }
-  presence = ranks_.maximum(presence);
+  presence = ranks_.all_reduce_max(presence);
   std::vector<ParameterState> frames(group.params.size());
   const auto plan = plan_of(group);
   for (size_t i = 0; i < group.params.size(); ++i) {

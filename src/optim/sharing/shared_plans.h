@@ -9,6 +9,7 @@
 #pragma once
 
 #include "distributed/communicator.h"
+#include "distributed/held_error.h"
 #include "distributed/part_exchange.h"
 #include "distributed/step_agreement.h"
 #include "distributed/update_exchange.h"
@@ -21,7 +22,6 @@
 
 #include <cstdint>
 #include <deque>
-#include <exception>
 #include <functional>
 #include <map>
 #include <memory>
@@ -33,6 +33,7 @@
 namespace torchium::optim::detail {
 
 using distributed::GroupFindings;
+using distributed::HeldError;
 using distributed::StepFindings;
 
 struct SharingOptions {
@@ -81,8 +82,8 @@ class SharedPlans : public BlockedPlans {
     size_t parameter;
     const distributed::Part* part;
     at::Tensor values;  // contiguous, in the dtype of the state
-    at::Tensor
-        target;  // of the gradient of an own block, to copy them to; undefined: nothing to do
+    // The gradient of an own block, to which they are copied; undefined: nothing to copy.
+    at::Tensor target;
   };
   struct Parameter {
     size_t group, index;
@@ -120,18 +121,6 @@ class SharedPlans : public BlockedPlans {
   struct Update {
     size_t parameter;
     at::Tensor target, values;
-  };
-
-  // An error on this rank, which must not keep it from what other ranks wait for.
-  class HeldError {
-   public:
-    // Does nothing once there is an error.
-    void run(const std::function<void()>& work);
-    bool is_set() const { return error_ != nullptr; }
-    void raise() const;
-
-   private:
-    std::exception_ptr error_;
   };
 
   void check(const std::vector<BlockedGroup>& groups, Active active) const;

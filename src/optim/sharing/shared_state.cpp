@@ -6,6 +6,7 @@
 #include <c10/util/accumulate.h>
 
 #include <algorithm>
+#include <string>
 #include <utility>
 
 namespace torchium::optim::detail {
@@ -14,11 +15,14 @@ namespace {
 using Slots = std::vector<at::Tensor> ParameterState::*;
 constexpr Slots kMatrixLists[] = {&ParameterState::statistics, &ParameterState::roots,
                                   &ParameterState::root_failures};
+constexpr const char* kMatrixKeys[] = {"statistics", "roots", "root_failures"};
 
 using Member = at::Tensor ParameterState::*;
 constexpr Member kElementLists[] = {&ParameterState::diagonal, &ParameterState::exp_avg,
                                     &ParameterState::grafting_second_moment,
                                     &ParameterState::momentum_buffer, &ParameterState::sum};
+constexpr const char* kElementKeys[] = {"diagonal", "exp_avg", "grafting_second_moment",
+                                        "momentum_buffer", "sum"};
 constexpr Member kStartCounts[] = {&ParameterState::exp_avg_start,
                                    &ParameterState::grafting_second_moment_start};
 
@@ -108,7 +112,7 @@ std::vector<size_t> blocks_of(const SharedBlocks& shared, int64_t rank) {
 ParameterState share_of(const ParameterState& state, const SharedBlocks& shared, int64_t rank,
                         const std::string& name) {
   const std::vector<size_t> own = blocks_of(shared, rank);
-  const auto refuse = [&](const char* key, const at::Tensor& tensor) {
+  const auto refuse = [&](const std::string& key, const at::Tensor& tensor) {
     TORCH_CHECK_VALUE(false, "'", key, "' of ", name, " has shape ", tensor.sizes(),
                       ", which is neither the whole state nor the share of rank ", rank,
                       "; load a state dict, or delete its entry in the state of the optimizer to "
@@ -123,7 +127,8 @@ ParameterState share_of(const ParameterState& state, const SharedBlocks& shared,
   for (const BlockShape& shape : shared.shapes) {
     counts.insert(counts.end(), shape.sizes.size(), shape.count());
   }
-  for (const Slots slots : kMatrixLists) {
+  for (size_t s = 0; s < std::size(kMatrixLists); ++s) {
+    const Slots slots = kMatrixLists[s];
     if ((state.*slots).size() != rows.size()) {
       TORCH_CHECK_VALUE(false, "the state of ", name, " has ", (state.*slots).size(),
                         " lists of matrices, its blocks need ", rows.size(),
@@ -135,19 +140,19 @@ ParameterState share_of(const ParameterState& state, const SharedBlocks& shared,
         continue;  // the share, or all blocks are this rank's
       }
       if (tensor.size(0) != counts[slot]) {
-        refuse("statistics", tensor);
+        refuse(std::string(kMatrixKeys[s]) + "." + std::to_string(slot), tensor);
       }
       tensor = tensor.index_select(0, at::tensor(rows[slot], at::kLong).to(tensor.device()));
     }
   }
   const int64_t elements = element_count(shared, own);
-  for (const Member member : kElementLists) {
-    at::Tensor& tensor = share.*member;
+  for (size_t e = 0; e < std::size(kElementLists); ++e) {
+    at::Tensor& tensor = share.*kElementLists[e];
     if (!tensor.defined() || tensor.sizes() == at::IntArrayRef({elements})) {
       continue;
     }
     if (tensor.sizes() != shared.whole.sizes()) {
-      refuse("a tensor", tensor);
+      refuse(kElementKeys[e], tensor);
     }
     const at::Tensor whole = tensor.contiguous();
     tensor = at::empty({elements}, whole.options());

@@ -10,27 +10,9 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
-#include <exception>
-#include <functional>
 #include <utility>
 
 namespace torchium::optim::detail {
-
-void SharedPlans::HeldError::run(const std::function<void()>& work) {
-  if (error_ == nullptr) {
-    try {
-      work();
-    } catch (...) {
-      error_ = std::current_exception();
-    }
-  }
-}
-
-void SharedPlans::HeldError::raise() const {
-  if (error_ != nullptr) {
-    std::rethrow_exception(error_);
-  }
-}
 
 void SharedPlans::step(const LearningRates& lr, const at::Tensor& found_inf) {
   const c10::NoGradGuard no_grad;
@@ -55,9 +37,10 @@ void SharedPlans::step(const LearningRates& lr, const at::Tensor& found_inf) {
     }
   });
   const at::Tensor all_well = agree_on_error(held);
+  const bool has_directions = !held.is_set();
   apply_all(findings, lr, all_well, held);  // p <- (1 - lr wd) p - lr d
-  if (held.is_set()) {                      // the next step of the other ranks raises too
-    failed_ = at::full({1}, ranks_.rank() + 1, at::TensorOptions(device_).dtype(at::kLong));
+  if (held.is_set() && has_directions) {    // the next step of all ranks raises too
+    failed_ = at::full({1}, -ranks_.rank() - 1, at::TensorOptions(device_).dtype(at::kLong));
   }
   held.raise();
 }
@@ -78,7 +61,7 @@ void SharedPlans::step_blocks() {
 at::Tensor SharedPlans::agree_on_error(const HeldError& held) {
   const at::TensorOptions options = at::TensorOptions(device_).dtype(at::kLong);
   at::Tensor failed = at::full({1}, held.is_set() ? ranks_.rank() + 1 : 0, options);
-  ranks_.maximum_(failed);
+  ranks_.all_reduce_max_(failed);
   if (device_.is_cpu()) {
     held.raise();
     check_last_step(failed);
@@ -90,10 +73,13 @@ at::Tensor SharedPlans::agree_on_error(const HeldError& held) {
 
 void SharedPlans::check_last_step(const at::Tensor& failed) {
   const auto rank = failed.item<int64_t>();
-  TORCH_CHECK(rank == 0, "rank ", rank - 1,
-              " of the process group raised an error during its work "
-              "in step(); see its message. No parameter has changed, but the state of other ranks "
-              "has: go on from a checkpoint");
+  TORCH_CHECK(rank <= 0, "rank ", rank - 1,
+              " of the process group raised an error during its work in step(); see its message. "
+              "No parameter has changed, but the state of other ranks has: continue from a "
+              "checkpoint");
+  TORCH_CHECK(rank == 0, "rank ", -rank - 1,
+              " of the process group raised an error while it applied the last update; see its "
+              "message. The parameters of the ranks differ now: continue from a checkpoint");
 }
 
 void SharedPlans::withdraw() {

@@ -45,6 +45,53 @@ std::vector<std::vector<Source>> sources_of(const std::vector<BlockShape>& shape
   return all;
 }
 
+std::vector<int64_t> loads(const std::vector<Block>& blocks, const std::vector<int64_t>& owners,
+                           int64_t ranks) {
+  std::vector<int64_t> load(ranks, 0);
+  for (size_t b = 0; b < blocks.size(); ++b) {
+    load[owners[b]] += blocks[b].cost;
+  }
+  return load;
+}
+
+// Largest work of a rank, divided by the mean.
+double imbalance(const std::vector<Block>& blocks, const std::vector<int64_t>& owners,
+                 int64_t ranks) {
+  const std::vector<int64_t> load = loads(blocks, owners, ranks);
+  const auto total = static_cast<double>(std::accumulate(load.begin(), load.end(), int64_t{0}));
+  return total == 0.0
+             ? 1.0
+             : static_cast<double>(std::ranges::max(load)) * static_cast<double>(ranks) / total;
+}
+
+// Bytes of gradients that each rank sends.
+std::vector<int64_t> gradient_bytes(const std::vector<Part>& parts,
+                                    const std::vector<int64_t>& owners, int64_t ranks,
+                                    int64_t bytes_per_element) {
+  std::vector<int64_t> bytes(ranks, 0);
+  for (const Part& part : parts) {
+    if (part.source != owners[part.block]) {
+      bytes[part.source] += part.rectangle.numel() * bytes_per_element;
+    }
+  }
+  return bytes;
+}
+
+// Bytes of updates that leave each rank's blocks for the ranks that hold their elements, counted
+// once per receiver.
+std::vector<int64_t> update_bytes(const std::vector<Part>& parts,
+                                  const std::vector<int64_t>& owners, int64_t ranks,
+                                  int64_t bytes_per_element) {
+  std::vector<int64_t> bytes(ranks, 0);
+  for (const Part& part : parts) {
+    const int64_t owner = owners[part.block];
+    const auto receivers = std::ranges::count_if(
+        part.holders, [&](const Part::Holder& holder) { return holder.rank != owner; });
+    bytes[owner] += receivers * part.rectangle.numel() * bytes_per_element;
+  }
+  return bytes;
+}
+
 // Weights of a decoder with 24 layers, 302 million elements: q, k, v, o, up, down.
 std::vector<BlockShape> decoder() {
   std::vector<BlockShape> shapes;

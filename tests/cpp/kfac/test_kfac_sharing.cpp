@@ -166,6 +166,36 @@ TEST(KfacSharing, AnErrorOfOneRankIsOneOfAll) {
   expect_equal(copies(of_ranks[1]->parameters()), copies(of_ranks[0]->parameters()));
 }
 
+TEST(KfacSharing, AnErrorInUpdateDampingIsOneOfAll) {
+  const Warnings warnings;
+  std::vector<std::string> messages(kRanks);
+  auto of_ranks = models();
+  on_all_ranks([&](int rank, const auto& group) {
+    nn::Sequential& own = of_ranks[rank];
+    KFAC optimizer(*own, options().momentum(0.0).adaptive_damping(rank == 0).process_group(group));
+    messages[rank] = message_of<c10::Error>([&] { optimizer.update_damping(1.0, 0.5); });
+  });
+  expect_contains(messages[0], "rank 1 of the process group raised an error in update_damping()");
+  expect_contains(messages[1], "update_damping() needs adaptive_damping=True");
+}
+
+TEST(KfacSharing, LayersInAnotherOrderOnOneRankAreFoundOut) {
+  const Warnings warnings;
+  std::vector<std::string> messages(kRanks);
+  on_all_ranks([&](int rank, const auto& group) {
+    nn::Linear first(3, 3), second(3, 3);
+    nn::Sequential own;
+    own->push_back(rank == 0 ? "first" : "second", first);
+    own->push_back(rank == 0 ? "second" : "first", second);
+    KFAC optimizer(*own, options().process_group(group));
+    own->forward(torch::ones({2, 3})).square().mean().backward();
+    messages[rank] = message_of<c10::Error>([&] { optimizer.step(); });
+  });
+  for (const std::string& message : messages) {
+    expect_contains(message, "rank 1 of the process group differs from rank 0");
+  }
+}
+
 TEST(KfacSharing, SumsInBucketsOfAnySize) {
   for (const int64_t bucket_bytes : {1, 100, 1 << 20}) {
     on_all_ranks([&](int rank, const auto& group) {

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -52,3 +53,25 @@ def message_of(call: Callable[[], object]) -> tuple[str, str]:
     except Exception as error:
         return type(error).__name__, str(error)
     return "", ""
+
+
+@contextmanager
+def replaced_operator(name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """An operator of ATen on the CPU of this rank."""
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        library.impl(name, function, "CPU")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def out_of_memory_in(operator: str) -> AbstractContextManager[None]:
+    """As if this rank had no memory for the results of an operator on the CPU."""
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise MemoryError(f"none left for {operator}")
+
+    return replaced_operator(operator, fail)

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from group_tools import (
     assert_same_on_all_ranks,
     is_last,
     message_of,
+    out_of_memory_in,
     whole_state,
     world,
 )
@@ -129,6 +131,86 @@ def an_error_of_one_rank_is_one_of_all(ranks: int) -> None:
 
 
 @case(3)
+def an_error_during_the_work_of_one_rank_raises_on_all(ranks: int) -> None:
+    """With inverses, or with directions."""
+    for operator in ("linalg_cholesky_ex", "bmm"):
+        for fraction in FRACTIONS:
+            model, optimizer = shared(
+                steps=range(2), TInv=1, solver="cholesky", grad_worker_fraction=fraction
+            )
+            before = [p.detach().clone() for p in model.parameters()]
+            optimizer.zero_grad()
+            backward(model, 2)
+            with out_of_memory_in(operator) if is_last() else nullcontext():
+                kind, message = message_of(optimizer.step)
+            if is_last():
+                assert f"none left for {operator}" in message, (kind, message)
+            else:
+                assert kind == "RuntimeError"
+                text = f"rank {ranks - 1} of the process group raised an error during its work"
+                assert text in message
+            assert all(map(torch.equal, model.parameters(), before))
+
+
+@case(3)
+def gradients_of_one_rank_are_not_finite(ranks: int) -> None:
+    for fraction in FRACTIONS:
+        model, optimizer = shared(steps=range(2), grad_worker_fraction=fraction)
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        backward(model, 2)
+        if is_last():
+            model.out.weight.grad.fill_(float("nan"))
+        kind, message = message_of(optimizer.step)
+        assert kind == "RuntimeError"
+        assert "all ranks need the same gradients" in message
+        assert all(map(torch.equal, model.parameters(), before))
+
+
+@case(3)
+def an_error_in_update_damping_is_one_on_all(ranks: int) -> None:
+    _, optimizer = shared(steps=range(2), momentum=0.0, adaptive_damping=True)
+    loss = torch.ones(2 if is_last() else 1)
+    kind, message = message_of(lambda: optimizer.update_damping(loss, 0.5))
+    if is_last():
+        assert kind == "ValueError"
+        assert "loss_before must be one number" in message
+    else:
+        assert kind == "RuntimeError"
+        text = f"rank {ranks - 1} of the process group raised an error in update_damping()"
+        assert text in message
+    assert optimizer.param_groups[0]["damping"] == 0.01
+    optimizer.update_damping(1.0, 0.5)
+
+
+@case(3)
+def a_rank_steps_while_others_update_the_damping(ranks: int) -> None:
+    model, optimizer = shared(steps=range(2), momentum=0.0, adaptive_damping=True)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.zero_grad()
+    backward(model, 2)
+    call = optimizer.step if is_last() else lambda: optimizer.update_damping(1.0, 0.5)
+    kind, message = message_of(call)
+    assert kind == "RuntimeError"
+    assert f"rank {ranks - 1} of the process group differs from rank 0" in message
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+@case(3)
+def layers_in_another_order_on_one_rank(ranks: int) -> None:
+    """Of one shape: nothing but the names of their parameters tells them apart."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    named = [*model.named_parameters()]
+    optimizer = kfac(named[2:] + named[:2] if is_last() else named, world())
+    before = [p.detach().clone() for p in model.parameters()]
+    model(torch.ones(2, 4).double()).square().mean().backward()
+    kind, message = message_of(optimizer.step)
+    assert kind == "RuntimeError"
+    assert f"rank {ranks - 1} of the process group differs from rank 0" in message
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+@case(3)
 def a_layer_runs_on_one_rank_alone(ranks: int) -> None:
     """At first, when no rank has factors, and later."""
     for first in (0, 2):
@@ -166,7 +248,10 @@ def other_options_of_one_rank(ranks: int) -> None:
     backward(model, 0)
     kind, message = message_of(optimizer.step)
     assert kind == "RuntimeError"
-    assert "of the process group has other parameters, options or learning rates" in message
+    assert (
+        "of the process group differs from rank 0 in parameters, options or learning rates"
+        in message
+    )
     model, optimizer = shared(steps=range(1))
     for name, wrong in (("lr", 0.5), ("damping", 0.5), ("TInv", 4)):
         right = optimizer.param_groups[0][name]
@@ -176,7 +261,7 @@ def other_options_of_one_rank(ranks: int) -> None:
         backward(model, 1)
         kind, message = message_of(optimizer.step)
         assert kind == "RuntimeError"
-        assert f"rank {ranks - 1} of the process group has other parameters" in message
+        assert f"rank {ranks - 1} of the process group differs from rank 0" in message
         optimizer.param_groups[0][name] = right
 
 
@@ -191,7 +276,7 @@ def a_checkpoint_on_one_rank_alone(ranks: int) -> None:
     backward(model, 4)
     kind, message = message_of(optimizer.step)
     assert kind == "RuntimeError"
-    assert f"has other state, on rank {ranks - 1} of" in message or "captured" in message
+    assert f"has different state, on rank {ranks - 1} of" in message or "captured" in message
 
 
 @case(3)
@@ -295,6 +380,22 @@ def copies_and_pickles_go_on(ranks: int) -> None:
         expected = state_of(model, optimizer)
         for other in (copied, pickled):
             assert_same(state_of(*other), expected)
+
+
+@case(3)
+def the_whole_state_of_copies(ranks: int) -> None:
+    """Before their first step, when they know no owners."""
+    for fraction in (0.5, 0.01):
+        model, optimizer = shared(steps=range(3), grad_worker_fraction=fraction)
+        expected = state_of(model, optimizer)
+        for copied in (
+            copy.deepcopy((model, optimizer)),
+            pickle.loads(pickle.dumps((model, optimizer))),
+        ):
+            assert_same(state_of(*copied), expected)
+            kind, message = message_of(copied[1].state_dict)
+            assert kind == "RuntimeError"
+            assert "with optimizer.consolidating()" in message
 
 
 @case(3)

@@ -151,6 +151,37 @@ def an_error_in_update_jacobian_is_one_on_all(ranks: int) -> None:
 
 
 @case(3)
+def an_error_in_update_damping_raises_on_all(ranks: int) -> None:
+    model, _ = model_and_batch("mlp")
+    optimizer = natural_gradient(model, momentum=0.0, adaptive_damping=True)
+    train(optimizer, model, range(1))
+    loss: Any = "low" if is_last() else 1.0
+    kind, message = message_of(partial(optimizer.update_damping, loss, 0.5))
+    if is_last():
+        assert kind == "ValueError"
+        assert "loss_before must be a number" in message
+    else:
+        assert kind == "RuntimeError"
+        text = f"rank {ranks - 1} of the process group raised an error in update_damping()"
+        assert text in message
+    optimizer.update_damping(1.0, 0.5)
+
+
+@case(3)
+def parameters_are_listed_in_another_order_on_one_rank(ranks: int) -> None:
+    """Of one shape: nothing but their names tells them apart."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    named = [*model.named_parameters()]
+    optimizer = natural_gradient(named[2:] + named[:2] if is_last() else named)
+    before = flat(model)
+    model(torch.ones(2, 4).double()).square().mean().backward()
+    kind, message = message_of(optimizer.step)
+    assert kind == "RuntimeError"
+    assert f"rank {ranks - 1} of the process group differs from rank 0" in message
+    assert torch.equal(flat(model), before)
+
+
+@case(3)
 def other_options_or_samples_on_one_rank(ranks: int) -> None:
     model, _ = model_and_batch("mlp")
     optimizer = natural_gradient(model)
@@ -163,7 +194,10 @@ def other_options_or_samples_on_one_rank(ranks: int) -> None:
         batch = batches_of("mlp", sizes_of(ranks), 1)[own()]
         kind, message = message_of(partial(step, optimizer, model, batch))
         assert kind == "RuntimeError"
-        assert f"rank {ranks - 1} of the process group has other parameters, options" in message
+        assert (
+            f"rank {ranks - 1} of the process group differs from rank 0 in parameters, options"
+            in message
+        )
         optimizer.param_groups[0][name] = right
     x, y = batches_of("mlp", sizes_of(ranks), 1)[own()]
     optimizer.zero_grad()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from group_tools import assert_same, message_of, whole_state, world
+from group_tools import assert_same, is_last, message_of, whole_state, world
 from ranks import case, shared_folder
 from shampoo_tools import OPTIONS, parameters, set_gradients, shampoo, train, values
 from torch import nn
@@ -155,3 +155,23 @@ def a_rank_alone_does_not_wait_for_a_state_dict(ranks: int) -> None:
     alone = shampoo(parameters())
     alone.load_state_dict(state)
     assert alone.state_dict()["state"].keys() == state["state"].keys()
+
+
+@case(3)
+def state_of_another_shape_is_named(ranks: int) -> None:
+    for key, wrong in (("roots.1", torch.zeros(99, 16, 16)), ("momentum_buffer", torch.zeros(99))):
+        params = parameters()
+        optimizer = shampoo(params, world(), **OPTIONS["all_buffers"])
+        train(optimizer, params, range(1))
+        before = [p.detach().clone() for p in params]
+        if is_last():
+            optimizer.state[params[0]][key] = wrong
+        set_gradients(params, 1)
+        kind, message = message_of(optimizer.step)
+        if is_last():
+            assert kind == "ValueError"
+            assert f"'{key}' of parameter 0 of group 0 (shape [40, 24]) has shape [99" in message
+            assert f"nor the share of rank {ranks - 1}" in message
+        else:
+            assert f"rank {ranks - 1} of the process group raised an error in step()" in message
+        assert all(map(torch.equal, params, before))

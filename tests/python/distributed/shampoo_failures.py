@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from group_tools import assert_same, assert_same_on_all_ranks, is_last, message_of, world
+from group_tools import (
+    assert_same,
+    assert_same_on_all_ranks,
+    is_last,
+    message_of,
+    out_of_memory_in,
+    replaced_operator,
+    world,
+)
 from ranks import case
 from shampoo_tools import parameters, set_gradients, shampoo, train, values
 
@@ -90,6 +98,39 @@ def an_error_on_one_rank_is_one_on_all(ranks: int) -> None:
 
 
 @case(3)
+def gradients_that_one_rank_cannot_unscale(ranks: int) -> None:
+    params = parameters(torch.float16)
+    optimizer = shampoo(params, world())
+    set_gradients(params, 0)
+    if is_last():
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(0.0)
+    kind, message = message_of(optimizer.step)
+    if is_last():
+        assert kind == "ValueError"
+        assert "gradients in float16 would underflow" in message
+    else:
+        assert f"rank {ranks - 1} of the process group raised an error in step()" in message
+    train(optimizer, params, range(2))
+    assert_same_on_all_ranks(params)
+
+
+@case(3)
+def a_failure_that_one_rank_reports_before_its_step(ranks: int) -> None:
+    params = parameters()
+    optimizer = shampoo(params, world())
+    train(optimizer, params, range(1))
+    before = values(optimizer, params)
+    set_gradients(params, 1)
+    earlier = mock.patch.object(optimizer, "_raise_failures", side_effect=RuntimeError("earlier"))
+    with earlier if is_last() else nullcontext():
+        kind, message = message_of(optimizer.step)
+    assert kind == "RuntimeError"
+    text = f"rank {ranks - 1} of the process group raised an error in step()"
+    assert ("earlier" if is_last() else text) in message
+    assert_same(values(optimizer, params), before)
+
+
+@case(3)
 def parameters_in_another_order_on_one_rank(ranks: int) -> None:
     params = parameters(shapes=[(20, 20), (20, 20), (5,)])
     named = [(f"p{i}", p) for i, p in enumerate(params)]
@@ -99,7 +140,7 @@ def parameters_in_another_order_on_one_rank(ranks: int) -> None:
     set_gradients(params, 0)
     kind, message = message_of(shampoo(named, world()).step)
     assert kind == "RuntimeError"
-    assert "rank 1 of the process group has other parameters" in message
+    assert "rank 1 of the process group differs from rank 0" in message
     assert all(torch.equal(p, start) for p, start in zip(params, before, strict=True))
 
 
@@ -139,7 +180,10 @@ def other_options_on_one_rank(ranks: int) -> None:
             assert "set block_size" in message if last else "raised an error" in message
         else:
             assert kind == "RuntimeError"
-            assert f"rank {ranks - 1} of the process group has other parameters, options" in message
+            assert (
+                f"rank {ranks - 1} of the process group differs from rank 0 in parameters, options"
+                in message
+            )
         optimizer.param_groups[0][name] = right
         assert_same(values(optimizer, params), before)
 
@@ -161,23 +205,6 @@ def a_failed_root_raises_on_all_ranks(ranks: int) -> None:
     assert "failed 1 times in a row" in message or "failed" in message
 
 
-@contextmanager
-def replaced_operator(name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """An operator of ATen on the CPU of this rank."""
-    library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        library.impl(name, function, "CPU")
-    try:
-        yield
-    finally:
-        library._destroy()
-
-
-def products_out_of_memory(*args: Any, **kwargs: Any) -> None:
-    raise MemoryError("none left for products")
-
-
 @case(3)
 def an_error_during_the_work_of_one_rank_is_one_on_all(ranks: int) -> None:
     params = parameters()
@@ -186,11 +213,10 @@ def an_error_during_the_work_of_one_rank_is_one_on_all(ranks: int) -> None:
     before = [p.detach().clone() for p in params]
     set_gradients(params, 2)
     last = is_last()
-    fails = replaced_operator("baddbmm_", products_out_of_memory)
-    with fails if last else nullcontext():
+    with out_of_memory_in("baddbmm_") if last else nullcontext():
         kind, message = message_of(optimizer.step)
     if last:
-        assert "none left for products" in message, (kind, message)
+        assert "none left for baddbmm_" in message, (kind, message)
     else:
         assert kind == "RuntimeError"
         assert (
@@ -225,6 +251,7 @@ def an_error_while_directions_are_applied_is_heard_of_in_the_next_step(ranks: in
             assert ("none left for directions" in message) == last, (kind, message)
         else:
             assert f"rank {ranks - 1} of the process group raised" in message, (kind, message)
+            assert ("The parameters of the ranks differ now" in message) == last, message
 
 
 @case(3)

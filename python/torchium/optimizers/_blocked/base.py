@@ -7,7 +7,6 @@ resumed run continues bit for bit.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
 import torch
@@ -21,10 +20,10 @@ from .._core.plan import Report, Snapshot, failures
 from .._core.process_groups import group_named
 from .shards import Numbers, Shards, group_of
 from .sharing import Sharing, warn_of_repeated_work
-from .state_shares import StateShare, loaded_share, state_shares
+from .state_shares import StateShare, loaded_share
 
 # Options, parameters, names (or none), states and shardings of all groups, as the plans take them.
-_Groups = tuple[
+Groups = tuple[
     tuple[Any, ...], list[list[Tensor]], list[list[str]], list[list[State]], list[list[Numbers]]
 ]
 
@@ -36,9 +35,7 @@ class BlockedOptimizer(CoreOptimizer):
     _step_supports_amp_scaling = True
 
     # Set before the constructor runs by optimizers that can share their step.
-    _sharing = Sharing.with_none()
-    _consolidates = False
-    _keeps_shares = False
+    _sharing = Sharing.none()
     _loaded_shares: set[Tensor]  # parameters whose shares load_state_dict() has loaded
 
     _plans: Any  # torch.classes.torchium.BlockedPlans
@@ -46,7 +43,7 @@ class BlockedOptimizer(CoreOptimizer):
     _bound_to: Snapshot | None
     _adopted: dict[int, tuple[Any, ...]]
 
-    def _groups(self) -> _Groups:
+    def _groups(self) -> Groups:
         groups = self.param_groups
         self._recognise_shards()
         return (
@@ -62,14 +59,14 @@ class BlockedOptimizer(CoreOptimizer):
 
     def _recognise_shards(self) -> None:
         """Shares the steps among the ranks of the meshes on which DTensor parameters lie."""
-        if self._can_share and not self._sharing.process_group:
+        if self._can_share and not self._sharing.group_name:
             group = group_of(self.param_groups)
             if group is not None:
-                self._sharing = self._sharing._replace(process_group=group.group_name)
+                self._sharing = self._sharing._replace(group_name=group.group_name)
                 self._forget_derived()
 
     def _shardings(self, index: int, group: dict[str, Any]) -> list[Numbers]:
-        name = self._sharing.process_group
+        name = self._sharing.group_name
         return [
             self._shards.numbers_of(p, group_named(name), parameter_name(index, group, p))
             if is_dtensor(p)
@@ -80,6 +77,7 @@ class BlockedOptimizer(CoreOptimizer):
     # ---- the step
 
     def _step_groups(self) -> None:
+        reaches_plan = False  # which agrees with other ranks
         try:
             self._shards.take_gradients()
             if not (self._is_bound() and self._prepare()):
@@ -93,12 +91,17 @@ class BlockedOptimizer(CoreOptimizer):
                     torch.as_tensor(lr, dtype=getattr(lr, "dtype", torch.float64)) for lr in lrs
                 ]
                 lrs = []
+            with unscaled_gradients(self) as found_inf:
+                reaches_plan = True
+                self._step_plans(lrs, tensors, found_inf)
         except BaseException:
-            self._plans.withdraw()  # the ranks that share the step would wait
+            if not reaches_plan:
+                self._withdraw()
             raise
-        with unscaled_gradients(self) as found_inf:
-            self._step_plans(lrs, tensors, found_inf)
         self._shards.end_step()
+
+    def _withdraw(self) -> None:
+        self._plans.withdraw()
 
     # Runs in every step for all parameters of a model: no call per parameter.
     def _is_bound(self) -> bool:
@@ -124,7 +127,7 @@ class BlockedOptimizer(CoreOptimizer):
         That is the state of the parameters with a gradient, or of all parameters that have state.
         """
         self._recognise_shards()
-        if self._can_share and not self._sharing.process_group and self._bound_to is None:
+        if self._can_share and not self._sharing.group_name and self._bound_to is None:
             warn_of_repeated_work(type(self).__name__)
         self._bound_to = None  # until all is done
         for index, group in enumerate(self.param_groups):
@@ -164,65 +167,6 @@ class BlockedOptimizer(CoreOptimizer):
         ]
 
     # ---- state
-
-    def state_dict(self) -> dict[str, Any]:
-        """As :meth:`torch.optim.Optimizer.state_dict`: the whole state, which any number of processes can load.
-
-        Ranks that share the step must all call it, and each gets all of it. With a ``process_group`` they
-        say so by ``consolidating()``; with ``DTensor`` parameters, whose checkpoints are made by all ranks,
-        they need not. In ``sharding()`` each rank gets its own share.
-
-        Raises:
-            RuntimeError: a rank with a ``process_group`` calls it outside of ``consolidating()``, where it
-                might wait forever.
-        """
-        if not self._sharing.process_group:
-            return super().state_dict()
-        all_call = self._consolidates or self._keeps_shares or self._has_shards()
-        if not (all_call or self._owns_all_state()):
-            raise RuntimeError(
-                "each rank of the process_group keeps the state of its own blocks, and state_dict() would "
-                "wait for the others; call it on all ranks in a block `with optimizer.consolidating():`, "
-                "and save what it returns on one"
-            )
-        share = self.state
-        self.state = self._state_to_save()
-        try:
-            return super().state_dict()
-        finally:
-            self.state = share
-
-    def _has_shards(self) -> bool:
-        return any(is_dtensor(p) for group in self.param_groups for p in group["params"])
-
-    def _owns_all_state(self) -> bool:
-        alone = group_named(self._sharing.process_group).size() == 1
-        return alone or not any(self._has_state(p) for p in self.state)
-
-    def _state_to_save(self) -> defaultdict[Tensor, Any]:
-        state = defaultdict(dict, self.state)
-        groups = self._groups()
-        saved = self._shares(groups) if self._keeps_shares else self._plans.whole_states(*groups)
-        for group, states in zip(self.param_groups, saved, strict=True):
-            for param, own in zip(group["params"], states, strict=True):
-                before = state.pop(param, {})
-                others = {k: v for k, v in before.items() if k not in own_state(before)}
-                if own or others:
-                    state[param] = {**others, **own}
-        return state
-
-    def _shares(self, groups: _Groups) -> list[list[State]]:
-        return [
-            [
-                state_shares(whole, state, dims, blocks, self._plans.owners(tensor))
-                if is_share
-                else state
-                for tensor, state, (whole, is_share, dims, blocks) in zip(*of_group, strict=True)
-            ]
-            for of_group in zip(
-                groups[1], groups[3], self._plans.share_places(*groups), strict=True
-            )
-        ]
 
     def _owners(self) -> list[tuple[Tensor, list[int]]]:
         """The ranks that own the blocks of each parameter, as far as they are known."""

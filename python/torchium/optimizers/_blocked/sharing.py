@@ -21,7 +21,7 @@ _COMM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Sharing(NamedTuple):
     """Names the group, so that copies and pickles of an optimizer share with it too."""
 
-    process_group: str  # empty: none
+    group_name: str  # empty: none
     comm_dtype: torch.dtype
     bucket_bytes: int
 
@@ -38,7 +38,7 @@ class Sharing(NamedTuple):
         return cls(group_name(process_group), comm_dtype, bucket_bytes)
 
     @classmethod
-    def with_none(cls) -> Sharing:
+    def none(cls) -> Sharing:
         return cls("", torch.float32, 1)
 
 

@@ -53,6 +53,10 @@ class CoreOptimizer(Optimizer):
         """Checks all groups, then steps them."""
 
     @abstractmethod
+    def _withdraw(self) -> None:
+        """Called instead of ``_step_groups`` after an error: ranks that share the step raise too."""
+
+    @abstractmethod
     def _loaded_state(
         self, index: int, group: dict[str, Any], saved: dict[Tensor, dict[str, Any]]
     ) -> dict[Tensor, State]:
@@ -120,7 +124,11 @@ class CoreOptimizer(Optimizer):
             ValueError: a gradient is sparse or complex. Nothing is changed then.
         """
         try:
-            self._raise_failures()
+            try:
+                self._raise_failures()
+            except BaseException:
+                self._withdraw()
+                raise
             loss = None
             if closure is not None:
                 with torch.enable_grad():

@@ -45,7 +45,7 @@ class CapturingOptimizer(ScaledLoss, CoreOptimizer):
         process_group: ProcessGroup | None,
     ) -> None:
         self.grad_scaler = grad_scaler
-        self._process_group = group_name(process_group)
+        self._group_name = group_name(process_group)
         self._is_copy = False
         self._init_capture()
         model = params_or_model if isinstance(params_or_model, nn.Module) else None
@@ -56,7 +56,7 @@ class CapturingOptimizer(ScaledLoss, CoreOptimizer):
             self._adopt({module: name for name, module in model.named_modules()})
 
     _capture: Capture
-    _process_group: str  # its name; empty: none
+    _group_name: str  # its name; empty: none
     _plan: JointPlan | None
     # What the plan is bound to, and the checked options that it has.
     _bound_to: Snapshot | None
@@ -193,8 +193,7 @@ class CapturingOptimizer(ScaledLoss, CoreOptimizer):
             self._decided = False
 
     def _withdraw(self) -> None:
-        """The ranks that share the step would wait for this one."""
-        if self._process_group:
+        if self._group_name:
             self._own_plan().core.withdraw()
 
     def _forget_calls(self) -> None:
@@ -225,7 +224,7 @@ class CapturingOptimizer(ScaledLoss, CoreOptimizer):
 
     def _own_plan(self) -> JointPlan:
         if self._plan is None:
-            self._plan = JointPlan(self._PLAN, self._OPTIONS.optimizer, self._process_group)
+            self._plan = JointPlan(self._PLAN, self._OPTIONS.optimizer, self._group_name)
         return self._plan
 
     def _bind(self, plan: JointPlan) -> None:
@@ -280,11 +279,19 @@ class CapturingOptimizer(ScaledLoss, CoreOptimizer):
 
     def _update_damping(self, loss_before: float | Tensor, loss_after: float | Tensor) -> float:
         """The body of ``update_damping()``."""
-        plan = self._bound_plan()
-        self._adopt_options(plan)
-        ratio, factor = plan.core.damping_update(
-            as_number("loss_before", loss_before), as_number("loss_after", loss_after)
-        )
+        try:
+            if any("damping" in schedules_in(self._OPTIONS, group) for group in self.param_groups):
+                raise ValueError(
+                    "damping is a function of the step, which update_damping() cannot change; pass a number "
+                    "to start from"
+                )
+            plan = self._bound_plan()
+            self._adopt_options(plan)
+            losses = as_number("loss_before", loss_before), as_number("loss_after", loss_after)
+        except BaseException:
+            self._withdraw()
+            raise
+        ratio, factor = plan.core.damping_update(*losses)
         for group in self.param_groups:
             group["damping"] *= factor
         return float(ratio)
@@ -298,7 +305,7 @@ class CapturingOptimizer(ScaledLoss, CoreOptimizer):
 
     def _refuse_misuse(self) -> None:
         name = type(self).__name__
-        if not self._process_group and processes() > 1:
+        if not self._group_name and processes() > 1:
             raise RuntimeError(
                 f"{name} has no process_group, but {processes()} processes run: what their layers capture "
                 "would not be combined, and their parameters would drift apart. Share the step: "
@@ -348,7 +355,7 @@ class CapturingOptimizer(ScaledLoss, CoreOptimizer):
         return {
             **super().__getstate__(),
             "modules": dict(self._capture.modules),
-            "_process_group": self._process_group,
+            "_group_name": self._group_name,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

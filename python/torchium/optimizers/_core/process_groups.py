@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed
+from torch import Tensor
+from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -42,17 +45,28 @@ def processes() -> int:
     return int(distributed.get_world_size())
 
 
-class Consolidating:
-    """A base of optimizers of which a rank may keep a part of the state."""
+@contextmanager
+def set_within(owner: object, flag: str) -> Iterator[None]:
+    """A block in which an attribute is True."""
+    before = getattr(owner, flag)
+    setattr(owner, flag, True)
+    try:
+        yield
+    finally:
+        setattr(owner, flag, before)
 
+
+class Consolidating(Optimizer):
+    """Base of optimizers whose state may be distributed over the ranks of a ``process_group``."""
+
+    _PART: ClassVar[str]  # what a rank may keep alone
     _consolidates = False
 
-    @contextmanager
-    def consolidating(self) -> Iterator[None]:
-        """A block that all ranks of the ``process_group`` run, in which ``state_dict()`` gathers the state.
+    def consolidating(self) -> AbstractContextManager[None]:
+        """A block that all ranks of the ``process_group`` enter, in which ``state_dict()`` gathers the state.
 
-        A rank may keep a part of the state alone. Outside of the block ``state_dict()`` then raises an error
-        instead of a wait for ranks that may not call it.
+        A rank may keep a part of the state alone. Outside of the block ``state_dict()`` then raises rather
+        than wait for ranks that may never call it.
 
         Example:
             >>> with optimizer.consolidating():  # on all ranks
@@ -60,8 +74,40 @@ class Consolidating:
             >>> if torch.distributed.get_rank() == 0:
             ...     torch.save(state, "optimizer.pt")
         """
-        before, self._consolidates = self._consolidates, True
+        return set_within(self, "_consolidates")
+
+    def state_dict(self) -> dict[str, Any]:
+        """As :meth:`torch.optim.Optimizer.state_dict`: the whole state, which any number of processes can load.
+
+        Where each rank of the ``process_group`` keeps a part of the state alone, all ranks must call it, in a
+        block of :meth:`consolidating`, and each gets all of it. With ``DTensor`` parameters, whose
+        checkpoints are made by all ranks, they need not enter the block.
+
+        Raises:
+            RuntimeError: a rank that keeps a part calls it outside of ``consolidating()``, where it might wait
+                forever.
+        """
+        if not self._is_partial():
+            return super().state_dict()
+        if not self._all_ranks_call():
+            raise RuntimeError(
+                f"each rank of the process_group keeps {self._PART}, and state_dict() would wait for the "
+                "others; call it on all ranks in a block `with optimizer.consolidating():`, and save what it "
+                "returns on one"
+            )
+        part = self.state
+        self.state = self._state_to_save()
         try:
-            yield
+            return super().state_dict()
         finally:
-            self._consolidates = before
+            self.state = part
+
+    def _all_ranks_call(self) -> bool:
+        return self._consolidates
+
+    def _is_partial(self) -> bool:
+        """Whether the state of this rank is not the whole state; the same on all ranks that consolidate."""
+        raise NotImplementedError
+
+    def _state_to_save(self) -> defaultdict[Tensor, Any]:
+        raise NotImplementedError

@@ -1,8 +1,10 @@
 #include "optim/kfac/sharing/layer_exchange.h"
 
-#include "distributed/alignment.h"
+#include "distributed/buffer_layout.h"
 
 #include <ATen/ATen.h>
+
+#include <utility>
 
 namespace torchium::optim::detail {
 namespace {
@@ -27,9 +29,9 @@ Tensors inverses_of(const KfacLayer& layer) {
 
 }  // namespace
 
-LayerExchange::LayerExchange(const distributed::Communicator& ranks, WorkerGroups groups,
-                             DampingSplit split, int64_t bucket_bytes)
-    : ranks_(ranks), groups_(groups), split_(split), bucket_bytes_(bucket_bytes) {}
+LayerExchange::LayerExchange(distributed::Communicator ranks, WorkerGroups groups,
+                             DampingSplit split)
+    : ranks_(std::move(ranks)), groups_(groups), split_(split) {}
 
 LayerExchange::Routes LayerExchange::routes_of_inverses(const KfacLayer& layer) const {
   Routes routes;
@@ -56,7 +58,7 @@ LayerExchange::Routes LayerExchange::routes_of_direction(const KfacLayer& layer)
 // Known to all ranks, also to those that keep no inverses.
 int64_t LayerExchange::bytes_of_inverses(const KfacLayer& layer) const {
   if (layer.is_inverse_free()) {
-    return distributed::parcel_bytes(inverses_of(layer));
+    return distributed::packed_bytes(inverses_of(layer));
   }
   const auto element = static_cast<int64_t>(c10::elementSize(layer.root_dtype));
   int64_t bytes = 0;
@@ -67,28 +69,27 @@ int64_t LayerExchange::bytes_of_inverses(const KfacLayer& layer) const {
     }
   }
   const at::Tensor& moments = layer.second_moments;  // there is one group then
-  return bytes + (moments.defined() ? distributed::parcel_bytes({moments}) : 0);
+  return bytes + (moments.defined() ? distributed::packed_bytes({moments}) : 0);
 }
 
 void LayerExchange::send_inverses(const std::vector<KfacLayer>& layers,
                                   bool KfacLayer::*wanted) const {
   std::vector<const KfacLayer*> renewed;
-  std::vector<TensorExchange::Parcel> parcels;
+  std::vector<TensorExchange::Message> messages;
   bool any_travels = false;
   for (const KfacLayer& layer : layers) {
     if (layer.*wanted) {
       renewed.push_back(&layer);
-      parcels.push_back({bytes_of_inverses(layer), routes_of_inverses(layer)});
-      any_travels |= !parcels.back().routes.empty();
+      messages.push_back({bytes_of_inverses(layer), routes_of_inverses(layer)});
+      any_travels |= !messages.back().routes.empty();
     }
   }
   if (renewed.empty()) {
     return;
   }
   if (any_travels) {
-    const TensorExchange exchange(ranks_, std::move(parcels), bucket_bytes_,
-                                  renewed[0]->root_failures.device());
-    exchange.run([&](size_t parcel) { return inverses_of(*renewed[parcel]); });
+    const TensorExchange exchange(ranks_, std::move(messages), renewed[0]->root_failures.device());
+    exchange.run([&](size_t message) { return inverses_of(*renewed[message]); });
   }
   send_failures(renewed);
 }
@@ -117,14 +118,30 @@ void LayerExchange::send_directions(const std::vector<KfacLayer>& layers,
     return;
   }
   if (!directions_) {
-    std::vector<TensorExchange::Parcel> parcels;
+    std::vector<TensorExchange::Message> messages;
     for (size_t l = 0; l < layers.size(); ++l) {
-      parcels.push_back({distributed::parcel_bytes(directions(l)), routes_of_direction(layers[l])});
+      messages.push_back(
+          {distributed::packed_bytes(directions(l)), routes_of_direction(layers[l])});
     }
-    directions_.emplace(ranks_, std::move(parcels), bucket_bytes_,
-                        layers[0].factor_updates.device());
+    directions_.emplace(ranks_, std::move(messages), layers[0].factor_updates.device());
   }
   directions_->run(directions);
+}
+
+bool LayerExchange::all_go_on(bool is_kept, const distributed::HeldError& held) const {
+  const std::vector<int64_t> most = ranks_.all_reduce_max(
+      {held.is_set() ? ranks_.rank() + 1 : 0, is_kept || held.is_set() ? 0 : 1, is_kept ? 1 : 0});
+  held.raise();
+  TORCH_CHECK(
+      most[0] == 0, "rank ", most[0] - 1,
+      " of the process group raised an error during its work in step(); see its message. No "
+      "parameter has changed, but the state of other ranks has: continue from a checkpoint");
+  TORCH_CHECK(
+      most[1] == 0 || most[2] == 0,
+      "gradients are finite and small enough on some ranks of the process group alone; all "
+      "ranks need the same gradients. No parameter has changed, but the state of some ranks "
+      "has: continue from a checkpoint");
+  return is_kept;
 }
 
 }  // namespace torchium::optim::detail

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "distributed/communicator.h"
+#include "distributed/held_error.h"
 #include "distributed/tensor_exchange.h"
 #include "optim/kfac/kfac_layer.h"
 #include "optim/kfac/sharing/worker_groups.h"
@@ -20,9 +21,7 @@ namespace torchium::optim::detail {
 // Waits for no GPU.
 class LayerExchange {
  public:
-  // The communicator must outlive this object.
-  LayerExchange(const distributed::Communicator& ranks, WorkerGroups groups, DampingSplit split,
-                int64_t bucket_bytes);
+  LayerExchange(distributed::Communicator ranks, WorkerGroups groups, DampingSplit split);
 
   // After the owners of the layers with `wanted` have renewed their inverses, eigensystems and
   // second moments: brings these to the other workers, and the failures of roots to all ranks. Of
@@ -34,6 +33,10 @@ class LayerExchange {
   using Directions = std::function<std::vector<at::Tensor>(size_t)>;
   void send_directions(const std::vector<KfacLayer>& layers, const Directions& directions);
 
+  // Whether the ranks, which must all know it, take the step. Throws on all of them where one holds
+  // an error, or where their gradients do not lead to the same answer. The host waits for all.
+  bool all_go_on(bool is_kept, const distributed::HeldError& held) const;
+
  private:
   using Routes = std::vector<distributed::TensorExchange::Route>;
   Routes routes_of_inverses(const KfacLayer& layer) const;
@@ -41,10 +44,9 @@ class LayerExchange {
   int64_t bytes_of_inverses(const KfacLayer& layer) const;
   void send_failures(const std::vector<const KfacLayer*>& layers) const;
 
-  const distributed::Communicator& ranks_;
+  distributed::Communicator ranks_;
   WorkerGroups groups_;
   DampingSplit split_;
-  int64_t bucket_bytes_;
   std::optional<distributed::TensorExchange> directions_;  // from the first call on
 };
 

@@ -57,7 +57,7 @@ void divide(FactorSums& sums, const at::Tensor& count) {
 }  // namespace
 
 void sum_over_ranks(const distributed::Communicator& ranks, const std::vector<FactorSums*>& layers,
-                    bool is_divided, int64_t bucket_bytes) {
+                    bool is_divided) {
   if (layers.empty()) {
     return;
   }
@@ -75,7 +75,7 @@ void sum_over_ranks(const distributed::Communicator& ranks, const std::vector<Fa
   const at::Tensor counts = counts_of(layers, of_gradients[0].device());
   append(all, of_gradients);
   all.push_back(counts);
-  distributed::sum_in_buckets(ranks, all, bucket_bytes);
+  distributed::sum_in_buckets(ranks, all, distributed::kBucketBytes);
   for (size_t l = 0; l < layers.size(); ++l) {
     divide(*layers[l], counts[static_cast<int64_t>(l)]);
   }

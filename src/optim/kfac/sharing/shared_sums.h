@@ -15,6 +15,6 @@ namespace torchium::optim::detail {
 // so that its gradients count N times. Does not wait for a GPU. Without samples on any rank the
 // means are NaN.
 void sum_over_ranks(const distributed::Communicator& ranks, const std::vector<FactorSums*>& layers,
-                    bool is_divided, int64_t bucket_bytes);
+                    bool is_divided);
 
 }  // namespace torchium::optim::detail

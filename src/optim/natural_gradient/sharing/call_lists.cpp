@@ -11,16 +11,16 @@
 namespace torchium::optim::detail {
 namespace {
 
-using distributed::Parcel;
+using distributed::Message;
 using gradients::detail::kCallRowSize;
 using gradients::detail::LayerCall;
 
 // ---- a list as integers
 
-void add_parcel(std::vector<int64_t>& text, const Parcel& parcel, int64_t layer) {
-  text.insert(text.end(), {static_cast<int64_t>(parcel.dtype), layer,
-                           static_cast<int64_t>(parcel.sizes.size())});
-  text.insert(text.end(), parcel.sizes.begin(), parcel.sizes.end());
+void add_message(std::vector<int64_t>& text, const Message& message, int64_t layer) {
+  text.insert(text.end(), {static_cast<int64_t>(message.dtype), layer,
+                           static_cast<int64_t>(message.sizes.size())});
+  text.insert(text.end(), message.sizes.begin(), message.sizes.end());
 }
 
 void add_call(std::vector<int64_t>& text, const LayerCall& call, const CallList::Tensors& tensors) {
@@ -32,10 +32,10 @@ void add_call(std::vector<int64_t>& text, const LayerCall& call, const CallList:
 }
 
 std::vector<int64_t> as_integers(const CallList& list) {
-  std::vector<int64_t> text{static_cast<int64_t>(list.parcels.size()),
+  std::vector<int64_t> text{static_cast<int64_t>(list.messages.size()),
                             static_cast<int64_t>(list.calls.size())};
-  for (const auto i : c10::irange(list.parcels.size())) {
-    add_parcel(text, list.parcels[i], list.layers[i]);
+  for (const auto i : c10::irange(list.messages.size())) {
+    add_message(text, list.messages[i], list.layers[i]);
   }
   for (const auto i : c10::irange(list.calls.size())) {
     add_call(text, list.calls[i], list.tensors[i]);
@@ -45,14 +45,14 @@ std::vector<int64_t> as_integers(const CallList& list) {
 
 CallList list_from(const int64_t* text, int64_t rank) {
   CallList list;
-  const int64_t parcels = *text++;
+  const int64_t messages = *text++;
   const int64_t calls = *text++;
-  for ([[maybe_unused]] const auto i : c10::irange(parcels)) {
-    Parcel& parcel = list.parcels.emplace_back();
-    parcel.from = rank;
-    parcel.dtype = static_cast<at::ScalarType>(text[0]);
+  for ([[maybe_unused]] const auto i : c10::irange(messages)) {
+    Message& message = list.messages.emplace_back();
+    message.from = rank;
+    message.dtype = static_cast<at::ScalarType>(text[0]);
     list.layers.push_back(text[1]);
-    parcel.sizes.assign(text + 3, text + 3 + text[2]);
+    message.sizes.assign(text + 3, text + 3 + text[2]);
     text += 3 + text[2];
   }
   for ([[maybe_unused]] const auto i : c10::irange(calls)) {
@@ -72,7 +72,7 @@ std::vector<int64_t> CallList::samples() const {
   for (const auto i : c10::irange(calls.size())) {
     const auto micro_batch = static_cast<size_t>(calls[i].micro_batch);
     result.resize(std::max(result.size(), micro_batch + 1), 0);
-    result[micro_batch] = gradients::detail::samples_of(calls[i], parcels[tensors[i].input].sizes);
+    result[micro_batch] = gradients::detail::samples_of(calls[i], messages[tensors[i].input].sizes);
   }
   return result;
 }
@@ -80,11 +80,11 @@ std::vector<int64_t> CallList::samples() const {
 CallList list_of(const std::vector<LayerCall>& calls, int64_t rank, std::vector<at::Tensor>& own) {
   CallList list;
   std::map<std::pair<int64_t, const at::TensorImpl*>, size_t> known;  // by layer
-  const auto parcel_of = [&](const at::Tensor& tensor, int64_t layer) {
+  const auto message_of = [&](const at::Tensor& tensor, int64_t layer) {
     const auto [found, is_new] =
-        known.try_emplace({layer, tensor.unsafeGetTensorImpl()}, list.parcels.size());
+        known.try_emplace({layer, tensor.unsafeGetTensorImpl()}, list.messages.size());
     if (is_new) {
-      list.parcels.push_back({rank, 0, 0, tensor.scalar_type(), tensor.sizes().vec()});
+      list.messages.push_back({rank, 0, 0, tensor.scalar_type(), tensor.sizes().vec()});
       list.layers.push_back(layer);
       own.push_back(tensor);
     }
@@ -92,7 +92,8 @@ CallList list_of(const std::vector<LayerCall>& calls, int64_t rank, std::vector<
   };
   for (const LayerCall& call : calls) {
     const int64_t layer = owner_of(call);
-    list.tensors.push_back({parcel_of(call.input, layer), parcel_of(call.output_gradient, layer)});
+    list.tensors.push_back(
+        {message_of(call.input, layer), message_of(call.output_gradient, layer)});
     list.calls.push_back(call);
     list.calls.back().input.reset();
     list.calls.back().output_gradient.reset();
@@ -102,9 +103,9 @@ CallList list_of(const std::vector<LayerCall>& calls, int64_t rank, std::vector<
 
 std::vector<CallList> gather_lists(const distributed::Communicator& ranks, const CallList& own) {
   std::vector<int64_t> text = as_integers(own);
-  text.resize(ranks.maximum({static_cast<int64_t>(text.size())})[0], 0);
+  text.resize(ranks.all_reduce_max({static_cast<int64_t>(text.size())})[0], 0);
   std::vector<CallList> lists;
-  for (const auto& of_rank : ranks.gather(text)) {
+  for (const auto& of_rank : ranks.all_gather(text)) {
     lists.push_back(list_from(of_rank.data(), static_cast<int64_t>(lists.size())));
   }
   return lists;

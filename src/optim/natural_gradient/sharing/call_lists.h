@@ -14,15 +14,15 @@
 namespace torchium::optim::detail {
 
 // Of one rank. Calls of one parameter that have a tensor in common, such as the columns of a
-// curvature with one input, name one parcel.
+// curvature with one input, name one message.
 struct CallList {
   struct Tensors {
-    size_t input, gradient;  // parcels
+    size_t input, gradient;  // messages
   };
   std::vector<gradients::detail::LayerCall> calls;  // without tensors
   std::vector<Tensors> tensors;                     // of each call
-  std::vector<distributed::Parcel> parcels;         // receiver and round are not known yet
-  std::vector<int64_t> layers;                      // of each parcel: owner_of() its calls
+  std::vector<distributed::Message> messages;       // receiver and round are not known yet
+  std::vector<int64_t> layers;                      // of each message: owner_of() its calls
 
   // Samples of each micro-batch.
   std::vector<int64_t> samples() const;
@@ -33,7 +33,7 @@ inline int64_t owner_of(const gradients::detail::LayerCall& call) {
   return call.weight >= 0 ? call.weight : call.bias;
 }
 
-// The list of these calls; own: the tensors of its parcels.
+// The list of these calls; own: the tensors of its messages.
 CallList list_of(const std::vector<gradients::detail::LayerCall>& calls, int64_t rank,
                  std::vector<at::Tensor>& own);
 

@@ -14,7 +14,7 @@ using Source = RankBatch::Source;
 
 // Whether these are samples of this rank, and not of another one that has saved them.
 bool NaturalGradientPlan::is_own(const KeptBatch& batch) const {
-  return is_shared() ? batch.rank == ranks()->rank() && batch.ranks == ranks()->size()
+  return is_shared() ? batch.rank == ranks().rank() && batch.ranks == ranks().size()
                      : batch.ranks == 1;
 }
 
@@ -47,26 +47,15 @@ RankBatch NaturalGradientPlan::own_batch(bool refreshed) const {
   return own;
 }
 
-// Changes found_inf to that of all ranks, and the output gradients of a curvature to those of rows
-// of all ranks.
-NaturalGradientPlan::JointBatch NaturalGradientPlan::joint_batch(RankBatch own,
-                                                                 at::Tensor& found_inf) {
+// Changes the output gradients of a curvature to those of rows of all ranks.
+NaturalGradientPlan::JointBatch NaturalGradientPlan::joint_batch(const RankBatch& own) {
   const auto is_of_gradient = [](const RankBatch& batch) {
     return batch.source == Source::kBackward || batch.source == Source::kGiven;
   };
   if (!is_shared()) {
     return {nullptr, own.rows, own.samples, is_of_gradient(own), own.has_factorization};
   }
-  own.has_found_inf = found_inf.defined();
-  const std::vector<RankBatch> batches = gather_batches(*ranks(), own);
-  if (std::ranges::any_of(batches, &RankBatch::has_found_inf)) {
-    at::Tensor found = at::zeros({1}, at::TensorOptions(at::kFloat).device(device()));
-    if (found_inf.defined()) {
-      found.copy_(found_inf.reshape({1}));
-    }
-    ranks()->maximum_(found);
-    found_inf = found.squeeze(0);
-  }
+  const std::vector<RankBatch> batches = gather_batches(ranks(), own);
   JointBatch joint;
   std::vector<int64_t> counts;
   for (const RankBatch& batch : batches) {
@@ -77,10 +66,10 @@ NaturalGradientPlan::JointBatch NaturalGradientPlan::joint_batch(RankBatch own,
   joint.is_of_gradient = std::ranges::all_of(batches, is_of_gradient);
   joint.has_factorization = std::ranges::all_of(batches, &RankBatch::has_factorization);
   if (batch_ != nullptr) {
-    joint.shared = std::make_shared<SharedRows>(*ranks(), counts);
+    joint.shared = std::make_shared<SharedRows>(ranks(), counts);
   }
   if (own.source == Source::kCurvature) {
-    const double factor = curvature_factor(batches, ranks()->rank());
+    const double factor = curvature_factor(batches, ranks().rank());
     if (factor != 1.0) {
       auto scaled = std::make_shared<KeptBatch>(*batch_);
       scale_gradients(*scaled, factor);

@@ -21,12 +21,11 @@ struct RankBatch {
   int64_t rows = 0;
   int64_t samples = 0;
   bool has_factorization = false;  // of these rows
-  bool has_found_inf = false;      // a GradScaler has looked for gradients that are not finite
   int64_t precision = 0;           // a hash of the roundings of gradients
 };
 
-// Those of all ranks, which must all call this. Throws c10::Error on all of them for batches that
-// make no step together.
+// Those of all ranks, which must all call this. Throws c10::Error on all of them if their batches
+// cannot be combined into one step.
 std::vector<RankBatch> gather_batches(const distributed::Communicator& ranks, const RankBatch& own);
 
 // What the output gradients of this rank's curvature are to be multiplied by. A rank with R rows of

@@ -14,8 +14,8 @@
 namespace torchium::optim::detail {
 namespace {
 
-using distributed::Deliveries;
-using distributed::Parcel;
+using distributed::Assignment;
+using distributed::Message;
 using gradients::detail::Jacobian;
 using gradients::detail::LayerCall;
 
@@ -63,12 +63,12 @@ Parts parts_of(at::TensorList params, const std::vector<CallList>& lists, int64_
   Parts parts{connected(params.size(), lists), none, none};
   std::vector<double> positions(params.size(), 0.0);
   for (const CallList& list : lists) {
-    for (const auto i : c10::irange(list.parcels.size())) {
-      parts.bytes[parts.of_params[list.layers[i]]] += list.parcels[i].bytes();
+    for (const auto i : c10::irange(list.messages.size())) {
+      parts.bytes[parts.of_params[list.layers[i]]] += list.messages[i].bytes();
     }
     for (const auto i : c10::irange(list.calls.size())) {
       const LayerCall& call = list.calls[i];
-      const double more = positions_of(call, list.parcels[list.tensors[i].gradient].sizes);
+      const double more = positions_of(call, list.messages[list.tensors[i].gradient].sizes);
       for (const int64_t p : {call.weight, call.bias}) {
         if (p >= 0) {
           positions[p] += more;
@@ -87,18 +87,18 @@ Parts parts_of(at::TensorList params, const std::vector<CallList>& lists, int64_
 std::vector<std::vector<LayerCall>> arrived_calls(const std::vector<CallList>& lists,
                                                   const std::vector<at::Tensor>& tensors) {
   std::vector<std::vector<LayerCall>> of_ranks;
-  size_t first_parcel = 0;
+  size_t first_message = 0;
   for (const CallList& list : lists) {
     std::vector<LayerCall>& calls = of_ranks.emplace_back();
     for (const auto i : c10::irange(list.calls.size())) {
-      const at::Tensor& input = tensors[first_parcel + list.tensors[i].input];
+      const at::Tensor& input = tensors[first_message + list.tensors[i].input];
       if (input.defined()) {
         calls.push_back(list.calls[i]);
         calls.back().input = input;
-        calls.back().output_gradient = tensors[first_parcel + list.tensors[i].gradient];
+        calls.back().output_gradient = tensors[first_message + list.tensors[i].gradient];
       }
     }
-    first_parcel += list.parcels.size();
+    first_message += list.messages.size();
   }
   return of_ranks;
 }
@@ -168,23 +168,23 @@ void add_parts_of_calls(at::Tensor& K, at::TensorList params, const CapturedBatc
   std::vector<at::Tensor> own;
   const std::vector<CallList> lists = gather_lists(ranks, list_of(batch.calls, ranks.rank(), own));
   const Parts parts = parts_of(params, lists, K.size(0));
-  const Deliveries plan =
-      distributed::deliveries(parts.costs, parts.bytes, ranks.size(), max_bytes);
-  std::vector<Parcel> parcels;
+  const Assignment assignment =
+      distributed::assign_parts(parts.costs, parts.bytes, ranks.size(), max_bytes);
+  std::vector<Message> messages;
   std::vector<at::Tensor> sent;
   std::vector<std::vector<int64_t>> micro_batches;
   for (const CallList& list : lists) {
     micro_batches.push_back(list.samples());
-    for (const auto i : c10::irange(list.parcels.size())) {
+    for (const auto i : c10::irange(list.messages.size())) {
       const size_t part = parts.of_params[list.layers[i]];
-      parcels.push_back(list.parcels[i]);
-      parcels.back().to = plan.owners[part];
-      parcels.back().round = plan.rounds[part];
-      sent.push_back(parcels.back().from == ranks.rank() ? own[i] : at::Tensor());
+      messages.push_back(list.messages[i]);
+      messages.back().to = assignment.owners[part];
+      messages.back().round = assignment.rounds[part];
+      sent.push_back(messages.back().from == ranks.rank() ? own[i] : at::Tensor());
     }
   }
   distributed::exchange_in_rounds(
-      ranks, parcels, plan.round_count, sent, K.device(),
+      ranks, messages, assignment.round_count, sent, K.device(),
       [&](size_t /*round*/, const std::vector<at::Tensor>& tensors) {
         auto calls = arrived_calls(lists, tensors);
         if (std::ranges::any_of(calls, [](const auto& of_rank) { return !of_rank.empty(); })) {
@@ -204,23 +204,25 @@ void add_parts_of_rows(at::Tensor& K, at::TensorList params, const CapturedBatch
     costs.push_back(cost_from(n * n * static_cast<double>(elements)));
     bytes.push_back(shared.total() * elements * static_cast<int64_t>(rows.itemsize()));
   }
-  const Deliveries plan = distributed::deliveries(costs, bytes, shared.ranks().size(), max_bytes);
-  std::vector<Parcel> parcels;
+  const Assignment assignment =
+      distributed::assign_parts(costs, bytes, shared.ranks().size(), max_bytes);
+  std::vector<Message> messages;
   std::vector<at::Tensor> sent;
   for (const auto rank : c10::irange(shared.ranks().size())) {
     for (const auto p : c10::irange(params.size())) {
       const at::Tensor& rows = batch.given_rows[p];
       auto sizes = rows.sizes().vec();
       sizes[0] = shared.counts()[rank];
-      parcels.push_back({rank, plan.owners[p], plan.rounds[p], rows.scalar_type(), sizes});
+      messages.push_back(
+          {rank, assignment.owners[p], assignment.rounds[p], rows.scalar_type(), sizes});
       sent.push_back(rank == shared.ranks().rank() ? rows : at::Tensor());
     }
   }
   distributed::exchange_in_rounds(
-      shared.ranks(), parcels, plan.round_count, sent, K.device(),
+      shared.ranks(), messages, assignment.round_count, sent, K.device(),
       [&](size_t round, const std::vector<at::Tensor>& tensors) {
         for (const auto p : c10::irange(params.size())) {
-          if (plan.owners[p] != shared.ranks().rank() || plan.rounds[p] != round) {
+          if (assignment.owners[p] != shared.ranks().rank() || assignment.rounds[p] != round) {
             continue;
           }
           std::vector<at::Tensor> of_ranks;
@@ -240,11 +242,11 @@ at::Tensor shared_gram(at::TensorList params, const CapturedBatch& batch,
   at::Tensor K = at::zeros({n, n}, params[0].options().dtype(at::kDouble));
   if (!batch.given_rows.empty()) {
     add_parts_of_rows(K, params, batch, weights, max_bytes);
-    batch.shared->ranks().sum_(K);
+    batch.shared->ranks().all_reduce_sum_(K);
     return K;
   }
   add_parts_of_calls(K, params, batch, weights, max_bytes);
-  batch.shared->ranks().sum_(K);
+  batch.shared->ranks().all_reduce_sum_(K);
   at::Tensor scale = at::scalar_tensor(batch.scale, K.options());
   if (batch.loss_scale.defined()) {
     scale = scale / batch.loss_scale.to(K.options());

@@ -47,7 +47,7 @@ at::Tensor SharedRows::gather(const at::Tensor& own) const {
   at::Tensor part = at::zeros({most}, own.options());
   part.narrow(0, 0, own_count()).copy_(own);
   const at::Tensor all = at::empty({ranks_.size(), most}, own.options());
-  ranks_.begin_gather(part, all)();
+  ranks_.begin_all_gather(part, all)();
   std::vector<at::Tensor> parts;
   for (const auto rank : c10::irange(ranks_.size())) {
     parts.push_back(all[rank].narrow(0, 0, counts_[rank]));
@@ -57,7 +57,7 @@ at::Tensor SharedRows::gather(const at::Tensor& own) const {
 
 at::Tensor SharedRows::of_ranks(const at::Tensor& own) const {
   const at::Tensor all = at::empty({ranks_.size()}, own.options());
-  ranks_.begin_gather(own.reshape({1}), all)();
+  ranks_.begin_all_gather(own.reshape({1}), all)();
   return expand(all.unbind());
 }
 
@@ -81,7 +81,7 @@ at::Tensor SharedRows::expand(const std::vector<at::Tensor>& of_ranks) const {
 
 std::vector<at::Tensor> SharedRows::sum(const std::vector<at::Tensor>& own) const {
   at::Tensor all = joined(own);
-  ranks_.sum_(all);
+  ranks_.all_reduce_sum_(all);
   return parted(all, own);
 }
 

@@ -36,7 +36,7 @@ class SharedRows {
   // In place: what rank 0 has.
   void equalize_(const std::vector<at::Tensor>& tensors) const;
   // Whether it holds on one rank. Waits.
-  bool any(bool own) const { return ranks_.maximum({own ? 1 : 0})[0] != 0; }
+  bool any(bool own) const { return ranks_.all_reduce_max({own ? 1 : 0})[0] != 0; }
 
  private:
   at::Tensor expand(const std::vector<at::Tensor>& of_ranks) const;
