@@ -27,6 +27,11 @@ at::Tensor signs_like(const at::Tensor& gradient, uint64_t seed, uint64_t stream
       .to(gradient.scalar_type());
 }
 
+bool has_graph(const DiagonalRequest& request) { return request.gradient.requires_grad(); }
+
+// Waits for the device.
+bool is_zero(const DiagonalRequest& request) { return !request.gradient.ne(0).any().item<bool>(); }
+
 // Averages over the kernel of a convolution.
 at::Tensor spatial_mean(const at::Tensor& diagonal) {
   if (diagonal.dim() <= 2 || diagonal.numel() == 0) {
@@ -43,17 +48,18 @@ at::Tensor spatial_mean(const at::Tensor& diagonal) {
 
 std::vector<at::Tensor> hessian_diagonals(const std::vector<DiagonalRequest>& requests,
                                           const at::Tensor& loss_scale) {
-  TORCH_CHECK_VALUE(
-      std::any_of(requests.begin(), requests.end(),
-                  [](const auto& request) { return request.gradient.requires_grad(); }),
-      "AdaHessian: no gradient has a graph, which second derivatives need; call "
-      "loss.backward(create_graph=True), and step() once after it");
   std::vector<at::Tensor> params, sums(requests.size());
   int64_t most = 0;
   for (size_t i = 0; i < requests.size(); ++i) {
     params.push_back(requests[i].param);
     sums[i] = parameter_shaped_zeros(requests[i].param);
     most = std::max(most, requests[i].samples);
+  }
+  if (std::ranges::none_of(requests, has_graph)) {
+    TORCH_CHECK_VALUE(std::ranges::all_of(requests, is_zero),
+                      "AdaHessian: no gradient has a graph, which second derivatives need; call "
+                      "loss.backward(create_graph=True), and step() once after it");
+    return sums;  // torch.distributed.checkpoint takes such a step to create the state
   }
   const uint64_t seed = new_seed();
   for (int64_t sample = 0; sample < most; ++sample) {

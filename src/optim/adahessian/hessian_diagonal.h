@@ -25,7 +25,7 @@ struct DiagonalRequest {
 //
 // The signs come from one seed of the default generator of the CPU, and are the same on every
 // device. loss_scale: one number by which the loss was multiplied; undefined: 1. Throws
-// c10::ValueError if no gradient has a graph.
+// c10::ValueError if no gradient has a graph, unless all are zero.
 std::vector<at::Tensor> hessian_diagonals(const std::vector<DiagonalRequest>& requests,
                                           const at::Tensor& loss_scale);
 

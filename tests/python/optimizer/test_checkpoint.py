@@ -274,6 +274,18 @@ def test_state_by_names_of_distributed_checkpoint(make):
     assert_same(run(other, other_optimizer, 4, 5), expected)
 
 
+def test_a_step_that_only_creates_state_of_adahessian():
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    model = mlp()
+    optimizer = torchium.AdaHessian(model.parameters(), lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    state = get_optimizer_state_dict(model, optimizer)["state"]
+    assert state["0.weight"]["exp_avg"].shape == model[0].weight.shape
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert all(map(torch.equal, model.parameters(), before))
+
+
 def test_a_step_that_only_creates_state_knows_the_groups_of_convolutions():
     states = []
     for creates_state in (True, False):
