@@ -216,7 +216,7 @@ class KFAC(Consolidating, CapturingOptimizer):
     .. note::
         ``flatten_optimizer_state_dict=True`` of ``torch.distributed.checkpoint`` loads the factors only
         into an optimizer that was given the model, or whose model has run; else it drops them, without
-        an error.
+        an error. It cannot load options that are functions.
 
         The hooks work under ``torch.compile``, with a break of the graph at each layer. With several
         processes of ``torch.distributed`` and no ``process_group`` :meth:`step` raises ``RuntimeError``.
