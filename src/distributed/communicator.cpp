@@ -25,8 +25,21 @@ Communicator::Communicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group)
   TORCH_CHECK_VALUE(group != nullptr, "process_group must be a process group, got null");
 }
 
-Communicator::Communicator(const std::string& name)
-    : Communicator(c10d::resolve_process_group(name)) {}
+namespace {
+
+c10::intrusive_ptr<c10d::ProcessGroup> group_of_name(const std::string& name) {
+  try {
+    return c10d::resolve_process_group(name);
+  } catch (const c10::Error&) {
+    TORCH_CHECK_VALUE(false, "process_group '", name,
+                      "' of this copy of an optimizer does not exist in this process; create it "
+                      "before, or construct the optimizer and call load_state_dict()");
+  }
+}
+
+}  // namespace
+
+Communicator::Communicator(const std::string& name) : Communicator(group_of_name(name)) {}
 
 bool Communicator::is_same_group_as(const Communicator& other) const {
   return group_->processes == other.group_->processes;

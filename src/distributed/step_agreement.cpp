@@ -77,7 +77,8 @@ std::string listed(const std::vector<int64_t>& ranks) {
     TORCH_CHECK(
         with.empty() || without.empty(), names[i], " has captured samples on rank ", listed(with),
         " of the process group and none on rank ", listed(without),
-        "; its layer must run in the forward pass of all ranks. No rank has taken the step");
+        "; its layer must run in the forward pass of all ranks, and all ranks need the same "
+        "checkpoint. No rank has taken the step");
     TORCH_CHECK(different.empty(), names[i],
                 " belongs to a different layer, or has different state, on rank ",
                 listed(different),
@@ -124,6 +125,13 @@ void Hash::add_bytes(const void* data, size_t count) {
   for (size_t i = 0; i < count; ++i) {
     value_ = (value_ ^ bytes[i]) * 1099511628211ULL;
   }
+}
+
+StepFindings findings_of_call(const std::string& call) {
+  StepFindings findings;
+  findings.call = call;
+  findings.setup = Hash().add(call).value();
+  return findings;
 }
 
 StepFindings agree(const StepFindings& own, const Communicator& ranks,

@@ -26,11 +26,15 @@ struct StepFindings {
   uint64_t setup = 0;      // a hash of parameters, owners, options and learning rates
   std::vector<char> mask;  // of all parameters: 1 if it has a gradient
   // Of all parameters, for optimizers that record layer calls: a hash of how the next step treats
-  // the layer that it is the weight of, odd if it has captured samples of it; 0: it is of none.
+  // the layer that it is the weight of, odd if it has captured samples of it; or of its state,
+  // even.
   std::vector<int64_t> layers;
   bool renews = false;  // this rank has lost inverses, which all ranks then recompute
   std::vector<GroupFindings> groups;
 };
+
+// Of a call that all ranks make together, such as "update_damping()", and that is not a step.
+StepFindings findings_of_call(const std::string& call);
 
 // The findings of all ranks together: the first unfit parameter of a group, and its most failures.
 // All ranks must call this, and get the same. If a rank has an error, throws c10::Error on all

@@ -132,10 +132,7 @@ void JointPlan::agree_to(const std::string& call, const std::function<void()>& c
     throw;
   }
   if (is_shared()) {
-    distributed::StepFindings findings;
-    findings.call = call;
-    findings.setup = distributed::Hash().add(call).value();
-    distributed::agree(findings, *ranks_, {});
+    distributed::agree(distributed::findings_of_call(call), *ranks_, {});
   }
 }
 
@@ -161,6 +158,14 @@ distributed::StepFindings JointPlan::own_findings(const JointInputs& inputs) {
   own.setup = hash.value();
   own.found_inf = inputs.found_inf.defined() && inputs.found_inf.item<double>() != 0.0;
   add_layers(own);
+  // Parameters that are the weight of no layer have their step counts instead: even, and above 0.
+  own.layers.resize(size(), 0);
+  const std::vector<int64_t> taken = steps_taken();
+  for (size_t i = 0; i < size(); ++i) {
+    if (own.layers[i] == 0) {
+      own.layers[i] = 2 * (taken[i] + 1);
+    }
+  }
   return own;
 }
 

@@ -185,10 +185,21 @@ KfacPlan::States KfacPlan::whole_states() const {
 
 KfacPlan::States KfacPlan::whole_states(const std::vector<const KFACParamState*>& states) const {
   const c10::DeviceGuard device_guard(device());
+  distributed::StepFindings findings = distributed::findings_of_call("state_dict()");
+  std::vector<std::string> names;
   std::vector<int64_t> own;
-  for (const KFACParamState* state : states) {
-    own.push_back(state == nullptr ? kNone : kept(*state));
+  for (const auto i : c10::irange(states.size())) {
+    own.push_back(states[i] == nullptr ? kNone : kept(*states[i]));
+    Hash factors;
+    factors.add(int64_t{states[i] != nullptr});
+    if (states[i] != nullptr) {
+      add_sizes(factors, states[i]->A());
+      add_sizes(factors, states[i]->G());
+    }
+    findings.layers.push_back(static_cast<int64_t>(factors.value() >> 3) * 2 + 2);
+    names.push_back(name(i));
   }
+  distributed::agree(findings, ranks(), names);
   const auto of_ranks = ranks().all_gather(own);
   States whole(states.size());
   for (const auto i : c10::irange(states.size())) {

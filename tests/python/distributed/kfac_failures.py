@@ -399,6 +399,26 @@ def the_whole_state_of_copies(ranks: int) -> None:
 
 
 @case(3)
+def inverses_are_gathered_by_all_ranks_or_none(ranks: int) -> None:
+    model, optimizer = shared(steps=range(2), grad_worker_fraction=0.01)
+    optimizer.zero_grad()
+    backward(model, 2)
+    with optimizer.consolidating():
+        kind, message = message_of(optimizer.step if is_last() else optimizer.state_dict)
+    assert kind == "RuntimeError"
+    assert f"rank {ranks - 1} of the process group differs from rank 0" in message
+    lost = optimizer.state.pop(model.out.weight) if is_last() else None
+    with optimizer.consolidating():
+        kind, message = message_of(optimizer.state_dict)
+    assert kind == "RuntimeError"
+    assert f"has different state, on rank {ranks - 1} of the process group" in message
+    if lost is not None:
+        optimizer.state[model.out.weight] = lost
+    step_shared(model, optimizer, Batch(2))
+    assert_same_on_all_ranks([*model.parameters()])
+
+
+@case(3)
 def a_rank_alone_does_not_wait_for_inverses(ranks: int) -> None:
     _, optimizer = shared(steps=range(1), grad_worker_fraction=0.01)
     kind, message = message_of(optimizer.state_dict)

@@ -335,3 +335,19 @@ def optimizers_follow_one_process_after_a_checkpoint(ranks: int) -> None:
     loss_fn(one(x), y).backward()
     expected.step()
     assert_moved_alike(model, one, start, 1e-9)
+
+
+@case(3)
+def a_checkpoint_that_one_rank_alone_loads(ranks: int) -> None:
+    model, _ = model_and_batch("mlp")
+    optimizer = natural_gradient(model)
+    train(optimizer, model, range(2))
+    saved = optimizer.state_dict()
+    optimizer = natural_gradient(model)
+    if is_last():
+        optimizer.load_state_dict(saved)
+    before = flat(model)
+    kind, message = message_of(lambda: train(optimizer, model, range(2, 3)))
+    assert kind == "RuntimeError"
+    assert f"has different state, on rank {ranks - 1} of the process group" in message
+    assert torch.equal(flat(model), before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from contextlib import nullcontext
 from typing import Any
@@ -128,6 +129,32 @@ def a_failure_that_one_rank_reports_before_its_step(ranks: int) -> None:
     text = f"rank {ranks - 1} of the process group raised an error in step()"
     assert ("earlier" if is_last() else text) in message
     assert_same(values(optimizer, params), before)
+
+
+@case(3)
+def a_rank_steps_while_others_gather_the_state(ranks: int) -> None:
+    params = parameters()
+    optimizer = shampoo(params, world())
+    train(optimizer, params, range(1))
+    set_gradients(params, 1)
+    with optimizer.consolidating():
+        kind, message = message_of(optimizer.step if is_last() else optimizer.state_dict)
+    assert kind == "RuntimeError"
+    assert f"rank {ranks - 1} of the process group differs from rank 0" in message
+    train(optimizer, params, range(1, 3))
+    assert_same_on_all_ranks(params)
+
+
+@case(3)
+def a_copy_without_its_group_is_refused(ranks: int) -> None:
+    group = dist.new_group(list(range(ranks)))
+    params = parameters()
+    optimizer = shampoo(params, group)
+    saved = pickle.dumps(optimizer)
+    dist.destroy_process_group(group)
+    kind, message = message_of(lambda: pickle.loads(saved))
+    assert kind == "ValueError"
+    assert "of this copy of an optimizer does not exist in this process" in message
 
 
 @case(3)
