@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+Pair = TypeVar("Pair", bound=tuple[Any, Any])
 
 
 def world() -> Any:
@@ -53,6 +57,23 @@ def message_of(call: Callable[[], object]) -> tuple[str, str]:
     except Exception as error:
         return type(error).__name__, str(error)
     return "", ""
+
+
+def assert_raised_on_all(raised: tuple[str, str], own: str, call: str = "step()") -> None:
+    """raised: what message_of() gives where the last rank alone has an error, with `own` in its text."""
+    kind, message = raised
+    if is_last():
+        assert kind == "ValueError", message
+        assert own in message, message
+    else:
+        last = dist.get_world_size() - 1
+        assert kind == "RuntimeError", message
+        assert f"rank {last} of the process group raised an error in {call}" in message, message
+
+
+def copies_of(pair: Pair) -> tuple[Pair, Pair]:
+    """A copy and a pickle of parameters, or a model, with their optimizer."""
+    return copy.deepcopy(pair), pickle.loads(pickle.dumps(pair))
 
 
 @contextmanager

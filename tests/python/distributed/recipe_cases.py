@@ -54,6 +54,17 @@ def assert_same(model: nn.Module, other: nn.Module) -> None:
     torch.testing.assert_close(values(model), values(other), rtol=0, atol=1e-6)
 
 
+def distributed_shampoo_of(model: nn.Module, config: object) -> torch.optim.Optimizer:
+    return torchium.compat.DistributedShampoo(
+        model.parameters(),
+        lr=0.1,
+        epsilon=1e-4,
+        max_preconditioner_dim=8,
+        distributed_config=config,
+        grafting_config=configs.AdamPreconditionerConfig(),
+    )
+
+
 @case(2)
 def distributed_shampoo(ranks: int) -> None:
     """Distributed Shampoo's configuration for DDP shares the step, with all ranks or with some."""
@@ -69,14 +80,7 @@ def distributed_shampoo(ranks: int) -> None:
         model = DistributedDataParallel(net())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # without a group the ranks repeat the step
-            optimizer = torchium.compat.DistributedShampoo(
-                model.parameters(),
-                lr=0.1,
-                epsilon=1e-4,
-                max_preconditioner_dim=8,
-                distributed_config=distributed,
-                grafting_config=configs.AdamPreconditionerConfig(),
-            )
+            optimizer = distributed_shampoo_of(model, distributed)
             train(model, optimizer, range(5))
         ends.append(model)
     alone, world, pairs, rounded = ends
@@ -106,14 +110,7 @@ def distributed_shampoo_of_shards(ranks: int) -> None:
         models = []
         for config in (distributed, configs.SingleDeviceDistributedConfig(**shapes)):
             model = net() if config is not distributed else fully_shard(net(), mesh=line)
-            optimizer = torchium.compat.DistributedShampoo(
-                model.parameters(),
-                lr=0.1,
-                epsilon=1e-4,
-                max_preconditioner_dim=8,
-                distributed_config=config,
-                grafting_config=configs.AdamPreconditionerConfig(),
-            )
+            optimizer = distributed_shampoo_of(model, config)
             for step in range(4):
                 optimizer.zero_grad()
                 loss_of(model, inputs().roll(step * 8, 0)[:16]).backward()
