@@ -4,8 +4,7 @@
 # On a machine with a CUDA device: the Python tests marked `cuda`, the zoo, the C++ tests,
 # compute-sanitizer and the benchmarks, over a build that may have been made elsewhere: BUILD/python and BUILD/tests/cpp are
 # enough, and PYTHON may be of another version than the build's (there is no `_C` then). PYTHON needs the
-# torch of the build, numpy, scipy, pytest and hypothesis; for all of the zoo transformers and timm. Ends
-# with a table; exits with 1 if a row failed.
+# torch of the build and the packages of the extra `test`. Ends with a table; exits with 1 if a row failed.
 # Logs: BUILD/gpu_check/*.log
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -17,6 +16,7 @@ logs=$build/gpu_check
 mkdir -p "$logs"
 
 export PYTHONPATH=$build/python${PYTHONPATH:+:$PYTHONPATH} PYTHONDONTWRITEBYTECODE=1
+export JAX_PLATFORMS=cpu  # cola-ml imports JAX, which would take most of the memory of the device
 if ! description=$("$python" - << 'PY'
 import sys
 import torch

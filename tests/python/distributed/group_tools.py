@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from ranks import device
 from torch import Tensor
 
 Pair = TypeVar("Pair", bound=tuple[Any, Any])
@@ -78,11 +79,11 @@ def copies_of(pair: Pair) -> tuple[Pair, Pair]:
 
 @contextmanager
 def replaced_operator(name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """An operator of ATen on the CPU of this rank."""
+    """An operator of ATen on the device of this rank."""
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        library.impl(name, function, "CPU")
+        library.impl(name, function, device().type.upper())
     try:
         yield
     finally:
@@ -90,7 +91,7 @@ def replaced_operator(name: str, function: Callable[..., Any]) -> Iterator[None]
 
 
 def out_of_memory_in(operator: str) -> AbstractContextManager[None]:
-    """As if this rank had no memory for the results of an operator on the CPU."""
+    """As if this rank had no memory for the results of an operator on its device."""
 
     def fail(*args: Any, **kwargs: Any) -> None:
         raise MemoryError(f"none left for {operator}")

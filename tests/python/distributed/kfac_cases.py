@@ -23,7 +23,7 @@ from kfac_tools import (
     step_shared,
     trained,
 )
-from ranks import case
+from ranks import case, device
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -131,7 +131,7 @@ def data_parallel_training(ranks: int) -> None:
 def a_scaled_loss(ranks: int) -> None:
     expected = state_of(*trained(steps=range(4)))
     model = network()
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    scaler = torch.amp.GradScaler(device().type, init_scale=256.0)
     optimizer = kfac(model, world(), grad_scaler=scaler, grad_worker_fraction=0.01)
     for step in range(4):
         optimizer.zero_grad()
@@ -234,7 +234,7 @@ def workers_alone_keep_inverses(ranks: int) -> None:
     for fraction in FRACTIONS:
         model, optimizer = shared(grad_worker_fraction=fraction, steps=range(2))
         own = [p for p in optimizer.state if "A_inverse" in optimizer.state[p]]
-        count = torch.tensor([len(own)])
+        count = torch.tensor([len(own)], device=device())
         dist.all_reduce(count)
         kept[fraction] = count.item()
     layers = 4  # besides the norm

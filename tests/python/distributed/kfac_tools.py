@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from group_tools import in_one_process, whole_state, world
+from ranks import device
 from torch import Tensor, nn
 
 FRACTIONS = (1.0, 0.5, 0.01)  # of all workers, some, and one
@@ -58,7 +59,7 @@ class Small(nn.Module):
 
 def network(kind: type[nn.Module] = Network, dtype: torch.dtype = torch.float64) -> nn.Module:
     torch.manual_seed(0)
-    return kind().to(dtype)
+    return kind().to(device(), dtype)
 
 
 class Batch:
@@ -66,9 +67,9 @@ class Batch:
 
     def __init__(self, step: int, samples: int = 12, dtype: torch.dtype = torch.float64) -> None:
         generator = torch.Generator().manual_seed(step)
-        self.images = torch.randn(samples, 2, 5, 5, generator=generator).to(dtype)
-        self.words = torch.randint(7, (samples, 3), generator=generator)
-        self.targets = torch.randint(3, (samples,), generator=generator)
+        self.images = torch.randn(samples, 2, 5, 5, generator=generator).to(device(), dtype)
+        self.words = torch.randint(7, (samples, 3), generator=generator).to(device())
+        self.targets = torch.randint(3, (samples,), generator=generator).to(device())
 
     def __len__(self) -> int:
         return len(self.targets)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torchium
-from captured_layers import MODELS, loss_fn, model_and_batch
+from captured_layers import MODELS, loss_fn
 from group_tools import assert_same, assert_same_on_all_ranks, in_one_process
 from natural_gradient_tools import (
     SOLVERS,
@@ -18,13 +18,14 @@ from natural_gradient_tools import (
     average_gradients,
     batches_of,
     flat,
+    model_and_batch,
     natural_gradient,
     own,
     sizes_of,
     step,
     trained,
 )
-from ranks import case
+from ranks import case, device
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn import functional as F
@@ -83,10 +84,11 @@ def options_follow_the_dense_solve(ranks: int) -> None:
 @case(3)
 def fewer_layers_than_ranks(ranks: int) -> None:
     torch.manual_seed(0)
-    model = nn.Linear(4, 3, bias=False).double()
+    model = nn.Linear(4, 3, bias=False).to(device(), torch.float64)
     one = copy.deepcopy(model)
     start = flat(model)
-    x, y = torch.randn(2 * ranks, 4).double(), torch.arange(2 * ranks) % 3
+    x = torch.randn(2 * ranks, 4, dtype=torch.float64, device=device())
+    y = torch.arange(2 * ranks, device=device()) % 3
     for each, group, samples in (
         (model, None, slice(2 * own(), 2 * own() + 2)),
         (one, alone(), slice(None)),
@@ -123,7 +125,7 @@ def micro_batches_and_scaled_losses(ranks: int) -> None:
     model, _ = model_and_batch("sequence")
     start, reference = flat(model), Dense(model, update_freq=2)
     optimizer = natural_gradient(model, update_freq=2)
-    scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
+    scaler = GradScaler(device().type, init_scale=2.0**10, growth_interval=1)
     optimizer.grad_scaler = scaler
     for seed in range(3):
         batches = batches_of("sequence", [2, 4, 2][:ranks], seed)
@@ -160,7 +162,7 @@ def curvature_of_all_ranks(
             for rank in members:
                 x, y = batches[rank]
                 outputs = each(x)
-                generator = torch.Generator().manual_seed(10 * seed + rank)
+                generator = torch.Generator(device()).manual_seed(10 * seed + rank)
                 each_optimizer.update_curvature(
                     outputs, "cross_entropy", samples=draws[rank], generator=generator
                 )
@@ -257,11 +259,11 @@ def adaptive_damping(ranks: int) -> None:
 
 @case(3)
 def data_parallel_training(ranks: int) -> None:
-    data = torch.randn(16, 4 * ranks, 10, generator=torch.Generator().manual_seed(1))
+    data = torch.randn(16, 4 * ranks, 10, generator=torch.Generator().manual_seed(1)).to(device())
     losses = []
     for group in (None, alone()):
         torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(10, 24), nn.Tanh(), nn.Linear(24, 3))
+        net = nn.Sequential(nn.Linear(10, 24), nn.Tanh(), nn.Linear(24, 3)).to(device())
         model = DistributedDataParallel(net) if group is None else net
         optimizer = natural_gradient(model, group, lr=0.5, damping=1.0, momentum=0.5, update_freq=2)
         for batch in data:
@@ -279,8 +281,8 @@ def data_parallel_training(ranks: int) -> None:
 @case(3)
 def half_precision_and_mixed_dtypes(ranks: int) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3).bfloat16())
-    x = torch.randn(2 * ranks, 6)[2 * own() : 2 * own() + 2]
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3).bfloat16()).to(device())
+    x = torch.randn(2 * ranks, 6).to(device())[2 * own() : 2 * own() + 2]
     for solver in ("gram", "explicit", "cg"):
         optimizer = natural_gradient(model, lr=0.1, **{**SOLVERS[solver], "eps": 1e-6})
         for _ in range(2):
@@ -296,10 +298,12 @@ def half_precision_and_mixed_dtypes(ranks: int) -> None:
 def sequences_of_different_lengths(ranks: int) -> None:
     """The positions of a layer differ between ranks."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 4), nn.LayerNorm(4)).double()
+    model = nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 4), nn.LayerNorm(4)).to(
+        device(), torch.float64
+    )
     one = copy.deepcopy(model)
     start = flat(model)
-    tokens = [torch.randint(9, (2, 3 + rank)) for rank in range(ranks)]
+    tokens = [torch.randint(9, (2, 3 + rank)).to(device()) for rank in range(ranks)]
     optimizer, expected = natural_gradient(model), natural_gradient(one, alone())
 
     def loss(net: nn.Module, x: Tensor) -> Tensor:

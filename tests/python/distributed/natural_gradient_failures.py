@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from captured_layers import loss_fn, model_and_batch
+from captured_layers import loss_fn
 from group_tools import (
     assert_raised_on_all,
     assert_same_on_all_ranks,
@@ -24,13 +24,14 @@ from natural_gradient_tools import (
     average_gradients,
     batches_of,
     flat,
+    model_and_batch,
     natural_gradient,
     own,
     sizes_of,
     step,
     trained,
 )
-from ranks import case
+from ranks import case, device
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
@@ -66,10 +67,10 @@ def rows_that_are_not_finite_on_one_rank(ranks: int) -> None:
         optimizer = natural_gradient([*model.parameters()], **SOLVERS[solver])
         before = flat(model)
         for attempt in range(3):
-            rows = [torch.ones(2, *p.shape).double() for p in model.parameters()]
+            rows = [p.new_ones(2, *p.shape) for p in model.parameters()]
             if is_last() and attempt < 2:
                 rows[1][0, 0] = float("inf")
-            optimizer.update_jacobian(rows, torch.ones(2).double())
+            optimizer.update_jacobian(rows, rows[0].new_ones(2))
             for p in model.parameters():
                 p.grad = torch.ones_like(p)
             optimizer.step()
@@ -93,7 +94,7 @@ def gradients_and_scalers_that_differ(ranks: int) -> None:
         batch = batches_of("mlp", sizes_of(ranks), 1)[own()]
         step(optimizer, model, batch, spoil)
         assert torch.equal(flat(model), before)
-        scaler = GradScaler("cpu", init_scale=4.0)
+        scaler = GradScaler(device().type, init_scale=4.0)
         optimizer.zero_grad()
         scaler.scale(loss_fn(model(batch[0]), batch[1])).backward()
         average_gradients(model)
@@ -135,10 +136,11 @@ def an_error_on_one_rank_is_one_on_all(ranks: int) -> None:
 def an_error_in_update_jacobian_is_one_on_all(ranks: int) -> None:
     model, _ = model_and_batch("mlp")
     optimizer = natural_gradient([*model.parameters()])
-    rows = [torch.ones(2, *p.shape).double() for p in model.parameters()]
-    wrong: list[tuple[Any, Any]] = [(rows[:2], torch.ones(2).double()), (rows, [1.0, 2.0])]
+    rows = [p.new_ones(2, *p.shape) for p in model.parameters()]
+    residuals = rows[0].new_ones(2)
+    wrong: list[tuple[Any, Any]] = [(rows[:2], residuals), (rows, [1.0, 2.0])]
     for bad_rows, bad_residuals in wrong:
-        given = (bad_rows, bad_residuals) if is_last() else (rows, torch.ones(2).double())
+        given = (bad_rows, bad_residuals) if is_last() else (rows, residuals)
         raised = message_of(partial(optimizer.update_jacobian, *given))
         assert_raised_on_all(raised, "", "update_jacobian()")
         assert all(p.grad is None for p in model.parameters())
@@ -158,11 +160,11 @@ def an_error_in_update_damping_raises_on_all(ranks: int) -> None:
 @case(3)
 def parameters_are_listed_in_another_order_on_one_rank(ranks: int) -> None:
     """Of one shape: nothing but their names tells them apart."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).to(device())
     named = [*model.named_parameters()]
     optimizer = natural_gradient(named[2:] + named[:2] if is_last() else named)
     before = flat(model)
-    model(torch.ones(2, 4).double()).square().mean().backward()
+    model(torch.ones(2, 4, device=device())).square().mean().backward()
     kind, message = message_of(optimizer.step)
     assert kind == "RuntimeError"
     assert f"rank {ranks - 1} of the process group differs from rank 0" in message
@@ -209,7 +211,7 @@ def another_precision_on_one_rank(ranks: int) -> None:
     model, (x, y) = model_and_batch("mlp", dtype=torch.float32)
     optimizer = natural_gradient(model)
     before = flat(model)
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_last()):
+    with torch.autocast(device().type, dtype=torch.bfloat16, enabled=is_last()):
         loss_fn(model(x), y).backward()
     average_gradients(model)
     kind, message = message_of(optimizer.step)
@@ -281,7 +283,7 @@ def the_checkpoint_of_one_rank_serves_all(ranks: int) -> None:
             v = torch.cat([p.grad.flatten() for p in trained(other)])
             J = torch.stack(rows)
             F = J.mT @ J / len(J)
-            d = torch.linalg.solve(F + 1e-2 * torch.eye(len(F)).double(), v)
+            d = torch.linalg.solve(F + 1e-2 * torch.eye(len(F)).to(F), v)
             torch.testing.assert_close(flat(other) - start, -0.5 * d, rtol=1e-6, atol=1e-9)
         else:
             x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))

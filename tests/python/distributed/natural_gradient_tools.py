@@ -6,10 +6,12 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import captured_layers
 import torch
 import torch.distributed as dist
-from captured_layers import loss_fn, model_and_batch
+from captured_layers import loss_fn
 from group_tools import assert_same_on_all_ranks, world
+from ranks import device
 from reference import ReferenceNaturalGradient
 from reference.per_sample import per_sample_gradients
 from torch import Tensor, nn
@@ -48,6 +50,11 @@ def natural_gradient(params: Any, group: Any = None, **options: Any) -> Any:
 
     given = {"lr": 0.5, "damping": 1e-2, "process_group": world() if group is None else group}
     return torchium.NaturalGradient(params, **{**given, **options})
+
+
+def model_and_batch(name: str, samples: int = 5, **options: Any) -> tuple[nn.Module, Batch]:
+    """On the device of this rank."""
+    return captured_layers.model_and_batch(name, samples, device=device(), **options)
 
 
 def batches_of(name: str, sizes: Sequence[int], seed: int) -> list[Batch]:

@@ -1,4 +1,4 @@
-"""Cases that the processes of a group run together, with gloo on the CPU."""
+"""Cases that the processes of a group run together: with gloo on the CPU, or with NCCL, a GPU for each."""
 
 from __future__ import annotations
 
@@ -26,18 +26,31 @@ IMPORTS = [
     "torch.distributed.tensor.parallel",
 ]
 CASES: dict[tuple[str, str], tuple[int, ...]] = {}
+WITHOUT_CUDA: set[tuple[str, str]] = set()
 Case = Callable[[int], None]
 _folders: list[Path] = []
+_devices: list[torch.device] = []
 
 
-def case(*ranks: int) -> Callable[[Case], Case]:
-    """The function runs in groups of these sizes, in all processes of one at the same time."""
+def case(*ranks: int, cuda: bool = True) -> Callable[[Case], Case]:
+    """The function runs in groups of these sizes, in all processes of one at the same time.
+
+    cuda: if its module runs on GPUs too, with all tensors on device(), so does the case.
+    """
 
     def register(function: Case) -> Case:
-        CASES[function.__module__, function.__name__] = ranks
+        key = function.__module__, function.__name__
+        CASES[key] = ranks
+        if not cuda:
+            WITHOUT_CUDA.add(key)
         return function
 
     return register
+
+
+def device() -> torch.device:
+    """Of this process."""
+    return _devices[-1]
 
 
 def shared_folder() -> Path:
@@ -51,8 +64,9 @@ class Ranks:
     After a failure, whether in one process or in all, the next case runs in a new group.
     """
 
-    def __init__(self, ranks: int, folder: Path) -> None:
+    def __init__(self, ranks: int, folder: Path, device_type: str = "cpu") -> None:
         self.ranks, self.folder, self.starts = ranks, folder, 0
+        self.device_type = device_type
         self.members: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
 
     def start(self) -> None:
@@ -64,7 +78,7 @@ class Ranks:
         with mock.patch.dict(os.environ, {"MKL_CBWR": "COMPATIBLE", "OMP_NUM_THREADS": "1"}):
             for rank in range(self.ranks):
                 own, calls = context.Pipe()
-                arguments = (rank, self.ranks, self.folder, store, calls)
+                arguments = (rank, self.ranks, self.device_type, self.folder, store, calls)
                 process = context.Process(target=serve, args=arguments, daemon=True)
                 process.start()
                 calls.close()
@@ -115,14 +129,19 @@ def answer(process: multiprocessing.process.BaseProcess, calls: Connection, dead
     return f"no answer within {SECONDS} s"
 
 
-def serve(rank: int, ranks: int, folder: Path, store: str, calls: Connection) -> None:
+def serve(
+    rank: int, ranks: int, device_type: str, folder: Path, store: str, calls: Connection
+) -> None:
     """In one process of a group: runs the cases that it receives, up to the first that fails."""
     os.environ.update(environment(rank, ranks))
     torch.set_num_threads(1)
     _folders.append(folder)
     try:
+        _devices.append(torch.device(device_type, rank if device_type == "cuda" else None))
+        if device_type == "cuda":
+            torch.cuda.set_device(rank)
         dist.init_process_group(
-            "gloo",
+            "nccl" if device_type == "cuda" else "gloo",
             init_method=f"file://{store}",
             rank=rank,
             world_size=ranks,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
+import curvature_on_gpus
 import kfac_cases
 import kfac_failures
 import natural_gradient_cases
@@ -11,63 +14,73 @@ import runner_cases
 import shampoo_cases
 import shampoo_checkpoints
 import shampoo_failures
+import shampoo_on_gpus
 import sharded_shampoo_cases
 import sharded_shampoo_checkpoints
+import torch
 import torch.distributed as dist
-from ranks import CASES, Ranks
+from ranks import CASES, WITHOUT_CUDA, Ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
-MODULES = [
-    kfac_cases,
-    kfac_failures,
-    natural_gradient_cases,
-    natural_gradient_failures,
+ON_BOTH = [kfac_cases, kfac_failures, natural_gradient_cases, natural_gradient_failures]
+ON_CPU = [
     shampoo_cases,
     shampoo_checkpoints,
     shampoo_failures,
     sharded_shampoo_cases,
     sharded_shampoo_checkpoints,
 ]
+ON_GPUS = [curvature_on_gpus, shampoo_on_gpus]
+GPUS = 2
+few_gpus = pytest.mark.skipif(
+    torch.cuda.device_count() < GPUS, reason=f"fewer than {GPUS} CUDA devices"
+)
 
 
-def cases() -> list[object]:
-    """One group of processes, in one worker, runs all cases of its number of ranks."""
-    modules = {module.__name__ for module in MODULES}
-    return [
-        pytest.param(
-            ranks,
-            module,
-            name,
-            id=f"{ranks}-{module}-{name}",
-            marks=pytest.mark.xdist_group(f"{ranks} ranks"),
-        )
-        for (module, name), all_ranks in CASES.items()
-        if module in modules
-        for ranks in all_ranks
-    ]
+def cases_of(modules: list[ModuleType], device_type: str) -> list[object]:
+    """One group of processes, in one worker, runs all cases of its device and number of ranks."""
+    on_gpus = device_type == "cuda"
+    names = {module.__name__ for module in modules}
+    result = []
+    for (module, name), all_ranks in CASES.items():
+        if module not in names or (on_gpus and (module, name) in WITHOUT_CUDA):
+            continue
+        for ranks in (GPUS,) if on_gpus else all_ranks:
+            marks = [pytest.mark.xdist_group(f"{ranks} ranks, {device_type}")]
+            if on_gpus:
+                marks += [pytest.mark.cuda, few_gpus]
+            label = f"{ranks}-{device_type}-{module}-{name}"
+            result.append(pytest.param(device_type, ranks, module, name, id=label, marks=marks))
+    return result
 
 
 @pytest.fixture(scope="module")
 def groups(tmp_path_factory):
-    """By their numbers of ranks; each starts with its first case."""
-    groups = {ranks: Ranks(ranks, tmp_path_factory.mktemp("ranks")) for ranks in (2, 3, 4)}
+    """By their devices and numbers of ranks; each starts with its first case."""
+    groups = {
+        (device_type, ranks): Ranks(ranks, tmp_path_factory.mktemp("ranks"), device_type)
+        for device_type, ranks in (("cpu", 2), ("cpu", 3), ("cpu", 4), ("cuda", GPUS))
+    }
     yield groups
     for group in groups.values():
         group.stop()
 
 
-@pytest.mark.parametrize(("ranks", "module", "name"), cases())
-def test_on_ranks(groups, ranks, module, name):
-    groups[ranks].check(module, name)
+@pytest.mark.parametrize(
+    ("device_type", "ranks", "module", "name"),
+    [*cases_of(ON_BOTH + ON_CPU, "cpu"), *cases_of(ON_BOTH + ON_GPUS, "cuda")],
+)
+def test_on_ranks(groups, device_type, ranks, module, name):
+    groups[device_type, ranks].check(module, name)
 
 
-@pytest.mark.xdist_group("2 ranks")
+@pytest.mark.xdist_group("2 ranks, cpu")
 def test_a_new_group_follows_a_failure(groups):
-    module = runner_cases.__name__
+    group, module = groups["cpu", 2], runner_cases.__name__
     for failing, text in (
         ("one_rank_raises", "rank 1: .*the last rank"),
         ("one_rank_ends", "rank 1: the process has ended with exit code 3"),
     ):
         with pytest.raises(AssertionError, match=f"(?s)rank 0: .*{text}"):
-            groups[2].check(module, failing)
-        groups[2].check(module, "all_ranks_meet")
+            group.check(module, failing)
+        group.check(module, "all_ranks_meet")

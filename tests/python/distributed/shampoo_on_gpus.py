@@ -9,13 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchium
+from group_tools import assert_same_on_all_ranks
+from ranks import case, device
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices"),
-]
 SHAPES = [(300, 200), (128, 128), (200,), (), (64, 16, 3, 3), (1000, 30), (257, 129), (5000,)]
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -28,7 +26,8 @@ OPTIONS: list[dict[str, Any]] = [
 def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
     return [
-        nn.Parameter(torch.randn(shape, generator=generator).to("cuda", dtype)) for shape in SHAPES
+        nn.Parameter(torch.randn(shape, generator=generator).to(device(), dtype))
+        for shape in SHAPES
     ]
 
 
@@ -40,14 +39,8 @@ def train(optimizer: Any, params: list[nn.Parameter], steps: range) -> None:
         optimizer.step()
 
 
-def check_same_on_both(params: list[nn.Parameter]) -> None:
-    own = torch.cat([p.detach().flatten().float() for p in params])
-    every = [torch.empty_like(own) for _ in range(2)]
-    dist.all_gather(every, own)
-    assert torch.equal(*every)
-
-
-def check_steps() -> None:
+@case(2)
+def equals_one_process(ranks: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for options in OPTIONS:
             given = {"block_size": 128, "update_freq": 3, "eps": 1e-2, **options}
@@ -59,7 +52,7 @@ def check_steps() -> None:
             for steps in (range(3), range(3, 12)):
                 train(one, alone, steps)
                 train(two, shared, steps)
-                check_same_on_both(shared)
+                assert_same_on_all_ranks(shared)
                 buffer = io.BytesIO()
                 with two.consolidating():
                     torch.save(two.state_dict(), buffer)
@@ -72,7 +65,8 @@ def check_steps() -> None:
                 assert error < rtol, (dtype, options, i, error)
 
 
-def check_failures() -> None:
+@case(2)
+def ranks_fail_together(ranks: int) -> None:
     rank = dist.get_rank()
     params = parameters(torch.float32)
     optimizer = torchium.Shampoo(params, block_size=128, process_group=dist.group.WORLD)
@@ -95,10 +89,11 @@ def check_failures() -> None:
         optimizer.step()
     assert all(torch.equal(p, old) for p, old in zip(params, before, strict=True))
     train(optimizer, params, range(2, 4))
-    check_same_on_both(params)
+    assert_same_on_all_ranks(params)
 
 
-def check_training() -> None:
+@case(2)
+def data_parallel_training(ranks: int) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 10)).cuda()
     model = DistributedDataParallel(net, device_ids=[dist.get_rank()])
@@ -113,7 +108,7 @@ def check_training() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
-    check_same_on_both([*net.parameters()])
+    assert_same_on_all_ranks([*net.parameters()])
 
 
 def sharded(tensors: list[nn.Parameter], mesh: Any, placement: Any) -> list[nn.Parameter]:
@@ -129,7 +124,8 @@ def sharded(tensors: list[nn.Parameter], mesh: Any, placement: Any) -> list[nn.P
     ]
 
 
-def check_shards() -> None:
+@case(2)
+def shards_equal_one_process(ranks: int) -> None:
     """Rows and columns, of sizes that two ranks do not divide and that the blocks do not."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -155,7 +151,8 @@ def check_shards() -> None:
                 assert error < rtol, (dtype, options, i, error)
 
 
-def check_fully_shard() -> None:
+@case(2)
+def fully_shard_training(ranks: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -180,19 +177,3 @@ def check_fully_shard() -> None:
     net(inputs).square().mean().backward()
     optimizer.step()
     optimizer.check_errors()
-
-
-def run(rank: int, store: str) -> None:
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=2)
-    check_steps()
-    check_failures()
-    check_training()
-    check_shards()
-    check_fully_shard()
-    dist.destroy_process_group()
-
-
-@pytest.mark.filterwarnings("ignore:each of 2 processes repeats")
-def test_two_gpus_share_steps(tmp_path):
-    torch.multiprocessing.spawn(run, (str(tmp_path / "store"),), nprocs=2)

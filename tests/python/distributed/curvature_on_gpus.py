@@ -1,0 +1,124 @@
+"""What two GPUs that share the steps of K-FAC and NaturalGradient have to do besides the cases of a CPU."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from group_tools import assert_same_on_all_ranks, is_last, message_of, out_of_memory_in
+from kfac_tools import Batch, own_part, shared, state_of, step_shared, sum_gradients
+from kfac_tools import assert_close as assert_states_close
+from natural_gradient_tools import (
+    SOLVERS,
+    alone,
+    assert_near,
+    average_gradients,
+    batches_of,
+    flat,
+    loss_fn,
+    model_and_batch,
+    natural_gradient,
+    own,
+    sizes_of,
+    step,
+    trained,
+)
+from ranks import case
+
+
+def another_device(ranks: int) -> Any:
+    """Is current, as where a training script never calls torch.cuda.set_device()."""
+    return torch.cuda.device((dist.get_rank() + 1) % ranks)
+
+
+@case(2)
+def kfac_while_another_device_is_current(ranks: int) -> None:
+    for options in ({}, {"damping_split": "exact"}, {"solver": "inverse_free"}):
+        given = {"grad_worker_fraction": 0.5, "steps": range(4), **options}
+        expected = state_of(*shared(**given))
+        with another_device(ranks):
+            model, optimizer = shared(**given)
+            torch.cuda.synchronize()
+        assert_states_close(state_of(model, optimizer), expected)
+
+
+@case(2)
+def natural_gradient_while_another_device_is_current(ranks: int) -> None:
+    for solver in SOLVERS:
+        models = []
+        for elsewhere in (False, True):
+            with another_device(ranks) if elsewhere else nullcontext():
+                model, _ = model_and_batch("mlp")
+                start = flat(model)
+                optimizer = natural_gradient(model, **SOLVERS[solver])
+                for seed in range(3):
+                    step(optimizer, model, batches_of("mlp", sizes_of(ranks), seed)[own()])
+                torch.cuda.synchronize()
+            models.append(model)
+        assert_near(flat(models[1]) - start, flat(models[0]) - start, 1e-9)
+        assert_same_on_all_ranks(trained(models[1]))
+
+
+@case(2)
+def a_scaler_skips_the_step_that_renews_the_matrix(ranks: int) -> None:
+    """The batch of the next step makes it, as in one process."""
+    models = []
+    for group in (None, alone()):
+        model, _ = model_and_batch("mlp")
+        start = flat(model)
+        optimizer = natural_gradient(model, group, update_freq=3, momentum=0.0)
+        for seed in range(4):
+            batches = batches_of("mlp", sizes_of(ranks, equal=True), seed)
+            optimizer.zero_grad()
+            if group is None:
+                loss_fn(model(batches[own()][0]), batches[own()][1]).backward()
+                average_gradients(model)
+            else:
+                x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+                loss_fn(model(x), y).backward()
+            optimizer.grad_scale = torch.ones((), device="cuda")
+            optimizer.found_inf = torch.tensor(float(seed in (0, 2)), device="cuda")
+            optimizer.step()
+            del optimizer.grad_scale, optimizer.found_inf
+        models.append(model)
+    assert_near(flat(models[0]) - start, flat(models[1]) - start, 1e-9)
+    assert_same_on_all_ranks(trained(models[0]))
+
+
+@case(2)
+def an_error_during_the_work_of_one_rank_raises_on_all_in_the_next_step(ranks: int) -> None:
+    for operator in ("linalg_cholesky_ex", "bmm"):
+        for fraction in (1.0, 0.5):
+            model, optimizer = shared(
+                steps=range(2), TInv=1, solver="cholesky", grad_worker_fraction=fraction
+            )
+            for attempt in range(2):
+                batch = Batch(2 + attempt)
+                part = batch.of(own_part(len(batch), ranks))
+                optimizer.zero_grad()
+                part.loss(model)[1].backward()
+                sum_gradients(model, len(part) / len(batch))
+                fails = attempt == 0 and is_last()
+                with out_of_memory_in(operator) if fails else nullcontext():
+                    kind, message = message_of(optimizer.step)
+                if attempt == 0:
+                    assert (f"none left for {operator}" in message) == is_last(), (kind, message)
+                elif is_last():
+                    assert "in the middle of its last step()" in message, (kind, message)
+                else:
+                    text = f"rank {ranks - 1} of the process group raised an error in step()"
+                    assert text in message, (kind, message)
+
+
+@case(2)
+def bfloat16_models(ranks: int) -> None:
+    """Ranks agree bit for bit, also after a model of float64 was converted."""
+    for options in ({}, {"solver": "inverse_free"}):
+        model, optimizer = shared(steps=range(1), grad_worker_fraction=0.5, **options)
+        model.to(torch.bfloat16)
+        for i in range(1, 5):
+            step_shared(model, optimizer, Batch(i, dtype=torch.bfloat16))
+        assert_same_on_all_ranks([*model.parameters()])
+        assert all(p.isfinite().all() for p in model.parameters())
