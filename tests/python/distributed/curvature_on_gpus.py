@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from group_tools import assert_same_on_all_ranks, is_last, message_of, out_of_memory_in
-from kfac_tools import Batch, own_part, shared, state_of, step_shared, sum_gradients
+from kfac_tools import Batch, network, own_part, shared, state_of, step_shared, sum_gradients
 from kfac_tools import assert_close as assert_states_close
+from kfac_tools import trained as trained_kfac
 from natural_gradient_tools import (
     SOLVERS,
     alone,
@@ -25,7 +26,7 @@ from natural_gradient_tools import (
     step,
     trained,
 )
-from ranks import case
+from ranks import case, device
 
 
 def another_device(ranks: int) -> Any:
@@ -78,8 +79,8 @@ def a_scaler_skips_the_step_that_renews_the_matrix(ranks: int) -> None:
             else:
                 x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
                 loss_fn(model(x), y).backward()
-            optimizer.grad_scale = torch.ones((), device="cuda")
-            optimizer.found_inf = torch.tensor(float(seed in (0, 2)), device="cuda")
+            optimizer.grad_scale = torch.ones((), device=device())
+            optimizer.found_inf = torch.tensor(float(seed in (0, 2)), device=device())
             optimizer.step()
             del optimizer.grad_scale, optimizer.found_inf
         models.append(model)
@@ -89,27 +90,68 @@ def a_scaler_skips_the_step_that_renews_the_matrix(ranks: int) -> None:
 
 @case(2)
 def an_error_during_the_work_of_one_rank_raises_on_all_in_the_next_step(ranks: int) -> None:
-    for operator in ("linalg_cholesky_ex", "bmm"):
+    for fraction in (1.0, 0.5):
+        model, optimizer = shared(
+            steps=range(2), TInv=1, solver="cholesky", grad_worker_fraction=fraction
+        )
+        for attempt in range(2):
+            batch = Batch(2 + attempt)
+            part = batch.of(own_part(len(batch), ranks))
+            optimizer.zero_grad()
+            part.loss(model)[1].backward()
+            sum_gradients(model, len(part) / len(batch))
+            fails = attempt == 0 and is_last()
+            with out_of_memory_in("linalg_cholesky_ex") if fails else nullcontext():
+                kind, message = message_of(optimizer.step)
+            if attempt == 0:
+                assert ("none left for linalg_cholesky" in message) == is_last(), (kind, message)
+            elif is_last():
+                assert "in the middle of its last step()" in message, (kind, message)
+            else:
+                text = f"rank {ranks - 1} of the process group raised an error in step()"
+                assert text in message, (kind, message)
+
+
+@case(2)
+def kfac_kernels_equal_one_process(ranks: int) -> None:
+    """In float32, which the kernels take."""
+    options: list[dict[str, Any]] = [
+        {"weight_decay": 0.1},
+        {"damping_split": "exact"},
+        {"weight_sharing": "reduce", "damping_split": "plain"},
+        {"fisher": "ggn", "solver": "inverse_free", "momentum": 0.0},
+        {"max_factor_size": 10, "kl_clip": None},
+    ]
+    for given in options:
+        expected, _ = trained_kfac(dtype=torch.float32, **given)
+        start = flat(network(dtype=torch.float32))
         for fraction in (1.0, 0.5):
-            model, optimizer = shared(
-                steps=range(2), TInv=1, solver="cholesky", grad_worker_fraction=fraction
-            )
-            for attempt in range(2):
-                batch = Batch(2 + attempt)
-                part = batch.of(own_part(len(batch), ranks))
-                optimizer.zero_grad()
-                part.loss(model)[1].backward()
-                sum_gradients(model, len(part) / len(batch))
-                fails = attempt == 0 and is_last()
-                with out_of_memory_in(operator) if fails else nullcontext():
-                    kind, message = message_of(optimizer.step)
-                if attempt == 0:
-                    assert (f"none left for {operator}" in message) == is_last(), (kind, message)
-                elif is_last():
-                    assert "in the middle of its last step()" in message, (kind, message)
-                else:
-                    text = f"rank {ranks - 1} of the process group raised an error in step()"
-                    assert text in message, (kind, message)
+            model, _ = shared(dtype=torch.float32, grad_worker_fraction=fraction, **given)
+            assert_near(flat(model) - start, flat(expected) - start, 1e-3)
+            assert_same_on_all_ranks([*model.parameters()])
+
+
+@case(2)
+def natural_gradient_of_float32_equals_one_process(ranks: int) -> None:
+    for name in ("mlp", "convolutions", "embedding"):
+        for solver in ("gram", "explicit", "cg"):
+            models = []
+            for group in (None, alone()):
+                model, _ = model_and_batch(name, dtype=torch.float32)
+                start = flat(model)
+                options = {**SOLVERS[solver], **({"eps": 1e-6} if solver == "cg" else {})}
+                optimizer = natural_gradient(model, group, damping=0.1, **options)
+                for seed in range(3):
+                    x, y = model_and_batch(name, 6, dtype=torch.float32, seed=seed)[1]
+                    part = slice(3 * own(), 3 * own() + 3) if group is None else slice(None)
+                    optimizer.zero_grad()
+                    loss_fn(model(x[part]), y[part]).backward()
+                    if group is None:
+                        average_gradients(model)
+                    optimizer.step()
+                models.append(model)
+            assert_near(flat(models[0]) - start, flat(models[1]) - start, 1e-3)
+            assert_same_on_all_ranks(trained(models[0]))
 
 
 @case(2)

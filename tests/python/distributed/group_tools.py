@@ -60,6 +60,16 @@ def message_of(call: Callable[[], object]) -> tuple[str, str]:
     return "", ""
 
 
+def message_of_step(optimizer: Any) -> tuple[str, str]:
+    """Also of what a GPU reports after the step."""
+
+    def step_and_check() -> None:
+        optimizer.step()
+        optimizer.check_errors()
+
+    return message_of(step_and_check)
+
+
 def assert_raised_on_all(raised: tuple[str, str], own: str, call: str = "step()") -> None:
     """raised: what message_of() gives where the last rank alone has an error, with `own` in its text."""
     kind, message = raised

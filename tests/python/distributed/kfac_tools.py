@@ -163,13 +163,18 @@ def assert_close(
 
 
 def trained(
-    group: Any = None, steps: range = range(6), *, kind: type[nn.Module] = Network, **options: Any
+    group: Any = None,
+    steps: range = range(6),
+    *,
+    kind: type[nn.Module] = Network,
+    dtype: torch.dtype = torch.float64,
+    **options: Any,
 ) -> tuple[nn.Module, Any]:
     """A model and its optimizer after steps with the group, or alone on the joint batches."""
-    model = network(kind)
+    model = network(kind, dtype)
     optimizer = kfac(model, group, **options)
     for step in steps:
-        (step_alone if group is None else step_shared)(model, optimizer, Batch(step))
+        (step_alone if group is None else step_shared)(model, optimizer, Batch(step, dtype=dtype))
     return model, optimizer
 
 

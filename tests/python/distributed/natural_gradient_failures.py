@@ -41,6 +41,12 @@ def train(optimizer: Any, model: nn.Module, steps: range) -> None:
         step(optimizer, model, batches_of("mlp", sizes_of(dist.get_world_size()), seed)[own()])
 
 
+def step_and_check(optimizer: Any, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    """Raises what a GPU reports after the step too."""
+    step(optimizer, model, batch)
+    optimizer.check_errors()
+
+
 @case(3)
 def samples_that_are_not_finite_on_one_rank(ranks: int) -> None:
     for solver in SOLVERS:
@@ -50,7 +56,7 @@ def samples_that_are_not_finite_on_one_rank(ranks: int) -> None:
         before = flat(model)
         for attempt in range(3):
             batch = (x * float("nan") if is_last() else x, y)
-            kind, message = message_of(partial(step, optimizer, model, batch))
+            kind, message = message_of(partial(step_and_check, optimizer, model, batch))
             assert (kind == "RuntimeError") == (attempt == 2), message
         assert "3 steps in a row" in message
         assert torch.equal(flat(model), before)

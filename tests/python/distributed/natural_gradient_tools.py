@@ -92,10 +92,10 @@ def step(
 
 
 class Dense:
-    """The dense solve in float64 with the gradients of the samples of all ranks; on rank 0 alone."""
+    """The dense solve in float64 with the gradients of the samples of all ranks; by the CPU of rank 0."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
-        self.model = copy.deepcopy(model)
+        self.model = copy.deepcopy(model).cpu()
         self.names = [n for n, p in self.model.named_parameters() if p.requires_grad]
         given = {"lr": 0.5, "damping": 1e-2}
         self.optimizer = ReferenceNaturalGradient(trained(self.model), **{**given, **options})
@@ -103,7 +103,7 @@ class Dense:
     def step(self, batches: Sequence[Batch], change: Callable[[Any], None] | None = None) -> None:
         if own() != 0:
             return
-        rows = [per_sample_gradients(self.model, loss_fn, *batch) for batch in batches]
+        rows = [per_sample_gradients(self.model, loss_fn, x.cpu(), y.cpu()) for x, y in batches]
         for name, p in zip(self.names, self.optimizer.params, strict=True):
             p.grad = torch.stack([r[name].mean(0) for r in rows]).mean(0)
         if change is not None:
@@ -112,7 +112,7 @@ class Dense:
 
     def assert_moved_alike(self, model: nn.Module, start: Tensor, tolerance: float) -> None:
         if own() == 0:
-            assert_near(flat(model) - start, flat(self.model) - start, tolerance)
+            assert_near((flat(model) - start).cpu(), flat(self.model) - start.cpu(), tolerance)
         assert_same_on_all_ranks(trained(model))
 
 
