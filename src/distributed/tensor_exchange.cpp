@@ -95,7 +95,7 @@ void TensorExchange::run(const std::function<Tensors(size_t)>& tensors) const {
       }
     }
     outgoing.run();
-    gathered_->run([&](const std::vector<UpdateExchange::Update>& arrivals) {
+    gathered_->run(/*stage=*/0, [&](const std::vector<UpdateExchange::Update>& arrivals) {
       Copies incoming;
       for (const auto& [message, memory] : arrivals) {
         if (messages_[message].routes[0].from != rank_) {

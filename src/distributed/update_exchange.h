@@ -1,4 +1,5 @@
-// Brings the updates that each rank has computed to all ranks, in buckets.
+// Brings the updates that each rank has computed to all ranks, in buckets, stage after stage: those
+// of a stage travel while the next is computed.
 #pragma once
 
 #include "distributed/bucket_slots.h"
@@ -19,10 +20,11 @@ class UpdateExchange {
   struct Part {
     int64_t owner;
     int64_t elements;
+    size_t stage = 0;
   };
 
-  // `dtype`: of the updates; they travel in `comm_dtype`, at most `bucket_bytes` of all ranks
-  // together at a time, or one part of each if that is larger.
+  // `parts`: in the order of their stages. `dtype`: of the updates; they travel in `comm_dtype`, at
+  // most `bucket_bytes` of all ranks together at a time, or one part of each if that is larger.
   UpdateExchange(const Communicator& communicator, const std::vector<Part>& parts,
                  at::ScalarType dtype, at::ScalarType comm_dtype, int64_t bucket_bytes,
                  c10::Device device);
@@ -31,13 +33,14 @@ class UpdateExchange {
   const at::Tensor& own(size_t part) const { return own_[part]; }
   void clear_own();
 
-  // Calls take(parts) for every bucket, this rank's own parts included, while the next one travels.
-  // All ranks must call it. The updates are valid during the call, and for what it launches.
+  // Calls take(parts) for every bucket of a stage, this rank's own parts included, while the next
+  // one travels. All ranks must call it for all stages in their order. The updates are valid during
+  // the call, and for what it launches.
   struct Update {
     size_t part;
     at::Tensor values;  // contiguous, in comm_dtype
   };
-  void run(const std::function<void(const std::vector<Update>&)>& take) const;
+  void run(size_t stage, const std::function<void(const std::vector<Update>&)>& take) const;
 
  private:
   struct Place {
@@ -45,9 +48,12 @@ class UpdateExchange {
     int64_t owner, offset, elements;  // offset in the rank's share of the bucket
   };
   struct Bucket {
+    size_t stage;
     int64_t begin = 0, length = 0;  // of each rank's share, in elements
-    std::vector<Place> places;
+    std::vector<Place> places = {};
+    std::vector<Update> updates = {};  // where they arrive
   };
+  void fill_buckets(const std::vector<Part>& parts, int64_t most);
 
   Communicator communicator_;
   at::ScalarType comm_dtype_;

@@ -3,6 +3,10 @@
 #include "optim/core/parameter_state.h"
 #include "optim/core/step_status.h"
 
+#ifdef TORCHIUM_WITH_CUDA
+#include "optim/core/cuda/device_check.h"
+#endif
+
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
@@ -94,6 +98,7 @@ bool record_skip_on_cpu(const std::vector<Examined>& examined, at::Tensor& statu
   return true;
 }
 
+#ifndef TORCHIUM_WITH_CUDA
 // The largest magnitude of each tensor divided by its limit at t = 1: 0-dim float64; NaN for NaN.
 std::vector<at::Tensor> shares_of_largest(const std::vector<Examined>& all) {
   std::map<at::ScalarType, std::vector<size_t>> by_dtype;  // _foreach_norm takes one
@@ -135,11 +140,13 @@ at::Tensor record_skip_on_device(const std::vector<Examined>& examined, at::Tens
     of_param = of_param.defined() ? of_param.logical_and(fits[i]) : fits[i];
   }
   std::vector<at::Tensor> in_order;
+  std::vector<int64_t> params;
   for (const auto& [param, fit] : of_params) {
     in_order.push_back(fit);
+    params.push_back(static_cast<int64_t>(param));
   }
   const at::Tensor unfit = at::stack(in_order).logical_not_();
-  const at::Tensor first = unfit.to(at::kInt).argmax();
+  const at::Tensor first = at::tensor(params, status.options()).take(unfit.to(at::kInt).argmax());
   at::Tensor skipped = unfit.any();
   at::Tensor at_fault = at::where(skipped, first, -1);
   at::Tensor consecutive = status.select(0, kConsecutiveSkips);
@@ -155,6 +162,7 @@ at::Tensor record_skip_on_device(const std::vector<Examined>& examined, at::Tens
   status.select(0, kNonFiniteParameter).copy_(at_fault);
   return skipped.logical_not();
 }
+#endif
 
 }  // namespace
 
@@ -206,7 +214,11 @@ FoundInfGuard FoundInfGuard::check(const std::vector<Examined>& examined, at::Te
   if (status.is_cpu()) {
     guard.skipped_on_host_ = record_skip_on_cpu(examined, status, found_inf);
   } else {
+#ifdef TORCHIUM_WITH_CUDA
+    guard.keep_ = record_skip_by_kernels(examined, status, found_inf);
+#else
     guard.keep_ = record_skip_on_device(examined, status, found_inf);
+#endif
   }
   return guard;
 }

@@ -13,7 +13,8 @@ namespace torchium::optim::detail {
 // Copies the gradients that this rank gives.
 void SharedPlans::gather_gradients() {
   size_t parameter = parameters_.size();
-  at::Tensor grad;  // in a memory layout whose blocks are views
+  at::Tensor grad;                          // in a memory layout whose blocks are views
+  std::vector<at::Tensor> values, sources;  // in one piece of memory: copied by few launches
   for (const Sent& sent : sent_) {
     const Parameter& p = parameters_[sent.parameter];
     if (!p.is_active) {
@@ -23,8 +24,17 @@ void SharedPlans::gather_gradients() {
       parameter = sent.parameter;
       grad = gradient_of(p.param.tensor()).detach().contiguous();
     }
-    sent.values.copy_(
-        part_of_shard(grad, *p.shared, *sent.part, sent.part->local_on(ranks_.rank())));
+    const at::Tensor source =
+        part_of_shard(grad, *p.shared, *sent.part, sent.part->local_on(ranks_.rank()));
+    if (source.is_contiguous() && source.numel() > 0) {
+      values.push_back(sent.values);
+      sources.push_back(source);
+    } else {
+      sent.values.copy_(source);
+    }
+  }
+  if (!values.empty()) {
+    at::_foreach_copy_(values, sources);
   }
 }
 
@@ -56,25 +66,19 @@ StepFindings SharedPlans::examine() const {
       of_group.push_back({values_of(sent), p.index, limits.parameter, p.state.step});
     }
   }
-  for (size_t g = 0; g < options_.size(); ++g) {
+  const auto groups = static_cast<int64_t>(options_.size());
+  at::Tensor status = at::zeros({groups, kStatusSize}, at::TensorOptions(device_).dtype(at::kLong));
+  status.select(1, kNonFiniteParameter).fill_(-1);
+  for (int64_t g = 0; g < groups; ++g) {
+    if (!examined[g].empty()) {
+      at::Tensor of_group = status[g];
+      FoundInfGuard::check(examined[g], of_group);
+    }
+  }
+  const at::Tensor found = status.select(1, kNonFiniteParameter).cpu();
+  for (int64_t g = 0; g < groups; ++g) {
     findings.groups.push_back(failures_[g]);
-    if (examined[g].empty()) {
-      continue;
-    }
-    at::Tensor status = at::zeros({kStatusSize}, at::TensorOptions(device_).dtype(at::kLong));
-    // On a device the rank of a parameter among the examined ones is found, on a CPU its index.
-    std::vector<size_t> params;
-    for (Examined& each : examined[g]) {
-      const size_t index = std::exchange(each.param, params.size());
-      if (params.empty() || params.back() != index) {
-        params.push_back(index);
-      } else {
-        --each.param;
-      }
-    }
-    FoundInfGuard::check(examined[g], status);
-    const auto first = status[kNonFiniteParameter].item<int64_t>();
-    findings.groups[g].unfit = first < 0 ? -1 : static_cast<int64_t>(params[first]);
+    findings.groups[g].unfit = found[g].item<int64_t>();
   }
   return findings;
 }

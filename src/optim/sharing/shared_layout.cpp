@@ -54,9 +54,53 @@ void SharedPlans::lay_out(const std::vector<BlockedGroup>& groups) {
     }
   }
   for (auto& [dtype, exchange] : exchanges_) {
+    assign_stages(dtype, exchange.gathered_places);
     allocate(dtype, exchange, before);
   }
   lay_out_sent();
+  if (!stream_ || stream_->device() != device_) {
+    stream_.emplace(device_);
+  }
+}
+
+// Blocks without matrices come first. If those with matrices fill more than one bucket, each
+// owner's are cut into stages of about the same number of elements.
+void SharedPlans::assign_stages(at::ScalarType dtype, std::vector<Place>& places) const {
+  const auto block_of = [&](const Place& place) -> const distributed::Block& {
+    return parameters_[place.parameter].shared->blocks[place.block];
+  };
+  const auto owner_of = [&](const Place& place) {
+    return parameters_[place.parameter].shared->owners[place.block];
+  };
+  std::vector<int64_t> totals(ranks_.size(), 0), before(ranks_.size(), 0);
+  int64_t elements = 0;
+  for (const Place& place : places) {
+    if (block_of(place).slot >= 0) {
+      totals[owner_of(place)] += block_of(place).rectangle.numel();
+      elements += block_of(place).rectangle.numel();
+    }
+  }
+  const auto bytes = elements * static_cast<int64_t>(c10::elementSize(dtype));
+  const auto stages =
+      std::min<int64_t>(kStages - 1, (bytes + sharing_.bucket_bytes - 1) / sharing_.bucket_bytes);
+  for (Place& place : places) {
+    if (stages > 1 && block_of(place).slot >= 0) {
+      int64_t& done = before[owner_of(place)];
+      place.stage = static_cast<size_t>(1 + done * stages / totals[owner_of(place)]);
+      done += block_of(place).rectangle.numel();
+    }
+    place.target = view_of_block(place);
+  }
+  std::ranges::stable_sort(places, {}, &Place::stage);
+}
+
+// Of a block that all ranks hold.
+at::Tensor SharedPlans::view_of_block(const Place& place) const {
+  const Parameter& p = parameters_[place.parameter];
+  const at::Tensor param = p.param.tensor().detach();
+  const distributed::Part& part = p.shared->parts[place.block][0];
+  return param.is_contiguous() ? part_of_shard(param, *p.shared, part, part.local_on(ranks_.rank()))
+                               : at::Tensor();
 }
 
 // Whether every rank has all elements of a block.
@@ -84,16 +128,16 @@ void SharedPlans::add_parts(Exchange& exchange, size_t parameter, size_t block) 
 void SharedPlans::allocate(at::ScalarType dtype, Exchange& exchange, const Tensors& before) {
   const at::ScalarType comm_dtype = dtype == at::kDouble ? dtype : sharing_.comm_dtype;
   std::vector<distributed::UpdateExchange::Part> gathered;
-  for (const auto& [p, b] : exchange.gathered_places) {
-    const SharedBlocks& shared = *parameters_[p].shared;
-    gathered.push_back({shared.owners[b], shared.blocks[b].rectangle.numel()});
+  for (const Place& place : exchange.gathered_places) {
+    const SharedBlocks& shared = *parameters_[place.parameter].shared;
+    gathered.push_back(
+        {shared.owners[place.block], shared.blocks[place.block].rectangle.numel(), place.stage});
   }
   exchange.gathered = std::make_unique<distributed::UpdateExchange>(
       ranks_, gathered, dtype, comm_dtype, sharing_.bucket_bytes, device_);
   for (size_t k = 0; k < gathered.size(); ++k) {
     if (gathered[k].owner == ranks_.rank()) {
-      const auto [p, b] = exchange.gathered_places[k];
-      add_own_block(p, b, exchange.gathered->own(k), before);
+      add_own_block(exchange.gathered_places[k], exchange.gathered->own(k), before);
     }
   }
   const auto exchange_of = [&](const std::vector<PartPlace>& places, at::ScalarType travels_in) {
@@ -133,22 +177,21 @@ void SharedPlans::allocate_directions(at::ScalarType dtype, Exchange& exchange,
   }
   exchange.directions = at::zeros({total}, at::TensorOptions(device_).dtype(dtype));
   for (const auto& [place, begin, elements] : ranges) {
-    add_own_block(place.parameter, place.block, exchange.directions.narrow(0, begin, elements),
-                  before);
+    add_own_block(place, exchange.directions.narrow(0, begin, elements), before);
   }
 }
 
-void SharedPlans::add_own_block(size_t parameter, size_t block, const at::Tensor& memory,
+void SharedPlans::add_own_block(const Place& place, const at::Tensor& memory,
                                 const Tensors& before) {
-  Parameter& p = parameters_[parameter];
-  at::Tensor tensor = memory.view(p.shared->blocks[block].rectangle.sizes);
-  const auto found = before.find({p.param.tensor().unsafeGetTensorImpl(), block});
+  Parameter& p = parameters_[place.parameter];
+  at::Tensor tensor = memory.view(p.shared->blocks[place.block].rectangle.sizes);
+  const auto found = before.find({p.param.tensor().unsafeGetTensorImpl(), place.block});
   if (found != before.end() && found->second.device() == device_) {
     found->second.mutable_grad().reset();
     found->second.set_data(tensor);
     tensor = found->second;
   }
-  p.own.push_back({block, tensor, at::zeros_like(tensor)});
+  p.own.push_back({place.block, place.stage, tensor, at::zeros_like(tensor)});
 }
 
 SharedPlans::OwnBlock& SharedPlans::own_block(size_t parameter, size_t block) {

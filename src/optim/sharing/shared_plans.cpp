@@ -73,18 +73,18 @@ void SharedPlans::check(const std::vector<BlockedGroup>& groups, Active active) 
   }
 }
 
-// One group of each kind for each parameter group, without states.
+// One group of each kind and stage for each parameter group, without states.
 std::vector<BlockedGroup> SharedPlans::groups_of_blocks() const {
   std::vector<BlockedGroup> groups;
   for (const auto& options : options_) {
     for (size_t kind = 0; kind < rules_->kinds(); ++kind) {
-      groups.push_back({rules_->options_of_blocks(*options, kind), {}, {}, {}});
+      const auto own_options = rules_->options_of_blocks(*options, kind);
+      groups.insert(groups.end(), kStages, {own_options, {}, {}, {}});
     }
   }
-  for (const Parameter& parameter : parameters_) {
-    BlockedGroup& group = groups[parameter.group * rules_->kinds() + parameter.kind];
-    for (const OwnBlock& own : parameter.own) {
-      group.params.push_back(own.tensor);
+  for (const Parameter& p : parameters_) {
+    for (const OwnBlock& own : p.own) {
+      groups[group_of_blocks(p.group, p.kind, own.stage)].params.push_back(own.tensor);
     }
   }
   return groups;
@@ -98,16 +98,13 @@ void SharedPlans::bind(std::vector<BlockedGroup>& groups, Active active) {
   lay_out(groups);
   std::vector<BlockedGroup> of_blocks = groups_of_blocks();
   // Where the states of each parameter's own blocks are.
-  struct Range {
-    size_t group, begin;
+  struct StatePlace {
+    size_t group, index;
   };
-  std::vector<Range> ranges;
+  std::vector<std::vector<StatePlace>> places;
   std::vector<ParameterState> shares;
   for (Parameter& p : parameters_) {
     const ParameterState& state = groups[p.group].states[p.index];
-    const size_t group = p.group * rules_->kinds() + p.kind;
-    BlockedGroup& target = of_blocks[group];
-    ranges.push_back({group, target.states.size()});
     shares.emplace_back();
     p.is_active = p.shared != nullptr &&
                   (active == Active::kWithState ? !state.is_empty()
@@ -117,7 +114,12 @@ void SharedPlans::bind(std::vector<BlockedGroup>& groups, Active active) {
       shares.back() = share_of(state, *p.shared, ranks_.rank(), p.name);
       states = states_of_blocks(shares.back(), *p.shared, blocks_of(*p.shared, ranks_.rank()));
     }
-    std::ranges::move(states, std::back_inserter(target.states));
+    places.emplace_back();
+    for (size_t i = 0; i < p.own.size(); ++i) {
+      const size_t group = group_of_blocks(p.group, p.kind, p.own[i].stage);
+      places.back().push_back({group, of_blocks[group].states.size()});
+      of_blocks[group].states.push_back(std::move(states[i]));
+    }
   }
   give_gradients([](const Parameter& p) { return p.is_active; });
   blocks_.bind(of_blocks, active);
@@ -129,8 +131,8 @@ void SharedPlans::bind(std::vector<BlockedGroup>& groups, Active active) {
       continue;
     }
     std::vector<ParameterState*> states;
-    for (size_t i = 0; i < p.own.size(); ++i) {
-      states.push_back(&of_blocks[ranges[k].group].states[ranges[k].begin + i]);
+    for (const StatePlace& place : places[k]) {
+      states.push_back(&of_blocks[place.group].states[place.index]);
     }
     const at::Tensor& param = p.param.tensor();
     shares[k].step = before.is_empty()
@@ -198,9 +200,10 @@ bool SharedPlans::set_options(size_t group,
   options_[group] = options;
   bool fits = plans_of_groups_[group]->set_options(*options);
   for (size_t kind = 0; kind < rules_->kinds(); ++kind) {
-    fits = blocks_.set_options(group * rules_->kinds() + kind,
-                               rules_->options_of_blocks(*options, kind)) &&
-           fits;
+    const auto own_options = rules_->options_of_blocks(*options, kind);
+    for (size_t stage = 0; stage < kStages; ++stage) {
+      fits = blocks_.set_options(group_of_blocks(group, kind, stage), own_options) && fits;
+    }
   }
   hash_setup();
   return fits;

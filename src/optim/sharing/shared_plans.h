@@ -17,6 +17,7 @@
 #include "optim/core/seen_tensor.h"
 #include "optim/sharing/shared_blocks.h"
 #include "optim/sharing/sharing_rules.h"
+#include "optim/sharing/stage_stream.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -74,7 +75,7 @@ class SharedPlans : public BlockedPlans {
   // A block that this rank owns, as a parameter of its own. Its gradient is that of the block, and
   // its value after a step of blocks_ the direction.
   struct OwnBlock {
-    size_t block;
+    size_t block, stage;
     at::Tensor tensor, gradient;
   };
   // A part of a block whose gradient this rank has, for itself or another.
@@ -101,6 +102,8 @@ class SharedPlans : public BlockedPlans {
   // A block of any rank, as a part of an exchange.
   struct Place {
     size_t parameter, block;
+    size_t stage = 0;
+    at::Tensor target = {};  // the block of the parameter; undefined if that is no view
   };
   // A part of a block that travels between two ranks.
   struct PartPlace {
@@ -109,7 +112,7 @@ class SharedPlans : public BlockedPlans {
   };
   // Of all parameters with one dtype of the state.
   struct Exchange {
-    // Directions of blocks that all ranks hold.
+    // Directions of blocks that all ranks hold, in the order of their stages.
     std::unique_ptr<distributed::UpdateExchange> gathered;
     std::vector<Place> gathered_places;
     // Gradients and directions of the other blocks.
@@ -128,13 +131,20 @@ class SharedPlans : public BlockedPlans {
   void lay_out(const std::vector<BlockedGroup>& groups);
   bool gathers(const SharedBlocks& shared, size_t block) const;
   void add_parts(Exchange& exchange, size_t parameter, size_t block) const;
+  void assign_stages(at::ScalarType dtype, std::vector<Place>& places) const;
+  at::Tensor view_of_block(const Place& place) const;
   void allocate(at::ScalarType dtype, Exchange& exchange, const Tensors& before);
   void allocate_directions(at::ScalarType dtype, Exchange& exchange, const Tensors& before);
-  void add_own_block(size_t parameter, size_t block, const at::Tensor& memory,
-                     const Tensors& before);
+  void add_own_block(const Place& place, const at::Tensor& memory, const Tensors& before);
   void lay_out_sent();
   OwnBlock& own_block(size_t parameter, size_t block);
   const distributed::Part& part_at(const PartPlace& place) const;
+  // Directions travel in stages: those without matrices first, which take little time to compute,
+  // then matrices in parts.
+  static constexpr size_t kStages = 4;
+  size_t group_of_blocks(size_t group, size_t kind, size_t stage) const {
+    return (group * rules_->kinds() + kind) * kStages + stage;
+  }
   std::vector<BlockedGroup> groups_of_blocks() const;
   void hash_setup();
   std::vector<ParameterState> whole_frames(size_t g, const BlockedGroup& group);
@@ -146,7 +156,7 @@ class SharedPlans : public BlockedPlans {
   StepFindings agreed(const LearningRates& lr, const at::Tensor& found_inf);
   void finish_gradients(const StepFindings& findings);
   void exchange_gradients(const StepFindings& findings, HeldError& held);
-  void step_blocks();
+  void step_blocks(const StepFindings& findings);
   at::Tensor agree_on_error(const HeldError& held);
   static void check_last_step(const at::Tensor& failed);
   // Copies of parameters in other memory layouts, whose blocks are no views.
@@ -155,9 +165,15 @@ class SharedPlans : public BlockedPlans {
   void send_updates(const Exchange& exchange, const StepFindings& findings);
   std::vector<Update> own_updates(const Exchange& exchange, at::ScalarType dtype,
                                   const StepFindings& findings, Copies& copies) const;
+  std::vector<Update> gathered_updates(
+      const Exchange& exchange, const std::vector<distributed::UpdateExchange::Update>& arrivals,
+      at::ScalarType dtype, const StepFindings& findings, Copies& copies) const;
+  std::vector<Update> sent_updates(const Exchange& exchange,
+                                   const std::vector<distributed::PartExchange::Arrival>& arrivals,
+                                   at::ScalarType dtype, const StepFindings& findings,
+                                   Copies& copies) const;
   void apply(std::vector<Update> updates, const std::vector<at::Tensor>& rates) const;
-  void apply_all(const StepFindings& findings, const LearningRates& lr, const at::Tensor& all_well,
-                 HeldError& held);
+  void apply_all(const StepFindings& findings, const LearningRates& lr, HeldError& held);
   void finish_parameters(const StepFindings& findings, const Copies& copies,
                          const at::Tensor& all_well);
   void take_block_failures();
@@ -171,13 +187,14 @@ class SharedPlans : public BlockedPlans {
   distributed::Communicator ranks_;
   SharingOptions sharing_;
   BlockOwners owners_;
-  BlockedPlans blocks_;  // of the own blocks: a group of each kind for each parameter group
+  BlockedPlans blocks_;  // of the own blocks, by group_of_blocks()
 
   std::vector<std::shared_ptr<const torch::optim::OptimizerOptions>> options_;  // of the groups
   std::vector<c10::intrusive_ptr<BlockedPlan>> plans_of_groups_;
   std::vector<Parameter> parameters_;
   std::vector<Sent> sent_;
   std::map<at::ScalarType, Exchange> exchanges_;  // by the dtype of the state
+  std::optional<StageStream> stream_;
   c10::Device device_ = at::kCPU;
   uint64_t setup_ = 0;
   at::Tensor failed_;  // the rank that failed in the last step, plus one, on a device; 0: none

@@ -30,30 +30,30 @@ void SharedPlans::step(const LearningRates& lr, const at::Tensor& found_inf) {
   HeldError held;
   held.run([&] { finish_gradients(findings); });  // g <- +-g + wd p
   exchange_gradients(findings, held);
-  held.run([&] {
-    step_blocks();  // 0 + d
-    for (const auto& [dtype, exchange] : exchanges_) {
-      send_updates(exchange, findings);
-    }
-  });
-  const at::Tensor all_well = agree_on_error(held);
-  const bool has_directions = !held.is_set();
-  apply_all(findings, lr, all_well, held);  // p <- (1 - lr wd) p - lr d
-  if (held.is_set() && has_directions) {    // the next step of all ranks raises too
-    failed_ = at::full({1}, -ranks_.rank() - 1, at::TensorOptions(device_).dtype(at::kLong));
-  }
+  stream_->begin();
+  held.run([&] { step_blocks(findings); });  // 0 + d
+  stream_->end_stages(kStages + 1);
+  stream_->run([&] { apply_all(findings, lr, held); });  // p <- (1 - lr wd) p - lr d
   held.raise();
 }
 
-void SharedPlans::step_blocks() {
+// Stage after stage; one more sends what does not go to all ranks.
+void SharedPlans::step_blocks(const StepFindings& findings) {
   for (const auto& [dtype, exchange] : exchanges_) {
     exchange.gathered->clear_own();
     exchange.directions.zero_();
   }
   TORCH_CHECK(blocks_.prepare(), "parameters, gradients or state changed during step()");
   const at::Tensor minus_one = at::scalar_tensor(-1.0, at::kDouble);
-  blocks_.step([&](size_t, const BlockedPlan&) { return minus_one; }, {});
+  for (size_t stage = 0; stage < kStages; ++stage) {
+    blocks_.step_groups([&](size_t group) { return group % kStages == stage; },
+                        [&](size_t, const BlockedPlan&) { return minus_one; }, {});
+    stream_->end_stage();
+  }
   take_block_failures();
+  for (const auto& [dtype, exchange] : exchanges_) {
+    send_updates(exchange, findings);
+  }
 }
 
 // 1 if no rank holds an error, on this device; else throws if the host knows already. On other
@@ -147,6 +147,40 @@ std::vector<SharedPlans::Update> SharedPlans::own_updates(const Exchange& exchan
   return updates;
 }
 
+// What has come to all ranks.
+std::vector<SharedPlans::Update> SharedPlans::gathered_updates(
+    const Exchange& exchange, const std::vector<distributed::UpdateExchange::Update>& arrivals,
+    at::ScalarType dtype, const StepFindings& findings, Copies& copies) const {
+  std::vector<Update> updates;
+  for (const auto& [k, values] : arrivals) {
+    const Place& place = exchange.gathered_places[k];
+    const Parameter& p = parameters_[place.parameter];
+    if (steps(p, findings)) {
+      const distributed::Part& part = p.shared->parts[place.block][0];
+      updates.push_back(
+          {place.parameter,
+           place.target.defined() ? place.target : target_of(place.parameter, part, copies),
+           values.to(dtype)});
+    }
+  }
+  return updates;
+}
+
+// What has come to this rank.
+std::vector<SharedPlans::Update> SharedPlans::sent_updates(
+    const Exchange& exchange, const std::vector<distributed::PartExchange::Arrival>& arrivals,
+    at::ScalarType dtype, const StepFindings& findings, Copies& copies) const {
+  std::vector<Update> updates;
+  for (const auto& [transfer, values] : arrivals) {
+    const PartPlace& place = exchange.update_places[transfer];
+    if (steps(parameters_[place.parameter], findings)) {
+      updates.push_back(
+          {place.parameter, target_of(place.parameter, part_at(place), copies), values.to(dtype)});
+    }
+  }
+  return updates;
+}
+
 // p <- (1 - lr wd) p - lr d, for parts of blocks.
 void SharedPlans::apply(std::vector<Update> updates, const std::vector<at::Tensor>& rates) const {
   std::vector<std::vector<BlockMove>> by_kernels(options_.size());
@@ -174,7 +208,10 @@ void SharedPlans::apply(std::vector<Update> updates, const std::vector<at::Tenso
 }
 
 void SharedPlans::apply_all(const StepFindings& findings, const LearningRates& lr,
-                            const at::Tensor& all_well, HeldError& held) {
+                            HeldError& held) {
+  stream_->wait_for(0);
+  const at::Tensor all_well = agree_on_error(held);
+  const bool has_directions = !held.is_set();
   std::vector<at::Tensor> rates;
   held.run([&] {
     for (size_t g = 0; g < options_.size(); ++g) {
@@ -183,36 +220,26 @@ void SharedPlans::apply_all(const StepFindings& findings, const LearningRates& l
     }
   });
   Copies copies;
+  for (size_t stage = 0; stage < kStages; ++stage) {
+    stream_->wait_for(stage);
+    for (const auto& [dtype, exchange] : exchanges_) {
+      exchange.gathered->run(stage, [&, dtype = dtype](const auto& arrivals) {
+        held.run(
+            [&] { apply(gathered_updates(exchange, arrivals, dtype, findings, copies), rates); });
+      });
+    }
+  }
+  stream_->wait_for(kStages);
   for (const auto& [dtype, exchange] : exchanges_) {
-    exchange.gathered->run([&, dtype = dtype](const auto& arrivals) {
-      held.run([&] {
-        std::vector<Update> updates;
-        for (const auto& [k, values] : arrivals) {
-          const auto [p, block] = exchange.gathered_places[k];
-          if (steps(parameters_[p], findings)) {
-            const distributed::Part& part = parameters_[p].shared->parts[block][0];
-            updates.push_back({p, target_of(p, part, copies), values.to(dtype)});
-          }
-        }
-        apply(std::move(updates), rates);
-      });
-    });
     exchange.updates->run([&, dtype = dtype](const auto& arrivals) {
-      held.run([&] {
-        std::vector<Update> updates;
-        for (const auto& [transfer, values] : arrivals) {
-          const PartPlace& place = exchange.update_places[transfer];
-          if (steps(parameters_[place.parameter], findings)) {
-            updates.push_back({place.parameter, target_of(place.parameter, part_at(place), copies),
-                               values.to(dtype)});
-          }
-        }
-        apply(std::move(updates), rates);
-      });
+      held.run([&] { apply(sent_updates(exchange, arrivals, dtype, findings, copies), rates); });
     });
     held.run([&] { apply(own_updates(exchange, dtype, findings, copies), rates); });
   }
   held.run([&] { finish_parameters(findings, copies, all_well); });
+  if (held.is_set() && has_directions) {  // the next step of all ranks raises too
+    failed_ = at::full({1}, -ranks_.rank() - 1, at::TensorOptions(device_).dtype(at::kLong));
+  }
 }
 
 void SharedPlans::finish_parameters(const StepFindings& findings, const Copies& copies,
@@ -240,7 +267,7 @@ void SharedPlans::finish_parameters(const StepFindings& findings, const Copies& 
 void SharedPlans::take_block_failures() {
   while (const auto failure = blocks_.next_failure(/*wait=*/false)) {
     const auto& [group, report] = *failure;
-    GroupFindings& found = failures_[group / rules_->kinds()];
+    GroupFindings& found = failures_[group / (rules_->kinds() * kStages)];
     const int64_t count = report.entries[kConsecutiveRootFailures];
     for (const Parameter& p : parameters_) {
       for (const OwnBlock& own : p.own) {

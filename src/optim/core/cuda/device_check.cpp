@@ -5,9 +5,11 @@
 #include "support/stream_capture.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <utility>
 
@@ -43,7 +45,62 @@ ScanEntry scan_entry(const at::Tensor& tensor, size_t param, ScanKind kind, doub
           .stride = tensor.dim() == 1 ? tensor.stride(0) : 1};
 }
 
+void launch_scans(const KernelTables<ScanEntry>& scans, StepControl* control, StepNumbers* numbers,
+                  cudaStream_t stream) {
+  for (const auto& table : scans) {
+    C10_CUDA_CHECK(cuda_kernels::scan(table, control, numbers, stream));
+  }
+}
+
+at::Tensor keep_of(const at::Tensor& control) {
+  return control.view(at::kBool).select(0, offsetof(StepControl, keep));
+}
+
 }  // namespace
+
+at::Tensor record_skip_by_kernels(const std::vector<Examined>& examined, at::Tensor& status,
+                                  const at::Tensor& found_inf) {
+  const auto options = status.options().requires_grad(false);
+  const c10::DeviceGuard device_guard(options.device());
+  torchium::detail::check_device_code(options.device());
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  std::vector<at::Tensor> readable;  // until all is launched
+  KernelTables<ScanEntry> scans;
+  size_t params = 1;
+  for (const Examined& each : examined) {
+    const bool is_readable = each.tensor.dim() == 1 || each.tensor.is_non_overlapping_and_dense();
+    const at::Tensor tensor = is_readable ? each.tensor : each.tensor.contiguous();
+    readable.push_back(tensor);
+    const double* step = nullptr;
+    if (each.steps.defined()) {
+      readable.push_back(each.steps.to(options.dtype(at::kDouble)));
+      step = readable.back().const_data_ptr<double>();
+    }
+    add(scans, scan_entry(tensor, each.param, ScanKind::kGradient, each.largest, step));
+    params = std::max(params, each.param + 1);
+  }
+  KernelTables<cuda_kernels::GradientEntry> none;
+  for (size_t i = 0; i < params; ++i) {
+    none.add({nullptr}, 1);
+  }
+  const at::Tensor control =
+      at::empty({sizeof(StepControl) / sizeof(int)}, options.dtype(at::kInt));
+  const at::Tensor memory =
+      at::empty({static_cast<int64_t>(params), kNumbers}, options.dtype(at::kDouble));
+  auto* its = reinterpret_cast<StepControl*>(control.mutable_data_ptr<int>());
+  auto* numbers = reinterpret_cast<StepNumbers*>(memory.mutable_data_ptr<double>());
+  for (const auto& table : none) {
+    C10_CUDA_CHECK(cuda_kernels::initialize_control(table, its, numbers, stream));
+  }
+  launch_scans(scans, its, numbers, stream);
+  const at::Tensor overflow =
+      found_inf.defined() ? found_inf.to(options.dtype(at::kFloat)) : at::Tensor();
+  C10_CUDA_CHECK(cuda_kernels::decide_step(
+      {}, its, overflow.defined() ? overflow.const_data_ptr<float>() : nullptr,
+      status.mutable_data_ptr<int64_t>(), stream));
+  note_change(status);
+  return keep_of(control);
+}
 
 DeviceCheck::DeviceCheck(at::TensorOptions options, at::Tensor status)
     : options_(options.requires_grad(false)), status_(std::move(status)) {
@@ -150,11 +207,8 @@ bool DeviceCheck::run(const StepRule& rule, const at::Tensor& found_inf) {
     }
   }
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  for (const auto* scans : {&scans_, &examined_}) {
-    for (const auto& table : *scans) {
-      C10_CUDA_CHECK(cuda_kernels::scan(table, control(), numbers(), stream));
-    }
-  }
+  launch_scans(scans_, control(), numbers(), stream);
+  launch_scans(examined_, control(), numbers(), stream);
   const at::Tensor overflow =
       found_inf.defined() ? found_inf.to(options_.dtype(at::kFloat)) : at::Tensor();
   C10_CUDA_CHECK(cuda_kernels::decide_step(
@@ -177,9 +231,7 @@ void DeviceCheck::end() {
   memory_ = {};
 }
 
-FoundInfGuard DeviceCheck::guard() const {
-  return FoundInfGuard::of(memory_.control.view(at::kBool).select(0, offsetof(StepControl, keep)));
-}
+FoundInfGuard DeviceCheck::guard() const { return FoundInfGuard::of(keep_of(memory_.control)); }
 
 StepControl* DeviceCheck::control() const {
   return reinterpret_cast<StepControl*>(memory_.control.mutable_data_ptr<int>());

@@ -18,6 +18,11 @@
 
 namespace torchium::optim::detail {
 
+// What FoundInfGuard::check() writes to `status`, which is on a GPU. Returns whether the step is
+// kept, 0-dim bool.
+at::Tensor record_skip_by_kernels(const std::vector<Examined>& examined, at::Tensor& status,
+                                  const at::Tensor& found_inf);
+
 // Keeps the tables of the kernels from step to step, and what all of them read: in a CUDA graph
 // that is replayed, the addresses of both stay the same.
 class DeviceCheck : public StepPrologue {

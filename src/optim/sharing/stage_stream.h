@@ -1,0 +1,82 @@
+// A stream beside the one on which the stages of a step are computed: the directions of a stage
+// travel and are applied on it, while the next stage is computed. On a CPU all runs in order.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/ScopeExit.h>
+
+#include <cstddef>
+#include <optional>
+#include <vector>
+
+namespace torchium::optim::detail {
+
+class StageStream {
+ public:
+  explicit StageStream(c10::Device device) : device_(device) {
+    if (!device.is_cpu()) {
+      side_ = implementation().getStreamFromGlobalPool(device, /*isHighPriority=*/true);
+    }
+  }
+
+  c10::Device device() const { return device_; }
+
+  void begin() { ended_ = 0; }
+  // The current stream has been given all work of the next stage.
+  void end_stage() {
+    if (side_) {
+      if (ends_.size() == ended_) {
+        ends_.emplace_back(device_.type());
+      }
+      ends_[ended_].record(implementation().getStream(device_));
+    }
+    ++ended_;
+  }
+  // As many stages as these have ended.
+  void end_stages(size_t stages) {
+    while (ended_ < stages) {
+      end_stage();
+    }
+  }
+  // Within run(): what follows waits for that work.
+  void wait_for(size_t stage) const {
+    if (side_) {
+      ends_[stage].block(*side_);
+    }
+  }
+
+  // Runs `work` with the stream beside as the current one, for which the current one then waits.
+  template <typename Work>
+  void run(const Work& work) {
+    if (!side_) {
+      work();
+      return;
+    }
+    const c10::Stream current = implementation().getStream(device_);
+    const auto join = c10::make_scope_exit([&] {
+      joined_->record(*side_);
+      joined_->block(current);
+    });
+    if (!joined_) {
+      joined_.emplace(device_.type());
+    }
+    const c10::StreamGuard guard(*side_);
+    work();
+  }
+
+ private:
+  c10::impl::VirtualGuardImpl implementation() const {
+    return c10::impl::VirtualGuardImpl(device_.type());
+  }
+
+  c10::Device device_;
+  std::optional<c10::Stream> side_;  // undefined on a CPU
+  std::vector<c10::Event> ends_;     // of stages
+  size_t ended_ = 0;
+  std::optional<c10::Event> joined_;
+};
+
+}  // namespace torchium::optim::detail
