@@ -326,7 +326,8 @@ def test_sample_per_sample_function():
 
 def test_sample_matmul(device):
     scope = run_sample(MATMUL.replace("5000", "500") if device.type == "cpu" else MATMUL, device)
-    torch.testing.assert_close(scope["result"], scope["A"] @ scope["B"])
+    exact = scope["A"] @ scope["B"]
+    assert (scope["result"] - exact).norm() <= 1e-5 * exact.norm()
 
 
 def test_sample_memory_information(device, capsys):
