@@ -321,7 +321,8 @@ def main() -> int:
     for shape in several if on_gpu and not arguments.tiny else [size]:
         measure_singular_values(report, arguments.device, min(arguments.rounds, 5), *shape)
     measure_products(report, arguments.device, arguments.rounds, arguments.tiny)
-    missed = report.finish(result_file(f"linalg_{'h200' if on_gpu else 'cpu'}", arguments))
+    device = torch.device(arguments.device).type
+    missed = report.finish(result_file(f"linalg_{device}", arguments))
     return int(missed > 0 and not arguments.tiny)
 
 
