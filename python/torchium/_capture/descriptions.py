@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from .layers import call_row, input_padding, is_1d, layer_kind, used_statistics
+from .norms import norm_eps
 
 # Attributes that a forward pass reads, besides the parameters.
 _ATTRIBUTES: dict[type[nn.Module], Callable[[nn.Module], Any]] = {
@@ -23,8 +24,8 @@ _ATTRIBUTES: dict[type[nn.Module], Callable[[nn.Module], Any]] = {
     nn.GroupNorm: attrgetter("num_groups", "eps"),
     _BatchNorm: lambda module: (module.eps, module.training, *map(id, used_statistics(module))),
 }
-# Of the classes seen so far, until they get another forward.
-_getters: dict[type[nn.Module], Callable[[nn.Module], Any] | None] = {}
+# Of the classes seen so far.
+_getters: dict[type[nn.Module], Callable[[nn.Module], Any]] = {}
 
 
 def layer_signature(module: nn.Module) -> tuple[Any, ...]:
@@ -32,7 +33,7 @@ def layer_signature(module: nn.Module) -> tuple[Any, ...]:
     cls, own = type(module), module.__dict__
     if cls not in _getters:
         found = [getter for known, getter in _ATTRIBUTES.items() if issubclass(cls, known)]
-        _getters[cls] = found[0] if found else None
+        _getters[cls] = found[0] if found else norm_eps
     getter = _getters[cls]
     weight, bias = own["_parameters"].get("weight"), own["_parameters"].get("bias")
     return (
@@ -43,7 +44,7 @@ def layer_signature(module: nn.Module) -> tuple[Any, ...]:
         id(bias),
         weight is not None and weight.requires_grad,
         bias is not None and bias.requires_grad,
-        None if getter is None else getter(module),
+        getter(module),
     )
 
 

@@ -18,6 +18,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
 
+from .norms import may_be_norm, norm_eps, norm_formula
+
 _SETTINGS = 12  # integers that describe a layer to the core
 
 
@@ -88,6 +90,8 @@ FACTOR_KINDS = NORM_KINDS | frozenset(
 )
 
 
+_NORM_FORMULAS = {"rms_norm": LayerKind.RMS_NORM, "layer_norm": LayerKind.LAYER_NORM}
+
 # Of the classes seen so far: models ask for every call of a layer.
 _KNOWN: WeakKeyDictionary[type[nn.Module], tuple[LayerKind, type[nn.Module]] | None] = (
     WeakKeyDictionary()
@@ -113,24 +117,26 @@ def _find_known_class(cls: type[nn.Module]) -> tuple[LayerKind, type[nn.Module]]
 
 def has_known_class(module: nn.Module) -> bool:
     """Whether the module may be a layer whose calls are recorded."""
-    return _known_class(type(module)) is not None
+    return _known_class(type(module)) is not None or may_be_norm(module)
 
 
 def layer_kind(module: nn.Module) -> LayerKind | None:
-    """The kind of a layer whose forward is that of a known class; None: of no known kind."""
+    """The kind of a layer that computes what a known class does; None: of no known kind."""
     found = _known_class(type(module))
-    if found is None:
-        return None
-    kind, cls = found
+    if found is not None and _has_forward_of(module, found[1]):
+        return found[0]
+    formula = norm_formula(module)
+    return None if formula is None else _NORM_FORMULAS[formula]
+
+
+def _has_forward_of(module: nn.Module, cls: type[nn.Module]) -> bool:
     own = module.__dict__
     if "forward" in own or "_conv_forward" in own:
-        return None
-    if type(module) is not cls:
-        for name in ("forward", "_conv_forward"):
-            known = getattr(cls, name, None)
-            if known is not None and getattr(type(module), name) is not known:
-                return None
-    return kind
+        return False
+    return type(module) is cls or all(
+        getattr(type(module), name, None) is getattr(cls, name, None)
+        for name in ("forward", "_conv_forward")
+    )
 
 
 def has_transposed_weight(module: nn.Module) -> bool:
@@ -194,8 +200,8 @@ def used_statistics(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
 
 
 def layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The input of a layer's call, named ``input``, or ``x`` by Conv1D of transformers."""
-    value: Tensor = args[0] if args else kwargs["x" if "x" in kwargs else "input"]
+    """The input of a layer's call: its only argument, by whatever name."""
+    value: Tensor = args[0] if args else next(iter(kwargs.values()))
     return value
 
 
@@ -210,15 +216,23 @@ def computed_output(output: Tensor) -> Tensor:
 
 def is_single(module: nn.Module, input: Tensor) -> bool:
     """Whether the input is one sample without a sample dimension."""
-    if layer_kind(module) in (LayerKind.LINEAR, LayerKind.TRANSPOSED_LINEAR):
+    kind = layer_kind(module)
+    if kind in (LayerKind.LINEAR, LayerKind.TRANSPOSED_LINEAR):
         return input.dim() == 1
     if isinstance(module, _ConvNd):
         return input.dim() == len(module.kernel_size) + 1
     if isinstance(module, nn.Embedding):
         return input.dim() == 0
-    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
-        return input.dim() == len(module.normalized_shape)
+    if kind in (LayerKind.LAYER_NORM, LayerKind.RMS_NORM):
+        return input.dim() == _normalised_dims(module)
     return False
+
+
+def _normalised_dims(module: nn.Module) -> int:
+    """Of a LayerNorm or RMSNorm, of whatever class."""
+    weight = module._parameters["weight"]
+    known = isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or weight is None
+    return len(module.normalized_shape) if known else weight.dim()  # type: ignore[arg-type, union-attr]
 
 
 def core_input(module: nn.Module, input: Tensor) -> Tensor:
@@ -317,10 +331,9 @@ def call_row(
         settings = _convolution_settings(module)
     elif isinstance(module, nn.Embedding):
         settings = [-1 if module.padding_idx is None else module.padding_idx]
-    elif isinstance(module, nn.LayerNorm):
-        settings, eps = [len(module.normalized_shape)], module.eps
-    elif isinstance(module, nn.RMSNorm):
-        settings, eps = [len(module.normalized_shape)], -1.0 if module.eps is None else module.eps
+    elif kind in (LayerKind.LAYER_NORM, LayerKind.RMS_NORM):
+        own_eps = norm_eps(module)
+        settings, eps = [_normalised_dims(module)], -1.0 if own_eps is None else own_eps
     elif isinstance(module, nn.GroupNorm):
         settings, eps = [module.num_groups], module.eps
     elif isinstance(module, _BatchNorm):

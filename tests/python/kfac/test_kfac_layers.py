@@ -107,10 +107,10 @@ class OwnNorm(nn.Module):
 
 
 class LayerNorm(nn.LayerNorm):
-    """One that replaces PyTorch's, as timm's does."""
+    """One that replaces PyTorch's, and does more."""
 
     def forward(self, x):
-        return super().forward(x)
+        return super().forward(x).tanh()
 
 
 # model -> reasons of the parameters that fall back
