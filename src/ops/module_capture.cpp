@@ -84,7 +84,7 @@ void ModuleCapture::watch(const std::vector<at::Tensor>& params) {
 
 void ModuleCapture::describe(int64_t number, const std::vector<int64_t>& row, double eps,
                              std::vector<int64_t> padding, std::string padding_mode,
-                             bool adds_height, std::string text,
+                             bool adds_height, bool moves_channels, std::string text,
                              const std::optional<at::Tensor>& mean,
                              const std::optional<at::Tensor>& variance) {
   TORCH_CHECK(row.empty() || row.size() == gradients::detail::kCallRowSize, "a row has ",
@@ -98,6 +98,7 @@ void ModuleCapture::describe(int64_t number, const std::vector<int64_t>& row, do
   layer->padding = std::move(padding);
   layer->padding_mode = std::move(padding_mode);
   layer->adds_height = adds_height;
+  layer->moves_channels = moves_channels;
   layer->text = std::move(text);
   const std::lock_guard lock(state_->mutex);
   layers_.resize(std::max(layers_.size(), static_cast<size_t>(number) + 1));

@@ -30,11 +30,11 @@ class ModuleCapture : public torch::CustomClassHolder {
   void watch(const std::vector<at::Tensor>& params);
   // Layers have numbers 0, 1, ... A layer may be described anew.
   // row: of a call (gradients/capture/layer_call.h), whose kind and settings count; empty: not
-  // known to the core. padding, adds_height: ModuleLayer. mean, variance: the buffers of a batch
-  // norm that uses them; each call copies them.
+  // known to the core. padding, adds_height, moves_channels: ModuleLayer. mean, variance: the
+  // buffers of a batch norm that uses them; each call copies them.
   void describe(int64_t number, const std::vector<int64_t>& row, double eps,
                 std::vector<int64_t> padding, std::string padding_mode, bool adds_height,
-                std::string text, const std::optional<at::Tensor>& mean,
+                bool moves_channels, std::string text, const std::optional<at::Tensor>& mean,
                 const std::optional<at::Tensor>& variance);
   // A call of a layer. Without is_received it only counts as no use outside of layers.
   void add(const at::Tensor& output, const at::Tensor& input,

@@ -10,7 +10,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from .layers import call_row, input_padding, is_1d, layer_kind, used_statistics
+from .layers import (
+    call_row,
+    input_padding,
+    is_1d,
+    layer_kind,
+    moves_channels,
+    used_statistics,
+)
 from .norms import norm_eps
 
 # Attributes that a forward pass reads, besides the parameters.
@@ -58,10 +65,11 @@ def kept(signature: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def describe(
     module: nn.Module,
-) -> tuple[list[int], float, list[int], str, bool, str, Tensor | None, Tensor | None]:
+) -> tuple[list[int], float, list[int], str, bool, bool, str, Tensor | None, Tensor | None]:
     """The arguments of ``ModuleCapture::describe`` (``src/ops/module_capture.h``)."""
     if layer_kind(module) is None:  # only Python knows it
-        return [], 0.0, [], "", False, str(module), None, None
+        return [], 0.0, [], "", False, False, str(module), None, None
     row, eps = call_row(module, -1, -1, 0)
     padding, text = input_padding(module), str(module)
-    return row, eps, *padding, is_1d(module), text, *used_statistics(module)
+    moves = moves_channels(module)
+    return row, eps, *padding, is_1d(module), moves, text, *used_statistics(module)

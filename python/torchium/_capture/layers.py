@@ -126,7 +126,7 @@ def layer_kind(module: nn.Module) -> LayerKind | None:
     if found is not None and _has_forward_of(module, found[1]):
         return found[0]
     formula = norm_formula(module)
-    return None if formula is None else _NORM_FORMULAS[formula]
+    return None if formula is None else _NORM_FORMULAS[formula.name]
 
 
 def _has_forward_of(module: nn.Module, cls: type[nn.Module]) -> bool:
@@ -211,7 +211,22 @@ def computed_output(output: Tensor) -> Tensor:
     An in-place change removes the view from the graph, but not its base.
     """
     base = output._base
-    return output if base is None or base.numel() != output.numel() else base
+    if base is None or base.numel() != output.numel() or not _has_order_of(output, base):
+        return output
+    return base
+
+
+def _has_order_of(view: Tensor, base: Tensor) -> bool:
+    """Whether both have their elements in one order, so that ``reshape`` takes one to the other."""
+    dims = [
+        [
+            (size, stride)
+            for size, stride in zip(each.shape, each.stride(), strict=True)
+            if size != 1
+        ]
+        for each in (view, base)
+    ]
+    return (view.is_contiguous() and base.is_contiguous()) or dims[0] == dims[1]
 
 
 def is_single(module: nn.Module, input: Tensor) -> bool:
@@ -219,6 +234,8 @@ def is_single(module: nn.Module, input: Tensor) -> bool:
     kind = layer_kind(module)
     if kind in (LayerKind.LINEAR, LayerKind.TRANSPOSED_LINEAR):
         return input.dim() == 1
+    if moves_channels(module):
+        return False
     if isinstance(module, _ConvNd):
         return input.dim() == len(module.kernel_size) + 1
     if isinstance(module, nn.Embedding):
@@ -241,6 +258,8 @@ def core_input(module: nn.Module, input: Tensor) -> Tensor:
     input = padded(module, input)
     if is_1d(module):
         input = input.unsqueeze(-2)
+    elif moves_channels(module):
+        input = input.movedim(1, -1)
     return input.unsqueeze(0) if single else input
 
 
@@ -256,6 +275,8 @@ def core_tensors(
     module: nn.Module, input: Tensor, output_gradient: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Input and output gradient as the core takes them."""
+    if moves_channels(module):
+        return core_input(module, input), output_gradient.movedim(1, -1)
     shape = core_shape(module, input, output_gradient.shape)
     if len(shape) != output_gradient.dim():
         output_gradient = output_gradient.reshape(shape)
@@ -265,6 +286,15 @@ def core_tensors(
 def is_1d(module: nn.Module) -> bool:
     """Whether the layer is a convolution that is one of height 1 in the core."""
     return isinstance(module, _ConvNd) and len(module.kernel_size) == 1
+
+
+def moves_channels(module: nn.Module) -> bool:
+    """Whether the layer is a norm of dimension 1, which is the last one in the core."""
+    known = _known_class(type(module))
+    if known is not None and _has_forward_of(module, known[1]):
+        return False
+    formula = norm_formula(module)
+    return formula is not None and formula.of_channels
 
 
 def convolution_padding(module: _ConvNd) -> list[int]:

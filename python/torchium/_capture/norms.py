@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,11 +18,20 @@ from torch import Tensor, nn
 _EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
 _TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 5e-2}  # also of modules that compute in float32
 _TOLERANCE = 1e-4
-# Shapes before the normalised dimension. A module may refuse all but the first one.
-_PROBE_SHAPES = ((2, 3), (4,), (2, 3, 2))
+# Shapes of the other dimensions. A module may refuse all but the first one.
+_ROWS = ((2, 3), (4,), (2, 3, 2))
+_IMAGES = ((2, 3, 2),)
+
+
+class NormFormula(NamedTuple):
+    name: str  # "rms_norm" or "layer_norm"
+    of_channels: bool  # of dimension 1 of images, not of the last one
+
 
 # What modules compute, by what that depends on.
-_found: WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], str | None]] = WeakKeyDictionary()
+_found: WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], NormFormula | None]] = (
+    WeakKeyDictionary()
+)
 
 
 def norm_eps(module: nn.Module) -> float | None:
@@ -50,8 +59,8 @@ def may_be_norm(module: nn.Module) -> bool:
     )
 
 
-def norm_formula(module: nn.Module) -> str | None:
-    """``"rms_norm"`` or ``"layer_norm"`` of the last dimension; None: the module computes neither.
+def norm_formula(module: nn.Module) -> NormFormula | None:
+    """RMSNorm or LayerNorm of one dimension; None: the module computes neither.
 
     Runs a copy of the module with other parameters on a few rows, once for each forward and eps.
     """
@@ -69,23 +78,36 @@ def norm_formula(module: nn.Module) -> str | None:
 
 
 @torch.no_grad()
-def _examine(module: nn.Module) -> str | None:
+def _examine(module: nn.Module) -> NormFormula | None:
     twin, params = copy.copy(module), {}
     for name, p in module._parameters.items():
         if p is not None:
             values = _waves(len(p), 1.0 if name == "weight" else 2.0)
             params[name] = (0.5 * values + (name == "weight")).to(p)
     twin.__dict__["_parameters"] = params
-    eps, weight = norm_eps(module) or 0.0, params["weight"]
+    for of_channels, shapes in ((False, _ROWS), (True, _IMAGES)):
+        common = _common_formula(twin, shapes, of_channels)
+        if common is not None:
+            return NormFormula(common, of_channels)
+    return None
+
+
+def _common_formula(
+    module: nn.Module, shapes: tuple[tuple[int, ...], ...], of_channels: bool
+) -> str | None:
+    """The formula of what the module computes for all shapes that it takes, and for the first one."""
+    weight, eps = module._parameters["weight"], norm_eps(module) or 0.0
+    assert weight is not None
     found = set()
-    for shape in _PROBE_SHAPES:
+    for shape in shapes:
         rows = 1.0 + _waves(math.prod(shape) * len(weight), 3.0).view(*shape, len(weight))
         for scale in (1.0, eps**0.5) if eps > 0 else (1.0,):  # eps counts where numbers are small
             x = (scale * rows).to(weight)
-            output = _output(twin, x)
+            output = _output(module, x.movedim(-1, 1) if of_channels else x)
             if output is not None:
-                found.add(_formula_of(output, x, params, eps))
-            elif shape == _PROBE_SHAPES[0]:
+                output = output.movedim(1, -1) if of_channels else output
+                found.add(_formula_of(output, x, module, eps))
+            elif shape == shapes[0]:
                 return None
     return found.pop() if len(found) == 1 else None
 
@@ -105,14 +127,16 @@ def _output(module: nn.Module, x: Tensor) -> Tensor | None:
     return output if isinstance(output, Tensor) and output.shape == x.shape else None
 
 
-def _formula_of(output: Tensor, x: Tensor, params: dict[str, Tensor], eps: float) -> str | None:
+def _formula_of(output: Tensor, x: Tensor, module: nn.Module, eps: float) -> str | None:
+    tolerance = _TOLERANCES.get(x.dtype, _TOLERANCE)
     x, output = x.double(), output.double()
-    weight, bias = (params[n].double() if n in params else 0.0 for n in ("weight", "bias"))
+    params = (module._parameters.get(name) for name in ("weight", "bias"))
+    weight, bias = (0.0 if p is None else p.double() for p in params)
     centered = x - x.mean(-1, keepdim=True)
     for name, values in (("rms_norm", x), ("layer_norm", centered)):
         normalised = values * (values.square().mean(-1, keepdim=True) + eps).rsqrt()
         for factor in (weight, 1.0 + weight):
             error = (output - factor * normalised - bias).abs().max()
-            if error <= _TOLERANCES.get(params["weight"].dtype, _TOLERANCE) * output.abs().max():
+            if error <= tolerance * output.abs().max():
                 return name
     return None

@@ -7,17 +7,19 @@
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
 
-#include <cstdint>
+#include <memory>
 #include <unordered_set>
 #include <vector>
 
 namespace torchium::gradients::detail {
 
+struct PendingCall;
+
 // A call without a gradient, and its output in autograd's graph.
 struct DifferentiableCall {
   LayerCall layer;
   torch::autograd::Edge output;
-  std::vector<int64_t> output_sizes;
+  std::shared_ptr<const PendingCall> call;
 };
 
 // The nodes of the graph of `outputs`.

@@ -74,7 +74,25 @@ struct ReceivingHook : public autograd::FunctionPreHook {
   size_t output;  // of the node
 };
 
+// Whether view and base have their elements in one order, so that reshape() takes one to the other.
+bool has_order_of(const at::Tensor& view, const at::Tensor& base) {
+  const auto dims = [](const at::Tensor& tensor) {
+    std::vector<std::pair<int64_t, int64_t>> result;  // sizes and strides
+    for (int64_t d = 0; d < tensor.dim(); ++d) {
+      if (tensor.size(d) != 1) {
+        result.emplace_back(tensor.size(d), tensor.stride(d));
+      }
+    }
+    return result;
+  };
+  return (view.is_contiguous() && base.is_contiguous()) || dims(view) == dims(base);
+}
+
 }  // namespace
+
+at::Tensor ModuleLayer::in_core(const at::Tensor& tensor) const {
+  return adds_height ? tensor.unsqueeze(-2) : moves_channels ? tensor.movedim(1, -1) : tensor;
+}
 
 at::Tensor core_input(const PendingCall& call, const at::Tensor& input) {
   const ModuleLayer* layer = call.module.get();
@@ -83,11 +101,11 @@ at::Tensor core_input(const PendingCall& call, const at::Tensor& input) {
   }
   const at::Tensor padded =
       layer->padding.empty() ? input : at::pad(input, layer->padding, layer->padding_mode);
-  return layer->adds_height ? padded.unsqueeze(-2) : padded;
+  return layer->in_core(padded);
 }
 
 at::Tensor core_gradient(const PendingCall& call, const at::Tensor& gradient) {
-  return call.module != nullptr && call.module->adds_height ? gradient.unsqueeze(-2) : gradient;
+  return call.module == nullptr ? gradient : call.module->in_core(gradient);
 }
 
 std::shared_ptr<CallEdges> edges_of(const std::shared_ptr<PendingCall>& call,
@@ -118,7 +136,9 @@ at::Tensor tensor_to_hook(const at::Tensor& output) {
     return output;
   }
   const at::Tensor base(output._base());
-  return base.numel() == output.numel() && base.requires_grad() ? base : output;
+  return base.numel() == output.numel() && base.requires_grad() && has_order_of(output, base)
+             ? base
+             : output;
 }
 
 // ---- parameters
@@ -351,11 +371,7 @@ std::vector<DifferentiableCall> CaptureState::calls_of(const at::Tensor& outputs
     check_observed_input(*call, input);
     const at::NoGradGuard no_grad;
     layer.input = core_input(*call, input);
-    std::vector<int64_t> sizes = call->output_sizes;
-    if (call->module != nullptr && call->module->adds_height) {
-      sizes.insert(sizes.end() - 1, 1);
-    }
-    calls.push_back({std::move(layer), edge, std::move(sizes)});
+    calls.push_back({std::move(layer), edge, call});
   }
   return calls;
 }

@@ -37,8 +37,12 @@ struct ModuleLayer {
   LayerCall call;                // kind, settings, eps and running statistics
   std::vector<int64_t> padding;  // that the core does not add itself, as for at::pad()
   std::string padding_mode;
-  bool adds_height = false;  // a convolution of one dimension, of images of height 1 in the core
-  std::string text;          // in messages
+  bool adds_height = false;     // a convolution of one dimension, of images of height 1 in the core
+  bool moves_channels = false;  // a norm of dimension 1, which is the last one in the core
+  std::string text;             // in messages
+
+  // An input or the gradient of an output, as the core takes it.
+  at::Tensor in_core(const at::Tensor& tensor) const;
 };
 
 // A call between its forward and its backward pass.
@@ -69,7 +73,7 @@ std::shared_ptr<CallEdges> edges_of(const std::shared_ptr<PendingCall>& call,
 
 // The tensor whose hooks receive the gradient of `output` even if it is changed in place: for a
 // view (of a product of more than two dimensions, for example) autograd then leaves out its own
-// node.
+// node. The gradient may have other sizes, with the elements in the same order.
 at::Tensor tensor_to_hook(const at::Tensor& output);
 
 class CaptureState : public std::enable_shared_from_this<CaptureState> {

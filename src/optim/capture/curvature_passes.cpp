@@ -1,5 +1,7 @@
 #include "optim/capture/curvature_passes.h"
 
+#include "gradients/capture/capture_state.h"
+
 #include <ATen/ATen.h>
 #include <c10/util/irange.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -43,7 +45,9 @@ void for_each_curvature_gradient(
     for (const auto i : c10::irange(calls.size())) {
       if (gradients[i].defined()) {
         gradients::detail::LayerCall call = calls[i].layer;
-        call.output_gradient = gradients[i].detach().reshape(calls[i].output_sizes);
+        const gradients::detail::PendingCall& pending = *calls[i].call;
+        call.output_gradient = gradients::detail::core_gradient(
+            pending, gradients[i].detach().reshape(pending.output_sizes));
         visit(k, i, std::move(call));
       }
     }
