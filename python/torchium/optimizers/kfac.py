@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from ._core.callers import users_stacklevel
 from ._core.capturing import CapturingOptimizer, ParamsOrModel
 from ._core.factors import FactorCapture
 from ._core.options import OptionList
 from ._core.plan import JointPlan
 from ._core.process_groups import Consolidating
 from ._core.schedules import Group, schedules_in
+from ._core.treatments import KFACReport as KFACReport
+from ._core.treatments import TreatmentReports
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class KFACReport(TypedDict):
-    """See :meth:`KFAC.report`."""
-
-    parameters: dict[str, tuple[str, str]]
-    preconditioned: list[str]
-    fallback: list[str]
-    diagonal_A: list[str]
-    diagonal_G: list[str]
-
-
-class KFAC(Consolidating, CapturingOptimizer):
+class KFAC(Consolidating, TreatmentReports, CapturingOptimizer):
     r"""Preconditions the gradient of each layer by the Kronecker factors of its Fisher matrix.
 
     For a layer with inputs :math:`a` (a 1 appended for the bias) and gradients :math:`g` of the loss
@@ -423,23 +413,7 @@ class KFAC(Consolidating, CapturingOptimizer):
             >>> optimizer.report()["parameters"]["1.weight"]
             ('unit-wise', '3 blocks 2 x 2')
         """
-        plan, names = self._plan, self._short_names()
-        fallback = set() if plan is None else {plan.params[i] for i in plan.core.fallback()}
-        params = [p for p in names if self._has_state(p)]
-
-        def with_diagonal(*keys: str) -> list[str]:
-            factors = {
-                p: self.state[p][key] for p in params for key in keys if key in self.state[p]
-            }
-            return [names[p] for p, factor in factors.items() if factor.dim() == 2]
-
-        return {
-            "parameters": self._treatments(fallback),
-            "preconditioned": [names[p] for p in params if p not in fallback],
-            "fallback": [names[p] for p in params if p in fallback],
-            "diagonal_A": with_diagonal("A", "K"),
-            "diagonal_G": with_diagonal("G", "C"),
-        }
+        return self._report()
 
     def _check_new_group(self, index: int, group: Group) -> None:
         super()._check_new_group(index, group)
@@ -448,34 +422,6 @@ class KFAC(Consolidating, CapturingOptimizer):
                 f"damping of group {index} is a function of the step, which adaptive_damping=True cannot "
                 "change; pass a number to start from, or adaptive_damping=False"
             )
-
-    def _treatments(self, fallback: set[Tensor]) -> dict[str, tuple[str, str]]:
-        plan, names = self._plan, self._short_names()
-        params, treated = ([], []) if plan is None else (plan.params, plan.core.treatments())
-        treatments = dict(zip(params, treated, strict=True))
-        done = {}
-        for param, name in names.items():
-            treatment, detail, weight = treatments.get(param, ("none", "", -1))
-            if treatment == "none":
-                has_state = self._has_state(param)
-                since = " since its state was loaded or copied" if has_state else ""
-                detail = f"has taken no step{since}"
-            elif treatment == "fallback":
-                detail = self._why_not(param, fallback)
-            elif weight >= 0:
-                detail += f" of {names[params[weight]]}"
-            done[name] = (treatment, detail)
-        return done
-
-    def _why_not(self, param: Tensor, fallback: set[Tensor]) -> str:
-        """Why no factors precondition a parameter; `fallback`: all of that kind."""
-        weight = self._capture.weight_beside(param)
-        reason = self._capture.problem(param)
-        if reason is None and weight is not None and self._plan is not None:
-            reason = self._plan.core.problem(self._plan.positions[weight]) or None
-        if reason is not None:
-            return reason
-        return "not seen in use" if weight in fallback else "not the one bias of its weight"
 
     # ---- capture
 
@@ -498,42 +444,6 @@ class KFAC(Consolidating, CapturingOptimizer):
 
     def _before_step(self, plan: JointPlan) -> None:
         self._capture.declare(plan)
-
-    def _announce(self, plan: JointPlan) -> None:
-        core, names = plan.core, self._short_names
-
-        def warn(text: str, kinds: dict[str, list[str]]) -> None:
-            if kinds:
-                summary = torch.ops.torchium.message_summary(kinds)
-                message = f"{type(self).__name__} {text.format(summary)}"
-                warnings.warn(message, stacklevel=users_stacklevel())
-
-        fallback = [plan.params[i] for i in core.new_fallback()]
-        if fallback and (self._capture.ran or any(bool(p.grad.any()) for p in fallback)):
-            core.note_warned()
-            kinds: dict[str, list[str]] = {}
-            members, all_names = set(fallback), names()
-            for param in fallback:
-                kinds.setdefault(self._why_not(param, members), []).append(all_names[param])
-            warn(
-                f"preconditions {core.preconditioned()} of {core.considered()} parameters. "
-                f"{self._FALLBACK_NOTE}",
-                kinds,
-            )
-        diagonal: dict[str, list[str]] = {}
-        for i, factor, order in core.new_diagonals():
-            label = f"{names()[plan.params[i]]} ({order})"
-            diagonal.setdefault(f"a factor {factor}", []).append(label)
-        warn("keeps only the diagonal of factors above max_factor_size: {}", diagonal)
-        batches: dict[str, list[str]] = {}
-        for i, fewer, more in core.new_different_samples():
-            batches.setdefault(f"{fewer} and {more} samples", []).append(names()[plan.params[i]])
-        warn(
-            "takes all calls of a layer in one backward pass as positions of the same samples, but "
-            "their batches differ: {}. If a batch goes through the model in parts, call backward() "
-            "for each part",
-            batches,
-        )
 
     # ---- state
 

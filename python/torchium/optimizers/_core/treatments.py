@@ -1,0 +1,114 @@
+"""What K-FAC does with each parameter, in its report and its warnings."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+
+from .callers import users_stacklevel
+from .capturing import CapturingOptimizer
+from .factors import FactorCapture
+from .plan import JointPlan
+
+
+class KFACReport(TypedDict):
+    """See :meth:`KFAC.report`."""
+
+    parameters: dict[str, tuple[str, str]]
+    preconditioned: list[str]
+    fallback: list[str]
+    diagonal_A: list[str]
+    diagonal_G: list[str]
+
+
+class TreatmentReports(CapturingOptimizer):
+    """Knows which parameters have factors, and why others have none."""
+
+    _capture: FactorCapture
+    _FALLBACK_NOTE: str  # what happens to the others, in a warning
+
+    def _report(self) -> KFACReport:
+        plan, names = self._plan, self._short_names()
+        fallback = set() if plan is None else {plan.params[i] for i in plan.core.fallback()}
+        params = [p for p in names if self._has_state(p)]
+
+        def with_diagonal(*keys: str) -> list[str]:
+            factors = {
+                p: self.state[p][key] for p in params for key in keys if key in self.state[p]
+            }
+            return [names[p] for p, factor in factors.items() if factor.dim() == 2]
+
+        return {
+            "parameters": self._treatments(fallback),
+            "preconditioned": [names[p] for p in params if p not in fallback],
+            "fallback": [names[p] for p in params if p in fallback],
+            "diagonal_A": with_diagonal("A", "K"),
+            "diagonal_G": with_diagonal("G", "C"),
+        }
+
+    def _treatments(self, fallback: set[Tensor]) -> dict[str, tuple[str, str]]:
+        plan, names = self._plan, self._short_names()
+        params, treated = ([], []) if plan is None else (plan.params, plan.core.treatments())
+        treatments = dict(zip(params, treated, strict=True))
+        done = {}
+        for param, name in names.items():
+            treatment, detail, weight = treatments.get(param, ("none", "", -1))
+            if treatment == "none":
+                has_state = self._has_state(param)
+                since = " since its state was loaded or copied" if has_state else ""
+                detail = f"has taken no step{since}"
+            elif treatment == "fallback":
+                detail = self._why_not(param, fallback)
+            elif weight >= 0:
+                detail += f" of {names[params[weight]]}"
+            done[name] = (treatment, detail)
+        return done
+
+    def _why_not(self, param: Tensor, fallback: set[Tensor]) -> str:
+        """Why no factors precondition a parameter; `fallback`: all of that kind."""
+        weight = self._capture.weight_beside(param)
+        reason = self._capture.problem(param)
+        if reason is None and weight is not None and self._plan is not None:
+            reason = self._plan.core.problem(self._plan.positions[weight]) or None
+        if reason is not None:
+            return reason
+        return "not seen in use" if weight in fallback else "not the one bias of its weight"
+
+    def _announce(self, plan: JointPlan) -> None:
+        core, names = plan.core, self._short_names
+
+        def warn(text: str, kinds: dict[str, list[str]]) -> None:
+            if kinds:
+                summary = torch.ops.torchium.message_summary(kinds)
+                message = f"{type(self).__name__} {text.format(summary)}"
+                warnings.warn(message, stacklevel=users_stacklevel())
+
+        fallback = [plan.params[i] for i in core.new_fallback()]
+        if fallback and (self._capture.ran or any(bool(p.grad.any()) for p in fallback)):
+            core.note_warned()
+            kinds: dict[str, list[str]] = {}
+            members, all_names = set(fallback), names()
+            for param in fallback:
+                kinds.setdefault(self._why_not(param, members), []).append(all_names[param])
+            warn(
+                f"preconditions {core.preconditioned()} of {core.considered()} parameters. "
+                f"{self._FALLBACK_NOTE}",
+                kinds,
+            )
+        diagonal: dict[str, list[str]] = {}
+        for i, factor, order in core.new_diagonals():
+            label = f"{names()[plan.params[i]]} ({order})"
+            diagonal.setdefault(f"a factor {factor}", []).append(label)
+        warn("keeps only the diagonal of factors above max_factor_size: {}", diagonal)
+        batches: dict[str, list[str]] = {}
+        for i, fewer, more in core.new_different_samples():
+            batches.setdefault(f"{fewer} and {more} samples", []).append(names()[plan.params[i]])
+        warn(
+            "takes all calls of a layer in one backward pass as positions of the same samples, but "
+            "their batches differ: {}. If a batch goes through the model in parts, call backward() "
+            "for each part",
+            batches,
+        )
