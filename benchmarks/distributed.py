@@ -68,7 +68,10 @@ def measure(rank: int, ranks: int, store: str, model: str, steps: int, on_gpu: b
             f"{'roots':>12} {'repeated ms':>12} {'shared ms':>10} {'ratio':>6} {'state ratio':>12}"
         )
     # The first roots are computed more often than update_freq says; the next after step 128 at 160.
-    for name, update_freq, warm_up in (("every step", 1, 4), ("never", 10**6, 128)):
+    for name, update_freq, warm_up in (
+        ("every step", 1, 4 if on_gpu else 1),
+        ("never", 10**6, 128 if on_gpu else 1),
+    ):
         times, states = [], []
         for group in (None, dist.group.WORLD):
             params = parameters(*MODELS[model], device)
