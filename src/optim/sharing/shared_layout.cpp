@@ -7,6 +7,7 @@
 #include <c10/util/accumulate.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 namespace torchium::optim::detail {
@@ -63,33 +64,44 @@ void SharedPlans::lay_out(const std::vector<BlockedGroup>& groups) {
   }
 }
 
-// Blocks without matrices come first. If those with matrices fill more than one bucket, each
-// owner's are cut into stages of about the same number of elements.
+// Blocks without matrices come first. If those with matrices fill a bucket, each owner's are cut
+// into stages of about the same number of elements. Those of one parameter stay together: their
+// matrices are neighbours in its state.
 void SharedPlans::assign_stages(at::ScalarType dtype, std::vector<Place>& places) const {
+  struct Owned {
+    int64_t elements = 0;  // with matrices
+    int64_t before = 0;    // of these, in the parameters so far
+    std::optional<size_t> parameter = {};
+    size_t stage = 0;
+  };
+  std::vector<Owned> owned(ranks_.size());
+  const auto owned_with = [&](const Place& place) -> Owned& {
+    return owned[parameters_[place.parameter].shared->owners[place.block]];
+  };
   const auto block_of = [&](const Place& place) -> const distributed::Block& {
     return parameters_[place.parameter].shared->blocks[place.block];
   };
-  const auto owner_of = [&](const Place& place) {
-    return parameters_[place.parameter].shared->owners[place.block];
-  };
-  std::vector<int64_t> totals(ranks_.size(), 0), before(ranks_.size(), 0);
-  int64_t elements = 0;
+  int64_t bytes = 0;
   for (const Place& place : places) {
     if (block_of(place).slot >= 0) {
-      totals[owner_of(place)] += block_of(place).rectangle.numel();
-      elements += block_of(place).rectangle.numel();
+      const int64_t elements = block_of(place).rectangle.numel();
+      owned_with(place).elements += elements;
+      bytes += elements * static_cast<int64_t>(c10::elementSize(dtype));
     }
   }
-  const auto bytes = elements * static_cast<int64_t>(c10::elementSize(dtype));
-  const auto stages =
-      std::min<int64_t>(kStages - 1, (bytes + sharing_.bucket_bytes - 1) / sharing_.bucket_bytes);
+  const auto stages = std::min<int64_t>(kStages - 1, bytes / sharing_.bucket_bytes + 1);
   for (Place& place : places) {
-    if (stages > 1 && block_of(place).slot >= 0) {
-      int64_t& done = before[owner_of(place)];
-      place.stage = static_cast<size_t>(1 + done * stages / totals[owner_of(place)]);
-      done += block_of(place).rectangle.numel();
-    }
     place.target = view_of_block(place);
+    if (stages == 1 || block_of(place).slot < 0) {
+      continue;
+    }
+    Owned& of_owner = owned_with(place);
+    if (of_owner.parameter != place.parameter) {
+      of_owner.parameter = place.parameter;
+      of_owner.stage = static_cast<size_t>(1 + of_owner.before * stages / of_owner.elements);
+    }
+    place.stage = of_owner.stage;
+    of_owner.before += block_of(place).rectangle.numel();
   }
   std::ranges::stable_sort(places, {}, &Place::stage);
 }

@@ -15,6 +15,7 @@ import shampoo_cases
 import shampoo_checkpoints
 import shampoo_failures
 import shampoo_on_gpus
+import shampoo_stages
 import sharded_shampoo_cases
 import sharded_shampoo_checkpoints
 import torch
@@ -27,6 +28,7 @@ ON_CPU = [
     shampoo_cases,
     shampoo_checkpoints,
     shampoo_failures,
+    shampoo_stages,
     sharded_shampoo_cases,
     sharded_shampoo_checkpoints,
 ]
