@@ -2,11 +2,12 @@
 // travel and are applied on it, while the next stage is computed. On a CPU all runs in order.
 #pragma once
 
+#include "distributed/held_error.h"
+
 #include <c10/core/Device.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <c10/util/ScopeExit.h>
 
 #include <cstddef>
 #include <optional>
@@ -16,7 +17,7 @@ namespace torchium::optim::detail {
 
 class StageStream {
  public:
-  explicit StageStream(c10::Device device) : device_(device) {
+  explicit StageStream(c10::Device device) : device_(device), joined_(device.type()) {
     if (!device.is_cpu()) {
       side_ = implementation().getStreamFromGlobalPool(device, /*isHighPriority=*/true);
     }
@@ -24,6 +25,7 @@ class StageStream {
 
   c10::Device device() const { return device_; }
 
+  // A step begins; none of its stages has ended.
   void begin() { ended_ = 0; }
   // The current stream has been given all work of the next stage.
   void end_stage() {
@@ -35,36 +37,35 @@ class StageStream {
     }
     ++ended_;
   }
-  // As many stages as these have ended.
+  // The same for all stages before this one, also after an error in one of them.
   void end_stages(size_t stages) {
     while (ended_ < stages) {
       end_stage();
     }
   }
-  // Within run(): what follows waits for that work.
+  // Within run(): what follows waits for the work of this stage.
   void wait_for(size_t stage) const {
     if (side_) {
       ends_[stage].block(*side_);
     }
   }
 
-  // Runs `work` with the stream beside as the current one, for which the current one then waits.
+  // Runs `work` with the stream beside as the current one, for which the current one then waits,
+  // also if `work` throws.
   template <typename Work>
   void run(const Work& work) {
     if (!side_) {
       work();
       return;
     }
-    const c10::Stream current = implementation().getStream(device_);
-    const auto join = c10::make_scope_exit([&] {
-      joined_->record(*side_);
-      joined_->block(current);
+    distributed::HeldError held;
+    held.run([&] {
+      const c10::StreamGuard guard(*side_);
+      work();
     });
-    if (!joined_) {
-      joined_.emplace(device_.type());
-    }
-    const c10::StreamGuard guard(*side_);
-    work();
+    joined_.record(*side_);
+    joined_.block(implementation().getStream(device_));
+    held.raise();
   }
 
  private:
@@ -76,7 +77,7 @@ class StageStream {
   std::optional<c10::Stream> side_;  // undefined on a CPU
   std::vector<c10::Event> ends_;     // of stages
   size_t ended_ = 0;
-  std::optional<c10::Event> joined_;
+  c10::Event joined_;
 };
 
 }  // namespace torchium::optim::detail
