@@ -6,35 +6,42 @@
 
 #include <ATen/ATen.h>
 
+#include <map>
 #include <utility>
+#include <vector>
 
 namespace torchium::optim::detail {
 
-// Copies the gradients that this rank gives.
+// Copies the gradients that this rank gives, by few launches where they lie in one piece.
 void SharedPlans::gather_gradients() {
+  struct CopyLists {
+    std::vector<at::Tensor> targets, sources;
+  };
+  std::map<at::ScalarType, CopyLists> in_one_piece;  // _foreach_copy_() takes targets of one dtype
   size_t parameter = parameters_.size();
-  at::Tensor grad;                          // in a memory layout whose blocks are views
-  std::vector<at::Tensor> values, sources;  // in one piece of memory: copied by few launches
+  at::Tensor grad;  // in a memory layout whose blocks are views
   for (const Sent& sent : sent_) {
     const Parameter& p = parameters_[sent.parameter];
     if (!p.is_active) {
       continue;
     }
+    const at::Tensor& given = gradient_of(p.param.tensor());
     if (sent.parameter != parameter) {
       parameter = sent.parameter;
-      grad = gradient_of(p.param.tensor()).detach().contiguous();
+      grad = given.detach().contiguous();
     }
     const at::Tensor source =
         part_of_shard(grad, *p.shared, *sent.part, sent.part->local_on(ranks_.rank()));
-    if (source.is_contiguous() && source.numel() > 0) {
-      values.push_back(sent.values);
-      sources.push_back(source);
+    if (given.is_contiguous() && source.is_contiguous() && source.numel() > 0) {
+      CopyLists& copies = in_one_piece[sent.values.scalar_type()];
+      copies.targets.push_back(sent.values);
+      copies.sources.push_back(source);
     } else {
       sent.values.copy_(source);
     }
   }
-  if (!values.empty()) {
-    at::_foreach_copy_(values, sources);
+  for (auto& [dtype, copies] : in_one_piece) {
+    at::_foreach_copy_(copies.targets, copies.sources);
   }
 }
 
