@@ -267,9 +267,7 @@ MemoryReport BlockedPlans::memory_report(const std::vector<BlockedGroup>& groups
         memory.parameters += static_cast<int64_t>(whole.nbytes());
       }
     }
-    for (const GroupPlan& each : plans_) {
-      memory.graphs += each.group == g ? each.plan->graph_bytes() : 0;
-    }
+    memory.graphs = graph_bytes(g);
     report.groups.push_back(memory);
   }
   return report;
@@ -307,6 +305,14 @@ int64_t BlockedPlans::host_steps(const at::Tensor& param) const {
     }
   }
   return -1;
+}
+
+int64_t BlockedPlans::graph_bytes(size_t group) const {
+  int64_t bytes = 0;
+  for (const GroupPlan& each : plans_) {
+    bytes += each.group == group ? each.plan->graph_bytes() : 0;
+  }
+  return bytes;
 }
 
 int64_t BlockedPlans::graph_count() const {

@@ -119,6 +119,8 @@ class BlockedPlans : public torch::CustomClassHolder {
   // Steps of a parameter, as far as the host knows; -1: unknown.
   virtual int64_t host_steps(const at::Tensor& param) const;
   virtual int64_t graph_count() const;
+  // The scratch memory of a group's graphs.
+  virtual int64_t graph_bytes(size_t group) const;
 
  protected:
   // A plan with the options of the group, bound to nothing.

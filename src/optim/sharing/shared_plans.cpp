@@ -252,6 +252,16 @@ int64_t SharedPlans::host_steps(const at::Tensor& param) const {
   return -1;
 }
 
+int64_t SharedPlans::graph_bytes(size_t group) const {
+  int64_t bytes = 0;
+  for (size_t kind = 0; kind < rules_->kinds(); ++kind) {
+    for (size_t stage = 0; stage < kStages; ++stage) {
+      bytes += blocks_.graph_bytes(group_of_blocks(group, kind, stage));
+    }
+  }
+  return bytes;
+}
+
 // All ranks must call it. Empty for parameters whose state this rank has whole: frozen ones, and
 // those that were just loaded.
 std::vector<ParameterState> SharedPlans::whole_frames(size_t g, const BlockedGroup& group) {

@@ -66,6 +66,16 @@ def equals_one_process(ranks: int) -> None:
 
 
 @case(2)
+def memory_reports_count_the_graphs_of_all_stages(ranks: int) -> None:
+    params = parameters(torch.float32)
+    given = {"block_size": 128, "update_freq": 5, "betas": (0.9, 0.99), "bucket_bytes": 2**16}
+    optimizer = torchium.Shampoo(params, **given, graphs="always", process_group=dist.group.WORLD)
+    train(optimizer, params, range(20))
+    assert optimizer._plans.graph_count() > 0
+    assert optimizer.memory_report().total.graphs > 0
+
+
+@case(2)
 def ranks_fail_together(ranks: int) -> None:
     rank = dist.get_rank()
     params = parameters(torch.float32)
