@@ -45,6 +45,20 @@ def test_groups_with_their_own_options_equal_separate_optimizers(make):
     assert_same(values(together), values(apart))
 
 
+@all_cases
+def test_a_later_group_has_names_as_the_others_have(make):
+    model = mlp()
+    named = make(list(model[:2].named_parameters()))
+    with pytest.raises(ValueError, match=r"group 1 has no names.*module\.named_parameters\(\)"):
+        named.add_param_group({"params": model[3].parameters()})
+    named.add_param_group({"params": model[3].named_parameters()})
+    plain = make(list(model[:2].parameters()))
+    with pytest.raises(ValueError, match=r"group 1 has names.*pass module\.parameters\(\)"):
+        plain.add_param_group({"params": model[3].named_parameters()})
+    plain.add_param_group({"params": model[3].parameters()})
+    assert len(named.param_groups) == len(plain.param_groups) == 2
+
+
 @plain_cases
 def test_group_added_in_mid_training_equals_a_later_optimizer(make):
     together, apart = mlp(), mlp()

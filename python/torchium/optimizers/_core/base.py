@@ -78,12 +78,30 @@ class CoreOptimizer(Optimizer):
 
         Options left out are the optimizer's. Raises ``ValueError``, and adds nothing, for an option
         out of its range and for a sparse, complex, integer, expanded, uninitialized, ``DTensor`` or
-        flattened (``FullyShardedDataParallel``) parameter.
+        flattened (``FullyShardedDataParallel``) parameter. An optimizer that was made from a model has
+        named its parameters: pass ``{"params": module.named_parameters()}``.
         """
-        super().add_param_group(param_group)
+        try:
+            super().add_param_group(param_group)
+        except ValueError:
+            self._check_names(param_group)  # PyTorch's message has no remedy
+            raise
         group = self.param_groups.pop()  # added again once it is checked
         self._check_new_group(len(self.param_groups), group)
         self.param_groups.append(group)
+
+    def _check_names(self, group: dict[str, Any]) -> None:
+        """Raises ValueError if only the new group has names of parameters, or only the others."""
+        is_named = "param_names" in group
+        if not self.param_groups or is_named == ("param_names" in self.param_groups[0]):
+            return
+        remedy = (
+            "has names of its parameters, but the other groups have none; pass module.parameters()"
+            if is_named
+            else "has no names of its parameters, but the other groups have, from a model or "
+            "named_parameters(); pass module.named_parameters()"
+        )
+        raise ValueError(f"group {len(self.param_groups)} {remedy} as params") from None
 
     def _check_new_group(self, index: int, group: dict[str, Any]) -> None:
         """Checks ``group``, the future group ``index``, and converts its options to plain Python."""
