@@ -221,7 +221,8 @@ class Shampoo(Consolidating, BlockedOptimizer):
             optimizer_or_params (Optimizer, Module or iterable): a :class:`torch.optim.AdamW`, or a
                 :class:`torch.optim.Adam`, whose weight decay is an L2 penalty. Its parameter groups are
                 copied with all options, names of parameters and keys of schedulers. It is not changed,
-                and must no longer be stepped. Or the parameters of :class:`ShampooW`.
+                and must no longer be stepped. A scheduler that was made for it does not change the
+                rates of the new optimizer: make another. Or the parameters of :class:`ShampooW`.
             **hyperparameters: those of :class:`ShampooW`; with an optimizer, only those that AdamW does
                 not have. ``capturable`` is not copied from an optimizer, because roots would then be
                 left to :meth:`update_preconditioners`.
