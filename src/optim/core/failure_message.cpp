@@ -31,6 +31,24 @@ bool is_kfac_name(const std::string& optimizer) {
   return optimizer == "KFAC" || optimizer == "KFACPreconditioner";
 }
 
+// What else a step examines, besides the gradient.
+std::string also_examined(const std::string& optimizer) {
+  if (optimizer == "AdaHessian") {
+    return " (or a diagonal of the Hessian)";
+  }
+  return is_kfac_name(optimizer) ? " (or an input or output gradient of its layer)" : "";
+}
+
+std::string skip_remedy(const std::string& optimizer) {
+  const std::string remedy = "lower lr, clip gradients or scale the loss, as a GradScaler does";
+  // A GradScaler raises its scale until gradients overflow, and sees no other tensor.
+  return optimizer == "AdaHessian"
+             ? remedy +
+                   ", whose scale the diagonal bounds more than the gradients do: a larger "
+                   "growth_interval keeps it from rising"
+             : remedy;
+}
+
 std::string root_remedy(const std::string& optimizer) {
   if (optimizer == "NaturalGradient") {
     return "raise damping or lower lr";
@@ -49,12 +67,11 @@ std::string root_remedy(const std::string& optimizer) {
 std::string failure_message(const std::string& optimizer, const Failure& failure,
                             int64_t max_root_failures) {
   if (failure.skips >= kMaxConsecutiveSkips) {
-    return c10::str(failure.skips, " steps in a row had a gradient",
-                    is_kfac_name(optimizer) ? " (or an input or output gradient of its layer)" : "",
+    return c10::str(failure.skips, " steps in a row had a gradient", also_examined(optimizer),
                     " that is not finite or too large to square",
                     limit_of(failure.non_finite, failure.step),
-                    " and were skipped, the last one that of ", failure.non_finite_name,
-                    "; lower lr, clip gradients or scale the loss, as a GradScaler does");
+                    " and were skipped, the last one that of ", failure.non_finite_name, "; ",
+                    skip_remedy(optimizer));
   }
   if (failure.root_failures >= max_root_failures) {
     return c10::str(optimizer == "NaturalGradient" ? "the natural gradient by "
