@@ -160,9 +160,10 @@ void NaturalGradientPlan::check_recorded(const KeptBatch& batch,
   for (const size_t i : active) {
     TORCH_CHECK_VALUE(is_known[i], "the gradient of ", name(i),
                       " does not come from its layer alone, as with a function call that is not "
-                      "captured or a gradient that was set by hand; use the weight through a layer "
-                      "(tie it: linear.weight = embedding.weight), freeze it, or add the gradient "
-                      "of a penalty after backward()");
+                      "captured, a loss of derivatives of the model or a gradient that was set by "
+                      "hand; use the weight through a layer (tie it: linear.weight = "
+                      "embedding.weight), pass the Jacobian of residuals to update_jacobian(), "
+                      "freeze it, or add the gradient of a penalty after backward()");
   }
   check_samples(batch, [&](int64_t i) { return name(i); });
 }
