@@ -40,7 +40,7 @@ class _Products:
         assert function is not None
         Y = function(X)
         if not isinstance(Y, Tensor):
-            raise ValueError(f"LinearOperator: product returns a {type(Y).__name__}, not a tensor")
+            raise ValueError(f"LinearOperator: product returns {type(Y).__name__}, not a tensor")
         # An operator must not return its operand.
         return Y.view_as(Y) if Y is X else Y
 
@@ -372,8 +372,9 @@ def as_operator(function: str, A: Any, name: str = "A") -> LinearOperator:
         return A
     if not isinstance(A, Tensor):
         raise ValueError(
-            f"{function}: {name} is of type {type(A).__name__}; it must be a matrix or a "
-            "torchium.linalg.LinearOperator, which is made from a function and the order n"
+            f"{function}: {name} is of type {type(A).__name__}; it must be a tensor "
+            "(torch.as_tensor converts arrays) or a torchium.linalg.LinearOperator, which is made from "
+            "the order n and a function"
         )
     if A.dim() != 2 or A.shape[0] != A.shape[1]:
         raise ValueError(f"{function}: {name} is {tuple(A.shape)}; it must be a square matrix")

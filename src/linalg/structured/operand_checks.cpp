@@ -44,8 +44,9 @@ const std::vector<LinearOperator>& checked_operators(const char* kind, const cha
     const LinearOperator& A = operators[i];
     TORCH_CHECK_VALUE(A.options().dtype() == first.options().dtype() &&
                           A.options().device() == first.options().device(),
-                      kind, ": ", name, "[", i, "] is ", A.options().dtype(), " on ",
-                      A.options().device(), ", ", name, "[0] ", first.options().dtype(), " on ",
+                      kind, ": ", name, "[", i, "] is ",
+                      at::typeMetaToScalarType(A.options().dtype()), " on ", A.options().device(),
+                      ", ", name, "[0] ", at::typeMetaToScalarType(first.options().dtype()), " on ",
                       first.options().device(), "; they must be of one dtype and on one device.");
     TORCH_CHECK_VALUE(any_order || A.size() == first.size(), kind, ": ", name, "[", i,
                       "] is of order ", A.size(), ", ", name, "[0] of order ", first.size(),

@@ -266,4 +266,4 @@ def test_right_hand_sides_and_preconditioners_that_do_not_fit(method):
     refuses(r"B has layout Sparse; pass a dense tensor", b.to_sparse())
     refuses("preconditioner is of type str", b, "diagonal")
     refuses(r"preconditioner is torch\.int64", b, torch.eye(4).long())
-    refuses("preconditioner is float on cpu, A is double", b, torch.eye(4))
+    refuses("preconditioner is Float on cpu, A is Double", b, torch.eye(4))

@@ -62,7 +62,8 @@ LinearSystem::LinearSystem(const char* function, const LinearOperator& A, const 
                     "; pass a dense tensor, B.to_dense().");
   TORCH_CHECK_VALUE(B.dtype() == A.options().dtype() && B.device() == A.options().device(),
                     function, ": B is ", B.scalar_type(), " on ", B.device(), ", A is ",
-                    A.options().dtype(), " on ", A.options().device(), "; they must be equal.");
+                    at::typeMetaToScalarType(A.options().dtype()), " on ", A.options().device(),
+                    "; they must be equal.");
   TORCH_CHECK_VALUE(!(c10::GradMode::is_enabled() && B.requires_grad()), function,
                     ": B requires grad, but the method is not differentiable. Use "
                     "torch.no_grad(), or B.detach().");
@@ -72,8 +73,9 @@ LinearSystem::LinearSystem(const char* function, const LinearOperator& A, const 
                       "; it must be of the shape of A, ", at::IntArrayRef(A.sizes()), ".");
     const auto& given = options.preconditioner->options();
     TORCH_CHECK_VALUE(given.dtype() == B.dtype() && given.device() == B.device(), function,
-                      ": preconditioner is ", given.dtype(), " on ", given.device(), ", A is ",
-                      B.dtype(), " on ", B.device(), "; they must be equal.");
+                      ": preconditioner is ", at::typeMetaToScalarType(given.dtype()), " on ",
+                      given.device(), ", A is ", B.scalar_type(), " on ", B.device(),
+                      "; they must be equal.");
   }
   is_vector_ = B.dim() == 1;
   columns_ = detail::unit_scaled((is_vector_ ? B.unsqueeze(1) : B).detach().mT().unsqueeze(1));
