@@ -75,7 +75,7 @@ class TreatmentReports(CapturingOptimizer):
             reason = self._plan.core.problem(self._plan.positions[weight]) or None
         if reason is not None:
             return reason
-        return "not seen in use" if weight in fallback else "not the one bias of its weight"
+        return "no factors captured" if weight in fallback else "not the one bias of its weight"
 
     def _announce(self, plan: JointPlan) -> None:
         core, names = plan.core, self._short_names
