@@ -48,12 +48,12 @@ TORCHIUM_API std::vector<at::Tensor> kron_matmul(at::TensorList A, at::TensorLis
 // floor of spd_solve, of each factor. Values beyond the range of the dtype saturate. A pair with
 // NaN or Inf in A or B yields NaN and does not affect the others.
 TORCHIUM_API at::Tensor kron_solve(const at::Tensor& A, const at::Tensor& B, const at::Tensor& X,
-                                   double damping);
+                                   double damping = 0.0);
 
 // The same for each A[i], B[i] and X[i] of three lists of one length. Pairs of the same shapes,
 // dtype and device are solved together.
 TORCHIUM_API std::vector<at::Tensor> kron_solve(at::TensorList A, at::TensorList B,
-                                                at::TensorList X, double damping);
+                                                at::TensorList X, double damping = 0.0);
 
 // A B with a bounded workspace: [..., m, k], [..., k, n] -> [..., m, n]. Each operand has at least
 // two dimensions.

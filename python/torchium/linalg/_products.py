@@ -64,12 +64,12 @@ def kron_matmul(
 
 
 @overload
-def kron_solve(A: Tensor, B: Tensor, X: Tensor, damping: float) -> Tensor: ...
+def kron_solve(A: Tensor, B: Tensor, X: Tensor, damping: float = 0.0) -> Tensor: ...
 
 
 @overload
 def kron_solve(
-    A: Sequence[Tensor], B: Sequence[Tensor], X: Sequence[Tensor], damping: float
+    A: Sequence[Tensor], B: Sequence[Tensor], X: Sequence[Tensor], damping: float = 0.0
 ) -> list[Tensor]: ...
 
 
@@ -77,7 +77,7 @@ def kron_solve(
     A: Tensor | Sequence[Tensor],
     B: Tensor | Sequence[Tensor],
     X: Tensor | Sequence[Tensor],
-    damping: float,
+    damping: float = 0.0,
 ) -> Tensor | list[Tensor]:
     """Return ``(kron(A, B) + damping I)^-1 X`` without forming the Kronecker product.
 
@@ -98,7 +98,7 @@ def kron_solve(
             and device are solved together.
         B: ``[..., nB, nB]``, likewise, of the same dtype.
         X: ``[..., nA nB, m]``, of the same dtype; leading dimensions broadcast.
-        damping: finite, not negative.
+        damping: finite, not negative (default: 0).
 
     Returns:
         ``[..., nA nB, m]``; for lists the list of solutions.
