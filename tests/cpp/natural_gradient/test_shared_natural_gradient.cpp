@@ -5,6 +5,7 @@
 #include <cmath>
 #include <gtest/gtest.h>
 #include <memory>
+#include <mutex>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -24,6 +25,8 @@ NaturalGradientOptions solved_by(const std::string& solver) {
 
 // Parameters of this rank, or of one process for all samples.
 std::shared_ptr<nn::Module> new_model() {
+  static std::mutex mutex;  // the threads of the ranks have one generator
+  const std::lock_guard lock(mutex);
   torch::manual_seed(0);
   return mlp().make(torch::kDouble);
 }
