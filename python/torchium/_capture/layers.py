@@ -116,8 +116,13 @@ def _find_known_class(cls: type[nn.Module]) -> tuple[LayerKind, type[nn.Module]]
 
 
 def has_known_class(module: nn.Module) -> bool:
-    """Whether the module may be a layer whose calls are recorded."""
-    return _known_class(type(module)) is not None or may_be_norm(module)
+    """Whether the module has a class of known layers, perhaps with another forward."""
+    return _known_class(type(module)) is not None
+
+
+def may_be_layer(module: nn.Module) -> bool:
+    """Whether calls of the module may be recorded."""
+    return has_known_class(module) or may_be_norm(module)
 
 
 def layer_kind(module: nn.Module) -> LayerKind | None:
@@ -147,7 +152,7 @@ def has_transposed_weight(module: nn.Module) -> bool:
 def why_unsupported(module: nn.Module, kinds: frozenset[LayerKind] = SAMPLE_KINDS) -> str | None:
     """Why the parameters of the module have no per-sample gradients; None: they have."""
     kind = layer_kind(module)
-    if kind is None and _known_class(type(module)) is not None:
+    if kind is None and has_known_class(module):
         return "has a forward of its own"
     if kind not in kinds:
         if may_mix_samples(module):

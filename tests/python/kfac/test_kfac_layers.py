@@ -101,6 +101,7 @@ class OwnNorm(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+        self.eps = 1e-5
 
     def forward(self, x):
         return x / x.norm(dim=-1, keepdim=True) * self.weight + self.bias

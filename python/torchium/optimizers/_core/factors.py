@@ -17,6 +17,7 @@ from ..._capture.layers import (
     has_known_class,
     has_transposed_weight,
     layer_kind,
+    may_be_layer,
     why_unsupported,
 )
 from .plan import JointPlan
@@ -161,7 +162,7 @@ class FactorCapture(Capture):
         return all(isinstance(module, nn.Embedding) for module in self.owners[weight])
 
     def _may_be_recorded(self, module: nn.Module) -> bool:
-        return has_known_class(module)
+        return may_be_layer(module)
 
     def _is_needed(self, module: nn.Module, weight: Tensor | None) -> bool:
         return weight in self.due
