@@ -127,11 +127,23 @@ def may_be_layer(module: nn.Module) -> bool:
 
 def layer_kind(module: nn.Module) -> LayerKind | None:
     """The kind of a layer that computes what a known class does; None: of no known kind."""
-    found = _known_class(type(module))
-    if found is not None and _has_forward_of(module, found[1]):
-        return found[0]
+    kind = _inherited_kind(module)
+    if kind is not None:
+        return kind
     formula = norm_formula(module)
     return None if formula is None else _NORM_FORMULAS[formula.name]
+
+
+def moves_channels(module: nn.Module) -> bool:
+    """Whether the layer is a norm of dimension 1, which is the last one in the core."""
+    formula = norm_formula(module) if _inherited_kind(module) is None else None
+    return formula is not None and formula.of_channels
+
+
+def _inherited_kind(module: nn.Module) -> LayerKind | None:
+    """The kind of a layer whose forward is that of a known class."""
+    found = _known_class(type(module))
+    return found[0] if found is not None and _has_forward_of(module, found[1]) else None
 
 
 def _has_forward_of(module: nn.Module, cls: type[nn.Module]) -> bool:
@@ -205,8 +217,10 @@ def used_statistics(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
 
 
 def layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The input of a layer's call: its only argument, by whatever name."""
-    value: Tensor = args[0] if args else next(iter(kwargs.values()))
+    """The input of a layer's call: ``input``, ``x`` of Conv1D of transformers, or its only argument."""
+    value: Tensor = (
+        args[0] if args else next(kwargs[n] for n in ("input", "x", *kwargs) if n in kwargs)
+    )
     return value
 
 
@@ -251,10 +265,8 @@ def is_single(module: nn.Module, input: Tensor) -> bool:
 
 
 def _normalised_dims(module: nn.Module) -> int:
-    """Of a LayerNorm or RMSNorm, of whatever class."""
-    weight = module._parameters["weight"]
-    known = isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or weight is None
-    return len(module.normalized_shape) if known else weight.dim()  # type: ignore[arg-type, union-attr]
+    """Of a LayerNorm or RMSNorm; those of other classes normalise one dimension."""
+    return len(module.normalized_shape) if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) else 1
 
 
 def core_input(module: nn.Module, input: Tensor) -> Tensor:
@@ -291,15 +303,6 @@ def core_tensors(
 def is_1d(module: nn.Module) -> bool:
     """Whether the layer is a convolution that is one of height 1 in the core."""
     return isinstance(module, _ConvNd) and len(module.kernel_size) == 1
-
-
-def moves_channels(module: nn.Module) -> bool:
-    """Whether the layer is a norm of dimension 1, which is the last one in the core."""
-    known = _known_class(type(module))
-    if known is not None and _has_forward_of(module, known[1]):
-        return False
-    formula = norm_formula(module)
-    return formula is not None and formula.of_channels
 
 
 def convolution_padding(module: _ConvNd) -> list[int]:
@@ -367,7 +370,8 @@ def call_row(
     elif isinstance(module, nn.Embedding):
         settings = [-1 if module.padding_idx is None else module.padding_idx]
     elif kind in (LayerKind.LAYER_NORM, LayerKind.RMS_NORM):
-        own_eps = norm_eps(module)
+        is_known = isinstance(module, (nn.LayerNorm, nn.RMSNorm))
+        own_eps: Any = module.eps if is_known else norm_eps(module)
         settings, eps = [_normalised_dims(module)], -1.0 if own_eps is None else own_eps
     elif isinstance(module, nn.GroupNorm):
         settings, eps = [module.num_groups], module.eps

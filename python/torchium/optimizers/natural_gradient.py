@@ -51,9 +51,9 @@ class NaturalGradient(CapturingOptimizer):
     the ``Conv1D`` of transformers (any leading dimensions), convolutions and transposed convolutions of
     1 to 3 dimensions, Embedding, LayerNorm and RMSNorm (those of other libraries too, known by what they
     compute) and GroupNorm, also if a weight is shared or a layer is used several times. Positions that are
-    looked up must be expanded to ``[batch, ...]``. All layers must see the samples in the same order: one that sorts or shuffles
-    them, or receives time first where there are as many positions as samples, gives a wrong Fisher
-    matrix without an error, and so do statistics of the batch that are computed by hand
+    looked up must be expanded to ``[batch, ...]``. All layers must see the samples in the same order: one
+    that sorts or shuffles them, or receives time first where there are as many positions as samples, gives
+    a wrong Fisher matrix without an error, and so do statistics of the batch that are computed by hand
     (``x - x.mean(0)``). Micro-batches with loss / k, one ``backward()`` each, equal one batch. Calls of a
     layer in one backward pass are positions of the same samples, and no parts of a batch. Passes
     without ``backward()`` between two steps leave no trace. ``zero_grad()`` of the optimizer forgets

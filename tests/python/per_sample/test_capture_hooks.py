@@ -502,3 +502,14 @@ def test_scripting_names_the_remedy(make):
         torch.jit.script(model)
     del optimizer
     torch.jit.script(model)
+
+
+def test_inputs_by_keyword():
+    layer, x = nn.ConvTranspose1d(2, 3, 2), torch.randn(4, 2, 5)
+    rows = []
+    for call in (lambda: layer(x), lambda: layer(output_size=[6], input=x)):
+        layer.zero_grad()
+        with torchium.per_sample(layer):
+            call().square().mean().backward()
+        rows.append([p.grad_sample for p in layer.parameters()])
+    assert all(map(torch.equal, *rows))
