@@ -203,7 +203,8 @@ void SharedPlans::add_own_block(const Place& place, const at::Tensor& memory,
     found->second.set_data(tensor);
     tensor = found->second;
   }
-  p.own.push_back({place.block, place.stage, tensor, at::zeros_like(tensor)});
+  p.own.push_back({place.block, tensor, at::zeros_like(tensor)});
+  p.stage = place.stage;
 }
 
 SharedPlans::OwnBlock& SharedPlans::own_block(size_t parameter, size_t block) {

@@ -84,7 +84,7 @@ std::vector<BlockedGroup> SharedPlans::groups_of_blocks() const {
   }
   for (const Parameter& p : parameters_) {
     for (const OwnBlock& own : p.own) {
-      groups[group_of_blocks(p.group, p.kind, own.stage)].params.push_back(own.tensor);
+      groups[group_of_blocks(p)].params.push_back(own.tensor);
     }
   }
   return groups;
@@ -98,13 +98,15 @@ void SharedPlans::bind(std::vector<BlockedGroup>& groups, Active active) {
   lay_out(groups);
   std::vector<BlockedGroup> of_blocks = groups_of_blocks();
   // Where the states of each parameter's own blocks are.
-  struct StatePlace {
-    size_t group, index;
+  struct Range {
+    size_t group, begin;
   };
-  std::vector<std::vector<StatePlace>> places;
+  std::vector<Range> ranges;
   std::vector<ParameterState> shares;
   for (Parameter& p : parameters_) {
     const ParameterState& state = groups[p.group].states[p.index];
+    BlockedGroup& target = of_blocks[group_of_blocks(p)];
+    ranges.push_back({group_of_blocks(p), target.states.size()});
     shares.emplace_back();
     p.is_active = p.shared != nullptr &&
                   (active == Active::kWithState ? !state.is_empty()
@@ -114,12 +116,7 @@ void SharedPlans::bind(std::vector<BlockedGroup>& groups, Active active) {
       shares.back() = share_of(state, *p.shared, ranks_.rank(), p.name);
       states = states_of_blocks(shares.back(), *p.shared, blocks_of(*p.shared, ranks_.rank()));
     }
-    places.emplace_back();
-    for (size_t i = 0; i < p.own.size(); ++i) {
-      const size_t group = group_of_blocks(p.group, p.kind, p.own[i].stage);
-      places.back().push_back({group, of_blocks[group].states.size()});
-      of_blocks[group].states.push_back(std::move(states[i]));
-    }
+    std::ranges::move(states, std::back_inserter(target.states));
   }
   give_gradients([](const Parameter& p) { return p.is_active; });
   blocks_.bind(of_blocks, active);
@@ -131,8 +128,8 @@ void SharedPlans::bind(std::vector<BlockedGroup>& groups, Active active) {
       continue;
     }
     std::vector<ParameterState*> states;
-    for (const StatePlace& place : places[k]) {
-      states.push_back(&of_blocks[place.group].states[place.index]);
+    for (size_t i = 0; i < p.own.size(); ++i) {
+      states.push_back(&of_blocks[ranges[k].group].states[ranges[k].begin + i]);
     }
     const at::Tensor& param = p.param.tensor();
     shares[k].step = before.is_empty()

@@ -76,7 +76,7 @@ class SharedPlans : public BlockedPlans {
   // A block that this rank owns, as a parameter of its own. Its gradient is that of the block, and
   // its value after a step of blocks_ the direction.
   struct OwnBlock {
-    size_t block, stage;
+    size_t block;
     at::Tensor tensor, gradient;
   };
   // A part of a block whose gradient this rank has, for itself or another.
@@ -96,6 +96,7 @@ class SharedPlans : public BlockedPlans {
     const SharedBlocks* shared;
     size_t kind;
     std::vector<OwnBlock> own;
+    size_t stage = 0;  // of these
     bool is_active = false;
 
     bool is_unchanged() const;
@@ -145,6 +146,10 @@ class SharedPlans : public BlockedPlans {
   static constexpr size_t kStages = 4;
   size_t group_of_blocks(size_t group, size_t kind, size_t stage) const {
     return (group * rules_->kinds() + kind) * kStages + stage;
+  }
+  // Of the own blocks of a parameter, in blocks_.
+  size_t group_of_blocks(const Parameter& p) const {
+    return group_of_blocks(p.group, p.kind, p.stage);
   }
   std::vector<BlockedGroup> groups_of_blocks() const;
   void hash_setup();

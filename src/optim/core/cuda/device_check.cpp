@@ -52,6 +52,17 @@ void launch_scans(const KernelTables<ScanEntry>& scans, StepControl* control, St
   }
 }
 
+// found_inf: one number; undefined: 0.
+void launch_decision(const StepRule& rule, StepControl* control, const at::Tensor& found_inf,
+                     at::Tensor& status, cudaStream_t stream) {
+  const at::Tensor overflow =
+      found_inf.defined() ? found_inf.to(status.options().dtype(at::kFloat)) : at::Tensor();
+  C10_CUDA_CHECK(cuda_kernels::decide_step(
+      rule, control, overflow.defined() ? overflow.const_data_ptr<float>() : nullptr,
+      status.mutable_data_ptr<int64_t>(), stream));
+  note_change(status);
+}
+
 at::Tensor keep_of(const at::Tensor& control) {
   return control.view(at::kBool).select(0, offsetof(StepControl, keep));
 }
@@ -93,12 +104,7 @@ at::Tensor record_skip_by_kernels(const std::vector<Examined>& examined, at::Ten
     C10_CUDA_CHECK(cuda_kernels::initialize_control(table, its, numbers, stream));
   }
   launch_scans(scans, its, numbers, stream);
-  const at::Tensor overflow =
-      found_inf.defined() ? found_inf.to(options.dtype(at::kFloat)) : at::Tensor();
-  C10_CUDA_CHECK(cuda_kernels::decide_step(
-      {}, its, overflow.defined() ? overflow.const_data_ptr<float>() : nullptr,
-      status.mutable_data_ptr<int64_t>(), stream));
-  note_change(status);
+  launch_decision({}, its, found_inf, status, stream);
   return keep_of(control);
 }
 
@@ -209,12 +215,7 @@ bool DeviceCheck::run(const StepRule& rule, const at::Tensor& found_inf) {
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   launch_scans(scans_, control(), numbers(), stream);
   launch_scans(examined_, control(), numbers(), stream);
-  const at::Tensor overflow =
-      found_inf.defined() ? found_inf.to(options_.dtype(at::kFloat)) : at::Tensor();
-  C10_CUDA_CHECK(cuda_kernels::decide_step(
-      rule, control(), overflow.defined() ? overflow.const_data_ptr<float>() : nullptr,
-      status_.mutable_data_ptr<int64_t>(), stream));
-  note_change(status_);
+  launch_decision(rule, control(), found_inf, status_, stream);
   for (const auto& table : steps_) {
     C10_CUDA_CHECK(cuda_kernels::advance_steps(rule, table, control(), numbers(), stream));
   }
