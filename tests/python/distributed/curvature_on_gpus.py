@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from group_tools import assert_same_on_all_ranks, is_last, message_of, out_of_memory_in
-from kfac_tools import Batch, network, own_part, shared, state_of, step_shared, sum_gradients
+from kfac_tools import Batch, backward, network, shared, state_of, step_shared
 from kfac_tools import assert_close as assert_states_close
 from kfac_tools import trained as trained_kfac
 from natural_gradient_tools import (
@@ -95,11 +95,8 @@ def an_error_during_the_work_of_one_rank_raises_on_all_in_the_next_step(ranks: i
             steps=range(2), TInv=1, solver="cholesky", grad_worker_fraction=fraction
         )
         for attempt in range(2):
-            batch = Batch(2 + attempt)
-            part = batch.of(own_part(len(batch), ranks))
             optimizer.zero_grad()
-            part.loss(model)[1].backward()
-            sum_gradients(model, len(part) / len(batch))
+            backward(model, 2 + attempt)
             fails = attempt == 0 and is_last()
             with out_of_memory_in("linalg_cholesky_ex") if fails else nullcontext():
                 kind, message = message_of(optimizer.step)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -25,6 +24,7 @@ from kfac_tools import (
     FRACTIONS,
     Batch,
     assert_close,
+    backward,
     kfac,
     network,
     own_part,
@@ -32,22 +32,11 @@ from kfac_tools import (
     state_of,
     step_alone,
     step_shared,
-    sum_gradients,
     trained,
 )
 from ranks import case, device
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-
-
-def backward(model: nn.Module, step: int, prepare: Callable[[Batch], None] | None = None) -> None:
-    """Gradients of the samples of all ranks; prepare(): for the samples of this one."""
-    batch = Batch(step)
-    own = batch.of(own_part(len(batch), dist.get_world_size()))
-    if prepare is not None:
-        prepare(own)
-    own.loss(model)[1].backward()
-    sum_gradients(model, len(own) / len(batch))
 
 
 @case(3)

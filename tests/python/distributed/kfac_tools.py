@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -98,6 +99,16 @@ def sum_gradients(model: nn.Module, weight: float) -> None:
         if p.grad is not None:
             p.grad.mul_(weight)
             dist.all_reduce(p.grad)
+
+
+def backward(model: nn.Module, step: int, prepare: Callable[[Batch], None] | None = None) -> None:
+    """Gradients of the samples of all ranks; prepare(): for the samples of this one."""
+    batch = Batch(step)
+    own = batch.of(own_part(len(batch), dist.get_world_size()))
+    if prepare is not None:
+        prepare(own)
+    own.loss(model)[1].backward()
+    sum_gradients(model, len(own) / len(batch))
 
 
 def kfac(model: Any, group: Any = None, *, name: str = "KFAC", **options: Any) -> Any:

@@ -89,8 +89,8 @@ def test_a_zero_factor_counts_as_its_floor(dtype, zero, device):
         for M in (A, B)
     ]
     exact = reference.kron(*inverse) @ X
-    # Rounding moves the least eigenvalue of the other factor by a part of its floor.
-    assert norm(scaled - exact) <= 0.1 * norm(exact)
+    # On a GPU rounding moves the least eigenvalue of the other factor by a part of its floor.
+    assert norm(scaled - exact) <= (1e-2 if device.type == "cpu" else 0.1) * norm(exact)
 
 
 @pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 1e-40), (torch.float64, 1e-310)])
