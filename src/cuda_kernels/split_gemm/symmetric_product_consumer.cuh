@@ -38,10 +38,13 @@ class Consumer {
   }
 
  private:
-  // Waits for and releases the stages of tiles that only the other block computes.
+  // Waits for and releases the stages of tiles that only the other block computes. Without products
+  // nothing else keeps its warps together: one that falls behind would find the barrier of a stage
+  // that has been filled again in the phase before, and wait forever.
   __device__ void skip() {
     for (int index = 0; index < block_.stages(); ++index, position_.advance()) {
       wait_for(block_.full(position_.slot()), position_.parity());
+      warpgroup_sync(1 + group_);
       release(position_.slot());
     }
   }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
 
 import matrix_cases
 import pytest
@@ -194,3 +195,34 @@ def test_large_orders(n: int) -> None:
     X = matrix_inverse_root(A, 4, method="newton")
     expected = reflected(values**-0.25)
     assert (X - expected).norm() < 1e-4 * expected.norm()
+
+
+def roots_beside_copies() -> None:
+    """Batches of odd size, whose last cluster has a tile for one of its two blocks."""
+    batches = []
+    for count, n in ((15, 768), (7, 1024), (33, 384), (5, 640), (3, 896)):
+        lowest = torch.linspace(-0.5, -6.5, count, dtype=torch.float64).view(-1, 1)
+        exponents = lowest * torch.linspace(0, 1, n, dtype=torch.float64)
+        batches.append(from_spectrum(10**exponents).to("cuda", torch.float32))
+    beside = torch.cuda.Stream()
+    source = torch.zeros(1 << 26, device="cuda")
+    target = torch.zeros_like(source)
+    for _ in range(200):
+        for A in batches:
+            for _ in range(4):
+                with torch.cuda.stream(beside):
+                    for _ in range(3):
+                        target.copy_(source)
+                matrix_inverse_root(A, 4)
+    torch.cuda.synchronize()
+
+
+def test_roots_end_beside_other_kernels() -> None:
+    """In a process of its own: a warp that missed a barrier waited forever, mostly within seconds."""
+    process = multiprocessing.get_context("spawn").Process(target=roots_beside_copies)
+    process.start()
+    process.join(timeout=120)
+    if process.is_alive():
+        process.kill()
+    process.join()
+    assert process.exitcode == 0
