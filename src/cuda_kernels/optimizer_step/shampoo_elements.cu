@@ -22,7 +22,8 @@ struct Tile {
   int first_strip, step;  // tiles of its block: first_strip, first_strip + step, ...
   int strips;
 
-  __device__ Tile(const ParameterEntry& entry, int index, int block_size) : parameter(entry) {
+  __device__ Tile(const ParameterEntry& entry, int index, int size) : parameter(entry) {
+    const int block_size = block_size_of(entry, size);
     const TileGrid grid(entry.rows, entry.columns, block_size);
     const int local = index - entry.first_tile;
     const int strip = local / grid.block_columns, block_column = local % grid.block_columns;

@@ -66,6 +66,14 @@ struct TileGrid {
   }
 };
 
+// The blocks of a parameter without matrices or a diagonal do not matter: they are as large as
+// tiles.
+TORCHIUM_HOST_DEVICE inline int block_size_of(const ParameterEntry& entry, int block_size) {
+  return entry.direction == Direction::kGrafted && block_size < TileGrid::kTileElements
+             ? TileGrid::kTileElements
+             : block_size;
+}
+
 struct ElementRule {
   int block_size;
   bool maximize;

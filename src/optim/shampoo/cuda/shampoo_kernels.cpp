@@ -69,7 +69,7 @@ void fill_entry(cuda_kernels::ParameterEntry& entry, const ShampooOptions& o,
   entry.direction = direction(group.rules[i]);
   // The blocks of a diagonal, which grafting gives their norms, are those of the flat parameter.
   const bool is_matrix = blocking.order() == 2 && entry.direction != Direction::kDiagonal;
-  const int block_size = kernel_block_size(o);
+  const int block_size = block_size_of(entry, kernel_block_size(o));
   entry.param = param.mutable_data_ptr();
   entry.exp_avg = floats(state.exp_avg);
   entry.second_moment = floats(state.grafting_second_moment);
@@ -151,7 +151,8 @@ ShampooKernels::ShampooKernels(const ShampooOptions& o, const ShampooGroup& grou
     }
     if (group.params[i].numel() > 0) {
       fill_entry(entry, o, group, i);
-      const int tiles = TileGrid(entry.rows, entry.columns, kernel_block_size(o)).tiles;
+      const int block_size = block_size_of(entry, kernel_block_size(o));
+      const int tiles = TileGrid(entry.rows, entry.columns, block_size).tiles;
       places_.push_back({i, tables_.add(entry, tiles), entry.by_fours});
     }
   }
