@@ -7,6 +7,7 @@
 #include <c10/util/accumulate.h>
 
 #include <algorithm>
+#include <cmath>
 #include <optional>
 #include <utility>
 
@@ -64,9 +65,27 @@ void SharedPlans::lay_out(const std::vector<BlockedGroup>& groups) {
   }
 }
 
+namespace {
+
+// The stage, of so many, of elements that begin at this share of all. A stage is smaller than the
+// one before, so that little has still to travel when the last one has been computed.
+size_t stage_at(double share, int64_t stages) {
+  constexpr double kOfStageBefore = 0.7;
+  double size = (1.0 - kOfStageBefore) / (1.0 - std::pow(kOfStageBefore, stages));
+  double end = size;
+  size_t stage = 0;
+  while (share >= end && stage + 1 < static_cast<size_t>(stages)) {
+    ++stage;
+    size *= kOfStageBefore;
+    end += size;
+  }
+  return stage;
+}
+
+}  // namespace
+
 // Blocks without matrices come first. If those with matrices fill a bucket, each owner's are cut
-// into stages of about the same number of elements. Those of one parameter stay together: their
-// matrices are neighbours in its state.
+// into stages. Those of one parameter stay together: their matrices are neighbours in its state.
 void SharedPlans::assign_stages(at::ScalarType dtype, std::vector<Place>& places) const {
   struct Owned {
     int64_t elements = 0;  // with matrices
@@ -98,7 +117,9 @@ void SharedPlans::assign_stages(at::ScalarType dtype, std::vector<Place>& places
     Owned& of_owner = owned_with(place);
     if (of_owner.parameter != place.parameter) {
       of_owner.parameter = place.parameter;
-      of_owner.stage = static_cast<size_t>(1 + of_owner.before * stages / of_owner.elements);
+      of_owner.stage = 1 + stage_at(static_cast<double>(of_owner.before) /
+                                        static_cast<double>(of_owner.elements),
+                                    stages);
     }
     place.stage = of_owner.stage;
     of_owner.before += block_of(place).rectangle.numel();
