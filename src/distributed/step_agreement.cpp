@@ -1,10 +1,13 @@
 #include "distributed/step_agreement.h"
 
+#include <ATen/ATen.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <limits>
 #include <sstream>
+#include <utility>
 
 namespace torchium::distributed {
 namespace {
@@ -14,6 +17,7 @@ constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
 // What the ranks exchange; after a value with which all must agree comes its negative.
 enum Slot : size_t {
   kError,
+  kFailedRanks,
   kFoundInf,
   kRenews,
   kSetup,
@@ -134,17 +138,32 @@ StepFindings findings_of_call(const std::string& call) {
   return findings;
 }
 
-StepFindings agree(const StepFindings& own, const Communicator& ranks,
-                   const std::vector<std::string>& names) {
-  // Largest values decide: two hashes agree if the largest and the smallest do. An error comes
-  // first, and is all that a rank may know: it gives no groups.
+int64_t failure_of_rank(const Communicator& ranks, FailedPart part) {
+  return ranks.rank() + 1 + (part == FailedPart::kLastUpdate ? ranks.size() : 0);
+}
+
+void check_failed_ranks(int64_t failure, const Communicator& ranks) {
+  TORCH_CHECK(failure <= ranks.size(), "rank ", failure - ranks.size() - 1,
+              " of the process group raised an error while it applied the last update; see its "
+              "message. The parameters of the ranks differ now: continue from a checkpoint");
+  TORCH_CHECK(failure == 0, "rank ", failure - 1,
+              " of the process group raised an error during its work in step(); see its message. "
+              "No parameter has changed, but the state of other ranks has: continue from a "
+              "checkpoint");
+}
+
+namespace {
+
+// Largest values decide: two hashes agree if the largest and the smallest do. An error comes first,
+// and is all that a rank may know: it gives no groups.
+std::vector<int64_t> message_of(const StepFindings& own, const Communicator& ranks) {
   std::vector<int64_t> values(kGroups, 0);
   const auto add_both = [&](Slot slot, int64_t value) {
     values[slot] = own.has_error ? 0 : value;
     values[slot + 1] = own.has_error ? -kMost : -value;
   };
-  const auto differs = [&](Slot slot) { return values[slot] != -values[slot + 1]; };
   values[kError] = own.has_error ? ranks.rank() + 1 : 0;
+  values[kFailedRanks] = own.failed_ranks;
   values[kFoundInf] = own.found_inf ? 1 : 0;
   values[kRenews] = own.renews ? 1 : 0;
   add_both(kSetup, short_hash(own.setup));
@@ -157,13 +176,20 @@ StepFindings agree(const StepFindings& own, const Communicator& ranks,
     values.push_back(found.failed < 0 ? 0
                                       : found.root_failures * (kMost + 1) + kMost - found.failed);
   }
-  values = ranks.all_reduce_max(values);
+  return values;
+}
+
+// Throws unless all ranks can take or skip the step together.
+StepFindings findings_in(const std::vector<int64_t>& values, const StepFindings& own,
+                         const Communicator& ranks, const std::vector<std::string>& names) {
+  const auto differs = [&](Slot slot) { return values[slot] != -values[slot + 1]; };
   if (values[kError] != 0) {
     TORCH_CHECK(own.has_error, "rank ", values[kError] - 1,
                 " of the process group raised an error in ", own.call,
                 "; see its message. No rank has taken the step");
     return own;
   }
+  check_failed_ranks(values[kFailedRanks], ranks);
   if (differs(kSetup) || differs(kGroupCount)) {
     refuse_setups(own, ranks);
   }
@@ -183,6 +209,70 @@ StepFindings agree(const StepFindings& own, const Communicator& ranks,
     all.groups[g].failed = failed == 0 ? -1 : kMost - failed % (kMost + 1);
   }
   return all;
+}
+
+// The slots of the first unfit parameter of each group.
+at::Tensor unfit_slots(const at::Tensor& message, size_t groups) {
+  const auto count = static_cast<int64_t>(groups);
+  return message.narrow(0, kGroups, 2 * count).view({count, 2}).select(1, 0);
+}
+
+void add_findings(at::Tensor& message, const DeviceFindings& on_device, size_t groups) {
+  if (on_device.found_inf.defined()) {
+    message.narrow(0, kFoundInf, 1).copy_(on_device.found_inf.view({1}).ne(0));
+  }
+  if (on_device.failed_ranks.defined()) {
+    message.narrow(0, kFailedRanks, 1).copy_(on_device.failed_ranks.view({1}));
+  }
+  if (on_device.unfit.defined()) {  // kMost - unfit, but 0 for -1
+    unfit_slots(message, groups).copy_((kMost - on_device.unfit).bitwise_and_(kMost));
+  }
+}
+
+// [groups] float64: 1 where findings_in() throws or the step of a group is skipped.
+at::Tensor skipped_groups(const at::Tensor& message, size_t groups) {
+  const at::Tensor differences =
+      message.narrow(0, kSetup, kGroups - kSetup).view({-1, 2}).sum(1).ne(0).any();
+  const at::Tensor all = message.narrow(0, kError, kFoundInf + 1).ne(0).any();
+  return unfit_slots(message, groups)
+      .ne(0)
+      .logical_or_(all)
+      .logical_or_(differences)
+      .to(at::kDouble);
+}
+
+}  // namespace
+
+StepFindings agree(const StepFindings& own, const Communicator& ranks,
+                   const std::vector<std::string>& names) {
+  return findings_in(ranks.all_reduce_max(message_of(own, ranks)), own, ranks, names);
+}
+
+PendingAgreement::PendingAgreement(StepFindings own, const DeviceFindings& on_device,
+                                   const Communicator& ranks, c10::Device device)
+    : own_(std::move(own)), ranks_(ranks) {
+  const std::vector<int64_t> values = message_of(own_, ranks_);
+  if (device.is_cpu()) {
+    values_ = ranks_.all_reduce_max(values);
+    return;
+  }
+  at::Tensor message = at::tensor(values, at::kLong).pin_memory().to(device, /*non_blocking=*/true);
+  add_findings(message, on_device, own_.groups.size());
+  ranks_.all_reduce_max_(message);
+  skipped_ = skipped_groups(message, own_.groups.size());
+  on_host_ = at::empty(message.sizes(), at::TensorOptions(at::kLong).pinned_memory(true));
+  on_host_.copy_(message, /*non_blocking=*/true);
+  arrived_.emplace(device.type());
+  arrived_->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+}
+
+StepFindings PendingAgreement::settle(const std::vector<std::string>& names) const {
+  if (!arrived_) {
+    return findings_in(values_, own_, ranks_, names);
+  }
+  arrived_->synchronize();
+  const auto* data = on_host_.const_data_ptr<int64_t>();
+  return findings_in({data, data + on_host_.numel()}, own_, ranks_, names);
 }
 
 }  // namespace torchium::distributed

@@ -280,7 +280,7 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
            [](const Self& self, const std::optional<at::Tensor>& scale) {
              self->set_loss_scale(scale.value_or(at::Tensor()));
            })
-      .def("withdraw", &BlockedPlans::withdraw)
+      .def("withdraw", [](const Self& self, c10::Device device) { self->withdraw(device); })
       .def("owners", &BlockedPlans::owners)
       .def("give_owners", &BlockedPlans::give_owners)
       .def("whole_states", whole_states)

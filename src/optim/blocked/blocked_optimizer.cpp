@@ -163,7 +163,14 @@ void BlockedOptimizer::bind(bool all_with_state) {
   runtime_->bound = std::move(bound);
 }
 
-void BlockedOptimizer::withdraw() { plans().withdraw(); }
+void BlockedOptimizer::withdraw() {
+  for (const auto& group : param_groups_) {
+    if (!group.params().empty()) {
+      plans().withdraw(group.params().front().device());
+      return;
+    }
+  }
+}
 
 void BlockedOptimizer::take_step() {
   try {

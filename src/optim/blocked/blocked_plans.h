@@ -9,6 +9,7 @@
 #include "torchium/optim/shampoo_report.h"
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 #include <torch/optim/optimizer.h>
 
 #include <cstddef>
@@ -62,14 +63,15 @@ class BlockedPlans : public torch::CustomClassHolder {
   // Runs the steps planned by prepare(). `lr` returns the learning rate of a group on a device.
   using LearningRates = std::function<at::Tensor(size_t group, const BlockedPlan& plan)>;
   virtual void step(const LearningRates& lr, const at::Tensor& found_inf);
-  // The steps of some groups.
+  // The steps of some groups, each with its own `found_inf`.
   void step_groups(const std::function<bool(size_t group)>& includes, const LearningRates& lr,
-                   const at::Tensor& found_inf);
+                   const std::function<at::Tensor(size_t group)>& found_inf);
   // The number by which the loss of the next step was multiplied, for plans that differentiate its
   // gradients; undefined: 1.
   void set_loss_scale(at::Tensor scale) { loss_scale_ = std::move(scale); }
   // Instead of step(), by a process that cannot take it: others that share the step raise too.
-  virtual void withdraw() {}
+  // `device`: of the parameters.
+  virtual void withdraw(c10::Device) {}
   virtual void update_preconditioners();
 
   // The oldest failure report not yet returned, and its group.

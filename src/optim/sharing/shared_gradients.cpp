@@ -6,7 +6,9 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <map>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -53,13 +55,10 @@ at::Tensor SharedPlans::values_of(const Sent& sent) const {
       .contiguous();
 }
 
-// Each rank examines the gradients that it gives, by the limits of their parameters.
-StepFindings SharedPlans::examine() const {
-  StepFindings findings;
+// Each rank examines the gradients that it gives, by the limits of their parameters. [groups]: the
+// first parameter whose gradient is not fit; -1: none.
+at::Tensor SharedPlans::unfit_parameters() const {
   std::vector<std::vector<Examined>> examined(options_.size());
-  for (const Parameter& p : parameters_) {
-    findings.mask.push_back(p.is_active ? 1 : 0);
-  }
   for (const Sent& sent : sent_) {
     const Parameter& p = parameters_[sent.parameter];
     if (!p.is_active) {
@@ -82,41 +81,84 @@ StepFindings SharedPlans::examine() const {
       FoundInfGuard::check(examined[g], of_group);
     }
   }
-  const at::Tensor found = status.select(1, kNonFiniteParameter).cpu();
-  for (int64_t g = 0; g < groups; ++g) {
-    findings.groups.push_back(failures_[g]);
-    findings.groups[g].unfit = found[g].item<int64_t>();
+  return status.select(1, kNonFiniteParameter);
+}
+
+// Of all that must be the same on all ranks.
+uint64_t SharedPlans::hash_of_step(const LearningRates& lr) const {
+  distributed::Hash hash;
+  hash.add(static_cast<int64_t>(setup_));
+  for (size_t g = 0; g < options_.size(); ++g) {
+    const at::Tensor rate = lr(g, *plans_of_groups_[g]);
+    hash.add(rate.is_cpu() ? rate.item<double>() : 0.0);
   }
+  return hash.value();
+}
+
+// What the host knows goes with what only the device does.
+PendingAgreement SharedPlans::begin_agreement(const LearningRates& lr,
+                                              const at::Tensor& found_inf) {
+  StepFindings own;
+  distributed::DeviceFindings on_device;
+  try {
+    gather_gradients();
+    own.groups = failures_;
+    own.setup = hash_of_step(lr);
+    for (const Parameter& p : parameters_) {
+      own.mask.push_back(p.is_active ? 1 : 0);
+    }
+    const at::Tensor unfit = unfit_parameters();
+    if (device_.is_cpu()) {
+      for (size_t g = 0; g < options_.size(); ++g) {
+        own.groups[g].unfit = unfit[static_cast<int64_t>(g)].item<int64_t>();
+      }
+      own.failed_ranks = failed_.defined() ? failed_.item<int64_t>() : 0;
+    } else {
+      on_device.unfit = unfit;
+      on_device.failed_ranks = failed_;
+    }
+    failed_.reset();
+    if (found_inf.defined() && found_inf.is_cpu()) {
+      own.found_inf = found_inf.item<double>() != 0.0;
+    } else {
+      on_device.found_inf = found_inf;
+    }
+  } catch (...) {
+    withdraw(device_);
+    throw;
+  }
+  failures_.assign(options_.size(), {});
+  return PendingAgreement(std::move(own), on_device, ranks_, device_);
+}
+
+StepFindings SharedPlans::settle(const PendingAgreement& agreement) {
+  std::vector<std::string> names;
+  for (const Parameter& p : parameters_) {
+    names.push_back(p.name);
+  }
+  StepFindings findings = agreement.settle(names);
+  report(findings);
   return findings;
 }
 
-StepFindings SharedPlans::agreed(const LearningRates& lr, const at::Tensor& found_inf) {
-  StepFindings own;
-  std::vector<std::string> names;
-  try {
-    gather_gradients();
-    own = examine();
-    if (failed_.defined()) {  // the host has just waited for what comes after it
-      check_last_step(std::exchange(failed_, {}));
-    }
-    distributed::Hash hash;
-    hash.add(static_cast<int64_t>(setup_));
-    for (size_t g = 0; g < options_.size(); ++g) {
-      const at::Tensor rate = lr(g, *plans_of_groups_[g]);
-      hash.add(rate.is_cpu() ? rate.item<double>() : 0.0);
-    }
-    own.setup = hash.value();
-    own.found_inf = found_inf.defined() && found_inf.item<double>() != 0.0;
-    for (const Parameter& p : parameters_) {
-      names.push_back(p.name);
-    }
-  } catch (...) {
-    withdraw();
-    throw;
+// After the blocks have taken the step, or left it undone on the device: their plans hear of that.
+StepFindings SharedPlans::settle_late(const PendingAgreement& agreement) {
+  HeldError held;
+  StepFindings findings;
+  held.run([&] { findings = settle(agreement); });
+  if (held.is_set() || kept_groups(findings) < options_.size()) {
+    take_block_failures(/*wait=*/true);
   }
-  const StepFindings all = agree(own, ranks_, names);
-  failures_.assign(options_.size(), {});
-  return all;
+  held.raise();
+  return findings;
+}
+
+// Whether the host may launch the steps of the blocks before it knows that they are taken: where no
+// gradients travel before.
+bool SharedPlans::settles_late() const {
+  return !device_.is_cpu() && std::ranges::all_of(exchanges_, [](const auto& exchange) {
+    return exchange.second.gradient_places.empty();
+  });
 }
 
 void SharedPlans::finish_gradients(const StepFindings& findings) {

@@ -283,8 +283,9 @@ std::vector<ParameterState> SharedPlans::whole_frames(size_t g, const BlockedGro
 
 std::vector<ParameterState> SharedPlans::whole_states(size_t g, const BlockedGroup& group) {
   const c10::NoGradGuard no_grad;
-  const c10::DeviceGuard device_guard(device_);
-  agree(distributed::findings_of_call("state_dict()"), ranks_, {});
+  const c10::Device device = group.params.empty() ? device_ : group.params.front().device();
+  const c10::DeviceGuard device_guard(device);
+  PendingAgreement(distributed::findings_of_call("state_dict()"), {}, ranks_, device).settle({});
   std::vector<ParameterState> states = whole_frames(g, group);
   for (size_t i = 0; i < group.params.size(); ++i) {
     const SharedBlocks* shared = owners_.find(group.params[i]);

@@ -35,6 +35,7 @@ namespace torchium::optim::detail {
 
 using distributed::GroupFindings;
 using distributed::HeldError;
+using distributed::PendingAgreement;
 using distributed::StepFindings;
 
 struct SharingOptions {
@@ -54,7 +55,7 @@ class SharedPlans : public BlockedPlans {
                    std::shared_ptr<const torch::optim::OptimizerOptions> options) override;
   bool prepare() override;
   void step(const LearningRates& lr, const at::Tensor& found_inf) override;
-  void withdraw() override;
+  void withdraw(c10::Device device) override;
   void update_preconditioners() override { blocks_.update_preconditioners(); }
   std::optional<std::pair<size_t, StepReport>> next_failure(bool wait) override;
   void request_reports() override { blocks_.request_reports(); }
@@ -157,14 +158,18 @@ class SharedPlans : public BlockedPlans {
   void give_gradients(const std::function<bool(const Parameter&)>& has_gradient);
 
   void gather_gradients();
-  StepFindings examine() const;
+  at::Tensor unfit_parameters() const;
   at::Tensor values_of(const Sent& sent) const;
-  StepFindings agreed(const LearningRates& lr, const at::Tensor& found_inf);
+  uint64_t hash_of_step(const LearningRates& lr) const;
+  PendingAgreement begin_agreement(const LearningRates& lr, const at::Tensor& found_inf);
+  StepFindings settle(const PendingAgreement& agreement);
+  StepFindings settle_late(const PendingAgreement& agreement);
+  bool settles_late() const;
+  StepFindings all_kept() const;
   void finish_gradients(const StepFindings& findings);
   void exchange_gradients(const StepFindings& findings, HeldError& held);
-  void step_blocks(const StepFindings& findings);
+  void step_blocks(const StepFindings& findings, const at::Tensor& skipped);
   at::Tensor agree_on_error(const HeldError& held);
-  static void check_last_step(const at::Tensor& failed);
   // Copies of parameters in other memory layouts, whose blocks are no views.
   using Copies = std::map<size_t, at::Tensor>;
   at::Tensor target_of(size_t parameter, const distributed::Part& part, Copies& copies) const;
@@ -182,9 +187,10 @@ class SharedPlans : public BlockedPlans {
   void apply_all(const StepFindings& findings, const LearningRates& lr, HeldError& held);
   void finish_parameters(const StepFindings& findings, const Copies& copies,
                          const at::Tensor& all_well);
-  void take_block_failures();
+  void take_block_failures(bool wait);
   void report(const StepFindings& findings);
   bool is_kept(const StepFindings& findings, size_t group) const;
+  size_t kept_groups(const StepFindings& findings) const;
   bool steps(const Parameter& parameter, const StepFindings& findings) const {
     return parameter.is_active && is_kept(findings, parameter.group);
   }
@@ -203,7 +209,7 @@ class SharedPlans : public BlockedPlans {
   std::optional<StageStream> stream_;
   c10::Device device_ = at::kCPU;
   uint64_t setup_ = 0;
-  at::Tensor failed_;  // the rank that failed in the last step, plus one, on a device; 0: none
+  at::Tensor failed_;  // failure_of_rank() of the last step, on a device
 
   std::vector<GroupFindings> failures_;  // of roots, not yet agreed on
   std::vector<int64_t> skips_in_a_row_;

@@ -18,39 +18,44 @@ void SharedPlans::step(const LearningRates& lr, const at::Tensor& found_inf) {
   const c10::NoGradGuard no_grad;
   const c10::DeviceGuard device_guard(device_);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  const StepFindings findings = agreed(lr, found_inf);
-  report(findings);
-  bool any_kept = false;
-  for (size_t group = 0; group < options_.size(); ++group) {
-    any_kept |= is_kept(findings, group);
-  }
-  if (!any_kept) {
+  const PendingAgreement agreement = begin_agreement(lr, found_inf);
+  const bool is_late = settles_late();
+  StepFindings findings = is_late ? all_kept() : settle(agreement);
+  if (kept_groups(findings) == 0) {
     return;
   }
   HeldError held;
   held.run([&] { finish_gradients(findings); });  // g <- +-g + wd p
   exchange_gradients(findings, held);
   stream_->begin();
-  held.run([&] { step_blocks(findings); });  // 0 + d
+  held.run([&] { step_blocks(findings, is_late ? agreement.skipped() : at::Tensor()); });  // 0 + d
   stream_->end_stages(kStages + 1);
+  if (is_late) {
+    findings = settle_late(agreement);
+  }
   stream_->run([&] { apply_all(findings, lr, held); });  // p <- (1 - lr wd) p - lr d
   held.raise();
 }
 
-// Stage after stage; one more sends what does not go to all ranks.
-void SharedPlans::step_blocks(const StepFindings& findings) {
+// Stage after stage; one more sends what does not go to all ranks. `skipped`: of the groups, on the
+// device; undefined: the host knows.
+void SharedPlans::step_blocks(const StepFindings& findings, const at::Tensor& skipped) {
   for (const auto& [dtype, exchange] : exchanges_) {
     exchange.gathered->clear_own();
     exchange.directions.zero_();
   }
   TORCH_CHECK(blocks_.prepare(), "parameters, gradients or state changed during step()");
   const at::Tensor minus_one = at::scalar_tensor(-1.0, at::kDouble);
+  const auto found_inf = [&](size_t group) {
+    const auto of = static_cast<int64_t>(group / (rules_->kinds() * kStages));
+    return skipped.defined() ? skipped.select(0, of) : at::Tensor();
+  };
   for (size_t stage = 0; stage < kStages; ++stage) {
     blocks_.step_groups([&](size_t group) { return group % kStages == stage; },
-                        [&](size_t, const BlockedPlan&) { return minus_one; }, {});
+                        [&](size_t, const BlockedPlan&) { return minus_one; }, found_inf);
     stream_->end_stage();
   }
-  take_block_failures();
+  take_block_failures(/*wait=*/false);
   for (const auto& [dtype, exchange] : exchanges_) {
     send_updates(exchange, findings);
   }
@@ -59,38 +64,42 @@ void SharedPlans::step_blocks(const StepFindings& findings) {
 // 1 if no rank holds an error, on this device; else throws if the host knows already. On other
 // devices than the CPU nobody waits: 0 keeps all parameters as they are, and the next step throws.
 at::Tensor SharedPlans::agree_on_error(const HeldError& held) {
-  const at::TensorOptions options = at::TensorOptions(device_).dtype(at::kLong);
-  at::Tensor failed = at::full({1}, held.is_set() ? ranks_.rank() + 1 : 0, options);
+  const int64_t own =
+      held.is_set() ? distributed::failure_of_rank(ranks_, distributed::FailedPart::kWork) : 0;
+  at::Tensor failed = at::full({1}, own, at::TensorOptions(device_).dtype(at::kLong));
   ranks_.all_reduce_max_(failed);
   if (device_.is_cpu()) {
     held.raise();
-    check_last_step(failed);
+    distributed::check_failed_ranks(failed.item<int64_t>(), ranks_);
   } else {
     failed_ = failed;
   }
   return failed.eq(0).to(at::kDouble).view(at::IntArrayRef{});
 }
 
-void SharedPlans::check_last_step(const at::Tensor& failed) {
-  const auto rank = failed.item<int64_t>();
-  TORCH_CHECK(rank <= 0, "rank ", rank - 1,
-              " of the process group raised an error during its work in step(); see its message. "
-              "No parameter has changed, but the state of other ranks has: continue from a "
-              "checkpoint");
-  TORCH_CHECK(rank == 0, "rank ", -rank - 1,
-              " of the process group raised an error while it applied the last update; see its "
-              "message. The parameters of the ranks differ now: continue from a checkpoint");
-}
-
-void SharedPlans::withdraw() {
-  const c10::DeviceGuard device_guard(device_);
+void SharedPlans::withdraw(c10::Device device) {
+  const c10::DeviceGuard device_guard(device);
   StepFindings findings;
   findings.has_error = true;
-  agree(findings, ranks_, {});
+  PendingAgreement(std::move(findings), {}, ranks_, device).settle({});
 }
 
 bool SharedPlans::is_kept(const StepFindings& findings, size_t group) const {
   return !findings.found_inf && findings.groups[group].unfit < 0;
+}
+
+size_t SharedPlans::kept_groups(const StepFindings& findings) const {
+  size_t count = 0;
+  for (size_t group = 0; group < options_.size(); ++group) {
+    count += is_kept(findings, group) ? 1 : 0;
+  }
+  return count;
+}
+
+StepFindings SharedPlans::all_kept() const {
+  StepFindings findings;
+  findings.groups.resize(options_.size());
+  return findings;
 }
 
 // Where a part lies in this rank's parameter, or in a copy of that.
@@ -238,7 +247,9 @@ void SharedPlans::apply_all(const StepFindings& findings, const LearningRates& l
   }
   held.run([&] { finish_parameters(findings, copies, all_well); });
   if (held.is_set() && has_directions) {  // the next step of all ranks raises too
-    failed_ = at::full({1}, -ranks_.rank() - 1, at::TensorOptions(device_).dtype(at::kLong));
+    failed_ =
+        at::full({1}, distributed::failure_of_rank(ranks_, distributed::FailedPart::kLastUpdate),
+                 at::TensorOptions(device_).dtype(at::kLong));
   }
 }
 
@@ -264,8 +275,8 @@ void SharedPlans::finish_parameters(const StepFindings& findings, const Copies& 
 // ---- failures
 
 // All ranks hear of them in the next step.
-void SharedPlans::take_block_failures() {
-  while (const auto failure = blocks_.next_failure(/*wait=*/false)) {
+void SharedPlans::take_block_failures(bool wait) {
+  while (const auto failure = blocks_.next_failure(wait)) {
     const auto& [group, report] = *failure;
     GroupFindings& found = failures_[group / (rules_->kinds() * kStages)];
     const int64_t count = report.entries[kConsecutiveRootFailures];

@@ -267,8 +267,9 @@ def an_error_while_directions_are_applied_is_heard_of_in_the_next_step(ranks: in
         if step == 2:
             assert ("none left for directions" in message) == last, (kind, message)
         else:
-            assert f"rank {ranks - 1} of the process group raised" in message, (kind, message)
-            assert ("The parameters of the ranks differ now" in message) == last, message
+            assert kind == "RuntimeError"
+            assert f"rank {ranks - 1} of the process group raised" in message, message
+            assert "The parameters of the ranks differ now" in message, message
 
 
 @case(3)

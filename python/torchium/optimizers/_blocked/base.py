@@ -101,7 +101,9 @@ class BlockedOptimizer(CoreOptimizer):
         self._shards.end_step()
 
     def _withdraw(self) -> None:
-        self._plans.withdraw()
+        params = [param for group in self.param_groups for param in group["params"]]
+        if params:
+            self._plans.withdraw(params[0].device)
 
     # Runs in every step for all parameters of a model: no call per parameter.
     def _is_bound(self) -> bool:
