@@ -3,6 +3,7 @@
 // and so derives everything anew.
 #include "model_testing.h"
 #include "torchium/optim/adagrad.h"
+#include "torchium/optim/adahessian.h"
 #include "torchium/optim/kfac.h"
 #include "torchium/optim/natural_gradient.h"
 #include "torchium/optim/shampoo.h"
@@ -15,6 +16,8 @@ namespace {
 
 using optim::Adagrad;
 using optim::AdagradOptions;
+using optim::AdaHessian;
+using optim::AdaHessianOptions;
 using optim::KFAC;
 using optim::KFACOptions;
 using optim::MatrixParamState;
@@ -58,6 +61,29 @@ struct Parameters {
     return Optimizer(params, options);
   }
   void step(Optimizer& optimizer, int t) { step_once(optimizer, params, t); }
+};
+
+// The same with a loss, whose gradients have a graph.
+template <typename Kind>
+struct Differentiated : Parameters<Kind> {
+  void step(Kind& optimizer, int t) {
+    auto generator = torch::make_generator<torch::CPUGeneratorImpl>(1000 + t);
+    torch::Tensor loss = torch::zeros({}, torch::kDouble);
+    optimizer.zero_grad();
+    for (auto& param : this->params) {
+      const auto noise = torch::randn(param.sizes(), generator, torch::kDouble);
+      if (param.requires_grad()) {
+        const auto w = param.to(torch::kDouble);
+        loss = loss + (w.square() + 0.5 * w.cos() + noise * w).sum();
+      } else {
+        param.mutable_grad().reset();
+      }
+    }
+    torch::manual_seed(t);  // of the random signs
+    loss.backward({}, /*keep_graph=*/true, /*create_graph=*/true);
+    optimizer.step();
+    optimizer.zero_grad();
+  }
 };
 
 // The same of a model.
@@ -217,6 +243,7 @@ TEST(StepPlans, NoticeWhatChanges) {
   expect_all_noticed<Parameters<Shampoo>>(planned_options().momentum(0.9));
   expect_all_noticed<Parameters<Adagrad>>(AdagradOptions(0.1));
   expect_all_noticed<Parameters<Adagrad>>(AdagradOptions(0.1).full_matrix(true).block_size(4));
+  expect_all_noticed<Differentiated<AdaHessian>>(AdaHessianOptions(0.01).update_each(2));
 }
 
 TEST(StepPlans, OfLayersNoticeWhatChanges) {
@@ -271,6 +298,18 @@ TEST(StepPlans, NoticeOptions) {
        {"root_dtype", [](auto& o) { o.root_dtype("bfloat16"); }},
        {"capturable", [](auto& o) { o.capturable(true); }},
        {"graphs", [](auto& o) { o.graphs("never"); }}});
+  expect_options_noticed<Differentiated<AdaHessian>, AdaHessianOptions>(
+      AdaHessianOptions(0.01).update_each(2),
+      {{"lr", [](auto& o) { o.lr(0.02); }},
+       {"betas",
+        [](auto& o) {
+          o.betas({0.5, 0.9});
+        }},
+       {"eps", [](auto& o) { o.eps(1e-2); }},
+       {"weight_decay", [](auto& o) { o.weight_decay(0.1); }},
+       {"hessian_power", [](auto& o) { o.hessian_power(0.5); }},
+       {"update_each", [](auto& o) { o.update_each(1); }},
+       {"n_samples", [](auto& o) { o.n_samples(2); }}});
 }
 
 // Options that change while a parameter has no gradient.
@@ -319,7 +358,8 @@ TEST(StepPlans, DropAveragesOfIdleParameters) {
   EXPECT_EQ(state.exp_avg_start().item<double>(), 2.0);
 }
 
-// A sum of squares is not an average of them.
+// A sum of squares is not an average of them. Some parameters have no gradient when the option
+// changes.
 TEST(StepPlans, BeginAnotherKindOfSecondMomentAfresh) {
   const Tensors initial = odd_parameters();
   std::vector<Tensors> results;
@@ -337,6 +377,7 @@ TEST(StepPlans, BeginAnotherKindOfSecondMomentAfresh) {
           }
         }
       }
+      params[0].requires_grad_(t < kStepsBefore || t > kStepsBefore + 1);
       step_once(optimizer, params, t);
     }
     results.push_back(copies(params));

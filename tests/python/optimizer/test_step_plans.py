@@ -14,6 +14,7 @@ import torchium
 from captured_layers import Conv1D
 from optimizer_cases import (
     CASES,
+    all_cases,
     assert_goes_on_as_a_copy,
     assert_same,
     capturing_cases,
@@ -123,6 +124,18 @@ def test_what_changes_identity_is_bound_again(make, change: Change, bindings, de
 def test_what_changes_identity_is_noticed_by_optimizers_that_capture(make, change, device):
     model, optimizer = trained(make, device)
     change(model, optimizer)
+    assert_goes_on_as_a_copy(model, optimizer, steps=4)
+
+
+@all_cases
+def test_a_parameter_that_moves_to_the_next_group_is_noticed(make, device):
+    """All parameters together keep their order."""
+    model = mlp(device)
+    params = list(model.parameters())
+    optimizer = make([{"params": params[:3]}, {"params": params[3:], "lr": 0.5}])
+    run(model, optimizer)
+    first, second = (group["params"] for group in optimizer.param_groups)
+    second.insert(0, first.pop())
     assert_goes_on_as_a_copy(model, optimizer, steps=4)
 
 
