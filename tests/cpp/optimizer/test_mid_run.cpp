@@ -98,6 +98,20 @@ TEST(HugeGradients, TheLimitIsThatOfTheElementsAndSteps) {
   }
 }
 
+TEST(HugeGradients, TheLimitFollowsAPenaltyThatIsSetLater) {
+  auto param = parameter(torch::ones({40, 25}));
+  Shampoo optimizer({param}, ShampooOptions(0.1).grafting("sgd"));
+  train(optimizer, {param}, 0, 1);
+  const double limit = std::sqrt(std::numeric_limits<float>::max() / (32.0 * 1000 * 2));
+  options_of<ShampooOptions>(optimizer).weight_decay(0.1);  // which takes half of the limit
+  set_grad(param, torch::full({40, 25}, 0.6 * limit));
+  optimizer.step();
+  EXPECT_EQ(step_of(optimizer, param), 1);
+  options_of<ShampooOptions>(optimizer).weight_decay(0.0);
+  optimizer.step();
+  EXPECT_EQ(step_of(optimizer, param), 2);
+}
+
 TEST(HugeGradients, AreNamedWithTheLimitOfTheirStep) {
   auto param = parameter(torch::ones({50}));
   Adagrad optimizer({param});
@@ -269,9 +283,14 @@ TEST(ChangedDampingSplits, MakeNewInverses) {
     return static_cast<KFACParamState&>(*optimizer.state().at(weight.unsafeGetTensorImpl()));
   };
   int step = 0;
-  for (const std::string split : {"pi", "exact", "plain"}) {
+  torch::Tensor before;
+  for (const std::string split : {"pi", "exact", "plain", "pi"}) {
     options_of<KFACOptions>(optimizer).damping_split(split);
     train_on(optimizer, model, make_batch(step++, kMlpSample));
+    if (before.defined() && state().A_inverse().defined()) {  // no inverse is due by its schedule
+      EXPECT_FALSE(torch::equal(state().A_inverse(), before));
+    }
+    before = state().A_inverse().defined() ? state().A_inverse().clone() : torch::Tensor();
     train_on(optimizer, model, make_batch(step++, kMlpSample));
     EXPECT_EQ(state().A_inverse().defined(), split != "exact");
     EXPECT_EQ(state().A_eigenvectors().defined(), split == "exact");

@@ -69,9 +69,13 @@ def test_solvers_take_different_paths():
         assert not torch.equal(inverses[first], inverses[second])
 
 
-def test_a_lost_pivot_is_left_to_eigenvalues_on_the_cpu():
-    """Three samples, and a damping below the rounding error of the largest eigenvalue."""
-    options = {"samples": 3, "damping": 1e-18, "damping_split": "plain"}
+@pytest.mark.parametrize("damping", [1e-18, 1e-14])
+def test_a_lost_pivot_is_left_to_eigenvalues_on_the_cpu(damping):
+    """Three samples, and a damping below the rounding error of the largest eigenvalue.
+
+    With the smaller one a pivot is negative, with the other one positive but nothing but rounding errors.
+    """
+    options = {"samples": 3, "damping": damping, "damping_split": "plain"}
     states = {
         solver: after_one_step(torch.float32, "cpu", solver=solver, **options)
         for solver in ("cholesky", "eigh")

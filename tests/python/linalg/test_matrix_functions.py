@@ -335,6 +335,19 @@ def test_newton_is_replaced_by_eigh_for_indefinite_matrices_on_a_cpu():
     assert relative_error(X, expected) < 1e-12
 
 
+@pytest.mark.parametrize("root", [1, 2, 4])
+@pytest.mark.parametrize(("dtype", "below"), [(torch.float32, 6e-6), (torch.float64, 3e-15)])
+def test_newton_is_replaced_by_eigh_where_its_result_is_finite_but_wrong(dtype, below, root):
+    """For an eigenvalue a little below zero the iteration makes one that is far too large."""
+    spectrum = torch.linspace(0.1, 1, 16, dtype=torch.float64)
+    spectrum[0] = -below
+    A = from_spectrum(spectrum).to(dtype)
+    X, info = matrix_inverse_root(A, root, method="newton", return_info=True)
+    assert info.iterations == 0
+    largest = torch.linalg.eigvalsh(X.double())[-1]
+    assert largest == pytest.approx(float(info.floor) ** (-1 / root), rel=1e-2)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("method", METHODS)
 def test_non_finite_matrices_do_not_touch_their_neighbours(device, method, value):
