@@ -1,4 +1,4 @@
-"""Prints the requirements of the given extras of pyproject.toml, one a line.
+"""Prints the requirements of the given extras of pyproject.toml, one per line.
 
 So that tools (linters, Sphinx) can be installed without building the project, which
 `pip install .[lint]` would do. usage: requirements.py EXTRA...

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class NaturalGradient(CapturingOptimizer):
     r"""Follows the natural gradient of the batch: the gradient times a damped inverse Fisher matrix.
 
-    With :math:`J` the gradients of the losses of the :math:`n` samples, one a row,
+    With :math:`J` the gradients of the losses of the :math:`n` samples, one per row,
     :math:`F = J^\top J / n` is the empirical Fisher matrix of all parameters together. With
     ``fisher="ggn"`` or ``"mc"``, :math:`F` is the generalized Gauss-Newton matrix or an estimate of it
     (:meth:`update_curvature`), and :meth:`update_jacobian` takes a :math:`J` from the caller. With

@@ -23,7 +23,7 @@ void check_dense_real(const at::Tensor& tensor, const char* name, size_t index) 
 
 void check_parameters(at::TensorList params, const std::vector<at::Tensor>& steps,
                       const at::Tensor& status) {
-  TORCH_CHECK_VALUE(steps.size() == params.size(), "one step count a parameter is needed, got ",
+  TORCH_CHECK_VALUE(steps.size() == params.size(), "one step count per parameter is needed, got ",
                     params.size(), " params and ", steps.size(), " steps");
   TORCH_CHECK_VALUE(status.defined() && status.scalar_type() == at::kLong &&
                         status.numel() == kStatusSize && status.is_contiguous(),
@@ -33,7 +33,7 @@ void check_parameters(at::TensorList params, const std::vector<at::Tensor>& step
     TORCH_CHECK_VALUE(params[i].device() == status.device() && steps[i].device() == status.device(),
                       "a call works on one device: params[", i, "] is on ", params[i].device(),
                       ", its step count on ", steps[i].device(), ", status on ", status.device(),
-                      "; call it once a device");
+                      "; call it once per device");
     TORCH_CHECK_VALUE(steps[i].scalar_type() == at::kDouble && steps[i].numel() == 1, "steps[", i,
                       "] must be one float64 number, got ", steps[i].scalar_type(), " of shape ",
                       steps[i].sizes());

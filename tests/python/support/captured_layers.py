@@ -32,7 +32,7 @@ class Captured:
     output_gradients: list[Tensor] = field(default_factory=list)
     calls: list[int] = field(default_factory=list)
     call_eps: list[float] = field(default_factory=list)
-    gradients: list[Tensor] = field(default_factory=list)  # of the mean loss, one a parameter
+    gradients: list[Tensor] = field(default_factory=list)  # of the mean loss, one per parameter
     samples: int = 0
 
     @property

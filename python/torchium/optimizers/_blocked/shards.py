@@ -98,7 +98,7 @@ class Shards:
             self.of(param).grad = None if grad is None else local_tensor(grad)
 
     def end_step(self) -> None:
-        """Lets go of the gradients, which ``zero_grad()`` frees, and tells autograd of the new values."""
+        """Drops the gradients, which ``zero_grad()`` frees, and marks the parameters as changed for autograd."""
         for param, alias in self._aliases.items():
             alias.grad = None
             torch.autograd.graph.increment_version(param)
