@@ -38,7 +38,7 @@ FOLDERS = {
     "cuda_kernels": [
         {"common"},
         {"split_gemm"},
-        {"inverse_root", "optimizer_step", "factors", "samples", "krylov"},
+        {"inverse_root", "optimizer_step", "factors", "samples", "kronecker", "krylov"},
     ],
     "linalg": [{"operators"}, {"krylov", "estimators"}],
     "optim": [
