@@ -1,5 +1,5 @@
-// The operators of torchium/linalg/matrix_functions.h on lists of stacks: compositions of those on
-// one stack, which all stacks of one order, dtype and device are joined to.
+// The operators of torchium/linalg/matrix_functions.h on lists of batches: compositions of those on
+// one batch, to which all batches of one order, dtype and device are joined.
 #include "linalg/matrix_groups.h"
 #include "linalg/operand_checks.h"
 #include <torchium/linalg/matrix_functions.h>
@@ -67,8 +67,8 @@ Tensors inverse_roots(at::TensorList A, int64_t root, double eps, double relativ
   check_entries("matrix_inverse_root", A);
   refuse_gradients("matrix_inverse_root", A, kRootListRemedy);
   const InverseRootOptions options{eps, relative_eps, std::string(method)};
-  return std::get<0>(solve_each_order<1>(A, [&](const Tensor& stack) {
-    return std::array{linalg::matrix_inverse_root(stack, root, options)};
+  return std::get<0>(solve_each_order<1>(A, [&](const Tensor& batch) {
+    return std::array{linalg::matrix_inverse_root(batch, root, options)};
   }));
 }
 
@@ -77,24 +77,24 @@ InfoLists inverse_roots_info(at::TensorList A, int64_t root, double eps, double 
   check_entries("matrix_inverse_root", A);
   refuse_gradients("matrix_inverse_root", A, kRootListRemedy);
   const InverseRootOptions options{eps, relative_eps, std::string(method)};
-  return std::tuple_cat(solve_each_order<4>(A, [&](const Tensor& stack) {
-    const InverseRootInfo info = linalg::matrix_inverse_root_info(stack, root, options);
+  return std::tuple_cat(solve_each_order<4>(A, [&](const Tensor& batch) {
+    const InverseRootInfo info = linalg::matrix_inverse_root_info(batch, root, options);
     return std::array{info.root, info.residual, info.iterations, info.floor};
   }));
 }
 
 Tensors powers(at::TensorList A, double exponent, double eps, double relative_eps) {
   check_entries("matrix_power", A);
-  return std::get<0>(solve_each_order<1>(A, [&](const Tensor& stack) {
-    return std::array{linalg::matrix_power(stack, exponent, eps, relative_eps)};
+  return std::get<0>(solve_each_order<1>(A, [&](const Tensor& batch) {
+    return std::array{linalg::matrix_power(batch, exponent, eps, relative_eps)};
   }));
 }
 
 EighLists eigensystems(at::TensorList A) {
   check_entries("eigh", A);
   refuse_gradients("eigh", A, kEighListRemedy);
-  return std::tuple_cat(solve_each_order<2>(A, [](const Tensor& stack) {
-    const auto [values, vectors] = linalg::eigh(stack);
+  return std::tuple_cat(solve_each_order<2>(A, [](const Tensor& batch) {
+    const auto [values, vectors] = linalg::eigh(batch);
     return std::array{values, vectors};
   }));
 }

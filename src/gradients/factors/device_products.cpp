@@ -63,10 +63,10 @@ at::Tensor gram_of_rows(const at::Tensor& X) {
   const int64_t parts = std::clamp<int64_t>((kTilesInFlight + tiles - 1) / tiles, 1,
                                             std::max<int64_t>(1, count / kLeastRows));
   const int64_t rows = (count + parts - 1) / parts;
-  const at::Tensor halves = at::empty({2, parts * rows, n}, X.options().dtype(at::kHalf));
-  halves.narrow(1, count, parts * rows - count).zero_();
+  const at::Tensor hi_and_lo = at::empty({2, parts * rows, n}, X.options().dtype(at::kHalf));
+  hi_and_lo.narrow(1, count, parts * rows - count).zero_();
   const at::Tensor scale = at::empty({1}, X.options());
-  auto* hi = reinterpret_cast<__half*>(halves.mutable_data_ptr<at::Half>());
+  auto* hi = reinterpret_cast<__half*>(hi_and_lo.mutable_data_ptr<at::Half>());
   const SplitFp16 split{.hi = hi,
                         .lo = hi + parts * rows * n,
                         .scale = scale.mutable_data_ptr<float>(),

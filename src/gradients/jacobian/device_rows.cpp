@@ -53,7 +53,7 @@ at::Tensor plain(const at::Tensor& images) {
 }  // namespace
 
 struct DeviceRows::Operands {
-  at::Tensor halves;  // memory of the parts
+  at::Tensor hi_and_lo;  // memory of the fp16 parts
   cuda_kernels::SampleProduct product;
 };
 
@@ -106,7 +106,7 @@ DeviceRows::Operands DeviceRows::split(const Call& call, int64_t first, int64_t 
   const int64_t of_G = count * weight.groups * weight.fan_out * pitch;
   const auto options = scales_.options();
   Operands result{at::empty({2 * (of_A + of_G)}, options.dtype(at::kHalf)), {}};
-  auto* half = static_cast<__half*>(result.halves.mutable_data_ptr());
+  auto* half = static_cast<__half*>(result.hi_and_lo.mutable_data_ptr());
   auto* scale = scales_.mutable_data_ptr<float>() + first_row + first;
   const at::Tensor largest = at::zeros({2, count}, options.dtype(at::kInt));
   auto* bits = reinterpret_cast<unsigned*>(largest.mutable_data_ptr<int>());

@@ -57,13 +57,13 @@ TEST(SymmetricUpdate, OverwritesWithBetaZero) {
   }
 }
 
-TEST(SymmetricUpdate, WritesIntoAViewOfAStack) {
-  auto stack = torch::zeros({4, 200, 200});
-  auto C = stack.narrow(0, 1, 2);
+TEST(SymmetricUpdate, WritesIntoAViewOfABatch) {
+  auto batch = torch::zeros({4, 200, 200});
+  auto C = batch.narrow(0, 1, 2);
   const auto X = torch::randn({2, 200, 8});
   symmetric_update_(C, X, 1.0, 1.0);
-  EXPECT_TRUE(torch::allclose(stack.narrow(0, 1, 2), X.matmul(X.mT()), 1e-4, 1e-4));
-  EXPECT_EQ(stack[0].abs().sum().item<float>() + stack[3].abs().sum().item<float>(), 0.0f);
+  EXPECT_TRUE(torch::allclose(batch.narrow(0, 1, 2), X.matmul(X.mT()), 1e-4, 1e-4));
+  EXPECT_EQ(batch[0].abs().sum().item<float>() + batch[3].abs().sum().item<float>(), 0.0f);
 }
 
 TEST(SymmetricUpdate, GivesTheSameBitsEachRun) {

@@ -153,7 +153,7 @@ torch::Tensor random_basis(int64_t n) {
   return std::get<0>(torch::linalg_qr(torch::randn({n, n}, torch::kDouble)));
 }
 
-TEST(LastStep, RoundingToHalvesIsWithinTheTolerance) {
+TEST(LastStep, RoundingToFp16IsWithinTheTolerance) {
   const int64_t n = 48;
   const auto Q = random_basis(n);
   for (const int64_t p : {1, 2, 3, 4, 6, 8}) {
@@ -170,7 +170,7 @@ TEST(LastStep, RoundingToHalvesIsWithinTheTolerance) {
 }
 
 // The largest entries of X must not hide the directions of the largest eigenvalues.
-TEST(LastStep, RoundingToHalvesKeepsTheResidualSmall) {
+TEST(LastStep, RoundingToFp16KeepsTheResidualSmall) {
   const int64_t n = 48;
   const auto Q = random_basis(n);
   const auto M = (Q * torch::exp2(torch::linspace(-18, 0, n, torch::kDouble))).matmul(Q.t());

@@ -127,7 +127,7 @@ TEST_P(Archives, AreSnapshots) {
 }
 
 // A saved view must not include its whole buffer.
-TEST_P(Archives, HoldNoStacks) {
+TEST_P(Archives, HoldNoBlockStorage) {
   Tensors params;
   for (int i = 0; i < 32; ++i) {
     params.push_back(parameter(torch::randn({16, 16}).to(GetParam().dtype)));

@@ -159,7 +159,7 @@ def test_orders_that_are_renewed_at_once_do_not_affect_each_other(graphs: str) -
         assert torch.equal(p, expected)
 
 
-def test_large_stacks_are_renewed_without_copies() -> None:
+def test_large_batches_are_renewed_without_copies() -> None:
     """The workspace is 4 n^2 floats per matrix of both modes, which are renewed at once; a copy of all
     statistics or roots would be n^2 more.
     """

@@ -118,7 +118,7 @@ def test_precision_of_products(
 
 
 @pytest.mark.parametrize("precision", ["highest", "high"])
-def test_a_skipped_step_of_halves_changes_no_bit(precision: str) -> None:
+def test_a_skipped_step_of_fp16_parts_changes_no_bit(precision: str) -> None:
     p = nn.Parameter(torch.randn(1024, 1024, device="cuda"))
     options = {**BASE, **OPTIONS["averages"], "block_size": 1024}
     optimizer = torchium.Shampoo([p], matmul_precision=precision, **options)
@@ -362,7 +362,7 @@ def test_products_of_many_block_shapes_share_launches(
 ) -> None:
     """More shapes than one launch supports, and more matrices than are in flight at once."""
     if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("products of halves need compute capability 9.0")
+        pytest.skip("products of fp16 parts need compute capability 9.0")
     torch.manual_seed(0)
     shapes = [(8 * i, 8 * (41 - i)) for i in range(1, 41)] + [(3080, 2056)]
     params = [nn.Parameter(torch.zeros(shape, device="cuda")) for shape in shapes]

@@ -24,7 +24,7 @@ ONE_STACK = {
     "svd": (I,),
     "fused_mul_add": (I, I, I),
 }
-STACKS = {"matrix_inverse_root": (I, 2), "matrix_power": (I, 0.5), "eigh": (I,)}
+BATCHES = {"matrix_inverse_root": (I, 2), "matrix_power": (I, 0.5), "eigh": (I,)}
 NAMES = {"fused_mul_add": "abc"}
 
 
@@ -53,9 +53,9 @@ def test_a_list_of_tensors_names_the_way_out(function):
     refuses(r". is \[.*torch\.stack", function, *arguments)
 
 
-@pytest.mark.parametrize("function", STACKS)
+@pytest.mark.parametrize("function", BATCHES)
 def test_matrices_must_be_tensors_or_lists_of_tensors(function):
-    others = STACKS[function][1:]
+    others = BATCHES[function][1:]
     either = "it must be a tensor, or a list or tuple of tensors"
     refuses(rf"A is array.*{either}\. {CONVERT}", function, np.eye(3), *others)
     refuses(rf"A is 3 \(int\); {either}", function, 3, *others)

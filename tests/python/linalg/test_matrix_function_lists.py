@@ -65,16 +65,16 @@ def test_every_entry_has_the_root_that_it_has_alone(device, container):
     A = mixed(device)
     roots = matrix_inverse_root(container(A), 4, **OPTIONS)
     assert isinstance(roots, list)
-    for X, stack in zip(roots, A, strict=True):
-        assert_like(X, matrix_inverse_root(stack, 4, **OPTIONS))
+    for X, batch in zip(roots, A, strict=True):
+        assert_like(X, matrix_inverse_root(batch, 4, **OPTIONS))
 
 
 def test_infos_come_one_an_entry(device):
     A = mixed(device)
     roots, infos = matrix_inverse_root(A, 2, return_info=True, **OPTIONS)
     assert len(roots) == len(infos) == len(A)
-    for X, info, stack in zip(roots, infos, A, strict=True):
-        expected, expected_info = matrix_inverse_root(stack, 2, return_info=True, **OPTIONS)
+    for X, info, batch in zip(roots, infos, A, strict=True):
+        expected, expected_info = matrix_inverse_root(batch, 2, return_info=True, **OPTIONS)
         assert isinstance(info, InverseRootInfo)
         assert_like(X, expected)
         assert torch.equal(info.iterations, expected_info.iterations)
@@ -86,12 +86,12 @@ def test_powers_and_eigensystems(device):
     A = mixed(device)
     powers = matrix_power(A, -0.3, relative_eps=1e-3)
     values, vectors = eigh(A)
-    for X, d, Q, stack in zip(powers, values, vectors, A, strict=True):
-        assert_like(X, matrix_power(stack, -0.3, relative_eps=1e-3))
-        assert_like(d, eigh(stack)[0])
+    for X, d, Q, batch in zip(powers, values, vectors, A, strict=True):
+        assert_like(X, matrix_power(batch, -0.3, relative_eps=1e-3))
+        assert_like(d, eigh(batch)[0])
         composed = (Q.double() * d.double().unsqueeze(-2)) @ Q.double().mT
         assert (
-            relative_error(composed, stack.double().cpu()) < 20 * torch.finfo(X.dtype).eps
+            relative_error(composed, batch.double().cpu()) < 20 * torch.finfo(X.dtype).eps
         ).all()
 
 

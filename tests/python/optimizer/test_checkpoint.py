@@ -65,7 +65,7 @@ def test_state_dict_holds_tensors_and_plain_python_only(make):
 
 
 @all_cases
-def test_state_dict_is_a_snapshot_without_stacks(make):
+def test_state_dict_is_a_snapshot_without_block_storage(make):
     model, optimizer = trained(make)
     state_dict = optimizer.state_dict()
     for tensor in tensors_of(state_dict):
@@ -145,7 +145,7 @@ def test_a_learning_rate_in_a_tensor_is_not_shared_with_the_checkpoint(make):
 
 
 @plain_cases
-def test_matrices_of_one_size_share_a_stack_and_its_order_is_that_of_the_group(make):
+def test_matrices_of_one_size_lie_side_by_side_in_the_order_of_the_group(make):
     """In whatever order the parameters first got state."""
     layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(4))
     optimizer = make(layers.parameters())

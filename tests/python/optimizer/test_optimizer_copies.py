@@ -95,7 +95,7 @@ def test_whole_optimizer_goes_through_torch_save(make):
 
 
 @plain_cases
-def test_pickle_holds_no_stacks(make):
+def test_pickle_holds_no_block_storage(make):
     """A view saved with its whole buffer would make the pickle grow with the square."""
     layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(16))
     optimizer = make(layers.parameters())

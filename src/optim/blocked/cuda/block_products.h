@@ -32,7 +32,7 @@ class BlockProducts {
   };
   class PartOperands;
 
-  // Halves without lower ones.
+  // Operands are their hi parts alone.
   bool is_single() const { return precision_ == linalg::detail::MatmulPrecision::kHigh; }
   std::vector<std::vector<Piece>> split_parts() const;
   void precondition_part(const std::vector<Piece>& part, PartOperands& operands) const;
