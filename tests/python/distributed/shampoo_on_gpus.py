@@ -103,6 +103,29 @@ def ranks_fail_together(ranks: int) -> None:
 
 
 @case(2)
+def skipped_steps_keep_the_schedule_of_roots(ranks: int) -> None:
+    """The plans of the blocks have launched a step before the host knows that it is skipped."""
+    given = {"block_size": 128, "update_freq": 3, "eps": 1e-2, "betas": (0.9, 0.99)}
+    results = []
+    for on_device, group in ((torch.device("cpu"), None), (device(), dist.group.WORLD)):
+        params = [nn.Parameter(p.detach().to(on_device)) for p in parameters(torch.float32)]
+        optimizer = torchium.Shampoo(params, **given, process_group=group)
+        for step in range(10):
+            if step in (1, 4, 5):
+                for p in params:
+                    p.grad = torch.ones_like(p)
+                if group is None or dist.get_rank() == 1:
+                    params[4].grad.view(-1)[7] = float("inf")
+                optimizer.step()
+            train(optimizer, params, range(step, step + 1))
+        optimizer.check_errors()
+        assert all(state["step"].item() == 10 for state in optimizer.state.values())
+        results.append([p.detach().cpu() for p in params])
+    for i, (p, q) in enumerate(zip(*results, strict=True)):
+        assert (p - q).norm() < 2e-3 * q.norm(), i
+
+
+@case(2)
 def data_parallel_training(ranks: int) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 10)).cuda()

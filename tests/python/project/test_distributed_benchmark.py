@@ -1,4 +1,4 @@
-"""The benchmark of several GPUs, with two processes on the CPU and a tiny model."""
+"""The benchmarks of several GPUs, with two processes on the CPU and tiny models."""
 
 from __future__ import annotations
 
@@ -7,19 +7,35 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "distributed.py"
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 
 
-def test_a_dry_run_writes_all_rows():
-    # One thread: the model is small, and two threads wait for each other on a busy machine.
+def lines_of_dry_run(script: str) -> list[str]:
+    # One thread: the models are small, and two threads wait for each other on a busy machine.
     run = subprocess.run(
-        [sys.executable, SCRIPT, "--dry-run"],
+        [sys.executable, BENCHMARKS / script, "--dry-run"],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert run.returncode == 0, run.stderr
-    rows = [line.split() for line in run.stdout.splitlines()[1:]]
+    return run.stdout.splitlines()
+
+
+def test_steps_of_shampoo():
+    rows = [line.split() for line in lines_of_dry_run("distributed.py")[1:]]
     assert [row[0] for row in rows] == ["every", "never"]
     assert all(0.3 < float(row[-1]) < 0.7 for row in rows)  # of the state
+
+
+def test_steps_of_kfac_and_natural_gradient():
+    rows = lines_of_dry_run("distributed_curvature.py")[3:]
+    assert [row[:36].strip() for row in rows] == [
+        "K-FAC, TCov 1, TInv 10",
+        "K-FAC, TCov 1, TInv 10, one worker",
+        "K-FAC, TCov 10, TInv 100",
+        "natural gradient",
+        "natural gradient, every 10",
+    ]
+    assert all(len(row[36:].split()) == 3 for row in rows)
