@@ -68,7 +68,8 @@ workers=()
 if "$python" -c "import xdist" 2> /dev/null; then
   workers=(-n auto --maxprocesses=8 --dist loadgroup)
 fi
-pytest=("$python" -m pytest -q -m cuda -p no:cacheprovider ${workers[@]+"${workers[@]}"})
+# -v: the names of failed tests are known even if the run is stopped.
+pytest=("$python" -m pytest -v -m cuda -p no:cacheprovider ${workers[@]+"${workers[@]}"})
 wanted pytest && check pytest-cuda "${pytest[@]}" tests/python
 wanted zoo && check zoo-cuda "${pytest[@]}" tests/zoo
 if wanted gtest; then
