@@ -3,7 +3,9 @@
 It also makes `import reference` work: pytest puts the folder of this file on the path.
 """
 
+import gc
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,11 @@ settings.register_profile("ci", max_examples=25, derandomize=True, deadline=None
 settings.register_profile("nightly", max_examples=1000, deadline=None, print_blob=True)
 settings.load_profile("ci")
 
+if not torch.cuda.is_available():
+    # For each kind of device that may start later, torch.manual_seed keeps the seed with a formatted stack: 1 ms,
+    # and each test calls it several times.
+    torch.manual_seed = torch.default_generator.manual_seed
+
 
 def pytest_configure() -> None:
     """Shares the cores out among the workers: threads in excess of cores wait for each other."""
@@ -23,6 +30,17 @@ def pytest_configure() -> None:
         threads = max(1, len(os.sched_getaffinity(0)) // workers)
         torch.set_num_threads(threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # of the programs that tests start
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Modules and collected tests live to the end: the garbage collector, which tests call, skips them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before the fixtures of the test, of any scope
