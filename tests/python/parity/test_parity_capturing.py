@@ -23,6 +23,11 @@ STEPS = 12
 BATCH = 8
 
 
+def steps_of(options: dict[str, Any]) -> range:
+    """Two updates, at least, of all that is due every few steps: the defaults' inverses at every tenth."""
+    return range(7 if options else STEPS)
+
+
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -291,7 +296,7 @@ def test_trajectory_and_state(name, options, model):
         pytest.skip("natural gradient refuses rows that samples share, and statistics of a batch")
     python, cpp = twins(name, model, **options)
     for run in (python, cpp):
-        for step in range(STEPS):
+        for step in steps_of(options):
             run.step(step)
     assert_twins(python, cpp)
 
@@ -319,7 +324,7 @@ def test_groups_and_schedules(name):
 def test_micro_batches_and_other_passes(name, options):
     python, cpp = twins(name, "convnet", **options)
     for run in (python, cpp):
-        for step in range(STEPS):
+        for step in steps_of(options):
             run.model(run.batch(50 + step))  # no backward pass
             x = run.batch(60 + step).requires_grad_()
             torch.autograd.grad(run.model(x).sum(), x)
@@ -336,7 +341,7 @@ def test_micro_batches_and_other_passes(name, options):
 def test_micro_batches_of_a_tied_head(options):
     python, cpp = twins("KFAC", "tied_words", **options)
     for run in (python, cpp):
-        for step in range(STEPS):
+        for step in steps_of(options):
             run.loss(70 + step).backward()
             for p in run.params:  # not by the optimizer, which learns of it only from the next pass
                 p.grad = None
@@ -353,7 +358,7 @@ def test_micro_batches_of_a_tied_head(options):
 def test_skipped_steps(name, options):
     python, cpp = twins(name, "mlp", **options)
     for run in (python, cpp):
-        for step in range(STEPS):
+        for step in steps_of(options):
             if step % 4 == 1:
                 run.optimizer.zero_grad()
                 (run.loss(step) * math.nan).backward()
@@ -366,10 +371,10 @@ def test_skipped_steps(name, options):
 @cases
 def test_a_cpp_archive_goes_on_like_an_uninterrupted_python_run(name, options, model):
     python = Run("python", name, model, **options)
-    for step in range(STEPS):
+    for step in steps_of(options):
         python.step(step)
     cpp = Run("cpp", name, model, **options)
-    for step in range(STEPS):
+    for step in steps_of(options):
         if step in (1, 4, 5):
             archive = cpp.optimizer.save_bytes()
             cpp.optimizer = cpp.make()
