@@ -47,7 +47,7 @@ def table_rows(output: str) -> dict[str, list[str]]:
     return {label: rest for label, *rest in cells}
 
 
-@pytest.mark.parametrize(("model", "budget", "batch"), [("mlp", 30, 128), ("convnet", 60, 64)])
+@pytest.mark.parametrize(("model", "budget", "batch"), [("mlp", 20, 128), ("convnet", 60, 64)])
 def test_compare_trains_every_optimizer(
     model: str, budget: int, batch: int, tmp_path: Path
 ) -> None:
