@@ -17,7 +17,7 @@ constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
 // What the ranks exchange; after a value with which all must agree comes its negative.
 enum Slot : size_t {
   kError,
-  kFailedRanks,
+  kFailure,
   kFoundInf,
   kRenews,
   kSetup,
@@ -142,7 +142,7 @@ int64_t failure_of_rank(const Communicator& ranks, FailedPart part) {
   return ranks.rank() + 1 + (part == FailedPart::kLastUpdate ? ranks.size() : 0);
 }
 
-void check_failed_ranks(int64_t failure, const Communicator& ranks) {
+void check_failure(int64_t failure, const Communicator& ranks) {
   TORCH_CHECK(failure <= ranks.size(), "rank ", failure - ranks.size() - 1,
               " of the process group raised an error while it applied the last update; see its "
               "message. The parameters of the ranks differ now: continue from a checkpoint");
@@ -163,7 +163,7 @@ std::vector<int64_t> message_of(const StepFindings& own, const Communicator& ran
     values[slot + 1] = own.has_error ? -kMost : -value;
   };
   values[kError] = own.has_error ? ranks.rank() + 1 : 0;
-  values[kFailedRanks] = own.failed_ranks;
+  values[kFailure] = own.failure;
   values[kFoundInf] = own.found_inf ? 1 : 0;
   values[kRenews] = own.renews ? 1 : 0;
   add_both(kSetup, short_hash(own.setup));
@@ -189,7 +189,6 @@ StepFindings findings_in(const std::vector<int64_t>& values, const StepFindings&
                 "; see its message. No rank has taken the step");
     return own;
   }
-  check_failed_ranks(values[kFailedRanks], ranks);
   if (differs(kSetup) || differs(kGroupCount)) {
     refuse_setups(own, ranks);
   }
@@ -200,6 +199,7 @@ StepFindings findings_in(const std::vector<int64_t>& values, const StepFindings&
     refuse_layers(own, ranks, names);
   }
   StepFindings all = own;
+  all.failure = values[kFailure];
   all.found_inf = values[kFoundInf] != 0;
   all.renews = values[kRenews] != 0;
   for (size_t g = 0; g < own.groups.size(); ++g) {
@@ -221,15 +221,16 @@ void add_findings(at::Tensor& message, const DeviceFindings& on_device, size_t g
   if (on_device.found_inf.defined()) {
     message.narrow(0, kFoundInf, 1).copy_(on_device.found_inf.view({1}).ne(0));
   }
-  if (on_device.failed_ranks.defined()) {
-    message.narrow(0, kFailedRanks, 1).copy_(on_device.failed_ranks.view({1}));
+  if (on_device.failure.defined()) {
+    message.narrow(0, kFailure, 1).copy_(on_device.failure.view({1}));
   }
   if (on_device.unfit.defined()) {  // kMost - unfit, but 0 for -1
     unfit_slots(message, groups).copy_((kMost - on_device.unfit).bitwise_and_(kMost));
   }
 }
 
-// [groups] float64: 1 where findings_in() throws or the step of a group is skipped.
+// [groups] float64: 1 where findings_in() throws, the step before has failed, or the step of a
+// group is skipped.
 at::Tensor skipped_groups(const at::Tensor& message, size_t groups) {
   const at::Tensor differences =
       message.narrow(0, kSetup, kGroups - kSetup).view({-1, 2}).sum(1).ne(0).any();
@@ -250,29 +251,47 @@ StepFindings agree(const StepFindings& own, const Communicator& ranks,
 
 PendingAgreement::PendingAgreement(StepFindings own, const DeviceFindings& on_device,
                                    const Communicator& ranks, c10::Device device)
-    : own_(std::move(own)), ranks_(ranks) {
-  const std::vector<int64_t> values = message_of(own_, ranks_);
+    : own_(std::move(own)), ranks_(ranks), values_(message_of(own_, ranks_)) {
   if (device.is_cpu()) {
-    values_ = ranks_.all_reduce_max(values);
+    TORCH_INTERNAL_ASSERT(!on_device.found_inf.defined() && !on_device.unfit.defined() &&
+                          !on_device.failure.defined());
     return;
   }
-  at::Tensor message = at::tensor(values, at::kLong).pin_memory().to(device, /*non_blocking=*/true);
-  add_findings(message, on_device, own_.groups.size());
-  ranks_.all_reduce_max_(message);
-  skipped_ = skipped_groups(message, own_.groups.size());
-  on_host_ = at::empty(message.sizes(), at::TensorOptions(at::kLong).pinned_memory(true));
-  on_host_.copy_(message, /*non_blocking=*/true);
-  arrived_.emplace(device.type());
-  arrived_->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  message_ = at::tensor(values_, at::kLong).pin_memory().to(device, /*non_blocking=*/true);
+  add_findings(message_, on_device, own_.groups.size());
+  on_host_ = at::empty(message_.sizes(), at::TensorOptions(at::kLong).pinned_memory(true));
+}
+
+void PendingAgreement::begin() {
+  if (!message_.defined()) {
+    values_ = ranks_.all_reduce_max(values_);
+    return;
+  }
+  ranks_.all_reduce_max_(message_);
+  held_.run([&] {
+    skipped_ = skipped_groups(message_, own_.groups.size());
+    on_host_.copy_(message_, /*non_blocking=*/true);
+    const c10::Device device = message_.device();
+    arrived_.emplace(device.type());
+    arrived_->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  });
+}
+
+const at::Tensor& PendingAgreement::skipped() const {
+  held_.raise();
+  return skipped_;
 }
 
 StepFindings PendingAgreement::settle(const std::vector<std::string>& names) const {
-  if (!arrived_) {
+  if (!message_.defined()) {
     return findings_in(values_, own_, ranks_, names);
   }
-  arrived_->synchronize();
-  const auto* data = on_host_.const_data_ptr<int64_t>();
-  return findings_in({data, data + on_host_.numel()}, own_, ranks_, names);
+  if (!held_.is_set()) {
+    arrived_->synchronize();
+  }
+  const at::Tensor values = held_.is_set() ? message_.cpu() : on_host_;
+  const auto* data = values.const_data_ptr<int64_t>();
+  return findings_in({data, data + values.numel()}, own_, ranks_, names);
 }
 
 }  // namespace torchium::distributed

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "distributed/communicator.h"
+#include "distributed/held_error.h"
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
@@ -34,16 +35,16 @@ struct StepFindings {
   // the layer that it is the weight of, odd if it has captured samples of it; or of its state,
   // even.
   std::vector<int64_t> layers;
-  bool renews = false;       // this rank has lost inverses, which all ranks then recompute
-  int64_t failed_ranks = 0;  // see failure_of_rank(); of the step before
+  bool renews = false;  // this rank has lost inverses, which all ranks then recompute
+  int64_t failure = 0;  // see failure_of_rank(); of the step before
   std::vector<GroupFindings> groups;
 };
 
 // What a device knows before the host does. Undefined: as the host says.
 struct DeviceFindings {
-  at::Tensor found_inf;     // one number; not 0: skip the step
-  at::Tensor unfit;         // [groups] int64, see GroupFindings
-  at::Tensor failed_ranks;  // one int64
+  at::Tensor found_inf;  // one number; not 0: skip the step
+  at::Tensor unfit;      // [groups] int64, see GroupFindings
+  at::Tensor failure;    // one int64
 };
 
 // The number of a rank that raised an error in a step after the ranks had agreed on it, while it
@@ -51,7 +52,7 @@ struct DeviceFindings {
 enum class FailedPart : uint8_t { kWork, kLastUpdate };
 int64_t failure_of_rank(const Communicator& ranks, FailedPart part);
 // Throws the error of all ranks for such a number, unless it is 0.
-void check_failed_ranks(int64_t failure, const Communicator& ranks);
+void check_failure(int64_t failure, const Communicator& ranks);
 
 // Of a call that all ranks make together, such as "update_damping()", and that is not a step.
 StepFindings findings_of_call(const std::string& call);
@@ -63,16 +64,19 @@ StepFindings findings_of_call(const std::string& call);
 StepFindings agree(const StepFindings& own, const Communicator& ranks,
                    const std::vector<std::string>& names);
 
-// The same on a device, without a wait: all ranks launch work that a skipped step leaves undone,
-// and settle before they begin what needs all of them. On a CPU the constructor waits.
+// The same on a device, without a wait: all ranks launch work that has no effect if the step is
+// skipped, and settle before they begin what needs all of them. On a CPU begin() waits.
 class PendingAgreement {
  public:
+  // Prepares the message. `on_device` must be empty on a CPU.
   PendingAgreement(StepFindings own, const DeviceFindings& on_device, const Communicator& ranks,
                    c10::Device device);
 
+  // All ranks must call it. An error on this rank alone is held, for skipped().
+  void begin();
   // [groups] float64 on the device: 0 where the step of a group is taken, else 1. Undefined on a
   // CPU.
-  const at::Tensor& skipped() const { return skipped_; }
+  const at::Tensor& skipped() const;
   // Waits for the device. Returns and throws what agree() does. All ranks must call it.
   StepFindings settle(const std::vector<std::string>& names) const;
 
@@ -80,8 +84,10 @@ class PendingAgreement {
   StepFindings own_;
   Communicator ranks_;
   std::vector<int64_t> values_;  // of a CPU
+  at::Tensor message_;           // of a device
   at::Tensor skipped_, on_host_;
   std::optional<c10::Event> arrived_;
+  HeldError held_;
 };
 
 // A hash that is the same in every process.

@@ -60,18 +60,16 @@ struct TileGrid {
     strip_rows = fitting > least ? fitting : least;
     strip_rows = strip_rows < height ? strip_rows : height;
     strips = (block_size + strip_rows - 1) / strip_rows;
-    block_columns = (columns + block_size - 1) / block_size;
+    block_columns = (columns - 1) / block_size + 1;
     const int rest = rows % block_size;
     tiles = block_columns * (rows / block_size * strips + (rest + strip_rows - 1) / strip_rows);
   }
 };
 
-// The blocks of a parameter without matrices or a diagonal do not matter: they are as large as
+// The rule of Direction::kGrafted knows no blocks: its parameters are one row, cut into whole
 // tiles.
 TORCHIUM_HOST_DEVICE inline int block_size_of(const ParameterEntry& entry, int block_size) {
-  return entry.direction == Direction::kGrafted && block_size < TileGrid::kTileElements
-             ? TileGrid::kTileElements
-             : block_size;
+  return entry.direction == Direction::kGrafted ? TileGrid::kTileElements : block_size;
 }
 
 struct ElementRule {

@@ -20,8 +20,8 @@ class ShampooSharing : public SharingRules {
  public:
   void check(const Options& options) const override {
     TORCH_CHECK_VALUE(!shampoo(options).capturable(),
-                      "capturable=True does not work with a process_group: the ranks agree on each "
-                      "step on the host; set capturable=False");
+                      "capturable=True does not work with a process_group: the host reads in each "
+                      "step what the ranks have agreed on; set capturable=False");
   }
 
   OptionTexts all_options(const Options& options) const override {

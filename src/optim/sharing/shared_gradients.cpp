@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -100,6 +101,7 @@ PendingAgreement SharedPlans::begin_agreement(const LearningRates& lr,
                                               const at::Tensor& found_inf) {
   StepFindings own;
   distributed::DeviceFindings on_device;
+  std::optional<PendingAgreement> agreement;
   try {
     gather_gradients();
     own.groups = failures_;
@@ -112,23 +114,23 @@ PendingAgreement SharedPlans::begin_agreement(const LearningRates& lr,
       for (size_t g = 0; g < options_.size(); ++g) {
         own.groups[g].unfit = unfit[static_cast<int64_t>(g)].item<int64_t>();
       }
-      own.failed_ranks = failed_.defined() ? failed_.item<int64_t>() : 0;
+      own.failure = failed_.defined() ? failed_.item<int64_t>() : 0;
     } else {
       on_device.unfit = unfit;
-      on_device.failed_ranks = failed_;
+      on_device.failure = failed_;
     }
-    failed_.reset();
-    if (found_inf.defined() && found_inf.is_cpu()) {
+    if (found_inf.defined() && (device_.is_cpu() || found_inf.is_cpu())) {
       own.found_inf = found_inf.item<double>() != 0.0;
     } else {
       on_device.found_inf = found_inf;
     }
+    agreement.emplace(std::move(own), on_device, ranks_, device_);
   } catch (...) {
     withdraw(device_);
     throw;
   }
-  failures_.assign(options_.size(), {});
-  return PendingAgreement(std::move(own), on_device, ranks_, device_);
+  agreement->begin();
+  return std::move(*agreement);
 }
 
 StepFindings SharedPlans::settle(const PendingAgreement& agreement) {
@@ -136,7 +138,10 @@ StepFindings SharedPlans::settle(const PendingAgreement& agreement) {
   for (const Parameter& p : parameters_) {
     names.push_back(p.name);
   }
-  StepFindings findings = agreement.settle(names);
+  StepFindings findings = agreement.settle(names);  // an error leaves the others to the next step
+  failures_.assign(options_.size(), {});
+  failed_.reset();
+  distributed::check_failure(findings.failure, ranks_);
   report(findings);
   return findings;
 }
@@ -146,9 +151,7 @@ StepFindings SharedPlans::settle_late(const PendingAgreement& agreement) {
   HeldError held;
   StepFindings findings;
   held.run([&] { findings = settle(agreement); });
-  if (held.is_set() || kept_groups(findings) < options_.size()) {
-    take_block_failures(/*wait=*/true);
-  }
+  take_block_failures(/*wait=*/held.is_set() || kept_groups(findings) < options_.size());
   held.raise();
   return findings;
 }

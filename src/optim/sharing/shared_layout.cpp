@@ -7,9 +7,9 @@
 #include <c10/util/accumulate.h>
 
 #include <algorithm>
-#include <cmath>
 #include <optional>
 #include <utility>
+#include <vector>
 
 namespace torchium::optim::detail {
 
@@ -67,19 +67,19 @@ void SharedPlans::lay_out(const std::vector<BlockedGroup>& groups) {
 
 namespace {
 
-// The stage, of so many, of elements that begin at this share of all. A stage is smaller than the
-// one before, so that little has still to travel when the last one has been computed.
+// Which of `stages` stages the elements belong to that begin at this share of all. A stage is
+// smaller than the one before, so that little has still to travel when the last has been computed.
 size_t stage_at(double share, int64_t stages) {
-  constexpr double kOfStageBefore = 0.7;
-  double size = (1.0 - kOfStageBefore) / (1.0 - std::pow(kOfStageBefore, stages));
-  double end = size;
-  size_t stage = 0;
-  while (share >= end && stage + 1 < static_cast<size_t>(stages)) {
-    ++stage;
-    size *= kOfStageBefore;
+  constexpr double kShrink = 0.7;
+  std::vector<double> ends;
+  double size = 1.0, end = 0.0;
+  for (int64_t stage = 0; stage < stages; ++stage) {
     end += size;
+    ends.push_back(end);
+    size *= kShrink;
   }
-  return stage;
+  const auto before = std::ranges::count_if(ends, [&](double each) { return each <= share * end; });
+  return static_cast<size_t>(std::min<int64_t>(before, stages - 1));
 }
 
 }  // namespace

@@ -185,6 +185,11 @@ void SharedPlans::hash_setup() {
       hash.add(p.shared->owners[b]);
     }
   }
+  for (const auto& [dtype, exchange] : exchanges_) {
+    for (const Place& place : exchange.gathered_places) {
+      hash.add(static_cast<int64_t>(place.stage));
+    }
+  }
   setup_ = hash.value();
 }
 
@@ -285,7 +290,9 @@ std::vector<ParameterState> SharedPlans::whole_states(size_t g, const BlockedGro
   const c10::NoGradGuard no_grad;
   const c10::Device device = group.params.empty() ? device_ : group.params.front().device();
   const c10::DeviceGuard device_guard(device);
-  PendingAgreement(distributed::findings_of_call("state_dict()"), {}, ranks_, device).settle({});
+  PendingAgreement agreement(distributed::findings_of_call("state_dict()"), {}, ranks_, device);
+  agreement.begin();
+  agreement.settle({});
   std::vector<ParameterState> states = whole_frames(g, group);
   for (size_t i = 0; i < group.params.size(); ++i) {
     const SharedBlocks* shared = owners_.find(group.params[i]);

@@ -3,6 +3,7 @@
 #include "optim/core/found_inf_guard.h"
 #include "optim/sharing/cuda/block_moves.h"
 #include "optim/sharing/shared_plans.h"
+#include "support/stream_capture.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
@@ -18,6 +19,10 @@ void SharedPlans::step(const LearningRates& lr, const at::Tensor& found_inf) {
   const c10::NoGradGuard no_grad;
   const c10::DeviceGuard device_guard(device_);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  TORCH_CHECK(
+      !torchium::detail::is_capturing(device_),
+      "step() with a process_group cannot be captured in a CUDA graph: the host reads in each "
+      "step what the ranks have agreed on");
   const PendingAgreement agreement = begin_agreement(lr, found_inf);
   const bool is_late = settles_late();
   StepFindings findings = is_late ? all_kept() : settle(agreement);
@@ -32,6 +37,11 @@ void SharedPlans::step(const LearningRates& lr, const at::Tensor& found_inf) {
   stream_->end_stages(kStages + 1);
   if (is_late) {
     findings = settle_late(agreement);
+    if (kept_groups(findings) == 0) {  // what has failed on this rank had no effect
+      return;
+    }
+  } else {
+    held.run([&] { take_block_failures(/*wait=*/false); });
   }
   stream_->run([&] { apply_all(findings, lr, held); });  // p <- (1 - lr wd) p - lr d
   held.raise();
@@ -47,15 +57,14 @@ void SharedPlans::step_blocks(const StepFindings& findings, const at::Tensor& sk
   TORCH_CHECK(blocks_.prepare(), "parameters, gradients or state changed during step()");
   const at::Tensor minus_one = at::scalar_tensor(-1.0, at::kDouble);
   const auto found_inf = [&](size_t group) {
-    const auto of = static_cast<int64_t>(group / (rules_->kinds() * kStages));
-    return skipped.defined() ? skipped.select(0, of) : at::Tensor();
+    const auto parameter_group = static_cast<int64_t>(group / (rules_->kinds() * kStages));
+    return skipped.defined() ? skipped.select(0, parameter_group) : at::Tensor();
   };
   for (size_t stage = 0; stage < kStages; ++stage) {
     blocks_.step_groups([&](size_t group) { return group % kStages == stage; },
                         [&](size_t, const BlockedPlan&) { return minus_one; }, found_inf);
     stream_->end_stage();
   }
-  take_block_failures(/*wait=*/false);
   for (const auto& [dtype, exchange] : exchanges_) {
     send_updates(exchange, findings);
   }
@@ -70,7 +79,7 @@ at::Tensor SharedPlans::agree_on_error(const HeldError& held) {
   ranks_.all_reduce_max_(failed);
   if (device_.is_cpu()) {
     held.raise();
-    distributed::check_failed_ranks(failed.item<int64_t>(), ranks_);
+    distributed::check_failure(failed.item<int64_t>(), ranks_);
   } else {
     failed_ = failed;
   }
@@ -81,7 +90,9 @@ void SharedPlans::withdraw(c10::Device device) {
   const c10::DeviceGuard device_guard(device);
   StepFindings findings;
   findings.has_error = true;
-  PendingAgreement(std::move(findings), {}, ranks_, device).settle({});
+  PendingAgreement agreement(std::move(findings), {}, ranks_, device);
+  agreement.begin();
+  agreement.settle({});
 }
 
 bool SharedPlans::is_kept(const StepFindings& findings, size_t group) const {

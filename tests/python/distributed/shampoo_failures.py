@@ -258,14 +258,19 @@ def an_error_while_directions_are_applied_is_heard_of_in_the_next_step(ranks: in
     params = parameters()
     optimizer = shampoo(params, world(), comm_dtype=torch.bfloat16)
     train(optimizer, params, range(2))
-    last = is_last()
-    for step in (2, 3):
+    first, last = dist.get_rank() == 0, is_last()
+    for step in (2, 3, 4):
         set_gradients(params, step)
+        if step == 3 and first:
+            params[0].grad = params[0].grad.to_sparse()
         fails = replaced_operator("_to_copy", conversions_out_of_memory)
         with fails if last and step == 2 else nullcontext():
             kind, message = message_of(optimizer.step)
         if step == 2:
             assert ("none left for directions" in message) == last, (kind, message)
+        elif step == 3:  # the error of a rank that cannot take the step comes first
+            text = "sparse" if first else "rank 0 of the process group raised an error in step()"
+            assert text in message, message
         else:
             assert kind == "RuntimeError"
             assert f"rank {ranks - 1} of the process group raised" in message, message

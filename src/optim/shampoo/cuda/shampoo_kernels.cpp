@@ -68,7 +68,7 @@ void fill_entry(cuda_kernels::ParameterEntry& entry, const ShampooOptions& o,
   const ParameterState& state = group.states[i];
   entry.direction = direction(group.rules[i]);
   // The blocks of a diagonal, which grafting gives their norms, are those of the flat parameter.
-  const bool is_matrix = blocking.order() == 2 && entry.direction != Direction::kDiagonal;
+  const bool is_matrix = blocking.order() == 2 && entry.direction == Direction::kMatrices;
   const int block_size = block_size_of(entry, kernel_block_size(o));
   entry.param = param.mutable_data_ptr();
   entry.exp_avg = floats(state.exp_avg);
@@ -77,7 +77,9 @@ void fill_entry(cuda_kernels::ParameterEntry& entry, const ShampooOptions& o,
   entry.diagonal = floats(state.diagonal);
   entry.rows = is_matrix ? static_cast<int>(blocking.dims[0]) : 1;
   entry.columns = static_cast<int>(param.numel() / entry.rows);
-  entry.inner = static_cast<int>(inner_dimension(param, blocking, o.merge_dims()));
+  entry.inner = entry.direction == Direction::kGrafted
+                    ? 1
+                    : static_cast<int>(inner_dimension(param, blocking, o.merge_dims()));
   entry.index = static_cast<int>(i);
   entry.param_type = element_type(param.scalar_type());
   const auto tensors = elementwise_state(state);
