@@ -39,9 +39,9 @@ class Consumer {
 
  private:
   // Waits for and releases the stages of tiles that only the other block computes. No product keeps
-  // the four warps together here. Without their barrier the first warp could release a stage, and it
-  // could be filled again, before a slow warp has seen the end of its phase: that warp would wait for
-  // a parity that never comes.
+  // the four warps together here. Without their barrier the first warp could release a stage, and
+  // it could be filled again, before a slow warp has seen the end of its phase: that warp would
+  // wait for a parity that never comes.
   __device__ void skip() {
     for (int index = 0; index < block_.stages(); ++index, position_.advance()) {
       wait_for(block_.full(position_.slot()), position_.parity());
