@@ -52,7 +52,8 @@ def state_bytes(optimizer: Any) -> int:
     return sum(t.nbytes for t in tensors)
 
 
-def measure(rank: int, ranks: int, store: str, model: str, steps: int, on_gpu: bool) -> None:
+def join_group(rank: int, ranks: int, store: str, on_gpu: bool) -> torch.device:
+    """The device of this rank, in the default group of all."""
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
@@ -63,6 +64,11 @@ def measure(rank: int, ranks: int, store: str, model: str, steps: int, on_gpu: b
         world_size=ranks,
         device_id=device if on_gpu else None,
     )
+    return device
+
+
+def measure(rank: int, ranks: int, store: str, model: str, steps: int, on_gpu: bool) -> None:
+    device = join_group(rank, ranks, store, on_gpu)
     if rank == 0:
         print(
             f"{'roots':>12} {'repeated ms':>12} {'shared ms':>10} {'ratio':>6} {'state ratio':>12}"

@@ -24,6 +24,8 @@ from curvature_models import gpt2_blocks, mlp, resnet50
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from distributed import join_group
+
 WARM_UP = 21
 Make = Callable[[nn.Module, Any], Any]
 
@@ -92,20 +94,12 @@ def milliseconds(
 
 def measure(rank: int, ranks: int, folder: str, on_gpu: bool) -> None:
     """One process leaves its times in the folder; several print theirs beside them."""
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-        torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.benchmark = True
     warnings.simplefilter("ignore")
+    device, group = torch.device("cuda" if on_gpu else "cpu"), None
     if ranks > 1:
-        dist.init_process_group(
-            "nccl" if on_gpu else "gloo",
-            init_method=f"file://{folder}/store",
-            rank=rank,
-            world_size=ranks,
-            device_id=device if on_gpu else None,
-        )
-    group = dist.group.WORLD if ranks > 1 else None
+        device = join_group(rank, ranks, f"{folder}/store", on_gpu)
+        group = dist.group.WORLD
     results = Path(folder, "alone.json")
     alone = json.loads(results.read_text()) if results.exists() else {}
     times: dict[str, dict[str, float]] = {}
