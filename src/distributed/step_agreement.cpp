@@ -245,8 +245,10 @@ at::Tensor skipped_groups(const at::Tensor& message, size_t groups) {
 }  // namespace
 
 StepFindings agree(const StepFindings& own, const Communicator& ranks,
-                   const std::vector<std::string>& names) {
-  return findings_in(ranks.all_reduce_max(message_of(own, ranks)), own, ranks, names);
+                   const std::vector<std::string>& names, c10::Device device) {
+  PendingAgreement agreement(own, {}, ranks, device);
+  agreement.begin();
+  return agreement.settle(names);
 }
 
 PendingAgreement::PendingAgreement(StepFindings own, const DeviceFindings& on_device,

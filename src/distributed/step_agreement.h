@@ -61,8 +61,9 @@ StepFindings findings_of_call(const std::string& call);
 // All ranks must call this, and get the same. If a rank has an error, throws c10::Error on all
 // others; the call returns on that rank, which then throws its own error. Also throws where setups,
 // masks or layers differ. `names`: of all parameters.
+// `device`: where the ranks agree; the host waits on all of them.
 StepFindings agree(const StepFindings& own, const Communicator& ranks,
-                   const std::vector<std::string>& names);
+                   const std::vector<std::string>& names, c10::Device device = at::kCPU);
 
 // The same on a device, without a wait: all ranks launch work that has no effect if the step is
 // skipped, and settle before they begin what needs all of them. On a CPU begin() waits.

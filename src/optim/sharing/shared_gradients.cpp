@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <map>
 #include <optional>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -134,11 +133,7 @@ PendingAgreement SharedPlans::begin_agreement(const LearningRates& lr,
 }
 
 StepFindings SharedPlans::settle(const PendingAgreement& agreement) {
-  std::vector<std::string> names;
-  for (const Parameter& p : parameters_) {
-    names.push_back(p.name);
-  }
-  StepFindings findings = agreement.settle(names);  // an error leaves the others to the next step
+  StepFindings findings = agreement.settle(names_);  // an error leaves the others to the next step
   failures_.assign(options_.size(), {});
   failed_.reset();
   distributed::check_failure(findings.failure, ranks_);

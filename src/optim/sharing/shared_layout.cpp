@@ -25,6 +25,7 @@ void SharedPlans::lay_out(const std::vector<BlockedGroup>& groups) {
   options_.clear();
   plans_of_groups_.clear();
   parameters_.clear();
+  names_.clear();
   exchanges_.clear();
   for (size_t g = 0; g < groups.size(); ++g) {
     options_.push_back(groups[g].options);
@@ -35,9 +36,9 @@ void SharedPlans::lay_out(const std::vector<BlockedGroup>& groups) {
       const at::Tensor whole = groups[g].whole(i);
       device_ = param.device();
       const std::string name = groups[g].names.empty() ? "" : groups[g].names[i];
+      names_.push_back(parameter_name(g, i, name, whole));
       parameters_.push_back({.group = g,
                              .index = i,
-                             .name = parameter_name(g, i, name, whole),
                              .param = SeenTensor(param),
                              .state = {},
                              .tensors = {},

@@ -103,7 +103,8 @@ void SharedPlans::bind(std::vector<BlockedGroup>& groups, Active active) {
   };
   std::vector<Range> ranges;
   std::vector<ParameterState> shares;
-  for (Parameter& p : parameters_) {
+  for (size_t k = 0; k < parameters_.size(); ++k) {
+    Parameter& p = parameters_[k];
     const ParameterState& state = groups[p.group].states[p.index];
     BlockedGroup& target = of_blocks[group_of_blocks(p)];
     ranges.push_back({group_of_blocks(p), target.states.size()});
@@ -113,7 +114,7 @@ void SharedPlans::bind(std::vector<BlockedGroup>& groups, Active active) {
                                                 : gradient_of(p.param.tensor()).defined());
     std::vector<ParameterState> states(p.own.size());
     if (!state.is_empty()) {
-      shares.back() = share_of(state, *p.shared, ranks_.rank(), p.name);
+      shares.back() = share_of(state, *p.shared, ranks_.rank(), names_[k]);
       states = states_of_blocks(shares.back(), *p.shared, blocks_of(*p.shared, ranks_.rank()));
     }
     std::ranges::move(states, std::back_inserter(target.states));
@@ -163,8 +164,9 @@ void SharedPlans::hash_setup() {
       hash.add(name).add(value);
     }
   }
-  for (const Parameter& p : parameters_) {
-    hash.add(p.name)
+  for (size_t k = 0; k < parameters_.size(); ++k) {
+    const Parameter& p = parameters_[k];
+    hash.add(names_[k])
         .add(static_cast<int64_t>(p.group))
         .add(static_cast<int64_t>(p.param.tensor().scalar_type()));
     if (p.shared == nullptr) {
@@ -290,9 +292,7 @@ std::vector<ParameterState> SharedPlans::whole_states(size_t g, const BlockedGro
   const c10::NoGradGuard no_grad;
   const c10::Device device = group.params.empty() ? device_ : group.params.front().device();
   const c10::DeviceGuard device_guard(device);
-  PendingAgreement agreement(distributed::findings_of_call("state_dict()"), {}, ranks_, device);
-  agreement.begin();
-  agreement.settle({});
+  agree(distributed::findings_of_call("state_dict()"), ranks_, {}, device);
   std::vector<ParameterState> states = whole_frames(g, group);
   for (size_t i = 0; i < group.params.size(); ++i) {
     const SharedBlocks* shared = owners_.find(group.params[i]);

@@ -90,7 +90,6 @@ class SharedPlans : public BlockedPlans {
   };
   struct Parameter {
     size_t group, index;
-    std::string name;
     SeenTensor param;
     ParameterState state;  // this rank's share
     std::vector<SeenTensor> tensors;
@@ -204,6 +203,7 @@ class SharedPlans : public BlockedPlans {
   std::vector<std::shared_ptr<const torch::optim::OptimizerOptions>> options_;  // of the groups
   std::vector<c10::intrusive_ptr<BlockedPlan>> plans_of_groups_;
   std::vector<Parameter> parameters_;
+  std::vector<std::string> names_;  // of these, in messages
   std::vector<Sent> sent_;
   std::map<at::ScalarType, Exchange> exchanges_;  // by the dtype of the state
   std::optional<StageStream> stream_;

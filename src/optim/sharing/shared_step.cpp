@@ -90,9 +90,7 @@ void SharedPlans::withdraw(c10::Device device) {
   const c10::DeviceGuard device_guard(device);
   StepFindings findings;
   findings.has_error = true;
-  PendingAgreement agreement(std::move(findings), {}, ranks_, device);
-  agreement.begin();
-  agreement.settle({});
+  agree(findings, ranks_, {}, device);
 }
 
 bool SharedPlans::is_kept(const StepFindings& findings, size_t group) const {

@@ -11,14 +11,21 @@ import torch.distributed as dist
 from group_tools import (
     assert_raised_on_all,
     assert_same,
-    copies_of,
     is_last,
     message_of,
     whole_state,
     world,
 )
 from ranks import case, shared_folder
-from shampoo_tools import OPTIONS, parameters, set_gradients, shampoo, train, values
+from shampoo_tools import (
+    OPTIONS,
+    assert_copies_go_on,
+    parameters,
+    set_gradients,
+    shampoo,
+    train,
+    values,
+)
 from torch import nn
 
 
@@ -60,11 +67,7 @@ def copies_and_pickles_go_on(ranks: int) -> None:
     params = parameters()
     optimizer = shampoo(params, world(), **OPTIONS["all_buffers"])
     train(optimizer, params, range(3))
-    copies = copies_of((params, optimizer))
-    train(optimizer, params, range(3, 5))
-    for other_params, other in copies:
-        train(other, other_params, range(3, 5))
-        assert_same(values(other, other_params), values(optimizer, params))
+    assert_copies_go_on(optimizer, params, range(3, 5))
 
 
 @case(3)
@@ -81,11 +84,7 @@ def copies_keep_owners_that_were_chosen_late(ranks: int) -> None:
         optimizer.step()
     for p in params[::2]:
         p.requires_grad_(True)
-    copies = copies_of((params, optimizer))
-    train(optimizer, params, range(3, 5))
-    for other_params, other in copies:
-        train(other, other_params, range(3, 5))
-        assert_same(values(other, other_params), values(optimizer, params))
+    assert_copies_go_on(optimizer, params, range(3, 5))
     copied = copy.deepcopy(copy.deepcopy((params, optimizer)))
     assert_same(values(copied[1], copied[0]), values(optimizer, params))  # before a step
     train(copied[1], copied[0], range(5, 7))

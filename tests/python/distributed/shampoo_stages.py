@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from group_tools import (
     assert_same,
-    copies_of,
     is_last,
     message_of,
     replaced_operator,
@@ -17,7 +16,15 @@ from group_tools import (
     world,
 )
 from ranks import case
-from shampoo_tools import OPTIONS, parameters, set_gradients, shampoo, train, values
+from shampoo_tools import (
+    OPTIONS,
+    assert_copies_go_on,
+    parameters,
+    set_gradients,
+    shampoo,
+    train,
+    values,
+)
 from sharded_shampoo_cases import line, shards
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
@@ -100,11 +107,7 @@ def copies_of_all_stages(ranks: int) -> None:
     params = parameters(shapes=SHAPES)
     optimizer = shampoo(params, world(), bucket_bytes=1, **OPTIONS["all_buffers"])
     train(optimizer, params, range(2))
-    copies = copies_of((params, optimizer))
-    train(optimizer, params, range(2, 4))
-    for other_params, other in copies:
-        train(other, other_params, range(2, 4))
-        assert_same(values(other, other_params), values(optimizer, params))
+    assert_copies_go_on(optimizer, params, range(2, 4))
 
 
 @case(2)

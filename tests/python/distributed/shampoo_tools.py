@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from group_tools import whole_state
+from group_tools import assert_same, copies_of, whole_state
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -71,3 +71,12 @@ def values(optimizer: Any, params: list[Any]) -> dict[str, Tensor]:
     for i, state in whole_state(optimizer)["state"].items():
         result.update({f"{key} of {i}": value for key, value in state.items()})
     return result
+
+
+def assert_copies_go_on(optimizer: Any, params: list[Any], steps: range) -> None:
+    """A copy and a pickle take the same steps as the optimizer."""
+    copies = copies_of((params, optimizer))
+    train(optimizer, params, steps)
+    for other_params, other in copies:
+        train(other, other_params, steps)
+        assert_same(values(other, other_params), values(optimizer, params))
