@@ -6,7 +6,7 @@ Gradients are the same on all ranks, as under DistributedDataParallel. One proce
 from __future__ import annotations
 
 import argparse
-import tempfile
+import socket
 import time
 from typing import Any
 
@@ -52,14 +52,20 @@ def state_bytes(optimizer: Any) -> int:
     return sum(t.nbytes for t in tensors)
 
 
-def join_group(rank: int, ranks: int, store: str, on_gpu: bool) -> torch.device:
-    """The device of this rank, in the default group of all."""
+def free_port() -> int:
+    with socket.socket() as any_port:
+        any_port.bind(("127.0.0.1", 0))
+        return int(any_port.getsockname()[1])
+
+
+def join_group(rank: int, ranks: int, port: int, on_gpu: bool) -> torch.device:
+    """The device of this rank, in the default group of all, with a store like torchrun's."""
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
-        init_method=f"file://{store}",
+        init_method=f"tcp://127.0.0.1:{port}",
         rank=rank,
         world_size=ranks,
         device_id=device if on_gpu else None,
@@ -67,8 +73,8 @@ def join_group(rank: int, ranks: int, store: str, on_gpu: bool) -> torch.device:
     return device
 
 
-def measure(rank: int, ranks: int, store: str, model: str, steps: int, on_gpu: bool) -> None:
-    device = join_group(rank, ranks, store, on_gpu)
+def measure(rank: int, ranks: int, port: int, model: str, steps: int, on_gpu: bool) -> None:
+    device = join_group(rank, ranks, port, on_gpu)
     if rank == 0:
         print(
             f"{'roots':>12} {'repeated ms':>12} {'shared ms':>10} {'ratio':>6} {'state ratio':>12}"
@@ -105,14 +111,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=max(1, torch.cuda.device_count()))
     parser.add_argument("--dry-run", action="store_true", help="two processes on the CPU, small")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = 2 if arguments.dry_run else arguments.ranks
-        model, steps = ("tiny", 2) if arguments.dry_run else (arguments.model, arguments.steps)
-        torch.multiprocessing.spawn(
-            measure,
-            (ranks, f"{folder}/store", model, steps, not arguments.dry_run),
-            nprocs=ranks,
-        )
+    ranks = 2 if arguments.dry_run else arguments.ranks
+    model, steps = ("tiny", 2) if arguments.dry_run else (arguments.model, arguments.steps)
+    torch.multiprocessing.spawn(
+        measure, (ranks, free_port(), model, steps, not arguments.dry_run), nprocs=ranks
+    )
 
 
 if __name__ == "__main__":

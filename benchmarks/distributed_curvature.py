@@ -24,7 +24,7 @@ from curvature_models import gpt2_blocks, mlp, resnet50
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distributed import join_group
+from distributed import free_port, join_group
 
 WARM_UP = 21
 Make = Callable[[nn.Module, Any], Any]
@@ -92,13 +92,13 @@ def milliseconds(
     return 1e3 * (time.perf_counter() - begin) / steps
 
 
-def measure(rank: int, ranks: int, folder: str, on_gpu: bool) -> None:
+def measure(rank: int, ranks: int, folder: str, port: int, on_gpu: bool) -> None:
     """One process leaves its times in the folder; several print theirs beside them."""
     torch.backends.cudnn.benchmark = True
     warnings.simplefilter("ignore")
     device, group = torch.device("cuda" if on_gpu else "cpu"), None
     if ranks > 1:
-        device = join_group(rank, ranks, f"{folder}/store", on_gpu)
+        device = join_group(rank, ranks, port, on_gpu)
         group = dist.group.WORLD
     results = Path(folder, "alone.json")
     alone = json.loads(results.read_text()) if results.exists() else {}
@@ -146,7 +146,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for count in (1, ranks):
             torch.multiprocessing.spawn(
-                measure, (count, folder, not arguments.dry_run), nprocs=count
+                measure, (count, folder, free_port(), not arguments.dry_run), nprocs=count
             )
 
 

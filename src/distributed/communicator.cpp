@@ -1,15 +1,48 @@
 #include "distributed/communicator.h"
 
+#include "distributed/host_exchange.h"
+
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <algorithm>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <random>
 
 namespace torchium::distributed {
 
+namespace {
+
+// How numbers travel between the hosts of a group. Null: by collectives. None: not yet known.
+using Hosts = std::optional<std::unique_ptr<HostExchange>>;
+
+// All communicators of a process group share one, which lasts as long as the group: ranks may
+// create and destroy optimizers at different times.
+std::shared_ptr<Hosts> hosts_of(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  struct Known {
+    c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
+    std::shared_ptr<Hosts> hosts;
+  };
+  static auto& known = *new std::map<const c10d::ProcessGroup*, Known>;  // outlives the threads
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
+  std::erase_if(known, [](const auto& entry) { return entry.second.group.expired(); });
+  const auto [found, is_new] = known.try_emplace(
+      group.get(), Known{c10::weak_intrusive_ptr<c10d::ProcessGroup>(group), nullptr});
+  if (is_new) {
+    found->second.hosts = std::make_shared<Hosts>();
+  }
+  return found->second.hosts;
+}
+
+}  // namespace
+
 struct Communicator::Group {
   c10::intrusive_ptr<c10d::ProcessGroup> processes;
+  std::shared_ptr<Hosts> hosts;
 
   // Numbers of the host, on a device of the backend: the CPU if it has one for that.
   at::Tensor sent(const std::vector<int64_t>& values) const {
@@ -18,10 +51,35 @@ struct Communicator::Group {
     const bool takes_cpu = devices.empty() || std::ranges::any_of(devices, &c10::Device::is_cpu);
     return takes_cpu ? tensor : tensor.to(devices.front().type());
   }
+
+  std::vector<int64_t> all_reduce_max(const std::vector<int64_t>& values) const {
+    std::vector<at::Tensor> tensors{sent(values)};
+    c10d::AllreduceOptions options;
+    options.reduceOp = c10d::ReduceOp::MAX;
+    processes->allreduce(tensors, options)->wait();
+    const at::Tensor result = tensors[0].cpu();
+    const auto* data = result.const_data_ptr<int64_t>();
+    return {data, data + result.numel()};
+  }
+
+  // Null: not all ranks can use it. A random name of rank 0: the store may hold what an earlier
+  // group of this name has left.
+  HostExchange* host_exchange() const {
+    if (!hosts->has_value()) {
+      std::random_device random;
+      const int64_t name = processes->getRank() == 0 ? random() : 0;
+      const auto all = all_reduce_max({HostExchange::is_possible(*processes) ? 0 : 1, name});
+      hosts->emplace();
+      if (all[0] == 0) {
+        **hosts = std::make_unique<HostExchange>(*processes, "torchium/" + std::to_string(all[1]));
+      }
+    }
+    return hosts->value().get();
+  }
 };
 
 Communicator::Communicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group)
-    : group_(std::make_shared<Group>(Group{group})) {
+    : group_(group == nullptr ? nullptr : std::make_shared<Group>(Group{group, hosts_of(group)})) {
   TORCH_CHECK_VALUE(group != nullptr, "process_group must be a process group, got null");
 }
 
@@ -49,11 +107,17 @@ int64_t Communicator::rank() const { return group_->processes->getRank(); }
 int64_t Communicator::size() const { return group_->processes->getSize(); }
 
 std::vector<int64_t> Communicator::all_reduce_max(const std::vector<int64_t>& values) const {
-  at::Tensor all = group_->sent(values);
-  all_reduce_max_(all);
-  const at::Tensor result = all.cpu();
-  const auto* data = result.const_data_ptr<int64_t>();
-  return {data, data + result.numel()};
+  HostExchange* hosts = group_->host_exchange();
+  if (hosts == nullptr) {
+    return group_->all_reduce_max(values);
+  }
+  std::vector<int64_t> most = values;
+  for (const std::vector<int64_t>& of_rank : hosts->gather(values)) {
+    TORCH_INTERNAL_ASSERT(of_rank.size() == most.size());
+    std::ranges::transform(of_rank, most, most.begin(),
+                           [](int64_t a, int64_t b) { return std::max(a, b); });
+  }
+  return most;
 }
 
 void Communicator::all_reduce_max_(at::Tensor& values) const {
@@ -72,6 +136,9 @@ void Communicator::broadcast_(at::Tensor& values) const {
 
 std::vector<std::vector<int64_t>> Communicator::all_gather(
     const std::vector<int64_t>& values) const {
+  if (HostExchange* hosts = group_->host_exchange()) {
+    return hosts->gather(values);
+  }
   const at::Tensor own = group_->sent(values);
   const at::Tensor all = at::empty({size(), own.numel()}, own.options());
   begin_all_gather(own, all)();

@@ -29,7 +29,8 @@ class Communicator {
   int64_t rank() const;
   int64_t size() const;
 
-  // The largest value of all ranks, for each position. Waits for all ranks.
+  // The largest value of all ranks, for each position. The host waits for all ranks, and for the
+  // device only where the numbers do not travel between the hosts (host_exchange.h).
   std::vector<int64_t> all_reduce_max(const std::vector<int64_t>& values) const;
   // The largest value of all ranks, on the device of the tensor. The host waits only on a CPU.
   void all_reduce_max_(at::Tensor& values) const;
@@ -37,7 +38,8 @@ class Communicator {
   void all_reduce_sum_(at::Tensor& values) const;
   // The values of rank 0. The host waits only on a CPU.
   void broadcast_(at::Tensor& values) const;
-  // The values of each rank, which gives equally many: [rank][position].
+  // The values of each rank, which gives equally many: [rank][position]. Waits as
+  // all_reduce_max() does.
   std::vector<std::vector<int64_t>> all_gather(const std::vector<int64_t>& values) const;
   // Each of these contiguous tensors has its values on one rank and zeros on the others; afterwards
   // all ranks have the values, bit for bit.

@@ -156,7 +156,8 @@ distributed::StepFindings JointPlan::own_findings(const JointInputs& inputs) {
     own.mask.push_back(gradient_of(param(i)).defined() ? 1 : 0);
   }
   own.setup = hash.value();
-  own.found_inf = inputs.found_inf.defined() && inputs.found_inf.item<double>() != 0.0;
+  own.found_inf = inputs.found_inf.defined() &&
+                  (combines_found_inf(inputs.found_inf) || inputs.found_inf.item<double>() != 0.0);
   add_layers(own);
   // Parameters that are the weight of no layer have their step counts instead: even, and above 0.
   own.layers.resize(size(), 0);
@@ -182,13 +183,30 @@ JointInputs JointPlan::agree(const JointInputs& inputs) {
   TORCH_CHECK(!own.has_error,
               "this rank raised an error in the middle of its last step(), which other ranks took; "
               "continue from a checkpoint");
-  settle_reports();  // of steps that the host has just waited for
+  settle_reports();  // of the steps before
   take_findings(all);
   JointInputs agreed = inputs;
-  if (all.found_inf && !own.found_inf) {
-    agreed.found_inf = at::ones({1}, at::TensorOptions(device()).dtype(at::kFloat));
+  if (all.found_inf) {
+    agreed.found_inf = joint_found_inf(inputs.found_inf);
   }
   return agreed;
+}
+
+// Whether the ranks combine it on the device, so that the host does not wait for it.
+bool JointPlan::combines_found_inf(const at::Tensor& found_inf) const {
+  return !device().is_cpu() && !found_inf.is_cpu();
+}
+
+// Of all ranks, some of which have a scaler that has found infinities, or that only the device
+// knows about.
+at::Tensor JointPlan::joint_found_inf(const at::Tensor& own) const {
+  const auto options = at::TensorOptions(device()).dtype(at::kFloat);
+  if (device().is_cpu()) {
+    return at::ones({1}, options);
+  }
+  at::Tensor joint = own.defined() ? own.to(options).view({1}).clone() : at::zeros({1}, options);
+  ranks_->all_reduce_max_(joint);
+  return joint;
 }
 
 DampingLosses JointPlan::joint_losses(const DampingLosses& own) const {

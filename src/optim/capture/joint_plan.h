@@ -143,6 +143,8 @@ class JointPlan : public StepPlan {
   distributed::StepFindings own_findings(const JointInputs& inputs);
   // Returns the inputs of all ranks.
   JointInputs agree(const JointInputs& inputs);
+  bool combines_found_inf(const at::Tensor& found_inf) const;
+  at::Tensor joint_found_inf(const at::Tensor& own) const;
   StateChanges changes_for(const std::vector<size_t>& active);
   void check_all(const std::vector<size_t>& active);
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -58,6 +59,12 @@ def shared_folder() -> Path:
     return _folders[-1]
 
 
+def free_port() -> int:
+    with socket.socket() as any_port:
+        any_port.bind(("127.0.0.1", 0))
+        return int(any_port.getsockname()[1])
+
+
 class Ranks:
     """A group of processes that runs one case after another.
 
@@ -73,7 +80,10 @@ class Ranks:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(IMPORTS)
         self.starts += 1
-        store = str(self.folder / f"store{self.starts}")
+        # A store like torchrun's, through which hosts exchange numbers, or one without that.
+        store = f"file://{self.folder}/store{self.starts}"
+        if self.ranks == 2:
+            store = f"tcp://127.0.0.1:{free_port()}"
         # MKL's products then do not depend on the alignment of a matrix, which differs in another batch.
         with mock.patch.dict(os.environ, {"MKL_CBWR": "COMPATIBLE", "OMP_NUM_THREADS": "1"}):
             for rank in range(self.ranks):
@@ -142,7 +152,7 @@ def serve(
             torch.cuda.set_device(rank)
         dist.init_process_group(
             "nccl" if device_type == "cuda" else "gloo",
-            init_method=f"file://{store}",
+            init_method=store,
             rank=rank,
             world_size=ranks,
             timeout=timedelta(seconds=SECONDS / 4),

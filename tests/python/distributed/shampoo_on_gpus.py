@@ -114,8 +114,7 @@ def skipped_steps_keep_the_schedule_of_roots(ranks: int) -> None:
             if step in (1, 4, 5):
                 for p in params:
                     p.grad = torch.ones_like(p)
-                if group is None or dist.get_rank() == 1:
-                    params[4].grad.view(-1)[7] = float("inf")
+                params[4].grad.view(-1)[7] = float("inf")  # only the owner of its block sees it
                 optimizer.step()
             train(optimizer, params, range(step, step + 1))
         optimizer.check_errors()

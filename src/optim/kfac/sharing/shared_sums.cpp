@@ -30,9 +30,8 @@ at::Tensor counts_of(const std::vector<FactorSums*>& layers, c10::Device device)
     counts.push_back(static_cast<double>(sums->samples()));
     counts.push_back(static_cast<double>(sums->rows));
   }
-  return at::tensor(counts, at::kDouble)
-      .view({-1, 2})
-      .to(device, /*non_blocking=*/!device.is_cpu());
+  const at::Tensor on_host = at::tensor(counts, at::kDouble).view({-1, 2});
+  return device.is_cpu() ? on_host : on_host.pin_memory().to(device, /*non_blocking=*/true);
 }
 
 // Makes means of the sums of a layer. count: samples and rows of all ranks.
