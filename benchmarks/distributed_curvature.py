@@ -51,7 +51,9 @@ KFAC = {
 }
 GRAM = {
     "natural gradient": natural_gradient(),
+    "natural gradient, graphs": natural_gradient(graphs="always"),
     "natural gradient, every 10": natural_gradient(update_freq=10),
+    "natural gradient, every 10, graphs": natural_gradient(update_freq=10, graphs="always"),
 }
 # The model, the shape of a rank's inputs, classes (0: targets like the inputs) and the optimizers.
 TASKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, dict[str, Make]]] = {

@@ -106,6 +106,12 @@ bool Communicator::is_same_group_as(const Communicator& other) const {
 int64_t Communicator::rank() const { return group_->processes->getRank(); }
 int64_t Communicator::size() const { return group_->processes->getSize(); }
 
+bool Communicator::is_capturable() const {
+  const auto devices = group_->processes->getDeviceTypes();
+  return std::ranges::any_of(devices, &c10::Device::is_cuda) &&
+         group_->processes->getBackend(c10::DeviceType::CUDA)->getBackendName() == "nccl";
+}
+
 std::vector<int64_t> Communicator::all_reduce_max(const std::vector<int64_t>& values) const {
   HostExchange* hosts = group_->host_exchange();
   if (hosts == nullptr) {

@@ -28,6 +28,9 @@ class Communicator {
   bool is_same_group_as(const Communicator& other) const;
   int64_t rank() const;
   int64_t size() const;
+  // Whether a CUDA graph may capture collectives of CUDA tensors: NCCL's, in which no host takes
+  // part. Other ranks need not capture theirs.
+  bool is_capturable() const;
 
   // The largest value of all ranks, for each position. The host waits for all ranks, and for the
   // device only where the numbers do not travel between the hosts (host_exchange.h).

@@ -65,7 +65,8 @@ struct TORCHIUM_API NaturalGradientOptions
   /// with far less work for the host. "auto": where the memory that the graphs keep, with a copy of
   /// what was captured in the layers, is at most 5 % of the state or 1 % of that of the device;
   /// "always"; "never". A change of another option than lr, and of the shapes of a batch, begins
-  /// with launched steps.
+  /// with launched steps. With a process_group only "always" captures, where its backend is NCCL;
+  /// destroy the optimizer before the group, which waits until no graph with a collective is left.
   TORCH_ARG(std::string, graphs) = "auto";
 
  public:

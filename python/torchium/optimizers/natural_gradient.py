@@ -117,7 +117,9 @@ class NaturalGradient(CapturingOptimizer):
             where the memory that the graphs keep, with a copy of what was captured in the layers, is
             at most 5 % of the state or 1 % of the device's; ``"always"`` or True; ``"never"`` or
             False. A change of another option than ``lr``, and of the shapes of a batch, begins with
-            launched steps (default: "auto").
+            launched steps. With a ``process_group`` only ``"always"`` captures, where its backend is
+            NCCL; delete the optimizer before ``destroy_process_group()``, which waits until no graph
+            with a collective is left (default: "auto").
         process_group (ProcessGroup, optional): the ranks that share the step, as under
             ``DistributedDataParallel``: parameters and gradients are the same on all of them, and each has samples of
             its own. The matrix is that of all samples. All ranks must call :meth:`step`,

@@ -3,6 +3,7 @@
 
 #include "gradients/capture/layer_call.h"
 #include "gradients/jacobian/jacobian.h"
+#include "optim/natural_gradient/sharing/call_lists.h"
 #include "optim/natural_gradient/sharing/shared_rows.h"
 
 #include <ATen/core/Tensor.h>
@@ -25,6 +26,8 @@ struct CapturedBatch {
   bool is_of_gradient = false;
   // Set if other ranks have rows of J too: those here are this rank's.
   std::shared_ptr<const SharedRows> shared = {};
+  // The calls of all ranks, where the Gram matrix is computed from them.
+  std::shared_ptr<const JointLists> lists = {};
 
   bool is_empty() const { return calls.empty() && given_rows.empty(); }
   // a [n] float64 with J^T a / n the gradient before it was changed, for the rows of all ranks;

@@ -181,6 +181,8 @@ std::unique_ptr<PlannedStep> NaturalGradientPlan::plan(const std::vector<at::Ten
   }
   step->options.nystrom_rank = shared.nystrom_rank();
   step->is_reused = shared.update_freq() > 1;
+  // Not for "auto": destroy_process_group() waits for ever while such a graph exists.
+  step->captures_collectives = graph_mode(shared.graphs()) == GraphMode::kAlways;
   step->params = params;
   step->state.steps = list_of(states, &ParameterState::step);
   for (const ParameterState& state : states) {
@@ -261,6 +263,9 @@ StateChanges NaturalGradientPlan::take_agreed(const JointInputs& inputs) {
     step->is_kept = !refreshed;
     step->known_L = joint.has_factorization ? factorization_.L : at::Tensor();
     choose_solver(*step);
+    if (step->solver.name == "gram" && !step->known_L.defined()) {
+      step->batch.lists = lists_for(step->batch, joint);
+    }
   }
   factorization_ = {};
   const at::Tensor& count = step->state.steps.front();

@@ -90,9 +90,13 @@ class NaturalGradientPlan : public JointPlanOf<NaturalGradientOptions, NaturalGr
     int64_t samples = 0;
     bool is_of_gradient = false;     // CapturedBatch
     bool has_factorization = false;  // on all ranks
+    int64_t lists = 0;               // JointLists::hash
+    bool knows_lists = false;        // all ranks do
   };
 
   RankBatch own_batch(bool refreshed) const;
+  // Those of all ranks, which must all call it, for a new Gram matrix of these calls.
+  std::shared_ptr<const JointLists> lists_for(const CapturedBatch& batch, const JointBatch& joint);
   JointBatch joint_batch(const RankBatch& own);
   bool is_own(const KeptBatch& batch) const;
   std::vector<at::Tensor> all_params() const;
@@ -140,6 +144,7 @@ class NaturalGradientPlan : public JointPlanOf<NaturalGradientOptions, NaturalGr
 
     bool is_of(const Factorization& other) const;
   } factorization_;
+  std::shared_ptr<const JointLists> lists_;  // of the last Gram matrix of several ranks
   // Of the last step.
   int64_t samples_ = 0;  // of all ranks
   int64_t rows_ = 0;

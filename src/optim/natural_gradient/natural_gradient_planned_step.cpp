@@ -58,8 +58,9 @@ void NaturalGradientPlannedStep::run(const at::Tensor&, at::IntArrayRef,
 std::optional<GraphKey> NaturalGradientPlannedStep::graph_key(at::IntArrayRef) const {
   const bool draws_sketch =  // with random numbers and eigenvalues
       solver.name == "cg" && options.nystrom_rank > 0 && !known_L.defined();
-  const bool has_ranks = batch.shared != nullptr;  // whose host takes part in exchanges
-  if (batch.is_empty() || draws_sketch || is_probing || has_ranks) {
+  const bool has_collectives = batch.shared != nullptr;
+  if (batch.is_empty() || draws_sketch || is_probing ||
+      (has_collectives && !(captures_collectives && batch.shared->ranks().is_capturable()))) {
     return std::nullopt;
   }
   GraphKey key{is_kept, known_L.defined(), batch.is_of_gradient, batch.loss_scale.defined(),
@@ -67,6 +68,12 @@ std::optional<GraphKey> NaturalGradientPlannedStep::graph_key(at::IntArrayRef) c
   add_global_settings(key);
   add_bytes(key, solver.name == "cg" ? solver.rule.max_iterations : 0);
   add_bytes(key, batch.scale);
+  if (batch.shared != nullptr) {
+    for (const int64_t count : batch.shared->counts()) {
+      add_bytes(key, count);
+    }
+    add_bytes(key, batch.lists == nullptr ? 0 : batch.lists->hash);
+  }
   for (const size_t first : first_with_lr()) {
     add_bytes(key, first);
   }

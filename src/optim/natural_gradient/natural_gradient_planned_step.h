@@ -27,6 +27,7 @@ class NaturalGradientPlannedStep : public PlannedStep {
   NaturalGradientState state;
 
   bool is_reused = false;  // later steps may have the batch of this one
+  bool captures_collectives = false;
 
   // Of the next one.
   CapturedBatch batch;   // empty: the step only counts

@@ -1,5 +1,7 @@
 #include "optim/natural_gradient/sharing/call_lists.h"
 
+#include "distributed/step_agreement.h"
+
 #include <ATen/ATen.h>
 #include <c10/util/irange.h>
 
@@ -99,6 +101,14 @@ CallList list_of(const std::vector<LayerCall>& calls, int64_t rank, std::vector<
     list.calls.back().output_gradient.reset();
   }
   return list;
+}
+
+int64_t hash_of(const CallList& list) {
+  distributed::Hash hash;
+  for (const int64_t number : as_integers(list)) {
+    hash.add(number);
+  }
+  return static_cast<int64_t>(hash.value() >> 1);
 }
 
 std::vector<CallList> gather_lists(const distributed::Communicator& ranks, const CallList& own) {

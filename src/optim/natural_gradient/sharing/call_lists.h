@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 namespace torchium::optim::detail {
@@ -36,6 +37,15 @@ inline int64_t owner_of(const gradients::detail::LayerCall& call) {
 // The list of these calls; own: the tensors of its messages.
 CallList list_of(const std::vector<gradients::detail::LayerCall>& calls, int64_t rank,
                  std::vector<at::Tensor>& own);
+
+// The same for equal lists on all ranks.
+int64_t hash_of(const CallList& list);
+
+// Of all ranks.
+struct JointLists {
+  std::vector<CallList> of_ranks;
+  int64_t hash = 0;  // of hash_of() each
+};
 
 // The lists of all ranks, which must all call this.
 std::vector<CallList> gather_lists(const distributed::Communicator& ranks, const CallList& own);

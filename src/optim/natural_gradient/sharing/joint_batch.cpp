@@ -43,6 +43,9 @@ RankBatch NaturalGradientPlan::own_batch(bool refreshed) const {
       hash.add(rounding);
     }
     own.precision = static_cast<int64_t>(hash.value() >> 1);
+    std::vector<at::Tensor> tensors;
+    own.calls = hash_of(list_of(captured(*batch_).calls, ranks().rank(), tensors));
+    own.known_lists = lists_ == nullptr ? 0 : lists_->hash;
   }
   return own;
 }
@@ -58,13 +61,18 @@ NaturalGradientPlan::JointBatch NaturalGradientPlan::joint_batch(const RankBatch
   const std::vector<RankBatch> batches = gather_batches(ranks(), own);
   JointBatch joint;
   std::vector<int64_t> counts;
+  distributed::Hash lists;
   for (const RankBatch& batch : batches) {
     counts.push_back(batch.rows);
+    lists.add(batch.calls);
     joint.rows += batch.rows;
     joint.samples += batch.samples;
   }
   joint.is_of_gradient = std::ranges::all_of(batches, is_of_gradient);
   joint.has_factorization = std::ranges::all_of(batches, &RankBatch::has_factorization);
+  joint.lists = static_cast<int64_t>(lists.value() >> 1);
+  joint.knows_lists = std::ranges::all_of(
+      batches, [&](const RankBatch& batch) { return batch.known_lists == joint.lists; });
   if (batch_ != nullptr) {
     joint.shared = std::make_shared<SharedRows>(ranks(), counts);
   }
@@ -77,6 +85,16 @@ NaturalGradientPlan::JointBatch NaturalGradientPlan::joint_batch(const RankBatch
     }
   }
   return joint;
+}
+
+std::shared_ptr<const JointLists> NaturalGradientPlan::lists_for(const CapturedBatch& batch,
+                                                                 const JointBatch& joint) {
+  if (batch.shared != nullptr && batch.given_rows.empty() && !joint.knows_lists) {
+    std::vector<at::Tensor> tensors;
+    auto lists = gather_lists(ranks(), list_of(batch.calls, ranks().rank(), tensors));
+    lists_ = std::make_shared<const JointLists>(JointLists{std::move(lists), joint.lists});
+  }
+  return lists_;
 }
 
 }  // namespace torchium::optim::detail

@@ -166,7 +166,8 @@ void add_parts_of_calls(at::Tensor& K, at::TensorList params, const CapturedBatc
                         at::ArrayRef<double> weights, int64_t max_bytes) {
   const distributed::Communicator& ranks = batch.shared->ranks();
   std::vector<at::Tensor> own;
-  const std::vector<CallList> lists = gather_lists(ranks, list_of(batch.calls, ranks.rank(), own));
+  list_of(batch.calls, ranks.rank(), own);
+  const std::vector<CallList>& lists = batch.lists->of_ranks;
   const Parts parts = parts_of(params, lists, K.size(0));
   const Assignment assignment =
       distributed::assign_parts(parts.costs, parts.bytes, ranks.size(), max_bytes);
