@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distributed import free_port, join_group
 
-WARM_UP = 21
+WARM_UP = 21  # steps for state, graphs and the first inverses
+ROUNDS = 5  # of 10 steps with each optimizer in turn: hosts and clocks change
 Make = Callable[[nn.Module, Any], Any]
 
 
@@ -64,10 +66,8 @@ TASKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, dict[str, 
 TINY = {"tiny MLP": (lambda: mlp(tiny=True), (8, 784), 10, {**KFAC, **GRAM})}
 
 
-def milliseconds(
-    model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, steps: int, warm_up: int
-) -> float:
-    """The mean of some steps, after others for state, graphs and the first inverses."""
+def milliseconds(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, steps: int) -> float:
+    """The mean of some steps."""
     loss_fn = nn.functional.mse_loss if y.is_floating_point() else nn.functional.cross_entropy
     low_precision = x.is_cuda and x.dim() > 2
 
@@ -84,8 +84,6 @@ def milliseconds(
         if dist.is_initialized():
             dist.barrier()
 
-    for _ in range(warm_up):
-        step()
     wait()
     begin = time.perf_counter()
     for _ in range(steps):
@@ -113,7 +111,7 @@ def measure(rank: int, ranks: int, folder: str, port: int, on_gpu: bool) -> None
             y = torch.randint(classes, shape[:1], device=device, generator=generator)
         if x.dim() == 4:
             x = x.contiguous(memory_format=torch.channels_last)
-        times[name] = {}
+        trained = {}
         for label, make in {"SGD": sgd, **optimizers}.items():
             torch.manual_seed(0)
             model = build().to(device)
@@ -121,8 +119,14 @@ def measure(rank: int, ranks: int, folder: str, port: int, on_gpu: bool) -> None
                 model = model.to(memory_format=torch.channels_last)
             if ranks > 1:
                 model = DistributedDataParallel(model)
-            steps, warm_up = (40, WARM_UP) if on_gpu else (1, 1)
-            times[name][label] = milliseconds(model, make(model, group), x, y, steps, warm_up)
+            trained[label] = (model, make(model, group))
+            milliseconds(*trained[label], x, y, WARM_UP if on_gpu else 1)
+        rounds = [
+            {key: milliseconds(*each, x, y, 10 if on_gpu else 1) for key, each in trained.items()}
+            for _ in range(ROUNDS if on_gpu else 1)
+        ]
+        times[name] = {key: median(each[key] for each in rounds) for key in trained}
+        del trained, model  # before the group, which waits for their graphs
         if rank == 0 and alone:
             print_rows(name, alone[name], times[name])
     if not alone:
