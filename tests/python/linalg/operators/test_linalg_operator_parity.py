@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torchium import linalg
 
-INCLUDE = Path(__file__).resolve().parents[3] / "include/torchium/linalg"
+INCLUDE = Path(__file__).resolve().parents[4] / "include/torchium/linalg"
 
 
 def header(name: str) -> str:
