@@ -15,16 +15,16 @@ import time
 from pathlib import Path
 
 import torch
-from bible_text import load_bible
-from common import ROOT, Report
-from convergence_optimizers import OPTIMIZERS
-from convergence_report import best_lr, comparison, grid_table
-from convergence_task import Settings, Task
-from convergence_training import Run, train
-from convnet_task import ConvNetTask, load_images
-from curvature_task import CurvatureConvNetTask, CurvatureMlpTask
-from transformer_model import Shape
-from transformer_task import TransformerTask
+from learning.bible_text import load_bible
+from learning.convnet_task import ConvNetTask, load_images
+from learning.curvature_task import CurvatureConvNetTask, CurvatureMlpTask
+from learning.optimizers import OPTIMIZERS
+from learning.report import best_lr, comparison, grid_table
+from learning.runs import Run, train
+from learning.task import Settings, Task
+from learning.transformer_task import TransformerTask
+from networks.transformer_model import Shape
+from shared.common import ROOT, Report
 
 IMAGE_TASKS = {task.name: task for task in (ConvNetTask, CurvatureMlpTask, CurvatureConvNetTask)}
 TASKS = (TransformerTask.name, *IMAGE_TASKS)
@@ -212,7 +212,7 @@ def main() -> int:
     comparison(report, task, final)
     missed = report.finish(arguments.save)
     if arguments.plot and final:
-        from convergence_plot import draw
+        from learning.plot import draw
 
         draw(task, final, arguments.plot)
     return 0 if arguments.tiny else missed

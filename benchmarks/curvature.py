@@ -12,8 +12,8 @@ import sys
 from collections.abc import Callable
 
 import torch
-from common import Report, interleaved, median_ratio, parse_arguments, result_file
-from curvature_models import convnet, mlp
+from networks.curvature_models import convnet, mlp
+from shared.common import Report, interleaved, median_ratio, parse_arguments, result_file
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torchium import gradients

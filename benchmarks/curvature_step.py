@@ -1,7 +1,7 @@
 """Whole training steps with K-FAC and natural gradient on a CUDA device, against SGD in the same run.
 
 ResNet-50 and the blocks of GPT-2 small run under bfloat16 autocast. There K-FAC is compared with a loop over
-the layers too (kfac_loop.py), and its inverse-free solver with the package singd, where it is installed. All
+the layers too (networks/kfac_loop.py), and its inverse-free solver with the package singd, where it is installed. All
 steps are launched without waiting: the mean is that of the whole loop, the others are times from the end of a
 step to the end of the next, on the device.
 """
@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 import torch
 import torchium
-from common import Report, parse_arguments, result_file
-from curvature_models import convnet, gpt2_blocks, mlp, resnet50
-from kfac_loop import KFACLoop
+from networks.curvature_models import convnet, gpt2_blocks, mlp, resnet50
+from networks.kfac_loop import KFACLoop
+from shared.common import Report, parse_arguments, result_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 

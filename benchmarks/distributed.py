@@ -6,13 +6,13 @@ Gradients are the same on all ranks, as under DistributedDataParallel. One proce
 from __future__ import annotations
 
 import argparse
-import socket
 import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torchium
+from shared.process_group import free_port, join_group
 from torch import Tensor, nn
 
 # Matrices, biases and norms of a decoder: width, layers, vocabulary.
@@ -50,27 +50,6 @@ def seconds_of_step(optimizer: Any, params: list[nn.Parameter], warm_up: int, st
 def state_bytes(optimizer: Any) -> int:
     tensors: list[Tensor] = [t for state in optimizer.state.values() for t in state.values()]
     return sum(t.nbytes for t in tensors)
-
-
-def free_port() -> int:
-    with socket.socket() as any_port:
-        any_port.bind(("127.0.0.1", 0))
-        return int(any_port.getsockname()[1])
-
-
-def join_group(rank: int, ranks: int, port: int, on_gpu: bool) -> torch.device:
-    """The device of this rank, in the default group of all, with a store like torchrun's."""
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=ranks,
-        device_id=device if on_gpu else None,
-    )
-    return device
 
 
 def measure(rank: int, ranks: int, port: int, model: str, steps: int, on_gpu: bool) -> None:

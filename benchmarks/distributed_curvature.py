@@ -21,11 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torchium
-from curvature_models import gpt2_blocks, mlp, resnet50
+from networks.curvature_models import gpt2_blocks, mlp, resnet50
+from shared.process_group import free_port, join_group
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-
-from distributed import free_port, join_group
 
 WARM_UP = 21  # steps for state, graphs and the first inverses
 ROUNDS = 5  # of 10 steps with each optimizer in turn: hosts and clocks change

@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 import torchium
-from bible_text import load_bible
-from common import ROOT, Report
-from convergence_optimizers import adamw
-from convergence_task import Settings
-from convnet_task import ConvNetTask, load_images
+from learning.bible_text import load_bible
+from learning.convnet_task import ConvNetTask, load_images
+from learning.optimizers import adamw
+from learning.task import Settings
+from learning.transformer_task import TransformerTask
+from networks.transformer_model import Shape
+from shared.common import ROOT, Report
 from torch import nn
 from torch.optim import Optimizer
-from transformer_model import Shape
-from transformer_task import TransformerTask
 
 sys.path.append(str(ROOT / "examples" / "python"))
 from classifiers import evaluate, make_model

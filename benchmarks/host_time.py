@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 import torchium
-from common import Report, interleaved, median_ratio, parse_arguments, result_file
+from shared.common import Report, interleaved, median_ratio, parse_arguments, result_file
 from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 

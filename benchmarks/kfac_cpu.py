@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 import torchium
-from common import Report, interleaved, median_ratio, parse_arguments, result_file
+from shared.common import Report, interleaved, median_ratio, parse_arguments, result_file
 from torch import Tensor, nn
 
 NEVER = 10**9  # a TCov or TInv that is never reached

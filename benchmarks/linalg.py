@@ -1,6 +1,6 @@
 """Eigenpairs and estimates of a large matrix, lists of small tensors, powers and products of matrices.
 
-Products in a limited workspace are measured in chunked_products.py. Lanczos' method is compared with its passes over the matrix and with SciPy's eigsh (CuPy's on a CUDA
+Products in a limited workspace are measured in matrices/chunked_products.py. Lanczos' method is compared with its passes over the matrix and with SciPy's eigsh (CuPy's on a CUDA
 device); estimates of the diagonal with cola-ml, where these packages are installed.
 """
 
@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable
 
 import torch
-from chunked_products import measure_products
-from common import Report, interleaved, median_ratio, parse_arguments, result_file
+from matrices.chunked_products import measure_products
+from shared.common import Report, interleaved, median_ratio, parse_arguments, result_file
 from torch import Tensor
 from torchium.linalg import (
     fused_mul_add_,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 import torchium
-from common import Report, interleaved, median_ratio, parse_arguments, result_file
+from shared.common import Report, interleaved, median_ratio, parse_arguments, result_file
 from torch import nn
 
 BATCH = 64

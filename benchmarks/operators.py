@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from common import Report, interleaved, median_ratio, parse_arguments, result_file
+from shared.common import Report, interleaved, median_ratio, parse_arguments, result_file
 from torch import Tensor
 from torchium import linalg
 

@@ -9,16 +9,14 @@ products; up to n = 128 our kernel reads the matrix and writes its root.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from common import Report
-from roots_baselines import (
+from matrices.costs import Cost, cost_of_coupled_newton, cost_of_ours
+from matrices.inverse_roots import (
     ROOT,
     Method,
     damped,
@@ -31,7 +29,9 @@ from roots_baselines import (
     scaled,
     with_tf32,
 )
-from roots_roofline import TITLE as ROOFLINE
+from matrices.roofline import TITLE as ROOFLINE
+from shared.common import Report
+from shared.device_clock import Clock, Roofs
 from torch import Tensor
 from torchium.linalg import matrix_inverse_root
 
@@ -65,35 +65,6 @@ MOST_WORKSPACE = 8.0  # n^2 floats per matrix
 ERROR_OVER_FLOAT32 = 3.0
 PLOTTED = ("ours", "coupled Newton, fp16, 10 steps")
 WORKSPACE = 6  # its column in the table
-LONG = 0.25  # seconds: longer calls are timed once
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Per matrix."""
-
-    operations: float
-    bytes: float
-
-
-def cost_of_ours(n: int, iterations: int, has_last_step: bool) -> Cost:
-    """Quadratic steps X q, M q^4 with q = a I + b M + c M^2, and for some kernels a last step of degree 6 in
-    three single fp16 products and a split one (docs/roots.md).
-    """
-    quadratic = iterations - has_last_step
-    # The first X is q, and the last M is not needed.
-    split = 5 * quadratic if has_last_step else max(0, 5 * quadratic - 4)
-    coarse = 3 if has_last_step else 0
-    operations = (3 * split + coarse) * n**3
-    if n <= 128:
-        return Cost(operations, 8 * n**2)
-    ends = 20 * n**2  # A to M, then X and A to the root
-    return Cost(operations, (12 * split + 6 * coarse) * n**2 + ends)
-
-
-def cost_of_coupled_newton(n: int, steps: int, element: int) -> Cost:
-    products = 4 * (steps - 1)
-    return Cost(2 * products * n**3, (3 * products + 2 * steps) * element * n**2)
 
 
 @dataclass(frozen=True)
@@ -133,42 +104,6 @@ def competitors(n: int, is_first: bool) -> list[Competitor]:
     return chosen
 
 
-@dataclass
-class Clock:
-    """Times and memory of one device; on a CPU (dry run), times only."""
-
-    device: str
-    rounds: int
-
-    def once(self, function: Callable[[], object]) -> float:
-        """Seconds."""
-        if self.device == "cpu":
-            start = time.perf_counter()
-            function()
-            return time.perf_counter() - start
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        function()
-        end.record()
-        end.synchronize()
-        return 1e-3 * start.elapsed_time(end)
-
-    def seconds(self, function: Callable[[], object]) -> float:
-        """The median over rounds; the first call warms up."""
-        rounds = 1 if self.once(function) > LONG else self.rounds
-        return statistics.median(self.once(function) for _ in range(rounds))
-
-    def workspace(self, function: Callable[[], Tensor]) -> tuple[Tensor, float | None]:
-        """The result, and the peak bytes in addition to it."""
-        if self.device == "cpu":
-            return function(), None
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        result = function()
-        return result, torch.cuda.max_memory_allocated() - before - result.nbytes
-
-
 def errors(X: Tensor, expected: Tensor) -> Tensor:
     """Relative Frobenius error of each of the distinct matrices."""
     difference = torch.linalg.matrix_norm(X[:DISTINCT].double() - expected)
@@ -177,22 +112,6 @@ def errors(X: Tensor, expected: Tensor) -> Tensor:
 
 def repeated(A: Tensor, matrices: int) -> Tensor:
     return A.repeat(matrices // A.shape[0], 1, 1)
-
-
-@dataclass
-class Roofs:
-    peak: float  # TFLOP/s of a large fp16 product on random data
-    memory: float  # GB/s of a copy
-
-    @classmethod
-    def measure(cls, clock: Clock) -> Roofs:
-        n = 8192 if clock.device != "cpu" else 256
-        A, B, C = (torch.randn(n, n, device=clock.device).half() for _ in range(3))
-        product = clock.seconds(lambda: torch.mm(A, B, out=C))
-        elements = 16 * n**2
-        source, target = (torch.zeros(elements, device=clock.device) for _ in range(2))
-        copy = clock.seconds(lambda: target.copy_(source))
-        return cls(2 * n**3 / product * 1e-12, 2 * source.nbytes / copy * 1e-9)
 
 
 @dataclass
@@ -351,7 +270,7 @@ def main() -> int:
     benchmark.finish()
     missed = report.finish(arguments.save)
     if arguments.plot:
-        from roots_roofline import draw
+        from matrices.roofline import draw
 
         draw("\n".join(report.lines), arguments.plot)
     return 0 if arguments.dry_run else missed

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 import torchium
-from common import Report, interleaved, parse_arguments, result_file
+from shared.common import Report, interleaved, parse_arguments, result_file
 from torch import Tensor
 
 ROOT = 4

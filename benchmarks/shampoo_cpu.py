@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 import torchium
-from common import (
+from shared.common import (
     Report,
     interleaved,
     load_from_index,

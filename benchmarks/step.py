@@ -13,14 +13,14 @@ import sys
 from pathlib import Path
 
 import torch
-from common import Report
-from roots import Clock
-from step_contestants import contestants
-from step_costs import Rates, iterations, needed
-from step_profile import SHARES
-from step_race import Entry, StepClock, race
-from step_shapes import MODELS, TINY_MODELS, Gradients, Model
-from step_targets import check_targets
+from shared.common import Report
+from shared.device_clock import Clock
+from step_parts.contestants import contestants
+from step_parts.costs import Rates, iterations, needed
+from step_parts.profile import SHARES
+from step_parts.race import Entry, StepClock, race
+from step_parts.shapes import MODELS, TINY_MODELS, Gradients, Model
+from step_parts.targets import check_targets
 
 FAMILIES = ("ours", "adamw", "pytorch-optimizer", "dash")
 EXPONENTS = (1.0, 2.0)  # of the gradients' spectra

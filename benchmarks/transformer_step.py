@@ -14,13 +14,13 @@ from collections.abc import Callable
 
 import torch
 import torchium
-from bible_text import load_bible
-from common import ROOT, Report, parse_arguments, result_file
-from convergence_optimizers import adamw
+from learning.bible_text import load_bible
+from learning.optimizers import adamw
+from learning.transformer_task import TransformerTask
+from networks.transformer_model import Shape
+from shared.common import ROOT, Report, parse_arguments, result_file
 from torch import nn
 from torch.optim import Optimizer
-from transformer_model import Shape
-from transformer_task import TransformerTask
 
 STEPS = 260
 WARM_UP = 150  # roots have their last exponent from step 100 on

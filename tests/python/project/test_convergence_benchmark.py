@@ -23,7 +23,7 @@ ADAMW_AND = ("AdamW", "Muon", "Shampoo-1", "Shampoo-10", "Shampoo-100")
 SGD_AND = ("SGD", "K-FAC", "NaturalGradient")
 sys.path.insert(0, str(FOLDER))
 
-import bible_text  # noqa: E402
+from learning import bible_text  # noqa: E402
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -78,9 +78,9 @@ def test_a_tiny_run_in_two_parts_writes_its_tables_and_its_plot(
 
 def test_the_goal_of_training_is_the_lowest_training_loss() -> None:
     pytest.importorskip("tabulate")
-    from convergence_report import crossings
-    from convergence_training import Run
-    from curvature_task import CurvatureMlpTask
+    from learning.curvature_task import CurvatureMlpTask
+    from learning.report import crossings
+    from learning.runs import Run
 
     def made(name: str, losses: list[float]) -> Run:
         run = Run(name, 0.1, 1, 30, "CPU", [10, 20, 30], [1.0, 2.0, 3.0], losses, goal="training")
@@ -98,8 +98,8 @@ def test_the_goal_of_training_is_the_lowest_training_loss() -> None:
 
 def test_the_best_rate_has_the_lowest_mean_over_the_seeds() -> None:
     pytest.importorskip("tabulate")
-    from convergence_report import best_lr
-    from convergence_training import Run
+    from learning.report import best_lr
+    from learning.runs import Run
 
     def made(lr: float, seed: int, loss: float, name: str = "K-FAC") -> Run:
         run = Run(name, lr, seed, 10, "CPU", [10], [1.0], [loss])
@@ -116,10 +116,10 @@ def test_the_best_rate_has_the_lowest_mean_over_the_seeds() -> None:
 def test_a_run_whose_optimizer_gives_up_ends_with_an_infinite_loss() -> None:
     pytest.importorskip("tabulate")
     pytest.importorskip("sklearn")
-    from convergence_task import Settings
-    from convergence_training import train
-    from convnet_task import load_images
-    from curvature_task import CurvatureMlpTask
+    from learning.convnet_task import load_images
+    from learning.curvature_task import CurvatureMlpTask
+    from learning.runs import train
+    from learning.task import Settings
 
     task = CurvatureMlpTask(load_images("digits", None), "cpu")
     run = train(task, Settings(batch=4, steps=20, warm_up=1, evaluate_every=20), "K-FAC", 1e12, 0)
@@ -147,7 +147,7 @@ def test_stored_runs_that_name_no_task_are_those_of_the_transformer(tmp_path: Pa
 
 def test_muon_steps_a_convolution_as_a_matrix() -> None:
     pytest.importorskip("tabulate")
-    from convergence_optimizers import MatrixMuon
+    from learning.optimizers import MatrixMuon
 
     torch.manual_seed(0)
     convolution = torch.nn.Parameter(torch.randn(4, 2, 3, 3))

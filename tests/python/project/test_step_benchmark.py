@@ -15,8 +15,7 @@ sys.path.insert(0, str(FOLDER))
 
 pytest.importorskip("tabulate")
 
-import step_profile  # noqa: E402
-import step_shapes  # noqa: E402
+from step_parts import profile, shapes  # noqa: E402
 
 
 def table(text: str, title: str) -> list[list[str]]:
@@ -50,7 +49,7 @@ def test_a_tiny_run_writes_all_rows(tmp_path: Path) -> None:
             assert captured[-1] == "RuntimeError: CUDA graphs need a CUDA device"
         assert float(rows["AdamW foreach", "no", "i^-1"][3]) > 0
         parts = table(text, f"{name}: time of the kernels of a step, by its parts")
-        each = len(step_profile.SHARES) + 1
+        each = len(profile.SHARES) + 1
         assert len(parts) == 6 * each
         for i in range(0, len(parts), each):
             assert sum(float(row[3]) for row in parts[i : i + each - 1]) == pytest.approx(
@@ -66,9 +65,9 @@ def event(name: str, category: str, start: float, length: float, **arguments: ob
 
 def test_kernels_count_for_the_range_that_launched_them() -> None:
     """Kernels run long after the range in which the host launched them has ended."""
-    found = step_profile.parse(
+    found = profile.parse(
         [
-            event(step_profile.STEP, "user_annotation", 0, 100),
+            event(profile.STEP, "user_annotation", 0, 100),
             event("torchium::step", "cpu_op", 1, 90),
             event("torchium::statistics", "cpu_op", 10, 20),
             event("torchium::elementwise", "cpu_op", 15, 5),
@@ -90,7 +89,7 @@ def test_kernels_count_for_the_range_that_launched_them() -> None:
 
 
 def test_shapes_are_those_of_the_models() -> None:
-    count = {key: (len(m.shapes), m.parameters) for key, m in step_shapes.MODELS.items()}
+    count = {key: (len(m.shapes), m.parameters) for key, m in shapes.MODELS.items()}
     assert count["resnet-50"] == (161, 25_557_032)
     assert count["mlp"] == (6, 669_706)
     assert count["llama-103m"] == (18, 102_768_640)
@@ -102,7 +101,7 @@ def test_spectra_of_gradients_decay(exponent: float) -> None:
     import torch
 
     torch.manual_seed(0)
-    gradient = step_shapes.decaying((512, 16, 4, 8), exponent, "cpu", rank=64)
+    gradient = shapes.decaying((512, 16, 4, 8), exponent, "cpu", rank=64)
     values = torch.linalg.svdvals(gradient.flatten(1))
     for i in (4, 16, 64):
         assert values[0] / values[i - 1] == pytest.approx(i**exponent, rel=0.5)

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable
 
 import torch
-from common import Report, interleaved, median_ratio
+from shared.common import Report, interleaved, median_ratio
 from torch import Tensor
 from torchium.linalg import chunked_matmul
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from convergence_optimizers import ADAMW_OPTIONS, against_adamw
-from convergence_task import Settings, Targets, Task
+from networks.transformer_model import Shape, Transformer
 from torch import Tensor, nn
-from transformer_model import Shape, Transformer
+
+from learning.optimizers import ADAMW_OPTIONS, against_adamw
+from learning.task import Settings, Targets, Task
 
 VALIDATION_SHARE = 0.1
 VALIDATION_BATCH = 256

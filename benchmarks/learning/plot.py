@@ -6,11 +6,12 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-from convergence_report import GOALS, crossings, target_of
-from convergence_task import Task
-from convergence_training import Run
 from matplotlib.axes import Axes
-from plot_style import CURVES, plt, save
+from shared.plot_style import CURVES, plt, save
+
+from learning.report import GOALS, crossings, target_of
+from learning.runs import Run
+from learning.task import Task
 
 AxisOf = Callable[[Run], list[float]]  # steps or seconds of its records
 Final = dict[str, list[Run]]  # the runs of each optimizer, one per seed

@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common import Report
-from step_race import Entry
+from shared.common import Report
+
+from step_parts.race import Entry
 
 EVERY_STEP, EVERY_TENTH = "torchium Shampoo, every 1", "torchium Shampoo, every 10"
 # The settings of the targets, and those of Shampoo.from_adamw, which has more state.

@@ -20,7 +20,7 @@ from types import ModuleType
 import torch
 from tabulate import tabulate
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 clock: Callable[[], float] = time.perf_counter
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from convergence_optimizers import CURVATURE_OPTIONS
-from convergence_task import Settings, Targets
-from convnet_task import ConvNetTask
+from learning.convnet_task import ConvNetTask
+from learning.optimizers import CURVATURE_OPTIONS
+from learning.task import Settings, Targets
 
 GRIDS = {
     "SGD": (0.025, 0.05, 0.1, 0.2, 0.3),

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from networks.transformer_model import Shape, Transformer
 from torch import Tensor, nn
-from transformer_model import Shape, Transformer
 
 BIBLE_SYMBOLS = 73
 SETS = 4  # consecutive gradients

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from convergence_optimizers import OPTIMIZERS
-from convergence_task import Settings, Task
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from learning.optimizers import OPTIMIZERS
+from learning.task import Settings, Task
 
 
 @dataclass

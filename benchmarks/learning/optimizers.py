@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 import torchium
-from convergence_task import Task
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from learning.task import Task
 
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1  # of weights; biases and scales have none

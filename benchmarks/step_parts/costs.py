@@ -16,11 +16,13 @@ from collections import Counter
 from dataclasses import dataclass
 
 import torch
-from roots import Clock, Cost, Roofs, cost_of_ours
-from roots_baselines import ROOT, scaled
-from step_shapes import Gradients, Model, matrix_shape
+from matrices.costs import Cost, cost_of_ours
+from matrices.inverse_roots import ROOT, scaled
+from shared.device_clock import Clock, Roofs
 from torch import Tensor
 from torchium.linalg import matrix_inverse_root
+
+from step_parts.shapes import Gradients, Model, matrix_shape
 
 FLOAT = 4
 SPLIT = 3  # fp16 products per float32-accurate product

@@ -6,9 +6,10 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from common import Report
-from convergence_task import Targets, Task
-from convergence_training import Run
+from shared.common import Report
+
+from learning.runs import Run
+from learning.task import Targets, Task
 
 GOALS = {"validation": "final loss", "training": "lowest loss"}
 

@@ -1,6 +1,6 @@
 """Draw the roofline of inverse roots from a result of benchmarks/roots.py.
 
-python benchmarks/roots_roofline.py benchmarks/results/roots_h200.md docs/images/roots-roofline.png
+PYTHONPATH=benchmarks python -m matrices.roofline benchmarks/results/roots_h200.md docs/images/roots-roofline.png
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 import sys
 from pathlib import Path
 
-from plot_style import BLUE, VERMILION, plain_ticks, plt, save
+from shared.plot_style import BLUE, VERMILION, plain_ticks, plt, save
 
 TITLE = "Roofline"  # of the table
 NUMBER = r"[-+0-9.e]+"

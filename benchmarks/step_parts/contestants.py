@@ -14,8 +14,9 @@ from typing import Protocol
 
 import torch
 import torchium
-from step_shapes import Model, matrix_shape
 from torch import nn
+
+from step_parts.shapes import Model, matrix_shape
 
 BETAS = (0.9, 0.95)
 LR = 1e-5

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from roots import Clock
-from step_contestants import Contestant, Steps
-from step_profile import StepProfile, profiled
-from step_shapes import Gradients
+from shared.device_clock import Clock
+
+from step_parts.contestants import Contestant, Steps
+from step_parts.profile import StepProfile, profiled
+from step_parts.shapes import Gradients
 
 WARM_UP = 10
 STEPS_PER_ROUND = 5  # for optimizers whose steps all cost the same

@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 
 import torch
-from common import ROOT
-from convergence_optimizers import ADAMW_OPTIONS, against_adamw
-from convergence_task import Settings, Task
+from shared.common import ROOT
 from torch import Tensor, nn
+
+from learning.optimizers import ADAMW_OPTIONS, against_adamw
+from learning.task import Settings, Task
 
 sys.path.append(str(ROOT / "examples" / "python"))
 from classifiers import evaluate, make_model

@@ -1,0 +1,29 @@
+"""The group of the ranks of a benchmark."""
+
+from __future__ import annotations
+
+import socket
+
+import torch
+import torch.distributed as dist
+
+
+def free_port() -> int:
+    with socket.socket() as any_port:
+        any_port.bind(("127.0.0.1", 0))
+        return int(any_port.getsockname()[1])
+
+
+def join_group(rank: int, ranks: int, port: int, on_gpu: bool) -> torch.device:
+    """The device of this rank, in the default group of all, with a store like torchrun's."""
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=ranks,
+        device_id=device if on_gpu else None,
+    )
+    return device
