@@ -24,7 +24,8 @@ enum Slot : size_t {
   kMask = kSetup + 2,
   kLayers = kMask + 2,
   kGroupCount = kLayers + 2,
-  kGroups = kGroupCount + 2,  // two values of each
+  kCounts = kGroupCount + 2,  // may differ
+  kGroups = kCounts + 2,      // two values of each
 };
 
 // Positive, so that its negative is a number too.
@@ -170,6 +171,7 @@ std::vector<int64_t> message_of(const StepFindings& own, const Communicator& ran
   add_both(kMask, short_hash(hash_of(own.mask)));
   add_both(kLayers, short_hash(hash_of(own.layers)));
   add_both(kGroupCount, static_cast<int64_t>(own.groups.size()));
+  add_both(kCounts, short_hash(own.counts));
   for (size_t g = 0; g < kMostSharedGroups; ++g) {
     const GroupFindings found = g < own.groups.size() ? own.groups[g] : GroupFindings();
     values.push_back(found.unfit < 0 ? 0 : kMost - found.unfit);
@@ -202,6 +204,7 @@ StepFindings findings_in(const std::vector<int64_t>& values, const StepFindings&
   all.failure = values[kFailure];
   all.found_inf = values[kFoundInf] != 0;
   all.renews = values[kRenews] != 0;
+  all.same_counts = !differs(kCounts);
   for (size_t g = 0; g < own.groups.size(); ++g) {
     const int64_t unfit = values[kGroups + 2 * g], failed = values[kGroups + 2 * g + 1];
     all.groups[g].unfit = unfit == 0 ? -1 : kMost - unfit;
@@ -233,7 +236,7 @@ void add_findings(at::Tensor& message, const DeviceFindings& on_device, size_t g
 // group is skipped.
 at::Tensor skipped_groups(const at::Tensor& message, size_t groups) {
   const at::Tensor differences =
-      message.narrow(0, kSetup, kGroups - kSetup).view({-1, 2}).sum(1).ne(0).any();
+      message.narrow(0, kSetup, kCounts - kSetup).view({-1, 2}).sum(1).ne(0).any();
   const at::Tensor all = message.narrow(0, kError, kFoundInf + 1).ne(0).any();
   return unfit_slots(message, groups)
       .ne(0)

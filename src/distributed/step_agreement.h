@@ -35,8 +35,10 @@ struct StepFindings {
   // the layer that it is the weight of, odd if it has captured samples of it; or of its state,
   // even.
   std::vector<int64_t> layers;
-  bool renews = false;  // this rank has lost inverses, which all ranks then recompute
-  int64_t failure = 0;  // see failure_of_rank(); of the step before
+  bool renews = false;      // this rank has lost inverses, which all ranks then recompute
+  uint64_t counts = 0;      // a hash of the numbers of samples of all layers
+  bool same_counts = true;  // on all ranks; agreed on
+  int64_t failure = 0;      // see failure_of_rank(); of the step before
   std::vector<GroupFindings> groups;
 };
 

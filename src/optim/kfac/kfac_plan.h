@@ -182,6 +182,7 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   bool only_creates_state_ = false;  // of all layers that are known without a call
   int64_t considered_ = 0;
   int64_t steps_since_update_ = 0;  // damping_update()
+  bool same_counts_ = true;         // of samples on all ranks, in this step
   std::vector<bool> checked_;       // whether the state was checked since bind()
   // factor_updates that the host knows to be above 0.
   std::unordered_set<const at::TensorImpl*> with_factors_;

@@ -117,6 +117,7 @@ bool KfacPlan::is_lost(const Layer& layer) const {
 void KfacPlan::add_layers(distributed::StepFindings& findings) {
   findings.layers.assign(size(), 0);
   const auto taken = steps_taken();
+  Hash counts;
   for (const Layer& each : layers_) {
     Hash hash;
     hash.add(each.bias)
@@ -127,6 +128,7 @@ void KfacPlan::add_layers(distributed::StepFindings& findings) {
         .add(taken[each.weight]);
     if (each.sums != nullptr) {
       const FactorSums& sums = *each.sums;
+      counts.add(sums.samples()).add(sums.rows);
       hash.add(int64_t{sums.A_is_of_gradients});
       for (const at::Tensor& tensor :
            {sums.A, sums.G, sums.blocks, sums.moments, sums.lookup_A, sums.lookup_counts}) {
@@ -138,10 +140,12 @@ void KfacPlan::add_layers(distributed::StepFindings& findings) {
         static_cast<int64_t>(hash.value() >> 3) * 2 + (each.sums != nullptr ? 1 : 2);
     findings.renews |= is_lost(each);
   }
+  findings.counts = counts.value();
 }
 
 // The layers are the same on all ranks.
 void KfacPlan::take_findings(const distributed::StepFindings& findings) {
+  same_counts_ = findings.same_counts;
   for (const Layer& each : layers_) {
     if (is_shared() && !each.is_unitwise) {
       owners_[param(each.weight).unsafeGetTensorImpl()] = {each.owner, each.cost};

@@ -101,10 +101,11 @@ bool KfacPlan::has_divided_gradients() const {
 }
 
 // A mean loss has divided the output gradients by N, and N^2 / N makes the sums those of single
-// samples.
+// samples. W ranks have W N samples, and gradients that were divided by N.
 double KfacPlan::gradient_scale(const FactorSums& sums) const {
   const auto N = static_cast<double>(sums.samples());
-  return sums.is_joint ? 1.0 : has_divided_gradients() ? N : 1.0 / N;
+  const auto W = static_cast<double>(sums.ranks);
+  return sums.is_joint ? 1.0 : (has_divided_gradients() ? N : 1.0 / N) / W;
 }
 
 // Takes the loss scale out of the sums, and adds up those of all ranks.
@@ -122,7 +123,7 @@ void KfacPlan::finish_sums(const at::Tensor& loss_scale) {
     at::_foreach_mul_(of_gradients, loss_scale.to(device()).square().reciprocal());
   }
   if (is_shared()) {
-    sum_over_ranks(ranks(), all, has_divided_gradients());
+    sum_over_ranks(ranks(), all, has_divided_gradients(), same_counts_);
   }
 }
 
@@ -139,7 +140,8 @@ void KfacPlan::set_sums(const Layer& of, KfacLayer& layer) const {
   }
   layer.A_sum = of.sums->A;
   layer.G_sum = of.sums->G;
-  layer.A_scale = of.sums->is_joint ? 1.0 : 1.0 / static_cast<double>(of.sums->rows);
+  layer.A_scale =
+      of.sums->is_joint ? 1.0 : 1.0 / static_cast<double>(of.sums->rows * of.sums->ranks);
   layer.G_scale = gradient_scale(*of.sums);
   layer.moment_scale = layer.G_scale;
   if (of.sums->A_is_of_gradients) {

@@ -45,7 +45,9 @@ struct FactorSums {
   // Samples of two calls of one pass, if they have differed: perhaps the batch went through the
   // model in parts, which count as positions of the same samples.
   std::optional<std::pair<int64_t, int64_t>> different_samples;
-  // Of the samples of all ranks, and divided by their numbers (sharing/shared_sums.h).
+  // After sharing/shared_sums.h: of so many ranks, each with as many samples and rows as this one;
+  int64_t ranks = 1;
+  // or means over the samples of all ranks.
   bool is_joint = false;
 
   int64_t samples() const;

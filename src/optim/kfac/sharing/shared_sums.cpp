@@ -56,27 +56,37 @@ void divide(FactorSums& sums, const at::Tensor& count) {
 }  // namespace
 
 void sum_over_ranks(const distributed::Communicator& ranks, const std::vector<FactorSums*>& layers,
-                    bool is_divided) {
+                    bool is_divided, bool same_counts) {
   if (layers.empty()) {
     return;
   }
+  std::vector<FactorSums*> divided;  // on the device
   Tensors all, of_gradients;
   std::vector<at::Scalar> weights;
-  for (const FactorSums* sums : layers) {
+  for (FactorSums* sums : layers) {
+    append(all, others(*sums));
+    if (same_counts && !sums->A_is_of_gradients && !sums->lookup_A.defined()) {
+      append(all, sums->of_gradients());
+      sums->ranks = ranks.size();
+      continue;
+    }
     const auto N = static_cast<double>(sums->samples());
     append(of_gradients, sums->of_gradients());
     weights.resize(of_gradients.size(), at::Scalar(N * N));
-    append(all, others(*sums));
+    divided.push_back(sums);
   }
-  if (is_divided) {
-    at::_foreach_mul_(of_gradients, weights);
+  at::Tensor counts;
+  if (!divided.empty()) {
+    if (is_divided) {
+      at::_foreach_mul_(of_gradients, weights);
+    }
+    append(all, of_gradients);
+    counts = counts_of(divided, of_gradients[0].device());
+    all.push_back(counts);
   }
-  const at::Tensor counts = counts_of(layers, of_gradients[0].device());
-  append(all, of_gradients);
-  all.push_back(counts);
   distributed::sum_in_buckets(ranks, all, distributed::kBucketBytes);
-  for (size_t l = 0; l < layers.size(); ++l) {
-    divide(*layers[l], counts[static_cast<int64_t>(l)]);
+  for (size_t l = 0; l < divided.size(); ++l) {
+    divide(*divided[l], counts[static_cast<int64_t>(l)]);
   }
 }
 

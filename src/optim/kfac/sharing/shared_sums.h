@@ -9,12 +9,13 @@
 
 namespace torchium::optim::detail {
 
-// E[a a^T], E[g g^T], the blocks of norms and the second moments of EKFAC over the samples of all
-// ranks, from the sums over the samples of each, which become means (is_joint). All ranks must call
-// this for the same layers. is_divided: the loss of each rank is the mean over its own N samples,
-// so that its gradients count N times. Does not wait for a GPU. Without samples on any rank the
-// means are NaN.
+// Sums of a a^T and g g^T, the blocks of norms and the second moments of EKFAC over the samples of
+// all ranks, from the sums over the samples of each. All ranks must call this for the same layers.
+// same_counts: all ranks have as many samples and rows of each layer, by which the host then
+// divides (FactorSums::ranks). Else, and for tables, they become means on the device (is_joint):
+// is_divided: the loss of each rank is the mean over its own N samples, so that its gradients count
+// N times. Does not wait for a GPU. Without samples on any rank the means are NaN.
 void sum_over_ranks(const distributed::Communicator& ranks, const std::vector<FactorSums*>& layers,
-                    bool is_divided);
+                    bool is_divided, bool same_counts);
 
 }  // namespace torchium::optim::detail
