@@ -31,7 +31,8 @@ CPU_SHAPES = {
     "1,000 vectors of 16": [(16,)] * 1000,
     "500 matrices 8 x 8, 500 vectors of 16": [(8, 8), (16,)] * 500,
 }
-TARGET_MS = dict(zip(CUDA_SHAPES, (0.15, 1.0, 0.3), strict=True))  # on one H200
+# 0.15, 1.0 and 0.3 ms, on a host on which AdamW fused takes 0.146, 2.3 and 0.64: hosts differ by a factor of 1.8.
+TARGET_OF_ADAMW = dict(zip(CUDA_SHAPES, (1.03, 0.43, 0.47), strict=True))
 TARGET_LAUNCHED = 2  # times the above
 TARGET_OF_ADAM = 0.25  # of the time of Adam foreach on a CPU
 
@@ -87,13 +88,13 @@ def on_cuda(report: Report) -> None:
     rows = []
     for what, sizes in CUDA_SHAPES.items():
         launched = {f"{name}, launched": make for name, make in LAUNCHED.items()}
-        ms = milliseconds(host_seconds(sizes, CUDA | launched, "cuda"))
-        target = TARGET_MS[what]
+        seconds = host_seconds(sizes, CUDA | launched, "cuda")
+        ms = milliseconds(seconds)
         rows.append([what, *(ms[name] for name in CUDA)])
         rows.append([f"{what}, launched", *(ms.get(f"{name}, launched") for name in CUDA)])
-        report.check(f"{what}: Shampoo's ms / {target}", ms["Shampoo"] / target, 1)
-        ratio = ms["Shampoo, launched"] / target
-        report.check(f"{what}, launched: Shampoo's ms / {target}", ratio, TARGET_LAUNCHED)
+        for name, times in (("Shampoo", 1), ("Shampoo, launched", TARGET_LAUNCHED)):
+            ratio = median_ratio(seconds[name], seconds["AdamW fused"])
+            report.check(f"{what}: {name} / AdamW fused", ratio, times * TARGET_OF_ADAMW[what])
     report.table("On cuda, ms per step", ["parameters", *CUDA], rows)
 
 
