@@ -176,7 +176,8 @@ def natural_gradient_graphs_equal_launched_steps(ranks: int) -> None:
                     assert has_graphs == (graphs == "always"), (name, options)
                 models.append(model)
             assert torch.equal(flat(models[1]), flat(models[0]))
-            assert_near(flat(models[1]), start, 10)  # and not NaN
+            moved = flat(models[1]) - start
+            assert moved.isfinite().all() and moved.norm() > 0
             assert_same_on_all_ranks(trained(models[1]))
 
 
