@@ -177,7 +177,8 @@ def natural_gradient_graphs_equal_launched_steps(ranks: int) -> None:
                 models.append(model)
             assert torch.equal(flat(models[1]), flat(models[0]))
             moved = flat(models[1]) - start
-            assert moved.isfinite().all() and moved.norm() > 0
+            assert moved.isfinite().all()
+            assert moved.norm() > 0
             assert_same_on_all_ranks(trained(models[1]))
 
 
