@@ -71,7 +71,9 @@ struct TORCHIUM_API AdaHessianParamState : public MatrixParamState {
 /// EmbeddingBag. A diagonal that is not finite skips the step, as a gradient does. The signs come
 /// from a seed of libtorch's default generator of the CPU. Cannot be captured in a CUDA graph.
 ///
-/// step() throws c10::ValueError, and changes no parameter, if no gradient has a graph.
+/// step() throws c10::ValueError, and changes no parameter, if no gradient has a graph. It warns
+/// once if some have none and are not zero: their D is 0, and where v is 0 too their step is
+/// lr m' / eps. It waits for the device to see whether they are zero.
 class TORCHIUM_API AdaHessian : public BlockedOptimizer {
  public:
   explicit AdaHessian(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,

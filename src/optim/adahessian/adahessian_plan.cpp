@@ -47,6 +47,28 @@ AdaHessianPlans::AdaHessianPlans()
         return c10::make_intrusive<AdaHessianPlan>(device);
       }) {}
 
+void AdaHessianPlans::warn_of_lost_graphs(const std::vector<DiagonalRequest>& requests) {
+  if (has_warned_) {
+    return;
+  }
+  std::vector<at::Tensor> lost;
+  for (const DiagonalRequest& request : requests) {
+    if (lacks_curvature(request)) {
+      lost.push_back(request.param);
+    }
+  }
+  if (lost.empty()) {
+    return;
+  }
+  has_warned_ = true;
+  TORCH_WARN(
+      "AdaHessian: the gradients of ", lost.size(), " of ", requests.size(),
+      " parameters have no graph, the first of shape ", lost.front().sizes(),
+      ": the diagonal of their Hessian counts as 0, and their steps are lr m / eps. The loss "
+      "is linear in them, or a part of the backward pass kept no graph, as in "
+      "torch.utils.checkpoint with use_reentrant=True: pass use_reentrant=False");
+}
+
 void AdaHessianPlans::before_step() {
   struct Due {
     AdaHessianPlan* plan;
@@ -68,6 +90,7 @@ void AdaHessianPlans::before_step() {
   }
   const torchium::detail::Phase phase("torchium::hessian_diagonal");
   std::vector<at::Tensor> diagonals = hessian_diagonals(requests, loss_scale());
+  warn_of_lost_graphs(requests);
   auto next = diagonals.begin();
   for (const Due& due : all) {
     std::vector<at::Tensor> of_plan(due.plan->active_count());

@@ -55,6 +55,12 @@ class AdaHessianPlans : public BlockedPlans {
 
  protected:
   void before_step() override;
+
+ private:
+  // Warns once of parameters whose diagonal is 0 because their gradient has no graph.
+  void warn_of_lost_graphs(const std::vector<DiagonalRequest>& requests);
+
+  bool has_warned_ = false;
 };
 
 }  // namespace torchium::optim::detail

@@ -29,9 +29,6 @@ at::Tensor signs_like(const at::Tensor& gradient, uint64_t seed, uint64_t stream
 
 bool has_graph(const DiagonalRequest& request) { return request.gradient.requires_grad(); }
 
-// Waits for the device.
-bool is_zero(const DiagonalRequest& request) { return !request.gradient.ne(0).any().item<bool>(); }
-
 // Averages over the kernel of a convolution.
 at::Tensor spatial_mean(const at::Tensor& diagonal) {
   if (diagonal.dim() <= 2 || diagonal.numel() == 0) {
@@ -46,6 +43,10 @@ at::Tensor spatial_mean(const at::Tensor& diagonal) {
 
 }  // namespace
 
+bool lacks_curvature(const DiagonalRequest& request) {
+  return !has_graph(request) && request.gradient.ne(0).any().item<bool>();
+}
+
 std::vector<at::Tensor> hessian_diagonals(const std::vector<DiagonalRequest>& requests,
                                           const at::Tensor& loss_scale) {
   std::vector<at::Tensor> params, sums(requests.size());
@@ -56,7 +57,7 @@ std::vector<at::Tensor> hessian_diagonals(const std::vector<DiagonalRequest>& re
     most = std::max(most, requests[i].samples);
   }
   if (std::ranges::none_of(requests, has_graph)) {
-    TORCH_CHECK_VALUE(std::ranges::all_of(requests, is_zero),
+    TORCH_CHECK_VALUE(std::ranges::none_of(requests, lacks_curvature),
                       "AdaHessian: no gradient has a graph, which second derivatives need; call "
                       "loss.backward(create_graph=True), and step() once after it");
     return sums;  // torch.distributed.checkpoint takes such a step to create the state

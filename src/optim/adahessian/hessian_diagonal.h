@@ -16,6 +16,10 @@ struct DiagonalRequest {
   int64_t samples;      // random vectors
 };
 
+// Whether the gradient has no graph and is not zero: its diagonal of 0 makes a step of lr m / eps.
+// Waits for the device.
+bool lacks_curvature(const DiagonalRequest& request);
+
 // |mean of z (H z)| over the samples of each parameter, with random signs z (Hutchinson's estimator
 // of the diagonal: Bekas, Kokiopoulou, Saad 2007), averaged over all dimensions after the second:
 // the kernel of a convolution (Yao et al. 2021, section 3.1). One tensor per request, of its

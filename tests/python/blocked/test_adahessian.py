@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torchium
 from optimizer_cases import assert_same
 from reference import ReferenceAdaHessian
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 @pytest.fixture
@@ -188,9 +190,42 @@ def test_a_loss_that_is_linear_in_a_parameter_has_no_curvature_there():
     p, q = (nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(2))
     optimizer = torchium.AdaHessian([p, q], lr=0.1, eps=1.0)
     (p.square().sum() + 3 * q.sum()).backward(create_graph=True)
-    optimizer.step()
+    with pytest.warns(
+        UserWarning, match=r"1 of 2 parameters have no graph, the first of shape \[2\]"
+    ):
+        optimizer.step()
     assert_same(optimizer.state[q]["hessian_diagonal"], torch.zeros(2, dtype=torch.float64))
     torch.testing.assert_close(q, torch.full_like(q, 1 - 0.1 * 3 / 1.0))
+
+
+def test_a_reentrant_checkpoint_is_named_once():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    optimizer = torchium.AdaHessian(model.parameters())
+    x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    messages = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        hidden = checkpoint(model[:2], x, use_reentrant=True)
+        model[2](hidden).square().mean().backward(create_graph=True)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        messages += [str(w.message) for w in caught]
+    assert len(messages) == 1
+    assert "2 of 4 parameters have no graph, the first of shape [4, 3]" in messages[0]
+    assert "use_reentrant=False" in messages[0]
+
+
+def test_gradients_of_zeros_without_a_graph_need_no_warning():
+    model = nn.Linear(3, 2)
+    unused = nn.Parameter(torch.ones(2))
+    unused.grad = torch.zeros(2)
+    optimizer = torchium.AdaHessian([*model.parameters(), unused])
+    model(torch.randn(5, 3)).square().mean().backward(create_graph=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+    assert unused.eq(1).all()
 
 
 def test_steps_between_two_estimates_need_no_graph():
