@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from .._capture.layers import mixes_samples
+from .._reentrant import refuse_reentrant_checkpoints
 from .layers import LayerCalls, attention_for_vmap, layer_calls, leaves
 from .random_numbers import DRAWN, NoRandomNumbers
 from .sample_loss import LossFunction, SampleLoss, trainable
@@ -65,7 +66,7 @@ def per_sample_gradients(
     Raises:
         ValueError: batch sizes that differ or are zero; a loss of more than one number; a loss that
             uses a parameter (named) by a kept reference, such as ``weight = model.weight`` before
-            the call; a module (named) whose output for a sample depends on other samples or on
+            the call; a reentrant checkpoint (``use_reentrant=False`` works); a module (named) whose output for a sample depends on other samples or on
             random numbers, or that updates running statistics.
 
     Three methods give the same rows:
@@ -179,8 +180,13 @@ def _one_by_one(loss: SampleLoss, tensors: list[Tensor]) -> list[Tensor]:
     rows = [p.new_zeros(samples, *p.shape) for p in params.values()]
     for i in range(samples):
         with torch.enable_grad():
-            value = loss(own, tuple(t[i] for t in tensors))
+            sample = [t[i] for t in tensors]
+            # A reentrant checkpoint has a node in the graph only if an input of it has gradients.
+            for t, has_gradient in zip(sample, loss.have_gradients, strict=True):
+                t.requires_grad_(has_gradient)
+            value = loss(own, tuple(sample))
         _refuse_kept_references(value, params)
+        refuse_reentrant_checkpoints("per-sample gradients", value)
         if not own or not value.requires_grad:
             continue
         found = torch.autograd.grad(value, own, allow_unused=True)

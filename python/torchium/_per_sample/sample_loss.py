@@ -64,6 +64,7 @@ class SampleLoss:
         self.inputs = inputs
         self.targets = targets
         self.tensors = inputs.tensors + targets.tensors  # dimension 0 is the sample
+        self.have_gradients = inputs.have_gradients + targets.have_gradients
 
     def __call__(self, parameters: Sequence[Tensor], sample: tuple[Tensor, ...]) -> Tensor:
         """The loss with other values of the trainable parameters; ``sample`` has no dimension 0."""

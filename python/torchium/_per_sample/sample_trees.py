@@ -33,6 +33,7 @@ class SampleTree:
         #: The tensors, with their names in messages.
         self.tensors: list[Tensor] = []
         self.names: list[str] = []
+        self.have_gradients: list[bool] = []  # those given
         for path, leaf in paths:
             where = name if self.is_tensor else name + keystr(path)
             if isinstance(leaf, Tensor):
@@ -43,6 +44,7 @@ class SampleTree:
                     )
                 self.tensors.append(leaf.detach())
                 self.names.append(where)
+                self.have_gradients.append(leaf.requires_grad)
             elif not isinstance(leaf, shared):
                 raise ValueError(
                     f"{where} must be a tensor with a batch dimension; it is of type "

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from .._reentrant import refuse_reentrant_checkpoints
 from ._arguments import check_callable
 from ._operators import LinearOperator
 from ._parameter_derivatives import checked_params, flat_derivative, flat_gradient
@@ -74,7 +75,8 @@ def fisher_operator(
     Raises:
         ValueError: no parameters, a parameter that is there twice or does not require gradients, mixed
             dtypes or devices, another ``fisher``, or losses and outputs of another shape, without a
-            graph or independent of the parameters or of each other.
+            graph, independent of the parameters or of each other, or with a reentrant checkpoint in their
+            graph (``use_reentrant=False`` works).
 
     Example:
         >>> model = torch.nn.Linear(3, 2)
@@ -92,6 +94,7 @@ def fisher_operator(
     parameters = checked_params("fisher_operator", params)
     with torch.enable_grad():
         losses, z = _checked_losses(fisher, loss_fn())
+        refuse_reentrant_checkpoints("fisher_operator", losses, z)
         u = torch.zeros_like(z, requires_grad=True)
         transposed = flat_gradient(z, parameters, u)  # J^T u
         if transposed is None:

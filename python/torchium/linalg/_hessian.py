@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from .._reentrant import refuse_reentrant_checkpoints
 from ._arguments import check_callable
 from ._operators import LinearOperator
 from ._parameter_derivatives import checked_params, flat_derivative, flat_gradient
@@ -34,7 +35,8 @@ def hvp_operator(loss_fn: Callable[[], Tensor], params: Iterable[Tensor]) -> Lin
 
     Raises:
         ValueError: no parameters, a parameter that is there twice or does not require gradients, mixed
-            dtypes or devices, or a loss that is not a scalar or depends on none of the parameters.
+            dtypes or devices, or a loss that is not a scalar, depends on none of the parameters or has a
+            reentrant checkpoint in its graph (``use_reentrant=False`` works).
 
     Example:
         >>> model = torch.nn.Linear(3, 1)
@@ -54,6 +56,7 @@ def hvp_operator(loss_fn: Callable[[], Tensor], params: Iterable[Tensor]) -> Lin
             raise ValueError(f"hvp_operator: loss_fn returns {shape}; it must return a scalar")
         if not loss.requires_grad:
             raise ValueError("hvp_operator: the loss that loss_fn returns has no graph")
+        refuse_reentrant_checkpoints("hvp_operator", loss)
         gradient = flat_gradient(loss, parameters, torch.ones_like(loss))
     if gradient is None:
         raise ValueError("hvp_operator: the loss depends on none of params")

@@ -7,6 +7,7 @@ import torch
 from reference import fisher_matrices as reference
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torchium import linalg
 
 
@@ -101,3 +102,22 @@ def test_what_has_no_fisher_matrix():
     with pytest.raises(ValueError, match=r"fisher_operator: loss_fn is .*; it must be a function"):
         linalg.fisher_operator(losses, params)
     refuses(r"params\[1\] is in params twice", losses, params=[params[0], params[0]])
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "ggn", "hessian"])
+def test_reentrant_checkpoints_are_refused(fisher):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    x, y = torch.randn(5, 3, requires_grad=True), torch.randint(2, (5,))
+
+    def losses():
+        z = model[2](checkpoint(model[:2], x, use_reentrant=True))
+        found = F.cross_entropy(z, y, reduction="none")
+        return (found, z) if fisher == "ggn" else found
+
+    def operator():
+        if fisher == "hessian":
+            return linalg.hvp_operator(lambda: losses().mean(), model.parameters())
+        return linalg.fisher_operator(losses, model.parameters(), fisher=fisher)
+
+    with pytest.raises(ValueError, match=r"_operator: the model uses .* pass use_reentrant=False"):
+        operator()

@@ -160,6 +160,27 @@ def test_checkpointed_models(passes):
     assert passes == ONE_BY_ONE
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        torchium.per_sample_gradients,
+        torchium.gradients.per_sample_norms,
+        lambda *args: torchium.gradients.clip_and_accumulate(*args, max_norm=1.0),
+    ],
+    ids=["rows", "norms", "clipped_sum"],
+)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_reentrant_checkpoints_are_refused(function, is_first):
+    model, x = Checkpointed(use_reentrant=True), torch.randn(5, 4)
+    if is_first:
+        x.requires_grad_()  # else the segment has no gradients in backward() either
+    else:
+        model = nn.Sequential(nn.Linear(4, 4), model)
+    with pytest.raises(ValueError, match=r"per-sample gradients: .* pass use_reentrant=False"):
+        function(model, F.cross_entropy, x, torch.randint(3, (5,)))
+    assert all(p.grad is None for p in model.parameters())
+
+
 def test_layers_that_the_loss_does_not_need_have_zero_rows(passes):
     model = Several().double()
     x, y = torch.randn(5, 4).double(), torch.randint(3, (5,))
