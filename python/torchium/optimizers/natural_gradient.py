@@ -55,7 +55,9 @@ class NaturalGradient(CapturingOptimizer):
     that sorts or shuffles them, or receives time first where there are as many positions as samples, gives
     a wrong Fisher matrix without an error, and so do statistics of the batch that are computed by hand
     (``x - x.mean(0)``). Micro-batches with loss / k, one ``backward()`` each, equal one batch. Calls of a
-    layer in one backward pass are positions of the same samples, and no parts of a batch. Passes
+    layer in one backward pass are positions of the same samples, and no parts of a batch. Losses of one
+    forward pass are added up before ``backward()``: a second pass over a retained graph counts the samples
+    again, with a warning. Passes
     without ``backward()`` between two steps leave no trace. ``zero_grad()`` of the optimizer forgets
     what was captured, and so does every step, except one that raises for a wrong option.
 

@@ -25,10 +25,13 @@ at::Tensor without_history(const at::Tensor& tensor) {
   return tensor.requires_grad() ? tensor.detach() : tensor;
 }
 
+// In messages.
+std::string text_of(const PendingCall& call) {
+  return call.module ? call.module->text : c10::str("a ", name_of(call.layer.kind), " layer");
+}
+
 [[noreturn]] void refuse_changed_input(const PendingCall& call) {
-  const std::string layer =
-      call.module ? call.module->text : c10::str("a ", name_of(call.layer.kind), " layer");
-  TORCH_CHECK(false, "the input of ", layer,
+  TORCH_CHECK(false, "the input of ", text_of(call),
               " was changed in place after the layer had used it; its second-order information is "
               "lost. Change a copy, or use an operation that is not in place");
 }
@@ -264,6 +267,20 @@ void CaptureState::look_for_mixed_samples(int64_t pass) {
   }
 }
 
+void CaptureState::look_for_second_pass(PendingCall& call, const LayerCall& layer) {
+  const auto passes = passes_of_param_.find(layer.weight >= 0 ? layer.weight : layer.bias);
+  if (!has_warned_ && call.last_period == period_ && call.last_pass >= 0 &&
+      call.last_pass != layer.micro_batch && passes->second.count(call.last_pass) > 0) {
+    has_warned_ = true;
+    TORCH_WARN("a second backward pass has reached the same call of ", text_of(call),
+               ", and the samples of both count as samples of their own; add the losses of one "
+               "forward pass "
+               "and call backward() once");
+  }
+  call.last_pass = layer.micro_batch;
+  call.last_period = period_;
+}
+
 void CaptureState::forget() {
   passes_.clear();
   running_.clear();
@@ -273,6 +290,7 @@ void CaptureState::forget() {
   mixing_passes.clear();
   tasks_seen_for_mixing_.clear();
   started_tasks_.clear();
+  ++period_;
 }
 
 // ---- calls
@@ -324,6 +342,7 @@ void CaptureState::receive(PendingCall& call, const at::Tensor& gradient) {
   arrive(layer.weight, layer.micro_batch, /*may_be_zeroed=*/true, gone);
   // The weight decides for the bias, whose gradient may have arrived before the call.
   arrive(layer.bias, layer.micro_batch, /*may_be_zeroed=*/layer.weight < 0, gone);
+  look_for_second_pass(call, layer);
   if (finds_mixing_) {
     look_for_mixed_samples(layer.micro_batch);
   }

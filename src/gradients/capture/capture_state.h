@@ -56,6 +56,8 @@ struct PendingCall {
   uint32_t input_version = 0;  // of what the layer received, when it did
   BackwardPass outer;          // that ran this forward pass
   std::vector<int64_t> output_sizes;
+  int64_t last_pass = -1;   // that has reached it
+  int64_t last_period = 0;  // of the capture, when it did
 };
 using PendingCalls = std::vector<std::shared_ptr<PendingCall>>;
 
@@ -135,6 +137,8 @@ class CaptureState : public std::enable_shared_from_this<CaptureState> {
   bool was_zeroed(const at::Tensor& gradient, int64_t position);
   void note_gradient(const at::Tensor& gradient, int64_t position);
   void look_for_mixed_samples(int64_t pass);
+  // Warns once if an earlier pass, whose gradient still exists, has reached the call too.
+  void look_for_second_pass(PendingCall& call, const LayerCall& layer);
 
   const bool finds_mixing_;
   // Weak references keep the addresses from being reused.
@@ -147,6 +151,8 @@ class CaptureState : public std::enable_shared_from_this<CaptureState> {
   std::set<int64_t> tasks_seen_for_mixing_;  // graph tasks that were checked for it
   std::mutex start_mutex_;                   // before the other one
   std::set<int64_t> started_tasks_;
+  int64_t period_ = 0;  // between two calls of forget()
+  bool has_warned_ = false;
 };
 
 }  // namespace torchium::gradients::detail

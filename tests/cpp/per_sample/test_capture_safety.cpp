@@ -304,6 +304,27 @@ TEST(CaptureSafety, KfacFallsBackAsLongAsAWeightIsUsedOtherwise) {
   }
 }
 
+TEST(CaptureSafety, WarnsOnceOfTwoBackwardPassesOverOneGraph) {
+  auto model = make_mlp();
+  NaturalGradient optimizer(*model, NaturalGradientOptions(0.1));
+  Warnings warnings;
+  for (int step = 0; step < 3; ++step) {
+    const auto batch = make_batch(step, kMlpSample);
+    const auto loss = cross_entropy(model->forward(batch.inputs), batch.targets);
+    loss.backward({}, /*retain_graph=*/true);
+    optimizer.zero_grad();  // forgets the first pass
+    loss.backward({}, /*retain_graph=*/true);
+    EXPECT_EQ(warnings.text.empty(), step == 0);
+    loss.backward();
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+  const std::string beginning =
+      "a second backward pass has reached the same call of a linear layer";
+  expect_contains(warnings.text, beginning);
+  EXPECT_EQ(warnings.text.find(beginning, 1), std::string::npos);
+}
+
 // ---- several processes
 
 // Sends nothing.

@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 
@@ -379,6 +380,43 @@ def test_a_graph_that_is_kept_may_be_used_again(make):
         optimizer.step()
         optimizer.zero_grad()
     assert_same(values(model), expected(make))
+
+
+@both
+def test_two_backward_passes_over_one_graph_warn_once(make):
+    model = net()
+    optimizer = make(model)
+    messages = []
+    for step in range(3):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        outputs = model(x)
+        F.cross_entropy(outputs, y).backward(retain_graph=True)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            outputs.square().mean().backward()
+        messages += [str(w.message) for w in caught]
+        optimizer.step()
+    assert len(messages) == 1
+    assert "a second backward pass has reached the same call of Linear" in messages[0]
+    assert "add the losses of one forward pass and call backward() once" in messages[0]
+
+
+@both
+@pytest.mark.parametrize("clears", ["optimizer", "model", "model_in_place"])
+def test_a_second_pass_after_the_first_was_discarded_does_not_warn(make, clears):
+    model = net()
+    optimizer = make(model)
+    loss = F.cross_entropy(model(batch(0)[0]), batch(0)[1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss.backward(retain_graph=True)
+        if clears == "optimizer":
+            optimizer.zero_grad()
+        else:
+            model.zero_grad(set_to_none=clears == "model")
+        loss.backward()
+    optimizer.step()
 
 
 @both
