@@ -269,8 +269,9 @@ void CaptureState::look_for_mixed_samples(int64_t pass) {
 
 void CaptureState::look_for_second_pass(PendingCall& call, const LayerCall& layer) {
   const auto passes = passes_of_param_.find(layer.weight >= 0 ? layer.weight : layer.bias);
-  if (!has_warned_ && call.last_period == period_ && call.last_pass >= 0 &&
-      call.last_pass != layer.micro_batch && passes->second.count(call.last_pass) > 0) {
+  if (!has_warned_ && passes != passes_of_param_.end() && call.last_period == period_ &&
+      call.last_pass >= 0 && call.last_pass != layer.micro_batch &&
+      passes->second.count(call.last_pass) > 0) {
     has_warned_ = true;
     TORCH_WARN("a second backward pass has reached the same call of ", text_of(call),
                ", and the samples of both count as samples of their own; add the losses of one "
