@@ -5,12 +5,14 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/debug.h>
 
 #include <algorithm>
 #include <map>
 #include <mutex>
 #include <optional>
 #include <random>
+#include <utility>
 
 namespace torchium::distributed {
 
@@ -19,8 +21,8 @@ namespace {
 // How numbers travel between the hosts of a group. Null: by collectives. None: not yet known.
 using Hosts = std::optional<std::unique_ptr<HostExchange>>;
 
-// All communicators of a process group share one, which lasts as long as the group: ranks may
-// create and destroy optimizers at different times.
+// All communicators of a process group share one, which lasts at least as long as the group: ranks
+// may create and destroy optimizers at different times.
 std::shared_ptr<Hosts> hosts_of(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   struct Known {
     c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
@@ -62,16 +64,19 @@ struct Communicator::Group {
     return {data, data + result.numel()};
   }
 
-  // Null: not all ranks can use it. A random name of rank 0: the store may hold what an earlier
-  // group of this name has left.
+  // Null: not all ranks can use it. The name is random, of rank 0: the store may hold what an
+  // earlier group has left, and other groups may have the same prefix.
   HostExchange* host_exchange() const {
     if (!hosts->has_value()) {
       std::random_device random;
       const int64_t name = processes->getRank() == 0 ? random() : 0;
-      const auto all = all_reduce_max({HostExchange::is_possible(*processes) ? 0 : 1, name});
+      auto connection = HostExchange::connect(*processes);
+      const auto all = all_reduce_max({connection == nullptr ? 1 : 0, name});
       hosts->emplace();
       if (all[0] == 0) {
-        **hosts = std::make_unique<HostExchange>(*processes, "torchium/" + std::to_string(all[1]));
+        **hosts = std::make_unique<HostExchange>(std::move(connection),
+                                                 "torchium/" + std::to_string(all[1]),
+                                                 processes->getRank(), processes->getSize());
       }
     }
     return hosts->value().get();
@@ -109,7 +114,8 @@ int64_t Communicator::size() const { return group_->processes->getSize(); }
 bool Communicator::is_capturable() const {
   const auto devices = group_->processes->getDeviceTypes();
   return std::ranges::any_of(devices, &c10::Device::is_cuda) &&
-         group_->processes->getBackend(c10::DeviceType::CUDA)->getBackendName() == "nccl";
+         group_->processes->getBackend(c10::DeviceType::CUDA)->getBackendName() == "nccl" &&
+         c10d::debug_level() != c10d::DebugLevel::Detail;  // which adds exchanges of hosts
 }
 
 std::vector<int64_t> Communicator::all_reduce_max(const std::vector<int64_t>& values) const {
@@ -119,7 +125,6 @@ std::vector<int64_t> Communicator::all_reduce_max(const std::vector<int64_t>& va
   }
   std::vector<int64_t> most = values;
   for (const std::vector<int64_t>& of_rank : hosts->gather(values)) {
-    TORCH_INTERNAL_ASSERT(of_rank.size() == most.size());
     std::ranges::transform(of_rank, most, most.begin(),
                            [](int64_t a, int64_t b) { return std::max(a, b); });
   }

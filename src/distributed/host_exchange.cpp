@@ -5,17 +5,27 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include <chrono>
 #include <cstring>
 #include <utility>
 
 namespace torchium::distributed {
 namespace {
 
-c10::intrusive_ptr<c10d::Store> innermost(c10::intrusive_ptr<c10d::Store> store) {
-  while (const auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get())) {
-    store = const_cast<c10d::PrefixStore*>(prefixed)->getUnderlyingStore();
+bool is_tcp(const c10::intrusive_ptr<c10d::Store>& store) {
+  auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get());
+  const auto innermost = prefixed == nullptr ? store : prefixed->getUnderlyingNonPrefixStore();
+  return dynamic_cast<c10d::TCPStore*>(innermost.get()) != nullptr;
+}
+
+// That of its collectives; of the store, if the backend does not say it.
+std::chrono::milliseconds timeout_of(c10d::ProcessGroup& group) {
+  try {
+    const auto backend = group.getBackend(group.getDeviceTypes().at(0).type());
+    return backend->getBackendOptions()->timeout;
+  } catch (const std::exception&) {
+    return group.getStore()->getTimeout();
   }
-  return store;
 }
 
 std::vector<uint8_t> as_bytes(const std::vector<int64_t>& numbers) {
@@ -32,20 +42,23 @@ std::vector<int64_t> as_numbers(const std::vector<uint8_t>& bytes) {
 
 }  // namespace
 
-bool HostExchange::is_possible(const c10d::ProcessGroup& group) {
+c10::intrusive_ptr<c10d::Store> HostExchange::connect(c10d::ProcessGroup& group) {
   const c10::intrusive_ptr<c10d::Store> store = group.getStore();
-  return store != nullptr && group.getSize() <= kMostRanks &&
-         dynamic_cast<const c10d::TCPStore*>(innermost(store).get()) != nullptr;
+  if (store == nullptr || group.getSize() > kMostRanks || !is_tcp(store)) {
+    return nullptr;
+  }
+  try {
+    auto connection = store->clone();
+    connection->setTimeout(timeout_of(group));
+    return connection;
+  } catch (const c10::Error&) {
+    return nullptr;
+  }
 }
 
-// Other threads use the connection of the group, and block it while they wait.
-HostExchange::HostExchange(const c10d::ProcessGroup& group, std::string name)
-    : store_(group.getStore()->clone()),
-      name_(std::move(name)),
-      rank_(group.getRank()),
-      ranks_(group.getSize()) {
-  store_->setTimeout(group.getStore()->getTimeout());
-}
+HostExchange::HostExchange(c10::intrusive_ptr<c10d::Store> connection, std::string name,
+                           int64_t rank, int64_t ranks)
+    : store_(std::move(connection)), name_(std::move(name)), rank_(rank), ranks_(ranks) {}
 
 HostExchange::~HostExchange() = default;
 
@@ -54,6 +67,10 @@ std::string HostExchange::key(int64_t number, int64_t rank) const {
 }
 
 std::vector<std::vector<int64_t>> HostExchange::gather(const std::vector<int64_t>& own) {
+  TORCH_CHECK(!has_failed_,
+              "an exchange between the ranks of the process group has failed before; continue from "
+              "a checkpoint in new processes");
+  has_failed_ = true;  // until it has not
   const int64_t number = count_++;
   store_->set(key(number, rank_), as_bytes(own));
   if (number >= 2) {  // all ranks have left that call, because this one has left the next
@@ -66,8 +83,11 @@ std::vector<std::vector<int64_t>> HostExchange::gather(const std::vector<int64_t
   std::vector<std::vector<int64_t>> all;
   for (const std::vector<uint8_t>& bytes : store_->multiGet(keys)) {
     all.push_back(as_numbers(bytes));
+    TORCH_CHECK(all.back().size() == own.size(), "rank ", all.size() - 1,
+                " of the process group is in another call of an optimizer than rank ", rank_,
+                "; all ranks must make the same calls in the same order");
   }
-  TORCH_INTERNAL_ASSERT(static_cast<int64_t>(all.size()) == ranks_);
+  has_failed_ = false;
   return all;
 }
 

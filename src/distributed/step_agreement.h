@@ -28,7 +28,7 @@ struct GroupFindings {
 struct StepFindings {
   std::string call = "step()";  // in messages
   bool has_error = false;
-  bool found_inf = false;  // by a GradScaler
+  bool found_inf = false;  // a GradScaler has found infinities, or only its device knows
   uint64_t setup = 0;      // a hash of parameters, owners, options and learning rates
   std::vector<char> mask;  // of all parameters: 1 if it has a gradient
   // Of all parameters, for optimizers that record layer calls: a hash of how the next step treats

@@ -197,8 +197,8 @@ bool JointPlan::combines_found_inf(const at::Tensor& found_inf) const {
   return !device().is_cpu() && !found_inf.is_cpu();
 }
 
-// Of all ranks, some of which have a scaler that has found infinities, or that only the device
-// knows about.
+// Whether a scaler of any rank has found infinities. Called if one has, or if only the device
+// knows.
 at::Tensor JointPlan::joint_found_inf(const at::Tensor& own) const {
   const auto options = at::TensorOptions(device()).dtype(at::kFloat);
   if (device().is_cpu()) {

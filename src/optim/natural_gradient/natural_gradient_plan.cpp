@@ -181,7 +181,7 @@ std::unique_ptr<PlannedStep> NaturalGradientPlan::plan(const std::vector<at::Ten
   }
   step->options.nystrom_rank = shared.nystrom_rank();
   step->is_reused = shared.update_freq() > 1;
-  // Not for "auto": destroy_process_group() waits for ever while such a graph exists.
+  // Not for "auto": destroy_process_group() waits forever while such a graph exists.
   step->captures_collectives = graph_mode(shared.graphs()) == GraphMode::kAlways;
   step->params = params;
   step->state.steps = list_of(states, &ParameterState::step);
@@ -264,7 +264,7 @@ StateChanges NaturalGradientPlan::take_agreed(const JointInputs& inputs) {
     step->known_L = joint.has_factorization ? factorization_.L : at::Tensor();
     choose_solver(*step);
     if (step->solver.name == "gram" && !step->known_L.defined()) {
-      step->batch.lists = lists_for(step->batch, joint);
+      step->batch.lists = agree_on_lists(step->batch, joint);
     }
   }
   factorization_ = {};

@@ -90,13 +90,14 @@ class NaturalGradientPlan : public JointPlanOf<NaturalGradientOptions, NaturalGr
     int64_t samples = 0;
     bool is_of_gradient = false;     // CapturedBatch
     bool has_factorization = false;  // on all ranks
-    int64_t lists = 0;               // JointLists::hash
+    int64_t lists_hash = 0;          // JointLists
     bool knows_lists = false;        // all ranks do
   };
 
   RankBatch own_batch(bool refreshed) const;
   // Those of all ranks, which must all call it, for a new Gram matrix of these calls.
-  std::shared_ptr<const JointLists> lists_for(const CapturedBatch& batch, const JointBatch& joint);
+  std::shared_ptr<const JointLists> agree_on_lists(const CapturedBatch& batch,
+                                                   const JointBatch& joint);
   JointBatch joint_batch(const RankBatch& own);
   bool is_own(const KeptBatch& batch) const;
   std::vector<at::Tensor> all_params() const;

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -59,12 +58,6 @@ def shared_folder() -> Path:
     return _folders[-1]
 
 
-def free_port() -> int:
-    with socket.socket() as any_port:
-        any_port.bind(("127.0.0.1", 0))
-        return int(any_port.getsockname()[1])
-
-
 class Ranks:
     """A group of processes that runs one case after another.
 
@@ -80,15 +73,17 @@ class Ranks:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(IMPORTS)
         self.starts += 1
-        # A store like torchrun's, through which hosts exchange numbers, or one without that.
-        store = f"file://{self.folder}/store{self.starts}"
-        if self.ranks == 2:
-            store = f"tcp://127.0.0.1:{free_port()}"
+        # Hosts exchange numbers through a TCP store, like torchrun's, but not through files.
+        port = 0
+        if self.ranks == 3 or self.device_type == "cuda":
+            self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            port = self.store.port
+        file = str(self.folder / f"store{self.starts}")
         # MKL's products then do not depend on the alignment of a matrix, which differs in another batch.
         with mock.patch.dict(os.environ, {"MKL_CBWR": "COMPATIBLE", "OMP_NUM_THREADS": "1"}):
             for rank in range(self.ranks):
                 own, calls = context.Pipe()
-                arguments = (rank, self.ranks, self.device_type, self.folder, store, calls)
+                arguments = (rank, self.ranks, self.device_type, self.folder, file, port, calls)
                 process = context.Process(target=serve, args=arguments, daemon=True)
                 process.start()
                 calls.close()
@@ -140,7 +135,7 @@ def answer(process: multiprocessing.process.BaseProcess, calls: Connection, dead
 
 
 def serve(
-    rank: int, ranks: int, device_type: str, folder: Path, store: str, calls: Connection
+    rank: int, ranks: int, device_type: str, folder: Path, file: str, port: int, calls: Connection
 ) -> None:
     """In one process of a group: runs the cases that it receives, up to the first that fails."""
     os.environ.update(environment(rank, ranks))
@@ -152,7 +147,7 @@ def serve(
             torch.cuda.set_device(rank)
         dist.init_process_group(
             "nccl" if device_type == "cuda" else "gloo",
-            init_method=store,
+            store=dist.TCPStore("127.0.0.1", port) if port else dist.FileStore(file, ranks),
             rank=rank,
             world_size=ranks,
             timeout=timedelta(seconds=SECONDS / 4),

@@ -36,6 +36,8 @@ def test_steps_of_kfac_and_natural_gradient():
         "K-FAC, TCov 1, TInv 10, one worker",
         "K-FAC, TCov 10, TInv 100",
         "natural gradient",
+        "natural gradient, graphs",
         "natural gradient, every 10",
+        "natural gradient, every 10, graphs",
     ]
     assert all(len(row[36:].split()) == 3 for row in rows)

@@ -45,10 +45,9 @@ struct FactorSums {
   // Samples of two calls of one pass, if they have differed: perhaps the batch went through the
   // model in parts, which count as positions of the same samples.
   std::optional<std::pair<int64_t, int64_t>> different_samples;
-  // After sharing/shared_sums.h: of so many ranks, each with as many samples and rows as this one;
+  // Sums over so many ranks, each with as many samples and rows as this one (shared_sums.h).
   int64_t ranks = 1;
-  // or means over the samples of all ranks.
-  bool is_joint = false;
+  bool is_joint = false;  // means over the samples of all ranks
 
   int64_t samples() const;
   // Those of gradients and their squares.

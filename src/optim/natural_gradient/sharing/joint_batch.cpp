@@ -12,6 +12,15 @@ namespace torchium::optim::detail {
 
 using Source = RankBatch::Source;
 
+namespace {
+
+// Whether the gradients of a rank are scaled, which also changes which of them are one tensor.
+bool is_scaled(const std::vector<RankBatch>& batches, int64_t rank) {
+  return batches[rank].source == Source::kCurvature && curvature_factor(batches, rank) != 1.0;
+}
+
+}  // namespace
+
 // Whether these are samples of this rank, and not of another one that has saved them.
 bool NaturalGradientPlan::is_own(const KeptBatch& batch) const {
   return is_shared() ? batch.rank == ranks().rank() && batch.ranks == ranks().size()
@@ -44,8 +53,8 @@ RankBatch NaturalGradientPlan::own_batch(bool refreshed) const {
     }
     own.precision = static_cast<int64_t>(hash.value() >> 1);
     std::vector<at::Tensor> tensors;
-    own.calls = hash_of(list_of(captured(*batch_).calls, ranks().rank(), tensors));
-    own.known_lists = lists_ == nullptr ? 0 : lists_->hash;
+    own.calls_hash = hash_of(list_of(captured(*batch_).calls, ranks().rank(), tensors));
+    own.known_lists_hash = lists_ == nullptr ? 0 : lists_->hash;
   }
   return own;
 }
@@ -62,37 +71,38 @@ NaturalGradientPlan::JointBatch NaturalGradientPlan::joint_batch(const RankBatch
   JointBatch joint;
   std::vector<int64_t> counts;
   distributed::Hash lists;
-  for (const RankBatch& batch : batches) {
+  for (const auto rank : c10::irange(batches.size())) {
+    const RankBatch& batch = batches[rank];
     counts.push_back(batch.rows);
-    lists.add(batch.calls);
+    lists.add(batch.calls_hash).add(int64_t{is_scaled(batches, static_cast<int64_t>(rank))});
     joint.rows += batch.rows;
     joint.samples += batch.samples;
   }
   joint.is_of_gradient = std::ranges::all_of(batches, is_of_gradient);
   joint.has_factorization = std::ranges::all_of(batches, &RankBatch::has_factorization);
-  joint.lists = static_cast<int64_t>(lists.value() >> 1);
+  joint.lists_hash = static_cast<int64_t>(lists.value() >> 1);
   joint.knows_lists = std::ranges::all_of(
-      batches, [&](const RankBatch& batch) { return batch.known_lists == joint.lists; });
+      batches, [&](const RankBatch& batch) { return batch.known_lists_hash == joint.lists_hash; });
   if (batch_ != nullptr) {
     joint.shared = std::make_shared<SharedRows>(ranks(), counts);
   }
-  if (own.source == Source::kCurvature) {
-    const double factor = curvature_factor(batches, ranks().rank());
-    if (factor != 1.0) {
-      auto scaled = std::make_shared<KeptBatch>(*batch_);
-      scale_gradients(*scaled, factor);
-      batch_ = std::move(scaled);
-    }
+  if (is_scaled(batches, ranks().rank())) {
+    auto scaled = std::make_shared<KeptBatch>(*batch_);
+    scale_gradients(*scaled, curvature_factor(batches, ranks().rank()));
+    batch_ = std::move(scaled);
   }
   return joint;
 }
 
-std::shared_ptr<const JointLists> NaturalGradientPlan::lists_for(const CapturedBatch& batch,
-                                                                 const JointBatch& joint) {
-  if (batch.shared != nullptr && batch.given_rows.empty() && !joint.knows_lists) {
+std::shared_ptr<const JointLists> NaturalGradientPlan::agree_on_lists(const CapturedBatch& batch,
+                                                                      const JointBatch& joint) {
+  if (batch.shared == nullptr || !batch.given_rows.empty()) {
+    return nullptr;
+  }
+  if (!joint.knows_lists) {
     std::vector<at::Tensor> tensors;
     auto lists = gather_lists(ranks(), list_of(batch.calls, ranks().rank(), tensors));
-    lists_ = std::make_shared<const JointLists>(JointLists{std::move(lists), joint.lists});
+    lists_ = std::make_shared<const JointLists>(JointLists{std::move(lists), joint.lists_hash});
   }
   return lists_;
 }

@@ -31,8 +31,8 @@ std::vector<RankBatch> gather_batches(const distributed::Communicator& ranks,
                                       const RankBatch& own) {
   std::vector<RankBatch> all;
   for (const auto& row : ranks.all_gather({static_cast<int64_t>(own.source), own.rows, own.samples,
-                                           own.has_factorization ? 1 : 0, own.precision, own.calls,
-                                           own.known_lists})) {
+                                           own.has_factorization ? 1 : 0, own.precision,
+                                           own.calls_hash, own.known_lists_hash})) {
     all.push_back(
         {static_cast<Source>(row[0]), row[1], row[2], row[3] != 0, row[4], row[5], row[6]});
   }

@@ -22,8 +22,8 @@ struct RankBatch {
   int64_t samples = 0;
   bool has_factorization = false;  // of these rows
   int64_t precision = 0;           // a hash of the roundings of gradients
-  int64_t calls = 0;               // hash_of() their list
-  int64_t known_lists = 0;         // JointLists::hash of those that this rank knows; 0: none
+  int64_t calls_hash = 0;
+  int64_t known_lists_hash = 0;  // of the lists of all ranks that this one knows; 0: none
 };
 
 // Those of all ranks, which must all call this. Throws c10::Error on all of them if their batches

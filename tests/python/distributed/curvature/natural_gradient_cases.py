@@ -62,6 +62,21 @@ def all_layers_follow_the_dense_solve(ranks: int) -> None:
 
 
 @case(3)
+def ranks_know_the_batches_of_each_step(ranks: int) -> None:
+    """Sizes change, and a copy on one rank does not know those of the last step."""
+    model, _ = model_and_batch("tied_embedding")
+    start, reference = flat(model), Dense(model)
+    optimizer = natural_gradient(model, solver="gram")
+    for seed, sizes in enumerate(([3, 2, 4], [3, 4, 2], [3, 4, 2], [3, 2, 4])):
+        if seed == 2 and own() == 1:
+            model, optimizer = copy.deepcopy((model, optimizer))
+        batches = batches_of("tied_embedding", sizes, seed)
+        step(optimizer, model, batches[own()])
+        reference.step(batches)
+    reference.assert_moved_alike(model, start, 1e-6)
+
+
+@case(3)
 def changed_gradients_follow_the_dense_solve(ranks: int) -> None:
     def clip_and_decay(params: list[Tensor]) -> None:
         for p in params:
