@@ -70,7 +70,7 @@ std::vector<std::vector<int64_t>> HostExchange::gather(const std::vector<int64_t
   TORCH_CHECK(!has_failed_,
               "an exchange between the ranks of the process group has failed before; continue from "
               "a checkpoint in new processes");
-  has_failed_ = true;  // until it has not
+  has_failed_ = true;  // unless the end is reached
   const int64_t number = count_++;
   store_->set(key(number, rank_), as_bytes(own));
   if (number >= 2) {  // all ranks have left that call, because this one has left the next
