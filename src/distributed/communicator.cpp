@@ -54,12 +54,17 @@ struct Communicator::Group {
     return takes_cpu ? tensor : tensor.to(devices.front().type());
   }
 
-  std::vector<int64_t> all_reduce_max(const std::vector<int64_t>& values) const {
-    std::vector<at::Tensor> tensors{sent(values)};
+  void all_reduce_max_(const at::Tensor& values) const {
+    std::vector<at::Tensor> tensors{values};
     c10d::AllreduceOptions options;
     options.reduceOp = c10d::ReduceOp::MAX;
     processes->allreduce(tensors, options)->wait();
-    const at::Tensor result = tensors[0].cpu();
+  }
+
+  std::vector<int64_t> all_reduce_max(const std::vector<int64_t>& values) const {
+    const at::Tensor all = sent(values);
+    all_reduce_max_(all);
+    const at::Tensor result = all.cpu();
     const auto* data = result.const_data_ptr<int64_t>();
     return {data, data + result.numel()};
   }
@@ -131,12 +136,7 @@ std::vector<int64_t> Communicator::all_reduce_max(const std::vector<int64_t>& va
   return most;
 }
 
-void Communicator::all_reduce_max_(at::Tensor& values) const {
-  std::vector<at::Tensor> tensors{values};
-  c10d::AllreduceOptions options;
-  options.reduceOp = c10d::ReduceOp::MAX;
-  group_->processes->allreduce(tensors, options)->wait();
-}
+void Communicator::all_reduce_max_(at::Tensor& values) const { group_->all_reduce_max_(values); }
 
 void Communicator::all_reduce_sum_(at::Tensor& values) const { begin_all_reduce_sum(values)(); }
 

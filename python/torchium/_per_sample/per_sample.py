@@ -66,8 +66,9 @@ def per_sample_gradients(
     Raises:
         ValueError: batch sizes that differ or are zero; a loss of more than one number; a loss that
             uses a parameter (named) by a kept reference, such as ``weight = model.weight`` before
-            the call; a reentrant checkpoint (``use_reentrant=False`` works); a module (named) whose output for a sample depends on other samples or on
-            random numbers, or that updates running statistics.
+            the call; a reentrant checkpoint (``use_reentrant=False`` works); a module (named) whose
+            output for a sample depends on other samples or on random numbers, or that updates running
+            statistics.
 
     Three methods give the same rows:
 

@@ -37,7 +37,8 @@ class AdaHessian(ScaledLoss, BlockedOptimizer):
     graph, of a loss that is linear in its parameter or of a backward pass without ``create_graph=True``, has
     :math:`D = 0`, and where :math:`v` is 0 too its step is :math:`\text{lr}\, m / \text{eps}`. Layers within
     ``torch.utils.checkpoint`` with ``use_reentrant=True`` have such gradients. A warning counts those that
-    are not zero, once; until then they are compared with 0, which waits for the device. The signs come from one seed of PyTorch's default generator on the CPU, and are the same on every device.
+    are not zero, once; until then they are compared with 0, which waits for the device. The signs come
+    from one seed of PyTorch's default generator on the CPU, and are the same on every device.
 
     State is float32 (float64 for float64 parameters), also under bfloat16 and float16 parameters. A
     gradient or diagonal that is not finite, or too large to square (as for :class:`Shampoo`), skips the

@@ -275,8 +275,7 @@ void CaptureState::look_for_second_pass(PendingCall& call, const LayerCall& laye
     has_warned_ = true;
     TORCH_WARN("a second backward pass has reached the same call of ", text_of(call),
                ", and the samples of both count as samples of their own; add the losses of one "
-               "forward pass "
-               "and call backward() once");
+               "forward pass and call backward() once");
   }
   call.last_pass = layer.micro_batch;
   call.last_period = period_;

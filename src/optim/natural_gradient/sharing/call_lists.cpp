@@ -79,8 +79,9 @@ std::vector<int64_t> CallList::samples() const {
   return result;
 }
 
-CallList list_of(const std::vector<LayerCall>& calls, int64_t rank, std::vector<at::Tensor>& own) {
-  CallList list;
+OwnCalls list_of(const std::vector<LayerCall>& calls, int64_t rank) {
+  OwnCalls own;
+  CallList& list = own.list;
   std::map<std::pair<int64_t, const at::TensorImpl*>, size_t> known;  // by layer
   const auto message_of = [&](const at::Tensor& tensor, int64_t layer) {
     const auto [found, is_new] =
@@ -88,7 +89,7 @@ CallList list_of(const std::vector<LayerCall>& calls, int64_t rank, std::vector<
     if (is_new) {
       list.messages.push_back({rank, 0, 0, tensor.scalar_type(), tensor.sizes().vec()});
       list.layers.push_back(layer);
-      own.push_back(tensor);
+      own.tensors.push_back(tensor);
     }
     return found->second;
   };
@@ -100,7 +101,7 @@ CallList list_of(const std::vector<LayerCall>& calls, int64_t rank, std::vector<
     list.calls.back().input.reset();
     list.calls.back().output_gradient.reset();
   }
-  return list;
+  return own;
 }
 
 int64_t hash_of(const CallList& list) {

@@ -9,7 +9,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <vector>
 
 namespace torchium::optim::detail {
@@ -34,11 +33,14 @@ inline int64_t owner_of(const gradients::detail::LayerCall& call) {
   return call.weight >= 0 ? call.weight : call.bias;
 }
 
-// The list of these calls; own: the tensors of its messages.
-CallList list_of(const std::vector<gradients::detail::LayerCall>& calls, int64_t rank,
-                 std::vector<at::Tensor>& own);
+// The list of a rank with the tensors that it names.
+struct OwnCalls {
+  CallList list;
+  std::vector<at::Tensor> tensors;  // of its messages
+};
+OwnCalls list_of(const std::vector<gradients::detail::LayerCall>& calls, int64_t rank);
 
-// The same for equal lists on all ranks.
+// Equal for equal lists, on all ranks.
 int64_t hash_of(const CallList& list);
 
 // Of all ranks.

@@ -52,8 +52,7 @@ RankBatch NaturalGradientPlan::own_batch(bool refreshed) const {
       hash.add(rounding);
     }
     own.precision = static_cast<int64_t>(hash.value() >> 1);
-    std::vector<at::Tensor> tensors;
-    own.calls_hash = hash_of(list_of(captured(*batch_).calls, ranks().rank(), tensors));
+    own.calls_hash = hash_of(list_of(captured(*batch_).calls, ranks().rank()).list);
     own.known_lists_hash = lists_ == nullptr ? 0 : lists_->hash;
   }
   return own;
@@ -100,8 +99,7 @@ std::shared_ptr<const JointLists> NaturalGradientPlan::agree_on_lists(const Capt
     return nullptr;
   }
   if (!joint.knows_lists) {
-    std::vector<at::Tensor> tensors;
-    auto lists = gather_lists(ranks(), list_of(batch.calls, ranks().rank(), tensors));
+    auto lists = gather_lists(ranks(), list_of(batch.calls, ranks().rank()).list);
     lists_ = std::make_shared<const JointLists>(JointLists{std::move(lists), joint.lists_hash});
   }
   return lists_;

@@ -165,8 +165,7 @@ at::Tensor part_of_gram(at::TensorList params, std::vector<std::vector<LayerCall
 void add_parts_of_calls(at::Tensor& K, at::TensorList params, const CapturedBatch& batch,
                         at::ArrayRef<double> weights, int64_t max_bytes) {
   const distributed::Communicator& ranks = batch.shared->ranks();
-  std::vector<at::Tensor> own;
-  list_of(batch.calls, ranks.rank(), own);
+  const std::vector<at::Tensor> own = list_of(batch.calls, ranks.rank()).tensors;
   const std::vector<CallList>& lists = batch.lists->of_ranks;
   const Parts parts = parts_of(params, lists, K.size(0));
   const Assignment assignment =
