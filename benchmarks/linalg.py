@@ -122,7 +122,7 @@ def measure_eigenpairs(report: Report, A: Tensor, rounds: int) -> None:
 def measure_estimates(report: Report, A: Tensor, rounds: int) -> None:
     n, exact = len(A), A.diagonal()
     functions: dict[str, Callable[[], Tensor]] = {
-        DIAGONAL: lambda: hutchinson_diagonal(A, num_samples=1000, block_size=100).value,
+        DIAGONAL: lambda: hutchinson_diagonal(A, num_samples=1000).value,
         "torchium xdiag, 200 products": lambda: xdiag(A, num_products=200).value,
     }
     try:

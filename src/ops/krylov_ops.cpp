@@ -55,12 +55,13 @@ Process krylov(bool symmetric, int64_t n, int64_t k, const std::string& which,
                                      tensor_options(dtype, device));
 }
 
-Process hutchinson(bool diagonal, int64_t n, int64_t num_samples, int64_t block_size,
-                   std::optional<double> tol, int64_t seed, at::ScalarType dtype,
+Process hutchinson(bool diagonal, int64_t n, int64_t num_samples, std::optional<int64_t> block_size,
+                   std::optional<double> tol, int64_t seed, bool is_dense, at::ScalarType dtype,
                    at::Device device) {
   const linalg::HutchinsonOptions options{num_samples, block_size, tol,
                                           static_cast<uint64_t>(seed)};
-  return make<detail::HutchinsonProcess>(diagonal, n, options, tensor_options(dtype, device));
+  return make<detail::HutchinsonProcess>(diagonal, n, options, is_dense,
+                                         tensor_options(dtype, device));
 }
 
 template <typename Algorithm>
@@ -94,6 +95,11 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
            })
       .def("accept",
            [](const Process& self, const at::Tensor& product) { self->algorithm->accept(product); })
+      // Runs to the end with a matrix.
+      .def("run",
+           [](const Process& self, const at::Tensor& A) {
+             return self->algorithm->run(linalg::LinearOperator(A));
+           })
       .def("result", [](const Process& self) { return self->algorithm->result(); })
       .def("products", [](const Process& self) { return self->algorithm->products(); });
   m.def("krylov", &krylov);

@@ -4,6 +4,8 @@
 // The signs follow from `seed` by a counter-based generator and are equal on every device; no
 // global random state is read or changed. Each product has `block_size` columns. Values are
 // float64 but for diagonals, which have the operator's dtype. Without `tol` the host never waits.
+// Many wide products of a large dense float32 matrix run on Hopper's tensor cores at float32's own
+// error, if the workspace holds a copy of the matrix.
 #pragma once
 
 #include <torchium/export.h>
@@ -24,7 +26,8 @@ struct StochasticEstimate {
 
 struct HutchinsonOptions {
   int64_t num_samples = 100;  // at most
-  int64_t block_size = 10;
+  // Columns of a product; none: 256 for a dense matrix without tol, otherwise 10.
+  std::optional<int64_t> block_size;
   // Stops once |standard error| <= tol |value| (norms for a diagonal), which is tested after every
   // ten products: the host waits then.
   std::optional<double> tol;

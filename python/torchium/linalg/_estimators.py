@@ -25,7 +25,7 @@ def hutchinson_trace(
     A: Tensor | LinearOperator,
     *,
     num_samples: int = 100,
-    block_size: int = 10,
+    block_size: int | None = None,
     tol: float | None = None,
     seed: int = 0,
 ) -> StochasticEstimate:
@@ -36,7 +36,9 @@ def hutchinson_trace(
     Args:
         A: ``[n, n]``, dense or sparse, or a :class:`LinearOperator`; float32 or float64.
         num_samples: at most.
-        block_size: columns per product.
+        block_size: columns per product; by default 256 for a dense matrix without ``tol``, otherwise
+            10. Many wide products of a large dense float32 matrix run on Hopper's tensor cores at
+            float32's own error, if the workspace holds a copy of the matrix.
         tol: stops once the standard error is at most ``tol |value|``. This is tested after every ten
             products, when the host waits for the device; without it the host never waits.
         seed: of the signs, which are equal on every device. No global random state changes.
@@ -51,7 +53,7 @@ def hutchinson_diagonal(
     A: Tensor | LinearOperator,
     *,
     num_samples: int = 100,
-    block_size: int = 10,
+    block_size: int | None = None,
     tol: float | None = None,
     seed: int = 0,
 ) -> StochasticEstimate:
@@ -157,12 +159,14 @@ def _hutchinson(
     diagonal: bool,
     A: Any,
     num_samples: int,
-    block_size: int,
+    block_size: int | None,
     tol: float | None,
     seed: int,
 ) -> StochasticEstimate:
     operator = as_operator(function, A)
-    _check_integers(function, num_samples=num_samples, block_size=block_size, seed=seed)
+    _check_integers(function, num_samples=num_samples, seed=seed)
+    if block_size is not None:
+        check_integer(function, "block_size", block_size, "it must be a positive integer, or None.")
     if tol is not None:
         check_numbers(function, tol=tol)
     process = _ops.hutchinson(
@@ -172,6 +176,7 @@ def _hutchinson(
         block_size,
         tol,
         seed,
+        operator.is_dense,
         operator.dtype,
         operator.device,
     )

@@ -2,6 +2,7 @@
 
 #include "linalg/operators/operator_checks.h"
 #include "linalg/operators/random_signs.h"
+#include "linalg/structured/split_dense.h"
 
 #include <ATen/ATen.h>
 
@@ -12,6 +13,14 @@ namespace torchium::linalg::detail {
 namespace {
 
 constexpr int64_t kCallsPerTest = 10;
+
+// Columns of a product. Those of a dense matrix take less memory than the matrix.
+constexpr int64_t kColumns = 10, kColumnsOfDense = 256;
+
+int64_t block_size(const HutchinsonOptions& options, bool is_dense) {
+  const bool has_tests = options.tol.has_value();
+  return options.block_size.value_or(is_dense && !has_tests ? kColumnsOfDense : kColumns);
+}
 
 const char* estimator_name(bool diagonal) {
   return diagonal ? "hutchinson_diagonal" : "hutchinson_trace";
@@ -43,20 +52,30 @@ at::Tensor RunningMean::standard_error() const {
 }
 
 HutchinsonProcess::HutchinsonProcess(bool diagonal, int64_t n, const HutchinsonOptions& options,
-                                     const at::TensorOptions& tensor_options)
-    : diagonal_(diagonal), n_(n), options_(options), tensor_options_(tensor_options) {
+                                     bool is_dense, const at::TensorOptions& tensor_options)
+    : diagonal_(diagonal),
+      n_(n),
+      options_(options),
+      block_(block_size(options, is_dense)),
+      tensor_options_(tensor_options) {
   const char* name = estimator_name(diagonal);
   check_operator(name, n, tensor_options);
   check_positive(name, "num_samples", options.num_samples);
-  check_positive(name, "block_size", options.block_size);
+  check_positive(name, "block_size", block_);
   TORCH_CHECK_VALUE(!options.tol.has_value() || (*options.tol > 0 && std::isfinite(*options.tol)),
                     name, ": tol is ", options.tol.value_or(0.0),
                     "; it must be positive and finite, or not given.");
 }
 
+LinearOperator HutchinsonProcess::prepared(const LinearOperator& A) const {
+  const int64_t least =
+      options_.tol ? std::min(kCallsPerTest * block_, options_.num_samples) : options_.num_samples;
+  return prepared_for(A, {std::min(block_, options_.num_samples), least});
+}
+
 at::Tensor HutchinsonProcess::next_operand() {
   if (done_) return {};
-  const int64_t columns = std::min(options_.block_size, options_.num_samples - products_);
+  const int64_t columns = std::min(block_, options_.num_samples - products_);
   return random_signs(n_, columns, options_.seed, products_, tensor_options_);
 }
 
@@ -84,7 +103,7 @@ namespace {
 
 StochasticEstimate estimate(bool diagonal, const LinearOperator& A,
                             const HutchinsonOptions& options) {
-  detail::HutchinsonProcess process(diagonal, A.size(), options, A.options());
+  detail::HutchinsonProcess process(diagonal, A.size(), options, A.is_dense(), A.options());
   const auto result = process.run(A);
   return {result[0], result[1], process.products()};
 }

@@ -23,8 +23,10 @@ class RunningMean {
 
 class HutchinsonProcess final : public OperatorProcess {
  public:
-  HutchinsonProcess(bool diagonal, int64_t n, const HutchinsonOptions& options,
+  HutchinsonProcess(bool diagonal, int64_t n, const HutchinsonOptions& options, bool is_dense,
                     const at::TensorOptions& tensor_options);
+
+  LinearOperator prepared(const LinearOperator& A) const override;
 
  private:
   at::Tensor next_operand() override;
@@ -35,6 +37,7 @@ class HutchinsonProcess final : public OperatorProcess {
   bool diagonal_;
   int64_t n_;
   HutchinsonOptions options_;
+  int64_t block_;
   at::TensorOptions tensor_options_;
   RunningMean estimate_;
   int64_t calls_ = 0;

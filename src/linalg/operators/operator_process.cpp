@@ -40,8 +40,9 @@ std::vector<at::Tensor> OperatorProcess::result() {
 }
 
 std::vector<at::Tensor> OperatorProcess::run(const LinearOperator& A) {
+  const LinearOperator matrix = prepared(A);
   for (at::Tensor X = operand(); X.defined(); X = operand()) {
-    accept(A.matmul(X));
+    accept(matrix.matmul(X));
   }
   return result();
 }

@@ -26,6 +26,9 @@ class OperatorProcess {
 
   int64_t products() const { return products_; }
 
+  // A, or the same matrix in a form in which the products that are to come are faster.
+  virtual LinearOperator prepared(const LinearOperator& A) const { return A; }
+
   // Runs to the end with A.
   std::vector<at::Tensor> run(const LinearOperator& A);
 

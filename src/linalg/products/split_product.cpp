@@ -62,15 +62,18 @@ bool is_kernel_writable(const at::Tensor& out) {
 
 }  // namespace
 
-bool split_product_pays(c10::Device device, int64_t m, int64_t n, int64_t k) {
-  if (!device.is_cuda() || std::min({m, n, k}) < kLeastSide ||
-      static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(k) <
-          kLeastMultiplications) {
-    return false;
-  }
+bool has_split_product(c10::Device device) {
+  if (!device.is_cuda()) return false;
   const cudaDeviceProp* properties = at::cuda::getDeviceProperties(device.index());
   return cuda_kernels::has_batched_product(properties->major, properties->minor,
                                            static_cast<int>(properties->sharedMemPerBlockOptin));
+}
+
+bool split_product_pays(c10::Device device, int64_t m, int64_t n, int64_t k) {
+  return std::min({m, n, k}) >= kLeastSide &&
+         static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(k) >=
+             kLeastMultiplications &&
+         has_split_product(device);
 }
 
 TileOperand split_rows(const at::Tensor& A, at::Tensor& buffer) { return split(A, false, buffer); }
@@ -100,6 +103,8 @@ void multiply_split_out(at::Tensor& out, const TileOperand& A, const TileOperand
       stream()));
 }
 #else
+
+bool has_split_product(c10::Device) { return false; }
 
 bool split_product_pays(c10::Device, int64_t, int64_t, int64_t) { return false; }
 

@@ -11,8 +11,11 @@
 
 namespace torchium::linalg::detail {
 
+// False in a build without CUDA.
+bool has_split_product(c10::Device device);
+
 // Whether the device has the kernel, and the product [m, k] by [k, n] is so large that it is faster
-// than float32 arithmetic. False in a build without CUDA.
+// than float32 arithmetic.
 bool split_product_pays(c10::Device device, int64_t m, int64_t n, int64_t k);
 
 // The parts of a matrix in `buffer`, which is allocated if it is too small.

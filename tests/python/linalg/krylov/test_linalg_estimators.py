@@ -72,6 +72,19 @@ def test_hutchinson_is_the_mean_over_signs(device, block_size):
         assert found.products == 30
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("order", [4096, 4101])
+def test_wide_products_of_a_large_matrix_have_the_error_of_float32(order):
+    A = torch.randn(order, order, generator=torch.Generator().manual_seed(0))
+    A = (A * torch.logspace(-3, 3, order)).to("cuda")  # columns differ in magnitude
+    A = A[torch.randperm(order, generator=torch.Generator().manual_seed(1)).to("cuda")]
+    found = linalg.hutchinson_diagonal(A.mT, num_samples=300).value
+    terms = signs(order, 300, device="cuda")
+    exact = (terms.double() * (A.mT.double() @ terms.double())).mean(1)
+    unit = A.double().norm(dim=0) / 300**0.5  # of the estimate's own error
+    assert ((found - exact).abs() / unit).max() < 1e-5
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_hutchpp_is_its_definition(device):
     A = positive(device=device)
