@@ -26,8 +26,9 @@ struct CudaMemoryInfo {
 TORCHIUM_API CudaMemoryInfo cuda_memory_info(std::optional<c10::Device> device = std::nullopt);
 
 // The memory available for allocation. CUDA: the driver's free memory plus the unused memory of
-// PyTorch's allocator. CPU: the machine's available memory, or that of the process's control group
-// if it is less.
+// PyTorch's allocator, within the fraction of the device that this process may reserve
+// (torch.cuda.set_per_process_memory_fraction). CPU: the machine's available memory, or that of the
+// process's control group if it is less.
 TORCHIUM_API int64_t free_memory(c10::Device device);
 
 // What there is and what is used. A CPU has no allocated and cached memory of its own here: zero.

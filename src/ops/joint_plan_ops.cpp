@@ -268,6 +268,7 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
       .def("release", [](const c10::intrusive_ptr<ModuleCapture>& self) { self->hand_to({}); })
       .def("used_outside", &ModuleCapture::used_outside)
       .def("forget", &ModuleCapture::forget)
+      .def("warn_of_gradients_without_calls", &ModuleCapture::warn_of_gradients_without_calls)
       .def("calls", &ModuleCapture::calls)
       .def("mixing_module", &ModuleCapture::mixing_module)
       .def("is_mixed", &ModuleCapture::is_mixed);

@@ -188,6 +188,8 @@ std::vector<gradients::detail::DifferentiableCall> ModuleCapture::calls_of(
   return calls;
 }
 
+void ModuleCapture::warn_of_gradients_without_calls() { state_->warn_of_gradients_without_calls(); }
+
 void ModuleCapture::forget() {
   const std::lock_guard lock(state_->mutex);
   state_->forget();

@@ -53,6 +53,7 @@ class ModuleCapture : public torch::CustomClassHolder {
   std::vector<gradients::detail::DifferentiableCall> calls_of(const at::Tensor& outputs,
                                                               const optim::detail::JointPlan& plan);
   void forget();
+  void warn_of_gradients_without_calls();
 
   // Pass, number of the layer, input, output gradient, weight, bias (none: absent, or not reached)
   // and whether the input was changed since.

@@ -13,6 +13,10 @@
 #include <string>
 #include <unistd.h>
 
+#ifdef TORCHIUM_WITH_CUDA
+#include <c10/cuda/CUDACachingAllocator.h>
+#endif
+
 namespace torchium {
 namespace {
 
@@ -72,6 +76,18 @@ CudaMemoryInfo checked_memory_info(const char* function, std::optional<c10::Devi
           stats.allocated_bytes[all].current, stats.reserved_bytes[all].current, true};
 }
 
+// What torch.cuda.set_per_process_memory_fraction() lets this process reserve.
+int64_t allowed_memory(c10::Device device, const CudaMemoryInfo& info) {
+#ifdef TORCHIUM_WITH_CUDA
+  if (info.available) {
+    const double fraction = c10::cuda::CUDACachingAllocator::getMemoryFraction(
+        device.has_index() ? device.index() : at::accelerator::getDeviceIndex());
+    return static_cast<int64_t>(fraction * static_cast<double>(info.total_memory));
+  }
+#endif
+  return info.total_memory;
+}
+
 }  // namespace
 
 CudaMemoryInfo cuda_memory_info(std::optional<c10::Device> device) {
@@ -81,7 +97,8 @@ CudaMemoryInfo cuda_memory_info(std::optional<c10::Device> device) {
 int64_t free_memory(c10::Device device) {
   if (device.is_cuda()) {
     const auto info = cuda_memory_info(device);
-    return info.free_memory + info.cached_memory - info.allocated_memory;
+    const int64_t of_device = info.free_memory + info.cached_memory;
+    return std::min(of_device, allowed_memory(device, info)) - info.allocated_memory;
   }
   return std::min(available_host_memory(), control_group_memory());
 }

@@ -281,6 +281,17 @@ void CaptureState::look_for_second_pass(PendingCall& call, const LayerCall& laye
   call.last_period = period_;
 }
 
+void CaptureState::warn_of_gradients_without_calls() {
+  const std::lock_guard lock(mutex);
+  if (!passes_of_param_.empty()) {
+    TORCH_WARN(
+        "State is loaded between backward() and step(). The next step knows the layer calls of "
+        "later "
+        "backward passes only, but the gradients of the earlier ones are still there: call "
+        "zero_grad() after loading, or load before the first backward()");
+  }
+}
+
 void CaptureState::forget() {
   passes_.clear();
   running_.clear();

@@ -112,6 +112,8 @@ class CaptureState : public std::enable_shared_from_this<CaptureState> {
   // The number of the current backward pass; `outer` has run the forward pass. With the mutex.
   int64_t current_pass(const BackwardPass& outer);
   void forget();
+  // Before state is loaded, which drops the calls of these passes and leaves their gradients.
+  void warn_of_gradients_without_calls();
 
   std::mutex mutex;   // for what follows
   Receiver receiver;  // null: none

@@ -8,6 +8,10 @@
 
 namespace torchium::gradients::detail {
 
+void OperatorCapture::warn_of_gradients_without_calls() {
+  state_->warn_of_gradients_without_calls();
+}
+
 void OperatorCapture::forget() {
   const std::lock_guard lock(state_->mutex);
   state_->forget();

@@ -91,6 +91,9 @@ void CapturingOptimizer::zero_grad(bool set_to_none) {
 // ---- the plan
 
 void CapturingOptimizer::forget_derived() {
+  if (capture_ != nullptr) {
+    capture_->warn_of_gradients_without_calls();
+  }
   plan_ = make_plan();
   plan_->share_with(ranks_of(defaults()));
   capture_ = nullptr;  // brings its calls to the plan

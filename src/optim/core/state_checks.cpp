@@ -100,13 +100,17 @@ void check_parameter(const at::Tensor& param, const std::string& name) {
 }
 
 bool fits(const at::Tensor& grad, const at::Tensor& param) {
-  return is_dense_real(grad) && grad.sizes() == param.sizes() && grad.device() == param.device();
+  return is_dense_real(grad) && !param.is_meta() && grad.sizes() == param.sizes() &&
+         grad.device() == param.device();
 }
 
 void check_gradient(const at::Tensor& grad, const at::Tensor& param, const std::string& name) {
   if (fits(grad, param)) {
     return;
   }
+  TORCH_CHECK_VALUE(!param.is_meta(), name,
+                    " is on the meta device, where it has no values; give "
+                    "the model memory with to_empty(device=...) and initialize it before step()");
   check_dense_real(grad, "the gradient of " + name);
   TORCH_CHECK_VALUE(false, "the gradient of ", name, " has shape ", grad.sizes(), " on ",
                     grad.device(), "; it must have the shape and the device of the parameter");

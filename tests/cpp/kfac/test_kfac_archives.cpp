@@ -28,6 +28,22 @@ TEST_P(Splits, ContinueFromAnArchive) {
   }
 }
 
+TEST(KfacArchives, WarnOfGradientsWithoutCalls) {
+  auto model = make_mlp();
+  auto optimizer = make_kfac(model, "pi");
+  train(optimizer, model, kMlpSample, 0, 2);
+  const auto data = saved(optimizer);
+  {
+    const Warnings warnings;
+    load(optimizer, data);
+    EXPECT_EQ(warnings.text.find("between backward()"), std::string::npos) << warnings.text;
+  }
+  model->forward(torch::randn({4, 5}, torch::kDouble)).sum().backward();
+  const Warnings warnings;
+  load(optimizer, data);
+  EXPECT_NE(warnings.text.find("between backward()"), std::string::npos) << warnings.text;
+}
+
 TEST(KfacArchives, AreSnapshotsAndGoBack) {
   auto model = make_mlp();
   auto optimizer = make_kfac(model, "pi");

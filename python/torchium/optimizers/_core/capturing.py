@@ -344,6 +344,7 @@ class CapturingOptimizer(ScaledLoss, CoreOptimizer):
 
     def _forget_derived(self) -> None:
         super()._forget_derived()
+        self._capture.core.warn_of_gradients_without_calls()
         self._plan = None
         self._bound_to = None
         self._adopted = []

@@ -183,11 +183,13 @@ def test_host_memory_may_change_after_the_call():
 
 def test_a_result_that_exceeds_the_device_is_in_pinned_host_memory():
     A, B = randn(16384, 64), randn(64, 16384, seed=1)  # 1 GiB
+    total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info()
-    filler = torch.empty(max(0, free - 900 * MIB), dtype=torch.uint8, device="cuda")
-    C = linalg.chunked_matmul(A, B)
-    del filler
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 900 * MIB) / total)
+    try:
+        C = linalg.chunked_matmul(A, B)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
     assert C.is_pinned()
     rows = slice(0, 16384, 1000)
     assert_product(C[rows], A[rows], B)

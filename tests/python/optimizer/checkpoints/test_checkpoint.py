@@ -338,6 +338,21 @@ def test_loading_copies_and_never_changes_the_checkpoint(make):
     assert_same(state_dict, kept)
 
 
+@pytest.mark.parametrize(
+    "make", [lambda params: torchium.KFAC(params, TCov=1), torchium.NaturalGradient]
+)
+def test_loading_between_backward_and_step_warns_of_gradients_without_calls(make, recwarn):
+    model, optimizer = trained(make)
+    optimizer.load_state_dict(optimizer.state_dict())
+    give_gradients(model, optimizer, 5)
+    optimizer.zero_grad()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert not [w for w in recwarn if "between backward" in str(w.message)]
+    give_gradients(model, optimizer, 5)
+    with pytest.warns(UserWarning, match=r"between backward\(\) and step\(\)"):
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
 @all_cases
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_state_of_low_precision_parameters_is_not_cast(make, dtype):

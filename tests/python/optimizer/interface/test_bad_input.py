@@ -16,6 +16,7 @@ from optimizer_cases import (
     ignore_fallback,
     mlp,
     plain_cases,
+    plain_or_kfac_cases,
     run,
     set_gradients,
     snapshot,
@@ -233,6 +234,16 @@ def test_wrong_parameter_is_refused_by_name(make, kind):
     with pytest.raises(ValueError, match=f"parameter 0 of group 1.*{kind}"):
         optimizer.add_param_group({"params": bad})
     assert len(optimizer.param_groups) == 1
+
+
+@plain_or_kfac_cases
+def test_a_parameter_without_values_is_refused_by_name_in_a_step(make):
+    model = mlp("meta")
+    optimizer = make(model.named_parameters())
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    with pytest.raises(ValueError, match=r"parameter '0.weight'.*meta device.*to_empty"):
+        optimizer.step()
 
 
 @pytest.fixture
