@@ -239,6 +239,7 @@ StateChanges JointPlan::missing_state() {
   for (size_t i = 0; i < size(); ++i) {
     const at::Tensor& grad = gradient_of(param(i));
     if (grad.defined()) {
+      check_parameter(param(i), name(i));
       check_gradient(grad, param(i), name(i));
       active.push_back(i);
       devices.insert(param(i).device().str());

@@ -6,21 +6,6 @@
 #include <ATen/ATen.h>
 
 namespace torchium::optim::detail {
-namespace {
-
-void check_dense_real(const at::Tensor& tensor, const char* name, size_t index) {
-  TORCH_CHECK_VALUE(tensor.defined(), name, "[", index, "] is undefined; leave it out of the step");
-  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, name, "[", index, "] has layout ",
-                    tensor.layout(), "; only dense tensors are supported, call to_dense() first");
-  const auto dtype = tensor.scalar_type();
-  TORCH_CHECK_VALUE(
-      dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf,
-      name, "[", index, "] has dtype ", dtype,
-      "; only float32, float64, bfloat16 and float16 are supported");
-}
-
-}  // namespace
-
 void check_parameters(at::TensorList params, const std::vector<at::Tensor>& steps,
                       const at::Tensor& status) {
   TORCH_CHECK_VALUE(steps.size() == params.size(), "one step count per parameter is needed, got ",
@@ -29,7 +14,6 @@ void check_parameters(at::TensorList params, const std::vector<at::Tensor>& step
                         status.numel() == kStatusSize && status.is_contiguous(),
                     "status must be a contiguous int64 tensor of ", kStatusSize, " elements");
   for (size_t i = 0; i < params.size(); ++i) {
-    check_dense_real(params[i], "params", i);
     TORCH_CHECK_VALUE(params[i].device() == status.device() && steps[i].device() == status.device(),
                       "a call works on one device: params[", i, "] is on ", params[i].device(),
                       ", its step count on ", steps[i].device(), ", status on ", status.device(),

@@ -9,8 +9,7 @@
 
 namespace torchium::optim::detail {
 
-// Raises ValueError unless all parameters are dense, real, floating-point and on one device, with
-// one step count per parameter.
+// Raises ValueError unless all parameters are on one device, with one step count per parameter.
 void check_parameters(at::TensorList params, const std::vector<at::Tensor>& steps,
                       const at::Tensor& status);
 

@@ -128,6 +128,22 @@ def test_changes_that_a_step_takes(make, change, device):
 
 
 @all_cases
+def test_a_parameter_of_a_dtype_that_no_step_takes_is_refused_by_name(make):
+    model = mlp()
+    optimizer = make(model.named_parameters())
+    run(model, optimizer)
+    give_gradients(model, optimizer, 4)
+    norm = model[1].weight
+    old, norm.data = norm.data, norm.data.to(torch.float8_e4m3fn)
+    state = optimizer.state_dict()
+    with pytest.raises(ValueError, match=r"'1.weight'.*Float8_e4m3fn; only real floating-point"):
+        optimizer.step()
+    assert_same(optimizer.state_dict(), state)
+    norm.data = old
+    run(model, optimizer, 4, 2)
+
+
+@all_cases
 def test_a_parameter_of_another_shape_is_refused_with_both_shapes(make):
     model = mlp()
     optimizer = make(model.named_parameters())
