@@ -21,6 +21,7 @@ SECONDS = 120  # that a case may take
 # Imported once, in the process from which those of all groups are forked.
 IMPORTS = [
     "torchium",
+    "torch._dynamo",  # by the first step of an optimizer, in 1.2 s
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
