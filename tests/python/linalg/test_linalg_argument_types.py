@@ -122,12 +122,16 @@ def test_proxies_of_fx_are_tensors():
 def test_numbers_of_products_and_seeds_must_be_integers(value):
     remedy = r" is .*; it must be an integer below 2\*\*63\."
     for function in ("hutchinson_trace", "hutchinson_diagonal", "logdet"):
-        for name in ("num_samples", "block_size", "seed"):
+        for name in ("num_samples", "seed"):
             refuses(name + remedy, function, I, **{name: value})
+    refuses("block_size" + remedy, "logdet", I, block_size=value)
     for function in ("hutchpp", "xdiag"):
         for name in ("num_products", "seed"):
             refuses(name + remedy, function, I, **{name: value})
     refuses("num_steps" + remedy, "logdet", I, num_steps=value)
+    if value is not None:
+        for function in ("hutchinson_trace", "hutchinson_diagonal"):
+            refuses("block_size is .*; it must be a positive", function, I, block_size=value)
     for function in ("lanczos", "arnoldi"):
         refuses("seed" + remedy, function, I, 1, seed=value)
         refuses(r"k is .*; it must be from 1 to n\.", function, I, value)
