@@ -388,11 +388,12 @@ def as_operator(function: str, A: Any, name: str = "A") -> LinearOperator:
 
 def run(process: Any, A: LinearOperator) -> list[Tensor]:
     """The result of an algorithm that asks for products with an operator."""
+    result: list[Tensor]
     with torch.no_grad():
         if A.is_dense:
-            result: list[Tensor] = process.run(A.to_dense())
-            return result
-        while (X := process.operand()) is not None:
-            process.accept(A @ X)
-    result = process.result()
+            result = process.run(A.to_dense())
+        else:
+            while (X := process.operand()) is not None:
+                process.accept(A @ X)
+            result = process.result()
     return result

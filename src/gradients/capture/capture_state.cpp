@@ -286,8 +286,7 @@ void CaptureState::warn_of_gradients_without_calls() {
   if (!passes_of_param_.empty()) {
     TORCH_WARN(
         "State is loaded between backward() and step(). The next step knows the layer calls of "
-        "later "
-        "backward passes only, but the gradients of the earlier ones are still there: call "
+        "later backward passes only, but the gradients of the earlier ones are still there: call "
         "zero_grad() after loading, or load before the first backward()");
   }
 }

@@ -52,6 +52,7 @@ class TORCHIUM_API OperatorCapture {
   void set_enabled(bool enabled);
   // Counts micro-batches from zero again. The outputs of earlier forward passes stay hooked.
   void forget();
+  // Before state is loaded, if there were backward passes since forget().
   void warn_of_gradients_without_calls();
   // How many processes have exchanged tensors since forget(), while some capture was enabled; 1:
   // none that was seen (collectives.h).
