@@ -40,7 +40,17 @@ FOLDERS = {
         {"split_gemm"},
         {"inverse_root", "optimizer_step", "factors", "samples", "kronecker", "krylov"},
     ],
-    "linalg": [{"operators"}, {"krylov", "estimators"}],
+    "linalg": [
+        {"common"},
+        {"products"},
+        {"spectral"},
+        {"roots"},
+        {"decompositions", "matrix_functions"},
+        {"kronecker", "structured"},
+        {"operators"},
+        {"krylov", "estimators"},
+    ],
+    "gradients": [{"capture"}, {"jacobian"}, {"factors", "per_sample"}],
     "optim": [
         {"core"},
         {"reports"},

@@ -1,8 +1,8 @@
 // Schemas and backends of torchium/linalg/decompositions.h, and its functions, which go through the
 // dispatcher: fake tensors and torch.compile see the same operators from both languages.
-#include "linalg/spectral/cholesky.h"
-#include "linalg/spectral/polar.h"
-#include "linalg/spectral/svd.h"
+#include "linalg/decompositions/cholesky.h"
+#include "linalg/decompositions/polar.h"
+#include "linalg/decompositions/svd.h"
 #include "ops/refuse_gradients.h"
 #include <torchium/linalg/decompositions.h>
 

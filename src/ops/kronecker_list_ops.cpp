@@ -1,8 +1,8 @@
 // kron_matmul and kron_solve on lists of pairs: compositions of those on one batch of pairs, which
 // all pairs of the same shapes are joined to. Products of CUDA tensors take a kernel for all
 // shapes.
-#include "linalg/operand_checks.h"
-#include "linalg/products/kronecker_lists.h"
+#include "linalg/common/operand_checks.h"
+#include "linalg/kronecker/kronecker_lists.h"
 #include "ops/derivative.h"
 #include <torchium/linalg/products.h>
 

@@ -1,11 +1,11 @@
 // Algorithms that ask for products with an operator, as one torch class: schemas, no maths. See
 // torchium/linalg/krylov.h and estimators.h.
+#include "linalg/common/random_signs.h"
 #include "linalg/estimators/hutchinson.h"
 #include "linalg/estimators/lanczos_quadrature.h"
 #include "linalg/estimators/sketched.h"
 #include "linalg/krylov/krylov_process.h"
-#include "linalg/operators/dense_product.h"
-#include "linalg/operators/random_signs.h"
+#include "linalg/structured/dense_product.h"
 
 #include <torch/custom_class.h>
 #include <torch/library.h>

@@ -1,7 +1,7 @@
 // The operators of torchium/linalg/matrix_functions.h on lists of batches: compositions of those on
 // one batch, to which all batches of one order, dtype and device are joined.
-#include "linalg/matrix_groups.h"
-#include "linalg/operand_checks.h"
+#include "linalg/common/operand_checks.h"
+#include "linalg/matrix_functions/matrix_groups.h"
 #include <torchium/linalg/matrix_functions.h>
 
 #include <ATen/core/Tensor.h>

@@ -1,6 +1,6 @@
 // Operators and C++ functions of torchium/linalg/matrix_functions.h.
-#include "linalg/matrix_functions.h"
-#include "linalg/operand_checks.h"
+#include "linalg/common/operand_checks.h"
+#include "linalg/matrix_functions/matrix_functions.h"
 #include "linalg/spectral/checked_eigh.h"
 #include "ops/refuse_gradients.h"
 #include <torchium/linalg/matrix_functions.h>

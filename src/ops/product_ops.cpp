@@ -1,10 +1,10 @@
 // Schemas, backends and derivatives of torchium/linalg/products.h, and its functions, which go
 // through the dispatcher: autograd, fake tensors and torch.compile see the same operators from both
 // languages.
+#include "linalg/decompositions/spd.h"
+#include "linalg/kronecker/kronecker.h"
 #include "linalg/products/chunked_matmul.h"
 #include "linalg/products/fused_mul_add.h"
-#include "linalg/products/kronecker.h"
-#include "linalg/spectral/spd.h"
 #include "ops/derivative.h"
 #include "ops/refuse_gradients.h"
 #include <torchium/linalg/products.h>

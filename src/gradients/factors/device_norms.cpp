@@ -3,7 +3,7 @@
 #ifdef TORCHIUM_WITH_CUDA
 #include "cuda_kernels/factors/norm_moments.h"
 #include "gradients/jacobian/dense_rows.h"
-#include "linalg/element_type.h"
+#include "linalg/common/element_type.h"
 #include "support/device_code.h"
 
 #include <ATen/core/Tensor.h>

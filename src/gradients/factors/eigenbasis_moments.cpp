@@ -1,6 +1,6 @@
 #include "gradients/factors/eigenbasis_moments.h"
 
-#include "gradients/factors/patches.h"
+#include "gradients/jacobian/patches.h"
 #include "support/phase.h"
 
 #include <ATen/ATen.h>

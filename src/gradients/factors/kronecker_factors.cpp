@@ -2,7 +2,7 @@
 
 #include "gradients/factors/device_factors.h"
 #include "gradients/factors/patch_moments.h"
-#include "gradients/factors/patches.h"
+#include "gradients/jacobian/patches.h"
 #include "linalg/products/structured_matrix.h"
 #include "linalg/products/symmetric_update.h"
 #include "linalg/products/toeplitz.h"

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "gradients/capture/layer_call.h"
-#include "gradients/factors/patches.h"
+#include "gradients/jacobian/patches.h"
 
 #include <ATen/core/Tensor.h>
 

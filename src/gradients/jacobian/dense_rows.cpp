@@ -1,6 +1,6 @@
 #include "gradients/jacobian/dense_rows.h"
 
-#include "linalg/precision.h"
+#include "linalg/common/precision.h"
 
 #include <ATen/ATen.h>
 

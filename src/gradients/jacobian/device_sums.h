@@ -1,8 +1,8 @@
 // Norms and inner products of Jacobian rows on a GPU, by kernels of cuda_kernels/samples.
 #pragma once
 
-#include "gradients/factors/patches.h"
 #include "gradients/jacobian/jacobian_block.h"
+#include "gradients/jacobian/patches.h"
 
 #include <ATen/core/Tensor.h>
 

@@ -3,7 +3,7 @@
 #include "gradients/jacobian/dense_block.h"
 #include "gradients/jacobian/device_sums.h"
 #include "gradients/jacobian/jacobian_pieces.h"
-#include "linalg/operand_checks.h"
+#include "linalg/common/operand_checks.h"
 
 #include <ATen/ATen.h>
 

@@ -1,9 +1,9 @@
 #pragma once
 
-#include "gradients/factors/patches.h"
 #include "gradients/jacobian/dense_block.h"
 #include "gradients/jacobian/device_sums.h"
 #include "gradients/jacobian/jacobian_block.h"
+#include "gradients/jacobian/patches.h"
 
 #include <memory>
 #include <optional>

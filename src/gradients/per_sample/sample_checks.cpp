@@ -1,6 +1,6 @@
 #include "gradients/per_sample/sample_checks.h"
 
-#include "linalg/precision.h"
+#include "linalg/common/precision.h"
 
 #include <ATen/ATen.h>
 

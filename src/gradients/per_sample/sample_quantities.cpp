@@ -1,6 +1,6 @@
 #include "gradients/per_sample/sample_evaluation.h"
 #include "gradients/per_sample/sample_values.h"
-#include "linalg/operand_checks.h"
+#include "linalg/common/operand_checks.h"
 #include "torchium/gradients.h"
 
 #include <ATen/ATen.h>

@@ -1,6 +1,6 @@
 #include "gradients/per_sample/sample_values.h"
 
-#include "linalg/operand_checks.h"
+#include "linalg/common/operand_checks.h"
 
 #include <ATen/ATen.h>
 #include <c10/util/irange.h>

@@ -1,7 +1,7 @@
 #include "linalg/estimators/hutchinson.h"
 
-#include "linalg/operators/operator_checks.h"
-#include "linalg/operators/random_signs.h"
+#include "linalg/common/operator_checks.h"
+#include "linalg/common/random_signs.h"
 #include "linalg/structured/split_dense.h"
 
 #include <ATen/ATen.h>

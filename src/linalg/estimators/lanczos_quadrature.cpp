@@ -1,9 +1,9 @@
 #include "linalg/estimators/lanczos_quadrature.h"
 
-#include "linalg/matrix_functions.h"
-#include "linalg/operators/operator_checks.h"
-#include "linalg/operators/random_signs.h"
-#include "linalg/precision.h"
+#include "linalg/common/operator_checks.h"
+#include "linalg/common/precision.h"
+#include "linalg/common/random_signs.h"
+#include "linalg/matrix_functions/matrix_functions.h"
 
 #include <ATen/ATen.h>
 

@@ -1,9 +1,9 @@
 #include "linalg/estimators/sketched.h"
 
+#include "linalg/common/operator_checks.h"
+#include "linalg/common/precision.h"
+#include "linalg/common/random_signs.h"
 #include "linalg/estimators/hutchinson.h"
-#include "linalg/operators/operator_checks.h"
-#include "linalg/operators/random_signs.h"
-#include "linalg/precision.h"
 
 #include <ATen/ATen.h>
 

@@ -1,8 +1,8 @@
 #include "linalg/krylov/krylov_process.h"
 
-#include "linalg/operators/operator_checks.h"
-#include "linalg/operators/random_signs.h"
-#include "linalg/precision.h"
+#include "linalg/common/operator_checks.h"
+#include "linalg/common/precision.h"
+#include "linalg/common/random_signs.h"
 #include "support/no_autocast.h"
 
 #include <ATen/ATen.h>

@@ -1,7 +1,7 @@
 #include "linalg/krylov/krylov_space.h"
 
+#include "linalg/common/random_signs.h"
 #include "linalg/krylov/block_gram_schmidt.h"
-#include "linalg/operators/random_signs.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>

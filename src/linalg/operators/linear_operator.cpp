@@ -1,5 +1,5 @@
 // What operators can do, with the structure of their nodes or without.
-#include "linalg/operators/operator_checks.h"
+#include "linalg/common/operator_checks.h"
 #include "linalg/structured/dense.h"
 #include "linalg/structured/iterative/callable.h"
 #include "linalg/structured/iterative/function_of_values.h"

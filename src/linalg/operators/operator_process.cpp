@@ -1,6 +1,6 @@
 #include "linalg/operators/operator_process.h"
 
-#include "linalg/operators/operator_checks.h"
+#include "linalg/common/operator_checks.h"
 #include "support/no_autocast.h"
 #include "support/tensor_version.h"
 

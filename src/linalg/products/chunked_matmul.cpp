@@ -1,6 +1,6 @@
 #include "linalg/products/chunked_matmul.h"
 
-#include "linalg/operand_checks.h"
+#include "linalg/common/operand_checks.h"
 #include "linalg/products/product_workspace.h"
 #include "linalg/products/streamed_matmul.h"
 #include "linalg/products/tile_product.h"

@@ -1,6 +1,6 @@
 #include "linalg/products/fused_mul_add.h"
 
-#include "linalg/operand_checks.h"
+#include "linalg/common/operand_checks.h"
 
 #include <ATen/ExpandUtils.h>
 #include <ATen/MemoryOverlap.h>
@@ -15,7 +15,7 @@
 
 #ifdef TORCHIUM_WITH_CUDA
 #include "cuda_kernels/common/fused_mul_add.h"
-#include "linalg/element_type.h"
+#include "linalg/common/element_type.h"
 #include "support/device_code.h"
 
 #include <ATen/Dispatch.h>

@@ -1,6 +1,6 @@
 #include "linalg/roots/newton.h"
 
-#include "linalg/precision.h"
+#include "linalg/common/precision.h"
 #include "linalg/roots/root_schedule_table.h"
 #include "linalg/spectral/spectral.h"
 

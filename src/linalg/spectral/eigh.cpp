@@ -1,6 +1,6 @@
 #include "linalg/spectral/eigh.h"
 
-#include "linalg/precision.h"
+#include "linalg/common/precision.h"
 #include "linalg/spectral/batched_syev.h"
 #include "linalg/spectral/checked_eigh.h"
 #include "linalg/spectral/serial_lapack.h"

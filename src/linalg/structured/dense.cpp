@@ -1,6 +1,6 @@
 #include "linalg/structured/dense.h"
 
-#include "linalg/operators/dense_product.h"
+#include "linalg/structured/dense_product.h"
 #include "linalg/structured/iterative/function_of_values.h"
 #include "linalg/structured/operand_checks.h"
 #include <torchium/linalg/structured_operators.h>

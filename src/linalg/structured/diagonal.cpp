@@ -1,6 +1,6 @@
 #include "linalg/structured/diagonal.h"
 
-#include "linalg/operators/operator_checks.h"
+#include "linalg/common/operator_checks.h"
 #include "linalg/structured/iterative/function_of_values.h"
 #include "linalg/structured/operand_checks.h"
 #include <torchium/linalg/structured_operators.h>

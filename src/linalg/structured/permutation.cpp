@@ -1,5 +1,5 @@
 // Permutation matrices.
-#include "linalg/operators/operator_checks.h"
+#include "linalg/common/operator_checks.h"
 #include "linalg/structured/operator_node.h"
 #include <torchium/linalg/structured_operators.h>
 

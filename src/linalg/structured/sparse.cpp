@@ -1,5 +1,5 @@
 // Sparse matrices, and matrices that are known by their products alone.
-#include "linalg/operators/operator_checks.h"
+#include "linalg/common/operator_checks.h"
 #include "linalg/structured/iterative/callable.h"
 #include "linalg/structured/operand_checks.h"
 #include "linalg/structured/operator_node.h"

@@ -1,6 +1,6 @@
 #include "optim/adahessian/hessian_diagonal.h"
 
-#include "linalg/operators/random_signs.h"
+#include "linalg/common/random_signs.h"
 #include "optim/core/parameter_state.h"
 
 #include <ATen/ATen.h>

@@ -31,8 +31,9 @@ double root_exponent(const RootRule& rule, int64_t order, int64_t t);
 // A step later than every warm-up.
 constexpr int64_t kLateStep = std::numeric_limits<int64_t>::max();
 
-// On a GPU roots are accepted up to this residual (linalg/matrix_functions.h). An accurate float32
-// root has about 1e-6, an iteration at its floor up to 0.07, and a failed one far more.
+// On a GPU roots are accepted up to this residual (linalg/matrix_functions/matrix_functions.h). An
+// accurate float32 root has about 1e-6, an iteration at its floor up to 0.07, and a failed one far
+// more.
 constexpr double kRootResidualTolerance = 0.25;
 
 // Whether a parameter's roots are renewed at its step t (counted from 1): first at `start`, then at

@@ -1,6 +1,6 @@
 // The renewal of roots: which matrices are due, and how they are solved together.
-#include "linalg/matrix_functions.h"
-#include "linalg/matrix_groups.h"
+#include "linalg/matrix_functions/matrix_functions.h"
+#include "linalg/matrix_functions/matrix_groups.h"
 #include "linalg/roots/device_newton.h"
 #include "linalg/roots/newton.h"
 #include "linalg/spectral/spectral.h"

@@ -1,6 +1,6 @@
 #include "optim/natural_gradient/gradient_rounding.h"
 
-#include "linalg/precision.h"
+#include "linalg/common/precision.h"
 
 #include <ATen/Context.h>
 

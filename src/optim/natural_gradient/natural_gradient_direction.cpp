@@ -1,7 +1,7 @@
 #include "optim/natural_gradient/natural_gradient_direction.h"
 
-#include "linalg/operand_checks.h"
-#include "linalg/precision.h"
+#include "linalg/common/operand_checks.h"
+#include "linalg/common/precision.h"
 #include "optim/natural_gradient/nystrom.h"
 
 #include <ATen/ATen.h>

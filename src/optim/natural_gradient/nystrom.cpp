@@ -1,6 +1,6 @@
 #include "optim/natural_gradient/nystrom.h"
 
-#include "linalg/precision.h"
+#include "linalg/common/precision.h"
 #include "linalg/spectral/eigh.h"
 
 #include <ATen/ATen.h>

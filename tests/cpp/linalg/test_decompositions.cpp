@@ -1,5 +1,5 @@
-#include "linalg/spectral/polar_iteration.h"
-#include "linalg/spectral/svd.h"
+#include "linalg/decompositions/polar_iteration.h"
+#include "linalg/decompositions/svd.h"
 #include <torchium/linalg.h>
 
 #include <torch/torch.h>

@@ -1,7 +1,7 @@
 #include "linalg/structured/iterative/column_krylov.h"
 
-#include "linalg/operators/operator_checks.h"
-#include "linalg/precision.h"
+#include "linalg/common/operator_checks.h"
+#include "linalg/common/precision.h"
 
 #include <ATen/ATen.h>
 

@@ -1,6 +1,6 @@
 #include "linalg/structured/iterative/function_of_values.h"
 
-#include "linalg/precision.h"
+#include "linalg/common/precision.h"
 #include <torchium/linalg/matrix_functions.h>
 
 #include <ATen/ATen.h>

@@ -1,6 +1,6 @@
 #include "linalg/structured/iterative/iterative_function.h"
 
-#include "linalg/operators/operator_checks.h"
+#include "linalg/common/operator_checks.h"
 #include "linalg/structured/iterative/column_krylov.h"
 #include "linalg/structured/iterative/function_of_values.h"
 #include "linalg/structured/iterative/solver_checks.h"

@@ -1,8 +1,8 @@
 // Options and right-hand sides of iterative solvers. Every error is a c10::ValueError.
 #pragma once
 
-#include "linalg/operators/operator_checks.h"
-#include "linalg/precision.h"
+#include "linalg/common/operator_checks.h"
+#include "linalg/common/precision.h"
 #include <torchium/linalg/linear_operator.h>
 
 #include <ATen/core/Tensor.h>

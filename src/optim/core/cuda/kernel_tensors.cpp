@@ -1,7 +1,7 @@
 #ifdef TORCHIUM_WITH_CUDA
 #include "optim/core/cuda/kernel_tensors.h"
 
-#include "linalg/element_type.h"
+#include "linalg/common/element_type.h"
 
 #include <ATen/ops/empty_like.h>
 

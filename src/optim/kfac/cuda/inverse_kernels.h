@@ -2,7 +2,7 @@
 #pragma once
 
 #include "optim/core/found_inf_guard.h"
-#include "optim/kfac/factors/damped_factors.h"
+#include "optim/kfac/damped_factors.h"
 
 #include <vector>
 

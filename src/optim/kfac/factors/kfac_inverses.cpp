@@ -1,14 +1,14 @@
 #include "optim/kfac/factors/kfac_inverses.h"
 
-#include "linalg/matrix_functions.h"
-#include "linalg/matrix_groups.h"
+#include "linalg/matrix_functions/matrix_functions.h"
+#include "linalg/matrix_functions/matrix_groups.h"
 #include "linalg/products/symmetric_storage.h"
 #include "linalg/roots/device_newton.h"
 #include "linalg/roots/newton.h"
 #include "linalg/spectral/eigh.h"
 #include "linalg/spectral/spectral.h"
 #include "optim/kfac/cuda/inverse_kernels.h"
-#include "optim/kfac/factors/damped_factors.h"
+#include "optim/kfac/damped_factors.h"
 #include "optim/kfac/factors/second_moments.h"
 
 #include <ATen/ATen.h>

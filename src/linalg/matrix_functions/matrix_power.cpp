@@ -1,5 +1,5 @@
-#include "linalg/direct_power.h"
-#include "linalg/matrix_functions.h"
+#include "linalg/matrix_functions/direct_power.h"
+#include "linalg/matrix_functions/matrix_functions.h"
 #include "linalg/spectral/spectral.h"
 
 #include <ATen/ATen.h>

@@ -1,6 +1,6 @@
-#include "linalg/products/kronecker_lists.h"
+#include "linalg/kronecker/kronecker_lists.h"
 
-#include "linalg/operand_checks.h"
+#include "linalg/common/operand_checks.h"
 
 #include <ATen/ATen.h>
 
@@ -11,7 +11,7 @@
 
 #ifdef TORCHIUM_WITH_CUDA
 #include "cuda_kernels/kronecker/factor_product.h"
-#include "linalg/element_type.h"
+#include "linalg/common/element_type.h"
 #include "support/device_code.h"
 
 #include <c10/cuda/CUDAException.h>

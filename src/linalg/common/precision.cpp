@@ -1,4 +1,4 @@
-#include "linalg/precision.h"
+#include "linalg/common/precision.h"
 
 #include <limits>
 

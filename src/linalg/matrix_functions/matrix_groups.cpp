@@ -1,4 +1,4 @@
-#include "linalg/matrix_groups.h"
+#include "linalg/matrix_functions/matrix_groups.h"
 
 #include <ATen/ops/cat.h>
 

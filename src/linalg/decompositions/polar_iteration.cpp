@@ -1,6 +1,6 @@
-#include "linalg/spectral/polar_iteration.h"
+#include "linalg/decompositions/polar_iteration.h"
 
-#include "linalg/operand_checks.h"
+#include "linalg/common/operand_checks.h"
 #include "linalg/roots/minimax.h"
 
 #include <ATen/ATen.h>

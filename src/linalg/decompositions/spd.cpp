@@ -1,7 +1,7 @@
-#include "linalg/spectral/spd.h"
+#include "linalg/decompositions/spd.h"
 
-#include "linalg/bounded_solution.h"
-#include "linalg/operand_checks.h"
+#include "linalg/common/bounded_solution.h"
+#include "linalg/common/operand_checks.h"
 #include "linalg/products/symmetric_storage.h"
 #include "linalg/roots/device_newton.h"
 #include "linalg/spectral/eigh.h"

@@ -1,4 +1,4 @@
-#include "gradients/factors/patches.h"
+#include "gradients/jacobian/patches.h"
 
 #include <ATen/ATen.h>
 

@@ -1,4 +1,4 @@
-#include "linalg/bounded_solution.h"
+#include "linalg/common/bounded_solution.h"
 
 #include <ATen/Dispatch.h>
 

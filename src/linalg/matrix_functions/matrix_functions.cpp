@@ -1,4 +1,4 @@
-#include "linalg/matrix_functions.h"
+#include "linalg/matrix_functions/matrix_functions.h"
 
 #include "linalg/roots/device_newton.h"
 #include "linalg/roots/newton.h"

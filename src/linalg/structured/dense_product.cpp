@@ -1,4 +1,4 @@
-#include "linalg/operators/dense_product.h"
+#include "linalg/structured/dense_product.h"
 
 #include <ATen/Dispatch.h>
 #include <ATen/ops/empty.h>

@@ -1,7 +1,7 @@
-#include "linalg/spectral/cholesky.h"
+#include "linalg/decompositions/cholesky.h"
 
-#include "linalg/bounded_solution.h"
-#include "linalg/operand_checks.h"
+#include "linalg/common/bounded_solution.h"
+#include "linalg/common/operand_checks.h"
 #include "linalg/products/symmetric_storage.h"
 #include "linalg/spectral/eigh.h"
 #include "linalg/spectral/spectral.h"

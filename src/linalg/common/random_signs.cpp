@@ -1,4 +1,4 @@
-#include "linalg/operators/random_signs.h"
+#include "linalg/common/random_signs.h"
 
 #include "cuda_kernels/common/philox.h"
 

@@ -1,4 +1,4 @@
-#include "linalg/operand_checks.h"
+#include "linalg/common/operand_checks.h"
 
 #include <c10/util/Exception.h>
 

@@ -1,11 +1,11 @@
-#include "linalg/spectral/svd.h"
+#include "linalg/decompositions/svd.h"
 
-#include "linalg/bounded_solution.h"
-#include "linalg/operand_checks.h"
-#include "linalg/operators/random_signs.h"
-#include "linalg/precision.h"
+#include "linalg/common/bounded_solution.h"
+#include "linalg/common/operand_checks.h"
+#include "linalg/common/precision.h"
+#include "linalg/common/random_signs.h"
+#include "linalg/decompositions/polar_iteration.h"
 #include "linalg/spectral/eigh.h"
-#include "linalg/spectral/polar_iteration.h"
 #include "linalg/spectral/spectral.h"
 #include "linalg/spectral/unit_scale.h"
 

@@ -1,9 +1,9 @@
-#include "linalg/spectral/polar.h"
+#include "linalg/decompositions/polar.h"
 
-#include "linalg/bounded_solution.h"
-#include "linalg/operand_checks.h"
-#include "linalg/precision.h"
-#include "linalg/spectral/polar_iteration.h"
+#include "linalg/common/bounded_solution.h"
+#include "linalg/common/operand_checks.h"
+#include "linalg/common/precision.h"
+#include "linalg/decompositions/polar_iteration.h"
 #include "linalg/spectral/spectral.h"
 #include "linalg/spectral/unit_scale.h"
 

@@ -1,10 +1,10 @@
-#include "linalg/products/kronecker.h"
+#include "linalg/kronecker/kronecker.h"
 
-#include "linalg/bounded_solution.h"
-#include "linalg/operand_checks.h"
+#include "linalg/common/bounded_solution.h"
+#include "linalg/common/operand_checks.h"
+#include "linalg/decompositions/spd.h"
 #include "linalg/products/symmetric_storage.h"
 #include "linalg/spectral/eigh.h"
-#include "linalg/spectral/spd.h"
 #include "linalg/spectral/spectral.h"
 #include "linalg/spectral/unit_scale.h"
 

@@ -1,6 +1,6 @@
-#include "linalg/direct_power.h"
+#include "linalg/matrix_functions/direct_power.h"
 
-#include "linalg/matrix_functions.h"
+#include "linalg/matrix_functions/matrix_functions.h"
 #include "linalg/products/symmetric_storage.h"
 #include "linalg/roots/device_newton.h"
 #include "linalg/spectral/spectral.h"
