@@ -8,6 +8,7 @@
 #include "optim/adahessian/adahessian_plan.h"
 #include "optim/blocked/blocked_plans.h"
 #include "optim/core/failure_message.h"
+#include "optim/core/state_checks.h"
 #include "optim/reports/message_summary.h"
 #include "optim/shampoo/shampoo_plan.h"
 #include "optim/shampoo/shampoo_sharing.h"
@@ -267,6 +268,7 @@ std::tuple<std::vector<ReportLine>, std::string> report(
 TORCH_LIBRARY_FRAGMENT(torchium, m) {
   m.def("failure_message", failure_message);
   m.def("message_summary", message_summary);
+  m.def("check_parameter", optim::detail::check_parameter);
   m.class_<BlockedPlans>("BlockedPlans")
       .def(torch::init(make_plans))
       .def("bind", bind)

@@ -37,7 +37,7 @@ void check_dense_real(const at::Tensor& tensor, const std::string& name) {
   TORCH_CHECK_VALUE(!tensor.unsafeGetTensorImpl()->is_python_dispatch(), name,
                     " is a tensor subclass (for example a DTensor); only plain tensors are "
                     "supported");
-  TORCH_CHECK_VALUE(false, name, " has dtype ", tensor.scalar_type(),
+  TORCH_CHECK_VALUE(false, name, " has dtype ", c10::getDtypeNames(tensor.scalar_type()).first,
                     "; only real floating-point tensors (float32, float64, bfloat16, float16) are "
                     "supported");
 }

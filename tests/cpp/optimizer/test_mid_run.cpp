@@ -207,7 +207,7 @@ void expect_float8_refused() {
   weight.set_data(before.to(torch::kFloat8_e4m3fn));
   set_grad(weight, weight.detach());
   const auto state = all_state(optimizer);
-  const std::string refusal = "parameter 2 of group 0 (shape [4, 7]) has dtype Float8_e4m3fn";
+  const std::string refusal = "parameter 2 of group 0 (shape [4, 7]) has dtype float8_e4m3fn";
   expect_contains(message_of<c10::ValueError>([&] { optimizer.step(); }), refusal);
   expect_contains(message_of<c10::ValueError>([&] { make(model); }), refusal);
   expect_equal(all_state(optimizer), state);

@@ -12,8 +12,6 @@ from torch.optim import Optimizer
 
 State = dict[str, Tensor]  # of one parameter
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
 
 def parameter_name(index: int, group: dict[str, Any], param: Tensor | None) -> str:
     """The parameter in messages: by its name if the optimizer was given names."""
@@ -33,25 +31,6 @@ def _name_at(index: int, group: dict[str, Any], position: int) -> str:
     label = repr(names[position]) if names else position
     shape = "" if is_lazy(param) else f" (shape {list(param.shape)})"
     return f"parameter {label} of group {index}{shape}"
-
-
-def check_dense(tensor: Tensor, name: str) -> None:
-    """Raises ValueError for tensors that the operators do not take."""
-    if is_dtensor(tensor):
-        raise ValueError(
-            f"{name} is a DTensor, which is not supported; optimize the full tensor on each rank, "
-            "or use Shampoo, which takes DTensor parameters"
-        )
-    if tensor.layout != torch.strided:
-        raise ValueError(
-            f"{name} has layout {tensor.layout}; only dense tensors are supported, "
-            "for example with sparse=False of nn.Embedding"
-        )
-    if tensor.dtype not in _DTYPES:
-        raise ValueError(
-            f"{name} has dtype {tensor.dtype}; only real floating-point tensors "
-            f"({', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}) are supported"
-        )
 
 
 def check_params(params: object, optimizer: str) -> None:
@@ -77,12 +56,12 @@ def check_parameter(param: Tensor, name: str, *, takes_shards: bool = False) -> 
         raise ValueError(
             f"{name} is uninitialized, as those of a lazy module are; run a forward pass first"
         )
-    check_dense(param, name)
-    if any(n > 1 and s == 0 for n, s in zip(param.shape, param.stride(), strict=True)):
+    if is_dtensor(param):
         raise ValueError(
-            f"{name} is expanded: elements of it share memory (strides {list(param.stride())}); "
-            "optimize the tensor that it expands"
+            f"{name} is a DTensor, which is not supported; optimize the full tensor on each rank, "
+            "or use Shampoo, which takes DTensor parameters"
         )
+    torch.ops.torchium.check_parameter(param, name)
     check_unsharded(param, name)
 
 

@@ -218,8 +218,8 @@ BAD_PARAMETERS = {
     "int64": lambda: torch.ones(2, 2, dtype=torch.int64),
     "bool": lambda: torch.ones(2, 2, dtype=torch.bool),
     "float8": lambda: torch.ones(2, 2).to(torch.float8_e4m3fn),
-    "sparse_coo": lambda: torch.eye(2).to_sparse(),
-    "sparse_csr": lambda: torch.eye(2).to_sparse_csr(),
+    "layout Sparse;": lambda: torch.eye(2).to_sparse(),
+    "layout SparseCsr;": lambda: torch.eye(2).to_sparse_csr(),
 }
 
 
