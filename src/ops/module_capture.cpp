@@ -1,5 +1,6 @@
 #include "ops/module_capture.h"
 
+#include "gradients/capture/joined_passes.h"
 #include "support/tensor_version.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -58,12 +59,14 @@ ModuleCapture::ModuleCapture(int64_t number, bool keeps)
     : state_(std::make_shared<CaptureState>(std::vector<at::Tensor>(), nullptr,
                                             /*finds_mixing=*/keeps)),
       kept_(keeps ? std::make_shared<Kept>() : nullptr) {
+  state_->joins_passes = keeps;
   if (keeps) {
     state_->receiver = [kept = kept_](const PendingCall& pending, LayerCall layer,
                                       const std::vector<int64_t>& gone_passes) {
       for (const int64_t pass : gone_passes) {
         kept->calls.erase(pass);
       }
+      gradients::detail::join_passes(kept->calls, layer);
       const int64_t version = version_of(layer.input);
       kept->calls[layer.micro_batch].push_back({pending.module->number, std::move(layer), version});
     };
@@ -218,7 +221,7 @@ std::vector<ModuleCapture::Call> ModuleCapture::calls() {
 int64_t ModuleCapture::mixing_module() {
   const std::lock_guard lock(state_->mutex);
   for (const auto& [pass, number] : kept_->mixing) {
-    if (kept_->calls.count(pass) != 0) {
+    if (kept_->calls.count(state_->first_pass(pass)) != 0) {
       return number;
     }
   }
@@ -227,9 +230,8 @@ int64_t ModuleCapture::mixing_module() {
 
 bool ModuleCapture::is_mixed() {
   const std::lock_guard lock(state_->mutex);
-  return std::any_of(kept_->calls.begin(), kept_->calls.end(), [&](const auto& entry) {
-    return state_->mixing_passes.count(entry.first) != 0;
-  });
+  return std::any_of(kept_->calls.begin(), kept_->calls.end(),
+                     [&](const auto& entry) { return state_->mixes_samples(entry.first); });
 }
 
 }  // namespace torchium::ops

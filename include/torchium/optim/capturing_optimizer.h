@@ -42,9 +42,10 @@ using StateChange = std::tuple<int64_t, std::string, std::optional<at::Tensor>>;
 /// the sample. Forward passes may run on any thread, and
 /// those without a backward pass leave no trace. Several backward passes before a step are
 /// micro-batches of one batch. Calls of a layer in one backward pass are positions of the same
-/// samples: a batch that goes through the model in parts needs a backward() for each part. Several
-/// losses of one forward pass need to be added up: if a second backward pass reaches the same call,
-/// its samples count again, and a warning says so once.
+/// samples: a batch that goes through the model in parts needs a backward() for each part. Backward
+/// passes that reach the same call, as with retain_graph for several losses or with `inputs`, are
+/// parts of the gradients of the same samples for NaturalGradient. KFAC counts the samples again,
+/// and warns once: add the losses up.
 ///
 /// zero_grad() drops the captured calls, as does every step() that does not throw for a wrong
 /// option. Those of a parameter are also dropped when its gradient is set to undefined. All

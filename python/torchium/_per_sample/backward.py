@@ -57,7 +57,8 @@ class per_sample:
     Row i of ``p.grad_sample`` is the gradient of sample i's loss. Forward and backward passes are
     those of the program: any inputs, any loss, dropout, autocast. ``.grad`` is written as always.
     ``grad_sample`` is removed when the block begins, and set when it ends without an exception.
-    Several backward passes in one block are more samples, in the order of the passes;
+    Several backward passes in one block are more samples, in the order of the passes, unless they
+    reach the same call, as with ``retain_graph=True``: then their gradients are added.
     ``zero_grad()`` discards those before it.
 
     Dimension 0 of the input of every layer must be the sample. :func:`per_sample_gradients` needs no

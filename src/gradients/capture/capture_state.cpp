@@ -248,12 +248,16 @@ void CaptureState::note_gradient(const at::Tensor& gradient, int64_t position) {
   }
 }
 
-bool CaptureState::was_zeroed(const at::Tensor& gradient, int64_t position) {
+bool CaptureState::is_as_seen(const at::Tensor& gradient, int64_t position) const {
   const auto seen = seen_gradients_.find(position);  // none: the earlier passes have failed
-  if (gradient.is_inference() ||
-      (seen != seen_gradients_.end() &&
-       seen->second.tensor._unsafe_get_target() == gradient.unsafeGetTensorImpl() &&
-       seen->second.version == gradient._version())) {
+  return gradient.is_inference() ||
+         (seen != seen_gradients_.end() &&
+          seen->second.tensor._unsafe_get_target() == gradient.unsafeGetTensorImpl() &&
+          seen->second.version == gradient._version());
+}
+
+bool CaptureState::was_zeroed(const at::Tensor& gradient, int64_t position) {
+  if (is_as_seen(gradient, position)) {
     return false;
   }
   note_gradient(gradient, position);
@@ -281,6 +285,38 @@ void CaptureState::look_for_second_pass(PendingCall& call, const LayerCall& laye
   call.last_period = period_;
 }
 
+// Also where no gradient of the call's parameters is accumulated, as by backward(inputs=...): the
+// parameters before it get theirs later in the pass.
+void CaptureState::join_passes(PendingCall& call, int64_t pass) {
+  const bool is_second =
+      call.last_period == period_ && call.last_pass >= 0 && call.last_pass != pass;
+  if (is_second && first_passes_.count(pass) == 0) {
+    const int64_t earlier = first_pass(call.last_pass);
+    first_passes_.emplace(pass, has_gradients(earlier) ? earlier : pass);
+  }
+  call.last_pass = pass;
+  call.last_period = period_;
+}
+
+int64_t CaptureState::first_pass(int64_t pass) const {
+  const auto found = first_passes_.find(pass);
+  return found == first_passes_.end() ? pass : found->second;
+}
+
+bool CaptureState::mixes_samples(int64_t pass) const {
+  return std::any_of(mixing_passes.begin(), mixing_passes.end(),
+                     [&](int64_t other) { return other == pass || first_pass(other) == pass; });
+}
+
+bool CaptureState::has_gradients(int64_t pass) const {
+  return std::any_of(passes_of_param_.begin(), passes_of_param_.end(), [&](const auto& entry) {
+    const at::Tensor param =
+        entry.second.count(pass) == 0 ? at::Tensor() : this->param(entry.first);
+    const at::Tensor gradient = param.defined() ? param.grad() : at::Tensor();
+    return gradient.defined() && (is_as_seen(gradient, entry.first) || gradient.any().item<bool>());
+  });
+}
+
 void CaptureState::warn_of_gradients_without_calls() {
   const std::lock_guard lock(mutex);
   if (!passes_of_param_.empty()) {
@@ -299,6 +335,7 @@ void CaptureState::forget() {
   uncaptured.forget();
   mixing_passes.clear();
   tasks_seen_for_mixing_.clear();
+  first_passes_.clear();
   started_tasks_.clear();
   ++period_;
 }
@@ -327,6 +364,9 @@ void CaptureState::receive(PendingCall& call, const at::Tensor& gradient) {
     // torch::autograd::grad() passes here too.
     layer.weight = is_accumulated(layer.weight) ? layer.weight : -1;
     layer.bias = is_accumulated(layer.bias) ? layer.bias : -1;
+    if (joins_passes) {
+      join_passes(call, current_pass(call.outer));
+    }
     if (!autograd::get_current_graph_task_keep_graph()) {  // the graph may outlive its last call
       call.layer.input.reset();
       call.saved_input.reset();
@@ -352,7 +392,11 @@ void CaptureState::receive(PendingCall& call, const at::Tensor& gradient) {
   arrive(layer.weight, layer.micro_batch, /*may_be_zeroed=*/true, gone);
   // The weight decides for the bias, whose gradient may have arrived before the call.
   arrive(layer.bias, layer.micro_batch, /*may_be_zeroed=*/layer.weight < 0, gone);
-  look_for_second_pass(call, layer);
+  if (joins_passes) {
+    layer.first_pass = first_pass(layer.micro_batch);
+  } else {
+    look_for_second_pass(call, layer);
+  }
   if (finds_mixing_) {
     look_for_mixed_samples(layer.micro_batch);
   }

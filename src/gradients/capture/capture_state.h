@@ -56,7 +56,8 @@ struct PendingCall {
   uint32_t input_version = 0;  // of what the layer received, when it did
   BackwardPass outer;          // that ran this forward pass
   std::vector<int64_t> output_sizes;
-  int64_t last_pass = -1;   // that has reached it
+  int64_t last_pass = -1;   // that has reached it; the captures that join passes count all, others
+                            // those that accumulate gradients of its parameters
   int64_t last_period = 0;  // of the capture, when it did
 };
 using PendingCalls = std::vector<std::shared_ptr<PendingCall>>;
@@ -112,6 +113,10 @@ class CaptureState : public std::enable_shared_from_this<CaptureState> {
   // The number of the current backward pass; `outer` has run the forward pass. With the mutex.
   int64_t current_pass(const BackwardPass& outer);
   void forget();
+  // The pass that it is joined to, or itself. With the mutex.
+  int64_t first_pass(int64_t pass) const;
+  // Whether the pass, or one that is joined to it, mixes samples. With the mutex.
+  bool mixes_samples(int64_t pass) const;
   // Before state is loaded, which drops the calls of these passes and leaves their gradients.
   void warn_of_gradients_without_calls();
 
@@ -120,6 +125,9 @@ class CaptureState : public std::enable_shared_from_this<CaptureState> {
   // Called without the mutex when a backward pass, or a part of it, reaches its first call; other
   // calls of this state wait. Null: nothing.
   std::function<void()> on_start;
+  // Whether passes that reach the same call are joined (LayerCall::first_pass). Otherwise the
+  // second one causes a warning.
+  bool joins_passes = false;
   UncapturedCalls uncaptured;
   std::set<int64_t> mixing_passes;  // backward passes that mix samples (mixed_samples.h)
 
@@ -134,6 +142,8 @@ class CaptureState : public std::enable_shared_from_this<CaptureState> {
   void arrive(int64_t position, int64_t pass, bool may_be_zeroed, std::vector<int64_t>& gone);
   // Records how a backward pass has left the gradients.
   void end_pass(int64_t pass);
+  // Whether the gradient of the parameter at a position is what the last finished pass left.
+  bool is_as_seen(const at::Tensor& gradient, int64_t position) const;
   // Whether the gradient of the parameter at a position was changed since the last finished pass
   // and is zero; only then this waits for the device.
   bool was_zeroed(const at::Tensor& gradient, int64_t position);
@@ -141,6 +151,12 @@ class CaptureState : public std::enable_shared_from_this<CaptureState> {
   void look_for_mixed_samples(int64_t pass);
   // Warns once if an earlier pass, whose gradient still exists, has reached the call too.
   void look_for_second_pass(PendingCall& call, const LayerCall& layer);
+  // Joins the pass to an earlier one that has reached the call too, and whose gradients still
+  // exist.
+  void join_passes(PendingCall& call, int64_t pass);
+  // Whether a gradient that the pass has accumulated still exists; waits for the device only if it
+  // was changed since.
+  bool has_gradients(int64_t pass) const;
 
   const bool finds_mixing_;
   // Weak references keep the addresses from being reused.
@@ -153,7 +169,8 @@ class CaptureState : public std::enable_shared_from_this<CaptureState> {
   std::set<int64_t> tasks_seen_for_mixing_;  // graph tasks that were checked for it
   std::mutex start_mutex_;                   // before the other one
   std::set<int64_t> started_tasks_;
-  int64_t period_ = 0;  // between two calls of forget()
+  std::unordered_map<int64_t, int64_t> first_passes_;  // of passes that reach a call again
+  int64_t period_ = 0;                                 // between two calls of forget()
   bool has_warned_ = false;
 };
 

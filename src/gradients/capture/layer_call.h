@@ -50,6 +50,9 @@ struct LayerCall {
   int64_t bias = -1;
   // Calls of one backward pass share a micro-batch and its samples.
   int64_t micro_batch = 0;
+  // The first backward pass over the same samples whose gradients still exist; CaptureState, if it
+  // joins passes, otherwise -1.
+  int64_t first_pass = -1;
   std::array<int64_t, 12> settings{};
   double eps = 0.0;            // of a norm; kRmsNorm, below 0: it has none
   at::Tensor input;            // input of the layer; embedding: integer indices

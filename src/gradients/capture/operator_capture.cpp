@@ -279,8 +279,10 @@ void Registry::remove(const OperatorCapture::State* capture) {
 }  // namespace
 
 OperatorCapture::OperatorCapture(const std::vector<at::Tensor>& params, const Receiver& receiver,
-                                 bool takes_batch_norm)
-    : state_(std::make_shared<State>(params, receiver, takes_batch_norm)) {}
+                                 bool takes_batch_norm, bool joins_passes)
+    : state_(std::make_shared<State>(params, receiver, takes_batch_norm)) {
+  state_->joins_passes = joins_passes;
+}
 
 OperatorCapture::~OperatorCapture() { set_enabled(false); }
 

@@ -40,8 +40,10 @@ class TORCHIUM_API OperatorCapture {
 
   // Without a receiver the calls are kept for differentiate(). Disabled at first.
   // takes_batch_norm: whether calls of batch_norm are captured, which mix samples in training mode.
+  // joins_passes: see CaptureState.
   explicit OperatorCapture(const std::vector<at::Tensor>& params,
-                           const Receiver& receiver = nullptr, bool takes_batch_norm = false);
+                           const Receiver& receiver = nullptr, bool takes_batch_norm = false,
+                           bool joins_passes = false);
   ~OperatorCapture();
   OperatorCapture(const OperatorCapture&) = delete;
   OperatorCapture& operator=(const OperatorCapture&) = delete;

@@ -36,7 +36,7 @@ int64_t OperatorCapture::processes() const {
 
 bool OperatorCapture::mixes_samples(int64_t pass) const {
   const std::lock_guard lock(state_->mutex);
-  return state_->mixing_passes.count(pass) != 0;
+  return state_->mixes_samples(pass);
 }
 
 bool OperatorCapture::is_used_otherwise(const at::Tensor& param) const {

@@ -218,8 +218,8 @@ void CapturingOptimizer::forget_captures() {
       use_positions(positions, call);
       plan->receive(std::move(call), gone_passes);
     };
-    capture_ =
-        std::make_unique<gradients::detail::OperatorCapture>(watched, receive, takes_batch_norm());
+    capture_ = std::make_unique<gradients::detail::OperatorCapture>(
+        watched, receive, takes_batch_norm(), plan.joins_passes());
   }
   capture_->forget();
   capture_->set_enabled(is_known && captures_next());

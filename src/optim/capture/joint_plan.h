@@ -70,6 +70,9 @@ class JointPlan : public StepPlan {
   // what comes from `gone_passes` (OperatorCapture::Receiver).
   virtual void receive(gradients::detail::LayerCall call,
                        const std::vector<int64_t>& gone_passes) = 0;
+  // Whether backward passes over one graph bring parts of the same samples' gradients
+  // (LayerCall::first_pass).
+  virtual bool joins_passes() const { return false; }
   // Drops what was recorded.
   virtual void forget() = 0;
 

@@ -1,5 +1,6 @@
 // Sources of the matrix of the next step: layer calls of backward passes, columns of a
 // curvature, or a Jacobian that the caller has given.
+#include "gradients/capture/joined_passes.h"
 #include "optim/capture/curvature_passes.h"
 #include "optim/natural_gradient/natural_gradient_plan.h"
 #include "optim/natural_gradient/sharing/shared_rows.h"
@@ -53,6 +54,7 @@ void NaturalGradientPlan::receive(LayerCall call, const std::vector<int64_t>& go
   for (const int64_t pass : gone_passes) {
     passes_.erase(pass);
   }
+  gradients::detail::join_passes(passes_, call);
   record(std::move(call));
 }
 

@@ -39,6 +39,7 @@ class NaturalGradientPlan : public JointPlanOf<NaturalGradientOptions, NaturalGr
   // no gradient from this call. The micro-batch is any number of the backward pass.
   void record(gradients::detail::LayerCall call);
   void receive(gradients::detail::LayerCall call, const std::vector<int64_t>& gone_passes) override;
+  bool joins_passes() const override { return true; }
   void forget() override;
   // Backward passes with recorded calls.
   std::vector<int64_t> passes() const;

@@ -304,9 +304,9 @@ TEST(CaptureSafety, KfacFallsBackAsLongAsAWeightIsUsedOtherwise) {
   }
 }
 
-TEST(CaptureSafety, WarnsOnceOfTwoBackwardPassesOverOneGraph) {
+TEST(CaptureSafety, KfacWarnsOnceOfTwoBackwardPassesOverOneGraph) {
   auto model = make_mlp();
-  NaturalGradient optimizer(*model, NaturalGradientOptions(0.1));
+  KFAC optimizer(*model, KFACOptions(0.1));
   Warnings warnings;
   for (int step = 0; step < 3; ++step) {
     const auto batch = make_batch(step, kMlpSample);
@@ -323,6 +323,41 @@ TEST(CaptureSafety, WarnsOnceOfTwoBackwardPassesOverOneGraph) {
       "a second backward pass has reached the same call of a linear layer";
   expect_contains(warnings.text, beginning);
   EXPECT_EQ(warnings.text.find(beginning, 1), std::string::npos);
+}
+
+TEST(CaptureSafety, NaturalGradientCountsTheSamplesOfOneGraphOnce) {
+  const auto trained = [](const std::function<void(const torch::Tensor&, const Tensors&)>& run) {
+    auto model = make_mlp();
+    NaturalGradient optimizer(*model, NaturalGradientOptions(0.1).damping(0.05));
+    for (int step = 0; step < 3; ++step) {
+      optimizer.zero_grad();
+      const auto batch = make_batch(step, kMlpSample);
+      run(cross_entropy(model->forward(batch.inputs), batch.targets), model->parameters());
+      optimizer.step();
+      EXPECT_EQ(optimizer.report().samples, batch.inputs.size(0));
+    }
+    return copies(model->parameters());
+  };
+  const auto expected = trained([](const auto& loss, const auto&) { loss.backward(); });
+  const auto in_parts = [&](bool front_first) {
+    return trained([&](const auto& loss, const auto& params) {
+      const Tensors front(params.begin(), params.begin() + 2);
+      const Tensors back(params.begin() + 2, params.end());
+      loss.backward({}, /*retain_graph=*/true, /*create_graph=*/false, front_first ? front : back);
+      loss.backward({}, /*retain_graph=*/false, /*create_graph=*/false, front_first ? back : front);
+    });
+  };
+  const auto of_two_losses = trained([](const auto& loss, const auto&) {
+    (0.25 * loss).backward({}, /*retain_graph=*/true);
+    (0.75 * loss).backward();
+  });
+  Warnings warnings;
+  for (const auto& actual : {in_parts(true), in_parts(false), of_two_losses}) {
+    for (size_t i = 0; i < expected.size(); ++i) {
+      EXPECT_TRUE(at::allclose(actual[i], expected[i], 1e-5, 1e-7)) << i;
+    }
+  }
+  EXPECT_EQ(warnings.text, "");
 }
 
 // ---- several processes

@@ -382,10 +382,9 @@ def test_a_graph_that_is_kept_may_be_used_again(make):
     assert_same(values(model), expected(make))
 
 
-@both
-def test_two_backward_passes_over_one_graph_warn_once(make):
+def test_kfac_warns_once_of_two_backward_passes_over_one_graph():
     model = net()
-    optimizer = make(model)
+    optimizer = OPTIMIZERS["kfac"](model)
     messages = []
     for step in range(3):
         x, y = batch(step)
