@@ -93,6 +93,9 @@ void AdaHessianPlans::before_step() {
   warn_of_lost_graphs(requests);
   auto next = diagonals.begin();
   for (const Due& due : all) {
+    if (due.plan->active_count() == 0) {  // no step is planned
+      continue;
+    }
     std::vector<at::Tensor> of_plan(due.plan->active_count());
     for (const size_t position : due.positions) {
       of_plan[position] = std::move(*next++);

@@ -272,6 +272,20 @@ def test_frozen_and_late_parameters():
     assert float(optimizer.state[model[0].bias]["step"]) == 4
 
 
+def test_a_group_without_gradients_stays(cpp):
+    for each in (torchium.AdaHessian, cpp):
+        used, unused = (nn.Parameter(torch.ones(3)) for _ in range(2))
+        optimizer = each([{"params": [used]}, {"params": [unused]}])
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = used.pow(4).sum() + (unused.pow(4).sum() if step % 2 == 0 else 0.0)
+            loss.backward(create_graph=True)
+            before = unused.detach().clone()
+            optimizer.step()
+            assert torch.equal(unused, before) == (step % 2 == 1)
+        assert (used < 1).all()
+
+
 @pytest.mark.parametrize("through", ["state_dict", "deepcopy"])
 def test_a_copy_continues_bit_for_bit(through):
     model = make_model()
