@@ -320,6 +320,22 @@ def test_groups_and_schedules(name):
     assert_twins(python, cpp)
 
 
+@pytest.mark.parametrize("frozen", ["twice.weight", "twice.bias", "norm.weight", "norm.bias"])
+@pytest.mark.parametrize("name", ["KFAC", "KFACPreconditioner"])
+def test_parameters_that_are_frozen_and_thawed(name, frozen):
+    options = {"KFAC": dict(TCov=1, TInv=2), "KFACPreconditioner": dict(factor_update_steps=1)}
+    python, cpp = twins(name, "words", **options[name])
+    for run in (python, cpp):
+        sgd = torch.optim.SGD(run.params, lr=0.05) if name == "KFACPreconditioner" else None
+        for step in range(STEPS):
+            run.model.get_parameter(frozen).requires_grad_(step not in range(4, 8))
+            run.step(step)
+            if sgd is not None:
+                sgd.step()
+    assert_twins(python, cpp)
+    assert python.optimizer.report()["fallback"] == []
+
+
 @cases
 def test_micro_batches_and_other_passes(name, options):
     python, cpp = twins(name, "convnet", **options)

@@ -41,6 +41,12 @@ StructuredSums structured_sums(const FactorWeight& weight) {
   return {as_sums(weight.A), as_sums(weight.G)};
 }
 
+// A bias that is not trained is not seen.
+bool has_another_bias(const FactorLayer& layer, const FactorLayer& seen) {
+  return layer.bias.defined() && !layer.bias.is_same(seen.bias) &&
+         (seen.bias.defined() || layer.bias.requires_grad());
+}
+
 UpdatedFactors factors_of(const CurvatureColumn* column) {
   return column == nullptr || column->is_first ? UpdatedFactors::kBoth
                                                : UpdatedFactors::kOfGradients;
@@ -218,7 +224,7 @@ void FactorRecords::record_norm(const FactorWeight& weight, const LayerCall& cal
     layer.bias = is_joint_bias(seen.bias) ? at::Tensor() : seen.bias;
   } else if (!layer.is_unitwise) {
     layer.problem = kNormAndOther;
-  } else if (layer.bias.defined() && !layer.bias.is_same(seen.bias)) {
+  } else if (has_another_bias(layer, seen)) {
     layer.problem = kSeveralBiases;
   }
   if (!layer.problem.empty()) {
