@@ -112,6 +112,7 @@ SampleLoss::SampleLoss(const torch::nn::Module& model, const ForwardFunction& fo
                        const LossFunction& loss_fn, const at::Tensor& inputs,
                        const at::Tensor& targets)
     : model_(model), forward_(forward), loss_fn_(loss_fn) {
+  TORCH_CHECK_VALUE(forward && loss_fn, forward ? "loss_fn" : "forward", " is empty");
   TORCH_CHECK_VALUE(inputs.defined() && inputs.dim() > 0 && targets.defined() && targets.dim() > 0,
                     "inputs and targets must be tensors with a batch dimension");
   TORCH_CHECK_VALUE(inputs.size(0) == targets.size(0) && inputs.size(0) > 0, "inputs hold ",
@@ -121,10 +122,16 @@ SampleLoss::SampleLoss(const torch::nn::Module& model, const ForwardFunction& fo
   targets_ = targets;
 }
 
+at::Tensor SampleLoss::forward(const at::Tensor& inputs) const {
+  at::Tensor output = forward_(inputs);
+  TORCH_CHECK_VALUE(output.defined(), "forward returned an undefined tensor");
+  return output;
+}
+
 at::Tensor SampleLoss::of(const at::Tensor& output, const at::Tensor& target) const {
   const at::Tensor loss = loss_fn_(output, target);
-  TORCH_CHECK_VALUE(loss.defined() && loss.numel() == 1, "loss_fn returned shape ",
-                    loss.defined() ? loss.sizes() : at::IntArrayRef(),
+  TORCH_CHECK_VALUE(loss.defined() && loss.numel() == 1, "loss_fn returned ",
+                    loss.defined() ? c10::str("shape ", loss.sizes()) : "an undefined tensor",
                     " for one sample; it must return one number, e.g. a mean or a sum");
   return loss.reshape({});
 }

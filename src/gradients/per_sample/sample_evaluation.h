@@ -26,7 +26,7 @@ class SampleLoss {
   const at::Tensor& inputs() const { return inputs_; }
   const at::Tensor& targets() const { return targets_; }
 
-  at::Tensor forward(const at::Tensor& inputs) const { return forward_(inputs); }
+  at::Tensor forward(const at::Tensor& inputs) const;
   // Of one sample, as a batch of one: 0-dim.
   at::Tensor of(const at::Tensor& output, const at::Tensor& target) const;
   // Of each sample: [batch]. From one call of the loss function for the batch if that returns one

@@ -41,8 +41,8 @@ std::vector<at::Tensor> as_state(at::TensorList params, const std::vector<std::s
     const auto* vector = vectors.find(names[i]);
     TORCH_CHECK_VALUE(vector, "vectors has no entry '", names[i], "'; pass zeros to leave it out");
     TORCH_CHECK_VALUE(vector->defined() && vector->sizes() == params[i].sizes(), "vectors['",
-                      names[i], "'] has shape ",
-                      vector->defined() ? vector->sizes() : at::IntArrayRef(),
+                      names[i], "'] ",
+                      vector->defined() ? c10::str("has shape ", vector->sizes()) : "is undefined",
                       "; it must be a tensor of shape ", params[i].sizes());
     ordered.push_back(vector->detach());
   }

@@ -22,6 +22,7 @@ void check_losses(const at::Tensor& losses, const at::Tensor& outputs) {
 
 LinearOperator fisher_operator(const std::function<SampleLosses()>& loss_fn,
                                const std::vector<at::Tensor>& params, const std::string& fisher) {
+  TORCH_CHECK_VALUE(loss_fn, "fisher_operator: loss_fn is empty.");
   TORCH_CHECK_VALUE(fisher == "empirical" || fisher == "ggn", "fisher_operator: fisher is \"",
                     fisher, "\"; it must be \"empirical\" or \"ggn\".");
   detail::check_params("fisher_operator", params);

@@ -8,6 +8,7 @@ namespace torchium::linalg {
 
 LinearOperator hvp_operator(const std::function<at::Tensor()>& loss_fn,
                             const std::vector<at::Tensor>& params) {
+  TORCH_CHECK_VALUE(loss_fn, "hvp_operator: loss_fn is empty.");
   detail::check_params("hvp_operator", params);
   const at::AutoGradMode enable_grad(true);
   const at::Tensor loss = loss_fn();

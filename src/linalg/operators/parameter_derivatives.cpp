@@ -9,6 +9,9 @@
 namespace torchium::linalg::detail {
 
 void check_params(const char* function, const std::vector<at::Tensor>& params) {
+  for (size_t i = 0; i < params.size(); ++i) {
+    TORCH_CHECK_VALUE(params[i].defined(), function, ": params[", i, "] is an undefined tensor.");
+  }
   TORCH_CHECK_VALUE(
       std::any_of(params.begin(), params.end(), [](const at::Tensor& p) { return p.numel() > 0; }),
       function, ": params has no entries; pass at least one parameter.");

@@ -121,8 +121,8 @@ namespace torchium::linalg {
 
 Permutation::Permutation(const at::Tensor& perm, const at::TensorOptions& options)
     : LinearOperator(detail::make_operator<detail::PermutationNode>(
-          detail::checked_permutation(perm),
-          at::TensorOptions(c10::typeMetaToScalarType(options.dtype())).device(perm.device()))) {
+          perm, at::TensorOptions(c10::typeMetaToScalarType(options.dtype()))
+                    .device(detail::checked_permutation(perm).device()))) {
   detail::check_operator("Permutation", perm.numel(), options);
 }
 

@@ -142,6 +142,29 @@ TEST(LinearOperators, RefuseWrongArguments) {
                c10::ValueError);
 }
 
+TEST(LinearOperators, NameWhatIsUndefinedOrEmpty) {
+  const auto message = [](const auto& call) {
+    try {
+      call();
+    } catch (const c10::ValueError& error) {
+      return std::string(error.what_without_backtrace());
+    }
+    return std::string();
+  };
+  const auto w = torch::ones({3}).requires_grad_();
+  const auto loss = [&] { return w.square().sum(); };
+  EXPECT_EQ(message([] { linalg::Permutation(torch::Tensor()); }),
+            "Permutation: perm is undefined; it must be a vector of int64, not empty.");
+  EXPECT_EQ(message([&] {
+              linalg::hvp_operator(loss, {w, torch::Tensor()});
+            }),
+            "hvp_operator: params[1] is an undefined tensor.");
+  EXPECT_EQ(message([&] { linalg::hvp_operator(nullptr, {w}); }),
+            "hvp_operator: loss_fn is empty.");
+  EXPECT_EQ(message([&] { linalg::fisher_operator(nullptr, {w}); }),
+            "fisher_operator: loss_fn is empty.");
+}
+
 TEST(LinearOperators, HaveGradients) {
   const auto A = regular_matrix(2, 0).requires_grad_(), B = regular_matrix(3, 1);
   (linalg::Kronecker({A, B}).logdet()).backward();

@@ -402,6 +402,16 @@ TEST(PerSampleGradients, RefuseWhatHasNone) {
   };
   expect_contains(refusal([&] { with_loss([](const auto& y, const auto&) { return y; }); }),
                   "loss_fn returned shape [1, 3]");
+  const auto nothing = [](const auto&...) { return torch::Tensor(); };
+  expect_contains(refusal([&] { with_loss(nothing); }), "loss_fn returned an undefined tensor");
+  expect_contains(refusal([&] { with_loss(nullptr); }), "loss_fn is empty");
+  const auto with_forward = [&](const ForwardFunction& forward) {
+    per_sample_gradients(
+        *plain, forward, [](const auto& y, const auto&) { return y.sum(); }, batch.inputs,
+        batch.targets);
+  };
+  expect_contains(refusal([&] { with_forward(nothing); }), "forward returned an undefined tensor");
+  expect_contains(refusal([&] { with_forward(nullptr); }), "forward is empty");
 }
 
 }  // namespace
