@@ -74,8 +74,8 @@ class TORCHIUM_API CapturingOptimizer : public SecondOrderOptimizer {
  protected:
   CapturingOptimizer(const torch::nn::Module& model, std::unique_ptr<Options> defaults);
 
-  // For constructors: checks the defaults, adds the groups (or one of all trainable parameters,
-  // each once) and begins to capture.
+  // For constructors: checks the defaults, adds the groups (or one of all parameters of the
+  // model, each once) and begins to capture.
   void initialize(const std::vector<torch::optim::OptimizerParamGroup>& param_groups);
   void initialize_with_model();
 

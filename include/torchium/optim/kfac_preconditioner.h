@@ -85,7 +85,7 @@ struct TORCHIUM_API KFACPreconditionerOptions
 /// are.
 class TORCHIUM_API KFACPreconditioner : public KFAC {
  public:
-  /// All trainable parameters of the model, which is not kept.
+  /// All parameters of the model, which is not kept. Frozen ones take steps once they are thawed.
   explicit KFACPreconditioner(const torch::nn::Module& model,
                               KFACPreconditionerOptions defaults = {});
   /// Groups of its parameters.

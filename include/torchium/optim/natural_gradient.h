@@ -142,7 +142,7 @@ struct NaturalGradientReport {
 ///     torchium::optim::NaturalGradient optimizer(*model);
 class TORCHIUM_API NaturalGradient : public CapturingOptimizer {
  public:
-  /// All trainable parameters of the model, which is not kept.
+  /// All parameters of the model, which is not kept. Frozen ones take steps once they are thawed.
   explicit NaturalGradient(const torch::nn::Module& model, NaturalGradientOptions defaults = {});
   /// Groups of its parameters.
   NaturalGradient(const torch::nn::Module& model,

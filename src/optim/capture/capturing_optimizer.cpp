@@ -44,9 +44,7 @@ void CapturingOptimizer::initialize(
 void CapturingOptimizer::initialize_with_model() {
   std::vector<at::Tensor> params;
   for (const auto& [param, place] : layers_->parameters()) {
-    if (param.requires_grad()) {
-      params.push_back(param);
-    }
+    params.push_back(param);
   }
   initialize({torch::optim::OptimizerParamGroup(std::move(params))});
 }

@@ -397,7 +397,7 @@ TEST(Shampoo, ParametersThatDoNotFitAreRefused) {
                   "parameter 1 of group 0 (shape [3, 3]) has layout Sparse");
   expect_contains(refusal(torch::zeros({2}, torch::kComplexFloat).requires_grad_()),
                   "parameter 1 of group 0 (shape [2]) has dtype complex64");
-  expect_contains(refusal(torch::zeros({2}, torch::kLong)), "dtype Long");
+  expect_contains(refusal(torch::zeros({2}, torch::kLong)), "dtype int64");
   expect_contains(refusal(good), "is in the optimizer already");
   expect_contains(refusal(good * 2), "not a leaf");
   expect_contains(refusal(torch::Tensor()), "undefined");

@@ -241,5 +241,31 @@ TEST(Kfac, LeavesFrozenAndUnusedParametersAlone) {
   expect_contains(warnings.text, "2.bias");
 }
 
+TEST(Kfac, TrainsLayersThatAreThawed) {
+  nn::Linear frozen(5, 4);
+  nn::Sequential model(frozen, nn::Tanh(), nn::Linear(4, 3));
+  for (auto& param : frozen->parameters()) {
+    param.set_requires_grad(false);
+  }
+  KFAC optimizer(*model, KFACOptions(0.1).TCov(1).TInv(1));
+  const auto train = [&](int step) {
+    const auto batch = make_batch(step, {5}, 6, torch::kFloat);
+    optimizer.zero_grad();
+    cross_entropy(model->forward(batch.inputs), batch.targets).backward();
+    optimizer.step();
+  };
+  const auto before = copies(frozen->parameters());
+  train(0);
+  expect_equal(copies(frozen->parameters()), before);
+  for (auto& param : frozen->parameters()) {
+    param.set_requires_grad(true);
+  }
+  optimizer.zero_grad();
+  train(1);
+  EXPECT_FALSE(torch::equal(frozen->weight, before[0]));
+  EXPECT_EQ(optimizer.report().preconditioned,
+            (std::vector<std::string>{"0.weight", "0.bias", "2.weight", "2.bias"}));
+}
+
 }  // namespace
 }  // namespace torchium::testing
