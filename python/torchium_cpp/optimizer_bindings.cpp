@@ -81,6 +81,7 @@ OptionDict report_of(const KFAC& optimizer) {
   result["fallback"] = py::cast(report.fallback);
   result["diagonal_A"] = py::cast(report.diagonal_A);
   result["diagonal_G"] = py::cast(report.diagonal_G);
+  result["graph_bytes"] = report.graph_bytes;
   py::dict parameters;
   for (const auto& [name, treatment, detail] : report.parameters) {
     parameters[py::str(name)] = py::make_tuple(treatment, detail);

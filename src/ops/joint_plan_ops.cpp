@@ -100,6 +100,8 @@ torch::class_<Plan> register_joint_plan(torch::Library& m, const char* name) {
             return dict_of(self->load(
                 param, named(saved), *options_from(self->optimizer_name(), options), params, name));
           })
+      .def("graph_count", [](const Self& self) { return self->graph_count(); })
+      .def("graph_bytes", [](const Self& self) { return self->graph_bytes(); })
       .def("bind",
            [](const Self& self, std::vector<at::Tensor> params, const std::vector<Dict>& states,
               std::vector<int64_t> groups, std::vector<std::string> names) {
@@ -242,8 +244,6 @@ void register_natural_gradient_plan(torch::Library& m) {
            [](const Self& self, std::vector<at::Tensor> rows, at::Tensor residuals) {
              self->set_jacobian(std::move(rows), std::move(residuals));
            })
-      .def("graph_count", [](const Self& self) { return self->graph_count(); })
-      .def("graph_bytes", [](const Self& self) { return self->graph_bytes(); })
       .def("has_jacobian", [](const Self& self) { return self->has_jacobian(); })
       .def("damping_update", damping_update<NaturalGradientPlan>)
       .def("report", [](const Self& self) {

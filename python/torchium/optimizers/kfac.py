@@ -109,8 +109,8 @@ class KFAC(Consolidating, TreatmentReports, CapturingOptimizer):
         params_or_model (nn.Module or iterable): the model, or parameters, named parameters or dicts
             of parameter groups: then their layers are found when they run. Parameters are dense,
             real, float32, float64, bfloat16 or float16, all on one device. Every option but
-            ``batch_averaged``, ``kl_clip``, ``damping_split``, ``ekfac``, ``solver``, ``fisher``
-            and ``adaptive_damping`` may be set for a group; the group of its weight decides for a layer.
+            ``batch_averaged``, ``kl_clip``, ``damping_split``, ``ekfac``, ``solver``, ``fisher``,
+            ``adaptive_damping`` and ``graphs`` may be set for a group; the group of its weight decides for a layer.
         lr (float or Tensor): learning rate, at least 0. A tensor has one element (default: 0.003).
         momentum (float): momentum of the direction, in [0, 1) (default: 0.9).
         weight_decay (float): L2 penalty (default: 0).
@@ -188,6 +188,13 @@ class KFAC(Consolidating, TreatmentReports, CapturingOptimizer):
             ``fisher="empirical"``. It may be set later as an attribute; a copy of the optimizer has none
             (default: None).
         maximize (bool): go up instead of down (default: False).
+        graphs (str or bool): steps on a GPU without new factors and inverses are captured in CUDA graphs after
+            some steps, and replayed: the same results, bit for bit, with far less work for the host.
+            ``"auto"``: where the memory that the graphs keep is at most 5 % of the state or 1 % of the
+            device's; ``"always"`` or True; ``"never"`` or False. Steps that ranks share, of
+            ``solver="inverse_free"``, with ``ekfac``, ``adaptive_damping`` or another ``factor_dtype``, or of
+            parameters that no kernel knows, are launched. A change of another option than ``lr`` begins with launched steps
+            (default: "auto").
         process_group (ProcessGroup, optional): the ranks that share the step, as under
             ``DistributedDataParallel``: parameters and gradients are the same on all of them, and each has samples of
             its own. The factors are those of all samples; the loss of a rank is the mean (or with
@@ -260,6 +267,7 @@ class KFAC(Consolidating, TreatmentReports, CapturingOptimizer):
         adaptive_damping: bool = False,
         grad_scaler: GradScaler | None = None,
         maximize: bool = False,
+        graphs: str | bool = "auto",
         process_group: ProcessGroup | None = None,
         grad_worker_fraction: float = 1.0,
     ) -> None:
@@ -402,7 +410,8 @@ class KFAC(Consolidating, TreatmentReports, CapturingOptimizer):
 
             ``"preconditioned"``, ``"fallback"``: names of the parameters of both kinds. A layer joins the
             first list with its first factors. ``"diagonal_A"``, ``"diagonal_G"``: names of the weights of
-            which that factor, or :math:`K` or :math:`C`, is kept as its diagonal.
+            which that factor, or :math:`K` or :math:`C`, is kept as its diagonal. ``"graph_bytes"``: the
+            memory that captured steps keep.
 
         Example:
             >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.LayerNorm(3))

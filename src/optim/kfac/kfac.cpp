@@ -206,6 +206,7 @@ void KFAC::announce_different_samples() {
 KFACReport KFAC::report() const {
   refuse_moved_from();
   KFACReport report;
+  report.graph_bytes = plan().graph_bytes();
   const auto fallback = plan().fallback();
   const auto params = all_params();
   const auto treatments = plan().treatments();

@@ -41,7 +41,8 @@ auto option_fields(Options& o) {
       Option{"max_factor_size", o.max_factor_size(), Integer{}},
       Option{"factor_dtype", o.factor_dtype(), kFactorDtypes},
       Option{"adaptive_damping", o.adaptive_damping(), Flag{}, kSameInAllGroups},
-      Option{"maximize", o.maximize(), Flag{}});
+      Option{"maximize", o.maximize(), Flag{}},
+      Option{"graphs", o.graphs(), kGraphModes, kSameInAllGroups});
   // clang-format on
 }
 

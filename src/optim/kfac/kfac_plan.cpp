@@ -52,6 +52,7 @@ void KfacPlan::after_set_options() {
     forget();
   }
   fisher_ = fisher;
+  forget_graphs(graph_mode(options().empty() ? "never" : options().front().graphs()));
 }
 
 FactorWeight KfacPlan::weight_of(size_t i) const {

@@ -129,6 +129,7 @@ void KfacStep::make_subsets() {
       (has_kfac_kernels(group_, i) ? by_kernels : eager).params.push_back(i);
     }
   }
+  all_by_kernels_ = eager.params.empty() && eager.norms.empty();
   if (!by_kernels.params.empty()) {
     subsets_.push_back(make_kfac_kernels(group_, std::move(by_kernels), *prologue_));
   }
@@ -325,6 +326,56 @@ void KfacStep::run(const at::Tensor&, at::IntArrayRef, const at::Tensor& found_i
   const torchium::detail::Phase phase("torchium::elementwise");
   for (const auto& subset : subsets_) {  // buf <- momentum buf + nu d; p <- p - lr buf
     subset->apply(run, nu);              // or .grad <- nu d
+  }
+}
+
+// ---- graphs
+
+bool KfacStep::renews_factors_or_inverses() const {
+  return std::ranges::any_of(group_.layers,
+                             [](const KfacLayer& layer) {
+                               return layer.has_sums() || layer.inverse_due || layer.inverse_lost;
+                             }) ||
+         std::ranges::any_of(group_.unitwise,
+                             [](const UnitwiseLayer& layer) { return layer.has_sums(); });
+}
+
+bool KfacStep::has_other_lr(size_t k) const {
+  return k == 0 || !group_.options[k].lr.is_same(group_.options[k - 1].lr);
+}
+
+std::optional<GraphKey> KfacStep::graph_key(at::IntArrayRef) const {
+  const KfacSharedOptions& shared = group_.shared;
+  if (!all_by_kernels_ || group_.exchange || shared.writes_gradients || shared.keeps_prediction ||
+      shared.solver == "inverse_free" || renews_factors_or_inverses()) {
+    return std::nullopt;
+  }
+  GraphKey key;
+  prologue_->add_to(key);
+  for (size_t k = 0; k < group_.options.size(); ++k) {
+    key.push_back(has_other_lr(k));
+  }
+  return subsets_.front()->add_to(key) ? std::optional(std::move(key)) : std::nullopt;
+}
+
+std::vector<at::Tensor> KfacStep::inputs() {
+  std::vector<at::Tensor> lrs;
+  for (size_t k = 0; k < group_.options.size(); ++k) {
+    if (has_other_lr(k)) {
+      lrs.push_back(group_.options[k].lr);
+    }
+  }
+  return lrs;
+}
+
+void KfacStep::set_inputs(at::TensorList inputs) {
+  std::vector<bool> is_other;
+  for (size_t k = 0; k < group_.options.size(); ++k) {
+    is_other.push_back(has_other_lr(k));
+  }
+  size_t next = 0;
+  for (size_t k = 0; k < group_.options.size(); ++k) {
+    group_.options[k].lr = is_other[k] ? inputs[next++] : group_.options[k - 1].lr;
   }
 }
 

@@ -38,9 +38,17 @@ class KfacStep : public PrologueStep {
   void begin(std::vector<at::Tensor> grads) override;
   // `lr` and `host_steps` are not used.
   void run(const at::Tensor& lr, at::IntArrayRef host_steps, const at::Tensor& found_inf) override;
+  // Steps of kernels alone, without new factors and inverses, that no ranks share.
+  std::optional<GraphKey> graph_key(at::IntArrayRef host_steps) const override;
+  // The learning rates, those of one tensor next to each other once.
+  std::vector<at::Tensor> inputs() override;
+  void set_inputs(at::TensorList inputs) override;
 
  private:
   void make_subsets();
+  bool renews_factors_or_inverses() const;
+  // Whether the learning rate of a parameter is another tensor than that of the one before.
+  bool has_other_lr(size_t k) const;
   void examine_sums();
   // Work of this rank alone, whose error is held while there are collectives to take part in.
   using HeldError = distributed::HeldError;
@@ -59,6 +67,7 @@ class KfacStep : public PrologueStep {
   at::Tensor status_;
   std::vector<std::unique_ptr<KfacSubset>> subsets_;
   std::vector<size_t> subset_of_;  // of each layer
+  bool all_by_kernels_ = false;
 
   struct Prediction {
     std::vector<at::Tensor> lrs;

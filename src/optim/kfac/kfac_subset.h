@@ -2,6 +2,7 @@
 // by CUDA kernels.
 #pragma once
 
+#include "optim/core/graph_inputs.h"
 #include "optim/core/parameter_state.h"
 #include "optim/core/step_prologue.h"
 #include "optim/kfac/kfac_layer.h"
@@ -71,6 +72,9 @@ class KfacSubset {
   // buf <- momentum buf + nu d; p <- p - lr buf. nu: for parameters of layers. With
   // writes_gradients instead .grad <- nu d.
   virtual void apply(const KfacRun& run, const StepScalar& nu) = 0;
+  // Adds what the launches of a step without new factors and inverses depend on beside the options.
+  // False: the next one launches what later ones do not, or what a CUDA graph cannot hold.
+  virtual bool add_to(GraphKey&) const { return false; }
   // Frees the memory of the step.
   virtual void end() = 0;
 };

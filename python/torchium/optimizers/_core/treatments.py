@@ -22,6 +22,7 @@ class KFACReport(TypedDict):
     fallback: list[str]
     diagonal_A: list[str]
     diagonal_G: list[str]
+    graph_bytes: int
 
 
 class TreatmentReports(CapturingOptimizer):
@@ -47,6 +48,7 @@ class TreatmentReports(CapturingOptimizer):
             "fallback": [names[p] for p in params if p in fallback],
             "diagonal_A": with_diagonal("A", "K"),
             "diagonal_G": with_diagonal("G", "C"),
+            "graph_bytes": 0 if plan is None else plan.core.graph_bytes(),
         }
 
     def _treatments(self, fallback: set[Tensor]) -> dict[str, tuple[str, str]]:

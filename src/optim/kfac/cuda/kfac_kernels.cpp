@@ -149,6 +149,8 @@ class KfacKernels : public KfacSubset {
     }
   }
 
+  bool add_to(GraphKey& key) const override { return products_.add_to(key); }
+
   void end() override {
     products_.free_all();
     lrs_.clear();

@@ -183,6 +183,13 @@ void LayerProducts::precondition() {
   multiply(1, /*transpose_left=*/false, /*transpose_right=*/true);
 }
 
+bool LayerProducts::add_to(GraphKey& key) const {
+  const auto precision = linalg::detail::matmul_precision(std::nullopt);
+  add_bytes(key, precision);
+  return split_.add_to(key, precision == linalg::detail::MatmulPrecision::kHigh,
+                       versions_of_roots());
+}
+
 void LayerProducts::write_addresses() const {
   for (const auto& table : address_tables_) {
     C10_CUDA_CHECK(cuda_kernels::write_addresses(

@@ -129,11 +129,24 @@ void SplitProducts::split_roots(size_t begin, size_t end, const at::Tensor& root
   split_all(all);
 }
 
+bool SplitProducts::has_kept(bool single) const {
+  return kept_.defined() && (kept_.size(0) == 1) == single;
+}
+
+bool SplitProducts::add_to(GraphKey& key, bool single, std::optional<int64_t> versions) const {
+  if (empty()) {
+    return true;
+  }
+  const bool is_kept = has_kept(single);
+  add_bytes(key, is_kept ? kept_.const_data_ptr() : nullptr);
+  return !may_keep_ || !versions || (is_kept && kept_versions_ == versions);
+}
+
 // Whether kept_ has the parts of the roots. A capture of the caller may change roots later, when
 // nobody looks at their versions: then either the first splits of kept_ were before it, and it has
 // those of its own, or nothing is kept from now on.
 bool SplitProducts::keep_roots(bool single, std::optional<int64_t> versions) {
-  const bool is_kept = kept_.defined() && (kept_.size(0) == 1) == single;
+  const bool is_kept = has_kept(single);
   may_keep_ &= is_kept || !torchium::detail::is_capturing(numbers_.device());
   if (!may_keep_ || !versions) {
     kept_ = at::Tensor();

@@ -43,6 +43,10 @@ class SplitProducts {
   // versions: of all roots together, another one after each change; none: not known.
   void run(const cuda_kernels::KfacBuffers& buffers, bool single, std::optional<int64_t> versions);
 
+  // Adds what the launches of the next run() depend on. False: it splits roots that later ones
+  // have.
+  bool add_to(GraphKey& key, bool single, std::optional<int64_t> versions) const;
+
   // The parts of the roots stay from step to step if they take at most this share of the device's
   // memory.
   static constexpr double kShareOfDevice = 0.01;
@@ -55,6 +59,7 @@ class SplitProducts {
                                  const at::Tensor& parts, int64_t place) const;
   float* number(size_t layer, Operand operand) const;
   at::Tensor parts_of(int64_t elements, bool single) const;
+  bool has_kept(bool single) const;
   bool keep_roots(bool single, std::optional<int64_t> versions);
   void split_roots(size_t begin, size_t end, const at::Tensor& roots) const;
   void multiply(size_t begin, size_t end, const at::Tensor& roots,

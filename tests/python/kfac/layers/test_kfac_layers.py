@@ -236,7 +236,13 @@ def test_no_warning_without_a_reason_for_one():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     optimizer = torchium.KFAC(model.parameters())
     names = [f"parameter {i} of group 0" for i in range(4)]
-    nothing = {"preconditioned": [], "fallback": [], "diagonal_A": [], "diagonal_G": []}
+    nothing = {
+        "preconditioned": [],
+        "fallback": [],
+        "diagonal_A": [],
+        "diagonal_G": [],
+        "graph_bytes": 0,
+    }
     none = dict.fromkeys(names, ("none", "has taken no step"))
     assert optimizer.report() == {**nothing, "parameters": none}
     assert train(model, optimizer, torch.randn(5, 4)) == []

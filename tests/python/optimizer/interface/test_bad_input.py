@@ -108,6 +108,7 @@ BAD_OPTIONS = {
         "max_factor_size": NO_COUNT,
         "adaptive_damping": NO_FLAG,
         "maximize": NO_FLAG,
+        "graphs": ["on", None, 1, 2.0],
     },
     torchium.NaturalGradient: {
         "lr": NON_NEGATIVE,

@@ -165,6 +165,7 @@ SIGNATURES = {
             "adaptive_damping": False,
             "grad_scaler": None,
             "maximize": False,
+            "graphs": "auto",
             "process_group": None,
             "grad_worker_fraction": 1.0,
         },
