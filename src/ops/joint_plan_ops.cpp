@@ -191,6 +191,8 @@ void register_kfac_plan(torch::Library& m) {
             self->declare(layers);
           })
       .def("new_different_samples", [](const Self& self) { return self->new_different_samples(); })
+      .def("new_disagreeing_layers",
+           [](const Self& self) { return self->new_disagreeing_layers(); })
       .def("problem",
            [](const Self& self, int64_t weight) {
              const auto* layer = self->records().layer(self->param(static_cast<size_t>(weight)));

@@ -222,7 +222,9 @@ struct KFACReport {
 /// names some; report() names all.
 ///
 /// Calls of a layer in one backward pass are positions of the same samples: a batch that goes
-/// through the model in parts needs a backward() for each part.
+/// through the model in parts needs a backward() for each part. Dimension 0 of what a layer gets
+/// counts as the samples, and G is in proportion to their number: a warning names layers with more
+/// or fewer than most, such as windows of images or tokens of experts.
 ///
 ///     torchium::optim::KFAC optimizer(*model, torchium::optim::KFACOptions(0.01).TInv(20));
 class TORCHIUM_API KFAC : public CapturingOptimizer {
@@ -304,6 +306,7 @@ class TORCHIUM_API KFAC : public CapturingOptimizer {
   detail::KfacPlan& plan() const;
   std::string why_not(const at::Tensor& param) const;
   void announce_different_samples();
+  void announce_disagreeing_layers();
 };
 
 }  // namespace torchium::optim

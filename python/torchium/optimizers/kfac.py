@@ -69,8 +69,10 @@ class KFAC(Consolidating, TreatmentReports, CapturingOptimizer):
     Micro-batches with loss / k, one ``backward()`` each, equal one batch. Calls of a layer in one backward
     pass are positions of the same samples: a batch that goes through the model in parts needs a
     ``backward()`` for each part. A warning names layers whose parts differ in size; parts of one size cannot be
-    told from shared weights. Losses of one forward pass are added up before ``backward()``: a second pass over
-    a retained graph counts the samples again, with a warning.
+    told from shared weights. Another warning names layers with more or fewer rows in dimension 0 than most, such
+    as windows of images or tokens of experts: rows count as samples, and :math:`G` is in proportion to their
+    number. Losses of one forward pass are added up before ``backward()``: a second pass over a retained graph
+    counts the samples again, with a warning.
     Passes without ``backward()`` between two steps leave no trace. ``zero_grad()`` of the optimizer
     forgets what was captured, and so does every step, except one that raises for a wrong option.
 

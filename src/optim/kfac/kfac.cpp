@@ -189,6 +189,7 @@ void KFAC::announce() {
                detail::summary(diagonal));
   }
   announce_different_samples();
+  announce_disagreeing_layers();
 }
 
 void KFAC::announce_different_samples() {
@@ -200,6 +201,21 @@ void KFAC::announce_different_samples() {
     TORCH_WARN(name(), " takes all calls of a layer in one backward pass as positions of the same ",
                "samples, but their batches differ: ", detail::summary(names),
                ". If a batch goes through the model in parts, call backward() for each part");
+  }
+}
+
+void KFAC::announce_disagreeing_layers() {
+  detail::NamesByKind names;
+  for (const auto& [i, samples, others] : plan().new_disagreeing_layers()) {
+    names[c10::str(samples, " where other layers have ", others)].push_back(
+        name_of(plan().param(i)));
+  }
+  if (!names.empty()) {
+    TORCH_WARN(
+        name(), " takes dimension 0 of a layer's input as the samples, but layers disagree ",
+        "on their number: ", detail::summary(names),
+        ". G is in proportion to it. Give every layer inputs [batch, ..., features], or set ",
+        "fisher to \"mc\" or \"ggn\", which count the samples of the outputs");
   }
 }
 

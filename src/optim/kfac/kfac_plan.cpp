@@ -90,7 +90,8 @@ void KfacPlan::after_bind() {
   }
   const auto is_known = [&](const at::TensorImpl* impl) { return params.count(impl) != 0; };
   records_.keep_only(is_known);
-  for (auto* set : {&fallback_, &warned_, &warned_of_samples_, &lost_inverses_}) {
+  for (auto* set :
+       {&fallback_, &warned_, &warned_of_samples_, &warned_of_disagreement_, &lost_inverses_}) {
     std::erase_if(*set, [&](const auto* impl) { return !is_known(impl); });
   }
   std::erase_if(owners_, [&](const auto& entry) { return !is_known(entry.first); });

@@ -109,6 +109,10 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   // with two of these; each weight is named once.
   using DifferentSamples = std::tuple<int64_t, int64_t, int64_t>;
   std::vector<DifferentSamples> new_different_samples();
+  // Other weights of the next step whose layers had another number of samples in a backward pass
+  // than most layers (of two equally frequent numbers, than the smaller one), with both numbers;
+  // each weight is named once.
+  std::vector<DifferentSamples> new_disagreeing_layers();
 
  protected:
   // KfacSharedOptions
@@ -176,7 +180,8 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   at::Tensor loss_scale_;
   std::vector<bool> due_;      // empty: not decided
   std::vector<Layer> layers_;  // of the next step
-  std::unordered_set<const at::TensorImpl*> fallback_, warned_, warned_of_samples_;
+  std::unordered_set<const at::TensorImpl*> fallback_, warned_, warned_of_samples_,
+      warned_of_disagreement_;
   std::vector<int64_t> new_fallback_;
   std::vector<Diagonal> new_diagonals_;
   bool only_creates_state_ = false;  // of all layers that are known without a call

@@ -158,6 +158,31 @@ TEST(Kfac, KeepsNoModules) {
   optimizer->step();
 }
 
+// The second layer gets the windows of all samples as rows, as in a Swin Transformer.
+TEST(Kfac, NamesALayerWithOtherSamplesThanMost) {
+  nn::Sequential model(nn::Linear(4, 5), nn::Linear(5, 5), nn::Linear(5, 3));
+  const auto x = torch::randn({4, 3, 2, 4});
+  const auto messages_of = [&](bool keeps_batch, const KFACOptions& options) {
+    KFAC optimizer(*model, options);
+    const Warnings warnings;
+    auto h = torch::tanh(model[0]->as<nn::Linear>()->forward(x));
+    h = model[1]->as<nn::Linear>()->forward(keeps_batch ? h : h.flatten(0, 1)).view({4, 6, 5});
+    const auto outputs = model[2]->as<nn::Linear>()->forward(torch::tanh(h).mean(1));
+    if (options.fisher() != "empirical") {
+      optimizer.update_curvature(outputs, "cross_entropy");
+    }
+    cross_entropy(outputs, torch::tensor({0, 1, 2, 0})).backward();
+    optimizer.step();
+    return warnings.text;
+  };
+  const std::string message = messages_of(false, KFACOptions(0.1));
+  expect_contains(message, "KFAC takes dimension 0 of a layer's input as the samples");
+  expect_contains(message, "1 (12 where other layers have 4: 1.weight)");
+  expect_contains(message, "Give every layer inputs [batch, ..., features]");
+  EXPECT_EQ(messages_of(true, KFACOptions(0.1)), "");
+  EXPECT_EQ(messages_of(false, KFACOptions(0.1).fisher("mc")), "");
+}
+
 // A weight [in, out], as in the Conv1D of GPT-2, called with positions as further samples.
 TEST(Kfac, TakesProductsWithAWeightAsLinearLayers) {
   torch::manual_seed(0);

@@ -81,13 +81,6 @@ class TreatmentReports(CapturingOptimizer):
 
     def _announce(self, plan: JointPlan) -> None:
         core, names = plan.core, self._short_names
-
-        def warn(text: str, kinds: dict[str, list[str]]) -> None:
-            if kinds:
-                summary = torch.ops.torchium.message_summary(kinds)
-                message = f"{type(self).__name__} {text.format(summary)}"
-                warnings.warn(message, stacklevel=users_stacklevel())
-
         fallback = [plan.params[i] for i in core.new_fallback()]
         if fallback and (self._capture.ran or any(bool(p.grad.any()) for p in fallback)):
             core.note_warned()
@@ -95,7 +88,7 @@ class TreatmentReports(CapturingOptimizer):
             members, all_names = set(fallback), names()
             for param in fallback:
                 kinds.setdefault(self._why_not(param, members), []).append(all_names[param])
-            warn(
+            self._warn(
                 f"preconditions {core.preconditioned()} of {core.considered()} parameters. "
                 f"{self._FALLBACK_NOTE}",
                 kinds,
@@ -104,13 +97,33 @@ class TreatmentReports(CapturingOptimizer):
         for i, factor, order in core.new_diagonals():
             label = f"{names()[plan.params[i]]} ({order})"
             diagonal.setdefault(f"a factor {factor}", []).append(label)
-        warn("keeps only the diagonal of factors above max_factor_size: {}", diagonal)
+        self._warn("keeps only the diagonal of factors above max_factor_size: {}", diagonal)
+        self._announce_samples(plan)
+
+    def _announce_samples(self, plan: JointPlan) -> None:
+        core, names = plan.core, self._short_names
         batches: dict[str, list[str]] = {}
         for i, fewer, more in core.new_different_samples():
             batches.setdefault(f"{fewer} and {more} samples", []).append(names()[plan.params[i]])
-        warn(
+        self._warn(
             "takes all calls of a layer in one backward pass as positions of the same samples, but "
             "their batches differ: {}. If a batch goes through the model in parts, call backward() "
             "for each part",
             batches,
         )
+        disagreeing: dict[str, list[str]] = {}
+        for i, samples, others in core.new_disagreeing_layers():
+            kind = f"{samples} where other layers have {others}"
+            disagreeing.setdefault(kind, []).append(names()[plan.params[i]])
+        self._warn(
+            "takes dimension 0 of a layer's input as the samples, but layers disagree on their "
+            "number: {}. G is in proportion to it. Give every layer inputs [batch, ..., features], "
+            'or set fisher to "mc" or "ggn", which count the samples of the outputs',
+            disagreeing,
+        )
+
+    def _warn(self, text: str, kinds: dict[str, list[str]]) -> None:
+        if kinds:
+            summary = torch.ops.torchium.message_summary(kinds)
+            message = f"{type(self).__name__} {text.format(summary)}"
+            warnings.warn(message, stacklevel=users_stacklevel())

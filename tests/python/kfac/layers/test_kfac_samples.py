@@ -39,6 +39,61 @@ def test_parts_of_different_sizes_in_one_backward_pass_are_named_once():
     assert "call backward() for each part" in message
 
 
+class Windows(nn.Module):
+    """Attends to nothing, but cuts each sample into windows for one layer, as Swin does."""
+
+    def __init__(self, keeps_batch: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter, self.window, self.leave = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+        self.keeps_batch = keeps_batch
+
+    def forward(self, x):
+        h = torch.tanh(self.enter(x)).unflatten(1, (3, 2))  # [batch, windows, positions, features]
+        h = self.window(h if self.keeps_batch else h.flatten(0, 1)).reshape(len(x), 6, 5)
+        return self.leave(torch.tanh(h).mean(1))
+
+
+def step_on_windows(fisher: str, keeps_batch: bool) -> tuple[Windows, torchium.KFAC, list[str]]:
+    model = Windows(keeps_batch)
+    optimizer = torchium.KFAC(model, fisher=fisher)
+    torch.manual_seed(1)
+    outputs = model(torch.randn(4, 6, 4))
+    if fisher != "empirical":
+        optimizer.update_curvature(outputs, "cross_entropy")
+    F.cross_entropy(outputs, torch.arange(4) % 3).backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):  # the second has no new factors
+            optimizer.step()
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+    return model, optimizer, [str(w.message) for w in caught]
+
+
+def test_a_layer_with_other_samples_than_most_is_named():
+    model, optimizer, (message,) = step_on_windows("empirical", keeps_batch=False)
+    assert "KFAC takes dimension 0 of a layer's input as the samples" in message
+    assert "1 (12 where other layers have 4: window.weight)" in message
+    assert 'Give every layer inputs [batch, ..., features], or set fisher to "mc"' in message
+    twin, other, messages = step_on_windows("empirical", keeps_batch=True)
+    assert messages == []
+    G, G_of_batch = (
+        opt.state[m.window.weight]["G"] for opt, m in ((optimizer, model), (other, twin))
+    )
+    torch.testing.assert_close(G, 3 * G_of_batch)  # what the warning is about
+
+
+def test_curvature_counts_the_samples_of_the_outputs():
+    model, optimizer, messages = step_on_windows("ggn", keeps_batch=False)
+    twin, other, others_messages = step_on_windows("ggn", keeps_batch=True)
+    assert messages == others_messages == []
+    for key in ("A", "G"):
+        torch.testing.assert_close(
+            optimizer.state[model.window.weight][key], other.state[twin.window.weight][key]
+        )
+
+
 def test_a_backward_pass_for_each_part_equals_one_batch():
     model, twin = mlp(), mlp()
     x, y = torch.randn(10, 4), torch.arange(10) % 3
