@@ -58,7 +58,8 @@ struct TORCHIUM_API ShampooOptions
   TORCH_ARG(double, relative_eps) = 0.0;
   /// Dimensions longer than this are cut into blocks, >= 1.
   TORCH_ARG(int64_t, block_size) = 1024;
-  /// Merge adjacent small dimensions of tensors of order above two.
+  /// Merge adjacent dimensions of tensors of order above two while their product stays within
+  /// block_size; a tensor of order four, such as the weight of a Conv2d, becomes [out, in kh kw].
   TORCH_ARG(bool, merge_dims) = true;
   /// Exponent of the roots; none: -1/(2k) for a tensor of order k.
   TORCH_ARG(std::optional<double>, exponent) = std::nullopt;

@@ -84,8 +84,8 @@ class Shampoo(Consolidating, BlockedOptimizer):
         relative_eps (float): additional damping, as a fraction of the largest eigenvalue (default: 0).
         block_size (int): largest dimension of a block (default: 1024).
         merge_dims (bool): merge adjacent dimensions of tensors of order above two while their
-            product stays within ``block_size``; a convolution becomes [out, in kh kw]
-            (default: True).
+            product stays within ``block_size``; a tensor of order four, such as the weight of a
+            ``Conv2d``, becomes [out, in kh kw] (default: True).
         exponent (float, optional): negative power of the statistics instead of :math:`-1/(2k)`
             (default: None).
         exponent_warmup (int): during this many first steps of a parameter the exponent goes from
