@@ -248,9 +248,10 @@ class TORCHIUM_API KFAC : public CapturingOptimizer {
   /// loss: "cross_entropy", "mse" or "bce" (with logits), each as torch's function of that name,
   /// with factor 1; G does not depend on targets, the factor of the loss or a loss scale. "ggn"
   /// takes a backward pass for each element of a sample's outputs, "mc" options.samples() of them.
-  /// Does not wait for the device. Throws c10::ValueError for outputs and options that do not fit,
-  /// and c10::Error for fisher "empirical" and for a graph that was freed; nothing has changed
-  /// then.
+  /// Where an output depends on several samples, as the similarities of a contrastive loss do,
+  /// "ggn" adds cross terms of samples to G, and "mc" none in expectation. Does not wait for the
+  /// device. Throws c10::ValueError for outputs and options that do not fit, and c10::Error for
+  /// fisher "empirical" and for a graph that was freed; nothing has changed then.
   ///
   ///     auto outputs = model->forward(inputs);
   ///     optimizer.update_curvature(outputs, "cross_entropy");

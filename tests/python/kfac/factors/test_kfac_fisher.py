@@ -439,3 +439,44 @@ def test_directions_agree_with_curvlinops(seed, sharing, loss):
     expected = curvlinops_directions(model, loss_fn, x, y, "type-2", sharing, exact)
     for d, reference in zip(updates(model, optimizer), expected, strict=True):
         assert_close_in_norm(d, reference, 1e-6)
+
+
+# A loss that compares samples
+
+
+class Towers(nn.Module):
+    """Similarities [images, texts], as in CLIP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.image = nn.Linear(5, 3, bias=False, dtype=torch.float64)
+        self.text = nn.Linear(6, 3, bias=False, dtype=torch.float64)
+
+    def forward(self, images: Tensor, texts: Tensor) -> Tensor:
+        return 2 * self.image(images) @ self.text(texts).mT
+
+
+@pytest.mark.parametrize(
+    ("fisher", "samples", "tolerance", "of_text"),
+    [("ggn", 1, 1e-12, False), ("mc", 1000, 0.05, True)],
+)
+def test_curvature_of_similarities(fisher, samples, tolerance, of_text):
+    """`ggn` has cross terms of samples in the text tower, whose rows reach all outputs; `mc` has none."""
+    model = Towers()
+    images, texts = random(4, 5), random(4, 6)
+    optimizer = torchium.KFAC(model, fisher=fisher)
+    similarities = model(images, texts)
+    generator = torch.Generator().manual_seed(1)
+    optimizer.update_curvature(similarities, "cross_entropy", samples=samples, generator=generator)
+    F.cross_entropy(similarities, torch.arange(4)).backward()
+    rows = model.image(images).detach(), model.text(texts).detach()
+    optimizer.step()
+    J = torch.autograd.functional.jacobian(lambda image, text: 2 * image @ text.mT, rows)
+    p = similarities.detach().softmax(1)
+    H = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+    wanted = [torch.einsum("ncrk,ncd,ndrl->kl", j, H, j) / 4 for j in J]
+    G = [optimizer.state[tower.weight]["G"][0] for tower in (model.image, model.text)]
+    errors = [float((g - w).norm() / w.norm()) for g, w in zip(G, wanted, strict=True)]
+    assert errors[0] < tolerance
+    assert (errors[1] < tolerance) == of_text
