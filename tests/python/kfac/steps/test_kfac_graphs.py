@@ -275,6 +275,14 @@ def test_a_grad_scaler_skips_replayed_steps(unscales):
     assert step.item() == 18
 
 
+def overflow(run: Run, steps: int) -> None:
+    for index in range(steps):
+        run.backward(index)
+        next(run.model.parameters()).grad.fill_(float("inf"))
+        run.optimizer.step()
+        torch.cuda.synchronize()
+
+
 def test_skipped_steps_are_reported():
     runs = both()
     for each in runs:
@@ -284,10 +292,5 @@ def test_skipped_steps_are_reported():
         each.optimizer.step()
         each.train(13, 9)
     assert_both_same(runs)
-    run = runs[0]
     with pytest.raises(RuntimeError, match="3 steps in a row"):
-        for index in range(4):
-            run.backward(index)
-            next(run.model.parameters()).grad.fill_(float("inf"))
-            run.optimizer.step()
-            torch.cuda.synchronize()
+        overflow(runs[0], steps=4)
