@@ -56,6 +56,7 @@ COMMON: dict[str, Make] = {
 }
 SMALL: dict[str, Make] = {
     **COMMON,
+    f"{SELDOM}, no graphs": kfac(TCov=10, TInv=100, graphs=False),
     "K-FAC, TCov 1, TInv 10, eigh": kfac(TCov=1, TInv=10, solver="eigh"),
     "K-FAC, TCov 1, TInv 10, exact": kfac(TCov=1, TInv=10, damping_split="exact"),
     "natural gradient": natural_gradient(solver="gram"),

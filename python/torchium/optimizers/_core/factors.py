@@ -57,11 +57,11 @@ class FactorCapture(Capture):
         """Hands further calls to a plan, or to none, with the parameters that are due."""
         if plan is not self.plan:
             self._changed()
-        self.plan = plan
-        if plan is None:
-            self.core.release()
-        else:
-            plan.core.receive_from(self.core)
+            self.plan = plan
+            if plan is None:
+                self.core.release()
+            else:
+                plan.core.receive_from(self.core)
         self.due = frozenset(plan.params[i] for i in plan.core.due()) if plan else frozenset()
 
     def declare(self, plan: JointPlan) -> None:
