@@ -19,7 +19,7 @@ namespace torchium::linalg::detail {
 namespace {
 
 std::atomic<int64_t> retries{0};
-std::atomic<int> failing_attempts{0};
+std::atomic<int> wrong_attempts{0};
 
 // Off-diagonal entries so small that products with them underflow count as zero.
 template <typename scalar_t>
@@ -82,7 +82,7 @@ constexpr double kTolerance = 100.0;
 
 // |S z - Q D Q^T z| <= tolerance |S| |z| and |z - Q Q^T z| <= tolerance |z|.
 template <typename scalar_t>
-bool is_eigensystem(const scalar_t* S, const scalar_t* values, const scalar_t* Q, int64_t n) {
+bool fits_signs(const scalar_t* S, const scalar_t* values, const scalar_t* Q, int64_t n) {
   const std::vector<scalar_t> z = signs<scalar_t>(n);
   std::vector<scalar_t> residual(n, 0), departure(z);
   double largest = std::numeric_limits<scalar_t>::min();
@@ -102,23 +102,19 @@ bool is_eigensystem(const scalar_t* S, const scalar_t* values, const scalar_t* Q
   return norm(residual) <= tolerance * largest && norm(departure) <= tolerance;
 }
 
-bool is_eigensystem(const at::Tensor& S, const at::Tensor& values, const at::Tensor& vectors) {
-  return AT_DISPATCH_FLOATING_TYPES(S.scalar_type(), "is_eigensystem", [&] {
-    return is_eigensystem(S.const_data_ptr<scalar_t>(), values.const_data_ptr<scalar_t>(),
-                          vectors.const_data_ptr<scalar_t>(), S.size(0));
-  });
-}
-
 // In float64, LAPACK's layout.
 struct Solution {
   at::Tensor values, vectors;
 };
 
 // at::linalg_eigh of a matrix or a batch; false if one did not converge.
-bool solve_by_lapack(const at::Tensor& S, at::Tensor values, at::Tensor vectors) {
+bool solve_by_lapack(const at::Tensor& S, at::Tensor values, at::Tensor vectors, int attempt) {
   try {
     // S is its own transpose; in LAPACK's layout it is copied without transposing.
     at::linalg_eigh_out(values, vectors, S.mT());
+    if (attempt <= wrong_attempts) {
+      values.neg_();
+    }
     return true;
   } catch (const c10::LinAlgError&) {
     return false;
@@ -127,13 +123,10 @@ bool solve_by_lapack(const at::Tensor& S, at::Tensor values, at::Tensor vectors)
 
 // Of S + shift I. The shift is small enough to cost no digits, and large enough to avoid underflow.
 bool solve_shifted(const at::Tensor& S, Solution& solution) {
-  if (failing_attempts >= 2) {
-    return false;
-  }
   const at::Tensor shift = S.abs().max() / 16;
   at::Tensor shifted = S.clone();
   shifted.diagonal().add_(shift);
-  if (!solve_by_lapack(shifted, solution.values, solution.vectors)) {
+  if (!solve_by_lapack(shifted, solution.values, solution.vectors, /*attempt=*/2)) {
     return false;
   }
   solution.values.sub_(shift);
@@ -161,13 +154,9 @@ void solve_again(const at::Tensor& S, at::Tensor values, at::Tensor vectors) {
   vectors.copy_(solution.vectors);
 }
 
-bool is_accepted(const at::Tensor& S, const at::Tensor& values, const at::Tensor& vectors) {
-  return failing_attempts < 1 && is_eigensystem(S, values, vectors);
-}
-
 // For S [n, n] whose rows are all coupled.
 void solve_coupled(const at::Tensor& S, at::Tensor values, at::Tensor vectors) {
-  if (!solve_by_lapack(S, values, vectors) || !is_accepted(S, values, vectors)) {
+  if (!solve_by_lapack(S, values, vectors, /*attempt=*/1) || !is_eigensystem(S, values, vectors)) {
     solve_again(S, values, vectors);
   }
 }
@@ -215,6 +204,13 @@ void solve_by_parts(const at::Tensor& S, const std::vector<int64_t>& coupled, at
 
 }  // namespace
 
+bool is_eigensystem(const at::Tensor& S, const at::Tensor& values, const at::Tensor& vectors) {
+  return AT_DISPATCH_FLOATING_TYPES(S.scalar_type(), "is_eigensystem", [&] {
+    return fits_signs(S.const_data_ptr<scalar_t>(), values.const_data_ptr<scalar_t>(),
+                      vectors.const_data_ptr<scalar_t>(), S.size(0));
+  });
+}
+
 void solve_checked(const at::Tensor& S, at::Tensor values, at::Tensor vectors) {
   AT_DISPATCH_FLOATING_TYPES(S.scalar_type(), "solve_checked", [&] {
     const int64_t n = S.size(-1);
@@ -225,9 +221,9 @@ void solve_checked(const at::Tensor& S, at::Tensor values, at::Tensor vectors) {
     const bool in_one_call =
         std::all_of(coupled.begin(), coupled.end(),
                     [n](const auto& rows) { return static_cast<int64_t>(rows.size()) == n; }) &&
-        solve_by_lapack(S, values, vectors);
+        solve_by_lapack(S, values, vectors, /*attempt=*/1);
     for (int64_t i = 0; i < S.size(0); ++i) {
-      if (in_one_call && is_accepted(S[i], values[i], vectors[i])) {
+      if (in_one_call && is_eigensystem(S[i], values[i], vectors[i])) {
         continue;
       }
       if (static_cast<int64_t>(coupled[i].size()) < n) {
@@ -243,6 +239,6 @@ void solve_checked(const at::Tensor& S, at::Tensor values, at::Tensor vectors) {
 
 int64_t eigh_retries() { return retries; }
 
-void fail_first_attempts(int attempts) { failing_attempts = attempts; }
+void spoil_first_attempts(int attempts) { wrong_attempts = attempts; }
 
 }  // namespace torchium::linalg::detail

@@ -19,12 +19,18 @@ namespace torchium::linalg::detail {
 // vectors: [N, n, n] in columns, in LAPACK's layout. On the calling thread.
 void solve_checked(const at::Tensor& S, at::Tensor values, at::Tensor vectors);
 
+// Whether S = Q D Q^T and Q Q^T = I, up to about a hundred times the usual rounding error, in the
+// direction of one vector of signs. S: [n, n], contiguous; values: [n], D; vectors: [n, n], Q, in
+// columns, in LAPACK's layout.
+TORCHIUM_API bool is_eigensystem(const at::Tensor& S, const at::Tensor& values,
+                                 const at::Tensor& vectors);
+
 // The number of matrices in this process that were solved again, because LAPACK did not converge or
 // was wrong.
 int64_t eigh_retries();
 
-// For tests: how many attempts per matrix count as failed. 1: LAPACK in the matrix's dtype; 2: in
-// float64 too.
-TORCHIUM_API void fail_first_attempts(int attempts);
+// For tests: how many attempts per matrix give wrong eigenvalues. 1: LAPACK in the matrix's dtype;
+// 2: in float64 too.
+TORCHIUM_API void spoil_first_attempts(int attempts);
 
 }  // namespace torchium::linalg::detail

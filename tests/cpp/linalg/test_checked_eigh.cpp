@@ -7,6 +7,7 @@
 #include <torch/torch.h>
 
 #include <chrono>
+#include <cmath>
 #include <functional>
 #include <gtest/gtest.h>
 #include <type_traits>
@@ -15,13 +16,13 @@
 namespace {
 
 using torchium::linalg::eigh_retries;
-using torchium::linalg::detail::fail_first_attempts;
+using torchium::linalg::detail::spoil_first_attempts;
 
-// As if LAPACK did not converge, for the given attempts.
-class FailingAttempts {
+// LAPACK gives wrong eigenvalues in the given attempts, as it does for some sparse matrices.
+class WrongAttempts {
  public:
-  explicit FailingAttempts(int attempts) { fail_first_attempts(attempts); }
-  ~FailingAttempts() { fail_first_attempts(0); }
+  explicit WrongAttempts(int attempts) { spoil_first_attempts(attempts); }
+  ~WrongAttempts() { spoil_first_attempts(0); }
 };
 
 std::vector<torch::Tensor> matrices(int64_t n) {
@@ -40,9 +41,9 @@ std::vector<torch::Tensor> matrices(int64_t n) {
 
 double frobenius(const torch::Tensor& x) { return x.norm().item<double>(); }
 
-TEST(CheckedEigh, IsRightHoweverManyAttemptsFail) {
+TEST(CheckedEigh, IsRightHoweverManyAttemptsAreWrong) {
   for (const int attempts : {0, 1, 2}) {
-    const FailingAttempts failing(attempts);
+    const WrongAttempts wrong(attempts);
     for (const auto dtype : {torch::kFloat, torch::kDouble}) {
       const double unit = dtype == torch::kFloat ? 1.2e-7 : 2.2e-16;
       for (const int64_t n : {1, 2, 5, 33, 70}) {
@@ -63,12 +64,33 @@ TEST(CheckedEigh, IsRightHoweverManyAttemptsFail) {
   }
 }
 
+TEST(CheckedEigh, AcceptsEigensystemsAlone) {
+  for (const auto dtype : {torch::kFloat, torch::kDouble}) {
+    for (const int64_t n : {2, 33}) {
+      const auto X = torch::randn({n, n / 2}, torch::kDouble);  // half of the eigenvalues are 0
+      const auto S = X.matmul(X.mT()).to(dtype);
+      const auto [values, vectors] = torch::linalg_eigh(S.to(torch::kDouble));
+      const auto accepts = [&](const torch::Tensor& D, const torch::Tensor& Q) {
+        return torchium::linalg::detail::is_eigensystem(S, D.to(dtype),
+                                                        Q.to(dtype).mT().contiguous().mT());
+      };
+      EXPECT_TRUE(accepts(values, vectors));
+      EXPECT_FALSE(accepts(values.flip(0), vectors));
+      EXPECT_FALSE(accepts(1.01 * values, vectors));
+      EXPECT_FALSE(accepts(values, vectors.roll(1, 1)));
+      EXPECT_FALSE(accepts(values, vectors * (values > 1e-6)));  // not orthogonal
+      EXPECT_FALSE(accepts(values * NAN, vectors));
+      EXPECT_FALSE(accepts(values, vectors * NAN));
+    }
+  }
+}
+
 TEST(CheckedEigh, CountsWhatItSolvesAgain) {
   const auto A = torch::stack({matrices(20)[0], torch::eye(20, torch::kDouble)});
   const int64_t before = eigh_retries();
   torchium::linalg::eigh(A);
   EXPECT_EQ(eigh_retries(), before);
-  const FailingAttempts failing(2);
+  const WrongAttempts wrong(2);
   torchium::linalg::eigh(A);  // the identity has no couplings, and needs no solver
   EXPECT_EQ(eigh_retries(), before + 1);
 }
@@ -99,7 +121,7 @@ template <typename Optimizer, typename Options>
 void expect_the_same_steps(const Options& options) {
   const auto expected = trained<Optimizer>(options);
   for (const int attempts : {1, 2}) {
-    const FailingAttempts failing(attempts);
+    const WrongAttempts wrong(attempts);
     const int64_t before = eigh_retries();
     EXPECT_TRUE(torch::allclose(trained<Optimizer>(options), expected, 1e-3, 1e-4));
     EXPECT_GT(eigh_retries(), before);
