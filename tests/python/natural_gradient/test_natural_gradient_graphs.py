@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,16 @@ import pytest
 import torch
 import torchium
 from cuda_waits import no_waits
-from optimizer_cases import assert_same
+from graph_runs import (
+    GraphRun,
+    assert_both_same,
+    freeze,
+    overflow,
+    reload,
+    replace_data,
+    set_option,
+    thaw,
+)
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn import functional as F
@@ -70,16 +78,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-class Run:
+class Run(GraphRun):
     """A model and its optimizer, which are trained on the same batches as others."""
 
     def __init__(self, graphs: str | bool, name: str = "perceptron", **options: Any) -> None:
+        super().__init__()
         make, self.shape, self.words = MODELS[name]
         torch.manual_seed(0)
         self.model = make().cuda()
         options = {"lr": 0.05, "damping": 0.5, **options}
         self.optimizer = torchium.NaturalGradient(self.model, graphs=graphs, **options)
-        self.held: list[Tensor] = []  # so that nothing lies where it did before
 
     def batch(self, index: int, count: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(index)
@@ -91,8 +99,8 @@ class Run:
         y = torch.randint(CLASSES, (count,), generator=generator)
         return x.cuda(), y.cuda()
 
-    def backward(self, index: int, count: int = 12) -> None:
-        x, y = self.batch(index, count)
+    def backward(self, index: int, samples: int = 12) -> None:
+        x, y = self.batch(index, samples)
         self.held.append(x)
         self.optimizer.zero_grad()
         outputs = self.model(x)
@@ -100,29 +108,9 @@ class Run:
             self.optimizer.update_curvature(outputs, "cross_entropy")
         F.cross_entropy(outputs, y).backward()
 
-    def train(self, first: int, count: int, samples: int = 12) -> None:
-        for index in range(first, first + count):
-            self.backward(index, samples)
-            self.optimizer.step()
-
-    @property
-    def graphs(self) -> int:
-        return self.optimizer._plan.core.graph_count()
-
-    def values(self) -> list[Any]:
-        params = [p.detach().clone() for p in self.model.parameters()]
-        return [params, self.optimizer.state_dict()["state"]]
-
 
 def both(name: str = "perceptron", **options: Any) -> tuple[Run, Run]:
     return Run("always", name, **options), Run("never", name, **options)
-
-
-def assert_both_same(runs: tuple[Run, Run]) -> None:
-    for each in runs:
-        each.optimizer.check_errors()
-    assert_same(runs[0].values(), runs[1].values())
-    assert runs[1].graphs == 0
 
 
 CASES = [
@@ -231,30 +219,9 @@ def test_groups_with_equal_and_other_learning_rates():
     assert_both_same(runs)
 
 
-def freeze(run: Run) -> None:
-    run.model[0].requires_grad_(False)
-
-
-def thaw(run: Run) -> None:
-    run.model[0].requires_grad_(True)
-
-
-def reload(run: Run) -> None:
-    run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
-
-
-def replace_data(run: Run) -> None:
-    for p in run.model.parameters():
-        p.data = p.data.clone()
-
-
 def replace_state(run: Run) -> None:
     for p in run.model.parameters():
         run.optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
-
-
-def set_option(**options: Any) -> Callable[[Run], None]:
-    return lambda run: run.optimizer.param_groups[0].update(options)
 
 
 CHANGES: dict[str, Callable[[Run], None]] = {
@@ -375,13 +342,8 @@ def test_skipped_steps_are_reported():
         each.optimizer.step()
         each.train(7, 2)
     assert_both_same(runs)
-    run = runs[0]
-    for index in range(3):
-        run.backward(index)
-        next(run.model.parameters()).grad.fill_(float("inf"))
-        run.optimizer.step()
     with pytest.raises(RuntimeError, match="3 steps in a row"):
-        run.optimizer.check_errors()
+        overflow(runs[0], steps=4)
 
 
 def test_a_given_jacobian():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +9,17 @@ import pytest
 import torch
 import torchium
 from cuda_waits import no_waits
-from optimizer_cases import assert_same
-from torch import Tensor, nn
+from graph_runs import (
+    GraphRun,
+    assert_both_same,
+    freeze,
+    overflow,
+    reload,
+    replace_data,
+    set_option,
+    thaw,
+)
+from torch import nn
 from torch.amp import GradScaler
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
@@ -59,16 +67,16 @@ LAUNCHED: dict[str, dict[str, Any]] = {
 }
 
 
-class Run:
+class Run(GraphRun):
     """A model and its optimizer, which are trained on the same batches as others."""
 
     def __init__(self, graphs: str | bool, name: str = "perceptron", **options: Any) -> None:
+        super().__init__()
         make, self.shape = MODELS[name]
         torch.manual_seed(0)
         self.model = make().cuda()
         options = {"lr": 0.01, "damping": 0.1, "TCov": 5, "TInv": 5, **options}
         self.optimizer = torchium.KFAC(self.model, graphs=graphs, **options)
-        self.held: list[Tensor] = []  # so that nothing lies where it did before
 
     def backward(self, index: int) -> None:
         generator = torch.Generator().manual_seed(index)
@@ -78,29 +86,9 @@ class Run:
         F.cross_entropy(self.model(x), y).backward()
         self.held += [p.grad for p in self.model.parameters() if p.grad is not None]
 
-    def train(self, first: int, count: int) -> None:
-        for index in range(first, first + count):
-            self.backward(index)
-            self.optimizer.step()
-
-    @property
-    def graphs(self) -> int:
-        return self.optimizer._plan.core.graph_count()
-
-    def values(self) -> list[Any]:
-        params = [p.detach().clone() for p in self.model.parameters()]
-        return [params, self.optimizer.state_dict()["state"]]
-
 
 def both(name: str = "perceptron", **options: Any) -> tuple[Run, Run]:
     return Run("always", name, **options), Run("never", name, **options)
-
-
-def assert_both_same(runs: tuple[Run, Run]) -> None:
-    for each in runs:
-        each.optimizer.check_errors()
-    assert_same(runs[0].values(), runs[1].values())
-    assert runs[1].graphs == 0
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -187,31 +175,10 @@ def test_groups_with_other_learning_rates():
     assert_both_same(runs)
 
 
-def thaw(run: Run) -> None:
-    run.model[0].requires_grad_(True)
-
-
-def freeze(run: Run) -> None:
-    run.model[0].requires_grad_(False)
-
-
-def reload(run: Run) -> None:
-    run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
-
-
-def replace_data(run: Run) -> None:
-    for p in run.model.parameters():
-        p.data = p.data.clone()
-
-
 def scale_inverses(run: Run) -> None:
     for state in run.optimizer.state.values():
         if "A_inverse" in state:
             state["A_inverse"].mul_(0.5)
-
-
-def set_option(**options: Any) -> Callable[[Run], None]:
-    return lambda run: run.optimizer.param_groups[0].update(options)
 
 
 CHANGES: dict[str, Callable[[Run], None]] = {
@@ -273,14 +240,6 @@ def test_a_grad_scaler_skips_replayed_steps(unscales):
     assert_both_same(runs)
     step = next(iter(runs[0].optimizer.state.values()))["step"]
     assert step.item() == 18
-
-
-def overflow(run: Run, steps: int) -> None:
-    for index in range(steps):
-        run.backward(index)
-        next(run.model.parameters()).grad.fill_(float("inf"))
-        run.optimizer.step()
-        torch.cuda.synchronize()
 
 
 def test_skipped_steps_are_reported():
