@@ -33,8 +33,7 @@ struct TORCHIUM_API AdagradOptions
   TORCH_ARG(int64_t, block_size) = 128;
   /// Steps between two computations of the roots with full_matrix, >= 1.
   TORCH_ARG(int64_t, update_freq) = 1;
-  /// Of the roots with full_matrix: "auto", "eigh" or "newton"
-  /// (linalg/matrix_functions/matrix_functions.h).
+  /// Of the roots with full_matrix: "auto", "eigh" or "newton" (linalg/matrix_functions.h).
   TORCH_ARG(std::string, root_method) = "eigh";
   /// Ascend instead of descend.
   TORCH_ARG(bool, maximize) = false;

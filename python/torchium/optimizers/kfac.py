@@ -195,8 +195,8 @@ class KFAC(Consolidating, TreatmentReports, CapturingOptimizer):
             ``"auto"``: where the memory that the graphs keep is at most 5 % of the state or 1 % of the
             device's; ``"always"`` or True; ``"never"`` or False. Steps that ranks share, of
             ``solver="inverse_free"``, with ``ekfac``, ``adaptive_damping`` or another ``factor_dtype``, or of
-            parameters that no kernel knows, are launched. A change of another option than ``lr`` begins with launched steps
-            (default: "auto").
+            parameters that no kernel knows, are launched. A change of another option than ``lr`` begins with
+            launched steps (default: "auto").
         process_group (ProcessGroup, optional): the ranks that share the step, as under
             ``DistributedDataParallel``: parameters and gradients are the same on all of them, and each has samples of
             its own. The factors are those of all samples; the loss of a rank is the mean (or with

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from optimizer_cases import assert_same
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -67,11 +66,3 @@ def replace_data(run: GraphRun) -> None:
 
 def set_option(**options: Any) -> Callable[[GraphRun], None]:
     return lambda run: run.optimizer.param_groups[0].update(options)
-
-
-def overflow(run: GraphRun, steps: int) -> None:
-    for index in range(steps):
-        run.backward(index)
-        next(run.model.parameters()).grad.fill_(float("inf"))
-        run.optimizer.step()
-        torch.cuda.synchronize()
