@@ -190,9 +190,12 @@ void register_kfac_plan(torch::Library& m) {
             }
             self->declare(layers);
           })
-      .def("new_different_samples", [](const Self& self) { return self->new_different_samples(); })
-      .def("new_disagreeing_layers",
-           [](const Self& self) { return self->new_disagreeing_layers(); })
+      .def("has_warnings", [](const Self& self) { return self->has_warnings(); })
+      .def("new_warnings",
+           [](const Self& self, const std::string& optimizer,
+              const std::vector<std::string>& names) {
+             return self->new_warnings(optimizer, names);
+           })
       .def("problem",
            [](const Self& self, int64_t weight) {
              const auto* layer = self->records().layer(self->param(static_cast<size_t>(weight)));
@@ -221,8 +224,7 @@ void register_kfac_plan(torch::Library& m) {
       .def("new_fallback", [](const Self& self) { return self->new_fallback(); })
       .def("note_warned", [](const Self& self) { self->note_warned(); })
       .def("considered", [](const Self& self) { return self->considered(); })
-      .def("preconditioned", [](const Self& self) { return self->preconditioned(); })
-      .def("new_diagonals", [](const Self& self) { return self->new_diagonals(); });
+      .def("preconditioned", [](const Self& self) { return self->preconditioned(); });
 }
 
 // Solver, samples, rows, iterations, relative residual.

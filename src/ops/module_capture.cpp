@@ -88,6 +88,8 @@ void ModuleCapture::watch(const std::vector<at::Tensor>& params) {
 void ModuleCapture::describe(int64_t number, const std::vector<int64_t>& row, double eps,
                              std::vector<int64_t> padding, std::string padding_mode,
                              bool adds_height, bool moves_channels, std::string text,
+                             const std::optional<at::Tensor>& weight,
+                             const std::optional<at::Tensor>& bias,
                              const std::optional<at::Tensor>& mean,
                              const std::optional<at::Tensor>& variance) {
   TORCH_CHECK(row.empty() || row.size() == gradients::detail::kCallRowSize, "a row has ",
@@ -96,6 +98,8 @@ void ModuleCapture::describe(int64_t number, const std::vector<int64_t>& row, do
   layer->number = number;
   layer->call = row.empty() ? LayerCall() : gradients::detail::call_from_row(row.data());
   layer->call.eps = eps;
+  layer->weight = weight.value_or(at::Tensor());
+  layer->bias = bias.value_or(at::Tensor());
   layer->call.mean = mean.value_or(at::Tensor());
   layer->call.variance = variance.value_or(at::Tensor());
   layer->padding = std::move(padding);
@@ -108,9 +112,8 @@ void ModuleCapture::describe(int64_t number, const std::vector<int64_t>& row, do
   layers_[number] = std::move(layer);
 }
 
-void ModuleCapture::add(const at::Tensor& output, const at::Tensor& input,
-                        const std::optional<at::Tensor>& weight,
-                        const std::optional<at::Tensor>& bias, int64_t number, bool is_received) {
+void ModuleCapture::add(const at::Tensor& output, const at::Tensor& input, int64_t number,
+                        bool is_received) {
   auto call = std::make_shared<PendingCall>();
   call->capture = state_;
   call->outer = gradients::detail::pass_of_forward();
@@ -121,15 +124,16 @@ void ModuleCapture::add(const at::Tensor& output, const at::Tensor& input,
     for (at::Tensor* statistic : {&call->layer.mean, &call->layer.variance}) {
       *statistic = statistic->defined() ? statistic->detach().clone() : at::Tensor();
     }
-    call->layer.weight = weight ? state_->trainable_position(*weight) : -1;
-    call->layer.bias = bias ? state_->trainable_position(*bias) : -1;
+    call->layer.weight = state_->trainable_position(call->module->weight);
+    call->layer.bias = state_->trainable_position(call->module->bias);
   }
   if (call->layer.weight < 0 && call->layer.bias < 0) {
     return;
   }
+  const ModuleLayer& layer = *call->module;
   call->edges =
-      gradients::detail::edges_of(call, input, call->layer.weight < 0 ? at::Tensor() : *weight,
-                                  call->layer.bias < 0 ? at::Tensor() : *bias);
+      gradients::detail::edges_of(call, input, call->layer.weight < 0 ? at::Tensor() : layer.weight,
+                                  call->layer.bias < 0 ? at::Tensor() : layer.bias);
   call->output_sizes = output.sizes().vec();
   if (is_received && input.is_inference()) {  // autograd saves none
     call->layer.input = input;

@@ -30,16 +30,16 @@ class ModuleCapture : public torch::CustomClassHolder {
   void watch(const std::vector<at::Tensor>& params);
   // Layers have numbers 0, 1, ... A layer may be described anew.
   // row: of a call (gradients/capture/layer_call.h), whose kind and settings count; empty: not
-  // known to the core. padding, adds_height, moves_channels: ModuleLayer. mean, variance: the
-  // buffers of a batch norm that uses them; each call copies them.
+  // known to the core. padding, adds_height, moves_channels: ModuleLayer. weight, bias: of its
+  // calls; kept alive. mean, variance: the buffers of a batch norm that uses them; each call copies
+  // them.
   void describe(int64_t number, const std::vector<int64_t>& row, double eps,
                 std::vector<int64_t> padding, std::string padding_mode, bool adds_height,
-                bool moves_channels, std::string text, const std::optional<at::Tensor>& mean,
+                bool moves_channels, std::string text, const std::optional<at::Tensor>& weight,
+                const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& mean,
                 const std::optional<at::Tensor>& variance);
   // A call of a layer. Without is_received it only counts as no use outside of layers.
-  void add(const at::Tensor& output, const at::Tensor& input,
-           const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
-           int64_t number, bool is_received);
+  void add(const at::Tensor& output, const at::Tensor& input, int64_t number, bool is_received);
   // A forward pass runs within a backward pass, perhaps without gradients.
   void enter_pass();
   // `output` comes from a module, with the caller's number, that has mixed samples.

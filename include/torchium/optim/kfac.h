@@ -306,8 +306,6 @@ class TORCHIUM_API KFAC : public CapturingOptimizer {
   KFACParamState* state_of(const at::Tensor& param) const;
   detail::KfacPlan& plan() const;
   std::string why_not(const at::Tensor& param) const;
-  void announce_different_samples();
-  void announce_disagreeing_layers();
 };
 
 }  // namespace torchium::optim

@@ -38,6 +38,10 @@ from .layers import (
 )
 
 NO_TASK = -1  # what torch calls the backward pass outside of one
+# Each call of a layer asks them.
+_current_task = torch._C._current_graph_task_id
+_is_functorch_active = torch._C._are_functorch_transforms_active
+_tracing_state = torch._C._get_tracing_state
 
 _capture_numbers = itertools.count()
 _captures: weakref.WeakValueDictionary[int, Capture] = weakref.WeakValueDictionary()
@@ -62,6 +66,11 @@ class Capture:
         # Of modules that were given a parameter since they last ran.
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self.ran = False  # whether one of the modules has run
+        self._is_wanted: bool | None = (
+            None  # what `wants` has returned since forget(); None: not asked
+        )
+        # Until forget() or a change of the modules, calls of hooked modules leave nothing behind.
+        self._is_idle = False
         number = next(_capture_numbers)
         self.core = torch.classes.torchium.ModuleCapture(number, self._keeps_calls)
         self._add = self.core.add  # looked up once: each call of a layer runs it
@@ -99,6 +108,7 @@ class Capture:
             dynamo.reset_code_caches()  # a compiled model does not look for new hooks
         with self._lock:
             new = list(params)
+            self._is_idle = False
             self._params.update(new)
             self.core.watch(new)
             for module in list(self.modules):
@@ -145,6 +155,7 @@ class Capture:
             if param in self._params:
                 self._hook(module)
                 self._names[module] = self.modules.pop(module, "")  # it is adopted again
+                self._is_idle = False
 
     def settle(self) -> None:
         """Stops looking at all modules once the owners of all parameters are known.
@@ -177,8 +188,10 @@ class Capture:
     def _after_own_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
+        if self._is_idle and _current_task() == NO_TASK:
+            return
         with self._lock:
-            if getattr(self._seen, "module", None) is module:
+            if self._global_handle is not None and getattr(self._seen, "module", None) is module:
                 self._seen.module = None
                 return
             if module not in self.modules:
@@ -195,24 +208,24 @@ class Capture:
         output: Any,
     ) -> None:
         self.ran = True
-        if torch._C._current_graph_task_id() != NO_TASK:  # a checkpoint, with others in it perhaps
+        if _current_task() != NO_TASK:  # a checkpoint, with others in it perhaps
             self.core.enter_pass()
         if not isinstance(output, Tensor) or not output.requires_grad or _is_transformed():
             return
         if self._keeps_calls and mixes_samples(module):
             self.core.add_mixing(output, self._number(module))
-        wants = self._wants()
-        if wants is None or not wants():
+        if self._is_wanted is None:
+            wants = self._wants()
+            self._is_wanted = wants is not None and wants()
+        if not self._is_wanted:
+            self._is_idle = not self._keeps_calls and self._global_handle is None
             return
         number = self._layer(module)
         if number < 0 or output.is_nested:  # rows of a nested tensor are no samples
             return
         if runs_after_others(hook, module) and not is_own_output(module, args, kwargs, output):
             return
-        own = module._parameters
-        weight, bias = own.get("weight"), own.get("bias")
-        needed = self._is_needed(module, weight)
-        self._add(output, layer_input(args, kwargs), weight, bias, number, needed)
+        self._add(output, layer_input(args, kwargs), number, self._is_needed(module))
 
     def _number(self, module: nn.Module) -> int:
         return self._numbers.setdefault(module, len(self._numbers))
@@ -233,6 +246,7 @@ class Capture:
 
     def forget(self) -> None:
         """Forgets all calls, because their gradients are used up or gone."""
+        self._is_wanted, self._is_idle = None, False
         self.core.forget()
 
     # ---- for subclasses
@@ -245,8 +259,8 @@ class Capture:
         """Whether a module of this class is ever recorded; else it gets no hook."""
         return True
 
-    def _is_needed(self, module: nn.Module, weight: Tensor | None) -> bool:
-        """Whether the next step needs calls of a layer with this weight."""
+    def _is_needed(self, module: nn.Module) -> bool:
+        """Whether the next step needs calls of this layer."""
         return True
 
     def _changed(self) -> None:
@@ -303,11 +317,7 @@ _library.impl("backward_started", _started, "CompositeExplicitAutograd")
 
 def _is_transformed() -> bool:
     """Whether torch.func, tracing or export runs the model."""
-    return (
-        torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
-        or torch.compiler.is_exporting()
-    )
+    return _is_functorch_active() or _tracing_state() is not None or torch.compiler.is_exporting()
 
 
 def _remove_all(handles: list[RemovableHandle]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
@@ -31,6 +31,12 @@ _ATTRIBUTES: dict[type[nn.Module], Callable[[nn.Module], Any]] = {
     nn.GroupNorm: attrgetter("num_groups", "eps"),
     _BatchNorm: lambda module: (module.eps, module.training, *map(id, used_statistics(module))),
 }
+
+
+def _nothing(module: nn.Module) -> None:
+    """What is read of a linear layer."""
+
+
 # Of the classes seen so far.
 _getters: dict[type[nn.Module], Callable[[nn.Module], Any]] = {}
 
@@ -40,9 +46,10 @@ def layer_signature(module: nn.Module) -> tuple[Any, ...]:
     cls, own = type(module), module.__dict__
     if cls not in _getters:
         found = [getter for known, getter in _ATTRIBUTES.items() if issubclass(cls, known)]
-        _getters[cls] = found[0] if found else norm_eps
-    getter = _getters[cls]
-    weight, bias = own["_parameters"].get("weight"), own["_parameters"].get("bias")
+        of_others = norm_eps if "norm" in cls.__name__.lower() else _nothing
+        _getters[cls] = found[0] if found else of_others
+    params = own["_parameters"]
+    weight, bias = params.get("weight"), params.get("bias")
     return (
         cls.forward,
         own.get("forward"),
@@ -51,7 +58,7 @@ def layer_signature(module: nn.Module) -> tuple[Any, ...]:
         id(bias),
         weight is not None and weight.requires_grad,
         bias is not None and bias.requires_grad,
-        getter(module),
+        _getters[cls](module),
     )
 
 
@@ -63,13 +70,12 @@ def kept(signature: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*parts, attributes)
 
 
-def describe(
-    module: nn.Module,
-) -> tuple[list[int], float, list[int], str, bool, bool, str, Tensor | None, Tensor | None]:
+def describe(module: nn.Module) -> tuple[Any, ...]:
     """The arguments of ``ModuleCapture::describe`` (``src/ops/module_capture.h``)."""
+    text, params = str(module), module._parameters
+    tensors = params.get("weight"), params.get("bias"), *used_statistics(module)
     if layer_kind(module) is None:  # only Python knows it
-        return [], 0.0, [], "", False, False, str(module), None, None
+        return [], 0.0, [], "", False, False, text, *tensors
     row, eps = call_row(module, -1, -1, 0)
-    padding, text = input_padding(module), str(module)
-    moves = moves_channels(module)
-    return row, eps, *padding, is_1d(module), moves, text, *used_statistics(module)
+    adds_height, moves = is_1d(module), moves_channels(module)
+    return row, eps, *input_padding(module), adds_height, moves, text, *tensors

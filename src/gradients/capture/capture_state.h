@@ -35,6 +35,7 @@ class CaptureState;
 struct ModuleLayer {
   int64_t number = -1;           // the caller's
   LayerCall call;                // kind, settings, eps and running statistics
+  at::Tensor weight, bias;       // undefined: none
   std::vector<int64_t> padding;  // that the core does not add itself, as for at::pad()
   std::string padding_mode;
   bool adds_height = false;     // a convolution of one dimension, of images of height 1 in the core

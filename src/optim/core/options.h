@@ -6,6 +6,7 @@
 #pragma once
 
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
@@ -148,7 +149,7 @@ std::string text_of(const std::optional<T>& value) {
 }
 template <typename T>
 std::string text_of(const std::tuple<T, T>& value) {
-  return "(" + text_of(std::get<0>(value)) + ", " + text_of(std::get<1>(value)) + ")";
+  return c10::str("(", text_of(std::get<0>(value)), ", ", text_of(std::get<1>(value)), ")");
 }
 
 // The type of a value, as the Python interface names it.

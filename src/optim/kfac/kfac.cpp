@@ -167,55 +167,26 @@ std::string KFAC::fallback_note(const std::string& names) const {
          "them better";
 }
 
-// Warns once about each parameter without factors, and about new factors that are diagonals.
 void KFAC::announce() {
-  detail::NamesByKind names;
-  const auto& fallback = plan().new_fallback();
-  for (const int64_t i : fallback) {
-    const at::Tensor& param = plan().param(i);
-    names[why_not(param)].push_back(name_of(param));
+  if (!plan().has_warnings()) {
+    return;
   }
-  if (!names.empty()) {
+  detail::NamesByKind fallback;
+  for (const int64_t i : plan().new_fallback()) {
+    const at::Tensor& param = plan().param(i);
+    fallback[why_not(param)].push_back(name_of(param));
+  }
+  if (!fallback.empty()) {
     plan().note_warned();
     TORCH_WARN(name(), " preconditions ", plan().preconditioned(), " of ", plan().considered(),
-               " parameters. ", fallback_note(detail::summary(names)));
+               " parameters. ", fallback_note(detail::summary(fallback)));
   }
-  detail::NamesByKind diagonal;
-  for (const auto& [i, key, order] : plan().new_diagonals()) {
-    diagonal["a factor " + key].push_back(c10::str(name_of(plan().param(i)), " (", order, ")"));
+  std::vector<std::string> names;
+  for (const auto i : c10::irange(plan().size())) {
+    names.push_back(name_of(plan().param(i)));
   }
-  if (!diagonal.empty()) {
-    TORCH_WARN(name(), " keeps only the diagonal of factors above max_factor_size: ",
-               detail::summary(diagonal));
-  }
-  announce_different_samples();
-  announce_disagreeing_layers();
-}
-
-void KFAC::announce_different_samples() {
-  detail::NamesByKind names;
-  for (const auto& [i, fewer, more] : plan().new_different_samples()) {
-    names[c10::str(fewer, " and ", more, " samples")].push_back(name_of(plan().param(i)));
-  }
-  if (!names.empty()) {
-    TORCH_WARN(name(), " takes all calls of a layer in one backward pass as positions of the same ",
-               "samples, but their batches differ: ", detail::summary(names),
-               ". If a batch goes through the model in parts, call backward() for each part");
-  }
-}
-
-void KFAC::announce_disagreeing_layers() {
-  detail::NamesByKind names;
-  for (const auto& [i, samples, others] : plan().new_disagreeing_layers()) {
-    names[c10::str(samples, " where other layers have ", others)].push_back(
-        name_of(plan().param(i)));
-  }
-  if (!names.empty()) {
-    TORCH_WARN(
-        name(), " takes dimension 0 of a layer's input as the samples, but layers disagree ",
-        "on their number: ", detail::summary(names),
-        ". G is in proportion to it. Give every layer inputs [batch, ..., features], or set ",
-        "fisher to \"mc\" or \"ggn\", which count the samples of the outputs");
+  for (const std::string& warning : plan().new_warnings(name(), names)) {
+    TORCH_WARN(warning);
   }
 }
 

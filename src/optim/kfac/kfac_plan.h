@@ -102,17 +102,12 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   // The number of parameters in the next step, and of those that it preconditions.
   int64_t considered() const { return considered_; }
   int64_t preconditioned() const;
-  // New factors that are stored as diagonals because of their order: weight, factor and order.
-  using Diagonal = std::tuple<int64_t, std::string, int64_t>;
-  const std::vector<Diagonal>& new_diagonals() const { return new_diagonals_; }
-  // Weights of the next step whose calls in one backward pass had different numbers of samples,
-  // with two of these; each weight is named once.
-  using DifferentSamples = std::tuple<int64_t, int64_t, int64_t>;
-  std::vector<DifferentSamples> new_different_samples();
-  // Other weights of the next step whose layers had another number of samples in a backward pass
-  // than most layers (of two equally frequent numbers, than the smaller one), with both numbers;
-  // each weight is named once.
-  std::vector<DifferentSamples> new_disagreeing_layers();
+  // Whether the next step has parameters, factors or samples to warn about.
+  bool has_warnings() const;
+  // Warnings about factors that are kept as diagonals and about numbers of samples; each names a
+  // weight once. `names`: of all parameters.
+  std::vector<std::string> new_warnings(const std::string& optimizer,
+                                        const std::vector<std::string>& names);
 
  protected:
   // KfacSharedOptions
@@ -152,7 +147,21 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
     }
   };
 
+  // A weight of the next step without a warning so far.
+  struct OtherSamples {
+    size_t weight;
+    int64_t samples, others;
+  };
+  // A new factor that is stored as its diagonal because of its order.
+  struct Diagonal {
+    size_t weight;
+    std::string factor;
+    int64_t order;
+  };
+
   FactorWeight weight_of(size_t i) const;
+  std::vector<OtherSamples> different_samples() const;
+  std::vector<OtherSamples> disagreeing_layers() const;
   // After due().
   bool is_due(const gradients::detail::LayerCall& call) const;
   void add_to_sums(gradients::detail::LayerCall call, const CurvatureColumn* column);

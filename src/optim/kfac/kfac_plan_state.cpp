@@ -112,7 +112,7 @@ void KfacPlan::note_diagonals(size_t i, const KFACParamState& state, const Facto
   const auto note = [&](const char* key, const at::Tensor& factor, Structure structure) {
     if (factor.dim() == 2 && structure == Structure::kDense &&
         factor.size(1) > options(i).max_factor_size()) {
-      new_diagonals_.emplace_back(i, key, factor.size(1));
+      new_diagonals_.push_back({i, key, factor.size(1)});
     }
   };
   note("A", factor_of_inputs(state), asked.A);

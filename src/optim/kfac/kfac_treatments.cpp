@@ -3,9 +3,6 @@
 
 #include <c10/util/irange.h>
 
-#include <algorithm>
-#include <map>
-
 namespace torchium::optim::detail {
 namespace {
 
@@ -32,58 +29,6 @@ std::string orders_of(const at::Tensor& A, const at::Tensor& G) {
 }
 
 }  // namespace
-
-void KfacPlan::note_warned() {
-  for (const int64_t i : new_fallback_) {
-    warned_.insert(param(i).unsafeGetTensorImpl());
-  }
-  new_fallback_.clear();
-}
-
-std::vector<KfacPlan::DifferentSamples> KfacPlan::new_different_samples() {
-  std::vector<DifferentSamples> found;
-  for (const Layer& layer : layers_) {
-    if (layer.sums != nullptr && layer.sums->different_samples &&
-        warned_of_samples_.insert(param(layer.weight).unsafeGetTensorImpl()).second) {
-      const auto [fewer, more] = *layer.sums->different_samples;
-      found.emplace_back(static_cast<int64_t>(layer.weight), fewer, more);
-    }
-  }
-  return found;
-}
-
-std::vector<KfacPlan::DifferentSamples> KfacPlan::new_disagreeing_layers() {
-  std::map<int64_t, std::map<int64_t, int64_t>> layers_with;  // by pass and number of samples
-  for (const Layer& layer : layers_) {
-    if (layer.sums != nullptr) {
-      for (const auto& [pass, samples] : layer.sums->samples_of_pass) {
-        layers_with[pass][samples] += samples != 0 ? 1 : 0;
-      }
-    }
-  }
-  std::map<int64_t, int64_t> of_most;  // by pass
-  for (const auto& [pass, counts] : layers_with) {
-    of_most[pass] =
-        std::max_element(counts.begin(), counts.end(), [](const auto& a, const auto& b) {
-          return a.second < b.second;
-        })->first;
-  }
-  std::vector<DifferentSamples> found;
-  for (const Layer& layer : layers_) {
-    if (layer.sums == nullptr || layer.sums->different_samples) {
-      continue;
-    }
-    const auto& passes = layer.sums->samples_of_pass;
-    const auto other = std::find_if(passes.begin(), passes.end(), [&](const auto& entry) {
-      return entry.second != 0 && entry.second != of_most[entry.first];
-    });
-    if (other != passes.end() &&
-        warned_of_disagreement_.insert(param(layer.weight).unsafeGetTensorImpl()).second) {
-      found.emplace_back(static_cast<int64_t>(layer.weight), other->second, of_most[other->first]);
-    }
-  }
-  return found;
-}
 
 int64_t KfacPlan::preconditioned() const {
   int64_t count = 0;

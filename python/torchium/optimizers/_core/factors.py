@@ -31,7 +31,8 @@ class FactorCapture(Capture):
     """
 
     plan: JointPlan | None = None
-    due: frozenset[Tensor] = frozenset()  # the weights whose factors the next step updates
+    # The weights (id()) whose factors the next step updates; the plan keeps them alive.
+    due: frozenset[int] = frozenset()
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class FactorCapture(Capture):
                 self.core.release()
             else:
                 plan.core.receive_from(self.core)
-        self.due = frozenset(plan.params[i] for i in plan.core.due()) if plan else frozenset()
+        self.due = frozenset(id(plan.params[i]) for i in plan.core.due()) if plan else frozenset()
 
     def declare(self, plan: JointPlan) -> None:
         """Declares the known layers to the plan, if they have changed."""
@@ -164,8 +165,8 @@ class FactorCapture(Capture):
     def _may_be_recorded(self, module: nn.Module) -> bool:
         return may_be_layer(module)
 
-    def _is_needed(self, module: nn.Module, weight: Tensor | None) -> bool:
-        return weight in self.due
+    def _is_needed(self, module: nn.Module) -> bool:
+        return id(module._parameters.get("weight")) in self.due
 
     def started(self) -> None:
         with self._lock:

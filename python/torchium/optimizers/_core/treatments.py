@@ -80,50 +80,24 @@ class TreatmentReports(CapturingOptimizer):
         return "no factors captured" if weight in fallback else "not the one bias of its weight"
 
     def _announce(self, plan: JointPlan) -> None:
-        core, names = plan.core, self._short_names
+        core = plan.core
+        if not core.has_warnings():
+            return
+        names = self._short_names()
         fallback = [plan.params[i] for i in core.new_fallback()]
         if fallback and (self._capture.ran or any(bool(p.grad.any()) for p in fallback)):
             core.note_warned()
             kinds: dict[str, list[str]] = {}
-            members, all_names = set(fallback), names()
+            members = set(fallback)
             for param in fallback:
-                kinds.setdefault(self._why_not(param, members), []).append(all_names[param])
+                kinds.setdefault(self._why_not(param, members), []).append(names[param])
+            note = self._FALLBACK_NOTE.format(torch.ops.torchium.message_summary(kinds))
             self._warn(
-                f"preconditions {core.preconditioned()} of {core.considered()} parameters. "
-                f"{self._FALLBACK_NOTE}",
-                kinds,
+                f"{type(self).__name__} preconditions {core.preconditioned()} of {core.considered()} "
+                f"parameters. {note}"
             )
-        diagonal: dict[str, list[str]] = {}
-        for i, factor, order in core.new_diagonals():
-            label = f"{names()[plan.params[i]]} ({order})"
-            diagonal.setdefault(f"a factor {factor}", []).append(label)
-        self._warn("keeps only the diagonal of factors above max_factor_size: {}", diagonal)
-        self._announce_samples(plan)
+        for text in core.new_warnings(type(self).__name__, [names[p] for p in plan.params]):
+            self._warn(text)
 
-    def _announce_samples(self, plan: JointPlan) -> None:
-        core, names = plan.core, self._short_names
-        batches: dict[str, list[str]] = {}
-        for i, fewer, more in core.new_different_samples():
-            batches.setdefault(f"{fewer} and {more} samples", []).append(names()[plan.params[i]])
-        self._warn(
-            "takes all calls of a layer in one backward pass as positions of the same samples, but "
-            "their batches differ: {}. If a batch goes through the model in parts, call backward() "
-            "for each part",
-            batches,
-        )
-        disagreeing: dict[str, list[str]] = {}
-        for i, samples, others in core.new_disagreeing_layers():
-            kind = f"{samples} where other layers have {others}"
-            disagreeing.setdefault(kind, []).append(names()[plan.params[i]])
-        self._warn(
-            "takes dimension 0 of a layer's input as the samples, but layers disagree on their "
-            "number: {}. G is in proportion to it. Give every layer inputs [batch, ..., features], "
-            'or set fisher to "mc" or "ggn", which count the samples of the outputs',
-            disagreeing,
-        )
-
-    def _warn(self, text: str, kinds: dict[str, list[str]]) -> None:
-        if kinds:
-            summary = torch.ops.torchium.message_summary(kinds)
-            message = f"{type(self).__name__} {text.format(summary)}"
-            warnings.warn(message, stacklevel=users_stacklevel())
+    def _warn(self, text: str) -> None:
+        warnings.warn(text, stacklevel=users_stacklevel())

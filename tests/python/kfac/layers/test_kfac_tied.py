@@ -306,7 +306,8 @@ class Untied(torchium.KFAC):
 
     def _wants(self) -> bool:
         super()._wants()
-        self._capture.due = frozenset(w for w in self._capture.due if w.shape[0] != WORDS)
+        tables = [p for group in self.param_groups for p in group["params"] if p.shape[0] == WORDS]
+        self._capture.due -= {id(table) for table in tables}
         return bool(self._capture.due)
 
 

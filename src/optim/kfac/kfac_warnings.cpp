@@ -1,0 +1,106 @@
+// What K-FAC's plan warns about, each parameter once.
+#include "optim/kfac/kfac_plan.h"
+#include "optim/reports/message_summary.h"
+
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
+#include <map>
+
+namespace torchium::optim::detail {
+
+void KfacPlan::note_warned() {
+  for (const int64_t i : new_fallback_) {
+    warned_.insert(param(i).unsafeGetTensorImpl());
+  }
+  new_fallback_.clear();
+}
+
+// Those whose calls in one backward pass had different numbers of samples, with two of these.
+std::vector<KfacPlan::OtherSamples> KfacPlan::different_samples() const {
+  std::vector<OtherSamples> found;
+  for (const Layer& layer : layers_) {
+    if (layer.sums != nullptr && layer.sums->different_samples &&
+        warned_of_samples_.count(param(layer.weight).unsafeGetTensorImpl()) == 0) {
+      const auto [fewer, more] = *layer.sums->different_samples;
+      found.push_back({layer.weight, fewer, more});
+    }
+  }
+  return found;
+}
+
+// Others with another number of samples in a backward pass than most layers (of two equally
+// frequent numbers, than the smaller one), with both numbers.
+std::vector<KfacPlan::OtherSamples> KfacPlan::disagreeing_layers() const {
+  std::map<int64_t, std::map<int64_t, int64_t>> layers_with;  // by pass and number of samples
+  for (const Layer& layer : layers_) {
+    if (layer.sums != nullptr) {
+      for (const auto& [pass, samples] : layer.sums->samples_of_pass) {
+        layers_with[pass][samples] += samples != 0 ? 1 : 0;
+      }
+    }
+  }
+  std::map<int64_t, int64_t> of_most;  // by pass
+  for (const auto& [pass, counts] : layers_with) {
+    of_most[pass] =
+        std::max_element(counts.begin(), counts.end(), [](const auto& a, const auto& b) {
+          return a.second < b.second;
+        })->first;
+  }
+  std::vector<OtherSamples> found;
+  for (const Layer& layer : layers_) {
+    if (layer.sums == nullptr || layer.sums->different_samples ||
+        warned_of_disagreement_.count(param(layer.weight).unsafeGetTensorImpl()) != 0) {
+      continue;
+    }
+    const auto& passes = layer.sums->samples_of_pass;
+    const auto other = std::find_if(passes.begin(), passes.end(), [&](const auto& entry) {
+      return entry.second != 0 && entry.second != of_most[entry.first];
+    });
+    if (other != passes.end()) {
+      found.push_back({layer.weight, other->second, of_most[other->first]});
+    }
+  }
+  return found;
+}
+
+bool KfacPlan::has_warnings() const {
+  return !new_fallback_.empty() || !new_diagonals_.empty() || !different_samples().empty() ||
+         !disagreeing_layers().empty();
+}
+
+std::vector<std::string> KfacPlan::new_warnings(const std::string& optimizer,
+                                                const std::vector<std::string>& names) {
+  std::vector<std::string> warnings;
+  const auto warn = [&](const char* before, const NamesByKind& kinds, const char* after) {
+    if (!kinds.empty()) {
+      warnings.push_back(c10::str(optimizer, " ", before, ": ", summary(kinds), after));
+    }
+  };
+  NamesByKind diagonals, different, disagreeing;
+  for (const auto& [i, factor, order] : new_diagonals_) {
+    diagonals["a factor " + factor].push_back(c10::str(names[i], " (", order, ")"));
+  }
+  new_diagonals_.clear();
+  for (const auto& [weight, samples, others] : different_samples()) {
+    different[c10::str(samples, " and ", others, " samples")].push_back(names[weight]);
+    warned_of_samples_.insert(param(weight).unsafeGetTensorImpl());
+  }
+  for (const auto& [weight, samples, others] : disagreeing_layers()) {
+    disagreeing[c10::str(samples, " where other layers have ", others)].push_back(names[weight]);
+    warned_of_disagreement_.insert(param(weight).unsafeGetTensorImpl());
+  }
+  warn("keeps only the diagonal of factors above max_factor_size", diagonals, "");
+  warn(
+      "takes all calls of a layer in one backward pass as positions of the same samples, but their "
+      "batches differ",
+      different, ". If a batch goes through the model in parts, call backward() for each part");
+  warn("takes dimension 0 of a layer's input as the samples, but layers disagree on their number",
+       disagreeing,
+       ". G is in proportion to it. Give every layer inputs [batch, ..., features], or set fisher "
+       "to "
+       "\"mc\" or \"ggn\", which count the samples of the outputs");
+  return warnings;
+}
+
+}  // namespace torchium::optim::detail
