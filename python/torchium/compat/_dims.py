@@ -21,11 +21,12 @@ def common_merge_dims(params: Sequence[tuple[str, Tensor]], block_size: int, tar
         return False
     name, param = wrong
     theirs = list(their_dims(param.shape, block_size, target))
+    merged, kept = (list(merged_dims(param.shape, block_size, merge)) for merge in (True, False))
+    unmerged = "" if kept == merged else f" or, without merging, {kept}"
     raise ValueError(
         f"distributed_config.target_parameter_dimensionality={target} and max_preconditioner_dim="
         f"{block_size} make {theirs} of {name}, and torchium "
-        f"{list(merged_dims(param.shape, block_size, True))} or, without merging, "
-        f"{list(merged_dims(param.shape, block_size, False))}; {_remedy(param.shape, block_size, target)}"
+        f"{merged}{unmerged}; {_remedy(param.shape, block_size, target)}"
     )
 
 
@@ -44,12 +45,17 @@ def _first_other(
 def _remedy(shape: Sequence[int], block_size: int, target: Any) -> str:
     needed = math.prod(shape[1:])
     if their_dims(shape, block_size, 2) == merged_dims(shape, block_size, True):
-        return "use target_parameter_dimensionality=2"
+        return f"use {_config(2)}"
     if their_dims(shape, needed, 2) == merged_dims(shape, needed, True):
-        return (
-            f"use target_parameter_dimensionality=2 and max_preconditioner_dim of at least {needed}"
-        )
+        return f"use {_config(2)} and max_preconditioner_dim of at least {needed}"
     return "use torchium.Shampoo, and compare its report() with what you expect"
+
+
+def _config(target: int) -> str:
+    return (
+        "distributed_config=SingleDeviceDistributedConfig("
+        f"target_parameter_dimensionality={target})"
+    )
 
 
 def their_dims(shape: Sequence[int], limit: int, target: Any) -> tuple[int, ...]:

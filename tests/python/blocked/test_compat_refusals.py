@@ -134,7 +134,7 @@ REFUSED = {
     "flattened matrices": (
         {"distributed_config": configs.SingleDeviceDistributedConfig()},
         r"target_parameter_dimensionality=1 .*make \[24\] of parameter 0 of group 0 \(shape \[6, 4\]\)"
-        r".*use target_parameter_dimensionality=2$",
+        r".*use distributed_config=SingleDeviceDistributedConfig\(target_parameter_dimensionality=2\)$",
     ),
     "target": (
         {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from .._core.callers import users_stacklevel
 from .._core.options import OptionList
 
 SHAMPOO = OptionList("Shampoo")
@@ -50,6 +52,12 @@ def adopt(
         raise ValueError(
             f"{known[0]}={hyperparameters[known[0]]!r} cannot be given beside an optimizer, which "
             "has its own; set it in the param_groups of either optimizer, or pass parameters"
+        )
+    if any("initial_lr" in group for group in optimizer.param_groups):
+        warnings.warn(
+            "a scheduler was made for this optimizer, which does not change the learning rates of the "
+            "new one; make it again, for the new optimizer",
+            stacklevel=users_stacklevel(),
         )
     groups = [
         {**group, "capturable": False, **hyperparameters, "params": list(group["params"])}
