@@ -267,6 +267,8 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
       .def("watch", &ModuleCapture::watch)
       .def("describe", &ModuleCapture::describe)
       .def("add", &ModuleCapture::add)
+      .def("begin_products", &ModuleCapture::begin_products)
+      .def("end_products", &ModuleCapture::end_products)
       .def("enter_pass", &ModuleCapture::enter_pass)
       .def("add_mixing", &ModuleCapture::add_mixing)
       .def("release", [](const c10::intrusive_ptr<ModuleCapture>& self) { self->hand_to({}); })

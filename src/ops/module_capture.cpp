@@ -1,6 +1,7 @@
 #include "ops/module_capture.h"
 
 #include "gradients/capture/joined_passes.h"
+#include "gradients/capture/watched_products.h"
 #include "support/tensor_version.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -112,9 +113,32 @@ void ModuleCapture::describe(int64_t number, const std::vector<int64_t>& row, do
   layers_[number] = std::move(layer);
 }
 
+void ModuleCapture::begin_products(const std::vector<int64_t>& numbers, int64_t samples,
+                                   const std::vector<int64_t>& received) {
+  std::vector<at::Tensor> weights;
+  {
+    const std::lock_guard lock(state_->mutex);
+    for (const int64_t number : numbers) {
+      weights.push_back(layers_.at(number)->weight);
+    }
+  }
+  const auto self = c10::intrusive_ptr<ModuleCapture>::reclaim_copy(this);
+  gradients::detail::watch_products(
+      std::move(weights), [=](const at::Tensor& output, const at::Tensor& input, size_t index) {
+        const int64_t number = numbers[index];
+        if (output.requires_grad()) {
+          self->add(output, input, number,
+                    std::find(received.begin(), received.end(), number) != received.end(), samples);
+        }
+      });
+}
+
+void ModuleCapture::end_products() { gradients::detail::end_watching_products(); }
+
 void ModuleCapture::add(const at::Tensor& output, const at::Tensor& input, int64_t number,
-                        bool is_received) {
+                        bool is_received, int64_t inner_samples) {
   auto call = std::make_shared<PendingCall>();
+  call->inner_samples = inner_samples;
   call->capture = state_;
   call->outer = gradients::detail::pass_of_forward();
   {

@@ -39,7 +39,15 @@ class ModuleCapture : public torch::CustomClassHolder {
                 const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& mean,
                 const std::optional<at::Tensor>& variance);
   // A call of a layer. Without is_received it only counts as no use outside of layers.
-  void add(const at::Tensor& output, const at::Tensor& input, int64_t number, bool is_received);
+  // inner_samples: PendingCall.
+  void add(const at::Tensor& output, const at::Tensor& input, int64_t number, bool is_received,
+           int64_t inner_samples);
+  // Adds the calls of layers on this thread that are products within another module, until
+  // end_products(): attention. Their inputs are [positions, samples, width], perhaps flattened.
+  // received: those of the layers whose calls are received.
+  void begin_products(const std::vector<int64_t>& numbers, int64_t samples,
+                      const std::vector<int64_t>& received);
+  void end_products();
   // A forward pass runs within a backward pass, perhaps without gradients.
   void enter_pass();
   // `output` comes from a module, with the caller's number, that has mixed samples.

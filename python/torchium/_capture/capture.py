@@ -17,12 +17,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
 
+from .attention import is_attention, projections, samples_of, time_first_layers
 from .descriptions import describe, kept, layer_signature
 from .hooks import (
     ModuleHook,
+    ModulePreHook,
     is_own_output,
     on_registration,
     register_any_forward_hook,
@@ -82,13 +85,24 @@ class Capture:
         self._wants = weakref.WeakMethod(wants)
         self._params: set[Tensor] = set()
         self._hooked_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._hooked_attention: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._time_first: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._scanned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._handles: list[RemovableHandle] = []
-        self._global_handle: RemovableHandle | None = None
+        # While owners are unknown: of the hooks after and before the forward pass of all modules.
+        self._global_handles: list[RemovableHandle] = []
         self._own_hook = ModuleHook(self._after_own_forward)  # of each hooked module
         self._any_hook = ModuleHook(self._after_any_forward)  # of all modules
+        self._any_pre_hook = ModulePreHook(self._before_any_forward)
+        # Of each attention: around its forward pass, whose products are recorded.
+        self._attention_hooks = (
+            ModulePreHook(self._before_attention),
+            ModuleHook(self._after_attention),
+        )
         # Per thread: the module whose call the global hook has just handled.
         self._seen = threading.local()
+        # Per thread: for each attention that runs, whether its products are watched.
+        self._running = threading.local()
         self._lock = threading.RLock()  # for everything, because threads share the hooks
         weakref.finalize(self, _remove_all, self._handles)
         on_registration(self._after_registration)
@@ -113,9 +127,12 @@ class Capture:
             self.core.watch(new)
             for module in list(self.modules):
                 self.adopt(module, self.modules[module])
-            if self._global_handle is None and not self._params <= self.owners.keys():
-                self._global_handle = register_any_forward_hook(self._any_hook)
-                self._handles.append(self._global_handle)
+            if not self._global_handles and not self._params <= self.owners.keys():
+                self._global_handles = [
+                    register_any_forward_hook(self._any_hook),
+                    register_module_forward_pre_hook(self._any_pre_hook),
+                ]
+                self._handles += self._global_handles
                 self._scanned.clear()
 
     def watch_new(self, params: Iterable[Tensor]) -> None:
@@ -141,12 +158,24 @@ class Capture:
                 self.modules[module] = name
             if sees_mixing or (owned and self._may_be_recorded(module)):
                 self._hook(module)
+            self._time_first.update(time_first_layers(module))
+            if is_attention(module) and not self._params.isdisjoint(module.parameters()):
+                self._hook_attention(module)
 
     def _hook(self, module: nn.Module) -> None:
         if module not in self._hooked_modules:
             self._hooked_modules.add(module)
             self._handles.append(
                 module.register_forward_hook(self._own_hook, prepend=True, with_kwargs=True)
+            )
+
+    def _hook_attention(self, module: nn.Module) -> None:
+        if module not in self._hooked_attention:
+            self._hooked_attention.add(module)
+            before, after = self._attention_hooks
+            self._handles += (
+                module.register_forward_pre_hook(before, with_kwargs=True),
+                module.register_forward_hook(after, with_kwargs=True, always_call=True),
             )
 
     def _after_registration(self, module: nn.Module, param: Tensor) -> None:
@@ -163,10 +192,11 @@ class Capture:
         For a step, not for a forward pass, in which a second owner may follow.
         """
         with self._lock:
-            if self._global_handle is not None and self._params <= self.owners.keys():
-                self._global_handle.remove()
-                self._handles.remove(self._global_handle)
-                self._global_handle = None
+            if self._global_handles and self._params <= self.owners.keys():
+                for handle in self._global_handles:
+                    handle.remove()
+                    self._handles.remove(handle)
+                self._global_handles = []
                 self._seen = threading.local()
 
     def _after_any_forward(
@@ -191,7 +221,7 @@ class Capture:
         if self._is_idle and _current_task() == NO_TASK:
             return
         with self._lock:
-            if self._global_handle is not None and getattr(self._seen, "module", None) is module:
+            if self._global_handles and getattr(self._seen, "module", None) is module:
                 self._seen.module = None
                 return
             if module not in self.modules:
@@ -214,18 +244,58 @@ class Capture:
             return
         if self._keeps_calls and mixes_samples(module):
             self.core.add_mixing(output, self._number(module))
-        if self._is_wanted is None:
-            wants = self._wants()
-            self._is_wanted = wants is not None and wants()
-        if not self._is_wanted:
-            self._is_idle = not self._keeps_calls and self._global_handle is None
+        if not self._asks_for_calls():
+            self._is_idle = not self._keeps_calls and not self._global_handles
             return
         number = self._layer(module)
         if number < 0 or output.is_nested:  # rows of a nested tensor are no samples
             return
         if runs_after_others(hook, module) and not is_own_output(module, args, kwargs, output):
             return
-        self._add(output, layer_input(args, kwargs), number, self._is_needed(module))
+        input = layer_input(args, kwargs)
+        inner = input.size(1) if module in self._time_first and input.dim() == 3 else 0
+        self._add(output, input, number, self._is_needed(module), inner)
+
+    def _asks_for_calls(self) -> bool:
+        if self._is_wanted is None:
+            wants = self._wants()
+            self._is_wanted = wants is not None and wants()
+        return self._is_wanted
+
+    # ---- attention
+
+    def _before_any_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if is_attention(module) and module not in self._hooked_attention:
+            for layer in projections(module):
+                self.adopt(layer, "")
+            if (
+                module in self._hooked_attention
+            ):  # which hooks this call after its forward pass only
+                self._before_attention(module, args, kwargs)
+
+    def _before_attention(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if not hasattr(self._running, "watched"):
+            self._running.watched = []
+        self._running.watched.append(False)
+        if self._is_idle or not torch.is_grad_enabled() or _is_transformed():
+            return
+        samples = samples_of(module, args, kwargs)
+        with self._lock:
+            if samples is None or not self._asks_for_calls():
+                return
+            numbers = {self._layer(layer): self._is_needed(layer) for layer in projections(module)}
+            numbers.pop(-1, None)
+            needed = [number for number, is_needed in numbers.items() if is_needed]
+            self.core.begin_products([*numbers], samples, needed)
+            self._running.watched[-1] = True
+
+    def _after_attention(self, *call: Any) -> None:
+        if self._running.watched.pop():
+            self.core.end_products()
 
     def _number(self, module: nn.Module) -> int:
         return self._numbers.setdefault(module, len(self._numbers))

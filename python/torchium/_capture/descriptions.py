@@ -15,6 +15,7 @@ from .layers import (
     input_padding,
     is_1d,
     layer_kind,
+    layer_params,
     moves_channels,
     used_statistics,
 )
@@ -48,8 +49,7 @@ def layer_signature(module: nn.Module) -> tuple[Any, ...]:
         found = [getter for known, getter in _ATTRIBUTES.items() if issubclass(cls, known)]
         of_others = norm_eps if "norm" in cls.__name__.lower() else _nothing
         _getters[cls] = found[0] if found else of_others
-    params = own["_parameters"]
-    weight, bias = params.get("weight"), params.get("bias")
+    weight, bias = layer_params(module)
     return (
         cls.forward,
         own.get("forward"),
@@ -72,8 +72,7 @@ def kept(signature: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def describe(module: nn.Module) -> tuple[Any, ...]:
     """The arguments of ``ModuleCapture::describe`` (``src/ops/module_capture.h``)."""
-    text, params = str(module), module._parameters
-    tensors = params.get("weight"), params.get("bias"), *used_statistics(module)
+    text, tensors = str(module), (*layer_params(module), *used_statistics(module))
     if layer_kind(module) is None:  # only Python knows it
         return [], 0.0, [], "", False, False, text, *tensors
     row, eps = call_row(module, -1, -1, 0)

@@ -36,9 +36,12 @@ class ModuleHook:
         if method is not None:
             method(module, args, kwargs, output)
             return
-        for key in [key for key, hook in module._forward_hooks.items() if hook is self]:
-            module._forward_hooks.pop(key)
-            module._forward_hooks_with_kwargs.pop(key, None)
+        self._remove_from(module._forward_hooks, module._forward_hooks_with_kwargs)
+
+    def _remove_from(self, hooks: dict[int, Any], with_kwargs: dict[int, Any]) -> None:
+        for key in [key for key, hook in hooks.items() if hook is self]:
+            hooks.pop(key)
+            with_kwargs.pop(key, None)
 
     @property
     def __name__(self) -> str:
@@ -49,7 +52,19 @@ class ModuleHook:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ModuleHook, (None,)
+        return type(self), (None,)
+
+
+class ModulePreHook(ModuleHook):
+    """The same, called before the forward pass of a module."""
+
+    @_disable_dynamo
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
+        method = None if self._method is None else self._method()
+        if method is not None:
+            method(module, args, *(rest or ({},)))
+            return
+        self._remove_from(module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
 
 
 def runs_after_others(hook: ModuleHook, module: nn.Module) -> bool:

@@ -37,6 +37,9 @@ class LayerKind(IntEnum):
     TRANSPOSED_LINEAR = 8  # Conv1D of transformers: a linear layer with a weight [in, out]
     CONV1D = 9  # a conv2d of height 1
     TRANSPOSED_CONV = 10  # of 1, 2 or 3 dimensions: a convolution with another setting
+    SELF_ATTENTION = (
+        11  # the projection of queries, keys and values: a linear layer within the module
+    )
 
 
 @dataclass(eq=False, slots=True)
@@ -65,10 +68,11 @@ _CLASSES: dict[type[nn.Module], LayerKind] = {
     nn.BatchNorm1d: LayerKind.BATCH_NORM,
     nn.BatchNorm2d: LayerKind.BATCH_NORM,
     nn.BatchNorm3d: LayerKind.BATCH_NORM,
+    nn.MultiheadAttention: LayerKind.SELF_ATTENTION,
 }
 
-# Those whose samples have gradients of their own.
-SAMPLE_KINDS = frozenset(LayerKind) - {LayerKind.BATCH_NORM}
+# Those whose samples have gradients of their own, from calls of modules.
+SAMPLE_KINDS = frozenset(LayerKind) - {LayerKind.BATCH_NORM, LayerKind.SELF_ATTENTION}
 NORM_KINDS = frozenset(
     {
         LayerKind.LAYER_NORM,
@@ -83,6 +87,7 @@ FACTOR_KINDS = NORM_KINDS | frozenset(
         LayerKind.LINEAR,
         LayerKind.EMBEDDING,
         LayerKind.TRANSPOSED_LINEAR,
+        LayerKind.SELF_ATTENTION,
         LayerKind.CONV1D,
         LayerKind.CONV2D,
         LayerKind.CONV3D,
@@ -134,6 +139,14 @@ def layer_kind(module: nn.Module) -> LayerKind | None:
     return None if formula is None else _NORM_FORMULAS[formula.name]
 
 
+def layer_params(module: nn.Module) -> tuple[nn.Parameter | None, nn.Parameter | None]:
+    """The weight and the bias of a layer."""
+    own = module._parameters
+    if isinstance(module, nn.MultiheadAttention):
+        return own.get("in_proj_weight"), own.get("in_proj_bias")
+    return own.get("weight"), own.get("bias")
+
+
 def moves_channels(module: nn.Module) -> bool:
     """Whether the layer is a norm of dimension 1, which is the last one in the core."""
     formula = norm_formula(module) if _inherited_kind(module) is None else None
@@ -143,7 +156,11 @@ def moves_channels(module: nn.Module) -> bool:
 def _inherited_kind(module: nn.Module) -> LayerKind | None:
     """The kind of a layer whose forward is that of a known class."""
     found = _known_class(type(module))
-    return found[0] if found is not None and _has_forward_of(module, found[1]) else None
+    if found is None or not _has_forward_of(module, found[1]):
+        return None
+    if isinstance(module, nn.MultiheadAttention) and not module._qkv_same_embed_dim:
+        return None  # three weights
+    return found[0]
 
 
 def _has_forward_of(module: nn.Module, cls: type[nn.Module]) -> bool:
@@ -164,14 +181,13 @@ def has_transposed_weight(module: nn.Module) -> bool:
 def why_unsupported(module: nn.Module, kinds: frozenset[LayerKind] = SAMPLE_KINDS) -> str | None:
     """Why the parameters of the module have no per-sample gradients; None: they have."""
     kind = layer_kind(module)
+    if isinstance(module, nn.MultiheadAttention) and not module._qkv_same_embed_dim:
+        return "has kdim or vdim"
     if kind is None and has_known_class(module):
         return "has a forward of its own"
     if kind not in kinds:
         if may_mix_samples(module):
-            return (
-                "is of an unsupported type, and normalises with the statistics of the batch unless "
-                ".eval() is called on it"
-            )
+            return "is of an unsupported type, and in training normalises with the statistics of the batch"
         return "is of an unsupported type"
     if isinstance(module, nn.Embedding):
         options = {
@@ -364,6 +380,8 @@ def call_row(
     assert kind is not None
     if kind is LayerKind.TRANSPOSED_LINEAR:
         kind, settings = LayerKind.LINEAR, [1]
+    if kind is LayerKind.SELF_ATTENTION:
+        kind = LayerKind.LINEAR
     if isinstance(module, _ConvNd):
         kind = LayerKind.CONV3D if len(module.kernel_size) == 3 else LayerKind.CONV2D
         settings = _convolution_settings(module)

@@ -54,8 +54,10 @@ class KFAC(Consolidating, TreatmentReports, CapturingOptimizer):
 
     Layers are ``nn.Linear`` (any leading dimensions; dimension 0 is the sample), the ``Conv1D`` of
     transformers, ``nn.Conv1d`` to ``nn.Conv3d``, ``nn.Embedding``, ``nn.LayerNorm`` and ``nn.RMSNorm``
-    (those of other libraries too, known by what they compute), ``nn.GroupNorm`` and ``nn.BatchNorm1d`` to
-    ``nn.BatchNorm3d``, also if a weight is shared or a layer is used several times. Scale and shift of a norm have a 2 x 2 block of the Fisher matrix for each channel
+    (those of other libraries too, known by what they compute), ``nn.GroupNorm``, ``nn.BatchNorm1d`` to
+    ``nn.BatchNorm3d``, and both projections of ``nn.MultiheadAttention`` (the packed one of queries, keys and
+    values where all three are the same tensor), also in transformer layers with
+    ``batch_first=False``, also if a weight is shared or a layer is used several times. Scale and shift of a norm have a 2 x 2 block of the Fisher matrix for each channel
     (unit-wise: Osawa et al. 2019, section 4.2), :math:`D_c = (F_c + \text{damping}\,I)^{-1} V_c` with
     :math:`F_c = E[(u, v)^\top (u, v)]` of their gradients; it is averaged like the factors and solved in
     every step. Statistics of a batch count as constants there. The weight of a linear layer may be that of

@@ -13,6 +13,7 @@ from .._capture.capture import CallCapture, check_inputs
 from .._capture.layers import (
     SAMPLE_KINDS,
     LayerCall,
+    LayerKind,
     call_row,
     computed_weight,
     core_tensors,
@@ -26,6 +27,8 @@ from ._core.plan import JointPlan
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+_KINDS = SAMPLE_KINDS | {LayerKind.SELF_ATTENTION}
 
 
 class NaturalGradient(CapturingOptimizer):
@@ -50,7 +53,8 @@ class NaturalGradient(CapturingOptimizer):
     The loss is a mean over the samples, which are dimension 0 of what every layer receives: Linear and
     the ``Conv1D`` of transformers (any leading dimensions), convolutions and transposed convolutions of
     1 to 3 dimensions, Embedding, LayerNorm and RMSNorm (those of other libraries too, known by what they
-    compute) and GroupNorm, also if a weight is shared or a layer is used several times. Positions that are
+    compute), GroupNorm and the projections of ``nn.MultiheadAttention`` of equal queries, keys and values,
+    also if a weight is shared or a layer is used several times. Positions that are
     looked up must be expanded to ``[batch, ...]``. All layers must see the samples in the same order: one
     that sorts or shuffles them, or receives time first where there are as many positions as samples, gives
     a wrong Fisher matrix without an error, and so do statistics of the batch that are computed by hand
@@ -319,7 +323,7 @@ class NaturalGradient(CapturingOptimizer):
     # ---- capture
 
     def _init_capture(self) -> None:
-        self._capture = CallCapture(SAMPLE_KINDS, self._wants)
+        self._capture = CallCapture(_KINDS, self._wants)
         self._refreshes = True  # the next step, once that is decided
 
     def _record_curvature(self, outputs: Tensor, *loss: Any) -> None:
@@ -343,7 +347,7 @@ class NaturalGradient(CapturingOptimizer):
         for module in {m: None for p in params for m in self._capture.owners.get(p, ())}:
             how = computed_weight(module)
             computed = None if how is None else f"has a weight computed by {how}"
-            reason = computed or why_unsupported(module)
+            reason = computed or why_unsupported(module, _KINDS)
             if reason is not None:
                 own = [n for n, p in module.named_parameters(recurse=False) if p.requires_grad]
                 listed = ", ".join(own[:4]) + (f", {len(own) - 4} more" if len(own) > 4 else "")

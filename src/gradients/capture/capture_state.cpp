@@ -111,6 +111,13 @@ at::Tensor core_gradient(const PendingCall& call, const at::Tensor& gradient) {
   return call.module == nullptr ? gradient : call.module->in_core(gradient);
 }
 
+at::Tensor with_samples_first(const PendingCall& call, const at::Tensor& tensor) {
+  if (call.inner_samples == 0) {
+    return tensor;
+  }
+  return tensor.reshape({-1, call.inner_samples, tensor.size(-1)}).transpose(0, 1);
+}
+
 std::shared_ptr<CallEdges> edges_of(const std::shared_ptr<PendingCall>& call,
                                     const at::Tensor& input, const at::Tensor& weight,
                                     const at::Tensor& bias) {
@@ -385,8 +392,9 @@ void CaptureState::receive(PendingCall& call, const at::Tensor& gradient) {
   const at::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const std::lock_guard lock(mutex);
-  layer.input = input;
-  layer.output_gradient = without_history(gradient).reshape(call.output_sizes);
+  layer.input = with_samples_first(call, input);
+  layer.output_gradient =
+      with_samples_first(call, without_history(gradient).reshape(call.output_sizes));
   layer.micro_batch = current_pass(call.outer);
   std::vector<int64_t> gone;
   arrive(layer.weight, layer.micro_batch, /*may_be_zeroed=*/true, gone);
@@ -443,7 +451,7 @@ std::vector<DifferentiableCall> CaptureState::calls_of(const at::Tensor& outputs
     const at::Tensor input = saved == nullptr ? layer.input : unpacked(*call, *saved);
     check_observed_input(*call, input);
     const at::NoGradGuard no_grad;
-    layer.input = core_input(*call, input);
+    layer.input = core_input(*call, with_samples_first(*call, input));
     calls.push_back({std::move(layer), edge, call});
   }
   return calls;

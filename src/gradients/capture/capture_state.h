@@ -57,6 +57,8 @@ struct PendingCall {
   uint32_t input_version = 0;  // of what the layer received, when it did
   BackwardPass outer;          // that ran this forward pass
   std::vector<int64_t> output_sizes;
+  // Of attention, whose input and output have the rows [positions, samples]; 0: samples come first.
+  int64_t inner_samples = 0;
   int64_t last_pass = -1;   // that has reached it; the captures that join passes count all, others
                             // those that accumulate gradients of its parameters
   int64_t last_period = 0;  // of the capture, when it did
@@ -66,6 +68,9 @@ using PendingCalls = std::vector<std::shared_ptr<PendingCall>>;
 // The input and the gradient of the output as the core takes them.
 at::Tensor core_input(const PendingCall& call, const at::Tensor& input);
 at::Tensor core_gradient(const PendingCall& call, const at::Tensor& gradient);
+
+// An input or the gradient of an output with its samples in dimension 0.
+at::Tensor with_samples_first(const PendingCall& call, const at::Tensor& tensor);
 
 // The edges of a call. Parameters without a position are undefined.
 std::shared_ptr<CallEdges> edges_of(const std::shared_ptr<PendingCall>& call,

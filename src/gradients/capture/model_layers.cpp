@@ -9,6 +9,7 @@
 #include <torch/nn/modules/normalization.h>
 #include <torch/nn/modules/rnn.h>
 #include <torch/nn/modules/transformer.h>
+#include <torch/nn/modules/transformercoder.h>
 #include <torch/nn/modules/transformerlayer.h>
 
 #include <string_view>
@@ -35,10 +36,21 @@ std::string type_name(const nn::Module& module) {
   return name;
 }
 
-bool hides_samples(const nn::Module& module) {
-  return is_one_of<nn::RNNImpl, nn::LSTMImpl, nn::GRUImpl, nn::MultiheadAttentionImpl,
-                   nn::TransformerEncoderLayerImpl, nn::TransformerDecoderLayerImpl,
-                   nn::TransformerImpl>(module);
+// Within the module; outside: that around it.
+SampleDimension samples_within(const nn::Module& module, SampleDimension outside) {
+  if (is_one_of<nn::RNNImpl, nn::LSTMImpl, nn::GRUImpl>(module)) {
+    return SampleDimension::kHidden;
+  }
+  const bool is_attention = is_one_of<nn::MultiheadAttentionImpl, nn::TransformerEncoderLayerImpl,
+                                      nn::TransformerDecoderLayerImpl, nn::TransformerEncoderImpl,
+                                      nn::TransformerDecoderImpl, nn::TransformerImpl>(module);
+  return is_attention && outside == SampleDimension::kFirst ? SampleDimension::kSecond : outside;
+}
+
+// Queries, keys and values have one weight.
+bool is_packed_attention(const nn::Module& module) {
+  const auto* attention = dynamic_cast<const nn::MultiheadAttentionImpl*>(&module);
+  return attention != nullptr && attention->_qkv_same_embed_dim;
 }
 
 bool is_batch_norm(const nn::Module& module) {
@@ -59,9 +71,11 @@ std::string problem_of(const nn::Module& module) {
            : options.sparse()             ? "has sparse = true"
                                           : "";
   }
+  if (dynamic_cast<const nn::MultiheadAttentionImpl*>(&module) != nullptr) {
+    return is_packed_attention(module) ? "" : "has kdim or vdim";
+  }
   if (is_batch_norm(module)) {
-    return "is of an unsupported type, and normalises with the statistics of the batch unless "
-           "eval() is called on it";
+    return "is of an unsupported type, and in training normalises with the statistics of the batch";
   }
   const bool is_known =
       is_one_of<nn::LinearImpl, nn::Conv1dImpl, nn::Conv2dImpl, nn::Conv3dImpl,
@@ -74,12 +88,12 @@ std::string problem_of(const nn::Module& module) {
 }  // namespace
 
 ModelLayers::ModelLayers(const nn::Module& model) {
-  add_module("", model, model.weak_from_this(), false);
+  add_module("", model, model.weak_from_this(), SampleDimension::kFirst);
 }
 
 void ModelLayers::add_module(const std::string& name, const nn::Module& module,
-                             std::weak_ptr<const nn::Module> weak, bool samples_are_hidden) {
-  samples_are_hidden = samples_are_hidden || hides_samples(module);
+                             std::weak_ptr<const nn::Module> weak, SampleDimension samples) {
+  samples = samples_within(module, samples);
   const std::string prefix = name.empty() ? "" : name + ".";
   const std::string description = name.empty() ? "the model (" + type_name(module) + ")"
                                                : "layer '" + name + "' (" + type_name(module) + ")";
@@ -88,8 +102,8 @@ void ModelLayers::add_module(const std::string& name, const nn::Module& module,
   }
   for (const auto& param : module.named_parameters(/*recurse=*/false)) {
     ParameterPlace place{prefix + param.key(), description, type_name(module), problem_of(module),
-                         samples_are_hidden};
-    if (samples_are_hidden && place.problem.empty()) {
+                         samples};
+    if (samples == SampleDimension::kHidden && place.problem.empty()) {
       place.problem = "takes samples in another dimension than the first";
     }
     at::TensorImpl* impl = param.value().unsafeGetTensorImpl();
@@ -98,7 +112,7 @@ void ModelLayers::add_module(const std::string& name, const nn::Module& module,
     }
   }
   for (const auto& child : module.named_children()) {
-    add_module(prefix + child.key(), *child.value(), child.value(), samples_are_hidden);
+    add_module(prefix + child.key(), *child.value(), child.value(), samples);
   }
 }
 

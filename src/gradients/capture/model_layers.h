@@ -15,6 +15,9 @@
 
 namespace torchium::gradients::detail {
 
+// Which dimension of what a layer receives is the sample.
+enum class SampleDimension { kFirst, kSecond, kHidden };
+
 // A parameter's place in a model; of a shared one, its first place.
 struct ParameterPlace {
   std::string name;    // in the model, as "0.weight"
@@ -23,8 +26,8 @@ struct ParameterPlace {
   // Why it has no per-sample gradients, such as "is of an unsupported type"; empty: it may have. A
   // module outside of torch::nn is supported if it calls the operators of layers.
   std::string problem;
-  // Within a module whose layers have time or position as the first dimension.
-  bool samples_are_hidden = false;
+  // The second one within attention and transformer layers, hidden within recurrent ones.
+  SampleDimension samples = SampleDimension::kFirst;
 };
 
 // Looks at a model once, and keeps neither its parameters nor its modules alive.
@@ -41,7 +44,7 @@ class TORCHIUM_API ModelLayers {
 
  private:
   void add_module(const std::string& name, const torch::nn::Module& module,
-                  std::weak_ptr<const torch::nn::Module> weak, bool samples_are_hidden);
+                  std::weak_ptr<const torch::nn::Module> weak, SampleDimension samples);
 
   std::vector<c10::weak_intrusive_ptr<at::TensorImpl>> order_;
   std::unordered_map<const at::TensorImpl*, ParameterPlace> places_;

@@ -155,6 +155,9 @@ void note_call(const OperatorCall& call, CallContext& context) {
                               bias < 0 ? at::Tensor() : call.bias);
     pending->input_version = read.is_inference() ? 0 : read._version();
     pending->outer = pass_of_forward();
+    if (read.dim() == 3 && capture->inner_samples.count(weight < 0 ? bias : weight) != 0) {
+      pending->inner_samples = read.size(1);
+    }
     context.calls.push_back(std::move(pending));
   });
 }
@@ -292,6 +295,10 @@ bool OperatorCapture::watches(const std::vector<at::Tensor>& params) const {
     result = state_->position(params[i]) == static_cast<int64_t>(i);
   }
   return result;
+}
+
+void OperatorCapture::set_inner_samples(const std::vector<int64_t>& params) {
+  state_->inner_samples = {params.begin(), params.end()};
 }
 
 void OperatorCapture::set_enabled(bool enabled) {

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <exception>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -26,6 +27,8 @@ struct OperatorCapture::State : public CaptureState {
 
   const bool is_differentiated;  // without a receiver
   const bool takes_batch_norm;
+
+  std::unordered_set<int64_t> inner_samples;  // set_inner_samples()
 
   // With the mutex:
   std::exception_ptr error;

@@ -197,6 +197,9 @@ void evaluate(const char* function, const SampleLoss& loss, const TrainableParam
     if (reason.empty() && !place->problem.empty()) {
       reason = place->module + " " + place->problem;
     }
+    if (reason.empty() && place->samples != SampleDimension::kFirst) {
+      reason = place->module + " takes samples in another dimension than the first";
+    }
     tensors.push_back(param);
   }
   KeptRandomState random_state(tensors);

@@ -218,6 +218,14 @@ void CapturingOptimizer::forget_captures() {
     };
     capture_ = std::make_unique<gradients::detail::OperatorCapture>(
         watched, receive, takes_batch_norm(), plan.joins_passes());
+    std::vector<int64_t> inner;
+    for (const auto i : c10::irange(watched.size())) {
+      const auto* place = layers_->find(watched[i]);
+      if (place != nullptr && place->samples == gradients::detail::SampleDimension::kSecond) {
+        inner.push_back(static_cast<int64_t>(i));
+      }
+    }
+    capture_->set_inner_samples(inner);
   }
   capture_->forget();
   capture_->set_enabled(is_known && captures_next());

@@ -46,8 +46,9 @@ void for_each_curvature_gradient(
       if (gradients[i].defined()) {
         gradients::detail::LayerCall call = calls[i].layer;
         const gradients::detail::PendingCall& pending = *calls[i].call;
+        const at::Tensor gradient = gradients[i].detach().reshape(pending.output_sizes);
         call.output_gradient = gradients::detail::core_gradient(
-            pending, gradients[i].detach().reshape(pending.output_sizes));
+            pending, gradients::detail::with_samples_first(pending, gradient));
         visit(k, i, std::move(call));
       }
     }

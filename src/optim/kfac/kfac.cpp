@@ -13,6 +13,12 @@
 #include <utility>
 
 namespace torchium::optim {
+namespace {
+
+constexpr const char* kUsedOtherwise =
+    "also used otherwise than by a linear layer, convolution or norm";
+
+}  // namespace
 
 KFAC::KFAC(const torch::nn::Module& model, KFACOptions defaults)
     : CapturingOptimizer(model, std::make_unique<KFACOptions>(std::move(defaults))) {
@@ -98,7 +104,7 @@ detail::KfacPlan& KFAC::plan() const { return static_cast<detail::KfacPlan&>(joi
 
 bool KFAC::is_watched(const at::Tensor& param) const {
   const auto* place = layers().find(param);
-  return place == nullptr || !place->samples_are_hidden;
+  return place == nullptr || place->samples != gradients::detail::SampleDimension::kHidden;
 }
 
 bool KFAC::captures_next() {
@@ -153,7 +159,7 @@ std::string KFAC::why_not(const at::Tensor& param) const {
     return layer->problem;
   }
   if (is_used_otherwise(param) || (layer != nullptr && is_used_otherwise(layer->bias))) {
-    return "also used otherwise than by a linear layer, convolution or norm";
+    return kUsedOtherwise;
   }
   if (records.is_joint_bias(param)) {
     return "the bias of a weight that falls back";
@@ -178,8 +184,12 @@ void KFAC::announce() {
   }
   if (!fallback.empty()) {
     plan().note_warned();
+    const char* of_penalties = fallback.count(kUsedOtherwise) == 0
+                                   ? ""
+                                   : ". A penalty in the loss uses parameters outside of their "
+                                     "layers: give it a backward() of its own, or use weight_decay";
     TORCH_WARN(name(), " preconditions ", plan().preconditioned(), " of ", plan().considered(),
-               " parameters. ", fallback_note(detail::summary(fallback)));
+               " parameters. ", fallback_note(detail::summary(fallback)), of_penalties);
   }
   std::vector<std::string> names;
   for (const auto i : c10::irange(plan().size())) {

@@ -200,23 +200,21 @@ TEST(Kfac, PreconditionsAHeadThatIsTiedLater) {
   EXPECT_EQ(kfac_state(optimizer, model.embedding->weight).factor_updates().item<float>(), 5.0F);
 }
 
-// Their layers have time or position as the first dimension.
-TEST(Kfac, FallsBackWithinTransformerLayers) {
-  nn::TransformerEncoderLayer layer(nn::TransformerEncoderLayerOptions(4, 2).dropout(0.0));
+// Their layers have time as the first dimension.
+TEST(Kfac, FallsBackWithinRecurrentLayers) {
+  nn::LSTM layer(nn::LSTMOptions(4, 4));
   nn::Linear head(4, 3);
   nn::Module model;
   model.register_module("layer", layer);
   model.register_module("head", head);
   KFAC optimizer(model, KFACOptions(0.1));
   Warnings warnings;
-  const auto x = layer(torch::randn({5, 6, 4}));
+  const auto x = std::get<0>(layer(torch::randn({5, 6, 4})));
   cross_entropy(head(x.mean(0)), torch::randint(3, {6}, torch::kLong)).backward();
   optimizer.step();
   EXPECT_EQ(optimizer.report().preconditioned,
             (std::vector<std::string>{"head.weight", "head.bias"}));
-  expect_contains(warnings.text,
-                  "(Linear takes samples in another dimension than the first: "
-                  "layer.self_attn.out_proj.weight, ");
+  expect_contains(warnings.text, "(LSTM is of an unsupported type: layer.weight_ih_l0, ");
 }
 
 TEST(Kfac, LeavesFrozenAndUnusedParametersAlone) {

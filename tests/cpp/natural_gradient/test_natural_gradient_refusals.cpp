@@ -18,8 +18,9 @@ TEST(NaturalGradientTest, RefusesUnsupportedLayersByName) {
   refuses(nn::Sequential(nn::GRU(3, 4)), "layer '0' (GRU)");
   refuses(nn::Sequential(nn::RNN(3, 4)), "layer '0' (RNN)");
   refuses(nn::Sequential(nn::LSTMCell(3, 4)), "layer '0' (LSTMCell)");
-  refuses(nn::Sequential(nn::MultiheadAttention(4, 2)), "layer '0' (MultiheadAttention)");
-  refuses(nn::Sequential(nn::TransformerEncoderLayer(4, 2)), "layer '0.self_attn'");
+  refuses(
+      nn::Sequential(nn::MultiheadAttention(nn::MultiheadAttentionOptions(4, 2).kdim(3).vdim(3))),
+      "layer '0' (MultiheadAttention), which has kdim or vdim");
   refuses(nn::Sequential(nn::BatchNorm2d(3)), "layer '0' (BatchNorm2d)");
   refuses(nn::Sequential(nn::PReLU()), "layer '0' (PReLU), which is of an unsupported type");
   refuses(nn::Sequential(nn::Bilinear(2, 3, 4)), "layer '0' (Bilinear)");

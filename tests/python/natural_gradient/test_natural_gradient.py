@@ -329,7 +329,10 @@ UNSUPPORTED = {
         lambda: nn.BatchNorm1d(4).eval(),
         r"\(BatchNorm1d\), which is of an unsupported",
     ),
-    "attention": (lambda: nn.MultiheadAttention(4, 2), r"\(MultiheadAttention\), which is"),
+    "attention": (
+        lambda: nn.MultiheadAttention(4, 2, kdim=3),
+        r"\(MultiheadAttention\), which has kdim",
+    ),
     "sparse": (lambda: nn.Embedding(4, 4, sparse=True), r"\(Embedding\), which has sparse=True"),
     "max_norm": (lambda: nn.Embedding(4, 4, max_norm=1.0), r"which has max_norm=1.0"),
     "frequency": (

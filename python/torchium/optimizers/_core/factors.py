@@ -17,10 +17,13 @@ from ..._capture.layers import (
     has_known_class,
     has_transposed_weight,
     layer_kind,
+    layer_params,
     may_be_layer,
     why_unsupported,
 )
 from .plan import JointPlan
+
+USED_OUTSIDE = "used outside of its layer"
 
 
 class FactorCapture(Capture):
@@ -79,7 +82,7 @@ class FactorCapture(Capture):
         for i, weight in enumerate(plan.params):
             if self.weight_beside(weight) is not weight:
                 owners = self.owners.get(weight, [])
-                is_bias = any(module._parameters.get("bias") is weight for module in owners)
+                is_bias = any(layer_params(module)[1] is weight for module in owners)
                 if weight.dim() > 1 and not is_bias:  # its layer may have had it until now
                     excluded.append(i)
                 continue
@@ -103,7 +106,7 @@ class FactorCapture(Capture):
         weight = self.weight_beside(param)
         assert weight is not None
         is_outside = self._is_used_outside(weight, self.used_outside)
-        return "used outside of its layer" if is_outside else None
+        return USED_OUTSIDE if is_outside else None
 
     def _is_used_outside(self, weight: Tensor, outside: set[Tensor]) -> bool:
         """Whether the weight or the bias that shares its factors is among these."""
@@ -140,12 +143,12 @@ class FactorCapture(Capture):
     def weight_beside(self, param: Tensor) -> Tensor | None:
         """The weight of the parameter's layer, perhaps the parameter itself; None: there is none."""
         owners = self.owners.get(param)
-        return owners[0]._parameters.get("weight") if owners else None
+        return layer_params(owners[0])[0] if owners else None
 
     def joint_bias(self, weight: Tensor) -> Tensor | None:
         """The bias that shares the weight's factors: all its layers have the same one."""
         layers = [module for module in self.owners[weight] if not isinstance(module, nn.Embedding)]
-        bias = layers[0]._parameters.get("bias") if layers else None
+        bias = layer_params(layers[0])[1] if layers else None
         if bias is None or bias not in self._params or not bias.requires_grad:
             return None
         return bias if set(self.owners[bias]) == set(layers) else None
@@ -166,7 +169,7 @@ class FactorCapture(Capture):
         return may_be_layer(module)
 
     def _is_needed(self, module: nn.Module) -> bool:
-        return id(module._parameters.get("weight")) in self.due
+        return id(layer_params(module)[0]) in self.due
 
     def started(self) -> None:
         with self._lock:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .callers import users_stacklevel
 from .capturing import CapturingOptimizer
-from .factors import FactorCapture
+from .factors import USED_OUTSIDE, FactorCapture
 from .plan import JointPlan
 
 
@@ -92,6 +92,11 @@ class TreatmentReports(CapturingOptimizer):
             for param in fallback:
                 kinds.setdefault(self._why_not(param, members), []).append(names[param])
             note = self._FALLBACK_NOTE.format(torch.ops.torchium.message_summary(kinds))
+            if USED_OUTSIDE in kinds:
+                note += (
+                    ". A penalty in the loss uses parameters outside of their layers: give it a "
+                    "backward() of its own, or use weight_decay"
+                )
             self._warn(
                 f"{type(self).__name__} preconditions {core.preconditioned()} of {core.considered()} "
                 f"parameters. {note}"

@@ -75,7 +75,7 @@ class Attention(nn.Module):
 
     def forward(self, x):
         x = x.unsqueeze(1).expand(-1, 3, -1)
-        return self.out(self.inner(x, x, x, need_weights=False)[0])
+        return self.out(self.inner(x, x.flip(1), x.flip(1), need_weights=False)[0])
 
 
 class Recurrent(nn.Module):
@@ -136,12 +136,7 @@ FALLBACK = {
     "raw": (Scaled, {"scale": "Scaled"}),
     "attention": (
         Attention,
-        {
-            "inner.in_proj_weight": "MultiheadAttention",
-            "inner.in_proj_bias": "MultiheadAttention",
-            "inner.out_proj.weight": "used outside of its layer",
-            "inner.out_proj.bias": "used outside of its layer",
-        },
+        dict.fromkeys(["inner.in_proj_weight", "inner.in_proj_bias"], "used outside of its layer"),
     ),
     "recurrent": (
         Recurrent,

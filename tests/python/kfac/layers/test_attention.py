@@ -1,0 +1,218 @@
+"""``nn.MultiheadAttention`` and transformer layers, against the same models of linear layers."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torchium
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+SAMPLES, POSITIONS, WIDTH, HEADS, CLASSES = 7, 5, 8, 2, 3
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "kfac": lambda model: torchium.KFAC(model, lr=0.1, TCov=1, TInv=1),
+    "kfac_reduce": lambda model: torchium.KFAC(
+        model, lr=0.1, TCov=1, TInv=1, weight_sharing="reduce"
+    ),
+    "kfac_ggn": lambda model: torchium.KFAC(model, lr=0.1, TCov=1, TInv=1, fisher="ggn"),
+    "natural_gradient": lambda model: torchium.NaturalGradient(model, lr=0.1),
+    "natural_gradient_ggn": lambda model: torchium.NaturalGradient(model, lr=0.1, fisher="ggn"),
+}
+
+
+class Attention(nn.Module):
+    def __init__(self, batch_first: bool, need_weights: bool = False, bias: bool = True) -> None:
+        super().__init__()
+        self.batch_first, self.need_weights = batch_first, need_weights
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, bias=bias, batch_first=batch_first)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.batch_first else x.transpose(0, 1)
+        y, _ = self.attention(x, x, x, need_weights=self.need_weights)
+        return self.head((y if self.batch_first else y.transpose(0, 1)).mean(1))
+
+
+class OfLinearLayers(nn.Module):
+    """The same function as an ``Attention``."""
+
+    def __init__(self, model: Attention) -> None:
+        super().__init__()
+        attention = model.attention
+        with_bias = attention.in_proj_bias is not None
+        self.projection = nn.Linear(WIDTH, 3 * WIDTH, bias=with_bias)
+        self.projection.weight = nn.Parameter(attention.in_proj_weight.detach().clone())
+        if with_bias:
+            self.projection.bias = nn.Parameter(attention.in_proj_bias.detach().clone())
+        self.output = nn.Linear(WIDTH, WIDTH, bias=with_bias)
+        self.output.load_state_dict(attention.out_proj.state_dict())
+        self.head = copy.deepcopy(model.head)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for part in self.projection(x).chunk(3, -1)
+        )
+        weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+        return self.head(self.output((weights @ v).transpose(1, 2).flatten(2)).mean(1))
+
+
+def train(
+    model: nn.Module, make: Callable[[nn.Module], Optimizer], steps: int = 4
+) -> tuple[Optimizer, list[Tensor]]:
+    optimizer = make(model)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        x = torch.randn(SAMPLES, POSITIONS, WIDTH, dtype=torch.float64, generator=generator)
+        y = torch.randint(CLASSES, (SAMPLES,), generator=generator)
+        optimizer.zero_grad()
+        outputs = model(x)
+        if optimizer.param_groups[0]["fisher"] == "ggn":
+            optimizer.update_curvature(outputs, "cross_entropy")
+        nn.functional.cross_entropy(outputs, y).backward()
+        optimizer.step()
+    return optimizer, list(model.parameters())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_attention_trains_as_its_linear_layers(
+    name: str, batch_first: bool, need_weights: bool
+) -> None:
+    model = Attention(batch_first, need_weights).double()
+    reference = OfLinearLayers(model).double()
+    optimizer, params = train(model, OPTIMIZERS[name])
+    _, expected = train(reference, OPTIMIZERS[name])
+    torch.testing.assert_close(params, expected, rtol=1e-10, atol=1e-10)
+    if name.startswith("kfac"):
+        assert optimizer.report()["fallback"] == []
+        assert optimizer.report()["parameters"]["attention.in_proj_weight"] == (
+            "factors",
+            f"A {WIDTH + 1}, G {3 * WIDTH}",
+        )
+
+
+@pytest.mark.parametrize("name", ["kfac", "natural_gradient"])
+def test_without_biases(name: str) -> None:
+    model = Attention(batch_first=True, bias=False).double()
+    reference = OfLinearLayers(model).double()
+    _, params = train(model, OPTIMIZERS[name])
+    _, expected = train(reference, OPTIMIZERS[name])
+    torch.testing.assert_close(params, expected, rtol=1e-10, atol=1e-10)
+
+
+class Encoder(nn.Module):
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(
+            WIDTH, HEADS, 2 * WIDTH, dropout=0.0, batch_first=batch_first
+        )
+        self.encoder = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(WIDTH))
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.batch_first = batch_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.batch_first:
+            return self.head(self.encoder(x).mean(1))
+        return self.head(self.encoder(x.transpose(0, 1)).mean(0))
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_positions_may_come_first_in_a_transformer(name: str) -> None:
+    model = Encoder(batch_first=True).double()
+    other = Encoder(batch_first=False).double()
+    other.load_state_dict(model.state_dict())
+    _, params = train(model, OPTIMIZERS[name])
+    _, others = train(other, OPTIMIZERS[name])
+    torch.testing.assert_close(others, params, rtol=1e-9, atol=1e-9)
+
+
+def test_attention_of_other_keys_falls_back_by_name() -> None:
+    class Cross(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+            self.head = nn.Linear(WIDTH, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            keys = x.flip(1)
+            return self.head(self.attention(x, keys, keys)[0].mean(1))
+
+    with pytest.warns(UserWarning, match="preconditions 4 of 6 parameters"):
+        optimizer, _ = train(Cross().double(), OPTIMIZERS["kfac"])
+    report = optimizer.report()
+    assert report["fallback"] == ["attention.in_proj_weight", "attention.in_proj_bias"]
+    assert report["parameters"]["attention.in_proj_weight"] == (
+        "fallback",
+        "used outside of its layer",
+    )
+    with pytest.raises(ValueError, match="does not come from its layer alone"):
+        train(Cross().double(), OPTIMIZERS["natural_gradient"])
+
+
+def test_three_weights_fall_back_and_are_refused() -> None:
+    model = nn.Sequential(nn.MultiheadAttention(WIDTH, HEADS, kdim=4, vdim=6))
+    with pytest.raises(ValueError, match=r"MultiheadAttention.*kdim or vdim"):
+        torchium.NaturalGradient(model, lr=0.1)
+
+
+def test_an_error_in_the_forward_pass_ends_the_observation() -> None:
+    model = Attention(batch_first=True).double()
+    reference = OfLinearLayers(model).double()
+    optimizer = OPTIMIZERS["kfac"](model)
+    for _ in range(3):
+        with pytest.raises(AssertionError, match="was expecting embedding dimension"):
+            model(torch.randn(2, 3, WIDTH + 1, dtype=torch.float64))
+    assert optimizer.param_groups
+    _, params = train(model, lambda _: optimizer)
+    _, expected = train(reference, OPTIMIZERS["kfac"])
+    torch.testing.assert_close(params, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["kfac", "natural_gradient"])
+def test_only_the_output_projection_is_trained(name: str) -> None:
+    model = Attention(batch_first=True).double()
+    reference = OfLinearLayers(model).double()
+    for frozen in (model.attention.in_proj_weight, model.attention.in_proj_bias):
+        frozen.requires_grad_(False)
+    for frozen in reference.projection.parameters():
+        frozen.requires_grad_(False)
+
+    def of_trained(model: nn.Module) -> Optimizer:
+        trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        optimizer = type(OPTIMIZERS[name](copy.deepcopy(model)))(trained, lr=0.1)
+        model(torch.randn(2, POSITIONS, WIDTH, dtype=torch.float64))  # shows the modules
+        return optimizer
+
+    _, params = train(model, of_trained)
+    _, expected = train(reference, of_trained)
+    torch.testing.assert_close(params, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_recomputed_attention_is_recorded_once() -> None:
+    class Checkpointed(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+
+    model = Attention(batch_first=True).double()
+    other = Checkpointed(batch_first=True).double()
+    other.load_state_dict(model.state_dict())
+    _, params = train(model, OPTIMIZERS["kfac"])
+    _, others = train(other, OPTIMIZERS["kfac"])
+    torch.testing.assert_close(others, params, rtol=1e-12, atol=1e-12)
+
+
+def test_hooks_of_a_copied_model_remove_themselves() -> None:
+    model = Attention(batch_first=True).double()
+    optimizer = OPTIMIZERS["kfac"](model)
+    twin = copy.deepcopy(model)
+    twin(torch.randn(2, POSITIONS, WIDTH, dtype=torch.float64))
+    assert not twin.attention._forward_pre_hooks
+    assert not twin.attention._forward_hooks
+    assert model.attention._forward_pre_hooks
+    del optimizer
+    assert not model.attention._forward_pre_hooks
