@@ -149,12 +149,6 @@ void append_sources(std::vector<Source>& result, int64_t rank,
 
 }  // namespace
 
-bool Sharding::is_replicated() const {
-  return std::ranges::all_of(placements, [](const Placement& placement) {
-    return placement.kind == Placement::Kind::kReplicate;
-  });
-}
-
 std::vector<Source> sources(const std::vector<int64_t>& shape, const Sharding& sharding,
                             const std::vector<int64_t>& dims) {
   const int64_t ranks = sharding.ranks != 0 ? sharding.ranks : mesh_size(sharding);

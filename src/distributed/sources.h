@@ -29,7 +29,6 @@ struct TORCHIUM_API Sharding {
   std::vector<int64_t> strides = {};  // empty: row-major
   int64_t ranks = 0;                  // of the group; 0: those of the mesh
 
-  bool is_replicated() const;
   friend bool operator==(const Sharding&, const Sharding&) = default;
 };
 
