@@ -1,4 +1,4 @@
-// The lists of options (optim/core/options.h) for Python: registration, no maths.
+// The options (optim/core/options.h) and the keys of the state for Python: registration, no maths.
 
 #include "ops/option_ops.h"
 
@@ -59,25 +59,20 @@ Options with_values(Options options, const c10::IValue& values) {
   return options;
 }
 
-// Names, types and requirements of the options; names of those that must be the same in all groups,
-// and of those that may be functions of the step.
-std::tuple<Strings, Strings, Strings, Strings, Strings> option_fields(std::string optimizer) {
-  Strings names, kinds, requirements, shared, scheduled;
+// Names, types and requirements of the options; names of those that may be functions of the step.
+std::tuple<Strings, Strings, Strings, Strings> option_fields(std::string optimizer) {
+  Strings names, kinds, requirements, scheduled;
   with_defaults(optimizer, [&](const auto& options) {
     for_each_option(options, [&](const auto& option) {
       names.emplace_back(option.name);
       kinds.push_back(optim::detail::kind_of(option.value));
       requirements.push_back(optim::detail::requirement_of(option.value, option.requirement));
-      if ((option.traits & optim::detail::kSameInAllGroups) != 0) {
-        shared.emplace_back(option.name);
-      }
       if ((option.traits & optim::detail::kScheduled) != 0) {
         scheduled.emplace_back(option.name);
       }
     });
   });
-  return {std::move(names), std::move(kinds), std::move(requirements), std::move(shared),
-          std::move(scheduled)};
+  return {std::move(names), std::move(kinds), std::move(requirements), std::move(scheduled)};
 }
 
 // Defaults, as a tuple of alternating names and values.
@@ -105,6 +100,39 @@ Strings wrong_option(std::string optimizer, const c10::IValue& values) {
   });
 }
 
+// Throws c10::ValueError if an option that must be the same in all groups differs.
+void check_same_in_all(std::string optimizer, const c10::IValue& groups) {
+  with_defaults(optimizer, [&](const auto& defaults) {
+    using Options = std::decay_t<decltype(defaults)>;
+    std::vector<Options> options;
+    std::vector<const torch::optim::OptimizerOptions*> pointers;
+    options.reserve(groups.toTupleRef().size());
+    for (const c10::IValue& values : groups.toTupleRef().elements()) {
+      pointers.push_back(&options.emplace_back(with_values(defaults, values)));
+    }
+    optim::detail::check_same_in_all<Options>(optimizer.c_str(), pointers);
+  });
+}
+
+// The keys of the state of all optimizers. Those of a list have a number behind a dot.
+Strings state_keys() {
+  std::set<std::string> keys;
+  const auto add = [&](optim::SecondOrderParamState&& state) {
+    for (const auto& member : state.members()) {
+      keys.insert(member.first);
+    }
+    for (const auto& list : state.lists()) {
+      keys.insert(list.first);
+    }
+  };
+  add(optim::ShampooParamState());
+  add(optim::AdagradParamState());
+  add(optim::AdaHessianParamState());
+  add(optim::KFACParamState());
+  add(optim::NaturalGradientParamState());
+  return {keys.begin(), keys.end()};
+}
+
 // The options of ShampooOptions::from_adamw() that AdamW does not have, as default_options().
 c10::IValue options_beside_adamw() {
   static const std::set<std::string> of_adamw{"lr", "betas", "eps", "weight_decay", "grafting_eps"};
@@ -120,8 +148,9 @@ c10::IValue options_beside_adamw() {
 }
 
 // eps and grafting_eps of ShampooOptions::from_adamw().
-std::tuple<double, double> options_of_adamw_eps(double eps) {
-  const auto options = ShampooOptions::from_adamw(torch::optim::AdamWOptions().eps(eps));
+std::tuple<double, double> options_of_adamw(double eps, bool amsgrad) {
+  const auto options =
+      ShampooOptions::from_adamw(torch::optim::AdamWOptions().eps(eps).amsgrad(amsgrad));
   return {options.eps(), options.grafting_eps()};
 }
 
@@ -141,7 +170,9 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
   m.def("default_options", default_options);
   m.def("wrong_option", wrong_option);
   m.def("options_beside_adamw", options_beside_adamw);
-  m.def("options_of_adamw_eps", options_of_adamw_eps);
+  m.def("options_of_adamw", options_of_adamw);
+  m.def("check_same_in_all", check_same_in_all);
+  m.def("state_keys", state_keys);
 }
 
 }  // namespace torchium::ops

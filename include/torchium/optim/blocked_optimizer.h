@@ -30,9 +30,7 @@ struct TORCHIUM_API MatrixParamState : public SecondOrderParamState {
   TORCH_ARG(std::vector<at::Tensor>, root_failures);
 
  public:
-  std::vector<std::pair<std::string, at::Tensor>> tensors() const override;
-  using SecondOrderParamState::serialize;
-  void serialize(torch::serialize::InputArchive& archive) override;
+  std::vector<NamedList> lists() override;
 
  protected:
   // Whether these are the same tensor objects as those of the state.

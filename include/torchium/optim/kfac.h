@@ -176,14 +176,11 @@ struct TORCHIUM_API KFACParamState : public SecondOrderParamState {
  public:
   std::unique_ptr<torch::optim::OptimizerParamState> clone() const override;
   std::vector<NamedTensor> parameter_shaped() override;
-  /// Keys and addresses of the members that only a weight with factors has.
+  /// The members that only a weight with factors has.
   std::vector<NamedTensor> factors();
-  std::vector<std::pair<std::string, at::Tensor>> tensors() const override;
-  bool assign(const std::string& key, const at::Tensor& value) override;
+  std::vector<NamedTensor> members() override;
   bool is_of(const at::Tensor& param) override;
   void convert_to(const at::Tensor& param) override;
-  using SecondOrderParamState::serialize;
-  void serialize(torch::serialize::InputArchive& archive) override;
 };
 
 /// What the last step of a parameter has done with it.

@@ -107,11 +107,9 @@ struct TORCHIUM_API NaturalGradientParamState : public SecondOrderParamState {
  public:
   std::unique_ptr<torch::optim::OptimizerParamState> clone() const override;
   std::vector<NamedTensor> parameter_shaped() override;
+  std::vector<NamedTensor> members() override;
+  std::vector<NamedList> lists() override;
   void convert_to(const at::Tensor& param) override;
-  std::vector<std::pair<std::string, at::Tensor>> tensors() const override;
-  bool assign(const std::string& key, const at::Tensor& value) override;
-  using SecondOrderParamState::serialize;
-  void serialize(torch::serialize::InputArchive& archive) override;
 };
 
 /// How a step was solved. With a process_group numbers are those of all ranks together.

@@ -30,14 +30,19 @@ struct TORCHIUM_API SecondOrderParamState : public torch::optim::OptimizerParamS
   TORCH_ARG(at::Tensor, step);
 
  public:
-  /// Checkpoint key and address of a tensor member.
+  /// Checkpoint key and address of a member. Entry i of the list "roots" has the key "roots.i".
   using NamedTensor = std::pair<std::string, at::Tensor*>;
+  using NamedList = std::pair<std::string, std::vector<at::Tensor>*>;
 
   /// The members with the shape of the parameter and the state dtype.
   virtual std::vector<NamedTensor> parameter_shaped() = 0;
 
   /// The step counts other than `step`.
   virtual std::vector<NamedTensor> counts() { return {}; }
+
+  /// All members, defined or not; checkpoints and archives have no others.
+  virtual std::vector<NamedTensor> members();
+  virtual std::vector<NamedList> lists() { return {}; }
 
   /// Converts all members to the device and state dtype of `param`, after it was moved or cast.
   virtual void convert_to(const at::Tensor& param);
@@ -47,16 +52,13 @@ struct TORCHIUM_API SecondOrderParamState : public torch::optim::OptimizerParamS
 
   /// All defined tensors under their checkpoint keys ("step", "statistics.0", "exp_avg", ...).
   /// They share memory with the state.
-  virtual std::vector<std::pair<std::string, at::Tensor>> tensors() const;
+  std::vector<std::pair<std::string, at::Tensor>> tensors() const;
 
   /// Sets the member of a checkpoint key; an undefined value removes it. False: no such member.
-  virtual bool assign(const std::string& key, const at::Tensor& value);
+  bool assign(const std::string& key, const at::Tensor& value);
 
   /// Whether both hold the same tensor objects.
   bool has_tensors_of(const SecondOrderParamState& other) const;
-
-  /// All members with a checkpoint key of their own, defined or not.
-  std::vector<NamedTensor> members();
 
   void serialize(torch::serialize::InputArchive& archive) override;
   /// Writes copies, so that an archive holds no whole buffers and does not follow later steps.

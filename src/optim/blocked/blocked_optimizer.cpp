@@ -261,19 +261,8 @@ BlockedOptimizer::StateList BlockedOptimizer::fit_states(size_t group, const Opt
   return fitted;
 }
 
-std::vector<std::pair<std::string, at::Tensor>> MatrixParamState::tensors() const {
-  auto result = SecondOrderParamState::tensors();
-  const auto add_slots = [&](const std::string& key, const std::vector<at::Tensor>& slots) {
-    for (const auto slot : c10::irange(slots.size())) {
-      if (slots[slot].defined()) {
-        result.emplace_back(key + "." + std::to_string(slot), slots[slot]);
-      }
-    }
-  };
-  add_slots("statistics", statistics());
-  add_slots("roots", roots());
-  add_slots("root_failures", root_failures());
-  return result;
+std::vector<SecondOrderParamState::NamedList> MatrixParamState::lists() {
+  return {{"statistics", &statistics()}, {"roots", &roots()}, {"root_failures", &root_failures()}};
 }
 
 bool MatrixParamState::consists_of(const detail::ParameterState& tensors) const {
@@ -289,18 +278,6 @@ void MatrixParamState::assign(const detail::ParameterState& tensors) {
     *member = found == nullptr ? at::Tensor() : *found;
   }
   statistics(tensors.statistics).roots(tensors.roots).root_failures(tensors.root_failures);
-}
-
-void MatrixParamState::serialize(torch::serialize::InputArchive& archive) {
-  SecondOrderParamState::serialize(archive);
-  detail::NamedTensors tensors;
-  for (const std::string& key : archive.keys()) {
-    at::Tensor tensor;
-    if (archive.try_read(key, tensor, /*is_buffer=*/true)) {
-      tensors.emplace_back(key, tensor);
-    }
-  }
-  assign(detail::ParameterState(tensors));
 }
 
 }  // namespace torchium::optim

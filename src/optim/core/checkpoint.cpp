@@ -74,10 +74,18 @@ std::vector<SecondOrderParamState::NamedTensor> SecondOrderParamState::members()
 
 std::vector<std::pair<std::string, at::Tensor>> SecondOrderParamState::tensors() const {
   std::vector<std::pair<std::string, at::Tensor>> result;
-  // members() gives addresses for writing; nothing is written here.
-  for (const auto& [key, tensor] : const_cast<SecondOrderParamState*>(this)->members()) {
+  // These give addresses for writing; nothing is written here.
+  auto& self = const_cast<SecondOrderParamState&>(*this);
+  for (const auto& [key, tensor] : self.members()) {
     if (tensor->defined()) {
       result.emplace_back(key, *tensor);
+    }
+  }
+  for (const auto& [name, list] : self.lists()) {
+    for (const auto i : c10::irange(list->size())) {
+      if ((*list)[i].defined()) {
+        result.emplace_back(name + "." + std::to_string(i), (*list)[i]);
+      }
     }
   }
   return result;
@@ -87,6 +95,16 @@ bool SecondOrderParamState::assign(const std::string& key, const at::Tensor& val
   for (const auto& [name, tensor] : members()) {
     if (name == key) {
       *tensor = value;
+      return true;
+    }
+  }
+  for (const auto& [name, list] : lists()) {
+    if (const auto i = detail::index_in_list(key, name)) {
+      list->resize(std::max(list->size(), *i + 1));
+      (*list)[*i] = value;
+      while (!list->empty() && !list->back().defined()) {
+        list->pop_back();
+      }
       return true;
     }
   }
@@ -130,8 +148,11 @@ void SecondOrderParamState::serialize(OutputArchive& archive) const {
 }
 
 void SecondOrderParamState::serialize(InputArchive& archive) {
-  for (const auto& [key, tensor] : members()) {
-    archive.try_read(key, *tensor, /*is_buffer=*/true);
+  for (const std::string& key : archive.keys()) {
+    at::Tensor tensor;  // a defined one would be written to
+    if (archive.try_read(key, tensor, /*is_buffer=*/true)) {
+      assign(key, tensor);
+    }
   }
   TORCH_CHECK_VALUE(step().defined(),
                     "the archive has no step count of a parameter; it was not written by an "

@@ -23,12 +23,11 @@ constexpr std::pair<std::string_view, at::Tensor ParameterState::*> kTensors[] =
     {"exp_hessian_diag_sq", &ParameterState::exp_hessian_diag_sq}};
 
 constexpr std::pair<std::string_view, std::vector<at::Tensor> ParameterState::*> kSlots[] = {
-    {"statistics.", &ParameterState::statistics},
-    {"roots.", &ParameterState::roots},
-    {"root_failures.", &ParameterState::root_failures}};
+    {"statistics", &ParameterState::statistics},
+    {"roots", &ParameterState::roots},
+    {"root_failures", &ParameterState::root_failures}};
 
-// A parameter has few block shapes, each with one slot per mode.
-constexpr size_t kMaxSlots = 1024;
+constexpr size_t kMaxListSize = 1 << 20;
 
 }  // namespace
 
@@ -42,6 +41,17 @@ const at::Tensor* find_tensor(const NamedTensors& tensors, const std::string& ke
   return found == tensors.end() ? nullptr : &found->second;
 }
 
+std::optional<size_t> index_in_list(std::string_view key, std::string_view list) {
+  if (!key.starts_with(list) || key.substr(list.size(), 1) != ".") {
+    return std::nullopt;
+  }
+  size_t index = 0;
+  const char* end = key.data() + key.size();
+  const auto [rest, error] = std::from_chars(key.data() + list.size() + 1, end, index);
+  const bool is_index = error == std::errc() && rest == end && index < kMaxListSize;
+  return is_index ? std::optional(index) : std::nullopt;
+}
+
 ParameterState::ParameterState(const NamedTensors& tensors) {
   for (const auto& [key, tensor] : tensors) {
     for (const auto& [name, member] : kTensors) {
@@ -49,19 +59,12 @@ ParameterState::ParameterState(const NamedTensors& tensors) {
         this->*member = tensor;
       }
     }
-    for (const auto& [prefix, member] : kSlots) {
-      if (!std::string_view(key).starts_with(prefix)) {
-        continue;
+    for (const auto& [name, member] : kSlots) {
+      if (const auto slot = index_in_list(key, name)) {
+        auto& slots = this->*member;
+        slots.resize(std::max(slots.size(), *slot + 1));
+        slots[*slot] = tensor;
       }
-      size_t slot = 0;
-      const char* end = key.data() + key.size();
-      const auto [rest, error] = std::from_chars(key.data() + prefix.size(), end, slot);
-      if (error != std::errc() || rest != end || slot >= kMaxSlots) {
-        continue;
-      }
-      auto& slots = this->*member;
-      slots.resize(std::max(slots.size(), slot + 1));
-      slots[slot] = tensor;
     }
   }
 }
@@ -76,9 +79,9 @@ NamedTensors ParameterState::named() const {
   for (const auto& [key, member] : kTensors) {
     add(std::string(key), this->*member);
   }
-  for (const auto& [prefix, member] : kSlots) {
+  for (const auto& [name, member] : kSlots) {
     for (size_t slot = 0; slot < (this->*member).size(); ++slot) {
-      add(std::string(prefix) + std::to_string(slot), (this->*member)[slot]);
+      add(std::string(name) + "." + std::to_string(slot), (this->*member)[slot]);
     }
   }
   return tensors;

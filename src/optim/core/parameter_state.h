@@ -4,7 +4,10 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstddef>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -17,6 +20,9 @@ using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 
 // The tensor under `key`; null: none.
 const at::Tensor* find_tensor(const NamedTensors& tensors, const std::string& key);
+
+// i for the key "<list>.i"; none for another key.
+std::optional<size_t> index_in_list(std::string_view key, std::string_view list);
 
 // Members are named as their keys (docs/design.md). Undefined or empty: absent.
 struct ParameterState {

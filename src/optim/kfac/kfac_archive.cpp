@@ -84,22 +84,11 @@ std::vector<SecondOrderParamState::NamedTensor> KFACParamState::factors() {
           {"m_C", &m_C()}};
 }
 
-std::vector<std::pair<std::string, at::Tensor>> KFACParamState::tensors() const {
-  auto result = SecondOrderParamState::tensors();
-  // factors() gives addresses for writing too; nothing is written here.
-  for (const auto& [key, tensor] : const_cast<KFACParamState*>(this)->factors()) {
-    if (tensor->defined()) {
-      result.emplace_back(key, *tensor);
-    }
-  }
-  return result;
-}
-
-void KFACParamState::serialize(torch::serialize::InputArchive& archive) {
-  SecondOrderParamState::serialize(archive);
-  for (const auto& [key, tensor] : factors()) {
-    archive.try_read(key, *tensor, /*is_buffer=*/true);
-  }
+std::vector<SecondOrderParamState::NamedTensor> KFACParamState::members() {
+  auto all = SecondOrderParamState::members();
+  const auto of_layer = factors();
+  all.insert(all.end(), of_layer.begin(), of_layer.end());
+  return all;
 }
 
 bool KFACParamState::is_of(const at::Tensor& param) {
@@ -124,19 +113,6 @@ void KFACParamState::convert_to(const at::Tensor& param) {
           tensor->to(param.device(), stays ? tensor->scalar_type() : detail::state_dtype(param));
     }
   }
-}
-
-bool KFACParamState::assign(const std::string& key, const at::Tensor& value) {
-  if (SecondOrderParamState::assign(key, value)) {
-    return true;
-  }
-  for (const auto& [name, tensor] : factors()) {
-    if (name == key) {
-      *tensor = value;
-      return true;
-    }
-  }
-  return false;
 }
 
 namespace {

@@ -4,11 +4,9 @@
 
 #include <ATen/ATen.h>
 #include <c10/util/irange.h>
-#include <torch/serialize/archive.h>
 
 #include <algorithm>
 #include <array>
-#include <charconv>
 #include <map>
 #include <unordered_map>
 #include <unordered_set>
@@ -21,7 +19,6 @@ using gradients::detail::LayerKind;
 
 namespace {
 
-constexpr size_t kMaxCalls = 1 << 20;  // of one parameter
 // LayerCall as integers, and its place among all calls.
 constexpr int64_t kRowSize = gradients::detail::kCallRowSize + 1;
 
@@ -90,75 +87,22 @@ std::vector<SecondOrderParamState::NamedTensor> NaturalGradientParamState::param
   return {{"momentum_buffer", &momentum_buffer()}};
 }
 
+std::vector<SecondOrderParamState::NamedTensor> NaturalGradientParamState::members() {
+  auto all = SecondOrderParamState::members();
+  all.insert(all.end(), {{"uses", &uses()}, {"use_eps", &use_eps()}, {"use_ranks", &use_ranks()}});
+  return all;
+}
+
+std::vector<SecondOrderParamState::NamedList> NaturalGradientParamState::lists() {
+  return {{"inputs", &inputs()}, {"output_gradients", &output_gradients()}};
+}
+
 // What was captured keeps its dtype.
 void NaturalGradientParamState::convert_to(const at::Tensor& param) {
   SecondOrderParamState::convert_to(param);
-  for (auto* tensors : {&inputs(), &output_gradients()}) {
-    for (at::Tensor& tensor : *tensors) {
+  for (const auto& [key, list] : lists()) {
+    for (at::Tensor& tensor : *list) {
       tensor = tensor.to(param.device());
-    }
-  }
-}
-
-std::vector<std::pair<std::string, at::Tensor>> NaturalGradientParamState::tensors() const {
-  auto result = SecondOrderParamState::tensors();
-  if (!uses().defined()) {
-    return result;
-  }
-  const auto add = [&](const std::string& key, const at::Tensor& tensor) {
-    if (tensor.defined()) {
-      result.emplace_back(key, tensor);
-    }
-  };
-  add("uses", uses());
-  add("use_eps", use_eps());
-  add("use_ranks", use_ranks());
-  for (const auto j : c10::irange(inputs().size())) {
-    add("inputs." + std::to_string(j), inputs()[j]);
-  }
-  for (const auto j : c10::irange(output_gradients().size())) {
-    add("output_gradients." + std::to_string(j), output_gradients()[j]);
-  }
-  return result;
-}
-
-bool NaturalGradientParamState::assign(const std::string& key, const at::Tensor& value) {
-  if (SecondOrderParamState::assign(key, value)) {
-    return true;
-  }
-  for (auto& [name, tensor] : {std::pair<const char*, at::Tensor*>("uses", &uses()),
-                               {"use_eps", &use_eps()},
-                               {"use_ranks", &use_ranks()}}) {
-    if (key == name) {
-      *tensor = value;
-      return true;
-    }
-  }
-  for (auto& [prefix, list] :
-       {std::pair<std::string, std::vector<at::Tensor>*>("inputs.", &inputs()),
-        {"output_gradients.", &output_gradients()}}) {
-    size_t j = 0;
-    const char* end = key.data() + key.size();
-    if (key.rfind(prefix, 0) != 0 ||
-        std::from_chars(key.data() + prefix.size(), end, j).ptr != end || j >= kMaxCalls) {
-      continue;
-    }
-    list->resize(std::max(list->size(), j + 1));
-    (*list)[j] = value;
-    while (!list->empty() && !list->back().defined()) {
-      list->pop_back();
-    }
-    return true;
-  }
-  return false;
-}
-
-void NaturalGradientParamState::serialize(torch::serialize::InputArchive& archive) {
-  SecondOrderParamState::serialize(archive);
-  for (const std::string& key : archive.keys()) {
-    at::Tensor tensor;  // a defined one would be written to
-    if (archive.try_read(key, tensor, /*is_buffer=*/true)) {
-      assign(key, tensor);
     }
   }
 }

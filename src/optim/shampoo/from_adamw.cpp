@@ -22,8 +22,7 @@ ShampooOptions options_beside_adamw() {
 
 template <typename AdamOptions>
 ShampooOptions adopt(const AdamOptions& adam, bool decoupled_weight_decay) {
-  TORCH_CHECK_VALUE(!adam.amsgrad(),
-                    "amsgrad = true is not supported by Shampoo; use amsgrad = false");
+  TORCH_CHECK_VALUE(!adam.amsgrad(), "amsgrad=True is not supported by Shampoo; use amsgrad=False");
   const auto wrong = detail::find_wrong("eps", adam.eps(), detail::Number{});
   TORCH_CHECK_VALUE(!wrong, "eps must be ", wrong->requirement, ", got ", wrong->value);
   // (a + eps^2)^(-1/2) of the diagonal rule is close to Adam's 1 / (sqrt(a) + eps).

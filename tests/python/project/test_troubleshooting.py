@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs/troubleshooting.md").read_text()
-PATTERNS = ("python/**/*.py", "src/**/*.cpp", "include/**/*.h", "cmake/*", "setup.py")
+PATTERNS = ("python/**/*.py", "src/**/*.cpp", "src/**/*.h", "include/**/*.h", "cmake/*", "setup.py")
 
 
 def messages() -> list[str]:

@@ -72,17 +72,17 @@ def shampoo_options(adamw: Mapping[str, Any], *, with_eps: bool = True) -> dict[
     ``with_eps=False``: ``eps`` is already Shampoo's. Raises ValueError for unsupported options.
     """
     options = {key: value for key, value in adamw.items() if key not in _IMPLEMENTATION}
-    if options.pop("amsgrad", False):
-        raise ValueError("amsgrad=True is not supported by Shampoo; use amsgrad=False")
+    amsgrad = bool(options.pop("amsgrad", False))
     if options.pop("differentiable", False):
         raise ValueError(
             "differentiable=True is not supported: no gradient flows through a step of Shampoo"
         )
     if "betas" in options:
         options["betas"] = _plain_numbers(options["betas"])
+    eps = SHAMPOO.checked_one("eps", options.get("eps", 0.0))
+    own_eps, grafting_eps = torch.ops.torchium.options_of_adamw(eps, amsgrad)
     if with_eps and "eps" in options:
-        eps = SHAMPOO.checked_one("eps", options["eps"])
-        options["eps"], grafting_eps = torch.ops.torchium.options_of_adamw_eps(eps)
+        options["eps"] = own_eps
         options.setdefault("grafting_eps", grafting_eps)
     return options
 

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from operator import is_
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import ParamsT
@@ -117,14 +118,8 @@ class CapturingOptimizer(ScaledLoss, CoreOptimizer):
         self._capture.settle()
 
     def _check_shared(self, groups: list[dict[str, Any]]) -> None:
-        for name in self._OPTIONS.shared:
-            first = groups[0][name]
-            for index, group in enumerate(groups):
-                if group[name] != first:
-                    raise ValueError(
-                        f"{name} must be the same in all parameter groups of {type(self).__name__}, "
-                        f"got {first!r} in group 0 and {group[name]!r} in group {index}"
-                    )
+        values = tuple(self._OPTIONS.values(group) for group in groups)
+        torch.ops.torchium.check_same_in_all(self._OPTIONS.optimizer, values)
 
     def _short_names(self) -> dict[Tensor, str]:
         """The names that the optimizer was given, or where the parameters are."""

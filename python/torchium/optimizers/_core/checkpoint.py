@@ -11,20 +11,8 @@ from torch import Tensor
 
 from .parameters import State
 
-# State of the optimizers of this package; a list has a number behind a dot.
-_OUR_KEYS = frozenset(
-    (
-        *("A", "G", "A_inverse", "G_inverse", "factor_updates", "fisher_blocks"),
-        *("A_eigenvectors", "G_eigenvectors", "A_eigenvalues", "G_eigenvalues"),
-        *("second_moments", "moment_updates"),
-        *("K", "C", "m_K", "m_C"),
-        *("step", "exp_avg_start", "grafting_second_moment_start"),
-        *("grafting_second_moment", "diagonal", "sum"),
-        *("hessian_diagonal", "exp_hessian_diag_sq"),
-        *("exp_avg", "momentum_buffer", "statistics", "roots", "root_failures"),
-        *("uses", "use_eps", "use_ranks", "inputs", "output_gradients"),
-    )
-)
+# State of all optimizers of this package; an entry of a list has its number behind a dot.
+_OUR_KEYS = frozenset(torch.ops.torchium.state_keys())
 
 
 def saved_groups(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
