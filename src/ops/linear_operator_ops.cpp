@@ -2,6 +2,7 @@
 //
 // A matrix that Python knows by its products is the operator of a number; `operator_product`, which
 // Python implements, multiplies by it. So this library needs no Python.
+#include "linalg/operators/parameter_derivatives.h"
 #include <torchium/linalg/linear_operator.h>
 #include <torchium/linalg/solvers.h>
 #include <torchium/linalg/structured_operators.h>
@@ -132,6 +133,9 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
                       const std::string& which) { return self->A.eigs(k, which); })
       // A method, because warnings of methods reach Python's; those of operators do not.
       .def("solve_iteratively", &solve_iteratively);
+  m.def("check_params", [](const std::string& function, const std::vector<Tensor>& params) {
+    linalg::detail::check_params(function.c_str(), params);
+  });
   m.def("operator_product(int number, bool transposed, Tensor X) -> Tensor");
   m.def("callable_operator", &callable_operator);
   m.def("dense_operator", [](const Tensor& A) { return handle_of(linalg::Dense(A)); });

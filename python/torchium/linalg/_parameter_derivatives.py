@@ -12,21 +12,10 @@ def checked_params(function: str, params: Iterable[Tensor]) -> list[Tensor]:
     if isinstance(params, Tensor):
         raise ValueError(f"{function}: params is a Tensor; it must be a list of parameters")
     params = list(params)
-    seen: set[int] = set()
     for i, p in enumerate(params):
         if not isinstance(p, Tensor):
             raise ValueError(f"{function}: params[{i}] is a {type(p).__name__}, not a Tensor")
-        if not p.requires_grad:
-            raise ValueError(f"{function}: params[{i}] does not require gradients; leave it out")
-        if p.dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"{function}: params[{i}] is {p.dtype}; it must be float32 or float64")
-        if id(p) in seen:
-            raise ValueError(f"{function}: params[{i}] is in params twice")
-        seen.add(id(p))
-    if not any(p.numel() for p in params):
-        raise ValueError(f"{function}: params has no entries; pass at least one parameter")
-    if any(p.dtype != params[0].dtype or p.device != params[0].device for p in params):
-        raise ValueError(f"{function}: params must be of one dtype and on one device")
+    torch.ops.torchium.check_params(function, params)
     return params
 
 
