@@ -9,7 +9,6 @@
 #include "optim/blocked/blocked_plans.h"
 #include "optim/core/failure_message.h"
 #include "optim/core/state_checks.h"
-#include "optim/reports/message_summary.h"
 #include "optim/shampoo/shampoo_plan.h"
 #include "optim/shampoo/shampoo_sharing.h"
 
@@ -215,15 +214,6 @@ std::string failure_message(std::string optimizer, int64_t skips,
       max_root_failures);
 }
 
-// See optim/reports/message_summary.h.
-std::string message_summary(const c10::Dict<std::string, std::vector<std::string>>& names) {
-  optim::detail::NamesByKind by_kind;
-  for (const auto& entry : names) {
-    by_kind[entry.key()] = entry.value();
-  }
-  return optim::detail::summary(by_kind);
-}
-
 template <typename Report>
 std::string text_of(const Report& report) {
   std::ostringstream stream;
@@ -267,8 +257,8 @@ std::tuple<std::vector<ReportLine>, std::string> report(
 
 TORCH_LIBRARY_FRAGMENT(torchium, m) {
   m.def("failure_message", failure_message);
-  m.def("message_summary", message_summary);
   m.def("check_parameter", optim::detail::check_parameter);
+  m.def("check_numbers", optim::detail::check_numbers);
   m.class_<BlockedPlans>("BlockedPlans")
       .def(torch::init(make_plans))
       .def("bind", bind)

@@ -222,9 +222,14 @@ void register_kfac_plan(torch::Library& m) {
       .def("damping_update", damping_update<KfacPlan>)
       .def("fallback", [](const Self& self) { return self->fallback(); })
       .def("new_fallback", [](const Self& self) { return self->new_fallback(); })
-      .def("note_warned", [](const Self& self) { self->note_warned(); })
-      .def("considered", [](const Self& self) { return self->considered(); })
-      .def("preconditioned", [](const Self& self) { return self->preconditioned(); });
+      .def("fallback_warning", [](const Self& self, const std::string& optimizer,
+                                  const c10::Dict<std::string, std::vector<std::string>>& names) {
+        optim::detail::NamesByKind by_kind;
+        for (const auto& entry : names) {
+          by_kind[entry.key()] = entry.value();
+        }
+        return self->fallback_warning(optimizer, by_kind);
+      });
 }
 
 // Solver, samples, rows, iterations, relative residual.
@@ -262,6 +267,8 @@ void register_natural_gradient_plan(torch::Library& m) {
 TORCH_LIBRARY_FRAGMENT(torchium, m) {
   // Implemented in Python: a backward pass has reached the first layer of this capture.
   m.def("backward_started(int capture) -> ()");
+  m.def("check_takes_curvature", optim::detail::check_takes_curvature);
+  m.def("check_grad_workers", optim::detail::check_grad_workers);
   m.class_<ModuleCapture>("ModuleCapture")
       .def(torch::init<int64_t, bool>())
       .def("watch", &ModuleCapture::watch)

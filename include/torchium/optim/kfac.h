@@ -293,8 +293,6 @@ class TORCHIUM_API KFAC : public CapturingOptimizer {
   bool captures_next() override;
   bool takes_batch_norm() const override { return true; }
   void announce() override;
-  // What the warning says of parameters without a layer. names: a summary of them.
-  virtual std::string fallback_note(const std::string& names) const;
   const char* name() const override { return "KFAC"; }
   void save_more(torch::serialize::OutputArchive& archive) const override;
   std::function<void()> read_more(torch::serialize::InputArchive& archive) override;

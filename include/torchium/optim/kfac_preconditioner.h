@@ -102,7 +102,6 @@ class TORCHIUM_API KFACPreconditioner : public KFAC {
   void follow_schedules() override;
   c10::intrusive_ptr<detail::JointPlan> make_plan() const override;
   std::shared_ptr<const distributed::Communicator> ranks_of(const Options& options) const override;
-  std::string fallback_note(const std::string& names) const override;
   const char* name() const override { return "KFACPreconditioner"; }
 };
 

@@ -236,12 +236,6 @@ class KFAC(Consolidating, TreatmentReports, CapturingOptimizer):
     _OWN_OPTION = "TCov"
     _PLAN = "KfacPlan"
     _PART = "the inverses of some layers"
-    _FROM_BACKWARD = "factors"
-    # Of the warning of parameters without a layer.
-    _FALLBACK_NOTE = (
-        "It takes steps of SGD with momentum for {}. report() names all of them; a group with a larger "
-        "lr or another optimizer may suit them better"
-    )
     _capture: FactorCapture
 
     def __init__(
@@ -493,17 +487,7 @@ class KFAC(Consolidating, TreatmentReports, CapturingOptimizer):
 
 
 def checked_fraction(fraction: float, ekfac: bool) -> float:
-    if (
-        not isinstance(fraction, (int, float))
-        or isinstance(fraction, bool)
-        or not 0 < fraction <= 1
-    ):
-        raise ValueError(
-            f"grad_worker_fraction must be a number above 0 and at most 1, got {fraction!r}"
-        )
-    if ekfac and fraction < 1:
-        raise ValueError(
-            "ekfac=True needs the eigenvectors of all layers on all ranks, where their samples are, got "
-            f"grad_worker_fraction={fraction}; use 1"
-        )
+    if not isinstance(fraction, (int, float)) or isinstance(fraction, bool):
+        raise ValueError(f"grad_worker_fraction must be a number, got {fraction!r}")
+    torch.ops.torchium.check_grad_workers(float(fraction), bool(ekfac))
     return float(fraction)

@@ -105,7 +105,6 @@ class KFACPreconditioner(KFAC):
 
     _OPTIONS = OptionList("KFACPreconditioner")
     _OWN_OPTION = "factor_update_steps"
-    _FALLBACK_NOTE = "It leaves the gradients as they are for {}. report() names all of them"
 
     def __init__(
         self,

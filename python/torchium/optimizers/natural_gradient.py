@@ -165,7 +165,6 @@ class NaturalGradient(CapturingOptimizer):
     _OWN_OPTION = "solver"
     _capture: CallCapture
     _PLAN = "NaturalGradientPlan"
-    _FROM_BACKWARD = "matrix"
 
     def __init__(
         self,

@@ -76,6 +76,11 @@ at::Tensor root_of_weights(const at::Tensor& logits, const CurvatureOptions& opt
 
 }  // namespace
 
+void check_takes_curvature(const std::string& fisher) {
+  TORCH_CHECK(fisher != "empirical", "update_curvature() needs fisher='mc' or 'ggn', got '", fisher,
+              "', which takes the curvature from backward()");
+}
+
 LossCurvature::LossCurvature(const at::Tensor& outputs, std::string loss, const std::string& fisher,
                              const CurvatureOptions& options)
     : outputs_(outputs),

@@ -11,6 +11,9 @@
 
 namespace torchium::optim::detail {
 
+// Throws c10::Error for fisher "empirical", with which update_curvature() has no meaning.
+void check_takes_curvature(const std::string& fisher);
+
 // The column to which gradients belong.
 struct CurvatureColumn {
   int64_t samples;  // of the model's outputs

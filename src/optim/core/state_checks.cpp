@@ -73,15 +73,6 @@ void check_fits(const at::Tensor& value, const at::Tensor& needed, const std::st
       at::isFloatingType(needed.scalar_type()) ? "a floating-point one" : "an integer one");
 }
 
-void check_numbers(const at::Tensor& value, const std::string& key, const std::string& param) {
-  TORCH_CHECK_VALUE(value.isfinite().all().item<bool>(), "'", key, "' of ", param,
-                    " in the checkpoint has entries that are not finite");
-  TORCH_CHECK_VALUE(kNonNegative.count(key) == 0 || value.ge(0).all().item<bool>(), "'", key,
-                    "' of ", param, " in the checkpoint has entries below 0");
-  TORCH_CHECK_VALUE(key != "step" || value.equal(value.floor()), "'step' of ", param,
-                    " in the checkpoint is ", value.item<double>(), ", which is no whole number");
-}
-
 }  // namespace
 
 std::string parameter_name(size_t group, size_t position, const std::string& name,
@@ -114,6 +105,15 @@ void check_gradient(const at::Tensor& grad, const at::Tensor& param, const std::
   check_dense_real(grad, "the gradient of " + name);
   TORCH_CHECK_VALUE(false, "the gradient of ", name, " has shape ", grad.sizes(), " on ",
                     grad.device(), "; it must have the shape and the device of the parameter");
+}
+
+void check_numbers(const at::Tensor& value, const std::string& key, const std::string& param) {
+  TORCH_CHECK_VALUE(value.isfinite().all().item<bool>(), "'", key, "' of ", param,
+                    " in the checkpoint has entries that are not finite");
+  TORCH_CHECK_VALUE(kNonNegative.count(key) == 0 || value.ge(0).all().item<bool>(), "'", key,
+                    "' of ", param, " in the checkpoint has entries below 0");
+  TORCH_CHECK_VALUE(key != "step" || value.equal(value.floor()), "'step' of ", param,
+                    " in the checkpoint is ", value.item<double>(), ", which is no whole number");
 }
 
 NamedTensors loaded_state(const NamedTensors& fresh, const NamedTensors& saved,

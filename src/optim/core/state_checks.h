@@ -24,6 +24,10 @@ bool fits(const at::Tensor& grad, const at::Tensor& param);
 // Throws c10::ValueError if it does not. `name`: of the parameter.
 void check_gradient(const at::Tensor& grad, const at::Tensor& param, const std::string& name);
 
+// Throws c10::ValueError for NaN, Inf, a negative count or sum of squares, and a `step` that is no
+// whole number. Waits for the device. `param`: its name.
+void check_numbers(const at::Tensor& value, const std::string& key, const std::string& param);
+
 // Optional keys of state.
 struct OptionalKeys {
   std::vector<std::string> buffers;  // of the parameter's shape

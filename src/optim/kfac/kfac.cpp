@@ -4,7 +4,6 @@
 #include "optim/core/schedules.h"
 #include "optim/kfac/kfac_options.h"
 #include "optim/kfac/kfac_plan.h"
-#include "optim/reports/message_summary.h"
 
 #include <ATen/ATen.h>
 #include <c10/util/irange.h>
@@ -13,13 +12,6 @@
 #include <utility>
 
 namespace torchium::optim {
-namespace {
-
-constexpr const char* kUsedOtherwise =
-    "also used otherwise than by a linear layer, convolution or norm";
-
-}  // namespace
-
 KFAC::KFAC(const torch::nn::Module& model, KFACOptions defaults)
     : CapturingOptimizer(model, std::make_unique<KFACOptions>(std::move(defaults))) {
   initialize_with_model();
@@ -41,7 +33,7 @@ KFAC& KFAC::operator=(KFAC&&) noexcept = default;
 void KFAC::check_options(const Options& options) const {
   const auto& own = detail::options_as<KFACOptions>(options, "KFAC");
   detail::check_options(own);
-  check_grad_workers(own);
+  detail::check_grad_workers(own.grad_worker_fraction(), own.ekfac());
 }
 
 void KFAC::follow_schedules() {
@@ -138,8 +130,7 @@ void KFAC::update_curvature(const at::Tensor& outputs, const std::string& loss,
   check_groups();
   adopt_groups();
   const auto& fisher = plan().fisher();
-  TORCH_CHECK(plan().takes_curvature(), "update_curvature() needs fisher='mc' or 'ggn', got '",
-              fisher, "', which takes the factors from backward()");
+  detail::check_takes_curvature(fisher);
   if (captures_next()) {
     const detail::LossCurvature curvature(outputs, loss, fisher, options);
     plan().record_curvature(outputs, curvature, calls_of(outputs));
@@ -159,18 +150,12 @@ std::string KFAC::why_not(const at::Tensor& param) const {
     return layer->problem;
   }
   if (is_used_otherwise(param) || (layer != nullptr && is_used_otherwise(layer->bias))) {
-    return kUsedOtherwise;
+    return detail::kUsedOutside;
   }
   if (records.is_joint_bias(param)) {
     return "the bias of a weight that falls back";
   }
   return "not seen as weight or bias of a linear layer, convolution or norm";
-}
-
-std::string KFAC::fallback_note(const std::string& names) const {
-  return "It takes steps of SGD with momentum for " + names +
-         ". report() names all of them; a group with a larger lr or another optimizer may suit "
-         "them better";
 }
 
 void KFAC::announce() {
@@ -183,13 +168,7 @@ void KFAC::announce() {
     fallback[why_not(param)].push_back(name_of(param));
   }
   if (!fallback.empty()) {
-    plan().note_warned();
-    const char* of_penalties = fallback.count(kUsedOtherwise) == 0
-                                   ? ""
-                                   : ". A penalty in the loss uses parameters outside of their "
-                                     "layers: give it a backward() of its own, or use weight_decay";
-    TORCH_WARN(name(), " preconditions ", plan().preconditioned(), " of ", plan().considered(),
-               " parameters. ", fallback_note(detail::summary(fallback)), of_penalties);
+    TORCH_WARN(plan().fallback_warning(name(), fallback));
   }
   std::vector<std::string> names;
   for (const auto i : c10::irange(plan().size())) {

@@ -50,18 +50,6 @@ auto option_fields(Options& o) {
 // one. name_of_TInv: of that option in the caller's list.
 void check_inverse_free(const KFACOptions& options, const char* name_of_TInv = "TInv");
 
-// Throws c10::ValueError for a grad_worker_fraction that is out of range, or not 1 with ekfac.
-template <typename Options>
-void check_grad_workers(const Options& o) {
-  const double fraction = o.grad_worker_fraction();
-  TORCH_CHECK_VALUE(fraction > 0.0 && fraction <= 1.0,
-                    "grad_worker_fraction must be above 0 and at most 1, got ", fraction);
-  TORCH_CHECK_VALUE(!o.ekfac() || fraction == 1.0,
-                    "ekfac=True needs the eigenvectors of all layers on all ranks, where their "
-                    "samples are, got grad_worker_fraction=",
-                    fraction, "; use grad_worker_fraction=1");
-}
-
 // Throws c10::ValueError for a parameter group with a grad_worker_fraction of its own.
 template <typename Options>
 void check_same_grad_workers(const torch::optim::OptimizerOptions& defaults,

@@ -9,6 +9,7 @@
 #include "optim/kfac/kfac_options.h"
 #include "optim/kfac/sharing/layer_exchange.h"
 #include "optim/kfac/sharing/worker_groups.h"
+#include "optim/reports/message_summary.h"
 #include "torchium/optim/kfac.h"
 
 #include <ATen/core/Tensor.h>
@@ -25,6 +26,9 @@
 
 namespace torchium::optim::detail {
 
+// Throws c10::ValueError for a grad_worker_fraction that is out of range, or not 1 with ekfac.
+void check_grad_workers(double fraction, bool ekfac);
+
 // A layer that is known without a call.
 struct DeclaredLayer {
   int64_t weight;
@@ -36,6 +40,9 @@ struct DeclaredLayer {
   bool falls_back = false;   // has no factors
   bool is_unitwise = false;  // of a norm
 };
+
+// Why a parameter has no factors, where a penalty in the loss may be the reason.
+constexpr const char* kUsedOutside = "used outside of its layer";
 
 class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
  public:
@@ -96,12 +103,10 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   std::vector<Treatment> treatments() const;
   // Parameters whose last step was one of SGD.
   std::vector<int64_t> fallback() const;
-  // Those of the next step without a warning so far; note_warned() is called after the warning.
+  // Those of the next step without a warning so far.
   const std::vector<int64_t>& new_fallback() const { return new_fallback_; }
-  void note_warned();
-  // The number of parameters in the next step, and of those that it preconditions.
-  int64_t considered() const { return considered_; }
-  int64_t preconditioned() const;
+  // The warning about them, which is given once. `names`: by reason.
+  std::string fallback_warning(const std::string& optimizer, const NamesByKind& names);
   // Whether the next step has parameters, factors or samples to warn about.
   bool has_warnings() const;
   // Warnings about factors that are kept as diagonals and about numbers of samples; each names a
@@ -112,6 +117,8 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
  protected:
   // KfacSharedOptions
   virtual bool writes_gradients() const { return false; }
+  // What the step does with parameters without factors. `names`: a summary of them.
+  virtual std::string fallback_note(const std::string& names) const;
   void make_room(SecondOrderParamState& fresh, const SecondOrderParamState& saved,
                  const at::Tensor& param, const torch::optim::OptimizerOptions& options,
                  int64_t params, const std::string& name) const override;

@@ -36,23 +36,31 @@ Kept kept(const KFACParamState& state) {
 
 }  // namespace
 
+void check_grad_workers(double fraction, bool ekfac) {
+  TORCH_CHECK_VALUE(fraction > 0.0 && fraction <= 1.0,
+                    "grad_worker_fraction must be a number above 0 and at most 1, got ", fraction);
+  TORCH_CHECK_VALUE(!ekfac || fraction == 1.0,
+                    "ekfac=True needs the eigenvectors of all layers on all ranks, where their "
+                    "samples are, got grad_worker_fraction=",
+                    fraction, "; use grad_worker_fraction=1");
+}
+
 void KfacPlan::share_with(std::shared_ptr<const distributed::Communicator> ranks) {
   JointPlan::share_with(std::move(ranks));
   set_grad_worker_fraction(grad_worker_fraction_);
 }
 
 void KfacPlan::set_grad_worker_fraction(double fraction) {
-  TORCH_CHECK_VALUE(fraction > 0.0 && fraction <= 1.0,
-                    "grad_worker_fraction must be above 0 and at most 1, got ", fraction);
+  check_grad_workers(fraction, /*ekfac=*/false);
   grad_worker_fraction_ = fraction;
   groups_ = is_shared() ? WorkerGroups(ranks().size(), fraction) : WorkerGroups();
 }
 
 // Throws c10::ValueError for options that ranks without the inverses of all layers do not allow.
 void KfacPlan::check_sharing() const {
-  TORCH_CHECK_VALUE(groups_.groups() == 1 || !options().front().ekfac(),
-                    "ekfac=True needs the eigenvectors of all layers on all ranks, where their "
-                    "samples are; use grad_worker_fraction=1");
+  if (groups_.groups() > 1) {
+    check_grad_workers(grad_worker_fraction_, options().front().ekfac());
+  }
 }
 
 // ---- owners

@@ -115,7 +115,7 @@ void KfacPreconditionerPlan::check(const std::vector<size_t>& active) {
 void KFACPreconditioner::check_options(const Options& options) const {
   const auto& own = detail::options_as<KFACPreconditionerOptions>(options, name());
   detail::check_options(own);
-  check_grad_workers(own);
+  detail::check_grad_workers(own.grad_worker_fraction(), own.ekfac());
 }
 
 void KFACPreconditioner::follow_schedules() {
@@ -139,10 +139,6 @@ c10::intrusive_ptr<detail::JointPlan> KFACPreconditioner::make_plan() const {
 std::shared_ptr<const distributed::Communicator> KFACPreconditioner::ranks_of(
     const Options& options) const {
   return detail::options_as<KFACPreconditionerOptions>(options, name()).ranks();
-}
-
-std::string KFACPreconditioner::fallback_note(const std::string& names) const {
-  return "It leaves the gradients as they are for " + names + ". report() names all of them";
 }
 
 }  // namespace torchium::optim

@@ -30,14 +30,6 @@ std::string orders_of(const at::Tensor& A, const at::Tensor& G) {
 
 }  // namespace
 
-int64_t KfacPlan::preconditioned() const {
-  int64_t count = 0;
-  for (const Layer& layer : layers_) {
-    count += layer.bias >= 0 ? 2 : 1;
-  }
-  return count;
-}
-
 KfacPlan::Treatment KfacPlan::treatment(size_t i) const {
   const KFACParamState& state = state_of(i);
   const at::TensorImpl* impl = param(i).unsafeGetTensorImpl();

@@ -1,6 +1,5 @@
 // What K-FAC's plan warns about, each parameter once.
 #include "optim/kfac/kfac_plan.h"
-#include "optim/reports/message_summary.h"
 
 #include <c10/util/StringUtil.h>
 
@@ -9,11 +8,27 @@
 
 namespace torchium::optim::detail {
 
-void KfacPlan::note_warned() {
+std::string KfacPlan::fallback_note(const std::string& names) const {
+  return "It takes steps of SGD with momentum for " + names +
+         ". report() names all of them; a group with a larger lr or another optimizer may suit "
+         "them better";
+}
+
+std::string KfacPlan::fallback_warning(const std::string& optimizer, const NamesByKind& names) {
   for (const int64_t i : new_fallback_) {
     warned_.insert(param(i).unsafeGetTensorImpl());
   }
   new_fallback_.clear();
+  int64_t preconditioned = 0;
+  for (const Layer& layer : layers_) {
+    preconditioned += layer.bias >= 0 ? 2 : 1;
+  }
+  const bool is_used_outside = names.count(kUsedOutside) != 0;
+  return c10::str(optimizer, " preconditions ", preconditioned, " of ", considered_,
+                  " parameters. ", fallback_note(summary(names)),
+                  is_used_outside ? ". A penalty in the loss uses parameters outside of their "
+                                    "layers: give it a backward() of its own, or use weight_decay"
+                                  : "");
 }
 
 // Those whose calls in one backward pass had different numbers of samples, with two of these.

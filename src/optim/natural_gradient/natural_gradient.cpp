@@ -117,8 +117,7 @@ void NaturalGradient::update_curvature(const at::Tensor& outputs, const std::str
   refuse_moved_from();
   check_groups();
   adopt_groups();
-  TORCH_CHECK(plan().takes_curvature(), "update_curvature() needs fisher='mc' or 'ggn', got '",
-              plan().fisher(), "', which takes the matrix from backward()");
+  detail::check_takes_curvature(plan().fisher());
   if (captures_next()) {
     const detail::LossCurvature curvature(outputs, loss, plan().fisher(), options);
     plan().record_curvature(outputs, curvature, calls_of(outputs));

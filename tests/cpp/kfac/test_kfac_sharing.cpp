@@ -245,7 +245,7 @@ TEST(KfacSharing, RefusesWrongFractions) {
   for (const double wrong : {0.0, -0.5, 1.5}) {
     expect_contains(message_of<c10::ValueError>(
                         [&] { KFAC(*model, KFACOptions(0.1).grad_worker_fraction(wrong)); }),
-                    "grad_worker_fraction must be above 0 and at most 1");
+                    "grad_worker_fraction must be a number above 0 and at most 1");
   }
   on_all_ranks([](int, const auto& group) {
     nn::Sequential own(nn::Linear(2, 2));

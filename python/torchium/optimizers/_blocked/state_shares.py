@@ -245,9 +245,6 @@ def loaded_share(name: str, saved: State, current: State, owners: list[int]) -> 
                 f"{key!r} of {name} has shape {list(share.shape)}, that of this rank has "
                 f"{list(own.shape)}; load into a state dict that this optimizer has made"
             )
-        if share.is_floating_point() and not share.isfinite().all():
-            raise ValueError(f"{key!r} of {name} has a NaN or Inf")
-        if (key == "step" or key.endswith("_start")) and bool((share < 0).any()):
-            raise ValueError(f"{key!r} of {name} must be at least 0, got {share}")
+        torch.ops.torchium.check_numbers(share, key, name)
         result[key] = share.to(own.device, own.dtype, copy=True)
     return result

@@ -36,7 +36,6 @@ class CapturingOptimizer(ScaledLoss, CoreOptimizer):
 
     # The class of its plan in the core.
     _PLAN: ClassVar[str]
-    _FROM_BACKWARD: ClassVar[str]  # what backward() gives with fisher="empirical"
 
     def __init__(
         self,
@@ -263,12 +262,7 @@ class CapturingOptimizer(ScaledLoss, CoreOptimizer):
     def _update_curvature(self, outputs: Tensor, *loss: Any) -> None:
         """The body of ``update_curvature()``."""
         check_curvature_arguments(outputs, *loss)
-        fisher = self.param_groups[0]["fisher"]
-        if fisher == "empirical":
-            raise RuntimeError(
-                f"update_curvature() needs fisher='mc' or 'ggn', got {fisher!r}, which takes the "
-                f"{self._FROM_BACKWARD} from backward()"
-            )
+        torch.ops.torchium.check_takes_curvature(self.param_groups[0]["fisher"])
         if self._wants():
             self._record_curvature(outputs, *loss)
 

@@ -23,8 +23,6 @@ from ..._capture.layers import (
 )
 from .plan import JointPlan
 
-USED_OUTSIDE = "used outside of its layer"
-
 
 class FactorCapture(Capture):
     """The core hands each call of a weight to the plan as soon as its gradient is there.
@@ -106,7 +104,7 @@ class FactorCapture(Capture):
         weight = self.weight_beside(param)
         assert weight is not None
         is_outside = self._is_used_outside(weight, self.used_outside)
-        return USED_OUTSIDE if is_outside else None
+        return "used outside of its layer" if is_outside else None
 
     def _is_used_outside(self, weight: Tensor, outside: set[Tensor]) -> bool:
         """Whether the weight or the bias that shares its factors is among these."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 import warnings
 from typing import TypedDict
 
-import torch
 from torch import Tensor
 
 from .callers import users_stacklevel
 from .capturing import CapturingOptimizer
-from .factors import USED_OUTSIDE, FactorCapture
+from .factors import FactorCapture
 from .plan import JointPlan
 
 
@@ -29,7 +28,6 @@ class TreatmentReports(CapturingOptimizer):
     """Knows which parameters have factors, and why others have none."""
 
     _capture: FactorCapture
-    _FALLBACK_NOTE: str  # what happens to the others, in a warning
 
     def _report(self) -> KFACReport:
         plan, names = self._plan, self._short_names()
@@ -86,21 +84,11 @@ class TreatmentReports(CapturingOptimizer):
         names = self._short_names()
         fallback = [plan.params[i] for i in core.new_fallback()]
         if fallback and (self._capture.ran or any(bool(p.grad.any()) for p in fallback)):
-            core.note_warned()
             kinds: dict[str, list[str]] = {}
             members = set(fallback)
             for param in fallback:
                 kinds.setdefault(self._why_not(param, members), []).append(names[param])
-            note = self._FALLBACK_NOTE.format(torch.ops.torchium.message_summary(kinds))
-            if USED_OUTSIDE in kinds:
-                note += (
-                    ". A penalty in the loss uses parameters outside of their layers: give it a "
-                    "backward() of its own, or use weight_decay"
-                )
-            self._warn(
-                f"{type(self).__name__} preconditions {core.preconditioned()} of {core.considered()} "
-                f"parameters. {note}"
-            )
+            self._warn(core.fallback_warning(type(self).__name__, kinds))
         for text in core.new_warnings(type(self).__name__, [names[p] for p in plan.params]):
             self._warn(text)
 
