@@ -4,6 +4,7 @@
 
 #include "torchium/export.h"
 #include "torchium/optim/blocked_optimizer.h"
+#include "torchium/optim/options.h"
 
 #include <torch/optim/optimizer.h>
 
@@ -14,8 +15,7 @@
 namespace torchium::optim {
 
 /// Options of Adagrad; names and defaults are those of Python's `torchium.Adagrad`.
-struct TORCHIUM_API AdagradOptions
-    : public torch::optim::OptimizerCloneableOptions<AdagradOptions> {
+struct TORCHIUM_API AdagradOptions : public OptionsOf<AdagradOptions> {
   AdagradOptions(double lr = 0.01);
   /// Learning rate, >= 0.
   TORCH_ARG(double, lr) = 0.01;
@@ -37,14 +37,8 @@ struct TORCHIUM_API AdagradOptions
   TORCH_ARG(std::string, root_method) = "eigh";
   /// Ascend instead of descend.
   TORCH_ARG(bool, maximize) = false;
-
- public:
-  void serialize(torch::serialize::InputArchive& archive) override;
-  void serialize(torch::serialize::OutputArchive& archive) const override;
-  TORCHIUM_API friend bool operator==(const AdagradOptions& lhs, const AdagradOptions& rhs);
-  double get_lr() const override;
-  void set_lr(const double lr) override;
 };
+extern template struct OptionsOf<AdagradOptions>;
 
 /// State of one parameter; it has matrices with full_matrix, else `sum`.
 struct TORCHIUM_API AdagradParamState : public MatrixParamState {

@@ -3,6 +3,7 @@
 
 #include "torchium/export.h"
 #include "torchium/optim/blocked_optimizer.h"
+#include "torchium/optim/options.h"
 
 #include <torch/optim/optimizer.h>
 
@@ -13,8 +14,7 @@
 namespace torchium::optim {
 
 /// Options of AdaHessian; names and defaults are those of Python's `torchium.AdaHessian`.
-struct TORCHIUM_API AdaHessianOptions
-    : public torch::optim::OptimizerCloneableOptions<AdaHessianOptions> {
+struct TORCHIUM_API AdaHessianOptions : public OptionsOf<AdaHessianOptions> {
   AdaHessianOptions(double lr = 0.15);
   /// Learning rate, >= 0.
   TORCH_ARG(double, lr) = 0.15;
@@ -31,14 +31,8 @@ struct TORCHIUM_API AdaHessianOptions
   TORCH_ARG(int64_t, update_each) = 1;
   /// Random vectors per estimate, >= 1; each costs a backward pass through the gradient.
   TORCH_ARG(int64_t, n_samples) = 1;
-
- public:
-  void serialize(torch::serialize::InputArchive& archive) override;
-  void serialize(torch::serialize::OutputArchive& archive) const override;
-  TORCHIUM_API friend bool operator==(const AdaHessianOptions& lhs, const AdaHessianOptions& rhs);
-  double get_lr() const override;
-  void set_lr(const double lr) override;
 };
+extern template struct OptionsOf<AdaHessianOptions>;
 
 /// State of one parameter. All have its shape and the state dtype.
 struct TORCHIUM_API AdaHessianParamState : public MatrixParamState {

@@ -6,6 +6,7 @@
 #include "torchium/export.h"
 #include "torchium/optim/capturing_optimizer.h"
 #include "torchium/optim/curvature_options.h"
+#include "torchium/optim/options.h"
 #include "torchium/optim/schedules.h"
 
 #include <torch/optim/optimizer.h>
@@ -27,7 +28,7 @@ class KfacPlan;
 /// Options of KFAC; names and defaults are those of Python's `torchium.KFAC`. batch_averaged,
 /// kl_clip, damping_split, ekfac, solver, fisher and adaptive_damping must be the same in all
 /// groups; for the others, the group of the weight decides for a layer.
-struct TORCHIUM_API KFACOptions : public torch::optim::OptimizerCloneableOptions<KFACOptions> {
+struct TORCHIUM_API KFACOptions : public OptionsOf<KFACOptions> {
   KFACOptions(double lr = 0.003);
   using structures_t = std::tuple<std::string, std::string>;
   /// Learning rate, >= 0.
@@ -118,16 +119,10 @@ struct TORCHIUM_API KFACOptions : public torch::optim::OptimizerCloneableOptions
   /// the defaults of the optimizer alone, and not saved.
   TORCH_ARG(double, grad_worker_fraction) = 1.0;
 
- public:
-  void serialize(torch::serialize::InputArchive& archive) override;
-  void serialize(torch::serialize::OutputArchive& archive) const override;
-  TORCHIUM_API friend bool operator==(const KFACOptions& lhs, const KFACOptions& rhs);
-  double get_lr() const override;
-  void set_lr(const double lr) override;
-
  private:
   std::shared_ptr<const distributed::Communicator> ranks_;
 };
+extern template struct OptionsOf<KFACOptions>;
 
 /// State of one parameter. The weight of a layer has the layer's factors: one matrix per channel
 /// group, in the state dtype (A and G: in factor_dtype). a is the fan-in of a group, plus one with

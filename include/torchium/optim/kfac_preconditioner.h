@@ -3,6 +3,7 @@
 
 #include "torchium/export.h"
 #include "torchium/optim/kfac.h"
+#include "torchium/optim/options.h"
 
 #include <torch/optim/optimizer.h>
 
@@ -19,8 +20,7 @@ namespace torchium::optim {
 /// `torchium.KFACPreconditioner`, and the first six names also those of kfac-pytorch.
 /// batch_averaged, kl_clip, damping_split, ekfac, solver and fisher must be the same in all
 /// groups; for the others, the group of the weight decides for a layer.
-struct TORCHIUM_API KFACPreconditionerOptions
-    : public torch::optim::OptimizerCloneableOptions<KFACPreconditionerOptions> {
+struct TORCHIUM_API KFACPreconditionerOptions : public OptionsOf<KFACPreconditionerOptions> {
   KFACPreconditionerOptions(double lr = 0.1);
   /// Learning rate of the other optimizer, >= 0. Only the KL clip depends on it.
   TORCH_ARG(double, lr) = 0.1;
@@ -55,17 +55,10 @@ struct TORCHIUM_API KFACPreconditionerOptions
   const std::shared_ptr<const distributed::Communicator>& ranks() const { return ranks_; }
   TORCH_ARG(double, grad_worker_fraction) = 1.0;
 
- public:
-  void serialize(torch::serialize::InputArchive& archive) override;
-  void serialize(torch::serialize::OutputArchive& archive) const override;
-  TORCHIUM_API friend bool operator==(const KFACPreconditionerOptions& lhs,
-                                      const KFACPreconditionerOptions& rhs);
-  double get_lr() const override;
-  void set_lr(const double lr) override;
-
  private:
   std::shared_ptr<const distributed::Communicator> ranks_;
 };
+extern template struct OptionsOf<KFACPreconditionerOptions>;
 
 /// KFAC without its update: step() replaces the gradients of the layers by the direction of K-FAC,
 /// scaled by the KL clip, and another optimizer moves the parameters. Gradients of parameters

@@ -6,6 +6,7 @@
 #include "torchium/gradients.h"
 #include "torchium/optim/capturing_optimizer.h"
 #include "torchium/optim/curvature_options.h"
+#include "torchium/optim/options.h"
 
 #include <torch/optim/optimizer.h>
 
@@ -24,8 +25,7 @@ class NaturalGradientPlan;
 
 /// Options of NaturalGradient; names and defaults are those of Python's `torchium.NaturalGradient`.
 /// Groups may differ in lr, damping, momentum and maximize alone.
-struct TORCHIUM_API NaturalGradientOptions
-    : public torch::optim::OptimizerCloneableOptions<NaturalGradientOptions> {
+struct TORCHIUM_API NaturalGradientOptions : public OptionsOf<NaturalGradientOptions> {
   NaturalGradientOptions(double lr = 0.1);
   /// Learning rate, >= 0.
   TORCH_ARG(double, lr) = 0.1;
@@ -76,16 +76,10 @@ struct TORCHIUM_API NaturalGradientOptions
   NaturalGradientOptions& process_group(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
   const std::shared_ptr<const distributed::Communicator>& ranks() const { return ranks_; }
 
-  void serialize(torch::serialize::InputArchive& archive) override;
-  void serialize(torch::serialize::OutputArchive& archive) const override;
-  TORCHIUM_API friend bool operator==(const NaturalGradientOptions& lhs,
-                                      const NaturalGradientOptions& rhs);
-  double get_lr() const override;
-  void set_lr(const double lr) override;
-
  private:
   std::shared_ptr<const distributed::Communicator> ranks_;
 };
+extern template struct OptionsOf<NaturalGradientOptions>;
 
 /// State of one parameter. With update_freq > 1 it has a part of the batch of the last refresh: the
 /// J layer calls whose weight (or, without a weight, whose bias) it is.

@@ -5,6 +5,7 @@
 #include "torchium/export.h"
 #include "torchium/optim/blocked_optimizer.h"
 #include "torchium/optim/memory_report.h"
+#include "torchium/optim/options.h"
 #include "torchium/optim/shampoo_report.h"
 
 #include <torch/nn/module.h>
@@ -34,8 +35,7 @@ class ModelLayers;
 namespace torchium::optim {
 
 /// Options of Shampoo; names and defaults are those of Python's `torchium.Shampoo`.
-struct TORCHIUM_API ShampooOptions
-    : public torch::optim::OptimizerCloneableOptions<ShampooOptions> {
+struct TORCHIUM_API ShampooOptions : public OptionsOf<ShampooOptions> {
   ShampooOptions(double lr = 0.03);
   using betas_t = std::tuple<double, double>;
   /// Learning rate, >= 0.
@@ -136,15 +136,10 @@ struct TORCHIUM_API ShampooOptions
   /// Null: none.
   const std::shared_ptr<const distributed::Communicator>& ranks() const { return ranks_; }
 
-  void serialize(torch::serialize::InputArchive& archive) override;
-  void serialize(torch::serialize::OutputArchive& archive) const override;
-  TORCHIUM_API friend bool operator==(const ShampooOptions& lhs, const ShampooOptions& rhs);
-  double get_lr() const override;
-  void set_lr(const double lr) override;
-
  private:
   std::shared_ptr<const distributed::Communicator> ranks_;
 };
+extern template struct OptionsOf<ShampooOptions>;
 
 /// State of one parameter. The tensors below have its shape and the state dtype.
 struct TORCHIUM_API ShampooParamState : public MatrixParamState {

@@ -7,31 +7,10 @@
 #include <utility>
 
 namespace torchium::optim {
-namespace {
-
-const AdagradOptions& adagrad_options(const torch::optim::OptimizerOptions& options) {
-  const auto* result = dynamic_cast<const AdagradOptions*>(&options);
-  TORCH_CHECK_VALUE(result != nullptr, "a parameter group of Adagrad needs AdagradOptions");
-  return *result;
-}
-
-}  // namespace
 
 AdagradOptions::AdagradOptions(double lr) : lr_(lr) {}
 
-double AdagradOptions::get_lr() const { return lr(); }
-void AdagradOptions::set_lr(const double lr) { this->lr(lr); }
-
-void AdagradOptions::serialize(torch::serialize::InputArchive& archive) {
-  detail::read_options(archive, *this);
-}
-void AdagradOptions::serialize(torch::serialize::OutputArchive& archive) const {
-  detail::write_options(archive, *this);
-}
-
-bool operator==(const AdagradOptions& lhs, const AdagradOptions& rhs) {
-  return detail::equal_options(lhs, rhs);
-}
+template struct OptionsOf<AdagradOptions>;
 
 std::unique_ptr<torch::optim::OptimizerParamState> AdagradParamState::clone() const {
   return std::make_unique<AdagradParamState>(*this);
@@ -55,7 +34,7 @@ Adagrad::Adagrad(std::vector<at::Tensor> params, AdagradOptions defaults)
     : Adagrad({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}
 
 void Adagrad::check_options(const Options& options) const {
-  detail::check_options(adagrad_options(options));
+  detail::check_options(detail::options_as<AdagradOptions>(options, name()));
 }
 
 std::unique_ptr<SecondOrderParamState> Adagrad::make_empty_state() const {
@@ -63,7 +42,8 @@ std::unique_ptr<SecondOrderParamState> Adagrad::make_empty_state() const {
 }
 
 bool Adagrad::equal_but_lr(const Options& a, const Options& b) const {
-  return detail::equal_but_lr(adagrad_options(a), adagrad_options(b));
+  return detail::equal_but_lr(detail::options_as<AdagradOptions>(a, name()),
+                              detail::options_as<AdagradOptions>(b, name()));
 }
 
 c10::intrusive_ptr<detail::BlockedPlans> Adagrad::make_plans() const {

@@ -6,31 +6,10 @@
 #include <utility>
 
 namespace torchium::optim {
-namespace {
-
-const AdaHessianOptions& adahessian_options(const torch::optim::OptimizerOptions& options) {
-  const auto* result = dynamic_cast<const AdaHessianOptions*>(&options);
-  TORCH_CHECK_VALUE(result != nullptr, "a parameter group of AdaHessian needs AdaHessianOptions");
-  return *result;
-}
-
-}  // namespace
 
 AdaHessianOptions::AdaHessianOptions(double lr) : lr_(lr) {}
 
-double AdaHessianOptions::get_lr() const { return lr(); }
-void AdaHessianOptions::set_lr(const double lr) { this->lr(lr); }
-
-void AdaHessianOptions::serialize(torch::serialize::InputArchive& archive) {
-  detail::read_options(archive, *this);
-}
-void AdaHessianOptions::serialize(torch::serialize::OutputArchive& archive) const {
-  detail::write_options(archive, *this);
-}
-
-bool operator==(const AdaHessianOptions& lhs, const AdaHessianOptions& rhs) {
-  return detail::equal_options(lhs, rhs);
-}
+template struct OptionsOf<AdaHessianOptions>;
 
 std::unique_ptr<torch::optim::OptimizerParamState> AdaHessianParamState::clone() const {
   return std::make_unique<AdaHessianParamState>(*this);
@@ -63,7 +42,7 @@ AdaHessian::AdaHessian(std::vector<at::Tensor> params, AdaHessianOptions default
     : AdaHessian({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}
 
 void AdaHessian::check_options(const Options& options) const {
-  detail::check_options(adahessian_options(options));
+  detail::check_options(detail::options_as<AdaHessianOptions>(options, name()));
 }
 
 std::unique_ptr<SecondOrderParamState> AdaHessian::make_empty_state() const {
@@ -71,7 +50,8 @@ std::unique_ptr<SecondOrderParamState> AdaHessian::make_empty_state() const {
 }
 
 bool AdaHessian::equal_but_lr(const Options& a, const Options& b) const {
-  return detail::equal_but_lr(adahessian_options(a), adahessian_options(b));
+  return detail::equal_but_lr(detail::options_as<AdaHessianOptions>(a, name()),
+                              detail::options_as<AdaHessianOptions>(b, name()));
 }
 
 c10::intrusive_ptr<detail::BlockedPlans> AdaHessian::make_plans() const {

@@ -161,15 +161,6 @@ class JointPlan : public StepPlan {
   std::vector<at::Tensor> fresh_steps_;  // `step` of no steps, for which bind() is to come
 };
 
-// Options of an optimizer; ValueError for those of another.
-template <typename Options>
-const Options& options_as(const torch::optim::OptimizerOptions& options, const char* optimizer) {
-  const auto* result = dynamic_cast<const Options*>(&options);
-  TORCH_CHECK_VALUE(result != nullptr, "a parameter group of ", optimizer, " needs ", optimizer,
-                    "Options");
-  return *result;
-}
-
 // A plan with options and state of these types.
 template <typename Options, typename State>
 class JointPlanOf : public JointPlan {

@@ -5,6 +5,8 @@
 // and the requirement for its value. Checks, comparison and archives follow from the list.
 #pragma once
 
+#include "torchium/optim/options.h"
+
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 #include <torch/optim/optimizer.h>
@@ -177,6 +179,15 @@ std::string requirement_of(const std::optional<T>&, const Requirement& requireme
 
 // ---- checks
 
+// Options of an optimizer; ValueError for those of another.
+template <typename Options>
+const Options& options_as(const torch::optim::OptimizerOptions& options, const char* optimizer) {
+  const auto* result = dynamic_cast<const Options*>(&options);
+  TORCH_CHECK_VALUE(result != nullptr, "a parameter group of ", optimizer, " needs ", optimizer,
+                    "Options");
+  return *result;
+}
+
 // "`name` must be `requirement`, got `value`"
 struct WrongOption {
   std::string name, requirement, value;
@@ -311,3 +322,29 @@ void read_options(torch::serialize::InputArchive& archive, Options& options) {
 }
 
 }  // namespace torchium::optim::detail
+
+// Instantiated once for each optimizer.
+namespace torchium::optim {
+
+template <typename Derived>
+void OptionsOf<Derived>::serialize(torch::serialize::InputArchive& archive) {
+  detail::read_options(archive, static_cast<Derived&>(*this));
+}
+template <typename Derived>
+void OptionsOf<Derived>::serialize(torch::serialize::OutputArchive& archive) const {
+  detail::write_options(archive, static_cast<const Derived&>(*this));
+}
+template <typename Derived>
+double OptionsOf<Derived>::get_lr() const {
+  return static_cast<const Derived&>(*this).lr();
+}
+template <typename Derived>
+void OptionsOf<Derived>::set_lr(const double lr) {
+  static_cast<Derived&>(*this).lr(lr);
+}
+template <typename Derived>
+bool OptionsOf<Derived>::equals(const Derived& other) const {
+  return detail::equal_options(static_cast<const Derived&>(*this), other);
+}
+
+}  // namespace torchium::optim

@@ -21,19 +21,7 @@ KFACOptions& KFACOptions::process_group(const c10::intrusive_ptr<c10d::ProcessGr
   return *this;
 }
 
-double KFACOptions::get_lr() const { return lr(); }
-void KFACOptions::set_lr(const double lr) { this->lr(lr); }
-
-void KFACOptions::serialize(torch::serialize::InputArchive& archive) {
-  detail::read_options(archive, *this);
-}
-void KFACOptions::serialize(torch::serialize::OutputArchive& archive) const {
-  detail::write_options(archive, *this);
-}
-
-bool operator==(const KFACOptions& lhs, const KFACOptions& rhs) {
-  return detail::equal_options(lhs, rhs);
-}
+template struct OptionsOf<KFACOptions>;
 
 void check_inverse_free(const KFACOptions& o, const char* name_of_TInv) {
   const KFACOptions defaults;

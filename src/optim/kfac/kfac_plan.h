@@ -26,6 +26,8 @@
 
 namespace torchium::optim::detail {
 
+struct KfacGroup;
+
 // Throws c10::ValueError for a grad_worker_fraction that is out of range, or not 1 with ekfac.
 void check_grad_workers(double fraction, bool ekfac);
 
@@ -186,6 +188,7 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   std::shared_ptr<LayerExchange> make_exchange(DampingSplit split) const;
   bool is_lost(const Layer& layer) const;
   void finish_sums(const at::Tensor& loss_scale);
+  void set_layers(KfacGroup& group);
   void set_sums(const Layer& of, KfacLayer& layer) const;
   void set_sums(const Layer& of, UnitwiseLayer& layer) const;
   bool has_divided_gradients() const;

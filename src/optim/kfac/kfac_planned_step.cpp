@@ -152,19 +152,8 @@ void KfacPlan::set_sums(const Layer& of, KfacLayer& layer) const {
   }
 }
 
-StateChanges KfacPlan::take_agreed(const JointInputs& inputs) {
-  auto* step = static_cast<KfacStep*>(planned());
-  if (step == nullptr) {
-    return {};
-  }
-  KfacGroup& group = step->group();
-  const auto lrs = learning_rates(inputs);
-  for (const auto k : c10::irange(lrs.size())) {
-    group.options[k].lr = lrs[k];
-  }
-  group.shared.kl_clip = options().front().kl_clip();
-  const auto end = c10::make_scope_exit([&] { step->forget_sums(); });  // memory of the captures
-  finish_sums(inputs.loss_scale);
+// Sets what the layers of a planned step have of one step.
+void KfacPlan::set_layers(KfacGroup& group) {
   const auto taken = known_steps(active());
   auto layer_of = group.layers.begin();
   auto unitwise_of = group.unitwise.begin();
@@ -187,6 +176,22 @@ StateChanges KfacPlan::take_agreed(const JointInputs& inputs) {
       layer.inverse_lost = false;
     }
   }
+}
+
+StateChanges KfacPlan::take_agreed(const JointInputs& inputs) {
+  auto* step = static_cast<KfacStep*>(planned());
+  if (step == nullptr) {
+    return {};
+  }
+  KfacGroup& group = step->group();
+  const auto lrs = learning_rates(inputs);
+  for (const auto k : c10::irange(lrs.size())) {
+    group.options[k].lr = lrs[k];
+  }
+  group.shared.kl_clip = options().front().kl_clip();
+  const auto end = c10::make_scope_exit([&] { step->forget_sums(); });  // memory of the captures
+  finish_sums(inputs.loss_scale);
+  set_layers(group);
   due_.clear();
   ++steps_since_update_;
   try {

@@ -21,19 +21,7 @@ KFACPreconditionerOptions& KFACPreconditionerOptions::process_group(
   return *this;
 }
 
-double KFACPreconditionerOptions::get_lr() const { return lr(); }
-void KFACPreconditionerOptions::set_lr(const double lr) { this->lr(lr); }
-
-void KFACPreconditionerOptions::serialize(torch::serialize::InputArchive& archive) {
-  detail::read_options(archive, *this);
-}
-void KFACPreconditionerOptions::serialize(torch::serialize::OutputArchive& archive) const {
-  detail::write_options(archive, *this);
-}
-
-bool operator==(const KFACPreconditionerOptions& lhs, const KFACPreconditionerOptions& rhs) {
-  return detail::equal_options(lhs, rhs);
-}
+template struct OptionsOf<KFACPreconditionerOptions>;
 
 KFACOptions kfac_options(const KFACPreconditionerOptions& o) {
   return KFACOptions(o.lr())

@@ -20,19 +20,7 @@ NaturalGradientOptions& NaturalGradientOptions::process_group(
   return *this;
 }
 
-double NaturalGradientOptions::get_lr() const { return lr(); }
-void NaturalGradientOptions::set_lr(const double lr) { this->lr(lr); }
-
-void NaturalGradientOptions::serialize(torch::serialize::InputArchive& archive) {
-  detail::read_options(archive, *this);
-}
-void NaturalGradientOptions::serialize(torch::serialize::OutputArchive& archive) const {
-  detail::write_options(archive, *this);
-}
-
-bool operator==(const NaturalGradientOptions& lhs, const NaturalGradientOptions& rhs) {
-  return detail::equal_options(lhs, rhs);
-}
+template struct OptionsOf<NaturalGradientOptions>;
 
 NaturalGradient::NaturalGradient(const torch::nn::Module& model, NaturalGradientOptions defaults)
     : CapturingOptimizer(model, std::make_unique<NaturalGradientOptions>(std::move(defaults))) {

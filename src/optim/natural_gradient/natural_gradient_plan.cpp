@@ -226,6 +226,37 @@ CapturedBatch NaturalGradientPlan::captured(const KeptBatch& batch) const {
   return result;
 }
 
+NaturalGradientPlan::Factorization NaturalGradientPlan::factorization_for(
+    const NaturalGradientPlannedStep& step) const {
+  Factorization result{batch_,
+                       step.options.dampings,
+                       options().front().solver(),
+                       step.options.max_workspace_bytes,
+                       step.options.nystrom_rank,
+                       {},
+                       {}};
+  for (const at::Tensor& param : step.params) {
+    result.params.emplace_back(param, param.scalar_type());
+  }
+  return result;
+}
+
+// What reports, the budget of iterations and update_damping() need of a step.
+void NaturalGradientPlan::take_numbers(NaturalGradientPlannedStep& step) {
+  solver_ = step.solver.name;
+  numbers_ = std::move(step.numbers);
+  if (solver_ == "cg" && !device().is_cpu()) {
+    budget_.submit(numbers_, step.solver.rule.tolerance);
+  }
+  ++steps_since_damping_;
+  lrs_.clear();
+  if (step.options.adaptive_damping) {  // a tensor may change before update_damping()
+    for (const at::Tensor& lr : step.options.lrs) {
+      lrs_.push_back(lr.clone());
+    }
+  }
+}
+
 StateChanges NaturalGradientPlan::take_agreed(const JointInputs& inputs) {
   auto* step = static_cast<NaturalGradientPlannedStep*>(planned());
   if (step == nullptr) {
@@ -234,16 +265,7 @@ StateChanges NaturalGradientPlan::take_agreed(const JointInputs& inputs) {
   step->options.lrs = learning_rates(inputs);
   const bool refreshed = is_refresh();
   step->batch = {};
-  Factorization wanted{batch_,
-                       step->options.dampings,
-                       options().front().solver(),
-                       step->options.max_workspace_bytes,
-                       step->options.nystrom_rank,
-                       {},
-                       {}};
-  for (const at::Tensor& param : step->params) {
-    wanted.params.emplace_back(param, param.scalar_type());
-  }
+  Factorization wanted = factorization_for(*step);
   if (batch_ != nullptr && refreshed && inputs.loss_scale.defined() && !batch_->is_curvature) {
     auto scaled = std::make_shared<KeptBatch>(*batch_);
     scaled->loss_scale = inputs.loss_scale;
@@ -275,18 +297,7 @@ StateChanges NaturalGradientPlan::take_agreed(const JointInputs& inputs) {
     refresh_.reset();
     return {};
   }
-  solver_ = step->solver.name;
-  numbers_ = std::move(step->numbers);
-  if (solver_ == "cg" && !device().is_cpu()) {
-    budget_.submit(numbers_, step->solver.rule.tolerance);
-  }
-  ++steps_since_damping_;
-  lrs_.clear();
-  if (step->options.adaptive_damping) {  // a tensor may change before update_damping()
-    for (const at::Tensor& lr : step->options.lrs) {
-      lrs_.push_back(lr.clone());
-    }
-  }
+  take_numbers(*step);
   wanted.L = std::move(step->L);
   factorization_ = std::move(wanted);
   step->batch = {};

@@ -146,6 +146,8 @@ class NaturalGradientPlan : public JointPlanOf<NaturalGradientOptions, NaturalGr
 
     bool is_of(const Factorization& other) const;
   } factorization_;
+  Factorization factorization_for(const NaturalGradientPlannedStep& step) const;
+  void take_numbers(NaturalGradientPlannedStep& step);
   std::shared_ptr<const JointLists> lists_;  // of the last Gram matrix of several ranks
   // Of the last step.
   int64_t samples_ = 0;  // of all ranks

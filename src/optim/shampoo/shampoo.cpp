@@ -11,31 +11,10 @@
 #include <utility>
 
 namespace torchium::optim {
-namespace {
-
-const ShampooOptions& shampoo_options(const torch::optim::OptimizerOptions& options) {
-  const auto* result = dynamic_cast<const ShampooOptions*>(&options);
-  TORCH_CHECK_VALUE(result != nullptr, "a parameter group of Shampoo needs ShampooOptions");
-  return *result;
-}
-
-}  // namespace
 
 ShampooOptions::ShampooOptions(double lr) : lr_(lr) {}
 
-double ShampooOptions::get_lr() const { return lr(); }
-void ShampooOptions::set_lr(const double lr) { this->lr(lr); }
-
-void ShampooOptions::serialize(torch::serialize::InputArchive& archive) {
-  detail::read_options(archive, *this);
-}
-void ShampooOptions::serialize(torch::serialize::OutputArchive& archive) const {
-  detail::write_options(archive, *this);
-}
-
-bool operator==(const ShampooOptions& lhs, const ShampooOptions& rhs) {
-  return detail::equal_options(lhs, rhs);
-}
+template struct OptionsOf<ShampooOptions>;
 
 std::unique_ptr<torch::optim::OptimizerParamState> ShampooParamState::clone() const {
   return std::make_unique<ShampooParamState>(*this);
@@ -77,13 +56,13 @@ Shampoo::Shampoo(const torch::nn::Module& model, ShampooOptions defaults)
 }
 
 void Shampoo::check_options(const Options& options) const {
-  detail::check_options(shampoo_options(options));
+  detail::check_options(detail::options_as<ShampooOptions>(options, name()));
 }
 
 void Shampoo::check_together(const std::vector<const Options*>& groups) const {
-  const auto& ranks = shampoo_options(defaults()).ranks();
+  const auto& ranks = detail::options_as<ShampooOptions>(defaults(), name()).ranks();
   for (const Options* options : groups) {
-    const auto& own = shampoo_options(*options).ranks();
+    const auto& own = detail::options_as<ShampooOptions>(*options, name()).ranks();
     TORCH_CHECK_VALUE(
         own == nullptr || (ranks != nullptr && own->is_same_group_as(*ranks)),
         "process_group of a parameter group differs from that of the optimizer; set it "
@@ -101,7 +80,8 @@ std::string Shampoo::name_in_model(const at::Tensor& param) const {
 }
 
 bool Shampoo::equal_but_lr(const Options& a, const Options& b) const {
-  return detail::equal_but_lr(shampoo_options(a), shampoo_options(b));
+  return detail::equal_but_lr(detail::options_as<ShampooOptions>(a, name()),
+                              detail::options_as<ShampooOptions>(b, name()));
 }
 
 ShampooOptions& ShampooOptions::process_group(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
@@ -110,7 +90,7 @@ ShampooOptions& ShampooOptions::process_group(const c10::intrusive_ptr<c10d::Pro
 }
 
 c10::intrusive_ptr<detail::BlockedPlans> Shampoo::make_plans() const {
-  const ShampooOptions& options = shampoo_options(defaults());
+  const ShampooOptions& options = detail::options_as<ShampooOptions>(defaults(), name());
   if (options.ranks() != nullptr) {
     return detail::make_shared_shampoo_plans(*options.ranks(),
                                              {options.comm_dtype(), options.bucket_bytes()});
@@ -127,7 +107,7 @@ MemoryReport Shampoo::memory_report() const { return plans().memory_report(group
 ShampooReport Shampoo::report() const { return plans().report(groups()); }
 
 int64_t Shampoo::max_root_failures(const Options& options) const {
-  return shampoo_options(options).max_root_failures();
+  return detail::options_as<ShampooOptions>(options, name()).max_root_failures();
 }
 
 }  // namespace torchium::optim

@@ -90,6 +90,54 @@ std::vector<BlockedGroup> SharedPlans::groups_of_blocks() const {
   return groups;
 }
 
+// Gives the own blocks their states, and returns the shares that these are views of.
+std::vector<ParameterState> SharedPlans::split_states(const std::vector<BlockedGroup>& groups,
+                                                      Active active,
+                                                      std::vector<BlockedGroup>& of_blocks) {
+  std::vector<ParameterState> shares(parameters_.size());
+  for (size_t k = 0; k < parameters_.size(); ++k) {
+    Parameter& p = parameters_[k];
+    const ParameterState& state = groups[p.group].states[p.index];
+    p.is_active = p.shared != nullptr &&
+                  (active == Active::kWithState ? !state.is_empty()
+                                                : gradient_of(p.param.tensor()).defined());
+    std::vector<ParameterState> states(p.own.size());
+    if (!state.is_empty()) {
+      shares[k] = share_of(state, *p.shared, ranks_.rank(), names_[k]);
+      states = states_of_blocks(shares[k], *p.shared, blocks_of(*p.shared, ranks_.rank()));
+    }
+    std::ranges::move(states, std::back_inserter(of_blocks[group_of_blocks(p)].states));
+  }
+  return shares;
+}
+
+// The reverse, after the states of the blocks were completed. True if one of them has changed.
+bool SharedPlans::join_states(std::vector<ParameterState> before,
+                              std::vector<BlockedGroup>& of_blocks) {
+  std::vector<size_t> next(of_blocks.size(), 0);
+  bool has_changed = false;
+  for (size_t k = 0; k < parameters_.size(); ++k) {
+    Parameter& p = parameters_[k];
+    std::vector<ParameterState*> states;
+    for (size_t i = 0; i < p.own.size(); ++i) {
+      states.push_back(&of_blocks[group_of_blocks(p)].states[next[group_of_blocks(p)]++]);
+    }
+    const ParameterState old = std::exchange(before[k], {});
+    p.state = {};
+    if (p.shared == nullptr || (old.is_empty() && !p.is_active)) {
+      continue;
+    }
+    const at::Tensor& param = p.param.tensor();
+    p.state.step = old.is_empty()
+                       ? at::zeros({}, param.options().dtype(at::kDouble).requires_grad(false))
+                       : old.step.to(device_, at::kDouble);
+    has_changed |=
+        detail::join_states(states, *p.shared, blocks_of(*p.shared, ranks_.rank()), old,
+                            plans_of_groups_[p.group]->planned_state(p.shared->whole), p.state);
+  }
+  return has_changed;
+}
+
 void SharedPlans::bind(std::vector<BlockedGroup>& groups, Active active) {
   const c10::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
@@ -97,55 +145,13 @@ void SharedPlans::bind(std::vector<BlockedGroup>& groups, Active active) {
   owners_.share_out(groups);
   lay_out(groups);
   std::vector<BlockedGroup> of_blocks = groups_of_blocks();
-  // Where the states of each parameter's own blocks are.
-  struct Range {
-    size_t group, begin;
-  };
-  std::vector<Range> ranges;
-  std::vector<ParameterState> shares;
-  for (size_t k = 0; k < parameters_.size(); ++k) {
-    Parameter& p = parameters_[k];
-    const ParameterState& state = groups[p.group].states[p.index];
-    BlockedGroup& target = of_blocks[group_of_blocks(p)];
-    ranges.push_back({group_of_blocks(p), target.states.size()});
-    shares.emplace_back();
-    p.is_active = p.shared != nullptr &&
-                  (active == Active::kWithState ? !state.is_empty()
-                                                : gradient_of(p.param.tensor()).defined());
-    std::vector<ParameterState> states(p.own.size());
-    if (!state.is_empty()) {
-      shares.back() = share_of(state, *p.shared, ranks_.rank(), names_[k]);
-      states = states_of_blocks(shares.back(), *p.shared, blocks_of(*p.shared, ranks_.rank()));
-    }
-    std::ranges::move(states, std::back_inserter(target.states));
-  }
+  std::vector<ParameterState> shares = split_states(groups, active, of_blocks);
   give_gradients([](const Parameter& p) { return p.is_active; });
   blocks_.bind(of_blocks, active);
-  bool has_changed = false;
-  for (size_t k = 0; k < parameters_.size(); ++k) {
-    Parameter& p = parameters_[k];
-    const ParameterState before = std::exchange(shares[k], {});
-    if (p.shared == nullptr || (before.is_empty() && !p.is_active)) {
-      continue;
-    }
-    std::vector<ParameterState*> states;
-    for (size_t i = 0; i < p.own.size(); ++i) {
-      states.push_back(&of_blocks[ranges[k].group].states[ranges[k].begin + i]);
-    }
-    const at::Tensor& param = p.param.tensor();
-    shares[k].step = before.is_empty()
-                         ? at::zeros({}, param.options().dtype(at::kDouble).requires_grad(false))
-                         : before.step.to(device_, at::kDouble);
-    has_changed |=
-        join_states(states, *p.shared, blocks_of(*p.shared, ranks_.rank()), before,
-                    plans_of_groups_[p.group]->planned_state(p.shared->whole), shares[k]);
-  }
-  if (has_changed) {
+  if (join_states(std::move(shares), of_blocks)) {
     blocks_.bind(of_blocks, active);
   }
-  for (size_t k = 0; k < parameters_.size(); ++k) {
-    Parameter& p = parameters_[k];
-    p.state = shares[k];
+  for (Parameter& p : parameters_) {
     for (const auto& [key, tensor] : p.state.named()) {
       p.tensors.emplace_back(tensor);
     }

@@ -152,6 +152,9 @@ class SharedPlans : public BlockedPlans {
     return group_of_blocks(p.group, p.kind, p.stage);
   }
   std::vector<BlockedGroup> groups_of_blocks() const;
+  std::vector<ParameterState> split_states(const std::vector<BlockedGroup>& groups, Active active,
+                                           std::vector<BlockedGroup>& of_blocks);
+  bool join_states(std::vector<ParameterState> before, std::vector<BlockedGroup>& of_blocks);
   void hash_setup();
   std::vector<ParameterState> whole_frames(size_t g, const BlockedGroup& group);
   void give_gradients(const std::function<bool(const Parameter&)>& has_gradient);
