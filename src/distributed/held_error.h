@@ -1,4 +1,4 @@
-// An error on this rank, which must not keep it from what other ranks wait for.
+// Holds an error of this rank until it has done its part of what other ranks wait for.
 #pragma once
 
 #include <exception>

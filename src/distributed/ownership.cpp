@@ -10,7 +10,7 @@
 namespace torchium::distributed {
 namespace {
 
-// A root of order n takes about so many n^3 operations (docs/roots.md).
+// A root of order n takes about kRootProducts n^3 operations (docs/roots.md).
 constexpr int64_t kRootProducts = 25;
 // Element-wise work is bound by memory: operations that a GPU does in the time for one element.
 constexpr int64_t kOperationsPerElement = 512;

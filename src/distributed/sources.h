@@ -15,7 +15,7 @@ struct Placement {
   enum class Kind : uint8_t { kReplicate, kShard, kStridedShard };
   Kind kind = Kind::kReplicate;
   int64_t dim = 0;  // of the tensor
-  // Of _StridedShard: `dim` is cut into so many pieces, and each of them over the ranks.
+  // Of _StridedShard: `dim` is cut into this many pieces, each of which is split over the ranks.
   int64_t split_factor = 1;
 
   friend bool operator==(const Placement&, const Placement&) = default;

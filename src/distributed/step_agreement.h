@@ -42,7 +42,8 @@ struct StepFindings {
   std::vector<GroupFindings> groups;
 };
 
-// What a device knows before the host does. Undefined: as the host says.
+// Findings that are on a device, where the host cannot read them without a wait. Undefined: those
+// of the host count.
 struct DeviceFindings {
   at::Tensor found_inf;  // one number; not 0: skip the step
   at::Tensor unfit;      // [groups] int64, see GroupFindings
@@ -56,7 +57,7 @@ int64_t failure_of_rank(const Communicator& ranks, FailedPart part);
 // Throws the error of all ranks for such a number, unless it is 0.
 void check_failure(int64_t failure, const Communicator& ranks);
 
-// Of a call that all ranks make together, such as "update_damping()", and that is not a step.
+// For a call other than step() that all ranks make together, such as "update_damping()".
 StepFindings findings_of_call(const std::string& call);
 
 // The findings of all ranks together: the first unfit parameter of a group, and its most failures.

@@ -99,7 +99,7 @@ Tensor power_alone(const Tensor& A, double exponent, double eps, double relative
       A, linalg::detail::matrix_power(to_compute_dtype(A), exponent, eps, relative_eps));
 }
 
-// The halves of the derivative. A: what the result depends on beside its gradient or tangent, for
+// The halves of the derivative. A: what the result depends on besides its gradient or tangent, for
 // autograd.
 Tensor power_backward(const Tensor& grad, const Tensor& /*A*/, const Tensor& values,
                       const Tensor& vectors, double exponent, double relative_eps) {

@@ -52,7 +52,7 @@ struct ArenaOrder {
 
 class Arenas {
  public:
-  // Room for so many bytes; null: beyond the limit.
+  // A block of at least `bytes`; null: beyond the limit.
   BlockPointer take(const ArenaKey& key, int64_t bytes, void*& data) {
     const std::scoped_lock lock(mutex_);
     auto& blocks = blocks_[key];

@@ -22,8 +22,8 @@ class Phase {
 };
 
 // Until the end of the scope a profile that records shapes sees that the kernels launched here,
-// which are no operators, take so many floating point operations, and read and write so many bytes:
-// arguments of the range "torchium::work".
+// which are no operators, take this many floating point operations, and read and write this many
+// bytes: arguments of the range "torchium::work".
 class KernelWork {
  public:
   KernelWork(int64_t flops, int64_t bytes) : record_(at::RecordScope::FUNCTION) {

@@ -1,10 +1,10 @@
 // Kronecker products, products with bounded memory, and symmetric positive definite systems.
 //
 // All operands are dense float32, float64, bfloat16 or float16 tensors of one dtype on one device
-// (fused_mul_add promotes dtypes; chunked_matmul takes operands in host memory beside a device).
-// Matrices are the last two dimensions; leading dimensions broadcast. bfloat16 and float16 are
-// computed in float32 and rounded once, at the end; autocast has no effect. A wrong operand raises
-// a c10::ValueError that names it; nothing is changed.
+// (fused_mul_add promotes dtypes; chunked_matmul takes operands in host memory besides those on a
+// device). Matrices are the last two dimensions; leading dimensions broadcast. bfloat16 and float16
+// are computed in float32 and rounded once, at the end; autocast has no effect. A wrong operand
+// raises a c10::ValueError that names it; nothing is changed.
 //
 // Derivatives: kron, kron_matmul, chunked_matmul and fused_mul_add, of any order, in reverse and
 // forward mode. kron_solve, spd_inverse and spd_solve raise an error if an operand requires grad

@@ -186,7 +186,7 @@ class per_sample:
             )
 
     def _check_lookups(self, calls: list[LayerCall]) -> None:
-        """Refuses indices [T] beside [samples, T] for T samples: they may be positions."""
+        """Refuses indices [T] together with [samples, T] for T samples: they may be positions."""
         inputs = [call.input for call in calls if isinstance(call.module, nn.Embedding)]
         for single in (x for x in inputs if x.dim() == 1):
             for tokens in (x for x in inputs if x.dim() > 1 and x.shape[1] == len(single)):

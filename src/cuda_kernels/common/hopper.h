@@ -3,8 +3,8 @@
 
 namespace torchium::cuda_kernels {
 
-// Whether such a kernel of this source, which needs so many bytes of shared memory per block, was
-// compiled and runs on a device. `shared_bytes`: what a block of the device may ask for.
+// Whether kernels for Hopper were compiled in this source and run on the device. `needed`: bytes of
+// shared memory per block. `shared_bytes`: the most that a block may request on the device.
 static inline bool has_hopper_kernel(int major, int minor, int shared_bytes, int needed) {
 #ifdef TORCHIUM_HAS_SM90A
   return major == 9 && minor == 0 && shared_bytes >= needed;

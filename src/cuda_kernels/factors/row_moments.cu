@@ -12,7 +12,7 @@ constexpr int kUsualThreads = 512, kMostThreads = kMostRowChannels / kPack;
 constexpr int kMostWarpTeams = kUsualThreads / (2 * kWarp);  // of several warps each
 constexpr int kMostPacks = 4;                                // of a thread
 
-// Threads of a block whose threads have so many packs: as many as their registers allow.
+// Threads of a block whose threads have `packs` packs each: as many as the registers allow.
 constexpr int usual_threads(int packs) {
   return packs == 1 ? kUsualThreads : packs == 2 ? 512 : packs == 3 ? 384 : 256;
 }

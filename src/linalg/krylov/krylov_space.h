@@ -11,9 +11,9 @@ namespace torchium::linalg::detail {
 //
 //   A V = V H + F B
 //
-// V [n, m]: the basis of which products are known; H = V^T A V [m, m]; F [n, b]: the block whose
-// product is next, orthogonal to V; B [b, m], zero but for its last b columns until a restart.
-// Nothing waits for the device.
+// V [n, m]: the basis, whose products with A are known; H = V^T A V [m, m]; F [n, b]: the block
+// whose product is next, orthogonal to V; B [b, m], zero but for its last b columns until a
+// restart. Nothing waits for the device.
 class KrylovSpace {
  public:
   // Room for `capacity` columns of V. start: [n, b], of full rank.

@@ -18,9 +18,8 @@ class AdaHessianPlan : public BlockedPlan {
  public:
   using BlockedPlan::BlockedPlan;
 
-  // Of the schedule of estimates.
   const char* optimizer_name() const override { return "AdaHessian"; }
-  bool host_decides() const override { return true; }
+  bool host_decides() const override { return true; }  // on the schedule of estimates
 
   // Positions among the parameters with a gradient whose estimate is due in the planned step.
   std::vector<size_t> due();

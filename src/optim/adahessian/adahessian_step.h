@@ -19,7 +19,7 @@ class AdaHessianStep : public PrologueStep {
   AdaHessianStep(const AdaHessianOptions& options, std::vector<at::Tensor> params, StateList states,
                  at::Tensor status);
 
-  // Before run(): the new estimates, one per parameter; undefined: the state's holds on.
+  // Before run(): the new estimates, one per parameter; undefined: the one in the state stays.
   void set_diagonals(std::vector<at::Tensor> diagonals) { diagonals_ = std::move(diagonals); }
 
   void run(const at::Tensor& lr, at::IntArrayRef host_steps, const at::Tensor& found_inf) override;

@@ -77,12 +77,12 @@ class BlockedPlan : public StepPlan {
 
   virtual const Options& options() const = 0;
   virtual void adopt(const Options& options) = 0;
-  // A step is planned for one value: it limits the gradients (gradient_limits()).
+  // The gradient limits of a planned step depend on it (gradient_limits()).
   virtual double l2_penalty() const = 0;
   virtual OptionTexts options_of_state(const Options& options) const = 0;
   // Initial matrices.
   virtual BlockStorage init_storage(at::TensorList params) const = 0;
-  // Adds the state of the parameter's shape that it always has.
+  // Adds the tensors of the parameter's shape that its state always has.
   virtual void init_elementwise(const at::Tensor& param, ParameterState& state) const = 0;
   // Whether a step uses this one of kStateBuffers.
   virtual bool needs_buffer(const StateBuffer& buffer) const { return false; }
@@ -97,7 +97,7 @@ class BlockedPlan : public StepPlan {
                            at::Tensor status);
 
  private:
-  // Changes if the state may have to follow the options.
+  // Differs from before if the state may have to follow the options.
   std::vector<std::string> needs() const;
   struct FreshStates;
   FreshStates fresh_states(const std::vector<at::Tensor>& params) const;

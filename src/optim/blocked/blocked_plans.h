@@ -58,7 +58,7 @@ class BlockedPlans : public torch::CustomClassHolder {
   virtual bool set_options(size_t group,
                            std::shared_ptr<const torch::optim::OptimizerOptions> options);
 
-  // StepPlan::prepare() of all.
+  // StepPlan::prepare() of all plans.
   virtual bool prepare();
   // Runs the steps planned by prepare(). `lr` returns the learning rate of a group on a device.
   using LearningRates = std::function<at::Tensor(size_t group, const BlockedPlan& plan)>;
@@ -69,8 +69,8 @@ class BlockedPlans : public torch::CustomClassHolder {
   // The number by which the loss of the next step was multiplied, for plans that differentiate its
   // gradients; undefined: 1.
   void set_loss_scale(at::Tensor scale) { loss_scale_ = std::move(scale); }
-  // Instead of step(), by a process that cannot take it: others that share the step raise too.
-  // `device`: of the parameters.
+  // Called instead of step() by a process that cannot take the step: the others that share it raise
+  // too. `device`: of the parameters.
   virtual void withdraw(c10::Device) {}
   virtual void update_preconditioners();
 
@@ -115,7 +115,7 @@ class BlockedPlans : public torch::CustomClassHolder {
   ShampooReport report(const std::vector<BlockedGroup>& groups) const;
 
   // Whether all existing state can be used as it is. False also if the state of a parameter without
-  // a gradient lacks what an option needs by now.
+  // a gradient lacks what an option now needs.
   virtual bool has_all_states() const;
 
   // Steps of a parameter, as far as the host knows; -1: unknown.

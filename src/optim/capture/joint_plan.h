@@ -101,8 +101,8 @@ class JointPlan : public StepPlan {
   // ---- what an optimizer defines
 
   virtual std::unique_ptr<SecondOrderParamState> make_state() const = 0;
-  // Gives `fresh` what `saved` has beside the step count and the momentum buffer; its values do not
-  // count yet.
+  // Gives `fresh` what `saved` has besides the step count and the momentum buffer; its values do
+  // not count yet.
   virtual void make_room(SecondOrderParamState& fresh, const SecondOrderParamState& saved,
                          const at::Tensor& param, const torch::optim::OptimizerOptions& options,
                          int64_t params, const std::string& name) const = 0;
@@ -116,7 +116,7 @@ class JointPlan : public StepPlan {
   // Called after bind().
   virtual void after_bind() {}
   virtual StateChanges take_agreed(const JointInputs& inputs) = 0;
-  // What must be the same on all ranks that share the step, beside parameters and learning rates.
+  // What must be the same on all ranks that share the step, besides parameters and learning rates.
   virtual void add_to_setup(distributed::Hash& hash) const = 0;
   // `layers` and `renews` of what the ranks agree on, and what they have agreed on.
   virtual void add_layers(distributed::StepFindings& findings) {}

@@ -17,8 +17,8 @@ struct Failure {
   std::string failed_name;      // the parameter of that matrix
 };
 
-// Empty: not to be raised yet. `optimizer`: "Shampoo", "Adagrad", "KFAC" or "NaturalGradient".
-// Otherwise it waits for the device.
+// The message; empty: nothing is to be raised yet. `optimizer`: "Shampoo", "Adagrad", "KFAC" or
+// "NaturalGradient". Otherwise it waits for the device.
 std::string failure_message(const std::string& optimizer, const Failure& failure,
                             int64_t max_root_failures);
 

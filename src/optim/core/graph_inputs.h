@@ -1,4 +1,4 @@
-// What a CUDA graph of a step reads from memory of its own, because it lies elsewhere in each step.
+// Inputs of a step whose addresses change from step to step: a CUDA graph reads copies of them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,8 +13,8 @@
 
 namespace torchium::optim::detail {
 
-// Everything that the launches of a step depend on except the options, the state tensors, and what
-// a graph reads from memory of its own.
+// Everything that the launches of a step depend on except the options, the state tensors, and the
+// values of the inputs that a graph reads from copies.
 using GraphKey = std::vector<uint8_t>;
 
 template <typename T>
@@ -31,15 +31,15 @@ void add_layout(GraphKey& key, const at::Tensor& tensor);
 // Copies of tensors on a device and of 0-dim float64 numbers on the CPU, and found_inf.
 class GraphInputs {
  public:
-  // Room for inputs of this layout. A tensor that comes twice has one copy.
+  // Allocates copies of inputs with this layout. A tensor that is listed twice has one copy.
   GraphInputs(at::TensorList inputs, c10::Device device);
 
-  // Adds what the inputs have in common with all that have the same copies.
+  // Adds the layouts of the inputs, which decide whether other inputs fit the same copies.
   static void add_layouts(GraphKey& key, at::TensorList inputs);
   // Bytes of the copies.
   static int64_t bytes_of(at::TensorList inputs);
 
-  // Copies inputs of this layout, in few launches on the stream: numbers only if they have changed.
+  // Copies inputs of this layout in few launches on the stream; numbers only if they have changed.
   // found_inf: one number on the device; undefined: 0.
   void set(at::TensorList inputs, const at::Tensor& found_inf, c10::Stream stream);
 

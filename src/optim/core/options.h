@@ -270,7 +270,7 @@ bool equal_but_lr(const Options& lhs, const Options& rhs) {
   return equal;
 }
 
-// The same but for what a planned step reads anew each time.
+// Whether only the learning rate and options that each step reads anew differ.
 template <typename Options>
 bool equal_but_scheduled(const Options& lhs, const Options& rhs) {
   bool equal = true;

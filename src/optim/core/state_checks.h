@@ -19,9 +19,9 @@ std::string parameter_name(size_t group, size_t position, const std::string& nam
 // integer and expanded ones, and tensor subclasses.
 void check_parameter(const at::Tensor& param, const std::string& name);
 
-// Whether a step takes the gradient.
+// Whether a step can use the gradient.
 bool fits(const at::Tensor& grad, const at::Tensor& param);
-// Throws c10::ValueError if it does not. `name`: of the parameter.
+// Throws c10::ValueError if it cannot. `name`: of the parameter.
 void check_gradient(const at::Tensor& grad, const at::Tensor& param, const std::string& name);
 
 // Throws c10::ValueError for NaN, Inf, a negative count or sum of squares, and a `step` that is no

@@ -35,7 +35,7 @@ namespace allocator = c10::cuda::CUDACachingAllocator;
 
 constexpr size_t kMaxKinds = 4;
 constexpr int64_t kWarmUp = 2;  // launched steps of a kind before it is captured
-// More captures than these wait for so many replays each.
+// Each capture beyond these waits for this many replays.
 constexpr int64_t kFreeCaptures = 8, kReplaysPerCapture = 16;
 
 int64_t reserved_bytes(c10::Device device) {

@@ -44,14 +44,14 @@ class StepGraphs {
     at::TensorList inputs;        // GraphInputs; their layouts need not be in the key
     const at::Tensor& found_inf;  // one number on the device; undefined: 0
     int64_t state_bytes;
-    // Launches the step with these instead. Returns tensors that outlive it.
+    // Launches the step with these inputs. Returns tensors that outlive it.
     std::function<std::vector<at::Tensor>(at::TensorList inputs, const at::Tensor& found_inf)>
         launch;
   };
 
-  // Replays the step, or captures and then replays it. Returns what launch() returned at the
-  // capture, in scratch memory, with the values of this step until the next one of any kind. None,
-  // and nothing is done: it has to be launched as usual.
+  // Replays the step, or captures and then replays it. Returns the tensors that launch() returned
+  // at the capture. They lie in scratch memory and hold the values of this step until the next step
+  // of any kind. None: nothing was done, and the caller must launch the step.
   std::optional<std::vector<at::Tensor>> run(GraphMode mode, const Step& step);
 
   // Drops all graphs. The step has changed.

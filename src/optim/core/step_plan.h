@@ -21,7 +21,7 @@
 
 namespace torchium::optim::detail {
 
-// Undefined: none.
+// The gradient of the parameter, undefined if it has none.
 const at::Tensor& gradient_of(const at::Tensor& param);
 
 // The step of some parameters, with everything derived from them and their state.
@@ -36,16 +36,16 @@ class PlannedStep {
   virtual void run(const at::Tensor& lr, at::IntArrayRef host_steps,
                    const at::Tensor& found_inf) = 0;
   virtual void end() { grads_.clear(); }
-  // None: run() launches what no other step does. Else it launches the same as all steps with this
-  // key, and nothing that a CUDA graph cannot hold.
+  // Steps with equal keys launch the same work, all of which a CUDA graph can capture. None: the
+  // step cannot be captured.
   virtual std::optional<GraphKey> graph_key(at::IntArrayRef host_steps) const {
     return std::nullopt;
   }
-  // What a graph of run() reads from memory of its own (GraphInputs), beside `lr` and `found_inf`,
-  // and the same to be read instead.
+  // The tensors of which a graph of run() reads copies (GraphInputs), besides `lr` and `found_inf`;
+  // and the copies that run() is to read instead.
   virtual std::vector<at::Tensor> inputs() { return {}; }
   virtual void set_inputs(at::TensorList inputs) {}
-  // What run() has left for later, and the same from a graph.
+  // The tensors that run() leaves for later calls; and those that a replayed graph has left.
   virtual std::vector<at::Tensor> results() const { return {}; }
   virtual void set_results(at::TensorList results) {}
 
@@ -145,10 +145,10 @@ class StepPlan : public torch::CustomClassHolder {
     bool is_unchanged() const;
   };
   void run(const at::Tensor& lr, at::IntArrayRef host_steps, const at::Tensor& found_inf);
-  // run() by a graph; false: there is none.
+  // Replays run() as a graph. False: there is no graph.
   bool replay(const GraphKey& key, const at::Tensor& lr, at::IntArrayRef host_steps,
               const at::Tensor& found_inf);
-  // What the plan holds; empty before the first step.
+  // The memory that the plan holds; empty before the first step.
   std::vector<WorkspaceUse> workspaces() const;
 
   c10::Device device_;

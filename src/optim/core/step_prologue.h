@@ -40,7 +40,7 @@ class StepPrologue {
 
   // Takes the gradients, one per parameter, until end(). Not part of a CUDA graph of the step.
   virtual void begin(at::TensorList grads) = 0;
-  // Adds what the launches of a step depend on in these gradients, apart from their addresses.
+  // Adds the properties of the gradients, other than addresses, that the launches depend on.
   virtual void add_to(GraphKey&) const {}
 
   // Between begin() and run(): this step also examines `tensor`, which is dense, or on a GPU a

@@ -31,7 +31,7 @@ struct KfacGroup;
 // Throws c10::ValueError for a grad_worker_fraction that is out of range, or not 1 with ekfac.
 void check_grad_workers(double fraction, bool ekfac);
 
-// A layer that is known without a call.
+// A layer that the caller declares before any call of it.
 struct DeclaredLayer {
   int64_t weight;
   int64_t bias = -1;
@@ -105,7 +105,7 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   std::vector<Treatment> treatments() const;
   // Parameters whose last step was one of SGD.
   std::vector<int64_t> fallback() const;
-  // Those of the next step without a warning so far.
+  // Those that fall back in the next step and have not been warned about.
   const std::vector<int64_t>& new_fallback() const { return new_fallback_; }
   // The warning about them, which is given once. `names`: by reason.
   std::string fallback_warning(const std::string& optimizer, const NamesByKind& names);
@@ -156,7 +156,7 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
     }
   };
 
-  // A weight of the next step without a warning so far.
+  // A weight of the next step that has not been warned about.
   struct OtherSamples {
     size_t weight;
     int64_t samples, others;
@@ -203,7 +203,7 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
       warned_of_disagreement_;
   std::vector<int64_t> new_fallback_;
   std::vector<Diagonal> new_diagonals_;
-  bool only_creates_state_ = false;  // of all layers that are known without a call
+  bool only_creates_state_ = false;  // of all declared layers
   int64_t considered_ = 0;
   int64_t steps_since_update_ = 0;  // damping_update()
   bool same_counts_ = true;         // of samples on all ranks, in this step

@@ -20,13 +20,13 @@ namespace torchium::optim::detail {
 // SGD with momentum.
 class KfacStep : public PrologueStep {
  public:
-  // One parameter at least, as it is: views of transposed weights are made here. Keeps the tensors,
-  // which stay the caller's. status: see step_status.h.
+  // At least one parameter, not transposed: this makes views of transposed weights. Keeps the
+  // tensors, which the caller owns. status: see step_status.h.
   KfacStep(KfacGroup group, at::Tensor status);
   KfacStep(const KfacStep&) = delete;
   KfacStep& operator=(const KfacStep&) = delete;
 
-  // Before a step the caller sets `lr` of the parameters, and in the layers what is of one step.
+  // Before a step the caller sets `lr` of the parameters and the fields of layers for one step.
   KfacGroup& group() { return group_; }
   // Releases the sums.
   void forget_sums();
@@ -38,16 +38,17 @@ class KfacStep : public PrologueStep {
   void begin(std::vector<at::Tensor> grads) override;
   // `lr` and `host_steps` are not used.
   void run(const at::Tensor& lr, at::IntArrayRef host_steps, const at::Tensor& found_inf) override;
-  // Steps of kernels alone, without new factors and inverses, that no ranks share.
+  // None for steps with new factors or inverses, that ranks share, or that take other operators
+  // than kernels.
   std::optional<GraphKey> graph_key(at::IntArrayRef host_steps) const override;
-  // The learning rates, those of one tensor next to each other once.
+  // The learning rates. Neighbours with the same tensor are listed once.
   std::vector<at::Tensor> inputs() override;
   void set_inputs(at::TensorList inputs) override;
 
  private:
   void make_subsets();
   bool renews_factors_or_inverses() const;
-  // Whether the learning rate of a parameter is another tensor than that of the one before.
+  // Whether the learning rate of a parameter is another tensor than that of its predecessor.
   bool has_other_lr(size_t k) const;
   void examine_sums();
   // Work of this rank alone, whose error is held while there are collectives to take part in.
@@ -60,7 +61,7 @@ class KfacStep : public PrologueStep {
   // False: the host knows that all ranks skip the step. Throws an error that is held, on a CPU on
   // all ranks. On other devices it stays held while ranks share the step.
   bool all_go_on(bool is_kept, const HeldError& held) const;
-  // One per group at least.
+  // At least one per group.
   std::vector<at::Tensor> copy_learning_rates() const;
 
   KfacGroup group_;

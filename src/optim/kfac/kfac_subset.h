@@ -72,8 +72,8 @@ class KfacSubset {
   // buf <- momentum buf + nu d; p <- p - lr buf. nu: for parameters of layers. With
   // writes_gradients instead .grad <- nu d.
   virtual void apply(const KfacRun& run, const StepScalar& nu) = 0;
-  // Adds what the launches of a step without new factors and inverses depend on beside the options.
-  // False: the next one launches what later ones do not, or what a CUDA graph cannot hold.
+  // Adds what the launches of a step without new factors and inverses depend on besides the
+  // options. False: the next one launches what later ones do not, or what a CUDA graph cannot hold.
   virtual bool add_to(GraphKey&) const { return false; }
   // Frees the memory of the step.
   virtual void end() = 0;

@@ -23,9 +23,9 @@ struct ConjugateGradientsRule {
 
 // x of A x = b for a symmetric positive definite A, from x = 0. `apply` is x -> A x and
 // `precondition` x -> M^-1 x. All scalars are float64 and stay on the device. Once the tolerance is
-// reached, x stays as it is: on the CPU the iteration ends, on a GPU, where the host does not know,
-// the others up to max_iterations have steps of length zero. on_any_rank(x): whether x holds on one
-// of the ranks whose A it is; all of them end the iteration together.
+// reached, x no longer changes: on the CPU the iteration ends; on a GPU, where the host cannot see
+// the residual, all iterations up to max_iterations run, with steps of length zero. on_any_rank(b):
+// whether b is true on any of the ranks that share A, which end the iteration together.
 ConjugateGradientsResult conjugate_gradients(
     const std::function<ParameterVector(const ParameterVector&)>& apply,
     const std::function<ParameterVector(const ParameterVector&)>& precondition,

@@ -9,10 +9,12 @@
 
 namespace torchium::optim::detail {
 
-// The host does not wait for the residual, so a step launches a number of iterations that earlier
-// steps suggest: as many as the last known one if that had an eighth and 4 to spare, but at most a
-// third above the number that replaces it else: a quarter and 8 more than that one needed. Twice
-// as many where it did not reach its tolerance. Without a known step: the most that are allowed.
+// The host does not wait for the residual, so the number of iterations follows from the last step
+// that is known: it has launched l and needed n. The next step launches
+//   l, if n + n/8 + 4 <= l <= 4/3 (n + n/4 + 8);
+//   n + n/4 + 8 otherwise;
+//   2 l, if the last one did not reach its tolerance;
+//   as many as are allowed, if no step is known.
 class IterationBudget {
  public:
   int64_t next(int64_t most);

@@ -42,12 +42,12 @@ class BlockOwners {
   // Shares out the parameters that have none yet and may be stepped. Throws c10::ValueError if
   // options have changed that decide how a parameter with state is cut.
   void share_out(const std::vector<BlockedGroup>& groups);
-  // Null: none yet.
+  // Null: not shared out yet.
   const SharedBlocks* find(const at::Tensor& param) const;
-  // Of its blocks; empty: none yet.
+  // The owners of its blocks; empty: not shared out yet.
   std::vector<int64_t> owners(const at::Tensor& param) const;
-  // The owners of the blocks of a parameter that is shared out later, whose state is a share of
-  // theirs: that of a copy of an optimizer.
+  // Sets the owners of the blocks of a parameter that is shared out later. For copies of an
+  // optimizer, whose state is already a share.
   void give(const at::Tensor& param, std::vector<int64_t> owners);
   // Shares out the parameters of a group whose owners are given.
   void share_out_given(const BlockedGroup& group, size_t g);

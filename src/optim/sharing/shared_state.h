@@ -27,7 +27,7 @@ std::vector<size_t> blocks_of(const SharedBlocks& shared, int64_t rank);
 ParameterState share_of(const ParameterState& state, const SharedBlocks& shared, int64_t rank,
                         const std::string& name);
 
-// A share as the states of its blocks, views of it but for `step`, which is theirs.
+// The states of the blocks of a share: views of it, each with a copy of the counts.
 std::vector<ParameterState> states_of_blocks(const ParameterState& share,
                                              const SharedBlocks& shared,
                                              const std::vector<size_t>& own);
@@ -40,7 +40,7 @@ bool join_states(std::vector<ParameterState*> states, const SharedBlocks& shared
                  const std::vector<size_t>& own, const ParameterState& before,
                  const ParameterState& whole, ParameterState& share);
 
-// Numbers whose largest values of all ranks say what the whole state has, kPresence of them.
+// kPresence numbers. Their maxima over the ranks show which tensors the whole state has.
 constexpr size_t kPresence = 8;
 std::vector<int64_t> presence_of(const ParameterState& share);
 

@@ -1,5 +1,5 @@
-// A stream beside the one on which the stages of a step are computed: the directions of a stage
-// travel and are applied on it, while the next stage is computed. On a CPU all runs in order.
+// A second stream next to the one on which the stages of a step are computed: the directions of a
+// stage travel and are applied on it, while the next stage is computed. On a CPU all runs in order.
 #pragma once
 
 #include "distributed/held_error.h"
@@ -50,8 +50,8 @@ class StageStream {
     }
   }
 
-  // Runs `work` with the stream beside as the current one, for which the current one then waits,
-  // also if `work` throws.
+  // Runs `work` with the second stream as the current one. The first one then waits for it, also if
+  // `work` throws.
   template <typename Work>
   void run(const Work& work) {
     if (!side_) {

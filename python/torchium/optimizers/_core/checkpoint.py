@@ -52,7 +52,7 @@ def saved_states(
 ) -> dict[Tensor, dict[str, Any]]:
     """The saved state of each parameter that has one.
 
-    Entries under names, which other code keeps beside those of parameters, are left out.
+    Entries whose keys are names belong to other code, and are left out.
     """
     ids = (i for group in state_dict["param_groups"] for i in group["params"])
     params = (p for group in groups for p in group["params"])

@@ -42,7 +42,7 @@ class LayerProducts {
   const at::Tensor& buffer(bool second) const { return second ? second_ : first_; }
   // V -> (G + ..I)^-1 V (A + ..I)^-1, or the same with eigenvectors.
   void precondition();
-  // Adds what the launches of the next precondition() depend on beside the options. False: later
+  // Adds what the launches of the next precondition() depend on besides the options. False: later
   // ones launch something else.
   bool add_to(GraphKey& key) const;
   void free_all();

@@ -28,7 +28,8 @@ struct FactorSums {
 
   at::Tensor A;  // undefined: only lookups so far
   at::Tensor G;
-  // Beside the first sum G of a linear layer: a later call may show that the weight is a table.
+  // Kept with the first sum G of a linear layer, because a later call may show that the weight is a
+  // table.
   at::Tensor G_diagonal;
   bool A_is_of_gradients = false;  // of a table: G has the frequencies of the words
   // Of lookups (gradients/factors/kronecker_factors.h); undefined: none.
@@ -45,14 +46,15 @@ struct FactorSums {
   // Samples of two calls of one pass, if they have differed: perhaps the batch went through the
   // model in parts, which count as positions of the same samples.
   std::optional<std::pair<int64_t, int64_t>> different_samples;
-  // Sums over so many ranks, each with as many samples and rows as this one (shared_sums.h).
+  // The number of ranks that the sums include, each with as many samples and rows as this one
+  // (shared_sums.h).
   int64_t ranks = 1;
   bool is_joint = false;  // means over the samples of all ranks
 
   int64_t samples() const;
-  // Those of gradients and their squares.
+  // The sums of gradients and of their squares.
   std::vector<at::Tensor> of_gradients() const;
-  // Counts those of a call, or of the curvature that the column is of.
+  // Counts the samples of a call, or of the curvature that the column belongs to.
   void count_samples(const gradients::detail::LayerCall& call, const CurvatureColumn* column);
 };
 
@@ -87,7 +89,7 @@ class FactorRecords {
   // gradient it is; null: it is that of the loss.
   void record(const FactorWeight& weight, const gradients::detail::LayerCall& call,
               const FactorLayer& layer, const CurvatureColumn* column = nullptr);
-  // Known without a call.
+  // Declares a layer before its first call.
   void declare(const at::Tensor& weight, FactorLayer layer);
   // Drops the sums of a weight if they include one of these backward passes, or if none is given.
   void drop(const at::Tensor& weight, at::IntArrayRef passes = {});

@@ -32,7 +32,7 @@ namespace torchium::optim::detail {
 void update_inverse_free(std::vector<KfacLayer>& layers, const FoundInfGuard& guard);
 
 // K K^T and C C^T, from which a direction takes half as many products as from K and C. They are
-// kept from one update to the next as A_root and G_root, beside the state.
+// kept from one update to the next as A_root and G_root, which are not part of the state.
 bool has_squares(const KfacLayer& layer);
 // For dense and diagonal K and C.
 void make_room_for_squares(KfacLayer& layer);

@@ -29,8 +29,8 @@ class SharedJacobian {
                                             at::ArrayRef<double> scales = {}) const;
   at::Tensor product(at::TensorList x, at::ArrayRef<double> scales = {}) const;
 
-  // Whether it holds on one rank: what the host decides on a CPU, where results that each rank has
-  // computed for itself may differ in their last bits. On a GPU the host decides nothing.
+  // Whether `own` is true on any rank, for decisions of the host on a CPU: results that each rank
+  // has computed for itself may differ in their last bits. On a GPU the host decides nothing.
   bool any(bool own) const { return shared_ && is_cpu_ ? shared_->any(own) : own; }
   // In place: the same bits of such results on all ranks.
   void equalize_(const std::vector<at::Tensor>& results) const;

@@ -35,7 +35,7 @@ class SharedRows {
   std::vector<at::Tensor> sum(const std::vector<at::Tensor>& own) const;
   // In place: what rank 0 has.
   void equalize_(const std::vector<at::Tensor>& tensors) const;
-  // Whether it holds on one rank. Waits.
+  // Whether `own` is true on any rank. Waits.
   bool any(bool own) const { return ranks_.all_reduce_max({own ? 1 : 0})[0] != 0; }
 
  private:
