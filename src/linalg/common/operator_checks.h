@@ -17,8 +17,8 @@ namespace torchium::linalg::detail {
 inline void check_operator(const char* function, int64_t n, const at::TensorOptions& options) {
   TORCH_CHECK_VALUE(n > 0, function, ": n is ", n, "; it must be positive.");
   const auto dtype = c10::typeMetaToScalarType(options.dtype());
-  TORCH_CHECK_VALUE(dtype == at::kFloat || dtype == at::kDouble, function, ": dtype is ", dtype,
-                    "; it must be float32 or float64.");
+  TORCH_CHECK_VALUE(dtype == at::kFloat || dtype == at::kDouble, function, ": dtype is ",
+                    c10::getDtypeNames(dtype).first, "; it must be float32 or float64.");
 }
 
 inline void check_product(const at::Tensor& X, const at::Tensor& product) {

@@ -20,7 +20,8 @@ void check_params(const char* function, const std::vector<at::Tensor>& params) {
     TORCH_CHECK_VALUE(p.requires_grad(), function, ": params[", i,
                       "] does not require gradients; leave it out.");
     TORCH_CHECK_VALUE(p.scalar_type() == at::kFloat || p.scalar_type() == at::kDouble, function,
-                      ": params[", i, "] is ", p.scalar_type(), "; it must be float32 or float64.");
+                      ": params[", i, "] is ", c10::getDtypeNames(p.scalar_type()).first,
+                      "; it must be float32 or float64.");
     const auto is_p = [&](const at::Tensor& other) { return other.is_same(p); };
     TORCH_CHECK_VALUE(std::none_of(params.begin(), params.begin() + i, is_p), function, ": params[",
                       i, "] is in params twice.");

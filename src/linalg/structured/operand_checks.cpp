@@ -11,7 +11,7 @@ const at::Tensor& checked_operand(const char* kind, const char* name, const at::
   TORCH_CHECK_VALUE(operand.layout() == at::kStrided, kind, ": ", name, " is a tensor of layout ",
                     operand.layout(), "; it must be dense. Sparse takes sparse matrices.");
   TORCH_CHECK_VALUE(operand.scalar_type() == at::kFloat || operand.scalar_type() == at::kDouble,
-                    kind, ": ", name, " is ", operand.scalar_type(),
+                    kind, ": ", name, " is ", c10::getDtypeNames(operand.scalar_type()).first,
                     "; it must be float32 or float64.");
   TORCH_CHECK_VALUE(operand.dim() >= dim, kind, ": ", name, " is ", operand.sizes(),
                     "; it must have at least ", dim, " dimension(s).");

@@ -164,7 +164,7 @@ def shares_fit_their_own_optimizer_alone(ranks: int) -> None:
         if share.is_floating_point() and getattr(share, "share", share).numel():
             getattr(share, "share", share).fill_(float("nan"))
     kind, message = message_of(lambda: optimizer.load_state_dict(state))
-    assert "NaN" in message
+    assert "has entries that are not finite" in message
     assert_same(values(optimizer, params), before)
 
 

@@ -64,9 +64,11 @@ def train(
 ) -> tuple[Optimizer, list[Tensor]]:
     optimizer = make(model)
     generator = torch.Generator().manual_seed(1)
+    device = next(model.parameters()).device
     for _ in range(steps):
         x = torch.randn(SAMPLES, POSITIONS, WIDTH, dtype=torch.float64, generator=generator)
-        y = torch.randint(CLASSES, (SAMPLES,), generator=generator)
+        y = torch.randint(CLASSES, (SAMPLES,), generator=generator).to(device)
+        x = x.to(next(model.parameters()))
         optimizer.zero_grad()
         outputs = model(x)
         if optimizer.param_groups[0]["fisher"] == "ggn":
@@ -80,10 +82,10 @@ def train(
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_attention_trains_as_its_linear_layers(
-    name: str, batch_first: bool, need_weights: bool
+    name: str, batch_first: bool, need_weights: bool, device: torch.device
 ) -> None:
-    model = Attention(batch_first, need_weights).double()
-    reference = OfLinearLayers(model).double()
+    model = Attention(batch_first, need_weights).double().to(device)
+    reference = OfLinearLayers(model).double().to(device)
     optimizer, params = train(model, OPTIMIZERS[name])
     _, expected = train(reference, OPTIMIZERS[name])
     torch.testing.assert_close(params, expected, rtol=1e-10, atol=1e-10)
@@ -122,9 +124,9 @@ class Encoder(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_positions_may_come_first_in_a_transformer(name: str) -> None:
-    model = Encoder(batch_first=True).double()
-    other = Encoder(batch_first=False).double()
+def test_positions_may_come_first_in_a_transformer(name: str, device: torch.device) -> None:
+    model = Encoder(batch_first=True).double().to(device)
+    other = Encoder(batch_first=False).double().to(device)
     other.load_state_dict(model.state_dict())
     _, params = train(model, OPTIMIZERS[name])
     _, others = train(other, OPTIMIZERS[name])
@@ -216,3 +218,23 @@ def test_hooks_of_a_copied_model_remove_themselves() -> None:
     assert model.attention._forward_pre_hooks
     del optimizer
     assert not model.attention._forward_pre_hooks
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_attention_under_autocast_on_a_device(batch_first: bool) -> None:
+    model = Attention(batch_first).cuda()
+    reference = OfLinearLayers(model).cuda()
+    factors = []
+    for each in (model, reference):
+        optimizer = torchium.KFAC(each, lr=0.0, TCov=1, TInv=1)
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(64, 32, WIDTH, generator=generator).cuda()
+        with torch.autocast("cuda", torch.bfloat16):
+            outputs = each(x)
+        outputs.float().square().mean().backward()
+        optimizer.step()
+        weights = [p for p in each.parameters() if p.dim() == 2]
+        factors.append([optimizer.state[p][key] for p in weights for key in ("A", "G")])
+    for own, expected in zip(*factors, strict=True):
+        assert (own - expected).norm() < 2e-2 * expected.norm()  # of gradients in bfloat16
