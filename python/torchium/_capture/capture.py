@@ -69,9 +69,8 @@ class Capture:
         # Of modules that were given a parameter since they last ran.
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self.ran = False  # whether one of the modules has run
-        self._is_wanted: bool | None = (
-            None  # what `wants` has returned since forget(); None: not asked
-        )
+        # What `wants` has returned since forget(); None: it was not asked.
+        self._is_wanted: bool | None = None
         # Until forget() or a change of the modules, calls of hooked modules leave nothing behind.
         self._is_idle = False
         number = next(_capture_numbers)
@@ -270,9 +269,8 @@ class Capture:
         if is_attention(module) and module not in self._hooked_attention:
             for layer in projections(module):
                 self.adopt(layer, "")
-            if (
-                module in self._hooked_attention
-            ):  # which hooks this call after its forward pass only
+            # Its own hook before the forward pass comes too late for this call.
+            if module in self._hooked_attention:
                 self._before_attention(module, args, kwargs)
 
     def _before_attention(
@@ -294,7 +292,8 @@ class Capture:
             self._running.watched[-1] = True
 
     def _after_attention(self, *call: Any) -> None:
-        if self._running.watched.pop():
+        watched = getattr(self._running, "watched", None)
+        if watched and watched.pop():  # else a hook before ours has raised
             self.core.end_products()
 
     def _number(self, module: nn.Module) -> int:

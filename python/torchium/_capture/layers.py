@@ -37,9 +37,7 @@ class LayerKind(IntEnum):
     TRANSPOSED_LINEAR = 8  # Conv1D of transformers: a linear layer with a weight [in, out]
     CONV1D = 9  # a conv2d of height 1
     TRANSPOSED_CONV = 10  # of 1, 2 or 3 dimensions: a convolution with another setting
-    SELF_ATTENTION = (
-        11  # the projection of queries, keys and values: a linear layer within the module
-    )
+    SELF_ATTENTION = 11  # its projection of queries, keys and values, a linear layer
 
 
 @dataclass(eq=False, slots=True)

@@ -238,3 +238,20 @@ def test_attention_under_autocast_on_a_device(batch_first: bool) -> None:
         factors.append([optimizer.state[p][key] for p in weights for key in ("A", "G")])
     for own, expected in zip(*factors, strict=True):
         assert (own - expected).norm() < 2e-2 * expected.norm()  # of gradients in bfloat16
+
+
+def test_an_error_of_another_hook_leaves_the_observation_alone() -> None:
+    model = Attention(batch_first=True).double()
+
+    def raises(*call: object) -> None:
+        raise KeyError("of another hook")
+
+    handle = model.attention.register_forward_pre_hook(raises)
+    optimizer = OPTIMIZERS["kfac"](model)
+    with pytest.raises(KeyError, match="of another hook"):
+        model(torch.randn(2, POSITIONS, WIDTH, dtype=torch.float64))
+    handle.remove()
+    reference = OfLinearLayers(model).double()
+    _, params = train(model, lambda _: optimizer)
+    _, expected = train(reference, OPTIMIZERS["kfac"])
+    torch.testing.assert_close(params, expected, rtol=1e-10, atol=1e-10)
