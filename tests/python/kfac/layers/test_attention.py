@@ -255,3 +255,13 @@ def test_an_error_of_another_hook_leaves_the_observation_alone() -> None:
     _, params = train(model, lambda _: optimizer)
     _, expected = train(reference, OPTIMIZERS["kfac"])
     torch.testing.assert_close(params, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["kfac", "natural_gradient"])
+def test_attention_of_a_compiled_model(name: str) -> None:
+    model = Attention(batch_first=True).double()
+    other = copy.deepcopy(model)
+    _, params = train(model, OPTIMIZERS[name])
+    optimizer = OPTIMIZERS[name](other)
+    _, others = train(torch.compile(other, backend="aot_eager"), lambda _: optimizer)
+    torch.testing.assert_close(others, params, rtol=1e-12, atol=1e-12)
