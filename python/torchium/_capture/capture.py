@@ -85,7 +85,7 @@ class Capture:
         self._params: set[Tensor] = set()
         self._hooked_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._hooked_attention: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._time_first: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._time_first: set[nn.Module] = set()  # each call of a layer asks it
         self._scanned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._handles: list[RemovableHandle] = []
         # While owners are unknown: of the hooks after and before the forward pass of all modules.

@@ -47,12 +47,6 @@ SampleDimension samples_within(const nn::Module& module, SampleDimension outside
   return is_attention && outside == SampleDimension::kFirst ? SampleDimension::kSecond : outside;
 }
 
-// Queries, keys and values have one weight.
-bool is_packed_attention(const nn::Module& module) {
-  const auto* attention = dynamic_cast<const nn::MultiheadAttentionImpl*>(&module);
-  return attention != nullptr && attention->_qkv_same_embed_dim;
-}
-
 bool is_batch_norm(const nn::Module& module) {
   return is_one_of<nn::BatchNorm1dImpl, nn::BatchNorm2dImpl, nn::BatchNorm3dImpl>(module);
 }
@@ -71,8 +65,8 @@ std::string problem_of(const nn::Module& module) {
            : options.sparse()             ? "has sparse = true"
                                           : "";
   }
-  if (dynamic_cast<const nn::MultiheadAttentionImpl*>(&module) != nullptr) {
-    return is_packed_attention(module) ? "" : "has kdim or vdim";
+  if (const auto* attention = dynamic_cast<const nn::MultiheadAttentionImpl*>(&module)) {
+    return attention->_qkv_same_embed_dim ? "" : "has kdim or vdim";
   }
   if (is_batch_norm(module)) {
     return "is of an unsupported type, and in training normalises with the statistics of the batch";

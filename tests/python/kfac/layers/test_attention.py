@@ -78,6 +78,19 @@ def train(
     return optimizer, list(model.parameters())
 
 
+def assert_trains_as(
+    model: nn.Module,
+    reference: nn.Module,
+    make: Callable[[nn.Module], Optimizer],
+    make_reference: Callable[[nn.Module], Optimizer] | None = None,
+    tolerance: float = 1e-10,
+) -> Optimizer:
+    optimizer, params = train(model, make)
+    _, expected = train(reference, make_reference or make)
+    torch.testing.assert_close(params, expected, rtol=tolerance, atol=tolerance)
+    return optimizer
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("need_weights", [False, True])
@@ -86,9 +99,7 @@ def test_attention_trains_as_its_linear_layers(
 ) -> None:
     model = Attention(batch_first, need_weights).double().to(device)
     reference = OfLinearLayers(model).double().to(device)
-    optimizer, params = train(model, OPTIMIZERS[name])
-    _, expected = train(reference, OPTIMIZERS[name])
-    torch.testing.assert_close(params, expected, rtol=1e-10, atol=1e-10)
+    optimizer = assert_trains_as(model, reference, OPTIMIZERS[name])
     if name.startswith("kfac"):
         assert optimizer.report()["fallback"] == []
         assert optimizer.report()["parameters"]["attention.in_proj_weight"] == (
@@ -101,9 +112,7 @@ def test_attention_trains_as_its_linear_layers(
 def test_without_biases(name: str) -> None:
     model = Attention(batch_first=True, bias=False).double()
     reference = OfLinearLayers(model).double()
-    _, params = train(model, OPTIMIZERS[name])
-    _, expected = train(reference, OPTIMIZERS[name])
-    torch.testing.assert_close(params, expected, rtol=1e-10, atol=1e-10)
+    assert_trains_as(model, reference, OPTIMIZERS[name])
 
 
 class Encoder(nn.Module):
@@ -128,9 +137,7 @@ def test_positions_may_come_first_in_a_transformer(name: str, device: torch.devi
     model = Encoder(batch_first=True).double().to(device)
     other = Encoder(batch_first=False).double().to(device)
     other.load_state_dict(model.state_dict())
-    _, params = train(model, OPTIMIZERS[name])
-    _, others = train(other, OPTIMIZERS[name])
-    torch.testing.assert_close(others, params, rtol=1e-9, atol=1e-9)
+    assert_trains_as(other, model, OPTIMIZERS[name], tolerance=1e-9)
 
 
 def test_attention_of_other_keys_falls_back_by_name() -> None:
@@ -170,9 +177,7 @@ def test_an_error_in_the_forward_pass_ends_the_observation() -> None:
         with pytest.raises(AssertionError, match="was expecting embedding dimension"):
             model(torch.randn(2, 3, WIDTH + 1, dtype=torch.float64))
     assert optimizer.param_groups
-    _, params = train(model, lambda _: optimizer)
-    _, expected = train(reference, OPTIMIZERS["kfac"])
-    torch.testing.assert_close(params, expected, rtol=1e-10, atol=1e-10)
+    assert_trains_as(model, reference, lambda _: optimizer, OPTIMIZERS["kfac"])
 
 
 @pytest.mark.parametrize("name", ["kfac", "natural_gradient"])
@@ -190,9 +195,7 @@ def test_only_the_output_projection_is_trained(name: str) -> None:
         model(torch.randn(2, POSITIONS, WIDTH, dtype=torch.float64))  # shows the modules
         return optimizer
 
-    _, params = train(model, of_trained)
-    _, expected = train(reference, of_trained)
-    torch.testing.assert_close(params, expected, rtol=1e-10, atol=1e-10)
+    assert_trains_as(model, reference, of_trained)
 
 
 def test_recomputed_attention_is_recorded_once() -> None:
@@ -203,9 +206,7 @@ def test_recomputed_attention_is_recorded_once() -> None:
     model = Attention(batch_first=True).double()
     other = Checkpointed(batch_first=True).double()
     other.load_state_dict(model.state_dict())
-    _, params = train(model, OPTIMIZERS["kfac"])
-    _, others = train(other, OPTIMIZERS["kfac"])
-    torch.testing.assert_close(others, params, rtol=1e-12, atol=1e-12)
+    assert_trains_as(other, model, OPTIMIZERS["kfac"], tolerance=1e-12)
 
 
 def test_hooks_of_a_copied_model_remove_themselves() -> None:
@@ -252,16 +253,13 @@ def test_an_error_of_another_hook_leaves_the_observation_alone() -> None:
         model(torch.randn(2, POSITIONS, WIDTH, dtype=torch.float64))
     handle.remove()
     reference = OfLinearLayers(model).double()
-    _, params = train(model, lambda _: optimizer)
-    _, expected = train(reference, OPTIMIZERS["kfac"])
-    torch.testing.assert_close(params, expected, rtol=1e-10, atol=1e-10)
+    assert_trains_as(model, reference, lambda _: optimizer, OPTIMIZERS["kfac"])
 
 
 @pytest.mark.parametrize("name", ["kfac", "natural_gradient"])
 def test_attention_of_a_compiled_model(name: str) -> None:
     model = Attention(batch_first=True).double()
     other = copy.deepcopy(model)
-    _, params = train(model, OPTIMIZERS[name])
     optimizer = OPTIMIZERS[name](other)
-    _, others = train(torch.compile(other, backend="aot_eager"), lambda _: optimizer)
-    torch.testing.assert_close(others, params, rtol=1e-12, atol=1e-12)
+    compiled = torch.compile(other, backend="aot_eager")
+    assert_trains_as(compiled, model, lambda _: optimizer, OPTIMIZERS[name], tolerance=1e-12)
