@@ -54,16 +54,17 @@ struct Communicator::Group {
     return takes_cpu ? tensor : tensor.to(devices.front().type());
   }
 
-  void all_reduce_max_(const at::Tensor& values) const {
+  std::function<void()> begin_all_reduce(const at::Tensor& values, c10d::ReduceOp op) const {
     std::vector<at::Tensor> tensors{values};
     c10d::AllreduceOptions options;
-    options.reduceOp = c10d::ReduceOp::MAX;
-    processes->allreduce(tensors, options)->wait();
+    options.reduceOp = std::move(op);
+    const auto work = processes->allreduce(tensors, options);
+    return [work] { work->wait(); };
   }
 
   std::vector<int64_t> all_reduce_max(const std::vector<int64_t>& values) const {
     const at::Tensor all = sent(values);
-    all_reduce_max_(all);
+    begin_all_reduce(all, c10d::ReduceOp::MAX)();
     const at::Tensor result = all.cpu();
     const auto* data = result.const_data_ptr<int64_t>();
     return {data, data + result.numel()};
@@ -136,7 +137,7 @@ std::vector<int64_t> Communicator::all_reduce_max(const std::vector<int64_t>& va
   return most;
 }
 
-void Communicator::all_reduce_max_(at::Tensor& values) const { group_->all_reduce_max_(values); }
+void Communicator::all_reduce_max_(at::Tensor& values) const { begin_all_reduce_max(values)(); }
 
 void Communicator::all_reduce_sum_(at::Tensor& values) const { begin_all_reduce_sum(values)(); }
 
@@ -162,6 +163,13 @@ std::vector<std::vector<int64_t>> Communicator::all_gather(
   return rows;
 }
 
+std::string Communicator::memory_group() const {
+  HostExchange* hosts = group_->host_exchange();
+  return hosts == nullptr ? "" : hosts->memory_group(group_->processes);
+}
+
+void Communicator::give_up_memory() const { group_->host_exchange()->give_up_memory(); }
+
 void Communicator::combine_(const std::vector<at::Tensor>& tensors) const {
   std::vector<at::Tensor> bytes;  // a sum of floats would lose -0
   for (const at::Tensor& tensor : tensors) {
@@ -182,9 +190,11 @@ void Communicator::combine_(const std::vector<at::Tensor>& tensors) const {
 }
 
 std::function<void()> Communicator::begin_all_reduce_sum(const at::Tensor& values) const {
-  std::vector<at::Tensor> tensors{values};
-  const auto work = group_->processes->allreduce(tensors);
-  return [work] { work->wait(); };
+  return group_->begin_all_reduce(values, c10d::ReduceOp::SUM);
+}
+
+std::function<void()> Communicator::begin_all_reduce_max(const at::Tensor& values) const {
+  return group_->begin_all_reduce(values, c10d::ReduceOp::MAX);
 }
 
 std::function<void()> Communicator::begin_all_gather(const at::Tensor& part, at::Tensor all) const {

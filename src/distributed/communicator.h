@@ -44,11 +44,15 @@ class Communicator {
   // The values of each rank, which gives equally many: [rank][position]. Waits as
   // all_reduce_max() does.
   std::vector<std::vector<int64_t>> all_gather(const std::vector<int64_t>& values) const;
+  // The name under which these ranks share memory (peer_memory.h). Empty: they cannot.
+  std::string memory_group() const;
+  void give_up_memory() const;
   // Each of these contiguous tensors has its values on one rank and zeros on the others; afterwards
   // all ranks have the values, bit for bit.
   void combine_(const std::vector<at::Tensor>& tensors) const;
-  // Starts an all-reduce in place of a contiguous tensor. The returned function waits for it.
+  // Start an all-reduce in place of a contiguous tensor. The returned function waits for it.
   std::function<void()> begin_all_reduce_sum(const at::Tensor& values) const;
+  std::function<void()> begin_all_reduce_max(const at::Tensor& values) const;
   // Starts to gather `part` of every rank into `all` [rank, *part]. The returned function waits.
   std::function<void()> begin_all_gather(const at::Tensor& part, at::Tensor all) const;
   // Starts to send `sent` elements of `outgoing` to each rank in order, and to receive `received`

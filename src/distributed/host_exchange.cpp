@@ -1,9 +1,11 @@
 #include "distributed/host_exchange.h"
 
 #include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 
 #include <chrono>
 #include <cstring>
@@ -11,6 +13,10 @@
 
 namespace torchium::distributed {
 namespace {
+
+// Ranks that have shared other memory with different others count their exchanges differently, and
+// then wait for each other in vain.
+constexpr std::chrono::seconds kMemoryTimeout{30};
 
 bool is_tcp(const c10::intrusive_ptr<c10d::Store>& store) {
   auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get());
@@ -89,6 +95,22 @@ std::vector<std::vector<int64_t>> HostExchange::gather(const std::vector<int64_t
   }
   has_failed_ = false;
   return all;
+}
+
+std::string HostExchange::memory_group(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  if (!shares_memory_) {
+    return "";
+  }
+  if (!has_memory_group_) {
+    auto connection = store_->clone();
+    connection->setTimeout(kMemoryTimeout);
+    c10d::symmetric_memory::set_group_info(
+        name_, static_cast<int>(rank_), static_cast<int>(ranks_),
+        c10::make_intrusive<c10d::PrefixStore>(name_ + "/memory", std::move(connection)));
+    c10d::register_process_group(name_, group);
+    has_memory_group_ = true;
+  }
+  return name_;
 }
 
 }  // namespace torchium::distributed

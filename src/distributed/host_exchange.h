@@ -37,6 +37,11 @@ class HostExchange {
   // does every later call.
   std::vector<std::vector<int64_t>> gather(const std::vector<int64_t>& own);
 
+  // The name under which the ranks of this group share memory (c10d::symmetric_memory). Empty after
+  // an attempt that has failed on some of them.
+  std::string memory_group(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+  void give_up_memory() { shares_memory_ = false; }
+
  private:
   std::string key(int64_t number, int64_t rank) const;
 
@@ -45,6 +50,7 @@ class HostExchange {
   int64_t rank_, ranks_;
   int64_t count_ = 0;  // of calls
   bool has_failed_ = false;
+  bool shares_memory_ = true, has_memory_group_ = false;
 };
 
 }  // namespace torchium::distributed

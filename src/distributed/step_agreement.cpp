@@ -24,8 +24,9 @@ enum Slot : size_t {
   kMask = kSetup + 2,
   kLayers = kMask + 2,
   kGroupCount = kLayers + 2,
-  kCounts = kGroupCount + 2,  // may differ
-  kGroups = kCounts + 2,      // two values of each
+  kCounts = kGroupCount + 2,  // this and the next may differ
+  kNewMemory = kCounts + 2,
+  kGroups = kNewMemory + 2,  // two values of each
 };
 
 // Positive, so that its negative is a number too.
@@ -172,6 +173,7 @@ std::vector<int64_t> message_of(const StepFindings& own, const Communicator& ran
   add_both(kLayers, short_hash(hash_of(own.layers)));
   add_both(kGroupCount, static_cast<int64_t>(own.groups.size()));
   add_both(kCounts, short_hash(own.counts));
+  add_both(kNewMemory, own.new_memory == OnRanks::kAll ? 1 : 0);
   for (size_t g = 0; g < kMostSharedGroups; ++g) {
     const GroupFindings found = g < own.groups.size() ? own.groups[g] : GroupFindings();
     values.push_back(found.unfit < 0 ? 0 : kMost - found.unfit);
@@ -205,6 +207,9 @@ StepFindings findings_in(const std::vector<int64_t>& values, const StepFindings&
   all.found_inf = values[kFoundInf] != 0;
   all.renews = values[kRenews] != 0;
   all.same_counts = !differs(kCounts);
+  all.new_memory = differs(kNewMemory)       ? OnRanks::kSome
+                   : values[kNewMemory] == 1 ? OnRanks::kAll
+                                             : OnRanks::kNone;
   for (size_t g = 0; g < own.groups.size(); ++g) {
     const int64_t unfit = values[kGroups + 2 * g], failed = values[kGroups + 2 * g + 1];
     all.groups[g].unfit = unfit == 0 ? -1 : kMost - unfit;
@@ -267,12 +272,15 @@ PendingAgreement::PendingAgreement(StepFindings own, const DeviceFindings& on_de
   on_host_ = at::empty(message_.sizes(), at::TensorOptions(at::kLong).pinned_memory(true));
 }
 
-void PendingAgreement::begin() {
+void PendingAgreement::begin(const std::function<void()>& meanwhile) {
   if (!message_.defined()) {
+    held_.run(meanwhile);
     values_ = ranks_.all_reduce_max(values_);
     return;
   }
-  ranks_.all_reduce_max_(message_);
+  const auto wait = ranks_.begin_all_reduce_max(message_);
+  held_.run(meanwhile);
+  wait();
   held_.run([&] {
     skipped_ = skipped_groups(message_, own_.groups.size());
     on_host_.copy_(message_, /*non_blocking=*/true);

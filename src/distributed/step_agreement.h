@@ -9,6 +9,7 @@
 #include <c10/core/Event.h>
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -25,6 +26,8 @@ struct GroupFindings {
   int64_t failed = -1;        // its parameter
 };
 
+enum class OnRanks : uint8_t { kNone, kSome, kAll };
+
 struct StepFindings {
   std::string call = "step()";  // in messages
   bool has_error = false;
@@ -38,7 +41,9 @@ struct StepFindings {
   bool renews = false;      // this rank has lost inverses, which all ranks then recompute
   uint64_t counts = 0;      // a hash of the numbers of samples of all layers
   bool same_counts = true;  // on all ranks; agreed on
-  int64_t failure = 0;      // see failure_of_rank(); of the step before
+  // Whether the memory that others are to read is new on this rank; agreed on: on which.
+  OnRanks new_memory = OnRanks::kNone;
+  int64_t failure = 0;  // see failure_of_rank(); of the step before
   std::vector<GroupFindings> groups;
 };
 
@@ -76,8 +81,9 @@ class PendingAgreement {
   PendingAgreement(StepFindings own, const DeviceFindings& on_device, const Communicator& ranks,
                    c10::Device device);
 
-  // All ranks must call it. An error on this rank alone is held, for skipped().
-  void begin();
+  // All ranks must call it. `meanwhile` launches work that needs no agreement. An error on this
+  // rank alone is held, for skipped().
+  void begin(const std::function<void()>& meanwhile = [] {});
   // [groups] float64 on the device: 0 where the step of a group is taken, else 1. Undefined on a
   // CPU.
   const at::Tensor& skipped() const;

@@ -1,15 +1,18 @@
 // Brings the updates that each rank has computed to all ranks, in buckets, stage after stage: those
-// of a stage travel while the next is computed.
+// of a stage travel while the next is computed. Ranks of one host can read them from each other's
+// memory; else they are gathered.
 #pragma once
 
 #include "distributed/bucket_slots.h"
 #include "distributed/communicator.h"
+#include "distributed/peer_memory.h"
 
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <vector>
 
 namespace torchium::distributed {
@@ -25,13 +28,21 @@ class UpdateExchange {
 
   // `parts`: in the order of their stages. `dtype`: of the updates; they travel in `comm_dtype`, at
   // most `bucket_bytes` of all ranks together at a time, or one part of each if that is larger.
+  // `is_readable`: allocates, where it can, the memory of this rank's parts so that others may read
+  // it, which waits for the device.
   UpdateExchange(const Communicator& communicator, const std::vector<Part>& parts,
                  at::ScalarType dtype, at::ScalarType comm_dtype, int64_t bucket_bytes,
-                 c10::Device device);
+                 c10::Device device, bool is_readable = false);
 
   // The memory of a part that this rank owns: contiguous, to be filled before run().
   const at::Tensor& own(size_t part) const { return own_[part]; }
   void clear_own();
+
+  // Whether the ranks have still to call share_memory().
+  bool has_new_memory() const { return has_new_memory_; }
+  // Lets the ranks read each other's parts if they can. All must call it, with all_new where the
+  // memory of all is new.
+  void share_memory(bool all_new);
 
   // Calls take(parts) for every bucket of a stage, this rank's own parts included, while the next
   // one travels. All ranks must call it for all stages in their order. The updates are valid during
@@ -54,12 +65,19 @@ class UpdateExchange {
     std::vector<Update> updates = {};  // where they arrive
   };
   void fill_buckets(const std::vector<Part>& parts, int64_t most);
+  void place_updates();
+  at::Tensor received(size_t k) const;
+  std::function<void()> begin(size_t k) const;
 
   Communicator communicator_;
   at::ScalarType comm_dtype_;
   std::vector<Bucket> buckets_;
   BucketSlots slots_;
-  at::Tensor buffer_;            // shares of all buckets
+  at::Tensor buffer_;  // shares of all buckets
+  // The same in comm_dtype, for others to read; undefined: none.
+  std::unique_ptr<PeerMemory> memory_;
+  at::Tensor readable_;
+  bool has_new_memory_, reads_ = false;
   std::vector<at::Tensor> own_;  // views; undefined: another rank's
 };
 

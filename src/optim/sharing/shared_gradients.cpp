@@ -14,7 +14,15 @@
 
 namespace torchium::optim::detail {
 
-// Copies the gradients that this rank gives, by few launches where they lie in one piece.
+// Whether the step can read the values where they are.
+bool SharedPlans::takes_as_it_is(const Sent& sent, const at::Tensor& source) const {
+  const auto& options = *options_[parameters_[sent.parameter].group];
+  return sent.block != nullptr && source.scalar_type() == sent.memory.scalar_type() &&
+         !rules_->maximize(options) && rules_->l2_penalty(options) == 0.0;
+}
+
+// Takes the gradients that this rank gives, and copies them where it has to: by few launches where
+// they lie in one piece.
 void SharedPlans::gather_gradients() {
   struct CopyLists {
     std::vector<at::Tensor> targets, sources;
@@ -22,7 +30,7 @@ void SharedPlans::gather_gradients() {
   std::map<at::ScalarType, CopyLists> in_one_piece;  // _foreach_copy_() takes targets of one dtype
   size_t parameter = parameters_.size();
   at::Tensor grad;  // in a memory layout whose blocks are views
-  for (const Sent& sent : sent_) {
+  for (Sent& sent : sent_) {
     const Parameter& p = parameters_[sent.parameter];
     if (!p.is_active) {
       continue;
@@ -34,12 +42,16 @@ void SharedPlans::gather_gradients() {
     }
     const at::Tensor source =
         part_of_shard(grad, *p.shared, *sent.part, sent.part->local_on(ranks_.rank()));
-    if (given.is_contiguous() && source.is_contiguous() && source.numel() > 0) {
-      CopyLists& copies = in_one_piece[sent.values.scalar_type()];
-      copies.targets.push_back(sent.values);
+    const bool is_in_one_piece = given.is_contiguous() && source.is_contiguous();
+    sent.values = sent.memory;
+    if (is_in_one_piece && takes_as_it_is(sent, source)) {
+      sent.values = source;
+    } else if (is_in_one_piece && source.numel() > 0) {
+      CopyLists& copies = in_one_piece[sent.memory.scalar_type()];
+      copies.targets.push_back(sent.memory);
       copies.sources.push_back(source);
     } else {
-      sent.values.copy_(source);
+      sent.memory.copy_(source);
     }
   }
   for (auto& [dtype, copies] : in_one_piece) {
@@ -105,6 +117,11 @@ PendingAgreement SharedPlans::begin_agreement(const LearningRates& lr,
     gather_gradients();
     own.groups = failures_;
     own.setup = hash_of_step(lr);
+    if (std::ranges::any_of(exchanges_, [](const auto& exchange) {
+          return exchange.second.gathered->has_new_memory();
+        })) {
+      own.new_memory = distributed::OnRanks::kAll;
+    }
     for (const Parameter& p : parameters_) {
       own.mask.push_back(p.is_active ? 1 : 0);
     }
@@ -128,8 +145,15 @@ PendingAgreement SharedPlans::begin_agreement(const LearningRates& lr,
     withdraw(device_);
     throw;
   }
-  agreement->begin();
+  agreement->begin([&] { clear_directions(); });
   return std::move(*agreement);
+}
+
+void SharedPlans::clear_directions() const {
+  for (const auto& [dtype, exchange] : exchanges_) {
+    exchange.gathered->clear_own();
+    at::Tensor(exchange.directions).zero_();
+  }
 }
 
 StepFindings SharedPlans::settle(const PendingAgreement& agreement) {
@@ -159,12 +183,23 @@ bool SharedPlans::settles_late() const {
   });
 }
 
+// The step is done: the caller may free its gradients.
+void SharedPlans::release_gradients() {
+  give_gradients([](const Parameter& p) { return p.is_active; });
+  for (Sent& sent : sent_) {
+    sent.values.reset();
+  }
+}
+
 void SharedPlans::finish_gradients(const StepFindings& findings) {
   give_gradients([&](const Parameter& p) { return steps(p, findings); });
   for (const Sent& sent : sent_) {
     const Parameter& p = parameters_[sent.parameter];
     if (!steps(p, findings)) {
       continue;
+    }
+    if (sent.block != nullptr) {
+      sent.block->tensor.mutable_grad() = sent.values;
     }
     const auto& options = *options_[p.group];
     const GradientRule rule{.maximize = rules_->maximize(options),

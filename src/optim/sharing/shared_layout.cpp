@@ -71,7 +71,7 @@ namespace {
 // Which of `stages` stages the elements belong to that begin at this share of all. A stage is
 // smaller than the one before, so that little has still to travel when the last has been computed.
 size_t stage_at(double share, int64_t stages) {
-  constexpr double kShrink = 0.7;
+  constexpr double kShrink = 0.5;
   std::vector<double> ends;
   double size = 1.0, end = 0.0;
   for (int64_t stage = 0; stage < stages; ++stage) {
@@ -168,7 +168,7 @@ void SharedPlans::allocate(at::ScalarType dtype, Exchange& exchange, const Tenso
         {shared.owners[place.block], shared.blocks[place.block].rectangle.numel(), place.stage});
   }
   exchange.gathered = std::make_unique<distributed::UpdateExchange>(
-      ranks_, gathered, dtype, comm_dtype, sharing_.bucket_bytes, device_);
+      ranks_, gathered, dtype, comm_dtype, sharing_.bucket_bytes, device_, /*is_readable=*/true);
   for (size_t k = 0; k < gathered.size(); ++k) {
     if (gathered[k].owner == ranks_.rank()) {
       add_own_block(exchange.gathered_places[k], exchange.gathered->own(k), before);
@@ -255,16 +255,16 @@ void SharedPlans::lay_out_sent() {
         if (part.source != ranks_.rank()) {
           continue;
         }
-        Sent sent{.parameter = p, .part = &part, .values = {}, .target = {}};
+        Sent sent{.parameter = p, .part = &part, .memory = {}};
         const auto& sizes = part.rectangle.sizes;
         if (shared->owners[b] != ranks_.rank()) {
-          sent.values = outgoing.at({&part, shared->owners[b]}).view(sizes);
-        } else if (const at::Tensor& gradient = own_block(p, b).gradient;
-                   part.rectangle == shared->blocks[b].rectangle) {
-          sent.values = gradient;
+          sent.memory = outgoing.at({&part, shared->owners[b]}).view(sizes);
+        } else if (OwnBlock& own = own_block(p, b); part.rectangle == shared->blocks[b].rectangle) {
+          sent.memory = own.gradient;
+          sent.block = &own;
         } else {
-          sent.values = at::zeros(sizes, gradient.options());
-          sent.target = part_of_block(gradient, shared->blocks[b], part);
+          sent.memory = at::zeros(sizes, own.gradient.options());
+          sent.target = part_of_block(own.gradient, shared->blocks[b], part);
         }
         sent_.push_back(std::move(sent));
       }

@@ -84,9 +84,12 @@ class SharedPlans : public BlockedPlans {
   struct Sent {
     size_t parameter;
     const distributed::Part* part;
-    at::Tensor values;  // contiguous, in the dtype of the state
-    // The gradient of an own block, to which they are copied; undefined: nothing to copy.
-    at::Tensor target;
+    at::Tensor memory;  // contiguous, in the dtype of the state
+    // The own block whose gradient that is; null: another.
+    OwnBlock* block = nullptr;
+    // The gradient of an own block, to which the values are copied; undefined: nothing to copy.
+    at::Tensor target = {};
+    at::Tensor values = {};  // of this step: `memory`, or the gradient itself
   };
   struct Parameter {
     size_t group, index;
@@ -143,7 +146,7 @@ class SharedPlans : public BlockedPlans {
   const distributed::Part& part_at(const PartPlace& place) const;
   // Directions travel in stages: those without matrices first, which take little time to compute,
   // then matrices in parts.
-  static constexpr size_t kStages = 4;
+  static constexpr size_t kStages = 3;
   size_t group_of_blocks(size_t group, size_t kind, size_t stage) const {
     return (group * rules_->kinds() + kind) * kStages + stage;
   }
@@ -160,6 +163,9 @@ class SharedPlans : public BlockedPlans {
   void give_gradients(const std::function<bool(const Parameter&)>& has_gradient);
 
   void gather_gradients();
+  bool takes_as_it_is(const Sent& sent, const at::Tensor& source) const;
+  void release_gradients();
+  void clear_directions() const;
   at::Tensor unfit_parameters() const;
   at::Tensor values_of(const Sent& sent) const;
   uint64_t hash_of_step(const LearningRates& lr) const;
@@ -186,6 +192,7 @@ class SharedPlans : public BlockedPlans {
                                    at::ScalarType dtype, const StepFindings& findings,
                                    Copies& copies) const;
   void apply(std::vector<Update> updates, const std::vector<at::Tensor>& rates) const;
+  void share_memory(distributed::OnRanks new_memory) const;
   void apply_all(const StepFindings& findings, const LearningRates& lr, HeldError& held);
   void finish_parameters(const StepFindings& findings, const Copies& copies,
                          const at::Tensor& all_well);

@@ -9,6 +9,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <utility>
@@ -23,6 +24,7 @@ void SharedPlans::step(const LearningRates& lr, const at::Tensor& found_inf) {
       !torchium::detail::is_capturing(device_),
       "step() with a process_group cannot be captured in a CUDA graph: the host reads in each "
       "step what the ranks have agreed on");
+  const auto release = c10::make_scope_exit([&] { release_gradients(); });
   const PendingAgreement agreement = begin_agreement(lr, found_inf);
   const bool is_late = settles_late();
   StepFindings findings = is_late ? all_kept() : settle(agreement);
@@ -33,7 +35,10 @@ void SharedPlans::step(const LearningRates& lr, const at::Tensor& found_inf) {
   held.run([&] { finish_gradients(findings); });  // g <- +-g + wd p
   exchange_gradients(findings, held);
   stream_->begin();
-  held.run([&] { step_blocks(findings, is_late ? agreement.skipped() : at::Tensor()); });  // 0 + d
+  held.run([&] {
+    const at::Tensor skipped = agreement.skipped();
+    step_blocks(findings, is_late ? skipped : at::Tensor());  // 0 + d
+  });
   stream_->end_stages(kStages + 1);
   if (is_late) {
     findings = settle_late(agreement);
@@ -50,10 +55,6 @@ void SharedPlans::step(const LearningRates& lr, const at::Tensor& found_inf) {
 // Stage after stage; one more sends what does not go to all ranks. `skipped`: of the groups, on the
 // device; undefined: the host knows.
 void SharedPlans::step_blocks(const StepFindings& findings, const at::Tensor& skipped) {
-  for (const auto& [dtype, exchange] : exchanges_) {
-    exchange.gathered->clear_own();
-    exchange.directions.zero_();
-  }
   TORCH_CHECK(blocks_.prepare(), "parameters, gradients or state changed during step()");
   const at::Tensor minus_one = at::scalar_tensor(-1.0, at::kDouble);
   const auto found_inf = [&](size_t group) {
@@ -225,10 +226,21 @@ void SharedPlans::apply(std::vector<Update> updates, const std::vector<at::Tenso
   }
 }
 
+// A rank whose parameters were replaced has new memory for others to read. If they have no new one,
+// nobody reads any more.
+void SharedPlans::share_memory(distributed::OnRanks new_memory) const {
+  if (new_memory != distributed::OnRanks::kNone) {
+    for (const auto& [dtype, exchange] : exchanges_) {
+      exchange.gathered->share_memory(new_memory == distributed::OnRanks::kAll);
+    }
+  }
+}
+
 void SharedPlans::apply_all(const StepFindings& findings, const LearningRates& lr,
                             HeldError& held) {
   stream_->wait_for(0);
   const at::Tensor all_well = agree_on_error(held);
+  share_memory(findings.new_memory);
   const bool has_directions = !held.is_set();
   std::vector<at::Tensor> rates;
   held.run([&] {

@@ -65,18 +65,21 @@ class Ranks:
     After a failure, whether in one process or in all, the next case runs in a new group.
     """
 
-    def __init__(self, ranks: int, folder: Path, device_type: str = "cpu") -> None:
+    def __init__(
+        self, ranks: int, folder: Path, device_type: str = "cpu", by_tcp: bool | None = None
+    ) -> None:
         self.ranks, self.folder, self.starts = ranks, folder, 0
         self.device_type = device_type
+        # Hosts exchange numbers through a TCP store, like torchrun's, but not through files.
+        self.by_tcp = ranks == 3 or device_type == "cuda" if by_tcp is None else by_tcp
         self.members: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
 
     def start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(IMPORTS)
         self.starts += 1
-        # Hosts exchange numbers through a TCP store, like torchrun's, but not through files.
         port = 0
-        if self.ranks == 3 or self.device_type == "cuda":
+        if self.by_tcp:
             self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             port = self.store.port
         file = str(self.folder / f"store{self.starts}")

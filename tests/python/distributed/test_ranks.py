@@ -76,6 +76,18 @@ def test_on_ranks(groups, device_type, ranks, module, name):
     groups[device_type, ranks].check(module, name)
 
 
+@pytest.mark.cuda
+@few_gpus
+@pytest.mark.xdist_group("2 ranks, cuda")
+def test_updates_are_gathered_where_no_memory_is_read(tmp_path):
+    """Ranks without a TCP store do not read each other's memory."""
+    group = Ranks(GPUS, tmp_path, "cuda", by_tcp=False)
+    try:
+        group.check(shampoo_on_gpus.__name__, "equals_one_process")
+    finally:
+        group.stop()
+
+
 @pytest.mark.xdist_group("2 ranks, cpu")
 def test_a_new_group_follows_a_failure(groups):
     group, module = groups["cpu", 2], runner_cases.__name__

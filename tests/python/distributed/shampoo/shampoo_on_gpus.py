@@ -65,6 +65,33 @@ def equals_one_process(ranks: int) -> None:
                 assert error < rtol, (dtype, options, i, error)
 
 
+def kernels_of_a_step(optimizer: Any, params: list[nn.Parameter], step: int) -> set[str]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        train(optimizer, params, range(step, step + 1))
+        torch.cuda.synchronize()
+    return {event.key for event in profile.key_averages()}
+
+
+@case(2)
+def directions_are_read_from_memory(ranks: int) -> None:
+    """Not gathered by NCCL, where the devices have peer access and all have new memory at once."""
+    rank = dist.get_rank()
+    has_access = torch.cuda.can_device_access_peer(rank, 1 - rank)
+    for comm_dtype in (torch.float32, torch.bfloat16):
+        params = parameters(torch.float32)
+        given = {"block_size": 128, "bucket_bytes": 2**16, "comm_dtype": comm_dtype}
+        optimizer = torchium.Shampoo(params, **given, process_group=dist.group.WORLD)
+        for step, replaced_on, reads in ((0, [], True), (2, [1], False), (4, [0, 1], True)):
+            if rank in replaced_on:
+                params[0].data = params[0].data.clone()
+            train(optimizer, params, range(step, step + 1))
+            names = kernels_of_a_step(optimizer, params, step + 1)
+            assert any("AllReduce" in name for name in names), names
+            gathers = any("AllGather" in name for name in names)
+            assert gathers != (reads and has_access), (step, names)
+            assert_same_on_all_ranks(params)
+
+
 @case(2)
 def memory_reports_count_the_graphs_of_all_stages(ranks: int) -> None:
     params = parameters(torch.float32)
