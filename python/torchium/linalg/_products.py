@@ -1,7 +1,7 @@
 """Kronecker products, products with bounded memory, and symmetric positive definite systems."""
 
 from collections.abc import Sequence
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -274,12 +274,18 @@ def fused_mul_add_(a: Sequence[Tensor], b: Sequence[Tensor], c: Sequence[Tensor]
             changed.
         RuntimeError: an entry that requires grad while gradients are recorded.
     """
-    for name, entries in (("a", a), ("b", b), ("c", c)):
+    try:
+        _ops.fused_mul_add_.default(a, b, c)
+    except (TypeError, RuntimeError):
+        _check_lists("fused_mul_add_", a=a, b=b, c=c)  # only now: it takes as long as the operator
+        raise
+
+
+def _check_lists(function: str, **lists: Any) -> None:
+    for name, entries in lists.items():
         if not isinstance(entries, (list, tuple)):
             raise ValueError(
-                f"fused_mul_add_: {name} is of type {type(entries).__name__}; it must be a list or "
+                f"{function}: {name} is of type {type(entries).__name__}; it must be a list or "
                 "tuple of tensors. For single tensors use fused_mul_add(a, b, c, out=c)."
             )
-        if not all(issubclass(kind, Tensor) for kind in set(map(type, entries))):
-            check_tensors("fused_mul_add_", **{f"{name}[{i}]": x for i, x in enumerate(entries)})
-    _ops.fused_mul_add_(a, b, c)
+        check_tensors(function, **{f"{name}[{i}]": x for i, x in enumerate(entries)})
