@@ -1,12 +1,14 @@
 """A step of Shampoo on several GPUs of one host: shared by the ranks, and repeated on each.
 
-Gradients are the same on all ranks, as under DistributedDataParallel. One process per GPU is started.
+Gradients are the same on all ranks, as under DistributedDataParallel. One process per GPU is started. "captured": steps
+without roots, replayed from a CUDA graph.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,16 +33,27 @@ def parameters(width: int, layers: int, words: int, device: torch.device) -> lis
     ]
 
 
-def seconds_of_step(optimizer: Any, params: list[nn.Parameter], warm_up: int, steps: int) -> float:
+def seconds_of_step(
+    optimizer: Any, params: list[nn.Parameter], warm_up: int, steps: int, captured: bool
+) -> float:
     """The mean of some steps, after others for state, graphs and buffers."""
     device = params[0].device
     for _ in range(warm_up):
         optimizer.step()
     optimizer.check_errors()
+    step: Callable[[], object] = optimizer.step
+    if captured:
+        optimizer.update_preconditioners()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            optimizer.step()
+        step = graph.replay
+        step()
+        torch.cuda.synchronize(device)
     dist.barrier()
     begin = time.perf_counter()
     for _ in range(steps):
-        optimizer.step()
+        step()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     dist.barrier()
@@ -62,16 +75,20 @@ def measure(rank: int, ranks: int, port: int, model: str, steps: int, on_gpu: bo
     for name, update_freq, warm_up in (
         ("every step", 1, 4 if on_gpu else 1),
         ("never", 10**6, 128 if on_gpu else 1),
+        ("captured", 10**6, 4),
     ):
+        captured = name == "captured"
+        if captured and not on_gpu:
+            continue
         times, states = [], []
         for group in (None, dist.group.WORLD):
             params = parameters(*MODELS[model], device)
             for p in params:
                 p.grad = p.detach() * 0.1
             optimizer = torchium.Shampoo.from_adamw(
-                params, update_freq=update_freq, process_group=group
+                params, update_freq=update_freq, process_group=group, capturable=captured
             )
-            times.append(seconds_of_step(optimizer, params, warm_up, steps))
+            times.append(seconds_of_step(optimizer, params, warm_up, steps, captured))
             states.append(state_bytes(optimizer))
             del optimizer, params
         if rank == 0:

@@ -1,5 +1,7 @@
 #include "distributed/step_agreement.h"
 
+#include "support/stream_capture.h"
+
 #include <ATen/ATen.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
@@ -183,6 +185,11 @@ std::vector<int64_t> message_of(const StepFindings& own, const Communicator& ran
   return values;
 }
 
+// most, least: of 1 on ranks and 0 on others, the latter negative.
+OnRanks on_ranks(int64_t most, int64_t least) {
+  return most != -least ? OnRanks::kSome : most == 1 ? OnRanks::kAll : OnRanks::kNone;
+}
+
 // Throws unless all ranks can take or skip the step together.
 StepFindings findings_in(const std::vector<int64_t>& values, const StepFindings& own,
                          const Communicator& ranks, const std::vector<std::string>& names) {
@@ -207,9 +214,7 @@ StepFindings findings_in(const std::vector<int64_t>& values, const StepFindings&
   all.found_inf = values[kFoundInf] != 0;
   all.renews = values[kRenews] != 0;
   all.same_counts = !differs(kCounts);
-  all.new_memory = differs(kNewMemory)       ? OnRanks::kSome
-                   : values[kNewMemory] == 1 ? OnRanks::kAll
-                                             : OnRanks::kNone;
+  all.new_memory = on_ranks(values[kNewMemory], values[kNewMemory + 1]);
   for (size_t g = 0; g < own.groups.size(); ++g) {
     const int64_t unfit = values[kGroups + 2 * g], failed = values[kGroups + 2 * g + 1];
     all.groups[g].unfit = unfit == 0 ? -1 : kMost - unfit;
@@ -254,22 +259,38 @@ at::Tensor skipped_groups(const at::Tensor& message, size_t groups) {
 
 StepFindings agree(const StepFindings& own, const Communicator& ranks,
                    const std::vector<std::string>& names, c10::Device device) {
-  PendingAgreement agreement(own, {}, ranks, device);
+  HostMessage host;
+  PendingAgreement agreement(own, {}, ranks, device, host);
   agreement.begin();
   return agreement.settle(names);
 }
 
+at::Tensor HostMessage::on(c10::Device device, const std::vector<int64_t>& values) {
+  if (values != values_ || !on_device_.defined() || on_device_.device() != device) {
+    TORCH_CHECK(!torchium::detail::is_capturing(device),
+                "step() cannot be captured yet: parameters, options or their state have changed "
+                "since the step before; run more steps before the capture");
+    const at::Tensor pinned = at::tensor(values, at::kLong).pin_memory();
+    if (on_device_.defined() && on_device_.device() == device) {
+      on_device_.copy_(pinned, /*non_blocking=*/true);  // graphs may read this memory
+    } else {
+      on_device_ = pinned.to(device, /*non_blocking=*/true);
+    }
+    values_ = values;
+  }
+  return on_device_.clone();
+}
+
 PendingAgreement::PendingAgreement(StepFindings own, const DeviceFindings& on_device,
-                                   const Communicator& ranks, c10::Device device)
+                                   const Communicator& ranks, c10::Device device, HostMessage& host)
     : own_(std::move(own)), ranks_(ranks), values_(message_of(own_, ranks_)) {
   if (device.is_cpu()) {
     TORCH_INTERNAL_ASSERT(!on_device.found_inf.defined() && !on_device.unfit.defined() &&
                           !on_device.failure.defined());
     return;
   }
-  message_ = at::tensor(values_, at::kLong).pin_memory().to(device, /*non_blocking=*/true);
+  message_ = host.on(device, values_);
   add_findings(message_, on_device, own_.groups.size());
-  on_host_ = at::empty(message_.sizes(), at::TensorOptions(at::kLong).pinned_memory(true));
 }
 
 void PendingAgreement::begin(const std::function<void()>& meanwhile) {
@@ -283,6 +304,10 @@ void PendingAgreement::begin(const std::function<void()>& meanwhile) {
   wait();
   held_.run([&] {
     skipped_ = skipped_groups(message_, own_.groups.size());
+    if (torchium::detail::is_capturing(message_.device())) {
+      return;
+    }
+    on_host_ = at::empty(message_.sizes(), at::TensorOptions(at::kLong).pinned_memory(true));
     on_host_.copy_(message_, /*non_blocking=*/true);
     const c10::Device device = message_.device();
     arrived_.emplace(device.type());
@@ -305,6 +330,33 @@ StepFindings PendingAgreement::settle(const std::vector<std::string>& names) con
   const at::Tensor values = held_.is_set() ? message_.cpu() : on_host_;
   const auto* data = values.const_data_ptr<int64_t>();
   return findings_in({data, data + values.numel()}, own_, ranks_, names);
+}
+
+// Infinities that a GradScaler has found leave the count as it is.
+void PendingAgreement::settle_on_device(DeviceAnswer& answer) const {
+  const at::Tensor unfit = unfit_slots(message_, kMostSharedGroups).ne(0);
+  if (!answer.message.defined() || answer.message.device() != message_.device()) {
+    answer.message = at::empty_like(message_);
+    answer.skips = at::zeros_like(unfit, at::kLong);
+  }
+  answer.own = own_;
+  answer.message.copy_(message_);
+  const at::Tensor counted = (answer.skips + 1) * unfit;
+  answer.skips.copy_(at::where(message_[kFoundInf].ne(0), answer.skips, counted));
+}
+
+OnRanks PendingAgreement::new_memory() const {
+  held_.raise();
+  arrived_->synchronize();
+  return on_ranks(on_host_.const_data_ptr<int64_t>()[kNewMemory],
+                  on_host_.const_data_ptr<int64_t>()[kNewMemory + 1]);
+}
+
+StepFindings settle_later(const DeviceAnswer& answer, const Communicator& ranks,
+                          const std::vector<std::string>& names) {
+  const at::Tensor values = answer.message.cpu();
+  const auto* data = values.const_data_ptr<int64_t>();
+  return findings_in({data, data + values.numel()}, answer.own, ranks, names);
 }
 
 }  // namespace torchium::distributed

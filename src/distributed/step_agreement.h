@@ -73,13 +73,35 @@ StepFindings findings_of_call(const std::string& call);
 StepFindings agree(const StepFindings& own, const Communicator& ranks,
                    const std::vector<std::string>& names, c10::Device device = at::kCPU);
 
+// Of steps that the host does not follow, such as those in a CUDA graph.
+struct DeviceAnswer {
+  StepFindings own;    // of the last step that was launched
+  at::Tensor message;  // of the last step; undefined: none
+  at::Tensor skips;    // [kMostSharedGroups] int64: steps in a row that gradients have skipped
+};
+// The findings in the last step. Waits for the device. Throws what agree() does. All ranks must
+// call it.
+StepFindings settle_later(const DeviceAnswer& answer, const Communicator& ranks,
+                          const std::vector<std::string>& names);
+
+// The host's part of a message on its way to a device, which most steps have in common: a CUDA
+// graph can capture those that have that of the step before.
+class HostMessage {
+ public:
+  at::Tensor on(c10::Device device, const std::vector<int64_t>& values);
+
+ private:
+  std::vector<int64_t> values_;
+  at::Tensor on_device_;
+};
+
 // The same on a device, without a wait: all ranks launch work that has no effect if the step is
 // skipped, and settle before they begin what needs all of them. On a CPU begin() waits.
 class PendingAgreement {
  public:
   // Prepares the message. `on_device` must be empty on a CPU.
   PendingAgreement(StepFindings own, const DeviceFindings& on_device, const Communicator& ranks,
-                   c10::Device device);
+                   c10::Device device, HostMessage& host);
 
   // All ranks must call it. `meanwhile` launches work that needs no agreement. An error on this
   // rank alone is held, for skipped().
@@ -89,6 +111,10 @@ class PendingAgreement {
   const at::Tensor& skipped() const;
   // Waits for the device. Returns and throws what agree() does. All ranks must call it.
   StepFindings settle(const std::vector<std::string>& names) const;
+  // On which ranks memory is new. Waits for the device.
+  OnRanks new_memory() const;
+  // Leaves the answer to settle_later().
+  void settle_on_device(DeviceAnswer& answer) const;
 
  private:
   StepFindings own_;

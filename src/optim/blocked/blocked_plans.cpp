@@ -221,8 +221,9 @@ void BlockedPlans::request_reports() {
   }
 }
 
-c10::intrusive_ptr<BlockedPlan> BlockedPlans::plan_of(const BlockedGroup& group) const {
-  auto plan = make_plan_(at::kCPU);
+c10::intrusive_ptr<BlockedPlan> BlockedPlans::plan_of(const BlockedGroup& group,
+                                                      c10::Device device) const {
+  auto plan = make_plan_(device);
   plan->set_options(*group.options);
   return plan;
 }

@@ -126,7 +126,8 @@ class BlockedPlans : public torch::CustomClassHolder {
 
  protected:
   // A plan with the options of the group, bound to nothing.
-  c10::intrusive_ptr<BlockedPlan> plan_of(const BlockedGroup& group) const;
+  c10::intrusive_ptr<BlockedPlan> plan_of(const BlockedGroup& group,
+                                          c10::Device device = at::kCPU) const;
   // Called by step() before all plans step.
   virtual void before_step() {}
   std::vector<BlockedPlan*> plans() const;

@@ -18,11 +18,7 @@ const ShampooOptions& shampoo(const torch::optim::OptimizerOptions& options) {
 // Kinds of blocks are the rules of parameters.
 class ShampooSharing : public SharingRules {
  public:
-  void check(const Options& options) const override {
-    TORCH_CHECK_VALUE(!shampoo(options).capturable(),
-                      "capturable=True does not work with a process_group: the host reads in each "
-                      "step what the ranks have agreed on; set capturable=False");
-  }
+  bool capturable(const Options& options) const override { return shampoo(options).capturable(); }
 
   OptionTexts all_options(const Options& options) const override {
     OptionTexts texts;

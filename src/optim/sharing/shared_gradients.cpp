@@ -107,6 +107,13 @@ uint64_t SharedPlans::hash_of_step(const LearningRates& lr) const {
   return hash.value();
 }
 
+// On this rank.
+distributed::OnRanks SharedPlans::new_memory() const {
+  const bool is_new = std::ranges::any_of(
+      exchanges_, [](const auto& exchange) { return exchange.second.gathered->has_new_memory(); });
+  return is_new ? distributed::OnRanks::kAll : distributed::OnRanks::kNone;
+}
+
 // What the host knows goes with what only the device does.
 PendingAgreement SharedPlans::begin_agreement(const LearningRates& lr,
                                               const at::Tensor& found_inf) {
@@ -117,10 +124,12 @@ PendingAgreement SharedPlans::begin_agreement(const LearningRates& lr,
     gather_gradients();
     own.groups = failures_;
     own.setup = hash_of_step(lr);
-    if (std::ranges::any_of(exchanges_, [](const auto& exchange) {
-          return exchange.second.gathered->has_new_memory();
-        })) {
-      own.new_memory = distributed::OnRanks::kAll;
+    own.new_memory = new_memory();
+    if (is_capturable_) {  // the host would not hear that others differ
+      own.setup = distributed::Hash()
+                      .add(static_cast<int64_t>(own.setup))
+                      .add(static_cast<int64_t>(own.new_memory))
+                      .value();
     }
     for (const Parameter& p : parameters_) {
       own.mask.push_back(p.is_active ? 1 : 0);
@@ -140,7 +149,7 @@ PendingAgreement SharedPlans::begin_agreement(const LearningRates& lr,
     } else {
       on_device.found_inf = found_inf;
     }
-    agreement.emplace(std::move(own), on_device, ranks_, device_);
+    agreement.emplace(std::move(own), on_device, ranks_, device_, host_message_);
   } catch (...) {
     withdraw(device_);
     throw;

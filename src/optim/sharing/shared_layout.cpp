@@ -29,7 +29,8 @@ void SharedPlans::lay_out(const std::vector<BlockedGroup>& groups) {
   exchanges_.clear();
   for (size_t g = 0; g < groups.size(); ++g) {
     options_.push_back(groups[g].options);
-    plans_of_groups_.push_back(plan_of(groups[g]));
+    const auto& params = groups[g].params;
+    plans_of_groups_.push_back(plan_of(groups[g], params.empty() ? device_ : params[0].device()));
     for (size_t i = 0; i < groups[g].params.size(); ++i) {
       const at::Tensor& param = groups[g].params[i];
       const SharedBlocks* shared = owners_.find(param);

@@ -50,7 +50,6 @@ void SharedPlans::check(const std::vector<BlockedGroup>& groups, Active active) 
                     distributed::kMostSharedGroups, " parameter groups, got ", groups.size());
   std::optional<c10::Device> device;
   for (size_t g = 0; g < groups.size(); ++g) {
-    rules_->check(*groups[g].options);
     for (size_t i = 0; i < groups[g].params.size(); ++i) {
       const at::Tensor& param = groups[g].params[i];
       const std::string name = name_of(groups[g], g, i);
@@ -206,7 +205,6 @@ bool SharedPlans::set_options(size_t group,
   if (group >= options_.size()) {
     return false;
   }
-  rules_->check(*options);
   options_[group] = options;
   bool fits = plans_of_groups_[group]->set_options(*options);
   for (size_t kind = 0; kind < rules_->kinds(); ++kind) {
@@ -219,7 +217,26 @@ bool SharedPlans::set_options(size_t group,
   return fits;
 }
 
+// Whether the host is not to follow the steps.
+bool SharedPlans::are_capturable() const {
+  const auto count = std::ranges::count_if(
+      options_, [&](const auto& options) { return rules_->capturable(*options); });
+  if (count == 0) {
+    return false;
+  }
+  TORCH_CHECK_VALUE(count == static_cast<int64_t>(options_.size()),
+                    "with a process_group capturable=True must be set in all parameter groups or "
+                    "in none; it is set in ",
+                    count, " of ", options_.size());
+  TORCH_CHECK_VALUE(device_.is_cuda() && ranks_.is_capturable(),
+                    "capturable=True with a process_group needs parameters on CUDA devices and the "
+                    "backend NCCL, whose collectives a CUDA graph can capture; set "
+                    "capturable=False");
+  return true;
+}
+
 bool SharedPlans::prepare() {
+  is_capturable_ = are_capturable();
   bool same_gradients = true;
   for (Parameter& p : parameters_) {
     const at::Tensor& grad = gradient_of(p.param.tensor());

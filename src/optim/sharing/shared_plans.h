@@ -58,7 +58,7 @@ class SharedPlans : public BlockedPlans {
   void withdraw(c10::Device device) override;
   void update_preconditioners() override { blocks_.update_preconditioners(); }
   std::optional<std::pair<size_t, StepReport>> next_failure(bool wait) override;
-  void request_reports() override { blocks_.request_reports(); }
+  void request_reports() override;
   bool has_all_states() const override;
   int64_t host_steps(const at::Tensor& param) const override;
   int64_t graph_count() const override { return blocks_.graph_count(); }
@@ -164,6 +164,7 @@ class SharedPlans : public BlockedPlans {
 
   void gather_gradients();
   bool takes_as_it_is(const Sent& sent, const at::Tensor& source) const;
+  distributed::OnRanks new_memory() const;
   void release_gradients();
   void clear_directions() const;
   at::Tensor unfit_parameters() const;
@@ -173,10 +174,14 @@ class SharedPlans : public BlockedPlans {
   StepFindings settle(const PendingAgreement& agreement);
   StepFindings settle_late(const PendingAgreement& agreement);
   bool settles_late() const;
+  bool are_capturable() const;
+  void settle_on_device();
+  void note_failure(const at::Tensor& failed);
   StepFindings all_kept() const;
   void finish_gradients(const StepFindings& findings);
   void exchange_gradients(const StepFindings& findings, HeldError& held);
   void step_blocks(const StepFindings& findings, const at::Tensor& skipped);
+  void step_on_device(const LearningRates& lr, const at::Tensor& found_inf);
   at::Tensor agree_on_error(const HeldError& held);
   // Copies of parameters in other memory layouts, whose blocks are no views.
   using Copies = std::map<size_t, at::Tensor>;
@@ -193,9 +198,10 @@ class SharedPlans : public BlockedPlans {
                                    Copies& copies) const;
   void apply(std::vector<Update> updates, const std::vector<at::Tensor>& rates) const;
   void share_memory(distributed::OnRanks new_memory) const;
-  void apply_all(const StepFindings& findings, const LearningRates& lr, HeldError& held);
+  void apply_all(const StepFindings& findings, const LearningRates& lr, const at::Tensor& skipped,
+                 HeldError& held);
   void finish_parameters(const StepFindings& findings, const Copies& copies,
-                         const at::Tensor& all_well);
+                         const std::vector<at::Tensor>& taken);
   void take_block_failures(bool wait);
   void report(const StepFindings& findings);
   bool is_kept(const StepFindings& findings, size_t group) const;
@@ -219,7 +225,11 @@ class SharedPlans : public BlockedPlans {
   std::optional<StageStream> stream_;
   c10::Device device_ = at::kCPU;
   uint64_t setup_ = 0;
-  at::Tensor failed_;  // failure_of_rank() of the last step, on a device
+  at::Tensor failed_;  // failure_of_rank() of steps that are not settled, on a device
+  // Of options with capturable: the host does not follow the steps.
+  bool is_capturable_ = false;
+  distributed::HostMessage host_message_;
+  distributed::DeviceAnswer answer_;
 
   std::vector<GroupFindings> failures_;  // of roots, not yet agreed on
   std::vector<int64_t> skips_in_a_row_;

@@ -20,10 +20,13 @@ void SharedPlans::step(const LearningRates& lr, const at::Tensor& found_inf) {
   const c10::NoGradGuard no_grad;
   const c10::DeviceGuard device_guard(device_);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  TORCH_CHECK(
-      !torchium::detail::is_capturing(device_),
-      "step() with a process_group cannot be captured in a CUDA graph: the host reads in each "
-      "step what the ranks have agreed on");
+  if (is_capturable_) {
+    step_on_device(lr, found_inf);
+    return;
+  }
+  TORCH_CHECK(!torchium::detail::is_capturing(device_),
+              "step() with a process_group cannot be captured in a CUDA graph: the host reads in "
+              "each step what the ranks have agreed on. Use Shampoo with capturable=True");
   const auto release = c10::make_scope_exit([&] { release_gradients(); });
   const PendingAgreement agreement = begin_agreement(lr, found_inf);
   const bool is_late = settles_late();
@@ -48,7 +51,38 @@ void SharedPlans::step(const LearningRates& lr, const at::Tensor& found_inf) {
   } else {
     held.run([&] { take_block_failures(/*wait=*/false); });
   }
-  stream_->run([&] { apply_all(findings, lr, held); });  // p <- (1 - lr wd) p - lr d
+  stream_->run([&] { apply_all(findings, lr, {}, held); });  // p <- (1 - lr wd) p - lr d
+  held.raise();
+}
+
+// All launch all of the step, whatever they agree on.
+void SharedPlans::step_on_device(const LearningRates& lr, const at::Tensor& found_inf) {
+  const auto release = c10::make_scope_exit([&] { release_gradients(); });
+  const PendingAgreement agreement = begin_agreement(lr, found_inf);
+  StepFindings findings = all_kept();
+  if (new_memory() != distributed::OnRanks::kNone) {
+    findings.new_memory = agreement.new_memory();
+    TORCH_CHECK(
+        findings.new_memory == distributed::OnRanks::kAll,
+        "parameters, gradients or state were replaced on rank ", ranks_.rank(),
+        " of the process group, but not on others; with capturable=True replace them on all "
+        "ranks before the same step. No rank has taken the step");
+  }
+  HeldError held;
+  at::Tensor skipped;
+  held.run([&] {
+    skipped = agreement.skipped();
+    agreement.settle_on_device(answer_);
+    finish_gradients(findings);
+  });
+  exchange_gradients(findings, held);
+  stream_->begin();
+  held.run([&] { step_blocks(findings, skipped); });
+  stream_->end_stages(kStages + 1);
+  stream_->run([&] { apply_all(findings, lr, skipped, held); });
+  if (!torchium::detail::is_capturing(device_)) {
+    take_block_failures(/*wait=*/false);
+  }
   held.raise();
 }
 
@@ -82,9 +116,18 @@ at::Tensor SharedPlans::agree_on_error(const HeldError& held) {
     held.raise();
     distributed::check_failure(failed.item<int64_t>(), ranks_);
   } else {
-    failed_ = failed;
+    note_failure(failed);
   }
   return failed.eq(0).to(at::kDouble).view(at::IntArrayRef{});
+}
+
+// Until the ranks settle.
+void SharedPlans::note_failure(const at::Tensor& failed) {
+  if (failed_.defined()) {
+    failed_.copy_(at::maximum(failed_, failed));
+  } else {
+    failed_ = failed;
+  }
 }
 
 void SharedPlans::withdraw(c10::Device device) {
@@ -236,17 +279,20 @@ void SharedPlans::share_memory(distributed::OnRanks new_memory) const {
   }
 }
 
+// `skipped`: of the groups, on the device; undefined: the host knows.
 void SharedPlans::apply_all(const StepFindings& findings, const LearningRates& lr,
-                            HeldError& held) {
+                            const at::Tensor& skipped, HeldError& held) {
   stream_->wait_for(0);
   const at::Tensor all_well = agree_on_error(held);
   share_memory(findings.new_memory);
   const bool has_directions = !held.is_set();
-  std::vector<at::Tensor> rates;
+  std::vector<at::Tensor> taken, rates;  // 1 or 0, and learning rates, of the groups
   held.run([&] {
     for (size_t g = 0; g < options_.size(); ++g) {
+      taken.push_back(skipped.defined() ? all_well * (1 - skipped[static_cast<int64_t>(g)])
+                                        : all_well);
       const at::Tensor rate = lr(g, *plans_of_groups_[g]);
-      rates.push_back(device_.is_cpu() ? rate : all_well * rate);
+      rates.push_back(device_.is_cpu() ? rate : taken[g] * rate);
     }
   });
   Copies copies;
@@ -266,30 +312,36 @@ void SharedPlans::apply_all(const StepFindings& findings, const LearningRates& l
     });
     held.run([&] { apply(own_updates(exchange, dtype, findings, copies), rates); });
   }
-  held.run([&] { finish_parameters(findings, copies, all_well); });
+  held.run([&] { finish_parameters(findings, copies, taken); });
   if (held.is_set() && has_directions) {  // the next step of all ranks raises too
-    failed_ =
+    note_failure(
         at::full({1}, distributed::failure_of_rank(ranks_, distributed::FailedPart::kLastUpdate),
-                 at::TensorOptions(device_).dtype(at::kLong));
+                 at::TensorOptions(device_).dtype(at::kLong)));
   }
 }
 
+// taken: of the groups.
 void SharedPlans::finish_parameters(const StepFindings& findings, const Copies& copies,
-                                    const at::Tensor& all_well) {
+                                    const std::vector<at::Tensor>& taken) {
   for (const auto& [index, copy] : copies) {
     parameters_[index].param.tensor().detach().copy_(copy);
   }
-  std::vector<at::Tensor> counts;
+  std::vector<std::vector<at::Tensor>> counts(options_.size());
   for (const Parameter& p : parameters_) {
     if (steps(p, findings)) {
-      counts.push_back(p.state.step);
+      counts[p.group].push_back(p.state.step);
       p.param.tensor().unsafeGetTensorImpl()->bump_version();
     }
   }
-  if (!counts.empty() && !counts[0].is_cpu()) {
-    at::_foreach_add_(counts, all_well);
-  } else {
-    FoundInfGuard::open().advance(counts);  // t <- t + 1
+  for (size_t g = 0; g < counts.size(); ++g) {  // t <- t + 1
+    if (counts[g].empty()) {
+      continue;
+    }
+    if (counts[g][0].is_cpu()) {
+      FoundInfGuard::open().advance(counts[g]);
+    } else {
+      at::_foreach_add_(counts[g], taken[g]);
+    }
   }
 }
 
@@ -339,6 +391,40 @@ void SharedPlans::report(const StepFindings& findings) {
       report.failed_parameter = param(g, found.failed);
     }
     reports_.emplace_back(g, std::move(report));
+  }
+}
+
+// What steps have left on the device. All ranks must call it.
+void SharedPlans::settle_on_device() {
+  if (!answer_.message.defined()) {
+    return;
+  }
+  const c10::NoGradGuard no_grad;
+  const c10::DeviceGuard device_guard(device_);
+  take_block_failures(/*wait=*/true);
+  StepFindings own = distributed::findings_of_call("check_errors()");
+  own.groups = std::exchange(failures_, std::vector<GroupFindings>(options_.size()));
+  StepFindings findings = agree(own, ranks_, {}, device_);
+  const StepFindings last = distributed::settle_later(answer_, ranks_, names_);
+  int64_t failed = last.failure;
+  if (failed_.defined()) {
+    failed = std::max(failed, failed_.item<int64_t>());
+    failed_.zero_();  // graphs may write to its memory
+  }
+  distributed::check_failure(failed, ranks_);
+  const at::Tensor skips = answer_.skips.cpu();
+  for (size_t g = 0; g < findings.groups.size(); ++g) {
+    findings.groups[g].unfit = last.groups[g].unfit;
+    skips_in_a_row_[g] = std::max<int64_t>(0, skips[static_cast<int64_t>(g)].item<int64_t>() - 1);
+  }
+  findings.found_inf = last.found_inf;
+  report(findings);
+}
+
+void SharedPlans::request_reports() {
+  blocks_.request_reports();
+  if (is_capturable_) {
+    settle_on_device();
   }
 }
 

@@ -21,8 +21,8 @@ class SharingRules {
   using Options = torch::optim::OptimizerOptions;
   virtual ~SharingRules() = default;
 
-  // Throws c10::ValueError for options that the ranks cannot share.
-  virtual void check(const Options& options) const = 0;
+  // Whether a CUDA graph is to capture steps.
+  virtual bool capturable(const Options& options) const = 0;
   // Everything that must be the same on all ranks, apart from the learning rate.
   virtual OptionTexts all_options(const Options& options) const = 0;
 

@@ -12,6 +12,8 @@ import torchium
 from group_tools import assert_same_on_all_ranks
 from ranks import case, device
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 SHAPES = [(300, 200), (128, 128), (200,), (), (64, 16, 3, 3), (1000, 30), (257, 129), (5000,)]
@@ -171,8 +173,6 @@ def data_parallel_training(ranks: int) -> None:
 
 
 def sharded(tensors: list[nn.Parameter], mesh: Any, placement: Any) -> list[nn.Parameter]:
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
     return [
         nn.Parameter(
             distribute_tensor(
@@ -186,9 +186,6 @@ def sharded(tensors: list[nn.Parameter], mesh: Any, placement: Any) -> list[nn.P
 @case(2)
 def shards_equal_one_process(ranks: int) -> None:
     """Rows and columns, of sizes that two ranks do not divide and that the blocks do not."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
     mesh = init_device_mesh("cuda", (2,))
     for dtype, placement in ((torch.float32, Shard(0)), (torch.bfloat16, Shard(1))):
         for options in OPTIONS:
@@ -212,7 +209,6 @@ def shards_equal_one_process(ranks: int) -> None:
 
 @case(2)
 def fully_shard_training(ranks: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cuda", (2,))
@@ -236,3 +232,126 @@ def fully_shard_training(ranks: int) -> None:
     net(inputs).square().mean().backward()
     optimizer.step()
     optimizer.check_errors()
+
+
+class Captured:
+    """Steps with gradients at fixed addresses, replayed from a graph after some that are launched."""
+
+    def __init__(self, options: dict[str, Any], mesh: Any = None) -> None:
+        params = parameters(torch.float32)
+        self.params = params if mesh is None else sharded(params, mesh, Shard(0))
+        self.optimizer = torchium.Shampoo(
+            self.params,
+            block_size=128,
+            bucket_bytes=2**16,
+            capturable=True,
+            process_group=dist.group.WORLD if mesh is None else None,
+            **options,
+        )
+        for p in self.params:
+            p.grad = torch.zeros_like(p)
+        self.graph: Any = None
+
+    def capture(self) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            self.optimizer.step()
+
+    def step(self, number: int, value: float | None = None) -> None:
+        generator = torch.Generator().manual_seed(number)
+        for p in self.params:
+            grad = torch.randn(p.shape, generator=generator)
+            grad = grad if value is None else torch.full_like(grad, value)
+            local = p.grad.to_local() if isinstance(p, DTensor) else p.grad
+            local.copy_(local_part(grad, p))
+        if self.graph is not None:
+            self.graph.replay()
+            return
+        torch.cuda.set_sync_debug_mode("default" if number == 0 else "error")
+        self.optimizer.step()
+        torch.cuda.set_sync_debug_mode("default")
+
+    def values(self) -> list[torch.Tensor]:
+        return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in self.params]
+
+
+def local_part(values: torch.Tensor, p: Any) -> torch.Tensor:
+    if not isinstance(p, DTensor):
+        return values
+    return distribute_tensor(values.to(device()), p.device_mesh, p.placements).to_local()
+
+
+@case(2)
+def captured_steps_equal_launched_ones(ranks: int) -> None:
+    """With NCCL and the reads of other memory in the graph; neither waits for the device."""
+    adam = {"betas": (0.9, 0.99), "grafting": "adam", "weight_decay": 0.1, "momentum": 0.9}
+    mesh = init_device_mesh("cuda", (2,))
+    for options in ({}, adam, {**adam, "decoupled_weight_decay": True}):
+        for of_shards in (None, mesh):
+            launched, captured = Captured(options, of_shards), Captured(options, of_shards)
+            for number in range(10):
+                if number == 3:
+                    captured.capture()
+                for each in (launched, captured):
+                    each.step(number, float("nan") if number == 5 else None)
+                if number in (2, 6):
+                    launched.optimizer.update_preconditioners()
+                    captured.optimizer.update_preconditioners()
+            for each in (launched, captured):
+                each.optimizer.check_errors()
+            for p, q in zip(launched.values(), captured.values(), strict=True):
+                assert torch.isfinite(p).all()
+                assert torch.equal(p, q)
+            for p, q in zip(launched.params, captured.params, strict=True):
+                step = captured.optimizer.state[q]["step"]
+                assert step == launched.optimizer.state[p]["step"] == 9
+            if of_shards is None:
+                assert_same_on_all_ranks(captured.params)
+
+
+@case(2)
+def captured_steps_report_their_skips_late(ranks: int) -> None:
+    rank = dist.get_rank()
+    captured = Captured({})
+    for number in range(3):
+        captured.step(number)
+    captured.capture()
+    before = [p.clone() for p in captured.values()]
+    for number in range(3):
+        captured.step(number, float("inf") if rank else None)
+        if number < 2:
+            captured.optimizer.check_errors()
+    with pytest.raises(RuntimeError, match="3 steps in a row"):
+        captured.optimizer.check_errors()
+    assert all(torch.equal(p, q) for p, q in zip(captured.values(), before, strict=True))
+    captured.step(3)
+    captured.optimizer.check_errors()
+    assert not torch.equal(captured.values()[0], before[0])
+    assert_same_on_all_ranks(captured.params)
+
+
+@case(2)
+def capturable_steps_refuse_what_they_cannot_take(ranks: int) -> None:
+    rank = dist.get_rank()
+    captured = Captured({})
+    captured.step(0)
+    with pytest.raises(RuntimeError, match="cannot be captured yet"):
+        captured.capture()
+    captured.graph = None
+    captured.step(1)
+    if rank:
+        captured.optimizer.param_groups[0]["eps"] = 0.5
+    before = [p.clone() for p in captured.values()]
+    captured.step(2)
+    assert all(torch.equal(p, q) for p, q in zip(captured.values(), before, strict=True))
+    with pytest.raises(RuntimeError, match=r"rank 1 .* differs from rank 0"):
+        captured.optimizer.check_errors()
+    captured.optimizer.param_groups[0]["eps"] = 0.5
+    captured.step(3)
+    captured.optimizer.check_errors()
+    assert not torch.equal(captured.values()[0], before[0])
+    params = parameters(torch.float32)
+    groups = [{"params": params[:3], "capturable": True}, {"params": params[3:]}]
+    optimizer = torchium.Shampoo(groups, process_group=dist.group.WORLD)
+    with pytest.raises(ValueError, match="all parameter groups or in none; it is set in 1 of 2"):
+        train(optimizer, params, range(1))
