@@ -93,7 +93,8 @@ class TORCHIUM_API SecondOrderOptimizer : public torch::optim::Optimizer {
   /// for invalid options or parameters and for a parameter that the optimizer already has.
   void add_param_group(const torch::optim::OptimizerParamGroup& param_group);
 
-  /// Waits for the device and raises c10::Error for failures so far.
+  /// Waits for the device and raises c10::Error for failures so far. With `capturable` and a
+  /// `process_group` all ranks must call it.
   void check_errors();
 
   /// Writes the options and the state of all parameters, as libtorch's optimizers do.

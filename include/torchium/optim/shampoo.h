@@ -101,6 +101,7 @@ struct TORCHIUM_API ShampooOptions : public OptionsOf<ShampooOptions> {
   TORCH_ARG(bool, maximize) = false;
   /// step() never computes roots, so that it can be captured in a CUDA graph; call
   /// Shampoo::update_preconditioners() for them. On a GPU only check_errors() then reports errors.
+  /// With a process_group it needs the backend NCCL, and no host waits.
   TORCH_ARG(bool, capturable) = false;
   /// Steps on a GPU are captured in CUDA graphs after some steps, and replayed: the same results
   /// with far less work for the host. "auto": where the memory that the graphs keep is at most 5 %

@@ -125,7 +125,8 @@ class Shampoo(Consolidating, BlockedOptimizer):
         maximize (bool): go up instead of down (default: False).
         capturable (bool): :meth:`step` never computes roots, so that it can be captured in a CUDA
             graph; call :meth:`update_preconditioners` for them. A captured step keeps the ``lr`` of
-            its capture, unless that is a tensor on the GPU (default: False).
+            its capture, unless that is a tensor on the GPU. With a ``process_group`` it needs the
+            backend NCCL, and no host waits (default: False).
         graphs (str or bool): steps on a GPU are captured in CUDA graphs after some steps, and
             replayed: the same results, bit for bit, with far less work for the host. ``"auto"``:
             where the memory that the graphs keep is at most 5 % of the state or 1 % of the device's;

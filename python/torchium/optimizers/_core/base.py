@@ -163,7 +163,7 @@ class CoreOptimizer(Optimizer):
 
         On a GPU a step does not wait for its own result, and replays of a CUDA graph report nothing:
         call this where a wait does not hurt, for example once per epoch. See :meth:`step` for the
-        errors.
+        errors. With ``capturable=True`` and a ``process_group`` all ranks must call it.
         """
         self._reports += self._take_reports(wait=True)
         self._raise_failures()
