@@ -1,6 +1,7 @@
 // Two ranks, as threads of one process, share the steps of K-FAC.
 #include "distributed/bucketed_sum.h"
 #include "kfac_testing.h"
+#include "optim/kfac/sharing/triangles.h"
 #include "optim/kfac/sharing/worker_groups.h"
 #include "rank_threads.h"
 #include "torchium/optim/kfac_preconditioner.h"
@@ -211,6 +212,36 @@ TEST(KfacSharing, SumsInBucketsOfAnySize) {
       }
     });
   }
+}
+
+void expect_triangles_return(const torch::TensorOptions& options) {
+  Tensors matrices, expected;
+  for (const auto& [count, order] : {std::pair{1, 1}, {3, 63}, {1, 64}, {2, 65}, {5, 130}}) {
+    const torch::Tensor full = torch::rand({count, order, order}, options);
+    expected.push_back(full.tril() + full.tril(-1).mT());
+    matrices.push_back(full);  // above the diagonal something else
+  }
+  const torch::Tensor packed = optim::detail::pack_triangles(matrices);
+  EXPECT_EQ(packed.numel(), 1 + 3 * 63 * 32 + 64 * 65 / 2 + 2 * 65 * 33 + 5 * 65 * 131);
+  EXPECT_TRUE(packed.narrow(0, 1, 3).equal(
+      torch::stack({matrices[1][0][0][0], matrices[1][0][1][0], matrices[1][0][1][1]})));
+  optim::detail::unpack_triangles_(matrices, packed);
+  for (size_t i = 0; i < matrices.size(); ++i) {
+    EXPECT_TRUE(matrices[i].equal(expected[i])) << i;
+  }
+}
+
+TEST(KfacSharing, TrianglesReturn) {
+  expect_triangles_return(torch::kFloat);
+  expect_triangles_return(torch::kDouble);
+}
+
+TEST(KfacSharing, TrianglesReturnOnCuda) {
+  if (!torch::cuda::is_available()) {
+    GTEST_SKIP() << "no CUDA device";
+  }
+  expect_triangles_return(torch::device(torch::kCUDA).dtype(torch::kFloat));
+  expect_triangles_return(torch::device(torch::kCUDA).dtype(torch::kDouble));
 }
 
 TEST(KfacSharing, WorkersAreAsManyAsAsked) {

@@ -1,8 +1,11 @@
 #include "optim/kfac/sharing/shared_sums.h"
 
 #include "distributed/bucketed_sum.h"
+#include "optim/kfac/sharing/triangles.h"
 
 #include <ATen/ATen.h>
+
+#include <algorithm>
 
 namespace torchium::optim::detail {
 namespace {
@@ -32,6 +35,26 @@ at::Tensor counts_of(const std::vector<FactorSums*>& layers, c10::Device device)
   }
   const at::Tensor on_host = at::tensor(counts, at::kDouble).view({-1, 2});
   return device.is_cpu() ? on_host : on_host.pin_memory().to(device, /*non_blocking=*/true);
+}
+
+// Whether the tensor is A or G of a layer, with all elements.
+bool is_full_factor(const at::Tensor& tensor, const std::vector<FactorSums*>& layers) {
+  return tensor.dim() == 3 && tensor.size(-1) == tensor.size(-2) &&
+         std::ranges::any_of(layers, [&](const FactorSums* sums) {
+           return tensor.is_same(sums->A) || tensor.is_same(sums->G);
+         });
+}
+
+// Full factors travel as triangles.
+void sum_by_kind(const distributed::Communicator& ranks, const std::vector<FactorSums*>& layers,
+                 const Tensors& all) {
+  Tensors full, others;
+  for (const at::Tensor& tensor : all) {
+    (is_full_factor(tensor, layers) ? full : others).push_back(tensor);
+  }
+  static const distributed::BucketPacking triangles{pack_triangles, unpack_triangles_};
+  distributed::sum_in_buckets(ranks, full, distributed::kBucketBytes, &triangles);
+  distributed::sum_in_buckets(ranks, others, distributed::kBucketBytes);
 }
 
 // Makes means of the sums of a layer. count: samples and rows of all ranks.
@@ -84,7 +107,7 @@ void sum_over_ranks(const distributed::Communicator& ranks, const std::vector<Fa
     counts = counts_of(divided, of_gradients[0].device());
     all.push_back(counts);
   }
-  distributed::sum_in_buckets(ranks, all, distributed::kBucketBytes);
+  sum_by_kind(ranks, layers, all);
   for (size_t l = 0; l < divided.size(); ++l) {
     divide(*divided[l], counts[static_cast<int64_t>(l)]);
   }
