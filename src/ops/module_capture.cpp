@@ -124,16 +124,19 @@ void ModuleCapture::begin_products(const std::vector<int64_t>& numbers, int64_t 
   }
   const auto self = c10::intrusive_ptr<ModuleCapture>::reclaim_copy(this);
   gradients::detail::watch_products(
-      std::move(weights), [=](const at::Tensor& output, const at::Tensor& input, size_t index) {
+      this, std::move(weights),
+      [=, inner = samples](const at::Tensor& output, const at::Tensor& input,
+                           size_t index) mutable {
+        inner = input.dim() == 3 ? input.size(1) : inner;  // after other hooks
         const int64_t number = numbers[index];
         if (output.requires_grad()) {
           self->add(output, input, number,
-                    std::find(received.begin(), received.end(), number) != received.end(), samples);
+                    std::find(received.begin(), received.end(), number) != received.end(), inner);
         }
       });
 }
 
-void ModuleCapture::end_products() { gradients::detail::end_watching_products(); }
+void ModuleCapture::end_products() { gradients::detail::end_watching_products(this); }
 
 void ModuleCapture::add(const at::Tensor& output, const at::Tensor& input, int64_t number,
                         bool is_received, int64_t inner_samples) {
