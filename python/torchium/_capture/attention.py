@@ -12,12 +12,18 @@ def is_attention(module: nn.Module) -> bool:
     return isinstance(module, nn.MultiheadAttention)
 
 
+def calls_functions(module: nn.Module) -> bool:
+    """Whether an attention runs PyTorch's own forward pass, which calls no module."""
+    is_own = type(module).forward is nn.MultiheadAttention.forward
+    return is_own and "forward" not in module.__dict__
+
+
 def time_first_layers(module: nn.Module) -> list[nn.Module]:
     """The children of a transformer module that get ``[positions, samples, width]``."""
     stacks = nn.TransformerEncoder, nn.TransformerDecoder
     layer = module.layers[0] if isinstance(module, stacks) and len(module.layers) else module
     known = nn.TransformerEncoderLayer, nn.TransformerDecoderLayer
-    if not isinstance(layer, known) or layer.self_attn.batch_first:
+    if not isinstance(layer, known) or getattr(layer.self_attn, "batch_first", True):
         return []
     return list(module.children())
 

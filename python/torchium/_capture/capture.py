@@ -21,7 +21,13 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
 
-from .attention import is_attention, projections, samples_of, time_first_layers
+from .attention import (
+    calls_functions,
+    is_attention,
+    projections,
+    samples_of,
+    time_first_layers,
+)
 from .descriptions import describe, kept, layer_signature
 from .hooks import (
     ModuleHook,
@@ -84,7 +90,6 @@ class Capture:
         self._wants = weakref.WeakMethod(wants)
         self._params: set[Tensor] = set()
         self._hooked_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._hooked_attention: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._time_first: set[nn.Module] = set()  # each call of a layer asks it
         self._scanned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._handles: list[RemovableHandle] = []
@@ -100,7 +105,7 @@ class Capture:
         )
         # Per thread: the module whose call the global hook has just handled.
         self._seen = threading.local()
-        # Per thread: for each attention that runs, whether its products are watched.
+        # Per thread: each attention that runs, and whether its products are watched.
         self._running = threading.local()
         self._lock = threading.RLock()  # for everything, because threads share the hooks
         weakref.finalize(self, _remove_all, self._handles)
@@ -155,26 +160,32 @@ class Capture:
             sees_mixing = self._keeps_calls and may_mix_samples(module)
             if owned or sees_mixing:
                 self.modules[module] = name
-            if sees_mixing or (owned and self._may_be_recorded(module)):
+            is_projected = is_attention(module) and self._has_params_of(module)
+            if sees_mixing or is_projected or (owned and self._may_be_recorded(module)):
                 self._hook(module)
-            self._time_first.update(time_first_layers(module))
-            if is_attention(module) and not self._params.isdisjoint(module.parameters()):
-                self._hook_attention(module)
+            self._note_time_first(module)
+
+    def _note_time_first(self, module: nn.Module) -> None:
+        layers = time_first_layers(module)
+        if layers and self._has_params_of(module):
+            self._time_first.update(layers)
+
+    def _has_params_of(self, module: nn.Module) -> bool:
+        return not self._params.isdisjoint(module.parameters())
 
     def _hook(self, module: nn.Module) -> None:
-        if module not in self._hooked_modules:
-            self._hooked_modules.add(module)
-            self._handles.append(
-                module.register_forward_hook(self._own_hook, prepend=True, with_kwargs=True)
-            )
-
-    def _hook_attention(self, module: nn.Module) -> None:
-        if module not in self._hooked_attention:
-            self._hooked_attention.add(module)
+        if module in self._hooked_modules:
+            return
+        self._hooked_modules.add(module)
+        if is_attention(module):
             before, after = self._attention_hooks
             self._handles += (
                 module.register_forward_pre_hook(before, with_kwargs=True),
                 module.register_forward_hook(after, with_kwargs=True, always_call=True),
+            )
+        else:
+            self._handles.append(
+                module.register_forward_hook(self._own_hook, prepend=True, with_kwargs=True)
             )
 
     def _after_registration(self, module: nn.Module, param: Tensor) -> None:
@@ -266,22 +277,26 @@ class Capture:
     def _before_any_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if is_attention(module) and module not in self._hooked_attention:
+        with self._lock:
+            if module not in self._scanned:
+                self._note_time_first(module)  # its children run before it is adopted
+        if is_attention(module) and module not in self._hooked_modules:
             for layer in projections(module):
                 self.adopt(layer, "")
             # Its own hook before the forward pass comes too late for this call.
-            if module in self._hooked_attention:
+            if module in self._hooked_modules:
                 self._before_attention(module, args, kwargs)
 
     def _before_attention(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if not hasattr(self._running, "watched"):
-            self._running.watched = []
-        self._running.watched.append(False)
+        running = self._running_attention()
+        while any(module is other for other, _ in running):
+            self._end_attention()  # no hook has seen an interrupt of its last call
+        running.append((module, False))
         if self._is_idle or not torch.is_grad_enabled() or _is_transformed():
             return
-        samples = samples_of(module, args, kwargs)
+        samples = samples_of(module, args, kwargs) if calls_functions(module) else None
         with self._lock:
             if samples is None or not self._asks_for_calls():
                 return
@@ -289,12 +304,23 @@ class Capture:
             numbers.pop(-1, None)
             needed = [number for number, is_needed in numbers.items() if is_needed]
             self.core.begin_products([*numbers], samples, needed)
-            self._running.watched[-1] = True
+            running[-1] = module, True
 
-    def _after_attention(self, *call: Any) -> None:
-        watched = getattr(self._running, "watched", None)
-        if watched and watched.pop():  # else a hook before ours has raised
+    def _after_attention(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        running = self._running_attention()
+        if running and running[-1][0] is module:  # else a hook before ours has raised
+            self._end_attention()
+        self._after_own_forward(module, args, kwargs, output)
+
+    def _end_attention(self) -> None:
+        if self._running_attention().pop()[1]:
             self.core.end_products()
+
+    def _running_attention(self) -> list[tuple[nn.Module, bool]]:
+        running: list[tuple[nn.Module, bool]] = self._running.__dict__.setdefault("calls", [])
+        return running
 
     def _number(self, module: nn.Module) -> int:
         return self._numbers.setdefault(module, len(self._numbers))

@@ -36,12 +36,16 @@ class ModuleHook:
         if method is not None:
             method(module, args, kwargs, output)
             return
-        self._remove_from(module._forward_hooks, module._forward_hooks_with_kwargs)
+        self._remove_from(
+            module._forward_hooks,
+            module._forward_hooks_with_kwargs,
+            module._forward_hooks_always_called,
+        )
 
-    def _remove_from(self, hooks: dict[int, Any], with_kwargs: dict[int, Any]) -> None:
+    def _remove_from(self, hooks: dict[int, Any], *options: dict[int, Any]) -> None:
         for key in [key for key, hook in hooks.items() if hook is self]:
-            hooks.pop(key)
-            with_kwargs.pop(key, None)
+            for each in (hooks, *options):
+                each.pop(key, None)
 
     @property
     def __name__(self) -> str:

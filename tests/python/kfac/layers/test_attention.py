@@ -1,6 +1,8 @@
 """``nn.MultiheadAttention`` and transformer layers, against the same models of linear layers."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -140,6 +142,130 @@ def test_positions_may_come_first_in_a_transformer(name: str, device: torch.devi
     assert_trains_as(other, model, OPTIMIZERS[name], tolerance=1e-9)
 
 
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_positions_may_come_first_in_a_transformer_known_by_its_parameters(name: str) -> None:
+    model = Encoder(batch_first=False).double()
+    other = copy.deepcopy(model)
+
+    def of_parameters(model: nn.Module) -> Optimizer:
+        given = OPTIMIZERS[name](copy.deepcopy(model))
+        options = {key: given.param_groups[0][key] for key in given.defaults}
+        return type(given)(model.parameters(), **options)
+
+    assert_trains_as(other, model, of_parameters, OPTIMIZERS[name], tolerance=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+def test_a_transformer_of_other_code_is_not_kept_alive() -> None:
+    unused = nn.Parameter(torch.zeros(1))
+    optimizer = torchium.KFAC([*nn.Linear(2, 2).parameters(), unused], lr=0.1)
+    other = Encoder(batch_first=False)
+    other(torch.randn(2, POSITIONS, WIDTH))
+    layer = weakref.ref(other.encoder.layers[0].linear1)
+    del other
+    gc.collect()
+    assert layer() is None
+    assert optimizer.param_groups
+
+
+class Projection(nn.Module):
+    """Takes the place of an ``nn.MultiheadAttention``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, query: Tensor, *rest: object, **options: object) -> tuple[Tensor, None]:
+        return self.linear(query), None
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_transformer_layer_with_attention_of_another_class(name: str) -> None:
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, WIDTH, dropout=0.0, batch_first=True)
+    layer.self_attn = Projection()
+
+    class Pooled(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).mean(1)
+
+    model = Pooled(layer, nn.Linear(WIDTH, CLASSES)).double()
+    before = copy.deepcopy(list(model.parameters()))
+    _, params = train(model, OPTIMIZERS[name])
+    assert not any(map(torch.equal, before, params))
+
+
+class OwnForward(nn.MultiheadAttention):
+    """Calls its output projection as a module."""
+
+    def forward(self, query: Tensor, *rest: object, **options: object) -> tuple[Tensor, None]:
+        projected = nn.functional.linear(query, self.in_proj_weight, self.in_proj_bias)
+        q, k, v = (
+            part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in projected.chunk(3, -1)
+        )
+        weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+        return self.out_proj((weights @ v).transpose(1, 2).flatten(2)), None
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_attention_with_a_forward_of_its_own(name: str) -> None:
+    """Its output projection is a layer as others, and counts once."""
+    model = Attention(batch_first=True).double()
+    reference = OfLinearLayers(model).double()
+    given = model.attention.state_dict()
+    model.attention = OwnForward(WIDTH, HEADS, batch_first=True).double()
+    model.attention.load_state_dict(given)
+    frozen = (model.attention.in_proj_weight, model.attention.in_proj_bias)
+    for param in (*frozen, *reference.projection.parameters()):
+        param.requires_grad_(False)
+    assert_trains_as(model, reference, OPTIMIZERS[name])
+
+
+@pytest.mark.parametrize("name", ["kfac", "natural_gradient"])
+def test_several_optimizers_observe_one_attention(name: str) -> None:
+    model = Attention(batch_first=True).double()
+    reference = OfLinearLayers(model).double()
+    make = OPTIMIZERS[name]
+    others = [make(model), type(make(copy.deepcopy(model)))(model.attention.out_proj.parameters())]
+    optimizer = make(model)
+    others.append(make(model))
+    assert_trains_as(model, reference, lambda _: optimizer, make)
+    assert all(other.param_groups for other in others)
+
+
+def test_a_later_hook_changes_the_batch_of_attention() -> None:
+    model = Attention(batch_first=True).double()
+    reference = OfLinearLayers(model).double()
+    optimizers = [OPTIMIZERS["kfac"](each) for each in (model, reference)]
+    model.attention.register_forward_pre_hook(lambda _, args: (args[0][:4],) * 3)
+    x = torch.randn(8, POSITIONS, WIDTH, dtype=torch.float64)
+    for outputs, optimizer in zip((model(x), reference(x[:4])), optimizers, strict=True):
+        outputs.square().mean().backward()
+        optimizer.step()
+    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_an_interrupt_ends_the_observation() -> None:
+    """No hook of PyTorch sees it; the next call of the attention does."""
+    model = Attention(batch_first=True).double()
+    optimizer = OPTIMIZERS["kfac"](model)
+
+    def interrupt(*call: object) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.attention.register_forward_pre_hook(interrupt)
+    x = torch.randn(SAMPLES, POSITIONS, WIDTH, dtype=torch.float64)
+    with pytest.raises(KeyboardInterrupt):
+        model(x)
+    handle.remove()
+    loss = model(x).square().mean()
+    used = nn.functional.linear(x, model.attention.in_proj_weight)  # of a penalty, not of a layer
+    (loss + used.square().mean()).backward()
+    with pytest.warns(UserWarning, match="preconditions 4 of 6 parameters"):
+        optimizer.step()
+
+
 def test_attention_of_other_keys_falls_back_by_name() -> None:
     class Cross(nn.Module):
         def __init__(self) -> None:
@@ -216,6 +342,7 @@ def test_hooks_of_a_copied_model_remove_themselves() -> None:
     twin(torch.randn(2, POSITIONS, WIDTH, dtype=torch.float64))
     assert not twin.attention._forward_pre_hooks
     assert not twin.attention._forward_hooks
+    assert not twin.attention._forward_hooks_always_called
     assert model.attention._forward_pre_hooks
     del optimizer
     assert not model.attention._forward_pre_hooks
