@@ -44,7 +44,7 @@ def prefix(build_dir: Path) -> Path:
 def programs(build_dir: Path, prefix: Path) -> Path:
     """The tutorial's project outside the tree: one program `train` that runs each by its name.
 
-    tests/consumer, an example and the programs of the documentation are one source, because torch/torch.h
+    tests/consumer (two programs), an example and the programs of the documentation are one source, because torch/torch.h
     takes 15 s to parse.
     """
     folder = build_dir / "tests" / "programs"
@@ -52,6 +52,7 @@ def programs(build_dir: Path, prefix: Path) -> Path:
     (project,) = (b for b in code_blocks(TUTORIAL_CPP, "cmake") if "project(" in b)
     others = {
         "consumer": (ROOT / "tests/consumer/main.cpp").read_text(),
+        "transformers": (ROOT / "tests/consumer/transformers.cpp").read_text(),
         "poisson_pinn": (ROOT / "examples/cpp/poisson_pinn.cpp").read_text(),
     }
     for name, text in (
