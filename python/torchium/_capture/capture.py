@@ -68,8 +68,8 @@ class Capture:
     _keeps_calls = False  # and hooks modules that mix samples too
 
     def __init__(self, kinds: frozenset[LayerKind], wants: Callable[[], bool]) -> None:
-        # All modules that own a parameter or may mix samples, with their names in the model, or in
-        # the module that ran.
+        # All modules that own a parameter or may mix samples, and attention around a projection that
+        # owns one, with their names in the model, or in the module that ran.
         self.modules: dict[nn.Module, str] = {}
         self.owners: dict[Tensor, list[nn.Module]] = {}
         # Of modules that were given a parameter since they last ran.
@@ -90,7 +90,7 @@ class Capture:
         self._wants = weakref.WeakMethod(wants)
         self._params: set[Tensor] = set()
         self._hooked_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._time_first: set[nn.Module] = set()  # each call of a layer asks it
+        self.time_first: set[nn.Module] = set()  # each call of a layer asks it
         self._scanned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._handles: list[RemovableHandle] = []
         # While owners are unknown: of the hooks after and before the forward pass of all modules.
@@ -158,9 +158,9 @@ class Capture:
                 if module not in owners:
                     owners.append(module)
             sees_mixing = self._keeps_calls and may_mix_samples(module)
-            if owned or sees_mixing:
-                self.modules[module] = name
             is_projected = is_attention(module) and self._has_params_of(module)
+            if owned or sees_mixing or is_projected:
+                self.modules[module] = name
             if sees_mixing or is_projected or (owned and self._may_be_recorded(module)):
                 self._hook(module)
             self._note_time_first(module)
@@ -168,7 +168,7 @@ class Capture:
     def _note_time_first(self, module: nn.Module) -> None:
         layers = time_first_layers(module)
         if layers and self._has_params_of(module):
-            self._time_first.update(layers)
+            self.time_first.update(layers)
 
     def _has_params_of(self, module: nn.Module) -> bool:
         return not self._params.isdisjoint(module.parameters())
@@ -263,7 +263,7 @@ class Capture:
         if runs_after_others(hook, module) and not is_own_output(module, args, kwargs, output):
             return
         input = layer_input(args, kwargs)
-        inner = input.size(1) if module in self._time_first and input.dim() == 3 else 0
+        inner = input.size(1) if module in self.time_first and input.dim() == 3 else 0
         self._add(output, input, number, self._is_needed(module), inner)
 
     def _asks_for_calls(self) -> bool:

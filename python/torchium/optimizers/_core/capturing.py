@@ -345,15 +345,17 @@ class CapturingOptimizer(ScaledLoss, CoreOptimizer):
         return {
             **super().__getstate__(),
             "modules": dict(self._capture.modules),
+            "time_first": self._capture.time_first & self._capture.modules.keys(),
             "_group_name": self._group_name,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        modules = state.pop("modules")
+        modules, time_first = state.pop("modules"), state.pop("time_first")
         self.grad_scaler = None
         self._init_capture()
         super().__setstate__(state)
         for group in self.param_groups:
             self._capture.watch(group["params"])
+        self._capture.time_first.update(time_first)
         self._adopt(modules)
         self._is_copy = bool(modules)

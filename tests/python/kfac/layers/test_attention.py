@@ -348,6 +348,23 @@ def test_hooks_of_a_copied_model_remove_themselves() -> None:
     assert not model.attention._forward_pre_hooks
 
 
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+@pytest.mark.parametrize("name", ["kfac", "natural_gradient"])
+def test_a_copy_knows_layers_with_time_first(name: str) -> None:
+    model = Encoder(batch_first=False).double()
+    optimizer = OPTIMIZERS[name](model)
+    twin, of_twin = copy.deepcopy((model, optimizer))
+    assert_trains_as(twin, model, lambda _: of_twin, lambda _: optimizer, tolerance=0.0)
+
+
+def test_a_copy_knows_attention_by_its_output_projection() -> None:
+    model = Attention(batch_first=True).double()
+    optimizer = torchium.KFAC([*model.attention.out_proj.parameters()], lr=0.1, TCov=1, TInv=1)
+    train(model, lambda _: optimizer)
+    twin, of_twin = copy.deepcopy((model, optimizer))
+    assert_trains_as(twin, model, lambda _: of_twin, lambda _: optimizer, tolerance=0.0)
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_attention_under_autocast_on_a_device(batch_first: bool) -> None:
