@@ -129,7 +129,7 @@ void ModuleCapture::begin_products(const std::vector<int64_t>& numbers, int64_t 
                            size_t index) mutable {
         inner = input.dim() == 3 ? input.size(1) : inner;  // after other hooks
         const int64_t number = numbers[index];
-        if (output.requires_grad()) {
+        if (output.requires_grad() && inner > 0) {
           self->add(output, input, number,
                     std::find(received.begin(), received.end(), number) != received.end(), inner);
         }

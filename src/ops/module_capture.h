@@ -43,8 +43,9 @@ class ModuleCapture : public torch::CustomClassHolder {
   void add(const at::Tensor& output, const at::Tensor& input, int64_t number, bool is_received,
            int64_t inner_samples);
   // Adds the calls of layers on this thread that are products within another module, until
-  // end_products(): attention. Their inputs are [positions, samples, width], perhaps flattened.
-  // received: those of the layers whose calls are received.
+  // end_products(): attention. Their inputs are [positions, samples, width], perhaps flattened,
+  // with `samples` (0: not known) before an input with three dimensions tells them. received: those
+  // of the layers whose calls are received.
   void begin_products(const std::vector<int64_t>& numbers, int64_t samples,
                       const std::vector<int64_t>& received);
   void end_products();

@@ -33,12 +33,12 @@ def projections(module: nn.Module) -> tuple[nn.Module, nn.Module]:
     return module, module.out_proj  # type: ignore[return-value]
 
 
-def samples_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """The size of the batch of a call; None: it is not known.
+def samples_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """The size of the batch of a call; 0: the hook was not given the query.
 
     The projections get ``[positions, samples, width]``, also with ``batch_first``.
     """
     query = args[0] if args else kwargs.get("query")
     if not isinstance(query, Tensor) or query.is_nested or query.dim() not in (2, 3):
-        return None
+        return 0
     return 1 if query.dim() == 2 else query.size(0 if module.batch_first else 1)

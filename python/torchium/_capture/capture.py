@@ -296,14 +296,13 @@ class Capture:
         running.append((module, False))
         if self._is_idle or not torch.is_grad_enabled() or _is_transformed():
             return
-        samples = samples_of(module, args, kwargs) if calls_functions(module) else None
         with self._lock:
-            if samples is None or not self._asks_for_calls():
+            if not calls_functions(module) or not self._asks_for_calls():
                 return
             numbers = {self._layer(layer): self._is_needed(layer) for layer in projections(module)}
             numbers.pop(-1, None)
             needed = [number for number, is_needed in numbers.items() if is_needed]
-            self.core.begin_products([*numbers], samples, needed)
+            self.core.begin_products([*numbers], samples_of(module, args, kwargs), needed)
             running[-1] = module, True
 
     def _after_attention(

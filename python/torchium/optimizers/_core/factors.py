@@ -204,6 +204,8 @@ def _problem_of_layers(modules: list[nn.Module]) -> str | None:
 def _class_name(module: nn.Module) -> str:
     """The name of its class; of a class that replaces a supported one, also where it is from."""
     name = type(module).__name__
+    if isinstance(module, nn.MultiheadAttention) and not module._qkv_same_embed_dim:
+        return f"{name} with kdim or vdim"
     if has_known_class(module) and layer_kind(module) is None:
         return f"{name} of {type(module).__module__}, with a forward of its own"
     return name

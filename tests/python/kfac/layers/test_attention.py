@@ -24,6 +24,17 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 }
 
 
+def of_parameters(name: str) -> Callable[[nn.Module], Optimizer]:
+    """The same optimizer, made from the parameters of a model."""
+
+    def make(model: nn.Module) -> Optimizer:
+        given = OPTIMIZERS[name](copy.deepcopy(model))
+        options = {key: given.param_groups[0][key] for key in given.defaults}
+        return type(given)(model.parameters(), **options)
+
+    return make
+
+
 class Attention(nn.Module):
     def __init__(self, batch_first: bool, need_weights: bool = False, bias: bool = True) -> None:
         super().__init__()
@@ -147,13 +158,7 @@ def test_positions_may_come_first_in_a_transformer(name: str, device: torch.devi
 def test_positions_may_come_first_in_a_transformer_known_by_its_parameters(name: str) -> None:
     model = Encoder(batch_first=False).double()
     other = copy.deepcopy(model)
-
-    def of_parameters(model: nn.Module) -> Optimizer:
-        given = OPTIMIZERS[name](copy.deepcopy(model))
-        options = {key: given.param_groups[0][key] for key in given.defaults}
-        return type(given)(model.parameters(), **options)
-
-    assert_trains_as(other, model, of_parameters, OPTIMIZERS[name], tolerance=1e-12)
+    assert_trains_as(other, model, of_parameters(name), OPTIMIZERS[name], tolerance=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
@@ -289,7 +294,33 @@ def test_attention_of_other_keys_falls_back_by_name() -> None:
         train(Cross().double(), OPTIMIZERS["natural_gradient"])
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_keywords_in_the_first_pass_of_a_model_known_by_its_parameters(
+    name: str, batch_first: bool
+) -> None:
+    class ByKeywords(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x if self.batch_first else x.transpose(0, 1)
+            y, _ = self.attention(query=x, key=x, value=x)
+            return self.head((y if self.batch_first else y.transpose(0, 1)).mean(1))
+
+    model = ByKeywords(batch_first).double()
+    reference = OfLinearLayers(model).double()
+    assert_trains_as(model, reference, of_parameters(name), OPTIMIZERS[name])
+
+
 def test_three_weights_fall_back_and_are_refused() -> None:
+    class OfOtherWidths(Attention):
+        def __init__(self) -> None:
+            super().__init__(batch_first=True)
+            self.attention = nn.MultiheadAttention(WIDTH, HEADS, kdim=4, vdim=6, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.attention(x, x[..., :4], x[..., :6])[0].mean(1))
+
+    with pytest.warns(UserWarning, match=r"4 \(MultiheadAttention with kdim or vdim: "):
+        train(OfOtherWidths().double(), OPTIMIZERS["kfac"])
     model = nn.Sequential(nn.MultiheadAttention(WIDTH, HEADS, kdim=4, vdim=6))
     with pytest.raises(ValueError, match=r"MultiheadAttention.*kdim or vdim"):
         torchium.NaturalGradient(model, lr=0.1)
