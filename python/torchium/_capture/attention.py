@@ -19,13 +19,13 @@ def calls_functions(module: nn.Module) -> bool:
 
 
 def time_first_layers(module: nn.Module) -> list[nn.Module]:
-    """The children of a transformer module that get ``[positions, samples, width]``."""
+    """The modules within a transformer module that get ``[positions, samples, width]``."""
     stacks = nn.TransformerEncoder, nn.TransformerDecoder
     layer = module.layers[0] if isinstance(module, stacks) and len(module.layers) else module
     known = nn.TransformerEncoderLayer, nn.TransformerDecoderLayer
     if not isinstance(layer, known) or getattr(layer.self_attn, "batch_first", True):
         return []
-    return list(module.children())
+    return list(module.modules())
 
 
 def projections(module: nn.Module) -> tuple[nn.Module, nn.Module]:

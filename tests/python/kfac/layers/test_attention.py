@@ -162,6 +162,18 @@ def test_positions_may_come_first_in_a_transformer_known_by_its_parameters(name:
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_transformer_with_time_first_and_a_layer_within_another(name: str) -> None:
+    model = Encoder(batch_first=True).double()
+    other = Encoder(batch_first=False).double()
+    other.load_state_dict(model.state_dict())
+    for each in (model, other):  # as a library does that adds adapters
+        layer = each.encoder.layers[0]
+        layer.linear1 = nn.Sequential(layer.linear1)
+    assert_trains_as(other, model, OPTIMIZERS[name], tolerance=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
 def test_a_transformer_of_other_code_is_not_kept_alive() -> None:
     unused = nn.Parameter(torch.zeros(1))
     optimizer = torchium.KFAC([*nn.Linear(2, 2).parameters(), unused], lr=0.1)
