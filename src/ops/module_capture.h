@@ -44,7 +44,7 @@ class ModuleCapture : public torch::CustomClassHolder {
            int64_t inner_samples);
   // Adds the calls of layers on this thread that are products within another module, until
   // end_products(): attention. Their inputs are [positions, samples, width], perhaps flattened,
-  // with `samples` (0: not known) before an input with three dimensions tells them. received: those
+  // with `samples` (0: not known) before an input with three dimensions shows them. received: those
   // of the layers whose calls are received.
   void begin_products(const std::vector<int64_t>& numbers, int64_t samples,
                       const std::vector<int64_t>& received);
