@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,11 +12,33 @@ from torch.amp.grad_scaler import GradScaler
 
 from ._core.amp import found_non_finite, has_unscaled
 from ._core.capturing import CapturingOptimizer, ParamsOrModel
+from ._core.keywords import unexpected_keyword
 from ._core.options import OptionList
 from .kfac import KFAC, checked_fraction
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+# What to do about the keywords of kfac-pytorch, KFAC and the optimizer behind that this class lacks.
+_REMEDIES = {
+    "compute_method": 'use damping_split="exact" for EIGEN, "plain" or "pi" for INVERSE',
+    "accumulation_steps": "leave it out, and divide the loss of each micro-batch by their number",
+    "skip_layers": "pass the parameters of the other layers instead of the model",
+    "inv_dtype": "leave it out: inverses are float32 (float64 for float64 parameters)",
+    "assignment_strategy": 'leave it out: layers are assigned as by "compute"',
+    "colocate_factors": "leave it out: both factors of a layer belong to one rank",
+    "allreduce_bucket_cap_mb": "leave it out: buckets have 32 MiB",
+    "symmetry_aware": "leave it out: whole matrices are sent",
+    "compute_eigenvalue_outer_product": "leave it out: it does not change results",
+    "update_factors_in_hook": "leave it out: it does not change results",
+    "loglevel": "leave it out: warnings come from Python's warnings",
+    "TCov": "use factor_update_steps",
+    "TInv": "use inv_update_steps",
+    "stat_decay": "use factor_decay",
+    **dict.fromkeys(
+        ("momentum", "weight_decay", "maximize"), "give it to the optimizer that takes the step"
+    ),
+}
 
 
 class KFACPreconditioner(KFAC):
@@ -90,6 +112,7 @@ class KFACPreconditioner(KFAC):
         grad_worker_fraction (float): as for :class:`KFAC` (default: 1.0).
 
     Raises:
+        TypeError: an unknown keyword; for those of kfac-pytorch the message has what to use instead.
         ValueError: as for :class:`KFAC`; and from ``step()``, if a ``GradScaler`` calls it, or if
             ``grad_scaler`` has not unscaled the gradients of another optimizer.
 
@@ -105,6 +128,7 @@ class KFACPreconditioner(KFAC):
 
     _OPTIONS = OptionList("KFACPreconditioner")
     _OWN_OPTION = "factor_update_steps"
+    _takes_steps = False
 
     def __init__(
         self,
@@ -131,7 +155,12 @@ class KFACPreconditioner(KFAC):
         grad_scaler: GradScaler | None = None,
         process_group: ProcessGroup | None = None,
         grad_worker_fraction: float = 1.0,
+        **unknown: Any,
     ) -> None:
+        for name in unknown:
+            raise unexpected_keyword(
+                type(self).__name__, name, self._OPTIONS.names, _REMEDIES.get(name, "")
+            )
         options = self._OPTIONS.given(locals())
         self._grad_worker_fraction = checked_fraction(grad_worker_fraction, ekfac)
         CapturingOptimizer.__init__(self, params_or_model, options, grad_scaler, process_group)

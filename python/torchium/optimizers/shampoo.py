@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from ._blocked.adamw import SHAMPOO, adopt
+from ._blocked.adamw import SHAMPOO, adopt, check_keywords
 from ._blocked.base import BlockedOptimizer, Groups
 from ._blocked.report import ParameterReport, ShampooReport
 from ._blocked.sharing import SHARING_ARGUMENTS, Sharing
@@ -240,6 +240,7 @@ class Shampoo(Consolidating, BlockedOptimizer):
         """
         from .shampoo_w import ShampooW  # a subclass of this one
 
+        check_keywords("Shampoo.from_adamw", hyperparameters)
         if not isinstance(optimizer_or_params, Optimizer):
             return ShampooW(optimizer_or_params, **hyperparameters)
         sharing = {k: hyperparameters.pop(k) for k in SHARING_ARGUMENTS if k in hyperparameters}

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from ._blocked.adamw import ADAMW_OPTIONS, options_beside_adamw, shampoo_options
+from ._blocked.adamw import ADAMW_OPTIONS, check_keywords, options_beside_adamw, shampoo_options
 from .shampoo import Shampoo
 
 
@@ -70,6 +70,7 @@ class ShampooW(Shampoo):
         **options: Any,
     ) -> None:
         given = locals()
+        check_keywords(type(self).__name__, options)
         adamw = {name: given[name] for name in (*ADAMW_OPTIONS, "capturable") if name in given}
         own = self._own_options(adamw | options)
         super().__init__(params, **{**options_beside_adamw(), **own})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from .._core.callers import users_stacklevel
+from .._core.keywords import unexpected_keyword
 from .._core.options import OptionList
+from .sharing import SHARING_ARGUMENTS
 
 SHAMPOO = OptionList("Shampoo")
 
@@ -36,6 +38,14 @@ ADAMW_OPTIONS = (
     "maximize",
     "differentiable",
 )
+
+
+def check_keywords(caller: str, keywords: Iterable[str]) -> None:
+    """Raises TypeError for a keyword that :class:`ShampooW` does not have."""
+    known = (*ADAMW_OPTIONS, *SHAMPOO.names, *SHARING_ARGUMENTS)
+    for name in keywords:
+        if name not in known:
+            raise unexpected_keyword(caller, name, known)
 
 
 def adopt(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed
@@ -32,7 +32,9 @@ class Sharing(NamedTuple):
         """Raises ValueError for a wrong argument."""
         if comm_dtype not in _COMM_DTYPES:
             names = ", ".join(str(dtype) for dtype in _COMM_DTYPES)
-            raise ValueError(f"comm_dtype must be one of {names}, got {comm_dtype!r}")
+            raise ValueError(
+                f"comm_dtype must be one of {names}, got {comm_dtype!r}{_remedy(comm_dtype)}"
+            )
         if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool) or bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be an integer of at least 1, got {bucket_bytes!r}")
         return cls(group_name(process_group), comm_dtype, bucket_bytes)
@@ -40,6 +42,12 @@ class Sharing(NamedTuple):
     @classmethod
     def none(cls) -> Sharing:
         return cls("", torch.float32, 1)
+
+
+def _remedy(comm_dtype: Any) -> str:
+    """What to pass instead of the name of a dtype."""
+    named = [dtype for dtype in _COMM_DTYPES if f"torch.{comm_dtype}" == str(dtype)]
+    return f"; pass {named[0]}" if named else ""
 
 
 def warn_of_repeated_work(optimizer: str) -> None:

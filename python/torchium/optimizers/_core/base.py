@@ -17,6 +17,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from .amp import forget_scaler
 from .checkpoint import foreign_states, saved_groups, saved_states, split_state
+from .keywords import warn_of_ignored
 from .options import OptionList
 from .parameters import (
     State,
@@ -33,6 +34,7 @@ class CoreOptimizer(Optimizer):
 
     _OPTIONS: ClassVar[OptionList]
     _can_share: ClassVar[bool] = False  # a step, among ranks, and so DTensor parameters
+    _takes_steps: ClassVar[bool] = True  # else another optimizer, which may read the same groups
     # An option by which a checkpoint of this optimizer is recognised.
     _OWN_OPTION: ClassVar[str]
 
@@ -79,7 +81,9 @@ class CoreOptimizer(Optimizer):
         Options left out are the optimizer's. Raises ``ValueError``, and adds nothing, for an option
         out of its range and for a sparse, complex, integer, expanded, uninitialized, ``DTensor`` or
         flattened (``FullyShardedDataParallel``) parameter. An optimizer that was made from a model has
-        named its parameters: pass ``{"params": module.named_parameters()}``.
+        named its parameters: pass ``{"params": module.named_parameters()}``. Other keys are kept and
+        ignored, as in PyTorch; a warning names those that are misspelt options, or that would have an
+        effect in other optimizers, such as ``amsgrad=True``.
         """
         try:
             super().add_param_group(param_group)
@@ -112,6 +116,12 @@ class CoreOptimizer(Optimizer):
         for param in group["params"]:
             name = parameter_name(index, group, param)
             check_parameter(param, name, takes_shards=self._can_share)
+        warn_of_ignored(
+            type(self).__name__,
+            [*self.param_groups, group],
+            self._OPTIONS.names,
+            is_alone=self._takes_steps,
+        )
 
     # ---- the step
 

@@ -1,0 +1,83 @@
+"""Keywords, and keys of parameter groups, that an optimizer does not know."""
+
+from __future__ import annotations
+
+import difflib
+import numbers
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from .callers import users_stacklevel
+
+# Of the optimizers of torch.optim, but for those that change no result.
+_HYPERPARAMETERS = (
+    *(
+        "weight_decay",
+        "decoupled_weight_decay",
+        "momentum",
+        "dampening",
+        "nesterov",
+        "betas",
+        "eps",
+    ),
+    *(
+        "amsgrad",
+        "maximize",
+        "differentiable",
+        "alpha",
+        "centered",
+        "lr_decay",
+        "momentum_decay",
+        "rho",
+    ),
+)
+_REMEDIES = {
+    "weight_decay": "remove it, or multiply the parameters by 1 - lr * weight_decay before each step"
+}
+
+
+def unexpected_keyword(caller: str, name: str, known: Iterable[str], remedy: str = "") -> TypeError:
+    """The error for a keyword that ``caller`` does not have."""
+    if not remedy:
+        meant = _closest(name, known)
+        remedy = f"did you mean {meant!r}?" if meant else ""
+    text = f"{caller}() got an unexpected keyword argument {name!r}"
+    return TypeError(f"{text}; {remedy}" if remedy else text)
+
+
+def warn_of_ignored(
+    optimizer: str, groups: list[dict[str, Any]], options: tuple[str, ...], *, is_alone: bool
+) -> None:
+    """Warns of keys of the last group that look like options, once for each key.
+
+    As in PyTorch, a group may have any other keys. ``is_alone``: no other optimizer reads the group.
+    """
+    *earlier, group = groups
+    for key in [k for k in group if k not in options and k != "lr"]:
+        reason = _why_ignored(key, group, options, is_alone)
+        if reason and not any(_why_ignored(key, each, options, is_alone) for each in earlier):
+            warnings.warn(
+                f"{optimizer} ignores {key}={group[key]!r} of group {len(earlier)}; {reason}",
+                stacklevel=users_stacklevel(),
+            )
+
+
+def _why_ignored(
+    key: object, group: Mapping[str, Any], options: tuple[str, ...], is_alone: bool
+) -> str:
+    """What to do about a key that should not be ignored; empty: nothing."""
+    if not isinstance(key, str) or key not in group:
+        return ""
+    if key in _HYPERPARAMETERS:
+        has_effect = isinstance(group[key], (numbers.Real, tuple, list)) and bool(group[key])
+        return _REMEDIES.get(key, "remove it") if has_effect and is_alone else ""
+    meant = _closest(key, options)
+    return f"did you mean {meant!r}?" if meant else ""
+
+
+def _closest(name: str, known: Iterable[str]) -> str | None:
+    """The known name of which this may be a misspelling. Keys of schedulers, as max_momentum, are not so close."""
+    by_lower = {each.lower(): each for each in known}
+    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.85)
+    return by_lower[found[0]] if found else None
