@@ -131,11 +131,11 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
                      int64_t seed) { return self->A.det(estimate(num_samples, seed)); })
       .def("eigs", [](const Handle& self, std::optional<int64_t> k,
                       const std::string& which) { return self->A.eigs(k, which); })
-      // A method, because warnings of methods reach Python's; those of operators do not.
       .def("solve_iteratively", &solve_iteratively);
   m.def("check_params", [](const std::string& function, const std::vector<Tensor>& params) {
     linalg::detail::check_params(function.c_str(), params);
   });
+  m.def("warn(str message) -> ()");  // implemented in Python
   m.def("operator_product(int number, bool transposed, Tensor X) -> Tensor");
   m.def("callable_operator", &callable_operator);
   m.def("dense_operator", [](const Tensor& A) { return handle_of(linalg::Dense(A)); });

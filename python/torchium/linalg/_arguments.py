@@ -85,9 +85,24 @@ def check_string(function: str, name: str, value: Any, remedy: str) -> None:
 
 
 def _described(value: Any) -> str:
+    """The value and its class; of a tensor, also within lists, shape, dtype and device."""
+    if isinstance(value, Tensor):
+        return short(value)
     kind = type(value)
     module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
-    return f"{reprlib.repr(value)} ({module}{kind.__qualname__})"
+    return f"{short(value)} ({module}{kind.__qualname__})"
+
+
+def short(value: Any) -> str:
+    """The same without the class."""
+    return _Short().repr(value)
+
+
+class _Short(reprlib.Repr):
+    def repr1(self, x: Any, level: int) -> str:
+        if isinstance(x, Tensor):
+            return f"a tensor of shape {list(x.shape)}, {x.dtype} on {x.device}"
+        return super().repr1(x, level)
 
 
 def _remedy(value: Any) -> str:

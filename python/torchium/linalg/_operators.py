@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from ._arguments import check_integer, check_numbers, check_string, check_tensors
+from ._arguments import check_integer, check_numbers, check_string, check_tensors, short
 
 _ops = torch.ops.torchium
 
@@ -98,15 +98,21 @@ class LinearOperator:
         transpose_product: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         if not isinstance(n, int) or n < 1:
-            raise ValueError(f"LinearOperator: n is {n!r}; it must be a positive integer")
+            raise ValueError(f"LinearOperator: n is {short(n)}; it must be a positive integer")
         if not callable(product):
-            raise ValueError(f"LinearOperator: product is {product!r}; it must be a function of X")
+            remedy = "; torchium.linalg.Dense takes a matrix" if isinstance(product, Tensor) else ""
+            raise ValueError(
+                f"LinearOperator: product is {short(product)}; it must be a function of X{remedy}"
+            )
         if transpose_product is not None and not callable(transpose_product):
             raise ValueError(
-                f"LinearOperator: transpose_product is {transpose_product!r}; it must be a function"
+                f"LinearOperator: transpose_product is {short(transpose_product)}; it must be a "
+                "function"
             )
         if dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"LinearOperator: dtype is {dtype}; it must be float32 or float64")
+            raise ValueError(
+                f"LinearOperator: dtype is {short(dtype)}; it must be float32 or float64"
+            )
         # The device of tensors: "cuda" is the current one.
         device = torch.empty(0, device=device).device
         products = _Products(product, transpose_product)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from .._core.callers import users_stacklevel
+from ..._callers import users_stacklevel
 from .._core.keywords import unexpected_keyword
 from .._core.options import OptionList
 from .sharing import SHARING_ARGUMENTS

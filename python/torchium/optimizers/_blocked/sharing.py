@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed
 
+from ..._callers import users_stacklevel
 from .._core.process_groups import group_name, processes
 
 if TYPE_CHECKING:
@@ -59,5 +60,5 @@ def warn_of_repeated_work(optimizer: str) -> None:
             f"parameters and gradients, as under DistributedDataParallel, share it: {optimizer}(..., "
             "process_group=torch.distributed.group.WORLD). Under ZeroRedundancyOptimizer nothing is "
             "repeated",
-            stacklevel=2,
+            stacklevel=users_stacklevel(),
         )

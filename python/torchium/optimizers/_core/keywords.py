@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .callers import users_stacklevel
+from ..._callers import users_stacklevel
 
 # Of the optimizers of torch.optim, but for those that change no result.
 _HYPERPARAMETERS = (

@@ -7,7 +7,7 @@ from typing import TypedDict
 
 from torch import Tensor
 
-from .callers import users_stacklevel
+from ..._callers import users_stacklevel
 from .capturing import CapturingOptimizer
 from .factors import FactorCapture
 from .plan import JointPlan

@@ -4,6 +4,7 @@
 #include "linalg/structured/iterative/column_krylov.h"
 #include "linalg/structured/iterative/function_of_values.h"
 #include "linalg/structured/iterative/solver_checks.h"
+#include "support/warn.h"
 #include <torchium/linalg/solvers.h>
 
 #include <ATen/ATen.h>
@@ -147,10 +148,10 @@ at::Tensor KrylovFunction::image_of(const at::Tensor& B) const {
   if (space.steps() == most && most < n) {
     const double last = change.defined() ? change.item<double>() : 1.0;
     if (last > tol) {
-      TORCH_WARN(A_.node().kind, ".", f_.name, ": after ", most,
-                 " iterations the result still changes by ", last,
-                 " of its norm, more than tol = ", tol, ". Raise max_iterations (at most ",
-                 kMostSteps, ") or tol.");
+      torchium::detail::warn(A_.node().kind, ".", f_.name, ": after ", most,
+                             " iterations the result still changes by ", last,
+                             " of its norm, more than tol = ", tol,
+                             ". Raise max_iterations (at most ", kMostSteps, ") or tol.");
     }
   }
   return space.combine(y * space.lengths());

@@ -4,6 +4,7 @@
 #include "linalg/structured/iterative/solver_checks.h"
 #include "linalg/structured/operator_node.h"
 #include "support/no_autocast.h"
+#include "support/warn.h"
 #include <torchium/linalg/solvers.h>
 
 #include <ATen/ATen.h>
@@ -116,9 +117,9 @@ SolveResult LinearSystem::solve(bool longer_may_be_better, const Correct& correc
                   .masked_fill(finite.logical_not(), std::numeric_limits<double>::quiet_NaN());
   const int64_t missing = converged.logical_not().sum().item<int64_t>();
   if (missing > 0) {
-    TORCH_WARN(function_, ": ", missing, " of ", B_.size(1),
-               " columns have not converged to tol = ", tol_, " after ", iterations_,
-               " iterations. Raise max_iterations or tol, or pass a preconditioner.");
+    torchium::detail::warn(function_, ": ", missing, " of ", B_.size(1),
+                           " columns have not converged to tol = ", tol_, " after ", iterations_,
+                           " iterations. Raise max_iterations or tol, or pass a preconditioner.");
   }
   const auto shaped = [&](const at::Tensor& x) { return is_vector_ ? x.squeeze(-1) : x; };
   return {shaped(X), shaped(residuals), shaped(converged), iterations_};

@@ -132,12 +132,28 @@ def test_eigenpairs_by_krylov_methods(A, unsymmetric):
 def test_what_has_not_converged_is_told(A):
     operator, _ = known_by_products(A)
     x = randn(N, 1)
-    with pytest.warns(UserWarning, match=r"gmres: 1 of 1 columns have not converged"):
-        operator.solve(x, max_iterations=3)
-    with pytest.warns(UserWarning, match=r"cg: 1 of 1 columns have not converged"):
-        operator.assume("positive_definite").solve(x, max_iterations=3)
-    with pytest.warns(UserWarning, match=r"exp: after 20 iterations the result still changes"):
-        _ = (10 * operator).exp(max_iterations=20) @ x
+    inverse = operator.assume("positive_definite").inverse(max_iterations=3)
+    for function, message in (
+        (lambda: operator.solve(x, max_iterations=3), "gmres: 1 of 1 columns have not converged"),
+        (lambda: inverse @ x, "cg: 1 of 1 columns have not converged"),
+        (lambda: linalg.cg(A, x, max_iterations=3), "cg: 1 of 1 columns have not converged"),
+        (
+            lambda: (10 * operator).exp(max_iterations=20) @ x,
+            "exp: after 20 iterations the result still changes",
+        ),
+    ):
+        with pytest.warns(UserWarning, match=message) as caught:
+            function()
+        assert [each.filename for each in caught] == [__file__]  # the user's line
+        assert "Triggered internally" not in str(caught[0].message)
+
+
+def test_a_warning_that_is_an_error_is_raised():
+    A = torch.diag(torch.tensor([1.0, 2, 0], dtype=torch.float64))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="1 of 1 columns have not converged"):
+            linalg.gmres(A, torch.ones(3, dtype=torch.float64))
 
 
 def test_iterations_refuse_gradients(A):

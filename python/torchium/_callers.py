@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+import warnings
+
+import torch
 
 _LIBRARIES = ("torch", "torchium")
 
@@ -13,3 +16,12 @@ def users_stacklevel() -> int:
     while frame.f_back and str(frame.f_globals.get("__name__")).split(".")[0] in _LIBRARIES:
         level, frame = level + 1, frame.f_back
     return level
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=users_stacklevel())
+
+
+# The core calls it as an operator, because it is not linked with Python.
+_library = torch.library.Library("torchium", "IMPL")
+_library.impl("warn", _warn, "CompositeExplicitAutograd")
