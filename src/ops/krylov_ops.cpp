@@ -38,7 +38,7 @@ at::TensorOptions tensor_options(at::ScalarType dtype, at::Device device) {
   return at::TensorOptions(dtype).device(device);
 }
 
-Process krylov(bool symmetric, int64_t n, int64_t k, const std::string& which,
+Process krylov(bool symmetric, int64_t n, std::optional<int64_t> k, const std::string& which,
                std::optional<int64_t> block_size, std::optional<int64_t> max_basis,
                int64_t max_restarts, std::optional<double> tol,
                const std::optional<at::Tensor>& start, int64_t seed, bool is_dense,
@@ -64,8 +64,9 @@ Process hutchinson(bool diagonal, int64_t n, int64_t num_samples, std::optional<
                                          tensor_options(dtype, device));
 }
 
-template <typename Algorithm>
-Process sketched(int64_t n, int64_t num_products, int64_t seed, at::ScalarType dtype,
+// Count: an integer, or an optional one.
+template <typename Algorithm, typename Count>
+Process sketched(int64_t n, Count num_products, int64_t seed, at::ScalarType dtype,
                  at::Device device) {
   return make<Algorithm>(n, num_products, static_cast<uint64_t>(seed),
                          tensor_options(dtype, device));
@@ -104,8 +105,8 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
       .def("products", [](const Process& self) { return self->algorithm->products(); });
   m.def("krylov", &krylov);
   m.def("hutchinson", &hutchinson);
-  m.def("hutchpp", &sketched<detail::HutchppProcess>);
-  m.def("xdiag", &sketched<detail::XdiagProcess>);
+  m.def("hutchpp", &sketched<detail::HutchppProcess, int64_t>);
+  m.def("xdiag", &sketched<detail::XdiagProcess, std::optional<int64_t>>);
   m.def("logdet", &logdet);
   m.def("random_signs", &random_signs);
   m.def("_dense_product(Tensor A, Tensor X) -> Tensor", &detail::dense_product);

@@ -46,14 +46,17 @@ struct KrylovEigenpairs {
   int64_t products = 0;       // columns that A has been multiplied by
 };
 
-// k eigenpairs of a symmetric A. c10::ValueError: options that do not fit, products that are not
-// finite, or A that is not symmetric. Warns if an eigenpair has not converged.
-TORCHIUM_API KrylovEigenpairs lanczos(const LinearOperator& A, int64_t k = 6,
+// k eigenpairs of a symmetric A; none: 6, or all of a smaller matrix. c10::ValueError: options that
+// do not fit, products that are not finite, or A that is not symmetric. Warns if an eigenpair has
+// not converged.
+TORCHIUM_API KrylovEigenpairs lanczos(const LinearOperator& A,
+                                      std::optional<int64_t> k = std::nullopt,
                                       const KrylovOptions& options = {});
 
 // k eigenpairs of a general real A; complex ones come in conjugate pairs, of which the last may be
-// cut off. Errors as lanczos.
-TORCHIUM_API KrylovEigenpairs arnoldi(const LinearOperator& A, int64_t k = 6,
+// cut off. k and errors as lanczos.
+TORCHIUM_API KrylovEigenpairs arnoldi(const LinearOperator& A,
+                                      std::optional<int64_t> k = std::nullopt,
                                       const KrylovOptions& options = {});
 
 }  // namespace torchium::linalg

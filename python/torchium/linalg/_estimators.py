@@ -90,11 +90,12 @@ def hutchpp(
     Raises:
         ValueError: an argument that does not fit.
     """
+    _check_integers("hutchpp", num_products=num_products)
     return _sketched(_ops.hutchpp, "hutchpp", A, num_products, seed)
 
 
 def xdiag(
-    A: Tensor | LinearOperator, *, num_products: int = 100, seed: int = 0
+    A: Tensor | LinearOperator, *, num_products: int | None = None, seed: int = 0
 ) -> StochasticEstimate:
     """Return an estimate of the diagonal of a symmetric matrix by XDiag.
 
@@ -106,12 +107,15 @@ def xdiag(
 
     Args:
         A: symmetric; otherwise as for :func:`hutchinson_trace`.
-        num_products: columns that A is multiplied by; even, from 4 to 2 n.
+        num_products: columns that A is multiplied by; even, from 4 to 2 n; by default 100, or 2 n if that
+            is less.
         seed: as for :func:`hutchinson_trace`.
 
     Raises:
         ValueError: an argument that does not fit.
     """
+    if num_products is not None:
+        _check_integers("xdiag", num_products=num_products)
     return _sketched(_ops.xdiag, "xdiag", A, num_products, seed)
 
 
@@ -183,9 +187,11 @@ def _hutchinson(
     return _estimate(process, operator)
 
 
-def _sketched(make: Any, function: str, A: Any, num_products: int, seed: int) -> StochasticEstimate:
+def _sketched(
+    make: Any, function: str, A: Any, num_products: int | None, seed: int
+) -> StochasticEstimate:
     operator = as_operator(function, A)
-    _check_integers(function, num_products=num_products, seed=seed)
+    _check_integers(function, seed=seed)
     process = make(len(operator), num_products, seed, operator.dtype, operator.device)
     return _estimate(process, operator)
 

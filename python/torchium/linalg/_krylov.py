@@ -25,7 +25,7 @@ class KrylovEigenpairs(NamedTuple):
 
 def lanczos(
     A: Tensor | LinearOperator,
-    k: int = 6,
+    k: int | None = None,
     *,
     which: str = "LA",
     block_size: int | None = None,
@@ -46,7 +46,7 @@ def lanczos(
 
     Args:
         A: ``[n, n]``, dense or sparse, or a :class:`LinearOperator`; symmetric, float32 or float64.
-        k: the number of eigenpairs, from 1 to n.
+        k: the number of eigenpairs, from 1 to n; by default 6, or n if that is less.
         which: ``"LA"`` (largest), ``"SA"`` (smallest) or ``"LM"`` (largest magnitude).
         block_size: columns per product. A matrix with eigenvalues of multiplicity m needs
             ``block_size >= m`` to find all of them reliably. By default that of ``start``, or 8 for a
@@ -72,7 +72,7 @@ def lanczos(
 
 def arnoldi(
     A: Tensor | LinearOperator,
-    k: int = 6,
+    k: int | None = None,
     *,
     which: str = "LM",
     block_size: int | None = None,
@@ -107,7 +107,7 @@ def arnoldi(
 def _eigenpairs(
     symmetric: bool,
     A: Any,
-    k: int,
+    k: int | None,
     which: str,
     block_size: int | None,
     max_basis: int | None,
@@ -118,7 +118,8 @@ def _eigenpairs(
 ) -> KrylovEigenpairs:
     function = "lanczos" if symmetric else "arnoldi"
     operator = as_operator(function, A)
-    check_integer(function, "k", k, "it must be from 1 to n.")
+    if k is not None:
+        check_integer(function, "k", k, "it must be from 1 to n.")
     check_string(function, "which", which, 'it must be a string, as "LM".')
     for name, value in (("block_size", block_size), ("max_basis", max_basis)):
         if value is not None:

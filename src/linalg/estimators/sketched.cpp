@@ -14,6 +14,9 @@
 namespace torchium::linalg::detail {
 namespace {
 
+// XDiag's, of a matrix that is large enough.
+constexpr int64_t kDefaultProducts = 100;
+
 std::vector<at::Tensor> mean_and_error(const at::Tensor& samples) {
   RunningMean mean;
   mean.add(samples);
@@ -66,13 +69,16 @@ void HutchppProcess::use(const at::Tensor& operand, const at::Tensor& product) {
   result_ = mean_and_error(terms.narrow(0, sketch_, samples_) + exact);
 }
 
-XdiagProcess::XdiagProcess(int64_t n, int64_t num_products, uint64_t seed,
+XdiagProcess::XdiagProcess(int64_t n, std::optional<int64_t> num_products, uint64_t seed,
                            const at::TensorOptions& options) {
   check_operator("xdiag", n, options);
-  TORCH_CHECK_VALUE(num_products >= 4 && num_products % 2 == 0 && num_products <= 2 * n,
-                    "xdiag: num_products is ", num_products,
-                    "; it must be even, at least 4 and at most 2 n = ", 2 * n, ".");
-  signs_ = random_signs(n, num_products / 2, seed, 0, options);
+  const int64_t most = 2 * n;
+  const int64_t products = num_products.value_or(std::min(kDefaultProducts, most));
+  const int64_t least = std::min(int64_t{4}, most);
+  TORCH_CHECK_VALUE(products >= least && products % 2 == 0 && products <= most,
+                    "xdiag: num_products is ", products, "; it must be even, at least ", least,
+                    " and at most 2 n = ", most, ".");
+  signs_ = random_signs(n, products / 2, seed, 0, options);
 }
 
 at::Tensor XdiagProcess::next_operand() {
@@ -113,7 +119,8 @@ StochasticEstimate hutchpp(const LinearOperator& A, int64_t num_products, uint64
   return finished(detail::HutchppProcess(A.size(), num_products, seed, A.options()), A);
 }
 
-StochasticEstimate xdiag(const LinearOperator& A, int64_t num_products, uint64_t seed) {
+StochasticEstimate xdiag(const LinearOperator& A, std::optional<int64_t> num_products,
+                         uint64_t seed) {
   return finished(detail::XdiagProcess(A.size(), num_products, seed, A.options()), A);
 }
 

@@ -5,6 +5,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
+#include <optional>
+
 namespace torchium::linalg::detail {
 
 // tr A = tr(Q^T A Q) + tr((I - Q Q^T) A (I - Q Q^T)) for the range Q of A S.
@@ -27,7 +30,8 @@ class HutchppProcess final : public OperatorProcess {
 // diag A for a symmetric A, leaving one sample out of the range in turn.
 class XdiagProcess final : public OperatorProcess {
  public:
-  XdiagProcess(int64_t n, int64_t num_products, uint64_t seed, const at::TensorOptions& options);
+  XdiagProcess(int64_t n, std::optional<int64_t> num_products, uint64_t seed,
+               const at::TensorOptions& options);
 
  private:
   at::Tensor next_operand() override;

@@ -4,6 +4,7 @@
 #include "linalg/common/precision.h"
 #include "linalg/common/random_signs.h"
 #include "support/no_autocast.h"
+#include "support/warn.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -19,6 +20,8 @@ namespace {
 
 // Residuals, in units of epsilon and the largest eigenvalue, that may be rounding errors.
 constexpr double kRoundingErrors = 100.0;
+// Eigenpairs of a matrix that is not smaller.
+constexpr int64_t kDefaultPairs = 6;
 
 // Columns of the basis at the first check: a few per wanted pair, and two blocks.
 int64_t columns_at_first_check(int64_t k, int64_t block) { return 3 * k + 2 * block; }
@@ -70,11 +73,12 @@ void check_options(bool symmetric, int64_t n, int64_t k, int64_t block,
 
 }  // namespace
 
-KrylovProcess::KrylovProcess(bool symmetric, int64_t n, int64_t k, const KrylovOptions& options,
-                             bool is_dense, const at::TensorOptions& tensor_options)
+KrylovProcess::KrylovProcess(bool symmetric, int64_t n, std::optional<int64_t> k,
+                             const KrylovOptions& options, bool is_dense,
+                             const at::TensorOptions& tensor_options)
     : symmetric_(symmetric),
       n_(n),
-      k_(k),
+      k_(k.value_or(std::min(kDefaultPairs, n))),
       block_(block_size(options, is_dense, tensor_options)),
       options_(options),
       tensor_options_(tensor_options),
@@ -83,13 +87,13 @@ KrylovProcess::KrylovProcess(bool symmetric, int64_t n, int64_t k, const KrylovO
   if (options_.which.empty()) {
     options_.which = symmetric ? "LA" : "LM";
   }
-  check_options(symmetric, n, k, block_, options_);
+  check_options(symmetric, n, k_, block_, options_);
   epsilon_ = epsilon_of(c10::typeMetaToScalarType(tensor_options.dtype()));
   tol_ = options_.tol.value_or(std::pow(epsilon_, 2.0 / 3.0));
   // A general eigenproblem takes the host long: it is solved when the basis is full.
-  next_check_ = symmetric ? (columns_at_first_check(k, block_) + block_ - 1) / block_
+  next_check_ = symmetric ? (columns_at_first_check(k_, block_) + block_ - 1) / block_
                           : std::numeric_limits<int64_t>::max();
-  const int64_t capacity = basis_size(method_name(symmetric), k, block_, options_);
+  const int64_t capacity = basis_size(method_name(symmetric), k_, block_, options_);
   const torchium::detail::NoAutocast no_autocast;
   const at::Tensor first = start();
   // A small operator is formed: its Krylov space may be the whole space.
@@ -240,9 +244,9 @@ void KrylovProcess::finish(const RitzPairs& pairs) {
   const bool is_complex = values.is_complex();
   const int64_t missing = k_ - converged.sum().item<int64_t>();
   if (missing > 0) {
-    TORCH_WARN(method_name(symmetric_), ": ", missing, " of ", k_,
-               " eigenpairs have not converged in ", options_.max_restarts,
-               " restarts; raise max_basis or max_restarts, or tol (", tol_, ").");
+    torchium::detail::warn(method_name(symmetric_), ": ", missing, " of ", k_,
+                           " eigenpairs have not converged in ", options_.max_restarts,
+                           " restarts; raise max_basis or max_restarts, or tol (", tol_, ").");
   }
   const at::Tensor vectors = is_complex
                                  ? at::complex(combined(at::real(small)), combined(at::imag(small)))
@@ -261,7 +265,7 @@ std::vector<at::Tensor> KrylovProcess::make_result() { return result_; }
 namespace torchium::linalg {
 namespace {
 
-KrylovEigenpairs eigenpairs(bool symmetric, const LinearOperator& A, int64_t k,
+KrylovEigenpairs eigenpairs(bool symmetric, const LinearOperator& A, std::optional<int64_t> k,
                             const KrylovOptions& options) {
   detail::KrylovProcess process(symmetric, A.size(), k, options, A.is_dense(), A.options());
   const auto result = process.run(A);
@@ -270,11 +274,13 @@ KrylovEigenpairs eigenpairs(bool symmetric, const LinearOperator& A, int64_t k,
 
 }  // namespace
 
-KrylovEigenpairs lanczos(const LinearOperator& A, int64_t k, const KrylovOptions& options) {
+KrylovEigenpairs lanczos(const LinearOperator& A, std::optional<int64_t> k,
+                         const KrylovOptions& options) {
   return eigenpairs(true, A, k, options);
 }
 
-KrylovEigenpairs arnoldi(const LinearOperator& A, int64_t k, const KrylovOptions& options) {
+KrylovEigenpairs arnoldi(const LinearOperator& A, std::optional<int64_t> k,
+                         const KrylovOptions& options) {
   return eigenpairs(false, A, k, options);
 }
 

@@ -16,8 +16,8 @@ namespace torchium::linalg::detail {
 class KrylovProcess final : public OperatorProcess {
  public:
   // is_dense: of the operator.
-  KrylovProcess(bool symmetric, int64_t n, int64_t k, const KrylovOptions& options, bool is_dense,
-                const at::TensorOptions& tensor_options);
+  KrylovProcess(bool symmetric, int64_t n, std::optional<int64_t> k, const KrylovOptions& options,
+                bool is_dense, const at::TensorOptions& tensor_options);
 
  private:
   at::Tensor next_operand() override;

@@ -83,6 +83,17 @@ TEST(Estimators, FindTraceDiagonalAndDeterminant) {
   EXPECT_NEAR(linalg::logdet(A, options).value.item<double>(), std::lgamma(41.0), 1e-5);
 }
 
+TEST(Krylov, TakesAllOfASmallMatrixByDefault) {
+  const auto A = diagonal_matrix(3);
+  EXPECT_EQ(linalg::lanczos(A).eigenvalues.size(0), 3);
+  EXPECT_EQ(linalg::arnoldi(A).eigenvalues.size(0), 3);
+  EXPECT_EQ(linalg::lanczos(diagonal_matrix(7)).eigenvalues.size(0), 6);
+  EXPECT_THROW(linalg::lanczos(A, 6), c10::ValueError);
+  EXPECT_EQ(linalg::xdiag(A).products, 6);
+  EXPECT_EQ(linalg::xdiag(diagonal_matrix(60)).products, 100);
+  EXPECT_THROW(linalg::xdiag(A, 100), c10::ValueError);
+}
+
 TEST(Hessian, MultipliesAsTheSecondDerivative) {
   const auto p = torch::ones({3}, torch::kFloat64).requires_grad_();
   const auto q = torch::ones({2}, torch::kFloat64).requires_grad_();

@@ -199,6 +199,17 @@ def test_estimates_change_no_random_state_and_keep_no_graph():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize("n", [1, 2, 3, 49, 51])
+def test_defaults_fit_small_matrices(n):
+    A = positive(n)
+    found = linalg.xdiag(A)
+    assert found.products == min(100, 2 * n)
+    assert found.value.isfinite().all()
+    assert n > 1 or torch.allclose(found.value, A[0])
+    for function in (linalg.hutchpp, linalg.logdet, linalg.hutchinson_trace):
+        assert function(A).value.isfinite()
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -211,6 +222,7 @@ def test_estimates_change_no_random_state_and_keep_no_graph():
         (lambda A: linalg.hutchpp(A, num_products=2), "num_products is 2; it must be at least 3"),
         (lambda A: linalg.xdiag(A, num_products=7), "num_products is 7; it must be even"),
         (lambda A: linalg.xdiag(A, num_products=42), "at most 2 n = 40"),
+        (lambda A: linalg.xdiag(A[:1, :1], num_products=4), "at least 2 and at most 2 n = 2"),
         (lambda A: linalg.logdet(A, num_steps=0), "logdet: num_steps is 0; it must be positive"),
         (lambda A: linalg.logdet(A.half()), "logdet: A is torch.float16; it must be float32 or"),
     ],

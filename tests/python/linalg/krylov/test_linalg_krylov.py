@@ -211,13 +211,23 @@ def test_what_has_not_converged_is_named():
     A = with_eigenvalues(torch.linspace(0, 1, 400).double())
     with pytest.warns(
         UserWarning, match="lanczos: 3 of 3 eigenpairs have not converged in 0 restarts"
-    ):
+    ) as caught:
         found = linalg.lanczos(A, 3, max_restarts=0)
+    assert [each.filename for each in caught] == [__file__]  # the user's line
     assert not bool(found.converged.any())
     # The residuals are those of the pairs.
     X = found.eigenvectors
     residuals = (A @ X - X * found.eigenvalues).norm(dim=0)
     torch.testing.assert_close(found.residual_norms, residuals, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("function", [linalg.lanczos, linalg.arnoldi])
+@pytest.mark.parametrize("n", [1, 3, 6, 7])
+def test_the_default_k_fits_small_matrices(function, n):
+    A = torch.diag(torch.arange(1, n + 1, dtype=torch.float64))
+    found = function(A)
+    expected = A.diagonal().flip(0)[:6]
+    torch.testing.assert_close(found.eigenvalues.real, expected)
 
 
 @pytest.mark.parametrize(

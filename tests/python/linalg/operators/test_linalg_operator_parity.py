@@ -59,9 +59,15 @@ def test_the_defaults_are_the_same():
         assert parameters["num_samples"].default is None
         assert parameters["seed"].default == 0
     assert inspect.signature(linalg.LinearOperator.eigs).parameters["which"].default == "LM"
-    assert re.findall(r"int64_t k = (\d+)", header("krylov")) == ["6", "6"]
-    for function in [linalg.lanczos, linalg.arnoldi]:
-        assert inspect.signature(function).parameters["k"].default == 6
+    optional = r"std::optional<int64_t> (\w+) = std::nullopt,"
+    assert re.findall(optional, header("krylov")) == ["k", "k"]
+    assert re.findall(optional, header("estimators")) == ["num_products"]
+    for function, name in [
+        (linalg.lanczos, "k"),
+        (linalg.arnoldi, "k"),
+        (linalg.xdiag, "num_products"),
+    ]:
+        assert inspect.signature(function).parameters[name].default is None
 
 
 def test_every_structure_of_results_has_its_class():
