@@ -107,8 +107,8 @@ TORCHIUM_API at::Tensor jvp_dots(const torch::nn::Module& model, const ForwardFu
 /// `p.grad += sum_i min(1, max_norm / |g_i|) g_i`, with the norm over all trainable parameters. It
 /// is the sum, not the mean, so that calls for parts of a large batch add up. Every trainable
 /// parameter gets a `.grad`, zero if no sample reaches it, because the noise of differentially
-/// private training belongs to all of them. A gradient that is not finite makes the sum NaN. If an
-/// exception is thrown, no `.grad` has changed.
+/// private training belongs to all of them; also of an empty batch. A gradient that is not finite
+/// makes the sum NaN. If an exception is thrown, no `.grad` has changed.
 ///
 /// @param max_norm the largest norm of a sample's gradient in the sum.
 /// @param max_workspace_bytes as for per_sample_norms().

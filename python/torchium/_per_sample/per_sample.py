@@ -116,6 +116,7 @@ def evaluate(
     targets: Any,
     from_calls: Callable[[LayerCalls], T],
     from_rows: Callable[[Rows, int], T],
+    least: int = 1,
 ) -> T:
     """A quantity of the per-sample gradients, as the public ``function`` returns it.
 
@@ -123,14 +124,17 @@ def evaluate(
 
     ``from_calls`` computes it from the layer calls. ``from_rows`` computes it from explicit
     gradients of as many samples at a time as it asks for, and is told the number of samples. It may
-    be called again after an exception.
+    be called again after an exception. ``least``: the smallest number of samples, 0 or 1; without any,
+    ``from_rows`` must not ask for gradients.
     """
     input_tree = SampleTree("inputs", inputs, shared=(bool, str, type(None)))
     target_tree = SampleTree("targets", targets, shared=(type(None),))
-    samples = count_samples(input_tree, target_tree)
+    samples = count_samples(input_tree, target_tree, least)
     reason = _check_modules(model)
     loss = SampleLoss(model, parameters, loss_fn, input_tree, target_tree)
     calls: LayerCalls | None = None
+    if samples == 0:
+        return from_rows(_rows_of(_one_by_one, loss), 0)
     if reason is None:
         try:
             calls = layer_calls(loss)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -201,7 +202,7 @@ def clip_and_accumulate(
     :func:`per_sample_gradients` and the norm that over all trainable parameters. It is the sum, not
     the mean, so that calls for parts of a large batch add up. Every trainable parameter gets a
     ``.grad``, zero if no sample reaches it, because the noise of differentially private training
-    belongs to all of them.
+    belongs to all of them; also of an empty batch, such as Poisson sampling draws.
 
     The sum is one product per layer, ``(diag(c) G)^T A``, without the gradients. For the norms see
     :func:`per_sample_norms`. A gradient that is not finite makes the sum NaN.
@@ -215,8 +216,8 @@ def clip_and_accumulate(
         The norms before clipping, ``[batch]``; float64 if a parameter is, otherwise float32.
 
     Raises:
-        ValueError: as :func:`per_sample_gradients`, no trainable parameter, ``max_norm`` that is not
-            positive, or ``max_workspace_bytes`` below 1. No ``.grad`` has changed then.
+        ValueError: as :func:`per_sample_gradients`, no trainable parameter, ``max_norm`` that is not a
+            positive number, or ``max_workspace_bytes`` below 1. No ``.grad`` has changed then.
 
     Example:
         One step of DP-SGD (Abadi et al. 2016, `arXiv:1607.00133 <https://arxiv.org/abs/1607.00133>`_)
@@ -235,6 +236,8 @@ def clip_and_accumulate(
         >>> optimizer.step()
     """
     _check_workspace(max_workspace_bytes)
+    if not isinstance(max_norm, (numbers.Real, Tensor)):
+        raise ValueError(f"max_norm is {max_norm!r}; it must be a number")
     if not max_norm > 0:
         raise ValueError(f"max_norm is {max_norm}; it must be positive")
     with one_call:
@@ -243,7 +246,7 @@ def clip_and_accumulate(
 
         def from_rows(rows: Rows, samples: int) -> tuple[list[Tensor], Tensor]:
             sums = [torch.zeros_like(p, dtype=_dtype([p]), requires_grad=False) for p in params]
-            norms = []
+            norms = [params[0].new_zeros(0, requires_grad=False)]  # of an empty batch
             for chunk in _chunks(params, samples, max_workspace_bytes):
                 gradients = rows(*chunk)
                 norms.append(_norms(gradients))
@@ -267,6 +270,7 @@ def clip_and_accumulate(
                 max_workspace_bytes=max_workspace_bytes,
             ),
             from_rows,
+            least=0,
         )
         for p, total in zip(params, sums, strict=True):
             _accumulate(p, total)

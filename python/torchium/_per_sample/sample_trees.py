@@ -60,8 +60,8 @@ class SampleTree:
         return tree_unflatten(leaves, self._spec)
 
 
-def count_samples(inputs: SampleTree, targets: SampleTree) -> int:
-    """The number of samples; ValueError if tensors disagree or there are none."""
+def count_samples(inputs: SampleTree, targets: SampleTree, least: int) -> int:
+    """The number of samples; ValueError if tensors disagree or there are less than ``least``, 0 or 1."""
     names, tensors = inputs.names + targets.names, inputs.tensors + targets.tensors
     if not inputs.tensors:
         raise ValueError("inputs must hold a tensor with a batch dimension; there is none")
@@ -72,6 +72,6 @@ def count_samples(inputs: SampleTree, targets: SampleTree) -> int:
                 f"{names[0]} holds {counts[0]} samples and {name} {count}; there must be equally "
                 "many (expand what all samples share)"
             )
-    if counts[0] == 0:
+    if counts[0] < least:
         raise ValueError(f"{names[0]} holds 0 samples; there must be at least one")
     return counts[0]

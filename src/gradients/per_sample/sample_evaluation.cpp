@@ -110,14 +110,14 @@ void visit_samples(const SampleLoss& loss, const std::vector<at::Tensor>& params
 
 SampleLoss::SampleLoss(const torch::nn::Module& model, const ForwardFunction& forward,
                        const LossFunction& loss_fn, const at::Tensor& inputs,
-                       const at::Tensor& targets)
+                       const at::Tensor& targets, int64_t least)
     : model_(model), forward_(forward), loss_fn_(loss_fn) {
   TORCH_CHECK_VALUE(forward && loss_fn, forward ? "loss_fn" : "forward", " is empty");
   TORCH_CHECK_VALUE(inputs.defined() && inputs.dim() > 0 && targets.defined() && targets.dim() > 0,
                     "inputs and targets must be tensors with a batch dimension");
-  TORCH_CHECK_VALUE(inputs.size(0) == targets.size(0) && inputs.size(0) > 0, "inputs hold ",
+  TORCH_CHECK_VALUE(inputs.size(0) == targets.size(0) && inputs.size(0) >= least, "inputs hold ",
                     inputs.size(0), " samples and targets ", targets.size(0),
-                    "; there must be equally many, at least one");
+                    "; there must be equally many", least > 0 ? ", at least one" : "");
   inputs_ = inputs.detach();
   targets_ = targets;
 }
@@ -190,6 +190,9 @@ void evaluate(const char* function, const SampleLoss& loss, const TrainableParam
   const auto& [params, names] = trainable;
   const ModelLayers layers(loss.model());
   layers.refuse_mixed_samples();
+  if (loss.samples() == 0) {
+    return;
+  }
   std::string reason;  // for one pass per sample
   std::vector<at::Tensor> tensors{loss.inputs()};
   for (const auto& param : params) {

@@ -17,9 +17,11 @@ namespace torchium::gradients::detail {
 // What is differentiated, by the trainable parameters.
 class SampleLoss {
  public:
-  // Raises ValueError for batches that do not fit. The arguments must outlive it.
+  // Raises ValueError for batches that do not fit, or hold fewer samples than `least`. The
+  // arguments must outlive it.
   SampleLoss(const torch::nn::Module& model, const ForwardFunction& forward,
-             const LossFunction& loss_fn, const at::Tensor& inputs, const at::Tensor& targets);
+             const LossFunction& loss_fn, const at::Tensor& inputs, const at::Tensor& targets,
+             int64_t least = 1);
 
   const torch::nn::Module& model() const { return model_; }
   int64_t samples() const { return inputs_.size(0); }
@@ -61,8 +63,9 @@ using SampleReceiver = std::function<void(int64_t i, const std::vector<at::Tenso
 using SampleVisit = std::function<void(int64_t first, const SampleReceiver& of_sample)>;
 
 // Calls of_jacobian once if layer calls suffice, otherwise of_samples once, with a warning that
-// names the public `function`. Does not call of_jacobian if no loss depends on a parameter. Leaves
-// buffers and random numbers alone. Raises ValueError if a sample has no gradient of its own.
+// names the public `function`. Does not call of_jacobian if no loss depends on a parameter, and
+// neither for an empty batch. Leaves buffers and random numbers alone. Raises ValueError if a
+// sample has no gradient of its own.
 void evaluate(const char* function, const SampleLoss& loss, const TrainableParameters& trainable,
               const std::function<void(const Jacobian&)>& of_jacobian,
               const std::function<void(const SampleVisit&)>& of_samples);

@@ -151,7 +151,7 @@ at::Tensor clip_and_accumulate(const torch::nn::Module& model, const ForwardFunc
                                int64_t max_workspace_bytes) {
   detail::check_max_norm(max_norm);
   detail::check_workspace(max_workspace_bytes);
-  const SampleLoss loss(model, forward, loss_fn, inputs, targets);
+  const SampleLoss loss(model, forward, loss_fn, inputs, targets, /*least=*/0);
   const TrainableParameters trainable(model);
   check_trainable(trainable);
   at::Tensor norms = zeros_for(loss, trainable);

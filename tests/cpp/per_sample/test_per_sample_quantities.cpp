@@ -66,6 +66,17 @@ TEST(PerSampleQuantities, AddToGradients) {
   }
 }
 
+// As Poisson sampling draws it.
+TEST(PerSampleQuantities, ClipAnEmptyBatch) {
+  QuantitiesCase c;
+  c.batch = {c.batch.inputs.narrow(0, 0, 0), c.batch.targets.narrow(0, 0, 0)};
+  expect_contains(refusal([&] { c.norms(1); }), "at least one");
+  EXPECT_EQ(c.clip(0.1).sizes(), torch::IntArrayRef{0});
+  for (const auto& param : c.model->parameters()) {
+    EXPECT_TRUE(param.grad().equal(torch::zeros_like(param)));
+  }
+}
+
 TEST(PerSampleQuantities, RefuseNormalisationOfABatch) {
   nn::Sequential model(nn::Linear(5, 3), nn::BatchNorm1d(3));
   const auto batch = make_batch(0, kMlpSample, 6, torch::kFloat);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -372,6 +373,24 @@ def test_what_has_no_gradient_of_a_sample_is_refused(name, layer, message):
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("name", ["mlp", "convolutions", "tied_embedding"])
+def test_an_empty_batch_is_clipped_to_zeros(name):
+    """Poisson sampling draws one now and then."""
+    model, (inputs, targets) = model_and_batch(name)
+    norms = gradients.clip_and_accumulate(model, loss_fn, inputs[:0], targets[:0], 1.0)
+    assert norms.shape == (0,)
+    assert norms.dtype == gradients.per_sample_norms(model, loss_fn, inputs, targets).dtype
+    for p in model.parameters():
+        assert torch.equal(p.grad, torch.zeros_like(p))
+    gradients.clip_and_accumulate(model, loss_fn, inputs, targets, 1.0)
+    before = [p.grad.clone() for p in model.parameters()]
+    gradients.clip_and_accumulate(model, loss_fn, inputs[:0], targets[:0], 1.0)
+    for p, grad in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p.grad, grad)
+    with pytest.raises(ValueError, match="inputs holds 0 samples and targets"):
+        gradients.clip_and_accumulate(model, loss_fn, inputs[:0], targets, 1.0)
+
+
 def test_bad_arguments():
     model, batch = model_and_batch("mlp")
     for name in ("per_sample_norms", "gram"):
@@ -379,6 +398,11 @@ def test_bad_arguments():
             getattr(gradients, name)(model, loss_fn, *batch, max_workspace_bytes=0)
     for bad in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match=f"max_norm is {bad}; it must be positive"):
+            gradients.clip_and_accumulate(model, loss_fn, *batch, bad)
+    for bad in ("1", None, [1.0]):
+        with pytest.raises(
+            ValueError, match=re.escape(f"max_norm is {bad!r}; it must be a number")
+        ):
             gradients.clip_and_accumulate(model, loss_fn, *batch, bad)
     v = vectors_for(model)
     for vectors, message in (
