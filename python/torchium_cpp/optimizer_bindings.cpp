@@ -285,7 +285,10 @@ py::class_<Optimizer, SecondOrderOptimizer> bind_capturing_optimizer(py::module_
            "Adapts the damping by the losses before and after the last step.")
       .def(
           "report", [](const Optimizer& self) { return report_of(self); },
-          "What the optimizer has done, as a dict.");
+          "What the optimizer has done, as a dict.")
+      .def(
+          "report_table", [](const Optimizer& self) { return text_of(self.report()); },
+          "The same as C++ programs print it.");
 }
 
 }  // namespace

@@ -18,7 +18,6 @@
 
 #include <memory>
 #include <optional>
-#include <sstream>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -212,13 +211,6 @@ std::string failure_message(std::string optimizer, int64_t skips,
       {skips, non_finite.value_or(at::Tensor()), step.value_or(at::Tensor()), non_finite_name,
        root_failures, failed_name},
       max_root_failures);
-}
-
-template <typename Report>
-std::string text_of(const Report& report) {
-  std::ostringstream stream;
-  stream << report;
-  return stream.str();
 }
 
 // The numbers of each group, then of all, in the order of the fields of Python's report; the table.

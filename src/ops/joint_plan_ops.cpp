@@ -8,6 +8,8 @@
 #include "optim/kfac/kfac_plan.h"
 #include "optim/kfac/kfac_preconditioner_plan.h"
 #include "optim/natural_gradient/natural_gradient_plan.h"
+#include "torchium/optim/kfac.h"
+#include "torchium/optim/natural_gradient.h"
 
 #include <ATen/ATen.h>
 #include <torch/custom_class.h>
@@ -235,6 +237,25 @@ void register_kfac_plan(torch::Library& m) {
 // Solver, samples, rows, iterations, relative residual.
 using Solved = std::tuple<std::string, int64_t, int64_t, int64_t, double>;
 
+// The reports of Python as tables.
+std::string kfac_report_table(const std::vector<std::string>& names,
+                              const std::vector<std::string>& treatments,
+                              const std::vector<std::string>& details, int64_t graph_bytes) {
+  optim::KFACReport report;
+  for (size_t i = 0; i < names.size(); ++i) {
+    report.parameters.push_back({names[i], treatments[i], details[i]});
+  }
+  report.graph_bytes = graph_bytes;
+  return text_of(report);
+}
+
+std::string natural_gradient_report_table(std::string solver, int64_t samples, int64_t rows,
+                                          int64_t iterations, double relative_residual,
+                                          int64_t graph_bytes) {
+  return text_of(optim::NaturalGradientReport{std::move(solver), samples, rows, iterations,
+                                              relative_residual, graph_bytes});
+}
+
 c10::intrusive_ptr<NaturalGradientPlan> make_natural_gradient_plan(
     const std::string& /*optimizer*/) {
   return c10::make_intrusive<NaturalGradientPlan>();
@@ -268,6 +289,8 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
   // Implemented in Python: a backward pass has reached the first layer of this capture.
   m.def("backward_started(int capture) -> ()");
   m.def("check_takes_curvature", optim::detail::check_takes_curvature);
+  m.def("kfac_report_table", kfac_report_table);
+  m.def("natural_gradient_report_table", natural_gradient_report_table);
   m.def("check_grad_workers", optim::detail::check_grad_workers);
   m.class_<ModuleCapture>("ModuleCapture")
       .def(torch::init<int64_t, bool>())

@@ -12,6 +12,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <cstdint>
+#include <iosfwd>
 #include <memory>
 #include <optional>
 #include <string>
@@ -189,8 +190,9 @@ struct KFACParameterReport {
   std::string detail;
 };
 
-/// Which parameters the last steps preconditioned, by name in the model.
-struct KFACReport {
+/// Which parameters the last steps preconditioned, by name in the model. `<<` writes a table with
+/// one line per parameter.
+struct TORCHIUM_API KFACReport {
   /// All of them, in the order of the groups.
   std::vector<KFACParameterReport> parameters;
   std::vector<std::string> preconditioned;
@@ -201,6 +203,8 @@ struct KFACReport {
   std::vector<std::string> diagonal_G;
   /// Memory that captured steps keep.
   int64_t graph_bytes = 0;
+
+  TORCHIUM_API friend std::ostream& operator<<(std::ostream& stream, const KFACReport& report);
 };
 
 /// K-FAC for linear layers, convolutions of one to three dimensions that are not transposed,

@@ -11,6 +11,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <cstdint>
+#include <iosfwd>
 #include <memory>
 #include <optional>
 #include <string>
@@ -106,8 +107,9 @@ struct TORCHIUM_API NaturalGradientParamState : public SecondOrderParamState {
   void convert_to(const at::Tensor& param) override;
 };
 
-/// How a step was solved. With a process_group numbers are those of all ranks together.
-struct NaturalGradientReport {
+/// How a step was solved. With a process_group numbers are those of all ranks together. `<<` writes
+/// a table.
+struct TORCHIUM_API NaturalGradientReport {
   /// "gram", "explicit" or "cg"; empty before the first step.
   std::string solver;
   /// Samples in the Fisher matrix.
@@ -119,6 +121,9 @@ struct NaturalGradientReport {
   double relative_residual = 0.0;
   /// Scratch memory of captured steps.
   int64_t graph_bytes = 0;
+
+  TORCHIUM_API friend std::ostream& operator<<(std::ostream& stream,
+                                               const NaturalGradientReport& report);
 };
 
 /// Natural gradient with the damped Fisher matrix of the batch, for a loss that is a mean over the

@@ -402,7 +402,7 @@ class KFAC(Consolidating, TreatmentReports, CapturingOptimizer):
         """What the last step of each parameter has done with it, and why.
 
         Returns:
-            ``"parameters"``: for each name (or place, without a name) a treatment and a detail. The
+            A dict, which ``print`` shows as a table. ``"parameters"``: for each name (or place, without a name) a treatment and a detail. The
             treatment is ``"factors"``; ``"diagonal"``, with a factor that is kept as its diagonal;
             ``"unit-wise"``, of a norm; ``"fallback"``, a step of SGD with momentum; or ``"none"``. The
             detail has the orders of the

@@ -30,6 +30,17 @@ if TYPE_CHECKING:
 
 _KINDS = SAMPLE_KINDS | {LayerKind.SELF_ATTENTION}
 
+_REPORTED = ("solver", "samples", "rows", "iterations", "relative_residual", "graph_bytes")
+
+
+class NaturalGradientReport(dict[str, Any]):
+    """The dict that :meth:`NaturalGradient.report` describes; ``print`` shows a table."""
+
+    def __str__(self) -> str:
+        values = [self[key] for key in _REPORTED] if self else ["", 0, 0, 0, 0.0, 0]
+        table: str = torch.ops.torchium.natural_gradient_report_table(*values)
+        return table
+
 
 class NaturalGradient(CapturingOptimizer):
     r"""Follows the natural gradient of the batch: the gradient times a damped inverse Fisher matrix.
@@ -302,22 +313,22 @@ class NaturalGradient(CapturingOptimizer):
         """
         return self._update_damping(loss_before, loss_after)
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> NaturalGradientReport:
         """How the last step was solved; waits for the device.
 
         Returns:
-            ``"solver"``: ``"gram"``, ``"explicit"`` or ``"cg"``; ``"samples"``: how many the Fisher matrix
+            A dict, which ``print`` shows as a table. ``"solver"``: ``"gram"``, ``"explicit"`` or ``"cg"``; ``"samples"``: how many the Fisher matrix
             has; ``"rows"`` of :math:`J`: one per sample, or one per sample and column of its curvature;
             ``"iterations"`` and ``"relative_residual"`` of conjugate gradients, else 0;
             ``"graph_bytes"``: the memory that captured steps keep. With a ``process_group`` samples and rows
             are those of all ranks. Empty before the first step.
         """
         if self._plan is None:
-            return {}
+            return NaturalGradientReport()
         core = self._plan.core
         values = (*core.report(), core.graph_bytes())
-        keys = ("solver", "samples", "rows", "iterations", "relative_residual", "graph_bytes")
-        return dict(zip(keys, values, strict=True)) if values[0] else {}
+        entries = zip(_REPORTED, values, strict=True) if values[0] else ()
+        return NaturalGradientReport(entries)
 
     # ---- capture
 

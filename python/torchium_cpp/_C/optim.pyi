@@ -110,6 +110,9 @@ class KFAC(SecondOrderOptimizer):
     def report(self) -> dict[str, Any]:
         """What the optimizer has done."""
 
+    def report_table(self) -> str:
+        """The same as C++ programs print it."""
+
 class KFACPreconditioner(KFAC):
     """torchium::optim::KFACPreconditioner."""
 
@@ -144,3 +147,6 @@ class NaturalGradient(SecondOrderOptimizer):
 
     def report(self) -> dict[str, Any]:
         """What the optimizer has done."""
+
+    def report_table(self) -> str:
+        """The same as C++ programs print it."""

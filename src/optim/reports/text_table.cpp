@@ -30,8 +30,9 @@ void write_table(std::ostream& stream, const std::vector<std::vector<std::string
   for (size_t row = 0; row < lines.size(); ++row) {
     std::ostringstream line;
     for (size_t i = 0; i < widths.size(); ++i) {
+      const bool ends_line = i < left && i + 1 == widths.size();  // no spaces after it
       line << (i == 0 ? "" : "  ") << (i < left ? std::left : std::right)
-           << std::setw(static_cast<int>(widths[i])) << lines[row][i];
+           << std::setw(ends_line ? 0 : static_cast<int>(widths[i])) << lines[row][i];
     }
     stream << line.str() << (row + 1 < lines.size() ? "\n" : "");
   }

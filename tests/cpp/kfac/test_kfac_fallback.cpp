@@ -55,6 +55,10 @@ TEST(Kfac, FallsBackToMomentum) {
                                       "head.bias"}));
   EXPECT_EQ(report.fallback.size(), names.size() - 5);
   EXPECT_EQ(report.parameters.size(), names.size());
+  std::ostringstream table;
+  table << report;
+  expect_contains(table.str(), "\nnorm.weight ");
+  expect_contains(table.str(), "\ngraphs ");
   const auto treatment = [&](const std::string& name) {
     const auto found = std::find_if(report.parameters.begin(), report.parameters.end(),
                                     [&](const auto& parameter) { return parameter.name == name; });

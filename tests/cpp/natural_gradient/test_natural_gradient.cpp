@@ -203,6 +203,11 @@ TEST(NaturalGradientTest, ReportsHowItSolved) {
   EXPECT_EQ(cg.report().solver, "cg");
   EXPECT_GT(cg.report().iterations, 0);
   EXPECT_LT(cg.report().relative_residual, 1e-8);
+  std::ostringstream tables;
+  tables << NaturalGradient(*model).report() << "\n" << gram.report() << "\n" << cg.report();
+  expect_contains(tables.str(),
+                  "no step yet\nsolver   gram\nsamples  6\nrows     6\ngraphs   0 bytes\n");
+  expect_contains(tables.str(), "\nrelative residual  ");
 }
 
 TEST(NaturalGradientTest, GivesEveryGroupItsOptions) {

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from typing import TypedDict
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..._callers import users_stacklevel
@@ -13,15 +14,16 @@ from .factors import FactorCapture
 from .plan import JointPlan
 
 
-class KFACReport(TypedDict):
-    """See :meth:`KFAC.report`."""
+class KFACReport(dict[str, Any]):
+    """The dict that :meth:`KFAC.report` describes; ``print`` shows a table."""
 
-    parameters: dict[str, tuple[str, str]]
-    preconditioned: list[str]
-    fallback: list[str]
-    diagonal_A: list[str]
-    diagonal_G: list[str]
-    graph_bytes: int
+    def __str__(self) -> str:
+        parameters = self["parameters"]
+        treatments, details = zip(*parameters.values(), strict=True) if parameters else ((), ())
+        table: str = torch.ops.torchium.kfac_report_table(
+            list(parameters), treatments, details, self["graph_bytes"]
+        )
+        return table
 
 
 class TreatmentReports(CapturingOptimizer):
@@ -40,14 +42,14 @@ class TreatmentReports(CapturingOptimizer):
             }
             return [names[p] for p, factor in factors.items() if factor.dim() == 2]
 
-        return {
-            "parameters": self._treatments(fallback),
-            "preconditioned": [names[p] for p in params if p not in fallback],
-            "fallback": [names[p] for p in params if p in fallback],
-            "diagonal_A": with_diagonal("A", "K"),
-            "diagonal_G": with_diagonal("G", "C"),
-            "graph_bytes": 0 if plan is None else plan.core.graph_bytes(),
-        }
+        return KFACReport(
+            parameters=self._treatments(fallback),
+            preconditioned=[names[p] for p in params if p not in fallback],
+            fallback=[names[p] for p in params if p in fallback],
+            diagonal_A=with_diagonal("A", "K"),
+            diagonal_G=with_diagonal("G", "C"),
+            graph_bytes=0 if plan is None else plan.core.graph_bytes(),
+        )
 
     def _treatments(self, fallback: set[Tensor]) -> dict[str, tuple[str, str]]:
         plan, names = self._plan, self._short_names()
