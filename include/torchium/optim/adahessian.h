@@ -60,10 +60,12 @@ struct TORCHIUM_API AdaHessianParamState : public MatrixParamState {
 /// with random signs z and m', v' the averages without their bias.
 ///
 /// The backward pass must keep its graph: `loss.backward({}, std::nullopt, /*create_graph=*/true)`.
-/// step() frees it; set gradients to undefined before the next one, which zero_grad() does. Every
-/// operation of the model needs a second derivative, which libtorch lacks for fused attention and
-/// EmbeddingBag. A diagonal that is not finite skips the step, as a gradient does. The signs come
-/// from a seed of libtorch's default generator of the CPU. Cannot be captured in a CUDA graph.
+/// step() frees it. The gradients still refer to their parameters, of which libtorch warns: call
+/// zero_grad(), which sets them to undefined, after each step, also after the last, else a model
+/// that is no longer used stays in memory. Every operation of the model needs a second derivative,
+/// which libtorch lacks for fused attention and EmbeddingBag. A diagonal that is not finite skips
+/// the step, as a gradient does. The signs come from a seed of libtorch's default generator of the
+/// CPU. Cannot be captured in a CUDA graph.
 ///
 /// step() throws c10::ValueError, and changes no parameter, if no gradient has a graph. It warns
 /// once if some have none and are not zero: their D is 0, and where v is 0 too their step is

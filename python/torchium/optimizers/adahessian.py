@@ -29,8 +29,11 @@ class AdaHessian(ScaledLoss, BlockedOptimizer):
     where :math:`k` is ``hessian_power``. For a convolution :math:`D` is the mean over its kernel.
 
     The gradients need a graph: call ``loss.backward(create_graph=True)``. :meth:`step` differentiates them,
-    one backward pass for all parameters and each random vector, and frees the graph; call ``zero_grad()``
-    before the next backward pass, so that gradients and parameters do not keep each other alive. Every
+    one backward pass for all parameters and each random vector, and frees the graph. The gradients still
+    refer to their parameters, of which PyTorch warns once (``Using backward() with create_graph=True will
+    create a reference cycle``): call ``zero_grad()`` after each step, also after the last, else a model that is
+    no longer used stays in memory. With that call the warning may be silenced:
+    ``warnings.filterwarnings("ignore", message=r"Using backward\(\) with create_graph=True")``. Every
     operation of the model needs a second derivative. PyTorch has none for fused attention (put
     ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`` around the model's call), for ``nn.EmbeddingBag``, and
     for models compiled by ``torch.compile``; ``DistributedDataParallel`` does not support ``create_graph=True``. A gradient without a
@@ -73,7 +76,7 @@ class AdaHessian(ScaledLoss, BlockedOptimizer):
         >>> loss = model(torch.randn(8, 10)).square().mean()
         >>> loss.backward(create_graph=True)
         >>> optimizer.step()
-        >>> optimizer.zero_grad()
+        >>> optimizer.zero_grad()  # after the last step too
     """
 
     _OPTIONS = OptionList("AdaHessian")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -226,6 +228,23 @@ def test_gradients_of_zeros_without_a_graph_need_no_warning():
         warnings.simplefilter("error")
         optimizer.step()
     assert unused.eq(1).all()
+
+
+def test_zero_grad_ends_the_cycle_of_parameters_and_gradients():
+    """The docstring has the filter for PyTorch's warning."""
+    assert r'message=r"Using backward\(\) with create_graph=True"' in torchium.AdaHessian.__doc__
+    model = nn.Linear(3, 2)
+    optimizer = torchium.AdaHessian(model.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message=r"Using backward\(\) with create_graph=True")
+        model(torch.randn(5, 3)).square().mean().backward(create_graph=True)
+    optimizer.step()
+    optimizer.zero_grad()
+    weight = weakref.ref(model.weight)
+    del model, optimizer
+    gc.collect()
+    assert weight() is None
 
 
 def test_steps_between_two_estimates_need_no_graph():
