@@ -117,7 +117,7 @@ class KFAC(Consolidating, TreatmentReports, CapturingOptimizer):
             ``adaptive_damping`` and ``graphs`` may be set for a group; the group of its weight decides for a layer.
         lr (float or Tensor): learning rate, at least 0. A tensor has one element (default: 0.003).
         momentum (float): momentum of the direction, in [0, 1) (default: 0.9).
-        weight_decay (float): L2 penalty (default: 0).
+        weight_decay (float): L2 penalty, which is preconditioned as the gradient is (default: 0).
         damping (float or callable): added to the Fisher matrix, at least 0 (default: 0.01).
         TCov (int or callable): steps between two updates of the factors (default: 5).
         TInv (int or callable): steps between two inversions of the factors (default: 10).

@@ -472,6 +472,22 @@ def test_clipping_changes_the_gradient_and_not_the_factors():
             assert_close_in_norm(ours, theirs, 1e-5)  # clip_grad_norm_ adds 1e-6 to the norm
 
 
+@pytest.mark.parametrize("layer", [lambda: nn.Linear(4, 3), lambda: nn.LayerNorm(4)])
+def test_weight_decay_is_divided_by_the_damping_where_factors_are_zero(layer):
+    """Each parameter has the decay of its own group, and the preconditioner of its weight."""
+    model = layer().double()
+    weight, bias = model.parameters()
+    start = nn.init.normal_(weight).detach().clone(), nn.init.normal_(bias).detach().clone()
+    groups = [{"params": [weight], "weight_decay": 0.1}, {"params": [bias]}]
+    optimizer = torchium.KFAC(groups, lr=0.003, damping=0.01, kl_clip=None, damping_split="exact")
+    (0 * model(random(8, 4))).sum().backward()  # zero G
+    optimizer.step()
+    near = {"rtol": 1e-5, "atol": 1e-5}  # eps is the least eigenvalue
+    kept = torch.full_like(weight, 1 - 0.003 * 0.1 / 0.01)
+    torch.testing.assert_close(weight / start[0], kept, **near)
+    torch.testing.assert_close(bias, start[1], **near)
+
+
 # Another implementation
 
 
