@@ -28,7 +28,7 @@ _REMEDIES = {
     "assignment_strategy": 'leave it out: layers are assigned as by "compute"',
     "colocate_factors": "leave it out: both factors of a layer belong to one rank",
     "allreduce_bucket_cap_mb": "leave it out: buckets have 32 MiB",
-    "symmetry_aware": "leave it out: whole matrices are sent",
+    "symmetry_aware": "leave it out: factors are sent as triangles",
     "compute_eigenvalue_outer_product": "leave it out: it does not change results",
     "update_factors_in_hook": "leave it out: it does not change results",
     "loglevel": "leave it out: warnings come from Python's warnings",
