@@ -12,7 +12,23 @@ from ..._callers import users_stacklevel
 
 # Of the optimizers of torch.optim, but for those that change no result.
 _HYPERPARAMETERS = frozenset(
-    ["weight_decay", "decoupled_weight_decay", "momentum", "dampening", "nesterov", "betas", "eps", "amsgrad", "maximize", "differentiable", "alpha", "centered", "lr_decay", "momentum_decay", "rho"]
+    [
+        "weight_decay",
+        "decoupled_weight_decay",
+        "momentum",
+        "dampening",
+        "nesterov",
+        "betas",
+        "eps",
+        "amsgrad",
+        "maximize",
+        "differentiable",
+        "alpha",
+        "centered",
+        "lr_decay",
+        "momentum_decay",
+        "rho",
+    ]
 )
 _REMEDIES = {
     "weight_decay": "remove it, or multiply the parameters by 1 - lr * weight_decay before each step"
