@@ -163,9 +163,17 @@ std::vector<std::vector<int64_t>> Communicator::all_gather(
   return rows;
 }
 
-std::string Communicator::memory_group() const {
+bool Communicator::may_share_memory() const {
   HostExchange* hosts = group_->host_exchange();
-  return hosts == nullptr ? "" : hosts->memory_group(group_->processes);
+  return hosts != nullptr && hosts->shares_memory();
+}
+
+std::string Communicator::memory_group() const {
+  return group_->host_exchange()->memory_group(group_->processes);
+}
+
+std::chrono::milliseconds Communicator::timeout() const {
+  return group_->host_exchange()->timeout();
 }
 
 void Communicator::give_up_memory() const { group_->host_exchange()->give_up_memory(); }

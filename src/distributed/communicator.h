@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -44,9 +45,14 @@ class Communicator {
   // The values of each rank, which gives equally many: [rank][position]. Waits as
   // all_reduce_max() does.
   std::vector<std::vector<int64_t>> all_gather(const std::vector<int64_t>& values) const;
-  // The name under which these ranks share memory (peer_memory.h). Empty: they cannot.
+  // Whether these ranks may share memory (peer_memory.h): their hosts exchange numbers without a
+  // device, and no attempt has failed. The same on all ranks, which must all call it.
+  bool may_share_memory() const;
+  // Those below need may_share_memory(). The name under which these ranks share memory:
   std::string memory_group() const;
   void give_up_memory() const;
+  // Of exchanges between the hosts.
+  std::chrono::milliseconds timeout() const;
   // Each of these contiguous tensors has its values on one rank and zeros on the others; afterwards
   // all ranks have the values, bit for bit.
   void combine_(const std::vector<at::Tensor>& tensors) const;

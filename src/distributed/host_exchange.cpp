@@ -97,10 +97,9 @@ std::vector<std::vector<int64_t>> HostExchange::gather(const std::vector<int64_t
   return all;
 }
 
+std::chrono::milliseconds HostExchange::timeout() const { return store_->getTimeout(); }
+
 std::string HostExchange::memory_group(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
-  if (!shares_memory_) {
-    return "";
-  }
   if (!has_memory_group_) {
     auto connection = store_->clone();
     connection->setTimeout(kMemoryTimeout);

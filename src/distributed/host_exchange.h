@@ -3,6 +3,7 @@
 
 #include <c10/util/intrusive_ptr.h>
 
+#include <chrono>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -37,10 +38,14 @@ class HostExchange {
   // does every later call.
   std::vector<std::vector<int64_t>> gather(const std::vector<int64_t>& own);
 
-  // The name under which the ranks of this group share memory (c10d::symmetric_memory). Empty after
-  // an attempt that has failed on some of them.
+  // Of an exchange.
+  std::chrono::milliseconds timeout() const;
+
+  // The name under which the ranks of this group share memory (c10d::symmetric_memory).
   std::string memory_group(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+  // An attempt has failed on some of them.
   void give_up_memory() { shares_memory_ = false; }
+  bool shares_memory() const { return shares_memory_; }
 
  private:
   std::string key(int64_t number, int64_t rank) const;

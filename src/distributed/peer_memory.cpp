@@ -11,6 +11,7 @@
 
 #ifdef TORCHIUM_WITH_CUDA
 #include <ATen/cuda/PeerToPeerAccess.h>
+#include <c10/cuda/CUDAFunctions.h>
 #endif
 
 #include <algorithm>
@@ -41,12 +42,14 @@ int64_t host_number() {
   return static_cast<int64_t>(std::hash<std::string>()(boot));
 }
 
-// One device of each rank, all on one host, and this one reads all others.
+// One device of each rank, all on one host, and this one reads all others. Where devices have other
+// numbers in other processes, this may be false although they could be read.
 bool reads_all(const std::vector<std::vector<int64_t>>& places, c10::Device device) {
 #ifdef TORCHIUM_WITH_CUDA
   const auto own = std::vector<int64_t>{host_number(), device.index()};
   return own[0] != 0 && std::ranges::all_of(places, [&](const auto& place) {
-           return place[0] == own[0] && std::ranges::count(places, place) == 1 &&
+           return place[0] == own[0] && place[1] < c10::cuda::device_count() &&
+                  std::ranges::count(places, place) == 1 &&
                   (place == own || at::cuda::get_p2p_access(
                                        device.index(), static_cast<c10::DeviceIndex>(place[1])));
          });
@@ -60,7 +63,8 @@ bool reads_all(const std::vector<std::vector<int64_t>>& places, c10::Device devi
 }  // namespace
 
 std::unique_ptr<PeerMemory> PeerMemory::allocate(int64_t bytes, c10::Device device) {
-  if (bytes == 0 || !device.is_cuda() || !symmetric_memory::has_allocator(device.type())) {
+  if (bytes == 0 || !device.is_cuda() || !symmetric_memory::has_allocator(device.type()) ||
+      symmetric_memory::get_backend(device) != "CUDA") {  // others allocate collectively
     return nullptr;
   }
   try {
@@ -72,32 +76,47 @@ std::unique_ptr<PeerMemory> PeerMemory::allocate(int64_t bytes, c10::Device devi
 }
 
 bool PeerMemory::share(PeerMemory* own, const Communicator& ranks, c10::Device device) {
-  const std::string group = ranks.memory_group();
-  if (group.empty()) {
+  if (!ranks.may_share_memory()) {
     return false;
   }
   const c10::DeviceGuard guard(device);
-  const bool reads = reads_all(ranks.all_gather({host_number(), device.index()}), device);
-  if (ranks.all_reduce_max({own != nullptr && reads ? 0 : 1})[0] != 0) {
+  const auto places = ranks.all_gather({host_number(), device.index()});
+  // Between exchanges nothing throws: the other ranks would wait.
+  std::string failure, group;
+  const auto attempt = [&](const auto& work) {
+    try {
+      return work();
+    } catch (const c10::Error& error) {
+      failure = error.what_without_backtrace();
+      return false;
+    }
+  };
+  const auto succeed_all = [&](bool succeeds) {
+    return ranks.all_reduce_max({succeeds ? 0 : 1})[0] == 0;
+  };
+  const bool is_ready = own != nullptr && attempt([&] {
+                          group = ranks.memory_group();
+                          return reads_all(places, device);
+                        });
+  if (!succeed_all(is_ready)) {
     return false;
   }
-  std::string failure;
-  try {
-    own->handle_ = symmetric_memory::rendezvous(own->own_, group);
-  } catch (const c10::Error& error) {
-    failure = error.what_without_backtrace();
-  }
-  if (ranks.all_reduce_max({own->handle_ == nullptr ? 1 : 0})[0] != 0) {
+  if (!succeed_all(attempt([&] { return own->find_others(ranks, group); }))) {
     ranks.give_up_memory();
     TORCH_WARN(
-        "the ranks of the process group cannot read each other's memory, so that updates "
-        "travel by collectives",
+        "the ranks of the process group cannot read each other's memory, so that updates travel by "
+        "collectives",
         failure.empty() ? "" : ": ", failure);
     return false;
   }
+  return true;
+}
+
+bool PeerMemory::find_others(const Communicator& ranks, const std::string& group) {
+  handle_ = symmetric_memory::rendezvous(own_, group);
+  timeout_ms_ = ranks.timeout().count();
   for (int rank = 0; rank < ranks.size(); ++rank) {
-    own->of_rank_.push_back(
-        own->handle_->get_buffer(rank, own->own_.sizes(), at::kByte, /*storage_offset=*/0));
+    of_rank_.push_back(handle_->get_buffer(rank, own_.sizes(), at::kByte, /*storage_offset=*/0));
   }
   return true;
 }
@@ -109,7 +128,7 @@ PeerMemory::PeerMemory(at::Tensor own)
 
 PeerMemory::~PeerMemory() = default;
 
-void PeerMemory::barrier() const { handle_->barrier(kChannel, /*timeout_ms=*/0); }
+void PeerMemory::barrier() const { handle_->barrier(kChannel, timeout_ms_); }
 
 std::function<void()> PeerMemory::begin_reads(const std::vector<Read>& reads) const {
   const c10::impl::VirtualGuardImpl streams(stream_.device_type());

@@ -5,6 +5,7 @@
 #include <c10/core/Stream.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -28,7 +29,7 @@ class Communicator;
 class PeerMemory {
  public:
   // Null: there is none for others to read on this device. Waits for the device, as does the
-  // destructor.
+  // destructor; neither may run in the capture of a CUDA graph.
   static std::unique_ptr<PeerMemory> allocate(int64_t bytes, c10::Device device);
   ~PeerMemory();
 
@@ -42,8 +43,8 @@ class PeerMemory {
 
   // Those below need share().
 
-  // On the current stream: waits until the streams of all ranks have come to this call. What they
-  // have written before it can be read after it.
+  // On the current stream: waits until the streams of all ranks have come to this call, at most as
+  // long as the hosts wait for each other. What they have written before it can be read after it.
   void barrier() const;
 
   // Bytes of another rank, from `offset` on, and the contiguous tensor that they fill.
@@ -57,10 +58,12 @@ class PeerMemory {
 
  private:
   explicit PeerMemory(at::Tensor own);
+  bool find_others(const Communicator& ranks, const std::string& group);
 
   at::Tensor own_;
   c10::intrusive_ptr<c10d::symmetric_memory::SymmetricMemory> handle_;
   std::vector<at::Tensor> of_rank_;
+  size_t timeout_ms_ = 0;
   c10::Stream stream_;
 };
 

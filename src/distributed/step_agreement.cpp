@@ -198,7 +198,9 @@ StepFindings findings_in(const std::vector<int64_t>& values, const StepFindings&
     TORCH_CHECK(own.has_error, "rank ", values[kError] - 1,
                 " of the process group raised an error in ", own.call,
                 "; see its message. No rank has taken the step");
-    return own;
+    StepFindings all = own;
+    all.others_go_on = values[kSetup] != 0;  // which is 0 on ranks with an error
+    return all;
   }
   if (differs(kSetup) || differs(kGroupCount)) {
     refuse_setups(own, ranks);
@@ -333,7 +335,7 @@ StepFindings PendingAgreement::settle(const std::vector<std::string>& names) con
 }
 
 // Infinities that a GradScaler has found leave the count as it is.
-void PendingAgreement::settle_on_device(DeviceAnswer& answer) const {
+void PendingAgreement::keep(DeviceAnswer& answer) const {
   const at::Tensor unfit = unfit_slots(message_, kMostSharedGroups).ne(0);
   if (!answer.message.defined() || answer.message.device() != message_.device()) {
     answer.message = at::empty_like(message_);

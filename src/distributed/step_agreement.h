@@ -31,9 +31,10 @@ enum class OnRanks : uint8_t { kNone, kSome, kAll };
 struct StepFindings {
   std::string call = "step()";  // in messages
   bool has_error = false;
-  bool found_inf = false;  // a GradScaler has found infinities, or only its device knows
-  uint64_t setup = 0;      // a hash of parameters, owners, options and learning rates
-  std::vector<char> mask;  // of all parameters: 1 if it has a gradient
+  bool others_go_on = false;  // agreed on, on a rank with an error: some ranks have none
+  bool found_inf = false;     // a GradScaler has found infinities, or only its device knows
+  uint64_t setup = 0;         // a hash of parameters, owners, options and learning rates
+  std::vector<char> mask;     // of all parameters: 1 if it has a gradient
   // Of all parameters, for optimizers that record layer calls: a hash of how the next step treats
   // the layer that it is the weight of, odd if it has captured samples of it; or of its state,
   // even.
@@ -96,7 +97,8 @@ class HostMessage {
 };
 
 // The same on a device, without a wait: all ranks launch work that has no effect if the step is
-// skipped, and settle before they begin what needs all of them. On a CPU begin() waits.
+// skipped, and settle before they begin what needs all of them, or keep the answer for later. On a
+// CPU begin() waits.
 class PendingAgreement {
  public:
   // Prepares the message. `on_device` must be empty on a CPU.
@@ -113,8 +115,8 @@ class PendingAgreement {
   StepFindings settle(const std::vector<std::string>& names) const;
   // On which ranks memory is new. Waits for the device.
   OnRanks new_memory() const;
-  // Leaves the answer to settle_later().
-  void settle_on_device(DeviceAnswer& answer) const;
+  // Keeps the answer on the device, for settle_later().
+  void keep(DeviceAnswer& answer) const;
 
  private:
   StepFindings own_;

@@ -10,7 +10,7 @@ namespace torchium::distributed {
 
 UpdateExchange::UpdateExchange(const Communicator& communicator, const std::vector<Part>& parts,
                                at::ScalarType dtype, at::ScalarType comm_dtype,
-                               int64_t bucket_bytes, c10::Device device, bool is_readable)
+                               int64_t bucket_bytes, c10::Device device, bool shares_memory)
     : communicator_(communicator), comm_dtype_(comm_dtype), own_(parts.size()) {
   // Every rank receives as much from each.
   fill_buckets(parts, bucket_bytes / static_cast<int64_t>(c10::elementSize(comm_dtype)) /
@@ -23,7 +23,7 @@ UpdateExchange::UpdateExchange(const Communicator& communicator, const std::vect
   }
   slots_ = BucketSlots(buckets_.size(), longest, communicator.size() * longest, dtype, comm_dtype,
                        device);
-  has_new_memory_ = is_readable && device.is_cuda() && communicator.size() > 1 && total > 0;
+  has_new_memory_ = shares_memory && device.is_cuda() && communicator.size() > 1 && total > 0;
   if (has_new_memory_) {
     memory_ =
         PeerMemory::allocate(total * static_cast<int64_t>(c10::elementSize(comm_dtype)), device);
@@ -62,6 +62,10 @@ void UpdateExchange::place_updates() {
 void UpdateExchange::share_memory(bool all_new) {
   has_new_memory_ = false;
   reads_ = all_new && PeerMemory::share(memory_.get(), communicator_, buffer_.device());
+  if (!reads_ && readable_.defined() && !readable_.is_same(buffer_)) {
+    readable_.reset();
+    memory_.reset();
+  }
   place_updates();
 }
 

@@ -28,11 +28,11 @@ class UpdateExchange {
 
   // `parts`: in the order of their stages. `dtype`: of the updates; they travel in `comm_dtype`, at
   // most `bucket_bytes` of all ranks together at a time, or one part of each if that is larger.
-  // `is_readable`: allocates, where it can, the memory of this rank's parts so that others may read
-  // it, which waits for the device.
+  // `shares_memory`: allocates, where it can, the memory of this rank's parts so that others may
+  // read it, which waits for the device.
   UpdateExchange(const Communicator& communicator, const std::vector<Part>& parts,
                  at::ScalarType dtype, at::ScalarType comm_dtype, int64_t bucket_bytes,
-                 c10::Device device, bool is_readable = false);
+                 c10::Device device, bool shares_memory = false);
 
   // The memory of a part that this rank owns: contiguous, to be filled before run().
   const at::Tensor& own(size_t part) const { return own_[part]; }

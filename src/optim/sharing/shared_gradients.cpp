@@ -107,11 +107,9 @@ uint64_t SharedPlans::hash_of_step(const LearningRates& lr) const {
   return hash.value();
 }
 
-// On this rank.
-distributed::OnRanks SharedPlans::new_memory() const {
-  const bool is_new = std::ranges::any_of(
+bool SharedPlans::has_new_memory() const {
+  return std::ranges::any_of(
       exchanges_, [](const auto& exchange) { return exchange.second.gathered->has_new_memory(); });
-  return is_new ? distributed::OnRanks::kAll : distributed::OnRanks::kNone;
 }
 
 // What the host knows goes with what only the device does.
@@ -122,9 +120,10 @@ PendingAgreement SharedPlans::begin_agreement(const LearningRates& lr,
   std::optional<PendingAgreement> agreement;
   try {
     gather_gradients();
-    own.groups = failures_;
+    // Of capturable steps a graph keeps the message: check_errors() reports failed roots.
+    own.groups = is_capturable_ ? std::vector<GroupFindings>(options_.size()) : failures_;
     own.setup = hash_of_step(lr);
-    own.new_memory = new_memory();
+    own.new_memory = has_new_memory() ? distributed::OnRanks::kAll : distributed::OnRanks::kNone;
     if (is_capturable_) {  // the host would not hear that others differ
       own.setup = distributed::Hash()
                       .add(static_cast<int64_t>(own.setup))

@@ -67,24 +67,9 @@ void SharedPlans::lay_out(const std::vector<BlockedGroup>& groups) {
   }
 }
 
-namespace {
-
-// Which of `stages` stages the elements belong to that begin at this share of all. A stage is
-// smaller than the one before, so that little has still to travel when the last has been computed.
-size_t stage_at(double share, int64_t stages) {
-  constexpr double kShrink = 0.5;
-  std::vector<double> ends;
-  double size = 1.0, end = 0.0;
-  for (int64_t stage = 0; stage < stages; ++stage) {
-    end += size;
-    ends.push_back(end);
-    size *= kShrink;
-  }
-  const auto before = std::ranges::count_if(ends, [&](double each) { return each <= share * end; });
-  return static_cast<size_t>(std::min<int64_t>(before, stages - 1));
-}
-
-}  // namespace
+// The first stage of matrices has this share of their elements: the second is smaller, so that
+// little has still to travel when it has been computed.
+constexpr double kFirstStage = 2.0 / 3.0;
 
 // Blocks without matrices come first. If those with matrices fill a bucket, each owner's are cut
 // into stages. Those of one parameter stay together: their matrices are neighbours in its state.
@@ -110,18 +95,18 @@ void SharedPlans::assign_stages(at::ScalarType dtype, std::vector<Place>& places
       bytes += elements * static_cast<int64_t>(c10::elementSize(dtype));
     }
   }
-  const auto stages = std::min<int64_t>(kStages - 1, bytes / sharing_.bucket_bytes + 1);
+  const bool is_one_stage = bytes < sharing_.bucket_bytes;
   for (Place& place : places) {
     place.target = view_of_block(place);
-    if (stages == 1 || block_of(place).slot < 0) {
+    if (is_one_stage || block_of(place).slot < 0) {
       continue;
     }
     Owned& of_owner = owned_with(place);
     if (of_owner.parameter != place.parameter) {
       of_owner.parameter = place.parameter;
-      of_owner.stage = 1 + stage_at(static_cast<double>(of_owner.before) /
-                                        static_cast<double>(of_owner.elements),
-                                    stages);
+      const double share =
+          static_cast<double>(of_owner.before) / static_cast<double>(of_owner.elements);
+      of_owner.stage = share < kFirstStage ? 1 : 2;
     }
     place.stage = of_owner.stage;
     of_owner.before += block_of(place).rectangle.numel();
@@ -169,7 +154,7 @@ void SharedPlans::allocate(at::ScalarType dtype, Exchange& exchange, const Tenso
         {shared.owners[place.block], shared.blocks[place.block].rectangle.numel(), place.stage});
   }
   exchange.gathered = std::make_unique<distributed::UpdateExchange>(
-      ranks_, gathered, dtype, comm_dtype, sharing_.bucket_bytes, device_, /*is_readable=*/true);
+      ranks_, gathered, dtype, comm_dtype, sharing_.bucket_bytes, device_, /*shares_memory=*/true);
   for (size_t k = 0; k < gathered.size(); ++k) {
     if (gathered[k].owner == ranks_.rank()) {
       add_own_block(exchange.gathered_places[k], exchange.gathered->own(k), before);

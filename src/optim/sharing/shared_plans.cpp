@@ -3,6 +3,7 @@
 #include "optim/core/found_inf_guard.h"
 #include "optim/core/state_checks.h"
 #include "optim/sharing/shared_state.h"
+#include "support/stream_capture.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
@@ -17,6 +18,15 @@ namespace {
 
 std::string name_of(const BlockedGroup& group, size_t g, size_t i) {
   return parameter_name(g, i, group.names.empty() ? "" : group.names[i], group.whole(i));
+}
+
+c10::Device device_of(const std::vector<BlockedGroup>& groups) {
+  for (const BlockedGroup& group : groups) {
+    if (!group.params.empty()) {
+      return group.params.front().device();
+    }
+  }
+  return at::kCPU;
 }
 
 }  // namespace
@@ -141,6 +151,10 @@ void SharedPlans::bind(std::vector<BlockedGroup>& groups, Active active) {
   const c10::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   check(groups, active);
+  TORCH_CHECK(!torchium::detail::is_capturing(device_of(groups)),
+              "a CUDA graph cannot capture this call: parameters or their state are new; run a "
+              "step before the capture");
+  is_new_ = true;
   owners_.share_out(groups);
   lay_out(groups);
   std::vector<BlockedGroup> of_blocks = groups_of_blocks();
@@ -315,6 +329,7 @@ std::vector<ParameterState> SharedPlans::whole_states(size_t g, const BlockedGro
   const c10::NoGradGuard no_grad;
   const c10::Device device = group.params.empty() ? device_ : group.params.front().device();
   const c10::DeviceGuard device_guard(device);
+  check_not_broken();
   agree(distributed::findings_of_call("state_dict()"), ranks_, {}, device);
   std::vector<ParameterState> states = whole_frames(g, group);
   for (size_t i = 0; i < group.params.size(); ++i) {

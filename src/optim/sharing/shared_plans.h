@@ -164,7 +164,7 @@ class SharedPlans : public BlockedPlans {
 
   void gather_gradients();
   bool takes_as_it_is(const Sent& sent, const at::Tensor& source) const;
-  distributed::OnRanks new_memory() const;
+  bool has_new_memory() const;
   void release_gradients();
   void clear_directions() const;
   at::Tensor unfit_parameters() const;
@@ -175,7 +175,8 @@ class SharedPlans : public BlockedPlans {
   StepFindings settle_late(const PendingAgreement& agreement);
   bool settles_late() const;
   bool are_capturable() const;
-  void settle_on_device();
+  void settle_last();
+  void check_not_broken() const;
   void note_failure(const at::Tensor& failed);
   StepFindings all_kept() const;
   void finish_gradients(const StepFindings& findings);
@@ -228,6 +229,8 @@ class SharedPlans : public BlockedPlans {
   at::Tensor failed_;  // failure_of_rank() of steps that are not settled, on a device
   // Of options with capturable: the host does not follow the steps.
   bool is_capturable_ = false;
+  bool is_new_ = false;     // bound since the last step
+  bool is_broken_ = false;  // other ranks have launched a step that this one has not
   distributed::HostMessage host_message_;
   distributed::DeviceAnswer answer_;
 

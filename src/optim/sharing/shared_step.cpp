@@ -55,24 +55,28 @@ void SharedPlans::step(const LearningRates& lr, const at::Tensor& found_inf) {
   held.raise();
 }
 
-// All launch all of the step, whatever they agree on.
+// All launch all of the step, whatever they agree on. The first one after bind() waits: what the
+// ranks launch is the same only where their setups are.
 void SharedPlans::step_on_device(const LearningRates& lr, const at::Tensor& found_inf) {
+  check_not_broken();
+  TORCH_CHECK(!is_new_ || !torchium::detail::is_capturing(device_),
+              "step() cannot be captured yet: parameters or their state are new; run a step before "
+              "the capture");
   const auto release = c10::make_scope_exit([&] { release_gradients(); });
   const PendingAgreement agreement = begin_agreement(lr, found_inf);
   StepFindings findings = all_kept();
-  if (new_memory() != distributed::OnRanks::kNone) {
-    findings.new_memory = agreement.new_memory();
-    TORCH_CHECK(
-        findings.new_memory == distributed::OnRanks::kAll,
-        "parameters, gradients or state were replaced on rank ", ranks_.rank(),
-        " of the process group, but not on others; with capturable=True replace them on all "
-        "ranks before the same step. No rank has taken the step");
+  if (is_new_) {
+    TORCH_CHECK(agreement.new_memory() != distributed::OnRanks::kSome,
+                "parameters, gradients or state were replaced on some ranks of the process group "
+                "alone; with capturable=True replace them on all ranks before the same step");
+    findings.new_memory = settle(agreement).new_memory;
+    is_new_ = false;
   }
   HeldError held;
   at::Tensor skipped;
   held.run([&] {
     skipped = agreement.skipped();
-    agreement.settle_on_device(answer_);
+    agreement.keep(answer_);
     finish_gradients(findings);
   });
   exchange_gradients(findings, held);
@@ -130,11 +134,22 @@ void SharedPlans::note_failure(const at::Tensor& failed) {
   }
 }
 
+// With capturable the others do not wait for the answer, and launch the step.
 void SharedPlans::withdraw(c10::Device device) {
+  if (torchium::detail::is_capturing(device)) {
+    return;
+  }
   const c10::DeviceGuard device_guard(device);
   StepFindings findings;
   findings.has_error = true;
-  agree(findings, ranks_, {}, device);
+  const bool others_go_on = agree(findings, ranks_, {}, device).others_go_on;
+  is_broken_ |= is_capturable_ && others_go_on;
+}
+
+void SharedPlans::check_not_broken() const {
+  TORCH_CHECK(!is_broken_, "rank ", ranks_.rank(),
+              " of the process group has raised an error in a step that other ranks have launched; "
+              "continue from a checkpoint in new processes");
 }
 
 bool SharedPlans::is_kept(const StepFindings& findings, size_t group) const {
@@ -394,37 +409,39 @@ void SharedPlans::report(const StepFindings& findings) {
   }
 }
 
-// What steps have left on the device. All ranks must call it.
-void SharedPlans::settle_on_device() {
-  if (!answer_.message.defined()) {
-    return;
-  }
+// What capturable steps have left on the device. All ranks must call it.
+void SharedPlans::settle_last() {
+  check_not_broken();
   const c10::NoGradGuard no_grad;
   const c10::DeviceGuard device_guard(device_);
   take_block_failures(/*wait=*/true);
   StepFindings own = distributed::findings_of_call("check_errors()");
   own.groups = std::exchange(failures_, std::vector<GroupFindings>(options_.size()));
-  StepFindings findings = agree(own, ranks_, {}, device_);
-  const StepFindings last = distributed::settle_later(answer_, ranks_, names_);
-  int64_t failed = last.failure;
+  const bool has_answer = answer_.message.defined();  // read if all ranks have one
+  own.counts = distributed::Hash().add(static_cast<int64_t>(has_answer)).value();
   if (failed_.defined()) {
-    failed = std::max(failed, failed_.item<int64_t>());
+    own.failure = failed_.item<int64_t>();
     failed_.zero_();  // graphs may write to its memory
   }
-  distributed::check_failure(failed, ranks_);
-  const at::Tensor skips = answer_.skips.cpu();
-  for (size_t g = 0; g < findings.groups.size(); ++g) {
-    findings.groups[g].unfit = last.groups[g].unfit;
-    skips_in_a_row_[g] = std::max<int64_t>(0, skips[static_cast<int64_t>(g)].item<int64_t>() - 1);
+  StepFindings findings = agree(own, ranks_, {}, device_);
+  distributed::check_failure(findings.failure, ranks_);
+  if (findings.same_counts && has_answer) {
+    const StepFindings last = distributed::settle_later(answer_, ranks_, names_);
+    distributed::check_failure(last.failure, ranks_);
+    const at::Tensor skips = answer_.skips.cpu();
+    for (size_t g = 0; g < findings.groups.size(); ++g) {
+      findings.groups[g].unfit = last.groups[g].unfit;
+      skips_in_a_row_[g] = std::max<int64_t>(0, skips[static_cast<int64_t>(g)].item<int64_t>() - 1);
+    }
+    findings.found_inf = last.found_inf;
   }
-  findings.found_inf = last.found_inf;
   report(findings);
 }
 
 void SharedPlans::request_reports() {
   blocks_.request_reports();
   if (is_capturable_) {
-    settle_on_device();
+    settle_last();
   }
 }
 

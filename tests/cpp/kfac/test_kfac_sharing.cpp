@@ -214,7 +214,11 @@ TEST(KfacSharing, SumsInBucketsOfAnySize) {
   }
 }
 
-void expect_triangles_return(const torch::TensorOptions& options) {
+TEST(KfacSharing, TrianglesReturn) {
+  if (!torch::cuda::is_available()) {
+    GTEST_SKIP() << "no CUDA device";
+  }
+  const auto options = torch::device(torch::kCUDA).dtype(torch::kFloat);
   Tensors matrices, expected;
   for (const auto& [count, order] : {std::pair{1, 1}, {3, 63}, {1, 64}, {2, 65}, {5, 130}}) {
     const torch::Tensor full = torch::rand({count, order, order}, options);
@@ -229,19 +233,6 @@ void expect_triangles_return(const torch::TensorOptions& options) {
   for (size_t i = 0; i < matrices.size(); ++i) {
     EXPECT_TRUE(matrices[i].equal(expected[i])) << i;
   }
-}
-
-TEST(KfacSharing, TrianglesReturn) {
-  expect_triangles_return(torch::kFloat);
-  expect_triangles_return(torch::kDouble);
-}
-
-TEST(KfacSharing, TrianglesReturnOnCuda) {
-  if (!torch::cuda::is_available()) {
-    GTEST_SKIP() << "no CUDA device";
-  }
-  expect_triangles_return(torch::device(torch::kCUDA).dtype(torch::kFloat));
-  expect_triangles_return(torch::device(torch::kCUDA).dtype(torch::kDouble));
 }
 
 TEST(KfacSharing, WorkersAreAsManyAsAsked) {

@@ -39,22 +39,22 @@ at::Tensor counts_of(const std::vector<FactorSums*>& layers, c10::Device device)
 
 // Whether the tensor is A or G of a layer, with all elements.
 bool is_full_factor(const at::Tensor& tensor, const std::vector<FactorSums*>& layers) {
-  return tensor.dim() == 3 && tensor.size(-1) == tensor.size(-2) &&
+  return tensor.dim() == 3 && tensor.size(-1) == tensor.size(-2) && has_triangle_kernels(tensor) &&
          std::ranges::any_of(layers, [&](const FactorSums* sums) {
            return tensor.is_same(sums->A) || tensor.is_same(sums->G);
          });
 }
 
-// Full factors travel as triangles.
+// Full factors travel as triangles, where there are kernels for that.
 void sum_by_kind(const distributed::Communicator& ranks, const std::vector<FactorSums*>& layers,
                  const Tensors& all) {
-  Tensors full, others;
+  Tensors full, rest;
   for (const at::Tensor& tensor : all) {
-    (is_full_factor(tensor, layers) ? full : others).push_back(tensor);
+    (is_full_factor(tensor, layers) ? full : rest).push_back(tensor);
   }
   static const distributed::BucketPacking triangles{pack_triangles, unpack_triangles_};
   distributed::sum_in_buckets(ranks, full, distributed::kBucketBytes, &triangles);
-  distributed::sum_in_buckets(ranks, others, distributed::kBucketBytes);
+  distributed::sum_in_buckets(ranks, rest, distributed::kBucketBytes);
 }
 
 // Makes means of the sums of a layer. count: samples and rows of all ranks.

@@ -1,4 +1,4 @@
-// Symmetric matrices as their lower triangles, row by row: half as much to send.
+// Symmetric matrices as their lower triangles, row by row: half as much to send. On CUDA devices.
 #pragma once
 
 #include "torchium/export.h"
@@ -9,7 +9,10 @@
 
 namespace torchium::optim::detail {
 
-// matrices: each [..., n, n] symmetric, contiguous, of one dtype. Returns [numbers].
+// float32 on a CUDA device. Never in a build without CUDA.
+TORCHIUM_API bool has_triangle_kernels(const at::Tensor& matrices);
+
+// matrices: each [..., n, n] symmetric, contiguous, with kernels. Returns [numbers].
 TORCHIUM_API at::Tensor pack_triangles(const std::vector<at::Tensor>& matrices);
 // The reverse. Both triangles of each matrix become those in `packed`.
 TORCHIUM_API void unpack_triangles_(const std::vector<at::Tensor>& matrices,

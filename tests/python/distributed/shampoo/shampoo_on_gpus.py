@@ -331,7 +331,7 @@ def captured_steps_report_their_skips_late(ranks: int) -> None:
 
 
 @case(2)
-def capturable_steps_refuse_what_they_cannot_take(ranks: int) -> None:
+def capturable_steps_raise_where_ranks_differ(ranks: int) -> None:
     rank = dist.get_rank()
     captured = Captured({})
     captured.step(0)
