@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torchium
+from curvature_losses import classify
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -71,12 +72,7 @@ def trained(name: str, folder: Path) -> dict[str, Tensor]:
     torch.save({**given, "inputs": inputs, "targets": targets}, folder / f"{name}.pt")
     optimizer = make(model)
     for x, y in zip(inputs, targets, strict=True):
-        optimizer.zero_grad()
-        outputs = model(x)
-        if optimizer.param_groups[0]["fisher"] == "ggn":
-            optimizer.update_curvature(outputs, "cross_entropy")
-        nn.functional.cross_entropy(outputs, y).backward()
-        optimizer.step()
+        classify(model, optimizer, x, y)
     return {key: param.detach() for key, param in model.named_parameters()}
 
 

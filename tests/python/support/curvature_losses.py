@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 FISHERS = ["ggn", "mc"]
@@ -27,3 +27,13 @@ LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor], Tensor]]] = {
     "bce": (binary, lambda f: torch.ones_like(f)),
 }
 losses = pytest.mark.parametrize("loss", LOSSES)
+
+
+def classify(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
+    """One step on the cross-entropy of a batch, with its curvature where the Fisher matrix needs it."""
+    optimizer.zero_grad()
+    outputs = model(x)
+    if optimizer.param_groups[0]["fisher"] == "ggn":
+        optimizer.update_curvature(outputs, "cross_entropy")
+    F.cross_entropy(outputs, y).backward()
+    optimizer.step()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torchium
+from curvature_losses import classify
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -82,12 +83,7 @@ def train(
         x = torch.randn(SAMPLES, POSITIONS, WIDTH, dtype=torch.float64, generator=generator)
         y = torch.randint(CLASSES, (SAMPLES,), generator=generator).to(device)
         x = x.to(next(model.parameters()))
-        optimizer.zero_grad()
-        outputs = model(x)
-        if optimizer.param_groups[0]["fisher"] == "ggn":
-            optimizer.update_curvature(outputs, "cross_entropy")
-        nn.functional.cross_entropy(outputs, y).backward()
-        optimizer.step()
+        classify(model, optimizer, x, y)
     return optimizer, list(model.parameters())
 
 
