@@ -42,20 +42,21 @@ int64_t host_number() {
   return static_cast<int64_t>(std::hash<std::string>()(boot));
 }
 
-// One device of each rank, all on one host, and this one reads all others. Where devices have other
-// numbers in other processes, this may be false although they could be read.
-bool reads_all(const std::vector<std::vector<int64_t>>& places, c10::Device device) {
+// places: host and device of each rank. One device of each, all on one host, and that of `rank`
+// reads all others. Where devices have other numbers in other processes, this may be false although
+// they could be read.
+bool reads_all(const std::vector<std::vector<int64_t>>& places, int64_t rank) {
 #ifdef TORCHIUM_WITH_CUDA
-  const auto own = std::vector<int64_t>{host_number(), device.index()};
+  const auto& own = places[rank];
+  const auto device = [](const auto& place) { return static_cast<c10::DeviceIndex>(place[1]); };
   return own[0] != 0 && std::ranges::all_of(places, [&](const auto& place) {
            return place[0] == own[0] && place[1] < c10::cuda::device_count() &&
                   std::ranges::count(places, place) == 1 &&
-                  (place == own || at::cuda::get_p2p_access(
-                                       device.index(), static_cast<c10::DeviceIndex>(place[1])));
+                  (place == own || at::cuda::get_p2p_access(device(own), device(place)));
          });
 #else
   static_cast<void>(places);
-  static_cast<void>(device);
+  static_cast<void>(rank);
   return false;
 #endif
 }
@@ -96,12 +97,16 @@ bool PeerMemory::share(PeerMemory* own, const Communicator& ranks, c10::Device d
   };
   const bool is_ready = own != nullptr && attempt([&] {
                           group = ranks.memory_group();
-                          return reads_all(places, device);
+                          return reads_all(places, ranks.rank());
                         });
   if (!succeed_all(is_ready)) {
     return false;
   }
-  if (!succeed_all(attempt([&] { return own->find_others(ranks, group); }))) {
+  const bool has_others = attempt([&] {
+    own->find_others(ranks, group);
+    return true;
+  });
+  if (!succeed_all(has_others)) {
     ranks.give_up_memory();
     TORCH_WARN(
         "the ranks of the process group cannot read each other's memory, so that updates travel by "
@@ -112,13 +117,12 @@ bool PeerMemory::share(PeerMemory* own, const Communicator& ranks, c10::Device d
   return true;
 }
 
-bool PeerMemory::find_others(const Communicator& ranks, const std::string& group) {
+void PeerMemory::find_others(const Communicator& ranks, const std::string& group) {
   handle_ = symmetric_memory::rendezvous(own_, group);
   timeout_ms_ = ranks.timeout().count();
   for (int rank = 0; rank < ranks.size(); ++rank) {
     of_rank_.push_back(handle_->get_buffer(rank, own_.sizes(), at::kByte, /*storage_offset=*/0));
   }
-  return true;
 }
 
 PeerMemory::PeerMemory(at::Tensor own)

@@ -58,7 +58,7 @@ class PeerMemory {
 
  private:
   explicit PeerMemory(at::Tensor own);
-  bool find_others(const Communicator& ranks, const std::string& group);
+  void find_others(const Communicator& ranks, const std::string& group);
 
   at::Tensor own_;
   c10::intrusive_ptr<c10d::symmetric_memory::SymmetricMemory> handle_;

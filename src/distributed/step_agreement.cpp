@@ -185,6 +185,12 @@ std::vector<int64_t> message_of(const StepFindings& own, const Communicator& ran
   return values;
 }
 
+// Of a tensor on the CPU.
+std::vector<int64_t> numbers_in(const at::Tensor& message) {
+  const auto* data = message.const_data_ptr<int64_t>();
+  return {data, data + message.numel()};
+}
+
 // most, least: of 1 on ranks and 0 on others, the latter negative.
 OnRanks on_ranks(int64_t most, int64_t least) {
   return most != -least ? OnRanks::kSome : most == 1 ? OnRanks::kAll : OnRanks::kNone;
@@ -329,9 +335,7 @@ StepFindings PendingAgreement::settle(const std::vector<std::string>& names) con
   if (!held_.is_set()) {
     arrived_->synchronize();
   }
-  const at::Tensor values = held_.is_set() ? message_.cpu() : on_host_;
-  const auto* data = values.const_data_ptr<int64_t>();
-  return findings_in({data, data + values.numel()}, own_, ranks_, names);
+  return findings_in(numbers_in(held_.is_set() ? message_.cpu() : on_host_), own_, ranks_, names);
 }
 
 // Infinities that a GradScaler has found leave the count as it is.
@@ -350,15 +354,13 @@ void PendingAgreement::keep(DeviceAnswer& answer) const {
 OnRanks PendingAgreement::new_memory() const {
   held_.raise();
   arrived_->synchronize();
-  return on_ranks(on_host_.const_data_ptr<int64_t>()[kNewMemory],
-                  on_host_.const_data_ptr<int64_t>()[kNewMemory + 1]);
+  const auto values = numbers_in(on_host_);
+  return on_ranks(values[kNewMemory], values[kNewMemory + 1]);
 }
 
 StepFindings settle_later(const DeviceAnswer& answer, const Communicator& ranks,
                           const std::vector<std::string>& names) {
-  const at::Tensor values = answer.message.cpu();
-  const auto* data = values.const_data_ptr<int64_t>();
-  return findings_in({data, data + values.numel()}, answer.own, ranks, names);
+  return findings_in(numbers_in(answer.message.cpu()), answer.own, ranks, names);
 }
 
 }  // namespace torchium::distributed
