@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kLoads = 16;  // elements per thread that looks for the largest
+constexpr int kLoads = 32;  // elements per thread that looks for the largest
 constexpr int kStrip = 64;  // positions of a warp, two per thread
 constexpr int kOutside = 1 << 30;
 
@@ -83,33 +83,67 @@ __device__ void find_largest(const SplitPositions& p, int block) {
   record_largest(most, p.largest + sample);
 }
 
-// A warp looks at one channel, and adds up its elements.
-__device__ void find_largest_and_sum(const SplitPositions& p, int samples, int block) {
-  const int warp = block * kWarps + static_cast<int>(threadIdx.x) / 32;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int size = p.size[0] * p.size[1];
-  if (warp >= samples * p.channels) return;
-  const int sample = warp / p.channels, channel = warp - sample * p.channels;
-  const float* x = p.images + sample * p.strides[0] + int64_t{channel} * size;
+// The largest magnitude and the sum of some of the elements of a channel.
+struct LargestAndSum {
   unsigned most = 0;
   float sum = 0;
-  if (is_aligned(p)) {
+};
+
+// Of the elements that this lane of a group of `lanes` has.
+__device__ LargestAndSum largest_and_sum(const float* x, int size, bool is_aligned, int lane,
+                                         int lanes) {
+  LargestAndSum result;
+  if (is_aligned) {
 #pragma unroll 8
-    for (int i = 4 * lane; i < size; i += 128) {
+    for (int i = 4 * lane; i < size; i += 4 * lanes) {
       const float4 four = *reinterpret_cast<const float4*>(x + i);
-      most = max(most, largest_of(four));
-      sum += four.x + four.y + (four.z + four.w);
+      result.most = max(result.most, largest_of(four));
+      result.sum += four.x + four.y + (four.z + four.w);
     }
   } else {
 #pragma unroll 8
-    for (int i = lane; i < size; i += 32) {
-      most = max(most, magnitude_bits(x[i]));
-      sum += x[i];
+    for (int i = lane; i < size; i += lanes) {
+      result.most = max(result.most, magnitude_bits(x[i]));
+      result.sum += x[i];
     }
   }
+  return result;
+}
+
+// A group of 8 lanes looks at one channel at a time, and adds up its elements.
+constexpr int kGroup = 8;
+constexpr int kChannelsOfWarp = 32 / kGroup * 4;  // of a sample
+
+__host__ __device__ int warps_of_sample(const SplitPositions& p) {
+  return (p.channels + kChannelsOfWarp - 1) / kChannelsOfWarp;
+}
+
+__device__ void find_largest_and_sum(const SplitPositions& p, int samples, int block) {
+  const int warp = block * kWarps + static_cast<int>(threadIdx.x) / 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int sample = warp / warps_of_sample(p);
+  if (sample >= samples) return;
+  const int size = p.size[0] * p.size[1];
+  const int first = (warp - sample * warps_of_sample(p)) * kChannelsOfWarp + lane / kGroup;
+  const float* images = p.images + sample * p.strides[0];
+  unsigned most = 0;
+#pragma unroll 4
+  for (int k = 0; k < kChannelsOfWarp; k += 32 / kGroup) {
+    const int channel = first + k;
+    LargestAndSum x;
+    if (channel < p.channels) {
+      x = largest_and_sum(images + int64_t{channel} * size, size, is_aligned(p), lane % kGroup,
+                          kGroup);
+    }
 #pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffff, sum, offset);
-  if (lane == 0) p.sums[warp] = sum;
+    for (int offset = kGroup / 2; offset > 0; offset /= 2) {
+      x.sum += __shfl_xor_sync(0xffffffff, x.sum, offset);
+    }
+    if (lane % kGroup == 0 && channel < p.channels) {
+      p.sums[int64_t{sample} * p.channels + channel] = x.sum;
+    }
+    most = max(most, x.most);
+  }
   record_largest(most, p.largest + sample);
 }
 
@@ -127,7 +161,7 @@ __global__ void __launch_bounds__(kThreads)
 int64_t blocks_to_find_largest(const SplitPositions& p, int samples) {
   return p.sums == nullptr
              ? int64_t{samples} * blocks_for((elements_of_sample(p) + kLoads - 1) / kLoads)
-             : (int64_t{samples} * p.channels + kWarps - 1) / kWarps;
+             : (int64_t{samples} * warps_of_sample(p) + kWarps - 1) / kWarps;
 }
 
 // ---- parts

@@ -19,13 +19,23 @@
 
 namespace torchium::gradients::detail {
 
+bool have_own_rows(const std::vector<DeviceRows::Call>& calls, int64_t samples) {
+  std::set<int64_t> rows;
+  int64_t covered = 0;
+  for (const auto& [images, first_row] : calls) {
+    rows.insert(first_row);
+    covered += images.samples();
+  }
+  return rows.size() == calls.size() && covered == samples;
+}
+
 #ifdef TORCHIUM_WITH_CUDA
 namespace {
 
 // Smaller matrices waste most of a tile of 128 x 128.
 constexpr int64_t kLeastElements = 1024;
-// Elements of rows in parts that exist at a time: 256 MB.
-constexpr int64_t kMostPartElements = int64_t{1} << 26;
+// Elements of rows in parts that exist at a time: 512 MB.
+constexpr int64_t kMostPartElements = int64_t{1} << 27;
 constexpr int64_t kBytesOfElement = 4;  // both parts
 
 int64_t rounded_up(int64_t size) { return (size + 7) / 8 * 8; }
@@ -58,16 +68,12 @@ struct DeviceRows::Operands {
 };
 
 bool DeviceRows::are_supported(const std::vector<Call>& calls, int64_t samples) {
-  std::set<int64_t> rows;
-  int64_t covered = 0;
-  for (const auto& [images, first_row] : calls) {
-    if (!is_supported(images) || images.positions() != calls[0].images.positions()) {
+  for (const auto& call : calls) {
+    if (!is_supported(call.images) || call.images.positions() != calls[0].images.positions()) {
       return false;
     }
-    rows.insert(first_row);
-    covered += images.samples();
   }
-  if (rows.size() != calls.size() || covered != samples) {
+  if (!have_own_rows(calls, samples)) {
     return false;
   }
   const auto* device = at::cuda::getDeviceProperties(calls[0].images.input.device().index());

@@ -67,6 +67,9 @@ class DeviceRows {
   std::unique_ptr<Operands> kept_;  // if there is only one piece
 };
 
+// Whether each of the rows is in exactly one call.
+bool have_own_rows(const std::vector<DeviceRows::Call>& calls, int64_t samples);
+
 // The squared norms of samples as sums over blocks, in few launches.
 class NormSums {
  public:

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <map>
 #include <utility>
 
@@ -133,19 +134,36 @@ bool PairBlock::saves_by_pairs() const {
   return positions * positions * (p + o) <= positions * p * o + n * n * p * o;
 }
 
-std::unique_ptr<DeviceRows> PairBlock::device_rows(int64_t max_bytes, bool with_bias) const {
-  if (!options_.device().is_cuda()) {
-    return nullptr;
-  }
+std::vector<DeviceRows::Call> PairBlock::device_calls() const {
   std::vector<DeviceRows::Call> calls;
+  if (!options_.device().is_cuda()) {
+    return calls;
+  }
   for (const auto& [source, first_row] : calls_) {
     auto images = source.images();
     if (!images || source.positions() <= 1) {
-      return nullptr;
+      return {};
     }
     calls.push_back({*std::move(images), first_row});
   }
-  return DeviceRows::are_supported(calls, samples_)
+  return calls;
+}
+
+std::optional<NarrowRows> PairBlock::narrow_rows(int64_t max_bytes) const {
+  const auto calls = device_calls();
+  const bool fits = samples_ * groups_ * fan_out_ * (fan_in_ + 1) <= max_bytes / 4;
+  return fits && !calls.empty() ? detail::narrow_rows(calls, samples_) : std::nullopt;
+}
+
+std::vector<int64_t> PairBlock::shape_of_rows() const {
+  auto shape = shape_;
+  shape.insert(shape.begin(), samples_);
+  return shape;
+}
+
+std::unique_ptr<DeviceRows> PairBlock::device_rows(int64_t max_bytes, bool with_bias) const {
+  auto calls = device_calls();
+  return !calls.empty() && DeviceRows::are_supported(calls, samples_)
              ? std::make_unique<DeviceRows>(std::move(calls), samples_, max_bytes, with_bias)
              : nullptr;
 }
@@ -181,6 +199,12 @@ Added PairBlock::add_gram_in_float32_(at::Tensor& K, GramSums& sums, double weig
                                       double bias_weight) const {
   if (rows_ || saves_by_pairs()) {
     return Added::kNothing;
+  }
+  const bool takes_vectors = samples_ <= GramSums::kMostSamples;
+  if (const auto narrow = takes_vectors ? narrow_rows(kMostOperandBytes) : std::nullopt) {
+    sums.add(narrow->weight, weight);
+    if (bias_weight != 0.0) sums.add(narrow->bias, bias_weight);
+    return Added::kBlockAndBias;
   }
   const auto rows = device_rows(kMostOperandBytes, bias_weight != 0.0);
   if (!rows) {
@@ -246,6 +270,10 @@ void PairBlock::add_gram_by_pairs_(at::Tensor& K, double weight, double bias_wei
 
 void PairBlock::add_gram_by_rows_(at::Tensor& K, double weight) const {
   const at::NoTF32Guard full_precision;
+  if (const auto narrow = narrow_rows(kMostOperandBytes)) {
+    add_product_of_rows_(K, narrow->weight.flatten(1), weight);
+    return;
+  }
   const int64_t of_output = samples_ * groups_ * fan_in_;
   const int64_t chunk = std::max<int64_t>(1, max_row_elements(K.is_cuda()) / of_output);
   const auto on_device = device_rows(kMostOperandBytes);
@@ -350,6 +378,11 @@ Added PairBlock::add_norms_to(NormSums& sums, bool has_bias, int64_t max_workspa
   if (saves_norms_by_pairs(calls_[0].source.positions(), fan_in_, fan_out_)) {
     return Added::kNothing;
   }
+  if (const auto narrow = narrow_rows(max_workspace_bytes)) {
+    sums.add(narrow->weight);
+    if (has_bias) sums.add(narrow->bias);
+    return Added::kBlockAndBias;
+  }
   const auto rows = device_rows(max_workspace_bytes, has_bias);
   if (!rows) {
     return Added::kNothing;
@@ -364,11 +397,14 @@ Added PairBlock::add_norms_to(NormSums& sums, bool has_bias, int64_t max_workspa
 
 void PairBlock::keep_patches(int64_t& bytes) {
   const int64_t of_rows = samples_ * groups_ * fan_out_ * fan_in_ * 4;
-  if (calls_[0].source.positions() >= kLeastPositionsOfRows && of_rows <= bytes &&
-      device_rows(kMostOperandBytes)) {
-    rows_ = std::make_unique<DenseBlock>(weighted_rows({}));
-    bytes -= of_rows;
-    return;
+  if (calls_[0].source.positions() >= kLeastPositionsOfRows && of_rows <= bytes) {
+    const auto narrow = narrow_rows(bytes);
+    if (narrow || device_rows(kMostOperandBytes)) {
+      rows_ = std::make_unique<DenseBlock>(narrow ? narrow->weight.view(shape_of_rows())
+                                                  : weighted_rows({}));
+      bytes -= of_rows;
+      return;
+    }
   }
   for (auto& call : calls_) {
     call.source.keep_patches(bytes);
@@ -381,13 +417,15 @@ at::Tensor PairBlock::weighted_rows(const at::Tensor& w) const {
     return rows_->weighted_rows(w);
   }
   const bool covered = calls_.size() == 1 && calls_[0].source.samples() == samples_;
+  if (const auto narrow = narrow_rows(std::numeric_limits<int64_t>::max())) {
+    if (w.defined()) narrow->weight.mul_(w.view({-1, 1, 1, 1}));
+    return narrow->weight.view(shape_of_rows());
+  }
   const std::vector<int64_t> sizes{samples_, groups_, fan_out_, fan_in_};
   const at::Tensor rows = torchium::detail::empty_in_huge_pages(sizes, options_);
-  auto shape = shape_;
-  shape.insert(shape.begin(), samples_);
   if (const auto on_device = device_rows(kMostOperandBytes)) {
     on_device->store(rows, 0, w);
-    return rows.view(shape);
+    return rows.view(shape_of_rows());
   }
   if (!covered) {
     rows.zero_();
@@ -397,7 +435,7 @@ at::Tensor PairBlock::weighted_rows(const at::Tensor& w) const {
     add_rows_(rows.narrow(0, row, count), w.defined() ? weighted(x, w.narrow(0, row, count)) : x,
               covered ? 0.0 : 1.0);
   });
-  return rows.view(shape);
+  return rows.view(shape_of_rows());
 }
 
 }  // namespace torchium::gradients::detail

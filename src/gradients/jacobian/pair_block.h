@@ -3,6 +3,7 @@
 #include "gradients/jacobian/dense_block.h"
 #include "gradients/jacobian/device_sums.h"
 #include "gradients/jacobian/jacobian_block.h"
+#include "gradients/jacobian/narrow_rows.h"
 #include "gradients/jacobian/patches.h"
 
 #include <memory>
@@ -40,6 +41,11 @@ class PairBlock : public JacobianBlock {
 
  private:
   bool saves_by_pairs() const;
+  // The calls as kernels take them; empty: they do not.
+  std::vector<DeviceRows::Call> device_calls() const;
+  // Of at most `max_bytes`.
+  std::optional<NarrowRows> narrow_rows(int64_t max_bytes) const;
+  std::vector<int64_t> shape_of_rows() const;
   // What forms the rows on a GPU, if it can.
   std::unique_ptr<DeviceRows> device_rows(int64_t max_bytes, bool with_bias = false) const;
   void add_gram_by_pairs_(at::Tensor& K, double weight, double bias_weight) const;

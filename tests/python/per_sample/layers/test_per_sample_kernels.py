@@ -75,6 +75,8 @@ class Layer:
 
 LAYERS = {
     "first_of_convnet": Layer(5, 3, (32, 32), 64, (3, 3), padding=(1, 1)),
+    "few_inputs": Layer(9, 2, (13, 12), 70, (3, 4), (2, 1), (2, 1), (2, 1)),
+    "few_inputs_of_one_pixel": Layer(4, 31, (6, 6), 33, (1, 1), bias=False),
     "strided": Layer(7, 24, (9, 11), 40, (3, 3), (2, 2), (1, 1)),
     "wide": Layer(3, 72, (8, 8), 136, (3, 3), padding=(1, 1), bias=False),
     "dilated_many_samples": Layer(150, 16, (11, 11), 72, (3, 3), dilation=(2, 2)),
@@ -119,18 +121,18 @@ def test_layers(name, device):
     assert_close(LAYERS[name], *LAYERS[name].tensors(device))
 
 
-@pytest.mark.parametrize("name", ["strided", "groups", "sequence", "vectors"])
+@pytest.mark.parametrize("name", ["strided", "groups", "few_inputs", "sequence", "vectors"])
 def test_samples_in_pieces(name, device):
     assert_close(LAYERS[name], *LAYERS[name].tensors(device), workspace=1)
 
 
-@pytest.mark.parametrize("name", ["strided", "groups"])
+@pytest.mark.parametrize("name", ["strided", "groups", "few_inputs"])
 def test_channels_that_lie_side_by_side(name, device):
     x, g = (t.to(memory_format=torch.channels_last) for t in LAYERS[name].tensors(device))
     assert_close(LAYERS[name], x, g)
 
 
-@pytest.mark.parametrize("name", ["strided", "sequence", "vectors"])
+@pytest.mark.parametrize("name", ["strided", "few_inputs", "sequence", "vectors"])
 def test_views(name, device):
     """Every other sample, and every other channel of a gradient that is no contiguous tensor."""
     layer = LAYERS[name]
@@ -140,7 +142,7 @@ def test_views(name, device):
     assert_close(layer, x, g)
 
 
-@pytest.mark.parametrize("name", ["strided", "groups", "sequence", "vectors"])
+@pytest.mark.parametrize("name", ["strided", "groups", "few_inputs", "sequence", "vectors"])
 def test_samples_of_very_different_size(name, device):
     """Each sample has a scale of its own, and the smallest gradient is as accurate as the largest."""
     layer = LAYERS[name]
@@ -156,7 +158,7 @@ def test_samples_of_very_different_size(name, device):
     assert norms.isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["strided", "sequence", "vectors"])
+@pytest.mark.parametrize("name", ["strided", "few_inputs", "sequence", "vectors"])
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_numbers_that_are_not_finite_stay_in_their_sample(name, value, device):
     layer = LAYERS[name]
@@ -171,7 +173,7 @@ def test_numbers_that_are_not_finite_stay_in_their_sample(name, value, device):
     assert K[keep][:, keep].isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["strided", "sequence", "vectors"])
+@pytest.mark.parametrize("name", ["strided", "few_inputs", "sequence", "vectors"])
 def test_a_bias_before_its_weight_counts_once(name, device):
     layer = LAYERS[name]
     x, g = layer.tensors(device)
@@ -202,9 +204,10 @@ def test_one_of_weight_and_bias_is_trained(name, trained, device):
     torch.testing.assert_close(K, rows @ rows.T, rtol=0, atol=2e-6 * float(K.max()))
 
 
-def test_micro_batches_of_one_layer(device):
+@pytest.mark.parametrize("name", ["strided", "few_inputs"])
+def test_micro_batches_of_one_layer(name, device):
     """Samples of several backward passes, and two calls of the layer in one."""
-    layer = LAYERS["strided"]
+    layer = LAYERS[name]
     batches = [layer.tensors(device, seed) for seed in (0, 1)]
     rows = [layer.rows(*batch) for batch in batches]
     params, _, _, row, _ = layer.arguments(*batches[0])
@@ -253,9 +256,17 @@ class TestOnDevice:
             torch.cuda.synchronize()
         return [event.name for event in profiler.events()]
 
-    @pytest.mark.parametrize("name", ["first_of_convnet", "groups", "sequence"])
-    def test_rows_are_formed_on_tensor_cores(self, name):
-        if not self.has_tensor_cores():
+    @pytest.mark.parametrize(
+        ("name", "kernel"),
+        [
+            ("first_of_convnet", "narrow_rows_kernel"),
+            ("strided", "sample_product_kernel"),
+            ("groups", "sample_product_kernel"),
+            ("sequence", "sample_product_kernel"),
+        ],
+    )
+    def test_rows_are_formed_by_kernels(self, name, kernel):
+        if kernel == "sample_product_kernel" and not self.has_tensor_cores():
             pytest.skip("no Hopper GPU")
         layer = LAYERS[name]
         arguments = layer.arguments(*layer.tensors(self.device))
@@ -265,7 +276,7 @@ class TestOnDevice:
             lambda: ops.per_sample_gradients(*arguments),
         ):
             names = self.kernels(run)
-            assert any("sample_product_kernel" in name for name in names), names
+            assert any(kernel in name for name in names), names
             assert not any("gemm" in name for name in names), names
 
     @pytest.mark.parametrize("operator", ["per_sample_norms", "per_sample_gram"])
@@ -281,7 +292,7 @@ class TestOnDevice:
         ]
         assert len(names) == 1, names
 
-    @pytest.mark.parametrize("name", ["strided", "vectors"])
+    @pytest.mark.parametrize("name", ["strided", "few_inputs", "vectors"])
     def test_capture(self, name):
         layer = LAYERS[name]
         x, g = layer.tensors(self.device)
