@@ -5,8 +5,6 @@ Kinds, settings and layouts must agree with ``src/gradients/capture/layer_call.h
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -103,6 +101,9 @@ _KNOWN: WeakKeyDictionary[type[nn.Module], tuple[LayerKind, type[nn.Module]] | N
 
 def _known_class(cls: type[nn.Module]) -> tuple[LayerKind, type[nn.Module]] | None:
     """The kind of the layers of a class, and the class that it inherits that from."""
+    kind = _CLASSES.get(cls)
+    if kind is not None:
+        return kind, cls
     if cls not in _KNOWN:
         _KNOWN[cls] = _find_known_class(cls)
     return _KNOWN[cls]
@@ -264,13 +265,13 @@ def _has_order_of(view: Tensor, base: Tensor) -> bool:
 
 def is_single(module: nn.Module, input: Tensor) -> bool:
     """Whether the input is one sample without a sample dimension."""
+    if isinstance(module, _ConvNd):
+        return input.dim() == len(module.kernel_size) + 1
     kind = layer_kind(module)
     if kind in (LayerKind.LINEAR, LayerKind.TRANSPOSED_LINEAR):
         return input.dim() == 1
     if moves_channels(module):
         return False
-    if isinstance(module, _ConvNd):
-        return input.dim() == len(module.kernel_size) + 1
     if isinstance(module, nn.Embedding):
         return input.dim() == 0
     if kind in (LayerKind.LAYER_NORM, LayerKind.RMS_NORM):
@@ -283,35 +284,19 @@ def _normalised_dims(module: nn.Module) -> int:
     return len(module.normalized_shape) if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) else 1
 
 
-def core_input(module: nn.Module, input: Tensor) -> Tensor:
-    """The input as the core takes it: padded, images of height 1, the sample in dimension 0."""
-    single = is_single(module, input)
-    input = padded(module, input)
-    if is_1d(module):
-        input = input.unsqueeze(-2)
-    elif moves_channels(module):
-        input = input.movedim(1, -1)
-    return input.unsqueeze(0) if single else input
-
-
-def core_shape(module: nn.Module, input: Tensor, output: Sequence[int]) -> list[int]:
-    """The shape of an output of the layer as the core takes it."""
-    shape = list(output)
-    if is_1d(module):
-        shape.insert(-1, 1)
-    return [1, *shape] if is_single(module, input) else shape
-
-
 def core_tensors(
     module: nn.Module, input: Tensor, output_gradient: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Input and output gradient as the core takes them."""
+    """Input and output gradient as the core takes them: padded, of height 1, the sample first."""
     if moves_channels(module):
-        return core_input(module, input), output_gradient.movedim(1, -1)
-    shape = core_shape(module, input, output_gradient.shape)
-    if len(shape) != output_gradient.dim():
-        output_gradient = output_gradient.reshape(shape)
-    return core_input(module, input), output_gradient
+        return input.movedim(1, -1), output_gradient.movedim(1, -1)
+    single = is_single(module, input)
+    input = padded(module, input)
+    if is_1d(module):
+        input, output_gradient = input.unsqueeze(-2), output_gradient.unsqueeze(-2)
+    if single:
+        input, output_gradient = input.unsqueeze(0), output_gradient.unsqueeze(0)
+    return input, output_gradient
 
 
 def is_1d(module: nn.Module) -> bool:
@@ -326,22 +311,25 @@ def convolution_padding(module: _ConvNd) -> list[int]:
     """
     if module.padding_mode != "zeros":
         return list(module._reversed_padding_repeated_twice)
-    sides: list[int] = []
-    for i in reversed(range(len(module.kernel_size))):
-        if module.padding == "same":
-            total = module.dilation[i] * (module.kernel_size[i] - 1)
+    dims = len(module.kernel_size)
+    zeros: Any = module.padding
+    if zeros == "valid":
+        return [0] * (2 * dims)
+    if zeros == "same":
+        sides: list[int] = []
+        for dilation, size in zip(module.dilation[::-1], module.kernel_size[::-1], strict=True):
+            total = dilation * (size - 1)
             sides += [total // 2, total - total // 2]
-        elif module.padding == "valid":
-            sides += [0, 0]
-        else:
-            zeros: Any = module.padding
-            sides += [zeros if isinstance(zeros, int) else zeros[i]] * 2
-    return sides
+        return sides
+    each = [zeros] * dims if isinstance(zeros, int) else zeros
+    return [side for of_dim in reversed(each) for side in (of_dim, of_dim)]
 
 
 def input_padding(module: nn.Module) -> tuple[list[int], str]:
     """The padding that the core does not add (other modes, more zeros behind), and its mode, for ``F.pad``."""
     if not isinstance(module, _ConvNd):
+        return [], "constant"
+    if module.padding_mode == "zeros" and module.padding != "same":
         return [], "constant"
     sides = convolution_padding(module)
     if module.padding_mode != "zeros":
@@ -359,12 +347,13 @@ def padded(module: nn.Module, input: Tensor) -> Tensor:
 
 def _convolution_settings(module: _ConvNd) -> list[int]:
     """Those of ``ConvolutionSettings`` of the core."""
-    sides = convolution_padding(module)
-    zeros = sides[-2::-2] if module.padding_mode == "zeros" else [0] * len(module.kernel_size)
-    lists = [list(module.stride), zeros, list(module.dilation)]
+    zeros = [0] * len(module.kernel_size)
+    if module.padding_mode == "zeros":
+        zeros = convolution_padding(module)[-2::-2]
+    others = [module.groups, int(module.transposed)]
     if is_1d(module):
-        lists = [[of_height, *list] for of_height, list in zip((1, 0, 1), lists, strict=True)]
-    return [*itertools.chain(*lists), module.groups, int(module.transposed)]
+        return [1, *module.stride, 0, *zeros, 1, *module.dilation, *others]
+    return [*module.stride, *zeros, *module.dilation, *others]
 
 
 def call_row(

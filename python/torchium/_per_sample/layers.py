@@ -114,12 +114,12 @@ def _calls_of_batch(loss: SampleLoss) -> LayerCalls | None:
     if layers is None or not loss.inputs.is_tensor:
         return None
     params = list(loss.parameters.values())
-    positions = {p: i for i, p in enumerate(params)}
+    positions = {id(p): i for i, p in enumerate(params)}
     calls: list[RecordedCall] = []
     x = loss.inputs.tensors[0]
     with torch.enable_grad():
         for layer in layers:
-            own = {n: positions[p] for n, p in layer._parameters.items() if p in positions}
+            own = {n: positions[id(p)] for n, p in layer._parameters.items() if id(p) in positions}
             if not is_samplewise(layer, x) or (own and not _is_known(layer)):
                 return None
             if not calls and getattr(layer, "inplace", False):
@@ -209,11 +209,12 @@ def _is_known(layer: nn.Module) -> bool:
     has_formula = formula_of(layer) is not None
     if not has_formula and why_unsupported(layer) is not None:
         return False
-    return all(
-        (has_formula or name in NAMES) and p.is_floating_point() and p.dim() > 0
-        for name, p in layer._parameters.items()
-        if p is not None and p.requires_grad
-    )
+    for name, p in layer._parameters.items():
+        if p is None or not p.requires_grad:
+            continue
+        if not ((has_formula or name in NAMES) and p.dtype.is_floating_point and p.dim() > 0):
+            return False
+    return True
 
 
 def leaves(root: Node, inputs: Mapping[Node, GradientEdge | None]) -> set[Tensor]:

@@ -228,7 +228,7 @@ def _kept_flat_weights(model: nn.Module) -> Iterator[None]:
 def _check_modules(model: nn.Module) -> str | None:
     """ValueError for a module that mixes samples or draws. Returns why vmap refuses the model."""
     why_not_vmap = None
-    if all(type(module) in _HARMLESS for module in model.modules()):
+    if _is_harmless(model):
         return None
     for name, module in model.named_modules():
         where = f"model.{name}" if name else "model"
@@ -238,6 +238,14 @@ def _check_modules(model: nn.Module) -> str | None:
         if isinstance(module, nn.RNNBase) and why_not_vmap is None:
             why_not_vmap = f"vmap does not support {where} ({type(module).__name__})"
     return why_not_vmap
+
+
+def _is_harmless(module: nn.Module | None) -> bool:
+    return (
+        module is not None
+        and type(module) in _HARMLESS
+        and all(map(_is_harmless, module._modules.values()))
+    )
 
 
 def _why_not_per_sample(module: nn.Module) -> str | None:

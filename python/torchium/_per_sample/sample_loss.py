@@ -23,24 +23,23 @@ def trainable(model: nn.Module) -> dict[str, Tensor]:
         or cls.named_modules is not nn.Module.named_modules
     ):
         return {name: p for name, p in model.named_parameters() if p.requires_grad}
-    names: dict[Tensor, str] = {}
-    _collect_trainable(model, "", names, set())
-    return {name: p for p, name in names.items()}
+    found: dict[str, Tensor] = {}
+    _collect_trainable(model, "", found, {id(model)})
+    return found
 
 
 def _collect_trainable(
-    module: nn.Module, prefix: str, names: dict[Tensor, str], seen: set[nn.Module]
+    module: nn.Module, prefix: str, found: dict[str, Tensor], seen: set[int]
 ) -> None:
-    """What ``named_parameters()`` finds, in a fraction of its time."""
-    if module in seen:
-        return
-    seen.add(module)
+    """What ``named_parameters()`` finds, in a fraction of its time. ``seen``: ids of what has been met."""
     for name, p in module._parameters.items():
-        if p is not None and p.requires_grad and p not in names:
-            names[p] = prefix + name
+        if p is not None and p.requires_grad and id(p) not in seen:
+            seen.add(id(p))
+            found[prefix + name] = p
     for name, child in module._modules.items():
-        if child is not None:
-            _collect_trainable(child, f"{prefix}{name}.", names, seen)
+        if child is not None and id(child) not in seen:
+            seen.add(id(child))
+            _collect_trainable(child, f"{prefix}{name}.", found, seen)
 
 
 class SampleLoss:
