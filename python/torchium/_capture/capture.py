@@ -9,7 +9,6 @@ in a backward pass that accumulates the gradient of its parameters: passes for e
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -28,6 +27,7 @@ from .attention import (
     samples_of,
     time_first_layers,
 )
+from .compiled import forget_compiled
 from .descriptions import describe, kept, layer_signature
 from .hooks import (
     ModuleHook,
@@ -120,10 +120,10 @@ class Capture:
     # ---- parameters and their modules
 
     def watch(self, params: Iterable[Tensor]) -> None:
-        """Adds parameters. Unknown owners are looked for among all modules that run."""
-        dynamo = sys.modules.get("torch._dynamo")
-        if dynamo is not None:
-            dynamo.reset_code_caches()  # a compiled model does not look for new hooks
+        """Adds parameters. Unknown owners are looked for among all modules that run.
+
+        A model that is compiled already does not look for new hooks: see :func:`forget_compiled`.
+        """
         with self._lock:
             new = list(params)
             self._is_idle = False
@@ -142,6 +142,7 @@ class Capture:
     def watch_new(self, params: Iterable[Tensor]) -> None:
         """The same for those that are not watched yet."""
         if new := set(params) - self._params:
+            forget_compiled()
             self.watch(new)
 
     def adopt(self, module: nn.Module, name: str) -> None:

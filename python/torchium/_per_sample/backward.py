@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from .._capture.capture import CallCapture, check_inputs
+from .._capture.compiled import run_uncompiled
 from .._capture.layers import (
     SAMPLE_KINDS,
     LayerCall,
@@ -87,7 +90,9 @@ class per_sample:
         self._is_mean = reduction == "mean"
         self._capture: CallCapture | None = None
         self._watched: set[Tensor] = set()
+        self._uncompiled: AbstractContextManager[object] = nullcontext()
 
+    @_disable_dynamo
     def __enter__(self) -> per_sample:
         if self._capture is not None:
             raise ValueError("this per_sample block is running already; make another one")
@@ -105,8 +110,11 @@ class per_sample:
             if hasattr(param, "grad_sample"):
                 del param.grad_sample
         self._watched = set(params.values())
+        self._uncompiled = run_uncompiled()  # compiled code does not look for hooks of this block
+        self._uncompiled.__enter__()
         return self
 
+    @_disable_dynamo
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -115,6 +123,7 @@ class per_sample:
     ) -> None:
         capture, self._capture = self._capture, None  # without an owner it removes its hooks
         watched, self._watched = self._watched, set()
+        self._uncompiled.__exit__(kind, error, traceback)
         if kind is None and capture is not None:
             self._set_rows(capture, watched)
 

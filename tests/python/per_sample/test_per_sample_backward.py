@@ -277,3 +277,49 @@ def test_lookups_that_may_be_positions_are_refused():
         per_sample(nn.ModuleList([tokens, positions])),
     ):
         (tokens(x) + positions(torch.arange(3))).square().mean().backward()
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+
+
+def test_compiled_code_runs_uncompiled_in_a_block_and_stays_compiled():
+    torch.compiler.reset()
+    compiled: list[object] = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    model, x, y = mlp(), torch.randn(6, 4), torch.randint(3, (6,))
+    other = torch.compile(lambda x: x.sin().sum(), backend=backend)
+    of_model = torch.compile(model, backend=backend)
+    other(x)
+    of_model(x)
+    count = len(compiled)
+    for _ in range(3):
+        with torchium.per_sample(model):
+            F.cross_entropy(of_model(x), y).backward()
+            other(x)
+        expected = torchium.per_sample_gradients(model, F.cross_entropy, x, y)
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(p.grad_sample, expected[name])
+        other(x)
+        of_model(x)
+    assert len(compiled) == count
+
+
+def test_a_block_in_a_compiled_function():
+    torch.compiler.reset()
+    model, x, y = mlp(), torch.randn(6, 4), torch.randint(3, (6,))
+
+    def rows() -> list[Tensor]:
+        with torchium.per_sample(model):
+            F.cross_entropy(model(x), y).backward()
+        return [p.grad_sample for p in model.parameters()]
+
+    expected = torchium.per_sample_gradients(model, F.cross_entropy, x, y)
+    compiled = torch.compile(rows, backend="eager")
+    for _ in range(2):
+        for found, right in zip(compiled(), expected.values(), strict=True):
+            torch.testing.assert_close(found, right)

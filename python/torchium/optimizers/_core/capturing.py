@@ -16,6 +16,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import ParamsT
 
 from ..._capture.capture import Capture
+from ..._capture.compiled import forget_compiled
 from .amp import ScaledLoss, unscaled_gradients
 from .base import CoreOptimizer
 from .checkpoint import as_tensors
@@ -105,6 +106,7 @@ class CapturingOptimizer(ScaledLoss, CoreOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(new_group(self._OPTIONS, param_group, self.defaults))
         self._bound_to = None
+        forget_compiled()
         self._capture.watch(self.param_groups[-1]["params"])
 
     def _check_new_group(self, index: int, group: dict[str, Any]) -> None:
@@ -354,6 +356,7 @@ class CapturingOptimizer(ScaledLoss, CoreOptimizer):
         self.grad_scaler = None
         self._init_capture()
         super().__setstate__(state)
+        forget_compiled()
         for group in self.param_groups:
             self._capture.watch(group["params"])
         self._capture.time_first.update(time_first)
