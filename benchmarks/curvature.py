@@ -21,6 +21,7 @@ from torchium import gradients
 Run = Callable[[], object]
 MAX_NORM = 1.0
 ROWS = "rows: torchium per_sample_gradients"
+COMPILED = "rows: compiled vmap(grad)"
 HAS_OPACUS = importlib.util.find_spec("opacus") is not None
 loss_fn = nn.functional.cross_entropy
 
@@ -42,6 +43,11 @@ def vmap_rows(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], dict[str, 
 
     rows = vmap(grad(loss), in_dims=(None, 0, 0))
     return lambda: rows(params, x, y)
+
+
+def compiled_rows(model: nn.Module, x: Tensor, y: Tensor) -> Run:
+    rows = torch.compile(vmap_rows(model, x, y))
+    return lambda: rows()
 
 
 def vmap_matrix(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], Tensor]:
@@ -132,6 +138,7 @@ METHODS: dict[str, Callable[[nn.Module, Tensor, Tensor], Run]] = {
     ROWS: ours(gradients.per_sample_gradients),
     "rows: torchium per_sample": block,
     "rows: vmap(grad)": vmap_rows,
+    COMPILED: compiled_rows,
     "rows: opacus GradSampleModule": opacus_rows,
     "norms: torchium per_sample_norms": ours(gradients.per_sample_norms),
     "norms: vmap(grad)": vmap_norms,
@@ -184,6 +191,8 @@ def main() -> int:
         for name, method in METHODS.items():
             if "opacus" in name and not HAS_OPACUS:
                 continue
+            if name == COMPILED and (device.type == "cpu" or arguments.tiny):
+                continue  # compiling takes most of the time
             torch.manual_seed(0)
             model = make_model(arguments.tiny).to(device)
             x = torch.randn(shape, device=device)

@@ -1,6 +1,7 @@
 #include "gradients/jacobian/device_sums.h"
 
 #ifdef TORCHIUM_WITH_CUDA
+#include "cuda_kernels/samples/outer_rows.h"
 #include "cuda_kernels/samples/sample_norms.h"
 #include "support/device_code.h"
 
@@ -11,6 +12,8 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #endif
+
+#include <limits>
 
 namespace torchium::gradients::detail {
 
@@ -39,6 +42,25 @@ cuda_kernels::SamplePair pair_of(const at::Tensor& A, const at::Tensor& G, doubl
 }
 
 }  // namespace
+
+bool store_outer_rows(const VectorPairs& pairs, const at::Tensor& w, const at::Tensor& rows) {
+  const int64_t of_sample = pairs.A.size(1) * pairs.G.size(1);
+  if (!rows.is_cuda() || rows.scalar_type() != at::kFloat || pairs.A.scalar_type() != at::kFloat ||
+      pairs.G.scalar_type() != at::kFloat || of_sample > std::numeric_limits<int>::max() / 2) {
+    return false;
+  }
+  torchium::detail::check_device_code(rows.device());
+  const c10::cuda::CUDAGuard guard(rows.device());
+  const at::Tensor A = as_rows(pairs.A), G = as_rows(pairs.G);
+  const at::Tensor weights = w.defined() ? w.contiguous() : w;
+  C10_CUDA_CHECK(cuda_kernels::outer_rows(
+      {.pair = pair_of(A, G, 1.0, 0.0),
+       .samples = static_cast<int>(rows.size(0)),
+       .weights = weights.defined() ? weights.const_data_ptr<float>() : nullptr,
+       .rows = rows.mutable_data_ptr<float>()},
+      c10::cuda::getCurrentCUDAStream()));
+  return true;
+}
 
 bool NormSums::is_available(c10::Device device) { return device.is_cuda(); }
 
@@ -123,6 +145,7 @@ void GramSums::add(const at::Tensor& rows, double weight) {
 
 #else
 
+bool store_outer_rows(const VectorPairs&, const at::Tensor&, const at::Tensor&) { return false; }
 bool NormSums::is_available(c10::Device) { return false; }
 at::Tensor NormSums::norms(const at::Tensor&, const at::TensorOptions&, int64_t,
                            at::ScalarType) const {

@@ -67,6 +67,9 @@ class DeviceRows {
   std::unique_ptr<Operands> kept_;  // if there is only one piece
 };
 
+// rows [n, fan_out, fan_in] <- w_i G_i A_i^T, w undefined: ones. False: no kernel takes them.
+bool store_outer_rows(const VectorPairs& pairs, const at::Tensor& w, const at::Tensor& rows);
+
 // Whether each of the rows is in exactly one call.
 bool have_own_rows(const std::vector<DeviceRows::Call>& calls, int64_t samples);
 

@@ -423,6 +423,10 @@ at::Tensor PairBlock::weighted_rows(const at::Tensor& w) const {
   }
   const std::vector<int64_t> sizes{samples_, groups_, fan_out_, fan_in_};
   const at::Tensor rows = torchium::detail::empty_in_huge_pages(sizes, options_);
+  const auto pairs = vector_pairs();
+  if (pairs && store_outer_rows(*pairs, w, rows)) {
+    return rows.view(shape_of_rows());
+  }
   if (const auto on_device = device_rows(kMostOperandBytes)) {
     on_device->store(rows, 0, w);
     return rows.view(shape_of_rows());
