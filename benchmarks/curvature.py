@@ -22,6 +22,8 @@ Run = Callable[[], object]
 MAX_NORM = 1.0
 ROWS = "rows: torchium per_sample_gradients"
 COMPILED = "rows: compiled vmap(grad)"
+WRITES = "writing as many zeros"
+PEERS = ("rows: vmap(grad)", COMPILED, "rows: opacus GradSampleModule")
 HAS_OPACUS = importlib.util.find_spec("opacus") is not None
 loss_fn = nn.functional.cross_entropy
 
@@ -48,6 +50,16 @@ def vmap_rows(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], dict[str, 
 def compiled_rows(model: nn.Module, x: Tensor, y: Tensor) -> Run:
     rows = torch.compile(vmap_rows(model, x, y))
     return lambda: rows()
+
+
+def writes(model: nn.Module, x: Tensor, y: Tensor) -> Run:
+    rows = [torch.empty(len(x), *p.shape, device=x.device) for p in model.parameters()]
+
+    def run() -> None:
+        for row in rows:
+            row.zero_()
+
+    return run
 
 
 def vmap_matrix(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], Tensor]:
@@ -135,6 +147,7 @@ def block(model: nn.Module, x: Tensor, y: Tensor) -> Run:
 
 METHODS: dict[str, Callable[[nn.Module, Tensor, Tensor], Run]] = {
     "forward + backward": forward_backward,
+    WRITES: writes,
     ROWS: ours(gradients.per_sample_gradients),
     "rows: torchium per_sample": block,
     "rows: vmap(grad)": vmap_rows,
@@ -161,6 +174,24 @@ TARGETS = {
         ("clipped sum: torchium clip_and_accumulate", "clipped sum: opacus ghost clipping"): 1.0,
     },
 }
+
+
+# On a GPU rows take this share of the time of the fastest peer; and what they add to forward + backward, of
+# another time.
+ROW_TARGETS = {"MLP": (1 / 1.25, WRITES, 1.5), "ConvNet": (1 / 1.5, "forward + backward", 0.4)}
+
+
+def check_rows(report: Report, title: str, seconds: dict[str, list[float]]) -> None:
+    of_best, other, share = ROW_TARGETS[title.split()[0]]
+    peers = [name for name in PEERS if name in seconds]
+    best = min(peers, key=lambda name: statistics.median(seconds[name]))
+    report.check(f"{title}: {ROWS} / {best}", median_ratio(seconds[ROWS], seconds[best]), of_best)
+    added = [a - b for a, b in zip(seconds[ROWS], seconds["forward + backward"], strict=True)]
+    report.check(
+        f"{title}: {ROWS} beyond forward + backward / {other}",
+        statistics.median(added) / statistics.median(seconds[other]),
+        share,
+    )
 
 
 def waited(run: Run, device: torch.device) -> Run:
@@ -206,6 +237,8 @@ def main() -> int:
             for name, times in seconds.items()
         ]
         report.table(title, ["", "ms", "ratio to forward + backward"], rows)
+        if device.type == "cuda" and not arguments.tiny:
+            check_rows(report, title, seconds)
         for (name, other), target in TARGETS[device.type].items():
             if other in seconds and not arguments.tiny:
                 ratio = median_ratio(seconds[name], seconds[other])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +26,6 @@ from .recorder import NAMES, RecordedCall, Recorder, record
 from .sample_loss import SampleLoss
 from .samplewise import is_samplewise, samplewise_layers, summed_losses
 
-_LARGE = 2**30  # bytes of gradients that are written while the backward pass goes on
-
 
 @dataclass(slots=True)
 class LayerCall:
@@ -42,15 +39,10 @@ class LayerCall:
 
 
 class LayerCalls:
-    """Layer calls, for the operators of the core.
+    """Layer calls, for the operators of the core."""
 
-    ``positions``: the parameters whose gradients are wanted, of all those of ``params``; by default all.
-    """
-
-    def __init__(self, params: list[Tensor], positions: Sequence[int] | None = None) -> None:
-        self.positions = range(len(params)) if positions is None else positions
-        self.params = [params[position] for position in self.positions]
-        self._own = {position: i for i, position in enumerate(self.positions)}
+    def __init__(self, params: list[Tensor]) -> None:
+        self.params = params
         self._calls: list[LayerCall] = []
         # As the operators take them.
         self._inputs: list[Tensor] = []
@@ -77,8 +69,7 @@ class LayerCalls:
             )
 
     def _convert(self, call: LayerCall) -> None:
-        module = call.module
-        params = {name: self._own[position] for name, position in call.params.items()}
+        module, params = call.module, call.params
         input, output_gradient = call.input, call.output_gradient
         if formula_of(module) is not None:
             found = rows_by_formula(module, params, input, output_gradient, call.has_batches)
@@ -108,23 +99,16 @@ class LayerCalls:
         self._eps.append(eps)
 
 
-# Takes the calls of some parameters before the backward pass is complete.
-TakeEarly = Callable[[LayerCalls], None]
-
-
-def layer_calls(loss: SampleLoss, take_early: TakeEarly | None = None) -> LayerCalls | None:
+def layer_calls(loss: SampleLoss) -> LayerCalls | None:
     """The layer calls of the loss of each sample.
 
     None if layer calls do not suffice: other modules have parameters, or a parameter is used outside
     its layer.
-
-    ``take_early`` takes calls of large layers on a GPU, which works on them while the host still runs the
-    backward pass. The result, which is not None then, is without these calls and their parameters.
     """
-    return _calls_of_batch(loss, take_early) or _calls_under_vmap(loss, take_early)
+    return _calls_of_batch(loss) or _calls_under_vmap(loss)
 
 
-def _calls_of_batch(loss: SampleLoss, take_early: TakeEarly | None) -> LayerCalls | None:
+def _calls_of_batch(loss: SampleLoss) -> LayerCalls | None:
     """The same by an ordinary pass; None: the samples have to be followed through the model."""
     layers = samplewise_layers(loss.model)
     if layers is None or not loss.inputs.is_tensor:
@@ -146,9 +130,7 @@ def _calls_of_batch(loss: SampleLoss, take_early: TakeEarly | None) -> LayerCall
         if not calls or _overwritten(calls):
             return None
         losses = _losses_of(loss, x, calls)
-        if losses is None:
-            return None
-        return _differentiated(params, calls, losses, take_early)
+        return None if losses is None else _differentiated(params, calls, losses)
 
 
 def _losses_of(loss: SampleLoss, output: Tensor, calls: list[RecordedCall]) -> Tensor | None:
@@ -161,7 +143,7 @@ def _losses_of(loss: SampleLoss, output: Tensor, calls: list[RecordedCall]) -> T
     return None if _uses_outside(losses, calls, loss.parameters.values()) else losses
 
 
-def _calls_under_vmap(loss: SampleLoss, take_early: TakeEarly | None) -> LayerCalls | None:
+def _calls_under_vmap(loss: SampleLoss) -> LayerCalls | None:
     """The same by following the samples through any model."""
     model, params = loss.model, list(loss.parameters.values())
     trainable = set(params)
@@ -183,7 +165,7 @@ def _calls_under_vmap(loss: SampleLoss, take_early: TakeEarly | None) -> LayerCa
         # The model's own parameters, kept by reference: the vmap(grad) path raises the error.
         if _overwritten(recorder.calls) or _uses_outside(losses, recorder.calls, [*own, *params]):
             return None
-        return _differentiated(params, recorder.calls, losses, take_early)
+        return _differentiated(params, recorder.calls, losses)
 
 
 def attention_for_vmap(device: torch.device) -> AbstractContextManager[None]:
@@ -199,56 +181,14 @@ def _uses_outside(losses: Tensor, calls: list[RecordedCall], params: Iterable[Te
     return not found.isdisjoint(params)
 
 
-def _differentiated(
-    params: list[Tensor],
-    calls: list[RecordedCall],
-    losses: Tensor,
-    take_early: TakeEarly | None = None,
-) -> LayerCalls:
+def _differentiated(params: list[Tensor], calls: list[RecordedCall], losses: Tensor) -> LayerCalls:
     """The calls with the gradients of their outputs."""
-    gradients: Sequence[Tensor | None] = (None,) * len(calls)
-    taken: set[int] = set()  # numbers of calls
-
-    def take(number: int, gradients: tuple[Tensor | None, ...]) -> None:
-        call = calls[number]
-        gradient = gradients[call.output_edge.output_nr]
-        if gradient is not None and take_early is not None:
-            positions = list(call.params.values())
-            take_early(_for_core(LayerCalls(params, positions), [call], [gradient]))
-            taken.add(number)
-
-    with ExitStack() as hooks:
-        for number in _early(params, calls) if take_early is not None else ():
-            # Not called at the end of the pass, where no node follows and no work is left.
-            node = calls[number].output_edge.node
-            hooks.callback(node.register_prehook(partial(take, number)).remove)
-        if losses.requires_grad:
-            edges = [call.output_edge for call in calls]
-            ones = torch.ones_like(losses) if losses.dim() else None
-            gradients = torch.autograd.grad(losses, edges, ones, allow_unused=True)
-    if not taken:
-        return _for_core(LayerCalls(params), calls, gradients)
-    of_taken = {position for number in taken for position in calls[number].params.values()}
-    left = [number for number in range(len(calls)) if number not in taken]
-    return _for_core(
-        LayerCalls(params, [i for i in range(len(params)) if i not in of_taken]),
-        [calls[number] for number in left],
-        [gradients[number] for number in left],
-    )
-
-
-def _early(params: list[Tensor], calls: list[RecordedCall]) -> list[int]:
-    """The numbers of calls to be taken early, if no parameter is in two calls."""
-    positions = [position for call in calls for position in call.params.values()]
-    if len(set(positions)) < len(positions):
-        return []
-    return [number for number, call in enumerate(calls) if _takes_long(params, call)]
-
-
-def _takes_long(params: list[Tensor], call: RecordedCall) -> bool:
-    """Whether a GPU writes the gradients of a call in more time than the host needs to launch that."""
-    size = call.output_shape[0] * sum(params[i].nbytes for i in call.params.values())
-    return params[0].is_cuda and size >= _LARGE
+    edges = [call.output_edge for call in calls]
+    gradients: tuple[Tensor | None, ...] = (None,) * len(calls)
+    if losses.requires_grad:
+        ones = torch.ones_like(losses) if losses.dim() else None
+        gradients = torch.autograd.grad(losses, edges, ones, allow_unused=True)
+    return _for_core(params, calls, gradients)
 
 
 def _own_parameters(module: nn.Module) -> list[Tensor]:
@@ -305,8 +245,9 @@ def _overwritten(calls: list[RecordedCall]) -> bool:
 
 
 def _for_core(
-    result: LayerCalls, calls: list[RecordedCall], gradients: Sequence[Tensor | None]
+    params: list[Tensor], calls: list[RecordedCall], gradients: tuple[Tensor | None, ...]
 ) -> LayerCalls:
+    result = LayerCalls(params)
     for call, gradient in zip(calls, gradients, strict=True):
         if gradient is None:  # the loss does not depend on this output
             gradient = torch.zeros((), device=call.input.device).expand(call.output_shape)

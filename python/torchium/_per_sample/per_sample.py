@@ -14,7 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from .._capture.layers import mixes_samples
 from .._reentrant import refuse_reentrant_checkpoints
-from .layers import LayerCalls, TakeEarly, attention_for_vmap, layer_calls, leaves
+from .layers import LayerCalls, attention_for_vmap, layer_calls, leaves
 from .random_numbers import DRAWN, NoRandomNumbers
 from .sample_loss import LossFunction, SampleLoss, trainable
 from .sample_trees import SampleTree, count_samples
@@ -94,16 +94,6 @@ def per_sample_gradients(
     """
     with one_call:
         parameters = trainable(model)
-        found: dict[int, Tensor] = {}
-
-        def take(calls: LayerCalls) -> None:
-            rows = calls.run(torch.ops.torchium.per_sample_gradients)
-            found.update(zip(calls.positions, rows, strict=True))
-
-        def from_calls(calls: LayerCalls) -> list[Tensor]:
-            take(calls)
-            return [found[position] for position in range(len(parameters))]
-
         rows: list[Tensor] = evaluate(
             "per_sample_gradients",
             model,
@@ -111,9 +101,8 @@ def per_sample_gradients(
             loss_fn,
             inputs,
             targets,
-            from_calls=from_calls,
+            from_calls=lambda calls: calls.run(torch.ops.torchium.per_sample_gradients),
             from_rows=lambda rows, samples: rows(0, samples),
-            take_early=take,
         )
     return dict(zip(parameters, rows, strict=True))
 
@@ -128,7 +117,6 @@ def evaluate(
     from_calls: Callable[[LayerCalls], T],
     from_rows: Callable[[Rows, int], T],
     least: int = 1,
-    take_early: TakeEarly | None = None,
 ) -> T:
     """A quantity of the per-sample gradients, as the public ``function`` returns it.
 
@@ -137,8 +125,7 @@ def evaluate(
     ``from_calls`` computes it from the layer calls. ``from_rows`` computes it from explicit
     gradients of as many samples at a time as it asks for, and is told the number of samples. It may
     be called again after an exception. ``least``: the smallest number of samples, 0 or 1; without any,
-    ``from_rows`` must not ask for gradients. ``take_early``: see :func:`layer_calls`; what it has taken is
-    missing in ``from_calls``, and counts for nothing in ``from_rows``.
+    ``from_rows`` must not ask for gradients.
     """
     input_tree = SampleTree("inputs", inputs, shared=(bool, str, type(None)))
     target_tree = SampleTree("targets", targets, shared=(type(None),))
@@ -150,11 +137,9 @@ def evaluate(
         return from_rows(_rows_of(_one_by_one, loss), 0)
     if reason is None:
         try:
-            calls = layer_calls(loss, take_early)
+            calls = layer_calls(loss)
             if calls is None:
                 return from_rows(_rows_of(_by_vmap, loss), samples)
-        except torch.OutOfMemoryError:
-            raise
         # Unsupported models raise many kinds of errors in vmap. An error of the model or the
         # loss itself is raised again below, in PyTorch's words.
         except Exception as error:

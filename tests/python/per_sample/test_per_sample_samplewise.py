@@ -30,8 +30,8 @@ def passes(monkeypatch) -> list[bool]:
     taken: list[bool] = []
     original = implementation._calls_of_batch
 
-    def call(loss, take_early):
-        result = original(loss, take_early)
+    def call(loss):
+        result = original(loss)
         taken.append(result is not None)
         return result
 
@@ -288,43 +288,3 @@ def test_a_weight_computed_from_that_of_another_layer_is_not_ignored():
     x = torch.randn(5, 4, dtype=torch.float64)
     with pytest.raises((ValueError, RuntimeError)):
         torchium.per_sample_gradients(model, nn.functional.mse_loss, x, x)
-
-
-@pytest.mark.parametrize("shares_a_layer", [False, True])
-@pytest.mark.parametrize("is_hooked", [False, True])
-def test_rows_of_large_layers_are_written_during_the_backward_pass(
-    shares_a_layer, is_hooked, monkeypatch
-):
-    """Called with the batch or under vmap; not of a layer with two calls, nor of the first one."""
-    torch.manual_seed(0)
-    first, second = (nn.Conv2d(2, 2, 3, padding=1, dtype=torch.float64) for _ in range(2))
-    model = nn.Sequential(
-        *(first, nn.ReLU(), first if shares_a_layer else second, nn.Flatten()),
-        nn.Linear(32, 3, dtype=torch.float64),
-    )
-    if is_hooked:
-        hooked(model)
-    taken: list[int] = []
-    run = implementation.LayerCalls.run
-
-    def counted(calls, operator, **options):
-        taken.append(len(calls._calls))
-        return run(calls, operator, **options)
-
-    monkeypatch.setattr(implementation.LayerCalls, "run", counted)
-    monkeypatch.setattr(implementation, "_takes_long", lambda params, call: True)
-    x, y = torch.randn(5, 2, 4, 4, dtype=torch.float64), torch.randint(3, (5,))
-    assert_right(model, F.cross_entropy, x, y)
-    assert taken == ([3] if shares_a_layer else [1, 1, 1])
-
-
-def test_a_lack_of_memory_is_raised(monkeypatch):
-    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 3))
-
-    def fails(*arguments, **options):
-        raise torch.OutOfMemoryError("no memory")
-
-    monkeypatch.setattr(implementation.LayerCalls, "run", fails)
-    monkeypatch.setattr(implementation, "_takes_long", lambda params, call: True)
-    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
-        torchium.per_sample_gradients(model, F.mse_loss, torch.randn(5, 4), torch.randn(5, 3))
