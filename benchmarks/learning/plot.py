@@ -97,8 +97,10 @@ def draw(task: Task, final: Final, path: Path) -> None:
             panel.set_ylim(0.85 * min(map(target_of, final.values())), 2 * target)
             draw_target(panel, ends, target)
             if task.goal == "training":  # the curves end far below the target
+                first = min(ends, key=lambda optimizer: ends[optimizer])
                 for optimizer, end in ends.items():
-                    label_end(panel, optimizer, end, target, "left", "bottom")
+                    sides = ("right", "top") if optimizer == first else ("left", "bottom")
+                    label_end(panel, optimizer, end, target, *sides)
             else:
                 draw_zoom(panel, task, final, axis, ends, target)
     if base in final:

@@ -28,11 +28,11 @@ at::Tensor inverse_root(const at::Tensor& A, int64_t p, double eps) {
   return device_inverse_root(A, p, eps, /*relative_eps=*/0.0).root;
 }
 
-// (C + C^T) / 2 within the range of the dtype.
-at::Tensor symmetric_and_bounded(at::Tensor C) {
-  const double limit = saturation(C.scalar_type());
-  C.mul_(0.5).clamp_(-limit / 2, limit / 2);  // NaN stays
-  return C + C.mT();
+// half + half^T within the range of the dtype.
+at::Tensor symmetric_and_bounded(at::Tensor half) {
+  const double limit = saturation(half.scalar_type());
+  half.clamp_(-limit / 2, limit / 2);  // NaN stays
+  return half + half.mT();
 }
 
 // X X, without overflow before the last multiplication.
@@ -40,15 +40,15 @@ at::Tensor product_with_itself(const at::Tensor& X) {
   const at::Tensor largest = X.abs().amax({-2, -1}, /*keepdim=*/true).mul_(X.size(-1));
   const at::Tensor exponent = std::get<1>(at::frexp(largest)).clamp_(-100, 126);
   const at::Tensor scale = at::ldexp(at::ones_like(largest), exponent);
-  return symmetric_and_bounded(at::bmm(X / scale, X).mul_(scale));
+  return symmetric_and_bounded(at::bmm(X / scale, X).mul_(scale * 0.5));
 }
 
 // D D^(-1/2) for D = A + eps I.
 at::Tensor square_root(const at::Tensor& A, double eps) {
-  const at::Tensor half = A * 0.5;
-  at::Tensor D = half + half.mT();
+  const at::Tensor D = at::lerp(A, A.mT(), 0.5);
   D.diagonal(0, -2, -1).add_(eps);
-  return symmetric_and_bounded(at::bmm(D, inverse_root(A, 2, eps)));
+  return symmetric_and_bounded(
+      at::baddbmm(D, D, inverse_root(A, 2, eps), /*beta=*/0, /*alpha=*/0.5));
 }
 
 // By squarings, of a matrix that a power of two brings to a norm below one. eps = 0 or D within the
@@ -76,7 +76,7 @@ at::Tensor integer_power(const at::Tensor& A, int64_t exponent, double eps) {
                         .to(A.scalar_type())
                         .view({-1, 1, 1});
   }
-  at::Tensor result = symmetric_and_bounded(power);
+  at::Tensor result = symmetric_and_bounded(power * 0.5);
   mark_non_finite(result, input.finite);
   return result;
 }
